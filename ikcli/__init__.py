@@ -1,0 +1,3 @@
+"""ik: run, quantize and measure large language models from GGUF files."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Backends that execute a recorded graph: reference (NumPy), cpu (Numba kernels), cuda (PTX kernels)."""

@@ -1,0 +1,1 @@
+"""Kernel factories; each returns plain Python that the compile worker turns into machine code."""

@@ -1,0 +1,1 @@
+"""One file per subcommand: parse, one library call, print."""

@@ -1,0 +1,1 @@
+"""Placement, loading, KV cache and sessions."""

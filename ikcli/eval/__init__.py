@@ -1,0 +1,1 @@
+"""Measurements: perplexity, KL divergence, sweep-bench."""

@@ -1,0 +1,1 @@
+"""Recorded graphs and execution plans."""

@@ -1,0 +1,1 @@
+"""One file per architecture over shared blocks."""

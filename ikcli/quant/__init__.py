@@ -1,0 +1,1 @@
+"""What tensor bytes mean: formats, decoding, encoding."""

@@ -1,0 +1,23 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+_SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(1234)
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """Folder with golden data beside the checkout; tests that need it are skipped where it is absent."""
+    if not (_SHARED / "golden").is_dir():
+        pytest.skip("golden data not present beside the checkout")
+    return _SHARED

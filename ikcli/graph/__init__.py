@@ -1,1 +1,6 @@
-"""Recorded graphs and execution plans."""
+"""Recorded graphs: model code records nodes once, backends execute them for every batch."""
+
+from ikcli.graph.core import Cache, Graph, HeadSlice, Node, Rows, RowSpec, Weight
+from ikcli.graph.plan import Lifetime, assign_offsets
+
+__all__ = ["Cache", "Graph", "HeadSlice", "Lifetime", "Node", "RowSpec", "Rows", "Weight", "assign_offsets"]

@@ -1,0 +1,445 @@
+"""GGUF and ggml numbers: value types, tensor type ids with their byte sizes, file types and their labels.
+
+A row of `ne0` elements takes `row_meta_size + type_size * ne0 / block_size` bytes; rows follow each other without padding.
+I2_S alone has no row structure: `ne/4` bytes for the whole tensor, then 32 bytes that hold one scale.
+Answers to `enum ggml_type`, `type_traits[]` and `llama_model_ftype_name` of ik_llama.cpp. In interleaved types
+(`_R4`, `_R8`, `_R16`) the sizes are the share of one row; the physical unit is R rows at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+GGUF_MAGIC = b"GGUF"
+GGUF_VERSION = 3
+DEFAULT_ALIGNMENT = 32
+MAX_DIMS = 4
+FILE_TYPE_GUESSED = 1024  # bit that marks a file type derived from the tensors
+
+
+class GGUFValueType(IntEnum):
+    """Metadata value types."""
+
+    UINT8 = 0
+    INT8 = 1
+    UINT16 = 2
+    INT16 = 3
+    UINT32 = 4
+    INT32 = 5
+    FLOAT32 = 6
+    BOOL = 7
+    STRING = 8
+    ARRAY = 9
+    UINT64 = 10
+    INT64 = 11
+    FLOAT64 = 12
+
+
+# NumPy dtype and struct code of every fixed-size value type.
+SCALAR_CODES: dict[GGUFValueType, tuple[str, str]] = {
+    GGUFValueType.UINT8: ("<u1", "<B"),
+    GGUFValueType.INT8: ("<i1", "<b"),
+    GGUFValueType.UINT16: ("<u2", "<H"),
+    GGUFValueType.INT16: ("<i2", "<h"),
+    GGUFValueType.UINT32: ("<u4", "<I"),
+    GGUFValueType.INT32: ("<i4", "<i"),
+    GGUFValueType.FLOAT32: ("<f4", "<f"),
+    GGUFValueType.BOOL: ("|b1", "<?"),
+    GGUFValueType.UINT64: ("<u8", "<Q"),
+    GGUFValueType.INT64: ("<i8", "<q"),
+    GGUFValueType.FLOAT64: ("<f8", "<d"),
+}
+INTEGER_TYPES = frozenset(
+    {
+        GGUFValueType.UINT8,
+        GGUFValueType.INT8,
+        GGUFValueType.UINT16,
+        GGUFValueType.INT16,
+        GGUFValueType.UINT32,
+        GGUFValueType.INT32,
+        GGUFValueType.UINT64,
+        GGUFValueType.INT64,
+    }
+)
+FLOAT_TYPES = frozenset({GGUFValueType.FLOAT32, GGUFValueType.FLOAT64})
+
+
+class GGMLType(IntEnum):
+    """Tensor type ids as stored in GGUF tensor infos and in activation buffers."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q8_1 = 9
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    Q8_K = 15
+    IQ2_XXS = 16
+    IQ2_XS = 17
+    IQ3_XXS = 18
+    IQ1_S = 19
+    IQ4_NL = 20
+    IQ3_S = 21
+    IQ2_S = 22
+    IQ4_XS = 23
+    I8 = 24
+    I16 = 25
+    I32 = 26
+    I64 = 27
+    F64 = 28
+    IQ1_M = 29
+    BF16 = 30
+    Q4_0_4_4 = 31
+    Q4_0_4_8 = 32
+    Q4_0_8_8 = 33
+    I2_S = 36
+    MXFP4 = 39
+    Q1_0_G128 = 41
+    Q8_0_X4 = 97
+    Q8_1_X4 = 98
+    Q8_2_X4 = 99
+    Q6_0 = 133
+    IQ1_BN = 134
+    IQ2_BN = 135
+    Q8_K64 = 136
+    IQ2_K = 137
+    IQ3_K = 138
+    IQ4_K = 139
+    IQ5_K = 140
+    IQ6_K = 141
+    IQ4_KS = 144
+    IQ2_KS = 145
+    IQ4_KSS = 146
+    Q8_K16 = 147
+    Q8_K32 = 148
+    Q8_KR8 = 149
+    Q8_K128 = 150
+    Q8_KV = 151
+    IQ5_KS = 152
+    IQ2_KT = 153
+    IQ3_KT = 154
+    IQ4_KT = 155
+    IQ3_KS = 156
+    IQ2_KL = 157
+    IQ1_KT = 158
+    Q4_0_R8 = 202
+    Q5_0_R4 = 206
+    Q8_0_R8 = 208
+    Q2_K_R4 = 210
+    Q3_K_R4 = 211
+    Q4_K_R4 = 212
+    Q5_K_R4 = 213
+    Q6_K_R4 = 214
+    IQ2_XXS_R4 = 216
+    IQ2_XS_R4 = 217
+    IQ3_XXS_R4 = 218
+    IQ1_S_R4 = 219
+    IQ4_NL_R4 = 220
+    IQ3_S_R4 = 221
+    IQ2_S_R4 = 222
+    IQ4_XS_R8 = 223
+    IQ1_M_R4 = 229
+    BF16_R16 = 230
+    Q6_0_R4 = 233
+    IQ2_BN_R4 = 335
+    IQ2_K_R4 = 337
+    IQ3_K_R4 = 338
+    IQ4_K_R4 = 339
+    IQ5_K_R4 = 340
+    IQ4_KS_R4 = 344
+    IQ5_KS_R4 = 352
+    MXFP4_R8 = 353
+    Q8_K_R16 = 397
+    Q8_KV_R8 = 398
+    Q8_K_R8 = 399
+
+
+@dataclass(frozen=True, slots=True)
+class TypeTraits:
+    """Name and sizes of one tensor type; `tensor_meta_size` counts bytes once per tensor (I2_S only)."""
+
+    name: str  # exact upstream spelling
+    block_size: int  # elements
+    type_size: int  # bytes per block
+    row_meta_size: int  # bytes once per row
+    tensor_meta_size: int = 0
+
+
+TYPE_TRAITS: dict[GGMLType, TypeTraits] = {
+    GGMLType.F32: TypeTraits("f32", 1, 4, 0),
+    GGMLType.F16: TypeTraits("f16", 1, 2, 0),
+    GGMLType.Q4_0: TypeTraits("q4_0", 32, 18, 0),
+    GGMLType.Q4_1: TypeTraits("q4_1", 32, 20, 0),
+    GGMLType.Q5_0: TypeTraits("q5_0", 32, 22, 0),
+    GGMLType.Q5_1: TypeTraits("q5_1", 32, 24, 0),
+    GGMLType.Q8_0: TypeTraits("q8_0", 32, 34, 0),
+    GGMLType.Q8_1: TypeTraits("q8_1", 32, 36, 0),
+    GGMLType.Q2_K: TypeTraits("q2_K", 256, 84, 0),
+    GGMLType.Q3_K: TypeTraits("q3_K", 256, 110, 0),
+    GGMLType.Q4_K: TypeTraits("q4_K", 256, 144, 0),
+    GGMLType.Q5_K: TypeTraits("q5_K", 256, 176, 0),
+    GGMLType.Q6_K: TypeTraits("q6_K", 256, 210, 0),
+    GGMLType.Q8_K: TypeTraits("q8_K", 256, 296, 0),
+    GGMLType.IQ2_XXS: TypeTraits("iq2_xxs", 256, 66, 0),
+    GGMLType.IQ2_XS: TypeTraits("iq2_xs", 256, 74, 0),
+    GGMLType.IQ3_XXS: TypeTraits("iq3_xxs", 256, 98, 0),
+    GGMLType.IQ1_S: TypeTraits("iq1_s", 256, 50, 0),
+    GGMLType.IQ4_NL: TypeTraits("iq4_nl", 32, 18, 0),
+    GGMLType.IQ3_S: TypeTraits("iq3_s", 256, 110, 0),
+    GGMLType.IQ2_S: TypeTraits("iq2_s", 256, 82, 0),
+    GGMLType.IQ4_XS: TypeTraits("iq4_xs", 256, 136, 0),
+    GGMLType.I8: TypeTraits("i8", 1, 1, 0),
+    GGMLType.I16: TypeTraits("i16", 1, 2, 0),
+    GGMLType.I32: TypeTraits("i32", 1, 4, 0),
+    GGMLType.I64: TypeTraits("i64", 1, 8, 0),
+    GGMLType.F64: TypeTraits("f64", 1, 8, 0),
+    GGMLType.IQ1_M: TypeTraits("iq1_m", 256, 56, 0),
+    GGMLType.BF16: TypeTraits("bf16", 1, 2, 0),
+    GGMLType.Q4_0_4_4: TypeTraits("q4_0_4x4", 32, 18, 0),
+    GGMLType.Q4_0_4_8: TypeTraits("q4_0_4x8", 32, 18, 0),
+    GGMLType.Q4_0_8_8: TypeTraits("q4_0_8x8", 32, 18, 0),
+    GGMLType.I2_S: TypeTraits("i2_s", 128, 32, 0, 32),
+    GGMLType.MXFP4: TypeTraits("mxfp4", 32, 17, 0),
+    GGMLType.Q1_0_G128: TypeTraits("q1_0_g128", 128, 18, 0),
+    GGMLType.Q8_0_X4: TypeTraits("q8_0_x4", 32, 34, 0),
+    GGMLType.Q8_1_X4: TypeTraits("q8_1_x4", 32, 36, 0),
+    GGMLType.Q8_2_X4: TypeTraits("q8_2_x4", 32, 36, 0),
+    GGMLType.Q6_0: TypeTraits("q6_0", 32, 26, 0),
+    GGMLType.IQ1_BN: TypeTraits("iq1_bn", 64, 13, 2),
+    GGMLType.IQ2_BN: TypeTraits("iq2_bn", 64, 16, 4),
+    GGMLType.Q8_K64: TypeTraits("q8_K64", 64, 68, 0),
+    GGMLType.IQ2_K: TypeTraits("iq2_k", 256, 76, 0),
+    GGMLType.IQ3_K: TypeTraits("iq3_k", 256, 110, 0),
+    GGMLType.IQ4_K: TypeTraits("iq4_k", 256, 144, 0),
+    GGMLType.IQ5_K: TypeTraits("iq5_k", 256, 176, 0),
+    GGMLType.IQ6_K: TypeTraits("iq6_k", 256, 212, 0),
+    GGMLType.IQ4_KS: TypeTraits("iq4_ks", 256, 136, 4),
+    GGMLType.IQ2_KS: TypeTraits("iq2_ks", 256, 70, 2),
+    GGMLType.IQ4_KSS: TypeTraits("iq4_kss", 256, 128, 4),
+    GGMLType.Q8_K16: TypeTraits("q8_K16", 64, 64, 20),
+    GGMLType.Q8_K32: TypeTraits("q8_K32", 256, 296, 0),
+    GGMLType.Q8_KR8: TypeTraits("q8_KR8", 256, 296, 0),
+    GGMLType.Q8_K128: TypeTraits("q8_K128", 128, 140, 0),
+    GGMLType.Q8_KV: TypeTraits("q8_KV", 32, 32, 8),
+    GGMLType.IQ5_KS: TypeTraits("iq5_ks", 256, 168, 4),
+    GGMLType.IQ2_KT: TypeTraits("iq2_kt", 256, 68, 4),
+    GGMLType.IQ3_KT: TypeTraits("iq3_kt", 256, 100, 4),
+    GGMLType.IQ4_KT: TypeTraits("iq4_kt", 256, 128, 4),
+    GGMLType.IQ3_KS: TypeTraits("iq3_ks", 256, 102, 2),
+    GGMLType.IQ2_KL: TypeTraits("iq2_kl", 256, 86, 2),
+    GGMLType.IQ1_KT: TypeTraits("iq1_kt", 256, 56, 4),
+    GGMLType.Q4_0_R8: TypeTraits("q4_0_r8", 32, 18, 0),
+    GGMLType.Q5_0_R4: TypeTraits("q5_0_r4", 32, 22, 0),
+    GGMLType.Q8_0_R8: TypeTraits("q8_0_r8", 32, 34, 0),
+    GGMLType.Q2_K_R4: TypeTraits("q2_k_r4", 256, 84, 0),
+    GGMLType.Q3_K_R4: TypeTraits("q3_k_r4", 256, 110, 0),
+    GGMLType.Q4_K_R4: TypeTraits("q4_k_r4", 256, 144, 0),
+    GGMLType.Q5_K_R4: TypeTraits("q5_k_r4", 256, 176, 0),
+    GGMLType.Q6_K_R4: TypeTraits("q6_k_r4", 256, 210, 0),
+    GGMLType.IQ2_XXS_R4: TypeTraits("iq2_xxs_r4", 256, 66, 0),
+    GGMLType.IQ2_XS_R4: TypeTraits("iq2_xs_r4", 256, 74, 0),
+    GGMLType.IQ3_XXS_R4: TypeTraits("iq3_xxs_r4", 256, 98, 0),
+    GGMLType.IQ1_S_R4: TypeTraits("iq1_s_r4", 32, 6, 2),
+    GGMLType.IQ4_NL_R4: TypeTraits("iq4_nl_r4", 32, 18, 0),
+    GGMLType.IQ3_S_R4: TypeTraits("iq3_s_r4", 256, 110, 0),
+    GGMLType.IQ2_S_R4: TypeTraits("iq2_s_r4", 256, 82, 0),
+    GGMLType.IQ4_XS_R8: TypeTraits("iq4_xs_r8", 256, 136, 0),
+    GGMLType.IQ1_M_R4: TypeTraits("iq1_m_r4", 32, 7, 2),
+    GGMLType.BF16_R16: TypeTraits("bf16_r16", 1, 2, 0),
+    GGMLType.Q6_0_R4: TypeTraits("q6_0_r4", 32, 26, 0),
+    GGMLType.IQ2_BN_R4: TypeTraits("iq2_bn_r4", 64, 16, 4),
+    GGMLType.IQ2_K_R4: TypeTraits("iq2_k_r4", 256, 76, 0),
+    GGMLType.IQ3_K_R4: TypeTraits("iq3_k_r4", 256, 110, 0),
+    GGMLType.IQ4_K_R4: TypeTraits("iq4_k_r4", 256, 144, 0),
+    GGMLType.IQ5_K_R4: TypeTraits("iq5_k_r4", 256, 176, 0),
+    GGMLType.IQ4_KS_R4: TypeTraits("iq4_ks_r4", 256, 136, 4),
+    GGMLType.IQ5_KS_R4: TypeTraits("iq5_ks_r4", 256, 168, 4),
+    GGMLType.MXFP4_R8: TypeTraits("mxfp4_r8", 32, 17, 0),
+    GGMLType.Q8_K_R16: TypeTraits("q8_k_r16", 256, 258, 0),
+    GGMLType.Q8_KV_R8: TypeTraits("q8_KV_r8", 32, 32, 4),
+    GGMLType.Q8_K_R8: TypeTraits("q8_k_r8", 256, 258, 0),
+}
+
+# Interleaved type -> (plain type with the same bytes regrouped, or None for a format of its own; rows per group).
+INTERLEAVED: dict[GGMLType, tuple[GGMLType | None, int]] = {
+    GGMLType.Q4_0_R8: (GGMLType.Q4_0, 8),
+    GGMLType.Q5_0_R4: (GGMLType.Q5_0, 4),
+    GGMLType.Q8_0_R8: (GGMLType.Q8_0, 8),
+    GGMLType.Q2_K_R4: (GGMLType.Q2_K, 4),
+    GGMLType.Q3_K_R4: (GGMLType.Q3_K, 4),
+    GGMLType.Q4_K_R4: (GGMLType.Q4_K, 4),
+    GGMLType.Q5_K_R4: (GGMLType.Q5_K, 4),
+    GGMLType.Q6_K_R4: (GGMLType.Q6_K, 4),
+    GGMLType.IQ2_XXS_R4: (GGMLType.IQ2_XXS, 4),
+    GGMLType.IQ2_XS_R4: (GGMLType.IQ2_XS, 4),
+    GGMLType.IQ3_XXS_R4: (GGMLType.IQ3_XXS, 4),
+    GGMLType.IQ1_S_R4: (None, 4),
+    GGMLType.IQ4_NL_R4: (GGMLType.IQ4_NL, 4),
+    GGMLType.IQ3_S_R4: (GGMLType.IQ3_S, 4),
+    GGMLType.IQ2_S_R4: (GGMLType.IQ2_S, 4),
+    GGMLType.IQ4_XS_R8: (GGMLType.IQ4_XS, 8),
+    GGMLType.IQ1_M_R4: (None, 4),
+    GGMLType.BF16_R16: (GGMLType.BF16, 16),
+    GGMLType.Q6_0_R4: (GGMLType.Q6_0, 4),
+    GGMLType.IQ2_BN_R4: (GGMLType.IQ2_BN, 4),
+    GGMLType.IQ2_K_R4: (GGMLType.IQ2_K, 4),
+    GGMLType.IQ3_K_R4: (GGMLType.IQ3_K, 4),
+    GGMLType.IQ4_K_R4: (GGMLType.IQ4_K, 4),
+    GGMLType.IQ5_K_R4: (GGMLType.IQ5_K, 4),
+    GGMLType.IQ4_KS_R4: (GGMLType.IQ4_KS, 4),
+    GGMLType.IQ5_KS_R4: (GGMLType.IQ5_KS, 4),
+    GGMLType.MXFP4_R8: (GGMLType.MXFP4, 8),
+    GGMLType.Q8_K_R16: (None, 16),
+    GGMLType.Q8_KV_R8: (GGMLType.Q8_KV, 8),
+    GGMLType.Q8_K_R8: (None, 8),
+}
+
+# Buffer formats of activations; they have ids but do not belong in model files.
+ACTIVATION_TYPES = frozenset(
+    {
+        GGMLType.Q8_1,
+        GGMLType.Q8_K,
+        GGMLType.Q8_0_X4,
+        GGMLType.Q8_1_X4,
+        GGMLType.Q8_2_X4,
+        GGMLType.Q8_K64,
+        GGMLType.Q8_K16,
+        GGMLType.Q8_K32,
+        GGMLType.Q8_KR8,
+        GGMLType.Q8_K128,
+    }
+)
+
+# Ids that mainline tools read as well; everything else is specific to ik_llama.cpp (or retired: 31, 32, 33).
+STANDARD_TYPES = frozenset({*(t for t in GGMLType if t <= GGMLType.BF16), GGMLType.MXFP4})
+
+
+@dataclass(frozen=True, slots=True)
+class FileType:
+    """One `general.file_type`: its number, the names the quantize command accepts, label and default tensor type."""
+
+    number: int
+    names: tuple[str, ...]
+    label: str
+    type: GGMLType
+
+
+_FILE_TYPES = (
+    FileType(0, ("F32",), "all F32", GGMLType.F32),
+    FileType(1, ("F16",), "F16", GGMLType.F16),
+    FileType(2, ("Q4_0",), "Q4_0", GGMLType.Q4_0),
+    FileType(3, ("Q4_1",), "Q4_1", GGMLType.Q4_1),
+    FileType(7, ("Q8_0",), "Q8_0", GGMLType.Q8_0),
+    FileType(8, ("Q5_0",), "Q5_0", GGMLType.Q5_0),
+    FileType(9, ("Q5_1",), "Q5_1", GGMLType.Q5_1),
+    FileType(10, ("Q2_K",), "Q2_K - Medium", GGMLType.Q2_K),
+    FileType(11, ("Q3_K_S",), "Q3_K - Small", GGMLType.Q3_K),
+    FileType(12, ("Q3_K", "Q3_K_M"), "Q3_K - Medium", GGMLType.Q3_K),
+    FileType(13, ("Q3_K_L",), "Q3_K - Large", GGMLType.Q3_K),
+    FileType(14, ("Q4_K_S",), "Q4_K - Small", GGMLType.Q4_K),
+    FileType(15, ("Q4_K", "Q4_K_M"), "Q4_K - Medium", GGMLType.Q4_K),
+    FileType(16, ("Q5_K_S",), "Q5_K - Small", GGMLType.Q5_K),
+    FileType(17, ("Q5_K", "Q5_K_M"), "Q5_K - Medium", GGMLType.Q5_K),
+    FileType(18, ("Q6_K",), "Q6_K", GGMLType.Q6_K),
+    FileType(19, ("IQ2_XXS",), "IQ2_XXS - 2.0625 bpw", GGMLType.IQ2_XXS),
+    FileType(20, ("IQ2_XS",), "IQ2_XS - 2.3125 bpw", GGMLType.IQ2_XS),
+    FileType(21, ("Q2_K_S",), "Q2_K - Small", GGMLType.Q2_K),
+    FileType(22, ("IQ3_XS",), "IQ3_XS - 3.3 bpw", GGMLType.IQ3_S),
+    FileType(23, ("IQ3_XXS",), "IQ3_XXS - 3.0625 bpw", GGMLType.IQ3_XXS),
+    FileType(24, ("IQ1_S",), "IQ1_S - 1.5625 bpw", GGMLType.IQ1_S),
+    FileType(25, ("IQ4_NL",), "IQ4_NL - 4.5 bpw", GGMLType.IQ4_NL),
+    FileType(26, ("IQ3_S",), "IQ3_S - 3.4375 bpw", GGMLType.IQ3_S),
+    FileType(27, ("IQ3_M",), "IQ3_S mix - 3.66 bpw", GGMLType.IQ3_S),
+    FileType(28, ("IQ2_S",), "IQ2_S - 2.5 bpw", GGMLType.IQ2_XS),
+    FileType(29, ("IQ2_M",), "IQ2_M - 2.7 bpw", GGMLType.IQ2_S),
+    FileType(30, ("IQ4_XS",), "IQ4_XS - 4.25 bpw", GGMLType.IQ4_XS),
+    FileType(31, ("IQ1_M",), "IQ1_M - 1.75 bpw", GGMLType.IQ1_M),
+    FileType(32, ("BF16",), "BF16", GGMLType.BF16),
+    FileType(33, ("Q4_0_4_4",), "Q4_0_4_4", GGMLType.Q4_0_4_4),
+    FileType(34, ("Q4_0_4_8",), "Q4_0_4_8", GGMLType.Q4_0_4_8),
+    FileType(35, ("Q4_0_8_8",), "Q4_0_8_8", GGMLType.Q4_0_8_8),
+    FileType(38, ("MXFP4",), "MXFP4 - 4.25 bpw", GGMLType.MXFP4),
+    FileType(41, (), "Q1_0_G128 - 1.125 bpw", GGMLType.Q1_0_G128),
+    FileType(135, ("Q6_0",), "Q6_0", GGMLType.Q6_0),
+    FileType(136, ("IQ1_BN",), "IQ1_BN - 1.625 bpw Bitnet", GGMLType.IQ1_BN),
+    FileType(137, ("IQ2_BN",), "IQ2_BN - 2.00 bpw Bitnet", GGMLType.IQ2_BN),
+    FileType(138, ("IQ2_K",), "IQ2_K - 2.375 bpw", GGMLType.IQ2_K),
+    FileType(139, ("IQ3_K",), "IQ3_K - 3.4325 bpw", GGMLType.IQ3_K),
+    FileType(140, ("IQ4_K",), "IQ4_K - 4.5 bpw", GGMLType.IQ4_K),
+    FileType(141, ("IQ5_K",), "IQ5_K - 5.5 bpw", GGMLType.IQ5_K),
+    FileType(142, ("IQ6_K",), "IQ6_K - 6.6 bpw", GGMLType.IQ6_K),
+    FileType(145, ("IQ4_KS",), "IQ4_KS - 4.25 bpw", GGMLType.IQ4_KS),
+    FileType(146, ("IQ3_KL",), "IQ3_KL - 4 bpw", GGMLType.IQ3_K),
+    FileType(147, ("IQ2_KS",), "IQ2_KS - 2.1875 bpw", GGMLType.IQ2_KS),
+    FileType(148, ("IQ4_KSS",), "IQ4_KSS - 4.0 bpw", GGMLType.IQ4_KSS),
+    FileType(149, ("Q8_KV",), "Q8_KV", GGMLType.Q8_KV),
+    FileType(150, ("IQ5_KS",), "IQ5_KS - 5.25 bpw", GGMLType.IQ5_KS),
+    FileType(151, ("IQ2_KT",), "IQ2_KT - 2.125 bpw", GGMLType.IQ2_KT),
+    FileType(152, ("IQ3_KT",), "IQ3_KT - 3.125 bpw", GGMLType.IQ3_KT),
+    FileType(153, ("IQ4_KT",), "IQ4_KT - 4.0 bpw", GGMLType.IQ4_KT),
+    FileType(154, ("IQ3_KS",), "IQ3_KS - 3.1875 bpw", GGMLType.IQ3_KS),
+    FileType(155, ("IQ2_KL",), "IQ2_KL - 2.6875 bpw", GGMLType.IQ2_KL),
+    FileType(156, ("IQ1_KT",), "IQ1_KT - 1.75 bpw", GGMLType.IQ1_KT),
+    FileType(202, ("Q4_0_R8",), "Q4_0_R8 - 4.5 bpw", GGMLType.Q4_0_R8),
+    FileType(207, ("Q8_0_R8",), "Q8_0_R8 - 8.5 bpw", GGMLType.Q8_0_R8),
+    FileType(208, ("Q5_0_R4",), "Q5_0_R4 - 5.5 bpw", GGMLType.Q5_0_R4),
+    FileType(210, ("Q2_K_R4",), "Q2_K_R4", GGMLType.Q2_K_R4),
+    FileType(211, ("Q3_K_R4",), "Q3_K_R4", GGMLType.Q3_K_R4),
+    FileType(214, ("Q4_K_R4",), "Q4_K_R4", GGMLType.Q4_K_R4),
+    FileType(216, ("Q5_K_R4",), "Q5_K_R4", GGMLType.Q5_K_R4),
+    FileType(218, ("Q6_K_R4",), "Q6_K_R4", GGMLType.Q6_K_R4),
+    FileType(219, ("IQ2_XXS_R4",), "IQ2_XXS_R4 - 2.0625 bpw", GGMLType.IQ2_XXS_R4),
+    FileType(220, ("IQ2_XS_R4",), "IQ2_XS_R4 - 2.3125 bpw", GGMLType.IQ2_XS_R4),
+    FileType(223, ("IQ3_XXS_R4",), "IQ3_XXS_R4 - 3.0625 bpw", GGMLType.IQ3_XXS_R4),
+    FileType(224, ("IQ1_S_R4",), "IQ1_S_R4 - 1.5 bpw", GGMLType.IQ1_S_R4),
+    FileType(225, ("IQ4_NL_R4",), "IQ4_NL_R4 - 4.5 bpw", GGMLType.IQ4_NL_R4),
+    FileType(226, ("IQ3_S_R4",), "IQ3_S_R4 - 3.4375 bpw", GGMLType.IQ3_S_R4),
+    FileType(229, ("IQ2_M_R4",), "IQ2_M_R4 - 2.7 bpw", GGMLType.IQ2_S_R4),
+    FileType(230, ("IQ4_XS_R8",), "IQ4_XS_R8 - 4.25 bpw", GGMLType.IQ4_XS_R8),
+    FileType(231, ("IQ1_M_R4",), "IQ1_M_R4 - 1.75 bpw", GGMLType.IQ1_M_R4),
+    FileType(232, ("BF16_R16",), "BF16_R16", GGMLType.BF16_R16),
+    FileType(335, ("Q6_0_R4",), "Q6_0_R4 - 6.5 bpw", GGMLType.Q6_0_R4),
+    FileType(337, ("IQ2_BN_R4",), "IQ2_BN_R4 - 2.00 bpw Bitnet", GGMLType.IQ2_BN_R4),
+    FileType(338, ("IQ2_K_R4",), "IQ2_K_R4 - 2.375 bpw", GGMLType.IQ2_K_R4),
+    FileType(339, ("IQ3_K_R4",), "IQ3_K_R4 - 3.4325 bpw", GGMLType.IQ3_K_R4),
+    FileType(340, ("IQ4_K_R4",), "IQ4_K_R4 - 4.5 bpw", GGMLType.IQ4_K_R4),
+    FileType(341, ("IQ5_K_R4",), "IQ5_K_R4 - 5.5 bpw", GGMLType.IQ5_K_R4),
+    FileType(345, ("IQ4_KS_R4",), "IQ4_KS_R4 - 4.25 bpw", GGMLType.IQ4_KS_R4),
+    FileType(350, ("IQ5_KS_R4",), "IQ5_KS_R4 - 5.25 bpw", GGMLType.IQ5_KS_R4),
+    FileType(351, ("MXFP4_R8",), "MXFP4_R8 - 4.25 bpw", GGMLType.MXFP4_R8),
+    FileType(398, ("Q8_KV_R8",), "Q8_KV_R8", GGMLType.Q8_KV_R8),
+    FileType(399, ("Q8_K_R8",), "Q8_K_R8", GGMLType.Q8_K_R8),
+)
+FILE_TYPES: dict[int, FileType] = {f.number: f for f in _FILE_TYPES}
+
+
+def file_type_label(number: int) -> str:
+    """Label of a `general.file_type` number, e.g. `IQ2_K_R4 - 2.375 bpw`, with ` (guessed)` when bit 1024 is set."""
+    if number & FILE_TYPE_GUESSED:
+        return file_type_label(number & ~FILE_TYPE_GUESSED) + " (guessed)"
+    known = FILE_TYPES.get(number)
+    return known.label if known else f"unknown file type {number}"
+
+
+def row_n_bytes(type: GGMLType, ne0: int) -> int:
+    """Bytes of one row of `ne0` elements; `ne0` must be a multiple of the block size (ValueError)."""
+    t = TYPE_TRAITS[type]
+    if ne0 % t.block_size:
+        raise ValueError(f"row length {ne0} is not a multiple of {t.block_size}, the block size of {t.name}")
+    return t.row_meta_size + ne0 // t.block_size * t.type_size
+
+
+def tensor_n_bytes(type: GGMLType, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor of `shape` = (ne0, ne1, ...); same error as `row_n_bytes`."""
+    n_bytes = row_n_bytes(type, shape[0])
+    for ne in shape[1:]:
+        n_bytes *= ne
+    return n_bytes + TYPE_TRAITS[type].tensor_meta_size

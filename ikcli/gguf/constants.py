@@ -1,6 +1,6 @@
 """GGUF and ggml numbers: value types, tensor type ids with their byte sizes, file types and their labels.
 
-A row of `ne0` elements takes `row_meta_size + type_size * ne0 / block_size` bytes; rows follow each other without padding.
+A row of `ne0` elements takes `row_meta_size + type_size * ne0 / block_size` bytes; rows follow without padding.
 I2_S alone has no row structure: `ne/4` bytes for the whole tensor, then 32 bytes that hold one scale.
 Answers to `enum ggml_type`, `type_traits[]` and `llama_model_ftype_name` of ik_llama.cpp. In interleaved types
 (`_R4`, `_R8`, `_R16`) the sizes are the share of one row; the physical unit is R rows at once.

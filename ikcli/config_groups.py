@@ -1,0 +1,161 @@
+"""Options that belong to a few commands only, grouped: prompt, sampling, server, sweep, bench, perplexity, imatrix.
+
+The last group holds tuning flags of the C++ programs that need no counterpart here: accepted, with a notice.
+"""
+
+# ruff: noqa: E501, RUF009  (one option per line reads as a table; `opt` makes dataclass fields)
+# fmt: off
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ikcli.config_values import parse_int_list, parse_pairs, parse_text_item, parse_thread_pairs
+from ikcli.options import opt
+
+
+@dataclass(frozen=True, slots=True)
+class PromptConfig:
+    """Text to start from (chat, perplexity, imatrix)."""
+
+    prompt: str = opt("", "-p --prompt", "str", "the prompt", topic="prompt", commands="CPI", form="TEXT", example='-p "Once upon a time"')
+    file: Path | None = opt(None, "-f --file --in-file", "path", "read the text from a file", topic="prompt", commands="CPI", form="FILE", example="-f wiki.test.raw")
+    escape: bool = opt(True, "-e --escape", "switch", "interpret \\n, \\t and so on in the prompt", topic="prompt", commands="CPI", negative="--no-escape", example="-e")
+    conversation: bool = opt(False, "-cnv --conversation", "switch", "answer turn by turn with the chat template", topic="prompt", commands="C", example="-cnv")
+    interactive: bool = opt(False, "-i --interactive", "switch", "ask for input when generation stops", topic="prompt", commands="C", example="-i")
+    reverse_prompt: tuple[str, ...] = opt((), "-r --reverse-prompt", "custom", "stop generation at this text and ask for input; repeatable", topic="prompt", commands="C", form="TEXT", example='-r "User:"', parse=parse_text_item, repeat=True)
+    keep: int = opt(0, "--keep", "int", "prompt tokens to keep when the context is full; -1 = all", topic="prompt", commands="C", form="N", example="--keep 32")
+    display_prompt: bool = opt(True, "--display-prompt", "switch", "print the prompt before the answer", topic="prompt", commands="C", negative="--no-display-prompt", example="--no-display-prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """How the next token is chosen (serve, chat)."""
+
+    temp: float = opt(0.8, "--temp", "float", "temperature; 0 = always the most likely token", topic="sampling", commands="SC", form="T", example="--temp 0.6")
+    top_k: int = opt(40, "--top-k", "int", "keep the K most likely tokens; 0 = all", topic="sampling", commands="SC", form="K", example="--top-k 40")
+    top_p: float = opt(0.95, "--top-p", "float", "keep the most likely tokens up to this total probability", topic="sampling", commands="SC", form="P", example="--top-p 0.95")
+    min_p: float = opt(0.05, "--min-p", "float", "drop tokens below this share of the best one", topic="sampling", commands="SC", form="P", example="--min-p 0.05")
+    tfs: float = opt(1.0, "--tfs", "float", "tail free sampling; 1 = off", topic="sampling", commands="SC", form="Z", example="--tfs 1")
+    typical: float = opt(1.0, "--typical", "float", "locally typical sampling; 1 = off", topic="sampling", commands="SC", form="P", example="--typical 1")
+    repeat_penalty: float = opt(1.0, "--repeat-penalty", "float", "penalty for repeated tokens; 1 = off", topic="sampling", commands="SC", form="R", example="--repeat-penalty 1.1")
+    repeat_last_n: int = opt(64, "--repeat-last-n", "int", "tokens looked back at for penalties; -1 = whole context", topic="sampling", commands="SC", form="N", example="--repeat-last-n 64")
+    frequency_penalty: float = opt(0.0, "--frequency-penalty", "float", "penalty per earlier occurrence; 0 = off", topic="sampling", commands="SC", form="F", example="--frequency-penalty 0.1")
+    presence_penalty: float = opt(0.0, "--presence-penalty", "float", "penalty for having occurred; 0 = off", topic="sampling", commands="SC", form="F", example="--presence-penalty 0.1")
+    samplers: str = opt("", "--samplers", "str", "samplers in order, separated by ;", topic="sampling", commands="SC", form="LIST", example='--samplers "top_k;top_p;temperature"')
+    ignore_eos: bool = opt(False, "--ignore-eos", "switch", "go on after the end-of-text token", topic="sampling", commands="SC", example="--ignore-eos")
+    lookup_cache_dynamic: Path | None = opt(None, "-lcd --lookup-cache-dynamic", "path", "n-gram file for lookup decoding, updated while running; not a KV cache dump (see --slot-save-path)", topic="sampling", commands="SC", form="FILE", example="-lcd ngrams.bin")
+    lookup_cache_static: Path | None = opt(None, "-lcs --lookup-cache-static", "path", "n-gram file for lookup decoding, read only", topic="sampling", commands="SC", form="FILE", example="-lcs ngrams.bin")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP server."""
+
+    alias: str = opt("", "-a --alias", "str", "model name in the API; default the file name", topic="server", commands="S", form="NAME", example="-a my-model")
+    host: str = opt("127.0.0.1", "--host", "str", "address to listen on", topic="server", commands="S", form="ADDR", example="--host 0.0.0.0")
+    port: int = opt(8080, "--port", "int", "port to listen on", topic="server", commands="S", form="N", example="--port 8080")
+    api_key: str = opt("", "--api-key", "str", "key that requests must carry", topic="server", commands="S", form="KEY", example="--api-key secret")
+    api_key_file: Path | None = opt(None, "--api-key-file", "path", "file with one key per line", topic="server", commands="S", form="FILE", example="--api-key-file keys.txt")
+    timeout: int = opt(600, "-to --timeout", "int", "read and write timeout in seconds", topic="server", commands="S", form="S", example="--timeout 600")
+    threads_http: int = opt(-1, "--threads-http", "int", "threads for HTTP requests; -1 = CPUs - 1", topic="server", commands="S", form="N", example="--threads-http 4")
+    metrics: bool = opt(False, "--metrics", "switch", "serve /metrics", topic="server", commands="S", example="--metrics")
+    slots: bool = opt(True, "--slots", "switch", "serve /slots", topic="server", commands="S", negative="--no-slots", example="--no-slots")
+    path: Path | None = opt(None, "--path", "path", "folder of static files to serve", topic="server", commands="S", form="DIR", example="--path public")
+    log_format: str = opt("text", "--log-format", "choice", "format of the server log", topic="server", commands="S", form="text|json", example="--log-format json", choices=("text", "json"))
+    slot_save_path: Path | None = opt(None, "--slot-save-path", "path", "folder for saved slots", topic="server", commands="S", form="DIR", example="--slot-save-path slots")
+    slot_prompt_similarity: float = opt(0.5, "-sps --slot-prompt-similarity", "float", "how much of a prompt must match to reuse a slot; 0 = off", topic="server", commands="S", form="F", example="-sps 0.5")
+    cont_batching: bool = opt(True, "-cb --cont-batching", "switch", "serve several slots in one batch", topic="server", commands="S", negative="-nocb --no-cont-batching", example="-cb")
+    context_shift: bool = opt(True, "--context-shift", "optswitch", "drop old tokens when the context is full", topic="server", commands="S", negative="--no-context-shift", example="--context-shift off")
+    chat_template: str = opt("", "--chat-template", "str", "chat template to use instead of the one in the model file", topic="server", commands="SC", form="TEXT", example="--chat-template chatml")
+    chat_template_file: Path | None = opt(None, "--chat-template-file", "path", "file with the chat template", topic="server", commands="SC", form="FILE", example="--chat-template-file chat.jinja")
+    jinja: bool = opt(True, "--jinja", "optswitch", "use the Jinja template of the model", topic="server", commands="SC", negative="--no-jinja", example="--jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class SweepConfig:
+    """sweep-bench: speed at growing depths."""
+
+    warmup_batch: bool = opt(False, "-wb --warmup-batch", "switch", "also warm up with one full ubatch", topic="sweep-bench", commands="W", example="-wb")
+    repetitions: int = opt(1, "-nrep --n-repetitions", "int", "repetitions of the first row", topic="sweep-bench", commands="W", form="N", example="-nrep 3")
+    stride: int = opt(1, "--sweep-stride", "int", "measure every Nth depth only", topic="sweep-bench", commands="W", form="N", example="--sweep-stride 4")
+    memory: bool = opt(False, "--sweep-memory", "switch", "add columns with the highest memory use", topic="sweep-bench", commands="W", example="--sweep-memory")
+    output_format: str = opt("md", "--output-format", "choice", "form of the table", topic="sweep-bench", commands="W", form="md|table|jsonl|jsonl-full", example="--output-format jsonl", choices=("md", "table", "jsonl", "jsonl-full"))
+    max_depth: int = opt(0, "--max-depth", "int", "last depth to measure; 0 = whole context", topic="sweep-bench", commands="W", form="N", example="--max-depth 8192")
+    start_depth: int = opt(0, "--start-depth", "int", "first depth to measure", topic="sweep-bench", commands="W", form="N", example="--start-depth 4096")
+    pp: int = opt(0, "--pp", "int", "prompt tokens per row; 0 = ubatch", topic="sweep-bench", commands="W", form="N", example="--pp 256")
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """bench: speed of given tests; every option takes a comma list of alternatives."""
+
+    n_prompt: tuple[int, ...] = opt((512,), "-p --n-prompt", "custom", "prompt lengths to test", topic="bench", commands="B", form="N[,N...]", example="-p 512", parse=parse_int_list, bench_list=False)
+    n_gen: tuple[int, ...] = opt((128,), "-n --n-gen", "custom", "generation lengths to test", topic="bench", commands="B", form="N[,N...]", example="-n 128", parse=parse_int_list, bench_list=False)
+    pg: tuple[tuple[int, int], ...] = opt((), "-pg", "custom", "test ppP+tgN: prompt and generation together", topic="bench", commands="B", form="P,N", example="-pg 512,128", parse=parse_pairs, repeat=True, bench_list=False)
+    gp: tuple[tuple[int, int], ...] = opt((), "-gp", "custom", "test tgN@ppP: generation after a prompt, only generation timed", topic="bench", commands="B", form="P,N", example="-gp 8192,64", parse=parse_pairs, repeat=True, bench_list=False)
+    repetitions: int = opt(5, "-r --repetitions", "int", "repetitions of each test", topic="bench", commands="B", form="N", example="-r 5", bench_list=False)
+    warmup: bool = opt(True, "-w --warmup", "optswitch", "warm up before each test", topic="bench", commands="B", example="-w 0", bench_list=False)
+    output: str = opt("md", "-o --output", "choice", "form of the results", topic="bench", commands="B", form="csv|json|jsonl|md|sql", example="-o json", choices=("csv", "json", "jsonl", "md", "sql"), bench_list=False)
+    output_err: str = opt("", "-oe --output-err", "choice", "form of a second copy of the results on stderr", topic="bench", commands="B", form="csv|json|jsonl|md|sql", example="-oe md", choices=("csv", "json", "jsonl", "md", "sql"), bench_list=False)
+    threads_gen_batch: tuple[tuple[int, int], ...] = opt((), "-tgb --threads-gen-batch", "custom", "pairs of generation and prompt threads", topic="bench", commands="B", form="G,B[;G,B...]", example="-tgb 4,16", parse=parse_thread_pairs, bench_list=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexityConfig:
+    """perplexity and KL divergence."""
+
+    chunks: int = opt(-1, "--chunks", "int", "number of chunks to evaluate; -1 = all", topic="perplexity", commands="PI", form="N", example="--chunks 8")
+    stride: int = opt(0, "--ppl-stride", "int", "step between windows; 0 = plain chunks", topic="perplexity", commands="P", form="N", example="--ppl-stride 256")
+    output_type: int = opt(0, "--ppl-output-type", "choice", "0: running values on one line; 1: one line per chunk", topic="perplexity", commands="P", form="0|1", example="--ppl-output-type 1", choices=("0", "1"))
+    logits_file: Path | None = opt(None, "--kl-divergence-base --save-all-logits", "path", "file of reference logits: written, or read with --kl-divergence", topic="perplexity", commands="P", form="FILE", example="--kl-divergence-base base.logits")
+    kl_divergence: bool = opt(False, "--kl-divergence", "switch", "compare with the logits of --kl-divergence-base", topic="perplexity", commands="P", example="--kl-divergence")
+    fail_on_nan: bool = opt(True, "--fail-on-nan", "switch", "stop at the first chunk that is not finite", topic="perplexity", commands="P", negative="--no-fail-on-nan", example="--fail-on-nan")
+
+
+@dataclass(frozen=True, slots=True)
+class ImatrixConfig:
+    """imatrix: importance of weight columns, measured on a text."""
+
+    output: Path = opt(Path("imatrix.dat"), "-o --output --output-file", "path", "file to write", topic="imatrix", commands="I", form="FILE", example="-o imatrix.dat")
+    output_frequency: int = opt(10, "-ofreq --output-frequency", "int", "write the file every N chunks", topic="imatrix", commands="I", form="N", example="-ofreq 10")
+    save_frequency: int = opt(0, "--save-frequency", "int", "keep a copy every N chunks; 0 = never", topic="imatrix", commands="I", form="N", example="--save-frequency 50")
+    process_output: bool = opt(False, "--process-output", "switch", "measure the output tensor too", topic="imatrix", commands="I", example="--process-output")
+    output_tensor_name: str = opt("output.weight", "--output-tensor-name", "str", "name of the output tensor", topic="imatrix", commands="I", form="NAME", example="--output-tensor-name output.weight")
+    ppl: bool = opt(True, "--ppl", "switch", "compute perplexity on the way", topic="imatrix", commands="I", negative="--no-ppl", example="--no-ppl")
+    from_chunk: int = opt(0, "--chunk --from-chunk", "int", "first chunk to use", topic="imatrix", commands="I", form="N", example="--from-chunk 10")
+    layer_similarity: bool = opt(False, "-lsim --layer-similarity", "switch", "report how similar the input and output of layers are", topic="imatrix", commands="I", example="-lsim")
+    hide_imatrix: bool = opt(False, "--hide-imatrix", "switch", "do not store file and data set names", topic="imatrix", commands="I", example="--hide-imatrix")
+
+
+_TUNING = "tuning flag of the C++ programs, not supported"
+_NO_EFFECT = "accepted for old command lines"
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamConfig:
+    """Flags that are accepted and change nothing; `noop` is the reason shown once."""
+
+    k_hadamard: bool = opt(False, "-khad --k-cache-hadamard", "switch", "rotate K before quantising the cache", topic="accepted, no effect", noop=_TUNING)
+    v_hadamard: bool = opt(False, "-vhad --v-cache-hadamard", "switch", "rotate V before quantising the cache", topic="accepted, no effect", noop=_TUNING)
+    grouped_experts: bool = opt(False, "-ger --grouped-expert-routing", "switch", "route experts by groups", topic="accepted, no effect", noop=_TUNING)
+    only_active_experts: bool = opt(False, "-ooae --offload-only-active-experts", "switch", "upload the selected experts only", topic="accepted, no effect", negative="-no-ooae --no-offload-only-active-experts", noop=_TUNING)
+    merge_up_gate: bool = opt(False, "-muge --merge-up-gate-experts", "switch", "store up and gate experts together", topic="accepted, no effect", noop=_TUNING)
+    merge_qkv: bool = opt(False, "-mqkv --merge-qkv", "switch", "store Q, K and V together", topic="accepted, no effect", noop=_TUNING)
+    graph_reuse: bool = opt(False, "-gr --graph-reuse", "switch", "reuse compute graphs (always done here)", topic="accepted, no effect", negative="-no-gr --no-graph-reuse", noop=_TUNING)
+    scheduler_async: bool = opt(False, "-sas --scheduler-async", "switch", "asynchronous scheduling", topic="accepted, no effect", noop=_TUNING)
+    graph_scheduling: bool = opt(False, "-smgs --split-mode-graph-scheduling", "switch", "scheduling of split mode graph", topic="accepted, no effect", noop=_TUNING)
+    rope_cache: bool = opt(False, "-rcache --rope-cache", "switch", "keep rotation tables", topic="accepted, no effect", noop=_TUNING)
+    no_fused_up_gate: bool = opt(False, "-no-fug --no-fused-up-gate", "switch", "keep dense up and gate apart", topic="accepted, no effect", noop=_TUNING)
+    no_fused_mul_add: bool = opt(False, "-no-mmad --no-fused-mul-multiadd", "switch", "keep multiply and add apart", topic="accepted, no effect", noop=_TUNING)
+    prio: int = opt(0, "--prio", "int", "process priority", topic="accepted, no effect", form="N", noop=_NO_EFFECT)
+    poll: int = opt(50, "--poll", "int", "polling level", topic="accepted, no effect", form="N", noop=_NO_EFFECT)
+    log_colors: bool = opt(False, "--log-colors", "optswitch", "coloured log", topic="accepted, no effect", noop=_NO_EFFECT)
+    no_webui: bool = opt(False, "--no-webui", "switch", "no web page", topic="accepted, no effect", noop=_NO_EFFECT)
+    webui: str = opt("", "--webui", "str", "kind of web page", topic="accepted, no effect", form="NAME", noop=_NO_EFFECT)
+    lora: tuple[str, ...] = opt((), "--lora", "custom", "low-rank adapter", topic="accepted, no effect", form="FILE", parse=parse_text_item, repeat=True, noop="adapters are not supported")
+    npp: tuple[int, ...] = opt((), "-npp", "custom", "prompt lengths of batched benchmarks", topic="accepted, no effect", form="N[,N...]", parse=parse_int_list, bench_list=False, noop=_NO_EFFECT)
+    ntg: tuple[int, ...] = opt((), "-ntg", "custom", "generation lengths of batched benchmarks", topic="accepted, no effect", form="N[,N...]", parse=parse_int_list, bench_list=False, noop=_NO_EFFECT)
+    npl: tuple[int, ...] = opt((), "-npl", "custom", "parallel prompts of batched benchmarks", topic="accepted, no effect", form="N[,N...]", parse=parse_int_list, bench_list=False, noop=_NO_EFFECT)
+    pps: bool = opt(False, "-pps", "switch", "shared prompt in batched benchmarks", topic="accepted, no effect", noop=_NO_EFFECT)

@@ -1,0 +1,175 @@
+"""Converters from option text to values, for the options whose value has a structure of its own.
+
+Each returns the value or raises ValueError with half a sentence saying what is wrong; the parser adds flag and example.
+"""
+
+from __future__ import annotations
+
+import math
+
+OFFLOAD_OPS = {26: "MUL_MAT", 27: "MUL_MAT_ID", 28: "OUT_PROD", 29: "MOE_FUSED_UP_GATE", -1: "ALL"}
+"""Numbers users wrote into `-op` in 2025, and the names they meant then."""
+
+NUMA_MODES = ("distribute", "isolate", "numactl")
+OVERRIDE_TYPES = ("int", "float", "bool", "str")
+ON = frozenset({"on", "1", "true", "yes", "enabled"})
+OFF = frozenset({"off", "0", "false", "no", "disabled"})
+
+
+def parse_threads(text: str) -> int:
+    """A thread count of at least 1; `auto` (or -1) is 0, replaced by the number of physical cores."""
+    if text.lower() in ("auto", "-1"):
+        return 0
+    try:
+        count = int(text)
+    except ValueError:
+        raise ValueError("is neither a number nor auto") from None
+    if count < 1:
+        raise ValueError("must be at least 1")
+    return count
+
+
+def parse_numa(text: str) -> str:
+    """One of NUMA_MODES; an empty value means distribute."""
+    mode = text.strip().lower() or "distribute"
+    if mode not in NUMA_MODES:
+        raise ValueError(f"is not one of {', '.join(NUMA_MODES)}")
+    return mode
+
+
+def parse_ser(text: str) -> tuple[int, float] | None:
+    """`Kmin,t` as (Kmin, t); a Kmin of 0 or less switches it off (None)."""
+    parts = text.split(",")
+    try:
+        if len(parts) != 2:
+            raise ValueError
+        k_min, threshold = float(parts[0]), float(parts[1])
+    except ValueError:
+        raise ValueError("is not exactly one pair of numbers") from None
+    if not (math.isfinite(k_min) and math.isfinite(threshold)):
+        raise ValueError("is not a pair of finite numbers")
+    if k_min <= 0:
+        return None
+    if threshold > 1 or (k_min < 2 and threshold >= 1) or k_min != int(k_min):
+        raise ValueError(f"is the wrong way round: the order is Kmin,t; did you mean -ser {parts[1]},{parts[0]}?")
+    if threshold < 0:
+        raise ValueError("has a negative threshold; t is between 0 and 1")
+    return int(k_min), threshold
+
+
+def parse_split(text: str) -> tuple[float, ...]:
+    """Device shares separated by `,` or `/` (or `;`), e.g. `3,1`."""
+    pieces = text.replace("/", ",").replace(";", ",").split(",")
+    try:
+        shares = tuple(float(piece) for piece in pieces if piece.strip())
+    except ValueError:
+        raise ValueError("contains something that is not a number") from None
+    if not shares or not all(math.isfinite(share) and share >= 0 for share in shares):
+        raise ValueError("needs at least one share, all finite and not negative")
+    if sum(shares) <= 0:
+        raise ValueError("gives no device any share")
+    return shares
+
+
+def parse_rules(text: str) -> tuple[str, ...]:
+    """`RE=BUF[,RE=BUF...]` as one string per rule; blanks and newlines around rules are dropped."""
+    rules = tuple(piece.strip() for piece in text.split(",") if piece.strip())
+    if not rules:
+        raise ValueError("contains no rule")
+    for rule in rules:
+        pattern, equals, buffer = rule.partition("=")
+        if not equals:
+            raise ValueError(f"has a rule without '=': \"{rule}\" (a comma ends a rule, write (3|4) for alternatives)")
+        if not pattern.strip() or not buffer.strip():
+            raise ValueError(f'has an incomplete rule: "{rule}"')
+    return rules
+
+
+def parse_override_kv(text: str) -> tuple[str, ...]:
+    """`KEY=TYPE:VALUE`, checked for a known TYPE and a value that fits it."""
+    key, equals, rest = text.partition("=")
+    kind, colon, value = rest.partition(":")
+    if not (key and equals and colon):
+        raise ValueError("is not of the form KEY=TYPE:VALUE")
+    if kind not in OVERRIDE_TYPES:
+        raise ValueError(f"has the type {kind}, which is not one of {', '.join(OVERRIDE_TYPES)}")
+    try:
+        if kind == "int":
+            int(value)
+        elif kind == "float":
+            float(value)
+    except ValueError:
+        raise ValueError(f"has the value {value}, which is not of type {kind}") from None
+    if kind == "bool" and value.lower() not in ("true", "false"):
+        raise ValueError(f"has the value {value}; a bool is true or false")
+    return (text,)
+
+
+def parse_offload_policy(text: str) -> tuple[tuple[str, bool], ...]:
+    """`a,b[,a,b...]` with a = operation name or 2025 number, b = 0 or 1; `NAME=off` works too."""
+    pairs: list[tuple[str, bool]] = []
+    pieces = [piece.strip() for piece in text.split(",")]
+    index = 0
+    while index < len(pieces):
+        name, equals, state = pieces[index].partition("=")
+        if not equals:
+            if index + 1 >= len(pieces):
+                raise ValueError(f"ends with {name} and no 0 or 1 after it")
+            state = pieces[index + 1]
+            index += 1
+        index += 1
+        pairs.append((_op_name(name.strip()), _on_off(state.strip())))
+    return tuple(pairs)
+
+
+def _op_name(text: str) -> str:
+    known = ", ".join(f"{name} ({number})" for number, name in OFFLOAD_OPS.items())
+    try:
+        number = int(text)
+    except ValueError:
+        if text.upper() in OFFLOAD_OPS.values():
+            return text.upper()
+    else:
+        if number in OFFLOAD_OPS:
+            return OFFLOAD_OPS[number]
+    raise ValueError(f"names the operation {text}, which is not one of {known}")
+
+
+def _on_off(text: str) -> bool:
+    if text.lower() in ON:
+        return True
+    if text.lower() in OFF:
+        return False
+    raise ValueError(f"has the state {text}; it is 0 or 1, on or off")
+
+
+def parse_pair(text: str) -> tuple[int, int]:
+    """Two whole numbers `P,N`."""
+    try:
+        first, second = (int(piece) for piece in text.split(","))
+    except ValueError:
+        raise ValueError("is not a pair of whole numbers") from None
+    return first, second
+
+
+def parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
+    """One `P,N` for an option that may be repeated."""
+    return (parse_pair(text),)
+
+
+def parse_thread_pairs(text: str) -> tuple[tuple[int, int], ...]:
+    """`g,b[;g,b]`: pairs of generation and batch threads."""
+    return tuple(parse_pair(piece) for piece in text.split(";") if piece.strip())
+
+
+def parse_int_list(text: str) -> tuple[int, ...]:
+    """Whole numbers separated by commas."""
+    try:
+        return tuple(int(piece) for piece in text.split(","))
+    except ValueError:
+        raise ValueError("is not a list of whole numbers") from None
+
+
+def parse_text_item(text: str) -> tuple[str, ...]:
+    """One text value of an option that may be repeated."""
+    return (text,)

@@ -1,0 +1,57 @@
+"""How many CPUs this process may use: physical cores within its affinity mask and cgroup quota, never SMT siblings.
+
+Reads /sys/devices/system/cpu/*/topology and the cgroup files of Linux; elsewhere it falls back to the logical count.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from pathlib import Path
+
+_CPU_ROOT = Path("/sys/devices/system/cpu")
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+def visible_cpus() -> set[int]:
+    """Logical CPUs in the affinity mask of this process."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+def cgroup_limit(root: Path = _CGROUP_ROOT) -> int | None:
+    """CPUs the cgroup quota allows, rounded up, or None without a limit (v2 `cpu.max`, v1 `cpu.cfs_*`)."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()[:2]
+    except (OSError, ValueError):
+        try:
+            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu" / "cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    if not quota.isdigit() or not period.isdigit() or int(period) == 0:
+        return None
+    return max(1, math.ceil(int(quota) / int(period)))
+
+
+def count_physical(cpus: set[int], root: Path = _CPU_ROOT) -> int:
+    """Distinct (package, core) pairs among the logical `cpus`."""
+    cores: set[tuple[str, str]] = set()
+    for cpu in cpus:
+        topology = root / f"cpu{cpu}" / "topology"
+        try:
+            package = (topology / "physical_package_id").read_text().strip()
+            cores.add((package, (topology / "core_id").read_text().strip()))
+        except OSError:
+            return len(cpus)
+    return len(cores)
+
+
+@functools.cache
+def physical_cores() -> int:
+    """Physical cores this process can use, at least 1: the default of `-t`."""
+    cores = count_physical(visible_cpus())
+    limit = cgroup_limit()
+    return max(1, min(cores, limit) if limit is not None else cores)

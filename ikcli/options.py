@@ -1,0 +1,110 @@
+"""What an option is: the record every runtime flag is declared with, once, as metadata of a config field.
+
+A config field made by `opt()` knows its spellings, value form, topic, the commands that use it, help and an example.
+The parser, the "ignored here" notice, the suggestions, `--help` and docs/parameters.md are all read from these records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["switch", "optswitch", "int", "float", "str", "path", "type", "choice", "custom"]
+
+ALL = "SCWBPIL"
+"""Command letters: Server, Chat, sweep-bench (W), Bench, Perplexity, Imatrix, pLan and warmup (L)."""
+
+COMMAND_LETTERS = {
+    "serve": "S",
+    "chat": "C",
+    "sweep-bench": "W",
+    "bench": "B",
+    "perplexity": "P",
+    "imatrix": "I",
+    "plan": "L",
+    "warmup": "L",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One runtime flag.
+
+    `names` set the field (a switch to True), `negative` spellings take no value and set it to False.
+    `form` is the text of the value in help and errors; `parse` converts a custom value and raises ValueError.
+    `repeat` options collect their values in command-line order; `noop` says why an accepted option does nothing.
+    """
+
+    names: tuple[str, ...]
+    kind: Kind
+    help: str
+    topic: str
+    commands: str = ALL
+    negative: tuple[str, ...] = ()
+    form: str = ""
+    example: str = ""
+    choices: tuple[str, ...] = ()
+    parse: Callable[[str], Any] | None = None
+    repeat: bool = False
+    bench_list: bool = True
+    noop: str = ""
+
+    @property
+    def takes_value(self) -> bool:
+        """True if the token after the name always belongs to the option."""
+        return self.kind not in ("switch", "optswitch")
+
+    def used_by(self, command: str) -> bool:
+        """True if `command` acts on this option (otherwise it is accepted and listed as ignored)."""
+        return COMMAND_LETTERS.get(command, "") in self.commands
+
+    @property
+    def primary(self) -> str:
+        """The name used in messages: the first long spelling, or the first one."""
+        return next((name for name in self.names if name.startswith("--")), self.names[0])
+
+
+@dataclass(frozen=True, slots=True)
+class BoundOption:
+    """An option together with the config field it sets: `path` is `n_ctx` or `sweep.pp`."""
+
+    path: str
+    option: Option
+    default: Any
+
+
+def opt(
+    default: Any,
+    names: str,
+    kind: Kind,
+    help: str,
+    *,
+    topic: str,
+    factory: Callable[[], Any] | None = None,
+    negative: str = "",
+    **extra: Any,
+) -> Any:
+    """A dataclass field carrying an Option; `names` and `negative` are blank-separated spellings."""
+    option = Option(tuple(names.split()), kind, help, topic, negative=tuple(negative.split()), **extra)
+    metadata = {"option": option}
+    if factory is not None:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def iter_options(config_type: type, prefix: str = "") -> Iterator[BoundOption]:
+    """All options of a config dataclass in declaration order, nested groups included."""
+    for item in dataclasses.fields(config_type):
+        option = item.metadata.get("option")
+        if option is not None:
+            default = item.default if item.default is not dataclasses.MISSING else None
+            yield BoundOption(prefix + item.name, option, default)
+        elif "group" in item.metadata:
+            yield from iter_options(item.metadata["group"], f"{prefix}{item.name}.")
+
+
+def group(config_type: type) -> Any:
+    """A dataclass field holding a nested group of options."""
+    return field(default_factory=config_type, metadata={"group": config_type})

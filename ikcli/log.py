@@ -1,0 +1,67 @@
+"""Messages for people, on stderr: never wrapped, always flushed, UTF-8 with replacement. Results go to stdout, not here.
+
+`progress()` draws a bar only when stderr is a terminal; Rich is imported at that moment and never earlier.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+_noticed: set[str] = set()
+
+
+def utf8_streams() -> None:
+    """Make stdout and stderr write UTF-8 and replace what cannot be encoded, whatever the locale says."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(encoding="utf-8", errors="replace")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    stream.write(text + "\n")
+    stream.flush()
+
+
+def log(message: str = "") -> None:
+    """One log line on stderr."""
+    _write(sys.stderr, message)
+
+
+def warn(message: str) -> None:
+    """`warning: ...` on stderr."""
+    log(f"warning: {message}")
+
+
+def error(message: str) -> None:
+    """`error: ...` on stderr."""
+    log(f"error: {message}")
+
+
+def notice_once(message: str) -> None:
+    """A log line that is printed the first time only, however often it is reported."""
+    if message not in _noticed:
+        _noticed.add(message)
+        log(message)
+
+
+def forget_notices() -> None:
+    """Let notices be printed again (start of a run, tests)."""
+    _noticed.clear()
+
+
+@contextmanager
+def progress(title: str, total: float) -> Iterator[Callable[[float], None]]:
+    """A progress bar on a terminal, nothing elsewhere; yields `advance(amount)`."""
+    if not sys.stderr.isatty():
+        yield lambda amount: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task: Any = bar.add_task(title, total=total)
+        yield lambda amount: bar.advance(task, amount)

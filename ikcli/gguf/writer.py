@@ -1,0 +1,281 @@
+"""Streaming writer of GGUF files, whole or split, little-endian.
+
+Tensor data is written in the order announced, to temporary files beside the target that are renamed when complete
+and removed when anything goes wrong: a reader never sees half a file. In a split, part 1 carries all metadata and
+every part carries `split.no` (u16), `split.count` (u16) and `split.tensors.count` (i32), as gguf-split writes them.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.errors import FormatError, UsageError
+from ikcli.gguf.constants import (
+    DEFAULT_ALIGNMENT,
+    GGUF_MAGIC,
+    GGUF_VERSION,
+    MAX_DIMS,
+    SCALAR_CODES,
+    TYPE_TRAITS,
+    GGMLType,
+    GGUFValueType,
+    tensor_n_bytes,
+)
+from ikcli.gguf.values import Typed, infer_item_type, infer_type
+
+SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, GGUF-order shape (ne0, ne1, ...) and type of a tensor to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the tensor; FormatError if the row length does not suit the type."""
+        try:
+            return tensor_n_bytes(self.type, self.shape)
+        except ValueError as e:
+            raise FormatError(f"tensor {self.name}: {e}") from None
+
+
+def plan_splits(
+    tensors: Sequence[TensorSpec], max_tensors: int = 0, max_bytes: int = 0, no_tensor_first: bool = False
+) -> list[int]:
+    """Number of tensors per part when no part may exceed a tensor count or a size in bytes (0 = no limit)."""
+    parts: list[int] = [0, 0] if no_tensor_first else [0]
+    size = 0
+    for t in tensors:
+        full = (max_tensors and parts[-1] >= max_tensors) or (max_bytes and size + t.n_bytes > max_bytes)
+        if full and parts[-1]:
+            parts.append(0)
+            size = 0
+        parts[-1] += 1
+        size += t.n_bytes
+    return parts
+
+
+def split_path(path: Path, no: int, count: int) -> Path:
+    """File name of part `no` (from 0): `model.gguf` -> `model-00001-of-0000N.gguf`."""
+    return path.with_name(f"{path.name.removesuffix('.gguf')}-{no + 1:05d}-of-{count:05d}.gguf")
+
+
+class GGUFWriter:
+    """Writes one model; use as a context manager, call `write_tensor` once per tensor in order.
+
+    `metadata` values are plain (types inferred) or `Typed`. `splits` is the number of tensors of each part
+    (see `plan_splits`); more than one part makes a split file.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        metadata: Mapping[str, Any],
+        tensors: Sequence[TensorSpec],
+        alignment: int = DEFAULT_ALIGNMENT,
+        version: int = GGUF_VERSION,
+        splits: Sequence[int] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.alignment = alignment
+        self.version = version
+        self.tensors = list(tensors)
+        self._parts = list(splits) if splits else [len(self.tensors)]
+        self._check(metadata)
+        self._metadata = dict(metadata)
+        if alignment != DEFAULT_ALIGNMENT or "general.alignment" in metadata:
+            self._metadata["general.alignment"] = Typed(alignment, GGUFValueType.UINT32)
+        self._next = 0
+        self._file: BinaryIO | None = None
+        self._done: list[tuple[Path, Path]] = []  # temporary and final name of every part begun
+        self._remaining = 0  # tensors to come in the current part
+        self._closed = False
+
+    @property
+    def paths(self) -> list[Path]:
+        """Final names of the files."""
+        n = len(self._parts)
+        return [self.path] if n == 1 else [split_path(self.path, i, n) for i in range(n)]
+
+    def _check(self, metadata: Mapping[str, Any]) -> None:
+        if self.alignment <= 0 or self.alignment & (self.alignment - 1):
+            raise UsageError(f"alignment {self.alignment} is not a power of two")
+        if self.version not in (2, 3):
+            raise UsageError(f"GGUF version {self.version} cannot be written (2 and 3 can)")
+        if sum(self._parts) != len(self.tensors) or len(self._parts) > 65535:
+            raise UsageError(f"cannot split {len(self.tensors)} tensors as {self._parts}")
+        names: set[str] = set()
+        for t in self.tensors:
+            if t.name in names:
+                raise FormatError(f"{self.path}: tensor {t.name} is to be written twice")
+            if not 1 <= len(t.shape) <= MAX_DIMS or min(t.shape) < 1:
+                raise FormatError(f"{self.path}: tensor {t.name} has the impossible shape {list(t.shape)}")
+            _ = t.n_bytes
+            names.add(t.name)
+        if any(not k for k in metadata) or "" in names:
+            raise FormatError(f"{self.path}: keys and tensor names must not be empty")
+
+    def write_tensor(self, name: str, data: npt.NDArray[Any] | bytes | Iterable[npt.NDArray[Any] | bytes]) -> None:
+        """Write the bytes of the next tensor: one array, bytes, or chunks of either in order."""
+        if self._next >= len(self.tensors):
+            raise FormatError(f"{self.path}: tensor {name} was not announced")
+        spec = self.tensors[self._next]
+        if spec.name != name:
+            raise FormatError(f"{self.path}: tensor {name} is out of order, expected {spec.name}")
+        if self._remaining == 0:
+            self._next_part()
+        assert self._file is not None
+        chunks = (data,) if isinstance(data, np.ndarray | bytes) else data
+        written = 0
+        for chunk in chunks:
+            raw = chunk if isinstance(chunk, bytes) else np.ascontiguousarray(chunk).reshape(-1).view(np.uint8).data
+            self._put(raw)
+            written += len(raw)
+        if written != spec.n_bytes:
+            name_of_type = TYPE_TRAITS[spec.type].name
+            raise FormatError(f"{self.path}: tensor {name} ({name_of_type}) needs {spec.n_bytes} bytes, got {written}")
+        self._put(bytes(-written % self.alignment))
+        self._next += 1
+        self._remaining -= 1
+
+    def close(self) -> None:
+        """Finish: every announced tensor must have been written; then the files appear under their final names."""
+        if self._closed:
+            return
+        if self._next != len(self.tensors):
+            self.abort()
+            raise FormatError(f"{self.path}: only {self._next} of {len(self.tensors)} tensors were written")
+        try:
+            while len(self._done) < len(self._parts):
+                self._next_part()
+            self._finish_part()
+            for temporary, final in self._done:
+                os.replace(temporary, final)
+        except OSError as e:
+            self.abort()
+            raise FormatError(f"{self.path}: cannot be written ({e.strerror or e})") from None
+        self._closed = True
+
+    def abort(self) -> None:
+        """Drop what was written so far."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        for temporary, _ in self._done:
+            temporary.unlink(missing_ok=True)
+        self._closed = True
+
+    def __enter__(self) -> GGUFWriter:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if exc_type is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _put(self, raw: bytes | memoryview) -> None:
+        assert self._file is not None
+        try:
+            self._file.write(raw)
+        except OSError as e:
+            raise FormatError(f"{self.path}: cannot be written ({e.strerror or e})") from None
+
+    def _next_part(self) -> None:
+        """Close the current part and open the next one that has tensors, writing empty ones on the way."""
+        while True:
+            self._finish_part()
+            no = len(self._done)
+            final = self.paths[no]
+            temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+            try:
+                self._file = temporary.open("wb")
+            except OSError as e:
+                raise FormatError(f"{final}: cannot be written ({e.strerror or e})") from None
+            self._done.append((temporary, final))
+            first = sum(self._parts[:no])
+            self._remaining = self._parts[no]
+            self._put(self._header(no, self.tensors[first : first + self._remaining]))
+            if self._remaining or no + 1 == len(self._parts):
+                return
+
+    def _finish_part(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    def _header(self, no: int, tensors: Sequence[TensorSpec]) -> bytes:
+        metadata = self._part_metadata(no)
+        out = [GGUF_MAGIC, struct.pack("<IQQ", self.version, len(tensors), len(metadata))]
+        for key, value in metadata.items():
+            out += [_string(key), _value(value, key)]
+        offset = 0
+        for t in tensors:
+            out += [_string(t.name), struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *t.shape)]
+            out.append(struct.pack("<IQ", t.type, offset))
+            offset += -(-t.n_bytes // self.alignment) * self.alignment
+        header = b"".join(out)
+        return header + bytes(-len(header) % self.alignment)
+
+    def _part_metadata(self, no: int) -> dict[str, Any]:
+        if len(self._parts) == 1:
+            return self._metadata
+        keep = {k: v for k, v in self._metadata.items() if no == 0 or k == "general.alignment"}
+        for key in SPLIT_KEYS:
+            keep.pop(key, None)
+        values = (no, len(self._parts), len(self.tensors))
+        types = (GGUFValueType.UINT16, GGUFValueType.UINT16, GGUFValueType.INT32)
+        return keep | {key: Typed(v, t) for key, v, t in zip(SPLIT_KEYS, values, types, strict=True)}
+
+
+def _string(text: str | bytes) -> bytes:
+    raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _value(value: Any, key: str) -> bytes:
+    """Type number and bytes of one metadata value."""
+    typed = value if isinstance(value, Typed) else Typed(value, infer_type(value, key))
+    if typed.type == GGUFValueType.ARRAY:
+        return struct.pack("<I", typed.type) + _array(typed.value, typed.item_type, key)
+    return struct.pack("<I", typed.type) + _scalar(typed.value, typed.type, key)
+
+
+def _scalar(value: Any, type: GGUFValueType, key: str) -> bytes:
+    if type == GGUFValueType.STRING:
+        return _string(value)
+    try:
+        return struct.pack(SCALAR_CODES[type][1], value)
+    except (struct.error, OverflowError):
+        raise FormatError(f"key {key}: the value {value!r} does not fit type {type.name.lower()}") from None
+
+
+def _array(value: Any, item_type: GGUFValueType | None, key: str) -> bytes:
+    if item_type is None:
+        item_type = infer_item_type(value, key)
+    head = struct.pack("<IQ", item_type, len(value))
+    if item_type == GGUFValueType.STRING:
+        return head + b"".join(map(_string, value))
+    if item_type == GGUFValueType.ARRAY:
+        return head + b"".join(_array(v, None, key) for v in value)
+    try:
+        return head + np.asarray(value).astype(SCALAR_CODES[item_type][0], casting="same_kind").tobytes()
+    except (TypeError, ValueError, OverflowError):
+        raise FormatError(f"key {key}: the elements do not fit type {item_type.name.lower()}") from None

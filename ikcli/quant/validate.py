@@ -1,0 +1,148 @@
+"""Scan of tensor bytes for NaN and Inf: every value of the float types, every stored scale of the others.
+
+Only scales can be non-finite in a quantized block, so a scan reads a few bytes per block, in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.errors import FormatError
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.reader import GGUFFile, TensorInfo
+from ikcli.quant.formats import FORMATS, QuantFormat, row_size
+
+_CHUNK_BYTES = 8 << 20
+_T = GGMLType
+
+
+class NonFinite(NamedTuple):
+    """A tensor with NaN or Inf and the index of the first element that it affects."""
+
+    name: str
+    element: int
+
+
+# Offsets of the f16 scales (d, then m or dmin) of a block. Interleaved types keep these fields first, one per row.
+_BLOCK_SCALES: dict[GGMLType, tuple[int, ...]] = {
+    **dict.fromkeys((_T.Q4_0, _T.Q5_0, _T.Q6_0, _T.Q8_0, _T.IQ4_NL, _T.IQ4_XS, _T.Q1_0_G128), (0,)),
+    **dict.fromkeys((_T.Q4_0_4_4, _T.Q4_0_4_8, _T.Q4_0_8_8), (0,)),
+    **dict.fromkeys((_T.Q4_1, _T.Q5_1, _T.Q4_K, _T.Q5_K), (0, 2)),
+    **dict.fromkeys((_T.IQ2_XXS, _T.IQ2_XS, _T.IQ2_S, _T.IQ3_XXS, _T.IQ3_S, _T.IQ1_S), (0,)),
+    **dict.fromkeys((_T.IQ2_K, _T.IQ3_K, _T.IQ4_K, _T.IQ5_K, _T.IQ6_K), (0,)),
+    _T.Q2_K: (80, 82),
+    _T.Q3_K: (108,),
+    _T.Q6_K: (208,),
+}
+_N_INTERLEAVED_SCALES = {_T.Q2_K: 2, _T.Q4_K: 2, _T.Q5_K: 2, _T.Q8_K: 1}
+_OWN_INTERLEAVED = (_T.Q8_K_R8, _T.Q8_K_R16)
+
+
+def check_tensors(file: GGUFFile, names: Iterable[str] | None = None) -> Iterator[NonFinite]:
+    """Yield the tensors that hold NaN or Inf with the first affected element; types without float fields pass."""
+    for name in file.tensors if names is None else names:
+        t = file.tensors.get(name)
+        if t is None:
+            raise FormatError(f"{file.paths[0]}: no tensor named {name}")
+        index = first_non_finite(file.data(name), t)
+        if index is not None:
+            yield NonFinite(name, index)
+
+
+def first_non_finite(data: npt.NDArray[np.uint8], t: TensorInfo) -> int | None:
+    """Index of the first element whose value or scale is NaN or Inf, or None."""
+    fmt = FORMATS[t.type]
+    base = fmt.base or fmt.type
+    if base in (_T.F32, _T.F16, _T.BF16, _T.F64):
+        bad_float = _first_bad_float(data, base)
+        return _deinterleaved(bad_float, fmt, t.shape[0]) if bad_float is not None and fmt.rows > 1 else bad_float
+    if t.type == _T.I2_S:
+        scale = data[-32:-28].view("<f4")
+        return None if np.isfinite(scale[0]) else 0
+    n_bytes = row_size(t.type, t.shape[0]) * fmt.rows
+    step = max(1, _CHUNK_BYTES // n_bytes)
+    groups = data.reshape(-1, n_bytes)
+    for i in range(0, len(groups), step):
+        bad = _bad_groups(groups[i : i + step], fmt)
+        if bad is not None:
+            return (i + bad[0]) * fmt.rows * t.shape[0] + bad[1]
+    return None
+
+
+def _first_bad_float(data: npt.NDArray[np.uint8], base: GGMLType) -> int | None:
+    """The exponent bits alone decide; an offset that is not aligned needs a copy, hence the chunks."""
+    code, mask = {
+        _T.F32: ("<u4", 0x7F800000),
+        _T.F16: ("<u2", 0x7C00),
+        _T.BF16: ("<u2", 0x7F80),
+        _T.F64: ("<u8", 0x7FF0000000000000),
+    }[base]
+    itemsize = np.dtype(code).itemsize
+    for i in range(0, len(data), _CHUNK_BYTES):
+        bits = data[i : i + _CHUNK_BYTES].view(code)
+        bad = (bits & bits.dtype.type(mask)) == mask
+        if bad.any():
+            return i // itemsize + int(bad.argmax())
+    return None
+
+
+def _deinterleaved(stored: int, fmt: QuantFormat, ne0: int) -> int:
+    """Element index of a stored value of bf16_r16: pairs of columns of R rows follow each other."""
+    group, rest = divmod(stored, fmt.rows * ne0)
+    pair, rest = divmod(rest, 2 * fmt.rows)
+    row, column = rest // 2, 2 * pair + rest % 2
+    return (group * fmt.rows + row) * ne0 + column
+
+
+def _bad_groups(groups: npt.NDArray[np.uint8], fmt: QuantFormat) -> tuple[int, int] | None:
+    """(group, element inside the group) of the first bad scale among groups of `fmt.rows` rows."""
+    header = fmt.row_meta_size * fmt.rows
+    if header:
+        bad = ~np.isfinite(_row_scales(groups[:, :header], fmt))
+        if bad.any():
+            group, row = divmod(int(bad.argmax()), fmt.rows)
+            n_blocks = (groups.shape[1] - header) // (fmt.type_size * fmt.rows)
+            return group, row * n_blocks * fmt.block_size
+    n_blocks = (groups.shape[1] - header) // (fmt.type_size * fmt.rows)
+    blocks = groups[:, header:].reshape(len(groups), n_blocks, fmt.type_size * fmt.rows)
+    scales = _block_scales(blocks, fmt)
+    if scales is None:
+        return None
+    bad = ~np.isfinite(scales)  # (group, block, field, row)
+    if not bad.any():
+        return None
+    per_element = bad.any(axis=2).transpose(0, 2, 1).reshape(len(groups), -1)  # (group, row * block)
+    group, first = divmod(int(per_element.argmax()), per_element.shape[1])
+    return group, first * fmt.block_size
+
+
+def _row_scales(header: npt.NDArray[np.uint8], fmt: QuantFormat) -> npt.NDArray[np.floating]:
+    """Row headers start with the scale: f16 when 2 bytes long, f32 otherwise. (groups, rows)."""
+    headers = np.ascontiguousarray(header).reshape(-1, fmt.row_meta_size)
+    if fmt.row_meta_size == 2:
+        return headers.view("<f2").reshape(-1)
+    return np.ascontiguousarray(headers[:, :4]).view("<f4").reshape(-1)
+
+
+def _block_scales(blocks: npt.NDArray[np.uint8], fmt: QuantFormat) -> npt.NDArray[np.floating] | None:
+    """f16 scales as (groups, blocks, fields, rows), or None if blocks of this type hold none."""
+    if fmt.type == _T.IQ1_M:
+        nibbles = np.ascontiguousarray(blocks[..., 48:56]).view("<u2") >> 12
+        bits = (nibbles << np.array([0, 4, 8, 12], np.uint16)).sum(axis=-1, dtype=np.uint16)
+        return bits.view(np.float16)[..., None, None]
+    if fmt.rows > 1:
+        base = fmt.base if fmt.type not in _OWN_INTERLEAVED else _T.Q8_K
+        if base is None or (base not in _BLOCK_SCALES and base != _T.Q8_K):
+            return None
+        n_fields = _N_INTERLEAVED_SCALES.get(base, 1)
+        raw = np.ascontiguousarray(blocks[..., : 2 * fmt.rows * n_fields])
+        return raw.view("<f2").reshape(*blocks.shape[:2], n_fields, fmt.rows)
+    offsets = _BLOCK_SCALES.get(fmt.type)
+    if offsets is None:
+        return None
+    fields = [np.ascontiguousarray(blocks[..., o : o + 2]).view("<f2") for o in offsets]
+    return np.stack(fields, axis=2)

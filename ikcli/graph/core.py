@@ -177,6 +177,13 @@ class Graph:
             return parts[0]
         return self._node("concat", name, list(parts), parts[0].rows, sum(p.cols for p in parts))
 
+    def concat_heads(self, parts: Sequence[HeadSlice], n_head: int, name: str) -> Node:
+        """Per head, the parts side by side: [rows, n_head * sum(part widths)]. Sources are nodes of equal rows."""
+        sources = [p.source for p in parts]
+        rows = next(s.rows for s in sources if isinstance(s, Node))
+        return self._node("concat_heads", name, sources, rows, n_head * sum(p.width for p in parts),
+                          parts=tuple(parts), n_head=n_head)  # fmt: skip
+
     def select_outputs(self, x: Node, name: str) -> Node:
         """The rows of x (one per token) whose logits were asked for."""
         return self._node("get_rows", name, [x], RowSpec(Rows.OUTPUTS, x.rows.factor), x.cols)
@@ -268,10 +275,12 @@ class Graph:
         rows = RowSpec(route.rows.symbol, route.rows.factor * n_used)
         return self._node("moe_sort", name, [route], rows, 2, "i32", n_used=n_used, n_expert=n_expert)
 
-    def mul_mat_id(self, w: Weight, x: Node, plan: Node, name: str) -> Node:
-        """Expert matmul in sorted order: x is per token [rows, ne0] or already sorted [rows*n_used, ne0]."""
+    def mul_mat_id(self, w: Weight, x: Node, plan: Node, name: str, *, sorted_in: bool = False) -> Node:
+        """Expert matmul in sorted order: x is per token [rows, ne0], or `sorted_in` already [rows*n_used, ne0].
+
+        Rows of dropped slots are zero.
+        """
         assert w.ne0 == x.cols
-        sorted_in = x.rows == plan.rows and x.rows.factor != 1
         return self._node("mul_mat_id", name, [w, x, plan], plan.rows, w.ne1, sorted_in=sorted_in)
 
     def moe_up_gate(self, up: Weight, gate: Weight, x: Node, plan: Node, name: str) -> Node:

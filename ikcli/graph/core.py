@@ -125,6 +125,7 @@ class Graph:
         rows: RowSpec,
         cols: int,
         dtype: str = "f32",
+        /,
         **attrs: Any,
     ) -> Node:
         for x in inputs:

@@ -1,0 +1,31 @@
+"""What a recorded graph depends on besides the model: attention mode, cache types, sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ikcli.gguf.constants import GGMLType
+
+
+@dataclass(frozen=True, slots=True)
+class GraphConfig:
+    """Settings of one graph; a session records two (prompt: `n_ubatch` rows, `expand`; generation: few rows).
+
+    mla: 0..3 (models without MLA ignore it). amb: MiB for attention temporaries, 0 = no cap. ser: (fewest experts,
+    threshold) or None. n_ctx: cells of the whole cache. n_ubatch: most rows of a micro-batch. expand: the prompt path
+    of mla 2 and 3, which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off.
+    """
+
+    mla: int = 3
+    flash_attn: bool = True
+    amb: int = 256
+    fmoe: bool = True
+    ser: tuple[int, float] | None = None
+    type_k: GGMLType = GGMLType.F16
+    type_v: GGMLType = GGMLType.F16
+    n_ctx: int = 512
+    n_ubatch: int = 512
+    expand: bool = False
+
+
+EXPAND_MIN_TOKENS = 128

@@ -1,0 +1,278 @@
+"""Hyper-parameters of a model: the only reader of architecture keys (`<arch>.block_count`, ...).
+
+Names are ggml's. Answers to `llm_load_hparams` of ik_llama.cpp. Sliding-window keys of these architectures are not
+read, as there: attention is always over the whole sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ikcli.errors import FormatError, UnsupportedError
+
+MAX_LAYERS = 512
+MAX_EXPERTS = 1024
+_MAX_SIZE = 1 << 31
+GATING = {1: "softmax", 2: "sigmoid"}
+
+
+class HasShape(Protocol):
+    """The part of a tensor description that hyper-parameters look at."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RopeParams:
+    """Rotary embedding: base, scaling ("none", "linear", "yarn") and its factor (1 = unscaled)."""
+
+    freq_base: float = 10000.0
+    scaling: str = "none"
+    factor: float = 1.0
+    n_ctx_orig: int = 0
+    attn_factor: float = 1.0
+    log_mul: float = 0.0  # yarn_log_multiplier
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HParams:
+    """Numbers that define a model of one architecture; fields an architecture does not use are 0."""
+
+    arch: str
+    source: str  # file name, for messages
+    n_vocab: int
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_head_kv: int
+    head_dim_k: int
+    head_dim_v: int
+    n_rot: int
+    n_ctx_train: int
+    eps: float
+    rope: RopeParams = field(default_factory=RopeParams)
+    n_ff: int = 0
+    n_expert: int = 0
+    n_expert_used: int = 0
+    n_ff_exp: int = 0
+    n_ff_shexp: int = 0
+    n_expert_shared: int = 0
+    n_layer_dense_lead: int = 0
+    expert_gating: str = "softmax"
+    expert_weights_norm: bool = False
+    expert_weights_scale: float = 1.0
+    n_expert_groups: int = 1
+    n_expert_groups_used: int = 1
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], tensors: Mapping[str, HasShape], source: str) -> HParams:
+        """Read and check the keys of the file `source`; FormatError names a missing or wrong key."""
+        arch = metadata.get("general.architecture")
+        if not isinstance(arch, str):
+            raise FormatError(f"{source}: no general.architecture; this is not a model file")
+        keys = _Keys(metadata, arch, source)
+        values: dict[str, Any] = {"arch": arch, "source": source}
+        values["n_layer"] = keys.integer("block_count", most=MAX_LAYERS, least=1)
+        values["n_embd"] = keys.integer("embedding_length", least=1)
+        values["n_ctx_train"] = keys.integer("context_length", least=1)
+        values["n_vocab"] = _n_vocab(keys, tensors)
+        values["n_ff"] = keys.per_layer("feed_forward_length", 0)
+        values["eps"] = keys.number("attention.layer_norm_rms_epsilon")
+        values |= _heads(keys, values["n_embd"])
+        values |= _experts(keys, arch)
+        values["rope"] = _rope(keys, tensors, values["n_ctx_train"])
+        if arch == "deepseek2":
+            values |= _mla(keys, values)
+        hp = cls(**values)
+        _check(hp)
+        return hp
+
+    @property
+    def kv_row(self) -> int:
+        """Width of an MLA cache row: rotated key values, then the latent."""
+        return self.n_rot + self.kv_lora_rank
+
+
+class _Keys:
+    """Typed access to `<arch>.<key>` with messages that name file and key."""
+
+    def __init__(self, metadata: Mapping[str, Any], arch: str, source: str) -> None:
+        self.metadata, self.arch, self.source = metadata, arch, source
+
+    def name(self, key: str) -> str:
+        return f"{self.arch}.{key}"
+
+    def __contains__(self, key: str) -> bool:
+        return self.name(key) in self.metadata
+
+    def fail(self, key: str, why: str) -> FormatError:
+        return FormatError(f"{self.source}: metadata key {self.name(key)} {why}")
+
+    def raw(self, key: str, default: Any) -> Any:
+        value = self.metadata.get(self.name(key), default)
+        if value is None:
+            raise self.fail(key, "is missing; the file is incomplete or of another architecture")
+        return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 0, most: int = _MAX_SIZE) -> int:
+        """A whole number within bounds; `default` None = required."""
+        value = self.raw(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.fail(key, f"should be a whole number, but is {_short(value)}")
+        if not least <= value <= most:
+            raise self.fail(key, f"is {value}, outside {least}..{most}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self.raw(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.fail(key, f"should be a finite number, but is {_short(value)}")
+        return float(value)
+
+    def per_layer(self, key: str, default: int | None = None, *, least: int = 0) -> int:
+        """A number that may be given per layer; layers that differ are not supported."""
+        value = self.raw(key, default)
+        if hasattr(value, "__len__") and not isinstance(value, str):
+            items = {int(v) for v in value}
+            if len(items) != 1:
+                raise UnsupportedError(
+                    f"{self.source}: {self.name(key)} differs between layers ({_short(sorted(items))}); "
+                    "only models whose layers are alike can be run"
+                )
+            value = items.pop()
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.fail(key, f"should be a whole number, but is {_short(value)}")
+        if not least <= value <= _MAX_SIZE:
+            raise self.fail(key, f"is {value}, outside {least}..{_MAX_SIZE}")
+        return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _n_vocab(keys: _Keys, tensors: Mapping[str, HasShape]) -> int:
+    if "vocab_size" in keys:
+        return keys.integer("vocab_size", least=1)
+    tokens = keys.metadata.get("tokenizer.ggml.tokens")
+    if tokens is not None and len(tokens):
+        return len(tokens)
+    embd = tensors.get("token_embd.weight")
+    if embd is not None and len(embd.shape) == 2:
+        return embd.shape[1]
+    raise keys.fail("vocab_size", "is missing, and so is tokenizer.ggml.tokens")
+
+
+def _heads(keys: _Keys, n_embd: int) -> dict[str, int]:
+    n_head = keys.per_layer("attention.head_count", least=1)
+    n_head_kv = keys.per_layer("attention.head_count_kv", n_head, least=1)
+    if n_head % n_head_kv:
+        raise keys.fail("attention.head_count_kv", f"is {n_head_kv}, which does not divide head_count {n_head}")
+    k = keys.integer("attention.key_length", n_embd // n_head, least=1)
+    v = keys.integer("attention.value_length", n_embd // n_head, least=1)
+    n_rot = keys.integer("rope.dimension_count", k, least=2)
+    if n_rot % 2 or n_rot > k:
+        raise keys.fail("rope.dimension_count", f"is {n_rot}; it must be even and at most the key length {k}")
+    return {"n_head": n_head, "n_head_kv": n_head_kv, "head_dim_k": k, "head_dim_v": v, "n_rot": n_rot}
+
+
+def _experts(keys: _Keys, arch: str) -> dict[str, Any]:
+    n_expert = keys.integer("expert_count", 0, most=MAX_EXPERTS)
+    n_used = keys.integer("expert_used_count", 0)
+    if (n_expert > 0) != (n_used > 0) or n_used > n_expert:
+        raise keys.fail("expert_used_count", f"is {n_used} with {n_expert} experts")
+    gating = keys.integer("expert_gating_func", 0) or 1
+    if gating not in GATING:
+        raise UnsupportedError(
+            f"{keys.source}: {keys.name('expert_gating_func')} is {gating}; only 1 (softmax) and 2 (sigmoid) are known"
+        )
+    groups = keys.integer("expert_group_count", 1) or 1
+    groups_used = keys.integer("expert_group_used_count", groups) or groups
+    if n_expert % groups or groups_used > groups:
+        raise keys.fail("expert_group_count", f"is {groups} ({groups_used} used) with {n_expert} experts")
+    shared = keys.integer("expert_shared_count", 0)
+    ff_exp = keys.integer("expert_feed_forward_length", 0)
+    return {
+        "n_expert": n_expert,
+        "n_expert_used": n_used,
+        "n_ff_exp": ff_exp,
+        "n_expert_shared": shared,
+        "n_ff_shexp": keys.integer("expert_shared_feed_forward_length", shared * ff_exp),
+        "n_layer_dense_lead": keys.integer("leading_dense_block_count", 0),
+        "expert_gating": GATING[gating],
+        # Mixtral and Qwen3-MoE always normalise; their files do not say so.
+        "expert_weights_norm": bool(keys.raw("expert_weights_norm", arch != "deepseek2")),
+        "expert_weights_scale": keys.number("expert_weights_scale", 1.0),
+        "n_expert_groups": groups,
+        "n_expert_groups_used": groups_used,
+    }
+
+
+def _rope(keys: _Keys, tensors: Mapping[str, HasShape], n_ctx_train: int) -> RopeParams:
+    if "rope_factors_long.weight" in tensors:
+        raise UnsupportedError(f"{keys.source}: LongRoPE factor tensors (rope_factors_long) are not supported")
+    scaling = keys.raw("rope.scaling.type", "linear")
+    if scaling not in ("none", "linear", "yarn"):
+        raise UnsupportedError(
+            f"{keys.source}: {keys.name('rope.scaling.type')} is {_short(scaling)}; known are none, linear, yarn"
+        )
+    factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0) or 1.0
+    if factor <= 0:
+        raise keys.fail("rope.scaling.factor", f"is {factor}; it must be positive")
+    if scaling == "none" or (factor == 1.0 and scaling == "linear"):
+        scaling, factor = "none", 1.0
+    base = keys.number("rope.freq_base", 10000.0)
+    if base <= 1:
+        raise keys.fail("rope.freq_base", f"is {base}; it must be larger than 1")
+    return RopeParams(
+        freq_base=base,
+        scaling=scaling,
+        factor=factor,
+        n_ctx_orig=keys.integer("rope.scaling.original_context_length", n_ctx_train, least=1),
+        attn_factor=keys.number("rope.scaling.attn_factor", 1.0),
+        log_mul=keys.number("rope.scaling.yarn_log_multiplier", 0.0),
+    )
+
+
+def _mla(keys: _Keys, values: dict[str, Any]) -> dict[str, Any]:
+    """DeepSeek2: lora ranks, and the head sizes of files that describe the absorbed form (576/512, one kv head)."""
+    rank = keys.integer("attention.kv_lora_rank", least=1)
+    fixed: dict[str, Any] = {
+        "kv_lora_rank": rank,
+        "q_lora_rank": keys.integer("attention.q_lora_rank", 0),
+        "n_layer_dense_lead": keys.integer("leading_dense_block_count"),
+        "n_ff_exp": keys.integer("expert_feed_forward_length", least=1),
+        "n_expert_shared": keys.integer("expert_shared_count"),
+        "expert_weights_scale": keys.number("expert_weights_scale"),
+    }
+    fixed["n_ff_shexp"] = fixed["n_ff_exp"] * fixed["n_expert_shared"]
+    absorbed = values["n_head_kv"] == 1 and values["head_dim_k"] == rank + values["n_rot"] and values["n_head"] > 1
+    if "attention.key_length_mla" in keys:
+        fixed["head_dim_k"] = keys.integer("attention.key_length_mla", least=1)
+        fixed["head_dim_v"] = keys.integer("attention.value_length_mla", least=1)
+    elif absorbed:
+        if (rank, values["n_rot"]) != (512, 64):
+            raise keys.fail("attention.key_length_mla", "is missing; the head sizes of this file cannot be known")
+        fixed["head_dim_k"], fixed["head_dim_v"] = 192, 128
+    fixed["n_head_kv"] = values["n_head"]
+    if fixed.get("head_dim_k", values["head_dim_k"]) <= values["n_rot"]:
+        raise keys.fail("attention.key_length_mla", "leaves no room beside the rotated part")
+    return fixed
+
+
+def _check(hp: HParams) -> None:
+    if not hp.eps > 0:
+        raise FormatError(f"{hp.source}: {hp.arch}.attention.layer_norm_rms_epsilon is {hp.eps}; it must be positive")
+    dense = hp.n_expert == 0 or hp.n_layer_dense_lead > 0 or hp.arch == "llama"
+    if dense and hp.n_ff < 1:
+        raise FormatError(f"{hp.source}: metadata key {hp.arch}.feed_forward_length is missing or 0")

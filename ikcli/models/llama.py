@@ -1,0 +1,38 @@
+"""Llama 1-3, Mistral, and Mixtral (experts): RMS norm, rotated pairs (2i, 2i+1), SwiGLU.
+
+Tied output if `output.weight` is absent; optional biases; `rope_freqs.weight` holds Llama 3 frequency factors.
+"""
+
+from __future__ import annotations
+
+from ikcli.graph import Graph, Node
+from ikcli.models import blocks
+from ikcli.models.config import GraphConfig
+from ikcli.models.hparams import HParams
+from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+
+
+def tensor_shapes(hp: HParams) -> TensorSpecs:
+    """Expected tensors of the file."""
+    specs = blocks.base_specs(hp)
+    specs["rope_freqs.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
+    for il in range(hp.n_layer):
+        specs |= blocks.attention_specs(hp, il, bias=None)
+        if hp.n_expert:
+            specs |= blocks.expert_specs(hp, il, hp.n_ff)
+        else:
+            specs |= blocks.dense_specs(hp, il, hp.n_ff)
+    return specs
+
+
+def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+    """Record the graph; returns the logits of the output rows."""
+    table = blocks.rope_table(g, hp, w)
+
+    def attn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.self_attention(g, hp, cfg, x, layer, table, neox=False)
+
+    def ffn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.moe_ffn(g, hp, cfg, x, layer) if hp.n_expert else blocks.dense_ffn(g, x, layer)
+
+    return blocks.transformer(g, hp, w, attn, ffn)

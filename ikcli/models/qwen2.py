@@ -1,0 +1,31 @@
+"""Qwen2 and Qwen2.5: as Llama, with biases on q, k and v and rotated halves (i, i + n_rot/2)."""
+
+from __future__ import annotations
+
+from ikcli.graph import Graph, Node
+from ikcli.models import blocks
+from ikcli.models.config import GraphConfig
+from ikcli.models.hparams import HParams
+from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
+
+
+def tensor_shapes(hp: HParams) -> TensorSpecs:
+    """Expected tensors of the file."""
+    specs = blocks.base_specs(hp)
+    for il in range(hp.n_layer):
+        specs |= blocks.attention_specs(hp, il, bias=True)
+        specs |= blocks.dense_specs(hp, il, hp.n_ff)
+    return specs
+
+
+def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+    """Record the graph; returns the logits of the output rows."""
+    table = blocks.rope_table(g, hp, w)
+
+    def attn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.self_attention(g, hp, cfg, x, layer, table, neox=True)
+
+    def ffn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.dense_ffn(g, x, layer)
+
+    return blocks.transformer(g, hp, w, attn, ffn)

@@ -1,0 +1,126 @@
+"""The tensors of a model: expected shapes, their check against a file, and access by name while a graph is recorded.
+
+Shapes are in GGUF order (row length first). Attribute names are the tensor names of the file:
+`w.layer(3).attn_q` is `blk.3.attn_q.weight`, `w.layer(3).attn_q_bias` is `blk.3.attn_q.bias`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.errors import FormatError
+from ikcli.gguf.constants import GGMLType
+from ikcli.graph import Weight
+
+
+class TensorLike(Protocol):
+    """Type and shape of a stored tensor."""
+
+    @property
+    def type(self) -> GGMLType: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """An expected tensor: its shape, other accepted shapes of the same bytes, and whether it may be absent."""
+
+    shape: tuple[int, ...]
+    required: bool = True
+    also: tuple[tuple[int, ...], ...] = ()
+
+
+TensorSpecs = dict[str, TensorSpec]
+
+
+def check_tensors(specs: TensorSpecs, tensors: Mapping[str, TensorLike], source: str) -> None:
+    """FormatError for a required tensor that is absent or a tensor of another shape."""
+    for name, spec in specs.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            if spec.required:
+                raise FormatError(f"{source}: tensor '{name}' is missing; the file is incomplete")
+        elif not any(_same(tensor.shape, s) for s in (spec.shape, *spec.also)):
+            raise FormatError(
+                f"{source}: check_tensor_dims: tensor '{name}' has wrong shape; "
+                f"expected {_dims(spec.shape)}, got {_dims(tensor.shape)}"
+            )
+
+
+def _same(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Equal up to trailing ones."""
+    n = max(len(a), len(b))
+    return a + (1,) * (n - len(a)) == b + (1,) * (n - len(b))
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return ", ".join(str(n) for n in shape)
+
+
+class Weights:
+    """Tensors by name, as graph weights; `data` gives small ones as numbers."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorLike],
+        source: str,
+        data: Callable[[str], npt.NDArray[np.float32]] | None = None,
+    ) -> None:
+        self._tensors = tensors
+        self._source = source
+        self._data = data
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def get(self, name: str) -> Weight | None:
+        """The tensor, or None."""
+        t = self._tensors.get(name)
+        return None if t is None else Weight(name, t.type, tuple(t.shape))
+
+    def __getitem__(self, name: str) -> Weight:
+        """The tensor; FormatError if absent."""
+        weight = self.get(name)
+        if weight is None:
+            raise FormatError(f"{self._source}: tensor '{name}' is missing; the file is incomplete")
+        return weight
+
+    def data(self, name: str) -> npt.NDArray[np.float32]:
+        """Values of a tensor as float32, shape in NumPy order."""
+        if self._data is None:
+            raise FormatError(f"{self._source}: the values of '{name}' are needed, but no data was opened")
+        return np.asarray(self._data(self[name].name), dtype=np.float32)
+
+    def layer(self, il: int) -> LayerWeights:
+        """Access to the tensors `blk.<il>.*`."""
+        return LayerWeights(self, il)
+
+
+class LayerWeights:
+    """Tensors of one block as attributes; `get` for optional ones."""
+
+    __slots__ = ("_weights", "il")
+
+    def __init__(self, weights: Weights, il: int) -> None:
+        self._weights, self.il = weights, il
+
+    def _name(self, attr: str) -> str:
+        if attr.endswith("_bias"):
+            return f"blk.{self.il}.{attr.removesuffix('_bias')}.bias"
+        return f"blk.{self.il}.{attr}.weight"
+
+    def __getattr__(self, attr: str) -> Weight:
+        if attr.startswith("__"):
+            raise AttributeError(attr)
+        return self._weights[self._name(attr)]
+
+    def get(self, attr: str) -> Weight | None:
+        """The tensor, or None."""
+        return self._weights.get(self._name(attr))

@@ -42,6 +42,11 @@ _N_INTERLEAVED_SCALES = {_T.Q2_K: 2, _T.Q4_K: 2, _T.Q5_K: 2, _T.Q8_K: 1}
 _OWN_INTERLEAVED = (_T.Q8_K_R8, _T.Q8_K_R16)
 
 
+def block_scale_offsets(type: GGMLType) -> tuple[int, ...]:
+    """Byte offsets of the f16 scales in a block of a plain type (d, then m or dmin); empty if it has none there."""
+    return _BLOCK_SCALES.get(type, ())
+
+
 def check_tensors(file: GGUFFile, names: Iterable[str] | None = None) -> Iterator[NonFinite]:
     """Yield the tensors that hold NaN or Inf with the first affected element; types without float fields pass."""
     for name in file.tensors if names is None else names:

@@ -1,0 +1,322 @@
+#!/usr/bin/env python3
+"""Write a GGUF model with random weights and real geometry, for speed measurements and smoke tests.
+
+Weights are streamed: float types are N(0, 0.02); block types get random codes and sub-block scales with the block scale
+chosen so that the decoded weights have the same spread, which keeps activations finite. Norms, biases and routers are
+F32. The tokenizer is an SPM-like one of byte tokens, ASCII characters and filler words up to the vocabulary size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.errors import IkError, UsageError
+from ikcli.gguf.constants import FILE_TYPES, GGMLType, GGUFValueType
+from ikcli.gguf.values import Typed
+from ikcli.gguf.writer import GGUFWriter, TensorSpec
+from ikcli.quant.decode import decodable_types, dequantize
+from ikcli.quant.encode import quantize
+from ikcli.quant.formats import FORMATS, QuantFormat, format_by_name
+from ikcli.quant.validate import block_scale_offsets
+
+STD = 0.02
+_CHUNK_ELEMENTS = 1 << 23
+_FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+# For rows that are not multiples of 256, as the quantize command chooses.
+_FALLBACK = {
+    GGMLType.Q2_K: GGMLType.IQ4_NL,
+    GGMLType.Q3_K: GGMLType.IQ4_NL,
+    GGMLType.Q4_K: GGMLType.Q5_0,
+    GGMLType.Q5_K: GGMLType.Q6_0,
+    GGMLType.Q6_K: GGMLType.Q8_0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Geometry of a model; the deepseek2 fields are 0 elsewhere."""
+
+    arch: str
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    n_vocab: int
+    head_dim: int = 128
+    n_expert: int = 0
+    n_expert_used: int = 0
+    n_ff_exp: int = 0
+    n_expert_shared: int = 0
+    n_layer_dense: int = 0
+    q_lora: int = 0
+    kv_lora: int = 0
+    n_rot: int = 128
+    freq_base: float = 10000.0
+
+
+PRESETS = {
+    "llama": Preset("llama", 8, 2048, 5632, 16, 4, 32000),
+    "qwen2": Preset("qwen2", 8, 1536, 8960, 12, 2, 32000, freq_base=1e6),
+    "qwen3": Preset("qwen3", 8, 2048, 6144, 16, 8, 32000, freq_base=1e6),
+    "qwen3moe": Preset(
+        "qwen3moe", 4, 2048, 6144, 32, 4, 32000, n_expert=32, n_expert_used=8, n_ff_exp=768, freq_base=1e6
+    ),
+    "deepseek2": Preset(
+        "deepseek2",
+        4,
+        2048,
+        5632,
+        16,
+        16,
+        102400,
+        head_dim=192,
+        n_expert=16,
+        n_expert_used=6,
+        n_ff_exp=1408,
+        n_expert_shared=2,
+        n_layer_dense=1,
+        q_lora=1536,
+        kv_lora=512,
+        n_rot=64,
+    ),
+}
+
+
+def vocabulary(n_vocab: int) -> dict[str, Any]:
+    """Tokenizer keys of an SPM-like vocabulary with byte fallback."""
+    special = ["<unk>", "<s>", "</s>"]
+    bytes_ = [f"<0x{b:02X}>" for b in range(256)]
+    chars = ["\u2581", *(chr(c) for c in range(33, 127))]
+    n_filler = n_vocab - len(special) - len(bytes_) - len(chars)
+    if n_filler < 0:
+        raise UsageError(f"a vocabulary of {n_vocab} is too small, {n_vocab - n_filler} tokens are needed")
+    tokens = special + bytes_ + chars + [f"\u2581w{i}" for i in range(n_filler)]
+    kinds = [2, 3, 3] + [6] * 256 + [1] * (len(chars) + n_filler)
+    scores = np.zeros(n_vocab, np.float32)
+    scores[259:] = -np.arange(n_vocab - 259, dtype=np.float32)
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": np.array(kinds, np.int32),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": False,
+        "tokenizer.ggml.add_space_prefix": True,
+    }
+
+
+def metadata(p: Preset, type: GGMLType) -> dict[str, Any]:
+    """All key-value pairs of the model."""
+    file_type = next((f.number for f in FILE_TYPES.values() if f.type == type), 0)
+    keys: dict[str, Any] = {
+        "block_count": p.n_layer,
+        "context_length": 163840 if p.kv_lora else 32768,
+        "embedding_length": p.n_embd,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "vocab_size": p.n_vocab,
+        "feed_forward_length": p.n_ff,
+        "attention.head_count": p.n_head,
+        "attention.head_count_kv": p.n_head_kv,
+        "rope.freq_base": p.freq_base,
+        "rope.dimension_count": p.n_rot,
+        "attention.key_length": p.head_dim,
+        "attention.value_length": 128,
+    }
+    if p.n_expert:
+        keys |= {
+            "expert_count": p.n_expert,
+            "expert_used_count": p.n_expert_used,
+            "expert_feed_forward_length": p.n_ff_exp,
+        }
+    if p.kv_lora:
+        keys |= {
+            "leading_dense_block_count": p.n_layer_dense,
+            "attention.kv_lora_rank": p.kv_lora,
+            "attention.q_lora_rank": p.q_lora,
+            "expert_shared_count": p.n_expert_shared,
+            "expert_weights_scale": 1.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 40.0,
+            "rope.scaling.original_context_length": 4096,
+            "rope.scaling.yarn_log_multiplier": 0.0707,
+        }
+    general = {
+        "general.architecture": p.arch,
+        "general.name": f"random {p.arch}",
+        "general.file_type": Typed(file_type, GGUFValueType.UINT32),
+    }
+    return general | {f"{p.arch}.{k}": v for k, v in keys.items()} | vocabulary(p.n_vocab)
+
+
+def _attention(p: Preset) -> dict[str, tuple[int, ...]]:
+    if p.kv_lora:
+        return {
+            "attn_q_a": (p.n_embd, p.q_lora),
+            "attn_q_a_norm": (p.q_lora,),
+            "attn_q_b": (p.q_lora, p.n_head * p.head_dim),
+            "attn_kv_a_mqa": (p.n_embd, p.kv_lora + p.n_rot),
+            "attn_kv_a_norm": (p.kv_lora,),
+            "attn_kv_b": (p.kv_lora, p.n_head * (p.head_dim - p.n_rot + 128)),
+            "attn_output": (p.n_head * 128, p.n_embd),
+        }
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_q": (p.n_embd, p.n_head * p.head_dim),
+        "attn_k": (p.n_embd, p.n_head_kv * p.head_dim),
+        "attn_v": (p.n_embd, p.n_head_kv * p.head_dim),
+        "attn_output": (p.n_head * p.head_dim, p.n_embd),
+    }
+    if p.arch.startswith("qwen3"):
+        shapes |= {"attn_q_norm": (p.head_dim,), "attn_k_norm": (p.head_dim,)}
+    return shapes
+
+
+def _ffn(p: Preset, il: int) -> dict[str, tuple[int, ...]]:
+    if not p.n_expert or il < p.n_layer_dense:
+        return {"ffn_gate": (p.n_embd, p.n_ff), "ffn_up": (p.n_embd, p.n_ff), "ffn_down": (p.n_ff, p.n_embd)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "ffn_gate_inp": (p.n_embd, p.n_expert),
+        "ffn_gate_exps": (p.n_embd, p.n_ff_exp, p.n_expert),
+        "ffn_up_exps": (p.n_embd, p.n_ff_exp, p.n_expert),
+        "ffn_down_exps": (p.n_ff_exp, p.n_embd, p.n_expert),
+    }
+    if p.n_expert_shared:
+        n_ff = p.n_ff_exp * p.n_expert_shared
+        shapes |= {"ffn_gate_shexp": (p.n_embd, n_ff), "ffn_up_shexp": (p.n_embd, n_ff)}
+        shapes |= {"ffn_down_shexp": (n_ff, p.n_embd)}
+    return shapes
+
+
+def shapes(p: Preset) -> dict[str, tuple[int, ...]]:
+    """Tensor names and GGUF-order shapes in file order."""
+    out: dict[str, tuple[int, ...]] = {"token_embd.weight": (p.n_embd, p.n_vocab)}
+    for il in range(p.n_layer):
+        layer = {"attn_norm": (p.n_embd,), "ffn_norm": (p.n_embd,)} | _attention(p) | _ffn(p, il)
+        out |= {f"blk.{il}.{name}.weight": shape for name, shape in layer.items()}
+        if p.arch == "qwen2":
+            out |= {f"blk.{il}.{n}.bias": layer[n][1:] for n in ("attn_q", "attn_k", "attn_v")}
+    return out | {"output_norm.weight": (p.n_embd,), "output.weight": (p.n_embd, p.n_vocab)}
+
+
+def tensor_type(name: str, shape: tuple[int, ...], type: GGMLType) -> GGMLType:
+    """F32 for vectors and routers, else `type` or its fallback when the row length does not divide."""
+    if len(shape) == 1 or "ffn_gate_inp" in name:
+        return GGMLType.F32
+    if shape[0] % FORMATS[type].block_size == 0:
+        return type
+    fallback = _FALLBACK.get(type)
+    if fallback is None or shape[0] % FORMATS[fallback].block_size:
+        raise UsageError(f"tensor {name} has rows of {shape[0]}, which {FORMATS[type].name} cannot hold")
+    return fallback
+
+
+def _fill_sub_scales(blocks: npt.NDArray[np.uint8], type: GGMLType, rng: np.random.Generator) -> None:
+    """Make the minimum of every sub-block equal its scale, so that dmin = d * mean code centres the weights."""
+    n = len(blocks)
+    if type == GGMLType.Q2_K:
+        blocks[:, :16] = rng.integers(8, 16, (n, 16), np.uint8) * np.uint8(17)
+    elif type in (GGMLType.Q4_K, GGMLType.Q5_K):
+        sc = rng.integers(32, 64, (n, 8), np.uint8)
+        low, high = sc[:, :4], sc[:, 4:]
+        blocks[:, 4:8] = blocks[:, 8:12] = low | high >> 4 << 6
+        blocks[:, 12:16] = (high & 15) * np.uint8(17)
+    elif type == GGMLType.Q6_K:
+        blocks[:, 192:208] = rng.integers(64, 128, (n, 16), np.uint8)
+
+
+def random_blocks(fmt: QuantFormat, n: int, d: float, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """n blocks with random codes and block scale d * U(0.75, 1.25)."""
+    blocks = np.frombuffer(bytearray(rng.bytes(n * fmt.type_size)), np.uint8).reshape(n, fmt.type_size)
+    _fill_sub_scales(blocks, fmt.type, rng)
+    scale = (rng.random(n, np.float32) * np.float32(0.5) + np.float32(0.75)) * np.float32(d)
+    minimum = {GGMLType.Q2_K: 1.5, GGMLType.Q4_K: 7.5, GGMLType.Q5_K: 15.5, GGMLType.Q4_1: -7.5, GGMLType.Q5_1: -15.5}
+    factors = (1.0, minimum.get(fmt.type, 0.0))
+    for offset, factor in zip(block_scale_offsets(fmt.type), factors, strict=False):
+        blocks[:, offset : offset + 2] = (scale * np.float32(factor)).astype("<f2").view(np.uint8).reshape(n, 2)
+    return blocks
+
+
+@cache
+def _unit_rms(type: GGMLType) -> float:
+    """Root mean square of the weights of random blocks with d = 1."""
+    fmt = FORMATS[type]
+    blocks = random_blocks(fmt, 512, 1.0, np.random.default_rng(0))
+    values = dequantize(blocks, type, (512 * fmt.block_size,))
+    return float(np.sqrt(np.mean(values.astype(np.float64) ** 2)))
+
+
+def tensor_data(spec: TensorSpec, rng: np.random.Generator) -> Iterator[npt.NDArray[np.uint8]]:
+    """Chunks of the bytes of one tensor."""
+    n = int(np.prod(spec.shape, dtype=np.int64))
+    fmt = FORMATS[spec.type]
+    for start in range(0, n, _CHUNK_ELEMENTS):
+        count = min(_CHUNK_ELEMENTS, n - start)
+        if spec.type in _FLOATS:
+            values = rng.standard_normal(count, np.float32) * np.float32(STD)
+            if spec.name.endswith("norm.weight"):
+                values += np.float32(1)
+            yield quantize(values, spec.type)
+        else:
+            d = STD / _unit_rms(spec.type)
+            yield random_blocks(fmt, count // fmt.block_size, d, rng).reshape(-1)
+
+
+def check_type(name: str) -> GGMLType:
+    """A type this script can fill with random weights, by name."""
+    fmt = format_by_name(name)
+    usable = [t for t in decodable_types() if t in _FLOATS or block_scale_offsets(t)]
+    if fmt.type not in usable or fmt.rows > 1:
+        names = ", ".join(FORMATS[t].name for t in sorted(usable) if FORMATS[t].rows == 1)
+        raise UsageError(f"random weights of type {fmt.name} cannot be made directly; use one of {names}")
+    return fmt.type
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write a GGUF model with random weights.")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="llama")
+    parser.add_argument("--type", default="F16", help="weight type, e.g. F16, Q8_0, Q4_0, Q4_K, Q6_K")
+    parser.add_argument("--layers", type=int, help="number of layers instead of the preset's")
+    parser.add_argument("--vocab", type=int, help="vocabulary size instead of the preset's")
+    parser.add_argument("--experts", type=int, help="number of routed experts instead of the preset's")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    args = parser.parse_args()
+    p = PRESETS[args.preset]
+    p = replace(p, n_layer=args.layers or p.n_layer, n_vocab=args.vocab or p.n_vocab)
+    if args.experts and p.n_expert:
+        p = replace(p, n_expert=args.experts, n_expert_used=min(p.n_expert_used, args.experts))
+    start = time.perf_counter()
+    try:
+        type = check_type(args.type)
+        tensors = [TensorSpec(n, s, tensor_type(n, s, type)) for n, s in shapes(p).items()]
+        rng = np.random.Generator(np.random.SFC64(args.seed))
+        with GGUFWriter(args.output, metadata(p, type), tensors) as writer:
+            for t in tensors:
+                writer.write_tensor(t.name, tensor_data(t, rng))
+    except IkError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return e.exit_code
+    n_bytes = sum(t.n_bytes for t in tensors)
+    n_weights = sum(int(np.prod(t.shape, dtype=np.int64)) for t in tensors)
+    seconds = time.perf_counter() - start
+    print(f"{args.output}: {len(tensors)} tensors, {n_weights / 1e6:.1f} M weights, {n_bytes / 2**20:.1f} MiB")
+    print(f"written in {seconds:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

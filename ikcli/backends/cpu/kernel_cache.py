@@ -1,0 +1,166 @@
+"""Compiled kernels on disk, loaded without Numba.
+
+A kernel is named by a `KernelKey`: module under `kernels/`, factory function, arguments. Numba compiles the factory's
+result in worker processes (`compile_worker.py`); what is kept is the object file, which LLVM's JIT linker loads in
+about half a millisecond. So only the first run ever pays for Numba: its import (0.5 s, 100 MB) and the compilation.
+
+The cache folder is named by a digest of every source file under `backends/cpu`, the Numba, llvmlite and Python versions
+and the target CPU: an edited kernel or helper can never be served stale.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ikcli.backends.cpu import isa
+from ikcli.errors import IkError
+
+_CPU_DIR = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class KernelKey:
+    """`kernels/<module>.py: <factory>(*args)`; args are ints and strings."""
+
+    module: str
+    factory: str
+    args: tuple[int | str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return f"{self.module}.{self.factory}({','.join(str(a) for a in self.args)})"
+
+    @property
+    def file_name(self) -> str:
+        readable = "_".join([self.factory, *(str(a) for a in self.args)])
+        digest = hashlib.sha256(self.text.encode()).hexdigest()[:12]
+        return f"{readable[:80]}-{digest}.kernel"
+
+
+def cache_root() -> Path:
+    """`IK_CACHE_DIR`, else the user's cache folder."""
+    if custom := os.environ.get("IK_CACHE_DIR"):
+        return Path(custom) / "kernels"
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "ik" / "kernels"
+
+
+@functools.cache
+def cache_dir() -> Path:
+    """Folder for exactly this code on exactly this target."""
+    h = hashlib.sha256()
+    for path in sorted(_CPU_DIR.rglob("*.py")):
+        h.update(str(path.relative_to(_CPU_DIR)).encode() + b"\0" + path.read_bytes() + b"\0")
+    target = isa.current()
+    versions = [metadata.version(p) for p in ("numba", "llvmlite")]
+    h.update("\0".join([*versions, sys.version, target.cpu, ",".join(sorted(target.features))]).encode())
+    return cache_root() / f"{target.name}-{h.hexdigest()[:16]}"
+
+
+class KernelLibrary:
+    """Addresses of compiled kernels; keeps the JIT engines that own the code alive."""
+
+    def __init__(self) -> None:
+        self._engines: list[Any] = []
+        self._addresses: dict[KernelKey, int] = {}
+
+    def require(self, keys: Iterable[KernelKey], progress: Callable[[int, int], None] | None = None) -> None:
+        """Load the kernels, compiling those that are not in the cache; `progress(done, total)` per compiled one."""
+        wanted = [k for k in dict.fromkeys(keys) if k not in self._addresses]
+        missing = [k for k in wanted if not (cache_dir() / k.file_name).is_file()]
+        if missing:
+            compile_kernels(missing, progress)
+        for key in wanted:
+            self._addresses[key] = self._load(cache_dir() / key.file_name)
+
+    def __getitem__(self, key: KernelKey) -> int:
+        return self._addresses[key]
+
+    def _load(self, path: Path) -> int:
+        import llvmlite.binding as llvm
+
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        header, _, code = path.read_bytes().partition(b"\n")
+        machine = llvm.Target.from_default_triple().create_target_machine()
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        address: int = engine.get_function_address(header.decode())
+        if not address:
+            raise IkError(f"{path}: damaged kernel cache entry; delete the folder {path.parent}")
+        self._engines.append(engine)
+        return address
+
+
+def compile_kernels(keys: Sequence[KernelKey], progress: Callable[[int, int], None] | None = None) -> None:
+    """Compile kernels into the cache, in as many processes as there are CPUs for this one."""
+    directory = cache_dir()
+    directory.mkdir(parents=True, exist_ok=True)
+    n_workers = max(1, min(len(keys), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))
+    target = isa.current()
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(_CPU_DIR.parents[2]), os.environ.get("PYTHONPATH", "")]))
+    if target.feature_string or target is not isa.host():
+        env |= {"NUMBA_CPU_NAME": target.cpu, "NUMBA_CPU_FEATURES": target.feature_string}
+    command = [sys.executable, "-m", "ikcli.backends.cpu.compile_worker", str(directory)]
+    workers = []
+    for i in range(n_workers):
+        lines = "".join(f"{k.module} {k.factory} {' '.join(repr(a) for a in k.args)}\n" for k in keys[i::n_workers])
+        p = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=env
+        )
+        assert p.stdin is not None
+        p.stdin.write(lines.encode())
+        p.stdin.close()
+        workers.append(p)
+    _wait(workers, len(keys), progress)
+
+
+def _wait(workers: list[subprocess.Popen[bytes]], total: int, progress: Callable[[int, int], None] | None) -> None:
+    import selectors
+
+    done = 0
+    with selectors.DefaultSelector() as selector:
+        for p in workers:
+            selector.register(p.stdout, selectors.EVENT_READ)  # type: ignore[arg-type]
+        while selector.get_map():
+            for event, _ in selector.select():
+                line = event.fileobj.readline()  # type: ignore[union-attr]
+                if not line:
+                    selector.unregister(event.fileobj)
+                    continue
+                done += 1
+                if progress:
+                    progress(done, total)
+    for p in workers:
+        assert p.stdout is not None and p.stderr is not None
+        errors = p.stderr.read().decode(errors="replace")
+        p.stdout.close()
+        p.stderr.close()
+        if p.wait() != 0:
+            raise IkError(f"compiling kernels failed: {errors.strip()[-2000:]}")
+
+
+def native_function(address: int, n_args: int) -> Callable[..., int]:
+    """A compiled function of int64 arguments as a Python callable that releases the GIL; returns its status."""
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * n_args)
+    function = prototype(address)
+    ret, exc = ctypes.c_int64(), ctypes.c_int64()
+    ret_p, exc_p = ctypes.addressof(ret), ctypes.addressof(exc)
+
+    def call(*args: int, _keep: tuple[Any, ...] = (ret, exc)) -> int:
+        if function(ret_p, exc_p, *args):
+            raise IkError("internal error: a kernel reported failure")
+        return ret.value
+
+    return call

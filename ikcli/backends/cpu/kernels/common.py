@@ -1,0 +1,41 @@
+"""What every kernel shares: the run-time state block and how work is divided.
+
+Kernel signature: kernel(params, ith, nth). params points at int64 words; words 0..2 are always
+    0 address of the state block    1 which state word counts the rows    2 row factor
+The state block (int64 words) is the only thing that changes between two runs of a program:
+    n_tokens n_outputs n_kv n_seg, then addresses of: tokens i32[], pos i32[], cells i64[], out_ids i64[],
+    segments i64[n_seg][SEG_WORDS], kv_cells i64[n_kv]
+A segment is the part of one sequence in the micro-batch: its tokens are adjacent, its cells are adjacent in the cache.
+"""
+
+from ikcli.backends.cpu.jit import inline
+from ikcli.backends.cpu.simd.vec import atomic_add, ld_i64
+
+# State words; STATE_WORDS is their number.
+N_TOKENS, N_OUTPUTS, N_KV, N_SEG, TOKENS, POS, CELLS, OUT_IDS, SEGMENTS, KV_CELLS, STATE_WORDS = range(11)
+# Segment words: first token, number of tokens, first cell of the sequence, position of the first token (= cached
+# positions before it), first compact KV row, number of cached positions including this micro-batch.
+SEG_TOKEN, SEG_N_TOKENS, SEG_CELL, SEG_POS, SEG_KV_ROW, SEG_N_KV, SEG_WORDS = range(7)
+
+
+@inline
+def word(params, i):
+    """params[i]."""
+    return ld_i64(params + 8 * i)
+
+
+@inline
+def state_word(params, i):
+    return ld_i64(ld_i64(params) + 8 * i)
+
+
+@inline
+def n_rows(params):
+    """Rows of this op in this run."""
+    return ld_i64(ld_i64(params) + 8 * ld_i64(params + 8)) * ld_i64(params + 16)
+
+
+@inline
+def next_work(params, chunk):
+    """Start of the next `chunk` work items; threads share the counter, the executor clears it."""
+    return atomic_add(params - 64, chunk)

@@ -1,0 +1,206 @@
+"""Programs: a graph lowered to kernel calls over one arena.
+
+Lowering turns every node into one or more `Op`s whose parameter words may be `Ref`s: places in a buffer, a weight or a
+cache tensor that get their address only when the program is bound to memory. Between lowering and binding everything is
+known that a memory report needs, and nothing has been allocated.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ikcli.backends.cpu.kernel_cache import KernelKey, KernelLibrary
+from ikcli.backends.cpu.threads import aligned_zeros
+from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, RowSpec, Weight, assign_offsets
+
+STATE_INDEX = {Rows.TOKENS: 0, Rows.OUTPUTS: 1, Rows.KV: 2}  # words of kernels/common.py
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """`offset` bytes into a buffer (index), a weight (name) or a cache tensor."""
+
+    target: int | str | Cache
+    offset: int = 0
+
+    def __add__(self, n_bytes: int) -> Ref:
+        return Ref(self.target, self.offset + n_bytes)
+
+
+Word = int | Ref
+
+
+@dataclass(slots=True)
+class Op:
+    """One kernel call: `node` is the recorded node it belongs to."""
+
+    kernel: KernelKey
+    words: list[Word]
+    node: Node
+
+
+@dataclass(slots=True)
+class Lowering:
+    """What lowering functions write to. Buffers are sized for `max_rows` rows per symbol."""
+
+    max_rows: Mapping[Rows, int]
+    n_threads: int
+    n_cells: int  # cells of the KV cache over all sequences
+    ops: list[Op] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    persistent: set[int] = field(default_factory=set)
+    constants: list[tuple[int, bytes]] = field(default_factory=list)
+    _node_buffers: dict[Node, int] = field(default_factory=dict)
+    _shared: dict[Any, Ref] = field(default_factory=dict)
+    _current: Node | None = None
+
+    def rows(self, spec: RowSpec) -> int:
+        """The most rows a value of this spec can have."""
+        return self.max_rows[spec.symbol] * spec.factor
+
+    def buffer(self, n_bytes: int) -> Ref:
+        """Temporary memory, alive from the first to the last op that names it."""
+        self.sizes.append(max(n_bytes, 64))
+        return Ref(len(self.sizes) - 1)
+
+    def constant(self, data: bytes) -> Ref:
+        """Read-only data that lives as long as the program."""
+        ref = self.buffer(len(data))
+        assert isinstance(ref.target, int)
+        self.persistent.add(ref.target)
+        self.constants.append((ref.target, data))
+        return ref
+
+    def shared(self, key: Any, make: Callable[[], Ref]) -> Ref:
+        """A derived buffer made once per key (quantized activations of one input, for instance)."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def out(self, node: Node, n_bytes: int = 0) -> Ref:
+        """The output buffer of a node (default size: rows x columns of 4 bytes)."""
+        if node not in self._node_buffers:
+            ref = self.buffer(n_bytes or self.rows(node.rows) * node.cols * 4)
+            assert isinstance(ref.target, int)
+            self._node_buffers[node] = ref.target
+        return Ref(self._node_buffers[node])
+
+    def alias(self, node: Node, other: Node) -> Ref:
+        """Let `node` write over `other`'s buffer (in-place ops)."""
+        self._node_buffers[node] = self._node_buffers[other]
+        return Ref(self._node_buffers[node])
+
+    def weight(self, w: Weight, row_bytes: int = 0) -> Ref:
+        """The weight's data, at its first row."""
+        return Ref(w.name, w.row0 * row_bytes)
+
+    def emit(self, kernel: KernelKey, rows: RowSpec, *words: Word) -> None:
+        """Append a kernel call; words become params[3:]."""
+        assert self._current is not None
+        self.ops.append(Op(kernel, [STATE_INDEX[rows.symbol], rows.factor, *words], self._current))
+
+    def begin(self, node: Node) -> None:
+        """Ops emitted from here on belong to this node."""
+        self._current = node
+
+
+def f32_bits(x: float) -> int:
+    """A float32 as the low half of a parameter word."""
+    bits: int = struct.unpack("<I", struct.pack("<f", x))[0]
+    return bits
+
+
+class Program:
+    """A lowered graph, later bound to memory and kernels."""
+
+    def __init__(self, lowering: Lowering, result: Node) -> None:
+        self.ops = lowering.ops
+        self.result = result
+        self._lowering = lowering
+        self._offsets, self.arena_bytes = self._plan()
+        self._memory: np.ndarray | None = None
+        self.address = 0
+
+    @property
+    def kernels(self) -> list[KernelKey]:
+        """Every kernel the program calls."""
+        return list(dict.fromkeys(op.kernel for op in self.ops))
+
+    def _plan(self) -> tuple[list[int], int]:
+        low = self._lowering
+        first = [len(self.ops)] * len(low.sizes)
+        last = [-1] * len(low.sizes)
+        for i, op in enumerate(self.ops):
+            for w in op.words:
+                if isinstance(w, Ref) and isinstance(w.target, int):
+                    first[w.target] = min(first[w.target], i)
+                    last[w.target] = max(last[w.target], i)
+        end = len(self.ops)
+        last[low._node_buffers[self.result]] = end
+        for b in low.persistent:
+            first[b], last[b] = 0, end
+        lifetimes = [Lifetime(s, f, la) if la >= 0 else Lifetime(0, 0, 0)
+                     for s, f, la in zip(low.sizes, first, last, strict=True)]  # fmt: skip
+        return assign_offsets(lifetimes)
+
+    def bind(
+        self,
+        library: KernelLibrary,
+        state_address: int,
+        arena: np.ndarray,
+        weight_address: Mapping[str, int],
+        cache_address: Mapping[Cache, int],
+    ) -> None:
+        """Resolve every word to an address; `arena` must hold `arena_bytes`."""
+        base = arena.ctypes.data
+        for buffer, data in self._lowering.constants:
+            at = self._offsets[buffer]
+            arena[at : at + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        stride = 64 + 8 * -(-max((len(op.words) + 1 for op in self.ops), default=1) // 8) * 8
+        memory = aligned_zeros(stride * len(self.ops) + 16 * len(self.ops))
+        words = memory[: stride * len(self.ops)].view(np.int64).reshape(len(self.ops), stride // 8)
+        table = memory[stride * len(self.ops) :].view(np.int64).reshape(len(self.ops), 2)
+        for i, op in enumerate(self.ops):
+            resolved = [self._resolve(w, base, weight_address, cache_address) for w in op.words]
+            words[i, 8] = state_address
+            words[i, 9 : 9 + len(resolved)] = resolved
+            table[i] = library[op.kernel], words.ctypes.data + stride * i + 64
+        self._memory = memory
+        self.address = table.ctypes.data
+
+    def _resolve(self, w: Word, base: int, weights: Mapping[str, int], caches: Mapping[Cache, int]) -> int:
+        if not isinstance(w, Ref):
+            return w
+        if isinstance(w.target, int):
+            return base + self._offsets[w.target] + w.offset
+        if isinstance(w.target, str):
+            return weights[w.target] + w.offset
+        return caches[w.target] + w.offset
+
+    def view(self, arena: np.ndarray, node: Node, n_rows: int) -> np.ndarray:
+        """The node's output as (n_rows, cols) float32 (or int32); valid right after its last op has run."""
+        at = self._offsets[self._lowering._node_buffers[node]]
+        data = arena[at : at + 4 * n_rows * node.cols]
+        return data.view(np.float32 if node.dtype == "f32" else np.int32).reshape(n_rows, node.cols)
+
+    def has_output(self, node: Node) -> bool:
+        """Whether the node has a buffer of its own."""
+        return node in self._lowering._node_buffers and node.cols > 0
+
+
+def lower(
+    graph: Graph,
+    result: Node,
+    lowering: Lowering,
+    rules: Mapping[str, Callable[[Lowering, Node], None]],
+) -> Program:
+    """Lower every node by its op's rule."""
+    for node in graph.nodes:
+        lowering.begin(node)
+        rules[node.op](lowering, node)
+    return Program(lowering, result)

@@ -1,0 +1,203 @@
+"""DeepSeek V2, V2.5, V3, R1: multi-head latent attention (MLA) and experts with shared ones.
+
+Three file layouts hold the same model (`attn_kv_b`, or `attn_k_b` + `attn_v_b`, or all three); `mla.derive` makes
+what a mode needs and the file lacks. A cache row of mla 1..3 is the rotated key (n_rot) followed by the latent.
+Query heads are [nope | rope], kv_b rows of one head [k_nope | v]. Answers to `build_deepseek2` of ik_llama.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ikcli.graph import Graph, HeadSlice, Node
+from ikcli.models import blocks
+from ikcli.models.config import GraphConfig
+from ikcli.models.hparams import HParams
+from ikcli.models.rope import inverse_frequencies, magnitude, yarn_log
+from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+
+
+def tensor_shapes(hp: HParams) -> TensorSpecs:
+    """Expected tensors of the file; which of kv_b, k_b, v_b are there is up to `mla.derive`."""
+    specs = blocks.base_specs(hp)
+    for il in range(hp.n_layer):
+        specs |= blocks.in_block(il, _attention_specs(hp))
+        if il < hp.n_layer_dense_lead:
+            specs |= blocks.dense_specs(hp, il, hp.n_ff)
+        else:
+            specs |= blocks.expert_specs(hp, il, hp.n_ff_exp)
+            specs[f"blk.{il}.exp_probs_b.bias"] = TensorSpec((hp.n_expert,), required=False)
+            if hp.n_expert_shared:
+                specs |= blocks.dense_specs(hp, il, hp.n_ff_shexp, "_shexp")
+    return specs
+
+
+def _attention_specs(hp: HParams) -> TensorSpecs:
+    nope, rank, n_head, v = hp.head_dim_k - hp.n_rot, hp.kv_lora_rank, hp.n_head, hp.head_dim_v
+    specs = {
+        "attn_norm.weight": TensorSpec((hp.n_embd,)),
+        "attn_kv_a_mqa.weight": TensorSpec((hp.n_embd, hp.kv_row)),
+        "attn_kv_a_norm.weight": TensorSpec((rank,)),
+        "attn_kv_b.weight": TensorSpec((rank, n_head * (nope + v)), required=False),
+        "attn_k_b.weight": TensorSpec((nope, rank, n_head), required=False, also=((nope, rank * n_head),)),
+        "attn_v_b.weight": TensorSpec((rank, v, n_head), required=False, also=((rank, v * n_head),)),
+        "attn_output.weight": TensorSpec((n_head * v, hp.n_embd)),
+        "ffn_norm.weight": TensorSpec((hp.n_embd,)),
+    }
+    if hp.q_lora_rank:
+        specs["attn_q_a.weight"] = TensorSpec((hp.n_embd, hp.q_lora_rank))
+        specs["attn_q_a_norm.weight"] = TensorSpec((hp.q_lora_rank,))
+        specs["attn_q_b.weight"] = TensorSpec((hp.q_lora_rank, n_head * hp.head_dim_k))
+    else:
+        specs["attn_q.weight"] = TensorSpec((hp.n_embd, n_head * hp.head_dim_k))
+    return specs
+
+
+def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+    """Record the graph; returns the logits of the output rows."""
+    table = _rope_table(g, hp)
+
+    def attn(x: Node, layer: LayerWeights) -> Node:
+        q = _query(g, hp, x, layer, table)
+        k_rope, latent = _latent(g, hp, x, layer, table)
+        attend = _full_attention if cfg.mla == 0 else _latent_attention
+        return g.mul_mat(layer.attn_output, attend(g, hp, cfg, q, k_rope, latent, layer), "kqv_out")
+
+    def ffn(x: Node, layer: LayerWeights) -> Node:
+        if layer.il < hp.n_layer_dense_lead:
+            return blocks.dense_ffn(g, x, layer)
+        if not hp.n_expert_shared:
+            return blocks.moe_ffn(g, hp, cfg, x, layer, "ffn_out")
+        moe_out = blocks.moe_ffn(g, hp, cfg, x, layer)
+        return g.add(moe_out, blocks.dense_ffn(g, x, layer, "ffn_shexp", "_shexp"), "ffn_out")
+
+    return blocks.transformer(g, hp, w, attn, ffn)
+
+
+def attention_scale(hp: HParams) -> float:
+    """Scale of K*Q: YaRN raises it by the square of 1 + log_multiplier * ln(factor)."""
+    mscale = hp.rope.attn_factor * yarn_log(hp.rope, hp.rope.log_mul)
+    return mscale * mscale / math.sqrt(hp.head_dim_k)
+
+
+def _rope_table(g: Graph, hp: HParams) -> Node:
+    # The scale above replaces YaRN's magnitude factor, which is divided out of cosine and sine again.
+    mscale = magnitude(hp.rope, 1.0 / yarn_log(hp.rope))
+    return g.rope_table(inverse_frequencies(hp.rope, hp.n_rot).tolist(), mscale)
+
+
+def _query(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node) -> Node:
+    """Query heads [nope | rotated]."""
+    if hp.q_lora_rank:
+        q_a = g.rms_norm(g.mul_mat(layer.attn_q_a, x, "q_a"), layer.attn_q_a_norm, hp.eps, "q_a_norm")
+        q = g.mul_mat(layer.attn_q_b, q_a, "q")
+    else:
+        q = g.mul_mat(layer.attn_q, x, "q")
+    return g.rope(q, table, hp.n_head, hp.head_dim_k, "q_rope", offset=hp.head_dim_k - hp.n_rot)
+
+
+def _latent(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node) -> tuple[HeadSlice, Node]:
+    """The rotated key shared by all heads, and the normed latent."""
+    rank = hp.kv_lora_rank
+    kv_a = g.mul_mat(layer.attn_kv_a_mqa, x, "kv_rope_compressed")
+    latent = g.rms_norm(kv_a, layer.attn_kv_a_norm, hp.eps, "kv_compressed", cols=rank)
+    rotated = g.rope(kv_a, table, 1, hp.kv_row, "k_rope", offset=rank)
+    return HeadSlice(rotated, rank, hp.n_rot, 0), latent
+
+
+def _full_attention(
+    g: Graph, hp: HParams, cfg: GraphConfig, q: Node, k_rope: HeadSlice, latent: Node, layer: LayerWeights
+) -> Node:
+    """mla 0: per-head keys and values of every position are cached."""
+    dk, dv, nope = hp.head_dim_k, hp.head_dim_v, hp.head_dim_k - hp.n_rot
+    kv = g.mul_mat(layer.attn_kv_b, latent, "kv")
+    k = g.concat_heads([HeadSlice(kv, 0, nope, nope + dv), k_rope], hp.n_head, "k_states")
+    v = g.concat_heads([HeadSlice(kv, nope, dv, nope + dv)], hp.n_head, "v_states")
+    k_cache = g.cache("k", hp.n_head * dk, cfg.type_k)
+    v_cache = g.cache("v", hp.n_head * dv, cfg.type_v)
+    g.kv_store(k_cache, k, "k_cache_view")
+    g.kv_store(v_cache, v, "v_cache_view")
+    return g.attention(
+        [HeadSlice(q, 0, dk, dk)],
+        [HeadSlice(k_cache, 0, dk, dk)],
+        HeadSlice(v_cache, 0, dv, dv),
+        "kqv",
+        n_head=hp.n_head,
+        n_head_kv=hp.n_head,
+        scale=attention_scale(hp),
+        flash=cfg.flash_attn,
+        heads_per_step=blocks.heads_per_step(cfg, hp.n_head),
+    )
+
+
+def _latent_attention(
+    g: Graph, hp: HParams, cfg: GraphConfig, q: Node, k_rope: HeadSlice, latent: Node, layer: LayerWeights
+) -> Node:
+    """mla 1..3: only rotated key and latent are cached."""
+    cache = g.cache("kv", hp.kv_row, cfg.type_k)
+    row = g.concat_heads([k_rope, HeadSlice(latent, 0, hp.kv_lora_rank, 0)], 1, "kvr")
+    g.kv_store(cache, row, "kv_cache_view")
+    if cfg.mla >= 2 and cfg.flash_attn and cfg.expand:
+        return _expanded(g, hp, cfg, q, layer)
+    v = HeadSlice(cache, hp.n_rot, hp.kv_lora_rank, 0)
+    if cfg.mla == 1 and not cfg.flash_attn:
+        transposed = g.cache("kv_t", hp.kv_lora_rank, cfg.type_v, transposed=True)
+        g.kv_store(transposed, latent, "kv_cache_trans_view")
+        v = HeadSlice(transposed, 0, hp.kv_lora_rank, 0)
+    return _absorbed(g, hp, cfg, q, layer, HeadSlice(cache, 0, hp.kv_row, 0), v)
+
+
+def _absorbed(
+    g: Graph, hp: HParams, cfg: GraphConfig, q: Node, layer: LayerWeights, k: HeadSlice, v: HeadSlice
+) -> Node:
+    """Queries go into the latent space, where all heads share one key and value; results come back through v_b."""
+    nope, rank = hp.head_dim_k - hp.n_rot, hp.kv_lora_rank
+    k_b = replace(layer.attn_k_b, shape=(nope, rank, hp.n_head))
+    v_b = replace(layer.attn_v_b, shape=(rank, hp.head_dim_v, hp.n_head))
+    q_latent = g.mul_mat_heads(k_b, HeadSlice(q, 0, nope, hp.head_dim_k), "q_nope2")
+    flash = cfg.flash_attn and cfg.mla != 2
+    kqv = g.attention(
+        [HeadSlice(q, nope, hp.n_rot, hp.head_dim_k), HeadSlice(q_latent, 0, rank, rank)],
+        [k],
+        v,
+        "kqv_compressed",
+        n_head=hp.n_head,
+        n_head_kv=1,
+        scale=attention_scale(hp),
+        flash=flash,
+        heads_per_step=blocks.heads_per_step(replace(cfg, flash_attn=flash), hp.n_head),
+    )
+    return g.mul_mat_heads(v_b, HeadSlice(kqv, 0, rank, rank), "kqv")
+
+
+def _expanded(g: Graph, hp: HParams, cfg: GraphConfig, q: Node, layer: LayerWeights) -> Node:
+    """Prompt path of mla 2 and 3: keys and values of all positions from the latent, some heads at a time."""
+    cache = g.cache("kv", hp.kv_row, cfg.type_k)
+    dk, dv, nope = hp.head_dim_k, hp.head_dim_v, hp.head_dim_k - hp.n_rot
+    latent = g.kv_rows(cache, hp.n_rot, hp.kv_lora_rank, "kv_cache_nope")
+    n = heads_per_expansion(hp, cfg)
+    parts = []
+    for h in range(0, hp.n_head, n):
+        kv = g.mul_mat(layer.attn_kv_b.rows(h * (nope + dv), n * (nope + dv)), latent, "kv_f32")
+        part = g.attention(
+            [HeadSlice(q, h * dk + nope, hp.n_rot, dk), HeadSlice(q, h * dk, nope, dk)],
+            [HeadSlice(cache, 0, hp.n_rot, 0), HeadSlice(kv, 0, nope, nope + dv)],
+            HeadSlice(kv, nope, dv, nope + dv),
+            "kqv",
+            n_head=n,
+            n_head_kv=n,
+            scale=attention_scale(hp),
+            flash=True,
+        )
+        parts.append(part)
+    return g.concat(parts, "kqv_2d")
+
+
+def heads_per_expansion(hp: HParams, cfg: GraphConfig) -> int:
+    """Heads expanded at once under `-amb`: all, or n_head over its smallest divisor that fits, or one."""
+    mib = hp.n_head * (hp.head_dim_k - hp.n_rot + hp.head_dim_v) * cfg.n_ctx * 4 >> 20
+    if cfg.amb <= 0 or mib <= cfg.amb:
+        return hp.n_head
+    fitting = (n for n in range(2, hp.n_head) if hp.n_head % n == 0 and mib // n <= cfg.amb)
+    return hp.n_head // next(fitting, hp.n_head)

@@ -33,8 +33,8 @@ class PromptConfig:
 class SamplingConfig:
     """How the next token is chosen (serve, chat)."""
 
-    temp: float = opt(0.8, "--temp", "float", "temperature; 0 = always the most likely token", topic="sampling", commands="SC", form="T", example="--temp 0.6")
-    top_k: int = opt(40, "--top-k", "int", "keep the K most likely tokens; 0 = all", topic="sampling", commands="SC", form="K", example="--top-k 40")
+    temp: float = opt(0.8, "--temp", "float", "temperature; 0 = always the most likely token", topic="sampling", commands="SC", form="T", example="--temp 0.6", minimum=0)
+    top_k: int = opt(40, "--top-k", "int", "keep the K most likely tokens; 0 = all", topic="sampling", commands="SC", form="K", example="--top-k 40", minimum=0)
     top_p: float = opt(0.95, "--top-p", "float", "keep the most likely tokens up to this total probability", topic="sampling", commands="SC", form="P", example="--top-p 0.95")
     min_p: float = opt(0.05, "--min-p", "float", "drop tokens below this share of the best one", topic="sampling", commands="SC", form="P", example="--min-p 0.05")
     tfs: float = opt(1.0, "--tfs", "float", "tail free sampling; 1 = off", topic="sampling", commands="SC", form="Z", example="--tfs 1")
@@ -55,10 +55,10 @@ class ServerConfig:
 
     alias: str = opt("", "-a --alias", "str", "model name in the API; default the file name", topic="server", commands="S", form="NAME", example="-a my-model")
     host: str = opt("127.0.0.1", "--host", "str", "address to listen on", topic="server", commands="S", form="ADDR", example="--host 0.0.0.0")
-    port: int = opt(8080, "--port", "int", "port to listen on", topic="server", commands="S", form="N", example="--port 8080")
+    port: int = opt(8080, "--port", "int", "port to listen on", topic="server", commands="S", form="N", example="--port 8080", minimum=0)
     api_key: str = opt("", "--api-key", "str", "key that requests must carry", topic="server", commands="S", form="KEY", example="--api-key secret")
     api_key_file: Path | None = opt(None, "--api-key-file", "path", "file with one key per line", topic="server", commands="S", form="FILE", example="--api-key-file keys.txt")
-    timeout: int = opt(600, "-to --timeout", "int", "read and write timeout in seconds", topic="server", commands="S", form="S", example="--timeout 600")
+    timeout: int = opt(600, "-to --timeout", "int", "read and write timeout in seconds", topic="server", commands="S", form="S", example="--timeout 600", minimum=0)
     threads_http: int = opt(-1, "--threads-http", "int", "threads for HTTP requests; -1 = CPUs - 1", topic="server", commands="S", form="N", example="--threads-http 4")
     metrics: bool = opt(False, "--metrics", "switch", "serve /metrics", topic="server", commands="S", example="--metrics")
     slots: bool = opt(True, "--slots", "switch", "serve /slots", topic="server", commands="S", negative="--no-slots", example="--no-slots")
@@ -78,13 +78,13 @@ class SweepConfig:
     """sweep-bench: speed at growing depths."""
 
     warmup_batch: bool = opt(False, "-wb --warmup-batch", "switch", "also warm up with one full ubatch", topic="sweep-bench", commands="W", example="-wb")
-    repetitions: int = opt(1, "-nrep --n-repetitions", "int", "repetitions of the first row", topic="sweep-bench", commands="W", form="N", example="-nrep 3")
-    stride: int = opt(1, "--sweep-stride", "int", "measure every Nth depth only", topic="sweep-bench", commands="W", form="N", example="--sweep-stride 4")
+    repetitions: int = opt(1, "-nrep --n-repetitions", "int", "repetitions of the first row", topic="sweep-bench", commands="W", form="N", example="-nrep 3", minimum=1)
+    stride: int = opt(1, "--sweep-stride", "int", "measure every Nth depth only", topic="sweep-bench", commands="W", form="N", example="--sweep-stride 4", minimum=1)
     memory: bool = opt(False, "--sweep-memory", "switch", "add columns with the highest memory use", topic="sweep-bench", commands="W", example="--sweep-memory")
     output_format: str = opt("md", "--output-format", "choice", "form of the table", topic="sweep-bench", commands="W", form="md|table|jsonl|jsonl-full", example="--output-format jsonl", choices=("md", "table", "jsonl", "jsonl-full"))
-    max_depth: int = opt(0, "--max-depth", "int", "last depth to measure; 0 = whole context", topic="sweep-bench", commands="W", form="N", example="--max-depth 8192")
-    start_depth: int = opt(0, "--start-depth", "int", "first depth to measure", topic="sweep-bench", commands="W", form="N", example="--start-depth 4096")
-    pp: int = opt(0, "--pp", "int", "prompt tokens per row; 0 = ubatch", topic="sweep-bench", commands="W", form="N", example="--pp 256")
+    max_depth: int = opt(0, "--max-depth", "int", "last depth to measure; 0 = whole context", topic="sweep-bench", commands="W", form="N", example="--max-depth 8192", minimum=0)
+    start_depth: int = opt(0, "--start-depth", "int", "first depth to measure", topic="sweep-bench", commands="W", form="N", example="--start-depth 4096", minimum=0)
+    pp: int = opt(0, "--pp", "int", "prompt tokens per row; 0 = ubatch", topic="sweep-bench", commands="W", form="N", example="--pp 256", minimum=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class BenchConfig:
 class PerplexityConfig:
     """perplexity and KL divergence."""
 
-    chunks: int = opt(-1, "--chunks", "int", "number of chunks to evaluate; -1 = all", topic="perplexity", commands="PI", form="N", example="--chunks 8")
+    chunks: int = opt(-1, "--chunks", "int", "number of chunks to evaluate; -1 = all", topic="perplexity", commands="PI", form="N", example="--chunks 8", minimum=-1)
     stride: int = opt(0, "--ppl-stride", "int", "step between windows; 0 = plain chunks", topic="perplexity", commands="P", form="N", example="--ppl-stride 256")
     output_type: int = opt(0, "--ppl-output-type", "choice", "0: running values on one line; 1: one line per chunk", topic="perplexity", commands="P", form="0|1", example="--ppl-output-type 1", choices=("0", "1"))
     logits_file: Path | None = opt(None, "--kl-divergence-base --save-all-logits", "path", "file of reference logits: written, or read with --kl-divergence", topic="perplexity", commands="P", form="FILE", example="--kl-divergence-base base.logits")
@@ -119,12 +119,12 @@ class ImatrixConfig:
     """imatrix: importance of weight columns, measured on a text."""
 
     output: Path = opt(Path("imatrix.dat"), "-o --output --output-file", "path", "file to write", topic="imatrix", commands="I", form="FILE", example="-o imatrix.dat")
-    output_frequency: int = opt(10, "-ofreq --output-frequency", "int", "write the file every N chunks", topic="imatrix", commands="I", form="N", example="-ofreq 10")
+    output_frequency: int = opt(10, "-ofreq --output-frequency", "int", "write the file every N chunks", topic="imatrix", commands="I", form="N", example="-ofreq 10", minimum=1)
     save_frequency: int = opt(0, "--save-frequency", "int", "keep a copy every N chunks; 0 = never", topic="imatrix", commands="I", form="N", example="--save-frequency 50")
     process_output: bool = opt(False, "--process-output", "switch", "measure the output tensor too", topic="imatrix", commands="I", example="--process-output")
     output_tensor_name: str = opt("output.weight", "--output-tensor-name", "str", "name of the output tensor", topic="imatrix", commands="I", form="NAME", example="--output-tensor-name output.weight")
     ppl: bool = opt(True, "--ppl", "switch", "compute perplexity on the way", topic="imatrix", commands="I", negative="--no-ppl", example="--no-ppl")
-    from_chunk: int = opt(0, "--chunk --from-chunk", "int", "first chunk to use", topic="imatrix", commands="I", form="N", example="--from-chunk 10")
+    from_chunk: int = opt(0, "--chunk --from-chunk", "int", "first chunk to use", topic="imatrix", commands="I", form="N", example="--from-chunk 10", minimum=0)
     layer_similarity: bool = opt(False, "-lsim --layer-similarity", "switch", "report how similar the input and output of layers are", topic="imatrix", commands="I", example="-lsim")
     hide_imatrix: bool = opt(False, "--hide-imatrix", "switch", "do not store file and data set names", topic="imatrix", commands="I", example="--hide-imatrix")
 

@@ -1,4 +1,4 @@
-"""Messages for people, on stderr: never wrapped, always flushed, UTF-8 with replacement. Results go to stdout, not here.
+"""Messages for people, on stderr: never wrapped, always flushed, UTF-8 with replacement. Results go to stdout.
 
 `progress()` draws a bar only when stderr is a terminal; Rich is imported at that moment and never earlier.
 """

@@ -49,6 +49,7 @@ class Option:
     parse: Callable[[str], Any] | None = None
     repeat: bool = False
     bench_list: bool = True
+    minimum: float | None = None
     noop: str = ""
 
     @property

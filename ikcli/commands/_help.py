@@ -1,0 +1,149 @@
+"""Help texts, made from the option declarations: grouped by topic, at most 100 columns, no import beyond the config."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import ikcli
+from ikcli.commands._options import all_options
+from ikcli.commands._table import BY_NAME, COMMANDS, TOPIC_TITLES, CommandInfo
+from ikcli.options import BoundOption
+
+WIDTH = 100
+_INDENT = 36
+
+_NOTES = {
+    "sweep-bench": """\
+Each row is measured at a context depth of N_KV tokens: PP prompt tokens (T_PP seconds, S_PP tokens/s)
+and TG generated tokens (T_TG, S_TG). Rows start at N_KV = 0 and step by the ubatch up to the context.""",
+    "perplexity": """\
+Without -m and -f the bundled demo model and text are used. The context (-c) defaults to 512 tokens,
+-b 2048 evaluates several chunks side by side.""",
+    "plan": "Prints rules, bytes per device and the KV cache; exit code 1 if the model does not fit.",
+}
+
+
+def version_line() -> str:
+    """`ik 0.1.0`."""
+    return f"ik {ikcli.__version__}"
+
+
+def main_help() -> str:
+    """Text of `ik --help`."""
+    lines = ["usage: ik COMMAND [OPTIONS]", "", "Run and measure large language models from GGUF files.", ""]
+    ready = [info for info in COMMANDS if info.module]
+    later = [info for info in COMMANDS if not info.module]
+    lines += ["Commands:", *(_command_line(info) for info in ready), ""]
+    lines += ["Not part of this version yet:", *_wrap(", ".join(info.name for info in later), "  "), ""]
+    lines += [
+        "ik COMMAND --help shows the options of a command; all commands that run a model share one set.",
+        "Without -m the bundled demo model is used:  ik sweep-bench -c 1024 -ub 256",
+    ]
+    return "\n".join(lines)
+
+
+def _command_line(info: CommandInfo) -> str:
+    names = ", ".join((info.name, *info.aliases))
+    return f"  {names:<14} {info.summary}"
+
+
+def command_help(command: str) -> str:
+    """Text of `ik COMMAND --help` for a command that runs a model."""
+    info = BY_NAME[command]
+    lines = [f"usage: ik {info.name} [OPTIONS]", "", f"{info.summary[0].upper()}{info.summary[1:]}.", ""]
+    if info.name in _NOTES:
+        lines += [_NOTES[info.name], ""]
+    own = [bound for bound in all_options() if bound.option.used_by(info.name)]
+    for topic, title in TOPIC_TITLES:
+        members = [bound for bound in own if bound.option.topic == topic]
+        if not members:
+            continue
+        lines.append(f"{title}:")
+        if topic == "accepted, no effect":
+            lines += _wrap(" ".join(name for m in members for name in m.option.names), "  ")
+        else:
+            for bound in members:
+                lines += option_lines(bound)
+            if topic == "general":
+                lines += _entry("--config FILE, @FILE", "more options from a TOML file, or one option per line")
+                lines += _entry("--version, -h, --help, --usage", "print and stop")
+        lines.append("")
+    lines.append("Options of other commands are accepted and listed once as ignored.")
+    return "\n".join(lines)
+
+
+def option_lines(bound: BoundOption) -> list[str]:
+    """The help entry of one option."""
+    option = bound.option
+    form = option.form or ("[on|off]" if option.kind == "optswitch" else "")
+    head = ", ".join((*option.names, *option.negative)) + (f" {form}" if form else "")
+    text = option.help
+    default = default_text(bound)
+    if default:
+        text += f" (default {default})"
+    return _entry(head, text)
+
+
+def default_text(bound: BoundOption) -> str:
+    """The default as a user would type it; empty if there is none worth printing."""
+    value: Any = bound.default
+    if bound.path in ("n_threads", "n_threads_batch"):
+        return "auto" if bound.path == "n_threads" else ""
+    if bound.option.kind == "switch" or value is None or value == () or value == "":
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ",".join(str(item) for item in value)
+    return str(value)
+
+
+def _entry(head: str, text: str) -> list[str]:
+    body = textwrap.wrap(text, WIDTH - _INDENT, break_long_words=False, break_on_hyphens=False)
+    if len(head) <= _INDENT - 4:
+        first = f"  {head:<{_INDENT - 2}}{body[0] if body else ''}"
+        return [first, *(" " * _INDENT + line for line in body[1:])]
+    return [*_wrap(head, "  "), *(" " * _INDENT + line for line in body)]
+
+
+def _wrap(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def parameters_markdown() -> str:
+    """docs/parameters.md: every option with spellings, value, default, commands and meaning."""
+    lines = [
+        "# Options",
+        "",
+        "Generated by `tools/gen_docs.py` from the declarations in `ikcli/config.py`; do not edit.",
+        "",
+        "All commands that run a model accept every option below. Those that do not apply to a command are ignored and",
+        "listed once on stderr. After `--`, `_` equals `-`; `--name=value` works; the last value of a scalar wins.",
+        "`--config FILE` reads TOML with long names as keys, `@FILE` one option per line.",
+        "",
+    ]
+    for topic, title in TOPIC_TITLES:
+        members = [bound for bound in all_options() if bound.option.topic == topic]
+        lines += [f"## {title}", "", "| option | value | default | used by | meaning |", "|---|---|---|---|---|"]
+        lines += [*_markdown_rows(members), ""]
+    return "\n".join(lines)
+
+
+def _markdown_rows(members: list[BoundOption]) -> Iterator[str]:
+    users = {"S": "serve", "C": "chat", "W": "sweep-bench", "B": "bench", "P": "perplexity", "I": "imatrix"}
+    for bound in members:
+        option = bound.option
+        names = " ".join(f"`{name}`" for name in (*option.names, *option.negative))
+        form = option.form or ("[on\\|off]" if option.kind == "optswitch" else "")
+        used = ", ".join(users[letter] for letter in option.commands if letter in users)
+        if set(users) <= set(option.commands):
+            used = "nothing" if option.noop else "all"
+        default = default_text(bound)
+        meaning = option.help + (f" ({option.noop})" if option.noop else "")
+        cells = (names, form.replace("|", "\\|") if option.form else form, default, used, meaning)
+        yield "| " + " | ".join(cells) + " |"

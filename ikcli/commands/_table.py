@@ -1,0 +1,57 @@
+"""Which commands exist, where they live and what they do, without importing any of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CommandInfo:
+    """One subcommand. `module` is imported only when the command runs; empty means planned for a later version."""
+
+    name: str
+    summary: str
+    module: str = ""
+    aliases: tuple[str, ...] = ()
+    runs_model: bool = False
+
+
+COMMANDS = (
+    CommandInfo("perplexity", "perplexity of a model on a text", "ikcli.commands.perplexity", runs_model=True),
+    CommandInfo("sweep-bench", "speed at growing context depth", "ikcli.commands.sweep_bench", runs_model=True),
+    CommandInfo(
+        "plan", "placement and memory of a run, before it reads weights", "ikcli.commands.plan", runs_model=True
+    ),
+    CommandInfo("warmup", "compile the kernels a model needs ahead of time", "ikcli.commands.warmup", runs_model=True),
+    CommandInfo("tokenize", "text to tokens with the vocabulary of a model", "ikcli.commands.tokenize"),
+    CommandInfo("inspect", "metadata and tensors of a GGUF file", "ikcli.commands.inspect_command"),
+    CommandInfo("version", "version, and with -v the environment", "ikcli.commands.version"),
+    CommandInfo("serve", "HTTP server with an OpenAI-compatible API", aliases=("server",), runs_model=True),
+    CommandInfo("chat", "generate text or talk to a model", aliases=("cli",), runs_model=True),
+    CommandInfo("bench", "speed of given prompt and generation lengths", runs_model=True),
+    CommandInfo("imatrix", "importance matrix of a model on a text", runs_model=True),
+    CommandInfo("quantize", "convert a model to smaller types"),
+    CommandInfo("repack", "convert a model to interleaved types"),
+    CommandInfo("gguf-split", "split and merge GGUF files"),
+    CommandInfo("doctor", "check this machine for common problems"),
+    CommandInfo("devices", "devices and their free memory"),
+    CommandInfo("report", "compare result tables and logs"),
+)
+
+BY_NAME: dict[str, CommandInfo] = {name: info for info in COMMANDS for name in (info.name, *info.aliases)}
+
+TOPIC_TITLES = (
+    ("model", "Model file"),
+    ("context", "Context and batches"),
+    ("compute", "Computation"),
+    ("placement", "GPU and placement"),
+    ("prompt", "Prompt and text"),
+    ("sampling", "Sampling"),
+    ("server", "Server"),
+    ("sweep-bench", "sweep-bench"),
+    ("bench", "bench"),
+    ("perplexity", "Perplexity"),
+    ("imatrix", "imatrix"),
+    ("general", "General"),
+    ("accepted, no effect", "Accepted without effect"),
+)

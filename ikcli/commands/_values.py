@@ -1,0 +1,113 @@
+"""Option text to value, with errors that name the flag, the value, the expected form and one example."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from ikcli.commands._argv import read_lines
+from ikcli.commands._suggest import nearest
+from ikcli.config_values import OFF, ON
+from ikcli.errors import UsageError
+from ikcli.options import BoundOption, Option
+
+SWITCH_VALUES = frozenset({"on", "off", "auto", "0", "1", "true", "false"})
+
+
+def is_switch_value(text: str, lists: bool = False) -> bool:
+    """True if `text` can be the value of an optional-value switch; `lists` also allows `0,1`."""
+    pieces = text.lower().split(",") if lists else [text.lower()]
+    return all(piece in SWITCH_VALUES for piece in pieces)
+
+
+def switch_state(text: str, default: Any) -> bool:
+    """on/off text as a bool; `auto` is the default of the option. ValueError for anything else."""
+    word = text.lower()
+    if word in ON:
+        return True
+    if word in OFF:
+        return False
+    if word == "auto":
+        return bool(default)
+    raise ValueError("is neither on nor off")
+
+
+def convert(bound: BoundOption, name: str, text: str) -> Any:
+    """The value of one option; raises UsageError naming flag, value, form and an example."""
+    option = bound.option
+    try:
+        if option.parse is not None and text.startswith("@") and bound.path == "override_tensor":
+            rules = [option.parse(line) for line in read_lines(Path(text[1:]))]
+            return tuple(rule for line in rules for rule in line)
+        value = _convert(bound, text)
+        if option.minimum is not None and value < option.minimum:
+            raise ValueError(f"is less than {option.minimum:g}")
+        return value
+    except ValueError as problem:
+        raise UsageError(f'{name}: "{text}" {problem}{expected(option)}') from None
+
+
+def missing_value(option: Option, name: str) -> UsageError:
+    """The error for an option at the end of the line or followed by another option."""
+    return UsageError(f"{name} needs a value{expected(option)}")
+
+
+def expected(option: Option) -> str:
+    """`; expected -c N, for example: -c 32768`."""
+    form = option.form or ("on|off" if option.kind == "optswitch" else "")
+    example = f", for example: {option.example}" if option.example else ""
+    return f"; expected {option.names[0]} {form}".rstrip() + example
+
+
+def _convert(bound: BoundOption, text: str) -> Any:
+    option = bound.option
+    if option.kind in ("switch", "optswitch"):
+        return switch_state(text, bound.default)
+    if option.kind == "int":
+        return _int(text)
+    if option.kind == "float":
+        return _float(text)
+    if option.kind == "path":
+        if not text:
+            raise ValueError("is empty")
+        return Path(text).expanduser()
+    if option.kind in ("type", "choice"):
+        choice = _choice(option, text)
+        return int(choice) if isinstance(bound.default, int) else choice
+    if option.parse is not None:
+        return option.parse(text)
+    return text
+
+
+def _int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError("is not a whole number") from None
+    if not number.is_integer() or "e" not in text.lower():
+        raise ValueError("is not a whole number")
+    return int(number)
+
+
+def _float(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError("is not a number (write '.' for decimals)") from None
+    if not math.isfinite(number):
+        raise ValueError("is not a finite number")
+    return number
+
+
+def _choice(option: Option, text: str) -> str:
+    for choice in option.choices:
+        if choice.lower() == text.lower():
+            return choice
+    near = nearest(text, option.choices)
+    hint = f"; did you mean {near}?" if near else ""
+    raise ValueError(f"is not one of {', '.join(option.choices)}{hint}")

@@ -1,0 +1,91 @@
+"""The `ik` program: picks the command, sets up the streams, turns errors into one line and an exit code.
+
+`ik --help` and `ik COMMAND --help` are answered before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from ikcli import log
+from ikcli.errors import IkError
+
+_HELP = ("-h", "--help", "--usage")
+_LLAMA_NAMES = {"cli": "chat", "server": "serve", "main": "chat"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of `ik` (and of `llama-NAME` links to it). Returns the exit code."""
+    log.utf8_streams()
+    log.forget_notices()
+    arguments = _with_program_name(list(sys.argv[1:] if argv is None else argv), sys.argv[0])
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except IkError as problem:
+        log.error(str(problem))
+        return problem.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader has gone; keep the interpreter from complaining when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except MemoryError as problem:
+        log.error(f"out of memory{f' ({problem})' if str(problem) else ''}; lower -c, -ub or -b, or keep mmap on")
+        return 1
+    except OSError as problem:
+        if problem.filename is None:
+            raise
+        log.error(f"cannot open {problem.filename}: {problem.strerror}")
+        return 1
+
+
+def _with_program_name(argv: list[str], program: str) -> list[str]:
+    """`llama-perplexity ARGS` is `ik perplexity ARGS`."""
+    name = Path(program).stem if program.lower().endswith(".exe") else Path(program).name
+    if not name.startswith("llama-"):
+        return argv
+    command = name.removeprefix("llama-")
+    return [_LLAMA_NAMES.get(command, command), *argv]
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in _HELP or argv[0] == "help":
+        from ikcli.commands._help import main_help
+
+        print(main_help())
+        return 0 if argv else 2
+    if "--version" in argv[:2]:
+        from ikcli.commands.version import print_version
+
+        print_version(verbose=bool({"-v", "--verbose"} & set(argv)))
+        return 0
+    return _run_typer(argv)
+
+
+def _run_typer(argv: list[str]) -> int:
+    import typer
+
+    from ikcli.commands._app import run
+
+    try:
+        return run(argv)
+    except typer.Exit as stop:
+        return stop.exit_code
+    except typer.Abort:
+        return 130
+    except Exception as problem:
+        # Typer's own usage errors (commands with plain Typer options) have a message and an exit code.
+        message = getattr(problem, "format_message", None)
+        if message is None:
+            raise
+        log.error(message())
+        return int(getattr(problem, "exit_code", 2))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,307 @@
+"""Perplexity of a text: exp of the mean negative log-likelihood of the second half of each window.
+
+Algorithm and lines answer to llama.cpp's `perplexity` tool (with --ppl-stride: its strided variant), so that values and
+logs are comparable. `run` is the library call, `run_command` the subcommand.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ikcli.config import RunConfig
+from ikcli.errors import IkError, NonFiniteError, UsageError
+from ikcli.eval.chunks import Windows, chunk_windows, evaluate, strided_windows
+from ikcli.eval.protocol import FloatRows, SessionLike, TokenIds
+from ikcli.eval.stats import F64, RunningNll, token_nll
+from ikcli.eval.text import load_text, text_name, tokenize
+from ikcli.log import log, warn
+
+DEFAULT_N_CTX = 512
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexityParams:
+    """Sizes in tokens; chunks -1 = all; stride 0 = consecutive windows, else n_ctx is the length of each window."""
+
+    n_ctx: int = DEFAULT_N_CTX
+    n_batch: int = 2048
+    chunks: int = -1
+    stride: int = 0
+    fail_on_nan: bool = True
+    n_threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkScore:
+    """Running values after a chunk (`index` from 0, first token of the text at `start`); NaN for a chunk left out."""
+
+    index: int
+    start: int
+    ppl: float
+    mean_nll: float
+    mean_nll_error: float
+    pass_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexityResult:
+    """Final value and its standard error, over n_tokens scored tokens; `chunks` holds the running values."""
+
+    ppl: float
+    error: float
+    mean_nll: float
+    n_chunks: int
+    n_ctx: int
+    n_tokens: int
+    chunks: tuple[ChunkScore, ...]
+
+
+RowObserver = Callable[[int, int, FloatRows, TokenIds], None]
+
+
+def plan(tokens: TokenIds, params: PerplexityParams, bos: int | None) -> Windows:
+    """The windows that `run` evaluates; raises UsageError for sizes that cannot be scored, IkError for a short text."""
+    if params.n_ctx < 4:
+        raise UsageError(
+            f"-c {params.n_ctx} is too small to score anything; give at least 4 tokens, for example -c 512"
+        )
+    if params.stride < 0 or params.stride >= params.n_ctx:
+        raise UsageError(f"--ppl-stride {params.stride} must be below the window of {params.n_ctx} tokens")
+    if len(tokens) < 2 * params.n_ctx:
+        raise IkError(
+            f"the text has {len(tokens)} tokens, but a context of {params.n_ctx} needs at least {2 * params.n_ctx}; "
+            f"use a longer text or a smaller -c"
+        )
+    if params.stride:
+        return strided_windows(tokens, params.n_ctx, params.n_batch, params.stride, max_chunks=params.chunks)
+    return chunk_windows(tokens, params.n_ctx, params.n_batch, max_chunks=params.chunks, bos=bos)
+
+
+def bos_of(session: SessionLike) -> int | None:
+    """The token that starts every window, if the model uses one."""
+    return session.tokenizer.bos_id if session.tokenizer.add_bos else None
+
+
+def run(
+    session: SessionLike,
+    tokens: TokenIds,
+    params: PerplexityParams,
+    *,
+    on_chunk: Callable[[ChunkScore], None] | None = None,
+    on_rows: RowObserver | None = None,
+) -> PerplexityResult:
+    """Perplexity of int32 tokens; on_chunk gets running values, on_rows the logits of every scored position.
+
+    Raises NonFiniteError at the first chunk that is not finite, unless params.fail_on_nan is off: then such chunks are
+    left out of the estimate.
+    """
+    windows = plan(tokens, params, bos_of(session))
+    scorer = _Scorer(params, windows, on_chunk, on_rows)
+    evaluate(session, windows, scorer)
+    running = scorer.running
+    return PerplexityResult(
+        ppl=running.ppl,
+        error=running.ppl * running.mean_error,
+        mean_nll=running.mean,
+        n_chunks=windows.n_chunk - scorer.n_left_out,
+        n_ctx=params.n_ctx,
+        n_tokens=running.count,
+        chunks=tuple(scorer.chunks),
+    )
+
+
+def chunk_error(chunk: int, cause: NonFiniteError | None = None) -> NonFiniteError:
+    """The error that names a chunk (from 1) and the way to find the reason."""
+    detail = f" ({cause})" if cause else ""
+    return NonFiniteError(
+        f"chunk {chunk + 1} gives logits that are not finite{detail}; run again with --check-tensors to find bad "
+        f"weights, or with --no-fail-on-nan to leave such chunks out"
+    )
+
+
+class _Scorer:
+    """Adds up the negative log-likelihoods of the windows."""
+
+    def __init__(
+        self,
+        params: PerplexityParams,
+        windows: Windows,
+        on_chunk: Callable[[ChunkScore], None] | None,
+        on_rows: RowObserver | None,
+    ) -> None:
+        self.running = RunningNll()
+        self.chunks: list[ChunkScore] = []
+        self.n_left_out = 0
+        self._params = params
+        self._step = params.stride or params.n_ctx
+        self._nll: F64 = np.empty(windows.n_scored, dtype=np.float64)
+        self._pending: dict[int, F64] = {}
+        self._on_chunk = on_chunk
+        self._on_rows = on_rows
+
+    def score(self, chunk: int, row: int, logits: FloatRows, targets: TokenIds) -> None:
+        nll = self._pending.setdefault(chunk, np.empty_like(self._nll))
+        nll[row : row + len(targets)] = token_nll(logits, targets, self._params.n_threads)
+        if self._on_rows is not None and np.isfinite(nll[row : row + len(targets)]).all():
+            self._on_rows(chunk, row, logits, targets)
+
+    def finish(self, chunk: int, pass_seconds: float) -> None:
+        nll = self._pending.pop(chunk)
+        if not np.isfinite(nll).all():
+            self._leave_out(chunk, pass_seconds, None)
+            return
+        self.running.add(nll)
+        self._report(chunk, self.running.ppl, self.running.mean, self.running.mean_error, pass_seconds)
+
+    def failed(self, chunk: int, error: NonFiniteError) -> None:
+        self._pending.pop(chunk, None)
+        self._leave_out(chunk, 0.0, error)
+
+    def _leave_out(self, chunk: int, pass_seconds: float, cause: NonFiniteError | None) -> None:
+        self._report(chunk, math.nan, math.nan, math.nan, pass_seconds)
+        if self._params.fail_on_nan:
+            raise chunk_error(chunk, cause)
+        self.n_left_out += 1
+
+    def _report(self, chunk: int, ppl: float, mean: float, error: float, pass_seconds: float) -> None:
+        score = ChunkScore(chunk, chunk * self._step, ppl, mean, error, pass_seconds)
+        self.chunks.append(score)
+        if self._on_chunk is not None:
+            self._on_chunk(score)
+
+
+def eta_text(pass_seconds: float, n_chunk: int, n_seq: int) -> str:
+    """`14.92 seconds per pass - ETA 34.85 minutes`, with hours above one hour."""
+    seconds = int(pass_seconds * n_chunk / n_seq)
+    hours, rest = divmod(seconds, 3600)
+    return f"{pass_seconds:.2f} seconds per pass - ETA {f'{hours} hours ' if hours else ''}{rest / 60.0:.2f} minutes"
+
+
+class ChunkPrinter:
+    """Prints running values on stdout as they come; after the first pass the estimated total time on stderr."""
+
+    def __init__(self, windows: Windows, output_type: int) -> None:
+        self._windows = windows
+        self._output_type = output_type
+        self._first = True
+
+    def __call__(self, score: ChunkScore) -> None:
+        if self._first:
+            log(f"perplexity: {eta_text(score.pass_seconds, self._windows.n_chunk, self._windows.n_seq)}")
+            self._first = False
+        if self._output_type == 0:
+            text = f"[{score.index + 1}]{score.ppl:.4f},"
+        else:
+            text = f"{score.start:8d}  {score.ppl:.4f}  {score.mean_nll:4f}  {score.mean_nll_error:4f}\n"
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def final_line(result: PerplexityResult) -> str:
+    """The line that log readers look for."""
+    if not result.error > 0:
+        return "Unexpected negative standard deviation of log(prob)"
+    return (
+        f"Final estimate: PPL over {result.n_chunks} chunks for n_ctx={result.n_ctx} "
+        f"= {result.ppl:.4f} +/- {result.error:.5f}"
+    )
+
+
+def params_of(config: RunConfig) -> PerplexityParams:
+    """Settings of the subcommand; without -c the window has 512 tokens."""
+    options = config.perplexity
+    return PerplexityParams(
+        n_ctx=config.n_ctx or DEFAULT_N_CTX,
+        n_batch=config.n_batch,
+        chunks=options.chunks,
+        stride=options.stride,
+        fail_on_nan=options.fail_on_nan,
+        n_threads=max(1, config.n_threads_batch or config.n_threads),
+    )
+
+
+def open_session(config: RunConfig, n_ctx: int, n_batch: int, *, stride: int = 0) -> SessionLike:
+    """A session for max(1, n_batch // n_ctx) windows side by side; with a stride one sequence gets all the cells."""
+    from ikcli.engine.session import Session
+
+    n_seq = max(1, n_batch // n_ctx)
+    session_config = replace(config, n_ctx=n_ctx, n_batch=min(n_batch, n_seq * n_ctx))
+    cells = n_seq * n_ctx + stride // 2
+    session: SessionLike = Session.open(session_config, n_ctx=cells, n_seq_max=1 if stride else n_seq)
+    return session
+
+
+def run_command(config: RunConfig) -> int:
+    """`ik perplexity`: values on stdout, everything else on stderr; returns the exit code."""
+    if config.perplexity.kl_divergence:
+        from ikcli.eval.kl_divergence import run_command as run_kl_divergence
+
+        return run_kl_divergence(config)
+    params = params_of(config)
+    if params.stride and config.perplexity.logits_file:
+        raise UsageError(
+            "--kl-divergence-base stores consecutive windows and cannot be used together with --ppl-stride"
+        )
+    text = load_text(config)
+    try:
+        _run_on_text(config, params, text)
+    except KeyboardInterrupt:
+        print(flush=True)
+        return 130
+    return 0
+
+
+def _run_on_text(config: RunConfig, params: PerplexityParams, text: str) -> None:
+    if params.stride:
+        log(f"Will perform strided perplexity calculation -> adjusting context size by {params.stride // 2} tokens")
+    with closing(open_session(config, params.n_ctx, params.n_batch, stride=params.stride)) as session:
+        if params.stride:
+            params = replace(params, n_ctx=session.n_ctx)
+        tokens = tokenize(session, text)
+        windows = _plan_named(config, tokens, params, bos_of(session))
+        log(
+            f"perplexity: calculating perplexity over {windows.n_chunk} chunks, n_ctx={params.n_ctx}, "
+            f"batch_size={min(params.n_batch, windows.n_seq * params.n_ctx)}, n_seq={windows.n_seq}"
+        )
+        printer = ChunkPrinter(windows, config.perplexity.output_type)
+        try:
+            result = _run_and_save(config, session, tokens, params, windows, printer)
+        finally:
+            print(flush=True)
+        print(final_line(result), flush=True)
+        if result.n_chunks < windows.n_chunk:
+            warn(f"{windows.n_chunk - result.n_chunks} chunks were not finite and are left out of the estimate")
+
+
+def _plan_named(config: RunConfig, tokens: TokenIds, params: PerplexityParams, bos: int | None) -> Windows:
+    try:
+        return plan(tokens, params, bos)
+    except UsageError:
+        raise
+    except IkError as error:
+        raise IkError(f"{text_name(config)}: {error}") from error
+
+
+def _run_and_save(
+    config: RunConfig,
+    session: SessionLike,
+    tokens: TokenIds,
+    params: PerplexityParams,
+    windows: Windows,
+    printer: ChunkPrinter,
+) -> PerplexityResult:
+    path = config.perplexity.logits_file
+    if path is None:
+        return run(session, tokens, params, on_chunk=printer)
+    from ikcli.eval.kld_file import BaseWriter
+
+    log(f"perplexity: saving all logits to {path}")
+    params = replace(params, fail_on_nan=True)
+    with BaseWriter(path, windows.tokens, session.n_vocab, params.n_threads) as writer:
+        return run(session, tokens, params, on_chunk=printer, on_rows=writer.add)

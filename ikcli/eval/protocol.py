@@ -1,0 +1,65 @@
+"""What the measurements need from a session: tokens in, logits out, forget part of the cache.
+
+The engine's session satisfies this; tests use small stand-ins with known logits.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.engine.batch import Batch
+
+FloatRows = npt.NDArray[np.float32]
+TokenIds = npt.NDArray[np.int32]
+
+
+class TokenizerLike(Protocol):
+    """Text to token ids."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of the begin-of-text token."""
+
+    @property
+    def add_bos(self) -> bool:
+        """True if texts of this model start with the begin-of-text token."""
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of a text."""
+
+
+class SessionLike(Protocol):
+    """A loaded model with its cache. Sizes in tokens; `n_ctx` counts all sequences together."""
+
+    @property
+    def n_ctx(self) -> int: ...
+
+    @property
+    def n_ctx_seq(self) -> int: ...
+
+    @property
+    def n_seq_max(self) -> int: ...
+
+    @property
+    def n_batch(self) -> int: ...
+
+    @property
+    def n_ubatch(self) -> int: ...
+
+    @property
+    def n_vocab(self) -> int: ...
+
+    @property
+    def tokenizer(self) -> TokenizerLike: ...
+
+    def decode(self, batch: Batch) -> FloatRows:
+        """Logits (n_outputs, n_vocab) of the wanted tokens in batch order, valid until the next call."""
+
+    def kv_seq_rm(self, seq: int, p0: int = 0, p1: int = -1) -> None:
+        """Forget positions p0..p1-1 of a sequence (-1: all sequences, open end)."""
+
+    def close(self) -> None:
+        """Release the model."""

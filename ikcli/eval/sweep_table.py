@@ -1,0 +1,99 @@
+"""The printed forms of sweep-bench rows: Markdown table, jsonl, and jsonl with every setting in the first line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ikcli.config import RunConfig
+
+if TYPE_CHECKING:
+    from ikcli.eval.sweep_bench import SweepRow
+
+_COLUMNS = (("PP", 6), ("TG", 6), ("N_KV", 6), ("T_PP s", 8), ("S_PP t/s", 8), ("T_TG s", 8), ("S_TG t/s", 8))
+_MEMORY_COLUMNS = (("RSS HWM", 10), ("VRAM delta", 10))
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """Sizes the session really has."""
+
+    n_kv_max: int
+    n_batch: int
+    n_ubatch: int
+
+
+class Printer:
+    """Writes header and rows to stdout, flushed line by line."""
+
+    def __init__(self, config: RunConfig, info: RunInfo) -> None:
+        self._config = config
+        self._format = config.sweep.output_format
+        self._memory = config.sweep.memory
+        self._settings: dict[str, int] = {
+            "n_kv_max": info.n_kv_max,
+            "n_batch": info.n_batch,
+            "n_ubatch": info.n_ubatch,
+            "flash_attn": int(config.flash_attn),
+            "n_gpu_layers": -1 if config.n_gpu_layers is None else config.n_gpu_layers,
+            "n_threads": config.n_threads,
+            "n_threads_batch": config.n_threads_batch,
+        }
+
+    def header(self) -> None:
+        """What precedes the rows."""
+        if self._format == "jsonl-full":
+            _write(json.dumps({"config": {**_plain(self._config), **self._settings}}))
+        if self._format.startswith("jsonl"):
+            return
+        columns = _COLUMNS + (_MEMORY_COLUMNS if self._memory else ())
+        _write("")
+        _write("main: " + ", ".join(f"{name} = {value}" for name, value in self._settings.items()))
+        _write("")
+        _write("|" + " | ".join(f"{name:>{width}}" for name, width in columns) + " |")
+        _write("|" + "-|-".join("-" * width for _, width in columns) + "-|")
+
+    def row(self, row: SweepRow) -> None:
+        """One measured depth."""
+        _write(self._json(row) if self._format.startswith("jsonl") else self._table(row))
+
+    def _table(self, row: SweepRow) -> str:
+        line = (
+            f"|{row.pp:6d} | {row.tg:6d} | {row.n_kv:6d} | {row.t_pp:8.3f} | {row.speed_pp:8.2f} "
+            f"| {row.t_tg:8.3f} | {row.speed_tg:8.2f} |"
+        )
+        if self._memory:
+            line += f" {_mib(row.rss_hwm_mib, 1, '-'):>10} | {_mib(row.vram_delta_mib, 1, '-'):>10} |"
+        return line
+
+    def _json(self, row: SweepRow) -> str:
+        fields = [f'"{name}": {value}' for name, value in self._settings.items()]
+        fields += [f'"pp": {row.pp}', f'"tg": {row.tg}', f'"n_kv": {row.n_kv}']
+        fields += [f'"t_pp": {row.t_pp:f}', f'"speed_pp": {row.speed_pp:f}']
+        fields += [f'"t_tg": {row.t_tg:f}', f'"speed_tg": {row.speed_tg:f}']
+        if self._memory:
+            fields.append(f'"rss_hwm_mib": {_mib(row.rss_hwm_mib, 3, "null")}')
+            fields.append(f'"vram_delta_mib": {_mib(row.vram_delta_mib, 3, "null")}')
+        return "{" + ", ".join(fields) + " }"
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _mib(value: float | None, digits: int, missing: str) -> str:
+    return missing if value is None else f"{value:.{digits}f}"
+
+
+def _plain(value: Any) -> Any:
+    """A config as JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

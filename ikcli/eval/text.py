@@ -1,0 +1,65 @@
+"""The text of a measurement: from a file, from the command line, or the bundled one; escapes as in llama.cpp tools."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ikcli.config import RunConfig, default_text
+from ikcli.errors import IkError
+from ikcli.eval.protocol import SessionLike, TokenIds
+from ikcli.log import log
+
+_SIMPLE = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\": b"\\"}
+_ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[nrt'\"\\])")
+
+
+def unescape(text: bytes) -> bytes:
+    """Replace \\n \\r \\t \\' \\" \\\\ and \\xHH; other backslashes stay."""
+
+    def value(match: re.Match[bytes]) -> bytes:
+        code = match.group(1)
+        return bytes([int(code[1:], 16)]) if code[:1] == b"x" else _SIMPLE[code]
+
+    return _ESCAPE.sub(value, text)
+
+
+def load_text(config: RunConfig) -> str:
+    """The text named by -f or given by -p, else the bundled one; one final newline of a file is dropped."""
+    prompt = config.prompt
+    if prompt.file is None and prompt.prompt:
+        raw = prompt.prompt.encode("utf-8", errors="surrogateescape")
+    else:
+        raw = _read(prompt.file or default_text()).removesuffix(b"\n")
+    if prompt.escape:
+        raw = unescape(raw)
+    return raw.decode("utf-8", errors="replace")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise IkError(
+            f"cannot read the text file {path}: {error.strerror or error}; name a readable file with -f"
+        ) from error
+
+
+def text_name(config: RunConfig) -> str:
+    """What messages call the text: the file or the prompt."""
+    if config.prompt.file is not None:
+        return str(config.prompt.file)
+    return "the prompt" if config.prompt.prompt else "the bundled text"
+
+
+def tokenize(session: SessionLike, text: str, who: str = "perplexity") -> TokenIds:
+    """Token ids int32 of the text, begin-of-text included where the model wants it; logs the time taken."""
+    log(f"{who}: tokenizing the input ..")
+    started = time.perf_counter()
+    tokens = np.asarray(session.tokenizer.encode(text, add_special=True), dtype=np.int32)
+    milliseconds = int((time.perf_counter() - started) * 1e6) * 1e-3
+    log(f"{who}: tokenization took {milliseconds:g} ms")
+    return tokens

@@ -1,0 +1,234 @@
+"""`ik inspect`: what is in a GGUF file, read from its header alone: sizes, metadata, types, tensors."""
+
+from __future__ import annotations
+
+import json as json_module
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ikcli.gguf.constants import GGMLType, GGUFValueType, file_type_label
+from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
+from ikcli.quant.formats import FORMATS
+
+_MAX_TEXT = 60
+_MAX_ITEMS = 8
+_MIB, _GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class TypeCount:
+    """How much of a model is of one tensor type."""
+
+    type: GGMLType
+    n_tensors: int
+    n_elements: int
+    n_bytes: int
+
+
+def count_types(tensors: Sequence[TensorInfo]) -> list[TypeCount]:
+    """Histogram of tensor types in order of first appearance."""
+    totals: dict[GGMLType, list[int]] = {}
+    for t in tensors:
+        total = totals.setdefault(t.type, [0, 0, 0])
+        for i, v in enumerate((1, t.n_elements, t.n_bytes)):
+            total[i] += v
+    return [TypeCount(t, *v) for t, v in totals.items()]
+
+
+def format_size(n_bytes: int) -> str:
+    """`226.003 GiB`, or MiB below one GiB."""
+    return f"{n_bytes / _GIB:.3f} GiB" if n_bytes >= _GIB else f"{n_bytes / _MIB:.3f} MiB"
+
+
+def format_count(n: int) -> str:
+    """`672.050 B` with the prefix that fits: T, B, M or K."""
+    for limit, prefix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if n >= limit:
+            return f"{n / limit:.3f} {prefix}"
+    return f"{n / 1e3:.3f} K"
+
+
+def run(path: Path, *, tensors: bool, json: bool) -> int:
+    """Print a description of the model at `path` (first part of a split), as text or as one JSON object."""
+    file = open_gguf(path)
+    if json:
+        print(json_module.dumps(describe(file, tensors=tensors), indent=2, allow_nan=False))
+        return 0
+    for key, value in summary(file).items():
+        print(f"{key:<18} {value}")
+    _print_table("metadata", ("key", "type", "value"), metadata_rows(file), "lll")
+    _print_table("types", ("type", "tensors", "weights", "MiB", "bpw", "readers"), type_rows(file), "lrrrrl")
+    if tensors:
+        _print_table("tensors", ("tensor", "type", "shape", "MiB", "part"), tensor_rows(file), "llrrr")
+    return 0
+
+
+def summary(file: GGUFFile) -> dict[str, str]:
+    """The headline figures as printable text."""
+    tensors = list(file.tensors.values())
+    parts = f" ({len(file.paths)} parts)" if len(file.paths) > 1 else ""
+    out = {
+        "file": f"{file.paths[0]}{parts}",
+        "format": f"GGUF V{file.version}, alignment {file.alignment}",
+        "contents": f"{len(file.metadata)} key-value pairs, {len(tensors)} tensors",
+        "architecture": _printable(str(file.get("general.architecture", "none"))),
+    }
+    file_type = file.get("general.file_type")
+    if isinstance(file_type, int):
+        out["file type"] = file_type_label(file_type)
+    out["parameters"] = format_count(file.n_elements)
+    out["size"] = _size_and_bpw(file.n_bytes, file.n_elements)
+    repeating = [t for t in tensors if t.name.startswith("blk.")]
+    if repeating and len(repeating) < len(tensors):
+        n = sum(t.n_elements for t in repeating)
+        size = _size_and_bpw(sum(t.n_bytes for t in repeating), n)
+        out["repeating layers"] = f"{size}, {format_count(n)} parameters"
+    ik_only = sorted({FORMATS[t.type].name for t in tensors if not FORMATS[t.type].standard})
+    if ik_only:
+        out["ik-only types"] = ", ".join(ik_only) + " (mainline tools cannot read this file)"
+    elif tensors:
+        out["ik-only types"] = "none (standard GGUF)"
+    return out
+
+
+def describe(file: GGUFFile, *, tensors: bool) -> dict[str, Any]:
+    """Everything `run` prints as plain JSON values; long arrays are cut to their first elements."""
+    out: dict[str, Any] = {
+        "paths": [str(p) for p in file.paths],
+        "version": file.version,
+        "alignment": file.alignment,
+        "n_tensors": len(file.tensors),
+        "n_elements": file.n_elements,
+        "n_bytes": file.n_bytes,
+        "metadata": {k: _json_value(file, k) for k in file.metadata},
+        "types": [
+            {
+                "type": FORMATS[c.type].name,
+                "n_tensors": c.n_tensors,
+                "n_elements": c.n_elements,
+                "n_bytes": c.n_bytes,
+                "standard": FORMATS[c.type].standard,
+            }
+            for c in count_types(list(file.tensors.values()))
+        ],
+    }
+    file_type = file.get("general.file_type")
+    if isinstance(file_type, int):
+        out["file_type"] = file_type_label(file_type)
+    if tensors:
+        out["tensors"] = [
+            {
+                "name": t.name,
+                "type": FORMATS[t.type].name,
+                "shape": list(t.shape),
+                "n_bytes": t.n_bytes,
+                "offset": t.offset,
+                "part": t.file_index,
+            }
+            for t in file.tensors.values()
+        ]
+    return out
+
+
+def metadata_rows(file: GGUFFile) -> list[tuple[str, ...]]:
+    """(key, type, shortened value) of every key."""
+    rows: list[tuple[str, ...]] = []
+    for key, value in file.metadata.items():
+        kind = file.value_types[key].name.lower()
+        if file.value_types[key] == GGUFValueType.ARRAY:
+            kind = f"{file.item_types[key].name.lower()}[{len(value)}]"
+        rows.append((_printable(key), kind, _short(value)))
+    return rows
+
+
+def type_rows(file: GGUFFile) -> list[tuple[str, ...]]:
+    """(type, tensors, weights, MiB, bits per weight, who reads it)."""
+    rows: list[tuple[str, ...]] = []
+    for c in count_types(list(file.tensors.values())):
+        readers = "standard" if FORMATS[c.type].standard else "ik only"
+        bpw = f"{c.n_bytes * 8 / c.n_elements:.4f}"
+        name = FORMATS[c.type].name
+        rows.append((name, str(c.n_tensors), str(c.n_elements), f"{c.n_bytes / _MIB:.2f}", bpw, readers))
+    return rows
+
+
+def tensor_rows(file: GGUFFile) -> list[tuple[str, ...]]:
+    """(name, type, shape, MiB, part) in file order."""
+    return [
+        (
+            _printable(t.name),
+            FORMATS[t.type].name,
+            " x ".join(str(ne) for ne in t.shape),
+            f"{t.n_bytes / _MIB:.2f}",
+            str(t.file_index + 1),
+        )
+        for t in file.tensors.values()
+    ]
+
+
+def _size_and_bpw(n_bytes: int, n_elements: int) -> str:
+    bpw = f" ({n_bytes * 8 / n_elements:.3f} BPW)" if n_elements else ""
+    return format_size(n_bytes) + bpw
+
+
+def _printable(text: str) -> str:
+    """Control characters and undecodable bytes as escapes, so that any file can be printed anywhere."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, np.ndarray | list):
+        items = ", ".join(_short(v) for v in value[:_MAX_ITEMS])
+        return f"[{items}{', ...' if len(value) > _MAX_ITEMS else ''}]"
+    if isinstance(value, str):
+        text = _printable(value[: _MAX_TEXT + 1])
+        return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
+    return f"{value:.7g}" if isinstance(value, float | np.floating) else str(value)
+
+
+def _json_value(file: GGUFFile, key: str) -> Any:
+    value = file.metadata[key]
+    if file.value_types[key] != GGUFValueType.ARRAY:
+        return _json_scalar(value)
+    return {
+        "item_type": file.item_types[key].name.lower(),
+        "length": len(value),
+        "first": [_json_scalar(v) for v in value[:_MAX_ITEMS]],
+    }
+
+
+def _json_scalar(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_json_scalar(v) for v in value[:_MAX_ITEMS]]
+    if isinstance(value, np.ndarray | np.generic):
+        return _json_scalar(value[:_MAX_ITEMS].tolist() if isinstance(value, np.ndarray) else value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _print_table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], align: str) -> None:
+    """A rich table on a terminal; elsewhere plain columns that are never wrapped or coloured."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=title, title_justify="left")
+        for name, side in zip(header, align, strict=True):
+            table.add_column(name, justify="right" if side == "r" else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        Console().print(table)
+        return
+    widths = [max(len(r[i]) for r in (header, *rows)) for i in range(len(header))]
+    print(f"\n{title}:")
+    for row in (header, *rows):
+        cells = (c.rjust(w) if side == "r" else c.ljust(w) for c, w, side in zip(row, widths, align, strict=True))
+        print(("  " + "  ".join(cells)).rstrip())

@@ -1,0 +1,171 @@
+"""Which device holds which tensor: `-ngl`, `-ts`, `-mg`, `-sm` for whole blocks, then `-ot` and the expert options.
+
+Pure functions over tensor names; devices are named `CUDA0`, `CUDA1`, ... and everything else lives on `CPU`. The block
+arithmetic is float32, as in llama.cpp, so that splits agree to the block.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ikcli.config import RunConfig
+from ikcli.engine.tensor_rules import (
+    RuleMatches,
+    check_rules,
+    expert_rules,
+    match_rules,
+    parse_rule,
+    rule_lines,
+)
+from ikcli.errors import UsageError
+
+CPU = "CPU"
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSplit:
+    """Device index of every block and of the output (-1 = CPU)."""
+
+    blocks: tuple[int, ...]
+    output: int
+
+    def count(self, device: int) -> int:
+        """Number of blocks on a device."""
+        return self.blocks.count(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where every tensor goes, how the rules were used, and what to tell the user."""
+
+    buffer_of: dict[str, str]
+    split: LayerSplit
+    rules: RuleMatches
+    notices: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def split_layers(n_layer: int, n_gpu_layers: int, shares: Sequence[float]) -> LayerSplit:
+    """Assign the last `n_gpu_layers` blocks to devices in proportion to `shares`; the output follows if ngl > n_layer.
+
+    A negative `n_gpu_layers` means all. Without devices (`shares` empty) everything is on the CPU.
+    """
+    if n_gpu_layers < 0:
+        n_gpu_layers = n_layer + 1
+    if not shares or n_gpu_layers == 0:
+        return LayerSplit((-1,) * n_layer, -1)
+    start = max(n_layer - n_gpu_layers, 0)
+    active = min(n_gpu_layers, n_layer + 1)
+    limits = np.cumsum(np.asarray(shares, np.float32), dtype=np.float32)
+    limits = (limits / limits[-1]).astype(np.float32)
+
+    def device(step: int) -> int:
+        position = np.float32(step) / np.float32(active)
+        return min(int(np.searchsorted(limits, position, side="right")), len(limits) - 1)
+
+    blocks = (-1,) * start + tuple(device(block - start) for block in range(start, n_layer))
+    return LayerSplit(blocks, device(active - 1) if n_gpu_layers > n_layer else -1)
+
+
+def device_shares(config: RunConfig, n_devices: int, free_bytes: Sequence[int] = ()) -> tuple[float, ...]:
+    """Share of each device: `-sm none` puts all on `-mg`, `-ts` as given, else by free memory (equal if unknown)."""
+    if n_devices == 0:
+        return ()
+    if config.split_mode == "none":
+        if config.main_gpu >= n_devices:
+            raise UsageError(f"-mg {config.main_gpu}: there is no such GPU; the last one is {n_devices - 1}")
+        return tuple(float(index == config.main_gpu) for index in range(n_devices))
+    if config.tensor_split:
+        if len(config.tensor_split) > n_devices:
+            raise UsageError(f"-ts names {len(config.tensor_split)} shares, but there are {n_devices} GPUs")
+        return config.tensor_split + (0.0,) * (n_devices - len(config.tensor_split))
+    return tuple(float(free) for free in free_bytes) if any(free_bytes) else (1.0,) * n_devices
+
+
+def place(
+    names: Sequence[str],
+    n_layer: int,
+    config: RunConfig,
+    devices: Sequence[str] = (),
+    free_bytes: Sequence[int] = (),
+    n_bytes: Mapping[str, int] | None = None,
+) -> Placement:
+    """Place all tensors of a model. `devices` are the GPUs present (`CUDA0`, ...), `free_bytes` their free memory."""
+    present = [name for name in devices if not config.device or name in config.device]
+    valid = (CPU, *present) if present else None
+    rules = [parse_rule(text, valid) for text in config.override_tensor]
+    rules += expert_rules(config.cpu_moe, config.n_cpu_moe)
+    matches = match_rules(rules, names)
+    warnings = check_rules(matches, names, config.strict)
+    notices = [no_device_notice(config)] if not present and no_device_notice(config) else []
+    if rules:
+        notices += rule_lines(matches, dict(n_bytes) if n_bytes is not None else None)
+    ngl = -1 if config.n_gpu_layers is None else config.n_gpu_layers
+    split = split_layers(n_layer, ngl, device_shares(config, len(present), free_bytes))
+    buffers = {name: matches.buffer_of.get(name) or _buffer_by_split(name, split, present) for name in names}
+    if not present:
+        buffers = dict.fromkeys(names, CPU)
+    return Placement(buffers, split, matches, tuple(notices), tuple(warnings))
+
+
+def _buffer_by_split(name: str, split: LayerSplit, devices: Sequence[str]) -> str:
+    block = _BLOCK.match(name)
+    if block is not None:
+        index = split.blocks[int(block[1])] if int(block[1]) < len(split.blocks) else -1
+    else:
+        index = split.output if name.startswith("output") else -1
+    return CPU if index < 0 else devices[index]
+
+
+def no_device_notice(config: RunConfig) -> str:
+    """One line for GPU options on a machine without a usable GPU; empty if none was given."""
+    parts: list[str] = []
+    if config.n_gpu_layers is not None and config.n_gpu_layers != 0:
+        parts.append(f"-ngl {config.n_gpu_layers}")
+    if config.tensor_split:
+        parts.append("-ts")
+    if config.device:
+        parts.append(f"-dev {','.join(config.device)}")
+    n_rules = sum(not rule.rpartition("=")[2].strip().startswith(CPU) for rule in config.override_tensor)
+    if n_rules:
+        parts.append(f"{n_rules} CUDA rule{'s' if n_rules > 1 else ''}")
+    if not parts:
+        return ""
+    listed = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    has = "has" if len(parts) == 1 and not parts[0].endswith("s") else "have"
+    return f"no CUDA device: {listed} {has} no effect, everything runs on the CPU"
+
+
+def offload_lines(n_layer: int, n_gpu_layers: int) -> list[str]:
+    """The log lines on offloaded layers for the raw `-ngl` value."""
+    ngl = n_layer + 1 if n_gpu_layers < 0 else n_gpu_layers
+    lines = [f"llm_load_tensors: offloading {min(ngl, n_layer)} repeating layers to GPU"]
+    if ngl > n_layer:
+        lines.append("llm_load_tensors: offloading non-repeating layers to GPU")
+    lines.append(f"llm_load_tensors: offloaded {min(ngl, n_layer + 1)}/{n_layer + 1} layers to GPU")
+    return lines
+
+
+def placement_sentence(buffer_of: Mapping[str, str]) -> str:
+    """`attention 61/61 layers, shared experts 58/58, routed experts 0/58 on GPU`; absent groups are left out."""
+    groups = (("attention", "layers", ".attn_"), ("shared experts", "", "_shexp."), ("routed experts", "", "_exps."))
+    parts: list[str] = []
+    for title, unit, mark in groups:
+        blocks: dict[str, bool] = {}
+        for name, buffer in buffer_of.items():
+            block = _BLOCK.match(name)
+            if block is not None and mark in name:
+                blocks[block[1]] = blocks.get(block[1], True) and buffer != CPU
+        if blocks:
+            parts.append(f"{title} {sum(blocks.values())}/{len(blocks)} {unit}".rstrip())
+    return ", ".join(parts) + " on GPU" if parts else ""
+
+
+def offload_threshold(min_batch: int, n_expert: int, n_expert_used: int) -> float:
+    """Tokens in a ubatch from which expert operations on host-resident weights may run on the GPU."""
+    return min_batch * n_expert / n_expert_used if n_expert_used else float(min_batch)

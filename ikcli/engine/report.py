@@ -1,0 +1,219 @@
+"""The log lines about a loaded model and its context, and the arithmetic behind them. Plain data in, text out.
+
+Sizes are bytes; MiB and GiB are powers of two, "B" parameters 1e9. The line forms are those that log readers written
+for llama.cpp expect (src/llama.cpp: llm_load_print_meta, llama_new_context_with_model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ikcli.gguf.constants import TYPE_TRAITS
+
+MIB = 1024.0 * 1024.0
+GIB = 1024.0 * MIB
+_TRAITS = {traits.name: traits for traits in TYPE_TRAITS.values()}
+_NON_REPEATING = ("token_embd.weight", "output.weight", "output_norm.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """What the report needs of a tensor: shape in ggml order (ne0 first), type name, bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_name: str
+    n_bytes: int
+
+    @property
+    def n_elements(self) -> int:
+        count = 1
+        for ne in self.shape:
+            count *= ne
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The parts of a model that decide the size of its cache. `kv_lora_rank` 0 means no MLA."""
+
+    n_layer: int
+    n_head_kv: int
+    head_k: int
+    head_v: int
+    kv_lora_rank: int = 0
+    n_rot: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVSize:
+    """Bytes of the cache. With `latent`, K is the MLA row and V the transposed copy, if there is one."""
+
+    k_bytes: int
+    v_bytes: int
+    latent: bool
+
+    @property
+    def total(self) -> int:
+        return self.k_bytes + self.v_bytes
+
+
+def row_bytes(type_name: str, n_elements: int) -> int:
+    """Bytes of one row of `n_elements` in a type."""
+    traits = _TRAITS[type_name]
+    return traits.row_meta_size + -(-n_elements // traits.block_size) * traits.type_size
+
+
+def gpu_bytes(tensor: TensorRow) -> int:
+    """Bytes of a tensor in a CUDA buffer: quantised rows are padded to 512 elements once, sizes to 128 bytes."""
+    traits = _TRAITS[tensor.type_name]
+    n_bytes = tensor.n_bytes
+    if traits.block_size > 1 and tensor.shape[0] % 512:
+        n_bytes += row_bytes(tensor.type_name, 512 - tensor.shape[0] % 512)
+    return -(-n_bytes // 128) * 128
+
+
+def kv_self_size(
+    shape: KVShape, n_ctx: int, mla: int, flash_attn: bool, type_k: str = "f16", type_v: str = "f16"
+) -> KVSize:
+    """Bytes of the KV cache of `n_ctx` cells (already padded).
+
+    MLA keeps one row of n_rot + kv_lora_rank values per token; only mla 1 without flash attention adds a transposed
+    copy of the latent part in `type_v`.
+    """
+    cells = shape.n_layer * n_ctx
+    if shape.kv_lora_rank and mla:
+        k_bytes = cells * row_bytes(type_k, shape.n_rot + shape.kv_lora_rank)
+        v_bytes = cells * row_bytes(type_v, shape.kv_lora_rank) if mla == 1 and not flash_attn else 0
+        return KVSize(k_bytes, v_bytes, True)
+    k_bytes = cells * row_bytes(type_k, shape.n_head_kv * shape.head_k)
+    return KVSize(k_bytes, cells * row_bytes(type_v, shape.n_head_kv * shape.head_v), False)
+
+
+def kv_lines(size: KVSize, n_ctx: int, type_k: str, type_v: str, buffers: Mapping[str, int]) -> list[str]:
+    """`KV buffer size` per device and the `KV self size` line with n_ctx beside it."""
+    lines = [f"llama_kv_cache_init: {name:>10} KV buffer size = {_mib(n)} MiB" for name, n in buffers.items()]
+    head = f"llama_new_context_with_model: KV self size  = {size.total / MIB:7.2f} MiB, "
+    if size.latent:
+        copy = f"kv^T ({type_v}): {size.v_bytes / MIB:7.2f} MiB" if size.v_bytes else "kv^T: not used"
+        text = f"c^KV ({type_k}): {size.k_bytes / MIB:7.2f} MiB, {copy}"
+    else:
+        text = f"K ({type_k}): {size.k_bytes / MIB:7.2f} MiB, V ({type_v}): {size.v_bytes / MIB:7.2f} MiB"
+    return [*lines, f"{head}{text}, n_ctx = {n_ctx}"]
+
+
+def output_buffer_bytes(n_outputs: int, n_vocab: int) -> int:
+    """Bytes of the logits buffer."""
+    return n_outputs * n_vocab * 4
+
+
+def type_histogram(tensors: Sequence[TensorRow]) -> dict[str, int]:
+    """Number of tensors per type, in the order of the type ids."""
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        counts[tensor.type_name] = counts.get(tensor.type_name, 0) + 1
+    return {name: counts[name] for name in _TRAITS if name in counts}
+
+
+def type_lines(tensors: Sequence[TensorRow]) -> list[str]:
+    """`- type` lines of the loader."""
+    return [
+        f"llama_model_loader: - type {name:>4}: {count:4d} tensors" for name, count in type_histogram(tensors).items()
+    ]
+
+
+def loaded_line(n_kv: int, n_tensors: int, path: str, version: int = 3) -> str:
+    """The loader's line with counts, path and file version."""
+    label = f"GGUF V{version}{' (latest)' if version == 3 else ''}"
+    return (
+        f"llama_model_loader: loaded meta data with {n_kv} key-value pairs and {n_tensors} tensors "
+        f"from {path} (version {label})"
+    )
+
+
+def kv_pair_lines(pairs: Sequence[tuple[str, str, str]]) -> list[str]:
+    """`- kv` lines from (key, type text, value text); long values are cut at 40 characters."""
+    lines: list[str] = []
+    for index, (key, type_text, value) in enumerate(pairs):
+        text = value.replace("\n", "\\n")
+        text = text if len(text) <= 40 else text[:37] + "..."
+        lines.append(f"llama_model_loader: - kv {index:3d}: {key:>42} {type_text:<16} = {text}")
+    return lines
+
+
+def count_text(n_elements: int) -> str:
+    """Parameter count as the loader prints it: `672.050 B`, `15.706 M`."""
+    for limit, scale, unit in ((1e12, 1e-12, "T"), (1e9, 1e-9, "B"), (1e6, 1e-6, "M")):
+        if n_elements >= limit:
+            return f"{n_elements * scale:.3f} {unit}"
+    return f"{n_elements * 1e-3:.3f} K"
+
+
+def size_text(n_bytes: int, n_elements: int) -> str:
+    """`226.003 GiB (2.889 BPW)`; MiB below one GiB."""
+    size = f"{n_bytes / MIB:.3f} MiB" if n_bytes < GIB else f"{n_bytes / GIB:.3f} GiB"
+    return f"{size} ({n_bytes * 8.0 / max(1, n_elements):.3f} BPW)"
+
+
+def model_size_lines(tensors: Sequence[TensorRow], ftype: str = "") -> list[str]:
+    """Lines on file type, parameters, size and repeating layers of a model."""
+    lines = [f"llm_load_print_meta: model ftype      = {ftype}"] if ftype else []
+    n_bytes, n_elements = _totals(tensors)
+    lines.append(f"llm_load_print_meta: model params     = {count_text(n_elements)}")
+    lines.append(f"llm_load_print_meta: model size       = {size_text(n_bytes, n_elements)} ")
+    repeating = [tensor for tensor in tensors if tensor.name not in _NON_REPEATING]
+    rep_bytes, rep_elements = _totals(repeating)
+    if 0 < rep_bytes < n_bytes:
+        size = size_text(rep_bytes, rep_elements).removesuffix(")")
+        lines.append(f"llm_load_print_meta: repeating layers = {size}, {count_text(rep_elements)} parameters)")
+    return lines
+
+
+def _totals(tensors: Sequence[TensorRow]) -> tuple[int, int]:
+    return sum(tensor.n_bytes for tensor in tensors), sum(tensor.n_elements for tensor in tensors)
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / MIB:8.2f}"
+
+
+def weight_buffer_lines(buffers: Mapping[str, int]) -> list[str]:
+    """Weight bytes per device (exact tensor bytes, synthesised tensors included)."""
+    return [f"llm_load_tensors: {name:>10} buffer size = {_mib(n)} MiB" for name, n in buffers.items()]
+
+
+def context_lines(settings: Mapping[str, object]) -> list[str]:
+    """One line per context setting, in the given order (`n_ctx`, `n_batch`, ..., `ser`)."""
+    return [f"llama_new_context_with_model: {key:<10} = {value}" for key, value in settings.items()]
+
+
+def ser_text(ser: tuple[int, float] | None) -> str:
+    """`6, 1`, or `-1, 0` when off."""
+    return f"{ser[0]}, {ser[1]:g}" if ser else "-1, 0"
+
+
+def compute_lines(
+    output: Mapping[str, int], compute: Mapping[str, int], n_nodes: int, n_splits: int, n_copies: int = 1
+) -> list[str]:
+    """Output and compute buffers per device, then graph nodes and splits."""
+    head = "llama_new_context_with_model:"
+    lines = [f"{head} {name:>10}  output buffer size = {_mib(n)} MiB" for name, n in output.items()]
+    lines += [f"{head} {name:>10} compute buffer size = {_mib(n)} MiB" for name, n in compute.items()]
+    lines += [f"{head} graph nodes  = {n_nodes}", f"{head} graph splits = {n_splits}"]
+    if n_copies > 1:
+        lines.append(f"{head} pipeline parallelism enabled (n_copies={n_copies})")
+    return lines
+
+
+def total_lines(parts: Mapping[str, Mapping[str, int]], free: Mapping[str, int] | None = None) -> list[str]:
+    """`TOTAL` per device: the sum of its parts, spelled out, and what is left if the free memory is known."""
+    lines: list[str] = []
+    for device, sizes in parts.items():
+        total = sum(sizes.values())
+        detail = " + ".join(f"{name} {n / MIB:.2f}" for name, n in sizes.items())
+        line = f"{device:>10} TOTAL = {total / MIB:.2f} MiB ({detail})"
+        if free is not None and device in free:
+            line += f", {free[device] / MIB:.2f} MiB free, margin {(free[device] - total) / MIB:.2f} MiB"
+        lines.append(line)
+    return lines

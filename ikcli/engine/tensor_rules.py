@@ -1,0 +1,207 @@
+r"""Tensor placement rules (`-ot RE=BUF`): parsing, first-match-wins matching on tensor names, and what to warn about.
+
+A rule searches (unanchored, case-sensitive) the full tensor name; of all rules that match, the first decides. The
+warnings cover what users got wrong most: shadowed rules, `[0-10]` digit classes, `\.*` for `.*`, rules without match.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ikcli.errors import UsageError
+
+EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\."
+_CUDA = re.compile(r"CUDA\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One `RE=BUF` pair; `option` is where it came from."""
+
+    pattern: str
+    buffer: str
+    option: str = "-ot"
+
+    @property
+    def text(self) -> str:
+        return f"{self.pattern}={self.buffer}"
+
+
+@dataclass(frozen=True, slots=True)
+class RuleUse:
+    """What one rule did: tensors it matched, those it won, and how many it lost to which rule (index from 0)."""
+
+    rule: Rule
+    matched: tuple[str, ...]
+    won: tuple[str, ...]
+    lost_to: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RuleMatches:
+    """All rules applied to all tensor names; `buffer_of` holds the tensors that some rule placed, in model order."""
+
+    uses: tuple[RuleUse, ...]
+    buffer_of: dict[str, str]
+
+
+def parse_rule(text: str, buffers: Sequence[str] | None = None, option: str = "-ot") -> Rule:
+    """One rule. `buffers` are the valid buffer names; None accepts `CPU` and any `CUDA<i>`."""
+    pattern, equals, buffer = text.partition("=")
+    pattern, buffer = pattern.strip(), buffer.strip()
+    if not equals or not pattern or not buffer:
+        raise UsageError(f'{option}: rule "{text}" is not of the form RE=BUF, for example: -ot "exps=CPU"')
+    if not _valid_buffer(buffer, buffers):
+        valid = ", ".join(buffers) if buffers is not None else "CPU, CUDA0, CUDA1, ..."
+        raise UsageError(f'{option}: unknown buffer "{buffer}" in rule "{text}"; valid buffers are {valid}')
+    compile_pattern(pattern, option, text)
+    return Rule(pattern, buffer, option)
+
+
+def _valid_buffer(buffer: str, buffers: Sequence[str] | None) -> bool:
+    if buffers is not None:
+        return buffer in buffers
+    return buffer == "CPU" or _CUDA.fullmatch(buffer) is not None
+
+
+def compile_pattern(pattern: str, option: str, text: str) -> re.Pattern[str]:
+    """The compiled expression; an invalid one is a UsageError that marks the position."""
+    try:
+        return re.compile(pattern)
+    except re.error as problem:
+        position = problem.pos if problem.pos is not None else 0
+        raise UsageError(
+            f'{option}: "{text}" is not a valid regular expression: {problem.msg}\n    {pattern}\n    {" " * position}^'
+        ) from None
+
+
+def expert_rules(cpu_moe: bool, n_cpu_moe: int) -> list[Rule]:
+    """The rules behind `--cpu-moe` and `--n-cpu-moe N` (experts of blocks 0..N-1); they follow all `-ot` rules."""
+    rules: list[Rule] = []
+    if n_cpu_moe > 0:
+        blocks = "|".join(str(block) for block in range(n_cpu_moe))
+        rules.append(Rule(rf"^blk\.({blocks}){EXPERTS}", "CPU", "--n-cpu-moe"))
+    if cpu_moe:
+        rules.append(Rule(EXPERTS, "CPU", "--cpu-moe"))
+    return rules
+
+
+def match_rules(rules: Sequence[Rule], names: Sequence[str]) -> RuleMatches:
+    """Apply the rules to the tensor names; the first matching rule wins each tensor."""
+    winner: dict[str, int] = {}
+    uses: list[RuleUse] = []
+    for index, rule in enumerate(rules):
+        search = compile_pattern(rule.pattern, rule.option, rule.text).search
+        matched = tuple(name for name in names if search(name))
+        won = tuple(name for name in matched if winner.setdefault(name, index) == index)
+        lost = Counter(winner[name] for name in matched if winner[name] != index)
+        uses.append(RuleUse(rule, matched, won, dict(sorted(lost.items()))))
+    return RuleMatches(tuple(uses), {name: rules[winner[name]].buffer for name in names if name in winner})
+
+
+def rule_lines(matches: RuleMatches, n_bytes: dict[str, int] | None = None) -> list[str]:
+    """One line per rule: matches, wins, MiB moved, and the rules that took the rest."""
+    return [_use_line(matches, index, n_bytes) for index in range(len(matches.uses))]
+
+
+def _use_line(matches: RuleMatches, index: int, n_bytes: dict[str, int] | None) -> str:
+    use = matches.uses[index]
+    text = f'rule {index + 1} "{use.rule.text}": {len(use.matched)} matches'
+    if use.rule.option != "-ot":
+        text = f"rule {index + 1} {use.rule.option} ({layer_text(use.matched)}): {len(use.matched)} matches"
+    taken = [f'{count} already taken by rule {other + 1} "{matches.uses[other].rule.text}"' for other, count in
+             use.lost_to.items()]  # fmt: skip
+    if taken:
+        text += ", " + ", ".join(taken)
+    if n_bytes is not None:
+        text += f", {sum(n_bytes[name] for name in use.won) / 2**20:.2f} MiB to {use.rule.buffer}"
+    return text
+
+
+def check_rules(matches: RuleMatches, names: Sequence[str], strict: bool = False) -> list[str]:
+    """Warnings about rules; UsageError if no `-ot` rule matches anything, or with `strict` if any does not."""
+    warnings: list[str] = []
+    for index, use in enumerate(matches.uses):
+        warnings += pattern_warnings(use)
+        if not use.matched:
+            warnings.append(_no_match(use.rule, names))
+        elif not use.won or 2 * len(use.won) < len(use.matched):
+            warnings.append(_use_line(matches, index, None) + ("" if use.won else ", so it does nothing"))
+        if use.won:
+            warnings += _small_only(index, use)
+    given = [use for use in matches.uses if use.rule.option == "-ot"]
+    empty = [use for use in given if not use.matched]
+    if empty and (strict or len(empty) == len(given)):
+        raise UsageError("-ot: " + "; ".join(_no_match(use.rule, names) for use in empty))
+    return warnings
+
+
+def _small_only(index: int, use: RuleUse) -> list[str]:
+    experts = [name for name in use.matched if "_exps." in name]
+    if not experts or any("_exps." in name for name in use.won):
+        return []
+    return [
+        f'rule {index + 1} "{use.rule.text}" moved norms, router, shared experts and the like only, '
+        f"0 of {len(experts)} expert tensors"
+    ]
+
+
+def pattern_warnings(use: RuleUse) -> list[str]:
+    r"""Warn about `[0-10]`-like digit classes and `\.*`, with the blocks that really match."""
+    warnings: list[str] = []
+    where = layer_text(use.matched) or "nothing"
+    for found in re.findall(r"\[[^\]]*\d-\d\d[^\]]*\]", use.rule.pattern):
+        warnings.append(
+            f'rule "{use.rule.text}": {found} is one character out of a set, not a range of numbers; '
+            f"the rule matches {where} (write (0|1|2) or alternatives like ([0-9]|10))"
+        )
+    if r"\.*" in use.rule.pattern:
+        meant = use.rule.pattern.replace(r"\.*", ".*")
+        warnings.append(
+            f'rule "{use.rule.text}": \\.* means any number of dots and the rule matches {where}; '
+            f"if any text was meant, write {meant}"
+        )
+    return warnings
+
+
+def _no_match(rule: Rule, names: Sequence[str]) -> str:
+    near = near_misses(rule.pattern, names)
+    hint = f"; nearest: {', '.join(near)}" if near else ""
+    return f'rule "{rule.text}" matches no tensor of this model{hint}'
+
+
+def near_misses(pattern: str, names: Sequence[str], limit: int = 3) -> list[str]:
+    """Hints for a pattern without match: repaired patterns that do match, else similar parts of tensor names."""
+    hints: list[str] = []
+    for repaired in (pattern.replace(r"\.*", ".*"), f"(?i){pattern}"):
+        if repaired == pattern:
+            continue
+        found = [name for name in names if re.search(repaired, name)]
+        if found:
+            hints.append(f"{repaired} ({len(found)} tensors, {layer_text(found)})")
+    if hints:
+        return hints[:limit]
+    parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
+    for word in re.findall(r"[A-Za-z_]{3,}", pattern):
+        hints += difflib.get_close_matches(word, parts, n=limit, cutoff=0.6)
+        hints += [part for part in parts if word in part]
+    return list(dict.fromkeys(hints))[:limit]
+
+
+def layer_text(names: Iterable[str]) -> str:
+    """`blocks 3-5, 7` from tensor names; empty if none belongs to a block."""
+    blocks = sorted({int(m[1]) for name in names if (m := re.match(r"blk\.(\d+)\.", name))})
+    if not blocks:
+        return ""
+    ranges: list[list[int]] = []
+    for block in blocks:
+        if ranges and block == ranges[-1][1] + 1:
+            ranges[-1][1] = block
+        else:
+            ranges.append([block, block])
+    pieces = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
+    return f"block{'s' if len(blocks) > 1 else ''} {', '.join(pieces)}"

@@ -26,7 +26,7 @@ WARMUP_TG = 4
 
 @dataclass(frozen=True, slots=True)
 class SweepParams:
-    """Sizes in tokens. Rows are at depths start_depth, +step, ... up to max_depth (0: as far as the context reaches)."""
+    """Sizes in tokens. Rows are at depths start_depth, +step, ... up to max_depth (0: to the end of the context)."""
 
     pp: int
     tg: int
@@ -79,7 +79,7 @@ def run(
     """Measure all depths on an empty single-sequence session; on_row gets each row as soon as it is measured."""
     sweep = _Sweep(session, params)
     sweep.warm_up()
-    rows = []
+    rows: list[SweepRow] = []
     for depth in depths(params, session.n_ctx):
         t_pp, t_tg = sweep.measure(depth, params.repetitions if not rows else 1)
         hwm = memory.rss_hwm_mib() if params.memory else None
@@ -173,7 +173,7 @@ def params_of(config: RunConfig, n_ubatch: int) -> SweepParams:
 
 
 def run_command(config: RunConfig) -> int:
-    """`ik sweep-bench`: rows on stdout as they are measured, logs on stderr; 130 after Ctrl-C, rows so far stay valid."""
+    """`ik sweep-bench`: rows on stdout as they are measured, logs on stderr; 130 after Ctrl-C, with the rows so far."""
     from ikcli.engine.session import Session
 
     sweep = config.sweep
@@ -186,8 +186,8 @@ def run_command(config: RunConfig) -> int:
             printer.header()
             if not depths(params, session.n_ctx):
                 warn(
-                    f"nothing to measure: {max(params.pp, params.tg)} tokens from depth {params.start_depth} do not fit "
-                    f"into a context of {session.n_ctx}; raise -c or lower -ub"
+                    f"nothing to measure: {max(params.pp, params.tg)} tokens from depth {params.start_depth} do not "
+                    f"fit into a context of {session.n_ctx}; raise -c or lower -ub"
                 )
             # a session with a GPU tells how much of its memory it took; others have nothing to tell
             vram = getattr(session, "vram_used_mib", memory.no_vram)

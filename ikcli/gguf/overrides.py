@@ -59,12 +59,12 @@ def _fit(value: int | float | bool | str, old: GGUFValueType | None, text: str, 
     if isinstance(value, bool):
         fits, new = old in (None, GGUFValueType.BOOL), GGUFValueType.BOOL
     elif isinstance(value, int):
-        fits, new = old is None or old in INTEGER_TYPES, old or _int_type(value)
+        fits, new = old is None or old in INTEGER_TYPES, _int_type(value) if old is None else old
         if fits:
             limits = np.iinfo(SCALAR_CODES[new][0])
             fits = int(limits.min) <= value <= int(limits.max)
     elif isinstance(value, float):
-        fits, new = old is None or old in FLOAT_TYPES, old or GGUFValueType.FLOAT32
+        fits, new = old is None or old in FLOAT_TYPES, GGUFValueType.FLOAT32 if old is None else old
         if fits and new == GGUFValueType.FLOAT32:
             with np.errstate(over="ignore"):
                 single = float(np.float32(value))

@@ -167,6 +167,9 @@ class GGUFWriter:
         except OSError as e:
             self.abort()
             raise FormatError(f"{self.path}: cannot be written ({e.strerror or e})") from None
+        except BaseException:
+            self.abort()
+            raise
         self._closed = True
 
     def abort(self) -> None:

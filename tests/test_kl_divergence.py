@@ -219,7 +219,7 @@ def test_incomplete_base_is_not_kept(tmp_path: Path, table: np.ndarray, tokens: 
 
 
 class StoredSession(FakeSession):
-    """Returns the log-probabilities stored in a base file as logits, and checks that it is asked for the same tokens."""
+    """Returns the log-probabilities stored in a base file as logits; checks that it gets the same tokens."""
 
     def use(self, base: BaseReader) -> StoredSession:
         self.base = base

@@ -125,16 +125,20 @@ def _compare_block(logits: FloatRows, base: U16, targets: TokenIds, out: Positio
     base_at_target = q[np.arange(len(targets)), targets].astype(np.float32)
     out.nll_base[:] = -(scale * base_at_target + minimum)
 
-    log_base = q * scale[:, None]
+    log_base = q.astype(np.float32)
+    log_base *= scale[:, None]
     log_base += minimum[:, None]
     p_base = np.exp(log_base)
     p_base *= log_base > MIN_LOG_PROB
     log_base -= logits
     log_base += log_norm.astype(np.float32)[:, None]
     p_base *= log_base
-    # a token the base hardly ever picks may have an infinite logit here: 0 * inf must not count
-    np.copyto(p_base, 0.0, where=np.isnan(p_base) & np.isfinite(log_norm)[:, None])
-    out.kld[:] = p_base.sum(axis=1, dtype=np.float64)
+    kld = p_base.sum(axis=1, dtype=np.float64)
+    if np.isnan(kld).any():
+        # a token the base hardly ever picks may have an infinite logit here: 0 * inf must not count
+        sums = np.nansum(p_base, axis=1, dtype=np.float64)
+        kld = np.where(np.isfinite(log_norm), sums, np.nan)
+    out.kld[:] = kld
     out.p_diff[:] = np.exp(-out.nll) - np.exp(-out.nll_base)
     out.same_top[:] = logits.argmax(axis=1) == q.argmax(axis=1)
 

@@ -318,8 +318,10 @@ ACTIVATION_TYPES = frozenset(
     }
 )
 
-# Ids that mainline tools read as well; everything else is specific to ik_llama.cpp (or retired: 31, 32, 33).
-STANDARD_TYPES = frozenset({*(t for t in GGMLType if t <= GGMLType.BF16), GGMLType.MXFP4})
+# Types that mainline tools read as well; everything else is specific to ik_llama.cpp (or retired: 31, 32, 33).
+STANDARD_TYPES = frozenset(
+    {*(t for t in GGMLType if t <= GGMLType.BF16), GGMLType.MXFP4, GGMLType.Q1_0_G128} - ACTIVATION_TYPES
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,325 @@
+"""The three ways of cutting a text fragment into tokens: SPM merges by score, byte-level BPE by rank, WordPiece.
+
+Each model is exact with respect to src/llama-vocab.cpp and fast through one idea: a fragment falls apart into short
+pieces that cannot influence each other, and pieces repeat, so their ids are remembered.
+BPE merges run in the `tokenizers` library (imported on first use). SPM merges by score need ties between equal scores
+and between different splits of one token decided by position, which merge ranks cannot express; they run here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from ikcli.errors import FormatError
+from ikcli.tokenizer import unicode as uni
+from ikcli.tokenizer.pretokenize import cuts
+from ikcli.tokenizer.vocab import Vocab
+
+_REMEMBERED_LENGTH = 48
+_REMEMBERED_PIECES = 1 << 17
+_ESCAPED_SPACE = "\u2581"
+
+
+class FragmentModel(Protocol):
+    """Encodes a piece of text that holds no special tokens."""
+
+    def encode(self, text: str, out: list[int]) -> None:
+        """Append the ids of `text` (canonical, see `unicode.canonical`) to `out`."""
+
+
+def make_model(vocab: Vocab) -> FragmentModel:
+    """The model for `vocab.kind`, which is not "none"."""
+    if vocab.kind == "spm":
+        return SpmModel(vocab)
+    return BpeModel(vocab) if vocab.kind == "bpe" else WpmModel(vocab)
+
+
+def _unknown(vocab: Vocab, what: str) -> int:
+    if vocab.ids.unk is None:
+        raise FormatError(f"{vocab.source}: the vocabulary can encode {what} neither as bytes nor as unknown token")
+    return vocab.ids.unk
+
+
+class SpmModel:
+    """SentencePiece: join the adjacent pair whose text is the token of highest score, leftmost first, until none is."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        self._vocab = vocab
+        self._find = vocab.token_to_id
+        self._joins = {text[i : i + 2] for text in vocab.tokens for i in range(len(text) - 1)}
+        self._memo: dict[str, tuple[int, ...]] = {}
+        self._byte_keys: dict[bytes, int] = {}
+
+    def encode(self, text: str, out: list[int]) -> None:
+        """Append the ids of `text`, whose spaces are escaped here."""
+        text = text.replace(" ", _ESCAPED_SPACE)
+        if not uni.is_utf8(text):
+            out += self._merge_bytes(uni.to_bytes(text))
+            return
+        memo = self._memo
+        for piece in self._pieces(text):
+            ids = memo.get(piece)
+            if ids is None:
+                ids = tuple(self._merge(piece))
+                if len(piece) <= _REMEMBERED_LENGTH and len(memo) < _REMEMBERED_PIECES:
+                    memo[piece] = ids
+            out += ids
+
+    def _pieces(self, text: str) -> Iterable[str]:
+        """Cut between characters that stand next to each other in no token: no merge can cross there."""
+        joins, start = self._joins, 0
+        for i in range(1, len(text)):
+            if text[i - 1 : i + 1] not in joins:
+                yield text[start:i]
+                start = i
+        yield text[start:]
+
+    def _merge(self, piece: str) -> list[int]:
+        found = self._find.get(piece) if len(piece) == 1 else None
+        if found is not None:
+            return [found]
+        return self._ids(merge_by_score(list(piece), self._find, self._vocab.scores, ""))
+
+    def _merge_bytes(self, data: bytes) -> list[int]:
+        """Text that is not UTF-8: symbols are as long as their first byte says, whatever follows."""
+        if not self._byte_keys:
+            self._byte_keys = {uni.to_bytes(text): i for text, i in self._find.items()}
+        lengths = [1] * 12 + [2, 2, 3, 4]
+        symbols, at = [], 0
+        while at < len(data):
+            n = lengths[data[at] >> 4]
+            symbols.append(data[at : at + n])
+            at += n
+        return self._ids(merge_by_score(symbols, self._byte_keys, self._vocab.scores, b""))
+
+    def _ids(self, symbols: Iterable[str] | Iterable[bytes]) -> list[int]:
+        out: list[int] = []
+        for symbol in symbols:
+            found = self._byte_keys.get(symbol) if isinstance(symbol, bytes) else self._find.get(symbol)
+            if found is not None:
+                out.append(found)
+            else:
+                self._spell(uni.to_bytes(symbol) if isinstance(symbol, str) else symbol, out)
+        return out
+
+    def _spell(self, symbol: bytes, out: list[int]) -> None:
+        """Byte tokens `<0xNN>`, else one-byte tokens, else the unknown token once."""
+        ids = []
+        for byte in symbol:
+            found = self._find.get(f"<0x{byte:02X}>")
+            if found is None:
+                found = self._find.get(bytes([byte]).decode("utf-8", "surrogateescape"))
+            if found is None:
+                ids = [_unknown(self._vocab, f"the byte 0x{byte:02X}")]
+                break
+            ids.append(found)
+        out += ids
+
+
+def merge_by_score(symbols: list[Any], find: dict[Any, int], scores: list[float], empty: Any) -> list[Any]:
+    """Merge adjacent `symbols` (all str or all bytes, `empty` of the same kind) by token score; changes the list."""
+    n = len(symbols)
+    prev = list(range(-1, n - 1))
+    after = [*range(1, n), -1]
+    queue: list[tuple[float, int, int, int]] = []
+
+    def offer(left: int, right: int) -> None:
+        token = find.get(symbols[left] + symbols[right])
+        if token is not None:
+            heapq.heappush(queue, (-scores[token], left, right, len(symbols[left]) + len(symbols[right])))
+
+    for i in range(1, n):
+        offer(i - 1, i)
+    while queue:
+        _, left, right, size = heapq.heappop(queue)
+        a, b = symbols[left], symbols[right]
+        if not a or not b or len(a) + len(b) != size:
+            continue  # one of them has been merged since
+        symbols[left] = a + b
+        symbols[right] = empty
+        following = after[left] = after[right]
+        if following >= 0:
+            prev[following] = left
+            offer(left, following)
+        if prev[left] >= 0:
+            offer(prev[left], left)
+    return [s for s in symbols if s]
+
+
+class BpeModel:
+    """Byte-level BPE: the pre-tokenizer cuts words, merges join their characters by rank, leftmost first."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        self._vocab = vocab
+        self._find = vocab.token_to_id
+        self._cuts = cuts(vocab.pre.rule)
+        self._memos: list[dict[str, tuple[int, ...]]] = [{} for _ in range(len(self._cuts) + 1)]
+        self._raw = vocab.pre.rule == "gemma4"  # merges over plain characters instead of bytes
+        self._bpe: Any = None
+        self._extra: list[str] = []  # texts in merges that are no tokens, by id - n_vocab
+        self._alphabet: frozenset[str] = frozenset()
+
+    def encode(self, text: str, out: list[int]) -> None:
+        """Append the ids of `text`; bytes that are not UTF-8 count as U+FFFD."""
+        if self._bpe is None:
+            self._build()
+        text = uni.code_points(text)
+        if self._vocab.escape_whitespaces:
+            text = text.replace(" ", _ESCAPED_SPACE)
+        self._segment(text, 0, out)
+
+    def _segment(self, text: str, level: int, out: list[int]) -> None:
+        if level == len(self._cuts):
+            out += self._word(text)
+            return
+        level += 1
+        memo = self._memos[level]
+        for piece in self._cuts[level - 1](text):
+            ids = memo.get(piece)
+            if ids is None:
+                found: list[int] = []
+                self._segment(piece, level, found)
+                ids = tuple(found)
+                if len(piece) <= _REMEMBERED_LENGTH and len(memo) < _REMEMBERED_PIECES:
+                    memo[piece] = ids
+            out += ids
+
+    def _word(self, text: str) -> list[int]:
+        word = text if self._raw else uni.byte_encode(text)
+        if self._vocab.pre.ignore_merges or (self._raw and not word.strip("\n")):
+            whole = self._find.get(word)
+            if whole is not None:
+                return [whole]
+        if self._alphabet.issuperset(word):
+            return self._merge(word)
+        out: list[int] = []
+        start = 0
+        for i, char in enumerate(word):
+            if char not in self._alphabet:
+                out += self._merge(word[start:i])
+                self._spell(char, out)
+                start = i + 1
+        return out + self._merge(word[start:])
+
+    def _merge(self, word: str) -> list[int]:
+        if not word:
+            return []
+        out: list[int] = []
+        n_vocab = self._vocab.n_vocab
+        for token in self._bpe.tokenize(word):
+            if token.id < n_vocab:
+                out.append(token.id)
+            else:
+                self._spell(self._extra[token.id - n_vocab], out)
+        return out
+
+    def _spell(self, text: str, out: list[int]) -> None:
+        """A text that is no token: its bytes as tokens, as far as the vocabulary has them."""
+        for byte in text.encode("utf-8", "surrogatepass"):
+            name = f"<0x{byte:02X}>" if self._raw else bytes([byte]).decode("utf-8", "surrogateescape")
+            found = self._find.get(name)
+            if found is not None:
+                out.append(found)
+
+    def _build(self) -> None:
+        from tokenizers.models import BPE
+
+        ids = {text: i for text, i in self._find.items() if _plain(text)}
+        merges = [pair for pair in self._vocab.merges if _plain(pair[0]) and _plain(pair[1])]
+        for left, right in merges:
+            for text in (left, right, left + right):
+                if text not in ids:
+                    ids[text] = self._vocab.n_vocab + len(self._extra)
+                    self._extra.append(text)
+        self._alphabet = frozenset(text for text in ids if len(text) == 1)
+        self._bpe = BPE(ids, merges, cache_capacity=0)
+
+
+def _plain(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
+
+
+class WpmModel:
+    """WordPiece: words of base letters in lower case, cut greedily into the longest tokens."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        self._vocab = vocab
+        self._find = vocab.token_to_id
+        self._longest = max(len(text) for text in vocab.tokens)
+        self._memo: dict[str, tuple[int, ...]] = {}
+
+    def encode(self, text: str, out: list[int]) -> None:
+        """Append the ids of `text`; a word that the tokens cannot cover becomes the unknown token."""
+        for word in words(uni.code_points(text)):
+            ids = self._memo.get(word)
+            if ids is None:
+                ids = tuple(self._word(_ESCAPED_SPACE + word))
+                if len(self._memo) < _REMEMBERED_PIECES:
+                    self._memo[word] = ids
+            out += ids
+
+    def _word(self, word: str) -> list[int]:
+        ids, start = [], 0
+        while start < len(word):
+            for end in range(min(len(word), start + self._longest), start, -1):
+                found = self._find.get(word[start:end])
+                if found is not None:
+                    ids.append(found)
+                    start = end
+                    break
+            else:
+                return [_unknown(self._vocab, "some words")]
+        return ids
+
+
+def words(text: str) -> list[str]:
+    """BERT's basic tokenizer: accents and controls dropped, lower case, punctuation and ideographs on their own."""
+    out: list[str] = []
+    word = ""
+    for char in text:
+        kind, base = _BASIC[char]
+        if kind == "letter":
+            word += base
+        elif kind != "drop":
+            if word:
+                out.append(word)
+                word = ""
+            if kind == "single":
+                out.append(base)
+    return [*out, word] if word else out
+
+
+_IDEOGRAPHS = (
+    (0x3400, 0x4DBF),
+    (0x4E00, 0x9FFF),
+    (0xF900, 0xFAFF),
+    (0x20000, 0x2A6DF),
+    (0x2A700, 0x2B81F),
+    (0x2B920, 0x2CEAF),  # as in BERT's own code, which skips 2B820-2B91F
+    (0x2F800, 0x2FA1F),
+)
+
+
+class _Basic(dict[str, tuple[str, str]]):
+    """Character -> (letter, single, space or drop; its base in lower case), filled as characters turn up."""
+
+    def __missing__(self, char: str) -> tuple[str, str]:
+        base = uni.nfd_first(char)
+        found = self[char] = (self._kind(ord(base)), uni.lower(base))
+        return found
+
+    @staticmethod
+    def _kind(cpt: int) -> str:
+        if cpt in uni.WHITESPACE:
+            return "space"
+        major = uni.category(cpt)
+        if cpt in (0, 0xFFFD) or major == "C":
+            return "drop"
+        if major == "P" or (major == "S" and cpt < 0x7F) or any(a <= cpt <= b for a, b in _IDEOGRAPHS):
+            return "single"
+        return "letter"
+
+
+_BASIC = _Basic()

@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""Prompt and generation speed of `ik sweep-bench` next to the sweep-bench of ik_llama.cpp, as a Markdown table.
+
+Both programs run in turns on each model, so that a machine whose speed drifts treats them alike; medians are compared.
+Options after `--` are given to both programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+Row = tuple[float, float]
+"""Prompt and generation speed in tokens per second."""
+
+PROGRAM = "llama-sweep-bench"
+
+
+def parse_table(text: str) -> dict[int, Row]:
+    """Speeds by depth from a log with a sweep-bench table; other lines are skipped."""
+    columns: list[str] = []
+    rows: dict[int, Row] = {}
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            continue
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if "N_KV" in cells:
+            columns = cells
+        elif columns and len(cells) == len(columns) and cells[0].isdigit():
+            found = dict(zip(columns, cells, strict=True))
+            rows[int(found["N_KV"])] = (float(found["S_PP t/s"]), float(found["S_TG t/s"]))
+    return rows
+
+
+def run_once(command: list[str], timeout: float) -> dict[int, Row]:
+    """Run a program and read its table, whichever stream it is on; exits with the log's end if there is none."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        sys.exit(f"error: {shlex.join(command)}: {error}")
+    rows = parse_table(done.stdout) or parse_table(done.stderr)
+    if not rows:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-10:])
+        sys.exit(f"error: no table from {shlex.join(command)} (exit code {done.returncode})\n{tail}")
+    return rows
+
+
+def medians(runs: list[dict[int, Row]]) -> dict[int, Row]:
+    """Median speeds per depth over repeated runs."""
+    values: dict[int, list[Row]] = defaultdict(list)
+    for run in runs:
+        for depth, row in run.items():
+            values[depth].append(row)
+    return {
+        depth: (statistics.median(pp for pp, _ in rows), statistics.median(tg for _, tg in rows))
+        for depth, rows in sorted(values.items())
+    }
+
+
+def table_rows(model: str, ours: dict[int, Row], reference: dict[int, Row]) -> list[str]:
+    """Markdown rows for the depths both programs measured; ratios above 1 mean that ik is faster."""
+    lines = []
+    for depth in sorted(ours.keys() & reference.keys()):
+        cells = [model, str(depth)]
+        for mine, other in zip(ours[depth], reference[depth], strict=True):
+            ratio = f"{mine / other:.2f}" if other > 0 else "-"
+            cells += [f"{mine:.2f}", f"{other:.2f}", ratio]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """Command line; what follows `--` is in `extra`."""
+    extra: list[str] = []
+    if "--" in argv:
+        split = argv.index("--")
+        argv, extra = argv[:split], argv[split + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", type=Path, help="GGUF files")
+    parser.add_argument("--reference", type=Path, required=True, help=f"folder with {PROGRAM}")
+    parser.add_argument("--ik", default="ik", help="how to start ik (default: %(default)s)")
+    parser.add_argument("-t", "--threads", type=int, default=1)
+    parser.add_argument("-c", "--ctx-size", type=int, default=1024, help="depths are 0, ub, ... (default: %(default)s)")
+    parser.add_argument("-ub", "--ubatch-size", type=int, default=512)
+    parser.add_argument("-r", "--repetitions", type=int, default=3, help="runs of each program (default: %(default)s)")
+    parser.add_argument("--mla", default="3", help="value of -mla for both (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds per run (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    arguments.extra = extra
+    return arguments
+
+
+def main(argv: list[str]) -> int:
+    """Run everything and print the table; progress goes to stderr."""
+    arguments = parse_arguments(argv)
+    programs = {
+        "ik": [*shlex.split(arguments.ik), "sweep-bench"],
+        "reference": [str(arguments.reference / PROGRAM)],
+    }
+    print(f"`-t {arguments.threads} -c {arguments.ctx_size} -ub {arguments.ubatch_size} -mla {arguments.mla}", end="")
+    print(f"{' ' if arguments.extra else ''}{shlex.join(arguments.extra)}`, medians of {arguments.repetitions}\n")
+    print("| model | N_KV | PP ik t/s | PP reference | PP ratio | TG ik t/s | TG reference | TG ratio |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    for model in arguments.models:
+        runs: dict[str, list[dict[int, Row]]] = defaultdict(list)
+        options = ["-m", str(model), "-c", str(arguments.ctx_size), "-ub", str(arguments.ubatch_size)]
+        options += ["-t", str(arguments.threads), "-fa", "on", "-mla", arguments.mla, "-wb", *arguments.extra]
+        for repetition in range(arguments.repetitions):
+            for name, program in programs.items():
+                print(f"{model.name}: {name}, run {repetition + 1} of {arguments.repetitions}", file=sys.stderr)
+                runs[name].append(run_once(program + options, arguments.timeout))
+        lines = table_rows(model.name, medians(runs["ik"]), medians(runs["reference"]))
+        print("\n".join(lines), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -239,11 +239,13 @@ def _fill_sub_scales(blocks: npt.NDArray[np.uint8], type: GGMLType, rng: np.rand
 
 
 def random_blocks(fmt: QuantFormat, n: int, d: float, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """n blocks with random codes and block scale d * U(0.75, 1.25)."""
+    """n blocks with random codes and block scale d * U(0.75, 1.25), of either sign where encoders use both."""
     blocks = np.frombuffer(bytearray(rng.bytes(n * fmt.type_size)), np.uint8).reshape(n, fmt.type_size)
     _fill_sub_scales(blocks, fmt.type, rng)
     scale = (rng.random(n, np.float32) * np.float32(0.5) + np.float32(0.75)) * np.float32(d)
     minimum = {GGMLType.Q2_K: 1.5, GGMLType.Q4_K: 7.5, GGMLType.Q5_K: 15.5, GGMLType.Q4_1: -7.5, GGMLType.Q5_1: -15.5}
+    if fmt.type != GGMLType.Q8_0 and fmt.type not in minimum:  # codes reach one further below zero than above
+        scale *= rng.choice(np.array([-1, 1], np.float32), n)
     factors = (1.0, minimum.get(fmt.type, 0.0))
     for offset, factor in zip(block_scale_offsets(fmt.type), factors, strict=False):
         blocks[:, offset : offset + 2] = (scale * np.float32(factor)).astype("<f2").view(np.uint8).reshape(n, 2)

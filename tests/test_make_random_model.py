@@ -1,0 +1,83 @@
+"""The random-model script: spread of the weights, geometry, a file that the reader accepts."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.reader import open_gguf
+from ikcli.gguf.writer import TensorSpec
+from ikcli.quant.decode import dequantize
+from ikcli.quant.validate import check_tensors
+
+SCRIPT = Path(__file__).resolve().parents[1] / "tools" / "make_random_model.py"
+TYPES = (
+    "F16",
+    "BF16",
+    "Q8_0",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q6_0",
+    "IQ4_NL",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+)
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_random_model", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_spread_of_the_weights(script: ModuleType, name: str) -> None:
+    spec = TensorSpec("blk.0.ffn_up.weight", (512, 64), script.check_type(name))
+    raw = np.concatenate(list(script.tensor_data(spec, np.random.default_rng(2))))
+    x = dequantize(raw, spec.type, spec.shape)
+    assert x.std() == pytest.approx(0.02, rel=0.1)
+    assert abs(x.mean()) < 0.0008
+
+
+@pytest.mark.parametrize("preset", ["llama", "qwen2", "qwen3", "qwen3moe", "deepseek2"])
+def test_rows_that_do_not_divide_fall_back(script: ModuleType, preset: str) -> None:
+    shapes = script.shapes(script.PRESETS[preset])
+    types = {name: script.tensor_type(name, shape, GGMLType.Q4_K) for name, shape in shapes.items()}
+    assert types["output.weight"] == GGMLType.Q4_K
+    assert types["output_norm.weight"] == GGMLType.F32
+    odd = {name for name, t in types.items() if t == GGMLType.Q5_0}
+    assert odd == ({f"blk.{il}.ffn_down_exps.weight" for il in (1, 2, 3)} if preset == "deepseek2" else set())
+
+
+def test_script_writes_a_loadable_model(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.gguf"
+    options = ["--preset", "qwen2", "--type", "q4_k", "--layers", "1", "--vocab", "400", "-o", str(path)]
+    monkeypatch.setattr(sys, "argv", ["make_random_model.py", *options])
+    assert script.main() == 0
+    file = open_gguf(path)
+    assert file.arch == "qwen2"
+    assert file.get("qwen2.vocab_size") == len(file.get("tokenizer.ggml.tokens")) == 400
+    assert len(set(file.get("tokenizer.ggml.tokens"))) == 400
+    assert file.tensors["blk.0.attn_k.bias"].shape == (256,)
+    assert list(check_tensors(file)) == []
+    monkeypatch.setattr(sys, "argv", ["make_random_model.py", "--type", "q4_k_r4", "-o", str(path)])
+    assert script.main() == 2
+    assert "use one of" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -39,10 +40,14 @@ def parse_table(text: str) -> dict[int, Row]:
 
 def run_once(command: list[str], timeout: float) -> dict[int, Row]:
     """Run a program and read its table, whichever stream it is on; exits with the log's end if there is none."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        sys.exit(f"error: {shlex.join(command)}: {error}")
+    # the reference leaves a log file in its working folder
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=timeout, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            sys.exit(f"error: {shlex.join(command)}: {error}")
     rows = parse_table(done.stdout) or parse_table(done.stderr)
     if not rows:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-10:])
@@ -83,7 +88,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, help="GGUF files")
     parser.add_argument("--reference", type=Path, required=True, help=f"folder with {PROGRAM}")
-    parser.add_argument("--ik", default="ik", help="how to start ik (default: %(default)s)")
+    parser.add_argument("--ik", default="ik", help="how to start ik, with absolute paths (default: %(default)s)")
     parser.add_argument("-t", "--threads", type=int, default=1)
     parser.add_argument("-c", "--ctx-size", type=int, default=1024, help="depths are 0, ub, ... (default: %(default)s)")
     parser.add_argument("-ub", "--ubatch-size", type=int, default=512)
@@ -100,7 +105,7 @@ def main(argv: list[str]) -> int:
     arguments = parse_arguments(argv)
     programs = {
         "ik": [*shlex.split(arguments.ik), "sweep-bench"],
-        "reference": [str(arguments.reference / PROGRAM)],
+        "reference": [str((arguments.reference / PROGRAM).resolve())],
     }
     print(f"`-t {arguments.threads} -c {arguments.ctx_size} -ub {arguments.ubatch_size} -mla {arguments.mla}", end="")
     print(f"{' ' if arguments.extra else ''}{shlex.join(arguments.extra)}`, medians of {arguments.repetitions}\n")
@@ -108,7 +113,7 @@ def main(argv: list[str]) -> int:
     print("|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
     for model in arguments.models:
         runs: dict[str, list[dict[int, Row]]] = defaultdict(list)
-        options = ["-m", str(model), "-c", str(arguments.ctx_size), "-ub", str(arguments.ubatch_size)]
+        options = ["-m", str(model.resolve()), "-c", str(arguments.ctx_size), "-ub", str(arguments.ubatch_size)]
         options += ["-t", str(arguments.threads), "-fa", "on", "-mla", arguments.mla, "-wb", *arguments.extra]
         for repetition in range(arguments.repetitions):
             for name, program in programs.items():

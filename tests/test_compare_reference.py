@@ -69,7 +69,7 @@ def test_end_to_end(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFi
         "| a.gguf | 512 | 100.00 | 100.00 | 1.00 | 50.00 | 50.00 | 1.00 |",
     ]
     calls = (tmp_path / "ik.calls").read_text().splitlines()
-    options = "-m a.gguf -c 1024 -ub 512 -t 3 -fa on -mla 3 -wb -ctk q8_0"
+    options = f"-m {Path('a.gguf').resolve()} -c 1024 -ub 512 -t 3 -fa on -mla 3 -wb -ctk q8_0"
     assert calls == [f"sweep-bench {options}"] * 2
     assert (tmp_path / "llama-sweep-bench.calls").read_text().splitlines() == [options] * 2
 

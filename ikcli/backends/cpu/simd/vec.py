@@ -16,6 +16,7 @@ _ELEMENT = {
     "i64": ir.IntType(64),
     "f16": ir.HalfType(),
     "f32": ir.FloatType(),
+    "f64": ir.DoubleType(),
 }
 _I32 = ir.IntType(32)
 
@@ -121,7 +122,18 @@ def _bf16_bits_to_f32(builder, x):
     return builder.bitcast(wide, ir.FloatType())
 
 
+def _f32_to_bf16_bits(builder, x):
+    """Rounded to nearest even; NaN stays NaN."""
+    bits = builder.bitcast(x, _I32)
+    top = builder.lshr(bits, ir.Constant(_I32, 16))
+    odd = builder.and_(top, ir.Constant(_I32, 1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, ir.Constant(_I32, 0x7FFF))), ir.Constant(_I32, 16))
+    is_nan = builder.fcmp_unordered("uno", x, x)
+    return builder.trunc(builder.select(is_nan, builder.or_(top, ir.Constant(_I32, 0x40)), rounded), ir.IntType(16))
+
+
 ld_f32 = _make_scalar_load(types.float32, "f32")
+ld_f64 = _make_scalar_load(types.float64, "f64")
 ld_f16 = _make_scalar_load(types.float32, "f16", lambda b, x: b.fpext(x, ir.FloatType()))
 ld_bf16 = _make_scalar_load(types.float32, "i16", _bf16_bits_to_f32)
 ld_i64 = _make_scalar_load(types.int64, "i64")
@@ -146,6 +158,7 @@ def _make_scalar_store(nb_type, elt, convert=None):
 
 st_f32 = _make_scalar_store(types.float32, "f32")
 st_f16 = _make_scalar_store(types.float32, "f16", lambda b, x: b.fptrunc(x, ir.HalfType()))
+st_bf16 = _make_scalar_store(types.float32, "i16", lambda b, x: _f32_to_bf16_bits(b, x))
 st_i64 = _make_scalar_store(types.int64, "i64")
 st_i32 = _make_scalar_store(types.int64, "i32", lambda b, x: b.trunc(x, _I32))
 st_i8 = _make_scalar_store(types.int64, "i8", lambda b, x: b.trunc(x, ir.IntType(8)))

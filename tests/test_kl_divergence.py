@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import math
 import struct
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 from fake_session import FakeSession, FakeTokenizer
 
+from ikcli.config import RunConfig
+from ikcli.config_groups import PerplexityConfig
 from ikcli.engine.batch import Batch
-from ikcli.errors import FormatError, IkError, NonFiniteError
-from ikcli.eval.kl_divergence import KlChunk, KlParams, Positions, compare_rows, run, summarise
+from ikcli.errors import FormatError, IkError, NonFiniteError, UsageError
+from ikcli.eval.kl_divergence import KlChunk, KlParams, Positions, compare_rows, run, run_command, summarise
 from ikcli.eval.kld_file import BaseReader, BaseWriter, encode_rows, row_width, rows_per_chunk, split_rows
 from ikcli.eval.kld_report import CHUNK_HEADER, chunk_line, statistics
 from ikcli.eval.perplexity import PerplexityParams
@@ -267,3 +271,51 @@ def test_stored_rows_encode_to_the_same_bytes(shared_dir: Path, name: str) -> No
     steps = again[:, 4:].astype(int) - rows[:, 4:]
     assert np.abs(steps).max() <= 1 and (steps != 0).mean() < 1e-3
     assert decoded(again, base.n_vocab) == pytest.approx(decoded(rows, base.n_vocab), abs=1e-3)
+
+
+@pytest.fixture
+def opened(table: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> list[FakeSession]:
+    """Sessions that the subcommand opens; their model is the table."""
+    sessions: list[FakeSession] = []
+
+    class Opener:
+        @staticmethod
+        def open(config: RunConfig, *, n_ctx: int, n_seq_max: int) -> FakeSession:
+            sessions.append(FakeSession(table, n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=config.n_batch))
+            return sessions[-1]
+
+    module = ModuleType("ikcli.engine.session")
+    module.Session = Opener  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ikcli.engine.session", module)
+    return sessions
+
+
+def config(path: Path | None, n_ctx: int = 0, chunks: int = -1) -> RunConfig:
+    options = PerplexityConfig(kl_divergence=True, logits_file=path, chunks=chunks)
+    return RunConfig(command="perplexity", n_ctx=n_ctx, n_batch=70, n_threads=1, n_threads_batch=1, perplexity=options)
+
+
+def test_command(
+    tmp_path: Path,
+    table: np.ndarray,
+    tokens: np.ndarray,
+    opened: list[FakeSession],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "base.kld"
+    write_base(path, table, tokens)
+    assert run_command(config(path)) == 0
+    out, err = capsys.readouterr()
+    lines = out.split("\n")
+    assert out.startswith(CHUNK_HEADER) and lines[2].startswith("   1    ") and lines[16].startswith("  15    ")
+    assert lines[17] == "" and lines[18] == "====== Perplexity statistics ======"
+    assert out.endswith("Same top p: 100.000 ± 0.000 %\n")
+    assert "kl_divergence: " in err and "seconds per pass - ETA" in err
+    assert (opened[0].n_ctx, opened[0].n_seq_max, opened[0].closed) == (64, 2, True)
+    assert run_command(config(path, n_ctx=64, chunks=2)) == 0
+    out, err = capsys.readouterr()
+    assert "statistics" not in out and "30 positions are too few" in err
+    with pytest.raises(FormatError, match=r"base\.kld .*context of 32.*-c 32"):
+        run_command(config(path, n_ctx=16))
+    with pytest.raises(UsageError, match="--kl-divergence-base"):
+        run_command(config(None))

@@ -93,6 +93,7 @@ def test_strided_scores_the_end_of_each_window(table: np.ndarray, tokens: np.nda
     [
         (PerplexityParams(n_ctx=128), IkError, "needs at least 256"),
         (PerplexityParams(n_ctx=2), UsageError, "too small"),
+        (PerplexityParams(n_ctx=16, chunks=0), UsageError, "--chunks"),
         (PerplexityParams(n_ctx=16, stride=16), UsageError, "--ppl-stride"),
     ],
 )
@@ -239,10 +240,15 @@ def test_command_errors_name_the_file(opener: Opener, tmp_path: Path, capsys: py
 
 def test_command_stops_at_nan(opener: Opener, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     opener.table[3, 3] = np.nan
-    text = "".join(chr(2 + ord("T") - ord("T") % 6 + i % 2) for i in range(100)) + "a" * 100
+    text = "VW" * 50 + "a" * 100  # tokens 4 and 5, then 3
     base = tmp_path / "base.kld"
-    with pytest.raises(NonFiniteError) as caught:
+    with pytest.raises(NonFiniteError, match="chunk 4 "):
         perplexity.run_command(command(tmp_path, text, logits_file=base))
-    chunk = int(re.search(r"chunk (\d+)", str(caught.value))[1])  # type: ignore[index]
-    assert capsys.readouterr().out.endswith(f"[{chunk}]nan,\n")
+    assert capsys.readouterr().out.endswith(",[4]nan,\n")
     assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
+    assert perplexity.run_command(command(tmp_path, text, fail_on_nan=False)) == 0
+    out, err = capsys.readouterr()
+    assert "]nan," in out and "Final estimate: PPL over 3 chunks" in out and "3 chunks were not finite" in err
+    opener.table[:] = np.nan
+    with pytest.raises(NonFiniteError, match="no chunk"):
+        perplexity.run_command(command(tmp_path, text, fail_on_nan=False))

@@ -71,6 +71,8 @@ def plan(tokens: TokenIds, params: PerplexityParams, bos: int | None) -> Windows
         raise UsageError(
             f"-c {params.n_ctx} is too small to score anything; give at least 4 tokens, for example -c 512"
         )
+    if params.chunks == 0:
+        raise UsageError("--chunks 0 leaves nothing to evaluate; give a number above 0, or -1 for all")
     if params.stride < 0 or params.stride >= params.n_ctx:
         raise UsageError(f"--ppl-stride {params.stride} must be below the window of {params.n_ctx} tokens")
     if len(tokens) < 2 * params.n_ctx:
@@ -259,7 +261,7 @@ def run_command(config: RunConfig) -> int:
 
 def _run_on_text(config: RunConfig, params: PerplexityParams, text: str) -> None:
     if params.stride:
-        log(f"Will perform strided perplexity calculation -> adjusting context size by {params.stride // 2} tokens")
+        log(f"perplexity: windows start {params.stride} tokens apart, each fills the whole context")
     with closing(open_session(config, params.n_ctx, params.n_batch, stride=params.stride)) as session:
         if params.stride:
             params = replace(params, n_ctx=session.n_ctx)
@@ -274,6 +276,8 @@ def _run_on_text(config: RunConfig, params: PerplexityParams, text: str) -> None
             result = _run_and_save(config, session, tokens, params, windows, printer)
         finally:
             print(flush=True)
+        if result.n_tokens == 0:
+            raise NonFiniteError("no chunk gives finite logits; run again with --check-tensors to find bad weights")
         print(final_line(result), flush=True)
         if result.n_chunks < windows.n_chunk:
             warn(f"{windows.n_chunk - result.n_chunks} chunks were not finite and are left out of the estimate")
@@ -301,7 +305,7 @@ def _run_and_save(
         return run(session, tokens, params, on_chunk=printer)
     from ikcli.eval.kld_file import BaseWriter
 
-    log(f"perplexity: saving all logits to {path}")
+    log(f"perplexity: log-probabilities go to {path}")
     params = replace(params, fail_on_nan=True)
     with BaseWriter(path, windows.tokens, session.n_vocab, params.n_threads) as writer:
         return run(session, tokens, params, on_chunk=printer, on_rows=writer.add)

@@ -28,7 +28,10 @@ def unescape(text: bytes) -> bytes:
 
 
 def load_text(config: RunConfig) -> str:
-    """The text named by -f or given by -p, else the bundled one; one final newline of a file is dropped."""
+    """The text named by -f or given by -p, else the bundled one; one final newline of a file is dropped.
+
+    Bytes that are not UTF-8 become surrogate escapes, which the tokenizer reads as bytes.
+    """
     prompt = config.prompt
     if prompt.file is None and prompt.prompt:
         raw = prompt.prompt.encode("utf-8", errors="surrogateescape")
@@ -36,7 +39,7 @@ def load_text(config: RunConfig) -> str:
         raw = _read(prompt.file or default_text()).removesuffix(b"\n")
     if prompt.escape:
         raw = unescape(raw)
-    return raw.decode("utf-8", errors="replace")
+    return raw.decode("utf-8", errors="surrogateescape")
 
 
 def _read(path: Path) -> bytes:

@@ -10,18 +10,21 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ikcli import log
 from ikcli.commands import _help
-from ikcli.commands._options import all_options, parse
+from ikcli.commands._options import Parsed, all_options, parse
 from ikcli.commands._suggest import nearest
 from ikcli.commands._table import BY_NAME, COMMANDS, CommandInfo
 from ikcli.config import RunConfig, default_model
 from ikcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from ikcli.engine.startup import Startup
 
 
 class LazyGroup(TyperGroup):
@@ -78,12 +81,25 @@ def typer_parameters(command: str) -> list[inspect.Parameter]:
 
 
 def register_run(app: typer.Typer, command: str, run: Callable[[RunConfig], int]) -> None:
-    """Register a model-running command: `run(config)` gets the parsed settings and returns the exit code."""
+    """Register a model-running command: `run(config)` gets the checked settings and returns the exit code."""
+
+    def entry(startup: Startup) -> int:
+        if startup.config.dry_run:
+            from ikcli.commands.plan import run as run_plan
+
+            return run_plan(startup)
+        return run(startup.config)
+
+    register_checked(app, command, entry)
+
+
+def register_checked(app: typer.Typer, command: str, run: Callable[[Startup], int]) -> None:
+    """Register a command that gets the whole result of the checks against the model file."""
 
     def entry(ctx: typer.Context, **options: Any) -> None:
-        config = settings(command, ctx.obj)
-        if config is not None:
-            raise typer.Exit(run(config))
+        parsed = settings(command, ctx.obj)
+        if parsed is not None:
+            raise typer.Exit(run(checked(parsed)))
 
     add_run_command(app, command, entry)
 
@@ -97,7 +113,7 @@ def add_run_command(app: typer.Typer, command: str, entry: Callable[..., None]) 
     app.command(command, cls=RunCommand, add_help_option=False)(entry)
 
 
-def settings(command: str, argv: list[str]) -> RunConfig | None:
+def settings(command: str, argv: list[str]) -> Parsed | None:
     """Parse, print notices, and fill in the demo model; None if help or the version was asked for and printed."""
     parsed = parse(command, argv)
     if parsed.info == "help":
@@ -115,8 +131,21 @@ def settings(command: str, argv: list[str]) -> RunConfig | None:
     if parsed.unsupported:
         log.log(f"not supported, ignored: {' '.join(parsed.unsupported)}")
     _echo_policy(parsed.config)
-    config = parsed.config
-    return config if config.model is not None else replace(config, model=default_model())
+    if parsed.config.model is not None:
+        return parsed
+    return replace(parsed, config=replace(parsed.config, model=default_model()))
+
+
+def checked(parsed: Parsed) -> Startup:
+    """The run after the checks against the model file; prints their notices and warnings."""
+    from ikcli.engine.startup import prepare
+
+    startup = prepare(parsed.config, parsed.given)
+    for notice in startup.notices:
+        log.log(notice)
+    for warning in startup.warnings:
+        log.warn(warning)
+    return startup
 
 
 def _echo_policy(config: RunConfig) -> None:

@@ -26,7 +26,9 @@ TEXT_FIELDS = frozenset({"prompt.prompt", "prompt.reverse_prompt", "server.chat_
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Result of a parse. `info` is "help" or "version" if asked for; `alternatives` are the value lists of bench."""
+    """Result of a parse. `info` is "help" or "version" if asked for; `alternatives` are the value lists of bench;
+    `given` are the fields that the user set.
+    """
 
     config: RunConfig
     ignored: tuple[str, ...] = ()
@@ -34,6 +36,7 @@ class Parsed:
     warnings: tuple[str, ...] = ()
     alternatives: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     info: str = ""
+    given: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ def parse(command: str, argv: Sequence[str]) -> Parsed:
         tuple(tokens.warnings + _value_warnings(used)),
         alternatives,
         line.info,
+        frozenset(values),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 
@@ -21,6 +20,11 @@ def edit_distance(a: str, b: str) -> int:
     return previous[-1]
 
 
+def common_prefix(a: str, b: str) -> int:
+    """Number of equal characters at the start of both."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The most similar of the known names, or None if nothing comes close; earlier names win ties."""
     bare = word.lstrip("-").lower()
@@ -31,7 +35,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
         shorter = min(len(bare), len(other))
         if shorter >= 2 and bare[:shorter] == other[:shorter]:
             score = min(score, 1 + 0.1 * abs(len(bare) - len(other)))
-        score -= 0.01 * len(os.path.commonprefix([bare, other]))
+        score -= 0.01 * common_prefix(bare, other)
         if best is None or score < best[0]:
             best = (score, candidate)
     if best is None or best[0] > max(1.3, len(bare) // 3):

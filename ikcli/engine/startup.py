@@ -1,0 +1,83 @@
+"""What every run settles before weights are loaded: sizes against the model, cache types, expert options, placement.
+
+Reads the header of the model file only. Refuses combinations that cannot work, naming one that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from ikcli.config import RunConfig, resolve
+from ikcli.engine.placement import Placement, place
+from ikcli.errors import UsageError
+from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.models.hparams import HParams
+
+FLOAT_TYPES = ("f32", "f16", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """A checked run: settings to use, the opened file, its hyper-parameters, the placement, and what to print."""
+
+    config: RunConfig
+    file: GGUFFile
+    hparams: HParams
+    placement: Placement
+    notices: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def prepare(config: RunConfig, given: Collection[str] = ()) -> Startup:
+    """Check `config` against its model; `given` are the options (field paths) the user wrote."""
+    assert config.model is not None
+    file = open_gguf(config.model, config.override_kv)
+    hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]))
+    mla = config.mla if hp.kv_lora_rank else 0
+    config, warnings = resolve(config, hp.n_ctx_train)
+    check_cache_types(config, mla)
+    notices = [] if hp.kv_lora_rank else _without_mla(config, hp.arch, given)
+    notices += check_ser(config, hp.n_expert, hp.n_expert_used)
+    n_bytes = {name: tensor.n_bytes for name, tensor in file.tensors.items()}
+    placed = place(list(file.tensors), hp.n_layer, config, n_bytes=n_bytes)
+    return Startup(
+        replace(config, mla=mla),
+        file,
+        hp,
+        placed,
+        (*notices, *placed.notices),
+        (*warnings, *placed.warnings),
+    )
+
+
+def _without_mla(config: RunConfig, arch: str, given: Collection[str]) -> list[str]:
+    if "mla" not in given or config.mla == 0:
+        return []
+    return [f"-mla {config.mla} is ignored: {arch} models have no multi-head latent attention"]
+
+
+def check_cache_types(config: RunConfig, mla: int) -> None:
+    """UsageError for cache types that the attention mode cannot use; `mla` is 0 for models without MLA."""
+    if config.flash_attn or config.type_v in FLOAT_TYPES or mla >= 2:
+        return
+    if mla == 1:
+        raise UsageError(
+            f"-ctv {config.type_v} with -mla 1 and without flash attention is not possible, because this cache is "
+            "transposed; use -ctv f16, or add -fa"
+        )
+    raise UsageError(f"-ctv {config.type_v} needs flash attention; add -fa, or use -ctv f16")
+
+
+def check_ser(config: RunConfig, n_expert: int, n_expert_used: int) -> list[str]:
+    """Notices about `-ser`; UsageError if it asks for more experts than the model uses."""
+    if config.ser is None:
+        return []
+    k_min, threshold = config.ser
+    if not n_expert:
+        return [f"-ser {k_min},{threshold:g} has no effect: the model has no experts"]
+    if k_min > n_expert_used:
+        raise UsageError(f"-ser {k_min},{threshold:g}: the model uses {n_expert_used} experts, Kmin cannot be larger")
+    if k_min == n_expert_used:
+        return [f"-ser {k_min},{threshold:g} has no effect: the model uses {n_expert_used} experts anyway"]
+    return []

@@ -67,6 +67,11 @@ def cache_dir() -> Path:
     return cache_root() / f"{target.name}-{h.hexdigest()[:16]}"
 
 
+def is_cached(key: KernelKey) -> bool:
+    """Whether the kernel has been compiled already."""
+    return (cache_dir() / key.file_name).is_file()
+
+
 class KernelLibrary:
     """Addresses of compiled kernels; keeps the JIT engines that own the code alive."""
 
@@ -77,7 +82,7 @@ class KernelLibrary:
     def require(self, keys: Iterable[KernelKey], progress: Callable[[int, int], None] | None = None) -> None:
         """Load the kernels, compiling those that are not in the cache; `progress(done, total)` per compiled one."""
         wanted = [k for k in dict.fromkeys(keys) if k not in self._addresses]
-        missing = [k for k in wanted if not (cache_dir() / k.file_name).is_file()]
+        missing = [k for k in wanted if not is_cached(k)]
         if missing:
             compile_kernels(missing, progress)
         for key in wanted:

@@ -53,8 +53,7 @@ class Lowering:
     n_cells: int  # cells of the KV cache over all sequences
     ops: list[Op] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    persistent: set[int] = field(default_factory=set)
-    constants: list[tuple[int, bytes]] = field(default_factory=list)
+    constants: dict[int, np.ndarray] = field(default_factory=dict)
     _node_buffers: dict[Node, int] = field(default_factory=dict)
     _shared: dict[Any, Ref] = field(default_factory=dict)
     _current: Node | None = None
@@ -70,10 +69,10 @@ class Lowering:
 
     def constant(self, data: bytes) -> Ref:
         """Read-only data that lives as long as the program."""
-        ref = self.buffer(len(data))
+        ref = self.buffer(0)
         assert isinstance(ref.target, int)
-        self.persistent.add(ref.target)
-        self.constants.append((ref.target, data))
+        self.constants[ref.target] = aligned_zeros(len(data))
+        self.constants[ref.target][:] = np.frombuffer(data, dtype=np.uint8)
         return ref
 
     def shared(self, key: Any, make: Callable[[], Ref]) -> Ref:
@@ -142,10 +141,10 @@ class Program:
                     last[w.target] = max(last[w.target], i)
         end = len(self.ops)
         last[low._node_buffers[self.result]] = end
-        for b in low.persistent:
-            first[b], last[b] = 0, end
-        lifetimes = [Lifetime(s, f, la) if la >= 0 else Lifetime(0, 0, 0)
-                     for s, f, la in zip(low.sizes, first, last, strict=True)]  # fmt: skip
+        lifetimes = [
+            Lifetime(0, 0, 0) if last[b] < 0 or b in low.constants else Lifetime(size, first[b], last[b])
+            for b, size in enumerate(low.sizes)
+        ]
         return assign_offsets(lifetimes)
 
     def bind(
@@ -156,11 +155,8 @@ class Program:
         weight_address: Mapping[str, int],
         cache_address: Mapping[Cache, int],
     ) -> None:
-        """Resolve every word to an address; `arena` must hold `arena_bytes`."""
+        """Resolve every word to an address; `arena` must hold `arena_bytes` and may be shared between programs."""
         base = arena.ctypes.data
-        for buffer, data in self._lowering.constants:
-            at = self._offsets[buffer]
-            arena[at : at + len(data)] = np.frombuffer(data, dtype=np.uint8)
         stride = 64 + 8 * -(-max((len(op.words) + 1 for op in self.ops), default=1) // 8) * 8
         memory = aligned_zeros(stride * len(self.ops) + 16 * len(self.ops))
         words = memory[: stride * len(self.ops)].view(np.int64).reshape(len(self.ops), stride // 8)
@@ -177,7 +173,9 @@ class Program:
         if not isinstance(w, Ref):
             return w
         if isinstance(w.target, int):
-            return base + self._offsets[w.target] + w.offset
+            constant = self._lowering.constants.get(w.target)
+            start = base + self._offsets[w.target] if constant is None else constant.ctypes.data
+            return start + w.offset
         if isinstance(w.target, str):
             return weights[w.target] + w.offset
         return caches[w.target] + w.offset
@@ -187,6 +185,16 @@ class Program:
         at = self._offsets[self._lowering._node_buffers[node]]
         data = arena[at : at + 4 * n_rows * node.cols]
         return data.view(np.float32 if node.dtype == "f32" else np.int32).reshape(n_rows, node.cols)
+
+    def node_ops(self) -> list[tuple[Node, int, int]]:
+        """(node, first op, one past its last op) in execution order, nodes without ops left out."""
+        spans: list[tuple[Node, int, int]] = []
+        for i, op in enumerate(self.ops):
+            if spans and spans[-1][0] is op.node:
+                spans[-1] = (op.node, spans[-1][1], i + 1)
+            else:
+                spans.append((op.node, i, i + 1))
+        return spans
 
     def has_output(self, node: Node) -> bool:
         """Whether the node has a buffer of its own."""

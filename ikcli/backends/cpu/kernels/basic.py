@@ -13,6 +13,7 @@ from ikcli.backends.cpu.kernels.common import N_TOKENS, OUT_IDS, POS, n_rows, st
 from ikcli.backends.cpu.simd.math import vsilu
 from ikcli.backends.cpu.simd.vec import (
     ld_f32,
+    ld_f64,
     ld_i32,
     ld_i64,
     load_f32x16,
@@ -136,13 +137,18 @@ def make_swiglu():
 
 
 def make_concat():
-    """Copy one part: params: 3 source, 4 source columns, 5 destination (at its column), 6 destination columns."""
+    """Copy one part, head by head. params: 3 source, 4 its row bytes, 5 columns, 6 destination, 7 its row bytes,
+    8 heads, 9 bytes between heads of the source, 10 of the destination."""
 
     def concat(params, ith, nth):
-        src, n, dst, stride = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
-        rows = n_rows(params)
-        for row in range(rows * ith // nth, rows * (ith + 1) // nth):
-            copy_f32(dst + 4 * row * stride, src + 4 * row * n, n)
+        src, src_stride, n, dst, dst_stride = (
+            word(params, 3), word(params, 4), word(params, 5), word(params, 6), word(params, 7)
+        )  # fmt: skip
+        heads, src_head, dst_head = word(params, 8), word(params, 9), word(params, 10)
+        items = n_rows(params) * heads
+        for item in range(items * ith // nth, items * (ith + 1) // nth):
+            row, h = item // heads, item % heads
+            copy_f32(dst + row * dst_stride + h * dst_head, src + row * src_stride + h * src_head, n)
 
     return concat
 
@@ -168,7 +174,7 @@ def make_rope_table():
         items = state_word(params, N_TOKENS) * pairs
         for item in range(items * ith // nth, items * (ith + 1) // nth):
             row, pair = item // pairs, item % pairs
-            theta = ld_i32(pos + 4 * row) * np.float64(ld_f32(freqs + 4 * pair))
+            theta = ld_i32(pos + 4 * row) * ld_f64(freqs + 8 * pair)
             st_f32(out + 8 * item, np.float32(math.cos(theta)) * mscale)
             st_f32(out + 8 * item + 4, np.float32(math.sin(theta)) * mscale)
 

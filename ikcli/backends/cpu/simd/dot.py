@@ -27,7 +27,8 @@ def _portable(builder, acc, u, s, n):
     return total
 
 
-def _emit(builder, acc, u, s, n):
+def emit_dot(builder, acc, u, s, n):
+    """acc + groups-of-four dot products, n lanes."""
     features = isa.current().features
     t = acc.type
     if n == 16 and "avx512vnni" in features:
@@ -43,7 +44,7 @@ def _make_dot(acc_type, byte_type):
     @intrinsic
     def dot(typingctx, acc, u, s):
         def codegen(context, builder, sig, args):
-            return _emit(builder, *args, acc_type.n)
+            return emit_dot(builder, *args, acc_type.n)
 
         return acc_type(acc_type, byte_type, byte_type), codegen
 
@@ -64,9 +65,9 @@ def dot_u8_bcast(typingctx, acc, u, ptr):
         undef = ir.Constant(vt, ir.Undefined)
         v = builder.insert_element(undef, word, ir.Constant(_I32, 0))
         v = builder.shuffle_vector(v, undef, ir.Constant(ir.VectorType(_I32, 16), [0] * 16))
-        return _emit(builder, args[0], args[1], builder.bitcast(v, llvm_type(i8x64)), 16)
+        return emit_dot(builder, args[0], args[1], builder.bitcast(v, llvm_type(i8x64)), 16)
 
     return i32x16(i32x16, i8x64, types.intp), codegen
 
 
-__all__ = ["dot_u8_bcast", "dot_u8_i8", "dot_u8_i8_half"]
+__all__ = ["dot_u8_bcast", "dot_u8_i8", "dot_u8_i8_half", "emit_dot"]

@@ -1,0 +1,103 @@
+"""Activations quantized for the integer kernels: int8 per 32 values, float32 scale, exact sums.
+
+A row of K values is stored as K int8 | d f32[K/32] | s f32[K/32] = d * sum(q) | -128*sum(q) i32[K/32] | the same per 16
+i32[K/16], padded to 64 bytes. No half-precision sums anywhere: those overflow in models with large activations.
+"""
+
+import numpy as np
+
+from ikcli.backends.cpu.jit import inline
+from ikcli.backends.cpu.kernels.basic import copy_f32
+from ikcli.backends.cpu.kernels.common import n_rows, word
+from ikcli.backends.cpu.simd.vec import (
+    cvt_f32x16_i32,
+    ld_i64,
+    load_f32x16,
+    reduce_add,
+    reduce_max,
+    splat_f32x16,
+    st_f32,
+    st_i32,
+    store_i8x16,
+    trunc_i32x16_i8,
+    vabs,
+    vmax,
+    vmul,
+    vround_even,
+)
+
+_F0, _F127 = np.float32(0.0), np.float32(127.0)
+
+
+@inline
+def quantize_blocks(src, dst, k, lo, hi):
+    """Blocks lo..hi-1 (of 32) of one row."""
+    nb = k // 32
+    d_at, s_at = dst + k, dst + k + 4 * nb
+    sum32_at, sum16_at = dst + k + 8 * nb, dst + k + 12 * nb
+    for ib in range(lo, hi):
+        v0, v1 = load_f32x16(src + 128 * ib), load_f32x16(src + 128 * ib + 64)
+        amax = reduce_max(vmax(vabs(v0), vabs(v1)))
+        d = amax / _F127
+        inv = _F127 / amax if amax > _F0 else _F0
+        scale = splat_f32x16(inv)
+        q0, q1 = vround_even(vmul(v0, scale)), vround_even(vmul(v1, scale))
+        store_i8x16(dst + 32 * ib, trunc_i32x16_i8(cvt_f32x16_i32(q0)))
+        store_i8x16(dst + 32 * ib + 16, trunc_i32x16_i8(cvt_f32x16_i32(q1)))
+        sum0, sum1 = np.int64(reduce_add(q0)), np.int64(reduce_add(q1))
+        st_f32(d_at + 4 * ib, d)
+        st_f32(s_at + 4 * ib, d * np.float32(sum0 + sum1))
+        st_i32(sum32_at + 4 * ib, -128 * (sum0 + sum1))
+        st_i32(sum16_at + 8 * ib, -128 * sum0)
+        st_i32(sum16_at + 8 * ib + 4, -128 * sum1)
+
+
+def make_quantize():
+    """Row r*heads + h of the output is columns offset + h*head_stride .. +k of row r.
+
+    params: 3 x, 4 row bytes of x, 5 offset (bytes), 6 heads, 7 head stride (bytes), 8 k, 9 out, 10 out row bytes.
+    """
+
+    def quantize(params, ith, nth):
+        x, stride, heads, head_stride = word(params, 3), word(params, 4), word(params, 6), word(params, 7)
+        k, out, out_stride = word(params, 8), word(params, 9), word(params, 10)
+        x += word(params, 5)
+        nb = k // 32
+        rows = n_rows(params) * heads
+        lo, hi = rows * nb * ith // nth, rows * nb * (ith + 1) // nth
+        while lo < hi:
+            row, first = lo // nb, lo % nb
+            last = min(nb, first + hi - lo)
+            src = x + (row // heads) * stride + (row % heads) * head_stride
+            quantize_blocks(src, out + row * out_stride, k, first, last)
+            lo += last - first
+
+    return quantize
+
+
+def make_gather_quantize():
+    """Rows in expert order: params: 3 x, 4 row bytes of x, 5 order (i64), 6 slots per row, 7 k, 8 out, 9 out row bytes,
+    10 address of the number of sorted rows."""
+
+    def gather_quantize(params, ith, nth):
+        x, stride, order, n_used = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
+        k, out, out_stride = word(params, 7), word(params, 8), word(params, 9)
+        n = ld_i64(word(params, 10))
+        for r in range(n * ith // nth, n * (ith + 1) // nth):
+            src = x + ld_i64(order + 8 * r) // n_used * stride
+            quantize_blocks(src, out + r * out_stride, k, 0, k // 32)
+
+    return gather_quantize
+
+
+def make_gather_copy():
+    """As gather_quantize, for float weights: rows copied as they are."""
+
+    def gather_copy(params, ith, nth):
+        x, stride, order, n_used = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
+        k, out, out_stride = word(params, 7), word(params, 8), word(params, 9)
+        n = ld_i64(word(params, 10))
+        for r in range(n * ith // nth, n * (ith + 1) // nth):
+            copy_f32(out + r * out_stride, x + ld_i64(order + 8 * r) // n_used * stride, k)
+
+    return gather_copy

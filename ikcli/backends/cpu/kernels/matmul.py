@@ -1,0 +1,151 @@
+"""mul_mat for every weight type, dense and by expert.
+
+A block of 16 weight rows (32 for float types) is one work item. With few activation rows each weight row is dotted
+straight from memory; with more, the block is unpacked once into a tile that all activation rows then share.
+"""
+
+from ikcli.backends.cpu.jit import inline
+from ikcli.backends.cpu.kernels.basic import swiglu_span
+from ikcli.backends.cpu.kernels.common import n_rows, next_work, word
+from ikcli.backends.cpu.kernels.formats import INTEGER_FORMATS
+from ikcli.backends.cpu.kernels.formats_float import FLOAT_FORMATS
+from ikcli.backends.cpu.simd.gemm import quant_tile
+from ikcli.backends.cpu.simd.vec import ld_i64, st_f32
+
+FEW = 3  # up to this many activation rows, dot rows straight from memory
+
+
+def _integer_block(type_name):
+    """block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile): out[t][r] for n <= 16 rows, m activations."""
+    dot_row, unpack_row, mode = INTEGER_FORMATS[type_name]
+    micro8, micro4, micro2, micro1 = (quant_tile(mode, nt) for nt in (8, 4, 2, 1))
+
+    @inline
+    def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile):
+        if m <= FEW:
+            for r in range(n):
+                for t in range(m):
+                    st_f32(out + t * out_stride + 4 * r, dot_row(w + r * row_bytes, a + t * a_stride, k))
+            return
+        for r in range(16):
+            unpack_row(w + min(r, n - 1) * row_bytes, tile, r, k)
+        nb = k // 32
+        t = 0
+        while t + 8 <= m:
+            micro8(tile, nb, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride, n)
+            t += 8
+        if t + 4 <= m:
+            micro4(tile, nb, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride, n)
+            t += 4
+        if t + 2 <= m:
+            micro2(tile, nb, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride, n)
+            t += 2
+        if t < m:
+            micro1(tile, nb, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride, n)
+
+    return block, 16
+
+
+def _block(type_name):
+    return _integer_block(type_name) if type_name in INTEGER_FORMATS else FLOAT_FORMATS[type_name]
+
+
+def make_mul_mat(type_name):
+    """Dense and per-head matmul. Output row t, head h, weight row r: out + t*out_stride + h*out_head + 4*r.
+
+    params: 3 w, 4 row bytes of w, 5 rows of w, 6 k, 7 a, 8 bytes between activation rows, 9 out, 10 out_stride (bytes),
+    11 tiles, 12 tile bytes, 13 heads, 14 bytes between heads of w, 15 of a, 16 of out.
+    """
+    block, height = _block(type_name)
+
+    def mul_mat(params, ith, nth):
+        w, row_bytes, n_w, k = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
+        a, a_stride, out, out_stride = word(params, 7), word(params, 8), word(params, 9), word(params, 10)
+        tile = word(params, 11) + ith * word(params, 12)
+        heads, w_head, a_head, out_head = word(params, 13), word(params, 14), word(params, 15), word(params, 16)
+        m = n_rows(params)
+        per_head = (n_w + height - 1) // height
+        total = per_head * heads
+        if m == 0:
+            return
+        chunk = max(1, min(total // (8 * nth), 65536 // (row_bytes * height))) if m <= FEW else 1
+        while True:
+            first = next_work(params, chunk)
+            if first >= total:
+                return
+            for item in range(first, min(first + chunk, total)):
+                h, r = item // per_head, item % per_head * height
+                block(
+                    w + h * w_head + r * row_bytes, row_bytes, min(height, n_w - r), k, a + h * a_head, a_stride, m,
+                    out + h * out_head + 4 * r, out_stride, tile,
+                )  # fmt: skip
+
+    return mul_mat
+
+
+@inline
+def locate(offsets, n_expert, per_expert, item, e):
+    """Expert of a work item, searching on from expert e; experts without rows have no items."""
+    while e < n_expert:
+        if ld_i64(offsets + 8 * (e + 1)) > ld_i64(offsets + 8 * e):
+            if item < per_expert:
+                return e, item
+            item -= per_expert
+        e += 1
+    return n_expert, 0
+
+
+def make_mul_mat_id(type_name):
+    """Expert matmul over rows sorted by expert: rows offsets[e] .. offsets[e+1]-1 of a belong to expert e.
+
+    params: 3 w, 4 row bytes, 5 rows per expert, 6 k, 7 a, 8 a_stride, 9 out, 10 out_stride, 11 tiles, 12 tile bytes,
+    13 n_expert, 14 bytes per expert, 15 offsets (i64[n_expert + 1]).
+    """
+    block, height = _block(type_name)
+
+    def mul_mat_id(params, ith, nth):
+        w, row_bytes, n_w, k = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
+        a, a_stride, out, out_stride = word(params, 7), word(params, 8), word(params, 9), word(params, 10)
+        tile = word(params, 11) + ith * word(params, 12)
+        n_expert, w_expert, offsets = word(params, 13), word(params, 14), word(params, 15)
+        per_expert = (n_w + height - 1) // height
+        while True:
+            e, item = locate(offsets, n_expert, per_expert, next_work(params, 1), 0)
+            if e >= n_expert:
+                return
+            lo, r = ld_i64(offsets + 8 * e), item * height
+            m = ld_i64(offsets + 8 * e + 8) - lo
+            block(
+                w + e * w_expert + r * row_bytes, row_bytes, min(height, n_w - r), k, a + lo * a_stride, a_stride, m,
+                out + lo * out_stride + 4 * r, out_stride, tile,
+            )  # fmt: skip
+
+    return mul_mat_id
+
+
+def make_up_gate(type_name):
+    """silu(gate) * up by expert. params: as mul_mat_id, then 16 gate weights, 17 scratch, 18 its bytes per thread."""
+    block, height = _block(type_name)
+
+    def up_gate(params, ith, nth):
+        w, row_bytes, n_w, k = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
+        a, a_stride, out, out_stride = word(params, 7), word(params, 8), word(params, 9), word(params, 10)
+        tile = word(params, 11) + ith * word(params, 12)
+        n_expert, w_expert, offsets = word(params, 13), word(params, 14), word(params, 15)
+        gate, scratch = word(params, 16), word(params, 17) + ith * word(params, 18)
+        per_expert = (n_w + height - 1) // height
+        while True:
+            e, item = locate(offsets, n_expert, per_expert, next_work(params, 1), 0)
+            if e >= n_expert:
+                return
+            lo, r = ld_i64(offsets + 8 * e), item * height
+            m = ld_i64(offsets + 8 * e + 8) - lo
+            at, n = e * w_expert + r * row_bytes, min(height, n_w - r)
+            x, y = a + lo * a_stride, out + lo * out_stride + 4 * r
+            block(gate + at, row_bytes, n, k, x, a_stride, m, scratch, 4 * height, tile)
+            block(w + at, row_bytes, n, k, x, a_stride, m, y, out_stride, tile)
+            for t in range(m):
+                row = y + t * out_stride
+                swiglu_span(row, scratch + 4 * height * t, row, 0, n)
+
+    return up_gate

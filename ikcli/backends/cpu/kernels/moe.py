@@ -1,0 +1,210 @@
+"""Mixture of experts: routing, grouping by expert, weighted sum.
+
+Route rows: n_used weights (f32), then n_used expert ids (i32, -1 = dropped). Plan (i64): word 0 = number of sorted
+rows, then offsets[n_expert + 1], cursors[n_expert], order[rows*n_used] (sorted position -> row*n_used + slot) and
+position[rows*n_used] (the inverse, -1 for dropped slots).
+"""
+
+import math
+
+import numpy as np
+
+from ikcli.backends.cpu.jit import inline
+from ikcli.backends.cpu.kernels.common import n_rows, word
+from ikcli.backends.cpu.simd.vec import (
+    ld_f32,
+    ld_i32,
+    ld_i64,
+    load_f32x16,
+    splat_f32x16,
+    st_f32,
+    st_i32,
+    st_i64,
+    store_f32x16,
+    vfma,
+    zero_f32x16,
+)
+
+_F0, _F1, _LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
+
+
+@inline
+def probabilities(logits, probs, n, softmax):
+    if softmax != 0:
+        top = _LOWEST
+        for i in range(n):
+            top = max(top, ld_f32(logits + 4 * i))
+        total = _F0
+        for i in range(n):
+            p = np.float32(math.exp(ld_f32(logits + 4 * i) - top))
+            st_f32(probs + 4 * i, p)
+            total += p
+        for i in range(n):
+            st_f32(probs + 4 * i, ld_f32(probs + 4 * i) / total)
+    else:
+        for i in range(n):
+            st_f32(probs + 4 * i, _F1 / (_F1 + np.float32(math.exp(-ld_f32(logits + 4 * i)))))
+
+
+@inline
+def drop_groups(scores, n, n_group, n_group_used, group_scores):
+    """Scores of all but the best groups (largest sum of their two best scores) become -inf."""
+    size = n // n_group
+    for g in range(n_group):
+        best, second = _LOWEST, _LOWEST
+        for i in range(g * size, (g + 1) * size):
+            s = ld_f32(scores + 4 * i)
+            if s > best:
+                best, second = s, best
+            elif s > second:
+                second = s
+        st_f32(group_scores + 4 * g, best + second)
+    for _ in range(n_group - n_group_used):
+        worst = n_group - 1
+        for g in range(n_group - 1, -1, -1):
+            if ld_f32(group_scores + 4 * worst) == np.float32(np.inf) or (
+                ld_f32(group_scores + 4 * g) < ld_f32(group_scores + 4 * worst)
+            ):
+                worst = g
+        st_f32(group_scores + 4 * worst, np.float32(np.inf))
+        for i in range(worst * size, (worst + 1) * size):
+            st_f32(scores + 4 * i, _LOWEST)
+
+
+@inline
+def route_row(logits, bias, probs, scores, out, n, n_used, softmax, norm, scale, n_group, n_group_used, fewest, least):
+    probabilities(logits, probs, n, softmax)
+    for i in range(n):
+        b = ld_f32(bias + 4 * i) if bias != 0 else _F0
+        st_f32(scores + 4 * i, ld_f32(probs + 4 * i) + b)
+    if n_group > 1:
+        drop_groups(scores, n, n_group, n_group_used, scores + 4 * n)
+    total, top = _F0, _F0
+    for slot in range(n_used):
+        best, best_score = np.int64(-1), _LOWEST
+        for i in range(n):
+            s = ld_f32(scores + 4 * i)
+            if s > best_score:
+                best, best_score = i, s
+        if slot == 0:
+            top = best_score
+        weight = _F0
+        if best >= 0:
+            st_f32(scores + 4 * best, _LOWEST)
+            weight = ld_f32(probs + 4 * best)
+            if fewest > 0 and slot >= fewest and best_score < least * top:
+                best, weight = np.int64(-1), _F0
+        st_f32(out + 4 * slot, weight)
+        st_i32(out + 4 * (n_used + slot), best)
+        total += weight
+    factor = scale / total if norm != 0 else scale
+    for slot in range(n_used):
+        st_f32(out + 4 * slot, ld_f32(out + 4 * slot) * factor)
+
+
+def make_route():
+    """params: 3 logits, 4 bias (0 = none), 5 out, 6 n_expert, 7 n_used, 8 softmax, 9 norm, 10 scale (f32 bits),
+    11 n_group, 12 n_group_used, 13 ser: fewest (0 = off), 14 ser: threshold (f32 bits), 15 scratch, 16 its bytes."""
+
+    def route(params, ith, nth):
+        logits, bias, out, n, n_used = (
+            word(params, 3),
+            word(params, 4),
+            word(params, 5),
+            word(params, 6),
+            word(params, 7),
+        )
+        scale, least = ld_f32(params + 80), ld_f32(params + 112)
+        scratch = word(params, 15) + ith * word(params, 16)
+        rows = n_rows(params)
+        for row in range(rows * ith // nth, rows * (ith + 1) // nth):
+            route_row(
+                logits + 4 * row * n, bias, scratch, scratch + 4 * n, out + 8 * row * n_used, n, n_used,
+                word(params, 8), word(params, 9), scale, word(params, 11), word(params, 12), word(params, 13), least,
+            )  # fmt: skip
+
+    return route
+
+
+def make_sort():
+    """Counting sort by expert, stable. params: 3 route, 4 plan, 5 n_expert, 6 n_used."""
+
+    def sort(params, ith, nth):
+        if ith != 0:
+            return
+        route, plan, n_expert, n_used = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
+        pairs = n_rows(params) * n_used
+        offsets = plan + 8
+        cursors = offsets + 8 * (n_expert + 1)
+        order = cursors + 8 * n_expert
+        position = order + 8 * pairs
+        for e in range(n_expert):
+            st_i64(cursors + 8 * e, 0)
+        for i in range(pairs):
+            e = ld_i32(route + 8 * (i // n_used) * n_used + 4 * (n_used + i % n_used))
+            if e >= 0:
+                st_i64(cursors + 8 * e, ld_i64(cursors + 8 * e) + 1)
+        total = np.int64(0)
+        for e in range(n_expert):
+            count = ld_i64(cursors + 8 * e)
+            st_i64(offsets + 8 * e, total)
+            st_i64(cursors + 8 * e, total)
+            total += count
+        st_i64(offsets + 8 * n_expert, total)
+        st_i64(plan, total)
+        for i in range(pairs):
+            e = ld_i32(route + 8 * (i // n_used) * n_used + 4 * (n_used + i % n_used))
+            at = np.int64(-1)
+            if e >= 0:
+                at = ld_i64(cursors + 8 * e)
+                st_i64(cursors + 8 * e, at + 1)
+                st_i64(order + 8 * at, i)
+            st_i64(position + 8 * i, at)
+
+    return sort
+
+
+def make_zero_dropped():
+    """Rows after the sorted ones become zero. params: 3 out, 4 columns, 5 plan, 6 n_used."""
+
+    def zero_dropped(params, ith, nth):
+        out, cols = word(params, 3), word(params, 4)
+        lo, hi = ld_i64(word(params, 5)), n_rows(params) * word(params, 6)
+        n = (hi - lo) * cols
+        for i in range(n * ith // nth, n * (ith + 1) // nth):
+            st_f32(out + 4 * (lo * cols + i), _F0)
+
+    return zero_dropped
+
+
+def make_sum():
+    """out[row] = sum over slots of weight * y[position]. params: 3 y, 4 route, 5 plan, 6 columns, 7 n_used,
+    8 n_expert, 9 out."""
+
+    def weighted_sum(params, ith, nth):
+        y, route, cols, n_used = word(params, 3), word(params, 4), word(params, 6), word(params, 7)
+        out = word(params, 9)
+        rows = n_rows(params)
+        position = word(params, 5) + 8 * (2 + 2 * word(params, 8) + rows * n_used)
+        per_row = (cols + 15) // 16
+        for item in range(rows * per_row * ith // nth, rows * per_row * (ith + 1) // nth):
+            row, c = item // per_row, item % per_row * 16
+            weights, at = route + 8 * row * n_used, position + 8 * row * n_used
+            dst = out + 4 * (row * cols + c)
+            if c + 16 <= cols:
+                acc = zero_f32x16()
+                for slot in range(n_used):
+                    p = ld_i64(at + 8 * slot)
+                    if p >= 0:
+                        acc = vfma(load_f32x16(y + 4 * (p * cols + c)), splat_f32x16(ld_f32(weights + 4 * slot)), acc)
+                store_f32x16(dst, acc)
+            else:
+                for i in range(cols - c):
+                    total = _F0
+                    for slot in range(n_used):
+                        p = ld_i64(at + 8 * slot)
+                        if p >= 0:
+                            total += ld_f32(y + 4 * (p * cols + c + i)) * ld_f32(weights + 4 * slot)
+                    st_f32(dst + 4 * i, total)
+
+    return weighted_sum

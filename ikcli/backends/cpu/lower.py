@@ -1,0 +1,265 @@
+"""Lowering rules: graph nodes to kernel calls (attention has its own file, `lower_attention.py`).
+
+Numba is never imported here: the sizes that kernels and lowering must agree on are small functions of this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ikcli.backends.cpu import lower_attention
+from ikcli.backends.cpu.kernel_cache import KernelKey
+from ikcli.backends.cpu.program import Lowering, Ref, f32_bits
+from ikcli.errors import UnsupportedError
+from ikcli.gguf.constants import GGMLType
+from ikcli.graph import HeadSlice, Node, Rows, Weight
+from ikcli.quant.formats import get_format, row_size
+
+FLOAT_TYPES = {GGMLType.F32: "f32", GGMLType.F16: "f16", GGMLType.BF16: "bf16"}
+# type -> bytes of an unpacked block of 16 rows per 32 columns (simd/gemm.py: MODES)
+TILE_BYTES = {GGMLType.Q8_0: 576, GGMLType.Q4_0: 576, GGMLType.Q4_K: 640, GGMLType.Q6_K: 640}
+FLOAT_TILE_BYTES = 512 * 32 * 4
+RULES: dict[str, Callable[[Lowering, Node], None]] = dict(lower_attention.RULES)
+
+
+def rule(fn: Callable[[Lowering, Node], None]) -> Callable[[Lowering, Node], None]:
+    """Register a lowering rule under its function name."""
+    RULES[fn.__name__.strip("_")] = fn
+    return fn
+
+
+def type_name(w: Weight) -> str:
+    """Name under which the kernels know a weight's type."""
+    if w.type in FLOAT_TYPES:
+        return FLOAT_TYPES[w.type]
+    if w.type in TILE_BYTES:
+        return get_format(w.type).name
+    raise UnsupportedError(
+        f"{w.name} is {get_format(w.type).name}, which has no CPU kernel yet; "
+        "use a file in f32, f16, bf16, q8_0, q6_K, q4_K or q4_0"
+    )
+
+
+def activation_row_bytes(k: int) -> int:
+    """Bytes of a quantized activation row (kernels/activations.py)."""
+    return -(-(k + 20 * (k // 32)) // 64) * 64
+
+
+def plan_bytes(n_pairs: int, n_expert: int) -> int:
+    """Bytes of a moe_sort plan (kernels/moe.py)."""
+    return 8 * (2 + 2 * n_expert + 2 * n_pairs)
+
+
+def _node(x: object) -> Node:
+    assert isinstance(x, Node)
+    return x
+
+
+def _weight(x: object) -> Weight:
+    assert isinstance(x, Weight)
+    return x
+
+
+# --- rows and elements ------------------------------------------------------------------------------------------------
+@rule
+def _embed(low: Lowering, node: Node) -> None:
+    w = _weight(node.inputs[0])
+    key = KernelKey("embed", "make_embed", (type_name(w),))
+    low.emit(key, node.rows, low.weight(w), row_size(w.type, w.ne0), w.ne0, low.out(node))
+
+
+@rule
+def _rms_norm(low: Lowering, node: Node) -> None:
+    x, w = _node(node.inputs[0]), _weight(node.inputs[1])
+    a = node.attrs
+    low.emit(KernelKey("basic", "make_rms_norm"), node.rows, low.out(x), 4 * x.cols, 4 * a["offset"], low.weight(w),
+             low.out(node), node.cols, a["width"], f32_bits(a["eps"]))  # fmt: skip
+
+
+@rule
+def _add(low: Lowering, node: Node) -> None:
+    x, y = _node(node.inputs[0]), node.inputs[1]
+    is_row = isinstance(y, Weight)
+    other = low.weight(y) if isinstance(y, Weight) else low.out(_node(y))
+    low.emit(KernelKey("basic", "make_add"), node.rows, low.out(x), other, low.out(node), node.cols, int(is_row))
+
+
+@rule
+def _swiglu(low: Lowering, node: Node) -> None:
+    gate, up = _node(node.inputs[0]), _node(node.inputs[1])
+    low.emit(KernelKey("basic", "make_swiglu"), node.rows, low.out(gate), low.out(up), low.out(node), node.cols)
+
+
+@rule
+def _concat(low: Lowering, node: Node) -> None:
+    at = 0
+    for part in map(_node, node.inputs):
+        low.emit(KernelKey("basic", "make_concat"), node.rows, low.out(part), 4 * part.cols, part.cols,
+                 low.out(node) + 4 * at, 4 * node.cols, 1, 0, 0)  # fmt: skip
+        at += part.cols
+
+
+@rule
+def _concat_heads(low: Lowering, node: Node) -> None:
+    n_head = node.attrs["n_head"]
+    width = node.cols // n_head
+    at = 0
+    for part in node.attrs["parts"]:
+        src = _node(part.source)
+        low.emit(KernelKey("basic", "make_concat"), node.rows, low.out(src) + 4 * part.offset, 4 * src.cols, part.width,
+                 low.out(node) + 4 * at, 4 * node.cols, n_head, 4 * part.head_stride, 4 * width)  # fmt: skip
+        at += part.width
+
+
+@rule
+def _get_rows(low: Lowering, node: Node) -> None:
+    low.emit(KernelKey("basic", "make_get_rows"), node.rows, low.out(_node(node.inputs[0])), low.out(node), node.cols)
+
+
+@rule
+def _rope_table(low: Lowering, node: Node) -> None:
+    freqs = np.asarray(node.attrs["inv_freq"], dtype=np.float64)
+    low.emit(KernelKey("basic", "make_rope_table"), node.rows, low.out(node), len(freqs),
+             low.constant(freqs.tobytes()), f32_bits(node.attrs["mscale"]))  # fmt: skip
+
+
+@rule
+def _rope(low: Lowering, node: Node) -> None:
+    x, table, a = _node(node.inputs[0]), _node(node.inputs[1]), node.attrs
+    low.emit(KernelKey("basic", "make_rope"), node.rows, low.out(x), low.out(table), low.out(node), a["n_head"],
+             a["head_dim"], a["offset"], a["n_rot"], int(a["neox"]))  # fmt: skip
+
+
+# --- matrix products --------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Input rows of a matmul: address, bytes between rows, bytes between heads."""
+
+    at: Ref
+    stride: int
+    head_stride: int
+
+
+def _activations(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Activations:
+    """The input as the weight's kernel wants it: float rows as they are, or quantized once per distinct input."""
+    src = _node(x.source)
+    if w.type in FLOAT_TYPES:
+        return Activations(low.out(src) + 4 * x.offset, 4 * src.cols, 4 * x.head_stride)
+    row = activation_row_bytes(x.width)
+
+    def quantize() -> Ref:
+        out = low.buffer(low.rows(src.rows) * heads * row)
+        low.emit(KernelKey("activations", "make_quantize"), src.rows, low.out(src), 4 * src.cols, 4 * x.offset, heads,
+                 4 * x.head_stride, x.width, out, row)  # fmt: skip
+        return out
+
+    at = low.shared(("quantized", src, x.offset, x.width, x.head_stride, heads), quantize)
+    return Activations(at, heads * row, row)
+
+
+def _tiles(low: Lowering, w: Weight) -> tuple[Ref, int]:
+    """Scratch for one unpacked block of rows per thread."""
+    size = FLOAT_TILE_BYTES if w.type in FLOAT_TYPES else w.ne0 // 32 * TILE_BYTES[w.type]
+    return low.buffer(size * low.n_threads), size
+
+
+def _emit_mul_mat(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int) -> None:
+    row = row_size(w.type, w.ne0)
+    a = _activations(low, w, x, heads)
+    tiles, tile = _tiles(low, w)
+    full_rows = w.shape[1] if len(w.shape) > 1 else 1
+    low.emit(KernelKey("matmul", "make_mul_mat", (type_name(w),)), node.rows, low.weight(w, row), row, w.ne1, w.ne0,
+             a.at, a.stride, low.out(node), 4 * node.cols, tiles, tile, heads, full_rows * row, a.head_stride,
+             4 * w.ne1)  # fmt: skip
+
+
+@rule
+def _mul_mat(low: Lowering, node: Node) -> None:
+    w, x = _weight(node.inputs[0]), _node(node.inputs[1])
+    _emit_mul_mat(low, node, w, HeadSlice(x, 0, x.cols, 0), 1)
+
+
+@rule
+def _mul_mat_heads(low: Lowering, node: Node) -> None:
+    w = _weight(node.inputs[0])
+    _emit_mul_mat(low, node, w, node.attrs["x"], w.ne2)
+
+
+# --- mixture of experts -----------------------------------------------------------------------------------------------
+@rule
+def _moe_route(low: Lowering, node: Node) -> None:
+    logits, bias, a = _node(node.inputs[0]), node.inputs[1], node.attrs
+    fewest, threshold = a["ser"] or (0, 0.0)
+    scratch = 4 * (2 * a["n_expert"] + a["n_group"])
+    low.emit(KernelKey("moe", "make_route"), node.rows, low.out(logits),
+             low.weight(bias) if isinstance(bias, Weight) else 0, low.out(node), a["n_expert"], a["n_used"],
+             int(a["gating"] == "softmax"), int(a["norm"]), f32_bits(a["scale"]), a["n_group"], a["n_group_used"],
+             max(fewest, 0), f32_bits(threshold), low.buffer(scratch * low.n_threads), scratch)  # fmt: skip
+
+
+@rule
+def _moe_sort(low: Lowering, node: Node) -> None:
+    route, n_expert, n_used = _node(node.inputs[0]), node.attrs["n_expert"], node.attrs["n_used"]
+    out = low.out(node, plan_bytes(low.rows(node.rows), n_expert))
+    low.emit(KernelKey("moe", "make_sort"), route.rows, low.out(route), out, n_expert, n_used)
+
+
+def _sorted_activations(low: Lowering, w: Weight, x: Node, plan: Node, sorted_in: bool) -> Activations:
+    """Input rows in expert order."""
+    n_expert, n_used = plan.attrs["n_expert"], plan.attrs["n_used"]
+    is_float = w.type in FLOAT_TYPES
+    if sorted_in:
+        return _activations(low, w, HeadSlice(x, 0, x.cols, 0), 1)
+    row = 4 * x.cols if is_float else activation_row_bytes(x.cols)
+
+    def gather() -> Ref:
+        out = low.buffer(low.rows(plan.rows) * row)
+        key = KernelKey("activations", "make_gather_copy" if is_float else "make_gather_quantize")
+        order = low.out(plan) + 8 * (2 + 2 * n_expert)
+        low.emit(key, x.rows, low.out(x), 4 * x.cols, order, n_used, x.cols, out, row, low.out(plan))
+        return out
+
+    return Activations(low.shared(("sorted", is_float, x, plan), gather), row, 0)
+
+
+def _emit_by_expert(low: Lowering, node: Node, factory: str, w: Weight, a: Activations, *more: int | Ref) -> None:
+    plan = _node(node.inputs[-1])
+    row = row_size(w.type, w.ne0)
+    tiles, tile = _tiles(low, w)
+    low.emit(KernelKey("matmul", factory, (type_name(w),)), node.rows, low.weight(w), row, w.ne1, w.ne0, a.at, a.stride,
+             low.out(node), 4 * node.cols, tiles, tile, w.ne2, row * w.ne1, low.out(plan) + 8, *more)  # fmt: skip
+    if _node(plan.inputs[0]).attrs["ser"]:
+        route = _node(plan.inputs[0])
+        low.emit(KernelKey("moe", "make_zero_dropped"), route.rows, low.out(node), node.cols, low.out(plan),
+                 plan.attrs["n_used"])  # fmt: skip
+
+
+@rule
+def _mul_mat_id(low: Lowering, node: Node) -> None:
+    w, x, plan = _weight(node.inputs[0]), _node(node.inputs[1]), _node(node.inputs[2])
+    a = _sorted_activations(low, w, x, plan, node.attrs["sorted_in"])
+    _emit_by_expert(low, node, "make_mul_mat_id", w, a)
+
+
+@rule
+def _moe_up_gate(low: Lowering, node: Node) -> None:
+    up, gate = _weight(node.inputs[0]), _weight(node.inputs[1])
+    x, plan = _node(node.inputs[2]), _node(node.inputs[3])
+    a = _sorted_activations(low, up, x, plan, False)
+    scratch = low.rows(x.rows) * 32 * 4
+    _emit_by_expert(low, node, "make_up_gate", up, a, low.weight(gate), low.buffer(scratch * low.n_threads), scratch)
+
+
+@rule
+def _moe_sum(low: Lowering, node: Node) -> None:
+    y, route, plan = (_node(x) for x in node.inputs)
+    low.emit(KernelKey("moe", "make_sum"), node.rows, low.out(y), low.out(route), low.out(plan), node.cols,
+             plan.attrs["n_used"], plan.attrs["n_expert"], low.out(node))  # fmt: skip
+
+
+def max_rows(n_tokens: int, n_outputs: int, n_cells: int) -> dict[Rows, int]:
+    """Row limits of a program."""
+    return {Rows.TOKENS: n_tokens, Rows.OUTPUTS: n_outputs, Rows.KV: n_cells}

@@ -1,0 +1,191 @@
+"""Register-blocked matrix micro-kernels, one intrinsic per shape.
+
+Quantized: one tile of 16 weight rows, unpacked to unsigned bytes, times `nt` quantized activation rows. Per 32 columns
+the tile holds its scales (f32x16; two vectors for 16-column scales), for types with minima the minima (f32x16), then
+8 x 64 bytes: group j holds bytes 4j..4j+3 of each row. Symmetric types store code + 128, so that the dot product must
+start from -128 * (sum of activations), which the activation rows carry (`kernels/activations.py`).
+
+Float: tile of 16*nv rows as f32 [column][row] times nt float activation rows.
+"""
+
+import functools
+
+from numba.core import types
+from numba.extending import intrinsic
+
+from ikcli.backends.cpu.simd.emit import Emitter, transpose16
+from ikcli.backends.cpu.simd.vec import f32x16, i8x64, i32x16
+
+MODES = {
+    "s32": (64, 576),
+    "m32": (128, 640),
+    "s16": (128, 640),
+    "m16": (256, 768),
+}  # header bytes, bytes per 32 columns
+
+
+@functools.cache
+def quant_tile(mode, nt):
+    """micro(tile, n_blocks, a, a_stride, scales_at, out, out_stride, n_lanes): out[t][0:n_lanes] = tile . a[t].
+
+    `scales_at` is the byte offset of the scales in an activation row: d[nb], s[nb] (f32), then -128*isum per 32 [nb]
+    and per 16 [2 nb] (i32).
+    """
+    header, block_bytes = MODES[mode]
+    with_min, halves = mode[0] == "m", 2 if mode.endswith("16") else 1
+
+    @intrinsic
+    def micro(typingctx, tile, n_blocks, a, a_stride, scales_at, out, out_stride, n_lanes):
+        def codegen(context, builder, sig, args):
+            tile, n_blocks, a, a_stride, scales_at, out, out_stride, n_lanes = args
+            e = Emitter(builder)
+            rows = [e.offset(a, e.times(a_stride, t)) for t in range(nt)]
+            acc = [e.variable(e.zero(f32x16)) for _ in range(nt)]
+            nb4 = e.times(n_blocks, 4)
+            sums_at = e.offset(scales_at, nb4)
+            starts_at = e.offset(sums_at, nb4) if halves == 1 else e.offset(sums_at, nb4, nb4)
+            with e.loop(n_blocks) as ib:
+                p = e.offset(tile, e.times(ib, block_bytes))
+                q, ib4 = e.times(ib, 32), e.times(ib, 4)
+                for half in range(halves):
+                    dots = []
+                    for t in range(nt):
+                        start = e.offset(rows[t], starts_at, e.times(ib4, halves), 4 * half)
+                        dots.append(e.zero(i32x16) if with_min else e.splat_i32(start))
+                    for j in range(8 // halves):
+                        jj = j + half * 4
+                        codes = e.load(i8x64, e.offset(p, header + 64 * jj))
+                        for t in range(nt):
+                            dots[t] = e.dot(dots[t], codes, e.splat_bytes(e.offset(rows[t], q, 4 * jj)))
+                    scale = e.load(f32x16, e.offset(p, 64 * half))
+                    for t in range(nt):
+                        d = e.splat_f32(e.offset(rows[t], scales_at, ib4))
+                        builder.store(e.fma(builder.fmul(e.to_f32(dots[t]), scale), d, builder.load(acc[t])), acc[t])
+                if with_min:
+                    _add_minima(e, p, rows, acc, sums_at, ib4, halves, scales_at, nb4)
+            for t in range(nt):
+                e.store_first(builder.load(acc[t]), e.offset(out, e.times(out_stride, t)), n_lanes)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), codegen
+
+    return micro
+
+
+def _add_minima(e, p, rows, acc, sums_at, ib4, halves, scales_at, nb4):
+    """acc += minimum * (activation scale * sum of quants)."""
+    if halves == 1:
+        minima = e.load(f32x16, e.offset(p, 64))
+        for row, slot in zip(rows, acc, strict=True):
+            s = e.splat_f32(e.offset(row, sums_at, ib4))
+            e.b.store(e.fma(minima, s, e.b.load(slot)), slot)
+        return
+    # Sums per 16 columns are kept as -128*isum: undo the factor, apply the scale.
+    for half in range(2):
+        minima = e.load(f32x16, e.offset(p, 128 + 64 * half))
+        for row, slot in zip(rows, acc, strict=True):
+            isum = e.to_f32(e.splat_i32(e.offset(row, sums_at, nb4, nb4, ib4, ib4, 4 * half)))
+            d = e.splat_f32(e.offset(row, scales_at, ib4))
+            factor = e.b.fmul(e.b.fmul(isum, d), _splat_const(e, -1.0 / 128))
+            e.b.store(e.fma(minima, factor, e.b.load(slot)), slot)
+
+
+def _splat_const(e, x):
+    from ikcli.backends.cpu.simd.vec import const_vector
+
+    return const_vector(f32x16, [x] * 16)
+
+
+@functools.cache
+def float_tile(nv, nt):
+    """micro(tile, k, a, a_stride, out, out_stride, n_lanes, more): out[t] (+)= tile . a[t].
+
+    more != 0 adds to what `out` holds (later chunks of columns). n_lanes <= 16*nv rows are stored.
+    """
+
+    @intrinsic
+    def micro(typingctx, tile, k, a, a_stride, out, out_stride, n_lanes, more):
+        def codegen(context, builder, sig, args):
+            tile, k, a, a_stride, out, out_stride, n_lanes, more = args
+            e = Emitter(builder)
+            rows = [e.offset(a, e.times(a_stride, t)) for t in range(nt)]
+            outs = [e.offset(out, e.times(out_stride, t)) for t in range(nt)]
+            acc = [[e.variable(e.zero(f32x16)) for _ in range(nv)] for _ in range(nt)]
+            with e.loop(k) as i:
+                p, i4 = e.offset(tile, e.times(i, 64 * nv)), e.times(i, 4)
+                w = [e.load(f32x16, e.offset(p, 64 * v)) for v in range(nv)]
+                for t in range(nt):
+                    x = e.splat_f32(e.offset(rows[t], i4))
+                    for v in range(nv):
+                        builder.store(e.fma(w[v], x, builder.load(acc[t][v])), acc[t][v])
+            is_more = builder.icmp_signed("!=", more, e.int(0))
+            with builder.if_then(is_more):
+                for t in range(nt):
+                    for v in range(nv):
+                        slot = acc[t][v]
+                        old = _load_first(e, e.offset(outs[t], 64 * v), e.offset(n_lanes, -16 * v))
+                        builder.store(builder.fadd(builder.load(slot), old), slot)
+            for t in range(nt):
+                for v in range(nv):
+                    e.store_first(builder.load(acc[t][v]), e.offset(outs[t], 64 * v), e.offset(n_lanes, -16 * v))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), codegen
+
+    return micro
+
+
+def _load_first(e, address, n):
+    """First n lanes of 16 floats, zeros elsewhere (never reads past them)."""
+    import llvmlite.ir as ir
+
+    from ikcli.backends.cpu.simd.vec import call_llvm, const_vector, llvm_type, pointer, splat_value
+
+    mask = e.b.icmp_signed("<", const_vector(i32x16, range(16)), splat_value(e.b, i32x16, e.b.trunc(n, ir.IntType(32))))
+    t = llvm_type(f32x16)
+    args = [pointer(e.b, address, t), ir.Constant(ir.IntType(32), 1), mask, e.zero(f32x16)]
+    return call_llvm(e.b, "llvm.masked.load.v16f32.p0", t, args)
+
+
+@functools.cache
+def unpack_float16(kind):
+    """unpack(src, row_bytes, n_valid, dst, dst_stride): 16 rows x 16 columns of `kind` to f32 [column][row].
+
+    Rows from n_valid on are read from the last valid row, so nothing outside the tensor is touched.
+    """
+    from ikcli.backends.cpu.simd import vec
+
+    size = 4 if kind == "f32" else 2
+
+    @intrinsic
+    def unpack(typingctx, src, row_bytes, n_valid, dst, dst_stride):
+        def codegen(context, builder, sig, args):
+            src, row_bytes, n_valid, dst, dst_stride = args
+            e = Emitter(builder)
+            last = e.offset(n_valid, -1)
+            rows = []
+            for r in range(16):
+                index = builder.select(builder.icmp_signed("<", e.int(r), n_valid), e.int(r), last)
+                rows.append(_load_floats(e, vec, kind, e.offset(src, builder.mul(index, row_bytes))))
+            for i, column in enumerate(transpose16(builder, rows)):
+                e.store(column, e.offset(dst, e.times(dst_stride, i)))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 5), codegen
+
+    assert size
+    return unpack
+
+
+def _load_floats(e, vec, kind, address):
+    """16 floats of a stored kind as f32x16."""
+    import llvmlite.ir as ir
+
+    if kind == "f32":
+        return e.load(f32x16, address)
+    if kind == "f16":
+        t = ir.VectorType(ir.HalfType(), 16)
+        return e.b.fpext(e.b.load(vec.pointer(e.b, address, t), align=1), vec.llvm_type(f32x16))
+    t = ir.VectorType(ir.IntType(16), 16)
+    wide = e.b.zext(e.b.load(vec.pointer(e.b, address, t), align=1), vec.llvm_type(i32x16))
+    return e.b.bitcast(e.b.shl(wide, vec.const_vector(i32x16, [16] * 16)), vec.llvm_type(f32x16))

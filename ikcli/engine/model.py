@@ -1,0 +1,128 @@
+"""A model in host memory: the opened file, its hyper-parameters, and the address of every weight.
+
+With mmap, weights are used where the file is mapped; without, they are copied into RAM. Small tensors that kernels want
+in float32 (norms, biases) are converted, and tensors that the attention mode needs but the file lacks are derived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli import models
+from ikcli.config import RunConfig, default_model
+from ikcli.errors import FormatError, IkError
+from ikcli.gguf.constants import GGMLType, tensor_n_bytes
+from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.log import progress
+from ikcli.models import GraphConfig, HParams, ModelModule, Weights, check_tensors
+from ikcli.models.mla import DerivedSpec, derive_one, derived_specs
+from ikcli.models.tensors import TensorLike
+from ikcli.quant.decode import dequantize
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class Model:
+    """An opened model; `load` makes its weights addressable."""
+
+    file: GGUFFile
+    hp: HParams
+    module: ModelModule
+    specs: dict[str, TensorLike]  # what graphs see: tensors of the file, as used, and derived ones
+    derived: dict[str, DerivedSpec]
+    _held: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        return str(self.file.paths[0])
+
+    @classmethod
+    def open(cls, config: RunConfig, graph_config: GraphConfig) -> Model:
+        """Read and check the header; no weight is touched."""
+        path = config.model or default_model()
+        file = open_gguf(path, config.override_kv)
+        return cls.from_file(file, graph_config)
+
+    @classmethod
+    def from_file(cls, file: GGUFFile, graph_config: GraphConfig) -> Model:
+        """As `open`, for a file that is open already."""
+        source = str(file.paths[0])
+        if "general.architecture" not in file.metadata:
+            raise FormatError(f"{source}: no general.architecture; this is not a model file")
+        module = models.find(file.arch, source)
+        hp = HParams.from_gguf(file.metadata, file.tensors, source)
+        check_tensors(module.tensor_shapes(hp), file.tensors, source)
+        derived = derived_specs(file.tensors, hp, graph_config)
+        specs: dict[str, TensorLike] = {name: _as_used(t) for name, t in file.tensors.items()}
+        return cls(file, hp, module, specs | derived, derived)
+
+    def weights(self) -> Weights:
+        """Weights for recording graphs."""
+        return Weights(self.specs, self.source, self.values)
+
+    def values(self, name: str) -> npt.NDArray[np.float32]:
+        """A tensor of the file as float32."""
+        t = self.file.tensors[name]
+        return dequantize(self.file.data(name), t.type, tuple(t.shape))
+
+    def n_bytes(self, names: Iterable[str]) -> int:
+        """Bytes of these tensors, as used."""
+        return sum(tensor_n_bytes(self.specs[n].type, self.specs[n].shape) for n in names)
+
+    def load(self, names: Iterable[str], *, mmap: bool) -> dict[str, int]:
+        """Addresses of the named weights; copies and derives what has to be."""
+        wanted = list(names)
+        copied = [n for n in wanted if not self._is_mapped(n, mmap)]
+        total = self.n_bytes(copied)
+        with progress("loading", total) as advance:
+            for name in copied:
+                if name not in self._held:
+                    self._held[name] = self._make(name)
+                advance(self._held[name].nbytes)
+        return {n: self._address(n) for n in wanted}
+
+    def _is_mapped(self, name: str, mmap: bool) -> bool:
+        return mmap and name not in self.derived and self.specs[name].type == self.file.tensors[name].type
+
+    def _make(self, name: str) -> npt.NDArray[np.generic]:
+        try:
+            if name in self.derived:
+                return np.ascontiguousarray(derive_one(self.file, self.hp, name, self.derived[name]))
+            if self.specs[name].type != self.file.tensors[name].type:
+                return np.ascontiguousarray(self.values(name))
+            return np.array(self.file.data(name))
+        except MemoryError:
+            size = self.n_bytes([name]) / 2**20
+            raise IkError(
+                f"out of memory: {size:.0f} MiB wanted for {name}; without --no-mmap the file is mapped"
+            ) from None
+
+    def _address(self, name: str) -> int:
+        array = self._held[name] if name in self._held else self.file.data(name)
+        return int(array.ctypes.data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """Type and shape of a tensor as the graph uses it."""
+
+    type: GGMLType
+    shape: tuple[int, ...]
+
+
+def _as_used(t: TensorLike) -> TensorLike:
+    """Vectors (norms, biases) are used as float32."""
+    if len(t.shape) == 1 and t.type != GGMLType.F32:
+        return _Used(GGMLType.F32, t.shape)
+    return t
+
+
+def model_path(config: RunConfig) -> Path:
+    """The model file of a run."""
+    return config.model or default_model()

@@ -1,0 +1,293 @@
+"""A session: one model, one KV cache, programs for prompts and for generation; tokens in, logits out.
+
+The cache is divided evenly between sequences: sequence s owns cells s*n_ctx_seq .. (s+1)*n_ctx_seq-1, and the token at
+position p lives in cell s*n_ctx_seq + p. Programs are recorded once; a micro-batch only fills the state block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.backends.cpu.backend import CpuBackend, Segment, State
+from ikcli.backends.cpu.program import Program
+from ikcli.backends.cpu.threads import aligned_zeros
+from ikcli.config import RunConfig, padded_ctx, resolve
+from ikcli.engine import session_log
+from ikcli.engine.batch import Batch
+from ikcli.engine.model import Model
+from ikcli.errors import IkError, NonFiniteError, UnsupportedError, UsageError
+from ikcli.gguf.constants import GGMLType, row_n_bytes
+from ikcli.graph import Cache, Graph, Node, Weight
+from ikcli.log import progress, warn
+from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig
+from ikcli.quant.formats import format_by_name
+from ikcli.tokenizer import Tokenizer
+
+FloatRows = npt.NDArray[np.float32]
+CACHE_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0)
+
+
+class Session:
+    """See the module; made by `open`."""
+
+    def __init__(self, config: RunConfig, model: Model, graph_config: GraphConfig, n_seq_max: int) -> None:
+        self.config, self.model, self.graph_config = config, model, graph_config
+        self.n_seq_max = n_seq_max
+        self.n_ctx = graph_config.n_ctx
+        self.n_ctx_seq = self.n_ctx // n_seq_max
+        self.n_batch, self.n_ubatch = config.n_batch, graph_config.n_ubatch
+        self.n_vocab = model.hp.n_vocab
+        self.observer: Callable[[Node, npt.NDArray[np.generic]], None] | None = None
+        self.backend = CpuBackend(max(config.n_threads, config.n_threads_batch))
+        self._tokenizer: Tokenizer | None = None
+        self._n_past = [0] * n_seq_max
+        self._n_outputs = min(n_seq_max, self.n_ubatch)
+        self._state = State(self.n_ubatch, self.n_ctx)
+        self._weights: Mapping[str, int] = {}
+        self._caches: dict[Cache, npt.NDArray[np.uint8]] = {}
+        self.graphs = self._record()
+        self.programs = self._plan()
+
+    # --- making -----------------------------------------------------------------------------------------------------
+    @classmethod
+    def open(cls, config: RunConfig, *, n_ctx: int | None = None, n_seq_max: int = 1) -> Session:
+        """Load the model of `config` and print the load and context logs; n_ctx overrides the context size."""
+        session = cls.plan(config, n_ctx=n_ctx, n_seq_max=n_seq_max)
+        session.load()
+        if config.warmup:
+            session.warm_up()
+        return session
+
+    @classmethod
+    def plan(cls, config: RunConfig, *, n_ctx: int | None = None, n_seq_max: int = 1) -> Session:
+        """Everything up to reading weights: sizes are known, nothing is allocated. Prints the logs."""
+        model = Model.open(config, _graph_config(config, 512))
+        session_log.model_lines(model, config)
+        config, warnings = resolve(config, model.hp.n_ctx_train)
+        for text in warnings:
+            warn(text)
+        cells = padded_ctx(n_ctx or config.n_ctx, config.flash_attn)
+        if cells % n_seq_max:
+            cells += n_seq_max - cells % n_seq_max
+        graph_config = _graph_config(config, cells)
+        graph_config = replace(graph_config, n_ubatch=min(config.n_ubatch, cells))
+        _check_cache_types(graph_config, model)
+        session = cls(config, model, graph_config, n_seq_max)
+        session_log.context_lines(session)
+        return session
+
+    def load(self) -> None:
+        """Compile kernels, map or read weights, allocate the cache and buffers."""
+        self.compile()
+        names = {w for g, _ in self.graphs.values() for w in g.weights}
+        self._check_weights(names)
+        self._weights = self.model.load(names, mmap=self.config.mmap)
+        try:
+            self._caches = {c: aligned_zeros(n) for c, n in self.cache_bytes().items()}
+            self._bind()
+        except MemoryError:
+            need = (sum(self.cache_bytes().values()) + self.compute_bytes) / 2**20
+            raise IkError(
+                f"out of memory: CPU wants {need:.0f} MiB for the KV cache and compute buffers; "
+                "lower -c or -ub, or use -ctk q8_0"
+            ) from None
+
+    def compile(self) -> None:
+        """Get the kernels; compiles what the cache lacks, with a progress bar."""
+        programs = list(self.programs.values())
+        with progress("compiling kernels", self.backend.n_missing(programs)) as advance:
+            self.backend.prepare(programs, lambda done, total: advance(1))
+
+    def _check_weights(self, names: set[str]) -> None:
+        if not self.config.check_tensors:
+            return
+        from ikcli.quant.validate import check_tensors
+
+        bad = list(check_tensors(self.model.file, sorted(n for n in names if n in self.model.file.tensors)))
+        if bad:
+            where = ", ".join(f"{b.name} (element {b.element})" for b in bad[:5])
+            raise NonFiniteError(f"{self.model.source}: {len(bad)} tensors hold NaN or Inf: {where}")
+
+    def _record(self) -> dict[str, tuple[Graph, Node]]:
+        """The generation graph, and a prompt graph where the two differ (MLA)."""
+        cfg, hp = self.graph_config, self.model.hp
+        kinds = {"decode": replace(cfg, expand=False)}
+        if hp.kv_lora_rank and cfg.mla >= 2 and cfg.flash_attn and cfg.n_ubatch >= EXPAND_MIN_TOKENS:
+            kinds["prefill"] = replace(cfg, expand=True)
+        graphs = {}
+        for kind, kind_cfg in kinds.items():
+            graph = Graph()
+            graphs[kind] = graph, self.model.module.build(graph, hp, self.model.weights(), kind_cfg)
+        return graphs
+
+    def _plan(self) -> dict[str, Program]:
+        programs = {}
+        for kind, (graph, result) in self.graphs.items():
+            few = kind == "decode" and "prefill" in self.graphs
+            n_tokens = min(self.n_ubatch, EXPAND_MIN_TOKENS - 1) if few else self.n_ubatch
+            n_outputs = min(self._n_outputs, n_tokens)
+            programs[kind] = self.backend.plan(graph, result, n_tokens, n_outputs, self.n_ctx)
+        return programs
+
+    def cache_bytes(self) -> dict[Cache, int]:
+        """Bytes of every cache tensor."""
+        sizes = {}
+        for graph, _ in self.graphs.values():
+            for c in graph.caches.values():
+                row = row_n_bytes(c.type, self.n_ctx if c.transposed else c.cols)
+                sizes[c] = row * (c.cols if c.transposed else self.n_ctx)
+        return sizes
+
+    @property
+    def output_bytes(self) -> int:
+        """Logits kept for the caller."""
+        return self._n_outputs * self.n_vocab * 4
+
+    @property
+    def compute_bytes(self) -> int:
+        """Work buffers, shared by the programs."""
+        return max(p.arena_bytes for p in self.programs.values())
+
+    def _bind(self) -> None:
+        addresses = {c: int(a.ctypes.data) for c, a in self._caches.items()}
+        self.backend.bind(list(self.programs.values()), self._state, self._weights, addresses)
+
+    # --- use --------------------------------------------------------------------------------------------------------
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model, made on first use."""
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_metadata(self.model.file.metadata, self.model.source)
+        return self._tokenizer
+
+    def warm_up(self) -> None:
+        """One token, then an empty cache: pages weights in and wakes the threads."""
+        bos = self.model.file.get("tokenizer.ggml.bos_token_id", 0)
+        self.decode(Batch.single([bos if 0 <= int(bos) < self.n_vocab else 0]))
+        self.kv_seq_rm(-1)
+
+    def decode(self, batch: Batch) -> FloatRows:
+        """Logits (n_outputs, n_vocab) of the wanted tokens in batch order; valid until the next call."""
+        parts = [self._decode(batch.slice(i, i + self.n_ubatch)) for i in range(0, len(batch), self.n_ubatch)]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty((0, self.n_vocab), np.float32), *parts])
+
+    def _decode(self, batch: Batch) -> FloatRows:
+        out_ids = np.flatnonzero(batch.logits)
+        if len(out_ids) > self._n_outputs:
+            self._grow_outputs(len(out_ids))
+        self._state.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
+        n = len(batch)
+        kind = "prefill" if n >= EXPAND_MIN_TOKENS and "prefill" in self.programs else "decode"
+        program = self.programs[kind]
+        n_threads = self.config.n_threads if n == 1 else self.config.n_threads_batch
+        if self.observer is None:
+            self.backend.run(program, n_threads)
+        else:
+            self.backend.run_observed(program, n_threads, self._state, self.observer)
+        logits = program.view(self.backend.arena, program.result, len(out_ids))
+        # A sum is not finite if a term is not; it can overflow by itself, so look closer before complaining.
+        if not np.isfinite(logits.sum(dtype=np.float64)) and not np.isfinite(logits).all():
+            self._explain_non_finite(program, n_threads)
+        # The arena is written again by the next micro-batch; single tokens are read before that.
+        return logits.copy() if n > 1 else logits
+
+    def _segments(self, batch: Batch) -> list[Segment]:
+        if len(batch) and not 0 <= batch.tokens.min() <= batch.tokens.max() < self.n_vocab:
+            raise IkError(f"a token id is outside the vocabulary of {self.n_vocab}")
+        starts = [0, *(np.flatnonzero(np.diff(batch.seq)) + 1).tolist(), len(batch)]
+        segments = [self._segment(batch, a, b) for a, b in pairwise(starts)]
+        for s, a in zip(segments, starts, strict=False):
+            self._n_past[int(batch.seq[a])] = s.n_kv
+        return segments
+
+    def _segment(self, batch: Batch, start: int, stop: int) -> Segment:
+        seq, pos, n = int(batch.seq[start]), int(batch.pos[start]), stop - start
+        if not 0 <= seq < self.n_seq_max:
+            raise IkError(f"sequence {seq} does not exist; the session was made for {self.n_seq_max}")
+        if pos != self._n_past[seq] or int(batch.pos[stop - 1]) != pos + n - 1:
+            raise IkError(f"sequence {seq}: position {pos} does not follow the {self._n_past[seq]} cached ones")
+        if pos + n > self.n_ctx_seq:
+            raise IkError(f"sequence {seq}: {pos + n} tokens do not fit its context of {self.n_ctx_seq}; raise -c")
+        return Segment(start, n, seq * self.n_ctx_seq, pos)
+
+    def _grow_outputs(self, n: int) -> None:
+        """More logits per micro-batch than planned: plan again."""
+        self._n_outputs = min(self.n_ubatch, 1 << (n - 1).bit_length())
+        self.programs = self._plan()
+        self._bind()
+
+    def _explain_non_finite(self, program: Program, n_threads: int) -> None:
+        """Run the micro-batch once more, node by node, and name the first one that is not finite."""
+
+        def look(node: Node, value: npt.NDArray[np.generic]) -> None:
+            if node.op in ("moe_route", "moe_sort") or node.dtype != "f32" or np.isfinite(value).all():
+                return
+            weights = [x.name for x in node.inputs if isinstance(x, Weight)]
+            with_ = f" with {', '.join(weights)}" if weights else ""
+            raise NonFiniteError(
+                f"{self.model.source}: {node.name} ({node.op}{with_}) gives NaN or Inf; "
+                "--check-tensors tells whether the file holds such values"
+            )
+
+        self.backend.run_observed(program, n_threads, self._state, look)
+        raise NonFiniteError(f"{self.model.source}: logits are NaN or Inf, but not when computed again node by node")
+
+    def kv_seq_rm(self, seq: int, p0: int = 0, p1: int = -1) -> None:
+        """Forget positions p0..p1-1 of a sequence (seq -1: all sequences, p1 -1: to the end)."""
+        for s in range(self.n_seq_max) if seq < 0 else (seq,):
+            if p0 < p1 < self._n_past[s]:
+                raise UnsupportedError("only the end of a sequence can be removed from the cache")
+            self._n_past[s] = min(self._n_past[s], max(p0, 0))
+
+    def close(self) -> None:
+        """Stop the threads and release memory."""
+        self.backend.close()
+        self._caches.clear()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+
+def _graph_config(config: RunConfig, n_cells: int) -> GraphConfig:
+    return GraphConfig(
+        mla=config.mla,
+        flash_attn=config.flash_attn,
+        amb=config.amb,
+        fmoe=config.fmoe,
+        ser=config.ser,
+        type_k=format_by_name(config.type_k).type,
+        type_v=format_by_name(config.type_v).type,
+        n_ctx=n_cells,
+        n_ubatch=config.n_ubatch,
+    )
+
+
+def _check_cache_types(cfg: GraphConfig, model: Model) -> None:
+    """Refuse combinations before anything is loaded."""
+    latent = bool(model.hp.kv_lora_rank) and cfg.mla > 0
+    used = {"-ctk": cfg.type_k}
+    if not latent or (cfg.mla == 1 and not cfg.flash_attn):
+        used["-ctv"] = cfg.type_v
+    for option, type_ in used.items():
+        name = type_.name.lower()
+        if type_ not in CACHE_TYPES:
+            raise UnsupportedError(f"{option} {name} is not supported on the CPU yet; use f16, bf16, f32 or q8_0")
+    if "-ctv" in used and not cfg.flash_attn and cfg.type_v == GGMLType.Q8_0:
+        way = "-ctv f16" if latent else "-fa or -ctv f16"
+        raise UsageError(f"a quantized V cache needs flash attention; use {way}")
+
+
+def warmup(config: RunConfig) -> int:
+    """Compile the kernels of a model ahead of time (`ik warmup`)."""
+    session = Session.plan(config)
+    session.compile()
+    return 0

@@ -1,0 +1,99 @@
+"""The lines a session logs while it opens a model and sets up its context (texts and arithmetic: `report.py`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ikcli.config import RunConfig
+from ikcli.engine import report
+from ikcli.engine.placement import no_device_notice
+from ikcli.gguf.constants import TYPE_TRAITS, file_type_label, tensor_n_bytes
+from ikcli.log import log, notice_once
+
+if TYPE_CHECKING:
+    from ikcli.engine.model import Model
+    from ikcli.engine.session import Session
+
+_DEVICE = "CPU"
+
+
+def model_lines(model: Model, config: RunConfig) -> None:
+    """Loader lines: what the file is and holds."""
+    file = model.file
+    if len(file.paths) > 1:
+        log(f"llama_model_loader: additional {len(file.paths) - 1} GGUFs metadata loaded.")
+    log(report.loaded_line(len(file.metadata), len(file.tensors), model.source, file.version))
+    rows = [
+        report.TensorRow(t.name, tuple(t.shape), TYPE_TRAITS[t.type].name, t.n_bytes) for t in file.tensors.values()
+    ]
+    if config.verbose:
+        for line in report.kv_pair_lines([(k, *_pair(model, k)) for k in file.metadata]):
+            log(line)
+    for line in report.type_lines(rows):
+        log(line)
+    ftype = file.get("general.file_type")
+    label = file_type_label(int(ftype)) if ftype is not None else ""
+    for line in report.model_size_lines(rows, label):
+        log(line)
+    rope = model.hp.rope
+    if rope.scaling != "none":
+        log(
+            f"llm_load_print_meta: rope scaling     = {rope.scaling} x{rope.factor:g} of {rope.n_ctx_orig} tokens "
+            f"(off: --override-kv {model.hp.arch}.rope.scaling.type=str:none)"
+        )
+    if notice := no_device_notice(config):
+        notice_once(notice)
+    if config.mla and not model.hp.kv_lora_rank and config.mla != RunConfig().mla:
+        notice_once(f"{model.hp.arch} has no MLA: -mla {config.mla} has no effect")
+    if config.run_time_repack:
+        notice_once("-rtr: no interleaved kernels in this version; weights keep their types")
+
+
+def _pair(model: Model, key: str) -> tuple[str, str]:
+    value_type = model.file.value_types[key]
+    value = model.file.metadata[key]
+    if value_type.name == "ARRAY":
+        items = ", ".join(str(v) for v in list(value[:8]))
+        return f"arr[{model.file.item_types[key].name.lower()},{len(value)}]", f"[{items}]"
+    names = {"STRING": "str", "UINT32": "u32", "INT32": "i32", "FLOAT32": "f32"}
+    return names.get(value_type.name, value_type.name.lower()), str(value)
+
+
+def context_lines(session: Session) -> None:
+    """Context lines: settings, cache, buffers, totals."""
+    c, hp = session.config, session.model.hp
+    derived = session.model.derived
+    if derived:
+        n_bytes = sum(tensor_n_bytes(d.type, d.shape) for d in derived.values())
+        kinds = sorted({n.split(".")[2].removeprefix("attn_") for n in derived})
+        types = ", ".join(sorted({TYPE_TRAITS[d.type].name for d in derived.values()}))
+        log(
+            f"llm_prepare_mla: computing {len(derived)} {'/'.join(kinds)} tensors ({types}, {n_bytes / 2**20:.2f} MiB) "
+            f"that -mla {c.mla} needs and the file does not hold"
+        )
+    names = {w for g, _ in session.graphs.values() for w in g.weights}
+    weight_bytes = session.model.n_bytes(names)
+    for line in report.weight_buffer_lines({_DEVICE: weight_bytes}):
+        log(line)
+    for line in report.context_lines(
+        {
+            "n_ctx": session.n_ctx, "n_batch": session.n_batch, "n_ubatch": session.n_ubatch,
+            "flash_attn": int(c.flash_attn), "mla_attn": c.mla if hp.kv_lora_rank else 0, "attn_max_b": c.amb,
+            "fused_moe": int(c.fmoe), "ser": report.ser_text(c.ser), "freq_base": f"{hp.rope.freq_base:.1f}",
+            "freq_scale": f"{1 / hp.rope.factor:g}",
+        }
+    ):  # fmt: skip
+        log(line)
+    cache_bytes = sum(session.cache_bytes().values())
+    size = report.kv_self_size(
+        report.KVShape(hp.n_layer, hp.n_head_kv, hp.head_dim_k, hp.head_dim_v, hp.kv_lora_rank, hp.n_rot),
+        session.n_ctx, c.mla, c.flash_attn, c.type_k, c.type_v,
+    )  # fmt: skip
+    for line in report.kv_lines(size, session.n_ctx, c.type_k, c.type_v, {_DEVICE: cache_bytes}):
+        log(line)
+    n_nodes = max(len(g.nodes) for g, _ in session.graphs.values())
+    for line in report.compute_lines({_DEVICE: session.output_bytes}, {_DEVICE: session.compute_bytes}, n_nodes, 1):
+        log(line)
+    parts = {"weights": weight_bytes, "KV": cache_bytes, "compute": session.compute_bytes}
+    for line in report.total_lines({_DEVICE: parts}):
+        log(line)

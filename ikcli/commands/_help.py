@@ -16,8 +16,9 @@ _INDENT = 36
 
 _NOTES = {
     "sweep-bench": """\
-Each row is measured at a context depth of N_KV tokens: PP prompt tokens (T_PP seconds, S_PP tokens/s)
-and TG generated tokens (T_TG, S_TG). Rows start at N_KV = 0 and step by the ubatch up to the context.""",
+Each row is measured at a context depth of N_KV tokens: PP prompt tokens (T_PP seconds, S_PP
+tokens/s) and TG generated tokens (T_TG, S_TG). Rows start at N_KV = 0 and step by the ubatch up to
+the context size.""",
     "perplexity": """\
 Without -m and -f the bundled demo model and text are used. The context (-c) defaults to 512 tokens,
 -b 2048 evaluates several chunks side by side.""",

@@ -1,0 +1,107 @@
+"""The layers of the package: who may import whom, and which library belongs to which part."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "ikcli"
+
+# A module may import its own layer and those before it.
+LAYERS = (
+    ("errors", "registry", "log", "hostinfo", "options", "config", "config_groups", "config_values", "gguf"),
+    ("quant", "tokenizer", "graph"),
+    ("backends",),
+    ("models",),
+    ("engine",),
+    ("eval", "server"),
+    ("commands", "main"),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+# Library -> parts of the package that may import it.
+LIBRARIES = {
+    "numba": ("backends.cpu", "quant"),
+    "llvmlite": ("backends.cpu", "quant"),
+    "typer": ("commands", "main"),
+    "click": (),
+    "torch": (),
+    "cuda": ("backends.cuda",),
+    "tokenizers": ("tokenizer",),
+    "jinja2": ("tokenizer",),
+    "fastapi": ("server",),
+    "starlette": ("server",),
+    "uvicorn": ("server",),
+}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """(module, at run time) of every import; imports under `if TYPE_CHECKING` are not made at run time."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            typing_only.update(child for statement in node.body for child in ast.walk(statement))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node not in typing_only
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            if node.module == "ikcli":
+                for alias in node.names:
+                    yield f"ikcli.{alias.name}", node not in typing_only
+            else:
+                yield node.module, node not in typing_only
+
+
+def within(module: str, part: str) -> bool:
+    return module == part or module.startswith(part + ".")
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_imports_respect_the_layers(path: Path) -> None:
+    module = module_of(path)
+    rank = RANK.get(module.partition(".")[0], -1) if module else -1
+    for imported, _ in imports(path):
+        head = imported.partition(".")[0]
+        if head in LIBRARIES:
+            assert any(within(module, part) for part in LIBRARIES[head]), f"{module} imports {imported}"
+        if head == "ikcli" and "." in imported:
+            target = imported.split(".")[1]
+            if target in RANK:
+                assert rank >= RANK[target], f"{module} imports {imported}, which belongs to a later layer"
+
+
+def test_models_use_the_graph_and_no_backend() -> None:
+    for path in (PACKAGE / "models").glob("*.py"):
+        for imported, _ in imports(path):
+            assert not imported.startswith("ikcli.backends"), f"{path.name} imports {imported}"
+
+
+def test_every_part_has_a_layer() -> None:
+    known = set(RANK)
+    for path in FILES:
+        module = module_of(path)
+        if module:
+            assert module.partition(".")[0] in known, f"{module} belongs to no layer; add it to LAYERS"
+
+
+def test_the_checks_see_imports(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text(
+        "import numba\nfrom ikcli import log\nif TYPE_CHECKING:\n    import torch\ndef f():\n    import cuda.core\n"
+    )
+    assert list(imports(file)) == [("numba", True), ("ikcli.log", True), ("torch", False), ("cuda.core", True)]

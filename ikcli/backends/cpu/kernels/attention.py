@@ -1,0 +1,394 @@
+"""Flash attention: online soft-max over tiles of the KV cache; K*Q is never stored.
+
+A task is (segment, block of its tokens, unit of heads that share one KV head[, range of positions]). Its rows, tokens
+times heads, are the vector lanes: Q is transposed once to [column][row], cached rows become f32 tiles of 16-column
+chunks (sgemm.py), scores [position][row] overwrite each other tile by tile, and the output grows as [column][row].
+With few tasks the positions are split as well; `make_combine` then merges the parts. Arithmetic is f32 throughout.
+
+Answers to ggml's flash_attn_ext; the recurrence is Milakov & Gimelshein 2018, Dao et al. 2022.
+"""
+
+import numpy as np
+
+from ikcli.backends.cpu.jit import inline
+from ikcli.backends.cpu.kernels.common import (
+    N_SEG,
+    SEG_CELL,
+    SEG_KV_ROW,
+    SEG_N_TOKENS,
+    SEG_POS,
+    SEG_TOKEN,
+    SEG_WORDS,
+    SEGMENTS,
+    next_work,
+    state_word,
+    word,
+)
+from ikcli.backends.cpu.kernels.kv import make_stage
+from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, MAX_VECTORS, columns_product, rows_product, transpose16
+from ikcli.backends.cpu.simd.math import vexp_fast
+from ikcli.backends.cpu.simd.vec import (
+    ld_f32,
+    ld_i32,
+    ld_i64,
+    load_f32x16,
+    load_i32x16,
+    select_less_i32,
+    splat_f32x16,
+    splat_i32x16,
+    st_i32,
+    store_f32_first,
+    store_f32x16,
+    vadd,
+    vdiv,
+    vfma,
+    vmax,
+    vmul,
+    vsub,
+    zero_f32x16,
+)
+
+# Parameter words.
+OUT, OUT_STRIDE, FIRST_HEAD, UNITS, UNIT_HEADS, GROUP, BLOCK, TILE, SCALE, K_CHUNKS, V_COLS, V_CHUNK = range(3, 15)
+SCRATCH, SCRATCH_BYTES, K_AT, V_AT, S_AT, O_AT, STATS_AT, SLOTS, SLOT_BYTES = range(15, 24)
+PARTS = 24  # q, q, k, k, v: PART_WORDS each; width 0 = absent
+PART_ADDRESS, PART_ROW_BYTES, PART_OFFSET, PART_HEAD_STRIDE, PART_WIDTH, PART_COMPACT, PART_WORDS = range(7)
+Q0, Q1, K0, K1, V0 = (PARTS + PART_WORDS * i for i in range(5))
+N_WORDS = PARTS + 5 * PART_WORDS
+
+MAX_ROWS = 96  # rows of a task
+STAT_BYTES = 4 * MAX_ROWS  # statistics: M, L, CORRECTION, LIMIT
+M, L, CORRECTION, LIMIT = 0, STAT_BYTES, 2 * STAT_BYTES, 3 * STAT_BYTES
+STATS_BYTES = 4 * STAT_BYTES
+MIN_SPLIT = 256  # positions
+SPLITS_PER_THREAD = 4
+
+_F0, _F1, _LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-3.0e38)
+
+
+# --- work division ---------------------------------------------------------------------------------------------------
+@inline
+def segment_word(segment, i):
+    return ld_i64(segment + 8 * i)
+
+
+@inline
+def n_base_tasks(params):
+    """Tasks before splitting over positions."""
+    segments, block, total = state_word(params, SEGMENTS), word(params, BLOCK), 0
+    for i in range(state_word(params, N_SEG)):
+        total += (segment_word(segments + 8 * SEG_WORDS * i, SEG_N_TOKENS) + block - 1) // block
+    return total * word(params, UNITS)
+
+
+@inline
+def find_task(params, task):
+    """(segment address, first token inside it, tokens, unit); the blocks with most positions come first."""
+    segment, block, units = state_word(params, SEGMENTS), word(params, BLOCK), word(params, UNITS)
+    while True:
+        n_tokens = segment_word(segment, SEG_N_TOKENS)
+        here = (n_tokens + block - 1) // block * units
+        if task < here:
+            first = (here - 1 - task) // units * block
+            return segment, first, min(block, n_tokens - first), task % units
+        task -= here
+        segment += 8 * SEG_WORDS
+
+
+@inline
+def n_splits(n_base, nth):
+    """Parts every task is split into: the same in all kernels of one run."""
+    if nth == 1 or n_base == 0:
+        return 1
+    return max(1, SPLITS_PER_THREAD * nth // n_base)
+
+
+@inline
+def split_length(n_positions, splits, tile):
+    length = max((n_positions + splits - 1) // splits, MIN_SPLIT)
+    return (length + tile - 1) // tile * tile
+
+
+@inline
+def part_row(params, part, segment, kv_head):
+    """(address of the row of position 0, first element) of a K or V part."""
+    first = segment_word(segment, SEG_KV_ROW) if word(params, part + PART_COMPACT) else segment_word(segment, SEG_CELL)
+    address = word(params, part + PART_ADDRESS) + first * word(params, part + PART_ROW_BYTES)
+    return address, word(params, part + PART_OFFSET) + kv_head * word(params, part + PART_HEAD_STRIDE)
+
+
+# --- staging ---------------------------------------------------------------------------------------------------------
+def make_stage_part(type_):
+    """stage_part(params, part, segment, kv_head, dst, chunk_bytes, position, n): n rows of a part, as chunks."""
+    stage = make_stage(type_)
+
+    @inline
+    def stage_part(params, part, segment, kv_head, dst, chunk_bytes, position, n):
+        row, element = part_row(params, part, segment, kv_head)
+        stride, width = word(params, part + PART_ROW_BYTES), word(params, part + PART_WIDTH)
+        row += position * stride
+        for i in range(n):
+            stage(dst + CHUNK_ROW * i, chunk_bytes, row, element, width)
+            row += stride
+
+    return stage_part
+
+
+def make_stage_k(k_types):
+    """stage_k(...) of one or two parts, `k_types` joined by '+'."""
+    types = k_types.split("+")
+    first = make_stage_part(types[0])
+    if len(types) == 1:
+
+        @inline
+        def stage_k(params, segment, kv_head, dst, chunk_bytes, position, n):
+            first(params, K0, segment, kv_head, dst, chunk_bytes, position, n)
+
+        return stage_k
+    second = make_stage_part(types[1])
+
+    @inline
+    def stage_k2(params, segment, kv_head, dst, chunk_bytes, position, n):
+        first(params, K0, segment, kv_head, dst, chunk_bytes, position, n)
+        dst += (word(params, K0 + PART_WIDTH) + 15) // 16 * chunk_bytes
+        second(params, K1, segment, kv_head, dst, chunk_bytes, position, n)
+
+    return stage_k2
+
+
+_stage_f32 = make_stage("f32")
+
+
+@inline
+def stage_q(params, token, unit, row, dst, chunk_bytes):
+    """One row of the task (token * heads + head) as chunks, not yet scaled."""
+    heads = word(params, UNIT_HEADS)
+    head = word(params, FIRST_HEAD) + unit * heads + row % heads
+    token += row // heads
+    for part in range(Q0, K0, PART_WORDS):
+        width = word(params, part + PART_WIDTH)
+        src = word(params, part + PART_ADDRESS) + token * word(params, part + PART_ROW_BYTES)
+        element = word(params, part + PART_OFFSET) + head * word(params, part + PART_HEAD_STRIDE)
+        _stage_f32(dst, chunk_bytes, src, element, width)
+        dst += (width + 15) // 16 * chunk_bytes
+
+
+@inline
+def pack_q(params, token, unit, rows, q, tmp):
+    """q[column][row] = scale * Q, zeros in the rows that fill the last vector."""
+    vectors, chunks = (rows + 15) >> 4, word(params, K_CHUNKS)
+    scale = splat_f32x16(ld_f32(params + 8 * SCALE))
+    for v in range(vectors):
+        for r in range(16):
+            if 16 * v + r < rows:
+                stage_q(params, token, unit, 16 * v + r, tmp + CHUNK_ROW * r, 16 * CHUNK_ROW)
+            else:
+                for c in range(chunks):
+                    store_f32x16(tmp + CHUNK_ROW * (16 * c + r), zero_f32x16())
+        for c in range(chunks):
+            at = q + 16 * c * 64 * vectors + 64 * v
+            transpose16(tmp + 16 * CHUNK_ROW * c, CHUNK_ROW, at, 64 * vectors)
+            for i in range(16):
+                store_f32x16(at + 64 * vectors * i, vmul(load_f32x16(at + 64 * vectors * i), scale))
+
+
+# --- soft-max --------------------------------------------------------------------------------------------------------
+@inline
+def start_rows(stats, rows, heads, position, out, out_bytes):
+    """Statistics and output of no positions at all; `position` is that of the first row's token."""
+    for i in range(0, 16 * ((rows + 15) >> 4)):
+        st_i32(stats + LIMIT + 4 * i, position + 1 + min(i, rows - 1) // heads)
+    for i in range(0, STAT_BYTES, 64):
+        store_f32x16(stats + M + i, splat_f32x16(_LOWEST))
+        store_f32x16(stats + L + i, zero_f32x16())
+    for i in range(0, out_bytes, 64):
+        store_f32x16(out + i, zero_f32x16())
+
+
+@inline
+def soft_max_column(s, stride, n, tile, stats):
+    """One vector of rows: scores of n positions become e**(score - max); updates the statistics.
+
+    A NaN or infinite score makes the row's sum NaN. Positions beyond a row's limit get 0.
+    """
+    limit = vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile))
+    masked = ld_i32(stats + LIMIT) - tile < n
+    old, lowest, zero = load_f32x16(stats + M), splat_f32x16(_LOWEST), zero_f32x16()
+    top = old
+    if masked:
+        for t in range(n):
+            x = select_less_i32(splat_i32x16(t), limit, load_f32x16(s + t * stride), lowest)
+            store_f32x16(s + t * stride, x)
+            top = vmax(x, top)
+    else:
+        other = old
+        for t in range(0, n - 1, 2):
+            top = vmax(load_f32x16(s + t * stride), top)
+            other = vmax(load_f32x16(s + t * stride + stride), other)
+        top = vmax(vmax(load_f32x16(s + (n - 1) * stride), top), other)
+    total, nan = zero, zero
+    for t in range(n):
+        x = vsub(load_f32x16(s + t * stride), top)
+        nan = vfma(x, zero, nan)
+        p = vexp_fast(x)
+        if masked:
+            p = select_less_i32(splat_i32x16(t), limit, p, zero)
+        total = vadd(total, p)
+        store_f32x16(s + t * stride, p)
+    correction = vexp_fast(vsub(old, top))
+    store_f32x16(stats + M, top)
+    store_f32x16(stats + L, vadd(vfma(load_f32x16(stats + L), correction, total), nan))
+    store_f32x16(stats + CORRECTION, correction)
+
+
+# --- output ----------------------------------------------------------------------------------------------------------
+@inline
+def write_chunk(params, token, unit, rows, v, chunk, o, stride, sums, tmp):
+    """16 columns of up to 16 rows (vector v) of o[column][row], over their sums, to the node's output."""
+    heads, cols = word(params, UNIT_HEADS), word(params, V_COLS)
+    transpose16(o + 16 * chunk * stride + 64 * v, stride, tmp, 64)
+    n = min(16, cols - 16 * chunk)
+    for r in range(min(16, rows - 16 * v)):
+        row = 16 * v + r
+        head = word(params, FIRST_HEAD) + unit * heads + row % heads
+        dst = word(params, OUT) + (token + row // heads) * word(params, OUT_STRIDE) + 4 * (head * cols + 16 * chunk)
+        x = vmul(load_f32x16(tmp + 64 * r), splat_f32x16(_F1 / ld_f32(sums + 4 * row)))
+        if n == 16:
+            store_f32x16(dst, x)
+        else:
+            store_f32_first(dst, x, n)
+
+
+@inline
+def write_rows(params, token, unit, rows, o, stride, sums, tmp):
+    for v in range((rows + 15) >> 4):
+        for chunk in range((word(params, V_COLS) + 15) >> 4):
+            write_chunk(params, token, unit, rows, v, chunk, o, stride, sums, tmp)
+
+
+@inline
+def write_slot(slot, stats, o, o_bytes):
+    """A part of a split task: M, L, then o as it is."""
+    for i in range(0, 2 * STAT_BYTES, 64):
+        store_f32x16(slot + i, load_f32x16(stats + i))
+    for i in range(0, o_bytes, 64):
+        store_f32x16(slot + 2 * STAT_BYTES + i, load_f32x16(o + i))
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+def make_flash_attn(k_types, v_type):
+    """v_type "view": V is the chunks of the K tile from V_CHUNK on."""
+    stage_k = make_stage_k(k_types)
+    if v_type == "view":
+
+        @inline
+        def stage_v(params, segment, kv_head, k, v, chunk_bytes, position, n):
+            return k + word(params, V_CHUNK) * chunk_bytes
+
+    else:
+        stage_part = make_stage_part(v_type)
+
+        @inline
+        def stage_v(params, segment, kv_head, k, v, chunk_bytes, position, n):
+            stage_part(params, V0, segment, kv_head, v, chunk_bytes, position, n)
+            return v
+
+    @inline
+    def attend(params, q, k, v, s, o, stats, rows, n, tile):
+        """All rows of the task with the n staged positions from `tile` on."""
+        vectors, chunk_bytes = (rows + 15) >> 4, word(params, TILE) * CHUNK_ROW
+        stride, v_chunks = 64 * vectors, (word(params, V_COLS) + 15) >> 4
+        for at in range(0, vectors, MAX_VECTORS):
+            wide = min(MAX_VECTORS, vectors - at)
+            seen = min(n, ld_i32(stats + LIMIT + 4 * (16 * (at + wide) - 1)) - tile)
+            if seen <= 0:
+                continue
+            x = 64 * at
+            rows_product(wide, k, chunk_bytes, seen, q + x, stride, word(params, K_CHUNKS), s + x, stride)
+            for i in range(x, x + 64 * wide, 64):
+                soft_max_column(s + i, stride, seen, tile, stats + i)
+            columns_product(wide, v, chunk_bytes, v_chunks, s + x, stride, seen, o + x, stride, stats + CORRECTION + x)
+
+    def flash_attn(params, ith, nth):
+        n_base = n_base_tasks(params)
+        splits = n_splits(n_base, nth)
+        heads, tile = word(params, UNIT_HEADS), word(params, TILE)
+        q = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
+        k, v, s = q + word(params, K_AT), q + word(params, V_AT), q + word(params, S_AT)
+        o, stats = q + word(params, O_AT), q + word(params, STATS_AT)
+        while True:
+            task = next_work(params, 1)
+            if task >= n_base * splits:
+                break
+            segment, first, n_tokens, unit = find_task(params, task // splits)
+            kv_head = (word(params, FIRST_HEAD) + unit * heads) // word(params, GROUP)
+            rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
+            position = segment_word(segment, SEG_POS) + first
+            length = split_length(position + n_tokens, splits, tile)
+            begin = length * (task % splits)
+            end = min(begin + length, position + n_tokens)
+            if begin >= end:
+                continue
+            stride = 64 * ((rows + 15) >> 4)
+            o_bytes = stride * ((word(params, V_COLS) + 15) & ~15)
+            pack_q(params, token, unit, rows, q, k)
+            start_rows(stats, rows, heads, position, o, o_bytes)
+            for at in range(begin, end, tile):
+                n = min(tile, end - at)
+                stage_k(params, segment, kv_head, k, tile * CHUNK_ROW, at, n)
+                values = stage_v(params, segment, kv_head, k, v, tile * CHUNK_ROW, at, n)
+                attend(params, q, k, values, s, o, stats, rows, n, at)
+            if length >= position + n_tokens:
+                write_rows(params, token, unit, rows, o, stride, stats + L, s)
+            else:
+                write_slot(word(params, SLOTS) + task * word(params, SLOT_BYTES), stats, o, o_bytes)
+
+    return flash_attn
+
+
+@inline
+def merge_chunk(slot, slot_bytes, parts, v, chunk, stride, sums, out):
+    """16 columns of one vector of rows, summed over the parts of a task: out[column][row], sums[row]."""
+    top = load_f32x16(slot + M + 64 * v)
+    for i in range(1, parts):
+        top = vmax(load_f32x16(slot + i * slot_bytes + M + 64 * v), top)
+    total = zero_f32x16()
+    for i in range(parts):
+        part = slot + i * slot_bytes
+        weight = vexp_fast(vsub(load_f32x16(part + M + 64 * v), top))
+        total = vfma(load_f32x16(part + L + 64 * v), weight, total)
+        src = part + 2 * STAT_BYTES + 16 * chunk * stride + 64 * v
+        for c in range(16):
+            old = load_f32x16(out + 64 * c) if i > 0 else zero_f32x16()
+            store_f32x16(out + 64 * c, vfma(load_f32x16(src + c * stride), weight, old))
+    store_f32x16(sums, total)
+
+
+def make_combine():
+    """Merges the parts of split tasks; nothing to do where flash_attn did not split. Same parameters."""
+
+    def combine(params, ith, nth):
+        n_base = n_base_tasks(params)
+        splits = n_splits(n_base, nth)
+        if splits == 1:
+            return
+        heads, slot_bytes = word(params, UNIT_HEADS), word(params, SLOT_BYTES)
+        tmp = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
+        v_chunks = (word(params, V_COLS) + 15) >> 4
+        for item in range(n_base * v_chunks * ith // nth, n_base * v_chunks * (ith + 1) // nth):
+            task, chunk = item // v_chunks, item % v_chunks
+            segment, first, n_tokens, unit = find_task(params, task)
+            n_positions = segment_word(segment, SEG_POS) + first + n_tokens
+            length = split_length(n_positions, splits, word(params, TILE))
+            if length >= n_positions:
+                continue
+            rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
+            stride = 64 * ((rows + 15) >> 4)
+            slot = word(params, SLOTS) + task * splits * slot_bytes
+            parts = (n_positions + length - 1) // length
+            for v in range(stride >> 6):
+                merge_chunk(slot, slot_bytes, parts, v, chunk, stride, tmp + 2048, tmp)
+                merged = tmp - 64 * v - 16 * chunk * 64  # write_chunk adds these back
+                write_chunk(params, token, unit, rows, v, chunk, merged, 64, tmp + 2048 - 64 * v, tmp + 1024)
+
+    return combine

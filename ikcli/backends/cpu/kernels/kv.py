@@ -1,0 +1,218 @@
+"""KV cache rows: reading and writing elements of every cache type, the kv_store and kv_rows kernels.
+
+A cache row holds `cols` elements: f32, f16, bf16, or q8_0 blocks of 32 (f16 scale d = max|x|/127, 32 int8 codes
+rounded to nearest even). A new cache type needs three device functions here: 16 elements as f32 (at an index that is a
+multiple of 16 for block types), one element, and storing a run of f32.
+"""
+
+import numpy as np
+
+from ikcli.backends.cpu.jit import inline
+from ikcli.backends.cpu.kernels.basic import copy_f32
+from ikcli.backends.cpu.kernels.common import CELLS, KV_CELLS, n_rows, state_word, word
+from ikcli.backends.cpu.simd.vec import (
+    cvt_f32x16_i32,
+    cvt_i32x16_f32,
+    ld_bf16,
+    ld_f16,
+    ld_f32,
+    ld_i8,
+    ld_i64,
+    load_bf16x16,
+    load_f16x16,
+    load_f32x16,
+    load_i8x16,
+    reduce_add,
+    reduce_max,
+    sext_i8x16_i32,
+    splat_f32x16,
+    st_bf16,
+    st_f16,
+    st_f32,
+    store_bf16x16,
+    store_f16x16,
+    store_f32x16,
+    store_i8x16,
+    trunc_i32x16_i8,
+    vabs,
+    vadd,
+    vmax,
+    vmul,
+    vround_even,
+    zero_f32x16,
+)
+
+_F0, _F1, _F127 = np.float32(0.0), np.float32(1.0), np.float32(127.0)
+Q8_0_BLOCK = 34
+
+
+# --- 16 elements, one element ------------------------------------------------------------------------------------------
+@inline
+def _load16_f32(row, i):
+    return load_f32x16(row + 4 * i)
+
+
+@inline
+def _load16_f16(row, i):
+    return load_f16x16(row + 2 * i)
+
+
+@inline
+def _load16_bf16(row, i):
+    return load_bf16x16(row + 2 * i)
+
+
+@inline
+def _load16_q8_0(row, i):
+    block = row + Q8_0_BLOCK * (i >> 5)
+    codes = cvt_i32x16_f32(sext_i8x16_i32(load_i8x16(block + 2 + (i & 31))))
+    return vmul(codes, splat_f32x16(ld_f16(block)))
+
+
+@inline
+def _load1_f32(row, i):
+    return ld_f32(row + 4 * i)
+
+
+@inline
+def _load1_f16(row, i):
+    return ld_f16(row + 2 * i)
+
+
+@inline
+def _load1_bf16(row, i):
+    return ld_bf16(row + 2 * i)
+
+
+@inline
+def _load1_q8_0(row, i):
+    block = row + Q8_0_BLOCK * (i >> 5)
+    return np.float32(ld_i8(block + 2 + (i & 31))) * ld_f16(block)
+
+
+_LOAD = {
+    "f32": (_load16_f32, _load1_f32),
+    "f16": (_load16_f16, _load1_f16),
+    "bf16": (_load16_bf16, _load1_bf16),
+    "q8_0": (_load16_q8_0, _load1_q8_0),
+}
+
+
+def make_stage(type_):
+    """stage(dst, chunk_bytes, row, i, n): elements [i, i+n) of a row as f32, 16 at every chunk_bytes, zero padded."""
+    load16, load1 = _LOAD[type_]
+
+    @inline
+    def stage(dst, chunk_bytes, row, i, n):
+        end = i + (n & ~15)
+        while i < end:
+            store_f32x16(dst, load16(row, i))
+            dst += chunk_bytes
+            i += 16
+        if n & 15 != 0:
+            store_f32x16(dst, zero_f32x16())
+            for j in range(n & 15):
+                st_f32(dst + 4 * j, load1(row, i + j))
+
+    return stage
+
+
+def make_load1(type_):
+    """load1(row, i): one element as f32."""
+    return _LOAD[type_][1]
+
+
+# --- storing ---------------------------------------------------------------------------------------------------------
+@inline
+def _store_f32(row, i, src, n):
+    copy_f32(row + 4 * i, src, n)
+
+
+@inline
+def _store_f16(row, i, src, n):
+    dst, full = row + 2 * i, n & ~15
+    for j in range(0, full, 16):
+        store_f16x16(dst + 2 * j, load_f32x16(src + 4 * j))
+    for j in range(full, n):
+        st_f16(dst + 2 * j, ld_f32(src + 4 * j))
+
+
+@inline
+def _store_bf16(row, i, src, n):
+    dst, full = row + 2 * i, n & ~15
+    for j in range(0, full, 16):
+        store_bf16x16(dst + 2 * j, load_f32x16(src + 4 * j))
+    for j in range(full, n):
+        st_bf16(dst + 2 * j, ld_f32(src + 4 * j))
+
+
+@inline
+def _store_q8_0(row, i, src, n):
+    dst = row + Q8_0_BLOCK * (i >> 5)
+    for j in range(0, n, 32):
+        x, y = load_f32x16(src + 4 * j), load_f32x16(src + 4 * j + 64)
+        largest = reduce_max(vmax(vabs(x), vabs(y)))
+        # NaN is lost in the maximum and in the codes: keep it in the scale, where it will be seen.
+        nan = reduce_add(vmul(vadd(x, y), splat_f32x16(_F0)))
+        inverse = _F127 / largest if largest > _F0 else _F0
+        st_f16(dst, largest / _F127 + nan)
+        store_i8x16(dst + 2, trunc_i32x16_i8(cvt_f32x16_i32(vround_even(vmul(x, splat_f32x16(inverse))))))
+        store_i8x16(dst + 18, trunc_i32x16_i8(cvt_f32x16_i32(vround_even(vmul(y, splat_f32x16(inverse))))))
+        dst += Q8_0_BLOCK
+
+
+_STORE = {"f32": _store_f32, "f16": _store_f16, "bf16": _store_bf16, "q8_0": _store_q8_0}
+_STORE1 = {"f32": (4, st_f32), "f16": (2, st_f16), "bf16": (2, st_bf16)}
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+def make_kv_store(type_):
+    """params: 3 x at its first column, 4 row bytes of x, 5 columns, 6 cache, 7 cache row bytes, 8 first cache column."""
+    store = _STORE[type_]
+
+    def kv_store(params, ith, nth):
+        x, stride, cols = word(params, 3), word(params, 4), word(params, 5)
+        cache, row_bytes, first = word(params, 6), word(params, 7), word(params, 8)
+        cells = state_word(params, CELLS)
+        rows = n_rows(params)
+        for t in range(rows * ith // nth, rows * (ith + 1) // nth):
+            store(cache + ld_i64(cells + 8 * t) * row_bytes, first, x + t * stride, cols)
+
+    return kv_store
+
+
+def make_kv_store_transposed(type_):
+    """params: 3 x at its first column, 4 row bytes of x, 5 columns, 6 cache at its first row, 7 cells."""
+    size, store1 = _STORE1[type_]
+
+    def kv_store_transposed(params, ith, nth):
+        x, stride, cols = word(params, 3), word(params, 4), word(params, 5)
+        cache, n_cells = word(params, 6), word(params, 7)
+        cells = state_word(params, CELLS)
+        rows = n_rows(params)
+        for c in range(cols * ith // nth, cols * (ith + 1) // nth):
+            for t in range(rows):
+                store1(cache + size * (c * n_cells + ld_i64(cells + 8 * t)), ld_f32(x + t * stride + 4 * c))
+
+    return kv_store_transposed
+
+
+def make_kv_rows(type_):
+    """params: 3 cache, 4 cache row bytes, 5 first column, 6 columns, 7 out."""
+    load16, load1 = _LOAD[type_]
+
+    def kv_rows(params, ith, nth):
+        cache, row_bytes, first = word(params, 3), word(params, 4), word(params, 5)
+        cols, out = word(params, 6), word(params, 7)
+        cells = state_word(params, KV_CELLS)
+        rows = n_rows(params)
+        full = cols & ~15
+        for r in range(rows * ith // nth, rows * (ith + 1) // nth):
+            row = cache + ld_i64(cells + 8 * r) * row_bytes
+            dst = out + 4 * r * cols
+            for i in range(0, full, 16):
+                store_f32x16(dst + 4 * i, load16(row, first + i))
+            for i in range(full, cols):
+                st_f32(dst + 4 * i, load1(row, first + i))
+
+    return kv_rows

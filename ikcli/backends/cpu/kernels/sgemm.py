@@ -1,0 +1,217 @@
+"""Register-blocked f32 products for attention: C[m][n] += sum_k A[m][k] * B[k][n], lanes along n.
+
+A comes in *chunks*: 16 columns of `n` rows stored together, [chunk][row][16] f32. The same tile then serves both
+products of attention: as K (A[m] = row, k = column) and as V (A[m] = column, k = row), with constant offsets between
+the broadcasts. B and C are row-major with a row stride in bytes.
+
+Block shapes (m, vectors) keep the accumulators in registers: up to 24 of AVX-512's 32, fewer elsewhere.
+"""
+
+import llvmlite.ir as ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from ikcli.backends.cpu import isa
+from ikcli.backends.cpu.jit import inline
+from ikcli.backends.cpu.simd.vec import call_llvm, const_vector, f32x16, llvm_type, pointer, splat_value
+
+_I64, _F32 = ir.IntType(64), ir.FloatType()
+CHUNK = 16  # columns per chunk
+CHUNK_ROW = 64  # bytes of one row of a chunk
+# (m, vectors): m divides CHUNK. Wider first; the last entry has one vector and takes what remains.
+BLOCKS = ((8, 3), (8, 2), (16, 1)) if isa.current().name == "avx512" else ((4, 1),)
+MAX_VECTORS = BLOCKS[0][1]
+
+
+def _at(builder, base, n_bytes):
+    return builder.add(base, ir.Constant(_I64, n_bytes)) if n_bytes else base
+
+
+def _load(builder, address, t=None):
+    return builder.load(pointer(builder, address, t or llvm_type(f32x16)), align=1)
+
+
+def _fma(builder, a, b, c):
+    return call_llvm(builder, "llvm.fma.v16f32", llvm_type(f32x16), [a, b, c])
+
+
+def _loop(builder, count, carried, body):
+    """for i in range(count), count >= 1: carried = body(carried); returns the final values (all LLVM values)."""
+    before = builder.basic_block
+    head = builder.append_basic_block("block.loop")
+    after = builder.append_basic_block("block.end")
+    builder.branch(head)
+    builder.position_at_end(head)
+    i = builder.phi(_I64)
+    i.add_incoming(ir.Constant(_I64, 0), before)
+    phis = [builder.phi(x.type) for x in carried]
+    for phi, x in zip(phis, carried, strict=True):
+        phi.add_incoming(x, before)
+    new = body(phis)
+    end = builder.basic_block
+    following = builder.add(i, ir.Constant(_I64, 1))
+    i.add_incoming(following, end)
+    for phi, x in zip(phis, new, strict=True):
+        phi.add_incoming(x, end)
+    builder.cbranch(builder.icmp_signed("<", following, count), head, after)
+    builder.position_at_end(after)
+    return new
+
+
+def _step(builder, a, a_stride, b, accs, m, nv):
+    """One k: accs[i][v] += A[i] * B[v]."""
+    rows = [_load(builder, _at(builder, b, 64 * v)) for v in range(nv)]
+    out = []
+    for i in range(m):
+        x = splat_value(builder, f32x16, _load(builder, _at(builder, a, i * a_stride), _F32))
+        out += [_fma(builder, x, rows[v], accs[i * nv + v]) for v in range(nv)]
+    return out
+
+
+def _store_block(builder, accs, c, c_stride, m, nv):
+    for i in range(m):
+        for v in range(nv):
+            builder.store(accs[i * nv + v], pointer(builder, _at(builder, c, 64 * v), accs[0].type), align=1)
+        c = builder.add(c, c_stride)
+
+
+def make_rows_block(m, nv):
+    """C[m rows of A][nv vectors] = A B, with k along the columns of A (all `n_chunks` chunks)."""
+
+    @intrinsic
+    def rows_block(typingctx, a, chunk_bytes, b, b_stride, n_chunks, c, c_stride):
+        def codegen(context, builder, sig, args):
+            a, chunk_bytes, b, b_stride, n_chunks, c, c_stride = args
+            zero = const_vector(f32x16, [0.0] * 16)
+
+            def four_columns(state):
+                at, bt, *accs = state
+                for k in range(4):
+                    accs = _step(builder, _at(builder, at, 4 * k), CHUNK_ROW, bt, accs, m, nv)
+                    bt = builder.add(bt, b_stride)
+                return [_at(builder, at, 16), bt, *accs]
+
+            def chunk(state):
+                at, bt, *accs = state
+                _, bt, *accs = _loop(builder, ir.Constant(_I64, CHUNK // 4), [at, bt, *accs], four_columns)
+                return [builder.add(at, chunk_bytes), bt, *accs]
+
+            _, _, *accs = _loop(builder, n_chunks, [a, b, *[zero] * (m * nv)], chunk)
+            _store_block(builder, accs, c, c_stride, m, nv)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 7), codegen
+
+    return rows_block
+
+
+def make_columns_block(m, nv):
+    """C[m columns of A][nv vectors] = C * scale[nv vectors] + A^T B, with k along `n_rows` >= 1 rows of one chunk."""
+
+    @intrinsic
+    def columns_block(typingctx, a, b, b_stride, n_rows, c, c_stride, scale):
+        def codegen(context, builder, sig, args):
+            a, b, b_stride, n_rows, c, c_stride, scale = args
+            factor = [_load(builder, _at(builder, scale, 64 * v)) for v in range(nv)]
+            accs, at = [], c
+            for _ in range(m):
+                accs += [builder.fmul(_load(builder, _at(builder, at, 64 * v)), factor[v]) for v in range(nv)]
+                at = builder.add(at, c_stride)
+
+            def row(state):
+                at, bt, *accs = state
+                accs = _step(builder, at, 4, bt, accs, m, nv)
+                return [_at(builder, at, CHUNK_ROW), builder.add(bt, b_stride), *accs]
+
+            _, _, *accs = _loop(builder, n_rows, [a, b, *accs], row)
+            _store_block(builder, accs, c, c_stride, m, nv)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 7), codegen
+
+    return columns_block
+
+
+def _make_rows_product(m, nv):
+    block = make_rows_block(m, nv)
+
+    @inline
+    def rows_product(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride):
+        for i in range(0, n_rows, m):
+            block(a + CHUNK_ROW * i, chunk_bytes, b, b_stride, n_chunks, c + i * c_stride, c_stride)
+
+    return rows_product
+
+
+def _make_columns_product(m, nv):
+    block = make_columns_block(m, nv)
+
+    @inline
+    def columns_product(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
+        for chunk in range(n_chunks):
+            for i in range(0, CHUNK, m):
+                at = c + (chunk * CHUNK + i) * c_stride
+                block(a + chunk * chunk_bytes + 4 * i, b, b_stride, n_rows, at, c_stride, scale)
+
+    return columns_product
+
+
+if len(BLOCKS) == 3:
+    _rows3, _rows2, _rows1 = (_make_rows_product(*s) for s in BLOCKS)
+    _columns3, _columns2, _columns1 = (_make_columns_product(*s) for s in BLOCKS)
+
+    @inline
+    def rows_product(vectors, a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride):
+        """C[n_rows][16*vectors] = A B; writes up to 15 rows more than n_rows (A and C must have them)."""
+        if vectors == 3:
+            _rows3(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride)
+        elif vectors == 2:
+            _rows2(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride)
+        else:
+            _rows1(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride)
+
+    @inline
+    def columns_product(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
+        """C[16*n_chunks][16*vectors] = C * scale + A^T B over n_rows >= 1 rows of A and B."""
+        if vectors == 3:
+            _columns3(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
+        elif vectors == 2:
+            _columns2(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
+        else:
+            _columns1(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
+
+else:
+    _rows1, _columns1 = _make_rows_product(*BLOCKS[0]), _make_columns_product(*BLOCKS[0])
+
+    @inline
+    def rows_product(vectors, a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride):
+        """C[n_rows][16] = A B; writes up to 15 rows more than n_rows (A and C must have them)."""
+        _rows1(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride)
+
+    @inline
+    def columns_product(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
+        """C[16*n_chunks][16] = C * scale + A^T B over n_rows >= 1 rows of A and B."""
+        _columns1(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
+
+
+@intrinsic
+def transpose16(typingctx, src, src_stride, dst, dst_stride):
+    """16x16 f32 from rows at src to rows at dst, transposed; strides in bytes."""
+
+    def codegen(context, builder, sig, args):
+        src, src_stride, dst, dst_stride = args
+        rows = []
+        for _ in range(16):
+            rows.append(_load(builder, src))
+            src = builder.add(src, src_stride)
+        i32 = ir.IntType(32)
+        low = ir.Constant(ir.VectorType(i32, 16), [x for i in range(8) for x in (i, i + 16)])
+        high = ir.Constant(ir.VectorType(i32, 16), [x for i in range(8, 16) for x in (i, i + 16)])
+        for _ in range(4):
+            rows = [builder.shuffle_vector(rows[i], rows[i + 8], pick) for i in range(8) for pick in (low, high)]
+        for row in rows:
+            builder.store(row, pointer(builder, dst, row.type), align=1)
+            dst = builder.add(dst, dst_stride)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), codegen

@@ -1,0 +1,145 @@
+"""Lowering of the KV cache and attention ops: kv_store, kv_rows, flash_attn, attn.
+
+Scratch is one region per thread; what attention without flash materialises is an ordinary buffer, so that it shows in
+the memory report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ikcli.backends.cpu.kernel_cache import KernelKey
+from ikcli.backends.cpu.program import Lowering, Ref, Word, f32_bits
+from ikcli.errors import UnsupportedError
+from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
+from ikcli.graph import Cache, HeadSlice, Node, Rows
+
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0")
+MAX_ROWS = 96  # rows of an attention task: kernels/attention.py
+_SLOTS_PER_THREAD = 4  # ... SPLITS_PER_THREAD
+_STATS_BYTES = 4 * 4 * MAX_ROWS
+
+
+def _type_name(type_: GGMLType) -> str:
+    name = TYPE_TRAITS[type_].name
+    if name not in CACHE_TYPES:
+        raise UnsupportedError(
+            f"the CPU backend has no KV cache of type {name}; choose one of {', '.join(CACHE_TYPES)}"
+        )
+    return name
+
+
+def _check_blocks(cache: Cache, *columns: int) -> None:
+    """Block types are addressed in halves of a block of 32."""
+    if TYPE_TRAITS[cache.type].block_size > 1 and any(c % 16 for c in columns):
+        raise UnsupportedError(
+            f"a KV cache of type {_type_name(cache.type)} needs head sizes that are multiples of 16; use f16"
+        )
+
+
+def lower_kv_store(low: Lowering, node: Node) -> None:
+    """Write columns of a value into the cache."""
+    cache, x = node.inputs
+    assert isinstance(cache, Cache) and isinstance(x, Node)
+    offset, cols, cache_offset = (node.attrs[k] for k in ("offset", "cols", "cache_offset"))
+    type_ = _type_name(cache.type)
+    source = low.out(x) + 4 * offset
+    if cache.transposed:
+        if TYPE_TRAITS[cache.type].block_size > 1:
+            raise UnsupportedError(f"a transposed V cache cannot be of type {type_}; use f16 or flash attention (-fa)")
+        first = cache_offset * low.n_cells * TYPE_TRAITS[cache.type].type_size
+        key = KernelKey("kv", "make_kv_store_transposed", (type_,))
+        low.emit(key, node.rows, source, 4 * x.cols, cols, Ref(cache, first), low.n_cells)
+        return
+    if TYPE_TRAITS[cache.type].block_size > 1 and (cols % 32 or cache_offset % 32):
+        raise UnsupportedError(f"a KV cache of type {type_} needs rows that are multiples of 32; use f16")
+    row_bytes = row_n_bytes(cache.type, cache.cols)
+    key = KernelKey("kv", "make_kv_store", (type_,))
+    low.emit(key, node.rows, source, 4 * x.cols, cols, Ref(cache), row_bytes, cache_offset)
+
+
+def lower_kv_rows(low: Lowering, node: Node) -> None:
+    """Cached columns as compact f32 rows."""
+    (cache,) = node.inputs
+    assert isinstance(cache, Cache)
+    _check_blocks(cache, node.attrs["offset"], node.cols)
+    key = KernelKey("kv", "make_kv_rows", (_type_name(cache.type),))
+    row_bytes = row_n_bytes(cache.type, cache.cols)
+    low.emit(key, node.rows, Ref(cache), row_bytes, node.attrs["offset"], node.cols, low.out(node))
+
+
+def _part(low: Lowering, x: HeadSlice | None) -> tuple[str, list[Word]]:
+    """(element type, parameter words) of a part; see PARTS in kernels/attention.py."""
+    if x is None:
+        return "", [0] * 6
+    if isinstance(x.source, Node):
+        compact = int(x.source.rows.symbol is Rows.KV)
+        return "f32", [low.out(x.source), 4 * x.source.cols, x.offset, x.head_stride, x.width, compact]
+    cache = x.source
+    _check_blocks(cache, x.offset, x.width, x.head_stride)
+    row_bytes = (
+        cache.cols * TYPE_TRAITS[cache.type].type_size if cache.transposed else row_n_bytes(cache.type, cache.cols)
+    )
+    return _type_name(cache.type), [Ref(cache), row_bytes, x.offset, x.head_stride, x.width, 0]
+
+
+def _chunks(*parts: HeadSlice) -> int:
+    """Columns in units of 16, every part padded."""
+    return sum(-(-p.width // 16) for p in parts)
+
+
+def _unit_heads(group: int, limit: int = MAX_ROWS) -> int:
+    """Heads that one task handles: a divisor of the heads that share a KV head."""
+    return max(d for d in range(1, min(group, limit) + 1) if group % d == 0)
+
+
+def _view_chunk(k: tuple[HeadSlice, ...], v: HeadSlice) -> int:
+    """First chunk of the K tile where V lies, or -1 if V is not a part of K's row."""
+    shift = v.offset - k[0].offset
+    inside = 0 <= shift and shift % 16 == 0 and shift + v.width <= k[0].width
+    same = len(k) == 1 and k[0].source is v.source and k[0].head_stride == v.head_stride
+    return shift // 16 if same and inside else -1
+
+
+def lower_flash_attn(low: Lowering, node: Node) -> None:
+    """Flash attention: one pass, then merging of the parts of split tasks."""
+    q, k, v = node.attrs["q"], node.attrs["k"], node.attrs["v"]
+    n_head, group = node.attrs["n_head"], node.attrs["n_head"] // node.attrs["n_head_kv"]
+    if isinstance(v.source, Cache) and v.source.transposed:
+        raise UnsupportedError("flash attention reads V row by row: the V cache cannot be transposed")
+    if any(p.width % 16 for p in (*q[:-1], *k[:-1])) or _chunks(*q) != _chunks(*k):
+        raise UnsupportedError("attention heads made of several parts need parts of multiples of 16 columns")
+    heads = _unit_heads(group)
+    block = max(1, MAX_ROWS // heads)
+    rows = -(-min(block, low.max_rows[Rows.TOKENS]) * heads // 16) * 16
+    k_chunks, v_chunks = _chunks(*k), _chunks(v)
+    view = _view_chunk(k, v)
+    tile = 128 if k_chunks + v_chunks <= 32 else 64
+    # per thread: Q, K tile (also Q before its transposition), V tile, scores, output, statistics
+    sizes = [64 * k_chunks * rows, 64 * k_chunks * tile, 0 if view >= 0 else 64 * v_chunks * tile,
+             4 * rows * tile, 64 * v_chunks * rows, _STATS_BYTES]  # fmt: skip
+    at = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    scratch_bytes = -(-max(at[-1], 4096) // 128) * 128 + 64
+    slot_bytes = _STATS_BYTES // 2 + 64 * v_chunks * rows
+    parts = [_part(low, x) for x in (*q, None, *k, None)]
+    q_parts, k_parts = parts[: len(q) + 1][:2], parts[len(q) + 1 :][:2]
+    v_type, v_words = _part(low, v)
+    scratch = low.buffer(low.n_threads * scratch_bytes)
+    slots = low.buffer(_SLOTS_PER_THREAD * low.n_threads * slot_bytes)
+    words: list[Word] = [low.out(node), 4 * node.cols, 0, n_head // heads, heads, group, block, tile,
+                         f32_bits(node.attrs["scale"]), k_chunks, v.width, max(view, 0),
+                         scratch, scratch_bytes, *at[1:6], slots, slot_bytes]  # fmt: skip
+    for _, part in (*q_parts, *k_parts):
+        words += part
+    types = "+".join(t for t, _ in k_parts if t)
+    key = KernelKey("attention", "make_flash_attn", (types, "view" if view >= 0 else v_type))
+    low.emit(key, node.rows, *words, *v_words)
+    if low.n_threads > 1:
+        low.emit(KernelKey("attention", "make_combine"), node.rows, *words, *v_words)
+
+
+RULES: dict[str, Callable[[Lowering, Node], None]] = {
+    "kv_store": lower_kv_store,
+    "kv_rows": lower_kv_rows,
+    "flash_attn": lower_flash_attn,
+}

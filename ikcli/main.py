@@ -54,7 +54,9 @@ def _with_program_name(argv: list[str], program: str) -> list[str]:
 
 
 def _dispatch(argv: list[str]) -> int:
-    if not argv or argv[0] in _HELP or argv[0] == "help":
+    if argv[0:1] == ["help"] and len(argv) > 1:
+        argv = [argv[1], "--help"]
+    if not argv or argv[0] in (*_HELP, "help"):
         from ikcli.commands._help import main_help
 
         print(main_help())

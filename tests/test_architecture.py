@@ -19,7 +19,7 @@ LAYERS = (
     ("models",),
     ("engine",),
     ("eval", "server"),
-    ("commands", "main"),
+    ("commands", "main", "__main__"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

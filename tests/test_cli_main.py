@@ -49,6 +49,12 @@ def test_command_help(capsys, command, name) -> None:
     assert (("--port" in out), ("--sweep-stride" in out)) == (command == "serve", command == "sweep-bench")
 
 
+def test_help_of_planned_commands_and_help_as_a_command(capsys) -> None:
+    assert "Not part of this version yet." in run(capsys, "quantize", "--help")[1]
+    assert "not part of this version yet" in run(capsys, "serve", "-h")[1]
+    assert run(capsys, "help", "plan") == run(capsys, "plan", "--help")
+
+
 def test_version(capsys) -> None:
     code, out, _ = run(capsys, "--version")
     assert code == 0 and out.startswith("ik 0.")

@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ikcli import log
 from ikcli.commands import _help
-from ikcli.commands._options import Parsed, all_options, parse
+from ikcli.commands._options import HELP_NAMES, Parsed, all_options, parse
 from ikcli.commands._suggest import nearest
 from ikcli.commands._table import BY_NAME, COMMANDS, CommandInfo
 from ikcli.config import RunConfig, default_model
@@ -162,8 +162,8 @@ def register_planned(app: typer.Typer, info: CommandInfo) -> None:
             if parsed.info:
                 print(_help.command_help(info.name) if parsed.info == "help" else _help.version_line())
                 return
-        elif "--version" in ctx.obj:
-            print(_help.version_line())
+        elif set(ctx.obj) & HELP_NAMES:
+            print(_help.planned_help(info))
             return
         raise UsageError(f"{info.name} is not part of this version yet; ik --help lists the commands that are")
 

@@ -71,8 +71,16 @@ def command_help(command: str) -> str:
                 lines += _entry("--config FILE, @FILE", "more options from a TOML file, or one option per line")
                 lines += _entry("--version, -h, --help, --usage", "print and stop")
         lines.append("")
+    if not info.module:
+        lines.append("This command is not part of this version yet.")
     lines.append("Options of other commands are accepted and listed once as ignored.")
     return "\n".join(lines)
+
+
+def planned_help(info: CommandInfo) -> str:
+    """Text of `ik COMMAND --help` for a command of a later version without declared options."""
+    summary = f"{info.summary[0].upper()}{info.summary[1:]}."
+    return f"usage: ik {info.name} [OPTIONS]\n\n{summary}\nNot part of this version yet."
 
 
 def option_lines(bound: BoundOption) -> list[str]:

@@ -142,7 +142,7 @@ def checked(parsed: Parsed) -> Startup:
 
     startup = prepare(parsed.config, parsed.given)
     for notice in startup.notices:
-        log.log(notice)
+        log.notice_once(notice)
     for warning in startup.warnings:
         log.warn(warning)
     return startup

@@ -19,10 +19,10 @@ def register(app: typer.Typer) -> None:
 
 def run(startup: Startup) -> int:
     """Print the plan; exit code 1 if the run does not fit."""
-    from ikcli.engine.memory_plan import available_memory, make_plan, plan_lines
+    from ikcli.engine.memory_plan import available_memory, make_plan, verdict_lines
 
     plan = make_plan(startup)
     free = available_memory()
-    for line in plan_lines(startup, plan, free):
+    for line in verdict_lines(startup, plan, free):
         print(line)
     return int(free is not None and plan.total > free)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from ikcli.config import RunConfig, resolve
+from ikcli.config import RunConfig
 from ikcli.engine.placement import Placement, place
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, open_gguf
@@ -17,9 +17,16 @@ from ikcli.models.hparams import HParams
 FLOAT_TYPES = ("f32", "f16", "bf16")
 
 
+_LATER = {"mlock": "--mlock", "thp": "-thp", "numa": "--numa", "fit": "--fit"}
+"""Options of which this version has no implementation yet, said once when they are used."""
+
+
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """A checked run: settings to use, the opened file, its hyper-parameters, the placement, and what to print."""
+    """A checked run: its settings (`-mla` switched off where the model has none), placement, and what to print.
+
+    The session applies `resolve()` itself, so the settings are still those of the user.
+    """
 
     config: RunConfig
     file: GGUFFile
@@ -34,21 +41,16 @@ def prepare(config: RunConfig, given: Collection[str] = ()) -> Startup:
     assert config.model is not None
     file = open_gguf(config.model, config.override_kv)
     hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]))
-    mla = config.mla if hp.kv_lora_rank else 0
-    config, warnings = resolve(config, hp.n_ctx_train)
-    check_cache_types(config, mla)
     notices = [] if hp.kv_lora_rank else _without_mla(config, hp.arch, given)
+    config = config if hp.kv_lora_rank else replace(config, mla=0)
+    check_cache_types(config, config.mla)
+    later = [name for field, name in _LATER.items() if getattr(config, field)]
+    if later:
+        notices.append(f"not supported in this version, ignored: {' '.join(later)}")
     notices += check_ser(config, hp.n_expert, hp.n_expert_used)
     n_bytes = {name: tensor.n_bytes for name, tensor in file.tensors.items()}
     placed = place(list(file.tensors), hp.n_layer, config, n_bytes=n_bytes)
-    return Startup(
-        replace(config, mla=mla),
-        file,
-        hp,
-        placed,
-        (*notices, *placed.notices),
-        (*warnings, *placed.warnings),
-    )
+    return Startup(config, file, hp, placed, (*notices, *placed.notices), placed.warnings)
 
 
 def _without_mla(config: RunConfig, arch: str, given: Collection[str]) -> list[str]:

@@ -13,7 +13,7 @@ times an integer factor (`n_expert_used` for rows sorted by expert). Op names ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -130,7 +130,7 @@ class Graph:
     ) -> Node:
         for x in inputs:
             if isinstance(x, Weight):
-                self.weights[x.name] = x
+                self.weights[x.name] = replace(x, row0=0, n_rows=-1)  # the whole tensor
         full_name = name if self.il < 0 else f"{name}-{self.il}"
         node = Node(op, full_name, tuple(inputs), attrs, rows, cols, dtype, len(self.nodes))
         self.nodes.append(node)

@@ -91,6 +91,8 @@ class HParams:
         values["rope"] = _rope(keys, tensors, values["n_ctx_train"])
         if arch == "deepseek2":
             values |= _mla(keys, values)
+        elif arch == "qwen3moe" and not values["n_ff_exp"] and values["n_expert_used"]:
+            values["n_ff_exp"] = values["n_ff"] // values["n_expert_used"]
         hp = cls(**values)
         _check(hp)
         return hp
@@ -273,6 +275,9 @@ def _mla(keys: _Keys, values: dict[str, Any]) -> dict[str, Any]:
 def _check(hp: HParams) -> None:
     if not hp.eps > 0:
         raise FormatError(f"{hp.source}: {hp.arch}.attention.layer_norm_rms_epsilon is {hp.eps}; it must be positive")
+    all_dense = hp.arch != "qwen3moe" and (hp.arch != "deepseek2" or hp.n_layer_dense_lead >= hp.n_layer)
+    if hp.n_expert == 0 and not all_dense:
+        raise FormatError(f"{hp.source}: metadata key {hp.arch}.expert_count is missing or 0")
     dense = hp.n_expert == 0 or hp.n_layer_dense_lead > 0 or hp.arch == "llama"
     if dense and hp.n_ff < 1:
         raise FormatError(f"{hp.source}: metadata key {hp.arch}.feed_forward_length is missing or 0")

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.errors import FormatError
+from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Weight
 
@@ -46,12 +46,23 @@ def check_tensors(specs: TensorSpecs, tensors: Mapping[str, TensorLike], source:
         tensor = tensors.get(name)
         if tensor is None:
             if spec.required:
+                _check_split_experts(name, tensors, source)
                 raise FormatError(f"{source}: tensor '{name}' is missing; the file is incomplete")
         elif not any(_same(tensor.shape, s) for s in (spec.shape, *spec.also)):
             raise FormatError(
                 f"{source}: check_tensor_dims: tensor '{name}' has wrong shape; "
                 f"expected {_dims(spec.shape)}, got {_dims(tensor.shape)}"
             )
+
+
+def _check_split_experts(name: str, tensors: Mapping[str, TensorLike], source: str) -> None:
+    """UnsupportedError if the missing tensor of all experts is there as one tensor per expert (files of 2023)."""
+    one = name.replace("_exps.", ".0.")
+    if "_exps." in name and one in tensors:
+        raise UnsupportedError(
+            f"{source}: the experts are stored one by one ('{one}'); convert the model again with a current converter, "
+            f"which writes them as '{name}'"
+        )
 
 
 def _same(a: tuple[int, ...], b: tuple[int, ...]) -> bool:

@@ -70,6 +70,12 @@ def test_underscores_equals_and_last_wins() -> None:
     assert config("--n-cpu-moe=3").n_cpu_moe == 3
 
 
+def test_negative_names_with_a_value() -> None:
+    assert [config(f"--no-mmap={value}").mmap for value in ("on", "off", "1")] == [False, True, False]
+    assert config("-p", "- one\u00a0two", "-c", "1", command="chat").prompt.prompt == "- one\u00a0two"
+    assert config("-p", "@home", command="chat").prompt.prompt == "@home"
+
+
 def test_accumulating_options_keep_their_order() -> None:
     parsed = config("-ot", "a=CPU, b=CUDA0", "--override-tensor", "c=CPU", "-op", "26,0", "-op", "MUL_MAT_ID=on")
     assert parsed.override_tensor == ("a=CPU", "b=CUDA0", "c=CPU")
@@ -123,7 +129,7 @@ def test_nearest() -> None:
         (("--numa", "x"), ('"x"', "distribute")),
         (("-okv", "a=integer:1"), ("integer", "int, float, bool, str")),
         (("-okv", "a=int:x"), ("not of type int",)),
-        (("--no-mmap=1",), ("--no-mmap takes no value",)),
+        (("--no-mmap=maybe",), ("--no-mmap", '"maybe"', "neither on nor off")),
         (("-op", "31,0"), ("31", "MUL_MAT (26)", "MOE_FUSED_UP_GATE (29)")),
         (("-op", "27"), ("no 0 or 1 after it",)),
         (("-op", "27,2"), ("state 2",)),

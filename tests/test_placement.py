@@ -166,6 +166,17 @@ def test_place_on_gpus() -> None:
     assert len(placed.notices) == 2 and placed.warnings == ()
 
 
+def test_rule_table_is_short_unless_verbose() -> None:
+    rules = tuple(f"blk\\.{il}\\.ffn_up_exps=CPU" for il in range(3, 61))
+    config = replace(RunConfig(), override_tensor=rules)
+    sizes = dict.fromkeys(V3_NAMES, 2**20)
+    notices = place(V3_NAMES, 61, config, n_bytes=sizes).notices
+    assert len(notices) == 21 and notices[-1] == "... and 38 more rules (-v shows all)"
+    notices = place(V3_NAMES, 61, replace(config, verbose=True), n_bytes=sizes).notices
+    assert len(notices) == 58 + 58
+    assert notices[-1] == "Tensor blk.60.ffn_up_exps.weight (size = 1.00 MiB) buffer type overridden to CPU"
+
+
 def test_split_modes_and_shares() -> None:
     config = replace(RunConfig(), split_mode="none", main_gpu=1)
     assert placement.device_shares(config, 2) == (0.0, 1.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ikcli.errors import UsageError
 from ikcli.options import COMMAND_LETTERS
 
 _GLUE = re.compile("[\u2028\u2029\u00a0\u200b\ufeff]+")
+_OPTION = re.compile(r"--?[A-Za-z][^\s=]*(=.*)?", re.DOTALL)
 _CONTINUATIONS = frozenset({"`", "\\", "^"})
 
 
@@ -29,14 +30,15 @@ class Tokens:
     warnings: list[str] = field(default_factory=list)
 
 
-def read_tokens(argv: Sequence[str], command: str) -> Tokens:
-    """Split glued arguments and read `@FILE` and `--config FILE`."""
+def read_tokens(argv: Sequence[str], command: str, takes_value: Callable[[str], bool]) -> Tokens:
+    """Split glued arguments and read `@FILE` and `--config FILE`; `takes_value(name)` tells options with a value."""
     tokens = Tokens()
     rest = _unglue(argv, tokens.warnings)
     while rest:
         token = rest.pop(0)
         name = canonical_name(token)
-        if token.startswith("@") and len(token) > 1 and _option_expected(tokens.line):
+        is_value = bool(tokens.line) and takes_value(canonical_name(tokens.line[-1]))
+        if token.startswith("@") and len(token) > 1 and not is_value:
             tokens.files += read_option_file(Path(token[1:]))
         elif name == "--config":
             value = token.partition("=")[2] if "=" in token else (rest.pop(0) if rest else "")
@@ -56,15 +58,8 @@ def canonical_name(token: str) -> str:
 
 
 def looks_like_option(token: str) -> bool:
-    """True for `-x` and `--name`, false for `-`, `-1`, `-0.5` and `-1,0`."""
-    return len(token) > 1 and token[0] == "-" and not re.match(r"-[.\d]", token)
-
-
-def _option_expected(previous: list[str]) -> bool:
-    # After "-ot" or "--custom-q" an @FILE is the value of that option.
-    return not previous or canonical_name(previous[-1]) not in (
-        "-ot", "--override-tensor", "--custom-q", "--repack-pattern", "-p", "--prompt", "-m", "--model", "-f", "--file",
-    )  # fmt: skip
+    """True for `-x`, `--name` and `--name=value`; false for `-`, `-1`, `-1,0` and text that starts with a dash."""
+    return _OPTION.fullmatch(token) is not None
 
 
 def _unglue(argv: Sequence[str], warnings: list[str]) -> list[str]:

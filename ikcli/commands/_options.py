@@ -68,9 +68,14 @@ def names_of(command: str) -> dict[str, tuple[BoundOption, bool]]:
     return table
 
 
+def _takes_value(command: str, name: str) -> bool:
+    known = names_of(command).get(name)
+    return known[0].option.takes_value if known is not None else UPSTREAM_ARITY.get(name, 0) > 0
+
+
 def parse(command: str, argv: Sequence[str]) -> Parsed:
     """Parse the arguments after the command name; raises UsageError with one sentence."""
-    tokens = read_tokens(argv, command)
+    tokens = read_tokens(argv, command, functools.partial(_takes_value, command))
     line = _Scanner(command, tokens.line)
     files = _Scanner(command, tokens.files)
     values, alternatives = _collect(command, files.given, line.given)
@@ -136,8 +141,6 @@ class _Scanner:
         bound, negative = self.names[name]
         option = bound.option
         text = attached
-        if negative and attached is not None:
-            raise UsageError(f"{name} takes no value; for the opposite write {option.names[0]}")
         if option.takes_value and attached is None:
             if not self.rest or self._is_option(bound, self.rest[0]):
                 raise missing_value(option, name)
@@ -183,6 +186,8 @@ def _values_of(command: str, given: Given) -> tuple[Any, ...]:
     """The value, or in bench the alternatives of a comma list."""
     if given.text is None:
         return (not given.negative,)
+    if given.negative:
+        return (not convert(given.bound, given.name, given.text),)
     if command == "bench" and given.bound.option.bench_list:
         return tuple(convert(given.bound, given.name, piece) for piece in given.text.split(","))
     return (convert(given.bound, given.name, given.text),)

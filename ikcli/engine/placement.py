@@ -24,6 +24,7 @@ from ikcli.engine.tensor_rules import (
 from ikcli.errors import UsageError
 
 CPU = "CPU"
+MAX_RULE_LINES = 20
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
@@ -103,14 +104,25 @@ def place(
     matches = match_rules(rules, names)
     warnings = check_rules(matches, names, config.strict)
     notices = [no_device_notice(config)] if not present and no_device_notice(config) else []
-    if rules:
-        notices += rule_lines(matches, dict(n_bytes) if n_bytes is not None else None)
+    notices += _rule_notices(matches, config, n_bytes)
     ngl = -1 if config.n_gpu_layers is None else config.n_gpu_layers
     split = split_layers(n_layer, ngl, device_shares(config, len(present), free_bytes))
     buffers = {name: matches.buffer_of.get(name) or _buffer_by_split(name, split, present) for name in names}
     if not present:
         buffers = dict.fromkeys(names, CPU)
     return Placement(buffers, split, matches, tuple(notices), tuple(warnings))
+
+
+def _rule_notices(matches: RuleMatches, config: RunConfig, n_bytes: Mapping[str, int] | None) -> list[str]:
+    """The rule table, cut after MAX_RULE_LINES rules; with -v all of it and a line per tensor that a rule moved."""
+    lines = rule_lines(matches, dict(n_bytes) if n_bytes is not None else None)
+    if not (config.verbose or config.verbosity > 0):
+        more = len(lines) - MAX_RULE_LINES
+        return lines if more <= 0 else [*lines[:MAX_RULE_LINES], f"... and {more} more rules (-v shows all)"]
+    for name, buffer in matches.buffer_of.items():
+        size = f" (size = {n_bytes[name] / 2**20:.2f} MiB)" if n_bytes is not None else ""
+        lines.append(f"Tensor {name}{size} buffer type overridden to {buffer}")
+    return lines
 
 
 def _buffer_by_split(name: str, split: LayerSplit, devices: Sequence[str]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ikcli.commands._options import all_options, parse
 from ikcli.commands._suggest import edit_distance, nearest
@@ -217,6 +219,24 @@ def test_toml_file(tmp_path: Path) -> None:
     file.write_text("[nonsense]\na = 1\n", encoding="utf-8")
     assert "[nonsense]" in error("--config", str(file))
     assert "--config needs FILE" in error("--config")
+
+
+WORDS = st.one_of(
+    st.sampled_from([name for bound in all_options() for name in (*bound.option.names, *bound.option.negative)]),
+    st.sampled_from(["", "-", "--", "=", "-1", "0", "1,0", "on", "1e999", "nan", "~nobody/x", "a=b", "(=CPU", "--x=1"]),
+    st.text(max_size=8).filter(lambda text: not text.startswith("@") and "config" not in text),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(["sweep-bench", "serve", "bench", "perplexity"]), st.lists(WORDS, max_size=6))
+def test_any_arguments_parse_or_give_a_usage_error(command: str, argv: list[str]) -> None:
+    try:
+        parsed = parse(command, argv)
+    except UsageError as problem:
+        assert str(problem)
+    else:
+        assert parsed.config.command == command
 
 
 def test_declarations_are_consistent() -> None:

@@ -71,7 +71,10 @@ def _convert(bound: BoundOption, text: str) -> Any:
     if option.kind == "path":
         if not text:
             raise ValueError("is empty")
-        return Path(text).expanduser()
+        try:
+            return Path(text).expanduser()
+        except RuntimeError:
+            raise ValueError("names the home folder of an unknown user") from None
     if option.kind in ("type", "choice"):
         choice = _choice(option, text)
         return int(choice) if isinstance(bound.default, int) else choice

@@ -100,7 +100,7 @@ def place(
     present = [name for name in devices if not config.device or name in config.device]
     valid = (CPU, *present) if present else None
     rules = [parse_rule(text, valid) for text in config.override_tensor]
-    rules += expert_rules(config.cpu_moe, config.n_cpu_moe)
+    rules += expert_rules(config.cpu_moe, min(config.n_cpu_moe, n_layer))
     matches = match_rules(rules, names)
     warnings = check_rules(matches, names, config.strict)
     notices = [no_device_notice(config)] if not present and no_device_notice(config) else []

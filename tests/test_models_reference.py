@@ -371,6 +371,19 @@ def test_ser_keeps_ties() -> None:
     assert ids.tolist() == [[0, 1]]
 
 
+def test_dropped_slots_add_exactly_nothing() -> None:
+    """Rows of dropped slots may hold anything, NaN included."""
+    nodes = [Node("input", n, (), {}, RowSpec(Rows.TOKENS), 1, index=i) for i, n in enumerate(("y", "route", "plan"))]
+    g = Graph(nodes=nodes)
+    node = g.moe_sum(nodes[0], nodes[1], nodes[2], "sum")
+    ex = Executor(lambda name: np.zeros(0, np.float32), CacheStore(1))
+    ids = np.array([[1, -1], [0, 1]], np.int32)
+    ex._values[0] = np.array([[10], [20], [30], [np.nan]], np.float32)  # sorted: (1,0) (0,0) (1,1), then the dropped
+    ex._values[1] = np.concatenate([np.array([[1, 0], [0.5, 0.25]], np.float32), ids.view(np.float32)], axis=1)
+    ex._values[2] = np.array([[2, 0], [0, 1], [3, 1], [1, -1]], np.int32)
+    assert OPS["moe_sum"](ex, node).tolist() == [[20], [12.5]]
+
+
 @pytest.mark.parametrize("fmoe", [True, False])
 def test_ser_in_a_model(fmoe: bool) -> None:
     model = MODELS["deepseek3"]()

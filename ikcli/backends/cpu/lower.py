@@ -20,7 +20,14 @@ from ikcli.quant.formats import get_format, row_size
 
 FLOAT_TYPES = {GGMLType.F32: "f32", GGMLType.F16: "f16", GGMLType.BF16: "bf16"}
 # type -> bytes of an unpacked block of 16 rows per 32 columns (simd/gemm.py: MODES)
-TILE_BYTES = {GGMLType.Q8_0: 576, GGMLType.Q4_0: 576, GGMLType.Q4_K: 640, GGMLType.Q6_K: 640}
+TILE_BYTES = {
+    GGMLType.Q8_0: 576,
+    GGMLType.Q4_0: 576,
+    GGMLType.Q5_0: 576,
+    GGMLType.Q4_K: 640,
+    GGMLType.Q5_K: 640,
+    GGMLType.Q6_K: 640,
+}
 FLOAT_TILE_BYTES = 512 * 32 * 4
 RULES: dict[str, Callable[[Lowering, Node], None]] = dict(lower_attention.RULES)
 
@@ -39,7 +46,7 @@ def type_name(w: Weight) -> str:
         return get_format(w.type).name
     raise UnsupportedError(
         f"{w.name} is {get_format(w.type).name}, which has no CPU kernel yet; "
-        "use a file in f32, f16, bf16, q8_0, q6_K, q4_K or q4_0"
+        "use a file in f32, f16, bf16, q8_0, q6_K, q5_K, q5_0, q4_K or q4_0"
     )
 
 

@@ -36,6 +36,17 @@ def row_q4_0(w, out, k):
 
 
 @inline
+def row_q5_0(w, out, k):
+    for ib in range(k // 32):
+        p = w + 22 * ib
+        d, high = ld_f16(p), ld_i32(p + 2)
+        for i in range(16):
+            q = ld_u8(p + 6 + i)
+            st_f32(out + 4 * (32 * ib + i), d * np.float32(((q & 15) | ((high >> i) & 1) << 4) - 16))
+            st_f32(out + 4 * (32 * ib + 16 + i), d * np.float32(((q >> 4) | ((high >> (i + 16)) & 1) << 4) - 16))
+
+
+@inline
 def row_q4_k(w, out, k):
     for sb in range(k // 256):
         p = w + 144 * sb
@@ -45,6 +56,20 @@ def row_q4_k(w, out, k):
             scale, low = d * np.float32(sc), dmin * np.float32(mn)
             for i in range(32):
                 q = (ld_u8(p + 16 + 32 * (j >> 1) + i) >> (4 * (j & 1))) & 15
+                st_f32(out + 4 * (256 * sb + 32 * j + i), scale * np.float32(q) - low)
+
+
+@inline
+def row_q5_k(w, out, k):
+    for sb in range(k // 256):
+        p = w + 176 * sb
+        d, dmin = ld_f16(p), ld_f16(p + 2)
+        for j in range(8):
+            sc, mn = scale_min_6bit(p + 4, j)
+            scale, low = d * np.float32(sc), dmin * np.float32(mn)
+            for i in range(32):
+                q = (ld_u8(p + 48 + 32 * (j >> 1) + i) >> (4 * (j & 1))) & 15
+                q |= ((ld_u8(p + 16 + i) >> j) & 1) << 4
                 st_f32(out + 4 * (256 * sb + 32 * j + i), scale * np.float32(q) - low)
 
 
@@ -67,7 +92,9 @@ EMBED_FORMATS = {
     "bf16": _float_row(ld_bf16, 2),
     "q8_0": row_q8_0,
     "q4_0": row_q4_0,
+    "q5_0": row_q5_0,
     "q4_K": row_q4_k,
+    "q5_K": row_q5_k,
     "q6_K": row_q6_k,
 }
 

@@ -10,6 +10,7 @@ import numpy as np
 from ikcli.backends.cpu.jit import inline
 from ikcli.backends.cpu.simd.dot import dot_u8_i8_half
 from ikcli.backends.cpu.simd.lanes import (
+    bits_i8x32,
     decode_scales_6bit,
     first_i32x8,
     high_half_f32x16,
@@ -108,6 +109,34 @@ def unpack_q4_0(w, tile, r, k):
         tile += 576
 
 
+# --- q5_0: d f16, fifth bits u32, 16 bytes of nibbles ---------------------------------------------------------------
+@inline
+def codes_q5_0(w):
+    """32 codes + 112 (so that 16 becomes 128)."""
+    high = vshl(bits_i8x32(w + 2), 4)
+    return vadd(vor(nibbles(w + 6), high), splat_i8x32(112))
+
+
+@inline
+def dot_q5_0(w, a, k):
+    nb = k // 32
+    acc = zero_f32x8()
+    for ib in range(nb):
+        dot = dot_u8_i8_half(first_i32x8(a + k + 8 * nb + 4 * ib), codes_q5_0(w), load_i8x32(a + 32 * ib))
+        acc = vfma(cvt_i32x8_f32(dot), splat_f32x8(ld_f16(w) * ld_f32(a + k + 4 * ib)), acc)
+        w += 22
+    return reduce_add(acc)
+
+
+@inline
+def unpack_q5_0(w, tile, r, k):
+    for _ in range(k // 32):
+        st_f32(tile + 4 * r, ld_f16(w))
+        scatter_dwords(tile + 64 + 4 * r, codes_q5_0(w))
+        w += 22
+        tile += 576
+
+
 # --- q4_K: d, dmin f16, 12 bytes of 6-bit scales and minima, 128 bytes of nibbles -------------------------------------
 @inline
 def dot_q4_k(w, a, k):
@@ -157,6 +186,46 @@ def unpack_q4_k(w, tile, r, k):
         tile += 8 * 640
 
 
+# --- q5_K: as q4_K with 32 bytes of fifth bits before the nibbles ----------------------------------------------------
+@inline
+def codes_q5_k(w, j):
+    """32 codes of sub-block j (0..7)."""
+    low = vand(vlshr(load_i8x32(w + 48 + 32 * (j >> 1)), 4 * (j & 1)), splat_i8x32(15))
+    high = vshl(vand(vlshr(load_i8x32(w + 16), j), splat_i8x32(1)), 4)
+    return vor(low, high)
+
+
+@inline
+def dot_q5_k(w, a, k):
+    nb = k // 32
+    acc, acc_min = zero_f32x8(), zero_f32x8()
+    d_at, s_at = a + k, a + k + 4 * nb
+    for ib in range(0, nb, 8):
+        scales = cvt_i32x16_f32(decode_scales_6bit(w + 4))
+        acc_min = vfma(
+            vmul(high_half_f32x16(scales), splat_f32x8(-ld_f16(w + 2))), load_f32x8(s_at + 4 * ib), acc_min
+        )
+        sc = vmul(vmul(low_half_f32x16(scales), splat_f32x8(ld_f16(w))), load_f32x8(d_at + 4 * ib))
+        for j in range(8):
+            dot = dot_u8_i8_half(zero_i32x8(), codes_q5_k(w, j), load_i8x32(a + 32 * (ib + j)))
+            acc = vfma(cvt_i32x8_f32(dot), splat_lane(sc, j), acc)
+        w += 176
+    return reduce_add(vadd(acc, acc_min))
+
+
+@inline
+def unpack_q5_k(w, tile, r, k):
+    for _ in range(k // 256):
+        d, dmin = ld_f16(w), ld_f16(w + 2)
+        for j in range(8):
+            sc, mn = scale_min_6bit(w + 4, j)
+            st_f32(tile + 4 * r, d * np.float32(sc))
+            st_f32(tile + 64 + 4 * r, -dmin * np.float32(mn))
+            scatter_dwords(tile + 128 + 4 * r, codes_q5_k(w, j))
+            tile += 640
+        w += 176
+
+
 # --- q6_K: ql[128], qh[64], int8 scales[16] (per 16 columns), d f16 ---------------------------------------------------
 @inline
 def codes_q6_k(w, half, g):
@@ -202,6 +271,8 @@ def unpack_q6_k(w, tile, r, k):
 INTEGER_FORMATS = {
     "q8_0": (dot_q8_0, unpack_q8_0, "s32"),
     "q4_0": (dot_q4_0, unpack_q4_0, "s32"),
+    "q5_0": (dot_q5_0, unpack_q5_0, "s32"),
     "q4_K": (dot_q4_k, unpack_q4_k, "m32"),
+    "q5_K": (dot_q5_k, unpack_q5_k, "m32"),
     "q6_K": (dot_q6_k, unpack_q6_k, "s16"),
 }

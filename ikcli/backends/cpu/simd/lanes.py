@@ -130,3 +130,14 @@ def decode_scales_6bit(typingctx, ptr):
         return builder.zext(builder.bitcast(v, ir.VectorType(_I8, 16)), llvm_type(i32x16))
 
     return i32x16(types.intp), codegen
+
+
+@intrinsic
+def bits_i8x32(typingctx, ptr):
+    """The 32 bits at ptr as bytes 0 or 1."""
+
+    def codegen(context, builder, sig, args):
+        bits = builder.load(pointer(builder, args[0], _I32), align=1)
+        return builder.zext(builder.bitcast(bits, ir.VectorType(ir.IntType(1), 32)), llvm_type(i8x32))
+
+    return i8x32(types.intp), codegen

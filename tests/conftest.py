@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-import numpy as np
-import pytest
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tests run side by side; must be set before NumPy is imported
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 
 _SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -1,4 +1,4 @@
-"""Pre-tokenizers: the rules, named by `tokenizer.ggml.pre`, that cut text into words before byte-level BPE merges.
+r"""Pre-tokenizers: the rules, named by `tokenizer.ggml.pre`, that cut text into words before byte-level BPE merges.
 
 A rule is a sequence of cuts; each cut splits every segment left by the one before into matches and the gaps between
 them. Patterns run on a view of the text with one character per code point (see `unicode`): in `_categories` patterns

@@ -6,7 +6,9 @@ the memory report.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ikcli.backends.cpu.kernel_cache import KernelKey
 from ikcli.backends.cpu.program import Lowering, Ref, Word, f32_bits
@@ -16,6 +18,7 @@ from ikcli.graph import Cache, HeadSlice, Node, Rows
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0")
 MAX_ROWS = 96  # rows of an attention task: kernels/attention.py
+SCORE_TILE = 96  # positions of a tile of stored scores: kernels/attention_full.py
 _SLOTS_PER_THREAD = 4  # ... SPLITS_PER_THREAD
 _STATS_BYTES = 4 * 4 * MAX_ROWS
 
@@ -77,9 +80,7 @@ def _part(low: Lowering, x: HeadSlice | None) -> tuple[str, list[Word]]:
         return "f32", [low.out(x.source), 4 * x.source.cols, x.offset, x.head_stride, x.width, compact]
     cache = x.source
     _check_blocks(cache, x.offset, x.width, x.head_stride)
-    row_bytes = (
-        cache.cols * TYPE_TRAITS[cache.type].type_size if cache.transposed else row_n_bytes(cache.type, cache.cols)
-    )
+    row_bytes = row_n_bytes(cache.type, low.n_cells if cache.transposed else cache.cols)
     return _type_name(cache.type), [Ref(cache), row_bytes, x.offset, x.head_stride, x.width, 0]
 
 
@@ -96,50 +97,101 @@ def _unit_heads(group: int, limit: int = MAX_ROWS) -> int:
 def _view_chunk(k: tuple[HeadSlice, ...], v: HeadSlice) -> int:
     """First chunk of the K tile where V lies, or -1 if V is not a part of K's row."""
     shift = v.offset - k[0].offset
-    inside = 0 <= shift and shift % 16 == 0 and shift + v.width <= k[0].width
+    inside = shift >= 0 and shift % 16 == 0 and shift + v.width <= k[0].width
     same = len(k) == 1 and k[0].source is v.source and k[0].head_stride == v.head_stride
     return shift // 16 if same and inside else -1
 
 
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """What q, k and v of an attention node are made of: element types and parameter words."""
+
+    k_types: str
+    v_type: str
+    words: list[Word]
+
+    @classmethod
+    def of(cls, low: Lowering, node: Node) -> _Sources:
+        q, k, v = node.attrs["q"], node.attrs["k"], node.attrs["v"]
+        if max(len(q), len(k)) > 2 or any(p.width % 16 for p in (*q[:-1], *k[:-1])) or _chunks(*q) != _chunks(*k):
+            raise UnsupportedError(
+                f"{node.name}: heads are made of one or two parts, the first of a multiple of 16 columns"
+            )
+        parts = [_part(low, x) for x in (*q, *[None] * (2 - len(q)), *k, *[None] * (2 - len(k)), v)]
+        k_types = "+".join(t for t, _ in parts[2:4] if t)
+        return cls(k_types, parts[4][0], [w for _, words in parts for w in words])
+
+
+def _regions(*sizes: int) -> tuple[list[int], int]:
+    """(offsets, total) of regions one after the other; the total keeps threads off each other's cache lines."""
+    at = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return at[:-1], -(-max(at[-1], 4096) // 128) * 128 + 64
+
+
 def lower_flash_attn(low: Lowering, node: Node) -> None:
     """Flash attention: one pass, then merging of the parts of split tasks."""
-    q, k, v = node.attrs["q"], node.attrs["k"], node.attrs["v"]
+    k, v = node.attrs["k"], node.attrs["v"]
     n_head, group = node.attrs["n_head"], node.attrs["n_head"] // node.attrs["n_head_kv"]
     if isinstance(v.source, Cache) and v.source.transposed:
         raise UnsupportedError("flash attention reads V row by row: the V cache cannot be transposed")
-    if any(p.width % 16 for p in (*q[:-1], *k[:-1])) or _chunks(*q) != _chunks(*k):
-        raise UnsupportedError("attention heads made of several parts need parts of multiples of 16 columns")
+    sources = _Sources.of(low, node)
     heads = _unit_heads(group)
     block = max(1, MAX_ROWS // heads)
     rows = -(-min(block, low.max_rows[Rows.TOKENS]) * heads // 16) * 16
-    k_chunks, v_chunks = _chunks(*k), _chunks(v)
-    view = _view_chunk(k, v)
+    k_chunks, v_chunks, view = _chunks(*k), _chunks(v), _view_chunk(k, v)
     tile = 128 if k_chunks + v_chunks <= 32 else 64
-    # per thread: Q, K tile (also Q before its transposition), V tile, scores, output, statistics
-    sizes = [64 * k_chunks * rows, 64 * k_chunks * tile, 0 if view >= 0 else 64 * v_chunks * tile,
-             4 * rows * tile, 64 * v_chunks * rows, _STATS_BYTES]  # fmt: skip
-    at = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    scratch_bytes = -(-max(at[-1], 4096) // 128) * 128 + 64
+    # Q, K tile (also Q before its transposition), V tile, scores, output, statistics
+    at, scratch_bytes = _regions(64 * k_chunks * rows, 64 * k_chunks * tile, 0 if view >= 0 else 64 * v_chunks * tile,
+                                 4 * rows * tile, 64 * v_chunks * rows, _STATS_BYTES)  # fmt: skip
     slot_bytes = _STATS_BYTES // 2 + 64 * v_chunks * rows
-    parts = [_part(low, x) for x in (*q, None, *k, None)]
-    q_parts, k_parts = parts[: len(q) + 1][:2], parts[len(q) + 1 :][:2]
-    v_type, v_words = _part(low, v)
     scratch = low.buffer(low.n_threads * scratch_bytes)
     slots = low.buffer(_SLOTS_PER_THREAD * low.n_threads * slot_bytes)
     words: list[Word] = [low.out(node), 4 * node.cols, 0, n_head // heads, heads, group, block, tile,
                          f32_bits(node.attrs["scale"]), k_chunks, v.width, max(view, 0),
-                         scratch, scratch_bytes, *at[1:6], slots, slot_bytes]  # fmt: skip
-    for _, part in (*q_parts, *k_parts):
-        words += part
-    types = "+".join(t for t, _ in k_parts if t)
-    key = KernelKey("attention", "make_flash_attn", (types, "view" if view >= 0 else v_type))
-    low.emit(key, node.rows, *words, *v_words)
+                         scratch, scratch_bytes, *at[1:], slots, slot_bytes]  # fmt: skip
+    key = KernelKey("attention", "make_flash_attn", (sources.k_types, "view" if view >= 0 else sources.v_type))
+    low.emit(key, node.rows, *words, *sources.words)
     if low.n_threads > 1:
-        low.emit(KernelKey("attention", "make_combine"), node.rows, *words, *v_words)
+        low.emit(KernelKey("attention", "make_combine"), node.rows, *words, *sources.words)
+
+
+def lower_attn(low: Lowering, node: Node) -> None:
+    """Attention with stored scores, some heads at a time: K*Q, soft-max, times V."""
+    n_head, group = node.attrs["n_head"], node.attrs["n_head"] // node.attrs["n_head_kv"]
+    step = node.attrs["heads_per_step"] or n_head
+    scores_cols = -(-low.max_rows[Rows.KV] // 16) * 16
+    max_tokens = low.max_rows[Rows.TOKENS]
+    scores = low.buffer(4 * min(step, n_head) * max_tokens * scores_cols)
+    for first in range(0, n_head, step):
+        _attn_step(low, node, first, min(step, n_head - first), group, scores, scores_cols)
+
+
+def _attn_step(low: Lowering, node: Node, first: int, n_heads: int, group: int, scores: Ref, scores_cols: int) -> None:
+    """The heads [first, first + n_heads)."""
+    v, sources = node.attrs["v"], _Sources.of(low, node)
+    heads = _unit_heads(math.gcd(group, n_heads, first or group))
+    block = max(1, MAX_ROWS // heads)
+    rows = -(-min(block, low.max_rows[Rows.TOKENS]) * heads // 16) * 16
+    k_chunks, tile = _chunks(*node.attrs["k"]), SCORE_TILE
+    # Q or P; K tile; transposed K tile or V tile; products (with 16 spare rows)
+    at, scratch_bytes = _regions(64 * rows * max(k_chunks, tile // 16), 64 * k_chunks * tile,
+                                 4 * tile * max(16 * k_chunks, SCORE_TILE), 4 * (rows + 16) * tile)  # fmt: skip
+    scratch = low.buffer(low.n_threads * scratch_bytes)
+    words: list[Word] = [low.out(node), 4 * node.cols, first, n_heads // heads, heads, group, block, tile,
+                         f32_bits(node.attrs["scale"]), k_chunks, v.width, low.max_rows[Rows.TOKENS],
+                         scratch, scratch_bytes, *at[1:], 0, 0, scores, 4 * scores_cols]  # fmt: skip
+    transposed = isinstance(v.source, Cache) and v.source.transposed
+    for key in (
+        KernelKey("attention_full", "make_kq", (sources.k_types,)),
+        KernelKey("attention_full", "make_soft_max"),
+        KernelKey("attention_full", "make_kqv", (sources.v_type, int(transposed))),
+    ):
+        low.emit(key, node.rows, *words, *sources.words)
 
 
 RULES: dict[str, Callable[[Lowering, Node], None]] = {
     "kv_store": lower_kv_store,
     "kv_rows": lower_kv_rows,
     "flash_attn": lower_flash_attn,
+    "attn": lower_attn,
 }

@@ -25,7 +25,13 @@ from ikcli.backends.cpu.kernels.common import (
     word,
 )
 from ikcli.backends.cpu.kernels.kv import make_stage
-from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, MAX_VECTORS, columns_product, rows_product, transpose16
+from ikcli.backends.cpu.kernels.sgemm import (
+    CHUNK_ROW,
+    MAX_VECTORS,
+    make_columns_product,
+    make_rows_product,
+    transpose16,
+)
 from ikcli.backends.cpu.simd.math import vexp_fast
 from ikcli.backends.cpu.simd.vec import (
     ld_f32,
@@ -40,7 +46,6 @@ from ikcli.backends.cpu.simd.vec import (
     store_f32_first,
     store_f32x16,
     vadd,
-    vdiv,
     vfma,
     vmax,
     vmul,
@@ -279,6 +284,7 @@ def write_slot(slot, stats, o, o_bytes):
 def make_flash_attn(k_types, v_type):
     """v_type "view": V is the chunks of the K tile from V_CHUNK on."""
     stage_k = make_stage_k(k_types)
+    rows_product, columns_product = make_rows_product(False), make_columns_product()
     if v_type == "view":
 
         @inline

@@ -46,7 +46,7 @@ _F0, _F1, _F127 = np.float32(0.0), np.float32(1.0), np.float32(127.0)
 Q8_0_BLOCK = 34
 
 
-# --- 16 elements, one element ------------------------------------------------------------------------------------------
+# --- 16 elements, one element ----------------------------------------------------------------------------------------
 @inline
 def _load16_f32(row, i):
     return load_f32x16(row + 4 * i)
@@ -167,7 +167,7 @@ _STORE1 = {"f32": (4, st_f32), "f16": (2, st_f16), "bf16": (2, st_bf16)}
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
 def make_kv_store(type_):
-    """params: 3 x at its first column, 4 row bytes of x, 5 columns, 6 cache, 7 cache row bytes, 8 first cache column."""
+    """params: 3 x at its first column, 4 row bytes of x, 5 columns, 6 cache, 7 cache row bytes, 8 its first column."""
     store = _STORE[type_]
 
     def kv_store(params, ith, nth):

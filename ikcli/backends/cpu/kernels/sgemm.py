@@ -13,6 +13,7 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu import isa
 from ikcli.backends.cpu.jit import inline
+from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.simd.vec import call_llvm, const_vector, f32x16, llvm_type, pointer, splat_value
 
 _I64, _F32 = ir.IntType(64), ir.FloatType()
@@ -75,14 +76,25 @@ def _store_block(builder, accs, c, c_stride, m, nv):
         c = builder.add(c, c_stride)
 
 
-def make_rows_block(m, nv):
-    """C[m rows of A][nv vectors] = A B, with k along the columns of A (all `n_chunks` chunks)."""
+def _load_block(builder, c, c_stride, m, nv):
+    accs = []
+    for _ in range(m):
+        accs += [_load(builder, _at(builder, c, 64 * v)) for v in range(nv)]
+        c = builder.add(c, c_stride)
+    return accs
+
+
+def make_rows_block(m, nv, accumulate):
+    """C[m rows of A][nv vectors] (+)= A B, with k along the columns of A (all `n_chunks` chunks)."""
 
     @intrinsic
     def rows_block(typingctx, a, chunk_bytes, b, b_stride, n_chunks, c, c_stride):
         def codegen(context, builder, sig, args):
             a, chunk_bytes, b, b_stride, n_chunks, c, c_stride = args
-            zero = const_vector(f32x16, [0.0] * 16)
+            if accumulate:
+                start = _load_block(builder, c, c_stride, m, nv)
+            else:
+                start = [const_vector(f32x16, [0.0] * 16)] * (m * nv)
 
             def four_columns(state):
                 at, bt, *accs = state
@@ -96,7 +108,7 @@ def make_rows_block(m, nv):
                 _, bt, *accs = _loop(builder, ir.Constant(_I64, CHUNK // 4), [at, bt, *accs], four_columns)
                 return [builder.add(at, chunk_bytes), bt, *accs]
 
-            _, _, *accs = _loop(builder, n_chunks, [a, b, *[zero] * (m * nv)], chunk)
+            _, _, *accs = _loop(builder, n_chunks, [a, b, *start], chunk)
             _store_block(builder, accs, c, c_stride, m, nv)
             return context.get_dummy_value()
 
@@ -113,10 +125,8 @@ def make_columns_block(m, nv):
         def codegen(context, builder, sig, args):
             a, b, b_stride, n_rows, c, c_stride, scale = args
             factor = [_load(builder, _at(builder, scale, 64 * v)) for v in range(nv)]
-            accs, at = [], c
-            for _ in range(m):
-                accs += [builder.fmul(_load(builder, _at(builder, at, 64 * v)), factor[v]) for v in range(nv)]
-                at = builder.add(at, c_stride)
+            accs = _load_block(builder, c, c_stride, m, nv)
+            accs = [builder.fmul(x, factor[i % nv]) for i, x in enumerate(accs)]
 
             def row(state):
                 at, bt, *accs = state
@@ -132,8 +142,8 @@ def make_columns_block(m, nv):
     return columns_block
 
 
-def _make_rows_product(m, nv):
-    block = make_rows_block(m, nv)
+def _make_rows_product(m, nv, accumulate):
+    block = make_rows_block(m, nv, accumulate)
 
     @inline
     def rows_product(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride):
@@ -156,42 +166,60 @@ def _make_columns_product(m, nv):
     return columns_product
 
 
-if len(BLOCKS) == 3:
-    _rows3, _rows2, _rows1 = (_make_rows_product(*s) for s in BLOCKS)
-    _columns3, _columns2, _columns1 = (_make_columns_product(*s) for s in BLOCKS)
+def make_rows_product(accumulate):
+    """rows_product(vectors, a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride):
+
+    C[n_rows][16*vectors] (+)= A B. Writes up to 15 rows more than n_rows: A and C must have them.
+    """
+    shapes = [_make_rows_product(*shape, accumulate) for shape in BLOCKS]
+    if len(shapes) == 1:
+        one = shapes[0]
+
+        @inline
+        def rows_product1(vectors, a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride):
+            one(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride)
+
+        return rows_product1
+    three, two, one = shapes
 
     @inline
     def rows_product(vectors, a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride):
-        """C[n_rows][16*vectors] = A B; writes up to 15 rows more than n_rows (A and C must have them)."""
         if vectors == 3:
-            _rows3(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride)
+            three(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride)
         elif vectors == 2:
-            _rows2(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride)
+            two(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride)
         else:
-            _rows1(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride)
+            one(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride)
+
+    return rows_product
+
+
+def make_columns_product():
+    """columns_product(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
+
+    C[16*n_chunks][16*vectors] = C * scale + A^T B over n_rows >= 1 rows of A and B.
+    """
+    shapes = [_make_columns_product(*shape) for shape in BLOCKS]
+    if len(shapes) == 1:
+        one = shapes[0]
+
+        @inline
+        def columns_product1(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
+            one(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
+
+        return columns_product1
+    three, two, one = shapes
 
     @inline
     def columns_product(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
-        """C[16*n_chunks][16*vectors] = C * scale + A^T B over n_rows >= 1 rows of A and B."""
         if vectors == 3:
-            _columns3(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
+            three(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
         elif vectors == 2:
-            _columns2(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
+            two(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
         else:
-            _columns1(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
+            one(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
 
-else:
-    _rows1, _columns1 = _make_rows_product(*BLOCKS[0]), _make_columns_product(*BLOCKS[0])
-
-    @inline
-    def rows_product(vectors, a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride):
-        """C[n_rows][16] = A B; writes up to 15 rows more than n_rows (A and C must have them)."""
-        _rows1(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride)
-
-    @inline
-    def columns_product(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
-        """C[16*n_chunks][16] = C * scale + A^T B over n_rows >= 1 rows of A and B."""
-        _columns1(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
+    return columns_product
 
 
 @intrinsic
@@ -215,3 +243,32 @@ def transpose16(typingctx, src, src_stride, dst, dst_stride):
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 4), codegen
+
+
+@intrinsic
+def fma_registers(typingctx, n, dst):
+    """n times 24 independent FMAs that touch no memory (768 operations): what the machine could do at best."""
+
+    def codegen(context, builder, sig, args):
+        x = _load(builder, args[1])
+
+        def step(accs):
+            return [_fma(builder, a, x, x) for a in accs]
+
+        accs = _loop(builder, args[0], [const_vector(f32x16, [float(i)] * 16) for i in range(24)], step)
+        total = accs[0]
+        for a in accs[1:]:
+            total = builder.fadd(total, a)
+        builder.store(total, pointer(builder, args[1], total.type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), codegen
+
+
+def make_fma_peak():
+    """params: 3 iterations of 768 operations, 4 scratch of 64 bytes per thread. For benchmarks."""
+
+    def fma_peak(params, ith, nth):
+        fma_registers(word(params, 3), word(params, 4) + 64 * ith)
+
+    return fma_peak

@@ -1,0 +1,285 @@
+"""Attention with stored scores (no flash attention): K*Q, soft-max, times V, as three kernels per step of heads.
+
+Scores are [head of the step][token][position] f32, position counted within the token's sequence. Products have
+positions (K*Q) or columns of V as vector lanes; Q and the probabilities are staged as chunks (sgemm.py). V may be a
+transposed cache: row = column of V, element = cell. Same parameter words as flash attention, other meanings below.
+"""
+
+import numpy as np
+
+from ikcli.backends.cpu.jit import inline
+from ikcli.backends.cpu.kernels.attention import (
+    FIRST_HEAD,
+    GROUP,
+    K_AT,
+    K_CHUNKS,
+    OUT,
+    OUT_STRIDE,
+    PART_ADDRESS,
+    PART_HEAD_STRIDE,
+    PART_OFFSET,
+    PART_ROW_BYTES,
+    S_AT,
+    SCALE,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SLOT_BYTES,
+    SLOTS,
+    TILE,
+    UNIT_HEADS,
+    UNITS,
+    V0,
+    V_AT,
+    V_CHUNK,
+    V_COLS,
+    find_task,
+    make_stage_k,
+    n_base_tasks,
+    part_row,
+    segment_word,
+    stage_q,
+)
+from ikcli.backends.cpu.kernels.basic import copy_f32
+from ikcli.backends.cpu.kernels.common import (
+    N_SEG,
+    N_TOKENS,
+    POS,
+    SEG_CELL,
+    SEG_N_KV,
+    SEG_POS,
+    SEG_TOKEN,
+    SEG_WORDS,
+    SEGMENTS,
+    next_work,
+    state_word,
+    word,
+)
+from ikcli.backends.cpu.kernels.kv import make_stage
+from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, MAX_VECTORS, make_rows_product, transpose16
+from ikcli.backends.cpu.simd.math import vexp_fast
+from ikcli.backends.cpu.simd.vec import (
+    lane_index,
+    ld_f32,
+    ld_i32,
+    load_f32x16,
+    reduce_add,
+    reduce_max,
+    select_less_i32,
+    splat_f32x16,
+    splat_i32x16,
+    store_f32x16,
+    vadd,
+    vfma,
+    vmax,
+    vmul,
+    vsub,
+    zero_f32x16,
+)
+
+# Words that mean something else here.
+SCORE_ROWS, SCORES, SCORE_BYTES = V_CHUNK, SLOTS, SLOT_BYTES  # rows per head, address, bytes per row
+PRODUCT_AT = S_AT
+SPAN_TILES = 4  # tiles of positions per K*Q task
+PANEL = MAX_VECTORS  # chunks of V columns per V task
+
+_F0, _F1, _LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-3.0e38)
+_stage_f32 = make_stage("f32")
+
+
+@inline
+def score_row(params, token, unit, row):
+    """Address of the scores of one row of a task."""
+    heads = word(params, UNIT_HEADS)
+    index = (unit * heads + row % heads) * word(params, SCORE_ROWS) + token + row // heads
+    return word(params, SCORES) + index * word(params, SCORE_BYTES)
+
+
+@inline
+def most_positions(params):
+    """Positions of the longest sequence in the micro-batch."""
+    most, segment = 0, state_word(params, SEGMENTS)
+    for i in range(state_word(params, N_SEG)):
+        most = max(most, segment_word(segment + 8 * SEG_WORDS * i, SEG_N_KV))
+    return most
+
+
+@inline
+def kv_head_of(params, unit):
+    return (word(params, FIRST_HEAD) + unit * word(params, UNIT_HEADS)) // word(params, GROUP)
+
+
+@inline
+def store_scores(params, token, unit, rows, position, n, products):
+    """Products [row][TILE] to the score rows, n positions from `position` on."""
+    for r in range(rows):
+        copy_f32(score_row(params, token, unit, r) + 4 * position, products + 4 * word(params, TILE) * r, n)
+
+
+def make_kq(k_types):
+    """Scores of one task: (segment, block of tokens, unit of heads, span of positions)."""
+    stage_k, product = make_stage_k(k_types), make_rows_product(False)
+
+    @inline
+    def scores_of_tile(params, q, q_chunk, rows, k, kt, products, n):
+        tile, chunks = word(params, TILE), word(params, K_CHUNKS)
+        vectors = (n + 15) >> 4
+        for c in range(chunks):
+            for v in range(vectors):
+                src = k + CHUNK_ROW * (c * tile + 16 * v)
+                transpose16(src, CHUNK_ROW, kt + 64 * (c * tile + v), 4 * tile)
+        for at in range(0, vectors, MAX_VECTORS):
+            x = 64 * at
+            wide = min(MAX_VECTORS, vectors - at)
+            product(wide, q, q_chunk, rows, kt + x, 4 * tile, chunks, products + x, 4 * tile)
+
+    def kq(params, ith, nth):
+        tile, heads, chunks = word(params, TILE), word(params, UNIT_HEADS), word(params, K_CHUNKS)
+        span = SPAN_TILES * tile
+        spans = (most_positions(params) + span - 1) // span
+        q = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
+        k, kt, products = q + word(params, K_AT), q + word(params, V_AT), q + word(params, PRODUCT_AT)
+        n_tasks = n_base_tasks(params) * spans
+        scale = splat_f32x16(ld_f32(params + 8 * SCALE))
+        while True:
+            task = next_work(params, 1)
+            if task >= n_tasks:
+                break
+            segment, first, n_tokens, unit = find_task(params, task // spans)
+            end = segment_word(segment, SEG_POS) + first + n_tokens
+            begin = task % spans * span
+            if begin >= end:
+                continue
+            rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
+            q_chunk = CHUNK_ROW * ((rows + 15) & ~15)
+            for r in range(rows):
+                stage_q(params, token, unit, r, q + CHUNK_ROW * r, q_chunk)
+                for c in range(chunks):
+                    at = q + CHUNK_ROW * r + c * q_chunk
+                    store_f32x16(at, vmul(load_f32x16(at), scale))
+            for position in range(begin, min(end, begin + span), tile):
+                n = min(tile, end - position)
+                stage_k(params, segment, kv_head_of(params, unit), k, CHUNK_ROW * tile, position, n)
+                scores_of_tile(params, q, q_chunk, rows, k, kt, products, n)
+                store_scores(params, token, unit, rows, position, n, products)
+
+    return kq
+
+
+@inline
+def soft_max_row(s, n):
+    """Probabilities of n scores in place; the last vector is filled with zeros. NaN and Inf make all of them NaN."""
+    lowest, zero = splat_f32x16(_LOWEST), zero_f32x16()
+    top = lowest
+    for i in range(0, n, 16):
+        x = select_less_i32(lane_index(), splat_i32x16(n - i), load_f32x16(s + 4 * i), lowest)
+        store_f32x16(s + 4 * i, x)
+        top = vmax(x, top)
+    top = splat_f32x16(reduce_max(top))
+    total, nan = zero, zero
+    for i in range(0, n, 16):
+        x = vsub(load_f32x16(s + 4 * i), top)
+        nan = vfma(x, zero, nan)
+        p = select_less_i32(lane_index(), splat_i32x16(n - i), vexp_fast(x), zero)
+        total = vadd(total, p)
+        store_f32x16(s + 4 * i, p)
+    scale = splat_f32x16(_F1 / reduce_add(vadd(total, nan)))
+    for i in range(0, n, 16):
+        store_f32x16(s + 4 * i, vmul(load_f32x16(s + 4 * i), scale))
+
+
+def make_soft_max():
+    """Every (head of the step, token): positions up to its own."""
+
+    def soft_max(params, ith, nth):
+        n_tokens, pos = state_word(params, N_TOKENS), state_word(params, POS)
+        n_heads = word(params, UNITS) * word(params, UNIT_HEADS)
+        while True:
+            item = next_work(params, 1)
+            if item >= n_tokens * n_heads:
+                break
+            token, head = item // n_heads, item % n_heads
+            row = head * word(params, SCORE_ROWS) + token
+            soft_max_row(word(params, SCORES) + row * word(params, SCORE_BYTES), ld_i32(pos + 4 * token) + 1)
+
+    return soft_max
+
+
+@inline
+def stage_probabilities(params, token, unit, rows, first_pos, position, n, dst, chunk_bytes):
+    """Rows of P as chunks; positions a row does not see, and those that fill the last chunk, are zero."""
+    heads, chunks = word(params, UNIT_HEADS), (n + 15) >> 4
+    for r in range(rows):
+        seen = max(0, min(n, first_pos + r // heads + 1 - position))
+        at = dst + CHUNK_ROW * r
+        _stage_f32(at, chunk_bytes, score_row(params, token, unit, r), position, seen)
+        for c in range((seen + 15) >> 4, chunks):
+            store_f32x16(at + c * chunk_bytes, zero_f32x16())
+
+
+def make_stage_panel(v_type, transposed):
+    """stage_panel(params, segment, kv_head, column, dst, tmp, position, n): V as [position][16*PANEL columns].
+
+    Rows up to the next multiple of 16 are zero.
+    """
+    stage = make_stage(v_type)
+    row_out = 64 * PANEL
+
+    @inline
+    def stage_panel(params, segment, kv_head, column, dst, tmp, position, n):
+        row, element = part_row(params, V0, segment, kv_head)
+        stride, width = word(params, V0 + PART_ROW_BYTES), min(16 * PANEL, word(params, V_COLS) - column)
+        for t in range(n):
+            stage(dst + row_out * t, 64, row + (position + t) * stride, element + column, width)
+        for i in range(row_out * n, row_out * ((n + 15) & ~15), 64):
+            store_f32x16(dst + i, zero_f32x16())
+
+    @inline
+    def stage_panel_transposed(params, segment, kv_head, column, dst, tmp, position, n):
+        first = word(params, V0 + PART_OFFSET) + kv_head * word(params, V0 + PART_HEAD_STRIDE) + column
+        stride, cell = word(params, V0 + PART_ROW_BYTES), segment_word(segment, SEG_CELL) + position
+        width = min(16 * PANEL, word(params, V_COLS) - column)
+        for t in range(0, n, 16):
+            for c in range(0, width, 16):
+                for i in range(16):
+                    store_f32x16(tmp + 64 * i, zero_f32x16())
+                    if c + i < width:
+                        row = word(params, V0 + PART_ADDRESS) + (first + c + i) * stride
+                        stage(tmp + 64 * i, 64, row, cell + t, min(16, n - t))
+                transpose16(tmp, 64, dst + row_out * t + 4 * c, row_out)
+
+    return stage_panel_transposed if transposed else stage_panel
+
+
+def make_kqv(v_type, transposed):
+    """Output columns of one task: (segment, block of tokens, unit of heads, panel of columns)."""
+    stage_panel, product = make_stage_panel(v_type, transposed), make_rows_product(True)
+    wide = 16 * PANEL
+
+    def kqv(params, ith, nth):
+        tile, heads, cols = word(params, TILE), word(params, UNIT_HEADS), word(params, V_COLS)
+        panels = (cols + wide - 1) // wide
+        p = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
+        tmp, v, products = p + word(params, K_AT), p + word(params, V_AT), p + word(params, PRODUCT_AT)
+        n_tasks = n_base_tasks(params) * panels
+        while True:
+            task = next_work(params, 1)
+            if task >= n_tasks:
+                break
+            segment, first, n_tokens, unit = find_task(params, task // panels)
+            column = task % panels * wide
+            rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
+            first_pos = segment_word(segment, SEG_POS) + first
+            p_chunk = CHUNK_ROW * ((rows + 15) & ~15)
+            for i in range(0, 4 * wide * (rows + 16), 64):
+                store_f32x16(products + i, zero_f32x16())
+            for position in range(0, first_pos + n_tokens, tile):
+                n = min(tile, first_pos + n_tokens - position)
+                stage_probabilities(params, token, unit, rows, first_pos, position, n, p, p_chunk)
+                stage_panel(params, segment, kv_head_of(params, unit), column, v, tmp, position, n)
+                product(PANEL, p, p_chunk, rows, v, 4 * wide, (n + 15) >> 4, products, 4 * wide)
+            for r in range(rows):
+                head = word(params, FIRST_HEAD) + unit * heads + r % heads
+                dst = word(params, OUT) + (token + r // heads) * word(params, OUT_STRIDE) + 4 * (head * cols + column)
+                copy_f32(dst, products + 4 * wide * r, min(wide, cols - column))
+
+    return kqv

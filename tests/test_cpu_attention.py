@@ -1,0 +1,343 @@
+"""KV cache and attention kernels against float64 NumPy, with NaN in all memory that must not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from kernel_harness import Harness, Segment
+
+from ikcli.backends.cpu.lower_attention import RULES
+from ikcli.errors import UnsupportedError
+from ikcli.gguf.constants import GGMLType, row_n_bytes
+from ikcli.graph import Cache, HeadSlice, Node, Rows
+
+F32, F16, BF16, Q8_0 = GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0
+
+
+# --- cache types in NumPy --------------------------------------------------------------------------------------------
+def encode(x: np.ndarray, type_: GGMLType) -> np.ndarray:
+    """Rows of float32 as bytes of a cache type."""
+    rows = x.shape[0]
+    if type_ == F32:
+        return x.astype(np.float32).view(np.uint8).reshape(rows, -1)
+    if type_ == F16:
+        return x.astype(np.float16).view(np.uint8).reshape(rows, -1)
+    if type_ == BF16:
+        bits = x.astype(np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).view(np.uint8).reshape(rows, -1)
+    blocks = x.astype(np.float32).reshape(rows, -1, 32)
+    top = np.abs(blocks).max(axis=2, keepdims=True)
+    inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
+    out = np.empty((*blocks.shape[:2], 34), dtype=np.uint8)
+    out[..., :2] = (top / np.float32(127)).astype(np.float16).view(np.uint8).reshape(*blocks.shape[:2], 2)
+    out[..., 2:] = np.rint(blocks * inverse).astype(np.int8).view(np.uint8)
+    return out.reshape(rows, -1)
+
+
+def decode(data: np.ndarray, type_: GGMLType) -> np.ndarray:
+    """Bytes of cache rows as float64."""
+    rows = data.shape[0]
+    if type_ == F32:
+        return data.view(np.float32).astype(np.float64)
+    if type_ == F16:
+        return data.view(np.float16).astype(np.float64)
+    if type_ == BF16:
+        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    blocks = np.ascontiguousarray(data).reshape(rows, -1, 34)
+    scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float64)
+    return (blocks[..., 2:].view(np.int8) * scale).reshape(rows, -1)
+
+
+# --- oracle ----------------------------------------------------------------------------------------------------------
+def head_columns(x: np.ndarray, part: HeadSlice, head: int) -> np.ndarray:
+    at = part.offset + head * part.head_stride
+    return x[:, at : at + part.width]
+
+
+def expected(run: Harness, node: Node, segments: Sequence[Segment], values: dict[Node, np.ndarray]) -> np.ndarray:
+    """The attention node in float64, from what the caches hold and the leaves."""
+    attrs = node.attrs
+    n_head, group = attrs["n_head"], attrs["n_head"] // attrs["n_head_kv"]
+    out, token, kv_row = [], 0, 0
+    for s in segments:
+        end = s.pos + s.n_tokens
+
+        def rows(part: HeadSlice, s: Segment = s, end: int = end, kv_row: int = kv_row) -> np.ndarray:
+            if isinstance(part.source, Node):
+                return values[part.source][kv_row : kv_row + end].astype(np.float64)
+            data = run.caches[part.source]
+            if part.source.transposed:
+                return decode(data, part.source.type).T[s.cell : s.cell + end]
+            return decode(data[s.cell : s.cell + end], part.source.type)
+
+        heads = []
+        for h in range(n_head):
+            q = np.hstack([head_columns(values[p.source][token : token + s.n_tokens].astype(np.float64), p, h)
+                           for p in attrs["q"]])  # fmt: skip
+            k = np.hstack([head_columns(rows(p), p, h // group) for p in attrs["k"]])
+            scores = q @ k.T * np.float64(np.float32(attrs["scale"]))
+            hidden = np.arange(end)[None] > s.pos + np.arange(s.n_tokens)[:, None]
+            scores[hidden] = -np.inf
+            p = np.exp(scores - scores.max(axis=1, keepdims=True))
+            heads.append(p / p.sum(axis=1, keepdims=True) @ head_columns(rows(attrs["v"]), attrs["v"], h // group))
+        out.append(np.hstack(heads))
+        token, kv_row = token + s.n_tokens, kv_row + end
+    return np.vstack(out)
+
+
+# --- graphs ----------------------------------------------------------------------------------------------------------
+@dataclass
+class Built:
+    """A graph with one attention node: leaves and their columns, and the columns to store into each cache."""
+
+    run: Harness
+    node: Node
+    leaves: dict[Node, int]
+    stores: dict[Cache, Node] = field(default_factory=dict)
+
+
+def gqa(n_head: int, n_head_kv: int, width: int, types: tuple[GGMLType, GGMLType], *, tokens: int, cells: int,
+        flash: bool, v_width: int = 0, step: int = 0) -> Built:  # fmt: skip
+    """Separate K and V caches, both written by kv_store."""
+    run = Harness(tokens, cells, RULES)
+    g, dv = run.graph, v_width or width
+    g.il = 0
+    q, k, v = run.input("q", n_head * width), run.input("k", n_head_kv * width), run.input("v", n_head_kv * dv)
+    kc, vc = g.cache("k", k.cols, types[0]), g.cache("v", v.cols, types[1])
+    g.kv_store(kc, k, "k_store")
+    g.kv_store(vc, v, "v_store")
+    node = g.attention([HeadSlice(q, 0, width, width)], [HeadSlice(kc, 0, width, width)], HeadSlice(vc, 0, dv, dv),
+                       "kqv", n_head=n_head, n_head_kv=n_head_kv, scale=width**-0.5, flash=flash,
+                       heads_per_step=step)  # fmt: skip
+    return Built(run, node, {x: x.cols for x in (q, k, v)}, {kc: k, vc: v})
+
+
+def absorbed(n_head: int, type_: GGMLType, *, tokens: int, cells: int, flash: bool, transposed: bool = False,
+             step: int = 0) -> Built:  # fmt: skip
+    """MLA 576/512: V is a view of the K row, or a transposed cache of its own."""
+    run = Harness(tokens, cells, RULES)
+    g = run.graph
+    g.il = 0
+    q, latent_q, row = run.input("q", n_head * 192), run.input("q2", n_head * 512), run.input("kv", 576)
+    cache = g.cache("kv", 576, type_)
+    g.kv_store(cache, row, "store")
+    v, stores = HeadSlice(cache, 64, 512, 0), {cache: row}
+    if transposed:
+        vt = g.cache("kv_t", 512, F16, transposed=True)
+        g.kv_store(vt, row, "store_t", offset=64)
+        v, stores = HeadSlice(vt, 0, 512, 0), {cache: row, vt: row}
+    node = g.attention([HeadSlice(q, 128, 64, 192), HeadSlice(latent_q, 0, 512, 512)], [HeadSlice(cache, 0, 576, 0)],
+                       v, "kqv", n_head=n_head, n_head_kv=1, scale=192**-0.5, flash=flash,
+                       heads_per_step=step)  # fmt: skip
+    return Built(run, node, {x: x.cols for x in (q, latent_q, row)}, stores)
+
+
+def expanded(n_head: int, type_: GGMLType, *, tokens: int, cells: int, flash: bool) -> Built:
+    """MLA 192/128: rotated keys from the cache, the rest from compact rows."""
+    run = Harness(tokens, cells, RULES)
+    g = run.graph
+    g.il = 0
+    q, row, kv = run.input("q", n_head * 192), run.input("kv", 576), run.input("x", n_head * 256, Rows.KV)
+    cache = g.cache("kv", 576, type_)
+    g.kv_store(cache, row, "store")
+    node = g.attention(
+        [HeadSlice(q, 128, 64, 192), HeadSlice(q, 0, 128, 192)],
+        [HeadSlice(cache, 0, 64, 0), HeadSlice(kv, 0, 128, 256)], HeadSlice(kv, 128, 128, 256),
+        "kqv", n_head=n_head, n_head_kv=n_head, scale=192**-0.5, flash=flash)  # fmt: skip
+    return Built(run, node, {x: x.cols for x in (q, row, kv)}, {cache: row})
+
+
+def check(built: Built, segments: Sequence[Segment], n_threads: int, seed: int = 0, tolerance: float = 2e-6) -> None:
+    """Cached positions get random rows, everything else in the caches stays NaN; compare with the oracle."""
+    rng = np.random.default_rng(seed)
+    run = built.run.compile(built.node, n_threads)
+    for cache in built.stores:
+        data = run.caches[cache]
+        data[:] = 0xFF
+        for s in segments:
+            if cache.transposed:
+                wide = data.view(np.uint16)
+                x = rng.standard_normal((cache.cols, s.pos)).astype(np.float16)
+                wide[:, s.cell : s.cell + s.pos] = x.view(np.uint16)
+            elif s.pos:
+                data[s.cell : s.cell + s.pos] = encode(rng.standard_normal((s.pos, cache.cols)), cache.type)
+    n = {Rows.TOKENS: sum(s.n_tokens for s in segments), Rows.KV: sum(s.pos + s.n_tokens for s in segments)}
+    values = {x: rng.standard_normal((n[x.rows.symbol], cols), dtype=np.float32) for x, cols in built.leaves.items()}
+    out = run(segments, values)
+    again = run(segments, values)
+    np.testing.assert_array_equal(out, again)
+    want = expected(run, built.node, segments, values)
+    assert np.abs(out - want).max() < tolerance * np.abs(want).max()
+
+
+# --- kv_store, kv_rows -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("type_", [F32, F16, BF16, Q8_0])
+def test_store_and_read_back(type_: GGMLType, rng: np.random.Generator) -> None:
+    """Bytes are those of the reference encoding; rows come back in compact order; other cells are untouched."""
+    run = Harness(8, 32, RULES)
+    g = run.graph
+    g.il = 0
+    x = run.input("x", 80)
+    cache = g.cache("kv", 96, type_)
+    g.kv_store(cache, x, "store", offset=16, cols=64, cache_offset=32)
+    rows = g.kv_rows(cache, 48, 48, "rows")
+    run.compile(rows, 2)
+    values = rng.standard_normal((5, 80), dtype=np.float32) * np.float32(3)
+    values[2, 16:48] = 0
+    segments = [Segment(2, 20, 1), Segment(3, 4, 0)]
+    row = np.full((1, 96), 0.5, dtype=np.float32)
+    run.caches[cache][20] = encode(row, type_)
+    before = run.caches[cache].copy()
+    out = run(segments, {x: values})
+    cells = [21, 22, 4, 5, 6]
+    stored = run.caches[cache]
+    first = row_n_bytes(type_, 32)
+    np.testing.assert_array_equal(stored[cells, first:], encode(values[:, 16:], type_))
+    np.testing.assert_array_equal(stored[cells, :first], before[cells, :first])
+    others = [c for c in range(32) if c not in cells]
+    np.testing.assert_array_equal(stored[others], before[others])
+    np.testing.assert_array_equal(out, decode(stored[[20, 21, 22, 4, 5, 6]], type_)[:, 48:].astype(np.float32))
+
+
+def test_widths_that_fill_no_vector(rng: np.random.Generator) -> None:
+    run = Harness(4, 8, RULES)
+    run.graph.il = 0
+    x = run.input("x", 41)
+    cache = run.graph.cache("k", 41, F16)
+    run.graph.kv_store(cache, x, "store")
+    rows = run.graph.kv_rows(cache, 3, 37, "rows")
+    run.compile(rows, 2)
+    values = rng.standard_normal((4, 41), dtype=np.float32)
+    out = run([Segment(4, 4, 0)], {x: values})
+    np.testing.assert_array_equal(out, values.astype(np.float16).astype(np.float32)[:, 3:40])
+
+
+@pytest.mark.parametrize("type_", [F32, F16, BF16, Q8_0])
+def test_nan_survives_the_cache(type_: GGMLType) -> None:
+    run = Harness(1, 4, RULES)
+    run.graph.il = 0
+    x = run.input("x", 32)
+    cache = run.graph.cache("k", 32, type_)
+    run.graph.kv_store(cache, x, "store")
+    run.compile(run.graph.kv_rows(cache, 0, 32, "rows"), 1)
+    values = np.ones((1, 32), dtype=np.float32)
+    values[0, 7] = np.nan
+    assert np.isnan(run([Segment(1)], {x: values})).any()
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+LENGTHS = [1, 2, 3, 4, 5, 31, 32, 33, 255, 256, 257]
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("types", [(F16, F16), (F32, F32), (BF16, BF16), (Q8_0, Q8_0), (Q8_0, F16)],
+                         ids=lambda t: "-".join(x.name for x in t))  # fmt: skip
+def test_cache_types(types: tuple[GGMLType, GGMLType], flash: bool) -> None:
+    check(gqa(4, 2, 64, types, tokens=40, cells=128, flash=flash), [Segment(40, 3, 70)], 2)
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("n_kv", LENGTHS)
+def test_prompts(n_kv: int, flash: bool) -> None:
+    """Whole prompts from position 0."""
+    check(gqa(6, 2, 64, (F16, F16), tokens=n_kv, cells=n_kv, flash=flash), [Segment(n_kv)], 2, n_kv)
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("n_kv", LENGTHS)
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+def test_one_token(n_kv: int, n_threads: int, flash: bool) -> None:
+    """Generation, with and without splitting over positions."""
+    check(gqa(4, 1, 64, (F16, F16), tokens=1, cells=300, flash=flash), [Segment(1, 40, n_kv - 1)], n_threads, n_kv)
+
+
+def test_split_positions() -> None:
+    """Long caches are split over positions: parts of unequal length, and sequences too short to split."""
+    built = gqa(4, 1, 64, (F16, F16), tokens=3, cells=3000, flash=True)
+    check(built, [Segment(1, 1000, 1999), Segment(1, 10, 3), Segment(1, 100, 700)], 3)
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize(
+    ("n_head", "n_head_kv", "width"),
+    [(1, 1, 32), (12, 4, 40), (16, 16, 64), (20, 4, 80), (40, 8, 96), (14, 2, 128), (3, 3, 256), (5, 1, 8), (7, 7, 72)],
+)
+def test_head_shapes(n_head: int, n_head_kv: int, width: int, flash: bool) -> None:
+    built = gqa(n_head, n_head_kv, width, (F16, F16), tokens=30, cells=64, flash=flash)
+    check(built, [Segment(11, 1, 17), Segment(19, 40, 0)], 2)
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_value_width_of_its_own(flash: bool) -> None:
+    check(gqa(4, 4, 192, (F16, F16), v_width=128, tokens=9, cells=64, flash=flash), [Segment(9, 5, 12)], 2)
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_many_sequences(flash: bool) -> None:
+    """Several sequences of different lengths and positions in one micro-batch."""
+    segments = [Segment(1, 0, 9), Segment(30, 20, 100), Segment(5, 200, 0), Segment(1, 300, 255), Segment(2, 600, 63)]
+    check(gqa(8, 2, 64, (F16, F16), tokens=64, cells=700, flash=flash), segments, 2)
+
+
+@pytest.mark.parametrize("n_head", [1, 12, 16, 20, 40, 64, 128])
+def test_mla_absorbed(n_head: int) -> None:
+    check(absorbed(n_head, F16, tokens=4, cells=600, flash=True), [Segment(1, 2, 530), Segment(3, 560, 5)], 2)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("step", [0, 5, 8])
+def test_mla_absorbed_stored_scores(step: int, transposed: bool) -> None:
+    built = absorbed(20, F16, tokens=6, cells=300, flash=False, transposed=transposed, step=step)
+    check(built, [Segment(1, 2, 130), Segment(5, 200, 77)], 2)
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("n_head", [1, 12])
+def test_mla_expanded(n_head: int, flash: bool) -> None:
+    check(expanded(n_head, F16, tokens=50, cells=300, flash=flash), [Segment(20, 7, 130), Segment(30, 170, 0)], 2)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 6])
+def test_steps_of_heads(step: int) -> None:
+    """heads_per_step that does or does not divide the heads or their groups."""
+    check(gqa(8, 2, 32, (F16, F16), tokens=7, cells=64, flash=False, step=step), [Segment(7, 3, 30)], 2)
+
+
+def test_large_scores() -> None:
+    """Scores of thousands: the running maximum keeps everything finite."""
+    built = gqa(2, 2, 64, (F32, F32), tokens=20, cells=400, flash=True)
+    built.node.attrs["scale"] = 300.0
+    check(built, [Segment(20, 0, 380)], 2, tolerance=2e-3)
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("leaf", [0, 1, 2])
+def test_nan_is_not_hidden(leaf: int, flash: bool, rng: np.random.Generator) -> None:
+    """A NaN in a query or key reaches exactly the tokens that see it; one in a value at least those."""
+    built = gqa(2, 2, 64, (F16, F16), tokens=40, cells=64, flash=flash)
+    run = built.run.compile(built.node, 2)
+    values = {x: rng.standard_normal((40, cols), dtype=np.float32) for x, cols in built.leaves.items()}
+    values[list(built.leaves)[leaf]][25, 5] = np.nan
+    bad = np.isnan(run([Segment(40)], values)).any(axis=1)
+    assert bad[25] and bad[26:].all() == (leaf > 0)
+    assert leaf == 2 or not bad[:25].any()
+
+
+def test_scores_show_in_the_memory_report() -> None:
+    small = gqa(8, 8, 64, (F16, F16), tokens=64, cells=512, flash=False, step=2)
+    large = gqa(8, 8, 64, (F16, F16), tokens=64, cells=512, flash=False)
+    sizes = [b.run.compile(b.node, 1).program.arena_bytes for b in (small, large)]
+    assert sizes[1] - sizes[0] >= 6 * 64 * 512 * 4
+
+
+def test_refused() -> None:
+    """What no kernel can do is said, not computed wrongly."""
+    with pytest.raises(UnsupportedError, match="multiples of 16"):
+        built = gqa(4, 4, 40, (Q8_0, Q8_0), tokens=1, cells=8, flash=True)
+        built.run.compile(built.node, 1)
+    with pytest.raises(UnsupportedError, match="q4_K"):
+        built = gqa(4, 4, 64, (GGMLType.Q4_K, F16), tokens=1, cells=8, flash=True)
+        built.run.compile(built.node, 1)

@@ -11,15 +11,11 @@ from ikcli.backends.cpu.jit import inline
 from ikcli.backends.cpu.simd.dot import dot_u8_i8_half
 from ikcli.backends.cpu.simd.lanes import (
     bits_i8x32,
-    decode_scales_6bit,
     first_i32x8,
-    high_half_f32x16,
     lane_scalar,
-    low_half_f32x16,
     scatter_dwords,
-    splat_lane,
-    spread_scales,
 )
+from ikcli.backends.cpu.simd.rowdot import row_dot
 from ikcli.backends.cpu.simd.vec import (
     concat_i8x16,
     cvt_i32x8_f32,
@@ -27,14 +23,11 @@ from ikcli.backends.cpu.simd.vec import (
     ld_f16,
     ld_f32,
     ld_i32,
-    load_f32x8,
     load_i8x16,
     load_i8x32,
-    pair_i32x8,
     reduce_add,
     sext_i8x16_i32,
     splat_f32x8,
-    splat_f32x16,
     splat_i8x16,
     splat_i8x32,
     st_f32,
@@ -42,42 +35,15 @@ from ikcli.backends.cpu.simd.vec import (
     vand,
     vfma,
     vlshr,
-    vmul,
     vor,
     vshl,
     vxor,
     zero_f32x8,
-    zero_i32x8,
 )
 
 _F0 = np.float32(0.0)
 
 
-# --- q8_0: d f16, 32 int8 --------------------------------------------------------------------------------------------
-@inline
-def dot_q8_0(w, a, k):
-    nb = k // 32
-    acc = zero_f32x8()
-    flip = splat_i8x32(128)
-    for ib in range(nb):
-        codes = vxor(load_i8x32(w + 2), flip)
-        dot = dot_u8_i8_half(first_i32x8(a + k + 8 * nb + 4 * ib), codes, load_i8x32(a + 32 * ib))
-        acc = vfma(cvt_i32x8_f32(dot), splat_f32x8(ld_f16(w) * ld_f32(a + k + 4 * ib)), acc)
-        w += 34
-    return reduce_add(acc)
-
-
-@inline
-def unpack_q8_0(w, tile, r, k):
-    flip = splat_i8x32(128)
-    for _ in range(k // 32):
-        st_f32(tile + 4 * r, ld_f16(w))
-        scatter_dwords(tile + 64 + 4 * r, vxor(load_i8x32(w + 2), flip))
-        w += 34
-        tile += 576
-
-
-# --- q4_0: d f16, 16 bytes (low nibbles first half) ------------------------------------------------------------------
 @inline
 def nibbles(p):
     """32 codes 0..15 from 16 bytes: low nibbles, then high nibbles."""
@@ -87,24 +53,53 @@ def nibbles(p):
 
 
 @inline
-def dot_q4_0(w, a, k):
-    nb = k // 32
-    acc = zero_f32x8()
-    bias = splat_i8x32(120)
-    for ib in range(nb):
-        codes = vadd(nibbles(w + 2), bias)
-        dot = dot_u8_i8_half(first_i32x8(a + k + 8 * nb + 4 * ib), codes, load_i8x32(a + 32 * ib))
-        acc = vfma(cvt_i32x8_f32(dot), splat_f32x8(ld_f16(w) * ld_f32(a + k + 4 * ib)), acc)
-        w += 18
-    return reduce_add(acc)
+def codes_q8_0(w):
+    """32 codes + 128."""
+    return vxor(load_i8x32(w + 2), splat_i8x32(128))
 
 
 @inline
-def unpack_q4_0(w, tile, r, k):
-    bias = splat_i8x32(120)
+def codes_q4_0(w):
+    """32 codes + 120 (so that 8 becomes 128)."""
+    return vadd(nibbles(w + 2), splat_i8x32(120))
+
+
+def _make_dot32(type_name, codes, block_bytes):
+    """dot_row of a symmetric format of 32-column blocks; rows need not be multiples of 256 columns."""
+    whole = row_dot(type_name)
+
+    @inline
+    def dot_row(w, a, k):
+        total = whole(w, a, k)
+        first, nb = k // 256 * 8, k // 32
+        if first == nb:
+            return total
+        acc = zero_f32x8()
+        for ib in range(first, nb):
+            p = w + ib * block_bytes
+            dot = dot_u8_i8_half(first_i32x8(a + k + 8 * nb + 4 * ib), codes(p), load_i8x32(a + 32 * ib))
+            acc = vfma(cvt_i32x8_f32(dot), splat_f32x8(ld_f16(p) * ld_f32(a + k + 4 * ib)), acc)
+        return total + reduce_add(acc)
+
+    return dot_row
+
+
+# --- q8_0: d f16, 32 int8 --------------------------------------------------------------------------------------------
+@inline
+def unpack_q8_0(w, tile, r, k):
     for _ in range(k // 32):
         st_f32(tile + 4 * r, ld_f16(w))
-        scatter_dwords(tile + 64 + 4 * r, vadd(nibbles(w + 2), bias))
+        scatter_dwords(tile + 64 + 4 * r, codes_q8_0(w))
+        w += 34
+        tile += 576
+
+
+# --- q4_0: d f16, 16 bytes (low nibbles first half) ------------------------------------------------------------------
+@inline
+def unpack_q4_0(w, tile, r, k):
+    for _ in range(k // 32):
+        st_f32(tile + 4 * r, ld_f16(w))
+        scatter_dwords(tile + 64 + 4 * r, codes_q4_0(w))
         w += 18
         tile += 576
 
@@ -118,17 +113,6 @@ def codes_q5_0(w):
 
 
 @inline
-def dot_q5_0(w, a, k):
-    nb = k // 32
-    acc = zero_f32x8()
-    for ib in range(nb):
-        dot = dot_u8_i8_half(first_i32x8(a + k + 8 * nb + 4 * ib), codes_q5_0(w), load_i8x32(a + 32 * ib))
-        acc = vfma(cvt_i32x8_f32(dot), splat_f32x8(ld_f16(w) * ld_f32(a + k + 4 * ib)), acc)
-        w += 22
-    return reduce_add(acc)
-
-
-@inline
 def unpack_q5_0(w, tile, r, k):
     for _ in range(k // 32):
         st_f32(tile + 4 * r, ld_f16(w))
@@ -138,26 +122,6 @@ def unpack_q5_0(w, tile, r, k):
 
 
 # --- q4_K: d, dmin f16, 12 bytes of 6-bit scales and minima, 128 bytes of nibbles -------------------------------------
-@inline
-def dot_q4_k(w, a, k):
-    nb = k // 32
-    acc, acc_min = zero_f32x8(), zero_f32x8()
-    mask = splat_i8x32(15)
-    d_at, s_at = a + k, a + k + 4 * nb
-    for ib in range(0, nb, 8):
-        scales = cvt_i32x16_f32(decode_scales_6bit(w + 4))
-        acc_min = vfma(vmul(high_half_f32x16(scales), splat_f32x8(-ld_f16(w + 2))), load_f32x8(s_at + 4 * ib), acc_min)
-        sc = vmul(vmul(low_half_f32x16(scales), splat_f32x8(ld_f16(w))), load_f32x8(d_at + 4 * ib))
-        for j in range(4):
-            q, x = load_i8x32(w + 16 + 32 * j), a + 32 * ib + 64 * j
-            lo = dot_u8_i8_half(zero_i32x8(), vand(q, mask), load_i8x32(x))
-            hi = dot_u8_i8_half(zero_i32x8(), vand(vlshr(q, 4), mask), load_i8x32(x + 32))
-            acc = vfma(cvt_i32x8_f32(lo), splat_lane(sc, 2 * j), acc)
-            acc = vfma(cvt_i32x8_f32(hi), splat_lane(sc, 2 * j + 1), acc)
-        w += 144
-    return reduce_add(vadd(acc, acc_min))
-
-
 @inline
 def scale_min_6bit(p, j):
     """(scale, minimum) j of 8, from the 12 packed bytes at p."""
@@ -196,24 +160,6 @@ def codes_q5_k(w, j):
 
 
 @inline
-def dot_q5_k(w, a, k):
-    nb = k // 32
-    acc, acc_min = zero_f32x8(), zero_f32x8()
-    d_at, s_at = a + k, a + k + 4 * nb
-    for ib in range(0, nb, 8):
-        scales = cvt_i32x16_f32(decode_scales_6bit(w + 4))
-        acc_min = vfma(
-            vmul(high_half_f32x16(scales), splat_f32x8(-ld_f16(w + 2))), load_f32x8(s_at + 4 * ib), acc_min
-        )
-        sc = vmul(vmul(low_half_f32x16(scales), splat_f32x8(ld_f16(w))), load_f32x8(d_at + 4 * ib))
-        for j in range(8):
-            dot = dot_u8_i8_half(zero_i32x8(), codes_q5_k(w, j), load_i8x32(a + 32 * (ib + j)))
-            acc = vfma(cvt_i32x8_f32(dot), splat_lane(sc, j), acc)
-        w += 176
-    return reduce_add(vadd(acc, acc_min))
-
-
-@inline
 def unpack_q5_k(w, tile, r, k):
     for _ in range(k // 256):
         d, dmin = ld_f16(w), ld_f16(w + 2)
@@ -238,23 +184,6 @@ def codes_q6_k(w, half, g):
 
 
 @inline
-def dot_q6_k(w, a, k):
-    nb = k // 32
-    acc = zero_f32x8()
-    d_at, sums_at = a + k, a + k + 12 * nb
-    for ib in range(0, nb, 8):
-        scales = vmul(cvt_i32x16_f32(sext_i8x16_i32(load_i8x16(w + 192))), splat_f32x16(ld_f16(w + 208)))
-        for g in range(8):
-            b = ib + g
-            start = pair_i32x8(ld_i32(sums_at + 8 * b), ld_i32(sums_at + 8 * b + 4))
-            dot = dot_u8_i8_half(start, codes_q6_k(w, g >> 2, g & 3), load_i8x32(a + 32 * b))
-            sc = vmul(spread_scales(scales, g), splat_f32x8(ld_f32(d_at + 4 * b)))
-            acc = vfma(cvt_i32x8_f32(dot), sc, acc)
-        w += 210
-    return reduce_add(acc)
-
-
-@inline
 def unpack_q6_k(w, tile, r, k):
     for _ in range(k // 256):
         d = ld_f16(w + 208)
@@ -269,10 +198,10 @@ def unpack_q6_k(w, tile, r, k):
 
 # type name -> (dot_row, unpack_row, tile mode)
 INTEGER_FORMATS = {
-    "q8_0": (dot_q8_0, unpack_q8_0, "s32"),
-    "q4_0": (dot_q4_0, unpack_q4_0, "s32"),
-    "q5_0": (dot_q5_0, unpack_q5_0, "s32"),
-    "q4_K": (dot_q4_k, unpack_q4_k, "m32"),
-    "q5_K": (dot_q5_k, unpack_q5_k, "m32"),
-    "q6_K": (dot_q6_k, unpack_q6_k, "s16"),
+    "q8_0": (_make_dot32("q8_0", codes_q8_0, 34), unpack_q8_0, "s32"),
+    "q4_0": (_make_dot32("q4_0", codes_q4_0, 18), unpack_q4_0, "s32"),
+    "q5_0": (_make_dot32("q5_0", codes_q5_0, 22), unpack_q5_0, "s32"),
+    "q4_K": (row_dot("q4_K"), unpack_q4_k, "m32"),
+    "q5_K": (row_dot("q5_K"), unpack_q5_k, "m32"),
+    "q6_K": (row_dot("q6_K"), unpack_q6_k, "s16"),
 }

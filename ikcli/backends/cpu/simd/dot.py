@@ -37,7 +37,21 @@ def emit_dot(builder, acc, u, s, n):
     if n == 8 and ("avxvnni" in features or {"avx512vnni", "avx512vl"} <= features):
         args = [acc, builder.bitcast(u, t), builder.bitcast(s, t)]
         return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.256", t, args)
+    if n == 16 and "avxvnni" in features:
+        return _in_halves(builder, acc, u, s)
     return _portable(builder, acc, u, s, n)
+
+
+def _in_halves(builder, acc, u, s):
+    """16 lanes as two times 8."""
+
+    def half(v, first):
+        count = v.type.count // 2
+        return builder.shuffle_vector(v, v, ir.Constant(ir.VectorType(_I32, count), list(range(first, first + count))))
+
+    low = emit_dot(builder, half(acc, 0), half(u, 0), half(s, 0), 8)
+    high = emit_dot(builder, half(acc, 8), half(u, 32), half(s, 32), 8)
+    return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, 16), list(range(16))))
 
 
 def _make_dot(acc_type, byte_type):

@@ -37,6 +37,10 @@ class Emitter:
             base = self.b.add(base, self.int(t) if isinstance(t, int) else t)
         return base
 
+    def opaque(self, x):
+        """x, hidden from the optimiser, which would otherwise chain addresses: row + stride + stride + ..."""
+        return self.b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [x], False)
+
     def times(self, x, n):
         return self.b.mul(x, self.int(n))
 

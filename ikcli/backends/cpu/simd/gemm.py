@@ -39,7 +39,7 @@ def quant_tile(mode, nt):
         def codegen(context, builder, sig, args):
             tile, n_blocks, a, a_stride, scales_at, out, out_stride, n_lanes = args
             e = Emitter(builder)
-            rows = [e.offset(a, e.times(a_stride, t)) for t in range(nt)]
+            rows = [e.opaque(e.offset(a, e.times(a_stride, t))) for t in range(nt)]
             acc = [e.variable(e.zero(f32x16)) for _ in range(nt)]
             nb4 = e.times(n_blocks, 4)
             sums_at = e.offset(scales_at, nb4)
@@ -47,10 +47,12 @@ def quant_tile(mode, nt):
             with e.loop(n_blocks) as ib:
                 p = e.offset(tile, e.times(ib, block_bytes))
                 q, ib4 = e.times(ib, 32), e.times(ib, 4)
+                d_at = e.opaque(e.offset(scales_at, ib4))
+                first_at = e.opaque(e.offset(starts_at, e.times(ib4, halves)))
                 for half in range(halves):
                     dots = []
                     for t in range(nt):
-                        start = e.offset(rows[t], starts_at, e.times(ib4, halves), 4 * half)
+                        start = e.offset(rows[t], first_at, 4 * half)
                         dots.append(e.zero(i32x16) if with_min else e.splat_i32(start))
                     for j in range(8 // halves):
                         jj = j + half * 4
@@ -59,7 +61,7 @@ def quant_tile(mode, nt):
                             dots[t] = e.dot(dots[t], codes, e.splat_bytes(e.offset(rows[t], q, 4 * jj)))
                     scale = e.load(f32x16, e.offset(p, 64 * half))
                     for t in range(nt):
-                        d = e.splat_f32(e.offset(rows[t], scales_at, ib4))
+                        d = e.splat_f32(e.offset(rows[t], d_at))
                         builder.store(e.fma(builder.fmul(e.to_f32(dots[t]), scale), d, builder.load(acc[t])), acc[t])
                 if with_min:
                     _add_minima(e, p, rows, acc, sums_at, ib4, halves, scales_at, nb4)
@@ -108,7 +110,7 @@ def float_tile(nv, nt):
         def codegen(context, builder, sig, args):
             tile, k, a, a_stride, out, out_stride, n_lanes, more = args
             e = Emitter(builder)
-            rows = [e.offset(a, e.times(a_stride, t)) for t in range(nt)]
+            rows = [e.opaque(e.offset(a, e.times(a_stride, t))) for t in range(nt)]
             outs = [e.offset(out, e.times(out_stride, t)) for t in range(nt)]
             acc = [[e.variable(e.zero(f32x16)) for _ in range(nv)] for _ in range(nt)]
             with e.loop(k) as i:

@@ -101,35 +101,30 @@ def _make_half(lanes):
 low_half_f32x16, high_half_f32x16 = _make_half(range(8)), _make_half(range(8, 16))
 
 
-@intrinsic
-def decode_scales_6bit(typingctx, ptr):
+def packed_scales_6bit(builder, address):
     """The 12 bytes of q4_K/q5_K scales as i32x16: 8 scales, then 8 minima."""
 
-    def codegen(context, builder, sig, args):
-        def word(i):
-            at = builder.add(args[0], ir.Constant(_I64, 4 * i))
-            return builder.load(pointer(builder, at, _I32), align=1)
+    def word(i):
+        at = builder.add(address, ir.Constant(_I64, 4 * i))
+        return builder.load(pointer(builder, at, _I32), align=1)
 
-        def c(x):
-            return ir.Constant(_I32, x)
+    def c(x):
+        return ir.Constant(_I32, x)
 
-        u0, u1, u2 = word(0), word(1), word(2)
+    def high(u):  # upper two bits of the last four values, shifted to bits 4..5
+        return builder.shl(builder.and_(builder.lshr(u, c(6)), c(0x03030303)), c(4))
 
-        def high(u):  # upper two bits of the last four values, shifted to bits 4..5
-            return builder.shl(builder.and_(builder.lshr(u, c(6)), c(0x03030303)), c(4))
-
-        parts = [
-            builder.and_(u0, c(0x3F3F3F3F)),
-            builder.or_(builder.and_(u2, c(0x0F0F0F0F)), high(u0)),
-            builder.and_(u1, c(0x3F3F3F3F)),
-            builder.or_(builder.and_(builder.lshr(u2, c(4)), c(0x0F0F0F0F)), high(u1)),
-        ]
-        v = ir.Constant(ir.VectorType(_I32, 4), ir.Undefined)
-        for i, part in enumerate(parts):
-            v = builder.insert_element(v, part, c(i))
-        return builder.zext(builder.bitcast(v, ir.VectorType(_I8, 16)), llvm_type(i32x16))
-
-    return i32x16(types.intp), codegen
+    u0, u1, u2 = word(0), word(1), word(2)
+    parts = [
+        builder.and_(u0, c(0x3F3F3F3F)),
+        builder.or_(builder.and_(u2, c(0x0F0F0F0F)), high(u0)),
+        builder.and_(u1, c(0x3F3F3F3F)),
+        builder.or_(builder.and_(builder.lshr(u2, c(4)), c(0x0F0F0F0F)), high(u1)),
+    ]
+    v = ir.Constant(ir.VectorType(_I32, 4), ir.Undefined)
+    for i, part in enumerate(parts):
+        v = builder.insert_element(v, part, c(i))
+    return builder.zext(builder.bitcast(v, ir.VectorType(_I8, 16)), llvm_type(i32x16))
 
 
 @intrinsic

@@ -6,12 +6,15 @@ added either.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
+from ikcli.config import default_model
 from ikcli.errors import IkError, UsageError
 
 if TYPE_CHECKING:
@@ -74,7 +77,10 @@ def register(app: typer.Typer) -> None:
 
     @app.command("tokenize")
     def tokenize(
-        model: Annotated[str, typer.Option("-m", "--model", metavar="FILE", help="model or vocabulary file (GGUF)")],
+        model: Annotated[
+            str | None,
+            typer.Option("-m", "--model", metavar="FILE", help="GGUF model or vocabulary; default the demo model"),
+        ] = None,
         prompt: Annotated[str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="text to tokenize")] = None,
         file: Annotated[str | None, typer.Option("-f", "--file", metavar="FILE", help="read the text here")] = None,
         stdin: Annotated[bool, typer.Option("--stdin", help="read the text from standard input")] = False,
@@ -86,17 +92,19 @@ def register(app: typer.Typer) -> None:
         no_parse_special: Annotated[
             bool, typer.Option("--no-parse-special", help="take the names of control tokens as text")
         ] = False,
-        log_disable: Annotated[bool, typer.Option("--log-disable", help="no messages on stderr but errors")] = False,
+        log_disable: Annotated[bool, typer.Option("--log-disable", help="no warnings on stderr")] = False,
         show_count: Annotated[bool, typer.Option("--show-count", help="print the number of tokens")] = False,
     ) -> None:
         """Print the tokens of a text."""
-        run(
-            model,
-            prompt=prompt,
-            file=file,
-            stdin=stdin,
-            ids=ids,
-            no_bos=no_bos,
-            no_parse_special=no_parse_special,
-            show_count=show_count,
-        )
+        quiet = contextlib.redirect_stderr(io.StringIO()) if log_disable else contextlib.nullcontext()
+        with quiet:  # errors are reported by the caller, after this
+            run(
+                model or str(default_model()),
+                prompt=prompt,
+                file=file,
+                stdin=stdin,
+                ids=ids,
+                no_bos=no_bos,
+                no_parse_special=no_parse_special,
+                show_count=show_count,
+            )

@@ -150,7 +150,7 @@ def expanded(n_head: int, type_: GGMLType, *, tokens: int, cells: int, flash: bo
     return Built(run, node, {x: x.cols for x in (q, row, kv)}, {cache: row})
 
 
-def check(built: Built, segments: Sequence[Segment], n_threads: int, seed: int = 0, tolerance: float = 2e-6) -> None:
+def check(built: Built, segments: Sequence[Segment], n_threads: int, seed: int = 0, tolerance: float = 4e-6) -> None:
     """Cached positions get random rows, everything else in the caches stays NaN; compare with the oracle."""
     rng = np.random.default_rng(seed)
     run = built.run.compile(built.node, n_threads)

@@ -18,6 +18,15 @@ def inline(function: Callable[..., Any]) -> Any:
     return njit(function, nogil=True, error_model="numpy", boundscheck=False, no_cpython_wrapper=True)
 
 
+def merge(function: Callable[..., Any]) -> Any:
+    """A device function whose statements become part of every caller, so that LLVM sees them once.
+
+    For large bodies called from one or two places: an `inline` function is optimized once by itself and again in each
+    function above it.
+    """
+    return njit(function, nogil=True, error_model="numpy", boundscheck=False, inline="always")
+
+
 def compile_to_object(function: Any, n_args: int, returns: bool) -> tuple[str, bytes]:
     """(symbol, ELF/Mach-O/COFF object) of `function(int64, ...) -> None | int64`, self-contained but for libm/libc."""
     flags = compiler.Flags()

@@ -141,8 +141,8 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     k_chunks, v_chunks, view = _chunks(*k), _chunks(v), _view_chunk(k, v)
     tile = 128 if k_chunks + v_chunks <= 32 else 64
     # Q, K tile (also Q before its transposition), V tile, scores, output, statistics
-    at, scratch_bytes = _regions(64 * k_chunks * rows, 64 * k_chunks * tile, 0 if view >= 0 else 64 * v_chunks * tile,
-                                 4 * rows * tile, 64 * v_chunks * rows, _STATS_BYTES)  # fmt: skip
+    at, scratch_bytes = _regions(64 * k_chunks * rows, 64 * k_chunks * (tile + 1),
+                                 0 if view >= 0 else 64 * v_chunks * (tile + 1), 4 * rows * tile, 64 * v_chunks * rows, _STATS_BYTES)  # fmt: skip
     slot_bytes = _STATS_BYTES // 2 + 64 * v_chunks * rows
     scratch = low.buffer(low.n_threads * scratch_bytes)
     slots = low.buffer(_SLOTS_PER_THREAD * low.n_threads * slot_bytes)
@@ -174,7 +174,7 @@ def _attn_step(low: Lowering, node: Node, first: int, n_heads: int, group: int, 
     rows = -(-min(block, low.max_rows[Rows.TOKENS]) * heads // 16) * 16
     k_chunks, tile = _chunks(*node.attrs["k"]), SCORE_TILE
     # Q or P; K tile; transposed K tile or V tile; products (with 16 spare rows)
-    at, scratch_bytes = _regions(64 * rows * max(k_chunks, tile // 16), 64 * k_chunks * tile,
+    at, scratch_bytes = _regions(64 * (rows + 1) * max(k_chunks, tile // 16), 64 * k_chunks * (tile + 1),
                                  4 * tile * max(16 * k_chunks, SCORE_TILE), 4 * (rows + 16) * tile)  # fmt: skip
     scratch = low.buffer(low.n_threads * scratch_bytes)
     words: list[Word] = [low.out(node), 4 * node.cols, first, n_heads // heads, heads, group, block, tile,

@@ -10,7 +10,7 @@ Answers to ggml's flash_attn_ext; the recurrence is Milakov & Gimelshein 2018, D
 
 import numpy as np
 
-from ikcli.backends.cpu.jit import inline
+from ikcli.backends.cpu.jit import inline, merge
 from ikcli.backends.cpu.kernels.common import (
     N_SEG,
     SEG_CELL,
@@ -120,6 +120,12 @@ def part_row(params, part, segment, kv_head):
     first = segment_word(segment, SEG_KV_ROW) if word(params, part + PART_COMPACT) else segment_word(segment, SEG_CELL)
     address = word(params, part + PART_ADDRESS) + first * word(params, part + PART_ROW_BYTES)
     return address, word(params, part + PART_OFFSET) + kv_head * word(params, part + PART_HEAD_STRIDE)
+
+
+@inline
+def tile_chunk(params):
+    """Bytes of a chunk of a tile; one row more than needed, so that chunks do not share cache sets."""
+    return CHUNK_ROW * (word(params, TILE) + 1)
 
 
 # --- staging ---------------------------------------------------------------------------------------------------------
@@ -299,10 +305,10 @@ def make_flash_attn(k_types, v_type):
             stage_part(params, V0, segment, kv_head, v, chunk_bytes, position, n)
             return v
 
-    @inline
+    @merge
     def attend(params, q, k, v, s, o, stats, rows, n, tile):
         """All rows of the task with the n staged positions from `tile` on."""
-        vectors, chunk_bytes = (rows + 15) >> 4, word(params, TILE) * CHUNK_ROW
+        vectors, chunk_bytes = (rows + 15) >> 4, tile_chunk(params)
         stride, v_chunks = 64 * vectors, (word(params, V_COLS) + 15) >> 4
         for at in range(0, vectors, MAX_VECTORS):
             wide = min(MAX_VECTORS, vectors - at)
@@ -341,8 +347,8 @@ def make_flash_attn(k_types, v_type):
             start_rows(stats, rows, heads, position, o, o_bytes)
             for at in range(begin, end, tile):
                 n = min(tile, end - at)
-                stage_k(params, segment, kv_head, k, tile * CHUNK_ROW, at, n)
-                values = stage_v(params, segment, kv_head, k, v, tile * CHUNK_ROW, at, n)
+                stage_k(params, segment, kv_head, k, tile_chunk(params), at, n)
+                values = stage_v(params, segment, kv_head, k, v, tile_chunk(params), at, n)
                 attend(params, q, k, values, s, o, stats, rows, n, at)
             if length >= position + n_tokens:
                 write_rows(params, token, unit, rows, o, stride, stats + L, s)

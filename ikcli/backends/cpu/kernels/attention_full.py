@@ -38,6 +38,7 @@ from ikcli.backends.cpu.kernels.attention import (
     part_row,
     segment_word,
     stage_q,
+    tile_chunk,
 )
 from ikcli.backends.cpu.kernels.basic import copy_f32
 from ikcli.backends.cpu.kernels.common import (
@@ -125,7 +126,7 @@ def make_kq(k_types):
         vectors = (n + 15) >> 4
         for c in range(chunks):
             for v in range(vectors):
-                src = k + CHUNK_ROW * (c * tile + 16 * v)
+                src = k + c * tile_chunk(params) + 16 * v * CHUNK_ROW
                 transpose16(src, CHUNK_ROW, kt + 64 * (c * tile + v), 4 * tile)
         for at in range(0, vectors, MAX_VECTORS):
             x = 64 * at
@@ -150,7 +151,7 @@ def make_kq(k_types):
             if begin >= end:
                 continue
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
-            q_chunk = CHUNK_ROW * ((rows + 15) & ~15)
+            q_chunk = CHUNK_ROW * (((rows + 15) & ~15) + 1)
             for r in range(rows):
                 stage_q(params, token, unit, r, q + CHUNK_ROW * r, q_chunk)
                 for c in range(chunks):
@@ -158,7 +159,7 @@ def make_kq(k_types):
                     store_f32x16(at, vmul(load_f32x16(at), scale))
             for position in range(begin, min(end, begin + span), tile):
                 n = min(tile, end - position)
-                stage_k(params, segment, kv_head_of(params, unit), k, CHUNK_ROW * tile, position, n)
+                stage_k(params, segment, kv_head_of(params, unit), k, tile_chunk(params), position, n)
                 scores_of_tile(params, q, q_chunk, rows, k, kt, products, n)
                 store_scores(params, token, unit, rows, position, n, products)
 
@@ -269,7 +270,7 @@ def make_kqv(v_type, transposed):
             column = task % panels * wide
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             first_pos = segment_word(segment, SEG_POS) + first
-            p_chunk = CHUNK_ROW * ((rows + 15) & ~15)
+            p_chunk = CHUNK_ROW * (((rows + 15) & ~15) + 1)
             for i in range(0, 4 * wide * (rows + 16), 64):
                 store_f32x16(products + i, zero_f32x16())
             for position in range(0, first_pos + n_tokens, tile):

@@ -12,7 +12,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu import isa
-from ikcli.backends.cpu.jit import inline
+from ikcli.backends.cpu.jit import merge
 from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.simd.vec import call_llvm, const_vector, f32x16, llvm_type, pointer, splat_value
 
@@ -145,7 +145,7 @@ def make_columns_block(m, nv):
 def _make_rows_product(m, nv, accumulate):
     block = make_rows_block(m, nv, accumulate)
 
-    @inline
+    @merge
     def rows_product(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride):
         for i in range(0, n_rows, m):
             block(a + CHUNK_ROW * i, chunk_bytes, b, b_stride, n_chunks, c + i * c_stride, c_stride)
@@ -156,7 +156,7 @@ def _make_rows_product(m, nv, accumulate):
 def _make_columns_product(m, nv):
     block = make_columns_block(m, nv)
 
-    @inline
+    @merge
     def columns_product(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
         for chunk in range(n_chunks):
             for i in range(0, CHUNK, m):
@@ -175,14 +175,14 @@ def make_rows_product(accumulate):
     if len(shapes) == 1:
         one = shapes[0]
 
-        @inline
+        @merge
         def rows_product1(vectors, a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride):
             one(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride)
 
         return rows_product1
     three, two, one = shapes
 
-    @inline
+    @merge
     def rows_product(vectors, a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride):
         if vectors == 3:
             three(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride)
@@ -203,14 +203,14 @@ def make_columns_product():
     if len(shapes) == 1:
         one = shapes[0]
 
-        @inline
+        @merge
         def columns_product1(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
             one(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
 
         return columns_product1
     three, two, one = shapes
 
-    @inline
+    @merge
     def columns_product(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
         if vectors == 3:
             three(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)

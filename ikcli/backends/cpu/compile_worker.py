@@ -19,7 +19,7 @@ def compile_one(key: KernelKey) -> bytes:
     """Object code of one kernel, preceded by a line with its symbol."""
     from ikcli.backends.cpu.jit import compile_to_object
 
-    module = importlib.import_module(f"ikcli.backends.cpu.kernels.{key.module}")
+    module = importlib.import_module(key.full_module)
     function, n_args, returns = _described(getattr(module, key.factory)(*key.args))
     symbol, code = compile_to_object(function, n_args, returns)
     return symbol.encode() + b"\n" + code

@@ -4,8 +4,8 @@ A kernel is named by a `KernelKey`: module under `kernels/`, factory function, a
 result in worker processes (`compile_worker.py`); what is kept is the object file, which LLVM's JIT linker loads in
 about half a millisecond. So only the first run ever pays for Numba: its import (0.5 s, 100 MB) and the compilation.
 
-The cache folder is named by a digest of every source file under `backends/cpu`, the Numba, llvmlite and Python versions
-and the target CPU: an edited kernel or helper can never be served stale.
+The folder is named by the target CPU and the versions of Python, Numba and llvmlite, the file by a digest of the kernel's
+module and of every module of ours that it imports: an edited kernel or helper can never be served stale.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -25,16 +26,21 @@ from typing import Any
 from ikcli.backends.cpu import isa
 from ikcli.errors import IkError
 
-_CPU_DIR = Path(__file__).parent
+_PACKAGE_DIR = Path(__file__).resolve().parents[2]
+_IMPORT = re.compile(r"^from (ikcli[\w.]*) import ([\w, ]*)|^import (ikcli[\w.]*)", re.M)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelKey:
-    """`kernels/<module>.py: <factory>(*args)`; args are ints and strings."""
+    """`<module>: <factory>(*args)`; a module without dots is one of backends/cpu/kernels; args are ints and strings."""
 
     module: str
     factory: str
     args: tuple[int | str, ...] = ()
+
+    @property
+    def full_module(self) -> str:
+        return self.module if "." in self.module else f"ikcli.backends.cpu.kernels.{self.module}"
 
     @property
     def text(self) -> str:
@@ -43,8 +49,27 @@ class KernelKey:
     @property
     def file_name(self) -> str:
         readable = "_".join([self.factory, *(str(a) for a in self.args)])
-        digest = hashlib.sha256(self.text.encode()).hexdigest()[:12]
+        digest = hashlib.sha256(f"{self.text} {source_digest(self.full_module)}".encode()).hexdigest()[:16]
         return f"{readable[:80]}-{digest}.kernel"
+
+
+@functools.cache
+def source_digest(module: str) -> str:
+    """Digest of a module's source and of everything of ours that it imports, directly or not."""
+    todo, seen = [module, "ikcli.backends.cpu.jit"], set[str]()
+    h = hashlib.sha256()
+    while todo:
+        name = todo.pop()
+        path = _PACKAGE_DIR.joinpath(*name.split(".")[1:]).with_suffix(".py")
+        if name in seen or not path.is_file():
+            continue
+        seen.add(name)
+        text = path.read_text(encoding="utf-8")
+        for found in sorted(_IMPORT.findall(text)):
+            base = found[0] or found[2]
+            todo += [base, *(f"{base}.{part.strip()}" for part in found[1].split(","))]
+        h.update(f"{name}\0{text}\0".encode())
+    return h.hexdigest()
 
 
 def cache_root() -> Path:
@@ -57,14 +82,11 @@ def cache_root() -> Path:
 
 @functools.cache
 def cache_dir() -> Path:
-    """Folder for exactly this code on exactly this target."""
-    h = hashlib.sha256()
-    for path in sorted(_CPU_DIR.rglob("*.py")):
-        h.update(str(path.relative_to(_CPU_DIR)).encode() + b"\0" + path.read_bytes() + b"\0")
+    """Folder for this target and these versions of the compiler."""
     target = isa.current()
     versions = [metadata.version(p) for p in ("numba", "llvmlite")]
-    h.update("\0".join([*versions, sys.version, target.cpu, ",".join(sorted(target.features))]).encode())
-    return cache_root() / f"{target.name}-{h.hexdigest()[:16]}"
+    text = "\0".join([*versions, sys.version, target.cpu, ",".join(sorted(target.features))])
+    return cache_root() / f"{target.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def is_cached(key: KernelKey) -> bool:
@@ -114,7 +136,7 @@ def compile_kernels(keys: Sequence[KernelKey], progress: Callable[[int, int], No
     directory.mkdir(parents=True, exist_ok=True)
     n_workers = max(1, min(len(keys), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))
     target = isa.current()
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(_CPU_DIR.parents[2]), os.environ.get("PYTHONPATH", "")]))
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(_PACKAGE_DIR.parent), os.environ.get("PYTHONPATH", "")]))
     if target.feature_string or target is not isa.host():
         env |= {"NUMBA_CPU_NAME": target.cpu, "NUMBA_CPU_FEATURES": target.feature_string}
     command = [sys.executable, "-m", "ikcli.backends.cpu.compile_worker", str(directory)]

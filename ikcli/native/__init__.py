@@ -1,0 +1,1 @@
+"""Numba as a compiler: SIMD vocabulary, object-code cache, run without Numba."""

@@ -1,0 +1,3 @@
+"""Moves here soon."""
+
+from ikcli.backends.cpu.compile_worker import *  # noqa: F403

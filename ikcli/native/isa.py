@@ -1,0 +1,3 @@
+"""Moves here soon."""
+
+from ikcli.backends.cpu.isa import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""Moves here soon."""
+
+from ikcli.backends.cpu.jit import *  # noqa: F403

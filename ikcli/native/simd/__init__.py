@@ -1,0 +1,1 @@
+"""SIMD vector types and intrinsics for Numba kernels."""

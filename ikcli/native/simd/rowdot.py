@@ -1,0 +1,3 @@
+"""Moves here soon."""
+
+from ikcli.backends.cpu.simd.rowdot import *  # noqa: F403

@@ -1,0 +1,134 @@
+"""Encoders of every storage type: which function writes a type, and one entry point that runs it on many rows.
+
+`ENCODERS` maps a type to `module:function` inside this package; modules are imported when a type is first needed.
+Such a function is called as `encode(values, type, imatrix, options)`: `values` (n_rows, ne0) float32, C-contiguous and
+finite; `imatrix` (ne0,) float32, finite and >= 0, or None; the result is uint8 with n_rows * row_size bytes. Rows do not
+depend on each other (a type of its own layout gets multiples of its group height), and the function releases the GIL.
+Types without entry: the closed-form encoders of `ikcli.quant.encode`; interleaved types: their plain type, regrouped.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.errors import NonFiniteError, UnsupportedError, UsageError
+from ikcli.gguf.constants import GGMLType
+from ikcli.quant import encode
+from ikcli.quant.formats import FORMATS, row_size
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeOptions:
+    """Switches of single types: Q4_0 codes limited to -7..7 without importance weights; exhaustive IQ2_KS search."""
+
+    symmetric_q40: bool = False
+    slow_iq2ks: bool = False
+
+
+RowEncoder = Callable[[Floats, GGMLType, Floats | None, EncodeOptions], Bytes]
+
+# Type -> "module:function" below ikcli.quant.encoders.
+ENCODERS: dict[GGMLType, str] = {}
+
+_PIECES_PER_THREAD = 4
+_DEFAULT_OPTIONS = EncodeOptions()
+
+
+def available_types() -> frozenset[GGMLType]:
+    """Types that `quantize_rows` can write, interleaved ones included."""
+    plain = frozenset(ENCODERS) | encode.encodable_types()
+    return plain | {t for t, f in FORMATS.items() if f.base in plain and _repacks(t)}
+
+
+def quantize_rows(
+    values: npt.NDArray[np.float32],
+    type: GGMLType,
+    imatrix: npt.NDArray[np.float32] | None = None,
+    *,
+    n_threads: int = 1,
+    options: EncodeOptions = _DEFAULT_OPTIONS,
+) -> Bytes:
+    """Encode (n_rows, ne0) float32, weighted by `imatrix` (ne0,), into the n_rows * row_size bytes of those rows.
+
+    For interleaved types n_rows is a multiple of the group height. NonFiniteError names the first row with NaN or Inf,
+    UnsupportedError a type without encoder, UsageError rows that do not suit the type.
+    """
+    fmt = FORMATS[type]
+    rows = np.ascontiguousarray(values, np.float32)
+    n_bytes = row_size(type, rows.shape[1])
+    if len(rows) % fmt.rows:
+        raise UsageError(f"{fmt.name} takes rows in groups of {fmt.rows}, not {len(rows)}")
+    encode_rows = _row_encoder(type)
+    out = np.empty((len(rows), n_bytes), np.uint8)
+
+    def run(start: int, stop: int) -> None:
+        _check_finite(rows[start:stop], start)
+        out[start:stop] = encode_rows(rows[start:stop], type, imatrix, options).reshape(stop - start, n_bytes)
+
+    pieces = _pieces(len(rows), n_threads, fmt.rows)
+    if len(pieces) == 1:
+        run(*pieces[0])
+    else:
+        with ThreadPoolExecutor(n_threads) as pool:
+            for done in [pool.submit(run, *piece) for piece in pieces]:
+                done.result()
+    return out.reshape(-1)
+
+
+def _pieces(n_rows: int, n_threads: int, group: int) -> list[tuple[int, int]]:
+    """Row ranges of whole groups, some per thread, so that threads finish at about the same time."""
+    n_groups = n_rows // group
+    n_pieces = min(n_groups, n_threads * _PIECES_PER_THREAD) if n_threads > 1 else 1
+    cuts = [n_groups * i // max(1, n_pieces) * group for i in range(max(1, n_pieces) + 1)]
+    return list(zip(cuts[:-1], cuts[1:], strict=True))
+
+
+def _check_finite(rows: Floats, first: int) -> None:
+    good = np.isfinite(rows)
+    if not good.all():
+        row = int(np.argmin(good.all(axis=1)))
+        raise NonFiniteError(f"row {first + row} holds NaN or Inf")
+
+
+@cache
+def _row_encoder(type: GGMLType) -> RowEncoder:
+    where = ENCODERS.get(type)
+    if where is not None:
+        module, _, name = where.partition(":")
+        found: RowEncoder = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        return found
+    if type in encode.encodable_types():
+        return _closed_form
+    base = FORMATS[type].base
+    if base is not None and _repacks(type) and (base in ENCODERS or base in encode.encodable_types()):
+        return _interleaved
+    raise UnsupportedError(f"there is no encoder for {FORMATS[type].name}; choose another type")
+
+
+def _closed_form(values: Floats, type: GGMLType, imatrix: Floats | None, options: EncodeOptions) -> Bytes:
+    return encode.quantize(values, type)
+
+
+def _interleaved(values: Floats, type: GGMLType, imatrix: Floats | None, options: EncodeOptions) -> Bytes:
+    from ikcli.quant.repack import repack_rows
+
+    base = FORMATS[type].base
+    assert base is not None
+    return repack_rows(_row_encoder(base)(values, base, imatrix, options), type, values.shape[1])
+
+
+@cache
+def _repacks(type: GGMLType) -> bool:
+    """True if rows of the plain type can be regrouped into `type`."""
+    return FORMATS[type].base is not None and importlib.util.find_spec("ikcli.quant.repack") is not None

@@ -2,8 +2,8 @@
 
 `ENCODERS` maps a type to `module:function` inside this package; modules are imported when a type is first needed.
 Such a function is called as `encode(values, type, imatrix, options)`: `values` (n_rows, ne0) float32, C-contiguous and
-finite; `imatrix` (ne0,) float32, finite and >= 0, or None; the result is uint8 with n_rows * row_size bytes. Rows do not
-depend on each other (a type of its own layout gets multiples of its group height), and the function releases the GIL.
+finite; `imatrix` (ne0,) float32, finite and >= 0, or None; the result is uint8 with n_rows * row_size bytes. Rows do
+not depend on each other (a type of its own layout gets multiples of its group height); the function releases the GIL.
 Types without entry: the closed-form encoders of `ikcli.quant.encode`; interleaved types: their plain type, regrouped.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def _pieces(n_rows: int, n_threads: int, group: int) -> list[tuple[int, int]]:
     n_groups = n_rows // group
     n_pieces = min(n_groups, n_threads * _PIECES_PER_THREAD) if n_threads > 1 else 1
     cuts = [n_groups * i // max(1, n_pieces) * group for i in range(max(1, n_pieces) + 1)]
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
+    return list(itertools.pairwise(cuts))
 
 
 def _check_finite(rows: Floats, first: int) -> None:

@@ -30,6 +30,10 @@ class ISA:
     feature_string: str
     features: frozenset[str]
 
+    @property
+    def is_x86(self) -> bool:
+        return platform.machine() in ("x86_64", "AMD64")
+
 
 @functools.cache
 def host() -> ISA:

@@ -4,8 +4,8 @@ A kernel is named by a `KernelKey`: module under `kernels/`, factory function, a
 result in worker processes (`compile_worker.py`); what is kept is the object file, which LLVM's JIT linker loads in
 about half a millisecond. So only the first run ever pays for Numba: its import (0.5 s, 100 MB) and the compilation.
 
-The folder is named by the target CPU and the versions of Python, Numba and llvmlite, the file by a digest of the kernel's
-module and of every module of ours that it imports: an edited kernel or helper can never be served stale.
+The folder is named by the target CPU and the versions of Python, Numba and llvmlite, the file by a digest of the
+kernel's module and of every module of ours that it imports: an edited kernel or helper can never be served stale.
 """
 
 from __future__ import annotations

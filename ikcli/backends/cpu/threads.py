@@ -14,7 +14,7 @@ from ikcli.backends.cpu.kernel_cache import KernelKey, KernelLibrary, native_fun
 
 LAUNCH = KernelKey("executor", "make_launch")
 WORKER = KernelKey("executor", "make_worker")
-_STOP, _N_WORDS = 24, 32  # words of the shared block, see kernels/executor.py
+_STOP, _N_WORDS = 32, 40  # words of the shared block, see kernels/executor.py
 
 
 def aligned_zeros(n_bytes: int, align: int = 64) -> np.ndarray:
@@ -25,7 +25,7 @@ def aligned_zeros(n_bytes: int, align: int = 64) -> np.ndarray:
 
 
 class Team:
-    """`size` threads including the caller's; `run` executes a program on the first n of them."""
+    """`size` threads including the caller's; `run` executes a program with up to n of them."""
 
     def __init__(self, library: KernelLibrary, size: int) -> None:
         library.require([LAUNCH, WORKER])
@@ -54,7 +54,7 @@ class Team:
             self._parked[ith].clear()
             self._sleeping[ith] = True
             # A launcher announces its job before it looks at the flags, so one of the two always sees the other.
-            if self._announced == epoch and not self._words[_STOP]:
+            if 2 * self._announced == epoch and not self._words[_STOP]:
                 self._parked[ith].wait()
             self._sleeping[ith] = False
 

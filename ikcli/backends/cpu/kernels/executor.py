@@ -1,64 +1,93 @@
-"""Walks a program: calls kernels in order on every thread of the team, with a barrier after each.
+"""Walks a program: every op is cut into n_threads parts, which whoever is free executes.
 
-A program is int64 pairs (kernel address, params address). The barrier spins for a few microseconds, then yields the
-core each time round, so that a busy machine slows us in proportion.
+A program is int64 pairs (kernel address, params address). Threads claim parts; an op starts when all parts of the one
+before it are done. Nobody waits for a thread that has not started a part: on a busy machine, where one of the threads
+may be off its core for milliseconds, the others do its parts. Whoever must wait spins for a few microseconds, then
+yields the core each time round.
 
 Shared block (int64 words, one cache line apart so that threads do not fight over them):
-    0 arrivals   8 epoch   16 program   17 n_ops   18 n_threads   19 arrivals at start   20 status   24 stop
-A kernel's dynamic work counter is the int64 at params - 64; thread 0 clears it one op later.
+    0 parts claimed   8 parts done (both count over all jobs)   16 epoch: number of the job, then the job:
+    17 program   18 n_ops   19 n_threads   20 parts claimed at its start   24 status   32 stop
+A kernel's dynamic work counter is the int64 at params - 64; whoever starts the next op clears it.
 """
 
 from ikcli.backends.cpu.jit import inline
-from ikcli.backends.cpu.simd.vec import atomic_add, atomic_load, atomic_store, call_kernel, ld_i64, libc_call0
+from ikcli.backends.cpu.simd.vec import (
+    atomic_add,
+    atomic_cas,
+    atomic_load,
+    atomic_store,
+    call_kernel,
+    libc_call0,
+    pause,
+)
 
-ARRIVALS, EPOCH, PROGRAM, N_OPS, N_THREADS, START, STATUS, STOP = 0, 8, 16, 17, 18, 19, 20, 24
-N_WORDS = 32
-_SPINS = 2000
+CLAIMED, DONE, EPOCH, PROGRAM, N_OPS, N_THREADS, BASE, STATUS, STOP = 0, 64, 128, 136, 144, 152, 160, 192, 256
+_SPINS = 1000
 _IDLE_YIELDS = 4000
 
 
 @inline
-def barrier(sync, target):
-    """Wait until `target` arrivals have been counted; returns when all threads of this op are here."""
-    if atomic_add(sync + 8 * ARRIVALS, 1) + 1 >= target:
-        return
-    spins = 0
-    while atomic_load(sync + 8 * ARRIVALS) < target:
-        spins += 1
-        if spins > _SPINS:
-            libc_call0("sched_yield")
+def relax(spins):
+    """One round of waiting."""
+    if spins < _SPINS:
+        pause()
+    else:
+        libc_call0("sched_yield")
+    return spins + 1
 
 
 @inline
-def run_job(sync, ith):
-    program, n_ops = ld_i64(sync + 8 * PROGRAM), ld_i64(sync + 8 * N_OPS)
-    nth, target = ld_i64(sync + 8 * N_THREADS), ld_i64(sync + 8 * START)
-    for i in range(n_ops):
-        if ith == 0 and i > 0:
-            atomic_store(ld_i64(program + 16 * (i - 1) + 8) - 64, 0)
-        status = call_kernel(ld_i64(program + 16 * i), ld_i64(program + 16 * i + 8), ith, nth)
-        if status != 0:
-            atomic_store(sync + 8 * STATUS, i + 1)
-        if nth > 1:
-            target += nth
-            barrier(sync, target)
-    if ith == 0 and n_ops > 0:
-        atomic_store(ld_i64(program + 16 * (n_ops - 1) + 8) - 64, 0)
+def run_part(sync, program, i, part, n_threads):
+    """Execute one part of op i; the first part of an op clears the work counter of the op before it."""
+    if part == 0 and i > 0:
+        atomic_store(atomic_load(program + 16 * (i - 1) + 8) - 64, 0)
+    status = call_kernel(atomic_load(program + 16 * i), atomic_load(program + 16 * i + 8), part, n_threads)
+    if status != 0:
+        atomic_store(sync + STATUS, i + 1)
+
+
+@inline
+def help_job(sync, program, n_ops, n_threads, base):
+    """Claim and execute parts until all are claimed."""
+    end = base + n_ops * n_threads
+    spins = 0
+    while True:
+        claim = atomic_load(sync + CLAIMED)
+        if claim >= end:
+            return
+        i = (claim - base) // n_threads
+        if atomic_load(sync + DONE) < base + i * n_threads:
+            spins = relax(spins)
+        elif atomic_cas(sync + CLAIMED, claim, claim + 1) != 0:
+            run_part(sync, program, i, claim - base - i * n_threads, n_threads)
+            atomic_add(sync + DONE, 1)
+            spins = 0
 
 
 def make_launch():
     """launch(sync, program, n_ops, n_threads) -> 0, or 1 + index of the op that failed."""
 
     def launch(sync, program, n_ops, n_threads):
-        atomic_store(sync + 8 * PROGRAM, program)
-        atomic_store(sync + 8 * N_OPS, n_ops)
-        atomic_store(sync + 8 * N_THREADS, n_threads)
-        atomic_store(sync + 8 * START, atomic_load(sync + 8 * ARRIVALS))
-        atomic_store(sync + 8 * STATUS, 0)
-        if n_threads > 1:
-            atomic_add(sync + 8 * EPOCH, 1)
-        run_job(sync, 0)
-        return atomic_load(sync + 8 * STATUS)
+        atomic_store(sync + STATUS, 0)
+        if n_threads == 1:
+            for i in range(n_ops):
+                run_part(sync, program, i, 0, 1)
+        else:
+            base = atomic_load(sync + CLAIMED)
+            atomic_add(sync + EPOCH, 1)  # odd: the job is being written
+            atomic_store(sync + PROGRAM, program)
+            atomic_store(sync + N_OPS, n_ops)
+            atomic_store(sync + N_THREADS, n_threads)
+            atomic_store(sync + BASE, base)
+            atomic_add(sync + EPOCH, 1)
+            help_job(sync, program, n_ops, n_threads, base)
+            spins = 0
+            while atomic_load(sync + DONE) < base + n_ops * n_threads:
+                spins = relax(spins)
+        if n_ops > 0:
+            atomic_store(atomic_load(program + 16 * (n_ops - 1) + 8) - 64, 0)
+        return atomic_load(sync + STATUS)
 
     return launch, 4, True
 
@@ -69,18 +98,20 @@ def make_worker():
     def worker(sync, ith, epoch):
         idle = 0
         while idle < _IDLE_YIELDS:
-            now = atomic_load(sync + 8 * EPOCH)
-            if now == epoch:
-                idle += 1
-                if idle > _SPINS:
-                    libc_call0("sched_yield")
-                if atomic_load(sync + 8 * STOP) != 0:
+            now = atomic_load(sync + EPOCH)
+            if now == epoch or now % 2 == 1:
+                if atomic_load(sync + STOP) != 0:
                     return -1
+                idle = relax(idle)
                 continue
+            program, n_ops = atomic_load(sync + PROGRAM), atomic_load(sync + N_OPS)
+            n_threads, base = atomic_load(sync + N_THREADS), atomic_load(sync + BASE)
+            if atomic_load(sync + EPOCH) != now:
+                continue  # another job was written meanwhile
             epoch = now
             idle = 0
-            if ith < ld_i64(sync + 8 * N_THREADS):
-                run_job(sync, ith)
+            if ith < n_threads:
+                help_job(sync, program, n_ops, n_threads, base)
         return epoch
 
     return worker, 3, True

@@ -9,6 +9,8 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic, models, register_model
 
+from ikcli.backends.cpu import isa
+
 _ELEMENT = {
     "i8": ir.IntType(8),
     "i16": ir.IntType(16),
@@ -523,6 +525,30 @@ def atomic_store(typingctx, ptr, value):
         return context.get_dummy_value()
 
     return types.void(types.intp, types.int64), codegen
+
+
+@intrinsic
+def atomic_cas(typingctx, ptr, expected, value):
+    """Replace `expected` by `value`; 1 if it was there, else 0."""
+
+    def codegen(context, builder, sig, args):
+        p = pointer(builder, args[0], ir.IntType(64))
+        result = builder.cmpxchg(p, args[1], args[2], "seq_cst", "acquire")
+        return builder.zext(builder.extract_value(result, 1), ir.IntType(64))
+
+    return types.int64(types.intp, types.int64, types.int64), codegen
+
+
+@intrinsic
+def pause(typingctx):
+    """Tell the CPU that this is a spin loop (nothing where there is no such hint)."""
+
+    def codegen(context, builder, sig, args):
+        if isa.current().is_x86:
+            call_llvm(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 @intrinsic

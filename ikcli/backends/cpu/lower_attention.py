@@ -18,6 +18,7 @@ from ikcli.graph import Cache, HeadSlice, Node, Rows
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0")
 MAX_ROWS = 96  # rows of an attention task: kernels/attention.py
+FEW_ROWS = 8  # largest task of kernels/attention_few.py
 SCORE_TILE = 96  # positions of a tile of stored scores: kernels/attention_full.py
 _SLOTS_PER_THREAD = 4  # ... SPLITS_PER_THREAD
 _STATS_BYTES = 4 * 4 * MAX_ROWS
@@ -141,15 +142,20 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     k_chunks, v_chunks, view = _chunks(*k), _chunks(v), _view_chunk(k, v)
     tile = 128 if k_chunks + v_chunks <= 32 else 64
     # Q, K tile (also Q before its transposition), V tile, scores, output, statistics
-    at, scratch_bytes = _regions(64 * k_chunks * rows, 64 * k_chunks * (tile + 1),
-                                 0 if view >= 0 else 64 * v_chunks * (tile + 1), 4 * rows * tile, 64 * v_chunks * rows, _STATS_BYTES)  # fmt: skip
+    k_bytes, v_bytes = 64 * k_chunks * (tile + 1), 0 if view >= 0 else 64 * v_chunks * (tile + 1)
+    at, scratch_bytes = _regions(64 * k_chunks * rows, k_bytes, v_bytes, 4 * rows * (tile + 16), 64 * v_chunks * rows,
+                                 _STATS_BYTES)  # fmt: skip
     slot_bytes = _STATS_BYTES // 2 + 64 * v_chunks * rows
     scratch = low.buffer(low.n_threads * scratch_bytes)
     slots = low.buffer(_SLOTS_PER_THREAD * low.n_threads * slot_bytes)
     words: list[Word] = [low.out(node), 4 * node.cols, 0, n_head // heads, heads, group, block, tile,
                          f32_bits(node.attrs["scale"]), k_chunks, v.width, max(view, 0),
                          scratch, scratch_bytes, *at[1:], slots, slot_bytes]  # fmt: skip
-    key = KernelKey("attention", "make_flash_attn", (sources.k_types, "view" if view >= 0 else sources.v_type))
+    types = (sources.k_types, "view" if view >= 0 else sources.v_type)
+    few = min(block, low.max_rows[Rows.TOKENS]) * heads <= FEW_ROWS
+    key = (
+        KernelKey("attention_few", "make_flash_few", types) if few else KernelKey("attention", "make_flash_attn", types)
+    )
     low.emit(key, node.rows, *words, *sources.words)
     if low.n_threads > 1:
         low.emit(KernelKey("attention", "make_combine"), node.rows, *words, *sources.words)

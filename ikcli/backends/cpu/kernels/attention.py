@@ -24,7 +24,7 @@ from ikcli.backends.cpu.kernels.common import (
     state_word,
     word,
 )
-from ikcli.backends.cpu.kernels.kv import make_stage
+from ikcli.backends.cpu.kernels.kv import make_prefetch_row, make_stage
 from ikcli.backends.cpu.kernels.sgemm import (
     CHUNK_ROW,
     MAX_VECTORS,
@@ -67,6 +67,7 @@ M, L, CORRECTION, LIMIT = 0, STAT_BYTES, 2 * STAT_BYTES, 3 * STAT_BYTES
 STATS_BYTES = 4 * STAT_BYTES
 MIN_SPLIT = 256  # positions
 SPLITS_PER_THREAD = 4
+AHEAD = 8  # rows asked for before they are read: slices of rows are too short for the hardware to predict
 
 _F0, _F1, _LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-3.0e38)
 
@@ -131,7 +132,7 @@ def tile_chunk(params):
 # --- staging ---------------------------------------------------------------------------------------------------------
 def make_stage_part(type_):
     """stage_part(params, part, segment, kv_head, dst, chunk_bytes, position, n): n rows of a part, as chunks."""
-    stage = make_stage(type_)
+    stage, prefetch_row = make_stage(type_), make_prefetch_row(type_)
 
     @inline
     def stage_part(params, part, segment, kv_head, dst, chunk_bytes, position, n):
@@ -139,6 +140,7 @@ def make_stage_part(type_):
         stride, width = word(params, part + PART_ROW_BYTES), word(params, part + PART_WIDTH)
         row += position * stride
         for i in range(n):
+            prefetch_row(row + AHEAD * stride, element, width)
             stage(dst + CHUNK_ROW * i, chunk_bytes, row, element, width)
             row += stride
 
@@ -165,6 +167,25 @@ def make_stage_k(k_types):
         second(params, K1, segment, kv_head, dst, chunk_bytes, position, n)
 
     return stage_k2
+
+
+def make_stage_v(v_type):
+    """stage_v(...): address of the V tile. v_type "view": the chunks of the K tile from V_CHUNK on."""
+    if v_type == "view":
+
+        @inline
+        def stage_v(params, segment, kv_head, k, v, chunk_bytes, position, n):
+            return k + word(params, V_CHUNK) * chunk_bytes
+
+    else:
+        stage_part = make_stage_part(v_type)
+
+        @inline
+        def stage_v(params, segment, kv_head, k, v, chunk_bytes, position, n):
+            stage_part(params, V0, segment, kv_head, v, chunk_bytes, position, n)
+            return v
+
+    return stage_v
 
 
 _stage_f32 = make_stage("f32")
@@ -288,22 +309,10 @@ def write_slot(slot, stats, o, o_bytes):
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
 def make_flash_attn(k_types, v_type):
-    """v_type "view": V is the chunks of the K tile from V_CHUNK on."""
+    """Element types of K (parts joined by '+') and V ("view": inside K's rows)."""
     stage_k = make_stage_k(k_types)
     rows_product, columns_product = make_rows_product(False), make_columns_product()
-    if v_type == "view":
-
-        @inline
-        def stage_v(params, segment, kv_head, k, v, chunk_bytes, position, n):
-            return k + word(params, V_CHUNK) * chunk_bytes
-
-    else:
-        stage_part = make_stage_part(v_type)
-
-        @inline
-        def stage_v(params, segment, kv_head, k, v, chunk_bytes, position, n):
-            stage_part(params, V0, segment, kv_head, v, chunk_bytes, position, n)
-            return v
+    stage_v = make_stage_v(v_type)
 
     @merge
     def attend(params, q, k, v, s, o, stats, rows, n, tile):

@@ -22,6 +22,7 @@ from ikcli.backends.cpu.simd.vec import (
     load_f16x16,
     load_f32x16,
     load_i8x16,
+    prefetch,
     reduce_add,
     reduce_max,
     sext_i8x16_i32,
@@ -117,9 +118,19 @@ def make_stage(type_):
     return stage
 
 
-def make_load1(type_):
-    """load1(row, i): one element as f32."""
-    return _LOAD[type_][1]
+def make_prefetch_row(type_):
+    """prefetch_row(row, i, n): ask for the cache lines of elements [i, i+n)."""
+    block, size = {"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, Q8_0_BLOCK)}[type_]
+
+    @inline
+    def prefetch_row(row, i, n):
+        end = row + (i + n) // block * size
+        row += i // block * size
+        while row < end:
+            prefetch(row)
+            row += 64
+
+    return prefetch_row
 
 
 # --- storing ---------------------------------------------------------------------------------------------------------

@@ -24,19 +24,20 @@ BLOCKS = ((8, 3), (8, 2), (16, 1)) if isa.current().name == "avx512" else ((4, 1
 MAX_VECTORS = BLOCKS[0][1]
 
 
-def _at(builder, base, n_bytes):
+def offset(builder, base, n_bytes):
+    """LLVM value base + constant."""
     return builder.add(base, ir.Constant(_I64, n_bytes)) if n_bytes else base
 
 
-def _load(builder, address, t=None):
+def load_f32x16_at(builder, address, t=None):
     return builder.load(pointer(builder, address, t or llvm_type(f32x16)), align=1)
 
 
-def _fma(builder, a, b, c):
+def fma_f32x16(builder, a, b, c):
     return call_llvm(builder, "llvm.fma.v16f32", llvm_type(f32x16), [a, b, c])
 
 
-def _loop(builder, count, carried, body):
+def loop(builder, count, carried, body):
     """for i in range(count), count >= 1: carried = body(carried); returns the final values (all LLVM values)."""
     before = builder.basic_block
     head = builder.append_basic_block("block.loop")
@@ -61,25 +62,25 @@ def _loop(builder, count, carried, body):
 
 def _step(builder, a, a_stride, b, accs, m, nv):
     """One k: accs[i][v] += A[i] * B[v]."""
-    rows = [_load(builder, _at(builder, b, 64 * v)) for v in range(nv)]
+    rows = [load_f32x16_at(builder, offset(builder, b, 64 * v)) for v in range(nv)]
     out = []
     for i in range(m):
-        x = splat_value(builder, f32x16, _load(builder, _at(builder, a, i * a_stride), _F32))
-        out += [_fma(builder, x, rows[v], accs[i * nv + v]) for v in range(nv)]
+        x = splat_value(builder, f32x16, load_f32x16_at(builder, offset(builder, a, i * a_stride), _F32))
+        out += [fma_f32x16(builder, x, rows[v], accs[i * nv + v]) for v in range(nv)]
     return out
 
 
 def _store_block(builder, accs, c, c_stride, m, nv):
     for i in range(m):
         for v in range(nv):
-            builder.store(accs[i * nv + v], pointer(builder, _at(builder, c, 64 * v), accs[0].type), align=1)
+            builder.store(accs[i * nv + v], pointer(builder, offset(builder, c, 64 * v), accs[0].type), align=1)
         c = builder.add(c, c_stride)
 
 
 def _load_block(builder, c, c_stride, m, nv):
     accs = []
     for _ in range(m):
-        accs += [_load(builder, _at(builder, c, 64 * v)) for v in range(nv)]
+        accs += [load_f32x16_at(builder, offset(builder, c, 64 * v)) for v in range(nv)]
         c = builder.add(c, c_stride)
     return accs
 
@@ -99,16 +100,16 @@ def make_rows_block(m, nv, accumulate):
             def four_columns(state):
                 at, bt, *accs = state
                 for k in range(4):
-                    accs = _step(builder, _at(builder, at, 4 * k), CHUNK_ROW, bt, accs, m, nv)
+                    accs = _step(builder, offset(builder, at, 4 * k), CHUNK_ROW, bt, accs, m, nv)
                     bt = builder.add(bt, b_stride)
-                return [_at(builder, at, 16), bt, *accs]
+                return [offset(builder, at, 16), bt, *accs]
 
             def chunk(state):
                 at, bt, *accs = state
-                _, bt, *accs = _loop(builder, ir.Constant(_I64, CHUNK // 4), [at, bt, *accs], four_columns)
+                _, bt, *accs = loop(builder, ir.Constant(_I64, CHUNK // 4), [at, bt, *accs], four_columns)
                 return [builder.add(at, chunk_bytes), bt, *accs]
 
-            _, _, *accs = _loop(builder, n_chunks, [a, b, *start], chunk)
+            _, _, *accs = loop(builder, n_chunks, [a, b, *start], chunk)
             _store_block(builder, accs, c, c_stride, m, nv)
             return context.get_dummy_value()
 
@@ -124,16 +125,16 @@ def make_columns_block(m, nv):
     def columns_block(typingctx, a, b, b_stride, n_rows, c, c_stride, scale):
         def codegen(context, builder, sig, args):
             a, b, b_stride, n_rows, c, c_stride, scale = args
-            factor = [_load(builder, _at(builder, scale, 64 * v)) for v in range(nv)]
+            factor = [load_f32x16_at(builder, offset(builder, scale, 64 * v)) for v in range(nv)]
             accs = _load_block(builder, c, c_stride, m, nv)
             accs = [builder.fmul(x, factor[i % nv]) for i, x in enumerate(accs)]
 
             def row(state):
                 at, bt, *accs = state
                 accs = _step(builder, at, 4, bt, accs, m, nv)
-                return [_at(builder, at, CHUNK_ROW), builder.add(bt, b_stride), *accs]
+                return [offset(builder, at, CHUNK_ROW), builder.add(bt, b_stride), *accs]
 
-            _, _, *accs = _loop(builder, n_rows, [a, b, *accs], row)
+            _, _, *accs = loop(builder, n_rows, [a, b, *accs], row)
             _store_block(builder, accs, c, c_stride, m, nv)
             return context.get_dummy_value()
 
@@ -230,7 +231,7 @@ def transpose16(typingctx, src, src_stride, dst, dst_stride):
         src, src_stride, dst, dst_stride = args
         rows = []
         for _ in range(16):
-            rows.append(_load(builder, src))
+            rows.append(load_f32x16_at(builder, src))
             src = builder.add(src, src_stride)
         i32 = ir.IntType(32)
         low = ir.Constant(ir.VectorType(i32, 16), [x for i in range(8) for x in (i, i + 16)])
@@ -250,12 +251,12 @@ def fma_registers(typingctx, n, dst):
     """n times 24 independent FMAs that touch no memory (768 operations): what the machine could do at best."""
 
     def codegen(context, builder, sig, args):
-        x = _load(builder, args[1])
+        x = load_f32x16_at(builder, args[1])
 
         def step(accs):
-            return [_fma(builder, a, x, x) for a in accs]
+            return [fma_f32x16(builder, a, x, x) for a in accs]
 
-        accs = _loop(builder, args[0], [const_vector(f32x16, [float(i)] * 16) for i in range(24)], step)
+        accs = loop(builder, args[0], [const_vector(f32x16, [float(i)] * 16) for i in range(24)], step)
         total = accs[0]
         for a in accs[1:]:
             total = builder.fadd(total, a)

@@ -1,0 +1,331 @@
+"""Flash attention for tasks of a few rows (generation): columns, not rows, are the vector lanes.
+
+Same tasks, tiles, statistics and parts as attention.py, whose `make_combine` merges split tasks. Scores come from dot
+products of 4 rows with 4 positions at a time, whose 16 sums are reduced together; the output is [row][column].
+"""
+
+import llvmlite.ir as ir
+import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
+
+from ikcli.backends.cpu import isa
+from ikcli.backends.cpu.jit import inline, merge
+from ikcli.backends.cpu.kernels.attention import (
+    CORRECTION,
+    FIRST_HEAD,
+    GROUP,
+    K_AT,
+    K_CHUNKS,
+    LIMIT,
+    O_AT,
+    OUT,
+    OUT_STRIDE,
+    S_AT,
+    SCALE,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SLOT_BYTES,
+    SLOTS,
+    STAT_BYTES,
+    STATS_AT,
+    TILE,
+    UNIT_HEADS,
+    V_AT,
+    V_COLS,
+    L,
+    M,
+    find_task,
+    make_stage_k,
+    make_stage_v,
+    n_base_tasks,
+    n_splits,
+    segment_word,
+    split_length,
+    stage_q,
+    start_rows,
+    tile_chunk,
+)
+from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work, word
+from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, transpose16
+from ikcli.backends.cpu.simd.math import vexp_fast
+from ikcli.backends.cpu.simd.vec import (
+    const_vector,
+    f32x16,
+    lane_index,
+    ld_f32,
+    ld_i32,
+    load_f32x16,
+    pointer,
+    reduce_add,
+    reduce_max,
+    select_less_i32,
+    splat_f32x16,
+    splat_i32x16,
+    splat_value,
+    st_f32,
+    store_f32_first,
+    store_f32x16,
+    vadd,
+    vfma,
+    vmax,
+    vmul,
+    vsub,
+    zero_f32x16,
+)
+
+_F1, _LOWEST = np.float32(1.0), np.float32(-3.0e38)
+_I32, _F32 = ir.IntType(32), ir.FloatType()
+WIDE = isa.current().name == "avx512"
+ROWS = 4 if WIDE else 1  # rows of a block; tasks of one row use blocks of one
+ONE_ROW_POSITIONS = 16 if WIDE else 4
+
+
+def _sums(builder, vectors):
+    """One vector whose lane i is the sum of the lanes of vectors[i] (a power of two of them)."""
+    width = 16  # lanes that still belong to one input
+    while width > 1:
+        half = width // 2
+        low = [w + i for w in range(0, 16, width) for i in range(half)]
+        if len(vectors) > 1:
+            low += [16 + i for i in low]
+            pairs = [(vectors[i], vectors[i + 1]) for i in range(0, len(vectors), 2)]
+        else:
+            pairs = [(vectors[0], vectors[0])]
+            low = [i for i in low if i < vectors[0].type.count]
+        vectors = [_fold(builder, a, b, low, half) for a, b in pairs]
+        width = half
+    return vectors[0]
+
+
+def _fold(builder, a, b, low, half):
+    t = ir.VectorType(_I32, len(low))
+    x = builder.shuffle_vector(a, b, ir.Constant(t, low))
+    y = builder.shuffle_vector(a, b, ir.Constant(t, [i + half for i in low]))
+    return builder.fadd(x, y)
+
+
+def make_dot_block(m, n):
+    """s[m rows][n positions] = Q K^T: both as chunks, m * n <= 16 a power of two."""
+
+    @intrinsic
+    def dot_block(typingctx, q, q_chunk, k, k_chunk, n_chunks, s, s_stride):
+        def codegen(context, builder, sig, args):
+            q, q_chunk, k, k_chunk, n_chunks, s, s_stride = args
+
+            def chunk(state):
+                qt, kt, *accs = state
+                rows = [load_f32x16_at(builder, offset(builder, qt, CHUNK_ROW * i)) for i in range(m)]
+                out = [None] * (m * n)
+                for j in range(n):
+                    x = load_f32x16_at(builder, offset(builder, kt, CHUNK_ROW * j))
+                    for i in range(m):
+                        out[i * n + j] = fma_f32x16(builder, rows[i], x, accs[i * n + j])
+                return [builder.add(qt, q_chunk), builder.add(kt, k_chunk), *out]
+
+            zero = const_vector(f32x16, [0.0] * 16)
+            _, _, *accs = loop(builder, n_chunks, [q, k, *[zero] * (m * n)], chunk)
+            sums = _sums(builder, accs)
+            for i in range(m):
+                pick = ir.Constant(ir.VectorType(_I32, n), [i * n + j for j in range(n)])
+                row = builder.shuffle_vector(sums, sums, pick)
+                builder.store(row, pointer(builder, s, row.type), align=1)
+                s = builder.add(s, s_stride)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 7), codegen
+
+    return dot_block
+
+
+def make_values_block(m, n):
+    """o[m rows][n chunks] = o * scale[row] + P V over n_positions >= 1."""
+
+    @intrinsic
+    def values_block(typingctx, p, p_stride, v, v_chunk, n_positions, o, o_stride, scale):
+        def codegen(context, builder, sig, args):
+            p, p_stride, v, v_chunk, n_positions, o, o_stride, scale = args
+            chunks = [v]
+            for _ in range(1, n):
+                chunks.append(builder.add(chunks[-1], v_chunk))
+            rows, outs, accs = [p], [o], []
+            for _ in range(1, m):
+                rows.append(builder.add(rows[-1], p_stride))
+                outs.append(builder.add(outs[-1], o_stride))
+            for i in range(m):
+                factor = splat_value(builder, f32x16, load_f32x16_at(builder, offset(builder, scale, 4 * i), _F32))
+                accs += [builder.fmul(load_f32x16_at(builder, offset(builder, outs[i], 64 * j)), factor)
+                         for j in range(n)]  # fmt: skip
+
+            def position(state):
+                four, sixty_four, *accs = state
+                x = [load_f32x16_at(builder, builder.add(c, sixty_four)) for c in chunks]
+                out = []
+                for i in range(m):
+                    w = splat_value(builder, f32x16, load_f32x16_at(builder, builder.add(rows[i], four), _F32))
+                    out += [fma_f32x16(builder, w, x[j], accs[i * n + j]) for j in range(n)]
+                return [offset(builder, four, 4), offset(builder, sixty_four, 64), *out]
+
+            start = ir.Constant(p.type, 0)
+            _, _, *accs = loop(builder, n_positions, [start, start, *accs], position)
+            for i in range(m):
+                for j in range(n):
+                    at = offset(builder, outs[i], 64 * j)
+                    builder.store(accs[i * n + j], pointer(builder, at, accs[0].type), align=1)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 8), codegen
+
+    return values_block
+
+
+_dot_rows, _dot_one = make_dot_block(ROWS, 4), make_dot_block(1, ONE_ROW_POSITIONS)
+_values_rows, _values_rows1 = make_values_block(ROWS, 4), make_values_block(ROWS, 1)
+_values_one, _values_one1 = make_values_block(1, 4), make_values_block(1, 1)
+
+
+@merge
+def scores(q, rows, k, k_chunk, n, n_chunks, s, s_stride):
+    """s[rows][n]; rows is 1 or a multiple of ROWS. Up to 15 positions more are written."""
+    if rows == 1:
+        for t in range(0, n, ONE_ROW_POSITIONS):
+            _dot_one(q, CHUNK_ROW, k + CHUNK_ROW * t, k_chunk, n_chunks, s + 4 * t, s_stride)
+    else:
+        for t in range(0, n, 4):
+            for r in range(0, rows, ROWS):
+                at = s + r * s_stride + 4 * t
+                _dot_rows(q + CHUNK_ROW * r, CHUNK_ROW * rows, k + CHUNK_ROW * t, k_chunk, n_chunks, at, s_stride)
+
+
+@merge
+def add_values(p, p_stride, rows, v, v_chunk, n, n_chunks, o, o_stride, scale):
+    """o[rows][16 * n_chunks] = o * scale + P V."""
+    c = 0
+    while c < n_chunks:
+        four = c + 4 <= n_chunks
+        for r in range(0, rows, ROWS if rows > 1 else 1):
+            at, weights, factor = o + r * o_stride + 64 * c, p + r * p_stride, scale + 4 * r
+            if rows == 1 and four:
+                _values_one(weights, p_stride, v, v_chunk, n, at, o_stride, factor)
+            elif rows == 1:
+                _values_one1(weights, p_stride, v, v_chunk, n, at, o_stride, factor)
+            elif four:
+                _values_rows(weights, p_stride, v, v_chunk, n, at, o_stride, factor)
+            else:
+                _values_rows1(weights, p_stride, v, v_chunk, n, at, o_stride, factor)
+        step = 4 if four else 1
+        c += step
+        v += step * v_chunk
+
+
+@inline
+def soft_max_tile(s, seen, n, stats):
+    """e**(score - max) of a row's first `seen` positions, 0 up to n; updates its statistics. NaN makes the sum NaN."""
+    lowest, zero = splat_f32x16(_LOWEST), zero_f32x16()
+    old = splat_f32x16(ld_f32(stats + M))
+    top = old
+    for i in range(0, seen, 16):
+        x = select_less_i32(lane_index(), splat_i32x16(seen - i), load_f32x16(s + 4 * i), lowest)
+        top = vmax(x, top)
+    top = splat_f32x16(reduce_max(top))
+    total, nan = zero, zero
+    for i in range(0, n, 16):
+        x = select_less_i32(lane_index(), splat_i32x16(seen - i), load_f32x16(s + 4 * i), lowest)
+        x = vsub(x, top)
+        nan = vfma(x, zero, nan)
+        p = select_less_i32(lane_index(), splat_i32x16(seen - i), vexp_fast(x), zero)
+        total = vadd(total, p)
+        store_f32x16(s + 4 * i, p)
+    correction = vexp_fast(vsub(old, top))
+    store_f32_first(stats + M, top, 1)
+    store_f32_first(stats + CORRECTION, correction, 1)
+    total = vadd(total, nan)
+    new = vfma(splat_f32x16(ld_f32(stats + L)), correction, splat_f32x16(reduce_add(total)))
+    store_f32_first(stats + L, new, 1)
+
+
+@inline
+def load_q(params, token, unit, rows, padded, q):
+    """Scaled Q as chunks of `padded` rows, zeros in those beyond `rows`."""
+    chunks = word(params, K_CHUNKS)
+    scale = splat_f32x16(ld_f32(params + 8 * SCALE))
+    for r in range(rows):
+        stage_q(params, token, unit, r, q + CHUNK_ROW * r, CHUNK_ROW * padded)
+    for c in range(chunks):
+        for r in range(padded):
+            at = q + CHUNK_ROW * (c * padded + r)
+            store_f32x16(at, vmul(load_f32x16(at), scale) if r < rows else zero_f32x16())
+
+
+@inline
+def write_few(params, token, unit, rows, o, o_stride, sums):
+    """o[row][column] over the sums, to the node's output."""
+    heads, cols = word(params, UNIT_HEADS), word(params, V_COLS)
+    for r in range(rows):
+        head = word(params, FIRST_HEAD) + unit * heads + r % heads
+        dst = word(params, OUT) + (token + r // heads) * word(params, OUT_STRIDE) + 4 * head * cols
+        scale = splat_f32x16(_F1 / ld_f32(sums + 4 * r))
+        for c in range(0, cols, 16):
+            store_f32_first(dst + 4 * c, vmul(load_f32x16(o + r * o_stride + 4 * c), scale), min(16, cols - c))
+
+
+@inline
+def write_few_slot(slot, stats, o, o_stride):
+    """A part of a split task, transposed to the form that make_combine reads (one vector of rows)."""
+    for i in range(0, 2 * STAT_BYTES, 64):
+        store_f32x16(slot + i, load_f32x16(stats + i))
+    for c in range(0, o_stride, 64):
+        transpose16(o + c, o_stride, slot + 2 * STAT_BYTES + 16 * c, 64)
+
+
+def make_flash_few(k_types, v_type):
+    """flash_attn for at most 8 rows per task; same parameters, scratch for 16 rows."""
+    stage_k, stage_v = make_stage_k(k_types), make_stage_v(v_type)
+
+    @merge
+    def attend(params, q, k, v, s, o, stats, rows, padded, n, tile):
+        chunk_bytes, s_stride = tile_chunk(params), 4 * (word(params, TILE) + 16)
+        v_chunks = (word(params, V_COLS) + 15) >> 4
+        scores(q, padded, k, chunk_bytes, n, word(params, K_CHUNKS), s, s_stride)
+        for r in range(rows):
+            seen = max(0, min(n, ld_i32(stats + LIMIT + 4 * r) - tile))
+            soft_max_tile(s + r * s_stride, seen, n, stats + 4 * r)
+        for r in range(rows, padded):
+            st_f32(stats + CORRECTION + 4 * r, _F1)
+        add_values(s, s_stride, padded, v, chunk_bytes, n, v_chunks, o, 64 * v_chunks, stats + CORRECTION)
+
+    def flash_few(params, ith, nth):
+        n_base = n_base_tasks(params)
+        splits = n_splits(n_base, nth)
+        heads, tile = word(params, UNIT_HEADS), word(params, TILE)
+        q = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
+        k, v, s = q + word(params, K_AT), q + word(params, V_AT), q + word(params, S_AT)
+        o, stats = q + word(params, O_AT), q + word(params, STATS_AT)
+        o_stride = 64 * ((word(params, V_COLS) + 15) >> 4)
+        while True:
+            task = next_work(params, 1)
+            if task >= n_base * splits:
+                break
+            segment, first, n_tokens, unit = find_task(params, task // splits)
+            kv_head = (word(params, FIRST_HEAD) + unit * heads) // word(params, GROUP)
+            rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
+            padded = 1 if rows == 1 else (rows + ROWS - 1) // ROWS * ROWS
+            position = segment_word(segment, SEG_POS) + first
+            length = split_length(position + n_tokens, splits, tile)
+            begin = length * (task % splits)
+            end = min(begin + length, position + n_tokens)
+            if begin >= end:
+                continue
+            load_q(params, token, unit, rows, padded, q)
+            start_rows(stats, rows, heads, position, o, padded * o_stride)
+            for at in range(begin, end, tile):
+                n = min(tile, end - at)
+                stage_k(params, segment, kv_head, k, tile_chunk(params), at, n)
+                values = stage_v(params, segment, kv_head, k, v, tile_chunk(params), at, n)
+                attend(params, q, k, values, s, o, stats, rows, padded, n, at)
+            if length >= position + n_tokens:
+                write_few(params, token, unit, rows, o, o_stride, stats + L)
+            else:
+                write_few_slot(word(params, SLOTS) + task * word(params, SLOT_BYTES), stats, o, o_stride)
+
+    return flash_few

@@ -6,6 +6,7 @@ position p lives in cell s*n_ctx_seq + p. Programs are recorded once; a micro-ba
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -21,12 +22,14 @@ from ikcli.config import RunConfig, padded_ctx, resolve
 from ikcli.engine import session_log
 from ikcli.engine.batch import Batch
 from ikcli.engine.model import Model
-from ikcli.errors import IkError, NonFiniteError, UnsupportedError, UsageError
+from ikcli.engine.session_log import Timings
+from ikcli.engine.startup import check_cache_types
+from ikcli.errors import IkError, NonFiniteError, UnsupportedError
 from ikcli.gguf.constants import GGMLType, row_n_bytes
 from ikcli.graph import Cache, Graph, Node, Weight
-from ikcli.log import progress, warn
+from ikcli.log import log, progress, warn
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig
-from ikcli.quant.formats import format_by_name
+from ikcli.quant.formats import format_by_name, get_format
 from ikcli.tokenizer import Tokenizer
 
 FloatRows = npt.NDArray[np.float32]
@@ -47,6 +50,7 @@ class Session:
         self.backend = CpuBackend(max(config.n_threads, config.n_threads_batch))
         self._tokenizer: Tokenizer | None = None
         self._n_past = [0] * n_seq_max
+        self.timings = Timings()
         self._n_outputs = min(n_seq_max, self.n_ubatch)
         self._state = State(self.n_ubatch, self.n_ctx)
         self._weights: Mapping[str, int] = {}
@@ -77,13 +81,14 @@ class Session:
             cells += n_seq_max - cells % n_seq_max
         graph_config = _graph_config(config, cells)
         graph_config = replace(graph_config, n_ubatch=min(config.n_ubatch, cells))
-        _check_cache_types(graph_config, model)
+        _check_cache_types(graph_config, config, model)
         session = cls(config, model, graph_config, n_seq_max)
         session_log.context_lines(session)
         return session
 
     def load(self) -> None:
         """Compile kernels, map or read weights, allocate the cache and buffers."""
+        start = time.perf_counter()
         self.compile()
         names = {w for g, _ in self.graphs.values() for w in g.weights}
         self._check_weights(names)
@@ -97,6 +102,7 @@ class Session:
                 f"out of memory: CPU wants {need:.0f} MiB for the KV cache and compute buffers; "
                 "lower -c or -ub, or use -ctk q8_0"
             ) from None
+        self.timings.t_load = time.perf_counter() - start
 
     def compile(self) -> None:
         """Get the kernels; compiles what the cache lacks, with a progress bar."""
@@ -171,10 +177,13 @@ class Session:
         bos = self.model.file.get("tokenizer.ggml.bos_token_id", 0)
         self.decode(Batch.single([bos if 0 <= int(bos) < self.n_vocab else 0]))
         self.kv_seq_rm(-1)
+        self.timings = Timings(self.timings.t_load)
 
     def decode(self, batch: Batch) -> FloatRows:
         """Logits (n_outputs, n_vocab) of the wanted tokens in batch order; valid until the next call."""
+        start = time.perf_counter()
         parts = [self._decode(batch.slice(i, i + self.n_ubatch)) for i in range(0, len(batch), self.n_ubatch)]
+        self.timings.add(len(batch), time.perf_counter() - start)
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty((0, self.n_vocab), np.float32), *parts])
 
     def _decode(self, batch: Batch) -> FloatRows:
@@ -246,7 +255,10 @@ class Session:
             self._n_past[s] = min(self._n_past[s], max(p0, 0))
 
     def close(self) -> None:
-        """Stop the threads and release memory."""
+        """Stop the threads and release memory; logs what was computed in which time."""
+        for line in session_log.timing_lines(self.timings):
+            log(line)
+        self.timings = Timings()
         self.backend.close()
         self._caches.clear()
 
@@ -271,19 +283,17 @@ def _graph_config(config: RunConfig, n_cells: int) -> GraphConfig:
     )
 
 
-def _check_cache_types(cfg: GraphConfig, model: Model) -> None:
+def _check_cache_types(cfg: GraphConfig, config: RunConfig, model: Model) -> None:
     """Refuse combinations before anything is loaded."""
     latent = bool(model.hp.kv_lora_rank) and cfg.mla > 0
     used = {"-ctk": cfg.type_k}
     if not latent or (cfg.mla == 1 and not cfg.flash_attn):
         used["-ctv"] = cfg.type_v
     for option, type_ in used.items():
-        name = type_.name.lower()
         if type_ not in CACHE_TYPES:
+            name = get_format(type_).name
             raise UnsupportedError(f"{option} {name} is not supported on the CPU yet; use f16, bf16, f32 or q8_0")
-    if "-ctv" in used and not cfg.flash_attn and cfg.type_v == GGMLType.Q8_0:
-        way = "-ctv f16" if latent else "-fa or -ctv f16"
-        raise UsageError(f"a quantized V cache needs flash attention; use {way}")
+    check_cache_types(config, cfg.mla if latent else 0)
 
 
 def warmup(config: RunConfig) -> int:

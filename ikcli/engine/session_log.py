@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ikcli.config import RunConfig
 from ikcli.engine import report
-from ikcli.engine.placement import no_device_notice
 from ikcli.gguf.constants import TYPE_TRAITS, file_type_label, tensor_n_bytes
 from ikcli.log import log, notice_once
 
@@ -15,6 +15,26 @@ if TYPE_CHECKING:
     from ikcli.engine.session import Session
 
 _DEVICE = "CPU"
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds and tokens since the session was opened: batches of several tokens are prompts, others generation."""
+
+    t_load: float = 0.0
+    t_prompt: float = 0.0
+    n_prompt: int = 0
+    t_eval: float = 0.0
+    n_eval: int = 0
+
+    def add(self, n_tokens: int, seconds: float) -> None:
+        """Count one decode call."""
+        if n_tokens > 1:
+            self.n_prompt += n_tokens
+            self.t_prompt += seconds
+        else:
+            self.n_eval += n_tokens
+            self.t_eval += seconds
 
 
 def model_lines(model: Model, config: RunConfig) -> None:
@@ -41,10 +61,6 @@ def model_lines(model: Model, config: RunConfig) -> None:
             f"llm_load_print_meta: rope scaling     = {rope.scaling} x{rope.factor:g} of {rope.n_ctx_orig} tokens "
             f"(off: --override-kv {model.hp.arch}.rope.scaling.type=str:none)"
         )
-    if notice := no_device_notice(config):
-        notice_once(notice)
-    if config.mla and not model.hp.kv_lora_rank and config.mla != RunConfig().mla:
-        notice_once(f"{model.hp.arch} has no MLA: -mla {config.mla} has no effect")
     if config.run_time_repack:
         notice_once("-rtr: no interleaved kernels in this version; weights keep their types")
 
@@ -97,3 +113,22 @@ def context_lines(session: Session) -> None:
     parts = {"weights": weight_bytes, "KV": cache_bytes, "compute": session.compute_bytes}
     for line in report.total_lines({_DEVICE: parts}):
         log(line)
+
+
+def timing_lines(t: Timings) -> list[str]:
+    """`llama_print_timings` lines, none if nothing was computed."""
+    if not t.n_prompt and not t.n_eval:
+        return []
+    head = "llama_print_timings:"
+    return [
+        f"{head}        load time = {1e3 * t.t_load:10.2f} ms",
+        f"{head} prompt eval time = {_rate(t.t_prompt, t.n_prompt, 'tokens')}",
+        f"{head}        eval time = {_rate(t.t_eval, t.n_eval, 'runs  ')}",
+        f"{head}       total time = {1e3 * (t.t_prompt + t.t_eval):10.2f} ms / {t.n_prompt + t.n_eval:5d} tokens",
+    ]
+
+
+def _rate(seconds: float, n: int, unit: str) -> str:
+    ms = 1e3 * seconds
+    per_token, per_second = (ms / n, n / seconds) if n and seconds > 0 else (0.0, 0.0)
+    return f"{ms:10.2f} ms / {n:5d} {unit} ({per_token:8.2f} ms per token, {per_second:8.2f} tokens per second)"

@@ -1,0 +1,254 @@
+"""Importance matrices: mean squared activations per input column, and per expert where a tensor has experts.
+
+Legacy `.dat` (little-endian): i32 n_entries; per entry i32 name length, name, i32 n_calls, i32 n_values, f32 sums; then
+optionally i32 number of chunks, i32 length and name of the dataset. GGUF: `general.type` = "imatrix",
+`imatrix.datasets`, `imatrix.chunk_count`, `imatrix.chunk_size`, and per entry tensors `<name>.in_sum2` (ne0, n_mat) and
+`<name>.counts` (1, n_mat), F32. Answers to examples/imatrix of ik_llama.cpp and tools/imatrix of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.errors import FormatError, NonFiniteError
+from ikcli.gguf.constants import GGUF_MAGIC, GGMLType, GGUFValueType
+from ikcli.gguf.cursor import shown
+from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.gguf.values import Typed
+from ikcli.gguf.writer import GGUFWriter, TensorSpec
+
+Floats = npt.NDArray[np.float32]
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+_MIN_ENTRY_BYTES = 4 + 4 + 4 + 4
+
+
+@dataclass(frozen=True, slots=True)
+class ImatrixEntry:
+    """Sums of squares and the number of rows behind them; `sums` (n_mat, ne0), `counts` (n_mat,), both float32."""
+
+    sums: Floats
+    counts: Floats
+
+    @property
+    def values(self) -> Floats:
+        """Mean squares, flat (n_mat * ne0,); a matrix that saw no input counts as 1 everywhere."""
+        counts = self.counts[:, None]
+        seen = counts > 0
+        return np.where(seen, self.sums / np.where(seen, counts, np.float32(1)), np.float32(1)).reshape(-1)
+
+
+@dataclass(slots=True)
+class Imatrix:
+    """Entries by tensor name, with where they came from."""
+
+    entries: dict[str, ImatrixEntry] = field(default_factory=dict)
+    datasets: tuple[str, ...] = ()
+    n_chunks: int = 0
+    chunk_size: int = 512
+    path: str = ""
+
+    def find(self, name: str) -> str | None:
+        """The entry that serves a tensor: its own, or that of a tensor which sees the same input; None without one."""
+        return next((n for n in (name, *_relatives(name)) if n in self.entries), None)
+
+    def weights(self, name: str, shape: tuple[int, ...]) -> Floats | None:
+        """Weights (n_mat, ne0) for a tensor, or None without entry.
+
+        FormatError if the entry has another size; for the token embedding such an entry is ignored.
+        """
+        found = self.find(name)
+        if found is None:
+            return None
+        n_mat = shape[2] if len(shape) > 2 else 1
+        values = self.entries[found].values
+        if values.size == shape[0] * n_mat:
+            return values.reshape(n_mat, shape[0])
+        if name == "token_embd.weight":
+            return None
+        raise FormatError(
+            f"{self.path}: the entry {found} has {values.size} values, but tensor {name} needs {shape[0] * n_mat}; "
+            "the importance matrix belongs to another model"
+        )
+
+    def filtered(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Imatrix:
+        """Only entries whose name contains one of `include` (if any) and none of `exclude`."""
+        keep = {
+            name: entry
+            for name, entry in self.entries.items()
+            if (not include or any(part in name for part in include)) and not any(part in name for part in exclude)
+        }
+        return Imatrix(keep, self.datasets, self.n_chunks, self.chunk_size, self.path)
+
+
+def _relatives(name: str) -> tuple[str, ...]:
+    """Tensors whose input is the same, in order of preference."""
+    for part in ("ffn_up_exps.weight", "ffn_gate_exps.weight"):
+        if part in name:
+            stem = name.partition(part)[0]
+            return stem + "ffn_gate_up_exps.weight", stem + "ffn_up_exps.weight"
+    for part, other in (
+        ("ffn_gate_up_exps.weight", "ffn_up_exps.weight"),
+        ("ffn_gate.weight", "ffn_up.weight"),
+        (".attn_v_b.weight", ".attn_kv_b.weight"),
+        (".attn_kv_b.weight", ".attn_v_b.weight"),
+    ):
+        if part in name:
+            return (name.partition(part)[0] + other,)
+    return ()
+
+
+def read_imatrix(path: str | Path) -> Imatrix:
+    """Read a legacy or GGUF file, told apart by the magic.
+
+    FormatError if it is damaged or no importance matrix, NonFiniteError if a value is NaN or Inf.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as f:
+            magic = f.read(4)
+    except OSError as e:
+        raise FormatError(f"{path}: cannot be read ({e.strerror or e})") from None
+    found = _read_gguf(path) if magic == GGUF_MAGIC else _read_legacy(path)
+    for name, entry in found.entries.items():
+        if not (np.isfinite(entry.sums).all() and np.isfinite(entry.counts).all()):
+            raise NonFiniteError(f"{path}: the entry {shown(name)} holds NaN or Inf; collect the matrix again")
+        if entry.sums.min(initial=0) < 0:
+            raise FormatError(f"{path}: the entry {shown(name)} holds negative values; the file is damaged")
+    return found
+
+
+class _Bytes:
+    """Reads from the bytes of a legacy file; running out of them is a FormatError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data = memoryview(path.read_bytes())
+        self.pos = 0
+
+    def take(self, n: int, where: str) -> memoryview:
+        if n < 0 or self.pos + n > len(self.data):
+            raise FormatError(f"{self.path}: {where} is damaged or cut short; this is not a complete importance matrix")
+        self.pos += n
+        return self.data[self.pos - n : self.pos]
+
+    def i32(self, where: str) -> int:
+        return int(struct.unpack("<i", self.take(4, where))[0])
+
+
+def _read_legacy(path: Path) -> Imatrix:
+    data = _Bytes(path)
+    n_entries = data.i32("the number of entries")
+    if not 0 < n_entries <= len(data.data) // _MIN_ENTRY_BYTES:
+        raise FormatError(f"{path}: not an importance matrix (neither GGUF nor the legacy format)")
+    out = Imatrix(path=str(path))
+    for i in range(n_entries):
+        where = f"entry {i + 1} of {n_entries}"
+        name = bytes(data.take(data.i32(where), where)).decode("utf-8", "surrogateescape")
+        n_calls, n_values = data.i32(where), data.i32(where)
+        if n_values < 1:
+            raise FormatError(f"{path}: {where} has {n_values} values; the file is damaged")
+        sums = np.frombuffer(data.take(4 * n_values, where), "<f4").astype(np.float32)[None]
+        out.entries[name] = ImatrixEntry(sums, np.array([max(n_calls, 1)], np.float32))
+    if data.pos < len(data.data):
+        out.n_chunks = data.i32("the number of chunks")
+        text = bytes(data.take(data.i32("the dataset name"), "the dataset name"))
+        out.datasets = (text.decode("utf-8", "surrogateescape"),) if text else ()
+    return out
+
+
+def _read_gguf(path: Path) -> Imatrix:
+    file = open_gguf(path)
+    names = [name.removesuffix(_SUMS) for name in file.tensors if name.endswith(_SUMS)]
+    if not names:
+        kind = file.get("general.type", "model")
+        raise FormatError(f"{path}: holds no importance matrix (general.type is {kind})")
+    out = Imatrix(path=str(path))
+    for name in names:
+        sums, counts = _matrix(file, name + _SUMS), _matrix(file, name + _COUNTS).reshape(-1)
+        if len(counts) != len(sums):
+            raise FormatError(f"{path}: {shown(name)} has sums of {len(sums)} matrices, but {len(counts)} counts")
+        out.entries[name] = ImatrixEntry(sums, counts)
+    datasets = file.get("imatrix.datasets", [])
+    out.datasets = tuple(datasets) if isinstance(datasets, list) else (str(datasets),)
+    out.n_chunks = int(file.get("imatrix.chunk_count", 0))
+    out.chunk_size = int(file.get("imatrix.chunk_size", 512))
+    return out
+
+
+def _matrix(file: GGUFFile, name: str) -> Floats:
+    t = file.tensors.get(name)
+    if t is None or t.type != GGMLType.F32:
+        raise FormatError(f"{file.paths[0]}: tensor {shown(name)} is missing or not f32")
+    return file.data(name).view("<f4").astype(np.float32).reshape(-1, t.shape[0])
+
+
+def write_legacy(imatrix: Imatrix, path: str | Path) -> None:
+    """Write the `.dat` format; counts of several matrices become one, the sums are scaled to it."""
+    out = [struct.pack("<i", len(imatrix.entries))]
+    for name, entry in imatrix.entries.items():
+        n_calls = max(1, round(float(entry.counts.max())))
+        sums = entry.sums if len(entry.counts) == 1 else entry.values.reshape(entry.sums.shape) * np.float32(n_calls)
+        raw = name.encode("utf-8", "surrogateescape")
+        out += [struct.pack("<i", len(raw)), raw, struct.pack("<ii", n_calls, sums.size), sums.astype("<f4").tobytes()]
+    text = ",".join(imatrix.datasets).encode("utf-8", "surrogateescape")
+    out += [struct.pack("<ii", imatrix.n_chunks, len(text)), text]
+    _replace(Path(path), b"".join(out))
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except OSError as e:
+        temporary.unlink(missing_ok=True)
+        raise FormatError(f"{path}: cannot be written ({e.strerror or e})") from None
+
+
+def write_gguf(imatrix: Imatrix, path: str | Path) -> None:
+    """Write the GGUF format, entries sorted by name."""
+    metadata = {
+        "general.type": "imatrix",
+        "imatrix.datasets": Typed(list(imatrix.datasets), GGUFValueType.ARRAY, GGUFValueType.STRING),
+        "imatrix.chunk_count": Typed(imatrix.n_chunks, GGUFValueType.UINT32),
+        "imatrix.chunk_size": Typed(imatrix.chunk_size, GGUFValueType.UINT32),
+    }
+    names = sorted(imatrix.entries)
+    specs: list[TensorSpec] = []
+    for name in names:
+        n_mat, ne0 = imatrix.entries[name].sums.shape
+        specs.append(TensorSpec(name + _SUMS, (ne0, n_mat), GGMLType.F32))
+        specs.append(TensorSpec(name + _COUNTS, (1, n_mat), GGMLType.F32))
+    with GGUFWriter(path, metadata, specs) as writer:
+        for name in names:
+            writer.write_tensor(name + _SUMS, imatrix.entries[name].sums.astype("<f4"))
+            writer.write_tensor(name + _COUNTS, imatrix.entries[name].counts.astype("<f4"))
+
+
+def merge(matrices: Sequence[Imatrix]) -> Imatrix:
+    """One matrix as if collected over all inputs; FormatError if entries of one name differ in size."""
+    out = Imatrix(
+        datasets=tuple(dict.fromkeys(d for m in matrices for d in m.datasets)),
+        n_chunks=sum(m.n_chunks for m in matrices),
+        chunk_size=matrices[0].chunk_size if matrices else 512,
+        path=", ".join(m.path for m in matrices),
+    )
+    for m in matrices:
+        for name, entry in m.entries.items():
+            old = out.entries.get(name)
+            out.entries[name] = entry if old is None else _add(old, entry, name, m.path)
+    return out
+
+
+def _add(a: ImatrixEntry, b: ImatrixEntry, name: str, path: str) -> ImatrixEntry:
+    if a.sums.size != b.sums.size:
+        raise FormatError(f"{path}: the entry {shown(name)} has {b.sums.size} values, an earlier file {a.sums.size}")
+    n_mat = max(len(a.counts), len(b.counts))  # a legacy entry has one count for all its matrices
+    sums = a.sums.reshape(n_mat, -1) + b.sums.reshape(n_mat, -1)
+    return ImatrixEntry(sums, np.broadcast_to(a.counts, n_mat) + np.broadcast_to(b.counts, n_mat))

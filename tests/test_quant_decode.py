@@ -101,7 +101,8 @@ def test_random_blocks_agree_with_the_gguf_package(type: GGMLType, rng: np.rando
     if type in (T.F32, T.F16, T.BF16):
         blocks = quantize(rng.normal(0, 1, (1, 4096)).astype(np.float32), type)
     n = blocks.size // FORMATS[type].type_size * FORMATS[type].block_size
-    expected = gguf.quants.dequantize(blocks.reshape(1, -1), gguf.GGMLQuantizationType(int(type)))
+    with np.errstate(all="ignore"):  # random scales of mxfp4 and iq1_m overflow
+        expected = gguf.quants.dequantize(blocks.reshape(1, -1), gguf.GGMLQuantizationType(int(type)))
     assert np.array_equal(dequantize(blocks, type, (n,)), expected.reshape(-1).astype(np.float32), equal_nan=True)
 
 

@@ -2,7 +2,8 @@
 
 A decoder takes rows of bytes (n_rows, row bytes) and returns (n_rows, ne0) float32; for interleaved types n_rows is
 a multiple of the group height. `block_decoder` wraps a function on blocks (n, type_size) -> (n, block_size), which is
-all that types without row headers need. Decoders live in one module per family and register themselves.
+all that types without row headers need; `row_scale_decoder` hands the scale of the row over with the blocks.
+Decoders live in one module per family and register themselves.
 """
 
 from __future__ import annotations
@@ -22,10 +23,21 @@ from ikcli.quant.formats import FORMATS, row_size, tensor_size
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 BlockDecoder = Callable[[Bytes], Floats]
+RowScaleDecoder = Callable[[Floats, Bytes], Floats]
 RowDecoder = Callable[[Bytes, int], Floats]
+TensorDecoder = Callable[[Bytes], Floats]
 
-_FAMILIES = ("legacy", "kquants")  # modules ikcli.quant.decode_<family>
+_FAMILIES = (
+    "legacy",
+    "kquants",
+    "iquants",
+    "iqk",
+    "trellis",
+    "bitnet",
+    "interleaved",
+)  # modules ikcli.quant.decode_<family>
 _DECODERS: dict[GGMLType, RowDecoder] = {}
+_TENSOR_DECODERS: dict[GGMLType, TensorDecoder] = {}
 _CHUNK_ELEMENTS = 1 << 18  # bounds the temporaries, which take some ten times their output
 
 
@@ -53,6 +65,43 @@ def block_decoder(type: GGMLType) -> Callable[[BlockDecoder], BlockDecoder]:
     return register
 
 
+def row_scale_decoder(type: GGMLType) -> Callable[[RowScaleDecoder], RowScaleDecoder]:
+    """Register a decoder of blocks under a row scale: scales (n, 1), blocks (n, type_size) -> (n, block_size)."""
+    fmt = FORMATS[type]
+
+    def register(fn: RowScaleDecoder) -> RowScaleDecoder:
+        def rows(data: Bytes, ne0: int) -> Floats:
+            blocks = np.ascontiguousarray(data[:, fmt.row_meta_size :]).reshape(-1, fmt.type_size)
+            scales = row_scales(data, fmt.row_meta_size).repeat(ne0 // fmt.block_size)
+            return fn(scales[:, None], blocks).reshape(-1, ne0)
+
+        _DECODERS[type] = rows
+        return fn
+
+    return register
+
+
+def row_scales(rows: Bytes, row_meta_size: int) -> Floats:
+    """The scales that rows of bytes start with, f16 in a header of 2 bytes and f32 in a longer one: (n_rows,)."""
+    size = min(row_meta_size, 4)
+    return np.ascontiguousarray(rows[:, :size]).view(f"<f{size}").reshape(-1).astype(np.float32)
+
+
+def tensor_decoder(type: GGMLType) -> Callable[[TensorDecoder], TensorDecoder]:
+    """Register a decoder of whole tensors, for types without row structure: bytes -> (n_elements,)."""
+
+    def register(fn: TensorDecoder) -> TensorDecoder:
+        _TENSOR_DECODERS[type] = fn
+        return fn
+
+    return register
+
+
+def plain_row_decoder(type: GGMLType) -> RowDecoder:
+    """The registered decoder of rows of a type that an interleaved one regroups."""
+    return _DECODERS[type]
+
+
 @cache
 def _decoders() -> dict[GGMLType, RowDecoder]:
     for family in _FAMILIES:
@@ -62,7 +111,7 @@ def _decoders() -> dict[GGMLType, RowDecoder]:
 
 def decodable_types() -> frozenset[GGMLType]:
     """Types that `dequantize` can decode."""
-    return frozenset(_decoders())
+    return frozenset(_decoders()) | frozenset(_TENSOR_DECODERS)
 
 
 def dequantize(data: npt.NDArray[Any], type: GGMLType, shape: tuple[int, ...]) -> Floats:
@@ -72,11 +121,13 @@ def dequantize(data: npt.NDArray[Any], type: GGMLType, shape: tuple[int, ...]) -
     """
     decode = _decoders().get(type)
     fmt = FORMATS[type]
-    if decode is None:
+    if decode is None and type not in _TENSOR_DECODERS:
         raise UnsupportedError(f"tensors of type {fmt.name} cannot be decoded by this build")
     raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     if raw.size != tensor_size(type, shape):
         raise FormatError(f"a {fmt.name} tensor of shape {list(shape)} has {raw.size} bytes of data")
+    if decode is None:
+        return _TENSOR_DECODERS[type](raw).reshape(shape[::-1])
     rows = raw.reshape(-1, row_size(type, shape[0]))
     n_rows = len(rows)
     if n_rows % fmt.rows:

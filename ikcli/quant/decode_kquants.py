@@ -19,19 +19,19 @@ _SHIFTS_4BIT = np.array([0, 4], np.uint8)[:, None]
 _SHIFTS_1BIT = np.arange(8, dtype=np.uint8)[:, None]
 
 
-def _codes_2bit(qs: Bytes) -> Bytes:
+def codes_2bit(qs: Bytes) -> Bytes:
     """(n, 64) bytes -> (n, 256): each half of 128 is four 2-bit planes over the same 32 bytes."""
     n = len(qs)
     return (qs.reshape(n, 2, 1, 32) >> _SHIFTS_2BIT & np.uint8(3)).reshape(n, 256)
 
 
-def _codes_4bit(qs: Bytes) -> Bytes:
+def codes_4bit(qs: Bytes) -> Bytes:
     """(n, 128) bytes -> (n, 256): 32 low nibbles, then the 32 high nibbles of the same bytes."""
     n = len(qs)
     return (qs.reshape(n, 4, 1, 32) >> _SHIFTS_4BIT & np.uint8(15)).reshape(n, 256)
 
 
-def _codes_1bit(qh: Bytes) -> Bytes:
+def codes_1bit(qh: Bytes) -> Bytes:
     """(n, 32) bytes -> (n, 256): bit b of every byte belongs to sub-block b of 32."""
     n = len(qh)
     return (qh.reshape(n, 1, 32) >> _SHIFTS_1BIT & np.uint8(1)).reshape(n, 256)
@@ -60,12 +60,12 @@ def _spread(per_sub_block: Floats, size: int) -> Floats:
 def _q2_k(blocks: Bytes) -> Floats:
     scale = f16_at(blocks, 80) * f32(blocks[:, :16] & 15)
     minimum = f16_at(blocks, 82) * f32(blocks[:, :16] >> 4)
-    return _spread(scale, 16) * f32(_codes_2bit(blocks[:, 16:80])) - _spread(minimum, 16)
+    return _spread(scale, 16) * f32(codes_2bit(blocks[:, 16:80])) - _spread(minimum, 16)
 
 
 @block_decoder(GGMLType.Q3_K)
 def _q3_k(blocks: Bytes) -> Floats:
-    codes = _codes_2bit(blocks[:, 32:96]) | _codes_1bit(blocks[:, :32]) << 2
+    codes = codes_2bit(blocks[:, 32:96]) | codes_1bit(blocks[:, :32]) << 2
     scale = f16_at(blocks, 108) * f32(scales_q3_k(blocks[:, 96:108]))
     return _spread(scale, 16) * (f32(codes) - 4)
 
@@ -74,14 +74,14 @@ def _q3_k(blocks: Bytes) -> Floats:
 def _q4_k(blocks: Bytes) -> Floats:
     sc, mn = scales_6bit(blocks[:, 4:16])
     scale, minimum = f16_at(blocks, 0) * f32(sc), f16_at(blocks, 2) * f32(mn)
-    return _spread(scale, 32) * f32(_codes_4bit(blocks[:, 16:])) - _spread(minimum, 32)
+    return _spread(scale, 32) * f32(codes_4bit(blocks[:, 16:])) - _spread(minimum, 32)
 
 
 @block_decoder(GGMLType.Q5_K)
 def _q5_k(blocks: Bytes) -> Floats:
     sc, mn = scales_6bit(blocks[:, 4:16])
     scale, minimum = f16_at(blocks, 0) * f32(sc), f16_at(blocks, 2) * f32(mn)
-    codes = _codes_4bit(blocks[:, 48:]) | _codes_1bit(blocks[:, 16:48]) << 4
+    codes = codes_4bit(blocks[:, 48:]) | codes_1bit(blocks[:, 16:48]) << 4
     return _spread(scale, 32) * f32(codes) - _spread(minimum, 32)
 
 
@@ -89,6 +89,6 @@ def _q5_k(blocks: Bytes) -> Floats:
 def _q6_k(blocks: Bytes) -> Floats:
     n = len(blocks)
     low = (blocks[:, :128].reshape(n, 2, 1, 64) >> _SHIFTS_4BIT & np.uint8(15)).reshape(n, 256)
-    codes = low | _codes_2bit(blocks[:, 128:192]) << 4
+    codes = low | codes_2bit(blocks[:, 128:192]) << 4
     scale = f16_at(blocks, 208) * f32(blocks[:, 192:208].view(np.int8))
     return _spread(scale, 16) * (f32(codes) - 32)

@@ -11,11 +11,7 @@ import numpy.typing as npt
 
 from ikcli.gguf.constants import GGMLType
 from ikcli.quant.decode import Bytes, Floats, block_decoder
-
-IQ4_NL_VALUES = np.array(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
-    np.float32,
-)
+from ikcli.quant.tables import IQ4_NL_VALUES
 
 
 def f16_at(blocks: Bytes, offset: int) -> Floats:

@@ -27,15 +27,8 @@ RowScaleDecoder = Callable[[Floats, Bytes], Floats]
 RowDecoder = Callable[[Bytes, int], Floats]
 TensorDecoder = Callable[[Bytes], Floats]
 
-_FAMILIES = (
-    "legacy",
-    "kquants",
-    "iquants",
-    "iqk",
-    "trellis",
-    "bitnet",
-    "interleaved",
-)  # modules ikcli.quant.decode_<family>
+# Modules ikcli.quant.decode_<family>.
+_FAMILIES = ("legacy", "kquants", "iquants", "iqk", "trellis", "bitnet")
 _DECODERS: dict[GGMLType, RowDecoder] = {}
 _TENSOR_DECODERS: dict[GGMLType, TensorDecoder] = {}
 _CHUNK_ELEMENTS = 1 << 18  # bounds the temporaries, which take some ten times their output

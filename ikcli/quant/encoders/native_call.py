@@ -1,0 +1,31 @@
+"""Calls of compiled encoder kernels: one library for all encoders, loaded on first use by whichever thread comes first.
+
+Kernels are plain functions of int64 addresses and numbers, made by factories (see `ikcli.native.kernel_cache`).
+"""
+
+from __future__ import annotations
+
+import threading
+
+from ikcli.native.kernel_cache import KernelKey, KernelLibrary, native_function
+
+_LIBRARY = KernelLibrary()
+_LOCK = threading.Lock()
+_ADDRESSES: dict[KernelKey, int] = {}
+
+
+def address(key: KernelKey) -> int:
+    """Address of a kernel, compiled and loaded if necessary."""
+    found = _ADDRESSES.get(key)
+    if found is None:
+        with _LOCK:
+            if key not in _ADDRESSES:
+                _LIBRARY.require([key])
+                _ADDRESSES[key] = _LIBRARY[key]
+            found = _ADDRESSES[key]
+    return found
+
+
+def run(key: KernelKey, *args: int) -> int:
+    """Run a kernel, without the GIL; returns its int64 result (0 if it has none)."""
+    return native_function(address(key), len(args))(*args)

@@ -13,21 +13,13 @@ import numpy as np
 from ikcli.backends.cpu import lower_attention
 from ikcli.backends.cpu.kernel_cache import KernelKey
 from ikcli.backends.cpu.program import Lowering, Ref, f32_bits
+from ikcli.backends.cpu.tile_modes import MODES, tile_bytes
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import HeadSlice, Node, Rows, Weight
 from ikcli.quant.formats import get_format, row_size
 
-FLOAT_TYPES = {GGMLType.F32: "f32", GGMLType.F16: "f16", GGMLType.BF16: "bf16"}
-# type -> bytes of an unpacked block of 16 rows per 32 columns (simd/gemm.py: MODES)
-TILE_BYTES = {
-    GGMLType.Q8_0: 576,
-    GGMLType.Q4_0: 576,
-    GGMLType.Q5_0: 576,
-    GGMLType.Q4_K: 640,
-    GGMLType.Q5_K: 640,
-    GGMLType.Q6_K: 640,
-}
+FLOAT_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 FLOAT_TILE_BYTES = 512 * 32 * 4
 RULES: dict[str, Callable[[Lowering, Node], None]] = dict(lower_attention.RULES)
 
@@ -40,14 +32,11 @@ def rule(fn: Callable[[Lowering, Node], None]) -> Callable[[Lowering, Node], Non
 
 def type_name(w: Weight) -> str:
     """Name under which the kernels know a weight's type."""
-    if w.type in FLOAT_TYPES:
-        return FLOAT_TYPES[w.type]
-    if w.type in TILE_BYTES:
-        return get_format(w.type).name
-    raise UnsupportedError(
-        f"{w.name} is {get_format(w.type).name}, which has no CPU kernel yet; "
-        "use a file in f32, f16, bf16, q8_0, q6_K, q5_K, q5_0, q4_K or q4_0"
-    )
+    name = get_format(w.type).name
+    if w.type in FLOAT_TYPES or name in MODES:
+        return name
+    known = ", ".join(["f32", "f16", "bf16", *MODES])
+    raise UnsupportedError(f"{w.name} is {name}, which has no CPU kernel yet; use a file in {known}")
 
 
 def activation_row_bytes(k: int) -> int:
@@ -75,7 +64,7 @@ def _weight(x: object) -> Weight:
 def _embed(low: Lowering, node: Node) -> None:
     w = _weight(node.inputs[0])
     key = KernelKey("embed", "make_embed", (type_name(w),))
-    low.emit(key, node.rows, low.weight(w), row_size(w.type, w.ne0), w.ne0, low.out(node))
+    low.emit(key, node.rows, low.weight(w), row_size(w.type, w.ne0), w.ne0, low.out(node), *_tiles(low, w))
 
 
 @rule
@@ -169,7 +158,7 @@ def _activations(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Activati
 
 def _tiles(low: Lowering, w: Weight) -> tuple[Ref, int]:
     """Scratch for one unpacked block of rows per thread."""
-    size = FLOAT_TILE_BYTES if w.type in FLOAT_TYPES else w.ne0 // 32 * TILE_BYTES[w.type]
+    size = FLOAT_TILE_BYTES if w.type in FLOAT_TYPES else tile_bytes(type_name(w), w.ne0)
     return low.buffer(size * low.n_threads), size
 
 

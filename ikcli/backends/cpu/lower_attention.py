@@ -22,6 +22,7 @@ FEW_ROWS = 8  # largest task of kernels/attention_few.py
 SCORE_TILE = 96  # positions of a tile of stored scores: kernels/attention_full.py
 _SLOTS_PER_THREAD = 4  # ... SPLITS_PER_THREAD
 _STATS_BYTES = 4 * 4 * MAX_ROWS
+_MIN_SPLIT = {True: 64, False: 256}  # fewest positions of a part, for few rows and many
 
 
 def _type_name(type_: GGMLType) -> str:
@@ -138,25 +139,25 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     sources = _Sources.of(low, node)
     heads = _unit_heads(group)
     block = max(1, MAX_ROWS // heads)
-    rows = -(-min(block, low.max_rows[Rows.TOKENS]) * heads // 16) * 16
+    n_rows, units = min(block, low.max_rows[Rows.TOKENS]) * heads, n_head // heads
+    few = n_rows <= FEW_ROWS
+    rows, per_task = -(-n_rows // 16) * 16, units if few else 1
     k_chunks, v_chunks, view = _chunks(*k), _chunks(v), _view_chunk(k, v)
-    tile = 128 if k_chunks + v_chunks <= 32 else 64
-    # Q, K tile (also Q before its transposition), V tile, scores, output, statistics
+    tile = 32 if few else 128 if k_chunks + v_chunks <= 32 else 64
+    # Q, K tile (also Q before its transposition), V tile, scores, output (read 16 rows at a time), statistics
+    q_unit, o_unit = (64 * chunks * (-(-n_rows // 4) * 4 + 1) for chunks in (k_chunks, v_chunks))
+    q_bytes, o_bytes = 64 * k_chunks * rows + per_task * q_unit, 64 * v_chunks * rows + per_task * o_unit
     k_bytes, v_bytes = 64 * k_chunks * (tile + 1), 0 if view >= 0 else 64 * v_chunks * (tile + 1)
-    at, scratch_bytes = _regions(64 * k_chunks * rows, k_bytes, v_bytes, 4 * rows * (tile + 16), 64 * v_chunks * rows,
-                                 _STATS_BYTES)  # fmt: skip
+    at, scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, 4 * rows * (tile + 16), o_bytes, per_task * _STATS_BYTES)
     slot_bytes = _STATS_BYTES // 2 + 64 * v_chunks * rows
     scratch = low.buffer(low.n_threads * scratch_bytes)
-    slots = low.buffer(_SLOTS_PER_THREAD * low.n_threads * slot_bytes)
-    words: list[Word] = [low.out(node), 4 * node.cols, 0, n_head // heads, heads, group, block, tile,
-                         f32_bits(node.attrs["scale"]), k_chunks, v.width, max(view, 0),
-                         scratch, scratch_bytes, *at[1:], slots, slot_bytes]  # fmt: skip
+    slots = low.buffer(_SLOTS_PER_THREAD * low.n_threads * per_task * slot_bytes)
+    words: list[Word] = [low.out(node), 4 * node.cols, 0, units, heads, group, block, tile,
+                         f32_bits(node.attrs["scale"]), k_chunks, v.width, max(view, 0), scratch, scratch_bytes,
+                         *at[1:], slots, slot_bytes, per_task, _MIN_SPLIT[few], q_unit, o_unit]  # fmt: skip
     types = (sources.k_types, "view" if view >= 0 else sources.v_type)
-    few = min(block, low.max_rows[Rows.TOKENS]) * heads <= FEW_ROWS
-    key = (
-        KernelKey("attention_few", "make_flash_few", types) if few else KernelKey("attention", "make_flash_attn", types)
-    )
-    low.emit(key, node.rows, *words, *sources.words)
+    module, factory = ("attention_few", "make_flash_few") if few else ("attention", "make_flash_attn")
+    low.emit(KernelKey(module, factory, types), node.rows, *words, *sources.words)
     if low.n_threads > 1:
         low.emit(KernelKey("attention", "make_combine"), node.rows, *words, *sources.words)
 
@@ -185,7 +186,7 @@ def _attn_step(low: Lowering, node: Node, first: int, n_heads: int, group: int, 
     scratch = low.buffer(low.n_threads * scratch_bytes)
     words: list[Word] = [low.out(node), 4 * node.cols, first, n_heads // heads, heads, group, block, tile,
                          f32_bits(node.attrs["scale"]), k_chunks, v.width, low.max_rows[Rows.TOKENS],
-                         scratch, scratch_bytes, *at[1:], 0, 0, scores, 4 * scores_cols]  # fmt: skip
+                         scratch, scratch_bytes, *at[1:], 0, 0, scores, 4 * scores_cols, 0, 0, 0, 0]  # fmt: skip
     transposed = isinstance(v.source, Cache) and v.source.transposed
     for key in (
         KernelKey("attention_full", "make_kq", (sources.k_types,)),

@@ -56,7 +56,8 @@ from ikcli.backends.cpu.simd.vec import (
 # Parameter words.
 OUT, OUT_STRIDE, FIRST_HEAD, UNITS, UNIT_HEADS, GROUP, BLOCK, TILE, SCALE, K_CHUNKS, V_COLS, V_CHUNK = range(3, 15)
 SCRATCH, SCRATCH_BYTES, K_AT, V_AT, S_AT, O_AT, STATS_AT, SLOTS, SLOT_BYTES = range(15, 24)
-PARTS = 24  # q, q, k, k, v: PART_WORDS each; width 0 = absent
+UNITS_PER_TASK, MIN_SPLIT, Q_UNIT, O_UNIT = range(24, 28)  # the last two: bytes per unit, where a task has several
+PARTS = 28  # q, q, k, k, v: PART_WORDS each; width 0 = absent
 PART_ADDRESS, PART_ROW_BYTES, PART_OFFSET, PART_HEAD_STRIDE, PART_WIDTH, PART_COMPACT, PART_WORDS = range(7)
 Q0, Q1, K0, K1, V0 = (PARTS + PART_WORDS * i for i in range(5))
 N_WORDS = PARTS + 5 * PART_WORDS
@@ -65,7 +66,6 @@ MAX_ROWS = 96  # rows of a task
 STAT_BYTES = 4 * MAX_ROWS  # statistics: M, L, CORRECTION, LIMIT
 M, L, CORRECTION, LIMIT = 0, STAT_BYTES, 2 * STAT_BYTES, 3 * STAT_BYTES
 STATS_BYTES = 4 * STAT_BYTES
-MIN_SPLIT = 256  # positions
 SPLITS_PER_THREAD = 4
 AHEAD = 8  # rows asked for before they are read: slices of rows are too short for the hardware to predict
 
@@ -102,16 +102,18 @@ def find_task(params, task):
 
 
 @inline
-def n_splits(n_base, nth):
+def n_splits(params, n_base, nth):
     """Parts every task is split into: the same in all kernels of one run."""
     if nth == 1 or n_base == 0:
         return 1
-    return max(1, SPLITS_PER_THREAD * nth // n_base)
+    return max(1, SPLITS_PER_THREAD * nth * word(params, UNITS_PER_TASK) // n_base)
 
 
 @inline
-def split_length(n_positions, splits, tile):
-    length = max((n_positions + splits - 1) // splits, MIN_SPLIT)
+def split_length(params, n_positions, splits):
+    """Positions per part: whole tiles."""
+    tile = word(params, TILE)
+    length = max((n_positions + splits - 1) // splits, word(params, MIN_SPLIT))
     return (length + tile - 1) // tile * tile
 
 
@@ -332,7 +334,7 @@ def make_flash_attn(k_types, v_type):
 
     def flash_attn(params, ith, nth):
         n_base = n_base_tasks(params)
-        splits = n_splits(n_base, nth)
+        splits = n_splits(params, n_base, nth)
         heads, tile = word(params, UNIT_HEADS), word(params, TILE)
         q = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
         k, v, s = q + word(params, K_AT), q + word(params, V_AT), q + word(params, S_AT)
@@ -345,7 +347,7 @@ def make_flash_attn(k_types, v_type):
             kv_head = (word(params, FIRST_HEAD) + unit * heads) // word(params, GROUP)
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             position = segment_word(segment, SEG_POS) + first
-            length = split_length(position + n_tokens, splits, tile)
+            length = split_length(params, position + n_tokens, splits)
             begin = length * (task % splits)
             end = min(begin + length, position + n_tokens)
             if begin >= end:
@@ -390,7 +392,7 @@ def make_combine():
 
     def combine(params, ith, nth):
         n_base = n_base_tasks(params)
-        splits = n_splits(n_base, nth)
+        splits = n_splits(params, n_base, nth)
         if splits == 1:
             return
         heads, slot_bytes = word(params, UNIT_HEADS), word(params, SLOT_BYTES)
@@ -400,7 +402,7 @@ def make_combine():
             task, chunk = item // v_chunks, item % v_chunks
             segment, first, n_tokens, unit = find_task(params, task)
             n_positions = segment_word(segment, SEG_POS) + first + n_tokens
-            length = split_length(n_positions, splits, word(params, TILE))
+            length = split_length(params, n_positions, splits)
             if length >= n_positions:
                 continue
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first

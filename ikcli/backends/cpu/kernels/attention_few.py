@@ -1,7 +1,8 @@
 """Flash attention for tasks of a few rows (generation): columns, not rows, are the vector lanes.
 
-Same tasks, tiles, statistics and parts as attention.py, whose `make_combine` merges split tasks. Scores come from dot
-products of 4 rows with 4 positions at a time, whose 16 sums are reduced together; the output is [row][column].
+A task is (segment, block of its tokens[, range of positions]) with all units of heads, tile by tile, so that the cache
+is read in order. Tiles, statistics and parts are those of attention.py, whose `make_combine` merges split tasks. Scores
+come from dot products of 4 rows with 4 positions, whose 16 sums are reduced together; the output is [row][column].
 """
 
 import llvmlite.ir as ir
@@ -19,8 +20,10 @@ from ikcli.backends.cpu.kernels.attention import (
     K_CHUNKS,
     LIMIT,
     O_AT,
+    O_UNIT,
     OUT,
     OUT_STRIDE,
+    Q_UNIT,
     S_AT,
     SCALE,
     SCRATCH,
@@ -29,8 +32,10 @@ from ikcli.backends.cpu.kernels.attention import (
     SLOTS,
     STAT_BYTES,
     STATS_AT,
+    STATS_BYTES,
     TILE,
     UNIT_HEADS,
+    UNITS,
     V_AT,
     V_COLS,
     L,
@@ -294,38 +299,52 @@ def make_flash_few(k_types, v_type):
             st_f32(stats + CORRECTION + 4 * r, _F1)
         add_values(s, s_stride, padded, v, chunk_bytes, n, v_chunks, o, 64 * v_chunks, stats + CORRECTION)
 
+    @inline
+    def finish(params, token, unit, rows, o, stats, slot):
+        """Write a unit's output, or its part of it if there is a slot."""
+        o_stride = 64 * ((word(params, V_COLS) + 15) >> 4)
+        if slot == 0:
+            write_few(params, token, unit, rows, o, o_stride, stats + L)
+        else:
+            write_few_slot(slot, stats, o, o_stride)
+
     def flash_few(params, ith, nth):
-        n_base = n_base_tasks(params)
-        splits = n_splits(n_base, nth)
-        heads, tile = word(params, UNIT_HEADS), word(params, TILE)
+        n_base, units = n_base_tasks(params), word(params, UNITS)
+        splits = n_splits(params, n_base, nth)
+        heads, tile, group = word(params, UNIT_HEADS), word(params, TILE), word(params, GROUP)
         q = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
         k, v, s = q + word(params, K_AT), q + word(params, V_AT), q + word(params, S_AT)
         o, stats = q + word(params, O_AT), q + word(params, STATS_AT)
-        o_stride = 64 * ((word(params, V_COLS) + 15) >> 4)
+        q_unit, o_unit = word(params, Q_UNIT), word(params, O_UNIT)
         while True:
             task = next_work(params, 1)
-            if task >= n_base * splits:
+            if task >= n_base // units * splits:
                 break
-            segment, first, n_tokens, unit = find_task(params, task // splits)
-            kv_head = (word(params, FIRST_HEAD) + unit * heads) // word(params, GROUP)
+            base = task // splits * units
+            segment, first, n_tokens, _ = find_task(params, base)
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             padded = 1 if rows == 1 else (rows + ROWS - 1) // ROWS * ROWS
             position = segment_word(segment, SEG_POS) + first
-            length = split_length(position + n_tokens, splits, tile)
+            length = split_length(params, position + n_tokens, splits)
             begin = length * (task % splits)
             end = min(begin + length, position + n_tokens)
             if begin >= end:
                 continue
-            load_q(params, token, unit, rows, padded, q)
-            start_rows(stats, rows, heads, position, o, padded * o_stride)
+            for u in range(units):
+                load_q(params, token, u, rows, padded, q + u * q_unit)
+                start_rows(stats + u * STATS_BYTES, rows, heads, position, o + u * o_unit, o_unit)
             for at in range(begin, end, tile):
                 n = min(tile, end - at)
-                stage_k(params, segment, kv_head, k, tile_chunk(params), at, n)
-                values = stage_v(params, segment, kv_head, k, v, tile_chunk(params), at, n)
-                attend(params, q, k, values, s, o, stats, rows, padded, n, at)
-            if length >= position + n_tokens:
-                write_few(params, token, unit, rows, o, o_stride, stats + L)
-            else:
-                write_few_slot(word(params, SLOTS) + task * word(params, SLOT_BYTES), stats, o, o_stride)
+                for u in range(units):
+                    kv_head = (word(params, FIRST_HEAD) + u * heads) // group
+                    stage_k(params, segment, kv_head, k, tile_chunk(params), at, n)
+                    values = stage_v(params, segment, kv_head, k, v, tile_chunk(params), at, n)
+                    st = stats + u * STATS_BYTES
+                    attend(params, q + u * q_unit, k, values, s, o + u * o_unit, st, rows, padded, n, at)
+            for u in range(units):
+                slot = 0
+                if length < position + n_tokens:
+                    slot = word(params, SLOTS) + ((base + u) * splits + task % splits) * word(params, SLOT_BYTES)
+                finish(params, token, u, rows, o + u * o_unit, stats + u * STATS_BYTES, slot)
 
     return flash_few

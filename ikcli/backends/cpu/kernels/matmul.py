@@ -7,28 +7,24 @@ straight from memory; with more, the block is unpacked once into a tile that all
 from ikcli.backends.cpu.jit import inline
 from ikcli.backends.cpu.kernels.basic import swiglu_span
 from ikcli.backends.cpu.kernels.common import n_rows, next_work, word
-from ikcli.backends.cpu.kernels.formats import INTEGER_FORMATS
+from ikcli.backends.cpu.kernels.formats import FORMATS
 from ikcli.backends.cpu.kernels.formats_float import FLOAT_FORMATS
 from ikcli.backends.cpu.simd.gemm import quant_tile
-from ikcli.backends.cpu.simd.vec import ld_i64, st_f32
+from ikcli.backends.cpu.simd.vec import ld_i64
+from ikcli.backends.cpu.tile_modes import MODES
 
 FEW = 3  # up to this many activation rows, dot rows straight from memory
 
 
-def _integer_block(type_name):
-    """block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile): out[t][r] for n <= 16 rows, m activations."""
-    dot_row, unpack_row, mode = INTEGER_FORMATS[type_name]
-    micro8, micro4, micro2, micro1 = (quant_tile(mode, nt) for nt in (8, 4, 2, 1))
+def _tile_block(type_name):
+    """block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile) by way of a tile of n <= 16 rows."""
+    rows, _, unpack = FORMATS[type_name]
+    micro8, micro4, micro2, micro1 = (quant_tile(MODES[type_name], nt) for nt in (8, 4, 2, 1))
 
     @inline
     def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile):
-        if m <= FEW:
-            for r in range(n):
-                for t in range(m):
-                    st_f32(out + t * out_stride + 4 * r, dot_row(w + r * row_bytes, a + t * a_stride, k))
-            return
-        for r in range(16):
-            unpack_row(w + min(r, n - 1) * row_bytes, tile, r, k)
+        for r in range(0, 16, rows):
+            unpack(w + min(r, n - rows) * row_bytes, tile, r, k)
         nb = k // 32
         t = 0
         while t + 8 <= m:
@@ -43,11 +39,30 @@ def _integer_block(type_name):
         if t < m:
             micro1(tile, nb, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride, n)
 
+    return block
+
+
+def _integer_block(type_name):
+    """out[t][r] for n <= 16 rows and m activations: straight dots for few activations where the type has them."""
+    rows, dot, _ = FORMATS[type_name]
+    by_tile = _tile_block(type_name)
+    if dot is None:
+        return by_tile, 16
+
+    @inline
+    def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile):
+        if m > FEW:
+            by_tile(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile)
+            return
+        for r in range(0, n, rows):
+            for t in range(m):
+                dot(w + r * row_bytes, a + t * a_stride, k, out + t * out_stride + 4 * r)
+
     return block, 16
 
 
 def _block(type_name):
-    return _integer_block(type_name) if type_name in INTEGER_FORMATS else FLOAT_FORMATS[type_name]
+    return FLOAT_FORMATS[type_name] if type_name in FLOAT_FORMATS else _integer_block(type_name)
 
 
 def make_mul_mat(type_name):

@@ -15,13 +15,7 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu.simd.emit import Emitter, transpose16
 from ikcli.backends.cpu.simd.vec import f32x16, i8x64, i32x16
-
-MODES = {
-    "s32": (64, 576),
-    "m32": (128, 640),
-    "s16": (128, 640),
-    "m16": (256, 768),
-}  # header bytes, bytes per 32 columns
+from ikcli.backends.cpu.tile_modes import LAYOUT
 
 
 @functools.cache
@@ -31,7 +25,7 @@ def quant_tile(mode, nt):
     `scales_at` is the byte offset of the scales in an activation row: d[nb], s[nb] (f32), then -128*isum per 32 [nb]
     and per 16 [2 nb] (i32).
     """
-    header, block_bytes = MODES[mode]
+    header, block_bytes = LAYOUT[mode]
     with_min, halves = mode[0] == "m", 2 if mode.endswith("16") else 1
 
     @intrinsic

@@ -1,0 +1,31 @@
+"""Which tile a weight type unpacks into (shared by lowering, which must not import Numba, and by the kernels).
+
+A tile holds 16 rows. Per 32 columns: a header of float32 vectors (one value per row), then 8 x 64 bytes, group j
+holding bytes 4j..4j+3 of each row as unsigned codes. Modes:
+    s32: scale               value = scale * (code - 128)
+    m32: scale, minimum      value = scale * code + minimum
+    s16: two scales (one per 16 columns)       m16: two scales, two minima
+"""
+
+from __future__ import annotations
+
+# mode -> (header bytes, bytes per 32 columns)
+LAYOUT = {"s32": (64, 576), "m32": (128, 640), "s16": (128, 640), "m16": (256, 768)}
+
+# type name -> mode
+MODES = {
+    "q8_0": "s32",
+    "q4_0": "s32",
+    "q5_0": "s32",
+    "q4_K": "m32",
+    "q5_K": "m32",
+    "q6_K": "s16",
+    "q8_0_r8": "s32",
+    "q4_0_r8": "s32",
+    "q4_k_r4": "m32",
+}
+
+
+def tile_bytes(type_name: str, k: int) -> int:
+    """Bytes of a tile of k columns."""
+    return k // 32 * LAYOUT[MODES[type_name]][1]

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "ikcli"
 
 # A module may import its own layer and those before it.
 LAYERS = (
-    ("errors", "registry", "log", "hostinfo", "options", "config", "config_groups", "config_values", "gguf"),
+    ("errors", "registry", "log", "hostinfo", "options", "rules", "config", "config_groups", "config_values", "gguf"),
     ("quant", "tokenizer", "graph"),
     ("backends",),
     ("models",),

@@ -6,13 +6,13 @@ warnings cover what users got wrong most: shadowed rules, `[0-10]` digit classes
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ikcli.errors import UsageError
+from ikcli.rules import compile_pattern, layer_text, near_misses, pattern_warnings
 
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\."
 _CUDA = re.compile(r"CUDA\d+")
@@ -68,17 +68,6 @@ def _valid_buffer(buffer: str, buffers: Sequence[str] | None) -> bool:
     return buffer == "CPU" or _CUDA.fullmatch(buffer) is not None
 
 
-def compile_pattern(pattern: str, option: str, text: str) -> re.Pattern[str]:
-    """The compiled expression; an invalid one is a UsageError that marks the position."""
-    try:
-        return re.compile(pattern)
-    except re.error as problem:
-        position = problem.pos if problem.pos is not None else 0
-        raise UsageError(
-            f'{option}: "{text}" is not a valid regular expression: {problem.msg}\n    {pattern}\n    {" " * position}^'
-        ) from None
-
-
 def expert_rules(cpu_moe: bool, n_cpu_moe: int) -> list[Rule]:
     """The rules behind `--cpu-moe` and `--n-cpu-moe N` (experts of blocks 0..N-1); they follow all `-ot` rules."""
     rules: list[Rule] = []
@@ -126,7 +115,7 @@ def check_rules(matches: RuleMatches, names: Sequence[str], strict: bool = False
     """Warnings about rules; UsageError if no `-ot` rule matches anything, or with `strict` if any does not."""
     warnings: list[str] = []
     for index, use in enumerate(matches.uses):
-        warnings += pattern_warnings(use)
+        warnings += pattern_warnings(use.rule.pattern, use.rule.text, use.matched)
         if not use.matched:
             warnings.append(_no_match(use.rule, names))
         elif not use.won or 2 * len(use.won) < len(use.matched):
@@ -150,58 +139,7 @@ def _small_only(index: int, use: RuleUse) -> list[str]:
     ]
 
 
-def pattern_warnings(use: RuleUse) -> list[str]:
-    r"""Warn about `[0-10]`-like digit classes and `\.*`, with the blocks that really match."""
-    warnings: list[str] = []
-    where = layer_text(use.matched) or "nothing"
-    for found in re.findall(r"\[[^\]]*\d-\d\d[^\]]*\]", use.rule.pattern):
-        warnings.append(
-            f'rule "{use.rule.text}": {found} is one character out of a set, not a range of numbers; '
-            f"the rule matches {where} (write (0|1|2) or alternatives like ([0-9]|10))"
-        )
-    if r"\.*" in use.rule.pattern:
-        meant = use.rule.pattern.replace(r"\.*", ".*")
-        warnings.append(
-            f'rule "{use.rule.text}": \\.* means any number of dots and the rule matches {where}; '
-            f"if any text was meant, write {meant}"
-        )
-    return warnings
-
-
 def _no_match(rule: Rule, names: Sequence[str]) -> str:
     near = near_misses(rule.pattern, names)
     hint = f"; nearest: {', '.join(near)}" if near else ""
     return f'rule "{rule.text}" matches no tensor of this model{hint}'
-
-
-def near_misses(pattern: str, names: Sequence[str], limit: int = 3) -> list[str]:
-    """Hints for a pattern without match: repaired patterns that do match, else similar parts of tensor names."""
-    hints: list[str] = []
-    for repaired in (pattern.replace(r"\.*", ".*"), f"(?i){pattern}"):
-        if repaired == pattern:
-            continue
-        found = [name for name in names if re.search(repaired, name)]
-        if found:
-            hints.append(f"{repaired} ({len(found)} tensors, {layer_text(found)})")
-    if hints:
-        return hints[:limit]
-    parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
-    for word in re.findall(r"[A-Za-z_]{3,}", pattern):
-        hints += difflib.get_close_matches(word, parts, n=limit, cutoff=0.6)
-        hints += [part for part in parts if word in part]
-    return list(dict.fromkeys(hints))[:limit]
-
-
-def layer_text(names: Iterable[str]) -> str:
-    """`blocks 3-5, 7` from tensor names; empty if none belongs to a block."""
-    blocks = sorted({int(m[1]) for name in names if (m := re.match(r"blk\.(\d+)\.", name))})
-    if not blocks:
-        return ""
-    ranges: list[list[int]] = []
-    for block in blocks:
-        if ranges and block == ranges[-1][1] + 1:
-            ranges[-1][1] = block
-        else:
-            ranges.append([block, block])
-    pieces = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
-    return f"block{'s' if len(blocks) > 1 else ''} {', '.join(pieces)}"

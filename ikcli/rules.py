@@ -1,0 +1,75 @@
+r"""Regular expressions on tensor names, as -ot, --custom-q and --repack-pattern take them: checks and hints.
+
+An expression is searched unanchored and case-sensitive in the full tensor name. The hints cover what users got wrong
+most: `[0-10]` digit classes, `\.*` for `.*`, expressions that match nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+from ikcli.errors import UsageError
+
+
+def compile_pattern(pattern: str, option: str, text: str) -> re.Pattern[str]:
+    """The compiled expression; an invalid one is a UsageError that marks the position."""
+    try:
+        return re.compile(pattern)
+    except re.error as problem:
+        position = problem.pos if problem.pos is not None else 0
+        raise UsageError(
+            f'{option}: "{text}" is not a valid regular expression: {problem.msg}\n    {pattern}\n    {" " * position}^'
+        ) from None
+
+
+def pattern_warnings(pattern: str, text: str, matched: Sequence[str]) -> list[str]:
+    r"""Warn about `[0-10]`-like digit classes and `\.*`, with the blocks that really match."""
+    warnings: list[str] = []
+    where = layer_text(matched) or "nothing"
+    for found in re.findall(r"\[[^\]]*\d-\d\d[^\]]*\]", pattern):
+        warnings.append(
+            f'rule "{text}": {found} is one character out of a set, not a range of numbers; '
+            f"the rule matches {where} (write (0|1|2) or alternatives like ([0-9]|10))"
+        )
+    if r"\.*" in pattern:
+        meant = pattern.replace(r"\.*", ".*")
+        warnings.append(
+            f'rule "{text}": \\.* means any number of dots and the rule matches {where}; '
+            f"if any text was meant, write {meant}"
+        )
+    return warnings
+
+
+def near_misses(pattern: str, names: Sequence[str], limit: int = 3) -> list[str]:
+    """Hints for a pattern without match: repaired patterns that do match, else similar parts of tensor names."""
+    hints: list[str] = []
+    for repaired in (pattern.replace(r"\.*", ".*"), f"(?i){pattern}"):
+        if repaired == pattern:
+            continue
+        found = [name for name in names if re.search(repaired, name)]
+        if found:
+            hints.append(f"{repaired} ({len(found)} tensors, {layer_text(found)})")
+    if hints:
+        return hints[:limit]
+    parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
+    for word in re.findall(r"[A-Za-z_]{3,}", pattern):
+        hints += difflib.get_close_matches(word, parts, n=limit, cutoff=0.6)
+        hints += [part for part in parts if word in part]
+    return list(dict.fromkeys(hints))[:limit]
+
+
+def layer_text(names: Iterable[str]) -> str:
+    """`blocks 3-5, 7` from tensor names; empty if none belongs to a block."""
+    blocks = sorted({int(m[1]) for name in names if (m := re.match(r"blk\.(\d+)\.", name))})
+    if not blocks:
+        return ""
+    ranges: list[list[int]] = []
+    for block in blocks:
+        if ranges and block == ranges[-1][1] + 1:
+            ranges[-1][1] = block
+        else:
+            ranges.append([block, block])
+    pieces = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
+    return f"block{'s' if len(blocks) > 1 else ''} {', '.join(pieces)}"

@@ -54,14 +54,17 @@ def forget_notices() -> None:
 
 
 @contextmanager
-def progress(title: str, total: float) -> Iterator[Callable[[float], None]]:
-    """A progress bar on a terminal, nothing elsewhere; yields `advance(amount)`."""
+def progress(title: str, total: float, in_bytes: bool = False) -> Iterator[Callable[[float], None]]:
+    """A progress bar on a terminal, nothing elsewhere; yields `advance(amount)`. `in_bytes` adds size and rate."""
     if not sys.stderr.isatty():
         yield lambda amount: None
         return
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    columns = [*Progress.get_default_columns()]
+    if in_bytes:
+        columns[2:2] = [DownloadColumn(binary_units=True), TransferSpeedColumn()]
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task: Any = bar.add_task(title, total=total)
         yield lambda amount: bar.advance(task, amount)

@@ -94,6 +94,17 @@ class GGUFFile:
             raise FormatError(f"{self.paths[0]}: no tensor named {shown(name)}")
         return self._maps[t.file_index][t.offset : t.offset + t.n_bytes]
 
+    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        """Let the system take back the memory pages that lie inside bytes start..stop of a tensor; they are read again
+        from the file when needed."""
+        t = self.tensors[name]
+        buffer = self._maps[t.file_index].base
+        buffer = buffer.obj if isinstance(buffer, memoryview) else buffer
+        first = -(-(t.offset + start) // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (t.offset + (t.n_bytes if stop is None else stop)) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first and isinstance(buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            buffer.madvise(mmap.MADV_DONTNEED, first, last - first)
+
     def typed(self, key: str) -> Typed:
         """Value of `key` with its GGUF type, for copying into another file."""
         return Typed(self.metadata[key], self.value_types[key], self.item_types.get(key))
@@ -118,6 +129,11 @@ def open_gguf(path: str | Path, overrides: Sequence[str] = ()) -> GGUFFile:
         _add_parts(file, first, count, total)
     apply_overrides(file.metadata, file.value_types, file.item_types, overrides, str(first))
     return file
+
+
+def read_part(path: str | Path) -> GGUFFile:
+    """Open one part of a split file by itself; FormatError if it is damaged."""
+    return _read_part(Path(path), 0)
 
 
 def _split_int(file: GGUFFile, key: str, default: int) -> int:

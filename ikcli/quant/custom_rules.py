@@ -99,8 +99,8 @@ def check_uses(uses: Sequence[CustomRuleUse], names: Sequence[str]) -> list[str]
         notes += pattern_warnings(use.rule.pattern, use.rule.text, use.matched)
         if use.kept:
             notes.append(
-                f'rule {index + 1} "{use.rule.text}": {len(use.kept)} of {len(use.matched)} matched tensors stay as they '
-                f"are (norms, biases, routers and other small ones, e.g. {use.kept[0]})"
+                f'rule {index + 1} "{use.rule.text}": {len(use.kept)} of {len(use.matched)} matched tensors stay as '
+                f"they are (norms, biases, routers and other small ones, e.g. {use.kept[0]})"
             )
         taken = sum(use.lost_to.values())
         if taken and 2 * taken > len(use.matched):

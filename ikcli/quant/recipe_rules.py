@@ -400,15 +400,3 @@ TENSOR_NEEDS_IMATRIX = frozenset(
         *(T.IQ2_XXS_R4, T.IQ2_XS_R4, T.IQ2_S_R4, T.IQ1_S_R4, T.IQ1_M_R4),
     }
 )
-
-_REPACKED = (
-    "Q4_0:Q4_0_R8 Q8_0:Q8_0_R8 Q5_0:Q5_0_R4 Q2_K:Q2_K_R4 Q3_K_S:Q3_K_R4 Q3_K_M:Q3_K_R4 Q3_K_L:Q3_K_R4 "
-    "Q4_K_S:Q4_K_R4 Q4_K_M:Q4_K_R4 Q5_K_S:Q5_K_R4 Q5_K_M:Q5_K_R4 Q6_K:Q6_K_R4 IQ2_XXS:IQ2_XXS_R4 "
-    "IQ2_XS:IQ2_XS_R4 IQ3_XXS:IQ3_XXS_R4 IQ1_S:IQ1_S_R4 IQ4_NL:IQ4_NL_R4 IQ3_S:IQ3_S_R4 IQ2_M:IQ2_M_R4 "
-    "IQ4_XS:IQ4_XS_R8 IQ1_M:IQ1_M_R4 Q6_0:Q6_0_R4 BF16:BF16_R16 IQ2_BN:IQ2_BN_R4 IQ2_K:IQ2_K_R4 "
-    "IQ3_K:IQ3_K_R4 IQ4_K:IQ4_K_R4 IQ5_K:IQ5_K_R4 IQ4_KS:IQ4_KS_R4 IQ5_KS:IQ5_KS_R4 Q8_KV:Q8_KV_R8"
-)
-# File type of a repacked model; a file type that is not listed stays.
-REPACKED_FILE_TYPE: dict[int, int] = {
-    _NUMBERS[old]: _NUMBERS[new] for old, new in (pair.split(":") for pair in _REPACKED.split())
-}

@@ -1,0 +1,358 @@
+"""The quantize job: reads a model tensor by tensor from its memory map, encodes it in pieces, streams it to new files.
+
+A piece is a run of rows of one matrix: decoded to float32, encoded and handed to the writer in order while others are
+in work, so memory depends on the number of threads, not on the model. Pages of the input are given back as they are
+used up. Every file is written under a temporary name and renamed when complete. Answers to llama_model_quantize.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.errors import FormatError, IkError, NonFiniteError, UnsupportedError, UsageError
+from ikcli.gguf.constants import GGMLType, GGUFValueType
+from ikcli.gguf.reader import GGUFFile, TensorInfo, read_part
+from ikcli.gguf.values import Typed
+from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, TensorSpec, split_path
+from ikcli.quant.decode import decodable_types, dequantize
+from ikcli.quant.encoders import EncodeOptions, available_types, quantize_rows
+from ikcli.quant.formats import FORMATS, row_size
+from ikcli.quant.imatrix_file import Imatrix
+from ikcli.quant.recipes import Choice
+from ikcli.quant.validate import first_non_finite
+
+Bytes = npt.NDArray[np.uint8]
+
+_QUANTIZATION_VERSION = 2
+_COPY_BYTES = 32 << 20
+_MIN_PIECE, _MAX_PIECE, _IN_WORK = 1 << 16, 1 << 19, 1 << 23  # elements per piece and in all pieces together
+_FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+_BITNET = (GGMLType.IQ1_BN, GGMLType.IQ2_BN, GGMLType.IQ2_BN_R4)
+_TERNARY_ROWS = 16
+_MAX_KEY_TEXT = 127
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeJob:
+    """What to write where; `output` is a file, or with `keep_split` the name before `-00001-of-0000N.gguf`."""
+
+    file: GGUFFile
+    output: Path
+    choices: Sequence[Choice]
+    metadata: dict[str, Typed]
+    imatrix: Imatrix | None = None
+    n_threads: int = 1
+    encode_options: EncodeOptions = field(default_factory=EncodeOptions)
+    keep_split: bool = False
+    skip_existing: bool = False
+    allow_requantize: bool = False
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPart:
+    """One file to be written."""
+
+    path: Path
+    metadata: dict[str, Typed]
+    choices: tuple[Choice, ...]
+
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec(c.name, c.shape, c.new) for c in self.choices]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(c.n_bytes for c in self.choices)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Hooks of a running job: `tensor(number, choice)` before each tensor, `skipped(path)`, `advance(input bytes)`."""
+
+    tensor: Callable[[int, Choice], None] = lambda number, choice: None
+    skipped: Callable[[Path], None] = lambda path: None
+    advance: Callable[[float], None] = lambda n_bytes: None
+
+
+def output_metadata(
+    file: GGUFFile, file_type: int | None, imatrix: Imatrix | None = None, hide_imatrix: bool = False
+) -> dict[str, Typed]:
+    """Keys of the result: those of the input without split keys, versions, and the importance matrix used."""
+    keys = {key: value for key, value in file.typed_metadata().items() if key not in SPLIT_KEYS}
+    keys["general.quantization_version"] = Typed(_QUANTIZATION_VERSION, GGUFValueType.UINT32)
+    if imatrix is not None:
+        keys |= _imatrix_keys(imatrix, hide_imatrix)
+    if file_type is not None:
+        keys["general.file_type"] = Typed(file_type, GGUFValueType.UINT32)
+    return keys
+
+
+def _imatrix_keys(imatrix: Imatrix, hide: bool) -> dict[str, Typed]:
+    def text(value: str) -> Typed:
+        raw = ("top_secret" if hide else value).encode("utf-8", "surrogateescape")[:_MAX_KEY_TEXT]
+        return Typed(raw, GGUFValueType.STRING)
+
+    keys = {"quantize.imatrix.file": text(imatrix.path)}
+    if imatrix.datasets:
+        keys["quantize.imatrix.dataset"] = text(imatrix.datasets[0])
+    n_entries = 0 if hide else len(imatrix.entries)
+    keys["quantize.imatrix.entries_count"] = Typed(n_entries, GGUFValueType.INT32)
+    if imatrix.n_chunks > 0:
+        keys["quantize.imatrix.chunks_count"] = Typed(0 if hide else imatrix.n_chunks, GGUFValueType.INT32)
+    return keys
+
+
+def output_parts(job: QuantizeJob) -> list[OutputPart]:
+    """The files of the result: one, or with `keep_split` as many as the input has, with the same tensors in each."""
+    count = len(job.file.paths)
+    if not job.keep_split or count == 1:
+        path = job.output if not job.keep_split else split_path(job.output, 0, 1)
+        return [OutputPart(path, job.metadata, tuple(job.choices))]
+    parts: list[OutputPart] = []
+    for no in range(count):
+        mine = tuple(c for c in job.choices if job.file.tensors[c.source or c.name].file_index == no)
+        values = (no, count, len(job.choices))
+        types = (GGUFValueType.UINT16, GGUFValueType.UINT16, GGUFValueType.INT32)
+        split = {key: Typed(v, t) for key, v, t in zip(SPLIT_KEYS, values, types, strict=True)}
+        keep = job.metadata if no == 0 else {k: v for k, v in job.metadata.items() if k == "general.alignment"}
+        parts.append(OutputPart(split_path(job.output, no, count), keep | split, mine))
+    return parts
+
+
+def check(job: QuantizeJob) -> None:
+    """Refuse what cannot work before anything is written: types without code, repeated quantization, ternary types."""
+    changing = [c for c in job.choices if c.changes and not _regroups(c)]
+    for c in changing:
+        if c.new not in available_types():
+            raise UnsupportedError(f"tensor {c.name}: {FORMATS[c.new].name} cannot be written; choose another type")
+        if c.old not in decodable_types():
+            raise UnsupportedError(f"tensor {c.name}: {FORMATS[c.old].name} cannot be read, so it cannot be converted")
+    again = [c for c in changing if FORMATS[c.old].is_quantized]
+    if again and not job.allow_requantize:
+        raise UsageError(
+            f"{len(again)} tensors are quantized already (the first is {again[0].name}, {FORMATS[again[0].old].name}); "
+            "start from a f16, bf16 or f32 model, or accept the loss with --allow-requantize"
+        )
+    if not job.force:
+        for c in changing:
+            if c.new in _BITNET and not _is_ternary(job.file, c):
+                raise UsageError(
+                    f"{FORMATS[c.new].name} is for models with ternary weights, and tensor {c.name} is not ternary; "
+                    "choose another type, or give --force"
+                )
+
+
+def _regroups(c: Choice) -> bool:
+    """True if old and new hold the same blocks in another order of rows."""
+    return c.old == FORMATS[c.new].base or c.new == FORMATS[c.old].base
+
+
+def _is_ternary(file: GGUFFile, c: Choice) -> bool:
+    """Whether sampled rows hold only zero and plus or minus one magnitude."""
+    if c.old not in _FLOATS:
+        return c.old in (GGMLType.I2_S, *_BITNET)
+    n_rows = math.prod(c.shape[1:])
+    data = file.data(c.source or c.name).reshape(n_rows, -1)
+    rows = np.unique(np.linspace(0, n_rows - 1, _TERNARY_ROWS).astype(np.int64))
+    x = np.abs(dequantize(data[rows], c.old, (c.shape[0], len(rows))))
+    largest = x.max(axis=1, keepdims=True)
+    return bool(((x <= 0.02 * largest) | (x >= 0.98 * largest)).all())
+
+
+def run(job: QuantizeJob, progress: Progress | None = None) -> list[Path]:
+    """Write all files of the job that are not skipped and return their paths.
+
+    IkError if a file of the input would be overwritten or the disk is too small; errors of data name the tensor.
+    """
+    check(job)
+    hooks = progress or Progress()
+    parts = output_parts(job)
+    inputs = {p.resolve() for p in job.file.paths}
+    for part in parts:
+        if part.path.resolve() in inputs:
+            raise UsageError(f"{part.path} is the input; name another output file")
+    todo = [p for p in parts if not (job.skip_existing and part_is_done(p))]
+    if todo:
+        _prepare_folder(todo)
+    number, written = 0, []
+    with ThreadPoolExecutor(max(1, job.n_threads)) as pool:
+        for part in parts:
+            if part not in todo:
+                hooks.skipped(part.path)
+                number += len(part.choices)
+                hooks.advance(sum(job.file.tensors[c.source or c.name].n_bytes for c in part.choices))
+                continue
+            with GGUFWriter(part.path, part.metadata, part.specs(), alignment=job.file.alignment) as writer:
+                for number, c in enumerate(part.choices, number + 1):  # noqa: B020
+                    hooks.tensor(number, c)
+                    writer.write_tensor(c.name, _chunks(job, c, pool, hooks.advance))
+            written.append(part.path)
+    return written
+
+
+def part_is_done(part: OutputPart) -> bool:
+    """Whether a file is there already with exactly these tensors; UsageError if it is there with others."""
+    if not part.path.exists():
+        return False
+    try:
+        found = [(t.name, t.shape, t.type) for t in read_part(part.path).tensors.values()]
+    except FormatError:
+        return False  # damaged: write it again
+    if found == [(c.name, c.shape, c.new) for c in part.choices]:
+        return True
+    raise UsageError(
+        f"{part.path} exists, but holds other tensors or types than this run would write; "
+        "delete it or drop --partial-requant"
+    )
+
+
+def _prepare_folder(parts: Sequence[OutputPart]) -> None:
+    """Make the folder, drop what killed runs left there, and check the room on the disk."""
+    folder = parts[0].path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        for left in folder.glob(f".{part.path.name}.*.tmp"):
+            m = re.fullmatch(r".*\.(\d+)\.tmp", left.name)
+            if m and not _is_alive(int(m[1])):
+                left.unlink(missing_ok=True)
+    need, free = sum(p.n_bytes for p in parts), shutil.disk_usage(folder).free
+    if need > free:
+        raise IkError(f"{folder}: the result needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _chunks(job: QuantizeJob, c: Choice, pool: ThreadPoolExecutor, advance: Callable[[float], None]) -> Iterator[Bytes]:
+    """The bytes of the new tensor in order; input pages are released as they are used up."""
+    t = job.file.tensors[c.source or c.name]
+    data = job.file.data(t.name)
+    if not c.changes:
+        for start in range(0, t.n_bytes, _COPY_BYTES):
+            piece = data[start : start + _COPY_BYTES]
+            _check_copied(piece, t, start)
+            yield piece
+            job.file.release(t.name, start, start + len(piece))
+            advance(len(piece))
+        return
+    work = _Worker(job, c, t, data)
+    released = 0
+    for stop, encoded in _in_order(pool, work.encode, work.pieces(), 2 * job.n_threads + 1):
+        yield encoded
+        job.file.release(t.name, released, stop)
+        advance(stop - released)
+        released = stop
+
+
+def _check_copied(piece: Bytes, t: TensorInfo, start: int) -> None:
+    if t.type in _FLOATS:
+        itemsize = FORMATS[t.type].type_size
+        part = TensorInfo(t.name, (len(piece) // itemsize,), t.type, len(piece), len(piece) // itemsize, 0)
+        bad = first_non_finite(piece, part)
+        if bad is not None:
+            raise NonFiniteError(f"tensor {t.name} holds NaN or Inf at element {start // itemsize + bad}")
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, work: Callable[..., Any], items: Iterator[tuple[Any, ...]], window: int
+) -> Iterator[Any]:
+    """Results of work(*item) in order, with at most `window` items in work or waiting."""
+    pending: deque[Future[Any]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(work, *item))
+            if len(pending) >= window:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        for future in pending:
+            future.cancel()
+        for future in pending:
+            with suppress(BaseException):
+                future.exception()
+
+
+@dataclass(slots=True)
+class _Worker:
+    """Converts row ranges of one tensor; `encode` runs on any thread."""
+
+    job: QuantizeJob
+    choice: Choice
+    info: TensorInfo
+    data: Bytes
+
+    def pieces(self) -> Iterator[tuple[int, int, int]]:
+        """(matrix, first row, end row) covering all rows; rows are counted over the whole tensor."""
+        ne0, n_rows = self.info.shape[0], math.prod(self.info.shape[1:])
+        ne1 = self.info.shape[1] if len(self.info.shape) > 1 else 1
+        if FORMATS[self.info.type].type == GGMLType.I2_S:
+            yield 0, 0, n_rows  # one scale for the whole tensor
+            return
+        group = math.lcm(FORMATS[self.info.type].rows, FORMATS[self.choice.new].rows)
+        wanted = min(_MAX_PIECE, max(_MIN_PIECE, _IN_WORK // max(1, 2 * self.job.n_threads)))
+        step = max(1, wanted // ne0 // group) * group
+        for matrix, first in itertools.product(range(n_rows // ne1), range(0, ne1, step)):
+            yield matrix, matrix * ne1 + first, matrix * ne1 + min(first + step, ne1)
+
+    def encode(self, matrix: int, first: int, stop: int) -> tuple[int, Bytes]:
+        """(end of the input bytes, new bytes) of one piece."""
+        c, old, ne0 = self.choice, self.info.type, self.info.shape[0]
+        if old == GGMLType.I2_S:
+            begin, end = 0, len(self.data)
+        else:
+            begin, end = (row * row_size(old, ne0) for row in (first, stop))
+        raw = self.data[begin:end]
+        if _regroups(c):
+            return end, self._regroup(raw)
+        values = dequantize(raw, old, (ne0, stop - first)).reshape(-1, ne0)
+        imatrix = self.job.imatrix
+        weights = imatrix.weights(c.source or c.name, c.shape) if imatrix is not None else None
+        row = weights[matrix % len(weights)] if weights is not None else None
+        try:
+            out = quantize_rows(values, c.new, row, options=self.job.encode_options)
+        except NonFiniteError:
+            bad = first + int(np.argmin(np.isfinite(values).all(axis=1)))
+            raise NonFiniteError(f"tensor {c.source or c.name} holds NaN or Inf in row {bad}") from None
+        self._check(out, first, stop)
+        return end, out
+
+    def _regroup(self, raw: Bytes) -> Bytes:
+        from ikcli.quant.repack import repack_rows, unrepack_rows
+
+        c = self.choice
+        if FORMATS[c.new].base == c.old:
+            return repack_rows(raw, c.new, c.shape[0]).reshape(-1)
+        return unrepack_rows(raw, c.old, c.shape[0]).reshape(-1)
+
+    def _check(self, out: Bytes, first: int, stop: int) -> None:
+        """Scales that left the range of their type."""
+        c, ne0 = self.choice, self.info.shape[0]
+        made = TensorInfo(c.name, (ne0, stop - first), c.new, len(out), ne0 * (stop - first), 0)
+        bad = first_non_finite(out, made)
+        if bad is not None:
+            raise NonFiniteError(
+                f"tensor {c.name}, row {first + bad // ne0}: the values are too large for {FORMATS[c.new].name}; "
+                "choose bf16 or f32 for this tensor"
+            )

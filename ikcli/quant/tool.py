@@ -1,0 +1,199 @@
+"""What `ik quantize` and `ik repack` do with a request: open, choose types, check, and the job that writes the result.
+
+Everything here happens before a weight is read; `quantizer.run` does the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ikcli.errors import UsageError
+from ikcli.gguf.constants import FILE_TYPE_GUESSED, FILE_TYPES, GGMLType
+from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
+from ikcli.quant.custom_rules import CustomRuleUse, check_uses, rule_uses
+from ikcli.quant.encoders import EncodeOptions
+from ikcli.quant.formats import FORMATS
+from ikcli.quant.imatrix_file import Imatrix, read_imatrix
+from ikcli.quant.quantizer import QuantizeJob, output_metadata
+from ikcli.quant.recipes import EXTRA_OUTPUT, Choice, RecipeOptions, check_file_type, choose_types
+from ikcli.quant.repack import can_repack, repacked_file_type, repacked_type
+from ikcli.rules import compile_pattern, near_misses, pattern_warnings
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOptions:
+    """Settings that do not choose types."""
+
+    imatrix: str | None = None
+    include_weights: tuple[str, ...] = ()
+    exclude_weights: tuple[str, ...] = ()
+    hide_imatrix: bool = False
+    overrides: tuple[str, ...] = ()
+    n_threads: int = 1
+    keep_split: bool = False
+    partial_requant: bool = False
+    allow_requantize: bool = False
+    force: bool = False
+    encode: EncodeOptions = field(default_factory=EncodeOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    """A job ready to run, and what to tell the user before it does."""
+
+    job: QuantizeJob
+    notes: tuple[str, ...] = ()
+    uses: tuple[CustomRuleUse, ...] = ()
+
+    @property
+    def old_bytes(self) -> int:
+        return self.job.file.n_bytes
+
+    @property
+    def new_bytes(self) -> int:
+        return sum(c.n_bytes for c in self.job.choices)
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight of the result, all tensors included."""
+        return 8 * self.new_bytes / self.job.file.n_elements
+
+    @property
+    def n_fallback(self) -> int:
+        return sum(c.fallback for c in self.job.choices)
+
+
+def parse_file_type(text: str) -> tuple[int, str] | None:
+    """Number and name of a TYPE given by name in any case or by number; None if there is no such type. COPY is 0."""
+    name = text.strip().upper()
+    if name == "COPY":
+        return 0, name
+    for f in FILE_TYPES.values():
+        if name in f.names or (f.names and name == str(f.number)):
+            return f.number, name if name in f.names else f.names[0]
+    return None
+
+
+def file_type_names() -> list[str]:
+    """All names of file types in the order of their numbers, then COPY."""
+    return [name for f in FILE_TYPES.values() for name in f.names] + ["COPY"]
+
+
+def plan_quantize(path: str, output: str, recipe: RecipeOptions, options: ToolOptions) -> ToolPlan:
+    """Choose the types of all tensors of the model at `path` and prepare the job that writes `output`."""
+    imatrix = _load_imatrix(options) if options.imatrix is not None else None
+    check_file_type(recipe, imatrix)
+    file = open_gguf(path, options.overrides)
+    choices = choose_types(list(file.tensors.values()), file.metadata, recipe, imatrix)
+    uses = rule_uses(recipe.custom, choices) if recipe.uses_rules else []
+    notes = check_uses(uses, list(file.tensors))
+    if recipe.custom and not recipe.uses_rules:
+        because = "--pure" if recipe.pure else FILE_TYPES[recipe.file_type].names[0] if not recipe.copy else "COPY"
+        notes.append(f"--custom-q has no effect together with {because}")
+    if recipe.extra_output_type is not None and not any(c.name == EXTRA_OUTPUT for c in choices):
+        notes.append("--extra-output-tensor: no copy is written, it would not be smaller than the original")
+    notes += _imatrix_notes(choices)
+    file_type = _input_file_type(file) if recipe.copy else recipe.file_type
+    metadata = output_metadata(file, file_type, imatrix, options.hide_imatrix)
+    return ToolPlan(_job(file, output, choices, metadata, options, imatrix), tuple(notes), tuple(uses))
+
+
+def _load_imatrix(options: ToolOptions) -> Imatrix | None:
+    assert options.imatrix is not None
+    found = read_imatrix(options.imatrix).filtered(options.include_weights, options.exclude_weights)
+    return found if found.entries else None
+
+
+def _imatrix_notes(choices: Sequence[Choice]) -> list[str]:
+    missing = [c.name for c in choices if c.reason == "not in the importance matrix"]
+    if not missing:
+        return []
+    return [
+        f"the importance matrix was made without MLA: {len(missing)} attn_k_b and attn_v_b tensors are not in it and "
+        "become q8_0 (a --custom-q rule for them is followed)"
+    ]
+
+
+def _input_file_type(file: GGUFFile) -> int | None:
+    value = file.get("general.file_type")
+    return int(value) & ~FILE_TYPE_GUESSED if isinstance(value, int) else None
+
+
+def _job(
+    file: GGUFFile,
+    output: str,
+    choices: Sequence[Choice],
+    metadata: dict[str, object],
+    options: ToolOptions,
+    imatrix: Imatrix | None = None,
+) -> QuantizeJob:
+    return QuantizeJob(
+        file=file,
+        output=Path(output),
+        choices=choices,
+        metadata=metadata,  # type: ignore[arg-type]
+        imatrix=imatrix,
+        n_threads=options.n_threads,
+        encode_options=options.encode,
+        keep_split=options.keep_split,
+        skip_existing=options.partial_requant,
+        allow_requantize=options.allow_requantize,
+        force=options.force,
+    )
+
+
+def plan_repack(path: str, output: str, patterns: Sequence[str], unrepack: bool, options: ToolOptions) -> ToolPlan:
+    """Regroup every tensor that has a twin and matches one of `patterns` (none: all); the rest is copied.
+
+    UsageError if patterns are given and none of them matches a tensor.
+    """
+    file = open_gguf(path, options.overrides)
+    tensors = list(file.tensors.values())
+    notes = _pattern_notes(patterns, list(file.tensors))
+    choices = [_repacked(t, patterns, unrepack) for t in tensors]
+    old = _input_file_type(file)
+    changed = any(c.changes for c in choices)
+    file_type = old if old is None or not changed else _unpacked_file_type(old) if unrepack else repacked_file_type(old)
+    lossy = [c for c in choices if c.old == GGMLType.F16 and c.changes]
+    if lossy:
+        notes.append(f"{len(lossy)} f16 tensors become bf16_r16, which has fewer mantissa bits")
+    return ToolPlan(_job(file, output, choices, {**output_metadata(file, file_type)}, options), tuple(notes))
+
+
+def _pattern_notes(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    option = "--repack-pattern"
+    notes: list[str] = []
+    empty: list[str] = []
+    for pattern in patterns:
+        search = compile_pattern(pattern, option, pattern).search
+        matched = [name for name in names if search(name)]
+        notes += pattern_warnings(pattern, pattern, matched)
+        if not matched:
+            near = near_misses(pattern, names)
+            empty.append(f'"{pattern}" matches no tensor' + (f"; nearest: {', '.join(near)}" if near else ""))
+    if empty and len(empty) == len(patterns):
+        raise UsageError(f"{option}: " + "; ".join(empty))
+    return notes + [f"{option}: {text}" for text in empty]
+
+
+def _repacked(t: TensorInfo, patterns: Sequence[str], unrepack: bool) -> Choice:
+    if patterns and not any(re.search(p, t.name) for p in patterns):
+        return Choice(t.name, t.shape, t.type, t.type, "kept: no pattern matches")
+    new: GGMLType | None
+    if unrepack:
+        new = FORMATS[t.type].base
+    else:
+        # F16 loses bits, so it is converted only when asked for by name
+        lossy = bool(patterns)
+        new = repacked_type(t.type, lossy=lossy) if can_repack(t.type, t.shape, t.name, lossy=lossy) else None
+    if new is None:
+        return Choice(t.name, t.shape, t.type, t.type, "kept")
+    return Choice(t.name, t.shape, t.type, new, "unrepack" if unrepack else "repack")
+
+
+def _unpacked_file_type(number: int) -> int:
+    """The plain file type; of several that repack alike the one without a mix (Q4_K_S for Q4_K_R4)."""
+    return next((n for n in FILE_TYPES if n != number and repacked_file_type(n) == number), number)

@@ -20,6 +20,7 @@ from ikcli.graph import HeadSlice, Node, Rows, Weight
 from ikcli.quant.formats import get_format, row_size
 
 FLOAT_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+ROW_SLACK = 512  # dots of a partial last step read past the end of an activation row
 FLOAT_TILE_BYTES = 512 * 32 * 4
 RULES: dict[str, Callable[[Lowering, Node], None]] = dict(lower_attention.RULES)
 
@@ -147,7 +148,7 @@ def _activations(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Activati
     row = activation_row_bytes(x.width)
 
     def quantize() -> Ref:
-        out = low.buffer(low.rows(src.rows) * heads * row)
+        out = low.buffer(low.rows(src.rows) * heads * row + ROW_SLACK)
         low.emit(KernelKey("activations", "make_quantize"), src.rows, low.out(src), 4 * src.cols, 4 * x.offset, heads,
                  4 * x.head_stride, x.width, out, row)  # fmt: skip
         return out
@@ -212,7 +213,7 @@ def _sorted_activations(low: Lowering, w: Weight, x: Node, plan: Node, sorted_in
     row = 4 * x.cols if is_float else activation_row_bytes(x.cols)
 
     def gather() -> Ref:
-        out = low.buffer(low.rows(plan.rows) * row)
+        out = low.buffer(low.rows(plan.rows) * row + ROW_SLACK)
         key = KernelKey("activations", "make_gather_copy" if is_float else "make_gather_quantize")
         order = low.out(plan) + 8 * (2 + 2 * n_expert)
         low.emit(key, x.rows, low.out(x), 4 * x.cols, order, n_used, x.cols, out, row, low.out(plan))

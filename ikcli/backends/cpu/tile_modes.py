@@ -12,20 +12,15 @@ from __future__ import annotations
 # mode -> (header bytes, bytes per 32 columns)
 LAYOUT = {"s32": (64, 576), "m32": (128, 640), "s16": (128, 640), "m16": (256, 768)}
 
-# type name -> mode
-MODES = {
-    "q8_0": "s32",
-    "q4_0": "s32",
-    "q5_0": "s32",
-    "q4_K": "m32",
-    "q5_K": "m32",
-    "q6_K": "s16",
-    "q8_0_r8": "s32",
-    "q4_0_r8": "s32",
-    "q4_k_r4": "m32",
+_TYPES_BY_MODE = {
+    "s32": "q8_0 q6_0 q5_0 q4_0 iq4_nl mxfp4 q8_KV iq4_xs q8_0_r8 q4_0_r8",
+    "m32": "q4_1 q5_1 q4_K q5_K q4_k_r4",
+    "s16": "q3_K q6_K",
+    "m16": "q2_K",
 }
+MODES = {name: mode for mode, names in _TYPES_BY_MODE.items() for name in names.split()}
 
 
 def tile_bytes(type_name: str, k: int) -> int:
-    """Bytes of a tile of k columns."""
-    return k // 32 * LAYOUT[MODES[type_name]][1]
+    """Bytes of a tile of k columns; unpacking writes whole steps of 256."""
+    return -(-k // 256) * 8 * LAYOUT[MODES[type_name]][1]

@@ -1,12 +1,16 @@
-"""Helpers for writing weight formats."""
+"""From format descriptions to the entries of `formats.FORMATS`."""
 
 from ikcli.backends.cpu.jit import inline
+from ikcli.backends.cpu.simd.rowformat import row_dot, unpack_row
 from ikcli.backends.cpu.simd.vec import st_f32
 
 
-def one_row(dot_row):
-    """A `dot` for formats whose rows stand alone, from dot_row(w, a, k) -> float."""
+def plain_formats(*formats):
+    """name -> (rows, dot, unpack) for formats whose rows stand alone."""
+    return {fmt.name: (1, _one_row(row_dot(fmt)), unpack_row(fmt)) for fmt in formats}
 
+
+def _one_row(dot_row):
     @inline
     def dot(w, a, k, out):
         st_f32(out, dot_row(w, a, k))

@@ -1,108 +1,108 @@
-"""K-quants: super-blocks of 256 columns with packed sub-block scales (layouts: ggml-common.h)."""
+"""K-quants and iq4_xs: super-blocks of 256 columns with packed sub-block scales (layouts: ggml-common.h)."""
 
-import numpy as np
+from ikcli.backends.cpu.kernels.format_api import plain_formats
+from ikcli.backends.cpu.kernels.formats_legacy import IQ4_NL
+from ikcli.backends.cpu.simd.lanes import packed_scales_6bit
+from ikcli.backends.cpu.simd.rowformat import RowFormat
+from ikcli.backends.cpu.simd.vec import f32x16, i8x16, i8x64, i32x16, llvm_type
 
-from ikcli.backends.cpu.jit import inline
-from ikcli.backends.cpu.kernels.format_api import one_row
-from ikcli.backends.cpu.simd.lanes import (
-    lane_scalar,
-    scatter_dwords,
+
+class _SuperBlock(RowFormat):
+    def __init__(self, name, n_bytes):
+        self.name, self.block_bytes, self.step_bytes = name, n_bytes, n_bytes
+
+
+class Q4K(_SuperBlock):
+    """d, dmin f16, 12 bytes of 6-bit scales and minima, 128 bytes of nibbles."""
+
+    def scales(self, e, w, row):
+        packed = e.ints_to_f32(packed_scales_6bit(e.b, e.offset(w, 4)))
+        return e.mul(e.pick(packed, range(8)), e.splat(e.half(w)))
+
+    def minima(self, e, w, row):
+        packed = e.ints_to_f32(packed_scales_6bit(e.b, e.offset(w, 4)))
+        return e.mul(e.pick(packed, range(8, 16)), e.splat(e.b.fneg(e.half(e.offset(w, 2)))))
+
+    def codes(self, e, w, j):
+        return e.all_and(e.shift_halves(e.twice(e.offset(w, 16 + 32 * j)), 0, 4), 15)
+
+
+class Q5K(Q4K):
+    """As q4_K with 32 bytes of fifth bits before the nibbles."""
+
+    def codes(self, e, w, j):
+        low = e.all_and(e.shift_halves(e.twice(e.offset(w, 48 + 32 * j)), 0, 4), 15)
+        high = e.all_and(e.shift_halves(e.twice(e.offset(w, 16)), 2 * j, 2 * j + 1), 1)
+        return e.b.or_(low, e.shift_left(high, 4))
+
+
+class Q6K(_SuperBlock):
+    """ql[128], qh[64], int8 scales[16], d f16."""
+
+    def scales(self, e, w, row):
+        return e.mul(e.bytes_to_f32(e.load(i8x16, e.offset(w, 192))), e.splat(e.half(e.offset(w, 208)), f32x16))
+
+    def codes(self, e, w, j):
+        half, pair = j // 2, j % 2
+        low = e.all_and(e.shift_halves(e.load(i8x64, e.offset(w, 64 * half)), 4 * pair, 4 * pair), 15)
+        high = e.all_and(e.shift_halves(e.twice(e.offset(w, 128 + 32 * half)), 4 * pair, 4 * pair + 2), 3)
+        return e.b.add(e.b.or_(low, e.shift_left(high, 4)), e.const64(96))
+
+
+def two_bits(e, address, j):
+    """2-bit codes of columns 64j..: 32 bytes per 128 columns, column group g at bits 2g."""
+    g = 2 * (j % 2)
+    return e.all_and(e.shift_halves(e.twice(e.offset(address, 32 * (j // 2))), 2 * g, 2 * g + 2), 3)
+
+
+class Q2K(_SuperBlock):
+    """scales[16] (4-bit scale, 4-bit minimum), qs[64], d, dmin f16."""
+
+    def scales(self, e, w, row):
+        low = e.all_and(e.load(i8x16, w), 15)
+        return e.mul(e.bytes_to_f32(low, signed=False), e.splat(e.half(e.offset(w, 80)), f32x16))
+
+    def minima(self, e, w, row):
+        v = e.b.zext(e.load(i8x16, w), llvm_type(i32x16))
+        high = e.ints_to_f32(e.lshr(v, [4] * 16))
+        return e.mul(high, e.splat(e.b.fneg(e.half(e.offset(w, 82))), f32x16))
+
+    def codes(self, e, w, j):
+        return two_bits(e, e.offset(w, 16), j)
+
+
+class Q3K(_SuperBlock):
+    """hmask[32], qs[64], 12 bytes of 6-bit scales, d f16."""
+
+    def scales(self, e, w, row):
+        # Scale n: low nibble n // 8 of byte n % 8, upper bits 2*(n // 4) of byte 8 + n % 4.
+        low8 = e.load_bytes(e.offset(w, 96), 8)
+        low = e.all_and(e.lshr(e.pick(low8, [n % 8 for n in range(16)]), [4 * (n // 8) for n in range(16)]), 15)
+        high4 = e.load_bytes(e.offset(w, 104), 4)
+        high = e.all_and(e.lshr(e.pick(high4, [n % 4 for n in range(16)]), [2 * (n // 4) for n in range(16)]), 3)
+        both = e.b.or_(low, e.b.shl(high, e.ints([4] * 16, i32x16)))
+        centred = e.b.sub(both, e.ints([32] * 16, i32x16))
+        return e.mul(e.ints_to_f32(centred), e.splat(e.half(e.offset(w, 108)), f32x16))
+
+    def codes(self, e, w, j):
+        low = two_bits(e, e.offset(w, 32), j)
+        high = e.all_and(e.shift_halves(e.twice(w), 2 * j, 2 * j + 1), 1)
+        return e.b.add(e.b.or_(low, e.shift_left(high, 2)), e.const64(124))
+
+
+class IQ4XS(_SuperBlock):
+    """d f16, scales_h u16, scales_l[4], qs[128]: 6-bit scales per 32 columns, values from the iq4_nl table."""
+
+    def scales(self, e, w, row):
+        low = e.all_and(e.lshr(e.splat_int(e.word(e.offset(w, 4))), [4 * i for i in range(8)]), 15)
+        high = e.all_and(e.lshr(e.splat_int(e.word(e.offset(w, 2), 16)), [2 * i for i in range(8)]), 3)
+        both = e.b.or_(low, e.b.shl(high, e.ints([4] * 8)))
+        return e.mul(e.ints_to_f32(e.b.sub(both, e.ints([32] * 8))), e.splat(e.half(w)))
+
+    def codes(self, e, w, j):
+        return e.lookup16([v + 128 for v in IQ4_NL], e.nibble_pair(w, j, 16, 8))
+
+
+FORMATS = plain_formats(
+    Q2K("q2_K", 84), Q3K("q3_K", 110), Q4K("q4_K", 144), Q5K("q5_K", 176), Q6K("q6_K", 210), IQ4XS("iq4_xs", 136)
 )
-from ikcli.backends.cpu.simd.rowdot import row_dot
-from ikcli.backends.cpu.simd.vec import (
-    cvt_i32x16_f32,
-    ld_f16,
-    ld_i32,
-    load_i8x16,
-    load_i8x32,
-    sext_i8x16_i32,
-    splat_i8x32,
-    st_f32,
-    vadd,
-    vand,
-    vlshr,
-    vor,
-    vshl,
-)
-
-
-# --- q4_K: d, dmin f16, 12 bytes of 6-bit scales and minima, 128 bytes of nibbles -------------------------------------
-@inline
-def scale_min_6bit(p, j):
-    """(scale, minimum) j of 8, from the 12 packed bytes at p."""
-    shift = 8 * (j & 3)
-    u0, u1, u2 = ld_i32(p), ld_i32(p + 4), ld_i32(p + 8)
-    if j < 4:
-        return (u0 >> shift) & 63, (u1 >> shift) & 63
-    lo = (u2 >> shift) & 255
-    return (lo & 15) | (((u0 >> shift) >> 6) & 3) << 4, (lo >> 4) | (((u1 >> shift) >> 6) & 3) << 4
-
-
-@inline
-def unpack_q4_k(w, tile, r, k):
-    mask = splat_i8x32(15)
-    for _ in range(k // 256):
-        d, dmin = ld_f16(w), ld_f16(w + 2)
-        for j in range(8):
-            sc, mn = scale_min_6bit(w + 4, j)
-            st_f32(tile + 640 * j + 4 * r, d * np.float32(sc))
-            st_f32(tile + 640 * j + 64 + 4 * r, -dmin * np.float32(mn))
-        for j in range(4):
-            q = load_i8x32(w + 16 + 32 * j)
-            scatter_dwords(tile + 1280 * j + 128 + 4 * r, vand(q, mask))
-            scatter_dwords(tile + 1280 * j + 768 + 4 * r, vand(vlshr(q, 4), mask))
-        w += 144
-        tile += 8 * 640
-
-
-# --- q5_K: as q4_K with 32 bytes of fifth bits before the nibbles ----------------------------------------------------
-@inline
-def codes_q5_k(w, j):
-    """32 codes of sub-block j (0..7)."""
-    low = vand(vlshr(load_i8x32(w + 48 + 32 * (j >> 1)), 4 * (j & 1)), splat_i8x32(15))
-    high = vshl(vand(vlshr(load_i8x32(w + 16), j), splat_i8x32(1)), 4)
-    return vor(low, high)
-
-
-@inline
-def unpack_q5_k(w, tile, r, k):
-    for _ in range(k // 256):
-        d, dmin = ld_f16(w), ld_f16(w + 2)
-        for j in range(8):
-            sc, mn = scale_min_6bit(w + 4, j)
-            st_f32(tile + 4 * r, d * np.float32(sc))
-            st_f32(tile + 64 + 4 * r, -dmin * np.float32(mn))
-            scatter_dwords(tile + 128 + 4 * r, codes_q5_k(w, j))
-            tile += 640
-        w += 176
-
-
-# --- q6_K: ql[128], qh[64], int8 scales[16] (per 16 columns), d f16 ---------------------------------------------------
-@inline
-def codes_q6_k(w, half, g):
-    """32 codes + 96 (so that 32 becomes 128) of group g (0..3) of a half (128 columns)."""
-    ql = load_i8x32(w + 64 * half + 32 * (g & 1))
-    qh = load_i8x32(w + 128 + 32 * half)
-    low = vand(vlshr(ql, 4 * (g >> 1)), splat_i8x32(15))
-    high = vshl(vand(vlshr(qh, 2 * g), splat_i8x32(3)), 4)
-    return vadd(vor(low, high), splat_i8x32(96))
-
-
-@inline
-def unpack_q6_k(w, tile, r, k):
-    for _ in range(k // 256):
-        d = ld_f16(w + 208)
-        scales = cvt_i32x16_f32(sext_i8x16_i32(load_i8x16(w + 192)))
-        for g in range(8):
-            st_f32(tile + 4 * r, d * lane_scalar(scales, 2 * g))
-            st_f32(tile + 64 + 4 * r, d * lane_scalar(scales, 2 * g + 1))
-            scatter_dwords(tile + 128 + 4 * r, codes_q6_k(w, g >> 2, g & 3))
-            tile += 640
-        w += 210
-
-
-FORMATS = {
-    "q4_K": (1, one_row(row_dot("q4_K")), unpack_q4_k),
-    "q5_K": (1, one_row(row_dot("q5_K")), unpack_q5_k),
-    "q6_K": (1, one_row(row_dot("q6_K")), unpack_q6_k),
-}

@@ -1,116 +1,131 @@
-"""Weight formats with one half-float scale per 32 columns: q8_0, q5_0, q4_0 (layouts: ggml-common.h)."""
+"""Formats of 32-column blocks: q8_0 q6_0 q5_0 q5_1 q4_0 q4_1 iq4_nl mxfp4, and q8_KV with one scale per row.
 
-from ikcli.backends.cpu.jit import inline
-from ikcli.backends.cpu.kernels.format_api import one_row
-from ikcli.backends.cpu.simd.dot import dot_u8_i8_half
-from ikcli.backends.cpu.simd.lanes import (
-    bits_i8x32,
-    first_i32x8,
-    scatter_dwords,
+Layouts: ggml-common.h. All but the `_1` types are symmetric; iq4_nl and mxfp4 look their values up.
+"""
+
+from ikcli.backends.cpu.kernels.format_api import plain_formats
+from ikcli.backends.cpu.simd.rowformat import RowFormat
+from ikcli.backends.cpu.simd.vec import i8x32, i8x64
+
+IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+class _Blocks32(RowFormat):
+    """Blocks of 32 columns that start with a half-float scale."""
+
+    block_columns = 32
+
+    def __init__(self, name, block_bytes):
+        self.name, self.block_bytes, self.step_bytes = name, block_bytes, 8 * block_bytes
+
+    def scales(self, e, w, row):
+        return e.halves_at(w, self.block_bytes)
+
+    def fifth_bits(self, e, w, j, at):
+        """Mask of the columns whose bit 4 is set."""
+        return e.bit_mask(*(e.word(e.offset(w, self.block_bytes * b + at)) for b in (2 * j, 2 * j + 1)))
+
+
+class Q8_0(_Blocks32):
+    def codes(self, e, w, j):
+        lo, hi = (e.load(i8x32, e.offset(w, 34 * b + 2)) for b in (2 * j, 2 * j + 1))
+        return e.b.xor(e.join(lo, hi), e.const64(-128))
+
+
+class Q4_0(_Blocks32):
+    def codes(self, e, w, j):
+        return e.b.add(e.nibble_pair(w, j, 18, 2), e.const64(120))
+
+
+class Q5_0(_Blocks32):
+    def codes(self, e, w, j):
+        low = e.b.add(e.nibble_pair(w, j, 22, 6), e.const64(112))
+        return e.b.select(self.fifth_bits(e, w, j, 2), e.b.add(low, e.const64(16)), low)
+
+
+class Q6_0(_Blocks32):
+    def codes(self, e, w, j):
+        low = e.nibble_pair(w, j, 26, 10)
+        # Upper bits of column c: byte c % 8, shift 4*((c % 16) // 8) + 2*(c // 16).
+        first, second = (e.word(e.offset(w, 26 * b + 2), 64) for b in (2 * j, 2 * j + 1))
+        parts = [self._upper(e, x) for x in (first, second)]
+        return e.b.add(e.b.or_(low, e.join(*parts)), e.const64(96))
+
+    def _upper(self, e, x):
+        """32 bytes with the upper two bits of a block at bits 4..5."""
+        from ikcli.backends.cpu.simd.emit import I64, ir
+
+        words = [e.b.and_(e.b.lshr(x, ir.Constant(I64, s)), ir.Constant(I64, 0x0303030303030303)) for s in (0, 4, 2, 6)]
+        v = ir.Constant(ir.VectorType(I64, 4), ir.Undefined)
+        for i, word in enumerate(words):
+            v = e.b.insert_element(v, e.b.shl(word, ir.Constant(I64, 4)), ir.Constant(ir.IntType(32), i))
+        return e.b.bitcast(v, ir.VectorType(ir.IntType(8), 32))
+
+
+class _WithMin(_Blocks32):
+    """Blocks with scale and minimum."""
+
+    def minima(self, e, w, row):
+        return e.halves_at(e.offset(w, 2), self.block_bytes)
+
+
+class Q4_1(_WithMin):
+    def codes(self, e, w, j):
+        return e.nibble_pair(w, j, 20, 4)
+
+
+class Q5_1(_WithMin):
+    def codes(self, e, w, j):
+        low = e.nibble_pair(w, j, 24, 8)
+        return e.b.select(self.fifth_bits(e, w, j, 4), e.b.add(low, e.const64(16)), low)
+
+
+class IQ4NL(_Blocks32):
+    def codes(self, e, w, j):
+        return e.lookup16([v + 128 for v in IQ4_NL], e.nibble_pair(w, j, 18, 2))
+
+
+class Mxfp4(_Blocks32):
+    """Scale 2**(e - 128) from an exponent byte; the table holds doubled values."""
+
+    def scales(self, e, w, row):
+        exponents = [e.word(e.offset(w, 17 * b), 8) for b in range(8)]
+        v = e.ints([0] * 8)
+        for i, x in enumerate(exponents):
+            v = e.b.insert_element(v, x, e.index(i))
+        normal = e.b.shl(e.b.sub(v, e.ints([1] * 8)), e.ints([23] * 8))
+        tiny = e.b.shl(e.ints([0x00200000] * 8), e.b.and_(v, e.ints([1] * 8)))
+        bits = e.b.select(e.b.icmp_signed("<", v, e.ints([2] * 8)), tiny, normal)
+        return e.b.bitcast(bits, e.zero8().type)
+
+    def codes(self, e, w, j):
+        return e.lookup16([v + 128 for v in MXFP4], e.nibble_pair(w, j, 17, 1))
+
+
+class Q8KV(RowFormat):
+    """Row header: f32 scale, i32 sum; then int8."""
+
+    name, step_bytes, block_bytes, block_columns, header_bytes = "q8_KV", 256, 32, 32, 8
+
+    def header(self, e, w):
+        return e.single(w)
+
+    def scales(self, e, w, row):
+        return e.splat(row)
+
+    def codes(self, e, w, j):
+        return e.b.xor(e.load(i8x64, e.offset(w, 64 * j)), e.const64(-128))
+
+
+FORMATS = plain_formats(
+    Q8_0("q8_0", 34),
+    Q6_0("q6_0", 26),
+    Q5_0("q5_0", 22),
+    Q5_1("q5_1", 24),
+    Q4_0("q4_0", 18),
+    Q4_1("q4_1", 20),
+    IQ4NL("iq4_nl", 18),
+    Mxfp4("mxfp4", 17),
+    Q8KV(),
 )
-from ikcli.backends.cpu.simd.rowdot import row_dot
-from ikcli.backends.cpu.simd.vec import (
-    concat_i8x16,
-    cvt_i32x8_f32,
-    ld_f16,
-    ld_f32,
-    load_i8x16,
-    load_i8x32,
-    reduce_add,
-    splat_f32x8,
-    splat_i8x16,
-    splat_i8x32,
-    st_f32,
-    vadd,
-    vand,
-    vfma,
-    vlshr,
-    vor,
-    vshl,
-    vxor,
-    zero_f32x8,
-)
-
-
-@inline
-def nibbles(p):
-    """32 codes 0..15 from 16 bytes: low nibbles, then high nibbles."""
-    v = load_i8x16(p)
-    mask = splat_i8x16(15)
-    return concat_i8x16(vand(v, mask), vand(vlshr(v, 4), mask))
-
-
-@inline
-def codes_q8_0(w):
-    """32 codes + 128."""
-    return vxor(load_i8x32(w + 2), splat_i8x32(128))
-
-
-@inline
-def codes_q4_0(w):
-    """32 codes + 120 (so that 8 becomes 128)."""
-    return vadd(nibbles(w + 2), splat_i8x32(120))
-
-
-def _make_dot32(type_name, codes, block_bytes):
-    """dot_row of a symmetric format of 32-column blocks; rows need not be multiples of 256 columns."""
-    whole = row_dot(type_name)
-
-    @inline
-    def dot_row(w, a, k):
-        total = whole(w, a, k)
-        first, nb = k // 256 * 8, k // 32
-        if first == nb:
-            return total
-        acc = zero_f32x8()
-        for ib in range(first, nb):
-            p = w + ib * block_bytes
-            dot = dot_u8_i8_half(first_i32x8(a + k + 8 * nb + 4 * ib), codes(p), load_i8x32(a + 32 * ib))
-            acc = vfma(cvt_i32x8_f32(dot), splat_f32x8(ld_f16(p) * ld_f32(a + k + 4 * ib)), acc)
-        return total + reduce_add(acc)
-
-    return dot_row
-
-
-# --- q8_0: d f16, 32 int8 --------------------------------------------------------------------------------------------
-@inline
-def unpack_q8_0(w, tile, r, k):
-    for _ in range(k // 32):
-        st_f32(tile + 4 * r, ld_f16(w))
-        scatter_dwords(tile + 64 + 4 * r, codes_q8_0(w))
-        w += 34
-        tile += 576
-
-
-# --- q4_0: d f16, 16 bytes (low nibbles first half) ------------------------------------------------------------------
-@inline
-def unpack_q4_0(w, tile, r, k):
-    for _ in range(k // 32):
-        st_f32(tile + 4 * r, ld_f16(w))
-        scatter_dwords(tile + 64 + 4 * r, codes_q4_0(w))
-        w += 18
-        tile += 576
-
-
-# --- q5_0: d f16, fifth bits u32, 16 bytes of nibbles ---------------------------------------------------------------
-@inline
-def codes_q5_0(w):
-    """32 codes + 112 (so that 16 becomes 128)."""
-    high = vshl(bits_i8x32(w + 2), 4)
-    return vadd(vor(nibbles(w + 6), high), splat_i8x32(112))
-
-
-@inline
-def unpack_q5_0(w, tile, r, k):
-    for _ in range(k // 32):
-        st_f32(tile + 4 * r, ld_f16(w))
-        scatter_dwords(tile + 64 + 4 * r, codes_q5_0(w))
-        w += 22
-        tile += 576
-
-
-FORMATS = {
-    "q8_0": (1, one_row(_make_dot32("q8_0", codes_q8_0, 34)), unpack_q8_0),
-    "q4_0": (1, one_row(_make_dot32("q4_0", codes_q4_0, 18)), unpack_q4_0),
-    "q5_0": (1, one_row(_make_dot32("q5_0", codes_q5_0, 22)), unpack_q5_0),
-}

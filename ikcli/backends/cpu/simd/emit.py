@@ -8,6 +8,7 @@ import contextlib
 
 import llvmlite.ir as ir
 
+from ikcli.backends.cpu import isa
 from ikcli.backends.cpu.simd.dot import emit_dot
 from ikcli.backends.cpu.simd.vec import (
     call_llvm,
@@ -26,6 +27,10 @@ I64, I32, F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
 class Emitter:
     def __init__(self, builder):
         self.b = builder
+
+    def features(self):
+        """Instruction set features of the target."""
+        return isa.current().features
 
     # --- integers -----------------------------------------------------------------------------------------------------
     def int(self, x):

@@ -457,31 +457,6 @@ def concat_i8x16(typingctx, lo, hi):
     return i8x32(i8x16, i8x16), codegen
 
 
-@intrinsic
-def pair_i32x8(typingctx, a, b):
-    """i32x8 with a in lane 0, b in lane 4, zeros elsewhere (start values of two 16-element dot products)."""
-
-    def codegen(context, builder, sig, args):
-        v = const_vector(i32x8, [0] * 8)
-        v = builder.insert_element(v, builder.trunc(args[0], _I32), ir.Constant(_I32, 0))
-        return builder.insert_element(v, builder.trunc(args[1], _I32), ir.Constant(_I32, 4))
-
-    return i32x8(types.int64, types.int64), codegen
-
-
-@intrinsic
-def halves_f32x8(typingctx, a, b):
-    """f32x8 with a in lanes 0..3 and b in lanes 4..7."""
-
-    def codegen(context, builder, sig, args):
-        t = llvm_type(f32x8)
-        v = builder.insert_element(ir.Constant(t, ir.Undefined), args[0], ir.Constant(_I32, 0))
-        v = builder.insert_element(v, args[1], ir.Constant(_I32, 1))
-        return builder.shuffle_vector(v, v, ir.Constant(ir.VectorType(_I32, 8), [0] * 4 + [1] * 4))
-
-    return f32x8(types.float32, types.float32), codegen
-
-
 # --- control ---------------------------------------------------------------------------------------------------------
 @intrinsic
 def prefetch(typingctx, ptr):

@@ -28,7 +28,7 @@ RowDecoder = Callable[[Bytes, int], Floats]
 TensorDecoder = Callable[[Bytes], Floats]
 
 # Modules ikcli.quant.decode_<family>.
-_FAMILIES = ("legacy", "kquants", "iquants", "iqk", "trellis", "bitnet")
+_FAMILIES = ("legacy", "kquants", "iquants", "iqk", "trellis", "bitnet", "interleaved")
 _DECODERS: dict[GGMLType, RowDecoder] = {}
 _TENSOR_DECODERS: dict[GGMLType, TensorDecoder] = {}
 _CHUNK_ELEMENTS = 1 << 18  # bounds the temporaries, which take some ten times their output

@@ -1,0 +1,216 @@
+"""Regrouping rows: plain types to their row-interleaved twins and back, byte for byte.
+
+R consecutive rows of a matrix become one group of the same size (8 bytes less per row header in Q8_KV_R8). Groups are
+independent, so any range of whole groups can be repacked alone, in any thread. Layouts are in `interleave`.
+Answers to iqk_repack_tensor and to `llama-quantize --repack`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.errors import FormatError, UnsupportedError
+from ikcli.gguf.constants import FILE_TYPE_GUESSED, INTERLEAVED, GGMLType
+from ikcli.quant.bitmoves import BitMoves, compile_moves, count_lanes
+from ikcli.quant.formats import FORMATS, interleaved_type, row_size, tensor_size
+from ikcli.quant.interleave import Layout, layout
+
+Bytes = npt.NDArray[np.uint8]
+
+_CHUNK_BYTES = 1 << 19  # of row groups at a time: intermediate results stay in the cache
+_NEVER = ("token_embd.weight", "per_layer_token_embd.weight")  # single rows are read from these
+
+# `general.file_type` of a model after repacking; other numbers stay as they are.
+REPACKED_FILE_TYPES: dict[int, int] = {
+    **{2: 202, 7: 207, 8: 208, 10: 210, 11: 211, 12: 211, 13: 211, 14: 214, 15: 214, 16: 216, 17: 216, 18: 218},
+    **{19: 219, 20: 220, 23: 223, 24: 224, 25: 225, 26: 226, 29: 229, 30: 230, 31: 231, 32: 232, 135: 335, 137: 337},
+    **{138: 338, 139: 339, 140: 340, 141: 341, 145: 345, 149: 398, 150: 350},
+}
+
+
+def repacked_file_type(number: int) -> int:
+    """The `general.file_type` of a model of file type `number` after repacking; the guessed bit is kept."""
+    guessed = number & FILE_TYPE_GUESSED
+    return REPACKED_FILE_TYPES.get(number ^ guessed, number ^ guessed) | guessed
+
+
+def repacked_type(type: GGMLType, *, lossy: bool = False) -> GGMLType | None:
+    """The interleaved twin of a plain type, or None; F16 becomes BF16_R16 only if `lossy` conversions are allowed."""
+    if type == GGMLType.F16:
+        return GGMLType.BF16_R16 if lossy else None
+    return interleaved_type(type)
+
+
+def can_repack(type: GGMLType, shape: tuple[int, ...], name: str = "", *, lossy: bool = False) -> bool:
+    """True if a tensor of `shape` (ne0, ne1, ...) can be repacked: it has a twin, whole groups per matrix, and a name
+    whose rows are not looked up one by one."""
+    target = repacked_type(type, lossy=lossy)
+    if target is None or name in _NEVER or len(shape) < 2:
+        return False
+    return shape[1] % FORMATS[target].rows == 0 and shape[0] % layout(target).n_elements == 0
+
+
+def repack(
+    data: npt.NDArray[np.uint8], type: GGMLType, shape: tuple[int, ...], *, lossy: bool = False
+) -> tuple[Bytes, GGMLType]:
+    """The bytes of a plain tensor of `shape` (ne0, ne1, ...) regrouped, and their type.
+
+    Raises UnsupportedError for a type without twin or rows that do not fill groups, FormatError for a wrong size.
+    """
+    target = repacked_type(type, lossy=lossy)
+    if target is None:
+        raise UnsupportedError(f"tensors of type {FORMATS[type].name} have no row-interleaved form")
+    if not can_repack(type, shape, lossy=lossy):
+        rows = FORMATS[target].rows
+        raise UnsupportedError(
+            f"a {FORMATS[type].name} tensor of shape {list(shape)} cannot become {FORMATS[target].name}: "
+            f"its number of rows is not a multiple of {rows}"
+        )
+    rows_in = _as_rows(data, type, shape)
+    if type == GGMLType.F16:
+        rows_in = _truncated_to_bf16(rows_in)
+    return repack_rows(rows_in, target, shape[0]).reshape(-1), target
+
+
+def unrepack(data: npt.NDArray[np.uint8], type: GGMLType, shape: tuple[int, ...]) -> tuple[Bytes, GGMLType]:
+    """The bytes of an interleaved tensor as its plain type, the inverse of `repack`, and that type.
+
+    Raises UnsupportedError for types without a plain twin, FormatError if the size does not fit the shape.
+    """
+    base = FORMATS[type].base
+    if base is None:
+        raise UnsupportedError(f"tensors of type {FORMATS[type].name} have no plain form")
+    return unrepack_rows(_as_rows(data, type, shape), type, shape[0]).reshape(-1), base
+
+
+def repack_rows(rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int) -> Bytes:
+    """Rows of bytes of the plain twin of the interleaved `type`, in whole groups -> (n_rows, row bytes of `type`).
+
+    The rows of the result are equal shares of the groups. FormatError if the rows do not fill groups.
+    """
+    base = FORMATS[type].base
+    if base is None:
+        raise UnsupportedError(f"tensors of type {FORMATS[type].name} have no plain form")
+    rows = rows.reshape(-1, row_size(base, ne0))
+    form = _form(type)
+    header = FORMATS[type].row_meta_size
+    out = np.empty((len(rows), row_size(type, ne0)), np.uint8)
+    for part in _parts(rows, type, ne0):
+        groups = out[part].reshape(-1, form.rows * out.shape[1])
+        groups[:, : form.rows * header] = rows[part, :header].reshape(len(groups), form.rows * header)
+        body = rows[part, FORMATS[base].row_meta_size :]
+        groups[:, form.rows * header :] = form.interleave(body).reshape(len(groups), -1)
+    return out
+
+
+def unrepack_rows(rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int) -> Bytes:
+    """Groups of an interleaved type as (n_rows, row bytes) -> rows of the plain twin, or of the fields of one row
+    for types of their own (see `interleave`)."""
+    rows = np.ascontiguousarray(rows).reshape(-1, row_size(type, ne0))
+    form = _form(type)
+    header = FORMATS[type].row_meta_size
+    base = FORMATS[type].base
+    new_header = header if base is None else FORMATS[base].row_meta_size
+    out = np.empty((len(rows), new_header + ne0 // form.n_elements * form.n_bytes), np.uint8)
+    for part in _parts(rows, type, ne0):
+        groups = rows[part].reshape(-1, form.rows * rows.shape[1])
+        out[part, :header] = groups[:, : form.rows * header].reshape(len(groups) * form.rows, header)
+        out[part, new_header:] = form.separate(groups[:, form.rows * header :])
+    if new_header > header:  # Q8_KV: the sum of the codes follows the scale
+        sums = out[:, new_header:].view(np.int8).sum(axis=1, dtype="<i4")
+        out[:, header:new_header] = sums[:, None].view(np.uint8)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A layout with its moves compiled in both directions; plain blocks sit at `lead` of `stride` bytes meanwhile."""
+
+    layout: Layout
+    stride: int
+    lead: int
+    forward: BitMoves
+    backward: BitMoves
+
+    @property
+    def rows(self) -> int:
+        return self.layout.rows
+
+    @property
+    def n_elements(self) -> int:
+        return self.layout.n_elements
+
+    @property
+    def n_bytes(self) -> int:
+        return self.layout.n_bytes
+
+    def interleave(self, body: Bytes) -> Bytes:
+        """Blocks of whole groups of rows, (n_rows, bytes) -> units (n, R * n_bytes) in file order."""
+        blocks = body.reshape(-1, self.rows, body.shape[1] // self.n_bytes, self.n_bytes)
+        n_groups, _, n_units, _ = blocks.shape
+        padded = np.empty((n_groups, n_units, self.rows, self.stride), np.uint8)
+        inner = padded[..., self.lead : self.lead + self.n_bytes]
+        inner[...] = blocks.transpose(0, 2, 1, 3)
+        if self.layout.signs is not None:
+            self.layout.signs.scramble(inner)
+        return self.forward.apply(padded.reshape(n_groups * n_units, -1))
+
+    def separate(self, units: Bytes) -> Bytes:
+        """The units of groups, (n_groups, bytes) -> blocks of rows, (n_rows, bytes)."""
+        n_units = units.shape[1] // (self.rows * self.n_bytes)
+        dense = np.ascontiguousarray(units).reshape(len(units) * n_units, -1)
+        padded = self.backward.apply(dense).reshape(len(units), n_units, self.rows, self.stride)
+        inner = padded[..., self.lead : self.lead + self.n_bytes]
+        if self.layout.signs is not None:
+            self.layout.signs.unscramble(inner)
+        return inner.transpose(0, 2, 1, 3).reshape(len(units) * self.rows, -1)
+
+
+@cache
+def _form(type: GGMLType) -> _Form:
+    """Compile a type; the padding of the plain blocks is chosen so that most fields are aligned to four bytes."""
+    found = layout(type)
+    n_unit = found.rows * found.n_bytes
+
+    def n_lanes(lead: int) -> int:
+        unit, rows = found.moves(_stride(found, lead), lead)
+        return count_lanes(unit, rows, n_unit)
+
+    lead = max(range(4), key=n_lanes)
+    stride = _stride(found, lead)
+    unit, rows = found.moves(stride, lead)
+    n_padded = found.rows * stride
+    forward = compile_moves(unit, rows, n_unit, n_padded)
+    return _Form(found, stride, lead, forward, compile_moves(rows, unit, n_padded, n_unit))
+
+
+def _stride(found: Layout, lead: int) -> int:
+    return (lead + found.n_bytes + 3) // 4 * 4
+
+
+def _parts(rows: Bytes, type: GGMLType, ne0: int) -> list[slice]:
+    """Slices of whole groups of a size that suits the cache."""
+    n = FORMATS[type].rows
+    if len(rows) % n or ne0 % layout(type).n_elements:
+        raise FormatError(f"{FORMATS[type].name} takes {n} rows at a time, not {len(rows)} rows of {ne0} elements")
+    step = max(1, _CHUNK_BYTES // (n * rows.shape[1])) * n
+    return [slice(i, i + step) for i in range(0, len(rows), step)]
+
+
+def _as_rows(data: npt.NDArray[np.uint8], type: GGMLType, shape: tuple[int, ...]) -> Bytes:
+    raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    if raw.size != tensor_size(type, shape):
+        raise FormatError(f"a {FORMATS[type].name} tensor of shape {list(shape)} has {raw.size} bytes of data")
+    if type in INTERLEAVED and shape[1] % FORMATS[type].rows:
+        raise FormatError(f"a {FORMATS[type].name} tensor of shape {list(shape)} does not consist of whole groups")
+    return raw.reshape(-1, row_size(type, shape[0]))
+
+
+def _truncated_to_bf16(rows: Bytes) -> Bytes:
+    """F16 -> BF16 without rounding, as the reference converts on the way to BF16_R16."""
+    bits = rows.view("<f2").astype(np.float32).view(np.uint32)
+    return (bits >> 16).astype("<u2").view(np.uint8)

@@ -13,6 +13,7 @@ from pathlib import Path
 from ikcli.errors import UsageError
 from ikcli.gguf.constants import FILE_TYPE_GUESSED, FILE_TYPES, GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
+from ikcli.gguf.values import Typed
 from ikcli.quant.custom_rules import CustomRuleUse, check_uses, rule_uses
 from ikcli.quant.encoders import EncodeOptions
 from ikcli.quant.formats import FORMATS
@@ -126,7 +127,7 @@ def _job(
     file: GGUFFile,
     output: str,
     choices: Sequence[Choice],
-    metadata: dict[str, object],
+    metadata: dict[str, Typed],
     options: ToolOptions,
     imatrix: Imatrix | None = None,
 ) -> QuantizeJob:
@@ -134,7 +135,7 @@ def _job(
         file=file,
         output=Path(output),
         choices=choices,
-        metadata=metadata,  # type: ignore[arg-type]
+        metadata=metadata,
         imatrix=imatrix,
         n_threads=options.n_threads,
         encode_options=options.encode,
@@ -160,7 +161,7 @@ def plan_repack(path: str, output: str, patterns: Sequence[str], unrepack: bool,
     lossy = [c for c in choices if c.old == GGMLType.F16 and c.changes]
     if lossy:
         notes.append(f"{len(lossy)} f16 tensors become bf16_r16, which has fewer mantissa bits")
-    return ToolPlan(_job(file, output, choices, {**output_metadata(file, file_type)}, options), tuple(notes))
+    return ToolPlan(_job(file, output, choices, output_metadata(file, file_type), options), tuple(notes))
 
 
 def _pattern_notes(patterns: Sequence[str], names: Sequence[str]) -> list[str]:

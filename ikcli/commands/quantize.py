@@ -1,0 +1,368 @@
+"""`ik quantize [options] in.gguf [out.gguf] TYPE [nthreads]`: the reference's command line around quant.tool.
+
+Answers to examples/quantize of ik_llama.cpp; with `--repack` or `--unrepack` rows are regrouped and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ikcli import log
+from ikcli.commands._app import RunCommand
+from ikcli.commands._argv import read_lines
+from ikcli.commands._suggest import nearest
+from ikcli.commands._tool_argv import ToolArguments, ToolOption, parse_tool, tool_help, whole_number
+from ikcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from ikcli.quant.recipes import Choice, RecipeOptions
+    from ikcli.quant.tool import ToolOptions, ToolPlan
+
+USAGE = "ik quantize [options] in.gguf [out.gguf] TYPE [nthreads]"
+_TYPE_FLAGS = {
+    "output-tensor": "output.weight, whatever the other rules say",
+    "token-embedding": "token_embd.weight, whatever the other rules say",
+    "per-layer-token-embedding": "per_layer_token_embd.weight, whatever the other rules say",
+    "ffn-gate-inp": "the routers (ffn_gate_inp), which otherwise stay as they are",
+    "attn-q": "attn_q, where the mix of TYPE decides",
+    "attn-k": "attn_k, where the mix of TYPE decides",
+    "attn-v": "attn_v, where the mix of TYPE decides",
+    "attn-qkv": "attn_qkv; accepted, but attn_q rules decide about it",
+    "attn-output": "attn_output, where the mix of TYPE decides",
+    "ffn-gate": "ffn_gate, where the mix of TYPE decides",
+    "ffn-down": "ffn_down, where the mix of TYPE decides",
+    "ffn-up": "ffn_up, where the mix of TYPE decides",
+}
+OPTIONS = (
+    ToolOption(("--imatrix",), "FILE", "importance matrix, legacy .dat or GGUF", example="imatrix.dat"),
+    ToolOption(("--hide-imatrix",), "", "do not record the importance matrix in the result"),
+    ToolOption(
+        ("--ignore-imatrix-rules",),
+        "",
+        "allow IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S (and _R4), IQ1_KT, IQ2_KT and Q2_K_S without importance matrix; "
+        "they are refused otherwise because the result is hardly usable",
+    ),
+    ToolOption(("--include-weights",), "TEXT", "use only importance entries whose name contains TEXT", repeat=True),
+    ToolOption(("--exclude-weights",), "TEXT", "use no importance entries whose name contains TEXT", repeat=True),
+    ToolOption(("--allow-requantize",), "", "accept tensors that are quantized already; this loses quality"),
+    ToolOption(("--leave-output-tensor",), "", "keep output.weight as it is"),
+    ToolOption(("--pure",), "", "the type of TYPE for all tensors, without its mix and without --custom-q"),
+    *(
+        ToolOption((f"--{name}-type",), "TYPE", f"tensor type of {what}", example="q8_0")
+        for name, what in _TYPE_FLAGS.items()
+    ),
+    ToolOption(
+        ("--custom-q",),
+        "RE=TYPE[,RE=TYPE...]",
+        "type of tensors whose name matches, first match wins; @FILE reads rules from a file with # comments",
+        repeat=True,
+        example='"attn_k=q8_0,ffn_down=iq4_k"',
+    ),
+    ToolOption(("--extra-output-tensor",), "TYPE", "also write output_extra.weight, a smaller copy of the output"),
+    ToolOption(("--repack",), "", "only regroup rows into interleaved types; TYPE may be missing and is ignored"),
+    ToolOption(("--unrepack",), "", "the inverse of --repack"),
+    ToolOption(
+        ("--repack-pattern",), "RE[,RE...]", "regroup only matching tensors, copy the rest", repeat=True, example="exps"
+    ),
+    ToolOption(("--keep-split",), "", "write as many files as the input has, with the same tensors in each"),
+    ToolOption(("--partial-requant",), "", "skip output files that exist already: resume after an interruption"),
+    ToolOption(
+        ("--override-kv",), "KEY=TYPE:VALUE", "change a metadata key; TYPE int, float, bool or str", repeat=True
+    ),
+    ToolOption(("--symmetric-q40",), "", "q4_0 codes from -7 to 7 only, without importance weights"),
+    ToolOption(("--slow-iq2ks",), "", "the exhaustive and slow search for iq2_ks"),
+    ToolOption(("--force",), "", "allow ternary types for weights that are not ternary"),
+    ToolOption(("--dry-run",), "", "print the type and size of every tensor and the total, write nothing"),
+    ToolOption(("-t", "--threads"), "N", "threads, as the positional nthreads; default physical cores", example="8"),
+    ToolOption(("-v", "--verbose"), "", "also print which rule decided about which tensor"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A parsed command line."""
+
+    input: str
+    output: str
+    mode: str  # quantize, repack or unrepack
+    type_name: str
+    recipe: RecipeOptions
+    options: ToolOptions
+    patterns: tuple[str, ...]
+    dry_run: bool
+    verbose: bool
+
+
+def help_text() -> str:
+    """The help of the command, with all file types."""
+    from ikcli.quant.tool import file_type_names
+
+    return tool_help(
+        USAGE,
+        "Convert a model to other tensor types. TYPE is a file type by name in any case or by number; without\n"
+        "out.gguf the result is ggml-model-TYPE.gguf beside the input.",
+        OPTIONS,
+        (f"Types: {' '.join(file_type_names())}",),
+    )
+
+
+def parse_request(argv: list[str], command: str = "quantize") -> Request | None:
+    """Read a command line; None if it asks for help. UsageError if it cannot be understood."""
+    arguments = parse_tool(command, OPTIONS, argv)
+    if arguments.help:
+        return None
+    for warning in arguments.warnings:
+        log.warn(warning)
+    from ikcli.quant.recipes import RecipeOptions
+
+    mode = "unrepack" if arguments.has("unrepack") else "repack" if arguments.has("repack") else command
+    if arguments.has("repack") and arguments.has("unrepack"):
+        raise UsageError("--repack and --unrepack exclude each other")
+    if arguments.has("include_weights") and arguments.has("exclude_weights"):
+        raise UsageError("--include-weights and --exclude-weights exclude each other")
+    if arguments.has("repack_pattern") and mode == "quantize":
+        raise UsageError("--repack-pattern needs --repack or --unrepack")
+    source, output, number, name, threads = _positional(arguments, mode)
+    recipe = _recipe(arguments, number, name) if mode == "quantize" else RecipeOptions(0, copy=True)
+    patterns = tuple(p.strip() for text in arguments.all("repack_pattern") for p in text.split(",") if p.strip())
+    return Request(
+        source,
+        output,
+        mode,
+        name,
+        recipe,
+        _tool_options(arguments, threads),
+        patterns,
+        arguments.has("dry_run"),
+        arguments.has("verbose"),
+    )
+
+
+def _positional(arguments: ToolArguments, mode: str) -> tuple[str, str, int, str, int]:
+    """(input, output, file type, its name, threads) from `in [out] TYPE [nthreads]`; repacking needs no TYPE."""
+    from ikcli.quant.tool import parse_file_type
+
+    words = list(arguments.positional)
+    if not words:
+        raise UsageError(f"the model is missing; usage: {USAGE}")
+    source, output = words.pop(0), ""
+    if words and parse_file_type(words[0]) is None:
+        output = words.pop(0)
+    found = parse_file_type(words[0]) if words else None
+    if found is not None:
+        words.pop(0)
+    elif mode == "quantize":
+        raise _no_type(words, output)
+    number, name = found or (0, mode.upper())
+    text = words.pop(0) if words else arguments.one("t")
+    if words:
+        raise UsageError(f"too many arguments: {' '.join(words)}; usage: {USAGE}")
+    if not output:
+        suffix = "" if arguments.has("keep_split") else ".gguf"
+        model = re.sub(r"-\d{5}-of-\d{5}$", "", Path(source).stem)
+        stem = f"ggml-model-{name}" if mode == "quantize" else f"{model}-{mode}ed"
+        output = str(Path(source).with_name(stem + suffix))
+    return source, output, number, name, _threads(text)
+
+
+def _no_type(words: list[str], output: str) -> UsageError:
+    from ikcli.quant.tool import file_type_names
+
+    unknown = words[0] if words else output
+    if not unknown:
+        return UsageError(f"the type is missing, for example Q4_K_M; usage: {USAGE}")
+    near = nearest(unknown, file_type_names())
+    if near is None and not words:
+        return UsageError(f"the type is missing after {output}, for example Q4_K_M; usage: {USAGE}")
+    hint = f"; did you mean {near}?" if near else f"; types are {' '.join(file_type_names())}"
+    return UsageError(f"unknown type {unknown}{hint}")
+
+
+def _threads(text: str | None) -> int:
+    from ikcli.hostinfo import physical_cores
+
+    if text is None or text == "auto":
+        return physical_cores()
+    return whole_number("nthreads", text, 0) or physical_cores()
+
+
+def _recipe(arguments: ToolArguments, number: int, name: str) -> RecipeOptions:
+    from ikcli.quant.custom_rules import parse_custom_rules
+    from ikcli.quant.formats import format_by_name
+    from ikcli.quant.recipes import RecipeOptions
+
+    types: dict[str, Any] = {}
+    for key in [*(f"{flag}-type".replace("-", "_") for flag in _TYPE_FLAGS), "extra_output_tensor"]:
+        text = arguments.one(key)
+        if text is not None:
+            field = "extra_output_type" if key == "extra_output_tensor" else key
+            try:
+                types[field.replace("per_layer_token_embedding", "per_layer_token_embedding")] = format_by_name(
+                    text
+                ).type
+            except UsageError as problem:
+                raise UsageError(f"--{key.replace('_', '-')}: {problem}") from None
+    texts = [
+        "\n".join(read_lines(Path(text[1:]))) if text.startswith("@") else text for text in arguments.all("custom_q")
+    ]
+    return RecipeOptions(
+        number,
+        copy=name == "COPY",
+        pure=arguments.has("pure"),
+        leave_output_tensor=arguments.has("leave_output_tensor"),
+        ignore_imatrix_rules=arguments.has("ignore_imatrix_rules"),
+        custom=parse_custom_rules(texts),
+        **types,
+    )
+
+
+def _tool_options(arguments: ToolArguments, threads: int) -> ToolOptions:
+    from ikcli.quant.encoders import EncodeOptions
+    from ikcli.quant.tool import ToolOptions
+
+    return ToolOptions(
+        imatrix=arguments.one("imatrix"),
+        include_weights=arguments.all("include_weights"),
+        exclude_weights=arguments.all("exclude_weights"),
+        hide_imatrix=arguments.has("hide_imatrix"),
+        overrides=arguments.all("override_kv"),
+        n_threads=threads,
+        keep_split=arguments.has("keep_split"),
+        partial_requant=arguments.has("partial_requant"),
+        allow_requantize=arguments.has("allow_requantize"),
+        force=arguments.has("force"),
+        encode=EncodeOptions(arguments.has("symmetric_q40"), arguments.has("slow_iq2ks")),
+    )
+
+
+def run(request: Request) -> int:
+    """Plan, report, and unless it is a dry run write the result. Returns the exit code."""
+    from ikcli.quant.tool import plan_quantize, plan_repack
+
+    for rule in request.recipe.custom:
+        log.log(f"Adding custom rule {rule.pattern} -> {_type_name(rule.type)}")
+    if request.mode == "quantize":
+        plan = plan_quantize(request.input, request.output, request.recipe, request.options)
+    else:
+        plan = plan_repack(request.input, request.output, request.patterns, request.mode == "unrepack", request.options)
+    _report_plan(request, plan)
+    if request.mode != "quantize" and not any(c.changes for c in plan.job.choices):
+        log.log(f"nothing to {request.mode}: no file is written")
+        return 0
+    if request.dry_run:
+        print("\n".join(dry_run_lines(plan)))
+        return 0
+    _write(request, plan)
+    return 0
+
+
+def _type_name(type: Any) -> str:
+    from ikcli.quant.formats import FORMATS
+
+    return FORMATS[type].name
+
+
+def _report_plan(request: Request, plan: ToolPlan) -> None:
+    from ikcli.quant.custom_rules import rule_table
+
+    imatrix = plan.job.imatrix
+    if imatrix is not None:
+        sets = ", ".join(imatrix.datasets) or "unknown data"
+        log.log(f"importance matrix: {len(imatrix.entries)} entries from {sets}, {imatrix.n_chunks} chunks")
+    if plan.uses:
+        log.log("\n".join(rule_table(plan.uses)))
+    for note in plan.notes:
+        log.warn(note)
+    if request.verbose and request.dry_run:
+        for c in plan.job.choices:
+            if c.rule is not None:
+                log.log(f"Using custom type {_type_name(request.recipe.custom[c.rule].type)} for tensor {c.name}")
+    if plan.n_fallback:
+        log.warn(
+            f"{plan.n_fallback} of {len(plan.job.choices)} tensors have rows that do not fit and get a fallback type"
+        )
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """`4096 x 128 x 8`."""
+    return " x ".join(str(ne) for ne in shape)
+
+
+def dry_run_lines(plan: ToolPlan) -> list[str]:
+    """Table of all tensors and a line with the totals."""
+    rows = [("tensor", "shape", "old", "new", "MiB", "reason")]
+    for c in plan.job.choices:
+        size = f"{c.n_bytes / 2**20:.3f}"
+        rows.append((c.name, shape_text(c.shape), _type_name(c.old), _type_name(c.new), size, c.reason))
+    widths = [max(len(row[i]) for row in rows) for i in range(6)]
+    lines = [
+        "  ".join(
+            text.rjust(w) if i == 4 else text.ljust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return [line.rstrip() for line in lines] + ["", totals(plan)]
+
+
+def totals(plan: ToolPlan) -> str:
+    """Number of tensors, bytes, GiB and bits per weight of the result, and of the input."""
+    old_bpw = 8 * plan.old_bytes / plan.job.file.n_elements
+    return (
+        f"total: {len(plan.job.choices)} tensors, {plan.new_bytes} bytes = {plan.new_bytes / 2**30:.3f} GiB "
+        f"({plan.bpw:.3f} BPW); input {plan.old_bytes / 2**30:.3f} GiB ({old_bpw:.3f} BPW)"
+    )
+
+
+def _write(request: Request, plan: ToolPlan) -> None:
+    from ikcli.quant.quantizer import Progress
+    from ikcli.quant.quantizer import run as run_job
+
+    job, total = plan.job, len(plan.job.choices)
+    log.log(f"{request.mode}: '{request.input}' to '{request.output}' as {request.type_name}, {job.n_threads} threads")
+
+    def tensor(number: int, c: Choice) -> None:
+        old = job.file.tensors[c.source or c.name].n_bytes
+        text = f"[{number:4d}/{total:4d}] {c.name:>36s} - [{shape_text(c.shape)}], type = {_type_name(c.old):>6s}, "
+        if not c.changes:
+            log.log(text + f"size = {old / 2**20:8.3f} MiB")
+            return
+        if c.rule is not None:
+            log.log(f"Using custom type {_type_name(request.recipe.custom[c.rule].type)} for tensor {c.name}")
+        sizes = f"{old / 2**20:8.2f} MiB -> {c.n_bytes / 2**20:8.2f} MiB"
+        log.log(text + f"converting to {_type_name(c.new)} .. size = {sizes}")
+
+    def skipped(path: Path) -> None:
+        log.log(f"{path} exists and is complete, skipping it")
+
+    started = time.monotonic()
+    with log.progress(request.mode, plan.old_bytes, in_bytes=True) as advance:
+        paths = run_job(job, Progress(tensor, skipped, advance))
+    seconds = time.monotonic() - started
+    log.log(totals(plan))
+    rate = plan.old_bytes / 2**20 / max(seconds, 1e-9)
+    log.log(f"wrote {len(paths)} file{'s' if len(paths) != 1 else ''} in {seconds:.2f} s ({rate:.1f} MiB/s of input)")
+
+
+def add(app: typer.Typer, command: str) -> None:
+    """Register `quantize` or a command with another default mode."""
+
+    def entry(ctx: typer.Context) -> None:
+        request = parse_request(ctx.obj, command)
+        if request is None:
+            print(help_text())
+            return
+        raise typer.Exit(run(request))
+
+    entry.__annotations__ = {"ctx": typer.Context}
+    app.command(command, cls=RunCommand, add_help_option=False)(entry)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command `quantize` to `app`."""
+    add(app, "quantize")

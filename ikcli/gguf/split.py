@@ -1,0 +1,113 @@
+"""Splitting a GGUF file into parts and merging parts into one file; tensor bytes are copied as they are.
+
+Answers to llama-gguf-split: parts are named `OUT-00001-of-0000N.gguf`, the first one carries all metadata.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.errors import UsageError
+from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, TensorSpec, plan_splits, split_path
+
+_CHUNK_BYTES = 32 << 20
+_SIZE = re.compile(r"(\d+)([MG])")
+_UNITS = {"M": 10**6, "G": 10**9}
+
+
+@dataclass(frozen=True, slots=True)
+class PartSummary:
+    """What one part holds."""
+
+    path: Path
+    n_tensors: int
+    n_bytes: int
+
+
+def parse_size(text: str) -> int:
+    """`300M` or `2G` in bytes (decimal units); UsageError for anything else."""
+    m = _SIZE.fullmatch(text.strip().upper())
+    if m is None or int(m[1]) == 0:
+        raise UsageError(f'--split-max-size: "{text}" is not N(M|G), for example 2G')
+    return int(m[1]) * _UNITS[m[2]]
+
+
+def split(
+    source: str,
+    prefix: str,
+    max_tensors: int = 0,
+    max_bytes: int = 0,
+    no_tensor_first: bool = False,
+    dry_run: bool = False,
+    advance: Callable[[float], None] = lambda n: None,
+) -> list[PartSummary]:
+    """Write the model as parts of at most `max_tensors` tensors or `max_bytes` bytes (0: no limit)."""
+    file = open_gguf(source)
+    specs = _specs(file)
+    counts = plan_splits(specs, max_tensors, max_bytes, no_tensor_first)
+    out = Path(prefix)
+    starts = np.cumsum([0, *counts])
+    parts = [
+        PartSummary(split_path(out, i, len(counts)), n, sum(s.n_bytes for s in specs[starts[i] : starts[i] + n]))
+        for i, n in enumerate(counts)
+    ]
+    if not dry_run:
+        _refuse_inputs(file, [p.path for p in parts])
+        keys = {k: v for k, v in file.typed_metadata().items() if k not in SPLIT_KEYS}
+        with GGUFWriter(out, keys, specs, alignment=file.alignment, splits=counts) as writer:
+            _copy(file, writer, advance)
+        if len(counts) == 1:  # the writer calls a single part by the plain name
+            out.replace(parts[0].path)
+    return parts
+
+
+def merge(
+    source: str, output: str, dry_run: bool = False, advance: Callable[[float], None] = lambda n: None
+) -> list[PartSummary]:
+    """Write all parts of the model whose first part is `source` as one file that must not exist yet."""
+    file = open_gguf(source)
+    specs = _specs(file)
+    out = Path(output)
+    if out.exists():
+        raise UsageError(f"{out} exists already; name another output file")
+    if not dry_run:
+        _refuse_inputs(file, [out])
+        keys = {k: v for k, v in file.typed_metadata().items() if k not in SPLIT_KEYS}
+        with GGUFWriter(out, keys, specs, alignment=file.alignment) as writer:
+            _copy(file, writer, advance)
+    return [PartSummary(out, len(specs), sum(s.n_bytes for s in specs))]
+
+
+def _specs(file: GGUFFile) -> list[TensorSpec]:
+    return [TensorSpec(t.name, t.shape, t.type) for t in file.tensors.values()]
+
+
+def _refuse_inputs(file: GGUFFile, outputs: list[Path]) -> None:
+    inputs = {p.resolve() for p in file.paths}
+    for path in outputs:
+        if path.resolve() in inputs:
+            raise UsageError(f"{path} is the input; name another output")
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _copy(file: GGUFFile, writer: GGUFWriter, advance: Callable[[float], None]) -> None:
+    for t in file.tensors.values():
+        writer.write_tensor(t.name, _pieces(file, t.name, t.n_bytes, advance))
+
+
+def _pieces(
+    file: GGUFFile, name: str, n_bytes: int, advance: Callable[[float], None]
+) -> Iterator[npt.NDArray[np.uint8]]:
+    data = file.data(name)
+    for start in range(0, n_bytes, _CHUNK_BYTES):
+        piece = data[start : start + _CHUNK_BYTES]
+        yield piece
+        file.release(name, start, start + len(piece))
+        advance(len(piece))

@@ -12,17 +12,17 @@ import os
 import sys
 from pathlib import Path
 
-from ikcli.backends.cpu.kernel_cache import KernelKey
+from ikcli.backends.cpu.kernel_cache import KernelKey, pack_entry
 
 
 def compile_one(key: KernelKey) -> bytes:
-    """Object code of one kernel, preceded by a line with its symbol."""
+    """Contents of the cache file of one kernel."""
     from ikcli.backends.cpu.jit import compile_to_object
 
     module = importlib.import_module(key.full_module)
     function, n_args, returns = _described(getattr(module, key.factory)(*key.args))
     symbol, code = compile_to_object(function, n_args, returns)
-    return symbol.encode() + b"\n" + code
+    return pack_entry(symbol, code)
 
 
 def _described(made: object) -> tuple[object, int, bool]:

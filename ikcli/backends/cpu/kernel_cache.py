@@ -6,6 +6,8 @@ about half a millisecond. So only the first run ever pays for Numba: its import 
 
 The folder is named by the target CPU and the versions of Python, Numba and llvmlite, the file by a digest of the
 kernel's module and of every module of ours that it imports: an edited kernel or helper can never be served stale.
+LLVM ends the process when it is given a damaged object file, so every file starts with a line of magic, SHA-256 of the
+code, and symbol; a file that does not fit its line is compiled again.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from typing import Any
 from ikcli.backends.cpu import isa
 from ikcli.errors import IkError
 
+_MAGIC = "ik-kernel-1"  # of the file format
+_ADVICE = "set IK_CACHE_DIR to a folder with free space that you may write to"
 _PACKAGE_DIR = Path(__file__).resolve().parents[2]
 _IMPORT = re.compile(r"^from (ikcli[\w.]*) import ([\w, ]*)|^import (ikcli[\w.]*)", re.M)
 
@@ -49,7 +53,7 @@ class KernelKey:
     @property
     def file_name(self) -> str:
         readable = "_".join([self.factory, *(str(a) for a in self.args)])
-        digest = hashlib.sha256(f"{self.text} {source_digest(self.full_module)}".encode()).hexdigest()[:16]
+        digest = hashlib.sha256(f"{_MAGIC} {self.text} {source_digest(self.full_module)}".encode()).hexdigest()[:16]
         return f"{readable[:80]}-{digest}.kernel"
 
 
@@ -91,7 +95,25 @@ def cache_dir() -> Path:
 
 def is_cached(key: KernelKey) -> bool:
     """Whether the kernel has been compiled already."""
-    return (cache_dir() / key.file_name).is_file()
+    return _read_entry(cache_dir() / key.file_name) is not None
+
+
+def pack_entry(symbol: str, code: bytes) -> bytes:
+    """Contents of a cache file."""
+    return f"{_MAGIC} {hashlib.sha256(code).hexdigest()} {symbol}\n".encode() + code
+
+
+def _read_entry(path: Path) -> tuple[str, bytes] | None:
+    """(symbol, object code) of a cache file; None if there is none or it is damaged."""
+    try:
+        head, _, code = path.read_bytes().partition(b"\n")
+    except OSError:
+        return None
+    magic, _, rest = head.partition(b" ")
+    digest, _, symbol = rest.partition(b" ")
+    if magic != _MAGIC.encode() or digest != hashlib.sha256(code).hexdigest().encode():
+        return None
+    return symbol.decode(errors="replace"), code
 
 
 class KernelLibrary:
@@ -104,28 +126,32 @@ class KernelLibrary:
     def require(self, keys: Iterable[KernelKey], progress: Callable[[int, int], None] | None = None) -> None:
         """Load the kernels, compiling those that are not in the cache; `progress(done, total)` per compiled one."""
         wanted = [k for k in dict.fromkeys(keys) if k not in self._addresses]
-        missing = [k for k in wanted if not is_cached(k)]
+        entries = {k: _read_entry(cache_dir() / k.file_name) for k in wanted}
+        missing = [k for k in wanted if entries[k] is None]
         if missing:
             compile_kernels(missing, progress)
         for key in wanted:
-            self._addresses[key] = self._load(cache_dir() / key.file_name)
+            path = cache_dir() / key.file_name
+            entry = entries[key] or _read_entry(path)
+            if entry is None:
+                raise IkError(f"{path}: the kernel just compiled cannot be read; {_ADVICE}")
+            self._addresses[key] = self._load(path, *entry)
 
     def __getitem__(self, key: KernelKey) -> int:
         return self._addresses[key]
 
-    def _load(self, path: Path) -> int:
+    def _load(self, path: Path, symbol: str, code: bytes) -> int:
         import llvmlite.binding as llvm
 
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
-        header, _, code = path.read_bytes().partition(b"\n")
         machine = llvm.Target.from_default_triple().create_target_machine()
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
-        address: int = engine.get_function_address(header.decode())
+        address: int = engine.get_function_address(symbol)
         if not address:
-            raise IkError(f"{path}: damaged kernel cache entry; delete the folder {path.parent}")
+            raise IkError(f"{path}: no function {symbol} inside; delete the folder {path.parent}")
         self._engines.append(engine)
         return address
 
@@ -133,13 +159,13 @@ class KernelLibrary:
 def compile_kernels(keys: Sequence[KernelKey], progress: Callable[[int, int], None] | None = None) -> None:
     """Compile kernels into the cache, in as many processes as there are CPUs for this one."""
     directory = cache_dir()
-    directory.mkdir(parents=True, exist_ok=True)
+    _make_writable(directory)
     n_workers = max(1, min(len(keys), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))
     target = isa.current()
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(_PACKAGE_DIR.parent), os.environ.get("PYTHONPATH", "")]))
     if target.feature_string or target is not isa.host():
         env |= {"NUMBA_CPU_NAME": target.cpu, "NUMBA_CPU_FEATURES": target.feature_string}
-    command = [sys.executable, "-m", "ikcli.backends.cpu.compile_worker", str(directory)]
+    command = [sys.executable, "-P", "-m", "ikcli.backends.cpu.compile_worker", str(directory)]
     workers = []
     for i in range(n_workers):
         lines = "".join(f"{k.module} {k.factory} {' '.join(repr(a) for a in k.args)}\n" for k in keys[i::n_workers])
@@ -151,6 +177,17 @@ def compile_kernels(keys: Sequence[KernelKey], progress: Callable[[int, int], No
         p.stdin.close()
         workers.append(p)
     _wait(workers, len(keys), progress)
+
+
+def _make_writable(directory: Path) -> None:
+    """Create the cache folder; IkError if it cannot be written to."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".probe.{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as e:
+        raise IkError(f"{directory}: the kernel cache cannot be written ({e.strerror or e}); {_ADVICE}") from None
 
 
 def _wait(workers: list[subprocess.Popen[bytes]], total: int, progress: Callable[[int, int], None] | None) -> None:

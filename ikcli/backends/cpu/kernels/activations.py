@@ -27,6 +27,7 @@ from ikcli.backends.cpu.simd.vec import (
 )
 
 _F0, _F127 = np.float32(0.0), np.float32(127.0)
+_TINY = np.float32(1e-36)  # smaller maxima count as zero: 127 / them would overflow
 
 
 @inline
@@ -38,13 +39,14 @@ def quantize_blocks(src, dst, k, lo, hi):
     for ib in range(lo, hi):
         v0, v1 = load_f32x16(src + 128 * ib), load_f32x16(src + 128 * ib + 64)
         amax = reduce_max(vmax(vabs(v0), vabs(v1)))
-        d = amax / _F127
-        inv = _F127 / amax if amax > _F0 else _F0
+        inv = _F127 / amax if amax > _TINY else _F0
         scale = splat_f32x16(inv)
         q0, q1 = vround_even(vmul(v0, scale)), vround_even(vmul(v1, scale))
+        f0, f1 = reduce_add(q0), reduce_add(q1)
+        d = amax / _F127 + ((f0 + f1) - (f0 + f1))  # NaN if any value is NaN or Inf: int8 cannot say so
         store_i8x16(dst + 32 * ib, trunc_i32x16_i8(cvt_f32x16_i32(q0)))
         store_i8x16(dst + 32 * ib + 16, trunc_i32x16_i8(cvt_f32x16_i32(q1)))
-        sum0, sum1 = np.int64(reduce_add(q0)), np.int64(reduce_add(q1))
+        sum0, sum1 = np.int64(f0), np.int64(f1)
         st_f32(d_at + 4 * ib, d)
         st_f32(s_at + 4 * ib, d * np.float32(sum0 + sum1))
         st_i32(sum32_at + 4 * ib, -128 * (sum0 + sum1))

@@ -84,7 +84,7 @@ def route_row(logits, bias, probs, scores, out, n, n_used, softmax, norm, scale,
         best, best_score = np.int64(-1), _LOWEST
         for i in range(n):
             s = ld_f32(scores + 4 * i)
-            if s > best_score:
+            if s > best_score or (s != s and best_score == best_score):  # NaN wins, so that it shows in the result
                 best, best_score = i, s
         if slot == 0:
             top = best_score

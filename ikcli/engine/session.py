@@ -52,7 +52,6 @@ class Session:
         self._n_past = [0] * n_seq_max
         self.timings = Timings()
         self._n_outputs = min(n_seq_max, self.n_ubatch)
-        self._state = State(self.n_ubatch, self.n_ctx)
         self._weights: Mapping[str, int] = {}
         self._caches: dict[Cache, npt.NDArray[np.uint8]] = {}
         self.graphs = self._record()
@@ -94,6 +93,7 @@ class Session:
         self._check_weights(names)
         self._weights = self.model.load(names, mmap=self.config.mmap)
         try:
+            self._state = State(self.n_ubatch, self.n_ctx)
             self._caches = {c: aligned_zeros(n) for c, n in self.cache_bytes().items()}
             self._bind()
         except MemoryError:
@@ -182,7 +182,11 @@ class Session:
     def decode(self, batch: Batch) -> FloatRows:
         """Logits (n_outputs, n_vocab) of the wanted tokens in batch order; valid until the next call."""
         start = time.perf_counter()
-        parts = [self._decode(batch.slice(i, i + self.n_ubatch)) for i in range(0, len(batch), self.n_ubatch)]
+        if len(batch) == 1:
+            parts = [self._decode(batch)]  # in the work memory itself, which the next micro-batch writes again
+        else:
+            starts = range(0, len(batch), self.n_ubatch)
+            parts = [self._decode(batch.slice(i, i + self.n_ubatch)).copy() for i in starts]
         self.timings.add(len(batch), time.perf_counter() - start)
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty((0, self.n_vocab), np.float32), *parts])
 
@@ -203,8 +207,7 @@ class Session:
         # A sum is not finite if a term is not; it can overflow by itself, so look closer before complaining.
         if not np.isfinite(logits.sum(dtype=np.float64)) and not np.isfinite(logits).all():
             self._explain_non_finite(program, n_threads)
-        # The arena is written again by the next micro-batch; single tokens are read before that.
-        return logits.copy() if n > 1 else logits
+        return logits
 
     def _segments(self, batch: Batch) -> list[Segment]:
         if len(batch) and not 0 <= batch.tokens.min() <= batch.tokens.max() < self.n_vocab:
@@ -219,7 +222,7 @@ class Session:
         seq, pos, n = int(batch.seq[start]), int(batch.pos[start]), stop - start
         if not 0 <= seq < self.n_seq_max:
             raise IkError(f"sequence {seq} does not exist; the session was made for {self.n_seq_max}")
-        if pos != self._n_past[seq] or int(batch.pos[stop - 1]) != pos + n - 1:
+        if pos != self._n_past[seq] or (np.diff(batch.pos[start:stop]) != 1).any():
             raise IkError(f"sequence {seq}: position {pos} does not follow the {self._n_past[seq]} cached ones")
         if pos + n > self.n_ctx_seq:
             raise IkError(f"sequence {seq}: {pos + n} tokens do not fit its context of {self.n_ctx_seq}; raise -c")
@@ -249,6 +252,8 @@ class Session:
 
     def kv_seq_rm(self, seq: int, p0: int = 0, p1: int = -1) -> None:
         """Forget positions p0..p1-1 of a sequence (seq -1: all sequences, p1 -1: to the end)."""
+        if seq >= self.n_seq_max:
+            raise IkError(f"sequence {seq} does not exist; the session was made for {self.n_seq_max}")
         for s in range(self.n_seq_max) if seq < 0 else (seq,):
             if p0 < p1 < self._n_past[s]:
                 raise UnsupportedError("only the end of a sequence can be removed from the cache")

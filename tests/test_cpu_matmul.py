@@ -1,0 +1,357 @@
+"""Matrix products of the CPU backend, dense, by head and by expert, against float64 NumPy, with NaN in spare memory.
+
+Integer kernels round activations to int8 per 32 values. The oracle rounds in the same way and is then held to float32
+accuracy; a second check without the rounding bounds what the rounding costs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kernel_harness import Harness, Segment
+
+from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES, TILE_BYTES
+from ikcli.gguf.constants import GGMLType
+from ikcli.graph import Graph, HeadSlice, Node, Rows, RowSpec, Weight
+from ikcli.quant.decode import dequantize
+from ikcli.quant.formats import get_format, row_size
+
+Array = npt.NDArray[Any]
+TYPES = [*FLOAT_TYPES, *TILE_BYTES]
+N_TOKENS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 16, 17, 33)
+N_ROWS = (1, 5, 17, 40)
+
+
+def k_of(type_: GGMLType) -> tuple[int, ...]:
+    """Row lengths to try."""
+    block = get_format(type_).block_size
+    return {1: (32, 33, 320, 1408), 32: (32, 64, 256, 320, 1408), 256: (256, 1280)}[block]
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+@functools.cache
+def good_blocks(type_: GGMLType) -> Array:
+    """Random blocks (n, bytes) whose values are of ordinary size; all bit patterns of codes occur."""
+    rng = np.random.default_rng(int(type_))
+    fmt = get_format(type_)
+    blocks = rng.integers(0, 256, (20000, fmt.type_size), dtype=np.uint8)
+    values = np.abs(dequantize(blocks, type_, (fmt.block_size, len(blocks)))).max(axis=1)
+    return blocks[(values > 0.05) & (values < 5)]
+
+
+def make_weight(name: str, type_: GGMLType, shape: tuple[int, ...], seed: int = 1) -> tuple[Weight, Array, Array]:
+    """(weight, bytes, float64 values (matrices, rows, k)); the bytes end where an unreadable NaN pattern begins."""
+    rng = np.random.default_rng([seed, *shape])
+    n_rows, k = int(np.prod(shape[1:])), shape[0]
+    if type_ in FLOAT_TYPES:
+        x = rng.standard_normal((n_rows, k)).astype(np.float32)
+        bits = (x.view(np.uint32) >> 16).astype(np.uint16)
+        data = {GGMLType.F32: x, GGMLType.F16: x.astype(np.float16), GGMLType.BF16: bits}[type_].view(np.uint8)
+    else:
+        pool = good_blocks(type_)
+        data = pool[rng.integers(0, len(pool), n_rows * k // get_format(type_).block_size)]
+    data = data.reshape(-1)
+    assert data.size == n_rows * row_size(type_, k)
+    guarded = np.full(data.size + 4096, 0xFF, np.uint8)
+    guarded[: data.size] = data
+    values = dequantize(data, type_, shape).astype(np.float64)
+    return Weight(name, type_, shape), guarded, values.reshape(-1, shape[1], k)
+
+
+# --- oracle -----------------------------------------------------------------------------------------------------------
+def rounded(x: Array) -> Array:
+    """float32 activations as the integer kernels see them."""
+    blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, 32)
+    top = np.abs(blocks).max(axis=-1, keepdims=True)
+    inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
+    scale = (top / np.float32(127)).astype(np.float64)
+    return (np.rint(blocks * inverse).astype(np.float64) * scale).reshape(x.shape)
+
+
+def seen(x: Array, type_: GGMLType) -> Array:
+    """Activations as a kernel of this weight type sees them, in float64."""
+    return x.astype(np.float64) if type_ in FLOAT_TYPES else rounded(x)
+
+
+def check(found: Array, w: Array, x: Array, type_: GGMLType, *, loss: bool = True) -> None:
+    """found = x @ w.T up to float32 rounding of the sum, and up to 1.5 % without the rounding of x."""
+    a = seen(x, type_)
+    assert found.shape == (len(x), len(w))
+    limit = 1e-5 * (np.abs(a) @ np.abs(w).T) + 1e-30  # codes are biased by 128, which costs a few bits
+    error = np.abs(found - a @ w.T)
+    assert (error <= limit).all(), f"{(error / limit).max()} times the limit"
+    if loss:
+        x = x.astype(np.float64)
+        assert np.mean((found - x @ w.T) ** 2) <= 0.015**2 * np.mean(np.square(x) @ np.square(w).T)
+
+
+def activations(rows: int, cols: int, seed: int = 3) -> Array:
+    return np.random.default_rng([seed, rows, cols]).standard_normal((rows, cols)).astype(np.float32)
+
+
+def dense(w: Weight, data: Array, n_threads: int, max_tokens: int = 33) -> tuple[Harness, Node]:
+    run = Harness(max_tokens, 64, RULES)
+    x = run.input("x", w.ne0)
+    run.compile(run.graph.mul_mat(w, x, "y"), n_threads, {w.name: data})
+    return run, x
+
+
+# --- dense ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+def test_mul_mat(type_: GGMLType) -> None:
+    for k in k_of(type_):
+        for n_rows in N_ROWS:
+            w, data, values = make_weight("w", type_, (k, n_rows))
+            run, x = dense(w, data, n_threads=2 if n_rows > 5 else 1)
+            for n in N_TOKENS:
+                a = activations(n, k)
+                check(run([Segment(n)], {x: a}), values[0], a, type_, loss=n_rows * n > 30)
+
+
+@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+def test_threads_do_not_change_a_bit(type_: GGMLType) -> None:
+    w, data, _ = make_weight("w", type_, (k_of(type_)[-1], 250))
+    runs = [dense(w, data, n) for n in (1, 2, 3)]
+    for n in (1, 3, 4, 33):
+        a = activations(n, w.ne0)
+        results = [run([Segment(n)], {x: a}) for run, x in runs]
+        np.testing.assert_array_equal(results[0], results[1])
+        np.testing.assert_array_equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+def test_rows_of_a_weight(type_: GGMLType) -> None:
+    """A range of rows is used in place."""
+    w, data, values = make_weight("w", type_, (256, 60))
+    for row0, n_rows in ((0, 7), (13, 32), (59, 1), (28, 32)):
+        run, x = dense(w.rows(row0, n_rows), data, 2)
+        for n in (2, 9):
+            a = activations(n, 256)
+            check(run([Segment(n)], {x: a}), values[0, row0 : row0 + n_rows], a, type_)
+
+
+@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+def test_mul_mat_heads(type_: GGMLType) -> None:
+    """Per-head matrices; the heads are slices of wider rows."""
+    k, n_head, n_rows = k_of(type_)[0], 3, 21
+    if k % 32 == 0:
+        w, data, values = make_weight("w", type_, (k, n_rows, n_head))
+        offset, stride = 16, k + 48
+        run = Harness(17, 64, RULES)
+        x = run.input("x", offset + n_head * stride)
+        run.compile(run.graph.mul_mat_heads(w, HeadSlice(x, offset, k, stride), "y"), 2, {"w": data})
+        for n in (1, 3, 4, 17):
+            a = activations(n, x.cols)
+            found = run([Segment(n)], {x: a}).reshape(n, n_head, n_rows)
+            for h in range(n_head):
+                at = offset + h * stride
+                check(found[:, h], values[h], a[:, at : at + k], type_)
+
+
+@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+def test_one_input_for_several_weights(type_: GGMLType) -> None:
+    """q, k, v share the rounded input; a later node must not have overwritten it."""
+    w, data, values = make_weight("w", type_, (256, 40))
+    v, more, other = make_weight("v", type_, (256, 40), seed=2)
+    run = Harness(8, 64, RULES)
+    x = run.input("x", 256)
+    first = run.graph.mul_mat(w, x, "first")
+    second = run.graph.mul_mat(v, x, "second")
+    run.compile(run.graph.add(first, second, "sum"), 2, {"w": data, "v": more})
+    a = activations(8, 256)
+    both = np.concatenate([values[0], other[0]], axis=1)
+    check(run([Segment(8)], {x: a}), both, np.concatenate([a, a], axis=1), type_)
+
+
+@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("n", [2, 9])
+def test_huge_activations(type_: GGMLType, n: int) -> None:
+    """Sums of blocks far beyond the half-precision range stay exact."""
+    w, data, values = make_weight("w", type_, (256, 40))
+    run, x = dense(w, data, 2)
+    for size in (1e4, 1e7, 1e30):
+        a = (np.abs(activations(n, 256)) * np.float32(size)).astype(np.float32)
+        assert a.reshape(n, -1, 32).sum(axis=-1).min() > 65504
+        check(run([Segment(n)], {x: a}), values[0], a, type_)
+
+
+@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("n", [2, 9])
+def test_zero_and_tiny_activations(type_: GGMLType, n: int) -> None:
+    w, data, values = make_weight("w", type_, (256, 40))
+    run, x = dense(w, data, 2)
+    a = np.zeros((n, 256), np.float32)
+    assert not run([Segment(n)], {x: a}).any()
+    a[:, 32:64] = activations(n, 32)  # one block among zero blocks
+    check(run([Segment(n)], {x: a}), values[0], a, type_, loss=False)
+    for size in (1e-45, 1e-41, 1e-37):
+        found = run([Segment(n)], {x: np.full((n, 256), size, np.float32)})
+        assert np.isfinite(found).all() and np.abs(found).max() <= 256 * 5 * size
+
+
+@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("n", [1, 9])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_non_finite_activations_show(type_: GGMLType, n: int, bad: float) -> None:
+    """One bad value in a row spoils that row and no other: it must never look like an ordinary number."""
+    w, data, values = make_weight("w", type_, (256, 40))
+    run, x = dense(w, data, 2)
+    a = activations(n, 256)
+    a[n // 2, 77] = bad
+    found = run([Segment(n)], {x: a})
+    assert not np.isfinite(found[n // 2]).any()
+    good = np.arange(n) != n // 2
+    if good.any():
+        check(found[good], values[0], a[good], type_)
+
+
+@pytest.mark.parametrize("type_", list(TILE_BYTES), ids=lambda t: t.name)
+@pytest.mark.parametrize("n", [1, 9])
+def test_extreme_codes(type_: GGMLType, n: int) -> None:
+    """The largest codes with the largest activations: no 8- or 16-bit intermediate result may saturate."""
+    pool = good_blocks(type_)
+    fmt = get_format(type_)
+    values = dequantize(pool, type_, (fmt.block_size, len(pool)))
+    order = np.argsort(np.abs(values).sum(axis=1) / np.abs(values).max(axis=1))
+    block, value = pool[order[-1]], values[order[-1]].astype(np.float64)
+    k = fmt.block_size * 8
+    data = np.ascontiguousarray(np.tile(block, 8 * 20))
+    run, x = dense(Weight("w", type_, (k, 20)), data, 1)
+    a = np.tile(np.where(np.tile(value, 8) > 0, 1.0, -1.0).astype(np.float32), (n, 1))
+    check(run([Segment(n)], {x: a}), np.tile(value, (20, 8)), a, type_, loss=False)
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+N_EXPERT = 6
+
+
+def chosen(logits: Array, n_used: int, ser: tuple[int, float] | None) -> tuple[Array, Array]:
+    """Softmax routing: (weights, ids), -1 for dropped slots."""
+    p = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    ids = np.argsort(-p, axis=1, kind="stable")[:, :n_used]
+    weights = np.take_along_axis(p, ids, axis=1)
+    if ser is not None:
+        drop = weights < ser[1] * weights[:, :1]
+        drop[:, : ser[0]] = False
+        ids, weights = np.where(drop, -1, ids), np.where(drop, 0, weights)
+    return weights, ids
+
+
+def order_of(ids: Array) -> Array:
+    """Pairs (row * n_used + slot) grouped by expert, dropped ones last."""
+    flat = ids.reshape(-1)
+    return np.argsort(np.where(flat < 0, N_EXPERT, flat), kind="stable")
+
+
+def routing_logits(kind: str, n: int) -> Array:
+    """Distinct values; "one": everything prefers expert 4; "few": experts 0 and 5 get no token."""
+    logits = np.random.default_rng(n).standard_normal((n, N_EXPERT)).astype(np.float32)
+    if kind == "one":
+        logits[:, 4] += 50
+    if kind == "few":
+        logits[:, [0, 5]] -= 50
+    return logits
+
+
+def experts(type_: GGMLType, k: int, n_rows: int, n_used: int, ser: tuple[int, float] | None, n_threads: int) -> Any:
+    """Harnesses for mul_mat_id and moe_up_gate over the same weights: (run, leaf, logits) each, values of both."""
+    up, up_data, up_values = make_weight("up", type_, (k, n_rows, N_EXPERT))
+    gate, gate_data, gate_values = make_weight("gate", type_, (k, n_rows, N_EXPERT), seed=2)
+    made = []
+    for fused in (False, True):
+        run = Harness(17, 64, RULES)
+        x, logits = run.input("x", k), run.input("logits", N_EXPERT)
+        plan = routed(run.graph, logits, n_used, ser)
+        g = run.graph
+        y = g.moe_up_gate(up, gate, x, plan, "y") if fused else g.mul_mat_id(up, x, plan, "y")
+        run.compile(y, n_threads, {"up": up_data, "gate": gate_data})
+        made.append((run, x, logits))
+    return made, up_values, gate_values
+
+
+def routed(g: Graph, logits: Node, n_used: int, ser: tuple[int, float] | None) -> Node:
+    route = g.moe_route(logits, None, "route", n_used=n_used, gating="softmax", norm=False, scale=1.0, ser=ser)
+    return g.moe_sort(route, N_EXPERT, "plan")
+
+
+@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("ser", [None, (1, 0.7)])
+def test_experts(type_: GGMLType, ser: tuple[int, float] | None) -> None:
+    k, n_rows, n_used = k_of(type_)[0], 40, 3
+    made, up, gate = experts(type_, k, n_rows, n_used, ser, 2)
+    for kind in ("any", "one", "few"):
+        for n in (1, 2, 5, 17):
+            logits, a = routing_logits(kind, n), activations(n, k)
+            _, ids = chosen(logits, n_used, ser)
+            order = order_of(ids)
+            expert, rows = ids.reshape(-1)[order], order // n_used
+            assert ser is None or kind == "any" or (expert < 0).any()
+            plain, fused = (run([Segment(n)], {x: a, node: logits}) for run, x, node in made)
+            for e in np.unique(expert[expert >= 0]):
+                mine = expert == e
+                check(plain[mine], up[e], a[rows[mine]], type_, loss=False)
+                check_up_gate(fused[mine], up[e], gate[e], seen(a[rows[mine]], type_))
+            assert not plain[expert < 0].any() and not fused[expert < 0].any()
+
+
+def check_up_gate(found: Array, up: Array, gate: Array, a: Array) -> None:
+    g, u = a @ gate.T, a @ up.T
+    wanted = g / (1 + np.exp(-g)) * u
+    limit = 1e-5 * (np.abs(a) @ np.abs(gate).T * (1 + np.abs(u)) + np.abs(a) @ np.abs(up).T * (1 + np.abs(g)))
+    assert (np.abs(found - wanted) <= limit + 1e-5 * np.abs(wanted)).all()
+
+
+@pytest.mark.parametrize("type_", [GGMLType.F16, GGMLType.Q4_K, GGMLType.Q8_0], ids=lambda t: t.name)
+def test_experts_do_not_depend_on_threads(type_: GGMLType) -> None:
+    made = [experts(type_, 256, 70, 2, None, n)[0] for n in (1, 2, 3)]
+    for n in (1, 17):
+        logits, a = routing_logits("any", n), activations(n, 256)
+        results = [[run([Segment(n)], {x: a, node: logits}) for run, x, node in m] for m in made]
+        for other in results[1:]:
+            np.testing.assert_array_equal(results[0], other)
+
+
+@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("ser", [None, (1, 0.9)])
+def test_experts_to_token_order(type_: GGMLType, ser: tuple[int, float] | None) -> None:
+    """up, down, weighted sum: rows find their way back, dropped slots add nothing."""
+    k = max(64, get_format(type_).block_size)
+    up, up_data, up_values = make_weight("up", type_, (k, k, N_EXPERT))
+    down, down_data, down_values = make_weight("down", type_, (k, 37, N_EXPERT), seed=2)
+    run = Harness(17, 64, RULES)
+    x, logits = run.input("x", k), run.input("logits", N_EXPERT)
+    g = run.graph
+    plan = routed(g, logits, 3, ser)
+    route = plan.inputs[0]
+    assert isinstance(route, Node)
+    y = g.mul_mat_id(down, g.mul_mat_id(up, x, plan, "up_x"), plan, "down_x", sorted_in=True)
+    run.compile(g.moe_sum(y, route, plan, "sum"), 2, {"up": up_data, "down": down_data})
+    for n in (1, 4, 17):
+        values, a = routing_logits("any", n), activations(n, k)
+        weights, ids = chosen(values, 3, ser)
+        inner = np.einsum("tk,epk->tep", seen(a, type_), up_values)
+        outer = np.einsum("tep,eqp->teq", seen(inner.astype(np.float32), type_), down_values)
+        wanted = np.einsum("tsq,ts->tq", np.take_along_axis(outer, np.maximum(ids, 0)[..., None], axis=1), weights)
+        found = run([Segment(n)], {x: a, logits: values})
+        # The inner result is rounded again; a tie may fall either way, which costs at most one step of one value.
+        assert np.abs(found - wanted).max() <= 2e-3 * np.abs(wanted).max()
+
+
+def test_sorted_input_of_one_expert_per_token() -> None:
+    """`sorted_in`: row i of the input is the i-th sorted row."""
+    w, data, values = make_weight("w", GGMLType.Q8_0, (64, 40, N_EXPERT))
+    run = Harness(9, 64, RULES)
+    x, logits = run.input("x", 64), run.input("logits", N_EXPERT)
+    plan = routed(run.graph, logits, 1, None)
+    assert plan.rows == RowSpec(Rows.TOKENS, 1)
+    run.compile(run.graph.mul_mat_id(w, x, plan, "y", sorted_in=True), 2, {"w": data})
+    route, a = routing_logits("any", 9), activations(9, 64)
+    expert = np.sort(chosen(route, 1, None)[1].reshape(-1))
+    found = run([Segment(9)], {x: a, logits: route})
+    for i in range(9):
+        check(found[i : i + 1], values[expert[i]], a[i : i + 1], GGMLType.Q8_0, loss=False)

@@ -47,7 +47,7 @@ from ikcli.backends.cpu.simd.vec import (
     store_f32x16,
     vadd,
     vfma,
-    vmax,
+    vmax_fast,
     vmul,
     vsub,
     zero_f32x16,
@@ -253,13 +253,13 @@ def soft_max_column(s, stride, n, tile, stats):
         for t in range(n):
             x = select_less_i32(splat_i32x16(t), limit, load_f32x16(s + t * stride), lowest)
             store_f32x16(s + t * stride, x)
-            top = vmax(x, top)
+            top = vmax_fast(x, top)
     else:
         other = old
         for t in range(0, n - 1, 2):
-            top = vmax(load_f32x16(s + t * stride), top)
-            other = vmax(load_f32x16(s + t * stride + stride), other)
-        top = vmax(vmax(load_f32x16(s + (n - 1) * stride), top), other)
+            top = vmax_fast(load_f32x16(s + t * stride), top)
+            other = vmax_fast(load_f32x16(s + t * stride + stride), other)
+        top = vmax_fast(vmax_fast(load_f32x16(s + (n - 1) * stride), top), other)
     total, nan = zero, zero
     for t in range(n):
         x = vsub(load_f32x16(s + t * stride), top)
@@ -374,7 +374,7 @@ def merge_chunk(slot, slot_bytes, parts, v, chunk, stride, sums, out):
     """16 columns of one vector of rows, summed over the parts of a task: out[column][row], sums[row]."""
     top = load_f32x16(slot + M + 64 * v)
     for i in range(1, parts):
-        top = vmax(load_f32x16(slot + i * slot_bytes + M + 64 * v), top)
+        top = vmax_fast(load_f32x16(slot + i * slot_bytes + M + 64 * v), top)
     total = zero_f32x16()
     for i in range(parts):
         part = slot + i * slot_bytes

@@ -73,7 +73,7 @@ from ikcli.backends.cpu.simd.vec import (
     store_f32x16,
     vadd,
     vfma,
-    vmax,
+    vmax_fast,
     vmul,
     vsub,
     zero_f32x16,
@@ -231,7 +231,7 @@ def soft_max_tile(s, seen, n, stats):
     top = old
     for i in range(0, seen, 16):
         x = select_less_i32(lane_index(), splat_i32x16(seen - i), load_f32x16(s + 4 * i), lowest)
-        top = vmax(x, top)
+        top = vmax_fast(x, top)
     top = splat_f32x16(reduce_max(top))
     total, nan = zero, zero
     for i in range(0, n, 16):

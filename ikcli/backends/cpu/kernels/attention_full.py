@@ -71,7 +71,7 @@ from ikcli.backends.cpu.simd.vec import (
     store_f32x16,
     vadd,
     vfma,
-    vmax,
+    vmax_fast,
     vmul,
     vsub,
     zero_f32x16,
@@ -174,7 +174,7 @@ def soft_max_row(s, n):
     for i in range(0, n, 16):
         x = select_less_i32(lane_index(), splat_i32x16(n - i), load_f32x16(s + 4 * i), lowest)
         store_f32x16(s + 4 * i, x)
-        top = vmax(x, top)
+        top = vmax_fast(x, top)
     top = splat_f32x16(reduce_max(top))
     total, nan = zero, zero
     for i in range(0, n, 16):

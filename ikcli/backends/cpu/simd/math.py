@@ -12,6 +12,7 @@ from ikcli.backends.cpu.simd.vec import (
     vdiv,
     vfma,
     vmax,
+    vmax_fast,
     vmin,
     vmul,
     vround_even,
@@ -48,7 +49,7 @@ def vexp(x):
 @inline
 def vexp_fast(x):
     """vexp for x that is never NaN and never above 0 (soft-max): -inf gives a number below 1.2e-38."""
-    clamped = vmax(x, splat_f32x16(_LOWEST))
+    clamped = vmax_fast(x, splat_f32x16(_LOWEST))
     n = vround_even(vmul(clamped, splat_f32x16(_LOG2E)))
     r = vfma(n, splat_f32x16(-_LN2_HI), clamped)
     r = vfma(n, splat_f32x16(-_LN2_LO), r)

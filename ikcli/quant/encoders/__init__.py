@@ -40,7 +40,25 @@ class EncodeOptions:
 RowEncoder = Callable[[Floats, GGMLType, Floats | None, EncodeOptions], Bytes]
 
 # Type -> "module:function" below ikcli.quant.encoders.
-ENCODERS: dict[GGMLType, str] = {}
+ENCODERS: dict[GGMLType, str] = {
+    GGMLType.Q4_0: "legacy:encode",
+    GGMLType.Q4_1: "legacy:encode",
+    GGMLType.Q5_0: "legacy:encode",
+    GGMLType.Q5_1: "legacy:encode",
+    GGMLType.Q6_0: "legacy:encode",
+    GGMLType.Q8_0: "legacy:encode",
+    GGMLType.MXFP4: "legacy:encode",
+    GGMLType.IQ4_NL: "legacy:encode",
+    GGMLType.IQ2_K: "iqk:encode",
+    GGMLType.IQ3_K: "iqk:encode",
+    GGMLType.IQ4_K: "iqk:encode",
+    GGMLType.IQ5_K: "iqk:encode",
+    GGMLType.IQ6_K: "iqk:encode",
+    GGMLType.IQ2_KS: "iqk:encode",
+    GGMLType.IQ3_KS: "iqk:encode",
+    GGMLType.IQ4_KS: "iqk:encode",
+    GGMLType.IQ5_KS: "iqk:encode",
+}
 
 _PIECES_PER_THREAD = 4
 _DEFAULT_OPTIONS = EncodeOptions()

@@ -1,0 +1,269 @@
+"""Searches of one scale (and minimum) per 32-block, 16 blocks at once: Q4_0, Q5_0, Q6_0, IQ4_NL; Q4_1, Q5_1.
+
+For given codes l the best scale is sum(w x l) / sum(w l^2), which lowers the weighted squared error by
+sum(w x l)^2 / sum(w l^2): many scales are tried, the codes of the best are refined by rounding again with their own
+best scale. Arguments: x, weights (ne0 f32, or 0), number of blocks, ne0, out, scratch, candidates, how many.
+"""
+# mypy: ignore-errors
+# (compiled from bytecode; intrinsics have no Python body that a type checker could follow)
+
+import itertools
+
+import numpy as np
+
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import (
+    bcast_f32x16,
+    cvt_f32x16_i32,
+    ld_f32,
+    ld_u8,
+    load_f32x16,
+    splat_f32x16,
+    st_f16,
+    st_i8,
+    st_i32,
+    store_f32x16,
+    store_i8x16,
+    trunc_i32x16_i8,
+    vabs,
+    vadd,
+    vdiv,
+    vfma,
+    vmax,
+    vmin,
+    vmul,
+    vround_even,
+    vsub,
+    zero_f32x16,
+)
+from ikcli.quant.encoders.lane_kernels import (
+    LANES,
+    fill_ones,
+    load_group,
+    make_step_sum,
+    reciprocal,
+    round_f16,
+    scale_group,
+    signed_largest,
+    where_less,
+)
+
+# Scratch: values, weights, codes (bytes), scales, minima, half floats.
+XS, WS, QS, DS, MS, HALF, SCRATCH_BYTES = 0, 2048, 4096, 4608, 4672, 4736, 4800
+_REFINEMENTS, _N_EXACT = 3, 16
+_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_NL_MIDDLES = [(a + b) / 2 for a, b in itertools.pairwise(_NL)]
+_nl_value = make_step_sum(_NL_MIDDLES, _NL[0], [b - a for a, b in itertools.pairwise(_NL)])
+_nl_index = make_step_sum(_NL_MIDDLES, 0, [1] * 15)
+
+
+def make_nearest(n_bits, nonlinear):
+    """Device functions: the level nearest to y, and its code."""
+    half = 1 << (n_bits - 1)
+    lowest, highest, offset = np.float32(-half), np.float32(half - 1), np.float32(half)
+    if nonlinear:
+        return _nl_value, _nl_index
+
+    @inline
+    def nearest(y):
+        return vmax(vmin(vround_even(y), splat_f32x16(highest)), splat_f32x16(lowest))
+
+    @inline
+    def code_of(y):
+        return vadd(nearest(y), splat_f32x16(offset))
+
+    return nearest, code_of
+
+
+def make_store(n_bits, size):
+    """Device function: one block of packed codes of `size` bytes from 32 bytes of codes that are 16 apart."""
+
+    @inline
+    def store(out, codes):
+        if n_bits == 5:
+            bits = 0
+            for i in range(32):
+                bits |= (ld_u8(codes + 16 * i) >> 4) << i
+            st_i32(out, bits)
+            out += 4
+        if n_bits == 6:
+            for i in range(8):
+                a, b = ld_u8(codes + 16 * i) >> 4, ld_u8(codes + 16 * (i + 16)) >> 4
+                c, d = ld_u8(codes + 16 * (i + 8)) >> 4, ld_u8(codes + 16 * (i + 24)) >> 4
+                st_i8(out + i, a | b << 2 | c << 4 | d << 6)
+            out += 8
+        for i in range(16):
+            st_i8(out + i, ld_u8(codes + 16 * i) & 15 | (ld_u8(codes + 16 * (i + 16)) & 15) << 4)
+
+    return store
+
+
+def make_scale_search(n_bits, nonlinear):
+    """x = d * level: Q4_0, Q5_0, Q6_0 (whole levels) and IQ4_NL. Candidates: levels of the largest value."""
+    nearest, code_of = make_nearest(n_bits, nonlinear)
+    lowest, highest = np.float32(-(1 << n_bits - 1)), np.float32((1 << n_bits - 1) - 1)
+    n_bytes = {4: 18, 5: 22, 6: 26}[n_bits]
+    store = make_store(n_bits, n_bytes)
+
+    @inline
+    def sums(s, inverse_scale):
+        """sum(w x l) and sum(w l^2) of the levels nearest to x * inverse_scale."""
+        wxl, wll = zero_f32x16(), zero_f32x16()
+        for i in range(32):
+            v = load_f32x16(s + XS + 64 * i)
+            level = nearest(vmul(v, inverse_scale))
+            wl = vmul(load_f32x16(s + WS + 64 * i), level)
+            wxl, wll = vfma(wl, v, wxl), vfma(wl, level, wll)
+        return wxl, wll
+
+    @inline
+    def merit(wxl, wll):
+        return vmul(wxl, vmul(wxl, reciprocal(wll)))
+
+    @inline
+    def best_scale(s, candidates, n_candidates):
+        best, best_merit = bcast_f32x16(candidates), zero_f32x16()
+        for c in range(n_candidates):
+            inverse_scale = bcast_f32x16(candidates + 4 * c)
+            wxl, wll = sums(s, inverse_scale)
+            found = merit(wxl, wll)
+            best = where_less(best_merit, found, vmul(wxl, reciprocal(wll)), best)
+            best_merit = vmax(best_merit, found)
+        for _ in range(_REFINEMENTS):
+            wxl, wll = sums(s, reciprocal(best))
+            found = merit(wxl, wll)
+            best = where_less(best_merit, found, vmul(wxl, reciprocal(wll)), best)
+            best_merit = vmax(best_merit, found)
+        return best
+
+    @inline
+    def error(s, scale):
+        total, inverse_scale = zero_f32x16(), reciprocal(scale)
+        for i in range(32):
+            v = load_f32x16(s + XS + 64 * i)
+            miss = vsub(v, vmul(scale, nearest(vmul(v, inverse_scale))))
+            total = vfma(vmul(miss, miss), load_f32x16(s + WS + 64 * i), total)
+        return total
+
+    @inline
+    def best_stored_scale(s, largest, found):
+        """Half float near `found`, or one at which the largest value is a level: for few and regular values."""
+        inverse = reciprocal(largest)
+        best = round_f16(vmul(found, largest), s + HALF)
+        least = error(s, vmul(best, inverse))
+        for c in range(_N_EXACT):
+            top = highest - np.float32(c // 2) if c % 2 else lowest + np.float32(c // 2)
+            d = round_f16(vdiv(largest, splat_f32x16(top)), s + HALF)
+            now = error(s, vmul(d, inverse))
+            best, least = where_less(now, least, d, best), vmin(now, least)
+        return best
+
+    @inline
+    def encode_group(x, weights, first, n_blocks, ne0, out, s, candidates, n_candidates):
+        load_group(x, weights, first, n_blocks, 32, ne0, s + XS, s + WS)
+        largest = signed_largest(s + XS, 32)
+        scale_group(s + XS, 32, reciprocal(largest))
+        found = best_scale(s, candidates, n_candidates)
+        if nonlinear:
+            d = round_f16(vmul(found, largest), s + HALF)
+        else:
+            d = best_stored_scale(s, largest, found)
+        store_f32x16(s + DS, d)
+        inverse_scale = vmul(reciprocal(d), largest)
+        for i in range(32):
+            y = vmul(load_f32x16(s + XS + 64 * i), inverse_scale)
+            store_i8x16(s + QS + 16 * i, trunc_i32x16_i8(cvt_f32x16_i32(code_of(y))))
+        for lane in range(min(LANES, n_blocks - first)):
+            st_f16(out, ld_f32(s + DS + 4 * lane))
+            store(out + 2, s + QS + lane)
+            out += n_bytes
+
+    def scale_search(x, weights, n_blocks, ne0, out, s, candidates, n_candidates):
+        fill_ones(s + WS, 32)
+        for first in range(0, n_blocks, LANES):
+            encode_group(x, weights, first, n_blocks, ne0, out + first * n_bytes, s, candidates, n_candidates)
+
+    return scale_search, 8, False
+
+
+def make_range_search(n_bits):
+    """x = d * code + m: Q4_1 and Q5_1. Candidates: pairs of codes given to the smallest and the largest value."""
+    highest = np.float32((1 << n_bits) - 1)
+    n_bytes = {4: 20, 5: 24}[n_bits]
+    store = make_store(n_bits, n_bytes)
+
+    @inline
+    def code(y):
+        return vmax(vmin(vround_even(y), splat_f32x16(highest)), zero_f32x16())
+
+    @inline
+    def fit(s, inverse_scale, offset, inverse_w):
+        """(merit, scale, mean code) of the codes of x * inverse_scale + offset; x has weighted mean 0."""
+        wl, wll, wxl = zero_f32x16(), zero_f32x16(), zero_f32x16()
+        for i in range(32):
+            v = load_f32x16(s + XS + 64 * i)
+            q = code(vfma(v, inverse_scale, offset))
+            w = vmul(load_f32x16(s + WS + 64 * i), q)
+            wl, wll, wxl = vadd(wl, w), vfma(w, q, wll), vfma(w, v, wxl)
+        mean = vmul(wl, inverse_w)
+        spread = reciprocal(vmax(vsub(wll, vmul(wl, mean)), splat_f32x16(np.float32(1e-30))))
+        scale = vmul(wxl, spread)
+        return vmul(scale, wxl), scale, mean
+
+    @inline
+    def centre(s):
+        """Subtract the weighted mean; returns it, 1 / sum of weights, smallest and largest."""
+        total, wx, lo, hi = zero_f32x16(), zero_f32x16(), load_f32x16(s + XS), load_f32x16(s + XS)
+        for i in range(32):
+            v, w = load_f32x16(s + XS + 64 * i), load_f32x16(s + WS + 64 * i)
+            total, wx, lo, hi = vadd(total, w), vfma(v, w, wx), vmin(lo, v), vmax(hi, v)
+        inverse_w = reciprocal(total)
+        mean = vmul(wx, inverse_w)
+        for i in range(32):
+            store_f32x16(s + XS + 64 * i, vsub(load_f32x16(s + XS + 64 * i), mean))
+        return mean, inverse_w, vsub(lo, mean), vsub(hi, mean)
+
+    @inline
+    def best_range(s, candidates, n_candidates):
+        """(scale, minimum), both in units of the largest value."""
+        mean, inverse_w, lo, hi = centre(s)
+        factor = reciprocal(vsub(hi, lo))
+        scale, shift, best = zero_f32x16(), zero_f32x16(), zero_f32x16()
+        for c in range(n_candidates + _REFINEMENTS):
+            if c < n_candidates:
+                first, last = bcast_f32x16(candidates + 8 * c), bcast_f32x16(candidates + 8 * c + 4)
+                inverse_scale = vmul(vsub(last, first), factor)
+                offset = vsub(first, vmul(lo, inverse_scale))
+            else:
+                inverse_scale, offset = reciprocal(scale), shift
+            found, new_scale, new_shift = fit(s, inverse_scale, offset, inverse_w)
+            scale, shift = where_less(best, found, new_scale, scale), where_less(best, found, new_shift, shift)
+            best = vmax(best, found)
+        return scale, vsub(mean, vmul(scale, shift)), mean
+
+    @inline
+    def encode_group(x, weights, first, n_blocks, ne0, out, s, candidates, n_candidates):
+        load_group(x, weights, first, n_blocks, 32, ne0, s + XS, s + WS)
+        largest = vabs(signed_largest(s + XS, 32))
+        scale_group(s + XS, 32, reciprocal(largest))
+        scale, low, mean = best_range(s, candidates, n_candidates)
+        d, m = round_f16(vmul(scale, largest), s + HALF), round_f16(vmul(low, largest), s + HALF)
+        store_f32x16(s + DS, d)
+        store_f32x16(s + MS, m)
+        inverse_scale = vmul(reciprocal(d), largest)
+        offset = vmul(vsub(mean, vmul(m, reciprocal(largest))), inverse_scale)
+        for i in range(32):
+            y = vfma(load_f32x16(s + XS + 64 * i), inverse_scale, offset)
+            store_i8x16(s + QS + 16 * i, trunc_i32x16_i8(cvt_f32x16_i32(code(y))))
+        for lane in range(min(LANES, n_blocks - first)):
+            st_f16(out, ld_f32(s + DS + 4 * lane))
+            st_f16(out + 2, ld_f32(s + MS + 4 * lane))
+            store(out + 4, s + QS + lane)
+            out += n_bytes
+
+    def range_search(x, weights, n_blocks, ne0, out, s, candidates, n_candidates):
+        fill_ones(s + WS, 32)
+        for first in range(0, n_blocks, LANES):
+            encode_group(x, weights, first, n_blocks, ne0, out + first * n_bytes, s, candidates, n_candidates)
+
+    return range_search, 8, False

@@ -13,6 +13,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo
 from ikcli.quant import decode
 from ikcli.quant.decode import decodable_types, dequantize
+from ikcli.quant.decode_iqk import iq6_k
 from ikcli.quant.encode import encodable_types, quantize
 from ikcli.quant.formats import FORMATS, tensor_size
 from ikcli.quant.validate import block_scale_offsets, check_tensors, first_non_finite
@@ -21,9 +22,10 @@ T = GGMLType
 ONE = np.array([1.0], "<f2").tobytes()
 HALF = np.array([0.5], "<f2").tobytes()
 PACKAGE_TYPES = sorted(t for t in decodable_types() if t.name in gguf.GGMLQuantizationType.__members__)
-GOLDEN_TYPES = sorted(
-    (T.F16, T.BF16, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q6_0, T.Q8_0, T.IQ4_NL, T.Q2_K, T.Q3_K, T.Q4_K, T.Q5_K, T.Q6_K)
-)
+NO_GOLDEN = {T.F32, T.I2_S, T.Q1_0_G128, T.Q8_K_R16, T.BF16_R16, T.MXFP4_R8}  # the reference does not decode these
+DECODED_OTHERWISE = {T.IQ1_BN, T.IQ2_BN, T.IQ6_K}  # tests of their own below
+GOLDEN_TYPES = sorted(decodable_types() - NO_GOLDEN - DECODED_OTHERWISE)
+NO_ZERO_SIGN = {T.Q5_0_R4, T.Q6_0_R4}  # the reference subtracts an offset, which loses the sign of zeros
 
 
 def decode_block(raw: bytes, type: GGMLType) -> np.ndarray:
@@ -114,7 +116,34 @@ def test_decoding_of_golden_bytes_is_exact(type: GGMLType, shared_dir: Path) -> 
         for name in names:
             expected = z[f"{name}/f32"]
             x = dequantize(z[f"{name}/{z['f32_of']}"], type, expected.shape[::-1])
+            if type in NO_ZERO_SIGN:
+                x, expected = x + np.float32(0), expected + np.float32(0)
             assert np.array_equal(x.view(np.uint32), expected.view(np.uint32)), name
+
+
+def test_iq6_k_is_golden_with_the_cubic_of_the_row_decoder(shared_dir: Path) -> None:
+    q = np.arange(64, dtype=np.float64)
+    cubic = np.float32(0.0011972)
+    for c in (-0.11218, 6.2568, -127.0):  # fused multiply-add: exact product, one rounding
+        cubic = (q * cubic.astype(np.float64) + np.float64(np.float32(c))).astype(np.float32)
+    with np.load(shared_dir / "golden" / "quant" / "IQ6_K.npz") as z:
+        for name in (k.removesuffix("/f32") for k in z.files if k.endswith("/f32")):
+            blocks = z[f"{name}/{z['f32_of']}"].reshape(-1, 212)
+            x = iq6_k(blocks, np.stack((cubic, cubic + np.float32(1)))).reshape(-1)
+            assert np.array_equal(x.view(np.uint32), z[f"{name}/f32"].reshape(-1).view(np.uint32)), name
+
+
+@pytest.mark.parametrize("type", [T.IQ1_BN, T.IQ2_BN], ids=lambda t: t.name)
+def test_ternary_types_apply_the_row_scale(type: GGMLType, shared_dir: Path) -> None:
+    folder = shared_dir / "golden" / "quant"
+    with np.load(folder / "source.npz") as source, np.load(folder / f"{type.name}.npz") as z:
+        for key in (k for k in source.files if k.endswith("/f32")):
+            values = source[key]
+            d = np.abs(values).max(axis=-1, keepdims=True)
+            codes = np.where(np.abs(values) < d / 2, 0, np.sign(values))
+            stored = d.astype("<f2").astype(np.float32) if type == T.IQ1_BN else d
+            x = dequantize(z[key.removesuffix("/f32") + "/plain"], type, values.shape[::-1])
+            assert np.array_equal(x, stored * codes.astype(np.float32)), key
 
 
 @pytest.mark.parametrize("type", [T.F16, T.BF16, T.Q8_0, T.Q4_0], ids=lambda t: t.name)
@@ -232,6 +261,21 @@ def test_scan_of_iq1_m_and_i2_s() -> None:
     data = np.zeros(tensor_size(T.I2_S, (128,)), np.uint8)
     data[32:36] = 0xFF
     assert first_non_finite(data, info(T.I2_S, (128,))) == 0
+
+
+@pytest.mark.parametrize("type", [t for t in GGMLType if t in decodable_types() - {T.F32, T.F16}], ids=lambda t: t.name)
+def test_scan_agrees_with_decoding(type: GGMLType, rng: np.random.Generator) -> None:
+    fmt = FORMATS[type]
+    shape = (4 * max(fmt.block_size, 2), 2 * fmt.rows)
+    n_bytes = tensor_size(type, shape)
+    for limit in [2 * fmt.rows] * 8 + [n_bytes] * 8:  # scales are at the start of groups in most types
+        data = rng.integers(0, 100, n_bytes, np.uint8)  # no exponent of f16, f32 or bf16 is all ones
+        at = 2 * int(rng.integers(0, limit // 2))
+        data[at : at + 2] = 0xFF
+        bad = ~np.isfinite(dequantize(data, type, shape).reshape(-1))
+        if T.MXFP4 in (type, fmt.base):  # zero codes stay zero, but the block counts
+            bad = bad.reshape(-1, 32).any(axis=1, keepdims=True).repeat(32, axis=1).reshape(-1)
+        assert first_non_finite(data, info(type, shape)) == (int(bad.argmax()) if bad.any() else None), at
 
 
 def test_check_tensors_names_the_tensor() -> None:

@@ -1,7 +1,7 @@
 """Known answers of every ik type and interleaved form: patterned bytes with unit scales, checksums of the floats.
 
-Byte i of a row, or of a row group, is (73 i + 41) mod 256; then every scale becomes 1. The checksums of types without
-a row here were taken from the reference; those in `MAINLINE` from decoders that agree with its output on other data.
+Byte i of a row, or of a row group, is (73 i + 41) mod 256; then every scale becomes 1. The checksums were taken
+from the reference; those of `MAINLINE` from decoders that agree with its output on other data.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ikcli.quant import tables
 from ikcli.quant.decode import dequantize
 from ikcli.quant.decode_iqk import iq6_k
 from ikcli.quant.formats import FORMATS, tensor_size
+from ikcli.quant.validate import block_scale_offsets
 
 T = GGMLType
 NE0 = 512
@@ -78,6 +79,31 @@ BLOCK_SCALE = {
 TWO_SCALES = {T.Q2_K_R4, T.Q4_K_R4, T.Q5_K_R4}
 
 
+MAINLINE = {
+    T.Q4_0: (0x39219775, [3, -4, 5]),
+    T.Q4_1: (0x00B77B4D, [14, 7, 16]),
+    T.Q5_0: (0xECAB5511, [15, 8, -15]),
+    T.Q5_1: (0xFC263D83, [18, 11, 20]),
+    T.Q8_0: (0x561BC52B, [-69, 4, 77]),
+    T.IQ4_NL: (0xA55DBA0F, [38, -49, 69]),
+    T.MXFP4: (0x89CC4CEA, [2, -3, 4]),
+    T.MXFP4_R8: (0xF1BA604E, [1, -2, 3]),
+    T.Q2_K: (0x56591C00, [7, 16, 25]),
+    T.Q3_K: (0xC4A9B4D9, [-7, 14, -21]),
+    T.Q4_K: (0xB1FC9636, [68, -23, 94]),
+    T.Q5_K: (0xAD9D4283, [276, -23, 302]),
+    T.Q6_K: (0x71BA2701, [161, -46, -621]),
+    T.IQ4_XS: (0x08E0EA99, [-3016, 725, -1885]),
+    T.IQ2_XXS: (0x6AC63086, [-123.625, -123.625, -23]),
+    T.IQ2_XS: (0x5CE48D32, [23, -71.875, 23]),
+    T.IQ2_S: (0x02B31682, [-7, -21.875, 21.875]),
+    T.IQ3_XXS: (0x96B00052, [-297, -243, 189]),
+    T.IQ3_S: (0x09C98934, [-35, -7, 105]),
+    T.IQ1_S: (0x77658BBF, [0.625, 0.625, -4.375]),
+    T.IQ1_M: (0x4B36DD64, [2.625, -3.375, -3.375]),
+}
+
+
 def pattern(n_bytes: int) -> np.ndarray:
     return ((73 * np.arange(n_bytes) + 41) % 256).astype(np.uint8)
 
@@ -100,6 +126,19 @@ def unit_rows(type: GGMLType) -> np.ndarray:
     return data
 
 
+def unit_mainline(type: GGMLType) -> np.ndarray:
+    fmt = FORMATS[type]
+    data = pattern(tensor_size(type, (NE0, fmt.rows)))
+    blocks = data.reshape(-1, fmt.type_size * fmt.rows)
+    for at in block_scale_offsets(type):
+        blocks[:, at : at + 2] = ONE
+    if type in (T.MXFP4, T.MXFP4_R8):
+        blocks[:, : fmt.rows] = 128
+    if type == T.IQ1_M:
+        blocks[:, 49:56:2] = blocks[:, 49:56:2] & 15 | np.array([0, 0, 0xC0, 0x30], np.uint8)
+    return data
+
+
 def check(x: np.ndarray, crc: int, first: list[float]) -> None:
     assert x.reshape(-1)[:3].tolist() == first
     assert zlib.crc32((x + 0.0).astype("<f4").tobytes()) == crc
@@ -110,6 +149,12 @@ def test_known_floats(type: GGMLType) -> None:
     make: Callable[[GGMLType], np.ndarray] = unit_rows if type in ROW_SCALE else unit_blocks
     crc, first = {**ROW_SCALE, **BLOCK_SCALE}[type]
     check(dequantize(make(type), type, (NE0, FORMATS[type].rows)), crc, first)
+
+
+@pytest.mark.parametrize("type", MAINLINE, ids=lambda t: t.name)
+def test_known_floats_of_mainline_types(type: GGMLType) -> None:
+    crc, first = MAINLINE[type]
+    check(dequantize(unit_mainline(type), type, (NE0, FORMATS[type].rows)), crc, first)
 
 
 def test_i2_s_is_one_unit_per_tensor() -> None:

@@ -134,11 +134,13 @@ def _row_scales(header: npt.NDArray[np.uint8], fmt: QuantFormat) -> npt.NDArray[
 
 
 def _block_scales(blocks: npt.NDArray[np.uint8], fmt: QuantFormat) -> npt.NDArray[np.floating] | None:
-    """f16 scales as (groups, blocks, fields, rows), or None if blocks of this type hold none."""
+    """Scales as (groups, blocks, fields, rows), or None if blocks of this type hold none; exponent 255 is NaN."""
     if fmt.type == _T.IQ1_M:
         nibbles = np.ascontiguousarray(blocks[..., 48:56]).view("<u2") >> 12
         bits = (nibbles << np.array([0, 4, 8, 12], np.uint16)).sum(axis=-1, dtype=np.uint16)
         return bits.view(np.float16)[..., None, None]
+    if _T.MXFP4 in (fmt.type, fmt.base):
+        return np.where(blocks[..., None, : fmt.rows] == 255, np.nan, 1.0)
     if fmt.rows > 1:
         base = fmt.base if fmt.type not in _OWN_INTERLEAVED else _T.Q8_K
         if base is None or (base not in _BLOCK_SCALES and base != _T.Q8_K):

@@ -38,7 +38,7 @@ def codes_nl(qs: Bytes) -> Bytes:
 
 @block_decoder(GGMLType.MXFP4)
 def _mxfp4(blocks: Bytes) -> Floats:
-    d = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    d = np.ldexp(np.ones((len(blocks), 1), np.float32), blocks[:, :1].astype(np.int32) - 128)
     return d * MXFP4_VALUES[nibbles(blocks[:, 1:])]
 
 

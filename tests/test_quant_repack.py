@@ -159,6 +159,8 @@ def test_rows_that_do_not_fill_groups_are_refused(rng: np.random.Generator) -> N
         repack(rows, T.Q4_0, (64, 12))
     with pytest.raises(FormatError, match="whole groups"):
         unrepack(rows, T.Q4_0_R8, (64, 12))
+    with pytest.raises(FormatError, match="whole groups"):
+        unrepack(rows[:1], T.Q4_0_R8, (64,))
     with pytest.raises(FormatError, match="bytes of data"):
         repack(rows, T.Q4_0, (64, 16))
     with pytest.raises(UnsupportedError, match="iq6_k"):

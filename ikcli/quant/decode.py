@@ -3,7 +3,7 @@
 A decoder takes rows of bytes (n_rows, row bytes) and returns (n_rows, ne0) float32; for interleaved types n_rows is
 a multiple of the group height. `block_decoder` wraps a function on blocks (n, type_size) -> (n, block_size), which is
 all that types without row headers need; `row_scale_decoder` hands the scale of the row over with the blocks.
-Decoders live in one module per family and register themselves.
+Decoders live in one module per family and register themselves; interleaved types are separated into rows first.
 """
 
 from __future__ import annotations

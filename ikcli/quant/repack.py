@@ -205,7 +205,7 @@ def _as_rows(data: npt.NDArray[np.uint8], type: GGMLType, shape: tuple[int, ...]
     raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     if raw.size != tensor_size(type, shape):
         raise FormatError(f"a {FORMATS[type].name} tensor of shape {list(shape)} has {raw.size} bytes of data")
-    if type in INTERLEAVED and shape[1] % FORMATS[type].rows:
+    if type in INTERLEAVED and (len(shape) < 2 or shape[1] % FORMATS[type].rows):
         raise FormatError(f"a {FORMATS[type].name} tensor of shape {list(shape)} does not consist of whole groups")
     return raw.reshape(-1, row_size(type, shape[0]))
 

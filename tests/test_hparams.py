@@ -185,3 +185,19 @@ def test_trailing_ones_do_not_matter() -> None:
     model = tiny_model()
     model.set("output_norm.weight", np.ones((1, 64)))
     checked(model)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention.head_count", ["a", "a"], "should hold whole numbers"),
+        ("rope.scaling.type", np.array([1, 2]), "only|known are none"),
+        ("rope.scaling.yarn_log_multiplier", 1e38, "outside -1e\\+06"),
+        ("attention.layer_norm_rms_epsilon", 1e31, "outside"),
+    ],
+)
+def test_odd_values_are_refused(key: str, value: object, message: str) -> None:
+    metadata = tiny_model().metadata
+    metadata[f"llama.{key}"] = value
+    with pytest.raises((FormatError, UnsupportedError), match=message):
+        read(metadata)

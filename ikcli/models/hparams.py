@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from ikcli.errors import FormatError, UnsupportedError
 
 MAX_LAYERS = 512
@@ -133,17 +135,21 @@ class _Keys:
             raise self.fail(key, f"is {value}, outside {least}..{most}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
+    def number(self, key: str, default: float | None = None, *, most: float = 1e30) -> float:
+        """A finite number of at most this magnitude."""
         value = self.raw(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.fail(key, f"should be a finite number, but is {_short(value)}")
+        if abs(value) > most:
+            raise self.fail(key, f"is {value}, outside -{most:g}..{most:g}")
         return float(value)
 
     def per_layer(self, key: str, default: int | None = None, *, least: int = 0) -> int:
         """A number that may be given per layer; layers that differ are not supported."""
         value = self.raw(key, default)
         if hasattr(value, "__len__") and not isinstance(value, str):
+            if not all(isinstance(v, int | np.integer) for v in value):
+                raise self.fail(key, f"should hold whole numbers, but is {_short(value)}")
             items = {int(v) for v in value}
             if len(items) != 1:
                 raise UnsupportedError(
@@ -224,7 +230,7 @@ def _rope(keys: _Keys, tensors: Mapping[str, HasShape], n_ctx_train: int) -> Rop
     if "rope_factors_long.weight" in tensors:
         raise UnsupportedError(f"{keys.source}: LongRoPE factor tensors (rope_factors_long) are not supported")
     scaling = keys.raw("rope.scaling.type", "linear")
-    if scaling not in ("none", "linear", "yarn"):
+    if not isinstance(scaling, str) or scaling not in ("none", "linear", "yarn"):
         raise UnsupportedError(
             f"{keys.source}: {keys.name('rope.scaling.type')} is {_short(scaling)}; known are none, linear, yarn"
         )
@@ -241,8 +247,8 @@ def _rope(keys: _Keys, tensors: Mapping[str, HasShape], n_ctx_train: int) -> Rop
         scaling=scaling,
         factor=factor,
         n_ctx_orig=keys.integer("rope.scaling.original_context_length", n_ctx_train, least=1),
-        attn_factor=keys.number("rope.scaling.attn_factor", 1.0),
-        log_mul=keys.number("rope.scaling.yarn_log_multiplier", 0.0),
+        attn_factor=keys.number("rope.scaling.attn_factor", 1.0, most=1e6),
+        log_mul=keys.number("rope.scaling.yarn_log_multiplier", 0.0, most=1e6),
     )
 
 

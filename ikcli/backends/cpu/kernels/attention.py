@@ -34,6 +34,7 @@ from ikcli.backends.cpu.kernels.sgemm import (
 )
 from ikcli.backends.cpu.simd.math import vexp_fast
 from ikcli.backends.cpu.simd.vec import (
+    atomic_load,
     ld_f32,
     ld_i32,
     ld_i64,
@@ -83,7 +84,8 @@ def n_base_tasks(params):
     """Tasks before splitting over positions."""
     segments, block, total = state_word(params, SEGMENTS), word(params, BLOCK), 0
     for i in range(state_word(params, N_SEG)):
-        total += (segment_word(segments + 8 * SEG_WORDS * i, SEG_N_TOKENS) + block - 1) // block
+        # An atomic load keeps LLVM from spreading this short loop over vectors, 30 KB of code.
+        total += (atomic_load(segments + 8 * (SEG_WORDS * i + SEG_N_TOKENS)) + block - 1) // block
     return total * word(params, UNITS)
 
 
@@ -190,21 +192,35 @@ def make_stage_v(v_type):
     return stage_v
 
 
-_stage_f32 = make_stage("f32")
+_stage_f32, _prefetch_f32 = make_stage("f32"), make_prefetch_row("f32")
+
+
+@inline
+def q_columns(params, part, token, unit, row):
+    """Address of one row of the task (token * heads + head) in a part of Q."""
+    heads = word(params, UNIT_HEADS)
+    head = word(params, FIRST_HEAD) + unit * heads + row % heads
+    element = word(params, part + PART_OFFSET) + head * word(params, part + PART_HEAD_STRIDE)
+    return (
+        word(params, part + PART_ADDRESS) + (token + row // heads) * word(params, part + PART_ROW_BYTES) + 4 * element
+    )
 
 
 @inline
 def stage_q(params, token, unit, row, dst, chunk_bytes):
-    """One row of the task (token * heads + head) as chunks, not yet scaled."""
-    heads = word(params, UNIT_HEADS)
-    head = word(params, FIRST_HEAD) + unit * heads + row % heads
-    token += row // heads
+    """One row of the task as chunks, not yet scaled."""
     for part in range(Q0, K0, PART_WORDS):
         width = word(params, part + PART_WIDTH)
-        src = word(params, part + PART_ADDRESS) + token * word(params, part + PART_ROW_BYTES)
-        element = word(params, part + PART_OFFSET) + head * word(params, part + PART_HEAD_STRIDE)
-        _stage_f32(dst, chunk_bytes, src, element, width)
+        _stage_f32(dst, chunk_bytes, q_columns(params, part, token, unit, row), 0, width)
         dst += (width + 15) // 16 * chunk_bytes
+
+
+@inline
+def prefetch_q(params, token, unit, first, end):
+    """Ask for the rows [first, end) of the task."""
+    for row in range(first, end):
+        for part in range(Q0, K0, PART_WORDS):
+            _prefetch_f32(q_columns(params, part, token, unit, row), 0, word(params, part + PART_WIDTH))
 
 
 @inline
@@ -213,6 +229,7 @@ def pack_q(params, token, unit, rows, q, tmp):
     vectors, chunks = (rows + 15) >> 4, word(params, K_CHUNKS)
     scale = splat_f32x16(ld_f32(params + 8 * SCALE))
     for v in range(vectors):
+        prefetch_q(params, token, unit, 16 * v + 16, min(16 * v + 32, rows))
         for r in range(16):
             if 16 * v + r < rows:
                 stage_q(params, token, unit, 16 * v + r, tmp + CHUNK_ROW * r, 16 * CHUNK_ROW)

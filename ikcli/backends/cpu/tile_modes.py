@@ -13,9 +13,10 @@ from __future__ import annotations
 LAYOUT = {"s32": (64, 576), "m32": (128, 640), "s16": (128, 640), "m16": (256, 768)}
 
 _TYPES_BY_MODE = {
-    "s32": "q8_0 q6_0 q5_0 q4_0 iq4_nl mxfp4 q8_KV iq4_xs q8_0_r8 q4_0_r8",
+    "s32": "q8_0 q6_0 q5_0 q4_0 iq4_nl mxfp4 q8_KV iq4_xs iq2_xxs iq3_xxs iq3_s iq1_s iq2_ks iq3_ks iq4_ks iq5_ks "
+    "iq4_kss iq2_kl iq1_kt iq2_kt iq3_kt iq4_kt iq1_bn iq2_bn q8_0_r8 q4_0_r8",
     "m32": "q4_1 q5_1 q4_K q5_K q4_k_r4",
-    "s16": "q3_K q6_K",
+    "s16": "q3_K q6_K iq1_m iq2_xs iq2_s iq2_k iq3_k iq4_k iq5_k iq6_k",
     "m16": "q2_K",
 }
 MODES = {name: mode for mode, names in _TYPES_BY_MODE.items() for name in names.split()}

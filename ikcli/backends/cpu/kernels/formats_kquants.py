@@ -1,10 +1,10 @@
 """K-quants and iq4_xs: super-blocks of 256 columns with packed sub-block scales (layouts: ggml-common.h)."""
 
 from ikcli.backends.cpu.kernels.format_api import plain_formats
-from ikcli.backends.cpu.kernels.formats_legacy import IQ4_NL
 from ikcli.backends.cpu.simd.lanes import packed_scales_6bit
 from ikcli.backends.cpu.simd.rowformat import RowFormat
 from ikcli.backends.cpu.simd.vec import f32x16, i8x16, i8x64, i32x16, llvm_type
+from ikcli.quant.tables import IQ4_NL_VALUES
 
 
 class _SuperBlock(RowFormat):
@@ -100,7 +100,7 @@ class IQ4XS(_SuperBlock):
         return e.mul(e.ints_to_f32(e.b.sub(both, e.ints([32] * 8))), e.splat(e.half(w)))
 
     def codes(self, e, w, j):
-        return e.lookup16([v + 128 for v in IQ4_NL], e.nibble_pair(w, j, 16, 8))
+        return e.lookup16([int(v) + 128 for v in IQ4_NL_VALUES], e.nibble_pair(w, j, 16, 8))
 
 
 FORMATS = plain_formats(

@@ -4,11 +4,9 @@ Layouts: ggml-common.h. All but the `_1` types are symmetric; iq4_nl and mxfp4 l
 """
 
 from ikcli.backends.cpu.kernels.format_api import plain_formats
-from ikcli.backends.cpu.simd.rowformat import RowFormat
+from ikcli.backends.cpu.simd.rowformat import I64, RowFormat, ir
 from ikcli.backends.cpu.simd.vec import i8x32, i8x64
-
-IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES
 
 
 class _Blocks32(RowFormat):
@@ -54,8 +52,6 @@ class Q6_0(_Blocks32):
 
     def _upper(self, e, x):
         """32 bytes with the upper two bits of a block at bits 4..5."""
-        from ikcli.backends.cpu.simd.emit import I64, ir
-
         words = [e.b.and_(e.b.lshr(x, ir.Constant(I64, s)), ir.Constant(I64, 0x0303030303030303)) for s in (0, 4, 2, 6)]
         v = ir.Constant(ir.VectorType(I64, 4), ir.Undefined)
         for i, word in enumerate(words):
@@ -83,7 +79,7 @@ class Q5_1(_WithMin):
 
 class IQ4NL(_Blocks32):
     def codes(self, e, w, j):
-        return e.lookup16([v + 128 for v in IQ4_NL], e.nibble_pair(w, j, 18, 2))
+        return e.lookup16([int(v) + 128 for v in IQ4_NL_VALUES], e.nibble_pair(w, j, 18, 2))
 
 
 class Mxfp4(_Blocks32):
@@ -100,7 +96,7 @@ class Mxfp4(_Blocks32):
         return e.b.bitcast(bits, e.zero8().type)
 
     def codes(self, e, w, j):
-        return e.lookup16([v + 128 for v in MXFP4], e.nibble_pair(w, j, 17, 1))
+        return e.lookup16([int(v) + 128 for v in MXFP4_VALUES], e.nibble_pair(w, j, 17, 1))
 
 
 class Q8KV(RowFormat):

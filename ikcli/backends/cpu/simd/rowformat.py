@@ -74,6 +74,21 @@ class RowEmitter(Emitter):
         t = ir.VectorType(_I8, count)
         return self.b.zext(self.b.load(pointer(self.b, address, t), align=1), ir.VectorType(I32, count))
 
+    def vector_pointer(self, address, bits, count):
+        """Pointer to a vector of integers."""
+        return pointer(self.b, address, ir.VectorType(ir.IntType(bits), count))
+
+    def gather64(self, words):
+        """64 bytes from 8 i64 values."""
+        v = ir.Constant(ir.VectorType(I64, 8), ir.Undefined)
+        for i, x in enumerate(words):
+            v = self.b.insert_element(v, x, self.index(i))
+        return self.b.bitcast(v, llvm_type(i8x64))
+
+    def lanes(self, values):
+        """A constant shuffle mask."""
+        return indices(values)
+
     def index(self, i):
         """A lane number."""
         return ir.Constant(I32, i)

@@ -1,0 +1,195 @@
+"""Trellis types IQ1_KT .. IQ4_KT (row header f32) and ternary types IQ1_BN, IQ2_BN.
+
+A trellis index seeds a multiplicative generator; value n is the sum of the low 6 bits of the four bytes of
+(index + offset) * KA^n, minus 126. Powers of KA make all values of an index one vector product. In matrix products the
+row scale of IQ2_KT and IQ3_KT counts 1.05 and 1.01 times, which is what files of these types are made for.
+Source: https://github.com/ikawrakow/ik_llama.cpp/pull/113; layouts: ggml-common.h there.
+"""
+
+from ikcli.backends.cpu.kernels.format_api import plain_formats
+from ikcli.backends.cpu.kernels.formats_iqk import bit_plane, is_set
+from ikcli.backends.cpu.simd.rowformat import I32, RowFormat, ir
+from ikcli.backends.cpu.simd.vec import i8x16, i8x64, i32x16, llvm_type
+from ikcli.gguf.constants import GGMLType
+from ikcli.quant.tables import IQ4_NL_VALUES, MATMUL_SCALE, TRELLIS_OFFSET
+
+_KA = 0xCBAC1FED
+
+
+def powers(n):
+    """KA^1 .. KA^n as signed 32-bit numbers."""
+    out, x = [], 1
+    for _ in range(n):
+        x = x * _KA & 0xFFFFFFFF
+        out.append(x - (1 << 32) if x >> 31 else x)
+    return out
+
+
+class _Trellis(RowFormat):
+    def __init__(self, name, n_bytes):
+        self.name, self.block_bytes, self.step_bytes, self.header_bytes = name, n_bytes, n_bytes, 4
+
+    def header(self, e, w):
+        factor = MATMUL_SCALE.get(GGMLType[self.name.upper()], 1.0)
+        return e.b.fmul(e.single(w), ir.Constant(ir.FloatType(), factor))
+
+    def generate(self, e, seeds, n):
+        """Values + 128 of 16 lanes of seeds, each lane i being value i % n + 1 of its index."""
+        factors = e.ints((powers(n) * (16 // n))[:16], i32x16)
+        masked = e.all_and(e.b.mul(seeds, factors), 0x3F3F3F3F)
+        return e.dot(e.ints([2] * 16, i32x16), e.b.bitcast(masked, llvm_type(i8x64)), e.const64(1))
+
+    def groups8(self, e, indices, make=None):
+        """64 codes from 8 indices (i32x8 vector), 8 values each."""
+        parts = []
+        for i in range(4):
+            lanes = e.pick(indices, [2 * i] * 8 + [2 * i + 1] * 8)
+            values = self.generate(e, e.b.add(lanes, e.ints([TRELLIS_OFFSET] * 16, i32x16)), 8)
+            parts.append(make(values) if make else values)
+        return self.pack(e, parts)
+
+    def pack(self, e, parts):
+        """Four i32x16 vectors as 64 bytes."""
+        t = ir.VectorType(ir.IntType(8), 16)
+        a, b, c, d = (e.b.trunc(p, t) for p in parts)
+        lo = e.b.shuffle_vector(a, b, e.lanes(range(32)))
+        hi = e.b.shuffle_vector(c, d, e.lanes(range(32)))
+        return e.join(lo, hi)
+
+    def nonlinear(self, e, nibbles, row):
+        """row * iq4_nl value of 8 nibbles (i32x8)."""
+        table = e.table([int(v) & 255 for v in IQ4_NL_VALUES], 8, "iq4_nl")
+        v = e.ints([0] * 8)
+        for i in range(8):
+            x = e.entry(table, e.b.extract_element(nibbles, e.index(i)), 8)
+            v = e.b.insert_element(v, e.b.sext(x, I32), e.index(i))
+        return e.mul(e.ints_to_f32(v), e.splat(row))
+
+    def crossed_nibbles(self, e, w):
+        """Nibble i // 4 of byte i % 4, i = 0..7."""
+        return e.all_and(e.lshr(e.splat_int(e.word(w)), [8 * (i % 4) + 4 * (i // 4) for i in range(8)]), 15)
+
+
+class IQ1KT(_Trellis):
+    """sh[8] (scale nibble, four 13th index bits), ql[32], qh[16]."""
+
+    def scales(self, e, w, row):
+        return self.nonlinear(e, e.all_and(e.load_bytes(w, 8), 15), row)
+
+    def codes(self, e, w, j):
+        low = e.load_bytes(e.offset(w, 8 + 8 * j), 8)
+        high = e.all_and(e.lshr(e.load_bytes(e.offset(w, 40 + 8 * (j % 2)), 8), [4 * (j // 2)] * 8), 15)
+        sh = e.pick(e.load_bytes(w, 8), [2 * j + g // 4 for g in range(8)])
+        top = e.all_and(e.lshr(sh, [4 + g % 4 for g in range(8)]), 1)
+        index = e.b.or_(low, e.b.or_(e.b.shl(high, e.ints([8] * 8)), e.b.shl(top, e.ints([12] * 8))))
+        return self.groups8(e, index)
+
+
+def indices16(e, address):
+    """8 u16 indices as i32x8."""
+    return e.b.zext(e.b.load(e.vector_pointer(address, 16, 8), align=1), ir.VectorType(I32, 8))
+
+
+class IQ2KT(_Trellis):
+    """scales[4], ql u16[32]."""
+
+    def scales(self, e, w, row):
+        return self.nonlinear(e, self.crossed_nibbles(e, w), row)
+
+    def codes(self, e, w, j):
+        return self.groups8(e, indices16(e, e.offset(w, 4 + 16 * j)))
+
+
+class IQ3KT(_Trellis):
+    """scales[4], ql u16[32], qh[32]: magnitudes from the trellis, sign bits in qh."""
+
+    def scales(self, e, w, row):
+        return e.mul(e.ints_to_f32(self.crossed_nibbles(e, w)), e.splat(row))
+
+    def codes(self, e, w, j):
+        def magnitude(values):
+            v = e.b.sub(values, e.ints([128] * 16, i32x16))
+            negative = e.b.icmp_signed("<", v, e.ints([0] * 16, i32x16))
+            return e.b.select(negative, e.b.sub(e.ints([0] * 16, i32x16), v), v)
+
+        points = self.groups8(e, indices16(e, e.offset(w, 4 + 16 * j)), magnitude)
+        minus = is_set(e, bit_plane(e, e.offset(w, 68), j))
+        mid = e.const64(-128)
+        return e.b.select(minus, e.b.sub(mid, points), e.b.add(mid, points))
+
+
+class IQ4KT(_Trellis):
+    """shb u32[8] (table bit, 7-bit scale, eight 3-bit index parts), ql[64], qh[32]; 4 values per index."""
+
+    def words(self, e, w):
+        return e.b.load(e.vector_pointer(w, 32, 8), align=1)
+
+    def scales(self, e, w, row):
+        m = e.b.sub(e.lshr(e.all_and(self.words(e, w), 255), [1] * 8), e.ints([64] * 8))
+        return e.mul(e.ints_to_f32(m), e.splat(row))
+
+    def codes(self, e, w, j):
+        low = e.load_bytes(e.offset(w, 32 + 16 * j), 16)
+        high = e.all_and(e.lshr(e.load_bytes(e.offset(w, 96 + 16 * (j % 2)), 16), [4 * (j // 2)] * 16), 15)
+        shb = e.pick(self.words(e, w), [2 * j + g // 8 for g in range(16)])
+        top = e.all_and(e.lshr(shb, [8 + 3 * (g % 8) for g in range(16)]), 7)
+        table = e.b.shl(e.all_and(shb, 1), e.ints([15] * 16, i32x16))
+        index = e.b.or_(low, e.b.or_(e.b.shl(high, e.ints([8] * 16, i32x16)), e.b.shl(top, e.ints([12] * 16, i32x16))))
+        seeds = e.b.add(index, e.b.add(table, e.ints([TRELLIS_OFFSET] * 16, i32x16)))
+        return self.pack(e, [self.generate(e, e.pick(seeds, [4 * p + i // 4 for i in range(16)]), 4) for p in range(4)])
+
+
+class IQ2BN(RowFormat):
+    """Row header f32; 16 bytes per 64 columns, column 16g + i at bits 2g of byte i; values code - 1."""
+
+    name, step_bytes, block_bytes, block_columns, header_bytes = "iq2_bn", 64, 16, 64, 4
+
+    def header(self, e, w):
+        return e.single(w)
+
+    def scales(self, e, w, row):
+        return e.splat(row)
+
+    def codes(self, e, w, j):
+        v = e.pick(e.load(i8x16, e.offset(w, 16 * j)), list(range(16)) * 4)
+        return e.b.add(e.all_and(e.shift_right(v, [2 * (i // 4) for i in range(16)]), 3), e.const64(127))
+
+
+class IQ1BN(RowFormat):
+    """Row header f16; 13 bytes per 64 columns: base-3 digits, five per byte, the last byte for every 16th column."""
+
+    name, step_bytes, block_bytes, block_columns, header_bytes = "iq1_bn", 52, 13, 64, 2
+
+    def header(self, e, w):
+        return e.half(w)
+
+    def scales(self, e, w, row):
+        return e.splat(row)
+
+    def codes(self, e, w, j):
+        at = e.offset(w, 13 * j)
+        # Two overlapping loads stay inside the 13 bytes.
+        first, last = (
+            e.b.load(e.vector_pointer(at, 8, 8), align=1),
+            e.b.load(e.vector_pointer(e.offset(at, 5), 8, 8), align=1),
+        )
+        source, factor = [], []
+        for c in range(4):
+            for p in range(16):
+                byte, digit = (3 * c + p // 5, p % 5) if p < 15 else (12, c)
+                source.append(byte if byte < 8 else 8 + byte - 5)
+                factor.append(3 ** (4 - digit))
+        wide = ir.VectorType(ir.IntType(16), 64)
+
+        def const(values):
+            return ir.Constant(wide, [ir.Constant(wide.element, v) for v in values])
+
+        v = e.b.zext(e.b.shuffle_vector(first, last, e.lanes(source)), wide)
+        low = e.b.and_(e.b.mul(v, const(factor)), const([255] * 64))
+        digits = e.b.lshr(e.b.mul(low, const([3] * 64)), const([8] * 64))
+        return e.b.add(e.b.trunc(digits, ir.VectorType(ir.IntType(8), 64)), e.const64(127))
+
+
+FORMATS = plain_formats(
+    IQ1KT("iq1_kt", 56), IQ2KT("iq2_kt", 68), IQ3KT("iq3_kt", 100), IQ4KT("iq4_kt", 128), IQ1BN(), IQ2BN()
+)

@@ -58,6 +58,17 @@ ENCODERS: dict[GGMLType, str] = {
     GGMLType.IQ3_KS: "iqk:encode",
     GGMLType.IQ4_KS: "iqk:encode",
     GGMLType.IQ5_KS: "iqk:encode",
+    GGMLType.IQ4_KSS: "iqk:encode",
+    GGMLType.IQ2_KL: "iqk:encode",
+    GGMLType.IQ2_XXS: "iquants:encode",
+    GGMLType.IQ2_XS: "iquants:encode",
+    GGMLType.IQ2_S: "iquants:encode",
+    GGMLType.IQ3_XXS: "iquants:encode",
+    GGMLType.IQ3_S: "iquants:encode",
+    GGMLType.IQ1_S: "iquants:encode",
+    GGMLType.IQ1_M: "iquants:encode",
+    GGMLType.IQ1_S_R4: "iquants:encode",
+    GGMLType.IQ1_M_R4: "iquants:encode",
 }
 
 _PIECES_PER_THREAD = 4

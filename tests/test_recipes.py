@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from recipe_models import MODELS, info, model, run_lengths
 
-from ikcli.errors import UsageError
+from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
 from ikcli.quant.custom_rules import check_uses, parse_custom_rules, rule_table, rule_uses
 from ikcli.quant.formats import FORMATS
@@ -170,7 +170,7 @@ def test_rows_without_any_block_size_stay_in_half_precision() -> None:
 @pytest.mark.parametrize("preset", ["IQ2_XS", "IQ2_XXS", "IQ2_S", "Q2_K_S", "IQ1_S", "IQ1_M", "IQ1_S_R4", "IQ2_XS_R4"])
 def test_low_bit_presets_need_an_importance_matrix(preset: str) -> None:
     tensors, metadata = model()
-    with pytest.raises(UsageError, match=f"Please do not use {preset} quantization without an importance matrix"):
+    with pytest.raises(IkError, match=f"Please do not use {preset} quantization without an importance matrix"):
         choose_types(tensors, metadata, RecipeOptions(number(preset)))
     choose_types(tensors, metadata, RecipeOptions(number(preset)), full_imatrix(tensors))
     choose_types(tensors, metadata, RecipeOptions(number(preset), ignore_imatrix_rules=True))
@@ -180,9 +180,9 @@ def test_low_bit_tensors_need_an_entry() -> None:
     tensors, metadata = model()
     imatrix = full_imatrix(tensors)
     del imatrix.entries["blk.3.attn_q.weight"]
-    with pytest.raises(UsageError, match=r"iq2_xxs for tensor blk\.3\.attn_q\.weight needs importance weights"):
+    with pytest.raises(IkError, match=r"iq2_xxs for tensor blk\.3\.attn_q\.weight needs importance weights"):
         choose_types(tensors, metadata, RecipeOptions(number("IQ2_XXS")), imatrix)
-    with pytest.raises(UsageError, match="there is no --imatrix"):
+    with pytest.raises(IkError, match="there is no --imatrix"):
         choose_types(tensors, metadata, RecipeOptions(number("IQ2_KT")))
 
 

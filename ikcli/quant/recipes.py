@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ikcli.errors import UsageError
+from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
 from ikcli.gguf.reader import TensorInfo
 from ikcli.quant.formats import FORMATS, tensor_size
@@ -155,7 +155,7 @@ def choose_types(
 ) -> list[Choice]:
     """The choice for every tensor in file order, an extra output tensor after its original.
 
-    UsageError if the file type needs an importance matrix and there is none, or if a type does not suit a tensor.
+    IkError if importance weights are needed and missing, UsageError if a type does not suit a tensor.
     """
     check_file_type(options, imatrix)
     model = _facts(tensors, metadata, imatrix)
@@ -174,9 +174,9 @@ def choose_types(
 
 
 def check_file_type(options: RecipeOptions, imatrix: Imatrix | None) -> None:
-    """UsageError for the file types that are useless without an importance matrix."""
+    """IkError for the file types that are useless without an importance matrix."""
     if imatrix is None and options.file_type in NEEDS_IMATRIX and not (options.ignore_imatrix_rules or options.copy):
-        raise UsageError(
+        raise IkError(
             f"Please do not use {FILE_TYPES[options.file_type].names[0]} quantization without an importance matrix; "
             "give one with --imatrix FILE, or --ignore-imatrix-rules if you know what you are doing"
         )
@@ -354,13 +354,13 @@ def _lacks_mla_weights(t: TensorInfo, new: GGMLType, imatrix: Imatrix | None) ->
 
 
 def _check_weights(choice: Choice, options: RecipeOptions, imatrix: Imatrix | None) -> None:
-    """UsageError for a very low-bit tensor without importance weights."""
+    """IkError for a very low-bit tensor without importance weights."""
     needs = choice.new in TENSOR_NEEDS_IMATRIX or (choice.new == T.Q2_K and options.file_type == _Q2_K_S)
     exempt = choice.name in ("token_embd.weight", "output.weight") or options.ignore_imatrix_rules
     if not needs or exempt or not choice.changes:
         return
     if imatrix is None or imatrix.find(choice.name) is None:
-        raise UsageError(
+        raise IkError(
             f"{FORMATS[choice.new].name} for tensor {choice.name} needs importance weights, and "
             + ("the importance matrix has none for it" if imatrix is not None else "there is no --imatrix")
             + "; choose another type for it with --custom-q, or give --ignore-imatrix-rules"

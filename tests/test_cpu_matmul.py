@@ -6,55 +6,38 @@ accuracy; a second check without the rounding bounds what the rounding costs.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from kernel_harness import Harness, Segment
+from weight_bytes import ALL_TYPES, QUANTIZED, fitting, good_blocks, params, stored
 
-from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES, TILE_BYTES
+from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Graph, HeadSlice, Node, Rows, RowSpec, Weight
 from ikcli.quant.decode import dequantize
 from ikcli.quant.formats import get_format, row_size
 
 Array = npt.NDArray[Any]
-TYPES = [*FLOAT_TYPES, *TILE_BYTES]
 N_TOKENS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 16, 17, 33)
 N_ROWS = (1, 5, 17, 40)
 
 
 def k_of(type_: GGMLType) -> tuple[int, ...]:
     """Row lengths to try."""
+    if type_ in FLOAT_TYPES:
+        return 32, 33, 320, 1408
     block = get_format(type_).block_size
-    return {1: (32, 33, 320, 1408), 32: (32, 64, 256, 320, 1408), 256: (256, 1280)}[block]
+    return tuple(k for k in (32, 64, 256, 320, 1280, 1408) if k % block == 0)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
-@functools.cache
-def good_blocks(type_: GGMLType) -> Array:
-    """Random blocks (n, bytes) whose values are of ordinary size; all bit patterns of codes occur."""
-    rng = np.random.default_rng(int(type_))
-    fmt = get_format(type_)
-    blocks = rng.integers(0, 256, (20000, fmt.type_size), dtype=np.uint8)
-    values = np.abs(dequantize(blocks, type_, (fmt.block_size, len(blocks)))).max(axis=1)
-    return blocks[(values > 0.05) & (values < 5)]
-
-
 def make_weight(name: str, type_: GGMLType, shape: tuple[int, ...], seed: int = 1) -> tuple[Weight, Array, Array]:
     """(weight, bytes, float64 values (matrices, rows, k)); the bytes end where an unreadable NaN pattern begins."""
-    rng = np.random.default_rng([seed, *shape])
     n_rows, k = int(np.prod(shape[1:])), shape[0]
-    if type_ in FLOAT_TYPES:
-        x = rng.standard_normal((n_rows, k)).astype(np.float32)
-        bits = (x.view(np.uint32) >> 16).astype(np.uint16)
-        data = {GGMLType.F32: x, GGMLType.F16: x.astype(np.float16), GGMLType.BF16: bits}[type_].view(np.uint8)
-    else:
-        pool = good_blocks(type_)
-        data = pool[rng.integers(0, len(pool), n_rows * k // get_format(type_).block_size)]
-    data = data.reshape(-1)
+    data = stored(type_, n_rows, k, seed)
     assert data.size == n_rows * row_size(type_, k)
     guarded = np.full(data.size + 4096, 0xFF, np.uint8)
     guarded[: data.size] = data
@@ -101,10 +84,10 @@ def dense(w: Weight, data: Array, n_threads: int, max_tokens: int = 33) -> tuple
 
 
 # --- dense ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("type_", ALL_TYPES)
 def test_mul_mat(type_: GGMLType) -> None:
     for k in k_of(type_):
-        for n_rows in N_ROWS:
+        for n_rows in sorted({fitting(type_, n) for n in N_ROWS}):
             w, data, values = make_weight("w", type_, (k, n_rows))
             run, x = dense(w, data, n_threads=2 if n_rows > 5 else 1)
             for n in N_TOKENS:
@@ -112,9 +95,9 @@ def test_mul_mat(type_: GGMLType) -> None:
                 check(run([Segment(n)], {x: a}), values[0], a, type_, loss=n_rows * n > 30)
 
 
-@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("type_", ALL_TYPES)
 def test_threads_do_not_change_a_bit(type_: GGMLType) -> None:
-    w, data, _ = make_weight("w", type_, (k_of(type_)[-1], 250))
+    w, data, _ = make_weight("w", type_, (k_of(type_)[-1], fitting(type_, 250)))
     runs = [dense(w, data, n) for n in (1, 2, 3)]
     for n in (1, 3, 4, 33):
         a = activations(n, w.ne0)
@@ -123,21 +106,21 @@ def test_threads_do_not_change_a_bit(type_: GGMLType) -> None:
         np.testing.assert_array_equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("type_", ALL_TYPES)
 def test_rows_of_a_weight(type_: GGMLType) -> None:
     """A range of rows is used in place."""
-    w, data, values = make_weight("w", type_, (256, 60))
-    for row0, n_rows in ((0, 7), (13, 32), (59, 1), (28, 32)):
+    w, data, values = make_weight("w", type_, (256, fitting(type_, 60)))
+    for row0, n_rows in ((0, 7), (13, 32), (59, 1), (28, 32)) if get_format(type_).rows == 1 else ((0, 16), (24, 32)):
         run, x = dense(w.rows(row0, n_rows), data, 2)
         for n in (2, 9):
             a = activations(n, 256)
             check(run([Segment(n)], {x: a}), values[0, row0 : row0 + n_rows], a, type_)
 
 
-@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("type_", ALL_TYPES)
 def test_mul_mat_heads(type_: GGMLType) -> None:
     """Per-head matrices; the heads are slices of wider rows."""
-    k, n_head, n_rows = k_of(type_)[0], 3, 21
+    k, n_head, n_rows = k_of(type_)[0], 3, fitting(type_, 21)
     if k % 32 == 0:
         w, data, values = make_weight("w", type_, (k, n_rows, n_head))
         offset, stride = 16, k + 48
@@ -152,7 +135,7 @@ def test_mul_mat_heads(type_: GGMLType) -> None:
                 check(found[:, h], values[h], a[:, at : at + k], type_)
 
 
-@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("type_", ALL_TYPES)
 def test_one_input_for_several_weights(type_: GGMLType) -> None:
     """q, k, v share the rounded input; a later node must not have overwritten it."""
     w, data, values = make_weight("w", type_, (256, 40))
@@ -167,7 +150,7 @@ def test_one_input_for_several_weights(type_: GGMLType) -> None:
     check(run([Segment(8)], {x: a}), both, np.concatenate([a, a], axis=1), type_)
 
 
-@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("type_", ALL_TYPES)
 @pytest.mark.parametrize("n", [2, 9])
 def test_huge_activations(type_: GGMLType, n: int) -> None:
     """Sums of blocks far beyond the half-precision range stay exact."""
@@ -179,7 +162,7 @@ def test_huge_activations(type_: GGMLType, n: int) -> None:
         check(run([Segment(n)], {x: a}), values[0], a, type_)
 
 
-@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("type_", ALL_TYPES)
 @pytest.mark.parametrize("n", [2, 9])
 def test_zero_and_tiny_activations(type_: GGMLType, n: int) -> None:
     w, data, values = make_weight("w", type_, (256, 40))
@@ -193,7 +176,7 @@ def test_zero_and_tiny_activations(type_: GGMLType, n: int) -> None:
         assert np.isfinite(found).all() and np.abs(found).max() <= 256 * 5 * size
 
 
-@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("type_", ALL_TYPES)
 @pytest.mark.parametrize("n", [1, 9])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_activations_show(type_: GGMLType, n: int, bad: float) -> None:
@@ -209,7 +192,9 @@ def test_non_finite_activations_show(type_: GGMLType, n: int, bad: float) -> Non
         check(found[good], values[0], a[good], type_)
 
 
-@pytest.mark.parametrize("type_", list(TILE_BYTES), ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "type_", params([t for t in QUANTIZED if not (get_format(t).row_meta_size or get_format(t).base)])
+)
 @pytest.mark.parametrize("n", [1, 9])
 def test_extreme_codes(type_: GGMLType, n: int) -> None:
     """The largest codes with the largest activations: no 8- or 16-bit intermediate result may saturate."""
@@ -279,7 +264,7 @@ def routed(g: Graph, logits: Node, n_used: int, ser: tuple[int, float] | None) -
     return g.moe_sort(route, N_EXPERT, "plan")
 
 
-@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("type_", ALL_TYPES)
 @pytest.mark.parametrize("ser", [None, (1, 0.7)])
 def test_experts(type_: GGMLType, ser: tuple[int, float] | None) -> None:
     k, n_rows, n_used = k_of(type_)[0], 40, 3
@@ -316,13 +301,13 @@ def test_experts_do_not_depend_on_threads(type_: GGMLType) -> None:
             np.testing.assert_array_equal(results[0], other)
 
 
-@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("type_", ALL_TYPES)
 @pytest.mark.parametrize("ser", [None, (1, 0.9)])
 def test_experts_to_token_order(type_: GGMLType, ser: tuple[int, float] | None) -> None:
     """up, down, weighted sum: rows find their way back, dropped slots add nothing."""
-    k = max(64, get_format(type_).block_size)
+    k = max(64, k_of(type_)[0])
     up, up_data, up_values = make_weight("up", type_, (k, k, N_EXPERT))
-    down, down_data, down_values = make_weight("down", type_, (k, 37, N_EXPERT), seed=2)
+    down, down_data, down_values = make_weight("down", type_, (k, fitting(type_, 37), N_EXPERT), seed=2)
     run = Harness(17, 64, RULES)
     x, logits = run.input("x", k), run.input("logits", N_EXPERT)
     g = run.graph

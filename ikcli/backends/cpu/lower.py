@@ -64,6 +64,11 @@ def _weight(x: object) -> Weight:
 @rule
 def _embed(low: Lowering, node: Node) -> None:
     w = _weight(node.inputs[0])
+    if get_format(w.type).rows > 1:
+        raise UnsupportedError(
+            f"{w.name} is {get_format(w.type).name}, whose rows are interleaved and cannot be looked up one by one; "
+            "use a file that keeps it in a plain type"
+        )
     key = KernelKey("embed", "make_embed", (type_name(w),))
     low.emit(key, node.rows, low.weight(w), row_size(w.type, w.ne0), w.ne0, low.out(node), *_tiles(low, w))
 

@@ -1,0 +1,265 @@
+"""Basic graph ops on the CPU backend against the NumPy reference ops, at odd widths, with NaN in spare memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kernel_harness import Harness, Segment
+from weight_bytes import ALL_TYPES, fitting, stored
+
+from ikcli.backends.cpu.lower import RULES
+from ikcli.backends.reference import BatchState, CacheStore, Executor
+from ikcli.backends.reference import Segment as ReferenceSegment
+from ikcli.backends.reference_ops import OPS
+from ikcli.errors import UnsupportedError
+from ikcli.gguf.constants import GGMLType
+from ikcli.graph import Graph, HeadSlice, Node, Weight
+from ikcli.quant.decode import dequantize
+from ikcli.quant.formats import get_format
+
+Array = npt.NDArray[Any]
+Build = Callable[[Graph, list[Node]], Node]
+
+
+def run_both(
+    build: Build,
+    inputs: Sequence[Array],
+    weights: dict[str, Array] | None = None,
+    *,
+    types: dict[str, GGMLType] | None = None,
+    tokens: Sequence[int] = (),
+    outputs: Sequence[int] = (),
+    pos: int = 0,
+    n_threads: int = 2,
+) -> tuple[Array, Array]:
+    """(CPU, reference) values of the node that `build` makes from leaves; weights are float32 rows or stored bytes."""
+    weights, types = weights or {}, types or {}
+    n = len(inputs[0]) if inputs else len(tokens)
+    run = Harness(n, 8, RULES)
+    leaves = [run.input(f"x{i}", x.shape[1]) for i, x in enumerate(inputs)]
+    result = build(run.graph, leaves)
+    run.compile(result, n_threads, {k: np.ascontiguousarray(w).view(np.uint8).reshape(-1) for k, w in weights.items()})
+    values = dict(zip(leaves, inputs, strict=True))
+    found = run([Segment(n, 0, pos)], values, outputs, tokens)
+
+    def load(name: str) -> Array:
+        w = run.graph.weights[name]
+        return dequantize(np.ascontiguousarray(weights[name]), types.get(name, GGMLType.F32), w.shape)
+
+    ex = Executor(load, CacheStore(8))
+    ex.state = BatchState(
+        np.array(tokens or [0] * n, np.int32), np.arange(pos, pos + n, dtype=np.int32), np.arange(n),
+        np.array(outputs, np.int64), (ReferenceSegment(0, n, 0, pos + n),),
+    )  # fmt: skip
+    with np.errstate(all="ignore"):
+        for node in run.graph.nodes:
+            ex._values[node.index] = values[node] if node in values else OPS[node.op](ex, node)
+    return found, ex._values[result.index]
+
+
+def random(*shape: int, seed: int = 1) -> Array:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def weight(name: str, values: Array, type_: GGMLType = GGMLType.F32) -> Weight:
+    return Weight(name, type_, values.shape[::-1])
+
+
+WIDTHS = (1, 15, 16, 17, 33, 64, 100)
+
+
+# --- rows and elements ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("type_", ALL_TYPES)
+def test_embed(type_: GGMLType) -> None:
+    k, n_vocab = max(64, get_format(type_).block_size), fitting(type_, 50)
+    data = stored(type_, n_vocab, k)
+    tokens = [0, n_vocab - 1, 7, 7, 23]
+    w = Weight("w", type_, (k, n_vocab))
+    if get_format(type_).rows > 1:
+        with pytest.raises(UnsupportedError, match="rows are interleaved"):
+            run_both(lambda g, x: g.embed(w), [], {"w": data}, types={"w": type_}, tokens=tokens)
+        return
+    found, wanted = run_both(lambda g, x: g.embed(w), [], {"w": data}, types={"w": type_}, tokens=tokens)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rms_norm(width: int) -> None:
+    """Whole rows, groups of columns (heads), part of a row."""
+    w = 1 + random(width)
+    for cols, offset, used in ((width, 0, 0), (3 * width, 0, 0), (4 * width + 5, 5, 2 * width), (2 * width, width, 0)):
+        for size in (1.0, 1e-8, 1e15):
+            x = random(5, cols) * np.float32(size)
+            found, wanted = run_both(
+                lambda g, n, o=offset, u=used: g.rms_norm(n[0], weight("w", w), 1e-6, "y", offset=o, cols=u),
+                [x], {"w": w},
+            )  # fmt: skip
+            np.testing.assert_allclose(found, wanted, rtol=3e-6)
+
+
+def test_rms_norm_of_zeros_and_nan() -> None:
+    w, x = np.ones(20, np.float32), random(3, 20)
+    x[0], x[1, 17] = 0, np.nan
+    found, _ = run_both(lambda g, n: g.rms_norm(n[0], weight("w", w), 1e-6, "y"), [x], {"w": w})
+    assert not found[0].any() and np.isnan(found[1]).all() and np.isfinite(found[2]).all()
+
+
+@pytest.mark.parametrize("cols", WIDTHS)
+@pytest.mark.parametrize("rows", [1, 3, 7])
+def test_add_and_swiglu(rows: int, cols: int) -> None:
+    a, b, bias = random(rows, cols), random(rows, cols, seed=2), random(cols)
+    for build, weights in (
+        (lambda g, n: g.add(n[0], n[1], "y"), {}),
+        (lambda g, n: g.add(g.add(n[0], weight("b", bias), "z"), n[1], "y"), {"b": bias}),
+    ):
+        found, wanted = run_both(build, [a, b], weights, n_threads=3)
+        np.testing.assert_array_equal(found, wanted)
+    found, wanted = run_both(lambda g, n: g.swiglu(n[0], n[1], "y"), [5 * a, b], n_threads=3)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_swiglu_at_the_extremes() -> None:
+    """Vector and scalar part alike: no overflow; what cannot be a number is none."""
+    gate = np.tile(np.array([-1e30, -1000, -88, -87, -1e-30, 0, 1e-30, 88, 1000, 1e30], np.float32), 5)[None, :39]
+    found, wanted = run_both(lambda g, n: g.swiglu(n[0], n[1], "y"), [gate, np.ones_like(gate)])
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+    for bad in (np.nan, -np.inf):
+        x = np.full((1, 21), bad, np.float32)
+        found, _ = run_both(lambda g, n: g.swiglu(n[0], n[1], "y"), [x, np.ones_like(x)])
+        assert not np.isfinite(found).any()
+
+
+def test_concat() -> None:
+    parts = [random(4, n) for n in (3, 16, 33)]
+    found, wanted = run_both(lambda g, n: g.concat(n, "y"), parts)
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(found, np.concatenate(parts, axis=1))
+
+
+def test_concat_heads() -> None:
+    """Per head: a strided slice, then columns that all heads share."""
+    a, b = random(4, 4 * 21 + 3), random(4, 40)
+
+    def build(g: Graph, n: list[Node]) -> Node:
+        return g.concat_heads([HeadSlice(n[0], 3, 13, 21), HeadSlice(n[1], 5, 18, 0)], 4, "y")
+
+    found, wanted = run_both(build, [a, b])
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("outputs", [[], [0], [4], [1, 3, 4], [0, 1, 2, 3, 4]])
+def test_get_rows(outputs: list[int]) -> None:
+    x = random(5, 19)
+    found, _ = run_both(lambda g, n: g.select_outputs(n[0], "y"), [x], outputs=outputs)
+    np.testing.assert_array_equal(found, x[outputs])
+
+
+# --- positions --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("pos", [0, 4000, 163837, 1 << 24])
+def test_rope_table(pos: int) -> None:
+    """Angles in double precision: large positions lose nothing."""
+    freqs = 10000.0 ** (-np.arange(9) / 9)
+    found, wanted = run_both(lambda g, n: g.rope_table(freqs, 1.25), [random(3, 1)], pos=pos)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=3e-7)
+    angle = (pos + 2) * freqs
+    np.testing.assert_allclose(found[2, 1::2], 1.25 * np.sin(angle), rtol=0, atol=3e-7)
+
+
+@pytest.mark.parametrize("neox", [False, True])
+@pytest.mark.parametrize(
+    ("n_head", "dim", "offset", "n_rot"), [(1, 8, 0, 8), (3, 20, 0, 12), (2, 21, 5, 16), (4, 96, 64, 32)]
+)
+def test_rope(neox: bool, n_head: int, dim: int, offset: int, n_rot: int) -> None:
+    def build(g: Graph, n: list[Node]) -> Node:
+        table = g.rope_table([0.5**i for i in range(n_rot // 2)], 1.0)
+        return g.rope(n[0], table, n_head, dim, "y", offset=offset, neox=neox)
+
+    x = random(5, n_head * dim)
+    found, wanted = run_both(build, [x], pos=11)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+    heads, kept = found.reshape(5, n_head, dim), x.reshape(5, n_head, dim)
+    np.testing.assert_array_equal(heads[:, :, :offset], kept[:, :, :offset])
+    np.testing.assert_array_equal(heads[:, :, offset + n_rot :], kept[:, :, offset + n_rot :])
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+ROUTES: list[dict[str, Any]] = [
+    {"gating": "softmax", "norm": False, "scale": 1.0},
+    {"gating": "softmax", "norm": True, "scale": 2.5},
+    {"gating": "sigmoid", "norm": True, "scale": 1.5},
+    {"gating": "sigmoid", "norm": False, "scale": 1.0, "n_group": 4, "n_group_used": 2},
+    {"gating": "softmax", "norm": True, "scale": 1.0, "n_group": 3, "n_group_used": 1},
+    {"gating": "softmax", "norm": True, "scale": 1.0, "ser": (1, 0.8)},
+    {"gating": "sigmoid", "norm": False, "scale": 1.0, "ser": (2, 0.99), "n_group": 2, "n_group_used": 2},
+    {"gating": "softmax", "norm": False, "scale": 1.0, "ser": (0, 0.5)},
+]
+
+
+def parts(route: Array, n_used: int) -> tuple[Array, Array]:
+    return route[:, :n_used], np.ascontiguousarray(route[:, n_used:]).view(np.int32)
+
+
+@pytest.mark.parametrize("options", ROUTES, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("biased", [False, True])
+def test_moe_route(options: dict[str, Any], biased: bool) -> None:
+    logits, bias = 2 * random(40, 12), random(12)
+    b = weight("b", bias) if biased else None
+    found, wanted = run_both(
+        lambda g, n: g.moe_route(n[0], b, "y", n_used=4, **options),
+        [logits],
+        {"b": bias} if biased else {},
+        n_threads=3,
+    )
+    np.testing.assert_array_equal(parts(found, 4)[1], parts(wanted, 4)[1])
+    np.testing.assert_allclose(parts(found, 4)[0], parts(wanted, 4)[0], rtol=2e-6)
+    if options.get("ser", (0,))[0] > 0:
+        assert (parts(found, 4)[1] < 0).any()
+
+
+@pytest.mark.parametrize("gating", ["softmax", "sigmoid"])
+def test_ties_go_to_the_first_expert(gating: str) -> None:
+    logits = np.zeros((3, 9), np.float32)
+    logits[1, 4:7] = 1
+    logits[2] = np.repeat(np.float32([2, 1, 2]), 3)
+    found, wanted = run_both(
+        lambda g, n: g.moe_route(n[0], None, "y", n_used=4, gating=gating, norm=True, scale=1.0), [logits]
+    )
+    np.testing.assert_array_equal(parts(found, 4)[1], [[0, 1, 2, 3], [4, 5, 6, 0], [0, 1, 2, 6]])
+    np.testing.assert_array_equal(parts(found, 4)[1], parts(wanted, 4)[1])
+
+
+@pytest.mark.parametrize("gating", ["softmax", "sigmoid"])
+def test_router_at_the_extremes(gating: str) -> None:
+    """Huge logits are ordinary; NaN shows in the weights, and no expert is chosen twice."""
+    logits = random(4, 8)
+    logits[0] *= 1e4
+    logits[1, 2] = np.nan
+    logits[2] = np.nan
+    found, _ = run_both(
+        lambda g, n: g.moe_route(n[0], None, "y", n_used=3, gating=gating, norm=True, scale=1.0), [logits]
+    )
+    weights, ids = parts(found, 3)
+    assert np.isfinite(weights[[0, 3]]).all()
+    assert np.isnan(weights[1]).any() and np.isnan(weights[2]).all()
+    for row in ids:
+        assert len(set(row)) == 3 and row.min() >= 0 and row.max() < 8
+
+
+@pytest.mark.parametrize("ser", [None, (1, 0.9)])
+@pytest.mark.parametrize("cols", [1, 16, 37])
+def test_moe_sum(ser: tuple[int, float] | None, cols: int) -> None:
+    """Sorted rows, made here by one expert matrix per expert, come back weighted and in token order."""
+    w = random(5, cols, 8)
+
+    def build(g: Graph, n: list[Node]) -> Node:
+        route = g.moe_route(n[1], None, "route", n_used=2, gating="softmax", norm=True, scale=1.5, ser=ser)
+        plan = g.moe_sort(route, 5, "plan")
+        return g.moe_sum(g.mul_mat_id(weight("w", w), n[0], plan, "y"), route, plan, "sum")
+
+    for n in (1, 9):
+        found, wanted = run_both(build, [random(n, 8), random(n, 5, seed=3)], {"w": w})
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)

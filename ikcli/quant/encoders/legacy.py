@@ -59,22 +59,22 @@ def _search(type: GGMLType) -> tuple[KernelKey, npt.NDArray[np.float32]]:
     return KernelKey(_SEARCH, "make_scale_search", _SCALE_ONLY[type]), _LEVELS[type]
 
 
-def _levels(lowest: float, highest: float, below: float, above: float, n: int) -> npt.NDArray[np.float32]:
+def levels(lowest: float, highest: float, below: float, above: float, n: int) -> npt.NDArray[np.float32]:
     """Levels that the largest value of a block may get: around the highest and, negated, around the lowest one."""
     t = np.geomspace(1 - below, 1 + above, n)
     return np.concatenate((lowest * t, highest * t)).astype(np.float32)
 
 
-def _ranges(highest: int, below: float, above: float, n: int) -> npt.NDArray[np.float32]:
+def ranges(highest: int, below: float, above: float, n: int) -> npt.NDArray[np.float32]:
     """Codes that the smallest and the largest value of a block may get."""
     t = np.linspace(0, 1, n) ** 2 * (above + below) - below
     return np.stack(np.meshgrid(-t, highest + t), axis=-1).reshape(-1, 2).astype(np.float32)
 
 
 _LEVELS = {
-    GGMLType.Q4_0: _levels(-8, 7, 0.2, 0.8, 32),
-    GGMLType.Q5_0: _levels(-16, 15, 0.2, 0.8, 32),
-    GGMLType.Q6_0: _levels(-32, 31, 0.2, 0.4, 40),
-    GGMLType.IQ4_NL: _levels(-127, 113, 0.2, 0.8, 28),
+    GGMLType.Q4_0: levels(-8, 7, 0.2, 0.8, 32),
+    GGMLType.Q5_0: levels(-16, 15, 0.2, 0.8, 32),
+    GGMLType.Q6_0: levels(-32, 31, 0.2, 0.4, 40),
+    GGMLType.IQ4_NL: levels(-127, 113, 0.2, 0.8, 28),
 }
-_RANGE_CANDIDATES = {GGMLType.Q4_1: _ranges(15, 1, 6, 12), GGMLType.Q5_1: _ranges(31, 1, 6, 12)}
+_RANGE_CANDIDATES = {GGMLType.Q4_1: ranges(15, 1, 6, 12), GGMLType.Q5_1: ranges(31, 1, 6, 12)}

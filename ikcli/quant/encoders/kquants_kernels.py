@@ -1,0 +1,212 @@
+"""Joint searches of super-block and sub-block scales, 16 sub-blocks at once: Q3_K, Q6_K, IQ4_XS; Q2_K, Q4_K, Q5_K.
+
+A lane is a sub-block; 16 or 8 neighbouring lanes are a super-block. First every sub-block gets its own best real scale
+(and minimum), over a list of candidates. Around that point the error is a parabola, so that the sum of 16 (8) parabolas
+ranks many super-block scales cheaply. The best of each stretch of scales is then worked out exactly: sub-block integers
+next to the ideal ones with codes rounded anew, then the least-squares super-block scale of those, and so on.
+
+Arguments: x, weights (ne0 f32, or 0), number of super-blocks, ne0, out, scratch, candidates, how many, and for Q2_K
+flags of rows to leave out.
+"""
+
+# mypy: ignore-errors
+# (compiled from bytecode; intrinsics have no Python body that a type checker could follow)
+
+import numpy as np
+
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import (
+    bcast_f32x16,
+    cvt_f32x16_i32,
+    load_f32x16,
+    splat_f32x16,
+    store_f32x16,
+    store_i8x16,
+    trunc_i32x16_i8,
+    vabs,
+    vadd,
+    vfma,
+    vmax,
+    vmin,
+    vmul,
+    vround_even,
+    vsub,
+    zero_f32x16,
+)
+from ikcli.quant.encoders.kquants_pack import CODES, LS, WS, XS, D, make_pack
+from ikcli.quant.encoders.lane_kernels import (
+    LANES,
+    fill_ones,
+    load_group,
+    reciprocal,
+    round_f16,
+    scale_group,
+    signed_largest,
+    swap_lanes,
+    where_less,
+)
+from ikcli.quant.encoders.legacy_search_kernels import make_nearest
+
+_SMALLEST_F16 = np.float32(2.0**-24)
+_HUGE = np.float32(3e38)
+_STRETCHES, _STEPS, _ROUNDS = 3, 16, 2
+
+
+def make_unit_reduce(n_lanes):
+    """Device functions: sum, and largest, over the lanes of a super-block, in all its lanes."""
+    whole = n_lanes == 16
+
+    @inline
+    def total(v):
+        v = vadd(v, swap_lanes(v, 1))
+        v = vadd(v, swap_lanes(v, 2))
+        v = vadd(v, swap_lanes(v, 4))
+        return vadd(v, swap_lanes(v, 8)) if whole else v
+
+    @inline
+    def largest(v):
+        v = vmax(v, swap_lanes(v, 1))
+        v = vmax(v, swap_lanes(v, 2))
+        v = vmax(v, swap_lanes(v, 4))
+        return vmax(v, swap_lanes(v, 8)) if whole else v
+
+    return total, largest
+
+
+@inline
+def stored_scale(d, amax, half):
+    """d * amax as a half float that is not 0, in units of amax; `half` is scratch."""
+    rounded = round_f16(vmul(d, amax), half)
+    smallest = splat_f32x16(_SMALLEST_F16)
+    rounded = where_less(vabs(rounded), smallest, smallest, rounded)
+    return vmul(rounded, reciprocal(amax))
+
+
+@inline
+def clamp(v, lowest, highest):
+    return vmax(vmin(v, splat_f32x16(highest)), splat_f32x16(lowest))
+
+
+@inline
+def load_units(x, weights, first, n_sub, size, ne0, s, largest):
+    """Load a group, divide it by the largest value of its super-blocks; returns that."""
+    load_group(x, weights, first, n_sub, size, ne0, s + XS, s + WS)
+    amax = largest(vabs(signed_largest(s + XS, size)))
+    scale_group(s + XS, size, reciprocal(amax))
+    return amax
+
+
+def make_scale_only(kind):
+    """Q3_K, Q6_K, IQ4_XS: x = d * L * level, with a signed integer L per sub-block."""
+    n_bits, size, nonlinear, l_min, l_max, reach = {
+        "Q3_K": (3, 16, 0, -32, 31, 1),
+        "Q6_K": (6, 16, 0, -128, 127, 2),
+        "IQ4_XS": (4, 32, 1, -32, 31, 1),
+    }[kind]
+    n_lanes = 256 // size
+    per_group = LANES // n_lanes
+    nearest, code_of = make_nearest(n_bits, nonlinear)
+    total, largest = make_unit_reduce(n_lanes)
+    pack, n_bytes = make_pack(kind)
+    lowest, highest = np.float32(l_min), np.float32(l_max)
+    first_ratio, step = np.float32(l_min * 1.02), np.float32(-l_min * 0.4 / (_STRETCHES * _STEPS))
+
+    @inline
+    def sums(s, inverse_scale):
+        """sum(w x l) and sum(w l^2) of the levels nearest to x * inverse_scale."""
+        wxl, wll = zero_f32x16(), zero_f32x16()
+        for i in range(size):
+            v = load_f32x16(s + XS + 64 * i)
+            level = nearest(vmul(v, inverse_scale))
+            wl = vmul(load_f32x16(s + WS + 64 * i), level)
+            wxl, wll = vfma(wl, v, wxl), vfma(wl, level, wll)
+        return wxl, wll
+
+    @inline
+    def error_sums(s, scale):
+        """(error, sum(w x l), sum(w l^2)) of the levels nearest to x / scale."""
+        wxl, wll, error, inverse_scale = zero_f32x16(), zero_f32x16(), zero_f32x16(), reciprocal(scale)
+        for i in range(size):
+            v, w = load_f32x16(s + XS + 64 * i), load_f32x16(s + WS + 64 * i)
+            level = nearest(vmul(v, inverse_scale))
+            miss, wl = vsub(v, vmul(scale, level)), vmul(w, level)
+            wxl, wll, error = vfma(wl, v, wxl), vfma(wl, level, wll), vfma(vmul(miss, miss), w, error)
+        return error, wxl, wll
+
+    @inline
+    def own_scale(s, candidates, n_candidates):
+        """(scale, curvature of the error) of every sub-block."""
+        inverse_top = reciprocal(signed_largest(s + XS, size))
+        scale, curve, merit = zero_f32x16(), zero_f32x16(), zero_f32x16()
+        for c in range(n_candidates + 1):
+            if c < n_candidates:
+                inverse_scale = vmul(bcast_f32x16(candidates + 4 * c), inverse_top)
+            else:
+                inverse_scale = reciprocal(scale)
+            wxl, wll = sums(s, inverse_scale)
+            fitted = vmul(wxl, reciprocal(wll))
+            found = vmul(fitted, wxl)
+            scale, curve = where_less(merit, found, fitted, scale), where_less(merit, found, wll, curve)
+            merit = vmax(merit, found)
+        return scale, curve
+
+    @inline
+    def promising(stretch, scale, curve, top):
+        """Super-block scale of the least sum of parabolas in one stretch; `top` is the largest scale, with sign."""
+        best, least = zero_f32x16(), splat_f32x16(_HUGE)
+        for i in range(_STEPS):
+            ratio = first_ratio + step * np.float32(stretch * _STEPS + i)
+            d = vmul(top, splat_f32x16(np.float32(1.0) / ratio))
+            whole = clamp(vround_even(vmul(scale, reciprocal(d))), lowest, highest)
+            miss = vsub(scale, vmul(d, whole))
+            promised = total(vmul(curve, vmul(miss, miss)))
+            best, least = where_less(promised, least, d, best), vmin(promised, least)
+        return best
+
+    @inline
+    def exact(s, d, scale):
+        """(error of the super-block, integers, least-squares d): integers next to scale / d, codes rounded anew."""
+        middle = vround_even(vmul(scale, reciprocal(d)))
+        error, whole = splat_f32x16(_HUGE), zero_f32x16()
+        a, b = zero_f32x16(), zero_f32x16()
+        for k in range(-reach, reach + 1):
+            now = clamp(vadd(middle, splat_f32x16(np.float32(k))), lowest, highest)
+            found, wxl, wll = error_sums(s, vmul(d, now))
+            whole = where_less(found, error, now, whole)
+            a = where_less(found, error, vmul(now, wxl), a)
+            b = where_less(found, error, vmul(vmul(now, now), wll), b)
+            error = vmin(found, error)
+        return total(error), whole, vmul(total(a), reciprocal(total(b)))
+
+    @inline
+    def encode_group(s, amax, candidates, n_candidates):
+        scale, curve = own_scale(s, candidates, n_candidates)
+        peak = largest(vabs(scale))
+        negative = where_less(largest(scale), peak, splat_f32x16(np.float32(-1.0)), splat_f32x16(np.float32(1.0)))
+        top = vmul(peak, negative)
+        best_d, best_l, least = zero_f32x16(), zero_f32x16(), splat_f32x16(_HUGE)
+        for stretch in range(_STRETCHES):
+            d = promising(stretch, scale, curve, top)
+            near = scale
+            for _ in range(_ROUNDS):
+                d = stored_scale(d, amax, s + CODES)
+                error, whole, fitted = exact(s, d, near)
+                best_d, best_l = where_less(error, least, d, best_d), where_less(error, least, whole, best_l)
+                least = vmin(error, least)
+                near, d = vmul(d, whole), fitted
+        inverse_scale = reciprocal(vmul(best_d, best_l))
+        for i in range(size):
+            code = code_of(vmul(load_f32x16(s + XS + 64 * i), inverse_scale))
+            store_i8x16(s + CODES + 16 * i, trunc_i32x16_i8(cvt_f32x16_i32(code)))
+        store_i8x16(s + LS, trunc_i32x16_i8(cvt_f32x16_i32(best_l)))
+        store_f32x16(s + D, vmul(best_d, amax))
+
+    def scale_only(x, weights, n_units, ne0, out, s, candidates, n_candidates, skip):
+        fill_ones(s + WS, size)
+        for first in range(0, n_units, per_group):
+            amax = load_units(x, weights, first * n_lanes, n_units * n_lanes, size, ne0, s, largest)
+            encode_group(s, amax, candidates, n_candidates)
+            for u in range(min(per_group, n_units - first)):
+                pack(out + (first + u) * n_bytes, s, u * n_lanes)
+
+    return scale_only, 9, False

@@ -9,7 +9,7 @@ A segment is the part of one sequence in the micro-batch: its tokens are adjacen
 """
 
 from ikcli.backends.cpu.jit import inline
-from ikcli.backends.cpu.simd.vec import atomic_add, ld_i64
+from ikcli.backends.cpu.simd.vec import atomic_add, atomic_cas, atomic_load, ld_i64
 
 # State words; STATE_WORDS is their number.
 N_TOKENS, N_OUTPUTS, N_KV, N_SEG, TOKENS, POS, CELLS, OUT_IDS, SEGMENTS, KV_CELLS, STATE_WORDS = range(11)
@@ -39,3 +39,18 @@ def n_rows(params):
 def next_work(params, chunk):
     """Start of the next `chunk` work items; threads share the counter, the executor clears it."""
     return atomic_add(params - 64, chunk)
+
+
+@inline
+def next_span(params, total, n_threads):
+    """(first, stop) of the next work items: large pieces first, single items last.
+
+    Threads that stream through memory want long runs, because hardware prefetching runs past the end of each.
+    """
+    while True:
+        first = atomic_load(params - 64)
+        if first >= total:
+            return total, total
+        size = max((total - first) // (2 * n_threads), 1)
+        if atomic_cas(params - 64, first, first + size) != 0:
+            return first, first + size

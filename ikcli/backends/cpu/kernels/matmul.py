@@ -6,7 +6,7 @@ straight from memory; with more, the block is unpacked once into a tile that all
 
 from ikcli.backends.cpu.jit import inline
 from ikcli.backends.cpu.kernels.basic import swiglu_span
-from ikcli.backends.cpu.kernels.common import n_rows, next_work, word
+from ikcli.backends.cpu.kernels.common import n_rows, next_span, next_work, word
 from ikcli.backends.cpu.kernels.formats import FORMATS
 from ikcli.backends.cpu.kernels.formats_float import FLOAT_FORMATS
 from ikcli.backends.cpu.simd.gemm import quant_tile
@@ -83,12 +83,11 @@ def make_mul_mat(type_name):
         total = per_head * heads
         if m == 0:
             return
-        chunk = max(1, min(total // (8 * nth), 65536 // (row_bytes * height))) if m <= FEW else 1
         while True:
-            first = next_work(params, chunk)
+            first, stop = next_items(params, total, nth, m <= FEW)
             if first >= total:
                 return
-            for item in range(first, min(first + chunk, total)):
+            for item in range(first, stop):
                 h, r = item // per_head, item % per_head * height
                 block(
                     w + h * w_head + r * row_bytes, row_bytes, min(height, n_w - r), k, a + h * a_head, a_stride, m,
@@ -99,15 +98,40 @@ def make_mul_mat(type_name):
 
 
 @inline
-def locate(offsets, n_expert, per_expert, item, e):
-    """Expert of a work item, searching on from expert e; experts without rows have no items."""
-    while e < n_expert:
-        if ld_i64(offsets + 8 * (e + 1)) > ld_i64(offsets + 8 * e):
-            if item < per_expert:
-                return e, item
-            item -= per_expert
+def next_items(params, total, nth, streaming):
+    """Range of work items: long runs if the weights are streamed, else one block at a time."""
+    if streaming:
+        return next_span(params, total, nth)
+    first = next_work(params, 1)
+    return first, min(first + 1, total)
+
+
+@inline
+def next_expert(offsets, n_expert, e):
+    """First expert from e on that has rows, or n_expert."""
+    while e < n_expert and ld_i64(offsets + 8 * (e + 1)) == ld_i64(offsets + 8 * e):
         e += 1
-    return n_expert, 0
+    return e
+
+
+@inline
+def locate(offsets, n_expert, per_expert, item):
+    """(expert, block) of a work item; experts without rows have no items."""
+    e = next_expert(offsets, n_expert, 0)
+    while item >= per_expert:
+        item -= per_expert
+        e = next_expert(offsets, n_expert, e + 1)
+    return e, item
+
+
+@inline
+def count_items(offsets, n_expert, per_expert):
+    """Work items of all experts that have rows."""
+    total = 0
+    for e in range(n_expert):
+        if ld_i64(offsets + 8 * (e + 1)) > ld_i64(offsets + 8 * e):
+            total += per_expert
+    return total
 
 
 def make_mul_mat_id(type_name):
@@ -124,16 +148,23 @@ def make_mul_mat_id(type_name):
         tile = word(params, 11) + ith * word(params, 12)
         n_expert, w_expert, offsets = word(params, 13), word(params, 14), word(params, 15)
         per_expert = (n_w + height - 1) // height
+        total = count_items(offsets, n_expert, per_expert)
+        streaming = ld_i64(offsets + 8 * n_expert) * per_expert <= FEW * total
         while True:
-            e, item = locate(offsets, n_expert, per_expert, next_work(params, 1), 0)
-            if e >= n_expert:
+            first, stop = next_items(params, total, nth, streaming)
+            if first >= total:
                 return
-            lo, r = ld_i64(offsets + 8 * e), item * height
-            m = ld_i64(offsets + 8 * e + 8) - lo
-            block(
-                w + e * w_expert + r * row_bytes, row_bytes, min(height, n_w - r), k, a + lo * a_stride, a_stride, m,
-                out + lo * out_stride + 4 * r, out_stride, tile,
-            )  # fmt: skip
+            e, item = locate(offsets, n_expert, per_expert, first)
+            for _ in range(first, stop):
+                if item == per_expert:
+                    e, item = next_expert(offsets, n_expert, e + 1), 0
+                lo, r = ld_i64(offsets + 8 * e), item * height
+                item += 1
+                m = ld_i64(offsets + 8 * e + 8) - lo
+                block(
+                    w + e * w_expert + r * row_bytes, row_bytes, min(height, n_w - r), k, a + lo * a_stride, a_stride,
+                    m, out + lo * out_stride + 4 * r, out_stride, tile,
+                )  # fmt: skip
 
     return mul_mat_id
 
@@ -149,18 +180,25 @@ def make_up_gate(type_name):
         n_expert, w_expert, offsets = word(params, 13), word(params, 14), word(params, 15)
         gate, scratch = word(params, 16), word(params, 17) + ith * word(params, 18)
         per_expert = (n_w + height - 1) // height
+        total = count_items(offsets, n_expert, per_expert)
+        streaming = ld_i64(offsets + 8 * n_expert) * per_expert <= FEW * total
         while True:
-            e, item = locate(offsets, n_expert, per_expert, next_work(params, 1), 0)
-            if e >= n_expert:
+            first, stop = next_items(params, total, nth, streaming)
+            if first >= total:
                 return
-            lo, r = ld_i64(offsets + 8 * e), item * height
-            m = ld_i64(offsets + 8 * e + 8) - lo
-            at, n = e * w_expert + r * row_bytes, min(height, n_w - r)
-            x, y = a + lo * a_stride, out + lo * out_stride + 4 * r
-            block(gate + at, row_bytes, n, k, x, a_stride, m, scratch, 4 * height, tile)
-            block(w + at, row_bytes, n, k, x, a_stride, m, y, out_stride, tile)
-            for t in range(m):
-                row = y + t * out_stride
-                swiglu_span(row, scratch + 4 * height * t, row, 0, n)
+            e, item = locate(offsets, n_expert, per_expert, first)
+            for _ in range(first, stop):
+                if item == per_expert:
+                    e, item = next_expert(offsets, n_expert, e + 1), 0
+                lo, r = ld_i64(offsets + 8 * e), item * height
+                item += 1
+                m = ld_i64(offsets + 8 * e + 8) - lo
+                at, n = e * w_expert + r * row_bytes, min(height, n_w - r)
+                x, y = a + lo * a_stride, out + lo * out_stride + 4 * r
+                block(gate + at, row_bytes, n, k, x, a_stride, m, scratch, 4 * height, tile)
+                block(w + at, row_bytes, n, k, x, a_stride, m, y, out_stride, tile)
+                for t in range(m):
+                    row = y + t * out_stride
+                    swiglu_span(row, scratch + 4 * height * t, row, 0, n)
 
     return up_gate

@@ -234,6 +234,7 @@ class RowFormat:
 
 
 _PAIR = [0] * 8 + [1] * 8
+_PREFETCH_BYTES = 4096  # ahead; the next rows follow in memory
 
 
 @functools.cache
@@ -243,14 +244,14 @@ def row_dot(fmt):
 
     def step(e, w, row, a, at, at16, nb, valid, accs):
         acc, low = (e.b.load(s) for s in accs)
-        d = _activation_floats(e, e.offset(at, e.k), valid)
+        d = activation_floats(e, e.offset(at, e.k), valid)
         scales = fmt.scales(e, w, row)
         if mode == "s32":
             starts = e.load(i32x8, e.offset(at, e.k, e.times(nb, 8)))
         elif mode != "m32":
             starts = e.load(i32x16, e.offset(at16, e.k, e.times(nb, 12)))
         if mode == "m32":
-            sums = _activation_floats(e, e.offset(at, e.k, e.times(nb, 4)), valid)
+            sums = activation_floats(e, e.offset(at, e.k, e.times(nb, 4)), valid)
             low = e.fused(_widen(e, fmt.minima(e, w, row)), _widen(e, sums), low)
         elif mode == "m16":
             sums = e.mul(e.ints_to_f32(starts), e.pick(d, [i // 2 for i in range(16)]))
@@ -277,7 +278,7 @@ def row_dot(fmt):
             nb = builder.lshr(k, e.int(5))
             accs = [e.variable(e.zero(f32x16)), e.variable(e.zero(f32x16))]
             row = fmt.header(e, w)
-            for i, at_w, valid in _steps(e, fmt, e.offset(w, fmt.header_bytes), k):
+            for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 i32 = e.times(i, 32)
                 step(
                     e, at_w, row, e.offset(a, e.times(i, 256)), e.offset(a, i32), e.offset(a, i32, i32), nb, valid, accs
@@ -304,7 +305,7 @@ def _starts(e, mode, sums, j):
     return e.b.shuffle_vector(sums, ir.Constant(sums.type, [0] * outside), indices(lanes))
 
 
-def _activation_floats(e, address, valid):
+def activation_floats(e, address, valid):
     """8 floats of the activation row; only the first `valid` ones in a partial step."""
     if valid is None:
         return e.load(f32x8, address)
@@ -315,7 +316,7 @@ def _activation_floats(e, address, valid):
     return call_llvm(e.b, "llvm.masked.load.v8f32.p0", t, args)
 
 
-def _steps(e, fmt, w, k):
+def steps(e, fmt, w, k):
     """Yields (step index, address, None) inside a loop over whole steps, then (.., .., valid blocks) for the rest."""
     whole = e.b.lshr(k, e.int(8))
     with e.loop(whole) as i:
@@ -365,7 +366,7 @@ def unpack_row(fmt):
             e = RowEmitter(builder)
             row = fmt.header(e, w)
             lane = e.offset(tile, e.times(r, 4))
-            for i, at_w, _ in _steps(e, fmt, e.offset(w, fmt.header_bytes), k):
+            for i, at_w, _ in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 to = e.offset(lane, e.times(i, 8 * block_bytes))
                 put(e, fmt.scales(e, at_w, row), to, 0)
                 if mode.startswith("m"):

@@ -1,6 +1,7 @@
 """From format descriptions to the entries of `formats.FORMATS`."""
 
 from ikcli.backends.cpu.jit import inline
+from ikcli.backends.cpu.simd.groupformat import group_dot, unpack_group
 from ikcli.backends.cpu.simd.rowformat import row_dot, unpack_row
 from ikcli.backends.cpu.simd.vec import st_f32
 
@@ -16,3 +17,8 @@ def _one_row(dot_row):
         st_f32(out, dot_row(w, a, k))
 
     return dot
+
+
+def group_formats(*formats):
+    """As plain_formats for row-interleaved formats."""
+    return {fmt.name: (fmt.rows, group_dot(fmt), unpack_group(fmt)) for fmt in formats}

@@ -1,91 +1,234 @@
-"""Row-interleaved forms of the legacy and K quants: 4 or 8 rows side by side, so unpacking a tile is plain stores.
+"""Row-interleaved forms of the legacy and K quants, and the 8-bit types (layouts: `quant/interleave.py`).
 
-Layouts: "N4" packs 32 columns of 4 rows into 64 bytes; byte 16g+4k+i holds columns B+i (low nibble) and B+8+i (high
-nibble) of row k, with B = 0, 16, 4, 20 for g = 0..3 (ik_llama.cpp: iqk_quantize.cpp, repack functions).
+Codes of four-row types: nibbles of 32 columns in 64 bytes, two-bit fields in 32, single bits in 16. Eight-row types keep
+the bytes of the plain type in runs of four columns.
 """
 
-import numpy as np
+from ikcli.backends.cpu.kernels.format_api import group_formats
+from ikcli.backends.cpu.simd.groupformat import GroupFormat
+from ikcli.backends.cpu.simd.vec import i8x64
+from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES
 
-from ikcli.backends.cpu.jit import inline
-from ikcli.backends.cpu.simd.vec import (
-    ld_f16,
-    ld_u8,
-    load_i8x16,
-    load_i8x32,
-    splat_i8x16,
-    splat_i8x32,
-    st_f32,
-    store_i8x16,
-    store_i8x32,
-    vadd,
-    vand,
-    vlshr,
-    vxor,
+_NATURAL8 = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def biased(table):
+    """Table values + 128."""
+    return [int(v) + 128 for v in table]
+
+
+# --- blocks of 32 columns ---------------------------------------------------------------------------------------------
+class _Blocks32(GroupFormat):
+    """A half-float scale per row, then codes."""
+
+    block_columns = 32
+
+    def __init__(self, name, block_bytes):
+        self.name, self.block_bytes, self.step_bytes = name, block_bytes, 8 * block_bytes
+
+    def scales(self, e, w, row):
+        return [e.halves(e.offset(w, self.block_bytes * ib), self.rows) for ib in range(8)]
+
+    def codes(self, e, w, ib, v):
+        return self.block_codes(e, e.offset(w, self.block_bytes * ib), v)
+
+
+class IQ4NL(_Blocks32):
+    def block_codes(self, e, w, v):
+        return e.lookup(biased(IQ4_NL_VALUES), e.nibbles(e.offset(w, 8), v))
+
+
+class Q5_0(_Blocks32):
+    bias = 16
+
+    def block_codes(self, e, w, v):
+        return e.b.or_(e.nibbles(e.offset(w, 24), v), e.plane(e.offset(w, 8), v, 1, 4, 2, to=4))
+
+
+class Q6_0(_Blocks32):
+    bias = 32
+
+    def block_codes(self, e, w, v):
+        return e.b.or_(e.nibbles(e.offset(w, 40), v), e.shift_left(e.pairs(e.offset(w, 8), v), 4))
+
+
+class _EightRows(_Blocks32):
+    rows, order, codes_at = 8, _NATURAL8, 16
+
+    def nibble_pair(self, e, w, v):
+        """Low nibbles are the first 16 columns."""
+        return e.field(e.load(i8x64, e.offset(w, self.codes_at + 64 * (v % 2))), 4 * (v // 2), 4)
+
+
+class Q4_0(_EightRows):
+    bias = 8
+
+    def block_codes(self, e, w, v):
+        return self.nibble_pair(e, w, v)
+
+
+class Q8_0(_EightRows):
+    def block_codes(self, e, w, v):
+        return e.b.xor(e.load(i8x64, e.offset(w, 16 + 64 * v)), e.const64(-128))
+
+
+class Mxfp4(_EightRows):
+    """Scale 2**(e - 128) from an exponent byte; the table holds doubled values."""
+
+    codes_at = 8
+
+    def scales(self, e, w, row):
+        return [self._powers(e, e.load_bytes(e.offset(w, 136 * ib), 8)) for ib in range(8)]
+
+    def _powers(self, e, v):
+        normal = e.b.shl(e.b.sub(v, e.ints([1] * 8)), e.ints([23] * 8))
+        tiny = e.b.shl(e.ints([0x00200000] * 8), e.b.and_(v, e.ints([1] * 8)))
+        bits = e.b.select(e.b.icmp_signed("<", v, e.ints([2] * 8)), tiny, normal)
+        return e.b.bitcast(bits, e.zero8().type)
+
+    def block_codes(self, e, w, v):
+        return e.lookup(biased(MXFP4_VALUES), self.nibble_pair(e, w, v))
+
+
+# --- 8 bits -----------------------------------------------------------------------------------------------------------
+class Q8KV(GroupFormat):
+    """Scales (f32) of the rows, then int8."""
+
+    name, rows, order = "q8_KV_r8", 8, _NATURAL8
+    step_bytes, block_bytes, block_columns, header_bytes = 2048, 256, 32, 32
+
+    def header(self, e, w):
+        return e.singles(w, 8)
+
+    def scales(self, e, w, row):
+        return [row] * 8
+
+    def codes(self, e, w, ib, v):
+        return e.b.xor(e.load(i8x64, e.offset(w, 256 * ib + 64 * v)), e.const64(-128))
+
+
+class Q8K(GroupFormat):
+    """Half-float scales per 256 columns, then int8; the form of 16 rows stores code + 128."""
+
+    def __init__(self, rows):
+        self.name, self.rows = f"q8_k_r{rows}", rows
+        self.step_bytes = self.block_bytes = rows * 258
+        self.order = [list(range(i, i + 16 // rows)) for i in range(0, 8, 16 // rows)]
+
+    def scales(self, e, w, row):
+        return [e.halves(w, self.rows)] * 8
+
+    def codes(self, e, w, ib, v):
+        stored = e.load(i8x64, e.offset(w, 2 * self.rows + 32 * self.rows * ib + 64 * v))
+        return stored if self.rows == 16 else e.b.xor(stored, e.const64(-128))
+
+
+# --- K quants ---------------------------------------------------------------------------------------------------------
+class SuperBlock(GroupFormat):
+    """Blocks of 256 columns that start with half-float scales."""
+
+    def __init__(self, name, n_bytes, header_bytes=0):
+        self.name, self.block_bytes, self.step_bytes, self.header_bytes = name, n_bytes, n_bytes, header_bytes
+
+    def times_d(self, e, parts, d, lanes):
+        """Integer scales (vectors of consecutive lanes) times d of their row, per block."""
+        return [s for p in parts for s in e.split(e.mul(p, e.repeated(d, p.type.count // self.rows)), lanes)]
+
+
+def six_bit(e, low_at, high_at, quarters=4):
+    """64 unsigned scales in four vectors of 16: 4 bits in 32 bytes (low nibbles first), 2 bits in 16 bytes."""
+    high = e.bytes_at(high_at, 16)
+    low = [e.bytes_at(e.offset(low_at, 16 * i), 16) for i in range(2)]
+    return [e.both(e.field(low[f % 2], 4 * (f // 2), 4), e.field(high, 2 * f, 2), 4) for f in range(quarters)]
+
+
+class Q4K(SuperBlock):
+    """d, dmin; scales_h[16], scales_l[32] (scale low, minimum high nibble), codes."""
+
+    def _packed(self, e, w, shift):
+        """The 6-bit scales (shift 0) or minima (1) in two vectors of 16."""
+        high, parts = e.bytes_at(e.offset(w, 16), 16), []
+        for i in range(2):
+            low = e.field(e.bytes_at(e.offset(w, 32 + 16 * i), 16), 4 * shift, 4)
+            parts.append(e.centred(e.both(low, e.field(high, 4 * i + 2 * shift, 2), 4), 0))
+        return parts
+
+    def scales(self, e, w, row):
+        return self.times_d(e, self._packed(e, w, 0), e.halves(w, 4), 4)
+
+    def minima(self, e, w, row):
+        return self.times_d(e, self._packed(e, w, 1), e.b.fneg(e.halves(e.offset(w, 8), 4)), 4)
+
+    def codes(self, e, w, ib, v):
+        return e.nibbles(e.offset(w, 64 + 64 * ib), v)
+
+
+class Q5K(Q4K):
+    def codes(self, e, w, ib, v):
+        return e.b.or_(e.nibbles(e.offset(w, 192 + 64 * ib), v), e.plane(e.offset(w, 64 + 16 * ib), v, 4, 1, 2, to=4))
+
+
+class Q6K(SuperBlock):
+    """d, int8 scales[64], upper two bits, lower four."""
+
+    bias = 32
+
+    def scales(self, e, w, row):
+        parts = [e.bytes_to_f32(e.bytes_at(e.offset(w, 8 + 16 * i), 16)) for i in range(4)]
+        return self.times_d(e, parts, e.halves(w, 4), 8)
+
+    def codes(self, e, w, ib, v):
+        high = e.pairs(e.offset(w, 72 + 32 * ib), v, 1, 2)
+        return e.b.or_(e.nibbles(e.offset(w, 328 + 64 * ib), v), e.shift_left(high, 4))
+
+
+class Q2K(SuperBlock):
+    """d, dmin, scales[64] (scale low, minimum high nibble), codes."""
+
+    def _packed(self, e, w, shift):
+        return [e.centred(e.field(e.bytes_at(e.offset(w, 16 + 16 * i), 16), shift, 4), 0) for i in range(4)]
+
+    def scales(self, e, w, row):
+        return self.times_d(e, self._packed(e, w, 0), e.halves(w, 4), 8)
+
+    def minima(self, e, w, row):
+        return self.times_d(e, self._packed(e, w, 4), e.b.fneg(e.halves(e.offset(w, 8), 4)), 8)
+
+    def codes(self, e, w, ib, v):
+        return e.pairs(e.offset(w, 80 + 32 * ib), v)
+
+
+class Q3K(SuperBlock):
+    """d, scales_h[16], scales_l[32], third bits, lower two."""
+
+    bias = 4
+
+    def scales(self, e, w, row):
+        parts = [e.centred(u, 32) for u in six_bit(e, e.offset(w, 24), e.offset(w, 8))]
+        return self.times_d(e, parts, e.halves(w, 4), 8)
+
+    def codes(self, e, w, ib, v):
+        return e.b.or_(e.pairs(e.offset(w, 184 + 32 * ib), v), e.plane(e.offset(w, 56 + 16 * ib), v, 4, 2, 1, to=2))
+
+
+class IQ4XS(SuperBlock):
+    """Eight rows: d, scales_h[16], scales_l[32], codes; nibbles are neighbouring column groups."""
+
+    rows, order = 8, [[0, 2], [4, 6], [1, 3], [5, 7]]
+
+    def scales(self, e, w, row):
+        parts = [e.centred(u, 32) for u in six_bit(e, e.offset(w, 32), e.offset(w, 16))]
+        return self.times_d(e, parts, e.halves(w, 8), 8)
+
+    def codes(self, e, w, ib, v):
+        packed = e.load(i8x64, e.offset(w, 64 + 128 * ib + 64 * (v % 2)))
+        return e.lookup(biased(IQ4_NL_VALUES), e.field(packed, 4 * (v // 2), 4))
+
+
+FORMATS = group_formats(
+    *(IQ4NL("iq4_nl_r4", 72), Q5_0("q5_0_r4", 88), Q6_0("q6_0_r4", 104)),
+    *(Q4_0("q4_0_r8", 144), Q8_0("q8_0_r8", 272), Mxfp4("mxfp4_r8", 136)),
+    *(Q8KV(), Q8K(8), Q8K(16)),
+    *(Q2K("q2_k_r4", 336), Q3K("q3_k_r4", 440), Q4K("q4_k_r4", 576), Q5K("q5_k_r4", 704), Q6K("q6_k_r4", 840)),
+    IQ4XS("iq4_xs_r8", 1088),
 )
-
-
-@inline
-def store_n4(src, tile, r):
-    """64 bytes of N4 to columns 0..31 of rows r..r+3; `tile` is the address of the code area of a 32-column block."""
-    mask = splat_i8x16(15)
-    for g in range(4):
-        v = load_i8x16(src + 16 * g)
-        column = 16 * (g & 1) + 4 * (g >> 1)
-        store_i8x16(tile + 16 * column + 4 * r, vand(v, mask))
-        store_i8x16(tile + 16 * (column + 8) + 4 * r, vand(vlshr(v, 4), mask))
-
-
-# --- q8_0_r8: d f16[8], byte 32l+4k+i = column 4l+i of row k ----------------------------------------------------------
-@inline
-def unpack_q8_0_r8(w, tile, r, k):
-    flip = splat_i8x32(128)
-    for _ in range(k // 32):
-        for i in range(8):
-            st_f32(tile + 4 * (r + i), ld_f16(w + 2 * i))
-        for j in range(8):
-            store_i8x32(tile + 64 + 64 * j + 4 * r, vxor(load_i8x32(w + 16 + 32 * j), flip))
-        w += 272
-        tile += 576
-
-
-# --- q4_0_r8: d f16[8], byte 32l+4k+i: columns 4l+i (low) and 16+4l+i (high) of row k ---------------------------------
-@inline
-def unpack_q4_0_r8(w, tile, r, k):
-    mask, bias = splat_i8x32(15), splat_i8x32(120)
-    for _ in range(k // 32):
-        for i in range(8):
-            st_f32(tile + 4 * (r + i), ld_f16(w + 2 * i))
-        for j in range(4):
-            v = load_i8x32(w + 16 + 32 * j)
-            store_i8x32(tile + 64 + 64 * j + 4 * r, vadd(vand(v, mask), bias))
-            store_i8x32(tile + 64 + 64 * (j + 4) + 4 * r, vadd(vand(vlshr(v, 4), mask), bias))
-        w += 144
-        tile += 576
-
-
-# --- q4_k_r4: d f16[4], dmin f16[4], scales_h[16], scales_l[32], then N4 per 32 columns -------------------------------
-@inline
-def scale_min_r4(w, n):
-    """6-bit (scale, minimum) number n = 4*sub-block + row."""
-    low, high = ld_u8(w + 32 + n), ld_u8(w + 16 + (n & 15)) >> (4 * (n >> 4))
-    return (low & 15) | (high & 3) << 4, (low >> 4) | ((high >> 2) & 3) << 4
-
-
-@inline
-def unpack_q4_k_r4(w, tile, r, k):
-    for _ in range(k // 256):
-        for ib in range(8):
-            for i in range(4):
-                sc, mn = scale_min_r4(w, 4 * ib + i)
-                st_f32(tile + 4 * (r + i), ld_f16(w + 2 * i) * np.float32(sc))
-                st_f32(tile + 64 + 4 * (r + i), -ld_f16(w + 8 + 2 * i) * np.float32(mn))
-            store_n4(w + 64 + 64 * ib, tile + 128, r)
-            tile += 640
-        w += 576
-
-
-FORMATS = {
-    "q8_0_r8": (8, None, unpack_q8_0_r8),
-    "q4_0_r8": (8, None, unpack_q4_0_r8),
-    "q4_k_r4": (4, None, unpack_q4_k_r4),
-}

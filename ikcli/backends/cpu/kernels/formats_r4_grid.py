@@ -1,0 +1,226 @@
+"""Row-interleaved grid types: IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S (layouts: `quant/interleave.py`).
+
+Vector v of a block covers the groups l = v and v + 2 of eight columns of four rows: eight 64-bit words, l-major ("word
+order"), which a fixed shuffle brings into runs of four columns.
+"""
+
+from ikcli.backends.cpu.kernels.format_api import group_formats
+from ikcli.backends.cpu.simd.emit import I32, I64
+from ikcli.backends.cpu.simd.groupformat import GroupFormat, ir
+from ikcli.backends.cpu.simd.vec import i8x16, i32x8, i32x16, llvm_type
+from ikcli.gguf.constants import GGMLType
+from ikcli.quant.tables import grid
+
+_RUNS = [2 * (4 * a + k) + c for c in range(2) for a in range(2) for k in range(4)]
+_I1, _I8 = ir.IntType(1), ir.IntType(8)
+
+
+class _Grid(GroupFormat):
+    def __init__(self, name, n_bytes, block_columns=256, header_bytes=0):
+        self.name, self.block_bytes, self.header_bytes = name, n_bytes, header_bytes
+        self.block_columns, self.step_bytes = block_columns, 256 // block_columns * n_bytes
+
+    def table(self, e, bits, factor=1):
+        """Address of the grid points, one integer per point, first coordinate lowest."""
+        name = self.name.removesuffix("_r4")
+        rows = (grid(GGMLType[name.upper()]) * factor).astype(int)
+        return e.table([sum((int(x) & 255) << 8 * i for i, x in enumerate(row)) for row in rows], bits, name)
+
+    def points(self, e, indices):
+        """Points of 8 columns of 8 indices (i32x8 in word order)."""
+        table = self.table(e, 64)
+        return e.gather64([e.entry(table, e.b.extract_element(indices, e.index(i)), 64) for i in range(8)])
+
+    def small_points(self, e, indices):
+        """As points, from the points of 4 columns of 16 indices."""
+        table = self.table(e, 32)
+        v = ir.Constant(ir.VectorType(I32, 16), ir.Undefined)
+        for i in range(16):
+            x = e.entry(table, e.b.extract_element(indices, e.index(i)), 32)
+            v = e.b.insert_element(v, x, e.index(i))
+        return e.b.bitcast(v, ir.VectorType(_I8, 64))
+
+    def in_runs(self, e, codes):
+        """From word order to runs of four columns."""
+        words = e.b.bitcast(codes, llvm_type(i32x16))
+        return e.b.bitcast(e.pick(words, _RUNS), codes.type)
+
+    def signed(self, e, points, minus):
+        """128 + points, or 128 - points where the mask is set."""
+        mid = e.const64(-128)
+        return e.b.select(minus, e.b.sub(mid, points), e.b.add(mid, points))
+
+    def masked(self, e, points, sign_bytes):
+        """Signed by 8 bytes in word order, in runs of four columns."""
+        mask = e.mask_of(e.b.bitcast(sign_bytes, I64))
+        return self.in_runs(e, self.signed(e, points, mask))
+
+    def times_d(self, e, parts, d, lanes):
+        """Scales (vectors of consecutive lanes) times d of their row, per block."""
+        return [s for p in parts for s in e.split(e.mul(p, e.repeated(d, p.type.count // 4)), lanes)]
+
+
+def words_of(e, v, x):
+    """Lanes of vector v in word order, of 16 lanes numbered 4*row + l."""
+    return e.pick(x, [4 * k + v + 2 * a for a in range(2) for k in range(4)])
+
+
+def narrow(e, v):
+    """i32x8 as bytes."""
+    return e.b.trunc(v, ir.VectorType(_I8, v.type.count))
+
+
+class _SignsAndScales(_Grid):
+    """d f16[4], then a byte per group of eight columns: seven scrambled signs above one bit of a 4-bit scale."""
+
+    factor = 0.25
+
+    def scales(self, e, w, row):
+        parts = []
+        for i in range(2):
+            v = e.all_and(e.load(i32x16, e.offset(w, 8 + 64 * i)), 0x01010101)
+            ls = e.b.or_(e.b.or_(v, e.field(v, 7, 32)), e.b.or_(e.field(v, 14, 32), e.field(v, 21, 32)))
+            parts.append(e.affine(e.all_and(ls, 15), self.factor, self.factor / 2))
+        return self.times_d(e, parts, e.halves(w, 4), 4)
+
+    def signs(self, e, w, ib, v):
+        s = e.all_and(e.load(i8x16, e.offset(w, 8 + 16 * ib)), 254)
+        return words_of(e, v, e.b.xor(s, e.field(s, 1, 8)))
+
+
+class IQ2XXS(_SignsAndScales):
+    def codes(self, e, w, ib, v):
+        indices = words_of(e, v, e.load_bytes(e.offset(w, 136 + 16 * ib), 16))
+        return self.masked(e, self.points(e, indices), self.signs(e, w, ib, v))
+
+
+class IQ3XXS(_SignsAndScales):
+    factor = 0.5
+
+    def codes(self, e, w, ib, v):
+        # Indices are numbered 8*row + (group of four columns).
+        bytes_ = e.load_bytes(e.offset(w, 136 + 32 * ib), 32)
+        indices = e.pick(bytes_, [8 * k + 2 * (v + 2 * a) + c for a in range(2) for k in range(4) for c in range(2)])
+        return self.masked(e, self.small_points(e, indices), self.signs(e, w, ib, v))
+
+
+class _Scales16(_Grid):
+    """Bytes 4*block + row of 4-bit scales, one per 16 columns: (0.5 + s) / 4."""
+
+    scales_at = 0
+
+    def scales(self, e, w, row):
+        d, out = e.halves(w, 4), []
+        for ib in range(8):
+            v = e.load_bytes(e.offset(w, self.scales_at + 4 * ib), 4)
+            ls = e.b.shuffle_vector(e.field(v, 0, 4), e.field(v, 4, 4), e.lanes(range(8)))
+            out.append(e.mul(e.affine(ls, 0.25, 0.125), e.repeated(d, 2)))
+        return out
+
+
+class IQ2XS(_Scales16):
+    """d f16[4], words (9-bit index, seven scrambled signs) numbered 4*row + group, scales."""
+
+    scales_at = 264
+
+    def codes(self, e, w, ib, v):
+        words = words_of(e, v, e.words_at(e.offset(w, 8 + 32 * ib), 16))
+        s = e.field(words, 9, 7)
+        signs = narrow(e, e.b.xor(s, e.b.shl(s, e.ints([1] * 8))))
+        return self.masked(e, self.points(e, e.all_and(words, 511)), signs)
+
+
+class IQ2S(_Scales16):
+    """d f16[4]; qs, qh (a byte per row and block), signs, scales."""
+
+    scales_at = 296
+
+    def codes(self, e, w, ib, v):
+        low = words_of(e, v, e.load_bytes(e.offset(w, 8 + 16 * ib), 16))
+        high = e.repeated(e.load_bytes(e.offset(w, 136 + 4 * ib), 4), 2)
+        high = e.all_and(e.lshr(high, [2 * (v + 2 * a) for a in range(2) for _ in range(4)]), 3)
+        signs = words_of(e, v, e.load(i8x16, e.offset(w, 168 + 16 * ib)))
+        return self.masked(e, self.points(e, e.both(low, high, 8)), signs)
+
+
+class IQ3S(_Grid):
+    """d f16[4]; qs, qh (bit g: ninth bit of group g of four columns), signs, 4-bit scales."""
+
+    def scales(self, e, w, row):
+        packed = e.bytes_at(e.offset(w, 424), 16)
+        parts = [e.affine(e.field(packed, 4 * i, 4), 2.0, 1.0) for i in range(2)]
+        return self.times_d(e, parts, e.halves(w, 4), 4)
+
+    def codes(self, e, w, ib, v):
+        # Group g of a row: byte 8*(g % 4) + 4*(g // 4) + row; this order needs no shuffle afterwards.
+        groups = self.order[v]
+        low = e.pick(
+            e.load_bytes(e.offset(w, 8 + 32 * ib), 32),
+            [8 * (g % 4) + 4 * (g // 4) + k for g in groups for k in range(4)],
+        )
+        high = e.repeated(e.load_bytes(e.offset(w, 264 + 4 * ib), 4), 4)
+        high = e.all_and(e.lshr(high, [g for g in groups for _ in range(4)]), 1)
+        minus = e.plane_mask(e.offset(w, 296 + 16 * ib), v, 4, 2, 1)
+        return self.signed(e, self.small_points(e, e.both(low, high, 8)), minus)
+
+
+class _Ternary(_Grid):
+    """Rows d f16[4]; values (g + delta) with g in -1, 0, 1, delta = +-1/8: codes are 8g +- 1, scales an eighth.
+
+    Per 32 columns: qs[16] numbered 4*group + row, high index bits and signs of delta, scales.
+    """
+
+    def header(self, e, w):
+        return e.halves(w, 4)
+
+    def table(self, e, bits, factor=8):
+        return super().table(e, bits, factor)
+
+    def with_delta(self, e, at, v, high, negative):
+        """Codes from the index bits above 8 and the delta signs, both in word order."""
+        qs = e.pick(e.load_bytes(at, 16), [4 * (v + 2 * a) + k for a in range(2) for k in range(4)])
+        t = ir.VectorType(I64, 8)
+        plus, minus = (ir.Constant(t, [ir.Constant(I64, x)] * 8) for x in (-0x7E7E7E7E7E7E7E7F, 0x7F7F7F7F7F7F7F7F))
+        middle = e.b.select(e.b.trunc(negative, ir.VectorType(_I1, 8)), minus, plus)
+        points = self.points(e, e.both(qs, high, 8))
+        return self.in_runs(e, e.b.add(points, e.b.bitcast(middle, points.type)))
+
+
+class IQ1S(_Ternary):
+    """qh u16[4]: 3 index bits per group, 3-bit scale, sign of delta."""
+
+    def scales(self, e, w, row):
+        qh = [e.words_at(e.offset(w, 24 * ib + 16), 4) for ib in range(8)]
+        return [e.mul(e.affine(e.field(x, 12, 3), 0.25, 0.125), row) for x in qh]
+
+    def codes(self, e, w, ib, v):
+        at = e.offset(w, 24 * ib)
+        qh = e.repeated(e.words_at(e.offset(at, 16), 4), 2)
+        high = e.all_and(e.lshr(qh, [3 * (v + 2 * a) for a in range(2) for _ in range(4)]), 7)
+        return self.with_delta(e, at, v, high, e.field(qh, 15, 1))
+
+
+class IQ1M(_Ternary):
+    """qh[8] (per 16 columns and row: nibbles of 3 index bits and the sign of delta), scales[4] of two nibbles."""
+
+    def scales(self, e, w, row):
+        out = []
+        for ib in range(8):
+            v = e.load_bytes(e.offset(w, 28 * ib + 24), 4)
+            ls = e.b.shuffle_vector(e.field(v, 0, 4), e.field(v, 4, 4), e.lanes(range(8)))
+            out.append(e.mul(e.affine(ls, 0.125, 0.0), e.repeated(row, 2)))
+        return out
+
+    def codes(self, e, w, ib, v):
+        at = e.offset(w, 28 * ib)
+        # Byte 4a + row is half a; group l = 2a + v is its nibble v.
+        qh = e.load_bytes(e.offset(at, 16), 8)
+        assert qh.type == llvm_type(i32x8)
+        return self.with_delta(e, at, v, e.field(qh, 4 * v, 3), e.field(qh, 4 * v + 3, 1))
+
+
+FORMATS = group_formats(
+    *(IQ2XXS("iq2_xxs_r4", 264), IQ2XS("iq2_xs_r4", 296), IQ2S("iq2_s_r4", 328)),
+    *(IQ3XXS("iq3_xxs_r4", 392), IQ3S("iq3_s_r4", 440)),
+    *(IQ1S("iq1_s_r4", 24, 32, 8), IQ1M("iq1_m_r4", 28, 32, 8)),
+)

@@ -1,0 +1,133 @@
+"""Row-interleaved forms of ik_llama.cpp's non-linear types and of IQ2_BN (layouts: `quant/interleave.py`).
+
+A value is a table entry; one bit per sub-block of a row selects a table shifted by a constant.
+"""
+
+from ikcli.backends.cpu.kernels.format_api import group_formats
+from ikcli.backends.cpu.kernels.formats_r4 import SuperBlock, biased, six_bit
+from ikcli.backends.cpu.simd.groupformat import GroupFormat
+from ikcli.quant.tables import IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES
+
+
+class _Halves(SuperBlock):
+    """d f16[4], then extra[8]: bit b of byte 4a + row selects the table of half a of block b."""
+
+    shift = 0  # of the second table
+
+    def selected(self, e, w, ib, codes):
+        extra = e.all_and(e.load_bytes(e.offset(w, 8), 8), 1 << ib)
+        on = e.b.icmp_unsigned("!=", extra, e.ints([0] * 8))
+        return e.added(codes, e.repeated(on, 2), self.shift)
+
+    def four_bit(self, e, at):
+        """64 nibbles of 32 bytes (low first) in four vectors of 16."""
+        low = [e.bytes_at(e.offset(at, 16 * i), 16) for i in range(2)]
+        return [e.field(low[f % 2], 4 * (f // 2), 4) for f in range(4)]
+
+
+class IQ2K(_Halves):
+    """scales[32], codes."""
+
+    shift = 5
+
+    def scales(self, e, w, row):
+        parts = [e.centred(u, 8) for u in self.four_bit(e, e.offset(w, 16))]
+        return self.times_d(e, parts, e.halves(w, 4), 8)
+
+    def codes(self, e, w, ib, v):
+        return self.selected(e, w, ib, e.lookup(biased(IQ2_VALUES[0]), e.pairs(e.offset(w, 48 + 32 * ib), v)))
+
+
+class IQ3K(_Halves):
+    """scales_h[8] (signs, as extra), scales_l[32], lower two bits, third bits."""
+
+    shift = 4
+
+    def scales(self, e, w, row):
+        odd = [e.affine(u, 2.0, 1.0) for u in self.four_bit(e, e.offset(w, 24))]
+        plain = self.times_d(e, odd, e.halves(w, 4), 8)
+        signs = e.load_bytes(e.offset(w, 16), 8)
+        minus = [e.b.icmp_unsigned("!=", e.all_and(signs, 1 << ib), e.ints([0] * 8)) for ib in range(8)]
+        return [e.b.select(m, e.b.fneg(s), s) for m, s in zip(minus, plain, strict=True)]
+
+    def codes(self, e, w, ib, v):
+        q = e.b.or_(e.pairs(e.offset(w, 56 + 32 * ib), v), e.plane(e.offset(w, 312 + 16 * ib), v, 4, 2, 1, to=2))
+        return self.selected(e, w, ib, e.lookup(biased(IQ3_VALUES[0]), q))
+
+
+class IQ4K(_Halves):
+    """scales_h[16], scales_l[32], codes."""
+
+    shift = 4
+
+    def scales(self, e, w, row):
+        parts = [e.centred(u, 32) for u in six_bit(e, e.offset(w, 32), e.offset(w, 16))]
+        return self.times_d(e, parts, e.halves(w, 4), 8)
+
+    def codes(self, e, w, ib, v):
+        return self.selected(e, w, ib, e.lookup(biased(IQ4_VALUES[0]), e.nibbles(e.offset(w, 64 + 64 * ib), v)))
+
+
+class IQ5K(IQ4K):
+    """As IQ4_K, then fifth bits."""
+
+    shift = 2
+
+    def codes(self, e, w, ib, v):
+        high = e.plane(e.offset(w, 576 + 16 * ib), v, 2, 1, 4, to=4)
+        q = e.b.or_(e.nibbles(e.offset(w, 64 + 64 * ib), v), high)
+        return self.selected(e, w, ib, e.lookup(biased(IQ5_VALUES[0]), q))
+
+
+class IQ4KS(SuperBlock):
+    """Row scales f32; scales[32]: bit 0 selects the table, the rest is m + 127; codes."""
+
+    shift = 4
+
+    def header(self, e, w):
+        return e.singles(w, 4)
+
+    def scales(self, e, w, row):
+        parts = [e.centred(e.all_and(e.bytes_at(e.offset(w, 16 * i), 16), 254), 127) for i in range(2)]
+        return self.times_d(e, parts, row, 4)
+
+    def selected(self, e, w, ib, codes):
+        bits = e.all_and(e.load_bytes(e.offset(w, 4 * ib), 4), 1)
+        return e.added(codes, e.repeated(e.b.icmp_unsigned("!=", bits, e.constants([0] * 4, 32)), 4), self.shift)
+
+    def codes(self, e, w, ib, v):
+        return self.selected(e, w, ib, e.lookup(biased(IQ4_VALUES[0]), e.nibbles(e.offset(w, 32 + 64 * ib), v)))
+
+
+class IQ5KS(IQ4KS):
+    """As IQ4_KS, then fifth bits."""
+
+    shift = 2
+
+    def codes(self, e, w, ib, v):
+        high = e.plane(e.offset(w, 544 + 16 * ib), v, 2, 1, 4, to=4)
+        q = e.b.or_(e.nibbles(e.offset(w, 32 + 64 * ib), v), high)
+        return self.selected(e, w, ib, e.lookup(biased(IQ5_VALUES[0]), q))
+
+
+class IQ2BN(GroupFormat):
+    """Row scales f32; values code - 1 in blocks of 64 columns."""
+
+    name, bias = "iq2_bn_r4", 1
+    step_bytes, block_bytes, block_columns, header_bytes = 256, 64, 64, 16
+
+    def header(self, e, w):
+        return e.singles(w, 4)
+
+    def scales(self, e, w, row):
+        return [row] * 8
+
+    def codes(self, e, w, ib, v):
+        return e.pairs(e.offset(w, 32 * ib), v)
+
+
+FORMATS = group_formats(
+    *(IQ2K("iq2_k_r4", 304), IQ3K("iq3_k_r4", 440), IQ4K("iq4_k_r4", 576), IQ5K("iq5_k_r4", 704)),
+    *(IQ4KS("iq4_ks_r4", 544, 16), IQ5KS("iq5_ks_r4", 672, 16)),
+    IQ2BN(),
+)

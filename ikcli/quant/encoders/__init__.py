@@ -78,6 +78,10 @@ ENCODERS: dict[GGMLType, str] = {
     GGMLType.IQ1_M: "iquants:encode",
     GGMLType.IQ1_S_R4: "iquants:encode",
     GGMLType.IQ1_M_R4: "iquants:encode",
+    GGMLType.IQ1_KT: "trellis:encode",
+    GGMLType.IQ2_KT: "trellis:encode",
+    GGMLType.IQ3_KT: "trellis:encode",
+    GGMLType.IQ4_KT: "trellis:encode",
 }
 
 _PIECES_PER_THREAD = 4

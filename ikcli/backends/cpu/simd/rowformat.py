@@ -279,6 +279,8 @@ def row_dot(fmt):
             accs = [e.variable(e.zero(f32x16)), e.variable(e.zero(f32x16))]
             row = fmt.header(e, w)
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
+                for line in range(0, fmt.step_bytes, 64):
+                    e.prefetch(e.offset(at_w, _PREFETCH_BYTES + line))
                 i32 = e.times(i, 32)
                 step(
                     e, at_w, row, e.offset(a, e.times(i, 256)), e.offset(a, i32), e.offset(a, i32, i32), nb, valid, accs

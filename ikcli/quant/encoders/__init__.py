@@ -82,6 +82,8 @@ ENCODERS: dict[GGMLType, str] = {
     GGMLType.IQ2_KT: "trellis:encode",
     GGMLType.IQ3_KT: "trellis:encode",
     GGMLType.IQ4_KT: "trellis:encode",
+    GGMLType.IQ1_BN: "bitnet:encode",
+    GGMLType.IQ2_BN: "bitnet:encode",
 }
 
 _PIECES_PER_THREAD = 4

@@ -86,13 +86,13 @@ def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: Enco
 def encode_with(values: Floats, type: GGMLType, imatrix: Floats | None, search: Search) -> Bytes:
     """`encode` with a search of the caller's choice."""
     n_rows, ne0 = values.shape
-    weights = _weights(imatrix)
+    weights = mean_one_weights(imatrix)
     step = max(1, _CHUNK_ELEMENTS // ne0)
     chunks = [_encode_rows(values[i : i + step], type, weights, search) for i in range(0, n_rows, step)]
     return np.concatenate(chunks).reshape(-1) if chunks else np.empty(0, np.uint8)
 
 
-def _weights(imatrix: Floats | None) -> Floats | None:
+def mean_one_weights(imatrix: Floats | None) -> Floats | None:
     """Weights of mean 1 and none of them 0, or None where all are alike."""
     if imatrix is None:
         return None

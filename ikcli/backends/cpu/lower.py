@@ -19,7 +19,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.graph import HeadSlice, Node, Rows, Weight
 from ikcli.quant.formats import get_format, row_size
 
-FLOAT_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+FLOAT_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.BF16_R16)
 ROW_SLACK = 512  # dots of a partial last step read past the end of an activation row
 FLOAT_TILE_BYTES = 512 * 32 * 4
 RULES: dict[str, Callable[[Lowering, Node], None]] = dict(lower_attention.RULES)
@@ -36,7 +36,7 @@ def type_name(w: Weight) -> str:
     name = get_format(w.type).name
     if w.type in FLOAT_TYPES or name in MODES:
         return name
-    known = ", ".join(["f32", "f16", "bf16", *MODES])
+    known = ", ".join([*(get_format(t).name for t in FLOAT_TYPES), *MODES])
     raise UnsupportedError(f"{w.name} is {name}, which has no CPU kernel yet; use a file in {known}")
 
 

@@ -1,7 +1,7 @@
 """Row-interleaved forms of the legacy and K quants, and the 8-bit types (layouts: `quant/interleave.py`).
 
-Codes of four-row types: nibbles of 32 columns in 64 bytes, two-bit fields in 32, single bits in 16. Eight-row types keep
-the bytes of the plain type in runs of four columns.
+Codes of four-row types: nibbles of 32 columns in 64 bytes, two-bit fields in 32, single bits in 16. Eight-row types
+keep the bytes of the plain type in runs of four columns.
 """
 
 from ikcli.backends.cpu.kernels.format_api import group_formats

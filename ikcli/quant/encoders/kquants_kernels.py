@@ -35,6 +35,8 @@ from ikcli.native.simd.vec import (
 )
 from ikcli.quant.encoders.kquants_pack import CODES, LS, WS, XS, D, make_pack
 from ikcli.quant.encoders.lane_kernels import (
+    ALL,
+    HEAVY,
     LANES,
     fill_ones,
     load_group,
@@ -91,7 +93,7 @@ def clamp(v, lowest, highest):
 def load_units(x, weights, first, n_sub, size, ne0, s, largest):
     """Load a group, divide it by the largest value of its super-blocks; returns that."""
     load_group(x, weights, first, n_sub, size, ne0, s + XS, s + WS)
-    amax = largest(vabs(signed_largest(s + XS, size)))
+    amax = largest(vabs(signed_largest(s + XS, s + WS, size, ALL)))
     scale_group(s + XS, size, reciprocal(amax))
     return amax
 
@@ -134,20 +136,24 @@ def make_scale_only(kind):
         return error, wxl, wll
 
     @inline
-    def own_scale(s, candidates, n_candidates):
+    def own_scale(s, anchors, candidates, n_candidates):
         """(scale, curvature of the error) of every sub-block."""
-        inverse_top = reciprocal(signed_largest(s + XS, size))
-        scale, curve, merit = zero_f32x16(), zero_f32x16(), zero_f32x16()
-        for c in range(n_candidates + 1):
-            if c < n_candidates:
-                inverse_scale = vmul(bcast_f32x16(candidates + 4 * c), inverse_top)
+        inverse_top = reciprocal(signed_largest(s + XS, s + WS, size, ALL))
+        scale, curve, best = zero_f32x16(), zero_f32x16(), zero_f32x16()
+        n_tried = n_candidates + (anchors - 1) * (n_candidates // 2)
+        for c in range(n_tried + 1):
+            if c == n_candidates:
+                inverse_top = reciprocal(signed_largest(s + XS, s + WS, size, HEAVY))
+            if c < n_tried:
+                level = bcast_f32x16(candidates + 4 * (c if c < n_candidates else 2 * (c - n_candidates)))
+                inverse_scale = vmul(level, inverse_top)
             else:
                 inverse_scale = reciprocal(scale)
             wxl, wll = sums(s, inverse_scale)
             fitted = vmul(wxl, reciprocal(wll))
-            found = vmul(fitted, wxl)
-            scale, curve = where_less(merit, found, fitted, scale), where_less(merit, found, wll, curve)
-            merit = vmax(merit, found)
+            merit = vmul(fitted, wxl)
+            scale, curve = where_less(best, merit, fitted, scale), where_less(best, merit, wll, curve)
+            best = vmax(best, merit)
         return scale, curve
 
     @inline
@@ -179,8 +185,8 @@ def make_scale_only(kind):
         return total(error), whole, vmul(total(a), reciprocal(total(b)))
 
     @inline
-    def encode_group(s, amax, candidates, n_candidates):
-        scale, curve = own_scale(s, candidates, n_candidates)
+    def encode_group(s, amax, anchors, candidates, n_candidates):
+        scale, curve = own_scale(s, anchors, candidates, n_candidates)
         peak = largest(vabs(scale))
         negative = where_less(largest(scale), peak, splat_f32x16(np.float32(-1.0)), splat_f32x16(np.float32(1.0)))
         top = vmul(peak, negative)
@@ -205,7 +211,7 @@ def make_scale_only(kind):
         fill_ones(s + WS, size)
         for first in range(0, n_units, per_group):
             amax = load_units(x, weights, first * n_lanes, n_units * n_lanes, size, ne0, s, largest)
-            encode_group(s, amax, candidates, n_candidates)
+            encode_group(s, amax, 2 if weights != 0 else 1, candidates, n_candidates)
             for u in range(min(per_group, n_units - first)):
                 pack(out + (first + u) * n_bytes, s, u * n_lanes)
 

@@ -30,9 +30,9 @@ from ikcli.native.simd.vec import (
 )
 from ikcli.quant.encoders.kquants_kernels import clamp, load_units, make_unit_reduce, stored_scale
 from ikcli.quant.encoders.kquants_pack import CODES, DMIN, LS, MS, WS, XS, D, make_pack
-from ikcli.quant.encoders.lane_kernels import LANES, fill_ones, reciprocal, where_less
+from ikcli.quant.encoders.lane_kernels import ALL, HEAVY, LANES, fill_ones, reciprocal, value_range, where_less
 
-_HUGE, _SMALL = np.float32(3e38), np.float32(1e-30)
+_HUGE, _NOISE = np.float32(3e38), np.float32(1e-5)
 _STRETCHES, _STEPS, _ROUNDS, _REFINEMENTS = 3, 8, 2, 2
 _SPAN = 0.3  # the integer of the largest scale (minimum) is at most this part below the highest one
 
@@ -79,22 +79,31 @@ def make_range(kind):
 
     @inline
     def moments(s):
-        """sum(w), sum(w x), min(smallest, 0), largest."""
-        w_sum, wx, lo, hi = zero_f32x16(), zero_f32x16(), zero_f32x16(), load_f32x16(s + XS)
+        """sum(w), sum(w x)."""
+        w_sum, wx = zero_f32x16(), zero_f32x16()
         for i in range(size):
-            v, w = load_f32x16(s + XS + 64 * i), load_f32x16(s + WS + 64 * i)
-            w_sum, wx, lo, hi = vadd(w_sum, w), vfma(v, w, wx), vmin(lo, v), vmax(hi, v)
-        return w_sum, wx, lo, hi
+            w = load_f32x16(s + WS + 64 * i)
+            w_sum, wx = vadd(w_sum, w), vfma(load_f32x16(s + XS + 64 * i), w, wx)
+        return w_sum, wx
 
     @inline
-    def own_range(s, w_sum, wx, lo, hi, candidates, n_candidates):
-        """(scale, minimum, mean code, spread of the codes) of every sub-block."""
-        zero, inverse_w, factor = zero_f32x16(), reciprocal(w_sum), reciprocal(vsub(hi, lo))
+    def own_range(s, w_sum, wx, anchors, candidates, n_candidates):
+        """(scale, minimum, mean code, spread of the codes) of every sub-block; the mean is 0 where the minimum is."""
+        zero, inverse_w = zero_f32x16(), reciprocal(w_sum)
+        lo, hi = value_range(s + XS, s + WS, size, ALL)
+        lo = vmin(lo, zero)
         scale, low, mean, spread = zero, vsub(zero, lo), zero, zero
         best = splat_f32x16(np.float32(-1.0))
-        for c in range(n_candidates + _REFINEMENTS):
-            if c < n_candidates:
-                first, last = bcast_f32x16(candidates + 8 * c), bcast_f32x16(candidates + 8 * c + 4)
+        factor = reciprocal(vsub(hi, lo))
+        n_tried = n_candidates + (anchors - 1) * (n_candidates // 2)
+        for c in range(n_tried + _REFINEMENTS):
+            if c == n_candidates:
+                lo, hi = value_range(s + XS, s + WS, size, HEAVY)
+                lo = vmin(lo, zero)
+                factor = reciprocal(vsub(hi, lo))
+            if c < n_tried:
+                at = candidates + 8 * (c if c < n_candidates else 2 * (c - n_candidates))
+                first, last = bcast_f32x16(at), bcast_f32x16(at + 4)
                 inverse_scale = vmul(vsub(last, first), factor)
                 offset = vsub(first, vmul(lo, inverse_scale))
             else:
@@ -102,7 +111,7 @@ def make_range(kind):
                 offset = vmul(low, inverse_scale)
             wl, wll, wxl = code_sums(s, inverse_scale, offset)
             mean_now = vmul(wl, inverse_w)
-            spread_now = vmax(vsub(wll, vmul(wl, mean_now)), splat_f32x16(_SMALL))
+            spread_now = vmax(vsub(wll, vmul(wl, mean_now)), vmul(wll, splat_f32x16(_NOISE)))
             scale_now = vmul(vsub(wxl, vmul(wx, mean_now)), reciprocal(spread_now))
             low_now = vsub(vmul(scale_now, mean_now), vmul(wx, inverse_w))
             # Gain over all codes 0 and no minimum; with a minimum below 0: that of a scale alone.
@@ -110,6 +119,7 @@ def make_range(kind):
             alone = vmul(wxl, reciprocal(wll))
             scale_now = where_less(low_now, zero, alone, scale_now)
             gain = where_less(low_now, zero, vmul(alone, wxl), gain)
+            mean_now, spread_now = where_less(low_now, zero, zero, mean_now), where_less(low_now, zero, wll, spread_now)
             gain = where_less(zero, scale_now, gain, splat_f32x16(np.float32(-2.0)))
             scale, low = where_less(best, gain, scale_now, scale), where_less(best, gain, vmax(low_now, zero), low)
             mean, spread = where_less(best, gain, mean_now, mean), where_less(best, gain, spread_now, spread)
@@ -172,10 +182,10 @@ def make_range(kind):
         return total(error), l_best, m_best, d_new, m_new
 
     @inline
-    def encode_group(s, amax, candidates, n_candidates):
+    def encode_group(s, amax, anchors, candidates, n_candidates):
         zero = zero_f32x16()
-        w_sum, wx, lo, hi = moments(s)
-        scale, low, mean, spread = own_range(s, w_sum, wx, lo, hi, candidates, n_candidates)
+        w_sum, wx = moments(s)
+        scale, low, mean, spread = own_range(s, w_sum, wx, anchors, candidates, n_candidates)
         best_d, best_m, best_l, best_mins, least = zero, zero, zero, zero, splat_f32x16(_HUGE)
         for stretch in range(_STRETCHES + 1):
             if stretch < _STRETCHES:
@@ -207,7 +217,7 @@ def make_range(kind):
             if skip != 0 and ld_u8(skip + first * 256 // ne0) != 0:
                 continue
             amax = load_units(x, weights, first * n_lanes, n_units * n_lanes, size, ne0, s, largest)
-            encode_group(s, amax, candidates, n_candidates)
+            encode_group(s, amax, 2 if weights != 0 else 1, candidates, n_candidates)
             for u in range(min(per_group, n_units - first)):
                 pack(out + (first + u) * n_bytes, s, u * n_lanes)
 

@@ -19,7 +19,6 @@ from ikcli.native.simd.vec import (
     bits_i32x16_f32,
     const_vector,
     f32x16,
-    i32x16,
     ld_f32,
     load_f16x16,
     load_f32x16,
@@ -40,7 +39,8 @@ from ikcli.native.simd.vec import (
 )
 
 LANES = 16
-_F0, _F1, _TINY, _F16_MAX = np.float32(0.0), np.float32(1.0), np.float32(1e-20), np.float32(65504.0)
+_F1, _TINY, _HUGE, _F16_MAX = np.float32(1.0), np.float32(1e-20), np.float32(3.4e38), np.float32(65504.0)
+ALL, HEAVY = np.float32(0.0), np.float32(0.03)  # shares of the largest weight: all values, those that matter
 
 
 @intrinsic
@@ -149,12 +149,27 @@ def fill_ones(ws, size):
 
 
 @inline
-def signed_largest(xs, size):
-    """Value of largest magnitude of each lane, with its sign; 0 where all are so small that no scale can hold them."""
-    hi, lo = load_f32x16(xs), load_f32x16(xs)
+def value_range(xs, ws, size, share):
+    """(smallest, largest) value of each lane among those with at least `share` of the largest weight."""
+    top = load_f32x16(ws)
     for i in range(1, size):
-        v = load_f32x16(xs + 64 * i)
-        hi, lo = vmax(hi, v), vmin(lo, v)
+        top = vmax(top, load_f32x16(ws + 64 * i))
+    least = vmul(top, splat_f32x16(share))
+    huge = splat_f32x16(_HUGE)
+    lo, hi = huge, vsub(zero_f32x16(), huge)
+    for i in range(size):
+        v, w = load_f32x16(xs + 64 * i), load_f32x16(ws + 64 * i)
+        lo, hi = where_less(w, least, lo, vmin(lo, v)), where_less(w, least, hi, vmax(hi, v))
+    return lo, hi
+
+
+@inline
+def signed_largest(xs, ws, size, share):
+    """Value of largest magnitude of each lane, with its sign, among those with at least `share` of the largest weight.
+
+    0 where it is so small that no scale can hold it.
+    """
+    lo, hi = value_range(xs, ws, size, share)
     largest = where_less(hi, vsub(zero_f32x16(), lo), lo, hi)
     return where_less(vabs(largest), splat_f32x16(_TINY), zero_f32x16(), largest)
 
@@ -164,7 +179,3 @@ def scale_group(xs, size, factor):
     """Multiply all values of a group, lane by lane."""
     for i in range(size):
         store_f32x16(xs + 64 * i, vmul(load_f32x16(xs + 64 * i), factor))
-
-
-__all__ = ["LANES", "copy_sign", "fill_ones", "i32x16", "load_group", "mask_less", "reciprocal", "round_f16",
-           "scale_group", "signed_largest", "splat", "swap_lanes", "where_less"]  # fmt: skip

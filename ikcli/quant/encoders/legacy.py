@@ -6,6 +6,8 @@ else minimises the (weighted) squared error of a block over its scale, or scale 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -40,9 +42,9 @@ def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: Enco
     elif weights is None and type in _RANGE:
         run(KernelKey(_CLOSED, "make_asymmetric", (_RANGE[type],)), src, n_blocks, dst)
     else:
-        key, candidates = _search(type)
+        key, candidates, n_candidates = _search(type)
         scratch = np.empty(_SCRATCH_BYTES, np.uint8)
-        run(key, src, w, n_blocks, ne0, dst, scratch.ctypes.data, candidates.ctypes.data, len(candidates))
+        run(key, src, w, n_blocks, ne0, dst, scratch.ctypes.data, candidates.ctypes.data, n_candidates)
     return out
 
 
@@ -53,10 +55,13 @@ def normalized_weights(imatrix: Floats | None) -> Floats | None:
     return np.maximum(imatrix / np.float32(largest), np.float32(1e-9)).astype(np.float32)
 
 
-def _search(type: GGMLType) -> tuple[KernelKey, npt.NDArray[np.float32]]:
+def _search(type: GGMLType) -> tuple[KernelKey, Floats, int]:
+    """Kernel, its table of candidates, and how many these are."""
     if type in _RANGE:
-        return KernelKey(_SEARCH, "make_range_search", (_RANGE[type],)), _RANGE_CANDIDATES[type]
-    return KernelKey(_SEARCH, "make_scale_search", _SCALE_ONLY[type]), _LEVELS[type]
+        table = _RANGE_CANDIDATES[type]
+        return KernelKey(_SEARCH, "make_range_search", (_RANGE[type],)), table, len(table)
+    table = _LEVELS[type]
+    return KernelKey(_SEARCH, "make_scale_search", _SCALE_ONLY[type]), table, len(table) - 8
 
 
 def levels(lowest: float, highest: float, below: float, above: float, n: int) -> npt.NDArray[np.float32]:
@@ -71,10 +76,15 @@ def ranges(highest: int, below: float, above: float, n: int) -> npt.NDArray[np.f
     return np.stack(np.meshgrid(-t, highest + t), axis=-1).reshape(-1, 2).astype(np.float32)
 
 
+def _with_exact(candidates: Floats, outer_levels: Sequence[float]) -> Floats:
+    """Candidates, then the inverse levels that the largest value may have exactly."""
+    return np.append(candidates, 1 / np.array(outer_levels, np.float32)).astype(np.float32)
+
+
 _LEVELS = {
-    GGMLType.Q4_0: levels(-8, 7, 0.2, 0.8, 32),
-    GGMLType.Q5_0: levels(-16, 15, 0.2, 0.8, 32),
-    GGMLType.Q6_0: levels(-32, 31, 0.2, 0.4, 40),
-    GGMLType.IQ4_NL: levels(-127, 113, 0.2, 0.8, 28),
+    GGMLType.Q4_0: _with_exact(levels(-8, 7, 0.2, 0.8, 32), (-8, -7, -6, -5, 4, 5, 6, 7)),
+    GGMLType.Q5_0: _with_exact(levels(-16, 15, 0.2, 0.8, 32), (-16, -15, -14, -13, 12, 13, 14, 15)),
+    GGMLType.Q6_0: _with_exact(levels(-32, 31, 0.2, 0.4, 40), (-32, -31, -30, -29, 28, 29, 30, 31)),
+    GGMLType.IQ4_NL: _with_exact(levels(-127, 113, 0.2, 0.8, 28), (-127, -104, -83, -65, 53, 69, 89, 113)),
 }
 _RANGE_CANDIDATES = {GGMLType.Q4_1: ranges(15, 1, 6, 12), GGMLType.Q5_1: ranges(31, 1, 6, 12)}

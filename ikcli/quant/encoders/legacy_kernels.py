@@ -37,13 +37,19 @@ from ikcli.native.simd.vec import (
 )
 from ikcli.quant.encoders.lane_kernels import copy_sign, mask_less, where_less
 
-_F0, _F1, _HALF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
+_F0, _F1, _HALF, _F16_MAX = np.float32(0.0), np.float32(1.0), np.float32(0.5), np.float32(65504.0)
 _BELOW_HALF = np.float32(np.nextafter(np.float32(0.5), np.float32(0.0)))
 
 
 @inline
 def inverse(d):
     return _F1 / d if d != _F0 else _F0
+
+
+@inline
+def held(d):
+    """d, or the largest finite half float of its sign."""
+    return min(max(d, -_F16_MAX), _F16_MAX)
 
 
 @inline
@@ -95,7 +101,7 @@ def make_symmetric(n_bits, narrow):
             else:
                 d = largest_of_block(x, v0, v1) / divisor
             factor = inverse(d)
-            st_f16(out, d)
+            st_f16(out, held(d))
             q0, q1 = whole_codes(v0, factor, offset, highest), whole_codes(v1, factor, offset, highest)
             store_codes(out + 2, q0, q1, n_bits)
             x += 128
@@ -115,8 +121,8 @@ def make_asymmetric(n_bits):
             lo = _F0 - reduce_max(vsub(zero_f32x16(), vmin(v0, v1)))
             d = (reduce_max(vmax(v0, v1)) - lo) / highest
             factor = inverse(d)
-            st_f16(out, d)
-            st_f16(out + 2, lo)
+            st_f16(out, held(d))
+            st_f16(out + 2, held(lo))
             low = splat_f32x16(lo)
             q0 = whole_codes(vsub(v0, low), factor, _HALF, highest)
             q1 = whole_codes(vsub(v1, low), factor, _HALF, highest)
@@ -141,7 +147,7 @@ def make_q8_0():
             v0, v1 = load_f32x16(x), load_f32x16(x + 64)
             d = reduce_max(vmax(vabs(v0), vabs(v1))) / np.float32(127.0)
             factor = splat_f32x16(inverse(d))
-            st_f16(out, d)
+            st_f16(out, held(d))
             store_i8x16(out + 2, trunc_i32x16_i8(rounded_away(vmul(v0, factor))))
             store_i8x16(out + 18, trunc_i32x16_i8(rounded_away(vmul(v1, factor))))
             x += 128
@@ -193,7 +199,7 @@ def mxfp4_search(v0, v1, weights, e0):
     """Exponent of the smallest weighted error near e0; e0 among equals."""
     w0, w1 = load_f32x16(weights), load_f32x16(weights + 64)
     best, least, unit = e0, mxfp4_error(v0, v1, w0, w1, e0), np.float32(4.0)
-    if e0 < 254:
+    if e0 < 252:
         error = mxfp4_error(v0, v1, w0, w1, e0 + 1) * unit
         if error < least:
             best, least = e0 + 1, error

@@ -27,7 +27,6 @@ from ikcli.native.simd.vec import (
     trunc_i32x16_i8,
     vabs,
     vadd,
-    vdiv,
     vfma,
     vmax,
     vmin,
@@ -37,6 +36,8 @@ from ikcli.native.simd.vec import (
     zero_f32x16,
 )
 from ikcli.quant.encoders.lane_kernels import (
+    ALL,
+    HEAVY,
     LANES,
     fill_ones,
     load_group,
@@ -45,12 +46,14 @@ from ikcli.quant.encoders.lane_kernels import (
     round_f16,
     scale_group,
     signed_largest,
+    value_range,
     where_less,
 )
 
-# Scratch: values, weights, codes (bytes), scales, minima, half floats.
-XS, WS, QS, DS, MS, HALF, SCRATCH_BYTES = 0, 2048, 4096, 4608, 4672, 4736, 4800
-_REFINEMENTS, _N_EXACT = 3, 16
+# Scratch: values, weights, codes (bytes), scales, minima, half floats, heavy values.
+XS, WS, QS, DS, MS, HALF, TOP, SCRATCH_BYTES = 0, 2048, 4096, 4608, 4672, 4736, 4800, 4864
+_REFINEMENTS, N_EXACT = 3, 8
+_NOISE = np.float32(1e-5)  # of a difference of sums, relative to them
 _NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _NL_MIDDLES = [(a + b) / 2 for a, b in itertools.pairwise(_NL)]
 _nl_value = make_step_sum(_NL_MIDDLES, _NL[0], [b - a for a, b in itertools.pairwise(_NL)])
@@ -99,9 +102,11 @@ def make_store(n_bits, size):
 
 
 def make_scale_search(n_bits, nonlinear):
-    """x = d * level: Q4_0, Q5_0, Q6_0 (whole levels) and IQ4_NL. Candidates: levels of the largest value."""
+    """x = d * level: Q4_0, Q5_0, Q6_0 (whole levels) and IQ4_NL.
+
+    Candidates: levels of the largest value, followed by N_EXACT inverse levels to be tried with scales as stored.
+    """
     nearest, code_of = make_nearest(n_bits, nonlinear)
-    lowest, highest = np.float32(-(1 << n_bits - 1)), np.float32((1 << n_bits - 1) - 1)
     n_bytes = {4: 18, 5: 22, 6: 26}[n_bits]
     store = make_store(n_bits, n_bytes)
 
@@ -117,23 +122,21 @@ def make_scale_search(n_bits, nonlinear):
         return wxl, wll
 
     @inline
-    def merit(wxl, wll):
-        return vmul(wxl, vmul(wxl, reciprocal(wll)))
-
-    @inline
-    def best_scale(s, candidates, n_candidates):
-        best, best_merit = bcast_f32x16(candidates), zero_f32x16()
-        for c in range(n_candidates):
-            inverse_scale = bcast_f32x16(candidates + 4 * c)
+    def best_scale(s, anchors, candidates, n_candidates):
+        """Least-squares scale of the best codes; every other candidate serves the largest heavy value, too."""
+        best, best_merit = zero_f32x16(), zero_f32x16()
+        n_tried = n_candidates + (anchors - 1) * (n_candidates // 2)
+        for c in range(n_tried + _REFINEMENTS):
+            if c < n_candidates:
+                inverse_scale = bcast_f32x16(candidates + 4 * c)
+            elif c < n_tried:
+                inverse_scale = vmul(bcast_f32x16(candidates + 8 * (c - n_candidates)), load_f32x16(s + TOP))
+            else:
+                inverse_scale = reciprocal(best)
             wxl, wll = sums(s, inverse_scale)
-            found = merit(wxl, wll)
-            best = where_less(best_merit, found, vmul(wxl, reciprocal(wll)), best)
-            best_merit = vmax(best_merit, found)
-        for _ in range(_REFINEMENTS):
-            wxl, wll = sums(s, reciprocal(best))
-            found = merit(wxl, wll)
-            best = where_less(best_merit, found, vmul(wxl, reciprocal(wll)), best)
-            best_merit = vmax(best_merit, found)
+            fitted = vmul(wxl, reciprocal(wll))
+            merit = vmul(fitted, wxl)
+            best, best_merit = where_less(best_merit, merit, fitted, best), vmax(best_merit, merit)
         return best
 
     @inline
@@ -146,14 +149,13 @@ def make_scale_search(n_bits, nonlinear):
         return total
 
     @inline
-    def best_stored_scale(s, largest, found):
+    def best_stored_scale(s, largest, found, exact):
         """Half float near `found`, or one at which the largest value is a level: for few and regular values."""
         inverse = reciprocal(largest)
         best = round_f16(vmul(found, largest), s + HALF)
         least = error(s, vmul(best, inverse))
-        for c in range(_N_EXACT):
-            top = highest - np.float32(c // 2) if c % 2 else lowest + np.float32(c // 2)
-            d = round_f16(vdiv(largest, splat_f32x16(top)), s + HALF)
+        for c in range(N_EXACT):
+            d = round_f16(vmul(largest, bcast_f32x16(exact + 4 * c)), s + HALF)
             now = error(s, vmul(d, inverse))
             best, least = where_less(now, least, d, best), vmin(now, least)
         return best
@@ -161,13 +163,11 @@ def make_scale_search(n_bits, nonlinear):
     @inline
     def encode_group(x, weights, first, n_blocks, ne0, out, s, candidates, n_candidates):
         load_group(x, weights, first, n_blocks, 32, ne0, s + XS, s + WS)
-        largest = signed_largest(s + XS, 32)
+        largest = signed_largest(s + XS, s + WS, 32, ALL)
         scale_group(s + XS, 32, reciprocal(largest))
-        found = best_scale(s, candidates, n_candidates)
-        if nonlinear:
-            d = round_f16(vmul(found, largest), s + HALF)
-        else:
-            d = best_stored_scale(s, largest, found)
+        store_f32x16(s + TOP, reciprocal(signed_largest(s + XS, s + WS, 32, HEAVY)))
+        found = best_scale(s, 2 if weights != 0 else 1, candidates, n_candidates)
+        d = best_stored_scale(s, largest, found, candidates + 4 * n_candidates)
         store_f32x16(s + DS, d)
         inverse_scale = vmul(reciprocal(d), largest)
         for i in range(32):
@@ -206,32 +206,38 @@ def make_range_search(n_bits):
             w = vmul(load_f32x16(s + WS + 64 * i), q)
             wl, wll, wxl = vadd(wl, w), vfma(w, q, wll), vfma(w, v, wxl)
         mean = vmul(wl, inverse_w)
-        spread = reciprocal(vmax(vsub(wll, vmul(wl, mean)), splat_f32x16(np.float32(1e-30))))
+        spread = reciprocal(vmax(vsub(wll, vmul(wl, mean)), vmul(wll, splat_f32x16(_NOISE))))
         scale = vmul(wxl, spread)
         return vmul(scale, wxl), scale, mean
 
     @inline
     def centre(s):
-        """Subtract the weighted mean; returns it, 1 / sum of weights, smallest and largest."""
-        total, wx, lo, hi = zero_f32x16(), zero_f32x16(), load_f32x16(s + XS), load_f32x16(s + XS)
+        """Subtract the weighted mean; returns it and 1 / sum of weights."""
+        total, wx = zero_f32x16(), zero_f32x16()
         for i in range(32):
             v, w = load_f32x16(s + XS + 64 * i), load_f32x16(s + WS + 64 * i)
-            total, wx, lo, hi = vadd(total, w), vfma(v, w, wx), vmin(lo, v), vmax(hi, v)
+            total, wx = vadd(total, w), vfma(v, w, wx)
         inverse_w = reciprocal(total)
         mean = vmul(wx, inverse_w)
         for i in range(32):
             store_f32x16(s + XS + 64 * i, vsub(load_f32x16(s + XS + 64 * i), mean))
-        return mean, inverse_w, vsub(lo, mean), vsub(hi, mean)
+        return mean, inverse_w
 
     @inline
-    def best_range(s, candidates, n_candidates):
-        """(scale, minimum), both in units of the largest value."""
-        mean, inverse_w, lo, hi = centre(s)
-        factor = reciprocal(vsub(hi, lo))
+    def best_range(s, anchors, candidates, n_candidates):
+        """(scale, minimum, subtracted mean), in units of the largest value."""
+        mean, inverse_w = centre(s)
         scale, shift, best = zero_f32x16(), zero_f32x16(), zero_f32x16()
-        for c in range(n_candidates + _REFINEMENTS):
-            if c < n_candidates:
-                first, last = bcast_f32x16(candidates + 8 * c), bcast_f32x16(candidates + 8 * c + 4)
+        lo, hi = value_range(s + XS, s + WS, 32, ALL)
+        factor = reciprocal(vsub(hi, lo))
+        n_tried = n_candidates + (anchors - 1) * (n_candidates // 2)
+        for c in range(n_tried + _REFINEMENTS):
+            if c == n_candidates:
+                lo, hi = value_range(s + XS, s + WS, 32, HEAVY)
+                factor = reciprocal(vsub(hi, lo))
+            if c < n_tried:
+                at = candidates + 8 * (c if c < n_candidates else 2 * (c - n_candidates))
+                first, last = bcast_f32x16(at), bcast_f32x16(at + 4)
                 inverse_scale = vmul(vsub(last, first), factor)
                 offset = vsub(first, vmul(lo, inverse_scale))
             else:
@@ -244,9 +250,9 @@ def make_range_search(n_bits):
     @inline
     def encode_group(x, weights, first, n_blocks, ne0, out, s, candidates, n_candidates):
         load_group(x, weights, first, n_blocks, 32, ne0, s + XS, s + WS)
-        largest = vabs(signed_largest(s + XS, 32))
+        largest = vabs(signed_largest(s + XS, s + WS, 32, ALL))
         scale_group(s + XS, 32, reciprocal(largest))
-        scale, low, mean = best_range(s, candidates, n_candidates)
+        scale, low, mean = best_range(s, 2 if weights != 0 else 1, candidates, n_candidates)
         d, m = round_f16(vmul(scale, largest), s + HALF), round_f16(vmul(low, largest), s + HALF)
         store_f32x16(s + DS, d)
         store_f32x16(s + MS, m)

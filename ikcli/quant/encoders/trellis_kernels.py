@@ -47,7 +47,9 @@ _HUGE, _F0, _F1 = np.float32(3e38), np.float32(0.0), np.float32(1.0)
 _NOTHING = np.float32(1e-30)  # sub-blocks with a smaller sum of squares (largest weight of the row: 1) count as zero
 _DEVIATION = np.float32(36.94)  # of the generator's values
 _HIGHEST = np.float32(105.0)  # sub-blocks whose largest weight is above this at the usual scales get larger trials too
-_MODEL = np.float32(0.4)  # curvature of the error around its optimum, relative to the gain
+_FLAT, _STIFF = np.float32(0.25), np.float32(1.0)  # bounds of modelled curvatures of errors, relative to the gain
+_MAX_CALLS = 12
+_LARGE, _F32_MAX = np.float32(1e36), 3.402e38  # rows above the first must be kept from overflow
 _TRIALS = 32  # trial row scales of each sign
 
 
@@ -87,7 +89,7 @@ def make_search(size, weighted, linear, both_signs):
         for k in range(size):
             weight += ld_f32(w + 4 * k)
         far = np.sqrt(max(_F0, least + energy)) + reach * abs(s) * np.sqrt(weight / np.float32(size))
-        return far * far - energy
+        return max(far * far - energy, least + np.float32(1e-5) * abs(least) + _NOTHING)  # never below the nearest
 
     @inline
     def settle(best, vectors, indices, scratch, out, k, g):
@@ -143,39 +145,57 @@ def make_search(size, weighted, linear, both_signs):
             match(book, w + at, wx + at, ld_f32(energies + 4 * g), s, scales, reach, scratch, out, g)
 
     @inline
+    def curvature(trials, n, s, e, energy):
+        """Mean of (error - e) / (gain * r^2) over trials at scales s * (1 + r), within bounds."""
+        rise, run = _F0, _F0
+        for k in range(n):
+            r = ld_f32(trials + 8 * k) / s - _F1
+            rise += ld_f32(trials + 8 * k + 4) - e
+            run += r * r
+        return min(_STIFF, max(_FLAT, rise / ((energy - e) * run + _NOTHING)))
+
+    @inline
     def rough(books, n_books, w, wx, amax, energies, model, low, ratio, n_calls, reach, scratch, out):
-        """Trial scales of a sub-block: model = s, error of the best positive one, then of the best negative one."""
+        """Trial scales of a sub-block: model = energy, then best s, its error and the curvature, + and -."""
         energy, weight = _F0, _F0
         for g in range(n_groups):
             energy += ld_f32(energies + 4 * g)
         for k in range(SUB):
             weight += ld_f32(w + 4 * k)
-        usual = np.sqrt(energy / weight) / _DEVIATION
-        scales = out + 160
+        scales, trials = out + 160, out + 192
+        st_f32(model, energy)
         for sign in range(2):
-            st_f32(model + 8 * sign, _F0)
-            st_f32(model + 8 * sign + 4, _HUGE)
-        st_f32(model + 16, energy)
-        s = usual * low
-        step = ratio * ratio * ratio * ratio
-        for call in range(12):
+            st_f32(model + 4 + 12 * sign, _F0)
+            st_f32(model + 8 + 12 * sign, _HUGE)
+            st_f32(model + 12 + 12 * sign, _F1)
+        s, step, n = np.sqrt(energy / weight) / _DEVIATION * low, ratio * ratio * ratio * ratio, 0
+        for call in range(_MAX_CALLS):
             if call >= n_calls and (s * _HIGHEST > amax or energy < _NOTHING):
                 break
             for sign in range(2 if both_signs else 1):
                 one = _F1 if sign == 0 else -_F1
-                x = s * one
+                x, best = s * one, model + 4 + 12 * sign
                 for k in range(4):
                     st_f32(scales + 4 * k, x)
+                    st_f32(trials + 8 * (4 * _MAX_CALLS * sign + n + k), x)
+                    st_f32(trials + 8 * (4 * _MAX_CALLS * sign + n + k) + 4, _HUGE)
                     x *= ratio
+                middle = one * s * ratio * np.sqrt(ratio)
                 for book in range(n_books):
-                    middle = one * s * ratio * np.sqrt(ratio)
                     match_sub(books + 56 * book, w, wx, energies, middle, scales, reach, scratch, out)
                     for k in range(4):
-                        e = ld_f32(out + 4 * k) + energy
-                        if e < ld_f32(model + 8 * sign + 4):
-                            st_f32(model + 8 * sign, ld_f32(scales + 4 * k))
-                            st_f32(model + 8 * sign + 4, e)
+                        e, at = ld_f32(out + 4 * k) + energy, trials + 8 * (4 * _MAX_CALLS * sign + n + k) + 4
+                        st_f32(at, min(e, ld_f32(at)))
+                        if e < ld_f32(best + 4):
+                            st_f32(best, ld_f32(scales + 4 * k))
+                            st_f32(best + 4, e)
             s *= step
+            n += 4
+        if energy > _NOTHING:
+            for sign in range(2 if both_signs else 1):
+                best = model + 4 + 12 * sign
+                at = trials + 32 * _MAX_CALLS * sign
+                st_f32(best + 8, curvature(at, n, ld_f32(best), ld_f32(best + 4), energy))
 
     @inline
     def misfit(d, s, table, n_mults):
@@ -197,7 +217,7 @@ def make_search(size, weighted, linear, both_signs):
         """Row scale of least modelled error; trials go from `lowest` to `highest` times the least without clipping."""
         largest, top = _F0, _F0
         for b in range(n_subs):
-            largest = max(largest, max(abs(ld_f32(models + 20 * b)), abs(ld_f32(models + 20 * b + 8))))
+            largest = max(largest, max(abs(ld_f32(models + 28 * b + 4)), abs(ld_f32(models + 28 * b + 16))))
         for j in range(n_mults):
             top = max(top, abs(ld_f32(table + 4 * j)))
         base, ratio = largest / top, (highest / lowest) ** (_F1 / np.float32(_TRIALS - 1))
@@ -210,12 +230,13 @@ def make_search(size, weighted, linear, both_signs):
         for i in range(2 * _TRIALS // 16):
             d16, total = load_f32x16(scratch + 64 * i), zero_f32x16()
             for b in range(n_subs):
-                energy = ld_f32(models + 20 * b + 16)
+                energy = ld_f32(models + 28 * b)
                 if energy > _NOTHING:
                     cost = splat_f32x16(_HUGE)
                     for sign in range(2 if both_signs else 1):
-                        s, e = ld_f32(models + 20 * b + 8 * sign), ld_f32(models + 20 * b + 8 * sign + 4)
-                        gain = splat_f32x16(_MODEL * (energy - e))
+                        at = models + 28 * b + 4 + 12 * sign
+                        s, e = ld_f32(at), ld_f32(at + 4)
+                        gain = splat_f32x16(ld_f32(at + 8) * (energy - e))
                         cost = vmin(cost, vfma(misfit(d16, s, table, n_mults), gain, splat_f32x16(e)))
                     total = vadd(total, cost)
             lane = lane_of_least(total)
@@ -257,6 +278,8 @@ def make_search(size, weighted, linear, both_signs):
         for k in range(4):
             st_f32(scales + 4 * k, d * ld_f32(table + 4 * (first + k)))
         s = d * ld_f32(table + 4 * y)
+        if s == _F0:
+            s = d * ld_f32(table + 4 * (y + 1))
         for book in range(n_books):
             if only < 0 or only == book:
                 match_sub(books + 56 * book, w, wx, energies, s, scales, reach, scratch, out)
@@ -279,6 +302,19 @@ def make_search(size, weighted, linear, both_signs):
             aa += a * m * m
             bb += c * m
         return np.float32(bb / aa) if aa > 0.0 else d
+
+    @inline
+    def peak(books, table, found, n_subs):
+        """Largest multiplier times table value of a row."""
+        most = _F0
+        for b in range(n_subs):
+            at = found + 48 * b
+            m, rows = abs(ld_f32(table + 4 * ld_i32(at + 4))), ld_i64(books + 56 * ld_i32(at + 8) + 40)
+            for g in range(n_groups):
+                row = rows + 4 * size * ld_i32(at + 12 + 4 * g)
+                for k in range(size):
+                    most = max(most, m * abs(ld_f32(row + 4 * k)))
+        return most
 
     @inline
     def prepare(x, weights, ne0, inverse, xs, w, wx, energies):
@@ -313,9 +349,9 @@ def make_search(size, weighted, linear, both_signs):
         n_subs = ne0 // SUB
         xs, w, wx, energies = buffers, buffers + 4 * ne0, buffers + 8 * ne0, buffers + 12 * ne0
         models = buffers + 16 * ne0
-        found = models + 20 * n_subs
+        found = models + 28 * n_subs
         out = scratch
-        work = scratch + 512
+        work = scratch + 1024
         for row in range(n_rows):
             src = x + 4 * ne0 * row
             amax = _F0
@@ -329,7 +365,7 @@ def make_search(size, weighted, linear, both_signs):
                     for k in range(SUB):
                         high = max(high, abs(ld_f32(xs + 128 * b + 4 * k)))
                     rough(books, n_books, w + 128 * b, wx + 128 * b, high, energies + 4 * n_groups * b,
-                          models + 20 * b, low, ratio, n_calls, rough_reach, work, out)  # fmt: skip
+                          models + 28 * b, low, ratio, n_calls, rough_reach, work, out)  # fmt: skip
                 d = choose_scale(models, n_subs, table, n_mults, lowest, highest, work)
                 for turn in range(n_rounds):
                     for b in range(n_subs):
@@ -337,7 +373,7 @@ def make_search(size, weighted, linear, both_signs):
                         if turn == 0:
                             st_f32(at, _HUGE)
                             for sign in range(2 if both_signs else 1):
-                                y = nearest(table, n_mults, ld_f32(models + 20 * b + 8 * sign) / d)
+                                y = nearest(table, n_mults, ld_f32(models + 28 * b + 4 + 12 * sign) / d)
                                 around(books, n_books, -1, ww, wwx, ee, d, table, n_mults, y, reach, work, out, at)
                         else:
                             y, book = ld_i32(at + 4), ld_i32(at + 8)
@@ -353,6 +389,9 @@ def make_search(size, weighted, linear, both_signs):
                     for g in range(n_groups):
                         st_i32(idx_out + 4 * n_groups * (row * n_subs + b) + 4 * g, ld_i32(at + 12 + 4 * g))
             scaled = np.float64(d) * np.float64(amax)
-            st_f32(d_out + 4 * row, np.float32(max(-3.4e38, min(3.4e38, scaled))))
+            if amax > _LARGE:
+                top = _F32_MAX / np.float64(max(_F1, peak(books, table, found, n_subs)))
+                scaled = max(-top, min(top, scaled))
+            st_f32(d_out + 4 * row, np.float32(scaled))
 
     return search, 1, False

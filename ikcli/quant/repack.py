@@ -22,6 +22,7 @@ from ikcli.quant.interleave import Layout, layout
 Bytes = npt.NDArray[np.uint8]
 
 _CHUNK_BYTES = 1 << 19  # of row groups at a time: intermediate results stay in the cache
+_COMPILED_BYTES = 1 << 20  # from this size on, a compiled kernel is worth its loading
 _NEVER = ("token_embd.weight", "per_layer_token_embd.weight")  # single rows are read from these
 
 # `general.file_type` of a model after repacking; other numbers stay as they are.
@@ -92,19 +93,49 @@ def repack_rows(rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int) -> Bytes:
 
     The rows of the result are equal shares of the groups. FormatError if the rows do not fill groups.
     """
+    base = _base(type)
+    rows = rows.reshape(-1, row_size(base, ne0))
+    out = np.empty((len(rows), row_size(type, ne0)), np.uint8)
+    repack_into(out, rows, type, ne0)
+    return out
+
+
+def repack_into(out: Bytes, rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int) -> None:
+    """As `repack_rows`, into `out`. Large parts go through a compiled kernel, which does not hold the GIL."""
+    base = _base(type)
+    compiled = rows.nbytes >= _COMPILED_BYTES
+    for part in _parts(rows, type, ne0):
+        (_move_compiled if compiled else _move)(out[part], rows[part], type, base)
+
+
+def _base(type: GGMLType) -> GGMLType:
     base = FORMATS[type].base
     if base is None:
         raise UnsupportedError(f"tensors of type {FORMATS[type].name} have no plain form")
-    rows = rows.reshape(-1, row_size(base, ne0))
-    form = _form(type)
-    header = FORMATS[type].row_meta_size
-    out = np.empty((len(rows), row_size(type, ne0)), np.uint8)
-    for part in _parts(rows, type, ne0):
-        groups = out[part].reshape(-1, form.rows * out.shape[1])
-        groups[:, : form.rows * header] = rows[part, :header].reshape(len(groups), form.rows * header)
-        body = rows[part, FORMATS[base].row_meta_size :]
-        groups[:, form.rows * header :] = form.interleave(body).reshape(len(groups), -1)
-    return out
+    return base
+
+
+def _move(out: Bytes, rows: Bytes, type: GGMLType, base: GGMLType) -> None:
+    form, header = _form(type), FORMATS[type].row_meta_size
+    groups = out.reshape(-1, form.rows * out.shape[1])
+    groups[:, : form.rows * header] = rows[:, :header].reshape(len(groups), form.rows * header)
+    body = rows[:, FORMATS[base].row_meta_size :]
+    groups[:, form.rows * header :] = form.interleave(body).reshape(len(groups), -1)
+
+
+def _move_compiled(out: Bytes, rows: Bytes, type: GGMLType, base: GGMLType) -> None:
+    from ikcli.native.kernel_cache import KernelKey
+    from ikcli.quant.encoders.native_call import run
+
+    found, header = layout(type), FORMATS[base].row_meta_size
+    src = np.ascontiguousarray(rows)
+    if found.signs is not None:
+        src = src.copy() if src is rows else src
+        found.signs.scramble(src.reshape(-1, found.n_bytes))  # these types have no row header
+    key = KernelKey("ikcli.quant.repack_kernels", "make_repack", (FORMATS[type].name,))
+    n_units, n_groups = (src.shape[1] - header) // found.n_bytes, len(src) // found.rows
+    kept = FORMATS[type].row_meta_size
+    run(key, src.ctypes.data, src.shape[1], header, out.ctypes.data, kept, n_units, n_groups)
 
 
 def unrepack_rows(rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int) -> Bytes:

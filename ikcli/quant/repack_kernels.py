@@ -1,0 +1,101 @@
+"""Compiled repacking: the bit moves of one interleaved unit as straight-line code.
+
+Every run of destination bytes whose parts come from neighbouring source bytes in the same way is one integer of 8, 4, 2
+or 1 bytes: loads, shifts, masks, one store. Layouts: `interleave.py`; the same moves in NumPy: `repack.py`.
+"""
+
+# mypy: ignore-errors
+# (compiled from bytecode; intrinsics have no Python body that a type checker could follow)
+
+import llvmlite.ir as ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from ikcli.gguf.constants import GGMLType
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import ld_u8, pointer, st_i8
+from ikcli.quant.bitmoves import byte_terms
+from ikcli.quant.interleave import layout
+
+_APART = 1 << 16  # distance of the rows in the source addresses of the moves
+_I64 = ir.IntType(64)
+
+
+def _runs(found):
+    """(first byte, width, terms of the first byte) of the runs of destination bytes."""
+    n = found.rows * found.n_bytes
+    terms = byte_terms(*found.moves(_APART), n)
+    i = 0
+    while i < n:
+        width = next(
+            w for w in (8, 4, 2, 1) if i + w <= n and all(_follows(terms[i], terms[i + j], j) for j in range(w))
+        )
+        yield i, width, terms[i]
+        i += width
+
+
+def _follows(first, other, distance):
+    return other == tuple((byte + distance, *rest) for byte, *rest in first)
+
+
+def _part(builder, src, stride, term, width):
+    """One term of a destination integer."""
+    byte, shift, mask = term
+    t = ir.IntType(8 * width)
+    at = builder.add(src, builder.mul(stride, ir.Constant(_I64, byte // _APART)))
+    at = builder.add(at, ir.Constant(_I64, byte % _APART))
+    x = builder.load(pointer(builder, at, t), align=1)
+    if shift:
+        x = (builder.shl if shift > 0 else builder.lshr)(x, ir.Constant(t, abs(shift)))
+    spread = int.from_bytes(bytes([mask]) * width, "little")
+    return x if mask == 255 else builder.and_(x, ir.Constant(t, spread))
+
+
+def _unit_mover(found):
+    """move(src, stride, dst): one unit from blocks `stride` bytes apart."""
+
+    @intrinsic
+    def move(typingctx, src, stride, dst):
+        def codegen(context, builder, sig, args):
+            src, stride, dst = args
+            for first, width, terms in _runs(found):
+                value = None
+                for term in terms:
+                    part = _part(builder, src, stride, term, width)
+                    value = part if value is None else builder.or_(value, part)
+                to = builder.add(dst, ir.Constant(_I64, first))
+                builder.store(value, pointer(builder, to, value.type), align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), codegen
+
+    return move
+
+
+def make_repack(type_name):
+    """repack(src, bytes of a row, of its header, dst, bytes of a row's header there, units per row, number of groups).
+
+    Rows are adjacent in both; the first bytes of a header are kept.
+    """
+    found = layout(GGMLType[type_name.upper()])
+    rows, n_bytes = found.rows, found.n_bytes
+    move = _unit_mover(found)
+
+    @inline
+    def repack_group(src, stride, header, dst, kept, n_units):
+        for r in range(rows):
+            for i in range(kept):
+                st_i8(dst + kept * r + i, ld_u8(src + stride * r + i))
+        src += header
+        dst += kept * rows
+        for _ in range(n_units):
+            move(src, stride, dst)
+            src += n_bytes
+            dst += n_bytes * rows
+
+    def repack(src, stride, header, dst, kept, n_units, n_groups):
+        group_bytes = rows * (kept + n_units * n_bytes)
+        for g in range(n_groups):
+            repack_group(src + g * rows * stride, stride, header, dst + g * group_bytes, kept, n_units)
+
+    return repack, 7, False

@@ -50,29 +50,39 @@ class Search:
     n_refine: int = 1
     n_keep: int = 2
     n_rounds: int = 3
-    n_options: int = 2
+    n_options: int = 4
     span: int = 1
 
 
 SEARCHES = {
-    GGMLType.IQ2_K: Search("iq2", 16, -8, 7, (18.0, 40.0, 8), (0.6, 1.6, 32), signs=2, n_options=4, n_keep=6),
-    GGMLType.IQ3_K: Search("iq3", 16, -31, 31, (38.0, 76.0, 8), (0.5, 1.2, 48), odd=True, n_options=4),
-    GGMLType.IQ4_K: Search("iq4", 16, -32, 31, (95.0, 145.0, 12), (0.6, 1.2, 32), signs=2),
-    GGMLType.IQ5_K: Search("iq5", 16, -32, 31, (108.0, 140.0, 12), (0.6, 1.2, 32), signs=2),
-    GGMLType.IQ6_K: Search("iq6", 16, -127, 127, (108.0, 136.0, 16), (0.6, 1.2, 32)),
-    GGMLType.IQ2_KS: Search("iq2", 32, -16, 15, (18.0, 44.0, 8), (0.4, 1.2, 32), per_row=True, signs=2, n_options=4),
-    GGMLType.IQ3_KS: Search("iq3", 32, -16, 15, (38.0, 80.0, 8), (0.4, 1.2, 32), per_row=True, signs=2),
+    GGMLType.IQ2_K: Search("iq2", 16, -8, 7, (10.0, 50.0, 12), (0.4, 2.0, 64), signs=2, n_keep=3),
+    GGMLType.IQ3_K: Search("iq3", 16, -31, 31, (22.0, 100.0, 16), (0.35, 1.5, 96), odd=True, n_keep=3),
+    GGMLType.IQ4_K: Search("iq4", 16, -32, 31, (50.0, 200.0, 24), (0.4, 1.5, 64), signs=2, n_keep=3),
+    GGMLType.IQ5_K: Search("iq5", 16, -32, 31, (50.0, 180.0, 32), (0.4, 1.5, 64), signs=2, n_keep=3),
+    GGMLType.IQ6_K: Search("iq6", 16, -127, 127, (60.0, 170.0, 40), (0.4, 1.5, 64), n_keep=4, n_rounds=2),
+    GGMLType.IQ2_KS: Search("iq2", 32, -16, 15, (10.0, 50.0, 12), (0.28, 1.5, 64), per_row=True, signs=2),
+    GGMLType.IQ3_KS: Search("iq3", 32, -16, 15, (22.0, 100.0, 16), (0.28, 1.5, 64), per_row=True, signs=2, n_keep=3),
     GGMLType.IQ4_KS: Search(
-        "iq4", 32, -127, 127, (95.0, 150.0, 12), (0.3, 1.2, 32), odd=True, per_row=True, half=False
+        "iq4", 32, -127, 127, (50.0, 200.0, 24), (0.2, 1.5, 64), odd=True, per_row=True, half=False
     ),
     GGMLType.IQ5_KS: Search(
-        "iq5", 32, -127, 127, (105.0, 140.0, 12), (0.3, 1.2, 32), odd=True, per_row=True, half=False
+        "iq5", 32, -127, 127, (50.0, 180.0, 32), (0.2, 1.5, 64), odd=True, per_row=True, half=False
     ),
     GGMLType.IQ4_KSS: Search(
-        "iq4 parity", 32, -127, 127, (90.0, 150.0, 12), (0.3, 1.2, 32), odd=True, per_row=True, half=False
+        "iq4 parity", 32, -127, 127, (50.0, 200.0, 24), (0.2, 1.5, 64), odd=True, per_row=True, half=False
     ),
     GGMLType.IQ2_KL: Search(
-        "iq2 pairs", 32, -32, 31, (35.0, 80.0, 8), (0.4, 1.2, 32), n_rows=1, per_row=True, signs=2, codes_per_sub=16
+        "iq2 pairs",
+        32,
+        -32,
+        31,
+        (24.0, 100.0, 16),
+        (0.28, 1.5, 64),
+        n_rows=1,
+        per_row=True,
+        signs=2,
+        codes_per_sub=16,
+        n_options=2,
     ),
 }
 

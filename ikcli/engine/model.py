@@ -6,7 +6,7 @@ in float32 (norms, biases) are converted, and tensors that the attention mode ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ikcli import models
 from ikcli.config import RunConfig, default_model
+from ikcli.engine.repacking import Repacked, repack_tensors, repacked_specs
 from ikcli.errors import FormatError, IkError
 from ikcli.gguf.constants import GGMLType, tensor_n_bytes
 from ikcli.gguf.reader import GGUFFile, open_gguf
@@ -36,6 +37,8 @@ class Model:
     module: ModelModule
     specs: dict[str, TensorLike]  # what graphs see: tensors of the file, as used, and derived ones
     derived: dict[str, DerivedSpec]
+    repacked: dict[str, Repacked] = field(default_factory=dict)  # -rtr: regrouped by `load`
+    n_threads: int = 1  # of repacking
     _held: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
 
     @property
@@ -47,10 +50,11 @@ class Model:
         """Read and check the header; no weight is touched."""
         path = config.model or default_model()
         file = open_gguf(path, config.override_kv)
-        return cls.from_file(file, graph_config)
+        n_threads = max(config.n_threads, config.n_threads_batch)
+        return cls.from_file(file, graph_config, repack=config.run_time_repack, n_threads=n_threads)
 
     @classmethod
-    def from_file(cls, file: GGUFFile, graph_config: GraphConfig) -> Model:
+    def from_file(cls, file: GGUFFile, graph_config: GraphConfig, *, repack: bool = False, n_threads: int = 1) -> Model:
         """As `open`, for a file that is open already."""
         source = str(file.paths[0])
         if "general.architecture" not in file.metadata:
@@ -60,7 +64,8 @@ class Model:
         check_tensors(module.tensor_shapes(hp), file.tensors, source)
         derived = derived_specs(file.tensors, hp, graph_config)
         specs: dict[str, TensorLike] = {name: _as_used(t) for name, t in file.tensors.items()}
-        return cls(file, hp, module, specs | derived, derived)
+        repacked = repacked_specs(file.tensors, hp) if repack else {}
+        return cls(file, hp, module, specs | repacked | derived, derived, repacked, n_threads)
 
     def weights(self) -> Weights:
         """Weights for recording graphs."""
@@ -79,16 +84,25 @@ class Model:
         """Addresses of the named weights; copies and derives what has to be."""
         wanted = list(names)
         copied = [n for n in wanted if not self._is_mapped(n, mmap)]
-        total = self.n_bytes(copied)
-        with progress("loading", total) as advance:
+        with progress("loading", self.n_bytes(copied)) as advance:
+            self._held |= self._repack([n for n in copied if n in self.repacked and n not in self._held], advance)
             for name in copied:
                 if name not in self._held:
                     self._held[name] = self._make(name)
-                advance(self._held[name].nbytes)
+                    advance(self._held[name].nbytes)
         return {n: self._address(n) for n in wanted}
 
     def _is_mapped(self, name: str, mmap: bool) -> bool:
         return mmap and name not in self.derived and self.specs[name].type == self.file.tensors[name].type
+
+    def _repack(self, names: list[str], advance: Callable[[float], None]) -> dict[str, Bytes]:
+        if not names:
+            return {}
+        try:
+            return repack_tensors(self.file, {n: self.repacked[n] for n in names}, self.n_threads, advance)
+        except MemoryError:
+            size = self.n_bytes(names) / 2**20
+            raise IkError(f"out of memory: {size:.0f} MiB wanted for repacked weights; run without -rtr") from None
 
     def _make(self, name: str) -> npt.NDArray[np.generic]:
         try:

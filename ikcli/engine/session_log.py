@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ikcli.config import RunConfig
 from ikcli.engine import report
 from ikcli.gguf.constants import TYPE_TRAITS, file_type_label, tensor_n_bytes
-from ikcli.log import log, notice_once
+from ikcli.log import log
 
 if TYPE_CHECKING:
     from ikcli.engine.model import Model
@@ -61,8 +61,6 @@ def model_lines(model: Model, config: RunConfig) -> None:
             f"llm_load_print_meta: rope scaling     = {rope.scaling} x{rope.factor:g} of {rope.n_ctx_orig} tokens "
             f"(off: --override-kv {model.hp.arch}.rope.scaling.type=str:none)"
         )
-    if config.run_time_repack:
-        notice_once("-rtr: no interleaved kernels in this version; weights keep their types")
 
 
 def _pair(model: Model, key: str) -> tuple[str, str]:

@@ -1,0 +1,83 @@
+"""`-rtr`: weights regrouped into row-interleaved types while they are loaded; the file stays as it is.
+
+Every matrix with an interleaved twin takes part, except tables whose rows are looked up one by one and matrices that
+are used in slices that would cut groups. Layouts and rules: `quant/repack.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.reader import GGUFFile
+from ikcli.log import log
+from ikcli.models import HParams
+from ikcli.models.tensors import TensorLike
+from ikcli.quant.formats import FORMATS, row_size, tensor_size
+from ikcli.quant.repack import can_repack, repack_into, repacked_type
+
+Bytes = npt.NDArray[np.uint8]
+_PIECE_BYTES = 8 << 20  # of one thread's work
+
+
+@dataclass(frozen=True, slots=True)
+class Repacked:
+    """Type and shape of a weight after repacking."""
+
+    type: GGMLType
+    shape: tuple[int, ...]
+
+
+def repacked_specs(tensors: Mapping[str, TensorLike], hp: HParams) -> dict[str, Repacked]:
+    """The tensors that -rtr regroups, with their new types."""
+    specs = {}
+    for name, t in tensors.items():
+        target = repacked_type(t.type)
+        if target is not None and can_repack(t.type, t.shape, name) and _is_whole(name, hp, FORMATS[target].rows):
+            specs[name] = Repacked(target, t.shape)
+    return specs
+
+
+def _is_whole(name: str, hp: HParams, rows: int) -> bool:
+    """Whether a tensor is a matrix used in whole groups; kv_b is used by heads."""
+    if name.endswith("attn_kv_b.weight"):
+        return (hp.head_dim_k - hp.n_rot + hp.head_dim_v) % rows == 0
+    return name.endswith(".weight")
+
+
+def repack_tensors(
+    file: GGUFFile, specs: Mapping[str, Repacked], n_threads: int, advance: Callable[[float], None]
+) -> dict[str, Bytes]:
+    """Bytes of the named tensors in their new types; logs how many and how fast."""
+    start = time.perf_counter()
+    made, work = {}, []
+    for name, spec in specs.items():
+        ne0 = spec.shape[0]
+        out = made[name] = np.empty(tensor_size(spec.type, spec.shape), np.uint8)
+        rows = np.asarray(file.data(name)).reshape(-1).view(np.uint8)
+        source = rows.reshape(-1, row_size(file.tensors[name].type, ne0))
+        target = out.reshape(-1, row_size(spec.type, ne0))
+        height = FORMATS[spec.type].rows
+        step = max(1, _PIECE_BYTES // (height * source.shape[1])) * height
+        work += [(target[i : i + step], source[i : i + step], spec.type, ne0) for i in range(0, len(source), step)]
+
+    def run(item: tuple[Bytes, Bytes, GGMLType, int]) -> int:
+        repack_into(*item)
+        return item[0].nbytes
+
+    with ThreadPoolExecutor(max(1, n_threads)) as pool:
+        for n_bytes in pool.map(run, work):
+            advance(n_bytes)
+    seconds = time.perf_counter() - start
+    total = sum(x.nbytes for x in made.values())
+    log(
+        f"============ Repacked {len(made)} tensors ({total / 2**20:.2f} MiB in {seconds:.2f} s, "
+        f"{total / 1e9 / max(seconds, 1e-9):.2f} GB/s)"
+    )
+    return made

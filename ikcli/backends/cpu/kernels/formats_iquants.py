@@ -5,7 +5,7 @@ A group of 8 (4 for IQ3) columns is a point of a grid, kept as bytes in the kern
 
 from ikcli.backends.cpu.kernels.format_api import plain_formats
 from ikcli.backends.cpu.simd.rowformat import I32, I64, RowFormat, ir
-from ikcli.backends.cpu.simd.vec import f32x16, i32x16
+from ikcli.backends.cpu.simd.vec import f32x16, half_to_f32, i32x16
 from ikcli.gguf.constants import GGMLType
 from ikcli.quant.tables import grid
 
@@ -186,8 +186,7 @@ class IQ1M(_Ternary):
         d = ir.Constant(I32, 0)
         for i, x in enumerate(words):
             d = e.b.or_(d, e.b.shl(bits(e, x, 12, 4), ir.Constant(I32, 4 * i)))
-        half = e.b.bitcast(e.b.trunc(d, ir.IntType(16)), ir.HalfType())
-        scale = e.splat(e.b.fpext(half, ir.FloatType()), f32x16)
+        scale = e.splat(half_to_f32(e.b, e.b.trunc(d, ir.IntType(16))), f32x16)
         v = e.pick(_vector(e, words), [n // 4 for n in range(16)])
         ls = e.all_and(e.lshr(v, [3 * (n % 4) for n in range(16)]), 7)
         assert ls.type.count == i32x16.n

@@ -180,8 +180,8 @@ def _load_floats(e, vec, kind, address):
     if kind == "f32":
         return e.load(f32x16, address)
     if kind == "f16":
-        t = ir.VectorType(ir.HalfType(), 16)
-        return e.b.fpext(e.b.load(vec.pointer(e.b, address, t), align=1), vec.llvm_type(f32x16))
+        t = ir.VectorType(ir.IntType(16), 16)
+        return vec.half_to_f32(e.b, e.b.load(vec.pointer(e.b, address, t), align=1))
     t = ir.VectorType(ir.IntType(16), 16)
     wide = e.b.zext(e.b.load(vec.pointer(e.b, address, t), align=1), vec.llvm_type(i32x16))
     return e.b.bitcast(e.b.shl(wide, vec.const_vector(i32x16, [16] * 16)), vec.llvm_type(f32x16))

@@ -24,6 +24,7 @@ from ikcli.backends.cpu.simd.vec import (
     call_llvm,
     const_vector,
     f32x16,
+    half_to_f32,
     i8x16,
     i8x64,
     i32x8,
@@ -33,7 +34,7 @@ from ikcli.backends.cpu.simd.vec import (
 )
 from ikcli.backends.cpu.tile_modes import LAYOUT, MODES
 
-_I8, _I16, _HALF, _F32 = ir.IntType(8), ir.IntType(16), ir.HalfType(), ir.FloatType()
+_I8, _I16, _F32 = ir.IntType(8), ir.IntType(16), ir.FloatType()
 
 ORDER4 = [[0, 4, 1, 5], [2, 6, 3, 7]]
 
@@ -57,8 +58,7 @@ class GroupEmitter(RowEmitter):
 
     def halves(self, address, count):
         """Adjacent half floats as f32."""
-        v = self.b.load(pointer(self.b, address, ir.VectorType(_HALF, count)), align=1)
-        return self.b.fpext(v, ir.VectorType(_F32, count))
+        return half_to_f32(self.b, self.b.load(pointer(self.b, address, ir.VectorType(_I16, count)), align=1))
 
     def singles(self, address, count):
         """Adjacent floats."""

@@ -24,6 +24,7 @@ from ikcli.backends.cpu.simd.vec import (
     const_vector,
     f32x8,
     f32x16,
+    half_to_f32,
     i8x16,
     i8x32,
     i8x64,
@@ -35,7 +36,7 @@ from ikcli.backends.cpu.simd.vec import (
 )
 from ikcli.backends.cpu.tile_modes import LAYOUT, MODES
 
-_I8, _I16, _HALF, _F32 = ir.IntType(8), ir.IntType(16), ir.HalfType(), ir.FloatType()
+_I8, _I16, _F32 = ir.IntType(8), ir.IntType(16), ir.FloatType()
 
 
 def indices(values):
@@ -55,7 +56,7 @@ class RowEmitter(Emitter):
 
     def half(self, address):
         """A half float as f32."""
-        return self.b.fpext(self.b.load(pointer(self.b, address, _HALF), align=1), _F32)
+        return half_to_f32(self.b, self.b.load(pointer(self.b, address, _I16), align=1))
 
     def single(self, address):
         """A float."""
@@ -67,7 +68,7 @@ class RowEmitter(Emitter):
         for i in range(count):
             x = self.b.load(pointer(self.b, self.offset(address, i * stride), _I16), align=1)
             v = self.b.insert_element(v, x, ir.Constant(I32, i))
-        return self.b.fpext(self.b.bitcast(v, ir.VectorType(_HALF, count)), ir.VectorType(_F32, count))
+        return half_to_f32(self.b, v)
 
     def load_bytes(self, address, count):
         """`count` unsigned bytes as i32 lanes."""

@@ -74,6 +74,62 @@ def splat_value(builder, v, scalar):
     return builder.shuffle_vector(one, undef, ir.Constant(ir.VectorType(_I32, v.n), [0] * v.n))
 
 
+# --- half floats -----------------------------------------------------------------------------------------------------
+def _like(t, element):
+    """A scalar or vector type with another element."""
+    return ir.VectorType(element, t.count) if isinstance(t, ir.VectorType) else element
+
+
+def _constant_like(t, x):
+    return ir.Constant(t, [ir.Constant(t.element, x)] * t.count) if isinstance(t, ir.VectorType) else ir.Constant(t, x)
+
+
+def _has_half_instructions():
+    target = isa.current()
+    return not target.is_x86 or "f16c" in target.features
+
+
+def half_to_f32(builder, bits):
+    """f32 of half floats given as i16 (scalar or vector); by integer arithmetic where the CPU has no instruction."""
+    if _has_half_instructions():
+        return builder.fpext(builder.bitcast(bits, _like(bits.type, ir.HalfType())), _like(bits.type, ir.FloatType()))
+    t, f = _like(bits.type, _I32), _like(bits.type, ir.FloatType())
+
+    def c(x):
+        return _constant_like(t, x)
+
+    h = builder.zext(bits, t)
+    magnitude = builder.shl(builder.and_(h, c(0x7FFF)), c(13))
+    scaled = builder.fmul(builder.bitcast(magnitude, f), builder.bitcast(c(0x77800000), f))  # 2**112: exact
+    finite = builder.bitcast(scaled, t)
+    special = builder.icmp_unsigned(">=", magnitude, c(0x0F800000))
+    value = builder.select(special, builder.or_(magnitude, c(0x7F800000)), finite)
+    return builder.bitcast(builder.or_(value, builder.shl(builder.and_(h, c(0x8000)), c(16))), f)
+
+
+def f32_to_half(builder, x):
+    """Half floats as i16, rounded to nearest even; NaN stays NaN."""
+    if _has_half_instructions():
+        return builder.bitcast(builder.fptrunc(x, _like(x.type, ir.HalfType())), _like(x.type, ir.IntType(16)))
+    t = _like(x.type, _I32)
+
+    def c(v):
+        return _constant_like(t, v)
+
+    u = builder.bitcast(x, t)
+    a = builder.and_(u, c(0x7FFFFFFF))
+    odd = builder.and_(builder.lshr(a, c(13)), c(1))
+    normal = builder.lshr(builder.add(builder.add(a, c(0xFFF - 0x38000000)), odd), c(13))
+    small = builder.fadd(builder.bitcast(a, x.type), builder.bitcast(c(0x3F000000), x.type))
+    small = builder.sub(builder.bitcast(small, t), c(0x3F000000))
+    nan = builder.or_(builder.and_(builder.lshr(a, c(13)), c(0x3FF)), c(0x7E00))
+    h = builder.select(builder.icmp_unsigned("<", a, c(0x38800000)), small, normal)
+    h = builder.select(builder.icmp_unsigned(">=", a, c(0x47800000)), c(0x7C00), h)
+    h = builder.select(builder.icmp_unsigned(">", a, c(0x7F800000)), nan, h)
+    h = builder.or_(h, builder.and_(builder.lshr(u, c(16)), c(0x8000)))
+    return builder.trunc(h, _like(x.type, ir.IntType(16)))
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 def _make_load(v):
     @intrinsic
@@ -136,7 +192,7 @@ def _f32_to_bf16_bits(builder, x):
 
 ld_f32 = _make_scalar_load(types.float32, "f32")
 ld_f64 = _make_scalar_load(types.float64, "f64")
-ld_f16 = _make_scalar_load(types.float32, "f16", lambda b, x: b.fpext(x, ir.FloatType()))
+ld_f16 = _make_scalar_load(types.float32, "i16", lambda b, x: half_to_f32(b, x))
 ld_bf16 = _make_scalar_load(types.float32, "i16", _bf16_bits_to_f32)
 ld_i64 = _make_scalar_load(types.int64, "i64")
 ld_i32 = _make_scalar_load(types.int64, "i32", lambda b, x: b.sext(x, ir.IntType(64)))
@@ -159,7 +215,7 @@ def _make_scalar_store(nb_type, elt, convert=None):
 
 
 st_f32 = _make_scalar_store(types.float32, "f32")
-st_f16 = _make_scalar_store(types.float32, "f16", lambda b, x: b.fptrunc(x, ir.HalfType()))
+st_f16 = _make_scalar_store(types.float32, "i16", lambda b, x: f32_to_half(b, x))
 st_bf16 = _make_scalar_store(types.float32, "i16", lambda b, x: _f32_to_bf16_bits(b, x))
 st_i64 = _make_scalar_store(types.int64, "i64")
 st_i32 = _make_scalar_store(types.int64, "i32", lambda b, x: b.trunc(x, _I32))
@@ -171,8 +227,8 @@ def load_f16x16(typingctx, ptr):
     """16 half floats as f32x16."""
 
     def codegen(context, builder, sig, args):
-        half = builder.load(pointer(builder, args[0], ir.VectorType(ir.HalfType(), 16)), align=1)
-        return builder.fpext(half, llvm_type(f32x16))
+        bits = builder.load(pointer(builder, args[0], ir.VectorType(ir.IntType(16), 16)), align=1)
+        return half_to_f32(builder, bits)
 
     return f32x16(types.intp), codegen
 
@@ -195,8 +251,8 @@ def store_f16x16(typingctx, ptr, value):
     """f32x16 rounded to nearest even half floats."""
 
     def codegen(context, builder, sig, args):
-        t = ir.VectorType(ir.HalfType(), 16)
-        builder.store(builder.fptrunc(args[1], t), pointer(builder, args[0], t), align=1)
+        bits = f32_to_half(builder, args[1])
+        builder.store(bits, pointer(builder, args[0], bits.type), align=1)
         return context.get_dummy_value()
 
     return types.void(types.intp, f32x16), codegen

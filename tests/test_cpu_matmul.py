@@ -28,7 +28,7 @@ N_ROWS = (1, 5, 17, 40)
 def k_of(type_: GGMLType) -> tuple[int, ...]:
     """Row lengths to try."""
     if type_ in FLOAT_TYPES:
-        return 32, 33, 320, 1408
+        return 32, 34 if get_format(type_).is_interleaved else 33, 320, 1408
     block = get_format(type_).block_size
     return tuple(k for k in (32, 64, 256, 320, 1280, 1408) if k % block == 0)
 
@@ -110,7 +110,8 @@ def test_threads_do_not_change_a_bit(type_: GGMLType) -> None:
 def test_rows_of_a_weight(type_: GGMLType) -> None:
     """A range of rows is used in place."""
     w, data, values = make_weight("w", type_, (256, fitting(type_, 60)))
-    for row0, n_rows in ((0, 7), (13, 32), (59, 1), (28, 32)) if get_format(type_).rows == 1 else ((0, 16), (24, 32)):
+    rows = get_format(type_).rows
+    for row0, n_rows in ((0, 7), (13, 32), (59, 1), (28, 32)) if rows == 1 else ((0, 16), (rows, 32), (3 * rows, rows)):
         run, x = dense(w.rows(row0, n_rows), data, 2)
         for n in (2, 9):
             a = activations(n, 256)
@@ -138,8 +139,8 @@ def test_mul_mat_heads(type_: GGMLType) -> None:
 @pytest.mark.parametrize("type_", ALL_TYPES)
 def test_one_input_for_several_weights(type_: GGMLType) -> None:
     """q, k, v share the rounded input; a later node must not have overwritten it."""
-    w, data, values = make_weight("w", type_, (256, 40))
-    v, more, other = make_weight("v", type_, (256, 40), seed=2)
+    w, data, values = make_weight("w", type_, (256, fitting(type_, 40)))
+    v, more, other = make_weight("v", type_, (256, fitting(type_, 40)), seed=2)
     run = Harness(8, 64, RULES)
     x = run.input("x", 256)
     first = run.graph.mul_mat(w, x, "first")
@@ -154,7 +155,7 @@ def test_one_input_for_several_weights(type_: GGMLType) -> None:
 @pytest.mark.parametrize("n", [2, 9])
 def test_huge_activations(type_: GGMLType, n: int) -> None:
     """Sums of blocks far beyond the half-precision range stay exact."""
-    w, data, values = make_weight("w", type_, (256, 40))
+    w, data, values = make_weight("w", type_, (256, fitting(type_, 40)))
     run, x = dense(w, data, 2)
     for size in (1e4, 1e7, 1e30):
         a = (np.abs(activations(n, 256)) * np.float32(size)).astype(np.float32)
@@ -165,7 +166,7 @@ def test_huge_activations(type_: GGMLType, n: int) -> None:
 @pytest.mark.parametrize("type_", ALL_TYPES)
 @pytest.mark.parametrize("n", [2, 9])
 def test_zero_and_tiny_activations(type_: GGMLType, n: int) -> None:
-    w, data, values = make_weight("w", type_, (256, 40))
+    w, data, values = make_weight("w", type_, (256, fitting(type_, 40)))
     run, x = dense(w, data, 2)
     a = np.zeros((n, 256), np.float32)
     assert not run([Segment(n)], {x: a}).any()
@@ -181,7 +182,7 @@ def test_zero_and_tiny_activations(type_: GGMLType, n: int) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_activations_show(type_: GGMLType, n: int, bad: float) -> None:
     """One bad value in a row spoils that row and no other: it must never look like an ordinary number."""
-    w, data, values = make_weight("w", type_, (256, 40))
+    w, data, values = make_weight("w", type_, (256, fitting(type_, 40)))
     run, x = dense(w, data, 2)
     a = activations(n, 256)
     a[n // 2, 77] = bad
@@ -267,7 +268,7 @@ def routed(g: Graph, logits: Node, n_used: int, ser: tuple[int, float] | None) -
 @pytest.mark.parametrize("type_", ALL_TYPES)
 @pytest.mark.parametrize("ser", [None, (1, 0.7)])
 def test_experts(type_: GGMLType, ser: tuple[int, float] | None) -> None:
-    k, n_rows, n_used = k_of(type_)[0], 40, 3
+    k, n_rows, n_used = k_of(type_)[0], fitting(type_, 40), 3
     made, up, gate = experts(type_, k, n_rows, n_used, ser, 2)
     for kind in ("any", "one", "few"):
         for n in (1, 2, 5, 17):

@@ -163,18 +163,18 @@ def _activations(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Activati
 
 
 def _tiles(low: Lowering, w: Weight) -> tuple[Ref, int]:
-    """Scratch for one unpacked block of rows per thread."""
+    """Scratch for one unpacked block of rows per thread; UnsupportedError if a range of rows cuts a group."""
+    rows = get_format(w.type).rows
+    if w.row0 % rows or w.ne1 % rows:
+        raise UnsupportedError(
+            f"{w.name} is {type_name(w)}, whose groups of {rows} rows would be cut; `ik repack --unrepack` the file"
+        )
     size = FLOAT_TILE_BYTES if w.type in FLOAT_TYPES else tile_bytes(type_name(w), w.ne0)
     return low.buffer(size * low.n_threads), size
 
 
 def _emit_mul_mat(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int) -> None:
     row = row_size(w.type, w.ne0)
-    rows = get_format(w.type).rows
-    if w.row0 % rows or w.ne1 % rows:
-        raise UnsupportedError(
-            f"{w.name} is {type_name(w)}, whose groups of {rows} rows would be cut; `ik repack --unrepack` the file"
-        )
     a = _activations(low, w, x, heads)
     tiles, tile = _tiles(low, w)
     full_rows = w.shape[1] if len(w.shape) > 1 else 1

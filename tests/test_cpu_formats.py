@@ -1,0 +1,156 @@
+"""Every quantized weight type in the kernels: exact activations, stored bytes of the reference; `-rtr`.
+
+Activations are whole numbers up to 127, with 127 in every block of 32: rounding them to int8 loses nothing, so that the
+result differs from float64 only by the rounding of a float32 sum.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from factories import MemoryModel, tiny_deepseek2, tiny_model
+from gguf_files import write_model
+from kernel_harness import Harness, Segment
+from weight_bytes import QUANTIZED, fitting, params, stored
+
+from ikcli.backends.cpu.lower import RULES
+from ikcli.config import RunConfig
+from ikcli.engine.batch import Batch
+from ikcli.engine.session import Session
+from ikcli.errors import UnsupportedError
+from ikcli.gguf.constants import INTERLEAVED, GGMLType
+from ikcli.graph import Weight
+from ikcli.quant import repack
+from ikcli.quant.decode import dequantize
+from ikcli.quant.formats import get_format, row_size, tensor_size
+from ikcli.quant.tables import MATMUL_SCALE
+
+Array = npt.NDArray[Any]
+N_TOKENS = (1, 2, 4, 13)
+TWINS = [t for t, (base, _) in INTERLEAVED.items() if base is not None]
+
+
+def whole_numbers(n: int, k: int) -> Array:
+    x = np.random.default_rng([n, k]).integers(-127, 128, (n, k)).astype(np.float32)
+    x[:, ::32] = 127
+    return x
+
+
+def check_products(type_: GGMLType, data: Array, k: int, n_rows: int) -> None:
+    guarded = np.full(data.size + 4096, 0xFF, np.uint8)
+    guarded[: data.size] = data
+    w = dequantize(data, type_, (k, n_rows)).astype(np.float64) * MATMUL_SCALE.get(type_, 1)
+    run = Harness(max(N_TOKENS), 64, RULES)
+    x = run.input("x", k)
+    run.compile(run.graph.mul_mat(Weight("w", type_, (k, n_rows)), x, "y"), 2, {"w": guarded})
+    for n in N_TOKENS:
+        a = whole_numbers(n, k)
+        found = run([Segment(n)], {x: a})
+        limit = 1e-6 * (np.abs(a) @ np.abs(w).T)
+        error = np.abs(found - a.astype(np.float64) @ w.T)
+        assert (error <= limit).all(), f"{n} tokens: {(error / (limit + 1e-30)).max():.1f} times the limit"
+
+
+@pytest.mark.parametrize("type_", params(QUANTIZED))
+def test_exact_activations(type_: GGMLType) -> None:
+    block = get_format(type_).block_size
+    for k in (256, 768) if block == 256 else (64, 256, 320):
+        n_rows = fitting(type_, 44)
+        check_products(type_, stored(type_, n_rows, k), k, n_rows)
+
+
+@pytest.mark.parametrize("type_", params(QUANTIZED))
+def test_bytes_of_the_reference(type_: GGMLType, shared_dir: Path) -> None:
+    path = shared_dir / "golden" / "quant" / f"{type_.name}.npz"
+    if not path.exists():
+        pytest.skip(f"no stored bytes of {type_.name}")
+    found, source = np.load(path), np.load(shared_dir / "golden" / "quant" / "source.npz")
+    names = [key.removesuffix("/f32") for key in source.files if key.endswith("/f32")]
+    assert names
+    for name in names:
+        key = next(f"{name}/{kind}" for kind in ("plain", "imatrix") if f"{name}/{kind}" in found.files)
+        n_rows, k = source[f"{name}/f32"].shape[-2:]
+        data = np.ascontiguousarray(found[key]).view(np.uint8).reshape(-1)[: tensor_size(type_, (k, n_rows))]
+        check_products(type_, data, k, n_rows)
+
+
+def test_groups_are_never_cut() -> None:
+    w = Weight("w", GGMLType.Q4_K_R4, (256, 64))
+    for part in (w.rows(2, 8), w.rows(4, 6)):
+        run = Harness(1, 64, RULES)
+        with pytest.raises(UnsupportedError, match="groups of 4 rows"):
+            run.compile(run.graph.mul_mat(part, run.input("x", 256), "y"), 1, {"w": np.zeros(1)})
+
+
+@pytest.mark.parametrize("type_", params(TWINS))
+def test_compiled_repacking(type_: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel moves every bit where the table of moves says."""
+    base, rows = INTERLEAVED[type_]
+    assert base is not None
+    for k, n_rows in ((256, rows), (768, 5 * rows)):
+        data = np.random.default_rng(rows).integers(0, 256, (n_rows, row_size(base, k)), dtype=np.uint8)
+        before = data.copy()
+        monkeypatch.setattr(repack, "_COMPILED_BYTES", 1 << 60)
+        wanted = repack.repack_rows(data, type_, k)
+        monkeypatch.setattr(repack, "_COMPILED_BYTES", 0)
+        np.testing.assert_array_equal(repack.repack_rows(data, type_, k), wanted)
+        np.testing.assert_array_equal(data, before)
+
+
+# --- -rtr -------------------------------------------------------------------------------------------------------------
+def with_q8_0(model: MemoryModel) -> MemoryModel:
+    """Matrices of layers as Q8_0."""
+    for name, t in list(model.tensors.items()):
+        if name.startswith("blk.") and len(t.shape) > 1 and t.shape[0] % 32 == 0:
+            model.set(name, model.values(name), GGMLType.Q8_0)
+    return model
+
+
+MODELS = {
+    "llama": lambda: tiny_model("llama", type_=GGMLType.Q8_0),
+    "tied": lambda: tiny_model("llama", tied=True, type_=GGMLType.Q4_0),
+    "qwen2": lambda: tiny_model("qwen2", type_=GGMLType.BF16),
+    "qwen3moe": lambda: tiny_model(
+        "qwen3moe", type_=GGMLType.Q8_0, expert_feed_forward_length=64, expert_count=8, expert_used_count=3
+    ),
+    "deepseek2": lambda: with_q8_0(tiny_deepseek2()),
+}
+
+
+def logits(path: Path, run_time_repack: bool) -> tuple[Array, Session]:
+    config = RunConfig(
+        model=path, command="bench", n_ctx=64, n_threads=2, n_threads_batch=2, warmup=False, mmap=False,
+        run_time_repack=run_time_repack, type_k="f32", type_v="f32",
+    )  # fmt: skip
+    session = Session.open(config)
+    prompt, more = (np.arange(n, n + 9, dtype=np.int32) for n in (0, 20))
+    rows = [np.array(session.decode(Batch.single(prompt, logits="all")))]
+    rows += [np.array(session.decode(Batch.single(more[i : i + 1], 9 + i))) for i in range(3)]
+    return np.concatenate(rows), session
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_run_time_repack(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made: MemoryModel = MODELS[name]()
+    path = write_model(made, tmp_path / "model.gguf")
+    plain, first = logits(path, False)
+    with closing(first):
+        assert "Repacked" not in capsys.readouterr().err
+    found, session = logits(path, True)
+    with closing(session):
+        specs = session.model.specs
+        assert specs["token_embd.weight"].type == made.tensors["token_embd.weight"].type
+        new = {n for n, t in made.tensors.items() if specs[n].type in INTERLEAVED and t.type not in INTERLEAVED}
+        assert new == {
+            n for n, t in made.tensors.items() if n.endswith(".weight") and repack.can_repack(t.type, t.shape, n)
+        }
+        assert f"Repacked {len(new)} tensors" in capsys.readouterr().err
+    assert new
+    # Sums are formed in another order, and now and then an activation is rounded to the other side.
+    error = np.abs(found - plain).max(axis=1) / plain.std()
+    assert np.median(error) <= 2e-3 and error.max() <= 3e-2

@@ -20,7 +20,7 @@ class PromptConfig:
     """Text to start from (chat, perplexity, imatrix)."""
 
     prompt: str = opt("", "-p --prompt", "str", "the prompt", topic="prompt", commands="CPI", form="TEXT", example='-p "Once upon a time"')
-    file: Path | None = opt(None, "-f --file --in-file", "path", "read the text from a file", topic="prompt", commands="CPI", form="FILE", example="-f wiki.test.raw")
+    file: Path | None = opt(None, "-f --file", "path", "read the text from a file", topic="prompt", commands="CPI", form="FILE", example="-f wiki.test.raw")
     escape: bool = opt(True, "-e --escape", "switch", "interpret \\n, \\t and so on in the prompt", topic="prompt", commands="CPI", negative="--no-escape", example="-e")
     conversation: bool = opt(False, "-cnv --conversation", "switch", "answer turn by turn with the chat template", topic="prompt", commands="C", example="-cnv")
     interactive: bool = opt(False, "-i --interactive", "switch", "ask for input when generation stops", topic="prompt", commands="C", example="-i")
@@ -127,6 +127,9 @@ class ImatrixConfig:
     from_chunk: int = opt(0, "--chunk --from-chunk", "int", "first chunk to use", topic="imatrix", commands="I", form="N", example="--from-chunk 10", minimum=0)
     layer_similarity: bool = opt(False, "-lsim --layer-similarity", "switch", "report how similar the input and output of layers are", topic="imatrix", commands="I", example="-lsim")
     hide_imatrix: bool = opt(False, "--hide-imatrix", "switch", "do not store file and data set names", topic="imatrix", commands="I", example="--hide-imatrix")
+    in_file: tuple[Path, ...] = opt((), "--in-file", "custom", "importance matrix to go on from; several are merged, and without -f or -p that is all. A file that is none is the text", topic="imatrix", commands="I", form="FILE", example="--in-file part.dat", parse=lambda text: (Path(text),), repeat=True, bench_list=False)
+    output_format: str = opt("auto", "--output-format", "choice", "format of the file; auto: gguf if its name ends so", topic="imatrix", commands="I", form="auto|dat|gguf", example="--output-format gguf", choices=("auto", "dat", "gguf"))
+    show_statistics: bool = opt(False, "--show-statistics", "switch", "print a table about the importance matrices of --in-file and stop", topic="imatrix", commands="I", example="--show-statistics")
 
 
 _TUNING = "tuning flag of the C++ programs, not supported"

@@ -29,7 +29,7 @@ COMMANDS = (
     CommandInfo("serve", "HTTP server with an OpenAI-compatible API", aliases=("server",), runs_model=True),
     CommandInfo("chat", "generate text or talk to a model", aliases=("cli",), runs_model=True),
     CommandInfo("bench", "speed of given prompt and generation lengths", runs_model=True),
-    CommandInfo("imatrix", "importance matrix of a model on a text", runs_model=True),
+    CommandInfo("imatrix", "importance matrix of a model on a text", "ikcli.commands.imatrix", runs_model=True),
     CommandInfo("quantize", "convert a model to smaller types", "ikcli.commands.quantize"),
     CommandInfo("repack", "convert a model to interleaved types", "ikcli.commands.repack"),
     CommandInfo("gguf-split", "split and merge GGUF files", "ikcli.commands.gguf_split"),

@@ -69,8 +69,9 @@ class Imatrix:
         values = self.entries[found].values
         if values.size == shape[0] * n_mat:
             return values.reshape(n_mat, shape[0])
-        if found != name and "attn_" in name and values.size % shape[0] == 0 and 1 in (n_mat, values.size // shape[0]):
-            # attn_kv_b is one matrix, attn_v_b may be one per head; all heads see the same input
+        mla = found != name or name.endswith((".attn_k_b.weight", ".attn_v_b.weight"))
+        if mla and "attn_" in name and values.size % shape[0] == 0 and 1 in (n_mat, values.size // shape[0]):
+            # attn_kv_b is one matrix; attn_k_b and attn_v_b are one per head, or stored as one
             return np.broadcast_to(values.reshape(-1, shape[0]).mean(axis=0), (n_mat, shape[0]))
         if name == "token_embd.weight":
             return None

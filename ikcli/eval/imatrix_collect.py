@@ -1,0 +1,188 @@
+"""Sums of squares of what every weight matrix is multiplied with, gathered while a session decodes.
+
+A session's observer sees the output of every node right after it was computed. The inputs of matrix products are
+outputs of earlier nodes, so streams hang on those nodes: one stream per distinct input, shared by all weights that read
+it (q, k, v; up and gate). Experts: the route node tells which rows go to which expert; the input of the down
+projection is sorted by expert already. MLA: k_b and v_b have one row of sums per head; the normed latent also serves
+kv_b, which the absorbed form never multiplies with. Answers to examples/imatrix of ik_llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.errors import NonFiniteError
+from ikcli.graph import Graph, HeadSlice, Node, Rows, Weight
+from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+I32 = npt.NDArray[np.int32]
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    """One input of weight matrices: `names` read it, `sums` (n_mat, ne0) and `counts` (n_mat,) grow.
+
+    With a `route`, matrices are experts; `by_expert` inputs come sorted by expert. `heads` picks columns per head.
+    """
+
+    names: list[str]
+    sums: F64
+    counts: F64
+    route: Node | None = None
+    by_expert: bool = False
+    heads: HeadSlice | None = None
+
+    def add(self, x: F32, ids: I32 | None) -> None:
+        """Add the rows of x; `ids` (rows, n_used) are the experts of each token, -1 for dropped slots."""
+        if ids is not None:
+            self._add_experts(x, ids)
+            return
+        squares = np.square(x)
+        if self.heads is not None:
+            h, n_head = self.heads, len(self.counts)
+            columns = h.offset + h.head_stride * np.arange(n_head)[:, None] + np.arange(h.width)
+            self.sums += squares.sum(axis=0, dtype=np.float64)[columns]
+        else:
+            self.sums[0] += squares.sum(axis=0, dtype=np.float64)
+        self.counts += len(x)
+
+    def _add_experts(self, x: F32, ids: I32) -> None:
+        n_expert = len(self.counts)
+        chosen = ids[ids >= 0]
+        counts = np.bincount(chosen, minlength=n_expert)
+        if self.by_expert:
+            ends = np.cumsum(counts)
+            for e in np.flatnonzero(counts):
+                rows = x[ends[e] - counts[e] : ends[e]]
+                self.sums[e] += np.square(rows).sum(axis=0, dtype=np.float64)
+        else:
+            uses = np.zeros((n_expert, len(x)), np.float32)
+            rows_of = np.broadcast_to(np.arange(len(x))[:, None], ids.shape)[ids >= 0]
+            np.add.at(uses, (chosen, rows_of), np.float32(1))
+            self.sums += uses @ np.square(x)
+        self.counts += counts
+
+
+@dataclass(slots=True)
+class Collector:
+    """The observer of a session; made by `watch`."""
+
+    streams: dict[Node, list[Stream]] = field(default_factory=dict)
+    routed: dict[Node, list[Node]] = field(default_factory=dict)  # route -> per-token inputs computed before it
+    _held: dict[Node, F32] = field(default_factory=dict)
+    _ids: dict[Node, I32] = field(default_factory=dict)
+
+    def __call__(self, node: Node, value: npt.NDArray[np.generic]) -> None:
+        """Take the output of a node."""
+        if node in self.routed:
+            n_used = node.attrs["n_used"]
+            self._ids[node] = np.array(value.view(np.int32)[:, n_used:])
+            for source in self.routed[node]:
+                held = self._held.pop(source)
+                for s in self.streams[source]:
+                    if s.route is node:
+                        s.add(held, self._ids[node])
+        if node not in self.streams:
+            return
+        x = value.astype(np.float32, copy=False)
+        if not np.isfinite(x).all():
+            names = ", ".join(n for s in self.streams[node] for n in s.names)
+            raise NonFiniteError(f"{node.name}, the input of {names}, holds NaN or Inf; try --check-tensors")
+        for s in self.streams[node]:
+            if s.route is None:
+                s.add(x, None)
+            elif s.by_expert:
+                s.add(x, self._ids[s.route])
+            else:
+                self._held[node] = x.copy()
+
+    def all_streams(self) -> Iterable[Stream]:
+        """Every stream once."""
+        return (s for found in self.streams.values() for s in found)
+
+    def imatrix(self, n_chunks: int, chunk_size: int, datasets: tuple[str, ...] = ()) -> Imatrix:
+        """What was collected so far, counts in rows; weights that saw nothing at all are left out."""
+        out = Imatrix(datasets=datasets, n_chunks=n_chunks, chunk_size=chunk_size)
+        for s in self.all_streams():
+            if s.counts.any():
+                entry = ImatrixEntry(s.sums.astype(np.float32), s.counts.astype(np.float32))
+                out.entries.update(dict.fromkeys(s.names, entry))
+        out.entries = dict(sorted(out.entries.items(), key=lambda item: _order(item[0])))
+        return out
+
+    def unseen_experts(self) -> dict[str, list[int]]:
+        """Weight -> its experts that no token chose, for weights where there are such."""
+        return {
+            name: np.flatnonzero(s.counts == 0).tolist()
+            for s in self.all_streams()
+            if s.route is not None and not s.counts.all()
+            for name in s.names
+        }
+
+
+def _order(name: str) -> tuple[int, str]:
+    block = name.split(".")[1] if name.startswith("blk.") else ""
+    return (int(block) if block.isdigit() else 1 << 30), name
+
+
+def watch(graphs: Iterable[Graph], *, output_name: str | None = None) -> Collector:
+    """A collector for all matrices of the blocks in these graphs, and for the tensor `output_name`."""
+    out = Collector()
+    for graph in graphs:
+        for node in graph.nodes:
+            _watch_node(out, node, output_name)
+    return out
+
+
+def _watch_node(out: Collector, node: Node, output_name: str | None) -> None:
+    weights = [w for w in node.inputs if isinstance(w, Weight)]
+    wanted = [w for w in weights if w.name.startswith("blk.") or w.name == output_name]
+    if node.op == "rms_norm" and weights[0].name.endswith(".attn_kv_a_norm.weight"):
+        kv_b = weights[0].name.replace("attn_kv_a_norm", "attn_kv_b")
+        _attach(out, node, [kv_b], 1, weights[0].ne0)
+    if not wanted or node.op not in ("mul_mat", "mul_mat_heads", "mul_mat_id", "moe_up_gate"):
+        return
+    names, first = [w.name for w in wanted], wanted[0]
+    sources = [x for x in node.inputs if isinstance(x, Node)]
+    if node.op == "mul_mat":
+        if sources[0].rows.symbol is not Rows.KV:  # cached rows come again with every micro-batch
+            _attach(out, sources[0], names, 1, first.ne0)
+    elif node.op == "mul_mat_heads":
+        _attach(out, sources[0], names, first.ne2, first.ne0, heads=node.attrs["x"])
+    else:
+        route = sources[1].inputs[0]
+        assert isinstance(route, Node)
+        by_expert = bool(node.attrs.get("sorted_in", False))
+        _attach(out, sources[0], names, first.ne2, first.ne0, route=route, by_expert=by_expert)
+        feeds = out.routed.setdefault(route, [])
+        if not by_expert and sources[0] not in feeds:
+            feeds.append(sources[0])
+
+
+def _attach(
+    out: Collector,
+    source: Node,
+    names: list[str],
+    n_mat: int,
+    ne0: int,
+    *,
+    route: Node | None = None,
+    by_expert: bool = False,
+    heads: HeadSlice | None = None,
+) -> None:
+    known = {name for s in out.all_streams() for name in s.names}
+    names = [name for name in dict.fromkeys(names) if name not in known]
+    if not names:
+        return
+    found = out.streams.setdefault(source, [])
+    same = next((s for s in found if s.route is route and s.by_expert == by_expert and s.heads == heads), None)
+    if same is not None and same.sums.shape == (n_mat, ne0):
+        same.names += names
+        return
+    found.append(Stream(names, np.zeros((n_mat, ne0)), np.zeros(n_mat), route, by_expert, heads))

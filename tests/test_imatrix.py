@@ -1,0 +1,250 @@
+"""Importance matrices from a running model: streams against loops, models against each other and the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import tiny_deepseek2, tiny_model
+from gguf_files import write_model
+
+from ikcli.config import ImatrixConfig, PerplexityConfig, PromptConfig, RunConfig, default_model, default_text
+from ikcli.engine.session import Session
+from ikcli.errors import IkError, UsageError
+from ikcli.eval.imatrix import ImatrixParams, ImatrixResult, collect, in_calls, load, run_command, save, windows
+from ikcli.eval.imatrix_collect import Stream
+from ikcli.eval.imatrix_stats import LayerSimilarity, statistics
+from ikcli.graph import Graph, HeadSlice, Node, Rows, RowSpec
+from ikcli.main import main
+from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, read_imatrix
+
+N_CTX = 64
+EXPERTS: dict[str, Any] = {"expert_count": 8, "expert_used_count": 3}
+
+
+def config(path: Path, **changes: Any) -> RunConfig:
+    base = RunConfig(command="imatrix", model=path, n_ctx=N_CTX, n_threads=1, n_threads_batch=1, warmup=False, mla=1)
+    return replace(base, type_k="f32", type_v="f32", **changes)
+
+
+def collected(path: Path, params: ImatrixParams | None = None, n_tokens: int = 150, **changes: Any) -> ImatrixResult:
+    params = params or ImatrixParams(n_ctx=N_CTX, ppl=False)
+    ids = np.random.default_rng(5).integers(0, 96, n_tokens).astype(np.int32)
+    with Session.open(config(path, **changes), n_ctx=N_CTX) as session:
+        session._tokenizer = NoBos()  # type: ignore[assignment]
+        return collect(session, ids, params)
+
+
+class NoBos:
+    add_bos = False
+    bos_id = None
+
+
+@pytest.fixture(scope="module")
+def moe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = tiny_model("qwen3moe", expert_feed_forward_length=48, **EXPERTS)
+    return write_model(model, tmp_path_factory.mktemp("m") / "moe.gguf")
+
+
+@pytest.fixture(scope="module")
+def mla_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tiny_deepseek2(), tmp_path_factory.mktemp("m") / "mla.gguf")
+
+
+def shape_of(values: np.ndarray | None) -> tuple[int, ...]:
+    assert values is not None
+    return values.shape
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+def node(name: str = "x") -> Node:
+    return Node("add", name, (), {}, RowSpec(Rows.TOKENS), 4)
+
+
+@pytest.mark.parametrize("by_expert", [False, True])
+def test_expert_rows(by_expert: bool, rng: np.random.Generator) -> None:
+    ids = np.array([[2, 0], [1, 2], [-1, 2], [0, -1]], np.int32)
+    per_slot = rng.normal(size=(4, 2, 3)).astype(np.float32)
+    if not by_expert:
+        per_slot[:, 1] = per_slot[:, 0]
+    sums, counts = np.zeros((4, 3)), np.zeros(4)
+    rows: list[list[np.ndarray]] = [[] for _ in range(4)]
+    for t in range(4):
+        for slot in range(2):
+            e = ids[t, slot]
+            if e >= 0:
+                sums[e] += per_slot[t, slot].astype(np.float64) ** 2
+                counts[e] += 1
+                rows[e].append(per_slot[t, slot])
+    x = np.array([r for e in rows for r in e]) if by_expert else per_slot[:, 0].copy()
+    s = Stream(["w"], np.zeros((4, 3)), np.zeros(4), node(), by_expert)
+    s.add(x, ids)
+    np.testing.assert_allclose(s.sums, sums, rtol=1e-6)
+    assert s.counts.tolist() == counts.tolist() == [2, 1, 3, 0]
+
+
+def test_head_columns(rng: np.random.Generator) -> None:
+    x = rng.normal(size=(5, 12)).astype(np.float32)
+    s = Stream(["w"], np.zeros((3, 2)), np.zeros(3), heads=HeadSlice(node(), 1, 2, 4))
+    s.add(x, None)
+    wanted = [[(x[:, 4 * h + 1 + i].astype(np.float64) ** 2).sum() for i in range(2)] for h in range(3)]
+    np.testing.assert_allclose(s.sums, wanted, rtol=1e-6)
+    assert s.counts.tolist() == [5, 5, 5]
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+def test_experts_of_a_model(moe_file: Path) -> None:
+    entries = collected(moe_file).imatrix.entries
+    for il in range(2):
+        router, up, gate, down = (
+            entries[f"blk.{il}.ffn_{part}.weight"] for part in ("gate_inp", "up_exps", "gate_exps", "down_exps")
+        )
+        assert router.counts.tolist() == [2 * N_CTX]  # every row, in the last layer too
+        assert up.counts.sum() == 2 * N_CTX * 3
+        np.testing.assert_allclose(up.sums.sum(axis=0), 3 * router.sums[0], rtol=1e-5)
+        assert (up.sums == gate.sums).all() and (up.counts == down.counts).all()
+        assert (down.sums[down.counts > 0].min(axis=1) > 0).all()
+
+
+def test_small_batches_and_unfused_experts_give_the_same(moe_file: Path) -> None:
+    wanted = collected(moe_file).imatrix.entries
+    found = collected(moe_file, fmoe=False, n_ubatch=24).imatrix.entries
+    assert list(found) == list(wanted)
+    for name, entry in wanted.items():
+        np.testing.assert_allclose(found[name].sums, entry.sums, rtol=2e-3, atol=1e-6 * entry.sums.max(), err_msg=name)
+        assert found[name].counts.tolist() == entry.counts.tolist()
+
+
+def test_expert_reduction_drops_slots(moe_file: Path) -> None:
+    entries = collected(moe_file, ser=(1, 1.0)).imatrix.entries
+    assert entries["blk.0.ffn_down_exps.weight"].counts.sum() == 2 * N_CTX
+
+
+def test_latent_attention(mla_file: Path) -> None:
+    imatrix = collected(mla_file).imatrix
+    k_b, v_b, kv_b = (imatrix.entries[f"blk.0.attn_{part}.weight"] for part in ("k_b", "v_b", "kv_b"))
+    assert len(k_b.counts) == len(v_b.counts) == 4 and kv_b.sums.shape == (1, v_b.sums.shape[1])
+    assert k_b.counts.tolist() == [2 * N_CTX] * 4
+    nope, rank = k_b.sums.shape[1], kv_b.sums.shape[1]
+    assert shape_of(imatrix.weights("blk.0.attn_k_b.weight", (nope, rank, 4))) == (4, nope)
+    assert shape_of(imatrix.weights("blk.0.attn_k_b.weight", (nope, 4 * rank))) == (1, nope)
+    assert shape_of(imatrix.weights("blk.0.attn_v_b.weight", (rank, 8, 4))) == (4, rank)
+    assert shape_of(imatrix.weights("blk.0.attn_kv_b.weight", (rank, 64))) == (1, rank)
+
+
+def test_output_tensor(moe_file: Path) -> None:
+    params = ImatrixParams(n_ctx=N_CTX, chunks=1, ppl=False, output_name="output.weight")
+    found = collected(moe_file, params).imatrix.entries
+    assert found["output.weight"].counts.tolist() == [N_CTX]
+    assert "output.weight" not in collected(moe_file).imatrix.entries
+
+
+def test_windows() -> None:
+    ids = np.arange(100, dtype=np.int32)
+    table = windows(ids, ImatrixParams(n_ctx=30, first_chunk=1))
+    assert table.shape == (2, 30) and table[0, 0] == 30
+    assert len(windows(ids, ImatrixParams(n_ctx=30, chunks=1))) == 1
+    with pytest.raises(IkError, match="after 3 chunks are left out"):
+        windows(ids, ImatrixParams(n_ctx=30, first_chunk=3))
+    with pytest.raises(UsageError, match="--chunks 0"):
+        windows(ids, ImatrixParams(chunks=0))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+def matrix() -> Imatrix:
+    sums = np.array([[2.0, 4.0], [0.0, 0.0], [9.0, 3.0]], np.float32)
+    dense = ImatrixEntry(np.array([[10.0, 30.0]], np.float32), np.array([10], np.float32))
+    experts = ImatrixEntry(sums, np.array([2, 0, 3], np.float32))
+    return Imatrix({"blk.0.a.weight": dense, "blk.0.e.weight": experts}, ("text",), 5, 2)
+
+
+@pytest.mark.parametrize("name", ["i.dat", "i.gguf"])
+def test_files_keep_means(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    save(matrix(), path, as_gguf=name.endswith("gguf"))
+    back = read_imatrix(path)
+    assert back.n_chunks == 5 and back.datasets == ("text",)
+    assert back.entries["blk.0.a.weight"].values.tolist() == [1, 3]
+    assert back.entries["blk.0.e.weight"].values.tolist() == [1, 2, 1, 1, 3, 1]
+    assert back.entries["blk.0.a.weight"].counts.tolist() == [5.0 if name == "i.dat" else 10.0]
+
+
+def test_rows_of_a_dat_file_are_estimated(tmp_path: Path) -> None:
+    path = tmp_path / "i.dat"
+    save(matrix(), path, as_gguf=False)
+    found = load(path, matrix())
+    assert found.entries["blk.0.a.weight"].counts.tolist() == [10]
+    assert found.entries["blk.0.e.weight"].counts.tolist() == pytest.approx([5 / 3] * 3)
+    assert in_calls(found).entries["blk.0.e.weight"].values == pytest.approx([1, 2, 1, 1, 3, 1])
+
+
+def test_statistics() -> None:
+    a, b = (ImatrixEntry(np.array([v], np.float32), np.array([1], np.float32)) for v in ([1, 1, 2, 4], [1, 1, 2, 0]))
+    first, second = statistics(Imatrix({"blk.1.w": a, "blk.0.w": b}))
+    assert (first.name, first.total, first.entropy) == ("blk.1.w", 8, pytest.approx(1.75))
+    assert first.cosine == pytest.approx(6 / np.sqrt(22 * 6)) and np.isnan(second.cosine)
+    assert second.active == 0.75
+
+
+def test_layer_similarity() -> None:
+    similarity, x = LayerSimilarity(), np.array([[1, 0], [0, 2]], np.float32)
+    g = Graph()
+    for il, kind, value in ((0, "attn_norm", x), (0, "ffn_norm", x), (1, "attn_norm", x[::-1])):
+        similarity(Node("rms_norm", f"{kind}-{il}", (), {}, RowSpec(Rows.TOKENS), 2, index=len(g.nodes)), value)
+    assert similarity.means() == {("attention", 0): 1.0, ("layer", 0): 0.0, ("feed-forward", 0): 0.0}
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+def command(tmp_path: Path, name: str, **options: Any) -> RunConfig:
+    imatrix = ImatrixConfig(output=tmp_path / name, **options)
+    base = RunConfig(command="imatrix", model=default_model(), n_ctx=128, n_threads=1, n_threads_batch=1, warmup=False)
+    return replace(
+        base, imatrix=imatrix, perplexity=PerplexityConfig(chunks=2), prompt=PromptConfig(file=default_text())
+    )
+
+
+def test_command_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(command(tmp_path, "all.gguf", save_frequency=1)) == 0
+    text = capsys.readouterr()
+    assert text.out.startswith("[1]") and "Final estimate: PPL over 2 chunks for n_ctx=128 = " in text.out
+    first = tmp_path / "all.gguf.at_1"
+    assert read_imatrix(first).n_chunks == 1
+    rest = command(tmp_path, "resumed.gguf", in_file=(first,), from_chunk=1, ppl=False)
+    assert run_command(replace(rest, perplexity=PerplexityConfig(chunks=1))) == 0
+    assert capsys.readouterr().out == "\n"
+    found, wanted = read_imatrix(tmp_path / "resumed.gguf"), read_imatrix(tmp_path / "all.gguf")
+    assert found.n_chunks == wanted.n_chunks == 2 and list(found.entries) == list(wanted.entries)
+    for name, entry in wanted.entries.items():
+        np.testing.assert_allclose(found.entries[name].values, entry.values, rtol=1e-3, err_msg=name)
+
+
+def test_merging_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, out = tmp_path / "one.dat", tmp_path / "out.gguf"
+    save(matrix(), one, as_gguf=False)
+    assert main(["imatrix", "--in-file", str(one), "--in-file", str(one), "-o", str(out), "--hide-imatrix"]) == 0
+    found = read_imatrix(out)
+    assert found.n_chunks == 10 and found.datasets == ()
+    assert found.entries["blk.0.a.weight"].values.tolist() == [1, 3]
+    capsys.readouterr()
+    assert main(["imatrix", "--in-file", str(one), "--show-statistics"]) == 0
+    assert "| blk.0.a.weight | 2 | 4.00 | 1.0000 | 3.0000 |" in capsys.readouterr().out
+    assert main(["imatrix", "--show-statistics"]) == 2
+
+
+def test_same_values_as_the_reference(shared_dir: Path, tmp_path: Path) -> None:
+    model = shared_dir / "golden" / "models" / "stories260K-d256.f32.gguf"
+    run = command(tmp_path, "i.dat", ppl=False)
+    prompt = PromptConfig(file=shared_dir / "golden" / "tinystories.txt")
+    run = replace(run, model=model, n_ctx=512, prompt=prompt, perplexity=PerplexityConfig(chunks=20))
+    assert run_command(run) == 0
+    found, wanted = (
+        read_imatrix(p) for p in (tmp_path / "i.dat", shared_dir / "data" / "stories260K-d256.imatrix.dat")
+    )
+    assert found.entries.keys() == wanted.entries.keys() and found.n_chunks == wanted.n_chunks
+    for name, entry in wanted.entries.items():
+        assert found.entries[name].counts.tolist() == entry.counts.tolist()
+        exact = name == "blk.0.attn_q.weight"  # no attention before it, which the reference computes in half precision
+        np.testing.assert_allclose(found.entries[name].values, entry.values, rtol=3e-5 if exact else 2e-3, err_msg=name)

@@ -20,7 +20,8 @@ check: $(VENV)/installed-dev
 	$(BIN)/python tools/gen_docs.py --check
 
 bench: $(VENV)/installed
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	$(BIN)/python benchmarks/matmul.py
+	$(BIN)/python benchmarks/attention.py
 
 docs: $(VENV)/installed
 	$(BIN)/python tools/gen_docs.py
@@ -41,4 +42,4 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-cache: $(VENV)/installed
-	$(BIN)/python -c "import shutil; from ikcli.backends.cpu.kernel_cache import cache_root; shutil.rmtree(cache_root(), ignore_errors=True)"
+	$(BIN)/python -c "import shutil; from ikcli.native.kernel_cache import cache_root; shutil.rmtree(cache_root(), ignore_errors=True)"

@@ -140,8 +140,6 @@ _NO_EFFECT = "accepted for old command lines"
 class UpstreamConfig:
     """Flags that are accepted and change nothing; `noop` is the reason shown once."""
 
-    k_hadamard: bool = opt(False, "-khad --k-cache-hadamard", "switch", "rotate K before quantising the cache", topic="accepted, no effect", noop=_TUNING)
-    v_hadamard: bool = opt(False, "-vhad --v-cache-hadamard", "switch", "rotate V before quantising the cache", topic="accepted, no effect", noop=_TUNING)
     grouped_experts: bool = opt(False, "-ger --grouped-expert-routing", "switch", "route experts by groups", topic="accepted, no effect", noop=_TUNING)
     only_active_experts: bool = opt(False, "-ooae --offload-only-active-experts", "switch", "upload the selected experts only", topic="accepted, no effect", negative="-no-ooae --no-offload-only-active-experts", noop=_TUNING)
     merge_up_gate: bool = opt(False, "-muge --merge-up-gate-experts", "switch", "store up and gate experts together", topic="accepted, no effect", noop=_TUNING)

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ikcli.backends.cpu.kernel_cache import KernelKey, KernelLibrary
 from ikcli.backends.cpu.kernels import common
 from ikcli.backends.cpu.program import Lowering, Program, lower
 from ikcli.backends.cpu.threads import Team, aligned_zeros
 from ikcli.gguf.constants import row_n_bytes
 from ikcli.graph import Cache, Graph, Node, Rows, RowSpec
+from ikcli.native.kernel_cache import KernelKey, KernelLibrary
 
 Rule = Callable[[Lowering, Node], None]
 LIBRARY = KernelLibrary()

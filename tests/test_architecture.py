@@ -13,7 +13,19 @@ PACKAGE = ROOT / "ikcli"
 
 # A module may import its own layer and those before it.
 LAYERS = (
-    ("errors", "registry", "log", "hostinfo", "options", "rules", "config", "config_groups", "config_values", "gguf"),
+    (
+        "errors",
+        "registry",
+        "log",
+        "hostinfo",
+        "options",
+        "rules",
+        "config",
+        "config_groups",
+        "config_values",
+        "gguf",
+        "native",
+    ),
     ("quant", "tokenizer", "graph"),
     ("backends",),
     ("models",),
@@ -25,8 +37,8 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 # Library -> parts of the package that may import it.
 LIBRARIES = {
-    "numba": ("backends.cpu", "quant"),
-    "llvmlite": ("backends.cpu", "quant"),
+    "numba": ("native", "backends.cpu", "quant"),
+    "llvmlite": ("native", "backends.cpu", "quant"),
     "typer": ("commands", "main"),
     "click": (),
     "torch": (),

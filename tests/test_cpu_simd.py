@@ -14,9 +14,9 @@ import numpy.typing as npt
 import pytest
 from numba import njit
 
-from ikcli.backends.cpu import isa
-from ikcli.backends.cpu.simd import dot, vec
-from ikcli.backends.cpu.simd import math as vmath
+from ikcli.native import isa
+from ikcli.native.simd import dot, vec
+from ikcli.native.simd import math as vmath
 
 Array = npt.NDArray[Any]
 F32 = np.float32

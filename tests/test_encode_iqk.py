@@ -9,23 +9,27 @@ import numpy.typing as npt
 import pytest
 
 from ikcli.gguf.constants import GGMLType
+from ikcli.quant import tables
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import quantize_rows
+from ikcli.quant.encoders.iqk import SEARCHES
+from ikcli.quant.encoders.iqk_pack import PACKERS
+from ikcli.quant.formats import row_size
 
 Floats = npt.NDArray[np.float32]
 
 # Type -> (relative RMSE of Gaussian rows; highest ratio of squared errors to the reference's: plain, weighted).
 CEILINGS: dict[GGMLType, tuple[float, float, float]] = {
-    GGMLType.IQ2_K: (0.275, 0.85, 0.95),
-    GGMLType.IQ3_K: (0.132, 0.93, 0.93),
-    GGMLType.IQ4_K: (0.0625, 0.90, 0.91),
-    GGMLType.IQ5_K: (0.0308, 0.89, 0.85),
-    GGMLType.IQ6_K: (0.0145, 0.90, 0.92),
-    GGMLType.IQ2_KS: (0.306, 0.86, 0.95),
+    GGMLType.IQ2_K: (0.278, 0.85, 0.95),
+    GGMLType.IQ3_K: (0.132, 0.93, 0.92),
+    GGMLType.IQ4_K: (0.0622, 0.88, 0.88),
+    GGMLType.IQ5_K: (0.0304, 0.86, 0.78),
+    GGMLType.IQ6_K: (0.0142, 0.88, 0.90),
+    GGMLType.IQ2_KS: (0.309, 0.87, 0.96),
     GGMLType.IQ3_KS: (0.151, 0.93, 0.94),
-    GGMLType.IQ4_KS: (0.0725, 0.97, 0.95),
-    GGMLType.IQ5_KS: (0.0356, 1.0, 1.0),
-    GGMLType.IQ4_KSS: (0.088, 0.70, 0.86),
+    GGMLType.IQ4_KS: (0.0725, 0.93, 0.94),
+    GGMLType.IQ5_KS: (0.0356, 0.995, 0.995),
+    GGMLType.IQ4_KSS: (0.088, 0.69, 0.84),
     GGMLType.IQ2_KL: (0.227, 0.90, 0.92),
 }
 TYPES = sorted(CEILINGS, key=lambda t: t.name)
@@ -130,3 +134,38 @@ def test_decoded_rows_are_found_again(type: GGMLType, rng: np.random.Generator) 
     y = decoded(quantize_rows(x, type), type, x)
     again = decoded(quantize_rows(y, type), type, y)
     assert squared_error(y, again) <= 0.3 * squared_error(x, y)
+
+
+@pytest.mark.parametrize("type", [GGMLType.IQ2_K, GGMLType.IQ2_KS, GGMLType.IQ2_KL, GGMLType.IQ3_K, GGMLType.IQ3_KS])
+def test_rows_of_few_bits_keep_their_norm(type: GGMLType, rng: np.random.Generator) -> None:
+    x = rng.standard_normal((16, 1024)).astype(np.float32)
+    y = decoded(quantize_rows(x, type), type, x)
+    assert np.linalg.norm(y) == pytest.approx(np.linalg.norm(x), rel=2e-3)
+    assert np.vdot(x, y) < 0.995 * np.vdot(x, x)  # so it is not exact, merely as long
+
+
+@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
+def test_layout_of_any_codes(type: GGMLType, rng: np.random.Generator) -> None:
+    search = SEARCHES[type]
+    n_rows, ne0 = 3, 512
+    n_units = n_rows if search.per_row else n_rows * ne0 // 256
+    n_subs = n_rows * ne0 // n_units // search.n
+    d = np.float32(2.0) ** rng.integers(-3, 3, n_units).astype(np.float32)
+    m = rng.integers(search.low, search.high + 1, (n_units, n_subs)).astype(np.int8)
+    m = m | np.int8(1) if search.odd else m
+    t = rng.integers(0, search.n_rows, (n_units, n_subs)).astype(np.uint8)
+    if type == GGMLType.IQ2_KL:
+        codes = rng.integers(0, 32, (n_units, n_subs, 16)).astype(np.uint8)
+        values = tables.IQ2_KL_VALUES[codes].reshape(n_units, n_subs, 32)
+    else:
+        table = {"iq2": tables.IQ2_VALUES, "iq3": tables.IQ3_VALUES, "iq5": tables.IQ5_VALUES, "iq6": tables.IQ6_VALUES}
+        rows = table.get(search.table, tables.IQ4_VALUES)
+        codes = rng.integers(0, rows.shape[1], (n_units, n_subs, search.n)).astype(np.uint8)
+        if type == GGMLType.IQ4_KSS:  # even parity in groups of four; code 1 is the odd neighbour of 0
+            bits = np.unpackbits(codes[..., None], axis=-1).sum(-1).reshape(n_units, n_subs, 2, 8, 2)
+            codes.reshape(n_units, n_subs, 2, 8, 2)[:, :, 0, :, 0] ^= (bits.sum((2, 4)) % 2).astype(np.uint8)
+        values = rows[t[..., None], codes]
+    data = PACKERS[type](d, m, t, codes, n_rows)
+    assert data.shape == (n_rows, row_size(type, ne0))
+    expected = (d[:, None] * m.astype(np.float32))[..., None] * values
+    assert np.array_equal(dequantize(data, type, (ne0, n_rows)), expected.reshape(n_rows, ne0))

@@ -188,6 +188,13 @@ def test_unweighted_columns_are_sacrificed(rng: np.random.Generator) -> None:
         assert relative_error(spiked, decoded(spiked, type, w), w) <= 1.1 * clean, type.name
 
 
+@pytest.mark.parametrize("type", [T.IQ1_S_R4, T.IQ1_M_R4], ids=lambda t: t.name)
+@pytest.mark.parametrize("ne0", [32, 96, 1120])
+def test_rows_of_blocks_of_32(type: T, ne0: int, rng: np.random.Generator) -> None:
+    x = rng.standard_normal((8, ne0)).astype(np.float32)
+    assert relative_error(x, decoded(x, type, weights_for(ne0)), weights_for(ne0)) < 0.45
+
+
 def test_group_height(rng: np.random.Generator) -> None:
     x = rng.standard_normal((6, 256)).astype(np.float32)
     with pytest.raises(UsageError, match="groups of 4"):

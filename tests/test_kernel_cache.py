@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from ikcli.backends.cpu import kernel_cache
-from ikcli.backends.cpu.kernel_cache import KernelKey, KernelLibrary, cache_dir, is_cached, native_function
 from ikcli.backends.cpu.threads import LAUNCH
 from ikcli.errors import IkError
+from ikcli.native import kernel_cache
+from ikcli.native.kernel_cache import KernelKey, KernelLibrary, cache_dir, is_cached, native_function
 
 NOOP = KernelKey("executor", "make_noop")
 LOAD = """
 import sys
-from ikcli.backends.cpu.kernel_cache import KernelKey, KernelLibrary, native_function
+from ikcli.native.kernel_cache import KernelKey, KernelLibrary, native_function
 library = KernelLibrary()
 library.require([KernelKey("executor", "make_noop")])
 native_function(library[KernelKey("executor", "make_noop")], 3)(0, 0, 1)
@@ -53,7 +53,7 @@ def use(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def load_in_process(root: Path) -> subprocess.CompletedProcess[str]:
     env = dict(os.environ, IK_CACHE_DIR=str(root))
     command = [sys.executable, "-c", LOAD]
-    folder = Path(kernel_cache.__file__).parents[3]
+    folder = Path(kernel_cache.__file__).parents[2]
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
@@ -130,7 +130,7 @@ def test_read_only_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_two_processes_compile_the_same_kernel(tmp_path: Path) -> None:
     env = dict(os.environ, IK_CACHE_DIR=str(tmp_path))
-    folder = Path(kernel_cache.__file__).parents[3]
+    folder = Path(kernel_cache.__file__).parents[2]
     runs = [
         subprocess.Popen([sys.executable, "-c", LOAD], env=env, cwd=folder, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -145,7 +145,7 @@ def test_the_worker_ignores_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "numba.py").write_text("raise SystemExit('wrong numba')")
     script = tmp_path / "load.py"
     script.write_text("import sys\nsys.path.remove(sys.path[0])\n" + LOAD)
-    folder = str(Path(kernel_cache.__file__).parents[3])
+    folder = str(Path(kernel_cache.__file__).parents[2])
     env = dict(os.environ, IK_CACHE_DIR=str(tmp_path / "cache"), PYTHONPATH=folder)
     run = subprocess.run(
         [sys.executable, str(script)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
@@ -156,7 +156,7 @@ def test_the_worker_ignores_the_current_folder(tmp_path: Path) -> None:
 def test_every_source_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An edit of a kernel's module or of anything it imports gives another file, so nothing stale is ever loaded."""
     package = tmp_path / "ikcli"
-    shutil.copytree(Path(kernel_cache.__file__).parents[2], package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(Path(kernel_cache.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(kernel_cache, "_PACKAGE_DIR", package)
     cpu = package / "backends" / "cpu"
     key, other = KernelKey("matmul", "make_mul_mat", ("q8_0",)), KernelKey("executor", "make_noop")

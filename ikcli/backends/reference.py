@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.backends.reference_kv import QUANTIZED_CACHE_TYPES, through_blocks
 from ikcli.backends.reference_ops import OPS
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType
 from ikcli.graph import Cache, Graph, Node, Weight
 from ikcli.quant.decode import dequantize
-from ikcli.quant.encode import encodable_types, quantize
+from ikcli.quant.encode import quantize
 
 Array = npt.NDArray[Any]
 Observer = Callable[[Node, Array], None]
@@ -47,19 +48,12 @@ class BatchState:
 
 
 def through_type(x: npt.NDArray[np.float32], type_: GGMLType) -> npt.NDArray[np.float32]:
-    """The values after storage as `type_`; q8_0 rounds as the runtime does (ties to even, f16 scale)."""
-    if type_ == GGMLType.F32:
-        return x
-    if type_ == GGMLType.Q8_0:
-        blocks = x.reshape(-1, 32)
-        biggest = np.abs(blocks).max(axis=1, keepdims=True)
-        inverse = np.divide(np.float32(127), biggest, out=np.zeros_like(biggest), where=biggest > 0)
-        d = (biggest / np.float32(127)).astype(np.float16).astype(np.float32)
-        return (np.rint(blocks * inverse) * d).reshape(x.shape)
-    if type_ not in encodable_types():
-        raise UnsupportedError(
-            f"the reference backend has no cache of type {TYPE_TRAITS[type_].name}; use f16, bf16, f32 or q8_0"
-        )
+    """The values after storage as `type_`; UnsupportedError for a type that is no cache type."""
+    if type_ in QUANTIZED_CACHE_TYPES:
+        return through_blocks(x, type_)
+    if type_ not in _FLOATS:
+        known = ", ".join(TYPE_TRAITS[t].name for t in (*_FLOATS, *QUANTIZED_CACHE_TYPES))
+        raise UnsupportedError(f"the KV cache cannot be of type {TYPE_TRAITS[type_].name}; choose one of {known}")
     return dequantize(quantize(x, type_), type_, (x.shape[-1], len(x))).reshape(x.shape)
 
 

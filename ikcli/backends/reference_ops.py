@@ -127,6 +127,26 @@ def _rope(ex: Executor, node: Node) -> Array:
 
 
 @op
+def _hadamard(ex: Executor, node: Node) -> Array:
+    a, x = node.attrs, ex.value(node.inputs[0])
+    out = x.reshape(len(x), a["n_head"], a["head_dim"]).copy()
+    at = a["offset"]
+    for size in a["blocks"]:
+        part = np.s_[..., at : at + size]
+        out[part] = out[part] @ walsh(size).astype(ex.dtype)
+        at += size
+    return out.reshape(len(x), -1)
+
+
+def walsh(n: int) -> Array:
+    """The orthonormal Walsh-Hadamard matrix of order n, a power of two."""
+    h = np.ones((1, 1))
+    while len(h) < n:
+        h = np.block([[h, h], [h, -h]]) / np.sqrt(2)
+    return h
+
+
+@op
 def _kv_store(ex: Executor, node: Node) -> Array:
     a, cache = node.attrs, node.inputs[0]
     assert isinstance(cache, Cache)

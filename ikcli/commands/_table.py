@@ -31,6 +31,7 @@ COMMANDS = (
     CommandInfo("bench", "speed of given prompt and generation lengths", runs_model=True),
     CommandInfo("imatrix", "importance matrix of a model on a text", "ikcli.commands.imatrix", runs_model=True),
     CommandInfo("quantize", "convert a model to smaller types", "ikcli.commands.quantize"),
+    CommandInfo("quantize-stats", "error of tensor types on the tensors of a model", "ikcli.commands.quantize_stats"),
     CommandInfo("repack", "convert a model to interleaved types", "ikcli.commands.repack"),
     CommandInfo("gguf-split", "split and merge GGUF files", "ikcli.commands.gguf_split"),
     CommandInfo("doctor", "check this machine for common problems"),

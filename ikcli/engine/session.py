@@ -18,14 +18,14 @@ import numpy.typing as npt
 from ikcli.backends.cpu.backend import CpuBackend, Segment, State
 from ikcli.backends.cpu.program import Program
 from ikcli.backends.cpu.threads import aligned_zeros
-from ikcli.config import RunConfig, padded_ctx, resolve
+from ikcli.config import KV_TYPES, RunConfig, padded_ctx, resolve
 from ikcli.engine import session_log
 from ikcli.engine.batch import Batch
 from ikcli.engine.model import Model
 from ikcli.engine.session_log import Timings
 from ikcli.engine.startup import check_cache_types
 from ikcli.errors import IkError, NonFiniteError, UnsupportedError
-from ikcli.gguf.constants import GGMLType, row_n_bytes
+from ikcli.gguf.constants import row_n_bytes
 from ikcli.graph import Cache, Graph, Node, Weight
 from ikcli.log import log, progress, warn
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig
@@ -33,7 +33,7 @@ from ikcli.quant.formats import format_by_name, get_format
 from ikcli.tokenizer import Tokenizer
 
 FloatRows = npt.NDArray[np.float32]
-CACHE_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0)
+CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
 
 
 class Session:
@@ -283,6 +283,8 @@ def _graph_config(config: RunConfig, n_cells: int) -> GraphConfig:
         ser=config.ser,
         type_k=format_by_name(config.type_k).type,
         type_v=format_by_name(config.type_v).type,
+        k_hadamard=config.k_hadamard,
+        v_hadamard=config.v_hadamard,
         n_ctx=n_cells,
         n_ubatch=config.n_ubatch,
     )
@@ -297,7 +299,7 @@ def _check_cache_types(cfg: GraphConfig, config: RunConfig, model: Model) -> Non
     for option, type_ in used.items():
         if type_ not in CACHE_TYPES:
             name = get_format(type_).name
-            raise UnsupportedError(f"{option} {name} is not supported on the CPU yet; use f16, bf16, f32 or q8_0")
+            raise UnsupportedError(f"{option} {name} cannot be the type of a cache; use one of {', '.join(KV_TYPES)}")
     check_cache_types(config, cfg.mla if latent else 0)
 
 

@@ -44,6 +44,8 @@ def prepare(config: RunConfig, given: Collection[str] = ()) -> Startup:
     notices = [] if hp.kv_lora_rank else _without_mla(config, hp.arch, given)
     config = config if hp.kv_lora_rank else replace(config, mla=0)
     check_cache_types(config, config.mla)
+    if config.v_hadamard and config.mla:
+        notices.append(f"-vhad has no effect with -mla {config.mla}, which keeps no V cache of heads; use -khad")
     later = [name for field, name in _LATER.items() if getattr(config, field)]
     if later:
         notices.append(f"not supported in this version, ignored: {' '.join(later)}")

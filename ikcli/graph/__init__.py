@@ -1,6 +1,17 @@
 """Recorded graphs: model code records nodes once, backends execute them for every batch."""
 
-from ikcli.graph.core import Cache, Graph, HeadSlice, Node, Rows, RowSpec, Weight
+from ikcli.graph.core import Cache, Graph, HeadSlice, Node, Rows, RowSpec, Weight, power_of_two_parts
 from ikcli.graph.plan import Lifetime, assign_offsets
 
-__all__ = ["Cache", "Graph", "HeadSlice", "Lifetime", "Node", "RowSpec", "Rows", "Weight", "assign_offsets"]
+__all__ = [
+    "Cache",
+    "Graph",
+    "HeadSlice",
+    "Lifetime",
+    "Node",
+    "RowSpec",
+    "Rows",
+    "Weight",
+    "assign_offsets",
+    "power_of_two_parts",
+]

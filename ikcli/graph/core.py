@@ -205,6 +205,20 @@ class Graph:
         return self._node("rope", name, [x, table], x.rows, x.cols, n_head=n_head, head_dim=head_dim, offset=offset,
                           n_rot=table.cols, neox=neox)  # fmt: skip
 
+    def hadamard(
+        self, x: Node, n_head: int, head_dim: int, name: str, *, offset: int = 0, blocks: Sequence[int] = ()
+    ) -> Node:
+        """Orthonormal Walsh-Hadamard transform of every head, its own inverse, in blocks of powers of two.
+
+        The blocks start at column `offset` of a head; other columns are copied. Without blocks the rest of the head is
+        divided into the largest powers of two that fit: 192 = 128 + 64.
+        """
+        sizes = tuple(blocks) or power_of_two_parts(head_dim - offset)
+        if x.cols != n_head * head_dim or offset + sum(sizes) > head_dim or any(b < 1 or b & (b - 1) for b in sizes):
+            raise ValueError(f"{name}: blocks {sizes} from column {offset} do not fit heads of {head_dim}")
+        return self._node("hadamard", name, [x], x.rows, x.cols, n_head=n_head, head_dim=head_dim, offset=offset,
+                          blocks=sizes)  # fmt: skip
+
     def kv_store(
         self, cache: Cache, x: Node, name: str, *, offset: int = 0, cols: int = 0, cache_offset: int = 0
     ) -> Node:
@@ -292,3 +306,8 @@ class Graph:
     def moe_sum(self, y: Node, route: Node, plan: Node, name: str) -> Node:
         """Weighted sum of the selected experts' rows, back in token order: [rows, y.cols]. Dropped slots add zero."""
         return self._node("moe_sum", name, [y, route, plan], route.rows, y.cols)
+
+
+def power_of_two_parts(n: int) -> tuple[int, ...]:
+    """n as a sum of distinct powers of two, largest first."""
+    return tuple(1 << i for i in reversed(range(n.bit_length())) if n >> i & 1)

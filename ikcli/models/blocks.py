@@ -59,6 +59,11 @@ def self_attention(
     q = _project(g, hp, x, layer, table, "q", hp.n_head, neox)
     k = _project(g, hp, x, layer, table, "k", hp.n_head_kv, neox)
     v = linear(g, layer.attn_v, layer.get("attn_v_bias"), x, "Vcur")
+    if cfg.k_hadamard:
+        q = g.hadamard(q, hp.n_head, hp.head_dim_k, "Qcur_hadamard")
+        k = g.hadamard(k, hp.n_head_kv, hp.head_dim_k, "Kcur_hadamard")
+    if cfg.v_hadamard:
+        v = g.hadamard(v, hp.n_head_kv, hp.head_dim_v, "Vcur_hadamard")
     k_cache = g.cache("k", hp.n_head_kv * hp.head_dim_k, cfg.type_k)
     v_cache = g.cache("v", hp.n_head_kv * hp.head_dim_v, cfg.type_v)
     g.kv_store(k_cache, k, "k_cache_view")
@@ -74,6 +79,8 @@ def self_attention(
         flash=cfg.flash_attn,
         heads_per_step=heads_per_step(cfg, hp.n_head),
     )
+    if cfg.v_hadamard:
+        kqv = g.hadamard(kqv, hp.n_head, hp.head_dim_v, "kqv_hadamard")
     return linear(g, layer.attn_output, layer.get("attn_output_bias"), kqv, "kqv_out")
 
 

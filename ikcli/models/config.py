@@ -12,8 +12,9 @@ class GraphConfig:
     """Settings of one graph; a session records two (prompt: `n_ubatch` rows, `expand`; generation: few rows).
 
     mla: 0..3 (models without MLA ignore it). amb: MiB for attention temporaries, 0 = no cap. ser: (fewest experts,
-    threshold) or None. n_ctx: cells of the whole cache. n_ubatch: most rows of a micro-batch. expand: the prompt path
-    of mla 2 and 3, which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off.
+    threshold) or None. k_hadamard, v_hadamard: rotate keys (with MLA: latent rows) and values before they are stored.
+    n_ctx: cells of the whole cache. n_ubatch: most rows of a micro-batch. expand: the prompt path of mla 2 and 3, which
+    needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off.
     """
 
     mla: int = 3
@@ -23,6 +24,8 @@ class GraphConfig:
     ser: tuple[int, float] | None = None
     type_k: GGMLType = GGMLType.F16
     type_v: GGMLType = GGMLType.F16
+    k_hadamard: bool = False
+    v_hadamard: bool = False
     n_ctx: int = 512
     n_ubatch: int = 512
     expand: bool = False

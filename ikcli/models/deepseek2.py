@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ikcli.graph import Graph, HeadSlice, Node
+from ikcli.graph import Graph, HeadSlice, Node, power_of_two_parts
 from ikcli.models import blocks
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
@@ -114,11 +114,16 @@ def _full_attention(
     kv = g.mul_mat(layer.attn_kv_b, latent, "kv")
     k = g.concat_heads([HeadSlice(kv, 0, nope, nope + dv), k_rope], hp.n_head, "k_states")
     v = g.concat_heads([HeadSlice(kv, nope, dv, nope + dv)], hp.n_head, "v_states")
+    if cfg.k_hadamard:
+        q = g.hadamard(q, hp.n_head, dk, "q_hadamard")
+        k = g.hadamard(k, hp.n_head, dk, "k_hadamard")
+    if cfg.v_hadamard:
+        v = g.hadamard(v, hp.n_head, dv, "v_hadamard")
     k_cache = g.cache("k", hp.n_head * dk, cfg.type_k)
     v_cache = g.cache("v", hp.n_head * dv, cfg.type_v)
     g.kv_store(k_cache, k, "k_cache_view")
     g.kv_store(v_cache, v, "v_cache_view")
-    return g.attention(
+    kqv = g.attention(
         [HeadSlice(q, 0, dk, dk)],
         [HeadSlice(k_cache, 0, dk, dk)],
         HeadSlice(v_cache, 0, dv, dv),
@@ -129,14 +134,22 @@ def _full_attention(
         flash=cfg.flash_attn,
         heads_per_step=blocks.heads_per_step(cfg, hp.n_head),
     )
+    return g.hadamard(kqv, hp.n_head, dv, "kqv_hadamard") if cfg.v_hadamard else kqv
 
 
 def _latent_attention(
     g: Graph, hp: HParams, cfg: GraphConfig, q: Node, k_rope: HeadSlice, latent: Node, layer: LayerWeights
 ) -> Node:
-    """mla 1..3: only rotated key and latent are cached."""
+    """mla 1..3: only rotated key and latent are cached.
+
+    k_hadamard transforms both parts of the row: queries follow, and what is read as V is transformed back.
+    """
     cache = g.cache("kv", hp.kv_row, cfg.type_k)
     row = g.concat_heads([k_rope, HeadSlice(latent, 0, hp.kv_lora_rank, 0)], 1, "kvr")
+    if cfg.k_hadamard:
+        parts = (*power_of_two_parts(hp.n_rot), *power_of_two_parts(hp.kv_lora_rank))
+        row = g.hadamard(row, 1, hp.kv_row, "kvr_hadamard", blocks=parts)
+        q = g.hadamard(q, hp.n_head, hp.head_dim_k, "q_rope_hadamard", offset=hp.head_dim_k - hp.n_rot)
     g.kv_store(cache, row, "kv_cache_view")
     if cfg.mla >= 2 and cfg.flash_attn and cfg.expand:
         return _expanded(g, hp, cfg, q, layer)
@@ -156,6 +169,8 @@ def _absorbed(
     k_b = replace(layer.attn_k_b, shape=(nope, rank, hp.n_head))
     v_b = replace(layer.attn_v_b, shape=(rank, hp.head_dim_v, hp.n_head))
     q_latent = g.mul_mat_heads(k_b, HeadSlice(q, 0, nope, hp.head_dim_k), "q_nope2")
+    if cfg.k_hadamard:
+        q_latent = g.hadamard(q_latent, hp.n_head, rank, "q_nope2_hadamard")
     flash = cfg.flash_attn and cfg.mla != 2
     kqv = g.attention(
         [HeadSlice(q, nope, hp.n_rot, hp.head_dim_k), HeadSlice(q_latent, 0, rank, rank)],
@@ -168,6 +183,8 @@ def _absorbed(
         flash=flash,
         heads_per_step=blocks.heads_per_step(replace(cfg, flash_attn=flash), hp.n_head),
     )
+    if cfg.k_hadamard and v.source is k.source:
+        kqv = g.hadamard(kqv, hp.n_head, rank, "kqv_compressed_hadamard")
     return g.mul_mat_heads(v_b, HeadSlice(kqv, 0, rank, rank), "kqv")
 
 
@@ -176,6 +193,8 @@ def _expanded(g: Graph, hp: HParams, cfg: GraphConfig, q: Node, layer: LayerWeig
     cache = g.cache("kv", hp.kv_row, cfg.type_k)
     dk, dv, nope = hp.head_dim_k, hp.head_dim_v, hp.head_dim_k - hp.n_rot
     latent = g.kv_rows(cache, hp.n_rot, hp.kv_lora_rank, "kv_cache_nope")
+    if cfg.k_hadamard:
+        latent = g.hadamard(latent, 1, hp.kv_lora_rank, "kv_cache_nope_hadamard")
     n = heads_per_expansion(hp, cfg)
     parts = []
     for h in range(0, hp.n_head, n):

@@ -1,3 +1,49 @@
-"""Moves here soon."""
+"""Compiles kernels to object files: `python -m ikcli.native.compile_worker FOLDER`, one kernel per input line.
 
-from ikcli.backends.cpu.compile_worker import *  # noqa: F403
+The code is compiled by Numba without its Python wrappers, so that the object file needs nothing of Numba at run time:
+int32 status = f(retptr, excptr, int64 ...). Each finished kernel is announced by a line on stdout.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from ikcli.native.kernel_cache import KernelKey, pack_entry
+
+
+def compile_one(key: KernelKey) -> bytes:
+    """Contents of the cache file of one kernel."""
+    from ikcli.native.jit import compile_to_object
+
+    module = importlib.import_module(key.full_module)
+    function, n_args, returns = _described(getattr(module, key.factory)(*key.args))
+    symbol, code = compile_to_object(function, n_args, returns)
+    return pack_entry(symbol, code)
+
+
+def _described(made: object) -> tuple[object, int, bool]:
+    """A factory returns a kernel (params, ith, nth) or (function, number of arguments, whether it returns int64)."""
+    if isinstance(made, tuple):
+        function, n_args, returns = made
+        return function, n_args, returns
+    return made, 3, False
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    for line in sys.stdin:
+        module, factory, *args = line.split()
+        key = KernelKey(module, factory, tuple(ast.literal_eval(a) for a in args))
+        data = compile_one(key)
+        temporary = directory / f".{key.file_name}.{os.getpid()}"
+        temporary.write_bytes(data)
+        temporary.replace(directory / key.file_name)
+        print(key.text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

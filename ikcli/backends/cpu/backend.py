@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.backends.cpu.kernel_cache import KernelKey, KernelLibrary, is_cached
 from ikcli.backends.cpu.lower import RULES, max_rows
 from ikcli.backends.cpu.program import Lowering, Program, lower
 from ikcli.backends.cpu.threads import LAUNCH, WORKER, Team, aligned_zeros
 from ikcli.errors import IkError
 from ikcli.graph import Cache, Graph, Node, Rows
+from ikcli.native.kernel_cache import KernelKey, KernelLibrary, is_cached
 
 Observer = Callable[[Node, npt.NDArray[np.generic]], None]
 SEG_WORDS = 6

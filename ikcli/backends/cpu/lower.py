@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ikcli.backends.cpu import lower_attention
-from ikcli.backends.cpu.kernel_cache import KernelKey
 from ikcli.backends.cpu.program import Lowering, Ref, f32_bits
 from ikcli.backends.cpu.tile_modes import MODES, tile_bytes
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import HeadSlice, Node, Rows, Weight
+from ikcli.native.kernel_cache import KernelKey
 from ikcli.quant.formats import get_format, row_size
 
 FLOAT_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.BF16_R16)

@@ -1,4 +1,4 @@
-"""Lowering of the KV cache and attention ops: kv_store, kv_rows, flash_attn, attn.
+"""Lowering of the KV cache and attention ops: hadamard, kv_store, kv_rows, flash_attn, attn.
 
 Scratch is one region per thread; what attention without flash materialises is an ordinary buffer, so that it shows in
 the memory report.
@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ikcli.backends.cpu.kernel_cache import KernelKey
 from ikcli.backends.cpu.program import Lowering, Ref, Word, f32_bits
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
 from ikcli.graph import Cache, HeadSlice, Node, Rows
+from ikcli.native.kernel_cache import KernelKey
 
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0")
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q8_KV", "q6_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 MAX_ROWS = 96  # rows of an attention task: kernels/attention.py
 FEW_ROWS = 8  # largest task of kernels/attention_few.py
 SCORE_TILE = 96  # positions of a tile of stored scores: kernels/attention_full.py
@@ -38,8 +38,37 @@ def _check_blocks(cache: Cache, *columns: int) -> None:
     """Block types are addressed in halves of a block of 32."""
     if TYPE_TRAITS[cache.type].block_size > 1 and any(c % 16 for c in columns):
         raise UnsupportedError(
-            f"a KV cache of type {_type_name(cache.type)} needs head sizes that are multiples of 16; use f16"
+            f"a {_what(cache)} cache of type {_type_name(cache.type)} needs head sizes that are multiples of 16; use "
+            f"{_option(cache)} f16"
         )
+
+
+def _what(cache: Cache) -> str:
+    return {"k": "K", "v": "V"}.get(cache.kind, "KV")
+
+
+def _option(cache: Cache) -> str:
+    return "-ctv" if cache.kind in ("v", "kv_t") else "-ctk"
+
+
+def _check_store(cache: Cache, cols: int, cache_offset: int) -> None:
+    """Whole blocks are written, and the whole row where it has one scale."""
+    traits = TYPE_TRAITS[cache.type]
+    if cols % traits.block_size or cache_offset % traits.block_size or cache.cols % traits.block_size:
+        raise UnsupportedError(
+            f"a {_what(cache)} cache of type {traits.name} needs rows that are multiples of {traits.block_size}, not "
+            f"{cache.cols}; use {_option(cache)} f16"
+        )
+    if traits.row_meta_size and (cols, cache_offset) != (cache.cols, 0):
+        raise UnsupportedError(f"rows of a {traits.name} cache have one scale and must be written at once")
+
+
+def lower_hadamard(low: Lowering, node: Node) -> None:
+    """Rotation of heads in power-of-two blocks."""
+    (x,), a = node.inputs, node.attrs
+    assert isinstance(x, Node)
+    low.emit(KernelKey("hadamard", "make_hadamard"), node.rows, low.out(x), low.out(node), a["n_head"], a["head_dim"],
+             a["offset"], len(a["blocks"]), *a["blocks"])  # fmt: skip
 
 
 def lower_kv_store(low: Lowering, node: Node) -> None:
@@ -56,8 +85,7 @@ def lower_kv_store(low: Lowering, node: Node) -> None:
         key = KernelKey("kv", "make_kv_store_transposed", (type_,))
         low.emit(key, node.rows, source, 4 * x.cols, cols, Ref(cache, first), low.n_cells)
         return
-    if TYPE_TRAITS[cache.type].block_size > 1 and (cols % 32 or cache_offset % 32):
-        raise UnsupportedError(f"a KV cache of type {type_} needs rows that are multiples of 32; use f16")
+    _check_store(cache, cols, cache_offset)
     row_bytes = row_n_bytes(cache.type, cache.cols)
     key = KernelKey("kv", "make_kv_store", (type_,))
     low.emit(key, node.rows, source, 4 * x.cols, cols, Ref(cache), row_bytes, cache_offset)
@@ -197,6 +225,7 @@ def _attn_step(low: Lowering, node: Node, first: int, n_heads: int, group: int, 
 
 
 RULES: dict[str, Callable[[Lowering, Node], None]] = {
+    "hadamard": lower_hadamard,
     "kv_store": lower_kv_store,
     "kv_rows": lower_kv_rows,
     "flash_attn": lower_flash_attn,

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ikcli.backends.cpu.kernel_cache import KernelKey, KernelLibrary
 from ikcli.backends.cpu.threads import aligned_zeros
 from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, RowSpec, Weight, assign_offsets
+from ikcli.native.kernel_cache import KernelKey, KernelLibrary
 
 STATE_INDEX = {Rows.TOKENS: 0, Rows.OUTPUTS: 1, Rows.KV: 2}  # words of kernels/common.py
 

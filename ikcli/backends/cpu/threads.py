@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 
-from ikcli.backends.cpu.kernel_cache import KernelKey, KernelLibrary, native_function
+from ikcli.native.kernel_cache import KernelKey, KernelLibrary, native_function
 
 LAUNCH = KernelKey("executor", "make_launch")
 WORKER = KernelKey("executor", "make_worker")

@@ -1,3 +1,133 @@
-"""Moves here soon."""
+"""Micro-kernels written as LLVM IR: fully unrolled register blocks that would be unreadable as scalar Python.
 
-from ikcli.backends.cpu.simd.emit import *  # noqa: F403
+`Emitter` is a thin wrapper over an llvmlite builder with the handful of operations the micro-kernels need. Addresses
+are i64 values; accumulators live in stack slots that LLVM promotes to registers.
+"""
+
+import contextlib
+
+import llvmlite.ir as ir
+
+from ikcli.native import isa
+from ikcli.native.simd.dot import emit_dot
+from ikcli.native.simd.vec import (
+    call_llvm,
+    const_vector,
+    f32x16,
+    i8x64,
+    i32x16,
+    llvm_type,
+    pointer,
+    splat_value,
+)
+
+I64, I32, F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
+
+
+class Emitter:
+    def __init__(self, builder):
+        self.b = builder
+
+    def features(self):
+        """Instruction set features of the target."""
+        return isa.current().features
+
+    # --- integers -----------------------------------------------------------------------------------------------------
+    def int(self, x):
+        return ir.Constant(I64, x)
+
+    def offset(self, base, *terms):
+        """base + sum of terms (i64 values or Python ints)."""
+        for t in terms:
+            base = self.b.add(base, self.int(t) if isinstance(t, int) else t)
+        return base
+
+    def opaque(self, x):
+        """x, hidden from the optimiser, which would otherwise chain addresses: row + stride + stride + ..."""
+        return self.b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [x], False)
+
+    def prefetch(self, address):
+        """Ask for a cache line."""
+        consts = [ir.Constant(I32, x) for x in (0, 3, 1)]
+        call_llvm(self.b, "llvm.prefetch.p0", ir.VoidType(), [pointer(self.b, address, ir.IntType(8)), *consts])
+
+    def times(self, x, n):
+        return self.b.mul(x, self.int(n))
+
+    # --- vectors ------------------------------------------------------------------------------------------------------
+    def load(self, vec, address):
+        return self.b.load(pointer(self.b, address, llvm_type(vec)), align=1)
+
+    def store(self, value, address):
+        self.b.store(value, pointer(self.b, address, value.type), align=1)
+
+    def store_first(self, value, address, n):
+        """First n (i64) lanes of an f32x16."""
+        lanes = const_vector(i32x16, range(16))
+        limit = splat_value(self.b, i32x16, self.b.trunc(n, I32))
+        mask = self.b.icmp_signed("<", lanes, limit)
+        ptr = pointer(self.b, address, llvm_type(f32x16))
+        call_llvm(self.b, "llvm.masked.store.v16f32.p0", ir.VoidType(), [value, ptr, ir.Constant(I32, 1), mask])
+
+    def splat_f32(self, address):
+        return splat_value(self.b, f32x16, self.b.load(pointer(self.b, address, F32), align=1))
+
+    def splat_i32(self, address):
+        return splat_value(self.b, i32x16, self.b.load(pointer(self.b, address, I32), align=1))
+
+    def splat_bytes(self, address):
+        """Four bytes repeated over i8x64."""
+        return self.b.bitcast(self.splat_i32(address), llvm_type(i8x64))
+
+    def zero(self, vec):
+        return const_vector(vec, [0.0 if vec.elt == "f32" else 0] * vec.n)
+
+    def fma(self, a, b, c):
+        return call_llvm(self.b, "llvm.fma.v16f32", a.type, [a, b, c])
+
+    def to_f32(self, v):
+        return self.b.sitofp(v, llvm_type(f32x16))
+
+    def dot(self, acc, u, s):
+        return emit_dot(self.b, acc, u, s, 16)
+
+    # --- variables and loops ------------------------------------------------------------------------------------------
+    def variable(self, value):
+        with self.b.goto_entry_block():
+            slot = self.b.alloca(value.type)
+        self.b.store(value, slot)
+        return slot
+
+    @contextlib.contextmanager
+    def loop(self, count):
+        """for i in range(count): yields i (i64)."""
+        fn = self.b.function
+        head, body, done = (fn.append_basic_block(n) for n in ("head", "body", "done"))
+        entry = self.b.block
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        i = self.b.phi(I64)
+        i.add_incoming(self.int(0), entry)
+        self.b.cbranch(self.b.icmp_signed("<", i, count), body, done)
+        self.b.position_at_end(body)
+        yield i
+        i.add_incoming(self.b.add(i, self.int(1)), self.b.block)
+        self.b.branch(head)
+        self.b.position_at_end(done)
+
+
+def transpose16(builder, rows):
+    """16 vectors f32x16 (rows) -> 16 vectors (columns): four rounds of two-input shuffles."""
+    index = ir.VectorType(I32, 16)
+    for step in (1, 2, 4, 8):
+        lo = [i if not i & step else 16 + i - step for i in range(16)]
+        hi = [i + step if not i & step else 16 + i for i in range(16)]
+        out = [None] * 16
+        for i in range(16):
+            if i & step:
+                continue
+            a, b = rows[i], rows[i | step]
+            out[i] = builder.shuffle_vector(a, b, ir.Constant(index, lo))
+            out[i | step] = builder.shuffle_vector(a, b, ir.Constant(index, hi))
+        rows = out
+    return rows

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from ikcli.quant.encoders.native_call import run
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-_N_SCALES, _LIST_BYTES = 16, 208  # as in iquants_kernels, which cannot be imported without Numba
+_LIST_BYTES = 208  # this and the next two lines as in the kernels, which cannot be imported without Numba
 _FREE, _EVEN, _TERNARY = 0, 1, 2
 _SINGLE, _PAIR, _PER_BLOCK, _PER_GROUP = 0, 1, 2, 3
 _SCRATCH_BYTES = 1 << 20  # of lists at a time, to stay in the second-level cache
@@ -69,13 +70,45 @@ _FORMATS: dict[GGMLType, GridFormat] = {
 }
 
 
+class _Tables(NamedTuple):
+    """What the kernels read: grid (dims, points), scales tried per group, multipliers, factors of block scales."""
+
+    grid: Floats
+    ratios: Floats
+    multipliers: Floats
+    coarse: Floats
+    fine: Floats
+
+
+class _Work(NamedTuple):
+    """Normalised rows and what is found for them; `amax` divided the values of a span, `rms` is per sub-block."""
+
+    x: Floats
+    amax: Floats
+    rms: Floats
+    d: Floats
+    scales: Bytes
+    points: npt.NDArray[np.int32]
+    signs: Bytes
+
+
 def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: EncodeOptions) -> Bytes:
     """Encode (n_rows, ne0) float32 into the bytes of `type`; see `ikcli.quant.encoders`."""
-    fmt = _FORMATS[type]
-    ne0 = values.shape[1]
+    fmt, t = _FORMATS[type], _tables(type)
+    n_rows, ne0 = values.shape
     span = fmt.span or ne0
     weights = _weights(imatrix, ne0, span)
-    found = _search(fmt, values, weights, span)
+    work = _new_work(n_rows, ne0, span, fmt.sub, len(t.grid))
+    words = [_at(values), n_rows, ne0 // span, span, fmt.sub, _at(weights), _at(work.x), _at(work.amax), _at(work.rms)]
+    _call(_key("make_prepare"), words)
+    _search(fmt, t, work, weights, span)
+    empty = work.amax == 0
+    if empty.any():
+        work.points.reshape(n_rows, ne0 // span, -1)[empty] = fmt.rest
+        work.scales.reshape(n_rows, ne0 // span, -1)[empty] = 0
+    words = [_at(work.x), n_rows, ne0 // 8, _at(weights), _at(tables.grid(fmt.grid)), _at(work.points), _at(work.signs)]
+    _call(_key("make_signs", len(t.grid), fmt.kind), words)
+    found = iquants_pack.Found(work.d, work.scales, work.points, work.signs)
     return iquants_pack.pack(type, found).reshape(-1)
 
 
@@ -89,72 +122,48 @@ def _weights(imatrix: Floats | None, ne0: int, span: int) -> Floats:
     return np.ascontiguousarray(np.maximum(scaled, _WEIGHT_FLOOR), np.float32).reshape(-1)
 
 
-def _search(fmt: GridFormat, values: Floats, weights: Floats, span: int) -> iquants_pack.Found:
-    n_rows, ne0 = values.shape
-    dims = tables.grid(fmt.grid).shape[1]
-    spans = ne0 // span
-    x = np.empty((n_rows, ne0), np.float32)
-    amax = np.empty((n_rows, spans), np.float32)
-    base = np.empty((n_rows, ne0 // fmt.sub), np.float32)
-    words = [values.ctypes.data, n_rows, spans, span, fmt.sub, weights.ctypes.data]
-    _call(_key("make_prepare"), [*words, x.ctypes.data, amax.ctypes.data, base.ctypes.data])
-    d = np.empty((n_rows, spans), np.float32)
-    scales = np.empty((n_rows, ne0 // fmt.sub), np.uint8)
-    points = np.empty((n_rows, ne0 // dims), np.int32)
-    _run_kernels(fmt, x, weights, base, amax, d, scales, points, span)
-    empty = amax == 0
-    if empty.any():
-        points.reshape(n_rows, spans, -1)[empty] = fmt.rest
-        scales.reshape(n_rows, spans, -1)[empty] = 0
-    signs = np.empty((n_rows, ne0 // 8), np.uint8)
-    words = [x.ctypes.data, n_rows, ne0 // 8, weights.ctypes.data, tables.grid(fmt.grid).ctypes.data]
-    _call(_key("make_signs", dims, fmt.kind), [*words, points.ctypes.data, signs.ctypes.data])
-    return iquants_pack.Found(d, scales, points, signs)
+def _new_work(n_rows: int, ne0: int, span: int, sub: int, dims: int) -> _Work:
+    return _Work(
+        x=np.empty((n_rows, ne0), np.float32),
+        amax=np.empty((n_rows, ne0 // span), np.float32),
+        rms=np.empty((n_rows, ne0 // sub), np.float32),
+        d=np.empty((n_rows, ne0 // span), np.float32),
+        scales=np.empty((n_rows, ne0 // sub), np.uint8),
+        points=np.empty((n_rows, ne0 // dims), np.int32),
+        signs=np.empty((n_rows, ne0 // 8), np.uint8),
+    )
 
 
-def _run_kernels(
-    fmt: GridFormat,
-    x: Floats,
-    weights: Floats,
-    base: Floats,
-    amax: Floats,
-    d: Floats,
-    scales: Bytes,
-    points: npt.NDArray[np.int32],
-    span: int,
-) -> None:
-    n_rows, ne0 = x.shape
-    grid, ratios, mult, coarse, fine = _constants(fmt)
-    dims, n_points = grid.shape
+def _search(fmt: GridFormat, t: _Tables, work: _Work, weights: Floats, span: int) -> None:
+    """Fill d, scales and points, some rows of one span at a time so that their lists stay in the cache."""
+    n_rows, ne0 = work.x.shape
+    dims, n_points = t.grid.shape
     list_bytes = span // dims * fmt.variants * _LIST_BYTES
-    batch = max(1, min(n_rows, max(4, _SCRATCH_BYTES // list_bytes)))
+    batch = min(n_rows, max(4, _SCRATCH_BYTES // list_bytes))
     lists = np.empty(batch * list_bytes, np.uint8)
-    scratch = np.empty(max(1024 + 16 * n_points, 128 + 8 * span // fmt.sub), np.uint8)
+    scratch = np.empty(max(1024 + 16 * n_points, 128 + 8 * (span // fmt.sub)), np.uint8)
     candidates = _key("make_candidates", dims, n_points, fmt.kind)
     search = _key("make_search", fmt.mode, len(fmt.multipliers), module="iquants_search_kernels")
     for row in range(0, n_rows, batch):
         n = min(batch, n_rows - row)
         for i in range(ne0 // span):
-            subs = i * (span // fmt.sub)
-            base_at = base.ctypes.data + 4 * (row * base.shape[1] + subs)
-            words = [
-                x.ctypes.data + 4 * (row * ne0 + i * span),
-                4 * ne0,
-                n,
-                span // 8,
-                weights.ctypes.data + 4 * i * span,
-            ]
-            words += [grid.ctypes.data, ratios.ctypes.data, base_at, 4 * base.shape[1], fmt.sub // 8, fmt.rest]
-            words += [lists.ctypes.data, list_bytes, scratch.ctypes.data]
+            sub = i * (span // fmt.sub)
+            rms = [_at(work.rms, row, sub), work.rms.strides[0]]
+            words = [_at(work.x, row, i * span), work.x.strides[0], n, span // 8, _at(weights, i * span), _at(t.grid)]
+            words += [_at(t.ratios), *rms, fmt.sub // 8, fmt.rest, _at(lists), list_bytes, _at(scratch)]
             _call(candidates, words)
-            words = [lists.ctypes.data, list_bytes, n, span // fmt.sub, fmt.sub // dims]
-            words += [mult.ctypes.data, ratios.ctypes.data, base_at, 4 * base.shape[1]]
-            words += [amax.ctypes.data + 4 * (row * amax.shape[1] + i), 4 * amax.shape[1]]
-            words += [d.ctypes.data + 4 * (row * d.shape[1] + i), 4 * d.shape[1]]
-            words += [scales.ctypes.data + row * scales.shape[1] + subs, scales.shape[1]]
-            words += [points.ctypes.data + 4 * (row * points.shape[1] + i * span // dims), 4 * points.shape[1]]
-            words += [coarse.ctypes.data, len(coarse), fine.ctypes.data, len(fine), scratch.ctypes.data]
+            words = [_at(lists), list_bytes, n, span // fmt.sub, fmt.sub // dims, _at(t.multipliers), _at(t.ratios)]
+            words += [*rms, _at(work.amax, row, i), work.amax.strides[0], _at(work.d, row, i), work.d.strides[0]]
+            words += [_at(work.scales, row, sub), work.scales.strides[0]]
+            words += [_at(work.points, row, i * (span // dims)), work.points.strides[0]]
+            words += [_at(t.coarse), len(t.coarse), _at(t.fine), len(t.fine), _at(scratch)]
             _call(search, words)
+
+
+def _at(array: npt.NDArray[Any], *index: int) -> int:
+    """Address of an element, of the first one without index."""
+    offset = sum(i * stride for i, stride in zip(index, array.strides, strict=False))
+    return int(array.ctypes.data) + offset
 
 
 def _call(key: KernelKey, words: list[int]) -> None:
@@ -167,19 +176,14 @@ def _key(factory: str, *args: int, module: str = "iquants_kernels") -> KernelKey
 
 
 @cache
-def _constants_of(type: GGMLType) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+def _tables(type: GGMLType) -> _Tables:
     fmt = _FORMATS[type]
     grid = np.ascontiguousarray(tables.grid(fmt.grid).T)
-    low, high = fmt.scales
-    ratios = np.geomspace(low, high, _N_SCALES).astype(np.float32)
+    ratios = np.geomspace(*fmt.scales, 16).astype(np.float32)
     if type == GGMLType.IQ3_S:
         ratios[-1] = 1  # constant blocks: only the lowest level has a point with four equal ones
-    mult = np.resize(fmt.multipliers, 16)
     coarse = np.geomspace(1.25, 0.4, 14) if fmt.span else np.geomspace(1.25, 0.1, 24)
     step = coarse[1] / coarse[0]
     fine = np.geomspace(step, 1 / step, 9)
-    return grid, ratios, mult, coarse.astype(np.float32), fine.astype(np.float32)
-
-
-def _constants(fmt: GridFormat) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-    return _constants_of(next(t for t, f in _FORMATS.items() if f is fmt))
+    multipliers = np.resize(fmt.multipliers, 16)
+    return _Tables(grid, ratios, multipliers, coarse.astype(np.float32), fine.astype(np.float32))

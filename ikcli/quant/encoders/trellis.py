@@ -34,7 +34,8 @@ class Search:
 
     `scales`: first trial scale of a sub-block (of rms / deviation of the table), ratio to the next, number of fours;
     `reach`: how much farther than the nearest centre a visited cluster may be, for the trials and for the rest;
-    `clip`: trial row scales, of the least one without clipping.
+    `clip`: trial row scales, of the least one without clipping; `n_windows`: fours of multipliers tried per sign in the
+    first of `n_rounds` rounds.
     """
 
     size: int
@@ -48,6 +49,7 @@ class Search:
     magnitude: bool = False
     linear: bool = True
     n_rounds: int = 2
+    n_windows: int = 1
 
     def codebooks(self) -> list[Codebook]:
         """The tables, clustered."""
@@ -57,24 +59,20 @@ class Search:
         ]
 
 
-_LOW = (TRELLIS_OFFSET,)
+_LOW, _BOTH = (TRELLIS_OFFSET,), (TRELLIS_OFFSET, TRELLIS_OFFSET_HIGH)
+_IQ3, _SIGNED = tuple(map(float, range(16))), tuple(map(float, range(-64, 64)))
 _IQ4 = tuple(float(v) for v in IQ4_VALUES[0])
 SEARCHES = {
-    GGMLType.IQ1_KT: Search(8, 8192, 128, _LOW, _IQ4, (0.7, 1.12, 1), (12.0, 16.0), (0.8, 4.0), linear=False),
-    GGMLType.IQ2_KT: Search(8, 65536, 512, _LOW, _IQ4, (0.75, 1.12, 1), (9.0, 12.0), (0.8, 4.0), linear=False),
+    GGMLType.IQ1_KT: Search(
+        8, 8192, 128, _LOW, _IQ4, (0.7, 1.12, 1), (10.0, 40.0), (0.8, 4.0), linear=False, n_rounds=1
+    ),
+    GGMLType.IQ2_KT: Search(
+        8, 65536, 512, _LOW, _IQ4, (0.75, 1.12, 1), (6.0, 24.0), (0.8, 4.0), linear=False, n_rounds=1
+    ),
     GGMLType.IQ3_KT: Search(
-        8, 65536, 512, _LOW, tuple(map(float, range(16))), (0.75, 1.12, 1), (12.0, 16.0), (0.8, 3.0), magnitude=True
+        8, 65536, 512, _LOW, _IQ3, (0.7, 1.12, 2), (6.0, 20.0), (0.8, 3.0), magnitude=True, n_rounds=1, n_windows=2
     ),
-    GGMLType.IQ4_KT: Search(
-        4,
-        32768,
-        256,
-        (TRELLIS_OFFSET, TRELLIS_OFFSET_HIGH),
-        tuple(map(float, range(-64, 64))),
-        (0.8, 1.1, 1),
-        (12.0, 16.0),
-        (0.9, 2.0),
-    ),
+    GGMLType.IQ4_KT: Search(4, 32768, 512, _BOTH, _SIGNED, (0.7, 1.08, 2), (8.0, 16.0), (0.9, 2.0)),
 }
 
 
@@ -108,12 +106,12 @@ def _encode_rows(values: Floats, type: GGMLType, weights: Floats | None, search:
     n_subs = ne0 // 32
     books = search.codebooks()
     table = np.array(search.multipliers, np.float32)
-    options = np.array([*search.scales, *search.reach, *search.clip, search.n_rounds], np.float32)
+    options = np.array([*search.scales, *search.reach, *search.clip, search.n_rounds, search.n_windows], np.float32)
     d = np.zeros(n_rows, np.float32)
     m, book = np.zeros((n_rows * n_subs), np.uint8), np.zeros((n_rows * n_subs), np.uint8)
     rows = np.zeros((n_rows * n_subs, 32 // search.size), np.int32)
     buffers = np.empty(20 * ne0 + 128 * n_subs, np.uint8)
-    scratch = np.empty(4096 + 4 * search.n_clusters, np.uint8)
+    scratch = np.empty(2048 + 4 * search.n_clusters * (1 + 2 * (32 // search.size) * len(books)), np.uint8)
     book_slots = np.array([book.addresses() for book in books], np.int64)
     slots = [_at(values), 0 if weights is None else _at(weights), n_rows, ne0, _at(book_slots), len(books)]
     slots += [_at(table), len(table), _at(options), _at(buffers), _at(scratch), _at(d), _at(m), _at(book), _at(rows)]

@@ -2,7 +2,7 @@
 
 The rows of a generator table are grouped by Lloyd's algorithm, started from a tree of median cuts. Coordinates of
 centres are whole numbers, so that every distance is exact and the clusters are the same on every machine. Members of
-a cluster lie in vectors of 16 (dimension by dimension, int8), the last one filled up with copies of a member.
+a cluster lie in vectors of 16 (dimension by dimension, half floats), the last one filled up with copies of a member.
 The reference instead cuts space into fixed cells with overlapping lists (iqk_quantize.cpp).
 """
 
@@ -27,22 +27,24 @@ _FOUND: dict[tuple[int, int, int, bool, int], Codebook] = {}
 class Codebook:
     """One clustered table of rows of `size` values.
 
-    centers (n/16, size, 16) f32; starts (n + 1,) i32, first vector of each cluster; members (n_vectors, size, 16) i8;
-    norms (n_vectors, 16) f32, squared lengths; indices (n_vectors, 16) i32, table rows; rows (n_rows, size) f32.
+    centers (n/16, size, 16) f32; starts (n + 1,) i32, first vector of each cluster; members (n_vectors, size, 16) f16;
+    norms (n_vectors, 16) f32, squared lengths; indices (n_vectors, 16) i32, table rows; rows (n_rows, size) f32;
+    center_norms (n,) f32.
     """
 
     centers: npt.NDArray[np.float32]
     starts: npt.NDArray[np.int32]
-    members: npt.NDArray[np.int8]
+    members: npt.NDArray[np.float16]
     norms: npt.NDArray[np.float32]
     indices: npt.NDArray[np.int32]
     rows: npt.NDArray[np.float32]
+    center_norms: npt.NDArray[np.float32]
 
     def addresses(self) -> list[int]:
-        """What kernels read, in the order of the fields, and the number of clusters."""
+        """What kernels read, in the order of the fields; the number of clusters stands before the last."""
         fields: list[npt.NDArray[Any]] = [self.centers, self.starts, self.members]
         fields += [self.norms, self.indices, self.rows]
-        return [array.ctypes.data for array in fields] + [len(self.starts) - 1]
+        return [array.ctypes.data for array in fields] + [len(self.starts) - 1, self.center_norms.ctypes.data]
 
 
 def codebook(
@@ -74,6 +76,7 @@ def _build(rows: npt.NDArray[np.float32], n_clusters: int) -> Codebook:
         np.ascontiguousarray((found * found).sum(axis=1)),
         indices.astype(np.int32),
         rows,
+        np.ascontiguousarray((centers * centers).sum(axis=1)),
     )
 
 

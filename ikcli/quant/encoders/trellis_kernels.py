@@ -59,27 +59,41 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def sums(at, w, wx, norms, floats):
-        """sum(w v^2) and sum(w x v) of 16 table rows, float32 or int8."""
+        """sum(w v^2) and sum(w x v) of 16 table rows, float32 or half floats."""
         a, b = zero_f32x16(), zero_f32x16()
         for k in range(size):
             v = load_f32x16(at + 64 * k) if floats else cvt_i32x16_f32(sext_i8x16_i32(load_i8x16(at + 16 * k)))
             b = vfma(v, bcast_f32x16(wx + 4 * k), b)
-            if weighted or floats:
+            if weighted:
                 a = vfma(vmul(v, v), bcast_f32x16(w + 4 * k), a)
-        if not (weighted or floats):
+        if not weighted:
             a = load_f32x16(norms)
         return a, b
 
     @inline
-    def rate_centers(book, w, wx, s, out):
+    def center_sums(books, n_books, only, w, wx, out):
+        """Both sums of all centres, for all groups of a sub-block: they serve every scale."""
+        for book in range(n_books):
+            slots = books + 64 * book
+            centers, norms, n = ld_i64(slots), ld_i64(slots + 56), ld_i64(slots + 48)
+            at = out + 8 * n * n_groups * book
+            if only < 0 or only == book:
+                for g in range(n_groups):
+                    for i in range(n // 16):
+                        here = 4 * size * g
+                        a, b = sums(centers + 64 * size * i, w + here, wx + here, norms + 64 * i, True)
+                        store_f32x16(at + 64 * i, a)
+                        store_f32x16(at + 4 * n + 64 * i, b)
+                    at += 8 * n
+
+    @inline
+    def rate_centers(centers, n, s, out):
         """Scores of all cluster centres at scale s; the least."""
         p, q, least = splat_f32x16(s * s), splat_f32x16(np.float32(-2.0) * s), splat_f32x16(_HUGE)
-        centers = ld_i64(book)
-        for i in range(ld_i64(book + 48) // 16):
-            a, b = sums(centers + 64 * size * i, w, wx, 0, True)
-            score = vfma(p, a, vmul(q, b))
+        for i in range(n // 16):
+            score = vfma(p, load_f32x16(centers + 64 * i), vmul(q, load_f32x16(centers + 4 * n + 64 * i)))
             store_f32x16(out + 64 * i, score)
-            least = vmin(least, score)
+            least = where_less(score, least, score, least)
         return reduce_least(least)
 
     @inline
@@ -102,9 +116,9 @@ def make_search(size, weighted, linear, both_signs):
         st_i32(out + 16 + 32 * k + 4 * g, row)
 
     @inline
-    def match(book, w, wx, energy, s, scales, reach, scratch, out, g):
+    def match(book, centers, w, wx, energy, s, scales, reach, scratch, out, g):
         """Best rows of a group for the four `scales`, visiting what is near at scale s."""
-        least = rate_centers(book, w, wx, s, scratch)
+        least = rate_centers(centers, ld_i64(book + 48), s, scratch)
         top = splat_f32x16(limit(energy, w, s, least, reach))
         s0, s1, s2, s3 = ld_f32(scales), ld_f32(scales + 4), ld_f32(scales + 8), ld_f32(scales + 12)
         p0, p1, p2, p3 = splat_f32x16(s0 * s0), splat_f32x16(s1 * s1), splat_f32x16(s2 * s2), splat_f32x16(s3 * s3)
@@ -136,13 +150,14 @@ def make_search(size, weighted, linear, both_signs):
         settle(b3, i3, indices, scratch, out, 3, g)
 
     @inline
-    def match_sub(book, w, wx, energies, s, scales, reach, scratch, out):
+    def match_sub(book, centers, w, wx, energies, s, scales, reach, scratch, out):
         """All groups of a sub-block; totals are relative to the sum of w x^2."""
         for k in range(4):
             st_f32(out + 4 * k, _F0)
         for g in range(n_groups):
             at = 4 * size * g
-            match(book, w + at, wx + at, ld_f32(energies + 4 * g), s, scales, reach, scratch, out, g)
+            here = centers + 8 * ld_i64(book + 48) * g
+            match(book, here, w + at, wx + at, ld_f32(energies + 4 * g), s, scales, reach, scratch, out, g)
 
     @inline
     def curvature(trials, n, s, e, energy):
@@ -155,7 +170,7 @@ def make_search(size, weighted, linear, both_signs):
         return min(_STIFF, max(_FLAT, rise / ((energy - e) * run + _NOTHING)))
 
     @inline
-    def rough(books, n_books, w, wx, amax, energies, model, low, ratio, n_calls, reach, scratch, out):
+    def rough(books, n_books, centers, w, wx, amax, energies, model, low, ratio, n_calls, reach, scratch, out):
         """Trial scales of a sub-block: model = energy, then best s, its error and the curvature, + and -."""
         energy, weight = _F0, _F0
         for g in range(n_groups):
@@ -163,6 +178,7 @@ def make_search(size, weighted, linear, both_signs):
         for k in range(SUB):
             weight += ld_f32(w + 4 * k)
         scales, trials = out + 160, out + 192
+        center_sums(books, n_books, -1, w, wx, centers)
         st_f32(model, energy)
         for sign in range(2):
             st_f32(model + 4 + 12 * sign, _F0)
@@ -182,7 +198,18 @@ def make_search(size, weighted, linear, both_signs):
                     x *= ratio
                 middle = one * s * ratio * np.sqrt(ratio)
                 for book in range(n_books):
-                    match_sub(books + 56 * book, w, wx, energies, middle, scales, reach, scratch, out)
+                    match_sub(
+                        books + 64 * book,
+                        centers + 8 * ld_i64(books + 48) * n_groups * book,
+                        w,
+                        wx,
+                        energies,
+                        middle,
+                        scales,
+                        reach,
+                        scratch,
+                        out,
+                    )
                     for k in range(4):
                         e, at = ld_f32(out + 4 * k) + energy, trials + 8 * (4 * _MAX_CALLS * sign + n + k) + 4
                         st_f32(at, min(e, ld_f32(at)))
@@ -268,12 +295,13 @@ def make_search(size, weighted, linear, both_signs):
         return a, b
 
     @inline
-    def around(books, n_books, only, w, wx, energies, d, table, n_mults, y, reach, scratch, out, found):
-        """Try the four multipliers around index y with all tables or one.
+    def around(books, n_books, only, centers, w, wx, energies, d, table, n_mults, y, first, reach, scratch, out, found):
+        """Try four multipliers from index `first` with all tables or one, visiting what is near at index y.
 
         found: least error (relative), multiplier, table, i32[8] rows.
         """
-        first = max(0, min(n_mults - 4, y - 1))
+        first = max(0, min(n_mults - 4, first))
+        y = max(first + 1, min(first + 2, y))
         scales = out + 160
         for k in range(4):
             st_f32(scales + 4 * k, d * ld_f32(table + 4 * (first + k)))
@@ -282,7 +310,18 @@ def make_search(size, weighted, linear, both_signs):
             s = d * ld_f32(table + 4 * (y + 1))
         for book in range(n_books):
             if only < 0 or only == book:
-                match_sub(books + 56 * book, w, wx, energies, s, scales, reach, scratch, out)
+                match_sub(
+                    books + 64 * book,
+                    centers + 8 * ld_i64(books + 48) * n_groups * book,
+                    w,
+                    wx,
+                    energies,
+                    s,
+                    scales,
+                    reach,
+                    scratch,
+                    out,
+                )
                 for k in range(4):
                     if ld_f32(out + 4 * k) < ld_f32(found):
                         st_f32(found, ld_f32(out + 4 * k))
@@ -298,7 +337,7 @@ def make_search(size, weighted, linear, both_signs):
         for b in range(n_subs):
             at = found + 48 * b
             m = np.float64(ld_f32(table + 4 * ld_i32(at + 4)))
-            a, c = sub_sums(ld_i64(books + 56 * ld_i32(at + 8) + 40), at + 12, w + 128 * b, wx + 128 * b)
+            a, c = sub_sums(ld_i64(books + 64 * ld_i32(at + 8) + 40), at + 12, w + 128 * b, wx + 128 * b)
             aa += a * m * m
             bb += c * m
         return np.float32(bb / aa) if aa > 0.0 else d
@@ -309,7 +348,7 @@ def make_search(size, weighted, linear, both_signs):
         most = _F0
         for b in range(n_subs):
             at = found + 48 * b
-            m, rows = abs(ld_f32(table + 4 * ld_i32(at + 4))), ld_i64(books + 56 * ld_i32(at + 8) + 40)
+            m, rows = abs(ld_f32(table + 4 * ld_i32(at + 4))), ld_i64(books + 64 * ld_i32(at + 8) + 40)
             for g in range(n_groups):
                 row = rows + 4 * size * ld_i32(at + 12 + 4 * g)
                 for k in range(size):
@@ -346,12 +385,14 @@ def make_search(size, weighted, linear, both_signs):
         low, ratio, n_calls = ld_f32(options), ld_f32(options + 4), np.int64(ld_f32(options + 8))
         rough_reach, reach = ld_f32(options + 12), ld_f32(options + 16)
         lowest, highest, n_rounds = ld_f32(options + 20), ld_f32(options + 24), np.int64(ld_f32(options + 28))
+        n_windows = np.int64(ld_f32(options + 32))
         n_subs = ne0 // SUB
         xs, w, wx, energies = buffers, buffers + 4 * ne0, buffers + 8 * ne0, buffers + 12 * ne0
         models = buffers + 16 * ne0
         found = models + 28 * n_subs
         out = scratch
         work = scratch + 1024
+        centers = work + 1024 + 4 * ld_i64(books + 48)
         for row in range(n_rows):
             src = x + 4 * ne0 * row
             amax = _F0
@@ -364,7 +405,7 @@ def make_search(size, weighted, linear, both_signs):
                     high = _F0
                     for k in range(SUB):
                         high = max(high, abs(ld_f32(xs + 128 * b + 4 * k)))
-                    rough(books, n_books, w + 128 * b, wx + 128 * b, high, energies + 4 * n_groups * b,
+                    rough(books, n_books, centers, w + 128 * b, wx + 128 * b, high, energies + 4 * n_groups * b,
                           models + 28 * b, low, ratio, n_calls, rough_reach, work, out)  # fmt: skip
                 d = choose_scale(models, n_subs, table, n_mults, lowest, highest, work)
                 for turn in range(n_rounds):
@@ -372,15 +413,21 @@ def make_search(size, weighted, linear, both_signs):
                         at, ww, wwx, ee = found + 48 * b, w + 128 * b, wx + 128 * b, energies + 4 * n_groups * b
                         if turn == 0:
                             st_f32(at, _HUGE)
+                            center_sums(books, n_books, -1, ww, wwx, centers)
                             for sign in range(2 if both_signs else 1):
                                 y = nearest(table, n_mults, ld_f32(models + 28 * b + 4 + 12 * sign) / d)
-                                around(books, n_books, -1, ww, wwx, ee, d, table, n_mults, y, reach, work, out, at)
+                                for i in range(n_windows):
+                                    first = y + 1 - 2 * n_windows + 4 * i
+                                    around(books, n_books, -1, centers, ww, wwx, ee, d, table, n_mults, y, first, reach,
+                                           work, out, at)  # fmt: skip
                         else:
                             y, book = ld_i32(at + 4), ld_i32(at + 8)
-                            a, c = sub_sums(ld_i64(books + 56 * book + 40), at + 12, ww, wwx)
+                            a, c = sub_sums(ld_i64(books + 64 * book + 40), at + 12, ww, wwx)
+                            center_sums(books, n_books, book, ww, wwx, centers)
                             dm = np.float64(d * ld_f32(table + 4 * y))
                             st_f32(at, np.float32(dm * dm * a - 2.0 * dm * c))
-                            around(books, n_books, book, ww, wwx, ee, d, table, n_mults, y, reach, work, out, at)
+                            around(books, n_books, book, centers, ww, wwx, ee, d, table, n_mults, y, y - 1, reach,
+                                   work, out, at)  # fmt: skip
                     d = least_squares(books, table, found, n_subs, w, wx, d)
                 for b in range(n_subs):
                     at = found + 48 * b

@@ -6,10 +6,10 @@ i32[K/16], padded to 64 bytes. No half-precision sums anywhere: those overflow i
 
 import numpy as np
 
-from ikcli.backends.cpu.jit import inline
 from ikcli.backends.cpu.kernels.basic import copy_f32
 from ikcli.backends.cpu.kernels.common import n_rows, word
-from ikcli.backends.cpu.simd.vec import (
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import (
     cvt_f32x16_i32,
     ld_i64,
     load_f32x16,

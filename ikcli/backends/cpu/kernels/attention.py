@@ -10,7 +10,6 @@ Answers to ggml's flash_attn_ext; the recurrence is Milakov & Gimelshein 2018, D
 
 import numpy as np
 
-from ikcli.backends.cpu.jit import inline, merge
 from ikcli.backends.cpu.kernels.common import (
     N_SEG,
     SEG_CELL,
@@ -32,8 +31,9 @@ from ikcli.backends.cpu.kernels.sgemm import (
     make_rows_product,
     transpose16,
 )
-from ikcli.backends.cpu.simd.math import vexp_fast
-from ikcli.backends.cpu.simd.vec import (
+from ikcli.native.jit import inline, merge
+from ikcli.native.simd.math import vexp_fast
+from ikcli.native.simd.vec import (
     atomic_load,
     ld_f32,
     ld_i32,

@@ -10,8 +10,6 @@ import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu import isa
-from ikcli.backends.cpu.jit import inline, merge
 from ikcli.backends.cpu.kernels.attention import (
     CORRECTION,
     FIRST_HEAD,
@@ -53,8 +51,10 @@ from ikcli.backends.cpu.kernels.attention import (
 )
 from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work, word
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, transpose16
-from ikcli.backends.cpu.simd.math import vexp_fast
-from ikcli.backends.cpu.simd.vec import (
+from ikcli.native import isa
+from ikcli.native.jit import inline, merge
+from ikcli.native.simd.math import vexp_fast
+from ikcli.native.simd.vec import (
     const_vector,
     f32x16,
     lane_index,

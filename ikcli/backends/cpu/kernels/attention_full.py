@@ -7,7 +7,6 @@ transposed cache: row = column of V, element = cell. Same parameter words as fla
 
 import numpy as np
 
-from ikcli.backends.cpu.jit import inline
 from ikcli.backends.cpu.kernels.attention import (
     FIRST_HEAD,
     GROUP,
@@ -57,8 +56,9 @@ from ikcli.backends.cpu.kernels.common import (
 )
 from ikcli.backends.cpu.kernels.kv import make_stage
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, MAX_VECTORS, make_rows_product, transpose16
-from ikcli.backends.cpu.simd.math import vexp_fast
-from ikcli.backends.cpu.simd.vec import (
+from ikcli.native.jit import inline
+from ikcli.native.simd.math import vexp_fast
+from ikcli.native.simd.vec import (
     lane_index,
     ld_f32,
     ld_i32,

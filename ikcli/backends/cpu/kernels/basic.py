@@ -8,10 +8,10 @@ import math
 
 import numpy as np
 
-from ikcli.backends.cpu.jit import inline
 from ikcli.backends.cpu.kernels.common import N_TOKENS, OUT_IDS, POS, n_rows, state_word, word
-from ikcli.backends.cpu.simd.math import vsilu
-from ikcli.backends.cpu.simd.vec import (
+from ikcli.native.jit import inline
+from ikcli.native.simd.math import vsilu
+from ikcli.native.simd.vec import (
     ld_f32,
     ld_f64,
     ld_i32,

@@ -8,8 +8,8 @@ The state block (int64 words) is the only thing that changes between two runs of
 A segment is the part of one sequence in the micro-batch: its tokens are adjacent, its cells are adjacent in the cache.
 """
 
-from ikcli.backends.cpu.jit import inline
-from ikcli.backends.cpu.simd.vec import atomic_add, atomic_cas, atomic_load, ld_i64
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import atomic_add, atomic_cas, atomic_load, ld_i64
 
 # State words; STATE_WORDS is their number.
 N_TOKENS, N_OUTPUTS, N_KV, N_SEG, TOKENS, POS, CELLS, OUT_IDS, SEGMENTS, KV_CELLS, STATE_WORDS = range(11)

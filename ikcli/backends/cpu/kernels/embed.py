@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from ikcli.backends.cpu.jit import inline
 from ikcli.backends.cpu.kernels.common import TOKENS, n_rows, state_word, word
 from ikcli.backends.cpu.kernels.formats import FORMATS
-from ikcli.backends.cpu.simd.vec import ld_bf16, ld_f16, ld_f32, ld_i32, ld_u8, st_f32
 from ikcli.backends.cpu.tile_modes import LAYOUT, MODES
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import ld_bf16, ld_f16, ld_f32, ld_i32, ld_u8, st_f32
 
 _FLOATS = {"f32": (ld_f32, 4), "f16": (ld_f16, 2), "bf16": (ld_bf16, 2)}
 

@@ -11,8 +11,8 @@ Shared block (int64 words, one cache line apart so that threads do not fight ove
 A kernel's dynamic work counter is the int64 at params - 64; whoever starts the next op clears it.
 """
 
-from ikcli.backends.cpu.jit import inline
-from ikcli.backends.cpu.simd.vec import (
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import (
     atomic_add,
     atomic_cas,
     atomic_load,

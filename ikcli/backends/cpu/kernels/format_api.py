@@ -1,9 +1,9 @@
 """From format descriptions to the entries of `formats.FORMATS`."""
 
-from ikcli.backends.cpu.jit import inline
-from ikcli.backends.cpu.simd.groupformat import group_dot, unpack_group
-from ikcli.backends.cpu.simd.rowformat import row_dot, unpack_row
-from ikcli.backends.cpu.simd.vec import st_f32
+from ikcli.backends.cpu.kernels.groupformat import group_dot, unpack_group
+from ikcli.backends.cpu.kernels.rowformat import row_dot, unpack_row
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import st_f32
 
 
 def plain_formats(*formats):

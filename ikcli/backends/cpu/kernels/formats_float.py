@@ -3,9 +3,9 @@
 bf16_r16 holds groups of 16 rows as 64 bytes per pair of columns: lane r is row r, the even column in its lower half.
 """
 
-from ikcli.backends.cpu.jit import inline
-from ikcli.backends.cpu.simd.gemm import float_tile, unpack_float16
-from ikcli.backends.cpu.simd.vec import (
+from ikcli.backends.cpu.kernels.gemm import float_tile, unpack_float16
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import (
     bcast_f32x16,
     bits_i32x16_f32,
     ld_bf16,

@@ -6,8 +6,8 @@ A value is a table entry; one bit per sub-block selects a table shifted by a con
 
 from ikcli.backends.cpu.kernels.format_api import plain_formats
 from ikcli.backends.cpu.kernels.formats_kquants import two_bits
-from ikcli.backends.cpu.simd.rowformat import I32, RowFormat, indices, ir
-from ikcli.backends.cpu.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type
+from ikcli.backends.cpu.kernels.rowformat import I32, RowFormat, indices, ir
+from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type
 from ikcli.quant.tables import IQ2_KL_VALUES, IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES, IQ6_VALUES
 
 _NIBBLES8 = [4 * i for i in range(8)]

@@ -4,9 +4,9 @@ A group of 8 (4 for IQ3) columns is a point of a grid, kept as bytes in the kern
 """
 
 from ikcli.backends.cpu.kernels.format_api import plain_formats
-from ikcli.backends.cpu.simd.rowformat import I32, I64, RowFormat, ir
-from ikcli.backends.cpu.simd.vec import f32x16, half_to_f32, i32x16
+from ikcli.backends.cpu.kernels.rowformat import I32, I64, RowFormat, ir
 from ikcli.gguf.constants import GGMLType
+from ikcli.native.simd.vec import f32x16, half_to_f32, i32x16
 from ikcli.quant.tables import grid
 
 _SIGNS = [s | (bin(s).count("1") & 1) << 7 for s in range(128)]

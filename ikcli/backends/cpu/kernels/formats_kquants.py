@@ -1,9 +1,9 @@
 """K-quants and iq4_xs: super-blocks of 256 columns with packed sub-block scales (layouts: ggml-common.h)."""
 
 from ikcli.backends.cpu.kernels.format_api import plain_formats
-from ikcli.backends.cpu.simd.lanes import packed_scales_6bit
-from ikcli.backends.cpu.simd.rowformat import RowFormat
-from ikcli.backends.cpu.simd.vec import f32x16, i8x16, i8x64, i32x16, llvm_type
+from ikcli.backends.cpu.kernels.rowformat import RowFormat
+from ikcli.native.simd.lanes import packed_scales_6bit
+from ikcli.native.simd.vec import f32x16, i8x16, i8x64, i32x16, llvm_type
 from ikcli.quant.tables import IQ4_NL_VALUES
 
 

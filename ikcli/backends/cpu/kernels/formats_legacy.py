@@ -4,8 +4,8 @@ Layouts: ggml-common.h. All but the `_1` types are symmetric; iq4_nl and mxfp4 l
 """
 
 from ikcli.backends.cpu.kernels.format_api import plain_formats
-from ikcli.backends.cpu.simd.rowformat import I64, RowFormat, ir
-from ikcli.backends.cpu.simd.vec import i8x32, i8x64
+from ikcli.backends.cpu.kernels.rowformat import I64, RowFormat, ir
+from ikcli.native.simd.vec import i8x32, i8x64
 from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES
 
 

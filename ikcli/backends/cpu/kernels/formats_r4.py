@@ -5,8 +5,8 @@ keep the bytes of the plain type in runs of four columns.
 """
 
 from ikcli.backends.cpu.kernels.format_api import group_formats
-from ikcli.backends.cpu.simd.groupformat import GroupFormat
-from ikcli.backends.cpu.simd.vec import i8x64
+from ikcli.backends.cpu.kernels.groupformat import GroupFormat
+from ikcli.native.simd.vec import i8x64
 from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES
 
 _NATURAL8 = [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -5,10 +5,10 @@ order"), which a fixed shuffle brings into runs of four columns.
 """
 
 from ikcli.backends.cpu.kernels.format_api import group_formats
-from ikcli.backends.cpu.simd.emit import I32, I64
-from ikcli.backends.cpu.simd.groupformat import GroupFormat, ir
-from ikcli.backends.cpu.simd.vec import i8x16, i32x8, i32x16, llvm_type
+from ikcli.backends.cpu.kernels.groupformat import GroupFormat, ir
 from ikcli.gguf.constants import GGMLType
+from ikcli.native.simd.emit import I32, I64
+from ikcli.native.simd.vec import i8x16, i32x8, i32x16, llvm_type
 from ikcli.quant.tables import grid
 
 _RUNS = [2 * (4 * a + k) + c for c in range(2) for a in range(2) for k in range(4)]

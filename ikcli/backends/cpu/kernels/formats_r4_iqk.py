@@ -5,7 +5,7 @@ A value is a table entry; one bit per sub-block of a row selects a table shifted
 
 from ikcli.backends.cpu.kernels.format_api import group_formats
 from ikcli.backends.cpu.kernels.formats_r4 import SuperBlock, biased, six_bit
-from ikcli.backends.cpu.simd.groupformat import GroupFormat
+from ikcli.backends.cpu.kernels.groupformat import GroupFormat
 from ikcli.quant.tables import IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES
 
 

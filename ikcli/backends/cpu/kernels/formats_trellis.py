@@ -8,9 +8,9 @@ Source: https://github.com/ikawrakow/ik_llama.cpp/pull/113; layouts: ggml-common
 
 from ikcli.backends.cpu.kernels.format_api import plain_formats
 from ikcli.backends.cpu.kernels.formats_iqk import bit_plane, is_set
-from ikcli.backends.cpu.simd.rowformat import I32, RowFormat, ir
-from ikcli.backends.cpu.simd.vec import i8x16, i8x64, i32x16, llvm_type
+from ikcli.backends.cpu.kernels.rowformat import I32, RowFormat, ir
 from ikcli.gguf.constants import GGMLType
+from ikcli.native.simd.vec import i8x16, i8x64, i32x16, llvm_type
 from ikcli.quant.tables import IQ4_NL_VALUES, MATMUL_SCALE, TRELLIS_OFFSET
 
 _KA = 0xCBAC1FED

@@ -1,50 +1,31 @@
 """KV cache rows: reading and writing elements of every cache type, the kv_store and kv_rows kernels.
 
-A cache row holds `cols` elements: f32, f16, bf16, or q8_0 blocks of 32 (f16 scale d = max|x|/127, 32 int8 codes
-rounded to nearest even). A new cache type needs three device functions here: 16 elements as f32 (at an index that is a
-multiple of 16 for block types), one element, and storing a run of f32.
+A cache row holds `cols` elements of f32, f16 or bf16, or quantized (kv_blocks.py). A new cache type needs two device
+functions: 16 elements as f32 (at an index that is a multiple of 16 for block types) and storing a run of f32; types
+whose elements can be addressed one by one also `_LOAD1`.
 """
 
-import numpy as np
-
-from ikcli.backends.cpu.jit import inline
+from ikcli.backends.cpu.kernels import kv_blocks
 from ikcli.backends.cpu.kernels.basic import copy_f32
 from ikcli.backends.cpu.kernels.common import CELLS, KV_CELLS, n_rows, state_word, word
-from ikcli.backends.cpu.simd.vec import (
-    cvt_f32x16_i32,
-    cvt_i32x16_f32,
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import (
     ld_bf16,
     ld_f16,
     ld_f32,
-    ld_i8,
     ld_i64,
     load_bf16x16,
     load_f16x16,
     load_f32x16,
-    load_i8x16,
     prefetch,
-    reduce_add,
-    reduce_max,
-    sext_i8x16_i32,
-    splat_f32x16,
     st_bf16,
     st_f16,
     st_f32,
     store_bf16x16,
     store_f16x16,
     store_f32x16,
-    store_i8x16,
-    trunc_i32x16_i8,
-    vabs,
-    vadd,
-    vmax,
-    vmul,
-    vround_even,
     zero_f32x16,
 )
-
-_F0, _F1, _F127 = np.float32(0.0), np.float32(1.0), np.float32(127.0)
-Q8_0_BLOCK = 34
 
 
 # --- 16 elements, one element ----------------------------------------------------------------------------------------
@@ -64,13 +45,6 @@ def _load16_bf16(row, i):
 
 
 @inline
-def _load16_q8_0(row, i):
-    block = row + Q8_0_BLOCK * (i >> 5)
-    codes = cvt_i32x16_f32(sext_i8x16_i32(load_i8x16(block + 2 + (i & 31))))
-    return vmul(codes, splat_f32x16(ld_f16(block)))
-
-
-@inline
 def _load1_f32(row, i):
     return ld_f32(row + 4 * i)
 
@@ -85,23 +59,33 @@ def _load1_bf16(row, i):
     return ld_bf16(row + 2 * i)
 
 
-@inline
-def _load1_q8_0(row, i):
-    block = row + Q8_0_BLOCK * (i >> 5)
-    return np.float32(ld_i8(block + 2 + (i & 31))) * ld_f16(block)
+_LOAD16 = {"f32": _load16_f32, "f16": _load16_f16, "bf16": _load16_bf16, **kv_blocks.LOAD16}
+_LOAD1 = {"f32": _load1_f32, "f16": _load1_f16, "bf16": _load1_bf16}
+_GEOMETRY = {"f32": (0, 1, 4), "f16": (0, 1, 2), "bf16": (0, 1, 2), **kv_blocks.GEOMETRY}
 
 
-_LOAD = {
-    "f32": (_load16_f32, _load1_f32),
-    "f16": (_load16_f16, _load1_f16),
-    "bf16": (_load16_bf16, _load1_bf16),
-    "q8_0": (_load16_q8_0, _load1_q8_0),
-}
+def make_load_tail(type_):
+    """load_tail(dst, row, i, n): fewer than 16 elements as f32; slices of block types have none."""
+    if type_ not in _LOAD1:
+
+        @inline
+        def no_tail(dst, row, i, n):
+            return
+
+        return no_tail
+    load1 = _LOAD1[type_]
+
+    @inline
+    def load_tail(dst, row, i, n):
+        for j in range(n):
+            st_f32(dst + 4 * j, load1(row, i + j))
+
+    return load_tail
 
 
 def make_stage(type_):
     """stage(dst, chunk_bytes, row, i, n): elements [i, i+n) of a row as f32, 16 at every chunk_bytes, zero padded."""
-    load16, load1 = _LOAD[type_]
+    load16, load_tail = _LOAD16[type_], make_load_tail(type_)
 
     @inline
     def stage(dst, chunk_bytes, row, i, n):
@@ -112,20 +96,19 @@ def make_stage(type_):
             i += 16
         if n & 15 != 0:
             store_f32x16(dst, zero_f32x16())
-            for j in range(n & 15):
-                st_f32(dst + 4 * j, load1(row, i + j))
+            load_tail(dst, row, i, n & 15)
 
     return stage
 
 
 def make_prefetch_row(type_):
     """prefetch_row(row, i, n): ask for the cache lines of elements [i, i+n)."""
-    block, size = {"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, Q8_0_BLOCK)}[type_]
+    header, block, size = _GEOMETRY[type_]
 
     @inline
     def prefetch_row(row, i, n):
-        end = row + (i + n) // block * size
-        row += i // block * size
+        end = row + header + (i + n + block - 1) // block * size
+        row += header + i // block * size
         while row < end:
             prefetch(row)
             row += 64
@@ -157,22 +140,7 @@ def _store_bf16(row, i, src, n):
         st_bf16(dst + 2 * j, ld_f32(src + 4 * j))
 
 
-@inline
-def _store_q8_0(row, i, src, n):
-    dst = row + Q8_0_BLOCK * (i >> 5)
-    for j in range(0, n, 32):
-        x, y = load_f32x16(src + 4 * j), load_f32x16(src + 4 * j + 64)
-        largest = reduce_max(vmax(vabs(x), vabs(y)))
-        # NaN is lost in the maximum and in the codes: keep it in the scale, where it will be seen.
-        nan = reduce_add(vmul(vadd(x, y), splat_f32x16(_F0)))
-        inverse = _F127 / largest if largest > _F0 else _F0
-        st_f16(dst, largest / _F127 + nan)
-        store_i8x16(dst + 2, trunc_i32x16_i8(cvt_f32x16_i32(vround_even(vmul(x, splat_f32x16(inverse))))))
-        store_i8x16(dst + 18, trunc_i32x16_i8(cvt_f32x16_i32(vround_even(vmul(y, splat_f32x16(inverse))))))
-        dst += Q8_0_BLOCK
-
-
-_STORE = {"f32": _store_f32, "f16": _store_f16, "bf16": _store_bf16, "q8_0": _store_q8_0}
+_STORE = {"f32": _store_f32, "f16": _store_f16, "bf16": _store_bf16, **kv_blocks.STORE}
 _STORE1 = {"f32": (4, st_f32), "f16": (2, st_f16), "bf16": (2, st_bf16)}
 
 
@@ -210,7 +178,7 @@ def make_kv_store_transposed(type_):
 
 def make_kv_rows(type_):
     """params: 3 cache, 4 cache row bytes, 5 first column, 6 columns, 7 out."""
-    load16, load1 = _LOAD[type_]
+    load16, load_tail = _LOAD16[type_], make_load_tail(type_)
 
     def kv_rows(params, ith, nth):
         cache, row_bytes, first = word(params, 3), word(params, 4), word(params, 5)
@@ -223,7 +191,6 @@ def make_kv_rows(type_):
             dst = out + 4 * r * cols
             for i in range(0, full, 16):
                 store_f32x16(dst + 4 * i, load16(row, first + i))
-            for i in range(full, cols):
-                st_f32(dst + 4 * i, load1(row, first + i))
+            load_tail(dst + 4 * full, row, first + full, cols - full)
 
     return kv_rows

@@ -4,14 +4,14 @@ A block of 16 weight rows (32 for float types) is one work item. With few activa
 straight from memory; with more, the block is unpacked once into a tile that all activation rows then share.
 """
 
-from ikcli.backends.cpu.jit import inline
 from ikcli.backends.cpu.kernels.basic import swiglu_span
 from ikcli.backends.cpu.kernels.common import n_rows, next_span, next_work, word
 from ikcli.backends.cpu.kernels.formats import FORMATS
 from ikcli.backends.cpu.kernels.formats_float import FLOAT_FORMATS
-from ikcli.backends.cpu.simd.gemm import quant_tile
-from ikcli.backends.cpu.simd.vec import ld_i64
+from ikcli.backends.cpu.kernels.gemm import quant_tile
 from ikcli.backends.cpu.tile_modes import MODES
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import ld_i64
 
 FEW = 3  # up to this many activation rows, dot rows straight from memory
 

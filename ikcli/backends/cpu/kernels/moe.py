@@ -9,9 +9,9 @@ import math
 
 import numpy as np
 
-from ikcli.backends.cpu.jit import inline
 from ikcli.backends.cpu.kernels.common import n_rows, word
-from ikcli.backends.cpu.simd.vec import (
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import (
     ld_f32,
     ld_i32,
     ld_i64,

@@ -11,10 +11,10 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu import isa
-from ikcli.backends.cpu.jit import merge
 from ikcli.backends.cpu.kernels.common import word
-from ikcli.backends.cpu.simd.vec import call_llvm, const_vector, f32x16, llvm_type, pointer, splat_value
+from ikcli.native import isa
+from ikcli.native.jit import merge
+from ikcli.native.simd.vec import call_llvm, const_vector, f32x16, llvm_type, pointer, splat_value
 
 _I64, _F32 = ir.IntType(64), ir.FloatType()
 CHUNK = 16  # columns per chunk

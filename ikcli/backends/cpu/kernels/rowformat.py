@@ -18,8 +18,9 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.simd.emit import I32, I64, Emitter
-from ikcli.backends.cpu.simd.vec import (
+from ikcli.backends.cpu.tile_modes import LAYOUT, MODES
+from ikcli.native.simd.emit import I32, I64, Emitter
+from ikcli.native.simd.vec import (
     call_llvm,
     const_vector,
     f32x8,
@@ -34,7 +35,6 @@ from ikcli.backends.cpu.simd.vec import (
     pointer,
     splat_value,
 )
-from ikcli.backends.cpu.tile_modes import LAYOUT, MODES
 
 _I8, _I16, _F32 = ir.IntType(8), ir.IntType(16), ir.FloatType()
 

@@ -13,9 +13,9 @@ import functools
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.simd.emit import Emitter, transpose16
-from ikcli.backends.cpu.simd.vec import f32x16, i8x64, i32x16
 from ikcli.backends.cpu.tile_modes import LAYOUT
+from ikcli.native.simd.emit import Emitter, transpose16
+from ikcli.native.simd.vec import f32x16, i8x64, i32x16
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def _add_minima(e, p, rows, acc, sums_at, ib4, halves, scales_at, nb4):
 
 
 def _splat_const(e, x):
-    from ikcli.backends.cpu.simd.vec import const_vector
+    from ikcli.native.simd.vec import const_vector
 
     return const_vector(f32x16, [x] * 16)
 
@@ -135,7 +135,7 @@ def _load_first(e, address, n):
     """First n lanes of 16 floats, zeros elsewhere (never reads past them)."""
     import llvmlite.ir as ir
 
-    from ikcli.backends.cpu.simd.vec import call_llvm, const_vector, llvm_type, pointer, splat_value
+    from ikcli.native.simd.vec import call_llvm, const_vector, llvm_type, pointer, splat_value
 
     mask = e.b.icmp_signed("<", const_vector(i32x16, range(16)), splat_value(e.b, i32x16, e.b.trunc(n, ir.IntType(32))))
     t = llvm_type(f32x16)
@@ -149,7 +149,7 @@ def unpack_float16(kind):
 
     Rows from n_valid on are read from the last valid row, so nothing outside the tensor is touched.
     """
-    from ikcli.backends.cpu.simd import vec
+    from ikcli.native.simd import vec
 
     size = 4 if kind == "f32" else 2
 

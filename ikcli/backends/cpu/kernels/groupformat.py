@@ -18,9 +18,10 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.simd.emit import I32
-from ikcli.backends.cpu.simd.rowformat import RowEmitter, activation_floats, indices, steps
-from ikcli.backends.cpu.simd.vec import (
+from ikcli.backends.cpu.kernels.rowformat import RowEmitter, activation_floats, indices, steps
+from ikcli.backends.cpu.tile_modes import LAYOUT, MODES
+from ikcli.native.simd.emit import I32
+from ikcli.native.simd.vec import (
     call_llvm,
     const_vector,
     f32x16,
@@ -32,7 +33,6 @@ from ikcli.backends.cpu.simd.vec import (
     llvm_type,
     pointer,
 )
-from ikcli.backends.cpu.tile_modes import LAYOUT, MODES
 
 _I8, _I16, _F32 = ir.IntType(8), ir.IntType(16), ir.FloatType()
 

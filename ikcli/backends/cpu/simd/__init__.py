@@ -1,1 +1,0 @@
-"""SIMD vector types and intrinsics for Numba kernels."""

@@ -24,6 +24,7 @@ from ikcli.native.simd.emit import I32
 from ikcli.native.simd.vec import (
     call_llvm,
     const_vector,
+    f32x8,
     f32x16,
     half_to_f32,
     i8x16,
@@ -36,6 +37,7 @@ from ikcli.native.simd.vec import (
 
 _I8, _I16, _F32 = ir.IntType(8), ir.IntType(16), ir.FloatType()
 
+_PREFETCH_BYTES = 4096  # ahead; the next groups follow in memory
 ORDER4 = [[0, 4, 1, 5], [2, 6, 3, 7]]
 
 
@@ -176,6 +178,8 @@ def group_dot(fmt):
             accs = [e.variable(e.zero(f32x16)) for _ in range(2)]
             low = e.variable(ir.Constant(ir.VectorType(_F32, _lanes(fmt, mode)), [0.0] * _lanes(fmt, mode)))
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
+                for line in range(0, fmt.step_bytes, 64):
+                    e.prefetch(e.offset(at_w, _PREFETCH_BYTES + line))
                 _dot_step(e, fmt, mode, at_w, row, _Activations(e, mode, a, k, i, valid), accs, low)
             total = _fold(e, builder.fadd(builder.load(accs[0]), builder.load(accs[1])), fmt.rows)
             e.store(builder.fadd(total, _fold(e, builder.load(low), fmt.rows)), out)
@@ -202,6 +206,9 @@ class _Activations:
             self.sums = e.load(i32x8, e.offset(self.s_at, nb4))
         elif mode.endswith("16"):
             self.sums = e.load(i32x16, e.offset(self.s_at, nb4, nb4, i32))
+        if mode == "m16":
+            d = e.mul(activation_floats(e, self.d_at, valid), ir.Constant(llvm_type(f32x8), [-1.0 / 128] * 8))
+            self.halves = e.mul(e.ints_to_f32(self.sums), e.pick(d, [i // 2 for i in range(16)]))
 
     def scale(self, ib, lanes):
         """The float scale of block ib in all lanes."""
@@ -274,9 +281,7 @@ def _sums(e, act, ib, lanes, rows):
     """What minima are multiplied with."""
     if lanes == rows:
         return act.sum(ib, lanes)
-    isum = e.ints_to_f32(e.pick(act.sums, [2 * ib + i // rows for i in range(lanes)]))
-    factor = ir.Constant(isum.type, [-1.0 / 128] * lanes)
-    return e.mul(e.mul(isum, act.scale(ib, lanes)), factor)
+    return e.pick(act.halves, [2 * ib + i // rows for i in range(lanes)])
 
 
 @functools.cache

@@ -106,8 +106,9 @@ def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: Enco
     if empty.any():
         work.points.reshape(n_rows, ne0 // span, -1)[empty] = fmt.rest
         work.scales.reshape(n_rows, ne0 // span, -1)[empty] = 0
-    words = [_at(work.x), n_rows, ne0 // 8, _at(weights), _at(tables.grid(fmt.grid)), _at(work.points), _at(work.signs)]
-    _call(_key("make_signs", len(t.grid), fmt.kind), words)
+    if fmt.kind != _TERNARY:
+        words = [_at(work.x), n_rows, ne0 // 8, _at(weights), _at(tables.grid(fmt.grid)), _at(work.points)]
+        _call(_key("make_signs", len(t.grid) if fmt.kind == _EVEN else 8, fmt.kind), [*words, _at(work.signs)])
     found = iquants_pack.Found(work.d, work.scales, work.points, work.signs)
     return iquants_pack.pack(type, found).reshape(-1)
 
@@ -143,7 +144,7 @@ def _search(fmt: GridFormat, t: _Tables, work: _Work, weights: Floats, span: int
     lists = np.empty(batch * list_bytes, np.uint8)
     scratch = np.empty(max(1024 + 16 * n_points, 128 + 8 * (span // fmt.sub)), np.uint8)
     candidates = _key("make_candidates", dims, n_points, fmt.kind)
-    search = _key("make_search", fmt.mode, len(fmt.multipliers), module="iquants_search_kernels")
+    search = _key("make_search", fmt.mode, module="iquants_search_kernels")
     for row in range(0, n_rows, batch):
         n = min(batch, n_rows - row)
         for i in range(ne0 // span):
@@ -156,7 +157,7 @@ def _search(fmt: GridFormat, t: _Tables, work: _Work, weights: Floats, span: int
             words += [*rms, _at(work.amax, row, i), work.amax.strides[0], _at(work.d, row, i), work.d.strides[0]]
             words += [_at(work.scales, row, sub), work.scales.strides[0]]
             words += [_at(work.points, row, i * (span // dims)), work.points.strides[0]]
-            words += [_at(t.coarse), len(t.coarse), _at(t.fine), len(t.fine), _at(scratch)]
+            words += [_at(t.coarse), len(t.coarse), _at(t.fine), len(t.fine), _at(scratch), len(fmt.multipliers)]
             _call(search, words)
 
 

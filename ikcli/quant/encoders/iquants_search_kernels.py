@@ -209,16 +209,16 @@ def _storable(d, amax, scratch):
     return ld_f16(scratch) / amax
 
 
-def make_search(mode, n_mult):
+def make_search(mode):
     """params: 0 lists, 1 their row bytes, 2 rows, 3 sub-blocks, 4 groups per sub-block, 5 multipliers f32[16] (all
     lanes filled), 6 ratios, 7 base scales, 8 their row bytes, 9 divisor of the values f32, 10 its row bytes, 11 d f32,
     12 row bytes, 13 sub-block scales u8, 14 row bytes, 15 points i32 (flag at bit 16), 16 row bytes, 17 coarse factors
     f32, 18 their number, 19 fine factors, 20 their number, 21 scratch
-    (128 bytes and 8 per sub-block)."""
+    (128 bytes and 8 per sub-block), 22 number of multipliers."""
 
     def search(params):
         n_subs, n_groups, mult = ld_i64(params + 24), ld_i64(params + 32), ld_i64(params + 40)
-        scratch = ld_i64(params + 168)
+        scratch, n_mult = ld_i64(params + 168), ld_i64(params + 176)
         sub_bytes = n_groups * LIST_BYTES * (1 if mode == SINGLE else 2)
         for r in range(ld_i64(params + 16)):
             lists = ld_i64(params) + r * ld_i64(params + 8)

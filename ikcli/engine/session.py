@@ -283,11 +283,18 @@ def _graph_config(config: RunConfig, n_cells: int) -> GraphConfig:
         ser=config.ser,
         type_k=format_by_name(config.type_k).type,
         type_v=format_by_name(config.type_v).type,
-        k_hadamard=config.k_hadamard,
+        k_hadamard=_rotates_k(config),
         v_hadamard=config.v_hadamard,
         n_ctx=n_cells,
         n_ubatch=config.n_ubatch,
     )
+
+
+def _rotates_k(config: RunConfig) -> bool:
+    """-khad, by default on where a block of keys has few levels: outliers of some columns would take them all."""
+    if config.k_hadamard is not None:
+        return config.k_hadamard
+    return format_by_name(config.type_k).bpw < 8
 
 
 def _check_cache_types(cfg: GraphConfig, config: RunConfig, model: Model) -> None:

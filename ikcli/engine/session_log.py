@@ -98,6 +98,9 @@ def context_lines(session: Session) -> None:
         }
     ):  # fmt: skip
         log(line)
+    if session.graph_config.k_hadamard:
+        why = "" if c.k_hadamard else f", because {c.type_k} has few levels; -no-khad switches it off"
+        log(f"llama_new_context_with_model: k_hadamard = 1 (K is rotated before it is quantised{why})")
     cache_bytes = sum(session.cache_bytes().values())
     size = report.kv_self_size(
         report.KVShape(hp.n_layer, hp.n_head_kv, hp.head_dim_k, hp.head_dim_v, hp.kv_lora_rank, hp.n_rot),

@@ -51,7 +51,7 @@ def check_products(type_: GGMLType, data: Array, k: int, n_rows: int) -> None:
     for n in N_TOKENS:
         a = whole_numbers(n, k)
         found = run([Segment(n)], {x: a})
-        limit = 1e-6 * (np.abs(a) @ np.abs(w).T)
+        limit = 3e-6 * (np.abs(a) @ np.abs(w).T)  # codes are biased by up to 128, which costs a few bits
         error = np.abs(found - a.astype(np.float64) @ w.T)
         assert (error <= limit).all(), f"{n} tokens: {(error / (limit + 1e-30)).max():.1f} times the limit"
 

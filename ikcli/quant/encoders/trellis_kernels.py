@@ -372,10 +372,51 @@ def make_search(size, weighted, linear, both_signs):
                 e += ld_f32(wx + 4 * (size * g + k)) * ld_f32(xs + 4 * (size * g + k))
             st_f32(energies + 4 * g, e)
 
+    @inline
+    def largest_of(x, n):
+        """Largest magnitude."""
+        most = _F0
+        for i in range(n):
+            most = max(most, abs(ld_f32(x + 4 * i)))
+        return most
+
+    @inline
+    def refine(
+        books, n_books, centers, w, wx, energies, model, d, table, n_mults, turn, n_windows, reach, work, out, at
+    ):
+        """Best multiplier, table and rows of a sub-block at row scale d; later turns start from those found."""
+        only, turns, y = -1, n_windows, 0
+        if turn > 0:
+            only, turns, y = ld_i32(at + 8), 1, ld_i32(at + 4)
+        center_sums(books, n_books, only, w, wx, centers)
+        st_f32(at, _HUGE)
+        if turn > 0:
+            a, c = sub_sums(ld_i64(books + 64 * only + 40), at + 12, w, wx)
+            dm = np.float64(d * ld_f32(table + 4 * y))
+            st_f32(at, np.float32(dm * dm * a - 2.0 * dm * c))
+        for sign in range(2 if both_signs and turn == 0 else 1):
+            if turn == 0:
+                y = nearest(table, n_mults, ld_f32(model + 4 + 12 * sign) / d)
+            for i in range(turns):
+                first = y + 1 - 2 * turns + 4 * i
+                around(
+                    books, n_books, only, centers, w, wx, energies, d, table, n_mults, y, first, reach, work, out, at
+                )
+
+    @inline
+    def write_row(found, n_subs, m_out, book_out, idx_out):
+        """Multipliers, tables and table rows of a row."""
+        for b in range(n_subs):
+            at = found + 48 * b
+            st_i8(m_out + b, ld_i32(at + 4))
+            st_i8(book_out + b, ld_i32(at + 8))
+            for g in range(n_groups):
+                st_i32(idx_out + 4 * (n_groups * b + g), ld_i32(at + 12 + 4 * g))
+
     def search(slots):
         x, weights, n_rows, ne0 = ld_i64(slots), ld_i64(slots + 8), ld_i64(slots + 16), ld_i64(slots + 24)
         books, n_books, table, n_mults = ld_i64(slots + 32), ld_i64(slots + 40), ld_i64(slots + 48), ld_i64(slots + 56)
-        options, buffers, scratch = ld_i64(slots + 64), ld_i64(slots + 72), ld_i64(slots + 80)
+        options, xs, out = ld_i64(slots + 64), ld_i64(slots + 72), ld_i64(slots + 80)
         d_out, m_out, book_out, idx_out = (
             ld_i64(slots + 88),
             ld_i64(slots + 96),
@@ -385,60 +426,31 @@ def make_search(size, weighted, linear, both_signs):
         low, ratio, n_calls = ld_f32(options), ld_f32(options + 4), np.int64(ld_f32(options + 8))
         rough_reach, reach = ld_f32(options + 12), ld_f32(options + 16)
         lowest, highest, n_rounds = ld_f32(options + 20), ld_f32(options + 24), np.int64(ld_f32(options + 28))
-        n_windows = np.int64(ld_f32(options + 32))
-        n_subs = ne0 // SUB
-        xs, w, wx, energies = buffers, buffers + 4 * ne0, buffers + 8 * ne0, buffers + 12 * ne0
-        models = buffers + 16 * ne0
-        found = models + 28 * n_subs
-        out = scratch
-        work = scratch + 1024
+        n_windows, n_subs = np.int64(ld_f32(options + 32)), ne0 // SUB
+        w, wx, energies, models = xs + 4 * ne0, xs + 8 * ne0, xs + 12 * ne0, xs + 16 * ne0
+        found, work = models + 28 * n_subs, out + 1024
         centers = work + 1024 + 4 * ld_i64(books + 48)
         for row in range(n_rows):
-            src = x + 4 * ne0 * row
-            amax = _F0
-            for i in range(ne0):
-                amax = max(amax, abs(ld_f32(src + 4 * i)))
-            d = _F0
+            src, start = x + 4 * ne0 * row, row * n_subs
+            amax, scaled = largest_of(src, ne0), np.float64(0.0)
             if amax > 0.0:
                 prepare(src, weights, ne0, np.float64(1.0) / np.float64(amax), xs, w, wx, energies)
                 for b in range(n_subs):
-                    high = _F0
-                    for k in range(SUB):
-                        high = max(high, abs(ld_f32(xs + 128 * b + 4 * k)))
-                    rough(books, n_books, centers, w + 128 * b, wx + 128 * b, high, energies + 4 * n_groups * b,
-                          models + 28 * b, low, ratio, n_calls, rough_reach, work, out)  # fmt: skip
+                    rough(books, n_books, centers, w + 128 * b, wx + 128 * b, largest_of(xs + 128 * b, SUB),
+                          energies + 4 * n_groups * b, models + 28 * b, low, ratio, n_calls, rough_reach,
+                          work, out)  # fmt: skip
                 d = choose_scale(models, n_subs, table, n_mults, lowest, highest, work)
                 for turn in range(n_rounds):
                     for b in range(n_subs):
-                        at, ww, wwx, ee = found + 48 * b, w + 128 * b, wx + 128 * b, energies + 4 * n_groups * b
-                        if turn == 0:
-                            st_f32(at, _HUGE)
-                            center_sums(books, n_books, -1, ww, wwx, centers)
-                            for sign in range(2 if both_signs else 1):
-                                y = nearest(table, n_mults, ld_f32(models + 28 * b + 4 + 12 * sign) / d)
-                                for i in range(n_windows):
-                                    first = y + 1 - 2 * n_windows + 4 * i
-                                    around(books, n_books, -1, centers, ww, wwx, ee, d, table, n_mults, y, first, reach,
-                                           work, out, at)  # fmt: skip
-                        else:
-                            y, book = ld_i32(at + 4), ld_i32(at + 8)
-                            a, c = sub_sums(ld_i64(books + 64 * book + 40), at + 12, ww, wwx)
-                            center_sums(books, n_books, book, ww, wwx, centers)
-                            dm = np.float64(d * ld_f32(table + 4 * y))
-                            st_f32(at, np.float32(dm * dm * a - 2.0 * dm * c))
-                            around(books, n_books, book, centers, ww, wwx, ee, d, table, n_mults, y, y - 1, reach,
-                                   work, out, at)  # fmt: skip
+                        refine(books, n_books, centers, w + 128 * b, wx + 128 * b, energies + 4 * n_groups * b,
+                               models + 28 * b, d, table, n_mults, turn, n_windows, reach,
+                               work, out, found + 48 * b)  # fmt: skip
                     d = least_squares(books, table, found, n_subs, w, wx, d)
-                for b in range(n_subs):
-                    at = found + 48 * b
-                    st_i8(m_out + row * n_subs + b, ld_i32(at + 4))
-                    st_i8(book_out + row * n_subs + b, ld_i32(at + 8))
-                    for g in range(n_groups):
-                        st_i32(idx_out + 4 * n_groups * (row * n_subs + b) + 4 * g, ld_i32(at + 12 + 4 * g))
-            scaled = np.float64(d) * np.float64(amax)
-            if amax > _LARGE:
-                top = _F32_MAX / np.float64(max(_F1, peak(books, table, found, n_subs)))
-                scaled = max(-top, min(top, scaled))
+                write_row(found, n_subs, m_out + start, book_out + start, idx_out + 4 * n_groups * start)
+                scaled = np.float64(d) * np.float64(amax)
+                if amax > _LARGE:
+                    top = _F32_MAX / np.float64(max(_F1, peak(books, table, found, n_subs)))
+                    scaled = max(-top, min(top, scaled))
             st_f32(d_out + 4 * row, np.float32(scaled))
 
     return search, 1, False

@@ -11,8 +11,9 @@ from kernel_harness import Harness, Segment
 
 from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.errors import UnsupportedError
-from ikcli.gguf.constants import GGMLType, row_n_bytes
+from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
 from ikcli.graph import Cache, HeadSlice, Node, Rows
+from ikcli.quant.decode import dequantize
 
 F32, F16, BF16, Q8_0 = GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0
 
@@ -46,9 +47,10 @@ def decode(data: np.ndarray, type_: GGMLType) -> np.ndarray:
         return data.view(np.float16).astype(np.float64)
     if type_ == BF16:
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    blocks = np.ascontiguousarray(data).reshape(rows, -1, 34)
-    scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float64)
-    return (blocks[..., 2:].view(np.int8) * scale).reshape(rows, -1)
+    traits = TYPE_TRAITS[type_]
+    cols = (data.shape[1] - traits.row_meta_size) // traits.type_size * traits.block_size
+    values = dequantize(np.ascontiguousarray(data).reshape(-1), type_, (cols, rows))
+    return values.astype(np.float64).reshape(rows, cols)
 
 
 # --- oracle ----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from test_cpu_attention import Built, absorbed, expected, gqa
 from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.backends.reference_kv import through_blocks
 from ikcli.backends.reference_ops import walsh
-from ikcli.config import RunConfig
+from ikcli.config import DATA_DIR, KV_TYPES, RunConfig
 from ikcli.engine.batch import Batch
 from ikcli.engine.reference_session import ReferenceSession
 from ikcli.engine.session import Session
@@ -294,3 +294,51 @@ def perplexity(model: Path, text: Path, chunks: int, **changes: Any) -> float:
     with closing(Session.open(c, n_ctx=512)) as session:
         tokens = tokenize(session, text.read_text(encoding="utf-8"))
         return run_perplexity(session, tokens, PerplexityParams(n_batch=512, chunks=chunks)).ppl
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[Path, Path, float]:
+    """The bundled model, its text, and the perplexity of one chunk with an f16 cache."""
+    model, text = DATA_DIR / "demo.gguf", DATA_DIR / "demo.txt"
+    return model, text, perplexity(model, text, 1)
+
+
+@pytest.mark.parametrize("type_", slow_but([T.Q4_0]))
+def test_demo_model(demo: tuple[Path, Path, float], type_: GGMLType) -> None:
+    model, text, wanted = demo
+    found = perplexity(model, text, 1, type_k=TYPE_TRAITS[type_].name)
+    assert found == pytest.approx(wanted, rel=0.03 if TYPE_TRAITS[type_].type_size < 22 else 0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("type_", names(QUANTIZED))
+def test_story_model(shared_dir: Path, type_: GGMLType) -> None:
+    """Heads of 32 columns of which one or two hold nearly all of K: types of few levels need the rotation."""
+    golden, name = shared_dir / "golden", TYPE_TRAITS[type_].name
+    model, text = golden / "models" / "stories260K-d256.f32.gguf", golden / "tinystories.txt"
+    loss = {mode: perplexity(model, text, 8, **changes) / 4.2048 - 1 for mode, changes in {
+        "k": {"type_k": name}, "plain": {"type_k": name, "k_hadamard": False}, "v": {"type_v": name},
+        "rotated v": {"type_v": name, "v_hadamard": True},
+    }.items()}  # fmt: skip
+    bits = TYPE_TRAITS[type_].type_size / 4
+    assert abs(loss["v"]) < 0.005 and abs(loss["rotated v"]) < 0.005
+    assert loss["k"] < (0.002 if bits >= 8 else 0.006 if bits > 6 else 0.02 if bits > 5 else 0.15)
+    assert bits >= 8 or loss["k"] < 0.4 * loss["plain"]
+
+
+def test_rotation_of_k_is_the_default_for_few_bits() -> None:
+    """On below 8 bits, off from there on, and as the user says."""
+    cases = {("f16", None): False, ("q8_0", None): False, ("q8_KV", None): False, ("q6_0", None): True,
+             ("q4_0", None): True, ("q4_0", False): False, ("f16", True): True}  # fmt: skip
+    for (name, asked), wanted in cases.items():
+        session = Session.plan(RunConfig(model=DATA_DIR / "demo.gguf", type_k=name, k_hadamard=asked, n_ctx=256))
+        assert session.graph_config.k_hadamard == wanted
+        assert any(n.op == "hadamard" for g, _ in session.graphs.values() for n in g.nodes) == wanted
+
+
+@pytest.mark.parametrize("name", KV_TYPES)
+def test_memory_report_is_the_memory(name: str) -> None:
+    """The size logged is that of the allocated rows, headers of rows included; every cell is a row of 576 here."""
+    session = Session.plan(RunConfig(model=DATA_DIR / "demo.gguf", type_k=name, n_ctx=256))
+    row = row_n_bytes(next(iter(session.cache_bytes())).type, 576)
+    assert list(session.cache_bytes().values()) == [256 * row] * session.model.hp.n_layer

@@ -77,11 +77,12 @@ class ServerConfig:
 class SweepConfig:
     """sweep-bench: speed at growing depths."""
 
-    warmup_batch: bool = opt(False, "-wb --warmup-batch", "switch", "also warm up with one full ubatch", topic="sweep-bench", commands="W", example="-wb")
+    warmup_batch: bool = opt(True, "-wb --warmup-batch", "switch", "also warm up with one full ubatch; --no-warmup turns this off too", topic="sweep-bench", commands="W", negative="--no-warmup-batch", example="--no-warmup-batch")
     repetitions: int = opt(1, "-nrep --n-repetitions", "int", "repetitions of the first row", topic="sweep-bench", commands="W", form="N", example="-nrep 3", minimum=1)
     stride: int = opt(1, "--sweep-stride", "int", "measure every Nth depth only", topic="sweep-bench", commands="W", form="N", example="--sweep-stride 4", minimum=1)
     memory: bool = opt(False, "--sweep-memory", "switch", "add columns with the highest memory use", topic="sweep-bench", commands="W", example="--sweep-memory")
     output_format: str = opt("md", "--output-format", "choice", "form of the table", topic="sweep-bench", commands="W", form="md|table|jsonl|jsonl-full", example="--output-format jsonl", choices=("md", "table", "jsonl", "jsonl-full"))
+    plot: Path | None = opt(None, "--plot", "path", "draw PP and TG over N_KV into this file at the end (.png, .svg, .pdf)", topic="sweep-bench", commands="W", form="FILE", example="--plot speed.png")
     max_depth: int = opt(0, "--max-depth", "int", "last depth to measure; 0 = whole context", topic="sweep-bench", commands="W", form="N", example="--max-depth 8192", minimum=0)
     start_depth: int = opt(0, "--start-depth", "int", "first depth to measure", topic="sweep-bench", commands="W", form="N", example="--start-depth 4096", minimum=0)
     pp: int = opt(0, "--pp", "int", "prompt tokens per row; 0 = ubatch", topic="sweep-bench", commands="W", form="N", example="--pp 256", minimum=0)

@@ -48,6 +48,7 @@ LIBRARIES = {
     "fastapi": ("server",),
     "starlette": ("server",),
     "uvicorn": ("server",),
+    "matplotlib": ("eval",),
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -6,18 +6,23 @@ import json
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 from fake_session import FakeSession
 
-from ikcli.config import RunConfig
+import ikcli
+from ikcli.commands._options import parse
+from ikcli.config import RunConfig, default_model
 from ikcli.config_groups import SweepConfig
 from ikcli.errors import UsageError
-from ikcli.eval import memory, sweep_bench
+from ikcli.eval import environment, memory, sweep_bench
 from ikcli.eval.sweep_bench import SweepParams, SweepRow, depths, run
 from ikcli.eval.sweep_table import Printer, RunInfo
+from ikcli.gguf.reader import open_gguf
+from ikcli.native import isa
 
 PARAMS = SweepParams(pp=16, tg=4, step=16, warmup=False)
 
@@ -220,3 +225,48 @@ def test_nothing_to_measure_and_bad_values(opener: Opener, capsys: pytest.Captur
 def test_memory_of_this_process() -> None:
     hwm = memory.rss_hwm_mib()
     assert hwm is None or 10 < hwm < 1e6
+
+
+def test_warm_up_covers_both_phases_unless_turned_off(opener: Opener) -> None:
+    for argv, expected in (
+        ([], [1] * (1 + sweep_bench.WARMUP_TG) + [16]),
+        (["--no-warmup-batch"], [1] * (1 + sweep_bench.WARMUP_TG)),
+        (["--no-warmup"], []),
+        (["--no-warmup", "-wb"], []),
+    ):
+        settings = parse("sweep-bench", [*argv, "-c", "64", "-b", "64", "-ub", "16"]).config
+        assert sweep_bench.run_command(settings) == 0
+        log = opener.sessions[-1].log
+        assert [n for kind, n, _ in log[: log.index(("rm", -1, 0))] if kind == "decode"] == expected
+
+
+def test_jsonl_full_records_where_it_ran(opener: Opener, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep_bench.run_command(small(output_format="jsonl-full")) == 0
+    recorded = json.loads(capsys.readouterr().out.splitlines()[0])["config"]
+    assert recorded["sweep"]["warmup_batch"] is True and recorded["model_file"] is None
+    assert recorded["hardware"]["isa"] == isa.current().name and recorded["hardware"]["physical_cores"] >= 1
+    assert recorded["hardware"]["cpu"] and recorded["hardware"]["memory_bytes"] > 2**28
+    assert recorded["software"]["ik"] == ikcli.__version__ and recorded["software"]["numba"]
+
+
+def test_model_file_and_processor_are_described(tmp_path: Path) -> None:
+    described = environment.model_file(open_gguf(default_model()))
+    assert described["file"] == default_model().name and described["architecture"] == "deepseek2"
+    assert sum(described["types"].values()) == len(open_gguf(default_model()).tensors)
+    assert described["tensor_bytes"] < default_model().stat().st_size
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Some  CPU @ 2 GHz\n")
+    (tmp_path / "meminfo").write_text("MemFree:  1 kB\nMemTotal:       2048 kB\n")
+    assert environment.cpu_name(tmp_path / "cpuinfo") == "Some CPU @ 2 GHz"
+    assert environment.memory_bytes(tmp_path / "meminfo") == 2 << 20
+
+
+def test_plot_option(opener: Opener, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert sweep_bench.run_command(small(plot=tmp_path / "all.png")) == 0
+    assert (tmp_path / "all.png").read_bytes()[:4] == b"\x89PNG" and "all.png" in capsys.readouterr().err
+    opener.interrupt_at = 32
+    assert sweep_bench.run_command(small(plot=tmp_path / "some.svg")) == 130
+    assert "<svg" in (tmp_path / "some.svg").read_text()
+    with pytest.raises(UsageError, match="does not exist"):
+        sweep_bench.run_command(small(plot=tmp_path / "absent" / "x.png"))
+    assert len(opener.sessions) == 2

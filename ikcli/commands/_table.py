@@ -19,6 +19,7 @@ class CommandInfo:
 COMMANDS = (
     CommandInfo("perplexity", "perplexity of a model on a text", "ikcli.commands.perplexity", runs_model=True),
     CommandInfo("sweep-bench", "speed at growing context depth", "ikcli.commands.sweep_bench", runs_model=True),
+    CommandInfo("sweep-bench-plot", "plot and compare runs of sweep-bench", "ikcli.commands.sweep_bench_plot"),
     CommandInfo(
         "plan", "placement and memory of a run, before it reads weights", "ikcli.commands.plan", runs_model=True
     ),

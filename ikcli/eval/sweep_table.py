@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,10 +45,11 @@ class Printer:
             "n_threads_batch": config.n_threads_batch,
         }
 
-    def header(self) -> None:
-        """What precedes the rows."""
+    def header(self, config: Callable[[], Mapping[str, Any]] | None = None) -> None:
+        """What precedes the rows; `config` tells what jsonl-full records, by default the settings."""
         if self._format == "jsonl-full":
-            _write(json.dumps({"config": {**_plain(self._config), **self._settings}}))
+            recorded = config() if config is not None else settings_dict(self._config)
+            _write(json.dumps({"config": {**recorded, **self._settings}}))
         if self._format.startswith("jsonl"):
             return
         columns = _COLUMNS + (_MEMORY_COLUMNS if self._memory else ())
@@ -90,8 +92,13 @@ def _mib(value: float | None, digits: int, missing: str) -> str:
     return missing if value is None else f"{value:.{digits}f}"
 
 
+def settings_dict(config: RunConfig) -> dict[str, Any]:
+    """Every setting as JSON values, groups nested."""
+    return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+
+
 def _plain(value: Any) -> Any:
-    """A config as JSON values."""
+    """A setting as a JSON value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):

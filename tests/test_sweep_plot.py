@@ -277,6 +277,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_error_of_a_file_without_rows_names_it(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     from ikcli.commands.sweep_bench_plot import run
 
     (tmp_path / "x.md").write_text("| a |\n")

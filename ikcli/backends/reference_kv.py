@@ -26,14 +26,13 @@ def _half(x: Floats) -> Floats:
     return x.astype(np.float16).astype(np.float32)
 
 
-def _divide(a: Floats, b: Floats | np.float32) -> Floats:
+def _divide(a: Floats | np.float32, b: Floats) -> Floats:
     """a / b, 0 where b is 0."""
-    a, b = np.broadcast_arrays(np.float32(a), np.float32(b))
-    return np.divide(a, b, out=np.zeros(a.shape, np.float32), where=b != 0)
+    return np.divide(a, b, out=np.zeros(b.shape, np.float32), where=b != 0)
 
 
 def _column(values: Floats) -> Floats:
-    return np.float32(values)[:, None]
+    return values.astype(np.float32)[:, None]
 
 
 def _int8(x: Floats) -> Floats:

@@ -58,7 +58,7 @@ def transform(dst, src, n, scale):
 
 
 def make_hadamard():
-    """params: 3 x, 4 out, 5 heads, 6 head columns, 7 first column of the blocks, 8 number of blocks, 9... their sizes."""
+    """params: 3 x, 4 out, 5 heads, 6 head columns, 7 first column of blocks, 8 number of blocks, 9... their sizes."""
 
     def hadamard(params, ith, nth):
         x, out, heads, dim = word(params, 3), word(params, 4), word(params, 5), word(params, 6)

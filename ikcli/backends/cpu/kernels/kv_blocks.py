@@ -1,4 +1,4 @@
-"""Quantized rows of the KV cache: q8_0 q8_KV q6_0 q5_0 q5_1 q4_0 q4_1 iq4_nl; reading 16 elements, storing a run of f32.
+"""Quantized rows of the KV cache: q8_0 q8_KV q6_0 q5_0 q5_1 q4_0 q4_1 iq4_nl; reading 16 elements, storing a run.
 
 Layouts are those of the weight types of the same names (ggml-common.h): blocks of 32 with a half-float scale, and with
 a minimum in the _1 types; q8_KV has one scale for the whole row. Scales (and minima) minimise the squared error of a

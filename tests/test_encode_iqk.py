@@ -11,7 +11,7 @@ import pytest
 from ikcli.gguf.constants import GGMLType
 from ikcli.quant import tables
 from ikcli.quant.decode import dequantize
-from ikcli.quant.encoders import quantize_rows
+from ikcli.quant.encoders import EncodeOptions, quantize_rows
 from ikcli.quant.encoders.iqk import SEARCHES
 from ikcli.quant.encoders.iqk_pack import PACKERS
 from ikcli.quant.formats import row_size
@@ -169,3 +169,11 @@ def test_layout_of_any_codes(type: GGMLType, rng: np.random.Generator) -> None:
     assert data.shape == (n_rows, row_size(type, ne0))
     expected = (d[:, None] * m.astype(np.float32))[..., None] * values
     assert np.array_equal(dequantize(data, type, (ne0, n_rows)), expected.reshape(n_rows, ne0))
+
+
+def test_slow_search_of_iq2_ks_finds_more(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((16, 1024)).astype(np.float32)
+    slow = quantize_rows(x, GGMLType.IQ2_KS, options=EncodeOptions(slow_iq2ks=True))
+    fast = quantize_rows(x, GGMLType.IQ2_KS)
+    error, usual = (squared_error(x, decoded(data, GGMLType.IQ2_KS, x)) for data in (slow, fast))
+    assert error < usual

@@ -7,7 +7,7 @@ weights, or 1. Answers to iqk_quantize.cpp, whose weights also contain the value
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -94,11 +94,14 @@ SEARCHES = {
     ),
 }
 
+# Multipliers far from the real scales are tried as well, from more values of d.
+SLOW_IQ2_KS = replace(SEARCHES[GGMLType.IQ2_KS], grid=(6.0, 50.0, 48), n_refine=2, n_keep=8, n_rounds=4, span=4)
+
 
 def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: EncodeOptions) -> Bytes:
     """Rows (n_rows, ne0) as bytes of `type`."""
-    search = SEARCHES[type]
-    return encode_with(values, type, imatrix, search)
+    slow = options.slow_iq2ks and type == GGMLType.IQ2_KS
+    return encode_with(values, type, imatrix, SLOW_IQ2_KS if slow else SEARCHES[type])
 
 
 def encode_with(values: Floats, type: GGMLType, imatrix: Floats | None, search: Search) -> Bytes:

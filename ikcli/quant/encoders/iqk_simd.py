@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Vector intrinsics of the IQ*_K encoders: choices by comparison and lookups in short tables.
 
-Tables lie in memory, one 32-bit entry each. AVX-512 looks 32 of them up in one instruction; elsewhere every lane is
-loaded by itself.
+Tables lie in memory, one 32-bit entry each. AVX-512 looks 32 of them up in one instruction, AVX2 eight; elsewhere every
+lane is loaded by itself.
 """
 
 import llvmlite.ir as ir
@@ -10,7 +10,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.native import isa
-from ikcli.native.simd.vec import call_llvm, const_vector, f32x16, i32x16, llvm_type, pointer
+from ikcli.native.simd.vec import call_llvm, const_vector, f32x16, i32x8, i32x16, llvm_type, pointer
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
@@ -85,13 +85,39 @@ def _lane_loads(builder, address, index):
     return out
 
 
+def _half(builder, v, first):
+    return builder.shuffle_vector(v, v, ir.Constant(ir.VectorType(_I32, 8), list(range(first, first + 8))))
+
+
+def _lookup_avx2(builder, address, index, n):
+    """Eight lanes: permutations of eight entries each, joined by the upper bits of the index."""
+    v = ir.VectorType(ir.FloatType(), 8)
+    if n == 8:
+        return call_llvm(
+            builder, "llvm.x86.avx2.permps", v, [builder.load(pointer(builder, address, v), align=1), index]
+        )
+    low = _lookup_avx2(builder, address, index, n // 2)
+    high = _lookup_avx2(builder, builder.add(address, ir.Constant(_I64, 2 * n)), index, n // 2)
+    bit = builder.and_(index, const_vector(i32x8, [n // 2] * 8))
+    return builder.select(builder.icmp_signed("==", bit, const_vector(i32x8, [0] * 8)), low, high)
+
+
+def _find(builder, address, index, n):
+    features = isa.current().features
+    if "avx512f" in features:
+        return _lookup(builder, address, index, n)
+    if "avx2" in features and n <= 64:
+        low = _lookup_avx2(builder, address, _half(builder, index, 0), n)
+        high = _lookup_avx2(builder, address, _half(builder, index, 8), n)
+        return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, 16), list(range(16))))
+    return _lane_loads(builder, address, index)
+
+
 def _make_lookup(n, result):
     @intrinsic
     def lookup(typingctx, address, index):
         def codegen(context, builder, sig, args):
-            wide = "avx512f" in isa.current().features
-            found = _lookup(builder, *args, n) if wide else _lane_loads(builder, *args)
-            return builder.bitcast(found, llvm_type(result))
+            return builder.bitcast(_find(builder, *args, n), llvm_type(result))
 
         return result(types.intp, i32x16), codegen
 

@@ -54,6 +54,14 @@ def stored(type_: GGMLType, n_rows: int, k: int, seed: int = 1) -> Array:
         return (
             {GGMLType.F32: x, GGMLType.F16: x.astype(np.float16), GGMLType.BF16: top}[type_].view(np.uint8).reshape(-1)
         )
+    if fmt.is_interleaved:  # a format of its own: half-float scales of all rows first, in each group or unit
+        n_bytes = row_size(type_, k) if fmt.row_meta_size else fmt.type_size
+        units = rng.integers(
+            0, 256, (n_rows * row_size(type_, k) // (n_bytes * fmt.rows), n_bytes * fmt.rows), np.uint8
+        )
+        scales = rng.uniform(0.005, 0.02, (len(units), fmt.rows)).astype(np.float16)
+        units[:, : 2 * fmt.rows] = scales.view(np.uint8)
+        return units.reshape(-1)
     if not fmt.row_meta_size:
         pool = good_blocks(type_)
         return pool[rng.integers(0, len(pool), n_rows * k // fmt.block_size)].reshape(-1)

@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from kernel_harness import Harness, Segment, team
 
-from ikcli.native.kernel_cache import KernelKey
 from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.backends.cpu.program import Lowering
 from ikcli.gguf.constants import GGMLType, row_n_bytes
 from ikcli.graph import HeadSlice, Node, Rows
+from ikcli.native.kernel_cache import KernelKey
 
 
 @dataclass(frozen=True, slots=True)

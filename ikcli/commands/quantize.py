@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +24,10 @@ from ikcli.errors import UsageError
 
 if TYPE_CHECKING:
     from ikcli.quant.recipes import Choice, RecipeOptions
+    from ikcli.quant.target import TargetOptions
     from ikcli.quant.tool import ToolOptions, ToolPlan
 
+_Q8_0, _NO_TYPE = 7, "TARGET"  # file type to start from when a target is given without TYPE
 USAGE = "ik quantize [options] in.gguf [out.gguf] TYPE [nthreads]"
 _TYPE_FLAGS = {
     "output-tensor": "output.weight, whatever the other rules say",
@@ -64,6 +68,18 @@ OPTIONS = (
         repeat=True,
         example='"attn_k=q8_0,ffn_down=iq4_k"',
     ),
+    ToolOption(
+        ("--target-size",),
+        "SIZE",
+        "choose the types so that all tensors together have at most SIZE (12GiB, 900M) and the estimated damage is "
+        "least; TYPE may be missing, --custom-q rules and --*-type options still decide about their tensors",
+        example="12GiB",
+    ),
+    ToolOption(("--target-bpw",), "F", "as --target-size, in bits per weight over all tensors", example="3.6"),
+    ToolOption(("--candidates",), "TYPE[,TYPE...]", "tensor types to choose from for a target", example="iq3_k,q6_K"),
+    ToolOption(("--repackable",), "", "for a target, choose only types that --repack and -rtr can interleave"),
+    ToolOption(("--target-rows",), "N", "rows per tensor to measure for a target; 0 = all (default 256)", example="64"),
+    ToolOption(("--write-recipe",), "FILE", "write the types as rules for --custom-q @FILE", example="recipe.txt"),
     ToolOption(("--extra-output-tensor",), "TYPE", "also write output_extra.weight, a smaller copy of the output"),
     ToolOption(("--repack",), "", "only regroup rows into interleaved types; TYPE may be missing and is ignored"),
     ToolOption(("--unrepack",), "", "the inverse of --repack"),
@@ -97,6 +113,8 @@ class Request:
     patterns: tuple[str, ...]
     dry_run: bool
     verbose: bool
+    target: TargetOptions | None = None
+    write_recipe: str = ""
 
 
 def help_text() -> str:
@@ -129,6 +147,7 @@ def parse_request(argv: list[str], command: str = "quantize") -> Request | None:
     if arguments.has("repack_pattern") and mode == "quantize":
         raise UsageError("--repack-pattern needs --repack or --unrepack")
     source, output, number, name, threads = _positional(arguments, mode)
+    target = _target(arguments, mode, name)
     recipe = _recipe(arguments, number, name) if mode == "quantize" else RecipeOptions(0, copy=True)
     patterns = tuple(p.strip() for text in arguments.all("repack_pattern") for p in text.split(",") if p.strip())
     return Request(
@@ -141,7 +160,45 @@ def parse_request(argv: list[str], command: str = "quantize") -> Request | None:
         patterns,
         arguments.has("dry_run"),
         arguments.has("verbose"),
+        target,
+        arguments.one("write_recipe") or "",
     )
+
+
+def _target(arguments: ToolArguments, mode: str, name: str) -> TargetOptions | None:
+    """The size to choose types for; UsageError for options that need one or exclude it."""
+    from ikcli.quant.formats import format_by_name
+    from ikcli.quant.target import TargetOptions, parse_size
+
+    size, bpw = arguments.one("target_size"), arguments.one("target_bpw")
+    if size is None and bpw is None:
+        for option in ("candidates", "repackable", "target_rows"):
+            if arguments.has(option):
+                raise UsageError(f"--{option.replace('_', '-')} needs --target-size or --target-bpw")
+        return None
+    if size is not None and bpw is not None:
+        raise UsageError("--target-size and --target-bpw exclude each other")
+    if mode != "quantize" or arguments.has("pure") or name in ("COPY", "F32", "F16", "BF16"):
+        raise UsageError("a target needs types to choose from; drop --repack, --unrepack, --pure and float TYPEs")
+    texts = (arguments.one("candidates") or "").split(",")
+    return TargetOptions(
+        n_bytes=parse_size(size) if size is not None else 0,
+        bpw=_bits(bpw) if bpw is not None else 0.0,
+        candidates=tuple(format_by_name(text).type for text in texts if text.strip()),
+        repackable=arguments.has("repackable"),
+        rows=whole_number("--target-rows", arguments.one("target_rows") or "256", 0),
+        keeps_file_type=name != _NO_TYPE,
+    )
+
+
+def _bits(text: str) -> float:
+    try:
+        bits = float(text)
+    except ValueError:
+        bits = 0.0
+    if not 0 < bits <= 32:
+        raise UsageError(f'--target-bpw: "{text}" is not a number of bits per weight, for example 3.6')
+    return bits
 
 
 def _positional(arguments: ToolArguments, mode: str) -> tuple[str, str, int, str, int]:
@@ -157,9 +214,9 @@ def _positional(arguments: ToolArguments, mode: str) -> tuple[str, str, int, str
     found = parse_file_type(words[0]) if words else None
     if found is not None:
         words.pop(0)
-    elif mode == "quantize":
+    elif mode == "quantize" and not (arguments.has("target_size") or arguments.has("target_bpw")):
         raise _no_type(words, output)
-    number, name = found or (0, mode.upper())
+    number, name = found or ((_Q8_0, _NO_TYPE) if mode == "quantize" else (0, mode.upper()))
     text = words.pop(0) if words else arguments.one("t")
     if words:
         raise UsageError(f"too many arguments: {' '.join(words)}; usage: {USAGE}")
@@ -248,10 +305,18 @@ def run(request: Request) -> int:
     for rule in request.recipe.custom:
         log.log(f"Adding custom rule {rule.pattern} -> {_type_name(rule.type)}")
     if request.mode == "quantize":
-        plan = plan_quantize(request.input, request.output, request.recipe, request.options)
+        with _measuring(request) as advance:
+            plan = plan_quantize(
+                request.input, request.output, request.recipe, request.options, request.target, advance
+            )
     else:
         plan = plan_repack(request.input, request.output, request.patterns, request.mode == "unrepack", request.options)
     _report_plan(request, plan)
+    if request.write_recipe:
+        from ikcli.quant.tool import recipe_lines
+
+        Path(request.write_recipe).write_text("\n".join(recipe_lines(plan)) + "\n", encoding="utf-8")
+        log.log(f"recipe written to {request.write_recipe}")
     if request.mode != "quantize" and not any(c.changes for c in plan.job.choices):
         log.log(f"nothing to {request.mode}: no file is written")
         return 0
@@ -260,6 +325,19 @@ def run(request: Request) -> int:
         return 0
     _write(request, plan)
     return 0
+
+
+@contextmanager
+def _measuring(request: Request) -> Iterator[Callable[[float], None]]:
+    """A progress bar while candidate types are measured."""
+    if request.target is None:
+        yield lambda n_bytes: None
+        return
+    from ikcli.gguf.reader import open_gguf
+
+    total = open_gguf(request.input, request.options.overrides).n_bytes
+    with log.progress("measuring types", total, in_bytes=True) as advance:
+        yield advance
 
 
 def _type_name(type: Any) -> str:
@@ -279,6 +357,11 @@ def _report_plan(request: Request, plan: ToolPlan) -> None:
         log.log("\n".join(rule_table(plan.uses)))
     for note in plan.notes:
         log.warn(note)
+    if plan.target is not None:
+        log.log(
+            f"target: {plan.new_bytes} of {plan.target.budget} bytes used ({plan.bpw:.3f} BPW), "
+            f"predicted KL divergence {plan.target.damage:.5f}"
+        )
     if request.verbose and request.dry_run:
         for c in plan.job.choices:
             if c.rule is not None:

@@ -6,21 +6,22 @@ Everything here happens before a weight is read; `quantizer.run` does the rest.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ikcli.errors import UsageError
 from ikcli.gguf.constants import FILE_TYPE_GUESSED, FILE_TYPES, GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from ikcli.gguf.values import Typed
-from ikcli.quant.custom_rules import CustomRuleUse, check_uses, rule_uses
+from ikcli.quant.custom_rules import CustomRuleUse, check_uses, parse_custom_rules, rule_uses
 from ikcli.quant.encoders import EncodeOptions
 from ikcli.quant.formats import FORMATS
 from ikcli.quant.imatrix_file import Imatrix, read_imatrix
 from ikcli.quant.quantizer import QuantizeJob, output_metadata
 from ikcli.quant.recipes import EXTRA_OUTPUT, Choice, RecipeOptions, check_file_type, choose_types
 from ikcli.quant.repack import can_repack, repacked_file_type, repacked_type
+from ikcli.quant.target import TargetOptions, TargetPlan, nearest_file_type, plan_target, recipe_rules
 from ikcli.rules import compile_pattern, near_misses, pattern_warnings
 
 
@@ -48,6 +49,7 @@ class ToolPlan:
     job: QuantizeJob
     notes: tuple[str, ...] = ()
     uses: tuple[CustomRuleUse, ...] = ()
+    target: TargetPlan | None = None
 
     @property
     def old_bytes(self) -> int:
@@ -83,12 +85,25 @@ def file_type_names() -> list[str]:
     return [name for f in FILE_TYPES.values() for name in f.names] + ["COPY"]
 
 
-def plan_quantize(path: str, output: str, recipe: RecipeOptions, options: ToolOptions) -> ToolPlan:
-    """Choose the types of all tensors of the model at `path` and prepare the job that writes `output`."""
+def plan_quantize(
+    path: str,
+    output: str,
+    recipe: RecipeOptions,
+    options: ToolOptions,
+    target: TargetOptions | None = None,
+    advance: Callable[[float], None] = lambda n_bytes: None,
+) -> ToolPlan:
+    """Choose the types of all tensors of the model at `path` and prepare the job that writes `output`.
+
+    With a `target`, types that nothing else decides are chosen for its size; `advance` gets the bytes measured.
+    """
     imatrix = _load_imatrix(options) if options.imatrix is not None else None
     check_file_type(recipe, imatrix)
     file = open_gguf(path, options.overrides)
     choices = choose_types(list(file.tensors.values()), file.metadata, recipe, imatrix)
+    found = None
+    if target is not None:
+        recipe, choices, found = _choose_for_target(file, recipe, choices, target, options, imatrix, advance)
     uses = rule_uses(recipe.custom, choices) if recipe.uses_rules else []
     notes = check_uses(uses, list(file.tensors))
     if recipe.custom and not recipe.uses_rules:
@@ -99,7 +114,45 @@ def plan_quantize(path: str, output: str, recipe: RecipeOptions, options: ToolOp
     notes += _imatrix_notes(choices)
     file_type = _input_file_type(file) if recipe.copy else recipe.file_type
     metadata = output_metadata(file, file_type, imatrix, options.hide_imatrix)
-    return ToolPlan(_job(file, output, choices, metadata, options, imatrix), tuple(notes), tuple(uses))
+    return ToolPlan(_job(file, output, choices, metadata, options, imatrix), tuple(notes), tuple(uses), found)
+
+
+def _choose_for_target(
+    file: GGUFFile,
+    recipe: RecipeOptions,
+    choices: Sequence[Choice],
+    target: TargetOptions,
+    options: ToolOptions,
+    imatrix: Imatrix | None,
+    advance: Callable[[float], None],
+) -> tuple[RecipeOptions, list[Choice], TargetPlan]:
+    """Choices for the size of `target`; without a TYPE the file type is the one most bytes have."""
+
+    def fixed(c: Choice) -> bool:
+        return c.rule is not None or bool(c.source) or c.reason.startswith(("kept", "--"))
+
+    found = plan_target(
+        file, choices, fixed, target, imatrix, n_threads=options.n_threads, encode=options.encode, advance=advance
+    )
+    if not target.keeps_file_type:
+        sizes = {c.name: file.tensors[c.name].n_elements for c in choices if c.name in found.types}
+        recipe = replace(recipe, file_type=nearest_file_type(found.types, sizes))
+    rules = (*recipe.custom, *parse_custom_rules(recipe_rules(found.types)))
+    made = choose_types(list(file.tensors.values()), file.metadata, replace(recipe, custom=rules), imatrix)
+    mine = len(recipe.custom)
+    for i, c in enumerate(made):
+        if c.rule is not None and c.rule >= mine:
+            made[i] = replace(c, rule=None, reason="target")
+    return recipe, made, found
+
+
+def recipe_lines(plan: ToolPlan) -> list[str]:
+    """Text for `--custom-q @FILE` that gives every tensor the type it has in this plan."""
+    lines = [f"# {plan.new_bytes} bytes, {plan.bpw:.4f} bits per weight"]
+    if plan.target is not None:
+        lines.append(f"# predicted KL divergence from the input {plan.target.damage:.5f}")
+    types = {c.name: c.new for c in plan.job.choices if not c.source and not c.reason.startswith("kept")}
+    return lines + recipe_rules(types)
 
 
 def _load_imatrix(options: ToolOptions) -> Imatrix | None:

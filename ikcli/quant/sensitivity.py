@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # Sensitivity of whole-model tensors.
-OUTPUT, TOKEN_EMBD = 0.6, 0.25
+OUTPUT, TOKEN_EMBD = 0.6, 0.2
 # Kind of tensor -> branch and factor of the branch's share.
 _KINDS: tuple[tuple[str, str, float], ...] = (
     ("attn_k_b", "attn", 0.4),
@@ -36,6 +36,9 @@ _KINDS: tuple[tuple[str, str, float], ...] = (
 )
 _TYPICAL_SHARE = {"attn": 0.07, "ffn": 0.45, "ffn_exps": 0.17, "ffn_shexp": 0.24}
 _OTHER = 0.1
+# These shape the attention pattern, which matters in branches with little output too: their share counts as typical at
+# least.
+_PATTERN = ("attn_q", "attn_k.", "attn_k_b", "attn_kv_a_mqa")
 BRANCH_ENDS = {
     "attn": "attn_output.weight",
     "ffn": "ffn_down.weight",
@@ -69,7 +72,9 @@ def sensitivities(
         if not branch or block is None:
             out[name] = factor + (OUTPUT if tied and name == "token_embd.weight" else 0.0)
         else:
-            out[name] = factor * share.get((int(block[1]), branch), _TYPICAL_SHARE[branch])
+            typical = _TYPICAL_SHARE[branch]
+            found = share.get((int(block[1]), branch), typical)
+            out[name] = factor * (max(found, typical) if any(p in name for p in _PATTERN) else found)
     return out
 
 

@@ -2,8 +2,8 @@
 
 Each tensor's candidate types are tried on sampled rows; damage = sensitivity * squared relative error. Starting from
 the smallest types, the upgrade with the largest damage removed per byte is taken until nothing fits: steps run along
-the lower convex hull of each tensor's (bytes, damage) points, and a last pass spends what is left on any point. Up and
-gate experts of a block are one item, because fused experts want equal types.
+the lower convex hull of each tensor's (bytes, damage) points. What is left is spent on single steps, and in small
+models on exchanges of two. Up and gate experts of a block are one item, because fused experts want equal types.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+
+import numpy as np
 
 from ikcli.errors import NonFiniteError, UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
@@ -33,6 +35,7 @@ DEFAULT_CANDIDATES = (
     *(T.IQ1_M, T.IQ2_XXS, T.IQ2_KS, T.IQ2_K, T.IQ2_KL, T.IQ3_XXS, T.IQ3_KS, T.IQ3_K, T.IQ3_S),
     *(T.IQ4_KSS, T.IQ4_KS, T.IQ4_XS, T.IQ4_K, T.IQ4_NL, T.IQ5_KS, T.IQ5_K, T.Q5_0, T.IQ6_K, T.Q6_K, T.Q6_0, T.Q8_0),
 )
+_MOST_EXCHANGED = 1000  # options of all tensors together; above that single steps are fine enough
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -216,7 +219,27 @@ def solve(curves: Sequence[Sequence[Option]], budget: int) -> list[Option]:
         if k + 2 < len(h):
             heapq.heappush(queue, (-_slope(h[k + 1], h[k + 2]), i))
     picked = [h[k] for h, k in zip(hulls, at, strict=True)]
-    return _spend(picked, curves, left)
+    picked = _spend(picked, curves, left)
+    if sum(len(c) for c in curves) <= _MOST_EXCHANGED:
+        _exchange(picked, curves, budget)
+    return picked
+
+
+def _exchange(picked: list[Option], curves: Sequence[Sequence[Option]], budget: int) -> None:
+    """Small problems, where steps are coarse: change two items at once while that helps."""
+    moves = [(i, o) for i, curve in enumerate(curves) for o in curve]
+    item = np.array([i for i, _ in moves])
+    for _ in range(len(moves)):
+        left = budget - sum(o.n_bytes for o in picked)
+        n_bytes = np.array([o.n_bytes - picked[i].n_bytes for i, o in moves])
+        damage = np.array([o.damage - picked[i].damage for i, o in moves])
+        allowed = (n_bytes[:, None] + n_bytes <= left) & (item[:, None] != item)
+        total = np.where(allowed, damage[:, None] + damage, 0.0)
+        a, b = np.unravel_index(int(total.argmin()), total.shape) if total.size else (0, 0)
+        if not total.size or total[a, b] >= -1e-12:
+            return
+        for k in (a, b):
+            picked[moves[k][0]] = moves[k][1]
 
 
 def _spend(picked: list[Option], curves: Sequence[Sequence[Option]], left: int) -> list[Option]:

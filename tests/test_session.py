@@ -307,11 +307,11 @@ def test_wrong_batches(model_file: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "error", "message"),
     [
-        ("llama", {"type_k": "q4_0"}, UnsupportedError, "-ctk q4_0 is not supported on the CPU"),
-        ("llama", {"type_v": "iq4_nl"}, UnsupportedError, "-ctv iq4_nl is not supported"),
+        ("llama", {"type_k": "q4_K"}, UnsupportedError, "-ctk q4_K cannot be the type of a cache; use one of f32, f16"),
+        ("llama", {"type_v": "iq4_xs"}, UnsupportedError, "-ctv iq4_xs cannot be"),
         ("llama", {"type_v": "q8_0", "flash_attn": False}, UsageError, "-ctv q8_0 needs flash attention"),
         ("deepseek2", {"type_v": "q8_0", "flash_attn": False, "mla": 1}, UsageError, "use -ctv f16"),
-        ("deepseek2", {"type_v": "q5_0", "mla": 0}, UnsupportedError, "-ctv q5_0"),
+        ("deepseek2", {"type_v": "q5_K", "mla": 0}, UnsupportedError, "-ctv q5_K"),
     ],
 )
 def test_refused_cache_types(

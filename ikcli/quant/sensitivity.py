@@ -10,6 +10,7 @@ where they are right within a factor of about three.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -74,7 +75,10 @@ def sensitivities(
         else:
             typical = _TYPICAL_SHARE[branch]
             found = share.get((int(block[1]), branch), typical)
-            out[name] = factor * (max(found, typical) if any(p in name for p in _PATTERN) else found)
+            if any(p in name for p in _PATTERN):
+                out[name] = factor * max(found, typical)
+            else:
+                out[name] = factor * math.sqrt(found * typical)
     return out
 
 

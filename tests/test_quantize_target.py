@@ -83,7 +83,7 @@ def test_sensitivities_follow_the_shares() -> None:
     names = ["token_embd.weight", "blk.0.attn_output.weight", "blk.0.attn_v.weight", "blk.0.ffn_down.weight"]
     small = sensitivities(names, {}, {names[1]: 0.1, names[3]: 1.0}, 9.0)
     large = sensitivities(names, {}, {names[1]: 5.0, names[3]: 1.0}, 9.0)
-    assert large[names[1]] > 10 * small[names[1]] and large[names[2]] > 10 * small[names[2]]
+    assert large[names[1]] > 4 * small[names[1]] and large[names[2]] > 4 * small[names[2]]
     both = sensitivities([*names, "output.weight"], {}, {}, None)
     assert small[names[0]] == pytest.approx(
         both[names[0]] + both["output.weight"]

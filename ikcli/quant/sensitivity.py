@@ -3,8 +3,9 @@
 Small errors of different matrices add up, so the damage of a model is the sum over its tensors of sensitivity times
 squared relative (importance-weighted) error. A matrix inside a branch counts with the share that the branch has in the
 residual stream where it joins it: energy of the output of attn_output or ffn_down (from the weights and the mean
-squared inputs of an importance matrix) over that of the stream so far. Without importance matrix typical shares stand
-in. The factors were fitted to divergences measured tensor by tensor on two small models (dense, and MLA with experts),
+squared inputs of an importance matrix) over that of the stream so far, drawn halfway to a typical share, because large
+errors in small branches do more harm than small ones promise. Without importance matrix the typical shares stand in.
+The factors were fitted to divergences measured tensor by tensor on two small models (dense, and MLA with experts),
 where they are right within a factor of about three.
 """
 

@@ -33,7 +33,7 @@ def version_line() -> str:
 
 def main_help() -> str:
     """Text of `ik --help`."""
-    lines = ["usage: ik COMMAND [OPTIONS]", "", "Run and measure large language models from GGUF files.", ""]
+    lines = ["usage: ik COMMAND [OPTIONS]", "", "Run, quantize and measure large language models from GGUF files.", ""]
     ready = [info for info in COMMANDS if info.module]
     later = [info for info in COMMANDS if not info.module]
     lines += ["Commands:", *(_command_line(info) for info in ready), ""]
@@ -47,7 +47,7 @@ def main_help() -> str:
 
 def _command_line(info: CommandInfo) -> str:
     names = ", ".join((info.name, *info.aliases))
-    return f"  {names:<14} {info.summary}"
+    return f"  {names:<17} {info.summary}"
 
 
 def command_help(command: str) -> str:

@@ -23,6 +23,7 @@ CHAT_TEMPLATE = (
 HELD_OUT_BYTES = 160_000
 BYTE_ORDER = 3
 
+PROJECT_LINK = re.compile(r"`([\w-]+) <https://\S+?/project/\1/>`_+")  # the text to evaluate with names no site
 CODE_ROLE = re.compile(r":(?:\w+:)?(?!ref:|term:|doc:|dfn:)[\w-]+:`[~!]?([^`<]+?)(?:\s*<[^`]*>)?`")
 TEXT_ROLE = re.compile(r":(?:ref|term|doc|dfn):`[~!]?([^`<]+?)(?:\s*<[^`]*>)?`")
 INDEX_BLOCK = re.compile(r"^( *)\.\. index::.*\n(?:\1 +\S.*\n|\s*\n(?=\1 +(?:single|pair|triple|object|see)))*", re.M)
@@ -180,7 +181,7 @@ class Corpus:
 def prepare(folder: Path, n_vocab: int, seed: int) -> Corpus:
     documents = read_documents(folder)
     names = hold_out(documents)
-    held_out = "\n\n".join(documents.pop(n) for n in names)
+    held_out = PROJECT_LINK.sub(r"\1", "\n\n".join(documents.pop(n) for n in names))
     conversations = chats(documents, random.Random(seed))
     print(f"{len(documents)} documents, {sum(map(len, documents.values()))} characters, {len(conversations)} chats")
     print(f"held out: {', '.join(names)} ({len(held_out.encode())} bytes)")

@@ -243,6 +243,6 @@ def test_many_mutated_files(tmp_path: Path, part: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(12))
+@pytest.mark.parametrize("part", range(10))
 def test_odd_values_of_every_key(tmp_path: Path, part: int) -> None:
     check("keyed", 200 * part, 200 * part + 200, tmp_path)

@@ -156,6 +156,12 @@ class KernelLibrary:
         return address
 
 
+@functools.cache
+def shared_library() -> KernelLibrary:
+    """The library of this process: sessions that come and go load every kernel once."""
+    return KernelLibrary()
+
+
 def compile_kernels(keys: Sequence[KernelKey], progress: Callable[[int, int], None] | None = None) -> None:
     """Compile kernels into the cache, in as many processes as there are CPUs for this one."""
     directory = cache_dir()

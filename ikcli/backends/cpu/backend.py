@@ -17,7 +17,7 @@ from ikcli.backends.cpu.program import Lowering, Program, lower
 from ikcli.backends.cpu.threads import LAUNCH, WORKER, Team, aligned_zeros
 from ikcli.errors import IkError
 from ikcli.graph import Cache, Graph, Node, Rows
-from ikcli.native.kernel_cache import KernelKey, KernelLibrary, is_cached
+from ikcli.native.kernel_cache import KernelKey, is_cached, shared_library
 
 Observer = Callable[[Node, npt.NDArray[np.generic]], None]
 SEG_WORDS = 6
@@ -81,7 +81,7 @@ class CpuBackend:
 
     def __init__(self, n_threads: int) -> None:
         self.n_threads = n_threads
-        self._library = KernelLibrary()
+        self._library = shared_library()
         self._team: Team | None = None
         self.arena: npt.NDArray[np.uint8] = aligned_zeros(0)
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 
-from ikcli.native.kernel_cache import KernelKey, KernelLibrary, native_function
+from ikcli.native.kernel_cache import KernelKey, native_function, shared_library
 
-_LIBRARY = KernelLibrary()
+_LIBRARY = shared_library()
 _LOCK = threading.Lock()
 _ADDRESSES: dict[KernelKey, int] = {}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -135,8 +134,3 @@ def _as_used(t: TensorLike) -> TensorLike:
     if len(t.shape) == 1 and t.type != GGMLType.F32:
         return _Used(GGMLType.F32, t.shape)
     return t
-
-
-def model_path(config: RunConfig) -> Path:
-    """The model file of a run."""
-    return config.model or default_model()

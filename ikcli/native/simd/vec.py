@@ -42,8 +42,8 @@ class VecModel(models.PrimitiveModel):
 
 
 f32x16, f32x8 = Vec("f32", 16), Vec("f32", 8)
-i32x16, i32x8, i32x4 = Vec("i32", 16), Vec("i32", 8), Vec("i32", 4)
-i16x32, i16x16, i16x8 = Vec("i16", 32), Vec("i16", 16), Vec("i16", 8)
+i32x16, i32x8 = Vec("i32", 16), Vec("i32", 8)
+i16x32, i16x16 = Vec("i16", 32), Vec("i16", 16)
 i8x64, i8x32, i8x16 = Vec("i8", 64), Vec("i8", 32), Vec("i8", 16)
 
 
@@ -154,11 +154,10 @@ def _make_store(v):
     return store
 
 
-load_f32x16, load_f32x8 = _make_load(f32x16), _make_load(f32x8)
+load_f32x16 = _make_load(f32x16)
 load_i32x16, load_i32x8 = _make_load(i32x16), _make_load(i32x8)
 load_i8x64, load_i8x32, load_i8x16 = _make_load(i8x64), _make_load(i8x32), _make_load(i8x16)
-load_i16x32, load_i16x16 = _make_load(i16x32), _make_load(i16x16)
-store_f32x16, store_f32x8 = _make_store(f32x16), _make_store(f32x8)
+store_f32x16 = _make_store(f32x16)
 store_i32x16, store_i32x8 = _make_store(i32x16), _make_store(i32x8)
 store_i8x64, store_i8x32, store_i8x16 = _make_store(i8x64), _make_store(i8x32), _make_store(i8x16)
 
@@ -196,7 +195,6 @@ ld_f16 = _make_scalar_load(types.float32, "i16", lambda b, x: half_to_f32(b, x))
 ld_bf16 = _make_scalar_load(types.float32, "i16", _bf16_bits_to_f32)
 ld_i64 = _make_scalar_load(types.int64, "i64")
 ld_i32 = _make_scalar_load(types.int64, "i32", lambda b, x: b.sext(x, ir.IntType(64)))
-ld_u16 = _make_scalar_load(types.int64, "i16", lambda b, x: b.zext(x, ir.IntType(64)))
 ld_u8 = _make_scalar_load(types.int64, "i8", lambda b, x: b.zext(x, ir.IntType(64)))
 ld_i8 = _make_scalar_load(types.int64, "i8", lambda b, x: b.sext(x, ir.IntType(64)))
 
@@ -302,18 +300,8 @@ def zero_f32x16(typingctx):
 
 
 @intrinsic
-def zero_f32x8(typingctx):
-    return f32x8(), lambda context, builder, sig, args: const_vector(f32x8, [0.0] * 8)
-
-
-@intrinsic
 def zero_i32x16(typingctx):
     return i32x16(), lambda context, builder, sig, args: const_vector(i32x16, [0] * 16)
-
-
-@intrinsic
-def zero_i32x8(typingctx):
-    return i32x8(), lambda context, builder, sig, args: const_vector(i32x8, [0] * 8)
 
 
 def _make_splat(v, nb_type, truncate):
@@ -328,10 +316,8 @@ def _make_splat(v, nb_type, truncate):
     return splat
 
 
-splat_f32x16, splat_f32x8 = _make_splat(f32x16, types.float32, False), _make_splat(f32x8, types.float32, False)
-splat_i32x16, splat_i32x8 = _make_splat(i32x16, types.int64, True), _make_splat(i32x8, types.int64, True)
-splat_i8x64, splat_i8x32 = _make_splat(i8x64, types.int64, True), _make_splat(i8x32, types.int64, True)
-splat_i8x16, splat_i16x16 = _make_splat(i8x16, types.int64, True), _make_splat(i16x16, types.int64, True)
+splat_f32x16 = _make_splat(f32x16, types.float32, False)
+splat_i32x16 = _make_splat(i32x16, types.int64, True)
 
 
 def _make_splat_load(v, elt):
@@ -346,9 +332,6 @@ def _make_splat_load(v, elt):
 
 
 bcast_f32x16 = _make_splat_load(f32x16, "f32")  # one f32 from memory to all lanes
-bcast_f32x8 = _make_splat_load(f32x8, "f32")
-bcast_i32x16 = _make_splat_load(i32x16, "i32")
-bcast_i32x8 = _make_splat_load(i32x8, "i32")
 
 
 def _make_convert(src, dst, op):
@@ -363,17 +346,12 @@ def _make_convert(src, dst, op):
 
 
 cvt_i32x16_f32 = _make_convert(i32x16, f32x16, "sitofp")
-cvt_i32x8_f32 = _make_convert(i32x8, f32x8, "sitofp")
 cvt_f32x16_i32 = _make_convert(f32x16, i32x16, "fptosi")  # truncates
 sext_i8x16_i32 = _make_convert(i8x16, i32x16, "sext")
 zext_i8x16_i32 = _make_convert(i8x16, i32x16, "zext")
 trunc_i32x16_i8 = _make_convert(i32x16, i8x16, "trunc")
 bits_f32x16_i32 = _make_convert(f32x16, i32x16, "bitcast")
 bits_i32x16_f32 = _make_convert(i32x16, f32x16, "bitcast")
-bits_i32x16_i8x64 = _make_convert(i32x16, i8x64, "bitcast")
-bits_i32x8_i8x32 = _make_convert(i32x8, i8x32, "bitcast")
-bits_i8x32_i16x16 = _make_convert(i8x32, i16x16, "bitcast")
-bits_i16x16_i8x32 = _make_convert(i16x16, i8x32, "bitcast")
 
 
 # --- arithmetic (same function for every vector type) -----------------------------------------------------------------
@@ -501,26 +479,6 @@ def select_less_i32(typingctx, a, b, x, y):
 def lane_index(typingctx):
     """0..15 as i32x16."""
     return i32x16(), lambda context, builder, sig, args: const_vector(i32x16, range(16))
-
-
-@intrinsic
-def concat_i8x32(typingctx, lo, hi):
-    """64 bytes: lo, then hi."""
-
-    def codegen(context, builder, sig, args):
-        return builder.shuffle_vector(args[0], args[1], ir.Constant(ir.VectorType(_I32, 64), list(range(64))))
-
-    return i8x64(i8x32, i8x32), codegen
-
-
-@intrinsic
-def concat_i8x16(typingctx, lo, hi):
-    """32 bytes: lo, then hi."""
-
-    def codegen(context, builder, sig, args):
-        return builder.shuffle_vector(args[0], args[1], ir.Constant(ir.VectorType(_I32, 32), list(range(32))))
-
-    return i8x32(i8x16, i8x16), codegen
 
 
 # --- control ---------------------------------------------------------------------------------------------------------

@@ -10,10 +10,12 @@ Float: tile of 16*nv rows as f32 [column][row] times nt float activation rows.
 
 import functools
 
+import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.tile_modes import LAYOUT
+from ikcli.native.simd import vec
 from ikcli.native.simd.emit import Emitter, transpose16
 from ikcli.native.simd.vec import f32x16, i8x64, i32x16
 
@@ -87,9 +89,7 @@ def _add_minima(e, p, rows, acc, sums_at, ib4, halves, scales_at, nb4):
 
 
 def _splat_const(e, x):
-    from ikcli.native.simd.vec import const_vector
-
-    return const_vector(f32x16, [x] * 16)
+    return vec.const_vector(f32x16, [x] * 16)
 
 
 @functools.cache
@@ -133,14 +133,12 @@ def float_tile(nv, nt):
 
 def _load_first(e, address, n):
     """First n lanes of 16 floats, zeros elsewhere (never reads past them)."""
-    import llvmlite.ir as ir
-
-    from ikcli.native.simd.vec import call_llvm, const_vector, llvm_type, pointer, splat_value
-
-    mask = e.b.icmp_signed("<", const_vector(i32x16, range(16)), splat_value(e.b, i32x16, e.b.trunc(n, ir.IntType(32))))
-    t = llvm_type(f32x16)
-    args = [pointer(e.b, address, t), ir.Constant(ir.IntType(32), 1), mask, e.zero(f32x16)]
-    return call_llvm(e.b, "llvm.masked.load.v16f32.p0", t, args)
+    mask = e.b.icmp_signed(
+        "<", vec.const_vector(i32x16, range(16)), vec.splat_value(e.b, i32x16, e.b.trunc(n, ir.IntType(32)))
+    )
+    t = vec.llvm_type(f32x16)
+    args = [vec.pointer(e.b, address, t), ir.Constant(ir.IntType(32), 1), mask, e.zero(f32x16)]
+    return vec.call_llvm(e.b, "llvm.masked.load.v16f32.p0", t, args)
 
 
 @functools.cache
@@ -149,9 +147,6 @@ def unpack_float16(kind):
 
     Rows from n_valid on are read from the last valid row, so nothing outside the tensor is touched.
     """
-    from ikcli.native.simd import vec
-
-    size = 4 if kind == "f32" else 2
 
     @intrinsic
     def unpack(typingctx, src, row_bytes, n_valid, dst, dst_stride):
@@ -162,21 +157,18 @@ def unpack_float16(kind):
             rows = []
             for r in range(16):
                 index = builder.select(builder.icmp_signed("<", e.int(r), n_valid), e.int(r), last)
-                rows.append(_load_floats(e, vec, kind, e.offset(src, builder.mul(index, row_bytes))))
+                rows.append(_load_floats(e, kind, e.offset(src, builder.mul(index, row_bytes))))
             for i, column in enumerate(transpose16(builder, rows)):
                 e.store(column, e.offset(dst, e.times(dst_stride, i)))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 5), codegen
 
-    assert size
     return unpack
 
 
-def _load_floats(e, vec, kind, address):
+def _load_floats(e, kind, address):
     """16 floats of a stored kind as f32x16."""
-    import llvmlite.ir as ir
-
     if kind == "f32":
         return e.load(f32x16, address)
     if kind == "f16":

@@ -134,16 +134,16 @@ def count_items(offsets, n_expert, per_expert):
     return total
 
 
-def make_mul_mat_id(type_name):
-    """Expert matmul over rows sorted by expert: rows offsets[e] .. offsets[e+1]-1 of a belong to expert e.
+def _by_expert(height, compute):
+    """Kernel that runs `compute` on every block of `height` rows of every expert that has activation rows.
 
-    params: 3 w, 4 row bytes, 5 rows per expert, 6 k, 7 a, 8 a_stride, 9 out, 10 out_stride, 11 tiles, 12 tile bytes,
-    13 n_expert, 14 bytes per expert, 15 offsets (i64[n_expert + 1]).
+    Rows offsets[e] .. offsets[e+1]-1 of a belong to expert e. params: 3 w, 4 row bytes, 5 rows per expert, 6 k, 7 a,
+    8 a_stride, 9 out, 10 out_stride, 11 tiles, 12 tile bytes, 13 n_expert, 14 bytes per expert, 15 offsets
+    (i64[n_expert + 1]); compute(params, ith, at, n, k, x, m, y, tile): `at` = bytes into the weights, n rows.
     """
-    block, height = _block(type_name)
 
-    def mul_mat_id(params, ith, nth):
-        w, row_bytes, n_w, k = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
+    def by_expert(params, ith, nth):
+        row_bytes, n_w, k = word(params, 4), word(params, 5), word(params, 6)
         a, a_stride, out, out_stride = word(params, 7), word(params, 8), word(params, 9), word(params, 10)
         tile = word(params, 11) + ith * word(params, 12)
         n_expert, w_expert, offsets = word(params, 13), word(params, 14), word(params, 15)
@@ -161,44 +161,35 @@ def make_mul_mat_id(type_name):
                 lo, r = ld_i64(offsets + 8 * e), item * height
                 item += 1
                 m = ld_i64(offsets + 8 * e + 8) - lo
-                block(
-                    w + e * w_expert + r * row_bytes, row_bytes, min(height, n_w - r), k, a + lo * a_stride, a_stride,
-                    m, out + lo * out_stride + 4 * r, out_stride, tile,
-                )  # fmt: skip
+                x, y = a + lo * a_stride, out + lo * out_stride + 4 * r
+                compute(params, ith, e * w_expert + r * row_bytes, min(height, n_w - r), k, x, m, y, tile)
 
-    return mul_mat_id
+    return by_expert
+
+
+def make_mul_mat_id(type_name):
+    """Expert matmul over rows sorted by expert; params: `_by_expert`."""
+    block, height = _block(type_name)
+
+    @inline
+    def compute(params, ith, at, n, k, x, m, y, tile):
+        block(word(params, 3) + at, word(params, 4), n, k, x, word(params, 8), m, y, word(params, 10), tile)
+
+    return _by_expert(height, compute)
 
 
 def make_up_gate(type_name):
-    """silu(gate) * up by expert. params: as mul_mat_id, then 16 gate weights, 17 scratch, 18 its bytes per thread."""
+    """silu(gate) * up by expert. params: `_by_expert`, then 16 gate weights, 17 scratch, 18 its bytes per thread."""
     block, height = _block(type_name)
 
-    def up_gate(params, ith, nth):
-        w, row_bytes, n_w, k = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
-        a, a_stride, out, out_stride = word(params, 7), word(params, 8), word(params, 9), word(params, 10)
-        tile = word(params, 11) + ith * word(params, 12)
-        n_expert, w_expert, offsets = word(params, 13), word(params, 14), word(params, 15)
-        gate, scratch = word(params, 16), word(params, 17) + ith * word(params, 18)
-        per_expert = (n_w + height - 1) // height
-        total = count_items(offsets, n_expert, per_expert)
-        streaming = ld_i64(offsets + 8 * n_expert) * per_expert <= FEW * total
-        while True:
-            first, stop = next_items(params, total, nth, streaming)
-            if first >= total:
-                return
-            e, item = locate(offsets, n_expert, per_expert, first)
-            for _ in range(first, stop):
-                if item == per_expert:
-                    e, item = next_expert(offsets, n_expert, e + 1), 0
-                lo, r = ld_i64(offsets + 8 * e), item * height
-                item += 1
-                m = ld_i64(offsets + 8 * e + 8) - lo
-                at, n = e * w_expert + r * row_bytes, min(height, n_w - r)
-                x, y = a + lo * a_stride, out + lo * out_stride + 4 * r
-                block(gate + at, row_bytes, n, k, x, a_stride, m, scratch, 4 * height, tile)
-                block(w + at, row_bytes, n, k, x, a_stride, m, y, out_stride, tile)
-                for t in range(m):
-                    row = y + t * out_stride
-                    swiglu_span(row, scratch + 4 * height * t, row, 0, n)
+    @inline
+    def compute(params, ith, at, n, k, x, m, y, tile):
+        row_bytes, a_stride, out_stride = word(params, 4), word(params, 8), word(params, 10)
+        scratch = word(params, 17) + ith * word(params, 18)
+        block(word(params, 16) + at, row_bytes, n, k, x, a_stride, m, scratch, 4 * height, tile)
+        block(word(params, 3) + at, row_bytes, n, k, x, a_stride, m, y, out_stride, tile)
+        for t in range(m):
+            row = y + t * out_stride
+            swiglu_span(row, scratch + 4 * height * t, row, 0, n)
 
-    return up_gate
+    return _by_expert(height, compute)

@@ -1,0 +1,145 @@
+"""What the HTTP side and the engine say to each other: a request goes in, events come out until a final one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.sampling.params import SamplerParams
+
+StopType = Literal["none", "eos", "limit", "word"]
+
+
+class Constraint(Protocol):
+    """State of a grammar during one generation (see ikcli.grammar)."""
+
+    def mask(self) -> npt.NDArray[np.uint32] | None:
+        """Bit i of the packed mask (ceil(n_vocab / 32),) is set if token i may follow; None: every token may."""
+
+    def accept(self, token: int) -> None:
+        """Advance by a token that `mask` allowed."""
+
+    @property
+    def finished(self) -> bool:
+        """True if nothing but the end of generation may follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Draft lengths of one request; None leaves the server's setting."""
+
+    n_max: int | None = None
+    n_min: int | None = None
+    p_min: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One generation from token ids; the HTTP side has checked every field against the model.
+
+    `n_predict`: -1 endless, 0 evaluates the prompt only. `stop` texts end the generation and are not part of the
+    text. `t_max_predict_ms` counts from the first token and acts at line ends. `n_indent`: least indentation of a line.
+    `prompt_logprobs` asks for the log-probability of every prompt token (echo). `keep_special` renders control tokens.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: SamplerParams
+    n_predict: int = -1
+    stop: tuple[str, ...] = ()
+    constraint: Callable[[], Constraint] | None = None
+    cache_prompt: bool = True
+    id_slot: int = -1
+    n_keep: int = 0
+    n_discard: int = 0
+    n_indent: int = 0
+    t_max_predict_ms: int = 0
+    keep_special: bool = False
+    prompt_logprobs: bool = False
+    banned_strings: tuple[str, ...] = ()
+    speculation: Speculation = Speculation()
+    report_progress: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token with its log-probability (natural logarithm)."""
+
+    id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInfo:
+    """A generated token; `top` are the `n_probs` most likely ones, best first."""
+
+    id: int
+    logprob: float
+    top: tuple[Candidate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Milliseconds and counts of one request; `cache_n` prompt tokens were not computed again."""
+
+    cache_n: int = 0
+    prompt_n: int = 0
+    prompt_ms: float = 0.0
+    predicted_n: int = 0
+    predicted_ms: float = 0.0
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+    n_past: int = 0
+    n_ctx: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """Sent while a long prompt is computed, if the request asked for it."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Text that is certain to be output (no half characters, no possible start of a stop text), and its tokens."""
+
+    text: str
+    tokens: tuple[TokenInfo, ...]
+    timings: Timings
+    id_slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """The end of a generation. `text` and `tokens` are the whole output; `tail` what no Delta has carried yet."""
+
+    text: str
+    tokens: tuple[TokenInfo, ...]
+    tail: Delta
+    stop_type: StopType
+    stopping_word: str
+    truncated: bool
+    has_new_line: bool
+    id_slot: int
+    timings: Timings
+    prompt_logprobs: tuple[TokenInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The generation could not go on: an OpenAI-style error `type`, the HTTP status and a sentence."""
+
+    status: int
+    type: str
+    message: str
+    details: dict[str, int] = field(default_factory=dict)
+
+
+Event = PromptProgress | Delta | Final | Failure

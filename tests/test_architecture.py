@@ -27,6 +27,7 @@ LAYERS = (
         "native",
     ),
     ("quant", "tokenizer", "graph"),
+    ("sampling", "grammar", "chat"),
     ("backends",),
     ("models",),
     ("engine",),
@@ -44,10 +45,13 @@ LIBRARIES = {
     "torch": (),
     "cuda": ("backends.cuda",),
     "tokenizers": ("tokenizer",),
-    "jinja2": ("tokenizer",),
+    "jinja2": ("chat",),
+    "llguidance": ("grammar",),
     "fastapi": ("server",),
     "starlette": ("server",),
     "uvicorn": ("server",),
+    "pydantic": ("server",),
+    "prometheus_client": ("server",),
     "matplotlib": ("eval",),
 }
 

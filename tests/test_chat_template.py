@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ikcli.errors import FormatError, IkError
-from ikcli.tokenizer import ChatTemplate
+from ikcli.chat import ChatTemplate
 
 CHATML = """\
 {%- for message in messages %}

@@ -1,0 +1,1 @@
+"""Constrained output: GBNF grammars and JSON schemas as masks over the vocabulary."""

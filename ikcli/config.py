@@ -58,7 +58,7 @@ class RunConfig:
     n_batch: int = opt(2048, "-b --batch-size", "int", "logical batch: most tokens handed over at once", topic="context", form="N", example="-b 2048", minimum=1)
     n_ubatch: int = opt(512, "-ub --ubatch-size", "int", "physical batch: tokens computed at once", topic="context", form="N", example="-ub 512", minimum=1)
     n_parallel: int = opt(1, "-np --parallel", "int", "number of slots; each gets ctx/N tokens", topic="context", form="N", example="-np 4", commands="SL", minimum=1)
-    n_predict: int = opt(-1, "-n --predict --n-predict", "int", "tokens to generate; in sweep-bench the TG tokens of a row (default ubatch/4)", topic="context", form="N", example="-n 128", commands="CW", minimum=-2)
+    n_predict: int = opt(-1, "-n --predict --n-predict", "int", "tokens to generate, for serve the most a request gets; in sweep-bench the TG tokens of a row (default ubatch/4)", topic="context", form="N", example="-n 128", commands="CSW", minimum=-2)
     type_k: str = opt("f16", "-ctk --cache-type-k", "type", "type of the K cache", topic="context", form="TYPE", example="-ctk q8_0", choices=KV_TYPES)
     type_v: str = opt("f16", "-ctv --cache-type-v", "type", "type of the V cache; unused when MLA keeps one latent row", topic="context", form="TYPE", example="-ctv q8_0", choices=KV_TYPES)
     k_hadamard: bool | None = opt(None, "-khad --k-cache-hadamard", "optswitch", "rotate K (Hadamard transform of every head, with MLA of the latent row) before it is quantised, which loses much less. Default: on for types of less than 8 bits", topic="context", negative="-no-khad --no-k-cache-hadamard", example="-ctk q8_0 -khad")

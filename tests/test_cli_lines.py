@@ -88,7 +88,7 @@ def test_ignored_options_are_listed_once_in_order() -> None:
     )  # fmt: skip
     parsed = read("serve", LINES["sweep-2"])
     assert parsed.ignored == ("--warmup-batch",)
-    assert read("serve", LINES["serve-6"]).unsupported == ("--no-webui", "--prio", "--log-colors")
+    assert read("serve", LINES["serve-6"]).unsupported == ("--prio", "--log-colors")
 
 
 def test_server_values() -> None:

@@ -6,41 +6,36 @@ They are accepted and reported as "not supported, ignored", so that a pasted com
 from __future__ import annotations
 
 _NO_VALUE = """
---prompt-cache-all --prompt-cache-ro --spec-autotune --lora-init-without-apply --no-mmproj-offload -sp --special
---embedding --embeddings -if --interactive-first --infill -dkvc --dump-kv-cache -mli --multiline-input --simple-io
--dsa --dsa -fidx --fused-indexer-topk --swa-compress -co --color -mtp --multi-token-prediction -no-mtp
---no-multi-token-prediction --defer-experts --prefetch-experts -smf16 --split-mode-f16 -smf32 --split-mode-f32
---verbose-prompt --perplexity --all-logits --hellaswag --winogrande --multiple-choice --penalize-nl --in-prefix-bos
---spm-infill --send-done --webui-mcp-proxy --ui-mcp-proxy --peg --skip-chat-parsing --no-prefill-assistant -ptcall
---parallel-tool-calls --adaptive-updt-w-cur --minilog --log-disable --log-enable --log-new --log-append
+--prompt-cache-all --prompt-cache-ro --spec-autotune --lora-init-without-apply --no-mmproj-offload -sp --special -if
+--interactive-first --infill -dkvc --dump-kv-cache -mli --multiline-input --simple-io -dsa --dsa -fidx
+--fused-indexer-topk --swa-compress -co --color -mtp --multi-token-prediction -no-mtp --no-multi-token-prediction
+--defer-experts --prefetch-experts -smf16 --split-mode-f16 -smf32 --split-mode-f32 --verbose-prompt --perplexity
+--all-logits --hellaswag --winogrande --multiple-choice --in-prefix-bos --spm-infill --send-done --webui-mcp-proxy
+--ui-mcp-proxy --peg --skip-chat-parsing -ptcall --parallel-tool-calls --adaptive-updt-w-cur --minilog --log-disable
+--log-enable --log-new --log-append
 """
 
 _ONE_VALUE = """
 -tm --threads-mtmd -td --threads-draft -tbd --threads-batch-draft --prompt-cache -bf --binary-file -cd
 --ctx-size-draft -gan --grp-attn-n -gaw --grp-attn-w --rope-freq-base --rope-freq-scale --rope-scaling --rope-scale
 --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-fast --yarn-beta-slow --pooling --attention -dt
---defrag-thold -mea --max-extra-alloc --sampling-seq --dynatemp-range --dynatemp-exp --mirostat --mirostat-lr
---mirostat-ent --xtc-probability --xtc-threshold --top-n-sigma --dry-multiplier --dry-base --dry-allowed-length
---dry-penalty-last-n --dry-sequence-breaker --adaptive-target --adaptive-decay --cfg-negative-prompt
---cfg-negative-prompt-file --cfg-scale --draft --draft-max --draft-n --draft-min --draft-n-min --draft-p-min
---spec-ckpt-mode --recurrent-ckpt-mode -ns --sequences -ps --p-split -md --model-draft --spec-stage --spec-type
---spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits --suffix-pattern-len --suffix-max-depth
---suffix-corpus -mu --model-url -hft --hf-token -hfr --hf-repo -hff --hf-file --control-vector --mmproj --mmproj-url
---mtmd-kq-type --image --audio --image-min-tokens --image-max-tokens --embd-normalize --embd-output-format
---embd-separator -ictk --indexer-cache-type-k -ctk-first --cache-type-k-first -ctk-last --cache-type-k-last -ctv-first
---cache-type-v-first -ctv-last --cache-type-v-last -mtprot --mtp-requantize-output-tensor -ctkd
---cache-type-k-draft -ctvd --cache-type-v-draft -dsatk --dsa-top-k -ngld --gpu-layers-draft
---n-gpu-layers-draft --rpc -gfm --gpu-fit-margin -cuda --cuda-params -draft --draft-params
+--defrag-thold -mea --max-extra-alloc --cfg-negative-prompt --cfg-negative-prompt-file --cfg-scale --draft --draft-max
+--draft-n --draft-min --draft-n-min --draft-p-min --spec-ckpt-mode --recurrent-ckpt-mode -ns --sequences -ps --p-split
+-md --model-draft --spec-stage --spec-type --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits
+--suffix-pattern-len --suffix-max-depth --suffix-corpus -mu --model-url -hft --hf-token -hfr --hf-repo -hff --hf-file
+--control-vector --mmproj --mmproj-url --mtmd-kq-type --image --audio --image-min-tokens --image-max-tokens
+--embd-normalize --embd-output-format --embd-separator -ictk --indexer-cache-type-k -ctk-first --cache-type-k-first
+-ctk-last --cache-type-k-last -ctv-first --cache-type-v-first -ctv-last --cache-type-v-last -mtprot
+--mtp-requantize-output-tensor -ctkd --cache-type-k-draft -ctvd --cache-type-v-draft -dsatk --dsa-top-k -ngld
+--gpu-layers-draft --n-gpu-layers-draft --rpc -gfm --gpu-fit-margin -cuda --cuda-params -draft --draft-params
 --prefetch-experts-threads -wgt --worst-graph-tokens -fdn --fused-delta-net -grt --graph-reduce-type -gap
 --graph-attn-precision -devd --device-draft --banned-string-file --banned-n --allowlist-unicode-rule
 --allowlist-pieces --allowlist-keyword --allowlist-keyword-delay --expiring-logit-bias-file -ld --logdir -ptc
---print-token-count --hellaswag-tasks --winogrande-tasks --multiple-choice-tasks -l --logit-bias --in-prefix
---in-suffix --grammar --grammar-file -j --json-schema --ssl-key-file --ssl-cert-file -spf --system-prompt-file
---reasoning-tokens --reasoning-budget --sql-save-file --sqlite-zstd-ext-file --chat-template-kwargs
---reasoning-format -rea --reasoning --reasoning-budget-message --context-file --chunk-size --chunk-separator --junk
--ctx-ckpt --ctx-checkpoints -ctx-ckpt-i --ctx-checkpoints-interval -ctx-ckpt-t --ctx-checkpoints-tolerance
--ctx-ckpt-e --ctx-checkpoints-eviction -cram --cache-ram -crs --cache-ram-similarity -cram-n-min
---cache-ram-n-min --pos --log-file
+--print-token-count --hellaswag-tasks --winogrande-tasks --multiple-choice-tasks --in-prefix --in-suffix -spf
+--system-prompt-file --sql-save-file --sqlite-zstd-ext-file --context-file --chunk-size --chunk-separator --junk
+-ctx-ckpt --ctx-checkpoints -ctx-ckpt-i --ctx-checkpoints-interval -ctx-ckpt-t --ctx-checkpoints-tolerance -ctx-ckpt-e
+--ctx-checkpoints-eviction -cram --cache-ram -crs --cache-ram-similarity -cram-n-min --cache-ram-n-min --pos
+--log-file
 """
 
 _TWO_VALUES = "--spec-replace --lora-scaled --control-vector-scaled --control-vector-layer-range"

@@ -23,11 +23,20 @@ OPTIONS = (
         example="q4_K,iq4_k",
     ),
     ToolOption(("--imatrix",), "FILE", "importance matrix: used by the encoders and for the column `weighted`"),
-    ToolOption(("-l", "--include-layer"), "RE", "measure only tensors whose name matches", repeat=True, example="attn"),
-    ToolOption(("-L", "--exclude-layer"), "RE", "leave out tensors whose name matches", repeat=True, example="exps"),
+    ToolOption(
+        ("-l", "--include", "--include-layer"), "RE", "measure only tensors whose name matches", repeat=True,
+        example="attn",
+    ),
+    ToolOption(
+        ("-L", "--exclude", "--exclude-layer"), "RE", "leave out tensors whose name matches", repeat=True,
+        example="exps",
+    ),
     ToolOption(("--rows",), "N", "rows measured per tensor, spread evenly; 0 = all (default 256)", example="1024"),
     ToolOption(("--summary",), "", "print only the rows over all tensors"),
-    ToolOption(("--output-format",), "md|jsonl", "form of the table", example="jsonl"),
+    ToolOption(
+        ("--output-format",), "md|jsonl", "form of the table; jsonl has the full counts of scales and codes",
+        example="jsonl",
+    ),
     ToolOption(("-t", "--threads"), "N", "threads; default physical cores", example="8"),
 )  # fmt: skip
 
@@ -36,7 +45,12 @@ def run(argv: list[str]) -> int:
     """Measure and print; rows appear as they are ready. Returns the exit code."""
     arguments = parse_tool("quantize-stats", OPTIONS, argv)
     if arguments.help:
-        print(tool_help(USAGE, "Measure the error of tensor types on the tensors of a model.", OPTIONS))
+        from ikcli.eval.quantize_stats import LEGEND
+
+        summary = (
+            "Measure the error of tensor types on the tensors of a model, and how they use their scales and codes."
+        )
+        print(tool_help(USAGE, summary, OPTIONS, LEGEND))
         return 0
     for warning in arguments.warnings:
         log.warn(warning)
@@ -51,7 +65,15 @@ def run(argv: list[str]) -> int:
 
 def _print_table(arguments: ToolArguments, form: str) -> None:
     from ikcli.config import default_model
-    from ikcli.eval.quantize_stats import HEADER, StatsParams, json_line, markdown_line, measure_model
+    from ikcli.eval.quantize_stats import (
+        HEADER,
+        StatsParams,
+        json_line,
+        markdown_line,
+        measure_model,
+        measured_tensors,
+        notes,
+    )
     from ikcli.gguf.reader import open_gguf
     from ikcli.hostinfo import physical_cores
     from ikcli.quant.imatrix_file import read_imatrix
@@ -67,6 +89,8 @@ def _print_table(arguments: ToolArguments, form: str) -> None:
     imatrix_path = arguments.one("imatrix")
     imatrix = read_imatrix(imatrix_path) if imatrix_path else None
     file = open_gguf(Path(arguments.one("m") or default_model()), ())
+    for note in notes(measured_tensors(file, params), params):
+        log.log(f"quantize-stats: {note}")
     summary, first = arguments.has("summary"), True
     for row in measure_model(file, params, imatrix):
         if summary and row.tensor:

@@ -1,0 +1,252 @@
+"""Choosing tokens for one generation: biases, grammar mask, samplers in order, the draw, and its probabilities.
+
+The order is llama-server's (common/sampling.cpp), except that a grammar's mask comes first, so that tokens are drawn
+from the constrained distribution. `sample` does not change any state but the random numbers; `accept` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.errors import NonFiniteError
+from ikcli.sampling import filters
+from ikcli.sampling.adaptive import Adaptive
+from ikcli.sampling.candidates import Candidates, NoTokenError, allowed_only, draw, top_indices
+from ikcli.sampling.dry import Dry, dry_active
+from ikcli.sampling.mirostat import Mirostat
+from ikcli.sampling.params import SamplerParams, check_params
+from ikcli.sampling.penalties import History, Penalties, penalizes
+from ikcli.sampling.vocab import SamplerVocab
+
+Step = Callable[[Candidates], Candidates]
+_LARGEST_BIAS = 1e6
+
+
+class Sampled(NamedTuple):
+    """A chosen token, its log-probability (natural logarithm) and the `n_probs` most likely tokens with theirs.
+
+    Before sampling: of the model's logits. With `post_sampling_probs`: of the candidates that the draw was from.
+    """
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """The sampler of one generation; instances share nothing."""
+
+    def __init__(self, params: SamplerParams, vocab: SamplerVocab) -> None:
+        check_params(params)
+        self.params = params
+        self._vocab = vocab
+        self._greedy = params.temperature <= 0
+        self._history = History()
+        self._prompt: tuple[int, ...] = ()
+        self._bias_ids, self._bias = _biases(params, vocab)
+        self._penalties = Penalties(params, vocab.newline, vocab.n_vocab) if penalizes(params) else None
+        self._dry = None
+        if dry_active(params):
+            self._dry = Dry(params, vocab.breakers(params.dry_sequence_breakers), vocab.n_vocab)
+        random = not self._greedy
+        self._mirostat = Mirostat(params) if random and params.mirostat else None
+        self._adaptive = Adaptive(params) if random and not params.mirostat and params.adaptive_target >= 0 else None
+        self._seed = np.random.SeedSequence().entropy if params.random_seed else params.seed
+        self._rng = self._new_rng()
+        self._steps = tuple(self._make_steps())
+
+    def prime(self, prompt: Sequence[int]) -> None:
+        """Start after a prompt: penalties and DRY look at its tokens too."""
+        self._prompt = tuple(prompt)
+        self._start()
+
+    def reset(self) -> None:
+        """Start again after the prompt, with the same random numbers."""
+        self._rng = self._new_rng()
+        self._start()
+
+    def sample(
+        self,
+        logits: npt.NDArray[np.float32],
+        mask: npt.NDArray[np.uint32] | None = None,
+        banned: Collection[int] = (),
+    ) -> Sampled:
+        """Choose a token. `logits` (n_vocab,) stay as they are; `mask` as of a grammar: bit i allows token i.
+
+        NoTokenError if nothing is left, NonFiniteError if the logits hold NaN or +Inf.
+        """
+        largest = logits.max()
+        if not largest < np.inf:
+            raise NonFiniteError("the model's output is not finite (NaN or Inf among the logits)")
+        c = self._candidates(logits, mask, banned)
+        if self._greedy:
+            token, final = self._sample_greedy(c)
+        else:
+            token, final = self._sample_random(c)
+        if self.params.n_probs and self.params.post_sampling_probs:
+            return _after_sampling(token, final, logits, self.params.n_probs)
+        return _before_sampling(token, logits, float(largest), self.params.n_probs)
+
+    def accept(self, token: int) -> None:
+        """Take a token into the history that penalties, DRY, mirostat and adaptive-p look at."""
+        self._history.append(token)
+        if self._penalties is not None:
+            self._penalties.appended(self._history)
+        for stateful in (self._mirostat, self._adaptive):
+            if stateful is not None:
+                stateful.accept(token)
+
+    def rollback(self, n: int) -> None:
+        """Undo the last `n` accepted tokens; random numbers go on."""
+        n = min(n, len(self._history) - self._n_prompt)
+        if n <= 0:
+            return
+        self._history.truncate(len(self._history) - n)
+        if self._penalties is not None:
+            self._penalties.rebuild(self._history)
+        for stateful in (self._mirostat, self._adaptive):
+            if stateful is not None:
+                stateful.rollback(n)
+
+    @property
+    def _n_prompt(self) -> int:
+        replaced = self.params.penalty_prompt
+        return len(self._prompt if replaced is None else replaced)
+
+    def _start(self) -> None:
+        self._history = History()
+        replaced = self.params.penalty_prompt
+        self._history.extend(self._prompt if replaced is None else replaced)
+        if self._penalties is not None:
+            self._penalties.rebuild(self._history)
+        if self._mirostat is not None:
+            self._mirostat = Mirostat(self.params)
+        if self._adaptive is not None:
+            self._adaptive = Adaptive(self.params)
+
+    def _new_rng(self) -> np.random.Generator:
+        return np.random.Generator(np.random.PCG64(self._seed))
+
+    def _candidates(
+        self, logits: npt.NDArray[np.float32], mask: npt.NDArray[np.uint32] | None, banned: Collection[int]
+    ) -> Candidates:
+        if len(self._bias_ids) or len(banned):
+            logits = logits.copy()
+            logits[self._bias_ids] += self._bias
+            logits[list(banned)] = -np.inf
+        c = Candidates(None, logits) if mask is None else allowed_only(logits, mask)
+        if not len(c.logits) or c.logits.max() == -np.inf:
+            raise NoTokenError("no token is left to choose from: the grammar, logit_bias and bans exclude all of them")
+        return c
+
+    def _sample_greedy(self, c: Candidates) -> tuple[int, Candidates]:
+        for step in self._steps:
+            c = step(c)
+        best = int(c.logits.argmax())
+        return c.token(best), c.take(np.array([best]), descending=True)
+
+    def _sample_random(self, c: Candidates) -> tuple[int, Candidates]:
+        for step in self._steps:
+            c = step(c)
+        if self._mirostat is not None:
+            return self._mirostat.draw(c, self._rng)
+        if self._adaptive is not None:
+            return self._adaptive.draw(c, self._rng)
+        return c.token(draw(np.exp(c.logits - c.logits.max()), self._rng)), c
+
+    def _make_steps(self) -> list[Step]:
+        """The active samplers as functions; greedy and mirostat leave out those that only cut the tail."""
+        p = self.params
+        names = p.samplers
+        if self._greedy or self._mirostat is not None:
+            names = tuple(name for name in names if name in ("penalties", "dry"))
+        steps = [step for name in names if (step := self._make_step(name)) is not None]
+        if self._mirostat is not None:
+            steps.append(partial(filters.temperature, t=p.temperature))
+        if self._adaptive is not None:
+            first = 1 if self._penalties is not None and names[:1] == ("penalties",) else 0
+            steps.insert(first, lambda c: self._adaptive.remember(c) if self._adaptive is not None else c)
+        return steps
+
+    def _make_step(self, name: str) -> Step | None:
+        p, keep = self.params, max(1, self.params.min_keep)
+        if name == "penalties":
+            return self._penalties.apply if self._penalties is not None else None
+        if name == "dry":
+            dry = self._dry
+            return (lambda c: dry.apply(c, self._history.tokens)) if dry is not None else None
+        if name == "temperature":
+            if p.dynatemp_range > 0:
+                spread, exponent = p.dynatemp_range, p.dynatemp_exponent
+                return partial(filters.dynamic_temperature, t=p.temperature, spread=spread, exponent=exponent)
+            return partial(filters.temperature, t=p.temperature) if p.temperature != 1 else None
+        if name == "xtc":
+            return self._xtc if p.xtc_probability > 0 and p.xtc_threshold <= 0.5 else None
+        makers: dict[str, tuple[bool, Step]] = {
+            "top_k": (p.top_k > 0, partial(filters.top_k, k=p.top_k, min_keep=keep)),
+            "top_p": (p.top_p < 1, partial(filters.top_p, p=p.top_p, min_keep=keep)),
+            "min_p": (p.min_p > 0, partial(filters.min_p, p=p.min_p, min_keep=keep)),
+            "tfs_z": (p.tfs_z < 1, partial(filters.tfs_z, z=p.tfs_z, min_keep=keep)),
+            "typical_p": (p.typical_p < 1, partial(filters.typical_p, p=p.typical_p, min_keep=keep)),
+            "top_n_sigma": (p.top_n_sigma > 0, partial(filters.top_n_sigma, n=p.top_n_sigma)),
+        }
+        active, step = makers.get(name, (False, None))
+        return step if active else None
+
+    def _xtc(self, c: Candidates) -> Candidates:
+        p = self.params
+        if p.xtc_probability < 1 and self._rng.random() >= p.xtc_probability:
+            return c
+        return filters.xtc(c, p.xtc_threshold, max(1, p.min_keep))
+
+
+def token_logprobs(logits: npt.NDArray[np.float32], token: int, n_top: int) -> Sampled:
+    """Log-probability of a given `token`, and of the `n_top` most likely ones, under `logits` (n_vocab,)."""
+    return _before_sampling(token, logits, float(logits.max()), n_top)
+
+
+def _before_sampling(token: int, logits: npt.NDArray[np.float32], largest: float, n_probs: int) -> Sampled:
+    total = largest + math.log(float(np.exp(logits - np.float32(largest)).sum()))
+    if n_probs <= 0:
+        return Sampled(token, float(logits[token]) - total)
+    ids = top_indices(logits, min(n_probs, len(logits)))
+    values = logits[ids].astype(np.float64) - total
+    return Sampled(token, float(logits[token]) - total, tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+
+
+def _after_sampling(token: int, final: Candidates, logits: npt.NDArray[np.float32], n_probs: int) -> Sampled:
+    """Probabilities among the final candidates; the list is filled up with tokens that had none left."""
+    best = final.head(min(n_probs, len(final.logits)))
+    total = float(np.exp(final.logits - final.logits.max()).sum())
+    logprobs = best.logits - best.logits[0] - math.log(total)
+    ids = best.ids if best.ids is not None else np.arange(len(best.logits))
+    top = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+    chosen = np.flatnonzero(ids == token)
+    logprob = float(logprobs[chosen[0]]) if len(chosen) else _logprob_in(final, token, total)
+    if len(top) < n_probs:
+        seen = {i for i, _ in top}
+        rest = top_indices(logits, min(n_probs + len(seen), len(logits))).tolist()
+        top += [(i, -math.inf) for i in rest if i not in seen][: n_probs - len(top)]
+    return Sampled(token, logprob, tuple(top))
+
+
+def _logprob_in(c: Candidates, token: int, total: float) -> float:
+    index = token if c.ids is None else int(np.flatnonzero(c.ids == token)[0])
+    return float(c.logits[index] - c.logits.max()) - math.log(total)
+
+
+def _biases(params: SamplerParams, vocab: SamplerVocab) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Ids and what is added to their logits; ids outside the vocabulary have no effect, as in llama-server."""
+    sums: dict[int, float] = {}
+    for token, bias in params.logit_bias:
+        if 0 <= token < vocab.n_vocab:
+            sums[token] = min(sums.get(token, 0.0) + min(bias, _LARGEST_BIAS), _LARGEST_BIAS)
+    if params.ignore_eos:
+        sums.update(dict.fromkeys(vocab.eog, -math.inf))
+    return np.array(list(sums), np.int64), np.array(list(sums.values()), np.float32)

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,7 @@ from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, TensorSpec, split_path
 from ikcli.quant.decode import decodable_types, dequantize
 from ikcli.quant.encoders import EncodeOptions, available_types, quantize_rows
+from ikcli.quant.encoders.floats import RowReader
 from ikcli.quant.formats import FORMATS, row_size
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.recipes import Choice
@@ -40,6 +42,7 @@ Bytes = npt.NDArray[np.uint8]
 _QUANTIZATION_VERSION = 2
 _COPY_BYTES = 32 << 20
 _MIN_PIECE, _MAX_PIECE, _IN_WORK = 1 << 16, 1 << 19, 1 << 23  # elements per piece and in all pieces together
+_IN_CACHE = 1 << 17  # elements read and encoded at a time
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 _BITNET = (GGMLType.IQ1_BN, GGMLType.IQ2_BN, GGMLType.IQ2_BN_R4)
 _TERNARY_ROWS = 16
@@ -188,6 +191,7 @@ def run(job: QuantizeJob, progress: Progress | None = None) -> list[Path]:
     todo = [p for p in parts if not (job.skip_existing and part_is_done(p))]
     if todo:
         _prepare_folder(todo)
+    readers = _Readers()
     number, written = 0, []
     with ThreadPoolExecutor(max(1, job.n_threads)) as pool:
         for part in parts:
@@ -199,7 +203,7 @@ def run(job: QuantizeJob, progress: Progress | None = None) -> list[Path]:
             with GGUFWriter(part.path, part.metadata, part.specs(), alignment=job.file.alignment) as writer:
                 for number, c in enumerate(part.choices, number + 1):  # noqa: B020
                     hooks.tensor(number, c)
-                    writer.write_tensor(c.name, _chunks(job, c, pool, hooks.advance))
+                    writer.write_tensor(c.name, _chunks(job, c, pool, readers, hooks.advance))
             written.append(part.path)
     return written
 
@@ -244,7 +248,9 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _chunks(job: QuantizeJob, c: Choice, pool: ThreadPoolExecutor, advance: Callable[[float], None]) -> Iterator[Bytes]:
+def _chunks(
+    job: QuantizeJob, c: Choice, pool: ThreadPoolExecutor, readers: _Readers, advance: Callable[[float], None]
+) -> Iterator[Bytes]:
     """The bytes of the new tensor in order; input pages are released as they are used up."""
     t = job.file.tensors[c.source or c.name]
     data = job.file.data(t.name)
@@ -256,7 +262,7 @@ def _chunks(job: QuantizeJob, c: Choice, pool: ThreadPoolExecutor, advance: Call
             job.file.release(t.name, start, start + len(piece))
             advance(len(piece))
         return
-    work = _Worker(job, c, t, data)
+    work = _Worker(job, c, readers)
     released = 0
     for stop, encoded in _in_order(pool, work.encode, work.pieces(), 2 * job.n_threads + 1):
         yield encoded
@@ -294,25 +300,36 @@ def _in_order(
                 future.exception()
 
 
-@dataclass(slots=True)
+class _Readers(threading.local):
+    """The reader of each thread."""
+
+    def __init__(self) -> None:
+        self.mine = RowReader()
+
+
 class _Worker:
     """Converts row ranges of one tensor; `encode` runs on any thread."""
 
-    job: QuantizeJob
-    choice: Choice
-    info: TensorInfo
-    data: Bytes
+    def __init__(self, job: QuantizeJob, choice: Choice, readers: _Readers) -> None:
+        self.job, self.choice, self.readers = job, choice, readers
+        self.info = job.file.tensors[choice.source or choice.name]
+        self.data = job.file.data(self.info.name)
+        self.group = math.lcm(FORMATS[self.info.type].rows, FORMATS[choice.new].rows)
+        imatrix = job.imatrix
+        self.weights = imatrix.weights(self.info.name, choice.shape) if imatrix is not None else None
+
+    def _rows(self, n_elements: int) -> int:
+        """Number of rows with about so many elements, in whole groups."""
+        return max(1, n_elements // self.info.shape[0] // self.group) * self.group
 
     def pieces(self) -> Iterator[tuple[int, int, int]]:
         """(matrix, first row, end row) covering all rows; rows are counted over the whole tensor."""
-        ne0, n_rows = self.info.shape[0], math.prod(self.info.shape[1:])
+        n_rows = math.prod(self.info.shape[1:])
         ne1 = self.info.shape[1] if len(self.info.shape) > 1 else 1
-        if FORMATS[self.info.type].type == GGMLType.I2_S:
+        if self.info.type == GGMLType.I2_S:
             yield 0, 0, n_rows  # one scale for the whole tensor
             return
-        group = math.lcm(FORMATS[self.info.type].rows, FORMATS[self.choice.new].rows)
-        wanted = min(_MAX_PIECE, max(_MIN_PIECE, _IN_WORK // max(1, 2 * self.job.n_threads)))
-        step = max(1, wanted // ne0 // group) * group
+        step = self._rows(min(_MAX_PIECE, max(_MIN_PIECE, _IN_WORK // max(1, 2 * self.job.n_threads))))
         for matrix, first in itertools.product(range(n_rows // ne1), range(0, ne1, step)):
             yield matrix, matrix * ne1 + first, matrix * ne1 + min(first + step, ne1)
 
@@ -320,23 +337,29 @@ class _Worker:
         """(end of the input bytes, new bytes) of one piece."""
         c, old, ne0 = self.choice, self.info.type, self.info.shape[0]
         if old == GGMLType.I2_S:
-            begin, end = 0, len(self.data)
-        else:
-            begin, end = (row * row_size(old, ne0) for row in (first, stop))
-        raw = self.data[begin:end]
+            values = dequantize(self.data, old, (ne0, stop)).reshape(stop, ne0)
+            return len(self.data), self._encode_rows(values, first, matrix)
+        n_bytes = row_size(old, ne0)
+        raw = self.data[first * n_bytes : stop * n_bytes]
         if _regroups(c):
-            return end, self._regroup(raw)
-        values = dequantize(raw, old, (ne0, stop - first)).reshape(-1, ne0)
-        imatrix = self.job.imatrix
-        weights = imatrix.weights(c.source or c.name, c.shape) if imatrix is not None else None
-        row = weights[matrix % len(weights)] if weights is not None else None
+            return stop * n_bytes, self._regroup(raw)
+        out = np.empty((stop - first, row_size(c.new, ne0)), np.uint8)
+        step = self._rows(_IN_CACHE)
+        for row in range(0, len(out), step):
+            end = min(row + step, len(out))
+            values = self.readers.mine.read(raw[row * n_bytes : end * n_bytes], old, ne0)
+            out[row:end] = self._encode_rows(values, first + row, matrix).reshape(end - row, -1)
+        self._check(out.reshape(-1), first, stop)
+        return stop * n_bytes, out.reshape(-1)
+
+    def _encode_rows(self, values: npt.NDArray[np.float32], first: int, matrix: int) -> Bytes:
+        """New bytes of adjacent rows of a matrix; `first` is the number of the first one."""
+        weights = self.weights[matrix % len(self.weights)] if self.weights is not None else None
         try:
-            out = quantize_rows(values, c.new, row, options=self.job.encode_options)
+            return quantize_rows(values, self.choice.new, weights, options=self.job.encode_options)
         except NonFiniteError:
             bad = first + int(np.argmin(np.isfinite(values).all(axis=1)))
-            raise NonFiniteError(f"tensor {c.source or c.name} holds NaN or Inf in row {bad}") from None
-        self._check(out, first, stop)
-        return end, out
+            raise NonFiniteError(f"tensor {self.info.name} holds NaN or Inf in row {bad}") from None
 
     def _regroup(self, raw: Bytes) -> Bytes:
         from ikcli.quant.repack import repack_rows, unrepack_rows

@@ -88,7 +88,7 @@ def unrepack(data: npt.NDArray[np.uint8], type: GGMLType, shape: tuple[int, ...]
     return unrepack_rows(_as_rows(data, type, shape), type, shape[0]).reshape(-1), base
 
 
-def repack_rows(rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int) -> Bytes:
+def repack_rows(rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int, *, compiled: bool | None = None) -> Bytes:
     """Rows of bytes of the plain twin of the interleaved `type`, in whole groups -> (n_rows, row bytes of `type`).
 
     The rows of the result are equal shares of the groups. FormatError if the rows do not fill groups.
@@ -96,14 +96,18 @@ def repack_rows(rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int) -> Bytes:
     base = _base(type)
     rows = rows.reshape(-1, row_size(base, ne0))
     out = np.empty((len(rows), row_size(type, ne0)), np.uint8)
-    repack_into(out, rows, type, ne0)
+    repack_into(out, rows, type, ne0, compiled=compiled)
     return out
 
 
-def repack_into(out: Bytes, rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int) -> None:
-    """As `repack_rows`, into `out`. Large parts go through a compiled kernel, which does not hold the GIL."""
+def repack_into(
+    out: Bytes, rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int, *, compiled: bool | None = None
+) -> None:
+    """As `repack_rows`, into `out`. Large parts go through a compiled kernel, which does not hold the GIL; `compiled`
+    says so where the rows are a small part of something large."""
     base = _base(type)
-    compiled = rows.nbytes >= _COMPILED_BYTES
+    if compiled is None:
+        compiled = rows.nbytes >= _COMPILED_BYTES
     for part in _parts(rows, type, ne0):
         (_move_compiled if compiled else _move)(out[part], rows[part], type, base)
 

@@ -41,6 +41,8 @@ RowEncoder = Callable[[Floats, GGMLType, Floats | None, EncodeOptions], Bytes]
 
 # Type -> "module:function" below ikcli.quant.encoders.
 ENCODERS: dict[GGMLType, str] = {
+    GGMLType.F16: "floats:encode",
+    GGMLType.BF16: "floats:encode",
     GGMLType.Q4_0: "legacy:encode",
     GGMLType.Q4_1: "legacy:encode",
     GGMLType.Q5_0: "legacy:encode",
@@ -87,6 +89,7 @@ ENCODERS: dict[GGMLType, str] = {
 }
 
 _PIECES_PER_THREAD = 4
+_COMPILED_SIZE = 1 << 16  # such pieces come from large tensors: compiled regrouping is worth its loading
 _DEFAULT_OPTIONS = EncodeOptions()
 
 
@@ -115,19 +118,19 @@ def quantize_rows(
     if len(rows) % fmt.rows:
         raise UsageError(f"{fmt.name} takes rows in groups of {fmt.rows}, not {len(rows)}")
     encode_rows = _row_encoder(type)
+    pieces = _pieces(len(rows), n_threads, fmt.rows)
+    if len(pieces) == 1:
+        _check_finite(rows, 0)
+        return encode_rows(rows, type, imatrix, options).reshape(-1)
     out = np.empty((len(rows), n_bytes), np.uint8)
 
     def run(start: int, stop: int) -> None:
         _check_finite(rows[start:stop], start)
         out[start:stop] = encode_rows(rows[start:stop], type, imatrix, options).reshape(stop - start, n_bytes)
 
-    pieces = _pieces(len(rows), n_threads, fmt.rows)
-    if len(pieces) == 1:
-        run(*pieces[0])
-    else:
-        with ThreadPoolExecutor(n_threads) as pool:
-            for done in [pool.submit(run, *piece) for piece in pieces]:
-                done.result()
+    with ThreadPoolExecutor(n_threads) as pool:
+        for done in [pool.submit(run, *piece) for piece in pieces]:
+            done.result()
     return out.reshape(-1)
 
 
@@ -170,7 +173,8 @@ def _interleaved(values: Floats, type: GGMLType, imatrix: Floats | None, options
 
     base = FORMATS[type].base
     assert base is not None
-    return repack_rows(_row_encoder(base)(values, base, imatrix, options), type, values.shape[1])
+    rows = _row_encoder(base)(values, base, imatrix, options)
+    return repack_rows(rows, type, values.shape[1], compiled=values.size >= _COMPILED_SIZE or None)
 
 
 @cache

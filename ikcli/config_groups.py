@@ -87,6 +87,7 @@ class ServerConfig:
     log_format: str = opt("text", "--log-format", "choice", "format of the server log", topic="server", commands="S", form="text|json", example="--log-format json", choices=("text", "json"))
     slot_save_path: Path | None = opt(None, "--slot-save-path", "path", "folder for saved slots", topic="server", commands="S", form="DIR", example="--slot-save-path slots")
     slot_prompt_similarity: float = opt(0.5, "-sps --slot-prompt-similarity", "float", "how much of a prompt must match to reuse a slot; 0 = off", topic="server", commands="S", form="F", example="-sps 0.5")
+    cache_ram: int | None = opt(None, "-cram --cache-ram", "int", "RAM for prompts that had to leave their slot; 0 = off, -1 = no limit. Default: a quarter of the free memory, at most 8192", topic="server", commands="S", form="MIB", example="-cram 2048", minimum=-1)
     cont_batching: bool = opt(True, "-cb --cont-batching", "switch", "serve several slots in one batch", topic="server", commands="S", negative="-nocb --no-cont-batching", example="-cb")
     context_shift: bool = opt(True, "--context-shift", "optswitch", "drop old tokens when the context is full", topic="server", commands="S", negative="--no-context-shift", example="--context-shift off")
     chat_template: str = opt("", "--chat-template", "str", "chat template to use instead of the one in the model file", topic="server", commands="SC", form="TEXT", example="--chat-template chatml")

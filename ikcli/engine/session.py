@@ -54,6 +54,7 @@ class Session:
         self._n_outputs = min(n_seq_max, self.n_ubatch)
         self._weights: Mapping[str, int] = {}
         self._caches: dict[Cache, npt.NDArray[np.uint8]] = {}
+        self._last: tuple[Program, int]  # program and threads of the last micro-batch
         self.graphs = self._record()
         self.programs = self._plan()
 
@@ -191,6 +192,13 @@ class Session:
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty((0, self.n_vocab), np.float32), *parts])
 
     def _decode(self, batch: Batch) -> FloatRows:
+        logits = self._compute(batch)
+        # A sum is not finite if a term is not; it can overflow by itself, so look closer before complaining.
+        if not np.isfinite(logits.sum(dtype=np.float64)) and not np.isfinite(logits).all():
+            self._explain_non_finite(*self._last)
+        return logits
+
+    def _compute(self, batch: Batch) -> FloatRows:
         out_ids = np.flatnonzero(batch.logits)
         if len(out_ids) > self._n_outputs:
             self._grow_outputs(len(out_ids))
@@ -203,11 +211,8 @@ class Session:
             self.backend.run(program, n_threads)
         else:
             self.backend.run_observed(program, n_threads, self._state, self.observer)
-        logits = program.view(self.backend.arena, program.result, len(out_ids))
-        # A sum is not finite if a term is not; it can overflow by itself, so look closer before complaining.
-        if not np.isfinite(logits.sum(dtype=np.float64)) and not np.isfinite(logits).all():
-            self._explain_non_finite(program, n_threads)
-        return logits
+        self._last = program, n_threads
+        return program.view(self.backend.arena, program.result, len(out_ids))
 
     def _segments(self, batch: Batch) -> list[Segment]:
         if len(batch) and not 0 <= batch.tokens.min() <= batch.tokens.max() < self.n_vocab:
@@ -249,6 +254,26 @@ class Session:
 
         self.backend.run_observed(program, n_threads, self._state, look)
         raise NonFiniteError(f"{self.model.source}: logits are NaN or Inf, but not when computed again node by node")
+
+    def compute(self, batch: Batch) -> FloatRows:
+        """Logits of one micro-batch, which the caller checks for NaN; they are overwritten by the next one."""
+        start = time.perf_counter()
+        logits = self._compute(batch)
+        self.timings.add(len(batch), time.perf_counter() - start)
+        return logits
+
+    @property
+    def caches(self) -> Mapping[Cache, npt.NDArray[np.uint8]]:
+        """Bytes of every cache tensor."""
+        return self._caches
+
+    def n_past(self, seq: int) -> int:
+        """Cached positions of a sequence."""
+        return self._n_past[seq]
+
+    def set_n_past(self, seq: int, n: int) -> None:
+        """Say that a sequence has n cached positions, whose rows were written from outside (`kv_rows`)."""
+        self._n_past[seq] = n
 
     def kv_seq_rm(self, seq: int, p0: int = 0, p1: int = -1) -> None:
         """Forget positions p0..p1-1 of a sequence (seq -1: all sequences, p1 -1: to the end)."""

@@ -62,6 +62,7 @@ class GenerationRequest:
     banned_strings: tuple[str, ...] = ()
     speculation: Speculation = Speculation()
     report_progress: bool = False
+    deltas: bool = True  # False: no Delta events, for requests that are answered at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,165 @@
+"""The engine: slots over one session in a thread of its own. Requests come in from any thread, events go out of it.
+
+Between two micro-batches the thread looks at its inbox, so that cancelling, queueing and slot actions wait for one at
+most. The work of a step is in `worker.py`; this file is what other threads see.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from ikcli.config import RunConfig
+from ikcli.engine.session import Session
+from ikcli.errors import IkError
+from ikcli.server.engine.log import Logger, silent
+from ikcli.server.engine.messages import Event, Failure, GenerationRequest
+from ikcli.server.engine.slot import Task
+from ikcli.server.engine.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
+from ikcli.server.engine.worker import Action, Worker
+from ikcli.tokenizer import Tokenizer
+
+
+class Ticket:
+    """A submitted request."""
+
+    def __init__(self, task: Task, wake: Callable[[], None]) -> None:
+        self._task, self._wake = task, wake
+
+    @property
+    def id_task(self) -> int:
+        return self._task.id
+
+    def cancel(self) -> None:
+        """Stop the request: no more events, its slot is free at the next step. Any thread, any number of times."""
+        self._task.cancelled = True
+        self._wake()
+
+
+class Engine:
+    """See the module. `state`: loading, ready, failed (see `load_error`), stopped."""
+
+    def __init__(self, config: RunConfig, *, n_slots: int, logger: Logger = silent) -> None:
+        self.config, self.n_slots, self._log = config, n_slots, logger
+        self.state = "loading"
+        self.load_error: IkError | None = None
+        self._worker: Worker | None = None
+        self._loaded = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ik-engine", daemon=True)
+        self._next_task = 0
+        self._lock = threading.Lock()
+        self._closing = False
+
+    # --- life -------------------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Load the model in the engine's thread and begin to serve."""
+        self._thread.start()
+
+    def wait_loaded(self, timeout: float | None = None) -> bool:
+        """Wait until the model is loaded or cannot be; True if it is."""
+        self._loaded.wait(timeout)
+        return self.state == "ready"
+
+    def _run(self) -> None:
+        try:
+            with Session.open(self.config, n_seq_max=self.n_slots) as session:
+                self._worker = Worker(session, self._log)
+                self.state = "ready"
+                self._loaded.set()
+                if not self._closing:
+                    self._worker.run()
+        except IkError as e:
+            self._fail(e)
+        except Exception as e:
+            self._fail(IkError(f"internal error while loading: {type(e).__name__}: {e}"))
+
+    def _fail(self, error: IkError) -> None:
+        self.load_error, self.state = error, "failed"
+        self._log("ERR", "load_model", "unable to load model", {"error": str(error)})
+        self._loaded.set()
+
+    def shutdown(self, *, drain: bool) -> None:
+        """Stop the thread: after all requests are done (drain), or now, when open requests fail with 503.
+
+        A second call without `drain` cuts a draining one short.
+        """
+        self._closing = True
+        if self._worker is not None:
+            self._worker.stop(drain)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        if self.state == "ready":
+            self.state = "stopped"
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+    def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> Ticket:
+        """Queue a request; `on_event` is called from the engine's thread and must return at once.
+
+        What cannot be served is answered by a Failure, never by an exception.
+        """
+        with self._lock:
+            task = Task(self._next_task, request, on_event)
+            self._next_task += 1
+        worker = self._worker
+        if self.state != "ready" or worker is None or self._closing:
+            on_event(self._unavailable())
+            return Ticket(task, lambda: None)
+        refused = worker.check(request)
+        if refused is not None:
+            on_event(refused)
+        else:
+            worker.post(task)
+        return Ticket(task, worker.wake)
+
+    def _unavailable(self) -> Failure:
+        if self._closing or self.state == "stopped":
+            return Failure(503, "unavailable_error", "The server is shutting down")
+        if self.state == "failed":
+            return Failure(500, "server_error", f"The model could not be loaded: {self.load_error}")
+        return Failure(503, "unavailable_error", "Loading model")
+
+    def slot_action(self, id_slot: int, action: str, path: Path | None = None) -> Future[SlotActionResult]:
+        """save, restore (both with `path`) or erase a slot, once it is idle. Failures are `EngineError`s."""
+        future: Future[SlotActionResult] = Future()
+        worker = self._worker
+        if self.state != "ready" or worker is None or self._closing:
+            f = self._unavailable()
+            future.set_exception(EngineError(f.status, f.type, f.message))
+        elif not 0 <= id_slot < self.n_slots:
+            future.set_exception(_invalid(f"slot {id_slot} does not exist; there are slots 0 to {self.n_slots - 1}"))
+        elif action not in ("save", "restore", "erase") or (action != "erase" and path is None):
+            future.set_exception(_invalid(f"unknown slot action '{action}'; use save, restore or erase"))
+        else:
+            worker.post(Action(id_slot, action, path, future))
+        return future
+
+    # --- what is going on -------------------------------------------------------------------------------------------
+    @property
+    def model(self) -> ModelInfo:
+        """The loaded model; EngineError 503 before it is ready."""
+        return self._ready().model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; EngineError 503 before it is ready."""
+        return self._ready().tokenizer
+
+    def slots(self) -> list[SlotState]:
+        """What every slot is doing; empty before the model is ready."""
+        return [s.snapshot() for s in self._worker.slots] if self._worker is not None else []
+
+    def metrics(self, *, reset: bool = False) -> EngineMetrics:
+        """Counters and gauges; `reset` starts the averages of the last time again."""
+        return self._worker.metrics(reset=reset) if self._worker is not None else EngineMetrics()
+
+    def _ready(self) -> Worker:
+        if self._worker is None:
+            f = self._unavailable()
+            raise EngineError(f.status, f.type, f.message)
+        return self._worker
+
+
+def _invalid(message: str) -> EngineError:
+    return EngineError(400, "invalid_request_error", message)

@@ -1,0 +1,147 @@
+"""The text of one generation as it grows: complete characters only, stop texts, banned texts, what may be sent.
+
+Text is sent once it can no longer become part of a stop text or of a banned text. Positions are characters of the whole
+text; `starts[i]` is where the text of token i begins.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+from ikcli.server.engine.messages import TokenInfo
+from ikcli.tokenizer.tokenizer import StreamDecoder, Tokenizer
+
+
+class Output:
+    """Text and tokens of one generation."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str], banned: Sequence[str] = (), *, keep_special: bool = False
+    ) -> None:
+        self._tokenizer, self._keep_special = tokenizer, keep_special
+        self._decoder = StreamDecoder(tokenizer, skip_special=not keep_special)
+        self._stop = tuple(s for s in stop if s)
+        self._banned = tuple(_fold(b) for b in banned if b)
+        self._sent: list[str] = []  # text given out, in pieces
+        self._held = ""  # text after that
+        self._n_sent = 0  # characters of _sent
+        self._n_sent_tokens = 0
+        self.tokens: list[TokenInfo] = []
+        self.starts: list[int] = []
+        self.n_total = 0  # tokens ever added, also those that a stop text took away again
+        self.stopping_word = ""
+        self.has_new_line = False
+        self._line_start = 0  # position after the last line end
+
+    # --- growing ----------------------------------------------------------------------------------------------------
+    def add(self, token: TokenInfo, *, is_text: bool = True) -> str:
+        """Append a token and return its text; `is_text` False for tokens that end the generation."""
+        self.tokens.append(token)
+        self.starts.append(self._n_sent + len(self._held))
+        self.n_total += 1
+        piece = self._decoder.feed(token.id) if is_text else ""
+        self._held += piece
+        return piece
+
+    def check_stop(self) -> bool:
+        """Cut the text at the first stop text, if there is one; also notes line ends."""
+        held = self._held
+        found = [(i, s) for s in self._stop if (i := held.find(s)) >= 0] if self._stop else []
+        if found:
+            at, self.stopping_word = min(found)
+            self.cut(self._n_sent + at)
+        if "\n" in self._held:
+            self.has_new_line = True
+        return bool(found)
+
+    def cut(self, position: int) -> None:
+        """Drop the text from this position on, which has not been sent, and the tokens that begin there."""
+        self._held = self._held[: position - self._n_sent]
+        n = max(bisect_left(self.starts, position), self._n_sent_tokens)
+        del self.tokens[n:], self.starts[n:]
+
+    def line_indent(self, new_text: str, n_indent: int) -> bool:
+        """False (and the line is dropped) if the line that `new_text` goes on has text indented by less than this."""
+        text = self.text
+        start = self._line_start
+        line = text[start:]
+        if "\n" in line:
+            self._line_start = start = start + line.rindex("\n") + 1
+            line = text[start:]
+        body = line.lstrip(" \t")
+        if self.has_new_line and body and len(line) - len(body) < n_indent:
+            self.cut(max(start, self._n_sent))
+            return False
+        return True
+
+    # --- banned texts -----------------------------------------------------------------------------------------------
+    def find_banned(self) -> int | None:
+        """Index of the token with which a banned text begins, or None."""
+        if not self._banned:
+            return None
+        held = _fold(self._held)
+        at = [i for b in self._banned if (i := held.find(b)) >= 0]
+        if not at:
+            return None
+        return max(bisect_right(self.starts, self._n_sent + min(at)) - 1, self._n_sent_tokens)
+
+    def allow_banned(self) -> None:
+        """Give up: what comes is sent as it is."""
+        self._banned = ()
+
+    def rewind(self, n_tokens: int) -> None:
+        """Forget every token from this one on; they have not been sent."""
+        kept = self.tokens[:n_tokens]
+        self.n_total -= len(self.tokens) - len(kept)
+        self._decoder = StreamDecoder(self._tokenizer, skip_special=not self._keep_special)
+        text = "".join(self._decoder.feed(t.id) for t in kept)
+        self._held = text[self._n_sent :]
+        del self.tokens[n_tokens:], self.starts[n_tokens:]
+
+    # --- giving out -------------------------------------------------------------------------------------------------
+    def take(self, *, everything: bool = False) -> tuple[str, tuple[TokenInfo, ...]]:
+        """Text that is certain, and its tokens; at the end of the generation all of it."""
+        if everything:
+            n, n_tokens = len(self._held), len(self.tokens)
+        else:
+            n = len(self._held) - self._n_uncertain()
+            if n <= 0:
+                return "", ()
+            n_tokens = len(self.tokens) if n == len(self._held) else bisect_left(self.starts, self._n_sent + n)
+        text, self._held = self._held[:n], self._held[n:]
+        tokens = tuple(self.tokens[self._n_sent_tokens : n_tokens])
+        self._n_sent_tokens = max(n_tokens, self._n_sent_tokens)
+        self._sent.append(text)
+        self._n_sent += n
+        return text, tokens
+
+    @property
+    def text(self) -> str:
+        """Everything so far, sent or not, without an incomplete character at the end."""
+        return "".join(self._sent) + self._held
+
+    def _n_uncertain(self) -> int:
+        """Characters at the end that could begin a stop text or a banned text."""
+        held = self._held
+        if not (self._stop or self._banned):
+            return 0
+        n = max((_n_partial(held, s) for s in self._stop), default=0)
+        if self._banned:
+            held = _fold(held)
+            n = max(n, *(_n_partial(held, b) for b in self._banned))
+        return n
+
+
+def _n_partial(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`."""
+    for n in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:n]):
+            return n
+    return 0
+
+
+def _fold(text: str) -> str:
+    """Lower case, character by character, so that positions stay."""
+    lower = text.lower()
+    return lower if len(lower) == len(text) else "".join(x if len(x := c.lower()) == 1 else c for c in text)

@@ -1,0 +1,88 @@
+"""Prompts whose slot was given to another conversation: their cache rows wait in RAM until they are wanted again.
+
+Least recently used entries go first when the limit is reached. An entry that is the beginning of a newer one is
+redundant and removed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.engine.kv_rows import CacheRows
+
+Tokens = npt.NDArray[np.int32]
+
+
+_MOST_MIB, _SHARE = 8192, 4
+
+
+def default_limit(mib: int | None, free: int | None) -> int:
+    """Bytes for stored prompts: `mib` as given, by default a quarter of the free memory but at most 8 GiB."""
+    if mib is None:
+        return min(_MOST_MIB << 20, (free or 0) // _SHARE)
+    return mib << 20 if mib >= 0 else 1 << 62
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """Number of equal tokens at the start of both."""
+    n = min(len(a), len(b))
+    different = (a[:n] != b[:n]).nonzero()[0]
+    return int(different[0]) if different.size else n
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The first len(tokens) cached positions of what was a slot."""
+
+    tokens: Tokens
+    rows: CacheRows
+
+    @property
+    def n_bytes(self) -> int:
+        return self.rows.n_bytes + self.tokens.nbytes
+
+
+class PromptCache:
+    """Entries in order of use, the latest last; `limit` in bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._entries: list[Entry] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(e.n_bytes for e in self._entries)
+
+    def has(self, tokens: Tokens) -> bool:
+        """Whether an entry begins with all of these tokens."""
+        return any(common_prefix(e.tokens, tokens) == len(tokens) for e in self._entries)
+
+    def put(self, entry: Entry) -> bool:
+        """Keep an entry, making room; False if it alone is larger than the limit."""
+        if entry.n_bytes > self.limit:
+            return False
+        self._entries = [e for e in self._entries if common_prefix(e.tokens, entry.tokens) < len(e.tokens)]
+        self._entries.append(entry)
+        while self.n_bytes > self.limit:
+            self._entries.pop(0)
+        return True
+
+    def best(self, prompt: Tokens, more_than: int) -> tuple[Entry, int] | None:
+        """The entry that shares most tokens with the prompt, and how many: more than `more_than`, or None."""
+        found: tuple[Entry, int] | None = None
+        for entry in self._entries:
+            n = common_prefix(entry.tokens, prompt)
+            if n > (found[1] if found else more_than):
+                found = entry, n
+        if found:
+            self._entries = [*(e for e in self._entries if e is not found[0]), found[0]]
+        return found
+
+    def clear(self) -> None:
+        self._entries.clear()

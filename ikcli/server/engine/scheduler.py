@@ -1,0 +1,51 @@
+"""What one step computes: first a token (or a draft) of every generating slot, then pieces of waiting prompts.
+
+A piece of a prompt is a micro-batch of its own and its bounds depend on that prompt alone, so neither the text of a
+generation nor the cache of a prompt depends on what other slots do. Between two generated tokens of a slot at most one
+ubatch of prompt tokens is computed, shared between prompts in turn: the one that was served longest ago comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+PROMPT_LOGPROBS_STEP = 64  # tokens at once when every prompt token's logits are wanted
+
+
+class PromptWork(Protocol):
+    """A slot whose prompt is not finished."""
+
+    @property
+    def n_todo(self) -> int: ...
+
+    @property
+    def wants_prompt_logits(self) -> bool: ...
+
+    @property
+    def t_served(self) -> int: ...
+
+
+T = TypeVar("T", bound=PromptWork)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece(Generic[T]):
+    """The next n tokens of a slot's prompt."""
+
+    slot: T
+    n_tokens: int
+
+
+def prompt_pieces(waiting: Iterable[T], n_ubatch: int) -> list[Piece[T]]:
+    """Pieces to compute in this step, at most n_ubatch tokens in total; the caller keeps `t_served` up to date."""
+    pieces: list[Piece[T]] = []
+    budget = n_ubatch
+    for slot in sorted(waiting, key=lambda s: s.t_served):
+        n = min(slot.n_todo, PROMPT_LOGPROBS_STEP if slot.wants_prompt_logits else n_ubatch, n_ubatch)
+        if n > budget:
+            break
+        pieces.append(Piece(slot, n))
+        budget -= n
+    return pieces

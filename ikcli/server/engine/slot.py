@@ -1,0 +1,130 @@
+"""One slot: which tokens its part of the cache holds, and the request it works on.
+
+A slot in state "prompt" computes `goal` up to its end and then takes a token; in state "generation" it computes `last`,
+the token taken last. A new prompt, a shifted context and a rewound generation are all just goals.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.server.engine.generation import Generation
+from ikcli.server.engine.messages import Event, GenerationRequest, Timings
+from ikcli.server.engine.prompt_cache import common_prefix
+from ikcli.server.engine.states import SlotState
+
+Tokens = npt.NDArray[np.int32]
+IDLE, PROMPT, GENERATION = "idle", "prompt", "generation"
+_LEAST_ROOM = 4  # tokens of a slot that n_keep cannot claim
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """A request on its way."""
+
+    id: int
+    request: GenerationRequest
+    on_event: Callable[[Event], None]
+    cancelled: bool = False
+    prompt: Tokens = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt = np.array(self.request.prompt, dtype=np.int32)
+
+
+class Slot:
+    """See the module."""
+
+    def __init__(self, id: int, n_ctx: int) -> None:
+        self.id, self.n_ctx = id, n_ctx
+        self.state = IDLE
+        self._cached = np.zeros(n_ctx, np.int32)
+        self.n_past = 0
+        self.task: Task | None = None
+        self.generation: Generation | None = None
+        self.goal: Tokens = self._cached[:0]
+        self.last = -1
+        self.draft: Sequence[int] = ()
+        self.in_prompt = False  # the goal is the request's prompt, not a repetition
+        self.t_served = 0  # step in which the prompt was worked on
+        self.t_used = -1.0
+        self.id_task = -1
+
+    # --- cache ------------------------------------------------------------------------------------------------------
+    @property
+    def cached(self) -> Tokens:
+        """Tokens in the cache."""
+        return self._cached[: self.n_past]
+
+    def append(self, tokens: Tokens | int, n: int = 1) -> None:
+        """Note tokens that were just computed."""
+        self._cached[self.n_past : self.n_past + n] = tokens
+        self.n_past += n
+
+    def adopt(self, tokens: Tokens) -> None:
+        """The cache holds these tokens now."""
+        self._cached[: len(tokens)] = tokens
+        self.n_past = len(tokens)
+
+    def similarity(self, prompt: Tokens) -> float:
+        """Share of the prompt that is cached here."""
+        return common_prefix(self.cached, prompt) / len(prompt) if self.n_past and len(prompt) else 0.0
+
+    # --- work -------------------------------------------------------------------------------------------------------
+    def begin(self, task: Task, generation: Generation, n_cached: int) -> None:
+        """Start a request whose first n_cached tokens are in the cache."""
+        self.task, self.generation, self.id_task = task, generation, task.id
+        self.n_past, self.goal, self.state, self.in_prompt = n_cached, task.prompt, PROMPT, True
+        self.draft = ()
+        generation.n_cached = n_cached
+        generation.n_prompt_computed = len(task.prompt) - n_cached
+
+    def repeat_from(self, n_past: int, goal: Tokens) -> None:
+        """Compute `goal` from position n_past on before the next token is taken."""
+        self.n_past, self.goal, self.state, self.in_prompt = n_past, goal, PROMPT, False
+
+    def shift(self, add_bos: bool) -> None:
+        """Make room: keep n_keep tokens, drop the n_discard next (half of the rest by default), repeat what follows."""
+        assert self.generation is not None
+        request = self.generation.request
+        n_keep = len(request.prompt) if request.n_keep < 0 else request.n_keep + int(add_bos)
+        n_keep = max(0, min(n_keep, self.n_ctx - _LEAST_ROOM))
+        n_left = self.n_past - n_keep
+        n_discard = max(1, min(request.n_discard or n_left // 2, n_left))
+        kept = (self.cached[:n_keep], self.cached[n_keep + n_discard :], np.array([self.last], np.int32))
+        self.generation.truncated = True
+        self.repeat_from(n_keep, np.concatenate(kept))
+
+    def release(self) -> None:
+        """Be free; the cache stays."""
+        self.state, self.task, self.t_used = IDLE, None, time.monotonic()
+        self.draft = ()
+
+    @property
+    def n_todo(self) -> int:
+        """Tokens of the goal that are not cached yet."""
+        return len(self.goal) - self.n_past
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """Whether every prompt token's log-probability was asked for."""
+        return self.in_prompt and self.generation is not None and self.generation.request.prompt_logprobs
+
+    # --- snapshot ---------------------------------------------------------------------------------------------------
+    def snapshot(self) -> SlotState:
+        """What the slot is doing; may be called from any thread."""
+        g, state, n_past = self.generation, self.state, self.n_past
+        busy = state != IDLE
+        if g is None:
+            return SlotState(self.id, -1, False, IDLE, self.n_ctx, n_past, (), None, "", 0, -1, False, False, False,
+                             "none", "", -1, Timings(n_ctx=self.n_ctx))  # fmt: skip
+        return SlotState(
+            self.id, self.id_task, busy, state, self.n_ctx, n_past, g.request.prompt, g.request, g.output.text,
+            g.output.n_total, g.n_remain, busy and g.stop_type == "none", g.output.has_new_line, g.truncated,
+            g.stop_type, g.output.stopping_word, self.last, g.timings(n_past),
+        )  # fmt: skip

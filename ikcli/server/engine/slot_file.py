@@ -1,0 +1,130 @@
+"""Files that hold the cache of one slot: tokens and cache rows, for `/slots/N?action=save|restore`.
+
+Layout, little-endian: magic `ik-slot\\n`, u32 version, u32 length of the header, the header (JSON: model fingerprint,
+cache layout, number of tokens), int32 tokens, the rows of every cache tensor in the order of `kv_rows.layout`, and the
+SHA-256 of everything before it. A file is written under a temporary name and renamed, so it is whole or not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.engine.kv_rows import CacheRows, export_rows, layout, shapes
+from ikcli.engine.session import Session
+from ikcli.server.engine.states import EngineError
+
+MAGIC, VERSION = b"ik-slot\n", 1
+_HEAD = struct.Struct("<8sII")
+_DIGEST_BYTES = 32
+_MOST_HEADER = 1 << 24
+_SAMPLE = 256  # bytes of every tensor that the fingerprint looks at
+
+Tokens = npt.NDArray[np.int32]
+
+
+def fingerprint(session: Session) -> str:
+    """Identifies a model by its tensors' names, types, shapes and first bytes."""
+    digest = hashlib.sha256()
+    file = session.model.file
+    for name, t in file.tensors.items():
+        digest.update(f"{name} {int(t.type)} {tuple(t.shape)}\n".encode())
+        digest.update(file.data(name).reshape(-1)[:_SAMPLE].tobytes())
+    return digest.hexdigest()
+
+
+def save(session: Session, seq: int, tokens: Tokens, path: Path) -> int:
+    """Write a sequence whose cache holds these tokens; returns the size of the file."""
+    rows = export_rows(session, seq, len(tokens))
+    header = json.dumps(
+        {"model": fingerprint(session), "layout": layout(session), "n_tokens": len(tokens)}, separators=(",", ":")
+    ).encode()
+    digest = hashlib.sha256()
+    parts = [_HEAD.pack(MAGIC, VERSION, len(header)), header, tokens.astype("<i4").tobytes()]
+    parts += [p.tobytes() for p in rows.parts]
+    try:
+        fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as e:
+        raise EngineError(500, "server_error", f"cannot write {path.name}: {e.strerror or e}") from None
+    try:
+        with os.fdopen(fd, "wb") as f:
+            for data in parts:
+                digest.update(data)
+                f.write(data)
+            f.write(digest.digest())
+            f.flush()
+            os.fsync(f.fileno())
+            n_bytes = f.tell()
+        os.replace(temporary, path)
+    except OSError as e:
+        Path(temporary).unlink(missing_ok=True)
+        raise EngineError(500, "server_error", f"cannot write {path.name}: {e.strerror or e}") from None
+    return n_bytes
+
+
+def load(session: Session, path: Path, n_ctx: int) -> tuple[Tokens, CacheRows, int]:
+    """(tokens, rows, size) of a file of the same model and cache settings; EngineError 400 or 404 otherwise."""
+    try:
+        data = np.fromfile(path, dtype=np.uint8) if path.is_file() else None
+    except OSError as e:
+        raise EngineError(400, "invalid_request_error", f"cannot read {path.name}: {e.strerror or e}") from None
+    if data is None:
+        raise EngineError(404, "not_found_error", f"there is no saved slot {path.name}")
+    header, at = _header(data, path.name)
+    _check_header(session, header, path.name)
+    n = int(header["n_tokens"])
+    if n > n_ctx:
+        raise _bad(path.name, f"holds {n} tokens, but a slot takes {n_ctx}; start the server with a larger -c")
+    wanted = shapes(session, n)
+    end = at + 4 * n + sum(a * b for a, b in wanted)
+    if len(data) != end + _DIGEST_BYTES:
+        raise _bad(path.name, f"is damaged: it has {len(data)} bytes instead of {end + _DIGEST_BYTES}")
+    if hashlib.sha256(data[:end].data).digest() != data[end:].tobytes():
+        raise _bad(path.name, "is damaged: its checksum is wrong")
+    tokens = np.frombuffer(data[at : at + 4 * n].tobytes(), dtype="<i4").astype(np.int32)
+    at += 4 * n
+    parts = []
+    for shape in wanted:
+        size = shape[0] * shape[1]
+        parts.append(data[at : at + size].reshape(shape))
+        at += size
+    return tokens, CacheRows(n, tuple(parts)), len(data)
+
+
+def _header(data: npt.NDArray[np.uint8], name: str) -> tuple[dict[str, Any], int]:
+    """(header, offset of what follows)."""
+    if len(data) < _HEAD.size + _DIGEST_BYTES or data[:8].tobytes() != MAGIC:
+        raise _bad(name, "is not a saved slot")
+    _, version, n_header = _HEAD.unpack(data[: _HEAD.size].tobytes())
+    if version != VERSION:
+        raise _bad(name, f"has version {version} of the format, this program reads {VERSION}")
+    if n_header > min(_MOST_HEADER, len(data)):
+        raise _bad(name, "is damaged: its header is cut off")
+    try:
+        header = json.loads(data[_HEAD.size : _HEAD.size + n_header].tobytes())
+        n_tokens = header["n_tokens"]
+        good = isinstance(n_tokens, int) and n_tokens >= 0 and isinstance(header["layout"], list)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        good = False
+    if not good:
+        raise _bad(name, "is damaged: its header cannot be read")
+    return header, _HEAD.size + n_header
+
+
+def _check_header(session: Session, header: dict[str, Any], name: str) -> None:
+    if header.get("model") != fingerprint(session):
+        raise _bad(name, "was saved with another model")
+    if header["layout"] != layout(session):
+        raise _bad(name, "was saved with other cache settings (-ctk, -ctv, -mla, -fa, -khad or -vhad)")
+
+
+def _bad(name: str, what: str) -> EngineError:
+    return EngineError(400, "invalid_request_error", f"{name} {what}")

@@ -1,0 +1,169 @@
+"""What the engine tells about itself: the model, its slots, counters; snapshots that never wait for the engine."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ikcli.engine.session import Session
+from ikcli.gguf.constants import file_type_label
+from ikcli.server.engine.messages import GenerationRequest, StopType, Timings
+
+
+class EngineError(Exception):
+    """A request that cannot be served: HTTP status, OpenAI-style error type and a sentence."""
+
+    def __init__(self, status: int, type: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.type, self.message = status, type, message
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The loaded model. `n_ctx` cells are shared by the slots, each of which takes `n_ctx_slot` tokens."""
+
+    path: str
+    alias: str
+    arch: str
+    description: str
+    n_vocab: int
+    n_ctx_train: int
+    n_embd: int
+    n_params: int
+    size: int
+    n_ctx: int
+    n_ctx_slot: int
+    n_slots: int
+    vocab_type: int  # llama.cpp's number: 0 none, 1 SPM, 2 BPE, 3 WPM
+    metadata: Mapping[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """One slot at one moment; `request` is the last one it was given."""
+
+    id: int
+    id_task: int
+    is_processing: bool
+    state: str  # idle, prompt, generation
+    n_ctx: int
+    n_past: int
+    prompt: tuple[int, ...]
+    request: GenerationRequest | None
+    text: str
+    n_decoded: int
+    n_remain: int
+    has_next_token: bool
+    has_new_line: bool
+    truncated: bool
+    stop_type: StopType
+    stopping_word: str
+    next_token: int
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class SlotActionResult:
+    """Outcome of saving, restoring or erasing a slot."""
+
+    id_slot: int
+    n_tokens: int
+    n_bytes: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """llama-server's counters since the start (`*_total`), averages since the last reset, and gauges."""
+
+    prompt_tokens_total: int = 0
+    prompt_seconds_total: float = 0.0
+    tokens_predicted_total: int = 0
+    tokens_predicted_seconds_total: float = 0.0
+    n_decode_total: int = 0
+    n_busy_slots_total: int = 0
+    n_tokens_max: int = 0
+    draft_tokens_total: int = 0
+    draft_tokens_accepted_total: int = 0
+    prompt_tokens_seconds: float = 0.0
+    predicted_tokens_seconds: float = 0.0
+    requests_processing: int = 0
+    requests_deferred: int = 0
+    slots_idle: int = 0
+    kv_cache_tokens: int = 0
+    kv_cache_usage_ratio: float = 0.0
+    prompt_cache_bytes: int = 0
+    prompt_cache_entries: int = 0
+    t_start: float = 0.0
+
+    @property
+    def n_busy_slots_per_decode(self) -> float:
+        return self.n_busy_slots_total / self.n_decode_total if self.n_decode_total else 0.0
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the engine thread counts; `recent_*` start again whenever they are read with a reset."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    predicted_tokens: int = 0
+    predicted_seconds: float = 0.0
+    n_decode: int = 0
+    n_busy_slots: int = 0
+    n_tokens_max: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    recent_prompt: tuple[int, float] = (0, 0.0)
+    recent_predicted: tuple[int, float] = (0, 0.0)
+    t_start: float = field(default_factory=time.time)
+
+    def prompt(self, n: int, seconds: float) -> None:
+        """Count a computed prompt."""
+        self.prompt_tokens += n
+        self.prompt_seconds += seconds
+        self.recent_prompt = (self.recent_prompt[0] + n, self.recent_prompt[1] + seconds)
+
+    def predicted(self, n: int, seconds: float) -> None:
+        """Count a finished generation."""
+        self.predicted_tokens += n
+        self.predicted_seconds += seconds
+        self.recent_predicted = (self.recent_predicted[0] + n, self.recent_predicted[1] + seconds)
+
+    def reset_recent(self) -> None:
+        self.recent_prompt = self.recent_predicted = (0, 0.0)
+
+
+def per_second(count: tuple[int, float]) -> float:
+    """Rate of (tokens, seconds)."""
+    return count[0] / count[1] if count[1] > 0 else 0.0
+
+
+_VOCAB_TYPES = {"none": 0, "spm": 1, "bpe": 2, "wpm": 3}
+
+
+def model_info(session: Session, n_ctx_slot: int) -> ModelInfo:
+    """What clients may want to know about the model."""
+    model, hp = session.model, session.model.hp
+    tensors = model.file.tensors.values()
+    ftype = model.file.get("general.file_type")
+    path = str(model.file.paths[0])
+    return ModelInfo(
+        path=path,
+        alias=session.config.server.alias or model.file.paths[0].stem,
+        arch=hp.arch,
+        description=f"{hp.arch} {file_type_label(int(ftype))}" if ftype is not None else hp.arch,
+        n_vocab=session.n_vocab,
+        n_ctx_train=hp.n_ctx_train,
+        n_embd=hp.n_embd,
+        n_params=sum(math.prod(t.shape) for t in tensors),
+        size=sum(t.n_bytes for t in tensors),
+        n_ctx=session.n_ctx,
+        n_ctx_slot=n_ctx_slot,
+        n_slots=session.n_seq_max,
+        vocab_type=_VOCAB_TYPES.get(session.tokenizer.kind, 0),
+        metadata=model.file.metadata,
+    )

@@ -1,0 +1,525 @@
+"""The engine's thread: gives requests to slots, computes micro-batches, takes tokens, sends events.
+
+A request that fails takes no other with it: what one slot computes depends on no other slot, and an exception in a
+micro-batch of several slots makes each of them try alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.engine.batch import Batch
+from ikcli.engine.kv_rows import copy_rows, export_rows, import_rows
+from ikcli.engine.memory_plan import available_memory
+from ikcli.engine.session import Session
+from ikcli.errors import IkError, NonFiniteError, UsageError
+from ikcli.sampling.candidates import NoTokenError
+from ikcli.sampling.sampler import token_logprobs
+from ikcli.sampling.vocab import SamplerVocab
+from ikcli.server.engine import slot_file
+from ikcli.server.engine.generation import Generation, Setting, as_info
+from ikcli.server.engine.log import Logger
+from ikcli.server.engine.messages import Event, Failure, GenerationRequest
+from ikcli.server.engine.prompt_cache import Entry, PromptCache, common_prefix, default_limit
+from ikcli.server.engine.scheduler import Piece, prompt_pieces
+from ikcli.server.engine.slot import GENERATION, IDLE, PROMPT, Slot, Task
+from ikcli.server.engine.states import (
+    Counters,
+    EngineError,
+    EngineMetrics,
+    ModelInfo,
+    SlotActionResult,
+    model_info,
+    per_second,
+)
+
+FloatRows = npt.NDArray[np.float32]
+_KEEP_AT_LEAST = 16  # tokens that are worth keeping when another prompt takes their place, or fetching again
+
+
+@dataclass(slots=True, eq=False)
+class Action:
+    """Save, restore or erase a slot."""
+
+    id_slot: int
+    action: str
+    path: Path | None
+    future: Future[SlotActionResult]
+
+
+class Worker:
+    """See the module; `post`, `wake`, `stop`, `check` and `metrics` are for other threads."""
+
+    def __init__(self, session: Session, log: Logger) -> None:
+        self.session, self._log = session, log
+        self.config = session.config.server
+        self.tokenizer = session.tokenizer
+        hp = session.model.hp
+        n_ctx = min(session.n_ctx_seq, hp.n_ctx_train)
+        self.model: ModelInfo = model_info(session, n_ctx)
+        vocab = SamplerVocab.from_tokenizer(self.tokenizer, session.n_vocab)
+        self._setting = Setting(n_ctx, hp.n_ctx_train, self.config.context_shift, self.tokenizer, vocab)
+        self.slots = [Slot(i, n_ctx) for i in range(session.n_seq_max)]
+        self._inbox: deque[Task | Action] = deque()
+        self._queue: deque[Task] = deque()
+        self._actions: list[Action] = []
+        self._awake = threading.Event()
+        self._stopping = ""  # "drain" or "now"
+        self._step_number = 0
+        self._was_busy = True
+        self.counters = Counters()
+        self._prompts = PromptCache(default_limit(self.config.cache_ram, available_memory()))
+        self._announce(n_ctx)
+
+    def _announce(self, n_ctx: int) -> None:
+        if n_ctx < self.session.n_ctx_seq:
+            self._log("WARN", "init", "slots are limited to the context the model was trained for",
+                      {"n_ctx_slot": n_ctx, "n_ctx_seq": self.session.n_ctx_seq})  # fmt: skip
+        limit = self._prompts.limit >> 20
+        self._log("INFO", "init", f"prompt cache: up to {limit} MiB of RAM (set with -cram)", {"limit_mib": limit})
+        for s in self.slots:
+            self._log("INFO", "init", "new slot", {"id_slot": s.id, "n_ctx_slot": s.n_ctx})
+
+    # --- from other threads -----------------------------------------------------------------------------------------
+    def post(self, item: Task | Action) -> None:
+        """Hand something to the engine's thread."""
+        self._inbox.append(item)
+        self._awake.set()
+
+    def wake(self) -> None:
+        self._awake.set()
+
+    def stop(self, drain: bool) -> None:
+        """End `run` when everything is done, or now."""
+        self._stopping = "drain" if drain and self._stopping != "now" else "now"
+        self._awake.set()
+
+    def check(self, request: GenerationRequest) -> Failure | None:
+        """Why a request cannot be served, without looking at the slots."""
+        n, n_ctx = len(request.prompt), self.model.n_ctx_slot
+        if not -1 <= request.id_slot < len(self.slots):
+            last = len(self.slots) - 1
+            return _invalid(f"id_slot {request.id_slot} does not exist; slots are 0 to {last}, -1 takes any")
+        if n >= n_ctx:
+            text = (
+                f"the prompt has {n} tokens, but a slot holds {n_ctx} including the answer; "
+                "shorten it or start the server with a larger -c"
+            )
+            return Failure(400, "exceed_context_size_error", text, {"n_prompt_tokens": n, "n_ctx": n_ctx})
+        if n and not 0 <= min(request.prompt) <= max(request.prompt) < self.model.n_vocab:
+            return _invalid(f"the prompt holds a token id outside the vocabulary of {self.model.n_vocab}")
+        return None
+
+    def metrics(self, *, reset: bool) -> EngineMetrics:
+        """Counters and gauges."""
+        c, session = self.counters, self.session
+        busy = sum(s.state != IDLE for s in self.slots)
+        n_cached = sum(s.n_past for s in self.slots)
+        rates = per_second(c.recent_prompt), per_second(c.recent_predicted)
+        if reset:
+            c.reset_recent()
+        return EngineMetrics(
+            c.prompt_tokens, c.prompt_seconds, c.predicted_tokens, c.predicted_seconds, c.n_decode, c.n_busy_slots,
+            c.n_tokens_max, c.drafted, c.accepted, *rates, busy, len(self._queue), len(self.slots) - busy, n_cached,
+            n_cached / session.n_ctx, self._prompts.n_bytes, len(self._prompts), c.t_start,
+        )  # fmt: skip
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        """Serve until stopped."""
+        while True:
+            self._awake.clear()
+            self._receive()
+            if self._stopping == "now":
+                break
+            self._launch()
+            if any(s.state != IDLE for s in self.slots):
+                self._was_busy = True
+                self.step()
+                continue
+            if self._was_busy:
+                self._log("INFO", "update_slots", "all slots are idle", {})
+                self._was_busy = False
+            if self._stopping and not self._inbox and not self._queue:
+                break
+            self._awake.wait()
+        self._close()
+
+    def _receive(self) -> None:
+        """Take what was posted; drop what was cancelled."""
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, Task):
+                self._queue.append(item)
+            else:
+                self._actions.append(item)
+        if any(t.cancelled for t in self._queue):
+            self._queue = deque(t for t in self._queue if not t.cancelled)
+        for slot in self.slots:
+            if slot.task is not None and slot.task.cancelled:
+                self._log("INFO", "update_slots", "slot released: request cancelled", _ids(slot))
+                slot.release()
+        waiting = []
+        for action in self._actions:
+            if self.slots[action.id_slot].state == IDLE:
+                self._act(action)
+            else:
+                waiting.append(action)
+        self._actions = waiting
+
+    def _close(self) -> None:
+        """Answer everything that is still open."""
+        failure = Failure(503, "unavailable_error", "The server is shutting down")
+        self._receive()
+        for slot in self.slots:
+            if slot.task is not None:
+                self._send(slot.task, failure)
+                slot.release()
+        for task in self._queue:
+            self._send(task, failure)
+        for action in self._actions:
+            action.future.cancel()
+        self._queue.clear()
+
+    def _send(self, task: Task, event: Event) -> None:
+        """Deliver an event; a listener that fails has cancelled."""
+        if task.cancelled:
+            return
+        try:
+            task.on_event(event)
+        except Exception as e:
+            task.cancelled = True
+            self._log("WARN", "send", "listener failed", {"id_task": task.id, "error": f"{type(e).__name__}: {e}"})
+
+    # --- giving requests to slots -----------------------------------------------------------------------------------
+    def _launch(self) -> None:
+        """Start queued requests in order of arrival; one that waits for a certain slot lets others pass."""
+        waiting: deque[Task] = deque()
+        free = {s.id for s in self.slots if s.state == IDLE} - {a.id_slot for a in self._actions}
+        while self._queue and free:
+            task = self._queue.popleft()
+            slot = self._choose_slot(task, free)
+            if slot is None:
+                waiting.append(task)
+                continue
+            try:
+                self._begin(slot, task)
+            except Exception as e:
+                slot.task = task
+                self._fail(slot, e)
+            if slot.state != IDLE:
+                free.discard(slot.id)
+        waiting.extend(self._queue)
+        self._queue = waiting
+
+    def _choose_slot(self, task: Task, free: set[int]) -> Slot | None:
+        """The slot that was asked for, or the one with the most similar prompt, or the one unused for longest."""
+        wanted = task.request.id_slot
+        if wanted >= 0:
+            return self.slots[wanted] if wanted in free else None
+        slots = [self.slots[i] for i in sorted(free)]
+        least = self.config.slot_prompt_similarity
+        if least > 0 and task.request.cache_prompt:
+            best = max(slots, key=lambda s: s.similarity(task.prompt))
+            if best.similarity(task.prompt) > least:
+                return best
+        return min(slots, key=lambda s: s.t_used)
+
+    def _begin(self, slot: Slot, task: Task) -> None:
+        request = task.request
+        generation = Generation(request, self._setting, slot.id)
+        if not request.prompt:
+            self._send(task, generation.final(slot.n_past))
+            return
+        reuse = request.cache_prompt and not request.prompt_logprobs
+        n = self._reuse(slot, task) if reuse else self._replace(slot, task, 0)
+        slot.begin(task, generation, n)
+        slot.t_served = self._step_number
+        self._log("INFO", "launch_slot_with_task", "slot is processing task", _ids(slot))
+        self.session.kv_seq_rm(slot.id, n)
+        self._log("INFO", "update_slots", "kv cache rm [p0, end)", {**_ids(slot), "p0": n})
+
+    def _replace(self, slot: Slot, task: Task, n: int) -> int:
+        """Keep in RAM what the slot is about to lose."""
+        if slot.n_past - n >= _KEEP_AT_LEAST and self._prompts.limit and not self._prompts.has(slot.cached):
+            rows = export_rows(self.session, slot.id, slot.n_past)
+            self._prompts.put(Entry(slot.cached.copy(), rows))
+        return n
+
+    def _reuse(self, slot: Slot, task: Task) -> int:
+        """Tokens of the prompt that need not be computed; the last one always is, for its logits."""
+        most = len(task.prompt) - 1
+        n = common_prefix(slot.cached, task.prompt)
+        self._replace(slot, task, n)
+        donor = max(self.slots, key=lambda s: common_prefix(s.cached, task.prompt))
+        n_donor = common_prefix(donor.cached, task.prompt)
+        stored = self._prompts.best(task.prompt, max(n + _KEEP_AT_LEAST, n_donor))
+        if stored is not None:
+            entry, n = stored
+            import_rows(self.session, slot.id, entry.rows, n)
+            slot.adopt(entry.tokens[:n])
+        elif n_donor > n + _KEEP_AT_LEAST:
+            copy_rows(self.session, donor.id, slot.id, n, n_donor)
+            slot.adopt(donor.cached[:n_donor])
+            n = n_donor
+        return min(n, most)
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+    def step(self) -> None:
+        """A token of every generating slot, then at most one ubatch of prompts."""
+        self._step_number += 1
+        generating = [s for s in self.slots if s.state == GENERATION]
+        if generating:
+            self._generate(generating)
+        prompts_wait = bool(generating) and not self.config.cont_batching
+        waiting = (s for s in self.slots if s.state == PROMPT and not (s.in_prompt and prompts_wait))
+        for piece in prompt_pieces(waiting, self.session.n_ubatch):
+            self._compute_piece(piece)
+
+    def _generate(self, slots: Sequence[Slot]) -> None:
+        ready = []
+        for s in slots:
+            if s.n_past >= s.n_ctx:
+                self._shift(s)
+            else:
+                ready.append(s)
+        if not ready:
+            return
+        try:
+            logits = self.session.compute(_batch(ready))
+        except Exception as e:
+            self._compute_alone(ready, e)
+            return
+        self._count(len(ready))
+        sums = logits.sum(axis=1)
+        at = 0
+        for s in ready:
+            stop = at + 1 + len(s.draft)
+            self._guarded(s, partial(self._advance, s, logits[at:stop], sums[at:stop]))
+            at = stop
+
+    def _compute_alone(self, slots: Sequence[Slot], error: Exception) -> None:
+        """After a failure: every slot by itself, so that only the guilty one suffers."""
+        for s in slots:
+            self.session.kv_seq_rm(s.id, s.n_past)
+            if len(slots) == 1:
+                self._fail(s, error)
+            else:
+                self._generate([s])
+
+    def _advance(self, slot: Slot, logits: FloatRows, sums: npt.NDArray[np.float32]) -> None:
+        """Take tokens from the logits of `last` and of the draft, as long as the draft is right."""
+        g = slot.generation
+        assert g is not None
+        draft = slot.draft
+        slot.append(slot.last)
+        for i in range(len(draft) + 1):
+            if not np.isfinite(sums[i]):
+                _check_finite(logits[i])
+            if not self._take(slot, g, logits[i]):
+                return
+            if i < len(draft):
+                if draft[i] != slot.last:
+                    break
+                slot.append(slot.last)
+        if draft:
+            self.session.kv_seq_rm(slot.id, slot.n_past)
+
+    def _take(self, slot: Slot, g: Generation, logits: npt.NDArray[np.float32]) -> bool:
+        """Choose the next token and send what is certain; False if the slot does not go on generating."""
+        token = g.choose(logits)
+        goes_on = g.push(token)
+        slot.last = token.id
+        if g.request.banned_strings and (n_removed := g.rewind_banned()):
+            self._rewind(slot, n_removed)
+            return False
+        if goes_on and not g.may_shift and slot.n_past + 1 >= slot.n_ctx:
+            g.stop_for_context()
+            goes_on = False
+        assert slot.task is not None
+        if not goes_on:
+            self._finish(slot, g)
+            return False
+        if slot.task.request.deltas:
+            delta = g.delta(slot.n_past)
+            if delta is not None:
+                self._send(slot.task, delta)
+        return True
+
+    def _rewind(self, slot: Slot, n_removed: int) -> None:
+        """Compute the last kept token again; the next one is then chosen without the banned one."""
+        n_past = slot.n_past - n_removed  # the token removed last was not cached yet
+        slot.repeat_from(n_past, slot.cached[: n_past + 1].copy())
+        self.session.kv_seq_rm(slot.id, n_past)
+
+    def _shift(self, slot: Slot) -> None:
+        """Drop old tokens and compute those after them again."""
+        g = slot.generation
+        assert g is not None
+        slot.shift(self.tokenizer.add_bos)
+        self.session.kv_seq_rm(slot.id, slot.n_past)
+        self._log(
+            "INFO", "update_slots", "slot context shift", {**_ids(slot), "n_keep": slot.n_past, "n_ctx": slot.n_ctx}
+        )
+
+    def _compute_piece(self, piece: Piece[Slot]) -> None:
+        self._guarded(piece.slot, partial(self._advance_prompt, piece.slot, piece.n_tokens))
+
+    def _advance_prompt(self, slot: Slot, n: int) -> None:
+        g = slot.generation
+        assert g is not None and slot.task is not None
+        tokens = slot.goal[slot.n_past : slot.n_past + n]
+        is_last = slot.n_todo == n
+        wanted = "all" if slot.wants_prompt_logits else "last" if is_last else "none"
+        logits = self.session.compute(Batch.single(tokens, slot.n_past, slot.id, logits=wanted))
+        self._count(1)
+        slot.t_served = self._step_number
+        if wanted == "all":
+            self._prompt_logprobs(slot, g, logits)
+        slot.append(tokens, n)
+        if slot.in_prompt and g.request.report_progress:
+            self._send(slot.task, g.progress(slot.n_past))
+        if is_last:
+            _check_finite(logits[-1])
+            self._prompt_done(slot, g, logits[-1])
+
+    def _prompt_logprobs(self, slot: Slot, g: Generation, logits: FloatRows) -> None:
+        """Log-probabilities of the tokens after these positions."""
+        n_top = g.request.sampling.n_probs
+        for i, row in enumerate(logits, slot.n_past + 1):
+            if i < len(g.request.prompt):
+                _check_finite(row)
+                g.prompt_logprobs.append(as_info(token_logprobs(row, g.request.prompt[i], n_top)))
+
+    def _prompt_done(self, slot: Slot, g: Generation, logits: npt.NDArray[np.float32]) -> None:
+        if slot.in_prompt:
+            self.counters.prompt(g.n_prompt_computed, g.prompt_done())
+            if g.request.n_predict == 0:
+                g.stop_type = "limit"
+                self._finish(slot, g)
+                return
+        slot.state = GENERATION
+        self._take(slot, g, logits)
+
+    def _finish(self, slot: Slot, g: Generation) -> None:
+        assert slot.task is not None
+        self.counters.predicted(g.output.n_total, g.predicted_seconds)
+        self.counters.drafted += g.n_drafted
+        self.counters.accepted += g.n_accepted
+        self._send(slot.task, g.final(slot.n_past))
+        t = g.timings(slot.n_past)
+        self._log("INFO", "print_timings", "request done", {
+            **_ids(slot), "n_cached": t.cache_n, "n_prompt": t.prompt_n, "t_prompt_ms": round(t.prompt_ms, 2),
+            "n_predicted": t.predicted_n, "t_predicted_ms": round(t.predicted_ms, 2), "truncated": g.truncated,
+        })  # fmt: skip
+        self.session.kv_seq_rm(slot.id, slot.n_past)
+        slot.release()
+
+    def _count(self, n_busy: int) -> None:
+        c = self.counters
+        c.n_decode += 1
+        c.n_busy_slots += n_busy
+        c.n_tokens_max = max(c.n_tokens_max, *(s.n_past for s in self.slots))
+
+    # --- failures ---------------------------------------------------------------------------------------------------
+    def _guarded(self, slot: Slot, work: Callable[[], None]) -> None:
+        """Run the work of one slot; a failure ends its request only."""
+        try:
+            work()
+        except Exception as e:
+            self._fail(slot, e)
+
+    def _fail(self, slot: Slot, error: Exception) -> None:
+        """End a request with an error; what its slot had cached is not trusted any more."""
+        failure = _failure(error)
+        task, slot.n_past = slot.task, 0
+        self.session.kv_seq_rm(slot.id)
+        self._log("ERR", "update_slots", failure.message, _ids(slot))
+        slot.release()
+        if task is not None:
+            self._send(task, failure)
+
+    # --- slot actions -----------------------------------------------------------------------------------------------
+    def _act(self, action: Action) -> None:
+        """Carry out an action on an idle slot."""
+        slot = self.slots[action.id_slot]
+        if not action.future.set_running_or_notify_cancel():
+            return
+        try:
+            action.future.set_result(self._perform(slot, action))
+        except Exception as e:
+            action.future.set_exception(e if isinstance(e, EngineError) else _engine_error(e))
+
+    def _perform(self, slot: Slot, action: Action) -> SlotActionResult:
+        start = time.perf_counter()
+        n_bytes = 0
+        if action.path is None:
+            n_tokens, slot.n_past = slot.n_past, 0
+        elif action.action == "save":
+            n_tokens = slot.n_past
+            n_bytes = slot_file.save(self.session, slot.id, slot.cached, action.path)
+        else:
+            tokens, rows, n_bytes = slot_file.load(self.session, action.path, slot.n_ctx)
+            import_rows(self.session, slot.id, rows)
+            slot.adopt(tokens)
+            n_tokens = len(tokens)
+        self.session.kv_seq_rm(slot.id, slot.n_past)
+        ms = 1e3 * (time.perf_counter() - start)
+        self._log("INFO", f"slot_{action.action}", "slot action done",
+                  {"id_slot": slot.id, "n_tokens": n_tokens, "n_bytes": n_bytes, "ms": round(ms, 2)})  # fmt: skip
+        return SlotActionResult(slot.id, n_tokens, n_bytes, ms)
+
+
+def _batch(slots: Sequence[Slot]) -> Batch:
+    """The last token of every slot and what is guessed to follow; all logits wanted."""
+    tokens: list[int] = []
+    pos: list[int] = []
+    seq: list[int] = []
+    for s in slots:
+        tokens += (s.last, *s.draft)
+        n = 1 + len(s.draft)
+        pos += range(s.n_past, s.n_past + n)
+        seq += [s.id] * n
+    n = len(tokens)
+    return Batch(np.array(tokens, np.int32), np.array(pos, np.int32), np.array(seq, np.int32), np.ones(n, np.bool_))
+
+
+def _check_finite(row: npt.NDArray[np.float32]) -> None:
+    """The sum of a row may overflow by itself, so this looks at every logit."""
+    if not np.isfinite(row).all():
+        raise NonFiniteError(
+            "the model's output is not finite (NaN or Inf among the logits); --check-tensors tells whether the file "
+            "holds such values"
+        )
+
+
+def _ids(slot: Slot) -> dict[str, object]:
+    return {"id_slot": slot.id, "id_task": slot.id_task}
+
+
+def _invalid(message: str) -> Failure:
+    return Failure(400, "invalid_request_error", message)
+
+
+def _failure(error: Exception) -> Failure:
+    """What the client is told."""
+    if isinstance(error, NoTokenError | UsageError):
+        return _invalid(str(error))
+    if isinstance(error, IkError):
+        return Failure(500, "server_error", str(error))
+    return Failure(500, "server_error", f"internal error: {type(error).__name__}: {error}")
+
+
+def _engine_error(error: Exception) -> EngineError:
+    f = _failure(error)
+    return EngineError(f.status, f.type, f.message)

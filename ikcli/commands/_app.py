@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,14 +17,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ikcli import log
-from ikcli.commands import _help
-from ikcli.commands._options import HELP_NAMES, Parsed, all_options, parse
 from ikcli.commands._suggest import nearest
 from ikcli.commands._table import BY_NAME, COMMANDS, CommandInfo
-from ikcli.config import RunConfig, default_model
 from ikcli.errors import UsageError
 
 if TYPE_CHECKING:
+    from ikcli.commands._options import Parsed
+    from ikcli.config import RunConfig
     from ikcli.engine.startup import Startup
 
 
@@ -49,7 +49,9 @@ class LazyGroup(TyperGroup):
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        formatter.write(_help.main_help() + "\n")
+        from ikcli.commands._help import main_help
+
+        formatter.write(main_help() + "\n")
 
 
 class RunCommand(TyperCommand):
@@ -62,6 +64,8 @@ class RunCommand(TyperCommand):
 
 def typer_parameters(command: str) -> list[inspect.Parameter]:
     """The declared options of a command as parameters of a Typer function (for shell completion and introspection)."""
+    from ikcli.commands._options import all_options
+
     parameters: list[inspect.Parameter] = []
     for bound in all_options():
         option = bound.option
@@ -115,9 +119,13 @@ def add_run_command(app: typer.Typer, command: str, entry: Callable[..., None]) 
 
 def settings(command: str, argv: list[str]) -> Parsed | None:
     """Parse, print notices, and fill in the demo model; None if help or the version was asked for and printed."""
+    from ikcli.commands._help import command_help
+    from ikcli.commands._options import parse
+    from ikcli.config import default_model
+
     parsed = parse(command, argv)
     if parsed.info == "help":
-        print(_help.command_help(command))
+        print(command_help(command))
         return None
     if parsed.info == "version":
         from ikcli.commands.version import print_version
@@ -157,6 +165,9 @@ def register_planned(app: typer.Typer, info: CommandInfo) -> None:
     """A command of a later version: its options are parsed where they are declared, running it is a usage error."""
 
     def entry(ctx: typer.Context, **options: Any) -> None:
+        from ikcli.commands import _help
+        from ikcli.commands._options import HELP_NAMES, parse
+
         if info.runs_model:
             parsed = parse(info.name, ctx.obj)
             if parsed.info:
@@ -170,20 +181,22 @@ def register_planned(app: typer.Typer, info: CommandInfo) -> None:
     add_run_command(app, info.name, entry)
 
 
-app = typer.Typer(
-    cls=LazyGroup,
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help", "--usage"]},
-)
+def make_app(*, completion: bool) -> typer.Typer:
+    """The application, with the options that install shell completion or without: any option costs 40 ms of imports.
+
+    For that reason it has no help option either; `main` answers it.
+    """
+    app = typer.Typer(cls=LazyGroup, add_completion=completion, pretty_exceptions_enable=False, add_help_option=False)
+    app.callback(invoke_without_command=True)(_root)
+    return app
 
 
-@app.callback(invoke_without_command=True)
 def _root() -> None:
     """Run and measure large language models from GGUF files."""
 
 
 def run(argv: list[str]) -> int:
     """Run one command line and return its exit code; errors are raised."""
+    app = make_app(completion="_IK_COMPLETE" in os.environ or argv[0].endswith("-completion"))
     result = typer.main.get_command(app).main(args=argv, prog_name="ik", standalone_mode=False)
     return int(result) if isinstance(result, int) else 0

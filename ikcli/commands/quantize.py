@@ -167,9 +167,6 @@ def parse_request(argv: list[str], command: str = "quantize") -> Request | None:
 
 def _target(arguments: ToolArguments, mode: str, name: str) -> TargetOptions | None:
     """The size to choose types for; UsageError for options that need one or exclude it."""
-    from ikcli.quant.formats import format_by_name
-    from ikcli.quant.target import TargetOptions, parse_size
-
     size, bpw = arguments.one("target_size"), arguments.one("target_bpw")
     if size is None and bpw is None:
         for option in ("candidates", "repackable", "target_rows"):
@@ -178,6 +175,9 @@ def _target(arguments: ToolArguments, mode: str, name: str) -> TargetOptions | N
         return None
     if size is not None and bpw is not None:
         raise UsageError("--target-size and --target-bpw exclude each other")
+    from ikcli.quant.formats import format_by_name
+    from ikcli.quant.target import TargetOptions, parse_size
+
     if mode != "quantize" or arguments.has("pure") or name in ("COPY", "F32", "F16", "BF16"):
         raise UsageError("a target needs types to choose from; drop --repack, --unrepack, --pure and float TYPEs")
     texts = (arguments.one("candidates") or "").split(",")

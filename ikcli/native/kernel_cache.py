@@ -15,13 +15,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,22 @@ def cache_root() -> Path:
 def cache_dir() -> Path:
     """Folder for this target and these versions of the compiler."""
     target = isa.current()
-    versions = [metadata.version(p) for p in ("numba", "llvmlite")]
+    versions = [_version(p) for p in ("numba", "llvmlite")]
     text = "\0".join([*versions, sys.version, target.cpu, ",".join(sorted(target.features))])
     return cache_root() / f"{target.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _version(package: str) -> str:
+    """Version of an installed package from its `_version.py` (a few ms of every run less than by its metadata)."""
+    spec = importlib.util.find_spec(package)
+    with suppress(OSError):
+        text = Path(spec.origin).with_name("_version.py").read_text(encoding="utf-8") if spec and spec.origin else ""
+        found = re.search(r"""^ *"version": "([\w.+]+)"|^version_version = '([\w.+]+)'""", text, re.M)
+        if found:
+            return found[1] or found[2]
+    from importlib import metadata
+
+    return metadata.version(package)
 
 
 def is_cached(key: KernelKey) -> bool:

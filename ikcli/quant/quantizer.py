@@ -142,7 +142,7 @@ def check(job: QuantizeJob) -> None:
     for c in changing:
         if c.new not in available_types():
             raise UnsupportedError(f"tensor {c.name}: {FORMATS[c.new].name} cannot be written; choose another type")
-        if c.old not in decodable_types():
+        if c.old not in _FLOATS and c.old not in decodable_types():
             raise UnsupportedError(f"tensor {c.name}: {FORMATS[c.old].name} cannot be read, so it cannot be converted")
     again = [c for c in changing if FORMATS[c.old].is_quantized]
     if again and not job.allow_requantize:

@@ -10,7 +10,6 @@ Types without entry: the closed-form encoders of `ikcli.quant.encode`; interleav
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -96,7 +95,7 @@ _DEFAULT_OPTIONS = EncodeOptions()
 def available_types() -> frozenset[GGMLType]:
     """Types that `quantize_rows` can write, interleaved ones included."""
     plain = frozenset(ENCODERS) | encode.encodable_types()
-    return plain | {t for t, f in FORMATS.items() if f.base in plain and _repacks(t)}
+    return plain | {t for t, f in FORMATS.items() if f.base in plain}
 
 
 def quantize_rows(
@@ -159,7 +158,7 @@ def _row_encoder(type: GGMLType) -> RowEncoder:
     if type in encode.encodable_types():
         return _closed_form
     base = FORMATS[type].base
-    if base is not None and _repacks(type) and (base in ENCODERS or base in encode.encodable_types()):
+    if base is not None and (base in ENCODERS or base in encode.encodable_types()):
         return _interleaved
     raise UnsupportedError(f"there is no encoder for {FORMATS[type].name}; choose another type")
 
@@ -175,9 +174,3 @@ def _interleaved(values: Floats, type: GGMLType, imatrix: Floats | None, options
     assert base is not None
     rows = _row_encoder(base)(values, base, imatrix, options)
     return repack_rows(rows, type, values.shape[1], compiled=values.size >= _COMPILED_SIZE or None)
-
-
-@cache
-def _repacks(type: GGMLType) -> bool:
-    """True if rows of the plain type can be regrouped into `type`."""
-    return FORMATS[type].base is not None and importlib.util.find_spec("ikcli.quant.repack") is not None

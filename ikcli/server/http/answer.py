@@ -1,0 +1,97 @@
+"""From submitted generations to the HTTP answer: whole or as a stream, with errors, pings and departing clients."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ikcli.server.engine.messages import Delta, Event, Failure, Final, GenerationRequest, PromptProgress
+from ikcli.server.http import sse
+from ikcli.server.http.bridge import Disconnected, Job
+from ikcli.server.http.errors import ApiError
+from ikcli.server.http.jsontext import dump_bytes
+from ikcli.server.http.shapes.common import Shape
+from ikcli.server.http.state import ServerState
+
+CLIENT_GONE = 499
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """A JSON answer."""
+    return Response(dump_bytes(value), status, media_type="application/json; charset=utf-8")
+
+
+async def answer(
+    request: Request,
+    state: ServerState,
+    generations: Sequence[GenerationRequest],
+    shape: Shape,
+    *,
+    stream: bool,
+    ping: int = -1,
+) -> Response:
+    """Run the generations and answer in `shape`; ApiError if one fails before anything was sent.
+
+    A stream begins with the first event, so that errors of the start have their HTTP status.
+    """
+    job = Job(state.bridge)
+    try:
+        job.start(state.engine, generations, request.receive)
+        if not stream:
+            finals = await _collect(job, len(generations))
+            job.close()
+            return json_response(shape.whole(finals))
+        if ping > 0:
+            job.ping_every(ping)
+        ready = await job.events()
+        for _, event in ready[:1]:
+            if isinstance(event, Failure):
+                raise ApiError.of(event)
+    except Disconnected:
+        job.close()
+        return Response(status_code=CLIENT_GONE)
+    except BaseException:
+        job.close()
+        raise
+    return sse.EventStream(_chunks(job, shape, ready), job.close, state.timeout)
+
+
+async def _collect(job: Job, n: int) -> list[Final]:
+    finals: list[Final | None] = [None] * n
+    while not job.finished:
+        for index, event in await job.events():
+            if isinstance(event, Failure):
+                raise ApiError.of(event)
+            if isinstance(event, Final):
+                finals[index] = event
+    return [event for event in finals if event is not None]
+
+
+async def _chunks(job: Job, shape: Shape, ready: list[tuple[int, Event]]) -> AsyncIterator[bytes]:
+    """All that is ready goes out as one chunk."""
+    try:
+        out = [shape.begin()]
+        while True:
+            for index, event in ready:
+                if isinstance(event, Failure):
+                    yield b"".join([*out, shape.failure(ApiError.of(event))])
+                    return
+                out.append(_shaped(shape, index, event))
+            if job.finished:
+                yield b"".join([*out, shape.end()])
+                return
+            yield b"".join(out) or sse.PING
+            out = []
+            ready = await job.events()
+    except Disconnected:
+        return
+
+
+def _shaped(shape: Shape, index: int, event: Delta | Final | PromptProgress) -> bytes:
+    if isinstance(event, Delta):
+        return shape.delta(index, event)
+    if isinstance(event, Final):
+        return shape.final(index, event)
+    return shape.progress(index, event)

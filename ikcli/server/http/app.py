@@ -1,0 +1,51 @@
+"""The application: routes of all families behind the gateway, error answers, OpenAPI."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from ikcli import __version__
+from ikcli.server.http import static
+from ikcli.server.http.errors import ApiError
+from ikcli.server.http.gateway import Gateway
+from ikcli.server.http.logs import ServerLog
+from ikcli.server.http.openapi import document_routes
+from ikcli.server.http.routes import ROUTERS
+from ikcli.server.http.state import ServerState
+
+JSON = "application/json; charset=utf-8"
+
+
+def build_app(state: ServerState, log: ServerLog | None = None) -> ASGIApp:
+    """The ASGI application of a server."""
+    app = FastAPI(title="ik serve", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app.router.redirect_slashes = False
+    app.state.server = state
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    for router in ROUTERS:
+        app.include_router(router)
+    files = static.add_routes(app, state.config.server)
+    document_routes(app)
+    return Gateway(app, state, log or ServerLog(), files)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    anthropic = request.url.path.startswith("/v1/messages")
+    return Response(error.content(anthropic), error.status, media_type=JSON)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        api = ApiError(405, f"{request.method} is not supported here")
+    elif error.status_code == 404:
+        api = ApiError(404, "File Not Found")
+    else:
+        api = ApiError(error.status_code, str(error.detail))
+    return Response(api.content(), api.status, headers=dict(error.headers or {}), media_type=JSON)

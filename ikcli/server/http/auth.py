@@ -1,0 +1,65 @@
+"""API keys: which paths need one, and comparing in constant time."""
+
+from __future__ import annotations
+
+import hmac
+from pathlib import Path
+
+from starlette.datastructures import Headers
+
+from ikcli.config_groups import ServerConfig
+from ikcli.errors import UsageError
+
+PUBLIC = frozenset({"/", "/health", "/v1/health", "/models", "/v1/models", "/api/tags", "/index.html", "/favicon.ico"})
+"""Paths that need no key."""
+
+
+def read_keys(config: ServerConfig) -> tuple[str, ...]:
+    """The keys of --api-key (separated by commas) and --api-key-file (one per line, # comments)."""
+    keys = [key.strip() for key in config.api_key.split(",")]
+    if config.api_key_file is not None:
+        try:
+            lines = config.api_key_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as e:
+            raise UsageError(f"cannot read the API keys of {config.api_key_file}: {e}") from None
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise UsageError(f"{config.api_key_file} holds no API key; it needs one per line")
+        keys += found
+    return tuple(dict.fromkeys(key for key in keys if key))
+
+
+def allowed(keys: tuple[str, ...], headers: Headers) -> bool:
+    """True if no key is needed or the request carries one: `Authorization: Bearer KEY` or `X-Api-Key: KEY`."""
+    if not keys:
+        return True
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    offered = [headers.get("x-api-key", "")]
+    if scheme.lower() == "bearer":
+        offered.append(bearer.strip())
+    found = False
+    for key in keys:
+        for text in offered:
+            found |= hmac.compare_digest(key.encode(), text.encode("utf-8", "surrogateescape"))
+    return found
+
+
+def is_public(path: str, static: frozenset[str]) -> bool:
+    """True for paths open to everybody; `static` are the files of the web page."""
+    return path in PUBLIC or path in static
+
+
+def key_summary(keys: tuple[str, ...]) -> str:
+    """The keys as the log shows them."""
+    if len(keys) == 1:
+        return "api_key: ****" + (keys[0][-4:] if len(keys[0]) > 8 else "")
+    return f"api_key: {len(keys)} keys loaded"
+
+
+def private_file(path: Path | None, option: str) -> str | None:
+    """A file an option names, checked to be there."""
+    if path is None:
+        return None
+    if not path.is_file():
+        raise UsageError(f"{option} {path}: there is no such file")
+    return str(path)

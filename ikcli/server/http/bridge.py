@@ -1,0 +1,150 @@
+"""Engine events to the event loop: any number of them from the engine's thread with one wake-up.
+
+The engine thread only appends to a deque; a wake-up is asked for if none is on its way. On the loop the events are
+handed to their jobs. A job is the generations of one HTTP request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from starlette.types import Receive
+
+from ikcli.server.engine.messages import Event, Failure, Final, GenerationRequest
+
+
+class Ticket(Protocol):
+    """A request in the engine."""
+
+    id_task: int
+
+    def cancel(self) -> None:
+        """Stop it; may be called more than once."""
+
+
+class Submitter(Protocol):
+    """The part of the engine a job needs."""
+
+    def submit(self, request: GenerationRequest, on_event: object) -> Ticket:
+        """Queue a request; events come from the engine's thread."""
+
+
+class Disconnected(Exception):
+    """The client is gone; its generations are cancelled."""
+
+
+class Bridge:
+    """Carries events of all jobs from the engine's thread to one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._events: deque[tuple[Job, int, Event]] = deque()
+        self._waking = False
+
+    def push(self, job: Job, index: int, event: Event) -> None:
+        """Called by the engine's thread; returns at once."""
+        self._events.append((job, index, event))
+        if not self._waking:
+            self._waking = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._hand_over)
+
+    def _hand_over(self) -> None:
+        self._waking = False
+        events = self._events
+        while events:
+            job, index, event = events.popleft()
+            job.deliver(index, event)
+
+
+class Job:
+    """The generations of one HTTP request, watched for the client's departure."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
+        self._tickets: list[Ticket] = []
+        self._ready: list[tuple[int, Event]] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._open = 0
+        self._watcher: asyncio.Task[None] | None = None
+        self._gone = False
+        self._quiet = True
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, engine: Submitter, requests: Sequence[GenerationRequest], receive: Receive) -> None:
+        """Submit the requests and watch the connection."""
+        self._open = len(requests)
+        for index, request in enumerate(requests):
+            self._tickets.append(engine.submit(request, partial(self._bridge.push, self, index)))
+        self._watcher = asyncio.ensure_future(self._watch(receive))
+
+    @property
+    def id_tasks(self) -> list[int]:
+        """The engine's numbers of the generations."""
+        return [ticket.id_task for ticket in self._tickets]
+
+    def deliver(self, index: int, event: Event) -> None:
+        """An event for this job (on the loop)."""
+        if isinstance(event, Final | Failure):
+            self._open -= 1
+        self._quiet = False
+        self._ready.append((index, event))
+        self._wake()
+
+    @property
+    def finished(self) -> bool:
+        """True if every generation has ended and its events were taken."""
+        return not self._open and not self._ready
+
+    async def events(self) -> list[tuple[int, Event]]:
+        """What has happened since the last call, waiting if it is nothing; empty when `ping_every` has passed.
+
+        Disconnected if the client is gone.
+        """
+        if not self._ready and not self._gone:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._gone:
+            raise Disconnected
+        ready, self._ready = self._ready, []
+        return ready
+
+    def ping_every(self, seconds: float) -> None:
+        """Let `events` return nothing after so many seconds without an event."""
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._tick, seconds)
+
+    def _tick(self, seconds: float) -> None:
+        if self._quiet:
+            self._wake()
+        self._quiet = True
+        self.ping_every(seconds)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        """Cancel what still runs and stop watching. Always called at the end of a request."""
+        if self._open:
+            for ticket in self._tickets:
+                ticket.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        for ticket in self._tickets:
+            ticket.cancel()
+        self._wake()

@@ -1,0 +1,40 @@
+"""Grammars and schemas of a request as constraints for the engine, compiled once per request outside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from ikcli.errors import IkError
+from ikcli.grammar.spec import GrammarKind, GrammarSpec
+from ikcli.server.engine.messages import Constraint
+from ikcli.server.http.errors import bad_request
+from ikcli.server.http.params import Options
+from ikcli.server.http.state import ServerState
+
+ConstraintMaker = Callable[[], Constraint]
+
+
+def spec_of(options: Options) -> GrammarSpec | None:
+    """What `grammar` or `json_schema` of a request ask for."""
+    if options.grammar:
+        return GrammarSpec(GrammarKind.GBNF, source=options.grammar)
+    if options.json_schema is not None:
+        return GrammarSpec(GrammarKind.JSON_SCHEMA, schema=options.json_schema)
+    return None
+
+
+async def constraint_of(state: ServerState, options: Options) -> ConstraintMaker | None:
+    """The constraint of a request without a chat; ApiError 400 if grammar or schema are wrong."""
+    spec = spec_of(options)
+    return None if spec is None else await compiled(state, spec)
+
+
+async def compiled(state: ServerState, spec: GrammarSpec) -> ConstraintMaker:
+    """Compile a spec; ApiError 400 if it is wrong."""
+    try:
+        return await asyncio.to_thread(state.grammar.compile, spec)
+    except IkError as e:
+        name = {GrammarKind.GBNF: "grammar", GrammarKind.JSON_SCHEMA: "json_schema"}.get(spec.kind, "tools")
+        text = str(e)
+        raise bad_request(text if text.startswith(name) else f"{name}: {text}") from None

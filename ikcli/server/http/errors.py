@@ -1,0 +1,61 @@
+"""Errors of the API: status, type and one sentence, in the shape `{"error": {"code", "message", "type"}}`.
+
+Types are those of llama-server. Anthropic routes add `"type": "error"` around it, as that API has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ikcli.server.engine.messages import Failure
+from ikcli.server.http.jsontext import dump_bytes
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    500: "server_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """A request that cannot be served; `details` are further fields of the error object."""
+
+    def __init__(self, status: int, message: str, type: str = "", details: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type or TYPES.get(status, "server_error")
+        self.details = dict(details or {})
+
+    @classmethod
+    def of(cls, failure: Failure) -> ApiError:
+        """The error that a failed generation means."""
+        return cls(failure.status, failure.message, failure.type, failure.details)
+
+    def body(self, anthropic: bool = False) -> dict[str, Any]:
+        """The JSON of the answer."""
+        error = {"code": self.status, "message": self.message, "type": self.type, **self.details}
+        return {"type": "error", "error": error} if anthropic else {"error": error}
+
+    def content(self, anthropic: bool = False) -> bytes:
+        """The JSON as bytes."""
+        return dump_bytes(self.body(anthropic))
+
+
+def bad_request(message: str) -> ApiError:
+    """A client's mistake (400)."""
+    return ApiError(400, message)
+
+
+def unsupported(message: str) -> ApiError:
+    """A request that is right but that this server or model cannot serve (501)."""
+    return ApiError(501, message)

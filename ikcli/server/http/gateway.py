@@ -1,0 +1,154 @@
+"""The outermost ASGI layer: prefix, CORS, loading, API keys, access log, and answers for whatever goes wrong inside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import MutableMapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ikcli.server.http import auth
+from ikcli.server.http.errors import ApiError
+from ikcli.server.http.logs import ServerLog
+from ikcli.server.http.state import ServerState
+
+_WHILE_LOADING = frozenset({"/models", "/v1/models", "/api/tags"})
+_UNLOGGED = frozenset({"/v1/health", "/v1/completions"})
+_JSON = (b"content-type", b"application/json; charset=utf-8")
+_LOADING_PAGE = (
+    b'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>ik</title>'
+    b"<p>The model is loading. This page tries again by itself."
+)
+
+
+class Gateway:
+    """Wraps the application; see the module."""
+
+    def __init__(self, app: ASGIApp, state: ServerState, log: ServerLog, static: frozenset[str]) -> None:
+        self._app = app
+        self._state = state
+        self._log = log
+        self._static = static
+        server = state.config.server
+        self._prefix = "/" + server.api_prefix.strip("/") if server.api_prefix.strip("/") else ""
+        self._origins = tuple(text.strip() for text in server.cors_origins.split(",") if text.strip())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        exchange = _Exchange(send)
+        headers = Headers(scope=scope)
+        exchange.headers = self._cors(headers.get("origin", ""))
+        path = scope["path"]
+        try:
+            if scope["method"] == "OPTIONS":
+                await self._preflight(exchange)
+            else:
+                await self._serve(scope, receive, exchange, headers)
+        except ApiError as e:
+            await exchange.error(e, "/v1/messages" in path)
+        except Exception as e:
+            self._log.error("operator()", "internal error", error=f"{type(e).__name__}: {e}", path=path)
+            if not exchange.started:
+                await exchange.error(ApiError(500, "internal error; the server's log has details"), False)
+        finally:
+            self._access(scope, exchange.status)
+
+    async def _serve(self, scope: Scope, receive: Receive, exchange: _Exchange, headers: Headers) -> None:
+        path = self._inner_path(scope["path"])
+        if not self._state.ready and path not in _WHILE_LOADING:
+            await self._not_ready(path, exchange)
+            return
+        if not auth.is_public(path, self._static) and not auth.allowed(self._state.keys, headers):
+            raise ApiError(401, "Invalid API Key")
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        inner = {**scope, "path": path, "raw_path": path.encode(), "method": method, "root_path": ""}
+        await self._app(inner, receive, exchange.send)
+
+    def _inner_path(self, path: str) -> str:
+        if not self._prefix:
+            return path
+        if path == self._prefix:
+            return "/"
+        if not path.startswith(self._prefix + "/"):
+            raise ApiError(404, "File Not Found")
+        return path[len(self._prefix) :]
+
+    async def _not_ready(self, path: str, exchange: _Exchange) -> None:
+        if self._state.engine.state == "failed":
+            raise ApiError(500, "Model failed to load")
+        if path == "/" or path.endswith(".html"):
+            await exchange.respond(503, b"text/html; charset=utf-8", _LOADING_PAGE)
+            return
+        raise ApiError(503, "Loading model")
+
+    def _cors(self, origin: str) -> list[tuple[bytes, bytes]]:
+        out = [(b"server", b"ik")]
+        if origin and self._origin_allowed(origin):
+            out += [(b"access-control-allow-origin", origin.encode("latin-1", "ignore")), (b"vary", b"Origin")]
+        return out
+
+    def _origin_allowed(self, origin: str) -> bool:
+        if "*" in self._origins or origin in self._origins:
+            return True
+        if "localhost" not in self._origins:
+            return False
+        host = origin.partition("://")[2].rpartition("]")[0].lstrip("[") or origin.partition("://")[2].partition(":")[0]
+        return host in ("localhost", "127.0.0.1", "::1")
+
+    async def _preflight(self, exchange: _Exchange) -> None:
+        exchange.headers += [
+            (b"access-control-allow-credentials", b"true"),
+            (b"access-control-allow-methods", b"GET, POST"),
+            (b"access-control-allow-headers", b"*"),
+        ]
+        await exchange.respond(200, b"text/html", b"")
+
+    def _access(self, scope: Scope, status: int) -> None:
+        if scope["path"] in _UNLOGGED:
+            return
+        client = scope.get("client") or ("", 0)
+        query = scope.get("query_string", b"").decode("latin-1")
+        self._log.info(
+            "log_server_request",
+            "request",
+            remote_addr=client[0],
+            remote_port=client[1],
+            status=status,
+            method=scope["method"],
+            path=scope["path"],
+            params=dict(parse_qsl(query, keep_blank_values=True)[:32]),
+        )
+
+
+class _Exchange:
+    """The way back to the client: adds headers, remembers the status."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.started = False
+        self.status = 0
+        self.begun = time.monotonic()
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Pass a message on."""
+        if not self.started and message["type"] == "http.response.start":
+            self.started = True
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), *self.headers]
+        await self._send(message)
+
+    async def respond(self, status: int, kind: bytes, body: bytes) -> None:
+        """A whole answer."""
+        head = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
+        await self.send({"type": "http.response.start", "status": status, "headers": head})
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def error(self, error: ApiError, anthropic: bool) -> None:
+        """An error as the answer, unless one was begun."""
+        if not self.started:
+            await self.respond(error.status, _JSON[1], error.content(anthropic))

@@ -1,0 +1,96 @@
+"""JSON text as llama-server reads and writes it: compact, UTF-8, no NaN, no broken Unicode, bounded nesting."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+MAX_DEPTH = 512
+"""Arrays and objects may be nested this deep in a request."""
+
+
+def dump(value: Any) -> str:
+    """Compact JSON; infinite numbers and NaN become null."""
+    try:
+        return _encode(value)
+    except ValueError:
+        return _encode(_finite(value))
+
+
+def dump_bytes(value: Any) -> bytes:
+    """Compact JSON in UTF-8; what UTF-8 cannot hold becomes `?`."""
+    return dump(value).encode("utf-8", "replace")
+
+
+def parse(data: bytes) -> Any:
+    """The value of a JSON text; ValueError with a sentence if it is none."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"the body is not UTF-8 (byte {e.start})") from None
+    if text.startswith("\ufeff"):
+        text = text[1:]
+    if _depth(text) > MAX_DEPTH:
+        raise ValueError(f"the body nests arrays or objects more than {MAX_DEPTH} deep")
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except json.JSONDecodeError as e:
+        raise ValueError(f"the body is not JSON: {e.msg} at line {e.lineno}, column {e.colno}") from None
+    except RecursionError:
+        raise ValueError("the body nests arrays or objects too deep") from None
+    if "\\ud" in text or "\\uD" in text:
+        _check_unicode(value)
+    return value
+
+
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]+|\\.)*+"|[\[\]{}]', re.S)
+_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"the body is not JSON: {name} is no JSON value")
+
+
+def _depth(text: str) -> int:
+    """Deepest nesting; brackets within strings count too, so it is only looked at closely if there are many."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return 0
+    depth = deepest = 0
+    for found in _STRING_OR_BRACKET.finditer(text):
+        c = found.group()
+        if c in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+            if deepest > MAX_DEPTH:
+                break
+        elif c in "]}":
+            depth -= 1
+    return deepest
+
+
+def _check_unicode(value: Any) -> None:
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            try:
+                item.encode("utf-8")
+            except UnicodeEncodeError:
+                raise ValueError("the body holds half of a surrogate pair (\\uD800 to \\uDFFF)") from None
+        elif isinstance(item, dict):
+            stack.extend(item.keys())
+            stack.extend(item.values())
+        elif isinstance(item, list):
+            stack.extend(item)

@@ -1,0 +1,54 @@
+"""/metrics: the engine's counters as Prometheus text, with llama-server's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from ikcli.server.engine.states import EngineMetrics
+
+PREFIX = "llamacpp:"
+CONTENT_TYPE = "text/plain; version=0.0.4"
+
+_COUNTERS = (
+    ("prompt_tokens", "Number of prompt tokens processed.", "prompt_tokens_total"),
+    ("prompt_seconds", "Prompt process time.", "prompt_seconds_total"),
+    ("tokens_predicted", "Number of generation tokens processed.", "tokens_predicted_total"),
+    ("tokens_predicted_seconds", "Predict process time.", "tokens_predicted_seconds_total"),
+    ("n_decode", "Number of computed batches.", "n_decode_total"),
+    ("spec_decode_num_draft_tokens", "Drafted tokens.", "draft_tokens_total"),
+    ("spec_decode_num_accepted_tokens", "Accepted drafted tokens.", "draft_tokens_accepted_total"),
+)
+_GAUGES = (
+    ("prompt_tokens_seconds", "Average prompt throughput in tokens/s.", "prompt_tokens_seconds"),
+    ("predicted_tokens_seconds", "Average generation throughput in tokens/s.", "predicted_tokens_seconds"),
+    ("kv_cache_usage_ratio", "KV-cache usage. 1 means 100 percent usage.", "kv_cache_usage_ratio"),
+    ("kv_cache_tokens", "KV-cache tokens.", "kv_cache_tokens"),
+    ("requests_processing", "Number of requests processing.", "requests_processing"),
+    ("requests_deferred", "Number of requests deferred.", "requests_deferred"),
+    ("n_tokens_max", "Largest number of tokens a slot held.", "n_tokens_max"),
+    ("n_busy_slots_per_decode", "Average number of busy slots per computed batch.", "n_busy_slots_per_decode"),
+    ("prompt_cache_bytes", "Memory of prompts kept in RAM.", "prompt_cache_bytes"),
+    ("prompt_cache_entries", "Prompts kept in RAM.", "prompt_cache_entries"),
+)
+
+
+class _Collector:
+    def __init__(self, values: EngineMetrics) -> None:
+        self._values = values
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        for name, text, field in _COUNTERS:
+            yield CounterMetricFamily(PREFIX + name, text, value=float(getattr(self._values, field)))
+        for name, text, field in _GAUGES:
+            yield GaugeMetricFamily(PREFIX + name, text, value=float(getattr(self._values, field)))
+
+
+def prometheus_text(values: EngineMetrics) -> bytes:
+    """The counters in the text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(values))
+    return generate_latest(registry)

@@ -1,0 +1,130 @@
+"""The OpenAPI document, made from the table of fields, and a page at /docs that shows it without other hosts."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import HTMLResponse, Response
+
+from ikcli.server.http.fields import FIELDS, Field
+
+_TYPES: dict[str, dict[str, Any]] = {
+    "bool": {"type": "boolean"},
+    "int": {"type": "integer"},
+    "float": {"type": "number"},
+    "text": {"type": "string"},
+    "texts": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+    "json": {},
+}
+_PROMPT = {
+    "description": "text, token ids, both mixed, {prompt_string}, or an array of these",
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {}}, {"type": "object"}],
+}
+_MESSAGES = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"role": {"type": "string"}, "content": {}},
+        "required": ["role"],
+    },
+}
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["code", "message", "type"],
+            "properties": {
+                "code": {"type": "integer"},
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+            },
+        }
+    },
+}
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "prompt": _PROMPT,
+    "messages": _MESSAGES,
+    "input": {"description": "text or an array of messages and items"},
+    "input_prefix": {"type": "string"},
+    "input_suffix": {"type": "string"},
+}
+
+
+def field_schema(field: Field) -> dict[str, Any]:
+    """JSON schema of a field; null means the default everywhere."""
+    schema = dict(field.schema if field.schema is not None else _TYPES[field.kind])
+    if field.low is not None:
+        schema["minimum"] = field.low
+    if field.high is not None:
+        schema["maximum"] = field.high
+    out = {"anyOf": [schema, {"type": "null"}]} if schema else {}
+    return out | {"description": field.help}
+
+
+def generation_body(*required: str, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`openapi_extra` of an endpoint that takes the generation fields besides the `required` ones."""
+    properties: dict[str, Any] = {name: _SPECIAL.get(name, {}) for name in required}
+    properties |= extra or {}
+    for field in FIELDS:
+        for name in (field.name, *field.aliases):
+            properties.setdefault(name, field_schema(field))
+    return object_body({"type": "object", "required": list(required), "properties": properties})
+
+
+def object_body(schema: dict[str, Any]) -> dict[str, Any]:
+    """`openapi_extra` of an endpoint with a JSON body."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def document_routes(app: FastAPI) -> None:
+    """Give every operation its error answers, and add /docs."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = plain()
+        for path in document["paths"].values():
+            for operation in path.values():
+                responses = operation.setdefault("responses", {})
+                responses.pop("422", None)
+                for status in ("4XX", "501", "503"):
+                    responses.setdefault(
+                        status, {"description": "error", "content": {"application/json": {"schema": ERROR}}}
+                    )
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+    async def docs() -> Response:
+        return HTMLResponse(_page(openapi()))
+
+    app.add_api_route("/docs", docs, include_in_schema=False)
+
+
+def _page(document: dict[str, Any]) -> str:
+    parts = [
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>ik serve: API</title>',
+        "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;"
+        "color-scheme:light dark}code{font-size:.95em}td{vertical-align:top;padding:.1rem .8rem .1rem 0}"
+        "summary{cursor:pointer;padding:.2rem 0}</style>",
+        f"<h1>ik serve {html.escape(document['info']['version'])}</h1>",
+        '<p>The same as <a href="openapi.json">openapi.json</a>.</p>',
+    ]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            parts.append(_operation(path, method, operation))
+    return "".join(parts)
+
+
+def _operation(path: str, method: str, operation: dict[str, Any]) -> str:
+    head = f"<code>{method.upper()} {html.escape(path)}</code> {html.escape(operation.get('summary', ''))}"
+    text = html.escape(operation.get("description", ""))
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    rows = "".join(
+        f"<tr><td><code>{html.escape(name)}</code></td><td>{html.escape(str(schema.get('description', '')))}</td></tr>"
+        for name, schema in content.get("schema", {}).get("properties", {}).items()
+    )
+    return f"<details><summary>{head}</summary><p>{text}</p><table>{rows}</table></details>"

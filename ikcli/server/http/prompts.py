@@ -1,0 +1,91 @@
+"""Prompts in all their forms to token ids: text, ids, mixed, `{"prompt_string": ...}`, and arrays of these.
+
+As in llama-server an array with at least one number is one prompt, any other array holds one prompt per element.
+BOS is added if the model wants it and the prompt starts with text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from ikcli.errors import IkError
+from ikcli.server.http import fields as f
+from ikcli.server.http.errors import bad_request
+from ikcli.server.http.params import Limits, token_id
+from ikcli.tokenizer import Tokenizer
+
+MAX_PROMPTS = 256
+"""Prompts of one request."""
+_INLINE = 4000
+"""Characters tokenized at once; longer text goes to a thread, so that other requests are answered meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, the prompt as answers show it, and how many tokens at its start are not in that text (BOS)."""
+
+    tokens: tuple[int, ...]
+    text: str
+    n_added: int = 0
+
+
+async def encode(tokenizer: Tokenizer, text: str, *, add_special: bool, parse_special: bool = True) -> list[int]:
+    """Token ids of a text of any length, without blocking other requests; ApiError 400 if the model has no text."""
+    try:
+        if len(text) <= _INLINE:
+            return tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special=add_special, parse_special=parse_special)
+    except IkError as e:
+        raise bad_request(str(e)) from None
+
+
+async def read_prompts(value: Any, limits: Limits, name: str = "prompt") -> tuple[list[Prompt], bool]:
+    """The prompts of a request, and whether it gave an array of them; ApiError 400 naming what is wrong."""
+    if value is None:
+        raise bad_request(f"{name} is required")
+    several = isinstance(value, list) and not any(_is_number(item) for item in value)
+    if not several:
+        return [await _one(value, limits, name)], False
+    if not value:
+        raise bad_request(f"{name} must not be empty")
+    if len(value) > MAX_PROMPTS:
+        raise bad_request(f"{name} has {len(value)} prompts; at most {MAX_PROMPTS} are accepted")
+    return [await _one(item, limits, f"{name}[{i}]") for i, item in enumerate(value)], True
+
+
+async def _one(value: Any, limits: Limits, name: str) -> Prompt:
+    if isinstance(value, dict):
+        if value.get("multimodal_data"):
+            raise bad_request(f"{name}.multimodal_data is not supported: the model takes text only")
+        if value.get("prompt_string") is None:
+            raise bad_request(f"{name}.prompt_string is required")
+        return await _one(value["prompt_string"], limits, f"{name}.prompt_string")
+    if isinstance(value, str):
+        tokens = tuple(await encode(limits.tokenizer, value, add_special=True))
+        prompt = Prompt(tokens, value, int(limits.tokenizer.add_bos and bool(tokens)))
+    elif isinstance(value, list):
+        tokens = await _mixed(value, limits, name)
+        prompt = Prompt(tokens, limits.tokenizer.decode(tokens))
+    else:
+        raise bad_request(f"{name} must be a string, an array of token ids and strings, or an object")
+    if not prompt.tokens:
+        raise bad_request(f"{name} must not be empty: the model adds no token of its own")
+    return prompt
+
+
+async def _mixed(items: list[Any], limits: Limits, name: str) -> tuple[int, ...]:
+    tokens: list[int] = []
+    for i, item in enumerate(items):
+        if isinstance(item, str):
+            tokens += await encode(limits.tokenizer, item, add_special=i == 0)
+        elif _is_number(item):
+            tokens.append(token_id(item, f"{name}[{i}]", limits.n_vocab))
+        else:
+            raise bad_request(f"{name}[{i}] must be a token id or a string, not {f.shown(item)}")
+    return tuple(tokens)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

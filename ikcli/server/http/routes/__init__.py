@@ -1,0 +1,9 @@
+"""The endpoints, one module per family; ikcli.server.http.app mounts their routers."""
+
+from __future__ import annotations
+
+from ikcli.server.http.routes import anthropic, chat, completion, infill, info, responses, slots, tokens, unsupported
+
+ROUTERS = tuple(
+    module.router for module in (info, completion, chat, responses, anthropic, infill, tokens, slots, unsupported)
+)

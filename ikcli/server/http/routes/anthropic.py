@@ -1,0 +1,49 @@
+"""/v1/messages: Anthropic's messages API and its token counting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ikcli.server.http import convert_anthropic as convert
+from ikcli.server.http.answer import answer, json_response
+from ikcli.server.http.errors import bad_request
+from ikcli.server.http.openapi import generation_body
+from ikcli.server.http.routes.chat import generations_of
+from ikcli.server.http.routes.context import read_object, server
+from ikcli.server.http.shapes.anthropic import AnthropicShape
+from ikcli.server.http.shapes.common import naming
+
+router = APIRouter(tags=["chat"])
+
+_EXTRA: dict[str, Any] = {
+    "system": {"description": "text or text blocks"},
+    "stop_sequences": {"type": ["array", "null"], "items": {"type": "string"}},
+    "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+    "tool_choice": {"type": ["object", "null"]},
+    "thinking": {"type": ["object", "null"]},
+}
+_BODY = generation_body("messages", extra=_EXTRA)
+
+
+@router.post("/v1/messages", openapi_extra=_BODY, summary="Answer a conversation (Anthropic)")
+async def messages(request: Request) -> Response:
+    """Anthropic's messages with their events."""
+    state = server(request)
+    body = await read_object(request)
+    options, prepared, requests, _ = await generations_of(state, convert.to_chat(body))
+    if options.n_cmpl != 1:
+        raise bad_request("n must be 1")
+    shape = AnthropicShape(naming(state.alias, body.get("model"), "msg_"), prepared.make_parser)
+    return await answer(request, state, requests, shape, stream=options.stream, ping=options.sse_ping_interval)
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=_BODY, summary="Tokens of a conversation (Anthropic)")
+async def count_tokens(request: Request) -> Response:
+    """`{"input_tokens": n}`."""
+    state = server(request)
+    _, prepared, _, _ = await generations_of(state, convert.to_chat(await read_object(request)))
+    return json_response({"input_tokens": len(prepared.tokens)})

@@ -1,0 +1,125 @@
+"""/v1/chat/completions, /apply-template and token counts: conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ikcli.server.engine.messages import GenerationRequest
+from ikcli.server.http import fields as f
+from ikcli.server.http.answer import answer, json_response
+from ikcli.server.http.chat import Prepared, prepare, response_schema
+from ikcli.server.http.constraints import compiled
+from ikcli.server.http.errors import bad_request
+from ikcli.server.http.openapi import generation_body, object_body
+from ikcli.server.http.params import Options, parse, refuse_unsupported
+from ikcli.server.http.prompts import Prompt
+from ikcli.server.http.routes.completion import probabilities, requests_of
+from ikcli.server.http.routes.context import read_object, server
+from ikcli.server.http.shapes.chat import ChatShape
+from ikcli.server.http.shapes.common import naming
+from ikcli.server.http.state import ServerState
+
+router = APIRouter(tags=["chat"])
+
+_BODY = generation_body(
+    "messages",
+    extra={
+        "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+        "tool_choice": {"description": "auto, none, required, or a function"},
+        "parallel_tool_calls": {"type": ["boolean", "null"]},
+        "response_format": {"description": "text, json_object (with schema) or json_schema"},
+        "chat_template_kwargs": {"type": ["object", "null"], "description": "variables for the chat template"},
+        "reasoning_format": {"type": ["string", "null"]},
+        "reasoning_effort": {"type": ["string", "null"]},
+        "reasoning_budget_tokens": {"type": ["integer", "null"]},
+        "add_generation_prompt": {"type": ["boolean", "null"]},
+        "logprobs": {"type": ["boolean", "null"]},
+        "top_logprobs": {"type": ["integer", "null"]},
+    },
+)
+
+
+async def generations_of(
+    state: ServerState, body: dict[str, Any]
+) -> tuple[Options, Prepared, list[GenerationRequest], int | None]:
+    """Options, the prepared chat, the engine requests, and how many top log-probabilities to return."""
+    refuse_unsupported(body)
+    schema = response_schema(body)
+    n_top = top_logprobs(body)
+    if schema is not None:
+        if body.get("grammar") or body.get("json_schema") is not None:
+            raise bad_request("response_format cannot be used together with grammar or json_schema")
+        body = body | {"json_schema": schema}
+    if n_top is not None and body.get("n_probs") is None:
+        body = body | {"n_probs": max(n_top, 1)}
+    sampling, options = parse(body, state.defaults, state.limits)
+    prepared = await prepare(state, body, options)
+    constraint = None if prepared.spec is None else await compiled(state, prepared.spec)
+    stop = tuple(dict.fromkeys((*options.stop, *prepared.stops)))
+    prompt = Prompt(prepared.tokens, prepared.text)
+    more = {"constraint": prepared.limited(state, constraint), "keep_special": prepared.keep_special}
+    requests = requests_of([prompt], options.n_cmpl, sampling, replace(options, stop=stop), **more)
+    return options, prepared, requests, n_top
+
+
+def top_logprobs(body: dict[str, Any]) -> int | None:
+    """How many tokens `logprobs` and `top_logprobs` ask for besides the chosen one; None if not asked."""
+    wanted, top = body.get("logprobs"), body.get("top_logprobs")
+    if wanted is None or wanted is False:
+        if top:
+            raise bad_request("top_logprobs requires logprobs to be set to true")
+        return None
+    f.boolean(wanted, "logprobs")
+    return 20 if top is None else int(f.checked(top, "int", "top_logprobs", 0, 1000))
+
+
+@router.post("/v1/chat/completions", openapi_extra=_BODY, summary="Answer a conversation (OpenAI)")
+@router.post("/chat/completions", openapi_extra=_BODY, summary="Answer a conversation (OpenAI)")
+async def chat_completions(request: Request) -> Response:
+    """OpenAI's chat completion, with tools, JSON schemas and all fields of /completion."""
+    state = server(request)
+    body = await read_object(request)
+    options, prepared, requests, n_top = await generations_of(state, body)
+    writer = probabilities(state, requests[0].sampling, n_top)
+    shape = ChatShape(naming(state.alias, body.get("model"), "chatcmpl-"), options, writer, prepared.make_parser)
+    return await answer(request, state, requests, shape, stream=options.stream, ping=options.sse_ping_interval)
+
+
+@router.post("/apply-template", openapi_extra=_BODY, summary="The prompt of a conversation")
+async def apply_template(request: Request) -> Response:
+    """`{"prompt": ...}` without generating."""
+    state = server(request)
+    body = await read_object(request)
+    prepared = await _only_prompt(state, body)
+    return json_response({"prompt": prepared.text})
+
+
+@router.post("/v1/chat/completions/input_tokens", openapi_extra=_BODY, summary="Tokens of a conversation")
+@router.post("/chat/completions/input_tokens", openapi_extra=_BODY, summary="Tokens of a conversation")
+async def input_tokens(request: Request) -> Response:
+    """How many tokens the prompt has."""
+    state = server(request)
+    prepared = await _only_prompt(state, await read_object(request))
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prepared.tokens)})
+
+
+async def _only_prompt(state: ServerState, body: dict[str, Any]) -> Prepared:
+    schema = response_schema(body)
+    _, options = parse(body, state.defaults, state.limits)
+    if schema is not None:
+        options = replace(options, json_schema=schema)
+    return await prepare(state, body, options)
+
+
+def string_list(value: Any, name: str) -> Sequence[str]:
+    """An array of strings or nothing."""
+    return () if value is None else f.texts(value, name)
+
+
+OBJECT = object_body({"type": "object"})

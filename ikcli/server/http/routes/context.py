@@ -1,0 +1,27 @@
+"""What every endpoint starts with: the server's state, and the request's body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+
+from ikcli.server.http import body
+from ikcli.server.http.state import ServerState
+
+
+def server(request: Request) -> ServerState:
+    """The server's state."""
+    state = request.app.state.server
+    assert isinstance(state, ServerState)
+    return state
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The body as a JSON object; ApiError naming what is wrong."""
+    return await body.read_object(request, server(request).timeout)
+
+
+async def read_json(request: Request) -> Any:
+    """The body as any JSON value; ApiError naming what is wrong."""
+    return await body.read_json(request, server(request).timeout)

@@ -1,0 +1,261 @@
+"""What the server is and how it is doing: health, models, props, metrics, and the lists other servers have."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ikcli import __version__
+from ikcli.server.http import fields as f
+from ikcli.server.http import metrics
+from ikcli.server.http.answer import json_response
+from ikcli.server.http.errors import ApiError, unsupported
+from ikcli.server.http.openapi import object_body
+from ikcli.server.http.params import settings
+from ikcli.server.http.routes.context import read_object, server
+from ikcli.server.http.routes.slots import default_options, slots_json
+from ikcli.server.http.shapes.common import FINGERPRINT
+from ikcli.server.http.state import ServerState
+
+router = APIRouter(tags=["server"])
+
+
+@router.get("/health", summary="Is the server ready?")
+@router.get("/v1/health", summary="Is the server ready?")
+async def health(request: Request) -> Response:
+    """Status 503 while the model loads; never waits for the engine."""
+    state = server(request)
+    found = state.engine.slots()
+    busy = sum(slot.is_processing for slot in found)
+    out: dict[str, Any] = {"status": "ok", "slots_idle": len(found) - busy, "slots_processing": busy}
+    if "include_slots" in request.query_params and state.config.server.slots:
+        out["slots"] = slots_json(state)
+    if found and busy == len(found) and "fail_on_no_slot" in request.query_params:
+        return json_response(out | {"status": "no slot available"}, 503)
+    return json_response(out)
+
+
+@router.get("/models", summary="The model")
+@router.get("/v1/models", summary="The model (OpenAI)")
+async def models(request: Request) -> Response:
+    """One model; `meta` is null while it loads."""
+    state = server(request)
+    n_ctx = state.engine.model.n_ctx_slot if state.ready else 0
+    entry: dict[str, Any] = {
+        "id": state.alias,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "llamacpp",
+        "aliases": [text.strip() for text in state.config.server.alias.split(",") if text.strip()],
+        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "meta": _meta(state) if state.ready else None,
+        "max_model_len": n_ctx,
+    }
+    return json_response({"object": "list", "data": [entry], "models": [_catalogue_entry(state.alias, n_ctx)]})
+
+
+def _meta(state: ServerState) -> dict[str, Any]:
+    names = ("vocab_type", "n_vocab", "n_ctx_train", "n_embd", "n_params", "size")
+    return {name: getattr(state.engine.model, name) for name in names}
+
+
+def _catalogue_entry(name: str, n_ctx: int) -> dict[str, Any]:
+    """The entry coding agents look for besides OpenAI's list, and the fields Ollama's clients read."""
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": "",
+        "size": "",
+        "digest": "",
+        "type": "model",
+        "description": None,
+        "tags": [""],
+        "capabilities": ["completion"],
+        "parameters": "",
+        "details": {"parent_model": "", "format": "gguf", "family": "", "families": [""], "parameter_size": "",
+                    "quantization_level": ""},
+        "slug": name,
+        "display_name": name,
+        "default_reasoning_level": None,
+        "supported_reasoning_levels": [],
+        "shell_type": "default",
+        "visibility": "list",
+        "supported_in_api": True,
+        "priority": 0,
+        "additional_speed_tiers": [],
+        "service_tiers": [],
+        "default_service_tier": None,
+        "availability_nux": None,
+        "upgrade": None,
+        "base_instructions": "",
+        "model_messages": None,
+        "supports_reasoning_summaries": False,
+        "default_reasoning_summary": "auto",
+        "support_verbosity": False,
+        "default_verbosity": None,
+        "apply_patch_tool_type": None,
+        "web_search_tool_type": "text",
+        "truncation_policy": {"mode": "tokens", "limit": n_ctx},
+        "supports_parallel_tool_calls": True,
+        "supports_image_detail_original": False,
+        "context_window": n_ctx,
+        "max_context_window": n_ctx,
+        "auto_compact_token_limit": n_ctx * 9 // 10,
+        "effective_context_window_percent": 95,
+        "experimental_supported_tools": [],
+        "input_modalities": ["text"],
+        "supports_search_tool": False,
+        "use_responses_lite": False,
+        "auto_review_model_override": None,
+        "tool_mode": None,
+        "multi_agent_version": None,
+    }  # fmt: skip
+
+
+@router.get("/props", summary="Settings of the server")
+async def props(request: Request) -> Response:
+    """Model, context, chat template and the settings requests get by default."""
+    state = server(request)
+    model, tokenizer = state.engine.model, state.engine.tokenizer
+    params = settings(state.defaults.sampling, default_options(state), model.n_ctx_slot, state.alias)
+    next_token = {"has_next_token": True, "has_new_line": False, "n_remain": -1, "n_decoded": 0, "stopping_word": ""}
+    defaults = params | {
+        "id": 0,
+        "id_task": -1,
+        "speculative": False,
+        "is_processing": False,
+        "prompt": "",
+        "next_token": next_token,
+        "params": params,
+    }
+    out = {
+        "system_prompt": "",
+        "model_alias": state.alias,
+        "default_generation_settings": defaults,
+        "total_slots": state.config.n_parallel,
+        "build_info": FINGERPRINT,
+        "is_sleeping": False,
+        "media_marker": "<__media__>",
+        "cors_proxy_enabled": False,
+        "bos_token": _token(tokenizer, tokenizer.bos_id),
+        "eos_token": _token(tokenizer, tokenizer.eos_id),
+        "endpoint_slots": state.config.server.slots,
+        "endpoint_props": state.config.server.props,
+        "endpoint_metrics": state.config.server.metrics,
+    }
+    return json_response(out | _simple(state) | state.chat.describe())
+
+
+@router.get("/v1/props", summary="Name, path and context of the model")
+async def props_simple(request: Request) -> Response:
+    """A short form of /props."""
+    return json_response(_simple(server(request)))
+
+
+def _simple(state: ServerState) -> dict[str, Any]:
+    model = state.engine.model
+    return {
+        "model_name": state.alias,
+        "model_path": str(model.path),
+        "modalities": {"vision": False, "audio": False},
+        "n_ctx": model.n_ctx_slot,
+    }
+
+
+def _token(tokenizer: Any, token: int | None) -> str:
+    return "" if token is None else str(tokenizer.token_text(token))
+
+
+@router.post("/props", openapi_extra=object_body({"type": "object"}), summary="Change settings (needs --props)")
+async def change_props(request: Request) -> Response:
+    """There is nothing to change yet; the body must be an object."""
+    if not server(request).config.server.props:
+        raise unsupported("This server does not support changing global properties. Start it with `--props`")
+    await read_object(request)
+    return json_response({"success": True})
+
+
+@router.get("/metrics", summary="Counters for Prometheus (needs --metrics)")
+async def metrics_text(request: Request) -> Response:
+    """Prometheus text."""
+    state = server(request)
+    if not state.config.server.metrics:
+        raise unsupported("This server does not support metrics endpoint. Start it with `--metrics`")
+    values = state.engine.metrics(reset=True)
+    headers = {"Process-Start-Time-Unix": str(int(values.t_start or state.started))}
+    return Response(metrics.prometheus_text(values), headers=headers, media_type=metrics.CONTENT_TYPE)
+
+
+@router.get("/version", summary="Version of the server")
+async def version(request: Request) -> Response:
+    """Version and build."""
+    return json_response({"version": __version__, "build_info": FINGERPRINT})
+
+
+@router.get("/api/version", summary="Version (Ollama)")
+async def ollama_version(request: Request) -> Response:
+    """For clients that poll it."""
+    return json_response({"version": __version__})
+
+
+@router.get("/api/tags", summary="The model (Ollama)")
+async def tags(request: Request) -> Response:
+    """For clients that poll it."""
+    state = server(request)
+    size = state.engine.model.size if state.ready else 0
+    entry = {
+        "name": state.alias,
+        "model": state.alias,
+        "modified_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(state.started)),
+        "size": size,
+        "digest": hashlib.sha256(state.alias.encode()).hexdigest(),
+        "details": _details(state),
+    }
+    return json_response({"models": [entry]})
+
+
+def _details(state: ServerState) -> dict[str, Any]:
+    arch = state.engine.model.arch if state.ready else ""
+    n_params = state.engine.model.n_params if state.ready else 0
+    size = f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.1f}M"
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": arch,
+        "families": [arch],
+        "parameter_size": size,
+        "quantization_level": "",
+    }
+
+
+@router.post("/api/show", openapi_extra=object_body({"type": "object"}), summary="About the model (Ollama)")
+async def show(request: Request) -> Response:
+    """For clients that ask for the context length."""
+    state = server(request)
+    body = await read_object(request)
+    name = body.get("model", body.get("name"))
+    if name is not None and f.text(name, "model").removesuffix(":latest") not in (state.alias, ""):
+        raise ApiError(404, f'model "{str(name)[:100]}" not found; this server has {state.alias}')
+    model = state.engine.model
+    info = {
+        "general.architecture": model.arch,
+        "general.parameter_count": model.n_params,
+        f"{model.arch}.context_length": model.n_ctx_slot,
+        "llama.context_length": model.n_ctx_slot,
+        f"{model.arch}.embedding_length": model.n_embd,
+    }
+    return json_response(
+        {
+            "template": state.chat.describe()["chat_template"],
+            "model_info": info,
+            "modelfile": "",
+            "parameters": "",
+            "details": _details(state),
+            "capabilities": ["completion"],
+        }
+    )

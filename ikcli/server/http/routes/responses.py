@@ -1,0 +1,52 @@
+"""/v1/responses: OpenAI's Responses API, without stored conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ikcli.server.http import convert_responses as convert
+from ikcli.server.http.answer import answer, json_response
+from ikcli.server.http.errors import bad_request
+from ikcli.server.http.openapi import generation_body
+from ikcli.server.http.routes.chat import generations_of
+from ikcli.server.http.routes.context import read_object, server
+from ikcli.server.http.shapes.common import naming
+from ikcli.server.http.shapes.responses import ResponsesShape
+
+router = APIRouter(tags=["chat"])
+
+_EXTRA: dict[str, Any] = {
+    "instructions": {"type": ["string", "null"]},
+    "max_output_tokens": {"type": ["integer", "null"]},
+    "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+    "text": {"type": ["object", "null"]},
+    "reasoning": {"type": ["object", "null"]},
+}
+_BODY = generation_body("input", extra=_EXTRA)
+
+
+@router.post("/v1/responses", openapi_extra=_BODY, summary="Answer a conversation (OpenAI Responses)")
+@router.post("/responses", openapi_extra=_BODY, summary="Answer a conversation (OpenAI Responses)")
+async def responses(request: Request) -> Response:
+    """OpenAI's Responses API with its events."""
+    state = server(request)
+    body = await read_object(request)
+    options, prepared, requests, _ = await generations_of(state, convert.to_chat(body))
+    if options.n_cmpl != 1:
+        raise bad_request("n must be 1")
+    names = naming(state.alias, body.get("model"), "resp_")
+    shape = ResponsesShape(names, options, convert.echoed(body), prepared.make_parser)
+    return await answer(request, state, requests, shape, stream=options.stream, ping=options.sse_ping_interval)
+
+
+@router.post("/v1/responses/input_tokens", openapi_extra=_BODY, summary="Tokens of a conversation")
+@router.post("/responses/input_tokens", openapi_extra=_BODY, summary="Tokens of a conversation")
+async def input_tokens(request: Request) -> Response:
+    """How many tokens the prompt has."""
+    state = server(request)
+    _, prepared, _, _ = await generations_of(state, convert.to_chat(await read_object(request)))
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prepared.tokens)})

@@ -1,0 +1,147 @@
+"""/slots: what the slots are doing; saving, restoring and erasing their caches."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ikcli.server.engine.states import EngineError, SlotActionResult, SlotState
+from ikcli.server.http import fields as f
+from ikcli.server.http.answer import json_response
+from ikcli.server.http.errors import ApiError, bad_request, unsupported
+from ikcli.server.http.openapi import object_body
+from ikcli.server.http.params import Options, settings
+from ikcli.server.http.routes.context import read_object, server
+from ikcli.server.http.shapes.common import timings_json
+from ikcli.server.http.state import ServerState
+
+router = APIRouter(tags=["slots"])
+
+_RESERVED = re.compile(r"(?i)(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?")
+_ACTION = object_body({"type": "object", "properties": {"filename": {"type": "string"}}})
+
+
+@router.get("/slots", summary="What the slots are doing")
+async def slots(request: Request) -> Response:
+    """An array by slot; with `?fail_on_no_slot=1` status 503 if none is free."""
+    state = server(request)
+    if not state.config.server.slots:
+        raise unsupported("This server does not support slots endpoint. Start it without `--no-slots`")
+    found = state.engine.slots()
+    if request.query_params.get("fail_on_no_slot", "0") not in ("", "0") and all(s.is_processing for s in found):
+        raise ApiError(503, "no slot available")
+    return json_response(slots_json(state))
+
+
+def slots_json(state: ServerState) -> list[dict[str, Any]]:
+    """All slots in the form of both forks."""
+    return [_slot(state, slot) for slot in state.engine.slots()]
+
+
+def _slot(state: ServerState, slot: SlotState) -> dict[str, Any]:
+    next_token = {
+        "has_next_token": slot.has_next_token,
+        "has_new_line": slot.has_new_line,
+        "n_remain": slot.n_remain,
+        "n_decoded": slot.n_decoded,
+        "stopped_eos": slot.stop_type == "eos",
+        "stopped_word": slot.stop_type == "word",
+        "stopped_limit": slot.stop_type == "limit",
+        "stopping_word": slot.stopping_word,
+    }
+    head = {
+        "id": slot.id,
+        "id_task": slot.id_task,
+        "state": int(slot.is_processing),
+        "is_processing": slot.is_processing,
+        "speculative": bool(slot.timings.draft_n),
+        "prompt": state.engine.tokenizer.decode(slot.prompt),
+        "generated": slot.text,
+        "truncated": slot.truncated,
+        "n_past": slot.n_past,
+        "next_token": next_token,
+        "timings": timings_json(slot.timings),
+    }
+    request = slot.request
+    if request is None:
+        return settings(state.defaults.sampling, default_options(state), slot.n_ctx, state.alias) | head
+    options = Options(
+        n_predict=request.n_predict,
+        stop=request.stop,
+        n_keep=request.n_keep,
+        n_discard=request.n_discard,
+        n_indent=request.n_indent,
+        cache_prompt=request.cache_prompt,
+        speculation=request.speculation,
+    )
+    params = settings(request.sampling, options, slot.n_ctx, state.alias)
+    return params | head | {"params": params}
+
+
+def default_options(state: ServerState) -> Options:
+    """What a request without fields gets."""
+    defaults = state.defaults
+    return Options(
+        n_predict=defaults.n_predict,
+        n_keep=defaults.n_keep,
+        cache_prompt=defaults.cache_prompt,
+        stop=defaults.stop,
+        grammar=defaults.grammar,
+        json_schema=defaults.json_schema,
+    )
+
+
+@router.post("/slots/{id_slot}", openapi_extra=_ACTION, summary="Save, restore or erase a slot's cache")
+async def action(request: Request, id_slot: str) -> Response:
+    """`?action=save|restore` with `{"filename": ...}`, or `?action=erase`."""
+    state = server(request)
+    if state.config.server.slot_save_path is None:
+        raise unsupported("This server does not support slots action. Start it with `--slot-save-path`")
+    number = _slot_number(id_slot, state.config.n_parallel)
+    wanted = request.query_params.get("action", "")
+    if wanted == "erase":
+        result = await _act(state, number, wanted, None)
+        return json_response({"id_slot": number, "n_erased": result.n_tokens})
+    if wanted not in ("save", "restore"):
+        raise bad_request("Invalid action: use ?action=save, restore or erase")
+    name = _filename((await read_object(request)).get("filename"))
+    result = await _act(state, number, wanted, state.config.server.slot_save_path / name)
+    head = {"id_slot": number, "filename": name}
+    if wanted == "save":
+        saved = {"n_saved": result.n_tokens, "n_written": result.n_bytes, "timings": {"save_ms": result.ms}}
+        return json_response(head | saved)
+    restored = {"n_restored": result.n_tokens, "n_read": result.n_bytes, "timings": {"restore_ms": result.ms}}
+    return json_response(head | restored)
+
+
+def _slot_number(text: str, n_slots: int) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) >= n_slots:
+        raise bad_request(f"Invalid slot ID: the slots are 0 to {n_slots - 1}")
+    return int(text)
+
+
+def _filename(value: Any) -> str:
+    """A plain file name: no folders, no hidden or reserved names."""
+    if value is None:
+        raise bad_request("filename is required")
+    name = f.text(value, "filename")
+    plain = name and len(name.encode()) <= 255 and name.isprintable() and not set(name) & set('/\\:*?"<>|')
+    if not plain or name.startswith(".") or name.endswith((".", " ")) or name != name.strip() or ".." in name:
+        raise bad_request("Invalid filename: give a plain file name without folders")
+    if _RESERVED.fullmatch(name):
+        raise bad_request("Invalid filename: this name is reserved")
+    return name
+
+
+async def _act(state: ServerState, id_slot: int, wanted: str, path: Path | None) -> SlotActionResult:
+    try:
+        result: SlotActionResult = await asyncio.wrap_future(state.engine.slot_action(id_slot, wanted, path))
+    except EngineError as e:
+        raise ApiError(e.status, e.message, e.type) from None
+    return result

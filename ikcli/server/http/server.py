@@ -1,0 +1,198 @@
+"""Running the server: sockets, the engine's life, signals, draining.
+
+It listens first and loads the model in the engine's thread, so that /health can tell. One process serves one port: the
+address must be free. The first SIGTERM or SIGINT lets running requests finish for `--shutdown-timeout` seconds, a
+second one stops at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from ikcli import __version__
+from ikcli.config import RunConfig
+from ikcli.errors import IkError, UsageError
+from ikcli.hostinfo import physical_cores
+from ikcli.server.engine.engine import Engine
+from ikcli.server.http.app import build_app
+from ikcli.server.http.auth import key_summary, private_file, read_keys
+from ikcli.server.http.logs import ServerLog
+from ikcli.server.http.state import ServerState
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(config: RunConfig) -> int:
+    """Serve until a signal comes. IkError if the address is taken or options are wrong; 1 if the model cannot load."""
+    server = config.server
+    log = ServerLog(json=server.log_format == "json", verbose=config.verbose or config.verbosity > 0)
+    state = ServerState(config, None, read_keys(server))
+    state.defaults  # noqa: B018  (wrong options end the program before anything is loaded)
+    tls = _tls(config)
+    listener = listen(server.host, server.port)
+    try:
+        state.engine = Engine(config, n_slots=config.n_parallel, logger=log)
+        app = build_app(state, log)
+        return _run(config, state, log, app, listener, tls)
+    finally:
+        close(listener)
+
+
+def _tls(config: RunConfig) -> dict[str, Any]:
+    key = private_file(config.server.ssl_key_file, "--ssl-key-file")
+    cert = private_file(config.server.ssl_cert_file, "--ssl-cert-file")
+    if (key is None) != (cert is None):
+        raise UsageError("--ssl-key-file and --ssl-cert-file belong together; give both")
+    return {} if key is None else {"ssl_keyfile": key, "ssl_certfile": cert}
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; `host` may be a path that ends in .sock. IkError if the address cannot be used."""
+    if host.endswith(".sock"):
+        return _listen_unix(host)
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as e:
+        raise IkError(f"--host {host}: {e.strerror or e}") from None
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(1024)
+    except (OSError, OverflowError) as e:
+        sock.close()
+        reason = getattr(e, "strerror", None) or e
+        raise IkError(f"cannot listen on {host} port {port}: {reason}; choose another one with --port") from None
+    return sock
+
+
+def _listen_unix(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        sock.bind(path)
+        sock.listen(1024)
+    except OSError as e:
+        sock.close()
+        raise IkError(f"cannot listen on {path}: {e.strerror or e}; choose another path with --host") from None
+    return sock
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket file that nobody listens on any more."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+
+
+def close(listener: socket.socket) -> None:
+    """Close the socket and remove its file, if it has one."""
+    path = listener.getsockname() if listener.fileno() >= 0 and listener.family == socket.AF_UNIX else ""
+    listener.close()
+    if path:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _run(
+    config: RunConfig, state: ServerState, log: ServerLog, app: Any, listener: socket.socket, tls: dict[str, Any]
+) -> int:
+    settings = uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=config.server.shutdown_timeout,
+        **tls,
+    )
+    runner = _Runner(settings, state, log)
+    name = listener.getsockname()
+    fields = {"n_threads_http": str(_threads(config)), "port": _port(name), "hostname": config.server.host}
+    if state.keys:
+        fields["api_key"] = key_summary(state.keys)
+    log.info("main", "build info", build=__version__)
+    log.info("main", "HTTP server listening", **fields)
+    try:
+        asyncio.run(runner.serve(sockets=[listener]))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        state.engine.shutdown(drain=False)
+    if runner.load_failed:
+        error = state.engine.load_error
+        if error is not None:
+            print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _port(name: Any) -> str:
+    return str(name[1]) if isinstance(name, tuple) else ""
+
+
+def _threads(config: RunConfig) -> int:
+    """What --threads-http says; requests are served by one event loop, whatever it is."""
+    given = config.server.threads_http
+    return given if given > 0 else max(config.n_parallel + 2, physical_cores() - 1)
+
+
+class _Runner(uvicorn.Server):
+    """A uvicorn server that starts the engine, and that the second signal stops at once."""
+
+    def __init__(self, settings: uvicorn.Config, state: ServerState, log: ServerLog) -> None:
+        super().__init__(settings)
+        self._state = state
+        self._log = log
+        self._signals = 0
+        self.load_failed = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then load."""
+        await super().startup(sockets)
+        self._state.engine.start()
+        self._loading = asyncio.ensure_future(self._watch_loading())
+
+    async def _watch_loading(self) -> None:
+        while self._state.engine.state == "loading":
+            await asyncio.sleep(0.02)
+        if self._state.engine.state == "failed":
+            self.load_failed = True
+            self.should_exit = True
+            return
+        self._log.info("main", "model loaded")
+        self._log.info("main", "chat template", **self._state.chat.log_fields())
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while running; they are not raised again afterwards, as ending by one is the normal end."""
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in _SIGNALS}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """First signal: drain. Second: stop at once."""
+        self._signals += 1
+        self.should_exit = True
+        if self._signals > 1:
+            self.force_exit = True

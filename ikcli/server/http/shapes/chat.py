@@ -1,0 +1,166 @@
+"""/v1/chat/completions: OpenAI's chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ikcli.server.engine.messages import Delta, Final, PromptProgress, Timings, TokenInfo
+from ikcli.server.http import sse
+from ikcli.server.http.errors import ApiError
+from ikcli.server.http.params import Options
+from ikcli.server.http.shapes.common import (
+    FINGERPRINT,
+    Naming,
+    Probabilities,
+    progress_json,
+    timings_json,
+    usage_json,
+)
+from ikcli.server.http.shapes.completion import finish_reason
+from ikcli.server.http.shapes.message import Incoming, Message, MessageDelta, MessageParser
+
+ParserMaker = Callable[[], MessageParser]
+
+
+class ChatShape:
+    """`make_parser` is called once per answer."""
+
+    def __init__(
+        self, names: Naming, options: Options, probabilities: Probabilities | None, make_parser: ParserMaker
+    ) -> None:
+        self._names = names
+        self._options = options
+        self._probabilities = probabilities
+        self._make_parser = make_parser
+        self._incoming: dict[int, Incoming] = {}
+        self._timings: dict[int, Timings] = {}
+        self._tokens: dict[int, list[TokenInfo]] = {}
+
+    def begin(self) -> bytes:
+        return b""
+
+    def end(self) -> bytes:
+        if not self._options.include_usage:
+            return sse.DONE
+        out = self._chunk([]) | {"usage": usage_json(self._timings.values())}
+        return sse.data(out | self._last_timings()) + sse.DONE
+
+    def _last_timings(self) -> dict[str, Any]:
+        last = list(self._timings.values())[-1:]
+        return {"timings": timings_json(last[0])} if last else {}
+
+    def progress(self, index: int, event: PromptProgress) -> bytes:
+        head = self._start(index)
+        return head + sse.data(self._chunk([_choice(index, {})]) | {"prompt_progress": progress_json(event)})
+
+    def _start(self, index: int) -> bytes:
+        """The first event of an answer names the role."""
+        if index in self._incoming:
+            return b""
+        self._incoming[index] = Incoming(self._make_parser())
+        return sse.data(self._chunk([_choice(index, {"role": "assistant", "content": None})]))
+
+    def delta(self, index: int, event: Delta) -> bytes:
+        head = self._start(index)
+        return head + self._deltas(index, self._incoming[index].delta(event), event)
+
+    def _deltas(self, index: int, deltas: Sequence[MessageDelta], event: Delta) -> bytes:
+        if self._probabilities is not None:
+            self._tokens.setdefault(index, []).extend(event.tokens)
+        out = []
+        for i, delta in enumerate(deltas):
+            choice = _choice(index, delta_json(delta))
+            last = i == len(deltas) - 1
+            if last and self._probabilities is not None:
+                choice["logprobs"] = {"content": self._probabilities.tokens(self._tokens.pop(index))}
+            chunk = self._chunk([choice])
+            if last and self._options.timings_per_token:
+                chunk["timings"] = timings_json(event.timings)
+            out.append(sse.data(chunk))
+        return b"".join(out)
+
+    def final(self, index: int, event: Final) -> bytes:
+        head = self._start(index)
+        incoming = self._incoming[index]
+        head += self._deltas(index, incoming.final(event), event.tail)
+        self._timings[index] = event.timings
+        choice = _choice(index, {}, reason(event, incoming.message))
+        if self._tokens.get(index) and self._probabilities is not None:
+            choice["logprobs"] = {"content": self._probabilities.tokens(self._tokens.pop(index))}
+        out = self._chunk([choice])
+        if not self._options.include_usage:
+            out["timings"] = timings_json(event.timings)
+        return head + sse.data(out)
+
+    def failure(self, error: ApiError) -> bytes:
+        return sse.data(error.body())
+
+    def whole(self, finals: Sequence[Final]) -> Any:
+        choices = []
+        for index, event in enumerate(finals):
+            message = Incoming(self._make_parser()).whole(event)
+            choice = {"finish_reason": reason(event, message), "index": index, "message": message_json(message)}
+            if self._probabilities is not None:
+                choice["logprobs"] = {"content": self._probabilities.tokens(event.tokens)}
+            choices.append(choice)
+        out = self._chunk(choices) | {"object": "chat.completion", "usage": _usage(finals)}
+        if len(finals) == 1:
+            out["timings"] = timings_json(finals[0].timings)
+        return out
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "choices": choices,
+            "created": self._names.created,
+            "id": self._names.id,
+            "model": self._names.model,
+            "system_fingerprint": FINGERPRINT,
+            "object": "chat.completion.chunk",
+        }
+
+
+def _usage(finals: Sequence[Final]) -> dict[str, Any]:
+    return usage_json(event.timings for event in finals)
+
+
+def _choice(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+    return {"finish_reason": reason, "index": index, "delta": delta}
+
+
+def reason(event: Final, message: Message) -> str:
+    """`finish_reason`: tool calls count only if the generation ended by itself."""
+    found = finish_reason(event)
+    return "tool_calls" if found == "stop" and message.calls else found
+
+
+def delta_json(delta: MessageDelta) -> dict[str, Any]:
+    """`delta` of a chunk."""
+    out: dict[str, Any] = {}
+    if delta.reasoning:
+        out["reasoning_content"] = delta.reasoning
+    if delta.content:
+        out["content"] = delta.content
+    if delta.tool is not None:
+        call: dict[str, Any] = {"index": delta.tool.index}
+        if delta.tool.id:
+            call |= {"id": delta.tool.id, "type": "function"}
+        function = {"name": delta.tool.name} if delta.tool.name else {}
+        call["function"] = function | {"arguments": delta.tool.arguments}
+        out["tool_calls"] = [call]
+    return out
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    """`message` of a whole answer; `content` is null if there are only tool calls."""
+    out: dict[str, Any] = {"role": "assistant", "content": message.content}
+    if message.calls:
+        out["content"] = message.content or None
+    if message.reasoning:
+        out["reasoning_content"] = message.reasoning
+    if message.calls:
+        out["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}, "id": call.id}
+            for call in message.calls
+        ]
+    return out

@@ -1,0 +1,70 @@
+"""Server-sent events: framing as llama-server writes it, and a response that sends chunks with nothing in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from starlette.background import BackgroundTask
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ikcli.server.http.jsontext import dump_bytes
+
+DONE = b"data: [DONE]\n\n"
+PING = b":\n\n"
+
+
+def data(value: Any) -> bytes:
+    """One event without a name."""
+    return b"data: " + dump_bytes(value) + b"\n\n"
+
+
+def named(value: dict[str, Any]) -> bytes:
+    """One event named after its `type`."""
+    return b"event: " + str(value["type"]).encode() + b"\ndata: " + dump_bytes(value) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends the chunks of an iterator as they come; `cleanup` runs at the end, however it comes.
+
+    A client that takes nothing for `timeout` seconds (0: for ever) is dropped.
+    """
+
+    def __init__(self, chunks: AsyncIterator[bytes], cleanup: Callable[[], None], timeout: float = 0) -> None:
+        self.status_code = 200
+        self.background: BackgroundTask | None = None
+        self.body = b""
+        self.raw_headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        self._chunks = chunks
+        self._cleanup = cleanup
+        self._timeout = timeout
+        self._sending = False
+        self._sent = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        if self._timeout and task is not None:
+            self._watch(task, -1, 0)
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for chunk in self._chunks:
+                self._sending = True
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                self._sending = False
+                self._sent += 1
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._cleanup()
+
+    def _watch(self, task: asyncio.Task[Any], sent: int, stuck: int) -> None:
+        """Cancel the task if it was found in the same send at every look during the timeout."""
+        stuck = stuck + 1 if self._sending and sent == self._sent else 0
+        if stuck > 4:
+            task.cancel()
+            return
+        self._timer = asyncio.get_running_loop().call_later(self._timeout / 4, self._watch, task, self._sent, stuck)

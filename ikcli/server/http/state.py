@@ -1,0 +1,74 @@
+"""What all requests share: engine, settings, the bridge to the engine's thread, and the chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ikcli.config import RunConfig
+from ikcli.server.http.bridge import Bridge
+from ikcli.server.http.errors import ApiError
+from ikcli.server.http.params import Defaults, Limits, defaults_of
+
+
+@dataclass
+class ServerState:
+    """`engine` is an ikcli.server.engine Engine, or in tests something like it."""
+
+    config: RunConfig
+    engine: Any
+    keys: tuple[str, ...] = ()
+    started: int = field(default_factory=lambda: int(time.time()))
+    props: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def defaults(self) -> Defaults:
+        """What requests get for fields they do not set."""
+        return defaults_of(self.config)
+
+    @cached_property
+    def bridge(self) -> Bridge:
+        """The way of events from the engine to this loop; first used on the loop."""
+        return Bridge(asyncio.get_running_loop())
+
+    @property
+    def ready(self) -> bool:
+        """True if the model is loaded."""
+        return bool(self.engine.state == "ready")
+
+    @property
+    def timeout(self) -> float:
+        """Seconds for reading a request and for a client to take data; 0 = for ever."""
+        return float(self.config.server.timeout)
+
+    @cached_property
+    def limits(self) -> Limits:
+        """What requests are checked against; the model must be loaded."""
+        if not self.ready:
+            raise ApiError(503, "Loading model")
+        model = self.engine.model
+        return Limits(self.engine.tokenizer, model.n_vocab, self.config.n_parallel)
+
+    @cached_property
+    def chat(self) -> Any:
+        """The chat template; the model must be loaded."""
+        from ikcli.server.http.chat import ChatService
+
+        return ChatService(self.config, self.engine.tokenizer, self.engine.model.metadata)
+
+    @cached_property
+    def grammar(self) -> Any:
+        """The compiler of grammars for this vocabulary; the model must be loaded."""
+        from ikcli.server.http.grammars import GrammarService
+
+        return GrammarService(self.engine.tokenizer)
+
+    @property
+    def alias(self) -> str:
+        """The model's name in the API."""
+        if self.config.server.alias:
+            return self.config.server.alias.split(",")[0].strip()
+        return self.config.model.stem if self.config.model is not None else "model"

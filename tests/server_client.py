@@ -1,0 +1,76 @@
+"""Talking to the server's application in the same process, with a fake engine behind it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+from fake_engine import FakeEngine, fake_tokenizer
+
+from ikcli.config import RunConfig
+from ikcli.config_groups import ServerConfig
+from ikcli.server.http.app import build_app
+from ikcli.server.http.auth import read_keys
+from ikcli.server.http.logs import ServerLog
+from ikcli.server.http.state import ServerState
+
+
+class Client:
+    """Requests to an application; every call has an event loop of its own, as the state is made anew for it."""
+
+    def __init__(self, *, config: RunConfig | None = None, engine: FakeEngine | None = None, **server: Any) -> None:
+        self.engine = engine or FakeEngine(fake_tokenizer())
+        config = config or RunConfig(command="serve")
+        self.config = replace(config, n_parallel=self.engine.n_slots, server=ServerConfig(**({"alias": "m"} | server)))
+        self.log = io.StringIO()
+
+    def state(self) -> ServerState:
+        return ServerState(self.config, self.engine, read_keys(self.config.server))
+
+    def app(self) -> Any:
+        return build_app(self.state(), ServerLog(out=self.log))
+
+    def __call__(self, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        import asyncio
+
+        async def run() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self.app())
+            async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as client:
+                if body is not None:
+                    options["json"] = body
+                return await client.request(method, path, **options)
+
+        return asyncio.run(run())
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self("GET", path, **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return self("POST", path, body, **options)
+
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a stream; names are checked against `type` where an event has both."""
+        response = self.post(path, body | {"stream": True})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"] == "text/event-stream"
+        return list(parse_events(response.text))
+
+
+def parse_events(text: str) -> Iterator[Any]:
+    """Data of server-sent events; "[DONE]" as text."""
+    assert text.endswith("\n\n")
+    for block in text.split("\n\n")[:-1]:
+        lines = block.split("\n")
+        if lines == [":"]:
+            continue
+        name = lines.pop(0).removeprefix("event: ") if lines[0].startswith("event: ") else ""
+        assert len(lines) == 1 and lines[0].startswith("data: "), block
+        data = lines[0].removeprefix("data: ")
+        value = data if data == "[DONE]" else json.loads(data)
+        if name:
+            assert value["type"] == name
+        yield value

@@ -1,0 +1,90 @@
+"""Records behind docs/quants.md, one JSON object per line of docs/quants.jsonl, and the names that the page lists.
+
+`about` (part quality or speed): what was measured on what. `quality`: one type or preset, with or without importance
+matrix. `speed`: one type on one model, next to F16 in the same run. `encode`: speed of the encoder of a plain type.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ikcli.eval.quantize_stats import all_types
+from ikcli.gguf.constants import FILE_TYPES, GGMLType
+from ikcli.quant.decode import decodable_types
+from ikcli.quant.encoders import available_types
+from ikcli.quant.formats import FORMATS, interleaved_type, tensor_size
+
+Record = dict[str, Any]
+T = GGMLType
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+DATA, PAGE = DOCS / "quants.jsonl", DOCS / "quants.md"
+TERNARY = (T.IQ1_BN, T.IQ2_BN, T.IQ2_BN_R4)
+OWN_INTERLEAVED = (T.IQ1_S_R4, T.IQ1_M_R4, T.Q8_K_R8, T.Q8_K_R16)
+_KEYS = ("kind", "part", "name", "preset", "imatrix", "model")
+_BPW_SHAPE = (4096, 4096)
+MODEL_NAMES = {"demo": "demo model", "random": "larger model"}
+
+
+def bpw(type: GGMLType) -> float:
+    """Bits per weight in rows of 4096, headers of rows included."""
+    return 8 * tensor_size(type, _BPW_SHAPE) / (_BPW_SHAPE[0] * _BPW_SHAPE[1])
+
+
+def table_types() -> list[GGMLType]:
+    """Types with values of their own, by size: plain ones and those that exist only interleaved."""
+    own = [t for t in OWN_INTERLEAVED if t in available_types() & decodable_types()]
+    return sorted({*all_types(), *own}, key=lambda t: (bpw(t), FORMATS[t].name.lower()))
+
+
+def twin(type: GGMLType) -> GGMLType | None:
+    """The interleaved type with the same values."""
+    found = interleaved_type(type)
+    return found if found is not None and found in available_types() else None
+
+
+def speed_types() -> list[GGMLType]:
+    """All types whose speed is measured, interleaved forms after their plain ones."""
+    return [t for plain in table_types() for t in (plain, twin(plain)) if t is not None]
+
+
+def presets() -> dict[str, int]:
+    """Names and numbers of the file types that may mix types."""
+    found = [f for f in FILE_TYPES.values() if f.names and FORMATS[f.type].rows == 1 and f.type not in TERNARY]
+    floats = (T.F32, T.F16, T.BF16)
+    # of names for one number the last is the full one, as in Q4_K and Q4_K_M
+    return {f.names[-1]: f.number for f in found if f.type not in floats and f.type in all_types()}
+
+
+def read_records(path: Path = DATA) -> list[Record]:
+    """All records, or none if there is no file yet."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def record_key(record: Record) -> tuple[str, ...]:
+    """What a record is about: a later one with the same key replaces it."""
+    return tuple(str(record.get(key, "")) for key in _KEYS)
+
+
+def merged(records: Iterable[Record], new: Iterable[Record]) -> list[Record]:
+    """Records by key, later ones winning, in a fixed order."""
+    by_key = {record_key(r): r for r in [*records, *new]}
+    return [by_key[key] for key in sorted(by_key)]
+
+
+def write_records(records: Iterable[Record], path: Path = DATA) -> None:
+    """Replace the file in one step, so that a stopped run loses nothing."""
+    text = "".join(json.dumps(r, ensure_ascii=False, sort_keys=True) + "\n" for r in records)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def rounded(value: float, digits: int = 5) -> float:
+    """Significant digits, so that the file stays readable."""
+    return float(f"{value:.{digits}g}")

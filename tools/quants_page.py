@@ -1,0 +1,257 @@
+"""docs/quants.md from the records of docs/quants.jsonl: tables and the sentences that hold numbers.
+
+The rest of the text is in quants_page.md, where `{{name}}` stands for one of these parts. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from quants_data import MODEL_NAMES, Record, bpw, presets, record_key, table_types, twin
+
+from ikcli.gguf.constants import GGMLType
+from ikcli.quant.formats import FORMATS, row_size
+from ikcli.quant.recipe_rules import NEEDS_IMATRIX, ROW_FALLBACK, TENSOR_NEEDS_IMATRIX
+from ikcli.quant.recipes import plain_twin
+
+T = GGMLType
+TEMPLATE = Path(__file__).with_name("quants_page.md")
+_BUDGETS = (2.0, 2.25, 2.5, 2.75, 3.25, 3.5, 4.13, 4.3, 4.5, 5.5, 6.7, 8.6)
+
+
+class _Records:
+    """Records by what they are about."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._by_key = {record_key(r): r for r in records}
+
+    def all(self, kind: str) -> list[Record]:
+        return [r for r in self._by_key.values() if r["kind"] == kind]
+
+    def about(self, part: str) -> Record | None:
+        return self._by_key.get(record_key({"kind": "about", "part": part}))
+
+    def quality(self, name: str, imatrix: bool, preset: bool = False) -> Record | None:
+        head: Record = {"kind": "quality", "name": name, "imatrix": imatrix}
+        return self._by_key.get(record_key(head | {"preset": True} if preset else head))
+
+    def speed(self, type: GGMLType, model: str) -> Record | None:
+        return self._by_key.get(record_key({"kind": "speed", "name": FORMATS[type].name, "model": model}))
+
+    def encode(self, type: GGMLType) -> Record | None:
+        return self._by_key.get(record_key({"kind": "encode", "name": FORMATS[type].name}))
+
+
+def page(records: Sequence[Record]) -> str:
+    """The whole document."""
+    found = _Records(records)
+    fields = {
+        "measured": _what_was_measured(found),
+        "types": _types_table(found),
+        "marks": _marks(found),
+        "best": _best_table(found),
+        "presets": _presets_table(found),
+        "demo": _demo_table(found),
+        "fallback": _fallback_text(found),
+        "fallbacks": _fallback_table(),
+    }
+    text = TEMPLATE.read_text(encoding="utf-8")
+    for name, value in fields.items():
+        text = text.replace("{{" + name + "}}", value)
+    return text
+
+
+# --- tables -----------------------------------------------------------------------------------------------------
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    rule = ["---" if i in left else "---:" for i in range(len(columns))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, rule, *rows))
+
+
+def _number(value: float, digits: int = 3) -> str:
+    """Significant digits without exponent."""
+    text = f"{value:.{digits}g}"
+    return text if "e" not in text else f"{value:.0f}" if value >= 1 else f"{value:.6f}"
+
+
+def _quality_cells(r: Record | None) -> list[str]:
+    return ["", "", ""] if r is None else [f"{r['ppl']:.2f}", _kld(r["kld"]), f"{100 * r['same_top']:.1f}"]
+
+
+def _kld(value: float) -> str:
+    digits = 2 if value >= 1 else 3 if value >= 0.1 else 4
+    return f"{value:.{digits}f}" if value >= 1e-4 else "0"
+
+
+def _ratio(r: Record | None, key: str) -> str:
+    return "" if r is None else f"{r[key]:.2f}"
+
+
+def _speed_cells(found: _Records, type: GGMLType, model: str) -> list[str]:
+    """PP and TG of the type, then name, PP and TG of its interleaved form."""
+    r, other = found.speed(type, model), twin(type)
+    cells = [_ratio(r, "pp_ratio"), _ratio(r, "tg_ratio")]
+    if other is None:
+        return [*cells, "", "", ""]
+    s = found.speed(other, model)
+    return [*cells, f"`{FORMATS[other].name}`", _ratio(s, "pp_ratio"), _ratio(s, "tg_ratio")]
+
+
+def _needs_imatrix(type: GGMLType) -> bool:
+    return type in TENSOR_NEEDS_IMATRIX
+
+
+def _types_table(found: _Records) -> str:
+    rows = []
+    for type in table_types():
+        name = FORMATS[type].name
+        plain, with_imatrix, encode = found.quality(name, False), found.quality(name, True), found.encode(type)
+        same = plain is not None and with_imatrix is not None and plain["sha256"] == with_imatrix["sha256"]
+        cells = [f"`{name}`" + ("¹" if _needs_imatrix(type) else ""), f"{bpw(type):.3f}"]
+        cells += ["", ""] if plain is None else [f"{plain['bytes'] / 1e6:.2f}", _number(100 * plain["rmse"])]
+        cells += _quality_cells(plain)
+        cells += ["=", "=", "="] if same else _quality_cells(with_imatrix)
+        cells.append("" if encode is None else _number(encode["mw_per_s_imatrix"]))
+        cells += _speed_cells(found, type, "random")
+        rows.append(cells)
+    columns = ["type", "bpw", "MB", "RMSE %", "PPL", "KLD", "top %", "PPL²", "KLD²", "top %²", "MW/s", "PP", "TG"]
+    return _table([*columns, "interleaved", "PP", "TG"], rows, (0, 13))
+
+
+def _best_table(found: _Records) -> str:
+    """For every budget the type with the least divergence with and without importance matrix."""
+    rows: list[list[str]] = []
+    for high in _BUDGETS:
+        fitting = [t for t in table_types() if bpw(t) <= high and FORMATS[t].rows == 1]
+        cells = [f"up to {high:g}"]
+        for imatrix in (True, False):
+            allowed = [t for t in fitting if imatrix or not _needs_imatrix(t)]
+            known = [(r["kld"], t) for t in allowed if (r := found.quality(FORMATS[t].name, imatrix)) is not None]
+            best = sorted(known, key=lambda pair: pair[0])[:3]
+            cells += [", ".join(f"`{FORMATS[t].name}` {_kld(kld)}" for kld, t in best)]
+        rows.append(cells)
+    return _table(["bpw", "KLD with importance matrix", "KLD without"], rows, (0, 1, 2))
+
+
+def _presets_table(found: _Records) -> str:
+    rows: list[tuple[float, list[str]]] = []
+    for name, number in presets().items():
+        plain, with_imatrix = found.quality(name, False, True), found.quality(name, True, True)
+        known = with_imatrix or plain
+        if known is None:
+            continue
+        mark = "¹" if number in NEEDS_IMATRIX or any(_needs_imatrix(t) for t in _types_of(known)) else ""
+        shares = ", ".join(f"{share:.0%} {type}" for type, share in known["mix"].items())
+        cells = [f"`{name}`{mark}", f"{known['bpw']:.2f}", f"{known['bytes'] / 1e6:.2f}", *_quality_cells(plain)]
+        same = plain is not None and with_imatrix is not None and plain["sha256"] == with_imatrix["sha256"]
+        cells += ["=", "=", "="] if same else _quality_cells(with_imatrix)
+        rows.append((known["bpw"], [*cells, shares]))
+    rows.sort(key=lambda row: (row[0], row[1][0]))
+    columns = ["preset", "bpw", "MB", "PPL", "KLD", "top %", "PPL²", "KLD²", "top %²", "on the demo model"]
+    return _table(columns, [cells for _, cells in rows], (0, 9))
+
+
+def _types_of(r: Record) -> list[GGMLType]:
+    return [t for t, f in FORMATS.items() if f.name in r["mix"]]
+
+
+def _demo_table(found: _Records) -> str:
+    rows = []
+    for type in table_types():
+        if found.speed(type, "demo") is not None:
+            rows.append([f"`{FORMATS[type].name}`", f"{bpw(type):.3f}", *_speed_cells(found, type, "demo")])
+    return _table(["type", "bpw", "PP", "TG", "interleaved", "PP", "TG"], rows, (0, 4))
+
+
+def _fallback_table() -> str:
+    groups: dict[GGMLType, list[str]] = defaultdict(list)
+    for type, instead in ROW_FALLBACK.items():
+        if plain_twin(type)[0] == type:
+            groups[instead].append(f"`{FORMATS[type].name}`")
+    rows = []
+    for instead, names in sorted(groups.items(), key=lambda g: FORMATS[g[0]].bpw):
+        rows.append([", ".join(names), f"`{FORMATS[instead].name}`", f"{FORMATS[instead].bpw:g}"])
+    return _table(["asked for", "stored", "bpw"], rows, (0, 1))
+
+
+# --- text with numbers --------------------------------------------------------------------------------------------
+def _wrapped(*sentences: str) -> str:
+    return textwrap.fill(" ".join(sentences), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _what_was_measured(found: _Records) -> str:
+    paragraphs: list[str] = []
+    q, s = found.about("quality"), found.about("speed")
+    if q is not None:
+        paragraphs.append(
+            _wrapped(
+                f"**Quality**: the bundled demo model ({q['n_params'] / 1e6:.1f} M parameters, BF16,",
+                f"{q['bytes'] / 1e6:.2f} MB of tensors) on the second half of the bundled text, {q['chunks']} windows",
+                f"of {q['n_ctx']} tokens, {q['scored_tokens']} of them scored. The importance matrix is made from the",
+                f"first half ({q['imatrix_tokens']} tokens). Unquantized the model has a perplexity of",
+                f"{q['ppl']:.2f} ± {q['ppl_error']:.2f}; this error comes from the text and is the same for all types,",
+                "so it does not blur their comparison. The standard error of a KLD is about 1 % of it.",
+            )
+        )
+    if s is not None:
+        base = {m: found.speed(T.F16, m) for m in MODEL_NAMES}
+        sizes = {"demo": s["demo_bytes"], "random": s["random_bytes"]}
+        speeds = "; ".join(
+            f"{MODEL_NAMES[m]} ({sizes[m] / 1e6:.0f} MB) {r['pp_f16']:.0f} and {r['tg_f16']:.0f}"
+            for m, r in base.items()
+            if r is not None
+        )
+        isa = s["isa"].upper().replace("AVX", "AVX-")
+        paragraphs.append(
+            _wrapped(
+                f"**Speed**: {s['threads']} threads of an {isa} machine, {s['date']}. Prompts of 512 tokens (PP) and",
+                "generation (TG), both at an empty cache. Every type runs in turns with F16 in one process; the",
+                "median of the ratios is given. There are two models: the demo model, whose weights fit into the",
+                "caches, and a llama-like one with random weights (`tools/make_random_model.py`), whose weights do",
+                "not. Ratios are those of the latter unless stated otherwise.",
+                f"F16 in tokens per second, PP and TG: {speeds}." if speeds else "",
+            )
+        )
+    return "\n\n".join(paragraphs)
+
+
+def _marks(found: _Records) -> str:
+    lines = [
+        "¹ `ik quantize` refuses it without importance matrix; `--ignore-imatrix-rules` lifts that, as was done here."
+    ]
+    worse = []
+    for type in table_types():
+        a, b = (found.quality(FORMATS[type].name, imatrix) for imatrix in (False, True))
+        if a is not None and b is not None and b["kld"] > a["kld"] + 2 * (a["kld_error"] + b["kld_error"]):
+            worse.append(f"`{FORMATS[type].name}`")
+    if worse:
+        lines.append(f"The importance matrix makes it worse for {', '.join(worse)}.")
+    return "\n".join(lines)
+
+
+def _fallback_text(found: _Records) -> str:
+    about = found.about("quality")
+    asked, n_row = T.Q2_K, 1120
+    stored = ROW_FALLBACK[asked]
+    name, bpw_asked = FORMATS[asked].name, FORMATS[asked].bpw
+    sentences = [
+        "Most types store blocks of 256 weights. A tensor whose rows are not a multiple of that gets a type with blocks",
+        "of 32, and F16 if 32 does not divide them either. `ik quantize` says so for every such tensor, and",
+        "`--dry-run` shows it before anything is written. Usual cases are `attn_k_b` with rows of 128 and experts of",
+        f"odd widths. It costs space: a row of {n_row} takes {row_size(stored, n_row)} bytes as",
+        f"`{FORMATS[stored].name}`, where `{name}` would need about {n_row * bpw_asked / 8:.0f}.",
+    ]
+    if about is not None:
+        lengths = " and ".join(str(n) for n in about["row_lengths"])
+        fell = sorted({name for r in found.all("quality") for name in r["fallback"]})
+        sentences.append(
+            f"The rows of the demo model are {lengths} long; "
+            + (
+                f"in the tables above {', '.join(fell)} fell back."
+                if fell
+                else "nothing fell back in the tables above."
+            )
+        )
+    return _wrapped(*sentences)

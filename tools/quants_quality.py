@@ -1,0 +1,193 @@
+"""Quality of types and presets on the bundled demo model: perplexity, KL divergence, same top token, RMSE.
+
+The first half of the bundled text makes the importance matrix, the second half is evaluated; the base is the model as
+bundled. A type takes every matrix that is quantized at all, a preset chooses as `ik quantize` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from quants_data import Record, bpw, presets, rounded, table_types
+
+import ikcli
+from ikcli.config import RunConfig, default_model, default_text
+from ikcli.engine.session import Session
+from ikcli.eval import imatrix as imatrix_eval
+from ikcli.eval import kl_divergence, perplexity
+from ikcli.eval.environment import hardware
+from ikcli.eval.kld_file import BaseReader, BaseWriter
+from ikcli.eval.protocol import TokenIds
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.hostinfo import physical_cores
+from ikcli.quant.decode import dequantize
+from ikcli.quant.formats import FORMATS
+from ikcli.quant.imatrix_file import Imatrix
+from ikcli.quant.quantizer import QuantizeJob, output_metadata, run
+from ikcli.quant.recipes import Choice, CustomRule, RecipeOptions, choose_types
+
+N_CTX = 512
+_Q8_0 = 7  # file type of rules: any quantized one does
+
+
+def halves(text: str) -> tuple[str, str]:
+    """The text cut at the paragraph that ends nearest to its middle."""
+    middle = text.find("\n\n", len(text) // 2) + 2
+    return text[:middle], text[middle:]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all measurements share: the model, its importance matrix, the base probabilities, a folder for files."""
+
+    file: GGUFFile
+    imatrix: Imatrix
+    base: BaseReader
+    folder: Path
+    n_threads: int
+    known: dict[str, Record] = field(default_factory=dict)
+
+
+def _config(model: Path, n_threads: int) -> RunConfig:
+    return RunConfig(
+        command="perplexity", model=model, n_ctx=N_CTX, n_threads=n_threads, n_threads_batch=n_threads, warmup=False
+    )
+
+
+def _tokens(session: Session, text: str) -> TokenIds:
+    return np.asarray(session.tokenizer.encode(text, add_special=True), dtype=np.int32)
+
+
+def prepare(folder: Path) -> tuple[Bench, Record]:
+    """Collect the importance matrix, store the base probabilities; the record says what was measured."""
+    n, model = physical_cores(), default_model()
+    learn, judge = halves(default_text().read_text(encoding="utf-8"))
+    config = _config(model, n)
+    matrix_config = replace(config, n_batch=N_CTX, mla=1)
+    with closing(Session.open(matrix_config, n_ctx=N_CTX)) as session:
+        learned = _tokens(session, learn)
+        found = imatrix_eval.collect(session, learned, imatrix_eval.ImatrixParams(N_CTX, ppl=False, n_threads=n))
+    params = perplexity.PerplexityParams(n_ctx=N_CTX, n_threads=n)
+    path = folder / "base.kld"
+    with closing(perplexity.open_session(config, N_CTX, params.n_batch)) as session:
+        tokens = _tokens(session, judge)
+        windows = perplexity.plan(tokens, params, perplexity.bos_of(session))
+        with BaseWriter(path, windows.tokens, session.n_vocab, n) as writer:
+            base = perplexity.run(session, tokens, params, on_rows=writer.add)
+    file = open_gguf(model, ())
+    about = {
+        "kind": "about",
+        "part": "quality",
+        "model_name": str(file.get("general.name")),
+        "n_params": file.n_elements,
+        "bytes": file.n_bytes,
+        "imatrix_tokens": found.imatrix.n_chunks * N_CTX,
+        "chunks": windows.n_chunk,
+        "n_ctx": N_CTX,
+        "scored_tokens": base.n_tokens,
+        "ppl": rounded(base.ppl),
+        "ppl_error": rounded(base.error, 3),
+        "isa": hardware()["isa"],
+        "version": ikcli.__version__,
+        "row_lengths": sorted({t.shape[0] for t in file.tensors.values() if len(t.shape) > 1}),
+    }
+    return Bench(file, found.imatrix, BaseReader(path), folder, n), about
+
+
+def type_choices(bench: Bench, type: GGMLType, imatrix: Imatrix | None) -> list[Choice]:
+    """Every matrix that may be quantized gets the type (the plain one where rows are read singly)."""
+    rule = CustomRule(".", type, "")
+    options = RecipeOptions(file_type=_Q8_0, custom=(rule,), ignore_imatrix_rules=True)
+    return choose_types(list(bench.file.tensors.values()), bench.file.metadata, options, imatrix)
+
+
+def preset_choices(bench: Bench, number: int, imatrix: Imatrix | None) -> list[Choice]:
+    """The choices of a preset, also of those that are refused without importance matrix."""
+    options = RecipeOptions(file_type=number, ignore_imatrix_rules=True)
+    return choose_types(list(bench.file.tensors.values()), bench.file.metadata, options, imatrix)
+
+
+def mix(choices: Sequence[Choice]) -> dict[str, float]:
+    """Share of the quantized weights per type, the largest first."""
+    counts: Counter[str] = Counter()
+    for c in choices:
+        if not c.reason.startswith("kept"):
+            counts[FORMATS[c.new].name] += int(np.prod(c.shape))
+    total = sum(counts.values())
+    return {name: rounded(n / total, 3) for name, n in counts.most_common()}
+
+
+def _relative_rmse(before: GGUFFile, after: GGUFFile, choices: Sequence[Choice]) -> float:
+    error2 = value2 = 0.0
+    for c in choices:
+        if not c.reason.startswith("kept"):
+            x = dequantize(before.data(c.name), c.old, c.shape).astype(np.float64)
+            error2 += float(np.square(dequantize(after.data(c.name), c.new, c.shape) - x).sum())
+            value2 += float(np.square(x).sum())
+    return float(np.sqrt(error2 / value2))
+
+
+def measure(bench: Bench, choices: Sequence[Choice], imatrix: Imatrix | None) -> Record:
+    """Write the model and compare it with the base; the record without its name. The same data is evaluated once."""
+    started = time.perf_counter()
+    path = bench.folder / "model.gguf"
+    run(
+        QuantizeJob(bench.file, path, choices, output_metadata(bench.file, _Q8_0), imatrix, bench.n_threads, force=True)
+    )
+    after = open_gguf(path, ())
+    digest = hashlib.sha256(b"".join(after.data(name).tobytes() for name in after.tensors)).hexdigest()[:16]
+    if digest in bench.known:
+        return bench.known[digest]
+    matrices = [c for c in choices if not c.reason.startswith("kept")]
+    n_weights = sum(int(np.prod(c.shape)) for c in matrices)
+    record: Record = {
+        "bytes": after.n_bytes,
+        "bpw": rounded(8 * sum(c.n_bytes for c in matrices) / n_weights),
+        "rmse": rounded(_relative_rmse(bench.file, after, choices)),
+        "fallback": sorted({c.name for c in choices if c.fallback}),
+    }
+    params = kl_divergence.KlParams(n_threads=bench.n_threads)
+    with closing(perplexity.open_session(_config(path, bench.n_threads), N_CTX, params.n_batch)) as session:
+        found = kl_divergence.run(session, bench.base, params).summary
+    record |= {
+        "ppl": rounded(found.ppl[0]),
+        "log_ratio": rounded(found.log_ratio[0]),
+        "log_ratio_error": rounded(found.log_ratio[1], 3),
+        "kld": rounded(found.kld[0]),
+        "kld_error": rounded(found.kld[1], 3),
+        "same_top": rounded(found.same_top[0]),
+        "same_top_error": rounded(found.same_top[1], 3),
+        "sha256": digest,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+    bench.known[digest] = record
+    return record
+
+
+def all_quality(names: Sequence[str] = ()) -> Iterator[Record]:
+    """Records of all types and presets (or of those named, in lower case), as they are ready."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench, about = prepare(Path(folder))
+        yield about
+        for type in table_types():
+            name = FORMATS[type].name
+            if not names or name.lower() in names:
+                for imatrix in (None, bench.imatrix):
+                    head = {"kind": "quality", "name": name, "imatrix": imatrix is not None}
+                    found = measure(bench, type_choices(bench, type, imatrix), imatrix)
+                    yield head | found | {"bpw": rounded(bpw(type))}
+        for name, number in presets().items():
+            if not names or name.lower() in names:
+                for imatrix in (None, bench.imatrix):
+                    choices = preset_choices(bench, number, imatrix)
+                    head = {"kind": "quality", "preset": True, "name": name, "imatrix": imatrix is not None}
+                    yield head | measure(bench, choices, imatrix) | {"mix": mix(choices)}

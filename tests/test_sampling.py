@@ -1,0 +1,430 @@
+"""The sampler as a whole: order, penalties, DRY, mirostat, probabilities, masks, random numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ikcli.config_groups import SamplingConfig
+from ikcli.errors import NonFiniteError, UsageError
+from ikcli.sampling import (
+    NoTokenError,
+    Sampler,
+    SamplerParams,
+    SamplerVocab,
+    check_params,
+    params_from_config,
+    sampler_names,
+    token_logprobs,
+)
+from ikcli.sampling.dry import Dry, find_breakers
+from ikcli.sampling.vocab import BreakerTable
+
+NEUTRAL = SamplerParams(seed=7, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+
+
+def make(params: SamplerParams, n: int, prompt: list[int] | None = None, **vocab: object) -> Sampler:
+    sampler = Sampler(params, SamplerVocab(n, **vocab))  # type: ignore[arg-type]
+    sampler.prime(prompt or [])
+    return sampler
+
+
+def log(*probs: float) -> np.ndarray:
+    return np.log(np.array(probs, np.float64)).astype(np.float32)
+
+
+def packed(n: int, *ids: int) -> np.ndarray:
+    bits = np.zeros((n + 31) // 32 * 32, np.bool_)
+    bits[list(ids)] = True
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def shares(sampler: Sampler, logits: np.ndarray, mask: np.ndarray | None = None, n: int = 4000) -> np.ndarray:
+    return np.bincount([sampler.sample(logits, mask).id for _ in range(n)], minlength=len(logits)) / n
+
+
+def chi_square(got: np.ndarray, expected: np.ndarray, n: int = 4000) -> float:
+    assert not got[expected == 0].any()
+    seen = expected > 0
+    return float((n * (got[seen] - expected[seen]) ** 2 / expected[seen]).sum())
+
+
+def final(
+    params: SamplerParams, logits: np.ndarray, prompt: list[int] | None = None, **vocab: object
+) -> dict[int, float]:
+    """The distribution that a token is drawn from."""
+    params = replace(params, n_probs=len(logits), post_sampling_probs=True)
+    return {i: math.exp(p) for i, p in make(params, len(logits), prompt, **vocab).sample(logits).top}
+
+
+def test_draws_follow_the_distribution() -> None:
+    probs = np.array([0.1, 0.2, 0.3, 0.4])
+    assert chi_square(shares(make(NEUTRAL, 4), log(*probs)), probs) < 16.3  # 3 degrees of freedom, p = 0.001
+    hot = probs**0.5 / (probs**0.5).sum()
+    assert chi_square(shares(make(replace(NEUTRAL, temperature=2.0), 4), log(*probs)), hot) < 16.3
+
+
+def test_a_mask_gives_the_constrained_distribution() -> None:
+    n = 40
+    logits = np.random.default_rng(3).normal(size=n).astype(np.float32)
+    allowed = [1, 2, 35]
+    expected = np.zeros(n)
+    expected[allowed] = np.exp(logits[allowed])
+    expected /= expected.sum()
+    assert chi_square(shares(make(NEUTRAL, n), logits, packed(n, *allowed)), expected) < 13.8  # 2 degrees of freedom
+    top = replace(NEUTRAL, top_k=1)
+    assert make(top, n).sample(logits, packed(n, *allowed)).id == max(allowed, key=lambda i: logits[i])
+    assert make(replace(NEUTRAL, temperature=0), n).sample(logits, packed(n, 5)).id == 5
+
+
+def test_order_of_samplers_matters() -> None:
+    logits = log(0.5, 0.2, 0.15, 0.15)
+    first = replace(NEUTRAL, temperature=100.0, min_p=0.35, samplers=("temperature", "min_p"))
+    last = replace(first, samplers=("min_p", "temperature"))
+    assert sum(p > 0 for p in final(first, logits).values()) == 4
+    assert sum(p > 0 for p in final(last, logits).values()) == 2
+    assert final(replace(first, samplers=()), logits) == pytest.approx({0: 0.5, 1: 0.2, 2: 0.15, 3: 0.15}, rel=1e-5)
+
+
+def test_greedy_takes_the_best_and_the_lowest_of_equals() -> None:
+    for temperature in (0.0, -1.0):
+        sampler = make(replace(NEUTRAL, temperature=temperature, xtc_probability=1.0, mirostat=2), 4)
+        assert sampler.sample(np.array([1, 3, 3, 2], np.float32)).id == 1
+
+
+def test_penalties_see_the_whole_window() -> None:
+    logits = np.array([2.0, -1.0, 0.5, 0.0, 3.0], np.float32)
+    params = replace(NEUTRAL, repeat_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5, repeat_last_n=4)
+    sampler = make(params, 5, [4, 0, 0, 1])
+    sampler.accept(2)  # the window is now 0 0 1 2
+    expected = logits.astype(np.float64)
+    expected[0] = 2.0 / 1.5 - 2 * 0.5 - 0.25
+    expected[1] = -1.0 * 1.5 - 0.5 - 0.25
+    expected[2] = 0.5 / 1.5 - 0.5 - 0.25
+    weights = np.exp(expected) / np.exp(expected).sum()
+    assert chi_square(shares(sampler, logits), weights) < 18.5  # 4 degrees of freedom
+    sampler.rollback(1)  # 4 0 0 1
+    assert sampler.sample(np.array([0, 0, 0, -9, 0.4], np.float32)).id in (2, 4)
+    assert (
+        make(replace(params, temperature=0), 5, [4, 0, 0, 1]).sample(np.array([0, 0, 0.2, 0, 0.4], np.float32)).id == 2
+    )
+
+
+def test_penalties_also_work_on_a_selection_and_spare_the_line_feed() -> None:
+    logits = log(0.4, 0.3, 0.2, 0.1)
+    params = replace(NEUTRAL, presence_penalty=50.0, top_k=2)
+    after = replace(params, samplers=("top_k", "penalties"))
+    assert final(after, logits, [0])[1] == pytest.approx(1.0)
+    assert final(params, logits, [0, 1])[2] > 0.6
+    assert final(params, logits, [0, 1], newline=1)[1] == pytest.approx(0.6)
+    assert final(replace(params, penalize_nl=True), logits, [0, 1], newline=1)[2] > 0.6
+    assert final(replace(params, penalty_prompt=(2,)), logits, [0, 1])[0] > 0.5
+    assert final(replace(params, repeat_last_n=0), logits, [0])[0] > 0.5
+
+
+@given(st.lists(st.integers(0, 9), max_size=40), st.integers(-1, 12), st.lists(st.integers(0, 9), max_size=40))
+@settings(deadline=None, max_examples=150)
+def test_counts_stay_right(prompt: list[int], window: int, generated: list[int]) -> None:
+    params = replace(NEUTRAL, frequency_penalty=1.0, repeat_last_n=window, temperature=0)
+    sampler = make(params, 10, prompt)
+    for token in generated:
+        sampler.accept(token)
+    sampler.accept(3)
+    sampler.rollback(1)
+    seen = prompt + generated
+    seen = seen[-window:] if window > 0 else seen if window < 0 else []
+    counts = np.array([seen.count(i) for i in range(10)])
+    logits = np.linspace(0, 0.9, 10).astype(np.float32)
+    assert sampler.sample(logits).id == int((logits - counts).argmax())
+
+
+def slow_dry(history: list[int], allowed: int, breakers: dict[int, tuple[tuple[int, ...], ...]]) -> dict[int, int]:
+    """Longest repetition that each token would extend, by trying all lengths at all places."""
+    limit = len(history)
+    for at in reversed(range(len(history))):
+        rest = history[at + 1 :]
+        lengths = [len(t) for t in breakers.get(history[at], ()) if tuple(rest[: len(t)]) == t]
+        if lengths:
+            limit = len(rest) - max(lengths)
+            break
+    found: dict[int, int] = {}
+    for end in range(len(history) - 1):
+        longest = 0
+        while longest < min(limit, end + 1) and history[end - longest] == history[-1 - longest]:
+            longest += 1
+        token = history[end + 1]
+        if longest >= max(allowed, 1) and () not in breakers.get(token, ()):
+            found[token] = max(found.get(token, 0), longest)
+    return found
+
+
+@given(
+    st.lists(st.integers(0, 4), max_size=60),
+    st.integers(1, 4),
+    st.dictionaries(
+        st.integers(0, 4),
+        st.lists(st.lists(st.integers(0, 4), max_size=2).map(tuple), max_size=2).map(tuple),
+        max_size=2,
+    ),
+)
+@settings(deadline=None, max_examples=400)
+def test_dry_finds_all_repetitions(history: list[int], allowed: int, breakers: dict) -> None:
+    dry = Dry(replace(NEUTRAL, dry_multiplier=1.0, dry_allowed_length=allowed), breakers, 5)
+    tokens, lengths = dry.repeats(np.array(history, np.int64))
+    assert dict(zip(tokens.tolist(), lengths.tolist(), strict=True)) == slow_dry(history, allowed, breakers)
+
+
+def test_dry_penalty_and_greedy() -> None:
+    params = replace(NEUTRAL, temperature=0, dry_multiplier=0.8, dry_base=2.0, dry_allowed_length=2)
+    history = [5, 6, 7, 1, 5, 6, 7]  # 1 would repeat 5 6 7
+    logits = np.zeros(10, np.float32)
+    logits[1], logits[2] = 1.61, 0.0
+    assert make(params, 10, history).sample(logits).id == 1  # penalty 0.8 * 2 ** 1
+    logits[1] = 1.59
+    assert make(params, 10, history).sample(logits).id == 0
+    assert make(replace(params, dry_penalty_last_n=4), 10, history).sample(logits).id == 1
+    assert make(replace(params, dry_allowed_length=4), 10, history).sample(logits).id == 1
+    broken = make(params, 10, history, breakers=lambda _: {6: ((),)})
+    assert broken.sample(logits).id == 1
+    assert len(find_breakers(["\n"], ["a", "\n", "x\ny"], lambda _: [])) == 2
+
+
+def test_breakers_that_span_tokens() -> None:
+    pieces = ["a", "ab", "b", "abc", "xa", "bc"]
+    found = find_breakers(["abc"], pieces, lambda text: {"bc": [5], "c": [9]}[text])
+    assert found == {0: ((5,),), 1: ((9,),), 3: ((),), 4: ((5,),)}
+
+    class Fake:
+        n_vocab = 6
+
+        def token_text(self, token: int) -> str:
+            return pieces[token]
+
+        def encode(self, text: str, **_: bool) -> list[int]:
+            return [pieces.index(text)]
+
+    table = BreakerTable(Fake())  # type: ignore[arg-type]
+    assert table(("b", "xa")) == {1: ((),), 2: ((),), 3: ((),), 5: ((),), 4: ((),)}
+
+
+def test_logit_bias_ignore_eos_and_bans() -> None:
+    logits = log(0.7, 0.2, 0.1)
+    params = replace(NEUTRAL, logit_bias=((0, -math.inf), (2, 1.0), (2, 1.0), (77, 5.0)), temperature=0)
+    assert make(params, 3).sample(logits).id == 2
+    assert make(replace(NEUTRAL, ignore_eos=True), 3, eog=frozenset({0, 2})).sample(logits).id == 1
+    assert make(NEUTRAL, 3).sample(logits, banned=[0, 1]).id == 2
+    assert final(replace(NEUTRAL, logit_bias=((1, math.inf),)), logits)[1] == pytest.approx(1.0)
+    assert logits.tolist() == log(0.7, 0.2, 0.1).tolist()
+
+
+def test_nothing_left_is_an_error() -> None:
+    logits = np.zeros(40, np.float32)
+    for params in (NEUTRAL, replace(NEUTRAL, temperature=0)):
+        with pytest.raises(NoTokenError):
+            make(params, 40).sample(logits, packed(40))
+        with pytest.raises(NoTokenError):
+            make(params, 40).sample(logits, packed(40, 3), banned=[3])
+        with pytest.raises(NoTokenError):
+            make(replace(params, ignore_eos=True), 40, eog=frozenset({3})).sample(logits, packed(40, 3))
+        with pytest.raises(NonFiniteError):
+            make(params, 2).sample(np.array([0, np.nan], np.float32))
+        with pytest.raises(NonFiniteError):
+            make(params, 2).sample(np.array([0, np.inf], np.float32))
+
+
+def test_probabilities_before_sampling() -> None:
+    probs = np.array([0.1, 0.2, 0.3, 0.4])
+    params = replace(NEUTRAL, n_probs=3, top_k=1, logit_bias=((0, 100.0),), temperature=0)
+    got = make(params, 4).sample(log(*probs))
+    assert got.id == 0 and math.exp(got.logprob) == pytest.approx(0.1, rel=1e-5)
+    assert [i for i, _ in got.top] == [3, 2, 1]
+    assert [math.exp(p) for _, p in got.top] == pytest.approx([0.4, 0.3, 0.2], rel=1e-5)
+    everything = make(replace(params, n_probs=10**9), 4).sample(log(*probs)).top
+    assert sum(math.exp(p) for _, p in everything) == pytest.approx(1.0)
+    assert token_logprobs(log(*probs), 2, 1).top[0][0] == 3
+    assert math.exp(token_logprobs(log(*probs), 2, 0).logprob) == pytest.approx(0.3, rel=1e-5)
+
+
+def test_probabilities_after_sampling() -> None:
+    logits = log(0.1, 0.2, 0.3, 0.4)
+    params = replace(NEUTRAL, n_probs=4, top_k=2, post_sampling_probs=True)
+    got = make(params, 4).sample(logits)
+    assert [math.exp(p) for _, p in got.top] == pytest.approx([4 / 7, 3 / 7, 0, 0])
+    assert [i for i, _ in got.top] == [3, 2, 1, 0]
+    assert math.exp(got.logprob) == pytest.approx(4 / 7 if got.id == 3 else 3 / 7)
+    greedy = make(replace(params, temperature=0), 4).sample(logits)
+    assert greedy.id == 3 and [math.exp(p) for _, p in greedy.top] == [1, 0, 0, 0]
+
+
+def test_xtc_chance() -> None:
+    logits = log(0.5, 0.3, 0.15, 0.05)
+    base = replace(NEUTRAL, xtc_probability=0.25, xtc_threshold=0.12)
+    left_out = 1 - 0.75 * 0.5 - shares(make(base, 4), logits, n=8000)[0] * 1
+    assert left_out == pytest.approx(0.625 - 0.375, abs=0.03)
+    assert final(replace(base, xtc_probability=1.0), logits) == pytest.approx({2: 0.75, 3: 0.25, 0: 0, 1: 0})
+    assert final(replace(base, xtc_probability=1.0, xtc_threshold=0.6), logits)[0] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_mirostat_keeps_the_surprise_near_its_target(version: int) -> None:
+    logits = (-1.1 * np.log(np.arange(1, 3001))).astype(np.float32)
+    logprobs = logits - np.log(np.exp(logits).sum())
+    sampler = make(replace(NEUTRAL, mirostat=version, mirostat_tau=3.0, mirostat_eta=0.1), 3000)
+    surprises = []
+    for _ in range(600):
+        token = sampler.sample(logits).id
+        sampler.accept(token)
+        surprises.append(-logprobs[token] / math.log(2))
+    kept = surprises[100:]
+    assert 2.0 < np.mean(kept) < 5.0
+    free = np.mean([-logprobs[make(NEUTRAL, 3000).sample(logits).id] / math.log(2)] + [9.0])
+    assert np.mean(kept) < free
+
+
+def test_mirostat_state_follows_accept_and_rollback() -> None:
+    logits = np.random.default_rng(0).normal(size=500).astype(np.float32) * 3
+    params = replace(NEUTRAL, mirostat=2, mirostat_tau=1.0, mirostat_eta=0.5)
+    straight, undone = make(params, 500), make(params, 500)
+    for step in range(30):
+        token = straight.sample(logits).id
+        straight.accept(token)
+        assert undone.sample(logits).id == token
+        undone.accept(token)
+        if step % 7 == 0:
+            undone.accept(1)
+            undone.rollback(1)
+
+
+def test_adaptive_prefers_its_target() -> None:
+    logits = log(0.6, 0.3, 0.1)
+    got = final(replace(NEUTRAL, adaptive_target=0.3), logits)
+    assert max(got, key=lambda i: got[i]) == 1
+    distance = np.abs(np.array([0.6, 0.3, 0.1]) - 0.3) / 0.3
+    weights = np.exp(5 - 10 * distance**2 / (1 + distance))
+    assert [got[i] for i in range(3)] == pytest.approx(weights / weights.sum(), rel=1e-4)
+    sampler = make(replace(NEUTRAL, adaptive_target=0.3, adaptive_decay=0.0), 3)
+    token = sampler.sample(logits).id
+    sampler.accept(token)
+    target = min(max(2 * 0.3 - [0.6, 0.3, 0.1][token], 0.0), 1.0)
+    distance = np.abs(np.array([0.6, 0.3, 0.1]) - target) / 0.3
+    weights = np.exp(5 - 10 * distance**2 / (1 + distance))
+    assert chi_square(shares(sampler, logits), weights / weights.sum()) < 13.8
+
+
+def test_seeds() -> None:
+    logits = np.zeros(1000, np.float32)
+
+    def draws(sampler: Sampler) -> list[int]:
+        return [sampler.sample(logits).id for _ in range(20)]
+
+    one, other = make(NEUTRAL, 1000), make(NEUTRAL, 1000)
+    mixed = [(one.sample(logits).id, other.sample(logits).id) for _ in range(20)]
+    assert all(a == b for a, b in mixed)
+    assert [a for a, _ in mixed] != draws(make(replace(NEUTRAL, seed=8), 1000))
+    one.reset()
+    assert draws(one) == [a for a, _ in mixed]
+    for seed in (-1, 0xFFFFFFFF):
+        assert draws(make(replace(NEUTRAL, seed=seed), 1000)) != draws(make(replace(NEUTRAL, seed=seed), 1000))
+    assert draws(make(replace(NEUTRAL, seed=2**40), 1000))
+
+
+PARAMS = st.builds(
+    SamplerParams,
+    seed=st.integers(0, 2**32),
+    temperature=st.sampled_from([0.0, 1e-9, 0.8, 1.0, 50.0]),
+    dynatemp_range=st.sampled_from([0.0, 0.5, 5.0]),
+    top_k=st.sampled_from([-1, 0, 1, 5, 1000]),
+    top_p=st.sampled_from([0.0, 0.5, 0.95, 1.0, 2.0]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0, 7.0]),
+    tfs_z=st.sampled_from([0.0, 0.5, 1.0]),
+    typical_p=st.sampled_from([0.0, 0.5, 1.0]),
+    top_n_sigma=st.sampled_from([-1.0, 0.5, 2.0]),
+    xtc_probability=st.sampled_from([0.0, 0.5, 1.0]),
+    xtc_threshold=st.sampled_from([0.0, 0.1, 0.9]),
+    mirostat=st.sampled_from([0, 0, 1, 2]),
+    repeat_penalty=st.sampled_from([1.0, 1.3, 0.5]),
+    frequency_penalty=st.sampled_from([0.0, 2.0, -2.0]),
+    dry_multiplier=st.sampled_from([0.0, 1.0, 1e30]),
+    adaptive_target=st.sampled_from([-1.0, 0.0, 0.5]),
+    min_keep=st.sampled_from([0, 3]),
+    n_probs=st.sampled_from([0, 4]),
+    post_sampling_probs=st.booleans(),
+    samplers=st.lists(st.sampled_from(SamplerParams().samplers), max_size=12).map(tuple),
+)
+
+
+@given(PARAMS, st.integers(1, 300), st.integers(0, 2**32), st.sampled_from([0.0, 1.0, 1e4, 3e37]))
+@settings(deadline=None, max_examples=400)
+def test_what_comes_out_is_always_allowed(params: SamplerParams, n: int, seed: int, spread: float) -> None:
+    rng = np.random.default_rng(seed)
+    logits = (rng.normal(size=n) * spread).astype(np.float32)
+    logits[rng.random(n) < 0.2] = -np.inf
+    allowed = rng.random(n) < rng.choice([0.05, 0.9])
+    sampler = make(params, n, rng.integers(0, n, 12).tolist())
+    possible = np.flatnonzero(allowed & (logits > -np.inf))
+    mask = packed(n, *np.flatnonzero(allowed))
+    with np.errstate(over="ignore"):
+        if not len(possible):
+            with pytest.raises(NoTokenError):
+                sampler.sample(logits, mask)
+            return
+        for _ in range(3):
+            got = sampler.sample(logits, mask)
+            assert got.id in possible
+            sampler.accept(got.id)
+            assert not math.isnan(got.logprob) and all(not math.isnan(p) for _, p in got.top)
+            assert sum(math.exp(p) for _, p in got.top) < 1.0001
+            if params.post_sampling_probs and params.n_probs:
+                assert got.logprob > -math.inf
+
+
+def test_names_and_letters() -> None:
+    assert sampler_names("edskypmxt") == (
+        "penalties", "dry", "top_n_sigma", "top_k", "typical_p", "top_p", "min_p", "xtc", "temperature",
+    )  # fmt: skip
+    assert sampler_names("fnw") == ("tfs_z", "top_n_sigma", "adaptive_p")
+    assert sampler_names(["top-k", "typ_p", "nucleus", "temp", "dist"]) == (
+        "top_k",
+        "typical_p",
+        "top_p",
+        "temperature",
+    )
+    for bad in ("q", ["bogus"]):
+        with pytest.raises(UsageError, match="known are"):
+            sampler_names(bad)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"repeat_last_n": -2},
+        {"dry_penalty_last_n": -2},
+        {"temperature": math.nan},
+        {"mirostat": 3},
+        {"repeat_penalty": 0.0},
+        {"samplers": ("bogus",)},
+        {"logit_bias": ((1, math.nan),)},
+    ],
+)
+def test_senseless_parameters_are_refused(change: dict) -> None:
+    with pytest.raises(UsageError):
+        check_params(replace(SamplerParams(), **change))
+
+
+def test_params_from_options() -> None:
+    assert params_from_config(SamplingConfig()) == SamplerParams()
+    config = SamplingConfig(
+        temp=0.1, samplers="top_k; temp", logit_bias=("15+1.5", "2-inf"), dry_sequence_breakers=("none",), mirostat=1
+    )
+    params = params_from_config(config, seed=4)
+    assert params.temperature == 0.1 and params.samplers == ("top_k", "temperature") and params.seed == 4
+    assert params.logit_bias == ((15, 1.5), (2, -math.inf)) and params.dry_sequence_breakers == ()
+    assert params_from_config(SamplingConfig(sampler_seq="kt")).samplers == ("top_k", "temperature")
+    for bad in ("x+1", "1+", "1+-"):
+        with pytest.raises(UsageError, match="15043"):
+            params_from_config(SamplingConfig(logit_bias=(bad,)))

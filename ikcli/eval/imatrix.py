@@ -7,6 +7,7 @@ Models with latent attention run in the absorbed form (-mla 1), where both attn_
 
 from __future__ import annotations
 
+import codecs
 import math
 import sys
 import time
@@ -20,7 +21,7 @@ import numpy as np
 
 from ikcli.config import RunConfig
 from ikcli.engine.batch import Batch
-from ikcli.errors import FormatError, IkError, UsageError
+from ikcli.errors import IkError, UsageError
 from ikcli.eval.imatrix_collect import Collector, watch
 from ikcli.eval.imatrix_stats import LayerSimilarity, statistics_lines
 from ikcli.eval.perplexity import DEFAULT_N_CTX, PerplexityResult, bos_of, eta_text, final_line
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from ikcli.engine.session import Session
 
 _MOST_EXPERTS_NAMED = 8
+_TEXT_PROBE = 1 << 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +175,22 @@ def in_calls(imatrix: Imatrix) -> Imatrix:
 
 
 def load(path: Path, like: Imatrix | None = None) -> Imatrix:
-    """Read a matrix with counts in rows; those of a `.dat` are estimated from its chunks.
+    """Read a matrix with counts in rows; those of a `.dat` are estimated from its chunks (see `in_rows`)."""
+    found = read_imatrix(path)
+    return in_rows(found, like) if _is_legacy(path) else found
+
+
+def _is_legacy(path: Path) -> bool:
+    with path.open("rb") as f:
+        return f.read(4) != GGUF_MAGIC
+
+
+def in_rows(found: Imatrix, like: Imatrix | None = None) -> Imatrix:
+    """A matrix of a `.dat` file, which counts chunks, with counts in rows.
 
     `like` is a matrix of the same model that tells how many rows a chunk brings to each entry (experts see few).
     """
-    found = read_imatrix(path)
-    with path.open("rb") as f:
-        if f.read(4) == GGUF_MAGIC:
-            return found
+    entries = {}
     for name, e in found.entries.items():
         per_chunk = float(found.chunk_size)
         known = like.entries.get(name) if like is not None else None
@@ -189,17 +199,19 @@ def load(path: Path, like: Imatrix | None = None) -> Imatrix:
             per_chunk, n_mat = float(known.counts.mean()) / max(1, like.n_chunks), len(known.sums)
         scale = np.float32(per_chunk)
         counts = np.broadcast_to(e.counts * scale, n_mat).astype(np.float32)
-        found.entries[name] = ImatrixEntry((e.sums * scale).reshape(n_mat, -1), counts)
-    return found
+        entries[name] = ImatrixEntry((e.sums * scale).reshape(n_mat, -1), counts)
+    return replace(found, entries=entries)
 
 
-def is_imatrix(path: Path) -> bool:
-    """Whether a file is an importance matrix of either format."""
+def is_text(path: Path) -> bool:
+    """Whether a file begins like text: UTF-8 without NUL, which binary formats are full of."""
+    with path.open("rb") as f:
+        head = f.read(_TEXT_PROBE)
     try:
-        read_imatrix(path)
-    except FormatError:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
         return False
-    return True
+    return b"\0" not in head
 
 
 # --- the subcommand ---------------------------------------------------------------------------------------------------
@@ -231,22 +243,42 @@ def run_command(config: RunConfig) -> int:
     """`ik imatrix`: running perplexity and tables on stdout, everything else on stderr; returns the exit code."""
     config, earlier = _inputs(config)
     options = config.imatrix
-    if earlier and (options.show_statistics or (config.prompt.file is None and not config.prompt.prompt)):
-        merged = merge([load(path) for path in earlier])
-        if options.show_statistics:
-            print("\n".join(statistics_lines(merged)))
-            return 0
-        _save(config, _named(merged, config), options.output)
-        return 0
     if options.show_statistics:
-        raise UsageError("--show-statistics needs an importance matrix: --in-file imatrix.dat --show-statistics")
+        if not earlier:
+            raise UsageError("--show-statistics needs an importance matrix: --in-file imatrix.dat --show-statistics")
+        print("\n".join(statistics_lines(_merged([load(path) for path in earlier]))))
+        return 0
+    _check_output(options.output)
+    if earlier and config.prompt.file is None and not config.prompt.prompt:
+        _save(config, _named(_merged([load(path) for path in earlier]), config), options.output)
+        return 0
     return _collect_text(config, earlier)
+
+
+def _check_output(path: Path) -> None:
+    """Complain before hours of work that the result could not be written."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        why = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.absolute().parent}"
+        raise UsageError(f"-o {path}: {why}")
+
+
+def _merged(found: Sequence[Imatrix]) -> Imatrix:
+    """All matrices as one, with a warning if some of them lack entries of others."""
+    merged = merge(found)
+    for m in found:
+        missing = [name for name in merged.entries if name not in m.entries]
+        if missing:
+            warn(
+                f"{m.path}: lacks {len(missing)} of {len(merged.entries)} entries ({missing[0]}); "
+                "if this is not another -mla mode, the files belong to different models"
+            )
+    return merged
 
 
 def _inputs(config: RunConfig) -> tuple[RunConfig, list[Path]]:
     """Files of --in-file: importance matrices to go on from; one that is none is the text, as with -f."""
     found = list(config.imatrix.in_file)
-    texts = [path for path in found if path.is_file() and not is_imatrix(path)]
+    texts = [path for path in found if path.is_file() and is_text(path)]
     if texts and config.prompt.file is None and not config.prompt.prompt:
         log(f"imatrix: {texts[0]} is not an importance matrix and is read as text")
         config = replace(config, prompt=replace(config.prompt, file=texts.pop(0)))
@@ -278,8 +310,11 @@ def _collect_text(config: RunConfig, earlier: Sequence[Path]) -> int:
         n_ctx, config.perplexity.chunks, options.from_chunk, options.ppl, output_name, max(1, config.n_threads_batch)
     )
 
+    before = [(read_imatrix(path), _is_legacy(path)) for path in earlier]  # once: the output may be one of them
+
     def write(found: Imatrix, path: Path) -> None:
-        _save(config, _named(merge([*(load(p, found) for p in earlier), found]), config), path)
+        parts = [in_rows(m, found) if legacy else m for m, legacy in before]
+        _save(config, _named(merge([*parts, found]), config), path)
 
     run_config = replace(config, n_ctx=n_ctx, n_batch=min(config.n_batch, n_ctx), mla=1)
     with closing(Session.open(run_config, n_ctx=n_ctx)) as session:

@@ -128,7 +128,7 @@ def test_penalties_also_work_on_a_selection_and_spare_the_line_feed() -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=40), st.integers(-1, 12), st.lists(st.integers(0, 9), max_size=40))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_counts_stay_right(prompt: list[int], window: int, generated: list[int]) -> None:
     params = replace(NEUTRAL, frequency_penalty=1.0, repeat_last_n=window, temperature=0)
     sampler = make(params, 10, prompt)
@@ -172,7 +172,7 @@ def slow_dry(history: list[int], allowed: int, breakers: dict[int, tuple[tuple[i
         max_size=2,
     ),
 )
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=150)
 def test_dry_finds_all_repetitions(history: list[int], allowed: int, breakers: dict) -> None:
     dry = Dry(replace(NEUTRAL, dry_multiplier=1.0, dry_allowed_length=allowed), breakers, 5)
     tokens, lengths = dry.repeats(np.array(history, np.int64))
@@ -264,8 +264,7 @@ def test_probabilities_after_sampling() -> None:
 def test_xtc_chance() -> None:
     logits = log(0.5, 0.3, 0.15, 0.05)
     base = replace(NEUTRAL, xtc_probability=0.25, xtc_threshold=0.12)
-    left_out = 1 - 0.75 * 0.5 - shares(make(base, 4), logits, n=8000)[0] * 1
-    assert left_out == pytest.approx(0.625 - 0.375, abs=0.03)
+    assert shares(make(base, 4), logits)[0] == pytest.approx(0.75 * 0.5, abs=0.03)
     assert final(replace(base, xtc_probability=1.0), logits) == pytest.approx({2: 0.75, 3: 0.25, 0: 0, 1: 0})
     assert final(replace(base, xtc_probability=1.0, xtc_threshold=0.6), logits)[0] == pytest.approx(0.5)
 
@@ -280,10 +279,9 @@ def test_mirostat_keeps_the_surprise_near_its_target(version: int) -> None:
         token = sampler.sample(logits).id
         sampler.accept(token)
         surprises.append(-logprobs[token] / math.log(2))
-    kept = surprises[100:]
-    assert 2.0 < np.mean(kept) < 5.0
-    free = np.mean([-logprobs[make(NEUTRAL, 3000).sample(logits).id] / math.log(2)] + [9.0])
-    assert np.mean(kept) < free
+    entropy = -float(np.exp(logprobs) @ logprobs) / math.log(2)
+    assert entropy > 6
+    assert np.mean(surprises[100:]) == pytest.approx(3.0, abs=1.5)
 
 
 def test_mirostat_state_follows_accept_and_rollback() -> None:
@@ -359,7 +357,7 @@ PARAMS = st.builds(
 
 
 @given(PARAMS, st.integers(1, 300), st.integers(0, 2**32), st.sampled_from([0.0, 1.0, 1e4, 3e37]))
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 def test_what_comes_out_is_always_allowed(params: SamplerParams, n: int, seed: int, spread: float) -> None:
     rng = np.random.default_rng(seed)
     logits = (rng.normal(size=n) * spread).astype(np.float32)

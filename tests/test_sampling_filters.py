@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -52,8 +53,8 @@ def slow_min_p(logits: np.ndarray, p: float, keep: int) -> set[int]:
 def slow_tfs(logits: np.ndarray, z: float, keep: int) -> set[int]:
     tokens = ranked(logits)
     probs = softmax([x for _, x in tokens])
-    first = [a - b for a, b in zip(probs, probs[1:], strict=False)]
-    second = [abs(a - b) for a, b in zip(first, first[1:], strict=False)]
+    first = [a - b for a, b in pairwise(probs)]
+    second = [abs(a - b) for a, b in pairwise(first)]
     scale = sum(second)
     total, last = 0.0, len(tokens)
     for i, value in enumerate(second):
@@ -181,7 +182,7 @@ def test_temperatures() -> None:
     st.floats(0, 5),
     st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=9),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_no_temperature_makes_a_nan(t: float, spread: float, values: list[float]) -> None:
     c = Candidates(None, np.array(values, np.float32))
     for changed in (filters.temperature(c, t), filters.dynamic_temperature(c, t, spread, 1.0)):

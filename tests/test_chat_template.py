@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ikcli.errors import FormatError, IkError
 from ikcli.chat import ChatTemplate
+from ikcli.errors import FormatError, IkError
 
 CHATML = """\
 {%- for message in messages %}
@@ -43,7 +43,7 @@ def test_tojson_keeps_characters() -> None:
 
 
 def test_variables_and_helpers() -> None:
-    assert render("{{ bos_token }}|{{ tools is none }}|{{ x }}", bos_token="<s>", x=1) == "<s>|True|1"
+    assert render("{{ bos_token }}|{{ tools is defined }}|{{ x }}", bos_token="<s>", x=1) == "<s>|False|1"
     assert len(render("{{ strftime_now('%Y') }}")) == 4
     assert render("{% for i in range(9) %}{% if i > 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "012"
     assert render("{% generation %}x{% endgeneration %}y") == "xy"
@@ -60,7 +60,7 @@ def test_broken_templates(source: str) -> None:
     [
         "{{ messages.__class__.__mro__ }}",
         "{{ ''.__class__.__base__.__subclasses__() }}",
-        "{{ messages.append(1) }}",
+        "{{ messages[0].update(x=1) }}",
         "{{ 1 / 0 }}",
         "{{ messages[0].x.y }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -70,8 +70,63 @@ def test_broken_templates(source: str) -> None:
         "{{ 'x' * 99999999 }}",
         "{{ 9 ** 99999999 }}",
         "{% for i in range(900) %}{{ 'x' * 99999 }}{% endfor %}",
+        "{{ 'x'.center(99999999) }}",
+        "{{ 'x'|center(99999999) }}",
+        "{{ '%99999999d' % 1 }}",
+        "{{ '%*d' % (99999999, 1) }}",
+        "{{ '{:>99999999}'.format(1) }}",
+        "{{ '{:{}}'.format('x', 99999999) }}",
+        "{{ '%99999999d'|format(1) }}",
+        "{{ ('x' * 9999999).replace('x', 'y' * 9999999) }}",
+        "{{ ('x' * 9999)|replace('x', 'y' * 9999) }}",
+        "{{ (['x' * 9999999] * 9999)|join }}",
+        "{{ ('x' * 9999999).join(['a'] * 9999) }}",
+        "{{ 'x'|indent(99999999) }}",
+        "{{ ('a\n' * 99999)|indent(99999) }}",
+        "{{ [1]|batch(99999999, 'x')|list }}",
+        "{{ 1.5|round(99999999) }}",
+        "{{ 'x'.translate({120: 'y' * 9999}) }}",
+        "{{ 'a'.zfill(99999999) }}",
+        "{{ ('\t' * 99999).expandtabs(99999) }}",
+        "{{ (1).to_bytes(99999999, 'big') }}",
+        "{{ strftime_now('%99999999d') }}",
+        "{{ lipsum(n=99999) }}",
+        "{{ range(9)|sum(start='') }}",
+        "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}",
+        "{% set ns = namespace(s={}) %}{% for i in range(99) %}{% set ns.s = dict(a=ns.s, b=ns.s) %}{% endfor %}",
+        "{% set ns = namespace(n=9) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+        "{% set a = [1] %}{{ a.append(a) }}{{ a|tojson }}",
+        "{% set a = [1] %}{{ a.append(a) }}{{ a }}",
+        "{% set x %}{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}{% endset %}",
+        "{% set x %}{% for i in range(999999) %}" + "x" * 999 + "{% endfor %}{% endset %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+        "{% for a in 'x' * 99999 %}{% for b in 'x' * 99999 %}{% endfor %}{% endfor %}",
+        "{% for x in [[1, 1]] recursive %}{{ loop([[1, 1], [1, 1]]) }}{% endfor %}",
+        "{% for i in range(9999) %}{% if 'b' in 'a' * 999999 %}{% endif %}{% endfor %}",
+        "{% set s = 'a' * 9999999 %}{% for i in range(9999) %}{{ s.upper()|length }}{% endfor %}",
+        "{% set l = range(99999)|list %}{% for i in range(9999) %}{{ l|sort|length }}{% endfor %}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",
+        "{% include 'x' %}",
+        "{% import '/etc/passwd' as x %}",
     ],
 )
 def test_hostile_templates_fail_with_one_sentence(source: str) -> None:
     with pytest.raises(IkError, match="the chat template"):
         render(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages|attr('__class__') }}", "{{ ''['__class__'] }}", "{{ raise_exception.__globals__ }}"]
+)
+def test_internal_attributes_are_nothing(source: str) -> None:
+    assert render(source) == ""
+
+
+def test_lists_may_grow_but_not_those_of_the_caller() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    assert ChatTemplate("{{ messages.append(1) or messages|length }}").render(messages) == "2"
+    assert len(messages) == 1

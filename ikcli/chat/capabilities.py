@@ -1,0 +1,122 @@
+"""What a chat template can do, found by rendering small conversations and looking for their texts in the prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ikcli.chat.template import ChatTemplate
+from ikcli.errors import IkError
+
+_NAME, _KEY, _VALUE = "probe_function", "probe_key", "probe value"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "probe description",
+        "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}, "required": [_KEY]},
+    },
+}
+_USER = {"role": "user", "content": "probe question"}
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a template renders; `typed_content` are lists of parts, `object_arguments` arguments not written as text."""
+
+    string_content: bool = True
+    typed_content: bool = False
+    system_role: bool = True
+    tools: bool = False
+    tool_calls: bool = False
+    tool_responses: bool = False
+    parallel_tool_calls: bool = False
+    object_arguments: bool = False
+    null_content: bool = False
+    """True if the template writes calls only where the content is null."""
+    preserve_reasoning: bool = False
+
+    def to_props(self) -> dict[str, bool]:
+        """The names that `/props` uses."""
+        names = (
+            "string_content", "typed_content", "tools", "tool_calls", "parallel_tool_calls", "system_role",
+            "preserve_reasoning", "object_arguments",
+        )  # fmt: skip
+        return {f"supports_{name}": getattr(self, name) for name in names}
+
+
+def probe(template: ChatTemplate, bos: str, eos: str) -> Capabilities:
+    """Render the probes with `template`."""
+
+    def text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        try:
+            return template.render(messages, tools=tools, bos_token=bos, eos_token=eos, enable_thinking=True)
+        except IkError:
+            return ""
+
+    system = {"role": "system", "content": "probe system"}
+    typed = text([{"role": "user", "content": [{"type": "text", "text": "probe question"}]}])
+    objects = _calls_appear(text(_with_call({_KEY: _VALUE}), [_TOOL]))
+    strings = _calls_appear(text(_with_call(json.dumps({_KEY: _VALUE})), [_TOOL]))
+    null_content = False
+    if not objects and not strings:
+        objects = _calls_appear(text(_with_call({_KEY: _VALUE}, content=None), [_TOOL]))
+        strings = _calls_appear(text(_with_call(json.dumps({_KEY: _VALUE}), content=None), [_TOOL]))
+        null_content = objects or strings
+    arguments: Any = {_KEY: _VALUE} if objects else json.dumps({_KEY: _VALUE})
+    both = text(_with_call(arguments, calls=2, content=None if null_content else ""), [_TOOL])
+    responses = text(_with_call(arguments, response=True), [_TOOL])
+    thought = {"role": "assistant", "content": "probe answer", "reasoning_content": "probe thought"}
+    listed = text([_USER], [_TOOL]) or text([system, _USER], [_TOOL])
+    return Capabilities(
+        string_content="probe question" in text([_USER]) or "probe question" not in typed,
+        typed_content="probe question" in typed and "'text'" not in typed and '"text"' not in typed,
+        system_role="probe system" in text([system, _USER]),
+        tools=_NAME in listed,
+        tool_calls=objects or strings,
+        tool_responses="probe response" in responses,
+        parallel_tool_calls="second_function" in both and _NAME in both,
+        object_arguments=objects,
+        null_content=null_content,
+        preserve_reasoning="probe thought" in text([_USER, thought, _USER]),
+    )
+
+
+def _with_call(
+    arguments: Any, *, calls: int = 1, response: bool = False, content: str | None = ""
+) -> list[dict[str, Any]]:
+    names = (_NAME, "second_function")[:calls]
+    listed = [
+        {"id": f"call0000{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for i, name in enumerate(names)
+    ]
+    out: list[dict[str, Any]] = [_USER, {"role": "assistant", "content": content, "tool_calls": listed}]
+    for call, name in zip(listed, names, strict=True):
+        out.append({"role": "tool", "name": name, "content": "probe response", "tool_call_id": call["id"]})
+    return out if response or calls > 1 else [*out, {"role": "assistant", "content": "probe answer"}, _USER]
+
+
+def _calls_appear(prompt: str) -> bool:
+    """True if the call is there with its argument, neither as Python prints it nor quoted twice."""
+    at = prompt.rfind(_VALUE)
+    if at < 0 or (prompt.count(_NAME) < 2 and f"'{_KEY}'" in prompt):
+        return False
+    near = prompt[max(0, at - 40) : at + len(_VALUE) + 4]
+    return f"'{_KEY}'" not in near and '\\"' not in near
+
+
+def call_shape(template: ChatTemplate, bos: str, eos: str, *, objects: bool) -> tuple[str, str] | None:
+    """Prompts that differ by one tool call (without, with), to see how an unknown template writes it."""
+    arguments: Any = {_KEY: _VALUE} if objects else json.dumps({_KEY: _VALUE})
+    messages = _with_call(arguments)[:2]
+    plain = [_USER, {"role": "assistant", "content": ""}]
+    try:
+        options: dict[str, Any] = {"tools": [_TOOL], "bos_token": bos, "eos_token": eos, "add_generation_prompt": False}
+        return template.render(plain, **options), template.render(messages, **options)
+    except IkError:
+        return None
+
+
+PROBE_NAME, PROBE_KEY, PROBE_VALUE = _NAME, _KEY, _VALUE

@@ -1,0 +1,1 @@
+"""Template families: how models write reasoning and tool calls."""

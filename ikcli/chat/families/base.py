@@ -1,0 +1,159 @@
+"""What every template family has to know: which text opens its tool calls, how to read them, how to constrain them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ikcli.chat.messages import Tool
+from ikcli.chat.reader import Reader, Wait
+from ikcli.grammar.spec import Choice, Literal, Marker, Node, Regex, Repeat, Schema, Until
+from ikcli.grammar.spec import Sequence as Seq
+
+SPACE = Regex(r"[ \t\r\n]{0,8}")
+"""White space a model may put between a marker and a value."""
+BLANK = Regex(" ?")
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """The texts around a model's thinking."""
+
+    open: str
+    close: str
+
+
+class CallSink(Protocol):
+    """Takes what a family reads; everything since the last `mark` may still turn out not to be a call."""
+
+    tools: Mapping[str, Mapping[str, Any]]
+    """Parameter schemas of the request's functions by name."""
+
+    def begin_call(self, name: str, id: str = "") -> None:
+        """A call of `name` begins."""
+
+    def arguments(self, text: str) -> None:
+        """More JSON text of its arguments."""
+
+    def end_call(self) -> None:
+        """The call is complete."""
+
+    def mark(self) -> None:
+        """What follows does not put what was read in question."""
+
+    def content(self, text: str) -> None:
+        """More of the answer."""
+
+
+class TextSink(CallSink, Protocol):
+    """Takes all parts of a message."""
+
+    def thought(self, text: str) -> None:
+        """More of the reasoning."""
+
+    raw_reasoning: bool
+    """True if reasoning stays in the content, with the texts around it."""
+
+    def section(self, opening: str) -> Wait:
+        """Read tool calls after `opening`, or take them as content if they are malformed."""
+
+
+class Family:
+    """A way of writing tool calls. `openings` begin calls anywhere, `start_openings` only where the answer begins."""
+
+    name: str = ""
+    openings: tuple[str, ...] = ()
+    start_openings: tuple[str, ...] = ()
+    lazy_start: tuple[str, ...] = ()
+    """Texts at the start of the answer from which on the grammar holds, if not all `start_openings` mean a call."""
+    markers: tuple[str, ...] = ()
+    """Control tokens that have to stay in the text for reading it."""
+    dropped: tuple[str, ...] = ()
+    """Wrappers of the answer that are no part of it."""
+    stops: tuple[str, ...] = ()
+    own_message = False
+    """True if `message` reads reasoning and content too."""
+    needs_tools = False
+    """True if answers without tools are plain text."""
+
+    def calls(self, out: CallSink, reader: Reader, opening: str) -> Wait:
+        """Read calls; `opening` has been read. Malformed if the text is something else."""
+        raise NotImplementedError
+
+    def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
+        """One or more calls, the opening included."""
+        raise NotImplementedError
+
+    def triggers(self, tools: Sequence[Tool]) -> tuple[str, ...]:
+        """Texts that begin what `tree` accepts, anywhere in the answer."""
+        return self.openings[:1]
+
+    def start_triggers(self, tools: Sequence[Tool]) -> tuple[str, ...]:
+        """Texts that begin what `tree` accepts where the answer begins."""
+        return self.lazy_start
+
+    def message(self, out: TextSink, reader: Reader) -> Wait:
+        """Read a whole message (families with `own_message`)."""
+        raise NotImplementedError
+
+
+def arguments_schema(tool: Tool) -> Schema:
+    """The schema of a call's arguments: always an object."""
+    parameters = dict(tool.parameters)
+    if not {"type", "$ref", "anyOf", "oneOf", "allOf"} & parameters.keys():
+        parameters["type"] = "object"
+    return Schema(parameters)
+
+
+def seq(*parts: Node | str) -> Node:
+    """The parts in order; texts are literals."""
+    return Seq(tuple(Literal(p) if isinstance(p, str) else p for p in parts))
+
+
+def any_of(options: Iterable[Node]) -> Node:
+    """One of the options."""
+    found = tuple(options)
+    return found[0] if len(found) == 1 else Choice(found)
+
+
+def calls_of(call: Node, parallel: bool, between: Node | None = None) -> Node:
+    """One call, or several if calls may be parallel."""
+    return Repeat(call, 1, None, between) if parallel else call
+
+
+def quoted(text: str) -> str:
+    """`text` as a JSON string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def finish_text(reader: Reader) -> Generator[None, None, str]:
+    """All the text that is still to come."""
+    parts: list[str] = []
+    yield from reader.until((), parts.append)
+    return "".join(parts)
+
+
+__all__ = [
+    "BLANK",
+    "SPACE",
+    "CallSink",
+    "Choice",
+    "Family",
+    "Literal",
+    "Marker",
+    "Node",
+    "Reasoning",
+    "Regex",
+    "Repeat",
+    "Schema",
+    "TextSink",
+    "Until",
+    "any_of",
+    "arguments_schema",
+    "calls_of",
+    "finish_text",
+    "quoted",
+    "seq",
+]

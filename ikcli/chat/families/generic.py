@@ -1,0 +1,114 @@
+"""Tools for templates that know none: the tools stand in the system prompt, the whole answer is one JSON object.
+
+`{"response": ...}` answers, `{"tool_call": {...}}` or `{"tool_calls": [...]}` calls; the sampler is held to it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ikcli.chat.families.base import BLANK, SPACE, CallSink, Family, Node, Schema, TextSink, any_of, calls_of, seq
+from ikcli.chat.families.json_calls import Keys, object_tree, read_list, read_object
+from ikcli.chat.messages import Message, Tool
+from ikcli.chat.reader import Malformed, Reader, Wait
+
+
+class Generic(Family):
+    """Calls and answers as one JSON object."""
+
+    name = "Generic"
+    own_message = True
+    needs_tools = True
+    openings = ("{",)
+
+    def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
+        """An object that calls."""
+        call = any_of(object_tree(tool, Keys()) for tool in tools)
+        if not parallel:
+            return seq("{", SPACE, '"tool_call":', BLANK, call, SPACE, "}")
+        calls = seq("[", SPACE, calls_of(call, True, seq(",", SPACE)), SPACE, "]")
+        return seq("{", SPACE, '"tool_calls":', BLANK, calls, SPACE, "}")
+
+    def answer_tree(self, answer: Schema | None) -> Node:
+        """An object that answers: with text, or with what the request's own schema accepts."""
+        return seq("{", SPACE, '"response":', BLANK, answer or Schema({"type": "string"}), SPACE, "}")
+
+    def message(self, out: TextSink, reader: Reader) -> Wait:
+        """Read the object; anything else is content."""
+        yield from reader.spaces()
+        if (yield from reader.optional("{")):
+            yield from out.section("{")
+        yield from reader.until((), out.content)
+
+    def calls(self, out: CallSink, reader: Reader, opening: str) -> Wait:
+        """Read what follows the opening brace."""
+        yield from reader.spaces()
+        key = yield from reader.string()
+        yield from reader.spaces()
+        yield from reader.literal(":")
+        yield from reader.spaces()
+        if key == "response":
+            out.mark()
+            if (yield from reader.peek()) == '"':
+                yield from reader.json_string(out.content)
+            else:
+                yield from reader.json_value(out.content)
+        elif key in ("tool_call", "tool_calls"):
+            if (yield from reader.peek()) == "[":
+                yield from read_list(out, reader)
+            else:
+                yield from read_object(out, reader)
+        else:
+            raise Malformed("key")
+        out.mark()
+        yield from reader.spaces()
+        yield from reader.literal("}")
+        out.mark()
+        yield from reader.spaces()
+
+
+def explain_tools(
+    messages: Sequence[Message], tools: Sequence[Tool], *, must_call: bool, parallel: bool
+) -> list[Message]:
+    """`messages` with the tools and the form of the answer in the system prompt, calls and results written out."""
+    call = '{"name": "function name", "arguments": {"parameter": "value"}}'
+    form = f'{{"tool_calls": [{call}]}}' if parallel else f'{{"tool_call": {call}}}'
+    text = f"To call a function, reply with JSON only, in this form: {form}"
+    if not must_call:
+        text += '\nTo answer without a function, reply with JSON in this form: {"response": "your answer"}'
+    return list_tools([written_out(message) for message in messages], tools, text)
+
+
+def written_out(message: Message) -> Message:
+    """`message` without roles and fields that only templates with tools know."""
+    if message.role == "tool":
+        result = {"tool": message.name, "result": message.content} if message.name else {"result": message.content}
+        text = json.dumps({"tool_response": result}, ensure_ascii=False)
+        return Message("user", text)
+    if not message.tool_calls:
+        return message
+    calls = [{"name": c.name, "arguments": _value(c.arguments)} for c in message.tool_calls]
+    key, value = ("tool_call", calls[0]) if len(calls) == 1 else ("tool_calls", calls)
+    text = json.dumps({key: value}, ensure_ascii=False)
+    return replace(message, content=f"{message.content}\n{text}".lstrip("\n"), parts=None, tool_calls=())
+
+
+def _value(arguments: str) -> object:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def list_tools(messages: Sequence[Message], tools: Sequence[Tool], how: str = "") -> list[Message]:
+    """`messages` with the tools in the system prompt, for templates that write calls but no list of tools."""
+    listing = json.dumps([tool.to_openai()["function"] for tool in tools], ensure_ascii=False, indent=2)
+    text = f"You can call these functions (JSON schemas of their parameters included):\n{listing}"
+    text += f"\n\n{how}" if how else ""
+    out = list(messages)
+    if out and out[0].role in ("system", "developer"):
+        joined = f"{out[0].content}\n\n{text}" if out[0].content else text
+        return [replace(out[0], content=joined, parts=None), *out[1:]]
+    return [Message("system", text), *out]

@@ -1,0 +1,108 @@
+"""Calls written as Python: `<|tool_call_start|>[name(key="value", other=1)]<|tool_call_end|>` (LFM2)."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ikcli.chat.families.base import (
+    SPACE,
+    CallSink,
+    Family,
+    Marker,
+    Node,
+    Repeat,
+    Schema,
+    any_of,
+    calls_of,
+    seq,
+)
+from ikcli.chat.families.xml_calls import properties_of, with_definitions
+from ikcli.chat.messages import Tool
+from ikcli.chat.reader import Malformed, Reader, Wait
+
+_CONSTANTS = {"true": True, "false": False, "null": None}
+_MAX_TEXT = 100_000
+
+
+class PythonCalls(Family):
+    """A list of Python calls between markers."""
+
+    name = "LFM2"
+    OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
+    openings = (OPEN,)
+    markers = (OPEN, CLOSE)
+
+    def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
+        """Calls whose keyword arguments are JSON values that the parameters' schemas accept."""
+        call = any_of(_call_tree(tool) for tool in tools)
+        calls = calls_of(call, parallel, seq(",", SPACE))
+        return seq(Marker(self.OPEN), "[", calls, "]", Marker(self.CLOSE))
+
+    def calls(self, out: CallSink, reader: Reader, opening: str) -> Wait:
+        """Read the list; a list of JSON objects is understood too."""
+        text = yield from reader.collect((self.CLOSE,))
+        found = _parse(text)
+        for name, arguments in found:
+            out.begin_call(name)
+            out.arguments(arguments)
+            out.end_call()
+        out.mark()
+
+
+def _call_tree(tool: Tool) -> Node:
+    required = tool.parameters.get("required")
+    names = required if isinstance(required, list) else []
+    must: list[Node | str] = []
+    may: list[Node] = []
+    for key, schema in properties_of(tool.parameters).items():
+        argument = seq(f"{key}=", Schema(with_definitions(schema, tool.parameters)))
+        if key in names:
+            must += [", ", argument] if must else [argument]
+        else:
+            may.append(argument)
+    if may and must:
+        must.append(Repeat(seq(", ", any_of(may)), 0, len(may)))
+    elif may:
+        must.append(Repeat(any_of(may), 0, len(may), seq(", ")))
+    return seq(f"{tool.name}(", *must, ")")
+
+
+def _parse(text: str) -> list[tuple[str, str]]:
+    if len(text) > _MAX_TEXT:
+        raise Malformed("length")
+    try:
+        listed = ast.parse(text.strip(), mode="eval").body
+        items = listed.elts if isinstance(listed, ast.List) else [listed]
+        calls = [_one(item) for item in items]
+        return [(name, json.dumps(values, ensure_ascii=False, allow_nan=False)) for name, values in calls]
+    except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError):
+        raise Malformed("call") from None
+
+
+def _one(item: ast.expr) -> tuple[str, dict[str, Any]]:
+    if isinstance(item, ast.Dict):
+        value = _value(item)
+        if not isinstance(value.get("name"), str) or not isinstance(value.get("arguments", {}), Mapping):
+            raise Malformed("call")
+        return value["name"], value.get("arguments", {})
+    if not isinstance(item, ast.Call) or item.args or any(k.arg is None for k in item.keywords):
+        raise Malformed("call")
+    return ast.unparse(item.func), {str(k.arg): _value(k.value) for k in item.keywords}
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
+        return _CONSTANTS[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_value(e) for e in node.elts]
+    if isinstance(node, ast.Dict):
+        if not all(isinstance(k, ast.Constant) and isinstance(k.value, str) for k in node.keys):
+            raise Malformed("key")
+        return {k.value: _value(v) for k, v in zip(node.keys, node.values, strict=True)}  # type: ignore[union-attr]
+    value = ast.literal_eval(node)
+    if not isinstance(value, str | int | float | bool | None):
+        raise Malformed("value")
+    return value

@@ -1,0 +1,305 @@
+"""The chat format of a model: its template, what it can do, and how its family writes thinking and tool calls.
+
+Templates that do not know tools get them in the system prompt and answer in JSON (`families.generic`); templates
+without a system role get the system prompt in front of the first message.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from ikcli.chat import builtin
+from ikcli.chat.capabilities import Capabilities, call_shape, probe
+from ikcli.chat.families.base import Family
+from ikcli.chat.families.detect import family_by_shape, family_of, reasoning_of
+from ikcli.chat.families.generic import Generic, explain_tools, list_tools, written_out
+from ikcli.chat.families.harmony import Harmony
+from ikcli.chat.messages import Message, RequestError
+from ikcli.chat.prompt import ChatPrompt, Thinking, answer_grammar, parser_settings
+from ikcli.chat.request import ChatRequest
+from ikcli.chat.template import ChatTemplate
+from ikcli.errors import FormatError, IkError, UnsupportedError
+
+_EXAMPLE = (
+    Message("system", "You are a helpful assistant"),
+    Message("user", "Hello"),
+    Message("assistant", "Hi there"),
+    Message("user", "How are you?"),
+)
+
+
+class ChatFormat:
+    """Renders requests for one model."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos: str = "",
+        eos: str = "",
+        add_bos: bool = False,
+        add_eos: bool = False,
+        tool_source: str = "",
+        jinja: bool = True,
+        notice: str = "",
+    ) -> None:
+        """Compile and probe `source` (`tool_source`: the one for requests with tools). `add_bos`: the tokenizer writes
+        BOS itself, so the prompt must not. FormatError with the line if a template is broken.
+        """
+        self.source = source
+        self.notice = notice
+        self.jinja = jinja
+        self._bos, self._eos, self._add_bos, self._add_eos = bos, eos, add_bos, add_eos
+        self._template = ChatTemplate(source)
+        self._tool_template = ChatTemplate(tool_source) if tool_source else self._template
+        self.capabilities = self._probe(self._template)
+        same = self._tool_template is self._template
+        self._tool_capabilities = self.capabilities if same else self._probe(self._tool_template)
+        self._family = self._find_family(self._tool_template, self._tool_capabilities)
+        self.reasoning, self.supports_thinking = reasoning_of(source)
+        if isinstance(self._family, Harmony):
+            self.reasoning, self.supports_thinking = Harmony.reasoning, True
+
+    @classmethod
+    def for_model(
+        cls,
+        template_source: str | None,
+        *,
+        bos: str = "",
+        eos: str = "",
+        add_bos: bool = False,
+        add_eos: bool = False,
+        tool_source: str | None = None,
+        jinja: bool = True,
+    ) -> ChatFormat:
+        """The format of a template or of the name of a built-in one; None: ChatML, with a `notice`.
+
+        Without `jinja` a template stands for the built-in one of its format; UnsupportedError if there is none.
+        """
+        notice = ""
+        named = builtin.by_name(template_source.strip()) if template_source else builtin.TEMPLATES["chatml"]
+        if not template_source:
+            notice = "the model has no chat template: using chatml (choose one with --chat-template)"
+        elif named is None and not jinja:
+            name = builtin.recognise(template_source)
+            if name is None:
+                raise UnsupportedError("the chat template is of no built-in format: leave out --no-jinja to use it")
+            named = builtin.TEMPLATES[name]
+        elif named is None and re.fullmatch(r"[\w.-]{1,40}", template_source.strip()):
+            known = ", ".join(sorted(builtin.TEMPLATES))
+            raise FormatError(f'there is no built-in chat template "{template_source.strip()}"; there are {known}')
+        source = named if named is not None else template_source or ""
+        options: dict[str, Any] = {"bos": bos, "eos": eos, "add_bos": add_bos, "add_eos": add_eos, "jinja": jinja}
+        return cls(source, **options, tool_source="" if named else tool_source or "", notice=notice)
+
+    @property
+    def family(self) -> Family:
+        """How the answers of this model write tool calls."""
+        return self._family
+
+    def format_example(self, template_kwargs: Mapping[str, Any] | None = None) -> str:
+        """A short conversation as the model sees it, for the log."""
+        request = ChatRequest(_EXAMPLE, template_kwargs=template_kwargs or {})
+        return self.render(request).prompt
+
+    def check(self) -> None:
+        """Render a message; IkError if the template cannot."""
+        self.render(ChatRequest((Message("user", "test"),)))
+
+    def render(self, request: ChatRequest) -> ChatPrompt:
+        """The prompt for `request`, with what is needed to hold and to read the answer.
+
+        RequestError if the template refuses the conversation or this format cannot do what is asked.
+        """
+        if not self.jinja and (request.tools or request.tool_choice != "auto"):
+            raise RequestError("tools" if request.tools else "tool_choice", "needs templates: leave out --no-jinja")
+        prefilled = request.messages[-1] if request.prefill else None
+        if prefilled is not None:
+            request = replace(request, messages=request.messages[:-1], add_generation_prompt=True)
+        family = self._family if request.calls_tools or self._family.own_message else None
+        if isinstance(family, Generic) and not request.calls_tools:
+            family = None
+        messages, tools = self._prepare(request, family)
+        prompt = self._text(request, messages, tools)
+        opening = self._generation_prompt(request, messages, tools, prompt)
+        prompt, thinking = self._thinking(request, prompt)
+        if prefilled is not None:
+            prompt, thinking = self._continue(prompt, thinking, prefilled, family)
+        grammar = answer_grammar(request, family, thinking)
+        settings = parser_settings(request, family or self._wrappers(), thinking, live=grammar is not None)
+        preserved = (*(family.markers if family else ()), *self._thinking_tokens(thinking))
+        return ChatPrompt(
+            prompt=prompt,
+            generation_prompt=opening,
+            format=family.name if family and request.calls_tools else "Content-only",
+            settings=settings,
+            grammar=grammar,
+            stops=family.stops if family and request.calls_tools else (),
+            preserved_tokens=tuple(dict.fromkeys(preserved)),
+        )
+
+    # the template
+
+    def _probe(self, template: ChatTemplate) -> Capabilities:
+        return probe(template, self._bos, self._eos)
+
+    def _find_family(self, template: ChatTemplate, can: Capabilities) -> Family:
+        family = family_of(template.source)
+        if family is None and can.tools and can.tool_calls:
+            shape = call_shape(template, self._bos, self._eos, objects=can.object_arguments)
+            family = family_by_shape(*shape) if shape else None
+        if family is not None and (can.tools or can.tool_calls or family.own_message or can.tool_responses):
+            return family
+        return Generic()
+
+    def _wrappers(self) -> Family | None:
+        return self._family if self._family.dropped else None
+
+    def _prepare(self, request: ChatRequest, family: Family | None) -> tuple[list[dict[str, Any]], list[Any] | None]:
+        """Messages and tools as the template takes them."""
+        messages: list[Message] = list(request.messages)
+        can = self._tool_capabilities if request.tools else self.capabilities
+        tools = [tool.to_openai() for tool in request.callable_tools] if request.calls_tools else None
+        if isinstance(family, Generic):
+            must = request.tool_choice == "required"
+            parallel = request.parallel_tool_calls
+            messages = explain_tools(messages, request.callable_tools, must_call=must, parallel=parallel)
+            tools = None
+        elif tools and not can.tools:
+            messages = list_tools(messages, request.callable_tools)
+        if isinstance(self._family, Generic) or not can.tool_calls:
+            native = can.tool_responses
+            messages = [m if m.role == "tool" and native else written_out(m) for m in messages]
+        if not isinstance(self._family, Harmony):
+            messages = [replace(m, role="system") if m.role == "developer" else m for m in messages]
+        if not can.system_role:
+            messages = _without_system(messages)
+        return [self._as_dict(m, can, i) for i, m in enumerate(messages)], tools
+
+    def _as_dict(self, message: Message, can: Capabilities, index: int) -> dict[str, Any]:
+        out: dict[str, Any] = {"role": message.role, "content": message.content}
+        if can.typed_content and (message.parts is not None or not can.string_content):
+            texts = message.parts if message.parts is not None else (message.content,)
+            out["content"] = [{"type": "text", "text": text} for text in texts]
+        if message.reasoning:
+            out["reasoning_content"] = message.reasoning
+            if isinstance(self._family, Harmony):
+                out["thinking"] = message.reasoning
+                if message.tool_calls:
+                    del out["content"]
+        if message.name:
+            out["name"] = message.name
+        if message.tool_call_id:
+            out["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            if can.null_content and not message.content:
+                out["content"] = None
+            out["tool_calls"] = [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": c.name,
+                        "arguments": self._arguments(c.arguments, can, f"messages[{index}].tool_calls[{i}]"),
+                    },
+                    **({"id": c.id} if c.id else {}),
+                }
+                for i, c in enumerate(message.tool_calls)
+            ]
+        return out
+
+    def _arguments(self, text: str, can: Capabilities, path: str) -> Any:
+        """Arguments of a call as the template takes them: an object, or JSON text."""
+        if not can.object_arguments:
+            return text
+        try:
+            return json.loads(text) if text.strip() else {}
+        except (ValueError, RecursionError) as e:
+            raise RequestError(f"{path}.function.arguments", f"is not valid JSON: {e}") from None
+
+    def _text(self, request: ChatRequest, messages: list[dict[str, Any]], tools: list[Any] | None, **more: Any) -> str:
+        template = self._tool_template if tools else self._template
+        now = datetime.now()
+        variables: dict[str, Any] = {
+            "date_string": now.strftime("%d %b %Y"),
+            "datetime": now.strftime("%b %d %Y"),
+            "add_generation_prompt": request.add_generation_prompt,
+            "enable_thinking": request.thinking,
+        }
+        if request.enable_thinking is not None and "enable_thinking" not in self.source:
+            variables["thinking"] = request.enable_thinking  # what some templates call it
+        variables |= {k: v for k, v in request.template_kwargs.items() if k not in ("messages", "tools", "self")}
+        variables |= more
+        for name, own in (("bos_token", self._bos), ("eos_token", self._eos)):
+            variables.setdefault(name, own)
+        try:
+            text = template.render(messages, tools=tools, **variables)
+        except FormatError:
+            raise
+        except IkError as e:
+            raise RequestError("messages", str(e)) from None
+        if self._add_bos and self._bos and text.startswith(self._bos):
+            text = text[len(self._bos) :]
+        if self._add_eos and self._eos and text.endswith(self._eos):
+            text = text[: -len(self._eos)]
+        return text
+
+    def _generation_prompt(
+        self, request: ChatRequest, messages: list[Any], tools: list[Any] | None, prompt: str
+    ) -> str:
+        if not request.add_generation_prompt:
+            return ""
+        try:
+            without = self._text(request, messages, tools, add_generation_prompt=False)
+        except IkError:
+            return ""
+        n = 0
+        limit = min(len(without), len(prompt))
+        if prompt.startswith(without):
+            n = len(without)
+        else:
+            while n < limit and prompt[n] == without[n]:
+                n += 1
+        return prompt[n:]
+
+    # thinking
+
+    def _thinking(self, request: ChatRequest, prompt: str) -> tuple[str, Thinking]:
+        """The prompt, its thinking closed if there is to be none, and how the answer may begin."""
+        if isinstance(self._family, Harmony):
+            return prompt, Thinking(Harmony.reasoning, False, request.thinking)
+        tags = self.reasoning
+        is_open = request.add_generation_prompt and prompt.rstrip().endswith(tags.open)
+        if is_open and not request.thinking:
+            return prompt + tags.close, Thinking(tags, False, False)
+        closed = prompt.rstrip().endswith(tags.close)
+        possible = self.supports_thinking and request.thinking and not is_open and not closed
+        return prompt, Thinking(tags, is_open, possible)
+
+    def _thinking_tokens(self, thinking: Thinking) -> tuple[str, ...]:
+        return (thinking.tags.open, thinking.tags.close) if thinking.tags else ()
+
+    def _continue(self, prompt: str, thinking: Thinking, last: Message, family: Family | None) -> tuple[str, Thinking]:
+        """The prompt with the beginning of the answer."""
+        text = "".join(last.parts) if last.parts is not None else last.content
+        if isinstance(family, Harmony):
+            return f"{prompt}<|channel|>final<|message|>{text}", Thinking(None, False, False)
+        tags = self.reasoning
+        if thinking.open and last.reasoning and not text:
+            return prompt + last.reasoning, thinking
+        if thinking.open:
+            return f"{prompt}{last.reasoning}{tags.close}{text}", Thinking(None, False, False)
+        return prompt + text, Thinking(None, False, False)
+
+
+def _without_system(messages: list[Message]) -> list[Message]:
+    """The leading system prompt in front of the next message; later ones as the user's words."""
+    if messages and messages[0].role == "system" and len(messages) > 1:
+        first, second = messages[:2]
+        joined = f"{first.content}\n{second.content}" if second.content else first.content
+        messages = [replace(second, content=joined, parts=None), *messages[2:]]
+    return [replace(m, role="user") if m.role == "system" else m for m in messages]

@@ -38,17 +38,18 @@ class SignCodes:
         """Replace every code by the XOR of its lower bits, bit by bit, in blocks (..., bytes)."""
         words = self._words(blocks)
         for n in (1, 2, 4):
-            words ^= words << words.dtype.type(n) & self._mask(n)
+            words ^= words << words.dtype.type(n) & self.mask(n)
 
     def unscramble(self, blocks: Bytes) -> None:
         """The inverse of `scramble`."""
         words = self._words(blocks)
-        words ^= words << words.dtype.type(1) & self._mask(1)
+        words ^= words << words.dtype.type(1) & self.mask(1)
 
     def _words(self, blocks: Bytes) -> npt.NDArray[np.unsignedinteger]:
         return blocks[..., self.start : self.stop].view(self.dtype)[..., self.step - 1 :: self.step]
 
-    def _mask(self, n: int) -> np.unsignedinteger:
+    def mask(self, n: int) -> np.unsignedinteger:
+        """The bits of all codes of an integer that have a bit of their code `n` below."""
         return np.dtype(self.dtype).type(sum((127 >> n << n) << shift for shift in self.shifts))
 
 

@@ -133,9 +133,6 @@ def _move_compiled(out: Bytes, rows: Bytes, type: GGMLType, base: GGMLType) -> N
 
     found, header = layout(type), FORMATS[base].row_meta_size
     src = np.ascontiguousarray(rows)
-    if found.signs is not None:
-        src = src.copy() if src is rows else src
-        found.signs.scramble(src.reshape(-1, found.n_bytes))  # these types have no row header
     key = KernelKey("ikcli.quant.repack_kernels", "make_repack", (FORMATS[type].name,))
     n_units, n_groups = (src.shape[1] - header) // found.n_bytes, len(src) // found.rows
     kept = FORMATS[type].row_meta_size

@@ -8,7 +8,8 @@ or 1 bytes: loads, shifts, masks, one store. Layouts: `interleave.py`; the same 
 # (compiled from bytecode; intrinsics have no Python body that a type checker could follow)
 
 import llvmlite.ir as ir
-from numba.core import types
+import numpy as np
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from ikcli.gguf.constants import GGMLType
@@ -51,6 +52,31 @@ def _part(builder, src, stride, term, width):
     return x if mask == 255 else builder.and_(x, ir.Constant(t, spread))
 
 
+def _copy(builder, src, dst, n):
+    """Copy n bytes in the widest pieces."""
+    done = 0
+    while done < n:
+        width = next(w for w in (32, 16, 8, 4, 2, 1) if done + w <= n)
+        t = ir.VectorType(ir.IntType(8), width)
+        at = ir.Constant(_I64, done)
+        x = builder.load(pointer(builder, builder.add(src, at), t), align=1)
+        builder.store(x, pointer(builder, builder.add(dst, at), t), align=1)
+        done += width
+
+
+def _scramble(builder, block, signs):
+    """Replace the sign codes of a block by the XOR of their lower bits, eight bytes at a time."""
+    n = signs.step * np.dtype(signs.dtype).itemsize
+    for start in range(signs.start, signs.stop, 8):
+        at = pointer(builder, builder.add(block, ir.Constant(_I64, start)), _I64)
+        x = builder.load(at, align=1)
+        for shift in (1, 2, 4):
+            last = int(signs.mask(shift)) << 8 * (n - n // signs.step)  # the last integer of `step` holds the codes
+            mask = sum(last << 8 * i for i in range(0, 8, n))
+            x = builder.xor(x, builder.and_(builder.shl(x, ir.Constant(_I64, shift)), ir.Constant(_I64, mask)))
+        builder.store(x, at, align=1)
+
+
 def _unit_mover(found):
     """move(src, stride, dst): one unit from blocks `stride` bytes apart."""
 
@@ -58,6 +84,15 @@ def _unit_mover(found):
     def move(typingctx, src, stride, dst):
         def codegen(context, builder, sig, args):
             src, stride, dst = args
+            if found.signs is not None:
+                n = found.n_bytes
+                scratch = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), found.rows * n))
+                copies = builder.ptrtoint(scratch, _I64)
+                for r in range(found.rows):
+                    block = builder.add(copies, ir.Constant(_I64, r * n))
+                    _copy(builder, builder.add(src, builder.mul(stride, ir.Constant(_I64, r))), block, n)
+                    _scramble(builder, block, found.signs)
+                src, stride = copies, ir.Constant(_I64, n)
             for first, width, terms in _runs(found):
                 value = None
                 for term in terms:

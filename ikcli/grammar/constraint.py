@@ -1,0 +1,156 @@
+"""Grammars at work during a generation: masks over the vocabulary, tokens accepted, steps taken back."""
+
+from __future__ import annotations
+
+import codecs
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+from ikcli.grammar.nodes import GrammarError
+from ikcli.grammar.spec import GrammarSpec, TriggerWatcher
+from ikcli.grammar.vocabulary import Vocabulary
+
+
+class GrammarConstraint:
+    """A grammar that holds from the first token on."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+
+    def mask(self) -> npt.NDArray[np.uint32]:
+        """Bit i of the packed mask (ceil(n_vocab / 32),) is set if token i may follow; a new array each time."""
+        mask = np.zeros((self._vocabulary.n_vocab + 31) // 32, np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._check()
+        return mask
+
+    def accept(self, token: int) -> None:
+        """Advance by a token; GrammarError if the mask did not allow it."""
+        if not self._matcher.consume_token(token):
+            self._check()
+
+    def accept_text(self, text: str) -> None:
+        """Advance by text, however its tokens are cut."""
+        self._matcher.consume_tokens(self._vocabulary.native.greedy_tokenize(text))
+        self._check()
+
+    @property
+    def finished(self) -> bool:
+        """True if nothing but the end of generation may follow."""
+        return self._matcher.is_stopped()
+
+    @property
+    def accepting(self) -> bool:
+        """True if the text is complete as it is."""
+        return self._matcher.is_accepting()
+
+    def rollback(self, n: int) -> None:
+        """Take back the last `n` tokens."""
+        if n > 0 and not self._matcher.rollback(n):
+            raise GrammarError("the grammar cannot go back that far")
+
+    def copy(self) -> GrammarConstraint:
+        """A constraint in the same state that goes its own way."""
+        return GrammarConstraint(self._matcher.deep_copy(), self._vocabulary)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar could not be followed: {first_line(self._matcher.get_error())}")
+
+
+class LazyConstraint:
+    """Free text until the triggers of a spec come up; from there on its grammar, the trigger included.
+
+    Where the text so far does not fit the grammar after all, it goes on as free text.
+    """
+
+    def __init__(self, spec: GrammarSpec, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+        self._spec = spec
+        self._start = matcher
+        self._vocabulary = vocabulary
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tokens: list[int] = []
+        self._texts: list[str] = []
+        self._watcher = TriggerWatcher(self._spec)
+        self._decoder = _decoder()
+        self._inner: GrammarConstraint | None = None
+        if self._watcher.active:
+            self._inner = GrammarConstraint(self._start.deep_copy(), self._vocabulary)
+        self._free = 0
+
+    def mask(self) -> npt.NDArray[np.uint32] | None:
+        """As of the grammar; None as long as every token may follow."""
+        return None if self._inner is None else self._inner.mask()
+
+    def accept(self, token: int) -> None:
+        """Advance by a token; GrammarError if the mask did not allow it."""
+        self._tokens.append(token)
+        if self._inner is not None:
+            self._inner.accept(token)
+            return
+        text = self._decoder.decode(self._vocabulary.tokens[token] if token < self._vocabulary.n_vocab else b"")
+        self._texts.append(text)
+        rest = self._watcher.feed(text)
+        if rest is not None:
+            self._inner = self._started(rest)
+            self._free = len(self._tokens)
+            if self._inner is None:
+                self._watcher, self._decoder = TriggerWatcher(self._spec), _decoder()
+                self._texts.clear()
+
+    @property
+    def finished(self) -> bool:
+        """True if nothing but the end of generation may follow."""
+        return self._inner is not None and self._inner.finished
+
+    def rollback(self, n: int) -> None:
+        """Take back the last `n` tokens."""
+        if n <= 0:
+            return
+        if self._inner is not None and len(self._tokens) - n >= self._free:
+            self._inner.rollback(n)
+            del self._tokens[-n:]
+            return
+        tokens = self._tokens[:-n]
+        self._begin()
+        for token in tokens:
+            self.accept(token)
+
+    def copy(self) -> LazyConstraint:
+        """A constraint in the same state that goes its own way."""
+        other = LazyConstraint(self._spec, self._start, self._vocabulary)
+        for token in self._tokens:
+            other.accept(token)
+        return other
+
+    def _started(self, text: str) -> GrammarConstraint | None:
+        """The grammar after `text`, the end of what was generated, or None if the grammar does not allow that."""
+        inner = GrammarConstraint(self._start.deep_copy(), self._vocabulary)
+        at, n = len(self._texts), 0
+        while n < len(text):
+            at -= 1
+            n += len(self._texts[at])
+        tokens = self._tokens[len(self._tokens) - (len(self._texts) - at) :]
+        try:
+            if n > len(text):  # the trigger begins within a token
+                inner.accept_text(self._texts[at][n - len(text) :])
+                tokens = tokens[1:]
+            for token in tokens:
+                inner.accept(token)
+        except GrammarError:
+            return None
+        return inner
+
+
+def first_line(message: str) -> str:
+    """A message of the grammar library without the state it appends."""
+    return message.split("\n<state>")[0].strip().splitlines()[0] if message.strip() else "unknown error"
+
+
+def _decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")

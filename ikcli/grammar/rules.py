@@ -1,0 +1,178 @@
+"""Checks and simplification of rules: what is undefined, endless or too deep; which rules are regular.
+
+A rule is regular if a regular expression can stand for it: no recursion is left in what it refers to. Recursion at
+one end only (`ws ::= ([ \\t] ws)?`) becomes a repetition first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ikcli.grammar.nodes import EMPTY, GrammarError, Json, Node, Ref, Repeat, Rules, Seq, Token, alt, children, seq
+
+MAX_NODES = 200_000
+MAX_DEPTH = 300
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """A node and all that is in it."""
+    stack = [node]
+    while stack:
+        top = stack.pop()
+        yield top
+        stack.extend(children(top))
+
+
+def check_rules(rules: Rules, root: str) -> None:
+    """GrammarError if a rule is missing, the whole is too large, or `root` can never end."""
+    if root not in rules:
+        known = ", ".join(list(rules)[:5])
+        raise GrammarError(f"grammar: there is no rule {root}" + (f" (rules are {known})" if known else ""))
+    n_nodes = 0
+    for name, body in rules.items():
+        for node in walk(body):
+            n_nodes += 1
+            if isinstance(node, Ref) and node.name not in rules:
+                raise GrammarError(f"grammar: rule {name} refers to {node.name}, which is not defined")
+    if n_nodes > MAX_NODES:
+        raise GrammarError(f"grammar: it has {n_nodes} parts; at most {MAX_NODES} are accepted")
+    if root not in _productive(rules):
+        raise GrammarError(f"grammar: rule {root} refers to itself on every path, so no text could ever be complete")
+
+
+def simplify(rules: Rules, root: str) -> tuple[Rules, frozenset[str]]:
+    """Rules that `root` needs, recursion at one end made repetition, and the names of the regular ones."""
+    components = _components(rules, root)
+    done: Rules = {}
+    regular: set[str] = set()
+    depth: dict[str, int] = {}
+    for component in components:
+        for name in component:
+            done[name] = rules[name]
+        if len(component) == 1:
+            name = component[0]
+            done[name] = _without_recursion(name, rules[name])
+            nodes = list(walk(done[name]))
+            if all(not isinstance(n, Token | Json) and (not isinstance(n, Ref) or n.name in regular) for n in nodes):
+                regular.add(name)
+        for name in component:
+            refs = [n.name for n in walk(done[name]) if isinstance(n, Ref)]
+            depth[name] = 1 + max((depth.get(r, 0) for r in refs), default=0)
+            if depth[name] > MAX_DEPTH:
+                raise GrammarError(f"grammar: rules refer to each other more than {MAX_DEPTH} deep")
+    return done, frozenset(regular)
+
+
+def _productive(rules: Rules) -> set[str]:
+    found: set[str] = set()
+
+    def ends(node: Node) -> bool:
+        if isinstance(node, Ref):
+            return node.name in found
+        if isinstance(node, Repeat):
+            return node.low == 0 or ends(node.item)
+        parts = [ends(child) for child in children(node)]
+        return all(parts) if not parts or isinstance(node, Seq) else any(parts)
+
+    waiting = set(rules)
+    while True:
+        new = {name for name in waiting if ends(rules[name])}
+        if not new:
+            return found
+        found |= new
+        waiting -= new
+
+
+def _components(rules: Rules, root: str) -> list[list[str]]:
+    """Strongly connected rules reachable from `root`, those referred to first (Tarjan, without recursion)."""
+    refs = {name: [n.name for n in walk(body) if isinstance(n, Ref)] for name, body in rules.items()}
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    path: list[str] = []
+    on_path: set[str] = set()
+    found: list[list[str]] = []
+    work = [(root, iter(refs[root]))]
+    order[root] = low[root] = 0
+    path.append(root)
+    on_path.add(root)
+    while work:
+        name, rest = work[-1]
+        child = next(rest, None)
+        if child is None:
+            work.pop()
+            if work:
+                low[work[-1][0]] = min(low[work[-1][0]], low[name])
+            if low[name] == order[name]:
+                at = path.index(name)
+                found.append(path[at:])
+                on_path.difference_update(path[at:])
+                del path[at:]
+        elif child not in order:
+            order[child] = low[child] = len(order)
+            path.append(child)
+            on_path.add(child)
+            work.append((child, iter(refs[child])))
+        elif child in on_path:
+            low[name] = min(low[name], order[child])
+    return found
+
+
+def _refers(node: Node, name: str) -> bool:
+    return any(isinstance(n, Ref) and n.name == name for n in walk(node))
+
+
+def _without_recursion(name: str, body: Node) -> Node:
+    """`x ::= a x | b` as `a* b`, `x ::= x a | b` as `b a*`; the body itself if recursion is elsewhere too."""
+    if not _refers(body, name):
+        return body
+    for at_end in (True, False):
+        parts = _split(name, body, at_end)
+        if parts is not None and parts[1]:
+            loops, ends = parts
+            if not loops:
+                return alt(*ends)
+            loop = Repeat(alt(*loops), 0, None)
+            return Seq((loop, alt(*ends)) if at_end else (alt(*ends), loop))
+    return body
+
+
+def _split(name: str, node: Node, at_end: bool) -> tuple[list[Node], list[Node]] | None:
+    """What stands before (after) `name` in the alternatives that have it at their end (start), and the others."""
+    if isinstance(node, Ref) and node.name == name:
+        return [], []
+    if not _refers(node, name):
+        return [], [node]
+    if isinstance(node, Repeat):
+        if (node.low, node.high) != (0, 1):
+            return None
+        inner = _split_ref(name, node.item, at_end)
+        return None if inner is None else (inner[0], [*inner[1], EMPTY])
+    if isinstance(node, Seq):
+        rest, edge = (node.items[:-1], node.items[-1]) if at_end else (node.items[1:], node.items[0])
+        if any(_refers(item, name) for item in rest):
+            return None
+        inner = _split_ref(name, edge, at_end)
+        if inner is None:
+            return None
+        loops, ends = ([_join(rest, part, at_end) for part in group] for group in inner)
+        return loops, ends
+    loops, ends = [], []
+    for item in children(node):
+        inner = _split_ref(name, item, at_end)
+        if inner is None:
+            return None
+        loops += inner[0]
+        ends += inner[1]
+    return [loop for loop in loops if loop is not EMPTY], ends
+
+
+def _split_ref(name: str, node: Node, at_end: bool) -> tuple[list[Node], list[Node]] | None:
+    if isinstance(node, Ref) and node.name == name:
+        return [EMPTY], []
+    return _split(name, node, at_end)
+
+
+def _join(rest: tuple[Node, ...], part: Node, at_end: bool) -> Node:
+    if part is EMPTY:
+        return seq(*rest)
+    return seq(*rest, part) if at_end else seq(part, *rest)

@@ -1,0 +1,233 @@
+"""JSON schemas made ready for llguidance: keywords it would have to ignore are refused, with their place.
+
+Keywords that no draft of JSON Schema defines, and `format`s it does not know, only annotate and are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from ikcli.grammar.nodes import GrammarError
+
+MAX_DEPTH = 100
+MAX_SCHEMAS = 100_000
+WHITE_SPACE = r" |\n{1,2}[ \t]{0,20}"
+"""Between the parts of a JSON value: none, a blank, or a line end and some indentation. Never without end."""
+
+_ONE = frozenset({"additionalProperties", "additionalItems"})
+_LIST = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_MAP = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_PLAIN = frozenset(
+    {
+        "$ref",
+        "const",
+        "enum",
+        "type",
+        "minItems",
+        "maxItems",
+        "required",
+        "minProperties",
+        "maxProperties",
+        "minLength",
+        "maxLength",
+        "pattern",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+        "$anchor",
+    }
+)
+_REFUSED = frozenset(
+    {
+        "not",
+        "if",
+        "then",
+        "else",
+        "dependentRequired",
+        "dependentSchemas",
+        "dependencies",
+        "propertyNames",
+        "contains",
+        "minContains",
+        "maxContains",
+        "uniqueItems",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+        "$dynamicRef",
+        "$recursiveRef",
+    }
+)
+_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+_COUNTS = frozenset({"minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"})
+
+
+def prepare_schema(schema: Any) -> str:
+    """The schema as llguidance takes it, serialized; GrammarError naming keyword and place if it cannot be followed.
+
+    `schema` is a parsed JSON value. oneOf counts as anyOf.
+    """
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, Mapping):
+        kind = "false, which no value fulfils" if schema is False else f"{type(schema).__name__}, not an object"
+        raise GrammarError(f"json_schema: the schema is {kind}")
+    prepared = _Preparer(schema).run()
+    prepared["x-guidance"] = {"whitespace_pattern": WHITE_SPACE, "lenient": False, "coerce_one_of": True}
+    return json.dumps(prepared)
+
+
+class _Preparer:
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._n = 0
+        self._kept_whole: list[tuple[str, ...]] = []
+
+    def run(self) -> dict[str, Any]:
+        result = self._schema(self._root, (), 0)
+        assert isinstance(result, dict)
+        # Targets of references outside of $defs and the like are not schemas to `_schema`: add them where they are.
+        done: set[tuple[str, ...]] = set()
+        while self._kept_whole:
+            path = self._kept_whole.pop()
+            if path in done:
+                continue
+            done.add(path)
+            target = self._resolve(path)
+            if not _present(result, path):
+                _put(result, path, self._root, self._schema(target, path, len(path)))
+        return result
+
+    def _schema(self, schema: Any, path: tuple[str, ...], depth: int) -> Any:
+        self._n += 1
+        if depth > MAX_DEPTH:
+            raise self._error(path[:3], f"the schema is nested more than {MAX_DEPTH} deep")
+        if self._n > MAX_SCHEMAS:
+            raise GrammarError(f"json_schema: it has more than {MAX_SCHEMAS} parts")
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            raise self._error(path, f"a schema must be an object or true or false, not {_short(schema)}")
+        result: dict[str, Any] = {}
+        for key, value in schema.items():
+            where = (*path, str(key))
+            if key in _REFUSED:
+                if _says_something(key, value, schema):
+                    raise self._error(where, f"the keyword {key} is not supported")
+            elif key in _ONE or key == "items":
+                if key == "items" and isinstance(value, list):
+                    result[key] = self._list(value, where, depth)
+                else:
+                    result[key] = self._schema(value, where, depth + 1)
+            elif key in _LIST:
+                result[key] = self._list(value, where, depth)
+            elif key in _MAP:
+                if not isinstance(value, Mapping):
+                    raise self._error(where, "must be an object of schemas")
+                result[key] = {str(k): self._schema(v, (*where, str(k)), depth + 1) for k, v in value.items()}
+            elif key in _PLAIN or (key == "format" and value in _FORMATS):
+                result[key] = self._plain(key, value, where)
+            elif key == "$schema" and isinstance(value, str) and "json-schema.org/draft-0" in value:
+                result[key] = value  # drafts 4 to 7 read some keywords in another way
+        return result
+
+    def _list(self, value: Any, where: tuple[str, ...], depth: int) -> list[Any]:
+        if not isinstance(value, list):
+            raise self._error(where, "must be a list of schemas")
+        return [self._schema(v, (*where, str(i)), depth + 1) for i, v in enumerate(value)]
+
+    def _plain(self, key: str, value: Any, where: tuple[str, ...]) -> Any:
+        if key == "$ref":
+            return self._reference(value, where)
+        if key == "type":
+            for name in value if isinstance(value, list) else [value]:
+                if name not in _TYPES:
+                    raise self._error(where, f"{_short(name)} is not a type; types are {', '.join(sorted(_TYPES))}")
+        if key in _COUNTS and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            if not (isinstance(value, float) and value >= 0 and value == int(value)):
+                raise self._error(where, f"must be a whole number of at least 0, not {_short(value)}")
+            return int(value)
+        if key == "pattern" and not isinstance(value, str):
+            raise self._error(where, f"must be a regular expression, not {_short(value)}")
+        if key == "enum" and (not isinstance(value, list) or not value):
+            raise self._error(where, "must be a list of at least one value")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self._error(where, f"must be a finite number, not {value}")
+        return value
+
+    def _reference(self, value: Any, where: tuple[str, ...]) -> str:
+        if not isinstance(value, str):
+            raise self._error(where, f"must be text, not {_short(value)}")
+        identity = self._root.get("$id", self._root.get("id"))
+        if isinstance(identity, str) and identity and value.startswith(identity.rstrip("#")):
+            value = value[len(identity.rstrip("#")) :] or "#"
+        if not value.startswith("#"):
+            raise self._error(where, f"{_short(value)} refers to another document, which is not fetched")
+        if value.startswith("#/"):
+            path = tuple(p.replace("~1", "/").replace("~0", "~") for p in unquote(value[2:]).split("/"))
+            self._resolve(path, where, value)
+            self._kept_whole.append(path)
+        return value
+
+    def _resolve(self, path: tuple[str, ...], where: tuple[str, ...] = (), written: str = "") -> Any:
+        found: Any = self._root
+        for part in path:
+            if isinstance(found, Mapping) and part in found:
+                found = found[part]
+            elif isinstance(found, list) and part.isdigit() and int(part) < len(found):
+                found = found[int(part)]
+            else:
+                raise self._error(where, f"{_short(written)} refers to something that is not in the schema")
+        return found
+
+    def _error(self, path: tuple[str, ...], message: str) -> GrammarError:
+        return GrammarError(f"json_schema: at #{''.join('/' + p for p in path)[:300]}: {message}")
+
+
+def _says_something(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
+    if key == "uniqueItems":
+        return value is not False
+    if key == "propertyNames":
+        return value not in (True, {}, {"type": "string"})
+    if key in ("then", "else"):
+        return "if" in schema
+    if key in ("minContains", "maxContains"):
+        return "contains" in schema
+    if key in ("dependentRequired", "dependentSchemas", "dependencies"):
+        return value != {}
+    return not (key.startswith("unevaluated") and value is True)
+
+
+def _present(schema: Any, path: tuple[str, ...]) -> bool:
+    for part in path:
+        if isinstance(schema, dict) and part in schema:
+            schema = schema[part]
+        elif isinstance(schema, list) and part.isdigit() and int(part) < len(schema):
+            schema = schema[int(part)]
+        else:
+            return False
+    return True
+
+
+def _put(result: Any, path: tuple[str, ...], original: Any, schema: Any) -> None:
+    """Set `schema` at `path`, making the objects and lists on the way."""
+    for part, after in zip(path, (*path[1:], None), strict=True):
+        index: Any = int(part) if isinstance(result, list) else part
+        original = original[int(part)] if isinstance(original, list) else original[part]
+        if after is None:
+            result[index] = schema
+            return
+        if isinstance(result, dict) and part not in result:
+            result[part] = [{} for _ in original] if isinstance(original, list) else {}
+        result = result[index]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

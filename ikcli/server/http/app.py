@@ -27,6 +27,7 @@ def build_app(state: ServerState, log: ServerLog | None = None) -> ASGIApp:
     app.state.server = state
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _internal_error)
     for router in ROUTERS:
         app.include_router(router)
     files = static.add_routes(app, state.config.server)
@@ -38,6 +39,11 @@ async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     anthropic = request.url.path.startswith("/v1/messages")
     return Response(error.content(anthropic), error.status, media_type=JSON)
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """The gateway logs the cause."""
+    return Response(ApiError(500, "internal error; the server's log has details").content(), 500, media_type=JSON)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -1,102 +1,211 @@
-"""Conversations to prompts and generated text to messages: the server's use of ikcli.chat (provisional)."""
+"""Conversations to prompts and generated text to messages: the server's use of ikcli.chat."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from ikcli.chat.messages import parse_messages
-from ikcli.chat.template import ChatTemplate
+from ikcli.chat.families.base import Reasoning
+from ikcli.chat.formats import ChatFormat
+from ikcli.chat.parser import ReasoningFormat
+from ikcli.chat.prompt import ChatPrompt
+from ikcli.chat.request import ChatDefaults, parse_request
 from ikcli.config import RunConfig
-from ikcli.errors import IkError
+from ikcli.errors import IkError, UsageError
 from ikcli.grammar.spec import GrammarSpec
+from ikcli.server.engine.messages import Constraint
 from ikcli.server.http import fields as f
-from ikcli.server.http.constraints import ConstraintMaker, spec_of
+from ikcli.server.http.budget import ReasoningBudget
+from ikcli.server.http.constraints import ConstraintMaker
 from ikcli.server.http.errors import bad_request
-from ikcli.server.http.params import Options
-from ikcli.server.http.shapes.message import MessageDelta, MessageParser
+from ikcli.server.http.prompts import encode
+from ikcli.server.http.shapes.message import ParserMaker
 from ikcli.server.http.state import ServerState
 from ikcli.tokenizer import Tokenizer
+
+_TEMPLATE = "tokenizer.chat_template"
+_BUDGETS = ("reasoning_budget_tokens", "thinking_budget_tokens", "reasoning_budget")
+
+
+class ChatService:
+    """The chat template of a server and its defaults."""
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
+        """IkError if a template of the command line is broken; one of the model's file only fails when it is used."""
+        given = template_option(config)
+        own = metadata.get(_TEMPLATE)
+        tool_source = metadata.get(f"{_TEMPLATE}.tool_use") if not given else None
+        self.built_in = not given
+        self.tool_source = tool_source if isinstance(tool_source, str) else ""
+        self.source = given or (own if isinstance(own, str) else "")
+        self.defaults = chat_defaults(config)
+        self._format: ChatFormat | IkError
+        try:
+            self._format = ChatFormat.for_model(
+                self.source or None,
+                bos=_text(tokenizer, tokenizer.bos_id),
+                eos=_text(tokenizer, tokenizer.eos_id),
+                add_bos=tokenizer.add_bos,
+                add_eos=tokenizer.add_eos,
+                tool_source=self.tool_source or None,
+                jinja=config.server.jinja,
+            )
+        except IkError as e:
+            if given:
+                raise
+            self._format = e
+
+    @property
+    def format(self) -> ChatFormat:
+        """The template's format; IkError if the model's template is broken."""
+        if isinstance(self._format, IkError):
+            raise IkError(f"{self._format}; choose another template with --chat-template")
+        return self._format
+
+    def describe(self) -> dict[str, Any]:
+        """What `/props` says about the template."""
+        broken = isinstance(self._format, IkError)
+        out = {
+            "chat_template": self.source if broken else self.format.source,
+            "chat_template_caps": {} if broken else self.format.capabilities.to_props(),
+        }
+        return out | ({"chat_template_tool_use": self.tool_source} if self.tool_source else {})
+
+    def log_fields(self) -> dict[str, Any]:
+        """A short conversation as the model sees it."""
+        try:
+            example = self.format.format_example(self.defaults.template_kwargs)
+        except IkError as e:
+            return {"error": str(e), "built_in": self.built_in}
+        return {"chat_example": example, "built_in": self.built_in}
+
+    def render(self, body: Mapping[str, Any]) -> ChatPrompt:
+        """The prompt of a request; IkError naming what is wrong with it."""
+        return self.format.render(parse_request(body, self.defaults))
+
+
+def check_options(config: RunConfig) -> None:
+    """Raise what is wrong with the chat options of a command line, before a model is loaded."""
+    chat_defaults(config)
+    source = template_option(config)
+    if source:
+        ChatFormat.for_model(source, jinja=config.server.jinja)
+
+
+def template_option(config: RunConfig) -> str:
+    """The template that the command line names or holds."""
+    path = config.server.chat_template_file
+    if path is None:
+        return config.server.chat_template
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"cannot read the chat template {path}: {e}") from None
+
+
+def chat_defaults(config: RunConfig) -> ChatDefaults:
+    """What the command line says about chats."""
+    server = config.server
+    kwargs: Any = {}
+    if server.chat_template_kwargs:
+        try:
+            kwargs = json.loads(server.chat_template_kwargs)
+        except ValueError as e:
+            raise UsageError(f"--chat-template-kwargs is not JSON: {e}") from None
+        if not isinstance(kwargs, dict):
+            raise UsageError("--chat-template-kwargs must be a JSON object")
+    return ChatDefaults(
+        reasoning_format=cast(ReasoningFormat, server.reasoning_format),
+        enable_thinking=server.reasoning != "off" and server.reasoning_budget != 0,
+        prefill_assistant=server.prefill_assistant,
+        template_kwargs=kwargs,
+    )
+
+
+def _text(tokenizer: Tokenizer, token: int | None) -> str:
+    return "" if token is None else tokenizer.token_text(token)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A conversation ready for the engine."""
+    """A conversation ready for the engine. `budget` tokens of thinking, -1 without limit."""
 
-    text: str
+    chat: ChatPrompt
     tokens: tuple[int, ...]
-    spec: GrammarSpec | None
-    stops: tuple[str, ...]
     keep_special: bool
-    make_parser: Callable[[], MessageParser]
+    budget: int
+    budget_message: str
 
-    def limited(self, state: ServerState, constraint: ConstraintMaker | None) -> ConstraintMaker | None:
-        """The constraint with the budget for reasoning."""
-        return constraint
+    @property
+    def text(self) -> str:
+        """The prompt."""
+        return self.chat.prompt
+
+    @property
+    def spec(self) -> GrammarSpec | None:
+        """The constraint on the answer."""
+        return self.chat.grammar
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the answer beside those of the request."""
+        return self.chat.stops
+
+    @property
+    def make_parser(self) -> ParserMaker:
+        """Makes the parser of an answer."""
+        return self.chat.parser
+
+    def limited(self, tokenizer: Tokenizer, inner: ConstraintMaker | None) -> ConstraintMaker | None:
+        """The constraint together with the budget for thinking."""
+        tags = self.chat.settings.reasoning
+        if self.budget < 0 or tags is None or not tags.close:
+            return inner
+        return lambda: self._budget(tokenizer, inner, tags)
+
+    def _budget(self, tokenizer: Tokenizer, inner: ConstraintMaker | None, tags: Reasoning) -> Constraint:
+        return ReasoningBudget(
+            inner() if inner is not None else None,
+            tokenizer,
+            open=tags.open,
+            close=tags.close,
+            budget=self.budget,
+            opened=self.chat.thinking_forced_open,
+            message=self.budget_message,
+        )
 
 
-class PlainParser:
-    """All text is content."""
-
-    def feed(self, text: str) -> Sequence[MessageDelta]:
-        return [MessageDelta(content=text)] if text else []
-
-    def finish(self) -> Sequence[MessageDelta]:
-        return []
-
-
-class ChatService:
-    """The chat template of a server."""
-
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
-        self.source = str(metadata.get("tokenizer.chat_template", ""))
-        self._tokenizer = tokenizer
-
-    def describe(self) -> dict[str, Any]:
-        return {"chat_template": self.source, "chat_template_caps": {}}
-
-    def log_fields(self) -> dict[str, Any]:
-        return {"chat_example": "", "built_in": True}
-
-    def render(self, body: Mapping[str, Any]) -> str:
-        messages = parse_messages(body.get("messages"))
-        return ChatTemplate(self.source).render([{"role": m.role, "content": m.content} for m in messages])
-
-
-async def prepare(state: ServerState, body: Mapping[str, Any], options: Options) -> Prepared:
+async def prepare(state: ServerState, body: Mapping[str, Any]) -> Prepared:
     """The prompt, constraint and parser of a conversation; ApiError 400 naming what is wrong."""
+    budget = _budget(body, state.config.server.reasoning_budget)
+    message = body.get("reasoning_budget_message")
     try:
-        text = await asyncio.to_thread(state.chat.render, body)
+        chat = await asyncio.to_thread(_render, state, body)
     except IkError as e:
         raise bad_request(str(e)) from None
-    tokens = tuple(state.engine.tokenizer.encode(text))
-    return Prepared(text, tokens, spec_of(options), (), False, PlainParser)
+    tokenizer = state.engine.tokenizer
+    tokens = tuple(await encode(tokenizer, chat.prompt, add_special=True))
+    if not tokens:
+        raise bad_request("messages: the chat template made an empty prompt of them")
+    known = tokenizer.vocab.token_to_id
+    keep = any(text in known and tokenizer.is_control(known[text]) for text in chat.preserved_tokens)
+    words = state.config.server.reasoning_budget_message
+    if message is not None:
+        words = f.text(message, "reasoning_budget_message")
+    return Prepared(chat, tokens, keep, budget, words)
 
 
-def response_schema(body: Mapping[str, Any]) -> Any:
-    """The JSON schema that `response_format` asks for; None if any text is right."""
-    value = body.get("response_format")
-    if value is None:
-        return None
-    form = f.table(value, "response_format")
-    kind = form.get("type")
-    if kind is None or kind == "text":
-        return None
-    if kind == "json_object":
-        schema, name = form.get("schema"), "response_format.schema"
-        if schema is None:
-            return {"type": "object"}
-    elif kind == "json_schema":
-        wrapper = form.get("json_schema")
-        inner = form if wrapper is None else f.table(wrapper, "response_format.json_schema")
-        name = "response_format.schema" if wrapper is None else "response_format.json_schema.schema"
-        schema = inner.get("schema")
-        if schema is None:
-            raise bad_request("response_format.json_schema.schema is required")
-    else:
-        raise bad_request(f"response_format.type must be text, json_object or json_schema, not {f.shown(kind)}")
-    if not isinstance(schema, dict | bool):
-        raise bad_request(f"{name} must be an object, not {f.shown(schema)}")
-    return schema
+def _render(state: ServerState, body: Mapping[str, Any]) -> ChatPrompt:
+    prompt = state.chat.render(body)
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
+
+
+def _budget(body: Mapping[str, Any], default: int) -> int:
+    for name in _BUDGETS:
+        if body.get(name) is not None:
+            return int(f.checked(body[name], "int", name, -1, f.INT32))
+    return default

@@ -9,7 +9,6 @@ from ikcli.server.http import fields as f
 from ikcli.server.http.errors import bad_request
 
 _OWN = frozenset(
-    # fmt: off
     (
         "input",
         "instructions",
@@ -35,7 +34,6 @@ _OWN = frozenset(
         "top_logprobs",
         "stream_options",
     )
-    # fmt: on
 )
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "truncation", "user")
 _TEXT = ("input_text", "output_text", "text")

@@ -28,11 +28,12 @@ async def prompt_of(state: ServerState, body: dict[str, Any]) -> Prompt:
     prefix_ids = await _required(tokenizer, body, "input_prefix")
     suffix_ids = await _required(tokenizer, body, "input_suffix")
     prompt = await _plain(tokenizer, f.text(body.get("prompt") or "", "prompt"))
-    n_batch = state.config.n_batch
+    n_ctx = state.engine.model.n_ctx_slot
+    n_batch = min(state.config.n_batch, n_ctx // 2)
     n_suffix = min(len(suffix_ids), max(0, n_batch // 4 - (2 + len(prompt))))
     n_prefix = min(len(prefix_ids), 3 * (n_batch // 4) - 3)
     front = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
-    room = max(0, state.engine.model.n_ctx_slot - n_batch - 2 * max(state.defaults.n_predict, 0))
+    room = max(0, n_ctx - n_batch - 2 * max(state.defaults.n_predict, 0))
     extra = await _extra(tokenizer, body.get("input_extra"))
     tokens = [
         *front,

@@ -26,6 +26,7 @@ from ikcli.hostinfo import physical_cores
 from ikcli.server.engine.engine import Engine
 from ikcli.server.http.app import build_app
 from ikcli.server.http.auth import key_summary, private_file, read_keys
+from ikcli.server.http.chat import check_options
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.state import ServerState
 
@@ -38,6 +39,7 @@ def serve(config: RunConfig) -> int:
     log = ServerLog(json=server.log_format == "json", verbose=config.verbose or config.verbosity > 0)
     state = ServerState(config, None, read_keys(server))
     state.defaults  # noqa: B018  (wrong options end the program before anything is loaded)
+    check_options(config)
     tls = _tls(config)
     listener = listen(server.host, server.port)
     try:

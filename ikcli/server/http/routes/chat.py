@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +12,10 @@ from starlette.responses import Response
 from ikcli.server.engine.messages import GenerationRequest
 from ikcli.server.http import fields as f
 from ikcli.server.http.answer import answer, json_response
-from ikcli.server.http.chat import Prepared, prepare, response_schema
+from ikcli.server.http.chat import Prepared, prepare
 from ikcli.server.http.constraints import compiled
 from ikcli.server.http.errors import bad_request
-from ikcli.server.http.openapi import generation_body, object_body
+from ikcli.server.http.openapi import generation_body
 from ikcli.server.http.params import Options, parse, refuse_unsupported
 from ikcli.server.http.prompts import Prompt
 from ikcli.server.http.routes.completion import probabilities, requests_of
@@ -50,20 +49,15 @@ async def generations_of(
 ) -> tuple[Options, Prepared, list[GenerationRequest], int | None]:
     """Options, the prepared chat, the engine requests, and how many top log-probabilities to return."""
     refuse_unsupported(body)
-    schema = response_schema(body)
     n_top = top_logprobs(body)
-    if schema is not None:
-        if body.get("grammar") or body.get("json_schema") is not None:
-            raise bad_request("response_format cannot be used together with grammar or json_schema")
-        body = body | {"json_schema": schema}
     if n_top is not None and body.get("n_probs") is None:
         body = body | {"n_probs": max(n_top, 1)}
     sampling, options = parse(body, state.defaults, state.limits)
-    prepared = await prepare(state, body, options)
+    prepared = await prepare(state, with_defaults(state, body))
     constraint = None if prepared.spec is None else await compiled(state, prepared.spec)
     stop = tuple(dict.fromkeys((*options.stop, *prepared.stops)))
     prompt = Prompt(prepared.tokens, prepared.text)
-    more = {"constraint": prepared.limited(state, constraint), "keep_special": prepared.keep_special}
+    more = {"constraint": prepared.limited(state.engine.tokenizer, constraint), "keep_special": prepared.keep_special}
     requests = requests_of([prompt], options.n_cmpl, sampling, replace(options, stop=stop), **more)
     return options, prepared, requests, n_top
 
@@ -110,16 +104,16 @@ async def input_tokens(request: Request) -> Response:
 
 
 async def _only_prompt(state: ServerState, body: dict[str, Any]) -> Prepared:
-    schema = response_schema(body)
-    _, options = parse(body, state.defaults, state.limits)
-    if schema is not None:
-        options = replace(options, json_schema=schema)
-    return await prepare(state, body, options)
+    parse(body, state.defaults, state.limits)
+    return await prepare(state, with_defaults(state, body))
 
 
-def string_list(value: Any, name: str) -> Sequence[str]:
-    """An array of strings or nothing."""
-    return () if value is None else f.texts(value, name)
-
-
-OBJECT = object_body({"type": "object"})
+def with_defaults(state: ServerState, body: dict[str, Any]) -> dict[str, Any]:
+    """The body with the server's grammar or schema if it has nothing that shapes the answer itself."""
+    if any(body.get(name) for name in ("grammar", "json_schema", "response_format", "tools")):
+        return body
+    if state.defaults.grammar:
+        return body | {"grammar": state.defaults.grammar}
+    if state.defaults.json_schema is not None:
+        return body | {"json_schema": state.defaults.json_schema}
+    return body

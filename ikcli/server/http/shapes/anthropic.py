@@ -6,12 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ikcli.chat.parser import ChatDelta
 from ikcli.server.engine.messages import Delta, Final, PromptProgress, Timings
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
-from ikcli.server.http.shapes.chat import ParserMaker, reason
+from ikcli.server.http.shapes.chat import reason
 from ikcli.server.http.shapes.common import Naming, n_prompt
-from ikcli.server.http.shapes.message import Incoming, Message, MessageDelta
+from ikcli.server.http.shapes.message import Incoming, ParserMaker
 
 
 class AnthropicShape:
@@ -44,7 +45,7 @@ class AnthropicShape:
     def delta(self, index: int, event: Delta) -> bytes:
         return self._start(event.timings) + b"".join(self._blocks(self._incoming.delta(event)))
 
-    def _blocks(self, deltas: Sequence[MessageDelta]) -> list[bytes]:
+    def _blocks(self, deltas: Sequence[ChatDelta]) -> list[bytes]:
         out = []
         for delta in deltas:
             if delta.reasoning:
@@ -53,13 +54,11 @@ class AnthropicShape:
             if delta.content:
                 out += self._enter("text", {"type": "text", "text": ""})
                 out.append(self._piece({"type": "text_delta", "text": delta.content}))
-            if delta.tool is not None:
-                kind = f"tool {delta.tool.index}"
-                if self._kind != kind:
-                    use = {"type": "tool_use", "id": delta.tool.id, "name": delta.tool.name, "input": {}}
-                    out += self._enter(kind, use)
-                if delta.tool.arguments:
-                    out.append(self._piece({"type": "input_json_delta", "partial_json": delta.tool.arguments}))
+            if delta.index >= 0:
+                use = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+                out += self._enter(f"tool {delta.index}", use)
+                if delta.arguments:
+                    out.append(self._piece({"type": "input_json_delta", "partial_json": delta.arguments}))
         return out
 
     def _enter(self, kind: str, block: dict[str, Any]) -> list[bytes]:
@@ -88,7 +87,7 @@ class AnthropicShape:
         if self._block < 0:
             out += self._enter("text", {"type": "text", "text": ""})
         out += self._leave()
-        delta = {"stop_reason": _stop_reason(event, self._incoming.message), "stop_sequence": _stop_sequence(event)}
+        delta = {"stop_reason": _stop_reason(event, self._incoming), "stop_sequence": _stop_sequence(event)}
         usage = _usage(event.timings, event.timings.predicted_n)
         out.append(sse.named({"type": "message_delta", "delta": delta, "usage": usage}))
         out.append(sse.named({"type": "message_stop"}))
@@ -103,13 +102,13 @@ class AnthropicShape:
         blocks: list[dict[str, Any]] = []
         if message.reasoning:
             blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
-        if message.content or not (message.reasoning or message.calls):
+        if message.content or not (message.reasoning or message.tool_calls):
             blocks.append({"type": "text", "text": message.content})
-        for call in message.calls:
+        for call in message.tool_calls:
             use = {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments(call.arguments)}
             blocks.append(use)
         return self._head(blocks) | {
-            "stop_reason": _stop_reason(event, message),
+            "stop_reason": _stop_reason(event, self._incoming),
             "stop_sequence": _stop_sequence(event),
             "usage": _usage(event.timings, event.timings.predicted_n),
         }
@@ -142,8 +141,8 @@ def _usage(timings: Timings, output: int) -> dict[str, Any]:
     }
 
 
-def _stop_reason(event: Final, message: Message) -> str:
-    found = reason(event, message)
+def _stop_reason(event: Final, incoming: Incoming) -> str:
+    found = reason(event, incoming)
     if found == "tool_calls":
         return "tool_use"
     if found == "length":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from ikcli.chat.parser import ChatDelta
 from ikcli.server.engine.messages import Delta, Final, PromptProgress, Timings, TokenInfo
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
@@ -18,9 +19,7 @@ from ikcli.server.http.shapes.common import (
     usage_json,
 )
 from ikcli.server.http.shapes.completion import finish_reason
-from ikcli.server.http.shapes.message import Incoming, Message, MessageDelta, MessageParser
-
-ParserMaker = Callable[[], MessageParser]
+from ikcli.server.http.shapes.message import Incoming, ParserMaker
 
 
 class ChatShape:
@@ -65,12 +64,12 @@ class ChatShape:
         head = self._start(index)
         return head + self._deltas(index, self._incoming[index].delta(event), event)
 
-    def _deltas(self, index: int, deltas: Sequence[MessageDelta], event: Delta) -> bytes:
+    def _deltas(self, index: int, deltas: Sequence[ChatDelta], event: Delta) -> bytes:
         if self._probabilities is not None:
             self._tokens.setdefault(index, []).extend(event.tokens)
         out = []
         for i, delta in enumerate(deltas):
-            choice = _choice(index, delta_json(delta))
+            choice = _choice(index, delta.to_openai())
             last = i == len(deltas) - 1
             if last and self._probabilities is not None:
                 choice["logprobs"] = {"content": self._probabilities.tokens(self._tokens.pop(index))}
@@ -85,7 +84,7 @@ class ChatShape:
         incoming = self._incoming[index]
         head += self._deltas(index, incoming.final(event), event.tail)
         self._timings[index] = event.timings
-        choice = _choice(index, {}, reason(event, incoming.message))
+        choice = _choice(index, {}, reason(event, incoming))
         if self._tokens.get(index) and self._probabilities is not None:
             choice["logprobs"] = {"content": self._probabilities.tokens(self._tokens.pop(index))}
         out = self._chunk([choice])
@@ -99,8 +98,9 @@ class ChatShape:
     def whole(self, finals: Sequence[Final]) -> Any:
         choices = []
         for index, event in enumerate(finals):
-            message = Incoming(self._make_parser()).whole(event)
-            choice = {"finish_reason": reason(event, message), "index": index, "message": message_json(message)}
+            incoming = Incoming(self._make_parser())
+            message = incoming.whole(event).to_openai()
+            choice = {"finish_reason": reason(event, incoming), "index": index, "message": message}
             if self._probabilities is not None:
                 choice["logprobs"] = {"content": self._probabilities.tokens(event.tokens)}
             choices.append(choice)
@@ -128,39 +128,7 @@ def _choice(index: int, delta: dict[str, Any], reason: str | None = None) -> dic
     return {"finish_reason": reason, "index": index, "delta": delta}
 
 
-def reason(event: Final, message: Message) -> str:
+def reason(event: Final, incoming: Incoming) -> str:
     """`finish_reason`: tool calls count only if the generation ended by itself."""
     found = finish_reason(event)
-    return "tool_calls" if found == "stop" and message.calls else found
-
-
-def delta_json(delta: MessageDelta) -> dict[str, Any]:
-    """`delta` of a chunk."""
-    out: dict[str, Any] = {}
-    if delta.reasoning:
-        out["reasoning_content"] = delta.reasoning
-    if delta.content:
-        out["content"] = delta.content
-    if delta.tool is not None:
-        call: dict[str, Any] = {"index": delta.tool.index}
-        if delta.tool.id:
-            call |= {"id": delta.tool.id, "type": "function"}
-        function = {"name": delta.tool.name} if delta.tool.name else {}
-        call["function"] = function | {"arguments": delta.tool.arguments}
-        out["tool_calls"] = [call]
-    return out
-
-
-def message_json(message: Message) -> dict[str, Any]:
-    """`message` of a whole answer; `content` is null if there are only tool calls."""
-    out: dict[str, Any] = {"role": "assistant", "content": message.content}
-    if message.calls:
-        out["content"] = message.content or None
-    if message.reasoning:
-        out["reasoning_content"] = message.reasoning
-    if message.calls:
-        out["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}, "id": call.id}
-            for call in message.calls
-        ]
-    return out
+    return "tool_calls" if found == "stop" and incoming.calls_tools else found

@@ -1,92 +1,40 @@
-"""An assistant's message while it arrives: deltas of content, reasoning and tool calls, and what they add up to."""
+"""The message of one generation while it arrives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable
 
+from ikcli.chat.parser import ChatDelta, ChatMessage, ChatParser
 from ikcli.server.engine.messages import Delta, Final
 
-
-@dataclass(frozen=True, slots=True)
-class ToolDelta:
-    """A new tool call (`name` and `id` set) or more of its arguments."""
-
-    index: int
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
+ParserMaker = Callable[[], ChatParser]
 
 
-@dataclass(frozen=True, slots=True)
-class MessageDelta:
-    """More of a message; one of the fields is set."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool: ToolDelta | None = None
-
-
-class MessageParser(Protocol):
-    """Reads generated text as it comes."""
-
-    def feed(self, text: str) -> Sequence[MessageDelta]:
-        """What `text` adds."""
-
-    def finish(self) -> Sequence[MessageDelta]:
-        """What is left at the end of the generation."""
-
-
-@dataclass(slots=True)
-class Call:
-    """A tool call; `arguments` is JSON text."""
-
-    id: str
-    name: str
-    arguments: str = ""
-
-
-@dataclass(slots=True)
-class Message:
-    """What the deltas so far add up to."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
-
-    def add(self, deltas: Iterable[MessageDelta]) -> None:
-        """Take more."""
-        for delta in deltas:
-            self.content += delta.content
-            self.reasoning += delta.reasoning
-            if delta.tool is None:
-                continue
-            if delta.tool.index >= len(self.calls):
-                self.calls.append(Call(delta.tool.id, delta.tool.name))
-            self.calls[delta.tool.index].arguments += delta.tool.arguments
-
-
-@dataclass(slots=True)
 class Incoming:
-    """The message of one generation: its parser and what came so far."""
+    """Reads generated text with a parser; `message` is what came so far."""
 
-    parser: MessageParser
-    message: Message = field(default_factory=Message)
+    def __init__(self, parser: ChatParser) -> None:
+        self._parser = parser
+        self.calls_tools = False
 
-    def delta(self, event: Delta) -> list[MessageDelta]:
+    @property
+    def message(self) -> ChatMessage:
+        """What the deltas so far add up to."""
+        return self._parser.message
+
+    def delta(self, event: Delta) -> list[ChatDelta]:
         """What an event adds."""
-        return self._taken(self.parser.feed(event.text))
+        return self._seen(self._parser.feed(event.text))
 
-    def final(self, event: Final) -> list[MessageDelta]:
+    def final(self, event: Final) -> list[ChatDelta]:
         """What the end adds."""
-        return self._taken([*self.parser.feed(event.tail.text), *self.parser.finish()])
+        return self._seen([*self._parser.feed(event.tail.text), *self._parser.flush()])
 
-    def whole(self, event: Final) -> Message:
+    def whole(self, event: Final) -> ChatMessage:
         """The message of a generation that was not streamed."""
-        self._taken([*self.parser.feed(event.text), *self.parser.finish()])
-        return self.message
+        self._seen([*self._parser.feed(event.text), *self._parser.flush()])
+        return self._parser.message
 
-    def _taken(self, deltas: Sequence[MessageDelta]) -> list[MessageDelta]:
-        self.message.add(deltas)
-        return list(deltas)
+    def _seen(self, deltas: list[ChatDelta]) -> list[ChatDelta]:
+        self.calls_tools = self.calls_tools or any(delta.index >= 0 for delta in deltas)
+        return deltas

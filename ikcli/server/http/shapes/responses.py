@@ -10,13 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ikcli.chat.parser import ChatDelta
 from ikcli.server.engine.messages import Delta, Final, PromptProgress
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.params import Options
-from ikcli.server.http.shapes.chat import ParserMaker, reason
+from ikcli.server.http.shapes.chat import reason
 from ikcli.server.http.shapes.common import Naming, n_prompt, progress_json, random_id, timings_json
-from ikcli.server.http.shapes.message import Incoming, MessageDelta, ToolDelta
+from ikcli.server.http.shapes.message import Incoming, ParserMaker
 
 
 class ResponsesShape:
@@ -58,7 +59,7 @@ class ResponsesShape:
         self._extra = {}
         return out
 
-    def _deltas(self, deltas: Sequence[MessageDelta]) -> bytes:
+    def _deltas(self, deltas: Sequence[ChatDelta]) -> bytes:
         out = []
         for delta in deltas:
             if delta.reasoning:
@@ -70,8 +71,8 @@ class ResponsesShape:
                 self._items[-1]["content"][0]["text"] += delta.content
                 fields = {"content_index": 0, "delta": delta.content, "logprobs": []}
                 out.append(self._item_event("response.output_text.delta", **fields))
-            if delta.tool is not None:
-                out.append(self._call(delta.tool))
+            if delta.index >= 0:
+                out.append(self._call(delta))
         return b"".join(out)
 
     def _enter_reasoning(self) -> bytes:
@@ -94,7 +95,7 @@ class ResponsesShape:
         item["content"] = [part]
         return out
 
-    def _call(self, tool: ToolDelta) -> bytes:
+    def _call(self, tool: ChatDelta) -> bytes:
         kind = f"call {tool.index}"
         out = b""
         if self._open != kind:
@@ -154,8 +155,8 @@ class ResponsesShape:
     def whole(self, finals: Sequence[Final]) -> Any:
         event = finals[0]
         message = self._incoming.whole(event)
-        calls = [MessageDelta(tool=ToolDelta(i, c.id, c.name, c.arguments)) for i, c in enumerate(message.calls)]
-        self._deltas([MessageDelta(reasoning=message.reasoning), MessageDelta(content=message.content), *calls])
+        calls = [ChatDelta("", "", i, c.id, c.name, c.arguments) for i, c in enumerate(message.tool_calls)]
+        self._deltas([ChatDelta(reasoning=message.reasoning), ChatDelta(content=message.content), *calls])
         if not self._items:
             self._enter_message()
         status = _status(event, self._incoming)
@@ -181,7 +182,7 @@ class ResponsesShape:
 
 
 def _status(event: Final, incoming: Incoming) -> str:
-    return "incomplete" if reason(event, incoming.message) == "length" else "completed"
+    return "incomplete" if reason(event, incoming) == "length" else "completed"
 
 
 def _usage(event: Final) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from encode_checks import assert_rows_independent, golden_ratios
 
 from ikcli.errors import UsageError
 from ikcli.gguf.constants import GGMLType as T
@@ -17,7 +18,6 @@ from ikcli.quant.encoders import quantize_rows
 Floats = npt.NDArray[np.float32]
 
 TYPES = [T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ3_XXS, T.IQ3_S, T.IQ1_S, T.IQ1_M, T.IQ1_S_R4, T.IQ1_M_R4]
-GOLDEN_TENSORS = ("blk.0.attn_q", "blk.0.attn_output", "blk.0.ffn_up_exps", "blk.0.ffn_gate")
 
 # Squared error / that of the reference over the golden tensors: geometric mean and worst, with and without weights.
 GOLDEN_CEILINGS = {
@@ -66,20 +66,7 @@ def test_error_against_reference(type: T, weighted: bool, shared_dir: Path) -> N
     ceilings = GOLDEN_CEILINGS[type][0 if weighted else 1]
     if ceilings is None:
         pytest.skip("the reference refuses this type without importance weights")
-    source = np.load(shared_dir / "golden" / "quant" / "source.npz")
-    golden = np.load(shared_dir / "golden" / "quant" / f"{type.name}.npz")
-    ratios = []
-    for name in GOLDEN_TENSORS:
-        x = source[f"{name}.weight/f32"]
-        matrices = x.reshape(-1, *x.shape[-2:])
-        theirs = dequantize(golden[f"{name}.weight/{'imatrix' if weighted else 'plain'}"], type, matrices.shape[::-1])
-        errors = np.zeros(2)
-        for matrix, their, imatrix in zip(matrices, theirs, source[f"{name}.weight/imatrix"], strict=True):
-            w = imatrix if weighted else None
-            ours = decoded(matrix, type, w)
-            metric = imatrix.astype(np.float64) if weighted else 1.0
-            errors += [(metric * (matrix.astype(np.float64) - y) ** 2).sum() for y in (ours, their)]
-        ratios.append(errors[0] / errors[1])
+    ratios = golden_ratios(shared_dir / "golden" / "quant", type, "imatrix" if weighted else "plain")
     assert np.exp(np.mean(np.log(ratios))) <= ceilings[0]
     assert max(ratios) <= ceilings[1]
 
@@ -101,13 +88,8 @@ def test_weights_of_one_are_no_weights(type: T, rng: np.random.Generator) -> Non
 
 
 @pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
-def test_threads_and_batches_do_not_matter(type: T, rng: np.random.Generator) -> None:
-    x = rng.standard_normal((44, 256)).astype(np.float32)
-    w = weights_for(256)
-    one = quantize_rows(x, type, w)
-    for n_threads in (2, 3):
-        assert (quantize_rows(x, type, w, n_threads=n_threads) == one).all()
-    assert (quantize_rows(x[8:12], type, w) == one.reshape(44, -1)[8:12].reshape(-1)).all()
+def test_bytes_do_not_depend_on_threads_or_neighbours(type: T, rng: np.random.Generator) -> None:
+    assert_rows_independent(rng, type, 256)
 
 
 def _edge_inputs() -> dict[str, Floats]:

@@ -84,15 +84,22 @@ def _budget() -> Budget:
 
 
 def weigh(value: Any) -> Any:
-    """Charge what an operation made, nested values included, and return it."""
+    """Charge what an operation made, and return it."""
     if isinstance(value, str | bytes):
         if len(value) > 64:
             _budget().spend(len(value))
     elif isinstance(value, list | tuple | dict | set | frozenset):
-        _budget().spend(_size(value))
+        _budget().spend(len(value))
     elif isinstance(value, int) and value.bit_length() > MAX_NUMBER:
         raise IkError("the chat template computes with huge numbers")
     return value
+
+
+def weigh_nested(value: Any) -> Any:
+    """Like `weigh` where values may be put into one another, or are written out with all that is in them."""
+    if isinstance(value, list | tuple | dict | set | frozenset):
+        _size(value)
+    return weigh(value)
 
 
 def _size(value: Any) -> int:
@@ -152,7 +159,7 @@ def _check_format(text: Any, *values: Any) -> None:
     if _WIDTH.search(str(text)) or "{:{" in str(text):
         raise IkError("the chat template formats with a width that is too large")
     for value in values:
-        weigh(value if not isinstance(value, tuple | list) else list(value))
+        weigh_nested(value)
     # a value may be asked for many times
     fields = str(text).count("%") + str(text).count("{")
     _budget().spend(len(text) + fields * max([len(str(v)) for v in values] or [0]))
@@ -174,8 +181,9 @@ def _check_join(separator: Any, items: Any) -> Any:
     """`items` as a list, if joining them makes no huge text."""
     if not isinstance(items, list | tuple | str | dict):
         items = list(items)
-    weigh(items)
-    _budget().spend(len(items) * (len(str(separator)) + 1))
+    weigh_nested(items)
+    made = sum(len(item) if isinstance(item, str) else 8 for item in items)
+    _budget().spend(made + len(items) * (len(str(separator)) + 1))
     return items
 
 
@@ -192,6 +200,9 @@ def _check_method(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return args
     if name in _FORBIDDEN:
         raise IkError(f"the chat template calls {name}, which chat templates may not")
+    if isinstance(owner, list):
+        for value in args:
+            weigh_nested(value)
     if isinstance(owner, str):
         if name in _NUMBERED:
             _check_number(*args, *kwargs.values())
@@ -231,8 +242,8 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             _check_format(value, *rest, *kwargs.values())
         elif name == "sum" and any(isinstance(v, str | list | tuple) for v in (*rest[1:], kwargs.get("start"))):
             raise IkError("the chat template sums up what are no numbers")
-        elif name in ("string", "safe", "escape", "e", "forceescape", "int", "float", "length", "count"):
-            weigh(value)
+        elif name in ("string", "safe", "escape", "e", "forceescape", "int", "float"):
+            weigh_nested(value)
         return weigh(function(*args, **kwargs))
 
     for mark in ("jinja_pass_arg", "jinja_async_variant"):
@@ -297,7 +308,7 @@ class Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """An arithmetic operation whose result is bounded."""
         _check_operation(operator, left, right)
-        return super().call_binop(context, operator, left, right)
+        return weigh_nested(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """A call whose result is bounded."""
@@ -305,7 +316,8 @@ class Environment(ImmutableSandboxedEnvironment):
             return __obj(*args)
         given = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
         args = _check_method(__obj, args, given)
-        return weigh(super().call(__context, __obj, *args, **kwargs))
+        charge = weigh_nested if __obj is dict else weigh
+        return charge(super().call(__context, __obj, *args, **kwargs))
 
     def tick(self, units: int) -> str:
         """One step of a loop or macro whose fixed text has `units` characters."""
@@ -315,14 +327,15 @@ class Environment(ImmutableSandboxedEnvironment):
     def concatenate(self, *values: Any) -> str:
         """The operator `~`."""
         for value in values:
-            weigh(value)
+            if not isinstance(value, str):
+                weigh_nested(value)
         texts = [str(value) for value in values]
         _budget().spend(sum(map(len, texts)))
         return "".join(texts)
 
     def built(self, value: Any) -> Any:
         """A list or mapping that the template writes."""
-        return weigh(value)
+        return weigh_nested(value)
 
 
 def _insert_steps(tree: nodes.Template) -> None:
@@ -368,7 +381,7 @@ def environment() -> Environment:
         extensions=["jinja2.ext.loopcontrols", _Generation],
         autoescape=False,
         optimized=False,
-        finalize=weigh,
+        finalize=weigh_nested,
     )
     for name in _REMOVED_FILTERS:
         del found.filters[name]

@@ -40,13 +40,10 @@ For each function call return a json object within <tool_call></tool_call> tags:
 CALL = ("<tool", "_call>\n", '{"name": "weather", ', '"arguments": {"city"', ': "Paris"}}', "\n</tool_call>")
 
 
-def calling(monkeypatch: pytest.MonkeyPatch, *pieces: str) -> Client:
+def calling(*pieces: str) -> Client:
     """A client whose model calls the weather function."""
     client = Client(chat_template=HERMES, engine=FakeEngine(fake_tokenizer(), n_ctx=2048))
     client.engine.script = Script(pieces=(*pieces, *CALL))
-    from ikcli.server.http.grammars import GrammarService
-
-    monkeypatch.setattr(GrammarService, "compile", lambda self, spec: None)
     return client
 
 
@@ -172,8 +169,8 @@ def test_apply_template_and_counts() -> None:
     assert not client.engine.requests
 
 
-def test_tool_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = calling(monkeypatch, "Let me see.")
+def test_tool_calls() -> None:
+    client = calling("Let me see.")
     choice = client.post("/v1/chat/completions", {"messages": HI, "tools": [WEATHER]}).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     call = choice["message"]["tool_calls"][0]
@@ -214,8 +211,8 @@ def test_anthropic_stream() -> None:
     assert events[-2]["usage"]["output_tokens"] == 4
 
 
-def test_anthropic_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = calling(monkeypatch, "Let me see.")
+def test_anthropic_tools() -> None:
+    client = calling("Let me see.")
     tool = {"name": "weather", "description": "d", "input_schema": WEATHER["function"]["parameters"]}
     body = client.post("/v1/messages", {"messages": HI, "tools": [tool], "tool_choice": {"type": "auto"}}).json()
     assert [block["type"] for block in body["content"]] == ["text", "tool_use"]
@@ -230,7 +227,7 @@ def test_anthropic_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads("".join(pieces)) == {"city": "Paris"}
 
 
-def test_anthropic_thinking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anthropic_thinking() -> None:
     client = Client()
     client.engine.script = Script(pieces=("<think>", "so ", "so", "</think>", "Yes"))
     body = client.post("/v1/messages", {"messages": HI}).json()
@@ -312,8 +309,8 @@ def test_responses_stream() -> None:
         assert len({event["response"]["id"] for event in events if "response" in event}) == 1
 
 
-def test_responses_tools_and_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = calling(monkeypatch, "<think>", "so", "</think>")
+def test_responses_tools_and_reasoning() -> None:
+    client = calling("<think>", "so", "</think>")
     tool = {"type": "function", "name": "weather", "parameters": WEATHER["function"]["parameters"]}
     body = client.post("/v1/responses", {"input": "hi", "tools": [tool, {"type": "web_search"}]}).json()
     assert [item["type"] for item in body["output"]] == ["reasoning", "function_call"]

@@ -350,3 +350,32 @@ def test_suffix_needs_fill_in_tokens() -> None:
     client.post("/v1/completions", {"prompt": "a", "suffix": "b"})
     shown = client.engine.tokenizer.decode(client.engine.requests[-1].prompt)
     assert shown == "<|bos|><|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [({"grammar": 'root ::= "'}, "grammar"), ({"grammar": 'x ::= "a"'}, "grammar"),
+     ({"grammar": "root ::= undefined"}, "grammar"),
+     ({"grammar": "root ::= " + "(" * 20000}, "grammar"), ({"grammar": 'root ::= "a"{5,2}'}, "grammar"),
+     ({"json_schema": {"type": 123}}, "json_schema"), ({"json_schema": {"type": "hiccup"}}, "json_schema"),
+     ({"json_schema": {"$ref": "#/nowhere"}}, "json_schema"),
+     ({"json_schema": {"$ref": "http://127.0.0.1:9/x"}}, "json_schema"),
+     ({"json_schema": {"type": "string", "pattern": "("}}, "json_schema"), ({"json_schema": False}, "json_schema")],
+)  # fmt: skip
+def test_wrong_grammars_are_refused(fields: dict[str, Any], name: str) -> None:
+    client = Client()
+    for path in ("/completion", "/v1/completions"):
+        assert name in error_of(client.post(path, {"prompt": "a", **fields}), 400)
+    chat = {"messages": [{"role": "user", "content": "a"}], **fields}
+    assert name in error_of(client.post("/v1/chat/completions", chat), 400)
+    assert not client.engine.requests
+
+
+def test_grammars_reach_the_engine() -> None:
+    client = Client()
+    for fields in ({"grammar": 'root ::= "H" | "e"'}, {"json_schema": {"const": 5}}, {"json_schema": True}):
+        constraint = sent(client, **fields).constraint
+        assert constraint is not None
+        mask = constraint().mask()
+        assert mask is not None and mask.any() and not mask.all()
+    assert sent(client, grammar="").constraint is None

@@ -62,9 +62,9 @@ class ServerState:
     @cached_property
     def grammar(self) -> Any:
         """The compiler of grammars for this vocabulary; the model must be loaded."""
-        from ikcli.server.http.grammars import GrammarService
+        from ikcli.grammar.grammars import Grammars
 
-        return GrammarService(self.engine.tokenizer)
+        return Grammars(self.engine.tokenizer)
 
     @property
     def alias(self) -> str:

@@ -143,5 +143,7 @@ async def _act(state: ServerState, id_slot: int, wanted: str, path: Path | None)
     try:
         result: SlotActionResult = await asyncio.wrap_future(state.engine.slot_action(id_slot, wanted, path))
     except EngineError as e:
+        if e.status == 404:  # a file that is not there: clients know this as a wrong request
+            raise bad_request(e.message) from None
         raise ApiError(e.status, e.message, e.type) from None
     return result

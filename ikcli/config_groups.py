@@ -11,7 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ikcli.config_values import parse_int_list, parse_pairs, parse_text_item, parse_thread_pairs
+from ikcli.config_values import (
+    SpecStage,
+    parse_int_list,
+    parse_pairs,
+    parse_spec_type,
+    parse_text_item,
+    parse_thread_pairs,
+)
 from ikcli.options import opt
 
 
@@ -88,6 +95,15 @@ class ServerConfig:
     slot_save_path: Path | None = opt(None, "--slot-save-path", "path", "folder for saved slots", topic="server", commands="S", form="DIR", example="--slot-save-path slots")
     slot_prompt_similarity: float = opt(0.5, "-sps --slot-prompt-similarity", "float", "how much of a prompt must match to reuse a slot; 0 = off", topic="server", commands="S", form="F", example="-sps 0.5")
     cache_ram: int | None = opt(None, "-cram --cache-ram", "int", "RAM for prompts that had to leave their slot; 0 = off, -1 = no limit. Default: a quarter of the free memory, at most 8192", topic="server", commands="S", form="MIB", example="-cram 2048", minimum=-1)
+    spec_type: tuple[SpecStage, ...] = opt((), "--spec-type", "custom", "who guesses tokens ahead, with keys n_max, n_min, p_min, ngram_size_n, ngram_size_m, ngram_min_hits; the text stays the same. Repeatable: later ones are asked when earlier ones have no guess", topic="speculation", commands="S", form="TYPE[:K=V,...]", example="--spec-type ngram-simple:n_max=7", parse=parse_spec_type, repeat=True, bench_list=False)
+    model_draft: Path | None = opt(None, "-md --model-draft", "path", "small model of the same vocabulary that guesses tokens ahead", topic="speculation", commands="S", form="FILE", example="-md draft.gguf", bench_list=False)
+    draft_max: int = opt(16, "--draft-max --draft --draft-n", "int", "most tokens guessed at once", topic="speculation", commands="S", form="N", example="--draft-max 7", minimum=0)
+    draft_min: int = opt(0, "--draft-min --draft-n-min", "int", "fewest tokens a guess must have", topic="speculation", commands="S", form="N", example="--draft-min 2", minimum=0)
+    draft_p_min: float = opt(0.75, "--draft-p-min", "float", "a draft model stops guessing below this probability", topic="speculation", commands="S", form="P", example="--draft-p-min 0.5", minimum=0)
+    draft_ctx: int = opt(0, "-cd --ctx-size-draft", "int", "context of the draft model; 0 = as the model's", topic="speculation", commands="S", form="N", example="-cd 4096", minimum=0)
+    draft_type_k: str = opt("f16", "-ctkd --cache-type-k-draft", "str", "type of the draft model's K cache", topic="speculation", commands="S", form="TYPE", example="-ctkd q8_0")
+    draft_type_v: str = opt("f16", "-ctvd --cache-type-v-draft", "str", "type of the draft model's V cache", topic="speculation", commands="S", form="TYPE", example="-ctvd q8_0")
+    draft_gpu_layers: int | None = opt(None, "-ngld --gpu-layers-draft --n-gpu-layers-draft", "int", "blocks of the draft model on the GPU", topic="speculation", commands="S", form="N", example="-ngld 99", minimum=-1)
     cont_batching: bool = opt(True, "-cb --cont-batching", "switch", "serve several slots in one batch", topic="server", commands="S", negative="-nocb --no-cont-batching", example="-cb")
     context_shift: bool = opt(True, "--context-shift", "optswitch", "drop old tokens when the context is full", topic="server", commands="S", negative="--no-context-shift", example="--context-shift off")
     chat_template: str = opt("", "--chat-template", "str", "chat template to use instead of the one in the model file", topic="server", commands="SC", form="TEXT", example="--chat-template chatml")

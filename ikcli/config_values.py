@@ -6,6 +6,7 @@ Each returns the value or raises ValueError with half a sentence saying what is 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 OFFLOAD_OPS = {26: "MUL_MAT", 27: "MUL_MAT_ID", 28: "OUT_PROD", 29: "MOE_FUSED_UP_GATE", -1: "ALL"}
 """Numbers users wrote into `-op` in 2025, and the names they meant then."""
@@ -173,3 +174,57 @@ def parse_int_list(text: str) -> tuple[int, ...]:
 def parse_text_item(text: str) -> tuple[str, ...]:
     """One text value of an option that may be repeated."""
     return (text,)
+
+
+SPEC_TYPES = ("none", "draft", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "suffix")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecStage:
+    """One `--spec-type`: who drafts, how many tokens (n_min..n_max), and how it looks for them; None = its default.
+
+    `p_min`: least probability of a drafted token (draft model). n-gram types look for the last `size_n` tokens and
+    draft what followed them, up to `size_m` tokens, if they occurred `min_hits` times.
+    """
+
+    type: str
+    n_max: int | None = None
+    n_min: int | None = None
+    p_min: float | None = None
+    size_n: int | None = None
+    size_m: int | None = None
+    min_hits: int | None = None
+
+
+_SPEC_KEYS = {
+    "n_max": "n_max",
+    "n_min": "n_min",
+    "p_min": "p_min",
+    "ngram_size_n": "size_n",
+    "ngram_size_m": "size_m",
+    "ngram_min_hits": "min_hits",
+    "suffix_min_match_len": "size_n",
+    "suffix_max_depth": "size_m",
+}
+
+
+def parse_spec_type(text: str) -> tuple[SpecStage, ...]:
+    """`TYPE[:key=value,...]`; several types may be joined by commas where no keys follow."""
+    names, _, keys = text.partition(":")
+    types = [t.strip().lower().replace("_", "-") for t in names.split(",")]
+    unknown = [t for t in types if t not in SPEC_TYPES]
+    if unknown:
+        raise ValueError(f"names {unknown[0] or 'no type'}; use one of {', '.join(SPEC_TYPES)}")
+    values: dict[str, float] = {}
+    for item in filter(None, keys.split(",")):
+        key, _, value = item.partition("=")
+        if key.strip() not in _SPEC_KEYS:
+            raise ValueError(f"has the key {key.strip()}; use {', '.join(_SPEC_KEYS)}")
+        try:
+            number = float(value) if key.strip() == "p_min" else int(value)
+        except ValueError:
+            raise ValueError(f"has {key.strip()}={value}, which is not a number") from None
+        if number < 0 or not math.isfinite(number):
+            raise ValueError(f"has {key.strip()}={value}; it cannot be negative")
+        values[_SPEC_KEYS[key.strip()]] = number
+    return tuple(SpecStage(t, **values) for t in types)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.cpu.backend import CpuBackend, Segment, State
-from ikcli.backends.cpu.program import Program
+from ikcli.backends.cpu.program import INDEPENDENT_ROWS, Program
 from ikcli.backends.cpu.threads import aligned_zeros
 from ikcli.config import KV_TYPES, RunConfig, padded_ctx, resolve
 from ikcli.engine import session_log
@@ -39,9 +39,11 @@ CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
 class Session:
     """See the module; made by `open`."""
 
-    def __init__(self, config: RunConfig, model: Model, graph_config: GraphConfig, n_seq_max: int) -> None:
+    def __init__(
+        self, config: RunConfig, model: Model, graph_config: GraphConfig, n_seq_max: int, n_step: int = 0
+    ) -> None:
         self.config, self.model, self.graph_config = config, model, graph_config
-        self.n_seq_max = n_seq_max
+        self.n_seq_max, self.n_step = n_seq_max, max(n_step, INDEPENDENT_ROWS) if n_step else 0
         self.n_ctx = graph_config.n_ctx
         self.n_ctx_seq = self.n_ctx // n_seq_max
         self.n_batch, self.n_ubatch = config.n_batch, graph_config.n_ubatch
@@ -60,16 +62,19 @@ class Session:
 
     # --- making -----------------------------------------------------------------------------------------------------
     @classmethod
-    def open(cls, config: RunConfig, *, n_ctx: int | None = None, n_seq_max: int = 1) -> Session:
-        """Load the model of `config` and print the load and context logs; n_ctx overrides the context size."""
-        session = cls.plan(config, n_ctx=n_ctx, n_seq_max=n_seq_max)
+    def open(cls, config: RunConfig, *, n_ctx: int | None = None, n_seq_max: int = 1, n_step: int = 0) -> Session:
+        """Load the model of `config` and print the load and context logs; n_ctx overrides the context size.
+
+        `n_step` tokens are given to one call of `step` at most (0: it is not used).
+        """
+        session = cls.plan(config, n_ctx=n_ctx, n_seq_max=n_seq_max, n_step=n_step)
         session.load()
         if config.warmup:
             session.warm_up()
         return session
 
     @classmethod
-    def plan(cls, config: RunConfig, *, n_ctx: int | None = None, n_seq_max: int = 1) -> Session:
+    def plan(cls, config: RunConfig, *, n_ctx: int | None = None, n_seq_max: int = 1, n_step: int = 0) -> Session:
         """Everything up to reading weights: sizes are known, nothing is allocated. Prints the logs."""
         model = Model.open(config, _graph_config(config, 512))
         session_log.model_lines(model, config)
@@ -82,7 +87,7 @@ class Session:
         graph_config = _graph_config(config, cells)
         graph_config = replace(graph_config, n_ubatch=min(config.n_ubatch, cells))
         _check_cache_types(graph_config, config, model)
-        session = cls(config, model, graph_config, n_seq_max)
+        session = cls(config, model, graph_config, n_seq_max, n_step)
         session_log.context_lines(session)
         return session
 
@@ -94,7 +99,7 @@ class Session:
         self._check_weights(names)
         self._weights = self.model.load(names, mmap=self.config.mmap)
         try:
-            self._state = State(self.n_ubatch, self.n_ctx)
+            self._state = State(max(self.n_ubatch, self.n_step), self.n_ctx)
             self._caches = {c: aligned_zeros(n) for c, n in self.cache_bytes().items()}
             self._bind()
         except MemoryError:
@@ -140,6 +145,9 @@ class Session:
             n_tokens = min(self.n_ubatch, EXPAND_MIN_TOKENS - 1) if few else self.n_ubatch
             n_outputs = min(self._n_outputs, n_tokens)
             programs[kind] = self.backend.plan(graph, result, n_tokens, n_outputs, self.n_ctx)
+        if self.n_step:
+            n, (graph, result) = self.n_step, self.graphs["decode"]
+            programs["step"] = self.backend.plan(graph, result, n, n, self.n_ctx, independent=True)
         return programs
 
     def cache_bytes(self) -> dict[Cache, int]:
@@ -207,12 +215,15 @@ class Session:
         kind = "prefill" if n >= EXPAND_MIN_TOKENS and "prefill" in self.programs else "decode"
         program = self.programs[kind]
         n_threads = self.config.n_threads if n == 1 else self.config.n_threads_batch
+        return self._run(program, n_threads, len(out_ids))
+
+    def _run(self, program: Program, n_threads: int, n_outputs: int) -> FloatRows:
         if self.observer is None:
             self.backend.run(program, n_threads)
         else:
             self.backend.run_observed(program, n_threads, self._state, self.observer)
         self._last = program, n_threads
-        return program.view(self.backend.arena, program.result, len(out_ids))
+        return program.view(self.backend.arena, program.result, n_outputs)
 
     def _segments(self, batch: Batch) -> list[Segment]:
         if len(batch) and not 0 <= batch.tokens.min() <= batch.tokens.max() < self.n_vocab:
@@ -261,6 +272,23 @@ class Session:
         logits = self._compute(batch)
         self.timings.add(len(batch), time.perf_counter() - start)
         return logits
+
+    def step(self, batch: Batch) -> FloatRows:
+        """As `compute`, for generation: logits of all (at most n_step) tokens.
+
+        Up to `n_exact` tokens, those of a token do not depend on what else is in the batch, to the last bit.
+        """
+        start = time.perf_counter()
+        out_ids = np.arange(len(batch))
+        self._state.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
+        logits = self._run(self.programs["step"], self.config.n_threads, len(batch))
+        self.timings.add(1, time.perf_counter() - start)
+        return logits
+
+    @property
+    def n_exact(self) -> int:
+        """Tokens of a `step` up to which results do not depend on their number."""
+        return INDEPENDENT_ROWS
 
     @property
     def caches(self) -> Mapping[Cache, npt.NDArray[np.uint8]]:

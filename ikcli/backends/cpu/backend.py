@@ -85,9 +85,15 @@ class CpuBackend:
         self._team: Team | None = None
         self.arena: npt.NDArray[np.uint8] = aligned_zeros(0)
 
-    def plan(self, graph: Graph, result: Node, n_tokens: int, n_outputs: int, n_cells: int) -> Program:
-        """Lower a graph for up to this many rows; nothing is allocated."""
-        lowering = Lowering(max_rows(n_tokens, n_outputs, n_cells), self.n_threads, n_cells)
+    def plan(
+        self, graph: Graph, result: Node, n_tokens: int, n_outputs: int, n_cells: int, *, independent: bool = False
+    ) -> Program:
+        """Lower a graph for up to this many rows; nothing is allocated.
+
+        `independent`: for generation; up to INDEPENDENT_ROWS tokens, results of a token are bit for bit the same
+        whatever else is in the micro-batch.
+        """
+        lowering = Lowering(max_rows(n_tokens, n_outputs, n_cells), self.n_threads, n_cells, independent)
         return lower(graph, result, lowering, RULES)
 
     def prepare(self, programs: Sequence[Program], progress: Callable[[int, int], None] | None = None) -> None:

@@ -180,7 +180,7 @@ def _emit_mul_mat(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int
     full_rows = w.shape[1] if len(w.shape) > 1 else 1
     low.emit(KernelKey("matmul", "make_mul_mat", (type_name(w),)), node.rows, low.weight(w, row), row, w.ne1, w.ne0,
              a.at, a.stride, low.out(node), 4 * node.cols, tiles, tile, heads, full_rows * row, a.head_stride,
-             4 * w.ne1)  # fmt: skip
+             4 * w.ne1, low.few_rows)  # fmt: skip
 
 
 @rule
@@ -237,7 +237,8 @@ def _emit_by_expert(low: Lowering, node: Node, factory: str, w: Weight, a: Activ
     row = row_size(w.type, w.ne0)
     tiles, tile = _tiles(low, w)
     low.emit(KernelKey("matmul", factory, (type_name(w),)), node.rows, low.weight(w), row, w.ne1, w.ne0, a.at, a.stride,
-             low.out(node), 4 * node.cols, tiles, tile, w.ne2, row * w.ne1, low.out(plan) + 8, *more)  # fmt: skip
+             low.out(node), 4 * node.cols, tiles, tile, w.ne2, row * w.ne1, low.out(plan) + 8, low.few_rows,
+             *more)  # fmt: skip
     if _node(plan.inputs[0]).attrs["ser"]:
         route = _node(plan.inputs[0])
         low.emit(KernelKey("moe", "make_zero_dropped"), route.rows, low.out(node), node.cols, low.out(plan),

@@ -166,7 +166,7 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
         raise UnsupportedError("flash attention reads V row by row: the V cache cannot be transposed")
     sources = _Sources.of(low, node)
     heads = _unit_heads(group)
-    block = max(1, MAX_ROWS // heads)
+    block = 1 if low.independent else max(1, MAX_ROWS // heads)
     n_rows, units = min(block, low.max_rows[Rows.TOKENS]) * heads, n_head // heads
     few = n_rows <= FEW_ROWS
     rows, per_task = -(-n_rows // 16) * 16, units if few else 1
@@ -179,10 +179,13 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     at, scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, 4 * rows * (tile + 16), o_bytes, per_task * _STATS_BYTES)
     slot_bytes = _STATS_BYTES // 2 + 64 * v_chunks * rows
     scratch = low.buffer(low.n_threads * scratch_bytes)
-    slots = low.buffer(_SLOTS_PER_THREAD * low.n_threads * per_task * slot_bytes)
+    n_slots = _SLOTS_PER_THREAD * low.n_threads * per_task
+    slots = low.buffer(max(n_slots, units) * low.max_rows[Rows.TOKENS] * slot_bytes if low.independent
+                       else n_slots * slot_bytes)  # fmt: skip
     words: list[Word] = [low.out(node), 4 * node.cols, 0, units, heads, group, block, tile,
                          f32_bits(node.attrs["scale"]), k_chunks, v.width, max(view, 0), scratch, scratch_bytes,
-                         *at[1:], slots, slot_bytes, per_task, _MIN_SPLIT[few], q_unit, o_unit]  # fmt: skip
+                         *at[1:], slots, slot_bytes, per_task, _MIN_SPLIT[few], q_unit, o_unit,
+                         int(low.independent)]  # fmt: skip
     types = (sources.k_types, "view" if view >= 0 else sources.v_type)
     module, factory = ("attention_few", "make_flash_few") if few else ("attention", "make_flash_attn")
     low.emit(KernelKey(module, factory, types), node.rows, *words, *sources.words)
@@ -214,7 +217,7 @@ def _attn_step(low: Lowering, node: Node, first: int, n_heads: int, group: int, 
     scratch = low.buffer(low.n_threads * scratch_bytes)
     words: list[Word] = [low.out(node), 4 * node.cols, first, n_heads // heads, heads, group, block, tile,
                          f32_bits(node.attrs["scale"]), k_chunks, v.width, low.max_rows[Rows.TOKENS],
-                         scratch, scratch_bytes, *at[1:], 0, 0, scores, 4 * scores_cols, 0, 0, 0, 0]  # fmt: skip
+                         scratch, scratch_bytes, *at[1:], 0, 0, scores, 4 * scores_cols, 0, 0, 0, 0, 0]  # fmt: skip
     transposed = isinstance(v.source, Cache) and v.source.transposed
     for key in (
         KernelKey("attention_full", "make_kq", (sources.k_types,)),

@@ -18,6 +18,8 @@ from ikcli.backends.cpu.threads import aligned_zeros
 from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, RowSpec, Weight, assign_offsets
 from ikcli.native.kernel_cache import KernelKey, KernelLibrary
 
+INDEPENDENT_ROWS = 8  # rows up to which an `independent` program keeps its promise
+_FEW = 3
 STATE_INDEX = {Rows.TOKENS: 0, Rows.OUTPUTS: 1, Rows.KV: 2}  # words of kernels/common.py
 
 
@@ -51,12 +53,18 @@ class Lowering:
     max_rows: Mapping[Rows, int]
     n_threads: int
     n_cells: int  # cells of the KV cache over all sequences
+    independent: bool = False  # see CpuBackend.plan
     ops: list[Op] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     constants: dict[int, np.ndarray] = field(default_factory=dict)
     _node_buffers: dict[Node, int] = field(default_factory=dict)
     _shared: dict[Any, Ref] = field(default_factory=dict)
     _current: Node | None = None
+
+    @property
+    def few_rows(self) -> int:
+        """Up to this many activation rows a matrix product reads weights without unpacking them for all rows."""
+        return INDEPENDENT_ROWS if self.independent else _FEW
 
     def rows(self, spec: RowSpec) -> int:
         """The most rows a value of this spec can have."""

@@ -64,7 +64,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            with Session.open(self.config, n_seq_max=self.n_slots) as session:
+            with Session.open(self.config, n_seq_max=self.n_slots, n_step=self.n_slots) as session:
                 self._worker = Worker(session, self._log)
                 self.state = "ready"
                 self._loaded.set()

@@ -71,6 +71,10 @@ class Slot:
         self._cached[: len(tokens)] = tokens
         self.n_past = len(tokens)
 
+    def text_tokens(self) -> Tokens:
+        """The cached tokens and the one taken last."""
+        return np.append(self.cached, np.int32(self.last))
+
     def similarity(self, prompt: Tokens) -> float:
         """Share of the prompt that is cached here."""
         return common_prefix(self.cached, prompt) / len(prompt) if self.n_past and len(prompt) else 0.0

@@ -33,6 +33,7 @@ from ikcli.server.engine.messages import Event, Failure, GenerationRequest
 from ikcli.server.engine.prompt_cache import Entry, PromptCache, common_prefix, default_limit
 from ikcli.server.engine.scheduler import Piece, prompt_pieces
 from ikcli.server.engine.slot import GENERATION, IDLE, PROMPT, Slot, Task
+from ikcli.server.engine.speculative import Speculator
 from ikcli.server.engine.states import (
     Counters,
     EngineError,
@@ -79,6 +80,7 @@ class Worker:
         self._was_busy = True
         self.counters = Counters()
         self._prompts = PromptCache(default_limit(self.config.cache_ram, available_memory()))
+        self._speculator = Speculator(session, log)
         self._announce(n_ctx)
 
     def _announce(self, n_ctx: int) -> None:
@@ -190,6 +192,7 @@ class Worker:
         for action in self._actions:
             action.future.cancel()
         self._queue.clear()
+        self._speculator.close()
 
     def _send(self, task: Task, event: Event) -> None:
         """Deliver an event; a listener that fails has cancelled."""
@@ -295,8 +298,10 @@ class Worker:
                 ready.append(s)
         if not ready:
             return
+        if self._speculator:
+            self._speculator.propose(ready)
         try:
-            logits = self.session.compute(_batch(ready))
+            logits = self.session.step(_batch(ready))
         except Exception as e:
             self._compute_alone(ready, e)
             return
@@ -311,6 +316,7 @@ class Worker:
     def _compute_alone(self, slots: Sequence[Slot], error: Exception) -> None:
         """After a failure: every slot by itself, so that only the guilty one suffers."""
         for s in slots:
+            s.draft = ()
             self.session.kv_seq_rm(s.id, s.n_past)
             if len(slots) == 1:
                 self._fail(s, error)
@@ -323,6 +329,7 @@ class Worker:
         assert g is not None
         draft = slot.draft
         slot.append(slot.last)
+        g.n_drafted += len(draft)
         for i in range(len(draft) + 1):
             if not np.isfinite(sums[i]):
                 _check_finite(logits[i])
@@ -331,6 +338,7 @@ class Worker:
             if i < len(draft):
                 if draft[i] != slot.last:
                     break
+                g.n_accepted += 1
                 slot.append(slot.last)
         if draft:
             self.session.kv_seq_rm(slot.id, slot.n_past)
@@ -423,6 +431,7 @@ class Worker:
             "n_predicted": t.predicted_n, "t_predicted_ms": round(t.predicted_ms, 2), "truncated": g.truncated,
         })  # fmt: skip
         self.session.kv_seq_rm(slot.id, slot.n_past)
+        self._speculator.finished(slot)
         slot.release()
 
     def _count(self, n_busy: int) -> None:

@@ -58,7 +58,8 @@ from ikcli.native.simd.vec import (
 OUT, OUT_STRIDE, FIRST_HEAD, UNITS, UNIT_HEADS, GROUP, BLOCK, TILE, SCALE, K_CHUNKS, V_COLS, V_CHUNK = range(3, 15)
 SCRATCH, SCRATCH_BYTES, K_AT, V_AT, S_AT, O_AT, STATS_AT, SLOTS, SLOT_BYTES = range(15, 24)
 UNITS_PER_TASK, MIN_SPLIT, Q_UNIT, O_UNIT = range(24, 28)  # the last two: bytes per unit, where a task has several
-PARTS = 28  # q, q, k, k, v: PART_WORDS each; width 0 = absent
+INDEPENDENT = 28  # 1: how a task is split does not depend on the other tasks
+PARTS = 29  # q, q, k, k, v: PART_WORDS each; width 0 = absent
 PART_ADDRESS, PART_ROW_BYTES, PART_OFFSET, PART_HEAD_STRIDE, PART_WIDTH, PART_COMPACT, PART_WORDS = range(7)
 Q0, Q1, K0, K1, V0 = (PARTS + PART_WORDS * i for i in range(5))
 N_WORDS = PARTS + 5 * PART_WORDS
@@ -108,6 +109,8 @@ def n_splits(params, n_base, nth):
     """Parts every task is split into: the same in all kernels of one run."""
     if nth == 1 or n_base == 0:
         return 1
+    if word(params, INDEPENDENT):
+        n_base = word(params, UNITS)
     return max(1, SPLITS_PER_THREAD * nth * word(params, UNITS_PER_TASK) // n_base)
 
 

@@ -128,8 +128,8 @@ def _make_block(few, unpack_tile):
     micro12, micro4, micro1 = float_tile(2, 12), float_tile(2, 4), float_tile(2, 1)
 
     @inline
-    def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile):
-        if m <= 3:
+    def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile, n_few):
+        if m <= n_few:
             few(w, row_bytes, n, k, a, a_stride, m, out, out_stride)
             return
         for k0 in range(0, k, _KC):

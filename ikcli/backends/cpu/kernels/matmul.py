@@ -1,7 +1,8 @@
 """mul_mat for every weight type, dense and by expert.
 
 A block of 16 weight rows (32 for float types) is one work item. With few activation rows each weight row is dotted
-straight from memory; with more, the block is unpacked once into a tile that all activation rows then share.
+straight from memory; with more, the block is unpacked once into a tile that all activation rows then share. Both give
+the same result for a row whatever the other rows are, but not the same as each other; a program says what "few" means.
 """
 
 from ikcli.backends.cpu.kernels.basic import swiglu_span
@@ -12,8 +13,6 @@ from ikcli.backends.cpu.kernels.gemm import quant_tile
 from ikcli.backends.cpu.tile_modes import MODES
 from ikcli.native.jit import inline
 from ikcli.native.simd.vec import ld_i64
-
-FEW = 3  # up to this many activation rows, dot rows straight from memory
 
 
 def _tile_block(type_name):
@@ -47,11 +46,16 @@ def _integer_block(type_name):
     rows, dot, _ = FORMATS[type_name]
     by_tile = _tile_block(type_name)
     if dot is None:
-        return by_tile, 16
+
+        @inline
+        def tile_block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile, few):
+            by_tile(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile)
+
+        return tile_block, 16
 
     @inline
-    def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile):
-        if m > FEW:
+    def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile, few):
+        if m > few:
             by_tile(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile)
             return
         for r in range(0, n, rows):
@@ -69,7 +73,7 @@ def make_mul_mat(type_name):
     """Dense and per-head matmul. Output row t, head h, weight row r: out + t*out_stride + h*out_head + 4*r.
 
     params: 3 w, 4 row bytes of w, 5 rows of w, 6 k, 7 a, 8 bytes between activation rows, 9 out, 10 out_stride (bytes),
-    11 tiles, 12 tile bytes, 13 heads, 14 bytes between heads of w, 15 of a, 16 of out.
+    11 tiles, 12 tile bytes, 13 heads, 14 bytes between heads of w, 15 of a, 16 of out, 17 few.
     """
     block, height = _block(type_name)
 
@@ -78,20 +82,20 @@ def make_mul_mat(type_name):
         a, a_stride, out, out_stride = word(params, 7), word(params, 8), word(params, 9), word(params, 10)
         tile = word(params, 11) + ith * word(params, 12)
         heads, w_head, a_head, out_head = word(params, 13), word(params, 14), word(params, 15), word(params, 16)
-        m = n_rows(params)
+        m, few = n_rows(params), word(params, 17)
         per_head = (n_w + height - 1) // height
         total = per_head * heads
         if m == 0:
             return
         while True:
-            first, stop = next_items(params, total, nth, m <= FEW)
+            first, stop = next_items(params, total, nth, m <= few)
             if first >= total:
                 return
             for item in range(first, stop):
                 h, r = item // per_head, item % per_head * height
                 block(
                     w + h * w_head + r * row_bytes, row_bytes, min(height, n_w - r), k, a + h * a_head, a_stride, m,
-                    out + h * out_head + 4 * r, out_stride, tile,
+                    out + h * out_head + 4 * r, out_stride, tile, few,
                 )  # fmt: skip
 
     return mul_mat
@@ -139,7 +143,7 @@ def _by_expert(height, compute):
 
     Rows offsets[e] .. offsets[e+1]-1 of a belong to expert e. params: 3 w, 4 row bytes, 5 rows per expert, 6 k, 7 a,
     8 a_stride, 9 out, 10 out_stride, 11 tiles, 12 tile bytes, 13 n_expert, 14 bytes per expert, 15 offsets
-    (i64[n_expert + 1]); compute(params, ith, at, n, k, x, m, y, tile): `at` = bytes into the weights, n rows.
+    (i64[n_expert + 1]), 16 few; compute(params, ith, at, n, k, x, m, y, tile): `at` = bytes into the weights, n rows.
     """
 
     def by_expert(params, ith, nth):
@@ -149,7 +153,7 @@ def _by_expert(height, compute):
         n_expert, w_expert, offsets = word(params, 13), word(params, 14), word(params, 15)
         per_expert = (n_w + height - 1) // height
         total = count_items(offsets, n_expert, per_expert)
-        streaming = ld_i64(offsets + 8 * n_expert) * per_expert <= FEW * total
+        streaming = ld_i64(offsets + 8 * n_expert) * per_expert <= word(params, 16) * total
         while True:
             first, stop = next_items(params, total, nth, streaming)
             if first >= total:
@@ -173,21 +177,33 @@ def make_mul_mat_id(type_name):
 
     @inline
     def compute(params, ith, at, n, k, x, m, y, tile):
-        block(word(params, 3) + at, word(params, 4), n, k, x, word(params, 8), m, y, word(params, 10), tile)
+        block(
+            word(params, 3) + at,
+            word(params, 4),
+            n,
+            k,
+            x,
+            word(params, 8),
+            m,
+            y,
+            word(params, 10),
+            tile,
+            word(params, 16),
+        )
 
     return _by_expert(height, compute)
 
 
 def make_up_gate(type_name):
-    """silu(gate) * up by expert. params: `_by_expert`, then 16 gate weights, 17 scratch, 18 its bytes per thread."""
+    """silu(gate) * up by expert. params: `_by_expert`, then 17 gate weights, 18 scratch, 19 its bytes per thread."""
     block, height = _block(type_name)
 
     @inline
     def compute(params, ith, at, n, k, x, m, y, tile):
         row_bytes, a_stride, out_stride = word(params, 4), word(params, 8), word(params, 10)
-        scratch = word(params, 17) + ith * word(params, 18)
-        block(word(params, 16) + at, row_bytes, n, k, x, a_stride, m, scratch, 4 * height, tile)
-        block(word(params, 3) + at, row_bytes, n, k, x, a_stride, m, y, out_stride, tile)
+        scratch, few = word(params, 18) + ith * word(params, 19), word(params, 16)
+        block(word(params, 17) + at, row_bytes, n, k, x, a_stride, m, scratch, 4 * height, tile, few)
+        block(word(params, 3) + at, row_bytes, n, k, x, a_stride, m, y, out_stride, tile, few)
         for t in range(m):
             row = y + t * out_stride
             swiglu_span(row, scratch + 4 * height * t, row, 0, n)

@@ -1,0 +1,89 @@
+"""Guessing tokens with a small model of the same vocabulary (`-md`), for all slots that want a guess at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.config import RunConfig
+from ikcli.engine.batch import Batch
+from ikcli.engine.session import Session
+from ikcli.errors import UsageError
+from ikcli.server.engine.prompt_cache import common_prefix
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A text to be continued by at most n_max tokens, each at least as probable as p_min."""
+
+    seq: int
+    text: Tokens
+    n_max: int
+    p_min: float
+    found: list[int]
+
+
+class DraftModel:
+    """A session of its own whose sequences follow those of the slots."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._cached = [np.zeros(0, np.int32) for _ in range(session.n_seq_max)]
+
+    @classmethod
+    def open(cls, config: RunConfig, target: Session) -> DraftModel:
+        """Load the draft model of `config`; UsageError if its vocabulary is another one."""
+        s = config.server
+        n_ctx = s.draft_ctx or target.n_ctx
+        changed = replace(config, model=s.model_draft, type_k=s.draft_type_k, type_v=s.draft_type_v, override_kv=())
+        session = Session.open(changed, n_ctx=n_ctx, n_seq_max=target.n_seq_max, n_step=target.n_seq_max)
+        tokens, theirs = (x.model.file.get("tokenizer.ggml.tokens") for x in (session, target))
+        if session.n_vocab != target.n_vocab or list(tokens or ()) != list(theirs or ()):
+            session.close()
+            raise UsageError(f"{s.model_draft}: the draft model's vocabulary is not the model's; use one of its family")
+        return cls(session)
+
+    def draft(self, wanted: Sequence[Wanted]) -> None:
+        """Fill `found` of every text; one whose beginning is not computed yet gets on by one ubatch and waits."""
+        active = [w for w in wanted if w.n_max > 0 and self._catch_up(w)]
+        tokens = {w.seq: int(w.text[-1]) for w in active}
+        while active:
+            logits = self.session.step(self._batch(active, tokens))
+            best = logits.argmax(axis=1)
+            going = []
+            for w, row, token in zip(active, logits, best.tolist(), strict=True):
+                self._cached[w.seq] = np.append(self._cached[w.seq], np.int32(tokens[w.seq]))
+                if not 1 / np.exp(row - row[token]).sum() >= w.p_min:
+                    continue
+                w.found.append(token)
+                tokens[w.seq] = token
+                if len(w.found) < w.n_max:
+                    going.append(w)
+            active = going
+
+    def _catch_up(self, w: Wanted) -> bool:
+        """Compute the text but for its last token; False if that takes another time or does not fit."""
+        session = self.session
+        if len(w.text) + w.n_max > session.n_ctx_seq:
+            return False
+        n = min(common_prefix(self._cached[w.seq], w.text), len(w.text) - 1)
+        session.kv_seq_rm(w.seq, n)
+        piece = w.text[n : len(w.text) - 1][: session.n_ubatch]
+        if len(piece):
+            session.compute(Batch.single(piece, n, w.seq, logits="none"))
+        self._cached[w.seq] = w.text[: n + len(piece)]
+        return n + len(piece) == len(w.text) - 1
+
+    def _batch(self, active: Sequence[Wanted], tokens: dict[int, int]) -> Batch:
+        ids = np.array([tokens[w.seq] for w in active], np.int32)
+        pos = np.array([len(self._cached[w.seq]) for w in active], np.int32)
+        seq = np.array([w.seq for w in active], np.int32)
+        return Batch(ids, pos, seq, np.ones(len(ids), np.bool_))
+
+    def close(self) -> None:
+        self.session.close()

@@ -1,0 +1,136 @@
+"""Guessing tokens from tokens alone: what followed the last few tokens when they occurred before.
+
+Each drafter is given the tokens of one text, prompt and answer, and keeps an index that grows with it. A wrong guess
+costs a little time and never changes the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+Gram = tuple[int, ...]
+_MOST_VALUES = 4  # continuations remembered per key by ngram-map-k4v
+
+
+class Drafter(Protocol):
+    """Drafts for one text."""
+
+    def draft(self, text: Sequence[int], n_max: int) -> list[int]:
+        """Up to n_max tokens that may follow."""
+
+
+@dataclass(slots=True)
+class _Index:
+    """Positions after every n-gram of a growing text, latest last."""
+
+    n: int
+    most: int
+    after: dict[Gram, list[int]] = field(default_factory=dict)
+    seen: int = 0
+
+    def grow(self, text: Sequence[int]) -> None:
+        """Index what is new; the last n-gram of the text has nothing after it yet."""
+        if len(text) < self.seen:
+            self.after.clear()
+            self.seen = 0
+        n, after = self.n, self.after
+        for end in range(max(self.seen, n), len(text)):
+            places = after.setdefault(tuple(text[end - n : end]), [])
+            places.append(end)
+            if len(places) > self.most:
+                del places[0]
+        self.seen = len(text)
+
+    def find(self, text: Sequence[int]) -> list[int]:
+        """Positions after earlier occurrences of the text's last n-gram."""
+        return self.after.get(tuple(text[-self.n :]), []) if len(text) >= self.n else []
+
+
+class NgramMap:
+    """ngram-simple, ngram-map-k: what followed the latest occurrence, if there were `min_hits`."""
+
+    def __init__(self, size_n: int, size_m: int, min_hits: int) -> None:
+        self._index = _Index(size_n, max(min_hits, 1))
+        self._size_m, self._min_hits = size_m, min_hits
+
+    def draft(self, text: Sequence[int], n_max: int) -> list[int]:
+        self._index.grow(text)
+        places = self._index.find(text)
+        if len(places) < self._min_hits or not places:
+            return []
+        return list(text[places[-1] : places[-1] + min(n_max, self._size_m)])
+
+
+class NgramMapValues:
+    """ngram-map-k4v: the most frequent of the latest continuations, if it beats the others together."""
+
+    def __init__(self, size_n: int, size_m: int, min_hits: int) -> None:
+        self._index = _Index(size_n, 4 * _MOST_VALUES)
+        self._size_m, self._min_hits = size_m, min_hits
+
+    def draft(self, text: Sequence[int], n_max: int) -> list[int]:
+        self._index.grow(text)
+        counts: dict[Gram, int] = {}
+        for at in self._index.find(text):
+            value = tuple(text[at : at + min(n_max, self._size_m)])
+            counts[value] = counts.get(value, 0) + 1
+        if not counts:
+            return []
+        best = max(counts, key=lambda v: counts[v])
+        others = sum(counts.values()) - counts[best]
+        return list(best) if counts[best] >= max(self._min_hits, others) else []
+
+
+class Pool:
+    """ngram-mod's memory: n-gram -> next token, shared by all texts of the server; bounded."""
+
+    def __init__(self, n: int, most: int = 1 << 20) -> None:
+        self.n, self.most = n, most
+        self.next: dict[Gram, int] = {}
+
+    def add(self, gram: Gram, token: int) -> None:
+        if len(self.next) >= self.most:
+            self.next.clear()
+        self.next[gram] = token
+
+
+class NgramPool:
+    """ngram-mod: follows a pool token by token."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool, self._seen = pool, 0
+
+    def draft(self, text: Sequence[int], n_max: int) -> list[int]:
+        n = self._pool.n
+        for end in range(max(min(self._seen, len(text)), n), len(text)):
+            self._pool.add(tuple(text[end - n : end]), text[end])
+        self._seen = len(text)
+        gram, out = tuple(text[-n:]), list[int]()
+        while len(out) < n_max and (token := self._pool.next.get(gram)) is not None:
+            out.append(token)
+            gram = (*gram[1:], token)
+        return out
+
+
+class Suffix:
+    """suffix: the longest earlier match of the end of the text decides; the longer it is, the more is drafted."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self._index, self._most = _Index(least, 64), most
+
+    def draft(self, text: Sequence[int], n_max: int) -> list[int]:
+        self._index.grow(text)
+        places = self._index.find(text)
+        if not places:
+            return []
+        length, at = max((self._match(text, place), place) for place in places)
+        return list(text[at : at + min(n_max, length)])
+
+    def _match(self, text: Sequence[int], place: int) -> int:
+        """Equal tokens before `place` and before the end."""
+        n = self._index.n
+        while n < min(self._most, place) and text[place - n - 1] == text[len(text) - n - 1]:
+            n += 1
+        return n

@@ -1,0 +1,146 @@
+"""Guesses of the next tokens, checked by the model several at a time.
+
+A guessed token is kept only if the sampler takes it from the model's own logits as well, so the text is the same
+with and without. A micro-batch is kept so small that its results do not depend on its size (`Session.n_exact` rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from ikcli.config_groups import ServerConfig
+from ikcli.config_values import SpecStage
+from ikcli.engine.session import Session
+from ikcli.errors import UsageError
+from ikcli.server.engine import ngrams
+from ikcli.server.engine.draft_model import DraftModel, Wanted
+from ikcli.server.engine.log import Logger
+from ikcli.server.engine.ngram_cache import Counts, NgramCache, merge, read_counts, write_counts
+from ikcli.server.engine.slot import Slot
+
+T = TypeVar("T", int, float)
+_SIZE_N, _SIZE_M, _MIN_HITS = 12, 48, 1
+_SUFFIX_LEAST, _SUFFIX_MOST = 5, 64
+
+
+def stages(session: Session) -> tuple[SpecStage, ...]:
+    """What the options ask for; `-md`, `-lcs` and `-lcd` imply their type."""
+    config, sampling = session.config.server, session.config.sampling
+    given = [s for s in config.spec_type if s.type != "none"]
+    if config.spec_type and not given:
+        return ()
+    types = {s.type for s in given}
+    if config.model_draft and "draft" not in types:
+        given.append(SpecStage("draft"))
+    if (sampling.lookup_cache_static or sampling.lookup_cache_dynamic) and "ngram-cache" not in types:
+        given.append(SpecStage("ngram-cache"))
+    if "draft" in types and not config.model_draft:
+        raise UsageError("--spec-type draft needs a draft model; name one with -md FILE")
+    return tuple(given)
+
+
+class Speculator:
+    """Drafts for slots; made once per engine."""
+
+    def __init__(self, session: Session, log: Logger) -> None:
+        self._stages = stages(session)
+        self._config: ServerConfig = session.config.server
+        self._n_exact = session.n_exact
+        sampling = session.config.sampling
+        self._dynamic_path = sampling.lookup_cache_dynamic
+        static, dynamic = sampling.lookup_cache_static, self._dynamic_path
+        self._static: Counts = read_counts(static) if static else {}
+        self._dynamic: Counts = read_counts(dynamic) if dynamic and dynamic.exists() else {}
+        self._pools: dict[int, ngrams.Pool] = {}
+        self._drafters: dict[int, tuple[object, list[ngrams.Drafter | None]]] = {}  # slot -> its generation's
+        has_model = any(s.type == "draft" for s in self._stages)
+        self._model = DraftModel.open(session.config, session) if has_model else None
+        if self._stages:
+            log("INFO", "init", "speculative decoding", {"types": ",".join(s.type for s in self._stages)})
+
+    def __bool__(self) -> bool:
+        return bool(self._stages)
+
+    def propose(self, slots: Sequence[Slot]) -> None:
+        """Set the drafts of generating slots; together with the tokens they continue, at most `n_exact` rows."""
+        free = self._n_exact - len(slots)
+        for left, slot in zip(range(len(slots), 0, -1), slots, strict=True):
+            slot.draft = ()
+            if free <= 0:
+                continue
+            share = -(-free // left)
+            for i, stage in enumerate(self._stages):
+                draft = self._draft(slot, i, stage, share)
+                if draft:
+                    slot.draft = draft
+                    free -= len(draft)
+                    break
+
+    def _draft(self, slot: Slot, index: int, stage: SpecStage, most: int) -> list[int]:
+        g = slot.generation
+        assert g is not None
+        asked = g.request.speculation
+        n_max = _first(asked.n_max, stage.n_max, self._config.draft_max)
+        n_min = _first(asked.n_min, stage.n_min, self._config.draft_min)
+        room = slot.n_ctx - slot.n_past - 1
+        if g.n_remain >= 0:
+            room = min(room, g.n_remain - 1)
+        n_max = min(n_max, room, most)
+        if n_max <= 0:
+            return []
+        if stage.type == "draft":
+            p_min = _first(asked.p_min, stage.p_min, self._config.draft_p_min)
+            draft = self._by_model(slot, n_max, p_min)
+        else:
+            drafter = self._drafter(slot, index, stage)
+            draft = drafter.draft(g.history, n_max)[:n_max] if drafter else []
+        return draft if len(draft) >= min(n_min, n_max) else []
+
+    def _by_model(self, slot: Slot, n_max: int, p_min: float) -> list[int]:
+        assert self._model is not None
+        wanted = Wanted(slot.id, slot.text_tokens(), n_max, p_min, [])
+        self._model.draft([wanted])
+        return wanted.found
+
+    def _drafter(self, slot: Slot, index: int, stage: SpecStage) -> ngrams.Drafter | None:
+        """The drafter of a stage, made anew for every generation."""
+        owner, drafters = self._drafters.get(slot.id, (None, []))
+        if owner is not slot.generation:
+            drafters = [None if s.type == "draft" else self._make(s) for s in self._stages]
+            self._drafters[slot.id] = slot.generation, drafters
+        return drafters[index]
+
+    def _make(self, stage: SpecStage) -> ngrams.Drafter:
+        size_n, size_m = stage.size_n or _SIZE_N, stage.size_m or _SIZE_M
+        hits = max(_first(stage.min_hits, _MIN_HITS), 1)
+        if stage.type == "suffix":
+            return ngrams.Suffix(stage.size_n or _SUFFIX_LEAST, stage.size_m or _SUFFIX_MOST)
+        if stage.type == "ngram-mod":
+            return ngrams.NgramPool(self._pools.setdefault(size_n, ngrams.Pool(size_n)))
+        if stage.type == "ngram-map-k4v":
+            return ngrams.NgramMapValues(size_n, size_m, hits)
+        if stage.type == "ngram-cache":
+            return NgramCache(self._dynamic, self._static)
+        return ngrams.NgramMap(size_n, size_m, hits)
+
+    def finished(self, slot: Slot) -> None:
+        """Learn from a finished generation (`-lcd`)."""
+        owner, drafters = self._drafters.pop(slot.id, (None, []))
+        if self._dynamic_path is None or owner is not slot.generation:
+            return
+        for drafter in drafters:
+            if isinstance(drafter, NgramCache):
+                merge(self._dynamic, drafter.counts)
+
+    def close(self) -> None:
+        """Write what was learned, release the draft model."""
+        if self._model is not None:
+            self._model.close()
+        if self._dynamic_path is not None and self._dynamic:
+            write_counts(self._dynamic, self._dynamic_path)
+
+
+def _first(*values: T | None) -> T:
+    """The first value that is given."""
+    return next(v for v in values if v is not None)

@@ -180,11 +180,11 @@ class ChatParser:
             self._opening = ""
             self._reader.keep = self._reader.pos
 
-    def section(self, opening: str) -> Wait:
-        """Read tool calls after `opening`, or take them as content if they are malformed."""
+    def section(self, opening: str, before: str = "") -> Wait:
+        """Read tool calls after `opening`, or take them as content, after `before`, if they are malformed."""
         family = self._settings.family
         assert family is not None
-        self._open_section, self._held, self._opening = True, [], opening
+        self._open_section, self._held, self._opening = True, [], before + opening
         self._reader.keep = self._reader.pos
         calls = len(self._calls)
         try:
@@ -243,11 +243,12 @@ class ChatParser:
 
     def _message(self) -> Wait:
         settings, family = self._settings, self._settings.family
-        if family is not None and family.own_message and (settings.tools is not None or not family.needs_tools):
+        own = family is not None and family.own_message and (settings.tools is not None or not family.needs_tools)
+        if settings.reasoning is not None and not (own and family is not None and not family.needs_tools):
+            yield from self._thinking(settings.reasoning)
+        if own and family is not None:
             yield from family.message(self, self._reader)
         else:
-            if settings.reasoning is not None:
-                yield from self._thinking(settings.reasoning)
             yield from self._answer(family if settings.tools is not None else None)
 
     def _thinking(self, tags: Reasoning) -> Wait:
@@ -280,7 +281,7 @@ class ChatParser:
             space = yield from reader.spaces()
             opening = yield from reader.one_of(family.start_openings)
             if opening:
-                yield from self.section(opening)
+                yield from self.section(opening, space)
             else:
                 self.content(space)
         while True:
@@ -290,7 +291,7 @@ class ChatParser:
             if found is None:
                 return
             if found not in dropped:
-                yield from self.section(found)
+                yield from self.section(found, reader.stripped)
 
 
 def _merged(deltas: list[ChatDelta]) -> list[ChatDelta]:

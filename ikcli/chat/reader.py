@@ -33,6 +33,8 @@ class Reader:
         self.text = ""
         self.pos = 0
         self.ended = False
+        self.stripped = ""
+        """White space that the last `until` with `strip` dropped."""
         self.keep = -1
         """Position from which text is kept for going back; -1: what is read may be dropped."""
 
@@ -96,7 +98,9 @@ class Reader:
             if found is not None and (self.ended or safe > found[0]):
                 before = self.text[self.pos : found[0]]
                 self.pos = found[0] + len(found[2])
-                if out := before.rstrip() if strip else before:
+                out = before.rstrip() if strip else before
+                self.stripped = before[len(out) :]
+                if out:
                     sink(out)
                 return found[2]
             out = self.text[self.pos : safe]

@@ -56,8 +56,8 @@ class TextSink(CallSink, Protocol):
     raw_reasoning: bool
     """True if reasoning stays in the content, with the texts around it."""
 
-    def section(self, opening: str) -> Wait:
-        """Read tool calls after `opening`, or take them as content if they are malformed."""
+    def section(self, opening: str, before: str = "") -> Wait:
+        """Read tool calls after `opening`, or take them as content, after `before`, if they are malformed."""
 
 
 class Family:
@@ -74,7 +74,7 @@ class Family:
     """Wrappers of the answer that are no part of it."""
     stops: tuple[str, ...] = ()
     own_message = False
-    """True if `message` reads reasoning and content too."""
+    """True if `message` reads content and, unless `needs_tools`, reasoning too."""
     needs_tools = False
     """True if answers without tools are plain text."""
 

@@ -37,9 +37,11 @@ class Generic(Family):
 
     def message(self, out: TextSink, reader: Reader) -> Wait:
         """Read the object; anything else is content."""
-        yield from reader.spaces()
+        space = yield from reader.spaces()
         if (yield from reader.optional("{")):
-            yield from out.section("{")
+            yield from out.section("{", space)
+        else:
+            out.content(space)
         yield from reader.until((), out.content)
 
     def calls(self, out: CallSink, reader: Reader, opening: str) -> Wait:

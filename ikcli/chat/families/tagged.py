@@ -218,18 +218,20 @@ class Recipients(Family):
     def message(self, out: TextSink, reader: Reader) -> Wait:
         """Content after `all`, calls after names; other text is content."""
         known = tuple(f"{name}\n" for name in ("all", *out.tools))
-        recipient = yield from reader.one_of(known)
+        recipient, before = (yield from reader.one_of(known)), ""
         while True:
             if recipient is None:
+                out.content(before)
                 yield from reader.until((), out.content)
                 return
             if recipient == "all\n":
                 more = yield from reader.until((">>>",), out.content, strip=True)
             else:
-                yield from out.section(recipient)
+                yield from out.section(recipient, before)
                 more = yield from reader.until((">>>",), out.content, strip=True)
             if more is None:
                 return
+            before = reader.stripped + more
             recipient = yield from reader.one_of(known)
 
     def calls(self, out: CallSink, reader: Reader, opening: str) -> Wait:

@@ -19,10 +19,12 @@ from ikcli import log
 from ikcli.commands._app import RunCommand
 from ikcli.commands._argv import read_lines
 from ikcli.commands._suggest import nearest
+from ikcli.commands._target import TARGET_OPTIONS, check_sides, has_target, target_options
 from ikcli.commands._tool_argv import ToolArguments, ToolOption, parse_tool, tool_help, whole_number
-from ikcli.errors import UsageError
+from ikcli.errors import IkError, UsageError
 
 if TYPE_CHECKING:
+    from ikcli.quant.calibration import Measure
     from ikcli.quant.recipes import Choice, RecipeOptions
     from ikcli.quant.target import TargetOptions
     from ikcli.quant.tool import ToolOptions, ToolPlan
@@ -68,18 +70,7 @@ OPTIONS = (
         repeat=True,
         example='"attn_k=q8_0,ffn_down=iq4_k"',
     ),
-    ToolOption(
-        ("--target-size",),
-        "SIZE",
-        "choose the types so that all tensors together have at most SIZE (12GiB, 900M) and the estimated damage is "
-        "least; TYPE may be missing, --custom-q rules and --*-type options still decide about their tensors",
-        example="12GiB",
-    ),
-    ToolOption(("--target-bpw",), "F", "as --target-size, in bits per weight over all tensors", example="3.6"),
-    ToolOption(("--candidates",), "TYPE[,TYPE...]", "tensor types to choose from for a target", example="iq3_k,q6_K"),
-    ToolOption(("--repackable",), "", "for a target, choose only types that --repack and -rtr can interleave"),
-    ToolOption(("--target-rows",), "N", "rows per tensor to measure for a target; 0 = all (default 256)", example="64"),
-    ToolOption(("--write-recipe",), "FILE", "write the types as rules for --custom-q @FILE", example="recipe.txt"),
+    *TARGET_OPTIONS,
     ToolOption(("--extra-output-tensor",), "TYPE", "also write output_extra.weight, a smaller copy of the output"),
     ToolOption(("--repack",), "", "only regroup rows into interleaved types; TYPE may be missing and is ignored"),
     ToolOption(("--unrepack",), "", "the inverse of --repack"),
@@ -147,7 +138,7 @@ def parse_request(argv: list[str], command: str = "quantize") -> Request | None:
     if arguments.has("repack_pattern") and mode == "quantize":
         raise UsageError("--repack-pattern needs --repack or --unrepack")
     source, output, number, name, threads = _positional(arguments, mode)
-    target = _target(arguments, mode, name)
+    target = _target(arguments, mode, name, source, threads)
     recipe = _recipe(arguments, number, name) if mode == "quantize" else RecipeOptions(0, copy=True)
     patterns = tuple(p.strip() for text in arguments.all("repack_pattern") for p in text.split(",") if p.strip())
     return Request(
@@ -165,40 +156,21 @@ def parse_request(argv: list[str], command: str = "quantize") -> Request | None:
     )
 
 
-def _target(arguments: ToolArguments, mode: str, name: str) -> TargetOptions | None:
+def _target(arguments: ToolArguments, mode: str, name: str, source: str, threads: int) -> TargetOptions | None:
     """The size to choose types for; UsageError for options that need one or exclude it."""
-    size, bpw = arguments.one("target_size"), arguments.one("target_bpw")
-    if size is None and bpw is None:
-        for option in ("candidates", "repackable", "target_rows"):
-            if arguments.has(option):
-                raise UsageError(f"--{option.replace('_', '-')} needs --target-size or --target-bpw")
-        return None
-    if size is not None and bpw is not None:
-        raise UsageError("--target-size and --target-bpw exclude each other")
-    from ikcli.quant.formats import format_by_name
-    from ikcli.quant.target import TargetOptions, parse_size
 
-    if mode != "quantize" or arguments.has("pure") or name in ("COPY", "F32", "F16", "BF16"):
+    def measure(text: Path, chunks: int) -> Measure:
+        from ikcli.eval.calibrate import CalibrationOptions, Calibrator
+
+        overrides = arguments.all("override_kv")
+        return Calibrator(
+            CalibrationOptions(Path(source), text, chunks, n_threads=threads, overrides=overrides)
+        ).measure
+
+    found = target_options(arguments, name != _NO_TYPE, measure)
+    if found is not None and (mode != "quantize" or arguments.has("pure") or name in ("COPY", "F32", "F16", "BF16")):
         raise UsageError("a target needs types to choose from; drop --repack, --unrepack, --pure and float TYPEs")
-    texts = (arguments.one("candidates") or "").split(",")
-    return TargetOptions(
-        n_bytes=parse_size(size) if size is not None else 0,
-        bpw=_bits(bpw) if bpw is not None else 0.0,
-        candidates=tuple(format_by_name(text).type for text in texts if text.strip()),
-        repackable=arguments.has("repackable"),
-        rows=whole_number("--target-rows", arguments.one("target_rows") or "256", 0),
-        keeps_file_type=name != _NO_TYPE,
-    )
-
-
-def _bits(text: str) -> float:
-    try:
-        bits = float(text)
-    except ValueError:
-        bits = 0.0
-    if not 0 < bits <= 32:
-        raise UsageError(f'--target-bpw: "{text}" is not a number of bits per weight, for example 3.6')
-    return bits
+    return found
 
 
 def _positional(arguments: ToolArguments, mode: str) -> tuple[str, str, int, str, int]:
@@ -214,7 +186,7 @@ def _positional(arguments: ToolArguments, mode: str) -> tuple[str, str, int, str
     found = parse_file_type(words[0]) if words else None
     if found is not None:
         words.pop(0)
-    elif mode == "quantize" and not (arguments.has("target_size") or arguments.has("target_bpw")):
+    elif mode == "quantize" and not has_target(arguments):
         raise _no_type(words, output)
     number, name = found or ((_Q8_0, _NO_TYPE) if mode == "quantize" else (0, mode.upper()))
     text = words.pop(0) if words else arguments.one("t")
@@ -312,11 +284,7 @@ def run(request: Request) -> int:
     else:
         plan = plan_repack(request.input, request.output, request.patterns, request.mode == "unrepack", request.options)
     _report_plan(request, plan)
-    if request.write_recipe:
-        from ikcli.quant.tool import recipe_lines
-
-        Path(request.write_recipe).write_text("\n".join(recipe_lines(plan)) + "\n", encoding="utf-8")
-        log.log(f"recipe written to {request.write_recipe}")
+    _report_recipe(request, plan)
     if request.mode != "quantize" and not any(c.changes for c in plan.job.choices):
         log.log(f"nothing to {request.mode}: no file is written")
         return 0
@@ -327,6 +295,23 @@ def run(request: Request) -> int:
     return 0
 
 
+def _report_recipe(request: Request, plan: ToolPlan) -> None:
+    """The recipe, into the file that was asked for; that of a target is printed otherwise."""
+    if not request.write_recipe and plan.target is None:
+        return
+    from ikcli.quant.target_report import recipe_text
+
+    text = "\n".join(recipe_text(plan.job.choices, plan.target)) + "\n"
+    if not request.write_recipe or request.write_recipe == "-":
+        print(text, end="", flush=True)
+        return
+    try:
+        Path(request.write_recipe).write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise IkError(f"--write-recipe {request.write_recipe}: {problem.strerror or problem}") from None
+    log.log(f"recipe written to {request.write_recipe}")
+
+
 @contextmanager
 def _measuring(request: Request) -> Iterator[Callable[[float], None]]:
     """A progress bar while candidate types are measured."""
@@ -335,7 +320,9 @@ def _measuring(request: Request) -> Iterator[Callable[[float], None]]:
         return
     from ikcli.gguf.reader import open_gguf
 
-    total = open_gguf(request.input, request.options.overrides).n_bytes
+    file = open_gguf(request.input, request.options.overrides)
+    check_sides(request.target, list(file.tensors))
+    total = file.n_bytes
     with log.progress("measuring types", total, in_bytes=True) as advance:
         yield advance
 
@@ -358,10 +345,11 @@ def _report_plan(request: Request, plan: ToolPlan) -> None:
     for note in plan.notes:
         log.warn(note)
     if plan.target is not None:
-        log.log(
-            f"target: {plan.new_bytes} of {plan.target.budget} bytes used ({plan.bpw:.3f} BPW), "
-            f"predicted KL divergence {plan.target.damage:.5f}"
-        )
+        from ikcli.quant.target_report import choice_table, prediction_lines
+
+        log.log("\n".join(choice_table(plan.job.choices, plan.target)))
+        log.log(f"target: {plan.new_bytes} of {plan.target.budget} bytes used ({plan.bpw:.3f} BPW)")
+        log.log("\n".join(f"target: {line}" for line in prediction_lines(plan.target)))
     if request.verbose and request.dry_run:
         for c in plan.job.choices:
             if c.rule is not None:

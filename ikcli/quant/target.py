@@ -1,83 +1,125 @@
-"""Types for a given size: the cheapest sum of estimated damages whose bytes fit (`--target-size`, `--target-bpw`).
+"""Types for a given size: the least estimated damage whose bytes fit (`--target-size`, `--target-bpw`).
 
-Each tensor's candidate types are tried on sampled rows; damage = sensitivity * squared relative error. Starting from
-the smallest types, the upgrade with the largest damage removed per byte is taken until nothing fits: steps run along
-the lower convex hull of each tensor's (bytes, damage) points. What is left is spent on single steps, and in small
-models on exchanges of two. Up and gate experts of a block are one item, because fused experts want equal types.
+Each tensor's candidate types are tried on sampled rows, which gives squared relative errors, weighted by the importance
+matrix. Their damage is estimated (`sensitivity`) or measured (`calibration`), and `knapsack` chooses. Tensors that stay
+on the CPU choose among types with a row-interleaved twin, the others among all; both sides may have a budget of their
+own. Up and gate experts of a block are one item, because fused experts want equal types.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
-
 from ikcli.errors import NonFiniteError, UsageError
-from ikcli.gguf.constants import FILE_TYPES, GGMLType
+from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
+from ikcli.quant.calibration import Damage, Measure, calibrate
 from ikcli.quant.decode import decodable_types
 from ikcli.quant.encoders import EncodeOptions, available_types
 from ikcli.quant.formats import FORMATS, interleaved_type, tensor_size
 from ikcli.quant.imatrix_file import Imatrix
-from ikcli.quant.measure import Errors, fits, measure, sample_tensor
+from ikcli.quant.knapsack import Option, Solution, solve
+from ikcli.quant.measure import fits, measure, sample_tensor
 from ikcli.quant.recipe_rules import TENSOR_NEEDS_IMATRIX
 from ikcli.quant.recipes import Choice
+from ikcli.quant.repack import can_repack, repacked_type
 from ikcli.quant.sensitivity import BRANCH_ENDS, sensitivities
 
 T = GGMLType
-# Good types of every size with encoders and kernels that are fast enough everywhere; trellis types are not among them.
+# Good types of every size with encoders and kernels that are fast enough everywhere.
 DEFAULT_CANDIDATES = (
-    *(T.IQ1_M, T.IQ2_XXS, T.IQ2_KS, T.IQ2_K, T.IQ2_KL, T.IQ3_XXS, T.IQ3_KS, T.IQ3_K, T.IQ3_S),
+    *(T.IQ1_M, T.IQ2_XXS, T.IQ2_KS, T.IQ2_K, T.IQ2_S, T.IQ2_KL, T.IQ3_XXS, T.IQ3_KS, T.IQ3_K, T.IQ3_S),
     *(T.IQ4_KSS, T.IQ4_KS, T.IQ4_XS, T.IQ4_K, T.IQ4_NL, T.IQ5_KS, T.IQ5_K, T.Q5_0, T.IQ6_K, T.Q6_K, T.Q6_0, T.Q8_0),
 )
-_MOST_EXCHANGED = 1000  # options of all tensors together; above that single steps are fine enough
+# Slow to encode and on CPUs, quick on GPUs: candidates where it is said that a GPU holds the tensor.
+GPU_CANDIDATES = (T.IQ2_KT, T.IQ3_KT, T.IQ4_KT)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+CPU, GPU = "cpu", "gpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which tensors stay on the CPU. `known`: the user said so, so the others are known to be on a GPU."""
+
+    on_cpu: Callable[[str], bool] = lambda name: "exps" in name
+    known: bool = False
+
+    def side(self, name: str) -> str:
+        return CPU if self.on_cpu(name) else GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes of all tensors, or bits per weight where `n_bytes` is 0."""
+
+    n_bytes: int = 0
+    bpw: float = 0.0
+
+    def of(self, n_elements: int) -> int:
+        """Bytes for that many weights."""
+        return self.n_bytes or int(self.bpw * n_elements / 8)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
-    """Budget: bytes of all tensors, or bits per weight; `rows` per tensor are measured (0 = all).
+    """Budget of all tensors together, or of `gpu` and `cpu` apart; `rows` per tensor are measured (0 = all).
 
+    `repackable`: all tensors get types with an interleaved twin; `r4`: those on the CPU get the twin itself.
     `keeps_file_type`: the file type was given and is recorded, whatever types the tensors get.
     """
 
-    n_bytes: int = 0
-    bpw: float = 0.0
+    total: Budget = Budget()
+    gpu: Budget | None = None
+    cpu: Budget | None = None
     candidates: tuple[GGMLType, ...] = ()
+    placement: Placement = Placement()
     repackable: bool = False
+    r4: bool = False
     rows: int = 256
     keeps_file_type: bool = False
+    calibrate: Measure | None = None
+    calibrate_groups: int = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
-    """One type for an item: its bytes and damage."""
+class Chosen:
+    """What was chosen for one tensor: squared relative error and estimated damage of its type."""
 
     type: GGMLType
-    n_bytes: int
+    side: str
+    error2: float
     damage: float
 
 
 @dataclass(frozen=True, slots=True)
 class TargetPlan:
-    """Type by tensor name, the predicted damage (an estimate of the KL divergence), bytes of all tensors, budget."""
+    """Choices by tensor name and bytes of all tensors.
 
-    types: dict[str, GGMLType]
+    `damage` is the estimated KL divergence, `bound` the least that any choice in the budget could have, `measured` the
+    divergence of the whole choice on the calibration text.
+    """
+
+    chosen: dict[str, Chosen]
     damage: float
+    bound: float
     n_bytes: int
     budget: int
+    measured: float | None = None
+
+    @property
+    def types(self) -> dict[str, GGMLType]:
+        """Type by tensor name."""
+        return {name: c.type for name, c in self.chosen.items()}
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, option: str = "--target-size") -> int:
     """Bytes of `12GiB`, `900M` or `1.5GB` (K, M, G and KiB, ... are powers of 1024, KB, MB, GB of 1000)."""
     m = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?B|B)?\s*", text, re.IGNORECASE)
     if m is None or float(m[1]) <= 0:
-        raise UsageError(f'--target-size: "{text}" is not a size; write for example 12GiB, 900M or 1.5GB')
+        raise UsageError(f'{option}: "{text}" is not a size; write for example 12GiB, 900M or 1.5GB')
     decimal = bool(m[2]) and (m[3] or "").upper() == "B"
     return int(float(m[1]) * (1000 if decimal else 1024) ** _UNITS[m[2].upper()])
 
@@ -86,12 +128,16 @@ def candidates_for(
     options: TargetOptions, name: str, shape: tuple[int, ...], old: GGMLType, imatrix: Imatrix | None
 ) -> list[GGMLType]:
     """Types a tensor may get: those that suit its rows, are not larger than what it is, and do not lack weights."""
+    cpu = options.placement.on_cpu(name)
     wanted = options.candidates or DEFAULT_CANDIDATES
+    if not options.candidates and options.placement.known and not cpu:
+        wanted += GPU_CANDIDATES
     can = available_types() & decodable_types()
     weighted = imatrix is not None and imatrix.find(name) is not None
     found = [t for t in wanted if t in can and fits(t, shape) and (weighted or t not in TENSOR_NEEDS_IMATRIX)]
-    if options.repackable:
-        found = [t for t in found if interleaved_type(t) is not None or FORMATS[t].is_interleaved]
+    if options.repackable or cpu:
+        twins = [t for t in found if interleaved_type(t) is not None or FORMATS[t].is_interleaved]
+        found = twins if twins or options.repackable else found
     smaller = [t for t in found if tensor_size(t, shape) <= tensor_size(old, shape)]
     return smaller or found[:1] or [t for t in (T.Q8_0, T.F16) if fits(t, shape)][:1]
 
@@ -107,40 +153,124 @@ def plan_target(
     encode: EncodeOptions | None = None,
     advance: Callable[[float], None] = lambda amount: None,
 ) -> TargetPlan:
-    """Types for all choices that are not `fixed`; UsageError if even the smallest types do not fit the budget."""
+    """Types for all choices that are not `fixed`; UsageError if even the smallest types do not fit a budget."""
+    encode = encode or EncodeOptions()
     free = [c for c in choices if not fixed(c)]
-    kept_bytes = sum(c.n_bytes for c in choices if fixed(c))
-    budget = options.n_bytes or int(options.bpw * file.n_elements / 8)
-    table, energies, stream = _measure_all(file, free, options, imatrix, n_threads, encode or EncodeOptions(), advance)
-    weights = sensitivities([c.name for c in choices], file.metadata, energies, stream)
-    items: dict[str, list[Choice]] = {}
+    table, energies, stream = _measure_all(file, free, options, imatrix, n_threads, encode, advance)
+    prior = sensitivities([c.name for c in choices], file.metadata, energies, stream)
+    damages = {c.name: Damage(prior[c.name]) for c in free}
+    budgets = _budgets(options, choices)
+    _check(options, budgets, free, choices, fixed, table, imatrix is not None)
+    total = sum(budgets.values())
+    if options.calibrate is not None:
+        n_elements = sum(file.tensors[c.source or c.name].n_elements for c in choices)
+        bpw = 8 * total / n_elements
+        damages = calibrate(table, prior, bpw, options.calibrate, imatrix, encode, options.calibrate_groups)
+    chosen: dict[str, Chosen] = {}
+    bound = 0.0
+    for side, budget in budgets.items():
+        mine = [c for c in free if side in ("", options.placement.side(c.name))]
+        kept = sum(c.n_bytes for c in choices if fixed(c) and side in ("", options.placement.side(c.name)))
+        items = _items(mine, options.placement)
+        found = solve([_curve(members, table, damages) for members in items], budget - kept)
+        bound += found.bound
+        chosen |= _chosen(items, found, table, damages, options)
+    n_bytes = sum(c.n_bytes for c in choices if fixed(c))
+    n_bytes += sum(tensor_size(chosen[c.name].type, c.shape) for c in free)
+    measured = None
+    if options.calibrate is not None and chosen:
+        plain = {name: FORMATS[c.type].base or c.type for name, c in chosen.items()}
+        measured = options.calibrate([plain], imatrix, encode)[0]
+    return TargetPlan(chosen, sum(c.damage for c in chosen.values()), bound, n_bytes, total, measured)
+
+
+def _budgets(options: TargetOptions, choices: Sequence[Choice]) -> dict[str, int]:
+    """Bytes by side; one entry with an empty name for a common budget."""
+    elements = {CPU: 0, GPU: 0}
+    for c in choices:
+        n = 1
+        for ne in c.shape:
+            n *= ne
+        elements[options.placement.side(c.name)] += n
+    total = options.total.of(sum(elements.values()))
+    if options.gpu is None and options.cpu is None:
+        return {"": total}
+    gpu = options.gpu.of(elements[GPU]) if options.gpu is not None else None
+    cpu = options.cpu.of(elements[CPU]) if options.cpu is not None else None
+    gpu = total - (cpu or 0) if gpu is None else gpu
+    cpu = total - gpu if cpu is None else cpu
+    for side, budget in ((GPU, gpu), (CPU, cpu)):
+        if budget <= 0:
+            raise UsageError(f"the budget of the {side.upper()} tensors is more than the whole target leaves for it")
+    return {GPU: gpu, CPU: cpu}
+
+
+def _check(
+    options: TargetOptions,
+    budgets: Mapping[str, int],
+    free: Sequence[Choice],
+    choices: Sequence[Choice],
+    fixed: Callable[[Choice], bool],
+    table: Mapping[str, Mapping[GGMLType, float]],
+    weighted: bool,
+) -> None:
+    """UsageError if a budget is below the smallest types."""
+    for side, budget in budgets.items():
+        mine = [c for c in choices if side in ("", options.placement.side(c.name))]
+        least = sum(c.n_bytes for c in mine if fixed(c))
+        names = {c.name for c in mine}
+        for members in _items([c for c in free if c.name in names], options.placement):
+            least += min(sum(tensor_size(t, c.shape) for c in members) for t in _common(members, table))
+        if least > budget:
+            of = f" of the {side.upper()} tensors" if side else ""
+            raise UsageError(
+                f"the target{of} of {budget / 2**20:.2f} MiB is below {least / 2**20:.2f} MiB, the least that the "
+                "candidate types can reach" + ("" if weighted else "; with --imatrix smaller types are allowed")
+            )
+
+
+def _items(free: Sequence[Choice], placement: Placement) -> list[list[Choice]]:
+    """Tensors that get one type together."""
+    items: dict[tuple[str, str], list[Choice]] = {}
     for c in free:
-        items.setdefault(c.name.replace("ffn_gate_exps", "ffn_up_exps"), []).append(c)
-    curves = [_curve(members, table, weights) for members in items.values()]
-    least = kept_bytes + sum(min(o.n_bytes for o in curve) for curve in curves)
-    if least > budget:
-        raise UsageError(
-            f"the target of {budget / 2**20:.2f} MiB is below {least / 2**20:.2f} MiB "
-            f"({8 * least / file.n_elements:.3f} BPW), the least that the candidate types can reach"
-            + ("" if imatrix is not None else "; with --imatrix smaller types are allowed")
-        )
-    picked = solve(curves, budget - kept_bytes)
-    types = {c.name: o.type for members, o in zip(items.values(), picked, strict=True) for c in members}
-    return TargetPlan(types, sum(o.damage for o in picked), kept_bytes + sum(o.n_bytes for o in picked), budget)
+        key = c.name.replace("ffn_gate_exps", "ffn_up_exps"), placement.side(c.name)
+        items.setdefault(key, []).append(c)
+    return list(items.values())
+
+
+def _common(members: Sequence[Choice], table: Mapping[str, Mapping[GGMLType, float]]) -> list[GGMLType]:
+    return [t for t in table[members[0].name] if all(t in table[c.name] for c in members)]
 
 
 def _curve(
-    members: Sequence[Choice], table: dict[str, dict[GGMLType, float]], weights: dict[str, float]
+    members: Sequence[Choice], table: Mapping[str, Mapping[GGMLType, float]], damages: Mapping[str, Damage]
 ) -> list[Option]:
-    common = [t for t in table[members[0].name] if all(t in table[c.name] for c in members)]
     return [
         Option(
             t,
             sum(tensor_size(t, c.shape) for c in members),
-            sum(weights[c.name] * table[c.name][t] for c in members),
+            sum(damages[c.name].of(table[c.name][t]) for c in members),
         )
-        for t in common
+        for t in _common(members, table)
     ]
+
+
+def _chosen(
+    items: Sequence[Sequence[Choice]],
+    found: Solution,
+    table: Mapping[str, Mapping[GGMLType, float]],
+    damages: Mapping[str, Damage],
+    options: TargetOptions,
+) -> dict[str, Chosen]:
+    out: dict[str, Chosen] = {}
+    for members, picked in zip(items, found.picked, strict=True):
+        for c in members:
+            side, error2 = options.placement.side(c.name), table[c.name][picked.type]
+            type = picked.type
+            if options.r4 and side == CPU and can_repack(type, c.shape, c.name):
+                type = repacked_type(type) or type
+            out[c.name] = Chosen(type, side, error2, damages[c.name].of(error2))
+    return out
 
 
 def _measure_all(
@@ -168,119 +298,11 @@ def _measure_all(
             except NonFiniteError:
                 raise NonFiniteError(f"tensor {t.name} holds NaN or Inf") from None
             table[c.name] = {type: e.weighted**2 for type, e in zip(types, errors, strict=True)}
+            rows = max(1, sample.n_sampled)
             if found is not None and c.name.endswith(ends):
-                energies[c.name] = _per_row(errors[0], sample.n_sampled) * (t.shape[1] if len(t.shape) > 1 else 1)
+                energies[c.name] = errors[0].weighted_value2 / rows * (t.shape[1] if len(t.shape) > 1 else 1)
             if c.name == "token_embd.weight":
-                stream = errors[0].value2 / sample.n_sampled
+                stream = errors[0].value2 / rows
             file.release(t.name, 0, t.n_bytes)
             advance(t.n_bytes)
     return table, energies, stream
-
-
-def _per_row(errors: Errors, n_rows: int) -> float:
-    """Mean squared output of one row of the matrix."""
-    return errors.weighted_value2 / max(1, n_rows)
-
-
-# --- the knapsack -----------------------------------------------------------------------------------------------------
-def hull(options: Sequence[Option]) -> list[Option]:
-    """Lower convex hull of (bytes, damage), smallest first: every step removes less damage per byte than the last."""
-    out: list[Option] = []
-    for o in sorted(options, key=lambda o: (o.n_bytes, o.damage)):
-        if out and o.damage >= out[-1].damage:
-            continue
-        while len(out) > 1 and _slope(out[-2], out[-1]) <= _slope(out[-2], o):
-            out.pop()
-        if out and out[-1].n_bytes == o.n_bytes:
-            continue
-        out.append(o)
-    return out
-
-
-def _slope(a: Option, b: Option) -> float:
-    """Damage removed per byte added."""
-    return (a.damage - b.damage) / (b.n_bytes - a.n_bytes) if b.n_bytes > a.n_bytes else math.inf
-
-
-def solve(curves: Sequence[Sequence[Option]], budget: int) -> list[Option]:
-    """One option per curve with little damage in all; the smallest of all must fit `budget` bytes."""
-    hulls = [hull(curve) for curve in curves]
-    at = [0] * len(hulls)
-    left = budget - sum(h[0].n_bytes for h in hulls)
-    queue = [(-_slope(h[0], h[1]), i) for i, h in enumerate(hulls) if len(h) > 1]
-    heapq.heapify(queue)
-    while queue:
-        _, i = heapq.heappop(queue)
-        h, k = hulls[i], at[i]
-        cost = h[k + 1].n_bytes - h[k].n_bytes
-        if cost > left:
-            continue  # the rest of this curve is out of reach; others may still fit
-        at[i], left = k + 1, left - cost
-        if k + 2 < len(h):
-            heapq.heappush(queue, (-_slope(h[k + 1], h[k + 2]), i))
-    picked = [h[k] for h, k in zip(hulls, at, strict=True)]
-    picked = _spend(picked, curves, left)
-    if sum(len(c) for c in curves) <= _MOST_EXCHANGED:
-        _exchange(picked, curves, budget)
-    return picked
-
-
-def _exchange(picked: list[Option], curves: Sequence[Sequence[Option]], budget: int) -> None:
-    """Small problems, where steps are coarse: change two items at once while that helps."""
-    moves = [(i, o) for i, curve in enumerate(curves) for o in curve]
-    item = np.array([i for i, _ in moves])
-    for _ in range(len(moves)):
-        left = budget - sum(o.n_bytes for o in picked)
-        n_bytes = np.array([o.n_bytes - picked[i].n_bytes for i, o in moves])
-        damage = np.array([o.damage - picked[i].damage for i, o in moves])
-        allowed = (n_bytes[:, None] + n_bytes <= left) & (item[:, None] != item)
-        total = np.where(allowed, damage[:, None] + damage, 0.0)
-        a, b = np.unravel_index(int(total.argmin()), total.shape) if total.size else (0, 0)
-        if not total.size or total[a, b] >= -1e-12:
-            return
-        for k in (a, b):
-            picked[moves[k][0]] = moves[k][1]
-
-
-def _spend(picked: list[Option], curves: Sequence[Sequence[Option]], left: int) -> list[Option]:
-    """Use what is left over on single upgrades, the most useful first."""
-    while True:
-        best, gain = None, 0.0
-        for i, curve in enumerate(curves):
-            for o in curve:
-                if o.n_bytes - picked[i].n_bytes <= left and picked[i].damage - o.damage > gain:
-                    best, gain = (i, o), picked[i].damage - o.damage
-        if best is None:
-            return picked
-        i, o = best
-        left -= o.n_bytes - picked[i].n_bytes
-        picked[i] = o
-
-
-# --- recipes ----------------------------------------------------------------------------------------------------------
-def recipe_rules(types: dict[str, GGMLType]) -> list[str]:
-    """`RE=TYPE` rules for --custom-q that give these types, blocks of one kind and type in one rule."""
-    groups: dict[tuple[str, GGMLType], list[str]] = {}
-    for name, type in types.items():
-        m = re.fullmatch(r"blk\.(\d+)\.(.*)", name)
-        groups.setdefault((m[2] if m else name, type), []).append(m[1] if m else "")
-    rules: list[str] = []
-    for (kind, type), blocks in groups.items():
-        tail = re.escape(kind)
-        if blocks != [""]:
-            which = blocks[0] if len(blocks) == 1 else f"({'|'.join(blocks)})"
-            tail = rf"blk\.{which}\.{tail}"
-        rules.append(f"^{tail}$={FORMATS[type].name}")
-    return rules
-
-
-def nearest_file_type(types: dict[str, GGMLType], sizes: dict[str, int]) -> int:
-    """The file type whose tensors' type holds the most of these bytes."""
-    totals: dict[GGMLType, int] = {}
-    for name, type in types.items():
-        totals[type] = totals.get(type, 0) + sizes[name]
-    for type in sorted(totals, key=lambda t: -totals[t]):
-        found = [n for n, f in FILE_TYPES.items() if f.names and f.type == type and FORMATS[type].is_quantized]
-        if found:
-            return min(found)
-    return 7

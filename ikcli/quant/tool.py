@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ikcli.errors import UsageError
 from ikcli.gguf.constants import FILE_TYPE_GUESSED, FILE_TYPES, GGMLType
@@ -20,9 +21,10 @@ from ikcli.quant.formats import FORMATS
 from ikcli.quant.imatrix_file import Imatrix, read_imatrix
 from ikcli.quant.quantizer import QuantizeJob, output_metadata
 from ikcli.quant.recipes import EXTRA_OUTPUT, Choice, RecipeOptions, check_file_type, choose_types
-from ikcli.quant.repack import can_repack, repacked_file_type, repacked_type
-from ikcli.quant.target import TargetOptions, TargetPlan, nearest_file_type, plan_target, recipe_rules
 from ikcli.rules import compile_pattern, near_misses, pattern_warnings
+
+if TYPE_CHECKING:
+    from ikcli.quant.target import TargetOptions, TargetPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,8 @@ def _choose_for_target(
     advance: Callable[[float], None],
 ) -> tuple[RecipeOptions, list[Choice], TargetPlan]:
     """Choices for the size of `target`; without a TYPE the file type is the one most bytes have."""
+    from ikcli.quant.target import plan_target
+    from ikcli.quant.target_report import nearest_file_type, recipe_rules
 
     def fixed(c: Choice) -> bool:
         return c.rule is not None or bool(c.source) or c.reason.startswith(("kept", "--"))
@@ -144,15 +148,6 @@ def _choose_for_target(
         if c.rule is not None and c.rule >= mine:
             made[i] = replace(c, rule=None, reason="target")
     return recipe, made, found
-
-
-def recipe_lines(plan: ToolPlan) -> list[str]:
-    """Text for `--custom-q @FILE` that gives every tensor the type it has in this plan."""
-    lines = [f"# {plan.new_bytes} bytes, {plan.bpw:.4f} bits per weight"]
-    if plan.target is not None:
-        lines.append(f"# predicted KL divergence from the input {plan.target.damage:.5f}")
-    types = {c.name: c.new for c in plan.job.choices if not c.source and not c.reason.startswith("kept")}
-    return lines + recipe_rules(types)
 
 
 def _load_imatrix(options: ToolOptions) -> Imatrix | None:
@@ -204,6 +199,8 @@ def plan_repack(path: str, output: str, patterns: Sequence[str], unrepack: bool,
 
     UsageError if patterns are given and none of them matches a tensor.
     """
+    from ikcli.quant.repack import repacked_file_type
+
     file = open_gguf(path, options.overrides)
     tensors = list(file.tensors.values())
     notes = _pattern_notes(patterns, list(file.tensors))
@@ -236,6 +233,8 @@ def _pattern_notes(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
 def _repacked(t: TensorInfo, patterns: Sequence[str], unrepack: bool) -> Choice:
     if patterns and not any(re.search(p, t.name) for p in patterns):
         return Choice(t.name, t.shape, t.type, t.type, "kept: no pattern matches")
+    from ikcli.quant.repack import can_repack, repacked_type
+
     new: GGMLType | None
     if unrepack:
         new = FORMATS[t.type].base
@@ -250,4 +249,6 @@ def _repacked(t: TensorInfo, patterns: Sequence[str], unrepack: bool) -> Choice:
 
 def _unpacked_file_type(number: int) -> int:
     """The plain file type; of several that repack alike the one without a mix (Q4_K_S for Q4_K_R4)."""
+    from ikcli.quant.repack import repacked_file_type
+
     return next((n for n in FILE_TYPES if n != number and repacked_file_type(n) == number), number)

@@ -1,0 +1,130 @@
+"""Sensitivities from divergences that were measured while only one group of tensors was quantized.
+
+A group holds the tensors of one role in adjacent blocks. Each is tried with types below and above the target; what a
+squared relative error costs is interpolated between these points on logarithmic axes, where small errors make a line of
+slope 1. Inside a group the estimated sensitivities tell how it is divided. `Measure` runs the model; whoever wants
+calibration supplies it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ikcli.gguf.constants import GGMLType
+from ikcli.quant.encoders import EncodeOptions
+from ikcli.quant.formats import FORMATS
+from ikcli.quant.imatrix_file import Imatrix
+
+# Mean KL divergence (nats per token) of every trial, tensor name -> type; all other tensors stay as they are.
+Measure = Callable[[Sequence[Mapping[str, GGMLType]], Imatrix | None, EncodeOptions], list[float]]
+Table = Mapping[str, Mapping[GGMLType, float]]  # tensor -> type -> squared relative error
+# Bits per weight of the trials, from the target's; large errors do not just add up, so low targets get a third point.
+_AROUND, _AROUND_LOW, _LOW = (-1.0, 0.75), (-1.5, -0.5, 0.75), 4.0
+_SLOPES = (0.75, 1.75)
+_LEAST = 1e-9  # divergences below are rounding
+# Errors that shrink the outputs of all branches together add up in amplitude: damage grows faster than the error.
+CURVATURE = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Damage of a tensor by its squared relative error: `weight` times the curve through `points` (error, value).
+
+    Without points the curve is that of the estimate, close to the error itself.
+    """
+
+    weight: float
+    points: tuple[tuple[float, float], ...] = ()
+
+    def of(self, error2: float) -> float:
+        """Estimated KL divergence."""
+        if error2 <= 0:
+            return 0.0
+        if not self.points:
+            return self.weight * error2 * (1 + CURVATURE * error2)
+        x, logs = math.log(error2), [(math.log(e), math.log(v)) for e, v in self.points]
+        if len(logs) == 1:
+            return self.weight * math.exp(logs[0][1] + x - logs[0][0])
+        i = min(max(1, sum(x >= e for e, _ in logs)), len(logs) - 1)
+        (x0, y0), (x1, y1) = logs[i - 1], logs[i]
+        slope = min(max((y1 - y0) / (x1 - x0), _SLOPES[0]), _SLOPES[1])
+        inside = x0 <= x <= x1
+        near = (y1, x1) if x >= x1 else (y0, x0)
+        at = y0 + (y1 - y0) * (x - x0) / (x1 - x0) if inside else near[0] + slope * (x - near[1])
+        return self.weight * math.exp(at)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that share a coefficient, and the trials to find it: (type per tensor) for each."""
+
+    title: str
+    names: tuple[str, ...]
+    trials: tuple[Mapping[str, GGMLType], ...]
+
+
+def role(name: str) -> str:
+    """Name without the block number; fused experts (up and gate) have one role."""
+    return re.sub(r"^blk\.\d+\.", "", name).replace("ffn_gate_exps", "ffn_up_exps")
+
+
+def make_groups(table: Table, bpw: float, most: int = 64) -> list[Group]:
+    """Groups of the tensors in `table`, about `most` at most (one per role at least), and their trials near `bpw`."""
+    blocks = sorted({int(m[1]) for name in table if (m := re.match(r"blk\.(\d+)\.", name))})
+    roles = {role(name) for name in table}
+    n_part = max(1, min(len(blocks), most // max(1, len(roles))))
+    part_of = {block: i * n_part // len(blocks) for i, block in enumerate(blocks)}
+    members: dict[tuple[int, str], list[str]] = {}
+    for name in table:
+        m = re.match(r"blk\.(\d+)\.", name)
+        members.setdefault((part_of[int(m[1])] if m else -1, role(name)), []).append(name)
+    out = []
+    for (part, kind), names in members.items():
+        inside = [b for b in blocks if part_of[b] == part]
+        where = f"blk.{inside[0]}-{inside[-1]}." if len(inside) > 1 else f"blk.{inside[0]}." if inside else ""
+        trials: list[dict[str, GGMLType]] = []
+        for offset in _AROUND if bpw >= _LOW else _AROUND_LOW:
+            trial = {n: _nearest(table[n], bpw + offset) for n in names}
+            if trial not in trials:
+                trials.append(trial)
+        out.append(Group(where + kind, tuple(names), tuple(trials)))
+    return out
+
+
+def _nearest(errors: Mapping[GGMLType, float], bpw: float) -> GGMLType:
+    return min(errors, key=lambda t: (abs(FORMATS[t].bpw - bpw), errors[t]))
+
+
+def fit(group: Group, klds: Sequence[float], table: Table, prior: Mapping[str, float]) -> dict[str, Damage]:
+    """Damage of every tensor of a group from the divergence of each of its trials."""
+    total = sum(prior[n] for n in group.names)
+    points: dict[float, float] = {}
+    for kld, trial in zip(klds, group.trials, strict=True):
+        error = sum(prior[n] * table[n][t] for n, t in trial.items()) / total if total > 0 else 0.0
+        if error > 0:
+            points[error] = max(kld, _LEAST) / total
+    rising: list[tuple[float, float]] = []
+    for error in sorted(points):  # a larger error never costs less
+        rising.append((error, max(points[error], rising[-1][1] if rising else 0.0)))
+    return {n: Damage(prior[n], tuple(rising)) for n in group.names}
+
+
+def calibrate(
+    table: Table,
+    prior: Mapping[str, float],
+    bpw: float,
+    measure: Measure,
+    imatrix: Imatrix | None,
+    encode: EncodeOptions,
+    most: int = 64,
+) -> dict[str, Damage]:
+    """Damage of every tensor in `table`, measured by groups."""
+    groups = make_groups(table, bpw, most)
+    klds = iter(measure([trial for g in groups for trial in g.trials], imatrix, encode))
+    out: dict[str, Damage] = {}
+    for g in groups:
+        out |= fit(g, [next(klds) for _ in g.trials], table, prior)
+    return out

@@ -26,7 +26,7 @@ from ikcli.grammar.nodes import (
     seq,
 )
 
-MAX_NESTING = 100
+MAX_NESTING = 60
 MAX_REPETITIONS = 100_000
 MAX_CHARACTERS = 1 << 20
 

@@ -107,6 +107,8 @@ class Grammars:
         try:
             allowed = bool(first.mask().any())
         except GrammarError as e:
+            if "NoExtension" in str(e):
+                raise GrammarError(f"{what}: no text at all fulfils it") from None
             raise GrammarError(f"{what}: {e}") from None
         if not allowed:
             raise GrammarError(f"{what}: no text at all fulfils it")

@@ -6,7 +6,7 @@ import json
 
 from ikcli.grammar.lexemes import Above, Lexeme, Plan
 from ikcli.grammar.nodes import Alt, Chars, GrammarError, Json, Lit, Node, Ref, Repeat, Rules, Seq, Token, Until
-from ikcli.grammar.rules import check_rules, simplify
+from ikcli.grammar.rules import check_rules, simplify, without_dead_ends
 
 # Tokens that a text forces are not forced: any way of spelling it in tokens is as good as for llama.cpp.
 HEADER = '%llguidance {"no_forcing": true}\n'
@@ -15,7 +15,7 @@ HEADER = '%llguidance {"no_forcing": true}\n'
 def to_lark(rules: Rules, root: str) -> str:
     """The grammar as text for llguidance; GrammarError if rules are missing, too large or endless."""
     check_rules(rules, root)
-    rules, regular = simplify(rules, root)
+    rules, regular = simplify(without_dead_ends(rules, root), root)
     plan = Plan(rules, regular, root)
     plan.settle()
     return _Writer(plan).text()

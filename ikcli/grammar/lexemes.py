@@ -70,7 +70,7 @@ class Plan:
     opened: set[str] = field(default_factory=set)
     lexemes: list[Lexeme] = field(default_factory=list)
     productions: dict[str, Above] = field(default_factory=dict)
-    _nullable: dict[int, bool] = field(default_factory=dict)
+    _nullable: dict[str, bool] = field(default_factory=dict)
 
     def settle(self) -> None:
         """Make productions, and split lexemes until all are safe or the analysis gives up."""
@@ -86,14 +86,10 @@ class Plan:
 
     def nullable(self, node: Node) -> bool:
         """True if a regular part matches the empty text."""
-        known = self._nullable.get(id(node))
-        if known is None:
-            known = self._nullable[id(node)] = self._is_nullable(node)
-        return known
-
-    def _is_nullable(self, node: Node) -> bool:
         if isinstance(node, Ref):
-            return self.nullable(self.rules[node.name])
+            if node.name not in self._nullable:
+                self._nullable[node.name] = self.nullable(self.rules[node.name])
+            return self._nullable[node.name]
         if isinstance(node, Lit):
             return not node.text
         if isinstance(node, Repeat):
@@ -135,7 +131,7 @@ class Plan:
         if isinstance(node, Seq):
             return Part("seq", self._sequence(node))
         if isinstance(node, Alt):
-            return Part("alt", tuple(self._above(item) for item in node.items))
+            return Part("alt", self._alternatives(node))
         if isinstance(node, Repeat):
             return Part("repeat", (self._above(node.item),), node)
         return Part("leaf", node=node)
@@ -156,6 +152,16 @@ class Plan:
             parts += [self._above(item) for item in node.items[at : max(end, at + 1)]]
             at = max(end, at + 1)
         return tuple(parts)
+
+    def _alternatives(self, node: Alt) -> tuple[Above, ...]:
+        """Regular alternatives become one lexeme."""
+        key = (id(node), "alternatives")
+        joined = [item for item in node.items if self._is_regular(item) and id(item) not in self.split]
+        if len(joined) < 2 or key in self.split or id(node) in self.split:
+            return tuple(self._above(item) for item in node.items)
+        taken = {id(item) for item in joined}
+        others = [self._above(item) for item in node.items if id(item) not in taken]
+        return (self._lexeme(Alt(tuple(joined)), key), *others)
 
     def _lexeme(self, node: Node, key: object) -> Lexeme:
         lexeme = Lexeme(node, len(self.lexemes), key)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ikcli.grammar.nodes import EMPTY, GrammarError, Json, Node, Ref, Repeat, Rules, Seq, Token, alt, children, seq
 
 MAX_NODES = 200_000
-MAX_DEPTH = 300
+MAX_DEPTH = 150
 
 
 def walk(node: Node) -> Iterator[Node]:
@@ -36,8 +36,34 @@ def check_rules(rules: Rules, root: str) -> None:
                 raise GrammarError(f"grammar: rule {name} refers to {node.name}, which is not defined")
     if n_nodes > MAX_NODES:
         raise GrammarError(f"grammar: it has {n_nodes} parts; at most {MAX_NODES} are accepted")
-    if root not in _productive(rules):
+
+
+def without_dead_ends(rules: Rules, root: str) -> Rules:
+    """Rules without the alternatives that no text could ever complete; GrammarError if nothing is left."""
+    productive = _productive(rules)
+    if root not in productive:
         raise GrammarError(f"grammar: rule {root} refers to itself on every path, so no text could ever be complete")
+
+    def pruned(node: Node) -> Node | None:
+        if isinstance(node, Ref):
+            return node if node.name in productive else None
+        if isinstance(node, Repeat):
+            item = pruned(node.item)
+            if item is None:
+                return EMPTY if node.low == 0 else None
+            return node if item is node.item else Repeat(item, node.low, node.high)
+        if not children(node):
+            return node
+        items = [pruned(child) for child in children(node)]
+        kept = [item for item in items if item is not None]
+        if len(kept) < len(items) and (isinstance(node, Seq) or not kept):
+            return None
+        if all(a is b for a, b in zip(kept, children(node), strict=False)) and len(kept) == len(items):
+            return node
+        return seq(*kept) if isinstance(node, Seq) else alt(*kept)
+
+    found = {name: pruned(rules[name]) for name in productive}
+    return {name: body for name, body in found.items() if body is not None}
 
 
 def simplify(rules: Rules, root: str) -> tuple[Rules, frozenset[str]]:
@@ -56,11 +82,21 @@ def simplify(rules: Rules, root: str) -> tuple[Rules, frozenset[str]]:
             if all(not isinstance(n, Token | Json) and (not isinstance(n, Ref) or n.name in regular) for n in nodes):
                 regular.add(name)
         for name in component:
-            refs = [n.name for n in walk(done[name]) if isinstance(n, Ref)]
-            depth[name] = 1 + max((depth.get(r, 0) for r in refs), default=0)
+            depth[name] = _depth(done[name], depth)
             if depth[name] > MAX_DEPTH:
-                raise GrammarError(f"grammar: rules refer to each other more than {MAX_DEPTH} deep")
+                raise GrammarError(f"grammar: rules and brackets are nested more than {MAX_DEPTH} deep")
     return done, frozenset(regular)
+
+
+def _depth(body: Node, depth: dict[str, int]) -> int:
+    """Levels of a body together with the rules below it whose depth is known."""
+    deepest = 0
+    stack = [(body, 1)]
+    while stack:
+        node, level = stack.pop()
+        deepest = max(deepest, level + (depth.get(node.name, 0) if isinstance(node, Ref) else 0))
+        stack.extend((child, level + 1) for child in children(node))
+    return deepest
 
 
 def _productive(rules: Rules) -> set[str]:
@@ -74,13 +110,18 @@ def _productive(rules: Rules) -> set[str]:
         parts = [ends(child) for child in children(node)]
         return all(parts) if not parts or isinstance(node, Seq) else any(parts)
 
-    waiting = set(rules)
-    while True:
-        new = {name for name in waiting if ends(rules[name])}
-        if not new:
-            return found
-        found |= new
-        waiting -= new
+    used_by: dict[str, list[str]] = {}
+    for name, body in rules.items():
+        for node in walk(body):
+            if isinstance(node, Ref):
+                used_by.setdefault(node.name, []).append(name)
+    waiting = list(rules)
+    while waiting:
+        name = waiting.pop()
+        if name not in found and ends(rules[name]):
+            found.add(name)
+            waiting.extend(used_by.get(name, ()))
+    return found
 
 
 def _components(rules: Rules, root: str) -> list[list[str]]:
@@ -103,10 +144,11 @@ def _components(rules: Rules, root: str) -> list[list[str]]:
             if work:
                 low[work[-1][0]] = min(low[work[-1][0]], low[name])
             if low[name] == order[name]:
-                at = path.index(name)
-                found.append(path[at:])
-                on_path.difference_update(path[at:])
-                del path[at:]
+                component: list[str] = []
+                while not component or component[-1] != name:
+                    component.append(path.pop())
+                on_path.difference_update(component)
+                found.append(component)
         elif child not in order:
             order[child] = low[child] = len(order)
             path.append(child)
@@ -128,7 +170,7 @@ def _without_recursion(name: str, body: Node) -> Node:
     for at_end in (True, False):
         parts = _split(name, body, at_end)
         if parts is not None and parts[1]:
-            loops, ends = parts
+            loops, ends = [loop for loop in parts[0] if loop is not EMPTY], parts[1]
             if not loops:
                 return alt(*ends)
             loop = Repeat(alt(*loops), 0, None)
@@ -163,7 +205,7 @@ def _split(name: str, node: Node, at_end: bool) -> tuple[list[Node], list[Node]]
             return None
         loops += inner[0]
         ends += inner[1]
-    return [loop for loop in loops if loop is not EMPTY], ends
+    return loops, ends
 
 
 def _split_ref(name: str, node: Node, at_end: bool) -> tuple[list[Node], list[Node]] | None:

@@ -21,6 +21,7 @@ class Output:
     ) -> None:
         self._tokenizer, self._keep_special = tokenizer, keep_special
         self._decoder = StreamDecoder(tokenizer, skip_special=not keep_special)
+        self._n_texts = len(tokenizer.vocab.tokens)  # a model's output may be wider than its vocabulary
         self._stop = tuple(s for s in stop if s)
         self._banned = tuple(_fold(b) for b in banned if b)
         self._sent: list[str] = []  # text given out, in pieces
@@ -40,7 +41,7 @@ class Output:
         self.tokens.append(token)
         self.starts.append(self._n_sent + len(self._held))
         self.n_total += 1
-        piece = self._decoder.feed(token.id) if is_text else ""
+        piece = self._decoder.feed(token.id) if is_text and token.id < self._n_texts else ""
         self._held += piece
         return piece
 
@@ -95,7 +96,7 @@ class Output:
         kept = self.tokens[:n_tokens]
         self.n_total -= len(self.tokens) - len(kept)
         self._decoder = StreamDecoder(self._tokenizer, skip_special=not self._keep_special)
-        text = "".join(self._decoder.feed(t.id) for t in kept)
+        text = "".join(self._decoder.feed(t.id) for t in kept if t.id < self._n_texts)
         self._held = text[self._n_sent :]
         del self.tokens[n_tokens:], self.starts[n_tokens:]
 

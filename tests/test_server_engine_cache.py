@@ -1,0 +1,258 @@
+"""What slots keep: prompt reuse, rows copied between slots, the prompt cache, context shift, slot files."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_client import Call, ask, request, serving, until
+from factories import tiny_deepseek2, tiny_model
+from gguf_files import write_model
+
+from ikcli.config import RunConfig
+from ikcli.engine.batch import Batch
+from ikcli.engine.kv_rows import CacheRows, copy_rows, export_rows, import_rows
+from ikcli.engine.session import Session
+from ikcli.errors import IkError
+from ikcli.server.engine.engine import Engine
+from ikcli.server.engine.prompt_cache import Entry, PromptCache, common_prefix, default_limit
+from ikcli.server.engine.states import EngineError
+
+LONG = "import os\nimport sys\n\n\ndef main(argv):\n    parser = argparse.ArgumentParser()\n"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with serving(2, n_ctx=1024) as e:
+        yield e
+
+
+# --- rows of the cache ------------------------------------------------------------------------------------------------
+LAYOUTS = [
+    ("deepseek2", {"mla": mla, "flash_attn": fa, "type_k": k})
+    for mla, fa, k in ((0, True, "q8_0"), (1, False, "f16"), (2, True, "q8_0"), (3, True, "bf16"), (1, True, "f32"))
+] + [
+    ("llama", {"flash_attn": fa, "type_k": k, "type_v": v})
+    for fa, k, v in ((True, "f16", "f16"), (False, "f16", "f16"), (False, "q8_0", "f32"), (True, "q8_0", "q8_0"))
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), LAYOUTS)
+def test_rows_move_between_sequences_and_sessions(name: str, changes: dict[str, object], tmp_path: Path) -> None:
+    model = tiny_deepseek2() if name == "deepseek2" else tiny_model("llama")
+    path = write_model(model, tmp_path / "model.gguf")
+    config = RunConfig(command="serve", model=path, n_threads=1, n_threads_batch=1, warmup=False, **changes)  # type: ignore[arg-type]
+    ids = np.random.default_rng(1).integers(0, 96, 30).astype(np.int32)
+    with Session.open(config, n_ctx=512, n_seq_max=2) as s, Session.open(config, n_ctx=1024, n_seq_max=4) as t:
+        s.decode(Batch.single(ids[:29], 0, 1))
+        rows = export_rows(s, 1, 29)
+        copy_rows(s, 1, 0, 0, 20)
+        s.decode(Batch.single(ids[20:29], 20, 0))
+        import_rows(t, 3, rows)
+        import_rows(t, 2, rows, 28)
+        t.decode(Batch.single(ids[28:29], 28, 2))
+        wanted = s.decode(Batch.single(ids[29:], 29, 1)).copy()
+        assert (t.decode(Batch.single(ids[29:], 29, 3)) == wanted).all()
+        for other, seq in ((s, 0), (t, 2)):
+            found = other.decode(Batch.single(ids[29:], 29, seq))
+            assert np.abs(found - wanted).max() < 0.1 * wanted.std()
+        with pytest.raises(IkError, match="another model"):
+            import_rows(t, 0, CacheRows(29, rows.parts[1:]))
+        with pytest.raises(IkError, match="30 cached"):
+            import_rows(t, 0, rows, 30)
+        with pytest.raises(IkError, match="not 31"):
+            export_rows(s, 1, 31)
+
+
+# --- reuse ------------------------------------------------------------------------------------------------------------
+def test_a_prompt_that_goes_on_is_not_computed_again(engine: Engine) -> None:
+    first = ask(engine, LONG, 8, cache_prompt=False, id_slot=0)
+    n = len(engine.tokenizer.encode(LONG))
+    assert (first.timings.cache_n, first.timings.prompt_n) == (0, n)
+    again = ask(engine, LONG, 8, id_slot=0)
+    assert (again.timings.cache_n, again.timings.prompt_n, again.text) == (n - 1, 1, first.text)
+    ids = [*engine.tokenizer.encode(LONG), *(t.id for t in first.tokens)]
+    more = ask(engine, [*ids, 5, 6], 8)
+    assert (more.id_slot, more.timings.cache_n, more.timings.prompt_n) == (0, n + 7, 3)
+    assert ask(engine, LONG, 8, id_slot=0, cache_prompt=False).timings.cache_n == 0
+
+
+def test_the_least_recently_used_slot_is_taken_for_something_else(engine: Engine) -> None:
+    ask(engine, LONG, 2, id_slot=1, cache_prompt=False)
+    ask(engine, "The quick brown fox", 2, id_slot=0, cache_prompt=False)
+    assert ask(engine, [7, 8, 9, 10], 2).id_slot == 1
+    assert ask(engine, [11, 12, 13], 2).id_slot == 0
+
+
+def test_rows_of_a_busy_slot_are_copied() -> None:
+    with serving(2, n_ctx=1024, server={"cache_ram": 0}) as e:
+        alone = ask(e, LONG, 12, cache_prompt=False, id_slot=1)
+        ask(e, "something quite different from all the rest of these texts", 2, cache_prompt=False, id_slot=1)
+        busy = Call(e, request(e.tokenizer.encode(LONG), 400, id_slot=0))
+        busy.wait_for(bool)
+        other = ask(e, LONG, 12, id_slot=1)
+        n = len(e.tokenizer.encode(LONG))
+        assert (other.timings.cache_n, other.text) == (n - 1, alone.text)
+
+
+def test_an_evicted_prompt_comes_back_from_ram() -> None:
+    with serving(1, n_ctx=512) as e:
+        first = ask(e, LONG, 8)
+        ask(e, "The quick brown fox jumps over the lazy dog, and then it sleeps.", 8)
+        assert e.metrics().prompt_cache_entries == 1 < e.metrics().prompt_cache_bytes
+        again = ask(e, LONG, 8)
+        assert again.text == first.text and again.timings.prompt_n == 1
+    with serving(1, n_ctx=512, server={"cache_ram": 0}) as e:
+        ask(e, LONG, 8)
+        ask(e, "The quick brown fox jumps over the lazy dog, and then it sleeps.", 8)
+        assert e.metrics().prompt_cache_entries == 0 and ask(e, LONG, 8).timings.cache_n <= 1
+
+
+def entry(*tokens: int, size: int = 100) -> Entry:
+    return Entry(np.array(tokens, np.int32), CacheRows(len(tokens), (np.zeros((1, size), np.uint8),)))
+
+
+def test_the_prompt_cache_keeps_its_limit() -> None:
+    cache = PromptCache(350)
+    assert cache.put(entry(1, 2, 3)) and cache.put(entry(1, 2, 4)) and len(cache) == 2
+    assert cache.put(entry(1, 2, 3, 5)) and len(cache) == 2, "an entry that is the beginning of another is redundant"
+    assert cache.has(np.array([1, 2], np.int32)) and not cache.has(np.array([2], np.int32))
+    best = cache.best(np.array([1, 2, 4, 9], np.int32), 1)
+    assert best is not None and best[1] == 3
+    assert cache.best(np.array([1, 2, 4, 9], np.int32), 3) is None
+    assert cache.put(entry(7)) and cache.put(entry(8))
+    assert cache.n_bytes <= 350 and cache.best(np.array([1, 2, 3, 5], np.int32), 3) is None
+    assert not cache.put(entry(9, size=400))
+    cache.clear()
+    assert len(cache) == 0
+    assert default_limit(None, 4 << 30) == 1 << 30 and default_limit(None, 1 << 40) == 8192 << 20
+    assert default_limit(0, 1 << 30) == 0 == default_limit(None, None) and default_limit(5, None) == 5 << 20
+    assert default_limit(-1, None) > 1 << 50
+    assert common_prefix(np.array([], np.int32), np.array([1], np.int32)) == 0
+
+
+# --- context full -----------------------------------------------------------------------------------------------------
+def test_the_context_is_shifted() -> None:
+    """What follows a shift is what the model says to the tokens that are left."""
+    with serving(1, n_ctx=256, type_k="f32") as e:
+        prompt = e.tokenizer.encode(LONG)
+        final = ask(e, prompt, 300, n_keep=4, n_discard=100)
+        assert final.truncated and final.stop_type == "limit" and final.timings.predicted_n == 300
+        assert final.timings.n_past < 256
+        tokens = [*prompt, *(t.id for t in final.tokens)]
+        left = tokens[:5] + tokens[105:257]  # 4 and BOS are kept
+        assert ask(e, left, 40, cache_prompt=False).tokens[0].id == tokens[257]
+
+
+def test_without_shift_the_answer_ends_with_the_context() -> None:
+    with serving(1, n_ctx=256, server={"context_shift": False}) as e:
+        prompt = e.tokenizer.encode(LONG)
+        final = ask(e, prompt, 300)
+        assert (final.stop_type, final.truncated) == ("limit", True)
+        assert final.timings.predicted_n == 256 - len(prompt) == len(final.tokens)
+        assert ask(e, prompt, 4).timings.cache_n == len(prompt) - 1
+
+
+def test_n_predict_minus_2_fills_the_context(engine: Engine) -> None:
+    final = ask(engine, LONG, -2)
+    assert final.truncated and final.timings.n_past + 1 == engine.model.n_ctx_slot
+
+
+# --- slot files -------------------------------------------------------------------------------------------------------
+def test_a_slot_survives_on_disk(engine: Engine, tmp_path: Path) -> None:
+    n = len(engine.tokenizer.encode(LONG))
+    first = ask(engine, LONG, 8, id_slot=0, cache_prompt=False)
+    saved = engine.slot_action(0, "save", tmp_path / "a.bin").result(30)
+    assert saved.n_tokens == n + 7 and saved.n_bytes == (tmp_path / "a.bin").stat().st_size
+    assert [p.name for p in tmp_path.iterdir()] == ["a.bin"]
+    assert engine.slot_action(0, "erase").result(30).n_tokens == n + 7
+    assert engine.slots()[0].n_past == 0
+    with serving(3, n_ctx=1536) as other:
+        restored = other.slot_action(2, "restore", tmp_path / "a.bin").result(30)
+        assert (restored.id_slot, restored.n_tokens, restored.n_bytes) == (2, n + 7, saved.n_bytes)
+        again = ask(other, LONG, 8)
+        assert (again.id_slot, again.text, again.timings.prompt_n) == (2, first.text, 1)
+    empty = engine.slot_action(0, "save", tmp_path / "empty.bin").result(30)
+    assert empty.n_tokens == 0 == engine.slot_action(1, "restore", tmp_path / "empty.bin").result(30).n_tokens
+
+
+def refused(engine: Engine, path: Path) -> EngineError:
+    before = engine.slots()[1].n_past
+    error = engine.slot_action(1, "restore", path).exception(30)
+    assert isinstance(error, EngineError) and engine.slots()[1].n_past == before
+    return error
+
+
+def test_files_that_are_no_saved_slots_are_refused(engine: Engine, tmp_path: Path) -> None:
+    good = tmp_path / "good.bin"
+    ask(engine, LONG, 4, id_slot=0)
+    engine.slot_action(0, "save", good).result(30)
+    data = good.read_bytes()
+    assert refused(engine, tmp_path / "missing.bin").status == 404
+    assert refused(engine, tmp_path).status == 404
+    n_header = struct.unpack_from("<I", data, 12)[0]
+    header = json.loads(data[16 : 16 + n_header])
+    rest = data[16 + n_header :]
+
+    def with_header(**changes: object) -> bytes:
+        text = json.dumps(header | changes).encode()
+        return data[:12] + struct.pack("<I", len(text)) + text + rest
+
+    cases = {
+        b"": "not a saved slot",
+        b"GGUF" * 100: "not a saved slot",
+        data[:40]: "not a saved slot",
+        data[:200]: "damaged",
+        data[:-1]: "damaged",
+        data[:-40] + bytes([data[-40] ^ 1]) + data[-39:]: "checksum",
+        data[: 16 + n_header] + bytes([data[16 + n_header] ^ 1]) + data[17 + n_header :]: "checksum",
+        data[:8] + struct.pack("<I", 9) + data[12:]: "version 9",
+        data[:12] + b"\xff\xff\xff\x7f" + data[16:]: "header",
+        data[:16] + b"[" * n_header + rest: "header",
+        with_header(n_tokens=-1): "header",
+        with_header(n_tokens="x"): "header",
+        with_header(n_tokens=10**9): "tokens",
+        with_header(model="0" * 64): "another model",
+        with_header(layout=header["layout"][1:]): "cache settings",
+    }
+    for i, (content, words) in enumerate(cases.items()):
+        path = tmp_path / f"bad{i}.bin"
+        path.write_bytes(content)
+        error = refused(engine, path)
+        assert error.status == 400 and words in error.message and path.name in error.message, error.message
+        assert str(tmp_path) not in error.message
+
+
+def test_a_file_for_another_cache_type_is_refused(engine: Engine, tmp_path: Path) -> None:
+    engine.slot_action(0, "save", tmp_path / "f16.bin").result(30)
+    with serving(2, n_ctx=512, type_k="q8_0") as other:
+        assert "-ctk" in refused(other, tmp_path / "f16.bin").message
+
+
+def test_a_file_with_more_tokens_than_a_slot_is_refused(engine: Engine, tmp_path: Path) -> None:
+    ask(engine, [5 + i % 50 for i in range(400)], 1, id_slot=0)
+    engine.slot_action(0, "save", tmp_path / "long.bin").result(30)
+    with serving(2, n_ctx=512) as other:
+        assert "larger -c" in refused(other, tmp_path / "long.bin").message
+
+
+def test_a_folder_that_cannot_be_written(engine: Engine, tmp_path: Path) -> None:
+    error = engine.slot_action(0, "save", tmp_path / "none" / "a.bin").exception(30)
+    assert isinstance(error, EngineError) and error.status == 500
+
+
+def test_actions_wait_for_the_slot_and_are_checked(engine: Engine, tmp_path: Path) -> None:
+    started = threading.Event()
+    call = Call(engine, request(engine.tokenizer.encode(LONG), 200, id_slot=1), lambda e: started.set())
+    assert started.wait(30)
+    future = engine.slot_action(1, "save", tmp_path / "later.bin")
+    assert future.result(30).n_tokens == call.final.timings.n_past
+    for id_slot, action, path in ((2, "erase", None), (-1, "erase", None), (0, "save", None), (0, "burn", tmp_path)):
+        error = engine.slot_action(id_slot, action, path).exception(30)
+        assert isinstance(error, EngineError) and error.status == 400
+    until(lambda: not any(s.is_processing for s in engine.slots()))

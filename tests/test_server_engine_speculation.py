@@ -1,0 +1,156 @@
+"""Speculation never changes the text; drafters guess what they should; n-gram files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_client import GREEDY, Call, request, serving
+
+from ikcli.config import DATA_DIR
+from ikcli.config_groups import SamplingConfig
+from ikcli.config_values import SpecStage, parse_spec_type
+from ikcli.errors import FormatError
+from ikcli.sampling.params import SamplerParams
+from ikcli.server.engine.engine import Engine
+from ikcli.server.engine.messages import Final, Speculation
+from ikcli.server.engine.ngram_cache import NgramCache, read_counts, write_counts
+from ikcli.server.engine.ngrams import NgramMap, NgramMapValues, NgramPool, Pool, Suffix
+
+TEXT = "import os\nimport sys\nimport os\nimport sys\nimport os\nimport"
+SAMPLING = (GREEDY, SamplerParams(temperature=0.8, seed=11), replace(GREEDY, repeat_penalty=1.3))
+TYPES = (
+    "ngram-simple:ngram_size_n=2",
+    "ngram-map-k:ngram_size_n=2,ngram_min_hits=2",
+    "ngram-map-k4v:ngram_size_n=2,ngram_size_m=3",
+    "ngram-mod:ngram_size_n=3",
+    "ngram-cache",
+    "suffix:suffix_min_match_len=2",
+    "draft:p_min=0.1",
+)
+
+
+def answers(e: Engine) -> list[Final]:
+    """Two slots at once, with every kind of sampling."""
+    out = []
+    for sampling in SAMPLING:
+        prompts = (e.tokenizer.encode(TEXT), e.tokenizer.encode("x = 1\ny = 1\nz = 1\n"))
+        calls = [
+            Call(e, request(p, 48, sampling=sampling, cache_prompt=False, id_slot=i)) for i, p in enumerate(prompts)
+        ]
+        out += [c.final for c in calls]
+        assert all(c.streamed == c.final.text for c in calls)
+    return out
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Final]:
+    with serving(2, n_ctx=512) as e:
+        return answers(e)
+
+
+@pytest.mark.parametrize("spec", TYPES)
+def test_the_text_is_the_same(spec: str, plain: list[Final]) -> None:
+    draft = DATA_DIR / "demo.gguf" if spec.startswith("draft") else None
+    with serving(2, n_ctx=512, server={"spec_type": parse_spec_type(spec), "model_draft": draft}) as e:
+        found = answers(e)
+        metrics = e.metrics()
+    assert [(f.text, f.stop_type, f.tokens) for f in found] == [(f.text, f.stop_type, f.tokens) for f in plain]
+    drafted, accepted = (sum(getattr(f.timings, n) for f in found) for n in ("draft_n", "draft_n_accepted"))
+    assert 0 < accepted <= drafted
+    assert (metrics.draft_tokens_total, metrics.draft_tokens_accepted_total) == (drafted, accepted)
+
+
+def test_the_same_model_as_draft_is_always_right() -> None:
+    stage = parse_spec_type("draft:p_min=0")
+    with serving(1, n_ctx=512, server={"spec_type": stage, "model_draft": DATA_DIR / "demo.gguf"}) as e:
+        t = Call(e, request(e.tokenizer.encode(TEXT), 40)).final.timings
+        assert t.draft_n == t.draft_n_accepted >= 30
+        off = Call(e, request(e.tokenizer.encode(TEXT), 40, speculation=Speculation(n_max=0))).final.timings
+        assert off.draft_n == 0
+
+
+def test_shift_stop_and_ban_with_drafts(plain: list[Final]) -> None:
+    server = {"spec_type": parse_spec_type("suffix:suffix_min_match_len=1")}
+    fields = {"stop": ("sys",), "banned_strings": ("path",)}
+    results = []
+    for settings in ({}, server):
+        with serving(1, n_ctx=256, server=settings) as e:
+            prompt = e.tokenizer.encode(TEXT)
+            shifted = Call(e, request(prompt, 300, n_keep=4)).final
+            other = Call(e, request(prompt, 60, **fields)).final
+            results.append((shifted.text, shifted.truncated, other.text, other.stop_type))
+    assert results[0] == results[1]
+
+
+def test_a_draft_model_is_named_and_fits(tmp_path: Path) -> None:
+    for server, words in (
+        ({"spec_type": (SpecStage("draft"),)}, "-md"),
+        ({"model_draft": tmp_path / "none.gguf"}, "none.gguf"),
+    ):
+        with pytest.raises(AssertionError, match=words), serving(1, server=server):
+            pass
+
+
+def test_the_dynamic_file_learns(tmp_path: Path) -> None:
+    path = tmp_path / "ngrams.bin"
+    for known in (False, True):
+        assert path.exists() == known
+        with serving(1, n_ctx=512, sampling=SamplingConfig(lookup_cache_dynamic=path)) as e:
+            e.tokenizer.encode(TEXT)
+            Call(e, request(e.tokenizer.encode(TEXT), 20)).final  # noqa: B018
+    assert any(len(g) == 4 for g in read_counts(path))
+
+
+def test_ngram_files_round_trip_and_are_checked(tmp_path: Path) -> None:
+    counts = {(1,): {2: 3, 4: 5}, (1, 2, 3, 4): {7: 1}}
+    path = tmp_path / "n.bin"
+    write_counts(counts, path)
+    assert read_counts(path) == counts and path.stat().st_size == 4 * (5 + 4 + 5 + 2)
+    data = path.read_bytes()
+    for bad in (data[:-1], data[:-4], data[:12], b"GGUF" * 9, data[:16] + b"\0\0\0\0"):
+        path.write_bytes(bad)
+        with pytest.raises(FormatError, match=r"n\.bin"):
+            read_counts(path)
+
+
+def grow(drafter: object, text: Sequence[int], n_max: int = 8) -> list[int]:
+    """Drafts after every token; returns the last one."""
+    out: list[int] = []
+    for end in range(1, len(text) + 1):
+        out = drafter.draft(list(text[:end]), n_max)  # type: ignore[attr-defined]
+    return out
+
+
+def test_what_drafters_guess() -> None:
+    text = [1, 2, 3, 4, 5, 9, 1, 2, 3]
+    assert grow(NgramMap(3, 2, 1), text) == [4, 5]
+    assert grow(NgramMap(3, 9, 1), text, 3) == [4, 5, 9]
+    assert grow(NgramMap(4, 2, 1), text) == [] == grow(NgramMap(3, 2, 2), text)
+    assert grow(NgramMap(2, 1, 2), [1, 2, 7, 1, 2, 8, 1, 2]) == [8]
+    assert grow(NgramMapValues(2, 1, 1), [1, 2, 7, 1, 2, 7, 1, 2, 8, 1, 2]) == [7]
+    assert grow(NgramMapValues(2, 1, 3), [1, 2, 7, 1, 2, 7, 1, 2, 8, 1, 2]) == []
+    assert grow(Suffix(2, 8), [1, 2, 3, 7, 9, 5, 2, 3, 8, 1, 2, 3]) == [7, 9, 5]
+    pool = Pool(2)
+    assert grow(NgramPool(pool), [1, 2, 3, 4]) == []
+    assert NgramPool(pool).draft([1, 2], 8) == [3, 4], "other texts use what one has taught"
+    small = Pool(1, most=2)
+    grow(NgramPool(small), range(9))
+    assert len(small.next) <= 2
+    assert grow(NgramCache({}, {}), [1, 2, 3, 1, 2, 3, 1])[:2] == [2, 3]
+    assert NgramCache({(5,): {6: 4}}, {}).draft([5], 1) == [6]
+    assert NgramCache({(5,): {6: 2, 7: 2}}, {}).draft([5], 1) == []
+    assert NgramCache({}, {(4, 5): {6: 2}}).draft([4, 5], 1) == [6]
+
+
+def test_drafters_follow_a_text_that_was_taken_back() -> None:
+    for drafter in (NgramMap(1, 1, 1), NgramMapValues(1, 1, 1), Suffix(1, 4), NgramPool(Pool(1)), NgramCache({}, {})):
+        grow(drafter, [1, 2, 3, 1, 2, 3])
+        assert drafter.draft([1, 9, 1], 1) in ([9], []) and drafter.draft([1, 9, 1, 9, 1], 1) == [9]
+    with pytest.raises(ValueError, match="names magic"):
+        parse_spec_type("magic")
+    for bad in ("draft:n_max=x", "draft:n_max=-1", "draft:size=3", "draft:p_min=nan"):
+        with pytest.raises(ValueError, match=r"n_max|size|p_min"):
+            parse_spec_type(bad)

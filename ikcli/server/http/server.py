@@ -47,7 +47,7 @@ def serve(config: RunConfig) -> int:
         app = build_app(state, log)
         return _run(config, state, log, app, listener, tls)
     finally:
-        close(listener)
+        close(listener, server.host)
 
 
 def _tls(config: RunConfig) -> dict[str, Any]:
@@ -102,13 +102,12 @@ def _remove_stale(path: str) -> None:
                 os.unlink(path)
 
 
-def close(listener: socket.socket) -> None:
-    """Close the socket and remove its file, if it has one."""
-    path = listener.getsockname() if listener.fileno() >= 0 and listener.family == socket.AF_UNIX else ""
+def close(listener: socket.socket, host: str) -> None:
+    """Close a socket of `listen` and remove its file, if it has one."""
     listener.close()
-    if path:
+    if host.endswith(".sock"):
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            os.unlink(host)
 
 
 def _run(

@@ -114,17 +114,20 @@ def test_groups_and_their_trials() -> None:
     errors = {T.IQ2_K: 0.08, T.IQ3_K: 0.02, T.IQ4_K: 0.004, T.IQ5_K: 0.001}
     names = [f"blk.{i}.{kind}.weight" for i in range(8) for kind in ("attn_q", "ffn_up_exps", "ffn_gate_exps")]
     table = dict.fromkeys([*names, "output.weight"], errors)
-    groups = make_groups(table, 4.4, most=6)
+    groups = make_groups(table, dict.fromkeys(table, 4.4), most=6)
     assert sorted(n for g in groups for n in g.names) == sorted(table)
     assert len(groups) == 1 + 2 * 2 and all(len(g.names) in (1, 4, 8) for g in groups)
     assert groups[0].title == "blk.0-3.attn_q.weight"
     assert [set(t.values()) for t in groups[0].trials] == [{T.IQ3_K}, {T.IQ5_K}]
-    assert [set(t.values()) for t in make_groups(table, 3.0, most=6)[0].trials] == [{T.IQ2_K}, {T.IQ3_K}]
+    assert [set(t.values()) for t in make_groups(table, dict.fromkeys(table, 3.0), most=6)[0].trials] == [
+        {T.IQ2_K},
+        {T.IQ3_K},
+    ]
 
 
 def test_fit_recovers_what_was_measured() -> None:
     table = {"blk.0.a": {T.IQ2_K: 0.08, T.IQ4_K: 0.005}, "blk.1.a": {T.IQ2_K: 0.08, T.IQ4_K: 0.005}}
-    group = make_groups(table, 3.4, most=1)[0]
+    group = make_groups(table, dict.fromkeys(table, 3.4), most=1)[0]
     damages = fit(
         group, [0.3 if T.IQ2_K in t.values() else 0.01 for t in group.trials], table, {"blk.0.a": 1, "blk.1.a": 3}
     )

@@ -202,7 +202,7 @@ class Calibrator:
         log(
             f"calibrate: {n_trials} passes over {found.windows.n_chunk} chunks of {found.windows.n_ctx} tokens, "
             f"{found.seconds:.2f} seconds per pass - ETA {found.seconds * n_trials / 60:.1f} minutes, and the time "
-            f"to encode all weights twice; {mib:.0f} MiB hold the logits of the unchanged model"
+            f"to encode the weights; {mib:.0f} MiB hold the logits of the unchanged model"
         )
 
 

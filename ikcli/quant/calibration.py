@@ -1,9 +1,9 @@
 """Sensitivities from divergences that were measured while only one group of tensors was quantized.
 
-A group holds the tensors of one role in adjacent blocks. Each is tried with types below and above the target; what a
-squared relative error costs is interpolated between these points on logarithmic axes, where small errors make a line of
-slope 1. Inside a group the estimated sensitivities tell how it is divided. `Measure` runs the model; whoever wants
-calibration supplies it.
+A group holds the tensors of one role in adjacent blocks. Each is tried with types below and above what the estimate
+chooses for it; what a squared relative error costs is interpolated between these points on logarithmic axes, where
+small errors make a line of slope 1. Inside a group the estimated sensitivities tell how it is divided. `Measure` runs
+the model; whoever wants calibration supplies it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ikcli.quant.imatrix_file import Imatrix
 # Mean KL divergence (nats per token) of every trial, tensor name -> type; all other tensors stay as they are.
 Measure = Callable[[Sequence[Mapping[str, GGMLType]], Imatrix | None, EncodeOptions], list[float]]
 Table = Mapping[str, Mapping[GGMLType, float]]  # tensor -> type -> squared relative error
-# Bits per weight of the trials, from the target's; large errors do not just add up, so low targets get a third point.
+# Bits per weight of the trials from the expected ones; large errors do not just add up, so low types get a third point.
 _AROUND, _AROUND_LOW, _LOW = (-1.0, 0.75), (-1.5, -0.5, 0.75), 4.0
 _SLOPES = (0.75, 1.75)
 _LEAST = 1e-9  # divergences below are rounding
@@ -71,8 +71,11 @@ def role(name: str) -> str:
     return re.sub(r"^blk\.\d+\.", "", name).replace("ffn_gate_exps", "ffn_up_exps")
 
 
-def make_groups(table: Table, bpw: float, most: int = 64) -> list[Group]:
-    """Groups of the tensors in `table`, about `most` at most (one per role at least), and their trials near `bpw`."""
+def make_groups(table: Table, bpw: Mapping[str, float], most: int = 64) -> list[Group]:
+    """Groups of the tensors in `table`, about `most` at most (one per role at least), and their trials.
+
+    `bpw`: bits per weight that each tensor is expected to get; trials are around their mean.
+    """
     blocks = sorted({int(m[1]) for name in table if (m := re.match(r"blk\.(\d+)\.", name))})
     roles = {role(name) for name in table}
     n_part = max(1, min(len(blocks), most // max(1, len(roles))))
@@ -86,8 +89,9 @@ def make_groups(table: Table, bpw: float, most: int = 64) -> list[Group]:
         inside = [b for b in blocks if part_of[b] == part]
         where = f"blk.{inside[0]}-{inside[-1]}." if len(inside) > 1 else f"blk.{inside[0]}." if inside else ""
         trials: list[dict[str, GGMLType]] = []
-        for offset in _AROUND if bpw >= _LOW else _AROUND_LOW:
-            trial = {n: _nearest(table[n], bpw + offset) for n in names}
+        mean = sum(bpw[n] for n in names) / len(names)
+        for offset in _AROUND if mean >= _LOW else _AROUND_LOW:
+            trial = {n: _nearest(table[n], mean + offset) for n in names}
             if trial not in trials:
                 trials.append(trial)
         out.append(Group(where + kind, tuple(names), tuple(trials)))
@@ -115,13 +119,13 @@ def fit(group: Group, klds: Sequence[float], table: Table, prior: Mapping[str, f
 def calibrate(
     table: Table,
     prior: Mapping[str, float],
-    bpw: float,
+    bpw: Mapping[str, float],
     measure: Measure,
     imatrix: Imatrix | None,
     encode: EncodeOptions,
     most: int = 64,
 ) -> dict[str, Damage]:
-    """Damage of every tensor in `table`, measured by groups."""
+    """Damage of every tensor in `table`, measured by groups near the expected bits per weight."""
     groups = make_groups(table, bpw, most)
     klds = iter(measure([trial for g in groups for trial in g.trials], imatrix, encode))
     out: dict[str, Damage] = {}

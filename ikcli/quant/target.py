@@ -161,27 +161,50 @@ def plan_target(
     damages = {c.name: Damage(prior[c.name]) for c in free}
     budgets = _budgets(options, choices)
     _check(options, budgets, free, choices, fixed, table, imatrix is not None)
-    total = sum(budgets.values())
+    problem = _Problem(options, free, _side_budgets(options, budgets, choices, fixed), table)
+    chosen, bound = problem.solve(damages)
     if options.calibrate is not None:
-        n_elements = sum(file.tensors[c.source or c.name].n_elements for c in choices)
-        bpw = 8 * total / n_elements
+        bpw = {name: FORMATS[c.type].bpw for name, c in chosen.items()}
         damages = calibrate(table, prior, bpw, options.calibrate, imatrix, encode, options.calibrate_groups)
-    chosen: dict[str, Chosen] = {}
-    bound = 0.0
-    for side, budget in budgets.items():
-        mine = [c for c in free if side in ("", options.placement.side(c.name))]
-        kept = sum(c.n_bytes for c in choices if fixed(c) and side in ("", options.placement.side(c.name)))
-        items = _items(mine, options.placement)
-        found = solve([_curve(members, table, damages) for members in items], budget - kept)
-        bound += found.bound
-        chosen |= _chosen(items, found, table, damages, options)
+        chosen, bound = problem.solve(damages)
     n_bytes = sum(c.n_bytes for c in choices if fixed(c))
     n_bytes += sum(tensor_size(chosen[c.name].type, c.shape) for c in free)
     measured = None
     if options.calibrate is not None and chosen:
         plain = {name: FORMATS[c.type].base or c.type for name, c in chosen.items()}
         measured = options.calibrate([plain], imatrix, encode)[0]
-    return TargetPlan(chosen, sum(c.damage for c in chosen.values()), bound, n_bytes, total, measured)
+    return TargetPlan(chosen, sum(c.damage for c in chosen.values()), bound, n_bytes, sum(budgets.values()), measured)
+
+
+def _side_budgets(
+    options: TargetOptions, budgets: Mapping[str, int], choices: Sequence[Choice], fixed: Callable[[Choice], bool]
+) -> dict[str, int]:
+    """What the budgets leave for tensors that are not fixed."""
+    place = options.placement.side
+    kept = {s: sum(c.n_bytes for c in choices if fixed(c) and s in ("", place(c.name))) for s in budgets}
+    return {side: budget - kept[side] for side, budget in budgets.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """Tensors to choose types for, bytes for them by side (an empty name: both), squared errors."""
+
+    options: TargetOptions
+    free: Sequence[Choice]
+    budgets: Mapping[str, int]
+    table: Mapping[str, Mapping[GGMLType, float]]
+
+    def solve(self, damages: Mapping[str, Damage]) -> tuple[dict[str, Chosen], float]:
+        """The choice by tensor name, and the lower bound of its damage."""
+        chosen: dict[str, Chosen] = {}
+        bound = 0.0
+        place = self.options.placement
+        for side, budget in self.budgets.items():
+            items = _items([c for c in self.free if side in ("", place.side(c.name))], place)
+            found = solve([_curve(members, self.table, damages) for members in items], budget)
+            bound += found.bound
+            chosen |= _chosen(items, found, self.table, damages, self.options)
+        return chosen, bound
 
 
 def _budgets(options: TargetOptions, choices: Sequence[Choice]) -> dict[str, int]:

@@ -56,6 +56,7 @@ TOPIC_TITLES = (
     ("prompt", "Prompt and text"),
     ("sampling", "Sampling"),
     ("server", "Server"),
+    ("speculation", "Speculative decoding"),
     ("sweep-bench", "sweep-bench"),
     ("bench", "bench"),
     ("perplexity", "Perplexity"),

@@ -16,6 +16,7 @@ from ikcli.server.engine.messages import Delta, Event, Failure, Final, Generatio
 
 GREEDY = SamplerParams(temperature=0)
 WAIT = 60  # seconds until a test gives up
+LOAD = 900  # ... while kernels may have to be compiled
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def serving(n_slots: int = 1, *, server: dict[str, Any] | None = None, **changes
     engine = Engine(config, n_slots=n_slots)
     engine.start()
     try:
-        assert engine.wait_loaded(WAIT), engine.load_error
+        assert engine.wait_loaded(LOAD), engine.load_error
         yield engine
     finally:
         engine.shutdown(drain=False)

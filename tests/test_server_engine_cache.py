@@ -228,9 +228,9 @@ def test_files_that_are_no_saved_slots_are_refused(engine: Engine, tmp_path: Pat
         assert str(tmp_path) not in error.message
 
 
-def test_a_file_for_another_cache_type_is_refused(engine: Engine, tmp_path: Path) -> None:
+def test_a_file_for_other_cache_settings_is_refused(engine: Engine, tmp_path: Path) -> None:
     engine.slot_action(0, "save", tmp_path / "f16.bin").result(30)
-    with serving(2, n_ctx=512, type_k="q8_0") as other:
+    with serving(2, n_ctx=512, mla=0) as other:
         assert "-ctk" in refused(other, tmp_path / "f16.bin").message
 
 

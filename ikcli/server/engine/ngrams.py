@@ -104,7 +104,8 @@ class NgramPool:
 
     def draft(self, text: Sequence[int], n_max: int) -> list[int]:
         n = self._pool.n
-        for end in range(max(min(self._seen, len(text)), n), len(text)):
+        start = self._seen if self._seen <= len(text) else 0
+        for end in range(max(start, n), len(text)):
             self._pool.add(tuple(text[end - n : end]), text[end])
         self._seen = len(text)
         gram, out = tuple(text[-n:]), list[int]()

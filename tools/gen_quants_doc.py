@@ -6,7 +6,8 @@
 --check        compare docs/quants.md with what docs/quants.jsonl says, and write nothing
 Without any of these the page is written anew from docs/quants.jsonl. Speed can be measured in pieces on a machine that
 is quiet only now and then: `--speed --restart --seconds 0` begins a round, then `--speed --seconds 80` until the exit
-code is 0 (3: something is left). --names limits either to some types or presets.
+code is 0 (3: something is left); likewise `--quality --missing --seconds 80`. --names limits either to some types or
+presets.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from quants_data import DATA, PAGE, Record, merged, read_records, write_records
+from quants_data import DATA, PAGE, Record, merged, read_records, record_key, write_records
 from quants_page import page
 
 from ikcli.errors import IkError
@@ -45,7 +46,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--restart", action="store_true", help="begin a new round of speeds")
-    parser.add_argument("--seconds", type=float, help="stop measuring speed after about so long")
+    parser.add_argument("--seconds", type=float, help="stop measuring after about so long")
+    parser.add_argument("--missing", action="store_true", help="measure only the quality of what has no record yet")
     parser.add_argument("--work", type=Path, help="folder that keeps the random model between runs")
     parser.add_argument("--names", nargs="*", default=[], help="types or presets; default all")
     return parser.parse_args()
@@ -57,15 +59,19 @@ def main() -> int:
     left = False
     try:
         if arguments.quality:
-            from quants_quality import all_quality
+            from quants_quality import all_quality, cases
 
-            _keep(all_quality(names))
+            done = {record_key(r) for r in read_records()} if arguments.missing else set()
+            todo = [case for case in cases(names) if record_key(case.head) not in done]
+            before = time.monotonic()
+            _keep(all_quality(todo, arguments.seconds) if todo else iter(()))
+            left = arguments.seconds is not None and time.monotonic() - before > arguments.seconds
         if arguments.speed:
             from quants_speed import SpeedRound
 
             speeds = SpeedRound(names, arguments.work, arguments.restart, arguments.seconds)
             _keep(speeds.run())
-            left = bool(speeds.todo)
+            left |= bool(speeds.todo)
             print(f"{len(speeds.todo)} speeds are left to measure", file=sys.stderr)
     except IkError as e:
         print(f"error: {e}", file=sys.stderr)

@@ -5,6 +5,7 @@ The rest of the text is in quants_page.md, where `{{name}}` stands for one of th
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from ikcli.quant.recipes import plain_twin
 
 T = GGMLType
 TEMPLATE = Path(__file__).with_name("quants_page.md")
-_BUDGETS = (2.0, 2.25, 2.5, 2.75, 3.25, 3.5, 4.13, 4.3, 4.5, 5.5, 6.7, 8.6)
+_BUDGETS = (2.0, 2.25, 2.5, 2.75, 3.25, 3.5, 4.1, 4.3, 4.5, 5.5, 6.7, 8.6)
 
 
 class _Records:
@@ -70,10 +71,11 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, rule, *rows))
 
 
-def _number(value: float, digits: int = 3) -> str:
-    """Significant digits without exponent."""
-    text = f"{value:.{digits}g}"
-    return text if "e" not in text else f"{value:.0f}" if value >= 1 else f"{value:.6f}"
+def _number(value: float) -> str:
+    """Three significant digits for values from 0.01 on."""
+    if value < 0.001:
+        return "0" if value == 0 else "<0.001"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(max(value, 0.01))))}f}"
 
 
 def _quality_cells(r: Record | None) -> list[str]:
@@ -237,8 +239,8 @@ def _fallback_text(found: _Records) -> str:
     stored = ROW_FALLBACK[asked]
     name, bpw_asked = FORMATS[asked].name, FORMATS[asked].bpw
     sentences = [
-        "Most types store blocks of 256 weights. A tensor whose rows are not a multiple of that gets a type with blocks",
-        "of 32, and F16 if 32 does not divide them either. `ik quantize` says so for every such tensor, and",
+        "Most types store blocks of 256 weights. A tensor whose rows are not a multiple of that gets a type with",
+        "blocks of 32, and F16 if 32 does not divide them either. `ik quantize` says so for every such tensor, and",
         "`--dry-run` shows it before anything is written. Usual cases are `attn_k_b` with rows of 128 and experts of",
         f"odd widths. It costs space: a row of {n_row} takes {row_size(stored, n_row)} bytes as",
         f"`{FORMATS[stored].name}`, where `{name}` would need about {n_row * bpw_asked / 8:.0f}.",

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from quants_data import Record, bpw, presets, rounded, table_types
@@ -40,7 +41,7 @@ _Q8_0 = 7  # file type of rules: any quantized one does
 
 
 def halves(text: str) -> tuple[str, str]:
-    """The text cut at the paragraph that ends nearest to its middle."""
+    """The text cut after the first paragraph that ends past its middle."""
     middle = text.find("\n\n", len(text) // 2) + 2
     return text[:middle], text[middle:]
 
@@ -173,21 +174,41 @@ def measure(bench: Bench, choices: Sequence[Choice], imatrix: Imatrix | None) ->
     return record
 
 
-def all_quality(names: Sequence[str] = ()) -> Iterator[Record]:
-    """Records of all types and presets (or of those named, in lower case), as they are ready."""
+def cases(names: Sequence[str] = ()) -> Iterator[Case]:
+    """All types, then all presets, or those named in lower case; each without and with importance matrix."""
+    types = [Case(FORMATS[t].name, False, int(t), with_it) for t in table_types() for with_it in (False, True)]
+    mixes = [Case(name, True, number, with_it) for name, number in presets().items() for with_it in (False, True)]
+    return (case for case in (*types, *mixes) if not names or case.name.lower() in names)
+
+
+class Case(NamedTuple):
+    """A type or preset by name and number, with or without importance matrix."""
+
+    name: str
+    preset: bool
+    number: int
+    imatrix: bool
+
+    @property
+    def head(self) -> Record:
+        head: Record = {"kind": "quality", "name": self.name, "imatrix": self.imatrix}
+        return head | {"preset": True} if self.preset else head
+
+
+def all_quality(todo: Sequence[Case], seconds: float | None = None) -> Iterator[Record]:
+    """Records of the cases as they are ready, until about so many seconds are over."""
+    stop_at = time.monotonic() + seconds if seconds is not None else float("inf")
     with tempfile.TemporaryDirectory() as folder:
         bench, about = prepare(Path(folder))
         yield about
-        for type in table_types():
-            name = FORMATS[type].name
-            if not names or name.lower() in names:
-                for imatrix in (None, bench.imatrix):
-                    head = {"kind": "quality", "name": name, "imatrix": imatrix is not None}
-                    found = measure(bench, type_choices(bench, type, imatrix), imatrix)
-                    yield head | found | {"bpw": rounded(bpw(type))}
-        for name, number in presets().items():
-            if not names or name.lower() in names:
-                for imatrix in (None, bench.imatrix):
-                    choices = preset_choices(bench, number, imatrix)
-                    head = {"kind": "quality", "preset": True, "name": name, "imatrix": imatrix is not None}
-                    yield head | measure(bench, choices, imatrix) | {"mix": mix(choices)}
+        for case in todo:
+            if time.monotonic() > stop_at:
+                return
+            imatrix = bench.imatrix if case.imatrix else None
+            if case.preset:
+                choices = preset_choices(bench, case.number, imatrix)
+                yield case.head | measure(bench, choices, imatrix) | {"mix": mix(choices)}
+            else:
+                type = GGMLType(case.number)
+                found = measure(bench, type_choices(bench, type, imatrix), imatrix)
+                yield case.head | found | {"bpw": rounded(bpw(type))}

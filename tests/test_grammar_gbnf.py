@@ -23,7 +23,9 @@ from ikcli.tokenizer.vocab import Attr
 def byte_tokenizer() -> Tokenizer:
     """All bytes, some longer texts, and three control tokens at the end: <s>, </s> and <tool>."""
     texts = ["ab", "abc", "the", " the", "  ", '"', '":', '{"', "true", "\n\n", "a" * 8]
-    tokens = [f"<0x{i:02X}>" for i in range(256)] + [t.replace(" ", "\u2581") for t in texts] + ["<s>", "</s>", "<tool>"]
+    tokens = (
+        [f"<0x{i:02X}>" for i in range(256)] + [t.replace(" ", "\u2581") for t in texts] + ["<s>", "</s>", "<tool>"]
+    )
     types = [Attr.BYTE] * 256 + [Attr.NORMAL] * len(texts) + [Attr.CONTROL] * 3
     names = {Attr.BYTE: 6, Attr.NORMAL: 1, Attr.CONTROL: 3}
     return Tokenizer.from_metadata(
@@ -136,7 +138,7 @@ def agree(source: str, alphabet: str, longest: int) -> None:
         'root ::= x x\nx ::= "(" x ")" | [ab]* | "a" "b"+',
         'root ::= ("a" | "ab") ("c" | "bc") root?',
         'root ::= [^a]{2,3} root? | "a"',
-        'root ::= . root? .',
+        "root ::= . root? .",
         'root ::= a b\na ::= "a" b | ""\nb ::= "b" a | ""',
         'root ::= ("a"{0,2} "b"){1,2} (root "c")?',
     ],
@@ -154,15 +156,17 @@ def bodies(names: list[str]) -> st.SearchStrategy[Node]:
     leaves = LEAVES | st.sampled_from(names).map(Ref)
     return st.recursive(
         leaves,
-        lambda inner: st.lists(inner, min_size=1, max_size=3).map(lambda i: Seq(tuple(i)))
-        | st.lists(inner, min_size=1, max_size=3).map(lambda i: Alt(tuple(i)))
-        | st.builds(Repeat, inner, st.integers(0, 1), st.sampled_from([None, 1, 2])),
+        lambda inner: (
+            st.lists(inner, min_size=1, max_size=3).map(lambda i: Seq(tuple(i)))
+            | st.lists(inner, min_size=1, max_size=3).map(lambda i: Alt(tuple(i)))
+            | st.builds(Repeat, inner, st.integers(0, 1), st.sampled_from([None, 1, 2]))
+        ),
         max_leaves=5,
     )
 
 
 @given(st.fixed_dictionaries({name: bodies(["root", "x", "y"]) for name in ("root", "x", "y")}))
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 def test_random_grammars(rules: Rules) -> None:
     try:
         lark = to_lark(rules, "root")
@@ -181,3 +185,165 @@ def test_random_grammars(rules: Rules) -> None:
         possible, ends = check(maker, text)
         assert ends == (text in right), (text, lark)
         assert possible or text not in starts, (text, lark)
+
+
+JSON = r"""
+root   ::= object  # a comment
+value  ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::= "{" ws ( string ":" ws value ("," ws string ":" ws value)* )? "}" ws
+array  ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9]{1,3})? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+ARITHMETIC = r"""
+root  ::= (expr "=" ws term "\n")+
+expr  ::= term ([-+*/] ws term)*
+term  ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]* ws
+num   ::= [0-9]+ ws
+ws    ::= [ \t\n]*
+"""
+PROGRAM = r"""
+root ::= function*
+function ::= type name "(" (type name)? ")" "{" statement* "}"
+type ::= ("int" | "float") ws
+name ::= [a-zA-Z_] [a-zA-Z_0-9]*
+statement ::= ( type name ws "=" ws sum ";" ) |
+              ( name ws "=" ws sum ";" ) |
+              ( "while" "(" sum ")" "{" statement* "}" )
+            | ( "/*" ( [^*] | ("*" [^/]) )* "*/" )
+sum ::= product (("+" | "-") product)*
+product ::= factor ("*" factor)*
+factor ::= name | [0-9]+ | "-" factor | name "(" sum? ")" | "(" ws sum ws ")"
+ws ::= ([ \t\n]+)
+"""
+CHESS = r"""
+root ::= "1. " move " " move "\n" ([1-9] [0-9]? ". " move " " move "\n")+
+move ::= (pawn | piece | castle) [+#]?
+piece ::= [NBKQR] [a-h]? [1-8]? "x"? [a-h] [1-8]
+pawn ::= ([a-h] "x")? [a-h] [1-8] ("=" [NBKQR])?
+castle ::= "O-O" "-O"?
+"""
+LIST = 'root ::= item+\nitem ::= "- " [^\\r\\n\\x0b\\x0c\\x85\\u2028\\u2029]+ "\\n"'
+JAPANESE = (
+    'root ::= jp+ ([ \\t\\n] jp+)*\njp ::= [\\u3041-\\u309F] | [\\u30A1-\\u30FF] | [\\U00004E00-\\U00009FFF] | "。"'
+)
+OLD_WS = 'root ::= "[" ws ("1" ws)* "]" ws\nws ::= ([ \\t\\n] ws)?'
+
+
+@pytest.mark.parametrize(
+    ("source", "right", "wrong"),
+    [
+        (
+            JSON,
+            ['{"a": [1, -2.5e3, {"b":null}], "c":"x\\n\\u00e9 é" }', "{}", '{"a":\n  true}'],
+            ['{"a":01}', '{"a"}', '{"a":"\n"}'],
+        ),
+        (ARITHMETIC, ["(a + b2)*3= 17\n", "x=y\n\n1+1=2 \n\n", "a\n=\nb\n"], ["1+=2\n", "a=b", "(a=b)\n"]),
+        (
+            PROGRAM,
+            ["int f(){int x = y*(\t2 )+g(3);}", "int main(int a){while(x){a =\n-1;}/* * / */}", ""],
+            ["int(){}", "int f(){/* x *}"],
+        ),
+        (
+            CHESS,
+            ["1. e4 e5\n2. Nf3 O-O-O+\n", "1. exd5 Qa1xb2\n12. e8=Q Kd1#\n"],
+            ["1. e4 e5\n", "1. e9 e5\n2. a1 a1\n"],
+        ),
+        (LIST, ["- one\n- two, ü\n"], ["- one", "-one\n", "- a\r\n"]),
+        (JAPANESE, ["こんにちは 世界。", "カナ"], ["hello", "こ  こ"]),
+        (OLD_WS, ["[1 1\n\n]  ", "[]"], ["[ 2]"]),
+    ],
+)
+def test_well_known_grammars(source: str, right: list[str], wrong: list[str]) -> None:
+    for text in right:
+        assert complete(source, text), text
+    for text in wrong:
+        assert not complete(source, text), text
+
+
+def test_a_literal_regular_grammar_is_one_lexeme() -> None:
+    lark = to_lark(parse_gbnf(LIST), "root")
+    assert lark.count("L0:") == 1 and "L1:" not in lark and "L2:" not in lark
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("", "there is no rule root"),
+        ('main ::= "a"', r"no rule root \(rules are main\)"),
+        ('root ::= "a" b', "refers to b, which is not defined"),
+        ('root "a"', "line 1, column 6: expected ::="),
+        ('root ::= "a"\n\n  x ::= ]', "line 3, column 9: expected the end of rule x, not ']'"),
+        ('root ::= "a', "line 1, column 10: this text has no closing quote"),
+        ('root ::= "a\n"', "no closing quote"),
+        ('root ::= [a', "no closing bracket"),
+        ("root ::= []", "no character"),
+        ("root ::= [z-a]", "the range z-a is the wrong way round"),
+        (r'root ::= "\q"', r"unknown escape \\q"),
+        (r'root ::= "\x4"', "needs 2 hexadecimal digits"),
+        (r'root ::= "\uD800"', "U\\+D800 is no character"),
+        (r'root ::= "\U00110000"', "is no character"),
+        ('root ::= ("a"', "never closed"),
+        ('root ::= ("a" ]', "expected \\) but found"),
+        ('root ::= "a")', "expected the end"),
+        ("root ::= * ", "nothing to repeat"),
+        ('root ::= "a"{5,2}', "ends before it begins"),
+        ('root ::= "a"{,2}', "number of repetitions"),
+        ('root ::= "a"{2', "a repetition is"),
+        ('root ::= "a"{999999999}', "at most 100000"),
+        ('root ::= "a"{0,99999999999999999999}', "too many"),
+        ('root ::= "a"\nroot ::= "b"', "line 2, column 1: rule root is defined twice"),
+        ("root ::= root", "on every path"),
+        ('root ::= "a" root', "on every path"),
+        ("root ::= <[99999]>", "outside the vocabulary"),
+        ("root ::= <nosuch>", "is not one token"),
+        ("root ::= <tool", "a token is"),
+        ("root ::= " + "(" * 20000 + '"a"' + ")" * 20000, "nested more than 60 deep"),
+        ("root ::= " + "(" * 20000, "nested more than 60 deep"),
+        ("root ::= r0\n" + "".join(f'r{i} ::= r{i + 1} "a"\n' for i in range(3000)) + 'r3000 ::= "b"', "more than 150"),
+        ("x" * (1 << 20) + "y", "characters long"),
+        ("%llguidance {}\nstart: nope", "grammar: "),
+    ],
+)  # fmt: skip
+def test_errors_say_where_and_what(source: str, message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
+        GRAMMARS.gbnf(source)
+
+
+def test_other_root_tokens_and_plain_llguidance() -> None:
+    assert check(GRAMMARS.gbnf('a ::= "x"\nb ::= "y"', root="b"), "y") == (True, True)
+    constraint = GRAMMARS.gbnf(f"root ::= <tool> [a-z]+ <[{TOOL}]> !<tool>")()
+    assert allowed(constraint.mask()) == {TOOL}
+    constraint.accept(TOOL)
+    constraint.accept(ord("q"))
+    assert TOOL in allowed(constraint.mask())
+    constraint.accept(TOOL)
+    after = allowed(constraint.mask())
+    assert TOOL not in after and ord("q") in after
+    assert check(GRAMMARS.gbnf('%llguidance {}\nstart: "x"'), "x") == (True, True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'root ::= [ab]* "a" [ab]{1000}',
+        'root ::= ((("a"{0,9999}){0,9999}){0,9999}){0,9999}',
+        'root ::= (("a"{0,100000}){0,100000}){0,100000}',
+        'root ::= "(" root ")" | [ab]* "a" [ab]{1000}',
+        "root ::= root root | root root root | [a-z] | \"\"",
+        "root ::= " + " | ".join(f'"w{i}x"' for i in range(2000)),
+        "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(12)) + 'r12 ::= "b"',
+    ],
+)  # fmt: skip
+def test_heavy_grammars_work_or_are_refused(source: str) -> None:
+    try:
+        constraint = GRAMMARS.gbnf(source)()
+        for _ in range(5):
+            token = min(allowed(constraint.mask()) - {EOS}, default=None)
+            if token is None:
+                break
+            constraint.accept(token)
+    except IkError as e:
+        assert str(e).startswith(("grammar", "the grammar"))

@@ -8,7 +8,7 @@ from ikcli.grammar.lexemes import Above, Lexeme, Plan
 from ikcli.grammar.nodes import Alt, Chars, GrammarError, Json, Lit, Node, Ref, Repeat, Rules, Seq, Token, Until
 from ikcli.grammar.rules import check_rules, simplify, without_dead_ends
 
-# Tokens that a text forces are not forced: any way of spelling it in tokens is as good as for llama.cpp.
+# No text forces tokens: any way of spelling it is as good, as for llama.cpp.
 HEADER = '%llguidance {"no_forcing": true}\n'
 
 

@@ -15,24 +15,7 @@ flags of rows to leave out.
 import numpy as np
 
 from ikcli.native.jit import inline
-from ikcli.native.simd.vec import (
-    bcast_f32x16,
-    cvt_f32x16_i32,
-    load_f32x16,
-    splat_f32x16,
-    store_f32x16,
-    store_i8x16,
-    trunc_i32x16_i8,
-    vabs,
-    vadd,
-    vfma,
-    vmax,
-    vmin,
-    vmul,
-    vround_even,
-    vsub,
-    zero_f32x16,
-)
+from ikcli.native.simd import vec
 from ikcli.quant.encoders.kquants_pack import CODES, LS, WS, XS, D, make_pack
 from ikcli.quant.encoders.lane_kernels import (
     ALL,
@@ -60,17 +43,17 @@ def make_unit_reduce(n_lanes):
 
     @inline
     def total(v):
-        v = vadd(v, swap_lanes(v, 1))
-        v = vadd(v, swap_lanes(v, 2))
-        v = vadd(v, swap_lanes(v, 4))
-        return vadd(v, swap_lanes(v, 8)) if whole else v
+        v = vec.vadd(v, swap_lanes(v, 1))
+        v = vec.vadd(v, swap_lanes(v, 2))
+        v = vec.vadd(v, swap_lanes(v, 4))
+        return vec.vadd(v, swap_lanes(v, 8)) if whole else v
 
     @inline
     def largest(v):
-        v = vmax(v, swap_lanes(v, 1))
-        v = vmax(v, swap_lanes(v, 2))
-        v = vmax(v, swap_lanes(v, 4))
-        return vmax(v, swap_lanes(v, 8)) if whole else v
+        v = vec.vmax(v, swap_lanes(v, 1))
+        v = vec.vmax(v, swap_lanes(v, 2))
+        v = vec.vmax(v, swap_lanes(v, 4))
+        return vec.vmax(v, swap_lanes(v, 8)) if whole else v
 
     return total, largest
 
@@ -78,22 +61,22 @@ def make_unit_reduce(n_lanes):
 @inline
 def stored_scale(d, amax, half):
     """d * amax as a half float that is not 0, in units of amax; `half` is scratch."""
-    rounded = round_f16(vmul(d, amax), half)
-    smallest = splat_f32x16(_SMALLEST_F16)
-    rounded = where_less(vabs(rounded), smallest, smallest, rounded)
-    return vmul(rounded, reciprocal(amax))
+    rounded = round_f16(vec.vmul(d, amax), half)
+    smallest = vec.splat_f32x16(_SMALLEST_F16)
+    rounded = where_less(vec.vabs(rounded), smallest, smallest, rounded)
+    return vec.vmul(rounded, reciprocal(amax))
 
 
 @inline
 def clamp(v, lowest, highest):
-    return vmax(vmin(v, splat_f32x16(highest)), splat_f32x16(lowest))
+    return vec.vmax(vec.vmin(v, vec.splat_f32x16(highest)), vec.splat_f32x16(lowest))
 
 
 @inline
 def load_units(x, weights, first, n_sub, size, ne0, s, largest):
     """Load a group, divide it by the largest value of its super-blocks; returns that."""
     load_group(x, weights, first, n_sub, size, ne0, s + XS, s + WS)
-    amax = largest(vabs(signed_largest(s + XS, s + WS, size, ALL)))
+    amax = largest(vec.vabs(signed_largest(s + XS, s + WS, size, ALL)))
     scale_group(s + XS, size, reciprocal(amax))
     return amax
 
@@ -116,81 +99,83 @@ def make_scale_only(kind):
     @inline
     def sums(s, inverse_scale):
         """sum(w x l) and sum(w l^2) of the levels nearest to x * inverse_scale."""
-        wxl, wll = zero_f32x16(), zero_f32x16()
+        wxl, wll = vec.zero_f32x16(), vec.zero_f32x16()
         for i in range(size):
-            v = load_f32x16(s + XS + 64 * i)
-            level = nearest(vmul(v, inverse_scale))
-            wl = vmul(load_f32x16(s + WS + 64 * i), level)
-            wxl, wll = vfma(wl, v, wxl), vfma(wl, level, wll)
+            v = vec.load_f32x16(s + XS + 64 * i)
+            level = nearest(vec.vmul(v, inverse_scale))
+            wl = vec.vmul(vec.load_f32x16(s + WS + 64 * i), level)
+            wxl, wll = vec.vfma(wl, v, wxl), vec.vfma(wl, level, wll)
         return wxl, wll
 
     @inline
     def error_sums(s, scale):
         """(error, sum(w x l), sum(w l^2)) of the levels nearest to x / scale."""
-        wxl, wll, error, inverse_scale = zero_f32x16(), zero_f32x16(), zero_f32x16(), reciprocal(scale)
+        wxl, wll, error, inverse_scale = vec.zero_f32x16(), vec.zero_f32x16(), vec.zero_f32x16(), reciprocal(scale)
         for i in range(size):
-            v, w = load_f32x16(s + XS + 64 * i), load_f32x16(s + WS + 64 * i)
-            level = nearest(vmul(v, inverse_scale))
-            miss, wl = vsub(v, vmul(scale, level)), vmul(w, level)
-            wxl, wll, error = vfma(wl, v, wxl), vfma(wl, level, wll), vfma(vmul(miss, miss), w, error)
+            v, w = vec.load_f32x16(s + XS + 64 * i), vec.load_f32x16(s + WS + 64 * i)
+            level = nearest(vec.vmul(v, inverse_scale))
+            miss, wl = vec.vsub(v, vec.vmul(scale, level)), vec.vmul(w, level)
+            wxl, wll, error = vec.vfma(wl, v, wxl), vec.vfma(wl, level, wll), vec.vfma(vec.vmul(miss, miss), w, error)
         return error, wxl, wll
 
     @inline
     def own_scale(s, anchors, candidates, n_candidates):
         """(scale, curvature of the error) of every sub-block."""
         inverse_top = reciprocal(signed_largest(s + XS, s + WS, size, ALL))
-        scale, curve, best = zero_f32x16(), zero_f32x16(), zero_f32x16()
+        scale, curve, best = vec.zero_f32x16(), vec.zero_f32x16(), vec.zero_f32x16()
         n_tried = n_candidates + (anchors - 1) * (n_candidates // 2)
         for c in range(n_tried + 1):
             if c == n_candidates:
                 inverse_top = reciprocal(signed_largest(s + XS, s + WS, size, HEAVY))
             if c < n_tried:
-                level = bcast_f32x16(candidates + 4 * (c if c < n_candidates else 2 * (c - n_candidates)))
-                inverse_scale = vmul(level, inverse_top)
+                level = vec.bcast_f32x16(candidates + 4 * (c if c < n_candidates else 2 * (c - n_candidates)))
+                inverse_scale = vec.vmul(level, inverse_top)
             else:
                 inverse_scale = reciprocal(scale)
             wxl, wll = sums(s, inverse_scale)
-            fitted = vmul(wxl, reciprocal(wll))
-            merit = vmul(fitted, wxl)
+            fitted = vec.vmul(wxl, reciprocal(wll))
+            merit = vec.vmul(fitted, wxl)
             scale, curve = where_less(best, merit, fitted, scale), where_less(best, merit, wll, curve)
-            best = vmax(best, merit)
+            best = vec.vmax(best, merit)
         return scale, curve
 
     @inline
     def promising(stretch, scale, curve, top):
         """Super-block scale of the least sum of parabolas in one stretch; `top` is the largest scale, with sign."""
-        best, least = zero_f32x16(), splat_f32x16(_HUGE)
+        best, least = vec.zero_f32x16(), vec.splat_f32x16(_HUGE)
         for i in range(_STEPS):
             ratio = first_ratio + step * np.float32(stretch * _STEPS + i)
-            d = vmul(top, splat_f32x16(np.float32(1.0) / ratio))
-            whole = clamp(vround_even(vmul(scale, reciprocal(d))), lowest, highest)
-            miss = vsub(scale, vmul(d, whole))
-            promised = total(vmul(curve, vmul(miss, miss)))
-            best, least = where_less(promised, least, d, best), vmin(promised, least)
+            d = vec.vmul(top, vec.splat_f32x16(np.float32(1.0) / ratio))
+            whole = clamp(vec.vround_even(vec.vmul(scale, reciprocal(d))), lowest, highest)
+            miss = vec.vsub(scale, vec.vmul(d, whole))
+            promised = total(vec.vmul(curve, vec.vmul(miss, miss)))
+            best, least = where_less(promised, least, d, best), vec.vmin(promised, least)
         return best
 
     @inline
     def exact(s, d, scale):
         """(error of the super-block, integers, least-squares d): integers next to scale / d, codes rounded anew."""
-        middle = vround_even(vmul(scale, reciprocal(d)))
-        error, whole = splat_f32x16(_HUGE), zero_f32x16()
-        a, b = zero_f32x16(), zero_f32x16()
+        middle = vec.vround_even(vec.vmul(scale, reciprocal(d)))
+        error, whole = vec.splat_f32x16(_HUGE), vec.zero_f32x16()
+        a, b = vec.zero_f32x16(), vec.zero_f32x16()
         for k in range(-reach, reach + 1):
-            now = clamp(vadd(middle, splat_f32x16(np.float32(k))), lowest, highest)
-            found, wxl, wll = error_sums(s, vmul(d, now))
+            now = clamp(vec.vadd(middle, vec.splat_f32x16(np.float32(k))), lowest, highest)
+            found, wxl, wll = error_sums(s, vec.vmul(d, now))
             whole = where_less(found, error, now, whole)
-            a = where_less(found, error, vmul(now, wxl), a)
-            b = where_less(found, error, vmul(vmul(now, now), wll), b)
-            error = vmin(found, error)
-        return total(error), whole, vmul(total(a), reciprocal(total(b)))
+            a = where_less(found, error, vec.vmul(now, wxl), a)
+            b = where_less(found, error, vec.vmul(vec.vmul(now, now), wll), b)
+            error = vec.vmin(found, error)
+        return total(error), whole, vec.vmul(total(a), reciprocal(total(b)))
 
     @inline
     def encode_group(s, amax, anchors, candidates, n_candidates):
         scale, curve = own_scale(s, anchors, candidates, n_candidates)
-        peak = largest(vabs(scale))
-        negative = where_less(largest(scale), peak, splat_f32x16(np.float32(-1.0)), splat_f32x16(np.float32(1.0)))
-        top = vmul(peak, negative)
-        best_d, best_l, least = zero_f32x16(), zero_f32x16(), splat_f32x16(_HUGE)
+        peak = largest(vec.vabs(scale))
+        negative = where_less(
+            largest(scale), peak, vec.splat_f32x16(np.float32(-1.0)), vec.splat_f32x16(np.float32(1.0))
+        )
+        top = vec.vmul(peak, negative)
+        best_d, best_l, least = vec.zero_f32x16(), vec.zero_f32x16(), vec.splat_f32x16(_HUGE)
         for stretch in range(_STRETCHES):
             d = promising(stretch, scale, curve, top)
             near = scale
@@ -198,14 +183,14 @@ def make_scale_only(kind):
                 d = stored_scale(d, amax, s + CODES)
                 error, whole, fitted = exact(s, d, near)
                 best_d, best_l = where_less(error, least, d, best_d), where_less(error, least, whole, best_l)
-                least = vmin(error, least)
-                near, d = vmul(d, whole), fitted
-        inverse_scale = reciprocal(vmul(best_d, best_l))
+                least = vec.vmin(error, least)
+                near, d = vec.vmul(d, whole), fitted
+        inverse_scale = reciprocal(vec.vmul(best_d, best_l))
         for i in range(size):
-            code = code_of(vmul(load_f32x16(s + XS + 64 * i), inverse_scale))
-            store_i8x16(s + CODES + 16 * i, trunc_i32x16_i8(cvt_f32x16_i32(code)))
-        store_i8x16(s + LS, trunc_i32x16_i8(cvt_f32x16_i32(best_l)))
-        store_f32x16(s + D, vmul(best_d, amax))
+            code = code_of(vec.vmul(vec.load_f32x16(s + XS + 64 * i), inverse_scale))
+            vec.store_i8x16(s + CODES + 16 * i, vec.trunc_i32x16_i8(vec.cvt_f32x16_i32(code)))
+        vec.store_i8x16(s + LS, vec.trunc_i32x16_i8(vec.cvt_f32x16_i32(best_l)))
+        vec.store_f32x16(s + D, vec.vmul(best_d, amax))
 
     def scale_only(x, weights, n_units, ne0, out, s, candidates, n_candidates, skip):
         fill_ones(s + WS, size)

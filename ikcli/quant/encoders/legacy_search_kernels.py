@@ -12,29 +12,7 @@ import itertools
 import numpy as np
 
 from ikcli.native.jit import inline
-from ikcli.native.simd.vec import (
-    bcast_f32x16,
-    cvt_f32x16_i32,
-    ld_f32,
-    ld_u8,
-    load_f32x16,
-    splat_f32x16,
-    st_f16,
-    st_i8,
-    st_i32,
-    store_f32x16,
-    store_i8x16,
-    trunc_i32x16_i8,
-    vabs,
-    vadd,
-    vfma,
-    vmax,
-    vmin,
-    vmul,
-    vround_even,
-    vsub,
-    zero_f32x16,
-)
+from ikcli.native.simd import vec
 from ikcli.quant.encoders.lane_kernels import (
     ALL,
     HEAVY,
@@ -69,11 +47,11 @@ def make_nearest(n_bits, nonlinear):
 
     @inline
     def nearest(y):
-        return vmax(vmin(vround_even(y), splat_f32x16(highest)), splat_f32x16(lowest))
+        return vec.vmax(vec.vmin(vec.vround_even(y), vec.splat_f32x16(highest)), vec.splat_f32x16(lowest))
 
     @inline
     def code_of(y):
-        return vadd(nearest(y), splat_f32x16(offset))
+        return vec.vadd(nearest(y), vec.splat_f32x16(offset))
 
     return nearest, code_of
 
@@ -86,17 +64,17 @@ def make_store(n_bits, size):
         if n_bits == 5:
             bits = 0
             for i in range(32):
-                bits |= (ld_u8(codes + 16 * i) >> 4) << i
-            st_i32(out, bits)
+                bits |= (vec.ld_u8(codes + 16 * i) >> 4) << i
+            vec.st_i32(out, bits)
             out += 4
         if n_bits == 6:
             for i in range(8):
-                a, b = ld_u8(codes + 16 * i) >> 4, ld_u8(codes + 16 * (i + 16)) >> 4
-                c, d = ld_u8(codes + 16 * (i + 8)) >> 4, ld_u8(codes + 16 * (i + 24)) >> 4
-                st_i8(out + i, a | b << 2 | c << 4 | d << 6)
+                a, b = vec.ld_u8(codes + 16 * i) >> 4, vec.ld_u8(codes + 16 * (i + 16)) >> 4
+                c, d = vec.ld_u8(codes + 16 * (i + 8)) >> 4, vec.ld_u8(codes + 16 * (i + 24)) >> 4
+                vec.st_i8(out + i, a | b << 2 | c << 4 | d << 6)
             out += 8
         for i in range(16):
-            st_i8(out + i, ld_u8(codes + 16 * i) & 15 | (ld_u8(codes + 16 * (i + 16)) & 15) << 4)
+            vec.st_i8(out + i, vec.ld_u8(codes + 16 * i) & 15 | (vec.ld_u8(codes + 16 * (i + 16)) & 15) << 4)
 
     return store
 
@@ -113,51 +91,53 @@ def make_scale_search(n_bits, nonlinear):
     @inline
     def sums(s, inverse_scale):
         """sum(w x l) and sum(w l^2) of the levels nearest to x * inverse_scale."""
-        wxl, wll = zero_f32x16(), zero_f32x16()
+        wxl, wll = vec.zero_f32x16(), vec.zero_f32x16()
         for i in range(32):
-            v = load_f32x16(s + XS + 64 * i)
-            level = nearest(vmul(v, inverse_scale))
-            wl = vmul(load_f32x16(s + WS + 64 * i), level)
-            wxl, wll = vfma(wl, v, wxl), vfma(wl, level, wll)
+            v = vec.load_f32x16(s + XS + 64 * i)
+            level = nearest(vec.vmul(v, inverse_scale))
+            wl = vec.vmul(vec.load_f32x16(s + WS + 64 * i), level)
+            wxl, wll = vec.vfma(wl, v, wxl), vec.vfma(wl, level, wll)
         return wxl, wll
 
     @inline
     def best_scale(s, anchors, candidates, n_candidates):
         """Least-squares scale of the best codes; every other candidate serves the largest heavy value, too."""
-        best, best_merit = zero_f32x16(), zero_f32x16()
+        best, best_merit = vec.zero_f32x16(), vec.zero_f32x16()
         n_tried = n_candidates + (anchors - 1) * (n_candidates // 2)
         for c in range(n_tried + _REFINEMENTS):
             if c < n_candidates:
-                inverse_scale = bcast_f32x16(candidates + 4 * c)
+                inverse_scale = vec.bcast_f32x16(candidates + 4 * c)
             elif c < n_tried:
-                inverse_scale = vmul(bcast_f32x16(candidates + 8 * (c - n_candidates)), load_f32x16(s + TOP))
+                inverse_scale = vec.vmul(
+                    vec.bcast_f32x16(candidates + 8 * (c - n_candidates)), vec.load_f32x16(s + TOP)
+                )
             else:
                 inverse_scale = reciprocal(best)
             wxl, wll = sums(s, inverse_scale)
-            fitted = vmul(wxl, reciprocal(wll))
-            merit = vmul(fitted, wxl)
-            best, best_merit = where_less(best_merit, merit, fitted, best), vmax(best_merit, merit)
+            fitted = vec.vmul(wxl, reciprocal(wll))
+            merit = vec.vmul(fitted, wxl)
+            best, best_merit = where_less(best_merit, merit, fitted, best), vec.vmax(best_merit, merit)
         return best
 
     @inline
     def error(s, scale):
-        total, inverse_scale = zero_f32x16(), reciprocal(scale)
+        total, inverse_scale = vec.zero_f32x16(), reciprocal(scale)
         for i in range(32):
-            v = load_f32x16(s + XS + 64 * i)
-            miss = vsub(v, vmul(scale, nearest(vmul(v, inverse_scale))))
-            total = vfma(vmul(miss, miss), load_f32x16(s + WS + 64 * i), total)
+            v = vec.load_f32x16(s + XS + 64 * i)
+            miss = vec.vsub(v, vec.vmul(scale, nearest(vec.vmul(v, inverse_scale))))
+            total = vec.vfma(vec.vmul(miss, miss), vec.load_f32x16(s + WS + 64 * i), total)
         return total
 
     @inline
     def best_stored_scale(s, largest, found, exact):
         """Half float near `found`, or one at which the largest value is a level: for few and regular values."""
         inverse = reciprocal(largest)
-        best = round_f16(vmul(found, largest), s + HALF)
-        least = error(s, vmul(best, inverse))
+        best = round_f16(vec.vmul(found, largest), s + HALF)
+        least = error(s, vec.vmul(best, inverse))
         for c in range(N_EXACT):
-            d = round_f16(vmul(largest, bcast_f32x16(exact + 4 * c)), s + HALF)
-            now = error(s, vmul(d, inverse))
-            best, least = where_less(now, least, d, best), vmin(now, least)
+            d = round_f16(vec.vmul(largest, vec.bcast_f32x16(exact + 4 * c)), s + HALF)
+            now = error(s, vec.vmul(d, inverse))
+            best, least = where_less(now, least, d, best), vec.vmin(now, least)
         return best
 
     @inline
@@ -165,16 +145,16 @@ def make_scale_search(n_bits, nonlinear):
         load_group(x, weights, first, n_blocks, 32, ne0, s + XS, s + WS)
         largest = signed_largest(s + XS, s + WS, 32, ALL)
         scale_group(s + XS, 32, reciprocal(largest))
-        store_f32x16(s + TOP, reciprocal(signed_largest(s + XS, s + WS, 32, HEAVY)))
+        vec.store_f32x16(s + TOP, reciprocal(signed_largest(s + XS, s + WS, 32, HEAVY)))
         found = best_scale(s, 2 if weights != 0 else 1, candidates, n_candidates)
         d = best_stored_scale(s, largest, found, candidates + 4 * n_candidates)
-        store_f32x16(s + DS, d)
-        inverse_scale = vmul(reciprocal(d), largest)
+        vec.store_f32x16(s + DS, d)
+        inverse_scale = vec.vmul(reciprocal(d), largest)
         for i in range(32):
-            y = vmul(load_f32x16(s + XS + 64 * i), inverse_scale)
-            store_i8x16(s + QS + 16 * i, trunc_i32x16_i8(cvt_f32x16_i32(code_of(y))))
+            y = vec.vmul(vec.load_f32x16(s + XS + 64 * i), inverse_scale)
+            vec.store_i8x16(s + QS + 16 * i, vec.trunc_i32x16_i8(vec.cvt_f32x16_i32(code_of(y))))
         for lane in range(min(LANES, n_blocks - first)):
-            st_f16(out, ld_f32(s + DS + 4 * lane))
+            vec.st_f16(out, vec.ld_f32(s + DS + 4 * lane))
             store(out + 2, s + QS + lane)
             out += n_bytes
 
@@ -194,76 +174,76 @@ def make_range_search(n_bits):
 
     @inline
     def code(y):
-        return vmax(vmin(vround_even(y), splat_f32x16(highest)), zero_f32x16())
+        return vec.vmax(vec.vmin(vec.vround_even(y), vec.splat_f32x16(highest)), vec.zero_f32x16())
 
     @inline
     def fit(s, inverse_scale, offset, inverse_w):
         """(merit, scale, mean code) of the codes of x * inverse_scale + offset; x has weighted mean 0."""
-        wl, wll, wxl = zero_f32x16(), zero_f32x16(), zero_f32x16()
+        wl, wll, wxl = vec.zero_f32x16(), vec.zero_f32x16(), vec.zero_f32x16()
         for i in range(32):
-            v = load_f32x16(s + XS + 64 * i)
-            q = code(vfma(v, inverse_scale, offset))
-            w = vmul(load_f32x16(s + WS + 64 * i), q)
-            wl, wll, wxl = vadd(wl, w), vfma(w, q, wll), vfma(w, v, wxl)
-        mean = vmul(wl, inverse_w)
-        spread = reciprocal(vmax(vsub(wll, vmul(wl, mean)), vmul(wll, splat_f32x16(_NOISE))))
-        scale = vmul(wxl, spread)
-        return vmul(scale, wxl), scale, mean
+            v = vec.load_f32x16(s + XS + 64 * i)
+            q = code(vec.vfma(v, inverse_scale, offset))
+            w = vec.vmul(vec.load_f32x16(s + WS + 64 * i), q)
+            wl, wll, wxl = vec.vadd(wl, w), vec.vfma(w, q, wll), vec.vfma(w, v, wxl)
+        mean = vec.vmul(wl, inverse_w)
+        spread = reciprocal(vec.vmax(vec.vsub(wll, vec.vmul(wl, mean)), vec.vmul(wll, vec.splat_f32x16(_NOISE))))
+        scale = vec.vmul(wxl, spread)
+        return vec.vmul(scale, wxl), scale, mean
 
     @inline
     def centre(s):
         """Subtract the weighted mean; returns it and 1 / sum of weights."""
-        total, wx = zero_f32x16(), zero_f32x16()
+        total, wx = vec.zero_f32x16(), vec.zero_f32x16()
         for i in range(32):
-            v, w = load_f32x16(s + XS + 64 * i), load_f32x16(s + WS + 64 * i)
-            total, wx = vadd(total, w), vfma(v, w, wx)
+            v, w = vec.load_f32x16(s + XS + 64 * i), vec.load_f32x16(s + WS + 64 * i)
+            total, wx = vec.vadd(total, w), vec.vfma(v, w, wx)
         inverse_w = reciprocal(total)
-        mean = vmul(wx, inverse_w)
+        mean = vec.vmul(wx, inverse_w)
         for i in range(32):
-            store_f32x16(s + XS + 64 * i, vsub(load_f32x16(s + XS + 64 * i), mean))
+            vec.store_f32x16(s + XS + 64 * i, vec.vsub(vec.load_f32x16(s + XS + 64 * i), mean))
         return mean, inverse_w
 
     @inline
     def best_range(s, anchors, candidates, n_candidates):
         """(scale, minimum, subtracted mean), in units of the largest value."""
         mean, inverse_w = centre(s)
-        scale, shift, best = zero_f32x16(), zero_f32x16(), zero_f32x16()
+        scale, shift, best = vec.zero_f32x16(), vec.zero_f32x16(), vec.zero_f32x16()
         lo, hi = value_range(s + XS, s + WS, 32, ALL)
-        factor = reciprocal(vsub(hi, lo))
+        factor = reciprocal(vec.vsub(hi, lo))
         n_tried = n_candidates + (anchors - 1) * (n_candidates // 2)
         for c in range(n_tried + _REFINEMENTS):
             if c == n_candidates:
                 lo, hi = value_range(s + XS, s + WS, 32, HEAVY)
-                factor = reciprocal(vsub(hi, lo))
+                factor = reciprocal(vec.vsub(hi, lo))
             if c < n_tried:
                 at = candidates + 8 * (c if c < n_candidates else 2 * (c - n_candidates))
-                first, last = bcast_f32x16(at), bcast_f32x16(at + 4)
-                inverse_scale = vmul(vsub(last, first), factor)
-                offset = vsub(first, vmul(lo, inverse_scale))
+                first, last = vec.bcast_f32x16(at), vec.bcast_f32x16(at + 4)
+                inverse_scale = vec.vmul(vec.vsub(last, first), factor)
+                offset = vec.vsub(first, vec.vmul(lo, inverse_scale))
             else:
                 inverse_scale, offset = reciprocal(scale), shift
             found, new_scale, new_shift = fit(s, inverse_scale, offset, inverse_w)
             scale, shift = where_less(best, found, new_scale, scale), where_less(best, found, new_shift, shift)
-            best = vmax(best, found)
-        return scale, vsub(mean, vmul(scale, shift)), mean
+            best = vec.vmax(best, found)
+        return scale, vec.vsub(mean, vec.vmul(scale, shift)), mean
 
     @inline
     def encode_group(x, weights, first, n_blocks, ne0, out, s, candidates, n_candidates):
         load_group(x, weights, first, n_blocks, 32, ne0, s + XS, s + WS)
-        largest = vabs(signed_largest(s + XS, s + WS, 32, ALL))
+        largest = vec.vabs(signed_largest(s + XS, s + WS, 32, ALL))
         scale_group(s + XS, 32, reciprocal(largest))
         scale, low, mean = best_range(s, 2 if weights != 0 else 1, candidates, n_candidates)
-        d, m = round_f16(vmul(scale, largest), s + HALF), round_f16(vmul(low, largest), s + HALF)
-        store_f32x16(s + DS, d)
-        store_f32x16(s + MS, m)
-        inverse_scale = vmul(reciprocal(d), largest)
-        offset = vmul(vsub(mean, vmul(m, reciprocal(largest))), inverse_scale)
+        d, m = round_f16(vec.vmul(scale, largest), s + HALF), round_f16(vec.vmul(low, largest), s + HALF)
+        vec.store_f32x16(s + DS, d)
+        vec.store_f32x16(s + MS, m)
+        inverse_scale = vec.vmul(reciprocal(d), largest)
+        offset = vec.vmul(vec.vsub(mean, vec.vmul(m, reciprocal(largest))), inverse_scale)
         for i in range(32):
-            y = vfma(load_f32x16(s + XS + 64 * i), inverse_scale, offset)
-            store_i8x16(s + QS + 16 * i, trunc_i32x16_i8(cvt_f32x16_i32(code(y))))
+            y = vec.vfma(vec.load_f32x16(s + XS + 64 * i), inverse_scale, offset)
+            vec.store_i8x16(s + QS + 16 * i, vec.trunc_i32x16_i8(vec.cvt_f32x16_i32(code(y))))
         for lane in range(min(LANES, n_blocks - first)):
-            st_f16(out, ld_f32(s + DS + 4 * lane))
-            st_f16(out + 2, ld_f32(s + MS + 4 * lane))
+            vec.st_f16(out, vec.ld_f32(s + DS + 4 * lane))
+            vec.st_f16(out + 2, vec.ld_f32(s + MS + 4 * lane))
             store(out + 4, s + QS + lane)
             out += n_bytes
 

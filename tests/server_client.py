@@ -29,10 +29,11 @@ class Client:
         self.log = io.StringIO()
 
     def state(self) -> ServerState:
-        return ServerState(self.config, self.engine, read_keys(self.config.server))
+        log = ServerLog(verbose=self.config.verbose, out=self.log)
+        return ServerState(self.config, self.engine, read_keys(self.config.server), log)
 
     def app(self) -> Any:
-        return build_app(self.state(), ServerLog(out=self.log))
+        return build_app(self.state())
 
     def __call__(self, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
         import asyncio

@@ -10,6 +10,7 @@ import pytest
 from fake_engine import FakeEngine, fake_tokenizer
 from server_client import Client
 
+from ikcli.config import RunConfig
 from ikcli.errors import UsageError
 from ikcli.server.http import body, jsontext
 
@@ -209,6 +210,10 @@ def test_json_log_and_no_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     client = Client()
     client.post("/completion", {"prompt": "a very private prompt"})
     assert "private" not in client.log.getvalue()
+    loud = Client(config=RunConfig(command="serve", verbose=True))
+    loud.post("/completion", {"prompt": "a very private prompt"})
+    assert "VERB [              log_prompt] request body" in loud.log.getvalue()
+    assert "private" in loud.log.getvalue()
 
 
 def test_internal_errors_hide_their_cause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +250,7 @@ def test_props() -> None:
     defaults = props["default_generation_settings"]
     assert defaults["n_ctx"] == 256 and defaults["temperature"] == 0.8 and defaults["params"]["top_k"] == 40
     assert "im_start" in props["chat_template"]
-    assert client.get("/v1/props").json()["n_ctx"] == 256
+    assert client.get("/v1/props").json()["n_ctx"] == 512
     error_of(client.post("/props", {}), 501, "not_supported_error")
     assert Client(props=True).post("/props", {}).json() == {"success": True}
 

@@ -36,7 +36,7 @@ async def answer(
 
     A stream begins with the first event, so that errors of the start have their HTTP status.
     """
-    job = Job(state.bridge)
+    job = Job(state.bridge, stream=stream)
     try:
         job.start(state.engine, generations, request.receive)
         if not stream:

@@ -12,7 +12,6 @@ from ikcli import __version__
 from ikcli.server.http import static
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.gateway import Gateway
-from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.openapi import document_routes
 from ikcli.server.http.routes import ROUTERS
 from ikcli.server.http.state import ServerState
@@ -20,7 +19,7 @@ from ikcli.server.http.state import ServerState
 JSON = "application/json; charset=utf-8"
 
 
-def build_app(state: ServerState, log: ServerLog | None = None) -> ASGIApp:
+def build_app(state: ServerState) -> ASGIApp:
     """The ASGI application of a server."""
     app = FastAPI(title="ik serve", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     app.router.redirect_slashes = False
@@ -32,7 +31,7 @@ def build_app(state: ServerState, log: ServerLog | None = None) -> ASGIApp:
         app.include_router(router)
     files = static.add_routes(app, state.config.server)
     document_routes(app)
-    return Gateway(app, state, log or ServerLog(), files)
+    return Gateway(app, state, state.log, files)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

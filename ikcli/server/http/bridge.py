@@ -54,6 +54,11 @@ class Bridge:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 self._loop.call_soon_threadsafe(self._hand_over)
 
+    def push_end(self, job: Job, index: int, event: Event) -> None:
+        """As `push`, for jobs that only want to know the ends."""
+        if isinstance(event, Final | Failure):
+            self.push(job, index, event)
+
     def _hand_over(self) -> None:
         self._waking = False
         events = self._events
@@ -65,8 +70,10 @@ class Bridge:
 class Job:
     """The generations of one HTTP request, watched for the client's departure."""
 
-    def __init__(self, bridge: Bridge) -> None:
+    def __init__(self, bridge: Bridge, *, stream: bool) -> None:
+        """`stream`: deltas and progress are wanted too, not only the ends."""
         self._bridge = bridge
+        self._stream = stream
         self._tickets: list[Ticket] = []
         self._ready: list[tuple[int, Event]] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -80,7 +87,8 @@ class Job:
         """Submit the requests and watch the connection."""
         self._open = len(requests)
         for index, request in enumerate(requests):
-            self._tickets.append(engine.submit(request, partial(self._bridge.push, self, index)))
+            push = self._bridge.push if self._stream else self._bridge.push_end
+            self._tickets.append(engine.submit(request, partial(push, self, index)))
         self._watcher = asyncio.ensure_future(self._watch(receive))
 
     @property

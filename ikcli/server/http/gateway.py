@@ -16,7 +16,6 @@ from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.state import ServerState
 
 _WHILE_LOADING = frozenset({"/models", "/v1/models", "/api/tags"})
-_UNLOGGED = frozenset({"/v1/health", "/v1/completions"})
 _JSON = (b"content-type", b"application/json; charset=utf-8")
 _LOADING_PAGE = (
     b'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>ik</title>'
@@ -108,8 +107,6 @@ class Gateway:
         await exchange.respond(200, b"text/html", b"")
 
     def _access(self, scope: Scope, status: int) -> None:
-        if scope["path"] in _UNLOGGED:
-            return
         client = scope.get("client") or ("", 0)
         query = scope.get("query_string", b"").decode("latin-1")
         self._log.info(

@@ -72,7 +72,9 @@ def generation_body(*required: str, extra: dict[str, Any] | None = None) -> dict
     for field in FIELDS:
         for name in (field.name, *field.aliases):
             properties.setdefault(name, field_schema(field))
-    return object_body({"type": "object", "required": list(required), "properties": properties})
+    body = object_body({"type": "object", "required": list(required), "properties": properties})
+    answers = {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}}
+    return body | {"responses": {"200": {"description": "the answer, or with stream its events", "content": answers}}}
 
 
 def object_body(schema: dict[str, Any]) -> dict[str, Any]:

@@ -37,14 +37,14 @@ def serve(config: RunConfig) -> int:
     """Serve until a signal comes. IkError if the address is taken or options are wrong; 1 if the model cannot load."""
     server = config.server
     log = ServerLog(json=server.log_format == "json", verbose=config.verbose or config.verbosity > 0)
-    state = ServerState(config, None, read_keys(server))
+    state = ServerState(config, None, read_keys(server), log)
     state.defaults  # noqa: B018  (wrong options end the program before anything is loaded)
     check_options(config)
     tls = _tls(config)
     listener = listen(server.host, server.port)
     try:
         state.engine = Engine(config, n_slots=config.n_parallel, logger=log)
-        app = build_app(state, log)
+        app = build_app(state)
         return _run(config, state, log, app, listener, tls)
     finally:
         close(listener, server.host)
@@ -197,3 +197,5 @@ class _Runner(uvicorn.Server):
         self.should_exit = True
         if self._signals > 1:
             self.force_exit = True
+            for task in list(self.server_state.tasks):
+                task.get_loop().call_soon_threadsafe(task.cancel)

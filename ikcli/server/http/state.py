@@ -11,6 +11,7 @@ from typing import Any
 from ikcli.config import RunConfig
 from ikcli.server.http.bridge import Bridge
 from ikcli.server.http.errors import ApiError
+from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.params import Defaults, Limits, defaults_of
 
 
@@ -21,8 +22,8 @@ class ServerState:
     config: RunConfig
     engine: Any
     keys: tuple[str, ...] = ()
+    log: ServerLog = field(default_factory=ServerLog)
     started: int = field(default_factory=lambda: int(time.time()))
-    props: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def defaults(self) -> Defaults:

@@ -19,9 +19,17 @@ def server(request: Request) -> ServerState:
 
 async def read_object(request: Request) -> dict[str, Any]:
     """The body as a JSON object; ApiError naming what is wrong."""
-    return await body.read_object(request, server(request).timeout)
+    return _logged(request, await body.read_object(request, server(request).timeout))
 
 
 async def read_json(request: Request) -> Any:
     """The body as any JSON value; ApiError naming what is wrong."""
-    return await body.read_json(request, server(request).timeout)
+    return _logged(request, await body.read_json(request, server(request).timeout))
+
+
+def _logged(request: Request, value: Any) -> Any:
+    """Bodies are only logged with -v."""
+    log = server(request).log
+    if log.verbose:
+        log("VERB", "log_prompt", "request body", {"path": request.url.path, "body": value})
+    return value

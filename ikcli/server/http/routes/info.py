@@ -163,7 +163,7 @@ def _simple(state: ServerState) -> dict[str, Any]:
         "model_name": state.alias,
         "model_path": str(model.path),
         "modalities": {"vision": False, "audio": False},
-        "n_ctx": model.n_ctx_slot,
+        "n_ctx": model.n_ctx,
     }
 
 

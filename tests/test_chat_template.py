@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 
 from ikcli.chat import ChatTemplate
@@ -74,7 +76,16 @@ def test_broken_templates(source: str) -> None:
         "{{ 'x'|center(99999999) }}",
         "{{ '%99999999d' % 1 }}",
         "{{ '%*d' % (99999999, 1) }}",
-        "{{ '{:>99999999}'.format(1) }}",
+        "{{ '{:>9999999999}'.format(1) }}",
+        "{{ ('{:>99999}' * 999).format(*range(999)) }}",
+        "{{ ('%99999d' * 999) % (range(999)|list) }}",
+        "{{ ('文' * 9999999)|list|length }}",
+        "{{ ('ab,' * 4999999).split(',')|length }}",
+        "{{ ('a b ' * 3999999).split()|length }}",
+        "{{ '-'.join('文' * 9999999)|length }}",
+        "{% set l = range(999999)|list %}",
+        "{{ [1, 2, 3]|tojson(separators=('x' * 9999999, ':')) }}",
+        "{{ ('a\n' * 9999)|indent('x' * 99999) }}",
         "{{ '{:{}}'.format('x', 99999999) }}",
         "{{ '%99999999d'|format(1) }}",
         "{{ ('x' * 9999999).replace('x', 'y' * 9999999) }}",
@@ -115,8 +126,14 @@ def test_broken_templates(source: str) -> None:
     ],
 )
 def test_hostile_templates_fail_with_one_sentence(source: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(IkError, match="the chat template"):
         render(source)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+
+
+def test_formatting_still_works() -> None:
+    assert render("{{ '{:>4}|{}'.format(1, 'a') }}{{ '%03d' % 7 }}{{ '%s'|format('b') }}") == "   1|a007b"
 
 
 @pytest.mark.parametrize(

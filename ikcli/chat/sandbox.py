@@ -27,8 +27,11 @@ MAX_OUTPUT = 16 << 20
 """Characters of a rendered chat, and of any text on the way to it."""
 MAX_STEPS = 1_000_000
 """Loop steps and macro calls of one rendering; items of a value."""
-MAX_TOTAL = 96 << 20
-"""Characters and items that all operations of one rendering may make together."""
+MAX_TOTAL = 48 << 20
+"""Characters (or bytes of lists) that all operations of one rendering may make, beside `PER_CHARACTER` of the chat."""
+PER_CHARACTER = 32
+ITEM = 32
+"""What an item of a list counts in characters."""
 MAX_SECONDS = 1.0
 """Processor time of one rendering."""
 MAX_ITEMS = 300_000
@@ -37,15 +40,16 @@ MAX_NUMBER = 100_000
 """Widths, counts and the like."""
 
 _local = threading.local()
-_WIDTH = re.compile(r"[0-9]{6,}|\*")
+_NUMBERS = re.compile(r"[0-9]+")
 
 
 class Budget:
     """What one rendering may still use. Entered as a context: it is the thread's budget then."""
 
-    def __init__(self) -> None:
+    def __init__(self, characters: int = 0) -> None:
+        """For a chat of so many characters."""
         self._steps = MAX_STEPS
-        self._units = MAX_TOTAL
+        self._units = MAX_TOTAL + PER_CHARACTER * characters
         self._calls = 0
         self._deadline = time.thread_time() + MAX_SECONDS
 
@@ -89,7 +93,7 @@ def weigh(value: Any) -> Any:
         if len(value) > 64:
             _budget().spend(len(value))
     elif isinstance(value, list | tuple | dict | set | frozenset):
-        _budget().spend(len(value))
+        _budget().spend(len(value) * ITEM)
     elif isinstance(value, int) and value.bit_length() > MAX_NUMBER:
         raise IkError("the chat template computes with huge numbers")
     return value
@@ -146,7 +150,8 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
         texts = [len(v) for v in (left, right) if isinstance(v, str | bytes | list | tuple)]
         counts = [v for v in (left, right) if isinstance(v, int)]
         if texts and counts:
-            _budget().spend(max(0, texts[0] * counts[0]))
+            unit = 1 if isinstance(left, str | bytes) or isinstance(right, str | bytes) else 8
+            _budget().spend(max(0, texts[0] * counts[0]) * unit)
         elif len(counts) == 2 and counts[0].bit_length() + counts[1].bit_length() > MAX_NUMBER:
             raise IkError("the chat template computes with huge numbers")
     elif operator == "%" and isinstance(left, str | bytes):
@@ -156,12 +161,15 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
 
 
 def _check_format(text: Any, *values: Any) -> None:
-    if _WIDTH.search(str(text)) or "{:{" in str(text):
+    text = str(text)
+    widths = sum(int(digits) if len(digits) < 8 else MAX_TOTAL for digits in _NUMBERS.findall(text))
+    if widths > MAX_OUTPUT or "*" in text or re.search(r":[^{}]*\{", text):
         raise IkError("the chat template formats with a width that is too large")
+    _budget().spend(widths)
     for value in values:
         weigh_nested(value)
     # a value may be asked for many times
-    fields = str(text).count("%") + str(text).count("{")
+    fields = text.count("%") + text.count("{")
     _budget().spend(len(text) + fields * max([len(str(v)) for v in values] or [0]))
 
 
@@ -181,10 +189,23 @@ def _check_join(separator: Any, items: Any) -> Any:
     """`items` as a list, if joining them makes no huge text."""
     if not isinstance(items, list | tuple | str | dict):
         items = list(items)
+    _check_items(items)
     weigh_nested(items)
     made = sum(len(item) if isinstance(item, str) else 8 for item in items)
     _budget().spend(made + len(items) * (len(str(separator)) + 1))
     return items
+
+
+def _check_items(value: Any) -> None:
+    if isinstance(value, str) and len(value) > MAX_ITEMS:
+        raise IkError("the chat template takes a long text to pieces")
+
+
+def _check_split(text: str, separator: Any = None, *rest: Any) -> None:
+    marks = [separator] if isinstance(separator, str) and separator else [" ", "\n", "\t", "\r"]
+    if sum(map(text.count, marks)) > MAX_ITEMS:
+        raise IkError("the chat template takes a long text to pieces")
+    _budget().spend(len(text))
 
 
 _NUMBERED = frozenset(["center", "ljust", "rjust", "zfill", "expandtabs"])
@@ -195,6 +216,7 @@ _FORBIDDEN = frozenset(
 
 def _check_method(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The arguments for a built-in method of a text, list or number, if calling it is harmless."""
+    method = getattr(method, "__wrapped__", method)  # the sandbox wraps `format`
     owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     if not isinstance(owner, str | bytes | int | float | list | tuple | dict):
         return args
@@ -213,6 +235,8 @@ def _check_method(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             args = (_check_join(owner, args[0]), *args[1:])
         elif name == "format":
             _check_format(owner, *args, *kwargs.values())
+        elif name in ("split", "rsplit", "splitlines"):
+            _check_split(owner, *(args or (kwargs.get("sep"),)))
         else:
             _budget().spend(len(owner))
     return args
@@ -221,19 +245,56 @@ def _check_method(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 # filters
 
 
+_OF_TEXTS = frozenset(
+    [
+        "trim",
+        "upper",
+        "lower",
+        "capitalize",
+        "title",
+        "replace",
+        "escape",
+        "e",
+        "forceescape",
+        "urlencode",
+        "string",
+        "safe",
+        "length",
+        "count",
+        "default",
+        "d",
+        "indent",
+        "truncate",
+        "first",
+        "last",
+        "format",
+        "center",
+        "wordcount",
+        "int",
+        "float",
+        "tojson",
+        "attr",
+        "reverse",
+    ]
+)
+
+
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter of Jinja2's with its arguments and result charged."""
     first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
 
     def call(*args: Any, **kwargs: Any) -> Any:
         value, rest = args[first] if len(args) > first else None, args[first + 1 :]
+        if name not in _OF_TEXTS:
+            _check_items(value)
         if name in ("center", "indent", "batch", "slice", "truncate", "round"):
             _check_number(*rest, *kwargs.values())
             if name == "round" and any(isinstance(v, int) and v > 300 for v in (*rest, *kwargs.values())):
                 raise IkError("the chat template rounds to too many digits")
             if name == "indent" and isinstance(value, str):
-                width = next((v for v in (*rest, *kwargs.values()) if isinstance(v, int)), 4)
-                _budget().spend((value.count("\n") + 1) * (width if isinstance(width, int) else 1) + len(value))
+                width = rest[0] if rest else kwargs.get("width", 4)
+                each = len(width) if isinstance(width, str) else int(width)
+                _budget().spend((value.count("\n") + 1) * max(each, 1) + len(value))
         elif name == "replace":
             _check_replace(str(value), *rest)
         elif name == "join":
@@ -242,8 +303,11 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             _check_format(value, *rest, *kwargs.values())
         elif name == "sum" and any(isinstance(v, str | list | tuple) for v in (*rest[1:], kwargs.get("start"))):
             raise IkError("the chat template sums up what are no numbers")
-        elif name in ("string", "safe", "escape", "e", "forceescape", "int", "float"):
+        elif name in ("string", "safe", "int", "float"):
             weigh_nested(value)
+        elif name in ("escape", "e", "forceescape", "urlencode"):
+            weigh_nested(value)
+            _budget().spend(6 * len(value) if isinstance(value, str) else 0)
         return weigh(function(*args, **kwargs))
 
     for mark in ("jinja_pass_arg", "jinja_async_variant"):
@@ -273,6 +337,8 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     _check_number(indent)
+    if separators is not None and sum(map(len, separators)) > 16:
+        raise IkError("the chat template asks for long separators")
     _budget().spend(_size(value) * (1 + min(indent or 0, 100) // 8))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

@@ -41,14 +41,6 @@ class Grammars:
         """
         return self._maker(spec, "root")
 
-    def _maker(self, spec: GrammarSpec, root: str) -> ConstraintMaker:
-        vocabulary = self._vocabulary_once()
-        what = "json_schema" if spec.kind is GrammarKind.JSON_SCHEMA else "grammar"
-        matcher = self._matcher(self._lark(spec, root), what)
-        if spec.lazy or spec.after:
-            return lambda: LazyConstraint(spec, matcher, vocabulary)
-        return lambda: GrammarConstraint(matcher.deep_copy(), vocabulary)
-
     def gbnf(self, text: str, root: str = "root", *, triggers: tuple[str, ...] = ()) -> ConstraintMaker:
         """A GBNF grammar, or llguidance's notation if the text begins with %llguidance.
 
@@ -64,13 +56,22 @@ class Grammars:
         """Any JSON object."""
         return self.json_schema({"type": "object"})
 
+    def prepare(self) -> Vocabulary:
+        """Read the vocabulary now, which takes a second or two, instead of at the first grammar."""
+        with self._lock:
+            return self._vocabulary
+
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(self._tokenizer)
 
-    def _vocabulary_once(self) -> Vocabulary:
-        with self._lock:
-            return self._vocabulary
+    def _maker(self, spec: GrammarSpec, root: str) -> ConstraintMaker:
+        vocabulary = self.prepare()
+        what = "json_schema" if spec.kind is GrammarKind.JSON_SCHEMA else "grammar"
+        matcher = self._matcher(self._lark(spec, root), what)
+        if spec.lazy or spec.after:
+            return lambda: LazyConstraint(spec, matcher, vocabulary)
+        return lambda: GrammarConstraint(matcher.deep_copy(), vocabulary)
 
     def _lark(self, spec: GrammarSpec, root: str) -> str:
         vocabulary = self._vocabulary

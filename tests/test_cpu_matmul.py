@@ -14,7 +14,7 @@ import pytest
 from kernel_harness import Harness, Segment
 from weight_bytes import ALL_TYPES, QUANTIZED, fitting, good_blocks, params, stored
 
-from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES
+from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES, activation_kind
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Graph, HeadSlice, Node, Rows, RowSpec, Weight
 from ikcli.quant.decode import dequantize
@@ -57,6 +57,9 @@ def rounded(x: Array) -> Array:
 
 def seen(x: Array, type_: GGMLType) -> Array:
     """Activations as a kernel of this weight type sees them, in float64."""
+    if activation_kind(type_) == "bf16":
+        bits = x.astype(np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
     return x.astype(np.float64) if type_ in FLOAT_TYPES else rounded(x)
 
 

@@ -40,6 +40,18 @@ def type_name(w: Weight) -> str:
     raise UnsupportedError(f"{w.name} is {name}, which has no CPU kernel yet; use a file in {known}")
 
 
+def activation_kind(type_: GGMLType) -> str:
+    """How the kernels of a weight type want activation rows (`kernels/activations.py`)."""
+    if type_ in (GGMLType.BF16, GGMLType.BF16_R16):
+        return "bf16"
+    return "f32" if type_ in FLOAT_TYPES else "q8"
+
+
+def kind_row_bytes(kind: str, k: int) -> int:
+    """Bytes of an activation row of k values."""
+    return {"f32": 4 * k, "bf16": -(-2 * k // 64) * 64}.get(kind) or activation_row_bytes(k)
+
+
 def activation_row_bytes(k: int) -> int:
     """Bytes of a quantized activation row (kernels/activations.py)."""
     return -(-(k + 20 * (k // 32)) // 64) * 64
@@ -146,19 +158,19 @@ class Activations:
 
 
 def _activations(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Activations:
-    """The input as the weight's kernel wants it: float rows as they are, or quantized once per distinct input."""
-    src = _node(x.source)
-    if w.type in FLOAT_TYPES:
+    """The input as the weight's kernel wants it: float rows as they are, or converted once per distinct input."""
+    src, kind = _node(x.source), activation_kind(w.type)
+    if kind == "f32":
         return Activations(low.out(src) + 4 * x.offset, 4 * src.cols, 4 * x.head_stride)
-    row = activation_row_bytes(x.width)
+    row = kind_row_bytes(kind, x.width)
 
-    def quantize() -> Ref:
+    def convert() -> Ref:
         out = low.buffer(low.rows(src.rows) * heads * row + ROW_SLACK)
-        low.emit(KernelKey("activations", "make_quantize"), src.rows, low.out(src), 4 * src.cols, 4 * x.offset, heads,
-                 4 * x.head_stride, x.width, out, row)  # fmt: skip
+        low.emit(KernelKey("activations", "make_convert", (kind,)), src.rows, low.out(src), 4 * src.cols, 4 * x.offset,
+                 heads, 4 * x.head_stride, x.width, out, row)  # fmt: skip
         return out
 
-    at = low.shared(("quantized", src, x.offset, x.width, x.head_stride, heads), quantize)
+    at = low.shared((kind, src, x.offset, x.width, x.head_stride, heads), convert)
     return Activations(at, heads * row, row)
 
 
@@ -217,19 +229,19 @@ def _moe_sort(low: Lowering, node: Node) -> None:
 def _sorted_activations(low: Lowering, w: Weight, x: Node, plan: Node, sorted_in: bool) -> Activations:
     """Input rows in expert order."""
     n_expert, n_used = plan.attrs["n_expert"], plan.attrs["n_used"]
-    is_float = w.type in FLOAT_TYPES
+    kind = activation_kind(w.type)
     if sorted_in:
         return _activations(low, w, HeadSlice(x, 0, x.cols, 0), 1)
-    row = 4 * x.cols if is_float else activation_row_bytes(x.cols)
+    row = kind_row_bytes(kind, x.cols)
 
     def gather() -> Ref:
         out = low.buffer(low.rows(plan.rows) * row + ROW_SLACK)
-        key = KernelKey("activations", "make_gather_copy" if is_float else "make_gather_quantize")
         order = low.out(plan) + 8 * (2 + 2 * n_expert)
-        low.emit(key, x.rows, low.out(x), 4 * x.cols, order, n_used, x.cols, out, row, low.out(plan))
+        low.emit(KernelKey("activations", "make_gather", (kind,)), x.rows, low.out(x), 4 * x.cols, order, n_used,
+                 x.cols, out, row, low.out(plan))  # fmt: skip
         return out
 
-    return Activations(low.shared(("sorted", is_float, x, plan), gather), row, 0)
+    return Activations(low.shared(("sorted", kind, x, plan), gather), row, 0)
 
 
 def _emit_by_expert(low: Lowering, node: Node, factory: str, w: Weight, a: Activations, *more: int | Ref) -> None:

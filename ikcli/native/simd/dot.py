@@ -5,12 +5,13 @@ instruction; elsewhere it is spelled in plain IR (exact 16-bit products, pairwis
 is. An instruction the target lacks would abort the process, so the choice is made from `isa.current()` at compile time.
 """
 
+import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.native import isa
-from ikcli.native.simd.vec import call_llvm, i8x32, i8x64, i32x8, i32x16, llvm_type, pointer
+from ikcli.native.simd.vec import call_llvm, f32x16, i8x32, i8x64, i32x8, i32x16, llvm_type, pointer
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 
@@ -54,6 +55,45 @@ def _in_halves(builder, acc, u, s):
     return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, 16), list(range(16))))
 
 
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, _BFloat)
+
+    def __hash__(self):
+        return hash(_BFloat)
+
+
+def emit_dot_bf16(builder, acc, x, y):
+    """acc (f32x16) + products of pairs of bfloat16 (i32x16: even column in the lower half).
+
+    The instruction (avx512bf16) takes denormal numbers as zero.
+    """
+    if "avx512bf16" in isa.current().features:
+        pairs = ir.VectorType(_BFloat(), 2 * x.type.count) if llvm.llvm_version_info[0] >= 16 else x.type
+        args = [acc, builder.bitcast(x, pairs), builder.bitcast(y, pairs)]
+        return call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", acc.type, args)
+    upper, shift = (ir.Constant(x.type, [c] * x.type.count) for c in (-65536, 16))
+    for part in (lambda v: builder.shl(v, shift), lambda v: builder.and_(v, upper)):
+        a, b = (builder.bitcast(part(v), acc.type) for v in (x, y))
+        acc = call_llvm(builder, f"llvm.fma.v{acc.type.count}f32", acc.type, [a, b, acc])
+    return acc
+
+
+@intrinsic
+def dot_bf16(typingctx, acc, x, y):
+    """acc + products of 16 pairs of bfloat16."""
+
+    def codegen(context, builder, sig, args):
+        return emit_dot_bf16(builder, *args)
+
+    return f32x16(f32x16, i32x16, i32x16), codegen
+
+
 def _make_dot(acc_type, byte_type):
     @intrinsic
     def dot(typingctx, acc, u, s):
@@ -84,4 +124,4 @@ def dot_u8_bcast(typingctx, acc, u, ptr):
     return i32x16(i32x16, i8x64, types.intp), codegen
 
 
-__all__ = ["dot_u8_bcast", "dot_u8_i8", "dot_u8_i8_half", "emit_dot"]
+__all__ = ["dot_bf16", "dot_u8_bcast", "dot_u8_i8", "dot_u8_i8_half", "emit_dot", "emit_dot_bf16"]

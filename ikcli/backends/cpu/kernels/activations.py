@@ -1,7 +1,9 @@
-"""Activations quantized for the integer kernels: int8 per 32 values, float32 scale, exact sums.
+"""Activations as the weights' kernels want them.
 
+`q8`, for the integer kernels: int8 per 32 values, float32 scale, exact sums.
 A row of K values is stored as K int8 | d f32[K/32] | s f32[K/32] = d * sum(q) | -128*sum(q) i32[K/32] | the same per 16
 i32[K/16], padded to 64 bytes. No half-precision sums anywhere: those overflow in models with large activations.
+`bf16`, for weights of bfloat16: rounded to nearest even. `f32`: as they are (only ever gathered).
 """
 
 import numpy as np
@@ -11,13 +13,16 @@ from ikcli.backends.cpu.kernels.common import n_rows, word
 from ikcli.native.jit import inline
 from ikcli.native.simd.vec import (
     cvt_f32x16_i32,
+    ld_f32,
     ld_i64,
     load_f32x16,
     reduce_add,
     reduce_max,
     splat_f32x16,
+    st_bf16,
     st_f32,
     st_i32,
+    store_bf16x16,
     store_i8x16,
     trunc_i32x16_i8,
     vabs,
@@ -54,52 +59,62 @@ def quantize_blocks(src, dst, k, lo, hi):
         st_i32(sum16_at + 8 * ib + 4, -128 * sum1)
 
 
-def make_quantize():
+@inline
+def round_span(src, dst, k, lo, hi):
+    """Columns lo..hi-1 of one row to bfloat16; a zero makes the number of columns even."""
+    full = lo + ((hi - lo) & ~15)
+    for i in range(lo, full, 16):
+        store_bf16x16(dst + 2 * i, load_f32x16(src + 4 * i))
+    for i in range(full, hi):
+        st_bf16(dst + 2 * i, ld_f32(src + 4 * i))
+    if hi == k and k & 1:
+        st_bf16(dst + 2 * k, _F0)
+
+
+@inline
+def copy_span(src, dst, k, lo, hi):
+    """Columns lo..hi-1 of one row."""
+    copy_f32(dst + 4 * lo, src + 4 * lo, hi - lo)
+
+
+_SPANS = {"q8": (quantize_blocks, 32), "bf16": (round_span, 1), "f32": (copy_span, 1)}
+"""Kind -> span(src, dst, k, lo, hi) of one row, and the columns that one of its units has."""
+
+
+def make_convert(kind):
     """Row r*heads + h of the output is columns offset + h*head_stride .. +k of row r.
 
     params: 3 x, 4 row bytes of x, 5 offset (bytes), 6 heads, 7 head stride (bytes), 8 k, 9 out, 10 out row bytes.
     """
+    span, unit = _SPANS[kind]
 
-    def quantize(params, ith, nth):
+    def convert(params, ith, nth):
         x, stride, heads, head_stride = word(params, 3), word(params, 4), word(params, 6), word(params, 7)
         k, out, out_stride = word(params, 8), word(params, 9), word(params, 10)
         x += word(params, 5)
-        nb = k // 32
+        units = k // unit
         rows = n_rows(params) * heads
-        lo, hi = rows * nb * ith // nth, rows * nb * (ith + 1) // nth
+        lo, hi = rows * units * ith // nth, rows * units * (ith + 1) // nth
         while lo < hi:
-            row, first = lo // nb, lo % nb
-            last = min(nb, first + hi - lo)
+            row, first = lo // units, lo % units
+            last = min(units, first + hi - lo)
             src = x + (row // heads) * stride + (row % heads) * head_stride
-            quantize_blocks(src, out + row * out_stride, k, first, last)
+            span(src, out + row * out_stride, k, first, last)
             lo += last - first
 
-    return quantize
+    return convert
 
 
-def make_gather_quantize():
+def make_gather(kind):
     """Rows in expert order: params: 3 x, 4 row bytes of x, 5 order (i64), 6 slots per row, 7 k, 8 out, 9 out row bytes,
     10 address of the number of sorted rows."""
+    span, unit = _SPANS[kind]
 
-    def gather_quantize(params, ith, nth):
+    def gather(params, ith, nth):
         x, stride, order, n_used = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
         k, out, out_stride = word(params, 7), word(params, 8), word(params, 9)
         n = ld_i64(word(params, 10))
         for r in range(n * ith // nth, n * (ith + 1) // nth):
-            src = x + ld_i64(order + 8 * r) // n_used * stride
-            quantize_blocks(src, out + r * out_stride, k, 0, k // 32)
+            span(x + ld_i64(order + 8 * r) // n_used * stride, out + r * out_stride, k, 0, k // unit)
 
-    return gather_quantize
-
-
-def make_gather_copy():
-    """As gather_quantize, for float weights: rows copied as they are."""
-
-    def gather_copy(params, ith, nth):
-        x, stride, order, n_used = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
-        k, out, out_stride = word(params, 7), word(params, 8), word(params, 9)
-        n = ld_i64(word(params, 10))
-        for r in range(n * ith // nth, n * (ith + 1) // nth):
-            copy_f32(out + r * out_stride, x + ld_i64(order + 8 * r) // n_used * stride, k)
-
-    return gather_copy
+    return gather

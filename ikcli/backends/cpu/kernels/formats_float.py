@@ -1,33 +1,35 @@
-"""Float weights (f32, f16, bf16) times float32 activations: straight dots, and 32-row tiles of up to 512 columns.
+"""Float weights: straight dots, and 32-row tiles of up to 512 columns.
 
+f32 and f16 are multiplied with float32 activations, bf16 with activations rounded to bfloat16, in pairs of columns.
 bf16_r16 holds groups of 16 rows as 64 bytes per pair of columns: lane r is row r, the even column in its lower half.
 """
 
+import numpy as np
+
 from ikcli.backends.cpu.kernels.gemm import float_tile, unpack_float16
 from ikcli.native.jit import inline
+from ikcli.native.simd.dot import dot_bf16
 from ikcli.native.simd.vec import (
-    bcast_f32x16,
-    bits_i32x16_f32,
     ld_bf16,
     ld_f16,
     ld_f32,
-    load_bf16x16,
+    ld_i32,
     load_f16x16,
     load_f32x16,
     load_i32x16,
     reduce_add,
     splat_i32x16,
+    st_bf16,
     st_f32,
     store_f32x16,
     vadd,
-    vand,
     vfma,
-    vshl,
     zero_f32x16,
 )
 
+_F0 = np.float32(0.0)
 _KC = 512
-_KINDS = {"f32": (load_f32x16, ld_f32, 4), "f16": (load_f16x16, ld_f16, 2), "bf16": (load_bf16x16, ld_bf16, 2)}
+_KINDS = {"f32": (load_f32x16, ld_f32, 4), "f16": (load_f16x16, ld_f16, 2)}
 
 
 def _make_dot(kind):
@@ -80,16 +82,58 @@ def _plain(kind):
     return few, unpack_tile
 
 
+# --- bfloat16 ---------------------------------------------------------------------------------------------------------
+def _bf16():
+    """(few, unpack_tile) of rows that stand alone."""
+    unpack = unpack_float16("f32")  # moves pairs
+
+    @inline
+    def dot_row(w, a, k):
+        a0, a1, a2, a3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
+        full = k & ~127
+        for i in range(0, 2 * full, 256):
+            a0 = dot_bf16(a0, load_i32x16(w + i), load_i32x16(a + i))
+            a1 = dot_bf16(a1, load_i32x16(w + i + 64), load_i32x16(a + i + 64))
+            a2 = dot_bf16(a2, load_i32x16(w + i + 128), load_i32x16(a + i + 128))
+            a3 = dot_bf16(a3, load_i32x16(w + i + 192), load_i32x16(a + i + 192))
+        whole = k & ~31
+        for i in range(2 * full, 2 * whole, 64):
+            a0 = dot_bf16(a0, load_i32x16(w + i), load_i32x16(a + i))
+        total = reduce_add(vadd(vadd(a0, a1), vadd(a2, a3)))
+        for i in range(whole, k):
+            total += ld_bf16(w + 2 * i) * ld_bf16(a + 2 * i)
+        return total
+
+    @inline
+    def few(w, row_bytes, n, k, a, a_stride, m, out, out_stride):
+        for r in range(n):
+            for t in range(m):
+                st_f32(out + t * out_stride + 4 * r, dot_row(w + r * row_bytes, a + t * a_stride, k))
+
+    @inline
+    def unpack_tile(w, row_bytes, n, k0, kc, tile):
+        """Pairs of columns k0 .. k0+kc-1 of n <= 32 rows; missing rows repeat the last one."""
+        w += 2 * k0
+        full = kc & ~31
+        n0, n1 = min(n, 16), max(n - 16, 1)
+        second = w + (16 if n > 16 else n - 1) * row_bytes
+        for i in range(0, full, 32):
+            unpack(w + 2 * i, row_bytes, n0, tile + 64 * i, 128)
+            unpack(second + 2 * i, row_bytes, n1, tile + 64 * i + 64, 128)
+        for i in range(full, (kc + 1) & ~1):
+            for r in range(32):
+                value = ld_bf16(w + min(r, n - 1) * row_bytes + 2 * i) if i < kc else _F0
+                st_bf16(tile + 128 * (i // 2) + 4 * r + 2 * (i & 1), value)
+
+    return few, unpack_tile
+
+
 def _sixteen_rows():
     """(few, unpack_tile) of bf16_r16; n is a multiple of 16."""
 
     @inline
-    def even(v):
-        return bits_i32x16_f32(vshl(v, 16))
-
-    @inline
-    def odd(v):
-        return bits_i32x16_f32(vand(v, splat_i32x16(-65536)))
+    def pair(x):
+        return splat_i32x16(ld_i32(x))
 
     @inline
     def few(w, row_bytes, n, k, a, a_stride, m, out, out_stride):
@@ -97,16 +141,13 @@ def _sixteen_rows():
             for t in range(m):
                 p, x = w + r * row_bytes, a + t * a_stride
                 a0, a1, a2, a3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
-                for i in range(0, k & ~3, 4):
-                    v0, v1 = load_i32x16(p + 32 * i), load_i32x16(p + 32 * i + 64)
-                    a0 = vfma(even(v0), bcast_f32x16(x + 4 * i), a0)
-                    a1 = vfma(odd(v0), bcast_f32x16(x + 4 * i + 4), a1)
-                    a2 = vfma(even(v1), bcast_f32x16(x + 4 * i + 8), a2)
-                    a3 = vfma(odd(v1), bcast_f32x16(x + 4 * i + 12), a3)
-                for i in range(k & ~3, k, 2):
-                    v0 = load_i32x16(p + 32 * i)
-                    a0 = vfma(even(v0), bcast_f32x16(x + 4 * i), a0)
-                    a1 = vfma(odd(v0), bcast_f32x16(x + 4 * i + 4), a1)
+                for i in range(0, k & ~7, 8):
+                    a0 = dot_bf16(a0, load_i32x16(p + 32 * i), pair(x + 2 * i))
+                    a1 = dot_bf16(a1, load_i32x16(p + 32 * i + 64), pair(x + 2 * i + 4))
+                    a2 = dot_bf16(a2, load_i32x16(p + 32 * i + 128), pair(x + 2 * i + 8))
+                    a3 = dot_bf16(a3, load_i32x16(p + 32 * i + 192), pair(x + 2 * i + 12))
+                for i in range(k & ~7, k, 2):
+                    a0 = dot_bf16(a0, load_i32x16(p + 32 * i), pair(x + 2 * i))
                 store_f32x16(out + t * out_stride + 4 * r, vadd(vadd(a0, a1), vadd(a2, a3)))
 
     @inline
@@ -114,18 +155,16 @@ def _sixteen_rows():
         first = w + 32 * k0
         second = first + (n - 16) * row_bytes
         for i in range(0, kc, 2):
-            v0, v1 = load_i32x16(first + 32 * i), load_i32x16(second + 32 * i)
-            store_f32x16(tile + 128 * i, even(v0))
-            store_f32x16(tile + 128 * i + 64, even(v1))
-            store_f32x16(tile + 128 * i + 128, odd(v0))
-            store_f32x16(tile + 128 * i + 192, odd(v1))
+            store_f32x16(tile + 64 * i, load_f32x16(first + 32 * i))
+            store_f32x16(tile + 64 * i + 64, load_f32x16(second + 32 * i))
 
     return few, unpack_tile
 
 
-def _make_block(few, unpack_tile):
+def _make_block(few, unpack_tile, pairs=False):
     """As the integer blocks of `matmul.py`, for n <= 32 rows."""
-    micro12, micro4, micro1 = float_tile(2, 12), float_tile(2, 4), float_tile(2, 1)
+    micro12, micro4, micro1 = (float_tile(2, nt, pairs) for nt in (12, 4, 1))
+    size = 2 if pairs else 4  # of an activation
 
     @inline
     def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile, n_few):
@@ -135,19 +174,22 @@ def _make_block(few, unpack_tile):
         for k0 in range(0, k, _KC):
             kc = min(_KC, k - k0)
             unpack_tile(w, row_bytes, n, k0, kc, tile)
-            x = a + 4 * k0
+            x, steps = a + size * k0, (kc + 1) // 2 if pairs else kc
             t = 0
             while t + 12 <= m:
-                micro12(tile, kc, x + t * a_stride, a_stride, out + t * out_stride, out_stride, n, k0)
+                micro12(tile, steps, x + t * a_stride, a_stride, out + t * out_stride, out_stride, n, k0)
                 t += 12
             while t + 4 <= m:
-                micro4(tile, kc, x + t * a_stride, a_stride, out + t * out_stride, out_stride, n, k0)
+                micro4(tile, steps, x + t * a_stride, a_stride, out + t * out_stride, out_stride, n, k0)
                 t += 4
             while t < m:
-                micro1(tile, kc, x + t * a_stride, a_stride, out + t * out_stride, out_stride, n, k0)
+                micro1(tile, steps, x + t * a_stride, a_stride, out + t * out_stride, out_stride, n, k0)
                 t += 1
 
     return block, 32
 
 
-FLOAT_FORMATS = {kind: _make_block(*_plain(kind)) for kind in _KINDS} | {"bf16_r16": _make_block(*_sixteen_rows())}
+FLOAT_FORMATS = {kind: _make_block(*_plain(kind)) for kind in _KINDS} | {
+    "bf16": _make_block(*_bf16(), pairs=True),
+    "bf16_r16": _make_block(*_sixteen_rows(), pairs=True),
+}

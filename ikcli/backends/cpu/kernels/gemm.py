@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu.tile_modes import LAYOUT
 from ikcli.native.simd import vec
+from ikcli.native.simd.dot import emit_dot_bf16
 from ikcli.native.simd.emit import Emitter, transpose16
 from ikcli.native.simd.vec import f32x16, i8x64, i32x16
 
@@ -93,10 +94,11 @@ def _splat_const(e, x):
 
 
 @functools.cache
-def float_tile(nv, nt):
+def float_tile(nv, nt, pairs=False):
     """micro(tile, k, a, a_stride, out, out_stride, n_lanes, more): out[t] (+)= tile . a[t].
 
-    more != 0 adds to what `out` holds (later chunks of columns). n_lanes <= 16*nv rows are stored.
+    more != 0 adds to what `out` holds (later chunks of columns). n_lanes <= 16*nv rows are stored. `pairs`: tile and
+    activations are bfloat16, k counts pairs of columns.
     """
 
     @intrinsic
@@ -109,11 +111,13 @@ def float_tile(nv, nt):
             acc = [[e.variable(e.zero(f32x16)) for _ in range(nv)] for _ in range(nt)]
             with e.loop(k) as i:
                 p, i4 = e.offset(tile, e.times(i, 64 * nv)), e.times(i, 4)
-                w = [e.load(f32x16, e.offset(p, 64 * v)) for v in range(nv)]
+                w = [e.load(i32x16 if pairs else f32x16, e.offset(p, 64 * v)) for v in range(nv)]
                 for t in range(nt):
-                    x = e.splat_f32(e.offset(rows[t], i4))
+                    x = (e.splat_i32 if pairs else e.splat_f32)(e.offset(rows[t], i4))
                     for v in range(nv):
-                        builder.store(e.fma(w[v], x, builder.load(acc[t][v])), acc[t][v])
+                        old = builder.load(acc[t][v])
+                        new = emit_dot_bf16(builder, old, w[v], x) if pairs else e.fma(w[v], x, old)
+                        builder.store(new, acc[t][v])
             is_more = builder.icmp_signed("!=", more, e.int(0))
             with builder.if_then(is_more):
                 for t in range(nt):

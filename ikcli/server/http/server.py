@@ -180,6 +180,8 @@ class _Runner(uvicorn.Server):
             return
         self._log.info("main", "model loaded")
         self._log.info("main", "chat template", **self._state.chat.log_fields())
+        with contextlib.suppress(IkError):  # a model without vocabulary: grammars will say so themselves
+            await asyncio.to_thread(self._state.grammar.prepare)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

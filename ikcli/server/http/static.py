@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import mimetypes
-from collections.abc import Awaitable, Callable
-from importlib import resources
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -14,9 +12,7 @@ from starlette.responses import FileResponse, Response
 from ikcli.config_groups import ServerConfig
 from ikcli.errors import UsageError
 from ikcli.server.http.errors import ApiError
-
-_WEB = "ikcli.server.web"
-_SHOWN = (".html", ".js", ".css", ".svg", ".png", ".ico", ".json", ".woff2", ".webmanifest")
+from ikcli.server.http.routes.web import add_page
 
 
 def add_routes(app: FastAPI, config: ServerConfig) -> frozenset[str]:
@@ -26,31 +22,7 @@ def add_routes(app: FastAPI, config: ServerConfig) -> frozenset[str]:
         return frozenset()
     if not config.ui or config.webui == "none":
         return frozenset()
-    return _add_page(app)
-
-
-def _add_page(app: FastAPI) -> frozenset[str]:
-    folder = resources.files("ikcli.server").joinpath("web")
-    if not folder.is_dir():
-        return frozenset()
-    paths = set()
-    for item in folder.iterdir():
-        if item.is_file() and item.name.endswith(_SHOWN):
-            content = item.read_bytes()
-            names = ("/", "/index.html") if item.name == "index.html" else (f"/{item.name}",)
-            for path in names:
-                app.add_api_route(path, _file(content, item.name), include_in_schema=False)
-                paths.add(path)
-    return frozenset(paths)
-
-
-def _file(content: bytes, name: str) -> Callable[[], Awaitable[Response]]:
-    kind = media_type(name)
-
-    async def serve() -> Response:
-        return Response(content, media_type=kind, headers={"x-content-type-options": "nosniff"})
-
-    return serve
+    return add_page(app, config.api_prefix)
 
 
 def media_type(name: str) -> str:

@@ -94,6 +94,8 @@ def test_sensitivities_follow_the_shares() -> None:
     large = sensitivities(names, {}, {names[0]: 9.0, names[5]: 1.0}, 9.0)
     assert [large[n] / small[n] for n in names[:4]] == pytest.approx([5.0] * 4)
     assert large[names[0]] == large[names[1]] == large[names[3]] == large[names[2]] / KEY_FACTOR
+    scores = sensitivities(names, {}, {names[0]: 1.0, names[5]: 1.0, names[1]: 3.0, names[2]: 1.0}, 9.0)
+    assert [scores[n] / small[n] for n in names[:4]] == pytest.approx([1.0, 3.0, 3.0, 1.0])
     both = sensitivities([*names, "output.weight"], {}, {}, None)
     tied = both["token_embd.weight"] + both["output.weight"]  # a tied embedding is the output too
     assert small["token_embd.weight"] == pytest.approx(tied)
@@ -146,7 +148,7 @@ def test_candidates(model: Path) -> None:
     on_cpu = candidates_for(TargetOptions(), name, shape, T.F16, imatrix)
     dense = candidates_for(TargetOptions(), "blk.0.ffn_up.weight", shape, T.F16, None)
     assert T.IQ4_KSS in dense and T.IQ4_KSS not in on_cpu  # experts are for the CPU: interleaved twins wanted
-    known = TargetOptions(placement=Placement(lambda n: "exps" in n, known=True))
+    known = TargetOptions(placement=Placement(lambda n: "exps" in n, frozenset({"cpu"})))
     assert T.IQ4_KT in candidates_for(known, "blk.0.ffn_up.weight", shape, T.F16, None)
     assert T.IQ4_KT not in [*dense, *candidates_for(known, name, shape, T.F16, imatrix)]
     assert set(candidates_for(TargetOptions(), name, (32, 8), T.F16, None)) == {T.IQ4_NL, T.Q5_0, T.Q6_0, T.Q8_0}

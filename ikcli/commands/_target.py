@@ -112,7 +112,7 @@ def target_options(
         gpu=gpu,
         cpu=cpu,
         candidates=tuple(format_by_name(t).type for t in (arguments.one("candidates") or "").split(",") if t.strip()),
-        placement=_placement(arguments, gpu is not None or cpu is not None),
+        placement=_placement(arguments, {"gpu", "cpu"} if gpu is not None or cpu is not None else set()),
         repackable=arguments.has("repackable"),
         r4=arguments.has("r4"),
         rows=whole_number("--target-rows", arguments.one("target_rows") or "256", 0),
@@ -168,10 +168,10 @@ def _amount(option: str, text: str) -> Budget:
     return Budget(bpw=bits)
 
 
-def _placement(arguments: ToolArguments, known: bool) -> Placement:
+def _placement(arguments: ToolArguments, budgets: set[str]) -> Placement:
     """Which tensors stay on the CPU: rules of -ot, or --gpu-tensors before --cpu-tensors."""
     from ikcli.engine.tensor_rules import parse_rule
-    from ikcli.quant.target import Placement
+    from ikcli.quant.target import CPU, GPU, Placement
     from ikcli.rules import compile_pattern
 
     gpu, cpu = _patterns(arguments, "gpu_tensors"), _patterns(arguments, "cpu_tensors")
@@ -179,19 +179,21 @@ def _placement(arguments: ToolArguments, known: bool) -> Placement:
         if gpu or cpu:
             raise UsageError("-ot tells where tensors go; drop --cpu-tensors and --gpu-tensors")
         rules = [parse_rule(rule) for text in arguments.all("ot") for rule in _rules(text)]
-        searches = [(compile_pattern(r.pattern, "-ot", r.text).search, r.buffer == "CPU") for r in rules]
-        rest = False
+        given = [(r.pattern, "-ot", CPU if r.buffer == "CPU" else GPU) for r in rules]
+        rest, named = GPU, {side for _, _, side in given}
     else:
-        rest = bool(gpu) and not cpu
-        given = [(p, False, "--gpu-tensors") for p in gpu]
-        given += [(p, True, "--cpu-tensors") for p in (cpu or ([] if gpu else [EXPERTS])) if p.lower() != "none"]
-        searches = [(compile_pattern(p, option, p).search, on_cpu) for p, on_cpu, option in given]
-        known = known or bool(gpu) or bool(cpu and given)
+        given = [(p, "--gpu-tensors", GPU) for p in gpu]
+        given += [(p, "--cpu-tensors", CPU) for p in cpu if p.lower() != "none"]
+        named = {side for _, _, side in given} | ({GPU} if cpu and not given else set())
+        if not gpu and not cpu:
+            given = [(EXPERTS, "--cpu-tensors", CPU)]
+        rest = CPU if gpu and not cpu else GPU
+    searches = [(compile_pattern(pattern, option, pattern).search, side) for pattern, option, side in given]
 
     def on_cpu(name: str) -> bool:
-        return next((side for search, side in searches if search(name)), rest)
+        return next((side for search, side in searches if search(name)), rest) == CPU
 
-    return Placement(on_cpu, known or arguments.has("ot"))
+    return Placement(on_cpu, frozenset(named | budgets))
 
 
 def _rules(text: str) -> tuple[str, ...]:
@@ -208,8 +210,8 @@ def _patterns(arguments: ToolArguments, key: str) -> list[str]:
 
 
 def check_sides(target: TargetOptions, names: Sequence[str]) -> None:
-    """UsageError if a placement that was given leaves a side without any tensor; a budget counts as one."""
-    sides = {target.placement.side(name) for name in names}
-    if target.placement.known and len(sides) == 1:
-        missing = "CPU" if sides == {"gpu"} else "GPU"
-        raise UsageError(f"the placement leaves no tensor for the {missing}; look at the names with ik inspect")
+    """UsageError if a side that has a rule or a budget gets no tensor."""
+    missing = target.placement.named - {target.placement.side(name) for name in names}
+    if missing:
+        side = min(missing).upper()
+        raise UsageError(f"the placement leaves no tensor for the {side}; look at the names with ik inspect")

@@ -27,6 +27,10 @@ BRANCH_ENDS = {
 # relative error of K weighs more against what is left.
 _KEYS = ("attn_k.", "attn_k_b", "attn_kv_a_mqa")
 KEY_FACTOR = 2.0
+# Mean squared attention score: an error of Q or K moves scores, and with them the output, by so much more than its
+# relative size. Beyond these limits soft-max hardly follows, or the estimate from independent columns is too rough.
+_SCORE_LIMITS = (0.5, 4.0)
+QUERY, KEY = "attn_q.weight", "attn_k.weight"
 
 
 def branch_of(name: str) -> str:
@@ -46,7 +50,8 @@ def sensitivities(
     """Estimated KL divergence per squared relative error, by tensor name.
 
     `energies`: mean squared norm of the output of the branch ends that have importance weights, per input row (of one
-    expert, for experts); `stream`: mean squared norm of a row of the token embedding.
+    expert, for experts), and mean squared element of the output of Q and K; `stream`: mean squared norm of a row of the
+    token embedding.
     """
     share = shares(names, metadata, energies, stream)
     tied = "output.weight" not in names
@@ -56,12 +61,22 @@ def sensitivities(
         factor = 1.0
         if branch and block is not None:
             factor = share.get((int(block[1]), branch), 0.5)
+            if name.endswith((QUERY, KEY)):
+                factor *= _score(block[0], names, energies)
             if any(part in name for part in _KEYS):
                 factor *= KEY_FACTOR
         elif tied and name == "token_embd.weight":
             factor = 2.0
         out[name] = KLD_PER_ERROR * factor
     return out
+
+
+def _score(block: str, names: list[str], energies: Mapping[str, float]) -> float:
+    """Mean squared attention score of a block (`blk.N.`), 1 where it is unknown: its elements' squares multiply."""
+    q, k = energies.get(block + QUERY), energies.get(block + KEY)
+    if q is None or k is None or block + "attn_q_norm.weight" in names:
+        return 1.0
+    return min(max(q * k, _SCORE_LIMITS[0]), _SCORE_LIMITS[1])
 
 
 def shares(
@@ -71,7 +86,8 @@ def shares(
 
     A branch without energy counts as strong as the mean of those that have one, or as the embedding if none has.
     """
-    known = [energies[n] * _mixed(n, metadata) for n in names if n in energies]
+    ends = tuple(BRANCH_ENDS.values())
+    known = [energies[n] * _mixed(n, metadata) for n in names if n in energies and n.endswith(ends)]
     usual = sum(known) / len(known) if known else 1.0
     total = stream if stream and known else usual
     n_block = 1 + max((int(n.split(".")[1]) for n in names if re.match(r"blk\.\d+\.", n)), default=-1)

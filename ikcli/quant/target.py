@@ -26,7 +26,7 @@ from ikcli.quant.measure import fits, measure, sample_tensor
 from ikcli.quant.recipe_rules import TENSOR_NEEDS_IMATRIX
 from ikcli.quant.recipes import Choice
 from ikcli.quant.repack import can_repack, repacked_type
-from ikcli.quant.sensitivity import BRANCH_ENDS, sensitivities
+from ikcli.quant.sensitivity import BRANCH_ENDS, KEY, QUERY, sensitivities
 
 T = GGMLType
 # Good types of every size with encoders and kernels that are fast enough everywhere.
@@ -42,10 +42,10 @@ CPU, GPU = "cpu", "gpu"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which tensors stay on the CPU. `known`: the user said so, so the others are known to be on a GPU."""
+    """Which tensors stay on the CPU. `named`: sides the user spoke of; if any, the rest is known to be on a GPU."""
 
     on_cpu: Callable[[str], bool] = lambda name: "exps" in name
-    known: bool = False
+    named: frozenset[str] = frozenset()
 
     def side(self, name: str) -> str:
         return CPU if self.on_cpu(name) else GPU
@@ -130,7 +130,7 @@ def candidates_for(
     """Types a tensor may get: those that suit its rows, are not larger than what it is, and do not lack weights."""
     cpu = options.placement.on_cpu(name)
     wanted = options.candidates or DEFAULT_CANDIDATES
-    if not options.candidates and options.placement.known and not cpu:
+    if not options.candidates and options.placement.named and not cpu:
         wanted += GPU_CANDIDATES
     can = available_types() & decodable_types()
     weighted = imatrix is not None and imatrix.find(name) is not None
@@ -305,7 +305,7 @@ def _measure_all(
     encode: EncodeOptions,
     advance: Callable[[float], None],
 ) -> tuple[dict[str, dict[GGMLType, float]], dict[str, float], float | None]:
-    """Squared relative errors by tensor and type, output energies of branch ends, energy of embedding rows."""
+    """Squared relative errors by tensor and type, energies as `sensitivities` wants them, energy of embedding rows."""
     table: dict[str, dict[GGMLType, float]] = {}
     energies: dict[str, float] = {}
     stream: float | None = None
@@ -324,6 +324,8 @@ def _measure_all(
             rows = max(1, sample.n_sampled)
             if found is not None and c.name.endswith(ends):
                 energies[c.name] = errors[0].weighted_value2 / rows * (t.shape[1] if len(t.shape) > 1 else 1)
+            if found is not None and c.name.endswith((QUERY, KEY)):
+                energies[c.name] = errors[0].weighted_value2 / rows
             if c.name == "token_embd.weight":
                 stream = errors[0].value2 / rows
             file.release(t.name, 0, t.n_bytes)

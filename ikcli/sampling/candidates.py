@@ -67,14 +67,14 @@ def top_indices(logits: Floats, k: int) -> npt.NDArray[np.intp]:
     """Indices of the `k` largest finite logits, largest first, lower indices first among equals."""
     n = len(logits)
     groups = n // _GROUP
-    if k * 4 > groups:
-        found = np.flatnonzero(logits > -np.inf)
-    else:
+    bound = -np.inf
+    if 0 < k * 4 <= groups:
         # The k-th largest maximum of groups is a lower bound of the k-th largest logit.
-        cut = groups * _GROUP
-        best = logits[:cut].reshape(_GROUP, groups).max(axis=0)
+        best = logits[: groups * _GROUP].reshape(_GROUP, groups).max(axis=0)
         bound = np.partition(best, groups - k)[groups - k]
-        found = np.flatnonzero(logits >= bound if bound > -np.inf else logits > -np.inf)
+    elif 0 < k * 4 <= n:
+        bound = np.partition(logits, n - k)[n - k]
+    found = np.flatnonzero(logits >= bound if bound > -np.inf else logits > -np.inf)
     if len(found) > 4096 and k < len(found) // 4:
         values = logits[found]
         found = found[values >= np.partition(values, len(found) - k)[len(found) - k]]

@@ -11,7 +11,7 @@ import numpy as np
 from ikcli.sampling.candidates import Candidates, ascending
 
 _FEW = (256, 4096)
-_COLDEST = 1e-6
+COLDEST = 1e-6
 
 
 def top_k(c: Candidates, k: int, min_keep: int = 1) -> Candidates:
@@ -97,7 +97,7 @@ def temperature(c: Candidates, t: float) -> Candidates:
         return c
     # Relative to the best one, so that a tiny temperature cannot overflow to inf - inf.
     logits = c.logits - (c.logits[0] if c.descending else c.logits.max())
-    return Candidates(c.ids, np.divide(logits, max(t, _COLDEST), out=logits), c.descending)
+    return Candidates(c.ids, np.divide(logits, max(t, COLDEST), out=logits), c.descending)
 
 
 def dynamic_temperature(c: Candidates, t: float, spread: float, exponent: float) -> Candidates:

@@ -22,6 +22,7 @@ from ikcli.sampling.dry import Dry, dry_active
 from ikcli.sampling.mirostat import Mirostat
 from ikcli.sampling.params import SamplerParams, check_params
 from ikcli.sampling.penalties import History, Penalties, penalizes
+from ikcli.sampling.short import short_chain
 from ikcli.sampling.vocab import SamplerVocab
 
 Step = Callable[[Candidates], Candidates]
@@ -60,6 +61,7 @@ class Sampler:
         self._seed = np.random.SeedSequence().entropy if params.random_seed else params.seed
         self._rng = self._new_rng()
         self._steps = tuple(self._make_steps())
+        self._short = None if self._greedy or self._mirostat or self._adaptive else short_chain(params)
 
     def prime(self, prompt: Sequence[int]) -> None:
         """Start after a prompt: penalties and DRY look at its tokens too."""
@@ -81,17 +83,17 @@ class Sampler:
 
         NoTokenError if nothing is left, NonFiniteError if the logits hold NaN or +Inf.
         """
-        largest = logits.max()
-        if not largest < np.inf:
+        largest = float(np.maximum.reduce(logits))
+        if not largest < math.inf:
             raise NonFiniteError("the model's output is not finite (NaN or Inf among the logits)")
-        c = self._candidates(logits, mask, banned)
-        if self._greedy:
-            token, final = self._sample_greedy(c)
+        c = self._candidates(logits, mask, banned, largest)
+        if self._short is not None:
+            token = self._short.sample(c, self._rng)
         else:
-            token, final = self._sample_random(c)
-        if self.params.n_probs and self.params.post_sampling_probs:
-            return _after_sampling(token, final, logits, self.params.n_probs)
-        return _before_sampling(token, logits, float(largest), self.params.n_probs)
+            token, final = self._sample_greedy(c) if self._greedy else self._sample_random(c)
+            if self.params.n_probs and self.params.post_sampling_probs:
+                return _after_sampling(token, final, logits, self.params.n_probs)
+        return _before_sampling(token, logits, largest, self.params.n_probs)
 
     def accept(self, token: int) -> None:
         """Take a token into the history that penalties, DRY, mirostat and adaptive-p look at."""
@@ -134,14 +136,21 @@ class Sampler:
         return np.random.Generator(np.random.PCG64(self._seed))
 
     def _candidates(
-        self, logits: npt.NDArray[np.float32], mask: npt.NDArray[np.uint32] | None, banned: Collection[int]
+        self,
+        logits: npt.NDArray[np.float32],
+        mask: npt.NDArray[np.uint32] | None,
+        banned: Collection[int],
+        largest: float,
     ) -> Candidates:
+        changed = mask is not None or len(self._bias_ids) > 0 or len(banned) > 0
         if len(self._bias_ids) or len(banned):
             logits = logits.copy()
             logits[self._bias_ids] += self._bias
             logits[list(banned)] = -np.inf
         c = Candidates(None, logits) if mask is None else allowed_only(logits, mask)
-        if not len(c.logits) or c.logits.max() == -np.inf:
+        if changed:
+            largest = c.logits.max() if len(c.logits) else -math.inf
+        if largest == -math.inf:
             raise NoTokenError("no token is left to choose from: the grammar, logit_bias and bans exclude all of them")
         return c
 
@@ -212,7 +221,8 @@ def token_logprobs(logits: npt.NDArray[np.float32], token: int, n_top: int) -> S
 
 
 def _before_sampling(token: int, logits: npt.NDArray[np.float32], largest: float, n_probs: int) -> Sampled:
-    total = largest + math.log(float(np.exp(logits - np.float32(largest)).sum()))
+    weights = np.subtract(logits, np.float32(largest))
+    total = largest + math.log(float(np.add.reduce(np.exp(weights, out=weights))))
     if n_probs <= 0:
         return Sampled(token, float(logits[token]) - total)
     ids = top_indices(logits, min(n_probs, len(logits)))

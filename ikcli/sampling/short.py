@@ -1,0 +1,88 @@
+"""The usual chain, top-k first and then only top-p, min-p and temperature, without arrays.
+
+A few dozen candidates are so few that calling NumPy for each step costs more than the step. Results are those of
+`filters`, and as there one random number is used per draw.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from ikcli.sampling.candidates import Candidates
+from ikcli.sampling.dry import dry_active
+from ikcli.sampling.filters import COLDEST
+from ikcli.sampling.params import SamplerParams
+from ikcli.sampling.penalties import penalizes
+
+_MOST = 256
+_NAMES = frozenset({"top_p", "min_p", "temperature"})
+
+
+class ShortChain:
+    """See the module; `steps` are names and values."""
+
+    def __init__(self, k: int, steps: Sequence[tuple[str, float]], min_keep: int) -> None:
+        self._k, self._steps, self._min_keep = k, tuple(steps), min_keep
+
+    def sample(self, c: Candidates, rng: np.random.Generator) -> int:
+        """Draw a token."""
+        best = c.head(self._k)
+        assert best.ids is not None
+        logits: list[float] = best.logits.tolist()
+        largest = logits[0]
+        # Relative to the best one. Filters only cut the end, so that it stays the first.
+        logits = [x - largest for x in logits]
+        for name, value in self._steps:
+            if name == "temperature":
+                logits = [x / value for x in logits]
+            else:
+                n = self._top_p(logits, value) if name == "top_p" else bisect_right(logits, -value, key=_negative)
+                del logits[max(n, self._min_keep) :]
+        sums = list(accumulate(map(math.exp, logits)))
+        at = bisect_right(sums, rng.random() * sums[-1])
+        # A product that rounds up to the total would fall off the end.
+        return int(best.ids[min(at, len(sums) - 1)])
+
+    @staticmethod
+    def _top_p(logits: list[float], p: float) -> int:
+        weights = list(map(math.exp, logits))
+        bound = p * math.fsum(weights)
+        total = 0.0
+        for n, weight in enumerate(weights, 1):
+            total += weight
+            if total >= bound:
+                return n
+        return len(weights)
+
+
+def _negative(x: float) -> float:
+    return -x
+
+
+def short_chain(params: SamplerParams) -> ShortChain | None:
+    """The chain of these parameters; None if it holds anything else or its candidates themselves are asked for."""
+    p = params
+    values = {
+        "top_k": (p.top_k > 0, float(p.top_k)),
+        "top_p": (p.top_p < 1, p.top_p),
+        "min_p": (p.min_p > 0, math.log(min(p.min_p, 1.0)) if p.min_p > 0 else 0.0),
+        "temperature": (p.temperature != 1 or p.dynatemp_range > 0, max(p.temperature, COLDEST)),
+        "tfs_z": (p.tfs_z < 1, p.tfs_z),
+        "typical_p": (p.typical_p < 1, p.typical_p),
+        "top_n_sigma": (p.top_n_sigma > 0, p.top_n_sigma),
+        "xtc": (p.xtc_probability > 0 and p.xtc_threshold <= 0.5, 0.0),
+        "penalties": (penalizes(p), 0.0),
+        "dry": (dry_active(p), 0.0),
+    }
+    active = [(name, values[name][1]) for name in p.samplers if values.get(name, (False, 0.0))[0]]
+    if not active or active[0][0] != "top_k" or not {name for name, _ in active[1:]} <= _NAMES:
+        return None
+    k = max(p.top_k, p.min_keep, 1)
+    if k > _MOST or p.dynatemp_range > 0 or (p.n_probs and p.post_sampling_probs):
+        return None
+    return ShortChain(k, active[1:], max(1, p.min_keep))

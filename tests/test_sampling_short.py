@@ -1,0 +1,66 @@
+"""The short chain draws what the chain of arrays draws."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ikcli.sampling import Sampler, SamplerParams, SamplerVocab
+from ikcli.sampling.candidates import top_indices
+from ikcli.sampling.short import short_chain
+
+ORDERS = (
+    ("top_k", "top_p", "min_p", "temperature"),
+    ("top_k", "temperature", "min_p", "top_p"),
+    ("penalties", "dry", "top_k", "temperature", "temperature"),
+    ("top_k", "min_p"),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 400), st.integers(1, 60), st.floats(0.01, 1), st.floats(0, 1), st.floats(0.01, 3),
+    st.integers(0, 5), st.sampled_from(ORDERS), st.integers(0, 2**31), st.booleans(),
+)  # fmt: skip
+def test_draws_are_those_of_the_arrays(
+    n: int, k: int, top_p: float, min_p: float, t: float, keep: int, order: tuple[str, ...], seed: int, ties: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    params = SamplerParams(seed=seed, temperature=t, top_k=k, top_p=top_p, min_p=min_p, min_keep=keep, samplers=order)
+    short, arrays = (Sampler(params, SamplerVocab(n)) for _ in range(2))
+    assert short._short is not None
+    arrays._short = None
+    for sampler in (short, arrays):
+        sampler.prime([])
+    for _ in range(10):
+        logits = (3 * rng.standard_normal(n)).astype(np.float32)
+        logits = np.round(logits) if ties else logits
+        mask = None if rng.random() < 0.5 else np.full((n + 31) // 32, 0xFFFFFFFF, np.uint32)
+        assert short.sample(logits, mask) == arrays.sample(logits, mask)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"top_k": 0}, {"top_k": 1000}, {"repeat_penalty": 1.1}, {"dry_multiplier": 1.0}, {"dynatemp_range": 0.5},
+        {"xtc_probability": 0.5}, {"typical_p": 0.9}, {"n_probs": 3, "post_sampling_probs": True},
+        {"samplers": ("top_p", "top_k")}, {"samplers": ()},
+    ],
+)  # fmt: skip
+def test_other_chains_take_the_long_way(changes: dict[str, object]) -> None:
+    assert short_chain(SamplerParams()) is not None
+    assert short_chain(replace(SamplerParams(), **changes)) is None
+
+
+@pytest.mark.parametrize("n", [7, 200, 3000, 40000])
+@pytest.mark.parametrize("k", [1, 5, 40, 900])
+def test_best_indices_whatever_the_method(n: int, k: int) -> None:
+    rng = np.random.default_rng(n + k)
+    logits = rng.integers(-20, 20, n).astype(np.float32)
+    logits[rng.random(n) < 0.2] = -np.inf
+    wanted = [i for i in np.argsort(-logits, kind="stable").tolist() if logits[i] > -np.inf][:k]
+    assert top_indices(logits, k).tolist() == wanted

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ikcli.config_groups import (
+    BatchedBenchConfig,
     BenchConfig,
     ImatrixConfig,
     PerplexityConfig,
@@ -98,6 +99,7 @@ class RunConfig:
     server: ServerConfig = group(ServerConfig)
     sweep: SweepConfig = group(SweepConfig)
     bench: BenchConfig = group(BenchConfig)
+    batched: BatchedBenchConfig = group(BatchedBenchConfig)
     perplexity: PerplexityConfig = group(PerplexityConfig)
     imatrix: ImatrixConfig = group(ImatrixConfig)
     upstream: UpstreamConfig = group(UpstreamConfig)
@@ -161,6 +163,7 @@ def _limit_batch(config: RunConfig) -> RunConfig:
         cells *= sequences_per_batch(config)
     else:
         cells = padded_ctx(cells, config.flash_attn)
+        cells *= max(config.batched.npl) if config.command == "batched-bench" else 1
     return replace(config, n_batch=min(config.n_batch, cells)) if config.n_batch > cells else config
 
 

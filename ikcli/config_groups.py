@@ -1,4 +1,4 @@
-"""Options that belong to a few commands only, grouped: prompt, sampling, server, sweep, bench, perplexity, imatrix.
+"""Options that belong to a few commands only, grouped: prompt, sampling, server, benchmarks, perplexity, imatrix.
 
 The last group holds tuning flags of the C++ programs that need no counterpart here: accepted, with a notice.
 """
@@ -146,6 +146,17 @@ class SweepConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchedBenchConfig:
+    """batched-bench: speed of several sequences at once; all combinations of the lists are measured."""
+
+    npp: tuple[int, ...] = opt((512,), "-npp", "custom", "prompt lengths", topic="batched-bench", commands="D", form="N[,N...]", example="-npp 128,256,512", parse=parse_int_list, bench_list=False)
+    ntg: tuple[int, ...] = opt((128,), "-ntg", "custom", "tokens that every sequence generates", topic="batched-bench", commands="D", form="N[,N...]", example="-ntg 128,256", parse=parse_int_list, bench_list=False)
+    npl: tuple[int, ...] = opt((1, 2, 4, 8, 16, 32), "-npl", "custom", "numbers of sequences", topic="batched-bench", commands="D", form="N[,N...]", example="-npl 1,2,4,8,16,32", parse=parse_int_list, bench_list=False)
+    shared_prompt: bool = opt(False, "-pps", "switch", "all sequences share one prompt, which is computed once", topic="batched-bench", commands="D", example="-pps")
+    output_format: str = opt("md", "--output-format", "choice", "form of the table", topic="batched-bench", commands="D", form="md|table|jsonl", example="--output-format jsonl", choices=("md", "table", "jsonl"))
+
+
+@dataclass(frozen=True, slots=True)
 class BenchConfig:
     """bench: speed of given tests; every option takes a comma list of alternatives."""
 
@@ -212,7 +223,3 @@ class UpstreamConfig:
     poll: int = opt(50, "--poll", "int", "polling level", topic="accepted, no effect", form="N", noop=_NO_EFFECT)
     log_colors: bool = opt(False, "--log-colors", "optswitch", "coloured log", topic="accepted, no effect", noop=_NO_EFFECT)
     lora: tuple[str, ...] = opt((), "--lora", "custom", "low-rank adapter", topic="accepted, no effect", form="FILE", parse=parse_text_item, repeat=True, noop="adapters are not supported")
-    npp: tuple[int, ...] = opt((), "-npp", "custom", "prompt lengths of batched benchmarks", topic="accepted, no effect", form="N[,N...]", parse=parse_int_list, bench_list=False, noop=_NO_EFFECT)
-    ntg: tuple[int, ...] = opt((), "-ntg", "custom", "generation lengths of batched benchmarks", topic="accepted, no effect", form="N[,N...]", parse=parse_int_list, bench_list=False, noop=_NO_EFFECT)
-    npl: tuple[int, ...] = opt((), "-npl", "custom", "parallel prompts of batched benchmarks", topic="accepted, no effect", form="N[,N...]", parse=parse_int_list, bench_list=False, noop=_NO_EFFECT)
-    pps: bool = opt(False, "-pps", "switch", "shared prompt in batched benchmarks", topic="accepted, no effect", noop=_NO_EFFECT)

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 Kind = Literal["switch", "optswitch", "int", "float", "str", "path", "type", "choice", "custom"]
 
-ALL = "SCWBPIL"
-"""Command letters: Server, Chat, sweep-bench (W), Bench, Perplexity, Imatrix, pLan and warmup (L)."""
+ALL = "SCWBPILD"
+"""Command letters: Server, Chat, sweep-bench (W), Bench, Perplexity, Imatrix, pLan and warmup (L), batcheD-bench."""
 
 COMMAND_LETTERS = {
     "serve": "S",
@@ -25,6 +25,7 @@ COMMAND_LETTERS = {
     "imatrix": "I",
     "plan": "L",
     "warmup": "L",
+    "batched-bench": "D",
 }
 
 

@@ -261,5 +261,6 @@ def test_every_example_parses() -> None:
     for bound in all_options():
         if bound.option.example:
             letter = bound.option.commands[0]
-            command = {"S": "serve", "C": "chat", "W": "sweep-bench", "B": "bench", "P": "perplexity", "I": "imatrix"}
+            command = {"S": "serve", "C": "chat", "W": "sweep-bench", "B": "bench", "P": "perplexity", "I": "imatrix",
+                       "D": "batched-bench"}  # fmt: skip
             parse(command[letter], shlex.split(bound.option.example))

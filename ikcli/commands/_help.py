@@ -22,6 +22,10 @@ the context size.""",
     "perplexity": """\
 Without -m and -f the bundled demo model and text are used. The context (-c) defaults to 512 tokens,
 -b 2048 evaluates several chunks side by side.""",
+    "batched-bench": """\
+B sequences of PP prompt tokens each, then TG tokens of every sequence, B per step. Rates count the
+tokens of all sequences. N_KV = tokens in the cache at the end, which -c limits (default: as many as
+the largest test needs); larger tests are left out with a notice.""",
     "plan": "Prints rules, bytes per device and the KV cache; exit code 1 if the model does not fit.",
 }
 
@@ -144,7 +148,8 @@ def parameters_markdown() -> str:
 
 
 def _markdown_rows(members: list[BoundOption]) -> Iterator[str]:
-    users = {"S": "serve", "C": "chat", "W": "sweep-bench", "B": "bench", "P": "perplexity", "I": "imatrix"}
+    users = {"S": "serve", "C": "chat", "W": "sweep-bench", "B": "bench", "P": "perplexity", "I": "imatrix",
+             "D": "batched-bench"}  # fmt: skip
     for bound in members:
         option = bound.option
         names = " ".join(f"`{name}`" for name in (*option.names, *option.negative))

@@ -285,6 +285,10 @@ class Session:
         self.timings.add(1, time.perf_counter() - start)
         return logits
 
+    def generate(self, batch: Batch) -> FloatRows:
+        """Logits of all tokens of a batch with one token per sequence, by the program that is faster for it."""
+        return self.step(batch) if len(batch) <= min(self.n_step, self.n_exact) else self.decode(batch)
+
     @property
     def n_exact(self) -> int:
         """Tokens of a `step` up to which results do not depend on their number."""
@@ -311,6 +315,13 @@ class Session:
             if p0 < p1 < self._n_past[s]:
                 raise UnsupportedError("only the end of a sequence can be removed from the cache")
             self._n_past[s] = min(self._n_past[s], max(p0, 0))
+
+    def divide(self, n_seq: int) -> None:
+        """Forget everything and divide the cache evenly between n_seq sequences from now on."""
+        if not 1 <= n_seq <= self.n_ctx:
+            raise IkError(f"a cache of {self.n_ctx} tokens cannot be divided between {n_seq} sequences")
+        self.n_seq_max, self.n_ctx_seq = n_seq, self.n_ctx // n_seq
+        self._n_past = [0] * n_seq
 
     def close(self) -> None:
         """Stop the threads and release memory; logs what was computed in which time."""

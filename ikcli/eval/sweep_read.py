@@ -167,17 +167,19 @@ class _Reader:
             return False
         pp, tg = _json_number(value, "pp") or 0, _json_number(value, "tg") or 0
         row = SpeedRow(int(pp), int(tg), int(n_kv), _json_number(value, "speed_pp"), _json_number(value, "speed_tg"))
-        self._json_table(row, {k: v for k, v in value.items() if k.startswith(("n_", "flash")) and k != "n_kv"})
+        self._json_table(row, {k: v for k, v in value.items() if k.startswith(("n_", "flash")) and k != "n_kv"},
+                         "batched" if "pl" in value else "sweep")  # fmt: skip
         self.tables[-1].rows.append(row)
         return True
 
-    def _json_table(self, row: SpeedRow, settings: dict[str, int]) -> None:
+    def _json_table(self, row: SpeedRow, settings: dict[str, int], kind: str) -> None:
         """Rows without a line of settings begin a new run where a setting changes or the depth does not grow."""
         table = self.tables[-1] if self._from_json else None
         if table is not None and not table.rows:
             table.settings = settings
-        elif table is None or settings != table.settings or (table.config is None and not _continues(table, row)):
-            self.tables.append(SpeedTable(settings=settings))
+        elif (table is None or (kind, settings) != (table.kind, table.settings)
+              or (table.config is None and not _continues(table, row))):  # fmt: skip
+            self.tables.append(SpeedTable(kind, settings=settings))
         self._from_json, self._columns = True, ()
 
 

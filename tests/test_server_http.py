@@ -52,8 +52,8 @@ def test_unknown_paths_and_methods() -> None:
     assert error_of(client.get("/nothing"), 404, "not_found_error") == "File Not Found"
     error_of(client.post("/v1/chat/completions/"), 404, "not_found_error")
     for method in ("GET", "PUT", "DELETE", "PATCH"):
-        error_of(client(method, "/completion"), 405)
-    error_of(client.post("/health"), 405)
+        error_of(client(method, "/completion"), 404, "not_found_error")
+    error_of(client.post("/health"), 404, "not_found_error")
     head = client("HEAD", "/health")
     assert head.status_code == 200
 

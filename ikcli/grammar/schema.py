@@ -1,6 +1,8 @@
 """JSON schemas made ready for llguidance: keywords it would have to ignore are refused, with their place.
 
 Keywords that no draft of JSON Schema defines, and `format`s it does not know, only annotate and are left out.
+An object with `properties` has no others unless `additionalProperties` says so: what llama-server does, and what keeps
+small models from making up names without end.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ _REFUSED = frozenset(
 )
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+_OPENING = frozenset({"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"})
 _COUNTS = frozenset({"minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"})
 
 
@@ -88,6 +91,7 @@ class _Preparer:
         self._root = root
         self._n = 0
         self._kept_whole: list[tuple[str, ...]] = []
+        self._combined = _referred_by_all_of(root)
 
     def run(self) -> dict[str, Any]:
         result = self._schema(self._root, (), 0)
@@ -135,7 +139,25 @@ class _Preparer:
                 result[key] = self._plain(key, value, where)
             elif key == "$schema" and isinstance(value, str) and "json-schema.org/draft-0" in value:
                 result[key] = value  # drafts 4 to 7 read some keywords in another way
+        if self._is_closed(result, path):
+            result["additionalProperties"] = False
         return result
+
+    def _is_closed(self, schema: Mapping[str, Any], path: tuple[str, ...]) -> bool:
+        """Whether only the named properties may be there. Not for parts of an allOf: others may name further ones."""
+        names = schema.get("properties")
+        if names is None or schema.get("type", "object") != "object" or _OPENING & schema.keys():
+            return False
+        required = schema.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(name, str) and name in names for name in required):
+            return False
+        if schema.get("minProperties", 0) > len(names):
+            return False
+        while len(path) >= 2 and path[-2] in _LIST and path not in self._combined:
+            if path[-2] == "allOf":
+                return False
+            path = path[:-2]
+        return path not in self._combined
 
     def _list(self, value: Any, where: tuple[str, ...], depth: int) -> list[Any]:
         if not isinstance(value, list):
@@ -170,7 +192,7 @@ class _Preparer:
         if not value.startswith("#"):
             raise self._error(where, f"{_short(value)} refers to another document, which is not fetched")
         if value.startswith("#/"):
-            path = tuple(p.replace("~1", "/").replace("~0", "~") for p in unquote(value[2:]).split("/"))
+            path = _pointer(value)
             self._resolve(path, where, value)
             self._kept_whole.append(path)
         return value
@@ -188,6 +210,29 @@ class _Preparer:
 
     def _error(self, path: tuple[str, ...], message: str) -> GrammarError:
         return GrammarError(f"json_schema: at #{''.join('/' + p for p in path)[:300]}: {message}")
+
+
+def _referred_by_all_of(root: Any) -> frozenset[tuple[str, ...]]:
+    """Places in the schema that an allOf refers to."""
+    found: set[tuple[str, ...]] = set()
+    todo = [root]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, list):
+            todo += part
+        elif isinstance(part, Mapping):
+            todo += part.values()
+            branches = part.get("allOf")
+            for branch in branches if isinstance(branches, list) else []:
+                target = branch.get("$ref") if isinstance(branch, Mapping) else None
+                if isinstance(target, str) and target.startswith("#/"):
+                    found.add(_pointer(target))
+    return frozenset(found)
+
+
+def _pointer(text: str) -> tuple[str, ...]:
+    """The parts of a JSON pointer `#/...`."""
+    return tuple(p.replace("~1", "/").replace("~0", "~") for p in unquote(text[2:]).split("/"))
 
 
 def _says_something(key: str, value: Any, schema: Mapping[str, Any]) -> bool:

@@ -150,6 +150,10 @@ class Engine:
         """What every slot is doing; empty before the model is ready."""
         return [s.snapshot() for s in self._worker.slots] if self._worker is not None else []
 
+    def cached_tokens(self) -> list[tuple[int, ...]]:
+        """The tokens in the cache of every slot; empty before the model is ready."""
+        return [tuple(s.cached.tolist()) for s in self._worker.slots] if self._worker is not None else []
+
     def metrics(self, *, reset: bool = False) -> EngineMetrics:
         """Counters and gauges; `reset` starts the averages of the last time again."""
         return self._worker.metrics(reset=reset) if self._worker is not None else EngineMetrics()

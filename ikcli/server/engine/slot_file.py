@@ -99,6 +99,21 @@ def load(session: Session, path: Path, n_ctx: int) -> tuple[Tokens, CacheRows, i
     return tokens, CacheRows(n, tuple(parts)), len(data)
 
 
+def peek(path: Path) -> tuple[int, ...] | None:
+    """The tokens of a saved slot of any model; None if the file is none. Only its beginning is read."""
+    try:
+        with path.open("rb") as f:
+            head = np.frombuffer(f.read(_HEAD.size), np.uint8)
+            n_header = _HEAD.unpack(head.tobytes())[2] if len(head) == _HEAD.size else 0
+            rest = np.frombuffer(f.read(max(min(n_header, _MOST_HEADER), _DIGEST_BYTES)), np.uint8)
+            header, _ = _header(np.concatenate((head, rest)), path.name)
+            f.seek(_HEAD.size + n_header)
+            data = f.read(4 * min(int(header["n_tokens"]), path.stat().st_size // 4))
+    except (OSError, EngineError):
+        return None
+    return tuple(np.frombuffer(data[: len(data) // 4 * 4], "<i4").tolist())
+
+
 def _header(data: npt.NDArray[np.uint8], name: str) -> tuple[dict[str, Any], int]:
     """(header, offset of what follows)."""
     if len(data) < _HEAD.size + _DIGEST_BYTES or data[:8].tobytes() != MAGIC:

@@ -114,7 +114,7 @@ class Worker:
             return _invalid(f"id_slot {request.id_slot} does not exist; slots are 0 to {last}, -1 takes any")
         if n >= n_ctx:
             text = (
-                f"the prompt has {n} tokens, but a slot holds {n_ctx} including the answer; "
+                f"the request ({n} tokens) exceeds the available context size ({n_ctx} tokens, the answer included); "
                 "shorten it or start the server with a larger -c"
             )
             return Failure(400, "exceed_context_size_error", text, {"n_prompt_tokens": n, "n_ctx": n_ctx})

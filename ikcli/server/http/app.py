@@ -47,9 +47,7 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        api = ApiError(405, f"{request.method} is not supported here")
-    elif error.status_code == 404:
+    if error.status_code in (404, 405):  # as in llama-server, a wrong method is no endpoint either
         api = ApiError(404, "File Not Found")
     else:
         api = ApiError(error.status_code, str(error.detail))

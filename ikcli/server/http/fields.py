@@ -143,7 +143,7 @@ def checked(value: Any, kind: Kind, name: str, low: float | None = None, high: f
         return texts(value, name)
     number = integer(value, name) if kind == "int" else real(value, name)
     if (low is not None and number < low) or (high is not None and number > high):
-        raise bad_request(f"{name} must be {_range(low, high)}, not {number:g}")
+        raise bad_request(f"{name} must be {_range(low, high)}, not {shown(value)}")
     return number
 
 
@@ -224,6 +224,6 @@ def shown(value: Any) -> str:
 
 
 def _range(low: float | None, high: float | None) -> str:
-    if low is not None and high is not None and high < INT32:
-        return f"from {low:g} to {high:g}"
-    return f"at least {low:g}" if low is not None else f"at most {high:g}"
+    if low is not None and high is not None:
+        return f"from {low:.12g} to {high:.12g}"
+    return f"at least {low:.12g}" if low is not None else f"at most {high:.12g}"

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from ikcli.server.http.routes import anthropic, chat, completion, infill, info, responses, slots, tokens, unsupported
+from ikcli.server.http.routes import (
+    anthropic,
+    chat,
+    completion,
+    infill,
+    info,
+    responses,
+    saved,
+    slots,
+    tokens,
+    unsupported,
+)
 
 ROUTERS = tuple(
-    module.router for module in (info, completion, chat, responses, anthropic, infill, tokens, slots, unsupported)
+    module.router
+    for module in (info, completion, chat, responses, anthropic, infill, tokens, slots, saved, unsupported)
 )

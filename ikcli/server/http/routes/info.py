@@ -187,14 +187,16 @@ async def metrics_text(request: Request) -> Response:
     if not state.config.server.metrics:
         raise unsupported("This server does not support metrics endpoint. Start it with `--metrics`")
     values = state.engine.metrics(reset=True)
-    headers = {"Process-Start-Time-Unix": str(int(values.t_start or state.started))}
-    return Response(metrics.prometheus_text(values), headers=headers, media_type=metrics.CONTENT_TYPE)
+    started = str(int(values.t_start or state.started))
+    headers = {"Process-Start-Time-Unix": started, "Content-Type": metrics.CONTENT_TYPE}
+    return Response(metrics.prometheus_text(values), headers=headers)
 
 
 @router.get("/version", summary="Version of the server")
 async def version(request: Request) -> Response:
-    """Version and build."""
-    return json_response({"version": __version__, "build_info": FINGERPRINT})
+    """Version and build; no storage for web pages, which some look for here."""
+    features = {"sql": False, "zstd_compression": False}
+    return json_response({"version": __version__, "build_info": FINGERPRINT, "features": features})
 
 
 @router.get("/api/version", summary="Version (Ollama)")

@@ -110,7 +110,7 @@ async def action(request: Request, id_slot: str) -> Response:
         return json_response({"id_slot": number, "n_erased": result.n_tokens})
     if wanted not in ("save", "restore"):
         raise bad_request("Invalid action: use ?action=save, restore or erase")
-    name = _filename((await read_object(request)).get("filename"))
+    name = file_name((await read_object(request)).get("filename"))
     result = await _act(state, number, wanted, state.config.server.slot_save_path / name)
     head = {"id_slot": number, "filename": name}
     if wanted == "save":
@@ -126,16 +126,16 @@ def _slot_number(text: str, n_slots: int) -> int:
     return int(text)
 
 
-def _filename(value: Any) -> str:
+def file_name(value: Any, field: str = "filename") -> str:
     """A plain file name: no folders, no hidden or reserved names."""
     if value is None:
-        raise bad_request("filename is required")
-    name = f.text(value, "filename")
+        raise bad_request(f"{field} is required")
+    name = f.text(value, field)
     plain = name and len(name.encode()) <= 255 and name.isprintable() and not set(name) & set('/\\:*?"<>|')
     if not plain or name.startswith(".") or name.endswith((".", " ")) or name != name.strip() or ".." in name:
-        raise bad_request("Invalid filename: give a plain file name without folders")
+        raise bad_request(f"Invalid {field}: give a plain file name without folders")
     if _RESERVED.fullmatch(name):
-        raise bad_request("Invalid filename: this name is reserved")
+        raise bad_request(f"Invalid {field}: this name is reserved")
     return name
 
 

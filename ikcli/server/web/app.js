@@ -59,7 +59,7 @@ function showNumbers() {
   const share = size ? Math.min(used / size, 1) : 0;
   byId("fill").style.width = `${100 * share}%`;
   byId("fill").classList.toggle("full", share > 0.9);
-  byId("context-text").textContent = `${used.toLocaleString("en")} / ${size.toLocaleString("en")} tokens of context`;
+  byId("context-text").textContent = `${used.toLocaleString("en")} / ${size.toLocaleString("en")} tokens`;
 }
 
 function showBanner(text, button = null) {
@@ -72,7 +72,7 @@ function say(text) {
   byId("status").textContent = text;
 }
 
-const atEnd = () => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;
+const atEnd = () => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 40;
 
 function toEnd() {
   follow = true;
@@ -115,7 +115,7 @@ const listActions = {
   async remove(conversation) {
     const sure = await ask({ title: "Delete the conversation?", text: titleOf(conversation), yes: "Delete", danger: true });
     if (!sure) return;
-    state.runs.get(conversation.id)?.controller.abort();
+    halt(conversation);
     state.conversations = state.conversations.filter((item) => item !== conversation);
     await store.deleteConversation(conversation.id);
     if (conversation === state.current) startNew();
@@ -137,6 +137,16 @@ async function importFile(file) {
 
 // Answers
 
+// Ends what a conversation is waiting for, at once.
+function halt(conversation) {
+  const run = state.runs.get(conversation.id);
+  if (!run) return;
+  state.runs.delete(conversation.id);
+  run.controller.abort();
+  run.node.stopped = true;
+  delete run.node.pending;
+}
+
 function send(text) {
   const { current } = state;
   if (!text.trim() || state.runs.has(current.id)) return false;
@@ -147,14 +157,14 @@ function send(text) {
 
 const actions = {
   regenerate(node) {
-    if (state.runs.has(state.current.id)) return;
+    halt(state.current);
     state.current.leaf = node.parent;
     answer(state.current);
   },
   edited(node, text) {
     const { current } = state;
-    if (state.runs.has(current.id)) return;
     if (node.role === "user") {
+      halt(current);
       addNode(current, node.parent, { role: "user", content: text });
       answer(current);
     } else {
@@ -164,15 +174,17 @@ const actions = {
     }
   },
   choose(id) {
-    if (state.runs.has(state.current.id)) return;
+    halt(state.current);
     choose(state.current, id);
     keep(state.current);
     showAll();
-    state.views.get(id)?.element.scrollIntoView({ block: "nearest" });
+    const { element } = state.views.get(id);
+    element.scrollIntoView({ block: "nearest" });
+    element.querySelector(".branches button:enabled")?.focus();
   },
   toolResults(node, results) {
     const { current } = state;
-    if (state.runs.has(current.id)) return;
+    halt(current);
     current.leaf = node.id;
     node.toolCalls.forEach((call, i) => addNode(current, current.leaf, { role: "tool", callId: call.id, content: results[i] }));
     answer(current);
@@ -188,7 +200,10 @@ async function answer(conversation) {
   keep(conversation);
   showBanner("");
   say("The answer is coming");
-  if (conversation === state.current) showAll();
+  if (conversation === state.current) {
+    showAll();
+    if (document.activeElement === document.body && !touch.matches) input.focus();
+  }
   try {
     const fixed = { messages, stream: true, stream_options: { include_usage: true }, timings_per_token: true, return_progress: true };
     const body = { ...requestFields(store.readSettings()), ...fixed };
@@ -200,12 +215,12 @@ async function answer(conversation) {
     if (error.name === "AbortError") node.stopped = true;
     else fail(node, error);
   }
-  finish(conversation, node);
+  finish(conversation, node, run);
 }
 
-function finish(conversation, node) {
+function finish(conversation, node, run) {
   delete node.pending;
-  state.runs.delete(conversation.id);
+  if (state.runs.get(conversation.id) === run) state.runs.delete(conversation.id);
   if (state.conversations.includes(conversation)) keep(conversation);
   say(node.error ? `Error: ${node.error}` : node.stopped ? "Stopped" : "The answer is complete");
   if (conversation !== state.current) {
@@ -330,6 +345,7 @@ function nextTheme() {
   showTheme();
 }
 
+const touch = window.matchMedia("(hover: none) and (pointer: coarse)"); // Enter begins a new line there
 const narrow = window.matchMedia("(max-width: 47.99rem)");
 
 function openMenu() {
@@ -358,8 +374,7 @@ function onKey(event) {
 }
 
 function onInputKey(event) {
-  const touch = window.matchMedia("(hover: none) and (pointer: coarse)").matches;
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !touch) {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !touch.matches) {
     event.preventDefault();
     byId("composer").requestSubmit();
   }

@@ -6,6 +6,7 @@ import { highlight } from "./highlight.js";
 
 const MAX_DEPTH = 12; // of lists, quotes and emphasis inside each other
 const MAX_SPAN = 4000; // characters looked ahead for the end of an emphasis or a link
+const MAX_FAILED = 200; // marks without an end in one paragraph, after which marks are text: keeps odd text quick
 const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^`]*)$/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const HEADING = /^ {0,3}(#{1,6})(?:[ \t]|$)/;
@@ -246,7 +247,7 @@ function buildTable(table) {
 function inline(text, depth) {
   if (depth > MAX_DEPTH) return [text];
   const out = [];
-  const noEnd = new Set(); // runs of backticks that nothing closes
+  const failed = { ticks: new Set(), marks: 0 }; // runs of backticks that nothing closes; other marks without an end
   let plain = "";
   let at = 0;
   const push = (node, end) => {
@@ -256,7 +257,7 @@ function inline(text, depth) {
     at = end;
   };
   while (at < text.length) {
-    const found = special(text, at, depth, noEnd);
+    const found = special(text, at, depth, failed);
     if (!found) plain += text[at++];
     else if (found.node) push(found.node, found.end);
     else {
@@ -268,13 +269,13 @@ function inline(text, depth) {
   return out;
 }
 
-function special(text, at, depth, noEnd) {
+function special(text, at, depth, failed) {
   switch (text[at]) {
     case "\\": return escaped(text, at);
-    case "`": return codeSpan(text, at, noEnd);
-    case "*": case "_": case "~": return emphasis(text, at, depth);
-    case "[": return link(text, at, at, depth);
-    case "!": return text[at + 1] === "[" ? link(text, at, at + 1, depth) : null;
+    case "`": return codeSpan(text, at, failed.ticks);
+    case "*": case "_": case "~": return emphasis(text, at, depth, failed);
+    case "[": return link(text, at, at, depth, failed);
+    case "!": return text[at + 1] === "[" ? link(text, at, at + 1, depth, failed) : null;
     case "<": return angle(text, at);
     case "&": return entity(text, at);
     case "h": return bareUrl(text, at);
@@ -317,15 +318,18 @@ function runLength(text, at) {
   return n;
 }
 
-function emphasis(text, at, depth) {
+function emphasis(text, at, depth, failed) {
   const mark = text[at];
   const n = runLength(text, at);
   const literal = { text: mark.repeat(n), end: at + n };
   const after = text[at + n];
   if (n > 3 || !after || /\s/.test(after) || (mark === "~" && n !== 2)) return literal;
   if (mark === "_" && at > 0 && WORD.test(text[at - 1])) return literal;
-  const end = closing(text, at + n, mark, n);
-  if (end < 0) return literal;
+  const end = failed.marks > MAX_FAILED ? -1 : closing(text, at + n, mark, n);
+  if (end < 0) {
+    failed.marks++;
+    return literal;
+  }
   const children = inline(text.slice(at + n, end), depth + 1);
   const names = mark === "~" ? ["del"] : n === 1 ? ["em"] : n === 2 ? ["strong"] : ["strong", "em"];
   const node = names.reverse().reduce((inner, name) => [h(name, {}, ...inner)], children)[0];
@@ -353,7 +357,8 @@ function closing(text, from, mark, n) {
 }
 
 // [text](url "title"), and ![text](url), which becomes a link, too. Other kinds of addresses stay text.
-function link(text, start, at, depth) {
+function link(text, start, at, depth, failed) {
+  if (failed.marks > MAX_FAILED) return null;
   let level = 0;
   let end = at;
   const limit = Math.min(text.length, at + MAX_SPAN);
@@ -362,7 +367,10 @@ function link(text, start, at, depth) {
     else if (text[end] === "[") level++;
     else if (text[end] === "]" && --level === 0) break;
   }
-  if (end >= limit || text[end + 1] !== "(") return null;
+  if (end >= limit || text[end + 1] !== "(") {
+    failed.marks++;
+    return null;
+  }
   const target = /^\(\s{0,9}(?:<([^<>\n]{0,2000})>|((?:[^\s()]|\([^\s()]{0,500}\)){1,2000}))(?:\s{1,9}(?:"[^"]{0,500}"|'[^']{0,500}'))?\s{0,9}\)/
     .exec(text.slice(end + 1, end + 1 + MAX_SPAN));
   const url = target && safeUrl(target[1] ?? target[2]);

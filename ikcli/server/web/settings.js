@@ -9,13 +9,13 @@ const GROUPS = [
   { title: "Conversation", open: true, fields: [
     { name: "system", label: "System prompt of new conversations", kind: "area", local: true },
     number("max_tokens", "Most tokens per answer", "-1: no limit", 1, -1),
+    number("reasoning_budget_tokens", "Most tokens of reasoning", "-1: no limit", 1, -1),
     { name: "reasoning", label: "Reasoning", kind: "select", local: true,
       options: [["", "As the model does"], ["on", "On"], ["off", "Off"], ["low", "On, low effort"], ["medium", "On, medium effort"],
         ["high", "On, high effort"]] },
-    number("reasoning_budget_tokens", "Most tokens of reasoning", "-1: no limit", 1, -1),
   ] },
   { title: "Sampling", open: true, fields: [
-    number("temperature", "Temperature", "0: always the most likely token", 0.05, 0),
+    number("temperature", "Temperature", "0: no randomness", 0.05, 0),
     number("top_k", "Top K", "0: all tokens", 1, 0),
     number("top_p", "Top P", "1: off", 0.01, 0, 1),
     number("min_p", "Min P", "0: off", 0.01, 0, 1),
@@ -53,9 +53,11 @@ export function requestFields(settings) {
     else out[name] = kind === "number" ? Number(value) : value;
   }
   const reasoning = settings.reasoning || "";
-  if (reasoning === "on" || reasoning === "off") out.chat_template_kwargs = { enable_thinking: reasoning === "on" };
-  else if (reasoning) out.reasoning_effort = reasoning;
-  return { ...out, ...(settings.extra ? JSON.parse(settings.extra) : {}) };
+  const extra = settings.extra ? JSON.parse(settings.extra) : {};
+  if (reasoning === "on" || reasoning === "off") {
+    extra.chat_template_kwargs = { enable_thinking: reasoning === "on", ...extra.chat_template_kwargs };
+  } else if (reasoning) out.reasoning_effort = reasoning;
+  return { ...out, ...extra };
 }
 
 function problem(field, value) {
@@ -75,6 +77,11 @@ function problem(field, value) {
     }
   }
   return "";
+}
+
+function shown(name, value) {
+  if (name === "seed" && value === 2 ** 32 - 1) return "-1"; // how servers write a random seed
+  return String(Number.isInteger(value) ? value : Number(value.toPrecision(6)));
 }
 
 // Builds the dialog; `onSave` is called after changes, `defaults()` gives the server's settings.
@@ -132,7 +139,7 @@ export class SettingsDialog {
       const input = this.inputs.get(name);
       input.value = settings[name] ?? "";
       const value = defaults[name];
-      if (kind === "number" && Number.isFinite(value)) input.placeholder = String(Number(value.toPrecision(6)));
+      if (kind === "number" && Number.isFinite(value)) input.placeholder = shown(name, value);
       if (name === "samplers" && Array.isArray(value)) input.placeholder = value.join(";");
     }
     byId("settings-error").hidden = true;

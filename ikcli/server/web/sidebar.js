@@ -47,5 +47,9 @@ export function showList(conversations, current, running, actions) {
         iconButton("save", `Export “${title}”`, () => actions.exportOne(item)),
         iconButton("trash", `Delete “${title}”`, () => actions.remove(item))));
   });
-  byId("conversations").replaceChildren(...items);
+  const list = byId("conversations");
+  const focused = document.activeElement?.closest("#conversations li");
+  const place = focused ? [...focused.querySelectorAll("button")].indexOf(document.activeElement) : -1;
+  list.replaceChildren(...items);
+  if (focused) items.find((item) => item.dataset.id === focused.dataset.id)?.querySelectorAll("button")[place]?.focus();
 }

@@ -47,15 +47,29 @@ export function toMessages(conversation, leaf) {
     if (node.role === "tool") {
       out.push({ role: "tool", tool_call_id: node.callId, content: node.content });
     } else if (node.role === "user") {
-      out.push({ role: "user", content: node.content });
-    } else if (node.content || node.reasoning || node.toolCalls?.length) {
+      // an answer that failed is left out: two questions in a row become one, as many templates want it
+      if (out.at(-1)?.role === "user") out.at(-1).content += `\n\n${node.content}`;
+      else out.push({ role: "user", content: node.content });
+    } else {
+      const calls = (node.toolCalls ?? []).filter(isWhole);
+      if (!node.content && !node.reasoning && !calls.length) continue;
       const message = { role: "assistant", content: node.content };
       if (node.reasoning) message.reasoning_content = node.reasoning;
-      if (node.toolCalls?.length) message.tool_calls = node.toolCalls.map(toCall);
+      if (calls.length) message.tool_calls = calls.map(toCall);
       out.push(message);
     }
   }
   return out;
+}
+
+// False for calls that were cut off.
+function isWhole(call) {
+  try {
+    JSON.parse(call.arguments);
+    return Boolean(call.name);
+  } catch {
+    return false;
+  }
 }
 
 const toCall = (call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } });

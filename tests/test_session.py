@@ -42,7 +42,7 @@ MODELS: dict[str, Callable[[], MemoryModel]] = {
     "llama": lambda: tiny_model("llama", optional=(".bias", "rope_freqs.weight")),
     "llama-tied": lambda: tiny_model("llama", tied=True, type_=GGMLType.F16),
     "mixtral": lambda: tiny_model("llama", **EXPERTS),
-    "qwen2": lambda: tiny_model("qwen2", type_=GGMLType.BF16),
+    "qwen2": lambda: tiny_model("qwen2", type_=GGMLType.F16),
     "qwen3": lambda: tiny_model("qwen3", **{"attention.key_length": 32, "attention.value_length": 32}),
     "qwen3moe": lambda: tiny_model("qwen3moe", expert_feed_forward_length=48, **EXPERTS),
     "deepseek2": lambda: tiny_deepseek2(),
@@ -148,7 +148,7 @@ def test_same_as_numpy(model_file: Callable[[str], Path], name: str, changes: di
 
 @pytest.mark.parametrize("type_", [GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q4_0])
 def test_weight_types(tmp_path: Path, type_: GGMLType) -> None:
-    """Integer kernels also round activations, so only the bulk of the logits can agree."""
+    """Integer kernels and those of bfloat16 also round activations, so only the bulk of the logits can agree."""
     model = tiny_model("qwen3moe", type_=type_, expert_feed_forward_length=64, **EXPERTS)
     path = write_model(model, tmp_path / "m.gguf")
     c = config(path, type_k="f32", type_v="f32")
@@ -156,7 +156,7 @@ def test_weight_types(tmp_path: Path, type_: GGMLType) -> None:
         found = transcript(session, (50,))
     wanted = transcript(ReferenceSession(path, graph_config(c)), (50,))
     error = np.sqrt(np.mean((found - wanted) ** 2)) / wanted.std()
-    assert error < (0.1 if type_ in (GGMLType.Q8_0, GGMLType.Q4_0) else 1e-4)
+    assert error < {GGMLType.F16: 1e-4, GGMLType.BF16: 0.03}.get(type_, 0.1)
 
 
 def test_no_expert_reduction_is_a_no_op(model_file: Callable[[str], Path]) -> None:

@@ -356,6 +356,13 @@ PARAMS = st.builds(
 )
 
 
+def test_mirostat_with_vanishing_probabilities() -> None:
+    """Quotients of neighbouring probabilities beyond the float32 range."""
+    logits = np.array([0.0, -100.0, -103.0], np.float32)
+    for version in (1, 2):
+        assert make(replace(NEUTRAL, mirostat=version), 3).sample(logits).id == 0
+
+
 @given(PARAMS, st.integers(1, 300), st.integers(0, 2**32), st.sampled_from([0.0, 1.0, 1e4, 3e37]))
 @settings(deadline=None, max_examples=200)
 def test_what_comes_out_is_always_allowed(params: SamplerParams, n: int, seed: int, spread: float) -> None:

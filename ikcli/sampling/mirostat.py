@@ -61,7 +61,8 @@ class Mirostat:
         if len(best) < 2:
             return 1
         t = np.log(np.arange(2, len(best) + 1) / np.arange(1, len(best)))
-        s_hat = float(t @ np.log(best[:-1] / best[1:]) / (t @ t))
+        logs = np.log(best.astype(np.float64))  # quotients of float32 could overflow
+        s_hat = float(t @ (logs[:-1] - logs[1:]) / (t @ t))
         epsilon = s_hat - 1
         if s_hat < 1e-6:
             return n_vocab

@@ -92,6 +92,7 @@ class RunConfig:
     seed: int = opt(-1, "-s --seed", "int", "random seed; -1 = random", topic="general", form="N", example="-s 1234")
     verbose: bool = opt(False, "-v --verbose", "switch", "log every tensor placement and more", topic="general", example="-v")
     verbosity: int = opt(0, "--verbosity", "int", "log level; above 0 as -v", topic="general", form="N", example="--verbosity 1")
+    profile: bool = opt(False, "--profile", "switch", "at the end print a table of operations and kernels with their time, GB/s of weights and GOP/s; the run itself is a little slower", topic="general", commands="SCWBPID", example="--profile")
     # fmt: on
 
     prompt: PromptConfig = group(PromptConfig)

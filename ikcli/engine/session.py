@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ from ikcli.log import log, progress, warn
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig
 from ikcli.quant.formats import format_by_name, get_format
 from ikcli.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ikcli.engine.profile import Profile
 
 FloatRows = npt.NDArray[np.float32]
 CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
@@ -53,6 +56,7 @@ class Session:
         self._tokenizer: Tokenizer | None = None
         self._n_past = [0] * n_seq_max
         self.timings = Timings()
+        self.profile = _new_profile() if config.profile else None
         self._n_outputs = min(n_seq_max, self.n_ubatch)
         self._weights: Mapping[str, int] = {}
         self._caches: dict[Cache, npt.NDArray[np.uint8]] = {}
@@ -187,6 +191,8 @@ class Session:
         self.decode(Batch.single([bos if 0 <= int(bos) < self.n_vocab else 0]))
         self.kv_seq_rm(-1)
         self.timings = Timings(self.timings.t_load)
+        if self.profile is not None:
+            self.profile.clear()
 
     def decode(self, batch: Batch) -> FloatRows:
         """Logits (n_outputs, n_vocab) of the wanted tokens in batch order; valid until the next call."""
@@ -218,7 +224,9 @@ class Session:
         return self._run(program, n_threads, len(out_ids))
 
     def _run(self, program: Program, n_threads: int, n_outputs: int) -> FloatRows:
-        if self.observer is None:
+        if self.profile is not None:
+            self.profile.run(self.backend, program, n_threads, self._state, self.observer)
+        elif self.observer is None:
             self.backend.run(program, n_threads)
         else:
             self.backend.run_observed(program, n_threads, self._state, self.observer)
@@ -325,9 +333,9 @@ class Session:
 
     def close(self) -> None:
         """Stop the threads and release memory; logs what was computed in which time."""
-        for line in session_log.timing_lines(self.timings):
+        for line in [*session_log.timing_lines(self.timings), *(self.profile.lines() if self.profile else [])]:
             log(line)
-        self.timings = Timings()
+        self.timings, self.profile = Timings(), None
         self.backend.close()
         self._caches.clear()
 
@@ -336,6 +344,12 @@ class Session:
 
     def __exit__(self, *exc: Any) -> None:
         self.close()
+
+
+def _new_profile() -> Profile:
+    from ikcli.engine.profile import Profile
+
+    return Profile()
 
 
 def _graph_config(config: RunConfig, n_cells: int) -> GraphConfig:

@@ -55,6 +55,7 @@ class State:
         self._words[4:10] = [a.ctypes.data for a in arrays]
         self.address: int = self._words.ctypes.data
         self.rows: dict[Rows, int] = {}
+        self.n_segments = 0
 
     def set(
         self,
@@ -73,6 +74,7 @@ class State:
             self._kv_cells[n_kv : n_kv + s.n_kv] = np.arange(s.cell, s.cell + s.n_kv)
             n_kv += s.n_kv
         self._words[:4] = n, len(out_ids), n_kv, len(segments)
+        self.n_segments = len(segments)
         self.rows = {Rows.TOKENS: n, Rows.OUTPUTS: len(out_ids), Rows.KV: n_kv}
 
 
@@ -120,17 +122,18 @@ class CpuBackend:
 
     def run(self, program: Program, n_threads: int) -> None:
         """Execute a bound program."""
-        self._run(program, 0, len(program.ops), n_threads)
+        self.run_ops(program, 0, len(program.ops), n_threads)
 
     def run_observed(self, program: Program, n_threads: int, state: State, observer: Observer) -> None:
         """Execute node by node, showing every output to the observer right after it was computed."""
         for node, first, stop in program.node_ops():
-            self._run(program, first, stop, n_threads)
+            self.run_ops(program, first, stop, n_threads)
             if program.has_output(node):
                 n = state.rows[node.rows.symbol] * node.rows.factor
                 observer(node, program.view(self.arena, node, n))
 
-    def _run(self, program: Program, first: int, stop: int, n_threads: int) -> None:
+    def run_ops(self, program: Program, first: int, stop: int, n_threads: int) -> None:
+        """Execute a part of a bound program."""
         if self._team is None:
             self._team = Team(self._library, self.n_threads)
         failed = self._team.run(program.address + 16 * first, stop - first, n_threads)

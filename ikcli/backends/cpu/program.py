@@ -194,6 +194,11 @@ class Program:
         data = arena[at : at + 4 * n_rows * node.cols]
         return data.view(np.float32 if node.dtype == "f32" else np.int32).reshape(n_rows, node.cols)
 
+    def raw(self, arena: np.ndarray, node: Node, at: int, n: int) -> np.ndarray:
+        """n int64 words from byte `at` of the node's output on."""
+        start = self._offsets[self._lowering._node_buffers[node]] + at
+        return arena[start : start + 8 * n].view(np.int64)
+
     def node_ops(self) -> list[tuple[Node, int, int]]:
         """(node, first op, one past its last op) in execution order, nodes without ops left out."""
         spans: list[tuple[Node, int, int]] = []

@@ -1,13 +1,16 @@
 """From format descriptions to the entries of `formats.FORMATS`."""
 
 from ikcli.backends.cpu.kernels.groupformat import group_dot, unpack_group
-from ikcli.backends.cpu.kernels.rowformat import row_dot, unpack_row
+from ikcli.backends.cpu.kernels.rowformat import row_dot, row_dots, unpack_row
 from ikcli.native.jit import inline
 from ikcli.native.simd.vec import st_f32
+
+_PLAIN = {}
 
 
 def plain_formats(*formats):
     """name -> (rows, dot, unpack) for formats whose rows stand alone."""
+    _PLAIN.update({fmt.name: fmt for fmt in formats})
     return {fmt.name: (1, _one_row(row_dot(fmt)), unpack_row(fmt)) for fmt in formats}
 
 
@@ -17,6 +20,11 @@ def _one_row(dot_row):
         st_f32(out, dot_row(w, a, k))
 
     return dot
+
+
+def several_dots(name):
+    """(dots4, dots2) of a plain format (see `row_dots`); None for other formats."""
+    return (row_dots(_PLAIN[name], 4), row_dots(_PLAIN[name], 2)) if name in _PLAIN else None
 
 
 def group_formats(*formats):

@@ -7,6 +7,7 @@ the same result for a row whatever the other rows are, but not the same as each 
 
 from ikcli.backends.cpu.kernels.basic import swiglu_span
 from ikcli.backends.cpu.kernels.common import n_rows, next_span, next_work, word
+from ikcli.backends.cpu.kernels.format_api import several_dots
 from ikcli.backends.cpu.kernels.formats import FORMATS
 from ikcli.backends.cpu.kernels.formats_float import FLOAT_FORMATS
 from ikcli.backends.cpu.kernels.gemm import quant_tile
@@ -53,6 +54,10 @@ def _integer_block(type_name):
 
         return tile_block, 16
 
+    several = several_dots(type_name)
+    if several is not None:
+        return _plain_block(by_tile, dot, *several), 16
+
     @inline
     def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile, few):
         if m > few:
@@ -63,6 +68,28 @@ def _integer_block(type_name):
                 dot(w + r * row_bytes, a + t * a_stride, k, out + t * out_stride + 4 * r)
 
     return block, 16
+
+
+def _plain_block(by_tile, dot, dots4, dots2):
+    """As `_integer_block` for rows that stand alone: a weight row is decoded once for up to four activations."""
+
+    @inline
+    def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile, few):
+        if m > few:
+            by_tile(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile)
+            return
+        for r in range(n):
+            row, x, to, t = w + r * row_bytes, a, out + 4 * r, 0
+            while t + 4 <= m:
+                dots4(row, x, a_stride, k, to, out_stride)
+                x, to, t = x + 4 * a_stride, to + 4 * out_stride, t + 4
+            if t + 2 <= m:
+                dots2(row, x, a_stride, k, to, out_stride)
+                x, to, t = x + 2 * a_stride, to + 2 * out_stride, t + 2
+            if t < m:
+                dot(row, x, k, to)
+
+    return block
 
 
 def _block(type_name):

@@ -3,7 +3,7 @@
 A `RowFormat` says how 256 columns ("a step") of a stored row become 64-byte vectors of unsigned codes, scales, minima.
 From that description two functions are generated as LLVM IR:
 
-* `row_dot(format)`: the row times one quantized activation row, straight from memory (generation),
+* `row_dot(format)`: the row times one quantized activation row, straight from memory (generation); `row_dots`: several,
 * `unpack_row(format)`: the row as one lane of a 16-row tile (prompts).
 
 Tile modes, and what a value is in each: `tile_modes.py`. For symmetric modes (s32, s16) codes are value + 128, and the
@@ -241,56 +241,101 @@ _PREFETCH_BYTES = 4096  # ahead; the next rows follow in memory
 @functools.cache
 def row_dot(fmt):
     """dot(w, a, k) -> float32."""
-    mode = MODES[fmt.name]
-
-    def step(e, w, row, a, at, at16, nb, valid, accs):
-        acc, low = (e.b.load(s) for s in accs)
-        d = activation_floats(e, e.offset(at, e.k), valid)
-        scales = fmt.scales(e, w, row)
-        if mode == "s32":
-            starts = e.load(i32x8, e.offset(at, e.k, e.times(nb, 8)))
-        elif mode != "m32":
-            starts = e.load(i32x16, e.offset(at16, e.k, e.times(nb, 12)))
-        if mode == "m32":
-            sums = activation_floats(e, e.offset(at, e.k, e.times(nb, 4)), valid)
-            low = e.fused(_widen(e, fmt.minima(e, w, row)), _widen(e, sums), low)
-        elif mode == "m16":
-            sums = e.mul(e.ints_to_f32(starts), e.pick(d, [i // 2 for i in range(16)]))
-            low = e.fused(e.mul(fmt.minima(e, w, row), const_vector(f32x16, [-1.0 / 128] * 16)), sums, low)
-        if mode.endswith("32"):
-            scales = e.mul(scales, d)
-        for j in range(4):
-            start = _starts(e, mode, starts if mode != "m32" else None, j)
-            dot = e.dot(start, fmt.codes(e, w, j), e.load(i8x64, e.offset(a, 64 * j)))
-            if mode.endswith("32"):
-                sc = e.pick(scales, [2 * j + p for p in _PAIR])
-            else:
-                sc = e.mul(e.pick(scales, [4 * j + i // 4 for i in range(16)]), e.pick(d, [2 * j + p for p in _PAIR]))
-            acc = e.fused(e.to_f32(dot), sc, acc)
-        e.b.store(acc, accs[0])
-        e.b.store(low, accs[1])
 
     @intrinsic
     def dot(typingctx, w, a, k):
         def codegen(context, builder, sig, args):
             w, a, k = args
-            e = RowEmitter(builder)
-            e.k = k
-            nb = builder.lshr(k, e.int(5))
-            accs = [e.variable(e.zero(f32x16)), e.variable(e.zero(f32x16))]
-            row = fmt.header(e, w)
-            for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                for line in range(0, fmt.step_bytes, 64):
-                    e.prefetch(e.offset(at_w, _PREFETCH_BYTES + line))
-                i32 = e.times(i, 32)
-                step(
-                    e, at_w, row, e.offset(a, e.times(i, 256)), e.offset(a, i32), e.offset(a, i32, i32), nb, valid, accs
-                )
-            return _sum_lanes(e, builder.fadd(builder.load(accs[0]), builder.load(accs[1])))
+            return _dots(RowEmitter(builder), fmt, w, [a], k)[0]
 
         return types.float32(types.int64, types.int64, types.int64), codegen
 
     return dot
+
+
+@functools.cache
+def row_dots(fmt, n):
+    """dots(w, a, a_stride, k, out, out_stride): n activation rows at once, each with the result of `row_dot`."""
+
+    @intrinsic
+    def dots(typingctx, w, a, a_stride, k, out, out_stride):
+        def codegen(context, builder, sig, args):
+            w, a, a_stride, k, out, out_stride = args
+            e = RowEmitter(builder)
+            rows = [e.opaque(e.offset(a, e.times(a_stride, t))) for t in range(n)]
+            for t, total in enumerate(_dots(e, fmt, w, rows, k)):
+                to = e.offset(out, e.times(out_stride, t))
+                builder.store(total, pointer(builder, to, _F32), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), codegen
+
+    return dots
+
+
+def _dots(e, fmt, w, rows, k):
+    """The row at w times every activation row; weights are decoded once for all of them."""
+    e.k = k
+    accs = [[e.variable(e.zero(f32x16)) for _ in range(2)] for _ in rows]
+    row = fmt.header(e, w)
+    nb = e.b.lshr(k, e.int(5))
+    for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
+        for line in range(0, fmt.step_bytes, 64):
+            e.prefetch(e.offset(at_w, _PREFETCH_BYTES + line))
+        weights = _Step(e, fmt, at_w, row)
+        for a, acc in zip(rows, accs, strict=True):
+            _dot_step(e, weights, _Activation(e, a, i, nb, valid, weights.mode), acc)
+    return [_sum_lanes(e, e.b.fadd(e.b.load(acc), e.b.load(low))) for acc, low in accs]
+
+
+class _Step:
+    """256 decoded columns of a weight row."""
+
+    def __init__(self, e, fmt, w, row):
+        self.mode = MODES[fmt.name]
+        self.scales = fmt.scales(e, w, row)
+        self.minima = None
+        if self.mode == "m32":
+            self.minima = _widen(e, fmt.minima(e, w, row))
+        elif self.mode == "m16":
+            self.minima = e.mul(fmt.minima(e, w, row), const_vector(f32x16, [-1.0 / 128] * 16))
+        self.codes = [fmt.codes(e, w, j) for j in range(4)]
+
+
+class _Activation:
+    """The same columns of an activation row (layout: `kernels/activations.py`)."""
+
+    def __init__(self, e, a, i, nb, valid, mode):
+        i32 = e.times(i, 32)
+        self.codes_at, at = e.offset(a, e.times(i, 256)), e.offset(a, i32)
+        self.d = activation_floats(e, e.offset(at, e.k), valid)
+        self.starts = self.sums = None
+        if mode == "s32":
+            self.starts = e.load(i32x8, e.offset(at, e.k, e.times(nb, 8)))
+        elif mode != "m32":
+            self.starts = e.load(i32x16, e.offset(at, i32, e.k, e.times(nb, 12)))
+        if mode == "m32":
+            self.sums = _widen(e, activation_floats(e, e.offset(at, e.k, e.times(nb, 4)), valid))
+        elif mode == "m16":
+            self.sums = e.mul(e.ints_to_f32(self.starts), e.pick(self.d, [i // 2 for i in range(16)]))
+
+
+def _dot_step(e, weights, x, accs):
+    acc, low = (e.b.load(s) for s in accs)
+    mode, scales = weights.mode, weights.scales
+    if x.sums is not None:
+        low = e.fused(weights.minima, x.sums, low)
+    if mode.endswith("32"):
+        scales = e.mul(scales, x.d)
+    for j in range(4):
+        dot = e.dot(_starts(e, mode, x.starts, j), weights.codes[j], e.load(i8x64, e.offset(x.codes_at, 64 * j)))
+        if mode.endswith("32"):
+            sc = e.pick(scales, [2 * j + p for p in _PAIR])
+        else:
+            sc = e.mul(e.pick(scales, [4 * j + i // 4 for i in range(16)]), e.pick(x.d, [2 * j + p for p in _PAIR]))
+        acc = e.fused(e.to_f32(dot), sc, acc)
+    e.b.store(acc, accs[0])
+    e.b.store(low, accs[1])
 
 
 def _widen(e, v):

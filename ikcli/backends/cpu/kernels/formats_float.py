@@ -88,6 +88,12 @@ def _bf16():
     unpack = unpack_float16("f32")  # moves pairs
 
     @inline
+    def finish(w, a, k, whole, total):
+        for i in range(whole, k):
+            total += ld_bf16(w + 2 * i) * ld_bf16(a + 2 * i)
+        return total
+
+    @inline
     def dot_row(w, a, k):
         a0, a1, a2, a3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
         full = k & ~127
@@ -99,16 +105,37 @@ def _bf16():
         whole = k & ~31
         for i in range(2 * full, 2 * whole, 64):
             a0 = dot_bf16(a0, load_i32x16(w + i), load_i32x16(a + i))
-        total = reduce_add(vadd(vadd(a0, a1), vadd(a2, a3)))
-        for i in range(whole, k):
-            total += ld_bf16(w + 2 * i) * ld_bf16(a + 2 * i)
-        return total
+        return finish(w, a, k, whole, reduce_add(vadd(vadd(a0, a1), vadd(a2, a3))))
+
+    @inline
+    def dot_two(w, a, b, k, out, out_stride):
+        """As dot_row for two activation rows, with each weight loaded once."""
+        a0, a1, a2, a3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
+        b0, b1, b2, b3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
+        full = k & ~127
+        for i in range(0, 2 * full, 256):
+            w0, w1 = load_i32x16(w + i), load_i32x16(w + i + 64)
+            w2, w3 = load_i32x16(w + i + 128), load_i32x16(w + i + 192)
+            a0, b0 = dot_bf16(a0, w0, load_i32x16(a + i)), dot_bf16(b0, w0, load_i32x16(b + i))
+            a1, b1 = dot_bf16(a1, w1, load_i32x16(a + i + 64)), dot_bf16(b1, w1, load_i32x16(b + i + 64))
+            a2, b2 = dot_bf16(a2, w2, load_i32x16(a + i + 128)), dot_bf16(b2, w2, load_i32x16(b + i + 128))
+            a3, b3 = dot_bf16(a3, w3, load_i32x16(a + i + 192)), dot_bf16(b3, w3, load_i32x16(b + i + 192))
+        whole = k & ~31
+        for i in range(2 * full, 2 * whole, 64):
+            w0 = load_i32x16(w + i)
+            a0, b0 = dot_bf16(a0, w0, load_i32x16(a + i)), dot_bf16(b0, w0, load_i32x16(b + i))
+        st_f32(out, finish(w, a, k, whole, reduce_add(vadd(vadd(a0, a1), vadd(a2, a3)))))
+        st_f32(out + out_stride, finish(w, b, k, whole, reduce_add(vadd(vadd(b0, b1), vadd(b2, b3)))))
 
     @inline
     def few(w, row_bytes, n, k, a, a_stride, m, out, out_stride):
         for r in range(n):
-            for t in range(m):
-                st_f32(out + t * out_stride + 4 * r, dot_row(w + r * row_bytes, a + t * a_stride, k))
+            row, to = w + r * row_bytes, out + 4 * r
+            for t in range(0, m - 1, 2):
+                x = a + t * a_stride
+                dot_two(row, x, x + a_stride, k, to + t * out_stride, out_stride)
+            if m & 1:
+                st_f32(to + (m - 1) * out_stride, dot_row(row, a + (m - 1) * a_stride, k))
 
     @inline
     def unpack_tile(w, row_bytes, n, k0, kc, tile):

@@ -6,6 +6,7 @@ micro-batch of several slots makes each of them try alone.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -306,7 +307,7 @@ class Worker:
             self._compute_alone(ready, e)
             return
         self._count(len(ready))
-        sums = logits.sum(axis=1)
+        sums = np.add.reduce(logits, axis=1).tolist()
         at = 0
         for s in ready:
             stop = at + 1 + len(s.draft)
@@ -323,7 +324,7 @@ class Worker:
             else:
                 self._generate([s])
 
-    def _advance(self, slot: Slot, logits: FloatRows, sums: npt.NDArray[np.float32]) -> None:
+    def _advance(self, slot: Slot, logits: FloatRows, sums: Sequence[float]) -> None:
         """Take tokens from the logits of `last` and of the draft, as long as the draft is right."""
         g = slot.generation
         assert g is not None
@@ -331,7 +332,7 @@ class Worker:
         slot.append(slot.last)
         g.n_drafted += len(draft)
         for i in range(len(draft) + 1):
-            if not np.isfinite(sums[i]):
+            if not math.isfinite(sums[i]):
                 _check_finite(logits[i])
             if not self._take(slot, g, logits[i]):
                 return

@@ -9,33 +9,78 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 from ikcli.grammar.nodes import GrammarError
-from ikcli.grammar.spec import GrammarSpec, TriggerWatcher
+from ikcli.grammar.spec import Choice, GrammarKind, GrammarSpec, Node, Repeat, Sequence, TriggerWatcher, Until
 from ikcli.grammar.vocabulary import Vocabulary
+
+MOST_DIGITS = 16
+"""Digits in a row that a number in JSON gets before it should end, as in llama-server."""
+
+
+class Digits:
+    """Counts the digits at the end of JSON text, outside of its strings."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._states = [(False, False, 0)]  # per token: within a string, after a backslash, digits in a row
+
+    def feed(self, data: bytes) -> None:
+        """Go on with the bytes of a token."""
+        within, escaped, n = self._states[-1]
+        for byte in data:
+            if within:
+                within, escaped = escaped or byte != 0x22, byte == 0x5C and not escaped
+            else:
+                within, n = byte == 0x22, n + 1 if 0x30 <= byte <= 0x39 else 0
+        self._states.append((within, escaped, n))
+
+    def rollback(self, n: int) -> None:
+        """Forget the last `n` tokens."""
+        del self._states[max(len(self._states) - n, 1) :]
+
+    def limit(self, mask: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        """`mask` without further digits where there are enough and the number may end."""
+        if self._states[-1][2] < MOST_DIGITS:
+            return mask
+        ended = mask & ~self._vocabulary.digits
+        return ended if ended.any() else mask
+
+    def copy(self) -> Digits:
+        """The same state."""
+        other = Digits(self._vocabulary)
+        other._states = list(self._states)
+        return other
 
 
 class GrammarConstraint:
-    """A grammar that holds from the first token on."""
+    """A grammar that holds from the first token on. With `digits` (it is JSON) its numbers come to an end."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, digits: Digits | None = None) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._digits = digits
 
     def mask(self) -> npt.NDArray[np.uint32]:
         """Bit i of the packed mask (ceil(n_vocab / 32),) is set if token i may follow; a new array each time."""
         mask = np.zeros((self._vocabulary.n_vocab + 31) // 32, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
-        return mask
+        return mask if self._digits is None else self._digits.limit(mask)
 
     def accept(self, token: int) -> None:
         """Advance by a token; GrammarError if the mask did not allow it."""
         if not self._matcher.consume_token(token):
             self._check()
+        if self._digits is not None:
+            self._digits.feed(self._vocabulary.tokens[token] if token < self._vocabulary.n_vocab else b"")
 
     def accept_text(self, text: str) -> None:
         """Advance by text, however its tokens are cut."""
-        self._matcher.consume_tokens(self._vocabulary.native.greedy_tokenize(text))
+        tokens = self._vocabulary.native.greedy_tokenize(text)
+        self._matcher.consume_tokens(tokens)
         self._check()
+        if self._digits is not None:
+            for token in tokens:
+                self._digits.feed(self._vocabulary.tokens[token])
 
     @property
     def finished(self) -> bool:
@@ -51,10 +96,13 @@ class GrammarConstraint:
         """Take back the last `n` tokens."""
         if n > 0 and not self._matcher.rollback(n):
             raise GrammarError("the grammar cannot go back that far")
+        if n > 0 and self._digits is not None:
+            self._digits.rollback(n)
 
     def copy(self) -> GrammarConstraint:
         """A constraint in the same state that goes its own way."""
-        return GrammarConstraint(self._matcher.deep_copy(), self._vocabulary)
+        digits = None if self._digits is None else self._digits.copy()
+        return GrammarConstraint(self._matcher.deep_copy(), self._vocabulary, digits)
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -80,8 +128,12 @@ class LazyConstraint:
         self._decoder = _decoder()
         self._inner: GrammarConstraint | None = None
         if self._watcher.active:
-            self._inner = GrammarConstraint(self._start.deep_copy(), self._vocabulary)
+            self._inner = self._whole()
         self._free = 0
+
+    def _whole(self) -> GrammarConstraint:
+        """The grammar at its beginning."""
+        return GrammarConstraint(self._start.deep_copy(), self._vocabulary, digits_of(self._spec, self._vocabulary))
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
         """As of the grammar; None as long as every token may follow."""
@@ -130,7 +182,7 @@ class LazyConstraint:
 
     def _started(self, text: str) -> GrammarConstraint | None:
         """The grammar after `text`, the end of what was generated, or None if the grammar does not allow that."""
-        inner = GrammarConstraint(self._start.deep_copy(), self._vocabulary)
+        inner = self._whole()
         at, n = len(self._texts), 0
         while n < len(text):
             at -= 1
@@ -145,6 +197,22 @@ class LazyConstraint:
         except GrammarError:
             return None
         return inner
+
+
+def digits_of(spec: GrammarSpec, vocabulary: Vocabulary) -> Digits | None:
+    """The count for a grammar whose strings are all JSON: a schema, or a tree without free text."""
+    json_only = spec.kind is GrammarKind.JSON_SCHEMA or (spec.tree is not None and not _has_free_text(spec.tree))
+    return Digits(vocabulary) if json_only else None
+
+
+def _has_free_text(tree: Node) -> bool:
+    if isinstance(tree, Sequence):
+        return any(_has_free_text(part) for part in tree.parts)
+    if isinstance(tree, Choice):
+        return any(_has_free_text(option) for option in tree.options)
+    if isinstance(tree, Repeat):
+        return _has_free_text(tree.part) or (tree.between is not None and _has_free_text(tree.between))
+    return isinstance(tree, Until)
 
 
 def first_line(message: str) -> str:

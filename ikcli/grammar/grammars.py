@@ -10,7 +10,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
 
-from ikcli.grammar.constraint import GrammarConstraint, LazyConstraint, first_line
+from ikcli.grammar.constraint import GrammarConstraint, LazyConstraint, digits_of, first_line
 from ikcli.grammar.gbnf import parse_gbnf
 from ikcli.grammar.lark import HEADER, to_lark
 from ikcli.grammar.nodes import GrammarError
@@ -71,7 +71,7 @@ class Grammars:
         matcher = self._matcher(self._lark(spec, root), what)
         if spec.lazy or spec.after:
             return lambda: LazyConstraint(spec, matcher, vocabulary)
-        return lambda: GrammarConstraint(matcher.deep_copy(), vocabulary)
+        return lambda: GrammarConstraint(matcher.deep_copy(), vocabulary, digits_of(spec, vocabulary))
 
     def _lark(self, spec: GrammarSpec, root: str) -> str:
         vocabulary = self._vocabulary

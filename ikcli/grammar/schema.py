@@ -67,28 +67,44 @@ _REFUSED = frozenset(
 )
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "$comment", "deprecated", "$defs", "definitions"}
+)
+_TYPE_OF = {
+    "object": frozenset({"properties", "patternProperties", "additionalProperties", "required"}),
+    "array": frozenset({"items", "prefixItems", "minItems", "maxItems"}),
+    "string": frozenset({"pattern", "format", "minLength", "maxLength"}),
+}
+_TYPED = frozenset({"type", "$ref", "allOf", "anyOf", "oneOf", "const", "enum"})
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{3})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_PATTERNS = {
+    "time": f"^{_TIME}$",
+    "date-time": f"^[0-9]{{4}}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])T{_TIME}$",
+}
+"""Formats whose text could go on for ever (fractions of seconds)."""
 _OPENING = frozenset({"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"})
 _COUNTS = frozenset({"minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"})
 
 
-def prepare_schema(schema: Any) -> str:
+def prepare_schema(schema: Any, *, lenient: bool = False) -> str:
     """The schema as llguidance takes it, serialized; GrammarError naming keyword and place if it cannot be followed.
 
-    `schema` is a parsed JSON value. oneOf counts as anyOf.
+    `schema` is a parsed JSON value. oneOf counts as anyOf. `lenient`: keywords that cannot be followed are left out.
     """
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
         kind = "false, which no value fulfils" if schema is False else f"{type(schema).__name__}, not an object"
         raise GrammarError(f"json_schema: the schema is {kind}")
-    prepared = _Preparer(schema).run()
+    prepared = _Preparer(schema, lenient).run()
     prepared["x-guidance"] = {"whitespace_pattern": WHITE_SPACE, "lenient": False, "coerce_one_of": True}
     return json.dumps(prepared)
 
 
 class _Preparer:
-    def __init__(self, root: Mapping[str, Any]) -> None:
+    def __init__(self, root: Mapping[str, Any], lenient: bool) -> None:
         self._root = root
+        self._lenient = lenient
         self._n = 0
         self._kept_whole: list[tuple[str, ...]] = []
         self._combined = _referred_by_all_of(root)
@@ -119,10 +135,11 @@ class _Preparer:
         if not isinstance(schema, Mapping):
             raise self._error(path, f"a schema must be an object or true or false, not {_short(schema)}")
         result: dict[str, Any] = {}
+        schema = self._merged(schema) or schema
         for key, value in schema.items():
             where = (*path, str(key))
             if key in _REFUSED:
-                if _says_something(key, value, schema):
+                if not self._lenient and _says_something(key, value, schema):
                     raise self._error(where, f"the keyword {key} is not supported")
             elif key in _ONE or key == "items":
                 if key == "items" and isinstance(value, list):
@@ -135,13 +152,58 @@ class _Preparer:
                 if not isinstance(value, Mapping):
                     raise self._error(where, "must be an object of schemas")
                 result[key] = {str(k): self._schema(v, (*where, str(k)), depth + 1) for k, v in value.items()}
-            elif key in _PLAIN or (key == "format" and value in _FORMATS):
+            elif key in _PLAIN:
                 result[key] = self._plain(key, value, where)
+            elif key == "format" and isinstance(value, str):
+                _add_format(result, value, schema)
             elif key == "$schema" and isinstance(value, str) and "json-schema.org/draft-0" in value:
                 result[key] = value  # drafts 4 to 7 read some keywords in another way
+        if not _TYPED & result.keys():
+            kinds = [kind for kind, keywords in _TYPE_OF.items() if keywords & result.keys()]
+            if len(kinds) == 1:
+                result["type"] = kinds[0]
+        _close_tuple(result, "json-schema.org/draft-0" in str(self._root.get("$schema", "")))
         if self._is_closed(result, path):
             result["additionalProperties"] = False
         return result
+
+    def _merged(self, schema: Mapping[str, Any], depth: int = 0) -> dict[str, Any] | None:
+        """One object for an allOf whose parts only name properties; None if this is nothing like that."""
+        parts = schema.get("allOf", []) if depth == 0 or "allOf" in schema else None
+        if depth > 8 or (depth == 0 and not parts):
+            return None
+        own = {key: value for key, value in schema.items() if key != "allOf"}
+        out: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
+        for part in [own, *(parts if isinstance(parts, list) else [])]:
+            flat = self._plain_object(part, depth)
+            if flat is None:
+                return None
+            for name, value in flat.get("properties", {}).items():
+                if out["properties"].setdefault(name, value) != value:
+                    return None
+            out["required"] += [name for name in flat.get("required", []) if name not in out["required"]]
+        return out | {key: own[key] for key in ("$defs", "definitions", "$schema") if depth == 0 and key in own}
+
+    def _plain_object(self, part: Any, depth: int) -> Mapping[str, Any] | None:
+        """A schema that only names properties, found through references."""
+        self._n += 1
+        if self._n > MAX_SCHEMAS:
+            raise GrammarError(f"json_schema: it has more than {MAX_SCHEMAS} parts")
+        for _ in range(8):
+            if not isinstance(part, Mapping):
+                return None
+            target = part.get("$ref")
+            if target is None or part.keys() - _ANNOTATIONS - {"$ref"}:
+                break
+            if not (isinstance(target, str) and target.startswith("#/")):
+                return None
+            part = self._resolve(_pointer(target), ("$ref",), target)
+        if "allOf" in part:
+            return self._merged(part, depth + 1)
+        names, required = part.get("properties", {}), part.get("required", [])
+        known = not part.keys() - _ANNOTATIONS - {"type", "properties", "required", "$schema"}
+        plain = isinstance(names, Mapping) and isinstance(required, list) and part.get("type", "object") == "object"
+        return part if known and plain else None
 
     def _is_closed(self, schema: Mapping[str, Any], path: tuple[str, ...]) -> bool:
         """Whether only the named properties may be there. Not for parts of an allOf: others may name further ones."""
@@ -210,6 +272,28 @@ class _Preparer:
 
     def _error(self, path: tuple[str, ...], message: str) -> GrammarError:
         return GrammarError(f"json_schema: at #{''.join('/' + p for p in path)[:300]}: {message}")
+
+
+def _add_format(result: dict[str, Any], name: str, schema: Mapping[str, Any]) -> None:
+    """Formats as patterns where the library's have no end; unknown ones only annotate."""
+    if name in _PATTERNS:
+        if "pattern" not in schema:
+            result["pattern"] = _PATTERNS[name]
+    elif name in _FORMATS:
+        result["format"] = name
+    elif len(name) == 5 and name[:4] == "uuid" and name[4] in "12345":
+        result["format"] = "uuid"
+
+
+def _close_tuple(result: dict[str, Any], has_draft: bool) -> None:
+    """A list of item schemas stands for exactly these items, unless the schema says more."""
+    if isinstance(result.get("items"), list) and not has_draft:
+        result["prefixItems"] = result.pop("items")
+        if "additionalItems" in result:
+            result["items"] = result.pop("additionalItems")
+    key, rest = ("items", "additionalItems") if isinstance(result.get("items"), list) else ("prefixItems", "items")
+    if key in result and not {rest, "minItems", "maxItems"} & result.keys():
+        result |= {rest: False, "minItems": len(result[key])}
 
 
 def _referred_by_all_of(root: Any) -> frozenset[tuple[str, ...]]:

@@ -36,9 +36,13 @@ class Regex:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A JSON value that a JSON schema accepts (draft 2020-12, `$ref` within the document)."""
+    """A JSON value that a JSON schema accepts (draft 2020-12, `$ref` within the document).
+
+    `lenient`: keywords that cannot be followed are left out instead of refused.
+    """
 
     schema: Mapping[str, Any] | bool
+    lenient: bool = False
 
 
 @dataclass(frozen=True, slots=True)

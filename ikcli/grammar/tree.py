@@ -33,7 +33,7 @@ def _node(tree: spec.Node, special: Special) -> Node:
     if isinstance(tree, spec.Regex):
         return regex_node(tree.pattern)
     if isinstance(tree, spec.Schema):
-        return nodes.Json(prepare_schema(tree.schema))
+        return nodes.Json(prepare_schema(tree.schema, lenient=tree.lenient))
     if isinstance(tree, spec.Until):
         token = special(tree.end)
         if token is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from llguidance import LLTokenizer
 
 from ikcli.errors import UnsupportedError
@@ -27,6 +28,9 @@ class Vocabulary:
         special = {i for i in range(self.n_vocab) if attrs[i] & _NO_TEXT} | set(self.eog_ids)
         self.special_token_ids = sorted(special)
         self.tokens = [tokenizer.token_bytes(i) for i in range(self.n_vocab)]
+        starts = np.array([token[:1].isdigit() for token in self.tokens] + [False] * (-self.n_vocab % 32))
+        self.digits = np.packbits(starts, bitorder="little").view("<u4").astype(np.uint32)
+        """Packed mask of the tokens that begin with a digit."""
         self._by_text = {self.tokens[i].decode("utf-8", "replace"): i for i in reversed(self.special_token_ids)}
         self._tokenizer = tokenizer
         self.native = LLTokenizer(self, n_vocab=self.n_vocab, eos_token=self.eog_ids)  # type: ignore[arg-type]

@@ -104,7 +104,7 @@ def arguments_schema(tool: Tool) -> Schema:
     parameters = dict(tool.parameters)
     if not {"type", "$ref", "anyOf", "oneOf", "allOf"} & parameters.keys():
         parameters["type"] = "object"
-    return Schema(parameters)
+    return Schema(parameters, lenient=True)
 
 
 def seq(*parts: Node | str) -> Node:

@@ -58,7 +58,7 @@ def _call_tree(tool: Tool) -> Node:
     must: list[Node | str] = []
     may: list[Node] = []
     for key, schema in properties_of(tool.parameters).items():
-        argument = seq(f"{key}=", Schema(with_definitions(schema, tool.parameters)))
+        argument = seq(f"{key}=", Schema(with_definitions(schema, tool.parameters), lenient=True))
         if key in names:
             must += [", ", argument] if must else [argument]
         else:

@@ -125,7 +125,9 @@ class XmlCalls(Family):
         elif text:
             value = Until(t.value_close)
         else:
-            value = seq(Schema(with_definitions(schema, root)), Regex(r"[ \n]{0,4}"), Marker(t.value_close))
+            value = seq(
+                Schema(with_definitions(schema, root), lenient=True), Regex(r"[ \n]{0,4}"), Marker(t.value_close)
+            )
         return seq(*(h for h in head if h != ""), value, SPACE)
 
     def calls(self, out: CallSink, reader: Reader, opening: str) -> Wait:

@@ -19,22 +19,22 @@ async def prompt_of(state: ServerState, body: dict[str, Any]) -> Prompt:
     """The prompt for `input_prefix`, `input_suffix`, `input_extra` and `prompt`; 501 without such tokens."""
     tokenizer = state.engine.tokenizer
     ids = tokenizer.special_ids
+    prefix_ids = await _required(tokenizer, body, "input_prefix")
+    suffix_ids = await _required(tokenizer, body, "input_suffix")
+    prompt = await _plain(tokenizer, f.text("" if body.get("prompt") is None else body["prompt"], "prompt"))
+    extra = await _extra(tokenizer, body.get("input_extra"))
     missing = [
         name for name, i in (("prefix", ids.fim_pre), ("suffix", ids.fim_suf), ("middle", ids.fim_mid)) if i is None
     ]
     if missing:
         lacks = " ".join(f"{name} token is missing." for name in missing)
         raise unsupported(f"Infill is not supported by this model: {lacks}")
-    prefix_ids = await _required(tokenizer, body, "input_prefix")
-    suffix_ids = await _required(tokenizer, body, "input_suffix")
-    prompt = await _plain(tokenizer, f.text(body.get("prompt") or "", "prompt"))
     n_ctx = state.engine.model.n_ctx_slot
     n_batch = min(state.config.n_batch, n_ctx // 2)
     n_suffix = min(len(suffix_ids), max(0, n_batch // 4 - (2 + len(prompt))))
     n_prefix = min(len(prefix_ids), 3 * (n_batch // 4) - 3)
     front = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     room = max(0, n_ctx - n_batch - 2 * max(state.defaults.n_predict, 0))
-    extra = await _extra(tokenizer, body.get("input_extra"))
     tokens = [
         *front,
         *extra[max(0, len(extra) - room) :],

@@ -413,6 +413,9 @@ function connect() {
     byId("to-end").hidden = follow;
   }, { passive: true });
   document.addEventListener("keydown", onKey);
+  document.addEventListener("visibilitychange", () => {
+    if (document.visibilityState === "hidden") state.conversations.filter((item) => state.runs.has(item.id)).forEach(keep);
+  });
   narrow.addEventListener("change", closeMenu);
 }
 

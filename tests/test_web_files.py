@@ -1,0 +1,51 @@
+"""The files of the web page as the server sends them."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+
+from server_client import Client
+
+FILES = tuple(resources.files("ikcli.server").joinpath("web").iterdir())
+
+
+def test_files_are_compressed_and_cached() -> None:
+    client = Client()
+    kinds = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+    for item in FILES:
+        plain = client.get(f"/{item.name}", headers={"accept-encoding": "identity"})
+        packed = client.get(f"/{item.name}", headers={"accept-encoding": "br, gzip;q=0.5"})
+        assert plain.status_code == packed.status_code == 200
+        assert plain.content == packed.content == item.read_bytes()
+        assert plain.headers["content-type"].startswith(kinds[item.name.rpartition(".")[2]])
+        assert "content-encoding" not in plain.headers and packed.headers["content-encoding"] == "gzip"
+        again = client.get(f"/{item.name}", headers={"if-none-match": packed.headers["etag"]})
+        assert again.status_code == 304 and not again.content
+    assert "content-encoding" not in client.get("/", headers={"accept-encoding": "gzip;q=0"}).headers
+    assert client.get("/").content == client.get("/index.html").content
+    assert client.get("/", headers={"if-none-match": '"other"'}).status_code == 200
+
+
+def test_page_needs_no_key_and_no_other_host() -> None:
+    client = Client(api_key="key")
+    policy = client.get("/").headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+    for item in FILES:
+        assert client.get(f"/{item.name}").status_code == 200
+        text = item.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|https?://\w+\.\w", text)
+        assert not re.search(r"<[^>]*\son\w+=|<[^>]*\sstyle=|<script>|<style", text)
+
+
+def test_page_under_a_prefix() -> None:
+    client = Client(api_prefix="/llm/")
+    page = client.get("/llm").text
+    assert '<base href="/llm/">' in page and 'src="app.js"' in page
+    assert client.get("/llm/app.js").status_code == 200
+    assert "<base" not in Client().get("/").text
+
+
+def test_no_page() -> None:
+    for client in (Client(ui=False), Client(webui="none")):
+        assert client.get("/app.js").status_code == client.get("/").status_code == 404

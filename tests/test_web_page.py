@@ -1,0 +1,597 @@
+"""The web page of the server in a headless browser, with the demo model behind it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from fake_engine import FakeEngine, Script, fake_tokenizer
+from server_client import Client
+from test_server_live import WAIT, Server, wait_for
+
+KEY = "key-of-the-test"
+MS = 60_000
+ARGS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--no-first-run")
+SHORT = {"max_tokens": "12", "seed": "1", "extra": '{"ignore_eos": true}'}
+
+
+class Slow:
+    """A server that answers slowly and never comes to an end, so that there is something to stop."""
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine(fake_tokenizer())
+        self.engine.script = Script(("slow ", "answer "), endless=True, delay=0.02)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(Client(engine=self.engine).app, factory=True, lifespan="off", log_config=None)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
+        self._thread.start()
+        self.base = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(WAIT)
+        self._socket.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, browser: Any) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("page") / "log"
+    found = Server("-c", "512", "--api-key", KEY, log=log)
+    wait_for(lambda: '"loading model"' not in found.text() and found.get("/health").status_code == 200)
+    yield found
+    found.stop()
+
+
+@pytest.fixture(scope="module")
+def slow(browser: Any) -> Iterator[Slow]:
+    found = Slow()
+    yield found
+    found.stop()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip("no Chromium found: the page was not tested in a browser")
+    with playwright.sync_playwright() as play:
+        playwright.expect.set_options(timeout=MS)
+        found = play.chromium.launch(executable_path=path, args=list(ARGS), timeout=MS)
+        yield found
+        found.close()
+
+
+OpenPage = Callable[..., Any]
+
+
+@pytest.fixture
+def open_page(server: Server, browser: Any) -> Iterator[OpenPage]:
+    """Opens the page in a fresh profile; the test fails if the page reports an error."""
+    contexts: list[Any] = []
+    errors: list[str] = []
+
+    def make(settings: dict[str, str] | None = None, key: str = KEY, base: str = "", **options: Any) -> Any:
+        context = browser.new_context(**({"viewport": {"width": 1000, "height": 700}} | options))
+        contexts.append(context)
+        context.set_default_timeout(MS)
+        page = context.new_page()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: note(message))
+        page.goto(base or server.base)
+        page.evaluate(
+            "text => localStorage.setItem('ik.settings', text)", json.dumps(SHORT if settings is None else settings)
+        )
+        page.evaluate("key => sessionStorage.setItem('ik.key', key)", key)
+        return reload(page)
+
+    def note(message: Any) -> None:
+        # a browser reports every answer above 399 by itself; those are what some tests are about
+        if message.type in ("error", "warning") and not message.text.startswith("Failed to load resource"):
+            errors.append(message.text)
+
+    yield make
+    for context in contexts:
+        context.close()
+    assert not errors
+
+
+def reload(page: Any) -> Any:
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+    return page
+
+
+def send(page: Any, text: str) -> None:
+    page.fill("#input", text)
+    page.click("#send")
+
+
+def answers(page: Any, n: int) -> list[str]:
+    """The texts of `n` finished answers."""
+    from playwright.sync_api import expect
+
+    expect(page.locator(".message.assistant:not(.running)")).to_have_count(n)
+    return [str(text) for text in page.locator(".message.assistant .markdown").all_inner_texts()]
+
+
+def answer_with(page: Any, *chunks: dict[str, Any], done: bool = True, status: int = 200) -> list[dict[str, Any]]:
+    """Chat requests of the page get this stream; returns the list their bodies are added to."""
+    bodies: list[dict[str, Any]] = []
+    text = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n" * done
+
+    def handle(route: Any) -> None:
+        bodies.append(route.request.post_data_json)
+        route.fulfill(status=status, content_type="text/event-stream" if status == 200 else "application/json",
+                      body=text if status == 200 else json.dumps(chunks[0]))  # fmt: skip
+
+    page.unroute("**/v1/chat/completions")
+    page.route("**/v1/chat/completions", handle)
+    return bodies
+
+
+def chunk(reason: str | None = None, **delta: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+
+
+def test_answer_is_streamed(open_page: OpenPage) -> None:
+    page = open_page(SHORT | {"max_tokens": "200", "extra": '{"ignore_eos": true}'})
+    assert page.inner_text("#model") == "demo"
+    assert page.inner_text("#context-text") == "0 / 512 tokens"
+    page.evaluate(
+        "() => { window.seen = new Set(); new MutationObserver(() => window.seen.add("
+        "document.querySelector('.assistant .markdown')?.textContent)).observe(document.getElementById('messages'),"
+        "{ subtree: true, childList: true, characterData: true }); }"
+    )
+    send(page, "The history of the language")
+    (text,) = answers(page, 1)
+    seen = page.evaluate("() => [...window.seen].filter(Boolean)")
+    assert text and len(seen) > 1 and any(0 < len(part) < len(seen[-1]) for part in seen)
+    stats = page.inner_text(".assistant .stats")
+    assert re.match(r"cut off at the token limit · 200 tokens · [\d.]+ tokens/s · prompt \d+ tokens, ", stats)
+    assert re.fullmatch(r"[\d.]+ tokens/s", page.inner_text("#speed"))
+    assert int(page.inner_text("#context-text").split()[0]) > 200
+    assert page.inner_text("#title") == "The history of the language"
+    assert page.inner_text("#status") == "The answer is complete"
+
+
+def test_stop(open_page: OpenPage, slow: Slow) -> None:
+    page = open_page({}, base=slow.base)
+    for press in (lambda: page.keyboard.press("Escape"), lambda: page.click("#stop")):
+        send(page, "Go on")
+        page.wait_for_selector(".assistant.running .markdown > *")
+        press()
+        page.wait_for_selector(".assistant:not(.running) .stats")
+        page.wait_for_selector("#send:visible")
+        assert "stopped" in page.locator(".assistant .stats").last.inner_text()
+        wait_for(slow.engine.tickets[-1].cancelled.is_set)
+    assert all(text.startswith("slow answer") for text in answers(page, 2))
+    send(page, "Go on")
+    page.wait_for_selector(".assistant.running .markdown > *")
+    slow_answer = page.locator(".assistant").last.get_attribute("data-id")
+    page.click("#new")
+    page.click("#conversations .open")
+    page.wait_for_selector(f".running[data-id='{slow_answer}']")
+    page.locator("[aria-label='Answer again']").first.click()
+    page.wait_for_selector(".running >> text=slow answer")
+    assert page.locator(".assistant").count() == 1
+    wait_for(slow.engine.tickets[2].cancelled.is_set)
+    assert not slow.engine.tickets[3].cancelled.is_set()
+    reload(page)
+    wait_for(slow.engine.tickets[3].cancelled.is_set)
+    answers(page, 1)
+    assert page.inner_text(".assistant .stats").startswith("stopped")
+
+
+def test_regenerate_edit_and_versions(open_page: OpenPage) -> None:
+    page = open_page()
+    bodies = answer_with(page, chunk(content="one"))
+    send(page, "first question")
+    answers(page, 1)
+    answer_with(page, chunk(content="two"))
+    page.click("[aria-label='Answer again']")
+    page.wait_for_selector("text=2/2")
+    assert answers(page, 1) == ["two"]
+    page.click("[aria-label='Version before']")
+    assert answers(page, 1) == ["one"]
+    bodies = answer_with(page, chunk(content="three"))
+    page.click(".user [aria-label='Edit the message']")
+    page.fill("[aria-label='Edit the message']:focus", "second question")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=three")
+    assert bodies[0]["messages"] == [{"role": "user", "content": "second question"}]
+    page.click(".assistant [aria-label='Edit the message']")
+    page.keyboard.type("not kept")
+    page.keyboard.press("Escape")
+    page.click(".assistant [aria-label='Edit the message']")
+    page.fill("textarea[aria-label='Edit the message']", "changed by hand")
+    page.click("text=Save >> visible=true")
+    send(page, "next")
+    answers(page, 2)
+    sent = [(m["role"], m["content"]) for m in bodies[1]["messages"]]
+    assert sent == [("user", "second question"), ("assistant", "changed by hand"), ("user", "next")]
+    page.click(".user [aria-label='Version before']")
+    page.wait_for_selector("text=first question")
+    assert answers(page, 1) == ["two"]
+
+
+def test_conversations_are_kept(open_page: OpenPage, tmp_path: Path) -> None:
+    from playwright.sync_api import expect
+
+    page = open_page()
+    answer_with(page, chunk(content="alpha"), {"choices": [], "timings": {"n_past": 77, "n_ctx": 512}})
+    send(page, "one")
+    answers(page, 1)
+    page.click("#new")
+    page.click("#system-box summary")
+    page.fill("#system", "Be brief.")
+    bodies = answer_with(page, chunk(content="beta"))
+    send(page, "two")
+    answers(page, 1)
+    assert bodies[0]["messages"][0] == {"role": "system", "content": "Be brief."}
+    reload(page)
+    assert answers(page, 1) == ["beta"]
+    page.click("#conversations .open >> text=one")
+    assert answers(page, 1) == ["alpha"]
+    assert page.inner_text("#context-text") == "77 / 512 tokens"
+    page.click("[aria-label='Rename “one”']")
+    page.fill("#ask-input", "A <b>name</b>")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[aria-label='Delete “A <b>name</b>”']")
+    with page.expect_download() as download:
+        page.click("#export-all")
+    path = tmp_path / "all.json"
+    download.value.save_as(path)
+    assert KEY not in path.read_text() and len(json.loads(path.read_text())["conversations"]) == 2
+    page.click("[aria-label='Delete “A <b>name</b>”']")
+    page.click("#ask-yes")
+    expect(page.locator("#conversations li")).to_have_count(1)
+    reload(page)
+    expect(page.locator("#conversations li")).to_have_count(1)
+    page.set_input_files("#import-file", path)
+    expect(page.locator("#conversations li")).to_have_count(3)
+    for text in ("{", "[]", '{"format":"ik-conversations","version":1,"conversations":[{"nodes":{"a":{"role":"x"}}}]}',
+                 '{"format":"ik-conversations","version":1,"conversations":'
+                 '[{"nodes":{"a":{"role":"user","parent":"a"}}}]}'):  # fmt: skip
+        path.write_text(text)
+        page.set_input_files("#import-file", path)
+        page.wait_for_selector("#banner:has-text('Import: ')")
+        expect(page.locator("#conversations li")).to_have_count(3)
+        page.evaluate("() => document.getElementById('banner').replaceChildren()")
+
+
+HOSTILE = """<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>
+
+<svg onload=window.hacked=1> <iframe src="javascript:window.hacked=1"></iframe>
+
+[a](javascript:window.hacked=1) [b](JaVaScRiPt:window.hacked=1) [c](data:text/html,x) [d](java\tscript:x) <javascript:x>
+[e](//example.org) [f](file:///etc/passwd) ![g](javascript:x) ![h](http://example.org/h.png "t") [i](vbscript:x)
+[ok](https://example.org/"onmouseover="x) <https://example.org/<b>
+
+- `<b onclick=x>` **<i>x</i>**
+
+| <u>a</u> | b |
+|---|---|
+| <img src=x onerror=window.hacked=1> | [x](javascript:x) |
+
+```<img src=x onerror=window.hacked=1>
+</code></pre><script>window.hacked=1</script>
+```
+"""
+
+
+def test_injected_html_stays_text(open_page: OpenPage) -> None:
+    page = open_page()
+    calls = [{"index": 0, "id": "c", "function": {"name": HOSTILE, "arguments": HOSTILE}}]
+    answer_with(page, chunk(reasoning_content=HOSTILE), chunk(content=HOSTILE), chunk(tool_calls=calls))
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    send(page, HOSTILE)
+    answers(page, 1)
+    page.click(".reasoning summary")
+    page.click("[aria-label^='Rename']")
+    page.fill("#ask-input", HOSTILE)
+    page.keyboard.press("Enter")
+    reload(page)
+    assert page.evaluate("() => window.hacked") is None
+    messages = page.locator("#messages")
+    assert messages.locator("img, script, iframe, svg:not(button svg), b, i, u").count() == 0
+    attributes = "all => all.flatMap(e => [...e.attributes]).filter(a => /^on|^style$/.test(a.name)).map(a => a.name)"
+    assert messages.locator("*").evaluate_all(attributes) == []
+    links = "all => all.map(a => [a.protocol, a.rel, a.target])"
+    found = messages.locator("a").evaluate_all(links)
+    assert found and all(link[0] in ("http:", "https:") for link in found)
+    assert all(link[1:] == ["noopener noreferrer nofollow", "_blank"] for link in found)
+    assert not [url for url in requests if not url.startswith((page.url, "blob:"))]
+
+
+MARKDOWN = (
+    ("a *b* **c** ~~e~~ `f*g`", "<p>a <em>b</em> <strong>c</strong> <del>e</del> <code>f*g</code></p>"),
+    ("***d***", "<p><strong><em>d</em></strong></p>"),
+    ("**a *b* c** *a **b***", "<p><strong>a <em>b</em> c</strong> <em>a <strong>b</strong></em></p>"),
+    ("2 * 3 * 4, snake_case_name, a * b, **open", "<p>2 * 3 * 4, snake_case_name, a * b, **open</p>"),
+    ("\\*no\\* `` a ` b `` &lt;b&gt; &amp;lt;", "<p>*no* <code>a ` b</code> &lt;b&gt; &amp;lt;</p>"),
+    ("a\nb  \nc\\\nd", "<p>a<br>b  <br>c<br>d</p>"),
+    ("# A #\n## B\nText\n===", '<h3 class="h1">A</h3><h4 class="h2">B</h4><h3 class="h1">Text</h3>'),
+    ("- a\n- b\n  - c\n1. d", "<ul><li>a</li><li>b<ul><li>c</li></ul></li></ul><ol><li>d</li></ol>"),
+    ("3. a\n\n4. b", '<ol start="3"><li><p>a</p></li><li><p>b</p></li></ol>'),
+    ("1. a\n  - b\n  - c\n2. d", "<ol><li>a<ul><li>b</li><li>c</li></ul></li><li>d</li></ol>"),
+    ("> a\nb\n> > c", "<blockquote><p>a<br>b</p><blockquote><p>c</p></blockquote></blockquote>"),
+    ("a\n\n---\n***", "<p>a</p><hr><hr>"),
+    ("a|b\n-|:-:\n1|`x\\|y`\n2", "TABLE<thead><tr><th>a</th>TH b</th></tr></thead><tbody><tr><td>1</td>"
+     "TD <code>x|y</code></td></tr><tr><td>2</td>TD </td></tr></tbody></table></div>"),
+    ("a | b, no table", "<p>a | b, no table</p>"),
+    ("[a b](https://e.org/x_(y) \"t\") [c](x) [d]", "<p>L{a b|https://e.org/x_(y)} [c](x) [d]</p>"),
+    ("(https://e.org/a_b?c=d&e), <https://e.org>.", "<p>(L{https://e.org/a_b?c=d&amp;e|https://e.org/a_b?c=d&amp;e}), L{https://e.org|https://e.org/}.</p>"),
+    ("![p](https://e.org/p.png)", "<p>L{Image: p|https://e.org/p.png}</p>"),
+    ("~~~py x\na\n  b\n~~~\nc", "C{py|a\n  b}<p>c</p>"),
+    ("```\nnot closed\n# x", "C{code|not closed\n# x}"),
+    ("- a\n  ```\n  b\n  ```", "<ul><li>aC{code|b}</li></ul>"),
+    ("    a\n     b\n\nc", "C{code|a\n b}<p>c</p>"),
+    ("x\r\n\r\ny", "<p>x</p><p>y</p>"),
+)  # fmt: skip
+
+RENDER = """async ([texts, step]) => {
+  const { renderMarkdown } = await import("/markdown.js");
+  return texts.map((text) => {
+    const box = document.createElement("div");
+    for (let n = step || text.length; n < text.length; n += step) renderMarkdown(box, text.slice(0, n));
+    renderMarkdown(box, text);
+    for (const code of box.querySelectorAll(".code")) {
+      code.replaceWith(`C{${code.querySelector("span").textContent}|${code.querySelector("pre").textContent}}`);
+    }
+    for (const link of box.querySelectorAll("a")) {
+      link.replaceWith(`L{${link.textContent}|${link.getAttribute("href")}}`);
+    }
+    return box.innerHTML.replaceAll('<div class="table" tabindex="0"><table>', "TABLE")
+      .replaceAll(/<(t[hd]) style="text-align: center;">/g, (_, name) => `${name.toUpperCase()} `);
+  });
+}"""
+
+
+def test_markdown(open_page: OpenPage) -> None:
+    page = open_page()
+    texts = [text for text, _ in MARKDOWN]
+    assert page.evaluate(RENDER, [texts, 0]) == [expected for _, expected in MARKDOWN]
+    whole = "\n\n".join(texts)
+    assert page.evaluate(RENDER, [[whole], 7]) == page.evaluate(RENDER, [[whole], 0])
+
+
+def test_markdown_of_odd_texts_is_quick(open_page: OpenPage) -> None:
+    """Text that makes a careless parser look ahead again and again, or go deeper and deeper."""
+    page = open_page()
+    units = (
+        "*a ",
+        "**a ",
+        "~~a ",
+        "_a",
+        "[",
+        "[a](",
+        ">",
+        "- ",
+        "`",
+        "` `` ",
+        "#",
+        "|",
+        "<",
+        "&",
+        "http://",
+        " ",
+        "1. ",
+    )
+    texts = [unit * 30000 + end for unit in units for end in ("", "x")]
+    texts += ["\n".join("  " * i + "- x" for i in range(400)), "```js\n" + '"\\' * 30000, "> " * 500 + "x"]
+    begun = time.monotonic()
+    page.evaluate(RENDER, [texts, 0])
+    assert time.monotonic() - begun < WAIT
+
+
+def test_settings_are_sent(open_page: OpenPage) -> None:
+    page = open_page({})
+    bodies = answer_with(page, chunk(content="x"))
+    send(page, "a")
+    answers(page, 1)
+    flags = {name: True for name in ("stream", "timings_per_token", "return_progress")}
+    messages = [{"role": "user", "content": "a"}]
+    assert bodies[0] == flags | {"messages": messages, "stream_options": {"include_usage": True}}
+    page.click("#settings-open")
+    assert page.get_attribute("#set-temperature", "placeholder") == "0.8"
+    page.fill("#set-temperature", "0.25")
+    page.fill("#set-top_k", "7")
+    page.fill("#set-max_tokens", "-5")
+    page.select_option("#set-reasoning", "off")
+    page.click("summary >> text=Penalties")
+    page.click("summary >> text=/^More$/")
+    page.fill("#set-repeat_penalty", "1.1")
+    page.fill("#set-stop", "END\nSTOP")
+    page.fill("#set-extra", '{"tools": []')
+    page.click("text=Save >> visible=true")
+    assert page.inner_text("#settings-error").startswith("Most tokens per answer: at least -1")
+    page.fill("#set-max_tokens", "9")
+    page.keyboard.press("Enter")
+    assert page.inner_text("#settings-error").startswith("More request fields: ")
+    page.fill("#set-extra", '{"logit_bias": [[1, false]], "chat_template_kwargs": {"a": 1}}')
+    page.click("text=Save >> visible=true")
+    reload(page)
+    send(page, "b")
+    answers(page, 2)
+    expected = {"temperature": 0.25, "top_k": 7, "max_tokens": 9, "repeat_penalty": 1.1, "stop": ["END", "STOP"]}
+    expected |= {"logit_bias": [[1, False]], "chat_template_kwargs": {"enable_thinking": False, "a": 1}}
+    assert {name: bodies[1].get(name) for name in expected} == expected
+    page.unroute("**/v1/chat/completions")
+    send(page, "the real server takes all of them")
+    answers(page, 3)
+    assert page.locator(".message .error:visible").count() == 0
+
+
+def test_reasoning_and_tool_calls(open_page: OpenPage) -> None:
+    page = open_page()
+    calls = [
+        chunk(tool_calls=[{"index": 0, "id": "c1", "function": {"name": "get_weather", "arguments": ""}}]),
+        chunk(tool_calls=[{"index": 0, "function": {"arguments": '{"city":'}}]),
+        chunk(tool_calls=[{"index": 0, "function": {"arguments": '"Oslo"}'}}]),
+    ]
+    bodies = answer_with(page, chunk(reasoning_content="I *think*"), *calls, chunk("tool_calls"))
+    send(page, "weather?")
+    answers(page, 1)
+    assert not page.locator(".reasoning em").is_visible()
+    page.click(".reasoning summary")
+    assert page.inner_text(".reasoning em") == "think"
+    assert page.inner_text(".call p") == "Calls get_weather"
+    assert page.inner_text(".call pre") == '{\n  "city": "Oslo"\n}'
+    page.fill(".calls textarea", "rain")
+    bodies = answer_with(page, chunk(content="It rains."))
+    page.click("text=Send the result")
+    page.wait_for_selector("text=It rains.")
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Oslo"}'}}
+    assert bodies[0]["messages"][1:] == [
+        {"role": "assistant", "content": "", "reasoning_content": "I *think*", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    assert page.locator(".calls form").count() == 0
+
+
+def test_errors_are_shown(open_page: OpenPage) -> None:
+    from playwright.sync_api import expect
+
+    page = open_page()
+    error = page.locator(".assistant .error").last
+    send(page, "word " * 1500)
+    expect(error).to_contain_text("but the context holds 512")
+    answer_with(
+        page, {"error": {"code": 400, "message": "top_k must be small", "type": "invalid_request_error"}}, status=400
+    )
+    send(page, "a")
+    expect(error).to_have_text("Top_k must be small")
+    bodies = answer_with(
+        page, chunk(content="half an"), {"error": {"code": 500, "message": "out of luck", "type": "x"}}
+    )
+    page.locator("[aria-label='Answer again']").last.click()
+    expect(error).to_have_text("Out of luck")
+    answer_with(page, chunk(content="half an"), done=False)
+    send(page, "b")
+    expect(error).to_contain_text("ended before the answer was complete")
+    assert answers(page, 3)[2] == "half an"
+    # questions without an answer are sent as one
+    assert [m["role"] for m in bodies[0]["messages"]] == ["user"]
+    page.route("**/health", lambda route: route.abort())
+    page.unroute("**/v1/chat/completions")
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    send(page, "c")
+    expect(error).to_contain_text("does not answer")
+    page.unroute("**/health")
+
+
+def test_key_is_asked_for(open_page: OpenPage) -> None:
+    page = open_page(key="wrong")
+    page.click("#banner button")
+    assert page.evaluate("() => document.activeElement.id") == "set-key"
+    page.keyboard.press("Control+A")
+    page.keyboard.type(KEY)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#banner", state="hidden")
+    assert page.inner_text("#model") == "demo"
+    assert page.evaluate("() => localStorage.getItem('ik.key')") is None
+    send(page, "a")
+    assert answers(page, 1)[0]
+
+
+def test_keyboard_only(open_page: OpenPage, slow: Slow) -> None:
+    page = open_page({}, base=slow.base)
+    focused = "() => document.activeElement.id || document.activeElement.getAttribute('aria-label')"
+    assert page.evaluate(focused) == "input"
+    page.keyboard.type("line one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("line two")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".assistant.running .markdown > *")
+    assert page.inner_text(".user .body") == "line one\nline two"
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".assistant:not(.running)")
+    assert page.evaluate(focused) == "input"
+    page.keyboard.press("Shift+Tab")
+    for name in ("Answer again", "Edit the message", "Copy the message"):
+        assert page.evaluate(focused) == name
+        page.keyboard.press("Shift+Tab")
+    page.focus(".skip")
+    assert page.inner_text(".skip:focus") == "Skip to the message field"
+    order = []
+    for _ in range(3):
+        page.keyboard.press("Tab")
+        order.append(page.evaluate("() => document.activeElement.id || document.activeElement.className"))
+    assert order == ["new", "open", "icon"]
+    page.focus("#settings-open")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#settings[open]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#settings", state="hidden")
+    assert page.evaluate(focused) == "settings-open"
+    unnamed = (
+        "all => all.filter(e => !(e.labels?.length || e.getAttribute('aria-label') || e.textContent.trim()))"
+        ".map(e => e.outerHTML)"
+    )
+    assert page.locator("button, input, textarea, select").evaluate_all(unnamed) == []
+
+
+WIDE = (
+    "# " + "w" * 300 + "\n\n`" + "c" * 200 + "`\n\n```\n" + "x" * 300 + "\n```\n\n|a|b|\n|-|-|\n|" + "y" * 200 + "|z|\n"
+)
+
+
+def test_phone(open_page: OpenPage) -> None:
+    page = open_page(viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True)
+    answer_with(page, chunk(reasoning_content=WIDE), chunk(content=WIDE))
+    send(page, "u" * 300)
+    answers(page, 1)
+    page.click(".reasoning summary")
+    outside = "all => all.filter(e => e.getBoundingClientRect().right > 360.5 && !e.closest('pre, .table')).length"
+
+    def fits() -> bool:
+        widths = page.evaluate("() => [document.documentElement.scrollWidth, window.innerWidth]")
+        return widths == [360, 360] and page.locator("body *:visible").evaluate_all(outside) == 0
+
+    assert fits()
+    page.click(".user [aria-label='Edit the message']")
+    assert fits()
+    page.click("#menu")
+    page.wait_for_selector("#sidebar:visible")
+    assert fits() and page.evaluate("() => document.querySelector('main').inert")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#sidebar", state="hidden")
+    page.click("#settings-open")
+    assert fits()
+    page.click("#settings-cancel")
+    page.fill("#input", "a")
+    page.focus("#input")
+    page.keyboard.press("Enter")
+    assert page.input_value("#input") == "a\n"
+
+
+def test_dark_and_light(open_page: OpenPage) -> None:
+    page = open_page(color_scheme="dark")
+    colours = "() => { const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]; }"
+
+    def bright() -> list[bool]:
+        return [sum(map(int, re.findall(r"\d+", text)[:3])) > 384 for text in page.evaluate(colours)]
+
+    assert bright() == [False, True]
+    page.click("#theme")
+    assert bright() == [True, False]
+    reload(page)
+    assert bright() == [True, False] and page.get_attribute("#theme", "aria-label") == "Colours: light"
+    page.click("#theme")
+    page.emulate_media(color_scheme="light")
+    assert bright() == [False, True]
+    page.click("#theme")
+    assert bright() == [True, False]

@@ -402,7 +402,7 @@ def test_settings_are_sent(open_page: OpenPage) -> None:
     bodies = answer_with(page, chunk(content="x"))
     send(page, "a")
     answers(page, 1)
-    flags = {name: True for name in ("stream", "timings_per_token", "return_progress")}
+    flags = dict.fromkeys(("stream", "timings_per_token", "return_progress"), True)
     messages = [{"role": "user", "content": "a"}]
     assert bodies[0] == flags | {"messages": messages, "stream_options": {"include_usage": True}}
     page.click("#settings-open")

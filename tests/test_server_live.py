@@ -55,9 +55,9 @@ def test_openai_client(server: Server) -> None:
     completion = client.completions.create(model="demo", prompt="The list", max_tokens=4, logprobs=2, echo=True)
     assert completion.choices[0].text.startswith("The list")
     assert len(completion.choices[0].logprobs.tokens) == len(completion.choices[0].logprobs.token_logprobs)
-    response = client.responses.create(model="demo", input="What is a list?", max_output_tokens=8)
+    response = client.responses.create(model="demo", input="What is a list?", max_output_tokens=3, temperature=0)
     assert response.status == "incomplete" and response.output_text
-    events = list(client.responses.create(model="demo", input="What?", max_output_tokens=4, stream=True))
+    events = list(client.responses.create(model="demo", input="What?", max_output_tokens=2, stream=True))
     assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
     with pytest.raises(openai.InternalServerError, match="does not support embeddings"):
         client.embeddings.create(model="demo", input="text")

@@ -106,7 +106,7 @@ def _value(arguments: str) -> object:
 
 def list_tools(messages: Sequence[Message], tools: Sequence[Tool], how: str = "") -> list[Message]:
     """`messages` with the tools in the system prompt, for templates that write calls but no list of tools."""
-    listing = json.dumps([tool.to_openai()["function"] for tool in tools], ensure_ascii=False, indent=2)
+    listing = "\n".join(json.dumps(tool.to_openai()["function"], ensure_ascii=False) for tool in tools)
     text = f"You can call these functions (JSON schemas of their parameters included):\n{listing}"
     text += f"\n\n{how}" if how else ""
     out = list(messages)

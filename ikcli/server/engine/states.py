@@ -153,7 +153,7 @@ def model_info(session: Session, n_ctx_slot: int) -> ModelInfo:
     path = str(model.file.paths[0])
     return ModelInfo(
         path=path,
-        alias=session.config.server.alias or model.file.paths[0].stem,
+        alias=session.config.server.alias or model.file.paths[0].name,
         arch=hp.arch,
         description=f"{hp.arch} {file_type_label(int(ftype))}" if ftype is not None else hp.arch,
         n_vocab=session.n_vocab,

@@ -72,4 +72,4 @@ class ServerState:
         """The model's name in the API."""
         if self.config.server.alias:
             return self.config.server.alias.split(",")[0].strip()
-        return self.config.model.stem if self.config.model is not None else "model"
+        return self.config.model.name if self.config.model is not None else "model"

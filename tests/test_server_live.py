@@ -166,6 +166,12 @@ def test_port_in_use_is_one_clear_error(server: Server) -> None:
     assert f"cannot listen on 127.0.0.1 port {server.port}" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_missing_folder_for_slots_is_said_at_the_start(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ikcli", "serve", "--port", "0", "--slot-save-path", str(tmp_path / "absent")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT)
+    assert done.returncode == 2 and "--slot-save-path" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_first_signal_drains_second_stops(tmp_path: Path) -> None:
     server = Server("--shutdown-timeout", "600", log=tmp_path / "log")
     server.wait_ready()

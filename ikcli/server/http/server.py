@@ -40,6 +40,8 @@ def serve(config: RunConfig) -> int:
     state = ServerState(config, None, read_keys(server), log)
     state.defaults  # noqa: B018  (wrong options end the program before anything is loaded)
     check_options(config)
+    if server.slot_save_path is not None and not server.slot_save_path.is_dir():
+        raise UsageError(f"--slot-save-path {server.slot_save_path} is no folder; make it or name another one")
     tls = _tls(config)
     listener = listen(server.host, server.port)
     try:

@@ -20,7 +20,19 @@ INTENDED = (501, 503)
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("openapi")
-    options = ("-np", "2", "-c", "512", "--metrics", "--props", "--slot-save-path", str(folder), "--no-context-shift")
+    options = (
+        "-np",
+        "2",
+        "-c",
+        "512",
+        "--metrics",
+        "--props",
+        "--slot-save-path",
+        str(folder),
+        "--no-context-shift",
+        "-n",
+        "8",
+    )
     found = Server(*options, log=folder / "log")
     found.wait_ready()
     yield found
@@ -50,7 +62,7 @@ def _try(operation: Any, server: Server, failed: dict[str, Any], seen: Counter[i
     from schemathesis import GenerationMode
 
     for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-        with httpx.Client(base_url=server.base, timeout=60) as client:
+        with httpx.Client(base_url=server.base, timeout=600) as client:
 
             @settings(max_examples=60, deadline=None, database=None, phases=[Phase.generate],
                       suppress_health_check=list(HealthCheck))  # fmt: skip

@@ -1,0 +1,58 @@
+"""The script that loads the server: reading streams, its figures, and a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "serve.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_serve", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def chunked(*parts: bytes) -> bytes:
+    body = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+    return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n"
+
+
+def test_the_last_event_is_read_across_chunks(script: ModuleType) -> None:
+    last = {"stop": True, "tokens_predicted": 3, "timings": {"prompt_ms": 2, "predicted_ms": 5.5}}
+    text = b'data: {"content":"a"}\n\ndata: ' + json.dumps(last).encode() + b"\n\n"
+    answer = script.Answer(0.0, [1.0, 1.5, 1.5])
+    script.finish(answer, chunked(text[:40], text[40:]))
+    assert (answer.n_tokens, answer.engine_ms, answer.events) == (3, 7.5, [1.0, 1.5])
+    with pytest.raises(ValueError):
+        script.finish(answer, chunked(text)[:-5])
+    with pytest.raises(ValueError):
+        script.finish(answer, chunked(text).replace(b"200", b"400", 1))
+
+
+def test_figures(script: ModuleType) -> None:
+    answers = [script.Answer(0.0, [0.010, 0.012, 0.016], 0.017, 3, 11.0), script.Answer(0.0, [0.020], 0.020, 1, 20.0)]
+    r = script.summary(answers, 0.5, 0.001)
+    assert r.tokens_per_second == 8 and r.client == pytest.approx(250)
+    assert (r.ttft_p50, r.ttft_p95, r.itl_p50, r.itl_p95) == pytest.approx((10, 20, 2, 4))
+    assert r.around == pytest.approx((2000 + 0) / 2)
+    assert script.percentile(range(1, 101), 95) == 95
+    row = script.table_row("ik", 1, 4, r, script.Result(4, *[1.0] * 6))
+    assert row.startswith("| ik | 1 | 4 | 8 | 2.00 |") and "|  | 250 |" in row
+
+
+def test_a_run(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--ik", f"{sys.executable} -m ikcli", "-np", "2", "--clients", "1,3", "-p", "8", "-n", "4", "-r", "1"]
+    assert script.main([*command, "--requests", "3", "--", "--no-webui"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("| ik | 2 | 1 |") and lines[-1].startswith("| ik | 2 | 3 |")

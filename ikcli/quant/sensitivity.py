@@ -4,8 +4,9 @@ The unit is the squared relative error of the logits; small errors of different 
 the logits, so its own error counts fully, and so does that of the token embedding, which is the first residual stream.
 A matrix inside a branch (attention, feed-forward) counts with the share that the branch has in the energy of the stream
 right after joining it: blocks normalise the stream, so relative errors are what they pass on. Energies come from the
-weights and the mean squared inputs of an importance matrix; without one all branches count as equally strong. Nothing
-here is fitted to a model; measured sensitivities (`calibration`) take the place of these where they are wanted.
+weights and the mean squared inputs of an importance matrix; without one all branches count as equally strong. The few
+constants are the same for all models; their round values were checked on two small ones only. Measured sensitivities
+(`calibration`) take the place of these estimates where they are wanted.
 """
 
 from __future__ import annotations

@@ -236,17 +236,18 @@ class Session:
     def _segments(self, batch: Batch) -> list[Segment]:
         if len(batch) and not 0 <= batch.tokens.min() <= batch.tokens.max() < self.n_vocab:
             raise IkError(f"a token id is outside the vocabulary of {self.n_vocab}")
-        starts = [0, *(np.flatnonzero(np.diff(batch.seq)) + 1).tolist(), len(batch)]
+        seq = batch.seq.tolist()
+        starts = [0, *(i for i in range(1, len(seq)) if seq[i] != seq[i - 1]), len(seq)]
         segments = [self._segment(batch, a, b) for a, b in pairwise(starts)]
         for s, a in zip(segments, starts, strict=False):
-            self._n_past[int(batch.seq[a])] = s.n_kv
+            self._n_past[seq[a]] = s.n_kv
         return segments
 
     def _segment(self, batch: Batch, start: int, stop: int) -> Segment:
         seq, pos, n = int(batch.seq[start]), int(batch.pos[start]), stop - start
         if not 0 <= seq < self.n_seq_max:
             raise IkError(f"sequence {seq} does not exist; the session was made for {self.n_seq_max}")
-        if pos != self._n_past[seq] or (np.diff(batch.pos[start:stop]) != 1).any():
+        if pos != self._n_past[seq] or (n > 1 and (np.diff(batch.pos[start:stop]) != 1).any()):
             raise IkError(f"sequence {seq}: position {pos} does not follow the {self._n_past[seq]} cached ones")
         if pos + n > self.n_ctx_seq:
             raise IkError(f"sequence {seq}: {pos + n} tokens do not fit its context of {self.n_ctx_seq}; raise -c")

@@ -51,6 +51,7 @@ class State:
         self._out_ids = np.zeros(n_tokens, np.int64)
         self._segments = np.zeros((n_tokens, SEG_WORDS), np.int64)
         self._kv_cells = np.zeros(n_cells, np.int64)
+        self._count = np.arange(n_cells)
         arrays = (self._tokens, self._pos, self._cells, self._out_ids, self._segments, self._kv_cells)
         self._words[4:10] = [a.ctypes.data for a in arrays]
         self.address: int = self._words.ctypes.data
@@ -69,9 +70,9 @@ class State:
         self._tokens[:n], self._pos[:n] = tokens, pos
         self._out_ids[: len(out_ids)] = out_ids
         for i, s in enumerate(segments):
-            self._cells[s.start : s.start + s.n_tokens] = np.arange(s.cell + s.pos, s.cell + s.n_kv)
+            self._cells[s.start : s.start + s.n_tokens] = self._count[s.cell + s.pos : s.cell + s.n_kv]
             self._segments[i] = s.start, s.n_tokens, s.cell, s.pos, n_kv, s.n_kv
-            self._kv_cells[n_kv : n_kv + s.n_kv] = np.arange(s.cell, s.cell + s.n_kv)
+            self._kv_cells[n_kv : n_kv + s.n_kv] = self._count[s.cell : s.cell + s.n_kv]
             n_kv += s.n_kv
         self._words[:4] = n, len(out_ids), n_kv, len(segments)
         self.n_segments = len(segments)

@@ -67,14 +67,14 @@ class NativeShape:
         out = []
         for index, event in enumerate(finals):
             tokens = [token.id for token in event.tokens] if self._options.return_tokens else []
-            answer = self._final(index, event, content=event.text, tokens=tokens)
-            if self._probabilities is not None:
-                answer["completion_probabilities"] = self._probabilities.native(event.tokens)
-            out.append(self._selected(answer))
+            out.append(self._selected(self._final(index, event, content=event.text, tokens=tokens)))
         return out[0] if len(out) == 1 else out
 
     def _final(self, index: int, event: Final, *, content: str, tokens: list[int]) -> dict[str, Any]:
-        return {
+        probabilities = {}
+        if self._probabilities is not None:  # those of all tokens, at the end of a stream too
+            probabilities = {"completion_probabilities": self._probabilities.native(event.tokens)}
+        return probabilities | {
             "index": index,
             "content": content,
             "tokens": tokens,

@@ -35,7 +35,7 @@ COMMANDS = (
         runs_model=True,
     ),
     CommandInfo("chat", "generate text or talk to a model", aliases=("cli",), runs_model=True),
-    CommandInfo("bench", "speed of given prompt and generation lengths", runs_model=True),
+    CommandInfo("bench", "speed of given prompt and generation lengths", "ikcli.commands.bench", runs_model=True),
     CommandInfo("batched-bench", "speed of several sequences at once", "ikcli.commands.batched_bench", runs_model=True),
     CommandInfo("imatrix", "importance matrix of a model on a text", "ikcli.commands.imatrix", runs_model=True),
     CommandInfo("quantize", "convert a model to smaller types", "ikcli.commands.quantize"),

@@ -1,0 +1,172 @@
+"""bench: speed of given tests (ppP, tgN, ppP+tgN, tgN@ppP) for all combinations of settings, as llama-bench has it.
+
+Every option of the run may list alternatives; each combination gets a session of its own, sized for the largest test.
+A test is repeated `-r` times from an empty cache; results are mean and sample standard deviation of tokens per second.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ikcli.config import RunConfig
+from ikcli.engine.batch import Batch
+from ikcli.errors import UsageError
+from ikcli.eval.bench_output import BenchModel, make_writer
+from ikcli.eval.protocol import SessionLike
+
+
+@dataclass(frozen=True, slots=True)
+class BenchTest:
+    """n_prompt tokens at once, then n_gen single ones; with `after_prompt` only the latter are timed."""
+
+    n_prompt: int
+    n_gen: int
+    after_prompt: bool = False
+
+    @property
+    def label(self) -> str:
+        if self.after_prompt:
+            return f"tg{self.n_gen}@pp{self.n_prompt}"
+        return "+".join([f"pp{self.n_prompt}"] * bool(self.n_prompt) + [f"tg{self.n_gen}"] * bool(self.n_gen))
+
+    @property
+    def n_timed(self) -> int:
+        """Tokens that the measured time is for."""
+        return self.n_gen + (0 if self.after_prompt else self.n_prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """Nanoseconds of every repetition of a test under these settings."""
+
+    test: BenchTest
+    config: RunConfig
+    model: BenchModel
+    started: str
+    samples_ns: tuple[int, ...]
+
+    @property
+    def samples_ts(self) -> tuple[float, ...]:
+        """Tokens per second of every repetition."""
+        return tuple(1e9 * self.test.n_timed / max(1, ns) for ns in self.samples_ns)
+
+
+def mean_and_deviation(values: Collection[float]) -> tuple[float, float]:
+    """Mean, and the standard deviation of a sample (0 for a single value)."""
+    n = len(values)
+    mean = sum(values) / n
+    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1)) if n > 1 else 0.0
+
+
+def all_tests(config: RunConfig) -> list[BenchTest]:
+    """The tests in the order prompt lengths, generation lengths, -pg, -gp; lengths of 0 are left out."""
+    b = config.bench
+    pairs = [*b.pg, *b.gp]
+    if min((*b.n_prompt, *b.n_gen, *(n for pair in pairs for n in pair)), default=0) < 0:
+        raise UsageError("-p, -n, -pg and -gp take token counts of 0 or more, for example -p 512 -n 128")
+    if b.repetitions < 1:
+        raise UsageError("-r takes a number of at least 1, for example -r 5")
+    tests = [BenchTest(p, 0) for p in b.n_prompt] + [BenchTest(0, n) for n in b.n_gen]
+    tests += [BenchTest(p, n) for p, n in b.pg] + [BenchTest(p, n, True) for p, n in b.gp]
+    tests = [t for t in tests if t.n_timed]
+    if not tests:
+        raise UsageError("nothing to measure; name prompt lengths with -p or generation lengths with -n")
+    return tests
+
+
+def combinations(
+    config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]], given: Collection[str]
+) -> Iterator[RunConfig]:
+    """One config per combination of the listed values, threads varying fastest; -t alone is for prompts too."""
+    listed = {f.name: alternatives[f.name] for f in fields(config) if f.name in alternatives}
+    threads = {name: listed.pop(name) for name in ("n_threads", "n_threads_batch") if name in listed}
+    for values in product(*listed.values()):
+        base = replace(config, **dict(zip(listed, values, strict=True)))
+        if config.bench.threads_gen_batch:
+            for n, n_batch in config.bench.threads_gen_batch:
+                yield replace(base, n_threads=n, n_threads_batch=n_batch)
+            continue
+        for counts in product(*threads.values()):
+            chosen = dict(zip(threads, counts, strict=True))
+            if "n_threads" in chosen and "n_threads_batch" not in given:
+                chosen["n_threads_batch"] = chosen["n_threads"]
+            yield replace(base, **chosen)
+
+
+def measure(
+    session: SessionLike, test: BenchTest, repetitions: int, warmup: bool, rng: np.random.Generator
+) -> list[int]:
+    """Nanoseconds of every repetition."""
+    if warmup:
+        session.kv_seq_rm(-1)
+        n = min(test.n_prompt, session.n_ubatch)
+        _prompt(session, n, rng)
+        _generate(session, n, min(test.n_gen, 1), rng)
+    samples = []
+    for _ in range(repetitions):
+        session.kv_seq_rm(-1)
+        started = time.perf_counter_ns()
+        _prompt(session, test.n_prompt, rng)
+        if test.after_prompt:
+            started = time.perf_counter_ns()
+        _generate(session, test.n_prompt, test.n_gen, rng)
+        samples.append(time.perf_counter_ns() - started)
+    return samples
+
+
+def _prompt(session: SessionLike, n: int, rng: np.random.Generator) -> None:
+    tokens = rng.integers(0, session.n_vocab, n, dtype=np.int32)
+    for start in range(0, n, session.n_batch):
+        session.decode(Batch.single(tokens[start : start + session.n_batch], start))
+
+
+def _generate(session: SessionLike, pos: int, n: int, rng: np.random.Generator) -> None:
+    for i, token in enumerate(rng.integers(0, session.n_vocab, n, dtype=np.int32)):
+        session.decode(Batch.single([token], pos + i))
+
+
+def run_command(config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]], given: Collection[str]) -> int:
+    """`ik bench`: results on stdout as they are measured, a copy on stderr with -oe; 130 after Ctrl-C."""
+    import sys
+
+    tests = all_tests(config)
+    b = config.bench
+    writers = [make_writer(b.output, sys.stdout)]
+    if b.output_err:
+        writers.append(make_writer(b.output_err, sys.stderr))
+    for writer in writers:
+        writer.header(config, alternatives)
+    code = 0
+    try:
+        for chosen in combinations(config, alternatives, given):
+            for result in _run(chosen, tests):
+                for writer in writers:
+                    writer.result(result)
+    except KeyboardInterrupt:
+        code = 130
+    for writer in writers:
+        writer.footer()
+    return code
+
+
+def _run(config: RunConfig, tests: list[BenchTest]) -> Iterator[BenchResult]:
+    """Measure the tests in one session."""
+    from ikcli.engine.session import Session
+
+    n_ctx = max(t.n_prompt + t.n_gen for t in tests)
+    with closing(Session.open(replace(config, n_ctx=n_ctx, warmup=False))) as session:
+        model = BenchModel.of(session.model)
+        rng = np.random.default_rng(max(1, config.seed))
+        for test in tests:
+            started = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            samples = measure(session, test, config.bench.repetitions, config.bench.warmup, rng)
+            yield BenchResult(test, session.config, model, started, tuple(samples))

@@ -1,0 +1,233 @@
+"""The printed forms of bench results: Markdown, CSV, JSON, JSON lines, SQL. Field names are those of llama-bench.
+
+Features of the C++ program that do not exist here (rpc, vulkan, ...) are written as 0, so that tools that read its
+files find every field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+import ikcli
+from ikcli.config import RunConfig
+from ikcli.eval.environment import cpu_name
+from ikcli.gguf.constants import file_type_label
+
+if TYPE_CHECKING:
+    from ikcli.engine.model import Model
+    from ikcli.eval.bench import BenchResult
+
+# field of RunConfig -> (heading, width; negative: left-aligned), in the order of the columns
+_SETTINGS: dict[str, tuple[str, int]] = {
+    "n_batch": ("n_batch", 7), "n_ubatch": ("n_ubatch", 8), "type_k": ("type_k", 6), "type_v": ("type_v", 6),
+    "split_mode": ("sm", 5), "main_gpu": ("mg", 10), "no_kv_offload": ("nkvo", 10), "flash_attn": ("fa", 2),
+    "mla": ("mla", 3), "amb": ("amb", 5), "ser": ("ser", 10), "tensor_split": ("ts", -12), "mmap": ("mmap", 4),
+    "run_time_repack": ("rtr", 3), "thp": ("thp", 3), "fmoe": ("fmoe", 4),
+}  # fmt: skip
+_ABSENT = ("embeddings", "mqkv", "muge", "defer_experts", "grouped_er", "no_fused_up_gate", "no_ooae", "rcache", "sas",
+           "reuse", "cuda", "vulkan", "metal", "sycl", "rpc", "gpu_blas", "blas")  # fmt: skip
+FIELDS = (
+    "build_commit", "build_number", "cuda", "vulkan", "metal", "sycl", "rpc", "gpu_blas", "blas", "cpu_info",
+    "gpu_info", "model_filename", "model_type", "model_size", "model_n_params", "n_batch", "n_ubatch", "n_threads",
+    "type_k", "type_v", "n_gpu_layers", "split_mode", "main_gpu", "no_kv_offload", "flash_attn", "mla_attn",
+    "attn_max_batch", "ser", "reuse", "tensor_split", "use_mmap", "embeddings", "repack", "mqkv", "muge",
+    "defer_experts", "fused_moe", "grouped_er", "no_fused_up_gate", "use_thp", "no_ooae", "rcache", "sas", "max_gpu",
+    "cuda_params", "override_tensor", "n_prompt", "n_gen", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
+    "test",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BenchModel:
+    """What a result says about its model: path, name like `deepseek2 16B IQ4_NL`, bytes and number of weights."""
+
+    filename: str
+    name: str
+    n_bytes: int
+    n_params: int
+
+    @classmethod
+    def of(cls, model: Model) -> BenchModel:
+        """From an opened model."""
+        file = model.file
+        ftype = file.get("general.file_type")
+        kind = file_type_label(int(ftype)) if ftype is not None else "unknown type"
+        name = f"{model.hp.arch} {params_label(file.n_elements)} {kind}"
+        return cls(model.source, name, file.n_bytes, file.n_elements)
+
+
+def params_label(n: int) -> str:
+    """Number of weights as models are called: `16B`, `6.7B`, `492M`."""
+    for scale, unit in ((1e9, "B"), (1e6, "M")):
+        if n >= scale:
+            x = n / scale
+            return f"{x:.1f}".removesuffix(".0") + unit if x < 10 else f"{x:.0f}{unit}"
+    return f"{n / 1e3:.0f}K"
+
+
+def build() -> tuple[str, int]:
+    """Version as text and as a number that grows."""
+    numbers = [int(part) for part in ikcli.__version__.split(".")[:3] if part.isdigit()]
+    return f"ik-{ikcli.__version__}", sum(n * 100 ** (2 - i) for i, n in enumerate(numbers))
+
+
+def _setting(config: RunConfig, name: str) -> str:
+    value = getattr(config, name)
+    if name == "ser":
+        return f"{value[0]},{value[1]:g}" if value else "-1,0"
+    if name == "tensor_split":
+        return "/".join(f"{x:.2f}" for x in value or (0.0,))
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def values(result: BenchResult) -> dict[str, Any]:
+    """The fields of a result; numbers, bools and texts."""
+    from ikcli.eval.bench import mean_and_deviation
+
+    c, t, m = result.config, result.test, result.model
+    commit, number = build()
+    avg_ns, stddev_ns = mean_and_deviation(result.samples_ns)
+    avg_ts, stddev_ts = mean_and_deviation(result.samples_ts)
+    known: dict[str, Any] = {
+        "build_commit": commit, "build_number": number, "cpu_info": cpu_name() or "", "gpu_info": "",
+        "model_filename": m.filename, "model_type": m.name, "model_size": m.n_bytes, "model_n_params": m.n_params,
+        "n_batch": c.n_batch, "n_ubatch": c.n_ubatch, "n_threads": c.n_threads if t.n_gen else c.n_threads_batch,
+        "type_k": c.type_k, "type_v": c.type_v, "n_gpu_layers": c.n_gpu_layers or 0, "split_mode": c.split_mode,
+        "main_gpu": c.main_gpu, "no_kv_offload": c.no_kv_offload, "flash_attn": c.flash_attn, "mla_attn": c.mla,
+        "attn_max_batch": c.amb, "ser": _setting(c, "ser"), "tensor_split": _setting(c, "tensor_split"),
+        "use_mmap": c.mmap, "repack": c.run_time_repack, "fused_moe": c.fmoe, "use_thp": c.thp, "max_gpu": 0,
+        "cuda_params": "", "override_tensor": ",".join(c.override_tensor), "n_prompt": t.n_prompt, "n_gen": t.n_gen,
+        "test_time": result.started, "avg_ns": round(avg_ns), "stddev_ns": round(stddev_ns), "avg_ts": avg_ts,
+        "stddev_ts": stddev_ts, "test": t.label,
+    }  # fmt: skip
+    known |= dict.fromkeys(_ABSENT, False)
+    return {name: known[name] for name in FIELDS}
+
+
+class Writer:
+    """Header, one result at a time, footer; flushed after each."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def header(self, config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]]) -> None:
+        """What precedes the results."""
+
+    def result(self, result: BenchResult) -> None:
+        """One result."""
+        raise NotImplementedError
+
+    def footer(self) -> None:
+        """What follows the results."""
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+
+class MarkdownWriter(Writer):
+    """A table with columns for the settings that are not the defaults."""
+
+    def header(self, config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]]) -> None:
+        defaults = {f.name: f.default for f in dataclasses.fields(config)}
+        self._settings = [name for name in _SETTINGS if name in alternatives or getattr(config, name) != defaults[name]]
+        self._columns = [("model", -30), ("size", 10), ("params", 10), ("backend", -10), ("threads", 7)]
+        self._columns += [*(_SETTINGS[name] for name in self._settings), ("test", 13), ("t/s", 16)]
+        self._row([name for name, _ in self._columns])
+        rule = ["-" * -width if width < 0 else "-" * (width - 1) + ":" for _, width in self._columns]
+        self._row(rule)
+
+    def result(self, result: BenchResult) -> None:
+        from ikcli.eval.bench import mean_and_deviation
+
+        m, c = result.model, result.config
+        size = f"{m.n_bytes / 2**30:.2f} GiB" if m.n_bytes >= 2**30 else f"{m.n_bytes / 2**20:.2f} MiB"
+        params = f"{m.n_params / 1e9:.2f} B" if m.n_params >= 1e9 else f"{m.n_params / 1e6:.2f} M"
+        n_threads = c.n_threads if result.test.n_gen else c.n_threads_batch
+        speed, deviation = mean_and_deviation(result.samples_ts)
+        cells = [m.name, size, params, "CPU", str(n_threads), *(_setting(c, name) for name in self._settings)]
+        self._row([*cells, result.test.label, f"{speed:.2f} ± {deviation:.2f}"])
+
+    def footer(self) -> None:
+        commit, number = build()
+        self._write(f"\nbuild: {commit} ({number})\n")
+
+    def _row(self, cells: list[str]) -> None:
+        parts = [
+            f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}"
+            for cell, (_, width) in zip(cells, self._columns, strict=True)
+        ]
+        self._write("| " + " | ".join(parts) + " |\n")
+
+
+def _text(value: Any) -> str:
+    """A value as CSV and SQL have it."""
+    return f"{value:f}" if isinstance(value, float) else str(int(value) if isinstance(value, bool) else value)
+
+
+class CsvWriter(Writer):
+    """A line of names, then quoted values."""
+
+    def header(self, config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]]) -> None:
+        self._write(",".join(FIELDS) + "\n")
+
+    def result(self, result: BenchResult) -> None:
+        quoted = ('"' + _text(v).replace('"', '""') + '"' for v in values(result).values())
+        self._write(",".join(quoted) + "\n")
+
+
+class JsonWriter(Writer):
+    """One array of objects."""
+
+    _first = True
+
+    def header(self, config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]]) -> None:
+        self._write("[\n")
+
+    def result(self, result: BenchResult) -> None:
+        lines = [f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in _with_samples(result).items()]
+        self._write(("" if self._first else ",\n") + "  {\n" + ",\n".join(lines) + "\n  }")
+        self._first = False
+
+    def footer(self) -> None:
+        self._write("\n]\n")
+
+
+class JsonLinesWriter(Writer):
+    """One object per line."""
+
+    def result(self, result: BenchResult) -> None:
+        self._write(json.dumps(_with_samples(result)) + "\n")
+
+
+def _with_samples(result: BenchResult) -> dict[str, Any]:
+    return {**values(result), "samples_ns": list(result.samples_ns), "samples_ts": list(result.samples_ts)}
+
+
+class SqlWriter(Writer):
+    """Statements that make a table `test` and fill it."""
+
+    def header(self, config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]]) -> None:
+        self._pending = True
+
+    def result(self, result: BenchResult) -> None:
+        found = values(result)
+        if self._pending:
+            self._pending = False
+            types = {int: "INTEGER", bool: "INTEGER", float: "REAL"}
+            columns = ",\n".join(f"  {k} {types.get(type(v), 'TEXT')}" for k, v in found.items())
+            self._write(f"CREATE TABLE IF NOT EXISTS test (\n{columns}\n);\n\n")
+        quoted = ", ".join("'" + _text(v).replace("'", "''") + "'" for v in found.values())
+        self._write(f"INSERT INTO test ({', '.join(FIELDS)}) VALUES ({quoted});\n")
+
+
+_WRITERS = {"md": MarkdownWriter, "csv": CsvWriter, "json": JsonWriter, "jsonl": JsonLinesWriter, "sql": SqlWriter}
+
+
+def make_writer(form: str, out: TextIO) -> Writer:
+    """The writer of an output form (`-o`)."""
+    return _WRITERS[form](out)

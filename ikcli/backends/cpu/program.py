@@ -19,7 +19,7 @@ from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, RowSpec, Weight, ass
 from ikcli.native.kernel_cache import KernelKey, KernelLibrary
 
 INDEPENDENT_ROWS = 8  # rows up to which an `independent` program keeps its promise
-_FEW = 3
+_FEW = 4  # a row of weights is decoded once for as many
 STATE_INDEX = {Rows.TOKENS: 0, Rows.OUTPUTS: 1, Rows.KV: 2}  # words of kernels/common.py
 
 

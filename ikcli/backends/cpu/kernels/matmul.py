@@ -7,7 +7,7 @@ the same result for a row whatever the other rows are, but not the same as each 
 
 from ikcli.backends.cpu.kernels.basic import swiglu_span
 from ikcli.backends.cpu.kernels.common import n_rows, next_span, next_work, word
-from ikcli.backends.cpu.kernels.format_api import several_dots
+from ikcli.backends.cpu.kernels.format_api import several_dots, tile_of_rows
 from ikcli.backends.cpu.kernels.formats import FORMATS
 from ikcli.backends.cpu.kernels.formats_float import FLOAT_FORMATS
 from ikcli.backends.cpu.kernels.gemm import quant_tile
@@ -16,15 +16,26 @@ from ikcli.native.jit import inline
 from ikcli.native.simd.vec import ld_i64
 
 
+def _unpack_groups(type_name):
+    """unpack(w, row_bytes, n, tile, k) of types whose rows are interleaved."""
+    rows, _, unpack_group = FORMATS[type_name]
+
+    @inline
+    def unpack(w, row_bytes, n, tile, k):
+        for r in range(0, 16, rows):
+            unpack_group(w + min(r, n - rows) * row_bytes, tile, r, k)
+
+    return unpack
+
+
 def _tile_block(type_name):
     """block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile) by way of a tile of n <= 16 rows."""
-    rows, _, unpack = FORMATS[type_name]
+    unpack = tile_of_rows(type_name) or _unpack_groups(type_name)
     micro8, micro4, micro2, micro1 = (quant_tile(MODES[type_name], nt) for nt in (8, 4, 2, 1))
 
     @inline
     def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile):
-        for r in range(0, 16, rows):
-            unpack(w + min(r, n - rows) * row_bytes, tile, r, k)
+        unpack(w, row_bytes, n, tile, k)
         nb = k // 32
         t = 0
         while t + 8 <= m:

@@ -4,7 +4,7 @@ A `RowFormat` says how 256 columns ("a step") of a stored row become 64-byte vec
 From that description two functions are generated as LLVM IR:
 
 * `row_dot(format)`: the row times one quantized activation row, straight from memory (generation); `row_dots`: several,
-* `unpack_row(format)`: the row as one lane of a 16-row tile (prompts).
+* `unpack_row(format)`: the row as one lane of a 16-row tile (embeddings; prompts unpack 16 rows: `unpack_tile.py`).
 
 Tile modes, and what a value is in each: `tile_modes.py`. For symmetric modes (s32, s16) codes are value + 128, and the
 matching -128 * sum of the activations enters as the start of each integer dot product, so integer arithmetic is exact.
@@ -377,12 +377,21 @@ def steps(e, fmt, w, k):
             copy = e.b.alloca(ir.ArrayType(_I8, fmt.step_bytes))
         e.b.store(ir.Constant(ir.ArrayType(_I8, fmt.step_bytes), None), copy)
         at = e.b.ptrtoint(copy, I64)
-        n_bytes = e.times(e.b.udiv(rest, e.int(fmt.block_columns)), fmt.block_bytes)
         src = e.offset(w, e.times(whole, fmt.step_bytes))
-        with e.loop(n_bytes) as i:
-            x = e.b.load(pointer(e.b, e.b.add(src, i), _I8))
-            e.b.store(x, pointer(e.b, e.b.add(at, i), _I8))
+        copy_blocks(e, fmt, src, at, e.b.udiv(rest, e.int(fmt.block_columns)))
         yield whole, at, e.b.lshr(rest, e.int(5))
+
+
+def copy_blocks(e, fmt, src, to, n_blocks):
+    """n_blocks stored units, eight bytes at a time; the last move of a unit overlaps the one before."""
+    wide = min(8, fmt.block_bytes)
+    t = ir.IntType(8 * wide)
+    starts = [*range(0, fmt.block_bytes - wide, wide), fmt.block_bytes - wide]
+    with e.loop(n_blocks) as i:
+        at = e.times(i, fmt.block_bytes)
+        for s in starts:
+            x = e.b.load(pointer(e.b, e.offset(src, at, s), t), align=1)
+            e.b.store(x, pointer(e.b, e.offset(to, at, s), t), align=1)
 
 
 def _sum_lanes(e, v):

@@ -1,0 +1,99 @@
+"""Sixteen rows of a plain format to a tile: decoded row by row, then transposed in registers.
+
+Decoding leaves the codes of 256 columns row-major in 4 KiB of stack; 16 x 16 transpositions of 32-bit groups (four
+codes) write them as the tile wants them. One store per 64 codes instead of sixteen: prompts of a few tokens, where
+unpacking costs as much as the products, are two to three times as fast. Tile modes: `tile_modes.py`.
+"""
+
+import functools
+
+import llvmlite.ir as ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from ikcli.backends.cpu.kernels.rowformat import RowEmitter, copy_blocks
+from ikcli.backends.cpu.tile_modes import LAYOUT, MODES
+from ikcli.native.simd.emit import I64, transpose16
+from ikcli.native.simd.vec import f32x16, pointer
+
+_I8 = ir.IntType(8)
+_VECTOR = 64
+_ROWS = 16
+
+
+def _room(e, n_bytes):
+    """Address of stack memory aligned to a vector."""
+    with e.b.goto_entry_block():
+        slot = e.b.alloca(ir.ArrayType(_I8, n_bytes + _VECTOR))
+    at = e.b.ptrtoint(slot, I64)
+    return e.b.and_(e.offset(at, _VECTOR - 1), e.int(-_VECTOR))
+
+
+def _step_address(e, fmt, row_w, i, whole, rest, copy):
+    """Where step i of a row lies: in the row, or if it is cut off in a copy whose missing blocks are zeros."""
+    src = e.offset(row_w, fmt.header_bytes, e.times(i, fmt.step_bytes))
+    if fmt.block_columns == 256:
+        return src
+    is_cut = e.b.icmp_signed("==", i, whole)
+    with e.b.if_then(is_cut):
+        e.b.store(
+            ir.Constant(ir.ArrayType(_I8, fmt.step_bytes), None), pointer(e.b, copy, ir.ArrayType(_I8, fmt.step_bytes))
+        )
+        copy_blocks(e, fmt, src, copy, e.b.udiv(rest, e.int(fmt.block_columns)))
+    return e.b.select(is_cut, copy, src)
+
+
+@functools.cache
+def unpack_tile(fmt):
+    """unpack(w, row_bytes, n, tile, k): rows 0..n-1 (the last one repeated up to 16) to a tile of whole steps."""
+    mode = MODES[fmt.name]
+    header, block_bytes = LAYOUT[mode]
+    halves = 2 if mode.endswith("16") else 1
+
+    def decode(e, row_w, at_w, codes, floats):
+        row = fmt.header(e, row_w)
+        for j in range(4):
+            e.store(fmt.codes(e, at_w, j), e.offset(codes, _VECTOR * j))
+        e.store(fmt.scales(e, at_w, row), floats[0])
+        if mode.startswith("m"):
+            e.store(fmt.minima(e, at_w, row), floats[1])
+
+    def transpose(e, src, stride):
+        return transpose16(e.b, [e.load(f32x16, e.offset(src, stride * r)) for r in range(_ROWS)])
+
+    def put_codes(e, codes, to):
+        with e.loop(e.int(4)) as j:
+            at = e.offset(to, e.times(j, 2 * block_bytes), header)
+            for n, column in enumerate(transpose(e, e.offset(codes, e.times(j, _VECTOR)), 256)):
+                e.store(column, e.offset(at, n // 8 * block_bytes + _VECTOR * (n % 8)))
+
+    def put_floats(e, floats, to):
+        for which, src in enumerate(floats):
+            for c, column in enumerate(transpose(e, src, _VECTOR)[: 8 * halves]):
+                at = c // halves * block_bytes + _VECTOR * (which * halves + c % halves)
+                e.store(column, e.offset(to, at))
+
+    @intrinsic
+    def unpack(typingctx, w, row_bytes, n, tile, k):
+        def codegen(context, builder, sig, args):
+            w, row_bytes, n, tile, k = args
+            e = RowEmitter(builder)
+            codes = _room(e, _ROWS * 256)
+            floats = [_room(e, _ROWS * _VECTOR) for _ in range(1 + mode.startswith("m"))]
+            copy = _room(e, fmt.step_bytes)
+            whole, rest, last = builder.lshr(k, e.int(8)), builder.and_(k, e.int(255)), e.offset(n, -1)
+            with e.loop(builder.lshr(e.offset(k, 255), e.int(8))) as i:
+                with e.loop(e.int(_ROWS)) as r:
+                    index = builder.select(builder.icmp_signed("<", r, n), r, last)
+                    row_w = e.offset(w, builder.mul(index, row_bytes))
+                    at_w = _step_address(e, fmt, row_w, i, whole, rest, copy)
+                    to = [e.offset(f, e.times(r, _VECTOR)) for f in floats]
+                    decode(e, row_w, at_w, e.offset(codes, e.times(r, 256)), to)
+                step = e.offset(tile, e.times(i, 8 * block_bytes))
+                put_codes(e, codes, step)
+                put_floats(e, floats, step)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 5), codegen
+
+    return unpack

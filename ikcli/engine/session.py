@@ -295,8 +295,11 @@ class Session:
         return logits
 
     def generate(self, batch: Batch) -> FloatRows:
-        """Logits of all tokens of a batch with one token per sequence, by the program that is faster for it."""
-        return self.step(batch) if len(batch) <= min(self.n_step, self.n_exact) else self.decode(batch)
+        """Logits of all tokens of a batch with one token per sequence.
+
+        By the program for generation where it is large enough: measured from 1 to 32 sequences, it is never slower.
+        """
+        return self.step(batch) if len(batch) <= self.n_step else self.decode(batch)
 
     @property
     def n_exact(self) -> int:

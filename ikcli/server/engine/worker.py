@@ -75,6 +75,7 @@ class Worker:
         self._inbox: deque[Task | Action] = deque()
         self._queue: deque[Task] = deque()
         self._actions: list[Action] = []
+        self._outbox: list[tuple[Task, Event]] = []
         self._awake = threading.Event()
         self._stopping = ""  # "drain" or "now"
         self._step_number = 0
@@ -150,6 +151,7 @@ class Worker:
                 self._was_busy = True
                 self.step()
                 continue
+            self._deliver()
             if self._was_busy:
                 self._log("INFO", "update_slots", "all slots are idle", {})
                 self._was_busy = False
@@ -193,17 +195,24 @@ class Worker:
         for action in self._actions:
             action.future.cancel()
         self._queue.clear()
+        self._deliver()
         self._speculator.close()
 
     def _send(self, task: Task, event: Event) -> None:
-        """Deliver an event; a listener that fails has cancelled."""
-        if task.cancelled:
-            return
-        try:
-            task.on_event(event)
-        except Exception as e:
-            task.cancelled = True
-            self._log("WARN", "send", "listener failed", {"id_task": task.id, "error": f"{type(e).__name__}: {e}"})
+        """Deliver an event before the next computation: listeners then run beside it, not between two tokens."""
+        self._outbox.append((task, event))
+
+    def _deliver(self) -> None:
+        """Send what is waiting; a listener that fails has cancelled."""
+        for task, event in self._outbox:
+            if task.cancelled:
+                continue
+            try:
+                task.on_event(event)
+            except Exception as e:
+                task.cancelled = True
+                self._log("WARN", "send", "listener failed", {"id_task": task.id, "error": f"{type(e).__name__}: {e}"})
+        self._outbox.clear()
 
     # --- giving requests to slots -----------------------------------------------------------------------------------
     def _launch(self) -> None:
@@ -301,8 +310,10 @@ class Worker:
             return
         if self._speculator:
             self._speculator.propose(ready)
+        batch = _batch(ready)
+        self._deliver()
         try:
-            logits = self.session.step(_batch(ready))
+            logits = self.session.step(batch)
         except Exception as e:
             self._compute_alone(ready, e)
             return
@@ -313,6 +324,8 @@ class Worker:
             stop = at + 1 + len(s.draft)
             self._guarded(s, partial(self._advance, s, logits[at:stop], sums[at:stop]))
             at = stop
+        if len(ready) == 1:  # nothing else happens between two tokens
+            self._deliver()
 
     def _compute_alone(self, slots: Sequence[Slot], error: Exception) -> None:
         """After a failure: every slot by itself, so that only the guilty one suffers."""
@@ -390,6 +403,7 @@ class Worker:
         tokens = slot.goal[slot.n_past : slot.n_past + n]
         is_last = slot.n_todo == n
         wanted = "all" if slot.wants_prompt_logits else "last" if is_last else "none"
+        self._deliver()
         logits = self.session.compute(Batch.single(tokens, slot.n_past, slot.id, logits=wanted))
         self._count(1)
         slot.t_served = self._step_number
@@ -463,6 +477,7 @@ class Worker:
     def _act(self, action: Action) -> None:
         """Carry out an action on an idle slot."""
         slot = self.slots[action.id_slot]
+        self._deliver()
         if not action.future.set_running_or_notify_cancel():
             return
         try:

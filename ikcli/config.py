@@ -47,8 +47,8 @@ class RunConfig:
     command: str = ""
     model: Path | None = opt(None, "-m --model", "path", "GGUF file; of a split model the first shard. Default: the bundled demo model", topic="model", form="FILE", example="-m model.gguf", bench_list=False)
     mmap: bool = opt(True, "--mmap -mmp", "optswitch", "map the file into memory instead of reading it; --no-mmap reads it into RAM", topic="model", negative="--no-mmap", example="-mmp 0")
-    mlock: bool = opt(False, "--mlock", "switch", "lock the weights in RAM", topic="model", example="--mlock")
-    thp: bool = opt(False, "-thp --transparent-huge-pages", "optswitch", "ask for transparent huge pages (Linux, only with mmap; may be slower)", topic="model", example="-thp")
+    mlock: bool = opt(False, "--mlock", "switch", "lock the weights in RAM (the system limits how much: ulimit -l)", topic="model", example="--mlock")
+    thp: bool = opt(False, "-thp --transparent-huge-pages", "optswitch", "ask for transparent huge pages (Linux) for the cache, for buffers, and with --no-mmap or -rtr for weights", topic="model", example="-thp")
     run_time_repack: bool = opt(False, "-rtr --run-time-repack", "optswitch", "repack weights in host memory to interleaved types while loading; turns mmap off", topic="model", example="-rtr")
     check_tensors: bool = opt(False, "--check-tensors -vq --validate-quants", "switch", "scan the weights for NaN and Inf while loading and name the tensors", topic="model", example="--check-tensors")
     override_kv: tuple[str, ...] = opt((), "-okv --override-kv", "custom", "replace a metadata value; TYPE is int, float, bool or str", topic="model", form="KEY=TYPE:VALUE", example="--override-kv deepseek2.expert_used_count=int:6", parse=parse_override_kv, repeat=True, bench_list=False)
@@ -181,6 +181,4 @@ def _mmap_notices(config: RunConfig) -> list[str]:
     notices: list[str] = []
     if config.run_time_repack and config.mmap:
         notices.append("-rtr rewrites weights while loading, so mmap is off")
-    if config.thp and (config.run_time_repack or not config.mmap):
-        notices.append("-thp has no effect without mmap")
     return notices

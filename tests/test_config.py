@@ -66,7 +66,6 @@ def test_repacking_turns_mmap_off_and_says_so() -> None:
     config, warnings = resolved(run_time_repack=True)
     assert not config.mmap and warnings == ["-rtr rewrites weights while loading, so mmap is off"]
     assert resolved(run_time_repack=True, mmap=False)[1] == []
-    assert resolved(thp=True, mmap=False)[1] == ["-thp has no effect without mmap"]
 
 
 def test_verbosity_is_verbose() -> None:

@@ -48,5 +48,5 @@ def test_exit_code_says_whether_it_fits(capsys, monkeypatch: pytest.MonkeyPatch,
 def test_options_without_implementation_are_named(capsys, monkeypatch, shared_dir: Path) -> None:
     monkeypatch.setattr(log, "utf8_streams", lambda: None)
     model = str(shared_dir / "golden" / "models" / "tiny-llama.f16.gguf")
-    main.main(["plan", "-m", model, "-c", "256", "-t", "1", "--mlock", "--numa", "isolate"])
-    assert "not supported in this version, ignored: --mlock --numa\n" in capsys.readouterr().err
+    main.main(["plan", "-m", model, "-c", "256", "-t", "1", "--fit"])
+    assert "not supported in this version, ignored: --fit\n" in capsys.readouterr().err

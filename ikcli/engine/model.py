@@ -6,7 +6,7 @@ in float32 (norms, biases) are converted, and tensors that the attention mode ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -90,6 +90,14 @@ class Model:
                     self._held[name] = self._make(name)
                     advance(self._held[name].nbytes)
         return {n: self._address(n) for n in wanted}
+
+    def memory(self, addresses: Mapping[str, int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(address, bytes) of loaded weights: those in memory of our own, those mapped from the file."""
+        held: list[tuple[int, int]] = []
+        mapped: list[tuple[int, int]] = []
+        for name, address in addresses.items():
+            (held if name in self._held else mapped).append((address, self.n_bytes([name])))
+        return held, mapped
 
     def _is_mapped(self, name: str, mmap: bool) -> bool:
         return mmap and name not in self.derived and self.specs[name].type == self.file.tensors[name].type

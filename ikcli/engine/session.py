@@ -19,7 +19,7 @@ from ikcli.backends.cpu.backend import CpuBackend, Segment, State
 from ikcli.backends.cpu.program import INDEPENDENT_ROWS, Program
 from ikcli.backends.cpu.threads import aligned_zeros
 from ikcli.config import KV_TYPES, RunConfig, padded_ctx, resolve
-from ikcli.engine import session_log
+from ikcli.engine import host_memory, numa, session_log
 from ikcli.engine.batch import Batch
 from ikcli.engine.model import Model
 from ikcli.engine.session_log import Timings
@@ -52,7 +52,9 @@ class Session:
         self.n_batch, self.n_ubatch = config.n_batch, graph_config.n_ubatch
         self.n_vocab = model.hp.n_vocab
         self.observer: Callable[[Node, npt.NDArray[np.generic]], None] | None = None
-        self.backend = CpuBackend(max(config.n_threads, config.n_threads_batch))
+        n_threads = max(config.n_threads, config.n_threads_batch)
+        self._cpus, self._notes = numa.plan_threads(config.numa, n_threads)
+        self.backend = CpuBackend(n_threads, self._cpus)
         self._tokenizer: Tokenizer | None = None
         self._n_past = [0] * n_seq_max
         self.timings = Timings()
@@ -106,6 +108,7 @@ class Session:
             self._state = State(max(self.n_ubatch, self.n_step), self.n_ctx)
             self._caches = {c: aligned_zeros(n) for c, n in self.cache_bytes().items()}
             self._bind()
+            self._place_memory()
         except MemoryError:
             need = (sum(self.cache_bytes().values()) + self.compute_bytes) / 2**20
             raise IkError(
@@ -113,6 +116,22 @@ class Session:
                 "lower -c or -ub, or use -ctk q8_0"
             ) from None
         self.timings.t_load = time.perf_counter() - start
+
+    def _place_memory(self) -> None:
+        """Huge pages, first touch and locking, as far as they were asked for; nothing has used the buffers yet."""
+        config, notes = self.config, list(self._notes)
+        buffers = [*self._caches.values(), self.backend.arena]
+        if config.thp:
+            in_ram, mapped = self.model.memory(self._weights)
+            empty = [(int(b.ctypes.data), b.nbytes) for b in buffers]
+            notes += host_memory.use_huge_pages(empty, in_ram, bool(mapped), host_memory.thp_state())
+        if self._cpus is not None:
+            numa.touch(buffers, self._cpus)
+        if config.mlock:
+            in_ram, mapped = self.model.memory(self._weights)
+            notes += host_memory.lock_weights([*in_ram, *mapped])
+        for text in notes:
+            warn(text)
 
     def compile(self) -> None:
         """Get the kernels; compiles what the cache lacks, with a progress bar."""

@@ -17,7 +17,7 @@ from ikcli.models.hparams import HParams
 FLOAT_TYPES = ("f32", "f16", "bf16")
 
 
-_LATER = {"mlock": "--mlock", "thp": "-thp", "numa": "--numa", "fit": "--fit"}
+_LATER = {"fit": "--fit"}
 """Options of which this version has no implementation yet, said once when they are used."""
 
 

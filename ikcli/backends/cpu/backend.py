@@ -82,8 +82,8 @@ class State:
 class CpuBackend:
     """Kernels, threads and memory of one session."""
 
-    def __init__(self, n_threads: int) -> None:
-        self.n_threads = n_threads
+    def __init__(self, n_threads: int, cpus: Sequence[frozenset[int]] | None = None) -> None:
+        self.n_threads, self._cpus = n_threads, cpus
         self._library = shared_library()
         self._team: Team | None = None
         self.arena: npt.NDArray[np.uint8] = aligned_zeros(0)
@@ -136,7 +136,7 @@ class CpuBackend:
     def run_ops(self, program: Program, first: int, stop: int, n_threads: int) -> None:
         """Execute a part of a bound program."""
         if self._team is None:
-            self._team = Team(self._library, self.n_threads)
+            self._team = Team(self._library, self.n_threads, self._cpus)
         failed = self._team.run(program.address + 16 * first, stop - first, n_threads)
         if failed:
             op = program.ops[first + failed - 1]

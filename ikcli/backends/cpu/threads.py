@@ -6,7 +6,9 @@ nothing they return to Python and sleep on an event, so an idle session costs no
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -27,7 +29,8 @@ def aligned_zeros(n_bytes: int, align: int = 64) -> np.ndarray:
 class Team:
     """`size` threads including the caller's; `run` executes a program with up to n of them."""
 
-    def __init__(self, library: KernelLibrary, size: int) -> None:
+    def __init__(self, library: KernelLibrary, size: int, cpus: Sequence[frozenset[int]] | None = None) -> None:
+        """`cpus`: where each thread may run, the caller's first; None leaves that to the system."""
         library.require([LAUNCH, WORKER])
         self.size = size
         self._launch = native_function(library[LAUNCH], 4)
@@ -37,6 +40,9 @@ class Team:
         self._parked = [threading.Event() for _ in range(size)]
         self._sleeping = [False] * size
         self._announced = 0  # jobs for more than one thread, ever
+        self._cpus = cpus
+        if cpus is not None:
+            os.sched_setaffinity(0, cpus[0])
         self._threads = [
             threading.Thread(target=self._work, args=(i, worker_address), name=f"ik-cpu-{i}", daemon=True)
             for i in range(1, size)
@@ -45,6 +51,8 @@ class Team:
             t.start()
 
     def _work(self, ith: int, worker_address: int) -> None:
+        if self._cpus is not None:
+            os.sched_setaffinity(0, self._cpus[ith])
         worker = native_function(worker_address, 3)
         epoch = 0
         while True:

@@ -1,0 +1,163 @@
+"""--numa, -thp and --mlock: node lists, which CPUs threads get, page arithmetic, warnings; results do not change."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ikcli.backends.cpu.threads import aligned_zeros
+from ikcli.config import RunConfig, default_model
+from ikcli.engine import host_memory, numa
+from ikcli.engine.batch import Batch
+from ikcli.engine.host_memory import inner_pages, lock_weights, outer_pages, thp_state, use_huge_pages
+from ikcli.engine.numa import current_cpu, parse_cpulist, plan_threads, read_nodes, thread_cpus
+from ikcli.engine.session import Session
+
+linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that lets programs choose CPUs")
+
+
+def tree(root: Path, lists: dict[str, str]) -> Path:
+    for name, text in lists.items():
+        (root / name).mkdir(parents=True)
+        (root / name / "cpulist").write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), ("5", {5}), ("\n", set()), ("0-1,64-65", {0, 1, 64, 65})],
+)
+def test_cpu_lists(text, cpus) -> None:
+    assert parse_cpulist(text) == cpus
+
+
+def test_damaged_cpu_list() -> None:
+    with pytest.raises(ValueError):
+        parse_cpulist("0-x")
+
+
+def test_nodes(tmp_path) -> None:
+    root = tree(
+        tmp_path / "a", {"node0": "0-1,4-5", "node10": "6", "node2": "2-3", "node3": "", "node4": "x", "nodes": "9"}
+    )
+    (root / "node7").mkdir()  # without a list
+    (root / "possible").write_text("0-10")
+    assert read_nodes(root) == {0: {0, 1, 4, 5}, 2: {2, 3}, 10: {6}}
+    assert list(read_nodes(root)) == [0, 2, 10]
+    assert read_nodes(tmp_path / "none") == {}
+
+
+NODES = {0: frozenset({0, 1, 4, 5}), 1: frozenset({2, 3, 6, 7})}
+
+
+@pytest.mark.parametrize(
+    ("mode", "allowed", "here", "expected"),
+    [
+        ("distribute", range(8), 0, [NODES[0], NODES[1], NODES[0]]),
+        ("distribute", [0, 2, 3], 0, [{0}, {2, 3}, {0}]),
+        ("distribute", [2, 3, 6], 2, None),  # one node is visible
+        ("isolate", range(8), 6, [NODES[1]] * 3),
+        ("isolate", range(8), None, [NODES[0]] * 3),
+        ("isolate", [1, 6], 6, [{6}] * 3),
+        ("numactl", range(8), 6, None),
+    ],
+)
+def test_cpus_of_threads(mode, allowed, here, expected) -> None:
+    assert thread_cpus(mode, 3, NODES, allowed, here) == expected
+    assert thread_cpus(mode, 3, {0: NODES[0]}, allowed, here) is None
+    assert thread_cpus(mode, 3, {}, allowed, here) is None
+
+
+def test_current_cpu(tmp_path) -> None:
+    stat = tmp_path / "stat"
+    fields = ["S", *map(str, range(4, 53))]  # field 3 is the state
+    stat.write_text(f"12 (a b) c) {' '.join(fields)}\n")
+    assert current_cpu(stat) == 39  # the number of the field itself
+    stat.write_text("12 (short) S 1")
+    assert current_cpu(stat) is None and current_cpu(tmp_path / "none") is None
+
+
+@linux
+def test_plan_for_a_machine(monkeypatch) -> None:
+    monkeypatch.setattr(numa, "read_nodes", lambda: {0: NODES[0]})
+    assert plan_threads(None, 2) == (None, [])
+    assert plan_threads("distribute", 2) == (None, ["--numa distribute has no effect: this machine has one node"])
+    assert plan_threads("numactl", 2) == (None, [])
+    monkeypatch.setattr(numa, "read_nodes", lambda: NODES)
+    monkeypatch.setattr(numa, "visible_cpus", lambda: set(range(8)))
+    monkeypatch.setattr(numa, "_balancing", lambda: True)
+    cpus, warnings = plan_threads("distribute", 2)
+    assert cpus == [NODES[0], NODES[1]] and "numa_balancing" in warnings[0]
+
+
+@linux
+def test_touch_writes_every_byte_and_pins_its_own_threads_only() -> None:
+    before = os.sched_getaffinity(0)
+    buffers = [aligned_zeros(5 * 2**21 + 77), aligned_zeros(3)]
+    for b in buffers:
+        b[:] = 1
+    numa.touch(buffers, [frozenset(before)] * 3)
+    assert not any(b.any() for b in buffers) and os.sched_getaffinity(0) == before
+
+
+def test_pages() -> None:
+    assert inner_pages((100, 9000), 4096) == (4096, 4096)
+    assert inner_pages((4096, 8192), 4096) == (4096, 8192)
+    assert inner_pages((100, 4000), 4096) is None
+    assert outer_pages([(9000, 10), (100, 200), (4000, 200), (20000, 0)], 4096) == [(0, 12288)]
+    assert outer_pages([(0, 1), (8192, 1)], 4096) == [(0, 4096), (8192, 4096)]
+
+
+def test_state_of_huge_pages(tmp_path) -> None:
+    path = tmp_path / "enabled"
+    path.write_text("always [madvise] never\n")
+    assert thp_state(path) == "madvise" and thp_state(tmp_path / "none") == ""
+
+
+def test_huge_pages_say_when_they_cannot_act() -> None:
+    buffer = aligned_zeros(2**22)
+    memory = [(int(buffer.ctypes.data), buffer.nbytes)]
+    assert "switched off" in use_huge_pages(memory, [], False, "never")[0]
+    assert "no transparent huge pages" in use_huge_pages(memory, [], False, "")[0]
+    assert "--no-mmap" in use_huge_pages(memory, [], True, "madvise")[0]
+    buffer[:] = 7
+    assert use_huge_pages(memory, memory, False, "madvise") == []
+    assert (buffer == 7).all()
+
+
+def test_locking() -> None:
+    calls: list[tuple[int, int]] = []
+
+    def lock(address: int, n_bytes: int) -> int:
+        calls.append((address, n_bytes))
+        return errno.ENOMEM if len(calls) == 2 else 0
+
+    page = host_memory.mmap.PAGESIZE
+    big = 1024 * page
+    ranges = [(big * 10, big), (big * 20, big), (big * 30, big)]
+    (warning,) = lock_weights(ranges, lock, 2**23)
+    assert len(calls) == 2 and f"--mlock: {big >> 20} of {3 * big >> 20} MiB" in warning
+    assert "the limit is 8 MiB" in warning and "ulimit -l" in warning
+    assert "limit is" not in lock_weights([(0, page)], lambda a, n: errno.EPERM, -1)[0]
+    assert lock_weights(ranges, lambda a, n: 0) == []
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_results_stay_the_same(mmap, monkeypatch) -> None:
+    """With all three on a made-up machine of two nodes whose CPUs are those of this one."""
+    batch = Batch.single([5, 9, 11], logits="all")
+    logits = []
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    if before is not None:
+        monkeypatch.setattr(numa, "plan_threads", lambda mode, n: ([frozenset(before)] * n if mode else None, []))
+    for changes in ({}, {"numa": "distribute", "thp": True, "mlock": True}):
+        config = RunConfig(model=default_model(), mmap=mmap, n_threads=2, n_threads_batch=2, n_ubatch=16, warmup=False,
+                           **changes)  # fmt: skip
+        with Session.open(config, n_ctx=256) as session:
+            logits.append(session.decode(batch).copy())
+    assert np.array_equal(*logits)
+    assert before is None or os.sched_getaffinity(0) == before

@@ -50,6 +50,7 @@ class Harness:
     max_tokens: int
     n_cells: int
     rules: Mapping[str, Rule]
+    independent: bool = False
     graph: Graph = field(default_factory=Graph)
     leaves: list[Node] = field(default_factory=list)
     caches: dict[Cache, np.ndarray] = field(default_factory=dict)
@@ -63,7 +64,7 @@ class Harness:
     def compile(self, result: Node, n_threads: int, weights: Mapping[str, np.ndarray] | None = None) -> Harness:
         """Lower, load the kernels, bind. `weights` by tensor name."""
         max_rows = {Rows.TOKENS: self.max_tokens, Rows.OUTPUTS: self.max_tokens, Rows.KV: self.n_cells}
-        low = Lowering(max_rows, n_threads, self.n_cells)
+        low = Lowering(max_rows, n_threads, self.n_cells, self.independent)
 
         def lower_input(low: Lowering, node: Node) -> None:
             low.emit(KernelKey("executor", "make_noop"), node.rows, low.out(node))  # alive from here on

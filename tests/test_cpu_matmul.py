@@ -15,6 +15,7 @@ from kernel_harness import Harness, Segment
 from weight_bytes import ALL_TYPES, QUANTIZED, fitting, good_blocks, params, stored
 
 from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES, activation_kind
+from ikcli.backends.cpu.program import INDEPENDENT_ROWS
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Graph, HeadSlice, Node, Rows, RowSpec, Weight
 from ikcli.quant.decode import dequantize
@@ -96,6 +97,21 @@ def test_mul_mat(type_: GGMLType) -> None:
             for n in N_TOKENS:
                 a = activations(n, k)
                 check(run([Segment(n)], {x: a}), values[0], a, type_, loss=n_rows * n > 30)
+
+
+@pytest.mark.parametrize("type_", ALL_TYPES)
+def test_few_rows_together_are_each_row_alone(type_: GGMLType) -> None:
+    """Programs for generation: to the last bit, for every number of rows up to the promised one."""
+    for k in k_of(type_)[1::2]:
+        w, data, values = make_weight("w", type_, (k, fitting(type_, 40)))
+        run = Harness(INDEPENDENT_ROWS, 64, RULES, independent=True)
+        x = run.input("x", k)
+        run.compile(run.graph.mul_mat(w, x, "y"), 1, {w.name: data})
+        a = activations(INDEPENDENT_ROWS, k)
+        alone = np.concatenate([run([Segment(1)], {x: a[i : i + 1]}) for i in range(len(a))])
+        check(alone, values[0], a, type_)
+        for n in range(2, len(a) + 1):
+            np.testing.assert_array_equal(run([Segment(n)], {x: a[:n]}), alone[:n])
 
 
 @pytest.mark.parametrize("type_", ALL_TYPES)

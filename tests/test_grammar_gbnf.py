@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ikcli.errors import IkError
 from ikcli.grammar.constraint import GrammarConstraint
 from ikcli.grammar.gbnf import parse_gbnf
 from ikcli.grammar.grammars import ConstraintMaker, Grammars

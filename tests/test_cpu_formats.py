@@ -19,6 +19,7 @@ from kernel_harness import Harness, Segment
 from weight_bytes import QUANTIZED, fitting, params, stored
 
 from ikcli.backends.cpu.lower import RULES
+from ikcli.backends.cpu.program import INDEPENDENT_ROWS
 from ikcli.config import RunConfig
 from ikcli.engine.batch import Batch
 from ikcli.engine.session import Session
@@ -57,6 +58,18 @@ def check_products(type_: GGMLType, data: Array, k: int, n_rows: int) -> None:
             limit += 3e-6 * np.abs(a).sum(1, keepdims=True) * np.abs(w).max(1)
         error = np.abs(found - a.astype(np.float64) @ w.T)
         assert (error <= limit).all(), f"{n} tokens: {(error / (limit + 1e-30)).max():.1f} times the limit"
+    check_rows_alone(type_, guarded, k, n_rows)
+
+
+def check_rows_alone(type_: GGMLType, data: Array, k: int, n_rows: int) -> None:
+    """In programs for generation a row does not depend on the others, to the last bit."""
+    run = Harness(INDEPENDENT_ROWS, 64, RULES, independent=True)
+    x = run.input("x", k)
+    run.compile(run.graph.mul_mat(Weight("w", type_, (k, n_rows)), x, "y"), 1, {"w": data})
+    a = np.random.default_rng(k).standard_normal((7, k)).astype(np.float32)
+    alone = np.concatenate([run([Segment(1)], {x: row[None]}) for row in a])
+    for n in (2, 5, 7):
+        np.testing.assert_array_equal(run([Segment(n)], {x: a[:n]}), alone[:n])
 
 
 @pytest.mark.parametrize("type_", params(QUANTIZED))

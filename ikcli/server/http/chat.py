@@ -21,6 +21,7 @@ from ikcli.server.http import fields as f
 from ikcli.server.http.budget import ReasoningBudget
 from ikcli.server.http.constraints import ConstraintMaker
 from ikcli.server.http.errors import bad_request
+from ikcli.server.http.params import option_text
 from ikcli.server.http.prompts import encode
 from ikcli.server.http.shapes.message import ParserMaker
 from ikcli.server.http.state import ServerState
@@ -97,13 +98,7 @@ def check_options(config: RunConfig) -> None:
 
 def template_option(config: RunConfig) -> str:
     """The template that the command line names or holds."""
-    path = config.server.chat_template_file
-    if path is None:
-        return config.server.chat_template
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"cannot read the chat template {path}: {e}") from None
+    return option_text(config.server.chat_template, config.server.chat_template_file, "chat template")
 
 
 def chat_defaults(config: RunConfig) -> ChatDefaults:

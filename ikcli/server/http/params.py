@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ikcli.config import RunConfig
@@ -94,7 +95,7 @@ def defaults_of(config: RunConfig) -> Defaults:
         cache_prompt=config.server.cache_prompt,
         sse_ping_interval=config.server.sse_ping_interval,
         stop=config.prompt.reverse_prompt,
-        grammar=_grammar_option(config),
+        grammar=option_text(config.sampling.grammar, config.sampling.grammar_file, "grammar"),
         json_schema=_schema_option(given.json_schema),
     )
 
@@ -107,14 +108,14 @@ def _bias_option(text: str) -> tuple[int, float]:
         raise UsageError(f"--logit-bias {text}: expected a token id and a signed number, as in 15043+1") from None
 
 
-def _grammar_option(config: RunConfig) -> str:
-    path = config.sampling.grammar_file
+def option_text(text: str, path: Path | None, what: str) -> str:
+    """A text given on the command line, or what the file given instead holds."""
     if path is None:
-        return config.sampling.grammar
+        return text
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"cannot read the grammar {path}: {e}") from None
+        raise UsageError(f"cannot read the {what} {path}: {e}") from None
 
 
 def _schema_option(text: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 
 from ikcli.server.http import body
+from ikcli.server.http.errors import unsupported
 from ikcli.server.http.state import ServerState
 
 
@@ -14,6 +15,14 @@ def server(request: Request) -> ServerState:
     """The server's state."""
     state = request.app.state.server
     assert isinstance(state, ServerState)
+    return state
+
+
+def server_with_slots(request: Request) -> ServerState:
+    """The server's state; ApiError 501 with --no-slots."""
+    state = server(request)
+    if not state.config.server.slots:
+        raise unsupported("This server does not support slots endpoint. Start it without `--no-slots`")
     return state
 
 

@@ -15,7 +15,7 @@ from ikcli.server.engine import slot_file
 from ikcli.server.http.answer import json_response
 from ikcli.server.http.errors import ApiError, unsupported
 from ikcli.server.http.openapi import object_body
-from ikcli.server.http.routes.context import read_object, server
+from ikcli.server.http.routes.context import read_object, server, server_with_slots
 from ikcli.server.http.routes.slots import file_name
 from ikcli.server.http.state import ServerState
 
@@ -30,9 +30,7 @@ _RENAME = object_body(
 @router.get("/slots/list", summary="Prompts in the slots")
 async def held(request: Request) -> Response:
     """What the cache of every slot holds, as text."""
-    state = server(request)
-    if not state.config.server.slots:
-        raise unsupported("This server does not support slots endpoint. Start it without `--no-slots`")
+    state = server_with_slots(request)
     found = state.engine.cached_tokens()
     decode = state.engine.tokenizer.decode
     return json_response(

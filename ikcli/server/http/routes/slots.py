@@ -17,7 +17,7 @@ from ikcli.server.http.answer import json_response
 from ikcli.server.http.errors import ApiError, bad_request, unsupported
 from ikcli.server.http.openapi import object_body
 from ikcli.server.http.params import Options, settings
-from ikcli.server.http.routes.context import read_object, server
+from ikcli.server.http.routes.context import read_object, server, server_with_slots
 from ikcli.server.http.shapes.common import timings_json
 from ikcli.server.http.state import ServerState
 
@@ -30,9 +30,7 @@ _ACTION = object_body({"type": "object", "properties": {"filename": {"type": "st
 @router.get("/slots", summary="What the slots are doing")
 async def slots(request: Request) -> Response:
     """An array by slot; with `?fail_on_no_slot=1` status 503 if none is free."""
-    state = server(request)
-    if not state.config.server.slots:
-        raise unsupported("This server does not support slots endpoint. Start it without `--no-slots`")
+    state = server_with_slots(request)
     found = state.engine.slots()
     if request.query_params.get("fail_on_no_slot", "0") not in ("", "0") and all(s.is_processing for s in found):
         raise ApiError(503, "no slot available")

@@ -1,0 +1,1 @@
+"""CUDA backend: kernels in CUDA C++, packaged as PTX, run by the driver API."""

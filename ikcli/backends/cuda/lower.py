@@ -1,0 +1,334 @@
+"""Lowering for the GPU: graph nodes become kernel launches over one arena of device memory.
+
+The counterpart of `backends/cpu/program.py`. A rule takes (lowering, node) and emits launches by kernel name. Addresses
+are `Ref`s, which get their value when a program is bound; sizes that depend on the micro-batch (grids, numbers of
+parts, which of two kernels) are functions of `Counts`, upper bounds that hold for every step of one bucket: a captured
+graph is made once per bucket and kernels read the real counts from the step block (`low.state`).
+Rules are found in `rules_layers.RULES`, `attention.RULES` and `rules_matmul.RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from ikcli.graph import Cache, Lifetime, Node, Rows, RowSpec, Weight, assign_offsets
+
+ALIGN = 256  # bytes between buffers of the arena
+STATE = -1  # Ref target: the step block
+STATE_INDEX = {Rows.TOKENS: 0, Rows.OUTPUTS: 1, Rows.KV: 2}  # words of the step block
+RULE_MODULES = ("rules_layers", "attention", "rules_matmul")
+N_EXACT = 8  # counts up to here are buckets of their own
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """What rules may ask of a device: compute capability, SMs, bytes of shared memory a block can have, L2 bytes."""
+
+    cc: tuple[int, int]
+    n_sm: int
+    max_shared: int
+    shared_per_sm: int
+    l2_bytes: int
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Rows of a micro-batch, or upper bounds of them; `n_kv` over all segments, `longest` of the longest segment."""
+
+    n_tokens: int
+    n_outputs: int
+    n_kv: int
+    n_segments: int = 1
+    longest: int = 0
+
+    def __getitem__(self, symbol: Rows) -> int:
+        return (self.n_tokens, self.n_outputs, self.n_kv)[STATE_INDEX[symbol]]
+
+    def rows(self, spec: RowSpec) -> int:
+        """Rows of a value."""
+        return self[spec.symbol] * spec.factor
+
+    def bucket(self, most: Mapping[Rows, int]) -> Counts:
+        """Bounds that many steps share: exact up to N_EXACT rows, powers of two above (n_kv from 256 on, with a step
+        half-way), never more than `most`."""
+        n_tokens = min(_power(self.n_tokens), most[Rows.TOKENS])
+        n_outputs = min(_power(max(self.n_outputs, 1)), most[Rows.OUTPUTS])
+        n_segments = min(_power(self.n_segments), n_tokens)
+        n_kv, longest = (min(_kv_bucket(n), most[Rows.KV]) for n in (self.n_kv, self.longest))
+        return Counts(n_tokens, n_outputs, n_kv, n_segments, longest)
+
+
+def _power(n: int) -> int:
+    return n if n <= N_EXACT else 1 << (n - 1).bit_length()
+
+
+def _kv_bucket(n: int) -> int:
+    power = 1 << max(n - 1, 255).bit_length()
+    return power * 3 // 4 if power > 256 and n <= power * 3 // 4 else power
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """`offset` bytes into a buffer (index), the step block (STATE), a weight (name) or a cache tensor."""
+
+    target: int | str | Cache
+    offset: int = 0
+
+    def __add__(self, n_bytes: int) -> Ref:
+        return Ref(self.target, self.offset + n_bytes)
+
+
+Scalar = int | np.int32 | np.float32
+Arg = Scalar | Ref | Callable[[Counts], Scalar]
+"""A launch argument: int and Ref are passed as 8 bytes; functions of the counts must not hide Refs."""
+Dim = int | tuple[int, int, int]
+Grid = Dim | Callable[[Counts], Dim]
+Shared = int | Callable[[Counts], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One launch: left out where `when` is false for the counts or the grid is empty."""
+
+    kernel: str
+    grid: Grid
+    block: int
+    shared: Shared
+    args: tuple[Arg, ...]
+    node: Node
+    when: Callable[[Counts], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A launch with addresses and sizes filled in: (kernel, grid, block, shared bytes, args) of `driver.Launch`."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: int
+    shared: int
+    args: tuple[Scalar, ...]
+
+
+@dataclass(slots=True)
+class Lowering:
+    """What rules write to. Buffers are sized for `max_rows` rows per symbol."""
+
+    max_rows: Mapping[Rows, int]
+    n_cells: int  # cells of the KV cache over all sequences
+    device: DeviceLimits
+    independent: bool = False  # up to N_EXACT tokens, results of one must not depend on the others
+    ops: list[Op] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    constants: dict[int, bytes] = field(default_factory=dict)
+    pinned: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> ops between which it must live too
+    _node_buffers: dict[Node, int] = field(default_factory=dict)
+    _shared: dict[Any, Ref] = field(default_factory=dict)
+    _current: Node | None = None
+
+    @property
+    def state(self) -> Ref:
+        """The step block: first argument of every kernel that depends on the micro-batch."""
+        return Ref(STATE)
+
+    def rows(self, spec: RowSpec) -> int:
+        """The most rows a value of this spec can have."""
+        return self.max_rows[spec.symbol] * spec.factor
+
+    def row_args(self, spec: RowSpec) -> tuple[np.int32, np.int32]:
+        """(word of the step block, factor): how a kernel learns its number of rows."""
+        return np.int32(STATE_INDEX[spec.symbol]), np.int32(spec.factor)
+
+    def buffer(self, n_bytes: int) -> Ref:
+        """Temporary memory, aligned to 256 bytes, alive from the first to the last op that names it."""
+        self.sizes.append(-(-max(n_bytes, 1) // ALIGN) * ALIGN)
+        return Ref(len(self.sizes) - 1)
+
+    def constant(self, data: bytes) -> Ref:
+        """Read-only data that lives as long as the program."""
+        ref = self.buffer(0)
+        assert isinstance(ref.target, int)
+        self.constants[ref.target] = data
+        return ref
+
+    def shared(self, key: Any, make: Callable[[], Ref]) -> Ref:
+        """A derived buffer made once per key (quantized activations of one input, for instance)."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def out(self, node: Node, n_bytes: int = 0) -> Ref:
+        """The output buffer of a node (default size: rows x columns of 4 bytes)."""
+        if node not in self._node_buffers:
+            ref = self.buffer(n_bytes or self.rows(node.rows) * node.cols * 4)
+            assert isinstance(ref.target, int)
+            self._node_buffers[node] = ref.target
+        return Ref(self._node_buffers[node])
+
+    def alias(self, node: Node, other: Node) -> Ref:
+        """Let `node` write over `other`'s buffer (in-place ops)."""
+        self._node_buffers[node] = self._node_buffers[other]
+        return Ref(self._node_buffers[node])
+
+    def has_out(self, node: Node) -> bool:
+        """Whether a node has a buffer."""
+        return node in self._node_buffers
+
+    def weight(self, w: Weight, row_bytes: int = 0) -> Ref:
+        """The weight's data on the device (upload format), at its first row if rows have `row_bytes` bytes there."""
+        return Ref(w.name, w.row0 * row_bytes)
+
+    def cache(self, cache: Cache) -> Ref:
+        """A cache tensor on the device."""
+        return Ref(cache)
+
+    def keep(self, node: Node, first: int, last: int) -> None:
+        """A node's buffer must also live from op `first` to op `last`: values that come from or go to elsewhere."""
+        target = self.out(node).target
+        assert isinstance(target, int)
+        a, b = self.pinned.get(target, (first, last))
+        self.pinned[target] = min(a, first), max(b, last)
+
+    def emit(
+        self,
+        kernel: str,
+        grid: Grid,
+        block: int,
+        shared: Shared,
+        *args: Arg,
+        when: Callable[[Counts], bool] | None = None,
+    ) -> None:
+        """Append a launch. Grids are upper bounds: blocks beyond the rows of the step block return."""
+        assert self._current is not None
+        self.ops.append(Op(kernel, grid, block, shared, args, self._current, when))
+
+    def begin(self, node: Node) -> None:
+        """Ops emitted from here on belong to this node."""
+        self._current = node
+
+
+Rule = Callable[[Lowering, Node], None]
+
+
+class Program:
+    """The ops of one device in execution order, later bound to memory."""
+
+    def __init__(self, lowering: Lowering, results: Sequence[Node] = ()) -> None:
+        """`results` are read after the last op."""
+        for node in results:
+            lowering.keep(node, len(lowering.ops), len(lowering.ops))
+        self.ops = lowering.ops
+        self.lowering = lowering
+        self._offsets, self.arena_bytes = self._plan()
+        self._addresses: dict[int, int] = {}
+        self._weights: Mapping[str, int] = {}
+        self._caches: Mapping[Cache, int] = {}
+
+    @property
+    def kernels(self) -> list[str]:
+        """Every kernel the program may launch."""
+        return list(dict.fromkeys(op.kernel for op in self.ops))
+
+    @property
+    def constants(self) -> Mapping[int, bytes]:
+        """Read-only data by buffer."""
+        return self.lowering.constants
+
+    @property
+    def constant_bytes(self) -> int:
+        """Device memory for them, each aligned."""
+        return sum(-(-len(data) // ALIGN) * ALIGN for data in self.constants.values())
+
+    def _plan(self) -> tuple[list[int], int]:
+        low = self.lowering
+        first = [len(self.ops)] * len(low.sizes)
+        last = [-1] * len(low.sizes)
+        for i, op in enumerate(self.ops):
+            for arg in op.args:
+                if isinstance(arg, Ref) and isinstance(arg.target, int) and arg.target != STATE:
+                    first[arg.target] = min(first[arg.target], i)
+                    last[arg.target] = max(last[arg.target], i)
+        for b, (a, z) in low.pinned.items():
+            first[b], last[b] = min(first[b], a), max(last[b], z)
+        return assign_offsets(
+            [
+                Lifetime(0, 0, 0) if last[b] < 0 or b in low.constants else Lifetime(size, first[b], last[b])
+                for b, size in enumerate(low.sizes)
+            ]
+        )
+
+    def bind(
+        self,
+        state: int,
+        arena: int,
+        constants: Mapping[int, int],
+        weights: Mapping[str, int],
+        caches: Mapping[Cache, int],
+    ) -> None:
+        """Give addresses to everything that ops name; `arena` must hold `arena_bytes`."""
+        self._addresses = {b: arena + at for b, at in enumerate(self._offsets)} | dict(constants) | {STATE: state}
+        self._weights, self._caches = weights, caches
+
+    def address(self, ref: Ref) -> int:
+        """Where a Ref points to."""
+        if isinstance(ref.target, int):
+            return self._addresses[ref.target] + ref.offset
+        return (self._weights[ref.target] if isinstance(ref.target, str) else self._caches[ref.target]) + ref.offset
+
+    def node_address(self, node: Node) -> int:
+        """Device address of a node's output."""
+        return self._addresses[self.lowering._node_buffers[node]]
+
+    def has_output(self, node: Node) -> bool:
+        """Whether the node has a buffer of its own."""
+        return self.lowering.has_out(node) and node.cols > 0
+
+    def launches(self, counts: Counts, first: int = 0, stop: int = -1) -> Iterator[Resolved]:
+        """The launches of ops first..stop-1 for these counts."""
+        for op in self.ops[first : len(self.ops) if stop < 0 else stop]:
+            if op.when is not None and not op.when(counts):
+                continue
+            dim = op.grid(counts) if callable(op.grid) else op.grid
+            grid = (dim, 1, 1) if isinstance(dim, int) else dim
+            if min(grid) < 1:
+                continue
+            shared = op.shared(counts) if callable(op.shared) else op.shared
+            args = tuple(self._scalar(arg, counts) for arg in op.args)
+            yield Resolved(op.kernel, grid, op.block, shared, args)
+
+    def _scalar(self, arg: Arg, counts: Counts) -> Scalar:
+        if isinstance(arg, Ref):
+            return self.address(arg)
+        return arg(counts) if callable(arg) else arg
+
+    def node_ops(self) -> list[tuple[Node, int, int]]:
+        """(node, first op, one past its last op) in execution order, nodes without ops left out."""
+        spans: list[tuple[Node, int, int]] = []
+        for i, op in enumerate(self.ops):
+            if spans and spans[-1][0] is op.node:
+                spans[-1] = (op.node, spans[-1][1], i + 1)
+            else:
+                spans.append((op.node, i, i + 1))
+        return spans
+
+
+def all_rules() -> dict[str, Rule]:
+    """The rules of every op, by op name."""
+    rules: dict[str, Rule] = {}
+    for module in RULE_MODULES:
+        rules |= import_module(f"ikcli.backends.cuda.{module}").RULES
+    return rules
+
+
+def lower(nodes: Sequence[Node], results: Sequence[Node], lowering: Lowering, rules: Mapping[str, Rule]) -> Program:
+    """Lower every node by its op's rule; `results` stay readable to the end."""
+    for node in nodes:
+        lowering.begin(node)
+        rules[node.op](lowering, node)
+    return Program(lowering, results)

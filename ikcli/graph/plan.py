@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGN = 64
+_SPAN = 32  # steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +24,17 @@ def assign_offsets(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
     Greedy by size, lowest free gap first: the same strategy as most inference runtimes' static planners.
     """
     offsets = [0] * len(lifetimes)
-    placed: list[int] = []
+    alive: dict[int, list[int]] = {}  # buffers placed so far, by spans of steps in which they live
     total = 0
     for i in sorted(range(len(lifetimes)), key=lambda i: (-lifetimes[i].n_bytes, lifetimes[i].first)):
         me = lifetimes[i]
-        size = -(-me.n_bytes // ALIGN) * ALIGN
+        size = _size(me)
+        if not size:
+            continue
+        spans = range(me.first // _SPAN, me.last // _SPAN + 1)
         busy = sorted(
-            (offsets[j], offsets[j] + -(-lifetimes[j].n_bytes // ALIGN) * ALIGN)
-            for j in placed
+            (offsets[j], offsets[j] + _size(lifetimes[j]))
+            for j in {j for span in spans for j in alive.get(span, ())}
             if lifetimes[j].first <= me.last and me.first <= lifetimes[j].last
         )
         at = 0
@@ -39,6 +43,11 @@ def assign_offsets(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
                 break
             at = max(at, hi)
         offsets[i] = at
-        placed.append(i)
+        for span in spans:
+            alive.setdefault(span, []).append(i)
         total = max(total, at + size)
     return offsets, total
+
+
+def _size(lifetime: Lifetime) -> int:
+    return -(-lifetime.n_bytes // ALIGN) * ALIGN

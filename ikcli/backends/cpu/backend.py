@@ -113,13 +113,14 @@ class CpuBackend:
         state: State,
         weights: Mapping[str, int],
         caches: Mapping[Cache, int],
+        outside: Mapping[Node, npt.NDArray[np.uint8]] | None = None,
     ) -> None:
-        """Give the programs memory and addresses."""
-        n_bytes = max(p.arena_bytes for p in programs)
+        """Give the programs memory and addresses; `outside`: memory of values that other devices make or read."""
+        n_bytes = max((p.arena_bytes for p in programs), default=0)
         if len(self.arena) < n_bytes:
             self.arena = aligned_zeros(n_bytes)
         for p in programs:
-            p.bind(self._library, state.address, self.arena, weights, caches)
+            p.bind(self._library, state.address, self.arena, weights, caches, outside)
 
     def run(self, program: Program, n_threads: int) -> None:
         """Execute a bound program."""
@@ -132,6 +133,10 @@ class CpuBackend:
             if program.has_output(node):
                 n = state.rows[node.rows.symbol] * node.rows.factor
                 observer(node, program.view(self.arena, node, n))
+
+    def result(self, program: Program, n_rows: int) -> npt.NDArray[np.float32]:
+        """The program's value, in the work memory that the next run writes again."""
+        return program.view(self.arena, program.result, n_rows)
 
     def run_ops(self, program: Program, first: int, stop: int, n_threads: int) -> None:
         """Execute a part of a bound program."""

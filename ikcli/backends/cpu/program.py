@@ -57,6 +57,7 @@ class Lowering:
     ops: list[Op] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     constants: dict[int, np.ndarray] = field(default_factory=dict)
+    outside: dict[int, Node] = field(default_factory=dict)  # buffers that are not part of the arena
     _node_buffers: dict[Node, int] = field(default_factory=dict)
     _shared: dict[Any, Ref] = field(default_factory=dict)
     _current: Node | None = None
@@ -102,6 +103,12 @@ class Lowering:
         self._node_buffers[node] = self._node_buffers[other]
         return Ref(self._node_buffers[node])
 
+    def place_outside(self, node: Node) -> None:
+        """Keep a node's value in memory that `Program.bind` is told: it comes from or goes to another device."""
+        target = self.out(node).target
+        assert isinstance(target, int)
+        self.outside[target] = node
+
     def weight(self, w: Weight, row_bytes: int = 0) -> Ref:
         """The weight's data, at its first row."""
         return Ref(w.name, w.row0 * row_bytes)
@@ -125,13 +132,21 @@ def f32_bits(x: float) -> int:
 class Program:
     """A lowered graph, later bound to memory and kernels."""
 
-    def __init__(self, lowering: Lowering, result: Node) -> None:
+    def __init__(self, lowering: Lowering, result: Node | None) -> None:
+        """`result` is read after the last op."""
         self.ops = lowering.ops
-        self.result = result
+        self._result = result
         self._lowering = lowering
         self._offsets, self.arena_bytes = self._plan()
         self._memory: np.ndarray | None = None
+        self._outside: dict[int, np.ndarray] = {}
         self.address = 0
+
+    @property
+    def result(self) -> Node:
+        """The node whose value is the program's."""
+        assert self._result is not None
+        return self._result
 
     @property
     def kernels(self) -> list[KernelKey]:
@@ -148,9 +163,11 @@ class Program:
                     first[w.target] = min(first[w.target], i)
                     last[w.target] = max(last[w.target], i)
         end = len(self.ops)
-        last[low._node_buffers[self.result]] = end
+        if self._result is not None:
+            last[low._node_buffers[self._result]] = end
+        elsewhere = low.constants.keys() | low.outside.keys()
         lifetimes = [
-            Lifetime(0, 0, 0) if last[b] < 0 or b in low.constants else Lifetime(size, first[b], last[b])
+            Lifetime(0, 0, 0) if last[b] < 0 or b in elsewhere else Lifetime(size, first[b], last[b])
             for b, size in enumerate(low.sizes)
         ]
         return assign_offsets(lifetimes)
@@ -162,8 +179,13 @@ class Program:
         arena: np.ndarray,
         weight_address: Mapping[str, int],
         cache_address: Mapping[Cache, int],
+        outside: Mapping[Node, np.ndarray] | None = None,
     ) -> None:
-        """Resolve every word to an address; `arena` must hold `arena_bytes` and may be shared between programs."""
+        """Resolve every word to an address; `arena` must hold `arena_bytes` and may be shared between programs.
+
+        `outside`: memory of the values that are not in the arena, uint8.
+        """
+        self._outside = {b: outside[node] for b, node in self._lowering.outside.items()} if outside else {}
         base = arena.ctypes.data
         stride = 64 + 8 * -(-max((len(op.words) + 1 for op in self.ops), default=1) // 8) * 8
         memory = aligned_zeros(stride * len(self.ops) + 16 * len(self.ops))
@@ -181,8 +203,10 @@ class Program:
         if not isinstance(w, Ref):
             return w
         if isinstance(w.target, int):
-            constant = self._lowering.constants.get(w.target)
-            start = base + self._offsets[w.target] if constant is None else constant.ctypes.data
+            place = self._lowering.constants.get(w.target)
+            if place is None:
+                place = self._outside.get(w.target)
+            start = base + self._offsets[w.target] if place is None else place.ctypes.data
             return start + w.offset
         if isinstance(w.target, str):
             return weights[w.target] + w.offset
@@ -190,14 +214,20 @@ class Program:
 
     def view(self, arena: np.ndarray, node: Node, n_rows: int) -> np.ndarray:
         """The node's output as (n_rows, cols) float32 (or int32); valid right after its last op has run."""
-        at = self._offsets[self._lowering._node_buffers[node]]
-        data = arena[at : at + 4 * n_rows * node.cols]
+        memory, at = self._place(arena, node)
+        data = memory[at : at + 4 * n_rows * node.cols]
         return data.view(np.float32 if node.dtype == "f32" else np.int32).reshape(n_rows, node.cols)
 
     def raw(self, arena: np.ndarray, node: Node, at: int, n: int) -> np.ndarray:
         """n int64 words from byte `at` of the node's output on."""
-        start = self._offsets[self._lowering._node_buffers[node]] + at
-        return arena[start : start + 8 * n].view(np.int64)
+        memory, start = self._place(arena, node)
+        return memory[start + at : start + at + 8 * n].view(np.int64)
+
+    def _place(self, arena: np.ndarray, node: Node) -> tuple[np.ndarray, int]:
+        """(memory, first byte) of a node's output."""
+        buffer = self._lowering._node_buffers[node]
+        outside = self._outside.get(buffer)
+        return (arena, self._offsets[buffer]) if outside is None else (outside, 0)
 
     def node_ops(self) -> list[tuple[Node, int, int]]:
         """(node, first op, one past its last op) in execution order, nodes without ops left out."""

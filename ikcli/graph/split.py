@@ -1,0 +1,171 @@
+"""A graph on several devices: which device computes a node, and in which order the devices take turns.
+
+Nodes with weights are computed where the weights are, cache and attention where the cache is, and the rest where its
+inputs are. Small values that every device can make for itself (`REPEATED`) are made on each that needs them. A schedule
+is a list of `Turn`s, each a run of nodes of one device that depends on earlier turns only. What another device waits
+for comes first: a turn is cut behind it, so that the rest runs while the other device works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ikcli.graph.core import Cache, Graph, Node, Weight
+
+REPEATED = ("rope_table", "moe_sort")
+_BY_WEIGHT = ("embed", "rms_norm", "mul_mat", "mul_mat_heads", "mul_mat_id", "moe_up_gate")
+_BY_FIRST_INPUT = ("moe_sum",)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Device of a weight as an op uses it, of a layer's cache, and of what a layer adds up (-1: outside of layers)."""
+
+    weight: Callable[[Node, Weight], str]
+    cache: Callable[[int], str]
+    home: Callable[[int], str]
+
+
+@dataclass(slots=True)
+class Turn:
+    """Nodes one device computes in a row; `imports` come from other devices before, `exports` go out afterwards."""
+
+    device: str
+    nodes: list[Node]
+    imports: list[Node] = field(default_factory=list)
+    exports: list[Node] = field(default_factory=list)
+    after: tuple[int, ...] = ()  # turns of other devices that have to be done
+
+
+def layer_of(node: Node) -> int:
+    """The layer in a node's name, or -1."""
+    _, dash, il = node.name.rpartition("-")
+    return int(il) if dash and il.isdigit() else -1
+
+
+def assign(graph: Graph, places: Places) -> dict[Node, str]:
+    """Device of every node but the repeated ones."""
+    device: dict[Node, str] = {}
+    for node in graph.nodes:
+        if node.op not in REPEATED:
+            device[node] = _device(node, places, device)
+    return device
+
+
+def _device(node: Node, places: Places, device: dict[Node, str]) -> str:
+    cache = next((x for x in node.inputs if isinstance(x, Cache)), None)
+    if cache is not None:
+        return places.cache(cache.il)
+    weight = next((x for x in node.inputs if isinstance(x, Weight)), None)
+    if weight is not None and node.op in _BY_WEIGHT:
+        return places.weight(node, weight)
+    inputs = [x for x in node.inputs if isinstance(x, Node)]
+    found = [device[x] for x in inputs if x in device]
+    if found and (len(set(found)) == 1 or node.op in _BY_FIRST_INPUT):
+        return found[0]
+    return places.home(layer_of(node))
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A node on a device; `index` is the place in the graph."""
+
+    node: Node
+    device: str
+    needs: frozenset[tuple[Node, str]]  # of this device or, where it has no such task, of another
+
+
+def schedule(graph: Graph, device: dict[Node, str], result: Node, *, cut: Iterable[str] = ()) -> list[Turn]:
+    """Turns for a graph whose nodes were assigned; `cut`: devices that work on while others wait for what they made."""
+    tasks = _tasks(graph, device)
+    cutting = set(cut)
+    left = list(tasks)
+    done: set[tuple[Node, str]] = set()
+    turns: list[Turn] = []
+    while left:
+        current = left[0].device
+        taken, rest = _take(left, current, done)
+        parts = _divide(taken, left, current) if current in cutting else [taken]
+        for part in parts:
+            turns.append(Turn(current, [t.node for t in part]))
+        done |= {(t.node, current) for t in taken}
+        left = rest
+    _connect(turns, device, result)
+    return turns
+
+
+def _tasks(graph: Graph, device: dict[Node, str]) -> list[_Task]:
+    """One task per node, of repeated nodes one per device that needs them, in the order of the graph."""
+    users: dict[Node, set[str]] = {}
+    for node in reversed(graph.nodes):
+        own = {device[node]} if node in device else users.get(node, set())
+        for x in node.inputs:
+            if isinstance(x, Node) and x not in device:
+                users.setdefault(x, set()).update(own)
+    tasks: list[_Task] = []
+    stores: dict[Cache, tuple[Node, str]] = {}
+    readers: dict[Cache, list[tuple[Node, str]]] = {}
+    for node in graph.nodes:
+        for where in [device[node]] if node in device else sorted(users.get(node, set())):
+            needs = {(x, device.get(x, where)) for x in node.inputs if isinstance(x, Node)}
+            for cache in (x for x in node.inputs if isinstance(x, Cache)):
+                if cache in stores:
+                    needs.add(stores[cache])
+                if node.op == "kv_store":
+                    needs.update(readers.pop(cache, []))
+                    stores[cache] = (node, where)
+                else:
+                    readers.setdefault(cache, []).append((node, where))
+            tasks.append(_Task(node, where, frozenset(needs)))
+    return tasks
+
+
+def _take(left: Sequence[_Task], device: str, done: set[tuple[Node, str]]) -> tuple[list[_Task], list[_Task]]:
+    """All tasks of the device that can run now, one after the other, and the others."""
+    ready = set(done)
+    taken: list[_Task] = []
+    rest: list[_Task] = []
+    for task in left:
+        if task.device == device and task.needs <= ready:
+            ready.add((task.node, device))
+            taken.append(task)
+        else:
+            rest.append(task)
+    return taken, rest
+
+
+def _divide(taken: list[_Task], left: Sequence[_Task], device: str) -> list[list[_Task]]:
+    """What other devices need of these tasks, with all that leads to it, then what can wait."""
+    own = {t.node: t for t in taken}
+    wanted = [own[n] for t in left if t.device != device for n, where in t.needs if where == device and n in own]
+    first: set[Node] = set()
+    while wanted:
+        task = wanted.pop()
+        if task.node not in first:
+            first.add(task.node)
+            wanted += [own[n] for n, where in task.needs if where == device and n in own]
+    parts = [[t for t in taken if t.node in first], [t for t in taken if t.node not in first]]
+    return [p for p in parts if p]
+
+
+def _connect(turns: list[Turn], device: dict[Node, str], result: Node) -> None:
+    """Fill in what goes from one turn to another."""
+    made = {(n, t.device): i for i, t in enumerate(turns) for n in t.nodes}
+    imported: set[tuple[Node, str]] = set()
+    for turn in turns:
+        after = set()
+        for node in turn.nodes:
+            for x in node.inputs:
+                if not isinstance(x, Node) or (x, turn.device) in made or (x, turn.device) in imported:
+                    continue
+                source = made[x, device[x]]
+                turn.imports.append(x)
+                imported.add((x, turn.device))
+                after.add(source)
+                if x not in turns[source].exports:
+                    turns[source].exports.append(x)
+        turn.after = tuple(sorted(after))
+    last = turns[made[result, device[result]]]
+    if result not in last.exports:
+        last.exports.append(result)

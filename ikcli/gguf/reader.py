@@ -64,6 +64,8 @@ class GGUFFile:
     tensors: dict[str, TensorInfo]
     alignment: int
     _maps: list[npt.NDArray[np.uint8]] = field(repr=False, default_factory=list)
+    missing_parts: list[Path] = field(default_factory=list)  # of a split file opened by its header only
+    n_announced: int = -1  # tensors of all parts, as a split file says
 
     def get(self, key: str, default: Any = None) -> Any:
         """Metadata value of `key`, or `default`."""
@@ -92,7 +94,14 @@ class GGUFFile:
         t = self.tensors.get(name)
         if t is None:
             raise FormatError(f"{self.paths[0]}: no tensor named {shown(name)}")
+        if not self.has_data(name):
+            raise FormatError(f"{self.paths[t.file_index]}: the data of tensor {shown(name)} is not in the file")
         return self._maps[t.file_index][t.offset : t.offset + t.n_bytes]
+
+    def has_data(self, name: str) -> bool:
+        """Whether the bytes of a tensor are there; only files opened by their header may lack some."""
+        t = self.tensors[name]
+        return t.file_index < len(self._maps) and t.offset + t.n_bytes <= len(self._maps[t.file_index])
 
     def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
         """Let the system take back the memory pages that lie inside bytes start..stop of a tensor; they are read again
@@ -114,19 +123,21 @@ class GGUFFile:
         return {key: self.typed(key) for key in self.metadata}
 
 
-def open_gguf(path: str | Path, overrides: Sequence[str] = ()) -> GGUFFile:
+def open_gguf(path: str | Path, overrides: Sequence[str] = (), *, header_only: bool = False) -> GGUFFile:
     """Open a GGUF file, or all parts of a split one given its first part.
 
-    `overrides` are `KEY=TYPE:VALUE` strings (TYPE int, float, bool or str; UsageError if malformed).
+    `overrides` are `KEY=TYPE:VALUE` strings (TYPE int, float, bool or str; UsageError if malformed). `header_only`: the
+    tensor data may be cut off, and parts other than the first may be missing (`missing_parts`).
     Anything wrong with the file is a FormatError that names the file and, where there is one, the key or tensor.
     """
     first = Path(path)
-    file = _read_part(first, 0)
+    file = _read_part(first, 0, header_only)
     count = _split_int(file, "split.count", 0)
     total = _split_int(file, "split.tensors.count", -1)
     merged = total == len(file.tensors) and "general.architecture" in file.metadata
     if count > 1 and not merged:  # a merged file may keep the keys of the split it came from
-        _add_parts(file, first, count, total)
+        file.n_announced = total
+        _add_parts(file, first, count, header_only)
     apply_overrides(file.metadata, file.value_types, file.item_types, overrides, str(first))
     return file
 
@@ -143,7 +154,7 @@ def _split_int(file: GGUFFile, key: str, default: int) -> int:
     return int(value)
 
 
-def _add_parts(file: GGUFFile, first: Path, count: int, total: int) -> None:
+def _add_parts(file: GGUFFile, first: Path, count: int, header_only: bool) -> None:
     """Append parts 2..count, found next to the first part by its name."""
     no = _split_int(file, "split.no", 0)
     m = _SPLIT_NAME.fullmatch(first.name)
@@ -159,9 +170,12 @@ def _add_parts(file: GGUFFile, first: Path, count: int, total: int) -> None:
         )
     for i in range(1, count):
         path = first.with_name(f"{m['prefix']}-{i + 1:05d}-of-{count:05d}.gguf")
+        if not path.is_file() and header_only:
+            file.missing_parts.append(path)
+            continue
         if not path.is_file():
             raise FormatError(f"{first}: part {i + 1} of {count} is missing, expected {path}")
-        part = _read_part(path, i)
+        part = _read_part(path, len(file.paths), header_only)
         found = (_split_int(part, "split.no", 0), _split_int(part, "split.count", 0))
         if found != (i, count):
             raise FormatError(f"{path}: says it is part {found[0] + 1} of {found[1]}, not part {i + 1} of {count}")
@@ -170,7 +184,8 @@ def _add_parts(file: GGUFFile, first: Path, count: int, total: int) -> None:
         file.paths.append(path)
         file.tensors.update(part.tensors)
         file._maps.extend(part._maps)
-    if total >= 0 and len(file.tensors) != total:
+    total = file.n_announced
+    if total >= 0 and len(file.tensors) != total and not file.missing_parts:
         raise FormatError(f"{first}: the parts hold {len(file.tensors)} tensors, split.tensors.count says {total}")
 
 
@@ -187,7 +202,7 @@ def _map_file(path: Path) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
     return buffer, np.frombuffer(buffer, np.uint8)
 
 
-def _read_part(path: Path, file_index: int) -> GGUFFile:
+def _read_part(path: Path, file_index: int, header_only: bool = False) -> GGUFFile:
     buffer, data = _map_file(path)
     cur = Cursor(buffer, len(data), str(path))
     version = _read_version(cur)
@@ -198,7 +213,7 @@ def _read_part(path: Path, file_index: int) -> GGUFFile:
     alignment = _alignment(cur, metadata, value_types)
     infos = _read_tensor_infos(cur, n_tensors)
     start = -(-cur.pos // alignment) * alignment
-    tensors = _place_tensors(cur, infos, start, alignment, file_index)
+    tensors = _place_tensors(cur, infos, start, alignment, file_index, header_only)
     return GGUFFile([path], version, metadata, value_types, item_types, tensors, alignment, [data])
 
 
@@ -268,6 +283,7 @@ def _place_tensors(
     start: int,
     alignment: int,
     file_index: int,
+    header_only: bool,
 ) -> dict[str, TensorInfo]:
     """Turn raw infos into TensorInfo with absolute offsets; refuse what does not fit, is unaligned or overlaps."""
     tensors: dict[str, TensorInfo] = {}
@@ -286,7 +302,7 @@ def _place_tensors(
             cur.fail(f"{where} has rows of {shape[0]} elements, not {need}")
         if offset % alignment:
             cur.fail(f"{where} is at offset {offset}, which is not aligned to {alignment} bytes")
-        if start + offset + n_bytes > cur.size:
+        if start + offset + n_bytes > cur.size and not header_only:
             cur.fail(f"{where} needs bytes up to {start + offset + n_bytes}, but the file ends at {cur.size}")
         tensors[name] = TensorInfo(name, shape, type, n_bytes, n_elements, start + offset, file_index)
     end, previous = 0, ""

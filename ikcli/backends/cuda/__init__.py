@@ -1,1 +1,1 @@
-"""CUDA backend: kernels in CUDA C++, packaged as PTX, run by the driver API."""
+"""CUDA backend: kernels are CUDA C++ sources shipped as PTX, run through cuda-python (driver.py), nothing at import."""

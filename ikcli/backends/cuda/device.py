@@ -1,0 +1,135 @@
+"""What the backend asks of a device; `driver.CudaDevice` gives it, and so do the emulated and recording ones of the tests.
+
+Addresses are plain integers. Copies, fills and launches are queued on a stream and done when it, or an event recorded
+after them, says so: until then the host touches none of the arrays involved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+ALIGNMENT = 256  # of every allocation
+
+Stream: TypeAlias = Any  # opaque: made by Device.stream()
+Event: TypeAlias = Any  # made by Device.event()
+Graph: TypeAlias = Any  # made by Device.capture()
+Argument: TypeAlias = int | np.int32 | np.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch: `block` threads (x only), `shared` bytes of dynamic shared memory.
+
+    args: int for 64-bit integers and addresses, np.int32 and np.float32 for the others, as the kernel declares them.
+    """
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: int
+    shared: int
+    args: tuple[Argument, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """Facts that kernels and plans are chosen by; sizes in bytes."""
+
+    index: int
+    name: str
+    cc: tuple[int, int]  # compute capability
+    n_sm: int
+    total_bytes: int
+    shared_limit: int  # per block, after opting in
+    l2_bytes: int
+    driver: tuple[int, int]  # newest CUDA version the driver supports
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One allocation, counted for its owner ("weights", "KV cache", ...)."""
+
+    address: int
+    n_bytes: int
+    owner: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pinned:
+    """Host memory that the device copies from and to without staging."""
+
+    array: npt.NDArray[np.uint8]
+    address: int
+    owner: str
+
+
+class Device(Protocol):
+    """One GPU."""
+
+    @property
+    def info(self) -> DeviceInfo: ...
+
+    def alloc(self, n_bytes: int, owner: str) -> Memory:
+        """Uninitialised memory, aligned to 256 bytes; raises OutOfMemory."""
+
+    def free(self, memory: Memory) -> None: ...
+
+    def pinned(self, n_bytes: int, owner: str) -> Pinned: ...
+
+    def free_pinned(self, memory: Pinned) -> None: ...
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of the device."""
+
+    def owners(self) -> dict[str, int]:
+        """Bytes allocated by owner."""
+
+    def stream(self) -> Stream: ...
+
+    def event(self) -> Event: ...
+
+    def upload(self, stream: Stream, address: int, array: npt.NDArray[Any]) -> None:
+        """Copy a C-contiguous array to the device."""
+
+    def download(self, stream: Stream, array: npt.NDArray[Any], address: int) -> None:
+        """Fill a C-contiguous array from the device; readable after the stream or a later event is done."""
+
+    def copy(self, stream: Stream, target: int, source: int, n_bytes: int) -> None:
+        """Copy within the device."""
+
+    def fill(self, stream: Stream, address: int, value: int, n_bytes: int) -> None:
+        """Set every byte to `value` (0..255)."""
+
+    def launch(self, stream: Stream, launch: Launch) -> None: ...
+
+    def record(self, stream: Stream, event: Event) -> None:
+        """The event is done when everything queued so far is."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What is queued on the stream from now on starts after the event."""
+
+    def done(self, event: Event) -> bool: ...
+
+    def elapsed(self, start: Event, stop: Event) -> float:
+        """Milliseconds between two events that are done."""
+
+    def synchronize(self, stream: Stream | None = None) -> None:
+        """Wait for a stream, or for everything; failures of queued work are raised here."""
+
+    def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
+        """Record what `work` queues on the stream, without running it. Memory used by it must outlive the graph."""
+
+    def replay(self, stream: Stream, graph: Graph) -> None:
+        """Queue a captured graph."""
+
+    def free_graph(self, graph: Graph) -> None: ...
+
+    def prepare(self, kernels: dict[str, int]) -> None:
+        """Load kernels by name, each with the most dynamic shared memory it will be launched with."""
+
+    def close(self) -> None:
+        """Free everything."""

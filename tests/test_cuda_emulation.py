@@ -1,0 +1,98 @@
+"""The emulation itself: it computes what the GPU would, and notices what the GPU would punish."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cuda_emulation import EmulatedDevice, KernelError, needs_emulation, run_kernel
+
+from ikcli.backends.cuda.device import Launch
+
+pytestmark = needs_emulation
+
+
+def test_row_sum(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((5, 777), dtype=np.float32)
+    y = np.full(5, np.nan, np.float32)
+    run_kernel("util_row_sum", 5, 256, x, y, np.int32(777))
+    np.testing.assert_allclose(y, x.sum(1, dtype=np.float64), rtol=1e-5, atol=1e-4)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    y = np.zeros(4, np.float32)
+    with pytest.raises(KernelError, match=r"takes 3 arguments"):
+        run_kernel("util_fill", 1, 256, y, 4)
+    with pytest.raises(KernelError, match=r"argument 2 of util_fill must be float32, got int"):
+        run_kernel("util_fill", 1, 256, y, 4, 1)
+    with pytest.raises(KernelError, match=r"multiple of 32 up to 256"):
+        run_kernel("util_fill", 1, 512, y, 4, np.float32(1))
+
+
+def test_writes_outside_an_array_are_found() -> None:
+    with pytest.raises(KernelError, match=r"memory around an allocation"):
+        run_kernel("util_fill", 1, 256, np.zeros(4, np.float32), 5, np.float32(1))
+    with pytest.raises(KernelError, match=r"outside of memory"):
+        run_kernel("util_fill", 1, 256, np.zeros(4, np.float32), 256, np.float32(1))
+
+
+def test_device_runs_work_only_when_waited_for() -> None:
+    device = EmulatedDevice()
+    stream, copies, event = device.stream(), device.stream(), device.event()
+    a = device.alloc(4 * 300, "test")
+    host = device.pinned(4 * 300, "test")
+    values = host.array.view(np.float32)
+    device.launch(stream, Launch("util_fill", (2, 1, 1), 256, 0, (a.address, 300, np.float32(2.5))))
+    device.record(stream, event)
+    device.wait(copies, event)
+    device.download(copies, values, a.address)
+    assert np.isnan(values).all()
+    device.synchronize(copies)
+    assert (values == 2.5).all()
+    graph = device.capture(stream, lambda: device.fill(stream, a.address, 0, a.n_bytes))
+    device.replay(stream, graph)
+    device.replay(stream, graph)
+    device.download(stream, values, a.address)
+    device.synchronize()
+    assert (values == 0).all() and device.launches == {"util_fill": 1} and device.owners() == {"test": 1200}
+    device.close()
+
+
+FAULTS = {
+    "divergent": ("if (threadIdx.x < 32) __syncthreads();", r"after threads left|left the kernel while others wait"),
+    "mixed": ("if (threadIdx.x < 32) __syncthreads();\n else __syncthreads();", r"barriers of lines"),
+    "warp": ("if (threadIdx.x & 1) y[0] = shx(1.f, 1);", r"left the kernel while lanes|lanes that never come"),
+    "overrun": ("SMEM_DECL\n smem_raw[64 + threadIdx.x] = 1;", r"wrote past the 64 bytes"),
+    "static": ("IK_SHARED(int, a, 4)\n a[4] = 1;", r"wrote past a static shared array"),
+    "vector": ("SMEM_DECL\n *(float4*)(smem_raw + 4) = make_float4(0, 0, 0, 0);", r"misaligned vector access"),
+    "cp16": ("SMEM_DECL\n cp16(smem_raw + 56, y, true);", r"shared address out of range"),
+    "null": ("y = nullptr; y[threadIdx.x] = 1;", r"outside of memory"),
+    "stack": ("volatile char a[300000]; a[0] = a[threadIdx.x];", r"outside of memory"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(name: str, tmp_path: Path) -> None:
+    body, message = FAULTS[name]
+    source = tmp_path / f"fault_{name}.cu"
+    source.write_text(f'#include "common.cuh"\nextern "C" __global__ void fault(float* y) {{\n{body}\n}}\n')
+    y = np.zeros(64, np.float32)
+    with pytest.raises(KernelError, match=message):
+        run_kernel("fault", 2, 64, y, shared=64, source=source)
+    run_kernel("util_fill", 1, 256, y, 64, np.float32(3))  # a failure leaves nothing behind
+    assert (y == 3).all()
+
+
+def test_uninitialised_shared_memory_is_nan(tmp_path: Path) -> None:
+    source = tmp_path / "poison.cu"
+    source.write_text(
+        '#include "common.cuh"\nextern "C" __global__ void poison(float* y, int early) {\n'
+        "  SMEM_DECL\n  IK_SHARED(float, s, 64)\n  float* d = (float*)smem_raw;\n"
+        "  cp16(smem_raw + 1024 + threadIdx.x * 16, y, true); cp_commit();\n  if (!early) cp_wait<0>();\n"
+        "  y[8 + threadIdx.x] = s[threadIdx.x] + d[threadIdx.x];\n  y[72 + threadIdx.x] = *(float*)(smem_raw + 1024 + threadIdx.x * 16);\n}\n"
+    )
+    for early in (0, 1):
+        y = np.ones(136, np.float32)
+        run_kernel("poison", 1, 64, y, np.int32(early), shared=2048, source=source)
+        assert np.isnan(y[8:72]).all() and (np.isnan(y[72:]).all() if early else (y[72:] == 1).all())

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ikcli.backends.cuda.device import DeviceInfo, Launch
 from ikcli.graph import Cache, Lifetime, Node, Rows, RowSpec, Weight, assign_offsets
 
 ALIGN = 256  # bytes between buffers of the arena
@@ -35,6 +36,11 @@ class DeviceLimits:
     shared_per_sm: int
     l2_bytes: int
     name: str = ""
+
+    @classmethod
+    def of(cls, info: DeviceInfo) -> DeviceLimits:
+        """Limits of a device; an SM has a KiB more shared memory than one block can get, on 8.0 and 9.0 and later."""
+        return cls(info.cc, info.n_sm, info.shared_limit, info.shared_limit + 1024, info.l2_bytes, info.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ class Ref:
         return Ref(self.target, self.offset + n_bytes)
 
 
-Scalar = int | np.int32 | np.float32
+Scalar = int | np.int32 | np.float32  # device.Argument
 Arg = Scalar | Ref | Callable[[Counts], Scalar]
 """A launch argument: int and Ref are passed as 8 bytes; functions of the counts must not hide Refs."""
 Dim = int | tuple[int, int, int]
@@ -103,17 +109,6 @@ class Op:
     args: tuple[Arg, ...]
     node: Node
     when: Callable[[Counts], bool] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """A launch with addresses and sizes filled in: (kernel, grid, block, shared bytes, args) of `driver.Launch`."""
-
-    kernel: str
-    grid: tuple[int, int, int]
-    block: int
-    shared: int
-    args: tuple[Scalar, ...]
 
 
 @dataclass(slots=True)
@@ -289,7 +284,7 @@ class Program:
         """Whether the node has a buffer of its own."""
         return self.lowering.has_out(node) and node.cols > 0
 
-    def launches(self, counts: Counts, first: int = 0, stop: int = -1) -> Iterator[Resolved]:
+    def launches(self, counts: Counts, first: int = 0, stop: int = -1) -> Iterator[Launch]:
         """The launches of ops first..stop-1 for these counts."""
         for op in self.ops[first : len(self.ops) if stop < 0 else stop]:
             if op.when is not None and not op.when(counts):
@@ -300,7 +295,7 @@ class Program:
                 continue
             shared = op.shared(counts) if callable(op.shared) else op.shared
             args = tuple(self._scalar(arg, counts) for arg in op.args)
-            yield Resolved(op.kernel, grid, op.block, shared, args)
+            yield Launch(op.kernel, grid, op.block, shared, args)
 
     def _scalar(self, arg: Arg, counts: Counts) -> Scalar:
         if isinstance(arg, Ref):

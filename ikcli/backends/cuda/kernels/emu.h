@@ -29,6 +29,9 @@ typedef uint32_t u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+using std::isinf;
+using std::isnan;
+
 #define DI static inline
 #define __device__
 #ifdef IK_EMU_SCAN

@@ -77,7 +77,80 @@ DI void kv_load(Raw16& r, const KvTensor& t, i64 cell, int group) {
 DI u32 iq4_bytes(u32 codes) {
   u32 s = (codes | codes >> 4) & 0x00ff00ffu;
   s = (s | s >> 8) & 0x7777u;
-  const u32 low = prmt(0x3f2d1801u, 0x766a5d4fu - 0u, s), high = prmt(0x00000000u, 0x00000000u, s);
+  const u32 low = prmt(0x3f2d1801u, 0x766a5d4fu, s), high = prmt(0xa6998d81u, 0xf1d9c5b5u, s);
   const u32 mask = ((codes >> 3) & 0x01010101u) * 255u;
   return (low & ~mask) | (high & mask);
+}
+// Elements 4e..4e+3 as bytes, each a level plus the zero of `kv_zero`.
+DI u32 kv_bytes(const Raw16& r, int type, int half, int e) {
+  if (kv_is_int8(type)) return r.w[e] ^ 0x80808080u;
+  const u32 codes = (r.w[e] >> (4 * half)) & 0x0f0f0f0fu;
+  if (type == KT_IQ4_NL) return iq4_bytes(codes);
+  if (type == KT_Q6_0) return codes | ((r.w[4 + (e & 1)] >> (4 * (e >> 1) + 2 * half)) & 0x03030303u) << 4;
+  if (type == KT_Q5_0 || type == KT_Q5_1) {
+    const u32 bits = (r.w[4] >> (16 * half + 4 * e)) & 15u;
+    return codes | ((bits * 0x00204081u) & 0x01010101u) << 4;
+  }
+  return codes;
+}
+// 1024 + zero as a pair of f16: bytes become f16 by putting 0x64 above them.
+DI u32 kv_zero(int type) {
+  return kv_is_int8(type) || type == KT_IQ4_NL ? 0x64806480u
+         : type == KT_Q6_0                     ? 0x64206420u
+         : type == KT_Q5_0                     ? 0x64106410u
+         : type == KT_Q4_0                     ? 0x64086408u
+                                               : 0x64006400u;
+}
+// Levels as pairs of f16, exact.
+DI void kv_levels(u32 (&y)[8], const Raw16& r, int type, int half) {
+  const u32 zero = kv_zero(type);
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    const u32 b = kv_bytes(r, type, half, e);
+    y[2 * e] = hsub2(prmt(b, 0x64646464u, 0x4140), zero);
+    y[2 * e + 1] = hsub2(prmt(b, 0x64646464u, 0x4342), zero);
+  }
+}
+// 16 elements of a quantized row as pairs of f16; `half` of the block.
+DI void kv_codes_f16(u32 (&y)[8], const Raw16& r, int type, int half) {
+  kv_levels(y, r, type, half);
+  if (type == KT_Q8_KV) {  // a scale of 32 bits, once per row
+    const float d = __uint_as_float(r.w[6]);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float2 v = unpack_f16(y[i]);
+      y[i] = pack2<false>(v.x * d, v.y * d);
+    }
+    return;
+  }
+  const u32 d = prmt(r.w[6], 0, 0x1010), m = kv_has_minimum(type) ? prmt(r.w[6], 0, 0x3232) : 0x80008000u;
+#pragma unroll
+  for (int i = 0; i < 8; i++) y[i] = hfma2(y[i], d, m);
+}
+DI void kv_f16(u32 (&y)[8], const Raw16& r, int type, int half) {
+  if (!kv_is_float(type)) {
+    kv_codes_f16(y, r, type, half);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float2 v = unpack_bf16(r.w[i]);
+    y[i] = type == KT_BF16 ? pack2<false>(v.x, v.y) : r.w[i];
+  }
+}
+// 16 elements of a quantized row as f32.
+DI void kv_codes_f32(float (&y)[16], const Raw16& r, int type, int half) {
+  u32 levels[8];
+  kv_levels(levels, r, type, half);
+  const float d = type == KT_Q8_KV ? __uint_as_float(r.w[6]) : f16f((u16)r.w[6]);
+  const float m = kv_has_minimum(type) ? f16f((u16)(r.w[6] >> 16)) : 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float2 v = unpack_f16(levels[i]);
+    y[2 * i] = fmaf(v.x, d, m), y[2 * i + 1] = fmaf(v.y, d, m);
+  }
+}
+// One element of a float row.
+DI float kv_element(const u8* p, int type) {
+  return type == KT_F32 ? *(const float*)p : type == KT_F16 ? f16f(*(const u16*)p) : bf16f(*(const u16*)p);
 }

@@ -14,6 +14,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 #define DI __device__ __forceinline__
+#define INFINITY __int_as_float(0x7f800000)
+#define NAN __int_as_float(0x7fffffff)
 // Dynamic shared memory as `u8* smem_raw`; a static array as `IK_SHARED(float, name, 32)`.
 #define SMEM_DECL extern __shared__ __align__(1024) u8 smem_raw[];
 #define IK_SHARED(type, name, count) __shared__ type name[count];

@@ -23,6 +23,8 @@ from ikcli.config_groups import (
     UpstreamConfig,
 )
 from ikcli.config_values import (
+    DeviceSpec,
+    parse_device_spec,
     parse_numa,
     parse_offload_policy,
     parse_override_kv,
@@ -83,10 +85,11 @@ class RunConfig:
     split_mode: str = opt("layer", "-sm --split-mode", "choice", "none: one GPU; layer: whole blocks per GPU", topic="placement", form="none|layer", example="-sm layer", choices=("none", "layer", "row", "graph", "attn"))
     main_gpu: int = opt(0, "-mg --main-gpu", "int", "the GPU of -sm none", topic="placement", form="I", example="-mg 0", minimum=0)
     device: tuple[str, ...] = opt((), "-dev --device", "custom", "GPUs to use and to accept in -ot; default all visible ones", topic="placement", form="CUDA0,CUDA1", example="-dev CUDA0", parse=lambda text: tuple(d.strip() for d in text.split(",") if d.strip()), bench_list=False)
+    device_spec: tuple[DeviceSpec, ...] = opt((), "--device-spec", "custom", "plan for these devices instead of those of this machine: [N*]cuda:SIZE[:cc=X.Y] for GPUs, cpu:SIZE for RAM. For plan and --dry-run", topic="placement", form="cuda:24GiB[,...]", example="--device-spec 2*cuda:24GiB,cpu:256GiB", parse=parse_device_spec, bench_list=False)
     offload_policy: tuple[tuple[str, bool], ...] = opt((), "-op --offload-policy", "custom", "which operations on host-resident weights may be computed on the GPU: names or numbers 26, 27, 28, 29, -1", topic="placement", form="OP,0|1[,OP,0|1...]", example="-op MUL_MAT_ID=off", parse=parse_offload_policy, repeat=True, bench_list=False)
     offload_min_batch: int = opt(32, "--offload-min-batch", "int", "batch from which host-resident weights are computed on the GPU (experts: times n_expert/n_used)", topic="placement", form="N", example="--offload-min-batch 32", minimum=1)
-    fit: bool = opt(False, "--fit", "switch", "fill GPU memory with as many tensors as fit", topic="placement", example="--fit")
-    fit_margin: int = opt(1024, "--fit-margin", "int", "memory to leave free per GPU with --fit", topic="placement", form="MIB", example="--fit-margin 1024", minimum=0)
+    fit: bool = opt(False, "--fit", "switch", "choose -ngl, -ts and --n-cpu-moe so that as many tensors as possible fit into GPU memory, and print them", topic="placement", example="--fit")
+    fit_margin: int = opt(1024, "--fit-margin", "int", "memory that --fit leaves free on every GPU", topic="placement", form="MIB", example="--fit-margin 1024", minimum=0)
     strict: bool = opt(False, "--strict", "switch", "rules that match nothing are errors", topic="placement", example="--strict")
 
     seed: int = opt(-1, "-s --seed", "int", "random seed; -1 = random", topic="general", form="N", example="-s 1234")

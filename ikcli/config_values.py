@@ -6,11 +6,13 @@ Each returns the value or raises ValueError with half a sentence saying what is 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 OFFLOAD_OPS = {26: "MUL_MAT", 27: "MUL_MAT_ID", 28: "OUT_PROD", 29: "MOE_FUSED_UP_GATE", -1: "ALL"}
 """Numbers users wrote into `-op` in 2025, and the names they meant then."""
 
+MAX_DEVICES = 64
 NUMA_MODES = ("distribute", "isolate", "numactl")
 OVERRIDE_TYPES = ("int", "float", "bool", "str")
 ON = frozenset({"on", "1", "true", "yes", "enabled"})
@@ -142,6 +144,48 @@ def _on_off(text: str) -> bool:
     if text.lower() in OFF:
         return False
     raise ValueError(f"has the state {text}; it is 0 or 1, on or off")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """A described device: `cuda` or `cpu` (host memory), its bytes, and compute capability (None = not given)."""
+
+    kind: str
+    n_bytes: int
+    capability: tuple[int, int] | None = None
+
+
+_UNITS = {"gib": 2**30, "g": 2**30, "mib": 2**20, "m": 2**20, "gb": 10**9, "mb": 10**6}
+_DEVICE = re.compile(r"(?:(\d+)\*)?(cuda|cpu):([\d.]+)([a-z]*)(?::cc=(\d+)\.(\d))?", re.IGNORECASE)
+
+
+def parse_device_spec(text: str) -> tuple[DeviceSpec, ...]:
+    """`[N*]cuda:SIZE[:cc=X.Y]` and `cpu:SIZE`, separated by commas; GiB and G are 2^30 bytes, GB is 10^9."""
+    specs: list[DeviceSpec] = []
+    for piece in filter(None, (item.strip() for item in text.split(","))):
+        found = _DEVICE.fullmatch(piece)
+        if found is None:
+            raise ValueError(f'has the device "{piece}", which is not of the form cuda:24GiB or cpu:256GiB')
+        count, kind, size, unit, major, minor = found.groups()
+        if unit.lower() not in _UNITS:
+            raise ValueError(f'has the size "{size}{unit}"; write it with a unit, {size}GiB or {size}MiB')
+        try:
+            n_bytes = int(float(size) * _UNITS[unit.lower()])
+        except ValueError:
+            raise ValueError(f'has the size "{size}", which is not a number') from None
+        if n_bytes <= 0 or int(count or 1) < 1 or n_bytes >= 2**60:
+            raise ValueError(f'has the device "{piece}"; count and size must be above 0')
+        capability = (int(major), int(minor)) if major else None
+        specs += [DeviceSpec(kind.lower(), n_bytes, capability)] * min(int(count or 1), MAX_DEVICES + 1)
+    if not specs:
+        raise ValueError("names no device")
+    if sum(spec.kind == "cuda" for spec in specs) > MAX_DEVICES:
+        raise ValueError(f"has more than {MAX_DEVICES} GPUs")
+    if sum(spec.kind == "cpu" for spec in specs) > 1:
+        raise ValueError("describes the host memory (cpu:SIZE) more than once")
+    if any(spec.kind == "cpu" and spec.capability for spec in specs):
+        raise ValueError("gives cc to cpu; only GPUs have a compute capability")
+    return tuple(specs)
 
 
 def parse_pair(text: str) -> tuple[int, int]:

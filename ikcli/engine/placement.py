@@ -22,6 +22,7 @@ from ikcli.engine.tensor_rules import (
     rule_lines,
 )
 from ikcli.errors import UsageError
+from ikcli.graph.split import Places
 
 CPU = "CPU"
 MAX_RULE_LINES = 20
@@ -42,13 +43,28 @@ class LayerSplit:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where every tensor goes, how the rules were used, and what to tell the user."""
+    """Where every tensor goes, how the rules were used, and what to tell the user.
+
+    `home` is the device of every block, which also does what belongs to no weight; `cache` that of its KV cache, which
+    is the CPU with `-nkvo`; `devices` are the GPUs in use.
+    """
 
     buffer_of: dict[str, str]
     split: LayerSplit
     rules: RuleMatches
     notices: tuple[str, ...]
     warnings: tuple[str, ...]
+    devices: tuple[str, ...] = ()
+    home: tuple[str, ...] = ()
+    cache: tuple[str, ...] = ()
+
+    def places(self) -> Places:
+        """For dividing graphs between devices: what belongs to no block is done on the CPU."""
+        return Places(
+            weight=lambda node, weight: self.buffer_of[weight.name],
+            cache=lambda il: self.cache[il],
+            home=lambda il: self.home[il] if 0 <= il < len(self.home) else CPU,
+        )
 
 
 def split_layers(n_layer: int, n_gpu_layers: int, shares: Sequence[float]) -> LayerSplit:
@@ -84,7 +100,10 @@ def device_shares(config: RunConfig, n_devices: int, free_bytes: Sequence[int] =
     if config.tensor_split:
         if len(config.tensor_split) > n_devices:
             raise UsageError(f"-ts names {len(config.tensor_split)} shares, but there are {n_devices} GPUs")
-        return config.tensor_split + (0.0,) * (n_devices - len(config.tensor_split))
+        shares = config.tensor_split + (0.0,) * (n_devices - len(config.tensor_split))
+        if not any(shares):
+            raise UsageError("-ts has only zeros; give at least one GPU a share above 0")
+        return shares
     return tuple(float(free) for free in free_bytes) if any(free_bytes) else (1.0,) * n_devices
 
 
@@ -95,22 +114,49 @@ def place(
     devices: Sequence[str] = (),
     free_bytes: Sequence[int] = (),
     n_bytes: Mapping[str, int] | None = None,
+    sources: Mapping[str, str] | None = None,
 ) -> Placement:
-    """Place all tensors of a model. `devices` are the GPUs present (`CUDA0`, ...), `free_bytes` their free memory."""
-    present = [name for name in devices if not config.device or name in config.device]
-    valid = (CPU, *present) if present else None
-    rules = [parse_rule(text, valid) for text in config.override_tensor]
+    """Place all tensors of a model. `devices` are the GPUs present (`CUDA0`, ...), `free_bytes` their free memory.
+
+    `sources` names the tensors that are derived from others (which must be in `names` too): unless a rule says
+    otherwise they live where their source lives.
+    """
+    present, free = usable_devices(config, devices, free_bytes)
+    rules = [parse_rule(text, (CPU, *present) if present else None) for text in config.override_tensor]
     rules += expert_rules(config.cpu_moe, min(config.n_cpu_moe, n_layer))
     matches = match_rules(rules, names)
     warnings = check_rules(matches, names, config.strict)
     notices = [no_device_notice(config)] if not present and no_device_notice(config) else []
-    notices += _rule_notices(matches, config, n_bytes)
+    notices += _rule_notices(matches, config, n_bytes) + _idle_devices(config, present)
     ngl = -1 if config.n_gpu_layers is None else config.n_gpu_layers
-    split = split_layers(n_layer, ngl, device_shares(config, len(present), free_bytes))
+    split = split_layers(n_layer, ngl, device_shares(config, len(present), free))
     buffers = {name: matches.buffer_of.get(name) or _buffer_by_split(name, split, present) for name in names}
+    for name, source in (sources or {}).items():
+        buffers[name] = matches.buffer_of.get(name) or buffers[source]
     if not present:
         buffers = dict.fromkeys(names, CPU)
-    return Placement(buffers, split, matches, tuple(notices), tuple(warnings))
+    home = tuple(CPU if index < 0 else present[index] for index in split.blocks)
+    cache = (CPU,) * n_layer if config.no_kv_offload else home
+    return Placement(buffers, split, matches, tuple(notices), tuple(warnings), tuple(present), home, cache)
+
+
+def usable_devices(config: RunConfig, devices: Sequence[str], free_bytes: Sequence[int]) -> tuple[list[str], list[int]]:
+    """The GPUs that `-dev` leaves, and their free memory; UsageError for one that is not there."""
+    unknown = [name for name in config.device if name not in devices]
+    if devices and unknown:
+        raise UsageError(f"-dev {','.join(config.device)}: there is no {unknown[0]}; present are {', '.join(devices)}")
+    kept = [index for index, name in enumerate(devices) if not config.device or name in config.device]
+    return [devices[index] for index in kept], [free_bytes[index] for index in kept if index < len(free_bytes)]
+
+
+def _idle_devices(config: RunConfig, present: Sequence[str]) -> list[str]:
+    """A hint where rules name some of several GPUs, and others none (three rules `=CUDA0` on three GPUs)."""
+    named = {rule.rpartition("=")[2].strip() for rule in config.override_tensor} - {CPU}
+    idle = [name for name in present if name not in named]
+    if not named or not idle:
+        return []
+    has = "has" if len(idle) == 1 else "have"
+    return [f"{', '.join(idle)} {has} no -ot rule, only the blocks that -ngl and -ts give"]
 
 
 def _rule_notices(matches: RuleMatches, config: RunConfig, n_bytes: Mapping[str, int] | None) -> list[str]:

@@ -1,0 +1,68 @@
+"""The memory a run can use: GPUs and RAM of this machine, or those that `--device-spec` describes.
+
+`free` is what buffers of the run may take. A described GPU loses `CONTEXT_BYTES` for the driver's context and our
+kernels; on a real one the driver says what is free once the context exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ikcli.config_values import DeviceSpec
+
+CONTEXT_BYTES = 512 * 2**20
+"""CUDA context, loaded kernels and their local memory. An estimate: drivers take 300 to 600 MiB."""
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU: `CUDA<i>`, bytes in all and free, compute capability (None = not known), and whether it is described."""
+
+    name: str
+    total: int
+    free: int
+    capability: tuple[int, int] | None = None
+    described: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """GPUs in order and the RAM that programs can get (None where the system does not say)."""
+
+    gpus: tuple[Device, ...] = ()
+    ram: int | None = None
+    described: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(gpu.name for gpu in self.gpus)
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        return tuple(gpu.free for gpu in self.gpus)
+
+
+def described_machine(specs: tuple[DeviceSpec, ...], ram: int | None) -> Machine:
+    """The machine of a `--device-spec`; `ram` is used where it does not name the host memory."""
+    gpus = [spec for spec in specs if spec.kind == "cuda"]
+    host = [spec.n_bytes for spec in specs if spec.kind == "cpu"]
+    devices = tuple(
+        Device(f"CUDA{i}", spec.n_bytes, max(spec.n_bytes - CONTEXT_BYTES, 0), spec.capability, True)
+        for i, spec in enumerate(gpus)
+    )
+    return Machine(devices, host[0] if host else ram, True)
+
+
+def available_memory(path: Path = _MEMINFO) -> int | None:
+    """Bytes of RAM available to new programs, or None where the system does not say."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None

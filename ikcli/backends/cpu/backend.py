@@ -78,6 +78,12 @@ class State:
         self.n_segments = len(segments)
         self.rows = {Rows.TOKENS: n, Rows.OUTPUTS: len(out_ids), Rows.KV: n_kv}
 
+    def arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
+        """The words, then what their addresses point to, as far as this micro-batch uses it."""
+        n, n_out, n_kv, n_segments = (int(x) for x in self._words[:4])
+        return (self._words, self._tokens[:n], self._pos[:n], self._cells[:n], self._out_ids[:n_out],
+                self._segments[:n_segments], self._kv_cells[:n_kv])  # fmt: skip
+
 
 class CpuBackend:
     """Kernels, threads and memory of one session."""
@@ -116,11 +122,15 @@ class CpuBackend:
         outside: Mapping[Node, npt.NDArray[np.uint8]] | None = None,
     ) -> None:
         """Give the programs memory and addresses; `outside`: memory of values that other devices make or read."""
+        self.reserve(programs)
+        for p in programs:
+            p.bind(self._library, state.address, self.arena, weights, caches, outside)
+
+    def reserve(self, programs: Sequence[Program]) -> None:
+        """Make the arena large enough; programs bound before have to be bound again."""
         n_bytes = max((p.arena_bytes for p in programs), default=0)
         if len(self.arena) < n_bytes:
             self.arena = aligned_zeros(n_bytes)
-        for p in programs:
-            p.bind(self._library, state.address, self.arena, weights, caches, outside)
 
     def run(self, program: Program, n_threads: int) -> None:
         """Execute a bound program."""

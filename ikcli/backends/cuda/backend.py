@@ -1,0 +1,305 @@
+"""One GPU of a session: plans its turns, gives programs memory, launches them, keeps captured graphs.
+
+Everything of a step is queued on one stream: the step block, then per turn what comes from other devices, the launches,
+and what goes to other devices. The first step of a bucket (`Counts.bucket`) runs launch by launch; from the second on
+every turn is one captured graph. Nothing is allocated in a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.backends.cuda.device import Device, Event, Graph, Memory, Pinned, Stream
+from ikcli.backends.cuda.lower import ALIGN, Counts, DeviceLimits, Lowering, Program, Rule, all_rules
+from ikcli.graph import Cache, Node, Rows
+from ikcli.graph.split import Turn
+
+Bytes = npt.NDArray[np.uint8]
+MAX_BUCKETS = 24  # of one program, with captured graphs
+SEG_WORDS = 6
+_HEAD = 128  # bytes of the step block's words
+
+
+class State(Protocol):
+    """A micro-batch as the CPU backend describes it."""
+
+    rows: dict[Rows, int]
+    n_segments: int
+
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]: ...
+
+
+@dataclass(slots=True)
+class Span:
+    """Ops first..stop-1 of one turn, values that come in before and go out after."""
+
+    first: int
+    stop: int
+    imports: tuple[Node, ...]
+    exports: tuple[Node, ...]
+
+
+@dataclass(slots=True, eq=False)
+class CudaProgram:
+    """The turns of one device, lowered."""
+
+    program: Program
+    spans: list[Span]
+    most: Mapping[Rows, int]
+    reads_kv_rows: bool
+    places: Mapping[Node, Bytes] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    graphs: OrderedDict[Counts, dict[int, Graph]] = field(default_factory=OrderedDict)
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.program.arena_bytes
+
+    def has_output(self, node: Node) -> bool:
+        """Whether the node's value can be shown."""
+        return self.program.has_output(node)
+
+
+class CudaBackend:
+    """See the module. `rules` are those of all ops unless given."""
+
+    asynchronous = True
+
+    def __init__(self, device: Device, rules: Mapping[str, Rule] | None = None, *, capture: bool = True) -> None:
+        self.device = device
+        self.limits = DeviceLimits.of(device.info)
+        self._rules = rules
+        self._capture = capture
+        self._stream: Stream = device.stream()
+        self._memory: list[Memory] = []  # arena, constants and step block of the last `bind`
+        self._pinned: list[Pinned] = []
+        self._programs: list[CudaProgram] = []
+        self._step: Pinned | None = None
+        self._step_address = 0
+        self._counts = Counts(0, 0, 0)
+        self._last: Event | None = None
+
+    # --- planning ---------------------------------------------------------------------------------------------------
+    def plan(self, turns: Sequence[Turn], rows: Mapping[Rows, int], n_cells: int, independent: bool) -> CudaProgram:
+        """Lower the turns one after the other; nothing is allocated."""
+        rules = self._rules if self._rules is not None else all_rules()
+        low = Lowering(rows, n_cells, self.limits, independent)
+        spans: list[Span] = []
+        for turn in turns:
+            first = len(low.ops)
+            for node in turn.imports:
+                low.keep(node, first, first)
+            for node in turn.nodes:
+                low.begin(node)
+                rules[node.op](low, node)
+            stop = len(low.ops)
+            for node in turn.exports:
+                low.keep(node, max(stop - 1, 0), max(stop - 1, 0))
+            spans.append(Span(first, stop, tuple(turn.imports), tuple(turn.exports)))
+        reads = any(n.rows.symbol is Rows.KV for t in turns for n in t.nodes)
+        return CudaProgram(Program(low), spans, dict(rows), reads)
+
+    def step_bytes(self, programs: Sequence[CudaProgram]) -> int:
+        """Bytes of the step block of these programs."""
+        n = max(p.most[Rows.TOKENS] for p in programs)
+        kv = max((p.most[Rows.KV] for p in programs if p.reads_kv_rows), default=0)
+        return _HEAD + n * (4 + 4 + 8 + 8 + 8 * SEG_WORDS) + 8 * kv + 6 * 16
+
+    def compute_bytes(self, programs: Sequence[CudaProgram]) -> int:
+        """Device memory of these programs: work memory they share, constants, the step block."""
+        if not programs:
+            return 0
+        arena = max(p.arena_bytes for p in programs)
+        return arena + sum(p.program.constant_bytes for p in programs) + self.step_bytes(programs)
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+    def bind(
+        self,
+        programs: Sequence[CudaProgram],
+        state: State,
+        weights: Mapping[str, int],
+        caches: Mapping[Cache, int],
+        handover: Sequence[Mapping[Node, Bytes]],
+    ) -> None:
+        """Give the programs memory: device addresses of weights and caches, hand-over memory per program."""
+        self._release()
+        self._programs = list(programs)
+        if not programs:
+            return
+        device = self.device
+        arena = self._alloc(max(p.arena_bytes for p in programs))
+        self._step_address = self._alloc(self.step_bytes(programs))
+        self._step = device.pinned(self.step_bytes(programs), "step block")
+        self._pinned.append(self._step)
+        for p, places in zip(programs, handover, strict=True):
+            p.program.bind(self._step_address, arena, self._upload_constants(p.program), weights, caches)
+            p.places = places
+            p.events = [device.event() for _ in p.spans]
+        device.prepare(self._kernels(programs))
+
+    def _alloc(self, n_bytes: int) -> int:
+        self._memory.append(self.device.alloc(max(n_bytes, ALIGN), "compute"))
+        return self._memory[-1].address
+
+    def _upload_constants(self, program: Program) -> dict[int, int]:
+        if not program.constants:
+            return {}
+        block = np.zeros(program.constant_bytes, np.uint8)
+        start, at, addresses = self._alloc(len(block)), 0, {}
+        for buffer, data in program.constants.items():
+            block[at : at + len(data)] = np.frombuffer(data, np.uint8)
+            addresses[buffer] = start + at
+            at += -(-len(data) // ALIGN) * ALIGN
+        self.device.upload(self._stream, start, block)
+        self.device.synchronize(self._stream)
+        return addresses
+
+    @staticmethod
+    def _kernels(programs: Sequence[CudaProgram]) -> dict[str, int]:
+        """Every kernel with the most shared memory it may ask for."""
+        most: dict[str, int] = {}
+        for p in programs:
+            sizes = list(_some_counts(p.most))
+            for op in p.program.ops:
+                needs = [op.shared(c) for c in sizes] if callable(op.shared) else [op.shared]
+                most[op.kernel] = max(most.get(op.kernel, 0), *needs)
+        return most
+
+    def _release(self) -> None:
+        self.device.synchronize()
+        for p in self._programs:
+            self._drop_graphs(p, 0)
+        for memory in self._memory:
+            self.device.free(memory)
+        for pinned in self._pinned:
+            self.device.free_pinned(pinned)
+        self._memory, self._pinned, self._programs, self._step = [], [], [], None
+
+    def close(self) -> None:
+        """Free what `bind` made."""
+        self._release()
+
+    # --- running ----------------------------------------------------------------------------------------------------
+    def begin(self, program: CudaProgram, state: State) -> None:
+        """A new micro-batch: its step block goes to the device."""
+        self._counts = _counts(state).bucket(program.most)
+        assert self._step is not None
+        used = self._pack(program, state)
+        self.device.upload(self._stream, self._step_address, self._step.array[:used])
+
+    def _pack(self, program: CudaProgram, state: State) -> int:
+        """Write the step block into pinned memory, arrays one after the other; returns the bytes used."""
+        assert self._step is not None
+        words, *arrays = state.arrays()
+        memory = self._step.array
+        head = memory[:_HEAD].view(np.int64)
+        head[:4] = words[:4]
+        at = _HEAD
+        for i, array in enumerate(arrays):
+            head[4 + i] = self._step_address + at
+            if i == 5 and not program.reads_kv_rows:
+                break
+            n = array.nbytes
+            memory[at : at + n] = array.reshape(-1).view(np.uint8)
+            at += -(-n // 16) * 16
+        return at
+
+    def run(self, program: CudaProgram, turn: int, n_threads: int) -> None:
+        """Queue one turn."""
+        device, span, counts = self.device, program.spans[turn], self._counts
+        graphs = program.graphs.get(counts)
+        if graphs is None or not self._capture:
+            self._queue(program, span)
+            if turn == len(program.spans) - 1 and self._capture:
+                program.graphs[counts] = {}
+                self._drop_graphs(program, MAX_BUCKETS)
+        else:
+            graph = graphs.get(turn)
+            if graph is None:
+                graph = device.capture(self._stream, lambda: self._queue(program, span))
+                graphs[turn] = graph
+            device.replay(self._stream, graph)
+            program.graphs.move_to_end(counts)
+        self._last = program.events[turn]
+        device.record(self._stream, self._last)
+
+    def _queue(self, program: CudaProgram, span: Span) -> None:
+        """Imports, launches and exports of a turn."""
+        device, stream, counts = self.device, self._stream, self._counts
+        for node in span.imports:
+            device.upload(stream, program.program.node_address(node), self._part(program, node))
+        for launch in program.program.launches(counts, span.first, span.stop):
+            device.launch(stream, launch)
+        for node in span.exports:
+            device.download(stream, self._part(program, node), program.program.node_address(node))
+
+    def _part(self, program: CudaProgram, node: Node) -> Bytes:
+        """A node's rows of this bucket in hand-over memory."""
+        return program.places[node][: 4 * self._counts.rows(node.rows) * node.cols]
+
+    def _drop_graphs(self, program: CudaProgram, keep: int) -> None:
+        while len(program.graphs) > keep:
+            _, graphs = program.graphs.popitem(last=False)
+            if graphs:
+                self.device.synchronize(self._stream)
+            for graph in graphs.values():
+                self.device.free_graph(graph)
+
+    def wait(self, program: CudaProgram, turn: int) -> None:
+        """Return when a turn that was queued is done; other Python threads may run meanwhile."""
+        event, done = program.events[turn], self.device.done
+        while not done(event):
+            time.sleep(0)
+
+    def finish(self) -> None:
+        """Return when everything queued is done."""
+        self.device.synchronize(self._stream)
+
+    def values(
+        self, program: CudaProgram, turn: int, n_threads: int, state: State
+    ) -> Iterator[tuple[Node, npt.NDArray[np.generic]]]:
+        """Run a turn node by node; yields copies of the outputs."""
+        span, inner, device = program.spans[turn], program.program, self.device
+        for node in span.imports:
+            device.upload(self._stream, inner.node_address(node), self._part(program, node))
+        for node, first, stop in inner.node_ops():
+            if not span.first <= first < span.stop:
+                continue
+            for launch in inner.launches(self._counts, first, stop):
+                device.launch(self._stream, launch)
+            if inner.has_output(node):
+                yield node, self._value(inner, node, state.rows[node.rows.symbol] * node.rows.factor)
+        for node in span.exports:
+            device.download(self._stream, self._part(program, node), inner.node_address(node))
+        device.record(self._stream, program.events[turn])
+
+    def _value(self, program: Program, node: Node, n_rows: int) -> npt.NDArray[np.generic]:
+        out = np.empty((n_rows, node.cols), np.float32 if node.dtype == "f32" else np.int32)
+        if out.size:
+            self.device.download(self._stream, out, program.node_address(node))
+        self.device.synchronize(self._stream)
+        return out
+
+
+def _counts(state: State) -> Counts:
+    rows = state.rows
+    segments = state.arrays()[5]
+    longest = int(segments[:, 5].max()) if len(segments) else 0
+    return Counts(rows[Rows.TOKENS], rows[Rows.OUTPUTS], rows[Rows.KV], state.n_segments, longest)
+
+
+def _some_counts(most: Mapping[Rows, int]) -> Iterator[Counts]:
+    """Buckets that can occur, for the extremes of what depends on them."""
+    for n in sorted({*range(1, 9), *(1 << i for i in range(4, 24)), most[Rows.TOKENS]}):
+        if n > most[Rows.TOKENS]:
+            return
+        for kv in {min(256, most[Rows.KV]), most[Rows.KV]}:
+            for segments in {1, min(n, most[Rows.TOKENS])}:
+                yield Counts(n, min(n, most[Rows.OUTPUTS]), kv, segments, kv).bucket(most)

@@ -1,0 +1,351 @@
+"""Lowering rules of every op that is neither attention nor a matrix product; kernels in `kernels/layer_*.cu`.
+
+Matrix products ask for their input with `activations`: rows are converted once per input and kind, by the kernel that
+makes them where it can (norms, swiglu), else by a conversion. Grids are (rows, parts of a row), rows first, because
+only the first dimension of a grid may exceed 65535.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ikcli.backends.cuda.layouts import PlanLayout, half_row_bytes, q8_row_bytes
+from ikcli.backends.cuda.lower import Arg, Counts, Grid, Lowering, Op, Ref, Rule
+from ikcli.errors import UnsupportedError
+from ikcli.graph import HeadSlice, Node, RowSpec, Weight
+
+RULES: dict[str, Rule] = {}
+When = Callable[[Counts], bool]
+
+THREADS = 256
+PER_BLOCK = 4 * THREADS  # columns that a block of an element-wise kernel does
+FEW_TOKENS = 16  # rows that one block routes and sorts, a warp each
+MAX_EXPERTS, MAX_USED, MAX_GROUPS = 512, 32, 32  # layer_moe.cu
+MAX_PAIRS = 1 << 18
+MAX_HADAMARD = 12288  # floats of a head in 48 KB of shared memory
+WANT_Q8, WANT_BF16 = 1, 2  # layer_common.cuh
+
+
+def rule(fn: Rule) -> Rule:
+    """Register a lowering rule under its function name."""
+    RULES[fn.__name__.strip("_")] = fn
+    return fn
+
+
+def _node(x: object) -> Node:
+    assert isinstance(x, Node)
+    return x
+
+
+def _int(x: int) -> np.int32:
+    return np.int32(x)
+
+
+def _f32(x: float) -> np.float32:
+    return np.float32(x)
+
+
+def _parts(n: int, per_block: int) -> int:
+    return -(-n // per_block)
+
+
+def row_grid(spec: RowSpec, parts: int = 1) -> Grid:
+    """One block per row and part of a row."""
+    return lambda c: (c.rows(spec), parts, 1)
+
+
+def _warps(spec: RowSpec, per_row: int, per_block: int) -> Grid:
+    """One warp per item, per_row of them in a row."""
+    return lambda c: _parts(c.rows(spec) * per_row, per_block)
+
+
+# --- activation rows --------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Converted rows: address, bytes between rows, bytes between heads of a row."""
+
+    at: Ref
+    row_bytes: int
+    head_bytes: int
+
+
+@dataclass(slots=True)
+class Wanted:
+    """When converted rows are needed: if any of their readers runs. None: always."""
+
+    readers: list[When | None] = field(default_factory=list)
+
+    def __call__(self, counts: Counts) -> bool:
+        return any(when is None or when(counts) for when in self.readers)
+
+
+@dataclass(slots=True)
+class Formats:
+    """The argument by which a kernel learns which rows to make beside its float32 result."""
+
+    q8: Wanted | None = None
+    bf16: Wanted | None = None
+
+    def __call__(self, counts: Counts) -> np.int32:
+        q8 = WANT_Q8 if self.q8 is not None and self.q8(counts) else 0
+        return np.int32(q8 | (WANT_BF16 if self.bf16 is not None and self.bf16(counts) else 0))
+
+
+N_FORMAT_ARGS = 5  # q8, its row bytes, bf16, its row bytes, Formats: the last arguments of kernels that make such rows
+
+
+def _format_args() -> tuple[Arg, ...]:
+    return 0, 0, 0, 0, Formats()
+
+
+def kind_row_bytes(kind: str, k: int) -> int:
+    """Bytes of an activation row of k values: "q8", "bf16" or "f16"."""
+    return q8_row_bytes(k) if kind == "q8" else half_row_bytes(k)
+
+
+def activations(low: Lowering, x: HeadSlice, heads: int, kind: str, when: When | None = None) -> Activations:
+    """Rows of a node as `kind`, made once: columns offset + h*head_stride .. +width of every row, for each head.
+
+    `when`: the condition under which the caller's launch runs; the rows exist only then. q8 needs widths of n*32.
+    """
+    src = _node(x.source)
+    if kind == "q8" and x.width % 32:
+        raise UnsupportedError(f"{src.name}: rows of {x.width} columns cannot be quantized in blocks of 32")
+    row = kind_row_bytes(kind, x.width)
+
+    def make() -> Ref:
+        out = low.buffer(low.rows(src.rows) * heads * row)
+        if not (heads == 1 and x.width == src.cols and _by_producer(low, src, kind, out, row, when)):
+            _convert(low, x, heads, kind, out, row, when)
+        return out
+
+    n = len(low.sizes)
+    at = low.shared(("activations", kind, src, x.offset, x.width, x.head_stride, heads), make)
+    if at.target != n:
+        _also_when(low, at, when)
+    return Activations(at, heads * row, row)
+
+
+def _convert(low: Lowering, x: HeadSlice, heads: int, kind: str, out: Ref, row: int, when: When | None) -> None:
+    src = _node(x.source)
+    values = x.width if kind == "q8" else -(-x.width // 8) * 8
+    per_block = PER_BLOCK if kind == "q8" else 2 * PER_BLOCK
+    low.emit(f"layer_to_{kind}", row_grid(src.rows, _parts(heads * values, per_block)), THREADS, 0, low.state,
+             *low.row_args(src.rows), low.out(src) + 4 * x.offset, src.cols, _int(heads), x.head_stride, _int(x.width),
+             out, row, when=Wanted([when]))  # fmt: skip
+
+
+def _by_producer(low: Lowering, src: Node, kind: str, out: Ref, row: int, when: When | None) -> bool:
+    """Let the launch that computes `src` write the rows too."""
+    if kind == "f16" or src.cols % 32:
+        return False
+    at = next((i for i in reversed(range(len(low.ops))) if low.ops[i].node is src), None)
+    if at is None or low.ops[at].kernel not in ("layer_norm_rows", "layer_swiglu") or low.ops[at].when is not None:
+        return False
+    args = list(low.ops[at].args)
+    formats = args[-1]
+    assert isinstance(formats, Formats)
+    setattr(formats, kind, Wanted([when]))
+    first = len(args) - N_FORMAT_ARGS + (0 if kind == "q8" else 2)
+    args[first : first + 2] = out, row
+    low.ops[at] = replace(low.ops[at], args=tuple(args))
+    return True
+
+
+def _also_when(low: Lowering, at: Ref, when: When | None) -> None:
+    """Rows that exist already have one more reader."""
+    for op in reversed(low.ops):
+        if at not in op.args:
+            continue
+        wanted = op.when
+        if isinstance(op.args[-1], Formats):
+            wanted = op.args[-1].q8 if op.args[-N_FORMAT_ARGS] == at else op.args[-1].bf16
+        if isinstance(wanted, Wanted):
+            wanted.readers.append(when)
+            return
+    raise AssertionError("activation rows that nobody makes")
+
+
+# --- rows and elements ------------------------------------------------------------------------------------------------
+@rule
+def _rms_norm(low: Lowering, node: Node) -> None:
+    x, w, a = _node(node.inputs[0]), node.inputs[1], node.attrs
+    assert isinstance(w, Weight)
+    width, groups = a["width"], node.cols // a["width"]
+    src = low.out(x) + 4 * a["offset"]
+    if groups == 1:
+        low.emit("layer_norm_rows", row_grid(node.rows), norm_threads(width), 0, low.state, *low.row_args(node.rows),
+                 src, x.cols, 0, 0, 0, 0, low.weight(w), low.out(node), _int(width), _f32(a["eps"]),
+                 *_format_args())  # fmt: skip
+    else:
+        low.emit("layer_norm_groups", _warps(node.rows, groups, 4), 128, 0, low.state, *low.row_args(node.rows), src,
+                 x.cols, low.weight(w), low.out(node), _int(groups), _int(width), _f32(a["eps"]))  # fmt: skip
+
+
+def norm_threads(width: int) -> int:
+    """Threads for one row: a row of one token should take few steps."""
+    return 128 if width <= 1024 else 256 if width <= 2048 else 512
+
+
+@rule
+def _add(low: Lowering, node: Node) -> None:
+    x, y = _node(node.inputs[0]), node.inputs[1]
+    other, y_cols = (low.weight(y), 0) if isinstance(y, Weight) else (low.out(_node(y)), node.cols)
+    low.emit("layer_add", row_grid(node.rows, _parts(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+             *low.row_args(node.rows), low.out(x), other, y_cols, low.out(node), _int(node.cols))  # fmt: skip
+
+
+@rule
+def _swiglu(low: Lowering, node: Node) -> None:
+    gate, up = _node(node.inputs[0]), _node(node.inputs[1])
+    low.emit("layer_swiglu", row_grid(node.rows, _parts(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+             *low.row_args(node.rows), low.out(gate), low.out(up), low.out(node), _int(node.cols),
+             *_format_args())  # fmt: skip
+
+
+@rule
+def _concat(low: Lowering, node: Node) -> None:
+    _concat_parts(low, node, [HeadSlice(_node(x), 0, _node(x).cols, 0) for x in node.inputs], 1)
+
+
+@rule
+def _concat_heads(low: Lowering, node: Node) -> None:
+    _concat_parts(low, node, list(node.attrs["parts"]), node.attrs["n_head"])
+
+
+def _concat_parts(low: Lowering, node: Node, parts: list[HeadSlice], heads: int) -> None:
+    """Two parts per launch."""
+    out_head = node.cols // heads
+    at = 0
+    while parts:
+        pair, parts = parts[:2], parts[2:]
+        sources: list[Arg] = []
+        sizes = [at, out_head]
+        for part in pair:
+            src = _node(part.source)
+            sources += [low.out(src) + 4 * part.offset, src.cols, _int(part.head_stride), _int(part.width)]
+            sizes += [part.offset, src.cols, part.head_stride, part.width]
+        width = sum(part.width for part in pair)
+        unit = 4 if all(n % 4 == 0 for n in sizes) else 1
+        none = [sources[0], 0, _int(0), _int(0)] if len(pair) == 1 else []
+        low.emit("layer_concat", row_grid(node.rows, _parts(heads * width, unit * THREADS)), THREADS, 0, low.state,
+                 *low.row_args(node.rows), *sources, *none, low.out(node) + 4 * at, node.cols, _int(out_head),
+                 _int(heads), _int(unit))  # fmt: skip
+        at += width
+
+
+@rule
+def _get_rows(low: Lowering, node: Node) -> None:
+    low.emit("layer_get_rows", row_grid(node.rows, _parts(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+             *low.row_args(node.rows), low.out(_node(node.inputs[0])), low.out(node), _int(node.cols))  # fmt: skip
+
+
+# --- heads ------------------------------------------------------------------------------------------------------------
+@rule
+def _rope_table(low: Lowering, node: Node) -> None:
+    freqs = np.asarray(node.attrs["inv_freq"], dtype=np.float64)
+    low.emit("layer_rope_table", lambda c: _parts(c.n_tokens * len(freqs), 128), 128, 0, low.state, low.out(node),
+             low.constant(freqs.tobytes()), _int(len(freqs)), _f32(node.attrs["mscale"]))  # fmt: skip
+
+
+@rule
+def _rope(low: Lowering, node: Node) -> None:
+    x, table, a = _node(node.inputs[0]), _node(node.inputs[1]), node.attrs
+    heads, dim, n_rot = a["n_head"], a["head_dim"], a["n_rot"]
+    items = heads * (n_rot // 2 + (dim - n_rot + 1) // 2)
+    low.emit("layer_rope", row_grid(node.rows, _parts(items, THREADS)), THREADS, 0, low.state, *low.row_args(node.rows),
+             low.out(x), low.out(table), low.out(node), _int(heads), _int(dim), _int(a["offset"]), _int(n_rot),
+             _int(a["neox"]))  # fmt: skip
+
+
+@rule
+def _hadamard(low: Lowering, node: Node) -> None:
+    x, a = _node(node.inputs[0]), node.attrs
+    heads, dim, sizes = a["n_head"], a["head_dim"], a["blocks"]
+    if dim > MAX_HADAMARD or len(sizes) > 15:
+        raise UnsupportedError(
+            f"{node.name}: heads of {dim} columns in {len(sizes)} blocks are too large to be transformed on the GPU; "
+            "turn off -khad and -vhad"
+        )
+    blocks = sum((n.bit_length() - 1) << 4 * i for i, n in enumerate(sizes))
+    warps = max(1, min(4, MAX_HADAMARD // dim))
+    low.emit("layer_hadamard", _warps(node.rows, heads, warps), 32 * warps, 4 * dim * warps, low.state,
+             *low.row_args(node.rows), low.out(x), low.out(node), _int(heads), _int(dim), _int(a["offset"]), blocks,
+             _int(len(sizes)))  # fmt: skip
+
+
+# --- mixture of experts -----------------------------------------------------------------------------------------------
+def plan_layout(low: Lowering, plan: Node) -> PlanLayout:
+    """Where the sections of a moe_sort node lie behind `low.out(plan)`."""
+    return PlanLayout(low.rows(plan.rows), plan.attrs["n_expert"])
+
+
+@rule
+def _moe_route(low: Lowering, node: Node) -> None:
+    logits, bias, a = _node(node.inputs[0]), node.inputs[1], node.attrs
+    n, n_used, n_group = a["n_expert"], a["n_used"], a["n_group"]
+    if n > MAX_EXPERTS or n_used > MAX_USED or n_group > MAX_GROUPS:
+        raise UnsupportedError(
+            f"{node.name}: routing to {n_used} of {n} experts in {n_group} groups is more than the GPU kernels take "
+            f"({MAX_USED} of {MAX_EXPERTS}, {MAX_GROUPS} groups); run this model without -ngl"
+        )
+    fewest, threshold = a["ser"] or (0, 0.0)
+    low.emit("layer_moe_route", _warps(node.rows, 1, 4), 128, _scores_bytes(node, 4), low.state,
+             *low.row_args(node.rows), low.out(logits), low.weight(bias) if isinstance(bias, Weight) else 0,
+             low.out(node), _int(n), _int(n_used), _int(a["gating"] == "softmax"), _int(a["norm"]), _f32(a["scale"]),
+             _int(n_group), _int(a["n_group_used"]), _int(max(fewest, 0)), _f32(threshold))  # fmt: skip
+
+
+def _scores_bytes(route: Node, warps: int) -> int:
+    """Shared memory of routing: scores by expert, needed to compare groups."""
+    return 4 * warps * route.attrs["n_expert"] if route.attrs["n_group"] > 1 else 0
+
+
+@rule
+def _moe_sort(low: Lowering, node: Node) -> None:
+    route, n_expert, n_used = _node(node.inputs[0]), node.attrs["n_expert"], node.attrs["n_used"]
+    at = plan_layout(low, node)
+    if at.n_pairs > MAX_PAIRS:
+        raise UnsupportedError(f"{node.name}: {at.n_pairs} pairs of token and expert are too many; lower -ub")
+    out = low.out(node, at.n_bytes)
+    sections = [out, out + at.position, out + at.offsets, out + at.counts, out + at.tiles(0), out + at.tiles(1)]
+    when = _few_in_one_block(low, route, sections)
+    warps = 32 if n_expert <= 256 else 16
+    low.emit("layer_moe_sort", 1, 32 * warps, _sort_bytes(n_expert, warps), low.state, *low.row_args(route.rows),
+             low.out(route), *sections, _int(n_expert), _int(n_used), when=when)  # fmt: skip
+
+
+def _few_in_one_block(low: Lowering, route: Node, sections: list[Ref]) -> When | None:
+    """If routing was the last launch: for few rows one block routes and sorts. Returns when sorting is left to do."""
+    last = low.ops[-1] if low.ops else None
+    if last is None or last.node is not route or last.kernel != "layer_moe_route":
+        return None
+    n_expert, spec = route.attrs["n_expert"], route.rows
+    shared = max(_scores_bytes(route, FEW_TOKENS), _sort_bytes(n_expert, FEW_TOKENS))
+    low.ops[-1] = replace(last, when=lambda c: c.rows(spec) > FEW_TOKENS)
+    low.ops.append(Op("layer_moe_route_sort", 1, 32 * FEW_TOKENS, shared, (*last.args, *sections), route,
+                      lambda c: c.rows(spec) <= FEW_TOKENS))  # fmt: skip
+    return lambda c: c.rows(spec) > FEW_TOKENS
+
+
+def _sort_bytes(n_expert: int, warps: int) -> int:
+    return 4 * ((warps + 1) * (n_expert + 1) + 33)
+
+
+@rule
+def _moe_sum(low: Lowering, node: Node) -> None:
+    y, route, plan = (_node(x) for x in node.inputs)
+    low.emit("layer_moe_sum", row_grid(node.rows, _parts(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+             *low.row_args(node.rows), low.out(y), low.out(route), low.out(plan) + plan_layout(low, plan).position,
+             low.out(node), _int(node.cols), _int(plan.attrs["n_used"]))  # fmt: skip
+
+
+def zero_dropped(low: Lowering, node: Node, plan: Node) -> None:
+    """Rows of an expert product that belong to slots dropped by `-ser` become zero; nothing where none can be."""
+    if _node(plan.inputs[0]).attrs["ser"]:
+        low.emit("layer_zero_dropped", row_grid(node.rows, _parts(node.cols, THREADS)), THREADS, 0, low.state,
+                 *low.row_args(node.rows), low.out(plan) + plan_layout(low, plan).counts, low.out(node),
+                 _int(node.cols))  # fmt: skip

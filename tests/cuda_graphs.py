@@ -1,0 +1,125 @@
+"""Runs a hand-made graph on the emulated CUDA device and with the NumPy reference: leaf values in, node values out.
+
+    run = GraphRun({"w": array})
+    x = run.input("x", values)                   # a leaf: float32 rows
+    y = run.graph.rms_norm(x, run.weight("w"), 1e-6, "y")
+    found, wanted = run(y)                        # of both
+Programs are planned for more rows than are used, and launched for the bucket of the counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from cuda_emulation import EmulatedDevice
+
+from ikcli.backends.cuda.device import Launch
+from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering, Program, Rule, lower
+from ikcli.backends.reference import BatchState, CacheStore, Executor
+from ikcli.backends.reference import Segment as ReferenceSegment
+from ikcli.backends.reference_ops import OPS
+from ikcli.gguf.constants import GGMLType
+from ikcli.graph import Graph, Node, Rows, RowSpec, Weight
+
+Array = npt.NDArray[Any]
+LIMITS = DeviceLimits((9, 0), 132, 232448, 233472, 60 << 20, "emulated")
+
+
+class GraphRun:
+    """One graph over n rows; weights are float32 arrays in NumPy order."""
+
+    def __init__(self, rules: Mapping[str, Rule], weights: Mapping[str, Array] | None = None, *, spare: int = 3) -> None:
+        self.rules = dict(rules) | {"input": lambda low, node: low.keep(node, 0, 0)}
+        self.weights = dict(weights or {})
+        self.graph, self.spare = Graph(), spare
+        self.values: dict[Node, Array] = {}
+        self.launched: list[Launch] = []
+
+    def input(self, name: str, values: Array, rows: Rows = Rows.TOKENS) -> Node:
+        """A leaf with its values."""
+        node = self.graph._node("input", name, [], RowSpec(rows), values.shape[1])
+        self.values[node] = values
+        return node
+
+    def weight(self, name: str) -> Weight:
+        """A float32 weight."""
+        return Weight(name, GGMLType.F32, self.weights[name].shape[::-1])
+
+    def lowering(self, n_tokens: int, n_outputs: int) -> Lowering:
+        """Sized for a few rows more than needed."""
+        most = {Rows.TOKENS: n_tokens + self.spare, Rows.OUTPUTS: max(n_outputs, 1), Rows.KV: n_tokens + self.spare}
+        return Lowering(most, n_tokens + self.spare, LIMITS)
+
+    def __call__(
+        self, *results: Node, n_tokens: int = -1, outputs: Sequence[int] = (), pos: int = 0, seed: int = 1,
+        extra: Callable[[Lowering], None] | None = None,
+    ) -> list[tuple[Array, Array]]:  # fmt: skip
+        """(found, wanted) of every result. `extra` may emit more launches at the end."""
+        n = n_tokens if n_tokens >= 0 else len(next(iter(self.values.values())))
+        low = self.lowering(n, len(outputs))
+        program = lower(self.graph.nodes, [*results, *self.values], low, self.rules)
+        if extra is not None:
+            extra(low)
+            program = Program(low, [*results, *self.values])
+        self.program, self.device = program, EmulatedDevice(seed=seed)
+        try:
+            found = self._run(program, results, n, outputs, pos)
+        finally:
+            self.device.close()
+        return list(zip(found, self.reference(results, n, outputs, pos), strict=True))
+
+    def _run(self, program: Program, results: Sequence[Node], n: int, outputs: Sequence[int], pos: int) -> list[Array]:
+        d, most = self.device, program.lowering.max_rows
+        s = d.stream()
+        self.arena = d.alloc(max(program.arena_bytes, 1), "arena")
+
+        def upload(data: Array, owner: str) -> int:
+            memory = d.alloc(data.nbytes, owner)
+            d.upload(s, memory.address, np.ascontiguousarray(data))
+            return memory.address
+
+        arrays = [np.zeros(n, np.int32), np.arange(pos, pos + n, dtype=np.int32), np.arange(n, dtype=np.int64),
+                  np.array(outputs, np.int64), np.array([0, n, 0, pos, 0, n], np.int64), np.arange(n, dtype=np.int64)]  # fmt: skip
+        words = np.zeros(16, np.int64)
+        words[:4] = n, len(outputs), n, 1
+        words[4:10] = [upload(a, "step") for a in arrays]
+        constants = {b: upload(np.frombuffer(data, np.uint8), "constant") for b, data in program.constants.items()}
+        weights = {name: upload(w.astype(np.float32), name) for name, w in self.weights.items()}
+        program.bind(upload(words, "step"), self.arena.address, constants, weights, {})
+        for node, x in self.values.items():
+            d.upload(s, program.node_address(node), x.astype(np.float32))
+        counts = Counts(n, len(outputs), n, 1, n).bucket(most)
+        self.launched = [Launch(r.kernel, r.grid, r.block, r.shared, r.args) for r in program.launches(counts)]
+        for launch in self.launched:
+            d.launch(s, launch)
+        n_rows = {Rows.TOKENS: n, Rows.OUTPUTS: len(outputs), Rows.KV: n}
+        found = []
+        for node in results:
+            value = np.empty((n_rows[node.rows.symbol] * node.rows.factor, node.cols), np.float32)
+            if value.size:
+                d.download(s, value, program.node_address(node))
+            found.append(value)
+        d.synchronize()
+        return [v if r.dtype == "f32" else v.view(np.int32) for v, r in zip(found, results, strict=True)]
+
+    def bytes_at(self, address: int, n_bytes: int) -> Array:
+        """Device memory after a run."""
+        value = np.empty(n_bytes, np.uint8)
+        self.device.download(self.device.stream(), value, address)
+        self.device.synchronize()
+        return value
+
+    def reference(self, results: Sequence[Node], n: int, outputs: Sequence[int], pos: int) -> list[Array]:
+        """Values of the NumPy executor."""
+        ex = Executor(lambda name: self.weights[name], CacheStore(n))
+        ex.state = BatchState(
+            np.zeros(n, np.int32), np.arange(pos, pos + n, dtype=np.int32), np.arange(n), np.array(outputs, np.int64),
+            (ReferenceSegment(0, n, 0, pos + n),),
+        )  # fmt: skip
+        with np.errstate(all="ignore"):
+            for node in self.graph.nodes:
+                ex._values[node.index] = self.values[node] if node in self.values else OPS[node.op](ex, node)
+        return [ex._values[node.index] for node in results]

@@ -1,8 +1,8 @@
 """A CUDA device on the CPU: the kernel sources, compiled with g++ against kernels/emu.h and run block by block.
 
 `EmulatedDevice` has the interface of the real one (ikcli/backends/cuda/device.py). Work is queued and runs only when a
-stream or event is waited for, so that a host that reads too early reads poison. Every allocation ends at an inaccessible
-page and starts as NaN patterns. `run_kernel` is the short way for tests of one kernel.
+stream or event is waited for, so that a host that reads too early reads poison. Every allocation ends at a page that
+cannot be touched and starts as NaN patterns. `run_kernel` is the short way for tests of one kernel.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ikcli.native.kernel_cache import cache_root
 KERNELS = Path(ikcli.backends.cuda.__file__).parent / "kernels"
 _COMMAND = ("g++", "-std=c++17", "-x", "c++", "-DIK_EMU")
 _FLAGS = ("-O2", "-g1", "-shared", "-fPIC", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv",
-          "-fno-gnu-unique", "-fno-threadsafe-statics", "-fno-exceptions", "-fvisibility=hidden", "-fsanitize=alignment",
-          "-fsanitize-undefined-trap-on-error", "-w")  # fmt: skip
+          "-fno-gnu-unique", "-fno-threadsafe-statics", "-fno-exceptions", "-fvisibility=hidden",
+          "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-w")  # fmt: skip
 _MAIN = """
 #include "{file}"
 static const emu::Entry ik_entries[] = {{ {entries} }};
@@ -143,7 +143,14 @@ def _load(source: Path, digest: str) -> dict[str, Entry]:
     library = ctypes.CDLL(str(target))
     for name in ("ik_name", "ik_types", "ik_message"):
         getattr(library, name).restype = ctypes.c_char_p
-    library.ik_launch.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint64)
+    library.ik_launch.argtypes = (
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+        ctypes.c_uint64,
+    )
     found = [
         Entry(library, i, library.ik_name(i).decode(), library.ik_types(i).decode(), library.ik_max_threads(i))
         for i in range(library.ik_count())
@@ -194,8 +201,15 @@ def _pack(entry: Entry, args: tuple[Argument, ...]) -> npt.NDArray[np.uint64]:
     return words
 
 
-def _where(entry: Entry) -> str:
-    return f" [{entry.name}]"
+def _message(entry: Entry) -> str:
+    """What went wrong in the last launch, with the source line where it is known."""
+    text = str(entry.library.ik_message().decode())
+    at = re.search(r" \[\+0x[0-9a-f]+\]", text)
+    if at and shutil.which("addr2line"):
+        command = ["addr2line", "-e", str(entry.library._name), at[0][3:-1]]
+        line = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        text = text.replace(at[0], f" ({Path(line).name})")
+    return text
 
 
 def launch_now(launch: Launch, seed: int = 1, entry: Entry | None = None, info: DeviceInfo | None = None) -> None:
@@ -210,9 +224,11 @@ def launch_now(launch: Launch, seed: int = 1, entry: Entry | None = None, info: 
     if not 0 <= launch.shared <= limit:
         raise KernelError(f"{entry.name}: {launch.shared} bytes of shared memory, the device has {limit}")
     words, grid = _pack(entry, launch.args), np.array(launch.grid, np.uint32)
-    failed = entry.library.ik_launch(entry.index, grid.ctypes.data, launch.block, launch.shared, words.ctypes.data, seed)
+    failed = entry.library.ik_launch(
+        entry.index, grid.ctypes.data, launch.block, launch.shared, words.ctypes.data, seed
+    )
     if failed:
-        raise KernelError(f"{entry.name}: {entry.library.ik_message().decode()}")
+        raise KernelError(f"{entry.name}: {_message(entry)}")
 
 
 # ---- device memory ------------------------------------------------------------------------------------------------
@@ -255,7 +271,10 @@ class GuardedMemory:
     def check(self, owner: str) -> None:
         """Raise if bytes around the allocation were written."""
         start, stop = self._base + _PAGE, self._base + _PAGE + self._inner
-        head, tail = as_array(start, self.address - start), as_array(self.address + self.n_bytes, stop - self.address - self.n_bytes)
+        head, tail = (
+            as_array(start, self.address - start),
+            as_array(self.address + self.n_bytes, stop - self.address - self.n_bytes),
+        )
         odd = self.n_bytes & 1
         if (head.view(np.uint16) != _POISON).any() or (tail[odd:].view(np.uint16) != _POISON).any():
             raise KernelError(f"memory around an allocation of {self.n_bytes} bytes for {owner} was written")

@@ -59,40 +59,60 @@ def test_device_runs_work_only_when_waited_for() -> None:
     device.close()
 
 
-FAULTS = {
-    "divergent": ("if (threadIdx.x < 32) __syncthreads();", r"after threads left|left the kernel while others wait"),
-    "mixed": ("if (threadIdx.x < 32) __syncthreads();\n else __syncthreads();", r"barriers of lines"),
-    "warp": ("if (threadIdx.x & 1) y[0] = shx(1.f, 1);", r"left the kernel while lanes|lanes that never come"),
-    "overrun": ("SMEM_DECL\n smem_raw[64 + threadIdx.x] = 1;", r"wrote past the 64 bytes"),
-    "static": ("IK_SHARED(int, a, 4)\n a[4] = 1;", r"wrote past a static shared array"),
-    "vector": ("SMEM_DECL\n *(float4*)(smem_raw + 4) = make_float4(0, 0, 0, 0);", r"misaligned vector access"),
-    "cp16": ("SMEM_DECL\n cp16(smem_raw + 56, y, true);", r"shared address out of range"),
-    "null": ("y = nullptr; y[threadIdx.x] = 1;", r"outside of memory"),
-    "stack": ("volatile char a[300000]; a[0] = a[threadIdx.x];", r"outside of memory"),
+FAULTS = {  # kernel: its body, what the emulation says
+    "fault_divergent": (
+        "if (threadIdx.x < 32) __syncthreads();",
+        r"after threads left|left the kernel while others wait",
+    ),
+    "fault_mixed": ("if (threadIdx.x < 32) __syncthreads();\n else __syncthreads();", r"barriers of lines"),
+    "fault_warp": ("if (threadIdx.x & 1) y[0] = shx(1.f, 1);", r"left the kernel while lanes|lanes that never come"),
+    "fault_overrun": ("SMEM_DECL\n smem_raw[64 + threadIdx.x] = 1;", r"wrote past the 64 bytes"),
+    "fault_static": ("IK_SHARED(int, a, 4)\n a[4] = 1;", r"wrote past a static shared array"),
+    "fault_vector": (
+        "SMEM_DECL\n *(float4*)(smem_raw + 4) = make_float4(0, 0, 0, 0);",
+        r"misaligned vector access \(faults\.cu:\d+\)",
+    ),
+    "fault_cp16": ("SMEM_DECL\n cp16(smem_raw + 56, y, true);", r"shared address out of range"),
+    "fault_null": ("y = nullptr; y[threadIdx.x] = 1;", r"outside of memory at .*\(faults\.cu:\d+\)"),
+    "fault_stack": ("volatile char a[300000]; a[0] = a[threadIdx.x];", r"outside of memory"),
 }
 
 
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file with a kernel per fault."""
+    source = tmp_path_factory.mktemp("kernels") / "faults.cu"
+    kernels = [f'extern "C" __global__ void {name}(float* y) {{\n{body}\n}}\n' for name, (body, _) in FAULTS.items()]
+    source.write_text('#include "common.cuh"\n' + "".join([*kernels, POISON]))
+    return source
+
+
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_found(name: str, tmp_path: Path) -> None:
-    body, message = FAULTS[name]
-    source = tmp_path / f"fault_{name}.cu"
-    source.write_text(f'#include "common.cuh"\nextern "C" __global__ void fault(float* y) {{\n{body}\n}}\n')
+def test_faults_are_found(name: str, faults: Path) -> None:
     y = np.zeros(64, np.float32)
-    with pytest.raises(KernelError, match=message):
-        run_kernel("fault", 2, 64, y, shared=64, source=source)
+    with pytest.raises(KernelError, match=FAULTS[name][1]):
+        run_kernel(name, 2, 64, y, shared=64, source=faults)
     run_kernel("util_fill", 1, 256, y, 64, np.float32(3))  # a failure leaves nothing behind
     assert (y == 3).all()
 
 
-def test_uninitialised_shared_memory_is_nan(tmp_path: Path) -> None:
-    source = tmp_path / "poison.cu"
-    source.write_text(
-        '#include "common.cuh"\nextern "C" __global__ void poison(float* y, int early) {\n'
-        "  SMEM_DECL\n  IK_SHARED(float, s, 64)\n  float* d = (float*)smem_raw;\n"
-        "  cp16(smem_raw + 1024 + threadIdx.x * 16, y, true); cp_commit();\n  if (!early) cp_wait<0>();\n"
-        "  y[8 + threadIdx.x] = s[threadIdx.x] + d[threadIdx.x];\n  y[72 + threadIdx.x] = *(float*)(smem_raw + 1024 + threadIdx.x * 16);\n}\n"
-    )
-    for early in (0, 1):
-        y = np.ones(136, np.float32)
-        run_kernel("poison", 1, 64, y, np.int32(early), shared=2048, source=source)
-        assert np.isnan(y[8:72]).all() and (np.isnan(y[72:]).all() if early else (y[72:] == 1).all())
+POISON = """
+extern "C" __global__ void poison(float* y, int early) {
+  SMEM_DECL
+  IK_SHARED(float, s, 64)
+  const float* d = (const float*)smem_raw;
+  u8* mine = smem_raw + 1024 + threadIdx.x * 16;
+  cp16(mine, y, true);
+  cp_commit();
+  if (!early) cp_wait<0>();
+  y[8 + threadIdx.x] = s[threadIdx.x] + d[threadIdx.x];
+  y[72 + threadIdx.x] = *(float*)mine;
+}
+"""
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_uninitialised_shared_memory_is_nan(early: int, faults: Path) -> None:
+    y = np.ones(136, np.float32)
+    run_kernel("poison", 1, 64, y, np.int32(early), shared=2048, source=faults)
+    assert np.isnan(y[8:72]).all() and (np.isnan(y[72:]).all() if early else (y[72:] == 1).all())

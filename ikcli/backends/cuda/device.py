@@ -1,4 +1,4 @@
-"""What the backend asks of a device; `driver.CudaDevice` gives it, and so do the emulated and recording ones of the tests.
+"""What the backend asks of a device: `driver.CudaDevice` on a GPU; the tests have an emulated and a recording one.
 
 Addresses are plain integers. Copies, fills and launches are queued on a stream and done when it, or an event recorded
 after them, says so: until then the host touches none of the arrays involved.

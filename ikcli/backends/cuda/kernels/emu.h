@@ -5,6 +5,7 @@
 // patterns with guarded margins, cp.async poisons its target when issued and lands only at its wait, vector accesses must
 // be aligned (-fsanitize=alignment), and threads that leave, or wait at different barriers, are an error.
 #pragma once
+#include <dlfcn.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -18,9 +19,7 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-#if !defined(__x86_64__)
 #include <ucontext.h>
-#endif
 
 typedef uint8_t u8;
 typedef int8_t i8;
@@ -376,10 +375,16 @@ inline void run_block(int threads_per_block) {
   if (!poisoned(shared + shared_bytes, kPage)) fail("wrote past the %zu bytes of shared memory", shared_bytes);
 }
 
-inline void on_signal(int number, siginfo_t* info, void*) {
-  const char* what = number == SIGILL ? "misaligned vector access" : number == SIGFPE ? "integer division by zero" : nullptr;
-  if (what) fail("%s", what);
-  fail("access outside of memory at %p", info->si_addr);
+inline void on_signal(int number, siginfo_t* info, void* state) {
+  size_t at = 0;  // of the instruction, for addr2line
+#if defined(__x86_64__)
+  Dl_info file;
+  void* pc = (void*)((ucontext_t*)state)->uc_mcontext.gregs[REG_RIP];
+  if (dladdr(pc, &file)) at = (u8*)pc - (u8*)file.dli_fbase;
+#endif
+  if (number == SIGILL) fail("misaligned vector access [+%#zx]", at);
+  if (number == SIGFPE) fail("integer division by zero [+%#zx]", at);
+  fail("access outside of memory at %p [+%#zx]", info->si_addr, at);
 }
 
 inline int launch(void (*f)(const u64*), const unsigned* grid, int block, size_t shared_size, const u64* args, u64 start) {

@@ -88,11 +88,25 @@ def _host() -> str:
     return version + cpu
 
 
+def _sources(source: Path) -> list[Path]:
+    """A kernel file and everything it includes, directly or not."""
+    found: dict[Path, None] = {}
+    todo = [source]
+    while todo:
+        path = todo.pop()
+        if path in found:
+            continue
+        found[path] = None
+        for name in re.findall(r'^\s*#include "([^"]+)"', path.read_text(), re.M):
+            todo.append(path.parent / name if (path.parent / name).is_file() else KERNELS / name)
+    return sorted(found)
+
+
 def source_digest(source: Path) -> str:
-    """Digest of a kernel file and of every header beside it."""
+    """Digest of a kernel file, of what it includes, and of the compiler."""
     h = hashlib.sha256("".join([_host(), _MAIN, *_COMMAND, *_FLAGS]).encode())
-    for path in [source, *sorted({*KERNELS.glob("*.cuh"), *KERNELS.glob("*.h"), *source.parent.glob("*.cuh")})]:
-        h.update(path.read_bytes())
+    for path in _sources(source):
+        h.update(path.name.encode() + b"\0" + path.read_bytes())
     return h.hexdigest()[:24]
 
 

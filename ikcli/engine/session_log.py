@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from ikcli.log import log
 if TYPE_CHECKING:
     from ikcli.engine.model import Model
     from ikcli.engine.session import Session
+    from ikcli.models import GraphConfig
 
 _DEVICE = "CPU"
 
@@ -75,45 +77,68 @@ def _pair(model: Model, key: str) -> tuple[str, str]:
 
 def context_lines(session: Session) -> None:
     """Context lines: settings, cache, buffers, totals."""
-    c, hp = session.config, session.model.hp
-    derived = session.model.derived
-    if derived:
-        n_bytes = sum(tensor_n_bytes(d.type, d.shape) for d in derived.values())
-        kinds = sorted({n.split(".")[2].removeprefix("attn_") for n in derived})
-        types = ", ".join(sorted({TYPE_TRAITS[d.type].name for d in derived.values()}))
-        log(
-            f"llm_prepare_mla: computing {len(derived)} {'/'.join(kinds)} tensors ({types}, {n_bytes / 2**20:.2f} MiB) "
-            f"that -mla {c.mla} needs and the file does not hold"
-        )
     names = {w for g, _ in session.graphs.values() for w in g.weights}
-    weight_bytes = session.model.n_bytes(names)
-    for line in report.weight_buffer_lines({_DEVICE: weight_bytes}):
+    parts = {
+        "weights": session.model.n_bytes(names),
+        "KV": sum(session.cache_bytes().values()),
+        "compute": session.compute_bytes,
+        "output": session.output_bytes,
+    }
+    n_nodes = max(len(g.nodes) for g, _ in session.graphs.values())
+    for line in setup_lines(session.config, session.model, session.graph_config, session.n_batch):
         log(line)
-    for line in report.context_lines(
+    for line in buffer_lines(session.config, session.model, session.n_ctx, {_DEVICE: parts}, n_nodes):
+        log(line)
+
+
+def setup_lines(config: RunConfig, model: Model, cfg: GraphConfig, n_batch: int) -> list[str]:
+    """What is derived for the attention mode, and the settings of the context."""
+    hp, lines = model.hp, []
+    if model.derived:
+        n_bytes = sum(tensor_n_bytes(d.type, d.shape) for d in model.derived.values())
+        kinds = sorted({n.split(".")[2].removeprefix("attn_") for n in model.derived})
+        types = ", ".join(sorted({TYPE_TRAITS[d.type].name for d in model.derived.values()}))
+        lines.append(
+            f"llm_prepare_mla: computing {len(model.derived)} {'/'.join(kinds)} tensors ({types}, "
+            f"{n_bytes / 2**20:.2f} MiB) that -mla {config.mla} needs and the file does not hold"
+        )
+    lines += report.context_lines(
         {
-            "n_ctx": session.n_ctx, "n_batch": session.n_batch, "n_ubatch": session.n_ubatch,
-            "flash_attn": int(c.flash_attn), "mla_attn": c.mla if hp.kv_lora_rank else 0, "attn_max_b": c.amb,
-            "fused_moe": int(c.fmoe), "ser": report.ser_text(c.ser), "freq_base": f"{hp.rope.freq_base:.1f}",
+            "n_ctx": cfg.n_ctx, "n_batch": n_batch, "n_ubatch": cfg.n_ubatch, "flash_attn": int(config.flash_attn),
+            "mla_attn": config.mla if hp.kv_lora_rank else 0, "attn_max_b": config.amb, "fused_moe": int(config.fmoe),
+            "ser": report.ser_text(config.ser), "freq_base": f"{hp.rope.freq_base:.1f}",
             "freq_scale": f"{1 / hp.rope.factor:g}",
         }
-    ):  # fmt: skip
-        log(line)
-    if session.graph_config.k_hadamard:
-        why = "" if c.k_hadamard else f", because {c.type_k} has few levels; -no-khad switches it off"
-        log(f"llama_new_context_with_model: k_hadamard = 1 (K is rotated before it is quantised{why})")
-    cache_bytes = sum(session.cache_bytes().values())
+    )  # fmt: skip
+    if cfg.k_hadamard:
+        why = "" if config.k_hadamard else f", because {config.type_k} has few levels; -no-khad switches it off"
+        lines.append(f"llama_new_context_with_model: k_hadamard = 1 (K is rotated before it is quantised{why})")
+    return lines
+
+
+def buffer_lines(
+    config: RunConfig,
+    model: Model,
+    n_ctx: int,
+    parts: Mapping[str, Mapping[str, int]],
+    n_nodes: int,
+    n_splits: int = 1,
+    free: Mapping[str, int] | None = None,
+) -> list[str]:
+    """Bytes by device and part (`weights`, `KV`, `compute`, `output`), then a total per device."""
+    hp = model.hp
+
+    def by_device(part: str) -> dict[str, int]:
+        return {device: sizes[part] for device, sizes in parts.items() if sizes.get(part)}
+
     size = report.kv_self_size(
         report.KVShape(hp.n_layer, hp.n_head_kv, hp.head_dim_k, hp.head_dim_v, hp.kv_lora_rank, hp.n_rot),
-        session.n_ctx, c.mla, c.flash_attn, c.type_k, c.type_v,
+        n_ctx, config.mla, config.flash_attn, config.type_k, config.type_v,
     )  # fmt: skip
-    for line in report.kv_lines(size, session.n_ctx, c.type_k, c.type_v, {_DEVICE: cache_bytes}):
-        log(line)
-    n_nodes = max(len(g.nodes) for g, _ in session.graphs.values())
-    for line in report.compute_lines({_DEVICE: session.output_bytes}, {_DEVICE: session.compute_bytes}, n_nodes, 1):
-        log(line)
-    parts = {"weights": weight_bytes, "KV": cache_bytes, "compute": session.compute_bytes}
-    for line in report.total_lines({_DEVICE: parts}):
-        log(line)
+    lines = report.weight_buffer_lines(by_device("weights"))
+    lines += report.kv_lines(size, n_ctx, config.type_k, config.type_v, by_device("KV"))
+    lines += report.compute_lines(by_device("output"), by_device("compute"), n_nodes, n_splits)
+    return lines + report.total_lines(parts, free)
 
 
 def timing_lines(t: Timings) -> list[str]:

@@ -594,6 +594,16 @@ DI void mma16832(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   emu::warp_op(130, emu_mma16832);
   memcpy(c, mine.out, 16);
 }
+DI void mma16816i(int (&c)[4], u32 a0, u32 a1, u32 b) {
+  auto& mine = emu::slots[emu::warp()][emu::lane()];
+  mine.in[0] = a0;
+  mine.in[1] = a1;
+  mine.in[2] = mine.in[3] = mine.in[5] = 0;
+  mine.in[4] = b;
+  memcpy(&mine.in[6], c, 16);
+  emu::warp_op(131, emu_mma16832);
+  memcpy(c, mine.out, 16);
+}
 DI float emu_ftz(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.f, x) : x; }
 DI float ex2(float x) { return emu_ftz(exp2f(emu_ftz(x))); }
 DI float lg2(float x) { return log2f(emu_ftz(x)); }

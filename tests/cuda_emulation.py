@@ -35,8 +35,9 @@ from ikcli.native.kernel_cache import cache_root
 KERNELS = Path(ikcli.backends.cuda.__file__).parent / "kernels"
 _COMMAND = ("g++", "-std=c++17", "-x", "c++", "-DIK_EMU")
 _FLAGS = ("-O2", "-g1", "-shared", "-fPIC", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv",
-          "-fno-gnu-unique", "-fno-threadsafe-statics", "-fno-exceptions", "-fvisibility=hidden", "-fstack-clash-protection",
-          "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-w")  # fmt: skip
+          "-fno-gnu-unique", "-fno-threadsafe-statics", "-fno-exceptions", "-fvisibility=hidden",
+          "-fstack-clash-protection", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error",
+          "-w")  # fmt: skip
 _MAIN = """
 #include "{file}"
 static const emu::Entry ik_entries[] = {{ {entries} }};

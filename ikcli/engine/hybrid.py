@@ -8,159 +8,22 @@ executes those of the CPU, and waits only for what a turn needs. Looks like `Cpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.cpu.backend import CpuBackend, Observer, State
-from ikcli.backends.cpu.lower import RULES, max_rows
-from ikcli.backends.cpu.program import Lowering, Program
+from ikcli.backends.cpu.lower import max_rows
+from ikcli.backends.cpu.program import Program
 from ikcli.backends.cpu.threads import aligned_zeros
+from ikcli.engine.model import Model
+from ikcli.engine.parts import CPU, Bytes, CpuPart, Part, PartProgram, cpu_part_program
 from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, Weight, assign_offsets
 from ikcli.graph.split import Places, Turn, assign, schedule
 
-Bytes = npt.NDArray[np.uint8]
-CPU = "CPU"
 _SLACK = 512  # bytes behind every value in hand-over memory, which kernels may read
-_LIGHT = frozenset({"embed", "get_rows", "rope_table", "moe_sort"})
-_LIGHT_TOKENS = 8
-
-
-class PartProgram(Protocol):
-    """What one device does in a program."""
-
-    @property
-    def arena_bytes(self) -> int: ...
-
-    def has_output(self, node: Node) -> bool: ...
-
-
-class Part(Protocol):
-    """A device as `HybridBackend` uses it. Turns are numbered per device."""
-
-    asynchronous: bool
-
-    def plan(self, turns: Sequence[Turn], rows: Mapping[Rows, int], n_cells: int, independent: bool) -> PartProgram: ...
-
-    def bind(
-        self,
-        programs: Sequence[PartProgram],
-        state: State,
-        weights: Mapping[str, int],
-        caches: Mapping[Cache, int],
-        handover: Sequence[Mapping[Node, Bytes]],
-    ) -> None: ...
-
-    def begin(self, program: PartProgram, state: State) -> None: ...
-
-    def run(self, program: PartProgram, turn: int, n_threads: int) -> None: ...
-
-    def wait(self, program: PartProgram, turn: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def values(
-        self, program: PartProgram, turn: int, n_threads: int, state: State
-    ) -> Iterator[tuple[Node, npt.NDArray[np.generic]]]: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(slots=True)
-class CpuPartProgram:
-    """A CPU program and the ops of each of its turns."""
-
-    program: Program
-    spans: list[tuple[int, int]]
-    light: list[bool]
-
-    @property
-    def arena_bytes(self) -> int:
-        return self.program.arena_bytes
-
-    def has_output(self, node: Node) -> bool:
-        return self.program.has_output(node)
-
-
-class CpuPart:
-    """The CPU's turns. What it gets and what it gives lies in hand-over memory itself, so nothing is copied."""
-
-    asynchronous = False
-
-    def __init__(self, backend: CpuBackend) -> None:
-        self.backend = backend
-        self._few = True
-
-    def plan(self, turns: Sequence[Turn], rows: Mapping[Rows, int], n_cells: int, independent: bool) -> CpuPartProgram:
-        """Lower the turns one after the other."""
-        low = Lowering(rows, self.backend.n_threads, n_cells, independent)
-        spans: list[tuple[int, int]] = []
-        for turn in turns:
-            first = len(low.ops)
-            for node in turn.nodes:
-                low.begin(node)
-                RULES[node.op](low, node)
-            spans.append((first, len(low.ops)))
-            for node in (*turn.imports, *turn.exports):
-                low.place_outside(node)
-        light = [all(node.op in _LIGHT for node in turn.nodes) for turn in turns]
-        return CpuPartProgram(Program(low, None), spans, light)
-
-    def bind(
-        self,
-        programs: Sequence[PartProgram],
-        state: State,
-        weights: Mapping[str, int],
-        caches: Mapping[Cache, int],
-        handover: Sequence[Mapping[Node, Bytes]],
-    ) -> None:
-        """Give the programs memory."""
-        own = [_cpu(p).program for p in programs]
-        self.backend.reserve(own)
-        for program, places in zip(own, handover, strict=True):
-            self.backend.bind([program], state, weights, caches, places)
-
-    def begin(self, program: PartProgram, state: State) -> None:
-        """A new micro-batch."""
-        self._few = state.rows[Rows.TOKENS] <= _LIGHT_TOKENS
-
-    def run(self, program: PartProgram, turn: int, n_threads: int) -> None:
-        """Execute one turn."""
-        p = _cpu(program)
-        first, stop = p.spans[turn]
-        if stop > first:
-            self.backend.run_ops(p.program, first, stop, 1 if self._few and p.light[turn] else n_threads)
-
-    def wait(self, program: PartProgram, turn: int) -> None:
-        """Nothing is under way."""
-
-    def finish(self) -> None:
-        """Nothing is under way."""
-
-    def values(
-        self, program: PartProgram, turn: int, n_threads: int, state: State
-    ) -> Iterator[tuple[Node, npt.NDArray[np.generic]]]:
-        """Execute a turn node by node; yields every output."""
-        p = _cpu(program)
-        begin, end = p.spans[turn]
-        for node, first, stop in p.program.node_ops():
-            if begin <= first < end:
-                self.backend.run_ops(p.program, first, stop, n_threads)
-                if p.program.has_output(node):
-                    n = state.rows[node.rows.symbol] * node.rows.factor
-                    yield node, p.program.view(self.backend.arena, node, n)
-
-    def close(self) -> None:
-        """Stop the threads and free the arena."""
-        self.backend.close()
-
-
-def _cpu(program: PartProgram) -> CpuPartProgram:
-    assert isinstance(program, CpuPartProgram)
-    return program
 
 
 @dataclass(slots=True)
@@ -182,24 +45,18 @@ class HybridProgram:
         """Work memory on the CPU, without hand-over."""
         return self.parts[CPU].arena_bytes if CPU in self.parts else 0
 
-    def weights(self, device: str) -> set[str]:
-        """Names of the weights a device needs."""
-        return {x.name for t in self.turns if t.device == device for n in t.nodes for x in n.inputs
-                if isinstance(x, Weight)}  # fmt: skip
-
-    def caches(self, device: str) -> set[Cache]:
-        """Cache tensors a device holds."""
-        return {x for t in self.turns if t.device == device for n in t.nodes for x in n.inputs if isinstance(x, Cache)}
-
 
 class HybridBackend:
     """The CPU and one or more other devices, of one session."""
 
     def __init__(self, cpu: CpuBackend, others: Mapping[str, Part], places: Places) -> None:
         self.cpu = cpu
-        self.parts: dict[str, Part] = {CPU: CpuPart(cpu), **others}
+        self._cpu_part = CpuPart(cpu)
+        self.parts: dict[str, Part] = {CPU: self._cpu_part, **others}
         self._places = places
         self._handover: Bytes = aligned_zeros(0)
+        self._weights: dict[str, Mapping[str, int]] = {}
+        self._caches: dict[str, Mapping[Cache, int]] = {}
         self.allocate: Callable[[int], Bytes] = aligned_zeros  # of hand-over memory
 
     def plan(
@@ -234,14 +91,73 @@ class HybridBackend:
         """Kernels that have to be compiled first."""
         return self.cpu.n_missing(_cpu_programs(programs))
 
-    def bind(
-        self,
-        programs: Sequence[HybridProgram],
-        state: State,
-        weights: Mapping[str, Mapping[str, int]],
-        caches: Mapping[str, Mapping[Cache, int]],
-    ) -> None:
-        """Give the programs memory; weights and caches are addresses by device."""
+    def weight_names(self, programs: Sequence[HybridProgram]) -> dict[str, list[str]]:
+        """Names of the weights each device needs, in the order of their use."""
+        names: dict[str, dict[str, None]] = {name: {} for name in self.parts}
+        for p in programs:
+            for turn in p.turns:
+                used = (x.name for node in turn.nodes for x in node.inputs if isinstance(x, Weight))
+                names[turn.device].update(dict.fromkeys(used))
+        return {device: list(found) for device, found in names.items()}
+
+    def cache_device(self, cache: Cache) -> str:
+        """The device that holds a cache tensor."""
+        return self._places.cache(cache.il)
+
+    def cache_tensors(self, programs: Sequence[HybridProgram]) -> dict[str, list[Cache]]:
+        """The cache tensors of each device."""
+        caches = {c: None for p in programs for c in p.graph.caches.values()}
+        return {name: [c for c in caches if self.cache_device(c) == name] for name in self.parts}
+
+    def memory(
+        self, programs: Sequence[HybridProgram], graphs: Sequence[Graph], model: Model, n_cells: int
+    ) -> dict[str, dict[str, int]]:
+        """Bytes by device and part: weights, KV, compute (on the CPU with hand-over memory)."""
+        weights, caches = self.weight_names(programs), self.cache_tensors(programs)
+        sizes = {}
+        for name, part in self.parts.items():
+            own = [p.parts[name] for p in programs if name in p.parts]
+            kv = sum(part.cache_bytes(c, n_cells) for c in caches[name])
+            sizes[name] = {"weights": part.weight_bytes(model, weights[name]), "KV": kv,
+                           "compute": part.compute_bytes(own)}  # fmt: skip
+        sizes[CPU]["compute"] += max(p.handover_bytes for p in programs)
+        return sizes
+
+    @property
+    def host_weights(self) -> Mapping[str, int]:
+        """Addresses of the weights in RAM."""
+        return self._weights.get(CPU, {})
+
+    @property
+    def host_caches(self) -> Mapping[Cache, Bytes]:
+        """Cache tensors in RAM."""
+        return self._cpu_part.caches
+
+    @property
+    def host_buffers(self) -> list[Bytes]:
+        """Memory in RAM that nothing has used yet when it is bound."""
+        return [*self._cpu_part.caches.values(), self.cpu.arena]
+
+    def load(self, programs: Sequence[HybridProgram], graphs: Sequence[Graph], model: Model, mmap: bool) -> None:
+        """Weights on every device."""
+        for name, names in self.weight_names(programs).items():
+            self._weights[name] = self.parts[name].load_weights(model, names, mmap)
+
+    def make_caches(self, programs: Sequence[HybridProgram], graphs: Sequence[Graph], n_cells: int) -> None:
+        """Cache tensors on every device."""
+        for name, caches in self.cache_tensors(programs).items():
+            self._caches[name] = self.parts[name].make_caches(caches, n_cells)
+
+    def read_cells(self, cache: Cache, n_cells: int, first: int, n: int) -> Bytes:
+        """See `Part.read_cells`."""
+        return self.parts[self.cache_device(cache)].read_cells(cache, n_cells, first, n)
+
+    def write_cells(self, cache: Cache, n_cells: int, first: int, rows: Bytes) -> None:
+        """See `Part.write_cells`."""
+        self.parts[self.cache_device(cache)].write_cells(cache, n_cells, first, rows)
+
+    def bind(self, programs: Sequence[HybridProgram], state: State) -> None:
+        """Give the programs memory, after `load`."""
         n_bytes = max(p.handover_bytes for p in programs)
         if len(self._handover) < n_bytes:
             self._handover = self.allocate(n_bytes)
@@ -249,7 +165,7 @@ class HybridBackend:
             p.memory = {node: self._handover[at : at + size] for node, (at, size) in p.places.items()}
         for name, part in self.parts.items():
             own = [p for p in programs if name in p.parts]
-            part.bind([p.parts[name] for p in own], state, weights.get(name, {}), caches.get(name, {}),
+            part.bind([p.parts[name] for p in own], state, self._weights.get(name, {}), self._caches.get(name, {}),
                       [p.memory for p in own])  # fmt: skip
 
     def run(self, program: HybridProgram, n_threads: int, state: State) -> None:
@@ -296,7 +212,7 @@ class HybridBackend:
 
 
 def _cpu_programs(programs: Sequence[HybridProgram]) -> list[Program]:
-    return [_cpu(p.parts[CPU]).program for p in programs if CPU in p.parts]
+    return [cpu_part_program(p.parts[CPU]).program for p in programs if CPU in p.parts]
 
 
 def _handover_places(

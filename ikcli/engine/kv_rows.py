@@ -52,7 +52,7 @@ def shapes(session: Session, n_tokens: int) -> list[tuple[int, int]]:
 def export_rows(session: Session, seq: int, n_tokens: int) -> CacheRows:
     """A copy of the first n_tokens positions of a sequence."""
     _check(session, seq, n_tokens)
-    return CacheRows(n_tokens, tuple(_view(session, c, seq, n_tokens).copy() for c in _caches(session)))
+    return CacheRows(n_tokens, tuple(_cells(session, c, seq, 0, n_tokens).copy() for c in _caches(session)))
 
 
 def import_rows(session: Session, seq: int, rows: CacheRows, n_tokens: int | None = None) -> None:
@@ -63,8 +63,8 @@ def import_rows(session: Session, seq: int, rows: CacheRows, n_tokens: int | Non
     if [p.shape for p in rows.parts] != shapes(session, rows.n_tokens):
         raise IkError("cache rows of another model or cache type cannot be used")
     for cache, part in zip(_caches(session), rows.parts, strict=True):
-        n_columns = n * _element(cache) if cache.transposed else part.shape[1]
-        _view(session, cache, seq, n)[:] = part[:, :n_columns] if cache.transposed else part[:n]
+        kept = part[:, : n * _element(cache)] if cache.transposed else part[:n]
+        session.write_cells(cache, seq * session.n_ctx_seq, kept)
     session.set_n_past(seq, n)
 
 
@@ -72,30 +72,22 @@ def copy_rows(session: Session, src: int, dst: int, first: int, n_tokens: int) -
     """Make positions first..n_tokens-1 of `dst` those of `src`; what comes before must be equal already."""
     _check(session, src, n_tokens)
     for cache in _caches(session):
-        source, target = _view(session, cache, src, n_tokens), _view(session, cache, dst, n_tokens)
-        if cache.transposed:
-            at = first * _element(cache)
-            target[:, at:] = source[:, at:]
-        else:
-            target[first:] = source[first:]
+        rows = _cells(session, cache, src, first, n_tokens - first)
+        session.write_cells(cache, dst * session.n_ctx_seq + first, rows)
     session.set_n_past(dst, n_tokens)
 
 
 def _caches(session: Session) -> list[Cache]:
-    return sorted(session.caches, key=lambda c: (c.il, c.kind))
+    return sorted(session.cache_bytes(), key=lambda c: (c.il, c.kind))
 
 
 def _element(cache: Cache) -> int:
     return TYPE_TRAITS[cache.type].type_size
 
 
-def _view(session: Session, cache: Cache, seq: int, n: int) -> Bytes:
-    """The first n positions of a sequence inside the cache tensor, as a view."""
-    data, cell = session.caches[cache], seq * session.n_ctx_seq
-    if cache.transposed:
-        size = _element(cache)
-        return data.reshape(cache.cols, -1)[:, cell * size : (cell + n) * size]
-    return data.reshape(session.n_ctx, -1)[cell : cell + n]
+def _cells(session: Session, cache: Cache, seq: int, first: int, n: int) -> Bytes:
+    """Positions first..first+n-1 of a sequence, only to be read."""
+    return session.read_cells(cache, seq * session.n_ctx_seq + first, n)
 
 
 def _check(session: Session, seq: int, n_tokens: int) -> None:

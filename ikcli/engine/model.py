@@ -66,6 +66,26 @@ class Model:
         repacked = repacked_specs(file.tensors, hp) if repack else {}
         return cls(file, hp, module, specs | repacked | derived, derived, repacked, n_threads)
 
+    def keep_plain(self, names: Iterable[str]) -> None:
+        """Use these tensors as the file has them, whatever `-rtr` says; before graphs are recorded."""
+        for name in self.repacked.keys() & set(names):
+            del self.repacked[name]
+            self.specs[name] = _as_used(self.file.tensors[name])
+
+    def derived_from(self) -> dict[str, str]:
+        """The tensor of the file that each derived one is made of: k_b and v_b of kv_b, kv_b of k_b."""
+        sources = {}
+        for name in self.derived:
+            block, _, part = name.rpartition(".attn_")
+            sources[name] = f"{block}.attn_{'k_b' if part == 'kv_b.weight' else 'kv_b'}.weight"
+        return sources
+
+    def bytes_of(self, name: str) -> Bytes:
+        """Bytes of a tensor as used: mapped from the file where they are there, else made."""
+        if name in self._held:
+            return self._held[name].reshape(-1).view(np.uint8)
+        return self.file.data(name) if self._is_mapped(name, True) else self._make(name).reshape(-1).view(np.uint8)
+
     def weights(self) -> Weights:
         """Weights for recording graphs."""
         return Weights(self.specs, self.source, self.values)

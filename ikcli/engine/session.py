@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.backends.cpu.backend import CpuBackend, Segment, State
-from ikcli.backends.cpu.program import INDEPENDENT_ROWS, Program
-from ikcli.backends.cpu.threads import aligned_zeros
+from ikcli.backends.cpu.backend import Segment, State
+from ikcli.backends.cpu.program import INDEPENDENT_ROWS
 from ikcli.config import KV_TYPES, RunConfig, padded_ctx, resolve
-from ikcli.engine import host_memory, numa, session_log
+from ikcli.engine import gpus, host_memory, numa, session_log
 from ikcli.engine.batch import Batch
 from ikcli.engine.model import Model
+from ikcli.engine.parts import CPU, Bytes, SessionBackend, cache_bytes
 from ikcli.engine.session_log import Timings
 from ikcli.engine.startup import check_cache_types
 from ikcli.errors import IkError, NonFiniteError, UnsupportedError
-from ikcli.gguf.constants import row_n_bytes
 from ikcli.graph import Cache, Graph, Node, Weight
 from ikcli.log import log, progress, warn
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig
@@ -54,15 +53,13 @@ class Session:
         self.observer: Callable[[Node, npt.NDArray[np.generic]], None] | None = None
         n_threads = max(config.n_threads, config.n_threads_batch)
         self._cpus, self._notes = numa.plan_threads(config.numa, n_threads)
-        self.backend = CpuBackend(n_threads, self._cpus)
+        self.backend: SessionBackend = gpus.make_backend(config, model, n_threads, self._cpus)
         self._tokenizer: Tokenizer | None = None
         self._n_past = [0] * n_seq_max
         self.timings = Timings()
         self.profile = _new_profile() if config.profile else None
         self._n_outputs = min(n_seq_max, self.n_ubatch)
-        self._weights: Mapping[str, int] = {}
-        self._caches: dict[Cache, npt.NDArray[np.uint8]] = {}
-        self._last: tuple[Program, int]  # program and threads of the last micro-batch
+        self._last: tuple[Any, int]  # program and threads of the last micro-batch
         self.graphs = self._record()
         self.programs = self._plan()
 
@@ -103,11 +100,12 @@ class Session:
         self.compile()
         names = {w for g, _ in self.graphs.values() for w in g.weights}
         self._check_weights(names)
-        self._weights = self.model.load(names, mmap=self.config.mmap)
+        programs, graphs = list(self.programs.values()), self._graph_list()
+        self.backend.load(programs, graphs, self.model, self.config.mmap)
         try:
             self._state = State(max(self.n_ubatch, self.n_step), self.n_ctx)
-            self._caches = {c: aligned_zeros(n) for c, n in self.cache_bytes().items()}
-            self._bind()
+            self.backend.make_caches(programs, graphs, self.n_ctx)
+            self.backend.bind(programs, self._state)
             self._place_memory()
         except MemoryError:
             need = (sum(self.cache_bytes().values()) + self.compute_bytes) / 2**20
@@ -120,15 +118,15 @@ class Session:
     def _place_memory(self) -> None:
         """Huge pages, first touch and locking, as far as they were asked for; nothing has used the buffers yet."""
         config, notes = self.config, list(self._notes)
-        buffers = [*self._caches.values(), self.backend.arena]
+        buffers = self.backend.host_buffers
         if config.thp:
-            in_ram, mapped = self.model.memory(self._weights)
+            in_ram, mapped = self.model.memory(self.backend.host_weights)
             empty = [(int(b.ctypes.data), b.nbytes) for b in buffers]
             notes += host_memory.use_huge_pages(empty, in_ram, bool(mapped), host_memory.thp_state())
         if self._cpus is not None:
             numa.touch(buffers, self._cpus)
         if config.mlock:
-            in_ram, mapped = self.model.memory(self._weights)
+            in_ram, mapped = self.model.memory(self.backend.host_weights)
             notes += host_memory.lock_weights([*in_ram, *mapped])
         for text in notes:
             warn(text)
@@ -161,7 +159,10 @@ class Session:
             graphs[kind] = graph, self.model.module.build(graph, hp, self.model.weights(), kind_cfg)
         return graphs
 
-    def _plan(self) -> dict[str, Program]:
+    def _graph_list(self) -> list[Graph]:
+        return [graph for graph, _ in self.graphs.values()]
+
+    def _plan(self) -> dict[str, Any]:
         programs = {}
         for kind, (graph, result) in self.graphs.items():
             few = kind == "decode" and "prefill" in self.graphs
@@ -174,13 +175,17 @@ class Session:
         return programs
 
     def cache_bytes(self) -> dict[Cache, int]:
-        """Bytes of every cache tensor."""
-        sizes = {}
-        for graph, _ in self.graphs.values():
-            for c in graph.caches.values():
-                row = row_n_bytes(c.type, self.n_ctx if c.transposed else c.cols)
-                sizes[c] = row * (c.cols if c.transposed else self.n_ctx)
-        return sizes
+        """Bytes of every cache tensor in RAM."""
+        caches = dict.fromkeys(c for graph in self._graph_list() for c in graph.caches.values())
+        return {c: cache_bytes(c, self.n_ctx) for c in caches}
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes by device (CPU first) and part: weights, KV, compute, output."""
+        programs = list(self.programs.values())
+        sizes = self.backend.memory(programs, self._graph_list(), self.model, self.n_ctx)
+        return {
+            device: parts | {"output": self.output_bytes if device == CPU else 0} for device, parts in sizes.items()
+        }
 
     @property
     def output_bytes(self) -> int:
@@ -189,12 +194,8 @@ class Session:
 
     @property
     def compute_bytes(self) -> int:
-        """Work buffers, shared by the programs."""
+        """Work buffers in RAM, shared by the programs."""
         return max(p.arena_bytes for p in self.programs.values())
-
-    def _bind(self) -> None:
-        addresses = {c: int(a.ctypes.data) for c, a in self._caches.items()}
-        self.backend.bind(list(self.programs.values()), self._state, self._weights, addresses)
 
     # --- use --------------------------------------------------------------------------------------------------------
     @property
@@ -242,15 +243,15 @@ class Session:
         n_threads = self.config.n_threads if n == 1 else self.config.n_threads_batch
         return self._run(program, n_threads, len(out_ids))
 
-    def _run(self, program: Program, n_threads: int, n_outputs: int) -> FloatRows:
+    def _run(self, program: Any, n_threads: int, n_outputs: int) -> FloatRows:
         if self.profile is not None:
-            self.profile.run(self.backend, program, n_threads, self._state, self.observer)
+            self.profile.run(self.backend.cpu, program, n_threads, self._state, self.observer)
         elif self.observer is None:
-            self.backend.run(program, n_threads)
+            self.backend.run(program, n_threads, self._state)
         else:
             self.backend.run_observed(program, n_threads, self._state, self.observer)
         self._last = program, n_threads
-        return program.view(self.backend.arena, program.result, n_outputs)
+        return self.backend.result(program, n_outputs)
 
     def _segments(self, batch: Batch) -> list[Segment]:
         if len(batch) and not 0 <= batch.tokens.min() <= batch.tokens.max() < self.n_vocab:
@@ -276,9 +277,9 @@ class Session:
         """More logits per micro-batch than planned: plan again."""
         self._n_outputs = min(self.n_ubatch, 1 << (n - 1).bit_length())
         self.programs = self._plan()
-        self._bind()
+        self.backend.bind(list(self.programs.values()), self._state)
 
-    def _explain_non_finite(self, program: Program, n_threads: int) -> None:
+    def _explain_non_finite(self, program: Any, n_threads: int) -> None:
         """Run the micro-batch once more, node by node, and name the first one that is not finite."""
 
         def look(node: Node, value: npt.NDArray[np.generic]) -> None:
@@ -326,9 +327,18 @@ class Session:
         return INDEPENDENT_ROWS
 
     @property
-    def caches(self) -> Mapping[Cache, npt.NDArray[np.uint8]]:
-        """Bytes of every cache tensor."""
-        return self._caches
+    def caches(self) -> Mapping[Cache, Bytes]:
+        """Cache tensors that are in RAM."""
+        return self.backend.host_caches
+
+    def read_cells(self, cache: Cache, first: int, n: int) -> Bytes:
+        """Cells of a cache tensor, wherever it is, in the layout of RAM: (n, row bytes), or (columns, bytes of n
+        elements) of a transposed one. Only to be read, and before the next computation."""
+        return self.backend.read_cells(cache, self.n_ctx, first, n)
+
+    def write_cells(self, cache: Cache, first: int, rows: Bytes) -> None:
+        """Replace cells, given as `read_cells` returns them."""
+        self.backend.write_cells(cache, self.n_ctx, first, rows)
 
     def n_past(self, seq: int) -> int:
         """Cached positions of a sequence."""
@@ -360,7 +370,6 @@ class Session:
             log(line)
         self.timings, self.profile = Timings(), None
         self.backend.close()
-        self._caches.clear()
 
     def __enter__(self) -> Session:
         return self

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from cuda_emulation import EmulatedDevice
 
 from ikcli.backends.cuda.device import Launch
-from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering, Program, Rule, lower
+from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering, Program, Ref, Rule, lower
 from ikcli.backends.reference import BatchState, CacheStore, Executor
 from ikcli.backends.reference import Segment as ReferenceSegment
 from ikcli.backends.reference_ops import OPS
@@ -31,12 +31,15 @@ LIMITS = DeviceLimits((9, 0), 132, 232448, 233472, 60 << 20, "emulated")
 class GraphRun:
     """One graph over n rows; weights are float32 arrays in NumPy order."""
 
-    def __init__(self, rules: Mapping[str, Rule], weights: Mapping[str, Array] | None = None, *, spare: int = 3) -> None:
+    def __init__(
+        self, rules: Mapping[str, Rule], weights: Mapping[str, Array] | None = None, *, spare: int = 3
+    ) -> None:
         self.rules = dict(rules) | {"input": lambda low, node: low.keep(node, 0, 0)}
         self.weights = dict(weights or {})
         self.graph, self.spare = Graph(), spare
         self.values: dict[Node, Array] = {}
         self.launched: list[Launch] = []
+        self.dumped: list[Array] = []
 
     def input(self, name: str, values: Array, rows: Rows = Rows.TOKENS) -> Node:
         """A leaf with its values."""
@@ -54,22 +57,35 @@ class GraphRun:
         return Lowering(most, n_tokens + self.spare, LIMITS)
 
     def __call__(
+        self, *results: Node, n_tokens: int = -1, outputs: Sequence[int] = (), pos: int = 0, seed: int = 1
+    ) -> list[tuple[Array, Array]]:
+        """(found, wanted) of every result."""
+        found = self.run(*results, n_tokens=n_tokens, outputs=outputs, pos=pos, seed=seed)
+        n = n_tokens if n_tokens >= 0 else len(next(iter(self.values.values())))
+        return list(zip(found, self.reference(results, n, outputs, pos), strict=True))
+
+    def run(
         self, *results: Node, n_tokens: int = -1, outputs: Sequence[int] = (), pos: int = 0, seed: int = 1,
-        extra: Callable[[Lowering], None] | None = None,
-    ) -> list[tuple[Array, Array]]:  # fmt: skip
-        """(found, wanted) of every result. `extra` may emit more launches at the end."""
+        extra: Callable[[Lowering], Sequence[tuple[Ref, int]]] | None = None,
+    ) -> list[Array]:  # fmt: skip
+        """Values of the results; `extra` may emit more launches and names bytes that `dumped` will hold."""
         n = n_tokens if n_tokens >= 0 else len(next(iter(self.values.values())))
         low = self.lowering(n, len(outputs))
         program = lower(self.graph.nodes, [*results, *self.values], low, self.rules)
+        ranges: Sequence[tuple[Ref, int]] = ()
         if extra is not None:
-            extra(low)
+            ranges = extra(low)
+            for ref, _ in ranges:
+                assert isinstance(ref.target, int)
+                low.pinned[ref.target] = 0, len(low.ops)
             program = Program(low, [*results, *self.values])
         self.program, self.device = program, EmulatedDevice(seed=seed)
         try:
             found = self._run(program, results, n, outputs, pos)
+            self.dumped = [self._bytes(program.address(ref), n_bytes) for ref, n_bytes in ranges]
         finally:
             self.device.close()
-        return list(zip(found, self.reference(results, n, outputs, pos), strict=True))
+        return found
 
     def _run(self, program: Program, results: Sequence[Node], n: int, outputs: Sequence[int], pos: int) -> list[Array]:
         d, most = self.device, program.lowering.max_rows
@@ -81,8 +97,10 @@ class GraphRun:
             d.upload(s, memory.address, np.ascontiguousarray(data))
             return memory.address
 
-        arrays = [np.zeros(n, np.int32), np.arange(pos, pos + n, dtype=np.int32), np.arange(n, dtype=np.int64),
-                  np.array(outputs, np.int64), np.array([0, n, 0, pos, 0, n], np.int64), np.arange(n, dtype=np.int64)]  # fmt: skip
+        arrays = [
+            np.zeros(n, np.int32), np.arange(pos, pos + n, dtype=np.int32), np.arange(n), np.array(outputs, np.int64),
+            np.array([0, n, 0, pos, 0, n]), np.arange(n),
+        ]  # fmt: skip
         words = np.zeros(16, np.int64)
         words[:4] = n, len(outputs), n, 1
         words[4:10] = [upload(a, "step") for a in arrays]
@@ -105,8 +123,7 @@ class GraphRun:
         d.synchronize()
         return [v if r.dtype == "f32" else v.view(np.int32) for v, r in zip(found, results, strict=True)]
 
-    def bytes_at(self, address: int, n_bytes: int) -> Array:
-        """Device memory after a run."""
+    def _bytes(self, address: int, n_bytes: int) -> Array:
         value = np.empty(n_bytes, np.uint8)
         self.device.download(self.device.stream(), value, address)
         self.device.synchronize()

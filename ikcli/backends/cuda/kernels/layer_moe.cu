@@ -279,7 +279,7 @@ DI void sort_pairs(const int* route, int pairs, const Plan& plan, int n_expert, 
 }
 
 // One block.
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(1024, 1)
 layer_moe_sort(const i64* st, int symbol, int factor, const int* route, int* order, int* position, int* offsets, int* counts,
                int* few, int* many, int n_expert, int n_used) {
   SMEM_DECL
@@ -288,7 +288,7 @@ layer_moe_sort(const i64* st, int symbol, int factor, const int* route, int* ord
 }
 
 // Both for few rows, in one block: every warp routes rows, then all sort.
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
 layer_moe_route_sort(const i64* st, int symbol, int factor, const float* logits, const float* bias, int* out, int n, int n_used,
                      int softmax, int norm, float scale, int n_group, int n_group_used, int fewest, float least, int* order,
                      int* position, int* offsets, int* counts, int* few, int* many) {

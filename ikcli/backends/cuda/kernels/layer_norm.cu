@@ -59,7 +59,7 @@ DI void normalize(const float* src, float scale, const NormOut& o, i64 row, bool
 }
 
 // One block per row; x, y, z, sums and out are contiguous rows of `width`. y, z may be null; sum1 is stored if not null.
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 2)
 layer_norm_rows(const i64* st, int symbol, int factor, const float* x, i64 x_cols, const float* y, const float* z, float* sum1,
                 float* sum2, const float* w, float* out, int width, float eps, u8* q8, i64 q8_bytes, u8* bf16, i64 bf16_bytes,
                 int wanted) {

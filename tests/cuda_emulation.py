@@ -391,7 +391,8 @@ class EmulatedDevice:
         self._streams.append(_Queue())
         return self._streams[-1]
 
-    def event(self) -> _Event:
+    def event(self, timing: bool = False) -> _Event:
+        del timing
         return _Event()
 
     def _range(self, address: int, n_bytes: int) -> npt.NDArray[np.uint8]:

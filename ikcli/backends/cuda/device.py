@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.errors import IkError
+
 ALIGNMENT = 256  # of every allocation
 
 Stream: TypeAlias = Any  # opaque: made by Device.stream()
@@ -67,6 +69,58 @@ class Pinned:
     owner: str
 
 
+class CudaError(IkError):
+    """The GPU cannot be used, or failed."""
+
+
+class DriverMissing(CudaError):
+    """No NVIDIA driver, or no package to call it with."""
+
+
+class NoDevice(CudaError):
+    """A driver, but no GPU that this process may use."""
+
+
+class DriverTooOld(CudaError):
+    """The driver does not know the CUDA version that is needed."""
+
+
+class DeviceTooOld(CudaError):
+    """The GPU lacks what the kernels need."""
+
+
+class LaunchFailed(CudaError):
+    """A kernel failed; the message has the launches before it."""
+
+
+_HELP = {  # first word of an owner: what makes it smaller
+    "weights": "fewer layers on the GPU (-ngl), or tensors elsewhere (-ot)",
+    "KV": "a smaller context (-c) or cache type (-ctk, -ctv)",
+    "compute": "a smaller micro-batch (-ub)",
+    "attention": "a smaller attention buffer (-amb)",
+}
+
+
+class OutOfMemory(CudaError):
+    """An allocation did not fit; the message says what has the memory and how to need less."""
+
+    def __init__(self, name: str, owner: str, asked: int, free: int, total: int, owners: dict[str, int]) -> None:
+        gib = 2.0**30
+        self.asked, self.free, self.total, self.owners = asked, free, total, owners
+        lines = [
+            f"out of memory on {name}: {asked / gib:.2f} GiB wanted for {owner}, "
+            f"{free / gib:.2f} of {total / gib:.2f} GiB are free"
+        ]
+        lines += [f"  {n / gib:8.2f} GiB {who}" for who, n in sorted(owners.items(), key=lambda x: -x[1])]
+        others = total - free - sum(owners.values())
+        if others > 0:
+            lines.append(f"  {others / gib:8.2f} GiB other programs and the driver")
+        help_of = [_HELP[w] for w in dict.fromkeys(who.split()[0] for who in [owner, *owners]) if w in _HELP]
+        if help_of:
+            lines.append("needing less: " + "; ".join(help_of))
+        super().__init__("\n".join(lines))
+
+
 class Device(Protocol):
     """One GPU."""
 
@@ -90,7 +144,8 @@ class Device(Protocol):
 
     def stream(self) -> Stream: ...
 
-    def event(self) -> Event: ...
+    def event(self, timing: bool = False) -> Event:
+        """`timing`: it will be asked for `elapsed`."""
 
     def upload(self, stream: Stream, address: int, array: npt.NDArray[Any]) -> None:
         """Copy a C-contiguous array to the device."""

@@ -1,0 +1,71 @@
+"""Compiled kernels as they are shipped: ptx/kernels.zip (one PTX file per .cu) and ptx/manifest.json beside it.
+
+`tools/build_ptx.py` writes both: PTX for compute capability 8.0, which the driver turns into code of the GPU at hand
+once per machine (its own cache keeps that). Manifest: per file the SHA-256 of its sources and its kernels, with
+argument types (q: 64 bit, i: int, f: float), most threads, static shared memory, and registers by target.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ikcli.errors import IkError
+
+FOLDER = Path(__file__).parent / "ptx"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFacts:
+    """A kernel of the package: `types` has a letter per argument, `registers` is by target ("sm_90")."""
+
+    name: str
+    file: str
+    types: str
+    max_threads: int
+    static_shared: int
+    registers: Mapping[str, int] = field(default_factory=dict)
+
+
+class Package:
+    """Kernels by name, PTX by file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:
+            raise IkError(f"the compiled GPU kernels in {folder} cannot be read ({e}); install ik again") from e
+        self.files: dict[str, str] = {name: facts["sha256"] for name, facts in manifest["files"].items()}
+        self.kernels: dict[str, KernelFacts] = {
+            name: KernelFacts(name, file, k["types"], k["max_threads"], k["static_shared"], k["registers"])
+            for file, facts in manifest["files"].items()
+            for name, k in facts["kernels"].items()
+        }
+        self.version: str = manifest["ptx"]
+        self.nvrtc: str = manifest["nvrtc"]
+
+    @classmethod
+    def installed(cls) -> Package:
+        """The one that is part of the installation."""
+        return _installed()
+
+    def kernel(self, name: str) -> KernelFacts:
+        """Facts of a kernel."""
+        if name not in self.kernels:
+            raise IkError(f"internal error: there is no compiled kernel {name}")
+        return self.kernels[name]
+
+    def ptx(self, file: str) -> bytes:
+        """PTX text of a source file."""
+        with zipfile.ZipFile(self._folder / "kernels.zip") as archive:
+            return archive.read(f"{file}.ptx")
+
+
+@functools.cache
+def _installed() -> Package:
+    return Package(FOLDER)

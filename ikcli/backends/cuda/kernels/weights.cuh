@@ -9,6 +9,8 @@
 #pragma once
 #include "common.cuh"
 
+#define SI static __device__ __forceinline__  // member functions of formats
+
 struct Block {
   u32 q[8];      // signed bytes, column 4i + j in byte j of word i
   float s0, s1;  // scales of the halves (s1 only with HALVES)

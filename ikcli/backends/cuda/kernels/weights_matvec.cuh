@@ -1,0 +1,140 @@
+// Few activation rows times a matrix: one warp (or 2, 4: `split_bits`) per two weight rows, up to 8 activation rows.
+// Every lane decodes one block of 32 columns of both rows, then meets all activation rows, so weights are read once. Each
+// activation row has its own sums in an order that depends on the shape only: results do not change with their number.
+// Reads row_bytes * n_rows per matrix; at 4.5 bits and one row 60..90 instructions per block of 32, memory-bound.
+#pragma once
+#include "weights.cuh"
+
+constexpr int MV_THREADS = 128, MV_ROWS = 8;
+
+// Where the work of a block lies: rows of activations (or of a tile of the plan of `moe_sort`), and which matrix.
+struct Span { int first, rows, matrix; };
+DI Span span_of(const i64* st, int symbol, int factor, const int* tiles, const int* n_tiles, int most) {
+  if (tiles) {
+    if ((int)blockIdx.y >= *n_tiles) return {0, 0, 0};
+    const int4 tile = ((const int4*)tiles)[blockIdx.y];
+    return {tile.y, tile.z, tile.x};
+  }
+  const i64 first = (i64)most * blockIdx.y, left = step_rows(st, symbol, factor) - first;
+  return {(int)first, left > most ? most : left > 0 ? (int)left : 0, (int)blockIdx.z};
+}
+// Activation row of result row p: with `order` (pairs of the plan) that of the token, else p itself.
+DI int source_row(const int* order, int divisor, int p) { return order ? order[2 * p] / divisor : p; }
+
+// acc += block . activations; d, s, sums as in layouts.py.
+template <class W> DI void add_block(float& acc, const Block& o, const uint4& a, const uint4& b, float d, float s, u32 sums) {
+  int first = dp4a(o.q[3], a.w, dp4a(o.q[2], a.z, dp4a(o.q[1], a.y, dp4a(o.q[0], a.x, 0))));
+  int last = dp4a(o.q[7], b.w, dp4a(o.q[6], b.z, dp4a(o.q[5], b.y, dp4a(o.q[4], b.x, 0))));
+  if constexpr (W::HALVES) {
+    acc = fmaf(__fmul_rn(o.s0, d), (float)first, acc);
+    acc = fmaf(__fmul_rn(o.s1, d), (float)last, acc);
+    if constexpr (W::MINIMA) {
+      acc = fmaf(__fmul_rn(o.m0, d), (float)(short)(sums & 0xffffu), acc);
+      acc = fmaf(__fmul_rn(o.m1, d), (float)((int)sums >> 16), acc);
+    }
+  } else {
+    acc = fmaf(__fmul_rn(o.s0, d), (float)(first + last), acc);
+    if constexpr (W::MINIMA) acc = fmaf(o.m0, s, acc);
+  }
+}
+
+// y[row][r] = silu(gate[r] . x) * (w[r] . x) with `gate`, else w[r] . x.
+template <class W>
+DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gate, i64 row_bytes, i64 matrix_bytes, int n_rows,
+               int nb, const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles,
+               const int* n_tiles, const int* order, int divisor, const u8* table, int split_bits) {
+  IK_SHARED(float, sums, MV_THREADS / 32 * 2 * MV_ROWS)
+  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MV_ROWS);
+  if (!span.rows) return;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int part = warp & ((1 << split_bits) - 1);
+  const int item = (int)blockIdx.x * (MV_THREADS / 32 >> split_bits) + (warp >> split_bits);
+  const bool active = item < (gate ? n_rows : (n_rows + 1) >> 1);
+  const int row_a = gate ? item : 2 * item, row_b = gate ? item : min(2 * item + 1, n_rows - 1);
+  const u8* a = w + span.matrix * matrix_bytes + row_a * row_bytes;
+  const u8* b = (gate ? gate : w) + span.matrix * matrix_bytes + row_b * row_bytes;
+  x += blockIdx.z * x_head;
+  u32 at[MV_ROWS];  // activation rows, in units of 16 bytes
+  float acc_a[MV_ROWS], acc_b[MV_ROWS];
+#pragma unroll
+  for (int t = 0; t < MV_ROWS; t++) {
+    at[t] = t < span.rows ? (u32)(source_row(order, divisor, span.first + t) * (x_row >> 4)) : 0;
+    acc_a[t] = acc_b[t] = 0.f;
+  }
+  if (active) {
+    const int step = 32 << split_bits;
+    u32 raw_a[W::N], raw_b[W::N];
+    int i = part * 32 + lane;
+    if (i < nb) {
+      W::load(raw_a, a, nb, i, table);
+      W::load(raw_b, b, nb, i, table);
+    }
+    for (; i < nb; i += step) {
+      Block block_a, block_b;
+      W::decode(block_a, raw_a, i, table);
+      W::decode(block_b, raw_b, i, table);
+      if (i + step < nb) {  // on the way while the activations are worked on
+        W::load(raw_a, a, nb, i + step, table);
+        W::load(raw_b, b, nb, i + step, table);
+      }
+#pragma unroll
+      for (int t = 0; t < MV_ROWS; t++)
+        if (t < span.rows) {
+          const u8* row = x + 16 * (i64)at[t];
+          const uint4 lo = *(const uint4*)(row + 32 * i), hi = *(const uint4*)(row + 32 * i + 16);
+          const u8* scales = row + 32 * nb + 4 * i;
+          const float d = *(const float*)scales;
+          float s = 0.f;
+          u32 halves = 0;
+          if constexpr (W::MINIMA && !W::HALVES) s = *(const float*)(scales + 4 * nb);
+          if constexpr (W::MINIMA && W::HALVES) halves = *(const u32*)(scales + 8 * nb);
+          add_block<W>(acc_a[t], block_a, lo, hi, d, s, halves);
+          add_block<W>(acc_b[t], block_b, lo, hi, d, s, halves);
+        }
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < MV_ROWS; t++)
+    if (t < span.rows) {
+      const float sum_a = warp_sum(acc_a[t]), sum_b = warp_sum(acc_b[t]);
+      if (lane == 0) sums[warp * 2 * MV_ROWS + t] = sum_a, sums[warp * 2 * MV_ROWS + MV_ROWS + t] = sum_b;
+    }
+  __syncthreads();
+  if (!active || part || lane >= span.rows) return;
+  float total_a = 0.f, total_b = 0.f;
+  for (int p = 0; p < 1 << split_bits; p++) {
+    total_a += sums[(warp + p) * 2 * MV_ROWS + lane];
+    total_b += sums[(warp + p) * 2 * MV_ROWS + MV_ROWS + lane];
+  }
+  float* out = y + (i64)(span.first + lane) * y_row + blockIdx.z * y_head;
+  if (gate) {
+    out[row_a] = silu(total_b) * total_a;
+  } else {
+    out[row_a] = total_a;
+    if (row_b != row_a) out[row_b] = total_b;
+  }
+}
+
+// y[row] = values of row tokens[row], as decoded: (scale * code) + minimum, each rounded.
+template <class W> DI void embed_row(const i64* st, const u8* w, i64 row_bytes, int nb, float* y, const u8* table) {
+  if ((i64)blockIdx.x >= st[ST_TOKENS]) return;
+  const u8* row = w + step_tokens(st)[blockIdx.x] * row_bytes;
+  for (int b = threadIdx.x; b < nb; b += MV_THREADS) {
+    u32 raw[W::N];
+    Block o;
+    W::load(raw, row, nb, b, table);
+    W::decode(o, raw, b, table);
+    float4* out = (float4*)(y + 32 * ((i64)blockIdx.x * nb + b));
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float s = W::HALVES && i >= 4 ? o.s1 : o.s0;
+      float v[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        v[j] = __fmul_rn(s, (float)(i8)(o.q[i] >> (8 * j)));
+        if constexpr (W::MINIMA) v[j] = __fadd_rn(v[j], W::HALVES && i >= 4 ? o.m1 : o.m0);
+      }
+      out[i] = make_float4(v[0], v[1], v[2], v[3]);
+    }
+  }
+}

@@ -604,6 +604,43 @@ DI void mma16816i(int (&c)[4], u32 a0, u32 a1, u32 b) {
   emu::warp_op(131, emu_mma16832);
   memcpy(c, mine.out, 16);
 }
+__attribute__((noinline, optimize("O3"))) static void emu_mma1688(emu::Slot* s) {
+  float a[16][8], b[8][8];
+  auto value = [](u64 bits) {
+    u32 u = (u32)bits & 0xffffe000u;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+  };
+  for (int l = 0; l < 32; l++) {
+    for (int i = 0; i < 4; i++) a[l / 4 + 8 * (i & 1)][l % 4 + 4 * (i >> 1)] = value(s[l].in[i]);
+    for (int i = 0; i < 2; i++) b[l % 4 + 4 * i][l / 4] = value(s[l].in[4 + i]);
+  }
+  for (int r = 0; r < 16; r++)
+    for (int n = 0; n < 8; n++) {
+      float c;
+      memcpy(&c, (u8*)&s[(r % 8) * 4 + n / 2].in[6 + r / 8] + 4 * (n & 1), 4);
+      double x = c;
+      for (int k = 0; k < 8; k++) x += (double)a[r][k] * (double)b[k][n];
+      c = (float)x;
+      memcpy((u8*)&s[(r % 8) * 4 + n / 2].out[r / 8] + 4 * (n & 1), &c, 4);
+    }
+}
+DI void mma1688(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  auto& mine = emu::slots[emu::warp()][emu::lane()];
+  for (int i = 0; i < 4; i++) mine.in[i] = a[i];
+  mine.in[4] = b0;
+  mine.in[5] = b1;
+  memcpy(&mine.in[6], c, 16);
+  emu::warp_op(132, emu_mma1688);
+  memcpy(c, mine.out, 16);
+}
+DI u32 tf32(float x) {
+  u32 u;
+  memcpy(&u, &x, 4);
+  if ((u & 0x7f800000u) == 0x7f800000u) return u;
+  return (u + 0x1000u) & 0xffffe000u;
+}
 DI float emu_ftz(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.f, x) : x; }
 DI float ex2(float x) { return emu_ftz(exp2f(emu_ftz(x))); }
 DI float lg2(float x) { return log2f(emu_ftz(x)); }

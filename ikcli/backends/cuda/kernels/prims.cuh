@@ -101,6 +101,16 @@ DI void mma16816i(int (&c)[4], u32 a0, u32 a1, u32 b) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
                : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(b));
 }
+// C (16x8, f32) += A (16x8 tf32) * B; tf32 is f32 with 10 bits of fraction, rounded to nearest, ties away from zero.
+DI void mma1688(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+DI u32 tf32(float x) {
+  u32 r;
+  asm("cvt.rna.tf32.f32 %0,%1;" : "=r"(r) : "f"(x));
+  return r;
+}
 
 // Fast mathematics: 2^x and log2(x) flush denormals.
 DI float ex2(float x) {

@@ -21,6 +21,32 @@ DI Span span_of(const i64* st, int symbol, int factor, const int* tiles, const i
 // Activation row of result row p: with `order` (pairs of the plan) that of the token, else p itself.
 DI int source_row(const int* order, int divisor, int p) { return order ? order[2 * p] / divisor : p; }
 
+// Adds the sums of the lanes and of the warps that share two rows, and writes them: y[.][row_a], y[.][row_b], or with `fused`
+// silu(b) * a at row_a. `sums`: 2 * MV_ROWS floats per warp.
+DI void store_sums(float* sums, const Span& span, const float (&acc_a)[MV_ROWS], const float (&acc_b)[MV_ROWS], int warp,
+                   int lane, int part, int split_bits, bool active, int row_a, int row_b, bool fused, float* y, i64 y_row) {
+#pragma unroll
+  for (int t = 0; t < MV_ROWS; t++)
+    if (t < span.rows) {
+      const float sum_a = warp_sum(acc_a[t]), sum_b = warp_sum(acc_b[t]);
+      if (lane == 0) sums[warp * 2 * MV_ROWS + t] = sum_a, sums[warp * 2 * MV_ROWS + MV_ROWS + t] = sum_b;
+    }
+  __syncthreads();
+  if (!active || part || lane >= span.rows) return;
+  float total_a = 0.f, total_b = 0.f;
+  for (int p = 0; p < 1 << split_bits; p++) {
+    total_a += sums[(warp + p) * 2 * MV_ROWS + lane];
+    total_b += sums[(warp + p) * 2 * MV_ROWS + MV_ROWS + lane];
+  }
+  float* out = y + (i64)(span.first + lane) * y_row;
+  if (fused) {
+    out[row_a] = silu(total_b) * total_a;
+  } else {
+    out[row_a] = total_a;
+    if (row_b != row_a) out[row_b] = total_b;
+  }
+}
+
 // acc += block . activations; d, s, sums as in layouts.py.
 template <class W> DI void add_block(float& acc, const Block& o, const uint4& a, const uint4& b, float d, float s, u32 sums) {
   int first = dp4a(o.q[3], a.w, dp4a(o.q[2], a.z, dp4a(o.q[1], a.y, dp4a(o.q[0], a.x, 0))));
@@ -93,26 +119,8 @@ DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gat
         }
     }
   }
-#pragma unroll
-  for (int t = 0; t < MV_ROWS; t++)
-    if (t < span.rows) {
-      const float sum_a = warp_sum(acc_a[t]), sum_b = warp_sum(acc_b[t]);
-      if (lane == 0) sums[warp * 2 * MV_ROWS + t] = sum_a, sums[warp * 2 * MV_ROWS + MV_ROWS + t] = sum_b;
-    }
-  __syncthreads();
-  if (!active || part || lane >= span.rows) return;
-  float total_a = 0.f, total_b = 0.f;
-  for (int p = 0; p < 1 << split_bits; p++) {
-    total_a += sums[(warp + p) * 2 * MV_ROWS + lane];
-    total_b += sums[(warp + p) * 2 * MV_ROWS + MV_ROWS + lane];
-  }
-  float* out = y + (i64)(span.first + lane) * y_row + blockIdx.z * y_head;
-  if (gate) {
-    out[row_a] = silu(total_b) * total_a;
-  } else {
-    out[row_a] = total_a;
-    if (row_b != row_a) out[row_b] = total_b;
-  }
+  store_sums(sums, span, acc_a, acc_b, warp, lane, part, split_bits, active, row_a, row_b, gate != nullptr,
+             y + blockIdx.z * y_head, y_row);
 }
 
 // y[row] = values of row tokens[row], as decoded: (scale * code) + minimum, each rounded.

@@ -1,0 +1,239 @@
+// Products of float weights with f32 activations, and embeddings: F32, F16, BF16. Any number of columns: rows of weights
+// end with zeros up to 16 bytes.
+// mv_*: as weights_matvec.cuh, f32 throughout. mm_*: tf32 tensor cores, f32 sums: f16 and bf16 weights are exact in tf32,
+// activations are rounded to its 11 bits without any limit of range; for f32 weights both sides are split in two parts
+// and three products are added, which leaves errors near those of f32.
+#include "weights_matvec.cuh"
+
+struct F32 {
+  static constexpr int N = 4;  // columns in 16 bytes
+  static constexpr bool SPLIT = true;
+  SI void values(float* v, const uint4& w) {
+    v[0] = __uint_as_float(w.x), v[1] = __uint_as_float(w.y), v[2] = __uint_as_float(w.z), v[3] = __uint_as_float(w.w);
+  }
+};
+template <bool BF> struct Half {
+  static constexpr int N = 8;
+  static constexpr bool SPLIT = false;
+  SI void values(float* v, const uint4& w) {
+    const u32 words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 pair = BF ? unpack_bf16(words[i]) : unpack_f16(words[i]);
+      v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
+    }
+  }
+};
+
+// Columns c .. c+3 of a row of k; zeros behind it. `whole`: rows are 16-byte aligned and k is a multiple of 4.
+DI float4 columns4(const float* x, int c, int k, bool whole) {
+  if (whole) return c < k ? *(const float4*)(x + c) : make_float4(0.f, 0.f, 0.f, 0.f);
+  return make_float4(c < k ? x[c] : 0.f, c + 1 < k ? x[c + 1] : 0.f, c + 2 < k ? x[c + 2] : 0.f, c + 3 < k ? x[c + 3] : 0.f);
+}
+DI bool whole_rows(const u8* x, i64 x_row, i64 x_head, int k) { return !(((i64)x | x_row | x_head) & 15) && !(k & 3); }
+
+template <class W>
+DI void float_matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gate, i64 row_bytes, i64 matrix_bytes,
+                     int n_rows, int k, const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles,
+                     const int* n_tiles, const int* order, int divisor, int split_bits) {
+  IK_SHARED(float, sums, MV_THREADS / 32 * 2 * MV_ROWS)
+  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MV_ROWS);
+  if (!span.rows) return;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = warp & ((1 << split_bits) - 1);
+  const int item = (int)blockIdx.x * (MV_THREADS / 32 >> split_bits) + (warp >> split_bits);
+  const bool active = item < (gate ? n_rows : (n_rows + 1) >> 1), whole = whole_rows(x, x_row, x_head, k);
+  const int row_a = gate ? item : 2 * item, row_b = gate ? item : min(2 * item + 1, n_rows - 1);
+  const u8* a = w + span.matrix * matrix_bytes + row_a * row_bytes;
+  const u8* b = (gate ? gate : w) + span.matrix * matrix_bytes + row_b * row_bytes;
+  x += blockIdx.z * x_head;
+  int from[MV_ROWS];
+  float acc_a[MV_ROWS], acc_b[MV_ROWS];
+#pragma unroll
+  for (int t = 0; t < MV_ROWS; t++) {
+    from[t] = t < span.rows ? source_row(order, divisor, span.first + t) : 0;
+    acc_a[t] = acc_b[t] = 0.f;
+  }
+  const int n = (k + W::N - 1) / W::N;
+  if (active)
+    for (int i = part * 32 + lane; i < n; i += 32 << split_bits) {
+      float va[W::N], vb[W::N];
+      W::values(va, ldg16(a + 16 * i));
+      W::values(vb, ldg16(b + 16 * i));
+#pragma unroll
+      for (int t = 0; t < MV_ROWS; t++)
+        if (t < span.rows) {
+          const float* row = (const float*)(x + from[t] * x_row);
+#pragma unroll
+          for (int j = 0; j < W::N; j += 4) {
+            const float4 v = columns4(row, i * W::N + j, k, whole);
+            acc_a[t] = fmaf(va[j], v.x, acc_a[t]), acc_b[t] = fmaf(vb[j], v.x, acc_b[t]);
+            acc_a[t] = fmaf(va[j + 1], v.y, acc_a[t]), acc_b[t] = fmaf(vb[j + 1], v.y, acc_b[t]);
+            acc_a[t] = fmaf(va[j + 2], v.z, acc_a[t]), acc_b[t] = fmaf(vb[j + 2], v.z, acc_b[t]);
+            acc_a[t] = fmaf(va[j + 3], v.w, acc_a[t]), acc_b[t] = fmaf(vb[j + 3], v.w, acc_b[t]);
+          }
+        }
+    }
+  store_sums(sums, span, acc_a, acc_b, warp, lane, part, split_bits, active, row_a, row_b, gate != nullptr,
+             y + blockIdx.z * y_head, y_row);
+}
+
+template <class W> DI void float_embed(const i64* st, const u8* w, i64 row_bytes, int k, float* y) {
+  if ((i64)blockIdx.x >= st[ST_TOKENS]) return;
+  const u8* row = w + step_tokens(st)[blockIdx.x] * row_bytes;
+  for (int i = threadIdx.x; i * W::N < k; i += MV_THREADS) {
+    float v[W::N];
+    W::values(v, ldg16(row + 16 * i));
+#pragma unroll
+    for (int j = 0; j < W::N; j++)
+      if (i * W::N + j < k) y[(i64)blockIdx.x * k + i * W::N + j] = v[j];
+  }
+}
+
+// Tiles of 64 weight rows by 64 activation rows, 32 columns per step, as 32-bit words; the next step is loaded into registers
+// while this one is multiplied. Warps: 2 x 2, each 32 x 32.
+constexpr int FM_STRIDE = 32 + 4, FM_TILE = 64 * FM_STRIDE;  // words
+constexpr int FM_BYTES = 4 * 2 * 2 * FM_TILE;
+
+// v -> its rounding to tf32 and that of the rest.
+DI void split_tf32(u32 (&v)[4], u32 (&low)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const u32 high = tf32(__uint_as_float(v[i]));
+    low[i] = tf32(__uint_as_float(v[i]) - __uint_as_float(high));
+    v[i] = high;
+  }
+}
+
+template <class W>
+DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, i64 matrix_bytes, int n_rows, int k,
+                   const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles, const int* n_tiles,
+                   const int* order, int divisor) {
+  SMEM_DECL
+  const Span span = span_of(st, symbol, factor, tiles, n_tiles, 64);
+  if (!span.rows) return;
+  u32* const w_tile = (u32*)smem_raw;            // [2][64][FM_STRIDE]
+  u32* const x_tile = w_tile + 2 * FM_TILE;      // [2][64][FM_STRIDE]
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const bool whole = whole_rows(x, x_row, x_head, k);
+  x += blockIdx.z * x_head;
+  const int row = tid >> 1, half = 16 * (tid & 1);  // half a row of 32 columns of each tile
+  const int my_row = (int)blockIdx.x * 64 + row;
+  const u8* const w_at = my_row < n_rows ? w + span.matrix * matrix_bytes + my_row * row_bytes : nullptr;
+  const float* const x_at = row < span.rows ? (const float*)(x + source_row(order, divisor, span.first + row) * x_row) : nullptr;
+  float w_next[16], x_next[16];
+
+  auto fetch = [&](int step) {
+    const int c = 32 * step + half;
+#pragma unroll
+    for (int i = 0; i < 16; i += W::N) {
+      const int chunk = (c + i) / W::N;
+      const bool there = w_at && c + i < k;
+      W::values(w_next + i, there ? ldg16(w_at + 16 * chunk) : make_uint4(0, 0, 0, 0));
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+      const float4 v = x_at ? columns4(x_at, c + i, k, whole) : make_float4(0.f, 0.f, 0.f, 0.f);
+      x_next[i] = v.x, x_next[i + 1] = v.y, x_next[i + 2] = v.z, x_next[i + 3] = v.w;
+    }
+  };
+  auto store = [&](int stage) {
+    const int at = stage * FM_TILE + row * FM_STRIDE + half;
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+      u32 a[4], b[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        a[j] = __float_as_uint(w_next[i + j]);
+        b[j] = W::SPLIT ? __float_as_uint(x_next[i + j]) : tf32(x_next[i + j]);
+      }
+      *(uint4*)(w_tile + at + i) = make_uint4(a[0], a[1], a[2], a[3]);
+      *(uint4*)(x_tile + at + i) = make_uint4(b[0], b[1], b[2], b[3]);
+    }
+  };
+
+  float acc[2][4][4];
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) acc[m][n][e] = 0.f;
+  const int m0 = 32 * (warp & 1), n0 = 32 * (warp >> 1), g = lane >> 2, pair = 2 * (lane & 3);
+
+  auto multiply = [&](int stage) {
+    const u32* const a_at = w_tile + stage * FM_TILE + (m0 + (lane & 15)) * FM_STRIDE + 4 * (lane >> 4);
+    const u32* const b_at = x_tile + stage * FM_TILE + (n0 + (lane & 7) + 8 * (lane >> 4)) * FM_STRIDE + 4 * (lane >> 3 & 1);
+#pragma unroll
+    for (int c = 0; c < 32; c += 8) {
+      u32 a[2][4], a_low[2][4];
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        ldsm4(a[m], a_at + 16 * m * FM_STRIDE + c);
+        if constexpr (W::SPLIT) split_tf32(a[m], a_low[m]);
+      }
+#pragma unroll
+      for (int np = 0; np < 2; np++) {
+        if (n0 + 16 * np >= span.rows) continue;
+        u32 b[4], b_low[4];
+        ldsm4(b, b_at + 16 * np * FM_STRIDE + c);
+        if constexpr (W::SPLIT) split_tf32(b, b_low);
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+          for (int m = 0; m < 2; m++) {
+            float(&to)[4] = acc[m][2 * np + h];
+            if constexpr (W::SPLIT) {
+              mma1688(to, a_low[m], b[2 * h], b[2 * h + 1]);
+              mma1688(to, a[m], b_low[2 * h], b_low[2 * h + 1]);
+            }
+            mma1688(to, a[m], b[2 * h], b[2 * h + 1]);
+          }
+      }
+    }
+  };
+
+  const int n_steps = (k + 31) / 32;
+  fetch(0);
+  store(0);
+  for (int step = 0; step < n_steps; step++) {
+    __syncthreads();  // this stage is there; nobody reads the other one any more
+    if (step + 1 < n_steps) fetch(step + 1);
+    multiply(step & 1);
+    if (step + 1 < n_steps) store(step + 1 & 1);
+  }
+  float* const out = y + (i64)span.first * y_row + blockIdx.z * y_head;
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int r = (int)blockIdx.x * 64 + m0 + 16 * m + g + 8 * (e >> 1), t = n0 + 8 * n + pair + (e & 1);
+        if (r < n_rows && t < span.rows) out[t * y_row + r] = acc[m][n][e];
+      }
+}
+
+// The same arguments as the kernels of the other formats, with k columns in place of blocks.
+#define IK_FLOAT_KERNELS(NAME, FORMAT)                                                                                        \
+  extern "C" __global__ void __launch_bounds__(MV_THREADS)                                                                    \
+      mv_##NAME(const i64* st, int symbol, int factor, const u8* w, const u8* gate, i64 row_bytes, i64 matrix_bytes,          \
+                int n_rows, int k, const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles,     \
+                const int* n_tiles, const int* order, int divisor, const u8* table, int split_bits) {                         \
+    float_matvec<FORMAT>(st, symbol, factor, w, gate, row_bytes, matrix_bytes, n_rows, k, x, x_row, x_head, y, y_row,         \
+                         y_head, tiles, n_tiles, order, divisor, split_bits);                                                 \
+  }                                                                                                                           \
+  extern "C" __global__ void __launch_bounds__(128)                                                                           \
+      mm_##NAME(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, i64 matrix_bytes, int n_rows, int k,       \
+                const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles, const int* n_tiles,    \
+                const int* order, int divisor, const u8* table) {                                                             \
+    float_gemm<FORMAT>(st, symbol, factor, w, row_bytes, matrix_bytes, n_rows, k, x, x_row, x_head, y, y_row, y_head, tiles,  \
+                       n_tiles, order, divisor);                                                                              \
+  }                                                                                                                           \
+  extern "C" __global__ void __launch_bounds__(MV_THREADS)                                                                    \
+      embed_##NAME(const i64* st, const u8* w, i64 row_bytes, int k, float* y, const u8* table) {                             \
+    float_embed<FORMAT>(st, w, row_bytes, k, y);                                                                              \
+  }
+
+IK_FLOAT_KERNELS(f32, F32)
+IK_FLOAT_KERNELS(f16, Half<false>)
+IK_FLOAT_KERNELS(bf16, Half<true>)

@@ -71,6 +71,7 @@ class CudaBackend:
     """See the module. `rules` are those of all ops unless given."""
 
     asynchronous = True
+    in_place = False
 
     def __init__(self, device: Device, rules: Mapping[str, Rule] | None = None, *, capture: bool = True) -> None:
         self.device = device
@@ -93,7 +94,7 @@ class CudaBackend:
         low = Lowering(rows, n_cells, self.limits, independent)
         spans: list[Span] = []
         for turn in turns:
-            first = len(low.ops)
+            first = low.turn_start = len(low.ops)
             for node in turn.imports:
                 low.keep(node, first, first)
             for node in turn.nodes:

@@ -100,7 +100,10 @@ Shared = int | Callable[[Counts], int]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One launch: left out where `when` is false for the counts or the grid is empty."""
+    """One launch: left out where `when` is false for the counts or the grid is empty.
+
+    `node` is the (first) node it computes, `also` are more nodes that it completes.
+    """
 
     kernel: str
     grid: Grid
@@ -109,6 +112,7 @@ class Op:
     args: tuple[Arg, ...]
     node: Node
     when: Callable[[Counts], bool] | None = None
+    also: tuple[Node, ...] = ()
 
 
 @dataclass(slots=True)
@@ -123,6 +127,7 @@ class Lowering:
     sizes: list[int] = field(default_factory=list)
     constants: dict[int, bytes] = field(default_factory=dict)
     pinned: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> ops between which it must live too
+    turn_start: int = 0  # first op of the current turn: ops before it may not be moved
     _node_buffers: dict[Node, int] = field(default_factory=dict)
     _shared: dict[Any, Ref] = field(default_factory=dict)
     _current: Node | None = None
@@ -303,13 +308,17 @@ class Program:
         return arg(counts) if callable(arg) else arg
 
     def node_ops(self) -> list[tuple[Node, int, int]]:
-        """(node, first op, one past its last op) in execution order, nodes without ops left out."""
+        """(node, first op, one past its last op) in execution order, nodes without ops left out.
+
+        Nodes that an op of another node completes have an empty range at that op.
+        """
         spans: list[tuple[Node, int, int]] = []
         for i, op in enumerate(self.ops):
-            if spans and spans[-1][0] is op.node:
+            if spans and spans[-1][0] is op.node and spans[-1][2] == i:
                 spans[-1] = (op.node, spans[-1][1], i + 1)
             else:
                 spans.append((op.node, i, i + 1))
+            spans += [(node, i, i) for node in op.also]
         return spans
 
 

@@ -51,6 +51,10 @@ class GraphRun:
         """A float32 weight."""
         return Weight(name, GGMLType.F32, self.weights[name].shape[::-1])
 
+    def stored(self, name: str) -> Array:
+        """A weight as the device has it."""
+        return self.weights[name].astype(np.float32)
+
     def lowering(self, n_tokens: int, n_outputs: int) -> Lowering:
         """Sized for a few rows more than needed."""
         most = {Rows.TOKENS: n_tokens + self.spare, Rows.OUTPUTS: max(n_outputs, 1), Rows.KV: n_tokens + self.spare}
@@ -105,7 +109,7 @@ class GraphRun:
         words[:4] = n, len(outputs), n, 1
         words[4:10] = [upload(a, "step") for a in arrays]
         constants = {b: upload(np.frombuffer(data, np.uint8), "constant") for b, data in program.constants.items()}
-        weights = {name: upload(w.astype(np.float32), name) for name, w in self.weights.items()}
+        weights = {name: upload(self.stored(name), name) for name in self.weights}
         program.bind(upload(words, "step"), self.arena.address, constants, weights, {})
         for node, x in self.values.items():
             d.upload(s, program.node_address(node), x.astype(np.float32))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from ikcli.backends.cpu.lower import max_rows
 from ikcli.backends.cpu.program import Program
 from ikcli.backends.cpu.threads import aligned_zeros
 from ikcli.engine.model import Model
-from ikcli.engine.parts import CPU, Bytes, CpuPart, Part, PartProgram, cpu_part_program
+from ikcli.engine.parts import CPU, Bytes, CpuPart, Part
 from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, Weight, assign_offsets
 from ikcli.graph.split import Places, Turn, assign, schedule
 
@@ -34,7 +35,7 @@ class HybridProgram:
     result: Node
     turns: list[Turn]
     numbers: list[int]
-    parts: dict[str, PartProgram]
+    parts: dict[str, Any]
     places: dict[Node, tuple[int, int]]  # hand-over memory: (first byte, bytes)
     handover_bytes: int
     result_at: tuple[str, int] = (CPU, 0)
@@ -76,12 +77,9 @@ class HybridBackend:
             for name, part in self.parts.items()
             if counts[name]
         }
-        places, n_bytes = _handover_places(turns, rows, result, self._asynchronous)
+        places, n_bytes = _handover_places(turns, rows, result, self.parts)
         at = next((t.device, i) for t, i in zip(turns, numbers, strict=True) if result in t.exports)
         return HybridProgram(graph, result, turns, numbers, parts, places, n_bytes, at)
-
-    def _asynchronous(self, device: str) -> bool:
-        return self.parts[device].asynchronous
 
     def prepare(self, programs: Sequence[HybridProgram], progress: Callable[[int, int], None] | None = None) -> None:
         """Load the CPU's kernels, compiling what the cache lacks."""
@@ -212,19 +210,21 @@ class HybridBackend:
 
 
 def _cpu_programs(programs: Sequence[HybridProgram]) -> list[Program]:
-    return [cpu_part_program(p.parts[CPU]).program for p in programs if CPU in p.parts]
+    return [p.parts[CPU].program for p in programs if CPU in p.parts]
 
 
 def _handover_places(
-    turns: Sequence[Turn], rows: Mapping[Rows, int], result: Node, asynchronous: Callable[[str], bool]
+    turns: Sequence[Turn], rows: Mapping[Rows, int], result: Node, parts: Mapping[str, Part]
 ) -> tuple[dict[Node, tuple[int, int]], int]:
     """(first byte, bytes) of every value that crosses devices, and the size of the memory.
 
     A copy to a GPU may be under way until the host has waited for that turn of the GPU or a later one.
     """
     end = len(turns)
-    waited = [end if asynchronous(t.device) else i for i, t in enumerate(turns)]  # turn before which a copy is over
-    for device in {t.device for t in turns if asynchronous(t.device)}:
+    waited = [
+        end if parts[t.device].asynchronous else i for i, t in enumerate(turns)
+    ]  # turn before which a copy is over
+    for device in {t.device for t in turns if parts[t.device].asynchronous}:
         own = [i for i, t in enumerate(turns) if t.device == device]
         for j in range(end - 1, -1, -1):
             known = max((i for i in turns[j].after if turns[i].device == device), default=-1)
@@ -237,8 +237,8 @@ def _handover_places(
         for node in t.imports:
             last[node] = max(last[node], waited[i])
         for x in (x for node in t.nodes for x in node.inputs):
-            if isinstance(x, Node) and x in first and not asynchronous(t.device):
-                last[x] = max(last[x], i)  # the CPU reads it in place
+            if isinstance(x, Node) and x in first and parts[t.device].in_place:
+                last[x] = max(last[x], i)
     last[result] = end
     nodes = list(first)
     lives = [Lifetime(rows[n.rows.symbol] * n.rows.factor * n.cols * 4 + _SLACK, first[n], last[n]) for n in nodes]

@@ -28,19 +28,11 @@ _LIGHT = frozenset({"embed", "get_rows", "rope_table", "moe_sort"})
 _LIGHT_TOKENS = 8
 
 
-class PartProgram(Protocol):
-    """What one device does in a program."""
-
-    @property
-    def arena_bytes(self) -> int: ...
-
-    def has_output(self, node: Node) -> bool: ...
-
-
 class Part(Protocol):
     """A device as `HybridBackend` uses it. Turns are numbered per device."""
 
-    asynchronous: bool
+    asynchronous: bool  # `run` returns before the turn is done
+    in_place: bool  # hand-over memory is read by the ops themselves, not copied at the start of a turn
 
     def load_weights(self, model: Model, names: Sequence[str], mmap: bool) -> Mapping[str, int]:
         """Make the weights addressable for the device."""
@@ -64,27 +56,27 @@ class Part(Protocol):
     def compute_bytes(self, programs: Sequence[Any]) -> int:
         """Work memory of programs on the device."""
 
-    def plan(self, turns: Sequence[Turn], rows: Mapping[Rows, int], n_cells: int, independent: bool) -> PartProgram: ...
+    def plan(self, turns: Sequence[Turn], rows: Mapping[Rows, int], n_cells: int, independent: bool) -> Any: ...
 
     def bind(
         self,
-        programs: Sequence[PartProgram],
+        programs: Sequence[Any],
         state: State,
         weights: Mapping[str, int],
         caches: Mapping[Cache, int],
         handover: Sequence[Mapping[Node, Bytes]],
     ) -> None: ...
 
-    def begin(self, program: PartProgram, state: State) -> None: ...
+    def begin(self, program: Any, state: State) -> None: ...
 
-    def run(self, program: PartProgram, turn: int, n_threads: int) -> None: ...
+    def run(self, program: Any, turn: int, n_threads: int) -> None: ...
 
-    def wait(self, program: PartProgram, turn: int) -> None: ...
+    def wait(self, program: Any, turn: int) -> None: ...
 
     def finish(self) -> None: ...
 
     def values(
-        self, program: PartProgram, turn: int, n_threads: int, state: State
+        self, program: Any, turn: int, n_threads: int, state: State
     ) -> Iterator[tuple[Node, npt.NDArray[np.generic]]]: ...
 
     def close(self) -> None: ...
@@ -110,6 +102,7 @@ class CpuPart:
     """The CPU's turns. What it gets and what it gives lies in hand-over memory itself, so nothing is copied."""
 
     asynchronous = False
+    in_place = True
 
     def __init__(self, backend: CpuBackend) -> None:
         self.backend = backend
@@ -163,47 +156,45 @@ class CpuPart:
 
     def bind(
         self,
-        programs: Sequence[PartProgram],
+        programs: Sequence[CpuPartProgram],
         state: State,
         weights: Mapping[str, int],
         caches: Mapping[Cache, int],
         handover: Sequence[Mapping[Node, Bytes]],
     ) -> None:
         """Give the programs memory."""
-        own = [cpu_part_program(p).program for p in programs]
+        own = [p.program for p in programs]
         self.backend.reserve(own)
         for program, places in zip(own, handover, strict=True):
             self.backend.bind([program], state, weights, caches, places)
 
-    def begin(self, program: PartProgram, state: State) -> None:
+    def begin(self, program: CpuPartProgram, state: State) -> None:
         """A new micro-batch."""
         self._few = state.rows[Rows.TOKENS] <= _LIGHT_TOKENS
 
-    def run(self, program: PartProgram, turn: int, n_threads: int) -> None:
+    def run(self, program: CpuPartProgram, turn: int, n_threads: int) -> None:
         """Execute one turn."""
-        p = cpu_part_program(program)
-        first, stop = p.spans[turn]
+        first, stop = program.spans[turn]
         if stop > first:
-            self.backend.run_ops(p.program, first, stop, 1 if self._few and p.light[turn] else n_threads)
+            self.backend.run_ops(program.program, first, stop, 1 if self._few and program.light[turn] else n_threads)
 
-    def wait(self, program: PartProgram, turn: int) -> None:
+    def wait(self, program: CpuPartProgram, turn: int) -> None:
         """Nothing is under way."""
 
     def finish(self) -> None:
         """Nothing is under way."""
 
     def values(
-        self, program: PartProgram, turn: int, n_threads: int, state: State
+        self, program: CpuPartProgram, turn: int, n_threads: int, state: State
     ) -> Iterator[tuple[Node, npt.NDArray[np.generic]]]:
         """Execute a turn node by node; yields every output."""
-        p = cpu_part_program(program)
-        begin, end = p.spans[turn]
-        for node, first, stop in p.program.node_ops():
+        begin, end = program.spans[turn]
+        for node, first, stop in program.program.node_ops():
             if begin <= first < end:
-                self.backend.run_ops(p.program, first, stop, n_threads)
-                if p.program.has_output(node):
+                self.backend.run_ops(program.program, first, stop, n_threads)
+                if program.program.has_output(node):
                     n = state.rows[node.rows.symbol] * node.rows.factor
-                    yield node, p.program.view(self.backend.arena, node, n)
+                    yield node, program.program.view(self.backend.arena, node, n)
 
     def close(self) -> None:
         """Stop the threads and free memory."""
@@ -223,11 +214,6 @@ def cells_view(cache: Cache, data: Bytes, n_cells: int, first: int, n: int) -> B
         size = TYPE_TRAITS[cache.type].type_size
         return data.reshape(cache.cols, -1)[:, first * size : (first + n) * size]
     return data.reshape(n_cells, -1)[first : first + n]
-
-
-def cpu_part_program(program: PartProgram) -> CpuPartProgram:
-    assert isinstance(program, CpuPartProgram)
-    return program
 
 
 class SessionBackend(Protocol):

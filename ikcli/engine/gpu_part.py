@@ -1,0 +1,167 @@
+"""A GPU as a part of a session: its share of the weights and of the KV cache in device memory.
+
+Weights are rearranged on the CPU chunk by chunk (`upload.convert`) and go to the device through two pinned buffers, so
+that one is filled while the other is copied. Cache cells are taken out and put back in the layout they have in RAM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.backends.cuda import upload
+from ikcli.backends.cuda.backend import CudaBackend
+from ikcli.backends.cuda.device import Device, Memory
+from ikcli.engine.model import Model
+from ikcli.engine.parts import Bytes
+from ikcli.gguf.constants import TYPE_TRAITS, row_n_bytes
+from ikcli.graph import Cache, Weight
+from ikcli.log import progress
+from ikcli.quant.formats import get_format, row_size
+
+STAGING_BYTES = 1 << 26
+_ALIGN = 256
+
+
+def weight_of(model: Model, name: str) -> Weight:
+    """A whole tensor of a model, as used."""
+    spec = model.specs[name]
+    return Weight(name, spec.type, tuple(spec.shape))
+
+
+class GpuPart(CudaBackend):
+    """See the module."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self._slabs: list[Memory] = []
+        self._cells: dict[Cache, int] = {}
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+    def weight_bytes(self, model: Model, names: Sequence[str]) -> int:
+        """Bytes of the weights on the device."""
+        return sum(_aligned(upload.device_bytes(weight_of(model, name))) for name in names)
+
+    def load_weights(self, model: Model, names: Sequence[str], mmap: bool) -> Mapping[str, int]:
+        """Copy the weights to the device, straight from the file where they are used as they are there."""
+        total = self.weight_bytes(model, names)
+        if not total:
+            return {}
+        slab = self.device.alloc(total, "weights")
+        self._slabs.append(slab)
+        addresses, at = {}, slab.address
+        with progress("copying to the GPU", total) as advance, _Staging(self.device) as staging:
+            for name in names:
+                w = weight_of(model, name)
+                size = _aligned(upload.device_bytes(w))
+                staging.send(w, model.bytes_of(name), at)
+                addresses[name] = at
+                at += size
+                advance(size)
+        return addresses
+
+    # --- cache ------------------------------------------------------------------------------------------------------
+    def cache_bytes(self, cache: Cache, n_cells: int) -> int:
+        """Bytes of a cache tensor on the device."""
+        row = row_n_bytes(cache.type, n_cells if cache.transposed else cache.cols)
+        return row * (cache.cols if cache.transposed else n_cells)
+
+    def make_caches(self, caches: Sequence[Cache], n_cells: int) -> Mapping[Cache, int]:
+        """Zeroed cache tensors in one allocation."""
+        sizes = [_aligned(self.cache_bytes(c, n_cells)) for c in caches]
+        if not caches:
+            return {}
+        slab = self.device.alloc(sum(sizes), "KV cache")
+        self._slabs.append(slab)
+        self.device.fill(self._stream, slab.address, 0, slab.n_bytes)
+        starts = slab.address + np.cumsum([0, *sizes])
+        self._cells = {c: int(start) for c, start in zip(caches, starts, strict=False)}
+        return self._cells
+
+    def read_cells(self, cache: Cache, n_cells: int, first: int, n: int) -> Bytes:
+        """A copy of cells, see `parts.Part`."""
+        shape = (cache.cols, n * _element(cache)) if cache.transposed else (n, row_n_bytes(cache.type, cache.cols))
+        out = np.empty(shape, np.uint8)
+        for array, address in self._pieces(cache, n_cells, first, out):
+            self.device.download(self._stream, array, address)
+        self.device.synchronize(self._stream)
+        return out
+
+    def write_cells(self, cache: Cache, n_cells: int, first: int, rows: Bytes) -> None:
+        """Replace cells, see `parts.Part`."""
+        rows = np.ascontiguousarray(rows)
+        for array, address in self._pieces(cache, n_cells, first, rows):
+            self.device.upload(self._stream, address, array)
+        self.device.synchronize(self._stream)
+
+    def _pieces(self, cache: Cache, n_cells: int, first: int, rows: Bytes) -> list[tuple[Bytes, int]]:
+        """Contiguous pieces of `rows` and where they are on the device."""
+        start = self._cells[cache]
+        if not rows.size:
+            return []
+        if not cache.transposed:
+            return [(rows, start + first * rows.shape[1])]
+        size = _element(cache)
+        return [(row, start + (i * n_cells + first) * size) for i, row in enumerate(rows)]
+
+    def close(self) -> None:
+        """Free everything."""
+        super().close()
+        for slab in self._slabs:
+            self.device.free(slab)
+        self._slabs.clear()
+        self.device.close()
+
+
+def _element(cache: Cache) -> int:
+    return TYPE_TRAITS[cache.type].type_size
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // _ALIGN) * _ALIGN
+
+
+class _Staging:
+    """Two pinned buffers on the way to the device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._stream = device, device.stream()
+        self._buffers = [device.pinned(STAGING_BYTES, "upload") for _ in range(2)]
+        self._events = [device.event() for _ in self._buffers]
+        self._used = [False, False]
+        self._next = 0
+
+    def __enter__(self) -> _Staging:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._device.synchronize(self._stream)
+        for buffer in self._buffers:
+            self._device.free_pinned(buffer)
+
+    def send(self, w: Weight, data: npt.NDArray[np.uint8], address: int) -> None:
+        """Rearrange a tensor's rows and copy them to `address`."""
+        row, stored, group = upload.device_row_bytes(w.type, w.ne0), row_size(w.type, w.ne0), get_format(w.type).rows
+        step = max(STAGING_BYTES // row // group, 1) * group
+        rows = data.reshape(-1, stored)
+        for i in range(0, len(rows), step):
+            part = rows[i : i + step]
+            target = self._buffer(len(part) * row)
+            upload.convert(part, w, target)
+            self._device.upload(self._stream, address + i * row, target)
+            self._device.record(self._stream, self._events[self._next])
+            self._next = 1 - self._next
+
+    def _buffer(self, n_bytes: int) -> Bytes:
+        """The next pinned buffer, when its last copy is over."""
+        i = self._next
+        if self._used[i]:
+            while not self._device.done(self._events[i]):
+                pass
+        self._used[i] = True
+        if len(self._buffers[i].array) < n_bytes:  # a group of rows that is larger than the buffer
+            self._device.free_pinned(self._buffers[i])
+            self._buffers[i] = self._device.pinned(n_bytes, "upload")
+        return self._buffers[i].array[:n_bytes]

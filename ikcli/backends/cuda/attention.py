@@ -1,0 +1,522 @@
+"""Lowering of the KV cache and attention ops for the GPU: kv_store, kv_rows, flash_attn, attn; choice of kernels.
+
+Four kinds of attention kernels (kernels/attn_*.cu), chosen by shape and, at capture, by the counts of the bucket:
+    mla       absorbed MLA: keys are rows of 576 columns, values their last 512
+    decode    few query rows of grouped heads, directly on caches of any type
+    prefill   many query rows on 16-bit keys and values; other types are converted to compact f16 rows first
+    any       every other shape, in float32
+Cached positions are divided into parts when query rows alone would not fill the GPU; attn_combine merges the parts.
+Scores are never stored, so `attn` (`-fa off`) is the same as `flash_attn` and heads_per_step has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from ikcli.backends.cuda.kv_layout import FLOATS, KERNEL_TYPES, kernel_type
+from ikcli.backends.cuda.lower import N_EXACT, Arg, Counts, Lowering, Ref, Rule
+from ikcli.errors import UnsupportedError
+from ikcli.gguf.constants import TYPE_TRAITS, GGMLType
+from ikcli.graph import Cache, HeadSlice, Node, Rows
+
+MLA_K, MLA_V, MLA_ROPE = 576, 512, 64
+MLA_BLOCK, DECODE_BLOCK = 32, 64  # positions per step of the kernels
+HEADS: dict[tuple[int, int], tuple[int, int]] = {
+    (64, 64): (64, 0), (80, 80): (80, 0), (96, 96): (96, 0), (128, 128): (128, 0), (192, 128): (64, 128),
+    (256, 256): (256, 0),
+}  # fmt: skip
+"""Head sizes (K, V) of decode and prefill kernels -> columns of a key's two parts in prefill kernels."""
+PART_COUNT, PART_SIZE = 16, 128  # attn_tiles.cuh: fixed parts
+_LOG2E = 1.4426950408889634
+_THREADS = 256
+When = Callable[[Counts], bool]
+
+
+def _up(n: int, by: int) -> int:
+    return -(-n // by)
+
+
+def _is_block_type(type_: GGMLType) -> bool:
+    return type_ not in FLOATS
+
+
+def _what(cache: Cache) -> str:
+    return {"k": "K", "v": "V"}.get(cache.kind, "KV")
+
+
+def _option(cache: Cache) -> str:
+    return "-ctv" if cache.kind in ("v", "kv_t") else "-ctk"
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+def kv_store(low: Lowering, node: Node) -> None:
+    """Write columns of a value into the cells of the micro-batch."""
+    cache, x = node.inputs
+    assert isinstance(cache, Cache) and isinstance(x, Node)
+    offset, cols, cache_offset = (int(node.attrs[k]) for k in ("offset", "cols", "cache_offset"))
+    type_, traits = kernel_type(cache.type), TYPE_TRAITS[cache.type]
+    source = low.out(x) + 4 * offset
+    if not _is_block_type(cache.type):
+        size = traits.type_size
+        cell, col = (size, size * low.n_cells) if cache.transposed else (size * cache.cols, size)
+        low.emit("kv_store_float", lambda c: _up(c.n_tokens * cols, _THREADS), _THREADS, 0, low.state, source, x.cols,
+                 np.int32(cols), low.cache(cache) + cache_offset * col, cell, col, np.int32(type_))  # fmt: skip
+        return
+    if cache.transposed:
+        raise UnsupportedError(
+            f"a transposed V cache cannot be of type {traits.name}; use f16 or flash attention (-fa)"
+        )
+    if cols % 32 or cache_offset % 32 or cache.cols % 32:
+        raise UnsupportedError(
+            f"a {_what(cache)} cache of type {traits.name} needs rows that are multiples of 32, not {cache.cols}; use "
+            f"{_option(cache)} f16"
+        )
+    if cache.type == GGMLType.Q8_KV:
+        if (cols, cache_offset) != (cache.cols, 0):
+            raise UnsupportedError(f"rows of a {traits.name} cache have one scale and must be written at once")
+        low.emit("kv_store_rows", lambda c: _up(c.n_tokens, 8), _THREADS, 0, low.state, source, x.cols, np.int32(cols),
+                 low.cache(cache), low.n_cells)  # fmt: skip
+        return
+    blocks = cols // 32
+    low.emit("kv_store_blocks", lambda c: _up(c.n_tokens * blocks, 8), _THREADS, 0, low.state, source, x.cols,
+             np.int32(blocks), low.cache(cache), low.n_cells, np.int32(cache.cols // 32), np.int32(cache_offset // 32),
+             np.int32(type_))  # fmt: skip
+
+
+def kv_rows(low: Lowering, node: Node) -> None:
+    """Cached columns as compact f32 rows."""
+    (cache,) = node.inputs
+    assert isinstance(cache, Cache)
+    offset = int(node.attrs["offset"])
+    _check_blocks(cache, offset, node.cols)
+    _emit_rows(low, cache, offset, node.cols, "f32", low.out(node), None)
+
+
+def _check_blocks(cache: Cache, *columns: int) -> None:
+    """Block types are addressed in halves of a block of 32."""
+    if _is_block_type(cache.type) and any(c % 16 for c in columns):
+        raise UnsupportedError(
+            f"a {_what(cache)} cache of type {TYPE_TRAITS[cache.type].name} needs head sizes that are multiples of 16; "
+            f"use {_option(cache)} f16"
+        )
+
+
+def _emit_rows(
+    low: Lowering, source: Cache | Node, offset: int, cols: int, to: str, out: Ref, when: When | None
+) -> None:
+    """Columns offset.. of every cached position, from a cache or from compact rows of a node, as rows of type `to`."""
+    if isinstance(source, Node):
+        at, type_, blocks, row, col = low.out(source), KERNEL_TYPES[GGMLType.F32], 0, 4 * source.cols, 4
+    else:
+        size, quantized = TYPE_TRAITS[source.type].type_size, _is_block_type(source.type)
+        at, type_, blocks = low.cache(source), kernel_type(source.type), source.cols // 32 if quantized else 0
+        row, col = (size, size * low.n_cells) if source.transposed else (size * source.cols, size)
+    groups = _up(cols, 16)
+    low.emit(f"kv_rows_{to}", lambda c: _up(c.n_kv * groups, _THREADS), _THREADS, 0, low.state, at, low.n_cells,
+             np.int32(blocks), row, col, np.int32(type_), np.int32(isinstance(source, Node)), np.int32(offset),
+             np.int32(cols), out, when=when)  # fmt: skip
+
+
+# --- how many blocks, how many parts ----------------------------------------------------------------------------------
+def part_start(part: int, steps: int) -> int:
+    """First position of a fixed part: 16 parts of 128 positions, 16 of 256, ..., up to 128 << (steps - 1)."""
+    level = min(part // PART_COUNT, steps - 1)
+    return PART_SIZE * (PART_COUNT * ((1 << level) - 1) + ((part - level * PART_COUNT) << level))
+
+
+def fixed_parts(n_kv: int, steps: int) -> int:
+    """Parts that hold n_kv positions."""
+    low, high = 1, _up(n_kv, PART_SIZE) + 1
+    while low < high:
+        mid = (low + high) // 2
+        low, high = (low, mid) if part_start(mid, steps) >= n_kv else (mid + 1, high)
+    return low
+
+
+def count_tiles(c: Counts, group: int, rows: int) -> int:
+    """Upper bound of the tiles of `rows` (token, head) rows; a tile holds rows of one segment."""
+    return min(c.n_tokens * _up(group, rows), c.n_tokens * group // rows + min(max(c.n_segments, 1), c.n_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """Division of cached positions into parts for one attention node.
+
+    Parts of equal size fill the GPU once. In programs whose rows must not depend on each other, up to N_EXACT tokens
+    have parts with fixed bounds instead, `steps` sizes of them; the longer the cache can be, the larger the last size.
+    """
+
+    n_head: int
+    n_head_kv: int
+    width: int  # of a value
+    n_sm: int
+    n_cells: int
+    steps: int  # 0: never fixed
+    most_rows: int  # rows of partial results that there is memory for
+
+    @classmethod
+    def of(cls, low: Lowering, node: Node, shapes: Callable[[Counts], tuple[int, int, int]]) -> SplitPlan:
+        """`shapes`: (rows of a tile, positions of a block, blocks an SM can hold) of the kernel for these counts."""
+        n_head, n_head_kv, n_sm = node.attrs["n_head"], node.attrs["n_head_kv"], low.device.n_sm
+        longest, most = low.max_rows[Rows.KV], low.max_rows[Rows.TOKENS]
+        steps = 0
+        if low.independent:
+            tiles = n_head_kv * count_tiles(Counts(1, 1, longest, 1, longest), n_head // n_head_kv, 32)
+            steps = next((s for s in range(1, 12) if fixed_parts(longest, s) * tiles <= 4 * n_sm), 12)
+        plan = cls(n_head, n_head_kv, node.attrs["v"].width, n_sm, longest, steps, 1 << 62)
+        rows = 0
+        for tokens in _token_buckets(most):
+            for segments in {1, tokens}:
+                c = Counts(tokens, 1, longest, segments, longest)
+                n = plan.parts(c, *shapes(c))
+                rows = max(rows, n * tokens * n_head if n > 1 else 0)
+        return replace(plan, most_rows=rows)
+
+    def fixed(self, c: Counts) -> bool:
+        """Whether parts have fixed bounds."""
+        return self.steps > 0 and c.n_tokens <= N_EXACT
+
+    def parts(self, c: Counts, rows: int, block: int, per_sm: int) -> int:
+        """Parts for these counts."""
+        longest = min(c.longest or c.n_kv, self.n_cells)
+        if self.fixed(c):
+            n = fixed_parts(longest, self.steps)
+        else:
+            blocks = self.n_head_kv * count_tiles(c, self.n_head // self.n_head_kv, rows)
+            n = min(self.n_sm * per_sm // max(blocks, 1), _up(_up(longest, block), 4))
+        return max(1, min(n, self.most_rows // max(1, c.n_tokens * self.n_head)))
+
+
+def _token_buckets(most: int) -> Iterator[int]:
+    """Numbers of tokens that a program may be launched for."""
+    n = 1
+    while n < most:
+        yield n
+        n = n + 1 if n < N_EXACT else 2 * n
+    yield most
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The results of parts, and what attention kernels are told about them (`args`: out, parts, stats)."""
+
+    plan: SplitPlan
+    shapes: Callable[[Counts], tuple[int, int, int]]
+    out: Ref
+    sums: Ref
+    stats: Ref
+
+    @classmethod
+    def of(cls, low: Lowering, node: Node, shapes: Callable[[Counts], tuple[int, int, int]]) -> Parts:
+        plan = SplitPlan.of(low, node, shapes)
+        sums, stats = low.buffer(4 * plan.most_rows * plan.width), low.buffer(8 * plan.most_rows)
+        return cls(plan, shapes, low.out(node), sums, stats)
+
+    @property
+    def refs(self) -> tuple[Ref, Ref, Ref]:
+        return self.out, self.sums, self.stats
+
+    def count(self, c: Counts) -> int:
+        """Parts for these counts."""
+        return self.plan.parts(c, *self.shapes(c))
+
+    @property
+    def args(self) -> tuple[Arg, Arg]:
+        """Number of parts, sizes of fixed ones."""
+        return (lambda c: np.int32(self.count(c))), (lambda c: np.int32(self.plan.steps if self.plan.fixed(c) else 0))
+
+    def combine(self, low: Lowering) -> None:
+        """Merge the parts, if there are several."""
+        if self.plan.most_rows:
+            heads, width = self.plan.n_head, self.plan.width
+            low.emit("attn_combine", lambda c: c.n_tokens * heads, 128, 0, low.state, self.sums, self.stats, self.out,
+                     np.int32(heads), self.args[0], np.int32(width), when=lambda c: self.count(c) > 1)  # fmt: skip
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+def attention(low: Lowering, node: Node) -> None:
+    """Causal attention within each segment."""
+    k, v = node.attrs["k"], node.attrs["v"]
+    for part in (*k, v):
+        if isinstance(part.source, Cache):
+            _check_blocks(part.source, part.offset, part.width, part.head_stride)
+    if _is_absorbed(node):
+        _mla(low, node)
+    elif _tiled(node) is not None:
+        _heads(low, node)
+    else:
+        _any(low, node)
+
+
+def _is_absorbed(node: Node) -> bool:
+    q, k, v = node.attrs["q"], node.attrs["k"], node.attrs["v"]
+    return (
+        len(k) == 1
+        and isinstance(k[0].source, Cache)
+        and (k[0].source, node.attrs["n_head_kv"]) == (v.source, 1)
+        and (k[0].source.cols, k[0].offset, k[0].width, v.offset, v.width) == (MLA_K, 0, MLA_K, MLA_ROPE, MLA_V)
+        and _cut(q, MLA_ROPE) is not None
+    )
+
+
+def _cut(parts: tuple[HeadSlice, ...], at: int) -> tuple[HeadSlice, HeadSlice] | None:
+    """A head as two slices, the first of `at` columns; None if a slice would have to be made of two."""
+    first = parts[0]
+    if len(parts) == 2 and first.width == at:
+        return first, parts[1]
+    if len(parts) == 1 and first.width > at:
+        return replace(first, width=at), replace(first, offset=first.offset + at, width=first.width - at)
+    return None
+
+
+def _query(low: Lowering, part: HeadSlice) -> tuple[Arg, Arg, Arg]:
+    """Address, elements per token and per head of a query slice."""
+    assert isinstance(part.source, Node)
+    return low.out(part.source) + 4 * part.offset, part.source.cols, np.int32(part.head_stride)
+
+
+def _scale(node: Node) -> np.float32:
+    """For scores in base 2."""
+    return np.float32(np.float32(node.attrs["scale"]) * _LOG2E)
+
+
+# ... absorbed MLA
+_MLA_KINDS = {GGMLType.F32: "f16", GGMLType.F16: "f16", GGMLType.BF16: "bf16", GGMLType.Q8_0: "q8"}
+
+
+def mla_shared(kind: str, rows: int) -> int:
+    """Shared memory of `attn_mla_<kind>_r<rows>`: MlaLayout of kernels/attn_mla.cuh."""
+    tile = MLA_BLOCK * MLA_K * 2
+    scales = MLA_BLOCK * 18 * 2 if kind == "q8" else 0
+    stages, stage = (1 if kind == "any" else 2), (MLA_BLOCK * MLA_K if kind == "q8" else tile)
+    at = _up(stages * (stage + scales), 128) * 128 + (tile if kind == "q8" else 0)
+    at += 4 * rows * (MLA_BLOCK + 4) * 4 + rows * (MLA_BLOCK + 8) * 2
+    return _up(at + rows * 4, 128) * 128 + rows * MLA_K * 2 if rows > 32 else at + rows * 4
+
+
+def _mla(low: Lowering, node: Node) -> None:
+    cache, heads = node.attrs["v"].source, node.attrs["n_head"]
+    kind = _MLA_KINDS.get(cache.type, "any")
+    sizes = [16, 32]
+    if kind in ("f16", "bf16") and mla_shared(kind, 64) <= low.device.max_shared:
+        sizes.append(64)
+
+    def rows_of(c: Counts) -> int:
+        """Rows of a tile: as many as a segment has on average, 32 rather than 64 below that."""
+        rows = _up(c.n_tokens * heads, max(1, min(c.n_segments, c.n_tokens)))
+        return next((n for n in reversed(sizes) if rows > n // 2 and (n < 64 or rows >= n)), 16)
+
+    def shapes(c: Counts) -> tuple[int, int, int]:
+        rows = rows_of(c)
+        two = rows == 16 and kind != "any" and 2 * (mla_shared(kind, rows) + 1024) <= low.device.shared_per_sm
+        return rows, MLA_BLOCK, 2 if two and kind in ("f16", "bf16") else 1
+
+    data, compact = low.cache(cache), 0
+    if cache.type == GGMLType.F32:
+        data, compact = _compact(low, cache, 0, MLA_K, "f16", None), 1
+    cut = _cut(node.attrs["q"], MLA_ROPE)
+    assert cut is not None
+    parts = Parts.of(low, node, shapes)
+    for rows in sizes:
+        low.emit(f"attn_mla_{kind}_r{rows}", partial(_mla_grid, parts, heads, rows), _THREADS, mla_shared(kind, rows),
+                 low.state, *_query(low, cut[0]), *_query(low, cut[1]), data, low.n_cells,
+                 np.int32(kernel_type(cache.type)), np.int32(compact), *parts.refs, np.int32(heads), *parts.args,
+                 _scale(node), when=partial(_same, rows_of, rows))  # fmt: skip
+    parts.combine(low)
+
+
+def _mla_grid(parts: Parts, heads: int, rows: int, c: Counts) -> tuple[int, int, int]:
+    return count_tiles(c, heads, rows), parts.count(c), 1
+
+
+def _many(few: When, rows_of: Callable[[Counts], int], rows: int, c: Counts) -> bool:
+    return not few(c) and rows_of(c) == rows
+
+
+def _same(rows_of: Callable[[Counts], int], rows: int, c: Counts) -> bool:
+    return rows_of(c) == rows
+
+
+# ... grouped heads
+@dataclass(frozen=True, slots=True)
+class _Tiled:
+    """A node that prefill kernels can do: slices of q and k cut where the kernel's two parts meet."""
+
+    q: tuple[HeadSlice, HeadSlice | None]
+    k: tuple[HeadSlice, HeadSlice | None]
+    direct: bool  # a decode kernel can read q, k and v as they are
+    k_width: int
+
+
+def _tiled(node: Node) -> _Tiled | None:
+    q, k, v = node.attrs["q"], node.attrs["k"], node.attrs["v"]
+    width = sum(p.width for p in k)
+    parts = HEADS.get((width, v.width))
+    if parts is None or any(p.offset % 16 or p.head_stride % 16 for p in (*k, v)):
+        return None
+    if any(isinstance(p.source, Cache) and (p.source.transposed or p.source.cols % 8) for p in (*k, v)):
+        return None
+    direct = len(q) == len(k) == 1
+    if parts[1] == 0:
+        return _Tiled((q[0], None), (k[0], None), direct, width) if direct else None
+    cut_q, cut_k = _cut(q, parts[0]), _cut(k, parts[0])
+    return None if cut_q is None or cut_k is None else _Tiled(cut_q, cut_k, direct, width)
+
+
+def decode_shared(k_width: int, v_width: int) -> int:
+    """Shared memory of decode kernels: DecodeLayout of kernels/attn_decode.cuh."""
+    return (80 * (k_width + 8) + 64 * (v_width + 8)) * 2
+
+
+def prefill_block(k_width: int) -> int:
+    """Positions per step of prefill kernels."""
+    return 32 if k_width == 256 else 64
+
+
+def prefill_shared(rows: int, k_width: int, v_width: int) -> int:
+    """Shared memory of prefill kernels: PrefillLayout of kernels/attn_prefill.cuh."""
+    block = prefill_block(k_width)
+    return ((rows + block) * (k_width + 8) + block * (v_width + 8)) * 2
+
+
+def _heads(low: Lowering, node: Node) -> None:
+    tiled, v = _tiled(node), node.attrs["v"]
+    assert tiled is not None
+    n_head, n_head_kv = node.attrs["n_head"], node.attrs["n_head_kv"]
+    group, most = n_head // n_head_kv, low.max_rows[Rows.TOKENS]
+    on_sm = low.device.shared_per_sm
+
+    def few(c: Counts) -> bool:
+        """Whether decode kernels do it: at most one tile of 16 rows per segment on average, or few tokens."""
+        return tiled.direct and (c.n_tokens <= N_EXACT or c.n_tokens * group <= 16 * min(c.n_segments, c.n_tokens))
+
+    def rows_of(c: Counts) -> int:
+        return 64 if _up(c.n_tokens * group, max(1, min(c.n_segments, c.n_tokens))) <= 64 else 128
+
+    def shapes(c: Counts) -> tuple[int, int, int]:
+        if few(c):
+            return 16, DECODE_BLOCK, min(4, max(1, on_sm // (decode_shared(tiled.k_width, v.width) + 1024)))
+        rows, shared = rows_of(c), prefill_shared(rows_of(c), tiled.k_width, v.width)
+        return rows, prefill_block(tiled.k_width), min(2 if rows == 64 else 1, max(1, on_sm // (shared + 1024)))
+
+    parts = Parts.of(low, node, shapes)
+    if tiled.direct:
+        _decode(low, node, tiled, parts, few if most > N_EXACT else None)
+    if not tiled.direct or most > N_EXACT:
+        for rows in (64, 128):
+            _prefill(low, node, tiled, parts, rows, partial(_many, few, rows_of, rows), few)
+    parts.combine(low)
+
+
+def _decode(low: Lowering, node: Node, tiled: _Tiled, parts: Parts, when: When | None) -> None:
+    v, n_head, n_head_kv = node.attrs["v"], node.attrs["n_head"], node.attrs["n_head_kv"]
+    k = node.attrs["k"][0]
+    kinds = {p.source.type if isinstance(p.source, Cache) else GGMLType.F32 for p in (k, v)}
+    kind = {frozenset((GGMLType.F16,)): "f16", frozenset((GGMLType.BF16,)): "bf16"}.get(frozenset(kinds), "any")
+    low.emit(
+        f"attn_decode_{tiled.k_width}_{kind}",
+        lambda c: (count_tiles(c, n_head // n_head_kv, 16), n_head_kv, parts.count(c)), 128,
+        decode_shared(tiled.k_width, v.width), low.state, *_query(low, node.attrs["q"][0]),
+        *_rows_of_any(low, k), *_rows_of_any(low, v), low.n_cells, *parts.refs, np.int32(n_head), np.int32(n_head_kv),
+        *parts.args, _scale(node), when=when,
+    )  # fmt: skip
+
+
+def _rows_of_any(low: Lowering, part: HeadSlice) -> tuple[Arg, ...]:
+    """Address, blocks (elements) per row, type, first column, columns per head, compact."""
+    source = part.source
+    if isinstance(source, Node):
+        at, per_row, type_ = low.out(source), source.cols, KERNEL_TYPES[GGMLType.F32]
+    else:
+        per_row = source.cols // 32 if _is_block_type(source.type) else source.cols
+        at, type_ = low.cache(source), kernel_type(source.type)
+    compact = isinstance(source, Node)
+    return at, *(np.int32(x) for x in (per_row, type_, part.offset, part.head_stride, compact))
+
+
+def _prefill(low: Lowering, node: Node, tiled: _Tiled, parts: Parts, rows: int, when: When, few: When) -> None:
+    v, n_head, n_head_kv = node.attrs["v"], node.attrs["n_head"], node.attrs["n_head_kv"]
+    slices = [*(p for p in tiled.k if p is not None), v]
+    bf16 = any(isinstance(p.source, Cache) and p.source.type == GGMLType.BF16 for p in slices)
+    rows_16 = _Rows16(low, slices, n_head_kv, "bf16" if bf16 else "f16", lambda c: not few(c))
+    k = [rows_16.args(p if p is not None else tiled.k[0]) for p in tiled.k]
+    q = [_query(low, p if p is not None else tiled.q[0]) for p in tiled.q]
+    low.emit(
+        f"attn_prefill_{tiled.k_width}_{'bf16' if bf16 else 'f16'}_r{rows}",
+        lambda c: (count_tiles(c, n_head // n_head_kv, rows), n_head_kv, parts.count(c)), 2 * rows,
+        prefill_shared(rows, tiled.k_width, v.width), low.state, *q[0], *q[1], *k[0], *k[1], *rows_16.args(v),
+        *parts.refs, np.int32(n_head), np.int32(n_head_kv), *parts.args, _scale(node), when=when,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows16:
+    """Keys and values as 16-bit rows: caches of that type as they are, everything else converted once per source."""
+
+    low: Lowering
+    slices: list[HeadSlice]
+    n_head_kv: int
+    to: str
+    when: When
+
+    def args(self, part: HeadSlice) -> tuple[Arg, ...]:
+        """Address, bytes per row and per head, compact."""
+        source = part.source
+        if isinstance(source, Cache) and TYPE_TRAITS[source.type].name == self.to:
+            return (self.low.cache(source) + 2 * part.offset, 2 * source.cols, np.int32(2 * part.head_stride),
+                    np.int32(0))  # fmt: skip
+        first, stop = self._columns(source)
+        out = _compact(self.low, source, first, stop - first, self.to, self.when)
+        return out + 2 * (part.offset - first), 2 * (stop - first), np.int32(2 * part.head_stride), np.int32(1)
+
+    def _columns(self, source: Node | Cache) -> tuple[int, int]:
+        """Range of columns that slices of this source have."""
+        mine = [p for p in self.slices if p.source is source or p.source == source]
+        ends = [p.offset + (self.n_head_kv - 1) * p.head_stride + p.width for p in mine]
+        return min(p.offset for p in mine), max(ends)
+
+
+def _compact(low: Lowering, source: Node | Cache, first: int, cols: int, to: str, when: When | None) -> Ref:
+    """Columns of every cached position as rows of f16, bf16 or f32, made once for all nodes that want them."""
+
+    def make() -> Ref:
+        out = low.buffer((4 if to == "f32" else 2) * cols * low.max_rows[Rows.KV])
+        _emit_rows(low, source, first, cols, to, out, when)
+        return out
+
+    return low.shared(("kv rows", source, first, cols, to, when is None), make)
+
+
+# ... every other shape
+def _any(low: Lowering, node: Node) -> None:
+    q, k, v = node.attrs["q"], node.attrs["k"], node.attrs["v"]
+    if max(len(q), len(k)) > 2:
+        raise UnsupportedError(f"{node.name}: heads are made of one or two parts")
+    n_head, n_head_kv = node.attrs["n_head"], node.attrs["n_head_kv"]
+    shared = 16 * (sum(p.width for p in q) + v.width + 32)
+    if shared > low.device.max_shared:
+        raise UnsupportedError(
+            f"{node.name}: heads of {v.width} columns are too large for {low.device.name}; use -ngl 0"
+        )
+    queries = [(*_query(low, p), np.int32(p.width)) for p in q]
+    keys = [(*_rows_f32(low, p, n_head_kv), np.int32(p.width)) for p in k]
+    none: tuple[Arg, ...] = (0, 0, np.int32(0), np.int32(0))
+    low.emit("attn_any", lambda c: _up(c.n_tokens * n_head, 4), 128, shared, low.state, *queries[0],
+             *(queries[1] if len(q) > 1 else none), *keys[0], *(keys[1] if len(k) > 1 else none),
+             *_rows_f32(low, v, n_head_kv), np.int32(v.width), low.out(node), np.int32(n_head), np.int32(n_head_kv),
+             np.float32(node.attrs["scale"]))  # fmt: skip
+
+
+def _rows_f32(low: Lowering, part: HeadSlice, n_head_kv: int) -> tuple[Arg, ...]:
+    """Address, elements per row and per head of compact f32 rows."""
+    if isinstance(part.source, Node):
+        return low.out(part.source) + 4 * part.offset, part.source.cols, np.int32(part.head_stride)
+    cols = (n_head_kv - 1) * part.head_stride + part.width
+    return _compact(low, part.source, part.offset, cols, "f32", None), cols, np.int32(part.head_stride)
+
+
+RULES: dict[str, Rule] = {"kv_store": kv_store, "kv_rows": kv_rows, "flash_attn": attention, "attn": attention}

@@ -1,0 +1,60 @@
+// Attention for head sizes without a kernel of their own, and for transposed V caches: f32 throughout, one warp per
+// (token, head). Keys and values are compact f32 rows (kv_rows_f32, or nodes). Written to be right, not fast.
+#include "attn_tiles.cuh"
+
+// One of the two parts of a query or key.
+DI float part_dot(const float* q, const float* k, int width) {
+  float s = 0.f;
+  for (int i = 0; i < width; i++) s = fmaf(q[i], k[i], s);
+  return s;
+}
+// Shared memory per warp: query [w0 + w1], sums [dv], probabilities [32].
+extern "C" __global__ void __launch_bounds__(128)
+attn_any(const i64* st, const float* q0, i64 q0_row, int q0_head, int q0_width, const float* q1, i64 q1_row, int q1_head,
+         int q1_width, const float* k0, i64 k0_row, int k0_head, int k0_width, const float* k1, i64 k1_row, int k1_head,
+         int k1_width, const float* v, i64 v_row, int v_head, int dv, float* out, int n_head, int n_head_kv, float scale) {
+  SMEM_DECL
+  const int lane = threadIdx.x & 31, w = threadIdx.x >> 5, dk = q0_width + q1_width;
+  const i64 i = (i64)blockIdx.x * 4 + w;
+  if (i >= st[ST_TOKENS] * n_head) return;
+  const i64 token = i / n_head;
+  const int head = i % n_head, kv_head = head / (n_head / n_head_kv);
+  const i64* segment = step_segments(st);
+  while (token >= segment[SEG_START] + segment[SEG_TOKENS]) segment += SEG_WORDS;
+  const int n_kv = (int)(segment[SEG_POS] + (token - segment[SEG_START])) + 1;
+  const i64 row0 = segment[SEG_KV_START];
+
+  float* q = (float*)smem_raw + w * (dk + dv + 32);
+  float* sum = q + dk;
+  float* p = sum + dv;
+  for (int c = lane; c < dk; c += 32)
+    q[c] = c < q0_width ? q0[token * q0_row + (i64)head * q0_head + c]
+                        : q1[token * q1_row + (i64)head * q1_head + (c - q0_width)];
+  for (int c = lane; c < dv; c += 32) sum[c] = 0.f;
+  warp_sync();
+  const float* k0_rows = k0 + row0 * k0_row + (i64)kv_head * k0_head;
+  const float* k1_rows = k1 + row0 * k1_row + (i64)kv_head * k1_head;
+  const float* v_rows = v + row0 * v_row + (i64)kv_head * v_head;
+  float top = -INFINITY, total = 0.f;
+  for (int pos = 0; pos < n_kv; pos += 32) {
+    float s = -INFINITY;
+    if (pos + lane < n_kv) {
+      s = part_dot(q, k0_rows + (pos + lane) * k0_row, k0_width);
+      if (k1_width) s += part_dot(q + k0_width, k1_rows + (pos + lane) * k1_row, k1_width);
+      s *= scale * LOG2E;
+    }
+    const float peak = fmaxf(top, warp_max(s)), used = peak == -INFINITY ? 0.f : peak;
+    const float alpha = ex2(top - used), e = ex2(s - used);
+    total = total * alpha + warp_sum(e), top = peak;
+    p[lane] = e;
+    warp_sync();
+    for (int c = lane; c < dv; c += 32) {
+      float x = sum[c] * alpha;
+      for (int k = 0; k < min(32, n_kv - pos); k++) x = fmaf(p[k], v_rows[(pos + k) * v_row + c], x);
+      sum[c] = x;
+    }
+    warp_sync();
+  }
+  const float f = total > 0.f ? 1.f / total : 0.f;
+  for (int c = lane; c < dv; c += 32) out[i * dv + c] = sum[c] * f;
+}

@@ -1,0 +1,124 @@
+// Pieces shared by the kernels for heads of 64 to 256 columns (attn_decode.cuh, attn_prefill.cuh): tiles of 16-bit rows
+// with one spare chunk of 16 bytes per row, which keeps ldmatrix free of bank conflicts, and the soft-max of 16 rows
+// per warp whose scores stay in registers.
+#pragma once
+#include "attn_tiles.cuh"
+
+// 16-bit elements between the rows of a tile; WIDTH is a multiple of 16, so the number of chunks becomes odd.
+template <int WIDTH> DI constexpr int tile_row() { return WIDTH + 8; }
+
+// ROWS rows of W 16-bit values, from position `pos` on, into a tile whose rows are STRIDE elements apart; positions from
+// `hi` on become zero (`lo` is a position that exists). `data` points at the first column of position 0.
+template <int W, int ROWS, int STRIDE, int THREADS>
+DI void copy_rows(u16* tile, const u8* data, i64 row_bytes, int pos, int lo, int hi, int thread) {
+  constexpr int CHUNKS = W / 8;
+  for (int i = thread; i < ROWS * CHUNKS; i += THREADS) {
+    const int r = i / CHUNKS, c = i % CHUNKS;
+    const bool ok = pos + r < hi;
+    cp16(tile + r * STRIDE + c * 8, data + (ok ? pos + r : lo) * row_bytes + c * 16, ok);
+  }
+}
+// 16 rows of any type through the registers of a warp: 16 columns per lane and turn.
+template <int W> DI void fetch_rows(Raw16* raw, const KvTensor& tensor, i64 base, int col, int pos, int hi) {
+#pragma unroll
+  for (int n = 0; n < (W + 31) / 32; n++) {
+    const int i = (threadIdx.x & 31) + 32 * n, r = i / (W / 16), g = i % (W / 16);
+    kv_clear(raw[n]);
+    if (i < W && pos + r < hi) kv_load(raw[n], tensor, base + pos + r, (col >> 4) + g);
+  }
+}
+template <int W> DI void unpack_rows(u16* tile, const Raw16* raw, int type, int col) {
+#pragma unroll
+  for (int n = 0; n < (W + 31) / 32; n++) {
+    const int i = (threadIdx.x & 31) + 32 * n, r = i / (W / 16), g = i % (W / 16);
+    if (i < W) {
+      u32 y[8];
+      kv_f16(y, raw[n], type, ((col >> 4) + g) & 1);
+      u16* to = tile + r * tile_row<W>() + g * 16;
+      *(uint4*)to = make_uint4(y[0], y[1], y[2], y[3]);
+      *(uint4*)(to + 8) = make_uint4(y[4], y[5], y[6], y[7]);
+    }
+  }
+}
+
+// Running maximum and this lane's share of the denominator for rows lane/4 and lane/4 + 8 of a warp.
+struct SoftMax {
+  float top[2], sum[2];
+};
+// Scores s[n] of positions pos + 8n + 2(lane&3).. -> 2^(s - maximum), in place, and their 16-bit pairs as the A operand
+// of P*V; `o` is rescaled. With `masked`, positions above last[row] or from `hi` on are -inf.
+template <bool BF, int N8, int NO>
+DI void soft_max_step(float (&s)[N8][4], SoftMax& m, float (&o)[NO][4], u32 (&p)[N8 / 2][4], bool masked, int pos,
+                      const int (&last)[2], int hi) {
+  const int col = (threadIdx.x & 3) * 2;
+  if (masked) {
+#pragma unroll
+    for (int n = 0; n < N8; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int at = pos + n * 8 + col + (e & 1);
+        if (at > last[e >> 1] || at >= hi) s[n][e] = -INFINITY;
+      }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float peak = m.top[r];
+#pragma unroll
+    for (int n = 0; n < N8; n++) peak = fmaxf(peak, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+    peak = fmaxf(peak, shx(peak, 1)), peak = fmaxf(peak, shx(peak, 2));
+    const float used = peak == -INFINITY ? 0.f : peak, alpha = ex2(m.top[r] - used);
+    float add = 0.f;
+#pragma unroll
+    for (int n = 0; n < N8; n++) {
+      s[n][2 * r] = ex2(s[n][2 * r] - used), s[n][2 * r + 1] = ex2(s[n][2 * r + 1] - used);
+      add += s[n][2 * r] + s[n][2 * r + 1];
+    }
+    m.top[r] = peak, m.sum[r] = m.sum[r] * alpha + add;
+#pragma unroll
+    for (int n = 0; n < NO; n++) o[n][2 * r] *= alpha, o[n][2 * r + 1] *= alpha;
+  }
+#pragma unroll
+  for (int k = 0; k < N8 / 2; k++) {
+    p[k][0] = pack2<BF>(s[2 * k][0], s[2 * k][1]), p[k][1] = pack2<BF>(s[2 * k][2], s[2 * k][3]);
+    p[k][2] = pack2<BF>(s[2 * k + 1][0], s[2 * k + 1][1]), p[k][3] = pack2<BF>(s[2 * k + 1][2], s[2 * k + 1][3]);
+  }
+}
+DI void soft_max_end(SoftMax& m) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) m.sum[r] += shx(m.sum[r], 1), m.sum[r] += shx(m.sum[r], 2);
+}
+// s = Q K^T for 16 rows of Q and 8*N8 rows of K; q and k point at the first row of tiles.
+template <bool BF, int DK, int N8> DI void scores(float (&s)[N8][4], const u16* q, const u16* k) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int n = 0; n < N8; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) s[n][e] = 0.f;
+#pragma unroll
+  for (int c = 0; c < DK / 16; c++) {
+    u32 a[4];
+    ldsm4(a, q + (lane & 15) * tile_row<DK>() + c * 16 + (lane >> 4) * 8);
+#pragma unroll
+    for (int n = 0; n < N8 / 2; n++) {
+      u32 b[4];
+      ldsm4(b, k + (n * 16 + (lane & 7) + ((lane >> 4) << 3)) * tile_row<DK>() + c * 16 + ((lane >> 3) & 1) * 8);
+      mma16816<BF>(s[2 * n], a, b[0], b[1]);
+      mma16816<BF>(s[2 * n + 1], a, b[2], b[3]);
+    }
+  }
+}
+// o += P V for 16*NK positions.
+template <bool BF, int DV, int NK> DI void add_values(float (&o)[DV / 8][4], const u32 (&p)[NK][4], const u16* v) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int k = 0; k < NK; k++)
+#pragma unroll
+    for (int n = 0; n < DV / 16; n++) {
+      u32 b[4];
+      ldsm4t(b, v + (k * 16 + (lane & 7) + (((lane >> 3) & 1) << 3)) * tile_row<DV>() + n * 16 + (lane >> 4) * 8);
+      mma16816<BF>(o[2 * n], p[k], b[0], b[1]);
+      mma16816<BF>(o[2 * n + 1], p[k], b[2], b[3]);
+    }
+}
+// Two query values, scaled in f32.
+template <bool BF> DI u32 query_pair(const float* p, float scale) { return pack2<BF>(p[0] * scale, p[1] * scale); }

@@ -1,7 +1,7 @@
 """Weights on the device: rows of a file's tensor rearranged so that neighbouring lanes read neighbouring bytes.
 
-A row becomes planes: one field of all its blocks after the other, every plane and every row 16-byte aligned (a few bytes
-per row more than in the file). Row-interleaved types are separated first, so the device knows plain types only. Scales
+A row becomes planes: one field of all its blocks after the other, planes and rows 16-byte aligned (a few bytes per row
+more than in the file). Row-interleaved types are separated first, so the device knows plain types only. Scales
 of a row come last. The order of fields is what `load` of the format in `kernels/weights_*.cuh` expects.
 Also here: the tables that kernels of grid types read, and the name under which kernels know a type.
 """
@@ -55,7 +55,9 @@ def _plain(name: str, n_bytes: int, *planes: tuple[int, int], columns: int = 256
     return RowFormat(name, columns, n_bytes, planes)
 
 
-def _scaled(name: str, n_bytes: int, scale: int, *planes: tuple[int, int], columns: int = 256, more: int = 0) -> RowFormat:
+def _scaled(
+    name: str, n_bytes: int, scale: int, *planes: tuple[int, int], columns: int = 256, more: int = 0
+) -> RowFormat:
     return RowFormat(name, columns, n_bytes, planes, scale + more, scale)
 
 

@@ -1,0 +1,258 @@
+"""Lowering rules of matrix products and embeddings; kernels in `kernels/weights_*.cu`.
+
+Two kernels per weight type: `mv_*` reads a matrix once for up to 8 activation rows, with results that do not depend on
+how many there are; `mm_*` works on tiles of 64 by 64. Both take one matrix, one per head, or (with the tiles of a
+`moe_sort` plan) one per expert; activation rows of experts are found through the plan, not gathered. Which one runs is
+decided per bucket. Quantized types take activations of int8 per 32 values, float types float32 as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ikcli.backends.cuda.layouts import max_tiles
+from ikcli.backends.cuda.lower import Arg, Counts, Lowering, Ref, Rule
+from ikcli.backends.cuda.rules_layers import activations, plan_layout, zero_dropped
+from ikcli.backends.cuda.upload import RowFormat, device_format, is_float, table_bytes, table_type
+from ikcli.graph import HeadSlice, Node, RowSpec, Weight
+
+RULES: dict[str, Rule] = {}
+
+MV_THREADS = MM_THREADS = EMBED_THREADS = 128  # weights_matvec.cuh, weights_gemm.cuh
+MV_ROWS, MM_TILE = 8, 64
+MM_CODES = 4 * MM_TILE * 144  # bytes of two stages of both tiles of codes
+MM_FLOAT = 4 * 4 * MM_TILE * 36  # weights_float.cu
+FEW_PER_EXPERT = 4  # rows per expert up to which `mv_*` reads fewer bytes per result than `mm_*` needs time
+WARPS_PER_SM = 16  # that should have work in a product of one row
+
+# (two scales per 32 columns, minima): what a tile of weights has beside codes.
+_HALVES = frozenset(
+    ("q2_K", "q3_K", "q6_K", "iq1_m", "iq1_m_r", "iq2_xs", "iq2_s", "iq2_k", "iq3_k", "iq4_k", "iq5_k", "iq6_k")
+)
+_MINIMA = frozenset(("q4_1", "q5_1", "q4_K", "q5_K", "q2_K"))
+
+
+def rule(fn: Rule) -> Rule:
+    """Register a lowering rule under its function name."""
+    RULES[fn.__name__.strip("_")] = fn
+    return fn
+
+
+def _node(x: object) -> Node:
+    assert isinstance(x, Node)
+    return x
+
+
+def _weight(x: object) -> Weight:
+    assert isinstance(x, Weight)
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Activation rows: address, bytes between rows and between heads; sorted row p is row order[p] // divisor."""
+
+    at: Ref
+    row: int
+    head: int
+    order: Arg = 0
+    divisor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """Weights of a product: `count` matrices of equal shape (heads; 1 for experts, which the plan chooses)."""
+
+    w: Weight
+    fmt: RowFormat
+    count: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.fmt.row_bytes(self.w.ne0)
+
+    @property
+    def units(self) -> int:
+        """Blocks of 32 columns, or columns of float types."""
+        return self.w.ne0 if self.fmt.columns == 1 else self.w.ne0 // 32
+
+    def args(self, low: Lowering, *more: Arg) -> tuple[Arg, ...]:
+        """Weight arguments of the kernels."""
+        rows = self.w.shape[1] if len(self.w.shape) > 1 else 1
+        return (low.weight(self.w, self.row_bytes), *more, self.row_bytes, rows * self.row_bytes,
+                np.int32(self.w.ne1), np.int32(self.units))  # fmt: skip
+
+
+def matrices(w: Weight, count: int) -> Matrices:
+    """UnsupportedError for types without kernels."""
+    return Matrices(w, device_format(w.type, w.name), count)
+
+
+def shared_bytes(fmt: RowFormat) -> int:
+    """Dynamic shared memory of `mm_*`."""
+    if fmt.columns == 1:
+        return MM_FLOAT
+    halves, minima = fmt.name in _HALVES, fmt.name in _MINIMA
+    kinds = (2 if halves else 1) * (2 if minima else 1)
+    return MM_CODES + 2 * 4 * 4 * MM_TILE * (kinds + 1 + minima)
+
+
+def table(low: Lowering, w: Weight) -> Arg:
+    """The grid that the kernels of a type read, or 0."""
+    found = table_type(w.type)
+    return 0 if found is None else low.shared(("grid", found), lambda: low.constant(table_bytes(found)))
+
+
+def split_bits(low: Lowering, m: Matrices, items: int) -> int:
+    """log2 of the warps that share two weight rows, so that the product of one row fills the device.
+
+    Depends on the shape only: results must not change with the number of rows.
+    """
+    per_warp = 32 if m.fmt.columns > 1 else 32 * (4 if m.fmt.name == "f32" else 8)
+    bits = 0
+    while bits < 2 and items << bits < WARPS_PER_SM * low.device.n_sm and m.units > per_warp << bits:
+        bits += 1
+    return bits
+
+
+def _input(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Input:
+    src = _node(x.source)
+    if is_float(w.type):
+        return Input(low.out(src) + 4 * x.offset, 4 * src.cols, 4 * x.head_stride)
+    a = activations(low, x, heads, "q8")
+    return Input(a.at, a.row_bytes, a.head_bytes)
+
+
+def _dense(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int) -> None:
+    m, a, rows = matrices(w, heads), _input(low, w, x, heads), node.rows
+    out = (low.out(node), node.cols, w.ne1)
+    tail = (0, 0, 0, np.int32(1), table(low, w))
+    items = -(-w.ne1 // 2)
+    bits = split_bits(low, m, items * heads)
+    per_block = (MV_THREADS // 32) >> bits
+    low.emit(f"mv_{m.fmt.name}", (-(-items // per_block), 1, heads), MV_THREADS, 0, low.state, *low.row_args(rows),
+             *m.args(low, 0), a.at, a.row, a.head, *out, *tail, np.int32(bits), when=_few(rows))  # fmt: skip
+    if low.rows(rows) > MV_ROWS:
+        low.emit(f"mm_{m.fmt.name}", lambda c: (-(-w.ne1 // MM_TILE), -(-c.rows(rows) // MM_TILE), heads), MM_THREADS,
+                 shared_bytes(m.fmt), low.state, *low.row_args(rows), *m.args(low), a.at, a.row, a.head, *out, *tail,
+                 when=_not(_few(rows)))  # fmt: skip
+
+
+def _few(rows: RowSpec) -> Callable[[Counts], bool]:
+    return lambda c: c.rows(rows) <= MV_ROWS
+
+
+def _not(when: Callable[[Counts], bool]) -> Callable[[Counts], bool]:
+    return lambda c: not when(c)
+
+
+@rule
+def _mul_mat(low: Lowering, node: Node) -> None:
+    w, x = _weight(node.inputs[0]), _node(node.inputs[1])
+    _dense(low, node, w, HeadSlice(x, 0, x.cols, 0), 1)
+
+
+@rule
+def _mul_mat_heads(low: Lowering, node: Node) -> None:
+    w = _weight(node.inputs[0])
+    _dense(low, node, w, node.attrs["x"], w.ne2)
+
+
+# --- mixture of experts -----------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class ByExpert:
+    """Products over the tiles of a plan."""
+
+    low: Lowering
+    plan: Node
+
+    @property
+    def n_expert(self) -> int:
+        """Matrices of a weight."""
+        return int(self.plan.attrs["n_expert"])
+
+    @property
+    def has_many(self) -> bool:
+        """Whether a micro-batch can be too large for `mv_*`."""
+        return not self._few(self.low.rows(self.plan.rows))
+
+    def few(self, c: Counts) -> bool:
+        """Few rows per expert, or few tokens, whose results must not depend on how many they are: `mv_*`."""
+        return self._few(c.rows(self.plan.rows))
+
+    def _few(self, pairs: int) -> bool:
+        return pairs <= MV_ROWS * int(self.plan.attrs["n_used"]) or pairs <= FEW_PER_EXPERT * self.n_expert
+
+    def input(self, w: Weight, x: Node, sorted_in: bool) -> Input:
+        """Rows of x for products with w, found through the plan unless they are sorted."""
+        low, plan = self.low, self.plan
+        a = _input(low, w, HeadSlice(x, 0, x.cols, 0), 1)
+        if sorted_in:
+            return a
+        return Input(a.at, a.row, 0, low.out(plan) + plan_layout(low, plan).order, plan.attrs["n_used"])
+
+    def _tail(self, a: Input, w: Weight, out: Ref, which: int) -> tuple[Arg, ...]:
+        """Activations, results, tiles of the plan and their number, order and divisor, table."""
+        low, at, plan = self.low, plan_layout(self.low, self.plan), self.low.out(self.plan)
+        return (a.at, a.row, 0, out, w.ne1, 0, plan + at.tiles(which), plan + at.counts + 4 * (1 + which), a.order,
+                np.int32(a.divisor), table(low, w))  # fmt: skip
+
+    def matvec(self, w: Weight, gate: Weight | None, a: Input, out: Ref) -> None:
+        """`mv_*`: w . a, or with a gate silu(gate . a) * (w . a)."""
+        low, m, rows = self.low, matrices(w, 1), self.plan.rows
+        items = w.ne1 if gate is not None else -(-w.ne1 // 2)
+        bits = split_bits(low, m, items * self.plan.attrs["n_used"])
+        blocks = -(-items // (MV_THREADS // 32 >> bits))
+        low.emit(f"mv_{m.fmt.name}", lambda c: (blocks, max_tiles(c.rows(rows), self.n_expert, 0), 1), MV_THREADS, 0,
+                 low.state, *low.row_args(rows), *m.args(low, 0 if gate is None else low.weight(gate, m.row_bytes)),
+                 *self._tail(a, w, out, 0), np.int32(bits), when=self.few)  # fmt: skip
+
+    def gemm(self, w: Weight, a: Input, out: Ref) -> None:
+        """`mm_*`: w . a for many rows."""
+        low, m, rows = self.low, matrices(w, 1), self.plan.rows
+        if self.has_many:
+            low.emit(f"mm_{m.fmt.name}", lambda c: (-(-w.ne1 // MM_TILE), max_tiles(c.rows(rows), self.n_expert, 1), 1),
+                     MM_THREADS, shared_bytes(m.fmt), low.state, *low.row_args(rows), *m.args(low),
+                     *self._tail(a, w, out, 1), when=_not(self.few))  # fmt: skip
+
+
+@rule
+def _mul_mat_id(low: Lowering, node: Node) -> None:
+    w, x, plan = _weight(node.inputs[0]), _node(node.inputs[1]), _node(node.inputs[2])
+    run = ByExpert(low, plan)
+    a = run.input(w, x, node.attrs["sorted_in"])
+    run.matvec(w, None, a, low.out(node))
+    run.gemm(w, a, low.out(node))
+    zero_dropped(low, node, plan)
+
+
+@rule
+def _moe_up_gate(low: Lowering, node: Node) -> None:
+    up, gate = _weight(node.inputs[0]), _weight(node.inputs[1])
+    x, plan = _node(node.inputs[2]), _node(node.inputs[3])
+    run, out = ByExpert(low, plan), low.out(node)
+    a, fused = run.input(up, x, False), device_format(up.type) == device_format(gate.type)
+    if fused:
+        run.matvec(up, gate, a, out)
+    if run.has_many or not fused:
+        b, other = run.input(gate, x, False), low.buffer(low.rows(node.rows) * node.cols * 4)
+        if not fused:
+            run.matvec(up, None, a, out)
+            run.matvec(gate, None, b, other)
+        run.gemm(up, a, out)
+        run.gemm(gate, b, other)
+        low.emit("layer_swiglu", lambda c: (c.rows(node.rows), -(-node.cols // 1024), 1), 256, 0, low.state,
+                 *low.row_args(node.rows), other, out, out, np.int32(node.cols), 0, 0, 0, 0, np.int32(0),
+                 when=_not(run.few) if fused else None)  # fmt: skip
+    zero_dropped(low, node, plan)
+
+
+# --- embeddings -------------------------------------------------------------------------------------------------------
+@rule
+def _embed(low: Lowering, node: Node) -> None:
+    m = matrices(_weight(node.inputs[0]), 1)
+    low.emit(f"embed_{m.fmt.name}", lambda c: c.rows(node.rows), EMBED_THREADS, 0, low.state, low.weight(m.w),
+             m.row_bytes, np.int32(m.units), low.out(node), table(low, m.w))  # fmt: skip

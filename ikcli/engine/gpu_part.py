@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.backends.cuda import upload
+from ikcli.backends.cuda import kv_layout, upload
 from ikcli.backends.cuda.backend import CudaBackend
 from ikcli.backends.cuda.device import Device, Memory
 from ikcli.engine.model import Model
 from ikcli.engine.parts import Bytes
-from ikcli.gguf.constants import TYPE_TRAITS, row_n_bytes
 from ikcli.graph import Cache, Weight
 from ikcli.log import progress
 from ikcli.quant.formats import get_format, row_size
@@ -65,8 +64,7 @@ class GpuPart(CudaBackend):
     # --- cache ------------------------------------------------------------------------------------------------------
     def cache_bytes(self, cache: Cache, n_cells: int) -> int:
         """Bytes of a cache tensor on the device."""
-        row = row_n_bytes(cache.type, n_cells if cache.transposed else cache.cols)
-        return row * (cache.cols if cache.transposed else n_cells)
+        return kv_layout.cache_bytes(cache, n_cells)
 
     def make_caches(self, caches: Sequence[Cache], n_cells: int) -> Mapping[Cache, int]:
         """Zeroed cache tensors in one allocation."""
@@ -82,29 +80,24 @@ class GpuPart(CudaBackend):
 
     def read_cells(self, cache: Cache, n_cells: int, first: int, n: int) -> Bytes:
         """A copy of cells, see `parts.Part`."""
-        shape = (cache.cols, n * _element(cache)) if cache.transposed else (n, row_n_bytes(cache.type, cache.cols))
-        out = np.empty(shape, np.uint8)
-        for array, address in self._pieces(cache, n_cells, first, out):
-            self.device.download(self._stream, array, address)
+        pieces = [
+            (np.empty((n, plane.row_bytes), np.uint8), self._cells[cache] + plane.offset + first * plane.row_bytes)
+            for plane in kv_layout.planes(cache, n_cells)
+        ]
+        for array, address in pieces:
+            if n:
+                self.device.download(self._stream, array, address)
         self.device.synchronize(self._stream)
-        return out
+        return kv_layout.from_device(cache, [array for array, _ in pieces])
 
     def write_cells(self, cache: Cache, n_cells: int, first: int, rows: Bytes) -> None:
         """Replace cells, see `parts.Part`."""
-        rows = np.ascontiguousarray(rows)
-        for array, address in self._pieces(cache, n_cells, first, rows):
-            self.device.upload(self._stream, address, array)
+        parts = kv_layout.to_device(cache, rows)
+        for plane, array in zip(kv_layout.planes(cache, n_cells), parts, strict=True):
+            if array.size:
+                address = self._cells[cache] + plane.offset + first * plane.row_bytes
+                self.device.upload(self._stream, address, array)
         self.device.synchronize(self._stream)
-
-    def _pieces(self, cache: Cache, n_cells: int, first: int, rows: Bytes) -> list[tuple[Bytes, int]]:
-        """Contiguous pieces of `rows` and where they are on the device."""
-        start = self._cells[cache]
-        if not rows.size:
-            return []
-        if not cache.transposed:
-            return [(rows, start + first * rows.shape[1])]
-        size = _element(cache)
-        return [(row, start + (i * n_cells + first) * size) for i, row in enumerate(rows)]
 
     def close(self) -> None:
         """Free everything."""
@@ -113,10 +106,6 @@ class GpuPart(CudaBackend):
             self.device.free(slab)
         self._slabs.clear()
         self.device.close()
-
-
-def _element(cache: Cache) -> int:
-    return TYPE_TRAITS[cache.type].type_size
 
 
 def _aligned(n_bytes: int) -> int:

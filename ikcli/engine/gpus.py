@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from ikcli.backends.cpu.backend import CpuBackend
-from ikcli.backends.cuda.device import Device
+from ikcli.backends.cuda.device import CudaError, Device, DriverMissing, NoDevice
 from ikcli.config import RunConfig
 from ikcli.engine.hybrid import HybridBackend
 from ikcli.engine.model import Model
@@ -14,8 +15,11 @@ from ikcli.engine.parts import CPU, CpuOnly, Part
 from ikcli.engine.placement import Placement, place
 from ikcli.graph import Node, Weight
 from ikcli.graph.split import Places
+from ikcli.log import warn
 
-OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
+EMBEDDING = "token_embd.weight"
+_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/proc/driver/nvidia/version"))
+"""One of them is there where there is a driver (the second in WSL)."""
 
 
 def wanted(config: RunConfig) -> bool:
@@ -23,9 +27,33 @@ def wanted(config: RunConfig) -> bool:
     return config.n_gpu_layers != 0 or any(not rule.strip().endswith(f"={CPU}") for rule in config.override_tensor)
 
 
+def _asked(config: RunConfig) -> bool:
+    """Whether the user wrote an option that is about GPUs."""
+    rules = any(not rule.strip().endswith(f"={CPU}") for rule in config.override_tensor)
+    return bool(config.n_gpu_layers or rules or config.device or config.tensor_split)
+
+
 def open_devices(config: RunConfig) -> dict[str, Device]:
-    """The GPUs of this machine that the settings allow, by name, opened; empty without any."""
-    return {}
+    """The GPUs of this machine that the settings allow, by name, opened; empty without any.
+
+    Nobody who did not ask for a GPU hears why there is none.
+    """
+    if not _asked(config) and not any(path.exists() for path in _NODES):
+        return {}
+    from ikcli.backends.cuda import driver
+
+    try:
+        found = driver.devices()
+        names = {f"CUDA{info.index}": info for info in found if info.cc >= driver.MIN_CC}
+        if not names:
+            raise NoDevice(str(driver.why_none()))
+        return {n: driver.open_device(i.index) for n, i in names.items() if not config.device or n in config.device}
+    except (DriverMissing, NoDevice):
+        return {}
+    except CudaError as error:
+        if _asked(config):
+            warn(f"no GPU is used: {error}")
+        return {}
 
 
 def make_backend(

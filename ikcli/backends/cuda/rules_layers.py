@@ -1,32 +1,37 @@
 """Lowering rules of every op that is neither attention nor a matrix product; kernels in `kernels/layer_*.cu`.
 
-Matrix products ask for their input with `activations`: rows are converted once per input and kind, by the kernel that
-makes them where it can (norms, swiglu), else by a conversion. Grids are (rows, parts of a row), rows first, because
-only the first dimension of a grid may exceed 65535.
+Every node is computed and stored, but several may share a launch: sums with the norm that follows, norms of heads with
+their rotation, queries with keys (`merging.py`). At generation a launch costs more than what it moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
-from ikcli.backends.cuda.layouts import PlanLayout, half_row_bytes, q8_row_bytes
-from ikcli.backends.cuda.lower import Arg, Counts, Grid, Lowering, Op, Ref, Rule
+from ikcli.backends.cuda.activations import (
+    PER_BLOCK,
+    THREADS,
+    When,
+    activations,
+    format_args,
+    parts_of,
+    row_grid,
+)
+from ikcli.backends.cuda.layouts import PlanLayout
+from ikcli.backends.cuda.lower import Arg, Grid, Lowering, Op, Ref, Rule
+from ikcli.backends.cuda.merging import merged_heads, merged_latent, merged_norm, norm_threads
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 
-RULES: dict[str, Rule] = {}
-When = Callable[[Counts], bool]
+__all__ = ["RULES", "activations", "plan_layout", "zero_dropped"]
 
-THREADS = 256
-PER_BLOCK = 4 * THREADS  # columns that a block of an element-wise kernel does
+RULES: dict[str, Rule] = {}
 FEW_TOKENS = 16  # rows that one block routes and sorts, a warp each
 MAX_EXPERTS, MAX_USED, MAX_GROUPS = 512, 32, 32  # layer_moe.cu
 MAX_PAIRS = 1 << 18
 MAX_HADAMARD = 12288  # floats of a head in 48 KB of shared memory
-WANT_Q8, WANT_BF16 = 1, 2  # layer_common.cuh
 
 
 def rule(fn: Rule) -> Rule:
@@ -48,125 +53,9 @@ def _f32(x: float) -> np.float32:
     return np.float32(x)
 
 
-def _parts(n: int, per_block: int) -> int:
-    return -(-n // per_block)
-
-
-def row_grid(spec: RowSpec, parts: int = 1) -> Grid:
-    """One block per row and part of a row."""
-    return lambda c: (c.rows(spec), parts, 1)
-
-
 def _warps(spec: RowSpec, per_row: int, per_block: int) -> Grid:
     """One warp per item, per_row of them in a row."""
-    return lambda c: _parts(c.rows(spec) * per_row, per_block)
-
-
-# --- activation rows --------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """Converted rows: address, bytes between rows, bytes between heads of a row."""
-
-    at: Ref
-    row_bytes: int
-    head_bytes: int
-
-
-@dataclass(slots=True)
-class Wanted:
-    """When converted rows are needed: if any of their readers runs. None: always."""
-
-    readers: list[When | None] = field(default_factory=list)
-
-    def __call__(self, counts: Counts) -> bool:
-        return any(when is None or when(counts) for when in self.readers)
-
-
-@dataclass(slots=True)
-class Formats:
-    """The argument by which a kernel learns which rows to make beside its float32 result."""
-
-    q8: Wanted | None = None
-    bf16: Wanted | None = None
-
-    def __call__(self, counts: Counts) -> np.int32:
-        q8 = WANT_Q8 if self.q8 is not None and self.q8(counts) else 0
-        return np.int32(q8 | (WANT_BF16 if self.bf16 is not None and self.bf16(counts) else 0))
-
-
-N_FORMAT_ARGS = 5  # q8, its row bytes, bf16, its row bytes, Formats: the last arguments of kernels that make such rows
-
-
-def _format_args() -> tuple[Arg, ...]:
-    return 0, 0, 0, 0, Formats()
-
-
-def kind_row_bytes(kind: str, k: int) -> int:
-    """Bytes of an activation row of k values: "q8", "bf16" or "f16"."""
-    return q8_row_bytes(k) if kind == "q8" else half_row_bytes(k)
-
-
-def activations(low: Lowering, x: HeadSlice, heads: int, kind: str, when: When | None = None) -> Activations:
-    """Rows of a node as `kind`, made once: columns offset + h*head_stride .. +width of every row, for each head.
-
-    `when`: the condition under which the caller's launch runs; the rows exist only then. q8 needs widths of n*32.
-    """
-    src = _node(x.source)
-    if kind == "q8" and x.width % 32:
-        raise UnsupportedError(f"{src.name}: rows of {x.width} columns cannot be quantized in blocks of 32")
-    row = kind_row_bytes(kind, x.width)
-
-    def make() -> Ref:
-        out = low.buffer(low.rows(src.rows) * heads * row)
-        if not (heads == 1 and x.width == src.cols and _by_producer(low, src, kind, out, row, when)):
-            _convert(low, x, heads, kind, out, row, when)
-        return out
-
-    n = len(low.sizes)
-    at = low.shared(("activations", kind, src, x.offset, x.width, x.head_stride, heads), make)
-    if at.target != n:
-        _also_when(low, at, when)
-    return Activations(at, heads * row, row)
-
-
-def _convert(low: Lowering, x: HeadSlice, heads: int, kind: str, out: Ref, row: int, when: When | None) -> None:
-    src = _node(x.source)
-    values = x.width if kind == "q8" else -(-x.width // 8) * 8
-    per_block = PER_BLOCK if kind == "q8" else 2 * PER_BLOCK
-    low.emit(f"layer_to_{kind}", row_grid(src.rows, _parts(heads * values, per_block)), THREADS, 0, low.state,
-             *low.row_args(src.rows), low.out(src) + 4 * x.offset, src.cols, _int(heads), x.head_stride, _int(x.width),
-             out, row, when=Wanted([when]))  # fmt: skip
-
-
-def _by_producer(low: Lowering, src: Node, kind: str, out: Ref, row: int, when: When | None) -> bool:
-    """Let the launch that computes `src` write the rows too."""
-    if kind == "f16" or src.cols % 32:
-        return False
-    at = next((i for i in reversed(range(len(low.ops))) if low.ops[i].node is src), None)
-    if at is None or low.ops[at].kernel not in ("layer_norm_rows", "layer_swiglu") or low.ops[at].when is not None:
-        return False
-    args = list(low.ops[at].args)
-    formats = args[-1]
-    assert isinstance(formats, Formats)
-    setattr(formats, kind, Wanted([when]))
-    first = len(args) - N_FORMAT_ARGS + (0 if kind == "q8" else 2)
-    args[first : first + 2] = out, row
-    low.ops[at] = replace(low.ops[at], args=tuple(args))
-    return True
-
-
-def _also_when(low: Lowering, at: Ref, when: When | None) -> None:
-    """Rows that exist already have one more reader."""
-    for op in reversed(low.ops):
-        if at not in op.args:
-            continue
-        wanted = op.when
-        if isinstance(op.args[-1], Formats):
-            wanted = op.args[-1].q8 if op.args[-N_FORMAT_ARGS] == at else op.args[-1].bf16
-        if isinstance(wanted, Wanted):
-            wanted.readers.append(when)
-            return
-    raise AssertionError("activation rows that nobody makes")
+    return lambda c: parts_of(c.rows(spec) * per_row, per_block)
 
 
 # --- rows and elements ------------------------------------------------------------------------------------------------
@@ -175,48 +64,47 @@ def _rms_norm(low: Lowering, node: Node) -> None:
     x, w, a = _node(node.inputs[0]), node.inputs[1], node.attrs
     assert isinstance(w, Weight)
     width, groups = a["width"], node.cols // a["width"]
+    if merged_norm(low, node, x, w):
+        return
     src = low.out(x) + 4 * a["offset"]
     if groups == 1:
         low.emit("layer_norm_rows", row_grid(node.rows), norm_threads(width), 0, low.state, *low.row_args(node.rows),
                  src, x.cols, 0, 0, 0, 0, low.weight(w), low.out(node), _int(width), _f32(a["eps"]),
-                 *_format_args())  # fmt: skip
+                 *format_args())  # fmt: skip
     else:
         low.emit("layer_norm_groups", _warps(node.rows, groups, 4), 128, 0, low.state, *low.row_args(node.rows), src,
                  x.cols, low.weight(w), low.out(node), _int(groups), _int(width), _f32(a["eps"]))  # fmt: skip
-
-
-def norm_threads(width: int) -> int:
-    """Threads for one row: a row of one token should take few steps."""
-    return 128 if width <= 1024 else 256 if width <= 2048 else 512
 
 
 @rule
 def _add(low: Lowering, node: Node) -> None:
     x, y = _node(node.inputs[0]), node.inputs[1]
     other, y_cols = (low.weight(y), 0) if isinstance(y, Weight) else (low.out(_node(y)), node.cols)
-    low.emit("layer_add", row_grid(node.rows, _parts(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+    low.emit("layer_add", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(x), other, y_cols, low.out(node), _int(node.cols))  # fmt: skip
 
 
 @rule
 def _swiglu(low: Lowering, node: Node) -> None:
     gate, up = _node(node.inputs[0]), _node(node.inputs[1])
-    low.emit("layer_swiglu", row_grid(node.rows, _parts(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+    low.emit("layer_swiglu", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(gate), low.out(up), low.out(node), _int(node.cols),
-             *_format_args())  # fmt: skip
+             *format_args())  # fmt: skip
 
 
 @rule
 def _concat(low: Lowering, node: Node) -> None:
-    _concat_parts(low, node, [HeadSlice(_node(x), 0, _node(x).cols, 0) for x in node.inputs], 1)
+    _concat_slices(low, node, [HeadSlice(_node(x), 0, _node(x).cols, 0) for x in node.inputs], 1)
 
 
 @rule
 def _concat_heads(low: Lowering, node: Node) -> None:
-    _concat_parts(low, node, list(node.attrs["parts"]), node.attrs["n_head"])
+    parts, n_head = list(node.attrs["parts"]), node.attrs["n_head"]
+    if not merged_latent(low, node, parts, n_head):
+        _concat_slices(low, node, parts, n_head)
 
 
-def _concat_parts(low: Lowering, node: Node, parts: list[HeadSlice], heads: int) -> None:
+def _concat_slices(low: Lowering, node: Node, parts: list[HeadSlice], heads: int) -> None:
     """Two parts per launch."""
     out_head = node.cols // heads
     at = 0
@@ -231,7 +119,7 @@ def _concat_parts(low: Lowering, node: Node, parts: list[HeadSlice], heads: int)
         width = sum(part.width for part in pair)
         unit = 4 if all(n % 4 == 0 for n in sizes) else 1
         none = [sources[0], 0, _int(0), _int(0)] if len(pair) == 1 else []
-        low.emit("layer_concat", row_grid(node.rows, _parts(heads * width, unit * THREADS)), THREADS, 0, low.state,
+        low.emit("layer_concat", row_grid(node.rows, parts_of(heads * width, unit * THREADS)), THREADS, 0, low.state,
                  *low.row_args(node.rows), *sources, *none, low.out(node) + 4 * at, node.cols, _int(out_head),
                  _int(heads), _int(unit))  # fmt: skip
         at += width
@@ -239,7 +127,7 @@ def _concat_parts(low: Lowering, node: Node, parts: list[HeadSlice], heads: int)
 
 @rule
 def _get_rows(low: Lowering, node: Node) -> None:
-    low.emit("layer_get_rows", row_grid(node.rows, _parts(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+    low.emit("layer_get_rows", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(_node(node.inputs[0])), low.out(node), _int(node.cols))  # fmt: skip
 
 
@@ -247,18 +135,13 @@ def _get_rows(low: Lowering, node: Node) -> None:
 @rule
 def _rope_table(low: Lowering, node: Node) -> None:
     freqs = np.asarray(node.attrs["inv_freq"], dtype=np.float64)
-    low.emit("layer_rope_table", lambda c: _parts(c.n_tokens * len(freqs), 128), 128, 0, low.state, low.out(node),
+    low.emit("layer_rope_table", lambda c: parts_of(c.n_tokens * len(freqs), 128), 128, 0, low.state, low.out(node),
              low.constant(freqs.tobytes()), _int(len(freqs)), _f32(node.attrs["mscale"]))  # fmt: skip
 
 
 @rule
 def _rope(low: Lowering, node: Node) -> None:
-    x, table, a = _node(node.inputs[0]), _node(node.inputs[1]), node.attrs
-    heads, dim, n_rot = a["n_head"], a["head_dim"], a["n_rot"]
-    items = heads * (n_rot // 2 + (dim - n_rot + 1) // 2)
-    low.emit("layer_rope", row_grid(node.rows, _parts(items, THREADS)), THREADS, 0, low.state, *low.row_args(node.rows),
-             low.out(x), low.out(table), low.out(node), _int(heads), _int(dim), _int(a["offset"]), _int(n_rot),
-             _int(a["neox"]))  # fmt: skip
+    merged_heads(low, node, _node(node.inputs[0]), _node(node.inputs[1]))
 
 
 @rule
@@ -338,7 +221,7 @@ def _sort_bytes(n_expert: int, warps: int) -> int:
 @rule
 def _moe_sum(low: Lowering, node: Node) -> None:
     y, route, plan = (_node(x) for x in node.inputs)
-    low.emit("layer_moe_sum", row_grid(node.rows, _parts(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+    low.emit("layer_moe_sum", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(y), low.out(route), low.out(plan) + plan_layout(low, plan).position,
              low.out(node), _int(node.cols), _int(plan.attrs["n_used"]))  # fmt: skip
 
@@ -346,6 +229,6 @@ def _moe_sum(low: Lowering, node: Node) -> None:
 def zero_dropped(low: Lowering, node: Node, plan: Node) -> None:
     """Rows of an expert product that belong to slots dropped by `-ser` become zero; nothing where none can be."""
     if _node(plan.inputs[0]).attrs["ser"]:
-        low.emit("layer_zero_dropped", row_grid(node.rows, _parts(node.cols, THREADS)), THREADS, 0, low.state,
+        low.emit("layer_zero_dropped", row_grid(node.rows, parts_of(node.cols, THREADS)), THREADS, 0, low.state,
                  *low.row_args(node.rows), low.out(plan) + plan_layout(low, plan).counts, low.out(node),
                  _int(node.cols))  # fmt: skip

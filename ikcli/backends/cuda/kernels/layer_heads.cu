@@ -38,31 +38,107 @@ layer_rope_table(const i64* st, float* out, const double* freqs, int pairs, floa
   *(float2*)(out + 2 * item) = make_float2((float)c * mscale, (float)s * mscale);
 }
 
-// Columns [offset, offset + n_rot) of every head are rotated in pairs (2i, 2i+1), or (i, i + n_rot/2) with neox; the
-// others are copied. Every thread does one pair or copies two columns: n_rot/2 + ceil((dim-n_rot)/2) threads per head.
-// grid (rows, threads per row / 256)
-extern "C" __global__ void __launch_bounds__(256)
-layer_rope(const i64* st, int symbol, int factor, const float* x, const float* table, float* out, int heads, int dim, int offset,
-           int n_rot, int neox) {
-  const i64 row = blockIdx.x;
-  const int half = n_rot >> 1, kept = dim - n_rot, per_head = half + ((kept + 1) >> 1);
-  const int item = blockIdx.y * blockDim.x + threadIdx.x;
-  if (row >= step_rows(st, symbol, factor) || item >= heads * per_head) return;
-  const int h = item / per_head, i = item - h * per_head;
-  const i64 at = (row * heads + h) * dim;
-  x += at;
-  out += at;
-  if (i < half) {
-    const float2 cs = *(const float2*)(table + row * n_rot + 2 * i);
-    const int a = offset + (neox ? i : 2 * i), b = a + (neox ? half : 1);
-    const float p = x[a], q = x[b];
+// Heads of one value: x with x_cols columns between rows; w: weights of an RMS norm of each head, or null; `normed` takes
+// the values before rotation then, out those after it (heads * dim columns each).
+struct Heads {
+  const float *x, *w;
+  float *normed, *out;
+  i64 x_cols;
+  int heads;
+  float eps;
+};
+// Columns [offset, offset + n_rot) are rotated in pairs (2i, 2i+1), or (i, i + n_rot/2) with neox; others are copied.
+struct Rotation {
+  const float* table;
+  int dim, offset, n_rot, neox;
+};
+
+// One head by one warp.
+DI void rotate_head(const Heads& v, const Rotation& r, i64 row, int h) {
+  const int lane = threadIdx.x & 31, half = r.n_rot >> 1;
+  const float* x = v.x + row * v.x_cols + (i64)h * r.dim;
+  const i64 at = (row * v.heads + h) * r.dim;
+  float* out = v.out + at;
+  float scale = 1.f;
+  if (v.w) {
+    float acc = 0.f;
+    for (int i = lane; i < r.dim; i += 32) acc += x[i] * x[i];
+    scale = 1.f / sqrtf(warp_sum(acc) / (float)r.dim + v.eps);
+  }
+  const float* table = r.table + row * r.n_rot;
+  for (int i = lane; i < half; i += 32) {
+    const float2 cs = *(const float2*)(table + 2 * i);
+    const int a = r.offset + (r.neox ? i : 2 * i), b = a + (r.neox ? half : 1);
+    float p = x[a], q = x[b];
+    if (v.w) {
+      p = p * scale * v.w[a];
+      q = q * scale * v.w[b];
+      v.normed[at + a] = p;
+      v.normed[at + b] = q;
+    }
     out[a] = p * cs.x - q * cs.y;
     out[b] = p * cs.y + q * cs.x;
-  } else {
-    for (int j = 2 * (i - half); j < min(2 * (i - half) + 2, kept); j++) {
-      const int c = j < offset ? j : j + n_rot;
-      out[c] = x[c];
+  }
+  for (int i = lane; i < r.dim - r.n_rot; i += 32) {
+    const int c = i < r.offset ? i : i + r.n_rot;
+    float p = x[c];
+    if (v.w) {
+      p = p * scale * v.w[c];
+      v.normed[at + c] = p;
     }
+    out[c] = p;
+  }
+}
+
+// Norm and rotation of the heads of one or two values (queries and keys), one warp per head: heads + heads2 per row.
+extern "C" __global__ void __launch_bounds__(128)
+layer_heads(const i64* st, int symbol, int factor, const float* table, int dim, int offset, int n_rot, int neox, const float* x,
+            i64 x_cols, const float* w, float* normed, float* out, int heads, float eps, const float* x2, i64 x2_cols,
+            const float* w2, float* normed2, float* out2, int heads2, float eps2) {
+  const i64 item = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
+  const int per_row = heads + heads2;
+  const i64 row = item / per_row;
+  if (row >= step_rows(st, symbol, factor)) return;
+  const int h = (int)(item - row * per_row);
+  const Rotation r = {table, dim, offset, n_rot, neox};
+  if (h < heads) rotate_head({x, w, normed, out, x_cols, heads, eps}, r, row, h);
+  else rotate_head({x2, w2, normed2, out2, x2_cols, heads2, eps2}, r, row, h - heads);
+}
+
+// The cached row of DeepSeek's attention and its queries: kv has `rank` latent columns and n_rot key columns per row.
+// latent = norm of the former; rotated = the row with its key columns rotated; kvr = rotated key | latent; queries as in
+// layer_heads. One warp per item, heads + 1 of them per row (the cached row first).
+extern "C" __global__ void __launch_bounds__(128)
+layer_latent(const i64* st, int symbol, int factor, const float* table, int dim, int offset, int n_rot, int neox, const float* x,
+             i64 x_cols, const float* w, float* normed, float* out, int heads, float eps, const float* kv, const float* kv_w,
+             float kv_eps, int rank, float* latent, float* rotated, float* kvr) {
+  const i64 item = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
+  const i64 row = item / (heads + 1);
+  if (row >= step_rows(st, symbol, factor)) return;
+  const int h = (int)(item - row * (heads + 1)) - 1, lane = threadIdx.x & 31, half = n_rot >> 1, cols = rank + n_rot;
+  if (h >= 0) {
+    rotate_head({x, w, normed, out, x_cols, heads, eps}, {table, dim, offset, n_rot, neox}, row, h);
+    return;
+  }
+  kv += row * cols;
+  rotated += row * cols;
+  kvr += row * cols;
+  latent += row * rank;
+  float acc = 0.f;
+  for (int i = lane; i < rank; i += 32) acc += kv[i] * kv[i];
+  const float scale = 1.f / sqrtf(warp_sum(acc) / (float)rank + kv_eps);
+  for (int i = lane; i < half; i += 32) {
+    const float2 cs = *(const float2*)(table + row * n_rot + 2 * i);
+    const int a = neox ? i : 2 * i, b = a + (neox ? half : 1);
+    const float p = kv[rank + a], q = kv[rank + b];
+    const float ra = p * cs.x - q * cs.y, rb = p * cs.y + q * cs.x;
+    rotated[rank + a] = kvr[a] = ra;
+    rotated[rank + b] = kvr[b] = rb;
+  }
+  for (int i = lane; i < rank; i += 32) {
+    const float v = kv[i], n = v * scale * kv_w[i];
+    rotated[i] = v;
+    latent[i] = kvr[n_rot + i] = n;
   }
 }
 

@@ -13,29 +13,50 @@ struct NormOut {
   int wanted, width;
 };
 
-// v[i] = x[i] (+ y[i]) (+ z[i]), sums stored where asked for.
-DI float4 added4(float4 v, const float* y, const float* z, float* sum1, float* sum2, int i) {
-  if (y) {
-    const float4 a = ld_f4(y + i);
-    v = make_float4(v.x + a.x, v.y + a.y, v.z + a.z, v.w + a.w);
-    if (sum1) st_f4(sum1 + i, v);
+DI float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+// The first addend: a row, or (MOE) the weighted sum of the experts' rows of a token, which is stored too.
+struct Source {
+  const float *x, *route;
+  const int* position;
+  float* moe;
+  int n_used, cols;
+};
+template <bool MOE> DI float4 source4(const Source& s, int i) {
+  if (!MOE) return ld_f4(s.x + i);
+  float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+  for (int k = 0; k < s.n_used; k++) {
+    const int p = s.position[k];
+    if (p < 0) continue;
+    const float w = s.route[k];
+    const float4 v = ld_f4(s.x + (i64)p * s.cols + i);
+    acc = make_float4(fmaf(v.x, w, acc.x), fmaf(v.y, w, acc.y), fmaf(v.z, w, acc.z), fmaf(v.w, w, acc.w));
   }
-  if (z) {
-    const float4 a = ld_f4(z + i);
-    v = make_float4(v.x + a.x, v.y + a.y, v.z + a.z, v.w + a.w);
-    st_f4(sum2 + i, v);
-  }
+  st_f4(s.moe + i, acc);
+  return acc;
+}
+template <bool MOE> DI float source1(const Source& s, int i) {
+  if (!MOE) return s.x[i];
+  float acc = 0.f;
+  for (int k = 0; k < s.n_used; k++)
+    if (s.position[k] >= 0) acc = fmaf(s.x[(i64)s.position[k] * s.cols + i], s.route[k], acc);
+  return s.moe[i] = acc;
+}
+
+// Source (+ y) (+ z), sums stored where there is something to add.
+struct Addends {
+  const float *y, *z;
+  float *sum1, *sum2;
+};
+DI float4 added4(float4 v, const Addends& a, int i) {
+  if (a.y) st_f4(a.sum1 + i, v = add4(v, ld_f4(a.y + i)));
+  if (a.z) st_f4(a.sum2 + i, v = add4(v, ld_f4(a.z + i)));
   return v;
 }
-DI float added1(float v, const float* y, const float* z, float* sum1, float* sum2, int i) {
-  if (y) {
-    v += y[i];
-    if (sum1) sum1[i] = v;
-  }
-  if (z) {
-    v += z[i];
-    sum2[i] = v;
-  }
+DI float added1(float v, const Addends& a, int i) {
+  if (a.y) a.sum1[i] = v += a.y[i];
+  if (a.z) a.sum2[i] = v += a.z[i];
   return v;
 }
 
@@ -58,37 +79,49 @@ DI void normalize(const float* src, float scale, const NormOut& o, i64 row, bool
   }
 }
 
-// One block per row; x, y, z, sums and out are contiguous rows of `width`. y, z may be null; sum1 is stored if not null.
-extern "C" __global__ void __launch_bounds__(512, 2)
-layer_norm_rows(const i64* st, int symbol, int factor, const float* x, i64 x_cols, const float* y, const float* z, float* sum1,
-                float* sum2, const float* w, float* out, int width, float eps, u8* q8, i64 q8_bytes, u8* bf16, i64 bf16_bytes,
-                int wanted) {
+// One row by one block.
+template <bool MOE> DI void norm_row(const Source& s, const Addends& a, const NormOut& o, float eps, i64 row) {
   IK_SHARED(float, scratch, 32)
-  const i64 row = blockIdx.x;
-  if (row >= step_rows(st, symbol, factor)) return;
   const int t = threadIdx.x, n = blockDim.x;
-  const i64 at = row * width;
-  const float* src = x + row * x_cols;
-  if (y) y += at;
-  if (z) z += at;
-  if (sum1) sum1 += at;
-  if (sum2) sum2 += at;
-  out += at;
-  const bool vec = width % 4 == 0 && aligned16(src) && aligned16(w);
+  const bool vec = o.width % 4 == 0 && aligned16(s.x) && aligned16(o.w);
   float acc = 0.f;
   if (vec)
-    for (int i = 4 * t; i < width; i += 4 * n) {
-      const float4 v = added4(ld_f4(src + i), y, z, sum1, sum2, i);
+    for (int i = 4 * t; i < o.width; i += 4 * n) {
+      const float4 v = added4(source4<MOE>(s, i), a, i);
       acc += (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
     }
   else
-    for (int i = t; i < width; i += n) {
-      const float v = added1(src[i], y, z, sum1, sum2, i);
+    for (int i = t; i < o.width; i += n) {
+      const float v = added1(source1<MOE>(s, i), a, i);
       acc += v * v;
     }
-  const float scale = 1.f / sqrtf(block_sum(acc, scratch) / (float)width + eps);
+  const float scale = 1.f / sqrtf(block_sum(acc, scratch) / (float)o.width + eps);
   // Every thread reads back what it stored itself.
-  normalize(z ? sum2 : y ? sum1 : src, scale, {w, out, q8, bf16, q8_bytes, bf16_bytes, wanted, width}, row, vec, t, n);
+  normalize(a.z ? a.sum2 : a.y ? a.sum1 : MOE ? s.moe : s.x, scale, o, row, vec, t, n);
+}
+
+// One block per row. y and z may be null; both, their sums and out are contiguous rows of `width`.
+extern "C" __global__ void __launch_bounds__(512, 2)
+layer_norm_rows(const i64* st, int symbol, int factor, const float* x, i64 x_cols, const float* y, float* sum1, const float* z,
+                float* sum2, const float* w, float* out, int width, float eps, u8* q8, i64 q8_bytes, u8* bf16, i64 bf16_bytes,
+                int wanted) {
+  const i64 row = blockIdx.x, at = row * width;
+  if (row >= step_rows(st, symbol, factor)) return;
+  norm_row<false>({x + row * x_cols, nullptr, nullptr, nullptr, 0, 0},
+                  {y ? y + at : nullptr, z ? z + at : nullptr, sum1 + at, sum2 + at},
+                  {w, out + at, q8, bf16, q8_bytes, bf16_bytes, wanted, width}, eps, row);
+}
+
+// The same with the weighted sum of experts (layer_moe_sum) as first addend.
+extern "C" __global__ void __launch_bounds__(512, 2)
+layer_norm_experts(const i64* st, int symbol, int factor, const float* experts, const float* route, const int* position, float* moe,
+                   int n_used, const float* y, float* sum1, const float* z, float* sum2, const float* w, float* out, int width,
+                   float eps, u8* q8, i64 q8_bytes, u8* bf16, i64 bf16_bytes, int wanted) {
+  const i64 row = blockIdx.x, at = row * width;
+  if (row >= step_rows(st, symbol, factor)) return;
+  norm_row<true>({experts, route + row * 2 * n_used, position + row * n_used, moe + at, n_used, width},
+                 {y ? y + at : nullptr, z ? z + at : nullptr, sum1 + at, sum2 + at},
+                 {w, out + at, q8, bf16, q8_bytes, bf16_bytes, wanted, width}, eps, row);
 }
 
 // One warp per group of `width` columns (heads): groups per row, x_cols columns between rows of x.

@@ -1,0 +1,154 @@
+"""Activation rows: values converted once per input and kind for the matrix products that read them.
+
+The launch that computes a value also writes its converted rows where it can (norms, swiglu); else a conversion is
+launched. Layouts: `layouts.py`; kernels: `kernels/layer_rows.cu`, `layer_common.cuh`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ikcli.backends.cuda.layouts import half_row_bytes, q8_row_bytes
+from ikcli.backends.cuda.lower import Arg, Counts, Grid, Lowering, Ref
+from ikcli.errors import UnsupportedError
+from ikcli.graph import HeadSlice, Node, RowSpec
+
+When = Callable[[Counts], bool]
+THREADS = 256
+PER_BLOCK = 4 * THREADS  # columns that a block of an element-wise kernel does
+WANT_Q8, WANT_BF16 = 1, 2  # layer_common.cuh
+N_FORMAT_ARGS = 5  # q8, its row bytes, bf16, its row bytes, Formats: the last arguments of kernels that make such rows
+_PRODUCERS = ("layer_norm_rows", "layer_norm_experts", "layer_swiglu")
+
+
+def parts_of(n: int, per_block: int) -> int:
+    """Blocks for n items."""
+    return -(-n // per_block)
+
+
+def row_grid(spec: RowSpec, parts: int = 1) -> Grid:
+    """One block per row and part of a row: rows first, only that dimension of a grid may exceed 65535."""
+    return lambda c: (c.rows(spec), parts, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Converted rows: address, bytes between rows, bytes between heads of a row."""
+
+    at: Ref
+    row_bytes: int
+    head_bytes: int
+
+
+@dataclass(slots=True)
+class Wanted:
+    """When converted rows are needed: if any of their readers runs. None: always."""
+
+    readers: list[When | None] = field(default_factory=list)
+
+    def __call__(self, counts: Counts) -> bool:
+        return any(when is None or when(counts) for when in self.readers)
+
+
+@dataclass(slots=True)
+class Formats:
+    """The argument by which a kernel learns which rows to make beside its float32 result."""
+
+    q8: Wanted | None = None
+    bf16: Wanted | None = None
+
+    def __call__(self, counts: Counts) -> np.int32:
+        q8 = WANT_Q8 if self.q8 is not None and self.q8(counts) else 0
+        return np.int32(q8 | (WANT_BF16 if self.bf16 is not None and self.bf16(counts) else 0))
+
+
+def format_args() -> tuple[Arg, ...]:
+    """The last arguments of a kernel that can make activation rows: none wanted yet."""
+    return 0, 0, 0, 0, Formats()
+
+
+def makes_formats(args: tuple[Arg, ...]) -> bool:
+    """Whether a launch with these arguments makes activation rows."""
+    formats = args[-1]
+    return isinstance(formats, Formats) and (formats.q8 is not None or formats.bf16 is not None)
+
+
+def producer(low: Lowering, node: Node, first: int = 0) -> int:
+    """Index of the last op, not before `first`, that computes a node; -1 if there is none."""
+    for i in range(len(low.ops) - 1, first - 1, -1):
+        if low.ops[i].node is node or node in low.ops[i].also:
+            return i
+    return -1
+
+
+def kind_row_bytes(kind: str, k: int) -> int:
+    """Bytes of an activation row of k values: "q8", "bf16" or "f16"."""
+    return q8_row_bytes(k) if kind == "q8" else half_row_bytes(k)
+
+
+def activations(low: Lowering, x: HeadSlice, heads: int, kind: str, when: When | None = None) -> Activations:
+    """Rows of a node as `kind`, made once: columns offset + h*head_stride .. +width of every row, for each head.
+
+    `when`: the condition under which the caller's launch runs; the rows exist only then. q8 needs widths of n*32.
+    """
+    src = x.source
+    assert isinstance(src, Node)
+    if kind == "q8" and x.width % 32:
+        raise UnsupportedError(f"{src.name}: rows of {x.width} columns cannot be quantized in blocks of 32")
+    row = kind_row_bytes(kind, x.width)
+
+    def make() -> Ref:
+        out = low.buffer(low.rows(src.rows) * heads * row)
+        if not (heads == 1 and x.width == src.cols and _by_producer(low, src, kind, out, row, when)):
+            _convert(low, x, heads, kind, out, row, when)
+        return out
+
+    n = len(low.sizes)
+    at = low.shared(("activations", kind, src, x.offset, x.width, x.head_stride, heads), make)
+    if at.target != n:
+        _also_when(low, at, when)
+    return Activations(at, heads * row, row)
+
+
+def _convert(low: Lowering, x: HeadSlice, heads: int, kind: str, out: Ref, row: int, when: When | None) -> None:
+    src = x.source
+    assert isinstance(src, Node)
+    values = x.width if kind == "q8" else -(-x.width // 8) * 8
+    per_block = PER_BLOCK if kind == "q8" else 2 * PER_BLOCK
+    low.emit(f"layer_to_{kind}", row_grid(src.rows, parts_of(heads * values, per_block)), THREADS, 0, low.state,
+             *low.row_args(src.rows), low.out(src) + 4 * x.offset, src.cols, np.int32(heads), x.head_stride,
+             np.int32(x.width), out, row, when=Wanted([when]))  # fmt: skip
+
+
+def _by_producer(low: Lowering, src: Node, kind: str, out: Ref, row: int, when: When | None) -> bool:
+    """Let the launch that computes `src` write the rows too."""
+    if kind == "f16" or src.cols % 32:
+        return False
+    at = producer(low, src)
+    if at < 0 or low.ops[at].kernel not in _PRODUCERS or low.ops[at].when is not None:
+        return False
+    args = list(low.ops[at].args)
+    formats = args[-1]
+    assert isinstance(formats, Formats)
+    setattr(formats, kind, Wanted([when]))
+    first = len(args) - N_FORMAT_ARGS + (0 if kind == "q8" else 2)
+    args[first : first + 2] = out, row
+    low.ops[at] = replace(low.ops[at], args=tuple(args))
+    return True
+
+
+def _also_when(low: Lowering, at: Ref, when: When | None) -> None:
+    """Rows that exist already have one more reader."""
+    for op in reversed(low.ops):
+        if at not in op.args:
+            continue
+        wanted = op.when
+        if isinstance(op.args[-1], Formats):
+            wanted = op.args[-1].q8 if op.args[-N_FORMAT_ARGS] == at else op.args[-1].bf16
+        if isinstance(wanted, Wanted):
+            wanted.readers.append(when)
+            return
+    raise AssertionError("activation rows that nobody makes")

@@ -1,0 +1,210 @@
+"""Launches that do the work of several nodes: an earlier launch waits until a later node can be computed with it.
+
+A launch may wait if it belongs to the same turn, is unconditional, and nothing has read what it writes. Merged launches
+store every node's value all the same. Kernels: `kernels/layer_norm.cu`, `kernels/layer_heads.cu`.
+
+    norm     rms_norm of a sum, of a sum of sums, of sums whose first addend is the weighted sum of experts
+    heads    rotation of heads, after their norms, for queries and keys together
+    latent   DeepSeek's cached row (normed latent, rotated key, both side by side) and rotated queries
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ikcli.backends.cuda.activations import format_args, makes_formats, parts_of, producer, row_grid
+from ikcli.backends.cuda.lower import Arg, Grid, Lowering, Op, Ref
+from ikcli.graph import HeadSlice, Node, RowSpec, Weight
+
+NORM_AT = 3  # layer_norm_rows: x, bytes of x, y, sum1, z, sum2, w, out, width, eps, formats
+HEADS_AT = 8  # layer_heads: state, rows (2), table, dim, offset, n_rot, neox, then 7 words per value
+
+
+def waiting(low: Lowering, node: Node, *kernels: str) -> int:
+    """Index of the launch of one of `kernels` that computes `node` and may still be moved to the end; else -1."""
+    at = producer(low, node, low.turn_start)
+    if at < 0:
+        return -1
+    op = low.ops[at]
+    if op.kernel not in kernels or op.when is not None or makes_formats(op.args):
+        return -1
+    made = {low.out(n).target for n in (op.node, *op.also)}
+    for later in low.ops[at + 1 :]:
+        if any(isinstance(arg, Ref) and arg.target in made for arg in later.args):
+            return -1
+    return at
+
+
+def take(low: Lowering, at: int) -> Op:
+    """Remove a waiting launch."""
+    return low.ops.pop(at)
+
+
+def put(low: Lowering, kernel: str, grid: Grid, block: int, nodes: list[Node], args: tuple[Arg, ...]) -> None:
+    """Append a launch that computes several nodes."""
+    low.ops.append(Op(kernel, grid, block, 0, args, nodes[0], None, tuple(nodes[1:])))
+
+
+def _number(arg: Arg) -> float:
+    """A word that is a plain number."""
+    assert isinstance(arg, (int, np.int32, np.float32))
+    return float(arg)
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+def norm_threads(width: int) -> int:
+    """Threads for one row: a row of one token should take few steps."""
+    return 128 if width <= 512 else 256 if width <= 1024 else 512
+
+
+def _sum(low: Lowering, node: Node) -> int:
+    """Index of the waiting launch of an `add` of two values."""
+    if node.op != "add" or not all(isinstance(x, Node) for x in node.inputs):
+        return -1
+    return waiting(low, node, "layer_add")
+
+
+def merged_norm(low: Lowering, node: Node, x: Node, w: Weight) -> bool:
+    """Lower an rms_norm of whole rows of x together with the sums that make x; False if it does not apply."""
+    a = node.attrs
+    if a["offset"] or a["width"] != x.cols or node.cols != x.cols or _sum(low, x) < 0:
+        return False
+    take(low, _sum(low, x))
+    first, second = (n for n in x.inputs if isinstance(n, Node))
+    if _sum(low, first) < 0 <= _sum(low, second):
+        first, second = second, first
+    nodes, third = [x, node], None
+    if _sum(low, first) >= 0:
+        take(low, _sum(low, first))
+        nodes.insert(0, first)
+        third = second
+        first, second = (n for n in first.inputs if isinstance(n, Node))
+    if _experts(low, first) < 0 <= _experts(low, second):
+        first, second = second, first
+    at = _experts(low, first)
+    rest: tuple[Arg, ...] = (
+        low.out(second), low.out(nodes[0]), low.out(third) if third else 0, low.out(x) if third else 0, low.weight(w),
+        low.out(node), np.int32(x.cols), np.float32(a["eps"]), *format_args(),
+    )  # fmt: skip
+    if at < 0:
+        source: tuple[Arg, ...] = low.out(first), first.cols
+    else:  # state, rows (2), y, route, position, out, cols, n_used
+        args = take(low, at).args
+        source = (*args[3:7], args[8])
+        nodes.insert(0, first)
+    put(low, "layer_norm_rows" if at < 0 else "layer_norm_experts", row_grid(node.rows), norm_threads(x.cols), nodes,
+        (low.state, *low.row_args(node.rows), *source, *rest))  # fmt: skip
+    return True
+
+
+def _experts(low: Lowering, node: Node) -> int:
+    return waiting(low, node, "layer_moe_sum") if node.op == "moe_sum" else -1
+
+
+# --- heads ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A value whose heads are rotated, perhaps normed before."""
+
+    x: Ref
+    x_cols: int
+    heads: int
+    out: Arg
+    w: Arg = 0
+    normed: Arg = 0
+    eps: float = 0.0
+
+    def args(self) -> tuple[Arg, ...]:
+        """Words of layer_heads."""
+        return (self.x, self.x_cols, self.w, self.normed, self.out, np.int32(self.heads), np.float32(self.eps))
+
+
+def _no_heads(any_ref: Ref) -> Heads:
+    return Heads(any_ref, 0, 0, 0)
+
+
+def _heads_grid(spec: RowSpec, per_row: int) -> Grid:
+    return lambda c: parts_of(c.rows(spec) * per_row, 4)
+
+
+def merged_heads(low: Lowering, node: Node, x: Node, table: Node) -> None:
+    """Lower a rope node: with the norm of its heads, and with another rope of the same kind (queries and keys)."""
+    a = node.attrs
+    dim, nodes = a["head_dim"], [node]
+    mine = Heads(low.out(x), x.cols, a["n_head"], low.out(node))
+    at = waiting(low, x, "layer_norm_groups")
+    if at >= 0 and x.attrs["width"] == dim:
+        args = take(low, at).args  # state, rows (2), x, x_cols, w, out, groups, width, eps
+        source, w = args[3], args[5]
+        assert isinstance(source, Ref)
+        mine = Heads(source, int(_number(args[4])), a["n_head"], low.out(node), w, low.out(x), _number(args[9]))
+        nodes.insert(0, x)
+    kind = (low.state, *low.row_args(node.rows), low.out(table), np.int32(dim), np.int32(a["offset"]),
+            np.int32(a["n_rot"]), np.int32(a["neox"]))  # fmt: skip
+    args, per_row = mine.args() + _no_heads(mine.x).args(), mine.heads
+    other = _unpaired(low, kind)
+    if other >= 0:
+        op = take(low, other)
+        args = op.args[HEADS_AT : HEADS_AT + 7] + mine.args()
+        nodes = [op.node, *op.also, *nodes]
+        per_row += int(_number(args[5]))
+    put(low, "layer_heads", _heads_grid(node.rows, per_row), 128, nodes, kind + args)
+
+
+def _unpaired(low: Lowering, kind: tuple[Arg, ...]) -> int:
+    """Index of the last layer_heads launch if it does one value only, in the same way, and waits."""
+    for i in range(len(low.ops) - 1, low.turn_start - 1, -1):
+        op = low.ops[i]
+        if op.kernel == "layer_heads":
+            alone = _number(op.args[-2]) == 0
+            return i if alone and op.args[: len(kind)] == kind and waiting(low, op.node, "layer_heads") == i else -1
+    return -1
+
+
+def merged_latent(low: Lowering, node: Node, parts: list[HeadSlice], n_head: int) -> bool:
+    """Lower the concatenation of rotated key and normed latent of one row; False if the node is something else."""
+    if n_head != 1 or len(parts) != 2:
+        return False
+    rotated, latent = (p.source for p in parts)
+    if not isinstance(rotated, Node) or not isinstance(latent, Node) or (rotated.op, latent.op) != ("rope", "rms_norm"):
+        return False
+    kv, rank, n_rot, r = latent.inputs[0], latent.cols, rotated.attrs["n_rot"], rotated.attrs
+    if kv is not rotated.inputs[0] or not isinstance(kv, Node) or kv.cols != rank + n_rot:
+        return False
+    shape = (r["n_head"], r["offset"], latent.attrs["offset"], latent.attrs["width"])
+    slices = [(p.offset, p.width) for p in parts]
+    if shape != (1, rank, 0, rank) or slices != [(rank, n_rot), (0, rank)]:
+        return False
+    key, norm = waiting(low, rotated, "layer_heads"), waiting(low, latent, "layer_norm_rows")
+    if key < 0 or norm < 0 or _number(low.ops[key].args[-2]) != 0 or low.ops[norm].args[NORM_AT + 2] != 0:
+        return False
+    eps = low.ops[norm].args[NORM_AT + 9]
+    for at in sorted((key, norm), reverse=True):
+        take(low, at)
+    _put_latent(low, node, rotated, latent, kv, eps)
+    return True
+
+
+def _put_latent(low: Lowering, node: Node, rotated: Node, latent: Node, kv: Node, eps: Arg) -> None:
+    """The launch of `merged_latent`, with queries that wait for their rotation."""
+    table, w, a = rotated.inputs[1], latent.inputs[1], rotated.attrs
+    assert isinstance(table, Node) and isinstance(w, Weight)
+    same = (low.state, *low.row_args(node.rows), low.out(table))
+    rotation: tuple[Arg, ...] = np.int32(a["n_rot"]), np.int32(a["neox"])
+    nodes = [latent, rotated, node]
+    dims: tuple[Arg, ...] = np.int32(0), np.int32(0)
+    queries, heads = _no_heads(low.out(kv)).args(), 0
+    at = next((i for i in range(len(low.ops) - 1, low.turn_start - 1, -1) if low.ops[i].kernel == "layer_heads"), -1)
+    if at >= 0:
+        op = low.ops[at]
+        like = op.args[:4] == same and op.args[6:8] == rotation and _number(op.args[-2]) == 0
+        if like and waiting(low, op.node, "layer_heads") == at:
+            take(low, at)
+            nodes = [op.node, *op.also, *nodes]
+            dims, queries = op.args[4:6], op.args[HEADS_AT : HEADS_AT + 7]
+            heads = int(_number(queries[5]))
+    put(low, "layer_latent", _heads_grid(node.rows, heads + 1), 128, nodes,
+        (*same, *dims, *rotation, *queries, low.out(kv), low.weight(w), eps, np.int32(latent.cols), low.out(latent),
+         low.out(rotated), low.out(node)))  # fmt: skip

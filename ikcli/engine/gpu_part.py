@@ -6,17 +6,19 @@ that one is filled while the other is copied. Cache cells are taken out and put 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.backends.cpu.backend import State
 from ikcli.backends.cuda import kv_layout, upload
-from ikcli.backends.cuda.backend import CudaBackend
+from ikcli.backends.cuda.backend import CudaBackend, CudaProgram
 from ikcli.backends.cuda.device import Device, Memory
+from ikcli.backends.cuda.lower import Op, Program, Ref
 from ikcli.engine.model import Model
-from ikcli.engine.parts import Bytes
-from ikcli.graph import Cache, Weight
+from ikcli.engine.parts import Bytes, TimedOp, work_of
+from ikcli.graph import Cache, Node, Weight
 from ikcli.log import progress
 from ikcli.quant.formats import get_format, row_size
 
@@ -99,6 +101,40 @@ class GpuPart(CudaBackend):
                 self.device.upload(self._stream, address, array)
         self.device.synchronize(self._stream)
 
+    def timed(self, program: CudaProgram, turn: int, n_threads: int, state: State, show: bool) -> Iterator[TimedOp]:
+        """Run a turn launch by launch, each between two events."""
+        span, inner, device = program.spans[turn], program.program, self.device
+        before, after = device.event(timing=True), device.event(timing=True)
+        self.take_in(program, span)
+        for node, first, stop in inner.node_ops():
+            if not span.first <= first < span.stop:
+                continue
+            for i in range(first, stop):
+                for launch in inner.launches(self._counts, i, i + 1):
+                    device.record(self._stream, before)
+                    device.launch(self._stream, launch)
+                    device.record(self._stream, after)
+                    device.synchronize(self._stream)
+                    n_bytes, n_ops = self._work(inner, inner.ops[i], state)
+                    yield TimedOp(node, launch.kernel, device.elapsed(before, after) / 1e3, n_bytes, n_ops)
+            if show and inner.has_output(node):
+                yield TimedOp(node, "shown", 0.0, 0, 0, self._value(inner, node, _rows(node, state)))
+        self.give_out(program, span)
+        device.record(self._stream, program.events[turn])
+
+    def _work(self, program: Program, op: Op, state: State) -> tuple[int, int]:
+        """See `work_of`, for launches that read the weights."""
+        names = {x.name for x in op.node.inputs if isinstance(x, Weight)}
+        if not any(isinstance(arg, Ref) and arg.target in names for arg in op.args):
+            return 0, 0
+        return work_of(op.node, state, lambda plan: self._expert_rows(program, plan, state))
+
+    def _expert_rows(self, program: Program, plan: Node, state: State) -> tuple[int, int]:
+        pairs = self._value(program, plan, _rows(plan, state))
+        experts = np.unique(pairs[:, 1].astype(np.int64))
+        rows = int(np.count_nonzero(pairs[:, 1] != -1))
+        return int(np.count_nonzero(experts != -1)), rows
+
     def close(self) -> None:
         """Free everything."""
         super().close()
@@ -106,6 +142,10 @@ class GpuPart(CudaBackend):
             self.device.free(slab)
         self._slabs.clear()
         self.device.close()
+
+
+def _rows(node: Node, state: State) -> int:
+    return state.rows[node.rows.symbol] * node.rows.factor
 
 
 def _aligned(n_bytes: int) -> int:

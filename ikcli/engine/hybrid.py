@@ -8,7 +8,7 @@ executes those of the CPU, and waits only for what a turn needs. Looks like `Cpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from ikcli.backends.cpu.lower import max_rows
 from ikcli.backends.cpu.program import Program
 from ikcli.backends.cpu.threads import aligned_zeros
 from ikcli.engine.model import Model
-from ikcli.engine.parts import CPU, Bytes, CpuPart, Part
+from ikcli.engine.parts import CPU, Bytes, CpuPart, Part, TimedOp
 from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, Weight, assign_offsets
 from ikcli.graph.split import Places, Turn, assign, schedule
 
@@ -194,6 +194,16 @@ class HybridBackend:
                 if node not in seen:
                     seen.add(node)
                     observer(node, value)
+        for name in program.parts:
+            self.parts[name].finish()
+
+    def timed(self, program: HybridProgram, n_threads: int, state: State, show: bool) -> Iterator[TimedOp]:
+        """Execute op by op under a clock."""
+        for name, part in program.parts.items():
+            self.parts[name].begin(part, state)
+        for turn, number in zip(program.turns, program.numbers, strict=True):
+            self._wait_for(program, turn)
+            yield from self.parts[turn.device].timed(program.parts[turn.device], number, n_threads, state, show)
         for name in program.parts:
             self.parts[name].finish()
 

@@ -12,18 +12,16 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.backends.cpu.backend import CpuBackend, State
-from ikcli.backends.cpu.program import Op, Program
-from ikcli.graph import Node, Rows, Weight
-from ikcli.quant.formats import row_size
+from ikcli.backends.cpu.backend import State
+from ikcli.engine.parts import SessionBackend
+from ikcli.graph import Node, Rows
 
 Observer = Callable[[Node, npt.NDArray[np.generic]], None]
-_PRODUCTS = ("mul_mat", "mul_mat_heads", "mul_mat_id", "moe_up_gate")
-_BY_EXPERT = ("mul_mat_id", "moe_up_gate")
 _MIN_SHARE = 0.001  # groups below are summed up in one line
 _HEAD = f"{'op':<34} {'kernel':<34} {'count':>8} {'ms':>10} {'share':>6} {'us each':>9} {'GB/s':>7} {'GOP/s':>8}"
 
@@ -67,24 +65,20 @@ class Profile:
         self.phases = {"prompt": Phase(), "generation": Phase()}
 
     def run(
-        self, backend: CpuBackend, program: Program, n_threads: int, state: State, observer: Observer | None = None
+        self, backend: SessionBackend, program: Any, n_threads: int, state: State, observer: Observer | None = None
     ) -> None:
         """Execute a bound program; the observer sees every output, outside of the measured time."""
         n_tokens = state.rows[Rows.TOKENS]
         phase = self.phases["generation" if n_tokens == state.n_segments else "prompt"]
         started, outside = time.perf_counter(), 0.0
-        for node, first, stop in program.node_ops():
-            for i in range(first, stop):
+        seen: set[Node] = set()
+        for op in backend.timed(program, n_threads, state, observer is not None):
+            group = phase.groups.setdefault((_place(op.node), op.kernel), Group())
+            group.add(Group(1, op.seconds, op.n_bytes, op.n_ops))
+            if observer is not None and op.value is not None and op.node not in seen:
                 begin = time.perf_counter()
-                backend.run_ops(program, i, i + 1, n_threads)
-                seconds = time.perf_counter() - begin
-                op = program.ops[i]
-                group = phase.groups.setdefault((_place(node), op.kernel.text), Group())
-                n_bytes, n_ops = _work(backend, program, op, state)
-                group.add(Group(1, seconds, n_bytes, n_ops))
-            if observer is not None and program.has_output(node):
-                begin = time.perf_counter()
-                observer(node, program.view(backend.arena, node, state.rows[node.rows.symbol] * node.rows.factor))
+                seen.add(op.node)
+                observer(op.node, op.value)
                 outside += time.perf_counter() - begin
         phase.n_passes += 1
         phase.n_tokens += n_tokens
@@ -99,29 +93,6 @@ def _place(node: Node) -> str:
     """Name of a node without the layer, and its op where the name does not tell it."""
     name = re.sub(r"[-.]\d+(?=[-.]|$)", "", node.name)
     return name if node.op in name else f"{name} ({node.op})"
-
-
-def _work(backend: CpuBackend, program: Program, op: Op, state: State) -> tuple[int, int]:
-    """Bytes of weights that an op reads, and its multiplications and additions if it is a matrix product."""
-    node = op.node
-    weights = [w for w in node.inputs if isinstance(w, Weight) and len(w.shape) > 1]
-    if not weights:
-        return 0, 0
-    if node.op == "embed":
-        return state.rows[Rows.TOKENS] * row_size(weights[0].type, weights[0].ne0), 0
-    if node.op not in _PRODUCTS or op.kernel.module != "matmul":
-        return 0, 0
-    if node.op in _BY_EXPERT:
-        plan = node.inputs[-1]
-        assert isinstance(plan, Node)
-        ends = program.raw(backend.arena, plan, 8, plan.attrs["n_expert"] + 1)
-        matrices, rows = int((np.diff(ends) > 0).sum()), int(ends[-1])
-        n_ops = sum(2 * w.ne0 * w.ne1 * rows for w in weights)
-    else:
-        rows = state.rows[node.rows.symbol] * node.rows.factor
-        matrices = weights[0].ne2 if node.op == "mul_mat_heads" else 1
-        n_ops = 2 * weights[0].ne0 * weights[0].ne1 * matrices * rows
-    return sum(matrices * w.ne1 * row_size(w.type, w.ne0) for w in weights) if rows else 0, n_ops
 
 
 def _table(name: str, phase: Phase) -> list[str]:

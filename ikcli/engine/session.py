@@ -245,7 +245,7 @@ class Session:
 
     def _run(self, program: Any, n_threads: int, n_outputs: int) -> FloatRows:
         if self.profile is not None:
-            self.profile.run(self.backend.cpu, program, n_threads, self._state, self.observer)
+            self.profile.run(self.backend, program, n_threads, self._state, self.observer)
         elif self.observer is None:
             self.backend.run(program, n_threads, self._state)
         else:

@@ -84,7 +84,7 @@ def schedule(graph: Graph, device: dict[Node, str], result: Node, *, cut: Iterab
     done: set[tuple[Node, str]] = set()
     turns: list[Turn] = []
     while left:
-        current = left[0].device
+        current = next((t for t in left if t.node.op not in REPEATED), left[0]).device
         taken, rest = _take(left, current, done)
         parts = _divide(taken, left, current) if current in cutting else [taken]
         for part in parts:

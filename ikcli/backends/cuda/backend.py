@@ -233,13 +233,20 @@ class CudaBackend:
 
     def _queue(self, program: CudaProgram, span: Span) -> None:
         """Imports, launches and exports of a turn."""
-        device, stream, counts = self.device, self._stream, self._counts
+        self.take_in(program, span)
+        for launch in program.program.launches(self._counts, span.first, span.stop):
+            self.device.launch(self._stream, launch)
+        self.give_out(program, span)
+
+    def take_in(self, program: CudaProgram, span: Span) -> None:
+        """Queue the copies from hand-over memory before a turn."""
         for node in span.imports:
-            device.upload(stream, program.program.node_address(node), self._part(program, node))
-        for launch in program.program.launches(counts, span.first, span.stop):
-            device.launch(stream, launch)
+            self.device.upload(self._stream, program.program.node_address(node), self._part(program, node))
+
+    def give_out(self, program: CudaProgram, span: Span) -> None:
+        """Queue the copies into hand-over memory after a turn."""
         for node in span.exports:
-            device.download(stream, self._part(program, node), program.program.node_address(node))
+            self.device.download(self._stream, self._part(program, node), program.program.node_address(node))
 
     def _part(self, program: CudaProgram, node: Node) -> Bytes:
         """A node's rows of this bucket in hand-over memory."""
@@ -268,8 +275,7 @@ class CudaBackend:
     ) -> Iterator[tuple[Node, npt.NDArray[np.generic]]]:
         """Run a turn node by node; yields copies of the outputs."""
         span, inner, device = program.spans[turn], program.program, self.device
-        for node in span.imports:
-            device.upload(self._stream, inner.node_address(node), self._part(program, node))
+        self.take_in(program, span)
         for node, first, stop in inner.node_ops():
             if not span.first <= first < span.stop:
                 continue
@@ -277,8 +283,7 @@ class CudaBackend:
                 device.launch(self._stream, launch)
             if inner.has_output(node):
                 yield node, self._value(inner, node, state.rows[node.rows.symbol] * node.rows.factor)
-        for node in span.exports:
-            device.download(self._stream, self._part(program, node), inner.node_address(node))
+        self.give_out(program, span)
         device.record(self._stream, program.events[turn])
 
     def _value(self, program: Program, node: Node, n_rows: int) -> npt.NDArray[np.generic]:

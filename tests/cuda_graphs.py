@@ -28,6 +28,44 @@ Array = npt.NDArray[Any]
 LIMITS = DeviceLimits((9, 0), 132, 232448, 233472, 60 << 20, "emulated")
 
 
+def n_rows(node: Node, n: int, outputs: Sequence[int]) -> int:
+    """Rows of a node for n tokens of one sequence."""
+    return (len(outputs) if node.rows.symbol is Rows.OUTPUTS else n) * node.rows.factor
+
+
+def download(d: EmulatedDevice, stream: Any, program: Program, node: Node, rows: int) -> Array:
+    """Value of a node; there after the next synchronisation."""
+    value = np.empty((rows, node.cols), np.float32 if node.dtype == "f32" else np.int32)
+    if value.size:
+        d.download(stream, value, program.node_address(node))
+    return value
+
+
+def bind(
+    d: EmulatedDevice, stream: Any, program: Program, n: int, outputs: Sequence[int], pos: int,
+    weights: Mapping[str, Array],
+) -> Counts:  # fmt: skip
+    """Give a program memory, weights (as stored) and a step block of n tokens of one sequence; returns their bucket."""
+
+    def upload(data: Array, owner: str) -> int:
+        memory = d.alloc(data.nbytes, owner)
+        d.upload(stream, memory.address, np.ascontiguousarray(data))
+        return memory.address
+
+    arrays = [
+        np.zeros(n, np.int32), np.arange(pos, pos + n, dtype=np.int32), np.arange(n), np.array(outputs, np.int64),
+        np.array([0, n, 0, pos, 0, n]), np.arange(n),
+    ]  # fmt: skip
+    words = np.zeros(16, np.int64)
+    words[:4] = n, len(outputs), n, 1
+    words[4:10] = [upload(a, "step") for a in arrays]
+    arena = d.alloc(max(program.arena_bytes, 1), "arena").address
+    constants = {b: upload(np.frombuffer(data, np.uint8), "constant") for b, data in program.constants.items()}
+    names = {name: upload(w, name) for name, w in weights.items()}
+    program.bind(upload(words, "step"), arena, constants, names, {})
+    return Counts(n, len(outputs), n, 1, n).bucket(program.lowering.max_rows)
+
+
 class GraphRun:
     """One graph over n rows; weights are float32 arrays in NumPy order."""
 
@@ -92,40 +130,17 @@ class GraphRun:
         return found
 
     def _run(self, program: Program, results: Sequence[Node], n: int, outputs: Sequence[int], pos: int) -> list[Array]:
-        d, most = self.device, program.lowering.max_rows
+        d = self.device
         s = d.stream()
-        self.arena = d.alloc(max(program.arena_bytes, 1), "arena")
-
-        def upload(data: Array, owner: str) -> int:
-            memory = d.alloc(data.nbytes, owner)
-            d.upload(s, memory.address, np.ascontiguousarray(data))
-            return memory.address
-
-        arrays = [
-            np.zeros(n, np.int32), np.arange(pos, pos + n, dtype=np.int32), np.arange(n), np.array(outputs, np.int64),
-            np.array([0, n, 0, pos, 0, n]), np.arange(n),
-        ]  # fmt: skip
-        words = np.zeros(16, np.int64)
-        words[:4] = n, len(outputs), n, 1
-        words[4:10] = [upload(a, "step") for a in arrays]
-        constants = {b: upload(np.frombuffer(data, np.uint8), "constant") for b, data in program.constants.items()}
-        weights = {name: upload(self.stored(name), name) for name in self.weights}
-        program.bind(upload(words, "step"), self.arena.address, constants, weights, {})
+        counts = bind(d, s, program, n, outputs, pos, {name: self.stored(name) for name in self.weights})
         for node, x in self.values.items():
             d.upload(s, program.node_address(node), x.astype(np.float32))
-        counts = Counts(n, len(outputs), n, 1, n).bucket(most)
-        self.launched = [Launch(r.kernel, r.grid, r.block, r.shared, r.args) for r in program.launches(counts)]
+        self.launched = list(program.launches(counts))
         for launch in self.launched:
             d.launch(s, launch)
-        n_rows = {Rows.TOKENS: n, Rows.OUTPUTS: len(outputs), Rows.KV: n}
-        found = []
-        for node in results:
-            value = np.empty((n_rows[node.rows.symbol] * node.rows.factor, node.cols), np.float32)
-            if value.size:
-                d.download(s, value, program.node_address(node))
-            found.append(value)
+        found = [download(d, s, program, node, n_rows(node, n, outputs)) for node in results]
         d.synchronize()
-        return [v if r.dtype == "f32" else v.view(np.int32) for v, r in zip(found, results, strict=True)]
+        return found
 
     def _bytes(self, address: int, n_bytes: int) -> Array:
         value = np.empty(n_bytes, np.uint8)

@@ -1,0 +1,100 @@
+"""Logits of sessions with emulated GPUs against those of the CPU, for every architecture, mode and division."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_emulation import needs_emulation
+from cuda_sessions import Opener, assert_close, config, transcript, written
+
+from ikcli.engine import gpus
+from ikcli.engine.session import Session
+
+pytestmark = needs_emulation
+EXACT = {"type_k": "f32", "type_v": "f32"}
+# As in test_session.py, of the standard deviation of the logits. Attention on the device multiplies in f16 or bf16, and
+# so do products of f16 weights.
+TOLERANCE = {"f32": 2e-2, "f16": 3e-2, "bf16": 8e-2, "q8_0": 1e-1}
+PLACEMENT = ("n_gpu_layers", "override_tensor", "tensor_split", "cpu_moe", "no_kv_offload")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def opener(monkeypatch: pytest.MonkeyPatch) -> Opener:
+    opener = Opener()
+    monkeypatch.setattr(gpus, "open_devices", opener)
+    return opener
+
+
+def modes() -> Iterator[Any]:
+    """(model, prompt tokens, changes)."""
+    for name in ("llama", "llama-tied", "qwen2", "qwen3moe"):
+        yield name, 9, EXACT
+    yield "llama", 9, {"flash_attn": False, **EXACT}
+    for mla in range(4):
+        for fa in (True, False):
+            yield "deepseek2", 9, {"mla": mla, "flash_attn": fa, **EXACT}
+    yield "qwen3moe", 9, {"type_k": "q8_0", "type_v": "f16"}
+    for type_ in ("f16", "bf16", "q8_0"):
+        yield "deepseek2", 9, {"type_k": type_}
+    yield "deepseek2", 9, {"fmoe": False, "ser": (2, 0.5), **EXACT}
+    yield "deepseek2", 9, {"k_hadamard": True, **EXACT}
+
+
+def divisions() -> Iterator[Any]:
+    """The same, for divisions between CPU and GPUs."""
+    yield "llama", 9, {"n_gpu_layers": 1, **EXACT}
+    yield "qwen3moe", 9, {"cpu_moe": True, **EXACT}
+    yield "deepseek3", 9, {"n_gpu_layers": 2, "no_kv_offload": True, **EXACT}
+    yield "llama", 9, {"override_tensor": ("attn=CPU", r"blk\.1\.ffn=CPU"), **EXACT}
+    yield "llama", 9, {"override_tensor": (r"blk\.0\.ffn=CUDA0",), "n_gpu_layers": 1, **EXACT}
+    yield "deepseek3", 9, {"tensor_split": (1.0, 2.0), "override_tensor": (r"blk\.2\..*exps=CUDA0",), **EXACT}
+
+
+def check(folder: Path, opener: Opener, name: str, n: int, changes: dict[str, Any]) -> None:
+    path = written(folder, name)
+    plain = {k: v for k, v in changes.items() if k not in PLACEMENT} | {"n_gpu_layers": 0}
+    with Session.open(config(path, **plain)) as session:
+        wanted = transcript(session, n)
+    assert not opener.devices
+    with Session.open(config(path, **changes)) as session:
+        found = transcript(session, n)
+        for device in opener.devices.values():
+            device.check()
+            assert sum(device.launches.values()) > 0
+    kinds = (changes.get("type_k", "f16"), changes.get("type_v", "f16"))
+    assert_close(found, wanted, max(TOLERANCE[k] for k in kinds))
+
+
+@pytest.mark.parametrize(("name", "n", "changes"), [*modes(), *divisions()])
+def test_logits_are_those_of_the_cpu(name, n, changes, folder, opener) -> None:
+    check(folder, opener, name, n, changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"mla": 2, "amb": 1}, {"override_tensor": ("exps=CPU",)}, {"type_k": "q8_0"}])
+@pytest.mark.parametrize("name", ["deepseek2", "deepseek3"])
+def test_long_prompts_are_those_of_the_cpu(name, changes, folder, opener) -> None:
+    check(folder, opener, name, 140, changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("type_", ["q8_KV", "q6_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"])
+def test_small_cache_types(type_, folder, opener) -> None:
+    """Codes near a limit fall to either side, so only the size of the error is held against that of the type."""
+    path = written(folder, "qwen3moe")
+    changes = {"type_k": type_, "type_v": type_, "k_hadamard": False}
+    with Session.open(config(path, n_gpu_layers=0)) as session:
+        exact = transcript(session, 9)
+    with Session.open(config(path, n_gpu_layers=0, **changes)) as session:
+        wanted = transcript(session, 9)
+    with Session.open(config(path, **changes)) as session:
+        found = transcript(session, 9)
+    assert abs(found - wanted).mean() < 0.3 * abs(wanted - exact).mean() + 1e-3

@@ -183,8 +183,8 @@ def _moe_route(low: Lowering, node: Node) -> None:
 
 
 def _scores_bytes(route: Node, warps: int) -> int:
-    """Shared memory of routing: scores by expert, needed to compare groups."""
-    return 4 * warps * route.attrs["n_expert"] if route.attrs["n_group"] > 1 else 0
+    """Shared memory of routing: probabilities by expert, and scores to compare groups."""
+    return 4 * warps * route.attrs["n_expert"] * (2 if route.attrs["n_group"] > 1 else 1)
 
 
 @rule

@@ -54,6 +54,7 @@ DI u32 best_groups(const float* scores, const Router& r) {
     key = ordered(size > 1 ? best + second : best);
   }
   u32 allowed = 0;
+#pragma unroll 1
   for (int k = 0; k < r.n_group_used; k++) {
     u32 top;
     const u32 g = warp_best(key, lane, top);
@@ -63,9 +64,10 @@ DI u32 best_groups(const float* scores, const Router& r) {
   return allowed;
 }
 
-// One row by one warp. Lane l has the experts l, l + 32, ...; `scores` is scratch of r.n floats, used with groups only.
-DI void route_row(const float* logits, int* out, float* scores, const Router& r) {
+// One row by one warp. Lane l has the experts l, l + 32, ...; shared memory: r.n probabilities and, with groups, r.n scores.
+DI void route_row(const float* logits, int* out, float* probs, const Router& r) {
   const int lane = threadIdx.x & 31;
+  float* scores = probs + r.n;
   float p[PER_LANE];
   u32 key[PER_LANE];
 #pragma unroll
@@ -95,22 +97,23 @@ DI void route_row(const float* logits, int* out, float* scores, const Router& r)
     const int e = lane + 32 * i;
     key[i] = 0;
     if (e < r.n) {
+      probs[e] = p[i];
       const float s = r.bias ? p[i] + r.bias[e] : p[i];
       key[i] = s == -INFINITY ? 0 : ordered(s);
       if (r.n_group > 1) scores[e] = s;
     }
   }
+  __syncwarp();
   if (r.n_group > 1) {
-    __syncwarp();
     const u32 allowed = best_groups(scores, r);
     const int size = r.n / r.n_group;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++)
       if (lane + 32 * i < r.n && !(allowed >> ((lane + 32 * i) / size) & 1)) key[i] = 0;
-    __syncwarp();
   }
   float weight = 0.f, total = 0.f, first = 0.f;
   int id = -1;
+#pragma unroll 1
   for (int slot = 0; slot < r.n_used; slot++) {
     u32 mine = 0, top;
     int at = lane;
@@ -121,25 +124,21 @@ DI void route_row(const float* logits, int* out, float* scores, const Router& r)
         at = lane + 32 * i;
       }
     const int e = (int)warp_best(mine, (u32)at, top);
-    float own = 0.f;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++)
-      if (lane + 32 * i == e) {
-        own = p[i];
-        key[i] = 0;
-      }
-    float w = shfl(own, e & 31);
+      if (lane + 32 * i == e) key[i] = 0;
     const float score = unordered(top);
     if (slot == 0) first = score;
     bool keep = top != 0;  // 0: no eligible expert is left
     if (r.fewest > 0 && slot >= r.fewest && score < r.least * first) keep = false;
-    if (!keep) w = 0.f;
+    const float w = keep ? probs[e] : 0.f;
     total += w;
     if (lane == slot) {
       weight = w;
       id = keep ? e : -1;
     }
   }
+  __syncwarp();  // the next row of this warp writes the probabilities
   const float f = r.norm ? r.scale / total : r.scale;
   if (lane < r.n_used) {
     ((float*)out)[lane] = weight * f;
@@ -147,7 +146,7 @@ DI void route_row(const float* logits, int* out, float* scores, const Router& r)
   }
 }
 
-// One warp per row. Shared memory: n floats per warp where n_group > 1.
+// One warp per row. Shared memory: n floats per warp, 2n where n_group > 1.
 extern "C" __global__ void __launch_bounds__(128)
 layer_moe_route(const i64* st, int symbol, int factor, const float* logits, const float* bias, int* out, int n, int n_used,
                 int softmax, int norm, float scale, int n_group, int n_group_used, int fewest, float least) {
@@ -155,7 +154,7 @@ layer_moe_route(const i64* st, int symbol, int factor, const float* logits, cons
   const int warp = threadIdx.x >> 5;
   const i64 row = (i64)blockIdx.x * (blockDim.x >> 5) + warp;
   if (row >= step_rows(st, symbol, factor)) return;
-  route_row(logits + row * n, out + row * 2 * n_used, (float*)smem_raw + warp * n,
+  route_row(logits + row * n, out + row * 2 * n_used, (float*)smem_raw + warp * n * (n_group > 1 ? 2 : 1),
             {bias, n, n_used, softmax, norm, n_group, n_group_used, fewest, scale, least});
 }
 
@@ -295,7 +294,7 @@ layer_moe_route_sort(const i64* st, int symbol, int factor, const float* logits,
   SMEM_DECL
   const int warp = threadIdx.x >> 5, rows = (int)step_rows(st, symbol, factor);
   for (int row = warp; row < rows; row += blockDim.x >> 5)
-    route_row(logits + (i64)row * n, out + (i64)row * 2 * n_used, (float*)smem_raw + warp * n,
+    route_row(logits + (i64)row * n, out + (i64)row * 2 * n_used, (float*)smem_raw + warp * n * (n_group > 1 ? 2 : 1),
               {bias, n, n_used, softmax, norm, n_group, n_group_used, fewest, scale, least});
   __syncthreads();
   sort_pairs(out, rows * n_used, {(int2*)order, position, offsets, counts, (int4*)few, (int4*)many}, n, n_used, (u32*)smem_raw);

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ikcli.backends.cuda import rules_layers, rules_matmul
 from ikcli.backends.cuda.lower import Lowering
 from ikcli.backends.cuda.upload import convert, device_bytes, is_float
 from ikcli.gguf.constants import GGMLType
-from ikcli.graph import Node, Rows, Weight
+from ikcli.graph import Rows, Weight
 from ikcli.quant.decode import dequantize
 from ikcli.quant.tables import MATMUL_SCALE
 
@@ -67,11 +66,12 @@ def seen(x: Array, type_: GGMLType) -> Array:
     return x.astype(np.float64) if is_float(type_) else rounded(x)
 
 
-def check(found: Array, w: Array, x: Array, type_: GGMLType) -> None:
-    """found = x @ w.T up to the rounding of f32 sums; activations of 11 bits where tf32 tensor cores multiply."""
+def check(found: Array, w: Array, x: Array, type_: GGMLType, tf32: bool | None = None) -> None:
+    """found = x @ w.T up to the rounding of f32 sums; activations of 11 bits where tf32 tensor cores multiply, by
+    default from 9 rows on."""
     a = seen(x, type_)
     assert found.shape == (len(x), len(w))
-    half = is_float(type_) and type_ != GGMLType.F32 and len(x) > rules_matmul.MV_ROWS
+    half = is_float(type_) and type_ != GGMLType.F32 and (len(x) > rules_matmul.MV_ROWS if tf32 is None else tf32)
     limit = (5e-4 if half else 2e-6) * (np.abs(a) @ np.abs(w).T) + 1e-30
     error = np.abs(found - a @ w.T)
     assert (error <= limit).all(), f"{np.nanmax(error / limit)} times the limit"  # NaN fails too
@@ -92,19 +92,3 @@ def product(type_: GGMLType, k: int, n_rows: int, n: int, seed: int = 1) -> tupl
     node = run.graph.mul_mat(w, run.input("x", x), "y")
     (found,) = run.run(node, seed=seed)
     return found, run.weights["w"], x
-
-
-def by_pairs(
-    multiply: Callable[[Array, int], Array], ids: Array, order: Array, n_cols: int, rows: Callable[[int], Array]
-) -> Array:
-    """Reference of a product by expert: sorted row p is pair order[p], its expert's product with rows(p)."""
-    out = np.zeros((len(order), n_cols))
-    for p, pair in enumerate(order):
-        expert = int(ids.reshape(-1)[pair])
-        if expert >= 0:
-            out[p] = multiply(rows(p)[None], expert)[0]
-    return out
-
-
-def nodes_of(run: GraphRun, op: str) -> list[Node]:
-    return [n for n in run.graph.nodes if n.op == op]

@@ -1,0 +1,243 @@
+"""Matrix products and embeddings of the CUDA backend, emulated, for every weight type.
+
+Embeddings must be the decoder's values to the last bit, which tests the description of a format; products are compared
+with float64 sums over decoded weights and quantized activations. Work memory starts as NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from cuda_emulation import EmulatedDevice, needs_emulation
+from cuda_weights import ProductRun, activations, check, device_rows, product
+from weight_bytes import fitting, stored
+
+from ikcli.backends.cuda.device import Launch
+from ikcli.backends.cuda.lower import Counts
+from ikcli.backends.cuda.rules_matmul import MV_ROWS
+from ikcli.backends.cuda.upload import (
+    FORMATS,
+    device_bytes,
+    device_format,
+    device_type,
+    is_float,
+    table_bytes,
+    table_type,
+)
+from ikcli.errors import UnsupportedError
+from ikcli.gguf.constants import GGMLType
+from ikcli.graph import HeadSlice, Weight
+from ikcli.quant.decode import dequantize
+from ikcli.quant.formats import get_format, row_size
+from ikcli.quant.tables import MATMUL_SCALE
+
+pytestmark = needs_emulation
+Array = npt.NDArray[Any]
+T = GGMLType
+REGROUPED = [t for t in T if get_format(t).rows > 1 and t not in FORMATS]
+# Compared with the matrix products of every arithmetic by default; `-m slow` adds all other types.
+_COMMON = {T.Q8_0, T.Q4_K, T.Q6_K, T.Q2_K, T.IQ4_XS, T.IQ3_S, T.F16, T.F32}
+
+
+def names(types: Any, common: Any = None) -> list[Any]:
+    """Test parameters for types; all but the common ones are slow."""
+    return [
+        pytest.param(t, id=get_format(t).name, marks=() if common is None or t in common else pytest.mark.slow)
+        for t in types
+    ]
+
+
+def k_of(type_: T) -> tuple[int, ...]:
+    """Row lengths to try: one block, parts of a step, more than a warp covers at once."""
+    if type_ in (T.F32, T.F16, T.BF16):
+        return 32, 33, 320, 1408
+    if type_ == T.BF16_R16:
+        return 32, 34
+    block = get_format(type_).block_size
+    return tuple(k for k in (32, 64, 256, 320, 1280) if k % block == 0)
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+def embedded(type_: T, k: int, data: Array, tokens: list[int]) -> Array:
+    """Rows by the embedding kernel."""
+    n_rows = data.size // row_size(type_, k)
+    w = Weight("token_embd.weight", type_, (k, n_rows))
+    d = EmulatedDevice()
+    try:
+        s = d.stream()
+
+        def upload(x: Array) -> int:
+            memory = d.alloc(x.nbytes, "test")
+            d.upload(s, memory.address, x)
+            return memory.address
+
+        st = np.zeros(16, np.int64)
+        st[0], st[4] = len(tokens), upload(np.array(tokens, np.int32))
+        grid = table_type(type_)
+        table = 0 if grid is None else upload(np.frombuffer(table_bytes(grid), np.uint8))
+        fmt, out = device_format(type_), np.empty((len(tokens), k), np.float32)
+        y = d.alloc(out.nbytes, "out")
+        units = np.int32(k if is_float(type_) else k // 32)
+        args = (upload(st), upload(device_rows(data, w)), fmt.row_bytes(k), units, y.address, table)
+        d.launch(s, Launch(f"embed_{fmt.name}", (len(tokens) + 2, 1, 1), 128, 0, args))
+        d.download(s, out, y.address)
+        d.synchronize(s)
+        return out
+    finally:
+        d.close()
+
+
+def scaled(type_: T, values: Array) -> Array:
+    """Decoded values with the constant that products multiply the row scale by."""
+    factor = MATMUL_SCALE.get(device_type(type_))
+    return values if factor is None else values * np.float32(factor)
+
+
+@pytest.mark.parametrize("type_", names([*FORMATS, *REGROUPED]))
+def test_formats_are_the_decoders(type_: T) -> None:
+    """Random bytes of every type, exactly; a factor on the row scale moves one rounding."""
+    for k in k_of(type_):
+        n_rows = fitting(type_, 6)
+        data = stored(type_, n_rows, k)
+        tokens = [n_rows - 1, 0, 2, 2]
+        wanted = scaled(type_, dequantize(data, type_, (k, n_rows))[tokens].astype(np.float32))
+        found = embedded(type_, k, data, tokens)
+        if device_type(type_) in MATMUL_SCALE:
+            np.testing.assert_allclose(found, wanted, rtol=3e-7)
+        else:
+            np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("type_", names([T.Q8_0, T.Q4_K, T.IQ3_XXS, T.IQ2_KL, T.IQ4_KT, T.IQ1_M, T.IQ4_K_R4]))
+def test_formats_decode_golden_tensors(type_: T, shared_dir: Any) -> None:
+    with np.load(shared_dir / "golden" / "quant" / f"{type_.name}.npz") as z:
+        names_of = [k.removesuffix("/f32") for k in z.files if k.endswith("/f32")]
+        assert names_of
+        for name in names_of:
+            values = z[f"{name}/f32"].reshape(-1, z[f"{name}/f32"].shape[-1])
+            tokens = [0, len(values) - 1]
+            data = z[f"{name}/{z['f32_of']}"].view(np.uint8).reshape(-1)
+            np.testing.assert_array_equal(embedded(type_, values.shape[1], data, tokens), values[tokens])
+
+
+def test_mxfp4_has_scales_down_to_denormals() -> None:
+    blocks = np.zeros((256, 17), np.uint8)
+    blocks[:, 0] = np.arange(256)
+    blocks[:, 1:] = np.arange(16) * 17
+    data = blocks[:255].reshape(-1)
+    tokens = [0, 1, 2, 3, 127, 254]
+    np.testing.assert_array_equal(embedded(T.MXFP4, 32, data, tokens), dequantize(data, T.MXFP4, (32, 255))[tokens])
+
+
+def test_upload_is_hardly_larger_than_the_file() -> None:
+    for type_ in FORMATS:
+        k = max(k_of(type_))
+        stored_bytes = row_size(type_, k)
+        assert stored_bytes - 8 <= FORMATS[type_].row_bytes(k) <= stored_bytes + 16 * (len(FORMATS[type_].planes) + 1)
+    assert device_bytes(Weight("w", T.Q4_K, (2048, 10, 3))) == 30 * row_size(T.Q4_K, 2048)
+
+
+def test_types_without_kernels_are_named() -> None:
+    with pytest.raises(UnsupportedError, match=r"blk\.0\.w is i2_s, which has no CUDA kernel"):
+        device_format(T.I2_S, "blk.0.w")
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("type_", names(FORMATS, _COMMON))
+@pytest.mark.parametrize("n", [1, 3, 8, 9, 70])
+def test_mul_mat(type_: T, n: int) -> None:
+    for k in k_of(type_)[:: 1 if n < 70 else 2]:
+        for n_rows in (1, 5, 67):
+            found, w, x = product(type_, k, n_rows, n)
+            check(found, w, x, type_)
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_every_small_number_of_rows_with_odd_matrices(n: int) -> None:
+    """Host and kernel agree on how many rows a block has."""
+    for n_rows in (1, 2, 3, 7, 9):
+        for type_ in (T.Q8_0, T.F16):
+            found, w, x = product(type_, 64, n_rows, n)
+            check(found, w, x, type_)
+
+
+@pytest.mark.parametrize("type_", names([T.Q8_0, T.Q4_K, T.Q6_K, T.Q2_K, T.IQ4_XS, T.F16, T.F32]))
+def test_few_rows_together_are_each_row_alone(type_: T) -> None:
+    """To the last bit."""
+    k, x = 1280, activations(MV_ROWS, 1280)
+    results = []
+    for n in range(1, MV_ROWS + 1):
+        run = ProductRun(independent=True)
+        w = run.tensor("w", type_, (k, 35))
+        results += run.run(run.graph.mul_mat(w, run.input("x", x[:n]), "y"), seed=n)
+    for n, found in enumerate(results, 1):
+        np.testing.assert_array_equal(found, results[-1][:n])
+
+
+def test_order_of_blocks_and_warps_does_not_matter() -> None:
+    for n in (5, 70):
+        results = [product(T.Q4_K, 512, 67, n, seed)[0] for seed in (1, 2, 3)]
+        np.testing.assert_array_equal(results[0], results[1])
+        np.testing.assert_array_equal(results[0], results[2])
+
+
+def test_ranges_of_rows() -> None:
+    run = ProductRun()
+    w = run.tensor("w", T.Q4_0, (320, 50))
+    x = activations(3, 320)
+    (found,) = run.run(run.graph.mul_mat(w.rows(7, 21), run.input("x", x), "y"))
+    check(found, run.weights["w"][7:28], x, T.Q4_0)
+
+
+@pytest.mark.parametrize("type_", names([T.Q8_0, T.Q6_K, T.Q4_K_R4, T.F16, T.F32]))
+@pytest.mark.parametrize("n", [1, 5, 20])
+def test_mul_mat_heads(type_: T, n: int) -> None:
+    """Head slices that start inside a row and overlap nothing; matrices one after the other."""
+    heads, k, rows = 3, 256, fitting(type_, 36)
+    run = ProductRun()
+    w = run.tensor("w", type_, (k, rows, heads))
+    x = activations(n, 40 + heads * (k + 24))
+    node = run.graph.mul_mat_heads(w, HeadSlice(run.input("x", x), 40, k, k + 24), "y")
+    (found,) = run.run(node)
+    for h in range(heads):
+        part = x[:, 40 + h * (k + 24) :][:, :k]
+        check(found[:, h * rows : (h + 1) * rows], run.weights["w"][h], part, device_type(type_))
+
+
+def test_bad_values_are_seen() -> None:
+    """A NaN or Inf among the activations reaches every result of its row, and no other."""
+    for n in (2, 20):
+        for type_ in (T.Q8_0, T.Q4_K, T.F16):
+            run = ProductRun()
+            w = run.tensor("w", type_, (256, 40))
+            x = activations(n, 256)
+            x[1, 100] = np.nan if n == 2 else np.inf
+            (found,) = run.run(run.graph.mul_mat(w, run.input("x", x), "y"))
+            assert not np.isfinite(found[1]).any()
+            assert np.isfinite(np.delete(found, 1, axis=0)).all()
+
+
+def test_large_activations_do_not_overflow() -> None:
+    """Beyond the range of f16."""
+    for type_ in (T.F16, T.BF16, T.Q8_0):
+        for n in (2, 20):
+            run = ProductRun()
+            w = run.tensor("w", type_, (256, 40))
+            x = activations(n, 256) * np.float32(1e6)
+            (found,) = run.run(run.graph.mul_mat(w, run.input("x", x), "y"))
+            check(found, run.weights["w"], x, type_)
+
+
+def test_kernels_by_bucket() -> None:
+    """One kernel per number of rows, and grids that cover the largest step of a bucket."""
+    run = ProductRun(spare=600)
+    w = run.tensor("w", T.Q4_K, (256, 130))
+    node = run.graph.mul_mat(w, run.input("x", activations(1, 256)), "y")
+    run.run(node)
+    for n in (1, 8, 9, 512):
+        products = [r for r in run.program.launches(Counts(n, 1, n)) if r.kernel[:3] in ("mv_", "mm_")]
+        assert [r.kernel for r in products] == ["mv_q4_K" if n <= MV_ROWS else "mm_q4_K"]
+        assert products[0].grid[1] == (1 if n <= MV_ROWS else -(-n // 64))

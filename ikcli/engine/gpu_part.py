@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ikcli.backends.cpu.backend import State
 from ikcli.backends.cuda import kv_layout, upload
 from ikcli.backends.cuda.backend import CudaBackend, CudaProgram
-from ikcli.backends.cuda.device import Device, Memory
+from ikcli.backends.cuda.device import Device, Memory, OutOfMemory
 from ikcli.backends.cuda.lower import Op, Program, Ref
 from ikcli.engine.model import Model
 from ikcli.engine.parts import Bytes, TimedOp, work_of
@@ -39,6 +39,12 @@ class GpuPart(CudaBackend):
         super().__init__(device)
         self._slabs: list[Memory] = []
         self._cells: dict[Cache, int] = {}
+
+    def check_memory(self, sizes: Mapping[str, int]) -> None:
+        """OutOfMemory, with a table of what is wanted, before anything is copied."""
+        free, total = self.device.memory()
+        if sum(sizes.values()) > free:
+            raise OutOfMemory(self.limits.name, "the run", sum(sizes.values()), free, total, dict(sizes))
 
     # --- weights ----------------------------------------------------------------------------------------------------
     def weight_bytes(self, model: Model, names: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from ikcli.graph import Node, Weight
 from ikcli.graph.split import Places
 from ikcli.log import warn
 
-EMBEDDING = "token_embd.weight"
+OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
 _NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/proc/driver/nvidia/version"))
 """One of them is there where there is a driver (the second in WSL)."""
 

@@ -55,6 +55,7 @@ class HybridBackend:
         self._cpu_part = CpuPart(cpu)
         self.parts: dict[str, Part] = {CPU: self._cpu_part, **others}
         self._places = places
+        self._n_cells = 0
         self._handover: Bytes = aligned_zeros(0)
         self._weights: dict[str, Mapping[str, int]] = {}
         self._caches: dict[str, Mapping[Cache, int]] = {}
@@ -65,6 +66,7 @@ class HybridBackend:
     ) -> HybridProgram:
         """Divide and lower a graph; nothing is allocated. See `CpuBackend.plan`."""
         rows = max_rows(n_tokens, n_outputs, n_cells)
+        self._n_cells = n_cells
         cut = [name for name, part in self.parts.items() if part.asynchronous]
         turns = schedule(graph, assign(graph, self._places), result, cut=cut)
         counts = dict.fromkeys(self.parts, 0)
@@ -121,6 +123,10 @@ class HybridBackend:
         sizes[CPU]["compute"] += max(p.handover_bytes for p in programs)
         return sizes
 
+    def n_turns(self, programs: Sequence[HybridProgram]) -> int:
+        """Turns of the program with most."""
+        return max(len(p.turns) for p in programs)
+
     @property
     def host_weights(self) -> Mapping[str, int]:
         """Addresses of the weights in RAM."""
@@ -137,7 +143,9 @@ class HybridBackend:
         return [*self._cpu_part.caches.values(), self.cpu.arena]
 
     def load(self, programs: Sequence[HybridProgram], graphs: Sequence[Graph], model: Model, mmap: bool) -> None:
-        """Weights on every device."""
+        """Weights on every device, if all of them have enough memory for what is still to come."""
+        for name, sizes in self.memory(programs, graphs, model, self._n_cells).items():
+            self.parts[name].check_memory(sizes)
         for name, names in self.weight_names(programs).items():
             self._weights[name] = self.parts[name].load_weights(model, names, mmap)
 

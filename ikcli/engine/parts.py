@@ -53,6 +53,9 @@ class Part(Protocol):
     asynchronous: bool  # `run` returns before the turn is done
     in_place: bool  # hand-over memory is read by the ops themselves, not copied at the start of a turn
 
+    def check_memory(self, sizes: Mapping[str, int]) -> None:
+        """Raise if the device has not as many bytes as its parts (weights, KV, compute) need."""
+
     def load_weights(self, model: Model, names: Sequence[str], mmap: bool) -> Mapping[str, int]:
         """Make the weights addressable for the device."""
 
@@ -129,6 +132,9 @@ class CpuPart:
         self.backend = backend
         self.caches: dict[Cache, Bytes] = {}
         self._few = True
+
+    def check_memory(self, sizes: Mapping[str, int]) -> None:
+        """The system grants memory lazily: nothing to check."""
 
     def load_weights(self, model: Model, names: Sequence[str], mmap: bool) -> Mapping[str, int]:
         """Map or read the weights."""
@@ -322,6 +328,9 @@ class SessionBackend(Protocol):
     ) -> dict[str, dict[str, int]]:
         """Bytes by device and part: weights, KV, compute."""
 
+    def n_turns(self, programs: Sequence[Any]) -> int:
+        """Into how many runs of ops on one device the programs are divided at most."""
+
     def load(self, programs: Sequence[Any], graphs: Sequence[Graph], model: Model, mmap: bool) -> None:
         """Weights on every device."""
 
@@ -394,6 +403,10 @@ class CpuOnly:
         names = {name for g in graphs for name in g.weights}
         return {CPU: {"weights": model.n_bytes(names), "KV": sum(cache_bytes(c, n_cells) for c in caches),
                       "compute": self._part.compute_bytes(programs)}}  # fmt: skip
+
+    def n_turns(self, programs: Sequence[Program]) -> int:
+        """One."""
+        return 1
 
     def load(self, programs: Sequence[Program], graphs: Sequence[Graph], model: Model, mmap: bool) -> None:
         """Map or read the weights."""

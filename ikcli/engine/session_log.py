@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ikcli.config import RunConfig
 from ikcli.engine import report
+from ikcli.engine.placement import offload_lines
 from ikcli.gguf.constants import TYPE_TRAITS, file_type_label, tensor_n_bytes
 from ikcli.log import log
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from ikcli.engine.model import Model
     from ikcli.engine.session import Session
     from ikcli.models import GraphConfig
-
-_DEVICE = "CPU"
 
 
 @dataclass(slots=True)
@@ -77,17 +76,16 @@ def _pair(model: Model, key: str) -> tuple[str, str]:
 
 def context_lines(session: Session) -> None:
     """Context lines: settings, cache, buffers, totals."""
-    names = {w for g, _ in session.graphs.values() for w in g.weights}
-    parts = {
-        "weights": session.model.n_bytes(names),
-        "KV": sum(session.cache_bytes().values()),
-        "compute": session.compute_bytes,
-        "output": session.output_bytes,
-    }
+    parts = session.memory()
     n_nodes = max(len(g.nodes) for g, _ in session.graphs.values())
     for line in setup_lines(session.config, session.model, session.graph_config, session.n_batch):
         log(line)
-    for line in buffer_lines(session.config, session.model, session.n_ctx, {_DEVICE: parts}, n_nodes):
+    if len(parts) > 1:
+        ngl = -1 if session.config.n_gpu_layers is None else session.config.n_gpu_layers
+        for line in offload_lines(session.model.hp.n_layer, ngl):
+            log(line)
+    n_turns = session.backend.n_turns(list(session.programs.values()))
+    for line in buffer_lines(session.config, session.model, session.n_ctx, parts, n_nodes, n_turns):
         log(line)
 
 

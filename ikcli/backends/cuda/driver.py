@@ -44,6 +44,7 @@ from ikcli.backends.cuda.modules import KernelFacts, Package
 __all__ = ["CudaDevice", "Device", "Launch", "devices", "open_device", "why_none"]
 
 MIN_CC = (8, 0)
+_OLDEST = (12, 0)  # CUDA version of drivers that some supported version of cuda-bindings works with
 _RING = 32  # launches remembered for the message of a failure
 _OUT_OF_MEMORY, _NO_DEVICE, _NOT_READY = 2, 100, 600
 _NO_KERNEL = {209: "no code for this GPU", 218: "invalid PTX", 222: "PTX newer than the driver"}
@@ -73,9 +74,10 @@ def _bindings() -> Any:
         raise DriverMissing(f"the NVIDIA driver does not start: {_error_text(driver, code)}")
     have, need = _driver_version(driver), _needed_version()
     if have < need:
+        other = "" if have < _OLDEST else f", or: pip install 'cuda-bindings<{have[0] + 1}'"
         raise DriverTooOld(
             f"the NVIDIA driver supports CUDA {have[0]}.{have[1]}, the installed cuda-bindings need "
-            f"{need[0]}.{need[1]}: install a newer driver"
+            f"{need[0]}.{need[1]}: install a newer driver{other}"
         )
     return driver
 
@@ -243,7 +245,10 @@ class CudaDevice:
     def _call(self, function: Any, *args: Any) -> Any:
         """Result of a driver function; raises what its error means."""
         self._enter()
-        result = function(*args)
+        try:
+            result = function(*args)
+        except RuntimeError as e:  # cuda-bindings: the driver lacks the function
+            raise DriverTooOld(f"the NVIDIA driver is too old: {e}") from e
         code = int(result[0])
         if code:
             raise self._failure(code, function.__name__)
@@ -418,7 +423,8 @@ class CudaDevice:
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
         if self._sync:
-            self._recorded = calls = []
+            calls: list[Callable[[], None]] = []
+            self._recorded = calls
             try:
                 work()
             finally:

@@ -1,4 +1,4 @@
-"""Compiled kernels as they are shipped: ptx/kernels.zip (one PTX file per .cu) and ptx/manifest.json beside it.
+"""Compiled kernels as they are shipped: ptx/<file>.ptx.xz for every .cu file, and ptx/manifest.json beside them.
 
 `tools/build_ptx.py` writes both: PTX for compute capability 8.0, which the driver turns into code of the GPU at hand
 once per machine (its own cache keeps that). Manifest: per file the SHA-256 of its sources and its kernels, with
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-import zipfile
+import lzma
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,8 +62,11 @@ class Package:
 
     def ptx(self, file: str) -> bytes:
         """PTX text of a source file."""
-        with zipfile.ZipFile(self._folder / "kernels.zip") as archive:
-            return archive.read(f"{file}.ptx")
+        path = self._folder / f"{file}.ptx.xz"
+        try:
+            return lzma.decompress(path.read_bytes())
+        except (OSError, lzma.LZMAError) as e:
+            raise IkError(f"{path} cannot be read ({e}); install ik again") from e
 
 
 @functools.cache

@@ -9,6 +9,10 @@
 constexpr int MM_THREADS = 128, MM_M = 64, MM_N = 64, MM_KB = 4, MM_STRIDE = 32 * MM_KB + 16;
 constexpr int MM_CODES = MM_M * MM_STRIDE, MM_SCALES = MM_KB * MM_M;  // bytes, floats
 
+// Sums that start here are floats in disguise: an addition converts them, which is faster than a conversion. |sum| < 2^22.
+constexpr int MM_ZERO = 0x4b400000;
+DI float sum_of(int disguised) { return __int_as_float(disguised) - 12582912.f; }
+
 template <class W> struct GemmShared {
   static constexpr int KINDS = (W::HALVES ? 2 : 1) * (W::MINIMA ? 2 : 1);  // s0 [s1] [m0 [m1]] of a weight row
   static constexpr int MORE = W::MINIMA ? 1 : 0;                            // beside d: s, or sums of halves
@@ -137,19 +141,20 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
           for (int m = 0; m < 2; m++) {
             const float* const row = ws + kb * MM_M + 16 * m;
             float(&c)[4] = acc[m][n];
-            int first[4] = {0, 0, 0, 0};
+            int first[4] = {MM_ZERO, MM_ZERO, MM_ZERO, MM_ZERO};
             if constexpr (W::HALVES) {
-              int last[4] = {0, 0, 0, 0};
+              int last[4] = {MM_ZERO, MM_ZERO, MM_ZERO, MM_ZERO};
               mma16816i(first, a[m][0], a[m][1], b[2 * h]);
               mma16816i(last, a[m][2], a[m][3], b[2 * h + 1]);
 #pragma unroll
-              for (int e = 0; e < 4; e++) c[e] = fmaf(row[MM_SCALES + 8 * (e >> 1)] * (e & 1 ? d.y : d.x), (float)last[e], c[e]);
+              for (int e = 0; e < 4; e++)
+                c[e] = fmaf(row[MM_SCALES + 8 * (e >> 1)] * (e & 1 ? d.y : d.x), sum_of(last[e]), c[e]);
             } else {
               mma16832(first, a[m], b[2 * h], b[2 * h + 1]);
             }
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-              c[e] = fmaf(row[8 * (e >> 1)] * (e & 1 ? d.y : d.x), (float)first[e], c[e]);
+              c[e] = fmaf(row[8 * (e >> 1)] * (e & 1 ? d.y : d.x), sum_of(first[e]), c[e]);
               if constexpr (W::MINIMA) c[e] = fmaf(row[(W::HALVES ? 2 : 1) * MM_SCALES + 8 * (e >> 1)], e & 1 ? s.y : s.x, c[e]);
               if constexpr (W::HALVES && W::MINIMA) c[e] = fmaf(row[3 * MM_SCALES + 8 * (e >> 1)], e & 1 ? s1.y : s1.x, c[e]);
             }

@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench docs clean clean-cache
+.PHONY: demo test check bench docs ptx clean clean-cache
 
 demo: $(VENV)/installed
 	$(BIN)/ik sweep-bench -c 1024 -ub 256 -n 32
@@ -25,6 +25,9 @@ bench: $(VENV)/installed
 
 docs: $(VENV)/installed
 	$(BIN)/python tools/gen_docs.py
+
+ptx: $(VENV)/installed-dev
+	$(BIN)/python tools/build_ptx.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

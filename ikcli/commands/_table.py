@@ -43,7 +43,7 @@ COMMANDS = (
     CommandInfo("repack", "convert a model to interleaved types", "ikcli.commands.repack"),
     CommandInfo("gguf-split", "split and merge GGUF files", "ikcli.commands.gguf_split"),
     CommandInfo("doctor", "check this machine for common problems"),
-    CommandInfo("devices", "devices and their free memory"),
+    CommandInfo("devices", "devices and their free memory", "ikcli.commands.devices"),
     CommandInfo("report", "compare result tables and logs"),
 )
 

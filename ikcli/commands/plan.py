@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ikcli.commands._app import register_checked
+from ikcli.log import warn
 
 if TYPE_CHECKING:
     from ikcli.engine.startup import Startup
@@ -19,10 +20,13 @@ def register(app: typer.Typer) -> None:
 
 def run(startup: Startup) -> int:
     """Print the plan; exit code 1 if the run does not fit."""
-    from ikcli.engine.memory_plan import available_memory, make_plan, verdict_lines
+    from ikcli.engine.memory_plan import plan_lines, print_model, verdict_lines
 
-    plan = make_plan(startup)
-    free = available_memory()
-    for line in verdict_lines(startup, plan, free):
+    planner = startup.planner
+    print_model(planner, startup.config)
+    for warning in planner.warnings(startup.config):
+        warn(warning)
+    plan = planner.plan(startup.config)
+    for line in [*plan_lines(planner, plan), *verdict_lines(planner, plan)]:
         print(line)
-    return int(free is not None and plan.total > free)
+    return int(not plan.memory.fits())

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ikcli.backends.cuda.device import DeviceInfo
+from ikcli.config import RunConfig
 from ikcli.config_values import DeviceSpec
 
 CONTEXT_BYTES = 512 * 2**20
@@ -19,13 +21,13 @@ _MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU: `CUDA<i>`, bytes in all and free, compute capability (None = not known), and whether it is described."""
+    """A GPU: `CUDA<i>`, bytes in all and free; `info` of a real one, compute capability of a described one if given."""
 
     name: str
     total: int
     free: int
     capability: tuple[int, int] | None = None
-    described: bool = False
+    info: DeviceInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,19 @@ class Machine:
         return tuple(gpu.free for gpu in self.gpus)
 
 
+def find_machine(config: RunConfig) -> Machine:
+    """The machine to plan for: the one `--device-spec` describes, else this one."""
+    if config.device_spec:
+        return described_machine(config.device_spec, available_memory())
+    return Machine((), available_memory())
+
+
 def described_machine(specs: tuple[DeviceSpec, ...], ram: int | None) -> Machine:
     """The machine of a `--device-spec`; `ram` is used where it does not name the host memory."""
     gpus = [spec for spec in specs if spec.kind == "cuda"]
     host = [spec.n_bytes for spec in specs if spec.kind == "cpu"]
     devices = tuple(
-        Device(f"CUDA{i}", spec.n_bytes, max(spec.n_bytes - CONTEXT_BYTES, 0), spec.capability, True)
+        Device(f"CUDA{i}", spec.n_bytes, max(spec.n_bytes - CONTEXT_BYTES, 0), spec.capability)
         for i, spec in enumerate(gpus)
     )
     return Machine(devices, host[0] if host else ram, True)

@@ -1,84 +1,179 @@
-"""Memory of a run before it reads weights: the log lines of a session that is planned but not loaded, and a verdict.
+"""What `ik plan` says: the log lines of a run that is not started, and a verdict per device with what would help.
 
-All sizes are those the session would allocate; nothing is estimated.
+Every proposal is planned in full before it is made; nothing is estimated but the context of a described GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
 
-from ikcli.config import sequences_per_batch
-from ikcli.engine.placement import CPU, placement_sentence
-from ikcli.engine.report import MIB
-from ikcli.engine.session import Session
-from ikcli.engine.startup import Startup
+from ikcli.config import RunConfig
+from ikcli.engine import session_log
+from ikcli.engine.devices import CONTEXT_BYTES, Machine
+from ikcli.engine.fit import fit
+from ikcli.engine.placement import CPU, offload_lines, placement_sentence
+from ikcli.engine.planner import MIB, MemoryPlan, Planner, RunPlan
+from ikcli.errors import IkError
 
-_MEMINFO = Path("/proc/meminfo")
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Bytes by device and part (weights, KV, output, compute); `n_ctx` is the context the cache is made for."""
-
-    parts: dict[str, dict[str, int]]
-    n_ctx: int
-
-    @property
-    def total(self) -> int:
-        return sum(sum(part.values()) for part in self.parts.values())
+_CELLS = 256
+_MAX_PROPOSALS = 4
+_MAX_STEPS = 4
+_MIN_UBATCH = 128
 
 
-def make_plan(startup: Startup) -> MemoryPlan:
-    """Plan the session of this run, with its log lines on stdout; no weight is read."""
-    config = startup.config
-    n_seq = sequences_per_batch(config) if config.command in ("perplexity", "imatrix") else 1
+def print_model(planner: Planner, config: RunConfig) -> None:
+    """The loader's lines on stdout."""
     with contextlib.redirect_stderr(sys.stdout):
-        session = Session.plan(config, n_ctx=config.n_ctx * n_seq or None, n_seq_max=n_seq)
-    with contextlib.closing(session):
-        names = {name for graph, _ in session.graphs.values() for name in graph.weights}
-        parts = {
-            "weights": session.model.n_bytes(names),
-            "KV": sum(session.cache_bytes().values()),
-            "output": session.output_bytes,
-            "compute": session.compute_bytes,
-        }
-        return MemoryPlan({CPU: parts}, session.n_ctx)
+        session_log.model_lines(planner.model(config), config)
 
 
-def verdict_lines(startup: Startup, plan: MemoryPlan, free: int | None) -> list[str]:
-    """What is on the GPU in words, then whether the plan fits the available memory and what to lower if not."""
-    sentence = placement_sentence(startup.placement.buffer_of)
+def plan_lines(planner: Planner, plan: RunPlan) -> list[str]:
+    """Settings, buffers by device and totals, as a run logs them."""
+    model, config = planner.model(plan.config), plan.config
+    lines = session_log.setup_lines(config, model, plan.graph_config, config.n_batch)
+    if plan.placement.devices:
+        lines += offload_lines(planner.hp.n_layer, -1 if config.n_gpu_layers is None else config.n_gpu_layers)
+        lines += _machine_lines(planner.machine)
+    memory = plan.memory
+    return lines + session_log.buffer_lines(
+        config, model, memory.n_ctx, memory.parts, plan.n_nodes, plan.n_splits, memory.free
+    )
+
+
+def _machine_lines(machine: Machine) -> list[str]:
+    lines = []
+    for gpu in machine.gpus:
+        if gpu.info is not None:
+            lines.append(f"{gpu.name}: {gpu.info.name}, {gpu.total / MIB:.0f} MiB, {gpu.free / MIB:.0f} MiB free")
+        else:
+            taken = min(CONTEXT_BYTES, gpu.total) / MIB
+            lines.append(
+                f"{gpu.name}: described, {gpu.total / MIB:.0f} MiB, of which {taken:.0f} MiB are taken as used by the "
+                "CUDA context (an estimate)"
+            )
+    return lines
+
+
+def verdict_lines(planner: Planner, plan: RunPlan) -> list[str]:
+    """What is on the GPU in words, then for every device whether it has enough memory, and what to change if not."""
+    sentence = placement_sentence(plan.placement.buffer_of)
     lines = [sentence] if sentence else []
-    if free is None:
-        return lines
-    needed, available = f"{plan.total / MIB:.2f} MiB", f"{free / MIB:.2f} MiB"
-    if plan.total <= free:
-        margin = f"{(free - plan.total) / MIB:.2f} MiB"
-        return [*lines, f"fits: {CPU} needs {needed}, {available} are available, margin {margin}"]
-    return [*lines, f"does not fit: {CPU} needs {needed}, {available} are available; {advice(plan, plan.total - free)}"]
+    memory = plan.memory
+    lines += [_device_line(memory, device) for device in memory.parts if device in memory.free]
+    if not memory.fits():
+        lines += _help(planner, plan)
+    return lines
 
 
-def advice(plan: MemoryPlan, short: int) -> str:
-    """What to lower to save `short` bytes."""
-    parts = plan.parts[CPU]
-    if parts["KV"] > short:
-        n_ctx = int(plan.n_ctx * (1 - short / parts["KV"])) // 256 * 256
-        return f"-c {n_ctx} would fit" if n_ctx else "a smaller -c or -ctk q8_0 may fit"
-    if parts["KV"] + parts["compute"] > short:
-        return "lower both -c and -ub"
-    return "use a smaller quantization of the model"
+def _device_line(memory: MemoryPlan, device: str) -> str:
+    needed, free = memory.total(device), memory.free[device]
+    text = f"{device} needs {needed / MIB:.2f} MiB, {free / MIB:.2f} MiB are available"
+    if needed <= free:
+        return f"fits: {text}, margin {(free - needed) / MIB:.2f} MiB"
+    return f"does not fit: {text}, {(needed - free) / MIB:.2f} MiB too few"
 
 
-def available_memory(path: Path = _MEMINFO) -> int | None:
-    """Bytes of RAM available to new programs, or None where the system does not say."""
+def _help(planner: Planner, plan: RunPlan) -> list[str]:
+    """Changes of options with which everything fits."""
+    found = list(islice(proposals(planner, plan), _MAX_PROPOSALS))
+    if found:
+        return [f"would fit with {', or with '.join(found)}"]
+    return ["no change of options is enough; use a smaller quantization of the model, or more memory"]
+
+
+def proposals(planner: Planner, plan: RunPlan) -> Iterator[str]:
+    """Options, each of which alone makes the run fit, the most harmless first."""
+    if not plan.memory.gpus_fit():
+        yield from _fewer_experts(planner, plan)
+    yield from _smaller_batch(planner, plan)
+    yield from _smaller_cache_type(planner, plan)
+    yield from _smaller_context(planner, plan)
+    if plan.placement.devices:
+        yield from _by_fit(planner, plan)
+
+
+def _fits(planner: Planner, plan: RunPlan, **changes: Any) -> bool:
+    return planner.fits(replace(plan.config, **changes))
+
+
+def _fewer_experts(planner: Planner, plan: RunPlan) -> Iterator[str]:
+    """The fewest first blocks whose experts have to go to the CPU."""
+    short = {device: plan.memory.short(device) for device in plan.placement.devices}
+    moved: dict[int, dict[str, int]] = {}
+    for name, n_bytes in planner.gpu_weights(plan.config).items():
+        buffer = plan.placement.buffer_of[name]
+        if "_exps." in name and buffer != CPU and name not in plan.placement.rules.buffer_of:
+            by_device = moved.setdefault(int(name.split(".")[1]), {})
+            by_device[buffer] = by_device.get(buffer, 0) + n_bytes
+    for il, by_device in sorted(moved.items()):
+        for device, n_bytes in by_device.items():
+            short[device] -= n_bytes
+        if max(short.values()) <= 0 and _fits(planner, plan, n_cpu_moe=il + 1):
+            yield f"--n-cpu-moe {il + 1}"
+            return
+
+
+def _smaller_batch(planner: Planner, plan: RunPlan) -> Iterator[str]:
+    """Half the physical batch, a quarter, ..."""
+    n = plan.config.n_ubatch // 2
+    while n >= _MIN_UBATCH:
+        if _fits(planner, plan, n_ubatch=n):
+            yield f"-ub {n}"
+            return
+        n //= 2
+
+
+def _smaller_cache_type(planner: Planner, plan: RunPlan) -> Iterator[str]:
+    config, latent = plan.config, planner.hp.kv_lora_rank > 0 and plan.config.mla > 0
+    if config.type_k in ("f32", "f16", "bf16") and config.flash_attn:
+        types = {"type_k": "q8_0"} if latent else {"type_k": "q8_0", "type_v": "q8_0"}
+        if _fits(planner, plan, **types):
+            yield "-ctk q8_0" if latent else "-ctk q8_0 -ctv q8_0"
+
+
+def _smaller_context(planner: Planner, plan: RunPlan) -> Iterator[str]:
+    """The largest context, by secants: sizes grow almost in proportion to it."""
+    best, too_large = 0, plan.config.n_ctx
+    for _ in range(_MAX_STEPS):
+        n_ctx = _guess(planner, plan, best, too_large) // _CELLS * _CELLS
+        if n_ctx <= best:
+            break
+        if _fits(planner, plan, n_ctx=n_ctx):
+            best = n_ctx
+        else:
+            too_large = n_ctx
+    if best:
+        yield f"-c {best}"
+
+
+def _guess(planner: Planner, plan: RunPlan, fits: int, too_large: int) -> int:
+    """A context between one that fits (or 0) and one that does not, by the bytes that are missing there."""
+    memory = planner.plan(replace(plan.config, n_ctx=too_large)).memory
+    least = planner.plan(replace(plan.config, n_ctx=max(fits, _CELLS))).memory
+    steps = [1.0]
+    for device in memory.parts:
+        growth = memory.total(device) - least.total(device)
+        if memory.short(device):
+            steps.append(1 - memory.short(device) / growth if growth > 0 else 0.0)
+    share = max(min(steps), 0.0)
+    return min(int(max(fits, _CELLS) + (too_large - max(fits, _CELLS)) * share), too_large - 1)
+
+
+def _by_fit(planner: Planner, plan: RunPlan) -> Iterator[str]:
+    """What `--fit` would choose."""
+    given = replace(plan.config, n_cpu_moe=0, n_gpu_layers=None, tensor_split=())
     try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+        found = fit(planner, given, margin=0)
+    except IkError:
+        return
+    if found.plan.memory.fits():
+        yield found.options
+    if found.config.n_gpu_layers != planner.hp.n_layer + 1 and given.type_k == "f16" and given.flash_attn:
+        smaller = fit(planner, replace(given, type_k="q8_0"), margin=0)
+        if smaller.plan.memory.fits() and smaller.config.n_gpu_layers != found.config.n_gpu_layers:
+            yield f"-ctk q8_0 {smaller.options}"

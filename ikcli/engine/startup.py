@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ikcli.config import RunConfig
-from ikcli.engine.placement import Placement, place
+from ikcli.engine.devices import find_machine
+from ikcli.engine.placement import Placement
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.models.hparams import HParams
 
+if TYPE_CHECKING:
+    from ikcli.engine.planner import Planner
+
 FLOAT_TYPES = ("f32", "f16", "bf16")
-
-
-_LATER = {"fit": "--fit"}
-"""Options of which this version has no implementation yet, said once when they are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Startup:
     config: RunConfig
     file: GGUFFile
     hparams: HParams
+    planner: Planner
     placement: Placement
     notices: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -39,20 +41,48 @@ class Startup:
 def prepare(config: RunConfig, given: Collection[str] = ()) -> Startup:
     """Check `config` against its model; `given` are the options (field paths) the user wrote."""
     assert config.model is not None
-    file = open_gguf(config.model, config.override_kv)
+    planning = config.dry_run or config.command == "plan"
+    if config.device_spec and not planning:
+        raise UsageError("--device-spec describes devices for planning; add --dry-run, or use ik plan")
+    file = open_gguf(config.model, config.override_kv, header_only=planning)
     hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]))
-    notices = [] if hp.kv_lora_rank else _without_mla(config, hp.arch, given)
+    notices = _missing_data(file)
+    notices += [] if hp.kv_lora_rank else _without_mla(config, hp.arch, given)
     config = config if hp.kv_lora_rank else replace(config, mla=0)
     check_cache_types(config, config.mla)
     if config.v_hadamard and config.mla:
         notices.append(f"-vhad has no effect with -mla {config.mla}, which keeps no V cache of heads; use -khad")
-    later = [name for field, name in _LATER.items() if getattr(config, field)]
-    if later:
-        notices.append(f"not supported in this version, ignored: {' '.join(later)}")
     notices += check_ser(config, hp.n_expert, hp.n_expert_used)
-    n_bytes = {name: tensor.n_bytes for name, tensor in file.tensors.items()}
-    placed = place(list(file.tensors), hp.n_layer, config, n_bytes=n_bytes)
-    return Startup(config, file, hp, placed, (*notices, *placed.notices), placed.warnings)
+    from ikcli.engine.planner import Planner  # which needs sessions, and they need this module
+
+    planner = Planner(file, hp, find_machine(config))
+    if config.fit:
+        config, found = _fit(planner, config)
+        notices += found
+    placed = planner.place(config)
+    return Startup(config, file, hp, planner, placed, (*notices, *placed.notices), placed.warnings)
+
+
+def _missing_data(file: GGUFFile) -> list[str]:
+    """What a file lacks that was opened by its header."""
+    lacking = [t for t in file.tensors.values() if not file.has_data(t.name)]
+    if not lacking:
+        return []
+    size = sum(t.n_bytes for t in lacking) / 2**30
+    return [
+        f"{file.paths[0]}: the data of {len(lacking)} of {len(file.tensors)} tensors ({size:.2f} GiB) is missing: "
+        "enough for a plan, not for a run"
+    ]
+
+
+def _fit(planner: Planner, config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The settings that `--fit` chooses, and what it says."""
+    if not planner.machine.gpus:
+        return replace(config, fit=False), ["--fit has no effect: there is no CUDA device"]
+    from ikcli.engine.fit import fit
+
+    found = fit(planner, config)
+    return found.config, [f"--fit chose: {found.options}"]
 
 
 def _without_mla(config: RunConfig, arch: str, given: Collection[str]) -> list[str]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ikcli.engine.batch import Batch
 from ikcli.engine.kv_rows import copy_rows, export_rows, import_rows
-from ikcli.engine.memory_plan import available_memory
+from ikcli.engine.devices import available_memory
 from ikcli.engine.session import Session
 from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.sampling.candidates import NoTokenError

@@ -1,0 +1,272 @@
+"""Plans of one model on one machine for any settings: placement, bytes per device and part, from the header alone.
+
+A plan is made the way a session is: graphs are recorded, divided between the devices and lowered, so weights, cache
+and work buffers are those that would be allocated. GPUs need not be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.backends.cpu.backend import CpuBackend
+from ikcli.backends.cpu.program import INDEPENDENT_ROWS
+from ikcli.config import RunConfig, padded_ctx, resolve, sequences_per_batch
+from ikcli.engine.device_plan import planning_part
+from ikcli.engine.devices import Machine
+from ikcli.engine.gpus import places_of
+from ikcli.engine.hybrid import HybridBackend
+from ikcli.engine.model import Model
+from ikcli.engine.parts import CpuOnly, Part, SessionBackend, cache_bytes
+from ikcli.engine.placement import CPU, Placement, place
+from ikcli.engine.session import _check_cache_types, _graph_config
+from ikcli.gguf.reader import GGUFFile
+from ikcli.graph import Graph, Node
+from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Weights
+
+MIB = 2**20
+PARTS = ("weights", "KV", "compute", "output")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by device and part; `free` has the bytes each device can give, where they are known.
+
+    `n_ctx` is the context the cache is made for.
+    """
+
+    parts: dict[str, dict[str, int]]
+    n_ctx: int
+    free: dict[str, int]
+
+    def total(self, device: str) -> int:
+        """All bytes on a device."""
+        return sum(self.parts[device].values())
+
+    def short(self, device: str, margin: int = 0) -> int:
+        """Bytes a device lacks (0 if it has enough, or if nobody knows what it has)."""
+        return max(self.total(device) + margin - self.free[device], 0) if device in self.free else 0
+
+    def fits(self, margin: int = 0) -> bool:
+        """Whether every device has enough, and every GPU `margin` bytes more."""
+        return not any(self.short(device, margin if device != CPU else 0) for device in self.parts)
+
+    def gpus_fit(self, margin: int = 0) -> bool:
+        """As `fits`, without the CPU."""
+        return not any(self.short(device, margin) for device in self.parts if device != CPU)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """A planned run: the settings it would have, where its tensors go, and what it needs."""
+
+    config: RunConfig
+    graph_config: GraphConfig
+    placement: Placement
+    memory: MemoryPlan
+    n_nodes: int
+    n_splits: int
+
+    def on_gpus(self) -> int:
+        """Bytes of weights in GPU memory."""
+        return sum(parts["weights"] for device, parts in self.memory.parts.items() if device != CPU)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What recorded graphs and the sizes of their values depend on."""
+
+    graph: GraphConfig
+    n_seq: int
+    n_step: int
+    n_threads: int
+
+
+_Graphs = Mapping[str, tuple[Graph, Node]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One program of a session: kind of its graph, most tokens and outputs."""
+
+    kind: str
+    rows: tuple[int, int]
+    independent: bool = False
+
+
+class Planner:
+    """See the module. `file` may lack tensor data."""
+
+    def __init__(self, file: GGUFFile, hp: HParams, machine: Machine) -> None:
+        self.file, self.hp, self.machine = file, hp, machine
+        self._graphs: dict[tuple[GraphConfig, int], _Graphs] = {}
+        self._models: dict[tuple[object, ...], Model] = {}
+        self._plans: dict[RunConfig, RunPlan] = {}
+        self._gpus = {gpu.name: planning_part(gpu) for gpu in machine.gpus}
+
+    def plan(self, config: RunConfig) -> RunPlan:
+        """The plan of a run; nothing is printed."""
+        if config not in self._plans:
+            self._plans[config] = self._plan(resolve(config, self.hp.n_ctx_train)[0])
+        return self._plans[config]
+
+    def _plan(self, config: RunConfig) -> RunPlan:
+        shape, placement = _shape(config), self.place(config)
+        model = self.model(config, placement)
+        graphs = self._record(shape.graph, model)
+        backend = self._backend(shape, placement)
+        programs = [
+            backend.plan(*graphs[run.kind], *run.rows, shape.graph.n_ctx, independent=run.independent)
+            for run in _runs(shape, graphs)
+        ]
+        parts = backend.memory(programs, [graph for graph, _ in graphs.values()], model, shape.graph.n_ctx)
+        parts[CPU]["output"] = min(shape.n_seq, shape.graph.n_ubatch) * self.hp.n_vocab * 4
+        n_splits = max(len(getattr(p, "turns", "1")) for p in programs)
+        n_nodes = max(len(graph.nodes) for graph, _ in graphs.values())
+        memory = MemoryPlan(parts, shape.graph.n_ctx, self._free(parts))
+        return RunPlan(config, shape.graph, placement, memory, n_nodes, n_splits)
+
+    def fits(self, config: RunConfig) -> bool:
+        """Whether a run fits all devices; quick where weights and cache alone are too large."""
+        return self.may_fit(config) and self.plan(config).memory.fits()
+
+    def may_fit(self, config: RunConfig, margin: int = 0, *, gpus_only: bool = False) -> bool:
+        """Whether at least weights and cache fit, with a margin on GPUs."""
+        parts = self.static_bytes(config)
+        free = self._free(parts)
+        return not any(
+            n_bytes + (0 if device == CPU else margin) > free[device]
+            for device, n_bytes in parts.items()
+            if device in free and not (gpus_only and device == CPU)
+        )
+
+    def static_bytes(self, config: RunConfig) -> dict[str, int]:
+        """Bytes of weights and cache by device."""
+        placement = self.place(config)
+        model = self.model(config, placement)
+        parts = dict.fromkeys((CPU, *placement.devices), 0)
+        on_gpu = self.gpu_weights(config)
+        for name, n_bytes in on_gpu.items():
+            buffer = placement.buffer_of[name]
+            parts[buffer] += model.n_bytes([name]) if buffer == CPU else n_bytes
+        for il, n_bytes in self.gpu_cache(config).items():
+            parts[placement.cache[il]] += n_bytes
+        return parts
+
+    def _free(self, devices: Iterable[str]) -> dict[str, int]:
+        free = dict(zip(self.machine.names, self.machine.free, strict=True))
+        if self.machine.ram is not None:
+            free[CPU] = self.machine.ram
+        return {name: free[name] for name in devices if name in free}
+
+    def _backend(self, shape: _Shape, placement: Placement) -> SessionBackend:
+        cpu = CpuBackend(shape.n_threads)
+        used = {*placement.buffer_of.values(), *placement.cache}
+        gpus: dict[str, Part] = {name: gpu for name, gpu in self._gpus.items() if name in used}
+        return HybridBackend(cpu, gpus, places_of(placement)) if gpus else CpuOnly(cpu)
+
+    def warnings(self, config: RunConfig) -> list[str]:
+        """What a session would warn about; refuses cache types that cannot work."""
+        resolved, warnings = resolve(config, self.hp.n_ctx_train)
+        _check_cache_types(_shape(resolved).graph, resolved, self.model(resolved))
+        return warnings
+
+    def model(self, config: RunConfig, placement: Placement | None = None) -> Model:
+        """The model as these settings use it; with a placement, `-rtr` leaves alone what is on GPUs."""
+        cfg = _graph_config(config, 512)
+        repack = config.run_time_repack
+        buffers = placement.buffer_of if placement is not None and repack else {}
+        plain = frozenset(name for name, buffer in buffers.items() if buffer != CPU)
+        key = (cfg.mla, cfg.flash_attn, repack, plain)
+        if key not in self._models:
+            self._models[key] = Model.from_file(self.file, cfg, repack=repack)
+            self._models[key].keep_plain(plain)
+        return self._models[key]
+
+    def place(self, config: RunConfig) -> Placement:
+        """Where the tensors go, derived ones included."""
+        model = self.model(config)
+        names = list(model.specs)
+        return place(
+            names,
+            self.hp.n_layer,
+            config,
+            self.machine.names,
+            self.machine.free,
+            {name: model.n_bytes([name]) for name in names},
+            model.derived_from(),
+        )
+
+    def gpu_weights(self, config: RunConfig) -> dict[str, int]:
+        """Bytes on a GPU of every weight the run uses."""
+        config, _ = resolve(config, self.hp.n_ctx_train)
+        model = self.model(config)
+        names = {name for graph, _ in self._record(_shape(config).graph, model).values() for name in graph.weights}
+        gpu = next(iter(self._gpus.values()), None)
+        return {name: gpu.weight_bytes(model, [name]) if gpu else model.n_bytes([name]) for name in names}
+
+    def gpu_cache(self, config: RunConfig) -> dict[int, int]:
+        """Bytes on a GPU of the cache of every block."""
+        config, _ = resolve(config, self.hp.n_ctx_train)
+        shape = _shape(config)
+        graphs = self._record(shape.graph, self.model(config)).values()
+        sizes: dict[int, int] = {}
+        gpu = next(iter(self._gpus.values()), None)
+        for cache in {c for graph, _ in graphs for c in graph.caches.values()}:
+            n_bytes = (gpu.cache_bytes if gpu else cache_bytes)(cache, shape.graph.n_ctx)
+            sizes[cache.il] = sizes.get(cache.il, 0) + n_bytes
+        return sizes
+
+    def _record(self, cfg: GraphConfig, model: Model) -> _Graphs:
+        """The graphs of a session, see `Session`."""
+        key = (cfg, id(model))
+        if key not in self._graphs:
+            kinds = {"decode": replace(cfg, expand=False)}
+            if self.hp.kv_lora_rank and cfg.mla >= 2 and cfg.flash_attn and cfg.n_ubatch >= EXPAND_MIN_TOKENS:
+                kinds["prefill"] = replace(cfg, expand=True)
+            weights = Weights(model.specs, model.source, lambda name: _values(model, name))
+            graphs: dict[str, tuple[Graph, Node]] = {}
+            for kind, kind_cfg in kinds.items():
+                graph = Graph()
+                graphs[kind] = graph, model.module.build(graph, self.hp, weights, kind_cfg)
+            self._graphs[key] = graphs
+        return self._graphs[key]
+
+
+def _runs(shape: _Shape, graphs: _Graphs) -> list[_Run]:
+    """The programs that a session makes of its graphs."""
+    cfg = shape.graph
+    runs: list[_Run] = []
+    for kind in graphs:
+        few = kind == "decode" and "prefill" in graphs
+        n_tokens = min(cfg.n_ubatch, EXPAND_MIN_TOKENS - 1) if few else cfg.n_ubatch
+        runs.append(_Run(kind, (n_tokens, min(shape.n_seq, n_tokens))))
+    if shape.n_step:
+        n = max(shape.n_step, INDEPENDENT_ROWS)
+        runs.append(_Run("decode", (n, n), independent=True))
+    return runs
+
+
+def _shape(config: RunConfig) -> _Shape:
+    """Sizes of the session that the command would open."""
+    n_seq, n_step = 1, 0
+    cells = config.n_ctx
+    if config.command in ("perplexity", "imatrix"):
+        n_seq = sequences_per_batch(config)
+        cells *= n_seq
+    elif config.command == "serve" or config.n_parallel > 1:
+        n_seq = n_step = config.n_parallel
+    cells = padded_ctx(cells, config.flash_attn)
+    cells += -cells % n_seq
+    graph = replace(_graph_config(config, cells), n_ubatch=min(config.n_ubatch, cells))
+    return _Shape(graph, n_seq, n_step, max(config.n_threads, config.n_threads_batch))
+
+
+def _values(model: Model, name: str) -> npt.NDArray[np.float32]:
+    """Values of a tensor; ones where the file has only its header, as no size depends on them."""
+    if model.file.has_data(name):
+        return model.values(name)
+    return np.ones(model.file.tensors[name].shape[::-1], np.float32)

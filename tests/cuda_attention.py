@@ -149,13 +149,15 @@ def step_block(segments: Sequence[Segment], upload: Any) -> tuple[Array, dict[Ro
 # --- cache rows -------------------------------------------------------------------------------------------------------
 def random_rows(rng: np.random.Generator, n: int, cols: int, type_: GGMLType) -> Array:
     """Host bytes of n cache rows: Gaussian floats; blocks of any codes, scales of either sign."""
+    if n == 0:
+        return np.empty((0, row_n_bytes(type_, cols)), np.uint8)
     x = rng.standard_normal((n, cols))
     if type_ == GGMLType.F32:
         return x.astype(np.float32).view(np.uint8)
     if type_ == GGMLType.F16:
         return x.astype(np.float16).view(np.uint8)
     if type_ == GGMLType.BF16:
-        return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(n, -1)
+        return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     size = TYPE_TRAITS[type_].type_size
     rows = rng.integers(0, 256, (n, row_n_bytes(type_, cols)), dtype=np.uint8)
     levels = {GGMLType.Q8_0: 74, GGMLType.Q8_KV: 74, GGMLType.IQ4_NL: 66, GGMLType.Q6_0: 18, GGMLType.Q5_0: 9,
@@ -218,9 +220,7 @@ def expected(run: Run, node: Node, segments: Sequence[Segment], values: Mapping[
         heads = []
         sources = {p.source: rows(p.source) for p in (*a["k"], a["v"])}
         for h in range(a["n_head"]):
-            q = np.hstack(
-                [head(values[p.source][token : token + s.n_tokens].astype(np.float64), p, h) for p in a["q"]]
-            )
+            q = np.hstack([head(values[p.source][token : token + s.n_tokens].astype(np.float64), p, h) for p in a["q"]])
             k = np.hstack([head(sources[p.source], p, h // group) for p in a["k"]])
             scores = np.where(hidden, -np.inf, q @ k.T * np.float64(np.float32(a["scale"])))
             p = np.exp(scores - scores.max(axis=1, keepdims=True))

@@ -60,7 +60,7 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
   const KvTensor kt = kv_tensor(k, n_cells, k_blocks, k_type), vt = kv_tensor(v, n_cells, v_blocks, v_type);
   const i64 k_row = (i64)k_blocks * 2, v_row = (i64)v_blocks * 2;  // bytes, of 16-bit caches
   const u8 *k_rows = k + k_base * k_row + k_col * 2, *v_rows = v + v_base * v_row + v_col * 2;
-  constexpr int NK = (DK + 31) / 32, NV = (DV + 31) / 32;
+  constexpr int NK = turns_ahead<DK>(), NV = turns_ahead<DV>();
   Raw16 raw[FORMAT == KT_ANY ? (NK > NV ? NK : NV) : 1];
 
   const int r0 = lane / 4, last[2] = {row_pos(t, t.row0 + r0, group), row_pos(t, t.row0 + r0 + 8, group)};
@@ -81,7 +81,7 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
     float s[2][4];
     u32 p[1][4];
     if constexpr (FORMAT == KT_ANY) {
-      unpack_rows<DK>(sk, raw, k_type, k_col);
+      unpack_rows<DK>(sk, raw, kt, k_base, k_col, pos, hi);
       fetch_rows<DV>(raw, vt, v_base, v_col, pos, hi);
     } else {
       copy_rows<DV, 16, tile_row<DV>(), 32>(sv, v_rows, v_row, pos, lo, hi, lane);
@@ -92,7 +92,7 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
     scores<BF, DK, 2>(s, sq, sk);
     warp_sync();  // every lane has read K
     if constexpr (FORMAT == KT_ANY) {
-      unpack_rows<DV>(sv, raw, v_type, v_col);
+      unpack_rows<DV>(sv, raw, vt, v_base, v_col, pos, hi);
       fetch_rows<DK>(raw, kt, k_base, k_col, pos + DECODE_STEP, hi);
     } else {
       copy_rows<DK, 16, tile_row<DK>(), 32>(sk, k_rows, k_row, pos + DECODE_STEP, lo, hi, lane);

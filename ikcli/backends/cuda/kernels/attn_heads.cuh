@@ -18,27 +18,49 @@ DI void copy_rows(u16* tile, const u8* data, i64 row_bytes, int pos, int lo, int
     cp16(tile + r * STRIDE + c * 8, data + (ok ? pos + r : lo) * row_bytes + c * 16, ok);
   }
 }
-// 16 rows of any type through the registers of a warp: 16 columns per lane and turn.
-template <int W> DI void fetch_rows(Raw16* raw, const KvTensor& tensor, i64 base, int col, int pos, int hi) {
+// 16 rows of any type through the registers of a warp: 16 columns per lane and turn, turns FROM..TO-1 of (W + 31) / 32.
+template <int W, int FROM, int TO>
+DI void fetch_turns(Raw16* raw, const KvTensor& tensor, i64 base, int col, int pos, int hi) {
 #pragma unroll
-  for (int n = 0; n < (W + 31) / 32; n++) {
+  for (int n = FROM; n < TO; n++) {
     const int i = (threadIdx.x & 31) + 32 * n, r = i / (W / 16), g = i % (W / 16);
-    kv_clear(raw[n]);
-    if (i < W && pos + r < hi) kv_load(raw[n], tensor, base + pos + r, (col >> 4) + g);
+    kv_clear(raw[n - FROM]);
+    if (i < W && pos + r < hi) kv_load(raw[n - FROM], tensor, base + pos + r, (col >> 4) + g);
   }
 }
-template <int W> DI void unpack_rows(u16* tile, const Raw16* raw, int type, int col) {
+template <int W, int FROM, int TO> DI void unpack_turns(u16* tile, const Raw16* raw, int type, int col) {
 #pragma unroll
-  for (int n = 0; n < (W + 31) / 32; n++) {
+  for (int n = FROM; n < TO; n++) {
     const int i = (threadIdx.x & 31) + 32 * n, r = i / (W / 16), g = i % (W / 16);
     if (i < W) {
       u32 y[8];
-      kv_f16(y, raw[n], type, ((col >> 4) + g) & 1);
+      kv_f16(y, raw[n - FROM], type, ((col >> 4) + g) & 1);
       u16* to = tile + r * tile_row<W>() + g * 16;
       *(uint4*)to = make_uint4(y[0], y[1], y[2], y[3]);
       *(uint4*)(to + 8) = make_uint4(y[4], y[5], y[6], y[7]);
     }
   }
+}
+// Turns that are fetched ahead; rows of 256 columns would not fit into registers beside their sums.
+template <int W> DI constexpr int turns() { return (W + 31) / 32; }
+template <int W> DI constexpr int turns_ahead() { return W > 192 ? 2 : turns<W>(); }
+template <int W> DI void fetch_rows(Raw16* raw, const KvTensor& tensor, i64 base, int col, int pos, int hi) {
+  fetch_turns<W, 0, turns_ahead<W>()>(raw, tensor, base, col, pos, hi);
+}
+template <int W, int FROM>
+DI void unpack_rest(u16* tile, Raw16* raw, const KvTensor& tensor, i64 base, int col, int pos, int hi) {
+  if constexpr (FROM < turns<W>()) {
+    constexpr int TO = FROM + turns_ahead<W>() < turns<W>() ? FROM + turns_ahead<W>() : turns<W>();
+    fetch_turns<W, FROM, TO>(raw, tensor, base, col, pos, hi);
+    unpack_turns<W, FROM, TO>(tile, raw, tensor.type, col);
+    unpack_rest<W, TO>(tile, raw, tensor, base, col, pos, hi);
+  }
+}
+// The rows that were fetched, from position `pos` on, into a tile.
+template <int W>
+DI void unpack_rows(u16* tile, Raw16* raw, const KvTensor& tensor, i64 base, int col, int pos, int hi) {
+  unpack_turns<W, 0, turns_ahead<W>()>(tile, raw, tensor.type, col);
+  unpack_rest<W, turns_ahead<W>()>(tile, raw, tensor, base, col, pos, hi);
 }
 
 // Running maximum and this lane's share of the denominator for rows lane/4 and lane/4 + 8 of a warp.

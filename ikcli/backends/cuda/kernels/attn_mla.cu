@@ -1,10 +1,10 @@
-// Absorbed MLA over f16, bf16 and q8_0 caches, and the kernel that merges the parts of any attention.
+// Absorbed MLA over f16 caches (64 rows need 190 KB of shared memory), and the kernel that merges the parts of any
+// attention.
 #include "attn_mla.cuh"
 
 ATTN_MLA(attn_mla_f16_r16, 16, 32, 2, KT_F16)
 ATTN_MLA(attn_mla_f16_r32, 32, 32, 2, KT_F16)
-ATTN_MLA(attn_mla_q8_r16, 16, 32, 2, KT_Q8_0)
-ATTN_MLA(attn_mla_q8_r32, 32, 32, 2, KT_Q8_0)
+ATTN_MLA(attn_mla_f16_r64, 64, 32, 2, KT_F16)
 
 // out = sum of parts * 2^(m - max m) over the common denominator; one block per row, columns over the threads. Parts
 // without positions (maximum -inf) are not read.

@@ -148,7 +148,7 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
     __syncthreads();  // stage j is there; everyone has left tile j-1
     const u16* kt;
     if constexpr (KVT == KT_ANY) {
-      u16* tile = (u16*)(smem_raw + L::at_tile - L::stage);
+      u16* tile = (u16*)smem_raw;
 #pragma unroll
       for (int n = 0; n < PER; n++) {
         const int i = tid + n * NT, r = i / (MLA_DK / 16), g = i % (MLA_DK / 16);
@@ -190,7 +190,8 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
 #pragma unroll
       for (int n = 0; n < NQ; n++) {
         u32 b[4];
-        ldsm4(b, kt + mla_at(half * (BN / 2) + n * 16 + (lane & 7) + ((lane >> 4) << 3), ks * 18 + k * 2 + ((lane >> 3) & 1)));
+        const int row = half * (BN / 2) + n * 16 + (lane & 7) + ((lane >> 4) << 3);
+        ldsm4(b, kt + mla_at(row, ks * 18 + k * 2 + ((lane >> 3) & 1)));
 #pragma unroll
         for (int m = 0; m < MT; m++) {
           u32 a[4];
@@ -215,7 +216,7 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
     __syncthreads();
 
     {  // running soft-max in base 2; positions that a row may not see are -inf by index
-      float v[CPT], peak = top, add = 0.f;
+      float v[CPT], peak = top;
       const int pos = lo + j * BN + scol;
 #pragma unroll
       for (int c = 0; c < CPT; c++) {
@@ -229,12 +230,17 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
       for (int d = TPR / 2; d; d >>= 1) peak = fmaxf(peak, shx(peak, d));
       const float used = peak == -INFINITY ? 0.f : peak, alpha = ex2(top - used);
 #pragma unroll
-      for (int c = 0; c < CPT; c++) v[c] = ex2(v[c] - used), add += v[c];
-#pragma unroll
-      for (int d = TPR / 2; d; d >>= 1) add += shx(add, d);
-      sum = sum * alpha + add, top = peak;
+      for (int c = 0; c < CPT; c++) v[c] = ex2(v[c] - used);
 #pragma unroll
       for (int c = 0; c < CPT; c += 2) *(u32*)(sp + srow * L::p_row + scol + c) = pack2<BF>(v[c], v[c + 1]);
+      // Neighbours first, whatever the number of threads per row: the same bits for any number of rows.
+#pragma unroll
+      for (int d = 1; d < CPT; d *= 2)
+#pragma unroll
+        for (int c = 0; c < CPT; c += 2 * d) v[c] += v[c + d];
+#pragma unroll
+      for (int d = 1; d < TPR; d *= 2) v[0] += shx(v[0], d);
+      sum = sum * alpha + v[0], top = peak;
       if (tid % TPR == 0) sa[srow] = alpha;
     }
     __syncthreads();
@@ -253,7 +259,8 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
 #pragma unroll
       for (int n = 0; n < 4; n++) {
         u32 b[4];
-        ldsm4t(b, kt + mla_at(k * 16 + (lane & 7) + (((lane >> 3) & 1) << 3), MLA_ROPE / 8 + w * 8 + n * 2 + (lane >> 4)));
+        const int row = k * 16 + (lane & 7) + (((lane >> 3) & 1) << 3);
+        ldsm4t(b, kt + mla_at(row, MLA_ROPE / 8 + w * 8 + n * 2 + (lane >> 4)));
 #pragma unroll
         for (int m = 0; m < MT; m++) {
           mma16816<BF>(o[m][2 * n], p[m], b[0], b[1]);

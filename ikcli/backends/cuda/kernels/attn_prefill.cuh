@@ -108,7 +108,7 @@ DI void prefill_body(const i64* st, const float* q0, i64 q0_row, int q0_head, co
   }
 }
 #define ATTN_PREFILL(NAME, WARPS, D0, D1, DV, BN, BF)                                                                  \
-  extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                             \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, 8 / WARPS)                                                   \
   NAME(const i64* st, const float* q0, i64 q0_row, int q0_head, const float* q1, i64 q1_row, int q1_head,              \
        const u8* k0, i64 k0_row, int k0_head, int k0_compact, const u8* k1, i64 k1_row, int k1_head, int k1_compact,   \
        const u8* v, i64 v_row, int v_head, int v_compact, float* out, float* parts, float* stats, int n_head,          \

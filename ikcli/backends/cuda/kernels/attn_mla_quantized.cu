@@ -1,0 +1,7 @@
+// Absorbed MLA over quantized caches: q8_0 (bytes staged in shared memory) and the other types.
+#include "attn_mla.cuh"
+
+ATTN_MLA(attn_mla_q8_r16, 16, 32, 2, KT_Q8_0)
+ATTN_MLA(attn_mla_q8_r32, 32, 32, 2, KT_Q8_0)
+ATTN_MLA(attn_mla_any_r16, 16, 32, 2, KT_ANY)
+ATTN_MLA(attn_mla_any_r32, 32, 32, 2, KT_ANY)

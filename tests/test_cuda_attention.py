@@ -1,0 +1,309 @@
+"""Attention kernels on the emulated device against float64 NumPy, with NaN in all memory that must not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from cuda_attention import LIMITS, SMALL, Run, Segment, error, expected, fill
+from cuda_emulation import needs_emulation
+
+from ikcli.backends.cuda.lower import Counts, DeviceLimits
+from ikcli.errors import UnsupportedError
+from ikcli.gguf.constants import GGMLType
+from ikcli.graph import HeadSlice, Node, Rows
+
+pytestmark = needs_emulation
+T = GGMLType
+BOUND = {True: 5e-3, False: 1e-3}  # bf16 or not
+
+
+def absorbed(run: Run, n_head: int, type_: T, *, flash: bool = True) -> Node:
+    """MLA 576/512: V is a view of the K row."""
+    g = run.graph
+    q, latent, row = run.input("q", n_head * 192), run.input("q2", n_head * 512), run.input("kv", 576)
+    cache = g.cache("kv", 576, type_)
+    g.kv_store(cache, row, "store")
+    return g.attention([HeadSlice(q, 128, 64, 192), HeadSlice(latent, 0, 512, 512)], [HeadSlice(cache, 0, 576, 0)],
+                       HeadSlice(cache, 64, 512, 0), "kqv", n_head=n_head, n_head_kv=1, scale=192**-0.5,
+                       flash=flash)  # fmt: skip
+
+
+def grouped(run: Run, n_head: int, n_head_kv: int, width: int, types: tuple[T, T], *, v_width: int = 0) -> Node:
+    """Separate K and V caches."""
+    g, dv = run.graph, v_width or width
+    q, k, v = run.input("q", n_head * width), run.input("k", n_head_kv * width), run.input("v", n_head_kv * dv)
+    kc, vc = g.cache("k", k.cols, types[0]), g.cache("v", v.cols, types[1])
+    g.kv_store(kc, k, "k_store")
+    g.kv_store(vc, v, "v_store")
+    return g.attention([HeadSlice(q, 0, width, width)], [HeadSlice(kc, 0, width, width)], HeadSlice(vc, 0, dv, dv),
+                       "kqv", n_head=n_head, n_head_kv=n_head_kv, scale=width**-0.5, flash=True)  # fmt: skip
+
+
+def expanded(run: Run, n_head: int, type_: T) -> Node:
+    """Prompt path of MLA: the rotated part of keys from the cache, the rest from a value with a row per position."""
+    g = run.graph
+    q, row, kv = run.input("q", n_head * 192), run.input("row", 576), run.input("kv", n_head * 256, Rows.KV)
+    cache = g.cache("kv", 576, type_)
+    g.kv_store(cache, row, "store")
+    return g.attention([HeadSlice(q, 128, 64, 192), HeadSlice(q, 0, 128, 192)],
+                       [HeadSlice(cache, 0, 64, 0), HeadSlice(kv, 0, 128, 256)], HeadSlice(kv, 128, 128, 256), "kqv",
+                       n_head=n_head, n_head_kv=n_head, scale=192**-0.5, flash=True)  # fmt: skip
+
+
+def values_of(run: Run, segments: Sequence[Segment], scale: float = 1.0) -> dict[Node, np.ndarray]:
+    rng = np.random.default_rng(7)
+    n = {Rows.TOKENS: sum(s.n_tokens for s in segments), Rows.KV: sum(s.pos + s.n_tokens for s in segments)}
+    shapes = [(x, (n[x.rows.symbol], x.cols)) for x in run.leaves]
+    return {x: (scale * rng.standard_normal(shape)).astype(np.float32) for x, shape in shapes}
+
+
+def check(run: Run, node: Node, segments: Sequence[Segment], *, seed: int = 1, scale: float = 1.0) -> np.ndarray:
+    """Run with random data; the result must be the oracle's. Returns it."""
+    rng = np.random.default_rng(seed)
+    for cache in run.graph.caches.values():
+        fill(run, cache, segments, rng)
+    values = values_of(run, segments, scale)
+    (found,) = run(segments, values, seed=seed)
+    assert np.isfinite(found).all()
+    bound = BOUND[any(c.type == T.BF16 for c in run.graph.caches.values())]
+    assert error(found, expected(run, node, segments, values)) < bound, run.kernels()
+    return found
+
+
+# --- absorbed MLA -----------------------------------------------------------------------------------------------------
+ONE = [Segment(1, 3, 99)]
+
+
+@pytest.mark.parametrize(
+    ("n_head", "type_", "segments", "kernel"),
+    [
+        (16, T.F16, ONE, "f16_r16"),
+        (16, T.F16, [Segment(1, 0, 0)], "f16_r16"),
+        (5, T.F16, [Segment(4, 1, 28)], "f16_r32"),
+        (11, T.F16, [Segment(3, 2, 60), Segment(2, 180, 31)], "f16_r32"),
+        (12, T.Q8_0, [Segment(1, 5, 299)], "q8_r16"),
+        (20, T.Q8_0, [Segment(2, 2, 64)], "q8_r32"),
+        (128, T.F16, [Segment(1, 0, 32)], "f16_r64"),
+        (16, T.BF16, [Segment(1, 3, 150)], "bf16_r16"),
+        (20, T.BF16, [Segment(4, 3, 20), Segment(1, 100, 0)], "bf16_r32"),
+        (128, T.BF16, [Segment(1, 0, 40)], "bf16_r64"),
+        (16, T.F32, [Segment(1, 3, 40), Segment(1, 100, 5)], "f16_r16"),
+        *((12, t, [Segment(1, 3, 97), Segment(1, 160, 6)], "any_r16")
+          for t in (T.Q8_KV, T.Q6_0, T.Q5_1, T.Q5_0, T.Q4_1, T.Q4_0, T.IQ4_NL)),
+        (11, T.Q4_0, [Segment(3, 3, 67)], "any_r32"),
+    ],
+)  # fmt: skip
+def test_absorbed(n_head: int, type_: T, segments: list[Segment], kernel: str) -> None:
+    run = Run(5, 320)
+    check(run, absorbed(run, n_head, type_), segments)
+    assert f"attn_mla_{kernel}" in run.kernels()
+
+
+def test_absorbed_prompt_rows_and_small_gpu() -> None:
+    run = Run(16, 64, SMALL)
+    check(run, absorbed(run, 16, T.F16), [Segment(13, 0, 9), Segment(3, 40, 0)])
+    assert run.kernels()[0] == "attn_mla_f16_r32"
+    assert all(x.shared <= SMALL.max_shared for x in run.launched)
+
+
+def test_absorbed_without_flash_is_the_same() -> None:
+    outs = []
+    for flash in (True, False):
+        run = Run(4, 128)
+        outs.append(check(run, absorbed(run, 16, T.F16, flash=flash), ONE))
+    assert np.array_equal(*outs)
+
+
+@pytest.mark.parametrize("type_", [T.F16, T.Q8_0])
+def test_large_values(type_: T) -> None:
+    run = Run(4, 128)
+    rng = np.random.default_rng(0)
+    node = absorbed(run, 16, type_)
+    fill(run, next(iter(run.graph.caches.values())), ONE, rng)
+    values = values_of(run, ONE)
+    q, latent, row = run.leaves
+    values[q] *= 1 / 200
+    values[latent] *= 1 / 200
+    values[row] *= 200
+    (found,) = run(ONE, values)
+    assert error(found, expected(run, node, ONE, values)) < 1e-3
+
+
+# --- grouped heads ----------------------------------------------------------------------------------------------------
+F16, Q8_0 = (T.F16, T.F16), (T.Q8_0, T.Q8_0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "v_width", "types", "segments", "kernel"),
+    [
+        ((8, 2), 128, 128, F16, ONE, "128_f16"),
+        ((5, 1), 64, 64, F16, [Segment(4, 3, 61), Segment(1, 150, 17)], "64_f16"),
+        ((12, 4), 96, 96, F16, [Segment(1, 0, 255), Segment(1, 256, 0), Segment(1, 260, 30)], "96_f16"),
+        ((3, 3), 80, 80, F16, [Segment(2, 0, 64)], "80_f16"),
+        ((4, 2), 192, 128, F16, [Segment(3, 5, 33)], "192_f16"),
+        ((20, 1), 256, 256, F16, [Segment(1, 5, 130)], "256_f16"),
+        ((6, 1), 64, 64, Q8_0, [Segment(3, 3, 99), Segment(1, 150, 17)], "64_any"),
+        ((4, 4), 80, 80, (T.Q8_0, T.Q5_0), [Segment(3, 3, 40)], "80_any"),
+        ((4, 2), 96, 96, (T.Q4_1, T.Q5_1), [Segment(3, 3, 40)], "96_any"),
+        ((7, 1), 128, 128, (T.Q8_KV, T.Q4_0), [Segment(1, 3, 80)], "128_any"),
+        ((4, 4), 192, 128, (T.Q8_0, T.IQ4_NL), [Segment(1, 3, 40)], "192_any"),
+        ((2, 2), 256, 256, (T.Q6_0, T.F16), [Segment(2, 3, 70)], "256_any"),
+        ((4, 4), 64, 64, (T.BF16, T.F32), [Segment(2, 3, 30)], "64_any"),
+    ],
+)
+def test_decode(heads: tuple[int, int], width: int, v_width: int, types: tuple[T, T], segments: list[Segment],
+                kernel: str) -> None:  # fmt: skip
+    run = Run(5, 320)
+    check(run, grouped(run, *heads, width, types, v_width=v_width), segments)
+    assert f"attn_decode_{kernel}" in run.kernels()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "v_width"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_decode_and_prefill_bf16(width: int, v_width: int) -> None:
+    types = T.BF16, T.BF16
+    for n in (2, 40):
+        run = Run(64, 160)
+        check(run, grouped(run, 4, 2, width, types, v_width=v_width), [Segment(n, 3, 70)])
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "v_width", "types", "segments", "kernels"),
+    [
+        ((6, 2), 128, 128, F16, [Segment(40, 3, 99)], ["128_f16_r128"]),
+        ((2, 2), 128, 128, F16, [Segment(13, 3, 0), Segment(20, 150, 77)], ["128_f16_r64"]),
+        ((6, 2), 64, 64, (T.Q8_0, T.F16), [Segment(30, 3, 99), Segment(20, 150, 1)], ["64_f16_r128"]),
+        ((2, 1), 80, 80, F16, [Segment(33, 0, 64)], ["80_f16_r128"]),
+        ((2, 1), 96, 96, (T.F32, T.Q4_0), [Segment(20, 0, 3)], ["96_f16_r64"]),
+        ((2, 2), 192, 128, F16, [Segment(65, 0, 0)], ["192_f16_r128"]),
+        ((1, 1), 256, 256, F16, [Segment(40, 3, 90), Segment(20, 150, 1)], ["256_f16_r64"]),
+    ],
+)
+def test_prefill(heads: tuple[int, int], width: int, v_width: int, types: tuple[T, T], segments: list[Segment],
+                 kernels: list[str]) -> None:  # fmt: skip
+    run = Run(72, 256)
+    check(run, grouped(run, *heads, width, types, v_width=v_width), segments)
+    assert f"attn_prefill_{kernels[0]}" in run.kernels()
+
+
+@pytest.mark.parametrize("type_", [T.F16, T.Q8_0, T.Q4_0, pytest.param(T.BF16, marks=pytest.mark.slow)])
+def test_expanded(type_: T) -> None:
+    run = Run(64, 256)
+    check(run, expanded(run, 3, type_), [Segment(40, 3, 90), Segment(20, 150, 1)])
+    packs = [x for x in run.launched if x.kernel.startswith("kv_rows")]
+    assert len(packs) == (1 if type_ in (T.F16, T.BF16) else 2)  # keys and values of the expanded latent at once
+
+
+# --- other shapes -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("width", "types"), [(48, F16), (32, Q8_0), (10, (T.F32, T.BF16)), (16, (T.Q4_0, T.F16))])
+def test_any_head_size(width: int, types: tuple[T, T]) -> None:
+    run = Run(8, 96)
+    check(run, grouped(run, 4, 2, width, types), [Segment(3, 3, 40), Segment(4, 60, 0)])
+    assert run.kernels()[-1] == "attn_any"
+
+
+@pytest.mark.parametrize("type_", [T.F16, T.F32])
+def test_transposed_values(type_: T) -> None:
+    run = Run(4, 64)
+    g = run.graph
+    q, latent, row = run.input("q", 3 * 192), run.input("q2", 3 * 512), run.input("kv", 576)
+    cache, turned = g.cache("kv", 576, T.Q8_0), g.cache("kv_t", 512, type_, transposed=True)
+    g.kv_store(cache, row, "store")
+    g.kv_store(turned, row, "store_t", offset=64)
+    node = g.attention([HeadSlice(q, 128, 64, 192), HeadSlice(latent, 0, 512, 512)], [HeadSlice(cache, 0, 576, 0)],
+                       HeadSlice(turned, 0, 512, 0), "kqv", n_head=3, n_head_kv=1, scale=192**-0.5,
+                       flash=False)  # fmt: skip
+    check(run, node, [Segment(2, 3, 30), Segment(1, 40, 2)])
+
+
+# --- parts, independence, repetition ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("n_kv", [1, 127, 128, 129, 257, 300])
+def test_parts_with_fixed_bounds(n_kv: int) -> None:
+    """Tokens on both sides of a bound: some see nothing of the last part."""
+    n = min(n_kv, 3)
+    run = Run(3, 320, independent=True)
+    check(run, absorbed(run, 16, T.F16), [Segment(n, 7, n_kv - n)])
+    run = Run(3, 320, independent=True)
+    check(run, grouped(run, 4, 1, 64, F16), [Segment(n, 7, n_kv - n)])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_parts_of_equal_size(parts: int) -> None:
+    limits = DeviceLimits((9, 0), parts, 232448, 233472, 1 << 20, "few SMs")
+    for build in (lambda r: absorbed(r, 20, T.Q8_0), lambda r: grouped(r, 4, 1, 128, Q8_0)):
+        run = Run(2, 1100, limits)
+        check(run, build(run), [Segment(1, 3, 1030)])
+        attn = next(x for x in run.launched if x.kernel.startswith(("attn_mla", "attn_decode")))
+        assert attn.grid[1] * attn.grid[2] == (parts if "mla" in attn.kernel else min(5, 4 * parts))
+
+
+@pytest.mark.parametrize("which", ["mla", "grouped"])
+def test_tokens_do_not_depend_on_each_other(which: str) -> None:
+    """Bits of a token alone, with others behind it (also beyond a bound of parts), and beside another sequence."""
+
+    def bits(segments: list[Segment], rows: slice) -> np.ndarray:
+        run = Run(8, 512, independent=True)
+        if which == "mla":
+            absorbed(run, 16, T.F16)
+        else:
+            grouped(run, 4, 2, 64, Q8_0)
+        rng = np.random.default_rng(3)
+        for cache in run.graph.caches.values():
+            fill(run, cache, [Segment(0, 0, 500)], rng)
+        values = {x: np.random.default_rng(i).standard_normal((8, x.cols)) for i, x in enumerate(run.leaves)}
+        return run(segments, {x: v[rows] for x, v in values.items()})[0]
+
+    together = bits([Segment(4, 0, 125), Segment(1, 200, 20)], slice(0, 5))
+    for n in (1, 2, 3, 4):
+        assert np.array_equal(bits([Segment(n, 0, 125)], slice(0, n)), together[:n]), n
+    assert np.array_equal(bits([Segment(1, 200, 20)], slice(4, 5)), together[4:])
+
+
+def test_same_bits_in_any_order_of_threads() -> None:
+    for build in (lambda r: absorbed(r, 16, T.Q8_0), lambda r: grouped(r, 4, 1, 128, Q8_0)):
+        outs = []
+        for seed in (1, 2, 3):
+            run = Run(2, 512, independent=True)
+            build(run)
+            rng = np.random.default_rng(0)
+            for cache in run.graph.caches.values():
+                fill(run, cache, [Segment(1, 3, 290)], rng)
+            outs.append(run([Segment(1, 3, 290)], values_of(run, [Segment(1, 3, 290)]), seed=seed)[0])
+        assert np.array_equal(outs[0], outs[1]) and np.array_equal(outs[0], outs[2])
+
+
+def test_grids_for_more_rows_than_there_are() -> None:
+    """A captured graph serves every step of its bucket."""
+    run = Run(64, 512)
+    node = grouped(run, 4, 2, 128, F16)
+    segments = [Segment(9, 3, 60)]
+    rng = np.random.default_rng(0)
+    for cache in run.graph.caches.values():
+        fill(run, cache, segments, rng)
+    values = values_of(run, segments)
+    (found,) = run(segments, values, counts=Counts(64, 1, 512, 8, 512))
+    assert error(found, expected(run, node, segments, values)) < 1e-3
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+def test_refusals() -> None:
+    run = Run(2, 32)
+    x = run.input("x", 64)
+    run.graph.kv_store(run.graph.cache("kv_t", 64, T.Q8_0, transposed=True), x, "store")
+    with pytest.raises(UnsupportedError, match="transposed V cache cannot be of type q8_0"):
+        run.program()
+    run = Run(2, 32)
+    run.graph.kv_store(run.graph.cache("k", 48, T.Q8_0), run.input("x", 48), "store")
+    with pytest.raises(UnsupportedError, match="-ctk f16"):
+        run.program()
+    run = Run(2, 32)
+    run.graph.kv_store(run.graph.cache("k", 64, T.Q4_K), run.input("x", 64), "store")
+    with pytest.raises(UnsupportedError, match="no KV cache of type q4_K"):
+        run.program()
+    run = Run(2, 32)
+    grouped(run, 4, 4, 24, Q8_0)
+    with pytest.raises(UnsupportedError, match="multiples of 16"):
+        run.program()
+    assert LIMITS.n_sm == 132

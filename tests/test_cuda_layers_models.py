@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cuda_emulation import EmulatedDevice, needs_emulation
-from cuda_graphs import LIMITS, bind, download, n_rows
+from cuda_graphs import LIMITS, GraphRun, bind, download, n_rows
 from factories import N_VOCAB, MemoryModel, tiny_deepseek2, tiny_model
 
 from ikcli.backends.cuda.activations import activations
-from ikcli.backends.cuda.lower import Counts, Lowering, Program, lower
+from ikcli.backends.cuda.lower import Counts, Lowering, Program, Ref, lower
 from ikcli.backends.cuda.rules_layers import RULES
 from ikcli.backends.reference_ops import route_parts
 from ikcli.engine.batch import Batch
@@ -40,7 +40,9 @@ OUTSIDE = "outside"
 def outside(low: Lowering, node: Node) -> None:
     """An op of another file: reads its inputs, writes its output."""
     sources = [x for x in node.inputs if isinstance(x, Node)]
-    if node.op == "mul_mat" and sources[0].cols % 32 == 0:
+    if node.op == "mul_mat_heads" and node.attrs["x"].width % 32 == 0:
+        activations(low, node.attrs["x"], node.inputs[0].ne2, "q8")  # type: ignore[union-attr]
+    if node.op in ("mul_mat", "mul_mat_id", "moe_up_gate") and sources[0].cols % 32 == 0:
         activations(low, HeadSlice(sources[0], 0, sources[0].cols, 0), 1, "q8")
     outputs = [low.out(node)] if node.cols else []
     low.emit(OUTSIDE, 1, 32, 0, *[low.out(x) for x in sources], *outputs)
@@ -155,13 +157,67 @@ def test_launches_per_layer() -> None:
         "layer_norm_rows", "layer_heads", "layer_to_q8", "layer_norm_rows", "layer_swiglu", "layer_norm_rows",
     ]  # fmt: skip
     assert layer_launches(ModelRun(MODELS["qwen3moe"]), 0) == [
-        "layer_norm_rows", "layer_heads", "layer_to_q8", "layer_norm_rows", "layer_moe_route_sort",
+        "layer_norm_rows", "layer_heads", "layer_to_q8", "layer_norm_rows", "layer_moe_route_sort", "layer_to_q8",
         "layer_norm_experts",
     ]  # fmt: skip
     # Layer 1 is the first with experts; its own first norm belongs to layer 0.
     assert layer_launches(ModelRun(MODELS["deepseek2-lite"]), 1) == [
-        "layer_latent", "layer_to_q8", "layer_norm_rows", "layer_moe_route_sort", "layer_swiglu", "layer_norm_experts",
+        "layer_latent", "layer_to_q8", "layer_to_q8", "layer_norm_rows", "layer_moe_route_sort", "layer_to_q8",
+        "layer_swiglu", "layer_norm_experts",
     ]  # fmt: skip
+
+
+def decoded(rows: Array, k: int) -> Array:
+    """Values of q8 rows."""
+    codes = np.ascontiguousarray(rows[:, :k]).view(np.int8).astype(np.float32)
+    scales = np.ascontiguousarray(rows[:, k : k + k // 8]).view(np.float32)
+    return (codes.reshape(len(rows), -1, 32) * scales[:, :, None]).reshape(len(rows), k)
+
+
+def read_rows(run: GraphRun, x: HeadSlice, heads: int, results: list[Node], n: int) -> tuple[list[Array], Array]:
+    """Values of nodes, and the q8 rows of x as numbers, (n * heads, width)."""
+
+    def convert(low: Lowering) -> list[tuple[Ref, int]]:
+        low.begin(results[0])
+        made = activations(low, x, heads, "q8")
+        return [(made.at, n * made.row_bytes)]
+
+    values = run.run(*results, extra=convert)
+    return values, decoded(run.dumped[0].reshape(n * heads, -1), x.width)
+
+
+def test_activation_rows_of_queries() -> None:
+    """The launch that rotates DeepSeek's queries also quantizes their other columns."""
+    rng = np.random.default_rng(1)
+    run = GraphRun(RULES, {"w": np.ones(512, np.float32)})
+    q = run.input("q", rng.standard_normal((3, 16 * 192)).astype(np.float32))
+    kv = run.input("kv", rng.standard_normal((3, 576)).astype(np.float32))
+    g, table = run.graph, run.graph.rope_table([0.5**i for i in range(32)], 1.0)
+    queries = g.rope(q, table, 16, 192, "q_rope", offset=128)
+    latent = g.rms_norm(kv, run.weight("w"), 1e-6, "latent", cols=512)
+    rotated = g.rope(kv, table, 1, 576, "k_rope", offset=512)
+    row = g.concat_heads([HeadSlice(rotated, 512, 64, 0), HeadSlice(latent, 0, 512, 0)], 1, "kvr")
+    nodes = [queries, latent, rotated, row]
+    values, rows = read_rows(run, HeadSlice(queries, 0, 128, 192), 16, nodes, 3)
+    assert [launch.kernel for launch in run.launched] == ["layer_rope_table", "layer_latent"]
+    for found, wanted in zip(values, run.reference(nodes, 3, (), 0), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    wanted = run.values[q].reshape(48, 192)[:, :128]
+    np.testing.assert_allclose(rows, wanted, rtol=0, atol=np.abs(wanted).max() / 254 * 1.001)
+
+
+@pytest.mark.parametrize("which", ["sum", "norm"])
+def test_activation_rows_of_a_sum_are_not_those_of_its_norm(which: str) -> None:
+    """Both are computed by one launch, which can only convert the norm."""
+    rng = np.random.default_rng(1)
+    run = GraphRun(RULES, {"w": np.full(64, 3, np.float32)})
+    x, y = (run.input(name, rng.standard_normal((2, 64)).astype(np.float32)) for name in "xy")
+    total = run.graph.add(x, y, "total")
+    norm = run.graph.rms_norm(total, run.weight("w"), 1e-6, "norm")
+    chosen = total if which == "sum" else norm
+    (values,), rows = read_rows(run, HeadSlice(chosen, 0, 64, 0), 1, [chosen], 2)
+    np.testing.assert_allclose(rows, values, rtol=0, atol=np.abs(values).max() / 254 * 1.001)
+    assert len(run.launched) == (2 if which == "sum" else 1)
 
 
 def test_sums_that_were_read_are_not_moved() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ikcli.backends.cuda.layouts import half_row_bytes, q8_row_bytes
-from ikcli.backends.cuda.lower import Arg, Counts, Grid, Lowering, Ref
+from ikcli.backends.cuda.lower import Arg, Counts, Grid, Lowering, Op, Ref
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, RowSpec
 
@@ -21,7 +21,9 @@ THREADS = 256
 PER_BLOCK = 4 * THREADS  # columns that a block of an element-wise kernel does
 WANT_Q8, WANT_BF16 = 1, 2  # layer_common.cuh
 N_FORMAT_ARGS = 5  # q8, its row bytes, bf16, its row bytes, Formats: the last arguments of kernels that make such rows
-_PRODUCERS = ("layer_norm_rows", "layer_norm_experts", "layer_swiglu")
+HEADS_AT = 8  # layer_heads, layer_latent: state, rows (2), table, dim, offset, n_rot, neox, then 7 words per value
+_OUT_AT = {"layer_norm_rows": 10, "layer_norm_experts": 13, "layer_swiglu": 5, "layer_latent": HEADS_AT + 4}
+"""Kernels that make activation rows: which argument is the value converted (a launch may compute others, too)."""
 
 
 def parts_of(n: int, per_block: int) -> int:
@@ -102,7 +104,7 @@ def activations(low: Lowering, x: HeadSlice, heads: int, kind: str, when: When |
 
     def make() -> Ref:
         out = low.buffer(low.rows(src.rows) * heads * row)
-        if not (heads == 1 and x.width == src.cols and _by_producer(low, src, kind, out, row, when)):
+        if not _by_producer(low, x, heads, kind, out, row, when):
             _convert(low, x, heads, kind, out, row, when)
         return out
 
@@ -123,12 +125,19 @@ def _convert(low: Lowering, x: HeadSlice, heads: int, kind: str, out: Ref, row: 
              np.int32(x.width), out, row, when=Wanted([when]))  # fmt: skip
 
 
-def _by_producer(low: Lowering, src: Node, kind: str, out: Ref, row: int, when: When | None) -> bool:
-    """Let the launch that computes `src` write the rows too."""
-    if kind == "f16" or src.cols % 32:
+def _by_producer(low: Lowering, x: HeadSlice, heads: int, kind: str, out: Ref, row: int, when: When | None) -> bool:
+    """Let the launch that computes the value write the rows too."""
+    assert isinstance(x.source, Node)
+    at = producer(low, x.source)
+    if at < 0 or kind == "f16" or x.width % 32 or low.ops[at].when is not None:
         return False
-    at = producer(low, src)
-    if at < 0 or low.ops[at].kernel not in _PRODUCERS or low.ops[at].when is not None:
+    op = low.ops[at]
+    if op.kernel not in _OUT_AT or op.args[_OUT_AT[op.kernel]] != low.out(x.source):
+        return False
+    if op.kernel == "layer_latent":
+        if not _unrotated(op, x, heads):
+            return False
+    elif heads != 1 or x.width != x.source.cols:
         return False
     args = list(low.ops[at].args)
     formats = args[-1]
@@ -138,6 +147,12 @@ def _by_producer(low: Lowering, src: Node, kind: str, out: Ref, row: int, when: 
     args[first : first + 2] = out, row
     low.ops[at] = replace(low.ops[at], args=tuple(args))
     return True
+
+
+def _unrotated(op: Op, x: HeadSlice, heads: int) -> bool:
+    """Whether these are the columns before the rotated ones of all queries of a layer_latent launch."""
+    dim, offset, w, n_head = op.args[4], op.args[5], op.args[HEADS_AT + 2], op.args[HEADS_AT + 5]
+    return w == 0 and (x.offset, x.width, x.head_stride, heads) == (0, offset, dim, n_head)
 
 
 def _also_when(low: Lowering, at: Ref, when: When | None) -> None:

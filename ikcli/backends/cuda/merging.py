@@ -14,12 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ikcli.backends.cuda.activations import format_args, makes_formats, parts_of, producer, row_grid
+from ikcli.backends.cuda.activations import HEADS_AT, format_args, makes_formats, parts_of, producer, row_grid
 from ikcli.backends.cuda.lower import Arg, Grid, Lowering, Op, Ref
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 
 NORM_AT = 3  # layer_norm_rows: x, bytes of x, y, sum1, z, sum2, w, out, width, eps, formats
-HEADS_AT = 8  # layer_heads: state, rows (2), table, dim, offset, n_rot, neox, then 7 words per value
 
 
 def waiting(low: Lowering, node: Node, *kernels: str) -> int:
@@ -207,4 +206,4 @@ def _put_latent(low: Lowering, node: Node, rotated: Node, latent: Node, kv: Node
             heads = int(_number(queries[5]))
     put(low, "layer_latent", _heads_grid(node.rows, heads + 1), 128, nodes,
         (*same, *dims, *rotation, *queries, low.out(kv), low.weight(w), eps, np.int32(latent.cols), low.out(latent),
-         low.out(rotated), low.out(node)))  # fmt: skip
+         low.out(rotated), low.out(node), *format_args()))  # fmt: skip

@@ -107,17 +107,28 @@ layer_heads(const i64* st, int symbol, int factor, const float* table, int dim, 
 
 // The cached row of DeepSeek's attention and its queries: kv has `rank` latent columns and n_rot key columns per row.
 // latent = norm of the former; rotated = the row with its key columns rotated; kvr = rotated key | latent; queries as in
-// layer_heads. One warp per item, heads + 1 of them per row (the cached row first).
+// layer_heads; the activation rows of their first `offset` columns, one row per head, as `wanted` says (offset % 32 == 0,
+// no norm then). One warp per item, heads + 1 of them per row (the cached row first).
 extern "C" __global__ void __launch_bounds__(128)
 layer_latent(const i64* st, int symbol, int factor, const float* table, int dim, int offset, int n_rot, int neox, const float* x,
              i64 x_cols, const float* w, float* normed, float* out, int heads, float eps, const float* kv, const float* kv_w,
-             float kv_eps, int rank, float* latent, float* rotated, float* kvr) {
+             float kv_eps, int rank, float* latent, float* rotated, float* kvr, u8* q8, i64 q8_bytes, u8* bf16, i64 bf16_bytes,
+             int wanted) {
   const i64 item = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
   const i64 row = item / (heads + 1);
   if (row >= step_rows(st, symbol, factor)) return;
   const int h = (int)(item - row * (heads + 1)) - 1, lane = threadIdx.x & 31, half = n_rot >> 1, cols = rank + n_rot;
   if (h >= 0) {
     rotate_head({x, w, normed, out, x_cols, heads, eps}, {table, dim, offset, n_rot, neox}, row, h);
+    if (wanted) {
+      const float* src = x + row * x_cols + (i64)h * dim;
+      for (int base = 0; base < offset; base += 128) {
+        const int i = base + 4 * lane;
+        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (i < offset) v = aligned16(src) ? ld_f4(src + i) : make_float4(src[i], src[i + 1], src[i + 2], src[i + 3]);
+        store_wanted(v, q8, q8_bytes, bf16, bf16_bytes, wanted, row * heads + h, offset, i, i < offset);
+      }
+    }
     return;
   }
   kv += row * cols;

@@ -231,6 +231,42 @@ def test_large_activations_do_not_overflow() -> None:
             check(found, run.weights["w"], x, type_)
 
 
+@pytest.mark.parametrize("type_", names([T.Q8_0, T.Q4_K, T.F16]))
+@pytest.mark.parametrize("spare", [0, 20])
+def test_products_of_one_input_share_a_launch(type_: T, spare: int) -> None:
+    """Up to three matrices of a type; every node is shown only when it was computed."""
+    sizes, n = (5, 64, 33, 18), 3
+    run = ProductRun(spare=spare)
+    x = run.input("x", activations(n, 256))
+    nodes = [run.graph.mul_mat(run.tensor(f"w{i}", type_, (256, size), i), x, f"y{i}") for i, size in enumerate(sizes)]
+    other = run.graph.mul_mat(run.tensor("other", T.Q4_0, (256, 10)), x, "other")
+    *found, last = run.run(*nodes, other)
+    for i, y in enumerate(found):
+        check(y, run.weights[f"w{i}"], run.values[x], type_)
+    check(last, run.weights["other"], run.values[x], T.Q4_0)
+    launches = [launch for launch in run.launched if launch.kernel.startswith("mv_")]
+    assert len(launches) == 3
+    shown: dict[Any, int] = {}
+    for node, first, stop in run.program.node_ops():
+        assert node not in shown
+        shown[node] = max(first, stop)
+    for i, node in enumerate(nodes):
+        assert (shown[node] == 0 or spare > 0 or i % 3 == 0) and node in shown
+
+
+def test_matrices_of_a_shared_launch_keep_their_results() -> None:
+    """A token alone and with others, to the last bit."""
+    x, results = activations(MV_ROWS, 1280), []
+    for n in (1, MV_ROWS):
+        run = ProductRun(independent=True)
+        node = run.input("x", x[:n])
+        results.append(
+            run.run(*(run.graph.mul_mat(run.tensor(f"w{i}", T.Q6_K, (1280, 35)), node, f"y{i}") for i in "ab"))
+        )
+    for one, eight in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, eight[:1])
+
+
 def test_kernels_by_bucket() -> None:
     """One kernel per number of rows, and grids that cover the largest step of a bucket."""
     run = ProductRun(spare=600)

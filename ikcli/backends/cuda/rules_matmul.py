@@ -9,13 +9,14 @@ decided per bucket. Quantized types take activations of int8 per 32 values, floa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ikcli.backends.cuda.activations import activations
 from ikcli.backends.cuda.layouts import max_tiles
 from ikcli.backends.cuda.lower import Arg, Counts, Lowering, Ref, Rule
-from ikcli.backends.cuda.rules_layers import activations, plan_layout, zero_dropped
+from ikcli.backends.cuda.rules_layers import plan_layout, zero_dropped
 from ikcli.backends.cuda.upload import RowFormat, device_format, is_float, table_bytes, table_type
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 
@@ -126,23 +127,74 @@ def _input(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Input:
     return Input(a.at, a.row_bytes, a.head_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Few:
+    """Whether a value has few rows."""
+
+    rows: RowSpec
+
+    def __call__(self, c: Counts) -> bool:
+        return c.rows(self.rows) <= MV_ROWS
+
+
 def _dense(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int) -> None:
     m, a, rows = matrices(w, heads), _input(low, w, x, heads), node.rows
     out = (low.out(node), node.cols, w.ne1)
     tail = (0, 0, 0, np.int32(1), table(low, w))
-    items = -(-w.ne1 // 2)
-    bits = split_bits(low, m, items * heads)
-    per_block = (MV_THREADS // 32) >> bits
-    low.emit(f"mv_{m.fmt.name}", (-(-items // per_block), 1, heads), MV_THREADS, 0, low.state, *low.row_args(rows),
-             *m.args(low, 0), a.at, a.row, a.head, *out, *tail, np.int32(bits), when=_few(rows))  # fmt: skip
-    if low.rows(rows) > MV_ROWS:
+    many = low.rows(rows) > MV_ROWS
+    if not (heads == 1 and _joined(low, node, m, a, many)):
+        items = pairs_of(w.ne1)
+        bits = split_bits(low, m, items * heads)
+        low.emit(f"mv_{m.fmt.name}", (_blocks(items, bits), 1, heads), MV_THREADS, 0, low.state, *low.row_args(rows),
+                 *m.args(low, 0), a.at, a.row, a.head, *out, *tail, np.int32(bits), *_NO_MORE * 2,
+                 when=Few(rows))  # fmt: skip
+    if many:
         low.emit(f"mm_{m.fmt.name}", lambda c: (-(-w.ne1 // MM_TILE), -(-c.rows(rows) // MM_TILE), heads), MM_THREADS,
                  shared_bytes(m.fmt), low.state, *low.row_args(rows), *m.args(low), a.at, a.row, a.head, *out, *tail,
-                 when=_not(_few(rows)))  # fmt: skip
+                 when=_not(Few(rows)))  # fmt: skip
 
 
-def _few(rows: RowSpec) -> Callable[[Counts], bool]:
-    return lambda c: c.rows(rows) <= MV_ROWS
+def pairs_of(n_rows: int) -> int:
+    """Items of `mv_*`: two rows each."""
+    return -(-n_rows // 2)
+
+
+def _blocks(items: int, bits: int) -> int:
+    return -(-items // (MV_THREADS // 32 >> bits))
+
+
+# Places of arguments of `mv_*` (IK_MV_PARAMETERS) and what an absent further matrix is.
+_ROW_BYTES, _N_ROWS, _X, _TILES, _SPLIT, _MORE = 5, 7, 9, 15, 20, 21
+_NO_MORE: tuple[Arg, ...] = (0, np.int32(0), 0, 0)
+
+
+def _joined(low: Lowering, node: Node, m: Matrices, a: Input, many: bool) -> bool:
+    """Let an earlier `mv_*` of this turn with the same input compute this product too: it has up to three matrices.
+
+    The node keeps its own `mm_*`, if it has one; else it is noted as completed by the earlier launch.
+    """
+    kernel = f"mv_{m.fmt.name}"
+    for i in range(low.turn_start, len(low.ops)):
+        op, args = low.ops[i], list(low.ops[i].args)
+        if op.kernel != kernel or op.when != Few(node.rows) or args[_X] != a.at or args[_ROW_BYTES] != m.row_bytes:
+            continue
+        sizes = [_number(args[j]) for j in (_N_ROWS, _MORE + 1, _MORE + 5)]
+        if sizes[2] or args[_TILES] != 0 or not isinstance(op.grid, tuple) or op.grid[2] != 1:
+            continue
+        which = 2 if sizes[1] else 1
+        sizes[which], at = m.w.ne1, _MORE + 4 * (which - 1)
+        args[at : at + 4] = low.weight(m.w, m.row_bytes), np.int32(m.w.ne1), low.out(node), node.cols
+        bits = split_bits(low, m, sum(map(pairs_of, sizes)))
+        args[_SPLIT] = np.int32(bits)
+        grid = (sum(_blocks(pairs_of(n), bits) for n in sizes), 1, 1)
+        low.ops[i] = replace(op, grid=grid, args=tuple(args), also=op.also if many else (*op.also, node))
+        return True
+    return False
+
+
+def _number(arg: Arg) -> int:
+    assert isinstance(arg, np.int32)
+    return int(arg)
 
 
 def _not(when: Callable[[Counts], bool]) -> Callable[[Counts], bool]:
@@ -203,12 +255,12 @@ class ByExpert:
     def matvec(self, w: Weight, gate: Weight | None, a: Input, out: Ref) -> None:
         """`mv_*`: w . a, or with a gate silu(gate . a) * (w . a)."""
         low, m, rows = self.low, matrices(w, 1), self.plan.rows
-        items = w.ne1 if gate is not None else -(-w.ne1 // 2)
+        items = w.ne1 if gate is not None else pairs_of(w.ne1)
         bits = split_bits(low, m, items * self.plan.attrs["n_used"])
-        blocks = -(-items // (MV_THREADS // 32 >> bits))
+        blocks = _blocks(items, bits)
         low.emit(f"mv_{m.fmt.name}", lambda c: (blocks, max_tiles(c.rows(rows), self.n_expert, 0), 1), MV_THREADS, 0,
                  low.state, *low.row_args(rows), *m.args(low, 0 if gate is None else low.weight(gate, m.row_bytes)),
-                 *self._tail(a, w, out, 0), np.int32(bits), when=self.few)  # fmt: skip
+                 *self._tail(a, w, out, 0), np.int32(bits), *_NO_MORE * 2, when=self.few)  # fmt: skip
 
     def gemm(self, w: Weight, a: Input, out: Ref) -> None:
         """`mm_*`: w . a for many rows."""

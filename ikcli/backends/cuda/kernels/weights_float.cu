@@ -3,7 +3,7 @@
 // mv_*: as weights_matvec.cuh, f32 throughout. mm_*: tf32 tensor cores, f32 sums: f16 and bf16 weights are exact in tf32,
 // activations are rounded to its 11 bits without any limit of range; for f32 weights both sides are split in two parts
 // and three products are added, which leaves errors near those of f32.
-#include "weights_matvec.cuh"
+#include "weights_gemm.cuh"
 
 struct F32 {
   static constexpr int N = 4;  // columns in 16 bytes
@@ -35,12 +35,13 @@ DI bool whole_rows(const u8* x, i64 x_row, i64 x_head, int k) { return !(((i64)x
 template <class W>
 DI void float_matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gate, i64 row_bytes, i64 matrix_bytes,
                      int n_rows, int k, const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles,
-                     const int* n_tiles, const int* order, int divisor, int split_bits) {
+                     const int* n_tiles, const int* order, int divisor, int split_bits, const More& one, const More& two) {
   IK_SHARED(float, sums, MV_THREADS / 32 * 2 * MV_ROWS)
   const Span span = span_of(st, symbol, factor, tiles, n_tiles, MV_ROWS);
   if (!span.rows) return;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = warp & ((1 << split_bits) - 1);
-  const int item = (int)blockIdx.x * (MV_THREADS / 32 >> split_bits) + (warp >> split_bits);
+  const int bx = pick_matrix(one, two, 2 - split_bits, w, n_rows, y, y_row);
+  const int item = bx * (MV_THREADS / 32 >> split_bits) + (warp >> split_bits);
   const bool active = item < (gate ? n_rows : (n_rows + 1) >> 1), whole = whole_rows(x, x_row, x_head, k);
   const int row_a = gate ? item : 2 * item, row_b = gate ? item : min(2 * item + 1, n_rows - 1);
   const u8* a = w + span.matrix * matrix_bytes + row_a * row_bytes;
@@ -213,26 +214,17 @@ DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_b
       }
 }
 
-// The same arguments as the kernels of the other formats, with k columns in place of blocks.
 #define IK_FLOAT_KERNELS(NAME, FORMAT)                                                                                        \
-  extern "C" __global__ void __launch_bounds__(MV_THREADS)                                                                    \
-      mv_##NAME(const i64* st, int symbol, int factor, const u8* w, const u8* gate, i64 row_bytes, i64 matrix_bytes,          \
-                int n_rows, int k, const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles,     \
-                const int* n_tiles, const int* order, int divisor, const u8* table, int split_bits) {                         \
-    float_matvec<FORMAT>(st, symbol, factor, w, gate, row_bytes, matrix_bytes, n_rows, k, x, x_row, x_head, y, y_row,         \
-                         y_head, tiles, n_tiles, order, divisor, split_bits);                                                 \
+  IK_KERNEL mv_##NAME(IK_MV_PARAMETERS) {                                                                                     \
+    float_matvec<FORMAT>(st, symbol, factor, w, gate, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row,        \
+                         y_head, tiles, n_tiles, order, divisor, split_bits, {w1, n_rows1, y1, y1_row},                       \
+                         {w2, n_rows2, y2, y2_row});                                                                          \
   }                                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(128)                                                                           \
-      mm_##NAME(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, i64 matrix_bytes, int n_rows, int k,       \
-                const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles, const int* n_tiles,    \
-                const int* order, int divisor, const u8* table) {                                                             \
-    float_gemm<FORMAT>(st, symbol, factor, w, row_bytes, matrix_bytes, n_rows, k, x, x_row, x_head, y, y_row, y_head, tiles,  \
+  IK_KERNEL mm_##NAME(IK_MM_PARAMETERS) {                                                                                     \
+    float_gemm<FORMAT>(st, symbol, factor, w, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head, tiles, \
                        n_tiles, order, divisor);                                                                              \
   }                                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(MV_THREADS)                                                                    \
-      embed_##NAME(const i64* st, const u8* w, i64 row_bytes, int k, float* y, const u8* table) {                             \
-    float_embed<FORMAT>(st, w, row_bytes, k, y);                                                                              \
-  }
+  IK_KERNEL embed_##NAME(IK_EMBED_PARAMETERS) { float_embed<FORMAT>(st, w, row_bytes, nb, y); }
 
 IK_FLOAT_KERNELS(f32, F32)
 IK_FLOAT_KERNELS(f16, Half<false>)

@@ -6,6 +6,7 @@
 #include "weights.cuh"
 
 constexpr int MV_THREADS = 128, MV_ROWS = 8;
+static_assert(MV_THREADS / 32 == 4, "shifts by 2 - split_bits");
 
 // Where the work of a block lies: rows of activations (or of a tile of the plan of `moe_sort`), and which matrix.
 struct Span { int first, rows, matrix; };
@@ -64,17 +65,34 @@ template <class W> DI void add_block(float& acc, const Block& o, const uint4& a,
   }
 }
 
-// y[row][r] = silu(gate[r] . x) * (w[r] . x) with `gate`, else w[r] . x.
+// More matrices with the same input in one launch: their blocks follow those of the first.
+struct More { const u8* w; int n_rows; float* y; i64 y_row; };
+// Which matrix block `b` belongs to, and which block of that matrix it is; `per_block` pairs of rows.
+DI int pick_matrix(const More& one, const More& two, int shift, const u8*& w, int& n_rows, float*& y, i64& y_row) {
+  int b = (int)blockIdx.x;
+  const More* const more[2] = {&one, &two};
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int blocks = (((n_rows + 1) >> 1) + (1 << shift) - 1) >> shift;
+    if (!more[i]->n_rows || b < blocks) break;
+    b -= blocks;
+    w = more[i]->w, n_rows = more[i]->n_rows, y = more[i]->y, y_row = more[i]->y_row;
+  }
+  return b;
+}
+
+// y[row][r] = silu(gate[r] . x) * (w[r] . x) with `gate`, else w[r] . x; `one`, `two`: further matrices (not with a gate).
 template <class W>
 DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gate, i64 row_bytes, i64 matrix_bytes, int n_rows,
                int nb, const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles,
-               const int* n_tiles, const int* order, int divisor, const u8* table, int split_bits) {
+               const int* n_tiles, const int* order, int divisor, const u8* table, int split_bits, const More& one, const More& two) {
   IK_SHARED(float, sums, MV_THREADS / 32 * 2 * MV_ROWS)
   const Span span = span_of(st, symbol, factor, tiles, n_tiles, MV_ROWS);
   if (!span.rows) return;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int part = warp & ((1 << split_bits) - 1);
-  const int item = (int)blockIdx.x * (MV_THREADS / 32 >> split_bits) + (warp >> split_bits);
+  const int bx = pick_matrix(one, two, 2 - split_bits, w, n_rows, y, y_row);
+  const int item = bx * (MV_THREADS / 32 >> split_bits) + (warp >> split_bits);
   const bool active = item < (gate ? n_rows : (n_rows + 1) >> 1);
   const int row_a = gate ? item : 2 * item, row_b = gate ? item : min(2 * item + 1, n_rows - 1);
   const u8* a = w + span.matrix * matrix_bytes + row_a * row_bytes;

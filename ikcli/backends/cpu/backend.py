@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from operator import add
+from struct import Struct
 
 import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.cpu.lower import RULES, max_rows
-from ikcli.backends.cpu.program import Lowering, Program, lower
+from ikcli.backends.cpu.program import ENTRY_WORDS, Lowering, Program, lower
 from ikcli.backends.cpu.threads import LAUNCH, WORKER, Team, aligned_zeros
 from ikcli.errors import IkError
 from ikcli.graph import Cache, Graph, Node, Rows
@@ -21,6 +24,15 @@ from ikcli.native.kernel_cache import KernelKey, is_cached, shared_library
 
 Observer = Callable[[Node, npt.NDArray[np.generic]], None]
 SEG_WORDS = 6
+
+
+_pack_counts: Callable[..., None] = Struct("4q").pack_into
+
+
+@cache
+def _packers(n: int) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+    """Writers of n int32, n int64 and n segments: a few numbers are stored faster than by NumPy."""
+    return Struct(f"{n}i").pack_into, Struct(f"{n}q").pack_into, Struct(f"{SEG_WORDS * n}q").pack_into
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +89,26 @@ class State:
         self._words[:4] = n, len(out_ids), n_kv, len(segments)
         self.n_segments = len(segments)
         self.rows = {Rows.TOKENS: n, Rows.OUTPUTS: len(out_ids), Rows.KV: n_kv}
+
+    def set_step(self, tokens: Sequence[int], pos: Sequence[int], cells: Sequence[int], n_outputs: int) -> None:
+        """Describe a micro-batch of one token each of sequences whose cells start at `cells`.
+
+        For programs for generation: those never read the cache as compact rows, so `kv_cells` stays as it is.
+        """
+        n, n_kv = len(tokens), 0
+        words: list[int] = []
+        for i, (cell, p) in enumerate(zip(cells, pos, strict=True)):
+            words += (i, 1, cell, p, n_kv, p + 1)
+            n_kv += p + 1
+        ints, longs, segments = _packers(n)
+        ints(self._tokens, 0, *tokens)
+        ints(self._pos, 0, *pos)
+        longs(self._cells, 0, *map(add, cells, pos))
+        segments(self._segments, 0, *words)
+        self._out_ids[:n_outputs] = self._count[:n_outputs]
+        _pack_counts(self._words, 0, n, n_outputs, n_kv, n)
+        self.n_segments = n
+        self.rows = {Rows.TOKENS: n, Rows.OUTPUTS: n_outputs, Rows.KV: n_kv}
 
     def arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
         """The words, then what their addresses point to, as far as this micro-batch uses it."""
@@ -152,7 +184,7 @@ class CpuBackend:
         """Execute a part of a bound program."""
         if self._team is None:
             self._team = Team(self._library, self.n_threads, self._cpus)
-        failed = self._team.run(program.address + 16 * first, stop - first, n_threads)
+        failed = self._team.run(program.address + 8 * ENTRY_WORDS * first, stop - first, n_threads)
         if failed:
             op = program.ops[first + failed - 1]
             raise IkError(f"internal error: kernel {op.kernel.text} failed in node {op.node.name}")

@@ -82,7 +82,8 @@ def _embed(low: Lowering, node: Node) -> None:
             "use a file that keeps it in a plain type"
         )
     key = KernelKey("embed", "make_embed", (type_name(w),))
-    low.emit(key, node.rows, low.weight(w), row_size(w.type, w.ne0), w.ne0, low.out(node), *_tiles(low, w))
+    low.emit(key, node.rows, low.weight(w), row_size(w.type, w.ne0), w.ne0, low.out(node), *_tiles(low, w),
+             row_bytes=16 * w.ne0)  # fmt: skip
 
 
 @rule
@@ -90,7 +91,7 @@ def _rms_norm(low: Lowering, node: Node) -> None:
     x, w = _node(node.inputs[0]), _weight(node.inputs[1])
     a = node.attrs
     low.emit(KernelKey("basic", "make_rms_norm"), node.rows, low.out(x), 4 * x.cols, 4 * a["offset"], low.weight(w),
-             low.out(node), node.cols, a["width"], f32_bits(a["eps"]))  # fmt: skip
+             low.out(node), node.cols, a["width"], f32_bits(a["eps"]), row_bytes=8 * node.cols)  # fmt: skip
 
 
 @rule
@@ -98,13 +99,15 @@ def _add(low: Lowering, node: Node) -> None:
     x, y = _node(node.inputs[0]), node.inputs[1]
     is_row = isinstance(y, Weight)
     other = low.weight(y) if isinstance(y, Weight) else low.out(_node(y))
-    low.emit(KernelKey("basic", "make_add"), node.rows, low.out(x), other, low.out(node), node.cols, int(is_row))
+    low.emit(KernelKey("basic", "make_add"), node.rows, low.out(x), other, low.out(node), node.cols, int(is_row),
+             row_bytes=12 * node.cols)  # fmt: skip
 
 
 @rule
 def _swiglu(low: Lowering, node: Node) -> None:
     gate, up = _node(node.inputs[0]), _node(node.inputs[1])
-    low.emit(KernelKey("basic", "make_swiglu"), node.rows, low.out(gate), low.out(up), low.out(node), node.cols)
+    low.emit(KernelKey("basic", "make_swiglu"), node.rows, low.out(gate), low.out(up), low.out(node), node.cols,
+             row_bytes=24 * node.cols)  # fmt: skip
 
 
 @rule
@@ -112,7 +115,7 @@ def _concat(low: Lowering, node: Node) -> None:
     at = 0
     for part in map(_node, node.inputs):
         low.emit(KernelKey("basic", "make_concat"), node.rows, low.out(part), 4 * part.cols, part.cols,
-                 low.out(node) + 4 * at, 4 * node.cols, 1, 0, 0)  # fmt: skip
+                 low.out(node) + 4 * at, 4 * node.cols, 1, 0, 0, row_bytes=8 * part.cols)  # fmt: skip
         at += part.cols
 
 
@@ -124,27 +127,29 @@ def _concat_heads(low: Lowering, node: Node) -> None:
     for part in node.attrs["parts"]:
         src = _node(part.source)
         low.emit(KernelKey("basic", "make_concat"), node.rows, low.out(src) + 4 * part.offset, 4 * src.cols, part.width,
-                 low.out(node) + 4 * at, 4 * node.cols, n_head, 4 * part.head_stride, 4 * width)  # fmt: skip
+                 low.out(node) + 4 * at, 4 * node.cols, n_head, 4 * part.head_stride, 4 * width,
+                 row_bytes=8 * n_head * part.width)  # fmt: skip
         at += part.width
 
 
 @rule
 def _get_rows(low: Lowering, node: Node) -> None:
-    low.emit(KernelKey("basic", "make_get_rows"), node.rows, low.out(_node(node.inputs[0])), low.out(node), node.cols)
+    low.emit(KernelKey("basic", "make_get_rows"), node.rows, low.out(_node(node.inputs[0])), low.out(node), node.cols,
+             row_bytes=8 * node.cols)  # fmt: skip
 
 
 @rule
 def _rope_table(low: Lowering, node: Node) -> None:
     freqs = np.asarray(node.attrs["inv_freq"], dtype=np.float64)
     low.emit(KernelKey("basic", "make_rope_table"), node.rows, low.out(node), len(freqs),
-             low.constant(freqs.tobytes()), f32_bits(node.attrs["mscale"]))  # fmt: skip
+             low.constant(freqs.tobytes()), f32_bits(node.attrs["mscale"]), row_bytes=256 * len(freqs))  # fmt: skip
 
 
 @rule
 def _rope(low: Lowering, node: Node) -> None:
     x, table, a = _node(node.inputs[0]), _node(node.inputs[1]), node.attrs
     low.emit(KernelKey("basic", "make_rope"), node.rows, low.out(x), low.out(table), low.out(node), a["n_head"],
-             a["head_dim"], a["offset"], a["n_rot"], int(a["neox"]))  # fmt: skip
+             a["head_dim"], a["offset"], a["n_rot"], int(a["neox"]), row_bytes=16 * node.cols)  # fmt: skip
 
 
 # --- matrix products --------------------------------------------------------------------------------------------------
@@ -167,7 +172,7 @@ def _activations(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Activati
     def convert() -> Ref:
         out = low.buffer(low.rows(src.rows) * heads * row + ROW_SLACK)
         low.emit(KernelKey("activations", "make_convert", (kind,)), src.rows, low.out(src), 4 * src.cols, 4 * x.offset,
-                 heads, 4 * x.head_stride, x.width, out, row)  # fmt: skip
+                 heads, 4 * x.head_stride, x.width, out, row, row_bytes=heads * (4 * x.width + row))  # fmt: skip
         return out
 
     at = low.shared((kind, src, x.offset, x.width, x.head_stride, heads), convert)
@@ -192,7 +197,7 @@ def _emit_mul_mat(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int
     full_rows = w.shape[1] if len(w.shape) > 1 else 1
     low.emit(KernelKey("matmul", "make_mul_mat", (type_name(w),)), node.rows, low.weight(w, row), row, w.ne1, w.ne0,
              a.at, a.stride, low.out(node), 4 * node.cols, tiles, tile, heads, full_rows * row, a.head_stride,
-             4 * w.ne1, low.few_rows)  # fmt: skip
+             4 * w.ne1, low.few_rows, row_bytes=heads * w.ne1 * row)  # fmt: skip
 
 
 @rule
@@ -216,14 +221,16 @@ def _moe_route(low: Lowering, node: Node) -> None:
     low.emit(KernelKey("moe", "make_route"), node.rows, low.out(logits),
              low.weight(bias) if isinstance(bias, Weight) else 0, low.out(node), a["n_expert"], a["n_used"],
              int(a["gating"] == "softmax"), int(a["norm"]), f32_bits(a["scale"]), a["n_group"], a["n_group_used"],
-             max(fewest, 0), f32_bits(threshold), low.buffer(scratch * low.n_threads), scratch)  # fmt: skip
+             max(fewest, 0), f32_bits(threshold), low.buffer(scratch * low.n_threads), scratch,
+             row_bytes=16 * (2 + a["n_used"]) * a["n_expert"])  # fmt: skip
 
 
 @rule
 def _moe_sort(low: Lowering, node: Node) -> None:
     route, n_expert, n_used = _node(node.inputs[0]), node.attrs["n_expert"], node.attrs["n_used"]
     out = low.out(node, plan_bytes(low.rows(node.rows), n_expert))
-    low.emit(KernelKey("moe", "make_sort"), route.rows, low.out(route), out, n_expert, n_used)
+    low.emit(KernelKey("moe", "make_sort"), route.rows, low.out(route), out, n_expert, n_used,
+             row_bytes=1)  # fmt: skip
 
 
 def _sorted_activations(low: Lowering, w: Weight, x: Node, plan: Node, sorted_in: bool) -> Activations:
@@ -238,7 +245,7 @@ def _sorted_activations(low: Lowering, w: Weight, x: Node, plan: Node, sorted_in
         out = low.buffer(low.rows(plan.rows) * row + ROW_SLACK)
         order = low.out(plan) + 8 * (2 + 2 * n_expert)
         low.emit(KernelKey("activations", "make_gather", (kind,)), x.rows, low.out(x), 4 * x.cols, order, n_used,
-                 x.cols, out, row, low.out(plan))  # fmt: skip
+                 x.cols, out, row, low.out(plan), row_bytes=n_used * (4 * x.cols + row))  # fmt: skip
         return out
 
     return Activations(low.shared(("sorted", kind, x, plan), gather), row, 0)
@@ -277,7 +284,8 @@ def _moe_up_gate(low: Lowering, node: Node) -> None:
 def _moe_sum(low: Lowering, node: Node) -> None:
     y, route, plan = (_node(x) for x in node.inputs)
     low.emit(KernelKey("moe", "make_sum"), node.rows, low.out(y), low.out(route), low.out(plan), node.cols,
-             plan.attrs["n_used"], plan.attrs["n_expert"], low.out(node))  # fmt: skip
+             plan.attrs["n_used"], plan.attrs["n_expert"], low.out(node),
+             row_bytes=4 * (plan.attrs["n_used"] + 1) * node.cols)  # fmt: skip
 
 
 def max_rows(n_tokens: int, n_outputs: int, n_cells: int) -> dict[Rows, int]:

@@ -20,6 +20,7 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q8_KV", "q6_0", "q5_1", "q5_0", "q
 MAX_ROWS = 96  # rows of an attention task: kernels/attention.py
 FEW_ROWS = 8  # largest task of kernels/attention_few.py
 SCORE_TILE = 96  # positions of a tile of stored scores: kernels/attention_full.py
+_DIRECT_TYPES = ("f32", "f16", "bf16")  # ... SIZES: read by it without staging
 _SLOTS_PER_THREAD = 4  # ... SPLITS_PER_THREAD
 _STATS_BYTES = 4 * 4 * MAX_ROWS
 _MIN_SPLIT = {True: 64, False: 256}  # fewest positions of a part, for few rows and many
@@ -68,7 +69,7 @@ def lower_hadamard(low: Lowering, node: Node) -> None:
     (x,), a = node.inputs, node.attrs
     assert isinstance(x, Node)
     low.emit(KernelKey("hadamard", "make_hadamard"), node.rows, low.out(x), low.out(node), a["n_head"], a["head_dim"],
-             a["offset"], len(a["blocks"]), *a["blocks"])  # fmt: skip
+             a["offset"], len(a["blocks"]), *a["blocks"], row_bytes=16 * node.cols)  # fmt: skip
 
 
 def lower_kv_store(low: Lowering, node: Node) -> None:
@@ -88,7 +89,9 @@ def lower_kv_store(low: Lowering, node: Node) -> None:
     _check_store(cache, cols, cache_offset)
     row_bytes = row_n_bytes(cache.type, cache.cols)
     key = KernelKey("kv", "make_kv_store", (type_,))
-    low.emit(key, node.rows, source, 4 * x.cols, cols, Ref(cache), row_bytes, cache_offset)
+    # making blocks takes longer than moving bytes
+    moved = (8 if TYPE_TRAITS[cache.type].block_size == 1 else 64) * cols
+    low.emit(key, node.rows, source, 4 * x.cols, cols, Ref(cache), row_bytes, cache_offset, row_bytes=moved)
 
 
 def lower_kv_rows(low: Lowering, node: Node) -> None:
@@ -187,9 +190,14 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
                          *at[1:], slots, slot_bytes, per_task, _MIN_SPLIT[few], q_unit, o_unit,
                          int(low.independent)]  # fmt: skip
     types = (sources.k_types, "view" if view >= 0 else sources.v_type)
-    module, factory = ("attention_few", "make_flash_few") if few else ("attention", "make_flash_attn")
-    low.emit(KernelKey(module, factory, types), node.rows, *words, *sources.words)
+    if few:
+        direct = len(k) == 1 and {*types} <= {*_DIRECT_TYPES, "view"} and not any(p.width % 16 for p in (*k, v))
+        key = KernelKey("attention_few", "make_flash_few", (*types, int(direct)))
+    else:
+        key = KernelKey("attention", "make_flash_attn", types)
+    low.emit(key, node.rows, *words, *sources.words)
     if low.n_threads > 1:
+        # never left to one thread: it finds the parts by the number of threads
         low.emit(KernelKey("attention", "make_combine"), node.rows, *words, *sources.words)
 
 

@@ -20,6 +20,7 @@ from ikcli.native.kernel_cache import KernelKey, KernelLibrary
 
 INDEPENDENT_ROWS = 8  # rows up to which an `independent` program keeps its promise
 _FEW = 4  # a row of weights is decoded once for as many
+ENTRY_WORDS = 4  # of the table that kernels/executor.py walks
 STATE_INDEX = {Rows.TOKENS: 0, Rows.OUTPUTS: 1, Rows.KV: 2}  # words of kernels/common.py
 
 
@@ -39,11 +40,15 @@ Word = int | Ref
 
 @dataclass(slots=True)
 class Op:
-    """One kernel call: `node` is the recorded node it belongs to."""
+    """One kernel call: `node` is the recorded node it belongs to.
+
+    `row_bytes`: what a row moves, if so little that a few rows are left to one thread; 0 = always divided.
+    """
 
     kernel: KernelKey
     words: list[Word]
     node: Node
+    row_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -113,10 +118,10 @@ class Lowering:
         """The weight's data, at its first row."""
         return Ref(w.name, w.row0 * row_bytes)
 
-    def emit(self, kernel: KernelKey, rows: RowSpec, *words: Word) -> None:
-        """Append a kernel call; words become params[3:]."""
+    def emit(self, kernel: KernelKey, rows: RowSpec, *words: Word, row_bytes: int = 0) -> None:
+        """Append a kernel call; words become params[3:]. `row_bytes`: see Op."""
         assert self._current is not None
-        self.ops.append(Op(kernel, [STATE_INDEX[rows.symbol], rows.factor, *words], self._current))
+        self.ops.append(Op(kernel, [STATE_INDEX[rows.symbol], rows.factor, *words], self._current, row_bytes))
 
     def begin(self, node: Node) -> None:
         """Ops emitted from here on belong to this node."""
@@ -188,14 +193,14 @@ class Program:
         self._outside = {b: outside[node] for b, node in self._lowering.outside.items()} if outside else {}
         base = arena.ctypes.data
         stride = 64 + 8 * -(-max((len(op.words) + 1 for op in self.ops), default=1) // 8) * 8
-        memory = aligned_zeros(stride * len(self.ops) + 16 * len(self.ops))
+        memory = aligned_zeros((stride + 8 * ENTRY_WORDS) * len(self.ops))
         words = memory[: stride * len(self.ops)].view(np.int64).reshape(len(self.ops), stride // 8)
-        table = memory[stride * len(self.ops) :].view(np.int64).reshape(len(self.ops), 2)
+        table = memory[stride * len(self.ops) :].view(np.int64).reshape(len(self.ops), ENTRY_WORDS)
         for i, op in enumerate(self.ops):
             resolved = [self._resolve(w, base, weight_address, cache_address) for w in op.words]
             words[i, 8] = state_address
             words[i, 9 : 9 + len(resolved)] = resolved
-            table[i] = library[op.kernel], words.ctypes.data + stride * i + 64
+            table[i, :3] = library[op.kernel], words.ctypes.data + stride * i + 64, op.row_bytes
         self._memory = memory
         self.address = table.ctypes.data
 

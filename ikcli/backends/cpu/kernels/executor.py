@@ -1,9 +1,11 @@
 """Walks a program: every op is cut into n_threads parts, which whoever is free executes.
 
-A program is int64 pairs (kernel address, params address). Threads claim parts; an op starts when all parts of the one
+A program is entries of int64 words: kernel address, params address, bytes that a row moves (0 = many). Threads claim
+parts; an op starts when all parts of the one
 before it are done. Nobody waits for a thread that has not started a part: on a busy machine, where one of the threads
 may be off its core for milliseconds, the others do its parts. Whoever must wait spins for a few microseconds, then
-yields the core each time round.
+yields the core each time round. Adjacent ops that move few bytes are claimed together by one thread: handing an op over
+from core to core takes longer than they do.
 
 Shared block (int64 words, one cache line apart so that threads do not fight over them):
     0 parts claimed   8 parts done (both count over all jobs)   16 epoch: number of the job, then the job:
@@ -11,6 +13,7 @@ Shared block (int64 words, one cache line apart so that threads do not fight ove
 A kernel's dynamic work counter is the int64 at params - 64; whoever starts the next op clears it.
 """
 
+from ikcli.backends.cpu.kernels.common import n_rows
 from ikcli.native.jit import inline
 from ikcli.native.simd.vec import (
     atomic_add,
@@ -23,6 +26,8 @@ from ikcli.native.simd.vec import (
 )
 
 CLAIMED, DONE, EPOCH, PROGRAM, N_OPS, N_THREADS, BASE, STATUS, STOP = 0, 64, 128, 136, 144, 152, 160, 192, 256
+ENTRY = 32  # bytes of an entry of a program
+_ALONE = 32768  # bytes that one thread moves faster than two agree
 _SPINS = 1000
 _IDLE_YIELDS = 4000
 
@@ -41,10 +46,24 @@ def relax(spins):
 def run_part(sync, program, i, part, n_threads):
     """Execute one part of op i; the first part of an op clears the work counter of the op before it."""
     if part == 0 and i > 0:
-        atomic_store(atomic_load(program + 16 * (i - 1) + 8) - 64, 0)
-    status = call_kernel(atomic_load(program + 16 * i), atomic_load(program + 16 * i + 8), part, n_threads)
+        atomic_store(atomic_load(program + ENTRY * (i - 1) + 8) - 64, 0)
+    entry = program + ENTRY * i
+    status = call_kernel(atomic_load(entry), atomic_load(entry + 8), part, n_threads)
     if status != 0:
         atomic_store(sync + STATUS, i + 1)
+
+
+@inline
+def n_alone(program, i, n_ops):
+    """How many ops from i on are left to one thread in this run."""
+    n = 0
+    while i + n < n_ops:
+        entry = program + ENTRY * (i + n)
+        row_bytes = atomic_load(entry + 16)
+        if row_bytes == 0 or n_rows(atomic_load(entry + 8)) * row_bytes > _ALONE:
+            break
+        n += 1
+    return n
 
 
 @inline
@@ -59,9 +78,16 @@ def help_job(sync, program, n_ops, n_threads, base):
         i = (claim - base) // n_threads
         if atomic_load(sync + DONE) < base + i * n_threads:
             spins = relax(spins)
-        elif atomic_cas(sync + CLAIMED, claim, claim + 1) != 0:
-            run_part(sync, program, i, claim - base - i * n_threads, n_threads)
-            atomic_add(sync + DONE, 1)
+            continue
+        part = claim - base - i * n_threads
+        alone = n_alone(program, i, n_ops) if part == 0 else 0
+        parts = max(alone * n_threads, 1)
+        if atomic_cas(sync + CLAIMED, claim, claim + parts) != 0:
+            for j in range(i, i + alone):
+                run_part(sync, program, j, 0, 1)
+            if alone == 0:
+                run_part(sync, program, i, part, n_threads)
+            atomic_add(sync + DONE, parts)
             spins = 0
 
 
@@ -86,7 +112,7 @@ def make_launch():
             while atomic_load(sync + DONE) < base + n_ops * n_threads:
                 spins = relax(spins)
         if n_ops > 0:
-            atomic_store(atomic_load(program + 16 * (n_ops - 1) + 8) - 64, 0)
+            atomic_store(atomic_load(program + ENTRY * (n_ops - 1) + 8) - 64, 0)
         return atomic_load(sync + STATUS)
 
     return launch, 4, True

@@ -16,7 +16,7 @@ from ikcli.native import isa
 from ikcli.native.jit import merge
 from ikcli.native.simd.vec import call_llvm, const_vector, f32x16, llvm_type, pointer, splat_value
 
-_I64, _F32 = ir.IntType(64), ir.FloatType()
+_I64, _I32, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
 CHUNK = 16  # columns per chunk
 CHUNK_ROW = 64  # bytes of one row of a chunk
 # (m, vectors): m divides CHUNK. Wider first; the last entry has one vector and takes what remains.
@@ -58,6 +58,33 @@ def loop(builder, count, carried, body):
     builder.cbranch(builder.icmp_signed("<", following, count), head, after)
     builder.position_at_end(after)
     return new
+
+
+def sum_lanes(builder, vectors):
+    """One vector whose lane i is the sum of the lanes of vectors[i] (a power of two of them).
+
+    Lanes are added in the same order whatever the number of vectors: 8 apart, then 4, 2, 1.
+    """
+    width = 16  # lanes that still belong to one input
+    while width > 1:
+        half = width // 2
+        low = [w + i for w in range(0, 16, width) for i in range(half)]
+        if len(vectors) > 1:
+            low += [16 + i for i in low]
+            pairs = [(vectors[i], vectors[i + 1]) for i in range(0, len(vectors), 2)]
+        else:
+            pairs = [(vectors[0], vectors[0])]
+            low = [i for i in low if i < vectors[0].type.count]
+        vectors = [_fold(builder, a, b, low, half) for a, b in pairs]
+        width = half
+    return vectors[0]
+
+
+def _fold(builder, a, b, low, half):
+    t = ir.VectorType(_I32, len(low))
+    x = builder.shuffle_vector(a, b, ir.Constant(t, low))
+    y = builder.shuffle_vector(a, b, ir.Constant(t, [i + half for i in low]))
+    return builder.fadd(x, y)
 
 
 def _step(builder, a, a_stride, b, accs, m, nv):

@@ -225,10 +225,9 @@ def test_number_of_threads_does_not_change_a_bit(model_file: Callable[[str], Pat
     for n in (1, 2, 3):
         with Session.open(config(model_file(name), n_threads=n, n_threads_batch=n, type_k="q8_0")) as session:
             results.append(transcript(session, (50, 140)))
-    if name == "qwen3moe":  # MLA generation divides the cache between threads, which changes the order of sums
-        np.testing.assert_array_equal(results[0], results[1])
-        np.testing.assert_array_equal(results[0], results[2])
     for found in results[1:]:
+        if name == "qwen3moe":  # MLA, and generation after 64 positions, divide the cache: another order of sums
+            np.testing.assert_array_equal(found[:-3], results[0][:-3])
         assert_close(found, results[0], TOLERANCE["q8_0"])
 
 
@@ -278,6 +277,27 @@ def test_loading_without_mmap(model_file: Callable[[str], Path]) -> None:
         with Session.open(config(model_file("deepseek2-ik"), mmap=mmap, warmup=True)) as session:
             results.append(transcript(session, (20,)))
     np.testing.assert_array_equal(results[0], results[1])
+
+
+def test_step_of_one_token_each(model_file: Callable[[str], Path]) -> None:
+    """`step_each` is `step`, which is described by a batch."""
+    with Session.open(config(model_file("deepseek2"), n_ctx=256), n_seq_max=3, n_step=3) as session:
+        found = []
+        for by_batch in (False, True):
+            session.kv_seq_rm(-1)
+            for seq in range(3):
+                session.decode(Batch.single(tokens(5 + 9 * seq), 0, seq))
+            seqs, ids = (2, 0), (7, 90)
+            pos = [5 + 9 * seq for seq in seqs]
+            batch = Batch(*(np.array(x, np.int32) for x in (ids, pos, seqs)), np.ones(2, np.bool_))
+            found.append(np.array(session.step(batch) if by_batch else session.step_each(ids, pos, seqs)))
+            assert [session.n_past(s) for s in range(3)] == [6, 14, 24]
+        np.testing.assert_array_equal(found[0], found[1])
+        with pytest.raises(IkError, match="sequence 1: position 13 does not follow the 14 cached"):
+            session.step_each([1], [13], [1])
+        with pytest.raises(IkError, match="outside the vocabulary"):
+            session.step_each([1, 96], [6, 14], [0, 1])
+        assert session.n_past(0) == 6
 
 
 # --- wrong calls ------------------------------------------------------------------------------------------------------

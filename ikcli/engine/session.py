@@ -7,7 +7,7 @@ position p lives in cell s*n_ctx_seq + p. Programs are recorded once; a micro-ba
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ class Session:
         self, config: RunConfig, model: Model, graph_config: GraphConfig, n_seq_max: int, n_step: int = 0
     ) -> None:
         self.config, self.model, self.graph_config = config, model, graph_config
-        self.n_seq_max, self.n_step = n_seq_max, max(n_step, INDEPENDENT_ROWS) if n_step else 0
+        self.n_seq_max, self.n_step = n_seq_max, max(n_step, INDEPENDENT_ROWS) if n_step else 1
         self.n_ctx = graph_config.n_ctx
         self.n_ctx_seq = self.n_ctx // n_seq_max
         self.n_batch, self.n_ubatch = config.n_batch, graph_config.n_ubatch
@@ -68,7 +68,7 @@ class Session:
     def open(cls, config: RunConfig, *, n_ctx: int | None = None, n_seq_max: int = 1, n_step: int = 0) -> Session:
         """Load the model of `config` and print the load and context logs; n_ctx overrides the context size.
 
-        `n_step` tokens are given to one call of `step` at most (0: it is not used).
+        `n_step` tokens are given to one call of `step` at most (0: one).
         """
         session = cls.plan(config, n_ctx=n_ctx, n_seq_max=n_seq_max, n_step=n_step)
         session.load()
@@ -169,9 +169,8 @@ class Session:
             n_tokens = min(self.n_ubatch, EXPAND_MIN_TOKENS - 1) if few else self.n_ubatch
             n_outputs = min(self._n_outputs, n_tokens)
             programs[kind] = self.backend.plan(graph, result, n_tokens, n_outputs, self.n_ctx)
-        if self.n_step:
-            n, (graph, result) = self.n_step, self.graphs["decode"]
-            programs["step"] = self.backend.plan(graph, result, n, n, self.n_ctx, independent=True)
+        n, (graph, result) = self.n_step, self.graphs["decode"]
+        programs["step"] = self.backend.plan(graph, result, n, n, self.n_ctx, independent=True)
         return programs
 
     def cache_bytes(self) -> dict[Cache, int]:
@@ -233,15 +232,27 @@ class Session:
         return logits
 
     def _compute(self, batch: Batch) -> FloatRows:
+        n = len(batch)
+        if n == 1:
+            return self._next(batch.tokens.tolist(), batch.pos.tolist(), batch.seq.tolist(), int(batch.logits[0]))
         out_ids = np.flatnonzero(batch.logits)
         if len(out_ids) > self._n_outputs:
             self._grow_outputs(len(out_ids))
         self._state.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
-        n = len(batch)
         kind = "prefill" if n >= EXPAND_MIN_TOKENS and "prefill" in self.programs else "decode"
-        program = self.programs[kind]
-        n_threads = self.config.n_threads if n == 1 else self.config.n_threads_batch
-        return self._run(program, n_threads, len(out_ids))
+        return self._run(self.programs[kind], self.config.n_threads_batch, len(out_ids))
+
+    def _next(self, tokens: Sequence[int], pos: Sequence[int], seqs: Sequence[int], n_outputs: int) -> FloatRows:
+        """One token of each of these sequences by the program for generation."""
+        n_ctx, n_past = self.n_ctx_seq, self._n_past
+        if not 0 <= min(tokens) <= max(tokens) < self.n_vocab:
+            raise IkError(f"a token id is outside the vocabulary of {self.n_vocab}")
+        for seq, p in zip(seqs, pos, strict=True):
+            self._check(seq, p, 1)
+        self._state.set_step(tokens, pos, [seq * n_ctx for seq in seqs], n_outputs)
+        for seq in seqs:
+            n_past[seq] += 1
+        return self._run(self.programs["step"], self.config.n_threads, n_outputs)
 
     def _run(self, program: Any, n_threads: int, n_outputs: int) -> FloatRows:
         if self.profile is not None:
@@ -265,13 +276,17 @@ class Session:
 
     def _segment(self, batch: Batch, start: int, stop: int) -> Segment:
         seq, pos, n = int(batch.seq[start]), int(batch.pos[start]), stop - start
+        self._check(seq, pos, n, follow=n == 1 or bool((np.diff(batch.pos[start:stop]) == 1).all()))
+        return Segment(start, n, seq * self.n_ctx_seq, pos)
+
+    def _check(self, seq: int, pos: int, n: int, *, follow: bool = True) -> None:
+        """IkError unless n tokens (which `follow` one another) can be added to a sequence at this position."""
         if not 0 <= seq < self.n_seq_max:
             raise IkError(f"sequence {seq} does not exist; the session was made for {self.n_seq_max}")
-        if pos != self._n_past[seq] or (n > 1 and (np.diff(batch.pos[start:stop]) != 1).any()):
+        if pos != self._n_past[seq] or not follow:
             raise IkError(f"sequence {seq}: position {pos} does not follow the {self._n_past[seq]} cached ones")
         if pos + n > self.n_ctx_seq:
             raise IkError(f"sequence {seq}: {pos + n} tokens do not fit its context of {self.n_ctx_seq}; raise -c")
-        return Segment(start, n, seq * self.n_ctx_seq, pos)
 
     def _grow_outputs(self, n: int) -> None:
         """More logits per micro-batch than planned: plan again."""
@@ -311,6 +326,13 @@ class Session:
         out_ids = np.arange(len(batch))
         self._state.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
         logits = self._run(self.programs["step"], self.config.n_threads, len(batch))
+        self.timings.add(1, time.perf_counter() - start)
+        return logits
+
+    def step_each(self, tokens: Sequence[int], pos: Sequence[int], seqs: Sequence[int]) -> FloatRows:
+        """As `step` for one token of each of these sequences (each named once), with less to describe."""
+        start = time.perf_counter()
+        logits = self._next(tokens, pos, seqs, len(tokens))
         self.timings.add(1, time.perf_counter() - start)
         return logits
 

@@ -161,6 +161,28 @@ def test_rope(neox: bool, n_head: int, dim: int, offset: int, n_rot: int) -> Non
     np.testing.assert_array_equal(heads[:, :, offset + n_rot :], kept[:, :, offset + n_rot :])
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("n_head", "n_head_kv", "dim", "n_rot"), [(8, 2, 128, 128), (3, 1, 20, 12), (5, 5, 64, 32)])
+def test_queries_and_keys(n_head: int, n_head_kv: int, dim: int, n_rot: int, normed: bool, biased: bool) -> None:
+    """Bias, norm and rotation of both, one launch unless keys have one head: its norm is one of rows."""
+    heads = {"q": n_head, "k": n_head_kv}
+    run = graph(w=1 + random(dim), **{f"{name}_bias": random(n * dim) for name, n in heads.items()})
+    table = run.graph.rope_table([0.5**i for i in range(n_rot // 2)], 1.0)
+    nodes = []
+    for name, n in heads.items():
+        x = run.input(name, random(3, n * dim))
+        if biased:
+            x = run.graph.add(x, run.weight(f"{name}_bias"), f"{name}_biased")
+        if normed:
+            x = run.graph.rms_norm(x, run.weight("w"), 1e-6, f"{name}_normed")
+        nodes += [x, run.graph.rope(x, table, n, dim, name, neox=True)]
+    for found, wanted in run(*nodes, pos=7):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=2e-6)
+    merged = not (normed and n_head_kv == 1)
+    assert (len(run.launched) == 2) == merged
+
+
 @pytest.mark.parametrize(
     ("n_head", "dim", "offset", "blocks"),
     [(16, 192, 0, ()), (1, 576, 0, (64, 512)), (3, 100, 3, ()), (2, 24, 5, (1, 2, 4, 8)), (4, 192, 128, ()),

@@ -156,6 +156,10 @@ def test_launches_per_layer() -> None:
     assert layer_launches(ModelRun(MODELS["llama"]), 0) == [
         "layer_norm_rows", "layer_heads", "layer_to_q8", "layer_norm_rows", "layer_swiglu", "layer_norm_rows",
     ]  # fmt: skip
+    assert layer_launches(ModelRun(tiny_model("qwen2")), 0) == [
+        "layer_norm_rows", "layer_heads", "layer_add", "layer_to_q8", "layer_norm_rows", "layer_swiglu",
+        "layer_norm_rows",
+    ]  # fmt: skip
     assert layer_launches(ModelRun(MODELS["qwen3moe"]), 0) == [
         "layer_norm_rows", "layer_heads", "layer_to_q8", "layer_norm_rows", "layer_moe_route_sort", "layer_to_q8",
         "layer_norm_experts",

@@ -21,8 +21,9 @@ THREADS = 256
 PER_BLOCK = 4 * THREADS  # columns that a block of an element-wise kernel does
 WANT_Q8, WANT_BF16 = 1, 2  # layer_common.cuh
 N_FORMAT_ARGS = 5  # q8, its row bytes, bf16, its row bytes, Formats: the last arguments of kernels that make such rows
-HEADS_AT = 8  # layer_heads, layer_latent: state, rows (2), table, dim, offset, n_rot, neox, then 7 words per value
-_OUT_AT = {"layer_norm_rows": 10, "layer_norm_experts": 13, "layer_swiglu": 5, "layer_latent": HEADS_AT + 4}
+HEADS_AT = 8  # layer_heads, layer_latent: state, rows (2), table, dim, offset, n_rot, neox, then 9 words per value:
+# x, columns between rows, bias, biased, w, normed, out, heads, eps
+_OUT_AT = {"layer_norm_rows": 10, "layer_norm_experts": 13, "layer_swiglu": 5, "layer_latent": HEADS_AT + 6}
 """Kernels that make activation rows: which argument is the value converted (a launch may compute others, too)."""
 
 
@@ -151,8 +152,10 @@ def _by_producer(low: Lowering, x: HeadSlice, heads: int, kind: str, out: Ref, r
 
 def _unrotated(op: Op, x: HeadSlice, heads: int) -> bool:
     """Whether these are the columns before the rotated ones of all queries of a layer_latent launch."""
-    dim, offset, w, n_head = op.args[4], op.args[5], op.args[HEADS_AT + 2], op.args[HEADS_AT + 5]
-    return w == 0 and (x.offset, x.width, x.head_stride, heads) == (0, offset, dim, n_head)
+    dim, offset, n_head = op.args[4], op.args[5], op.args[HEADS_AT + 7]
+    if op.args[HEADS_AT + 2] != 0 or op.args[HEADS_AT + 4] != 0:  # biased or normed
+        return False
+    return (x.offset, x.width, x.head_stride, heads) == (0, offset, dim, n_head)
 
 
 def _also_when(low: Lowering, at: Ref, when: When | None) -> None:

@@ -4,13 +4,13 @@ A launch may wait if it belongs to the same turn, is unconditional, and nothing 
 store every node's value all the same. Kernels: `kernels/layer_norm.cu`, `kernels/layer_heads.cu`.
 
     norm     rms_norm of a sum, of a sum of sums, of sums whose first addend is the weighted sum of experts
-    heads    rotation of heads, after their norms, for queries and keys together
+    heads    rotation of heads, after their biases and norms, for queries and keys together
     latent   DeepSeek's cached row (normed latent, rotated key, both side by side) and rotated queries
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from ikcli.backends.cuda.activations import HEADS_AT, format_args, makes_formats
 from ikcli.backends.cuda.lower import Arg, Grid, Lowering, Op, Ref
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 
+HEADS_WORDS = 9
 NORM_AT = 3  # layer_norm_rows: x, bytes of x, y, sum1, z, sum2, w, out, width, eps, formats
 
 
@@ -44,6 +45,13 @@ def take(low: Lowering, at: int) -> Op:
 def put(low: Lowering, kernel: str, grid: Grid, block: int, nodes: list[Node], args: tuple[Arg, ...]) -> None:
     """Append a launch that computes several nodes."""
     low.ops.append(Op(kernel, grid, block, 0, args, nodes[0], None, tuple(nodes[1:])))
+
+
+def _input(node: Node) -> Node:
+    """The value that a node is made from."""
+    x = node.inputs[0]
+    assert isinstance(x, Node)
+    return x
 
 
 def _number(arg: Arg) -> float:
@@ -105,19 +113,22 @@ def _experts(low: Lowering, node: Node) -> int:
 # --- heads ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A value whose heads are rotated, perhaps normed before."""
+    """A value whose heads are rotated, perhaps after a bias and a norm."""
 
     x: Ref
     x_cols: int
     heads: int
     out: Arg
+    b: Arg = 0
+    biased: Arg = 0
     w: Arg = 0
     normed: Arg = 0
     eps: float = 0.0
 
     def args(self) -> tuple[Arg, ...]:
         """Words of layer_heads."""
-        return (self.x, self.x_cols, self.w, self.normed, self.out, np.int32(self.heads), np.float32(self.eps))
+        return (self.x, self.x_cols, self.b, self.biased, self.w, self.normed, self.out, np.int32(self.heads),
+                np.float32(self.eps))  # fmt: skip
 
 
 def _no_heads(any_ref: Ref) -> Heads:
@@ -136,9 +147,17 @@ def merged_heads(low: Lowering, node: Node, x: Node, table: Node) -> None:
     at = waiting(low, x, "layer_norm_groups")
     if at >= 0 and x.attrs["width"] == dim:
         args = take(low, at).args  # state, rows (2), x, x_cols, w, out, groups, width, eps
-        source, w = args[3], args[5]
-        assert isinstance(source, Ref)
-        mine = Heads(source, int(_number(args[4])), a["n_head"], low.out(node), w, low.out(x), _number(args[9]))
+        assert isinstance(args[3], Ref)
+        mine = replace(
+            mine, x=args[3], x_cols=int(_number(args[4])), w=args[5], normed=low.out(x), eps=_number(args[9])
+        )
+        nodes.insert(0, x)
+        x = _input(x)
+    at = waiting(low, x, "layer_add")
+    if at >= 0 and low.ops[at].args[5] == 0 and mine.x == low.out(x):
+        args = take(low, at).args  # state, rows (2), x, b, 0, out, cols
+        assert isinstance(args[3], Ref)
+        mine = replace(mine, x=args[3], x_cols=x.cols, b=args[4], biased=low.out(x))
         nodes.insert(0, x)
     kind = (low.state, *low.row_args(node.rows), low.out(table), np.int32(dim), np.int32(a["offset"]),
             np.int32(a["n_rot"]), np.int32(a["neox"]))  # fmt: skip
@@ -146,9 +165,9 @@ def merged_heads(low: Lowering, node: Node, x: Node, table: Node) -> None:
     other = _unpaired(low, kind)
     if other >= 0:
         op = take(low, other)
-        args = op.args[HEADS_AT : HEADS_AT + 7] + mine.args()
+        args = op.args[HEADS_AT : HEADS_AT + HEADS_WORDS] + mine.args()
         nodes = [op.node, *op.also, *nodes]
-        per_row += int(_number(args[5]))
+        per_row += int(_number(args[7]))
     put(low, "layer_heads", _heads_grid(node.rows, per_row), 128, nodes, kind + args)
 
 
@@ -202,8 +221,8 @@ def _put_latent(low: Lowering, node: Node, rotated: Node, latent: Node, kv: Node
         if like and waiting(low, op.node, "layer_heads") == at:
             take(low, at)
             nodes = [op.node, *op.also, *nodes]
-            dims, queries = op.args[4:6], op.args[HEADS_AT : HEADS_AT + 7]
-            heads = int(_number(queries[5]))
+            dims, queries = op.args[4:6], op.args[HEADS_AT : HEADS_AT + HEADS_WORDS]
+            heads = int(_number(queries[7]))
     put(low, "layer_latent", _heads_grid(node.rows, heads + 1), 128, nodes,
         (*same, *dims, *rotation, *queries, low.out(kv), low.weight(w), eps, np.int32(latent.cols), low.out(latent),
          low.out(rotated), low.out(node), *format_args()))  # fmt: skip

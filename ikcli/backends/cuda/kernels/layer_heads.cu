@@ -38,12 +38,15 @@ layer_rope_table(const i64* st, float* out, const double* freqs, int pairs, floa
   *(float2*)(out + 2 * item) = make_float2((float)c * mscale, (float)s * mscale);
 }
 
-// Heads of one value: x with x_cols columns between rows; w: weights of an RMS norm of each head, or null; `normed` takes
-// the values before rotation then, out those after it (heads * dim columns each).
+// Heads of one value: x with x_cols columns between rows; b: a bias for all heads, or null; w: weights of an RMS norm of
+// each head, or null. `biased`, `normed` and out take the values after each step (heads * dim columns).
 struct Heads {
-  const float *x, *w;
-  float *normed, *out;
+  const float* x;
   i64 x_cols;
+  const float* b;
+  float* biased;
+  const float* w;
+  float *normed, *out;
   int heads;
   float eps;
 };
@@ -53,73 +56,77 @@ struct Rotation {
   int dim, offset, n_rot, neox;
 };
 
+// One head: columns at x, biases at b, results from column `at` on.
+struct Head {
+  const float *x, *b;
+  i64 at;
+  float scale;
+};
+// Column i before rotation; stores what led to it.
+DI float head_value(const Heads& v, const Head& head, int i) {
+  float x = head.x[i];
+  if (v.b) v.biased[head.at + i] = x += head.b[i];
+  if (v.w) v.normed[head.at + i] = x = x * head.scale * v.w[i];
+  return x;
+}
+
 // One head by one warp.
 DI void rotate_head(const Heads& v, const Rotation& r, i64 row, int h) {
   const int lane = threadIdx.x & 31, half = r.n_rot >> 1;
-  const float* x = v.x + row * v.x_cols + (i64)h * r.dim;
-  const i64 at = (row * v.heads + h) * r.dim;
-  float* out = v.out + at;
-  float scale = 1.f;
+  Head head = {v.x + row * v.x_cols + (i64)h * r.dim, v.b ? v.b + (i64)h * r.dim : nullptr, (row * v.heads + h) * r.dim, 1.f};
+  float* out = v.out + head.at;
   if (v.w) {
     float acc = 0.f;
-    for (int i = lane; i < r.dim; i += 32) acc += x[i] * x[i];
-    scale = 1.f / sqrtf(warp_sum(acc) / (float)r.dim + v.eps);
+    for (int i = lane; i < r.dim; i += 32) {
+      const float x = v.b ? head.x[i] + head.b[i] : head.x[i];
+      acc += x * x;
+    }
+    head.scale = 1.f / sqrtf(warp_sum(acc) / (float)r.dim + v.eps);
   }
   const float* table = r.table + row * r.n_rot;
   for (int i = lane; i < half; i += 32) {
     const float2 cs = *(const float2*)(table + 2 * i);
     const int a = r.offset + (r.neox ? i : 2 * i), b = a + (r.neox ? half : 1);
-    float p = x[a], q = x[b];
-    if (v.w) {
-      p = p * scale * v.w[a];
-      q = q * scale * v.w[b];
-      v.normed[at + a] = p;
-      v.normed[at + b] = q;
-    }
+    const float p = head_value(v, head, a), q = head_value(v, head, b);
     out[a] = p * cs.x - q * cs.y;
     out[b] = p * cs.y + q * cs.x;
   }
   for (int i = lane; i < r.dim - r.n_rot; i += 32) {
     const int c = i < r.offset ? i : i + r.n_rot;
-    float p = x[c];
-    if (v.w) {
-      p = p * scale * v.w[c];
-      v.normed[at + c] = p;
-    }
-    out[c] = p;
+    out[c] = head_value(v, head, c);
   }
 }
 
-// Norm and rotation of the heads of one or two values (queries and keys), one warp per head: heads + heads2 per row.
+// Bias, norm and rotation of the heads of one or two values (queries and keys), one warp per head: heads + heads2 per row.
 extern "C" __global__ void __launch_bounds__(128)
 layer_heads(const i64* st, int symbol, int factor, const float* table, int dim, int offset, int n_rot, int neox, const float* x,
-            i64 x_cols, const float* w, float* normed, float* out, int heads, float eps, const float* x2, i64 x2_cols,
-            const float* w2, float* normed2, float* out2, int heads2, float eps2) {
+            i64 x_cols, const float* b, float* biased, const float* w, float* normed, float* out, int heads, float eps, const float* x2,
+            i64 x2_cols, const float* b2, float* biased2, const float* w2, float* normed2, float* out2, int heads2, float eps2) {
   const i64 item = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
   const int per_row = heads + heads2;
   const i64 row = item / per_row;
   if (row >= step_rows(st, symbol, factor)) return;
   const int h = (int)(item - row * per_row);
   const Rotation r = {table, dim, offset, n_rot, neox};
-  if (h < heads) rotate_head({x, w, normed, out, x_cols, heads, eps}, r, row, h);
-  else rotate_head({x2, w2, normed2, out2, x2_cols, heads2, eps2}, r, row, h - heads);
+  if (h < heads) rotate_head({x, x_cols, b, biased, w, normed, out, heads, eps}, r, row, h);
+  else rotate_head({x2, x2_cols, b2, biased2, w2, normed2, out2, heads2, eps2}, r, row, h - heads);
 }
 
 // The cached row of DeepSeek's attention and its queries: kv has `rank` latent columns and n_rot key columns per row.
 // latent = norm of the former; rotated = the row with its key columns rotated; kvr = rotated key | latent; queries as in
 // layer_heads; the activation rows of their first `offset` columns, one row per head, as `wanted` says (offset % 32 == 0,
-// no norm then). One warp per item, heads + 1 of them per row (the cached row first).
+// no bias and no norm then). One warp per item, heads + 1 of them per row (the cached row first).
 extern "C" __global__ void __launch_bounds__(128)
 layer_latent(const i64* st, int symbol, int factor, const float* table, int dim, int offset, int n_rot, int neox, const float* x,
-             i64 x_cols, const float* w, float* normed, float* out, int heads, float eps, const float* kv, const float* kv_w,
-             float kv_eps, int rank, float* latent, float* rotated, float* kvr, u8* q8, i64 q8_bytes, u8* bf16, i64 bf16_bytes,
+             i64 x_cols, const float* b, float* biased, const float* w, float* normed, float* out, int heads, float eps,
+             const float* kv, const float* kv_w, float kv_eps, int rank, float* latent, float* rotated, float* kvr, u8* q8, i64 q8_bytes, u8* bf16, i64 bf16_bytes,
              int wanted) {
   const i64 item = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
   const i64 row = item / (heads + 1);
   if (row >= step_rows(st, symbol, factor)) return;
   const int h = (int)(item - row * (heads + 1)) - 1, lane = threadIdx.x & 31, half = n_rot >> 1, cols = rank + n_rot;
   if (h >= 0) {
-    rotate_head({x, w, normed, out, x_cols, heads, eps}, {table, dim, offset, n_rot, neox}, row, h);
+    rotate_head({x, x_cols, b, biased, w, normed, out, heads, eps}, {table, dim, offset, n_rot, neox}, row, h);
     if (wanted) {
       const float* src = x + row * x_cols + (i64)h * dim;
       for (int base = 0; base < offset; base += 128) {

@@ -1,17 +1,48 @@
-"""`ik plan`: available memory, verdict and advice."""
+"""`ik plan`: memory of the machine, the verdict per device, and options that would help."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from deepseek_shapes import LITE, expert_types
+from header_models import write_deepseek
 
 from ikcli import log, main
-from ikcli.engine import memory_plan
-from ikcli.engine.memory_plan import MemoryPlan, advice, available_memory
+from ikcli.config import RunConfig
+from ikcli.config_values import parse_device_spec
+from ikcli.engine import devices, memory_plan
+from ikcli.engine.devices import CONTEXT_BYTES, available_memory, described_machine
+from ikcli.engine.planner import MemoryPlan, Planner
+from ikcli.gguf.reader import open_gguf
+from ikcli.models import HParams
 
 MIB = 2**20
-PLAN = MemoryPlan({"CPU": {"weights": 1000 * MIB, "KV": 512 * MIB, "output": 0, "compute": 100 * MIB}}, 8192)
+GIB = 2**30
+BASE = replace(RunConfig(command="plan"), n_threads=1, n_threads_batch=1, n_ctx=4096, n_ubatch=64)
+
+
+@pytest.fixture(scope="module")
+def lite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_deepseek(tmp_path_factory.mktemp("lite") / "lite.gguf", LITE, expert_types("q4_0", "q4_0"))
+
+
+def planner_for(path: Path, spec: str) -> Planner:
+    file = open_gguf(path, header_only=True)
+    hp = HParams.from_gguf(file.metadata, file.tensors, str(path))
+    return Planner(file, hp, described_machine(parse_device_spec(spec), None))
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = main.main(["plan", "-t", "1", "-ub", "64", *argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture(autouse=True)
+def plain_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "utf8_streams", lambda: None)
 
 
 def test_available_memory(tmp_path: Path) -> None:
@@ -23,30 +54,118 @@ def test_available_memory(tmp_path: Path) -> None:
     assert available_memory(tmp_path / "absent") is None
 
 
-def test_total_and_advice() -> None:
-    assert PLAN.total == 1612 * MIB
-    assert advice(PLAN, 256 * MIB) == "-c 4096 would fit"
-    assert advice(PLAN, 511 * MIB) == "a smaller -c or -ctk q8_0 may fit"
-    assert advice(PLAN, 600 * MIB) == "lower both -c and -ub"
-    assert advice(PLAN, 900 * MIB) == "use a smaller quantization of the model"
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("cuda:24GiB", [("cuda", 24 * GIB, None)]),
+        ("2*CUDA:24gib:cc=8.6, cpu:64G", [("cuda", 24 * GIB, (8, 6))] * 2 + [("cpu", 64 * GIB, None)]),
+        ("cuda:24GB,cuda:1.5GiB", [("cuda", 24 * 10**9, None), ("cuda", 3 * GIB // 2, None)]),
+        ("cuda:24564MiB:cc=12.0", [("cuda", 24564 * MIB, (12, 0))]),
+    ],
+)
+def test_device_spec(text, expected) -> None:
+    assert [(s.kind, s.n_bytes, s.capability) for s in parse_device_spec(text)] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cuda:24", "write it with a unit, 24GiB"),
+        ("24GiB", "not of the form cuda:24GiB"),
+        ("cuda:24GiB;cuda:24GiB", "not of the form"),
+        ("cuda:24TiB", "with a unit"),
+        ("cuda:1.2.3GiB", "not a number"),
+        ("cuda:0GiB", "above 0"),
+        ("0*cuda:1GiB", "above 0"),
+        ("99999999*cuda:1GiB", "more than 64 GPUs"),
+        ("cpu:1GiB,cpu:2GiB", "more than once"),
+        ("cpu:1GiB:cc=8.0", "only GPUs"),
+        (" , ", "names no device"),
+    ],
+)
+def test_wrong_device_specs_are_usage_errors(capsys, lite: Path, text, message) -> None:
+    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
+        parse_device_spec(text)
+    code, _, err = run(capsys, "-m", str(lite), "--device-spec", text)
+    assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_a_described_gpu_gives_memory_to_the_context() -> None:
+    machine = described_machine(parse_device_spec("cuda:24GiB,cuda:256MiB,cpu:64GiB"), 7)
+    assert machine.names == ("CUDA0", "CUDA1") and machine.ram == 64 * GIB
+    assert machine.free == (24 * GIB - CONTEXT_BYTES, 0)
+    assert described_machine(parse_device_spec("cuda:24GiB"), 7).ram == 7
+
+
+def test_totals_and_margins() -> None:
+    plan = MemoryPlan({"CPU": {"weights": 5}, "CUDA0": {"weights": 6, "KV": 2}}, 256, {"CPU": 5, "CUDA0": 9})
+    assert plan.total("CUDA0") == 8 and plan.fits() and plan.fits(1) and not plan.fits(2)
+    assert plan.short("CUDA0", 3) == 2 and plan.short("CPU") == 0
+    assert not MemoryPlan(plan.parts, 256, {"CPU": 4}).fits()
+    assert MemoryPlan(plan.parts, 256, {"CPU": 4}).gpus_fit()
+    assert MemoryPlan(plan.parts, 256, {}).fits()
 
 
 def test_exit_code_says_whether_it_fits(capsys, monkeypatch: pytest.MonkeyPatch, shared_dir: Path) -> None:
-    monkeypatch.setattr(log, "utf8_streams", lambda: None)
-    line = ["plan", "-m", str(shared_dir / "golden" / "models" / "tiny-llama.f16.gguf"), "-c", "256", "-t", "1"]
-    assert main.main(line) == 0
-    out = capsys.readouterr().out
-    assert "CPU buffer size" in out and "fits: CPU needs" in out
-    monkeypatch.setattr(memory_plan, "available_memory", lambda: MIB)
-    assert main.main(line) == 1
-    assert "does not fit: CPU needs" in capsys.readouterr().out
-    monkeypatch.setattr(memory_plan, "available_memory", lambda: None)
-    assert main.main(line) == 0
-    assert "fit: " not in capsys.readouterr().out
+    line = ["-m", str(shared_dir / "golden" / "models" / "tiny-llama.f16.gguf"), "-c", "256"]
+    code, out, _ = run(capsys, *line)
+    assert code == 0 and "CPU buffer size" in out and "fits: CPU needs" in out
+    monkeypatch.setattr(devices, "available_memory", lambda: MIB // 2)
+    code, out, _ = run(capsys, *line)
+    assert code == 1 and "does not fit: CPU needs" in out
+    monkeypatch.setattr(devices, "available_memory", lambda: None)
+    code, out, _ = run(capsys, *line)
+    assert code == 0 and "fit: " not in out
 
 
-def test_options_without_implementation_are_named(capsys, monkeypatch, shared_dir: Path) -> None:
-    monkeypatch.setattr(log, "utf8_streams", lambda: None)
-    model = str(shared_dir / "golden" / "models" / "tiny-llama.f16.gguf")
-    main.main(["plan", "-m", model, "-c", "256", "-t", "1", "--fit"])
-    assert "not supported in this version, ignored: --fit\n" in capsys.readouterr().err
+def test_a_machine_can_be_described_where_there_is_no_gpu(capsys, lite: Path) -> None:
+    line = ["-m", str(lite), "-c", "4096", "-ngl", "99", "-ot", "exps=CPU"]
+    code, out, err = run(capsys, *line, "--device-spec", "cuda:6GiB,cpu:32GiB")
+    assert code == 0
+    assert "no CUDA device" not in err and 'rule 1 "exps=CPU": 78 matches' in err
+    assert "the data of 431 of 431 tensors" in err and "enough for a plan, not for a run" in err
+    assert "llm_load_tensors: offloaded 28/28 layers to GPU" in out
+    assert "CUDA0: described, 6144 MiB, of which 512 MiB are taken as used by the CUDA context (an estimate)" in out
+    assert "llama_kv_cache_init:      CUDA0 KV buffer size =   121.50 MiB" in out
+    assert "attention 27/27 layers, shared experts 26/26, routed experts 0/26 on GPU" in out
+    assert "fits: CPU needs" in out and "fits: CUDA0 needs" in out and "5632.00 MiB are available" in out
+
+
+def test_a_run_needs_real_devices_and_data(capsys, lite: Path) -> None:
+    code = main.main(["sweep-bench", "-m", str(lite), "-c", "256", "--device-spec", "cuda:6GiB"])
+    assert code == 2 and "add --dry-run, or use ik plan" in capsys.readouterr().err
+    assert main.main(["sweep-bench", "-m", str(lite), "-c", "256"]) == 1
+    assert "but the file ends at" in capsys.readouterr().err
+
+
+def test_proposals_are_planned_before_they_are_made(lite: Path) -> None:
+    planner = planner_for(lite, "cuda:6GiB,cpu:32GiB")
+    plan = planner.plan(BASE)
+    assert not plan.memory.fits() and plan.memory.short("CPU") == 0
+    lines = memory_plan.verdict_lines(planner, plan)
+    assert any(line.startswith("does not fit: CUDA0 needs") and "too few" in line for line in lines)
+    assert lines[-1].startswith("would fit with --n-cpu-moe ")
+    n = int(lines[-1].split()[4].rstrip(","))
+    assert planner.plan(replace(BASE, n_cpu_moe=n)).memory.fits()
+    assert not planner.plan(replace(BASE, n_cpu_moe=n - 1)).memory.fits()
+
+
+def test_context_and_cache_type_are_proposed_where_the_cache_is_too_large(lite: Path) -> None:
+    config = replace(BASE, n_ctx=131072, cpu_moe=True, no_kv_offload=False)
+    spec = "cuda:4GiB,cpu:32GiB"
+    planner = planner_for(lite, spec)
+    plan = planner.plan(config)
+    assert plan.memory.short("CUDA0")
+    found = list(memory_plan.proposals(planner, plan))
+    sizes = [int(text.removeprefix("-c ")) for text in found if text.startswith("-c ")]
+    assert len(sizes) == 1 and sizes[0] % 256 == 0
+    assert planner.plan(replace(config, n_ctx=sizes[0])).memory.fits()
+    assert not planner.plan(replace(config, n_ctx=sizes[0] * 5 // 4)).memory.fits()
+    smaller = planner.plan(replace(config, type_k="q8_0")).memory.fits()
+    assert ("-ctk q8_0" in found) == smaller
+
+
+def test_nothing_helps(lite: Path) -> None:
+    planner = planner_for(lite, "cpu:1GiB")
+    lines = memory_plan.verdict_lines(planner, planner.plan(BASE))
+    assert lines[-1].startswith("no change of options is enough")

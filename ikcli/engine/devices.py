@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ikcli.backends.cuda.device import DeviceInfo
+from ikcli.backends.cuda.device import CudaError, DeviceInfo
 from ikcli.config import RunConfig
 from ikcli.config_values import DeviceSpec
 
@@ -47,11 +47,43 @@ class Machine:
         return tuple(gpu.free for gpu in self.gpus)
 
 
-def find_machine(config: RunConfig) -> Machine:
-    """The machine to plan for: the one `--device-spec` describes, else this one."""
+def find_machine(config: RunConfig, *, exact: bool) -> Machine:
+    """The machine to plan for: the one `--device-spec` describes, else this one.
+
+    `exact`: ask what is free on GPUs, for which each has to be opened; otherwise take all of their memory as free.
+    """
     if config.device_spec:
         return described_machine(config.device_spec, available_memory())
-    return Machine((), available_memory())
+    from ikcli.engine import gpus  # which needs placements, and they this module
+
+    if not gpus.wanted(config):
+        return Machine((), available_memory())
+    return Machine(_opened(config) if exact else _listed(config), available_memory())
+
+
+def _opened(config: RunConfig) -> tuple[Device, ...]:
+    from ikcli.engine import gpus
+
+    found: list[Device] = []
+    for name, device in gpus.open_devices(config).items():
+        free, total = device.memory()
+        found.append(Device(name, total, free, device.info.cc, device.info))
+        device.close()
+    return tuple(found)
+
+
+def _listed(config: RunConfig) -> tuple[Device, ...]:
+    from ikcli.backends.cuda import driver
+    from ikcli.engine import gpus
+
+    if not any(path.exists() for path in gpus._NODES):
+        return ()
+    try:
+        infos = [info for info in driver.devices() if info.cc >= driver.MIN_CC]
+    except CudaError:
+        return ()
+    found = [Device(f"CUDA{i.index}", i.total_bytes, i.total_bytes, i.cc, i) for i in infos]
+    return tuple(device for device in found if not config.device or device.name in config.device)
 
 
 def described_machine(specs: tuple[DeviceSpec, ...], ram: int | None) -> Machine:

@@ -55,7 +55,7 @@ def prepare(config: RunConfig, given: Collection[str] = ()) -> Startup:
     notices += check_ser(config, hp.n_expert, hp.n_expert_used)
     from ikcli.engine.planner import Planner  # which needs sessions, and they need this module
 
-    planner = Planner(file, hp, find_machine(config))
+    planner = Planner(file, hp, find_machine(config, exact=planning or config.fit))
     if config.fit:
         config, found = _fit(planner, config)
         notices += found

@@ -18,7 +18,9 @@ EXACT = {"type_k": "f32", "type_v": "f32"}
 # As in test_session.py, of the standard deviation of the logits. Attention on the device multiplies in f16 or bf16, and
 # so do products of f16 weights.
 TOLERANCE = {"f32": 2e-2, "f16": 3e-2, "bf16": 8e-2, "q8_0": 1e-1}
-PLACEMENT = ("n_gpu_layers", "override_tensor", "tensor_split", "cpu_moe", "no_kv_offload")
+PLACEMENT = (
+    "n_gpu_layers", "override_tensor", "tensor_split", "cpu_moe", "no_kv_offload", "offload_min_batch", "offload_policy"
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,9 @@ def modes() -> Iterator[Any]:
 def divisions() -> Iterator[Any]:
     """The same, for divisions between CPU and GPUs."""
     yield "llama", 9, {"n_gpu_layers": 1, **EXACT}
+    # From 3 tokens on (1 * 8 experts / 3 used) weights in RAM are copied to the GPU in every step.
+    yield "qwen3moe", 9, {"cpu_moe": True, "offload_min_batch": 1, **EXACT}
+    yield "deepseek3", 9, {"n_gpu_layers": 1, "offload_min_batch": 1, **EXACT}
     yield "qwen3moe", 9, {"cpu_moe": True, **EXACT}
     yield "deepseek3", 9, {"n_gpu_layers": 2, "no_kv_offload": True, **EXACT}
     yield "llama", 9, {"override_tensor": ("attn=CPU", r"blk\.1\.ffn=CPU"), **EXACT}

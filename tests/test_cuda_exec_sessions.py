@@ -257,3 +257,52 @@ def test_rtr_leaves_tensors_of_the_gpu_alone(folder, opener, tmp_path: Path) -> 
         found = transcript(session)
     assert repacked and not any(name.startswith("blk.1.") for name in repacked)
     np.testing.assert_allclose(found, wanted, atol=0.05 * wanted.std())
+
+
+# --- weights in RAM, used on the GPU ----------------------------------------------------------------------------------
+def kernels_of(opener: Opener, call: Any) -> Counter[str]:
+    device = opener.devices["CUDA0"]
+    device.launches.clear()
+    call()
+    return Counter(device.launches)
+
+
+def test_large_batches_use_experts_in_ram_on_the_gpu(folder, opener) -> None:
+    """From --offload-min-batch * n_expert / n_used tokens on (here 4 * 8 / 3, so 11), and not below."""
+    with Session.open(config(written(folder, "qwen3moe"), cpu_moe=True, offload_min_batch=4)) as session:
+        session.kv_seq_rm(-1)
+        few = kernels_of(opener, lambda: single(session, tokens(10)))
+        session.kv_seq_rm(-1)
+        many = kernels_of(opener, lambda: single(session, tokens(11)))
+        first = single(session, tokens(11))
+        session.kv_seq_rm(-1)
+        single(session, tokens(11))
+        np.testing.assert_array_equal(single(session, tokens(11)), first)
+        opener.devices["CUDA0"].check()
+    assert not few["upload_rows"] and many["upload_rows"] == 3  # tensors of the first layer; the last has one row
+    assert sum(many.values()) > sum(few.values()) + 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "copies"), [((("ALL", False),), 0), ((("MOE_FUSED_UP_GATE", False),), 1), ((("MUL_MAT", False),), 3)]
+)
+def test_the_offload_policy_is_obeyed(folder, opener, policy, copies) -> None:
+    settings = {"cpu_moe": True, "offload_min_batch": 1, "offload_policy": policy}
+    with Session.open(config(written(folder, "qwen3moe"), **settings)) as session:
+        launches = kernels_of(opener, lambda: single(session, tokens(5)))
+        planned = session.memory()["CUDA0"]["compute"]
+        assert abs(opener.devices["CUDA0"].owners()["compute"] - planned) <= 4096
+    assert launches["upload_rows"] == copies
+
+
+def test_observers_see_offloaded_products(folder, opener) -> None:
+    settings = {"cpu_moe": True, "offload_min_batch": 1}
+    seen: dict[str, Any] = {}
+    with Session.open(config(written(folder, "qwen3moe"), **settings, profile=True)) as session:
+        plain = single(session, tokens(5), logits="all")
+        session.kv_seq_rm(-1)
+        session.observer = lambda node, value: seen.setdefault(node.name, np.array(value))
+        np.testing.assert_array_equal(single(session, tokens(5), logits="all"), plain)
+    with Session.open(config(written(folder, "qwen3moe"), **settings)) as session:
+        session.observer = lambda node, value: np.testing.assert_array_equal(seen[node.name], value)
+        np.testing.assert_array_equal(single(session, tokens(5), logits="all"), plain)

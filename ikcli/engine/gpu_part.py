@@ -1,28 +1,27 @@
 """A GPU as a part of a session: its share of the weights and of the KV cache in device memory.
 
-Weights are rearranged on the CPU chunk by chunk (`upload.convert`) and go to the device through two pinned buffers, so
-that one is filled while the other is copied. Cache cells are taken out and put back in the layout they have in RAM.
+Weights go there straight from the file (`backends/cuda/transfer.py`). Cache cells are taken out and put back in the
+layout they have in RAM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 
 import numpy as np
-import numpy.typing as npt
 
 from ikcli.backends.cpu.backend import State
 from ikcli.backends.cuda import kv_layout, upload
 from ikcli.backends.cuda.backend import CudaBackend, CudaProgram
 from ikcli.backends.cuda.device import Device, Memory, OutOfMemory
 from ikcli.backends.cuda.lower import Op, Program, Ref
+from ikcli.backends.cuda.transfer import Transfer
 from ikcli.engine.model import Model
 from ikcli.engine.parts import Bytes, TimedOp, work_of
 from ikcli.graph import Cache, Node, Weight
 from ikcli.log import progress
-from ikcli.quant.formats import get_format, row_size
 
-STAGING_BYTES = 1 << 26
 _ALIGN = 256
 
 
@@ -53,17 +52,19 @@ class GpuPart(CudaBackend):
 
     def load_weights(self, model: Model, names: Sequence[str], mmap: bool) -> Mapping[str, int]:
         """Copy the weights to the device, straight from the file where they are used as they are there."""
+        self.host_bytes = model.bytes_of
         total = self.weight_bytes(model, names)
         if not total:
             return {}
         slab = self.device.alloc(total, "weights")
         self._slabs.append(slab)
         addresses, at = {}, slab.address
-        with progress("copying to the GPU", total) as advance, _Staging(self.device) as staging:
+        transfer = Transfer(self.device, max(upload.device_bytes(weight_of(model, name)) for name in names))
+        with progress("copying to the GPU", total) as advance, closing(transfer):
             for name in names:
                 w = weight_of(model, name)
                 size = _aligned(upload.device_bytes(w))
-                staging.send(w, model.bytes_of(name), at)
+                transfer.send(w, model.bytes_of(name), at)
                 addresses[name] = at
                 at += size
                 advance(size)
@@ -116,6 +117,7 @@ class GpuPart(CudaBackend):
             if not span.first <= first < span.stop:
                 continue
             for i in range(first, stop):
+                self.load_for(program, span, i, i + 1)
                 for launch in inner.launches(self._counts, i, i + 1):
                     device.record(self._stream, before)
                     device.launch(self._stream, launch)
@@ -156,47 +158,3 @@ def _rows(node: Node, state: State) -> int:
 
 def _aligned(n_bytes: int) -> int:
     return -(-n_bytes // _ALIGN) * _ALIGN
-
-
-class _Staging:
-    """Two pinned buffers on the way to the device."""
-
-    def __init__(self, device: Device) -> None:
-        self._device, self._stream = device, device.stream()
-        self._buffers = [device.pinned(STAGING_BYTES, "upload") for _ in range(2)]
-        self._events = [device.event() for _ in self._buffers]
-        self._used = [False, False]
-        self._next = 0
-
-    def __enter__(self) -> _Staging:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._device.synchronize(self._stream)
-        for buffer in self._buffers:
-            self._device.free_pinned(buffer)
-
-    def send(self, w: Weight, data: npt.NDArray[np.uint8], address: int) -> None:
-        """Rearrange a tensor's rows and copy them to `address`."""
-        row, stored, group = upload.device_row_bytes(w.type, w.ne0), row_size(w.type, w.ne0), get_format(w.type).rows
-        step = max(STAGING_BYTES // row // group, 1) * group
-        rows = data.reshape(-1, stored)
-        for i in range(0, len(rows), step):
-            part = rows[i : i + step]
-            target = self._buffer(len(part) * row)
-            upload.convert(part, w, target)
-            self._device.upload(self._stream, address + i * row, target)
-            self._device.record(self._stream, self._events[self._next])
-            self._next = 1 - self._next
-
-    def _buffer(self, n_bytes: int) -> Bytes:
-        """The next pinned buffer, when its last copy is over."""
-        i = self._next
-        if self._used[i]:
-            while not self._device.done(self._events[i]):
-                pass
-        self._used[i] = True
-        if len(self._buffers[i].array) < n_bytes:  # a group of rows that is larger than the buffer
-            self._device.free_pinned(self._buffers[i])
-            self._buffers[i] = self._device.pinned(n_bytes, "upload")
-        return self._buffers[i].array[:n_bytes]

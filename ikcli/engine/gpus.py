@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ikcli.backends.cpu.backend import CpuBackend
+from ikcli.backends.cuda import upload
 from ikcli.backends.cuda.device import CudaError, Device, DriverMissing, NoDevice
+from ikcli.backends.cuda.transfer import is_plain
 from ikcli.config import RunConfig
-from ikcli.engine.hybrid import HybridBackend
+from ikcli.engine.hybrid import HybridBackend, Offload
 from ikcli.engine.model import Model
 from ikcli.engine.parts import CPU, CpuOnly, Part
-from ikcli.engine.placement import Placement, place
-from ikcli.graph import Node, Weight
-from ikcli.graph.split import Places
+from ikcli.engine.placement import Placement, offload_threshold, place
+from ikcli.graph import Node, Rows, Weight
+from ikcli.graph.split import Places, layer_of
 from ikcli.log import warn
 
+_POLICY = {"mul_mat": "MUL_MAT", "mul_mat_heads": "MUL_MAT", "mul_mat_id": "MUL_MAT_ID",
+           "moe_up_gate": "MOE_FUSED_UP_GATE"}  # fmt: skip
+_EXPERT_OPS = ("mul_mat_id", "moe_up_gate")
 OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
 _NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/proc/driver/nvidia/version"))
 """One of them is there where there is a driver (the second in WSL)."""
@@ -70,7 +76,9 @@ def make_backend(
     others: dict[str, Part] = {name: _part(device) for name, device in devices.items() if name in used}
     for name in devices.keys() - used:
         devices[name].close()
-    return HybridBackend(cpu, others, places_of(placement)) if others else CpuOnly(cpu)
+    if not others:
+        return CpuOnly(cpu)
+    return HybridBackend(cpu, others, places_of(placement), offload_of(config, model, placement))
 
 
 def _part(device: Device) -> Part:
@@ -83,6 +91,30 @@ def place_model(config: RunConfig, model: Model, devices: Mapping[str, Device]) 
     """Where every tensor goes, derived ones included."""
     free = [device.memory()[0] for device in devices.values()]
     return place(list(model.specs), model.hp.n_layer, config, list(devices), free, sources=model.derived_from())
+
+
+def offload_of(config: RunConfig, model: Model, placement: Placement) -> Offload | None:
+    """From how many tokens on products with weights of blocks in RAM are computed on a GPU (`-op`)."""
+    hp, allowed = model.hp, {"MUL_MAT": True, "MUL_MAT_ID": True, "MOE_FUSED_UP_GATE": True}
+    for name, on in config.offload_policy:
+        allowed |= dict.fromkeys(allowed, on) if name == "ALL" else {name: on}
+    dense = config.offload_min_batch
+    by_expert = math.ceil(offload_threshold(dense, hp.n_expert, hp.n_expert_used))
+    least = {op: by_expert if op in _EXPERT_OPS else dense for op, name in _POLICY.items() if allowed[name]}
+    first = placement.devices[0]
+
+    def device(node: Node, w: Weight, n_tokens: int) -> str | None:
+        if n_tokens < least.get(node.op, n_tokens + 1) or node.rows.symbol is Rows.OUTPUTS or not _streamable(w):
+            return None
+        home = placement.home[layer] if (layer := layer_of(node)) >= 0 else CPU
+        return first if home == CPU else home
+
+    return Offload(tuple(sorted({*least.values()} - {0, 1})), device) if least else None
+
+
+def _streamable(w: Weight) -> bool:
+    """Whether rows of this type are rearranged on the device: on the CPU that would take longer than the product."""
+    return w.type in upload.FORMATS and is_plain(w)
 
 
 def places_of(placement: Placement) -> Places:

@@ -9,7 +9,7 @@ executes those of the CPU, and waits only for what a turn needs. Looks like `Cpu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,18 @@ class HybridProgram:
     handover_bytes: int
     result_at: tuple[str, int] = (CPU, 0)
     memory: dict[Node, Bytes] = field(default_factory=dict)
+    streamed: frozenset[str] = frozenset()  # weights in RAM that GPUs use in this program
+    variants: list[tuple[int, HybridProgram]] = field(default_factory=list)  # for so many tokens and more
+    chosen: HybridProgram | None = None  # the variant of the last step
+
+    def variant(self, n_tokens: int) -> HybridProgram:
+        """The program for a micro-batch."""
+        return next((p for least, p in reversed(self.variants) if n_tokens >= least), self)
+
+    @property
+    def all(self) -> list[HybridProgram]:
+        """With its variants."""
+        return [self, *(p for _, p in self.variants)]
 
     @property
     def arena_bytes(self) -> int:
@@ -47,14 +59,28 @@ class HybridProgram:
         return self.parts[CPU].arena_bytes if CPU in self.parts else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """When products with weights in RAM are computed on a GPU, to which the weights are copied in every step.
+
+    `device(node, weight, n_tokens)` is the GPU for micro-batches of so many tokens, or None; `thresholds` are the
+    numbers of tokens at which its answers change.
+    """
+
+    thresholds: tuple[int, ...]
+    device: Callable[[Node, Weight, int], str | None]
+
+
 class HybridBackend:
     """The CPU and one or more other devices, of one session."""
 
-    def __init__(self, cpu: CpuBackend, others: Mapping[str, Part], places: Places) -> None:
+    def __init__(
+        self, cpu: CpuBackend, others: Mapping[str, Part], places: Places, offload: Offload | None = None
+    ) -> None:
         self.cpu = cpu
         self._cpu_part = CpuPart(cpu)
         self.parts: dict[str, Part] = {CPU: self._cpu_part, **others}
-        self._places = places
+        self._places, self._offload = places, offload
         self._n_cells = 0
         self._handover: Bytes = aligned_zeros(0)
         self._weights: dict[str, Mapping[str, int]] = {}
@@ -67,21 +93,52 @@ class HybridBackend:
         """Divide and lower a graph; nothing is allocated. See `CpuBackend.plan`."""
         rows = max_rows(n_tokens, n_outputs, n_cells)
         self._n_cells = n_cells
+        program = self._plan(graph, result, rows, independent, self._places, frozenset())
+        streamed = program.streamed
+        for least in self._offload.thresholds if self._offload and not independent else ():
+            places, names = self._offloaded(graph, least)
+            if least <= n_tokens and names != streamed:
+                program.variants.append((least, self._plan(graph, result, rows, False, places, names)))
+                streamed = names
+        return program
+
+    def _offloaded(self, graph: Graph, n_tokens: int) -> tuple[Places, frozenset[str]]:
+        """Places for micro-batches of so many tokens, and the names of the weights that are copied."""
+        assert self._offload is not None
+        weight, device = self._places.weight, self._offload.device
+
+        def place(node: Node, w: Weight) -> str:
+            found = weight(node, w)
+            return (device(node, w, n_tokens) or CPU) if found == CPU else found
+
+        pairs = ((n, x) for n in graph.nodes for x in n.inputs if isinstance(x, Weight))
+        names = frozenset(w.name for n, w in pairs if weight(n, w) == CPU and place(n, w) != CPU)
+        return replace(self._places, weight=place), names
+
+    def _plan(
+        self,
+        graph: Graph,
+        result: Node,
+        rows: Mapping[Rows, int],
+        independent: bool,
+        places: Places,
+        streamed: frozenset[str],
+    ) -> HybridProgram:
         cut = [name for name, part in self.parts.items() if part.asynchronous]
-        turns = schedule(graph, assign(graph, self._places), result, cut=cut)
+        turns = schedule(graph, assign(graph, places), result, cut=cut)
         counts = dict.fromkeys(self.parts, 0)
         numbers = []
         for turn in turns:
             numbers.append(counts[turn.device])
             counts[turn.device] += 1
         parts = {
-            name: part.plan([t for t in turns if t.device == name], rows, n_cells, independent)
+            name: part.plan([t for t in turns if t.device == name], rows, self._n_cells, independent, streamed)
             for name, part in self.parts.items()
             if counts[name]
         }
-        places, n_bytes = _handover_places(turns, rows, result, self.parts)
+        handover, n_bytes = _handover_places(turns, rows, result, self.parts)
         at = next((t.device, i) for t, i in zip(turns, numbers, strict=True) if result in t.exports)
-        return HybridProgram(graph, result, turns, numbers, parts, places, n_bytes, at)
+        return HybridProgram(graph, result, turns, numbers, parts, handover, n_bytes, at, streamed=streamed)
 
     def prepare(self, programs: Sequence[HybridProgram], progress: Callable[[int, int], None] | None = None) -> None:
         """Load the CPU's kernels, compiling what the cache lacks."""
@@ -94,10 +151,10 @@ class HybridBackend:
     def weight_names(self, programs: Sequence[HybridProgram]) -> dict[str, list[str]]:
         """Names of the weights each device needs, in the order of their use."""
         names: dict[str, dict[str, None]] = {name: {} for name in self.parts}
-        for p in programs:
+        for p in _with_variants(programs):
             for turn in p.turns:
                 used = (x.name for node in turn.nodes for x in node.inputs if isinstance(x, Weight))
-                names[turn.device].update(dict.fromkeys(used))
+                names[turn.device].update(dict.fromkeys(n for n in used if turn.device == CPU or n not in p.streamed))
         return {device: list(found) for device, found in names.items()}
 
     def cache_device(self, cache: Cache) -> str:
@@ -116,11 +173,11 @@ class HybridBackend:
         weights, caches = self.weight_names(programs), self.cache_tensors(programs)
         sizes = {}
         for name, part in self.parts.items():
-            own = [p.parts[name] for p in programs if name in p.parts]
+            own = [p.parts[name] for p in _with_variants(programs) if name in p.parts]
             kv = sum(part.cache_bytes(c, n_cells) for c in caches[name])
             sizes[name] = {"weights": part.weight_bytes(model, weights[name]), "KV": kv,
                            "compute": part.compute_bytes(own)}  # fmt: skip
-        sizes[CPU]["compute"] += max(p.handover_bytes for p in programs)
+        sizes[CPU]["compute"] += max(p.handover_bytes for p in _with_variants(programs))
         return sizes
 
     def n_turns(self, programs: Sequence[HybridProgram]) -> int:
@@ -164,6 +221,7 @@ class HybridBackend:
 
     def bind(self, programs: Sequence[HybridProgram], state: State) -> None:
         """Give the programs memory, after `load`."""
+        programs = _with_variants(programs)
         n_bytes = max(p.handover_bytes for p in programs)
         if len(self._handover) < n_bytes:
             self._handover = self.allocate(n_bytes)
@@ -177,6 +235,7 @@ class HybridBackend:
     def run(self, program: HybridProgram, n_threads: int, state: State) -> None:
         """Execute a bound program; when it returns, all devices are done."""
         parts = self.parts
+        program = self._choose(program, state)
         for name, part in program.parts.items():
             parts[name].begin(part, state)
         for turn, number in zip(program.turns, program.numbers, strict=True):
@@ -184,6 +243,11 @@ class HybridBackend:
             parts[turn.device].run(program.parts[turn.device], number, n_threads)
         for name in program.parts:
             parts[name].finish()
+
+    @staticmethod
+    def _choose(program: HybridProgram, state: State) -> HybridProgram:
+        program.chosen = program.variant(state.rows[Rows.TOKENS])
+        return program.chosen
 
     def _wait_for(self, program: HybridProgram, turn: Turn) -> None:
         for i in turn.after:
@@ -193,6 +257,7 @@ class HybridBackend:
     def run_observed(self, program: HybridProgram, n_threads: int, state: State, observer: Observer) -> None:
         """Execute node by node, showing every output to the observer once, right after it was computed."""
         seen: set[Node] = set()
+        program = self._choose(program, state)
         for name, part in program.parts.items():
             self.parts[name].begin(part, state)
         for turn, number in zip(program.turns, program.numbers, strict=True):
@@ -207,6 +272,7 @@ class HybridBackend:
 
     def timed(self, program: HybridProgram, n_threads: int, state: State, show: bool) -> Iterator[TimedOp]:
         """Execute op by op under a clock."""
+        program = self._choose(program, state)
         for name, part in program.parts.items():
             self.parts[name].begin(part, state)
         for turn, number in zip(program.turns, program.numbers, strict=True):
@@ -217,8 +283,8 @@ class HybridBackend:
 
     def result(self, program: HybridProgram, n_rows: int) -> npt.NDArray[np.float32]:
         """The program's value, in hand-over memory that the next run writes again."""
-        n, cols = n_rows, program.result.cols
-        return program.memory[program.result][: 4 * n * cols].view(np.float32).reshape(n, cols)
+        n, cols, ran = n_rows, program.result.cols, program.chosen or program
+        return ran.memory[ran.result][: 4 * n * cols].view(np.float32).reshape(n, cols)
 
     def close(self) -> None:
         """Release everything."""
@@ -228,7 +294,11 @@ class HybridBackend:
 
 
 def _cpu_programs(programs: Sequence[HybridProgram]) -> list[Program]:
-    return [p.parts[CPU].program for p in programs if CPU in p.parts]
+    return [p.parts[CPU].program for p in _with_variants(programs) if CPU in p.parts]
+
+
+def _with_variants(programs: Sequence[HybridProgram]) -> list[HybridProgram]:
+    return [x for p in programs for x in p.all]
 
 
 def _handover_places(

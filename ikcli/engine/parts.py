@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,7 +78,15 @@ class Part(Protocol):
     def compute_bytes(self, programs: Sequence[Any]) -> int:
         """Work memory of programs on the device."""
 
-    def plan(self, turns: Sequence[Turn], rows: Mapping[Rows, int], n_cells: int, independent: bool) -> Any: ...
+    def plan(
+        self,
+        turns: Sequence[Turn],
+        rows: Mapping[Rows, int],
+        n_cells: int,
+        independent: bool,
+        streamed: Collection[str] = (),
+    ) -> Any:
+        """Lower the turns. `streamed`: weights in RAM that are copied to the device in every step."""
 
     def bind(
         self,
@@ -166,7 +174,14 @@ class CpuPart:
         """The arena, which programs share."""
         return max((p.arena_bytes for p in programs), default=0)
 
-    def plan(self, turns: Sequence[Turn], rows: Mapping[Rows, int], n_cells: int, independent: bool) -> CpuPartProgram:
+    def plan(
+        self,
+        turns: Sequence[Turn],
+        rows: Mapping[Rows, int],
+        n_cells: int,
+        independent: bool,
+        streamed: Collection[str] = (),
+    ) -> CpuPartProgram:
         """Lower the turns one after the other."""
         low = Lowering(rows, self.backend.n_threads, n_cells, independent)
         spans: list[tuple[int, int]] = []

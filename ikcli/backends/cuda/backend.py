@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +18,9 @@ import numpy.typing as npt
 
 from ikcli.backends.cuda.device import Device, Event, Graph, Memory, Pinned, Stream
 from ikcli.backends.cuda.lower import ALIGN, Counts, DeviceLimits, Lowering, Program, Rule, all_rules
-from ikcli.graph import Cache, Node, Rows
+from ikcli.backends.cuda.transfer import Transfer
+from ikcli.backends.cuda.upload import device_bytes
+from ikcli.graph import Cache, Node, Rows, Weight
 from ikcli.graph.split import Turn
 
 Bytes = npt.NDArray[np.uint8]
@@ -44,6 +46,7 @@ class Span:
     stop: int
     imports: tuple[Node, ...]
     exports: tuple[Node, ...]
+    loads: tuple[tuple[int, tuple[Weight, ...]], ...] = ()  # before which op which weights come from the host
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +64,11 @@ class CudaProgram:
     @property
     def arena_bytes(self) -> int:
         return self.program.arena_bytes
+
+    @property
+    def largest_load(self) -> int:
+        """Bytes of the largest weight that comes from the host in a step, 0 if none does."""
+        return max((device_bytes(w) for span in self.spans for _, ws in span.loads for w in ws), default=0)
 
     def has_output(self, node: Node) -> bool:
         """Whether the node's value can be shown."""
@@ -85,11 +93,20 @@ class CudaBackend:
         self._step: Pinned | None = None
         self._step_address = 0
         self._counts = Counts(0, 0, 0)
-        self._last: Event | None = None
+        self._transfer: Transfer | None = None
+        self._free, self._ready = None, None  # events: memory of the next weights is free, they are there
+        self.host_bytes: Callable[[str], Bytes] | None = None  # of weights that come from the host in a step
 
     # --- planning ---------------------------------------------------------------------------------------------------
-    def plan(self, turns: Sequence[Turn], rows: Mapping[Rows, int], n_cells: int, independent: bool) -> CudaProgram:
-        """Lower the turns one after the other; nothing is allocated."""
+    def plan(
+        self,
+        turns: Sequence[Turn],
+        rows: Mapping[Rows, int],
+        n_cells: int,
+        independent: bool,
+        streamed: Collection[str] = (),
+    ) -> CudaProgram:
+        """Lower the turns one after the other; nothing is allocated. `streamed`: weights that stay on the host."""
         rules = self._rules if self._rules is not None else all_rules()
         low = Lowering(rows, n_cells, self.limits, independent)
         spans: list[Span] = []
@@ -97,13 +114,17 @@ class CudaBackend:
             first = low.turn_start = len(low.ops)
             for node in turn.imports:
                 low.keep(node, first, first)
+            weights = [x for n in turn.nodes for x in n.inputs if isinstance(x, Weight) and x.name in streamed]
+            for w in weights:
+                low.stream(w, device_bytes(replace(w, row0=0, n_rows=-1)))
             for node in turn.nodes:
                 low.begin(node)
                 rules[node.op](low, node)
             stop = len(low.ops)
             for node in turn.exports:
                 low.keep(node, max(stop - 1, 0), max(stop - 1, 0))
-            spans.append(Span(first, stop, tuple(turn.imports), tuple(turn.exports)))
+            loads = _loads(low, first, weights)
+            spans.append(Span(first, stop, tuple(turn.imports), tuple(turn.exports), loads))
         reads = any(n.rows.symbol is Rows.KV for t in turns for n in t.nodes)
         return CudaProgram(Program(low), spans, dict(rows), reads)
 
@@ -118,6 +139,9 @@ class CudaBackend:
         if not programs:
             return 0
         arena = max(p.arena_bytes for p in programs)
+        largest = max(p.largest_load for p in programs)
+        if largest:
+            arena += Transfer.device_bytes(largest)
         return arena + sum(p.program.constant_bytes for p in programs) + self.step_bytes(programs)
 
     # --- memory -----------------------------------------------------------------------------------------------------
@@ -139,6 +163,10 @@ class CudaBackend:
         self._step_address = self._alloc(self.step_bytes(programs))
         self._step = device.pinned(self.step_bytes(programs), "step block")
         self._pinned.append(self._step)
+        largest = max(p.largest_load for p in programs)
+        if largest:
+            self._transfer = Transfer(device, largest)
+            self._free, self._ready = device.event(), device.event()
         for p, places in zip(programs, handover, strict=True):
             p.program.bind(self._step_address, arena, self._upload_constants(p.program), weights, caches)
             p.places = places
@@ -181,7 +209,9 @@ class CudaBackend:
             self.device.free(memory)
         for pinned in self._pinned:
             self.device.free_pinned(pinned)
-        self._memory, self._pinned, self._programs, self._step = [], [], [], None
+        if self._transfer is not None:
+            self._transfer.close()
+        self._memory, self._pinned, self._programs, self._step, self._transfer = [], [], [], None, None
 
     def close(self) -> None:
         """Free what `bind` made."""
@@ -216,9 +246,10 @@ class CudaBackend:
         """Queue one turn."""
         device, span, counts = self.device, program.spans[turn], self._counts
         graphs = program.graphs.get(counts)
-        if graphs is None or not self._capture:
+        capture = self._capture and not program.largest_load
+        if graphs is None or not capture:
             self._queue(program, span)
-            if turn == len(program.spans) - 1 and self._capture:
+            if turn == len(program.spans) - 1 and capture:
                 program.graphs[counts] = {}
                 self._drop_graphs(program, MAX_BUCKETS)
         else:
@@ -228,15 +259,39 @@ class CudaBackend:
                 graphs[turn] = graph
             device.replay(self._stream, graph)
             program.graphs.move_to_end(counts)
-        self._last = program.events[turn]
-        device.record(self._stream, self._last)
+        device.record(self._stream, program.events[turn])
 
     def _queue(self, program: CudaProgram, span: Span) -> None:
         """Imports, launches and exports of a turn."""
         self.take_in(program, span)
-        for launch in program.program.launches(self._counts, span.first, span.stop):
-            self.device.launch(self._stream, launch)
+        at = span.first
+        for i, weights in span.loads:
+            self.device.record(self._stream, self._free)
+            self._launch(program, at, i)
+            self._load(program, weights)
+            at = i
+        self._launch(program, at, span.stop)
         self.give_out(program, span)
+
+    def _launch(self, program: CudaProgram, first: int, stop: int) -> None:
+        for launch in program.program.launches(self._counts, first, stop):
+            self.device.launch(self._stream, launch)
+
+    def _load(self, program: CudaProgram, weights: Sequence[Weight]) -> None:
+        """Queue copies of weights from the host, as soon as `_free` is done; what is queued later waits for them."""
+        assert self._transfer is not None and self.host_bytes is not None
+        self.device.wait(self._transfer.stream, self._free)
+        for w in weights:
+            self._transfer.send(w, self.host_bytes(w.name), program.program.streamed_address(w.name))
+        self.device.record(self._transfer.stream, self._ready)
+        self.device.wait(self._stream, self._ready)
+
+    def load_for(self, program: CudaProgram, span: Span, first: int, stop: int) -> None:
+        """The same for the ops first..stop-1, without overlap."""
+        for i, weights in span.loads:
+            if first <= i < stop:
+                self.device.record(self._stream, self._free)
+                self._load(program, weights)
 
     def take_in(self, program: CudaProgram, span: Span) -> None:
         """Queue the copies from hand-over memory before a turn."""
@@ -279,8 +334,8 @@ class CudaBackend:
         for node, first, stop in inner.node_ops():
             if not span.first <= first < span.stop:
                 continue
-            for launch in inner.launches(self._counts, first, stop):
-                device.launch(self._stream, launch)
+            self.load_for(program, span, first, stop)
+            self._launch(program, first, stop)
             if inner.has_output(node):
                 yield node, self._value(inner, node, state.rows[node.rows.symbol] * node.rows.factor)
         self.give_out(program, span)
@@ -292,6 +347,21 @@ class CudaBackend:
             self.device.download(self._stream, out, program.node_address(node))
         self.device.synchronize(self._stream)
         return out
+
+
+def _loads(low: Lowering, first: int, weights: Sequence[Weight]) -> tuple[tuple[int, tuple[Weight, ...]], ...]:
+    """Weights of a turn by the op before which they have to be there; the copy starts at the group before."""
+    groups: dict[int, dict[str, Weight]] = {}
+    for w in weights:
+        use = low.first_use(low.streamed[w.name])
+        if use >= first:
+            groups.setdefault(use, {})[w.name] = replace(w, row0=0, n_rows=-1)
+    start = first
+    for use in sorted(groups):
+        for name in groups[use]:
+            low.pinned[low.streamed[name]] = start, use
+        start = use
+    return tuple((use, tuple(groups[use].values())) for use in sorted(groups))
 
 
 def _counts(state: State) -> Counts:

@@ -127,6 +127,7 @@ class Lowering:
     sizes: list[int] = field(default_factory=list)
     constants: dict[int, bytes] = field(default_factory=dict)
     pinned: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> ops between which it must live too
+    streamed: dict[str, int] = field(default_factory=dict)  # weights that come from the host in every step: buffers
     turn_start: int = 0  # first op of the current turn: ops before it may not be moved
     _node_buffers: dict[Node, int] = field(default_factory=dict)
     _shared: dict[Any, Ref] = field(default_factory=dict)
@@ -182,7 +183,20 @@ class Lowering:
 
     def weight(self, w: Weight, row_bytes: int = 0) -> Ref:
         """The weight's data on the device (upload format), at its first row if rows have `row_bytes` bytes there."""
-        return Ref(w.name, w.row0 * row_bytes)
+        return Ref(self.streamed.get(w.name, w.name), w.row0 * row_bytes)
+
+    def stream(self, w: Weight, n_bytes: int) -> None:
+        """Let a weight be copied from the host before its first use, into a buffer of the arena."""
+        if w.name not in self.streamed:
+            target = self.buffer(n_bytes).target
+            assert isinstance(target, int)
+            self.streamed[w.name] = target
+
+    def first_use(self, buffer: int) -> int:
+        """The first op that names a buffer."""
+        return next(
+            i for i, op in enumerate(self.ops) if any(isinstance(a, Ref) and a.target == buffer for a in op.args)
+        )
 
     def cache(self, cache: Cache) -> Ref:
         """A cache tensor on the device."""
@@ -280,6 +294,10 @@ class Program:
         if isinstance(ref.target, int):
             return self._addresses[ref.target] + ref.offset
         return (self._weights[ref.target] if isinstance(ref.target, str) else self._caches[ref.target]) + ref.offset
+
+    def streamed_address(self, name: str) -> int:
+        """Where a weight is copied to in a step."""
+        return self._addresses[self.lowering.streamed[name]]
 
     def node_address(self, node: Node) -> int:
         """Device address of a node's output."""

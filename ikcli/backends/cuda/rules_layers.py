@@ -203,7 +203,7 @@ def _moe_sort(low: Lowering, node: Node) -> None:
 
 def _few_in_one_block(low: Lowering, route: Node, sections: list[Ref]) -> When | None:
     """If routing was the last launch: for few rows one block routes and sorts. Returns when sorting is left to do."""
-    last = low.ops[-1] if low.ops else None
+    last = low.ops[-1] if len(low.ops) > low.turn_start else None
     if last is None or last.node is not route or last.kernel != "layer_moe_route":
         return None
     n_expert, spec = route.attrs["n_expert"], route.rows

@@ -1,0 +1,116 @@
+"""Weight rows on their way from host memory to the device.
+
+Rows go chunk by chunk through two pinned buffers, so that one is filled while the other is copied, and are rearranged
+on the device (`kernels/upload_rows.cu`) or, where their type is interleaved, on the CPU (`upload.convert`). Everything
+is queued on a stream of its own; `send` returns when the host's memory has been read.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.backends.cuda import upload
+from ikcli.backends.cuda.device import Device, Event, Launch, Stream
+from ikcli.graph import Weight
+from ikcli.quant.formats import get_format, row_size
+from ikcli.quant.tables import MATMUL_SCALE
+
+Bytes = npt.NDArray[np.uint8]
+CHUNK_BYTES = 1 << 26
+_THREADS = 4  # that fill a pinned buffer: one core copies slower than the bus
+_SLICE = 1 << 22  # bytes worth a thread
+_ROWS = 256  # threads of upload_rows
+
+
+def is_plain(w: Weight) -> bool:
+    """Whether rows of this type are rearranged on the device."""
+    return get_format(w.type).rows == 1
+
+
+def rows_launch(w: Weight, source: int, target: int, n_rows: int) -> Launch:
+    """The launch that rearranges rows of a plain type."""
+    fmt, stored = upload.device_format(w.type, w.name), row_size(w.type, w.ne0)
+    out = fmt.row_bytes(w.ne0)
+    offsets = sum(offset << 12 * i for i, (offset, _) in enumerate(fmt.planes))
+    sizes = sum(size << 12 * i for i, (_, size) in enumerate(fmt.planes))
+    factor = MATMUL_SCALE.get(upload.device_type(w.type), 1.0) if fmt.scale else 1.0
+    args = (source, target, n_rows, stored, out, np.int32(fmt.header), np.int32(fmt.n_bytes),
+            np.int32(w.ne0 // fmt.columns), offsets, sizes, np.int32(fmt.scale), np.float32(factor))  # fmt: skip
+    return Launch("upload_rows", (-(-n_rows * (out // 4) // _ROWS), 1, 1), _ROWS, 0, args)
+
+
+def chunk_rows(w: Weight, chunk: int) -> int:
+    """Rows of one chunk: whole groups, at least one."""
+    group = get_format(w.type).rows
+    largest = max(row_size(w.type, w.ne0), upload.device_row_bytes(w.type, w.ne0))
+    return max(chunk // largest // group, 1) * group
+
+
+class Transfer:
+    """Buffers for tensors of at most `largest` bytes; close it when all is sent."""
+
+    def __init__(self, device: Device, largest: int) -> None:
+        self._device = device
+        self.stream: Stream = device.stream()
+        self._chunk = max(min(CHUNK_BYTES, largest), 1)
+        self._pinned = [device.pinned(self._chunk, "upload") for _ in range(2)]
+        self._events: list[Event] = [device.event() for _ in self._pinned]
+        self._used = [False, False]
+        self._next = 0
+        self._raw = device.alloc(self._chunk, "compute")
+        self._pool = ThreadPoolExecutor(_THREADS) if self._chunk > _SLICE else None
+        device.prepare({"upload_rows": 0})
+
+    @staticmethod
+    def device_bytes(largest: int) -> int:
+        """Device memory of a `Transfer`."""
+        return max(min(CHUNK_BYTES, largest), 1)
+
+    def send(self, w: Weight, data: Bytes, address: int) -> None:
+        """Queue copies of a tensor's rows to `address`."""
+        device, plain = self._device, is_plain(w)
+        stored, row = row_size(w.type, w.ne0), upload.device_row_bytes(w.type, w.ne0)
+        rows = data.reshape(-1, stored)
+        step = chunk_rows(w, self._chunk)
+        for i in range(0, len(rows), step):
+            part = rows[i : i + step]
+            target = self._buffer(len(part) * (stored if plain else row))
+            if plain:
+                self._copy(target, part.reshape(-1))
+                device.upload(self.stream, self._raw.address, target)
+                device.launch(self.stream, rows_launch(w, self._raw.address, address + i * row, len(part)))
+            else:
+                upload.convert(part, w, target)
+                device.upload(self.stream, address + i * row, target)
+            device.record(self.stream, self._events[self._next])
+            self._next = 1 - self._next
+
+    def _copy(self, target: Bytes, source: Bytes) -> None:
+        n = len(source)
+        if self._pool is None or n < 2 * _SLICE:
+            target[:] = source
+            return
+        step = max(-(-n // _THREADS), _SLICE)
+        parts = [(target[i : i + step], source[i : i + step]) for i in range(0, n, step)]
+        list(self._pool.map(lambda pair: np.copyto(*pair), parts))
+
+    def _buffer(self, n_bytes: int) -> Bytes:
+        """The next pinned buffer, when its last copy is over."""
+        i, done = self._next, self._device.done
+        while self._used[i] and not done(self._events[i]):
+            time.sleep(0)
+        self._used[i] = True
+        return self._pinned[i].array[:n_bytes]
+
+    def close(self) -> None:
+        """Wait for the copies and free the buffers."""
+        self._device.synchronize(self.stream)
+        for pinned in self._pinned:
+            self._device.free_pinned(pinned)
+        self._device.free(self._raw)
+        if self._pool is not None:
+            self._pool.shutdown()

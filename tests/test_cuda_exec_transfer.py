@@ -1,0 +1,52 @@
+"""Weight rows on the way to the device: rearranged there as on the CPU, in chunks, for every type."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cuda_emulation import EmulatedDevice, as_array, needs_emulation
+
+from ikcli.backends.cuda import transfer, upload
+from ikcli.gguf.constants import GGMLType
+from ikcli.graph import Weight
+from ikcli.quant.formats import get_format, row_size
+
+pytestmark = needs_emulation
+TYPES = [t for t in upload.FORMATS if get_format(t).rows == 1]
+
+
+def sent(w: Weight, data: np.ndarray, largest: int) -> np.ndarray:
+    """What lies on the device afterwards."""
+    device = EmulatedDevice()
+    memory = device.alloc(upload.device_bytes(w), "weights")
+    way = transfer.Transfer(device, largest)
+    way.send(w, data, memory.address)
+    way.close()
+    found = as_array(memory.address, memory.n_bytes).copy()
+    device.close()
+    return found
+
+
+@pytest.mark.parametrize("type_", TYPES, ids=lambda t: get_format(t).name)
+def test_rows_are_rearranged_as_on_the_cpu(type_, rng) -> None:
+    w = Weight("w", type_, (512, 3, 2))
+    data = rng.integers(0, 256, 6 * row_size(type_, 512), dtype=np.uint8)
+    data.reshape(6, -1)[:, :4] = (
+        np.arange(1, 7, dtype=np.float32).view(np.uint8).reshape(6, 4)
+    )  # scales that are finite
+    wanted = np.zeros(upload.device_bytes(w), np.uint8)
+    upload.convert(data, w, wanted)
+    np.testing.assert_array_equal(sent(w, data, len(wanted)), wanted)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q4_K_R4", "F32", "IQ4_KS"])
+def test_chunks(name, rng) -> None:
+    """Buffers for few rows at a time; a group of interleaved rows is never cut."""
+    type_ = GGMLType[name]
+    w = Weight("w", type_, (256, 16))
+    data = rng.integers(0, 256, 16 * row_size(type_, 256), dtype=np.uint8)
+    wanted = np.zeros(upload.device_bytes(w), np.uint8)
+    upload.convert(data, w, wanted)
+    rows = 4 if name.endswith("_R4") else 3
+    largest = rows * max(row_size(type_, 256), upload.device_row_bytes(type_, 256)) + 5
+    np.testing.assert_array_equal(sent(w, data, largest), wanted)

@@ -107,14 +107,15 @@ def table(low: Lowering, w: Weight) -> Arg:
     return 0 if found is None else low.shared(("grid", found), lambda: low.constant(table_bytes(found)))
 
 
-def split_bits(low: Lowering, m: Matrices, items: int) -> int:
-    """log2 of the warps that share two weight rows, so that the product of one row fills the device.
+def split_of(low: Lowering, m: Matrices, items: int) -> int:
+    """log2 of the warps that share two weight rows, so that the product of one row fills the device; less than 0: short
+    rows share a warp.
 
-    Depends on the shape only: results must not change with the number of rows.
+    Depends on shapes only: results must not change with the number of rows.
     """
-    per_warp = 32 if m.fmt.columns > 1 else 32 * (4 if m.fmt.name == "f32" else 8)
-    bits = 0
-    while bits < 2 and items << bits < WARPS_PER_SM * low.device.n_sm and m.units > per_warp << bits:
+    units = m.units if m.fmt.columns > 1 else -(-m.units // (4 if m.fmt.name == "f32" else 8))
+    bits = -next((n for n in (3, 2, 1) if units <= 32 >> n), 0)
+    while 0 <= bits < 2 and items << bits < WARPS_PER_SM * low.device.n_sm and units > 32 << bits:
         bits += 1
     return bits
 
@@ -144,7 +145,7 @@ def _dense(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int) -> No
     many = low.rows(rows) > MV_ROWS
     if not (heads == 1 and _joined(low, node, m, a, many)):
         items = pairs_of(w.ne1)
-        bits = split_bits(low, m, items * heads)
+        bits = split_of(low, m, items * heads)
         low.emit(f"mv_{m.fmt.name}", (_blocks(items, bits), 1, heads), MV_THREADS, 0, low.state, *low.row_args(rows),
                  *m.args(low, 0), a.at, a.row, a.head, *out, *tail, np.int32(bits), *_NO_MORE * 2,
                  when=Few(rows))  # fmt: skip
@@ -160,7 +161,8 @@ def pairs_of(n_rows: int) -> int:
 
 
 def _blocks(items: int, bits: int) -> int:
-    return -(-items // (MV_THREADS // 32 >> bits))
+    """Blocks of four warps."""
+    return -(-items // (1 << 2 - bits))
 
 
 # Places of arguments of `mv_*` (IK_MV_PARAMETERS) and what an absent further matrix is.
@@ -184,7 +186,7 @@ def _joined(low: Lowering, node: Node, m: Matrices, a: Input, many: bool) -> boo
         which = 2 if sizes[1] else 1
         sizes[which], at = m.w.ne1, _MORE + 4 * (which - 1)
         args[at : at + 4] = low.weight(m.w, m.row_bytes), np.int32(m.w.ne1), low.out(node), node.cols
-        bits = split_bits(low, m, sum(map(pairs_of, sizes)))
+        bits = split_of(low, m, sum(map(pairs_of, sizes)))
         args[_SPLIT] = np.int32(bits)
         grid = (sum(_blocks(pairs_of(n), bits) for n in sizes), 1, 1)
         low.ops[i] = replace(op, grid=grid, args=tuple(args), also=op.also if many else (*op.also, node))
@@ -256,7 +258,7 @@ class ByExpert:
         """`mv_*`: w . a, or with a gate silu(gate . a) * (w . a)."""
         low, m, rows = self.low, matrices(w, 1), self.plan.rows
         items = w.ne1 if gate is not None else pairs_of(w.ne1)
-        bits = split_bits(low, m, items * self.plan.attrs["n_used"])
+        bits = split_of(low, m, items * self.plan.attrs["n_used"])
         blocks = _blocks(items, bits)
         low.emit(f"mv_{m.fmt.name}", lambda c: (blocks, max_tiles(c.rows(rows), self.n_expert, 0), 1), MV_THREADS, 0,
                  low.state, *low.row_args(rows), *m.args(low, 0 if gate is None else low.weight(gate, m.row_bytes)),

@@ -35,13 +35,12 @@ DI bool whole_rows(const u8* x, i64 x_row, i64 x_head, int k) { return !(((i64)x
 template <class W>
 DI void float_matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gate, i64 row_bytes, i64 matrix_bytes,
                      int n_rows, int k, const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles,
-                     const int* n_tiles, const int* order, int divisor, int split_bits, const More& one, const More& two) {
-  IK_SHARED(float, sums, MV_THREADS / 32 * 2 * MV_ROWS)
+                     const int* n_tiles, const int* order, int divisor, int split, const More& one, const More& two) {
+  IK_SHARED(float, sums, MV_SUMS)
   const Span span = span_of(st, symbol, factor, tiles, n_tiles, MV_ROWS);
   if (!span.rows) return;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = warp & ((1 << split_bits) - 1);
-  const int bx = pick_matrix(one, two, 2 - split_bits, w, n_rows, y, y_row);
-  const int item = bx * (MV_THREADS / 32 >> split_bits) + (warp >> split_bits);
+  const Team team = team_of(pick_matrix(one, two, 2 - split, w, n_rows, y, y_row), split);
+  const int item = team.item;
   const bool active = item < (gate ? n_rows : (n_rows + 1) >> 1), whole = whole_rows(x, x_row, x_head, k);
   const int row_a = gate ? item : 2 * item, row_b = gate ? item : min(2 * item + 1, n_rows - 1);
   const u8* a = w + span.matrix * matrix_bytes + row_a * row_bytes;
@@ -56,7 +55,7 @@ DI void float_matvec(const i64* st, int symbol, int factor, const u8* w, const u
   }
   const int n = (k + W::N - 1) / W::N;
   if (active)
-    for (int i = part * 32 + lane; i < n; i += 32 << split_bits) {
+    for (int i = team.part * 32 + team.lane; i < n; i += split > 0 ? 32 << split : team.width) {
       float va[W::N], vb[W::N];
       W::values(va, ldg16(a + 16 * i));
       W::values(vb, ldg16(b + 16 * i));
@@ -74,8 +73,7 @@ DI void float_matvec(const i64* st, int symbol, int factor, const u8* w, const u
           }
         }
     }
-  store_sums(sums, span, acc_a, acc_b, warp, lane, part, split_bits, active, row_a, row_b, gate != nullptr,
-             y + blockIdx.z * y_head, y_row);
+  store_sums(sums, span, acc_a, acc_b, team, split, active, row_a, row_b, gate != nullptr, y + blockIdx.z * y_head, y_row);
 }
 
 template <class W> DI void float_embed(const i64* st, const u8* w, i64 row_bytes, int k, float* y) {
@@ -217,7 +215,7 @@ DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_b
 #define IK_FLOAT_KERNELS(NAME, FORMAT)                                                                                        \
   IK_KERNEL mv_##NAME(IK_MV_PARAMETERS) {                                                                                     \
     float_matvec<FORMAT>(st, symbol, factor, w, gate, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row,        \
-                         y_head, tiles, n_tiles, order, divisor, split_bits, {w1, n_rows1, y1, y1_row},                       \
+                         y_head, tiles, n_tiles, order, divisor, split, {w1, n_rows1, y1, y1_row},                            \
                          {w2, n_rows2, y2, y2_row});                                                                          \
   }                                                                                                                           \
   IK_KERNEL mm_##NAME(IK_MM_PARAMETERS) {                                                                                     \

@@ -193,12 +193,12 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
 }
 
 // Arguments of matrix-vector kernels; of float types, nb is the number of columns.
-#define IK_MV_PARAMETERS                                                                                                     \
+#define IK_MV_PARAMETERS                                                                                                      \
   const i64 *st, int symbol, int factor, const u8 *w, const u8 *gate, i64 row_bytes, i64 matrix_bytes, int n_rows, int nb,    \
       const u8 *x, i64 x_row, i64 x_head, float *y, i64 y_row, i64 y_head, const int *tiles, const int *n_tiles,              \
-      const int *order, int divisor, const u8 *table, int split_bits, const u8 *w1, int n_rows1, float *y1, i64 y1_row,       \
+      const int *order, int divisor, const u8 *table, int split, const u8 *w1, int n_rows1, float *y1, i64 y1_row,            \
       const u8 *w2, int n_rows2, float *y2, i64 y2_row
-#define IK_MM_PARAMETERS                                                                                                     \
+#define IK_MM_PARAMETERS                                                                                                      \
   const i64 *st, int symbol, int factor, const u8 *w, i64 row_bytes, i64 matrix_bytes, int n_rows, int nb, const u8 *x,       \
       i64 x_row, i64 x_head, float *y, i64 y_row, i64 y_head, const int *tiles, const int *n_tiles, const int *order,         \
       int divisor, const u8 *table
@@ -208,7 +208,7 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
 #define IK_WEIGHT_KERNELS(NAME, FORMAT)                                                                                       \
   IK_KERNEL mv_##NAME(IK_MV_PARAMETERS) {                                                                                     \
     matvec<FORMAT>(st, symbol, factor, w, gate, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head,      \
-                   tiles, n_tiles, order, divisor, table, split_bits, {w1, n_rows1, y1, y1_row}, {w2, n_rows2, y2, y2_row});  \
+                   tiles, n_tiles, order, divisor, table, split, {w1, n_rows1, y1, y1_row}, {w2, n_rows2, y2, y2_row});       \
   }                                                                                                                           \
   IK_KERNEL mm_##NAME(IK_MM_PARAMETERS) {                                                                                     \
     gemm<FORMAT>(st, symbol, factor, w, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head, tiles,       \

@@ -1,4 +1,5 @@
-// Few activation rows times a matrix: one warp (or 2, 4: `split_bits`) per two weight rows, up to 8 activation rows.
+// Few activation rows times a matrix: a warp per two weight rows (`split` > 0: 2^split warps; < 0: a part of a warp, for
+// short rows), up to 8 activation rows.
 // Every lane decodes one block of 32 columns of both rows, then meets all activation rows, so weights are read once. Each
 // activation row has its own sums in an order that depends on the shape only: results do not change with their number.
 // Reads row_bytes * n_rows per matrix; at 4.5 bits and one row 60..90 instructions per block of 32, memory-bound.
@@ -6,7 +7,7 @@
 #include "weights.cuh"
 
 constexpr int MV_THREADS = 128, MV_ROWS = 8;
-static_assert(MV_THREADS / 32 == 4, "shifts by 2 - split_bits");
+static_assert(MV_THREADS / 32 == 4, "shifts by 2 - split");
 
 // Where the work of a block lies: rows of activations (or of a tile of the plan of `moe_sort`), and which matrix.
 struct Span { int first, rows, matrix; };
@@ -22,29 +23,47 @@ DI Span span_of(const i64* st, int symbol, int factor, const int* tiles, const i
 // Activation row of result row p: with `order` (pairs of the plan) that of the token, else p itself.
 DI int source_row(const int* order, int divisor, int p) { return order ? order[2 * p] / divisor : p; }
 
-// Adds the sums of the lanes and of the warps that share two rows, and writes them: y[.][row_a], y[.][row_b], or with `fused`
-// silu(b) * a at row_a. `sums`: 2 * MV_ROWS floats per warp.
-DI void store_sums(float* sums, const Span& span, const float (&acc_a)[MV_ROWS], const float (&acc_b)[MV_ROWS], int warp,
-                   int lane, int part, int split_bits, bool active, int row_a, int row_b, bool fused, float* y, i64 y_row) {
+// The lanes that share an item (two weight rows): a part of a warp, a warp, or several warps of which this is number `part`.
+struct Team { int item, part, lane, width, slot; };
+DI Team team_of(int block, int split) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = block << (2 - split);
+  if (split >= 0) return {first + (warp >> split), warp & ((1 << split) - 1), lane, 32, warp};
+  const int bits = 5 + split, slot = (warp << -split) + (lane >> bits);
+  return {first + slot, 0, lane & ((1 << bits) - 1), 1 << bits, slot};
+}
+DI float team_sum(float v, int width) {
+#pragma unroll
+  for (int d = 16; d; d >>= 1)
+    if (d < width) v += shx(v, d);
+  return v;
+}
+constexpr int MV_SUMS = MV_THREADS / 4 * 2 * MV_ROWS;  // floats: teams of 4 lanes at least
+
+// Adds the sums of a team's lanes and warps and writes them: y[.][row_a], y[.][row_b], or with `fused` silu(b) * a at row_a.
+DI void store_sums(float* sums, const Span& span, const float (&acc_a)[MV_ROWS], const float (&acc_b)[MV_ROWS], const Team& team,
+                   int split, bool active, int row_a, int row_b, bool fused, float* y, i64 y_row) {
+  float* const mine = sums + team.slot * 2 * MV_ROWS;
 #pragma unroll
   for (int t = 0; t < MV_ROWS; t++)
     if (t < span.rows) {
-      const float sum_a = warp_sum(acc_a[t]), sum_b = warp_sum(acc_b[t]);
-      if (lane == 0) sums[warp * 2 * MV_ROWS + t] = sum_a, sums[warp * 2 * MV_ROWS + MV_ROWS + t] = sum_b;
+      const float sum_a = team_sum(acc_a[t], team.width), sum_b = team_sum(acc_b[t], team.width);
+      if (team.lane == 0) mine[t] = sum_a, mine[MV_ROWS + t] = sum_b;
     }
   __syncthreads();
-  if (!active || part || lane >= span.rows) return;
-  float total_a = 0.f, total_b = 0.f;
-  for (int p = 0; p < 1 << split_bits; p++) {
-    total_a += sums[(warp + p) * 2 * MV_ROWS + lane];
-    total_b += sums[(warp + p) * 2 * MV_ROWS + MV_ROWS + lane];
-  }
-  float* out = y + (i64)(span.first + lane) * y_row;
-  if (fused) {
-    out[row_a] = silu(total_b) * total_a;
-  } else {
-    out[row_a] = total_a;
-    if (row_b != row_a) out[row_b] = total_b;
+  if (!active || team.part) return;
+  for (int t = team.lane; t < span.rows; t += team.width) {
+    float total_a = mine[t], total_b = mine[MV_ROWS + t];
+    for (int p = 1; p < 1 << max(split, 0); p++) {
+      total_a += mine[p * 2 * MV_ROWS + t];
+      total_b += mine[p * 2 * MV_ROWS + MV_ROWS + t];
+    }
+    float* out = y + (i64)(span.first + t) * y_row;
+    if (fused) {
+      out[row_a] = silu(total_b) * total_a;
+    } else {
+      out[row_a] = total_a;
+      if (row_b != row_a) out[row_b] = total_b;
+    }
   }
 }
 
@@ -85,14 +104,12 @@ DI int pick_matrix(const More& one, const More& two, int shift, const u8*& w, in
 template <class W>
 DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gate, i64 row_bytes, i64 matrix_bytes, int n_rows,
                int nb, const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles,
-               const int* n_tiles, const int* order, int divisor, const u8* table, int split_bits, const More& one, const More& two) {
-  IK_SHARED(float, sums, MV_THREADS / 32 * 2 * MV_ROWS)
+               const int* n_tiles, const int* order, int divisor, const u8* table, int split, const More& one, const More& two) {
+  IK_SHARED(float, sums, MV_SUMS)
   const Span span = span_of(st, symbol, factor, tiles, n_tiles, MV_ROWS);
   if (!span.rows) return;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int part = warp & ((1 << split_bits) - 1);
-  const int bx = pick_matrix(one, two, 2 - split_bits, w, n_rows, y, y_row);
-  const int item = bx * (MV_THREADS / 32 >> split_bits) + (warp >> split_bits);
+  const Team team = team_of(pick_matrix(one, two, 2 - split, w, n_rows, y, y_row), split);
+  const int item = team.item;
   const bool active = item < (gate ? n_rows : (n_rows + 1) >> 1);
   const int row_a = gate ? item : 2 * item, row_b = gate ? item : min(2 * item + 1, n_rows - 1);
   const u8* a = w + span.matrix * matrix_bytes + row_a * row_bytes;
@@ -106,9 +123,9 @@ DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gat
     acc_a[t] = acc_b[t] = 0.f;
   }
   if (active) {
-    const int step = 32 << split_bits;
+    const int step = split > 0 ? 32 << split : team.width;
     u32 raw_a[W::N], raw_b[W::N];
-    int i = part * 32 + lane;
+    int i = team.part * 32 + team.lane;
     if (i < nb) {
       W::load(raw_a, a, nb, i, table);
       W::load(raw_b, b, nb, i, table);
@@ -137,8 +154,7 @@ DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gat
         }
     }
   }
-  store_sums(sums, span, acc_a, acc_b, warp, lane, part, split_bits, active, row_a, row_b, gate != nullptr,
-             y + blockIdx.z * y_head, y_row);
+  store_sums(sums, span, acc_a, acc_b, team, split, active, row_a, row_b, gate != nullptr, y + blockIdx.z * y_head, y_row);
 }
 
 // y[row] = values of row tokens[row], as decoded: (scale * code) + minimum, each rounded.

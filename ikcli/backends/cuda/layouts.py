@@ -16,6 +16,7 @@ The first section is the value of the node itself, as `reference_ops` has it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 TILES = (8, 64)
 """Rows of a tile of an expert: for products that read weights once for few rows, and for matrix-matrix products."""
@@ -42,7 +43,7 @@ class PlanLayout:
     n_pairs: int
     n_expert: int
 
-    order = 0
+    order: ClassVar[int] = 0
 
     @property
     def position(self) -> int:

@@ -17,8 +17,8 @@ from ikcli.backends.cpu.program import INDEPENDENT_ROWS
 from ikcli.config import RunConfig, padded_ctx, resolve, sequences_per_batch
 from ikcli.engine.device_plan import planning_part
 from ikcli.engine.devices import Machine
-from ikcli.engine.gpus import places_of
-from ikcli.engine.hybrid import HybridBackend
+from ikcli.engine.gpus import offload_of, places_of
+from ikcli.engine.hybrid import HybridBackend, Offload
 from ikcli.engine.model import Model
 from ikcli.engine.parts import CpuOnly, Part, SessionBackend, cache_bytes
 from ikcli.engine.placement import CPU, Placement, place
@@ -117,7 +117,7 @@ class Planner:
         shape, placement = _shape(config), self.place(config)
         model = self.model(config, placement)
         graphs = self._record(shape.graph, model)
-        backend = self._backend(shape, placement)
+        backend = self._backend(shape, placement, offload_of(config, model, placement) if placement.devices else None)
         programs = [
             backend.plan(*graphs[run.kind], *run.rows, shape.graph.n_ctx, independent=run.independent)
             for run in _runs(shape, graphs)
@@ -162,11 +162,11 @@ class Planner:
             free[CPU] = self.machine.ram
         return {name: free[name] for name in devices if name in free}
 
-    def _backend(self, shape: _Shape, placement: Placement) -> SessionBackend:
+    def _backend(self, shape: _Shape, placement: Placement, offload: Offload | None) -> SessionBackend:
         cpu = CpuBackend(shape.n_threads)
         used = {*placement.buffer_of.values(), *placement.cache}
         gpus: dict[str, Part] = {name: gpu for name, gpu in self._gpus.items() if name in used}
-        return HybridBackend(cpu, gpus, places_of(placement)) if gpus else CpuOnly(cpu)
+        return HybridBackend(cpu, gpus, places_of(placement), offload) if gpus else CpuOnly(cpu)
 
     def warnings(self, config: RunConfig) -> list[str]:
         """What a session would warn about; refuses cache types that cannot work."""

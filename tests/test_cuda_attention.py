@@ -101,6 +101,14 @@ def test_absorbed(n_head: int, type_: T, segments: list[Segment], kernel: str) -
     assert f"attn_mla_{kernel}" in run.kernels()
 
 
+@pytest.mark.parametrize(("n_head", "type_"), [(16, T.F16), (20, T.Q8_0), (11, T.Q4_0), (128, T.F16)])
+def test_absorbed_in_one_part(n_head: int, type_: T) -> None:
+    """Without attn_combine."""
+    run = Run(1, 96)
+    check(run, absorbed(run, n_head, type_), [Segment(1, 3, 76)])
+    assert len(run.kernels()) == 1
+
+
 def test_absorbed_prompt_rows_and_small_gpu() -> None:
     run = Run(16, 64, SMALL)
     check(run, absorbed(run, 16, T.F16), [Segment(13, 0, 9), Segment(3, 40, 0)])
@@ -151,6 +159,7 @@ F16, Q8_0 = (T.F16, T.F16), (T.Q8_0, T.Q8_0)
         ((4, 4), 192, 128, (T.Q8_0, T.IQ4_NL), [Segment(1, 3, 40)], "192_any"),
         ((2, 2), 256, 256, (T.Q6_0, T.F16), [Segment(2, 3, 70)], "256_any"),
         ((4, 4), 64, 64, (T.BF16, T.F32), [Segment(2, 3, 30)], "64_any"),
+        ((4, 1), 64, 64, F16, [Segment(4, 3, 14)], "64_f16"),  # a warp whose positions some rows cannot see
     ],
 )
 def test_decode(heads: tuple[int, int], width: int, v_width: int, types: tuple[T, T], segments: list[Segment],

@@ -7,7 +7,7 @@ import pytest
 from cuda_attention import Run, Segment, random_rows
 from cuda_emulation import needs_emulation
 
-from ikcli.backends.cuda.attention import count_tiles, fixed_parts, part_start
+from ikcli.backends.cuda.attention_parts import count_tiles, fixed_parts, part_start
 from ikcli.backends.cuda.kv_layout import KERNEL_TYPES, cache_bytes, from_device, planes, to_device
 from ikcli.backends.cuda.lower import Counts
 from ikcli.backends.reference_kv import through_blocks
@@ -35,7 +35,7 @@ def test_store_and_rows(type_: T) -> None:
     g = run.graph
     x, cache = run.input("x", cols + other), g.cache("k", cols, type_)
     g.kv_store(cache, x, "store", offset=other)
-    part = g.kv_rows(cache, 64, 80, "rows")
+    g.kv_rows(cache, 64, 80, "rows")
     run.caches[cache] = np.full((24, row_n_bytes(type_, cols)), 0xFF, np.uint8)
     values = np.hstack([np.full((n, other), np.nan), rows_to_store(n, cols)]).astype(np.float32)
     segments = [Segment(4, 2, 0), Segment(2, 12, 0)]

@@ -98,7 +98,7 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
       copy_rows<DK, 16, tile_row<DK>(), 32>(sk, k_rows, k_row, pos + DECODE_STEP, lo, hi, lane);
       cp_commit();
     }
-    soft_max_step<BF, 2, DV / 8>(s, m, o, p, true, pos, last, hi);
+    soft_max_step<BF, 2, DV / 8>(s, m, o, p, true, pos, last);
     if constexpr (FORMAT != KT_ANY) cp_wait<1>();
     warp_sync();  // V is there
     add_values<BF, DV, 1>(o, p, sv);

@@ -68,18 +68,17 @@ struct SoftMax {
   float top[2], sum[2];
 };
 // Scores s[n] of positions pos + 8n + 2(lane&3).. -> 2^(s - maximum), in place, and their 16-bit pairs as the A operand
-// of P*V; `o` is rescaled. With `masked`, positions above last[row] or from `hi` on are -inf.
+// of P*V; `o` is rescaled. With `masked`, positions above last[row] are -inf.
 template <bool BF, int N8, int NO>
 DI void soft_max_step(float (&s)[N8][4], SoftMax& m, float (&o)[NO][4], u32 (&p)[N8 / 2][4], bool masked, int pos,
-                      const int (&last)[2], int hi) {
+                      const int (&last)[2]) {
   const int col = (threadIdx.x & 3) * 2;
   if (masked) {
 #pragma unroll
     for (int n = 0; n < N8; n++)
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        const int at = pos + n * 8 + col + (e & 1);
-        if (at > last[e >> 1] || at >= hi) s[n][e] = -INFINITY;
+        if (pos + n * 8 + col + (e & 1) > last[e >> 1]) s[n][e] = -INFINITY;
       }
   }
 #pragma unroll

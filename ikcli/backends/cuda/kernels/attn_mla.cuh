@@ -223,7 +223,7 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
         float x = 0.f;
 #pragma unroll
         for (int k = 0; k < 4; k++) x += ss[(k * ROWS + srow) * L::score_row + scol + c];
-        v[c] = pos + c > last || pos + c >= hi ? -INFINITY : x;
+        v[c] = pos + c > last ? -INFINITY : x;
         peak = fmaxf(peak, v[c]);
       }
 #pragma unroll

@@ -89,7 +89,7 @@ DI void prefill_body(const i64* st, const float* q0, i64 q0_row, int q0_head, co
     if (pos + BN < hi) load_k(pos + BN);
     if (active) {
       u32 p[BN / 16][4];
-      soft_max_step<BF, BN / 8, DV / 8>(s, m, o, p, pos + BN - 1 > nearest || pos + BN > hi, pos, last, hi);
+      soft_max_step<BF, BN / 8, DV / 8>(s, m, o, p, pos + BN - 1 > nearest, pos, last);
       add_values<BF, DV, BN / 16>(o, p, sv);
     }
   }

@@ -42,7 +42,8 @@ DI bool find_tile(const i64* st, int index, int tile_rows, int group, Tile& t) {
 // Position of a row, -1 beyond the segment: positions up to it are visible.
 DI int row_pos(const Tile& t, int row, int group) { return row < t.n_rows ? t.pos + row / group : -1; }
 
-// Positions [lo, hi) of part `split`. `steps` 0: equal parts of whole blocks of `block` positions. Otherwise parts whose
+// Positions [lo, hi) of part `split`; bounds between parts are multiples of `block`, so that only the end of what a tile
+// may see needs a mask. `steps` 0: equal parts of whole blocks of `block` positions. Otherwise parts whose
 // bounds do not depend on the number of positions: PART_COUNT of 128, as many of 256, ..., up to 128 << (steps - 1).
 constexpr int PART_COUNT = 16, PART_SIZE = 128;
 DI int part_start(int part, int steps) {

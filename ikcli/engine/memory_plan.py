@@ -18,6 +18,7 @@ from ikcli.engine.devices import CONTEXT_BYTES, Machine
 from ikcli.engine.fit import fit
 from ikcli.engine.placement import CPU, offload_lines, placement_sentence
 from ikcli.engine.planner import MIB, MemoryPlan, Planner, RunPlan
+from ikcli.engine.startup import FLOAT_TYPES
 from ikcli.errors import IkError
 
 _CELLS = 256
@@ -129,11 +130,18 @@ def _smaller_batch(planner: Planner, plan: RunPlan) -> Iterator[str]:
 
 
 def _smaller_cache_type(planner: Planner, plan: RunPlan) -> Iterator[str]:
-    config, latent = plan.config, planner.hp.kv_lora_rank > 0 and plan.config.mla > 0
-    if config.type_k in ("f32", "f16", "bf16") and config.flash_attn:
-        types = {"type_k": "q8_0"} if latent else {"type_k": "q8_0", "type_v": "q8_0"}
-        if _fits(planner, plan, **types):
-            yield "-ctk q8_0" if latent else "-ctk q8_0 -ctv q8_0"
+    smaller = _smaller_types(planner, plan.config)
+    if smaller and _fits(planner, plan, **smaller[1]):
+        yield smaller[0]
+
+
+def _smaller_types(planner: Planner, config: RunConfig) -> tuple[str, dict[str, Any]] | None:
+    """Options of a cache of half the size, where there is one."""
+    if config.type_k not in FLOAT_TYPES or not config.flash_attn:
+        return None
+    if planner.hp.kv_lora_rank and config.mla:
+        return "-ctk q8_0", {"type_k": "q8_0"}
+    return "-ctk q8_0 -ctv q8_0", {"type_k": "q8_0", "type_v": "q8_0"}
 
 
 def _smaller_context(planner: Planner, plan: RunPlan) -> Iterator[str]:
@@ -173,7 +181,8 @@ def _by_fit(planner: Planner, plan: RunPlan) -> Iterator[str]:
         return
     if found.plan.memory.fits():
         yield found.options
-    if found.config.n_gpu_layers != planner.hp.n_layer + 1 and given.type_k == "f16" and given.flash_attn:
-        smaller = fit(planner, replace(given, type_k="q8_0"), margin=0)
-        if smaller.plan.memory.fits() and smaller.config.n_gpu_layers != found.config.n_gpu_layers:
-            yield f"-ctk q8_0 {smaller.options}"
+    smaller = _smaller_types(planner, given)
+    if found.config.n_gpu_layers != planner.hp.n_layer + 1 and smaller and not _fits(planner, plan, **smaller[1]):
+        found = fit(planner, replace(given, **smaller[1]), margin=0)
+        if found.plan.memory.fits():
+            yield f"{smaller[0]} {found.options}"

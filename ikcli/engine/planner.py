@@ -244,10 +244,8 @@ def _runs(shape: _Shape, graphs: _Graphs) -> list[_Run]:
         few = kind == "decode" and "prefill" in graphs
         n_tokens = min(cfg.n_ubatch, EXPAND_MIN_TOKENS - 1) if few else cfg.n_ubatch
         runs.append(_Run(kind, (n_tokens, min(shape.n_seq, n_tokens))))
-    if shape.n_step:
-        n = max(shape.n_step, INDEPENDENT_ROWS)
-        runs.append(_Run("decode", (n, n), independent=True))
-    return runs
+    n = max(shape.n_step, INDEPENDENT_ROWS) if shape.n_step else 1
+    return [*runs, _Run("decode", (n, n), independent=True)]
 
 
 def _shape(config: RunConfig) -> _Shape:

@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cuda_emulation import needs_emulation
 from cuda_sessions import Opener, assert_close, config, transcript, written
 
 from ikcli.engine import gpus
 from ikcli.engine.session import Session
+from ikcli.eval.kl_divergence import KlParams
+from ikcli.eval.kl_divergence import run as run_kl
+from ikcli.eval.kld_file import BaseReader
 
 pytestmark = needs_emulation
 EXACT = {"type_k": "f32", "type_v": "f32"}
@@ -88,6 +92,39 @@ def test_logits_are_those_of_the_cpu(name, n, changes, folder, opener) -> None:
 @pytest.mark.parametrize("name", ["deepseek2", "deepseek3"])
 def test_long_prompts_are_those_of_the_cpu(name, changes, folder, opener) -> None:
     check(folder, opener, name, 140, changes)
+
+
+def golden_divergences(folder: Path, name: str, **changes: Any) -> Any:
+    """KL divergence at every position of the first chunk."""
+    base = BaseReader(folder / f"{name}.kld")
+    n = base.n_ctx
+    settings = {"n_ctx": n, "n_ubatch": n, "n_batch": n, "command": "perplexity"}
+    with Session.open(config(folder / f"{name}.gguf", **(settings | changes))) as session:
+        return run_kl(session, base, KlParams(n_batch=n, chunks=1)).positions.kld
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [{}, {"flash_attn": False}, {"cpu_moe": True}, {"n_gpu_layers": 1}, {"n_ubatch": 100}], ids=str
+)
+@pytest.mark.parametrize(
+    "name", ["stories260K-d256.f32", "tiny-llama.f16", "tiny-qwen3.f16", "tiny-qwen3moe.f16", "tiny-deepseek2.f16",
+             "tiny-deepseek2-mainline.f16", "tiny-deepseek3.f16"],
+)  # fmt: skip
+def test_golden_log_probabilities(name, changes, shared_dir, opener) -> None:
+    kld = golden_divergences(shared_dir / "golden" / "models", name, **changes)
+    assert opener.devices["CUDA0"].launches
+    assert np.median(kld) <= 5e-6
+    assert np.percentile(kld, 99) <= (2e-4 if name.startswith("stories") else 5e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mla", [0, 1, 2])
+@pytest.mark.parametrize("flash", [True, False])
+def test_golden_modes_of_latent_attention(mla, flash, shared_dir, opener) -> None:
+    folder = shared_dir / "golden" / "models"
+    kld = golden_divergences(folder, "tiny-deepseek2.f16", mla=mla, flash_attn=flash)
+    assert np.median(kld) <= 5e-6 and np.percentile(kld, 99) <= 5e-5
 
 
 @pytest.mark.slow

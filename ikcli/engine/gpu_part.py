@@ -36,6 +36,7 @@ class GpuPart(CudaBackend):
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
+        self._closed = False
         self._slabs: list[Memory] = []
         self._cells: dict[Cache, int] = {}
 
@@ -144,7 +145,10 @@ class GpuPart(CudaBackend):
         return int(np.count_nonzero(experts != -1)), rows
 
     def close(self) -> None:
-        """Free everything."""
+        """Free everything; once."""
+        if self._closed:
+            return
+        self._closed = True
         super().close()
         for slab in self._slabs:
             self.device.free(slab)

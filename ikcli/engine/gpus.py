@@ -9,12 +9,12 @@ from pathlib import Path
 
 from ikcli.backends.cpu.backend import CpuBackend
 from ikcli.backends.cuda import upload
-from ikcli.backends.cuda.device import CudaError, Device, DriverMissing, NoDevice
+from ikcli.backends.cuda.device import CudaError, Device, DriverMissing, NoDevice, Pinned
 from ikcli.backends.cuda.transfer import is_plain
 from ikcli.config import RunConfig
 from ikcli.engine.hybrid import HybridBackend, Offload
 from ikcli.engine.model import Model
-from ikcli.engine.parts import CPU, CpuOnly, Part
+from ikcli.engine.parts import CPU, Bytes, CpuOnly, Part
 from ikcli.engine.placement import Placement, offload_threshold, place
 from ikcli.graph import Node, Rows, Weight
 from ikcli.graph.split import Places, layer_of
@@ -78,7 +78,23 @@ def make_backend(
         devices[name].close()
     if not others:
         return CpuOnly(cpu)
-    return HybridBackend(cpu, others, places_of(placement), offload_of(config, model, placement))
+    backend = HybridBackend(cpu, others, places_of(placement), offload_of(config, model, placement))
+    backend.allocate = _PinnedMemory(devices[next(iter(others))])
+    return backend
+
+
+class _PinnedMemory:
+    """Hand-over memory: one piece at a time, the last one is given back first."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._last: Pinned | None = None
+
+    def __call__(self, n_bytes: int) -> Bytes:
+        if self._last is not None:
+            self._device.free_pinned(self._last)
+        self._last = self._device.pinned(n_bytes, "hand-over")
+        return self._last.array
 
 
 def _part(device: Device) -> Part:

@@ -57,6 +57,7 @@ class CudaProgram:
     spans: list[Span]
     most: Mapping[Rows, int]
     reads_kv_rows: bool
+    largest_load: int  # bytes of the largest weight that comes from the host in a step, 0 if none does
     places: Mapping[Node, Bytes] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     graphs: OrderedDict[Counts, dict[int, Graph]] = field(default_factory=OrderedDict)
@@ -64,11 +65,6 @@ class CudaProgram:
     @property
     def arena_bytes(self) -> int:
         return self.program.arena_bytes
-
-    @property
-    def largest_load(self) -> int:
-        """Bytes of the largest weight that comes from the host in a step, 0 if none does."""
-        return max((device_bytes(w) for span in self.spans for _, ws in span.loads for w in ws), default=0)
 
     def has_output(self, node: Node) -> bool:
         """Whether the node's value can be shown."""
@@ -126,7 +122,8 @@ class CudaBackend:
             loads = _loads(low, first, weights)
             spans.append(Span(first, stop, tuple(turn.imports), tuple(turn.exports), loads))
         reads = any(n.rows.symbol is Rows.KV for t in turns for n in t.nodes)
-        return CudaProgram(Program(low), spans, dict(rows), reads)
+        largest = max((device_bytes(w) for span in spans for _, ws in span.loads for w in ws), default=0)
+        return CudaProgram(Program(low), spans, dict(rows), reads, largest)
 
     def step_bytes(self, programs: Sequence[CudaProgram]) -> int:
         """Bytes of the step block of these programs."""

@@ -556,3 +556,11 @@ def run_kernel(
     finally:
         for memory, _ in held.values():
             memory.release()
+
+
+if os.environ.get("IK_TEST_GPU", "") not in ("", "0"):  # the same tests on a GPU
+    import cuda_real
+
+    EmulatedDevice, run_kernel = cuda_real.RealDevice, cuda_real.run_kernel  # type: ignore[assignment, misc]
+    as_array = cuda_real.as_array
+    needs_emulation = pytest.mark.skipif(cuda_real.why_none() is not None, reason=str(cuda_real.why_none()))

@@ -116,3 +116,41 @@ def test_uninitialised_shared_memory_is_nan(early: int, faults: Path) -> None:
     y = np.ones(136, np.float32)
     run_kernel("poison", 1, 64, y, np.int32(early), shared=2048, source=faults)
     assert np.isnan(y[8:72]).all() and (np.isnan(y[72:]).all() if early else (y[72:] == 1).all())
+
+
+def test_roof_kernels_do_the_work_they_count(rng: np.random.Generator) -> None:
+    x = rng.integers(0, 1 << 32, 4 * 4099, dtype=np.uint32)
+    y, nothing = np.zeros_like(x), np.zeros(1, np.uint32)
+    run_kernel("roof_copy", 2, 512, x, y, 4099)
+    run_kernel("roof_read", 1, 512, x, nothing, 4099)
+    assert (x == y).all() and nothing[0] == 0
+    x[0] ^= np.bitwise_xor.reduce(x) ^ np.uint32(0x9E3779B9)
+    run_kernel("roof_read", 1, 512, x[:2048].copy(), nothing, 512)
+    assert nothing[0] == 0
+
+    a, b = rng.standard_normal((16, 16)).astype(np.float16), rng.standard_normal((16, 8)).astype(np.float16)
+    words, out = np.zeros((6, 32), np.uint32), np.zeros(256, np.float32)
+    for lane in range(32):
+        row, col = lane // 4, lane % 4 * 2
+        for i in range(4):
+            words[i, lane] = a[row + 8 * (i & 1), col + 8 * (i >> 1) :][:2].copy().view(np.uint32)[0]
+        for i in range(2):
+            words[4 + i, lane] = np.ascontiguousarray(b[col + 8 * i :, row][:2]).view(np.uint32)[0]
+    run_kernel("roof_mma_f16", 1, 256, words, out, np.int32(3))
+    product = 3 * 8 * (a.astype(np.float64) @ b.astype(np.float64))
+    assert out[:32].sum() == pytest.approx(product.sum(), rel=1e-4)
+    run_kernel("roof_mma_s8", 1, 256, words, out, np.int32(2))
+    bytes_a = words[:4].copy().view(np.int8).reshape(4, 8, 4, 4)  # fragment, row, thread of the row, byte
+    bytes_b = words[4:].copy().view(np.int8).reshape(2, 8, 4, 4)  # fragment, column, thread, byte
+    whole = sum(
+        int(bytes_a[i, :, t, e].astype(int).sum()) * int(bytes_b[i >> 1, :, t, e].astype(int).sum())
+        for i in range(4) for t in range(4) for e in range(4)
+    )  # fmt: skip
+    assert out[:32].astype(np.float64).sum() == pytest.approx(2 * 8 * whole, rel=1e-5)
+    run_kernel("roof_dp4a", 1, 256, words, out, np.int32(1))
+    va, vb = words[0], words[1].view(np.int8).reshape(32, 4).astype(int)
+    wanted = [
+        sum(i + int((np.array([va[n] + np.uint32(i)]).view(np.int8) * vb[n]).sum()) for i in range(16))
+        for n in range(32)
+    ]
+    np.testing.assert_array_equal(out[:32], np.array(wanted, np.float32))

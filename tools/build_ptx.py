@@ -17,7 +17,7 @@ import json
 import lzma
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -69,7 +69,8 @@ def sources(path: Path) -> list[Path]:
         if file in found or file.name == "emu.h":
             continue
         found[file] = None
-        todo += [file.parent / name for name in re.findall(r'^\s*#include "([^"]+)"', file.read_text(), re.M)]
+        for name in re.findall(r'^\s*#include "([^"]+)"', file.read_text(), re.M):
+            todo.append(file.parent / name if (file.parent / name).is_file() else KERNELS / name)
     return sorted(found)
 
 
@@ -210,9 +211,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def write(folder: Path, jobs: int) -> list[str]:
+def write(folder: Path, jobs: int, only: Sequence[str] = ()) -> list[str]:
     """Build what changed; returns what is wrong with it (written all the same: the tests say it too)."""
-    manifest, changed = read_manifest(folder), stale(folder)
+    manifest, changed = read_manifest(folder), [name for name in stale(folder) if not only or name in only]
     files, texts, wrong = dict(manifest["files"]), {}, []
     paths = [path for name in changed if (path := KERNELS / f"{name}.cu").is_file()]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
@@ -259,6 +260,7 @@ def check(paths: list[Path], jobs: int) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", nargs="*", type=Path, metavar="FILE", help="only compile and assemble these")
+    parser.add_argument("--only", nargs="*", default=(), metavar="NAME", help="of what changed, write these files")
     parser.add_argument("-j", "--jobs", type=int, default=2)
     args = parser.parse_args()
     try:
@@ -266,7 +268,7 @@ def main() -> int:
             paths = [p if p.exists() else KERNELS / p.name for p in args.check] or sorted(KERNELS.glob("*.cu"))
             wrong = check(paths, args.jobs)
         else:
-            wrong = write(FOLDER, args.jobs)
+            wrong = write(FOLDER, args.jobs, args.only)
     except BuildError as e:
         wrong = [str(e)]
     for line in wrong:

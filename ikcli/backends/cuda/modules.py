@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent / "ptx"
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """A kernel of the package: `types` has a letter per argument, `registers` is by target ("sm_90")."""
+    """A kernel of the package: `types` has a letter per argument; registers and bytes of spills by target ("sm_90")."""
 
     name: str
     file: str
@@ -29,6 +29,7 @@ class KernelFacts:
     max_threads: int
     static_shared: int
     registers: Mapping[str, int] = field(default_factory=dict)
+    spills: Mapping[str, int] = field(default_factory=dict)
 
 
 class Package:
@@ -42,7 +43,7 @@ class Package:
             raise IkError(f"the compiled GPU kernels in {folder} cannot be read ({e}); install ik again") from e
         self.files: dict[str, str] = {name: facts["sha256"] for name, facts in manifest["files"].items()}
         self.kernels: dict[str, KernelFacts] = {
-            name: KernelFacts(name, file, k["types"], k["max_threads"], k["static_shared"], k["registers"])
+            name: KernelFacts(name, file, k["types"], k["max_threads"], k["static_shared"], k["registers"], k["spills"])
             for file, facts in manifest["files"].items()
             for name, k in facts["kernels"].items()
         }

@@ -1,0 +1,510 @@
+"""What one GPU does: correctness of the driver calls, rooflines, cost of launches and hand-overs, kernels against both.
+
+    python benchmarks/gpu.py                       everything (about 5 minutes on an H200)
+    python benchmarks/gpu.py --only roof,attention --json result.json
+    python benchmarks/gpu.py --tiny                shapes so small that the emulation can run them
+
+Times are medians of graph replays between two events, after warm-up, on random data that cycles through more memory
+than the L2 cache holds. ratio = floor / time, floor = the larger of bytes / copy bandwidth and flop / tensor peak, both
+measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from ikcli.backends.cuda import driver  # noqa: E402
+from ikcli.backends.cuda.device import Device, Launch  # noqa: E402
+from ikcli.backends.cuda.kv_layout import cache_bytes, planes, to_device  # noqa: E402
+from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering, Program, all_rules, lower  # noqa: E402
+from ikcli.backends.cuda.modules import Package  # noqa: E402
+from ikcli.backends.cuda.upload import convert, device_bytes  # noqa: E402
+from ikcli.gguf.constants import TYPE_TRAITS, GGMLType  # noqa: E402
+from ikcli.graph import Cache, Graph, HeadSlice, Node, Rows, RowSpec, Weight  # noqa: E402
+
+T = GGMLType
+Array = npt.NDArray[Any]
+GB = 1e9
+
+
+@dataclass
+class Bench:
+    """The device, its ceilings, and what was found."""
+
+    device: Device
+    tiny: bool
+    seconds: float  # per case, about
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+    copy_bandwidth: float = 4.3e12  # bytes/s, replaced by what `roof` measures
+    peak: dict[str, float] = field(default_factory=lambda: {"f16": 7.9e14, "s8": 1.58e15})  # flop/s
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.stream = self.device.stream()
+        self.start, self.stop = self.device.event(timing=True), self.device.event(timing=True)
+        self.held: list[Any] = []
+
+    def report(self, subject: str, case: str, **numbers: Any) -> None:
+        """Print and keep one line."""
+        self.records.append({"subject": subject, "case": case, **numbers})
+        text = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in numbers.items())
+        print(f"{subject:10} {case:44} {text}", flush=True)
+
+    def alloc(self, n_bytes: int) -> int:
+        """Memory until the end of the subject."""
+        self.held.append(self.device.alloc(n_bytes, "compute"))
+        return int(self.held[-1].address)
+
+    def upload(self, data: Array, n_bytes: int = 0) -> int:
+        """An array on the device, repeated until it fills `n_bytes`."""
+        n_bytes = max(n_bytes, data.nbytes)
+        address = self.alloc(n_bytes)
+        self.put(address, data, n_bytes)
+        return address
+
+    def put(self, address: int, data: Array, n_bytes: int) -> None:
+        """Fill a range with repetitions of an array."""
+        data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)[:n_bytes]
+        self.device.upload(self.stream, address, data)
+        done = len(data)
+        while done < n_bytes:
+            n = min(done, n_bytes - done)
+            self.device.copy(self.stream, address + done, address, n)
+            done += n
+        self.device.synchronize(self.stream)
+
+    def release(self) -> None:
+        self.device.synchronize()
+        for memory in self.held:
+            self.device.free(memory)
+        self.held = []
+
+    def time(self, launches: list[Launch]) -> float:
+        """Seconds of the launches as one captured graph."""
+        device, stream = self.device, self.stream
+
+        def queue() -> None:
+            for launch in launches:
+                device.launch(stream, launch)
+
+        queue()  # loads kernels
+        device.synchronize(stream)
+        graph = device.capture(stream, queue)
+        try:
+            once = self._replays(graph, 1)
+            inner = 1 if self.tiny else max(1, min(200, int(0.002 / max(once, 1e-7))))
+            n = 2 if self.tiny else max(5, min(50, int(self.seconds / max(inner * once, 1e-7))))
+            for _ in range(1 if self.tiny else 3):
+                self._replays(graph, inner)
+            return statistics.median(self._replays(graph, inner) for _ in range(n))
+        finally:
+            device.free_graph(graph)
+
+    def _replays(self, graph: Any, n: int) -> float:
+        device, stream = self.device, self.stream
+        device.record(stream, self.start)
+        for _ in range(n):
+            device.replay(stream, graph)
+        device.record(stream, self.stop)
+        device.synchronize(stream)
+        return device.elapsed(self.start, self.stop) / 1e3 / n
+
+
+# --- driver ----------------------------------------------------------------------------------------------------------
+def load(b: Bench) -> None:
+    """Every packaged kernel loads; milliseconds of the driver's compiler per file (once per machine)."""
+    package, total = Package.installed(), 0.0
+    for file in package.files:
+        names = [k.name for k in package.kernels.values() if k.file == file]
+        start = time.perf_counter()
+        b.device.prepare(dict.fromkeys(names, 0))
+        took = time.perf_counter() - start
+        total += took
+        b.report("load", file, kernels=len(names), ms=1e3 * took)
+    b.report("load", "all", kernels=len(package.kernels), ms=1e3 * total)
+
+
+def basic(b: Bench) -> None:
+    """Kernels, copies, events and graphs do what they should."""
+    device, stream = b.device, b.stream
+    n = 1000 if b.tiny else 1 << 24
+    x = b.alloc(4 * n)
+    host = device.pinned(4 * n, "results")
+    values = host.array.view(np.float32)
+    device.launch(stream, Launch("util_fill", (-(-n // 256), 1, 1), 256, 0, (x, n, np.float32(1.25))))
+    device.download(stream, values, x)
+    event = device.event()
+    device.record(stream, event)
+    spins = 0
+    while not device.done(event):
+        spins += 1
+    b.report("basic", "fill and download", ok=bool((values == 1.25).all()), spins=spins)
+    values[:] = np.arange(n) % 1000
+    sums = b.alloc(4 * (n // 1000))
+    found = np.zeros(n // 1000, np.float32)
+
+    def work() -> None:
+        device.upload(stream, x, values)
+        args = (x, sums, np.int32(1000))
+        device.launch(stream, Launch("util_row_sum", (n // 1000, 1, 1), 256, 0, args))
+
+    graph = device.capture(stream, work)
+    for factor in (1, 2, 3):
+        values[:] = np.arange(n) % 1000 * factor
+        device.replay(stream, graph)
+        device.download(stream, found, sums)
+        device.synchronize(stream)
+        b.report("basic", f"graph replay {factor}", ok=bool((found == 499500 * factor).all()))
+    other = device.stream()
+    device.fill(stream, x, 0, 4 * n)
+    device.record(stream, event)
+    device.wait(other, event)
+    device.download(other, values, x)
+    device.synchronize(other)
+    b.report("basic", "stream waits for stream", ok=not values.any())
+    device.free_graph(graph)
+    device.free_pinned(host)
+
+
+def roof(b: Bench) -> None:
+    """Read and copy bandwidth, tensor core and dp4a peaks."""
+    n_bytes = 1 << 16 if b.tiny else 2 << 30
+    x, y = b.upload(b.rng.integers(0, 256, min(n_bytes, 1 << 26), np.uint8), n_bytes), b.alloc(n_bytes)
+    n_sm = 2 if b.tiny else b.device.info.n_sm
+    for name, args, traffic in (
+        ("roof_read", (x, y, n_bytes // 16), n_bytes),
+        ("roof_copy", (x, y, n_bytes // 16), 2 * n_bytes),
+    ):
+        best = max((traffic / b.time([Launch(name, (n_sm * k, 1, 1), 512, 0, args)]), k) for k in (2, 4, 8, 16))
+        b.report("roof", name, GB_s=best[0] / GB, blocks_per_sm=best[1])
+        if name == "roof_copy":
+            b.copy_bandwidth = best[0]
+    turns = 4 if b.tiny else 20000
+    halves = b.rng.standard_normal(384).astype(np.float16)
+    single = (b.rng.standard_normal(384).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    any_bits = b.rng.integers(0, 256, 768, np.uint8)
+    for name, data, per_warp in (
+        ("roof_mma_bf16", single, 8 * 4096), ("roof_mma_f16", halves, 8 * 4096), ("roof_mma_s8", any_bits, 8 * 8192),
+        ("roof_dp4a", any_bits, 32 * 16 * 8),
+    ):  # fmt: skip
+        operands = b.upload(data)
+        best = 0.0
+        for k in (1, 2, 4):
+            launch = Launch(name, (n_sm * k, 1, 1), 256, 0, (operands, y, np.int32(turns)))
+            best = max(best, n_sm * k * 8 * turns * per_warp / b.time([launch]))
+        b.report("roof", name, T_s=best / 1e12)
+        if name == "roof_mma_f16":
+            b.peak["f16"] = best
+        if name == "roof_mma_s8":
+            b.peak["s8"] = best
+
+
+def launches(b: Bench) -> None:
+    """Microseconds per launch: eager from Python, and per kernel inside of a graph."""
+    device, stream = b.device, b.stream
+    x, n = b.alloc(4096), 20 if b.tiny else 1000
+    launch = Launch("util_fill", (1, 1, 1), 256, 0, (x, 256, np.float32(1)))
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(n):
+            device.launch(stream, launch)
+        queued = time.perf_counter() - start
+        device.synchronize(stream)
+        took = time.perf_counter() - start
+    b.report("launch", "eager", queue_us=1e6 * queued / n, us=1e6 * took / n)
+    b.report("launch", "in a graph", us=1e6 * b.time([launch] * n) / n)
+
+
+def handover(b: Bench) -> None:
+    """Host -> device -> kernel -> host, spinning on an event: microseconds per round trip."""
+    device, stream = b.device, b.stream
+    event = device.event()
+    for kib in (8, 16, 32, 64):
+        n = kib << 10
+        x, host = b.alloc(n), device.pinned(n, "hand-over")
+
+        def work(x: int = x, host: Any = host, n: int = n) -> None:
+            device.upload(stream, x, host.array)
+            device.launch(stream, Launch("util_fill", (n // 1024, 1, 1), 256, 0, (x, n // 4, np.float32(2))))
+            device.download(stream, host.array, x)
+
+        graph = device.capture(stream, work)
+        for name, run in (("eager", work), ("graph", lambda graph=graph: device.replay(stream, graph))):
+            times = []
+            for _ in range(3 if b.tiny else 300):
+                start = time.perf_counter()
+                run()
+                device.record(stream, event)
+                while not device.done(event):
+                    pass
+                times.append(time.perf_counter() - start)
+            b.report("handover", f"{kib} KiB {name}", us=1e6 * statistics.median(times), best_us=1e6 * min(times))
+        device.free_graph(graph)
+        device.free_pinned(host)
+
+
+# --- kernels through their lowering rules ----------------------------------------------------------------------------
+class Case:
+    """A graph of equal nodes over different memory, lowered as a session would."""
+
+    def __init__(self, b: Bench, n_tokens: int, n_cells: int, independent: bool = False) -> None:
+        self.b, self.graph, self.n_tokens, self.n_cells = b, Graph(), n_tokens, n_cells
+        self.independent = independent
+        self.leaves: list[Node] = []
+        self.weights: dict[str, int] = {}
+        self.caches: dict[Cache, int] = {}
+
+    def input(self, name: str, cols: int, rows: Rows = Rows.TOKENS) -> Node:
+        """A leaf of random values."""
+        node = self.graph._node("input", name, [], RowSpec(rows), cols)
+        self.leaves.append(node)
+        return node
+
+    def cache(self, kind: str, cols: int, type_: GGMLType) -> Cache:
+        """A cache of random rows for the current layer."""
+        from cuda_attention import random_rows
+
+        cache = self.graph.cache(kind, cols, type_)
+        address = self.b.alloc(cache_bytes(cache, self.n_cells))
+        rows = random_rows(self.b.rng, min(self.n_cells, 2048), cols, type_)
+        for plane, part in zip(planes(cache, self.n_cells), to_device(cache, rows), strict=True):
+            self.b.put(address + plane.offset, part, self.n_cells * plane.row_bytes)
+        self.caches[cache] = address
+        return cache
+
+    def weight(self, name: str, type_: GGMLType, shape: tuple[int, ...]) -> Weight:
+        """Random rows of a type, 64 different ones."""
+        from weight_bytes import stored
+
+        w, few = Weight(name, type_, shape), Weight(name, type_, (shape[0], 64))
+        data = stored(type_, 64, shape[0], len(self.weights) + 1)
+        out = np.zeros(device_bytes(few), np.uint8)
+        convert(data, few, out)
+        self.weights[name] = self.b.upload(out, device_bytes(w))
+        return w
+
+    def launches(self, results: list[Node]) -> tuple[Program, list[Launch]]:
+        """The launches of one step of all tokens after the cells before them."""
+        b, n, n_kv = self.b, self.n_tokens, self.n_cells
+        most = {Rows.TOKENS: n, Rows.OUTPUTS: n, Rows.KV: n_kv}
+        low = Lowering(most, n_kv, DeviceLimits.of(b.device.info), self.independent)
+        rules = dict(all_rules()) | {"input": lambda low, node: low.keep(node, 0, 0)}
+        program = lower(self.graph.nodes, [*results, *self.leaves], low, rules)
+        arrays = [
+            np.zeros(n, np.int32), np.arange(n_kv - n, n_kv, dtype=np.int32), np.arange(n_kv - n, n_kv), np.arange(n),
+            np.array([0, n, 0, n_kv - n, 0, n_kv]), np.arange(n_kv),
+        ]  # fmt: skip
+        words = np.zeros(16, np.int64)
+        words[:4] = n, n, n_kv, 1
+        words[4:10] = [b.upload(a) for a in arrays]
+        constants = {k: b.upload(np.frombuffer(data, np.uint8)) for k, data in program.constants.items()}
+        program.bind(b.upload(words), b.alloc(program.arena_bytes), constants, self.weights, self.caches)
+        for node in self.leaves:
+            rows = n if node.rows.symbol is Rows.TOKENS else n_kv
+            some = b.rng.standard_normal((min(rows, 1024), node.cols)).astype(np.float32)
+            b.put(program.node_address(node), some, rows * node.cols * 4)
+        return program, list(program.launches(Counts(n, n, n_kv, 1, n_kv).bucket(most)))
+
+    def measure(
+        self, subject: str, name: str, results: list[Node], n_bytes: float, flop: float, peak: str = "f16"
+    ) -> None:
+        """Time per node; `n_bytes` and `flop` of one."""
+        b = self.b
+        _, launches = self.launches(results)
+        seconds = b.time(launches) / len(results)
+        floor = max(n_bytes / b.copy_bandwidth, flop / b.peak[peak])
+        kernels = "+".join(dict.fromkeys(x.kernel for x in launches))
+        b.report(subject, name, us=1e6 * seconds, GB_s=n_bytes / seconds / GB, T_s=flop / seconds / 1e12,
+                 ratio=floor / seconds, kernels=kernels)  # fmt: skip
+
+
+def _copies(b: Bench, n_bytes: float) -> int:
+    """How many equal nodes make the data larger than twice the L2 cache."""
+    return 1 if b.tiny else max(1, min(16, int(2 * b.device.info.l2_bytes / n_bytes) + 1))
+
+
+def attention_mla(b: Bench) -> None:
+    """Absorbed MLA, 576/512, one new token and a few."""
+    lengths = (96,) if b.tiny else (4096, 16384, 32768, 65536, 131072)
+    for n_head in (16, 128):
+        for type_ in (T.F16, T.Q8_0):
+            for n_kv in lengths:
+                for n_tokens in (1,) if b.tiny or n_kv != 32768 else (1, 2, 4):
+                    with subject(b):
+                        case = Case(b, n_tokens, n_kv)
+                        q, latent = case.input("q", n_head * 192), case.input("q2", n_head * 512)
+                        n_bytes = n_kv * cache_bytes(Cache("kv", 0, 576, type_), 1)
+                        nodes = []
+                        for il in range(_copies(b, n_bytes)):
+                            case.graph.il = il
+                            cache = case.cache("kv", 576, type_)
+                            nodes.append(case.graph.attention(
+                                [HeadSlice(q, 128, 64, 192), HeadSlice(latent, 0, 512, 512)],
+                                [HeadSlice(cache, 0, 576, 0)], HeadSlice(cache, 64, 512, 0), "kqv", n_head=n_head,
+                                n_head_kv=1, scale=192**-0.5, flash=True))  # fmt: skip
+                        name = f"{n_head} heads {TYPE_TRAITS[type_].name} n_kv {n_kv} tokens {n_tokens}"
+                        flop = 2.0 * (576 + 512) * n_head * n_tokens * n_kv
+                        case.measure("mla", name, nodes, n_bytes, flop)
+
+
+def attention_gqa(b: Bench) -> None:
+    """Grouped heads, one new token."""
+    for width, group in ((64, 8), (128, 4), (128, 8), (128, 12), (256, 8)):
+        for type_ in (T.F16, T.Q8_0):
+            for n_kv in (96,) if b.tiny else (4096, 32768, 131072):
+                with subject(b):
+                    n_head_kv = 1 if b.tiny else 8
+                    case = Case(b, 1, n_kv)
+                    q = case.input("q", n_head_kv * group * width)
+                    n_bytes = 2 * n_kv * cache_bytes(Cache("k", 0, n_head_kv * width, type_), 1)
+                    nodes = []
+                    for il in range(_copies(b, n_bytes)):
+                        case.graph.il = il
+                        k, v = (case.cache(kind, n_head_kv * width, type_) for kind in ("k", "v"))
+                        nodes.append(case.graph.attention(
+                            [HeadSlice(q, 0, width, width)], [HeadSlice(k, 0, width, width)],
+                            HeadSlice(v, 0, width, width), "kqv", n_head=n_head_kv * group, n_head_kv=n_head_kv,
+                            scale=width**-0.5, flash=True))  # fmt: skip
+                    name = f"{n_head_kv}x{group} heads of {width} {TYPE_TRAITS[type_].name} n_kv {n_kv}"
+                    case.measure("gqa", name, nodes, n_bytes, 4.0 * width * n_head_kv * group * n_kv)
+
+
+def attention_prefill(b: Bench) -> None:
+    """Prompts: 192/128 (expanded MLA, 16 heads) and grouped heads of 128."""
+    sizes = ((40, 8),) if b.tiny else ((512, 0), (2048, 0), (4096, 0), (2048, 16384), (2048, 65536))
+    for n_tokens, depth in sizes:
+        n_kv = n_tokens + depth
+        pairs = n_tokens * depth + n_tokens * (n_tokens + 1) / 2
+        with subject(b):
+            case, n_head = Case(b, n_tokens, n_kv), 2 if b.tiny else 16
+            q, kv = case.input("q", n_head * 192), case.input("kv", n_head * 256, Rows.KV)
+            cache = case.cache("kv", 576, T.F16)
+            node = case.graph.attention(
+                [HeadSlice(q, 128, 64, 192), HeadSlice(q, 0, 128, 192)],
+                [HeadSlice(cache, 0, 64, 0), HeadSlice(kv, 0, 128, 256)], HeadSlice(kv, 128, 128, 256), "kqv",
+                n_head=n_head, n_head_kv=n_head, scale=192**-0.5, flash=True)  # fmt: skip
+            flop = 2.0 * (192 + 128) * n_head * pairs
+            case.measure(
+                "prefill", f"192/128 {n_head} heads {n_tokens} after {depth}", [node], 4.0 * n_kv * kv.cols, flop
+            )
+        with subject(b):
+            case, n_head_kv = Case(b, n_tokens, n_kv), 1 if b.tiny else 8
+            q = case.input("q", n_head_kv * 4 * 128)
+            k, v = (case.cache(kind, n_head_kv * 128, T.F16) for kind in ("k", "v"))
+            node = case.graph.attention(
+                [HeadSlice(q, 0, 128, 128)], [HeadSlice(k, 0, 128, 128)], HeadSlice(v, 0, 128, 128), "kqv",
+                n_head=n_head_kv * 4, n_head_kv=n_head_kv, scale=128**-0.5, flash=True)  # fmt: skip
+            flop = 4.0 * 128 * n_head_kv * 4 * pairs
+            name = f"128/128 {n_head_kv}x4 heads {n_tokens} after {depth}"
+            case.measure("prefill", name, [node], 4.0 * n_kv * k.cols, flop)
+
+
+MATVEC = (T.Q8_0, T.Q4_0, T.Q4_K, T.Q5_K, T.Q6_K, T.IQ4_XS, T.IQ4_K, T.IQ4_KS, T.IQ2_XXS, T.IQ3_S, T.IQ2_KT, T.F16)
+MATMUL = (T.Q8_0, T.Q4_K, T.Q6_K, T.IQ4_XS, T.IQ2_XXS, T.F16, T.BF16)
+
+
+def _products(b: Bench, name: str, types: tuple[T, ...], tokens: tuple[int, ...]) -> None:
+    n_in, n_out = (256, 128) if b.tiny else (7168, 18432)
+    for type_ in types:
+        for n in tokens:
+            with subject(b):
+                case = Case(b, n, n)
+                x, nodes, n_bytes = case.input("x", n_in), [], 0
+                copies = 1
+                while len(nodes) < copies:
+                    w = case.weight(f"w{len(nodes)}", type_, (n_in, n_out))
+                    n_bytes, copies = device_bytes(w), _copies(b, device_bytes(w))
+                    nodes.append(case.graph.mul_mat(w, x, f"y{len(nodes)}"))
+                flop, peak = 2.0 * n_in * n_out * n, "s8" if n > 8 and type_ not in (T.F16, T.BF16) else "f16"
+                case.measure(name, f"{TYPE_TRAITS[type_].name} {n_out}x{n_in} tokens {n}", nodes, n_bytes, flop, peak)
+
+
+def matvec(b: Bench) -> None:
+    """Products with 1 to 8 rows."""
+    _products(b, "matvec", MATVEC[:2] if b.tiny else MATVEC, (1, 3) if b.tiny else (1, 2, 4, 8))
+
+
+def matmul(b: Bench) -> None:
+    """Products with 16 to 4096 rows."""
+    _products(b, "matmul", MATMUL[:2] if b.tiny else MATMUL, (16,) if b.tiny else (16, 64, 256, 512, 2048, 4096))
+
+
+class subject:
+    """Frees what a case allocated; a case that fails is reported, the rest goes on."""
+
+    def __init__(self, b: Bench) -> None:
+        self.b = b
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> bool:
+        if error is not None and not isinstance(error, Exception):
+            return False
+        if error is not None:
+            self.b.report("FAILED", f"{type(error).__name__}: {str(error)[:200]}")
+            traceback.print_exception(error, limit=-4, file=sys.stderr)
+        self.b.release()
+        return True
+
+
+SUBJECTS: dict[str, Callable[[Bench], None]] = {
+    "load": load, "basic": basic, "roof": roof, "launch": launches, "handover": handover, "mla": attention_mla,
+    "gqa": attention_gqa, "prefill": attention_prefill, "matvec": matvec, "matmul": matmul,
+}  # fmt: skip
+
+
+def chosen(text: str) -> Iterator[str]:
+    """Subjects of a comma list; `attention` is all three."""
+    for name in text.split(","):
+        yield from ("mla", "gqa", "prefill") if name == "attention" else (name,)
+
+
+def main(argv: list[str] | None = None, device: Device | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(SUBJECTS), help=f"of {', '.join(SUBJECTS)}, attention")
+    parser.add_argument("--gpu", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0.1, help="measuring time per case")
+    parser.add_argument("--tiny", action="store_true", help="smallest shapes, two repetitions")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all records")
+    args = parser.parse_args(argv)
+    names = list(chosen(args.only))
+    if unknown := [name for name in names if name not in SUBJECTS]:
+        parser.error(f"unknown subject {unknown[0]}; there are {', '.join(SUBJECTS)}, attention")
+    if device is None:
+        reason = driver.why_none()
+        if reason is not None:
+            print(f"no GPU to measure: {reason}", file=sys.stderr)
+            return 1
+        device = driver.open_device(args.gpu)
+    b = Bench(device, args.tiny, args.seconds)
+    info = device.info
+    print(
+        f"{info.name}, compute capability {info.cc[0]}.{info.cc[1]}, {info.n_sm} SMs, CUDA {info.driver[0]}.{info.driver[1]}",
+        flush=True,
+    )
+    for name in names:
+        with subject(b):
+            SUBJECTS[name](b)
+        if args.json:
+            args.json.write_text(json.dumps({"device": str(info), "records": b.records}, indent=1))
+    return 1 if any(r["subject"] == "FAILED" or r.get("ok") is False for r in b.records) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,66 @@
+"""benchmarks/gpu.py: it runs on the emulated device, and says in one line that there is no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from cuda_emulation import EmulatedDevice, needs_emulation
+
+from ikcli.backends.cuda import driver
+from ikcli.backends.cuda.device import NoDevice
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu.py"
+
+
+@pytest.fixture(scope="module")
+def gpu() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_gpu", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    before = list(sys.path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["benchmark_gpu"] = module
+    spec.loader.exec_module(module)
+    sys.path[:] = before
+    return module
+
+
+@needs_emulation
+def test_subjects_run_on_the_emulated_device(
+    gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "result.json"
+    device = EmulatedDevice()
+    assert gpu.main(["--tiny", "--only", "basic,roof,launch,matvec", "--json", str(target)], device) == 0
+    records = json.loads(target.read_text())["records"]
+    assert {r["subject"] for r in records} == {"basic", "roof", "launch", "matvec"}
+    assert all(r["ok"] for r in records if r["subject"] == "basic")
+    assert len(capsys.readouterr().out.splitlines()) == len(records) + 1 and device.owners() == {}
+
+
+def test_no_gpu_is_one_line(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none() -> list[object]:
+        raise NoDevice("the NVIDIA driver finds no GPU")
+
+    monkeypatch.setattr(driver, "devices", none)
+    assert gpu.main([]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err == "no GPU to measure: the NVIDIA driver finds no GPU\n"
+    with pytest.raises(SystemExit) as stop:
+        gpu.main(["--only", "speed"])
+    assert stop.value.code == 2
+
+
+@needs_emulation
+def test_a_case_that_fails_is_reported(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(b: object) -> None:
+        raise ValueError("no such thing")
+
+    monkeypatch.setitem(gpu.SUBJECTS, "roof", broken)
+    assert gpu.main(["--tiny", "--only", "roof"], EmulatedDevice()) == 1

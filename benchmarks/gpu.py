@@ -494,10 +494,8 @@ def main(argv: list[str] | None = None, device: Device | None = None) -> int:
         device = driver.open_device(args.gpu)
     b = Bench(device, args.tiny, args.seconds)
     info = device.info
-    print(
-        f"{info.name}, compute capability {info.cc[0]}.{info.cc[1]}, {info.n_sm} SMs, CUDA {info.driver[0]}.{info.driver[1]}",
-        flush=True,
-    )
+    cc, cuda = (".".join(map(str, pair)) for pair in (info.cc, info.driver))
+    print(f"{info.name}, compute capability {cc}, {info.n_sm} SMs, CUDA {cuda}", flush=True)
     for name in names:
         with subject(b):
             SUBJECTS[name](b)

@@ -169,3 +169,23 @@ def test_nothing_helps(lite: Path) -> None:
     planner = planner_for(lite, "cpu:1GiB")
     lines = memory_plan.verdict_lines(planner, planner.plan(BASE))
     assert lines[-1].startswith("no change of options is enough")
+
+
+def test_where_prompts_are_computed(lite: Path, tmp_path: Path) -> None:
+    config = replace(BASE, cpu_moe=True, n_ubatch=256)
+
+    def last(planner: Planner, config: RunConfig) -> str:
+        return memory_plan.verdict_lines(planner, planner.plan(config))[-1]
+
+    planner = planner_for(lite, "cuda:12GiB,cpu:64GiB")
+    assert last(planner, config).endswith("-ub 256 is below 342 tokens; from -ub 342 on a GPU does it")
+    large = replace(config, n_ubatch=342)
+    assert last(planner, large).startswith("prompts: pieces of 342 tokens and more are computed on GPUs")
+    grown = planner.plan(large).memory.parts["CUDA0"]["compute"] - planner.plan(config).memory.parts["CUDA0"]["compute"]
+    off = replace(large, offload_policy=(("ALL", False),))
+    saved = planner.plan(large).memory.parts["CUDA0"]["compute"] - planner.plan(off).memory.parts["CUDA0"]["compute"]
+    assert grown > 0 and saved > 0
+    assert last(planner, off).endswith("because -op says so")
+    assert last(planner, replace(config, cpu_moe=False)).startswith("fits: CUDA0")
+    interleaved = write_deepseek(tmp_path / "r.gguf", LITE, expert_types("q4_0_r8", "q4_0_r8"))
+    assert "interleaved types (q4_0_r8)" in last(planner_for(interleaved, "cuda:12GiB,cpu:64GiB"), config)

@@ -15,6 +15,7 @@ from ikcli.config_values import parse_device_spec
 from ikcli.engine import gpus
 from ikcli.engine.device_plan import _PaperDevice, described_info, planning_part
 from ikcli.engine.devices import Device, Machine, described_machine
+from ikcli.engine.missing_parts import assume_missing
 from ikcli.engine.planner import Planner
 from ikcli.engine.session import Session
 from ikcli.errors import FormatError
@@ -237,3 +238,32 @@ def test_parts_of_a_split_file_may_lack_data(tmp_path: Path) -> None:
     assert not any(file.has_data(name) for name in file.tensors)
     with pytest.raises(FormatError, match="is not in the file"):
         file.data("token_embd.weight")
+
+
+def test_missing_parts_are_assumed_to_be_alike(tmp_path: Path) -> None:
+    types = expert_types("q4_0", "q5_0")
+    whole = write_deepseek(tmp_path / "whole.gguf", LITE, types)
+    first = write_deepseek(tmp_path / "m.gguf", LITE, types, splits=[60, 200, 171])
+    for part in (2, 3):
+        (tmp_path / f"m-0000{part}-of-00003.gguf").unlink()
+    file = open_gguf(first, header_only=True)
+    hp = HParams.from_gguf(file.metadata, file.tensors, str(first))
+    (notice,) = assume_missing(file, hp)
+    assert "2 parts are missing (m-00002-of-00003.gguf, ...): 371 tensors are assumed" in notice
+    expected = open_gguf(whole, header_only=True)
+    assert {n: (t.type, t.n_bytes) for n, t in file.tensors.items()} == {
+        n: (t.type, t.n_bytes) for n, t in expected.tensors.items()
+    }
+    assert not file.has_data("output.weight") and assume_missing(expected, hp) == []
+    config = replace(BASE, cpu_moe=True)
+    machine = described_machine(parse_device_spec("cuda:8GiB"), None)
+    assert weights(Planner(file, hp, machine), config) == weights(planner_for(whole, "cuda:8GiB"), config)
+
+
+def test_a_part_without_blocks_is_not_enough(tmp_path: Path) -> None:
+    first = write_deepseek(tmp_path / "m.gguf", LITE, expert_types("q4_0", "q4_0"), splits=[0, 431])
+    (tmp_path / "m-00002-of-00002.gguf").unlink()
+    file = open_gguf(first, header_only=True)
+    hp = HParams.from_gguf(file.metadata, file.tensors, str(first))
+    with pytest.raises(FormatError, match=r"00002-of-00002\.gguf is missing.*at least the header"):
+        assume_missing(file, hp)

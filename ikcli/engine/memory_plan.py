@@ -6,6 +6,7 @@ Every proposal is planned in full before it is made; nothing is estimated but th
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,10 +17,11 @@ from ikcli.config import RunConfig
 from ikcli.engine import session_log
 from ikcli.engine.devices import CONTEXT_BYTES, Machine
 from ikcli.engine.fit import fit
-from ikcli.engine.placement import CPU, offload_lines, placement_sentence
+from ikcli.engine.placement import CPU, offload_lines, offload_threshold, placement_sentence
 from ikcli.engine.planner import MIB, MemoryPlan, Planner, RunPlan
 from ikcli.engine.startup import FLOAT_TYPES
 from ikcli.errors import IkError
+from ikcli.quant.formats import get_format
 
 _CELLS = 256
 _MAX_PROPOSALS = 4
@@ -68,7 +70,25 @@ def verdict_lines(planner: Planner, plan: RunPlan) -> list[str]:
     lines += [_device_line(memory, device) for device in memory.parts if device in memory.free]
     if not memory.fits():
         lines += _help(planner, plan)
-    return lines
+    return lines + _prompt_lines(planner, plan)
+
+
+def _prompt_lines(planner: Planner, plan: RunPlan) -> list[str]:
+    """Where prompts are computed that need experts in RAM."""
+    config, hp, model = plan.config, planner.hp, planner.model(plan.config, plan.placement)
+    in_ram = [name for name, buffer in plan.placement.buffer_of.items() if "_exps." in name and buffer == CPU]
+    if not plan.placement.devices or not in_ram or config.n_gpu_layers == 0:
+        return []
+    head = "prompts: experts in RAM are computed on the CPU"
+    least = math.ceil(offload_threshold(config.offload_min_batch, hp.n_expert, hp.n_expert_used))
+    interleaved = sorted({f.name for f in (get_format(model.specs[name].type) for name in in_ram) if f.rows > 1})
+    if not all(dict(config.offload_policy).get(op, True) for op in ("ALL", "MUL_MAT_ID", "MOE_FUSED_UP_GATE")):
+        return [f"{head}, because -op says so"]
+    if interleaved:
+        return [f"{head}, because interleaved types ({', '.join(interleaved)}) are not copied to GPUs"]
+    if config.n_ubatch < least:
+        return [f"{head}, because -ub {config.n_ubatch} is below {least} tokens; from -ub {least} on a GPU does it"]
+    return [f"prompts: pieces of {least} tokens and more are computed on GPUs, with experts copied from RAM"]
 
 
 def _device_line(memory: MemoryPlan, device: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ikcli.config import RunConfig
 from ikcli.engine.devices import find_machine
+from ikcli.engine.missing_parts import assume_missing
 from ikcli.engine.placement import Placement
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, open_gguf
@@ -46,7 +47,7 @@ def prepare(config: RunConfig, given: Collection[str] = ()) -> Startup:
         raise UsageError("--device-spec describes devices for planning; add --dry-run, or use ik plan")
     file = open_gguf(config.model, config.override_kv, header_only=planning)
     hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]))
-    notices = _missing_data(file)
+    notices = assume_missing(file, hp) + _missing_data(file)
     notices += [] if hp.kv_lora_rank else _without_mla(config, hp.arch, given)
     config = config if hp.kv_lora_rank else replace(config, mla=0)
     check_cache_types(config, config.mla)

@@ -213,16 +213,16 @@ DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_b
 }
 
 #define IK_FLOAT_KERNELS(NAME, FORMAT)                                                                                        \
-  IK_KERNEL mv_##NAME(IK_MV_PARAMETERS) {                                                                                     \
+  IK_KERNEL(4) mv_##NAME(IK_MV_PARAMETERS) {                                                                                  \
     float_matvec<FORMAT>(st, symbol, factor, w, gate, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row,        \
                          y_head, tiles, n_tiles, order, divisor, split, {w1, n_rows1, y1, y1_row},                            \
                          {w2, n_rows2, y2, y2_row});                                                                          \
   }                                                                                                                           \
-  IK_KERNEL mm_##NAME(IK_MM_PARAMETERS) {                                                                                     \
+  IK_KERNEL(4) mm_##NAME(IK_MM_PARAMETERS) {                                                                                  \
     float_gemm<FORMAT>(st, symbol, factor, w, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head, tiles, \
                        n_tiles, order, divisor);                                                                              \
   }                                                                                                                           \
-  IK_KERNEL embed_##NAME(IK_EMBED_PARAMETERS) { float_embed<FORMAT>(st, w, row_bytes, nb, y); }
+  IK_KERNEL(8) embed_##NAME(IK_EMBED_PARAMETERS) { float_embed<FORMAT>(st, w, row_bytes, nb, y); }
 
 IK_FLOAT_KERNELS(f32, F32)
 IK_FLOAT_KERNELS(f16, Half<false>)

@@ -203,15 +203,15 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
       i64 x_row, i64 x_head, float *y, i64 y_row, i64 y_head, const int *tiles, const int *n_tiles, const int *order,         \
       int divisor, const u8 *table
 #define IK_EMBED_PARAMETERS const i64 *st, const u8 *w, i64 row_bytes, int nb, float *y, const u8 *table
-#define IK_KERNEL extern "C" __global__ void __launch_bounds__(128)
+#define IK_KERNEL(BLOCKS) extern "C" __global__ void __launch_bounds__(128, BLOCKS)  // blocks per SM: limits registers
 
 #define IK_WEIGHT_KERNELS(NAME, FORMAT)                                                                                       \
-  IK_KERNEL mv_##NAME(IK_MV_PARAMETERS) {                                                                                     \
+  IK_KERNEL(FORMAT::N > 12 ? 3 : 4) mv_##NAME(IK_MV_PARAMETERS) {                                                             \
     matvec<FORMAT>(st, symbol, factor, w, gate, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head,      \
                    tiles, n_tiles, order, divisor, table, split, {w1, n_rows1, y1, y1_row}, {w2, n_rows2, y2, y2_row});       \
   }                                                                                                                           \
-  IK_KERNEL mm_##NAME(IK_MM_PARAMETERS) {                                                                                     \
+  IK_KERNEL(3) mm_##NAME(IK_MM_PARAMETERS) {                                                                                  \
     gemm<FORMAT>(st, symbol, factor, w, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head, tiles,       \
                  n_tiles, order, divisor, table);                                                                             \
   }                                                                                                                           \
-  IK_KERNEL embed_##NAME(IK_EMBED_PARAMETERS) { embed_row<FORMAT>(st, w, row_bytes, nb, y, table); }
+  IK_KERNEL(8) embed_##NAME(IK_EMBED_PARAMETERS) { embed_row<FORMAT>(st, w, row_bytes, nb, y, table); }

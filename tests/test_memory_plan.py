@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from deepseek_shapes import LITE, expert_types
 from header_models import write_deepseek
 
 from ikcli import log, main
+from ikcli.commands._options import parse
 from ikcli.config import RunConfig
 from ikcli.config_values import parse_device_spec
 from ikcli.engine import devices, memory_plan
@@ -189,3 +191,13 @@ def test_where_prompts_are_computed(lite: Path, tmp_path: Path) -> None:
     assert last(planner, replace(config, cpu_moe=False)).startswith("fits: CUDA0")
     interleaved = write_deepseek(tmp_path / "r.gguf", LITE, expert_types("q4_0_r8", "q4_0_r8"))
     assert "interleaved types (q4_0_r8)" in last(planner_for(interleaved, "cuda:12GiB,cpu:64GiB"), config)
+
+
+def test_examples_of_the_page_are_command_lines() -> None:
+    text = (Path(__file__).resolve().parents[1] / "docs" / "placement.md").read_text(encoding="utf-8")
+    lines = [line.split("   ")[0] for line in text.splitlines() if line.startswith("ik ")]
+    assert len(lines) == 5
+    for line in lines:
+        _, command, *argv = shlex.split(line)
+        parsed = parse(command, argv)
+        assert not parsed.ignored and not parsed.unsupported, line

@@ -101,7 +101,10 @@ def _device_line(memory: MemoryPlan, device: str) -> str:
 
 def _help(planner: Planner, plan: RunPlan) -> list[str]:
     """Changes of options with which everything fits."""
-    found = list(islice(proposals(planner, plan), _MAX_PROPOSALS))
+    found: list[str] = []
+    for text in islice(proposals(planner, plan), _MAX_PROPOSALS):
+        if text.removeprefix("-ngl 99 ") not in found:  # --fit may come to the same
+            found.append(text)
     if found:
         return [f"would fit with {', or with '.join(found)}"]
     return ["no change of options is enough; use a smaller quantization of the model, or more memory"]

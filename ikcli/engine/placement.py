@@ -99,7 +99,7 @@ def device_shares(config: RunConfig, n_devices: int, free_bytes: Sequence[int] =
         return tuple(float(index == config.main_gpu) for index in range(n_devices))
     if config.tensor_split:
         if len(config.tensor_split) > n_devices:
-            raise UsageError(f"-ts names {len(config.tensor_split)} shares, but there are {n_devices} GPUs")
+            raise UsageError(f"-ts names {len(config.tensor_split)} shares, but the number of GPUs is {n_devices}")
         shares = config.tensor_split + (0.0,) * (n_devices - len(config.tensor_split))
         if not any(shares):
             raise UsageError("-ts has only zeros; give at least one GPU a share above 0")
@@ -153,7 +153,7 @@ def _idle_devices(config: RunConfig, present: Sequence[str]) -> list[str]:
     """A hint where rules name some of several GPUs, and others none (three rules `=CUDA0` on three GPUs)."""
     named = {rule.rpartition("=")[2].strip() for rule in config.override_tensor} - {CPU}
     idle = [name for name in present if name not in named]
-    if not named or not idle:
+    if not named or not idle or config.tensor_split:
         return []
     has = "has" if len(idle) == 1 else "have"
     return [f"{', '.join(idle)} {has} no -ot rule, only the blocks that -ngl and -ts give"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ikcli.sampling import Sampler, SamplerParams, SamplerVocab
 from ikcli.sampling.candidates import top_indices
-from ikcli.sampling.short import short_chain
+from ikcli.sampling.short import short_chain, top_k_function
 
 ORDERS = (
     ("top_k", "top_p", "min_p", "temperature"),
@@ -33,7 +33,7 @@ def test_draws_are_those_of_the_arrays(
     params = SamplerParams(seed=seed, temperature=t, top_k=k, top_p=top_p, min_p=min_p, min_keep=keep, samplers=order)
     short, arrays = (Sampler(params, SamplerVocab(n)) for _ in range(2))
     assert short._short is not None
-    arrays._short = None
+    arrays._short = arrays._plain = None
     for sampler in (short, arrays):
         sampler.prime([])
     for _ in range(10):
@@ -64,3 +64,31 @@ def test_best_indices_whatever_the_method(n: int, k: int) -> None:
     logits[rng.random(n) < 0.2] = -np.inf
     wanted = [i for i in np.argsort(-logits, kind="stable").tolist() if logits[i] > -np.inf][:k]
     assert top_indices(logits, k).tolist() == wanted
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 700), st.integers(1, 90), st.integers(0, 2**31), st.booleans())
+def test_largest_of_a_vocabulary(n: int, k: int, seed: int, ties: bool) -> None:
+    """The kernel finds what sorting finds: best first, equal ones in order, never -inf; a NaN anywhere is noticed."""
+    rng = np.random.default_rng(seed)
+    numbers = rng.normal(size=n).astype(np.float32)
+    numbers = np.round(numbers) if ties else numbers
+    numbers[rng.random(n) < 0.3] = -np.inf
+    ids, values = np.zeros(k, np.int64), np.zeros(k, np.float32)
+    found = top_k_function()(numbers.ctypes.data, n, k, ids.ctypes.data, values.ctypes.data)
+    wanted = np.argsort(-numbers, kind="stable")[:k]
+    wanted = wanted[numbers[wanted] > -np.inf]
+    assert ids[:found].tolist() == wanted.tolist()
+    assert values[:found].tolist() == numbers[wanted].tolist()
+    numbers[rng.integers(n)] = np.nan
+    assert top_k_function()(numbers.ctypes.data, n, k, ids.ctypes.data, values.ctypes.data) == -1
+
+
+def test_whole_vocabulary_is_drawn_from_like_candidates() -> None:
+    rng = np.random.default_rng(5)
+    vocab = SamplerVocab(900, eog=frozenset({3, 8}))
+    for params in (SamplerParams(seed=1), SamplerParams(seed=1, ignore_eos=True, logit_bias=((7, 3.0),))):
+        plain, other = Sampler(params, vocab), Sampler(replace(params, n_probs=1), vocab)
+        for _ in range(30):
+            logits = rng.normal(size=900).astype(np.float32) * 4
+            assert plain.sample(logits).id == other.sample(logits).id

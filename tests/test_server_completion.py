@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ from ikcli.config import RunConfig
 from ikcli.config_groups import SamplingConfig
 from ikcli.errors import UsageError
 from ikcli.sampling.params import DEFAULT_SAMPLERS, SamplerParams
-from ikcli.server.engine.messages import Failure, GenerationRequest
-from ikcli.server.http.params import defaults_of
+from ikcli.server.engine.messages import Delta, Failure, GenerationRequest, Timings, TokenInfo
+from ikcli.server.http.params import Options, defaults_of
+from ikcli.server.http.shapes.common import Naming
+from ikcli.server.http.shapes.native import NativeShape
 
 TEXT = "Hello, wörld!"
 
@@ -42,6 +46,20 @@ def test_answer_has_the_fields_of_both_forks() -> None:
     assert timings["cache_n"] == 1 and timings["prompt_n"] == 1 and timings["predicted_n"] == 2
     assert timings["prompt_per_token_ms"] == 2.0 and timings["predicted_per_second"] == 500.0
     assert timings["n_ctx"] == 256 and timings["n_past"] == 4
+
+
+def test_plain_events_are_those_of_any_request() -> None:
+    """Events without timings and probabilities are written in another way."""
+    names, vocab = Naming("m", "m", "cmpl-1", 0), (TokenInfo(7, math.nan), TokenInfo(8, math.nan))
+    for text in ("a", 'q"\\\n\t\x01', "\u00e9\u20ac\U0001f600", "\ud800"):
+        event = Delta(text, vocab, Timings(cache_n=3, prompt_n=4, predicted_n=5), 2)
+        made = []
+        for per_token in (False, True):
+            options = replace(Options(), timings_per_token=per_token)
+            data = NativeShape(names, options, None, ["x"], [{}]).delta(1, event)
+            assert data.startswith(b"data: ") and data.endswith(b"}\n\n")
+            made.append(json.loads(data[6:]))
+        assert list(made[0].items()) == list(made[1].items())[:-1] and list(made[1])[-1] == "timings"
 
 
 def test_stream_is_framed_as_events() -> None:

@@ -29,6 +29,7 @@ from ikcli.graph import Cache, Graph, Node, Weight
 from ikcli.log import log, progress, warn
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig
 from ikcli.quant.formats import format_by_name, get_format
+from ikcli.sampling.short import top_k_function
 from ikcli.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -242,7 +243,14 @@ class Session:
         kind = "prefill" if n >= EXPAND_MIN_TOKENS and "prefill" in self.programs else "decode"
         return self._run(self.programs[kind], self.config.n_threads_batch, len(out_ids))
 
-    def _next(self, tokens: Sequence[int], pos: Sequence[int], seqs: Sequence[int], n_outputs: int) -> FloatRows:
+    def _next(
+        self,
+        tokens: Sequence[int],
+        pos: Sequence[int],
+        seqs: Sequence[int],
+        n_outputs: int,
+        beside: Callable[[], None] | None = None,
+    ) -> FloatRows:
         """One token of each of these sequences by the program for generation."""
         n_ctx, n_past = self.n_ctx_seq, self._n_past
         if not 0 <= min(tokens) <= max(tokens) < self.n_vocab:
@@ -252,6 +260,8 @@ class Session:
         self._state.set_step(tokens, pos, [seq * n_ctx for seq in seqs], n_outputs)
         for seq in seqs:
             n_past[seq] += 1
+        if beside is not None:
+            beside()
         return self._run(self.programs["step"], self.config.n_threads, n_outputs)
 
     def _run(self, program: Any, n_threads: int, n_outputs: int) -> FloatRows:
@@ -329,10 +339,19 @@ class Session:
         self.timings.add(1, time.perf_counter() - start)
         return logits
 
-    def step_each(self, tokens: Sequence[int], pos: Sequence[int], seqs: Sequence[int]) -> FloatRows:
-        """As `step` for one token of each of these sequences (each named once), with less to describe."""
+    def step_each(
+        self,
+        tokens: Sequence[int],
+        pos: Sequence[int],
+        seqs: Sequence[int],
+        beside: Callable[[], None] | None = None,
+    ) -> FloatRows:
+        """As `step` for one token of each of these sequences (each named once), with less to describe.
+
+        `beside` is called when all is ready to be computed: what it wakes runs beside the computation.
+        """
         start = time.perf_counter()
-        logits = self._next(tokens, pos, seqs, len(tokens))
+        logits = self._next(tokens, pos, seqs, len(tokens), beside)
         self.timings.add(1, time.perf_counter() - start)
         return logits
 
@@ -446,4 +465,5 @@ def warmup(config: RunConfig) -> int:
     """Compile the kernels of a model ahead of time (`ik warmup`)."""
     session = Session.plan(config)
     session.compile()
+    top_k_function()
     return 0

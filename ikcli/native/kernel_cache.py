@@ -235,9 +235,13 @@ def _wait(workers: list[subprocess.Popen[bytes]], total: int, progress: Callable
             raise IkError(f"compiling kernels failed: {errors.strip()[-2000:]}")
 
 
-def native_function(address: int, n_args: int) -> Callable[..., int]:
-    """A compiled function of int64 arguments as a Python callable that releases the GIL; returns its status."""
-    prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * n_args)
+def native_function(address: int, n_args: int, *, keep_gil: bool = False) -> Callable[..., int]:
+    """A compiled function of int64 arguments as a Python callable; returns its status.
+
+    It releases the GIL, which takes as long to get back as another thread likes; `keep_gil`: for a few microseconds.
+    """
+    make = ctypes.PYFUNCTYPE if keep_gil else ctypes.CFUNCTYPE
+    prototype = make(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * n_args)
     function = prototype(address)
     ret, exc = ctypes.c_int64(), ctypes.c_int64()
     ret_p, exc_p = ctypes.addressof(ret), ctypes.addressof(exc)

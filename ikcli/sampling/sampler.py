@@ -32,6 +32,7 @@ _LARGEST_BIAS = 1e6
 class Sampled(NamedTuple):
     """A chosen token, its log-probability (natural logarithm) and the `n_probs` most likely tokens with theirs.
 
+    Without `n_probs` the log-probability is not computed either, but NaN: it takes as long as choosing.
     Before sampling: of the model's logits. With `post_sampling_probs`: of the candidates that the draw was from.
     """
 
@@ -62,6 +63,7 @@ class Sampler:
         self._rng = self._new_rng()
         self._steps = tuple(self._make_steps())
         self._short = None if self._greedy or self._mirostat or self._adaptive else short_chain(params)
+        self._plain = self._short if params.n_probs <= 0 else None
 
     def prime(self, prompt: Sequence[int]) -> None:
         """Start after a prompt: penalties and DRY look at its tokens too."""
@@ -83,6 +85,10 @@ class Sampler:
 
         NoTokenError if nothing is left, NonFiniteError if the logits hold NaN or +Inf.
         """
+        if self._plain and mask is None and not banned:
+            token = self._plain.sample_all(self._biased(logits), self._rng)
+            if token >= 0:
+                return Sampled(token, math.nan)
         largest = float(np.maximum.reduce(logits))
         if not largest < math.inf:
             raise NonFiniteError("the model's output is not finite (NaN or Inf among the logits)")
@@ -93,6 +99,8 @@ class Sampler:
             token, final = self._sample_greedy(c) if self._greedy else self._sample_random(c)
             if self.params.n_probs and self.params.post_sampling_probs:
                 return _after_sampling(token, final, logits, self.params.n_probs)
+        if self.params.n_probs <= 0:
+            return Sampled(token, math.nan)
         return _before_sampling(token, logits, largest, self.params.n_probs)
 
     def accept(self, token: int) -> None:
@@ -135,6 +143,13 @@ class Sampler:
     def _new_rng(self) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64(self._seed))
 
+    def _biased(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        if not len(self._bias_ids):
+            return logits
+        logits = logits.copy()
+        logits[self._bias_ids] += self._bias
+        return logits
+
     def _candidates(
         self,
         logits: npt.NDArray[np.float32],
@@ -143,9 +158,9 @@ class Sampler:
         largest: float,
     ) -> Candidates:
         changed = mask is not None or len(self._bias_ids) > 0 or len(banned) > 0
-        if len(self._bias_ids) or len(banned):
+        logits = self._biased(logits)
+        if len(banned):
             logits = logits.copy()
-            logits[self._bias_ids] += self._bias
             logits[list(banned)] = -np.inf
         c = Candidates(None, logits) if mask is None else allowed_only(logits, mask)
         if changed:
@@ -158,6 +173,8 @@ class Sampler:
         for step in self._steps:
             c = step(c)
         best = int(c.logits.argmax())
+        if not self.params.n_probs:
+            return c.token(best), c
         return c.token(best), c.take(np.array([best]), descending=True)
 
     def _sample_random(self, c: Candidates) -> tuple[int, Candidates]:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from ikcli.native.kernel_cache import KernelKey, native_function, shared_library
 from ikcli.sampling.candidates import Candidates
 from ikcli.sampling.dry import dry_active
 from ikcli.sampling.filters import COLDEST
@@ -28,12 +32,25 @@ class ShortChain:
 
     def __init__(self, k: int, steps: Sequence[tuple[str, float]], min_keep: int) -> None:
         self._k, self._steps, self._min_keep = k, tuple(steps), min_keep
+        self._ids, self._values = np.empty(k, np.int64), np.empty(k, np.float32)
+        self._at = _address(self._ids), _address(self._values)
+        self._top_k = top_k_function()
 
     def sample(self, c: Candidates, rng: np.random.Generator) -> int:
-        """Draw a token."""
+        """Draw a token; there is one that can be drawn."""
         best = c.head(self._k)
         assert best.ids is not None
-        logits: list[float] = best.logits.tolist()
+        return int(best.ids[self._draw(best.logits.tolist(), rng)])
+
+    def sample_all(self, logits: npt.NDArray[np.float32], rng: np.random.Generator) -> int:
+        """Draw from a whole vocabulary; -1 if it holds NaN or +Inf, or nothing but -Inf."""
+        n = self._top_k(_address(logits), len(logits), self._k, *self._at)
+        if n <= 0 or self._values[0] == math.inf:
+            return -1
+        return int(self._ids[self._draw(self._values[:n].tolist(), rng)])
+
+    def _draw(self, logits: list[float], rng: np.random.Generator) -> int:
+        """Index into logits that are in descending order."""
         largest = logits[0]
         # Relative to the best one. Filters only cut the end, so that it stays the first.
         logits = [x - largest for x in logits]
@@ -46,7 +63,7 @@ class ShortChain:
         sums = list(accumulate(map(math.exp, logits)))
         at = bisect_right(sums, rng.random() * sums[-1])
         # A product that rounds up to the total would fall off the end.
-        return int(best.ids[min(at, len(sums) - 1)])
+        return min(at, len(sums) - 1)
 
     @staticmethod
     def _top_p(logits: list[float], p: float) -> int:
@@ -58,6 +75,20 @@ class ShortChain:
             if total >= bound:
                 return n
         return len(weights)
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    """Where the numbers are (less work than `ctypes.data`)."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+@cache
+def top_k_function() -> Callable[..., int]:
+    """The kernel of native/top_k.py; compiled at first use, and then for ever."""
+    key = KernelKey("ikcli.native.top_k", "make_top_k")
+    shared_library().require([key])
+    return native_function(shared_library()[key], 5, keep_gil=True)
 
 
 def _negative(x: float) -> float:

@@ -18,6 +18,7 @@ from ikcli.tokenizer.vocab import Attr, SpecialIds, Vocab, load_vocab, special_t
 
 _C_SPACE = " \t\n\v\f\r"
 _ESCAPED_SPACE = "\u2581"
+_HIDDEN = int(Attr.UNKNOWN | Attr.CONTROL)
 
 
 class Tokenizer:
@@ -138,7 +139,7 @@ class Tokenizer:
         """Bytes that a token stands for; empty for control and unknown tokens unless `special`."""
         if not 0 <= token < len(self.vocab.tokens):
             raise IkError(f"{self.vocab.source}: token id {token} is outside the vocabulary of {self.n_vocab} tokens")
-        if not special and self.vocab.attrs[token] & (Attr.UNKNOWN | Attr.CONTROL):
+        if not special and self.vocab.attrs[token] & _HIDDEN:
             return b""
         piece = self._pieces.get(token)
         if piece is None:

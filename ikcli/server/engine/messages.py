@@ -1,10 +1,13 @@
-"""What the HTTP side and the engine say to each other: a request goes in, events come out until a final one."""
+"""What the HTTP side and the engine say to each other: a request goes in, events come out until a final one.
+
+What is made for every token is a NamedTuple, which takes a fraction of the time of a frozen dataclass.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -73,17 +76,15 @@ class Candidate:
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class TokenInfo:
-    """A generated token; `top` are the `n_probs` most likely ones, best first."""
+class TokenInfo(NamedTuple):
+    """A generated token; `top` are the `n_probs` most likely ones, best first. Without `n_probs` logprob is NaN."""
 
     id: int
     logprob: float
     top: tuple[Candidate, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
+class Timings(NamedTuple):
     """Milliseconds and counts of one request; `cache_n` prompt tokens were not computed again."""
 
     cache_n: int = 0
@@ -107,8 +108,7 @@ class PromptProgress:
     time_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """Text that is certain to be output (no half characters, no possible start of a stop text), and its tokens."""
 
     text: str

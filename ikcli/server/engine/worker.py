@@ -20,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.engine.batch import Batch
-from ikcli.engine.kv_rows import copy_rows, export_rows, import_rows
 from ikcli.engine.devices import available_memory
+from ikcli.engine.kv_rows import copy_rows, export_rows, import_rows
 from ikcli.engine.session import Session
 from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.sampling.candidates import NoTokenError
 from ikcli.sampling.sampler import token_logprobs
+from ikcli.sampling.short import top_k_function
 from ikcli.sampling.vocab import SamplerVocab
 from ikcli.server.engine import slot_file
 from ikcli.server.engine.generation import Generation, Setting, as_info
@@ -69,6 +70,7 @@ class Worker:
         hp = session.model.hp
         n_ctx = min(session.n_ctx_seq, hp.n_ctx_train)
         self.model: ModelInfo = model_info(session, n_ctx)
+        top_k_function()  # compiled now, and not when the first request comes
         vocab = SamplerVocab.from_tokenizer(self.tokenizer, session.n_vocab)
         self._setting = Setting(n_ctx, hp.n_ctx_train, self.config.context_shift, self.tokenizer, vocab)
         self.slots = [Slot(i, n_ctx) for i in range(session.n_seq_max)]
@@ -199,7 +201,7 @@ class Worker:
         self._speculator.close()
 
     def _send(self, task: Task, event: Event) -> None:
-        """Deliver an event before the next computation: listeners then run beside it, not between two tokens."""
+        """Deliver an event when the next computation starts: listeners then run beside it, not between two tokens."""
         self._outbox.append((task, event))
 
     def _deliver(self) -> None:
@@ -217,6 +219,8 @@ class Worker:
     # --- giving requests to slots -----------------------------------------------------------------------------------
     def _launch(self) -> None:
         """Start queued requests in order of arrival; one that waits for a certain slot lets others pass."""
+        if not self._queue:
+            return
         waiting: deque[Task] = deque()
         free = {s.id for s in self.slots if s.state == IDLE} - {a.id_slot for a in self._actions}
         while self._queue and free:
@@ -310,10 +314,13 @@ class Worker:
             return
         if self._speculator:
             self._speculator.propose(ready)
-        batch = _batch(ready)
-        self._deliver()
         try:
-            logits = self.session.step(batch)
+            if any(s.draft for s in ready):
+                batch = _batch(ready)
+                self._deliver()
+                logits = self.session.step(batch)
+            else:
+                logits = self.session.step_each(*_next_tokens(ready), self._deliver)
         except Exception as e:
             self._compute_alone(ready, e)
             return
@@ -324,8 +331,6 @@ class Worker:
             stop = at + 1 + len(s.draft)
             self._guarded(s, partial(self._advance, s, logits[at:stop], sums[at:stop]))
             at = stop
-        if len(ready) == 1:  # nothing else happens between two tokens
-            self._deliver()
 
     def _compute_alone(self, slots: Sequence[Slot], error: Exception) -> None:
         """After a failure: every slot by itself, so that only the guilty one suffers."""
@@ -503,6 +508,11 @@ class Worker:
         self._log("INFO", f"slot_{action.action}", "slot action done",
                   {"id_slot": slot.id, "n_tokens": n_tokens, "n_bytes": n_bytes, "ms": round(ms, 2)})  # fmt: skip
         return SlotActionResult(slot.id, n_tokens, n_bytes, ms)
+
+
+def _next_tokens(slots: Sequence[Slot]) -> tuple[list[int], list[int], list[int]]:
+    """Tokens, positions and sequences."""
+    return [s.last for s in slots], [s.n_past for s in slots], [s.id for s in slots]
 
 
 def _batch(slots: Sequence[Slot]) -> Batch:

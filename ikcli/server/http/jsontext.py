@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from json.encoder import encode_basestring
 from typing import Any
 
 MAX_DEPTH = 512
@@ -22,6 +23,11 @@ def dump(value: Any) -> str:
 def dump_bytes(value: Any) -> bytes:
     """Compact JSON in UTF-8; what UTF-8 cannot hold becomes `?`."""
     return dump(value).encode("utf-8", "replace")
+
+
+def quote(text: str) -> str:
+    """A JSON string."""
+    return encode_basestring(text)
 
 
 def parse(data: bytes) -> Any:

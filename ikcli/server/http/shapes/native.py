@@ -8,6 +8,7 @@ from typing import Any
 from ikcli.server.engine.messages import Delta, Final, PromptProgress
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
+from ikcli.server.http.jsontext import quote
 from ikcli.server.http.params import Options
 from ikcli.server.http.shapes.common import Naming, Probabilities, n_prompt, progress_json, timings_json
 
@@ -28,6 +29,7 @@ class NativeShape:
         self._probabilities = probabilities
         self._prompts = prompts
         self._settings = settings
+        self._plain = probabilities is None and not options.timings_per_token
 
     def begin(self) -> bytes:
         return b""
@@ -40,6 +42,14 @@ class NativeShape:
         return sse.data({**out, "tokens_evaluated": event.total, "prompt_progress": progress_json(event)})
 
     def delta(self, index: int, event: Delta) -> bytes:
+        if self._plain:  # the same text as below, for the many
+            ids = ",".join([str(token.id) for token in event.tokens])
+            text = (
+                f'data: {{"index":{index},"content":{quote(event.text)},"tokens":[{ids}],"stop":false,'
+                f'"id_slot":{event.id_slot},"tokens_predicted":{event.timings.predicted_n},'
+                f'"tokens_evaluated":{n_prompt(event.timings)},"multimodal":false}}\n\n'
+            )
+            return text.encode("utf-8", "replace")
         out: dict[str, Any] = {
             "index": index,
             "content": event.text,

@@ -30,13 +30,11 @@ tool = _tool()
 
 
 def _missing() -> str | None:
-    for name in ("nvrtc", "nvjitlink"):
-        try:
-            getattr(
-                importlib.import_module(f"cuda.bindings.{name}"), "nvrtcVersion" if name == "nvrtc" else "version"
-            )()
-        except (ImportError, RuntimeError) as e:
-            return f"{name} is needed to compile PTX: {e}"
+    try:
+        importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
+        tool.ptxas()
+    except (ImportError, RuntimeError, tool.BuildError) as e:
+        return f"the compiler of GPU kernels is not installed: {e}"
     return None
 
 

@@ -1,9 +1,9 @@
 """Compile the GPU kernels: ikcli/backends/cuda/kernels/*.cu -> ikcli/backends/cuda/ptx/.
 
 NVRTC turns every file into PTX for compute capability 8.0; its `.version` line is lowered so that older drivers take
-it. nvJitLink then assembles exactly that text for every GPU generation, and the build fails on spilled registers, on
-more registers than a block can have, or on a kernel without __launch_bounds__. Files whose sources did not change are
-kept.
+it. ptxas then assembles exactly that text for every GPU generation, as a driver would, and the build fails on spilled
+registers, on more registers than a block can have, or on a kernel without __launch_bounds__. Files whose sources did
+not change are kept.
 
     python tools/build_ptx.py              write what changed
     python tools/build_ptx.py --check F..  compile and assemble only, print registers by target (all files if none)
@@ -15,11 +15,15 @@ import argparse
 import hashlib
 import json
 import lzma
+import os
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,7 @@ TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 SHARED_LIMIT = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376}
 PTX_VERSION = "7.4"  # the first with L2 prefetch and no_allocate hints; CUDA 11.4 and every later driver take it
 NVRTC = (13, 0)
+ASSEMBLER = "13.0.88"  # version of nvidia-cuda-nvcc, which has ptxas
 OPTIONS = ("--gpu-architecture=compute_80", "--std=c++17")
 COMMAND = "python tools/build_ptx.py"
 _TYPES = {"u64": "q", "s64": "q", "b64": "q", "u32": "i", "s32": "i", "b32": "i", "f32": "f"}
@@ -76,7 +81,7 @@ def sources(path: Path) -> list[Path]:
 
 def digest(path: Path) -> str:
     """SHA-256 of everything the PTX of a file depends on."""
-    h = hashlib.sha256(repr((OPTIONS, PTX_VERSION, NVRTC)).encode())
+    h = hashlib.sha256(repr((OPTIONS, PTX_VERSION, NVRTC, ASSEMBLER)).encode())
     for file in sources(path):
         h.update(file.name.encode() + b"\0" + file.read_bytes())
     return h.hexdigest()
@@ -122,38 +127,42 @@ def entries(ptx: str) -> dict[str, tuple[str, int]]:
     return found
 
 
+def ptxas() -> Path:
+    """The assembler of the package that the dev extra pins; raises BuildError."""
+    try:
+        package = metadata.distribution("nvidia-cuda-nvcc")
+    except metadata.PackageNotFoundError as e:
+        raise BuildError("ptxas is needed: pip install -e '.[dev]'") from e
+    found = next((file for file in package.files or () if file.name == "ptxas"), None)
+    if found is None or package.version != ASSEMBLER:
+        raise BuildError(f"ptxas of nvidia-cuda-nvcc {ASSEMBLER} is needed: pip install -e '.[dev]'")
+    return Path(str(package.locate_file(found)))
+
+
 def assemble(ptx: str, target: str) -> dict[str, Usage]:
     """Assemble PTX for one target; results are cached by the text. Raises BuildError."""
-    from cuda.bindings import nvjitlink
-
-    key = hashlib.sha256(f"{nvjitlink.version()} {target} {ptx}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{ASSEMBLER} {target} {ptx}".encode()).hexdigest()[:32]
     cached = cache_root() / "ptx-usage" / f"{key}.json"
     try:
         return {name: Usage(*numbers) for name, numbers in json.loads(cached.read_text()).items()}
     except (OSError, ValueError, TypeError):
         pass
-    handle = nvjitlink.create(3, [f"-arch={target}", "-verbose", "-Xptxas=-v"])
-    try:
-        data = ptx.encode()
-        try:
-            nvjitlink.add_data(handle, nvjitlink.InputType.PTX, data, len(data), "kernels.ptx")
-            nvjitlink.complete(handle)
-        except nvjitlink.nvJitLinkError as e:
-            log = bytearray(nvjitlink.get_error_log_size(handle))
-            nvjitlink.get_error_log(handle, log)
-            raise BuildError(f"PTX does not assemble for {target}: {log.decode(errors='replace')}") from e
-        log = bytearray(nvjitlink.get_info_log_size(handle))
-        nvjitlink.get_info_log(handle, log)
-    finally:
-        nvjitlink.destroy(handle)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernels.ptx"
+        source.write_text(ptx)
+        command = [str(ptxas()), f"-arch={target}", "-v", str(source), "-o", str(Path(folder) / "kernels.cubin")]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise BuildError(f"PTX does not assemble for {target}: {result.stderr[:4000]}")
+    log = result.stderr
     usage = {}
-    for name, stack, stores, loads, registers, rest in _USED.findall(log.decode(errors="replace")):
+    for name, stack, stores, loads, registers, rest in _USED.findall(log):
         shared = re.search(r"(\d+) bytes smem", rest)
         usage[name] = Usage(int(registers), int(stores) + int(loads), int(stack), int(shared[1]) if shared else 0)
     if set(usage) != set(entries(ptx)):
         raise BuildError(f"the assembler's report for {target} lacks {sorted(set(entries(ptx)) - set(usage))}")
     cached.parent.mkdir(parents=True, exist_ok=True)
-    part = cached.with_suffix(f".{hash(handle) & 0xFFFF}.part")
+    part = cached.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps({n: (u.registers, u.spills, u.stack, u.shared) for n, u in usage.items()}))
     part.replace(cached)
     return usage

@@ -272,3 +272,24 @@ def test_kernels_by_bucket() -> None:
         products = [r for r in run.program.launches(Counts(n, 1, n)) if r.kernel[:3] in ("mv_", "mm_")]
         assert [r.kernel for r in products] == ["mv_q4_K" if n <= MV_ROWS else "mm_q4_K"]
         assert products[0].grid[1] == (1 if n <= MV_ROWS else -(-n // 64))
+
+
+@pytest.mark.parametrize("type_", names([T.Q4_K, T.Q8_0, T.F16, T.F32]))
+def test_few_tiles_are_divided_by_columns(type_: T) -> None:
+    """Parts of the columns side by side where a matrix would leave most of a device idle, none where it is large."""
+    for k, heads, n in ((1280, 1, 9), (1280, 1, 70), (512, 3, 20), (256, 1, 11)):
+        run = ProductRun()
+        w = run.tensor("w", type_, (k, 70, heads))
+        x = activations(n, k * heads)
+        (found,) = run.run(run.graph.mul_mat_heads(w, HeadSlice(run.input("x", x), 0, k, k), "y"))
+        for h in range(heads):
+            check(found[:, 70 * h : 70 * h + 70], run.weights["w"][h], x[:, k * h : k * h + k], type_)
+        kernels = {launch.kernel: launch for launch in run.launched}
+        step = 32 if is_float(type_) else 128
+        assert kernels[f"mm_{device_format(type_).name}"].grid[2] == heads * k // step
+        assert "weights_add_parts" in kernels
+    run = ProductRun(spare=3000)
+    w = run.tensor("w", T.Q8_0, (64, 64 * 20))
+    run.run(run.graph.mul_mat(w, run.input("x", activations(10, 64)), "y"))
+    launches = {r.kernel: r for r in run.program.launches(Counts(3000, 1, 3000))}
+    assert launches["mm_q8_0"].grid == (20, 47, 1) and "weights_add_parts" not in launches

@@ -28,6 +28,7 @@ MM_CODES = 4 * MM_TILE * 144  # bytes of two stages of both tiles of codes
 MM_FLOAT = 4 * 4 * MM_TILE * 36  # weights_float.cu
 FEW_PER_EXPERT = 4  # rows per expert up to which `mv_*` reads fewer bytes per result than `mm_*` needs time
 WARPS_PER_SM = 16  # that should have work in a product of one row
+BLOCKS_PER_SM = 3  # of `mm_*` fit on an SM
 
 # (two scales per 32 columns, minima): what a tile of weights has beside codes.
 _HALVES = frozenset(
@@ -150,9 +151,30 @@ def _dense(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int) -> No
                  *m.args(low, 0), a.at, a.row, a.head, *out, *tail, np.int32(bits), *_NO_MORE * 2,
                  when=Few(rows))  # fmt: skip
     if many:
-        low.emit(f"mm_{m.fmt.name}", lambda c: (-(-w.ne1 // MM_TILE), -(-c.rows(rows) // MM_TILE), heads), MM_THREADS,
-                 shared_bytes(m.fmt), low.state, *low.row_args(rows), *m.args(low), a.at, a.row, a.head, *out, *tail,
-                 when=_not(Few(rows)))  # fmt: skip
+        _tiles(low, node, m, (a.at, a.row, a.head, *out, *tail))
+
+
+def _tiles(low: Lowering, node: Node, m: Matrices, args: tuple[Arg, ...]) -> None:
+    """`mm_*` of all rows, and the sum of parts where the tiles alone would not fill the device."""
+    rows, row_tiles = node.rows, -(-m.w.ne1 // MM_TILE)
+    most, n_steps = BLOCKS_PER_SM * low.device.n_sm, -(-m.w.ne0 // (32 if m.fmt.columns == 1 else 128))
+
+    def parts(c: Counts) -> int:
+        return max(1, min(n_steps, most // (row_tiles * -(-c.rows(rows) // MM_TILE) * m.count)))
+
+    def divided(c: Counts) -> bool:
+        return not Few(rows)(c) and parts(c) > 1
+
+    can_divide = 2 * row_tiles * m.count <= most and n_steps > 1
+    n_sums = min(most * MM_TILE * MM_TILE, n_steps * low.rows(rows) * node.cols)
+    sums: Arg = low.buffer(4 * n_sums) if can_divide else 0
+    low.emit(f"mm_{m.fmt.name}", lambda c: (row_tiles, -(-c.rows(rows) // MM_TILE), m.count * parts(c)), MM_THREADS,
+             shared_bytes(m.fmt), low.state, *low.row_args(rows), *m.args(low), *args, lambda c: np.int32(parts(c)),
+             sums, lambda c: c.rows(rows) * node.cols, when=_not(Few(rows)))  # fmt: skip
+    if can_divide:
+        low.emit("weights_add_parts", lambda c: (c.rows(rows), -(-node.cols // 256), 1), 256, 0, low.state,
+                 *low.row_args(rows), sums, lambda c: np.int32(parts(c)), lambda c: c.rows(rows) * node.cols,
+                 low.out(node), np.int32(node.cols), when=divided)  # fmt: skip
 
 
 def pairs_of(n_rows: int) -> int:
@@ -270,7 +292,7 @@ class ByExpert:
         if self.has_many:
             low.emit(f"mm_{m.fmt.name}", lambda c: (-(-w.ne1 // MM_TILE), max_tiles(c.rows(rows), self.n_expert, 1), 1),
                      MM_THREADS, shared_bytes(m.fmt), low.state, *low.row_args(rows), *m.args(low),
-                     *self._tail(a, w, out, 1), when=_not(self.few))  # fmt: skip
+                     *self._tail(a, w, out, 1), np.int32(1), 0, 0, when=_not(self.few))  # fmt: skip
 
 
 @rule

@@ -37,7 +37,7 @@ DI void float_matvec(const i64* st, int symbol, int factor, const u8* w, const u
                      int n_rows, int k, const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles,
                      const int* n_tiles, const int* order, int divisor, int split, const More& one, const More& two) {
   IK_SHARED(float, sums, MV_SUMS)
-  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MV_ROWS);
+  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MV_ROWS, blockIdx.z);
   if (!span.rows) return;
   const Team team = team_of(pick_matrix(one, two, 2 - split, w, n_rows, y, y_row), split);
   const int item = team.item;
@@ -54,11 +54,21 @@ DI void float_matvec(const i64* st, int symbol, int factor, const u8* w, const u
     acc_a[t] = acc_b[t] = 0.f;
   }
   const int n = (k + W::N - 1) / W::N;
-  if (active)
-    for (int i = team.part * 32 + team.lane; i < n; i += split > 0 ? 32 << split : team.width) {
+  const int first = team.part * 32 + team.lane, step = split > 0 ? 32 << split : team.width;
+  if (active) {
+    uint4 raw_a = make_uint4(0, 0, 0, 0), raw_b = raw_a;
+    if (first < n) {
+      raw_a = ldg16(a + 16 * first);
+      raw_b = ldg16(b + 16 * first);
+    }
+    for (int i = first; i < n; i += step) {
       float va[W::N], vb[W::N];
-      W::values(va, ldg16(a + 16 * i));
-      W::values(vb, ldg16(b + 16 * i));
+      W::values(va, raw_a);
+      W::values(vb, raw_b);
+      if (i + step < n) {
+        raw_a = ldg16(a + 16 * (i + step));
+        raw_b = ldg16(b + 16 * (i + step));
+      }
 #pragma unroll
       for (int t = 0; t < MV_ROWS; t++)
         if (t < span.rows) {
@@ -73,6 +83,7 @@ DI void float_matvec(const i64* st, int symbol, int factor, const u8* w, const u
           }
         }
     }
+  }
   store_sums(sums, span, acc_a, acc_b, team, split, active, row_a, row_b, gate != nullptr, y + blockIdx.z * y_head, y_row);
 }
 
@@ -106,15 +117,16 @@ DI void split_tf32(u32 (&v)[4], u32 (&low)[4]) {
 template <class W>
 DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, i64 matrix_bytes, int n_rows, int k,
                    const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles, const int* n_tiles,
-                   const int* order, int divisor) {
+                   const int* order, int divisor, const Parts& parts) {
   SMEM_DECL
-  const Span span = span_of(st, symbol, factor, tiles, n_tiles, 64);
+  const Share share = share_of(parts, (k + 31) / 32);
+  const Span span = span_of(st, symbol, factor, tiles, n_tiles, 64, share.head);
   if (!span.rows) return;
   u32* const w_tile = (u32*)smem_raw;            // [2][64][FM_STRIDE]
   u32* const x_tile = w_tile + 2 * FM_TILE;      // [2][64][FM_STRIDE]
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const bool whole = whole_rows(x, x_row, x_head, k);
-  x += blockIdx.z * x_head;
+  x += share.head * x_head;
   const int row = tid >> 1, half = 16 * (tid & 1);  // half a row of 32 columns of each tile
   const int my_row = (int)blockIdx.x * 64 + row;
   const u8* const w_at = my_row < n_rows ? w + span.matrix * matrix_bytes + my_row * row_bytes : nullptr;
@@ -191,16 +203,16 @@ DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_b
     }
   };
 
-  const int n_steps = (k + 31) / 32;
-  fetch(0);
+  fetch(share.from);
   store(0);
-  for (int step = 0; step < n_steps; step++) {
+  for (int step = share.from; step < share.to; step++) {
+    const int stage = step - share.from & 1;
     __syncthreads();  // this stage is there; nobody reads the other one any more
-    if (step + 1 < n_steps) fetch(step + 1);
-    multiply(step & 1);
-    if (step + 1 < n_steps) store(step + 1 & 1);
+    if (step + 1 < share.to) fetch(step + 1);
+    multiply(stage);
+    if (step + 1 < share.to) store(stage ^ 1);
   }
-  float* const out = y + (i64)span.first * y_row + blockIdx.z * y_head;
+  float* const out = share.out(parts, y) + (i64)span.first * y_row + share.head * y_head;
 #pragma unroll
   for (int m = 0; m < 2; m++)
 #pragma unroll
@@ -220,10 +232,21 @@ DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_b
   }                                                                                                                           \
   IK_KERNEL(4) mm_##NAME(IK_MM_PARAMETERS) {                                                                                  \
     float_gemm<FORMAT>(st, symbol, factor, w, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head, tiles, \
-                       n_tiles, order, divisor);                                                                              \
+                       n_tiles, order, divisor, {n_parts, parts, part_stride});                                               \
   }                                                                                                                           \
   IK_KERNEL(8) embed_##NAME(IK_EMBED_PARAMETERS) { float_embed<FORMAT>(st, w, row_bytes, nb, y); }
 
 IK_FLOAT_KERNELS(f32, F32)
 IK_FLOAT_KERNELS(f16, Half<false>)
 IK_FLOAT_KERNELS(bf16, Half<true>)
+
+// y[row][c] = sum over parts of parts[.][row][c], in order: what several blocks of one tile left. grid (rows, columns / 256)
+extern "C" __global__ void __launch_bounds__(256)
+    weights_add_parts(const i64* st, int symbol, int factor, const float* parts, int n, i64 stride, float* y, int cols) {
+  const i64 row = blockIdx.x;
+  const int c = (int)blockIdx.y * 256 + threadIdx.x;
+  if (row >= step_rows(st, symbol, factor) || c >= cols) return;
+  float sum = parts[row * cols + c];
+  for (int p = 1; p < n; p++) sum += parts[p * stride + row * cols + c];
+  y[row * cols + c] = sum;
+}

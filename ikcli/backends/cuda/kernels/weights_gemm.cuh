@@ -13,6 +13,20 @@ constexpr int MM_CODES = MM_M * MM_STRIDE, MM_SCALES = MM_KB * MM_M;  // bytes, 
 constexpr int MM_ZERO = 0x4b400000;
 DI float sum_of(int disguised) { return __int_as_float(disguised) - 12582912.f; }
 
+// Products with few tiles: `n` blocks share one, each a part of the columns; weights_add_parts adds what they leave in `sums`,
+// `stride` floats apart. n = 1: no parts.
+struct Parts { int n; float* sums; i64 stride; };
+struct Share {
+  int part, head, from, to;  // steps from .. to - 1 of the columns
+  __device__ __forceinline__ float* out(const Parts& parts, float* y) const {
+    return parts.n > 1 ? parts.sums + part * parts.stride : y;
+  }
+};
+DI Share share_of(const Parts& parts, int n_steps) {
+  const int z = (int)blockIdx.z, head = z / parts.n, part = z - head * parts.n;
+  return {part, head, n_steps * part / parts.n, n_steps * (part + 1) / parts.n};
+}
+
 template <class W> struct GemmShared {
   static constexpr int KINDS = (W::HALVES ? 2 : 1) * (W::MINIMA ? 2 : 1);  // s0 [s1] [m0 [m1]] of a weight row
   static constexpr int MORE = W::MINIMA ? 1 : 0;                            // beside d: s, or sums of halves
@@ -22,17 +36,18 @@ template <class W> struct GemmShared {
 template <class W>
 DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, i64 matrix_bytes, int n_rows, int nb,
              const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles, const int* n_tiles,
-             const int* order, int divisor, const u8* table) {
+             const int* order, int divisor, const u8* table, const Parts& parts) {
   SMEM_DECL
   using S = GemmShared<W>;
-  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MM_N);
+  const Share share = share_of(parts, (nb + MM_KB - 1) / MM_KB);
+  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MM_N, share.head);
   if (!span.rows) return;
   u8* const w_codes = smem_raw;                                     // [2][MM_M][MM_STRIDE]
   u8* const x_codes = smem_raw + 2 * MM_CODES;                      // [2][MM_N][MM_STRIDE]
   float* const w_scales = (float*)(smem_raw + 4 * MM_CODES);        // [2][KINDS][MM_KB][MM_M]
   float* const x_scales = w_scales + 2 * S::KINDS * MM_SCALES;      // [2][1 + MORE][MM_KB][MM_N]
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  x += blockIdx.z * x_head;
+  x += share.head * x_head;
 
   // What this thread fetches: weight blocks 2 * (tid & 1) + {0, 1} of row tid / 2; 16 bytes of four activation rows; scales.
   const int my_row = (int)blockIdx.x * MM_M + (tid >> 1), my_block = 2 * (tid & 1);
@@ -164,23 +179,22 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
     }
   };
 
-  const int n_steps = (nb + MM_KB - 1) / MM_KB;
-  fetch_activations(0, 0);
-  fetch_weights(0);
-  store_weights(0, 0);
-  for (int step = 0; step < n_steps; step++) {
-    const int stage = step & 1;
+  fetch_activations(share.from, 0);
+  fetch_weights(share.from);
+  store_weights(share.from, 0);
+  for (int step = share.from; step < share.to; step++) {
+    const int stage = step - share.from & 1;
     cp_wait<0>();
     __syncthreads();  // this stage is there; nobody reads the other one any more
-    if (step + 1 < n_steps) {
+    if (step + 1 < share.to) {
       fetch_activations(step + 1, stage ^ 1);
       fetch_weights(step + 1);
     }
     multiply(stage);
-    if (step + 1 < n_steps) store_weights(step + 1, stage ^ 1);
+    if (step + 1 < share.to) store_weights(step + 1, stage ^ 1);
   }
 
-  float* const out = y + (i64)span.first * y_row + blockIdx.z * y_head;
+  float* const out = share.out(parts, y) + (i64)span.first * y_row + share.head * y_head;
 #pragma unroll
   for (int m = 0; m < 2; m++)
 #pragma unroll
@@ -201,7 +215,7 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
 #define IK_MM_PARAMETERS                                                                                                      \
   const i64 *st, int symbol, int factor, const u8 *w, i64 row_bytes, i64 matrix_bytes, int n_rows, int nb, const u8 *x,       \
       i64 x_row, i64 x_head, float *y, i64 y_row, i64 y_head, const int *tiles, const int *n_tiles, const int *order,         \
-      int divisor, const u8 *table
+      int divisor, const u8 *table, int n_parts, float *parts, i64 part_stride
 #define IK_EMBED_PARAMETERS const i64 *st, const u8 *w, i64 row_bytes, int nb, float *y, const u8 *table
 #define IK_KERNEL(BLOCKS) extern "C" __global__ void __launch_bounds__(128, BLOCKS)  // blocks per SM: limits registers
 
@@ -212,6 +226,6 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
   }                                                                                                                           \
   IK_KERNEL(3) mm_##NAME(IK_MM_PARAMETERS) {                                                                                  \
     gemm<FORMAT>(st, symbol, factor, w, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head, tiles,       \
-                 n_tiles, order, divisor, table);                                                                             \
+                 n_tiles, order, divisor, table, {n_parts, parts, part_stride});                                              \
   }                                                                                                                           \
   IK_KERNEL(8) embed_##NAME(IK_EMBED_PARAMETERS) { embed_row<FORMAT>(st, w, row_bytes, nb, y, table); }

@@ -11,14 +11,14 @@ static_assert(MV_THREADS / 32 == 4, "shifts by 2 - split");
 
 // Where the work of a block lies: rows of activations (or of a tile of the plan of `moe_sort`), and which matrix.
 struct Span { int first, rows, matrix; };
-DI Span span_of(const i64* st, int symbol, int factor, const int* tiles, const int* n_tiles, int most) {
+DI Span span_of(const i64* st, int symbol, int factor, const int* tiles, const int* n_tiles, int most, int z) {
   if (tiles) {
     if ((int)blockIdx.y >= *n_tiles) return {0, 0, 0};
     const int4 tile = ((const int4*)tiles)[blockIdx.y];
     return {tile.y, tile.z, tile.x};
   }
   const i64 first = (i64)most * blockIdx.y, left = step_rows(st, symbol, factor) - first;
-  return {(int)first, left > most ? most : left > 0 ? (int)left : 0, (int)blockIdx.z};
+  return {(int)first, left > most ? most : left > 0 ? (int)left : 0, z};
 }
 // Activation row of result row p: with `order` (pairs of the plan) that of the token, else p itself.
 DI int source_row(const int* order, int divisor, int p) { return order ? order[2 * p] / divisor : p; }
@@ -106,7 +106,7 @@ DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gat
                int nb, const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles,
                const int* n_tiles, const int* order, int divisor, const u8* table, int split, const More& one, const More& two) {
   IK_SHARED(float, sums, MV_SUMS)
-  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MV_ROWS);
+  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MV_ROWS, blockIdx.z);
   if (!span.rows) return;
   const Team team = team_of(pick_matrix(one, two, 2 - split, w, n_rows, y, y_row), split);
   const int item = team.item;

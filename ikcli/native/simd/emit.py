@@ -27,6 +27,7 @@ I64, I32, F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
 class Emitter:
     def __init__(self, builder):
         self.b = builder
+        self.memo = {}  # values computed once per step, for formats that would compute them again for every 64 columns
 
     def features(self):
         """Instruction set features of the target."""

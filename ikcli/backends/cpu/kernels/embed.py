@@ -3,6 +3,7 @@
 import numpy as np
 
 from ikcli.backends.cpu.kernels.common import TOKENS, n_rows, state_word, word
+from ikcli.backends.cpu.kernels.format_api import unpack_few
 from ikcli.backends.cpu.kernels.formats import FORMATS
 from ikcli.backends.cpu.tile_modes import LAYOUT, MODES
 from ikcli.native.jit import inline
@@ -23,7 +24,7 @@ def _float_row(type_name):
 
 
 def _integer_row(type_name):
-    _, _, unpack = FORMATS[type_name]
+    unpack = unpack_few(FORMATS[type_name])
     mode = MODES[type_name]
     header, block_bytes = LAYOUT[mode]
     halves = 2 if mode.endswith("16") else 1

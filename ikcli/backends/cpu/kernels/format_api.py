@@ -1,38 +1,72 @@
-"""From format descriptions to the entries of `formats.FORMATS`."""
+"""What kernels do with weight rows, for every format: few products, one row or sixteen to a tile.
 
-from ikcli.backends.cpu.kernels.groupformat import group_dot, unpack_group
-from ikcli.backends.cpu.kernels.rowformat import row_dot, row_dots, unpack_row
+A group is the rows stored together (`fmt.rows`): 1, or 4, 8, 16 for the interleaved types. `w` is the address of a
+group, `k` the number of columns. Tile modes and layout: `tile_modes.py`. Activation rows: `activations.py`.
+"""
+
+from ikcli.backends.cpu.kernels.group_dot import group_dot
+from ikcli.backends.cpu.kernels.groupformat import GroupFormat, unpack_group
+from ikcli.backends.cpu.kernels.row_dot import row_dot
+from ikcli.backends.cpu.kernels.rowformat import unpack_row
 from ikcli.backends.cpu.kernels.unpack_tile import unpack_tile
+from ikcli.backends.cpu.tile_modes import MODES
+from ikcli.native import isa
 from ikcli.native.jit import inline
-from ikcli.native.simd.vec import st_f32
 
-_PLAIN = {}
-
-
-def plain_formats(*formats):
-    """name -> (rows, dot, unpack) for formats whose rows stand alone."""
-    _PLAIN.update({fmt.name: fmt for fmt in formats})
-    return {fmt.name: (1, _one_row(row_dot(fmt)), unpack_row(fmt)) for fmt in formats}
+_TILE_ROWS = 16
 
 
-def _one_row(dot_row):
+def few_dots(fmt):
+    """dots(w, a, a_stride, m, k, out, out_stride): the rows of a group times m activation rows (strides in bytes).
+
+    A group is decoded once for several activation rows; each result is that of the row alone, bit for bit.
+    """
+    make = group_dot if isinstance(fmt, GroupFormat) else row_dot
+    dot1 = make(fmt, 1)
+    if not {"avx512vnni", "avxvnni"} & isa.current().features:
+        # dot products take most of the time there, and a lot of code
+
+        @inline
+        def one_by_one(w, a, a_stride, m, k, out, out_stride):
+            for t in range(m):
+                dot1(w, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride)
+
+        return one_by_one
+    dot4, dot2 = make(fmt, 4), make(fmt, 2)
+    most = 8 if fmt.rows == 1 and MODES[fmt.name].endswith("32") else 4  # whose sums fit into registers
+    dot_most = make(fmt, most)
+
     @inline
-    def dot(w, a, k, out):
-        st_f32(out, dot_row(w, a, k))
+    def dots(w, a, a_stride, m, k, out, out_stride):
+        while m >= most:
+            dot_most(w, a, a_stride, k, out, out_stride)
+            a, out, m = a + most * a_stride, out + most * out_stride, m - most
+        if m >= 4:
+            dot4(w, a, a_stride, k, out, out_stride)
+            a, out, m = a + 4 * a_stride, out + 4 * out_stride, m - 4
+        if m >= 2:
+            dot2(w, a, a_stride, k, out, out_stride)
+            a, out, m = a + 2 * a_stride, out + 2 * out_stride, m - 2
+        if m:
+            dot1(w, a, a_stride, k, out, out_stride)
 
-    return dot
+    return dots
 
 
-def several_dots(name):
-    """(dots4, dots2) of a plain format (see `row_dots`); None for other formats."""
-    return (row_dots(_PLAIN[name], 4), row_dots(_PLAIN[name], 2)) if name in _PLAIN else None
+def unpack_few(fmt):
+    """unpack(w, tile, r, k): lanes r .. r + rows - 1 of a tile from one group."""
+    return unpack_group(fmt) if isinstance(fmt, GroupFormat) else unpack_row(fmt)
 
 
-def tile_of_rows(name):
-    """unpack(w, row_bytes, n, tile, k) of a plain format (see `unpack_tile`); None for other formats."""
-    return unpack_tile(_PLAIN[name]) if name in _PLAIN else None
+def unpack_sixteen(fmt):
+    """unpack(w, row_bytes, n, tile, k): a whole tile; if n < 16, groups from the last one on are repeated."""
+    if not isinstance(fmt, GroupFormat):
+        return unpack_tile(fmt)
+    rows, unpack_rows = fmt.rows, unpack_group(fmt)
 
+    @inline
+    def unpack(w, row_bytes, n, tile, k):
+        for r in range(0, _TILE_ROWS, rows):
+            unpack_rows(w + min(r, n - rows) * row_bytes, tile, r, k)
 
-def group_formats(*formats):
-    """As plain_formats for row-interleaved formats."""
-    return {fmt.name: (fmt.rows, group_dot(fmt), unpack_group(fmt)) for fmt in formats}
+    return unpack

@@ -1,11 +1,4 @@
-"""Every weight format of the integer kernels, by ggml name: (rows, dot, unpack).
-
-`rows` is the number of rows stored together: 1, or 4, 8, 16 for the interleaved types. `w` is the address of such a
-group, `k` the number of columns.
-    dot(w, a, k, out)      out[0:rows] = the rows times one quantized activation row; None: go through a tile
-    unpack(w, tile, r, k)  writes rows r .. r+rows-1 of a 16-row tile
-Tile modes and layout: `tile_modes.py`. Activation rows: `activations.py`.
-"""
+"""Every weight format of the integer kernels, by ggml name; `format_api.py` makes their kernels."""
 
 from ikcli.backends.cpu.kernels.formats_iqk import FORMATS as _IQK
 from ikcli.backends.cpu.kernels.formats_iquants import FORMATS as _IQUANTS

@@ -4,47 +4,49 @@ A value is a table entry; one bit per sub-block selects a table shifted by a con
 `iqk_quantize.cpp` of ik_llama.cpp.
 """
 
-from ikcli.backends.cpu.kernels.format_api import plain_formats
-from ikcli.backends.cpu.kernels.formats_kquants import two_bits
-from ikcli.backends.cpu.kernels.rowformat import I32, RowFormat, indices, ir
-from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type
+from ikcli.backends.cpu.kernels.formats_kquants import raw_two_bits, two_bits
+from ikcli.backends.cpu.kernels.rowformat import I32, I64, RowFormat, by_name, indices, ir
+from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type, pointer
 from ikcli.quant.tables import IQ2_KL_VALUES, IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES, IQ6_VALUES
 
 _NIBBLES8 = [4 * i for i in range(8)]
 
 
 class _Base(RowFormat):
-    def __init__(self, name, n_bytes, header_bytes=0):
+    """`dot_codes` gives entries of the first table; bit i of `table_bits` says that block i uses the shifted one."""
+
+    def __init__(self, name, n_bytes, header_bytes=0, shift=0):
         self.name, self.block_bytes, self.step_bytes, self.header_bytes = name, n_bytes, n_bytes, header_bytes
+        self.shift = shift
+
+    def table_bits(self, e, w):
+        """16 bits for blocks of 16 columns, at the start of most types as `extra`."""
+        return e.b.load(pointer(e.b, e.offset(w, 2), ir.IntType(16)), align=1)
+
+    def shifted_blocks(self, e, w):
+        if self.shift:
+            bits = self.table_bits(e, w)
+            return e.b.bitcast(bits, ir.VectorType(ir.IntType(1), bits.type.width))
+
+    def codes(self, e, w, j):
+        codes = self.dot_codes(e, w, j)
+        if not self.shift:
+            return codes
+        on = self.shifted_blocks(e, w)
+        per = on.type.count // 4
+        lanes = e.pick(on, [per * j + i * per // 16 for i in range(16)])
+        add = e.b.select(lanes, e.ints([self.shift * 0x01010101] * 16, i32x16), e.zero(i32x16))
+        return e.b.add(codes, e.b.bitcast(add, llvm_type(i8x64)))
 
     def header(self, e, w):
         if self.header_bytes == 2:
             return e.half(w)
         return e.single(w) if self.header_bytes == 4 else None
 
-    def shifted(self, e, codes, bits, j, per_chunk, shift):
-        """codes + shift where the table bit of the column's sub-block is set; `bits` is an i32 of table bits."""
-        lanes = [j * per_chunk + i * per_chunk // 16 for i in range(16)]
-        on = e.all_and(e.lshr(e.splat_int(bits, i32x16), lanes), 1)
-        add = e.b.mul(on, e.ints([shift * 0x01010101] * 16, i32x16))
-        return e.b.add(codes, e.b.bitcast(add, llvm_type(i8x64)))
-
 
 def biased(table):
-    """Table values + 128, padded to 16 entries."""
-    values = [int(v) + 128 for v in table]
-    return values + [0] * (16 - len(values))
-
-
-def lookup32(e, table, low, high):
-    """Entry of a 32-value table; `high` is the mask of columns with bit 4 set."""
-    values = [int(v) + 128 for v in table]
-    return e.b.select(high, e.lookup16(values[16:], low), e.lookup16(values[:16], low))
-
-
-def is_set(e, v):
-    """Mask of non-zero bytes."""
-    return e.b.icmp_unsigned("!=", v, e.const64(0))
+    """Table values + 128."""
+    return [int(v) + 128 for v in table]
 
 
 def split_nibbles(e, address, j):
@@ -71,9 +73,8 @@ class IQ2K(_Base):
         m = e.b.sub(nibbles16(e, e.offset(w, 4)), e.ints([8] * 16, i32x16))
         return e.mul(e.ints_to_f32(m), e.splat(e.half(w), f32x16))
 
-    def codes(self, e, w, j):
-        codes = e.lookup16(biased(IQ2_VALUES[0]), two_bits(e, e.offset(w, 12), j))
-        return self.shifted(e, codes, e.word(e.offset(w, 2), 16), j, 4, 5)
+    def dot_codes(self, e, w, j):
+        return e.low_entry(biased(IQ2_VALUES[0]), 2, raw_two_bits(e, e.offset(w, 12), j))
 
 
 class IQ3K(_Base):
@@ -85,9 +86,9 @@ class IQ3K(_Base):
         factor = e.b.sub(e.ints([1] * 16, i32x16), e.b.shl(sign, e.ints([1] * 16, i32x16)))
         return e.mul(e.ints_to_f32(e.b.mul(odd, factor)), e.splat(e.half(w), f32x16))
 
-    def codes(self, e, w, j):
+    def dot_codes(self, e, w, j):
         q = e.b.or_(two_bits(e, e.offset(w, 14), j), e.shift_left(bit_plane(e, e.offset(w, 78), j), 2))
-        return self.shifted(e, e.lookup16(biased(IQ3_VALUES[0]), q), e.word(e.offset(w, 2), 16), j, 4, 4)
+        return e.lookup(biased(IQ3_VALUES[0]), q)
 
 
 class _SixBitScales(_Base):
@@ -101,16 +102,14 @@ class _SixBitScales(_Base):
 
 
 class IQ4K(_SixBitScales):
-    def codes(self, e, w, j):
-        codes = e.lookup16(biased(IQ4_VALUES[0]), e.nibble_pair(w, j, 16, 16))
-        return self.shifted(e, codes, e.word(e.offset(w, 2), 16), j, 4, 4)
+    def dot_codes(self, e, w, j):
+        return e.low_entry(biased(IQ4_VALUES[0]), 4, e.raw_nibble_pair(w, j, 16, 16))
 
 
 class IQ5K(_SixBitScales):
-    def codes(self, e, w, j):
-        high = is_set(e, bit_plane(e, e.offset(w, 144), j))
-        codes = lookup32(e, IQ5_VALUES[0], split_nibbles(e, e.offset(w, 16), j), high)
-        return self.shifted(e, codes, e.word(e.offset(w, 2), 16), j, 4, 2)
+    def dot_codes(self, e, w, j):
+        high = e.shift_left(bit_plane(e, e.offset(w, 144), j), 4)
+        return e.lookup(biased(IQ5_VALUES[0]), e.b.or_(split_nibbles(e, e.offset(w, 16), j), high))
 
 
 class IQ6K(_Base):
@@ -119,12 +118,9 @@ class IQ6K(_Base):
     def scales(self, e, w, row):
         return e.mul(e.bytes_to_f32(e.load(i8x16, e.offset(w, 4))), e.splat(e.half(w), f32x16))
 
-    def codes(self, e, w, j):
+    def dot_codes(self, e, w, j):
         low, high = split_nibbles(e, e.offset(w, 20), j), two_bits(e, e.offset(w, 148), j)
-        upper = is_set(e, e.all_and(high, 2))
-        odd = is_set(e, e.all_and(high, 1))
-        codes = e.b.select(upper, lookup32(e, IQ6_VALUES[0][32:], low, odd), lookup32(e, IQ6_VALUES[0][:32], low, odd))
-        return self.shifted(e, codes, e.word(e.offset(w, 2), 16), j, 4, 1)
+        return e.lookup(biased(IQ6_VALUES[0]), e.b.or_(low, e.shift_left(high, 4)))
 
 
 # --- scale per row ----------------------------------------------------------------------------------------------------
@@ -137,9 +133,11 @@ class IQ2KS(_Base):
         m = e.b.sub(e.b.or_(low, e.b.shl(high, e.ints([4] * 8))), e.ints([16] * 8))
         return e.mul(e.ints_to_f32(m), e.splat(row))
 
-    def codes(self, e, w, j):
-        codes = e.lookup16(biased(IQ2_VALUES[0]), two_bits(e, e.offset(w, 6), j))
-        return self.shifted(e, codes, e.word(w, 16), j, 2, 5)
+    def table_bits(self, e, w):
+        return e.b.load(pointer(e.b, w, ir.IntType(8)), align=1)
+
+    def dot_codes(self, e, w, j):
+        return e.low_entry(biased(IQ2_VALUES[0]), 2, raw_two_bits(e, e.offset(w, 6), j))
 
 
 class IQ3KS(_Base):
@@ -151,10 +149,12 @@ class IQ3KS(_Base):
         m = e.b.sub(e.b.or_(low, e.b.shl(high, e.ints([4] * 8))), e.ints([16] * 8))
         return e.mul(e.ints_to_f32(m), e.splat(row))
 
-    def codes(self, e, w, j):
+    def table_bits(self, e, w):
+        return e.b.load(pointer(e.b, e.offset(w, 1), ir.IntType(8)), align=1)
+
+    def dot_codes(self, e, w, j):
         q = e.b.or_(two_bits(e, e.offset(w, 6), j), e.shift_left(bit_plane(e, e.offset(w, 70), j), 2))
-        bits = e.b.lshr(e.word(w, 16), e.index(8))
-        return self.shifted(e, e.lookup16(biased(IQ3_VALUES[0]), q), bits, j, 2, 4)
+        return e.lookup(biased(IQ3_VALUES[0]), q)
 
 
 class _ByteScales(_Base):
@@ -167,23 +167,19 @@ class _ByteScales(_Base):
         m = e.b.sub(e.all_and(self.scale_bytes(e, w), 254), e.ints([127] * 8))
         return e.mul(e.ints_to_f32(m), e.splat(row))
 
-    def with_shift(self, e, w, codes, j, shift):
-        on = e.all_and(e.pick(self.scale_bytes(e, w), [2 * j + i // 8 for i in range(16)]), 1)
-        add = e.b.mul(on, e.ints([shift * 0x01010101] * 16, i32x16))
-        return e.b.add(codes, e.b.bitcast(add, llvm_type(i8x64)))
+    def shifted_blocks(self, e, w):
+        return e.b.trunc(self.scale_bytes(e, w), ir.VectorType(ir.IntType(1), 8))
 
 
 class IQ4KS(_ByteScales):
-    def codes(self, e, w, j):
-        codes = e.lookup16(biased(IQ4_VALUES[0]), e.nibble_pair(w, j, 16, 8))
-        return self.with_shift(e, w, codes, j, 4)
+    def dot_codes(self, e, w, j):
+        return e.low_entry(biased(IQ4_VALUES[0]), 4, e.raw_nibble_pair(w, j, 16, 8))
 
 
 class IQ5KS(_ByteScales):
-    def codes(self, e, w, j):
-        high = is_set(e, bit_plane(e, e.offset(w, 136), j))
-        codes = lookup32(e, IQ5_VALUES[0], split_nibbles(e, e.offset(w, 8), j), high)
-        return self.with_shift(e, w, codes, j, 2)
+    def dot_codes(self, e, w, j):
+        high = e.shift_left(bit_plane(e, e.offset(w, 136), j), 4)
+        return e.lookup(biased(IQ5_VALUES[0]), e.b.or_(split_nibbles(e, e.offset(w, 8), j), high))
 
 
 class IQ4KSS(_ByteScales):
@@ -191,18 +187,19 @@ class IQ4KSS(_ByteScales):
 
     def scale_bytes(self, e, w):
         words = e.b.load(e.vector_pointer(w, 16, 64), align=1)
-        bits = e.b.trunc(words, ir.VectorType(ir.IntType(1), 64))
-        as_bytes = e.b.bitcast(bits, ir.VectorType(ir.IntType(8), 8))
+        bits = e.opaque(e.b.bitcast(e.b.trunc(words, ir.VectorType(ir.IntType(1), 64)), I64))
+        # by way of an integer register: LLVM would store the mask and load a wider vector, which stalls
+        lanes = e.b.insert_element(ir.Constant(ir.VectorType(I64, 2), ir.Undefined), bits, e.index(0))
+        as_bytes = e.pick(e.b.bitcast(lanes, llvm_type(i8x16)), range(8))
         return e.b.zext(as_bytes, ir.VectorType(I32, 8))
 
-    def codes(self, e, w, j):
+    def dot_codes(self, e, w, j):
         t = ir.VectorType(ir.IntType(16), 16)
         u = e.all_and(e.b.load(e.vector_pointer(e.offset(w, 32 * j), 16, 16), align=1), 0xFFFE)
         v = e.b.xor(u, e.b.lshr(u, ir.Constant(t, [ir.Constant(t.element, 1)] * 16)))
         packed = e.b.bitcast(v, llvm_type(i8x32))
         both = e.b.shuffle_vector(packed, packed, indices([*range(16), *range(16), *range(16, 32), *range(16, 32)]))
-        q = e.all_and(e.shift_right(both, [0] * 4 + [4] * 4 + [0] * 4 + [4] * 4), 15)
-        return self.with_shift(e, w, e.lookup16(biased(IQ4_VALUES[0]), q), j, 4)
+        return e.low_entry(biased(IQ4_VALUES[0]), 4, e.shift_right(both, [0] * 4 + [4] * 4 + [0] * 4 + [4] * 4))
 
 
 class IQ2KL(_Base):
@@ -214,27 +211,27 @@ class IQ2KL(_Base):
         m = e.b.sub(e.b.or_(low, e.b.shl(high, e.ints([4] * 8))), e.ints([32] * 8))
         return e.mul(e.ints_to_f32(m), e.splat(row))
 
-    def codes(self, e, w, j):
+    def dot_codes(self, e, w, j):
         # Bytes: pair p of sub-blocks 2j (low nibbles) and 2j+1 (high nibbles), each index twice.
         q, h = e.load(i8x16, e.offset(w, 6 + 16 * j)), e.load(i8x16, e.offset(w, 70))
         order = [p for _ in range(2) for p in range(16) for _ in range(2)]
         low = e.all_and(e.shift_halves(e.pick(q, order), 0, 4), 15)
-        high = is_set(e, e.all_and(e.shift_halves(e.pick(h, order), 2 * j, 2 * j + 1), 1))
-        first, second = ([pair[i] for pair in IQ2_KL_VALUES] for i in range(2))
-        a, b = lookup32(e, first, low, high), lookup32(e, second, low, high)
+        high = e.all_and(e.shift_halves(e.pick(h, order), 2 * j, 2 * j + 1), 1)
+        index = e.b.or_(low, e.shift_left(high, 4))
+        a, b = (e.lookup(biased([pair[i] for pair in IQ2_KL_VALUES]), index) for i in range(2))
         return e.b.shuffle_vector(a, b, indices([i if i % 2 == 0 else 64 + i for i in range(64)]))
 
 
-FORMATS = plain_formats(
-    IQ2K("iq2_k", 76),
-    IQ3K("iq3_k", 110),
-    IQ4K("iq4_k", 144),
-    IQ5K("iq5_k", 176),
-    IQ6K("iq6_k", 212),
-    IQ2KS("iq2_ks", 70, 2),
-    IQ3KS("iq3_ks", 102, 2),
-    IQ4KS("iq4_ks", 136, 4),
-    IQ5KS("iq5_ks", 168, 4),
-    IQ4KSS("iq4_kss", 128, 4),
+FORMATS = by_name(
+    IQ2K("iq2_k", 76, shift=5),
+    IQ3K("iq3_k", 110, shift=4),
+    IQ4K("iq4_k", 144, shift=4),
+    IQ5K("iq5_k", 176, shift=2),
+    IQ6K("iq6_k", 212, shift=1),
+    IQ2KS("iq2_ks", 70, 2, 5),
+    IQ3KS("iq3_ks", 102, 2, 4),
+    IQ4KS("iq4_ks", 136, 4, 4),
+    IQ5KS("iq5_ks", 168, 4, 2),
+    IQ4KSS("iq4_kss", 128, 4, 4),
     IQ2KL("iq2_kl", 86, 2),
 )

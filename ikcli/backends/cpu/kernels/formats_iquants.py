@@ -3,16 +3,18 @@
 A group of 8 (4 for IQ3) columns is a point of a grid, kept as bytes in the kernel's data section, times signs.
 """
 
-from ikcli.backends.cpu.kernels.format_api import plain_formats
-from ikcli.backends.cpu.kernels.rowformat import I32, I64, RowFormat, ir
+from ikcli.backends.cpu.kernels import grid_shuffle as gs
+from ikcli.backends.cpu.kernels.rowformat import I32, I64, RowFormat, by_name, ir
 from ikcli.gguf.constants import GGMLType
-from ikcli.native.simd.vec import f32x16, half_to_f32, i32x16
+from ikcli.native.simd.vec import f32x16, half_to_f32, i8x32, i32x8
 from ikcli.quant.tables import grid
 
 _SIGNS = [s | (bin(s).count("1") & 1) << 7 for s in range(128)]
 
 
 class _Grid(RowFormat):
+    bias = 64  # at least the largest coordinate
+
     def __init__(self, name, n_bytes):
         self.name, self.block_bytes, self.step_bytes = name, n_bytes, n_bytes
 
@@ -20,6 +22,28 @@ class _Grid(RowFormat):
         """Grid points as integers of one byte per coordinate, first coordinate lowest."""
         rows = (grid(GGMLType[self.name.upper()]) * factor).astype(int)
         return [sum((int(x) & 255) << 8 * i for i, x in enumerate(row)) for row in rows]
+
+    def packed(self):
+        """(points as 16-bit words, levels, bits of a level)."""
+        rows = grid(GGMLType[self.name.upper()]).astype(int)
+        levels = sorted({int(x) for x in rows.flat})
+        bits = 2 if rows.shape[1] == 8 else 3
+        return gs.packed(rows, levels, bits), levels, bits
+
+    def points16(self, e, w, index, part=0, upper=()):
+        """The points of 32 indices (words) as words; computed once per step and part."""
+        key = (self.name, w, part)
+        if key not in e.memo:
+            table, _, _ = self.packed()
+            at = e.opaque_table(table, 16, f"{self.name}.packed", w)
+            e.memo[key] = gs.entries(e, at, len(table), index, upper)
+        return e.memo[key]
+
+    def coordinates(self, e, points, j):
+        """bias + coordinates of columns 64j.., of 32 points from column 0, or of four columns from 128*(j//2)."""
+        _, levels, bits = self.packed()
+        lanes = range(8 * j, 8 * j + 8) if bits == 2 else range(16 * (j % 2), 16 * (j % 2) + 16)
+        return gs.coordinates(e, points, list(lanes), levels, bits, self.bias)
 
     def grid64(self, e, indices):
         """The points of 8 indices as 64 bytes."""
@@ -35,11 +59,11 @@ class _Grid(RowFormat):
         return e.b.bitcast(v, ir.VectorType(ir.IntType(8), 64))
 
     def signed(self, e, points, sign_bytes):
-        """128 + points, or 128 - points where the bit of the column is set; sign_bytes: 8 bytes as i32."""
+        """bias + points, or bias - points where the bit of the column is set; sign_bytes: 8 bytes as i32."""
         word = ir.Constant(I64, 0)
         for i, s in enumerate(sign_bytes):
             word = e.b.or_(word, e.b.shl(e.b.zext(s, I64), ir.Constant(I64, 8 * i)))
-        mid = e.const64(-128)
+        mid = e.const64(self.bias)
         return e.b.select(e.mask_of(word), e.b.sub(mid, points), e.b.add(mid, points))
 
     def even_signs(self, e, codes):
@@ -53,13 +77,6 @@ def bits(e, x, shift, width):
     return e.b.and_(e.b.lshr(x, ir.Constant(I32, shift)), ir.Constant(I32, (1 << width) - 1))
 
 
-def _vector(e, values):
-    v = ir.Constant(ir.VectorType(I32, len(values)), ir.Undefined)
-    for i, x in enumerate(values):
-        v = e.b.insert_element(v, x, e.index(i))
-    return v
-
-
 def _affine(e, v, a, b):
     """a*v + b as floats, for i32 lanes v."""
     n = v.type.count
@@ -71,10 +88,21 @@ class IQ2XXS(_Grid):
     """d f16; per 32 columns 4 grid indices, then u32: four 7-bit sign codes and a 4-bit scale."""
 
     def scales(self, e, w, row):
-        ls = _vector(e, [bits(e, e.word(e.offset(w, 2 + 8 * b + 4)), 28, 4) for b in range(8)])
+        ls = e.b.trunc(e.lshr(gs.quads_at(e, e.offset(w, 2)), [60] * 8), ir.VectorType(I32, 8))
         return e.mul(_affine(e, ls, 0.25, 0.125), e.splat(e.half(w)))
 
-    def codes(self, e, w, j):
+    def dot_codes(self, e, w, j):
+        return self.shuffled(e, w, j) if gs.usable(e) else self.loaded(e, w, j)
+
+    def shuffled(self, e, w, j):
+        quads = gs.quads_at(e, e.offset(w, 2))
+        index = e.pick(gs.as_bytes(e, quads), [8 * (i // 4) + i % 4 for i in range(32)])
+        signs = gs.seven_bit_signs(e, quads, 32)
+        lanes = [8 * (2 * j + i // 4) + i % 4 for i in range(8)]
+        points = self.points16(e, w, e.b.zext(index, gs.WORDS))
+        return gs.negated(e, self.coordinates(e, points, j), self.bias, signs, lanes)
+
+    def loaded(self, e, w, j):
         at = [e.offset(w, 2 + 8 * b) for b in (2 * j, 2 * j + 1)]
         points = self.grid64(e, [e.word(e.offset(p, i), 8) for p in at for i in range(4)])
         words = [e.word(e.offset(p, 4)) for p in at]
@@ -97,7 +125,16 @@ class IQ2XS(_Scales16):
 
     scales_at = 66
 
-    def codes(self, e, w, j):
+    def dot_codes(self, e, w, j):
+        return self.shuffled(e, w, j) if gs.usable(e) else self.loaded(e, w, j)
+
+    def shuffled(self, e, w, j):
+        words = e.b.load(e.vector_pointer(e.offset(w, 2), 16, 32), align=1)
+        signs = gs.even_signs(e, e.lshr(words, [9] * 32))
+        points = self.points16(e, w, words)
+        return gs.negated(e, self.coordinates(e, points, j), self.bias, signs, [2 * i for i in range(8 * j, 8 * j + 8)])
+
+    def loaded(self, e, w, j):
         words = [e.word(e.offset(w, 2 + 2 * (8 * j + i)), 16) for i in range(8)]
         points = self.grid64(e, [bits(e, x, 0, 9) for x in words])
         return self.signed(e, points, self.even_signs(e, [bits(e, x, 9, 7) for x in words]))
@@ -108,7 +145,18 @@ class IQ2S(_Scales16):
 
     scales_at = 74
 
-    def codes(self, e, w, j):
+    def dot_codes(self, e, w, j):
+        return self.shuffled(e, w, j) if gs.usable(e) else self.loaded(e, w, j)
+
+    def shuffled(self, e, w, j):
+        low, signs = gs.bytes_as_words(e, e.offset(w, 2)), e.load(i8x32, e.offset(w, 34))
+        high = e.b.load(e.vector_pointer(e.offset(w, 66), 8, 8), align=1)
+        high = e.b.zext(e.pick(high, [i // 4 for i in range(32)]), gs.WORDS)
+        high = e.all_and(e.b.shl(high, gs.words([8 - 2 * (i % 4) for i in range(32)])), 0x300)
+        points = self.points16(e, w, e.b.or_(low, high))
+        return gs.negated(e, self.coordinates(e, points, j), self.bias, signs, range(8 * j, 8 * j + 8))
+
+    def loaded(self, e, w, j):
         indices = []
         for i in range(8):
             low = e.word(e.offset(w, 2 + 8 * j + i), 8)
@@ -122,10 +170,20 @@ class IQ3XXS(_Grid):
     """d f16, 64 grid indices, then per 32 columns u32 as in IQ2_XXS."""
 
     def scales(self, e, w, row):
-        ls = _vector(e, [bits(e, e.word(e.offset(w, 66 + 4 * b)), 28, 4) for b in range(8)])
+        ls = e.lshr(e.load(i32x8, e.offset(w, 66)), [28] * 8)
         return e.mul(_affine(e, ls, 0.5, 0.25), e.splat(e.half(w)))
 
-    def codes(self, e, w, j):
+    def dot_codes(self, e, w, j):
+        return self.shuffled(e, w, j) if gs.usable(e) else self.loaded(e, w, j)
+
+    def shuffled(self, e, w, j):
+        index = gs.bytes_as_words(e, e.offset(w, 2 + 32 * (j // 2)))
+        quads = e.b.zext(e.load(i32x8, e.offset(w, 66)), ir.VectorType(I64, 8))
+        lanes = [8 * (2 * j + i // 4) + i % 4 for i in range(8)]
+        points = self.points16(e, w, index, j // 2)
+        return gs.negated(e, self.coordinates(e, points, j), self.bias, gs.seven_bit_signs(e, quads, 0), lanes)
+
+    def loaded(self, e, w, j):
         points = self.grid32(e, [e.word(e.offset(w, 2 + 16 * j + i), 8) for i in range(16)])
         words = [e.word(e.offset(w, 66 + 4 * b)) for b in (2 * j, 2 * j + 1)]
         return self.signed(e, points, self.even_signs(e, [bits(e, x, 7 * i, 7) for x in words for i in range(4)]))
@@ -134,11 +192,23 @@ class IQ3XXS(_Grid):
 class IQ3S(_Grid):
     """d f16, qs[64], qh[8] (ninth index bits), sign bytes[32], scales[4]."""
 
+    bias = 16
+
     def scales(self, e, w, row):
         ls = e.all_and(e.lshr(e.splat_int(e.word(e.offset(w, 106))), [4 * i for i in range(8)]), 15)
         return e.mul(_affine(e, ls, 2.0, 1.0), e.splat(e.half(w)))
 
-    def codes(self, e, w, j):
+    def dot_codes(self, e, w, j):
+        return self.shuffled(e, w, j) if gs.usable(e) else self.loaded(e, w, j)
+
+    def shuffled(self, e, w, j):
+        index = gs.bytes_as_words(e, e.offset(w, 2 + 32 * (j // 2)))
+        ninth = e.b.bitcast(e.word(e.offset(w, 66 + 4 * (j // 2))), ir.VectorType(ir.IntType(1), 32))
+        signs = e.load(i8x32, e.offset(w, 74))
+        points = self.points16(e, w, index, j // 2, (ninth,))
+        return gs.negated(e, self.coordinates(e, points, j), self.bias, signs, range(8 * j, 8 * j + 8))
+
+    def loaded(self, e, w, j):
         indices = []
         for i in range(16):
             low = e.word(e.offset(w, 2 + 16 * j + i), 8)
@@ -151,58 +221,59 @@ class IQ3S(_Grid):
 class _Ternary(_Grid):
     """Values (g + delta) with g in -1, 0, 1 and delta = 1/8 or -1/8: codes are 8g + 1 or 8g - 1, scales an eighth."""
 
+    bias = 16
+
     def points(self, factor=8):
         return super().points(factor)
 
-    def with_delta(self, e, points, negative):
-        """128 + points + 1, or - 1 for the groups of 8 columns whose i1 is set."""
-        bytes_ = [e.b.select(n, ir.Constant(I64, 0x7F7F7F7F7F7F7F7F), ir.Constant(I64, -0x7E7E7E7E7E7E7E7F))
-                  for n in negative]  # fmt: skip
-        return e.b.add(points, e.gather64(bytes_))
+    def from_words(self, e, w, j, words, negative):
+        """Codes 64j.. from 32 index words; negative: mask of the groups of 8 columns (one per word) with delta -1/8."""
+        points = e.entries64(e.table(self.points(), 64, self.name), words, range(8 * j, 8 * j + 8))
+        t = ir.VectorType(I64, 8)
+        plus, minus = (ir.Constant(t, [ir.Constant(I64, x)] * 8) for x in (0x1111111111111111, 0x0F0F0F0F0F0F0F0F))
+        middle = e.b.select(e.pick(negative, range(8 * j, 8 * j + 8)), minus, plus)
+        return e.b.add(points, e.b.bitcast(middle, points.type))
 
 
 class IQ1S(_Ternary):
     """d f16, qs[32], qh u16[8]: three index bits per group, 3-bit scale, sign of delta."""
 
+    def qh(self, e, w):
+        return e.b.load(e.vector_pointer(e.offset(w, 34), 16, 8), align=1)
+
     def scales(self, e, w, row):
-        ls = _vector(e, [bits(e, e.word(e.offset(w, 34 + 2 * b), 16), 12, 3) for b in range(8)])
+        ls = e.all_and(e.lshr(e.b.zext(self.qh(e, w), ir.VectorType(I32, 8)), [12] * 8), 7)
         return e.mul(_affine(e, ls, 0.25, 0.125), e.splat(e.half(w)))
 
-    def codes(self, e, w, j):
-        h = [e.word(e.offset(w, 34 + 2 * b), 16) for b in (2 * j, 2 * j + 1)]
-        indices, negative = [], []
-        for i in range(8):
-            high = bits(e, h[i // 4], 3 * (i % 4), 3)
-            indices.append(e.b.or_(e.word(e.offset(w, 2 + 8 * j + i), 8), e.b.shl(high, ir.Constant(I32, 8))))
-            negative.append(e.b.trunc(bits(e, h[i // 4], 15, 1), ir.IntType(1)))
-        return self.with_delta(e, self.grid64(e, indices), negative)
+    def dot_codes(self, e, w, j):
+        qh = e.pick(self.qh(e, w), [i // 4 for i in range(32)])
+        high = e.b.shl(e.all_and(e.lshr(qh, [3 * (i % 4) for i in range(32)]), 7), gs.words([8] * 32))
+        words = e.b.or_(gs.bytes_as_words(e, e.offset(w, 2)), high)
+        return self.from_words(e, w, j, words, e.b.icmp_signed("<", qh, gs.words([0] * 32)))
 
 
 class IQ1M(_Ternary):
     """qs[32], qh[16], scales u16[4]: 3-bit scales per 16 columns; the four top nibbles are the half float d."""
 
     def scales(self, e, w, row):
-        words = [e.word(e.offset(w, 48 + 2 * i), 16) for i in range(4)]
-        d = ir.Constant(I32, 0)
-        for i, x in enumerate(words):
-            d = e.b.or_(d, e.b.shl(bits(e, x, 12, 4), ir.Constant(I32, 4 * i)))
-        scale = e.splat(half_to_f32(e.b, e.b.trunc(d, ir.IntType(16))), f32x16)
-        v = e.pick(_vector(e, words), [n // 4 for n in range(16)])
+        words = e.b.load(e.vector_pointer(e.offset(w, 48), 16, 4), align=1)
+        parts = e.b.and_(e.lshr(words, [12, 8, 4, 0]), ir.Constant(words.type, [15, 15 << 4, 15 << 8, 15 << 12]))
+        pairs = e.b.or_(e.pick(parts, [0, 1]), e.pick(parts, [2, 3]))
+        d = e.b.or_(*(e.b.extract_element(pairs, e.index(i)) for i in range(2)))
+        scale = e.splat(half_to_f32(e.b, d), f32x16)
+        v = e.b.zext(e.pick(words, [n // 4 for n in range(16)]), ir.VectorType(I32, 16))
         ls = e.all_and(e.lshr(v, [3 * (n % 4) for n in range(16)]), 7)
-        assert ls.type.count == i32x16.n
         return e.mul(_affine(e, ls, 0.25, 0.125), scale)
 
-    def codes(self, e, w, j):
-        indices, negative = [], []
-        for i in range(8):
-            h = e.word(e.offset(w, 32 + 4 * j + i // 2), 8)
-            high = bits(e, h, 4 * (i % 2), 3)
-            indices.append(e.b.or_(e.word(e.offset(w, 8 * j + i), 8), e.b.shl(high, ir.Constant(I32, 8))))
-            negative.append(e.b.trunc(bits(e, h, 4 * (i % 2) + 3, 1), ir.IntType(1)))
-        return self.with_delta(e, self.grid64(e, indices), negative)
+    def dot_codes(self, e, w, j):
+        low, high = gs.bytes_as_words(e, w), e.b.load(e.vector_pointer(e.offset(w, 32), 8, 16), align=1)
+        high = e.b.zext(e.pick(high, [i // 2 for i in range(32)]), gs.WORDS)
+        high = e.b.shl(high, gs.words([8 - 4 * (i % 2) for i in range(32)]))
+        negative = e.b.icmp_unsigned("!=", e.all_and(high, 0x800), gs.words([0] * 32))
+        return self.from_words(e, w, j, e.b.or_(low, e.all_and(high, 0x700)), negative)
 
 
-FORMATS = plain_formats(
+FORMATS = by_name(
     IQ1S("iq1_s", 50),
     IQ1M("iq1_m", 56),
     IQ2XXS("iq2_xxs", 66),

@@ -1,7 +1,6 @@
 """K-quants and iq4_xs: super-blocks of 256 columns with packed sub-block scales (layouts: ggml-common.h)."""
 
-from ikcli.backends.cpu.kernels.format_api import plain_formats
-from ikcli.backends.cpu.kernels.rowformat import RowFormat
+from ikcli.backends.cpu.kernels.rowformat import RowFormat, by_name
 from ikcli.native.simd.lanes import packed_scales_6bit
 from ikcli.native.simd.vec import f32x16, i8x16, i8x64, i32x16, llvm_type
 from ikcli.quant.tables import IQ4_NL_VALUES
@@ -42,17 +41,24 @@ class Q6K(_SuperBlock):
     def scales(self, e, w, row):
         return e.mul(e.bytes_to_f32(e.load(i8x16, e.offset(w, 192))), e.splat(e.half(e.offset(w, 208)), f32x16))
 
-    def codes(self, e, w, j):
+    bias = 32
+
+    def dot_codes(self, e, w, j):
         half, pair = j // 2, j % 2
         low = e.all_and(e.shift_halves(e.load(i8x64, e.offset(w, 64 * half)), 4 * pair, 4 * pair), 15)
         high = e.all_and(e.shift_halves(e.twice(e.offset(w, 128 + 32 * half)), 4 * pair, 4 * pair + 2), 3)
-        return e.b.add(e.b.or_(low, e.shift_left(high, 4)), e.const64(96))
+        return e.b.or_(low, e.shift_left(high, 4))
+
+
+def raw_two_bits(e, address, j):
+    """2-bit codes of columns 64j.., to be masked with 3: 32 bytes per 128 columns, column group g at bits 2g."""
+    g = 2 * (j % 2)
+    return e.shift_halves(e.twice(e.offset(address, 32 * (j // 2))), 2 * g, 2 * g + 2)
 
 
 def two_bits(e, address, j):
-    """2-bit codes of columns 64j..: 32 bytes per 128 columns, column group g at bits 2g."""
-    g = 2 * (j % 2)
-    return e.all_and(e.shift_halves(e.twice(e.offset(address, 32 * (j // 2))), 2 * g, 2 * g + 2), 3)
+    """As `raw_two_bits`, masked."""
+    return e.all_and(raw_two_bits(e, address, j), 3)
 
 
 class Q2K(_SuperBlock):
@@ -74,6 +80,8 @@ class Q2K(_SuperBlock):
 class Q3K(_SuperBlock):
     """hmask[32], qs[64], 12 bytes of 6-bit scales, d f16."""
 
+    bias = 4
+
     def scales(self, e, w, row):
         # Scale n: low nibble n // 8 of byte n % 8, upper bits 2*(n // 4) of byte 8 + n % 4.
         low8 = e.load_bytes(e.offset(w, 96), 8)
@@ -84,10 +92,10 @@ class Q3K(_SuperBlock):
         centred = e.b.sub(both, e.ints([32] * 16, i32x16))
         return e.mul(e.ints_to_f32(centred), e.splat(e.half(e.offset(w, 108)), f32x16))
 
-    def codes(self, e, w, j):
+    def dot_codes(self, e, w, j):
         low = two_bits(e, e.offset(w, 32), j)
         high = e.all_and(e.shift_halves(e.twice(w), 2 * j, 2 * j + 1), 1)
-        return e.b.add(e.b.or_(low, e.shift_left(high, 2)), e.const64(124))
+        return e.b.or_(low, e.shift_left(high, 2))
 
 
 class IQ4XS(_SuperBlock):
@@ -100,9 +108,9 @@ class IQ4XS(_SuperBlock):
         return e.mul(e.ints_to_f32(e.b.sub(both, e.ints([32] * 8))), e.splat(e.half(w)))
 
     def codes(self, e, w, j):
-        return e.lookup16([int(v) + 128 for v in IQ4_NL_VALUES], e.nibble_pair(w, j, 16, 8))
+        return e.low_entry([int(v) + 128 for v in IQ4_NL_VALUES], 4, e.raw_nibble_pair(w, j, 16, 8))
 
 
-FORMATS = plain_formats(
+FORMATS = by_name(
     Q2K("q2_K", 84), Q3K("q3_K", 110), Q4K("q4_K", 144), Q5K("q5_K", 176), Q6K("q6_K", 210), IQ4XS("iq4_xs", 136)
 )

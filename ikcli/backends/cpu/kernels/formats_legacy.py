@@ -3,8 +3,7 @@
 Layouts: ggml-common.h. All but the `_1` types are symmetric; iq4_nl and mxfp4 look their values up.
 """
 
-from ikcli.backends.cpu.kernels.format_api import plain_formats
-from ikcli.backends.cpu.kernels.rowformat import I64, RowFormat, ir
+from ikcli.backends.cpu.kernels.rowformat import I64, RowFormat, by_name, ir
 from ikcli.native.simd.vec import i8x32, i8x64
 from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES
 
@@ -32,31 +31,32 @@ class Q8_0(_Blocks32):
 
 
 class Q4_0(_Blocks32):
-    def codes(self, e, w, j):
-        return e.b.add(e.nibble_pair(w, j, 18, 2), e.const64(120))
+    bias = 8
+
+    def dot_codes(self, e, w, j):
+        return e.nibble_pair(w, j, 18, 2)
 
 
 class Q5_0(_Blocks32):
-    def codes(self, e, w, j):
-        low = e.b.add(e.nibble_pair(w, j, 22, 6), e.const64(112))
+    bias = 16
+
+    def dot_codes(self, e, w, j):
+        low = e.nibble_pair(w, j, 22, 6)
         return e.b.select(self.fifth_bits(e, w, j, 2), e.b.add(low, e.const64(16)), low)
 
 
 class Q6_0(_Blocks32):
-    def codes(self, e, w, j):
+    bias = 32
+
+    def dot_codes(self, e, w, j):
         low = e.nibble_pair(w, j, 26, 10)
         # Upper bits of column c: byte c % 8, shift 4*((c % 16) // 8) + 2*(c // 16).
-        first, second = (e.word(e.offset(w, 26 * b + 2), 64) for b in (2 * j, 2 * j + 1))
-        parts = [self._upper(e, x) for x in (first, second)]
-        return e.b.add(e.b.or_(low, e.join(*parts)), e.const64(96))
-
-    def _upper(self, e, x):
-        """32 bytes with the upper two bits of a block at bits 4..5."""
-        words = [e.b.and_(e.b.lshr(x, ir.Constant(I64, s)), ir.Constant(I64, 0x0303030303030303)) for s in (0, 4, 2, 6)]
-        v = ir.Constant(ir.VectorType(I64, 4), ir.Undefined)
-        for i, word in enumerate(words):
-            v = e.b.insert_element(v, e.b.shl(word, ir.Constant(I64, 4)), ir.Constant(ir.IntType(32), i))
-        return e.b.bitcast(v, ir.VectorType(ir.IntType(8), 32))
+        t = ir.VectorType(I64, 8)
+        first, second = (e.splat64(e.word(e.offset(w, 26 * b + 2), 64)) for b in (2 * j, 2 * j + 1))
+        second_half = ir.Constant(ir.VectorType(ir.IntType(1), 8), [0] * 4 + [1] * 4)
+        both = e.lshr(e.b.select(second_half, second, first), [0, 4, 2, 6] * 2)
+        upper = e.b.shl(e.all_and(both, 0x0303030303030303), ir.Constant(t, [4] * 8))
+        return e.b.or_(low, e.b.bitcast(upper, low.type))
 
 
 class _WithMin(_Blocks32):
@@ -79,7 +79,7 @@ class Q5_1(_WithMin):
 
 class IQ4NL(_Blocks32):
     def codes(self, e, w, j):
-        return e.lookup16([int(v) + 128 for v in IQ4_NL_VALUES], e.nibble_pair(w, j, 18, 2))
+        return e.low_entry([int(v) + 128 for v in IQ4_NL_VALUES], 4, e.raw_nibble_pair(w, j, 18, 2))
 
 
 class Mxfp4(_Blocks32):
@@ -96,7 +96,7 @@ class Mxfp4(_Blocks32):
         return e.b.bitcast(bits, e.zero8().type)
 
     def codes(self, e, w, j):
-        return e.lookup16([int(v) + 128 for v in MXFP4_VALUES], e.nibble_pair(w, j, 17, 1))
+        return e.low_entry([int(v) + 128 for v in MXFP4_VALUES], 4, e.raw_nibble_pair(w, j, 17, 1))
 
 
 class Q8KV(RowFormat):
@@ -114,7 +114,7 @@ class Q8KV(RowFormat):
         return e.b.xor(e.load(i8x64, e.offset(w, 64 * j)), e.const64(-128))
 
 
-FORMATS = plain_formats(
+FORMATS = by_name(
     Q8_0("q8_0", 34),
     Q6_0("q6_0", 26),
     Q5_0("q5_0", 22),

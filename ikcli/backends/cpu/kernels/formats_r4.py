@@ -4,8 +4,8 @@ Codes of four-row types: nibbles of 32 columns in 64 bytes, two-bit fields in 32
 keep the bytes of the plain type in runs of four columns.
 """
 
-from ikcli.backends.cpu.kernels.format_api import group_formats
 from ikcli.backends.cpu.kernels.groupformat import GroupFormat
+from ikcli.backends.cpu.kernels.rowformat import by_name
 from ikcli.native.simd.vec import i8x64
 from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES
 
@@ -225,7 +225,7 @@ class IQ4XS(SuperBlock):
         return e.lookup(biased(IQ4_NL_VALUES), e.field(packed, 4 * (v // 2), 4))
 
 
-FORMATS = group_formats(
+FORMATS = by_name(
     *(IQ4NL("iq4_nl_r4", 72), Q5_0("q5_0_r4", 88), Q6_0("q6_0_r4", 104)),
     *(Q4_0("q4_0_r8", 144), Q8_0("q8_0_r8", 272), Mxfp4("mxfp4_r8", 136)),
     *(Q8KV(), Q8K(8), Q8K(16)),

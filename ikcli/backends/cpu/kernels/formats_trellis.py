@@ -6,11 +6,10 @@ row scale of IQ2_KT and IQ3_KT counts 1.05 and 1.01 times, which is what files o
 Source: https://github.com/ikawrakow/ik_llama.cpp/pull/113; layouts: ggml-common.h there.
 """
 
-from ikcli.backends.cpu.kernels.format_api import plain_formats
-from ikcli.backends.cpu.kernels.formats_iqk import bit_plane, is_set
-from ikcli.backends.cpu.kernels.rowformat import I32, RowFormat, ir
+from ikcli.backends.cpu.kernels.formats_iqk import bit_plane
+from ikcli.backends.cpu.kernels.rowformat import I32, RowFormat, by_name, ir
 from ikcli.gguf.constants import GGMLType
-from ikcli.native.simd.vec import i8x16, i8x64, i32x16, llvm_type
+from ikcli.native.simd.vec import call_llvm, i8x16, i8x64, i32x16, llvm_type
 from ikcli.quant.tables import IQ4_NL_VALUES, MATMUL_SCALE, TRELLIS_OFFSET
 
 _KA = 0xCBAC1FED
@@ -39,17 +38,18 @@ class _Trellis(RowFormat):
         masked = e.all_and(e.b.mul(seeds, factors), 0x3F3F3F3F)
         return e.dot(e.ints([2] * 16, i32x16), e.b.bitcast(masked, llvm_type(i8x64)), e.const64(1))
 
-    def groups8(self, e, indices, make=None):
+    def groups8(self, e, indices):
         """64 codes from 8 indices (i32x8 vector), 8 values each."""
-        parts = []
-        for i in range(4):
-            lanes = e.pick(indices, [2 * i] * 8 + [2 * i + 1] * 8)
-            values = self.generate(e, e.b.add(lanes, e.ints([TRELLIS_OFFSET] * 16, i32x16)), 8)
-            parts.append(make(values) if make else values)
-        return self.pack(e, parts)
+        seeds = e.b.add(indices, e.ints([TRELLIS_OFFSET] * 8))
+        return self.pack(e, [self.generate(e, e.pick(seeds, [2 * i] * 8 + [2 * i + 1] * 8), 8) for i in range(4)])
 
     def pack(self, e, parts):
-        """Four i32x16 vectors as 64 bytes."""
+        """The low bytes of four i32x16 vectors of numbers below 256."""
+        if "avx512vbmi" in e.features():
+            words = parts[0]
+            for n, part in enumerate(parts[1:], 1):
+                words = e.b.or_(words, e.b.shl(part, e.ints([8 * n] * 16, i32x16)))
+            return e.pick(e.b.bitcast(words, llvm_type(i8x64)), [4 * i + n for n in range(4) for i in range(16)])
         t = ir.VectorType(ir.IntType(8), 16)
         a, b, c, d = (e.b.trunc(p, t) for p in parts)
         lo = e.b.shuffle_vector(a, b, e.lanes(range(32)))
@@ -58,11 +58,10 @@ class _Trellis(RowFormat):
 
     def nonlinear(self, e, nibbles, row):
         """row * iq4_nl value of 8 nibbles (i32x8)."""
-        table = e.table([int(v) & 255 for v in IQ4_NL_VALUES], 8, "iq4_nl")
-        v = e.ints([0] * 8)
-        for i in range(8):
-            x = e.entry(table, e.b.extract_element(nibbles, e.index(i)), 8)
-            v = e.b.insert_element(v, e.b.sext(x, I32), e.index(i))
+        wide = e.b.shuffle_vector(nibbles, e.ints([0] * 8), e.lanes(range(16)))
+        entries = e.lookup16([int(v) for v in IQ4_NL_VALUES], e.b.bitcast(wide, llvm_type(i8x64)))
+        v = e.pick(e.b.bitcast(entries, wide.type), range(8))
+        v = e.b.ashr(e.b.shl(v, e.ints([24] * 8)), e.ints([24] * 8))
         return e.mul(e.ints_to_f32(v), e.splat(row))
 
     def crossed_nibbles(self, e, w):
@@ -107,13 +106,9 @@ class IQ3KT(_Trellis):
         return e.mul(e.ints_to_f32(self.crossed_nibbles(e, w)), e.splat(row))
 
     def codes(self, e, w, j):
-        def magnitude(values):
-            v = e.b.sub(values, e.ints([128] * 16, i32x16))
-            negative = e.b.icmp_signed("<", v, e.ints([0] * 16, i32x16))
-            return e.b.select(negative, e.b.sub(e.ints([0] * 16, i32x16), v), v)
-
-        points = self.groups8(e, indices16(e, e.offset(w, 4 + 16 * j)), magnitude)
-        minus = is_set(e, bit_plane(e, e.offset(w, 68), j))
+        values = e.b.xor(self.groups8(e, indices16(e, e.offset(w, 4 + 16 * j))), e.const64(-128))
+        points = call_llvm(e.b, "llvm.abs.v64i8", values.type, [values, ir.Constant(ir.IntType(1), 0)])
+        minus = e.b.icmp_unsigned("!=", bit_plane(e, e.offset(w, 68), j), e.const64(0))
         mid = e.const64(-128)
         return e.b.select(minus, e.b.sub(mid, points), e.b.add(mid, points))
 
@@ -142,7 +137,7 @@ class IQ4KT(_Trellis):
 class IQ2BN(RowFormat):
     """Row header f32; 16 bytes per 64 columns, column 16g + i at bits 2g of byte i; values code - 1."""
 
-    name, step_bytes, block_bytes, block_columns, header_bytes = "iq2_bn", 64, 16, 64, 4
+    name, step_bytes, block_bytes, block_columns, header_bytes, bias = "iq2_bn", 64, 16, 64, 4, 1
 
     def header(self, e, w):
         return e.single(w)
@@ -150,15 +145,15 @@ class IQ2BN(RowFormat):
     def scales(self, e, w, row):
         return e.splat(row)
 
-    def codes(self, e, w, j):
+    def dot_codes(self, e, w, j):
         v = e.pick(e.load(i8x16, e.offset(w, 16 * j)), list(range(16)) * 4)
-        return e.b.add(e.all_and(e.shift_right(v, [2 * (i // 4) for i in range(16)]), 3), e.const64(127))
+        return e.all_and(e.shift_right(v, [2 * (i // 4) for i in range(16)]), 3)
 
 
 class IQ1BN(RowFormat):
     """Row header f16; 13 bytes per 64 columns: base-3 digits, five per byte, the last byte for every 16th column."""
 
-    name, step_bytes, block_bytes, block_columns, header_bytes = "iq1_bn", 52, 13, 64, 2
+    name, step_bytes, block_bytes, block_columns, header_bytes, bias = "iq1_bn", 52, 13, 64, 2, 1
 
     def header(self, e, w):
         return e.half(w)
@@ -166,7 +161,7 @@ class IQ1BN(RowFormat):
     def scales(self, e, w, row):
         return e.splat(row)
 
-    def codes(self, e, w, j):
+    def dot_codes(self, e, w, j):
         at = e.offset(w, 13 * j)
         # Two overlapping loads stay inside the 13 bytes.
         first, last = (
@@ -187,9 +182,9 @@ class IQ1BN(RowFormat):
         v = e.b.zext(e.b.shuffle_vector(first, last, e.lanes(source)), wide)
         low = e.b.and_(e.b.mul(v, const(factor)), const([255] * 64))
         digits = e.b.lshr(e.b.mul(low, const([3] * 64)), const([8] * 64))
-        return e.b.add(e.b.trunc(digits, ir.VectorType(ir.IntType(8), 64)), e.const64(127))
+        return e.b.trunc(digits, ir.VectorType(ir.IntType(8), 64))
 
 
-FORMATS = plain_formats(
+FORMATS = by_name(
     IQ1KT("iq1_kt", 56), IQ2KT("iq2_kt", 68), IQ3KT("iq3_kt", 100), IQ4KT("iq4_kt", 128), IQ1BN(), IQ2BN()
 )

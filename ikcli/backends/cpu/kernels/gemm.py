@@ -46,6 +46,7 @@ def quant_tile(mode, nt):
                 q, ib4 = e.times(ib, 32), e.times(ib, 4)
                 d_at = e.opaque(e.offset(scales_at, ib4))
                 first_at = e.opaque(e.offset(starts_at, e.times(ib4, halves)))
+                parts = []
                 for half in range(halves):
                     dots = []
                     for t in range(nt):
@@ -57,11 +58,21 @@ def quant_tile(mode, nt):
                         for t in range(nt):
                             dots[t] = e.dot(dots[t], codes, e.splat_bytes(e.offset(rows[t], q, 4 * jj)))
                     scale = e.load(f32x16, e.offset(p, 64 * half))
-                    for t in range(nt):
-                        d = e.splat_f32(e.offset(rows[t], d_at))
-                        builder.store(e.fma(builder.fmul(e.to_f32(dots[t]), scale), d, builder.load(acc[t])), acc[t])
-                if with_min:
-                    _add_minima(e, p, rows, acc, sums_at, ib4, halves, scales_at, nb4)
+                    parts = _plus(e, parts, [e.to_f32(x) for x in dots], scale)
+                if mode == "m16":
+                    for half in range(2):
+                        # Sums per 16 columns are kept as -128 * sum: the minima take the factor back.
+                        minima = builder.fmul(e.load(f32x16, e.offset(p, 128 + 64 * half)), _splat_const(-1.0 / 128))
+                        sums = [e.to_f32(e.splat_i32(e.offset(row, first_at, 4 * half))) for row in rows]
+                        parts = _plus(e, parts, sums, minima)
+                for t in range(nt):
+                    d = e.splat_f32(e.offset(rows[t], d_at))
+                    builder.store(e.fma(parts[t], d, builder.load(acc[t])), acc[t])
+                if mode == "m32":
+                    minima = e.load(f32x16, e.offset(p, 64))
+                    for row, slot in zip(rows, acc, strict=True):
+                        s = e.splat_f32(e.offset(row, sums_at, ib4))
+                        builder.store(e.fma(minima, s, builder.load(slot)), slot)
             for t in range(nt):
                 e.store_first(builder.load(acc[t]), e.offset(out, e.times(out_stride, t)), n_lanes)
             return context.get_dummy_value()
@@ -71,25 +82,14 @@ def quant_tile(mode, nt):
     return micro
 
 
-def _add_minima(e, p, rows, acc, sums_at, ib4, halves, scales_at, nb4):
-    """acc += minimum * (activation scale * sum of quants)."""
-    if halves == 1:
-        minima = e.load(f32x16, e.offset(p, 64))
-        for row, slot in zip(rows, acc, strict=True):
-            s = e.splat_f32(e.offset(row, sums_at, ib4))
-            e.b.store(e.fma(minima, s, e.b.load(slot)), slot)
-        return
-    # Sums per 16 columns are kept as -128*isum: undo the factor, apply the scale.
-    for half in range(2):
-        minima = e.load(f32x16, e.offset(p, 128 + 64 * half))
-        for row, slot in zip(rows, acc, strict=True):
-            isum = e.to_f32(e.splat_i32(e.offset(row, sums_at, nb4, nb4, ib4, ib4, 4 * half)))
-            d = e.splat_f32(e.offset(row, scales_at, ib4))
-            factor = e.b.fmul(e.b.fmul(isum, d), _splat_const(e, -1.0 / 128))
-            e.b.store(e.fma(minima, factor, e.b.load(slot)), slot)
+def _plus(e, totals, values, factor):
+    """Totals, if there are any yet, plus values * factor."""
+    if not totals:
+        return [e.b.fmul(x, factor) for x in values]
+    return [e.fma(x, factor, total) for x, total in zip(values, totals, strict=True)]
 
 
-def _splat_const(e, x):
+def _splat_const(x):
     return vec.const_vector(f32x16, [x] * 16)
 
 

@@ -3,7 +3,7 @@
 A group of R rows (4, 8 or 16) stores its codes in runs of four columns of all rows, so 64 bytes are 16/R column groups
 of R rows, and neither use has to move bytes between lanes:
 
-* `group_dot(format)`: R rows times one quantized activation row, each lane summing one row,
+* `group_dot(format, n)` (`group_dot.py`): R rows times n quantized activation rows, each lane summing one row,
 * `unpack_group(format)`: R lanes of a 16-row tile, by plain stores.
 
 A format's codes are `value + bias` (symmetric modes) and come as vectors of 16/R column groups in the order it names.
@@ -18,18 +18,14 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.rowformat import RowEmitter, activation_floats, indices, steps
+from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, steps
 from ikcli.backends.cpu.tile_modes import LAYOUT, MODES
 from ikcli.native.simd.emit import I32
 from ikcli.native.simd.vec import (
-    call_llvm,
     const_vector,
-    f32x8,
-    f32x16,
     half_to_f32,
     i8x16,
     i8x64,
-    i32x8,
     i32x16,
     llvm_type,
     pointer,
@@ -37,7 +33,6 @@ from ikcli.native.simd.vec import (
 
 _I8, _I16, _F32 = ir.IntType(8), ir.IntType(16), ir.FloatType()
 
-_PREFETCH_BYTES = 4096  # ahead; the next groups follow in memory
 ORDER4 = [[0, 4, 1, 5], [2, 6, 3, 7]]
 
 
@@ -94,6 +89,13 @@ class GroupEmitter(RowEmitter):
         """v in pieces of n lanes."""
         return [self.pick(v, range(i, i + n)) for i in range(0, v.type.count, n)]
 
+    def joined(self, parts):
+        """Vectors of equal length one after the other."""
+        while len(parts) > 1:
+            lanes = indices(range(2 * parts[0].type.count))
+            parts = [self.b.shuffle_vector(x, y, lanes) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]
+
     # --- codes of four-row formats ------------------------------------------------------------------------------------
     def nibbles(self, address, v):
         """Vector v of 4-bit codes: byte 32c + 16a + 4*row + i, nibble h."""
@@ -122,18 +124,6 @@ class GroupEmitter(RowEmitter):
         some = self.ints([amount * 0x01010101] * 16, i32x16)
         return self.b.add(codes, self.b.bitcast(self.b.select(on, some, self.zero(i32x16)), llvm_type(i8x64)))
 
-    def lookup(self, table, codes):
-        """Entry of a table of at most 32 byte constants."""
-        table = [x & 255 for x in table]
-        if len(table) <= 16:
-            return self.lookup16(table + [0] * (16 - len(table)), codes)
-        if "avx512vbmi" in self.features():
-            args = [const_vector(i8x64, (table * 2)[:64]), codes]
-            return call_llvm(self.b, "llvm.x86.avx512.permvar.qi.512", codes.type, args)
-        upper = self.b.icmp_unsigned(">", codes, self.const64(15))
-        low = self.all_and(codes, 15)
-        return self.b.select(upper, self.lookup16(table[16:], low), self.lookup16(table[:16], low))
-
 
 class GroupFormat:
     """One format. `w` is the address of a step of 256 columns, `row` what `header` returned."""
@@ -146,6 +136,7 @@ class GroupFormat:
     header_bytes = 0  # of the group
     bias = 128  # code - bias is a value; a power of two (symmetric modes)
     order = ORDER4  # column groups of each vector of codes
+    shift = 0  # what dot_codes leaves out of some codes
 
     def header(self, e, w):
         """Reads the headers of the rows."""
@@ -154,6 +145,13 @@ class GroupFormat:
         """Vector v of the codes of block ib (of 32 columns) as i8x64."""
         raise NotImplementedError
 
+    def dot_codes(self, e, w, ib, v):
+        """As codes, but `shift` smaller in the `shifted_lanes`."""
+        return self.codes(e, w, ib, v)
+
+    def shifted_lanes(self, e, w, part):
+        """Mask, in the order of the scales, of lanes 16*part.. whose `dot_codes` are too small, or None."""
+
     def scales(self, e, w, row):
         """Per block: f32 lanes, one per row; modes *16: those of the first 16 columns, then of the others."""
         raise NotImplementedError
@@ -161,127 +159,6 @@ class GroupFormat:
     def minima(self, e, w, row):
         """As scales, for modes m32 and m16."""
         raise NotImplementedError
-
-
-@functools.cache
-def group_dot(fmt):
-    """dot(w, a, k, out): out[0:rows]."""
-    mode = MODES[fmt.name]
-    assert fmt.rows == 4 or mode.endswith("32")
-
-    @intrinsic
-    def dot(typingctx, w, a, k, out):
-        def codegen(context, builder, sig, args):
-            w, a, k, out = args
-            e = GroupEmitter(builder)
-            row = fmt.header(e, w)
-            accs = [e.variable(e.zero(f32x16)) for _ in range(2)]
-            low = e.variable(ir.Constant(ir.VectorType(_F32, _lanes(fmt, mode)), [0.0] * _lanes(fmt, mode)))
-            for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                for line in range(0, fmt.step_bytes, 64):
-                    e.prefetch(e.offset(at_w, _PREFETCH_BYTES + line))
-                _dot_step(e, fmt, mode, at_w, row, _Activations(e, mode, a, k, i, valid), accs, low)
-            total = _fold(e, builder.fadd(builder.load(accs[0]), builder.load(accs[1])), fmt.rows)
-            e.store(builder.fadd(total, _fold(e, builder.load(low), fmt.rows)), out)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 4), codegen
-
-    return dot
-
-
-class _Activations:
-    """Step i of an activation row (layout: `kernels/activations.py`)."""
-
-    def __init__(self, e, mode, a, k, i, valid):
-        nb4 = e.times(e.b.lshr(k, e.int(5)), 4)
-        i32 = e.times(i, 32)
-        self.e, self.valid = e, valid
-        self.codes_at = e.offset(a, e.times(i, 256))
-        self.d_at = e.offset(a, k, i32)
-        self.s_at = e.offset(self.d_at, nb4)
-        if valid is not None:
-            self.d, self.s = activation_floats(e, self.d_at, valid), activation_floats(e, self.s_at, valid)
-        if mode == "s32":
-            self.sums = e.load(i32x8, e.offset(self.s_at, nb4))
-        elif mode.endswith("16"):
-            self.sums = e.load(i32x16, e.offset(self.s_at, nb4, nb4, i32))
-        if mode == "m16":
-            d = e.mul(activation_floats(e, self.d_at, valid), ir.Constant(llvm_type(f32x8), [-1.0 / 128] * 8))
-            self.halves = e.mul(e.ints_to_f32(self.sums), e.pick(d, [i // 2 for i in range(16)]))
-
-    def scale(self, ib, lanes):
-        """The float scale of block ib in all lanes."""
-        return self._floats(self.d_at, "d", ib, lanes)
-
-    def sum(self, ib, lanes):
-        """scale * sum of codes of block ib."""
-        return self._floats(self.s_at, "s", ib, lanes)
-
-    def _floats(self, at, name, ib, lanes):
-        e = self.e
-        if self.valid is not None:
-            return e.pick(getattr(self, name), [ib] * lanes)
-        x = e.b.load(pointer(e.b, e.offset(at, 4 * ib), _F32), align=1)
-        t = ir.VectorType(_F32, lanes)
-        one = e.b.insert_element(ir.Constant(t, ir.Undefined), x, e.index(0))
-        return e.pick(one, [0] * lanes)
-
-    def groups(self, ib, order, rows):
-        """Column groups of block ib, each repeated for the rows."""
-        at = self.e.offset(self.codes_at, 32 * ib)
-        if rows == 16:
-            return self.e.splat_bytes(self.e.offset(at, 4 * order[0]))
-        v = self.e.pick(self.e.load(i32x8, at), [g for g in order for _ in range(rows)])
-        return self.e.b.bitcast(v, llvm_type(i8x64))
-
-
-def _lanes(fmt, mode):
-    """Scales per block."""
-    return fmt.rows * (2 if mode.endswith("16") else 1)
-
-
-def _fold(e, v, rows):
-    """Lanes of the same row added."""
-    while v.type.count > rows:
-        lo, hi = e.split(v, v.type.count // 2)
-        v = e.b.fadd(lo, hi)
-    return v
-
-
-def _dot_step(e, fmt, mode, w, row, act, accs, low):
-    lanes = _lanes(fmt, mode)
-    scales = fmt.scales(e, w, row)
-    minima = fmt.minima(e, w, row) if mode[0] == "m" else None
-    starts = None
-    if mode[0] == "s":
-        shift = 7 - fmt.bias.bit_length() + 1
-        starts = e.b.ashr(act.sums, e.constants([shift] * act.sums.type.count, 32)) if shift else act.sums
-    for ib in range(8):
-        acc = e.zero(i32x16) if starts is None else _starts(e, starts, ib, lanes, fmt.rows)
-        for v, order in enumerate(fmt.order):
-            acc = e.dot(acc, fmt.codes(e, w, ib, v), act.groups(ib, order, fmt.rows))
-        scaled = e.mul(e.to_f32(acc), act.scale(ib, 16))
-        wide = e.repeated(scales[ib], 16 // lanes)
-        slot = accs[ib % 2]
-        e.b.store(e.fma(scaled, wide, e.b.load(slot)), slot)
-        if minima is not None:
-            e.b.store(e.fused(minima[ib], _sums(e, act, ib, lanes, fmt.rows), e.b.load(low)), low)
-
-
-def _starts(e, sums, ib, lanes, rows):
-    """-bias * sum of the activations in the first lane of each row (and half), zeros elsewhere."""
-    halves = lanes // rows
-    first = [halves * ib + i // rows for i in range(lanes)]
-    outside = sums.type.count
-    return e.b.shuffle_vector(sums, ir.Constant(sums.type, [0] * outside), indices(first + [outside] * (16 - lanes)))
-
-
-def _sums(e, act, ib, lanes, rows):
-    """What minima are multiplied with."""
-    if lanes == rows:
-        return act.sum(ib, lanes)
-    return e.pick(act.halves, [2 * ib + i // rows for i in range(lanes)])
 
 
 @functools.cache

@@ -8,7 +8,7 @@ the same result for a row whatever the other rows are, but not the same as each 
 from ikcli.backends.cpu.kernels.basic import swiglu_span
 from ikcli.backends.cpu.kernels.common import n_rows, next_span, next_work, word
 from ikcli.backends.cpu.kernels.float_few import KINDS, make_few
-from ikcli.backends.cpu.kernels.format_api import several_dots, tile_of_rows
+from ikcli.backends.cpu.kernels.format_api import few_dots, unpack_sixteen
 from ikcli.backends.cpu.kernels.formats import FORMATS
 from ikcli.backends.cpu.kernels.formats_float import FLOAT_FORMATS
 from ikcli.backends.cpu.kernels.gemm import quant_tile
@@ -17,21 +17,9 @@ from ikcli.native.jit import inline
 from ikcli.native.simd.vec import ld_i64
 
 
-def _unpack_groups(type_name):
-    """unpack(w, row_bytes, n, tile, k) of types whose rows are interleaved."""
-    rows, _, unpack_group = FORMATS[type_name]
-
-    @inline
-    def unpack(w, row_bytes, n, tile, k):
-        for r in range(0, 16, rows):
-            unpack_group(w + min(r, n - rows) * row_bytes, tile, r, k)
-
-    return unpack
-
-
 def _tile_block(type_name):
     """block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile) by way of a tile of n <= 16 rows."""
-    unpack = tile_of_rows(type_name) or _unpack_groups(type_name)
+    unpack = unpack_sixteen(FORMATS[type_name])
     micro8, micro4, micro2, micro1 = (quant_tile(MODES[type_name], nt) for nt in (8, 4, 2, 1))
 
     @inline
@@ -55,20 +43,9 @@ def _tile_block(type_name):
 
 
 def _integer_block(type_name):
-    """out[t][r] for n <= 16 rows and m activations: straight dots for few activations where the type has them."""
-    rows, dot, _ = FORMATS[type_name]
-    by_tile = _tile_block(type_name)
-    if dot is None:
-
-        @inline
-        def tile_block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile, few):
-            by_tile(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile)
-
-        return tile_block, 16
-
-    several = several_dots(type_name)
-    if several is not None:
-        return _plain_block(by_tile, dot, *several), 16
+    """out[t][r] for n <= 16 rows and m activations: straight dots for few activations."""
+    fmt = FORMATS[type_name]
+    rows, dots, by_tile = fmt.rows, few_dots(fmt), _tile_block(type_name)
 
     @inline
     def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile, few):
@@ -76,32 +53,9 @@ def _integer_block(type_name):
             by_tile(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile)
             return
         for r in range(0, n, rows):
-            for t in range(m):
-                dot(w + r * row_bytes, a + t * a_stride, k, out + t * out_stride + 4 * r)
+            dots(w + r * row_bytes, a, a_stride, m, k, out + 4 * r, out_stride)
 
     return block, 16
-
-
-def _plain_block(by_tile, dot, dots4, dots2):
-    """As `_integer_block` for rows that stand alone: a weight row is decoded once for up to four activations."""
-
-    @inline
-    def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile, few):
-        if m > few:
-            by_tile(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile)
-            return
-        for r in range(n):
-            row, x, to, t = w + r * row_bytes, a, out + 4 * r, 0
-            while t + 4 <= m:
-                dots4(row, x, a_stride, k, to, out_stride)
-                x, to, t = x + 4 * a_stride, to + 4 * out_stride, t + 4
-            if t + 2 <= m:
-                dots2(row, x, a_stride, k, to, out_stride)
-                x, to, t = x + 2 * a_stride, to + 2 * out_stride, t + 2
-            if t < m:
-                dot(row, x, k, to)
-
-    return block
 
 
 def _float_block(type_name):
@@ -233,19 +187,8 @@ def make_mul_mat_id(type_name):
 
     @inline
     def compute(params, ith, at, n, k, x, m, y, tile):
-        block(
-            word(params, 3) + at,
-            word(params, 4),
-            n,
-            k,
-            x,
-            word(params, 8),
-            m,
-            y,
-            word(params, 10),
-            tile,
-            word(params, 16),
-        )
+        few = word(params, 16)
+        block(word(params, 3) + at, word(params, 4), n, k, x, word(params, 8), m, y, word(params, 10), tile, few)
 
     return _by_expert(height, compute)
 

@@ -3,11 +3,11 @@
 A `RowFormat` says how 256 columns ("a step") of a stored row become 64-byte vectors of unsigned codes, scales, minima.
 From that description two functions are generated as LLVM IR:
 
-* `row_dot(format)`: the row times one quantized activation row, straight from memory (generation); `row_dots`: several,
+* `row_dot(format, n)` (`row_dot.py`): the row times n quantized activation rows, straight from memory (generation),
 * `unpack_row(format)`: the row as one lane of a 16-row tile (embeddings; prompts unpack 16 rows: `unpack_tile.py`).
 
-Tile modes, and what a value is in each: `tile_modes.py`. For symmetric modes (s32, s16) codes are value + 128, and the
-matching -128 * sum of the activations enters as the start of each integer dot product, so integer arithmetic is exact.
+Tile modes, and what a value is in each: `tile_modes.py`. For symmetric modes (s32, s16) codes are value + 128, and
+the matching -128 * sum of the activations, an exact integer, is added per block.
 Activation rows: `kernels/activations.py`. The last step of a row may have fewer than 8 blocks of 32 columns: it is
 copied to zero-filled memory first, so formats never see a partial step.
 """
@@ -24,7 +24,6 @@ from ikcli.native.simd.vec import (
     call_llvm,
     const_vector,
     f32x8,
-    f32x16,
     half_to_f32,
     i8x16,
     i8x32,
@@ -86,6 +85,11 @@ class RowEmitter(Emitter):
             v = self.b.insert_element(v, x, self.index(i))
         return self.b.bitcast(v, llvm_type(i8x64))
 
+    def splat64(self, x):
+        """An i64 in 8 lanes."""
+        one = self.b.insert_element(ir.Constant(ir.VectorType(I64, 8), ir.Undefined), x, self.index(0))
+        return self.pick(one, [0] * 8)
+
     def lanes(self, values):
         """A constant shuffle mask."""
         return indices(values)
@@ -129,8 +133,8 @@ class RowEmitter(Emitter):
         return const_vector(vec, values)
 
     def lshr(self, v, amounts):
-        """i32 lanes shifted right by constants."""
-        return self.b.lshr(v, ir.Constant(v.type, [ir.Constant(I32, a) for a in amounts]))
+        """Integer lanes shifted right by constants."""
+        return self.b.lshr(v, ir.Constant(v.type, [ir.Constant(v.type.element, a) for a in amounts]))
 
     def all_and(self, v, m):
         """Every lane (of any integer width) and m."""
@@ -161,12 +165,19 @@ class RowEmitter(Emitter):
         words = self.b.bitcast(v, llvm_type(i32x16))
         return self.b.bitcast(self.b.shl(words, const_vector(i32x16, [n] * 16)), llvm_type(i8x64))
 
-    def nibble_pair(self, w, j, block_bytes, at):
-        """Codes of blocks 2j, 2j+1 of 32 columns stored as 16 bytes each (low nibbles = first 16 columns)."""
+    def raw_nibble_pair(self, w, j, block_bytes, at):
+        """Codes of blocks 2j, 2j+1 of 32 columns stored as 16 bytes each (low nibbles = first 16 columns).
+
+        To be masked with 15.
+        """
         first, second = (self.load(i8x16, self.offset(w, block_bytes * b + at)) for b in (2 * j, 2 * j + 1))
         order = [*range(16), *range(16), *range(16, 32), *range(16, 32)]
         both = self.b.shuffle_vector(first, second, indices(order))
-        return self.all_and(self.shift_right(both, [0] * 4 + [4] * 4 + [0] * 4 + [4] * 4), 15)
+        return self.shift_right(both, [0] * 4 + [4] * 4 + [0] * 4 + [4] * 4)
+
+    def nibble_pair(self, w, j, block_bytes, at):
+        """As `raw_nibble_pair`, masked."""
+        return self.all_and(self.raw_nibble_pair(w, j, block_bytes, at), 15)
 
     def bit_mask(self, lo, hi):
         """<64 x i1> from two i32 words."""
@@ -192,6 +203,27 @@ class RowEmitter(Emitter):
             out = self.b.select(is_i, self.const64(table[i]), out)
         return out
 
+    def lookup(self, table, codes):
+        """Entry of a table of at most 64 byte constants."""
+        table = [x & 255 for x in table]
+        size = next(n for n in (16, 32, 64) if len(table) <= n)
+        table += [0] * (size - len(table))
+        if "avx512vbmi" in self.features():
+            args = [const_vector(i8x64, table * (64 // size)), codes]
+            return call_llvm(self.b, "llvm.x86.avx512.permvar.qi.512", codes.type, args)
+        if size == 16:
+            return self.lookup16(table, codes)
+        upper = self.b.icmp_unsigned("!=", self.all_and(codes, size // 2), self.const64(0))
+        low = self.all_and(codes, size // 2 - 1)
+        return self.b.select(upper, self.lookup(table[size // 2 :], low), self.lookup(table[: size // 2], low))
+
+    def low_entry(self, table, bits, v):
+        """Entry (a byte constant) for the low `bits` <= 4 bits of 64 bytes."""
+        table = [int(x) & 255 for x in table[: 1 << bits]] * (16 >> bits)
+        if "avx512vbmi" in self.features():  # looks at the low 6 bits only
+            return self.lookup(table * 4, v)
+        return self.lookup16(table, self.all_and(v, (1 << bits) - 1))
+
     def table(self, values, bits, name):
         """A constant array in the kernel's data section; returns its address (i64)."""
         name = f"ik.table.{name}"
@@ -199,9 +231,27 @@ class RowEmitter(Emitter):
         if name not in module.globals:
             t = ir.ArrayType(ir.IntType(bits), len(values))
             g = ir.GlobalVariable(module, t, name)
-            g.linkage, g.global_constant = "internal", True
+            g.linkage, g.global_constant, g.align = "internal", True, 64
             g.initializer = ir.Constant(t, [ir.Constant(ir.IntType(bits), int(x)) for x in values])
         return self.b.ptrtoint(module.globals[name], I64)
+
+    def opaque_table(self, values, bits, name, w):
+        """As `table`, known only once w is: vectors of it stay in memory instead of taking registers through a loop."""
+        t = ir.FunctionType(I64, [I64, I64])
+        return self.b.asm(t, "", "=r,0,r", [self.table(values, bits, name), w], False)
+
+    def entries64(self, table, words, lanes):
+        """64 bytes: entries (i64) of a `table` by number (u16 lanes of `words`).
+
+        Lanes leave the vector register four at a time: taking them out one by one, or by way of memory, is slower.
+        """
+        fours = self.b.bitcast(words, ir.VectorType(I64, words.type.count // 4))
+        taken = {q: self.opaque(self.b.extract_element(fours, self.index(q))) for q in {i // 4 for i in lanes}}
+        values = []
+        for i in lanes:
+            index = self.b.and_(self.b.lshr(taken[i // 4], self.int(16 * (i % 4))), self.int(0xFFFF))
+            values.append(self.b.load(pointer(self.b, self.b.add(table, self.times(index, 8)), I64), align=8))
+        return self.gather64(values)
 
     def entry(self, table, index, bits):
         """table[index] of a `table` of this width."""
@@ -209,21 +259,35 @@ class RowEmitter(Emitter):
         return self.b.load(pointer(self.b, at, ir.IntType(bits)), align=bits // 8)
 
 
+def by_name(*formats):
+    """name -> format."""
+    return {fmt.name: fmt for fmt in formats}
+
+
 class RowFormat:
     """One format. `w` is the address of a step's bytes, `row` what `header` returned (a row scale, or None)."""
 
-    name = ""
+    name, rows = "", 1
     step_bytes = 0  # bytes of 256 columns
     block_bytes = 0  # bytes of the smallest stored unit ...
     block_columns = 256  # ... and its columns
     header_bytes = 0
+    bias = 128  # dot_codes - bias is a value (symmetric modes); a power of two, small: its sums cancel in float32
+    shift = 0  # what dot_codes leaves out of the codes of `shifted_blocks`
 
     def header(self, e, w):
         """Reads the row header."""
 
     def codes(self, e, w, j):
-        """Unsigned codes of columns 64j .. 64j+63 as i8x64."""
-        raise NotImplementedError
+        """Unsigned codes of columns 64j .. 64j+63 as i8x64: value + 128 in symmetric modes."""
+        return e.b.add(self.dot_codes(e, w, j), e.const64(128 - self.bias))
+
+    def dot_codes(self, e, w, j):
+        """As codes, but with `bias` instead of 128, and `shift` smaller in the `shifted_blocks` (symmetric modes)."""
+        return self.codes(e, w, j)
+
+    def shifted_blocks(self, e, w):
+        """Mask of the blocks of 32 (modes *16: of 16) columns whose `dot_codes` are too small, or None."""
 
     def scales(self, e, w, row):
         """f32x8 (modes *32) or f32x16 (modes *16)."""
@@ -232,125 +296,6 @@ class RowFormat:
     def minima(self, e, w, row):
         """As scales, for modes m32 and m16."""
         raise NotImplementedError
-
-
-_PAIR = [0] * 8 + [1] * 8
-_PREFETCH_BYTES = 4096  # ahead; the next rows follow in memory
-
-
-@functools.cache
-def row_dot(fmt):
-    """dot(w, a, k) -> float32."""
-
-    @intrinsic
-    def dot(typingctx, w, a, k):
-        def codegen(context, builder, sig, args):
-            w, a, k = args
-            return _dots(RowEmitter(builder), fmt, w, [a], k)[0]
-
-        return types.float32(types.int64, types.int64, types.int64), codegen
-
-    return dot
-
-
-@functools.cache
-def row_dots(fmt, n):
-    """dots(w, a, a_stride, k, out, out_stride): n activation rows at once, each with the result of `row_dot`."""
-
-    @intrinsic
-    def dots(typingctx, w, a, a_stride, k, out, out_stride):
-        def codegen(context, builder, sig, args):
-            w, a, a_stride, k, out, out_stride = args
-            e = RowEmitter(builder)
-            rows = [e.opaque(e.offset(a, e.times(a_stride, t))) for t in range(n)]
-            for t, total in enumerate(_dots(e, fmt, w, rows, k)):
-                to = e.offset(out, e.times(out_stride, t))
-                builder.store(total, pointer(builder, to, _F32), align=4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), codegen
-
-    return dots
-
-
-def _dots(e, fmt, w, rows, k):
-    """The row at w times every activation row; weights are decoded once for all of them."""
-    e.k = k
-    accs = [[e.variable(e.zero(f32x16)) for _ in range(2)] for _ in rows]
-    row = fmt.header(e, w)
-    nb = e.b.lshr(k, e.int(5))
-    for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-        for line in range(0, fmt.step_bytes, 64):
-            e.prefetch(e.offset(at_w, _PREFETCH_BYTES + line))
-        weights = _Step(e, fmt, at_w, row)
-        for a, acc in zip(rows, accs, strict=True):
-            _dot_step(e, weights, _Activation(e, a, i, nb, valid, weights.mode), acc)
-    return [_sum_lanes(e, e.b.fadd(e.b.load(acc), e.b.load(low))) for acc, low in accs]
-
-
-class _Step:
-    """256 decoded columns of a weight row."""
-
-    def __init__(self, e, fmt, w, row):
-        self.mode = MODES[fmt.name]
-        self.scales = fmt.scales(e, w, row)
-        self.minima = None
-        if self.mode == "m32":
-            self.minima = _widen(e, fmt.minima(e, w, row))
-        elif self.mode == "m16":
-            self.minima = e.mul(fmt.minima(e, w, row), const_vector(f32x16, [-1.0 / 128] * 16))
-        self.codes = [fmt.codes(e, w, j) for j in range(4)]
-
-
-class _Activation:
-    """The same columns of an activation row (layout: `kernels/activations.py`)."""
-
-    def __init__(self, e, a, i, nb, valid, mode):
-        i32 = e.times(i, 32)
-        self.codes_at, at = e.offset(a, e.times(i, 256)), e.offset(a, i32)
-        self.d = activation_floats(e, e.offset(at, e.k), valid)
-        self.starts = self.sums = None
-        if mode == "s32":
-            self.starts = e.load(i32x8, e.offset(at, e.k, e.times(nb, 8)))
-        elif mode != "m32":
-            self.starts = e.load(i32x16, e.offset(at, i32, e.k, e.times(nb, 12)))
-        if mode == "m32":
-            self.sums = _widen(e, activation_floats(e, e.offset(at, e.k, e.times(nb, 4)), valid))
-        elif mode == "m16":
-            self.sums = e.mul(e.ints_to_f32(self.starts), e.pick(self.d, [i // 2 for i in range(16)]))
-
-
-def _dot_step(e, weights, x, accs):
-    acc, low = (e.b.load(s) for s in accs)
-    mode, scales = weights.mode, weights.scales
-    if x.sums is not None:
-        low = e.fused(weights.minima, x.sums, low)
-    if mode.endswith("32"):
-        scales = e.mul(scales, x.d)
-    for j in range(4):
-        dot = e.dot(_starts(e, mode, x.starts, j), weights.codes[j], e.load(i8x64, e.offset(x.codes_at, 64 * j)))
-        if mode.endswith("32"):
-            sc = e.pick(scales, [2 * j + p for p in _PAIR])
-        else:
-            sc = e.mul(e.pick(scales, [4 * j + i // 4 for i in range(16)]), e.pick(x.d, [2 * j + p for p in _PAIR]))
-        acc = e.fused(e.to_f32(dot), sc, acc)
-    e.b.store(acc, accs[0])
-    e.b.store(low, accs[1])
-
-
-def _widen(e, v):
-    """f32x8 as f32x16 with zeros above."""
-    return e.b.shuffle_vector(v, e.zero(f32x8), indices(range(16)))
-
-
-def _starts(e, mode, sums, j):
-    """Start value of the dot product of columns 64j..: sums in the first lane of each block, or zeros."""
-    if mode.startswith("m"):
-        return e.zero(i32x16)
-    per, n = (8, 2) if mode == "s32" else (4, 4)
-    outside = sums.type.count
-    lanes = [n * j + i // per if i % per == 0 else outside for i in range(16)]
-    return e.b.shuffle_vector(sums, ir.Constant(sums.type, [0] * outside), indices(lanes))
 
 
 def activation_floats(e, address, valid):
@@ -392,14 +337,6 @@ def copy_blocks(e, fmt, src, to, n_blocks):
         for s in starts:
             x = e.b.load(pointer(e.b, e.offset(src, at, s), t), align=1)
             e.b.store(x, pointer(e.b, e.offset(to, at, s), t), align=1)
-
-
-def _sum_lanes(e, v):
-    n = v.type.count
-    while n > 1:
-        n //= 2
-        v = e.b.fadd(e.pick(v, range(n)), e.pick(v, range(n, 2 * n)))
-    return e.b.extract_element(v, ir.Constant(I32, 0))
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from ikcli.engine.devices import Device, Machine, described_machine
 from ikcli.engine.missing_parts import assume_missing
 from ikcli.engine.planner import Planner
 from ikcli.engine.session import Session
+from ikcli.engine.startup import prepare
 from ikcli.errors import FormatError
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import HParams
@@ -267,3 +268,20 @@ def test_a_part_without_blocks_is_not_enough(tmp_path: Path) -> None:
     hp = HParams.from_gguf(file.metadata, file.tensors, str(first))
     with pytest.raises(FormatError, match=r"00002-of-00002\.gguf is missing.*at least the header"):
         assume_missing(file, hp)
+
+
+@pytest.mark.parametrize("command", ["plan", "sweep-bench"])
+def test_fit_holds_for_runs_on_gpus_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, shared_dir: Path, command: str
+) -> None:
+    path = shared_dir / "golden" / "models" / "tiny-deepseek2.f16.gguf"
+    config = replace(BASE, command=command, model=path, n_ctx=512, fit=True, fit_margin=1, n_gpu_layers=None)
+    fake_gpu(monkeypatch, Device("CUDA0", 11 * MIB, 11 * MIB))
+    startup = prepare(config)
+    (chosen,) = [text for text in startup.notices if text.startswith("--fit chose:")]
+    assert "CUDA device" not in " ".join(startup.notices) and not startup.config.fit
+    session = Session.plan(startup.config)
+    parts = session.memory()["CUDA0"]
+    session.backend.cpu.close()
+    assert 5 * MIB < sum(parts.values()) <= 10 * MIB and startup.config.n_cpu_moe == 2
+    assert chosen.startswith(f"--fit chose: -ngl {startup.config.n_gpu_layers}")

@@ -160,7 +160,11 @@ def _unrotated(op: Op, x: HeadSlice, heads: int) -> bool:
 
 def _also_when(low: Lowering, at: Ref, when: When | None) -> None:
     """Rows that exist already have one more reader."""
-    for op in reversed(low.ops):
+    key = ("made by op", at)  # where it was found last: a cache expanded head by head is read thousands of times
+    hint = low._shared.get(key)
+    last = hint.target if hint is not None and isinstance(hint.target, int) else len(low.ops)
+    for i in (*((last,) if last < len(low.ops) else ()), *range(len(low.ops) - 1, -1, -1)):
+        op = low.ops[i]
         if at not in op.args:
             continue
         wanted = op.when
@@ -168,5 +172,6 @@ def _also_when(low: Lowering, at: Ref, when: When | None) -> None:
             wanted = op.args[-1].q8 if op.args[-N_FORMAT_ARGS] == at else op.args[-1].bf16
         if isinstance(wanted, Wanted):
             wanted.readers.append(when)
+            low._shared[key] = Ref(i)
             return
     raise AssertionError("activation rows that nobody makes")

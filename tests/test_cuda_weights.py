@@ -277,7 +277,7 @@ def test_kernels_by_bucket() -> None:
 @pytest.mark.parametrize("type_", names([T.Q4_K, T.Q8_0, T.F16, T.F32]))
 def test_few_tiles_are_divided_by_columns(type_: T) -> None:
     """Parts of the columns side by side where a matrix would leave most of a device idle, none where it is large."""
-    for k, heads, n in ((1280, 1, 9), (1280, 1, 70), (512, 3, 20), (256, 1, 11)):
+    for k, heads, n in ((1280, 1, 9), (1280, 1, 70), (512, 3, 20)):
         run = ProductRun()
         w = run.tensor("w", type_, (k, 70, heads))
         x = activations(n, k * heads)
@@ -285,8 +285,7 @@ def test_few_tiles_are_divided_by_columns(type_: T) -> None:
         for h in range(heads):
             check(found[:, 70 * h : 70 * h + 70], run.weights["w"][h], x[:, k * h : k * h + k], type_)
         kernels = {launch.kernel: launch for launch in run.launched}
-        step = 32 if is_float(type_) else 128
-        assert kernels[f"mm_{device_format(type_).name}"].grid[2] == heads * k // step
+        assert kernels[f"mm_{device_format(type_).name}"].grid[2] == heads * (k // 256)
         assert "weights_add_parts" in kernels
     run = ProductRun(spare=3000)
     w = run.tensor("w", T.Q8_0, (64, 64 * 20))

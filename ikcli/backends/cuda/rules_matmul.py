@@ -29,6 +29,7 @@ MM_FLOAT = 4 * 4 * MM_TILE * 36  # weights_float.cu
 FEW_PER_EXPERT = 4  # rows per expert up to which `mv_*` reads fewer bytes per result than `mm_*` needs time
 WARPS_PER_SM = 16  # that should have work in a product of one row
 BLOCKS_PER_SM = 3  # of `mm_*` fit on an SM
+PART_COLUMNS, PART_BYTES = 256, 4 << 20  # fewest columns of a part of `mm_*`, most memory for the sums of parts
 
 # (two scales per 32 columns, minima): what a tile of weights has beside codes.
 _HALVES = frozenset(
@@ -157,17 +158,19 @@ def _dense(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int) -> No
 def _tiles(low: Lowering, node: Node, m: Matrices, args: tuple[Arg, ...]) -> None:
     """`mm_*` of all rows, and the sum of parts where the tiles alone would not fill the device."""
     rows, row_tiles = node.rows, -(-m.w.ne1 // MM_TILE)
-    most, n_steps = BLOCKS_PER_SM * low.device.n_sm, -(-m.w.ne0 // (32 if m.fmt.columns == 1 else 128))
+    most, per_row = BLOCKS_PER_SM * low.device.n_sm, 4 * node.cols
 
     def parts(c: Counts) -> int:
-        return max(1, min(n_steps, most // (row_tiles * -(-c.rows(rows) // MM_TILE) * m.count)))
+        n = max(c.rows(rows), 1)
+        tiles, fitting = row_tiles * -(-n // MM_TILE) * m.count, PART_BYTES // (n * per_row)
+        return max(1, min(m.w.ne0 // PART_COLUMNS, most // tiles, fitting))
 
     def divided(c: Counts) -> bool:
         return not Few(rows)(c) and parts(c) > 1
 
-    can_divide = 2 * row_tiles * m.count <= most and n_steps > 1
-    n_sums = min(most * MM_TILE * MM_TILE, n_steps * low.rows(rows) * node.cols)
-    sums: Arg = low.buffer(4 * n_sums) if can_divide else 0
+    can_divide = 2 * row_tiles * m.count <= most and m.w.ne0 >= 2 * PART_COLUMNS
+    n_bytes = min(PART_BYTES, m.w.ne0 // PART_COLUMNS * low.rows(rows) * per_row)
+    sums: Arg = low.buffer(n_bytes) if can_divide else 0
     low.emit(f"mm_{m.fmt.name}", lambda c: (row_tiles, -(-c.rows(rows) // MM_TILE), m.count * parts(c)), MM_THREADS,
              shared_bytes(m.fmt), low.state, *low.row_args(rows), *m.args(low), *args, lambda c: np.int32(parts(c)),
              sums, lambda c: c.rows(rows) * node.cols, when=_not(Few(rows)))  # fmt: skip

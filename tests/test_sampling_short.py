@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ikcli.native.kernel_cache import KernelKey, native_function, shared_library
 from ikcli.sampling import Sampler, SamplerParams, SamplerVocab
 from ikcli.sampling.candidates import top_indices
-from ikcli.sampling.short import short_chain, top_k_function
+from ikcli.sampling.short import short_chain
 
 ORDERS = (
     ("top_k", "top_p", "min_p", "temperature"),
@@ -41,6 +42,7 @@ def test_draws_are_those_of_the_arrays(
         logits = np.round(logits) if ties else logits
         mask = None if rng.random() < 0.5 else np.full((n + 31) // 32, 0xFFFFFFFF, np.uint32)
         assert short.sample(logits, mask) == arrays.sample(logits, mask)
+        assert short.sample(logits) == arrays.sample(logits)
 
 
 @pytest.mark.parametrize(
@@ -70,18 +72,21 @@ def test_best_indices_whatever_the_method(n: int, k: int) -> None:
 @given(st.integers(1, 700), st.integers(1, 90), st.integers(0, 2**31), st.booleans())
 def test_largest_of_a_vocabulary(n: int, k: int, seed: int, ties: bool) -> None:
     """The kernel finds what sorting finds: best first, equal ones in order, never -inf; a NaN anywhere is noticed."""
+    library, key = shared_library(), KernelKey("ikcli.native.top_k", "make_top_k")
+    library.require([key])
+    top_k = native_function(library[key], 5, keep_gil=True)
     rng = np.random.default_rng(seed)
     numbers = rng.normal(size=n).astype(np.float32)
     numbers = np.round(numbers) if ties else numbers
     numbers[rng.random(n) < 0.3] = -np.inf
     ids, values = np.zeros(k, np.int64), np.zeros(k, np.float32)
-    found = top_k_function()(numbers.ctypes.data, n, k, ids.ctypes.data, values.ctypes.data)
+    found = top_k(numbers.ctypes.data, n, k, ids.ctypes.data, values.ctypes.data)
     wanted = np.argsort(-numbers, kind="stable")[:k]
     wanted = wanted[numbers[wanted] > -np.inf]
     assert ids[:found].tolist() == wanted.tolist()
     assert values[:found].tolist() == numbers[wanted].tolist()
     numbers[rng.integers(n)] = np.nan
-    assert top_k_function()(numbers.ctypes.data, n, k, ids.ctypes.data, values.ctypes.data) == -1
+    assert top_k(numbers.ctypes.data, n, k, ids.ctypes.data, values.ctypes.data) == -1
 
 
 def test_whole_vocabulary_is_drawn_from_like_candidates() -> None:

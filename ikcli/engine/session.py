@@ -29,7 +29,7 @@ from ikcli.graph import Cache, Graph, Node, Weight
 from ikcli.log import log, progress, warn
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig
 from ikcli.quant.formats import format_by_name, get_format
-from ikcli.sampling.short import top_k_function
+from ikcli.sampling.short import draw_function
 from ikcli.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -465,5 +465,5 @@ def warmup(config: RunConfig) -> int:
     """Compile the kernels of a model ahead of time (`ik warmup`)."""
     session = Session.plan(config)
     session.compile()
-    top_k_function()
+    draw_function()
     return 0

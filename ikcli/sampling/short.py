@@ -1,7 +1,7 @@
 """The usual chain, top-k first and then only top-p, min-p and temperature, without arrays.
 
 A few dozen candidates are so few that calling NumPy for each step costs more than the step. Results are those of
-`filters`, and as there one random number is used per draw.
+`filters`, and as there one random number is used per draw. From a whole vocabulary one kernel draws (native/top_k.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ikcli.sampling.params import SamplerParams
 from ikcli.sampling.penalties import penalizes
 
 _MOST = 256
+_CODES = {"temperature": 0, "top_p": 1, "min_p": 2}  # of native/top_k.py
 _NAMES = frozenset({"top_p", "min_p", "temperature"})
 
 
@@ -33,8 +34,11 @@ class ShortChain:
     def __init__(self, k: int, steps: Sequence[tuple[str, float]], min_keep: int) -> None:
         self._k, self._steps, self._min_keep = k, tuple(steps), min_keep
         self._ids, self._values = np.empty(k, np.int64), np.empty(k, np.float32)
-        self._at = _address(self._ids), _address(self._values)
-        self._top_k = top_k_function()
+        self._state = np.zeros(2 + 2 * len(steps) + k)
+        self._state[2 : 2 + 2 * len(steps)] = [x for name, value in steps for x in (_CODES[name], value)]
+        at = [address_of(a) for a in (self._ids, self._values, self._state)]
+        self._fixed = (k, *at, len(steps), min_keep)
+        self._kernel = draw_function()
 
     def sample(self, c: Candidates, rng: np.random.Generator) -> int:
         """Draw a token; there is one that can be drawn."""
@@ -43,11 +47,11 @@ class ShortChain:
         return int(best.ids[self._draw(best.logits.tolist(), rng)])
 
     def sample_all(self, logits: npt.NDArray[np.float32], rng: np.random.Generator) -> int:
-        """Draw from a whole vocabulary; -1 if it holds NaN or +Inf, or nothing but -Inf."""
-        n = self._top_k(_address(logits), len(logits), self._k, *self._at)
-        if n <= 0 or self._values[0] == math.inf:
+        """Draw from a whole vocabulary; -1 if it holds NaN or +Inf, or nothing but -Inf, or is no packed float32."""
+        if not (logits.flags.c_contiguous and logits.dtype == np.float32):
             return -1
-        return int(self._ids[self._draw(self._values[:n].tolist(), rng)])
+        self._state[0] = rng.random()
+        return self._kernel(address_of(logits), len(logits), *self._fixed)
 
     def _draw(self, logits: list[float], rng: np.random.Generator) -> int:
         """Index into logits that are in descending order."""
@@ -77,18 +81,18 @@ class ShortChain:
         return len(weights)
 
 
-def _address(array: npt.NDArray[Any]) -> int:
+def address_of(array: npt.NDArray[Any]) -> int:
     """Where the numbers are (less work than `ctypes.data`)."""
     address: int = array.__array_interface__["data"][0]
     return address
 
 
 @cache
-def top_k_function() -> Callable[..., int]:
-    """The kernel of native/top_k.py; compiled at first use, and then for ever."""
-    key = KernelKey("ikcli.native.top_k", "make_top_k")
+def draw_function() -> Callable[..., int]:
+    """The kernel `make_draw` of native/top_k.py; compiled at first use, and then for ever."""
+    key = KernelKey("ikcli.native.top_k", "make_draw")
     shared_library().require([key])
-    return native_function(shared_library()[key], 5, keep_gil=True)
+    return native_function(shared_library()[key], 8, keep_gil=True)
 
 
 def _negative(x: float) -> float:

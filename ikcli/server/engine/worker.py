@@ -26,7 +26,7 @@ from ikcli.engine.session import Session
 from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.sampling.candidates import NoTokenError
 from ikcli.sampling.sampler import token_logprobs
-from ikcli.sampling.short import top_k_function
+from ikcli.sampling.short import draw_function
 from ikcli.sampling.vocab import SamplerVocab
 from ikcli.server.engine import slot_file
 from ikcli.server.engine.generation import Generation, Setting, as_info
@@ -70,7 +70,7 @@ class Worker:
         hp = session.model.hp
         n_ctx = min(session.n_ctx_seq, hp.n_ctx_train)
         self.model: ModelInfo = model_info(session, n_ctx)
-        top_k_function()  # compiled now, and not when the first request comes
+        draw_function()  # compiled now, and not when the first request comes
         vocab = SamplerVocab.from_tokenizer(self.tokenizer, session.n_vocab)
         self._setting = Setting(n_ctx, hp.n_ctx_train, self.config.context_shift, self.tokenizer, vocab)
         self.slots = [Slot(i, n_ctx) for i in range(session.n_seq_max)]

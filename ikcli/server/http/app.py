@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,7 +14,7 @@ from starlette.types import ASGIApp
 from ikcli import __version__
 from ikcli.server.http import static
 from ikcli.server.http.errors import ApiError
-from ikcli.server.http.gateway import Gateway
+from ikcli.server.http.gateway import Endpoint, Gateway
 from ikcli.server.http.openapi import document_routes
 from ikcli.server.http.routes import ROUTERS
 from ikcli.server.http.state import ServerState
@@ -31,7 +34,23 @@ def build_app(state: ServerState) -> ASGIApp:
         app.include_router(router)
     files = static.add_routes(app, state.config.server)
     document_routes(app)
-    return Gateway(app, state, state.log, files)
+    return Gateway(app, state, state.log, files, _direct())
+
+
+def _direct() -> dict[str, Endpoint]:
+    """POST endpoints by path that need nothing but the request and answer with a Response.
+
+    The gateway calls them itself: every token of a stream saves the way through the layers of the framework.
+    """
+    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    found: dict[str, Endpoint] = {}
+    for route in routes:
+        signature = inspect.signature(route.endpoint)
+        plain = [*signature.parameters] == ["request"] and signature.return_annotation in (Response, "Response")
+        plain = plain and inspect.iscoroutinefunction(route.endpoint)
+        if plain and route.methods == {"POST"} and "{" not in route.path:
+            found[route.path] = route.endpoint
+    return found
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

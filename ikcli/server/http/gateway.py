@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 from urllib.parse import parse_qsl
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ikcli.server.http import auth
@@ -15,6 +17,7 @@ from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.state import ServerState
 
+Endpoint = Callable[[Request], Awaitable[Response]]
 _WHILE_LOADING = frozenset({"/models", "/v1/models", "/api/tags"})
 _JSON = (b"content-type", b"application/json; charset=utf-8")
 _LOADING_PAGE = (
@@ -26,8 +29,17 @@ _LOADING_PAGE = (
 class Gateway:
     """Wraps the application; see the module."""
 
-    def __init__(self, app: ASGIApp, state: ServerState, log: ServerLog, static: frozenset[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        state: ServerState,
+        log: ServerLog,
+        static: frozenset[str],
+        direct: Mapping[str, Endpoint] | None = None,
+    ) -> None:
+        """`direct`: endpoints of POST requests that are called without the application around them."""
         self._app = app
+        self._direct = direct or {}
         self._state = state
         self._log = log
         self._static = static
@@ -65,7 +77,13 @@ class Gateway:
             raise ApiError(401, "Invalid API Key")
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         inner = {**scope, "path": path, "raw_path": path.encode(), "method": method, "root_path": ""}
-        await self._app(inner, receive, exchange.send)
+        endpoint = self._direct.get(path) if method == "POST" else None
+        if endpoint is None:
+            await self._app(inner, receive, exchange.send)
+            return
+        inner["app"] = self._app
+        response = await endpoint(Request(inner, receive))
+        await response(inner, receive, exchange.send)
 
     def _inner_path(self, path: str) -> str:
         if not self._prefix:

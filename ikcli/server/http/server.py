@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -180,6 +181,8 @@ class _Runner(uvicorn.Server):
             self.load_failed = True
             self.should_exit = True
             return
+        gc.collect()
+        gc.freeze()  # what lives as long as the server is not looked through again
         self._log.info("main", "model loaded")
         self._log.info("main", "chat template", **self._state.chat.log_fields())
         with contextlib.suppress(IkError):  # a model without vocabulary: grammars will say so themselves

@@ -83,8 +83,8 @@ ONE = [Segment(1, 3, 99)]
         (16, T.F16, [Segment(1, 0, 0)], "f16_r16"),
         (5, T.F16, [Segment(4, 1, 28)], "f16_r32"),
         (11, T.F16, [Segment(3, 2, 60), Segment(2, 180, 31)], "f16_r32"),
-        (12, T.Q8_0, [Segment(1, 5, 299)], "q8_r16"),
-        (20, T.Q8_0, [Segment(2, 2, 64)], "q8_r32"),
+        (12, T.Q8_0, [Segment(1, 5, 299)], "q8s4_r16"),
+        (20, T.Q8_0, [Segment(2, 2, 64)], "q8s4_r32"),
         (128, T.F16, [Segment(1, 0, 32)], "f16_r64"),
         (16, T.BF16, [Segment(1, 3, 150)], "bf16_r16"),
         (20, T.BF16, [Segment(4, 3, 20), Segment(1, 100, 0)], "bf16_r32"),
@@ -109,10 +109,12 @@ def test_absorbed_in_one_part(n_head: int, type_: T) -> None:
     assert len(run.kernels()) == 1
 
 
-def test_absorbed_prompt_rows_and_small_gpu() -> None:
+@pytest.mark.parametrize(("type_", "kernel"), [(T.F16, "f16_r32"), (T.Q8_0, "q8_r32"), (T.Q8_0, "q8_r16")])
+def test_absorbed_on_a_small_gpu(type_: T, kernel: str) -> None:
     run = Run(16, 64, SMALL)
-    check(run, absorbed(run, 16, T.F16), [Segment(13, 0, 9), Segment(3, 40, 0)])
-    assert run.kernels()[0] == "attn_mla_f16_r32"
+    tokens = (13, 3) if kernel.endswith("32") else (1, 1)
+    check(run, absorbed(run, 16, type_), [Segment(tokens[0], 0, 9), Segment(tokens[1], 40, 4)])
+    assert run.kernels()[0] == f"attn_mla_{kernel}"
     assert all(x.shared <= SMALL.max_shared for x in run.launched)
 
 
@@ -245,7 +247,7 @@ def test_parts_of_equal_size(parts: int) -> None:
         run = Run(2, 1100, limits)
         check(run, build(run), [Segment(1, 3, 1030)])
         attn = next(x for x in run.launched if x.kernel.startswith(("attn_mla", "attn_decode")))
-        assert attn.grid[1] * attn.grid[2] == (parts if "mla" in attn.kernel else min(5, 4 * parts))
+        assert attn.grid[1] * attn.grid[2] == (parts if "mla" in attn.kernel else min(5, 2 * parts))
 
 
 @pytest.mark.parametrize("which", ["mla", "grouped"])

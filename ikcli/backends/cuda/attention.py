@@ -175,9 +175,10 @@ _MLA_KINDS = {GGMLType.F32: "f16", GGMLType.F16: "f16", GGMLType.BF16: "bf16", G
 def mla_shared(kind: str, rows: int) -> int:
     """Shared memory of `attn_mla_<kind>_r<rows>`: MlaLayout of kernels/attn_mla.cuh."""
     tile = MLA_BLOCK * MLA_K * 2
-    scales = MLA_BLOCK * 18 * 2 if kind == "q8" else 0
-    stages, stage = (1 if kind == "any" else 2), (MLA_BLOCK * MLA_K if kind == "q8" else tile)
-    at = _up(stages * (stage + scales), 128) * 128 + (tile if kind == "q8" else 0)
+    q8 = kind.startswith("q8")
+    stages = {"any": 1, "q8s4": 4}.get(kind, 2)
+    stage = MLA_BLOCK * (MLA_K + 18 * 2) if q8 else tile
+    at = _up(stages * stage, 128) * 128 + (tile if q8 else 0)
     at += 4 * rows * (MLA_BLOCK + 4) * 4 + rows * (MLA_BLOCK + 8) * 2
     return _up(at + rows * 4, 128) * 128 + rows * MLA_K * 2 if rows > 32 else at + rows * 4
 
@@ -185,6 +186,8 @@ def mla_shared(kind: str, rows: int) -> int:
 def _mla(low: Lowering, node: Node) -> None:
     cache, heads = node.attrs["v"].source, node.attrs["n_head"]
     kind = _MLA_KINDS.get(cache.type, "any")
+    if kind == "q8" and mla_shared("q8s4", 32) <= low.device.max_shared:
+        kind = "q8s4"
     sizes = [16, 32]
     if kind in ("f16", "bf16") and mla_shared(kind, 64) <= low.device.max_shared:
         sizes.append(64)
@@ -283,7 +286,8 @@ def _heads(low: Lowering, node: Node) -> None:
 
     def shapes(c: Counts) -> tuple[int, int, int]:
         if few(c):
-            return 16, DECODE_BLOCK, min(4, max(1, on_sm // (decode_shared(tiled.k_width, v.width) + 1024)))
+            by_registers = 2 if tiled.k_width > 128 or _decode_kind(node) == "any" else 3
+            return 16, DECODE_BLOCK, min(by_registers, max(1, on_sm // (decode_shared(tiled.k_width, v.width) + 1024)))
         rows, shared = rows_of(c), prefill_shared(rows_of(c), tiled.k_width, v.width)
         return rows, prefill_block(tiled.k_width), min(2 if rows == 64 else 1, max(1, on_sm // (shared + 1024)))
 
@@ -296,13 +300,17 @@ def _heads(low: Lowering, node: Node) -> None:
     parts.combine(low)
 
 
+def _decode_kind(node: Node) -> str:
+    """16-bit caches of one type have kernels of their own."""
+    types = {p.source.type if isinstance(p.source, Cache) else None for p in (node.attrs["k"][0], node.attrs["v"])}
+    return "f16" if types == {GGMLType.F16} else "bf16" if types == {GGMLType.BF16} else "any"
+
+
 def _decode(low: Lowering, node: Node, tiled: _Tiled, parts: Parts, when: When | None) -> None:
     v, n_head, n_head_kv = node.attrs["v"], node.attrs["n_head"], node.attrs["n_head_kv"]
     k = node.attrs["k"][0]
-    kinds = {p.source.type if isinstance(p.source, Cache) else GGMLType.F32 for p in (k, v)}
-    kind = {frozenset((GGMLType.F16,)): "f16", frozenset((GGMLType.BF16,)): "bf16"}.get(frozenset(kinds), "any")
     low.emit(
-        f"attn_decode_{tiled.k_width}_{kind}",
+        f"attn_decode_{tiled.k_width}_{_decode_kind(node)}",
         lambda c: (count_tiles(c, n_head // n_head_kv, 16), n_head_kv, parts.count(c)), 128,
         decode_shared(tiled.k_width, v.width), low.state, *_query(low, node.attrs["q"][0]),
         *_rows_of_any(low, k), *_rows_of_any(low, v), low.n_cells, *parts.refs, np.int32(n_head), np.int32(n_head_kv),

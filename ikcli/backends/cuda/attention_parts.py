@@ -38,7 +38,8 @@ def fixed_parts(n_kv: int, steps: int) -> int:
 
 def count_tiles(c: Counts, group: int, rows: int) -> int:
     """Upper bound of the tiles of `rows` (token, head) rows; a tile holds rows of one segment."""
-    return min(c.n_tokens * _up(group, rows), c.n_tokens * group // rows + min(max(c.n_segments, 1), c.n_tokens))
+    segments = min(max(c.n_segments, 1), c.n_tokens)
+    return min(c.n_tokens * _up(group, rows), (c.n_tokens * group + segments * (rows - 1)) // rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 // attention.
 #include "attn_mla.cuh"
 
-ATTN_MLA(attn_mla_f16_r16, 16, 32, 2, KT_F16)
-ATTN_MLA(attn_mla_f16_r32, 32, 32, 2, KT_F16)
-ATTN_MLA(attn_mla_f16_r64, 64, 32, 2, KT_F16)
+ATTN_MLA(attn_mla_f16_r16, 16, 32, 2, KT_F16, 2)
+ATTN_MLA(attn_mla_f16_r32, 32, 32, 2, KT_F16, 1)
+ATTN_MLA(attn_mla_f16_r64, 64, 32, 2, KT_F16, 1)
 
 // out = sum of parts * 2^(m - max m) over the common denominator; one block per row, columns over the threads. Parts
 // without positions (maximum -inf) are not read.

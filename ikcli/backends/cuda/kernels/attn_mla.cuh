@@ -67,16 +67,27 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
   const i64 base = compact ? t.kv_row : t.cell;
   const KvTensor tensor = kv_tensor(kv, n_cells, MLA_DK / 32, type);
 
-  constexpr int GROUPS = BN * (MLA_DK / 16), PER = (GROUPS + NT - 1) / NT;
-  Raw16 raw[KVT == KT_ANY ? PER : 1];
+  // Turns of 256 lanes that read a tile; all are fetched ahead where registers allow it.
+  constexpr int GROUPS = BN * (MLA_DK / 16), TURNS = (GROUPS + NT - 1) / NT, AHEAD = ROWS == 16 ? TURNS : 2;
+  Raw16 raw[KVT == KT_ANY ? AHEAD : 1];
+  auto fetch = [&](Raw16& r, int turn, int j) {
+    const int i = tid + turn * NT, pos = lo + j * BN + i / (MLA_DK / 16);
+    kv_clear(r);
+    if (i < GROUPS && j < n_tiles && pos < hi) kv_load_codes(r, tensor, base + pos, i % (MLA_DK / 16));
+  };
+  auto unpack = [&](const Raw16& r, int turn) {
+    const int i = tid + turn * NT, row = i / (MLA_DK / 16), g = i % (MLA_DK / 16);
+    if (i >= GROUPS) return;
+    u16* tile = (u16*)smem_raw;
+    u32 y[8];
+    kv_codes_f16(y, r, type, g & 1);
+    *(uint4*)(tile + mla_at(row, 2 * g)) = make_uint4(y[0], y[1], y[2], y[3]);
+    *(uint4*)(tile + mla_at(row, 2 * g + 1)) = make_uint4(y[4], y[5], y[6], y[7]);
+  };
   auto load = [&](int j) {  // global memory -> stage j % ST, or registers
     if constexpr (KVT == KT_ANY) {
 #pragma unroll
-      for (int n = 0; n < PER; n++) {
-        const int i = tid + n * NT, r = i / (MLA_DK / 16), pos = lo + j * BN + r;
-        kv_clear(raw[n]);
-        if (i < GROUPS && j < n_tiles && pos < hi) kv_load_codes(raw[n], tensor, base + pos, i % (MLA_DK / 16));
-      }
+      for (int n = 0; n < AHEAD; n++) fetch(raw[n], n, j);
     } else {
       if (j < n_tiles) {
         u8* to = smem_raw + j % ST * L::stage;
@@ -148,20 +159,17 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
     __syncthreads();  // stage j is there; everyone has left tile j-1
     const u16* kt;
     if constexpr (KVT == KT_ANY) {
-      u16* tile = (u16*)smem_raw;
 #pragma unroll
-      for (int n = 0; n < PER; n++) {
-        const int i = tid + n * NT, r = i / (MLA_DK / 16), g = i % (MLA_DK / 16);
-        if (i < GROUPS) {
-          u32 y[8];
-          kv_codes_f16(y, raw[n], type, g & 1);
-          *(uint4*)(tile + mla_at(r, 2 * g)) = make_uint4(y[0], y[1], y[2], y[3]);
-          *(uint4*)(tile + mla_at(r, 2 * g + 1)) = make_uint4(y[4], y[5], y[6], y[7]);
-        }
+      for (int n = 0; n < AHEAD; n++) unpack(raw[n], n);
+#pragma unroll 1
+      for (int n = AHEAD; n < TURNS; n++) {
+        Raw16 r;
+        fetch(r, n, j);
+        unpack(r, n);
       }
       load(j + 1);
       __syncthreads();
-      kt = tile;
+      kt = (const u16*)smem_raw;
     } else {
       load(j + ST - 1);
       const u8* stage = smem_raw + j % ST * L::stage;
@@ -291,8 +299,9 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
     }
   }
 }
-#define ATTN_MLA(NAME, ROWS, BN, ST, KVT)                                                                              \
-  extern "C" __global__ void __launch_bounds__(256)                                                                    \
+// BLOCKS: how many an SM holds at a time.
+#define ATTN_MLA(NAME, ROWS, BN, ST, KVT, BLOCKS)                                                                      \
+  extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                                            \
   NAME(const i64* st, const float* q_rope, i64 rope_row, int rope_head, const float* q_latent, i64 latent_row,         \
        int latent_head, const u8* kv, i64 n_cells, int type, int compact, float* out, float* parts, float* stats,      \
        int heads, int n_split, int steps, float scale) {                                                               \

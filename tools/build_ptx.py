@@ -184,7 +184,7 @@ def faults(bounds: dict[str, tuple[str, int]], usage: dict[str, Usage], target: 
 
 def build(path: Path, targets: Iterable[str] = TARGETS) -> tuple[str, dict[str, Any], list[str]]:
     """PTX of a file, its manifest record, and what is wrong with it."""
-    ptx = compile_ptx(path)
+    key, ptx = digest(path), compile_ptx(path)
     bounds = entries(ptx)
     usage = {target: assemble(ptx, target) for target in targets}
     wrong = [fault for target, used in usage.items() for fault in faults(bounds, used, target)]
@@ -198,7 +198,7 @@ def build(path: Path, targets: Iterable[str] = TARGETS) -> tuple[str, dict[str, 
         }
         for name, (types, threads) in sorted(bounds.items())
     }
-    return ptx, {"sha256": digest(path), "kernels": kernels}, wrong
+    return ptx, {"sha256": key, "kernels": kernels}, wrong
 
 
 def stale(folder: Path = FOLDER) -> list[str]:
@@ -221,28 +221,30 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write(folder: Path, jobs: int, only: Sequence[str] = ()) -> list[str]:
-    """Build what changed; returns what is wrong with it (written all the same: the tests say it too)."""
-    manifest, changed = read_manifest(folder), [name for name in stale(folder) if not only or name in only]
-    files, texts, wrong = dict(manifest["files"]), {}, []
+    """Build what changed, file by file; returns what is wrong with it (written all the same: the tests say it too)."""
+    files, wrong = dict(read_manifest(folder)["files"]), []
+    folder.mkdir(exist_ok=True)
+    changed = [name for name in stale(folder) if not only or name in only]
     paths = [path for name in changed if (path := KERNELS / f"{name}.cu").is_file()]
+    for name in {*changed} - {path.stem for path in paths}:
+        del files[name]
+        (folder / f"{name}.ptx.xz").unlink(missing_ok=True)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         for path, (ptx, facts, faulty) in zip(paths, pool.map(build, paths), strict=True):
-            texts[path.stem], files[path.stem] = ptx, facts
+            packed = lzma.compress(ptx.encode(), preset=9 | lzma.PRESET_EXTREME)
+            (folder / f"{path.stem}.ptx.xz").write_bytes(packed)
+            files[path.stem] = facts
             wrong += faulty
-    folder.mkdir(exist_ok=True)
-    for name in changed:
-        if name in texts:
-            (folder / f"{name}.ptx.xz").write_bytes(lzma.compress(texts[name].encode(), preset=9 | lzma.PRESET_EXTREME))
-        else:
-            (folder / f"{name}.ptx.xz").unlink(missing_ok=True)
-            del files[name]
-        print(f"{name}: {len(files[name]['kernels']) if name in files else 'gone'}")
+            _write_manifest(folder, files)
+            print(f"{path.stem}: {len(facts['kernels'])} kernels, {len(packed)} bytes", flush=True)
+    _write_manifest(folder, files)
     names = [kernel for facts in files.values() for kernel in facts["kernels"]]
-    if double := sorted({n for n in names if names.count(n) > 1}):
-        return [f"kernel {n} is defined twice" for n in double]
+    return wrong + [f"kernel {n} is defined twice" for n in sorted({n for n in names if names.count(n) > 1})]
+
+
+def _write_manifest(folder: Path, files: dict[str, Any]) -> None:
     record = {"ptx": PTX_VERSION, "nvrtc": ".".join(map(str, NVRTC)), "files": dict(sorted(files.items()))}
     (folder / "manifest.json").write_text(_manifest_text(record))
-    return wrong
 
 
 def _manifest_text(record: dict[str, Any]) -> str:

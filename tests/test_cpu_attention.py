@@ -256,6 +256,35 @@ def test_one_token(n_kv: int, n_threads: int, flash: bool) -> None:
     check(gqa(4, 1, 64, (F16, F16), tokens=1, cells=300, flash=flash), [Segment(1, 40, n_kv - 1)], n_threads, n_kv)
 
 
+STREAMED = [(1, 1, 64), (4, 4, 128), (12, 6, 80), (15, 5, 64), (16, 4, 128), (14, 2, 64), (5, 1, 96), (8, 1, 256)]
+
+
+@pytest.mark.parametrize("types", [(F16, F16), (F32, BF16), (BF16, F32), (Q8_0, F16), (F16, Q8_0), (Q8_0, Q8_0)],
+                         ids=lambda t: "-".join(x.name for x in t))  # fmt: skip
+@pytest.mark.parametrize(("n_head", "n_head_kv", "width"), STREAMED)
+def test_generation_of_several_sequences(
+    n_head: int, n_head_kv: int, width: int, types: tuple[GGMLType, GGMLType]
+) -> None:
+    """One token each, with lengths around tiles and parts; the cache is read in place."""
+    if Q8_0 in types and width % 32:
+        types = (F16, F16)
+    built = gqa(n_head, n_head_kv, width, types, tokens=4, cells=1500, flash=True)
+    built.run.independent = True
+    segments = [Segment(1, 0, 62), Segment(1, 100, 64), Segment(1, 200, 0), Segment(1, 300, 1000)]
+    check(built, segments, 2, n_head)
+    assert "attention_stream" in {key.module for key in built.run.program.kernels}
+
+
+@pytest.mark.parametrize("type_", [F16, Q8_0])
+@pytest.mark.parametrize("n_head", [1, 2, 5, 8])
+def test_generation_with_a_latent_cache(n_head: int, type_: GGMLType) -> None:
+    """V lies inside the rows of K."""
+    built = absorbed(n_head, type_, tokens=2, cells=900, flash=True)
+    built.run.independent = True
+    check(built, [Segment(1, 0, 130), Segment(1, 200, 600)], 2, n_head)
+    assert "attention_stream" in {key.module for key in built.run.program.kernels}
+
+
 def test_split_positions() -> None:
     """Long caches are split over positions: parts of unequal length, and sequences too short to split."""
     built = gqa(4, 1, 64, (F16, F16), tokens=3, cells=3000, flash=True)

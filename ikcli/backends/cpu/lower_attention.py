@@ -155,6 +155,18 @@ class _Sources:
         return cls(k_types, parts[4][0], [w for _, words in parts for w in words])
 
 
+_STREAMED = {"f32": 16, "f16": 16, "bf16": 16, "q8_0": 32}  # columns of a step: kernels/attention_stream.py
+
+
+def _is_streamed(*parts: HeadSlice) -> bool:
+    """Whether K and V are rows of caches that the kernel for one token reads where they lie."""
+    for p in parts:
+        step = _STREAMED.get(_type_name(p.source.type)) if isinstance(p.source, Cache) else None
+        if step is None or any(c % step for c in (p.offset, p.width, p.head_stride)):
+            return False
+    return True
+
+
 def _regions(*sizes: int) -> tuple[list[int], int]:
     """(offsets, total) of regions one after the other; the total keeps threads off each other's cache lines."""
     at = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
@@ -174,12 +186,16 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     few = n_rows <= FEW_ROWS
     rows, per_task = -(-n_rows // 16) * 16, units if few else 1
     k_chunks, v_chunks, view = _chunks(*k), _chunks(v), _view_chunk(k, v)
-    tile = 32 if few else 128 if k_chunks + v_chunks <= 32 else 64
+    stream = n_rows == heads <= FEW_ROWS and len(k) == 1 and _is_streamed(*k, v)
+    m = 1 << (heads - 1).bit_length()  # rows of the kernel that streams
+    tile = 64 if stream else 32 if few else 128 if k_chunks + v_chunks <= 32 else 64
     # Q, K tile (also Q before its transposition), V tile, scores, output (read 16 rows at a time), statistics
-    q_unit, o_unit = (64 * chunks * (-(-n_rows // 4) * 4 + 1) for chunks in (k_chunks, v_chunks))
+    q_unit, o_unit = (64 * chunks * (-(-n_rows // 8) * 8 + 1) for chunks in (k_chunks, v_chunks))
     q_bytes, o_bytes = 64 * k_chunks * rows + per_task * q_unit, 64 * v_chunks * rows + per_task * o_unit
-    k_bytes, v_bytes = 64 * k_chunks * (tile + 1), 0 if view >= 0 else 64 * v_chunks * (tile + 1)
-    at, scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, 4 * rows * (tile + 16), o_bytes, per_task * _STATS_BYTES)
+    k_bytes = 0 if stream else 64 * k_chunks * (tile + 1)
+    v_bytes = 0 if stream or view >= 0 else 64 * v_chunks * (tile + 1)
+    s_bytes = 4 * max(rows, per_task * m if stream else 0) * (tile + 16)
+    at, scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, s_bytes, o_bytes, per_task * _STATS_BYTES)
     slot_bytes = _STATS_BYTES // 2 + 64 * v_chunks * rows
     scratch = low.buffer(low.n_threads * scratch_bytes)
     n_slots = _SLOTS_PER_THREAD * low.n_threads * per_task
@@ -190,7 +206,9 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
                          *at[1:], slots, slot_bytes, per_task, _MIN_SPLIT[few], q_unit, o_unit,
                          int(low.independent)]  # fmt: skip
     types = (sources.k_types, "view" if view >= 0 else sources.v_type)
-    if few:
+    if stream:
+        key = KernelKey("attention_stream", "make_flash_stream", (sources.k_types, sources.v_type, m))
+    elif few:
         direct = len(k) == 1 and {*types} <= {*_DIRECT_TYPES, "view"} and not any(p.width % 16 for p in (*k, v))
         key = KernelKey("attention_few", "make_flash_few", (*types, int(direct)))
     else:

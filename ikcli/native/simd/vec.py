@@ -482,17 +482,22 @@ def lane_index(typingctx):
 
 
 # --- control ---------------------------------------------------------------------------------------------------------
-@intrinsic
-def prefetch(typingctx, ptr):
-    """Ask for the cache line at ptr."""
+def _make_prefetch(locality):
+    @intrinsic
+    def ask(typingctx, ptr):
+        def codegen(context, builder, sig, args):
+            p = pointer(builder, args[0], ir.IntType(8))
+            consts = [ir.Constant(_I32, x) for x in (0, locality, 1)]
+            call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [p, *consts])
+            return context.get_dummy_value()
 
-    def codegen(context, builder, sig, args):
-        p = pointer(builder, args[0], ir.IntType(8))
-        consts = [ir.Constant(_I32, x) for x in (0, 3, 1)]
-        call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [p, *consts])
-        return context.get_dummy_value()
+        return types.void(types.intp), codegen
 
-    return types.void(types.intp), codegen
+    return ask
+
+
+prefetch = _make_prefetch(3)  # ask for the cache line at an address
+prefetch_l2 = _make_prefetch(2)  # ... but leave the first level alone
 
 
 @intrinsic

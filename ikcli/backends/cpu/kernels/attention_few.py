@@ -328,6 +328,22 @@ def write_few_slot(slot, stats, o, o_stride):
         transpose16(o + c, o_stride, slot + 2 * STAT_BYTES + 16 * c, 64)
 
 
+@inline
+def finish_unit(params, token, unit, rows, o, stats, slot):
+    """Write a unit's output, or its part of it if there is a slot."""
+    o_stride = 64 * ((word(params, V_COLS) + 15) >> 4)
+    if slot == 0:
+        write_few(params, token, unit, rows, o, o_stride, stats + L)
+    else:
+        write_few_slot(slot, stats, o, o_stride)
+
+
+@inline
+def find_slot(params, item):
+    """Where the part `item` (unit of a task * parts + part) of a split task is kept."""
+    return word(params, SLOTS) + item * word(params, SLOT_BYTES)
+
+
 def _make_tile(k_types, v_type, direct):
     """tile(params, segment, kv_head, k, v, position, n) -> where K and V of n positions are, as `make_products` reads
     them: (k, k_row, k_chunk, v, v_row, v_chunk). `direct`: in the cache itself, otherwise staged as floats."""
@@ -386,15 +402,6 @@ def make_flash_few(k_types, v_type, direct):
             st_f32(stats + CORRECTION + 4 * r, _F1)
         add_values(s, s_stride, padded, v, v_row, v_chunk, n, v_chunks, o, 64 * v_chunks, stats + CORRECTION)
 
-    @inline
-    def finish(params, token, unit, rows, o, stats, slot):
-        """Write a unit's output, or its part of it if there is a slot."""
-        o_stride = 64 * ((word(params, V_COLS) + 15) >> 4)
-        if slot == 0:
-            write_few(params, token, unit, rows, o, o_stride, stats + L)
-        else:
-            write_few_slot(slot, stats, o, o_stride)
-
     def flash_few(params, ith, nth):
         n_base, units = n_base_tasks(params), word(params, UNITS)
         splits = n_splits(params, n_base, nth)
@@ -433,7 +440,7 @@ def make_flash_few(k_types, v_type, direct):
             for u in range(units):
                 slot = 0
                 if length < position + n_tokens:
-                    slot = word(params, SLOTS) + ((base + u) * splits + task % splits) * word(params, SLOT_BYTES)
-                finish(params, token, u, rows, o + u * o_unit, stats + u * STATS_BYTES, slot)
+                    slot = find_slot(params, (base + u) * splits + task % splits)
+                finish_unit(params, token, u, rows, o + u * o_unit, stats + u * STATS_BYTES, slot)
 
     return flash_few

@@ -1,0 +1,287 @@
+"""Flash attention for one token (generation) that reads the cache once, in the order in which it lies in memory.
+
+A task is (token, range of positions) with all heads. Rows of K and V are converted in registers and multiplied at once
+by the `m` query heads that share a KV head, several positions at a time: nothing is staged, so a long context runs at
+the speed of memory. While a tile of K is read, the same tile of V is asked for. Statistics, parts of split tasks and
+their merging are those of attention.py; f32 throughout.
+"""
+
+import llvmlite.ir as ir
+import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
+
+from ikcli.backends.cpu.kernels.attention import (
+    CORRECTION,
+    K0,
+    K_CHUNKS,
+    LIMIT,
+    O_AT,
+    O_UNIT,
+    PART_ROW_BYTES,
+    Q_UNIT,
+    S_AT,
+    SCRATCH,
+    SCRATCH_BYTES,
+    STATS_AT,
+    STATS_BYTES,
+    TILE,
+    UNIT_HEADS,
+    UNITS,
+    V0,
+    V_COLS,
+    find_task,
+    n_base_tasks,
+    n_splits,
+    part_row,
+    segment_word,
+    split_length,
+    start_rows,
+)
+from ikcli.backends.cpu.kernels.attention_few import find_slot, finish_unit, load_q, soft_max_tile
+from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work, word
+from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, sum_lanes
+from ikcli.native import isa
+from ikcli.native.jit import inline, merge
+from ikcli.native.simd.vec import (
+    const_vector,
+    f32x16,
+    half_to_f32,
+    i32x16,
+    ld_i32,
+    llvm_type,
+    pointer,
+    prefetch_l2,
+    splat_value,
+    st_f32,
+)
+
+_F1 = np.float32(1.0)
+_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+WIDE = isa.current().name == "avx512"
+# Bytes of a step of columns and 16-column chunks in it.
+STEPS = {"f32": (64, 1), "f16": (32, 1), "bf16": (32, 1), "q8_0": (34, 2)}
+
+
+# --- a step of a row as f32 vectors ----------------------------------------------------------------------------------
+def _load_f32(builder, at):
+    return [load_f32x16_at(builder, at)]
+
+
+def _bits16(builder, at):
+    return builder.load(pointer(builder, at, ir.VectorType(_I16, 16)), align=1)
+
+
+def _load_f16(builder, at):
+    return [half_to_f32(builder, _bits16(builder, at))]
+
+
+def _load_bf16(builder, at):
+    wide = builder.zext(_bits16(builder, at), llvm_type(i32x16))
+    return [builder.bitcast(builder.shl(wide, const_vector(i32x16, [16] * 16)), llvm_type(f32x16))]
+
+
+def _load_q8_0(builder, at):
+    scale = half_to_f32(builder, builder.load(pointer(builder, at, _I16), align=1))
+    scale = splat_value(builder, f32x16, scale)
+    out = []
+    for i in (2, 18):
+        codes = builder.load(pointer(builder, offset(builder, at, i), ir.VectorType(_I8, 16)), align=1)
+        codes = builder.sitofp(builder.sext(codes, llvm_type(i32x16)), llvm_type(f32x16))
+        out.append(builder.fmul(codes, scale))
+    return out
+
+
+_LOAD = {"f32": _load_f32, "f16": _load_f16, "bf16": _load_bf16, "q8_0": _load_q8_0}
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+def make_scores(type_, m, n, q_rows):
+    """s[m rows][n] = Q . K of n adjacent cache rows, of which only n_left are read; Q in chunks of q_rows rows."""
+    size, chunks = STEPS[type_]
+
+    @intrinsic
+    def scores(typingctx, q, k, k_stride, n_left, n_chunks, s, s_stride):
+        def codegen(context, builder, sig, args):
+            q, k, k_stride, n_left, n_chunks, s, s_stride = args
+            rows = [k]
+            for j in range(1, n):
+                here = builder.icmp_signed("<", ir.Constant(_I64, j), n_left)
+                rows.append(builder.add(rows[-1], builder.select(here, k_stride, ir.Constant(_I64, 0))))
+
+            def step(state):
+                qt, kt, *accs = state
+                out = list(accs)
+                vectors = [_LOAD[type_](builder, builder.add(row, kt)) for row in rows]
+                for c in range(chunks):
+                    for i in range(m):
+                        x = load_f32x16_at(builder, offset(builder, qt, CHUNK_ROW * (c * q_rows + i)))
+                        for j in range(n):
+                            out[i * n + j] = fma_f32x16(builder, x, vectors[j][c], out[i * n + j])
+                return [offset(builder, qt, CHUNK_ROW * q_rows * chunks), offset(builder, kt, size), *out]
+
+            zero = const_vector(f32x16, [0.0] * 16)
+            count = builder.udiv(n_chunks, ir.Constant(_I64, chunks))
+            _, _, *accs = loop(builder, count, [q, ir.Constant(_I64, 0), *[zero] * (m * n)], step)
+            sums = sum_lanes(builder, accs)
+            for i in range(m):
+                pick = ir.Constant(ir.VectorType(_I32, n), [i * n + j for j in range(n)])
+                row = builder.shuffle_vector(sums, sums, pick)
+                builder.store(row, pointer(builder, s, row.type), align=1)
+                s = builder.add(s, s_stride)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 7), codegen
+
+    return scores
+
+
+def make_values(type_, m, steps):
+    """o[m rows][`steps` column steps] = o * scale[row] + P V over n >= 1 cache rows."""
+    size, chunks = STEPS[type_]
+    wide = steps * chunks
+
+    @intrinsic
+    def values(typingctx, p, p_stride, v, v_stride, n, o, o_stride, scale):
+        def codegen(context, builder, sig, args):
+            p, p_stride, v, v_stride, n, o, o_stride, scale = args
+            rows, outs, accs = [p], [o], []
+            for _ in range(1, m):
+                rows.append(builder.add(rows[-1], p_stride))
+                outs.append(builder.add(outs[-1], o_stride))
+            for i in range(m):
+                factor = splat_value(builder, f32x16, load_f32x16_at(builder, offset(builder, scale, 4 * i), _F32))
+                accs += [builder.fmul(load_f32x16_at(builder, offset(builder, outs[i], 64 * j)), factor)
+                         for j in range(wide)]  # fmt: skip
+
+            def position(state):
+                four, vt, *accs = state
+                x = [vec for step in range(steps) for vec in _LOAD[type_](builder, offset(builder, vt, size * step))]
+                out = []
+                for i in range(m):
+                    w = splat_value(builder, f32x16, load_f32x16_at(builder, builder.add(rows[i], four), _F32))
+                    out += [fma_f32x16(builder, w, x[j], accs[i * wide + j]) for j in range(wide)]
+                return [offset(builder, four, 4), builder.add(vt, v_stride), *out]
+
+            _, _, *accs = loop(builder, n, [ir.Constant(_I64, 0), v, *accs], position)
+            for i in range(m):
+                for j in range(wide):
+                    at = offset(builder, outs[i], 64 * j)
+                    builder.store(accs[i * wide + j], pointer(builder, at, accs[0].type), align=1)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 8), codegen
+
+    return values
+
+
+# --- kernel ----------------------------------------------------------------------------------------------------------
+def make_part_bytes(type_):
+    """part_bytes(params, part, segment, head): address of a KV head's columns at position 0."""
+    size, chunks = STEPS[type_]
+
+    @inline
+    def part_bytes(params, part, segment, head):
+        row, element = part_row(params, part, segment, head)
+        return row + element // (16 * chunks) * size
+
+    return part_bytes
+
+
+def make_flash_stream(k_type, v_type, m):
+    """Parameters as make_flash_few; `m`: query heads of a KV head rounded up to a power of two, at most 8."""
+    m = int(m)
+    at_once = m if WIDE else 1
+    positions = 16 // m if WIDE else 4
+    columns = min(8, 16 // m) if WIDE else 4  # 16-column chunks at once in the product with V
+    v_size, v_chunks_step = STEPS[v_type]
+    dot = make_scores(k_type, at_once, positions, m)
+    wide, narrow = make_values(v_type, at_once, columns // v_chunks_step), make_values(v_type, at_once, 1)
+    k_bytes, v_bytes = make_part_bytes(k_type), make_part_bytes(v_type)
+
+    @inline
+    def ask(at, stride, n, n_bytes):
+        """Ask for n_bytes of n rows."""
+        for _ in range(n):
+            for line in range(at, at + n_bytes, 64):
+                prefetch_l2(line)
+            at += stride
+
+    @merge
+    def tile_scores(params, segment, position, n, q, s, s_stride):
+        """s[unit][row][n] of the positions from `position` on; their rows of V are asked for meanwhile."""
+        k_stride, v_stride = word(params, K0 + PART_ROW_BYTES), word(params, V0 + PART_ROW_BYTES)
+        units, n_chunks = word(params, UNITS), word(params, K_CHUNKS)
+        v = v_bytes(params, V0, segment, 0)
+        n_bytes = v_bytes(params, V0, segment, units) - v
+        v += position * v_stride
+        for t in range(0, n, positions):
+            ask(v + t * v_stride, v_stride, min(positions, n - t), n_bytes)
+            for u in range(units):
+                k = k_bytes(params, K0, segment, u) + (position + t) * k_stride
+                for r in range(0, m, at_once):
+                    dot(q + u * word(params, Q_UNIT) + CHUNK_ROW * r, k, k_stride, n - t, n_chunks,
+                        s + (u * m + r) * s_stride + 4 * t, s_stride)  # fmt: skip
+
+    @merge
+    def add_values(params, v, n, p, p_stride, o, scale):
+        """o[row][column] of one unit = o * scale + P V."""
+        v_stride, chunks = word(params, V0 + PART_ROW_BYTES), word(params, V_COLS) >> 4
+        c = 0
+        while c < chunks:
+            full = c + columns <= chunks
+            for r in range(0, m, at_once):
+                at = o + 64 * (r * chunks + c)
+                if full:
+                    wide(p + r * p_stride, p_stride, v, v_stride, n, at, 64 * chunks, scale + 4 * r)
+                else:
+                    narrow(p + r * p_stride, p_stride, v, v_stride, n, at, 64 * chunks, scale + 4 * r)
+            step = columns if full else v_chunks_step
+            c += step
+            v += step // v_chunks_step * v_size
+
+    @merge
+    def add_tile(params, segment, position, n, q, s, o, stats):
+        """All units with n positions from `position` on."""
+        rows, s_stride = word(params, UNIT_HEADS), 4 * (word(params, TILE) + 16)
+        tile_scores(params, segment, position, n, q, s, s_stride)
+        for u in range(word(params, UNITS)):
+            p, unit_stats = s + u * m * s_stride, stats + u * STATS_BYTES
+            for r in range(rows):
+                seen = max(0, min(n, ld_i32(unit_stats + LIMIT + 4 * r) - position))
+                soft_max_tile(p + r * s_stride, seen, n, unit_stats + 4 * r)
+            for r in range(rows, m):
+                st_f32(unit_stats + CORRECTION + 4 * r, _F1)
+            v = v_bytes(params, V0, segment, u) + position * word(params, V0 + PART_ROW_BYTES)
+            add_values(params, v, n, p, s_stride, o + u * word(params, O_UNIT), unit_stats + CORRECTION)
+
+    def flash_stream(params, ith, nth):
+        n_base, units = n_base_tasks(params), word(params, UNITS)
+        splits = n_splits(params, n_base, nth)
+        heads, tile = word(params, UNIT_HEADS), word(params, TILE)
+        q = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
+        s, o, stats = q + word(params, S_AT), q + word(params, O_AT), q + word(params, STATS_AT)
+        q_unit, o_unit = word(params, Q_UNIT), word(params, O_UNIT)
+        while True:
+            task = next_work(params, 1)
+            if task >= n_base // units * splits:
+                break
+            base = task // splits * units
+            segment, first, _, _ = find_task(params, base)
+            token = segment_word(segment, SEG_TOKEN) + first
+            position = segment_word(segment, SEG_POS) + first
+            length = split_length(params, position + 1, splits)
+            begin = length * (task % splits)
+            end = min(begin + length, position + 1)
+            if begin >= end:
+                continue
+            for u in range(units):
+                load_q(params, token, u, heads, m, q + u * q_unit)
+                start_rows(stats + u * STATS_BYTES, heads, heads, position, o + u * o_unit, o_unit)
+            for at in range(begin, end, tile):
+                add_tile(params, segment, at, min(tile, end - at), q, s, o, stats)
+            for u in range(units):
+                slot = find_slot(params, (base + u) * splits + task % splits) if length < position + 1 else 0
+                finish_unit(params, token, u, heads, o + u * o_unit, stats + u * STATS_BYTES, slot)
+
+    return flash_stream

@@ -20,7 +20,6 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q8_KV", "q6_0", "q5_1", "q5_0", "q
 MAX_ROWS = 96  # rows of an attention task: kernels/attention.py
 FEW_ROWS = 8  # largest task of kernels/attention_few.py
 SCORE_TILE = 96  # positions of a tile of stored scores: kernels/attention_full.py
-_DIRECT_TYPES = ("f32", "f16", "bf16")  # ... SIZES: read by it without staging
 _SLOTS_PER_THREAD = 4  # ... SPLITS_PER_THREAD
 _STATS_BYTES = 4 * 4 * MAX_ROWS
 _MIN_SPLIT = {True: 64, False: 256}  # fewest positions of a part, for few rows and many
@@ -209,8 +208,7 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     if stream:
         key = KernelKey("attention_stream", "make_flash_stream", (sources.k_types, sources.v_type, m))
     elif few:
-        direct = len(k) == 1 and {*types} <= {*_DIRECT_TYPES, "view"} and not any(p.width % 16 for p in (*k, v))
-        key = KernelKey("attention_few", "make_flash_few", (*types, int(direct)))
+        key = KernelKey("attention_few", "make_flash_few", types)
     else:
         key = KernelKey("attention", "make_flash_attn", types)
     low.emit(key, node.rows, *words, *sources.words)

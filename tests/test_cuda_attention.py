@@ -215,18 +215,29 @@ def test_any_head_size(width: int, types: tuple[T, T]) -> None:
     assert run.kernels()[-1] == "attn_any"
 
 
+def turned(run: Run, type_k: T, type_v: T) -> Node:
+    """MLA with values from a transposed copy of the latent (`-mla 1 -fa off`)."""
+    g = run.graph
+    q, latent, row = run.input("q", 3 * 192), run.input("q2", 3 * 512), run.input("kv", 576)
+    cache, copy = g.cache("kv", 576, type_k), g.cache("kv_t", 512, type_v, transposed=True)
+    g.kv_store(cache, row, "store")
+    g.kv_store(copy, row, "store_t", offset=64)
+    return g.attention([HeadSlice(q, 128, 64, 192), HeadSlice(latent, 0, 512, 512)], [HeadSlice(cache, 0, 576, 0)],
+                       HeadSlice(copy, 0, 512, 0), "kqv", n_head=3, n_head_kv=1, scale=192**-0.5,
+                       flash=False)  # fmt: skip
+
+
 @pytest.mark.parametrize("type_", [T.F16, T.F32])
 def test_transposed_values(type_: T) -> None:
     run = Run(4, 64)
-    g = run.graph
-    q, latent, row = run.input("q", 3 * 192), run.input("q2", 3 * 512), run.input("kv", 576)
-    cache, turned = g.cache("kv", 576, T.Q8_0), g.cache("kv_t", 512, type_, transposed=True)
-    g.kv_store(cache, row, "store")
-    g.kv_store(turned, row, "store_t", offset=64)
-    node = g.attention([HeadSlice(q, 128, 64, 192), HeadSlice(latent, 0, 512, 512)], [HeadSlice(cache, 0, 576, 0)],
-                       HeadSlice(turned, 0, 512, 0), "kqv", n_head=3, n_head_kv=1, scale=192**-0.5,
-                       flash=False)  # fmt: skip
-    check(run, node, [Segment(2, 3, 30), Segment(1, 40, 2)])
+    check(run, turned(run, T.Q8_0, type_), [Segment(2, 3, 30), Segment(1, 40, 2)])
+    assert run.kernels()[-1] == "attn_any"
+
+
+def test_transposed_copy_of_the_same_values_is_not_read() -> None:
+    run, segments = Run(4, 64), [Segment(4, 3, 0)]
+    check(run, turned(run, T.F16, T.F16), segments)
+    assert run.kernels()[0] == "attn_mla_f16_r16"
 
 
 # --- parts, independence, repetition ----------------------------------------------------------------------------------

@@ -137,13 +137,25 @@ def attention(low: Lowering, node: Node) -> None:
 
 
 def _is_absorbed(node: Node) -> bool:
-    q, k, v = node.attrs["q"], node.attrs["k"], node.attrs["v"]
+    k, v = node.attrs["k"], node.attrs["v"]
     return (
         len(k) == 1
         and isinstance(k[0].source, Cache)
-        and (k[0].source, node.attrs["n_head_kv"]) == (v.source, 1)
-        and (k[0].source.cols, k[0].offset, k[0].width, v.offset, v.width) == (MLA_K, 0, MLA_K, MLA_ROPE, MLA_V)
-        and _cut(q, MLA_ROPE) is not None
+        and node.attrs["n_head_kv"] == 1
+        and (k[0].source.cols, k[0].offset, k[0].width, v.width) == (MLA_K, 0, MLA_K, MLA_V)
+        and ((v.source == k[0].source and v.offset == MLA_ROPE) or _same_latent(node))
+        and _cut(node.attrs["q"], MLA_ROPE) is not None
+    )
+
+
+def _same_latent(node: Node) -> bool:
+    """Whether V is the transposed copy of what K rows hold in the same type: then the rows do for both."""
+    k, v = node.attrs["k"][0].source, node.attrs["v"]
+    return (
+        isinstance(v.source, Cache)
+        and (v.source.kind, k.kind, v.source.type, v.offset) == ("kv_t", "kv", k.type, 0)
+        and k.type in FLOATS
+        and all(p.source.op != "hadamard" for p in node.attrs["q"])  # rotated rows are not what the copy holds
     )
 
 
@@ -184,7 +196,7 @@ def mla_shared(kind: str, rows: int) -> int:
 
 
 def _mla(low: Lowering, node: Node) -> None:
-    cache, heads = node.attrs["v"].source, node.attrs["n_head"]
+    cache, heads = node.attrs["k"][0].source, node.attrs["n_head"]
     kind = _MLA_KINDS.get(cache.type, "any")
     if kind == "q8" and mla_shared("q8s4", 32) <= low.device.max_shared:
         kind = "q8s4"

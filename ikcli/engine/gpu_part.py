@@ -40,6 +40,11 @@ class GpuPart(CudaBackend):
         self._slabs: list[Memory] = []
         self._cells: dict[Cache, int] = {}
 
+    @property
+    def name(self) -> str:
+        """As the driver calls the GPU."""
+        return self.limits.name
+
     def check_memory(self, sizes: Mapping[str, int]) -> None:
         """OutOfMemory, with a table of what is wanted, before anything is copied."""
         free, total = self.device.memory()

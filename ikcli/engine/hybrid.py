@@ -180,6 +180,11 @@ class HybridBackend:
         sizes[CPU]["compute"] += max(p.handover_bytes for p in _with_variants(programs))
         return sizes
 
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Names of the other devices."""
+        return tuple(part.name for part in self.parts.values() if part.asynchronous)
+
     def n_turns(self, programs: Sequence[HybridProgram]) -> int:
         """Turns of the program with most."""
         return max(len(p.turns) for p in programs)

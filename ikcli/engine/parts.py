@@ -50,6 +50,10 @@ class TimedOp:
 class Part(Protocol):
     """A device as `HybridBackend` uses it. Turns are numbered per device."""
 
+    @property
+    def name(self) -> str:
+        """The product."""
+
     asynchronous: bool  # `run` returns before the turn is done
     in_place: bool  # hand-over memory is read by the ops themselves, not copied at the start of a turn
 
@@ -133,6 +137,7 @@ class CpuPartProgram:
 class CpuPart:
     """The CPU's turns. What it gets and what it gives lies in hand-over memory itself, so nothing is copied."""
 
+    name = CPU
     asynchronous = False
     in_place = True
 
@@ -316,6 +321,10 @@ class SessionBackend(Protocol):
     cpu: CpuBackend
 
     @property
+    def gpus(self) -> tuple[str, ...]:
+        """Names of the GPUs."""
+
+    @property
     def host_weights(self) -> Mapping[str, int]:
         """Addresses of the weights in RAM."""
 
@@ -379,6 +388,8 @@ class SessionBackend(Protocol):
 
 class CpuOnly:
     """The CPU alone."""
+
+    gpus: tuple[str, ...] = ()
 
     def __init__(self, backend: CpuBackend) -> None:
         self.cpu = backend

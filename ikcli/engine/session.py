@@ -188,6 +188,11 @@ class Session:
         }
 
     @property
+    def gpus(self) -> tuple[str, ...]:
+        """Names of the GPUs in use."""
+        return self.backend.gpus
+
+    @property
     def output_bytes(self) -> int:
         """Logits kept for the caller."""
         return self._n_outputs * self.n_vocab * 4

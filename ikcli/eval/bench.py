@@ -164,7 +164,7 @@ def _run(config: RunConfig, tests: list[BenchTest]) -> Iterator[BenchResult]:
 
     n_ctx = max(t.n_prompt + t.n_gen for t in tests)
     with closing(Session.open(replace(config, n_ctx=n_ctx, warmup=False))) as session:
-        model = BenchModel.of(session.model)
+        model = BenchModel.of(session.model, session.gpus)
         rng = np.random.default_rng(max(1, config.seed))
         for test in tests:
             started = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -43,21 +43,25 @@ FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """What a result says about its model: path, name like `deepseek2 16B IQ4_NL`, bytes and number of weights."""
+    """What a result says about its model: path, name like `deepseek2 16B IQ4_NL`, bytes and number of weights.
+
+    `gpus`: names of the GPUs it was on.
+    """
 
     filename: str
     name: str
     n_bytes: int
     n_params: int
+    gpus: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, model: Model) -> BenchModel:
+    def of(cls, model: Model, gpus: tuple[str, ...] = ()) -> BenchModel:
         """From an opened model."""
         file = model.file
         ftype = file.get("general.file_type")
         kind = file_type_label(int(ftype)) if ftype is not None else "unknown type"
         name = f"{model.hp.arch} {params_label(file.n_elements)} {kind}"
-        return cls(model.source, name, file.n_bytes, file.n_elements)
+        return cls(model.source, name, file.n_bytes, file.n_elements, gpus)
 
 
 def params_label(n: int) -> str:
@@ -93,7 +97,8 @@ def values(result: BenchResult) -> dict[str, Any]:
     avg_ns, stddev_ns = mean_and_deviation(result.samples_ns)
     avg_ts, stddev_ts = mean_and_deviation(result.samples_ts)
     known: dict[str, Any] = {
-        "build_commit": commit, "build_number": number, "cpu_info": cpu_name() or "", "gpu_info": "",
+        "build_commit": commit, "build_number": number, "cpu_info": cpu_name() or "",
+        "gpu_info": ", ".join(m.gpus),
         "model_filename": m.filename, "model_type": m.name, "model_size": m.n_bytes, "model_n_params": m.n_params,
         "n_batch": c.n_batch, "n_ubatch": c.n_ubatch, "n_threads": c.n_threads if t.n_gen else c.n_threads_batch,
         "type_k": c.type_k, "type_v": c.type_v, "n_gpu_layers": c.n_gpu_layers or 0, "split_mode": c.split_mode,
@@ -104,7 +109,7 @@ def values(result: BenchResult) -> dict[str, Any]:
         "test_time": result.started, "avg_ns": round(avg_ns), "stddev_ns": round(stddev_ns), "avg_ts": avg_ts,
         "stddev_ts": stddev_ts, "test": t.label,
     }  # fmt: skip
-    known |= dict.fromkeys(_ABSENT, False)
+    known |= dict.fromkeys(_ABSENT, False) | {"cuda": bool(m.gpus)}
     return {name: known[name] for name in FIELDS}
 
 
@@ -149,7 +154,8 @@ class MarkdownWriter(Writer):
         params = f"{m.n_params / 1e9:.2f} B" if m.n_params >= 1e9 else f"{m.n_params / 1e6:.2f} M"
         n_threads = c.n_threads if result.test.n_gen else c.n_threads_batch
         speed, deviation = mean_and_deviation(result.samples_ts)
-        cells = [m.name, size, params, "CPU", str(n_threads), *(_setting(c, name) for name in self._settings)]
+        backend = "CUDA" if m.gpus else "CPU"
+        cells = [m.name, size, params, backend, str(n_threads), *(_setting(c, name) for name in self._settings)]
         self._row([*cells, result.test.label, f"{speed:.2f} ± {deviation:.2f}"])
 
     def footer(self) -> None:

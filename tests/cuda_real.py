@@ -72,6 +72,9 @@ class RealDevice:
         self._pinned.remove(memory)
         self._device.free_pinned(memory)
 
+    def memory(self) -> tuple[int, int]:
+        return self._device.memory()
+
     def owners(self) -> dict[str, int]:
         table: dict[str, int] = {}
         for memory in self._memory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cuda_emulation import needs_emulation
-from fake_cuda import needs_gcc, run_scenario
+from fake_cuda import TESTS, needs_gcc, run, run_scenario
 
 pytestmark = [needs_gcc, needs_emulation]
 
@@ -70,6 +70,15 @@ def test_failed_kernel_is_named() -> None:
     lines = run_scenario("failed_launch", IK_CUDA_SYNC=1).splitlines()
     assert lines[0].startswith("replay 2 LaunchFailed ") and "IK_CUDA_SYNC" not in lines[0]
     assert lines[1] == "  util_fill grid (1, 1, 1) block 256 shared 0 args [0, 1, 1.0]" and len(lines) == 3
+
+
+def test_sessions_run_through_driver_and_package() -> None:
+    """Tests of sessions with IK_TEST_GPU: packaged kernels by name, arguments as PTX declares them, real graphs."""
+    tests = str(TESTS / "test_cuda_exec_sessions.py")
+    chosen = "one_graph or (repetition and changes0) or given_back or too_little_memory"
+    result = run(["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", tests, "-k", chosen], IK_TEST_GPU=1)
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert " passed" in result.stdout and "skipped" not in result.stdout
 
 
 def test_wrong_calls_are_refused() -> None:

@@ -133,5 +133,6 @@ class Parts:
         """Merge the parts, if there are several."""
         if self.plan.most_rows:
             heads, width = self.plan.n_head, self.plan.width
-            low.emit("attn_combine", lambda c: c.n_tokens * heads, 128, 0, low.state, self.sums, self.stats, self.out,
-                     np.int32(heads), self.args[0], np.int32(width), when=lambda c: self.count(c) > 1)  # fmt: skip
+            low.emit("attn_combine", lambda c: (c.n_tokens * heads, _up(width, 128), 1), 256, 0, low.state, self.sums,
+                     self.stats, self.out, np.int32(heads), self.args[0], np.int32(width),
+                     when=lambda c: self.count(c) > 1)  # fmt: skip

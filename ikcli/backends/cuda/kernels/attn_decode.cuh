@@ -133,7 +133,7 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
       sum += f * sm[(x * 16 + r) * 2 + 1], value += f * so[(x * 16 + r) * DV + c];
     }
     if (n_split == 1) {
-      out[result_row(r) * DV + c] = sum > 0.f ? value / sum : 0.f;
+      out[result_row(r) * DV + c] = sum > 0.f ? value * (1.f / sum) : 0.f;
     } else {
       parts[(slot + result_row(r)) * DV + c] = value;
       if (c == 0) *(float2*)(stats + (slot + result_row(r)) * 2) = make_float2(top, sum);

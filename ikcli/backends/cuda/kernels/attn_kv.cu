@@ -169,6 +169,22 @@ template <int TO> DI void put(void* out, i64 at, float v) {
   if (TO == KT_F32) ((float*)out)[at] = v;
   else ((u16*)out)[at] = TO == KT_F16 ? f2h(v) : f2b(v);
 }
+// 16 values; in whole vectors where rows are multiples of eight values.
+template <int TO> DI void put16(void* out, i64 at, const float (&y)[16], bool vectors) {
+  if (!vectors) {
+#pragma unroll
+    for (int e = 0; e < 16; e++) put<TO>(out, at + e, y[e]);
+  } else if constexpr (TO == KT_F32) {
+#pragma unroll
+    for (int e = 0; e < 16; e += 4) *(float4*)((float*)out + at + e) = make_float4(y[e], y[e + 1], y[e + 2], y[e + 3]);
+  } else {
+    u32 w[8];
+#pragma unroll
+    for (int e = 0; e < 8; e++) w[e] = pack2<TO == KT_BF16>(y[2 * e], y[2 * e + 1]);
+    *(uint4*)((u16*)out + at) = make_uint4(w[0], w[1], w[2], w[3]);
+    *(uint4*)((u16*)out + at + 8) = make_uint4(w[4], w[5], w[6], w[7]);
+  }
+}
 // Cell of compact row r: segments hold adjacent cells.
 DI i64 cell_of(const i64* st, i64 r) {
   const i64* segment = step_segments(st);
@@ -193,11 +209,20 @@ DI void rows_body(const i64* st, const u8* source, i64 n_cells, int row_blocks, 
     float y[16];
     kv_load_codes(raw, kv_tensor(source, n_cells, row_blocks, type), cell, group);
     kv_codes_f32(y, raw, type, group & 1);
-#pragma unroll
-    for (int e = 0; e < 16; e++) put<TO>(out, r * cols + first + e, y[e]);
+    put16<TO>(out, r * cols + first, y, cols % 8 == 0);
     return;
   }
   const u8* p = source + cell * row_stride + (offset + first) * col_stride;
+  if (type == KT_F32 && col_stride == 4 && ((i64)p & 15) == 0 && cols - first >= 16) {
+    float y[16];
+#pragma unroll
+    for (int e = 0; e < 16; e += 4) {
+      const float4 v = *(const float4*)(p + 4 * e);
+      y[e] = v.x, y[e + 1] = v.y, y[e + 2] = v.z, y[e + 3] = v.w;
+    }
+    put16<TO>(out, r * cols + first, y, cols % 8 == 0);
+    return;
+  }
   for (int e = 0; e < min(16, cols - first); e++) put<TO>(out, r * cols + first + e, kv_element(p + e * col_stride, type));
 }
 #define KV_ROWS(NAME, TO)                                                                                              \

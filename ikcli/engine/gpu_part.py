@@ -45,6 +45,14 @@ class GpuPart(CudaBackend):
         """As the driver calls the GPU."""
         return self.limits.name
 
+    def prepare(self, programs: Sequence[CudaProgram]) -> None:
+        """Load the kernels, which the driver compiles when it sees them for the first time on a machine."""
+        kernels = self.kernels(programs)
+        with progress("loading GPU kernels", len(kernels)) as advance:
+            for name, shared in kernels.items():
+                self.device.prepare({name: shared})
+                advance(1)
+
     def check_memory(self, sizes: Mapping[str, int]) -> None:
         """OutOfMemory, with a table of what is wanted, before anything is copied."""
         free, total = self.device.memory()

@@ -141,8 +141,10 @@ class HybridBackend:
         return HybridProgram(graph, result, turns, numbers, parts, handover, n_bytes, at, streamed=streamed)
 
     def prepare(self, programs: Sequence[HybridProgram], progress: Callable[[int, int], None] | None = None) -> None:
-        """Load the CPU's kernels, compiling what the cache lacks."""
+        """Load the kernels of all devices, compiling what the cache lacks; `progress` is told of those of the CPU."""
         self.cpu.prepare(_cpu_programs(programs), progress)
+        for name, part in self.parts.items():
+            part.prepare([p.parts[name] for p in _with_variants(programs) if name in p.parts])
 
     def n_missing(self, programs: Sequence[HybridProgram]) -> int:
         """Kernels that have to be compiled first."""

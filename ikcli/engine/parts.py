@@ -57,6 +57,9 @@ class Part(Protocol):
     asynchronous: bool  # `run` returns before the turn is done
     in_place: bool  # hand-over memory is read by the ops themselves, not copied at the start of a turn
 
+    def prepare(self, programs: Sequence[Any]) -> None:
+        """Load the kernels of a GPU."""
+
     def check_memory(self, sizes: Mapping[str, int]) -> None:
         """Raise if the device has not as many bytes as its parts (weights, KV, compute) need."""
 
@@ -145,6 +148,9 @@ class CpuPart:
         self.backend = backend
         self.caches: dict[Cache, Bytes] = {}
         self._few = True
+
+    def prepare(self, programs: Sequence[CpuPartProgram]) -> None:
+        """The backend does that for all programs at once."""
 
     def check_memory(self, sizes: Mapping[str, int]) -> None:
         """The system grants memory lazily: nothing to check."""

@@ -168,7 +168,7 @@ class CudaBackend:
             p.program.bind(self._step_address, arena, self._upload_constants(p.program), weights, caches)
             p.places = places
             p.events = [device.event() for _ in p.spans]
-        device.prepare(self._kernels(programs))
+        device.prepare(self.kernels(programs))
 
     def _alloc(self, n_bytes: int) -> int:
         self._memory.append(self.device.alloc(max(n_bytes, ALIGN), "compute"))
@@ -188,7 +188,7 @@ class CudaBackend:
         return addresses
 
     @staticmethod
-    def _kernels(programs: Sequence[CudaProgram]) -> dict[str, int]:
+    def kernels(programs: Sequence[CudaProgram]) -> dict[str, int]:
         """Every kernel with the most shared memory it may ask for."""
         most: dict[str, int] = {}
         for p in programs:

@@ -18,7 +18,8 @@ from ikcli.backends.cuda.device import Device, Memory, OutOfMemory
 from ikcli.backends.cuda.lower import Op, Program, Ref
 from ikcli.backends.cuda.transfer import Transfer
 from ikcli.engine.model import Model
-from ikcli.engine.parts import Bytes, TimedOp, work_of
+from ikcli.engine.parts import Bytes
+from ikcli.engine.timed_ops import TimedOp, work_of
 from ikcli.graph import Cache, Node, Weight
 from ikcli.log import progress
 

@@ -20,7 +20,8 @@ from ikcli.backends.cpu.lower import max_rows
 from ikcli.backends.cpu.program import Program
 from ikcli.backends.cpu.threads import aligned_zeros
 from ikcli.engine.model import Model
-from ikcli.engine.parts import CPU, Bytes, CpuPart, Part, TimedOp
+from ikcli.engine.parts import CPU, Bytes, CpuPart, Part
+from ikcli.engine.timed_ops import TimedOp
 from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, Weight, assign_offsets
 from ikcli.graph.split import Places, Turn, assign, schedule
 

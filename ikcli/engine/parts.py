@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,32 +18,15 @@ from ikcli.backends.cpu.lower import RULES
 from ikcli.backends.cpu.program import Lowering, Program
 from ikcli.backends.cpu.threads import aligned_zeros
 from ikcli.engine.model import Model
+from ikcli.engine.timed_ops import TimedOp, timed_ops
 from ikcli.gguf.constants import TYPE_TRAITS, row_n_bytes
-from ikcli.graph import Cache, Graph, Node, Rows, Weight
+from ikcli.graph import Cache, Graph, Node, Rows
 from ikcli.graph.split import Turn
-from ikcli.quant.formats import row_size
 
 Bytes = npt.NDArray[np.uint8]
 CPU = "CPU"
 _LIGHT = frozenset({"embed", "get_rows", "rope_table", "moe_sort"})
 _LIGHT_TOKENS = 8
-_PRODUCTS = ("mul_mat", "mul_mat_heads", "mul_mat_id", "moe_up_gate")
-_BY_EXPERT = ("mul_mat_id", "moe_up_gate")
-
-
-@dataclass(frozen=True, slots=True)
-class TimedOp:
-    """One kernel call of `node` under a clock; `n_bytes` of weights it read, `n_ops` multiplications and additions.
-
-    `value` is the node's output, with its last op, if it was asked for.
-    """
-
-    node: Node
-    kernel: str
-    seconds: float
-    n_bytes: int
-    n_ops: int
-    value: npt.NDArray[np.generic] | None = None
 
 
 class Part(Protocol):
@@ -257,54 +239,6 @@ class CpuPart:
         """Stop the threads and free memory."""
         self.backend.close()
         self.caches.clear()
-
-
-def timed_ops(
-    backend: CpuBackend, program: Program, span: tuple[int, int], n_threads: int, state: State, show: bool
-) -> Iterator[TimedOp]:
-    """Execute some ops of a bound CPU program one by one."""
-    for node, first, stop in program.node_ops():
-        for i in range(first, stop) if span[0] <= first < span[1] else ():
-            begin = time.perf_counter()
-            backend.run_ops(program, i, i + 1, n_threads)
-            seconds = time.perf_counter() - begin
-            op = program.ops[i]
-            n_bytes, n_ops = work_of(node, state, lambda plan: _expert_rows(backend, program, plan))
-            if op.kernel.module not in ("matmul", "embed"):
-                n_bytes, n_ops = 0, 0
-            value = None
-            if show and i == stop - 1 and program.has_output(node):
-                value = program.view(backend.arena, node, state.rows[node.rows.symbol] * node.rows.factor)
-            yield TimedOp(node, op.kernel.text, seconds, n_bytes, n_ops, value)
-
-
-def _expert_rows(backend: CpuBackend, program: Program, plan: Node) -> tuple[int, int]:
-    ends = program.raw(backend.arena, plan, 8, plan.attrs["n_expert"] + 1)
-    return int((np.diff(ends) > 0).sum()), int(ends[-1])
-
-
-def work_of(node: Node, state: State, experts: Callable[[Node], tuple[int, int]]) -> tuple[int, int]:
-    """Bytes of weights that a node's kernel reads, and its multiplications and additions if it is a matrix product.
-
-    `experts(plan)`: experts that were chosen, and rows they got.
-    """
-    weights = [w for w in node.inputs if isinstance(w, Weight) and len(w.shape) > 1]
-    if not weights:
-        return 0, 0
-    if node.op == "embed":
-        return state.rows[Rows.TOKENS] * row_size(weights[0].type, weights[0].ne0), 0
-    if node.op not in _PRODUCTS:
-        return 0, 0
-    if node.op in _BY_EXPERT:
-        plan = node.inputs[-1]
-        assert isinstance(plan, Node)
-        matrices, rows = experts(plan)
-        n_ops = sum(2 * w.ne0 * w.ne1 * rows for w in weights)
-    else:
-        rows = state.rows[node.rows.symbol] * node.rows.factor
-        matrices = weights[0].ne2 if node.op == "mul_mat_heads" else 1
-        n_ops = 2 * weights[0].ne0 * weights[0].ne1 * matrices * rows
-    return sum(matrices * w.ne1 * row_size(w.type, w.ne0) for w in weights) if rows else 0, n_ops
 
 
 def cache_bytes(cache: Cache, n_cells: int) -> int:

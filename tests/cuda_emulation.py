@@ -558,7 +558,9 @@ def run_kernel(
             memory.release()
 
 
-if os.environ.get("IK_TEST_GPU", "") not in ("", "0"):  # the same tests on a GPU
+ON_GPU = os.environ.get("IK_TEST_GPU", "") not in ("", "0")
+emulation_only = pytest.mark.skipif(ON_GPU, reason="about the emulation")
+if ON_GPU:  # the same tests on a GPU
     import cuda_real
 
     EmulatedDevice, run_kernel = cuda_real.RealDevice, cuda_real.run_kernel  # type: ignore[assignment, misc]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_emulation import EmulatedDevice, KernelError, needs_emulation, run_kernel
+from cuda_emulation import EmulatedDevice, KernelError, emulation_only, needs_emulation, run_kernel
 
 from ikcli.backends.cuda.device import Launch
 
@@ -20,6 +20,7 @@ def test_row_sum(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(y, x.sum(1, dtype=np.float64), rtol=1e-5, atol=1e-4)
 
 
+@emulation_only
 def test_wrong_arguments_are_refused() -> None:
     y = np.zeros(4, np.float32)
     with pytest.raises(KernelError, match=r"takes 3 arguments"):
@@ -30,6 +31,7 @@ def test_wrong_arguments_are_refused() -> None:
         run_kernel("util_fill", 1, 512, y, 4, np.float32(1))
 
 
+@emulation_only
 def test_writes_outside_an_array_are_found() -> None:
     with pytest.raises(KernelError, match=r"memory around an allocation"):
         run_kernel("util_fill", 1, 256, np.zeros(4, np.float32), 5, np.float32(1))
@@ -37,6 +39,7 @@ def test_writes_outside_an_array_are_found() -> None:
         run_kernel("util_fill", 1, 256, np.zeros(4, np.float32), 256, np.float32(1))
 
 
+@emulation_only
 def test_device_runs_work_only_when_waited_for() -> None:
     device = EmulatedDevice()
     stream, copies, event = device.stream(), device.stream(), device.event()
@@ -87,6 +90,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return source
 
 
+@emulation_only
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(name: str, faults: Path) -> None:
     y = np.zeros(64, np.float32)
@@ -111,6 +115,7 @@ extern "C" __global__ void poison(float* y, int early) {
 """
 
 
+@emulation_only
 @pytest.mark.parametrize("early", [0, 1])
 def test_uninitialised_shared_memory_is_nan(early: int, faults: Path) -> None:
     y = np.ones(136, np.float32)

@@ -216,6 +216,7 @@ def test_planned_memory_is_what_is_allocated(folder, opener, changes) -> None:
         transcript(session)
         planned = session.memory()
         assert set(planned) == {"CPU", *opener.devices}
+        assert session.gpus == ("emulated H200",) * len(opener.devices)
         for name, device in opener.devices.items():
             owners = device.owners()
             assert owners["weights"] == planned[name]["weights"]
@@ -267,7 +268,7 @@ def kernels_of(opener: Opener, call: Any) -> Counter[str]:
     return Counter(device.launches)
 
 
-def test_large_batches_use_experts_in_ram_on_the_gpu(folder, opener) -> None:
+def test_large_batches_use_experts_in_ram_on_the_gpu(folder, opener, capsys) -> None:
     """From --offload-min-batch * n_expert / n_used tokens on (here 4 * 8 / 3, so 11), and not below."""
     with Session.open(config(written(folder, "qwen3moe"), cpu_moe=True, offload_min_batch=4)) as session:
         session.kv_seq_rm(-1)
@@ -279,6 +280,7 @@ def test_large_batches_use_experts_in_ram_on_the_gpu(folder, opener) -> None:
         single(session, tokens(11))
         np.testing.assert_array_equal(single(session, tokens(11)), first)
         opener.devices["CUDA0"].check()
+    assert "offload: from 11 tokens on 3 weights in RAM" in capsys.readouterr().err
     assert not few["upload_rows"] and many["upload_rows"] == 3  # tensors of the first layer; the last has one row
     assert sum(many.values()) > sum(few.values()) + 3
 

@@ -295,6 +295,9 @@ class SessionBackend(Protocol):
     def n_turns(self, programs: Sequence[Any]) -> int:
         """Into how many runs of ops on one device the programs are divided at most."""
 
+    def notes(self, programs: Sequence[Any], model: Model) -> list[str]:
+        """What the log says about how programs are computed."""
+
     def load(self, programs: Sequence[Any], graphs: Sequence[Graph], model: Model, mmap: bool) -> None:
         """Weights on every device."""
 
@@ -373,6 +376,10 @@ class CpuOnly:
     def n_turns(self, programs: Sequence[Program]) -> int:
         """One."""
         return 1
+
+    def notes(self, programs: Sequence[Program], model: Model) -> list[str]:
+        """Nothing."""
+        return []
 
     def load(self, programs: Sequence[Program], graphs: Sequence[Graph], model: Model, mmap: bool) -> None:
         """Map or read the weights."""

@@ -84,8 +84,11 @@ def context_lines(session: Session) -> None:
         ngl = -1 if session.config.n_gpu_layers is None else session.config.n_gpu_layers
         for line in offload_lines(session.model.hp.n_layer, ngl):
             log(line)
-    n_turns = session.backend.n_turns(list(session.programs.values()))
+    programs = list(session.programs.values())
+    n_turns = session.backend.n_turns(programs)
     for line in buffer_lines(session.config, session.model, session.n_ctx, parts, n_nodes, n_turns):
+        log(line)
+    for line in session.backend.notes(programs, session.model):
         log(line)
 
 

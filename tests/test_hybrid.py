@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from ikcli.engine import gpus
 from ikcli.engine.batch import Batch
 from ikcli.engine.hybrid import HybridBackend
 from ikcli.engine.kv_rows import copy_rows, export_rows, import_rows
-from ikcli.engine.parts import CPU, CpuOnly, CpuPart
+from ikcli.engine.parts import CPU, CpuPart
 from ikcli.engine.session import Session
 from ikcli.errors import NonFiniteError
-from ikcli.graph import Graph, Node, Weight
-from ikcli.graph.split import Places, assign, layer_of, schedule
+from ikcli.graph import Cache, Graph, Node, Rows
+from ikcli.graph.split import Places, assign, schedule
 
 EXPERTS = {"expert_count": 8, "expert_used_count": 3}
 MODELS: dict[str, Callable[[], MemoryModel]] = {
@@ -144,3 +145,118 @@ def test_a_divided_session_gives_the_same_bits(name, kind, changes, model_file, 
     with Session.open(c) as session:
         assert len(session.programs["decode"].turns) > 1
         np.testing.assert_array_equal(transcript(session), wanted)
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+def recorded(path: Path, **changes: Any) -> tuple[Graph, Node]:
+    with closing(Session.plan(config(path, n_gpu_layers=0, **changes))) as session:
+        return session.graphs["prefill" if "prefill" in session.graphs else "decode"]
+
+
+def random_places(seed: int, devices: tuple[str, ...]) -> Places:
+    def choose(*key: object) -> str:
+        return devices[hashlib.sha256(repr((seed, *key)).encode()).digest()[0] % len(devices)]
+
+    return Places(lambda node, w: choose(w.name), lambda il: choose("cache", il), lambda il: choose("home", il))
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", ["qwen3moe", "deepseek2"])
+def test_turns_have_what_they_need(name, seed, model_file) -> None:
+    """Every node once (repeated ones: where they are needed), after all it depends on, whatever the division."""
+    graph, result = recorded(model_file(name), n_ubatch=256)
+    devices = ("CPU", "A", "B")[: 2 + seed % 2]
+    where = assign(graph, random_places(seed, devices))
+    turns = schedule(graph, where, result, cut=devices[1:] if seed % 3 else ())
+    there: dict[str, set[Node]] = {d: set() for d in devices}
+    exported: dict[Node, int] = {}
+    stored: dict[Any, Node] = {}
+    for i, turn in enumerate(turns):
+        for node in turn.imports:
+            assert node in exported and exported[node] in turn.after and turns[exported[node]].device != turn.device
+            there[turn.device].add(node)
+        for node in turn.nodes:
+            assert where.get(node, turn.device) == turn.device and node not in there[turn.device]
+            assert all(x in there[turn.device] for x in node.inputs if isinstance(x, Node))
+            for cache in (x for x in node.inputs if isinstance(x, Cache)):
+                if node.op == "kv_store":
+                    stored[cache] = node
+                else:
+                    assert cache in stored
+            there[turn.device].add(node)
+        exported |= dict.fromkeys(turn.exports, i)
+    count = Counter(node for turn in turns for node in turn.nodes)
+    assert set(count) == set(graph.nodes) and all(n == 1 for node, n in count.items() if node in where)
+    assert result in exported
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_values_in_hand_over_memory_do_not_overlap(seed, model_file) -> None:
+    """Neither while they are read in place, nor while a copy may be under way."""
+    graph, result = recorded(model_file("deepseek2"), n_ubatch=256)
+    cpu = CpuBackend(1)
+    backend = HybridBackend(cpu, {OTHER: Pretender(cpu)}, random_places(seed, (CPU, OTHER)))
+    program = backend.plan(graph, result, 200, 200, 256)
+    made = {n: i for i, t in enumerate(program.turns) for n in t.exports}
+    used = dict(made) | {result: len(program.turns)}
+    for i, turn in enumerate(program.turns):
+        for x in {x for node in turn.nodes for x in node.inputs if isinstance(x, Node)} & made.keys():
+            used[x] = max(used[x], i)
+    nodes = list(made)
+    assert len(nodes) > 10
+    for k, a in enumerate(nodes):
+        at, size = program.places[a]
+        assert size >= 4 * a.cols * 200 * a.rows.factor or a.rows.symbol is Rows.KV
+        for b in nodes[:k]:
+            if made[a] <= used[b] and made[b] <= used[a]:
+                other, n = program.places[b]
+                assert at + size <= other or other + n <= at
+
+
+def test_a_gpu_goes_on_while_the_cpu_has_the_experts(model_file) -> None:
+    """The turn that makes what the experts need ends there; shared experts are in the next, which nobody waits for."""
+    graph, result = recorded(model_file("deepseek2"), mla=1)
+    turns = schedule(graph, assign(graph, places("experts")), result, cut=[OTHER])
+    for i, turn in enumerate(turns):
+        if any(node.op == "moe_up_gate" for node in turn.nodes):
+            assert turn.device == CPU and turn.after == (i - 2,)
+            beside = turns[i - 1]
+            assert beside.device == OTHER and not beside.exports
+            assert any("shexp" in node.name or node.op == "swiglu" for node in beside.nodes)
+    assert sum(t.device == CPU for t in turns) == 3  # embeddings, experts of two layers
+
+
+# --- what sessions offer ----------------------------------------------------------------------------------------------
+def test_observers_and_cache_rows_of_a_divided_session(model_file, divided) -> None:
+    c = config(model_file("deepseek2"), type_k="q8_0")
+    seen: list[dict[str, Any]] = []
+    rows = []
+    for use in (None, "scattered"):
+        if use:
+            divided(use)
+        with Session.open(c, n_ctx=512, n_seq_max=2) as session:
+            values: dict[str, Any] = {}
+            session.observer = lambda node, value, values=values: values.setdefault(node.name, np.array(value))
+            session.decode(Batch.single(tokens(9), logits="all"))
+            session.observer = None
+            import_rows(session, 1, export_rows(session, 0, 9))
+            copy_rows(session, 1, 0, 2, 9)
+            rows.append(export_rows(session, 0, 9).parts)
+            seen.append(values)
+    assert seen[0].keys() == seen[1].keys()
+    for name, value in seen[0].items():
+        if "plan" not in name:  # a table in a layout of its own
+            np.testing.assert_array_equal(seen[1][name], value, name)
+    for a, b in zip(*rows, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_node_that_is_not_finite_is_named(divided, tmp_path: Path) -> None:
+    model = MODELS["llama"]()
+    values = model.values("blk.1.ffn_down.weight").copy()
+    values[0, 0] = np.inf
+    model.set("blk.1.ffn_down.weight", values)
+    divided("scattered")
+    path = write_model(model, tmp_path / "m.gguf")
+    with Session.open(config(path)) as session, pytest.raises(NonFiniteError, match=r"blk\.1\.ffn_down"):
+        session.decode(Batch.single([1, 2]))

@@ -24,7 +24,7 @@ from ikcli.graph import Cache, Node, Rows, Weight
 from ikcli.graph.split import Turn
 
 Bytes = npt.NDArray[np.uint8]
-MAX_BUCKETS = 24  # of one program, with captured graphs
+MAX_BUCKETS, MAX_GRAPHS = 24, 1024  # of one program; the second where it has many turns
 SEG_WORDS = 6
 _HEAD = 128  # bytes of the step block's words
 
@@ -248,7 +248,7 @@ class CudaBackend:
             self._queue(program, span)
             if turn == len(program.spans) - 1 and capture:
                 program.graphs[counts] = {}
-                self._drop_graphs(program, MAX_BUCKETS)
+                self._drop_graphs(program, max(min(MAX_BUCKETS, MAX_GRAPHS // len(program.spans)), 2))
         else:
             graph = graphs.get(turn)
             if graph is None:

@@ -8,7 +8,7 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.sgemm import fma_f32x16, load_f32x16_at, loop, offset, sum_lanes
+from ikcli.backends.cpu.kernels.sgemm import fma_f32x16, load_f32x16_at, loop, sum_lanes
 from ikcli.native import isa
 from ikcli.native.jit import inline
 from ikcli.native.simd.dot import emit_dot_bf16
@@ -41,9 +41,13 @@ def _load_weights(builder, kind, address):
     return load_f32x16_at(builder, address, llvm_type(i32x16))
 
 
-def _row_pointers(builder, groups, strides, n):
-    """Addresses of n rows: one pointer per four of them, to which a processor adds a stride while loading."""
-    return [builder.add(groups[r // 4], strides[r % 4]) if r % 4 else groups[r // 4] for r in range(n)]
+def _addresses(e, first, strides, n):
+    """Addresses of n rows from one pointer per four of them.
+
+    The pointers are hidden from LLVM, which would keep an address of every row in memory: a load more for each load.
+    """
+    hidden = [e.opaque(p) for p in first]
+    return hidden, [e.b.add(hidden[r // 4], strides[r % 4 - 1]) if r % 4 else hidden[r // 4] for r in range(n)]
 
 
 def make_dots(kind, n_rows, n_tokens):
@@ -57,34 +61,32 @@ def make_dots(kind, n_rows, n_tokens):
     def dots(typingctx, w, row_bytes, n_steps, a, a_stride, out, out_stride):
         def codegen(context, builder, sig, args):
             w, row_bytes, n_steps, a, a_stride, out, out_stride = args
-            n_groups = -(-n_rows // 4)
-            strides = [None, row_bytes, builder.shl(row_bytes, ir.Constant(row_bytes.type, 1))]
-            strides.append(builder.add(strides[2], row_bytes))
-            four, sixteen = (builder.mul(row_bytes, ir.Constant(row_bytes.type, n)) for n in (4, 16))
-            groups = [w]
-            for _ in range(1, n_groups):
-                groups.append(builder.add(groups[-1], four))
-            tokens = [a]
-            for _ in range(1, n_tokens):
-                tokens.append(builder.add(tokens[-1], a_stride))
+            e = Emitter(builder)
+            w_strides, a_strides = ([e.opaque(e.times(x, i)) for i in (1, 2, 3)] for x in (row_bytes, a_stride))
+            groups = [e.offset(w, e.times(row_bytes, r)) for r in range(0, n_rows, 4)]
+            ahead = e.offset(w, e.times(row_bytes, n_rows))
+            n_groups, lines = len(groups), n_rows * w_size * cols // 64
 
             def step(state):
-                at, xs, accs = state[:n_groups], state[n_groups : n_groups + n_tokens], state[n_groups + n_tokens :]
-                x = [load_f32x16_at(builder, t, llvm_type(i32x16 if kind == "bf16" else f32x16)) for t in xs]
+                at, x_at, ahead, accs = state[:n_groups], state[n_groups], state[n_groups + 1], state[n_groups + 2 :]
+                at, rows = _addresses(e, at, w_strides, n_rows)
+                (x_at,), tokens = _addresses(e, [x_at], a_strides, n_tokens)
+                ahead = e.opaque(ahead)
+                x = [load_f32x16_at(builder, t, llvm_type(i32x16 if kind == "bf16" else f32x16)) for t in tokens]
                 out = [None] * (n_rows * n_tokens)
-                for r, address in enumerate(_row_pointers(builder, at, strides, n_rows)):
-                    y = _load_weights(builder, kind, address)
-                    if n_rows == 16:  # rows are short: ask for the same place of the next block
-                        Emitter(builder).prefetch(builder.add(address, sixteen))
+                for r in range(n_rows):
+                    y = _load_weights(builder, kind, rows[r])
+                    if n_rows == 16 and r < lines:  # rows are short: ask for the next block, which follows this one
+                        e.prefetch(e.offset(ahead, 64 * r))
                     for t in range(n_tokens):
                         i = t * n_rows + r
                         multiply = emit_dot_bf16 if kind == "bf16" else _multiply
                         out[i] = multiply(builder, accs[i], y, x[t])
-                at = [offset(builder, p, w_size * cols) for p in at]
-                return [*at, *(offset(builder, p, a_size * cols) for p in xs), *out]
+                at = [e.offset(p, w_size * cols) for p in at]
+                return [*at, e.offset(x_at, a_size * cols), e.offset(ahead, 64 * lines), *out]
 
             zeros = [const_vector(f32x16, [0.0] * 16)] * (n_rows * n_tokens)
-            accs = loop(builder, n_steps, [*groups, *tokens, *zeros], step)[n_groups + n_tokens :]
+            accs = loop(builder, n_steps, [*groups, a, ahead, *zeros], step)[n_groups + 2 :]
             sums = sum_lanes(builder, accs)
             for t in range(n_tokens):
                 pick = ir.Constant(ir.VectorType(_I32, n_rows), [t * n_rows + r for r in range(n_rows)])

@@ -12,12 +12,14 @@ from fake_engine import FakeEngine, Script, fake_tokenizer
 from server_client import Client
 from test_server_http import error_of
 
+from ikcli.chat.parser import ChatParser, ParserSettings
 from ikcli.config import RunConfig
 from ikcli.config_groups import SamplingConfig
 from ikcli.errors import UsageError
 from ikcli.sampling.params import DEFAULT_SAMPLERS, SamplerParams
 from ikcli.server.engine.messages import Delta, Failure, GenerationRequest, Timings, TokenInfo
 from ikcli.server.http.params import Options, defaults_of
+from ikcli.server.http.shapes.chat import ChatShape
 from ikcli.server.http.shapes.common import Naming
 from ikcli.server.http.shapes.native import NativeShape
 
@@ -60,6 +62,22 @@ def test_plain_events_are_those_of_any_request() -> None:
             assert data.startswith(b"data: ") and data.endswith(b"}\n\n")
             made.append(json.loads(data[6:]))
         assert list(made[0].items()) == list(made[1].items())[:-1] and list(made[1])[-1] == "timings"
+
+
+def test_plain_chunks_are_those_of_any_request() -> None:
+    """Chunks of content without timings and probabilities are written in another way."""
+    names = Naming("m", "model \x00", "chatcmpl-1", 7)
+    for text in ("a", 'q"\\\n\t\x01', "\u00e9\u20ac\U0001f600", "\ud800"):
+        event = Delta(text, (), Timings(cache_n=3, prompt_n=4, predicted_n=5), 2)
+        made = []
+        for per_token in (False, True):
+            options = replace(Options(), timings_per_token=per_token)
+            shape = ChatShape(names, options, None, lambda: ChatParser(ParserSettings()))
+            events = [shape.delta(i, event) for i in (0, 1, 1)]
+            made.append([json.loads(e[6:]) for data in events for e in data.split(b"\n\n") if e])
+        for chunk in made[1]:
+            chunk.pop("timings", None)
+        assert made[0] == made[1] and len(made[0]) == 5
 
 
 def test_stream_is_framed_as_events() -> None:

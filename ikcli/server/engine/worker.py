@@ -444,15 +444,17 @@ class Worker:
         self.counters.predicted(g.output.n_total, g.predicted_seconds)
         self.counters.drafted += g.n_drafted
         self.counters.accepted += g.n_accepted
+        ids, t = _ids(slot), g.timings(slot.n_past)
         self._send(slot.task, g.final(slot.n_past))
-        t = g.timings(slot.n_past)
-        self._log("INFO", "print_timings", "request done", {
-            **_ids(slot), "n_cached": t.cache_n, "n_prompt": t.prompt_n, "t_prompt_ms": round(t.prompt_ms, 2),
-            "n_predicted": t.predicted_n, "t_predicted_ms": round(t.predicted_ms, 2), "truncated": g.truncated,
-        })  # fmt: skip
         self.session.kv_seq_rm(slot.id, slot.n_past)
         self._speculator.finished(slot)
         slot.release()
+        if all(s.state == IDLE for s in self.slots):
+            self._deliver()  # nothing is going to be computed; the log can wait
+        self._log("INFO", "print_timings", "request done", {
+            **ids, "n_cached": t.cache_n, "n_prompt": t.prompt_n, "t_prompt_ms": round(t.prompt_ms, 2),
+            "n_predicted": t.predicted_n, "t_predicted_ms": round(t.predicted_ms, 2), "truncated": g.truncated,
+        })  # fmt: skip
 
     def _count(self, n_busy: int) -> None:
         c = self.counters

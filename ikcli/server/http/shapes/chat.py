@@ -9,6 +9,7 @@ from ikcli.chat.parser import ChatDelta
 from ikcli.server.engine.messages import Delta, Final, PromptProgress, Timings, TokenInfo
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
+from ikcli.server.http.jsontext import quote
 from ikcli.server.http.params import Options
 from ikcli.server.http.shapes.common import (
     FINGERPRINT,
@@ -20,6 +21,8 @@ from ikcli.server.http.shapes.common import (
 )
 from ikcli.server.http.shapes.completion import finish_reason
 from ikcli.server.http.shapes.message import Incoming, ParserMaker
+
+_MARK = "\x00content\x00"
 
 
 class ChatShape:
@@ -35,6 +38,8 @@ class ChatShape:
         self._incoming: dict[int, Incoming] = {}
         self._timings: dict[int, Timings] = {}
         self._tokens: dict[int, list[TokenInfo]] = {}
+        self._plain = probabilities is None and not options.timings_per_token
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # what is before and after the content of an answer's chunks
 
     def begin(self) -> bytes:
         return b""
@@ -69,6 +74,9 @@ class ChatShape:
             self._tokens.setdefault(index, []).extend(event.tokens)
         out = []
         for i, delta in enumerate(deltas):
+            if self._plain and delta.content and delta.index < 0 and not delta.reasoning:
+                out.append(self._content(index, delta.content))
+                continue
             choice = _choice(index, delta.to_openai())
             last = i == len(deltas) - 1
             if last and self._probabilities is not None:
@@ -78,6 +86,15 @@ class ChatShape:
                 chunk["timings"] = timings_json(event.timings)
             out.append(sse.data(chunk))
         return b"".join(out)
+
+    def _content(self, index: int, text: str) -> bytes:
+        """A chunk of content: only the text differs from one to the next."""
+        if index not in self._around:
+            whole = sse.data(self._chunk([_choice(index, {"content": _MARK})]))
+            before, after = whole.split(quote(_MARK).encode())
+            self._around[index] = before, after
+        before, after = self._around[index]
+        return before + quote(text).encode("utf-8", "replace") + after
 
     def final(self, index: int, event: Final) -> bytes:
         head = self._start(index)

@@ -39,7 +39,6 @@ class HybridProgram:
     parts: dict[str, Any]
     places: dict[Node, tuple[int, int]]  # hand-over memory: (first byte, bytes)
     handover_bytes: int
-    result_at: tuple[str, int] = (CPU, 0)
     memory: dict[Node, Bytes] = field(default_factory=dict)
     streamed: frozenset[str] = frozenset()  # weights in RAM that GPUs use in this program
     variants: list[tuple[int, HybridProgram]] = field(default_factory=list)  # for so many tokens and more
@@ -138,8 +137,7 @@ class HybridBackend:
             if counts[name]
         }
         handover, n_bytes = _handover_places(turns, rows, result, self.parts)
-        at = next((t.device, i) for t, i in zip(turns, numbers, strict=True) if result in t.exports)
-        return HybridProgram(graph, result, turns, numbers, parts, handover, n_bytes, at, streamed=streamed)
+        return HybridProgram(graph, result, turns, numbers, parts, handover, n_bytes, streamed=streamed)
 
     def prepare(self, programs: Sequence[HybridProgram], progress: Callable[[int, int], None] | None = None) -> None:
         """Load the kernels of all devices, compiling what the cache lacks; `progress` is told of those of the CPU."""

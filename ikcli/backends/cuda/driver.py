@@ -60,7 +60,7 @@ def _bindings() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as e:
-        raise DriverMissing(f"the Python package cuda-bindings cannot be imported ({e}); install ik again") from e
+        raise DriverMissing(f"the Python package cuda-python cannot be imported ({e}); install ik again") from e
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # nothing may be loaded while a graph is captured
     try:
         code = int(driver.cuInit(0)[0])
@@ -74,9 +74,9 @@ def _bindings() -> Any:
         raise DriverMissing(f"the NVIDIA driver does not start: {_error_text(driver, code)}")
     have, need = _driver_version(driver), _needed_version()
     if have < need:
-        other = "" if have < _OLDEST else f", or: pip install 'cuda-bindings<{have[0] + 1}'"
+        other = "" if have < _OLDEST else f", or: pip install 'cuda-python<{have[0] + 1}'"
         raise DriverTooOld(
-            f"the NVIDIA driver supports CUDA {have[0]}.{have[1]}, the installed cuda-bindings need "
+            f"the NVIDIA driver supports CUDA {have[0]}.{have[1]}, the installed cuda-python needs "
             f"{need[0]}.{need[1]}: install a newer driver{other}"
         )
     return driver

@@ -54,7 +54,7 @@ def kind_row_bytes(kind: str, k: int) -> int:
 
 def activation_row_bytes(k: int) -> int:
     """Bytes of a quantized activation row (kernels/activations.py)."""
-    return -(-(k + 20 * (k // 32)) // 64) * 64
+    return -(-(k + 20 * (k // 32)) // 64) * 64 + -(-k // 256) * 256
 
 
 def plan_bytes(n_pairs: int, n_expert: int) -> int:

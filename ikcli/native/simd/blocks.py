@@ -82,6 +82,22 @@ def store_lane_pairs(typingctx, ptr, codes):
     return types.void(types.intp, i32x16), codegen
 
 
+@intrinsic
+def store_quarters(typingctx, ptr, a, b):
+    """Bytes 4i..4i+3 of two i8x16 at ptr + 64*i, side by side, for i = 0..3."""
+
+    def codegen(context, builder, sig, args):
+        ptr, *pair = args
+        first, second = (builder.bitcast(x, ir.VectorType(_I32, 4)) for x in pair)
+        for i in range(4):
+            both = builder.shuffle_vector(first, second, _ints([i, 4 + i]))
+            at = builder.add(ptr, ir.Constant(_I64, 64 * i))
+            builder.store(both, pointer(builder, at, both.type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, i8x16, i8x16), codegen
+
+
 def make_lookup16(values):
     """lookup(codes): values[code] as f32x16 for codes 0..15; the values are 16 signed bytes."""
     values = [int(v) & 255 for v in values]

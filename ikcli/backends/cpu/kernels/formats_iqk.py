@@ -76,6 +76,9 @@ class IQ2K(_Base):
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(IQ2_VALUES[0]), 2, raw_two_bits(e, e.offset(w, 12), j))
 
+    def quarters(self, e, w):
+        return e.two_bit_quarters(e.offset(w, 12), table=biased(IQ2_VALUES[0]))
+
 
 class IQ3K(_Base):
     """d f16, extra u16, scales_h u16 (signs), scales_l[8], qs[64], qh[32]."""
@@ -89,6 +92,10 @@ class IQ3K(_Base):
     def dot_codes(self, e, w, j):
         q = e.b.or_(two_bits(e, e.offset(w, 14), j), e.shift_left(bit_plane(e, e.offset(w, 78), j), 2))
         return e.lookup(biased(IQ3_VALUES[0]), q)
+
+    def quarters(self, e, w):
+        q = e.with_upper(e.two_bit_quarters(e.offset(w, 14)), e.bit_quarters(e.offset(w, 78)), 2)
+        return [e.lookup(biased(IQ3_VALUES[0]), v) for v in q]
 
 
 class _SixBitScales(_Base):
@@ -105,11 +112,18 @@ class IQ4K(_SixBitScales):
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(IQ4_VALUES[0]), 4, e.raw_nibble_pair(w, j, 16, 16))
 
+    def quarters(self, e, w):
+        return e.nibble_quarters(e.offset(w, 16), table=biased(IQ4_VALUES[0]))
+
 
 class IQ5K(_SixBitScales):
     def dot_codes(self, e, w, j):
         high = e.shift_left(bit_plane(e, e.offset(w, 144), j), 4)
         return e.lookup(biased(IQ5_VALUES[0]), e.b.or_(split_nibbles(e, e.offset(w, 16), j), high))
+
+    def quarters(self, e, w):
+        q = e.with_upper(e.nibble_quarters(e.offset(w, 16), 32), e.bit_quarters(e.offset(w, 144)), 4)
+        return [e.lookup(biased(IQ5_VALUES[0]), v) for v in q]
 
 
 class IQ6K(_Base):
@@ -121,6 +135,10 @@ class IQ6K(_Base):
     def dot_codes(self, e, w, j):
         low, high = split_nibbles(e, e.offset(w, 20), j), two_bits(e, e.offset(w, 148), j)
         return e.lookup(biased(IQ6_VALUES[0]), e.b.or_(low, e.shift_left(high, 4)))
+
+    def quarters(self, e, w):
+        q = e.with_upper(e.nibble_quarters(e.offset(w, 20), 32), e.two_bit_quarters(e.offset(w, 148)), 4)
+        return [e.lookup(biased(IQ6_VALUES[0]), v) for v in q]
 
 
 # --- scale per row ----------------------------------------------------------------------------------------------------
@@ -139,6 +157,9 @@ class IQ2KS(_Base):
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(IQ2_VALUES[0]), 2, raw_two_bits(e, e.offset(w, 6), j))
 
+    def quarters(self, e, w):
+        return e.two_bit_quarters(e.offset(w, 6), table=biased(IQ2_VALUES[0]))
+
 
 class IQ3KS(_Base):
     """extra u16, scales[4], qs[64], qh[32]; nibble i of 8 is scale (i % 2)*4 + i // 2."""
@@ -155,6 +176,10 @@ class IQ3KS(_Base):
     def dot_codes(self, e, w, j):
         q = e.b.or_(two_bits(e, e.offset(w, 6), j), e.shift_left(bit_plane(e, e.offset(w, 70), j), 2))
         return e.lookup(biased(IQ3_VALUES[0]), q)
+
+    def quarters(self, e, w):
+        q = e.with_upper(e.two_bit_quarters(e.offset(w, 6)), e.bit_quarters(e.offset(w, 70)), 2)
+        return [e.lookup(biased(IQ3_VALUES[0]), v) for v in q]
 
 
 class _ByteScales(_Base):
@@ -175,11 +200,18 @@ class IQ4KS(_ByteScales):
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(IQ4_VALUES[0]), 4, e.raw_nibble_pair(w, j, 16, 8))
 
+    def quarters(self, e, w):
+        return e.nibble_quarters(e.offset(w, 8), table=biased(IQ4_VALUES[0]))
+
 
 class IQ5KS(_ByteScales):
     def dot_codes(self, e, w, j):
         high = e.shift_left(bit_plane(e, e.offset(w, 136), j), 4)
         return e.lookup(biased(IQ5_VALUES[0]), e.b.or_(split_nibbles(e, e.offset(w, 8), j), high))
+
+    def quarters(self, e, w):
+        q = e.with_upper(e.nibble_quarters(e.offset(w, 8), 32), e.bit_quarters(e.offset(w, 136)), 4)
+        return [e.lookup(biased(IQ5_VALUES[0]), v) for v in q]
 
 
 class IQ4KSS(_ByteScales):

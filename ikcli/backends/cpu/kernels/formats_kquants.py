@@ -25,6 +25,9 @@ class Q4K(_SuperBlock):
     def codes(self, e, w, j):
         return e.all_and(e.shift_halves(e.twice(e.offset(w, 16 + 32 * j)), 0, 4), 15)
 
+    def quarters(self, e, w):
+        return e.nibble_quarters(e.offset(w, 16), 32)
+
 
 class Q5K(Q4K):
     """As q4_K with 32 bytes of fifth bits before the nibbles."""
@@ -33,6 +36,9 @@ class Q5K(Q4K):
         low = e.all_and(e.shift_halves(e.twice(e.offset(w, 48 + 32 * j)), 0, 4), 15)
         high = e.all_and(e.shift_halves(e.twice(e.offset(w, 16)), 2 * j, 2 * j + 1), 1)
         return e.b.or_(low, e.shift_left(high, 4))
+
+    def quarters(self, e, w):
+        return e.with_upper(e.nibble_quarters(e.offset(w, 48), 32), e.bit_quarters(e.offset(w, 16)), 4)
 
 
 class Q6K(_SuperBlock):
@@ -48,6 +54,9 @@ class Q6K(_SuperBlock):
         low = e.all_and(e.shift_halves(e.load(i8x64, e.offset(w, 64 * half)), 4 * pair, 4 * pair), 15)
         high = e.all_and(e.shift_halves(e.twice(e.offset(w, 128 + 32 * half)), 4 * pair, 4 * pair + 2), 3)
         return e.b.or_(low, e.shift_left(high, 4))
+
+    def quarters(self, e, w):
+        return e.with_upper(e.nibble_quarters(w, 64), e.two_bit_quarters(e.offset(w, 128)), 4)
 
 
 def raw_two_bits(e, address, j):
@@ -76,6 +85,9 @@ class Q2K(_SuperBlock):
     def codes(self, e, w, j):
         return two_bits(e, e.offset(w, 16), j)
 
+    def quarters(self, e, w):
+        return e.two_bit_quarters(e.offset(w, 16))
+
 
 class Q3K(_SuperBlock):
     """hmask[32], qs[64], 12 bytes of 6-bit scales, d f16."""
@@ -97,6 +109,9 @@ class Q3K(_SuperBlock):
         high = e.all_and(e.shift_halves(e.twice(w), 2 * j, 2 * j + 1), 1)
         return e.b.or_(low, e.shift_left(high, 2))
 
+    def quarters(self, e, w):
+        return e.with_upper(e.two_bit_quarters(e.offset(w, 32)), e.bit_quarters(w), 2)
+
 
 class IQ4XS(_SuperBlock):
     """d f16, scales_h u16, scales_l[4], qs[128]: 6-bit scales per 32 columns, values from the iq4_nl table."""
@@ -109,6 +124,9 @@ class IQ4XS(_SuperBlock):
 
     def codes(self, e, w, j):
         return e.low_entry([int(v) + 128 for v in IQ4_NL_VALUES], 4, e.raw_nibble_pair(w, j, 16, 8))
+
+    def quarters(self, e, w):
+        return e.nibble_quarters(e.offset(w, 8), table=[int(v) + 128 for v in IQ4_NL_VALUES])
 
 
 FORMATS = by_name(

@@ -1,6 +1,10 @@
 """A weight row times a few quantized activation rows, straight from memory (generation).
 
 The row is decoded once for all of them; each result is the same, bit for bit, as that of the activation row alone.
+
+Columns are summed by blocks of 16: lane b of a vector of codes holds four columns of block b of a step, so four integer
+dot products leave the sum of each block in its own lane, which scales are then applied to as they are. Activation rows
+have a copy in this order (`kernels/activations.py`); codes are brought into it by shuffles.
 """
 
 import functools
@@ -12,62 +16,61 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.rowformat import RowEmitter, activation_floats, indices, steps
 from ikcli.backends.cpu.tile_modes import MODES
 from ikcli.native.simd.emit import F32, I32
-from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i8x64, i32x8, i32x16, pointer
+from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i8x64, i32x16, llvm_type, pointer
 
 _PREFETCH_BYTES = 4096  # ahead; the next rows follow in memory
-_SUMS = 2  # sums per activation row: a single one would be a chain of dependent additions
+_TWICE = [i // 2 for i in range(16)]
 
 
 class _Token:
-    """One activation row: its address and what has been summed so far."""
+    """One activation row: where its parts are, and the sums so far: of products with codes, and with minima."""
 
-    def __init__(self, e, mode, a):
-        self.mode, self.a = mode, a
-        self.sums = [e.variable(e.zero(f32x16)) for _ in range(_SUMS)]
+    def __init__(self, e, mode, a, k):
+        self.mode = mode
+        nb4 = e.times(e.b.lshr(k, e.int(5)), 4)
+        self.d_at = e.offset(a, k)
+        self.s_at = e.offset(self.d_at, nb4)
+        self.sums_at = e.offset(self.s_at, nb4, nb4)
+        end = e.offset(self.sums_at, nb4, nb4)
+        past = e.b.and_(e.b.sub(e.int(0), e.b.sub(end, a)), e.int(63))
+        self.codes_at = e.offset(end, past)
+        self.sum = e.variable(e.zero(f32x16))
+        self.low = e.variable(e.zero(f32x16)) if mode.startswith("m") else None
 
-    def scaled(self, e, fmt, w, scales, minima, i, valid):
-        """Block scales of step i times those of the activations; adds what depends on sums of activations."""
-        i32, nb = e.times(i, 32), e.b.lshr(e.k, e.int(5))
-        at = e.offset(self.a, e.k, i32)
-        d = activation_floats(e, at, valid)
+    def begin(self, e, fmt, w, scales, minima, i, valid):
+        """Scales of step i times those of the activations, and what the integer sums of its blocks start from."""
+        i32 = e.times(i, 32)
+        d = activation_floats(e, e.offset(self.d_at, i32), valid)
+        self.scales = e.mul(scales, d) if self.mode.endswith("32") else e.mul(scales, e.pick(d, _TWICE))
+        self.dots = [e.zero(i32x16), e.zero(i32x16)]  # two: half the latency
         if self.mode == "m32":
-            scales, factors = e.mul(scales, d), minima
-            sums = activation_floats(e, e.offset(at, e.times(nb, 4)), valid)
+            sums = activation_floats(e, e.offset(self.s_at, i32), valid)
+            self.add(e, self.low, _widen(e, minima), _widen(e, sums))
+            return
+        sums = e.load(i32x16, e.offset(self.sums_at, i32, i32))
+        if self.mode == "m16":
+            factors = e.mul(minima, const_vector(f32x16, [-1.0 / 128] * 16))
+            self.add(e, self.low, factors, e.mul(e.ints_to_f32(sums), e.pick(d, _TWICE)))
         else:
-            if self.mode == "s32":
-                starts = e.load(i32x8, e.offset(at, e.times(nb, 8)))
-            else:
-                starts = e.load(i32x16, e.offset(at, i32, e.times(nb, 12)))
-                d = e.pick(d, [n // 2 for n in range(16)])
-            scales = e.mul(scales, d)
-            if self.mode == "m16":
-                factors = e.mul(minima, const_vector(f32x16, [-1.0 / 128] * 16))
-                sums = e.mul(e.ints_to_f32(starts), d)
-            else:
-                factors, sums = scales, e.ints_to_f32(_moved(e, fmt, starts, w))
-        self.plus(e, 0, *(_widen(e, v) if v.type.count == 8 else v for v in (factors, sums)))
-        return scales
+            self.dots[0] = _moved(e, fmt, sums, w)
 
-    def plus(self, e, n, x, y):
-        """x * y to sum n."""
-        slot = self.sums[n]
+    def dot(self, e, n, codes, i):
+        """Columns 4n .. 4n+3 of every block of step i."""
+        x = e.load(i8x64, e.offset(self.codes_at, e.times(i, 256), 64 * n))
+        self.dots[n % 2] = e.dot(self.dots[n % 2], codes, x)
+
+    def finish(self, e):
+        """The step to the sum."""
+        scales = e.pick(self.scales, _TWICE) if self.scales.type.count == 8 else self.scales
+        self.add(e, self.sum, e.to_f32(e.b.add(*self.dots)), scales)
+
+    def add(self, e, slot, x, y):
+        """x * y to a sum."""
         e.b.store(e.fused(x, y, e.b.load(slot)), slot)
 
-    def add(self, e, j, codes, scales, i):
-        """Columns 64j.. of step i."""
-        dot = e.dot(e.zero(i32x16), codes, e.load(i8x64, e.offset(self.a, e.times(i, 256), 64 * j)))
-        per = scales.type.count // 4
-        spread = e.pick(scales, [per * j + n * per // 16 for n in range(16)])
-        self.plus(e, (j + 1) % _SUMS, e.to_f32(dot), spread)
-
     def total(self, e):
-        first, second = (e.b.load(slot) for slot in self.sums)
-        return _sum_lanes(e, e.b.fadd(first, second))
-
-
-def _widen(e, v):
-    """8 lanes and 8 zeros."""
-    return e.b.shuffle_vector(v, e.zero(f32x8), indices(range(16)))
+        v = e.b.load(self.sum)
+        return _sum_lanes(e, v if self.low is None else e.b.fadd(v, e.b.load(self.low)))
 
 
 @functools.cache
@@ -80,19 +83,23 @@ def row_dot(fmt, n_tokens):
         def codegen(context, builder, sig, args):
             w, a, a_stride, k, out, out_stride = args
             e = RowEmitter(builder)
-            e.k = k
-            tokens = [_Token(e, mode, e.opaque(e.offset(a, e.times(a_stride, t)))) for t in range(n_tokens)]
+            tokens = [_Token(e, mode, e.opaque(e.offset(a, e.times(a_stride, t))), k) for t in range(n_tokens)]
             row = fmt.header(e, w)
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 for line in range(0, fmt.step_bytes, 64):
                     e.prefetch(e.offset(at_w, _PREFETCH_BYTES + line))
-                plain = fmt.scales(e, at_w, row)
+                scales = fmt.scales(e, at_w, row)
                 minima = fmt.minima(e, at_w, row) if mode.startswith("m") else None
-                scales = [t.scaled(e, fmt, at_w, plain, minima, i, valid) for t in tokens]
-                for j in range(4):
-                    codes = fmt.dot_codes(e, at_w, j)
-                    for t, sc in zip(tokens, scales, strict=True):
-                        t.add(e, j, codes, sc, i)
+                for t in tokens:
+                    t.begin(e, fmt, at_w, scales, minima, i, valid)
+                quarters = fmt.quarters(e, at_w)
+                if quarters is None:
+                    quarters = _by_quarters(e, [fmt.dot_codes(e, at_w, j) for j in range(4)])
+                for n, codes in enumerate(quarters):
+                    for t in tokens:
+                        t.dot(e, n, codes, i)
+                for t in tokens:
+                    t.finish(e)
             for n, t in enumerate(tokens):
                 builder.store(t.total(e), pointer(builder, e.offset(out, e.times(out_stride, n)), F32), align=4)
             return context.get_dummy_value()
@@ -102,16 +109,38 @@ def row_dot(fmt, n_tokens):
     return dot
 
 
-def _moved(e, fmt, starts, w):
+def _by_quarters(e, codes):
+    """From 16 blocks of 16 columns in a row to columns 4n .. 4n+3 of every block, n = 0..3."""
+    words = [e.b.bitcast(v, llvm_type(i32x16)) for v in codes]
+    halves = []
+    for n in (0, 2):
+        for x, y in (words[:2], words[2:]):
+            lanes = [4 * b + n + m for m in range(2) for b in range(8)]
+            halves.append(e.b.shuffle_vector(x, y, indices(lanes)))
+    out = []
+    for x, y in (halves[:2], halves[2:]):
+        for m in (0, 8):
+            out.append(e.b.shuffle_vector(x, y, indices([*range(m, m + 8), *range(16 + m, 24 + m)])))
+    return [e.b.bitcast(v, codes[0].type) for v in out]
+
+
+def _moved(e, fmt, sums, w):
     """-bias * sum from -128 * sum, plus shift * sum, which `dot_codes` left out of the codes of some blocks."""
-    n = starts.type.count
     blocks = fmt.shifted_blocks(e, w)
     if blocks is None:
-        return e.b.ashr(starts, ir.Constant(starts.type, [8 - fmt.bias.bit_length()] * n))
+        shift = 8 - fmt.bias.bit_length()
+        return e.b.ashr(sums, ir.Constant(sums.type, [shift] * 16)) if shift else sums
     assert fmt.bias == 128
-    parts = [e.b.ashr(starts, ir.Constant(starts.type, [7 - bit] * n)) for bit in range(3) if fmt.shift >> bit & 1]
+    if blocks.type.count == 8:
+        blocks = e.pick(blocks, _TWICE)
+    parts = [e.b.ashr(sums, ir.Constant(sums.type, [7 - bit] * 16)) for bit in range(3) if fmt.shift >> bit & 1]
     more = parts[0] if len(parts) == 1 else e.b.add(*parts)
-    return e.b.select(blocks, e.b.sub(starts, more), starts)
+    return e.b.select(blocks, e.b.sub(sums, more), sums)
+
+
+def _widen(e, v):
+    """8 lanes and 8 zeros."""
+    return e.b.shuffle_vector(v, e.zero(f32x8), indices(range(16)))
 
 
 def _sum_lanes(e, v):

@@ -55,7 +55,9 @@ class RowEmitter(Emitter):
 
     def half(self, address):
         """A half float as f32."""
-        return half_to_f32(self.b, self.b.load(pointer(self.b, address, _I16), align=1))
+        # By way of an integer register: LLVM would insert it into a vector register and wait for what that held.
+        bits = self.opaque(self.b.zext(self.word(address, 16), I64))
+        return half_to_f32(self.b, self.b.trunc(bits, _I16))
 
     def single(self, address):
         """A float."""
@@ -63,7 +65,7 @@ class RowEmitter(Emitter):
 
     def halves_at(self, address, stride, count=8):
         """f32x8 (or x16) of half floats `stride` bytes apart."""
-        v = ir.Constant(ir.VectorType(_I16, count), ir.Undefined)
+        v = ir.Constant(ir.VectorType(_I16, count), None)  # zeros: see `half`
         for i in range(count):
             x = self.b.load(pointer(self.b, self.offset(address, i * stride), _I16), align=1)
             v = self.b.insert_element(v, x, ir.Constant(I32, i))
@@ -165,6 +167,37 @@ class RowEmitter(Emitter):
         words = self.b.bitcast(v, llvm_type(i32x16))
         return self.b.bitcast(self.b.shl(words, const_vector(i32x16, [n] * 16)), llvm_type(i8x64))
 
+    # --- codes by quarters: see `RowFormat.quarters` ------------------------------------------------------------------
+    def quarters(self, parts, chunks, shifts, bits, table):
+        """Fields of `bits` bits or their table entries: block b is the 16 bytes chunks[b], from bit shifts[b] on."""
+        low, high = (self.b.bitcast(v, llvm_type(i32x16)) for v in (parts[0], parts[-1]))
+        for n in range(4):
+            words = self.b.shuffle_vector(low, high, indices([4 * c + n for c in chunks]))
+            v = self.b.bitcast(self.lshr(words, shifts), llvm_type(i8x64))
+            yield self.low_entry(table, bits, v) if table else self.all_and(v, (1 << bits) - 1)
+
+    def bit_quarters(self, address):
+        """Bit b of 32 bytes for the columns 32b .. 32b+31."""
+        chunks, shifts = [b % 2 for b in range(16)], [b // 2 for b in range(16)]
+        return list(self.quarters([self.twice(address)], chunks, shifts, 1, None))
+
+    def two_bit_quarters(self, address, table=None):
+        """32 bytes per 128 columns, of which columns 32g .. 32g+31 are at bits 2g."""
+        chunks, shifts = [b // 8 * 2 + b % 2 for b in range(16)], [b % 8 // 2 * 2 for b in range(16)]
+        return list(self.quarters([self.load(i8x64, address)], chunks, shifts, 2, table))
+
+    def nibble_quarters(self, address, run=16, table=None):
+        """`run` bytes per 2*run columns, the first half of these low."""
+        per = run // 16
+        parts = [self.load(i8x64, self.offset(address, at)) for at in (0, 64)]
+        chunks = [b // (2 * per) * per + b % per for b in range(16)]
+        return list(self.quarters(parts, chunks, [4 * (b // per % 2) for b in range(16)], 4, table))
+
+    def with_upper(self, low, high, shift):
+        """Codes from their lower bits and those from bit `shift` on."""
+        return [self.b.or_(x, self.shift_left(y, shift)) for x, y in zip(low, high, strict=True)]
+
+    # --- codes in the order of columns --------------------------------------------------------------------------------
     def raw_nibble_pair(self, w, j, block_bytes, at):
         """Codes of blocks 2j, 2j+1 of 32 columns stored as 16 bytes each (low nibbles = first 16 columns).
 
@@ -285,6 +318,9 @@ class RowFormat:
     def dot_codes(self, e, w, j):
         """As codes, but with `bias` instead of 128, and `shift` smaller in the `shifted_blocks` (symmetric modes)."""
         return self.codes(e, w, j)
+
+    def quarters(self, e, w):
+        """`dot_codes` as four vectors; lane b of vector n: columns 4n .. 4n+3 of block b of 16. None: by shuffles."""
 
     def shifted_blocks(self, e, w):
         """Mask of the blocks of 32 (modes *16: of 16) columns whose `dot_codes` are too small, or None."""

@@ -1,4 +1,4 @@
-"""Float weights: straight dots, and 32-row tiles of up to 512 columns.
+"""Float weights: 32-row tiles of up to 512 columns, and groups of 16 rows (rows that stand alone: float_few.py).
 
 f32 and f16 are multiplied with float32 activations, bf16 with activations rounded to bfloat16, in pairs of columns.
 bf16_r16 holds groups of 16 rows as 64 bytes per pair of columns: lane r is row r, the even column in its lower half.
@@ -6,6 +6,7 @@ bf16_r16 holds groups of 16 rows as 64 bytes per pair of columns: lane r is row 
 
 import numpy as np
 
+from ikcli.backends.cpu.kernels.float_few import make_few
 from ikcli.backends.cpu.kernels.gemm import float_tile, unpack_float16
 from ikcli.native.jit import inline
 from ikcli.native.simd.dot import dot_bf16
@@ -14,56 +15,25 @@ from ikcli.native.simd.vec import (
     ld_f16,
     ld_f32,
     ld_i32,
-    load_f16x16,
     load_f32x16,
     load_i32x16,
-    reduce_add,
     splat_i32x16,
     st_bf16,
     st_f32,
     store_f32x16,
     vadd,
-    vfma,
     zero_f32x16,
 )
 
 _F0 = np.float32(0.0)
 _KC = 512
-_KINDS = {"f32": (load_f32x16, ld_f32, 4), "f16": (load_f16x16, ld_f16, 2)}
-
-
-def _make_dot(kind):
-    load, ld, size = _KINDS[kind]
-
-    @inline
-    def dot_row(w, a, k):
-        a0, a1, a2, a3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
-        full = k & ~63
-        for i in range(0, full, 64):
-            p, x = w + size * i, a + 4 * i
-            a0 = vfma(load(p), load_f32x16(x), a0)
-            a1 = vfma(load(p + 16 * size), load_f32x16(x + 64), a1)
-            a2 = vfma(load(p + 32 * size), load_f32x16(x + 128), a2)
-            a3 = vfma(load(p + 48 * size), load_f32x16(x + 192), a3)
-        total = reduce_add(vadd(vadd(a0, a1), vadd(a2, a3)))
-        for i in range(full, k):
-            total += ld(w + size * i) * ld_f32(a + 4 * i)
-        return total
-
-    return dot_row
+_KINDS = {"f32": (ld_f32, 4), "f16": (ld_f16, 2)}
 
 
 def _plain(kind):
-    """(few, unpack_tile) of rows that stand alone."""
-    dot_row = _make_dot(kind)
-    _, ld, size = _KINDS[kind]
+    """unpack_tile of rows that stand alone."""
+    ld, size = _KINDS[kind]
     unpack = unpack_float16(kind)
-
-    @inline
-    def few(w, row_bytes, n, k, a, a_stride, m, out, out_stride):
-        for r in range(n):
-            for t in range(m):
-                st_f32(out + t * out_stride + 4 * r, dot_row(w + r * row_bytes, a + t * a_stride, k))
 
     @inline
     def unpack_tile(w, row_bytes, n, k0, kc, tile):
@@ -79,63 +49,13 @@ def _plain(kind):
             for r in range(32):
                 st_f32(tile + 128 * i + 4 * r, ld(w + min(r, n - 1) * row_bytes + size * i))
 
-    return few, unpack_tile
+    return unpack_tile
 
 
 # --- bfloat16 ---------------------------------------------------------------------------------------------------------
 def _bf16():
-    """(few, unpack_tile) of rows that stand alone."""
+    """unpack_tile of rows that stand alone."""
     unpack = unpack_float16("f32")  # moves pairs
-
-    @inline
-    def finish(w, a, k, whole, total):
-        for i in range(whole, k):
-            total += ld_bf16(w + 2 * i) * ld_bf16(a + 2 * i)
-        return total
-
-    @inline
-    def dot_row(w, a, k):
-        a0, a1, a2, a3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
-        full = k & ~127
-        for i in range(0, 2 * full, 256):
-            a0 = dot_bf16(a0, load_i32x16(w + i), load_i32x16(a + i))
-            a1 = dot_bf16(a1, load_i32x16(w + i + 64), load_i32x16(a + i + 64))
-            a2 = dot_bf16(a2, load_i32x16(w + i + 128), load_i32x16(a + i + 128))
-            a3 = dot_bf16(a3, load_i32x16(w + i + 192), load_i32x16(a + i + 192))
-        whole = k & ~31
-        for i in range(2 * full, 2 * whole, 64):
-            a0 = dot_bf16(a0, load_i32x16(w + i), load_i32x16(a + i))
-        return finish(w, a, k, whole, reduce_add(vadd(vadd(a0, a1), vadd(a2, a3))))
-
-    @inline
-    def dot_two(w, a, b, k, out, out_stride):
-        """As dot_row for two activation rows, with each weight loaded once."""
-        a0, a1, a2, a3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
-        b0, b1, b2, b3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
-        full = k & ~127
-        for i in range(0, 2 * full, 256):
-            w0, w1 = load_i32x16(w + i), load_i32x16(w + i + 64)
-            w2, w3 = load_i32x16(w + i + 128), load_i32x16(w + i + 192)
-            a0, b0 = dot_bf16(a0, w0, load_i32x16(a + i)), dot_bf16(b0, w0, load_i32x16(b + i))
-            a1, b1 = dot_bf16(a1, w1, load_i32x16(a + i + 64)), dot_bf16(b1, w1, load_i32x16(b + i + 64))
-            a2, b2 = dot_bf16(a2, w2, load_i32x16(a + i + 128)), dot_bf16(b2, w2, load_i32x16(b + i + 128))
-            a3, b3 = dot_bf16(a3, w3, load_i32x16(a + i + 192)), dot_bf16(b3, w3, load_i32x16(b + i + 192))
-        whole = k & ~31
-        for i in range(2 * full, 2 * whole, 64):
-            w0 = load_i32x16(w + i)
-            a0, b0 = dot_bf16(a0, w0, load_i32x16(a + i)), dot_bf16(b0, w0, load_i32x16(b + i))
-        st_f32(out, finish(w, a, k, whole, reduce_add(vadd(vadd(a0, a1), vadd(a2, a3)))))
-        st_f32(out + out_stride, finish(w, b, k, whole, reduce_add(vadd(vadd(b0, b1), vadd(b2, b3)))))
-
-    @inline
-    def few(w, row_bytes, n, k, a, a_stride, m, out, out_stride):
-        for r in range(n):
-            row, to = w + r * row_bytes, out + 4 * r
-            for t in range(0, m - 1, 2):
-                x = a + t * a_stride
-                dot_two(row, x, x + a_stride, k, to + t * out_stride, out_stride)
-            if m & 1:
-                st_f32(to + (m - 1) * out_stride, dot_row(row, a + (m - 1) * a_stride, k))
 
     @inline
     def unpack_tile(w, row_bytes, n, k0, kc, tile):
@@ -152,7 +72,7 @@ def _bf16():
                 value = ld_bf16(w + min(r, n - 1) * row_bytes + 2 * i) if i < kc else _F0
                 st_bf16(tile + 128 * (i // 2) + 4 * r + 2 * (i & 1), value)
 
-    return few, unpack_tile
+    return unpack_tile
 
 
 def _sixteen_rows():
@@ -216,7 +136,8 @@ def _make_block(few, unpack_tile, pairs=False):
     return block, 32
 
 
-FLOAT_FORMATS = {kind: _make_block(*_plain(kind)) for kind in _KINDS} | {
-    "bf16": _make_block(*_bf16(), pairs=True),
-    "bf16_r16": _make_block(*_sixteen_rows(), pairs=True),
-}
+def float_block(kind):
+    """(block, rows of it) of a float type."""
+    if kind == "bf16_r16":
+        return _make_block(*_sixteen_rows(), pairs=True)
+    return _make_block(make_few(kind), _bf16() if kind == "bf16" else _plain(kind), pairs=kind == "bf16")

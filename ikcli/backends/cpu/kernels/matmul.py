@@ -7,10 +7,9 @@ the same result for a row whatever the other rows are, but not the same as each 
 
 from ikcli.backends.cpu.kernels.basic import swiglu_span
 from ikcli.backends.cpu.kernels.common import n_rows, next_span, next_work, word
-from ikcli.backends.cpu.kernels.float_few import KINDS, make_few
 from ikcli.backends.cpu.kernels.format_api import few_dots, unpack_sixteen
 from ikcli.backends.cpu.kernels.formats import FORMATS
-from ikcli.backends.cpu.kernels.formats_float import FLOAT_FORMATS
+from ikcli.backends.cpu.kernels.formats_float import float_block
 from ikcli.backends.cpu.kernels.gemm import quant_tile
 from ikcli.backends.cpu.tile_modes import MODES
 from ikcli.native.jit import inline
@@ -58,25 +57,8 @@ def _integer_block(type_name):
     return block, 16
 
 
-def _float_block(type_name):
-    """As `_integer_block` for rows of float types that stand alone."""
-    by_tile, height = FLOAT_FORMATS[type_name]
-    dots = make_few(type_name)
-
-    @inline
-    def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile, few):
-        if m <= few:
-            dots(w, row_bytes, n, k, a, a_stride, m, out, out_stride)
-        else:
-            by_tile(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile, 0)
-
-    return block, height
-
-
 def _block(type_name):
-    if type_name in KINDS:
-        return _float_block(type_name)
-    return FLOAT_FORMATS[type_name] if type_name in FLOAT_FORMATS else _integer_block(type_name)
+    return _integer_block(type_name) if type_name in FORMATS else float_block(type_name)
 
 
 def make_mul_mat(type_name):

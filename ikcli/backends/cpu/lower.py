@@ -13,6 +13,7 @@ import numpy as np
 from ikcli.backends.cpu import lower_attention
 from ikcli.backends.cpu.program import Lowering, Ref, f32_bits
 from ikcli.backends.cpu.tile_modes import MODES, tile_bytes
+from ikcli.backends.lowering import as_node, as_weight
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import HeadSlice, Node, Rows, Weight
@@ -62,20 +63,10 @@ def plan_bytes(n_pairs: int, n_expert: int) -> int:
     return 8 * (2 + 2 * n_expert + 2 * n_pairs)
 
 
-def _node(x: object) -> Node:
-    assert isinstance(x, Node)
-    return x
-
-
-def _weight(x: object) -> Weight:
-    assert isinstance(x, Weight)
-    return x
-
-
 # --- rows and elements ------------------------------------------------------------------------------------------------
 @rule
 def _embed(low: Lowering, node: Node) -> None:
-    w = _weight(node.inputs[0])
+    w = as_weight(node.inputs[0])
     if get_format(w.type).rows > 1:
         raise UnsupportedError(
             f"{w.name} is {get_format(w.type).name}, whose rows are interleaved and cannot be looked up one by one; "
@@ -88,7 +79,7 @@ def _embed(low: Lowering, node: Node) -> None:
 
 @rule
 def _rms_norm(low: Lowering, node: Node) -> None:
-    x, w = _node(node.inputs[0]), _weight(node.inputs[1])
+    x, w = as_node(node.inputs[0]), as_weight(node.inputs[1])
     a = node.attrs
     low.emit(KernelKey("basic", "make_rms_norm"), node.rows, low.out(x), 4 * x.cols, 4 * a["offset"], low.weight(w),
              low.out(node), node.cols, a["width"], f32_bits(a["eps"]), row_bytes=8 * node.cols)  # fmt: skip
@@ -96,16 +87,16 @@ def _rms_norm(low: Lowering, node: Node) -> None:
 
 @rule
 def _add(low: Lowering, node: Node) -> None:
-    x, y = _node(node.inputs[0]), node.inputs[1]
+    x, y = as_node(node.inputs[0]), node.inputs[1]
     is_row = isinstance(y, Weight)
-    other = low.weight(y) if isinstance(y, Weight) else low.out(_node(y))
+    other = low.weight(y) if isinstance(y, Weight) else low.out(as_node(y))
     low.emit(KernelKey("basic", "make_add"), node.rows, low.out(x), other, low.out(node), node.cols, int(is_row),
              row_bytes=12 * node.cols)  # fmt: skip
 
 
 @rule
 def _swiglu(low: Lowering, node: Node) -> None:
-    gate, up = _node(node.inputs[0]), _node(node.inputs[1])
+    gate, up = as_node(node.inputs[0]), as_node(node.inputs[1])
     low.emit(KernelKey("basic", "make_swiglu"), node.rows, low.out(gate), low.out(up), low.out(node), node.cols,
              row_bytes=24 * node.cols)  # fmt: skip
 
@@ -113,7 +104,7 @@ def _swiglu(low: Lowering, node: Node) -> None:
 @rule
 def _concat(low: Lowering, node: Node) -> None:
     at = 0
-    for part in map(_node, node.inputs):
+    for part in map(as_node, node.inputs):
         low.emit(KernelKey("basic", "make_concat"), node.rows, low.out(part), 4 * part.cols, part.cols,
                  low.out(node) + 4 * at, 4 * node.cols, 1, 0, 0, row_bytes=8 * part.cols)  # fmt: skip
         at += part.cols
@@ -125,7 +116,7 @@ def _concat_heads(low: Lowering, node: Node) -> None:
     width = node.cols // n_head
     at = 0
     for part in node.attrs["parts"]:
-        src = _node(part.source)
+        src = as_node(part.source)
         low.emit(KernelKey("basic", "make_concat"), node.rows, low.out(src) + 4 * part.offset, 4 * src.cols, part.width,
                  low.out(node) + 4 * at, 4 * node.cols, n_head, 4 * part.head_stride, 4 * width,
                  row_bytes=8 * n_head * part.width)  # fmt: skip
@@ -134,7 +125,7 @@ def _concat_heads(low: Lowering, node: Node) -> None:
 
 @rule
 def _get_rows(low: Lowering, node: Node) -> None:
-    low.emit(KernelKey("basic", "make_get_rows"), node.rows, low.out(_node(node.inputs[0])), low.out(node), node.cols,
+    low.emit(KernelKey("basic", "make_get_rows"), node.rows, low.out(as_node(node.inputs[0])), low.out(node), node.cols,
              row_bytes=8 * node.cols)  # fmt: skip
 
 
@@ -147,7 +138,7 @@ def _rope_table(low: Lowering, node: Node) -> None:
 
 @rule
 def _rope(low: Lowering, node: Node) -> None:
-    x, table, a = _node(node.inputs[0]), _node(node.inputs[1]), node.attrs
+    x, table, a = as_node(node.inputs[0]), as_node(node.inputs[1]), node.attrs
     low.emit(KernelKey("basic", "make_rope"), node.rows, low.out(x), low.out(table), low.out(node), a["n_head"],
              a["head_dim"], a["offset"], a["n_rot"], int(a["neox"]), row_bytes=16 * node.cols)  # fmt: skip
 
@@ -164,7 +155,7 @@ class Activations:
 
 def _activations(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Activations:
     """The input as the weight's kernel wants it: float rows as they are, or converted once per distinct input."""
-    src, kind = _node(x.source), activation_kind(w.type)
+    src, kind = as_node(x.source), activation_kind(w.type)
     if kind == "f32":
         return Activations(low.out(src) + 4 * x.offset, 4 * src.cols, 4 * x.head_stride)
     row = kind_row_bytes(kind, x.width)
@@ -202,20 +193,20 @@ def _emit_mul_mat(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int
 
 @rule
 def _mul_mat(low: Lowering, node: Node) -> None:
-    w, x = _weight(node.inputs[0]), _node(node.inputs[1])
+    w, x = as_weight(node.inputs[0]), as_node(node.inputs[1])
     _emit_mul_mat(low, node, w, HeadSlice(x, 0, x.cols, 0), 1)
 
 
 @rule
 def _mul_mat_heads(low: Lowering, node: Node) -> None:
-    w = _weight(node.inputs[0])
+    w = as_weight(node.inputs[0])
     _emit_mul_mat(low, node, w, node.attrs["x"], w.ne2)
 
 
 # --- mixture of experts -----------------------------------------------------------------------------------------------
 @rule
 def _moe_route(low: Lowering, node: Node) -> None:
-    logits, bias, a = _node(node.inputs[0]), node.inputs[1], node.attrs
+    logits, bias, a = as_node(node.inputs[0]), node.inputs[1], node.attrs
     fewest, threshold = a["ser"] or (0, 0.0)
     scratch = 4 * (2 * a["n_expert"] + a["n_group"])
     low.emit(KernelKey("moe", "make_route"), node.rows, low.out(logits),
@@ -227,7 +218,7 @@ def _moe_route(low: Lowering, node: Node) -> None:
 
 @rule
 def _moe_sort(low: Lowering, node: Node) -> None:
-    route, n_expert, n_used = _node(node.inputs[0]), node.attrs["n_expert"], node.attrs["n_used"]
+    route, n_expert, n_used = as_node(node.inputs[0]), node.attrs["n_expert"], node.attrs["n_used"]
     out = low.out(node, plan_bytes(low.rows(node.rows), n_expert))
     low.emit(KernelKey("moe", "make_sort"), route.rows, low.out(route), out, n_expert, n_used,
              row_bytes=1)  # fmt: skip
@@ -252,29 +243,29 @@ def _sorted_activations(low: Lowering, w: Weight, x: Node, plan: Node, sorted_in
 
 
 def _emit_by_expert(low: Lowering, node: Node, factory: str, w: Weight, a: Activations, *more: int | Ref) -> None:
-    plan = _node(node.inputs[-1])
+    plan = as_node(node.inputs[-1])
     row = row_size(w.type, w.ne0)
     tiles, tile = _tiles(low, w)
     low.emit(KernelKey("matmul", factory, (type_name(w),)), node.rows, low.weight(w), row, w.ne1, w.ne0, a.at, a.stride,
              low.out(node), 4 * node.cols, tiles, tile, w.ne2, row * w.ne1, low.out(plan) + 8, low.few_rows,
              *more)  # fmt: skip
-    if _node(plan.inputs[0]).attrs["ser"]:
-        route = _node(plan.inputs[0])
+    if as_node(plan.inputs[0]).attrs["ser"]:
+        route = as_node(plan.inputs[0])
         low.emit(KernelKey("moe", "make_zero_dropped"), route.rows, low.out(node), node.cols, low.out(plan),
                  plan.attrs["n_used"])  # fmt: skip
 
 
 @rule
 def _mul_mat_id(low: Lowering, node: Node) -> None:
-    w, x, plan = _weight(node.inputs[0]), _node(node.inputs[1]), _node(node.inputs[2])
+    w, x, plan = as_weight(node.inputs[0]), as_node(node.inputs[1]), as_node(node.inputs[2])
     a = _sorted_activations(low, w, x, plan, node.attrs["sorted_in"])
     _emit_by_expert(low, node, "make_mul_mat_id", w, a)
 
 
 @rule
 def _moe_up_gate(low: Lowering, node: Node) -> None:
-    up, gate = _weight(node.inputs[0]), _weight(node.inputs[1])
-    x, plan = _node(node.inputs[2]), _node(node.inputs[3])
+    up, gate = as_weight(node.inputs[0]), as_weight(node.inputs[1])
+    x, plan = as_node(node.inputs[2]), as_node(node.inputs[3])
     a = _sorted_activations(low, up, x, plan, False)
     scratch = low.rows(x.rows) * 32 * 4
     _emit_by_expert(low, node, "make_up_gate", up, a, low.weight(gate), low.buffer(scratch * low.n_threads), scratch)
@@ -282,7 +273,7 @@ def _moe_up_gate(low: Lowering, node: Node) -> None:
 
 @rule
 def _moe_sum(low: Lowering, node: Node) -> None:
-    y, route, plan = (_node(x) for x in node.inputs)
+    y, route, plan = (as_node(x) for x in node.inputs)
     low.emit(KernelKey("moe", "make_sum"), node.rows, low.out(y), low.out(route), low.out(plan), node.cols,
              plan.attrs["n_used"], plan.attrs["n_expert"], low.out(node),
              row_bytes=4 * (plan.attrs["n_used"] + 1) * node.cols)  # fmt: skip

@@ -10,30 +10,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from ikcli.backends.cpu.threads import aligned_zeros
-from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, RowSpec, Weight, assign_offsets
+from ikcli.backends.lowering import STATE_INDEX, Buffers, Ref, buffer_index
+from ikcli.graph import Cache, Graph, Node, RowSpec, Weight
 from ikcli.native.kernel_cache import KernelKey, KernelLibrary
 
 INDEPENDENT_ROWS = 8  # rows up to which an `independent` program keeps its promise
 _FEW = 4  # a row of weights is decoded once for as many
 ENTRY_WORDS = 4  # of the table that kernels/executor.py walks
-STATE_INDEX = {Rows.TOKENS: 0, Rows.OUTPUTS: 1, Rows.KV: 2}  # words of kernels/common.py
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """`offset` bytes into a buffer (index), a weight (name) or a cache tensor."""
-
-    target: int | str | Cache
-    offset: int = 0
-
-    def __add__(self, n_bytes: int) -> Ref:
-        return Ref(self.target, self.offset + n_bytes)
-
 
 Word = int | Ref
 
@@ -52,67 +39,35 @@ class Op:
 
 
 @dataclass(slots=True)
-class Lowering:
-    """What lowering functions write to. Buffers are sized for `max_rows` rows per symbol."""
+class Lowering(Buffers):
+    """What lowering functions write to."""
 
-    max_rows: Mapping[Rows, int]
     n_threads: int
     n_cells: int  # cells of the KV cache over all sequences
     independent: bool = False  # see CpuBackend.plan
     ops: list[Op] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
     constants: dict[int, np.ndarray] = field(default_factory=dict)
     outside: dict[int, Node] = field(default_factory=dict)  # buffers that are not part of the arena
-    _node_buffers: dict[Node, int] = field(default_factory=dict)
-    _shared: dict[Any, Ref] = field(default_factory=dict)
-    _current: Node | None = None
 
     @property
     def few_rows(self) -> int:
         """Up to this many activation rows a matrix product reads weights without unpacking them for all rows."""
         return INDEPENDENT_ROWS if self.independent else _FEW
 
-    def rows(self, spec: RowSpec) -> int:
-        """The most rows a value of this spec can have."""
-        return self.max_rows[spec.symbol] * spec.factor
-
     def buffer(self, n_bytes: int) -> Ref:
         """Temporary memory, alive from the first to the last op that names it."""
-        self.sizes.append(max(n_bytes, 64))
-        return Ref(len(self.sizes) - 1)
+        return Ref(self.new_buffer(max(n_bytes, 64)))
 
     def constant(self, data: bytes) -> Ref:
         """Read-only data that lives as long as the program."""
         ref = self.buffer(0)
-        assert isinstance(ref.target, int)
-        self.constants[ref.target] = aligned_zeros(len(data))
-        self.constants[ref.target][:] = np.frombuffer(data, dtype=np.uint8)
+        copy = self.constants[buffer_index(ref)] = aligned_zeros(len(data))
+        copy[:] = np.frombuffer(data, dtype=np.uint8)
         return ref
-
-    def shared(self, key: Any, make: Callable[[], Ref]) -> Ref:
-        """A derived buffer made once per key (quantized activations of one input, for instance)."""
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]
-
-    def out(self, node: Node, n_bytes: int = 0) -> Ref:
-        """The output buffer of a node (default size: rows x columns of 4 bytes)."""
-        if node not in self._node_buffers:
-            ref = self.buffer(n_bytes or self.rows(node.rows) * node.cols * 4)
-            assert isinstance(ref.target, int)
-            self._node_buffers[node] = ref.target
-        return Ref(self._node_buffers[node])
-
-    def alias(self, node: Node, other: Node) -> Ref:
-        """Let `node` write over `other`'s buffer (in-place ops)."""
-        self._node_buffers[node] = self._node_buffers[other]
-        return Ref(self._node_buffers[node])
 
     def place_outside(self, node: Node) -> None:
         """Keep a node's value in memory that `Program.bind` is told: it comes from or goes to another device."""
-        target = self.out(node).target
-        assert isinstance(target, int)
-        self.outside[target] = node
+        self.outside[buffer_index(self.out(node))] = node
 
     def weight(self, w: Weight, row_bytes: int = 0) -> Ref:
         """The weight's data, at its first row."""
@@ -122,10 +77,6 @@ class Lowering:
         """Append a kernel call; words become params[3:]. `row_bytes`: see Op."""
         assert self._current is not None
         self.ops.append(Op(kernel, [STATE_INDEX[rows.symbol], rows.factor, *words], self._current, row_bytes))
-
-    def begin(self, node: Node) -> None:
-        """Ops emitted from here on belong to this node."""
-        self._current = node
 
 
 def f32_bits(x: float) -> int:
@@ -159,23 +110,9 @@ class Program:
         return list(dict.fromkeys(op.kernel for op in self.ops))
 
     def _plan(self) -> tuple[list[int], int]:
-        low = self._lowering
-        first = [len(self.ops)] * len(low.sizes)
-        last = [-1] * len(low.sizes)
-        for i, op in enumerate(self.ops):
-            for w in op.words:
-                if isinstance(w, Ref) and isinstance(w.target, int):
-                    first[w.target] = min(first[w.target], i)
-                    last[w.target] = max(last[w.target], i)
-        end = len(self.ops)
-        if self._result is not None:
-            last[low._node_buffers[self._result]] = end
-        elsewhere = low.constants.keys() | low.outside.keys()
-        lifetimes = [
-            Lifetime(0, 0, 0) if last[b] < 0 or b in elsewhere else Lifetime(size, first[b], last[b])
-            for b, size in enumerate(low.sizes)
-        ]
-        return assign_offsets(lifetimes)
+        low, end = self._lowering, len(self.ops)
+        kept = {} if self._result is None else {low._node_buffers[self._result]: (end, end)}
+        return low.place([op.words for op in self.ops], kept, low.constants.keys() | low.outside.keys())
 
     def bind(
         self,

@@ -12,16 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
 
 import numpy as np
 
 from ikcli.backends.cuda.device import DeviceInfo, Launch
-from ikcli.graph import Cache, Lifetime, Node, Rows, RowSpec, Weight, assign_offsets
+from ikcli.backends.lowering import STATE_INDEX, Buffers, Ref, buffer_index
+from ikcli.graph import Cache, Node, Rows, RowSpec, Weight
 
 ALIGN = 256  # bytes between buffers of the arena
 STATE = -1  # Ref target: the step block
-STATE_INDEX = {Rows.TOKENS: 0, Rows.OUTPUTS: 1, Rows.KV: 2}  # words of the step block
 RULE_MODULES = ("rules_layers", "attention", "rules_matmul")
 N_EXACT = 8  # counts up to here are buckets of their own
 
@@ -79,17 +78,6 @@ def _kv_bucket(n: int) -> int:
     return power * 3 // 4 if power > 256 and n <= power * 3 // 4 else power
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """`offset` bytes into a buffer (index), the step block (STATE), a weight (name) or a cache tensor."""
-
-    target: int | str | Cache
-    offset: int = 0
-
-    def __add__(self, n_bytes: int) -> Ref:
-        return Ref(self.target, self.offset + n_bytes)
-
-
 Scalar = int | np.int32 | np.float32  # device.Argument
 Arg = Scalar | Ref | Callable[[Counts], Scalar]
 """A launch argument: int and Ref are passed as 8 bytes; functions of the counts must not hide Refs."""
@@ -116,31 +104,22 @@ class Op:
 
 
 @dataclass(slots=True)
-class Lowering:
-    """What rules write to. Buffers are sized for `max_rows` rows per symbol."""
+class Lowering(Buffers):
+    """What rules write to."""
 
-    max_rows: Mapping[Rows, int]
     n_cells: int  # cells of the KV cache over all sequences
     device: DeviceLimits
     independent: bool = False  # up to N_EXACT tokens, results of one must not depend on the others
     ops: list[Op] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
     constants: dict[int, bytes] = field(default_factory=dict)
     pinned: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> ops between which it must live too
     streamed: dict[str, int] = field(default_factory=dict)  # weights that come from the host in every step: buffers
     turn_start: int = 0  # first op of the current turn: ops before it may not be moved
-    _node_buffers: dict[Node, int] = field(default_factory=dict)
-    _shared: dict[Any, Ref] = field(default_factory=dict)
-    _current: Node | None = None
 
     @property
     def state(self) -> Ref:
         """The step block: first argument of every kernel that depends on the micro-batch."""
         return Ref(STATE)
-
-    def rows(self, spec: RowSpec) -> int:
-        """The most rows a value of this spec can have."""
-        return self.max_rows[spec.symbol] * spec.factor
 
     def row_args(self, spec: RowSpec) -> tuple[np.int32, np.int32]:
         """(word of the step block, factor): how a kernel learns its number of rows."""
@@ -148,38 +127,13 @@ class Lowering:
 
     def buffer(self, n_bytes: int) -> Ref:
         """Temporary memory, aligned to 256 bytes, alive from the first to the last op that names it."""
-        self.sizes.append(-(-max(n_bytes, 1) // ALIGN) * ALIGN)
-        return Ref(len(self.sizes) - 1)
+        return Ref(self.new_buffer(-(-max(n_bytes, 1) // ALIGN) * ALIGN))
 
     def constant(self, data: bytes) -> Ref:
         """Read-only data that lives as long as the program."""
         ref = self.buffer(0)
-        assert isinstance(ref.target, int)
-        self.constants[ref.target] = data
+        self.constants[buffer_index(ref)] = data
         return ref
-
-    def shared(self, key: Any, make: Callable[[], Ref]) -> Ref:
-        """A derived buffer made once per key (quantized activations of one input, for instance)."""
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]
-
-    def out(self, node: Node, n_bytes: int = 0) -> Ref:
-        """The output buffer of a node (default size: rows x columns of 4 bytes)."""
-        if node not in self._node_buffers:
-            ref = self.buffer(n_bytes or self.rows(node.rows) * node.cols * 4)
-            assert isinstance(ref.target, int)
-            self._node_buffers[node] = ref.target
-        return Ref(self._node_buffers[node])
-
-    def alias(self, node: Node, other: Node) -> Ref:
-        """Let `node` write over `other`'s buffer (in-place ops)."""
-        self._node_buffers[node] = self._node_buffers[other]
-        return Ref(self._node_buffers[node])
-
-    def has_out(self, node: Node) -> bool:
-        """Whether a node has a buffer."""
-        return node in self._node_buffers
 
     def weight(self, w: Weight, row_bytes: int = 0) -> Ref:
         """The weight's data on the device (upload format), at its first row if rows have `row_bytes` bytes there."""
@@ -188,9 +142,7 @@ class Lowering:
     def stream(self, w: Weight, n_bytes: int) -> None:
         """Let a weight be copied from the host before its first use, into a buffer of the arena."""
         if w.name not in self.streamed:
-            target = self.buffer(n_bytes).target
-            assert isinstance(target, int)
-            self.streamed[w.name] = target
+            self.streamed[w.name] = buffer_index(self.buffer(n_bytes))
 
     def first_use(self, buffer: int) -> int:
         """The first op that names a buffer."""
@@ -204,8 +156,7 @@ class Lowering:
 
     def keep(self, node: Node, first: int, last: int) -> None:
         """A node's buffer must also live from op `first` to op `last`: values that come from or go to elsewhere."""
-        target = self.out(node).target
-        assert isinstance(target, int)
+        target = buffer_index(self.out(node))
         a, b = self.pinned.get(target, (first, last))
         self.pinned[target] = min(a, first), max(b, last)
 
@@ -221,10 +172,6 @@ class Lowering:
         """Append a launch. Grids are upper bounds: blocks beyond the rows of the step block return."""
         assert self._current is not None
         self.ops.append(Op(kernel, grid, block, shared, args, self._current, when))
-
-    def begin(self, node: Node) -> None:
-        """Ops emitted from here on belong to this node."""
-        self._current = node
 
 
 Rule = Callable[[Lowering, Node], None]
@@ -261,21 +208,7 @@ class Program:
 
     def _plan(self) -> tuple[list[int], int]:
         low = self.lowering
-        first = [len(self.ops)] * len(low.sizes)
-        last = [-1] * len(low.sizes)
-        for i, op in enumerate(self.ops):
-            for arg in op.args:
-                if isinstance(arg, Ref) and isinstance(arg.target, int) and arg.target != STATE:
-                    first[arg.target] = min(first[arg.target], i)
-                    last[arg.target] = max(last[arg.target], i)
-        for b, (a, z) in low.pinned.items():
-            first[b], last[b] = min(first[b], a), max(last[b], z)
-        return assign_offsets(
-            [
-                Lifetime(0, 0, 0) if last[b] < 0 or b in low.constants else Lifetime(size, first[b], last[b])
-                for b, size in enumerate(low.sizes)
-            ]
-        )
+        return low.place([op.args for op in self.ops], low.pinned, low.constants)
 
     def bind(
         self,

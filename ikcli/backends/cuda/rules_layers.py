@@ -22,6 +22,7 @@ from ikcli.backends.cuda.activations import (
 from ikcli.backends.cuda.layouts import PlanLayout
 from ikcli.backends.cuda.lower import Arg, Grid, Lowering, Op, Ref, Rule
 from ikcli.backends.cuda.merging import merged_heads, merged_latent, merged_norm, norm_threads
+from ikcli.backends.lowering import as_node
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 
@@ -40,11 +41,6 @@ def rule(fn: Rule) -> Rule:
     return fn
 
 
-def _node(x: object) -> Node:
-    assert isinstance(x, Node)
-    return x
-
-
 def _int(x: int) -> np.int32:
     return np.int32(x)
 
@@ -61,7 +57,7 @@ def _warps(spec: RowSpec, per_row: int, per_block: int) -> Grid:
 # --- rows and elements ------------------------------------------------------------------------------------------------
 @rule
 def _rms_norm(low: Lowering, node: Node) -> None:
-    x, w, a = _node(node.inputs[0]), node.inputs[1], node.attrs
+    x, w, a = as_node(node.inputs[0]), node.inputs[1], node.attrs
     assert isinstance(w, Weight)
     width, groups = a["width"], node.cols // a["width"]
     if merged_norm(low, node, x, w):
@@ -78,15 +74,15 @@ def _rms_norm(low: Lowering, node: Node) -> None:
 
 @rule
 def _add(low: Lowering, node: Node) -> None:
-    x, y = _node(node.inputs[0]), node.inputs[1]
-    other, y_cols = (low.weight(y), 0) if isinstance(y, Weight) else (low.out(_node(y)), node.cols)
+    x, y = as_node(node.inputs[0]), node.inputs[1]
+    other, y_cols = (low.weight(y), 0) if isinstance(y, Weight) else (low.out(as_node(y)), node.cols)
     low.emit("layer_add", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(x), other, y_cols, low.out(node), _int(node.cols))  # fmt: skip
 
 
 @rule
 def _swiglu(low: Lowering, node: Node) -> None:
-    gate, up = _node(node.inputs[0]), _node(node.inputs[1])
+    gate, up = as_node(node.inputs[0]), as_node(node.inputs[1])
     low.emit("layer_swiglu", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(gate), low.out(up), low.out(node), _int(node.cols),
              *format_args())  # fmt: skip
@@ -94,7 +90,7 @@ def _swiglu(low: Lowering, node: Node) -> None:
 
 @rule
 def _concat(low: Lowering, node: Node) -> None:
-    _concat_slices(low, node, [HeadSlice(_node(x), 0, _node(x).cols, 0) for x in node.inputs], 1)
+    _concat_slices(low, node, [HeadSlice(as_node(x), 0, as_node(x).cols, 0) for x in node.inputs], 1)
 
 
 @rule
@@ -113,7 +109,7 @@ def _concat_slices(low: Lowering, node: Node, parts: list[HeadSlice], heads: int
         sources: list[Arg] = []
         sizes = [at, out_head]
         for part in pair:
-            src = _node(part.source)
+            src = as_node(part.source)
             sources += [low.out(src) + 4 * part.offset, src.cols, _int(part.head_stride), _int(part.width)]
             sizes += [part.offset, src.cols, part.head_stride, part.width]
         width = sum(part.width for part in pair)
@@ -128,7 +124,7 @@ def _concat_slices(low: Lowering, node: Node, parts: list[HeadSlice], heads: int
 @rule
 def _get_rows(low: Lowering, node: Node) -> None:
     low.emit("layer_get_rows", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(_node(node.inputs[0])), low.out(node), _int(node.cols))  # fmt: skip
+             *low.row_args(node.rows), low.out(as_node(node.inputs[0])), low.out(node), _int(node.cols))  # fmt: skip
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
@@ -141,12 +137,12 @@ def _rope_table(low: Lowering, node: Node) -> None:
 
 @rule
 def _rope(low: Lowering, node: Node) -> None:
-    merged_heads(low, node, _node(node.inputs[0]), _node(node.inputs[1]))
+    merged_heads(low, node, as_node(node.inputs[0]), as_node(node.inputs[1]))
 
 
 @rule
 def _hadamard(low: Lowering, node: Node) -> None:
-    x, a = _node(node.inputs[0]), node.attrs
+    x, a = as_node(node.inputs[0]), node.attrs
     heads, dim, sizes = a["n_head"], a["head_dim"], a["blocks"]
     if dim > MAX_HADAMARD or len(sizes) > 15:
         raise UnsupportedError(
@@ -168,7 +164,7 @@ def plan_layout(low: Lowering, plan: Node) -> PlanLayout:
 
 @rule
 def _moe_route(low: Lowering, node: Node) -> None:
-    logits, bias, a = _node(node.inputs[0]), node.inputs[1], node.attrs
+    logits, bias, a = as_node(node.inputs[0]), node.inputs[1], node.attrs
     n, n_used, n_group = a["n_expert"], a["n_used"], a["n_group"]
     if n > MAX_EXPERTS or n_used > MAX_USED or n_group > MAX_GROUPS:
         raise UnsupportedError(
@@ -189,7 +185,7 @@ def _scores_bytes(route: Node, warps: int) -> int:
 
 @rule
 def _moe_sort(low: Lowering, node: Node) -> None:
-    route, n_expert, n_used = _node(node.inputs[0]), node.attrs["n_expert"], node.attrs["n_used"]
+    route, n_expert, n_used = as_node(node.inputs[0]), node.attrs["n_expert"], node.attrs["n_used"]
     at = plan_layout(low, node)
     if at.n_pairs > MAX_PAIRS:
         raise UnsupportedError(f"{node.name}: {at.n_pairs} pairs of token and expert are too many; lower -ub")
@@ -220,7 +216,7 @@ def _sort_bytes(n_expert: int, warps: int) -> int:
 
 @rule
 def _moe_sum(low: Lowering, node: Node) -> None:
-    y, route, plan = (_node(x) for x in node.inputs)
+    y, route, plan = (as_node(x) for x in node.inputs)
     low.emit("layer_moe_sum", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(y), low.out(route), low.out(plan) + plan_layout(low, plan).position,
              low.out(node), _int(node.cols), _int(plan.attrs["n_used"]))  # fmt: skip
@@ -228,7 +224,7 @@ def _moe_sum(low: Lowering, node: Node) -> None:
 
 def zero_dropped(low: Lowering, node: Node, plan: Node) -> None:
     """Rows of an expert product that belong to slots dropped by `-ser` become zero; nothing where none can be."""
-    if _node(plan.inputs[0]).attrs["ser"]:
+    if as_node(plan.inputs[0]).attrs["ser"]:
         low.emit("layer_zero_dropped", row_grid(node.rows, parts_of(node.cols, THREADS)), THREADS, 0, low.state,
                  *low.row_args(node.rows), low.out(plan) + plan_layout(low, plan).counts, low.out(node),
                  _int(node.cols))  # fmt: skip

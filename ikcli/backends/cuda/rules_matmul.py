@@ -18,6 +18,7 @@ from ikcli.backends.cuda.layouts import max_tiles
 from ikcli.backends.cuda.lower import Arg, Counts, Lowering, Ref, Rule
 from ikcli.backends.cuda.rules_layers import plan_layout, zero_dropped
 from ikcli.backends.cuda.upload import RowFormat, device_format, is_float, table_bytes, table_type
+from ikcli.backends.lowering import as_node, as_weight
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 
 RULES: dict[str, Rule] = {}
@@ -42,16 +43,6 @@ def rule(fn: Rule) -> Rule:
     """Register a lowering rule under its function name."""
     RULES[fn.__name__.strip("_")] = fn
     return fn
-
-
-def _node(x: object) -> Node:
-    assert isinstance(x, Node)
-    return x
-
-
-def _weight(x: object) -> Weight:
-    assert isinstance(x, Weight)
-    return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +114,7 @@ def split_of(low: Lowering, m: Matrices, items: int) -> int:
 
 
 def _input(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Input:
-    src = _node(x.source)
+    src = as_node(x.source)
     if is_float(w.type):
         return Input(low.out(src) + 4 * x.offset, 4 * src.cols, 4 * x.head_stride)
     a = activations(low, x, heads, "q8")
@@ -230,13 +221,13 @@ def _not(when: Callable[[Counts], bool]) -> Callable[[Counts], bool]:
 
 @rule
 def _mul_mat(low: Lowering, node: Node) -> None:
-    w, x = _weight(node.inputs[0]), _node(node.inputs[1])
+    w, x = as_weight(node.inputs[0]), as_node(node.inputs[1])
     _dense(low, node, w, HeadSlice(x, 0, x.cols, 0), 1)
 
 
 @rule
 def _mul_mat_heads(low: Lowering, node: Node) -> None:
-    w = _weight(node.inputs[0])
+    w = as_weight(node.inputs[0])
     _dense(low, node, w, node.attrs["x"], w.ne2)
 
 
@@ -300,7 +291,7 @@ class ByExpert:
 
 @rule
 def _mul_mat_id(low: Lowering, node: Node) -> None:
-    w, x, plan = _weight(node.inputs[0]), _node(node.inputs[1]), _node(node.inputs[2])
+    w, x, plan = as_weight(node.inputs[0]), as_node(node.inputs[1]), as_node(node.inputs[2])
     run = ByExpert(low, plan)
     a = run.input(w, x, node.attrs["sorted_in"])
     run.matvec(w, None, a, low.out(node))
@@ -310,8 +301,8 @@ def _mul_mat_id(low: Lowering, node: Node) -> None:
 
 @rule
 def _moe_up_gate(low: Lowering, node: Node) -> None:
-    up, gate = _weight(node.inputs[0]), _weight(node.inputs[1])
-    x, plan = _node(node.inputs[2]), _node(node.inputs[3])
+    up, gate = as_weight(node.inputs[0]), as_weight(node.inputs[1])
+    x, plan = as_node(node.inputs[2]), as_node(node.inputs[3])
     run, out = ByExpert(low, plan), low.out(node)
     a, fused = run.input(up, x, False), device_format(up.type) == device_format(gate.type)
     if fused:
@@ -332,6 +323,6 @@ def _moe_up_gate(low: Lowering, node: Node) -> None:
 # --- embeddings -------------------------------------------------------------------------------------------------------
 @rule
 def _embed(low: Lowering, node: Node) -> None:
-    m = matrices(_weight(node.inputs[0]), 1)
+    m = matrices(as_weight(node.inputs[0]), 1)
     low.emit(f"embed_{m.fmt.name}", lambda c: c.rows(node.rows), EMBED_THREADS, 0, low.state, low.weight(m.w),
              m.row_bytes, np.int32(m.units), low.out(node), table(low, m.w))  # fmt: skip

@@ -1,0 +1,116 @@
+"""What lowering a graph is made of on every device: buffers of one arena, places in them, and how long they are needed.
+
+A backend's `Lowering` adds its own ops and its own memory outside the arena; its `Program` resolves every `Ref`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ikcli.graph import Cache, Lifetime, Node, Rows, RowSpec, Weight, assign_offsets
+
+STATE_INDEX = {Rows.TOKENS: 0, Rows.OUTPUTS: 1, Rows.KV: 2}  # words of the state of a micro-batch
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """`offset` bytes into a buffer (index; negative ones have a meaning for the backend), a weight (name) or a cache
+    tensor."""
+
+    target: int | str | Cache
+    offset: int = 0
+
+    def __add__(self, n_bytes: int) -> Ref:
+        return Ref(self.target, self.offset + n_bytes)
+
+
+@dataclass(slots=True)
+class Buffers:
+    """The part of a lowering that hands out buffers, sized for `max_rows` rows per symbol."""
+
+    max_rows: Mapping[Rows, int]
+    sizes: list[int] = field(default_factory=list, init=False)
+    _node_buffers: dict[Node, int] = field(default_factory=dict, init=False)
+    _shared: dict[Any, Ref] = field(default_factory=dict, init=False)
+    _current: Node | None = field(default=None, init=False)
+
+    @abstractmethod
+    def buffer(self, n_bytes: int) -> Ref:
+        """Temporary memory, alive from the first to the last op that names it."""
+
+    def new_buffer(self, size: int) -> int:
+        """Index of a new buffer of exactly `size` bytes."""
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def rows(self, spec: RowSpec) -> int:
+        """The most rows a value of this spec can have."""
+        return self.max_rows[spec.symbol] * spec.factor
+
+    def shared(self, key: Any, make: Callable[[], Ref]) -> Ref:
+        """A derived buffer made once per key (quantized activations of one input, for instance)."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def out(self, node: Node, n_bytes: int = 0) -> Ref:
+        """The output buffer of a node (default size: rows x columns of 4 bytes)."""
+        if node not in self._node_buffers:
+            self._node_buffers[node] = buffer_index(self.buffer(n_bytes or self.rows(node.rows) * node.cols * 4))
+        return Ref(self._node_buffers[node])
+
+    def alias(self, node: Node, other: Node) -> Ref:
+        """Let `node` write over `other`'s buffer (in-place ops)."""
+        self._node_buffers[node] = self._node_buffers[other]
+        return Ref(self._node_buffers[node])
+
+    def has_out(self, node: Node) -> bool:
+        """Whether a node has a buffer."""
+        return node in self._node_buffers
+
+    def begin(self, node: Node) -> None:
+        """Ops emitted from here on belong to this node."""
+        self._current = node
+
+    def place(
+        self, ops: Sequence[Iterable[object]], kept: Mapping[int, tuple[int, int]], elsewhere: Collection[int]
+    ) -> tuple[list[int], int]:
+        """Offsets of the buffers in one arena, and its bytes. `ops`: what each op names.
+
+        `kept` buffers live at least from one op to another as well; those `elsewhere` take no room.
+        """
+        first, last = [len(ops)] * len(self.sizes), [-1] * len(self.sizes)
+        for i, words in enumerate(ops):
+            for w in words:
+                if isinstance(w, Ref) and isinstance(w.target, int) and w.target >= 0:
+                    first[w.target] = min(first[w.target], i)
+                    last[w.target] = max(last[w.target], i)
+        for b, (a, z) in kept.items():
+            first[b], last[b] = min(first[b], a), max(last[b], z)
+        return assign_offsets(
+            [
+                Lifetime(0, 0, 0) if last[b] < 0 or b in elsewhere else Lifetime(size, first[b], last[b])
+                for b, size in enumerate(self.sizes)
+            ]
+        )
+
+
+def buffer_index(ref: Ref) -> int:
+    """The buffer a Ref points into."""
+    assert isinstance(ref.target, int)
+    return ref.target
+
+
+def as_node(x: object) -> Node:
+    """An input that must be a node."""
+    assert isinstance(x, Node)
+    return x
+
+
+def as_weight(x: object) -> Weight:
+    """An input that must be a weight."""
+    assert isinstance(x, Weight)
+    return x

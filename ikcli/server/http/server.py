@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ikcli import __version__
 from ikcli.config import RunConfig
@@ -118,6 +119,7 @@ def _run(
 ) -> int:
     settings = uvicorn.Config(
         app,
+        http=Connection,
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -156,6 +158,16 @@ def _threads(config: RunConfig) -> int:
     """What --threads-http says; requests are served by one event loop, whatever it is."""
     given = config.server.threads_http
     return given if given > 0 else max(config.n_parallel + 2, physical_cores() - 1)
+
+
+class Connection(HttpToolsProtocol):
+    """A connection whose keep-alive timer goes with it: uvicorn leaves it running, and all it holds, after a reset."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
 
 
 class _Runner(uvicorn.Server):

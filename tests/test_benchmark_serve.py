@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import sys
@@ -49,6 +50,34 @@ def test_figures(script: ModuleType) -> None:
     assert script.percentile(range(1, 101), 95) == 95
     row = script.table_row("ik", 1, 4, r, script.Result(4, *[1.0] * 6))
     assert row.startswith("| ik | 1 | 4 | 8 | 2.00 |") and "|  | 250 |" in row
+
+
+@pytest.mark.parametrize("n_broken", [1, 2])
+def test_answers_that_break_off(script: ModuleType, capsys: pytest.CaptureFixture[str], n_broken: int) -> None:
+    last = json.dumps({"tokens_predicted": 1, "timings": {"prompt_ms": 1, "predicted_ms": 1}}).encode()
+    whole = chunked(b"data: " + last + b"\n\n")
+    n = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal n
+        n += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(whole if n > n_broken else chunked(b'data: {"content":"a"}\n\n'))
+        writer.close()
+
+    async def run() -> list[object]:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            answers, _ = await script.load(server.sockets[0].getsockname()[1], [b"GET / HTTP/1.1\r\n\r\n"] * 20, 1)
+        return list(answers)
+
+    if n_broken == 1:
+        assert len(asyncio.run(run())) == 19
+        assert (
+            "1 of 20 answers broke off; the first: not a whole answer (KeyError('timings'))" in capsys.readouterr().err
+        )
+    else:
+        with pytest.raises(SystemExit, match="2 of 20 answers broke off"):
+            asyncio.run(run())
 
 
 def test_a_run(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

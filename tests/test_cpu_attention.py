@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,7 @@ from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
 from ikcli.graph import Cache, HeadSlice, Node, Rows
+from ikcli.native import isa
 from ikcli.quant.decode import dequantize
 
 F32, F16, BF16, Q8_0 = GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0
@@ -59,11 +60,23 @@ def head_columns(x: np.ndarray, part: HeadSlice, head: int) -> np.ndarray:
     return x[:, at : at + part.width]
 
 
-def expected(run: Harness, node: Node, segments: Sequence[Segment], values: dict[Node, np.ndarray]) -> np.ndarray:
-    """The attention node in float64, from what the caches hold and the leaves."""
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    """float64 rounded to bfloat16."""
+    return decode(encode(x, BF16), BF16)
+
+
+def expected(
+    run: Harness, node: Node, segments: Sequence[Segment], values: dict[Node, np.ndarray], bf16: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """The attention node in float64, from what the caches hold and the leaves; and the same of absolute values of V.
+
+    `bf16`: scaled queries, keys and values are rounded first.
+    """
+    rounded = to_bf16 if bf16 else np.asarray
     attrs = node.attrs
     n_head, group = attrs["n_head"], attrs["n_head"] // attrs["n_head_kv"]
-    out, token, kv_row = [], 0, 0
+    scale = np.float32(attrs["scale"])
+    out, spread, token, kv_row = [], [], 0, 0
     for s in segments:
         end = s.pos + s.n_tokens
 
@@ -75,19 +88,23 @@ def expected(run: Harness, node: Node, segments: Sequence[Segment], values: dict
                 return decode(data, part.source.type).T[s.cell : s.cell + end]
             return decode(data[s.cell : s.cell + end], part.source.type)
 
-        heads = []
+        heads, absolute = [], []
         for h in range(n_head):
-            q = np.hstack([head_columns(values[p.source][token : token + s.n_tokens].astype(np.float64), p, h)
-                           for p in attrs["q"]])  # fmt: skip
-            k = np.hstack([head_columns(rows(p), p, h // group) for p in attrs["k"]])
-            scores = q @ k.T * np.float64(np.float32(attrs["scale"]))
+            q = np.hstack([head_columns(values[p.source][token : token + s.n_tokens], p, h) for p in attrs["q"]])
+            q = rounded(q * scale) if bf16 else q.astype(np.float64) * np.float64(scale)
+            k = rounded(np.hstack([head_columns(rows(p), p, h // group) for p in attrs["k"]]))
+            scores = q @ k.T
             hidden = np.arange(end)[None] > s.pos + np.arange(s.n_tokens)[:, None]
             scores[hidden] = -np.inf
             p = np.exp(scores - scores.max(axis=1, keepdims=True))
-            heads.append(p / p.sum(axis=1, keepdims=True) @ head_columns(rows(attrs["v"]), attrs["v"], h // group))
+            p /= p.sum(axis=1, keepdims=True)
+            v = rounded(head_columns(rows(attrs["v"]), attrs["v"], h // group))
+            heads.append(p @ v)
+            absolute.append(p @ np.abs(v))
         out.append(np.hstack(heads))
+        spread.append(np.hstack(absolute))
         token, kv_row = token + s.n_tokens, kv_row + end
-    return np.vstack(out)
+    return np.vstack(out), np.vstack(spread)
 
 
 # --- graphs ----------------------------------------------------------------------------------------------------------
@@ -152,6 +169,10 @@ def expanded(n_head: int, type_: GGMLType, *, tokens: int, cells: int, flash: bo
     return Built(run, node, {x: x.cols for x in (q, row, kv)}, {cache: row})
 
 
+def has_kernel(built: Built, module: str) -> bool:
+    return module in {key.module for key in built.run.program.kernels}
+
+
 def check(built: Built, segments: Sequence[Segment], n_threads: int, seed: int = 0, tolerance: float = 4e-6) -> None:
     """Cached positions get random rows, everything else in the caches stays NaN; compare with the oracle."""
     rng = np.random.default_rng(seed)
@@ -171,8 +192,12 @@ def check(built: Built, segments: Sequence[Segment], n_threads: int, seed: int =
     out = run(segments, values)
     again = run(segments, values)
     np.testing.assert_array_equal(out, again)
-    want = expected(run, built.node, segments, values)
-    assert np.abs(out - want).max() < tolerance * np.abs(want).max()
+    bf16 = has_kernel(built, "attention_bf16")
+    want, spread = expected(run, built.node, segments, values, bf16)
+    # weights of the soft-max are rounded as well: by up to 2**-8 of each
+    assert (np.abs(out - want) < tolerance * np.abs(want).max() + (spread / 256 if bf16 else 0)).all()
+    if bf16:  # not only within the bound: errors of many weights cancel each other
+        assert np.sqrt(np.mean((out - want) ** 2)) < 2e-3 * np.sqrt(np.mean(want**2))
 
 
 # --- kv_store, kv_rows -----------------------------------------------------------------------------------------------
@@ -272,7 +297,7 @@ def test_generation_of_several_sequences(
     built.run.independent = True
     segments = [Segment(1, 0, 62), Segment(1, 100, 64), Segment(1, 200, 0), Segment(1, 300, 1000)]
     check(built, segments, 2, n_head)
-    assert "attention_stream" in {key.module for key in built.run.program.kernels}
+    assert has_kernel(built, "attention_stream")
 
 
 @pytest.mark.parametrize("type_", [F16, Q8_0])
@@ -282,7 +307,7 @@ def test_generation_with_a_latent_cache(n_head: int, type_: GGMLType) -> None:
     built = absorbed(n_head, type_, tokens=2, cells=900, flash=True)
     built.run.independent = True
     check(built, [Segment(1, 0, 130), Segment(1, 200, 600)], 2, n_head)
-    assert "attention_stream" in {key.module for key in built.run.program.kernels}
+    assert has_kernel(built, "attention_stream")
 
 
 def test_split_positions() -> None:
@@ -337,6 +362,51 @@ def test_steps_of_heads(step: int) -> None:
     check(gqa(8, 2, 32, (F16, F16), tokens=7, cells=64, flash=False, step=step), [Segment(7, 3, 30)], 2)
 
 
+pairs_only = pytest.mark.skipif("avx512bf16" not in isa.current().features, reason="no avx512bf16 here")
+SHORT = (BF16, Q8_0, GGMLType.Q6_0, GGMLType.Q4_0)
+
+
+@pairs_only
+@pytest.mark.parametrize("n_kv", LENGTHS)
+def test_prompts_in_pairs(n_kv: int) -> None:
+    """Whole prompts of odd and even length from position 0, in bfloat16."""
+    built = gqa(6, 2, 64, (Q8_0, Q8_0), tokens=n_kv, cells=n_kv, flash=True)
+    check(built, [Segment(n_kv)], 2, n_kv)
+    assert has_kernel(built, "attention_bf16") == (n_kv > 2)
+
+
+@pairs_only
+@pytest.mark.parametrize("type_", [BF16, Q8_0])
+@pytest.mark.parametrize(
+    ("n_head", "n_head_kv", "width"), [(2, 2, 16), (12, 4, 48), (16, 16, 64), (20, 4, 80), (14, 2, 128), (3, 3, 256)]
+)
+def test_head_shapes_in_pairs(n_head: int, n_head_kv: int, width: int, type_: GGMLType) -> None:
+    if type_ == Q8_0 and width * n_head_kv % 32:
+        width *= 2
+    built = gqa(n_head, n_head_kv, width, (type_, type_), tokens=30, cells=400, flash=True)
+    check(built, [Segment(11, 1, 17), Segment(1, 40, 0), Segment(18, 50, 300)], 2)
+    assert has_kernel(built, "attention_bf16")
+
+
+@pairs_only
+@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize("kind", [absorbed, expanded])
+def test_mla_in_pairs(kind: Callable[..., Built], n_threads: int) -> None:
+    built = kind(12, Q8_0, tokens=50, cells=600, flash=True)
+    check(built, [Segment(21, 7, 130), Segment(29, 170, 300)], n_threads)
+    assert has_kernel(built, "attention_bf16")
+
+
+@pairs_only
+def test_only_short_caches_are_taken_in_pairs() -> None:
+    """One cache of more than bfloat16's precision keeps the whole node in f32."""
+    for k in (F32, F16, *SHORT):
+        for v in (F32, F16, *SHORT):
+            built = gqa(4, 4, 64, (k, v), tokens=30, cells=64, flash=True)
+            built.run.compile(built.node, 1)
+            assert has_kernel(built, "attention_bf16") == (k in SHORT and v in SHORT), (k, v)
+
+
 def test_large_scores() -> None:
     """Scores of thousands: the running maximum keeps everything finite."""
     built = gqa(2, 2, 64, (F32, F32), tokens=20, cells=400, flash=True)
@@ -346,9 +416,10 @@ def test_large_scores() -> None:
 
 @pytest.mark.parametrize("flash", [True, False])
 @pytest.mark.parametrize("leaf", [0, 1, 2])
-def test_nan_is_not_hidden(leaf: int, flash: bool, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("type_", [F16, BF16])
+def test_nan_is_not_hidden(type_: GGMLType, leaf: int, flash: bool, rng: np.random.Generator) -> None:
     """A NaN in a query or key reaches exactly the tokens that see it; one in a value at least those."""
-    built = gqa(2, 2, 64, (F16, F16), tokens=40, cells=64, flash=flash)
+    built = gqa(2, 2, 64, (type_, type_), tokens=40, cells=64, flash=flash)
     run = built.run.compile(built.node, 2)
     values = {x: rng.standard_normal((40, cols), dtype=np.float32) for x, cols in built.leaves.items()}
     values[list(built.leaves)[leaf]][25, 5] = np.nan

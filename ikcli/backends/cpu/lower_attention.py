@@ -7,17 +7,18 @@ the memory report.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ikcli.backends.cpu.program import Lowering, Ref, Word, f32_bits
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
 from ikcli.graph import Cache, HeadSlice, Node, Rows
+from ikcli.native import isa
 from ikcli.native.kernel_cache import KernelKey
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q8_KV", "q6_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
-MAX_ROWS = 96  # rows of an attention task: kernels/attention.py
+MAX_ROWS = 144  # rows of an attention task: kernels/attention.py
 FEW_ROWS = 8  # largest task of kernels/attention_few.py
 SCORE_TILE = 96  # positions of a tile of stored scores: kernels/attention_full.py
 _SLOTS_PER_THREAD = 4  # ... SPLITS_PER_THREAD
@@ -166,6 +167,15 @@ def _is_streamed(*parts: HeadSlice) -> bool:
     return True
 
 
+def _fits_bf16(k: Sequence[HeadSlice], v: HeadSlice) -> bool:
+    """Whether rounding to bfloat16 costs nothing worth mentioning: no part is read from a cache of more precision.
+
+    Rows computed from the cache, in f32, are as precise as what they are computed from.
+    """
+    types = {p.source.type for p in (*k, v) if isinstance(p.source, Cache)}
+    return "avx512bf16" in isa.current().features and bool(types) and types.isdisjoint((GGMLType.F32, GGMLType.F16))
+
+
 def _regions(*sizes: int) -> tuple[list[int], int]:
     """(offsets, total) of regions one after the other; the total keeps threads off each other's cache lines."""
     at = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
@@ -187,12 +197,16 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     k_chunks, v_chunks, view = _chunks(*k), _chunks(v), _view_chunk(k, v)
     stream = n_rows == heads <= FEW_ROWS and len(k) == 1 and _is_streamed(*k, v)
     m = 1 << (heads - 1).bit_length()  # rows of the kernel that streams
+    pairs = not few and _fits_bf16(k, v)
     tile = 64 if stream else 32 if few else 128 if k_chunks + v_chunks <= 32 else 64
     # Q, K tile (also Q before its transposition), V tile, scores, output (read 16 rows at a time), statistics
     q_unit, o_unit = (64 * chunks * (-(-n_rows // 8) * 8 + 1) for chunks in (k_chunks, v_chunks))
     q_bytes, o_bytes = 64 * k_chunks * rows + per_task * q_unit, 64 * v_chunks * rows + per_task * o_unit
     k_bytes = 0 if stream else 64 * k_chunks * (tile + 1)
     v_bytes = 0 if stream or view >= 0 else 64 * v_chunks * (tile + 1)
+    if pairs:  # K in pairs of columns and two rows of f32; V in pairs of positions
+        k_bytes = 64 * ((k_chunks + 1) // 2) * (tile + 1) + 2 * 64 * max(k_chunks, v_chunks)
+        v_bytes = 64 * v_chunks * (tile // 2 + 1)
     s_bytes = 4 * max(rows, per_task * m if stream else 0) * (tile + 16)
     at, scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, s_bytes, o_bytes, per_task * _STATS_BYTES)
     slot_bytes = _STATS_BYTES // 2 + 64 * v_chunks * rows
@@ -209,6 +223,8 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
         key = KernelKey("attention_stream", "make_flash_stream", (sources.k_types, sources.v_type, m))
     elif few:
         key = KernelKey("attention_few", "make_flash_few", types)
+    elif pairs:
+        key = KernelKey("attention_bf16", "make_flash_bf16", types)
     else:
         key = KernelKey("attention", "make_flash_attn", types)
     low.emit(key, node.rows, *words, *sources.words)

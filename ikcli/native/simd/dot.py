@@ -11,7 +11,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.native import isa
-from ikcli.native.simd.vec import call_llvm, f32x16, i8x32, i8x64, i32x8, i32x16, llvm_type, pointer
+from ikcli.native.simd.vec import call_llvm, f32_to_bf16_bits, f32x16, i8x32, i8x64, i32x8, i32x16, llvm_type, pointer
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 
@@ -94,6 +94,33 @@ def dot_bf16(typingctx, acc, x, y):
     return f32x16(f32x16, i32x16, i32x16), codegen
 
 
+def _make_store_bf16(interleave):
+    order = [i + 16 * j for i in range(16) for j in range(2)] if interleave else list(range(32))
+
+    @intrinsic
+    def store(typingctx, ptr, low, high):
+        def codegen(context, builder, sig, args):
+            ptr, low, high = args
+            if "avx512bf16" in isa.current().features:
+                pairs = ir.VectorType(_BFloat() if llvm.llvm_version_info[0] >= 16 else _I16, 32)
+                x = call_llvm(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", pairs, [high, low])
+                x = builder.bitcast(x, ir.VectorType(_I16, 32))
+                x = builder.shuffle_vector(x, x, ir.Constant(ir.VectorType(_I32, 32), order))
+            else:
+                low, high = (f32_to_bf16_bits(builder, x) for x in (low, high))
+                x = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, 32), order))
+            builder.store(x, pointer(builder, ptr, x.type), align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, f32x16, f32x16), codegen
+
+    return store
+
+
+store_bf16x32 = _make_store_bf16(False)  # (ptr, low, high): 32 elements, low before high
+store_bf16_pairs = _make_store_bf16(True)  # (ptr, low, high): low[0], high[0], low[1], ...
+
+
 def _make_dot(acc_type, byte_type):
     @intrinsic
     def dot(typingctx, acc, u, s):
@@ -124,4 +151,13 @@ def dot_u8_bcast(typingctx, acc, u, ptr):
     return i32x16(i32x16, i8x64, types.intp), codegen
 
 
-__all__ = ["dot_bf16", "dot_u8_bcast", "dot_u8_i8", "dot_u8_i8_half", "emit_dot", "emit_dot_bf16"]
+__all__ = [
+    "dot_bf16",
+    "dot_u8_bcast",
+    "dot_u8_i8",
+    "dot_u8_i8_half",
+    "emit_dot",
+    "emit_dot_bf16",
+    "store_bf16_pairs",
+    "store_bf16x32",
+]

@@ -256,20 +256,26 @@ def store_f16x16(typingctx, ptr, value):
     return types.void(types.intp, f32x16), codegen
 
 
+def f32_to_bf16_bits(builder, x):
+    """f32x16 as bits of bfloat16, rounded to nearest even; NaN stays NaN."""
+
+    def c(value):
+        return const_vector(i32x16, [value] * 16)
+
+    bits = builder.bitcast(x, llvm_type(i32x16))
+    odd = builder.and_(builder.lshr(bits, c(16)), c(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, c(0x7FFF))), c(16))
+    quiet = builder.or_(builder.lshr(bits, c(16)), c(0x40))
+    is_nan = builder.fcmp_unordered("uno", x, x)
+    return builder.trunc(builder.select(is_nan, quiet, rounded), ir.VectorType(ir.IntType(16), 16))
+
+
 @intrinsic
 def store_bf16x16(typingctx, ptr, value):
     """f32x16 rounded to nearest even bfloat16; NaN stays NaN."""
 
     def codegen(context, builder, sig, args):
-        def c(x):
-            return const_vector(i32x16, [x] * 16)
-
-        bits = builder.bitcast(args[1], llvm_type(i32x16))
-        odd = builder.and_(builder.lshr(bits, c(16)), c(1))
-        rounded = builder.lshr(builder.add(bits, builder.add(odd, c(0x7FFF))), c(16))
-        quiet = builder.or_(builder.lshr(bits, c(16)), c(0x40))
-        is_nan = builder.fcmp_unordered("uno", args[1], args[1])
-        half = builder.trunc(builder.select(is_nan, quiet, rounded), ir.VectorType(ir.IntType(16), 16))
+        half = f32_to_bf16_bits(builder, args[1])
         builder.store(half, pointer(builder, args[0], half.type), align=1)
         return context.get_dummy_value()
 

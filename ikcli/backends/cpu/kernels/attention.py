@@ -64,7 +64,7 @@ PART_ADDRESS, PART_ROW_BYTES, PART_OFFSET, PART_HEAD_STRIDE, PART_WIDTH, PART_CO
 Q0, Q1, K0, K1, V0 = (PARTS + PART_WORDS * i for i in range(5))
 N_WORDS = PARTS + 5 * PART_WORDS
 
-MAX_ROWS = 96  # rows of a task
+MAX_ROWS = 144  # rows of a task
 STAT_BYTES = 4 * MAX_ROWS  # statistics: M, L, CORRECTION, LIMIT
 M, L, CORRECTION, LIMIT = 0, STAT_BYTES, 2 * STAT_BYTES, 3 * STAT_BYTES
 STATS_BYTES = 4 * STAT_BYTES
@@ -330,27 +330,9 @@ def write_slot(slot, stats, o, o_bytes):
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
-def make_flash_attn(k_types, v_type):
-    """Element types of K (parts joined by '+') and V ("view": inside K's rows)."""
-    stage_k = make_stage_k(k_types)
-    rows_product, columns_product = make_rows_product(False), make_columns_product()
-    stage_v = make_stage_v(v_type)
-
-    @merge
-    def attend(params, q, k, v, s, o, stats, rows, n, tile):
-        """All rows of the task with the n staged positions from `tile` on."""
-        vectors, chunk_bytes = (rows + 15) >> 4, tile_chunk(params)
-        stride, v_chunks = 64 * vectors, (word(params, V_COLS) + 15) >> 4
-        for at in range(0, vectors, MAX_VECTORS):
-            wide = min(MAX_VECTORS, vectors - at)
-            seen = min(n, ld_i32(stats + LIMIT + 4 * (16 * (at + wide) - 1)) - tile)
-            if seen <= 0:
-                continue
-            x = 64 * at
-            rows_product(wide, k, chunk_bytes, seen, q + x, stride, word(params, K_CHUNKS), s + x, stride)
-            for i in range(x, x + 64 * wide, 64):
-                soft_max_column(s + i, stride, seen, tile, stats + i)
-            columns_product(wide, v, chunk_bytes, v_chunks, s + x, stride, seen, o + x, stride, stats + CORRECTION + x)
+def make_flash(pack, stage, attend):
+    """The kernel made of: pack(params, token, unit, rows, q, tmp); stage(params, segment, kv_head, k, v, position, n),
+    which returns the address of V; attend(params, q, k, v, s, o, stats, rows, n, tile)."""
 
     def flash_attn(params, ith, nth):
         n_base = n_base_tasks(params)
@@ -374,12 +356,11 @@ def make_flash_attn(k_types, v_type):
                 continue
             stride = 64 * ((rows + 15) >> 4)
             o_bytes = stride * ((word(params, V_COLS) + 15) & ~15)
-            pack_q(params, token, unit, rows, q, k)
+            pack(params, token, unit, rows, q, k)
             start_rows(stats, rows, heads, position, o, o_bytes)
             for at in range(begin, end, tile):
                 n = min(tile, end - at)
-                stage_k(params, segment, kv_head, k, tile_chunk(params), at, n)
-                values = stage_v(params, segment, kv_head, k, v, tile_chunk(params), at, n)
+                values = stage(params, segment, kv_head, k, v, at, n)
                 attend(params, q, k, values, s, o, stats, rows, n, at)
             if length >= position + n_tokens:
                 write_rows(params, token, unit, rows, o, stride, stats + L, s)
@@ -387,6 +368,35 @@ def make_flash_attn(k_types, v_type):
                 write_slot(word(params, SLOTS) + task * word(params, SLOT_BYTES), stats, o, o_bytes)
 
     return flash_attn
+
+
+def make_flash_attn(k_types, v_type):
+    """Element types of K (parts joined by '+') and V ("view": inside K's rows)."""
+    stage_k, stage_v = make_stage_k(k_types), make_stage_v(v_type)
+    rows_product, columns_product = make_rows_product(False), make_columns_product()
+
+    @merge
+    def stage(params, segment, kv_head, k, v, position, n):
+        stage_k(params, segment, kv_head, k, tile_chunk(params), position, n)
+        return stage_v(params, segment, kv_head, k, v, tile_chunk(params), position, n)
+
+    @merge
+    def attend(params, q, k, v, s, o, stats, rows, n, tile):
+        """All rows of the task with the n staged positions from `tile` on."""
+        vectors, chunk_bytes = (rows + 15) >> 4, tile_chunk(params)
+        stride, v_chunks = 64 * vectors, (word(params, V_COLS) + 15) >> 4
+        for at in range(0, vectors, MAX_VECTORS):
+            wide = min(MAX_VECTORS, vectors - at)
+            seen = min(n, ld_i32(stats + LIMIT + 4 * (16 * (at + wide) - 1)) - tile)
+            if seen <= 0:
+                continue
+            x = 64 * at
+            rows_product(wide, k, chunk_bytes, seen, q + x, stride, word(params, K_CHUNKS), s + x, stride)
+            for i in range(x, x + 64 * wide, 64):
+                soft_max_column(s + i, stride, seen, tile, stats + i)
+            columns_product(wide, v, chunk_bytes, v_chunks, s + x, stride, seen, o + x, stride, stats + CORRECTION + x)
+
+    return make_flash(pack_q, stage, attend)
 
 
 @inline

@@ -4,6 +4,8 @@ A comes in *chunks*: 16 columns of `n` rows stored together, [chunk][row][16] f3
 products of attention: as K (A[m] = row, k = column) and as V (A[m] = column, k = row), with constant offsets between
 the broadcasts. B and C are row-major with a row stride in bytes.
 
+With `pairs`, A and B hold two adjacent k as bfloat16 where one f32 would lie, for the same code at twice the rate.
+
 Block shapes (m, vectors) keep the accumulators in registers: up to 24 of AVX-512's 32, fewer elsewhere.
 """
 
@@ -14,7 +16,8 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.common import word
 from ikcli.native import isa
 from ikcli.native.jit import merge
-from ikcli.native.simd.vec import call_llvm, const_vector, f32x16, llvm_type, pointer, splat_value
+from ikcli.native.simd.dot import emit_dot_bf16
+from ikcli.native.simd.vec import call_llvm, const_vector, f32x16, i32x16, llvm_type, pointer, splat_value
 
 _I64, _I32, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
 CHUNK = 16  # columns per chunk
@@ -87,13 +90,16 @@ def _fold(builder, a, b, low, half):
     return builder.fadd(x, y)
 
 
-def _step(builder, a, a_stride, b, accs, m, nv):
+def _step(builder, a, a_stride, b, accs, m, nv, pairs):
     """One k: accs[i][v] += A[i] * B[v]."""
-    rows = [load_f32x16_at(builder, offset(builder, b, 64 * v)) for v in range(nv)]
+    type_, element = (i32x16, _I32) if pairs else (f32x16, _F32)
+    rows = [load_f32x16_at(builder, offset(builder, b, 64 * v), llvm_type(type_)) for v in range(nv)]
     out = []
     for i in range(m):
-        x = splat_value(builder, f32x16, load_f32x16_at(builder, offset(builder, a, i * a_stride), _F32))
-        out += [fma_f32x16(builder, x, rows[v], accs[i * nv + v]) for v in range(nv)]
+        x = splat_value(builder, type_, load_f32x16_at(builder, offset(builder, a, i * a_stride), element))
+        for v in range(nv):
+            acc = accs[i * nv + v]
+            out.append(emit_dot_bf16(builder, acc, x, rows[v]) if pairs else fma_f32x16(builder, x, rows[v], acc))
     return out
 
 
@@ -112,7 +118,7 @@ def _load_block(builder, c, c_stride, m, nv):
     return accs
 
 
-def make_rows_block(m, nv, accumulate):
+def make_rows_block(m, nv, accumulate, pairs):
     """C[m rows of A][nv vectors] (+)= A B, with k along the columns of A (all `n_chunks` chunks)."""
 
     @intrinsic
@@ -127,7 +133,7 @@ def make_rows_block(m, nv, accumulate):
             def four_columns(state):
                 at, bt, *accs = state
                 for k in range(4):
-                    accs = _step(builder, offset(builder, at, 4 * k), CHUNK_ROW, bt, accs, m, nv)
+                    accs = _step(builder, offset(builder, at, 4 * k), CHUNK_ROW, bt, accs, m, nv, pairs)
                     bt = builder.add(bt, b_stride)
                 return [offset(builder, at, 16), bt, *accs]
 
@@ -145,7 +151,7 @@ def make_rows_block(m, nv, accumulate):
     return rows_block
 
 
-def make_columns_block(m, nv):
+def make_columns_block(m, nv, pairs):
     """C[m columns of A][nv vectors] = C * scale[nv vectors] + A^T B, with k along `n_rows` >= 1 rows of one chunk."""
 
     @intrinsic
@@ -158,7 +164,7 @@ def make_columns_block(m, nv):
 
             def row(state):
                 at, bt, *accs = state
-                accs = _step(builder, at, 4, bt, accs, m, nv)
+                accs = _step(builder, at, 4, bt, accs, m, nv, pairs)
                 return [offset(builder, at, CHUNK_ROW), builder.add(bt, b_stride), *accs]
 
             _, _, *accs = loop(builder, n_rows, [a, b, *accs], row)
@@ -170,8 +176,8 @@ def make_columns_block(m, nv):
     return columns_block
 
 
-def _make_rows_product(m, nv, accumulate):
-    block = make_rows_block(m, nv, accumulate)
+def _make_rows_product(m, nv, accumulate, pairs):
+    block = make_rows_block(m, nv, accumulate, pairs)
 
     @merge
     def rows_product(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride):
@@ -181,8 +187,8 @@ def _make_rows_product(m, nv, accumulate):
     return rows_product
 
 
-def _make_columns_product(m, nv):
-    block = make_columns_block(m, nv)
+def _make_columns_product(m, nv, pairs):
+    block = make_columns_block(m, nv, pairs)
 
     @merge
     def columns_product(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
@@ -194,12 +200,12 @@ def _make_columns_product(m, nv):
     return columns_product
 
 
-def make_rows_product(accumulate):
+def make_rows_product(accumulate, pairs=False):
     """rows_product(vectors, a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride):
 
     C[n_rows][16*vectors] (+)= A B. Writes up to 15 rows more than n_rows: A and C must have them.
     """
-    shapes = [_make_rows_product(*shape, accumulate) for shape in BLOCKS]
+    shapes = [_make_rows_product(*shape, accumulate, pairs) for shape in BLOCKS]
     if len(shapes) == 1:
         one = shapes[0]
 
@@ -222,12 +228,12 @@ def make_rows_product(accumulate):
     return rows_product
 
 
-def make_columns_product():
+def make_columns_product(pairs=False):
     """columns_product(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
 
     C[16*n_chunks][16*vectors] = C * scale + A^T B over n_rows >= 1 rows of A and B.
     """
-    shapes = [_make_columns_product(*shape) for shape in BLOCKS]
+    shapes = [_make_columns_product(*shape, pairs) for shape in BLOCKS]
     if len(shapes) == 1:
         one = shapes[0]
 

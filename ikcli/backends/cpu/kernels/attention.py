@@ -260,26 +260,46 @@ def start_rows(stats, rows, heads, position, out, out_bytes):
 
 
 @inline
+def column_top(s, stride, n, tile, stats):
+    """The new maximum of one vector of rows over n more positions; scores beyond a row's limit become the lowest."""
+    limit = vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile))
+    top, lowest = load_f32x16(stats + M), splat_f32x16(_LOWEST)
+    if is_masked(n, tile, stats):
+        for t in range(n):
+            x = select_less_i32(splat_i32x16(t), limit, load_f32x16(s + t * stride), lowest)
+            store_f32x16(s + t * stride, x)
+            top = vmax_fast(x, top)
+        return top
+    other = top
+    for t in range(0, n - 1, 2):
+        top = vmax_fast(load_f32x16(s + t * stride), top)
+        other = vmax_fast(load_f32x16(s + t * stride + stride), other)
+    return vmax_fast(vmax_fast(load_f32x16(s + (n - 1) * stride), top), other)
+
+
+@inline
+def is_masked(n, tile, stats):
+    """Whether the first row, and so perhaps others, does not see all of the n positions."""
+    return ld_i32(stats + LIMIT) - tile < n
+
+
+@inline
+def update_rows(stats, top, total):
+    """New maximum, sum (`total` is that of the new positions) and correction of one vector of rows."""
+    correction = vexp_fast(vsub(load_f32x16(stats + M), top))
+    store_f32x16(stats + M, top)
+    store_f32x16(stats + L, vfma(load_f32x16(stats + L), correction, total))
+    store_f32x16(stats + CORRECTION, correction)
+
+
+@inline
 def soft_max_column(s, stride, n, tile, stats):
     """One vector of rows: scores of n positions become e**(score - max); updates the statistics.
 
     A NaN or infinite score makes the row's sum NaN. Positions beyond a row's limit get 0.
     """
     limit = vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile))
-    masked = ld_i32(stats + LIMIT) - tile < n
-    old, lowest, zero = load_f32x16(stats + M), splat_f32x16(_LOWEST), zero_f32x16()
-    top = old
-    if masked:
-        for t in range(n):
-            x = select_less_i32(splat_i32x16(t), limit, load_f32x16(s + t * stride), lowest)
-            store_f32x16(s + t * stride, x)
-            top = vmax_fast(x, top)
-    else:
-        other = old
-        for t in range(0, n - 1, 2):
-            top = vmax_fast(load_f32x16(s + t * stride), top)
-            other = vmax_fast(load_f32x16(s + t * stride + stride), other)
-        top = vmax_fast(vmax_fast(load_f32x16(s + (n - 1) * stride), top), other)
+    masked, top, zero = is_masked(n, tile, stats), column_top(s, stride, n, tile, stats), zero_f32x16()
     total, nan = zero, zero
     for t in range(n):
         x = vsub(load_f32x16(s + t * stride), top)
@@ -289,10 +309,7 @@ def soft_max_column(s, stride, n, tile, stats):
             p = select_less_i32(splat_i32x16(t), limit, p, zero)
         total = vadd(total, p)
         store_f32x16(s + t * stride, p)
-    correction = vexp_fast(vsub(old, top))
-    store_f32x16(stats + M, top)
-    store_f32x16(stats + L, vadd(vfma(load_f32x16(stats + L), correction, total), nan))
-    store_f32x16(stats + CORRECTION, correction)
+    update_rows(stats, top, vadd(total, nan))
 
 
 # --- output ----------------------------------------------------------------------------------------------------------

@@ -13,27 +13,42 @@ from ikcli.backends.cpu.kernels.attention import (
     V0,
     V_CHUNK,
     V_COLS,
+    column_top,
+    is_masked,
     make_flash,
     make_stage_k,
     make_stage_part,
     pack_q,
-    soft_max_column,
     tile_chunk,
+    update_rows,
 )
 from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, MAX_VECTORS, make_columns_product, make_rows_product
 from ikcli.native.jit import inline, merge
-from ikcli.native.simd.dot import store_bf16_pairs, store_bf16x32
-from ikcli.native.simd.vec import ld_i32, load_f32x16, store_f32x16, zero_f32x16
+from ikcli.native.simd.dot import dot_bf16, store_bf16_pairs, store_bf16x32
+from ikcli.native.simd.math import vexp_fast
+from ikcli.native.simd.vec import (
+    ld_i32,
+    load_f32x16,
+    load_i32x16,
+    select_less_i32,
+    splat_i32x16,
+    store_f32x16,
+    vadd,
+    vfma,
+    vsub,
+    zero_f32x16,
+)
+
+_ONES = 0x3F803F80  # a pair
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------
 @inline
 def join_rows(x, stride, n):
-    """Rows of f32 at x become half as many rows of pairs, in place; a zero row follows an odd number."""
+    """An even number of rows of f32 at x become half as many rows of pairs, in place."""
     for i in range(0, n, 2):
-        upper = load_f32x16(x + (i + 1) * stride) if i + 1 < n else zero_f32x16()
-        store_bf16_pairs(x + (i >> 1) * stride, load_f32x16(x + i * stride), upper)
+        store_bf16_pairs(x + (i >> 1) * stride, load_f32x16(x + i * stride), load_f32x16(x + (i + 1) * stride))
 
 
 @inline
@@ -137,6 +152,33 @@ def make_stage_v_pairs(v_type):
     return stage
 
 
+# --- soft-max --------------------------------------------------------------------------------------------------------
+@inline
+def soft_max_pairs(s, stride, n, tile, stats):
+    """As soft_max_column, but the weights become pairs of positions, a zero after an odd number of them.
+
+    The sum is that of the rounded weights, so that what rounding does to a large one cancels in the division.
+    """
+    limit = vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile))
+    masked, top, zero = is_masked(n, tile, stats), column_top(s, stride, n, tile, stats), zero_f32x16()
+    total, nan, ones = zero, zero, splat_i32x16(_ONES)
+    for t in range(0, n, 2):
+        x = vsub(load_f32x16(s + t * stride), top)
+        nan = vfma(x, zero, nan)
+        p, other = vexp_fast(x), zero
+        if t + 1 < n:
+            x = vsub(load_f32x16(s + (t + 1) * stride), top)
+            nan = vfma(x, zero, nan)
+            other = vexp_fast(x)
+        if masked:
+            p = select_less_i32(splat_i32x16(t), limit, p, zero)
+            other = select_less_i32(splat_i32x16(t + 1), limit, other, zero)
+        at = s + (t >> 1) * stride
+        store_bf16_pairs(at, p, other)
+        total = dot_bf16(total, load_i32x16(at), ones)
+    update_rows(stats, top, vadd(total, nan))
+
+
 # --- kernel ----------------------------------------------------------------------------------------------------------
 def make_flash_bf16(k_types, v_type):
     """As make_flash_attn; the region of K's tile has room for two rows of f32 behind it."""
@@ -173,8 +215,7 @@ def make_flash_bf16(k_types, v_type):
             x = 64 * at
             rows_product(wide, k, k_chunk, seen, q + x, stride, (word(params, K_CHUNKS) + 1) >> 1, s + x, stride)
             for i in range(x, x + 64 * wide, 64):
-                soft_max_column(s + i, stride, seen, tile, stats + i)
-                join_rows(s + i, stride, seen)
+                soft_max_pairs(s + i, stride, seen, tile, stats + i)
             pairs = (seen + 1) >> 1
             columns_product(wide, v, v_chunk, v_chunks, s + x, stride, pairs, o + x, stride, stats + CORRECTION + x)
 

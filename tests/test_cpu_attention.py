@@ -65,14 +65,20 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     return decode(encode(x, BF16), BF16)
 
 
+def to_i16(x: np.ndarray) -> np.ndarray:
+    """Rows rounded to 16 bits below a norm of 32700."""
+    factor = 32700 / np.sqrt((x * x).sum(axis=1, keepdims=True))
+    return np.rint(x * factor) / factor
+
+
 def expected(
-    run: Harness, node: Node, segments: Sequence[Segment], values: dict[Node, np.ndarray], bf16: bool = False
+    run: Harness, node: Node, segments: Sequence[Segment], values: dict[Node, np.ndarray], pairs: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """The attention node in float64, from what the caches hold and the leaves; and the same of absolute values of V.
 
-    `bf16`: scaled queries, keys and values are rounded first.
+    `pairs`: queries, keys and values are rounded first.
     """
-    rounded = to_bf16 if bf16 else np.asarray
+    of_k, of_v = (to_i16, to_bf16) if pairs else (np.asarray, np.asarray)
     attrs = node.attrs
     n_head, group = attrs["n_head"], attrs["n_head"] // attrs["n_head_kv"]
     scale = np.float32(attrs["scale"])
@@ -91,14 +97,14 @@ def expected(
         heads, absolute = [], []
         for h in range(n_head):
             q = np.hstack([head_columns(values[p.source][token : token + s.n_tokens], p, h) for p in attrs["q"]])
-            q = rounded(q * scale) if bf16 else q.astype(np.float64) * np.float64(scale)
-            k = rounded(np.hstack([head_columns(rows(p), p, h // group) for p in attrs["k"]]))
+            q = of_k(q.astype(np.float64) * np.float64(scale))
+            k = of_k(np.hstack([head_columns(rows(p), p, h // group) for p in attrs["k"]]))
             scores = q @ k.T
             hidden = np.arange(end)[None] > s.pos + np.arange(s.n_tokens)[:, None]
             scores[hidden] = -np.inf
             p = np.exp(scores - scores.max(axis=1, keepdims=True))
             p /= p.sum(axis=1, keepdims=True)
-            v = rounded(head_columns(rows(attrs["v"]), attrs["v"], h // group))
+            v = of_v(head_columns(rows(attrs["v"]), attrs["v"], h // group))
             heads.append(p @ v)
             absolute.append(p @ np.abs(v))
         out.append(np.hstack(heads))
@@ -192,11 +198,11 @@ def check(built: Built, segments: Sequence[Segment], n_threads: int, seed: int =
     out = run(segments, values)
     again = run(segments, values)
     np.testing.assert_array_equal(out, again)
-    bf16 = has_kernel(built, "attention_bf16")
-    want, spread = expected(run, built.node, segments, values, bf16)
-    # weights of the soft-max are rounded as well: by up to 2**-8 of each
-    assert (np.abs(out - want) < tolerance * np.abs(want).max() + (spread / 256 if bf16 else 0)).all()
-    if bf16:  # not only within the bound: errors of many weights cancel each other
+    pairs = has_kernel(built, "attention_pairs")
+    want, spread = expected(run, built.node, segments, values, pairs)
+    # weights of the soft-max are rounded as well, by up to 2**-8 of each
+    assert (np.abs(out - want) < tolerance * np.abs(want).max() + (spread / 256 if pairs else 0)).all()
+    if pairs:  # not only within the bound: errors of many weights cancel each other
         assert np.sqrt(np.mean((out - want) ** 2)) < 2e-3 * np.sqrt(np.mean(want**2))
 
 
@@ -372,7 +378,7 @@ def test_prompts_in_pairs(n_kv: int) -> None:
     """Whole prompts of odd and even length from position 0, in bfloat16."""
     built = gqa(6, 2, 64, (Q8_0, Q8_0), tokens=n_kv, cells=n_kv, flash=True)
     check(built, [Segment(n_kv)], 2, n_kv)
-    assert has_kernel(built, "attention_bf16") == (n_kv > 2)
+    assert has_kernel(built, "attention_pairs") == (n_kv > 2)
 
 
 @pairs_only
@@ -385,7 +391,7 @@ def test_head_shapes_in_pairs(n_head: int, n_head_kv: int, width: int, type_: GG
         width *= 2
     built = gqa(n_head, n_head_kv, width, (type_, type_), tokens=30, cells=400, flash=True)
     check(built, [Segment(11, 1, 17), Segment(1, 40, 0), Segment(18, 50, 300)], 2)
-    assert has_kernel(built, "attention_bf16")
+    assert has_kernel(built, "attention_pairs")
 
 
 @pairs_only
@@ -394,7 +400,7 @@ def test_head_shapes_in_pairs(n_head: int, n_head_kv: int, width: int, type_: GG
 def test_mla_in_pairs(kind: Callable[..., Built], n_threads: int) -> None:
     built = kind(12, Q8_0, tokens=50, cells=600, flash=True)
     check(built, [Segment(21, 7, 130), Segment(29, 170, 300)], n_threads)
-    assert has_kernel(built, "attention_bf16")
+    assert has_kernel(built, "attention_pairs")
 
 
 @pairs_only
@@ -404,7 +410,7 @@ def test_only_short_caches_are_taken_in_pairs() -> None:
         for v in (F32, F16, *SHORT):
             built = gqa(4, 4, 64, (k, v), tokens=30, cells=64, flash=True)
             built.run.compile(built.node, 1)
-            assert has_kernel(built, "attention_bf16") == (k in SHORT and v in SHORT), (k, v)
+            assert has_kernel(built, "attention_pairs") == (k in SHORT and v in SHORT), (k, v)
 
 
 def test_large_scores() -> None:

@@ -204,8 +204,8 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     q_bytes, o_bytes = 64 * k_chunks * rows + per_task * q_unit, 64 * v_chunks * rows + per_task * o_unit
     k_bytes = 0 if stream else 64 * k_chunks * (tile + 1)
     v_bytes = 0 if stream or view >= 0 else 64 * v_chunks * (tile + 1)
-    if pairs:  # K in pairs of columns and two rows of f32; V in pairs of positions
-        k_bytes = 64 * ((k_chunks + 1) // 2) * (tile + 1) + 2 * 64 * max(k_chunks, v_chunks)
+    if pairs:  # K in pairs of columns, two rows of f32, scales of K and Q; V in pairs of positions
+        k_bytes = 64 * ((k_chunks + 1) // 2) * (tile + 1) + 2 * 64 * max(k_chunks, v_chunks) + 4 * tile + 4 * rows
         v_bytes = 64 * v_chunks * (tile // 2 + 1)
     s_bytes = 4 * max(rows, per_task * m if stream else 0) * (tile + 16)
     at, scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, s_bytes, o_bytes, per_task * _STATS_BYTES)
@@ -224,7 +224,7 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     elif few:
         key = KernelKey("attention_few", "make_flash_few", types)
     elif pairs:
-        key = KernelKey("attention_bf16", "make_flash_bf16", types)
+        key = KernelKey("attention_pairs", "make_flash_pairs", types)
     else:
         key = KernelKey("attention", "make_flash_attn", types)
     low.emit(key, node.rows, *words, *sources.words)

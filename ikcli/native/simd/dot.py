@@ -84,6 +84,16 @@ def emit_dot_bf16(builder, acc, x, y):
     return acc
 
 
+def emit_dot_i16(builder, acc, x, y):
+    """acc (i32x16) + products of pairs of 16-bit integers (i32x16: even column in the lower half)."""
+    if "avx512vnni" in isa.current().features:
+        return call_llvm(builder, "llvm.x86.avx512.vpdpwssd.512", acc.type, [acc, x, y])
+    shift = ir.Constant(x.type, [16] * x.type.count)
+    for part in (lambda v: builder.ashr(builder.shl(v, shift), shift), lambda v: builder.ashr(v, shift)):
+        acc = builder.add(acc, builder.mul(part(x), part(y)))
+    return acc
+
+
 @intrinsic
 def dot_bf16(typingctx, acc, x, y):
     """acc + products of 16 pairs of bfloat16."""
@@ -119,6 +129,21 @@ def _make_store_bf16(interleave):
 
 store_bf16x32 = _make_store_bf16(False)  # (ptr, low, high): 32 elements, low before high
 store_bf16_pairs = _make_store_bf16(True)  # (ptr, low, high): low[0], high[0], low[1], ...
+
+
+@intrinsic
+def store_i16x32(typingctx, ptr, low, high):
+    """32 integers as 16 bits each, cut off."""
+
+    def codegen(context, builder, sig, args):
+        ptr, *parts = args
+        half = ir.VectorType(_I16, 16)
+        low, high = (builder.trunc(x, half) for x in parts)
+        x = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, 32), list(range(32))))
+        builder.store(x, pointer(builder, ptr, x.type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, i32x16, i32x16), codegen
 
 
 def _make_dot(acc_type, byte_type):
@@ -158,6 +183,8 @@ __all__ = [
     "dot_u8_i8_half",
     "emit_dot",
     "emit_dot_bf16",
+    "emit_dot_i16",
     "store_bf16_pairs",
     "store_bf16x32",
+    "store_i16x32",
 ]

@@ -433,6 +433,7 @@ def _make_float_intrinsic(name, n_args):
 
 vmax, vmin = _make_float_intrinsic("maxnum", 2), _make_float_intrinsic("minnum", 2)
 vabs, vround_even = _make_float_intrinsic("fabs", 1), _make_float_intrinsic("rint", 1)
+vsqrt = _make_float_intrinsic("sqrt", 1)
 
 
 @intrinsic

@@ -71,7 +71,7 @@ STATS_BYTES = 4 * STAT_BYTES
 SPLITS_PER_THREAD = 4
 AHEAD = 8  # rows asked for before they are read: slices of rows are too short for the hardware to predict
 
-_F0, _F1, _LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-3.0e38)
+_F0, _F1, LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-3.0e38)
 
 
 # --- work division ---------------------------------------------------------------------------------------------------
@@ -253,28 +253,10 @@ def start_rows(stats, rows, heads, position, out, out_bytes):
     for i in range(0, 16 * ((rows + 15) >> 4)):
         st_i32(stats + LIMIT + 4 * i, position + 1 + min(i, rows - 1) // heads)
     for i in range(0, STAT_BYTES, 64):
-        store_f32x16(stats + M + i, splat_f32x16(_LOWEST))
+        store_f32x16(stats + M + i, splat_f32x16(LOWEST))
         store_f32x16(stats + L + i, zero_f32x16())
     for i in range(0, out_bytes, 64):
         store_f32x16(out + i, zero_f32x16())
-
-
-@inline
-def column_top(s, stride, n, tile, stats):
-    """The new maximum of one vector of rows over n more positions; scores beyond a row's limit become the lowest."""
-    limit = vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile))
-    top, lowest = load_f32x16(stats + M), splat_f32x16(_LOWEST)
-    if is_masked(n, tile, stats):
-        for t in range(n):
-            x = select_less_i32(splat_i32x16(t), limit, load_f32x16(s + t * stride), lowest)
-            store_f32x16(s + t * stride, x)
-            top = vmax_fast(x, top)
-        return top
-    other = top
-    for t in range(0, n - 1, 2):
-        top = vmax_fast(load_f32x16(s + t * stride), top)
-        other = vmax_fast(load_f32x16(s + t * stride + stride), other)
-    return vmax_fast(vmax_fast(load_f32x16(s + (n - 1) * stride), top), other)
 
 
 @inline
@@ -299,7 +281,18 @@ def soft_max_column(s, stride, n, tile, stats):
     A NaN or infinite score makes the row's sum NaN. Positions beyond a row's limit get 0.
     """
     limit = vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile))
-    masked, top, zero = is_masked(n, tile, stats), column_top(s, stride, n, tile, stats), zero_f32x16()
+    masked, top, lowest, zero = is_masked(n, tile, stats), load_f32x16(stats + M), splat_f32x16(LOWEST), zero_f32x16()
+    if masked:
+        for t in range(n):
+            x = select_less_i32(splat_i32x16(t), limit, load_f32x16(s + t * stride), lowest)
+            store_f32x16(s + t * stride, x)
+            top = vmax_fast(x, top)
+    else:
+        other = top
+        for t in range(0, n - 1, 2):
+            top = vmax_fast(load_f32x16(s + t * stride), top)
+            other = vmax_fast(load_f32x16(s + t * stride + stride), other)
+        top = vmax_fast(vmax_fast(load_f32x16(s + (n - 1) * stride), top), other)
     total, nan = zero, zero
     for t in range(n):
         x = vsub(load_f32x16(s + t * stride), top)

@@ -4,7 +4,8 @@ A comes in *chunks*: 16 columns of `n` rows stored together, [chunk][row][16] f3
 products of attention: as K (A[m] = row, k = column) and as V (A[m] = column, k = row), with constant offsets between
 the broadcasts. B and C are row-major with a row stride in bytes.
 
-With `pairs`, A and B hold two adjacent k as bfloat16 where one f32 would lie, for the same code at twice the rate.
+Of the kinds "bf16" and "i16", A and B hold two adjacent k where one f32 would lie: the same code at twice the rate. C
+of "i16" is i32.
 
 Block shapes (m, vectors) keep the accumulators in registers: up to 24 of AVX-512's 32, fewer elsewhere.
 """
@@ -16,7 +17,7 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.common import word
 from ikcli.native import isa
 from ikcli.native.jit import merge
-from ikcli.native.simd.dot import emit_dot_bf16
+from ikcli.native.simd.dot import emit_dot_bf16, emit_dot_i16
 from ikcli.native.simd.vec import call_llvm, const_vector, f32x16, i32x16, llvm_type, pointer, splat_value
 
 _I64, _I32, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
@@ -90,16 +91,22 @@ def _fold(builder, a, b, low, half):
     return builder.fadd(x, y)
 
 
-def _step(builder, a, a_stride, b, accs, m, nv, pairs):
+# kind: (lanes of A and B, element of A, lanes of C, acc + a * b)
+_KINDS = {
+    "f32": (f32x16, _F32, f32x16, lambda builder, acc, a, b: fma_f32x16(builder, a, b, acc)),
+    "bf16": (i32x16, _I32, f32x16, emit_dot_bf16),
+    "i16": (i32x16, _I32, i32x16, emit_dot_i16),
+}
+
+
+def _step(builder, a, a_stride, b, accs, m, nv, kind):
     """One k: accs[i][v] += A[i] * B[v]."""
-    type_, element = (i32x16, _I32) if pairs else (f32x16, _F32)
+    type_, element, _, multiply = _KINDS[kind]
     rows = [load_f32x16_at(builder, offset(builder, b, 64 * v), llvm_type(type_)) for v in range(nv)]
     out = []
     for i in range(m):
         x = splat_value(builder, type_, load_f32x16_at(builder, offset(builder, a, i * a_stride), element))
-        for v in range(nv):
-            acc = accs[i * nv + v]
-            out.append(emit_dot_bf16(builder, acc, x, rows[v]) if pairs else fma_f32x16(builder, x, rows[v], acc))
+        out += [multiply(builder, accs[i * nv + v], x, rows[v]) for v in range(nv)]
     return out
 
 
@@ -118,7 +125,7 @@ def _load_block(builder, c, c_stride, m, nv):
     return accs
 
 
-def make_rows_block(m, nv, accumulate, pairs):
+def make_rows_block(m, nv, accumulate, kind):
     """C[m rows of A][nv vectors] (+)= A B, with k along the columns of A (all `n_chunks` chunks)."""
 
     @intrinsic
@@ -128,12 +135,12 @@ def make_rows_block(m, nv, accumulate, pairs):
             if accumulate:
                 start = _load_block(builder, c, c_stride, m, nv)
             else:
-                start = [const_vector(f32x16, [0.0] * 16)] * (m * nv)
+                start = [ir.Constant(llvm_type(_KINDS[kind][2]), None)] * (m * nv)
 
             def four_columns(state):
                 at, bt, *accs = state
                 for k in range(4):
-                    accs = _step(builder, offset(builder, at, 4 * k), CHUNK_ROW, bt, accs, m, nv, pairs)
+                    accs = _step(builder, offset(builder, at, 4 * k), CHUNK_ROW, bt, accs, m, nv, kind)
                     bt = builder.add(bt, b_stride)
                 return [offset(builder, at, 16), bt, *accs]
 
@@ -151,7 +158,7 @@ def make_rows_block(m, nv, accumulate, pairs):
     return rows_block
 
 
-def make_columns_block(m, nv, pairs):
+def make_columns_block(m, nv, kind):
     """C[m columns of A][nv vectors] = C * scale[nv vectors] + A^T B, with k along `n_rows` >= 1 rows of one chunk."""
 
     @intrinsic
@@ -164,7 +171,7 @@ def make_columns_block(m, nv, pairs):
 
             def row(state):
                 at, bt, *accs = state
-                accs = _step(builder, at, 4, bt, accs, m, nv, pairs)
+                accs = _step(builder, at, 4, bt, accs, m, nv, kind)
                 return [offset(builder, at, CHUNK_ROW), builder.add(bt, b_stride), *accs]
 
             _, _, *accs = loop(builder, n_rows, [a, b, *accs], row)
@@ -176,8 +183,8 @@ def make_columns_block(m, nv, pairs):
     return columns_block
 
 
-def _make_rows_product(m, nv, accumulate, pairs):
-    block = make_rows_block(m, nv, accumulate, pairs)
+def _make_rows_product(m, nv, accumulate, kind):
+    block = make_rows_block(m, nv, accumulate, kind)
 
     @merge
     def rows_product(a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride):
@@ -187,8 +194,8 @@ def _make_rows_product(m, nv, accumulate, pairs):
     return rows_product
 
 
-def _make_columns_product(m, nv, pairs):
-    block = make_columns_block(m, nv, pairs)
+def _make_columns_product(m, nv, kind):
+    block = make_columns_block(m, nv, kind)
 
     @merge
     def columns_product(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
@@ -200,12 +207,12 @@ def _make_columns_product(m, nv, pairs):
     return columns_product
 
 
-def make_rows_product(accumulate, pairs=False):
+def make_rows_product(accumulate, kind="f32"):
     """rows_product(vectors, a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride):
 
     C[n_rows][16*vectors] (+)= A B. Writes up to 15 rows more than n_rows: A and C must have them.
     """
-    shapes = [_make_rows_product(*shape, accumulate, pairs) for shape in BLOCKS]
+    shapes = [_make_rows_product(*shape, accumulate, kind) for shape in BLOCKS]
     if len(shapes) == 1:
         one = shapes[0]
 
@@ -228,12 +235,12 @@ def make_rows_product(accumulate, pairs=False):
     return rows_product
 
 
-def make_columns_product(pairs=False):
+def make_columns_product(kind="f32"):
     """columns_product(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
 
     C[16*n_chunks][16*vectors] = C * scale + A^T B over n_rows >= 1 rows of A and B.
     """
-    shapes = [_make_columns_product(*shape, pairs) for shape in BLOCKS]
+    shapes = [_make_columns_product(*shape, kind) for shape in BLOCKS]
     if len(shapes) == 1:
         one = shapes[0]
 

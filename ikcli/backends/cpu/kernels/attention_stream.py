@@ -44,6 +44,7 @@ from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_
 from ikcli.native import isa
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.vec import (
+    call_llvm,
     const_vector,
     f32x16,
     half_to_f32,
@@ -51,7 +52,6 @@ from ikcli.native.simd.vec import (
     ld_i32,
     llvm_type,
     pointer,
-    prefetch_l2,
     splat_value,
     st_f32,
 )
@@ -92,25 +92,38 @@ def _load_q8_0(builder, at):
     return out
 
 
+def _ask(builder, at, lines):
+    """Ask for cache lines from an address on; the address after them."""
+    for _ in range(lines):
+        line = pointer(builder, at, _I8)
+        args = [line, *(ir.Constant(_I32, x) for x in (0, 2, 1))]  # to be read, second level, data
+        call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), args)
+        at = offset(builder, at, 64)
+    return at
+
+
 _LOAD = {"f32": _load_f32, "f16": _load_f16, "bf16": _load_bf16, "q8_0": _load_q8_0}
 
 
 # --- products --------------------------------------------------------------------------------------------------------
-def make_scores(type_, m, n, q_rows):
-    """s[m rows][n] = Q . K of n adjacent cache rows, of which only n_left are read; Q in chunks of q_rows rows."""
+def make_scores(type_, m, n, q_rows, lines):
+    """s[m rows][n] = Q . K of n adjacent cache rows, of which only n_left are read; Q in chunks of q_rows rows.
+
+    `lines` cache lines from `ask` on are asked for in every step.
+    """
     size, chunks = STEPS[type_]
 
     @intrinsic
-    def scores(typingctx, q, k, k_stride, n_left, n_chunks, s, s_stride):
+    def scores(typingctx, q, k, k_stride, n_left, n_chunks, s, s_stride, ask):
         def codegen(context, builder, sig, args):
-            q, k, k_stride, n_left, n_chunks, s, s_stride = args
+            q, k, k_stride, n_left, n_chunks, s, s_stride, ask = args
             rows = [k]
             for j in range(1, n):
                 here = builder.icmp_signed("<", ir.Constant(_I64, j), n_left)
                 rows.append(builder.add(rows[-1], builder.select(here, k_stride, ir.Constant(_I64, 0))))
 
             def step(state):
-                qt, kt, *accs = state
+                qt, kt, at, *accs = state
                 out = list(accs)
                 vectors = [_LOAD[type_](builder, builder.add(row, kt)) for row in rows]
                 for c in range(chunks):
@@ -118,11 +131,13 @@ def make_scores(type_, m, n, q_rows):
                         x = load_f32x16_at(builder, offset(builder, qt, CHUNK_ROW * (c * q_rows + i)))
                         for j in range(n):
                             out[i * n + j] = fma_f32x16(builder, x, vectors[j][c], out[i * n + j])
-                return [offset(builder, qt, CHUNK_ROW * q_rows * chunks), offset(builder, kt, size), *out]
+                at = _ask(builder, at, lines)
+                return [offset(builder, qt, CHUNK_ROW * q_rows * chunks), offset(builder, kt, size), at, *out]
 
             zero = const_vector(f32x16, [0.0] * 16)
             count = builder.udiv(n_chunks, ir.Constant(_I64, chunks))
-            _, _, *accs = loop(builder, count, [q, ir.Constant(_I64, 0), *[zero] * (m * n)], step)
+            start = [q, ir.Constant(_I64, 0), ask, *[zero] * (m * n)]
+            _, _, _, *accs = loop(builder, count, start, step)
             sums = sum_lanes(builder, accs)
             for i in range(m):
                 pick = ir.Constant(ir.VectorType(_I32, n), [i * n + j for j in range(n)])
@@ -131,20 +146,20 @@ def make_scores(type_, m, n, q_rows):
                 s = builder.add(s, s_stride)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 7), codegen
+        return types.void(*[types.intp] * 8), codegen
 
     return scores
 
 
-def make_values(type_, m, steps):
-    """o[m rows][`steps` column steps] = o * scale[row] + P V over n >= 1 cache rows."""
+def make_values(type_, m, steps, lines):
+    """o[m rows][`steps` column steps] = o * scale[row] + P V over n >= 1 cache rows; asks for `lines` per row."""
     size, chunks = STEPS[type_]
     wide = steps * chunks
 
     @intrinsic
-    def values(typingctx, p, p_stride, v, v_stride, n, o, o_stride, scale):
+    def values(typingctx, p, p_stride, v, v_stride, n, o, o_stride, scale, ask):
         def codegen(context, builder, sig, args):
-            p, p_stride, v, v_stride, n, o, o_stride, scale = args
+            p, p_stride, v, v_stride, n, o, o_stride, scale, ask = args
             rows, outs, accs = [p], [o], []
             for _ in range(1, m):
                 rows.append(builder.add(rows[-1], p_stride))
@@ -155,22 +170,23 @@ def make_values(type_, m, steps):
                          for j in range(wide)]  # fmt: skip
 
             def position(state):
-                four, vt, *accs = state
+                four, vt, at, *accs = state
                 x = [vec for step in range(steps) for vec in _LOAD[type_](builder, offset(builder, vt, size * step))]
                 out = []
                 for i in range(m):
                     w = splat_value(builder, f32x16, load_f32x16_at(builder, builder.add(rows[i], four), _F32))
                     out += [fma_f32x16(builder, w, x[j], accs[i * wide + j]) for j in range(wide)]
-                return [offset(builder, four, 4), builder.add(vt, v_stride), *out]
+                at = _ask(builder, at, lines)
+                return [offset(builder, four, 4), builder.add(vt, v_stride), at, *out]
 
-            _, _, *accs = loop(builder, n, [ir.Constant(_I64, 0), v, *accs], position)
+            _, _, _, *accs = loop(builder, n, [ir.Constant(_I64, 0), v, ask, *accs], position)
             for i in range(m):
                 for j in range(wide):
                     at = offset(builder, outs[i], 64 * j)
                     builder.store(accs[i * wide + j], pointer(builder, at, accs[0].type), align=1)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 8), codegen
+        return types.void(*[types.intp] * 9), codegen
 
     return values
 
@@ -195,37 +211,34 @@ def make_flash_stream(k_type, v_type, m):
     positions = 16 // m if WIDE else 4
     columns = min(8, 16 // m) if WIDE else 4  # 16-column chunks at once in the product with V
     v_size, v_chunks_step = STEPS[v_type]
-    dot = make_scores(k_type, at_once, positions, m)
-    wide, narrow = make_values(v_type, at_once, columns // v_chunks_step), make_values(v_type, at_once, 1)
+    k_size, k_chunks_step = STEPS[k_type]
+    rounds = m // at_once
+    # While K is read the same part of V is asked for, and the other way round.
+    v_lines = -(-positions * v_size * k_chunks_step // (64 * v_chunks_step * rounds))
+    k_lines = -(-columns * k_size // (64 * k_chunks_step * rounds))
+    dot = make_scores(k_type, at_once, positions, m, v_lines)
+    wide = make_values(v_type, at_once, columns // v_chunks_step, k_lines)
+    narrow = make_values(v_type, at_once, 1, 1)
     k_bytes, v_bytes = make_part_bytes(k_type), make_part_bytes(v_type)
-
-    @inline
-    def ask(at, stride, n, n_bytes):
-        """Ask for n_bytes of n rows."""
-        for _ in range(n):
-            for line in range(at, at + n_bytes, 64):
-                prefetch_l2(line)
-            at += stride
 
     @merge
     def tile_scores(params, segment, position, n, q, s, s_stride):
         """s[unit][row][n] of the positions from `position` on; their rows of V are asked for meanwhile."""
         k_stride, v_stride = word(params, K0 + PART_ROW_BYTES), word(params, V0 + PART_ROW_BYTES)
         units, n_chunks = word(params, UNITS), word(params, K_CHUNKS)
-        v = v_bytes(params, V0, segment, 0)
-        n_bytes = v_bytes(params, V0, segment, units) - v
-        v += position * v_stride
+        v = v_bytes(params, V0, segment, 0) + position * v_stride
+        step = positions * v_stride // (units * rounds)
         for t in range(0, n, positions):
-            ask(v + t * v_stride, v_stride, min(positions, n - t), n_bytes)
             for u in range(units):
                 k = k_bytes(params, K0, segment, u) + (position + t) * k_stride
                 for r in range(0, m, at_once):
                     dot(q + u * word(params, Q_UNIT) + CHUNK_ROW * r, k, k_stride, n - t, n_chunks,
-                        s + (u * m + r) * s_stride + 4 * t, s_stride)  # fmt: skip
+                        s + (u * m + r) * s_stride + 4 * t, s_stride, v)  # fmt: skip
+                    v += step
 
     @merge
-    def add_values(params, v, n, p, p_stride, o, scale):
-        """o[row][column] of one unit = o * scale + P V."""
+    def add_values(params, v, n, p, p_stride, o, scale, ask, step):
+        """o[row][column] of one unit = o * scale + P V; asks for what comes next."""
         v_stride, chunks = word(params, V0 + PART_ROW_BYTES), word(params, V_COLS) >> 4
         c = 0
         while c < chunks:
@@ -233,19 +246,25 @@ def make_flash_stream(k_type, v_type, m):
             for r in range(0, m, at_once):
                 at = o + 64 * (r * chunks + c)
                 if full:
-                    wide(p + r * p_stride, p_stride, v, v_stride, n, at, 64 * chunks, scale + 4 * r)
+                    wide(p + r * p_stride, p_stride, v, v_stride, n, at, 64 * chunks, scale + 4 * r, ask)
                 else:
-                    narrow(p + r * p_stride, p_stride, v, v_stride, n, at, 64 * chunks, scale + 4 * r)
-            step = columns if full else v_chunks_step
-            c += step
-            v += step // v_chunks_step * v_size
+                    narrow(p + r * p_stride, p_stride, v, v_stride, n, at, 64 * chunks, scale + 4 * r, ask)
+                ask += step
+            width = columns if full else v_chunks_step
+            c += width
+            v += width // v_chunks_step * v_size
 
     @merge
-    def add_tile(params, segment, position, n, q, s, o, stats):
-        """All units with n positions from `position` on."""
+    def add_tile(params, segment, position, n, last, q, s, o, stats):
+        """All units with n positions from `position` on; unless it is the last, the next tile of K is asked for."""
         rows, s_stride = word(params, UNIT_HEADS), 4 * (word(params, TILE) + 16)
+        units, k_stride = word(params, UNITS), word(params, K0 + PART_ROW_BYTES)
         tile_scores(params, segment, position, n, q, s, s_stride)
-        for u in range(word(params, UNITS)):
+        calls = (word(params, V_COLS) // 16 + columns - 1) // columns * rounds
+        ask, step = s, 0
+        if not last:
+            ask, step = k_bytes(params, K0, segment, 0) + (position + n) * k_stride, n * k_stride // (units * calls)
+        for u in range(units):
             p, unit_stats = s + u * m * s_stride, stats + u * STATS_BYTES
             for r in range(rows):
                 seen = max(0, min(n, ld_i32(unit_stats + LIMIT + 4 * r) - position))
@@ -253,7 +272,8 @@ def make_flash_stream(k_type, v_type, m):
             for r in range(rows, m):
                 st_f32(unit_stats + CORRECTION + 4 * r, _F1)
             v = v_bytes(params, V0, segment, u) + position * word(params, V0 + PART_ROW_BYTES)
-            add_values(params, v, n, p, s_stride, o + u * word(params, O_UNIT), unit_stats + CORRECTION)
+            o_unit = o + u * word(params, O_UNIT)
+            add_values(params, v, n, p, s_stride, o_unit, unit_stats + CORRECTION, ask + u * calls * step, step)
 
     def flash_stream(params, ith, nth):
         n_base, units = n_base_tasks(params), word(params, UNITS)
@@ -279,7 +299,7 @@ def make_flash_stream(k_type, v_type, m):
                 load_q(params, token, u, heads, m, q + u * q_unit)
                 start_rows(stats + u * STATS_BYTES, heads, heads, position, o + u * o_unit, o_unit)
             for at in range(begin, end, tile):
-                add_tile(params, segment, at, min(tile, end - at), q, s, o, stats)
+                add_tile(params, segment, at, min(tile, end - at), at + tile >= end, q, s, o, stats)
             for u in range(units):
                 slot = find_slot(params, (base + u) * splits + task % splits) if length < position + 1 else 0
                 finish_unit(params, token, u, heads, o + u * o_unit, stats + u * STATS_BYTES, slot)

@@ -13,6 +13,7 @@ from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
 from ikcli.graph import Cache, HeadSlice, Node, Rows
+from ikcli.native import isa
 from ikcli.quant.decode import dequantize
 
 F32, F16, BF16, Q8_0 = GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0
@@ -59,8 +60,17 @@ def head_columns(x: np.ndarray, part: HeadSlice, head: int) -> np.ndarray:
     return x[:, at : at + part.width]
 
 
-def expected(run: Harness, node: Node, segments: Sequence[Segment], values: dict[Node, np.ndarray]) -> np.ndarray:
-    """The attention node in float64, from what the caches hold and the leaves."""
+def round_q(q: np.ndarray, scale: float) -> np.ndarray:
+    """Rows of Q times `scale` as codes of 15 bits, one scale per row: what is multiplied with a q8_0 cache."""
+    x = q.astype(np.float32) * np.float32(scale)
+    top = np.abs(x).max(axis=1, keepdims=True)
+    codes = np.rint(x * (np.float32(127 * 128) / top))
+    return codes.astype(np.float64) * (top / np.float32(127 * 128))
+
+
+def expected(run: Harness, node: Node, segments: Sequence[Segment], values: dict[Node, np.ndarray],
+             in_codes: bool = False) -> np.ndarray:  # fmt: skip
+    """The attention node in float64, from what the caches hold and the leaves; Q rounded if `in_codes`."""
     attrs = node.attrs
     n_head, group = attrs["n_head"], attrs["n_head"] // attrs["n_head_kv"]
     out, token, kv_row = [], 0, 0
@@ -80,7 +90,8 @@ def expected(run: Harness, node: Node, segments: Sequence[Segment], values: dict
             q = np.hstack([head_columns(values[p.source][token : token + s.n_tokens].astype(np.float64), p, h)
                            for p in attrs["q"]])  # fmt: skip
             k = np.hstack([head_columns(rows(p), p, h // group) for p in attrs["k"]])
-            scores = q @ k.T * np.float64(np.float32(attrs["scale"]))
+            scale = np.float64(np.float32(attrs["scale"]))
+            scores = round_q(q, attrs["scale"]) @ k.T if in_codes else q @ k.T * scale
             hidden = np.arange(end)[None] > s.pos + np.arange(s.n_tokens)[:, None]
             scores[hidden] = -np.inf
             p = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -172,7 +183,16 @@ def check(built: Built, segments: Sequence[Segment], n_threads: int, seed: int =
     again = run(segments, values)
     np.testing.assert_array_equal(out, again)
     want = expected(run, built.node, segments, values)
+    if multiplies_codes(built):
+        assert np.abs(out - want).max() < 3e-4 * np.abs(want).max()  # q8_0 itself: about 5e-3
+        want = expected(run, built.node, segments, values, in_codes=True)
     assert np.abs(out - want).max() < tolerance * np.abs(want).max()
+
+
+def multiplies_codes(built: Built) -> bool:
+    """Whether scores are sums of integers: generation with a q8_0 K cache on machines that have the instruction."""
+    streamed = "attention_stream" in {key.module for key in built.run.program.kernels}
+    return streamed and built.node.attrs["k"][0].source.type == Q8_0 and isa.current().name == "avx512"
 
 
 # --- kv_store, kv_rows -----------------------------------------------------------------------------------------------
@@ -355,6 +375,20 @@ def test_nan_is_not_hidden(leaf: int, flash: bool, rng: np.random.Generator) -> 
     bad = np.isnan(run([Segment(40)], values)).any(axis=1)
     assert bad[25] and bad[26:].all() == (leaf > 0)
     assert leaf == 2 or not bad[:25].any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("leaf", [0, 1])
+def test_nan_is_not_hidden_in_codes(leaf: int, bad: float, rng: np.random.Generator) -> None:
+    """The same where scores are sums of integers; other heads stay as they are."""
+    built = gqa(4, 2, 64, (Q8_0, Q8_0), tokens=1, cells=64, flash=True)
+    run = built.run.compile(built.node, 2)
+    run.caches[next(iter(built.stores))][:40] = encode(rng.standard_normal((40, 128)), Q8_0)
+    run.caches[list(built.stores)[1]][:40] = encode(rng.standard_normal((40, 128)), Q8_0)
+    values = {x: rng.standard_normal((1, cols), dtype=np.float32) for x, cols in built.leaves.items()}
+    values[list(built.leaves)[leaf]][0, 5] = bad
+    nan = np.isnan(run([Segment(1, 0, 40)], values)).reshape(4, 64).all(axis=1)
+    assert nan.tolist() == [True, leaf == 1, False, False]
 
 
 def test_scores_show_in_the_memory_report() -> None:

@@ -190,8 +190,10 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     tile = 64 if stream else 32 if few else 128 if k_chunks + v_chunks <= 32 else 64
     # Q, K tile (also Q before its transposition), V tile, scores, output (read 16 rows at a time), statistics
     q_unit, o_unit = (64 * chunks * (-(-n_rows // 8) * 8 + 1) for chunks in (k_chunks, v_chunks))
+    if stream and sources.k_types == "q8_0":
+        q_unit = max(q_unit, 64 + 192 * -(-k_chunks // 4) * m)  # kernels/attention_q8.py
     q_bytes, o_bytes = 64 * k_chunks * rows + per_task * q_unit, 64 * v_chunks * rows + per_task * o_unit
-    k_bytes = 0 if stream else 64 * k_chunks * (tile + 1)
+    k_bytes = 64 * k_chunks * m if stream else 64 * k_chunks * (tile + 1)
     v_bytes = 0 if stream or view >= 0 else 64 * v_chunks * (tile + 1)
     s_bytes = 4 * max(rows, per_task * m if stream else 0) * (tile + 16)
     at, scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, s_bytes, o_bytes, per_task * _STATS_BYTES)

@@ -318,6 +318,7 @@ def _make_splat(v, nb_type, truncate):
 
 splat_f32x16 = _make_splat(f32x16, types.float32, False)
 splat_i32x16 = _make_splat(i32x16, types.int64, True)
+splat_i8x64 = _make_splat(i8x64, types.int64, True)
 
 
 def _make_splat_load(v, elt):

@@ -2,8 +2,9 @@
 
 A task is (token, range of positions) with all heads. Rows of K and V are converted in registers and multiplied at once
 by the `m` query heads that share a KV head, several positions at a time: nothing is staged, so a long context runs at
-the speed of memory. While a tile of K is read, the same tile of V is asked for. Statistics, parts of split tasks and
-their merging are those of attention.py; f32 throughout.
+the speed of memory. While a tile of K is read, the same tile of V is asked for, and then the next tile of K, some lines
+with every step of a product: a burst of requests would be dropped. Statistics, parts of split tasks and their merging
+are those of attention.py; f32 throughout but for the scores of q8_0 rows (attention_q8.py).
 """
 
 import llvmlite.ir as ir
@@ -14,6 +15,7 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.attention import (
     CORRECTION,
     K0,
+    K_AT,
     K_CHUNKS,
     LIMIT,
     O_AT,
@@ -39,15 +41,16 @@ from ikcli.backends.cpu.kernels.attention import (
     start_rows,
 )
 from ikcli.backends.cpu.kernels.attention_few import find_slot, finish_unit, load_q, soft_max_tile
+from ikcli.backends.cpu.kernels.attention_q8 import ask, make_q8_scores, make_quantize_q
 from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work, word
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, sum_lanes
 from ikcli.native import isa
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.vec import (
-    call_llvm,
     const_vector,
     f32x16,
     half_to_f32,
+    i16x16,
     i32x16,
     ld_i32,
     llvm_type,
@@ -82,24 +85,15 @@ def _load_bf16(builder, at):
 
 
 def _load_q8_0(builder, at):
-    scale = half_to_f32(builder, builder.load(pointer(builder, at, _I16), align=1))
-    scale = splat_value(builder, f32x16, scale)
+    # Spread before conversion: a half float that goes through a general register costs more.
+    scale = splat_value(builder, i16x16, builder.load(pointer(builder, at, _I16), align=1))
+    scale = half_to_f32(builder, scale)
     out = []
     for i in (2, 18):
         codes = builder.load(pointer(builder, offset(builder, at, i), ir.VectorType(_I8, 16)), align=1)
         codes = builder.sitofp(builder.sext(codes, llvm_type(i32x16)), llvm_type(f32x16))
         out.append(builder.fmul(codes, scale))
     return out
-
-
-def _ask(builder, at, lines):
-    """Ask for cache lines from an address on; the address after them."""
-    for _ in range(lines):
-        line = pointer(builder, at, _I8)
-        args = [line, *(ir.Constant(_I32, x) for x in (0, 2, 1))]  # to be read, second level, data
-        call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), args)
-        at = offset(builder, at, 64)
-    return at
 
 
 _LOAD = {"f32": _load_f32, "f16": _load_f16, "bf16": _load_bf16, "q8_0": _load_q8_0}
@@ -109,14 +103,14 @@ _LOAD = {"f32": _load_f32, "f16": _load_f16, "bf16": _load_bf16, "q8_0": _load_q
 def make_scores(type_, m, n, q_rows, lines):
     """s[m rows][n] = Q . K of n adjacent cache rows, of which only n_left are read; Q in chunks of q_rows rows.
 
-    `lines` cache lines from `ask` on are asked for in every step.
+    `lines` cache lines from `next_` on are asked for in every step.
     """
     size, chunks = STEPS[type_]
 
     @intrinsic
-    def scores(typingctx, q, k, k_stride, n_left, n_chunks, s, s_stride, ask):
+    def scores(typingctx, q, k, k_stride, n_left, n_chunks, s, s_stride, next_):
         def codegen(context, builder, sig, args):
-            q, k, k_stride, n_left, n_chunks, s, s_stride, ask = args
+            q, k, k_stride, n_left, n_chunks, s, s_stride, next_ = args
             rows = [k]
             for j in range(1, n):
                 here = builder.icmp_signed("<", ir.Constant(_I64, j), n_left)
@@ -131,12 +125,12 @@ def make_scores(type_, m, n, q_rows, lines):
                         x = load_f32x16_at(builder, offset(builder, qt, CHUNK_ROW * (c * q_rows + i)))
                         for j in range(n):
                             out[i * n + j] = fma_f32x16(builder, x, vectors[j][c], out[i * n + j])
-                at = _ask(builder, at, lines)
+                at = ask(builder, at, lines)
                 return [offset(builder, qt, CHUNK_ROW * q_rows * chunks), offset(builder, kt, size), at, *out]
 
             zero = const_vector(f32x16, [0.0] * 16)
             count = builder.udiv(n_chunks, ir.Constant(_I64, chunks))
-            start = [q, ir.Constant(_I64, 0), ask, *[zero] * (m * n)]
+            start = [q, ir.Constant(_I64, 0), next_, *[zero] * (m * n)]
             _, _, _, *accs = loop(builder, count, start, step)
             sums = sum_lanes(builder, accs)
             for i in range(m):
@@ -157,9 +151,9 @@ def make_values(type_, m, steps, lines):
     wide = steps * chunks
 
     @intrinsic
-    def values(typingctx, p, p_stride, v, v_stride, n, o, o_stride, scale, ask):
+    def values(typingctx, p, p_stride, v, v_stride, n, o, o_stride, scale, next_):
         def codegen(context, builder, sig, args):
-            p, p_stride, v, v_stride, n, o, o_stride, scale, ask = args
+            p, p_stride, v, v_stride, n, o, o_stride, scale, next_ = args
             rows, outs, accs = [p], [o], []
             for _ in range(1, m):
                 rows.append(builder.add(rows[-1], p_stride))
@@ -176,10 +170,10 @@ def make_values(type_, m, steps, lines):
                 for i in range(m):
                     w = splat_value(builder, f32x16, load_f32x16_at(builder, builder.add(rows[i], four), _F32))
                     out += [fma_f32x16(builder, w, x[j], accs[i * wide + j]) for j in range(wide)]
-                at = _ask(builder, at, lines)
+                at = ask(builder, at, lines)
                 return [offset(builder, four, 4), builder.add(vt, v_stride), at, *out]
 
-            _, _, _, *accs = loop(builder, n, [ir.Constant(_I64, 0), v, ask, *accs], position)
+            _, _, _, *accs = loop(builder, n, [ir.Constant(_I64, 0), v, next_, *accs], position)
             for i in range(m):
                 for j in range(wide):
                     at = offset(builder, outs[i], 64 * j)
@@ -216,7 +210,10 @@ def make_flash_stream(k_type, v_type, m):
     # While K is read the same part of V is asked for, and the other way round.
     v_lines = -(-positions * v_size * k_chunks_step // (64 * v_chunks_step * rounds))
     k_lines = -(-columns * k_size // (64 * k_chunks_step * rounds))
-    dot = make_scores(k_type, at_once, positions, m, v_lines)
+    in_codes = WIDE and k_type == "q8_0"
+    quantize_q = make_quantize_q(m, positions) if in_codes else None
+    dot = (make_q8_scores(m, positions, 2 * v_lines) if in_codes
+           else make_scores(k_type, at_once, positions, m, v_lines))  # fmt: skip
     wide = make_values(v_type, at_once, columns // v_chunks_step, k_lines)
     narrow = make_values(v_type, at_once, 1, 1)
     k_bytes, v_bytes = make_part_bytes(k_type), make_part_bytes(v_type)
@@ -275,13 +272,26 @@ def make_flash_stream(k_type, v_type, m):
             o_unit = o + u * word(params, O_UNIT)
             add_values(params, v, n, p, s_stride, o_unit, unit_stats + CORRECTION, ask + u * calls * step, step)
 
+    if in_codes:
+
+        @inline
+        def stage_unit(params, token, u, heads, q, tmp):
+            load_q(params, token, u, heads, m, tmp)
+            quantize_q(tmp, word(params, K_CHUNKS), q + u * word(params, Q_UNIT))
+
+    else:
+
+        @inline
+        def stage_unit(params, token, u, heads, q, tmp):
+            load_q(params, token, u, heads, m, q + u * word(params, Q_UNIT))
+
     def flash_stream(params, ith, nth):
         n_base, units = n_base_tasks(params), word(params, UNITS)
         splits = n_splits(params, n_base, nth)
         heads, tile = word(params, UNIT_HEADS), word(params, TILE)
         q = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
         s, o, stats = q + word(params, S_AT), q + word(params, O_AT), q + word(params, STATS_AT)
-        q_unit, o_unit = word(params, Q_UNIT), word(params, O_UNIT)
+        o_unit = word(params, O_UNIT)
         while True:
             task = next_work(params, 1)
             if task >= n_base // units * splits:
@@ -296,7 +306,7 @@ def make_flash_stream(k_type, v_type, m):
             if begin >= end:
                 continue
             for u in range(units):
-                load_q(params, token, u, heads, m, q + u * q_unit)
+                stage_unit(params, token, u, heads, q, q + word(params, K_AT))
                 start_rows(stats + u * STATS_BYTES, heads, heads, position, o + u * o_unit, o_unit)
             for at in range(begin, end, tile):
                 add_tile(params, segment, at, min(tile, end - at), at + tile >= end, q, s, o, stats)

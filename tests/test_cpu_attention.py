@@ -68,9 +68,13 @@ def round_q(q: np.ndarray, scale: float) -> np.ndarray:
     return codes.astype(np.float64) * (top / np.float32(127 * 128))
 
 
+def round_bf16(x: np.ndarray) -> np.ndarray:
+    return decode(encode(x.astype(np.float32), BF16), BF16)
+
+
 def expected(run: Harness, node: Node, segments: Sequence[Segment], values: dict[Node, np.ndarray],
-             in_codes: bool = False) -> np.ndarray:  # fmt: skip
-    """The attention node in float64, from what the caches hold and the leaves; Q rounded if `in_codes`."""
+             rounding: str = "") -> np.ndarray:  # fmt: skip
+    """The attention node in float64, from what the caches hold and the leaves; `rounding`: see `how_rounded`."""
     attrs = node.attrs
     n_head, group = attrs["n_head"], attrs["n_head"] // attrs["n_head_kv"]
     out, token, kv_row = [], 0, 0
@@ -91,11 +95,17 @@ def expected(run: Harness, node: Node, segments: Sequence[Segment], values: dict
                            for p in attrs["q"]])  # fmt: skip
             k = np.hstack([head_columns(rows(p), p, h // group) for p in attrs["k"]])
             scale = np.float64(np.float32(attrs["scale"]))
-            scores = round_q(q, attrs["scale"]) @ k.T if in_codes else q @ k.T * scale
+            if rounding == "codes":
+                scores = round_q(q, attrs["scale"]) @ k.T
+            elif rounding == "pairs":
+                scores = round_bf16(q.astype(np.float32) * np.float32(attrs["scale"])) @ round_bf16(k).T
+            else:
+                scores = q @ k.T * scale
             hidden = np.arange(end)[None] > s.pos + np.arange(s.n_tokens)[:, None]
             scores[hidden] = -np.inf
             p = np.exp(scores - scores.max(axis=1, keepdims=True))
-            heads.append(p / p.sum(axis=1, keepdims=True) @ head_columns(rows(attrs["v"]), attrs["v"], h // group))
+            v = head_columns(rows(attrs["v"]), attrs["v"], h // group)
+            heads.append(p / p.sum(axis=1, keepdims=True) @ (round_bf16(v) if rounding == "pairs" else v))
         out.append(np.hstack(heads))
         token, kv_row = token + s.n_tokens, kv_row + end
     return np.vstack(out)
@@ -183,16 +193,20 @@ def check(built: Built, segments: Sequence[Segment], n_threads: int, seed: int =
     again = run(segments, values)
     np.testing.assert_array_equal(out, again)
     want = expected(run, built.node, segments, values)
-    if multiplies_codes(built):
-        assert np.abs(out - want).max() < 3e-4 * np.abs(want).max()  # q8_0 itself: about 5e-3
-        want = expected(run, built.node, segments, values, in_codes=True)
+    if rounding := how_rounded(built):
+        assert np.abs(out - want).max() < {"codes": 3e-4, "pairs": 8e-3}[rounding] * np.abs(want).max()
+        want = expected(run, built.node, segments, values, rounding)
+        tolerance = {"codes": tolerance, "pairs": 2e-3}[rounding]  # weights are rounded too
     assert np.abs(out - want).max() < tolerance * np.abs(want).max()
 
 
-def multiplies_codes(built: Built) -> bool:
-    """Whether scores are sums of integers: generation with a q8_0 K cache on machines that have the instruction."""
-    streamed = "attention_stream" in {key.module for key in built.run.program.kernels}
-    return streamed and built.node.attrs["k"][0].source.type == Q8_0 and isa.current().name == "avx512"
+def how_rounded(built: Built) -> str:
+    """What a node rounds beyond f32, depending on the machine: "codes" (Q, to 15 bits) or "pairs" (bfloat16)."""
+    kernels = {key.module for key in built.run.program.kernels}
+    if "attention_pairs" in kernels:
+        return "pairs"
+    q8_0 = built.node.attrs["k"][0].source.type == Q8_0
+    return "codes" if q8_0 and "attention_stream" in kernels and isa.current().name == "avx512" else ""
 
 
 # --- kv_store, kv_rows -----------------------------------------------------------------------------------------------
@@ -295,14 +309,32 @@ def test_generation_of_several_sequences(
     assert "attention_stream" in {key.module for key in built.run.program.kernels}
 
 
-@pytest.mark.parametrize("type_", [F16, Q8_0])
-@pytest.mark.parametrize("n_head", [1, 2, 5, 8])
+@pytest.mark.parametrize("type_", [F16, F32, Q8_0])
+@pytest.mark.parametrize("n_head", [1, 2, 5, 8, 11, 16])
 def test_generation_with_a_latent_cache(n_head: int, type_: GGMLType) -> None:
     """V lies inside the rows of K."""
     built = absorbed(n_head, type_, tokens=2, cells=900, flash=True)
     built.run.independent = True
     check(built, [Segment(1, 0, 130), Segment(1, 200, 600)], 2, n_head)
-    assert "attention_stream" in {key.module for key in built.run.program.kernels}
+    kernels = {key.module for key in built.run.program.kernels}
+    if n_head <= 8 or (type_ != Q8_0 and isa.current().name == "avx512"):
+        assert "attention_stream" in kernels
+    elif "avx512bf16" in isa.current().features:
+        assert "attention_pairs" in kernels
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("types", [(BF16, BF16), (Q8_0, Q8_0), (Q8_0, BF16)],
+                         ids=lambda t: "-".join(x.name for x in t))  # fmt: skip
+@pytest.mark.parametrize(
+    ("n_head", "n_head_kv", "width", "v_width"), [(12, 1, 64, 64), (20, 2, 96, 32), (9, 3, 32, 96)]
+)
+def test_pairs_of_bfloat16(
+    n_head: int, n_head_kv: int, width: int, v_width: int, types: tuple[GGMLType, GGMLType], tokens: int
+) -> None:
+    """Tasks of 9 to 16 rows, or of several tokens, with odd numbers of positions; V has rows of its own."""
+    built = gqa(n_head, n_head_kv, width, types, v_width=v_width, tokens=tokens, cells=400, flash=True)
+    check(built, [Segment(tokens, 10, 258)], 2)
 
 
 def test_split_positions() -> None:

@@ -14,11 +14,13 @@ from ikcli.backends.cpu.program import Lowering, Ref, Word, f32_bits
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
 from ikcli.graph import Cache, HeadSlice, Node, Rows
+from ikcli.native import isa
 from ikcli.native.kernel_cache import KernelKey
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q8_KV", "q6_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 MAX_ROWS = 96  # rows of an attention task: kernels/attention.py
 FEW_ROWS = 8  # largest task of kernels/attention_few.py
+MOST_FEW_ROWS = 16  # ... of kernels/attention_pairs.py, and of kernels/attention_stream.py with 512-bit vectors
 SCORE_TILE = 96  # positions of a tile of stored scores: kernels/attention_full.py
 _SLOTS_PER_THREAD = 4  # ... SPLITS_PER_THREAD
 _STATS_BYTES = 4 * 4 * MAX_ROWS
@@ -166,6 +168,14 @@ def _is_streamed(*parts: HeadSlice) -> bool:
     return True
 
 
+def _in_pairs(*parts: HeadSlice) -> bool:
+    """Whether products are made of pairs of bfloat16: caches that hold no more bits, machines that multiply them."""
+    return "avx512bf16" in isa.current().features and all(
+        isinstance(p.source, Cache) and _type_name(p.source.type) not in ("f32", "f16") and p.width % 32 == 0
+        for p in parts
+    )
+
+
 def _regions(*sizes: int) -> tuple[list[int], int]:
     """(offsets, total) of regions one after the other; the total keeps threads off each other's cache lines."""
     at = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
@@ -182,19 +192,25 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     heads = _unit_heads(group)
     block = 1 if low.independent else max(1, MAX_ROWS // heads)
     n_rows, units = min(block, low.max_rows[Rows.TOKENS]) * heads, n_head // heads
-    few = n_rows <= FEW_ROWS
-    rows, per_task = -(-n_rows // 16) * 16, units if few else 1
     k_chunks, v_chunks, view = _chunks(*k), _chunks(v), _view_chunk(k, v)
-    stream = n_rows == heads <= FEW_ROWS and len(k) == 1 and _is_streamed(*k, v)
+    in_pairs = 1 < n_rows <= MOST_FEW_ROWS and len(k) == 1 and _in_pairs(*k, v)
+    most = FEW_ROWS if in_pairs or sources.k_types == "q8_0" or isa.current().name != "avx512" else MOST_FEW_ROWS
+    stream = n_rows == heads <= most and len(k) == 1 and _is_streamed(*k, v)
+    pairs = in_pairs and not stream
+    few = stream or pairs or n_rows <= FEW_ROWS
+    rows, per_task = -(-n_rows // 16) * 16, units if few else 1
+    view = -1 if pairs and view % 2 else view
     m = 1 << (heads - 1).bit_length()  # rows of the kernel that streams
-    tile = 64 if stream else 32 if few else 128 if k_chunks + v_chunks <= 32 else 64
+    tile = 64 if stream or pairs else 32 if few else 128 if k_chunks + v_chunks <= 32 else 64
     # Q, K tile (also Q before its transposition), V tile, scores, output (read 16 rows at a time), statistics
     q_unit, o_unit = (64 * chunks * (-(-n_rows // 8) * 8 + 1) for chunks in (k_chunks, v_chunks))
     if stream and sources.k_types == "q8_0":
         q_unit = max(q_unit, 64 + 192 * -(-k_chunks // 4) * m)  # kernels/attention_q8.py
     q_bytes, o_bytes = 64 * k_chunks * rows + per_task * q_unit, 64 * v_chunks * rows + per_task * o_unit
     k_bytes = 64 * k_chunks * m if stream else 64 * k_chunks * (tile + 1)
-    v_bytes = 0 if stream or view >= 0 else 64 * v_chunks * (tile + 1)
+    if pairs:
+        k_bytes = max(k_bytes, 32 * v_chunks * (tile + 1))  # rows of V are staged there too
+    v_bytes = 0 if stream or (view >= 0 and not pairs) else 64 * v_chunks * (tile + 1)
     s_bytes = 4 * max(rows, per_task * m if stream else 0) * (tile + 16)
     at, scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, s_bytes, o_bytes, per_task * _STATS_BYTES)
     slot_bytes = _STATS_BYTES // 2 + 64 * v_chunks * rows
@@ -209,6 +225,8 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     types = (sources.k_types, "view" if view >= 0 else sources.v_type)
     if stream:
         key = KernelKey("attention_stream", "make_flash_stream", (sources.k_types, sources.v_type, m))
+    elif pairs:
+        key = KernelKey("attention_pairs", "make_flash_pairs", types)
     elif few:
         key = KernelKey("attention_few", "make_flash_few", types)
     else:

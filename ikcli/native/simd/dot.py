@@ -94,6 +94,18 @@ def dot_bf16(typingctx, acc, x, y):
     return f32x16(f32x16, i32x16, i32x16), codegen
 
 
+@intrinsic
+def bf16_pairs(typingctx, x, y):
+    """32 f32 as bfloat16, rounded to nearest even: those of x, then those of y. Needs avx512bf16."""
+
+    def codegen(context, builder, sig, args):
+        t = ir.VectorType(_BFloat() if llvm.llvm_version_info[0] >= 16 else _I16, 32)
+        halves = call_llvm(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", t, [args[1], args[0]])
+        return builder.bitcast(halves, llvm_type(i32x16))
+
+    return i32x16(f32x16, f32x16), codegen
+
+
 def _make_dot(acc_type, byte_type):
     @intrinsic
     def dot(typingctx, acc, u, s):
@@ -124,4 +136,4 @@ def dot_u8_bcast(typingctx, acc, u, ptr):
     return i32x16(i32x16, i8x64, types.intp), codegen
 
 
-__all__ = ["dot_bf16", "dot_u8_bcast", "dot_u8_i8", "dot_u8_i8_half", "emit_dot", "emit_dot_bf16"]
+__all__ = ["bf16_pairs", "dot_bf16", "dot_u8_bcast", "dot_u8_i8", "dot_u8_i8_half", "emit_dot", "emit_dot_bf16"]

@@ -497,6 +497,15 @@ def _make_prefetch(locality):
     return ask
 
 
+def emit_prefetch(builder, at, lines):
+    """Ask for cache lines from an address on (second level); returns the address after them."""
+    for _ in range(lines):
+        args = [pointer(builder, at, ir.IntType(8)), *(ir.Constant(_I32, x) for x in (0, 2, 1))]
+        call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), args)
+        at = builder.add(at, ir.Constant(at.type, 64))
+    return at
+
+
 prefetch = _make_prefetch(3)  # ask for the cache line at an address
 prefetch_l2 = _make_prefetch(2)  # ... but leave the first level alone
 

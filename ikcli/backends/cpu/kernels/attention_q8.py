@@ -16,9 +16,9 @@ from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_
 from ikcli.native.jit import merge
 from ikcli.native.simd.dot import dot_u8_i8, emit_dot
 from ikcli.native.simd.vec import (
-    call_llvm,
     const_vector,
     cvt_f32x16_i32,
+    emit_prefetch,
     f32x16,
     half_to_f32,
     i8x64,
@@ -51,15 +51,6 @@ _F0 = np.float32(0)
 _TOP, _TINY, _BASE = np.float32(127 * 128), np.float32(1e-20), np.float32(128)
 _BLOCK = 34
 STEP_BYTES = 192  # of a row of Q, per 64 columns
-
-
-def ask(builder, at, lines):
-    """Ask for cache lines from an address on (second level); returns the address after them."""
-    for _ in range(lines):
-        line = pointer(builder, at, _I8)
-        call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [line, *(ir.Constant(_I32, x) for x in (0, 2, 1))])
-        at = offset(builder, at, 64)
-    return at
 
 
 @merge
@@ -150,7 +141,7 @@ def make_q8_scores(m, n, lines):
                         x = emit_dot(builder, builder.shl(x, const_vector(i32x16, [7] * 16)), codes[j], low, 16)
                         acc = accs[i * n + j]
                         accs[i * n + j] = fma_f32x16(builder, builder.sitofp(x, ft), scales[j], acc)
-                at = ask(builder, at, lines)
+                at = emit_prefetch(builder, at, lines)
                 return [offset(builder, qt, STEP_BYTES * m), offset(builder, kt, 2 * _BLOCK), at, *accs]
 
             zero = const_vector(f32x16, [0.0] * 16)

@@ -41,13 +41,14 @@ from ikcli.backends.cpu.kernels.attention import (
     start_rows,
 )
 from ikcli.backends.cpu.kernels.attention_few import find_slot, finish_unit, load_q, soft_max_tile
-from ikcli.backends.cpu.kernels.attention_q8 import ask, make_q8_scores, make_quantize_q
+from ikcli.backends.cpu.kernels.attention_q8 import make_q8_scores, make_quantize_q
 from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work, word
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, sum_lanes
 from ikcli.native import isa
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.vec import (
     const_vector,
+    emit_prefetch,
     f32x16,
     half_to_f32,
     i16x16,
@@ -125,7 +126,7 @@ def make_scores(type_, m, n, q_rows, lines):
                         x = load_f32x16_at(builder, offset(builder, qt, CHUNK_ROW * (c * q_rows + i)))
                         for j in range(n):
                             out[i * n + j] = fma_f32x16(builder, x, vectors[j][c], out[i * n + j])
-                at = ask(builder, at, lines)
+                at = emit_prefetch(builder, at, lines)
                 return [offset(builder, qt, CHUNK_ROW * q_rows * chunks), offset(builder, kt, size), at, *out]
 
             zero = const_vector(f32x16, [0.0] * 16)
@@ -170,7 +171,7 @@ def make_values(type_, m, steps, lines):
                 for i in range(m):
                     w = splat_value(builder, f32x16, load_f32x16_at(builder, builder.add(rows[i], four), _F32))
                     out += [fma_f32x16(builder, w, x[j], accs[i * wide + j]) for j in range(wide)]
-                at = ask(builder, at, lines)
+                at = emit_prefetch(builder, at, lines)
                 return [offset(builder, four, 4), builder.add(vt, v_stride), at, *out]
 
             _, _, _, *accs = loop(builder, n, [ir.Constant(_I64, 0), v, next_, *accs], position)
@@ -199,11 +200,11 @@ def make_part_bytes(type_):
 
 
 def make_flash_stream(k_type, v_type, m):
-    """Parameters as make_flash_few; `m`: query heads of a KV head rounded up to a power of two, at most 8."""
+    """Parameters as make_flash_few; `m`: query heads of a KV head rounded up to a power of two, at most 16."""
     m = int(m)
-    at_once = m if WIDE else 1
-    positions = 16 // m if WIDE else 4
-    columns = min(8, 16 // m) if WIDE else 4  # 16-column chunks at once in the product with V
+    at_once = min(m, 8) if WIDE else 1
+    positions = 16 // at_once if WIDE else 4
+    columns = min(8, 16 // at_once) if WIDE else 4  # 16-column chunks at once in the product with V
     v_size, v_chunks_step = STEPS[v_type]
     k_size, k_chunks_step = STEPS[k_type]
     rounds = m // at_once

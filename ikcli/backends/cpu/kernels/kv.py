@@ -64,6 +64,11 @@ _LOAD1 = {"f32": _load1_f32, "f16": _load1_f16, "bf16": _load1_bf16}
 _GEOMETRY = {"f32": (0, 1, 4), "f16": (0, 1, 2), "bf16": (0, 1, 2), **kv_blocks.GEOMETRY}
 
 
+def make_load16(type_):
+    """load16(row, i): elements [i, i+16) as f32x16."""
+    return _LOAD16[type_]
+
+
 def make_load_tail(type_):
     """load_tail(dst, row, i, n): fewer than 16 elements as f32; slices of block types have none."""
     if type_ not in _LOAD1:

@@ -337,6 +337,22 @@ def test_pairs_of_bfloat16(
     check(built, [Segment(tokens, 10, 258)], 2)
 
 
+@pytest.mark.parametrize(("n_head", "n_head_kv", "type_"), [(16, 4, Q8_0), (12, 1, Q8_0), (16, 1, F16)])
+def test_other_sequences_change_no_bits(n_head: int, n_head_kv: int, type_: GGMLType, rng: np.random.Generator) -> None:
+    """A token of an independent program alone and next to others."""
+    built = gqa(n_head, n_head_kv, 64, (type_, type_), tokens=3, cells=900, flash=True)
+    built.run.independent = True
+    run = built.run.compile(built.node, 2)
+    for cache in built.stores:
+        run.caches[cache][:] = encode(rng.standard_normal((900, cache.cols)), cache.type)
+    segments = [Segment(1, 0, 62), Segment(1, 100, 300), Segment(1, 500, 333)]
+    values = {x: rng.standard_normal((3, cols), dtype=np.float32) for x, cols in built.leaves.items()}
+    out = run(segments, values)
+    for i, segment in enumerate(segments):
+        alone = run([segment], {x: rows[i : i + 1] for x, rows in values.items()})
+        np.testing.assert_array_equal(alone[0], out[i])
+
+
 def test_split_positions() -> None:
     """Long caches are split over positions: parts of unequal length, and sequences too short to split."""
     built = gqa(4, 1, 64, (F16, F16), tokens=3, cells=3000, flash=True)

@@ -143,8 +143,11 @@ CASES = [
     Case("decode gqa 16/4x128 @4096 q8_0", "gqa", 16, 4, 1, 4096, GGMLType.Q8_0),
     Case("decode mha 16x128 @4096", "gqa", 16, 16, 1, 4096),
     Case("decode gqa 32/8x128 @32768", "gqa", 32, 8, 1, 32768),
+    Case("decode gqa 32/8x128 @32768 q8_0", "gqa", 32, 8, 1, 32768, GGMLType.Q8_0),
     Case("decode mla 16x576/512 @4096", "absorbed", 16, 1, 1, 4096),
     Case("decode mla 16x576/512 @4096 q8_0", "absorbed", 16, 1, 1, 4096, GGMLType.Q8_0),
+    Case("decode mla 16x576/512 @16384", "absorbed", 16, 1, 1, 16384),
+    Case("decode mla 16x576/512 @16384 q8_0", "absorbed", 16, 1, 1, 16384, GGMLType.Q8_0),
     Case("decode mla 128x576/512 @4096", "absorbed", 128, 1, 1, 4096),
 ]
 

@@ -20,6 +20,7 @@ from ikcli.native.kernel_cache import KernelKey
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q8_KV", "q6_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 MAX_ROWS = 144  # rows of an attention task: kernels/attention.py
 FEW_ROWS = 8  # largest task of kernels/attention_few.py
+MOST_FEW_ROWS = 16  # ... of attention_few_pairs.py, and of attention_stream.py with 512-bit vectors
 SCORE_TILE = 96  # positions of a tile of stored scores: kernels/attention_full.py
 _SLOTS_PER_THREAD = 4  # ... SPLITS_PER_THREAD
 _STATS_BYTES = 4 * 4 * MAX_ROWS
@@ -167,13 +168,21 @@ def _is_streamed(*parts: HeadSlice) -> bool:
     return True
 
 
-def _fits_bf16(k: Sequence[HeadSlice], v: HeadSlice) -> bool:
-    """Whether rounding to bfloat16 costs nothing worth mentioning: no part is read from a cache of more precision.
+def _fits_pairs(k: Sequence[HeadSlice], v: HeadSlice) -> bool:
+    """Whether kernels/attention_pairs.py loses nothing worth mentioning: no cache holds more than bfloat16 does.
 
     Rows computed from the cache, in f32, are as precise as what they are computed from.
     """
     types = {p.source.type for p in (*k, v) if isinstance(p.source, Cache)}
     return "avx512bf16" in isa.current().features and bool(types) and types.isdisjoint((GGMLType.F32, GGMLType.F16))
+
+
+def _most_streamed(k: Sequence[HeadSlice], v: HeadSlice) -> int:
+    """Heads per KV head up to which the kernel for one token is used."""
+    if len(k) > 1 or not _is_streamed(*k, v):
+        return 0
+    wide = isa.current().name == "avx512" and k[0].source.type != GGMLType.Q8_0 and not _fits_pairs(k, v)
+    return MOST_FEW_ROWS if wide else FEW_ROWS
 
 
 def _regions(*sizes: int) -> tuple[list[int], int]:
@@ -192,17 +201,21 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     heads = _unit_heads(group)
     block = 1 if low.independent else max(1, MAX_ROWS // heads)
     n_rows, units = min(block, low.max_rows[Rows.TOKENS]) * heads, n_head // heads
-    few = n_rows <= FEW_ROWS
-    rows, per_task = -(-n_rows // 16) * 16, units if few else 1
     k_chunks, v_chunks, view = _chunks(*k), _chunks(v), _view_chunk(k, v)
-    stream = n_rows == heads <= FEW_ROWS and len(k) == 1 and _is_streamed(*k, v)
+    stream = n_rows == heads <= _most_streamed(k, v)
+    pairs = not stream and n_rows > 1 and _fits_pairs(k, v)
+    few = stream or n_rows <= (MOST_FEW_ROWS if pairs else FEW_ROWS)
+    if pairs and few and (len(k) > 1 or k_chunks % 2 or v_chunks % 2):
+        pairs, few = n_rows > FEW_ROWS, n_rows <= FEW_ROWS  # there are no pairs of such columns for few rows
+    rows, per_task = -(-n_rows // 16) * 16, units if few else 1
     m = 1 << (heads - 1).bit_length()  # rows of the kernel that streams
-    pairs = not few and _fits_bf16(k, v)
-    tile = 64 if stream else 32 if few else 128 if k_chunks + v_chunks <= 32 else 64
+    tile = 64 if stream or (few and pairs) else 32 if few else 128 if k_chunks + v_chunks <= 32 else 64
     # Q, K tile (also Q before its transposition), V tile, scores, output (read 16 rows at a time), statistics
     q_unit, o_unit = (64 * chunks * (-(-n_rows // 8) * 8 + 1) for chunks in (k_chunks, v_chunks))
+    if stream and sources.k_types == "q8_0":
+        q_unit = max(q_unit, 64 + 192 * -(-k_chunks // 4) * m)  # kernels/attention_q8.py
     q_bytes, o_bytes = 64 * k_chunks * rows + per_task * q_unit, 64 * v_chunks * rows + per_task * o_unit
-    k_bytes = 0 if stream else 64 * k_chunks * (tile + 1)
+    k_bytes = 64 * k_chunks * m if stream else 64 * k_chunks * (tile + 1)
     v_bytes = 0 if stream or view >= 0 else 64 * v_chunks * (tile + 1)
     if pairs:  # K in pairs of columns, two rows of f32, scales of K and Q; V in pairs of positions
         k_bytes = 64 * ((k_chunks + 1) // 2) * (tile + 1) + 2 * 64 * max(k_chunks, v_chunks) + 4 * tile + 4 * rows
@@ -221,6 +234,8 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     types = (sources.k_types, "view" if view >= 0 else sources.v_type)
     if stream:
         key = KernelKey("attention_stream", "make_flash_stream", (sources.k_types, sources.v_type, m))
+    elif few and pairs:
+        key = KernelKey("attention_few_pairs", "make_flash_few_pairs", types)
     elif few:
         key = KernelKey("attention_few", "make_flash_few", types)
     elif pairs:

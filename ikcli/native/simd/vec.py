@@ -324,6 +324,7 @@ def _make_splat(v, nb_type, truncate):
 
 splat_f32x16 = _make_splat(f32x16, types.float32, False)
 splat_i32x16 = _make_splat(i32x16, types.int64, True)
+splat_i8x64 = _make_splat(i8x64, types.int64, True)
 
 
 def _make_splat_load(v, elt):
@@ -501,6 +502,15 @@ def _make_prefetch(locality):
         return types.void(types.intp), codegen
 
     return ask
+
+
+def emit_prefetch(builder, at, lines):
+    """Ask for cache lines from an address on (second level); returns the address after them."""
+    for _ in range(lines):
+        args = [pointer(builder, at, ir.IntType(8)), *(ir.Constant(_I32, x) for x in (0, 2, 1))]
+        call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), args)
+        at = builder.add(at, ir.Constant(at.type, 64))
+    return at
 
 
 prefetch = _make_prefetch(3)  # ask for the cache line at an address

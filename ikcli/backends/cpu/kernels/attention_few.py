@@ -51,16 +51,17 @@ from ikcli.backends.cpu.kernels.attention import (
     tile_chunk,
 )
 from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work, word
-from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, sum_lanes, transpose16
+from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, KINDS, load_f32x16_at, loop, offset, sum_lanes, transpose16
 from ikcli.native import isa
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.math import vexp_fast
 from ikcli.native.simd.vec import (
-    const_vector,
     f32x16,
+    i32x16,
     lane_index,
     ld_f32,
     ld_i32,
+    llvm_type,
     load_f32x16,
     pointer,
     reduce_add,
@@ -87,8 +88,10 @@ ROWS = 4 if WIDE else 1  # rows of a block; tasks of one row use blocks of one
 ONE_ROW_POSITIONS = 16 if WIDE else 4
 
 
-def make_dot_block(m, n):
-    """s[m rows][n positions] = Q K^T: both as chunks, m * n <= 16 a power of two."""
+def make_dot_block(m, n, kind="f32"):
+    """s[m rows][n positions] = Q K^T: both as chunks (of 32 columns if in pairs), m * n <= 16 a power of two."""
+    type_, _, sum_type, multiply = KINDS[kind]
+    operand = llvm_type(type_)
 
     @intrinsic
     def dot_block(typingctx, q, q_chunk, k, k_chunk, n_chunks, s, s_stride):
@@ -97,16 +100,18 @@ def make_dot_block(m, n):
 
             def chunk(state):
                 qt, kt, *accs = state
-                rows = [load_f32x16_at(builder, offset(builder, qt, CHUNK_ROW * i)) for i in range(m)]
+                rows = [load_f32x16_at(builder, offset(builder, qt, CHUNK_ROW * i), operand) for i in range(m)]
                 out = [None] * (m * n)
                 for j in range(n):
-                    x = load_f32x16_at(builder, offset(builder, kt, CHUNK_ROW * j))
+                    x = load_f32x16_at(builder, offset(builder, kt, CHUNK_ROW * j), operand)
                     for i in range(m):
-                        out[i * n + j] = fma_f32x16(builder, rows[i], x, accs[i * n + j])
+                        out[i * n + j] = multiply(builder, accs[i * n + j], rows[i], x)
                 return [builder.add(qt, q_chunk), builder.add(kt, k_chunk), *out]
 
-            zero = const_vector(f32x16, [0.0] * 16)
+            zero = ir.Constant(llvm_type(sum_type), None)
             _, _, *accs = loop(builder, n_chunks, [q, k, *[zero] * (m * n)], chunk)
+            if sum_type is i32x16:
+                accs = [builder.sitofp(x, llvm_type(f32x16)) for x in accs]
             sums = sum_lanes(builder, accs)
             for i in range(m):
                 pick = ir.Constant(ir.VectorType(_I32, n), [i * n + j for j in range(n)])
@@ -120,8 +125,10 @@ def make_dot_block(m, n):
     return dot_block
 
 
-def make_values_block(m, n):
-    """o[m rows][n chunks] = o * scale[row] + P V over n_positions >= 1."""
+def make_values_block(m, n, kind="f32"):
+    """o[m rows][n chunks] = o * scale[row] + P V over n_positions >= 1 (or pairs of them)."""
+    type_, weight, _, multiply = KINDS[kind]
+    operand = llvm_type(type_)
 
     @intrinsic
     def values_block(typingctx, p, p_stride, v, v_chunk, n_positions, o, o_stride, scale):
@@ -141,11 +148,12 @@ def make_values_block(m, n):
 
             def position(state):
                 four, sixty_four, *accs = state
-                x = [load_f32x16_at(builder, builder.add(c, sixty_four)) for c in chunks]
+                x = [load_f32x16_at(builder, builder.add(c, sixty_four), operand) for c in chunks]
                 out = []
                 for i in range(m):
-                    w = splat_value(builder, f32x16, load_f32x16_at(builder, builder.add(rows[i], four), _F32))
-                    out += [fma_f32x16(builder, w, x[j], accs[i * n + j]) for j in range(n)]
+                    w = load_f32x16_at(builder, builder.add(rows[i], four), weight)
+                    w = splat_value(builder, type_, w)
+                    out += [multiply(builder, accs[i * n + j], w, x[j]) for j in range(n)]
                 return [offset(builder, four, 4), offset(builder, sixty_four, 64), *out]
 
             start = ir.Constant(p.type, 0)

@@ -35,7 +35,7 @@ from ikcli.native.simd.dot import dot_bf16, store_bf16_pairs, store_i16x32
 from ikcli.native.simd.math import vexp_fast
 from ikcli.native.simd.vec import (
     bcast_f32x16,
-    cvt_f32x16_i32,
+    bits_f32x16_i32,
     cvt_i32x16_f32,
     ld_i32,
     load_f32x16,
@@ -54,7 +54,6 @@ from ikcli.native.simd.vec import (
     vmax_fast,
     vmul,
     vor,
-    vround_even,
     vshl,
     vsqrt,
     vsub,
@@ -64,6 +63,7 @@ from ikcli.native.simd.vec import (
 _ONES = 0x3F803F80  # a pair of bfloat16
 _NORM = np.float32(32700)  # of rows of integers, before rounding
 _TINY = np.float32(1e-37)
+_ROUND = np.float32(1.5 * 2**23)
 _F0, _F1 = np.float32(0.0), np.float32(1.0)
 
 
@@ -107,7 +107,8 @@ def clear(x, n):
 # --- Q ---------------------------------------------------------------------------------------------------------------
 @inline
 def rounded(x, factor):
-    return cvt_f32x16_i32(vround_even(vmul(x, factor)))
+    """x * factor to the nearest integer, even in a tie, in the lower 16 bits of each lane."""
+    return bits_f32x16_i32(vfma(x, factor, splat_f32x16(_ROUND)))
 
 
 @inline
@@ -136,14 +137,32 @@ def pack_q_pairs(params, token, unit, rows, q, k):
 
 # --- staging ---------------------------------------------------------------------------------------------------------
 @inline
-def store_k_row(dst, chunk_bytes, x, chunks, scale):
-    """A row of f32 chunks as chunks of 32 columns; its scale goes to `scale`."""
+def row_norm(x, stride, chunks):
+    """Sum of the squares of a row of chunks."""
     total = zero_f32x16()
     for c in range(chunks):
-        total = vfma(load_f32x16(x + 64 * c), load_f32x16(x + 64 * c), total)
-    norm = reduce_add(total)
-    factor = _NORM / np.float32(math.sqrt(norm + _TINY))
-    st_f32(scale, _F1 / factor + _F0 * norm)
+        total = vfma(load_f32x16(x + c * stride), load_f32x16(x + c * stride), total)
+    return reduce_add(total)
+
+
+@inline
+def row_factor(norm):
+    """What a row is multiplied with before rounding."""
+    return _NORM / np.float32(math.sqrt(norm + _TINY))
+
+
+@inline
+def row_scale(norm, factor):
+    """What its sums are multiplied with; NaN for a row that is not finite."""
+    return _F1 / factor + _F0 * norm
+
+
+@inline
+def store_k_row(dst, chunk_bytes, x, chunks, scale):
+    """A row of f32 chunks as chunks of 32 columns; its scale goes to `scale`."""
+    norm = row_norm(x, 64, chunks)
+    factor = row_factor(norm)
+    st_f32(scale, row_scale(norm, factor))
     wide = splat_f32x16(factor)
     for c in range(0, chunks, 2):
         upper = load_f32x16(x + 64 * c + 64) if c + 1 < chunks else zero_f32x16()
@@ -212,6 +231,29 @@ def make_stage_v_pairs(v_type):
     return stage
 
 
+def make_stage_pairs(k_types, v_type):
+    """stage(params, segment, kv_head, k, v, position, n): both tiles; returns the address of V."""
+    view = v_type == "view"
+    stage_k = make_stage_k_pairs(k_types, view)
+    if view:
+
+        @merge
+        def stage_row(params, segment, kv_head, k, v, position, n):
+            stage_k(params, segment, kv_head, k, v, position, n)
+            return v
+
+        return stage_row
+    stage_v = make_stage_v_pairs(v_type)
+
+    @merge
+    def stage(params, segment, kv_head, k, v, position, n):
+        stage_k(params, segment, kv_head, k, v, position, n)
+        stage_v(params, segment, kv_head, k, v, position, n)
+        return v
+
+    return stage
+
+
 # --- soft-max --------------------------------------------------------------------------------------------------------
 @inline
 def scaled_score(s, q_scale, k_scale):
@@ -268,25 +310,8 @@ def soft_max_pairs(s, stride, n, tile, stats, q_scale, k_scale):
 # --- kernel ----------------------------------------------------------------------------------------------------------
 def make_flash_pairs(k_types, v_type):
     """As make_flash_attn; behind K's tile there is room for two rows of f32 and the scales."""
-    view = v_type == "view"
-    stage_k = make_stage_k_pairs(k_types, view)
+    stage = make_stage_pairs(k_types, v_type)
     rows_product, columns_product = make_rows_product(False, "i16"), make_columns_product("bf16")
-
-    if view:
-
-        @merge
-        def stage(params, segment, kv_head, k, v, position, n):
-            stage_k(params, segment, kv_head, k, v, position, n)
-            return v
-
-    else:
-        stage_v = make_stage_v_pairs(v_type)
-
-        @merge
-        def stage(params, segment, kv_head, k, v, position, n):
-            stage_k(params, segment, kv_head, k, v, position, n)
-            stage_v(params, segment, kv_head, k, v, position, n)
-            return v
 
     @merge
     def attend(params, q, k, v, s, o, stats, rows, n, tile):

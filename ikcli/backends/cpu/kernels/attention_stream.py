@@ -2,8 +2,9 @@
 
 A task is (token, range of positions) with all heads. Rows of K and V are converted in registers and multiplied at once
 by the `m` query heads that share a KV head, several positions at a time: nothing is staged, so a long context runs at
-the speed of memory. While a tile of K is read, the same tile of V is asked for. Statistics, parts of split tasks and
-their merging are those of attention.py; f32 throughout.
+the speed of memory. While a tile of K is read, the same tile of V is asked for, and then the next tile of K, some lines
+with every step of a product: a burst of requests would be dropped. Statistics, parts of split tasks and their merging
+are those of attention.py; f32 throughout but for the scores of q8_0 rows (attention_q8.py).
 """
 
 import llvmlite.ir as ir
@@ -14,6 +15,7 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.attention import (
     CORRECTION,
     K0,
+    K_AT,
     K_CHUNKS,
     LIMIT,
     O_AT,
@@ -39,19 +41,21 @@ from ikcli.backends.cpu.kernels.attention import (
     start_rows,
 )
 from ikcli.backends.cpu.kernels.attention_few import find_slot, finish_unit, load_q, soft_max_tile
+from ikcli.backends.cpu.kernels.attention_q8 import make_q8_scores, make_quantize_q
 from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work, word
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, sum_lanes
 from ikcli.native import isa
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.vec import (
     const_vector,
+    emit_prefetch,
     f32x16,
     half_to_f32,
+    i16x16,
     i32x16,
     ld_i32,
     llvm_type,
     pointer,
-    prefetch_l2,
     splat_value,
     st_f32,
 )
@@ -82,8 +86,9 @@ def _load_bf16(builder, at):
 
 
 def _load_q8_0(builder, at):
-    scale = half_to_f32(builder, builder.load(pointer(builder, at, _I16), align=1))
-    scale = splat_value(builder, f32x16, scale)
+    # Spread before conversion: a half float that goes through a general register costs more.
+    scale = splat_value(builder, i16x16, builder.load(pointer(builder, at, _I16), align=1))
+    scale = half_to_f32(builder, scale)
     out = []
     for i in (2, 18):
         codes = builder.load(pointer(builder, offset(builder, at, i), ir.VectorType(_I8, 16)), align=1)
@@ -96,21 +101,24 @@ _LOAD = {"f32": _load_f32, "f16": _load_f16, "bf16": _load_bf16, "q8_0": _load_q
 
 
 # --- products --------------------------------------------------------------------------------------------------------
-def make_scores(type_, m, n, q_rows):
-    """s[m rows][n] = Q . K of n adjacent cache rows, of which only n_left are read; Q in chunks of q_rows rows."""
+def make_scores(type_, m, n, q_rows, lines):
+    """s[m rows][n] = Q . K of n adjacent cache rows, of which only n_left are read; Q in chunks of q_rows rows.
+
+    `lines` cache lines from `next_` on are asked for in every step.
+    """
     size, chunks = STEPS[type_]
 
     @intrinsic
-    def scores(typingctx, q, k, k_stride, n_left, n_chunks, s, s_stride):
+    def scores(typingctx, q, k, k_stride, n_left, n_chunks, s, s_stride, next_):
         def codegen(context, builder, sig, args):
-            q, k, k_stride, n_left, n_chunks, s, s_stride = args
+            q, k, k_stride, n_left, n_chunks, s, s_stride, next_ = args
             rows = [k]
             for j in range(1, n):
                 here = builder.icmp_signed("<", ir.Constant(_I64, j), n_left)
                 rows.append(builder.add(rows[-1], builder.select(here, k_stride, ir.Constant(_I64, 0))))
 
             def step(state):
-                qt, kt, *accs = state
+                qt, kt, at, *accs = state
                 out = list(accs)
                 vectors = [_LOAD[type_](builder, builder.add(row, kt)) for row in rows]
                 for c in range(chunks):
@@ -118,11 +126,13 @@ def make_scores(type_, m, n, q_rows):
                         x = load_f32x16_at(builder, offset(builder, qt, CHUNK_ROW * (c * q_rows + i)))
                         for j in range(n):
                             out[i * n + j] = fma_f32x16(builder, x, vectors[j][c], out[i * n + j])
-                return [offset(builder, qt, CHUNK_ROW * q_rows * chunks), offset(builder, kt, size), *out]
+                at = emit_prefetch(builder, at, lines)
+                return [offset(builder, qt, CHUNK_ROW * q_rows * chunks), offset(builder, kt, size), at, *out]
 
             zero = const_vector(f32x16, [0.0] * 16)
             count = builder.udiv(n_chunks, ir.Constant(_I64, chunks))
-            _, _, *accs = loop(builder, count, [q, ir.Constant(_I64, 0), *[zero] * (m * n)], step)
+            start = [q, ir.Constant(_I64, 0), next_, *[zero] * (m * n)]
+            _, _, _, *accs = loop(builder, count, start, step)
             sums = sum_lanes(builder, accs)
             for i in range(m):
                 pick = ir.Constant(ir.VectorType(_I32, n), [i * n + j for j in range(n)])
@@ -131,20 +141,20 @@ def make_scores(type_, m, n, q_rows):
                 s = builder.add(s, s_stride)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 7), codegen
+        return types.void(*[types.intp] * 8), codegen
 
     return scores
 
 
-def make_values(type_, m, steps):
-    """o[m rows][`steps` column steps] = o * scale[row] + P V over n >= 1 cache rows."""
+def make_values(type_, m, steps, lines):
+    """o[m rows][`steps` column steps] = o * scale[row] + P V over n >= 1 cache rows; asks for `lines` per row."""
     size, chunks = STEPS[type_]
     wide = steps * chunks
 
     @intrinsic
-    def values(typingctx, p, p_stride, v, v_stride, n, o, o_stride, scale):
+    def values(typingctx, p, p_stride, v, v_stride, n, o, o_stride, scale, next_):
         def codegen(context, builder, sig, args):
-            p, p_stride, v, v_stride, n, o, o_stride, scale = args
+            p, p_stride, v, v_stride, n, o, o_stride, scale, next_ = args
             rows, outs, accs = [p], [o], []
             for _ in range(1, m):
                 rows.append(builder.add(rows[-1], p_stride))
@@ -155,22 +165,23 @@ def make_values(type_, m, steps):
                          for j in range(wide)]  # fmt: skip
 
             def position(state):
-                four, vt, *accs = state
+                four, vt, at, *accs = state
                 x = [vec for step in range(steps) for vec in _LOAD[type_](builder, offset(builder, vt, size * step))]
                 out = []
                 for i in range(m):
                     w = splat_value(builder, f32x16, load_f32x16_at(builder, builder.add(rows[i], four), _F32))
                     out += [fma_f32x16(builder, w, x[j], accs[i * wide + j]) for j in range(wide)]
-                return [offset(builder, four, 4), builder.add(vt, v_stride), *out]
+                at = emit_prefetch(builder, at, lines)
+                return [offset(builder, four, 4), builder.add(vt, v_stride), at, *out]
 
-            _, _, *accs = loop(builder, n, [ir.Constant(_I64, 0), v, *accs], position)
+            _, _, _, *accs = loop(builder, n, [ir.Constant(_I64, 0), v, next_, *accs], position)
             for i in range(m):
                 for j in range(wide):
                     at = offset(builder, outs[i], 64 * j)
                     builder.store(accs[i * wide + j], pointer(builder, at, accs[0].type), align=1)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 8), codegen
+        return types.void(*[types.intp] * 9), codegen
 
     return values
 
@@ -189,43 +200,43 @@ def make_part_bytes(type_):
 
 
 def make_flash_stream(k_type, v_type, m):
-    """Parameters as make_flash_few; `m`: query heads of a KV head rounded up to a power of two, at most 8."""
+    """Parameters as make_flash_few; `m`: query heads of a KV head rounded up to a power of two, at most 16."""
     m = int(m)
-    at_once = m if WIDE else 1
-    positions = 16 // m if WIDE else 4
-    columns = min(8, 16 // m) if WIDE else 4  # 16-column chunks at once in the product with V
+    at_once = min(m, 8) if WIDE else 1
+    positions = 16 // at_once if WIDE else 4
+    columns = min(8, 16 // at_once) if WIDE else 4  # 16-column chunks at once in the product with V
     v_size, v_chunks_step = STEPS[v_type]
-    dot = make_scores(k_type, at_once, positions, m)
-    wide, narrow = make_values(v_type, at_once, columns // v_chunks_step), make_values(v_type, at_once, 1)
+    k_size, k_chunks_step = STEPS[k_type]
+    rounds = m // at_once
+    # While K is read the same part of V is asked for, and the other way round.
+    v_lines = -(-positions * v_size * k_chunks_step // (64 * v_chunks_step * rounds))
+    k_lines = -(-columns * k_size // (64 * k_chunks_step * rounds))
+    in_codes = WIDE and k_type == "q8_0"
+    quantize_q = make_quantize_q(m, positions) if in_codes else None
+    dot = (make_q8_scores(m, positions, 2 * v_lines) if in_codes
+           else make_scores(k_type, at_once, positions, m, v_lines))  # fmt: skip
+    wide = make_values(v_type, at_once, columns // v_chunks_step, k_lines)
+    narrow = make_values(v_type, at_once, 1, 1)
     k_bytes, v_bytes = make_part_bytes(k_type), make_part_bytes(v_type)
-
-    @inline
-    def ask(at, stride, n, n_bytes):
-        """Ask for n_bytes of n rows."""
-        for _ in range(n):
-            for line in range(at, at + n_bytes, 64):
-                prefetch_l2(line)
-            at += stride
 
     @merge
     def tile_scores(params, segment, position, n, q, s, s_stride):
         """s[unit][row][n] of the positions from `position` on; their rows of V are asked for meanwhile."""
         k_stride, v_stride = word(params, K0 + PART_ROW_BYTES), word(params, V0 + PART_ROW_BYTES)
         units, n_chunks = word(params, UNITS), word(params, K_CHUNKS)
-        v = v_bytes(params, V0, segment, 0)
-        n_bytes = v_bytes(params, V0, segment, units) - v
-        v += position * v_stride
+        v = v_bytes(params, V0, segment, 0) + position * v_stride
+        step = positions * v_stride // (units * rounds)
         for t in range(0, n, positions):
-            ask(v + t * v_stride, v_stride, min(positions, n - t), n_bytes)
             for u in range(units):
                 k = k_bytes(params, K0, segment, u) + (position + t) * k_stride
                 for r in range(0, m, at_once):
                     dot(q + u * word(params, Q_UNIT) + CHUNK_ROW * r, k, k_stride, n - t, n_chunks,
-                        s + (u * m + r) * s_stride + 4 * t, s_stride)  # fmt: skip
+                        s + (u * m + r) * s_stride + 4 * t, s_stride, v)  # fmt: skip
+                    v += step
 
     @merge
-    def add_values(params, v, n, p, p_stride, o, scale):
-        """o[row][column] of one unit = o * scale + P V."""
+    def add_values(params, v, n, p, p_stride, o, scale, ask, step):
+        """o[row][column] of one unit = o * scale + P V; asks for what comes next."""
         v_stride, chunks = word(params, V0 + PART_ROW_BYTES), word(params, V_COLS) >> 4
         c = 0
         while c < chunks:
@@ -233,19 +244,25 @@ def make_flash_stream(k_type, v_type, m):
             for r in range(0, m, at_once):
                 at = o + 64 * (r * chunks + c)
                 if full:
-                    wide(p + r * p_stride, p_stride, v, v_stride, n, at, 64 * chunks, scale + 4 * r)
+                    wide(p + r * p_stride, p_stride, v, v_stride, n, at, 64 * chunks, scale + 4 * r, ask)
                 else:
-                    narrow(p + r * p_stride, p_stride, v, v_stride, n, at, 64 * chunks, scale + 4 * r)
-            step = columns if full else v_chunks_step
-            c += step
-            v += step // v_chunks_step * v_size
+                    narrow(p + r * p_stride, p_stride, v, v_stride, n, at, 64 * chunks, scale + 4 * r, ask)
+                ask += step
+            width = columns if full else v_chunks_step
+            c += width
+            v += width // v_chunks_step * v_size
 
     @merge
-    def add_tile(params, segment, position, n, q, s, o, stats):
-        """All units with n positions from `position` on."""
+    def add_tile(params, segment, position, n, last, q, s, o, stats):
+        """All units with n positions from `position` on; unless it is the last, the next tile of K is asked for."""
         rows, s_stride = word(params, UNIT_HEADS), 4 * (word(params, TILE) + 16)
+        units, k_stride = word(params, UNITS), word(params, K0 + PART_ROW_BYTES)
         tile_scores(params, segment, position, n, q, s, s_stride)
-        for u in range(word(params, UNITS)):
+        calls = (word(params, V_COLS) // 16 + columns - 1) // columns * rounds
+        ask, step = s, 0
+        if not last:
+            ask, step = k_bytes(params, K0, segment, 0) + (position + n) * k_stride, n * k_stride // (units * calls)
+        for u in range(units):
             p, unit_stats = s + u * m * s_stride, stats + u * STATS_BYTES
             for r in range(rows):
                 seen = max(0, min(n, ld_i32(unit_stats + LIMIT + 4 * r) - position))
@@ -253,7 +270,21 @@ def make_flash_stream(k_type, v_type, m):
             for r in range(rows, m):
                 st_f32(unit_stats + CORRECTION + 4 * r, _F1)
             v = v_bytes(params, V0, segment, u) + position * word(params, V0 + PART_ROW_BYTES)
-            add_values(params, v, n, p, s_stride, o + u * word(params, O_UNIT), unit_stats + CORRECTION)
+            o_unit = o + u * word(params, O_UNIT)
+            add_values(params, v, n, p, s_stride, o_unit, unit_stats + CORRECTION, ask + u * calls * step, step)
+
+    if in_codes:
+
+        @inline
+        def stage_unit(params, token, u, heads, q, tmp):
+            load_q(params, token, u, heads, m, tmp)
+            quantize_q(tmp, word(params, K_CHUNKS), q + u * word(params, Q_UNIT))
+
+    else:
+
+        @inline
+        def stage_unit(params, token, u, heads, q, tmp):
+            load_q(params, token, u, heads, m, q + u * word(params, Q_UNIT))
 
     def flash_stream(params, ith, nth):
         n_base, units = n_base_tasks(params), word(params, UNITS)
@@ -261,7 +292,7 @@ def make_flash_stream(k_type, v_type, m):
         heads, tile = word(params, UNIT_HEADS), word(params, TILE)
         q = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
         s, o, stats = q + word(params, S_AT), q + word(params, O_AT), q + word(params, STATS_AT)
-        q_unit, o_unit = word(params, Q_UNIT), word(params, O_UNIT)
+        o_unit = word(params, O_UNIT)
         while True:
             task = next_work(params, 1)
             if task >= n_base // units * splits:
@@ -276,10 +307,10 @@ def make_flash_stream(k_type, v_type, m):
             if begin >= end:
                 continue
             for u in range(units):
-                load_q(params, token, u, heads, m, q + u * q_unit)
+                stage_unit(params, token, u, heads, q, q + word(params, K_AT))
                 start_rows(stats + u * STATS_BYTES, heads, heads, position, o + u * o_unit, o_unit)
             for at in range(begin, end, tile):
-                add_tile(params, segment, at, min(tile, end - at), q, s, o, stats)
+                add_tile(params, segment, at, min(tile, end - at), at + tile >= end, q, s, o, stats)
             for u in range(units):
                 slot = find_slot(params, (base + u) * splits + task % splits) if length < position + 1 else 0
                 finish_unit(params, token, u, heads, o + u * o_unit, stats + u * STATS_BYTES, slot)

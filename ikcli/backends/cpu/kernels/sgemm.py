@@ -92,7 +92,7 @@ def _fold(builder, a, b, low, half):
 
 
 # kind: (lanes of A and B, element of A, lanes of C, acc + a * b)
-_KINDS = {
+KINDS = {
     "f32": (f32x16, _F32, f32x16, lambda builder, acc, a, b: fma_f32x16(builder, a, b, acc)),
     "bf16": (i32x16, _I32, f32x16, emit_dot_bf16),
     "i16": (i32x16, _I32, i32x16, emit_dot_i16),
@@ -101,7 +101,7 @@ _KINDS = {
 
 def _step(builder, a, a_stride, b, accs, m, nv, kind):
     """One k: accs[i][v] += A[i] * B[v]."""
-    type_, element, _, multiply = _KINDS[kind]
+    type_, element, _, multiply = KINDS[kind]
     rows = [load_f32x16_at(builder, offset(builder, b, 64 * v), llvm_type(type_)) for v in range(nv)]
     out = []
     for i in range(m):
@@ -135,7 +135,7 @@ def make_rows_block(m, nv, accumulate, kind):
             if accumulate:
                 start = _load_block(builder, c, c_stride, m, nv)
             else:
-                start = [ir.Constant(llvm_type(_KINDS[kind][2]), None)] * (m * nv)
+                start = [ir.Constant(llvm_type(KINDS[kind][2]), None)] * (m * nv)
 
             def four_columns(state):
                 at, bt, *accs = state

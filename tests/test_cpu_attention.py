@@ -73,7 +73,7 @@ def to_i16(x: np.ndarray) -> np.ndarray:
 
 
 def to_codes(x: np.ndarray) -> np.ndarray:
-    """Rows rounded to 15 bits with one scale: what is multiplied with a q8_0 cache. In float32, for the sake of ties."""
+    """Rows rounded to 15 bits with one scale: the factor of a q8_0 cache. In float32, for the sake of ties."""
     x = x.astype(np.float32)
     top = np.abs(x).max(axis=1, keepdims=True)
     codes = np.rint(x * (np.float32(127 * 128) / top))

@@ -177,11 +177,11 @@ def _fits_pairs(k: Sequence[HeadSlice], v: HeadSlice) -> bool:
     return "avx512bf16" in isa.current().features and bool(types) and types.isdisjoint((GGMLType.F32, GGMLType.F16))
 
 
-def _most_streamed(k: Sequence[HeadSlice], v: HeadSlice) -> int:
+def _most_streamed(k_type: str, k: Sequence[HeadSlice], v: HeadSlice) -> int:
     """Heads per KV head up to which the kernel for one token is used."""
     if len(k) > 1 or not _is_streamed(*k, v):
         return 0
-    wide = isa.current().name == "avx512" and k[0].source.type != GGMLType.Q8_0 and not _fits_pairs(k, v)
+    wide = isa.current().name == "avx512" and k_type != "q8_0" and not _fits_pairs(k, v)
     return MOST_FEW_ROWS if wide else FEW_ROWS
 
 
@@ -202,7 +202,7 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     block = 1 if low.independent else max(1, MAX_ROWS // heads)
     n_rows, units = min(block, low.max_rows[Rows.TOKENS]) * heads, n_head // heads
     k_chunks, v_chunks, view = _chunks(*k), _chunks(v), _view_chunk(k, v)
-    stream = n_rows == heads <= _most_streamed(k, v)
+    stream = n_rows == heads <= _most_streamed(sources.k_types, k, v)
     pairs = not stream and n_rows > 1 and _fits_pairs(k, v)
     few = stream or n_rows <= (MOST_FEW_ROWS if pairs else FEW_ROWS)
     if pairs and few and (len(k) > 1 or k_chunks % 2 or v_chunks % 2):

@@ -232,6 +232,17 @@ def load_f16x16(typingctx, ptr):
 
 
 @intrinsic
+def bcast_f16x16(typingctx, ptr):
+    """One half float from memory to all lanes of f32x16; spread first, as a general register would cost more."""
+
+    def codegen(context, builder, sig, args):
+        bits = builder.load(pointer(builder, args[0], ir.IntType(16)), align=1)
+        return half_to_f32(builder, splat_value(builder, i16x16, bits))
+
+    return f32x16(types.intp), codegen
+
+
+@intrinsic
 def load_bf16x16(typingctx, ptr):
     """16 bfloat16 as f32x16."""
 

@@ -139,10 +139,19 @@ def pack_q_pairs(params, token, unit, rows, q, k):
 @inline
 def row_norm(x, stride, chunks):
     """Sum of the squares of a row of chunks."""
-    total = zero_f32x16()
-    for c in range(chunks):
-        total = vfma(load_f32x16(x + c * stride), load_f32x16(x + c * stride), total)
-    return reduce_add(total)
+    a, b, c, d = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()  # so that no sum waits for the last one
+    i, end = 0, chunks & ~3
+    while i < end:
+        y, z = load_f32x16(x + i * stride), load_f32x16(x + (i + 1) * stride)
+        a, b = vfma(y, y, a), vfma(z, z, b)
+        y, z = load_f32x16(x + (i + 2) * stride), load_f32x16(x + (i + 3) * stride)
+        c, d = vfma(y, y, c), vfma(z, z, d)
+        i += 4
+    while i < chunks:
+        y = load_f32x16(x + i * stride)
+        a = vfma(y, y, a)
+        i += 1
+    return reduce_add(vadd(vadd(a, b), vadd(c, d)))
 
 
 @inline
@@ -158,16 +167,25 @@ def row_scale(norm, factor):
 
 
 @inline
-def store_k_row(dst, chunk_bytes, x, chunks, scale):
-    """A row of f32 chunks as chunks of 32 columns; its scale goes to `scale`."""
-    norm = row_norm(x, 64, chunks)
-    factor = row_factor(norm)
-    st_f32(scale, row_scale(norm, factor))
-    wide = splat_f32x16(factor)
-    for c in range(0, chunks, 2):
+def store_k_row(dst, chunk_bytes, x, chunks, factor):
+    """A row of f32 chunks as chunks of 32 columns."""
+    wide, c = splat_f32x16(factor), 0
+    while c < chunks:
         upper = load_f32x16(x + 64 * c + 64) if c + 1 < chunks else zero_f32x16()
         store_i16x32(dst, rounded(load_f32x16(x + 64 * c), wide), rounded(upper, wide))
         dst += chunk_bytes
+        c += 2
+
+
+@inline
+def store_k_rows(dst, chunk_bytes, x, y, chunks, scale):
+    """Two rows at once; their scales go to `scale`."""
+    norm, other = row_norm(x, 64, chunks), row_norm(y, 64, chunks)
+    factor, other_factor = row_factor(norm), row_factor(other)
+    st_f32(scale, row_scale(norm, factor))
+    st_f32(scale + 4, row_scale(other, other_factor))
+    store_k_row(dst, chunk_bytes, x, chunks, factor)
+    store_k_row(dst + CHUNK_ROW, chunk_bytes, y, chunks, other_factor)
 
 
 @inline
@@ -200,12 +218,11 @@ def make_stage_k_pairs(k_types, view):
         y = x + row_space_bytes(params)
         for i in range(0, n, 2):
             stage_k(params, segment, kv_head, x, 64, position + i, 1)
-            store_k_row(k + 64 * i, chunk_bytes, x, chunks, scales + 4 * i)
             if i + 1 < n:
                 stage_k(params, segment, kv_head, y, 64, position + i + 1, 1)
-                store_k_row(k + 64 * (i + 1), chunk_bytes, y, chunks, scales + 4 * i + 4)
             else:
                 clear(y, chunks)
+            store_k_rows(k + 64 * i, chunk_bytes, x, y, chunks, scales + 4 * i)
             finish(params, x, y, v, i)
 
     return stage

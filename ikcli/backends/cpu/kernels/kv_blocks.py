@@ -18,9 +18,9 @@ from ikcli.native.simd.blocks import (
     two_bit_lanes,
 )
 from ikcli.native.simd.vec import (
+    bcast_f16x16,
     cvt_f32x16_i32,
     cvt_i32x16_f32,
-    ld_f16,
     ld_f32,
     ld_i32,
     ld_i64,
@@ -76,12 +76,12 @@ def _nibbles(qs, i):
 
 @inline
 def _scaled(block, codes, zero):
-    return vmul(cvt_i32x16_f32(vsub(codes, splat_i32x16(zero))), splat_f32x16(ld_f16(block)))
+    return vmul(cvt_i32x16_f32(vsub(codes, splat_i32x16(zero))), bcast_f16x16(block))
 
 
 @inline
 def _with_minimum(block, codes):
-    return vfma(cvt_i32x16_f32(codes), splat_f32x16(ld_f16(block)), splat_f32x16(ld_f16(block + 2)))
+    return vfma(cvt_i32x16_f32(codes), bcast_f16x16(block), bcast_f16x16(block + 2))
 
 
 @inline
@@ -129,7 +129,7 @@ def _load16_q4_1(row, i):
 @inline
 def _load16_iq4_nl(row, i):
     block = row + 18 * (i >> 5)
-    return vmul(_iq4_value(_nibbles(block + 2, i)), splat_f32x16(ld_f16(block)))
+    return vmul(_iq4_value(_nibbles(block + 2, i)), bcast_f16x16(block))
 
 
 LOAD16 = {

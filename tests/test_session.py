@@ -36,8 +36,8 @@ EXPERTS = {"expert_count": 8, "expert_used_count": 3}
 EXACT_CACHE = {"type_k": "f32", "type_v": "f32"}
 KV_TYPE = {"f32": GGMLType.F32, "f16": GGMLType.F16, "bf16": GGMLType.BF16, "q8_0": GGMLType.Q8_0}
 # Logits differ by at most this times their standard deviation, by a fifth of it in the median row. A cache type rounds
-# values whose last bits differ, and the random layers amplify every difference.
-TOLERANCE = {"f32": 5e-4, "f16": 1e-2, "bf16": 8e-2, "q8_0": 1e-1}
+# values whose last bits differ, and the random layers amplify every difference. For shorter types see `compare_short`.
+TOLERANCE = {"f32": 5e-4, "f16": 1e-2}
 MODELS: dict[str, Callable[[], MemoryModel]] = {
     "llama": lambda: tiny_model("llama", optional=(".bias", "rope_freqs.weight")),
     "llama-tied": lambda: tiny_model("llama", tied=True, type_=GGMLType.F16),
@@ -110,7 +110,24 @@ def compare(path: Path, lengths: tuple[int, ...] = (1, 50, 300), **changes: Any)
     with Session.open(c) as session:
         found = transcript(session, lengths)
     wanted = transcript(ReferenceSession(path, graph_config(c)), lengths)
-    assert_close(found, wanted, max(TOLERANCE[c.type_k], TOLERANCE[c.type_v]))
+    if {c.type_k, c.type_v} <= set(TOLERANCE):
+        assert_close(found, wanted, max(TOLERANCE[c.type_k], TOLERANCE[c.type_v]))
+    else:
+        exact = config(path, **(changes | EXACT_CACHE))
+        compare_short(found, wanted, transcript(ReferenceSession(path, graph_config(exact)), lengths))
+
+
+def compare_short(found: Array, wanted: Array, exact: Array) -> None:
+    """With a cache that loses more than kernels may: as good as NumPy with this cache, and nearer to that than to
+    NumPy with an exact one."""
+
+    def distance(a: Array, b: Array) -> float:
+        return float(np.sqrt(np.mean((a - b) ** 2)))
+
+    own = distance(wanted, exact)
+    assert found.shape == wanted.shape and np.isfinite(found).all() and own > 0
+    assert distance(found, exact) < 1.2 * own
+    assert distance(found, wanted) < 0.6 * own
 
 
 # --- every model, every mode ------------------------------------------------------------------------------------------
@@ -228,7 +245,7 @@ def test_number_of_threads_does_not_change_a_bit(model_file: Callable[[str], Pat
     for found in results[1:]:
         if name == "qwen3moe":  # MLA, and generation after 64 positions, divide the cache: another order of sums
             np.testing.assert_array_equal(found[:-3], results[0][:-3])
-        assert_close(found, results[0], TOLERANCE["q8_0"])
+        assert_close(found, results[0], 0.1)
 
 
 def test_fewer_threads_for_generation(model_file: Callable[[str], Path]) -> None:

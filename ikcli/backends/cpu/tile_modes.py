@@ -9,6 +9,8 @@ holding bytes 4j..4j+3 of each row as unsigned codes. Modes:
 
 from __future__ import annotations
 
+MOST_WITH_MINIMUM = 31  # the largest code of a type with minima
+
 # mode -> (header bytes, bytes per 32 columns)
 LAYOUT = {"s32": (64, 576), "m32": (128, 640), "s16": (128, 640), "m16": (256, 768)}
 

@@ -1,8 +1,9 @@
 """Integer dot products: the one operation whose best instruction differs between machines.
 
 `dot_u8_i8(acc, u, s)`: every i32 lane gains the sum of four products u8*i8. AVX-512 VNNI and AVX-VNNI have it as one
-instruction; elsewhere it is spelled in plain IR (exact 16-bit products, pairwise sums), which LLVM maps to what there
-is. An instruction the target lacks would abort the process, so the choice is made from `isa.current()` at compile time.
+instruction, AVX2 needs a few; elsewhere it is spelled in plain IR (exact 16-bit products, pairwise sums), which LLVM
+maps to what there is. An instruction the target lacks would abort the process, so the choice is made from
+`isa.current()` at compile time.
 """
 
 import llvmlite.binding as llvm
@@ -28,8 +29,34 @@ def _portable(builder, acc, u, s, n):
     return total
 
 
-def emit_dot(builder, acc, u, s, n):
-    """acc + groups-of-four dot products, n lanes."""
+def _even_and_odd(builder, acc, u, s):
+    """8 lanes for AVX2: products of 16 bits, whose sums of two are exact, of even and of odd bytes."""
+    pairs = ir.VectorType(_I16, 16)
+    eight, low = (ir.Constant(pairs, [c] * 16) for c in (8, 255))
+    u, s = builder.bitcast(u, pairs), builder.bitcast(s, pairs)
+    even = builder.and_(u, low), builder.ashr(builder.shl(s, eight), eight)
+    odd = builder.lshr(u, eight), builder.ashr(s, eight)
+    for x, y in (even, odd):
+        acc = builder.add(acc, call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, [x, y]))
+    return acc
+
+
+def _saturating(builder, acc, u, s):
+    """8 lanes for AVX2 where no sum of two products leaves 16 bits."""
+    halves = ir.VectorType(_I16, 16)
+    sums = call_llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", halves, [u, s])
+    ones = ir.Constant(halves, [1] * 16)
+    return builder.add(acc, call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, [sums, ones]))
+
+
+def is_plain_avx2():
+    """Whether the target multiplies bytes in several instructions of AVX2."""
+    features = isa.current().features
+    return "avx2" in features and not {"avxvnni", "avx512vnni"} & features
+
+
+def emit_dot(builder, acc, u, s, n, most=255):
+    """acc + groups-of-four dot products, n lanes; `most`: the largest u."""
     features = isa.current().features
     t = acc.type
     if n == 16 and "avx512vnni" in features:
@@ -38,20 +65,33 @@ def emit_dot(builder, acc, u, s, n):
     if n == 8 and ("avxvnni" in features or {"avx512vnni", "avx512vl"} <= features):
         args = [acc, builder.bitcast(u, t), builder.bitcast(s, t)]
         return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.256", t, args)
-    if n == 16 and "avxvnni" in features:
-        return _in_halves(builder, acc, u, s)
+    if n == 16 and "avx2" in features:
+        return _in_halves(builder, lambda *parts: emit_dot(builder, *parts, 8, most), acc, u, s)
+    if n == 8 and "avx2" in features:
+        return _saturating(builder, acc, u, s) if most < 128 else _even_and_odd(builder, acc, u, s)
     return _portable(builder, acc, u, s, n)
 
 
-def _in_halves(builder, acc, u, s):
-    """16 lanes as two times 8."""
+def emit_signed_dot(builder, acc, w, s):
+    """acc + dot products of i8x64 on plain AVX2; s is not -128."""
 
-    def half(v, first):
+    def half(acc, w, s):
+        zero = ir.Constant(w.type, None)
+        magnitude = builder.select(builder.icmp_signed("<", w, zero), builder.sub(zero, w), w)
+        return _saturating(builder, acc, magnitude, call_llvm(builder, "llvm.x86.avx2.psign.b", s.type, [s, w]))
+
+    return _in_halves(builder, half, acc, w, s)
+
+
+def _in_halves(builder, function, *args):
+    """function of the lower halves of vectors, and of the upper ones."""
+
+    def half(v, upper):
         count = v.type.count // 2
-        return builder.shuffle_vector(v, v, ir.Constant(ir.VectorType(_I32, count), list(range(first, first + count))))
+        pick = range(upper * count, (upper + 1) * count)
+        return builder.shuffle_vector(v, v, ir.Constant(ir.VectorType(_I32, count), list(pick)))
 
-    low = emit_dot(builder, half(acc, 0), half(u, 0), half(s, 0), 8)
-    high = emit_dot(builder, half(acc, 8), half(u, 32), half(s, 32), 8)
+    low, high = (function(*(half(v, upper) for v in args)) for upper in (0, 1))
     return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, 16), list(range(16))))
 
 
@@ -184,6 +224,8 @@ __all__ = [
     "emit_dot",
     "emit_dot_bf16",
     "emit_dot_i16",
+    "emit_signed_dot",
+    "is_plain_avx2",
     "store_bf16_pairs",
     "store_bf16x32",
     "store_i16x32",

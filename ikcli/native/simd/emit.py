@@ -9,7 +9,7 @@ import contextlib
 import llvmlite.ir as ir
 
 from ikcli.native import isa
-from ikcli.native.simd.dot import emit_dot
+from ikcli.native.simd.dot import emit_dot, emit_signed_dot
 from ikcli.native.simd.vec import (
     call_llvm,
     const_vector,
@@ -89,8 +89,15 @@ class Emitter:
     def to_f32(self, v):
         return self.b.sitofp(v, llvm_type(f32x16))
 
-    def dot(self, acc, u, s):
-        return emit_dot(self.b, acc, u, s, 16)
+    def dot(self, acc, u, s, most=255):
+        return emit_dot(self.b, acc, u, s, 16, most)
+
+    def dot_signed(self, acc, w, s):
+        return emit_signed_dot(self.b, acc, w, s)
+
+    def without_128(self, u):
+        """Codes of signed bytes plus 128 as signed bytes."""
+        return self.b.xor(u, ir.Constant(u.type, [-128] * u.type.count))
 
     # --- variables and loops ------------------------------------------------------------------------------------------
     def variable(self, value):

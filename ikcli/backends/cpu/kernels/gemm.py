@@ -14,9 +14,9 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.tile_modes import LAYOUT
+from ikcli.backends.cpu.tile_modes import LAYOUT, MOST_WITH_MINIMUM
 from ikcli.native.simd import vec
-from ikcli.native.simd.dot import emit_dot_bf16
+from ikcli.native.simd.dot import emit_dot_bf16, is_plain_avx2
 from ikcli.native.simd.emit import Emitter, transpose16
 from ikcli.native.simd.vec import f32x16, i8x64, i32x16
 
@@ -29,7 +29,9 @@ def quant_tile(mode, nt):
     and per 16 [2 nb] (i32).
     """
     header, block_bytes = LAYOUT[mode]
+    most = MOST_WITH_MINIMUM if mode[0] == "m" else 255
     with_min, halves = mode[0] == "m", 2 if mode.endswith("16") else 1
+    signed = not with_min and is_plain_avx2()  # codes without their 128, which is what the sums start from otherwise
 
     @intrinsic
     def micro(typingctx, tile, n_blocks, a, a_stride, scales_at, out, out_stride, n_lanes):
@@ -51,12 +53,14 @@ def quant_tile(mode, nt):
                     dots = []
                     for t in range(nt):
                         start = e.offset(rows[t], first_at, 4 * half)
-                        dots.append(e.zero(i32x16) if with_min else e.splat_i32(start))
+                        dots.append(e.zero(i32x16) if with_min or signed else e.splat_i32(start))
                     for j in range(8 // halves):
                         jj = j + half * 4
                         codes = e.load(i8x64, e.offset(p, header + 64 * jj))
+                        codes = e.without_128(codes) if signed else codes
                         for t in range(nt):
-                            dots[t] = e.dot(dots[t], codes, e.splat_bytes(e.offset(rows[t], q, 4 * jj)))
+                            x = e.splat_bytes(e.offset(rows[t], q, 4 * jj))
+                            dots[t] = e.dot_signed(dots[t], codes, x) if signed else e.dot(dots[t], codes, x, most)
                     scale = e.load(f32x16, e.offset(p, 64 * half))
                     parts = _plus(e, parts, [e.to_f32(x) for x in dots], scale)
                 if mode == "m16":

@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.groupformat import GroupEmitter
 from ikcli.backends.cpu.kernels.rowformat import activation_floats, steps
-from ikcli.backends.cpu.tile_modes import MODES
+from ikcli.backends.cpu.tile_modes import MODES, MOST_WITH_MINIMUM
 from ikcli.native.simd.vec import f32x8, f32x16, i8x64, i32x8, i32x16, llvm_type
 
 _PREFETCH_BYTES = 4096  # ahead; the next groups follow in memory
@@ -98,7 +98,7 @@ def _fold(e, v, rows):
 
 
 def _dot_step(e, fmt, mode, w, row, tokens):
-    lanes = _lanes(fmt, mode)
+    lanes, most = _lanes(fmt, mode), MOST_WITH_MINIMUM if mode[0] == "m" else 2 * fmt.bias - 1
     scales = fmt.scales(e, w, row)
     factors = fmt.minima(e, w, row) if mode[0] == "m" else scales
     per = 16 // lanes
@@ -113,7 +113,7 @@ def _dot_step(e, fmt, mode, w, row, tokens):
         dots = [e.zero(i32x16) for _ in tokens]
         for v, order in enumerate(fmt.order):
             codes = fmt.dot_codes(e, w, ib, v)
-            dots = [e.dot(x, codes, t.groups(ib, order, fmt.rows)) for x, t in zip(dots, tokens, strict=True)]
+            dots = [e.dot(x, codes, t.groups(ib, order, fmt.rows), most) for x, t in zip(dots, tokens, strict=True)]
         wide = e.repeated(scales[ib], per)
         for x, t in zip(dots, tokens, strict=True):
             t.add(ib % 2, e.mul(e.to_f32(x), t.scale(ib)), wide)

@@ -14,7 +14,8 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.rowformat import RowEmitter, activation_floats, indices, steps
-from ikcli.backends.cpu.tile_modes import MODES
+from ikcli.backends.cpu.tile_modes import MODES, MOST_WITH_MINIMUM
+from ikcli.native.simd.dot import is_plain_avx2
 from ikcli.native.simd.emit import F32, I32
 from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i8x64, i32x16, llvm_type, pointer
 
@@ -25,8 +26,11 @@ _TWICE = [i // 2 for i in range(16)]
 class _Token:
     """One activation row: where its parts are, and the sums so far: of products with codes, and with minima."""
 
-    def __init__(self, e, mode, a, k):
+    def __init__(self, e, fmt, mode, a, k):
         self.mode = mode
+        # the largest code; in plain AVX2 those with a bias of 128 are multiplied without it
+        self.most = MOST_WITH_MINIMUM if mode[0] == "m" else 2 * fmt.bias - 1
+        self.signed = self.most == 255 and is_plain_avx2()
         nb4 = e.times(e.b.lshr(k, e.int(5)), 4)
         self.d_at = e.offset(a, k)
         self.s_at = e.offset(self.d_at, nb4)
@@ -52,12 +56,15 @@ class _Token:
             factors = e.mul(minima, const_vector(f32x16, [-1.0 / 128] * 16))
             self.add(e, self.low, factors, e.mul(e.ints_to_f32(sums), e.pick(d, _TWICE)))
         else:
-            self.dots[0] = _moved(e, fmt, sums, w)
+            self.dots[0] = _moved(e, fmt, sums, w, self.signed)
 
     def dot(self, e, n, codes, i):
         """Columns 4n .. 4n+3 of every block of step i."""
         x = e.load(i8x64, e.offset(self.codes_at, e.times(i, 256), 64 * n))
-        self.dots[n % 2] = e.dot(self.dots[n % 2], codes, x)
+        acc = self.dots[n % 2]
+        self.dots[n % 2] = (
+            e.dot_signed(acc, e.without_128(codes), x) if self.signed else e.dot(acc, codes, x, self.most)
+        )
 
     def finish(self, e):
         """The step to the sum."""
@@ -83,7 +90,7 @@ def row_dot(fmt, n_tokens):
         def codegen(context, builder, sig, args):
             w, a, a_stride, k, out, out_stride = args
             e = RowEmitter(builder)
-            tokens = [_Token(e, mode, e.opaque(e.offset(a, e.times(a_stride, t))), k) for t in range(n_tokens)]
+            tokens = [_Token(e, fmt, mode, e.opaque(e.offset(a, e.times(a_stride, t))), k) for t in range(n_tokens)]
             row = fmt.header(e, w)
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 for line in range(0, fmt.step_bytes, 64):
@@ -124,18 +131,22 @@ def _by_quarters(e, codes):
     return [e.b.bitcast(v, codes[0].type) for v in out]
 
 
-def _moved(e, fmt, sums, w):
-    """-bias * sum from -128 * sum, plus shift * sum, which `dot_codes` left out of the codes of some blocks."""
+def _moved(e, fmt, sums, w, signed):
+    """-bias * sum from -128 * sum, plus shift * sum, which `dot_codes` left out of the codes of some blocks.
+
+    `signed`: without -128 * sum.
+    """
     blocks = fmt.shifted_blocks(e, w)
+    bias = e.zero(i32x16) if signed else sums
     if blocks is None:
         shift = 8 - fmt.bias.bit_length()
-        return e.b.ashr(sums, ir.Constant(sums.type, [shift] * 16)) if shift else sums
+        return e.b.ashr(sums, ir.Constant(sums.type, [shift] * 16)) if shift else bias
     assert fmt.bias == 128
     if blocks.type.count == 8:
         blocks = e.pick(blocks, _TWICE)
     parts = [e.b.ashr(sums, ir.Constant(sums.type, [7 - bit] * 16)) for bit in range(3) if fmt.shift >> bit & 1]
     more = parts[0] if len(parts) == 1 else e.b.add(*parts)
-    return e.b.select(blocks, e.b.sub(sums, more), sums)
+    return e.b.select(blocks, e.b.sub(bias, more), bias)
 
 
 def _widen(e, v):

@@ -76,7 +76,7 @@ def _listed(config: RunConfig) -> tuple[Device, ...]:
     from ikcli.backends.cuda import driver
     from ikcli.engine import gpus
 
-    if not any(path.exists() for path in gpus._NODES):
+    if not gpus.driver_present():
         return ()
     try:
         infos = [info for info in driver.devices() if info.cc >= driver.MIN_CC]

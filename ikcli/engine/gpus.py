@@ -28,6 +28,11 @@ _NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/proc/driver/nvidia/ve
 """One of them is there where there is a driver (the second in WSL)."""
 
 
+def driver_present() -> bool:
+    """Whether the kernel has a GPU driver; nothing is loaded to find out."""
+    return any(path.exists() for path in _NODES)
+
+
 def wanted(config: RunConfig) -> bool:
     """Whether a GPU would be used if there is one."""
     return config.n_gpu_layers != 0 or any(not rule.strip().endswith(f"={CPU}") for rule in config.override_tensor)
@@ -44,7 +49,7 @@ def open_devices(config: RunConfig) -> dict[str, Device]:
 
     Nobody who did not ask for a GPU hears why there is none.
     """
-    if not _asked(config) and not any(path.exists() for path in _NODES):
+    if not _asked(config) and not driver_present():
         return {}
     from ikcli.backends.cuda import driver
 

@@ -6,14 +6,13 @@ and work buffers are those that would be allocated. GPUs need not be there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.cpu.backend import CpuBackend
-from ikcli.backends.cpu.program import INDEPENDENT_ROWS
 from ikcli.config import RunConfig, padded_ctx, resolve, sequences_per_batch
 from ikcli.engine.device_plan import planning_part
 from ikcli.engine.devices import Machine
@@ -22,10 +21,9 @@ from ikcli.engine.hybrid import HybridBackend, Offload
 from ikcli.engine.model import Model
 from ikcli.engine.parts import CpuOnly, Part, SessionBackend, cache_bytes
 from ikcli.engine.placement import CPU, Placement, place
-from ikcli.engine.session import _check_cache_types, _graph_config
+from ikcli.engine.programs import Graphs, check_caches, graph_config, record_graphs, runs, step_tokens
 from ikcli.gguf.reader import GGUFFile
-from ikcli.graph import Graph, Node
-from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Weights
+from ikcli.models import GraphConfig, HParams, Weights
 
 MIB = 2**20
 PARTS = ("weights", "KV", "compute", "output")
@@ -85,24 +83,12 @@ class _Shape:
     n_threads: int
 
 
-_Graphs = Mapping[str, tuple[Graph, Node]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One program of a session: kind of its graph, most tokens and outputs."""
-
-    kind: str
-    rows: tuple[int, int]
-    independent: bool = False
-
-
 class Planner:
     """See the module. `file` may lack tensor data."""
 
     def __init__(self, file: GGUFFile, hp: HParams, machine: Machine) -> None:
         self.file, self.hp, self.machine = file, hp, machine
-        self._graphs: dict[tuple[GraphConfig, int], _Graphs] = {}
+        self._graphs: dict[tuple[GraphConfig, int], Graphs] = {}
         self._models: dict[tuple[object, ...], Model] = {}
         self._plans: dict[RunConfig, RunPlan] = {}
         self._gpus = {gpu.name: planning_part(gpu) for gpu in machine.gpus}
@@ -119,8 +105,8 @@ class Planner:
         graphs = self._record(shape.graph, model)
         backend = self._backend(shape, placement, offload_of(config, model, placement) if placement.devices else None)
         programs = [
-            backend.plan(*graphs[run.kind], *run.rows, shape.graph.n_ctx, independent=run.independent)
-            for run in _runs(shape, graphs)
+            backend.plan(*graphs[run.kind], run.n_tokens, run.n_outputs, shape.graph.n_ctx, independent=run.independent)
+            for run in runs(graphs, shape.graph.n_ubatch, shape.n_seq, step_tokens(shape.n_step)).values()
         ]
         parts = backend.memory(programs, [graph for graph, _ in graphs.values()], model, shape.graph.n_ctx)
         parts[CPU]["output"] = min(shape.n_seq, shape.graph.n_ubatch) * self.hp.n_vocab * 4
@@ -171,12 +157,12 @@ class Planner:
     def warnings(self, config: RunConfig) -> list[str]:
         """What a session would warn about; refuses cache types that cannot work."""
         resolved, warnings = resolve(config, self.hp.n_ctx_train)
-        _check_cache_types(_shape(resolved).graph, resolved, self.model(resolved))
+        check_caches(_shape(resolved).graph, resolved, self.model(resolved))
         return warnings
 
     def model(self, config: RunConfig, placement: Placement | None = None) -> Model:
         """The model as these settings use it; with a placement, `-rtr` leaves alone what is on GPUs."""
-        cfg = _graph_config(config, 512)
+        cfg = graph_config(config, 512)
         repack = config.run_time_repack
         buffers = placement.buffer_of if placement is not None and repack else {}
         plain = frozenset(name for name, buffer in buffers.items() if buffer != CPU)
@@ -220,32 +206,12 @@ class Planner:
             sizes[cache.il] = sizes.get(cache.il, 0) + n_bytes
         return sizes
 
-    def _record(self, cfg: GraphConfig, model: Model) -> _Graphs:
-        """The graphs of a session, see `Session`."""
+    def _record(self, cfg: GraphConfig, model: Model) -> Graphs:
         key = (cfg, id(model))
         if key not in self._graphs:
-            kinds = {"decode": replace(cfg, expand=False)}
-            if self.hp.kv_lora_rank and cfg.mla >= 2 and cfg.flash_attn and cfg.n_ubatch >= EXPAND_MIN_TOKENS:
-                kinds["prefill"] = replace(cfg, expand=True)
             weights = Weights(model.specs, model.source, lambda name: _values(model, name))
-            graphs: dict[str, tuple[Graph, Node]] = {}
-            for kind, kind_cfg in kinds.items():
-                graph = Graph()
-                graphs[kind] = graph, model.module.build(graph, self.hp, weights, kind_cfg)
-            self._graphs[key] = graphs
+            self._graphs[key] = record_graphs(model, weights, cfg)
         return self._graphs[key]
-
-
-def _runs(shape: _Shape, graphs: _Graphs) -> list[_Run]:
-    """The programs that a session makes of its graphs."""
-    cfg = shape.graph
-    runs: list[_Run] = []
-    for kind in graphs:
-        few = kind == "decode" and "prefill" in graphs
-        n_tokens = min(cfg.n_ubatch, EXPAND_MIN_TOKENS - 1) if few else cfg.n_ubatch
-        runs.append(_Run(kind, (n_tokens, min(shape.n_seq, n_tokens))))
-    n = max(shape.n_step, INDEPENDENT_ROWS) if shape.n_step else 1
-    return [*runs, _Run("decode", (n, n), independent=True)]
 
 
 def _shape(config: RunConfig) -> _Shape:
@@ -259,8 +225,7 @@ def _shape(config: RunConfig) -> _Shape:
         n_seq = n_step = config.n_parallel
     cells = padded_ctx(cells, config.flash_attn)
     cells += -cells % n_seq
-    graph = replace(_graph_config(config, cells), n_ubatch=min(config.n_ubatch, cells))
-    return _Shape(graph, n_seq, n_step, max(config.n_threads, config.n_threads_batch))
+    return _Shape(graph_config(config, cells), n_seq, n_step, max(config.n_threads, config.n_threads_batch))
 
 
 def _values(model: Model, name: str) -> npt.NDArray[np.float32]:

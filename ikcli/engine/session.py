@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +16,17 @@ import numpy.typing as npt
 
 from ikcli.backends.cpu.backend import Segment, State
 from ikcli.backends.cpu.program import INDEPENDENT_ROWS
-from ikcli.config import KV_TYPES, RunConfig, padded_ctx, resolve
+from ikcli.config import RunConfig, padded_ctx, resolve
 from ikcli.engine import gpus, host_memory, numa, session_log
 from ikcli.engine.batch import Batch
 from ikcli.engine.model import Model
 from ikcli.engine.parts import CPU, Bytes, SessionBackend, cache_bytes
+from ikcli.engine.programs import check_caches, graph_config, record_graphs, runs, step_tokens
 from ikcli.engine.session_log import Timings
-from ikcli.engine.startup import check_cache_types
 from ikcli.errors import IkError, NonFiniteError, UnsupportedError
 from ikcli.graph import Cache, Graph, Node, Weight
 from ikcli.log import log, progress, warn
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig
-from ikcli.quant.formats import format_by_name, get_format
 from ikcli.sampling.short import draw_function
 from ikcli.tokenizer import Tokenizer
 
@@ -36,20 +34,17 @@ if TYPE_CHECKING:
     from ikcli.engine.profile import Profile
 
 FloatRows = npt.NDArray[np.float32]
-CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
 
 
 class Session:
     """See the module; made by `open`."""
 
-    def __init__(
-        self, config: RunConfig, model: Model, graph_config: GraphConfig, n_seq_max: int, n_step: int = 0
-    ) -> None:
-        self.config, self.model, self.graph_config = config, model, graph_config
-        self.n_seq_max, self.n_step = n_seq_max, max(n_step, INDEPENDENT_ROWS) if n_step else 1
-        self.n_ctx = graph_config.n_ctx
+    def __init__(self, config: RunConfig, model: Model, cfg: GraphConfig, n_seq_max: int, n_step: int = 0) -> None:
+        self.config, self.model, self.graph_config = config, model, cfg
+        self.n_seq_max, self.n_step = n_seq_max, step_tokens(n_step)
+        self.n_ctx = cfg.n_ctx
         self.n_ctx_seq = self.n_ctx // n_seq_max
-        self.n_batch, self.n_ubatch = config.n_batch, graph_config.n_ubatch
+        self.n_batch, self.n_ubatch = config.n_batch, cfg.n_ubatch
         self.n_vocab = model.hp.n_vocab
         self.observer: Callable[[Node, npt.NDArray[np.generic]], None] | None = None
         n_threads = max(config.n_threads, config.n_threads_batch)
@@ -61,7 +56,7 @@ class Session:
         self.profile = _new_profile() if config.profile else None
         self._n_outputs = min(n_seq_max, self.n_ubatch)
         self._last: tuple[Any, int]  # program and threads of the last micro-batch
-        self.graphs = self._record()
+        self.graphs = record_graphs(model, model.weights(), cfg)
         self.programs = self._plan()
 
     # --- making -----------------------------------------------------------------------------------------------------
@@ -80,7 +75,7 @@ class Session:
     @classmethod
     def plan(cls, config: RunConfig, *, n_ctx: int | None = None, n_seq_max: int = 1, n_step: int = 0) -> Session:
         """Everything up to reading weights: sizes are known, nothing is allocated. Prints the logs."""
-        model = Model.open(config, _graph_config(config, 512))
+        model = Model.open(config, graph_config(config, 512))
         session_log.model_lines(model, config)
         config, warnings = resolve(config, model.hp.n_ctx_train)
         for text in warnings:
@@ -88,10 +83,9 @@ class Session:
         cells = padded_ctx(n_ctx or config.n_ctx, config.flash_attn)
         if cells % n_seq_max:
             cells += n_seq_max - cells % n_seq_max
-        graph_config = _graph_config(config, cells)
-        graph_config = replace(graph_config, n_ubatch=min(config.n_ubatch, cells))
-        _check_cache_types(graph_config, config, model)
-        session = cls(config, model, graph_config, n_seq_max, n_step)
+        cfg = graph_config(config, cells)
+        check_caches(cfg, config, model)
+        session = cls(config, model, cfg, n_seq_max, n_step)
         session_log.context_lines(session)
         return session
 
@@ -148,31 +142,16 @@ class Session:
             where = ", ".join(f"{b.name} (element {b.element})" for b in bad[:5])
             raise NonFiniteError(f"{self.model.source}: {len(bad)} tensors hold NaN or Inf: {where}")
 
-    def _record(self) -> dict[str, tuple[Graph, Node]]:
-        """The generation graph, and a prompt graph where the two differ (MLA)."""
-        cfg, hp = self.graph_config, self.model.hp
-        kinds = {"decode": replace(cfg, expand=False)}
-        if hp.kv_lora_rank and cfg.mla >= 2 and cfg.flash_attn and cfg.n_ubatch >= EXPAND_MIN_TOKENS:
-            kinds["prefill"] = replace(cfg, expand=True)
-        graphs = {}
-        for kind, kind_cfg in kinds.items():
-            graph = Graph()
-            graphs[kind] = graph, self.model.module.build(graph, hp, self.model.weights(), kind_cfg)
-        return graphs
-
     def _graph_list(self) -> list[Graph]:
         return [graph for graph, _ in self.graphs.values()]
 
     def _plan(self) -> dict[str, Any]:
-        programs = {}
-        for kind, (graph, result) in self.graphs.items():
-            few = kind == "decode" and "prefill" in self.graphs
-            n_tokens = min(self.n_ubatch, EXPAND_MIN_TOKENS - 1) if few else self.n_ubatch
-            n_outputs = min(self._n_outputs, n_tokens)
-            programs[kind] = self.backend.plan(graph, result, n_tokens, n_outputs, self.n_ctx)
-        n, (graph, result) = self.n_step, self.graphs["decode"]
-        programs["step"] = self.backend.plan(graph, result, n, n, self.n_ctx, independent=True)
-        return programs
+        return {
+            name: self.backend.plan(
+                *self.graphs[run.kind], run.n_tokens, run.n_outputs, self.n_ctx, independent=run.independent
+            )
+            for name, run in runs(self.graphs, self.n_ubatch, self._n_outputs, self.n_step).items()
+        }
 
     def cache_bytes(self) -> dict[Cache, int]:
         """Bytes of every cache tensor in RAM."""
@@ -428,42 +407,6 @@ def _new_profile() -> Profile:
     from ikcli.engine.profile import Profile
 
     return Profile()
-
-
-def _graph_config(config: RunConfig, n_cells: int) -> GraphConfig:
-    return GraphConfig(
-        mla=config.mla,
-        flash_attn=config.flash_attn,
-        amb=config.amb,
-        fmoe=config.fmoe,
-        ser=config.ser,
-        type_k=format_by_name(config.type_k).type,
-        type_v=format_by_name(config.type_v).type,
-        k_hadamard=_rotates_k(config),
-        v_hadamard=config.v_hadamard,
-        n_ctx=n_cells,
-        n_ubatch=config.n_ubatch,
-    )
-
-
-def _rotates_k(config: RunConfig) -> bool:
-    """-khad, by default on where a block of keys has few levels: outliers of some columns would take them all."""
-    if config.k_hadamard is not None:
-        return config.k_hadamard
-    return format_by_name(config.type_k).bpw < 8
-
-
-def _check_cache_types(cfg: GraphConfig, config: RunConfig, model: Model) -> None:
-    """Refuse combinations before anything is loaded."""
-    latent = bool(model.hp.kv_lora_rank) and cfg.mla > 0
-    used = {"-ctk": cfg.type_k}
-    if not latent or (cfg.mla == 1 and not cfg.flash_attn):
-        used["-ctv"] = cfg.type_v
-    for option, type_ in used.items():
-        if type_ not in CACHE_TYPES:
-            name = get_format(type_).name
-            raise UnsupportedError(f"{option} {name} cannot be the type of a cache; use one of {', '.join(KV_TYPES)}")
-    check_cache_types(config, cfg.mla if latent else 0)
 
 
 def warmup(config: RunConfig) -> int:

@@ -1,0 +1,99 @@
+"""The graphs of a session and the programs made of them, from settings alone: what sessions run and plans weigh.
+
+There is a graph for generation and, where the two differ (MLA), one for prompts. Every graph becomes a program, that of
+generation also a second one for a few tokens of several sequences, whose results do not depend on each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ikcli.backends.cpu.program import INDEPENDENT_ROWS
+from ikcli.config import KV_TYPES, RunConfig
+from ikcli.engine.model import Model
+from ikcli.engine.startup import check_cache_types
+from ikcli.errors import UnsupportedError
+from ikcli.graph import Graph, Node
+from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, Weights
+from ikcli.quant.formats import format_by_name, get_format
+
+CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
+
+Graphs = Mapping[str, tuple[Graph, Node]]
+"""Graph and result by kind: decode, perhaps prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One program: the kind of its graph, most tokens and outputs."""
+
+    kind: str
+    n_tokens: int
+    n_outputs: int
+    independent: bool = False
+
+
+def graph_config(config: RunConfig, n_cells: int) -> GraphConfig:
+    """What the graphs of a model depend on; a micro-batch has no more tokens than the cache has cells."""
+    return GraphConfig(
+        mla=config.mla,
+        flash_attn=config.flash_attn,
+        amb=config.amb,
+        fmoe=config.fmoe,
+        ser=config.ser,
+        type_k=format_by_name(config.type_k).type,
+        type_v=format_by_name(config.type_v).type,
+        k_hadamard=_rotates_k(config),
+        v_hadamard=config.v_hadamard,
+        n_ctx=n_cells,
+        n_ubatch=min(config.n_ubatch, n_cells),
+    )
+
+
+def _rotates_k(config: RunConfig) -> bool:
+    """-khad, by default on where a block of keys has few levels: outliers of some columns would take them all."""
+    if config.k_hadamard is not None:
+        return config.k_hadamard
+    return format_by_name(config.type_k).bpw < 8
+
+
+def check_caches(cfg: GraphConfig, config: RunConfig, model: Model) -> None:
+    """Refuse cache types that cannot work before anything is loaded."""
+    latent = bool(model.hp.kv_lora_rank) and cfg.mla > 0
+    used = {"-ctk": cfg.type_k}
+    if not latent or (cfg.mla == 1 and not cfg.flash_attn):
+        used["-ctv"] = cfg.type_v
+    for option, type_ in used.items():
+        if type_ not in CACHE_TYPES:
+            name = get_format(type_).name
+            raise UnsupportedError(f"{option} {name} cannot be the type of a cache; use one of {', '.join(KV_TYPES)}")
+    check_cache_types(config, cfg.mla if latent else 0)
+
+
+def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
+    """The generation graph, and a prompt graph where the two differ."""
+    hp = model.hp
+    kinds = {"decode": replace(cfg, expand=False)}
+    if hp.kv_lora_rank and cfg.mla >= 2 and cfg.flash_attn and cfg.n_ubatch >= EXPAND_MIN_TOKENS:
+        kinds["prefill"] = replace(cfg, expand=True)
+    graphs = {}
+    for kind, kind_cfg in kinds.items():
+        graph = Graph()
+        graphs[kind] = graph, model.module.build(graph, hp, weights, kind_cfg)
+    return graphs
+
+
+def step_tokens(n_step: int) -> int:
+    """Tokens of the program for single tokens, where `n_step` of them come at once (0: one)."""
+    return max(n_step, INDEPENDENT_ROWS) if n_step else 1
+
+
+def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str, Run]:
+    """The programs by name; `n_step`: tokens of that for single tokens."""
+    found = {}
+    for kind in graphs:
+        few = kind == "decode" and "prefill" in graphs
+        n_tokens = min(n_ubatch, EXPAND_MIN_TOKENS - 1) if few else n_ubatch
+        found[kind] = Run(kind, n_tokens, min(n_outputs, n_tokens))
+    return found | {"step": Run("decode", n_step, n_step, independent=True)}

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from numba import njit
+from numba.extending import intrinsic
 
 from ikcli.native import isa
 from ikcli.native.simd import dot, vec
@@ -241,8 +242,44 @@ def _dots(u, s, acc, out, half, bcast):  # type: ignore[no-untyped-def]
     vec.store_i32x16(bcast, dot.dot_u8_bcast(vec.load_i32x16(acc), vec.load_i8x64(u), s))
 
 
+def _dot_of(emit: Callable[..., Any]) -> Any:
+    """dot(acc, u, s) of vectors in registers."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def of(typingctx, acc, u, s):  # type: ignore[no-untyped-def]
+        return vec.i32x16(vec.i32x16, vec.i8x64, vec.i8x64), lambda context, builder, sig, args: emit(builder, *args)
+
+    return of
+
+
+_small_dot = _dot_of(lambda builder, acc, u, s: dot.emit_dot(builder, acc, u, s, 16, 127))
+_signed_dot = _dot_of(dot.emit_signed_dot)
+
+
+@njit
+def _restricted_dots(u, w, s, acc, small, signed):  # type: ignore[no-untyped-def]
+    vec.store_i32x16(small, _small_dot(vec.load_i32x16(acc), vec.load_i8x64(u), vec.load_i8x64(s)))
+    vec.store_i32x16(signed, _signed_dot(vec.load_i32x16(acc), vec.load_i8x64(w), vec.load_i8x64(s)))
+
+
+def check_restricted_dots() -> None:
+    """On AVX2: exact for codes up to 127, and for signed ones (-128 included) times bytes that are not -128."""
+    rng = np.random.default_rng(6)
+    cases = [(np.full(64, w, np.int8), np.full(64, s, np.int8)) for w in (-128, -1, 0, 127) for s in (-127, 0, 127)]
+    cases += [(bytes_of(64, i).view(np.int8), bytes_of(64, 200 + i).view(np.int8)) for i in range(50)]
+    for w, s in cases:
+        s = np.maximum(s, -127)
+        u, acc = (w & 127).view(np.uint8), rng.integers(-(2**30), 2**30, 16, dtype=np.int32)
+        small, signed = np.empty(16, np.int32), np.empty(16, np.int32)
+        _restricted_dots(*(x.ctypes.data for x in (u, w, s, acc, small, signed)))
+        for found, codes in ((small, u), (signed, w)):
+            np.testing.assert_array_equal(found, acc + (codes.astype(np.int64) * s).reshape(16, 4).sum(axis=1))
+
+
 def check_dots() -> None:
     """Exact on random and on extreme operands: nothing may saturate."""
+    if dot.is_plain_avx2():
+        check_restricted_dots()
     rng = np.random.default_rng(5)
     cases = [(np.full(64, a, np.uint8), np.full(64, b, np.int8)) for a in (0, 1, 128, 255) for b in (-128, -1, 127)]
     cases.append((np.full(64, 255, np.uint8), np.resize([-128, 127], 64).astype(np.int8)))

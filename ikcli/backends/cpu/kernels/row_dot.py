@@ -4,7 +4,8 @@ The row is decoded once for all of them; each result is the same, bit for bit, a
 
 Columns are summed by blocks of 16: lane b of a vector of codes holds four columns of block b of a step, so four integer
 dot products leave the sum of each block in its own lane, which scales are then applied to as they are. Activation rows
-have a copy in this order (`kernels/activations.py`); codes are brought into it by shuffles.
+have a copy in this order (`kernels/activations.py`); codes are brought into it by shuffles. With plain AVX2 both stay
+in the order of the columns, and lanes are added instead.
 """
 
 import functools
@@ -15,7 +16,7 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.rowformat import RowEmitter, activation_floats, indices, steps
 from ikcli.backends.cpu.tile_modes import MODES, MOST_WITH_MINIMUM
-from ikcli.native.simd.dot import is_plain_avx2
+from ikcli.native.simd.dot import is_plain_avx2, sum_fours
 from ikcli.native.simd.emit import F32, I32
 from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i8x64, i32x16, llvm_type, pointer
 
@@ -38,6 +39,7 @@ class _Token:
         end = e.offset(self.sums_at, nb4, nb4)
         past = e.b.and_(e.b.sub(e.int(0), e.b.sub(end, a)), e.int(63))
         self.codes_at = e.offset(end, past)
+        self.natural_at, self.parts = a, []
         self.sum = e.variable(e.zero(f32x16))
         self.low = e.variable(e.zero(f32x16)) if mode.startswith("m") else None
 
@@ -58,16 +60,26 @@ class _Token:
         else:
             self.dots[0] = _moved(e, fmt, sums, w, self.signed)
 
+    def product(self, e, acc, codes, at):
+        """acc + codes times the 64 activations at an address."""
+        x = e.load(i8x64, at)
+        return e.dot_signed(acc, e.without_128(codes), x) if self.signed else e.dot(acc, codes, x, self.most)
+
     def dot(self, e, n, codes, i):
         """Columns 4n .. 4n+3 of every block of step i."""
-        x = e.load(i8x64, e.offset(self.codes_at, e.times(i, 256), 64 * n))
-        acc = self.dots[n % 2]
-        self.dots[n % 2] = (
-            e.dot_signed(acc, e.without_128(codes), x) if self.signed else e.dot(acc, codes, x, self.most)
-        )
+        at = e.offset(self.codes_at, e.times(i, 256), 64 * n)
+        self.dots[n % 2] = self.product(e, self.dots[n % 2], codes, at)
+
+    def dot_in_order(self, e, j, codes, i):
+        """Columns 64j .. 64j+63 of step i, as they lie."""
+        at = e.offset(self.natural_at, e.times(i, 256), 64 * j)
+        self.parts.append(self.product(e, e.zero(i32x16), codes, at))
 
     def finish(self, e):
         """The step to the sum."""
+        if self.parts:
+            self.dots[1] = sum_fours(e.b, self.parts)
+            self.parts = []
         scales = e.pick(self.scales, _TWICE) if self.scales.type.count == 8 else self.scales
         self.add(e, self.sum, e.to_f32(e.b.add(*self.dots)), scales)
 
@@ -99,12 +111,18 @@ def row_dot(fmt, n_tokens):
                 minima = fmt.minima(e, at_w, row) if mode.startswith("m") else None
                 for t in tokens:
                     t.begin(e, fmt, at_w, scales, minima, i, valid)
-                quarters = fmt.quarters(e, at_w)
-                if quarters is None:
-                    quarters = _by_quarters(e, [fmt.dot_codes(e, at_w, j) for j in range(4)])
-                for n, codes in enumerate(quarters):
-                    for t in tokens:
-                        t.dot(e, n, codes, i)
+                if is_plain_avx2():  # moving codes between lanes would cost more than adding lanes
+                    for j in range(4):
+                        codes = fmt.dot_codes(e, at_w, j)
+                        for t in tokens:
+                            t.dot_in_order(e, j, codes, i)
+                else:
+                    quarters = fmt.quarters(e, at_w)
+                    if quarters is None:
+                        quarters = _by_quarters(e, [fmt.dot_codes(e, at_w, j) for j in range(4)])
+                    for n, codes in enumerate(quarters):
+                        for t in tokens:
+                            t.dot(e, n, codes, i)
                 for t in tokens:
                     t.finish(e)
             for n, t in enumerate(tokens):

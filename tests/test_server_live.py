@@ -182,7 +182,7 @@ def test_first_signal_drains_second_stops(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert len(running.result().json()["generation_settings"]) > 5
         assert server.process.wait(WAIT) == 0
-    server = Server("--shutdown-timeout", "600", "-c", "8192", log=tmp_path / "log2")
+    server = Server("--shutdown-timeout", "600", "-c", "32768", log=tmp_path / "log2")
     server.wait_ready()
     endless = {"prompt": "a", "n_predict": -1, "ignore_eos": True}
 

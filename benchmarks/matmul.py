@@ -76,9 +76,9 @@ def main() -> None:
     print("| type | bpw | PP512 GOP/s | TG GB/s | TG Gweights/s | error |")
     print("|---|---|---|---|---|---|")
     for type_ in types:
-        pp, _ = measure(type_, 2048, args.columns, 512, args.threads, args.repeat)
+        pp, _ = measure(type_, 6144, args.columns, 512, args.threads, args.repeat)
         tg, error = measure(type_, args.rows, args.columns, 1, args.threads, 3 * args.repeat)
-        ops, weights = 2.0 * 2048 * args.columns * 512, float(args.rows * args.columns)
+        ops, weights = 2.0 * 6144 * args.columns * 512, float(args.rows * args.columns)
         rate = args.rows * row_size(type_, args.columns) / tg / 1e9
         fmt = get_format(type_)
         numbers = f"{ops / pp / 1e9:.0f} | {rate:.1f} | {weights / tg / 1e9:.1f} | {error:.1e}"

@@ -119,9 +119,10 @@ def test_few_rows_together_are_each_row_alone(type_: GGMLType) -> None:
 
 @pytest.mark.parametrize("type_", ALL_TYPES)
 def test_threads_do_not_change_a_bit(type_: GGMLType) -> None:
+    """250 rows are blocks of three tiles for one thread, of one tile for more."""
     w, data, _ = make_weight("w", type_, (k_of(type_)[-1], fitting(type_, 250)))
     runs = [dense(w, data, n) for n in (1, 2, 3)]
-    for n in (1, 3, 4, 33):
+    for n in (1, 3, 4, 7, 33):
         a = activations(n, w.ne0)
         results = [run([Segment(n)], {x: a}) for run, x in runs]
         np.testing.assert_array_equal(results[0], results[1])

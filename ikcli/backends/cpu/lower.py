@@ -12,7 +12,7 @@ import numpy as np
 
 from ikcli.backends.cpu import lower_attention
 from ikcli.backends.cpu.program import Lowering, Ref, f32_bits
-from ikcli.backends.cpu.tile_modes import MODES, tile_bytes
+from ikcli.backends.cpu.tile_modes import MODES, MOST_TILES, TILE_ROWS, tile_bytes, tiles_per_thread
 from ikcli.backends.lowering import as_node, as_weight
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
@@ -55,7 +55,7 @@ def kind_row_bytes(kind: str, k: int) -> int:
 
 def activation_row_bytes(k: int) -> int:
     """Bytes of a quantized activation row (kernels/activations.py)."""
-    return -(-(k + 20 * (k // 32)) // 64) * 64 + -(-k // 256) * 256
+    return -(-(k + 28 * (k // 32)) // 64) * 64 + -(-k // 256) * 256
 
 
 def plan_bytes(n_pairs: int, n_expert: int) -> int:
@@ -73,7 +73,7 @@ def _embed(low: Lowering, node: Node) -> None:
             "use a file that keeps it in a plain type"
         )
     key = KernelKey("embed", "make_embed", (type_name(w),))
-    low.emit(key, node.rows, low.weight(w), row_size(w.type, w.ne0), w.ne0, low.out(node), *_tiles(low, w),
+    low.emit(key, node.rows, low.weight(w), row_size(w.type, w.ne0), w.ne0, low.out(node), *_tiles(low, w)[:2],
              row_bytes=16 * w.ne0)  # fmt: skip
 
 
@@ -170,25 +170,27 @@ def _activations(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Activati
     return Activations(at, heads * row, row)
 
 
-def _tiles(low: Lowering, w: Weight) -> tuple[Ref, int]:
-    """Scratch for one unpacked block of rows per thread; UnsupportedError if a range of rows cuts a group."""
+def _tiles(low: Lowering, w: Weight) -> tuple[Ref, int, int]:
+    """Scratch for unpacked rows, bytes of a tile, tiles of a thread; UnsupportedError if rows cut a group."""
     rows = get_format(w.type).rows
     if w.row0 % rows or w.ne1 % rows:
         raise UnsupportedError(
             f"{w.name} is {type_name(w)}, whose groups of {rows} rows would be cut; `ik repack --unrepack` the file"
         )
-    size = FLOAT_TILE_BYTES if w.type in FLOAT_TYPES else tile_bytes(type_name(w), w.ne0)
-    return low.buffer(size * low.n_threads), size
+    if w.type in FLOAT_TYPES:
+        size, count = FLOAT_TILE_BYTES, 1
+    else:
+        size, count = tile_bytes(type_name(w), w.ne0), tiles_per_thread(type_name(w), w.ne0)
+    return low.buffer(size * count * low.n_threads), size, count
 
 
 def _emit_mul_mat(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int) -> None:
     row = row_size(w.type, w.ne0)
     a = _activations(low, w, x, heads)
-    tiles, tile = _tiles(low, w)
     full_rows = w.shape[1] if len(w.shape) > 1 else 1
     low.emit(KernelKey("matmul", "make_mul_mat", (type_name(w),)), node.rows, low.weight(w, row), row, w.ne1, w.ne0,
-             a.at, a.stride, low.out(node), 4 * node.cols, tiles, tile, heads, full_rows * row, a.head_stride,
-             4 * w.ne1, low.few_rows, row_bytes=heads * w.ne1 * row)  # fmt: skip
+             a.at, a.stride, low.out(node), 4 * node.cols, *_tiles(low, w), low.few_rows, heads, full_rows * row,
+             a.head_stride, 4 * w.ne1, row_bytes=heads * w.ne1 * row)  # fmt: skip
 
 
 @rule
@@ -245,9 +247,8 @@ def _sorted_activations(low: Lowering, w: Weight, x: Node, plan: Node, sorted_in
 def _emit_by_expert(low: Lowering, node: Node, factory: str, w: Weight, a: Activations, *more: int | Ref) -> None:
     plan = as_node(node.inputs[-1])
     row = row_size(w.type, w.ne0)
-    tiles, tile = _tiles(low, w)
     low.emit(KernelKey("matmul", factory, (type_name(w),)), node.rows, low.weight(w), row, w.ne1, w.ne0, a.at, a.stride,
-             low.out(node), 4 * node.cols, tiles, tile, w.ne2, row * w.ne1, low.out(plan) + 8, low.few_rows,
+             low.out(node), 4 * node.cols, *_tiles(low, w), low.few_rows, w.ne2, row * w.ne1, low.out(plan) + 8,
              *more)  # fmt: skip
     if as_node(plan.inputs[0]).attrs["ser"]:
         route = as_node(plan.inputs[0])
@@ -267,7 +268,7 @@ def _moe_up_gate(low: Lowering, node: Node) -> None:
     up, gate = as_weight(node.inputs[0]), as_weight(node.inputs[1])
     x, plan = as_node(node.inputs[2]), as_node(node.inputs[3])
     a = _sorted_activations(low, up, x, plan, False)
-    scratch = low.rows(x.rows) * 32 * 4
+    scratch = low.rows(x.rows) * MOST_TILES * TILE_ROWS * 4
     _emit_by_expert(low, node, "make_up_gate", up, a, low.weight(gate), low.buffer(scratch * low.n_threads), scratch)
 
 

@@ -1,7 +1,7 @@
 """Which tile a weight type unpacks into (shared by lowering, which must not import Numba, and by the kernels).
 
-A tile holds 16 rows. Per 32 columns: a header of float32 vectors (one value per row), then 8 x 64 bytes, group j
-holding bytes 4j..4j+3 of each row as unsigned codes. Modes:
+A tile holds 16 (TILE_ROWS) rows. Per 32 columns: a header of float32 vectors (one value per row), then 8 x 64 bytes,
+group j holding bytes 4j..4j+3 of each row as unsigned codes. Modes:
     s32: scale               value = scale * (code - 128)
     m32: scale, minimum      value = scale * code + minimum
     s16: two scales (one per 16 columns)       m16: two scales, two minima
@@ -9,6 +9,11 @@ holding bytes 4j..4j+3 of each row as unsigned codes. Modes:
 
 from __future__ import annotations
 
+from ikcli.native import isa
+
+TILE_ROWS = 16
+MOST_TILES = 3  # multiplied together
+_CACHE = 768 << 10  # bytes of tiles that stay in the second level, with room for activations
 MOST_WITH_MINIMUM = 31  # the largest code of a type with minima
 
 # mode -> (header bytes, bytes per 32 columns)
@@ -29,4 +34,19 @@ MODES = {name: mode for mode, names in _TYPES_BY_MODE.items() for name in names.
 
 def tile_bytes(type_name: str, k: int) -> int:
     """Bytes of a tile of k columns; unpacking writes whole steps of 256."""
-    return -(-k // 256) * 8 * LAYOUT[MODES[type_name]][1]
+    return -(-k // 256) * tile_bytes_per_step(type_name)
+
+
+def tile_bytes_per_step(type_name: str) -> int:
+    """Bytes of 256 columns of a tile."""
+    return 8 * LAYOUT[MODES[type_name]][1]
+
+
+def multiplies_tiles_together() -> bool:
+    """Whether this machine has registers for MOST_TILES tiles at once."""
+    return "avx512vnni" in isa.current().features
+
+
+def tiles_per_thread(type_name: str, k: int) -> int:
+    """How many tiles of k columns a thread unpacks at a time."""
+    return MOST_TILES if multiplies_tiles_together() and MOST_TILES * tile_bytes(type_name, k) <= _CACHE else 1

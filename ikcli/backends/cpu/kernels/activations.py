@@ -2,9 +2,9 @@
 
 `q8`, for the integer kernels: int8 per 32 values, float32 scale, exact sums.
 A row of K values is stored as K int8 | d f32[K/32] | s f32[K/32] = d * sum(q) | -128*sum(q) i32[K/32] | the same per 16
-i32[K/16], padded to 64 bytes | the int8 again, by quarters: of each 256 columns first columns 0..3 of all 16 blocks of
-16, then columns 4..7 and so on (`kernels/row_dot.py`). No half-precision sums anywhere: those overflow in models with
-large activations.
+i32[K/16] | s per 16 f32[K/16], padded to 64 bytes | the int8 again, by quarters: of each 256 columns first columns 0..3
+of all 16 blocks of 16, then columns 4..7 and so on (`kernels/row_dot.py`). No half-precision sums anywhere: those
+overflow in models with large activations.
 `bf16`, for weights of bfloat16: rounded to nearest even. `f32`: as they are (only ever gathered).
 """
 
@@ -41,7 +41,7 @@ _TINY = np.float32(1e-36)  # smaller maxima count as zero: 127 / them would over
 @inline
 def quarters_at(k):
     """Where the codes by quarters begin in a row."""
-    return (k + 20 * (k // 32) + 63) & ~63
+    return (k + 28 * (k // 32) + 63) & ~63
 
 
 @inline
@@ -49,7 +49,7 @@ def quantize_blocks(src, dst, k, lo, hi):
     """Blocks lo..hi-1 (of 32) of one row."""
     nb = k // 32
     d_at, s_at = dst + k, dst + k + 4 * nb
-    sum32_at, sum16_at = dst + k + 8 * nb, dst + k + 12 * nb
+    sum32_at, sum16_at, s16_at = dst + k + 8 * nb, dst + k + 12 * nb, dst + k + 20 * nb
     quarters = dst + quarters_at(k)
     for ib in range(lo, hi):
         v0, v1 = load_f32x16(src + 128 * ib), load_f32x16(src + 128 * ib + 64)
@@ -69,6 +69,8 @@ def quantize_blocks(src, dst, k, lo, hi):
         st_i32(sum32_at + 4 * ib, -128 * (sum0 + sum1))
         st_i32(sum16_at + 8 * ib, -128 * sum0)
         st_i32(sum16_at + 8 * ib + 4, -128 * sum1)
+        st_f32(s16_at + 8 * ib, d * f0)
+        st_f32(s16_at + 8 * ib + 4, d * f1)
 
 
 @inline

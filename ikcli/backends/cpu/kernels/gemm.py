@@ -1,9 +1,9 @@
 """Register-blocked matrix micro-kernels, one intrinsic per shape.
 
-Quantized: one tile of 16 weight rows, unpacked to unsigned bytes, times `nt` quantized activation rows. Per 32 columns
-the tile holds its scales (f32x16; two vectors for 16-column scales), for types with minima the minima (f32x16), then
-8 x 64 bytes: group j holds bytes 4j..4j+3 of each row. Symmetric types store code + 128, so that the dot product must
-start from -128 * (sum of activations), which the activation rows carry (`kernels/activations.py`).
+Quantized: `nv` tiles of 16 weight rows, unpacked to unsigned bytes, times `nt` quantized activation rows. Per 32
+columns a tile holds its scales (f32x16; two vectors for 16-column scales), for types with minima the minima (f32x16),
+then 8 x 64 bytes: group j holds bytes 4j..4j+3 of each row. Symmetric types store code + 128, so that the dot product
+must start from -128 * (sum of activations), which the activation rows carry (`kernels/activations.py`).
 
 Float: tile of 16*nv rows as f32 [column][row] times nt float activation rows.
 """
@@ -22,79 +22,84 @@ from ikcli.native.simd.vec import f32x16, i8x64, i32x16
 
 
 @functools.cache
-def quant_tile(mode, nt):
-    """micro(tile, n_blocks, a, a_stride, scales_at, out, out_stride, n_lanes): out[t][0:n_lanes] = tile . a[t].
+def quant_tile(mode, nt, nv=1):
+    """micro(tiles, tile_stride, n_blocks, a, a_stride, scales_at, out, out_stride, n_lanes).
 
-    `scales_at` is the byte offset of the scales in an activation row: d[nb], s[nb] (f32), then -128*isum per 32 [nb]
-    and per 16 [2 nb] (i32).
+    out[t][0:n_lanes] = nv tiles, `tile_stride` bytes apart, times a[t], t < nt; n_lanes <= 16*nv. `scales_at` is the
+    byte offset of the scales in an activation row: d[nb], s[nb] (f32), -128*isum per 32 [nb] and per 16 [2 nb] (i32),
+    s per 16 [2 nb].
     """
     header, block_bytes = LAYOUT[mode]
     most = MOST_WITH_MINIMUM if mode[0] == "m" else 255
     with_min, halves = mode[0] == "m", 2 if mode.endswith("16") else 1
     signed = not with_min and is_plain_avx2()  # codes without their 128, which is what the sums start from otherwise
+    pairs = [(t, v) for t in range(nt) for v in range(nv)]
 
     @intrinsic
-    def micro(typingctx, tile, n_blocks, a, a_stride, scales_at, out, out_stride, n_lanes):
+    def micro(typingctx, tiles, tile_stride, n_blocks, a, a_stride, scales_at, out, out_stride, n_lanes):
         def codegen(context, builder, sig, args):
-            tile, n_blocks, a, a_stride, scales_at, out, out_stride, n_lanes = args
+            tiles, tile_stride, n_blocks, a, a_stride, scales_at, out, out_stride, n_lanes = args
             e = Emitter(builder)
             rows = [e.opaque(e.offset(a, e.times(a_stride, t))) for t in range(nt)]
-            acc = [e.variable(e.zero(f32x16)) for _ in range(nt)]
+            tiles = [e.opaque(e.offset(tiles, e.times(tile_stride, v))) for v in range(nv)]
+            acc = {tv: e.variable(e.zero(f32x16)) for tv in pairs}
             nb4 = e.times(n_blocks, 4)
             sums_at = e.offset(scales_at, nb4)
             starts_at = e.offset(sums_at, nb4) if halves == 1 else e.offset(sums_at, nb4, nb4)
+            s16_at = e.offset(starts_at, nb4, nb4)
             with e.loop(n_blocks) as ib:
-                p = e.offset(tile, e.times(ib, block_bytes))
+                blocks = [e.offset(tile, e.times(ib, block_bytes)) for tile in tiles]
                 q, ib4 = e.times(ib, 32), e.times(ib, 4)
                 d_at = e.opaque(e.offset(scales_at, ib4))
                 first_at = e.opaque(e.offset(starts_at, e.times(ib4, halves)))
-                parts = []
+
+                def floats(at):
+                    """A vector of the header of every block."""
+                    return [e.load(f32x16, e.offset(p, at)) for p in blocks]
+
+                parts = {}
                 for half in range(halves):
-                    dots = []
+                    dots = {}
                     for t in range(nt):
                         start = e.offset(rows[t], first_at, 4 * half)
-                        dots.append(e.zero(i32x16) if with_min or signed else e.splat_i32(start))
+                        first = e.zero(i32x16) if with_min or signed else e.splat_i32(start)
+                        dots.update({(t, v): first for v in range(nv)})
                     for j in range(8 // halves):
                         jj = j + half * 4
-                        codes = e.load(i8x64, e.offset(p, header + 64 * jj))
-                        codes = e.without_128(codes) if signed else codes
+                        codes = [e.load(i8x64, e.offset(p, header + 64 * jj)) for p in blocks]
+                        codes = [e.without_128(c) for c in codes] if signed else codes
                         for t in range(nt):
                             x = e.splat_bytes(e.offset(rows[t], q, 4 * jj))
-                            dots[t] = e.dot_signed(dots[t], codes, x) if signed else e.dot(dots[t], codes, x, most)
-                    scale = e.load(f32x16, e.offset(p, 64 * half))
-                    parts = _plus(e, parts, [e.to_f32(x) for x in dots], scale)
-                if mode == "m16":
-                    for half in range(2):
-                        # Sums per 16 columns are kept as -128 * sum: the minima take the factor back.
-                        minima = builder.fmul(e.load(f32x16, e.offset(p, 128 + 64 * half)), _splat_const(-1.0 / 128))
-                        sums = [e.to_f32(e.splat_i32(e.offset(row, first_at, 4 * half))) for row in rows]
-                        parts = _plus(e, parts, sums, minima)
-                for t in range(nt):
-                    d = e.splat_f32(e.offset(rows[t], d_at))
-                    builder.store(e.fma(parts[t], d, builder.load(acc[t])), acc[t])
-                if mode == "m32":
-                    minima = e.load(f32x16, e.offset(p, 64))
-                    for row, slot in zip(rows, acc, strict=True):
-                        s = e.splat_f32(e.offset(row, sums_at, ib4))
-                        builder.store(e.fma(minima, s, builder.load(slot)), slot)
-            for t in range(nt):
-                e.store_first(builder.load(acc[t]), e.offset(out, e.times(out_stride, t)), n_lanes)
+                            for v in range(nv):
+                                dot = dots[t, v]
+                                dot = e.dot_signed(dot, codes[v], x) if signed else e.dot(dot, codes[v], x, most)
+                                dots[t, v] = dot
+                    scale = floats(64 * half)
+                    for t, v in pairs:
+                        parts[t, v] = _plus(e, parts.get((t, v)), e.to_f32(dots[t, v]), scale[v])
+                d = [e.splat_f32(e.offset(row, d_at)) for row in rows]
+                for t, v in pairs:
+                    builder.store(e.fma(parts[t, v], d[t], builder.load(acc[t, v])), acc[t, v])
+                if with_min:
+                    s_at = sums_at if halves == 1 else s16_at
+                    for half in range(halves):
+                        minima = floats(64 * (halves + half))
+                        sums = [e.splat_f32(e.offset(row, s_at, e.times(ib4, halves), 4 * half)) for row in rows]
+                        for t, v in pairs:
+                            builder.store(e.fma(minima[v], sums[t], builder.load(acc[t, v])), acc[t, v])
+            for t, v in pairs:
+                at = e.offset(out, e.times(out_stride, t), 64 * v)
+                e.store_first(builder.load(acc[t, v]), at, e.offset(n_lanes, -16 * v))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), codegen
+        return types.void(*[types.int64] * 9), codegen
 
     return micro
 
 
-def _plus(e, totals, values, factor):
-    """Totals, if there are any yet, plus values * factor."""
-    if not totals:
-        return [e.b.fmul(x, factor) for x in values]
-    return [e.fma(x, factor, total) for x, total in zip(values, totals, strict=True)]
-
-
-def _splat_const(x):
-    return vec.const_vector(f32x16, [x] * 16)
+def _plus(e, total, value, factor):
+    """total, if there is one yet, plus value * factor."""
+    return e.b.fmul(value, factor) if total is None else e.fma(value, factor, total)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.groupformat import GroupEmitter
 from ikcli.backends.cpu.kernels.rowformat import activation_floats, steps
 from ikcli.backends.cpu.tile_modes import MODES, MOST_WITH_MINIMUM
-from ikcli.native.simd.vec import f32x8, f32x16, i8x64, i32x8, i32x16, llvm_type
+from ikcli.native.simd.vec import f32x16, i8x64, i32x8, i32x16, llvm_type
 
 _PREFETCH_BYTES = 4096  # ahead; the next groups follow in memory
 
@@ -59,10 +59,8 @@ class _Token:
         self.d = activation_floats(e, self.d_at, valid)
         if mode.endswith("32"):
             self.sums = activation_floats(e, s_at, valid)
-        else:  # kept as -128 * sum, per 16 columns
-            sums = e.ints_to_f32(e.load(i32x16, e.offset(s_at, nb4, nb4, i32)))
-            d = e.mul(self.d, ir.Constant(llvm_type(f32x8), [-1.0 / 128] * 8))
-            self.sums = e.mul(sums, e.pick(d, [i // 2 for i in range(16)]))
+        else:
+            self.sums = e.load(f32x16, e.offset(s_at, e.times(nb4, 4), i32, i32))
 
     def scale(self, ib):
         """The scale of block ib in 16 lanes."""

@@ -18,7 +18,7 @@ from ikcli.backends.cpu.kernels.rowformat import RowEmitter, activation_floats, 
 from ikcli.backends.cpu.tile_modes import MODES, MOST_WITH_MINIMUM
 from ikcli.native.simd.dot import is_plain_avx2, sum_fours
 from ikcli.native.simd.emit import F32, I32
-from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i8x64, i32x16, llvm_type, pointer
+from ikcli.native.simd.vec import f32x8, f32x16, i8x64, i32x16, llvm_type, pointer
 
 _PREFETCH_BYTES = 4096  # ahead; the next rows follow in memory
 _TWICE = [i // 2 for i in range(16)]
@@ -36,7 +36,8 @@ class _Token:
         self.d_at = e.offset(a, k)
         self.s_at = e.offset(self.d_at, nb4)
         self.sums_at = e.offset(self.s_at, nb4, nb4)
-        end = e.offset(self.sums_at, nb4, nb4)
+        self.s16_at = e.offset(self.sums_at, nb4, nb4)
+        end = e.offset(self.s16_at, nb4, nb4)
         past = e.b.and_(e.b.sub(e.int(0), e.b.sub(end, a)), e.int(63))
         self.codes_at = e.offset(end, past)
         self.natural_at, self.parts = a, []
@@ -53,12 +54,11 @@ class _Token:
             sums = activation_floats(e, e.offset(self.s_at, i32), valid)
             self.add(e, self.low, _widen(e, minima), _widen(e, sums))
             return
-        sums = e.load(i32x16, e.offset(self.sums_at, i32, i32))
         if self.mode == "m16":
-            factors = e.mul(minima, const_vector(f32x16, [-1.0 / 128] * 16))
-            self.add(e, self.low, factors, e.mul(e.ints_to_f32(sums), e.pick(d, _TWICE)))
-        else:
-            self.dots[0] = _moved(e, fmt, sums, w, self.signed)
+            self.add(e, self.low, minima, e.load(f32x16, e.offset(self.s16_at, i32, i32)))
+            return
+        sums = e.load(i32x16, e.offset(self.sums_at, i32, i32))
+        self.dots[0] = _moved(e, fmt, sums, w, self.signed)
 
     def product(self, e, acc, codes, at):
         """acc + codes times the 64 activations at an address."""

@@ -50,7 +50,8 @@ def activation_kind(type_: GGMLType) -> str:
 
 def kind_row_bytes(kind: str, k: int) -> int:
     """Bytes of an activation row of k values."""
-    return {"f32": 4 * k, "bf16": -(-2 * k // 64) * 64}.get(kind) or activation_row_bytes(k)
+    # bf16: an odd number of cache lines, so that rows do not share sets
+    return {"f32": 4 * k, "bf16": 64 * (-(-2 * k // 64) | 1)}.get(kind) or activation_row_bytes(k)
 
 
 def activation_row_bytes(k: int) -> int:

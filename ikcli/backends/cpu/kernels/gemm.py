@@ -43,6 +43,9 @@ def quant_tile(mode, nt, nv=1):
             rows = [e.opaque(e.offset(a, e.times(a_stride, t))) for t in range(nt)]
             tiles = [e.opaque(e.offset(tiles, e.times(tile_stride, v))) for v in range(nv)]
             acc = {tv: e.variable(e.zero(f32x16)) for tv in pairs}
+            outs = {(t, v): e.offset(out, e.times(out_stride, t), 64 * v) for t, v in pairs}
+            for at in outs.values():  # else stores of spilled registers queue up behind those that wait for memory
+                e.prefetch(at, write=True)
             nb4 = e.times(n_blocks, 4)
             sums_at = e.offset(scales_at, nb4)
             starts_at = e.offset(sums_at, nb4) if halves == 1 else e.offset(sums_at, nb4, nb4)
@@ -88,8 +91,7 @@ def quant_tile(mode, nt, nv=1):
                         for t, v in pairs:
                             builder.store(e.fma(minima[v], sums[t], builder.load(acc[t, v])), acc[t, v])
             for t, v in pairs:
-                at = e.offset(out, e.times(out_stride, t), 64 * v)
-                e.store_first(builder.load(acc[t, v]), at, e.offset(n_lanes, -16 * v))
+                e.store_first(builder.load(acc[t, v]), outs[t, v], e.offset(n_lanes, -16 * v))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 9), codegen
@@ -118,6 +120,9 @@ def float_tile(nv, nt, pairs=False):
             rows = [e.opaque(e.offset(a, e.times(a_stride, t))) for t in range(nt)]
             outs = [e.offset(out, e.times(out_stride, t)) for t in range(nt)]
             acc = [[e.variable(e.zero(f32x16)) for _ in range(nv)] for _ in range(nt)]
+            for at in outs:
+                for v in range(nv):
+                    e.prefetch(e.offset(at, 64 * v), write=True)
             with e.loop(k) as i:
                 p, i4 = e.offset(tile, e.times(i, 64 * nv)), e.times(i, 4)
                 w = [e.load(i32x16 if pairs else f32x16, e.offset(p, 64 * v)) for v in range(nv)]

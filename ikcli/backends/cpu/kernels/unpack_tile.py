@@ -86,6 +86,9 @@ def unpack_tile(fmt):
                 with e.loop(e.int(_ROWS)) as r:
                     index = builder.select(builder.icmp_signed("<", r, n), r, last)
                     row_w = e.offset(w, builder.mul(index, row_bytes))
+                    next_tile = e.offset(row_w, e.times(row_bytes, _ROWS), e.times(i, fmt.step_bytes))
+                    for line in range(0, fmt.step_bytes, 64):  # sixteen short streams: too many for the hardware
+                        e.prefetch(e.offset(next_tile, line))
                     at_w = _step_address(e, fmt, row_w, i, whole, rest, copy)
                     to = [e.offset(f, e.times(r, _VECTOR)) for f in floats]
                     decode(e, row_w, at_w, e.offset(codes, e.times(r, 256)), to)

@@ -27,10 +27,11 @@ from ikcli.native.simd.vec import (
 )
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
-_TALL = 16 if isa.current().name == "avx512" else 4  # weight rows of a block for one activation row
-_LONG = 2048  # columns from which rows are read four at a time, as long streams
-# kind -> bytes of a weight and of an activation, columns of a vector, one weight, one activation
-KINDS = {"f32": (4, 4, 16, ld_f32, ld_f32), "f16": (2, 4, 16, ld_f16, ld_f32), "bf16": (2, 2, 32, ld_bf16, ld_bf16)}
+_IS_WIDE = isa.current().name == "avx512"
+_TALL = 8 if _IS_WIDE else 4  # weight rows of a block for one activation row
+_LONG = 8192  # columns from which four rows are enough
+# kind -> bytes of a weight and of an activation, columns of a cache line, one weight, one activation
+KINDS = {"f32": (4, 4, 16, ld_f32, ld_f32), "f16": (2, 4, 32, ld_f16, ld_f32), "bf16": (2, 2, 32, ld_bf16, ld_bf16)}
 
 
 def _load_weights(builder, kind, address):
@@ -50,12 +51,19 @@ def _addresses(e, first, strides, n):
     return hidden, [e.b.add(hidden[r // 4], strides[r % 4 - 1]) if r % 4 else hidden[r // 4] for r in range(n)]
 
 
+def _load_activations(builder, kind, address):
+    return load_f32x16_at(builder, address, llvm_type(i32x16 if kind == "bf16" else f32x16))
+
+
 def make_dots(kind, n_rows, n_tokens):
-    """dots(w, row_bytes, n_steps, a, a_stride, out, out_stride): out[token][row] of whole vectors of columns.
+    """dots(w, row_bytes, n_steps, a, a_stride, out, out_stride): out[token][row] of whole cache lines of weights.
 
     n_rows * n_tokens <= 16 is a power of two; n_steps >= 1.
     """
     w_size, a_size, cols, _, _ = KINDS[kind]
+    parts = 2 if kind == "f16" else 1  # vectors of a line
+    multiply = emit_dot_bf16 if kind == "bf16" else _multiply
+    n_ahead = n_rows if n_rows > 1 else 0  # lines of the next block, which follows this one, to ask for in a step
 
     @intrinsic
     def dots(typingctx, w, row_bytes, n_steps, a, a_stride, out, out_stride):
@@ -65,25 +73,25 @@ def make_dots(kind, n_rows, n_tokens):
             w_strides, a_strides = ([e.opaque(e.times(x, i)) for i in (1, 2, 3)] for x in (row_bytes, a_stride))
             groups = [e.offset(w, e.times(row_bytes, r)) for r in range(0, n_rows, 4)]
             ahead = e.offset(w, e.times(row_bytes, n_rows))
-            n_groups, lines = len(groups), n_rows * w_size * cols // 64
+            n_groups = len(groups)
 
             def step(state):
                 at, x_at, ahead, accs = state[:n_groups], state[n_groups], state[n_groups + 1], state[n_groups + 2 :]
                 at, rows = _addresses(e, at, w_strides, n_rows)
                 (x_at,), tokens = _addresses(e, [x_at], a_strides, n_tokens)
                 ahead = e.opaque(ahead)
-                x = [load_f32x16_at(builder, t, llvm_type(i32x16 if kind == "bf16" else f32x16)) for t in tokens]
-                out = [None] * (n_rows * n_tokens)
-                for r in range(n_rows):
-                    y = _load_weights(builder, kind, rows[r])
-                    if n_rows == 16 and r < lines:  # rows are short: ask for the next block, which follows this one
-                        e.prefetch(e.offset(ahead, 64 * r))
-                    for t in range(n_tokens):
-                        i = t * n_rows + r
-                        multiply = emit_dot_bf16 if kind == "bf16" else _multiply
-                        out[i] = multiply(builder, accs[i], y, x[t])
+                for r in range(n_ahead):
+                    e.prefetch(e.offset(ahead, 64 * r))
+                for part in range(parts):
+                    w_part, a_part = (part * size * cols // parts for size in (w_size, a_size))
+                    x = [_load_activations(builder, kind, e.offset(t, a_part)) for t in tokens]
+                    for r in range(n_rows):
+                        y = _load_weights(builder, kind, e.offset(rows[r], w_part))
+                        for t in range(n_tokens):
+                            i = t * n_rows + r
+                            accs[i] = multiply(builder, accs[i], y, x[t])
                 at = [e.offset(p, w_size * cols) for p in at]
-                return [*at, e.offset(x_at, a_size * cols), e.offset(ahead, 64 * lines), *out]
+                return [*at, e.offset(x_at, a_size * cols), e.offset(ahead, 64 * n_rows), *accs]
 
             zeros = [const_vector(f32x16, [0.0] * 16)] * (n_rows * n_tokens)
             accs = loop(builder, n_steps, [*groups, a, ahead, *zeros], step)[n_groups + 2 :]
@@ -107,9 +115,9 @@ def _multiply(builder, acc, x, y):
 def make_few(kind):
     """few(w, row_bytes, n, k, a, a_stride, m, out, out_stride): n weight rows times m activation rows."""
     w_size, a_size, cols, ld_w, ld_a = KINDS[kind]
-    tall, wide = make_dots(kind, _TALL, 1), _TALL // 4
+    tall, wide = make_dots(kind, _TALL, 1), 4 if _IS_WIDE else 1
     block1, one1 = make_dots(kind, 4, 1), make_dots(kind, 1, 1)
-    block4, one4 = (make_dots(kind, 4, 4), make_dots(kind, 1, 4)) if wide == 4 else (block1, one1)
+    block4, one4 = (make_dots(kind, 4, 4), make_dots(kind, 1, 4)) if _IS_WIDE else (block1, one1)
 
     @inline
     def rows_of_one(w, row_bytes, n, steps, a, out):

@@ -340,9 +340,22 @@ def write_slot(slot, stats, o, o_bytes):
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
-def make_flash(pack, stage, attend):
-    """The kernel made of: pack(params, token, unit, rows, q, tmp); stage(params, segment, kv_head, k, v, position, n),
-    which returns the address of V; attend(params, q, k, v, s, o, stats, rows, n, tile)."""
+def make_flash(pack, stage, weigh, add):
+    """The kernel made of: pack(params, token, unit, rows, q, tmp), Q of a task; stage(params, segment, kv_head, k, v,
+    position, n), tiles of the cache, which returns the address of V; and for up to MAX_VECTORS vectors of rows, from
+    byte x of a row of vectors on: weigh(params, wide, q, k, s, stride, stats, x, n, tile), the weights of n positions;
+    add(params, wide, v, s, stride, o, stats, x, n), the output with them."""
+
+    @merge
+    def attend(params, q, k, v, s, o, stats, rows, n, tile):
+        """All rows of the task with the n staged positions from `tile` on."""
+        vectors = (rows + 15) >> 4
+        for at in range(0, vectors, MAX_VECTORS):
+            wide = min(MAX_VECTORS, vectors - at)
+            seen = min(n, ld_i32(stats + LIMIT + 4 * (16 * (at + wide) - 1)) - tile)
+            if seen > 0:
+                weigh(params, wide, q, k, s, 64 * vectors, stats, 64 * at, seen, tile)
+                add(params, wide, v, s, 64 * vectors, o, stats, 64 * at, seen)
 
     def flash_attn(params, ith, nth):
         n_base = n_base_tasks(params)
@@ -390,23 +403,18 @@ def make_flash_attn(k_types, v_type):
         stage_k(params, segment, kv_head, k, tile_chunk(params), position, n)
         return stage_v(params, segment, kv_head, k, v, tile_chunk(params), position, n)
 
-    @merge
-    def attend(params, q, k, v, s, o, stats, rows, n, tile):
-        """All rows of the task with the n staged positions from `tile` on."""
-        vectors, chunk_bytes = (rows + 15) >> 4, tile_chunk(params)
-        stride, v_chunks = 64 * vectors, (word(params, V_COLS) + 15) >> 4
-        for at in range(0, vectors, MAX_VECTORS):
-            wide = min(MAX_VECTORS, vectors - at)
-            seen = min(n, ld_i32(stats + LIMIT + 4 * (16 * (at + wide) - 1)) - tile)
-            if seen <= 0:
-                continue
-            x = 64 * at
-            rows_product(wide, k, chunk_bytes, seen, q + x, stride, word(params, K_CHUNKS), s + x, stride)
-            for i in range(x, x + 64 * wide, 64):
-                soft_max_column(s + i, stride, seen, tile, stats + i)
-            columns_product(wide, v, chunk_bytes, v_chunks, s + x, stride, seen, o + x, stride, stats + CORRECTION + x)
+    @inline
+    def weigh(params, wide, q, k, s, stride, stats, x, n, tile):
+        rows_product(wide, k, tile_chunk(params), n, q + x, stride, word(params, K_CHUNKS), s + x, stride)
+        for i in range(x, x + 64 * wide, 64):
+            soft_max_column(s + i, stride, n, tile, stats + i)
 
-    return make_flash(pack_q, stage, attend)
+    @inline
+    def add(params, wide, v, s, stride, o, stats, x, n):
+        chunk_bytes, chunks, factors = tile_chunk(params), (word(params, V_COLS) + 15) >> 4, stats + CORRECTION + x
+        columns_product(wide, v, chunk_bytes, chunks, s + x, stride, n, o + x, stride, factors)
+
+    return make_flash(pack_q, stage, weigh, add)
 
 
 @inline

@@ -51,7 +51,16 @@ from ikcli.backends.cpu.kernels.attention import (
     tile_chunk,
 )
 from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work, word
-from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, KINDS, load_f32x16_at, loop, offset, sum_lanes, transpose16
+from ikcli.backends.cpu.kernels.sgemm import (
+    CHUNK_ROW,
+    KINDS,
+    load_f32x16_at,
+    loop,
+    offset,
+    store_block,
+    sum_lanes,
+    transpose16,
+)
 from ikcli.native import isa
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.math import vexp_fast
@@ -112,12 +121,7 @@ def make_dot_block(m, n, kind="f32"):
             _, _, *accs = loop(builder, n_chunks, [q, k, *[zero] * (m * n)], chunk)
             if sum_type is i32x16:
                 accs = [builder.sitofp(x, llvm_type(f32x16)) for x in accs]
-            sums = sum_lanes(builder, accs)
-            for i in range(m):
-                pick = ir.Constant(ir.VectorType(_I32, n), [i * n + j for j in range(n)])
-                row = builder.shuffle_vector(sums, sums, pick)
-                builder.store(row, pointer(builder, s, row.type), align=1)
-                s = builder.add(s, s_stride)
+            store_block(builder, sum_lanes(builder, accs), m, n, s, s_stride)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 7), codegen
@@ -170,8 +174,6 @@ def make_values_block(m, n, kind="f32"):
 
 
 _dot_rows, _dot_one = make_dot_block(ROWS, 4), make_dot_block(1, ONE_ROW_POSITIONS)
-_values_rows, _values_rows1 = make_values_block(ROWS, 4), make_values_block(ROWS, 1)
-_values_one, _values_one1 = make_values_block(1, 4), make_values_block(1, 1)
 
 
 @merge
@@ -187,25 +189,32 @@ def scores(q, rows, k, k_chunk, n, n_chunks, s, s_stride):
                 _dot_rows(q + CHUNK_ROW * r, CHUNK_ROW * rows, k + CHUNK_ROW * t, k_chunk, n_chunks, at, s_stride)
 
 
-@merge
-def add_values(p, p_stride, rows, v, v_chunk, n, n_chunks, o, o_stride, scale):
-    """o[rows][16 * n_chunks] = o * scale + P V."""
-    c = 0
-    while c < n_chunks:
-        four = c + 4 <= n_chunks
-        for r in range(0, rows, ROWS if rows > 1 else 1):
-            at, weights, factor = o + r * o_stride + 64 * c, p + r * p_stride, scale + 4 * r
-            if rows == 1 and four:
-                _values_one(weights, p_stride, v, v_chunk, n, at, o_stride, factor)
-            elif rows == 1:
-                _values_one1(weights, p_stride, v, v_chunk, n, at, o_stride, factor)
-            elif four:
-                _values_rows(weights, p_stride, v, v_chunk, n, at, o_stride, factor)
-            else:
-                _values_rows1(weights, p_stride, v, v_chunk, n, at, o_stride, factor)
-        step = 4 if four else 1
-        c += step
-        v += step * v_chunk
+def make_add_values(m, fewest, kind="f32"):
+    """add_values(p, p_stride, rows, v, v_chunk, n, n_chunks, o, o_stride, scale): o[rows][columns] = o * scale + P V.
+
+    rows: a multiple of m; n_chunks: 16 columns each, a multiple of `fewest`; n: positions (or pairs).
+    """
+    four, rest = make_values_block(m, 4, kind), make_values_block(m, fewest, kind)
+
+    @merge
+    def add_values(p, p_stride, rows, v, v_chunk, n, n_chunks, o, o_stride, scale):
+        c = 0
+        while c < n_chunks:
+            full = c + 4 <= n_chunks
+            for r in range(0, rows, m):
+                at, weights, factor = o + r * o_stride + 64 * c, p + r * p_stride, scale + 4 * r
+                if full:
+                    four(weights, p_stride, v, v_chunk, n, at, o_stride, factor)
+                else:
+                    rest(weights, p_stride, v, v_chunk, n, at, o_stride, factor)
+            step = 4 if full else fewest
+            c += step
+            v += step * v_chunk
+
+    return add_values
+
+
+_add_rows, _add_one = make_add_values(ROWS, 1), make_add_values(1, 1)
 
 
 @inline
@@ -278,32 +287,15 @@ def finish_unit(params, token, unit, rows, o, stats, slot):
         write_few_slot(slot, stats, o, o_stride)
 
 
-@inline
-def find_slot(params, item):
-    """Where the part `item` (unit of a task * parts + part) of a split task is kept."""
-    return word(params, SLOTS) + item * word(params, SLOT_BYTES)
+def make_flash_units(prepare, add_tile):
+    """The kernel made of: prepare(params, token, unit, rows, q, tmp), the unit's Q (tmp is the place of K's tile);
+    add_tile(params, segment, q, k, v, s, o, stats, rows, n, position, last), all units with n positions of the cache.
+    """
 
-
-def make_flash_few(k_types, v_type):
-    """flash_attn for at most 8 rows per task; same parameters, scratch for 16 rows."""
-    stage_k, stage_v = make_stage_k(k_types), make_stage_v(v_type)
-
-    @merge
-    def attend(params, q, k, v, s, o, stats, rows, padded, n, tile):
-        chunk_bytes, s_stride = tile_chunk(params), 4 * (word(params, TILE) + 16)
-        v_chunks = (word(params, V_COLS) + 15) >> 4
-        scores(q, padded, k, chunk_bytes, n, word(params, K_CHUNKS), s, s_stride)
-        for r in range(rows):
-            seen = max(0, min(n, ld_i32(stats + LIMIT + 4 * r) - tile))
-            soft_max_tile(s + r * s_stride, seen, n, stats + 4 * r)
-        for r in range(rows, padded):
-            st_f32(stats + CORRECTION + 4 * r, _F1)
-        add_values(s, s_stride, padded, v, chunk_bytes, n, v_chunks, o, 64 * v_chunks, stats + CORRECTION)
-
-    def flash_few(params, ith, nth):
+    def flash_units(params, ith, nth):
         n_base, units = n_base_tasks(params), word(params, UNITS)
         splits = n_splits(params, n_base, nth)
-        heads, tile, group = word(params, UNIT_HEADS), word(params, TILE), word(params, GROUP)
+        heads, tile = word(params, UNIT_HEADS), word(params, TILE)
         q = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
         k, v, s = q + word(params, K_AT), q + word(params, V_AT), q + word(params, S_AT)
         o, stats = q + word(params, O_AT), q + word(params, STATS_AT)
@@ -315,7 +307,6 @@ def make_flash_few(k_types, v_type):
             base = task // splits * units
             segment, first, n_tokens, _ = find_task(params, base)
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
-            padded = 1 if rows == 1 else (rows + ROWS - 1) // ROWS * ROWS
             position = segment_word(segment, SEG_POS) + first
             length = split_length(params, position + n_tokens, splits)
             begin = length * (task % splits)
@@ -323,20 +314,62 @@ def make_flash_few(k_types, v_type):
             if begin >= end:
                 continue
             for u in range(units):
-                load_q(params, token, u, rows, padded, q + u * q_unit)
+                prepare(params, token, u, rows, q + u * q_unit, k)
                 start_rows(stats + u * STATS_BYTES, rows, heads, position, o + u * o_unit, o_unit)
             for at in range(begin, end, tile):
-                n = min(tile, end - at)
-                for u in range(units):
-                    kv_head = (word(params, FIRST_HEAD) + u * heads) // group
-                    stage_k(params, segment, kv_head, k, tile_chunk(params), at, n)
-                    values = stage_v(params, segment, kv_head, k, v, tile_chunk(params), at, n)
-                    st = stats + u * STATS_BYTES
-                    attend(params, q + u * q_unit, k, values, s, o + u * o_unit, st, rows, padded, n, at)
+                last = at + tile >= end
+                add_tile(params, segment, q, k, v, s, o, stats, rows, min(tile, end - at), at, last)
             for u in range(units):
                 slot = 0
                 if length < position + n_tokens:
-                    slot = find_slot(params, (base + u) * splits + task % splits)
+                    slot = word(params, SLOTS) + ((base + u) * splits + task % splits) * word(params, SLOT_BYTES)
                 finish_unit(params, token, u, rows, o + u * o_unit, stats + u * STATS_BYTES, slot)
 
-    return flash_few
+    return flash_units
+
+
+@inline
+def kv_head_of(params, unit):
+    """The KV head that a unit of heads reads."""
+    return (word(params, FIRST_HEAD) + unit * word(params, UNIT_HEADS)) // word(params, GROUP)
+
+
+@inline
+def in_blocks(rows):
+    """Rows, filled up to whole blocks."""
+    return 1 if rows == 1 else (rows + ROWS - 1) // ROWS * ROWS
+
+
+def make_flash_few(k_types, v_type):
+    """flash_attn for at most 8 rows per task; same parameters, scratch for 16 rows."""
+    stage_k, stage_v = make_stage_k(k_types), make_stage_v(v_type)
+
+    @inline
+    def prepare(params, token, unit, rows, q, tmp):
+        load_q(params, token, unit, rows, in_blocks(rows), q)
+
+    @merge
+    def attend(params, q, k, v, s, o, stats, rows, n, tile):
+        chunk_bytes, s_stride, padded = tile_chunk(params), 4 * (word(params, TILE) + 16), in_blocks(rows)
+        v_chunks = (word(params, V_COLS) + 15) >> 4
+        scores(q, padded, k, chunk_bytes, n, word(params, K_CHUNKS), s, s_stride)
+        for r in range(rows):
+            seen = max(0, min(n, ld_i32(stats + LIMIT + 4 * r) - tile))
+            soft_max_tile(s + r * s_stride, seen, n, stats + 4 * r)
+        for r in range(rows, padded):
+            st_f32(stats + CORRECTION + 4 * r, _F1)
+        if padded == 1:
+            _add_one(s, s_stride, 1, v, chunk_bytes, n, v_chunks, o, 64 * v_chunks, stats + CORRECTION)
+        else:
+            _add_rows(s, s_stride, padded, v, chunk_bytes, n, v_chunks, o, 64 * v_chunks, stats + CORRECTION)
+
+    @merge
+    def add_tile(params, segment, q, k, v, s, o, stats, rows, n, position, last):
+        for u in range(word(params, UNITS)):
+            kv_head = kv_head_of(params, u)
+            stage_k(params, segment, kv_head, k, tile_chunk(params), position, n)
+            values = stage_v(params, segment, kv_head, k, v, tile_chunk(params), position, n)
+            unit_q, unit_o = q + u * word(params, Q_UNIT), o + u * word(params, O_UNIT)
+            attend(params, unit_q, k, values, s, unit_o, stats + u * STATS_BYTES, rows, n, position)
+
+    return make_flash_units(prepare, add_tile)

@@ -8,38 +8,22 @@ import numpy as np
 
 from ikcli.backends.cpu.kernels.attention import (
     CORRECTION,
-    FIRST_HEAD,
-    GROUP,
-    K_AT,
     K_CHUNKS,
     LIMIT,
-    O_AT,
     O_UNIT,
     Q_UNIT,
-    S_AT,
-    SCRATCH,
-    SCRATCH_BYTES,
-    STATS_AT,
     STATS_BYTES,
     TILE,
-    UNIT_HEADS,
     UNITS,
-    V_AT,
     V_COLS,
-    find_task,
-    n_base_tasks,
-    n_splits,
-    segment_word,
-    split_length,
-    start_rows,
     tile_chunk,
 )
 from ikcli.backends.cpu.kernels.attention_few import (
-    find_slot,
-    finish_unit,
+    kv_head_of,
     load_q,
+    make_add_values,
     make_dot_block,
-    make_values_block,
+    make_flash_units,
     soft_max_tile,
 )
 from ikcli.backends.cpu.kernels.attention_pairs import (
@@ -51,7 +35,7 @@ from ikcli.backends.cpu.kernels.attention_pairs import (
     row_norm,
     row_scale,
 )
-from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work, word
+from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.dot import store_bf16x32, store_i16x32
@@ -68,7 +52,7 @@ from ikcli.native.simd.vec import (
 
 _F1 = np.float32(1.0)
 _four_rows, _eight_rows = make_dot_block(4, 4, "i16"), make_dot_block(8, 2, "i16")
-_four_chunks, _two_chunks = make_values_block(4, 4, "bf16"), make_values_block(4, 2, "bf16")
+_add_values = make_add_values(4, 2, "bf16")
 
 
 @inline
@@ -123,21 +107,15 @@ def scores(q, rows, k, k_chunk, n, n_chunks, s, s_stride):
                 _four_rows(q + CHUNK_ROW * r, CHUNK_ROW * rows, k + CHUNK_ROW * t, k_chunk, n_chunks, at, s_stride)
 
 
-@merge
-def add_values(p, p_stride, rows, v, v_chunk, n_pairs, n_chunks, o, o_stride, scale):
-    """o[rows][16 * n_chunks] = o * scale + P V, rows a multiple of 4, n_chunks even."""
-    c = 0
-    while c < n_chunks:
-        four = c + 4 <= n_chunks
-        for r in range(0, rows, 4):
-            at, weights, factor = o + r * o_stride + 64 * c, p + r * p_stride, scale + 4 * r
-            if four:
-                _four_chunks(weights, p_stride, v, v_chunk, n_pairs, at, o_stride, factor)
-            else:
-                _two_chunks(weights, p_stride, v, v_chunk, n_pairs, at, o_stride, factor)
-        step = 4 if four else 2
-        c += step
-        v += step * v_chunk
+@inline
+def in_fours(rows):
+    return (rows + 3) & ~3
+
+
+@inline
+def prepare(params, token, unit, rows, q, tmp):
+    load_q(params, token, unit, rows, in_fours(rows), q)
+    round_q(q, in_fours(rows), word(params, K_CHUNKS))
 
 
 def make_flash_few_pairs(k_type, v_type):
@@ -145,10 +123,9 @@ def make_flash_few_pairs(k_type, v_type):
     stage = make_stage_pairs(k_type, v_type)
 
     @merge
-    def add_tile(params, segment, unit, q, k, v, s, o, stats, rows, padded, n, tile):
-        s_stride, heads, chunks = 4 * (word(params, TILE) + 16), word(params, UNIT_HEADS), word(params, K_CHUNKS)
-        v_chunks, kv_head = word(params, V_COLS) >> 4, (word(params, FIRST_HEAD) + unit * heads) // word(params, GROUP)
-        stage(params, segment, kv_head, k, v, tile, n)
+    def attend(params, q, k, v, s, o, stats, rows, n, tile):
+        s_stride, chunks, v_chunks = 4 * (word(params, TILE) + 16), word(params, K_CHUNKS), word(params, V_COLS) >> 4
+        padded = in_fours(rows)
         scores(q, padded, k, tile_chunk(params), n, chunks >> 1, s, s_stride)
         for r in range(padded):
             at = s + r * s_stride
@@ -160,43 +137,13 @@ def make_flash_few_pairs(k_type, v_type):
                 st_f32(stats + CORRECTION + 4 * r, _F1)
             round_p(at, n)
         pairs = (n + 1) >> 1
-        add_values(s, s_stride, padded, v, pair_chunk(params), pairs, v_chunks, o, 64 * v_chunks, stats + CORRECTION)
+        _add_values(s, s_stride, padded, v, pair_chunk(params), pairs, v_chunks, o, 64 * v_chunks, stats + CORRECTION)
 
-    def flash_few_pairs(params, ith, nth):
-        n_base, units = n_base_tasks(params), word(params, UNITS)
-        splits = n_splits(params, n_base, nth)
-        heads, tile = word(params, UNIT_HEADS), word(params, TILE)
-        q = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
-        k, v, s = q + word(params, K_AT), q + word(params, V_AT), q + word(params, S_AT)
-        o, stats = q + word(params, O_AT), q + word(params, STATS_AT)
-        q_unit, o_unit = word(params, Q_UNIT), word(params, O_UNIT)
-        while True:
-            task = next_work(params, 1)
-            if task >= n_base // units * splits:
-                break
-            base = task // splits * units
-            segment, first, n_tokens, _ = find_task(params, base)
-            rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
-            padded = (rows + 3) & ~3
-            position = segment_word(segment, SEG_POS) + first
-            length = split_length(params, position + n_tokens, splits)
-            begin = length * (task % splits)
-            end = min(begin + length, position + n_tokens)
-            if begin >= end:
-                continue
-            for u in range(units):
-                load_q(params, token, u, rows, padded, q + u * q_unit)
-                round_q(q + u * q_unit, padded, word(params, K_CHUNKS))
-                start_rows(stats + u * STATS_BYTES, rows, heads, position, o + u * o_unit, o_unit)
-            for at in range(begin, end, tile):
-                n = min(tile, end - at)
-                for u in range(units):
-                    st = stats + u * STATS_BYTES
-                    add_tile(params, segment, u, q + u * q_unit, k, v, s, o + u * o_unit, st, rows, padded, n, at)
-            for u in range(units):
-                slot = 0
-                if length < position + n_tokens:
-                    slot = find_slot(params, (base + u) * splits + task % splits)
-                finish_unit(params, token, u, rows, o + u * o_unit, stats + u * STATS_BYTES, slot)
+    @merge
+    def add_tile(params, segment, q, k, v, s, o, stats, rows, n, position, last):
+        for u in range(word(params, UNITS)):
+            values = stage(params, segment, kv_head_of(params, u), k, v, position, n)
+            unit_q, unit_o = q + u * word(params, Q_UNIT), o + u * word(params, O_UNIT)
+            attend(params, unit_q, k, values, s, unit_o, stats + u * STATS_BYTES, rows, n, position)
 
-    return flash_few_pairs
+    return make_flash_units(prepare, add_tile)

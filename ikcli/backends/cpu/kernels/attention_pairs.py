@@ -29,7 +29,7 @@ from ikcli.backends.cpu.kernels.attention import (
     update_rows,
 )
 from ikcli.backends.cpu.kernels.common import word
-from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, MAX_VECTORS, make_columns_product, make_rows_product
+from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, make_columns_product, make_rows_product
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.dot import dot_bf16, store_bf16_pairs, store_i16x32
 from ikcli.native.simd.math import vexp_fast
@@ -37,7 +37,6 @@ from ikcli.native.simd.vec import (
     bcast_f32x16,
     bits_f32x16_i32,
     cvt_i32x16_f32,
-    ld_i32,
     load_f32x16,
     load_i32x16,
     reduce_add,
@@ -330,22 +329,16 @@ def make_flash_pairs(k_types, v_type):
     stage = make_stage_pairs(k_types, v_type)
     rows_product, columns_product = make_rows_product(False, "i16"), make_columns_product("bf16")
 
-    @merge
-    def attend(params, q, k, v, s, o, stats, rows, n, tile):
-        """All rows of the task with the n staged positions from `tile` on."""
-        vectors, k_chunk, v_chunk = (rows + 15) >> 4, tile_chunk(params), pair_chunk(params)
-        stride, v_chunks, k_chunks = 64 * vectors, (word(params, V_COLS) + 15) >> 4, (word(params, K_CHUNKS) + 1) >> 1
-        q_scale, k_scale = q_scales(params, k), k_scales(params, k)
-        for at in range(0, vectors, MAX_VECTORS):
-            wide = min(MAX_VECTORS, vectors - at)
-            seen = min(n, ld_i32(stats + LIMIT + 4 * (16 * (at + wide) - 1)) - tile)
-            if seen <= 0:
-                continue
-            x = 64 * at
-            rows_product(wide, k, k_chunk, seen, q + x, stride, k_chunks, s + x, stride)
-            for i in range(x, x + 64 * wide, 64):
-                soft_max_pairs(s + i, stride, seen, tile, stats + i, q_scale + i, k_scale)
-            pairs = (seen + 1) >> 1
-            columns_product(wide, v, v_chunk, v_chunks, s + x, stride, pairs, o + x, stride, stats + CORRECTION + x)
+    @inline
+    def weigh(params, wide, q, k, s, stride, stats, x, n, tile):
+        chunks, q_scale, k_scale = (word(params, K_CHUNKS) + 1) >> 1, q_scales(params, k), k_scales(params, k)
+        rows_product(wide, k, tile_chunk(params), n, q + x, stride, chunks, s + x, stride)
+        for i in range(x, x + 64 * wide, 64):
+            soft_max_pairs(s + i, stride, n, tile, stats + i, q_scale + i, k_scale)
 
-    return make_flash(pack_q_pairs, stage, attend)
+    @inline
+    def add(params, wide, v, s, stride, o, stats, x, n):
+        chunks, pairs, factors = (word(params, V_COLS) + 15) >> 4, (n + 1) >> 1, stats + CORRECTION + x
+        columns_product(wide, v, pair_chunk(params), chunks, s + x, stride, pairs, o + x, stride, factors)
+
+    return make_flash(pack_q_pairs, stage, weigh, add)

@@ -12,7 +12,7 @@ import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, sum_lanes
+from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, store_block, sum_lanes
 from ikcli.native.jit import merge
 from ikcli.native.simd.dot import dot_u8_i8, emit_dot
 from ikcli.native.simd.vec import (
@@ -149,11 +149,7 @@ def make_q8_scores(m, n, lines):
             state = [offset(builder, q, 64), ir.Constant(_I64, 0), next_, *[zero] * (m * n)]
             _, _, _, *accs = loop(builder, count, state, step)
             sums = builder.fmul(sum_lanes(builder, accs), load_f32x16_at(builder, q))
-            for i in range(m):
-                pick = ir.Constant(ir.VectorType(_I32, n), [i * n + j for j in range(n)])
-                row = builder.shuffle_vector(sums, sums, pick)
-                builder.store(row, pointer(builder, s, row.type), align=1)
-                s = builder.add(s, s_stride)
+            store_block(builder, sums, m, n, s, s_stride)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 8), codegen

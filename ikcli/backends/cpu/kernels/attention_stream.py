@@ -15,35 +15,22 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.attention import (
     CORRECTION,
     K0,
-    K_AT,
     K_CHUNKS,
     LIMIT,
-    O_AT,
     O_UNIT,
     PART_ROW_BYTES,
     Q_UNIT,
-    S_AT,
-    SCRATCH,
-    SCRATCH_BYTES,
-    STATS_AT,
     STATS_BYTES,
     TILE,
-    UNIT_HEADS,
     UNITS,
     V0,
     V_COLS,
-    find_task,
-    n_base_tasks,
-    n_splits,
     part_row,
-    segment_word,
-    split_length,
-    start_rows,
 )
-from ikcli.backends.cpu.kernels.attention_few import find_slot, finish_unit, load_q, soft_max_tile
+from ikcli.backends.cpu.kernels.attention_few import load_q, make_flash_units, soft_max_tile
 from ikcli.backends.cpu.kernels.attention_q8 import make_q8_scores, make_quantize_q
-from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work, word
-from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, sum_lanes
+from ikcli.backends.cpu.kernels.common import word
+from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, store_block, sum_lanes
 from ikcli.native import isa
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.vec import (
@@ -133,12 +120,7 @@ def make_scores(type_, m, n, q_rows, lines):
             count = builder.udiv(n_chunks, ir.Constant(_I64, chunks))
             start = [q, ir.Constant(_I64, 0), next_, *[zero] * (m * n)]
             _, _, _, *accs = loop(builder, count, start, step)
-            sums = sum_lanes(builder, accs)
-            for i in range(m):
-                pick = ir.Constant(ir.VectorType(_I32, n), [i * n + j for j in range(n)])
-                row = builder.shuffle_vector(sums, sums, pick)
-                builder.store(row, pointer(builder, s, row.type), align=1)
-                s = builder.add(s, s_stride)
+            store_block(builder, sum_lanes(builder, accs), m, n, s, s_stride)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 8), codegen
@@ -253,10 +235,13 @@ def make_flash_stream(k_type, v_type, m):
             v += width // v_chunks_step * v_size
 
     @merge
-    def add_tile(params, segment, position, n, last, q, s, o, stats):
-        """All units with n positions from `position` on; unless it is the last, the next tile of K is asked for."""
-        rows, s_stride = word(params, UNIT_HEADS), 4 * (word(params, TILE) + 16)
-        units, k_stride = word(params, UNITS), word(params, K0 + PART_ROW_BYTES)
+    def add_tile(params, segment, q, k, v, s, o, stats, rows, n, position, last):
+        """Unless it is the last tile, the next one of K is asked for."""
+        s_stride, units, k_stride = (
+            4 * (word(params, TILE) + 16),
+            word(params, UNITS),
+            word(params, K0 + PART_ROW_BYTES),
+        )
         tile_scores(params, segment, position, n, q, s, s_stride)
         calls = (word(params, V_COLS) // 16 + columns - 1) // columns * rounds
         ask, step = s, 0
@@ -269,50 +254,21 @@ def make_flash_stream(k_type, v_type, m):
                 soft_max_tile(p + r * s_stride, seen, n, unit_stats + 4 * r)
             for r in range(rows, m):
                 st_f32(unit_stats + CORRECTION + 4 * r, _F1)
-            v = v_bytes(params, V0, segment, u) + position * word(params, V0 + PART_ROW_BYTES)
+            values = v_bytes(params, V0, segment, u) + position * word(params, V0 + PART_ROW_BYTES)
             o_unit = o + u * word(params, O_UNIT)
-            add_values(params, v, n, p, s_stride, o_unit, unit_stats + CORRECTION, ask + u * calls * step, step)
+            add_values(params, values, n, p, s_stride, o_unit, unit_stats + CORRECTION, ask + u * calls * step, step)
 
     if in_codes:
 
         @inline
-        def stage_unit(params, token, u, heads, q, tmp):
-            load_q(params, token, u, heads, m, tmp)
-            quantize_q(tmp, word(params, K_CHUNKS), q + u * word(params, Q_UNIT))
+        def prepare(params, token, unit, rows, q, tmp):
+            load_q(params, token, unit, rows, m, tmp)
+            quantize_q(tmp, word(params, K_CHUNKS), q)
 
     else:
 
         @inline
-        def stage_unit(params, token, u, heads, q, tmp):
-            load_q(params, token, u, heads, m, q + u * word(params, Q_UNIT))
+        def prepare(params, token, unit, rows, q, tmp):
+            load_q(params, token, unit, rows, m, q)
 
-    def flash_stream(params, ith, nth):
-        n_base, units = n_base_tasks(params), word(params, UNITS)
-        splits = n_splits(params, n_base, nth)
-        heads, tile = word(params, UNIT_HEADS), word(params, TILE)
-        q = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
-        s, o, stats = q + word(params, S_AT), q + word(params, O_AT), q + word(params, STATS_AT)
-        o_unit = word(params, O_UNIT)
-        while True:
-            task = next_work(params, 1)
-            if task >= n_base // units * splits:
-                break
-            base = task // splits * units
-            segment, first, _, _ = find_task(params, base)
-            token = segment_word(segment, SEG_TOKEN) + first
-            position = segment_word(segment, SEG_POS) + first
-            length = split_length(params, position + 1, splits)
-            begin = length * (task % splits)
-            end = min(begin + length, position + 1)
-            if begin >= end:
-                continue
-            for u in range(units):
-                stage_unit(params, token, u, heads, q, q + word(params, K_AT))
-                start_rows(stats + u * STATS_BYTES, heads, heads, position, o + u * o_unit, o_unit)
-            for at in range(begin, end, tile):
-                add_tile(params, segment, at, min(tile, end - at), at + tile >= end, q, s, o, stats)
-            for u in range(units):
-                slot = find_slot(params, (base + u) * splits + task % splits) if length < position + 1 else 0
-                finish_unit(params, token, u, heads, o + u * o_unit, stats + u * STATS_BYTES, slot)
-
-    return flash_stream
+    return make_flash_units(prepare, add_tile)

@@ -8,7 +8,7 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.sgemm import fma_f32x16, load_f32x16_at, loop, sum_lanes
+from ikcli.backends.cpu.kernels.sgemm import fma_f32x16, load_f32x16_at, loop, store_block, sum_lanes
 from ikcli.native import isa
 from ikcli.native.jit import inline
 from ikcli.native.simd.dot import emit_dot_bf16
@@ -22,7 +22,6 @@ from ikcli.native.simd.vec import (
     ld_f16,
     ld_f32,
     llvm_type,
-    pointer,
     st_f32,
 )
 
@@ -96,11 +95,7 @@ def make_dots(kind, n_rows, n_tokens):
             zeros = [const_vector(f32x16, [0.0] * 16)] * (n_rows * n_tokens)
             accs = loop(builder, n_steps, [*groups, a, ahead, *zeros], step)[n_groups + 2 :]
             sums = sum_lanes(builder, accs)
-            for t in range(n_tokens):
-                pick = ir.Constant(ir.VectorType(_I32, n_rows), [t * n_rows + r for r in range(n_rows)])
-                row = builder.shuffle_vector(sums, sums, pick)
-                builder.store(row, pointer(builder, out, row.type), align=1)
-                out = builder.add(out, out_stride)
+            store_block(builder, sums, n_tokens, n_rows, out, out_stride)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 7), codegen

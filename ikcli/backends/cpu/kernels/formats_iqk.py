@@ -5,7 +5,7 @@ A value is a table entry; one bit per sub-block selects a table shifted by a con
 """
 
 from ikcli.backends.cpu.kernels.formats_kquants import raw_two_bits, two_bits
-from ikcli.backends.cpu.kernels.rowformat import I32, I64, RowFormat, by_name, indices, ir
+from ikcli.backends.cpu.kernels.rowformat import I32, I64, RowFormat, biased, by_name, indices, ir
 from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type, pointer
 from ikcli.quant.tables import IQ2_KL_VALUES, IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES, IQ6_VALUES
 
@@ -29,7 +29,7 @@ class _Base(RowFormat):
             return e.b.bitcast(bits, ir.VectorType(ir.IntType(1), bits.type.width))
 
     def codes(self, e, w, j):
-        codes = self.dot_codes(e, w, j)
+        codes = super().codes(e, w, j)
         if not self.shift:
             return codes
         on = self.shifted_blocks(e, w)
@@ -42,11 +42,6 @@ class _Base(RowFormat):
         if self.header_bytes == 2:
             return e.half(w)
         return e.single(w) if self.header_bytes == 4 else None
-
-
-def biased(table):
-    """Table values + 128."""
-    return [int(v) + 128 for v in table]
 
 
 def split_nibbles(e, address, j):
@@ -69,19 +64,23 @@ def nibbles16(e, address):
 class IQ2K(_Base):
     """d f16, extra u16, scales[8], qs[64]."""
 
+    bias = 32
+
     def scales(self, e, w, row):
         m = e.b.sub(nibbles16(e, e.offset(w, 4)), e.ints([8] * 16, i32x16))
         return e.mul(e.ints_to_f32(m), e.splat(e.half(w), f32x16))
 
     def dot_codes(self, e, w, j):
-        return e.low_entry(biased(IQ2_VALUES[0]), 2, raw_two_bits(e, e.offset(w, 12), j))
+        return e.low_entry(biased(IQ2_VALUES[0], self.bias), 2, raw_two_bits(e, e.offset(w, 12), j))
 
     def quarters(self, e, w):
-        return e.two_bit_quarters(e.offset(w, 12), table=biased(IQ2_VALUES[0]))
+        return e.two_bit_quarters(e.offset(w, 12), table=biased(IQ2_VALUES[0], self.bias))
 
 
 class IQ3K(_Base):
     """d f16, extra u16, scales_h u16 (signs), scales_l[8], qs[64], qh[32]."""
+
+    bias = 64
 
     def scales(self, e, w, row):
         odd = e.b.add(e.b.shl(nibbles16(e, e.offset(w, 6)), e.ints([1] * 16, i32x16)), e.ints([1] * 16, i32x16))
@@ -91,11 +90,11 @@ class IQ3K(_Base):
 
     def dot_codes(self, e, w, j):
         q = e.b.or_(two_bits(e, e.offset(w, 14), j), e.shift_left(bit_plane(e, e.offset(w, 78), j), 2))
-        return e.lookup(biased(IQ3_VALUES[0]), q)
+        return e.lookup(biased(IQ3_VALUES[0], self.bias), q)
 
     def quarters(self, e, w):
         q = e.with_upper(e.two_bit_quarters(e.offset(w, 14)), e.bit_quarters(e.offset(w, 78)), 2)
-        return [e.lookup(biased(IQ3_VALUES[0]), v) for v in q]
+        return [e.lookup(biased(IQ3_VALUES[0], self.bias), v) for v in q]
 
 
 class _SixBitScales(_Base):
@@ -145,6 +144,8 @@ class IQ6K(_Base):
 class IQ2KS(_Base):
     """extra u16, scales[4], qs[64]."""
 
+    bias = 32
+
     def scales(self, e, w, row):
         low = e.all_and(e.lshr(e.splat_int(e.word(e.offset(w, 2))), _NIBBLES8), 15)
         high = e.all_and(e.lshr(e.splat_int(e.word(w, 16)), [8 + i for i in range(8)]), 1)
@@ -155,14 +156,16 @@ class IQ2KS(_Base):
         return e.b.load(pointer(e.b, w, ir.IntType(8)), align=1)
 
     def dot_codes(self, e, w, j):
-        return e.low_entry(biased(IQ2_VALUES[0]), 2, raw_two_bits(e, e.offset(w, 6), j))
+        return e.low_entry(biased(IQ2_VALUES[0], self.bias), 2, raw_two_bits(e, e.offset(w, 6), j))
 
     def quarters(self, e, w):
-        return e.two_bit_quarters(e.offset(w, 6), table=biased(IQ2_VALUES[0]))
+        return e.two_bit_quarters(e.offset(w, 6), table=biased(IQ2_VALUES[0], self.bias))
 
 
 class IQ3KS(_Base):
     """extra u16, scales[4], qs[64], qh[32]; nibble i of 8 is scale (i % 2)*4 + i // 2."""
+
+    bias = 64
 
     def scales(self, e, w, row):
         low = e.all_and(e.lshr(e.splat_int(e.word(e.offset(w, 2))), [8 * (i % 4) + 4 * (i // 4) for i in range(8)]), 15)
@@ -175,11 +178,11 @@ class IQ3KS(_Base):
 
     def dot_codes(self, e, w, j):
         q = e.b.or_(two_bits(e, e.offset(w, 6), j), e.shift_left(bit_plane(e, e.offset(w, 70), j), 2))
-        return e.lookup(biased(IQ3_VALUES[0]), q)
+        return e.lookup(biased(IQ3_VALUES[0], self.bias), q)
 
     def quarters(self, e, w):
         q = e.with_upper(e.two_bit_quarters(e.offset(w, 6)), e.bit_quarters(e.offset(w, 70)), 2)
-        return [e.lookup(biased(IQ3_VALUES[0]), v) for v in q]
+        return [e.lookup(biased(IQ3_VALUES[0], self.bias), v) for v in q]
 
 
 class _ByteScales(_Base):
@@ -237,6 +240,8 @@ class IQ4KSS(_ByteScales):
 class IQ2KL(_Base):
     """scales_h u16, scales_l[4], qs[64], qh[16]: a 5-bit index per pair of columns."""
 
+    bias = 64
+
     def scales(self, e, w, row):
         low = e.all_and(e.lshr(e.splat_int(e.word(e.offset(w, 2))), [8 * (i % 4) + 4 * (i // 4) for i in range(8)]), 15)
         high = e.all_and(e.lshr(e.splat_int(e.word(w, 16)), [2 * i for i in range(8)]), 3)
@@ -250,7 +255,7 @@ class IQ2KL(_Base):
         low = e.all_and(e.shift_halves(e.pick(q, order), 0, 4), 15)
         high = e.all_and(e.shift_halves(e.pick(h, order), 2 * j, 2 * j + 1), 1)
         index = e.b.or_(low, e.shift_left(high, 4))
-        a, b = (e.lookup(biased([pair[i] for pair in IQ2_KL_VALUES]), index) for i in range(2))
+        a, b = (e.lookup(biased([pair[i] for pair in IQ2_KL_VALUES], self.bias), index) for i in range(2))
         return e.b.shuffle_vector(a, b, indices([i if i % 2 == 0 else 64 + i for i in range(64)]))
 
 

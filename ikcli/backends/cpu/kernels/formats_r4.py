@@ -5,16 +5,11 @@ keep the bytes of the plain type in runs of four columns.
 """
 
 from ikcli.backends.cpu.kernels.groupformat import GroupFormat
-from ikcli.backends.cpu.kernels.rowformat import by_name
+from ikcli.backends.cpu.kernels.rowformat import biased, by_name
 from ikcli.native.simd.vec import i8x64
 from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES
 
 _NATURAL8 = [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-def biased(table):
-    """Table values + 128."""
-    return [int(v) + 128 for v in table]
 
 
 # --- blocks of 32 columns ---------------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 A value is a table entry; one bit per sub-block of a row selects a table shifted by a constant.
 """
 
-from ikcli.backends.cpu.kernels.formats_r4 import SuperBlock, biased, six_bit
+from ikcli.backends.cpu.kernels.formats_r4 import SuperBlock, six_bit
 from ikcli.backends.cpu.kernels.groupformat import GroupFormat
-from ikcli.backends.cpu.kernels.rowformat import by_name
+from ikcli.backends.cpu.kernels.rowformat import biased, by_name
 from ikcli.quant.tables import IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES
 
 
@@ -41,20 +41,20 @@ class _Halves(_Shifted):
 class IQ2K(_Halves):
     """scales[32], codes."""
 
-    shift = 5
+    bias, shift = 32, 5
 
     def scales(self, e, w, row):
         parts = [e.centred(u, 8) for u in self.four_bit(e, e.offset(w, 16))]
         return self.times_d(e, parts, e.halves(w, 4), 8)
 
     def dot_codes(self, e, w, ib, v):
-        return e.lookup(biased(IQ2_VALUES[0]), e.pairs(e.offset(w, 48 + 32 * ib), v))
+        return e.lookup(biased(IQ2_VALUES[0], self.bias), e.pairs(e.offset(w, 48 + 32 * ib), v))
 
 
 class IQ3K(_Halves):
     """scales_h[8] (signs, as extra), scales_l[32], lower two bits, third bits."""
 
-    shift = 4
+    bias, shift = 64, 4
 
     def scales(self, e, w, row):
         odd = [e.affine(u, 2.0, 1.0) for u in self.four_bit(e, e.offset(w, 24))]
@@ -65,7 +65,7 @@ class IQ3K(_Halves):
 
     def dot_codes(self, e, w, ib, v):
         q = e.b.or_(e.pairs(e.offset(w, 56 + 32 * ib), v), e.plane(e.offset(w, 312 + 16 * ib), v, 4, 2, 1, to=2))
-        return e.lookup(biased(IQ3_VALUES[0]), q)
+        return e.lookup(biased(IQ3_VALUES[0], self.bias), q)
 
 
 class IQ4K(_Halves):

@@ -155,11 +155,10 @@ def _moved(e, fmt, sums, w, signed):
     `signed`: without -128 * sum.
     """
     blocks = fmt.shifted_blocks(e, w)
-    bias = e.zero(i32x16) if signed else sums
+    scaled = 8 - fmt.bias.bit_length()
+    bias = e.zero(i32x16) if signed else e.b.ashr(sums, ir.Constant(sums.type, [scaled] * 16)) if scaled else sums
     if blocks is None:
-        shift = 8 - fmt.bias.bit_length()
-        return e.b.ashr(sums, ir.Constant(sums.type, [shift] * 16)) if shift else bias
-    assert fmt.bias == 128
+        return bias
     if blocks.type.count == 8:
         blocks = e.pick(blocks, _TWICE)
     parts = [e.b.ashr(sums, ir.Constant(sums.type, [7 - bit] * 16)) for bit in range(3) if fmt.shift >> bit & 1]

@@ -292,6 +292,11 @@ class RowEmitter(Emitter):
         return self.b.load(pointer(self.b, at, ir.IntType(bits)), align=bits // 8)
 
 
+def biased(table, bias=128):
+    """Table values as unsigned codes."""
+    return [int(v) + bias for v in table]
+
+
 def by_name(*formats):
     """name -> format."""
     return {fmt.name: fmt for fmt in formats}

@@ -84,6 +84,15 @@ def sum_lanes(builder, vectors):
     return vectors[0]
 
 
+def store_block(builder, sums, m, n, at, stride):
+    """Lanes of a vector as m rows of n floats, `stride` bytes apart; lane i*n + j is column j of row i."""
+    for i in range(m):
+        pick = ir.Constant(ir.VectorType(_I32, n), [i * n + j for j in range(n)])
+        row = builder.shuffle_vector(sums, sums, pick)
+        builder.store(row, pointer(builder, at, row.type), align=1)
+        at = builder.add(at, stride)
+
+
 def _fold(builder, a, b, low, half):
     t = ir.VectorType(_I32, len(low))
     x = builder.shuffle_vector(a, b, ir.Constant(t, low))

@@ -19,12 +19,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from kernel_harness import Harness, Segment, team
+from peaks import product_peak
 
 from ikcli.backends.cpu.lower_attention import RULES
-from ikcli.backends.cpu.program import Lowering
 from ikcli.gguf.constants import GGMLType, row_n_bytes
 from ikcli.graph import HeadSlice, Node, Rows
-from ikcli.native.kernel_cache import KernelKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,27 +106,6 @@ def measure(case: Case, threads: int, repeat: int, clock: Callable[[], float], f
     return best
 
 
-def peak(threads: int, clock: Callable[[], float]) -> float:
-    """FMA operations per second of all threads, from registers."""
-    n = 400_000
-    run = Harness(1, 1, {"peak": lambda low, node: lower_peak(low, node, n)})
-    node = run.graph._node("peak", "peak", [], run.input("x", 16).rows, 16)
-    run.compile(node, threads)
-    times = []
-    for _ in range(20):
-        run.prepare([Segment(1)], {})
-        run.arena[:] = 0
-        start = clock()
-        run.execute()
-        times.append(clock() - start)
-    return 768.0 * n * threads / min(times)
-
-
-def lower_peak(low: Lowering, node: Node, n: int) -> None:
-    """The op of `peak`."""
-    low.emit(KernelKey("sgemm", "make_fma_peak"), node.rows, n, low.out(node, 64 * low.n_threads))
-
-
 CASES = [
     *(Case(f"pp512 gqa 16/4x128 @{n}", "gqa", 16, 4, 512, n) for n in (512, 1024, 4096)),
     *(Case(f"pp512 mha 16x128 @{n}", "gqa", 16, 16, 512, n) for n in (512, 4096)),
@@ -162,7 +140,7 @@ def main() -> None:
     args = parser.parse_args()
     # With one thread the processor time counts, so that other work on the machine disturbs less.
     clock = time.thread_time if args.threads == 1 else time.perf_counter
-    top = peak(args.threads, clock)
+    top = product_peak("f32", args.threads, clock)
     print(f"FMA peak, {args.threads} threads: {top / 1e9:.0f} GFLOP/s")
     for case in CASES:
         if args.filter not in case.name:

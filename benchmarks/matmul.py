@@ -1,6 +1,9 @@
-"""Matrix products on the CPU backend, per weight type: GOP/s for prompts, GB/s for single tokens.
+"""Matrix products on the CPU backend, per weight type and number of tokens: GOP/s, for the fewest tokens GB/s as well.
 
-    python benchmarks/matmul.py [--threads 2] [--types q4_K,iq4_k,...|all] [--rows 16384] [--columns 4096]
+    python benchmarks/matmul.py [--threads 2] [--types q4_K,iq4_k,...|all] [--tokens 1,8,512] [--rows 16384]
+
+Shares are those of peaks measured just before: products from registers, and reading of memory in order. Weights that
+fit into the last cache are read faster than that.
 
 `error` is the relative deviation from the decoded weights in float64 (activations are quantized to 8 bits, so 0.5 % is
 the expected size for integer types).
@@ -19,9 +22,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from kernel_harness import Harness, Segment, team
+from peaks import product_peak, read_peak
 from weight_bytes import stored
 
-from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES
+from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES, activation_kind
 from ikcli.backends.cpu.tile_modes import MODES
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Weight
@@ -62,27 +66,44 @@ def measure(type_: GGMLType, n_rows: int, k: int, n_tokens: int, n_threads: int,
     return best(lambda: (run(harness.program.address, len(harness.program.ops), n_threads), None)[1], repeat), error
 
 
+def peak_of(type_: GGMLType, peaks: dict[str, float]) -> float:
+    """The peak of the products that a type is computed with: of bytes, but for float types."""
+    return peaks[activation_kind(type_).replace("q8", "i8")]
+
+
 def main() -> None:
+    """Print one row per type."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--types", default=DEFAULT)
+    parser.add_argument("--tokens", default="1,2,4,8,16,32,512", help="numbers of activation rows, the first for GB/s")
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--columns", type=int, default=4096)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=7)
     args = parser.parse_args()
     names = args.types.split(",")
     types = [format_by_name(n).type for n in names] if names != ["all"] else []
     types = types or [*FLOAT_TYPES, *(format_by_name(n).type for n in MODES)]
-    print("| type | bpw | PP512 GOP/s | TG GB/s | TG Gweights/s | error |")
-    print("|---|---|---|---|---|---|")
+    tokens = [int(n) for n in args.tokens.split(",")]
+    peaks = {kind: product_peak(kind, args.threads) for kind in ("i8", "bf16", "f32")}
+    memory = read_peak(args.threads)
+    shown = ", ".join(f"{p / 1e9:.0f} GOP/s of {kind}" for kind, p in peaks.items() if p)
+    print(f"peaks of {args.threads} threads: {shown}; {memory / 1e9:.1f} GB/s read from memory\n")
+    heads = [f"{tokens[0]} GB/s (of peak)", *(f"{n} GOP/s" for n in tokens)]
+    print(f"| type | bpw | {' | '.join(heads)} (of peak) | error |")
+    print("|---" * (len(tokens) + 4) + "|")
     for type_ in types:
-        pp, _ = measure(type_, 6144, args.columns, 512, args.threads, args.repeat)
-        tg, error = measure(type_, args.rows, args.columns, 1, args.threads, 3 * args.repeat)
-        ops, weights = 2.0 * 6144 * args.columns * 512, float(args.rows * args.columns)
-        rate = args.rows * row_size(type_, args.columns) / tg / 1e9
-        fmt = get_format(type_)
-        numbers = f"{ops / pp / 1e9:.0f} | {rate:.1f} | {weights / tg / 1e9:.1f} | {error:.1e}"
-        print(f"| {fmt.name} | {fmt.bpw:.3f} | {numbers} |", flush=True)
+        fmt, cells = get_format(type_), []
+        for n in tokens:
+            rows = args.rows if n <= 64 else 2048
+            seconds, error = measure(type_, rows, args.columns, n, args.threads, 3 * args.repeat)
+            rate = 2.0 * rows * args.columns * n / seconds
+            if not cells:
+                read = rows * row_size(type_, args.columns) / seconds
+                cells.append(f"{read / 1e9:.1f} ({100 * read / memory:.0f} %)")
+            cells.append(f"{rate / 1e9:.0f}")
+        cells[-1] += f" ({100 * rate / peak_of(type_, peaks):.0f} %)"
+        print(f"| {fmt.name} | {fmt.bpw:.3f} | {' | '.join(cells)} | {error:.1e} |", flush=True)
 
 
 if __name__ == "__main__":

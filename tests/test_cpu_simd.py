@@ -16,7 +16,7 @@ from numba import njit
 from numba.extending import intrinsic
 
 from ikcli.native import isa
-from ikcli.native.simd import dot, vec
+from ikcli.native.simd import control, dot, half, vec
 from ikcli.native.simd import math as vmath
 
 Array = npt.NDArray[Any]
@@ -143,11 +143,11 @@ def to_bf16(x: Array) -> Array:
 @njit
 def _store_halves(a, n, f16, f16_one, bf16, bf16_one):  # type: ignore[no-untyped-def]
     for i in range(0, n, 16):
-        vec.store_f16x16(f16 + 2 * i, vec.load_f32x16(a + 4 * i))
-        vec.store_bf16x16(bf16 + 2 * i, vec.load_f32x16(a + 4 * i))
+        half.store_f16x16(f16 + 2 * i, vec.load_f32x16(a + 4 * i))
+        half.store_bf16x16(bf16 + 2 * i, vec.load_f32x16(a + 4 * i))
     for i in range(n):
-        vec.st_f16(f16_one + 2 * i, vec.ld_f32(a + 4 * i))
-        vec.st_bf16(bf16_one + 2 * i, vec.ld_f32(a + 4 * i))
+        half.st_f16(f16_one + 2 * i, vec.ld_f32(a + 4 * i))
+        half.st_bf16(bf16_one + 2 * i, vec.ld_f32(a + 4 * i))
 
 
 def stored_halves(x: Array) -> list[Array]:
@@ -170,20 +170,20 @@ def test_rounding_to_halves() -> None:
 def test_nan_stays_nan_in_halves() -> None:
     x = np.array([0x7F800001, 0x7FFFFFFF, 0x7FC00000, 0xFF800001] * 4, np.uint32).view(F32)
     f16, f16_one, bf16, bf16_one = stored_halves(x)
-    for half in (f16, f16_one):
-        assert np.isnan(half.view(np.float16)).all()
-    for half in (bf16, bf16_one):
-        assert np.isnan((half.astype(np.uint32) << 16).view(F32)).all()
+    for bits in (f16, f16_one):
+        assert np.isnan(bits.view(np.float16)).all()
+    for bits in (bf16, bf16_one):
+        assert np.isnan((bits.astype(np.uint32) << 16).view(F32)).all()
 
 
 def test_loading_halves_is_exact() -> None:
     @njit
     def run(a, n, f16, bf16, one):  # type: ignore[no-untyped-def]
         for i in range(0, n, 16):
-            vec.store_f32x16(f16 + 4 * i, vec.load_f16x16(a + 2 * i))
-            vec.store_f32x16(bf16 + 4 * i, vec.load_bf16x16(a + 2 * i))
+            vec.store_f32x16(f16 + 4 * i, half.load_f16x16(a + 2 * i))
+            vec.store_f32x16(bf16 + 4 * i, half.load_bf16x16(a + 2 * i))
         for i in range(n):
-            vec.st_f32(one + 4 * i, vec.ld_f16(a + 2 * i))
+            vec.st_f32(one + 4 * i, half.ld_f16(a + 2 * i))
 
     bits = np.arange(65536, dtype=np.uint32).astype(np.uint16)
     f16, bf16, one = (np.empty(65536, F32) for _ in range(3))
@@ -328,7 +328,7 @@ def test_atomic_add_from_many_threads() -> None:
     @njit(nogil=True)
     def run(counter, got, n):  # type: ignore[no-untyped-def]
         for i in range(n):
-            got[i] = vec.atomic_add(counter, 3)
+            got[i] = control.atomic_add(counter, 3)
 
     counter = np.zeros(1, np.int64)
     got = [np.zeros(20000, np.int64) for _ in range(3)]

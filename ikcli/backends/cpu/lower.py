@@ -74,7 +74,7 @@ def _embed(low: Lowering, node: Node) -> None:
             "use a file that keeps it in a plain type"
         )
     key = KernelKey("embed", "make_embed", (type_name(w),))
-    low.emit(key, node.rows, low.weight(w), row_size(w.type, w.ne0), w.ne0, low.out(node), *_tiles(low, w)[:2],
+    low.emit(key, node.rows, low.weight(w), row_size(w.type, w.ne0), w.ne0, low.out(node),
              row_bytes=16 * w.ne0)  # fmt: skip
 
 

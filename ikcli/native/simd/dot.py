@@ -12,7 +12,8 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.native import isa
-from ikcli.native.simd.vec import call_llvm, f32_to_bf16_bits, f32x16, i8x32, i8x64, i32x8, i32x16, llvm_type, pointer
+from ikcli.native.simd.half import f32_to_bf16_bits
+from ikcli.native.simd.vec import call_llvm, f32x16, i8x32, i8x64, i32x8, i32x16, llvm_type, pointer
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 

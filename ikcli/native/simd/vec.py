@@ -1,15 +1,14 @@
 """SIMD vectors for Numba: a type over an LLVM vector, and intrinsics in plain LLVM IR.
 
 Everything here is legal on any LLVM target (LLVM splits vectors the machine lacks); `dot.py` holds the few operations
-that need an instruction of their own. Pointers are plain integers (bytes); loads and stores are unaligned.
+that need an instruction of their own, `half.py` floats of 16 bits, `control.py` what is not arithmetic.
+Pointers are plain integers (bytes); loads and stores are unaligned.
 Lane counts: f32x16, i32x16, i16x32, i8x64 fill one 512-bit register; f32x8, i32x8, i8x32 and i8x16 are the halves.
 """
 
 import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic, models, register_model
-
-from ikcli.native import isa
 
 _ELEMENT = {
     "i8": ir.IntType(8),
@@ -74,62 +73,6 @@ def splat_value(builder, v, scalar):
     return builder.shuffle_vector(one, undef, ir.Constant(ir.VectorType(_I32, v.n), [0] * v.n))
 
 
-# --- half floats -----------------------------------------------------------------------------------------------------
-def _like(t, element):
-    """A scalar or vector type with another element."""
-    return ir.VectorType(element, t.count) if isinstance(t, ir.VectorType) else element
-
-
-def _constant_like(t, x):
-    return ir.Constant(t, [ir.Constant(t.element, x)] * t.count) if isinstance(t, ir.VectorType) else ir.Constant(t, x)
-
-
-def _has_half_instructions():
-    target = isa.current()
-    return not target.is_x86 or "f16c" in target.features
-
-
-def half_to_f32(builder, bits):
-    """f32 of half floats given as i16 (scalar or vector); by integer arithmetic where the CPU has no instruction."""
-    if _has_half_instructions():
-        return builder.fpext(builder.bitcast(bits, _like(bits.type, ir.HalfType())), _like(bits.type, ir.FloatType()))
-    t, f = _like(bits.type, _I32), _like(bits.type, ir.FloatType())
-
-    def c(x):
-        return _constant_like(t, x)
-
-    h = builder.zext(bits, t)
-    magnitude = builder.shl(builder.and_(h, c(0x7FFF)), c(13))
-    scaled = builder.fmul(builder.bitcast(magnitude, f), builder.bitcast(c(0x77800000), f))  # 2**112: exact
-    finite = builder.bitcast(scaled, t)
-    special = builder.icmp_unsigned(">=", magnitude, c(0x0F800000))
-    value = builder.select(special, builder.or_(magnitude, c(0x7F800000)), finite)
-    return builder.bitcast(builder.or_(value, builder.shl(builder.and_(h, c(0x8000)), c(16))), f)
-
-
-def f32_to_half(builder, x):
-    """Half floats as i16, rounded to nearest even; NaN stays NaN."""
-    if _has_half_instructions():
-        return builder.bitcast(builder.fptrunc(x, _like(x.type, ir.HalfType())), _like(x.type, ir.IntType(16)))
-    t = _like(x.type, _I32)
-
-    def c(v):
-        return _constant_like(t, v)
-
-    u = builder.bitcast(x, t)
-    a = builder.and_(u, c(0x7FFFFFFF))
-    odd = builder.and_(builder.lshr(a, c(13)), c(1))
-    normal = builder.lshr(builder.add(builder.add(a, c(0xFFF - 0x38000000)), odd), c(13))
-    small = builder.fadd(builder.bitcast(a, x.type), builder.bitcast(c(0x3F000000), x.type))
-    small = builder.sub(builder.bitcast(small, t), c(0x3F000000))
-    nan = builder.or_(builder.and_(builder.lshr(a, c(13)), c(0x3FF)), c(0x7E00))
-    h = builder.select(builder.icmp_unsigned("<", a, c(0x38800000)), small, normal)
-    h = builder.select(builder.icmp_unsigned(">=", a, c(0x47800000)), c(0x7C00), h)
-    h = builder.select(builder.icmp_unsigned(">", a, c(0x7F800000)), nan, h)
-    h = builder.or_(h, builder.and_(builder.lshr(u, c(16)), c(0x8000)))
-    return builder.trunc(h, _like(x.type, ir.IntType(16)))
-
-
 # --- memory ----------------------------------------------------------------------------------------------------------
 def _make_load(v):
     @intrinsic
@@ -162,7 +105,9 @@ store_i32x16, store_i32x8 = _make_store(i32x16), _make_store(i32x8)
 store_i8x64, store_i8x32, store_i8x16 = _make_store(i8x64), _make_store(i8x32), _make_store(i8x16)
 
 
-def _make_scalar_load(nb_type, elt, convert=None):
+def make_scalar_load(nb_type, elt, convert=None):
+    """load(address): a number of LLVM's `elt`; convert(builder, x) makes it one of Numba's `nb_type`."""
+
     @intrinsic
     def load(typingctx, ptr):
         def codegen(context, builder, sig, args):
@@ -174,32 +119,17 @@ def _make_scalar_load(nb_type, elt, convert=None):
     return load
 
 
-def _bf16_bits_to_f32(builder, x):
-    wide = builder.shl(builder.zext(x, _I32), ir.Constant(_I32, 16))
-    return builder.bitcast(wide, ir.FloatType())
+ld_f32 = make_scalar_load(types.float32, "f32")
+ld_f64 = make_scalar_load(types.float64, "f64")
+ld_i64 = make_scalar_load(types.int64, "i64")
+ld_i32 = make_scalar_load(types.int64, "i32", lambda b, x: b.sext(x, ir.IntType(64)))
+ld_u8 = make_scalar_load(types.int64, "i8", lambda b, x: b.zext(x, ir.IntType(64)))
+ld_i8 = make_scalar_load(types.int64, "i8", lambda b, x: b.sext(x, ir.IntType(64)))
 
 
-def _f32_to_bf16_bits(builder, x):
-    """Rounded to nearest even; NaN stays NaN."""
-    bits = builder.bitcast(x, _I32)
-    top = builder.lshr(bits, ir.Constant(_I32, 16))
-    odd = builder.and_(top, ir.Constant(_I32, 1))
-    rounded = builder.lshr(builder.add(bits, builder.add(odd, ir.Constant(_I32, 0x7FFF))), ir.Constant(_I32, 16))
-    is_nan = builder.fcmp_unordered("uno", x, x)
-    return builder.trunc(builder.select(is_nan, builder.or_(top, ir.Constant(_I32, 0x40)), rounded), ir.IntType(16))
+def make_scalar_store(nb_type, elt, convert=None):
+    """store(address, value): the reverse of make_scalar_load."""
 
-
-ld_f32 = _make_scalar_load(types.float32, "f32")
-ld_f64 = _make_scalar_load(types.float64, "f64")
-ld_f16 = _make_scalar_load(types.float32, "i16", lambda b, x: half_to_f32(b, x))
-ld_bf16 = _make_scalar_load(types.float32, "i16", _bf16_bits_to_f32)
-ld_i64 = _make_scalar_load(types.int64, "i64")
-ld_i32 = _make_scalar_load(types.int64, "i32", lambda b, x: b.sext(x, ir.IntType(64)))
-ld_u8 = _make_scalar_load(types.int64, "i8", lambda b, x: b.zext(x, ir.IntType(64)))
-ld_i8 = _make_scalar_load(types.int64, "i8", lambda b, x: b.sext(x, ir.IntType(64)))
-
-
-def _make_scalar_store(nb_type, elt, convert=None):
     @intrinsic
     def store(typingctx, ptr, value):
         def codegen(context, builder, sig, args):
@@ -212,85 +142,10 @@ def _make_scalar_store(nb_type, elt, convert=None):
     return store
 
 
-st_f32 = _make_scalar_store(types.float32, "f32")
-st_f16 = _make_scalar_store(types.float32, "i16", lambda b, x: f32_to_half(b, x))
-st_bf16 = _make_scalar_store(types.float32, "i16", lambda b, x: _f32_to_bf16_bits(b, x))
-st_i64 = _make_scalar_store(types.int64, "i64")
-st_i32 = _make_scalar_store(types.int64, "i32", lambda b, x: b.trunc(x, _I32))
-st_i8 = _make_scalar_store(types.int64, "i8", lambda b, x: b.trunc(x, ir.IntType(8)))
-
-
-@intrinsic
-def load_f16x16(typingctx, ptr):
-    """16 half floats as f32x16."""
-
-    def codegen(context, builder, sig, args):
-        bits = builder.load(pointer(builder, args[0], ir.VectorType(ir.IntType(16), 16)), align=1)
-        return half_to_f32(builder, bits)
-
-    return f32x16(types.intp), codegen
-
-
-@intrinsic
-def bcast_f16x16(typingctx, ptr):
-    """One half float from memory to all lanes of f32x16; spread first, as a general register would cost more."""
-
-    def codegen(context, builder, sig, args):
-        bits = builder.load(pointer(builder, args[0], ir.IntType(16)), align=1)
-        return half_to_f32(builder, splat_value(builder, i16x16, bits))
-
-    return f32x16(types.intp), codegen
-
-
-@intrinsic
-def load_bf16x16(typingctx, ptr):
-    """16 bfloat16 as f32x16."""
-
-    def codegen(context, builder, sig, args):
-        bits = builder.load(pointer(builder, args[0], ir.VectorType(ir.IntType(16), 16)), align=1)
-        wide = builder.zext(bits, llvm_type(i32x16))
-        shifted = builder.shl(wide, const_vector(i32x16, [16] * 16))
-        return builder.bitcast(shifted, llvm_type(f32x16))
-
-    return f32x16(types.intp), codegen
-
-
-@intrinsic
-def store_f16x16(typingctx, ptr, value):
-    """f32x16 rounded to nearest even half floats."""
-
-    def codegen(context, builder, sig, args):
-        bits = f32_to_half(builder, args[1])
-        builder.store(bits, pointer(builder, args[0], bits.type), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, f32x16), codegen
-
-
-def f32_to_bf16_bits(builder, x):
-    """f32x16 as bits of bfloat16, rounded to nearest even; NaN stays NaN."""
-
-    def c(value):
-        return const_vector(i32x16, [value] * 16)
-
-    bits = builder.bitcast(x, llvm_type(i32x16))
-    odd = builder.and_(builder.lshr(bits, c(16)), c(1))
-    rounded = builder.lshr(builder.add(bits, builder.add(odd, c(0x7FFF))), c(16))
-    quiet = builder.or_(builder.lshr(bits, c(16)), c(0x40))
-    is_nan = builder.fcmp_unordered("uno", x, x)
-    return builder.trunc(builder.select(is_nan, quiet, rounded), ir.VectorType(ir.IntType(16), 16))
-
-
-@intrinsic
-def store_bf16x16(typingctx, ptr, value):
-    """f32x16 rounded to nearest even bfloat16; NaN stays NaN."""
-
-    def codegen(context, builder, sig, args):
-        half = f32_to_bf16_bits(builder, args[1])
-        builder.store(half, pointer(builder, args[0], half.type), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, f32x16), codegen
+st_f32 = make_scalar_store(types.float32, "f32")
+st_i64 = make_scalar_store(types.int64, "i64")
+st_i32 = make_scalar_store(types.int64, "i32", lambda b, x: b.trunc(x, _I32))
+st_i8 = make_scalar_store(types.int64, "i8", lambda b, x: b.trunc(x, ir.IntType(8)))
 
 
 @intrinsic
@@ -498,116 +353,3 @@ def select_less_i32(typingctx, a, b, x, y):
 def lane_index(typingctx):
     """0..15 as i32x16."""
     return i32x16(), lambda context, builder, sig, args: const_vector(i32x16, range(16))
-
-
-# --- control ---------------------------------------------------------------------------------------------------------
-def _make_prefetch(locality):
-    @intrinsic
-    def ask(typingctx, ptr):
-        def codegen(context, builder, sig, args):
-            p = pointer(builder, args[0], ir.IntType(8))
-            consts = [ir.Constant(_I32, x) for x in (0, locality, 1)]
-            call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [p, *consts])
-            return context.get_dummy_value()
-
-        return types.void(types.intp), codegen
-
-    return ask
-
-
-def emit_prefetch(builder, at, lines):
-    """Ask for cache lines from an address on (second level); returns the address after them."""
-    for _ in range(lines):
-        args = [pointer(builder, at, ir.IntType(8)), *(ir.Constant(_I32, x) for x in (0, 2, 1))]
-        call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), args)
-        at = builder.add(at, ir.Constant(at.type, 64))
-    return at
-
-
-prefetch = _make_prefetch(3)  # ask for the cache line at an address
-prefetch_l2 = _make_prefetch(2)  # ... but leave the first level alone
-
-
-@intrinsic
-def atomic_add(typingctx, ptr, value):
-    """Fetch-and-add on an int64; returns the old value."""
-
-    def codegen(context, builder, sig, args):
-        return builder.atomic_rmw("add", pointer(builder, args[0], ir.IntType(64)), args[1], "seq_cst")
-
-    return types.int64(types.intp, types.int64), codegen
-
-
-@intrinsic
-def atomic_load(typingctx, ptr):
-    """Acquire load of an int64."""
-
-    def codegen(context, builder, sig, args):
-        return builder.load_atomic(pointer(builder, args[0], ir.IntType(64)), "acquire", 8)
-
-    return types.int64(types.intp), codegen
-
-
-@intrinsic
-def atomic_store(typingctx, ptr, value):
-    """Release store of an int64."""
-
-    def codegen(context, builder, sig, args):
-        builder.store_atomic(args[1], pointer(builder, args[0], ir.IntType(64)), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.int64), codegen
-
-
-@intrinsic
-def atomic_cas(typingctx, ptr, expected, value):
-    """Replace `expected` by `value`; 1 if it was there, else 0."""
-
-    def codegen(context, builder, sig, args):
-        p = pointer(builder, args[0], ir.IntType(64))
-        result = builder.cmpxchg(p, args[1], args[2], "seq_cst", "acquire")
-        return builder.zext(builder.extract_value(result, 1), ir.IntType(64))
-
-    return types.int64(types.intp, types.int64, types.int64), codegen
-
-
-@intrinsic
-def pause(typingctx):
-    """Tell the CPU that this is a spin loop (nothing where there is no such hint)."""
-
-    def codegen(context, builder, sig, args):
-        if isa.current().is_x86:
-            call_llvm(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-@intrinsic
-def call_kernel(typingctx, address, params, ith, nth):
-    """Call a compiled kernel by address; returns its status (0 = ok). See `jit.py` for the calling convention."""
-    i64, i8p = ir.IntType(64), ir.IntType(8).as_pointer()
-
-    def codegen(context, builder, sig, args):
-        fnty = ir.FunctionType(_I32, [i8p.as_pointer(), i8p.as_pointer(), i64, i64, i64])
-        fn = builder.inttoptr(args[0], fnty.as_pointer())
-        with builder.goto_entry_block():
-            ret, exc = builder.alloca(i8p), builder.alloca(i8p)
-        status = builder.call(fn, [ret, exc, *args[1:]])
-        return builder.sext(status, i64)
-
-    return types.int64(types.intp, types.intp, types.intp, types.intp), codegen
-
-
-@intrinsic
-def libc_call0(typingctx, name):
-    """Call a libc function without arguments, e.g. sched_yield."""
-    if not isinstance(name, types.StringLiteral):
-        return None
-    symbol = name.literal_value
-
-    def codegen(context, builder, sig, args):
-        call_llvm(builder, symbol, _I32, [])
-        return context.get_dummy_value()
-
-    return types.void(name), codegen

@@ -10,16 +10,15 @@ magnitude keep that magnitude. Sums run over |x| / max|x|, so that nothing overf
 import numpy as np
 
 from ikcli.native.jit import inline
+from ikcli.native.simd.half import ld_f16, st_f16
 from ikcli.native.simd.vec import (
     cvt_f32x16_i32,
-    ld_f16,
     ld_i64,
     ld_u8,
     load_f32x16,
     reduce_add,
     reduce_max,
     splat_f32x16,
-    st_f16,
     st_f32,
     st_i8,
     store_f32x16,

@@ -3,20 +3,17 @@
 # mypy: ignore-errors
 # (compiled from bytecode; intrinsics have no Python body that a type checker could follow)
 
-from ikcli.native.simd.vec import (
+from ikcli.native.simd.half import (
     ld_bf16,
     ld_f16,
-    ld_f32,
     load_bf16x16,
     load_f16x16,
-    load_f32x16,
     st_bf16,
     st_f16,
-    st_f32,
     store_bf16x16,
     store_f16x16,
-    store_f32x16,
 )
+from ikcli.native.simd.vec import ld_f32, load_f32x16, st_f32, store_f32x16
 
 _READ = {"f16": (load_f16x16, ld_f16), "bf16": (load_bf16x16, ld_bf16)}
 _WRITE = {"f16": (store_f16x16, st_f16), "bf16": (store_bf16x16, st_bf16)}

@@ -10,6 +10,7 @@ iqk_quantize_row_q8_KV and iqk_quantize_row_q8_K32 of ik_llama.cpp.
 import numpy as np
 
 from ikcli.native.jit import inline
+from ikcli.native.simd.half import st_f16
 from ikcli.native.simd.vec import (
     cvt_f32x16_i32,
     ld_i32,
@@ -17,7 +18,6 @@ from ikcli.native.simd.vec import (
     reduce_add,
     reduce_max,
     splat_f32x16,
-    st_f16,
     st_f32,
     st_i32,
     store_i8x16,

@@ -15,16 +15,15 @@ import math
 import numpy as np
 
 from ikcli.native.jit import inline
+from ikcli.native.simd.half import ld_f16, st_f16
 from ikcli.native.simd.vec import (
     cvt_f32x16_i32,
-    ld_f16,
     ld_f32,
     ld_i32,
     ld_i64,
     load_f32x16,
     reduce_add,
     splat_f32x16,
-    st_f16,
     st_f32,
     st_i8,
     st_i32,

@@ -10,9 +10,9 @@ by least squares; every candidate is rounded to the half float that will be stor
 import numpy as np
 
 from ikcli.native.jit import inline
+from ikcli.native.simd.half import ld_f16, st_f16
 from ikcli.native.simd.vec import (
     bcast_f32x16,
-    ld_f16,
     ld_f32,
     ld_f64,
     ld_i32,
@@ -20,7 +20,6 @@ from ikcli.native.simd.vec import (
     load_f32x16,
     reduce_max,
     splat_f32x16,
-    st_f16,
     st_f32,
     st_i8,
     st_i32,

@@ -10,6 +10,7 @@ MS + lane, super-block scales float32 at D + 4*lane and DMIN + 4*lane. Layouts a
 import numpy as np
 
 from ikcli.native.jit import inline
+from ikcli.native.simd.half import st_f16
 from ikcli.native.simd.vec import (
     ld_f32,
     ld_i8,
@@ -18,7 +19,6 @@ from ikcli.native.simd.vec import (
     reduce_add,
     reduce_max,
     splat_f32x16,
-    st_f16,
     st_f32,
     st_i8,
     vabs,

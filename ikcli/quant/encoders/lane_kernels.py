@@ -13,6 +13,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.native.jit import inline
+from ikcli.native.simd.half import load_f16x16, store_f16x16
 from ikcli.native.simd.vec import (
     Vec,
     bits_f32x16_i32,
@@ -20,12 +21,10 @@ from ikcli.native.simd.vec import (
     const_vector,
     f32x16,
     ld_f32,
-    load_f16x16,
     load_f32x16,
     splat_f32x16,
     splat_i32x16,
     st_f32,
-    store_f16x16,
     store_f32x16,
     vabs,
     vand,

@@ -9,6 +9,7 @@ ggml-quants.c: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4.
 import numpy as np
 
 from ikcli.native.jit import inline
+from ikcli.native.simd.half import st_f16
 from ikcli.native.simd.vec import (
     bits_i32x16_f32,
     cvt_f32x16_i32,
@@ -19,7 +20,6 @@ from ikcli.native.simd.vec import (
     reduce_max,
     splat_f32x16,
     splat_i32x16,
-    st_f16,
     st_i8,
     st_i32,
     store_i8x16,

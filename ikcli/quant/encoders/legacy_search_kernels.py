@@ -13,6 +13,7 @@ import numpy as np
 
 from ikcli.native.jit import inline
 from ikcli.native.simd import vec
+from ikcli.native.simd.half import st_f16
 from ikcli.quant.encoders.lane_kernels import (
     ALL,
     HEAVY,
@@ -154,7 +155,7 @@ def make_scale_search(n_bits, nonlinear):
             y = vec.vmul(vec.load_f32x16(s + XS + 64 * i), inverse_scale)
             vec.store_i8x16(s + QS + 16 * i, vec.trunc_i32x16_i8(vec.cvt_f32x16_i32(code_of(y))))
         for lane in range(min(LANES, n_blocks - first)):
-            vec.st_f16(out, vec.ld_f32(s + DS + 4 * lane))
+            st_f16(out, vec.ld_f32(s + DS + 4 * lane))
             store(out + 2, s + QS + lane)
             out += n_bytes
 
@@ -242,8 +243,8 @@ def make_range_search(n_bits):
             y = vec.vfma(vec.load_f32x16(s + XS + 64 * i), inverse_scale, offset)
             vec.store_i8x16(s + QS + 16 * i, vec.trunc_i32x16_i8(vec.cvt_f32x16_i32(code(y))))
         for lane in range(min(LANES, n_blocks - first)):
-            vec.st_f16(out, vec.ld_f32(s + DS + 4 * lane))
-            vec.st_f16(out + 2, vec.ld_f32(s + MS + 4 * lane))
+            st_f16(out, vec.ld_f32(s + DS + 4 * lane))
+            st_f16(out + 2, vec.ld_f32(s + MS + 4 * lane))
             store(out + 4, s + QS + lane)
             out += n_bytes
 

@@ -14,6 +14,7 @@ from ikcli.backends.cpu.kernels.basic import copy_f32
 from ikcli.backends.cpu.kernels.common import n_rows, word
 from ikcli.native.jit import inline
 from ikcli.native.simd.blocks import store_quarters
+from ikcli.native.simd.half import st_bf16, store_bf16x16
 from ikcli.native.simd.vec import (
     cvt_f32x16_i32,
     ld_f32,
@@ -22,10 +23,8 @@ from ikcli.native.simd.vec import (
     reduce_add,
     reduce_max,
     splat_f32x16,
-    st_bf16,
     st_f32,
     st_i32,
-    store_bf16x16,
     store_i8x16,
     trunc_i32x16_i8,
     vabs,

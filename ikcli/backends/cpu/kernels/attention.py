@@ -32,9 +32,9 @@ from ikcli.backends.cpu.kernels.sgemm import (
     transpose16,
 )
 from ikcli.native.jit import inline, merge
+from ikcli.native.simd.control import atomic_load
 from ikcli.native.simd.math import vexp_fast
 from ikcli.native.simd.vec import (
-    atomic_load,
     ld_f32,
     ld_i32,
     ld_i64,

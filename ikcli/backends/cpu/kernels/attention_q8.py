@@ -14,13 +14,13 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, store_block, sum_lanes
 from ikcli.native.jit import merge
+from ikcli.native.simd.control import emit_prefetch
 from ikcli.native.simd.dot import dot_u8_i8, emit_dot
+from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.vec import (
     const_vector,
     cvt_f32x16_i32,
-    emit_prefetch,
     f32x16,
-    half_to_f32,
     i8x64,
     i32x16,
     llvm_type,

@@ -33,19 +33,9 @@ from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, store_block, sum_lanes
 from ikcli.native import isa
 from ikcli.native.jit import inline, merge
-from ikcli.native.simd.vec import (
-    const_vector,
-    emit_prefetch,
-    f32x16,
-    half_to_f32,
-    i16x16,
-    i32x16,
-    ld_i32,
-    llvm_type,
-    pointer,
-    splat_value,
-    st_f32,
-)
+from ikcli.native.simd.control import emit_prefetch
+from ikcli.native.simd.half import bf16_to_f32, half_to_f32
+from ikcli.native.simd.vec import const_vector, f32x16, i16x16, i32x16, ld_i32, llvm_type, pointer, splat_value, st_f32
 
 _F1 = np.float32(1.0)
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -68,8 +58,7 @@ def _load_f16(builder, at):
 
 
 def _load_bf16(builder, at):
-    wide = builder.zext(_bits16(builder, at), llvm_type(i32x16))
-    return [builder.bitcast(builder.shl(wide, const_vector(i32x16, [16] * 16)), llvm_type(f32x16))]
+    return [bf16_to_f32(builder, _bits16(builder, at))]
 
 
 def _load_q8_0(builder, at):

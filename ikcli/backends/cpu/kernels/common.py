@@ -9,7 +9,8 @@ A segment is the part of one sequence in the micro-batch: its tokens are adjacen
 """
 
 from ikcli.native.jit import inline
-from ikcli.native.simd.vec import atomic_add, atomic_cas, atomic_load, ld_i64
+from ikcli.native.simd.control import atomic_add, atomic_cas, atomic_load
+from ikcli.native.simd.vec import ld_i64
 
 # State words; STATE_WORDS is their number.
 N_TOKENS, N_OUTPUTS, N_KV, N_SEG, TOKENS, POS, CELLS, OUT_IDS, SEGMENTS, KV_CELLS, STATE_WORDS = range(11)

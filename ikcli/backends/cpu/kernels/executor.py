@@ -15,15 +15,7 @@ A kernel's dynamic work counter is the int64 at params - 64; whoever starts the 
 
 from ikcli.backends.cpu.kernels.common import n_rows
 from ikcli.native.jit import inline
-from ikcli.native.simd.vec import (
-    atomic_add,
-    atomic_cas,
-    atomic_load,
-    atomic_store,
-    call_kernel,
-    libc_call0,
-    pause,
-)
+from ikcli.native.simd.control import atomic_add, atomic_cas, atomic_load, atomic_store, call_kernel, libc_call0, pause
 
 CLAIMED, DONE, EPOCH, PROGRAM, N_OPS, N_THREADS, BASE, STATUS, STOP = 0, 64, 128, 136, 144, 152, 160, 192, 256
 ENTRY = 32  # bytes of an entry of a program

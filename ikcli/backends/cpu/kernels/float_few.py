@@ -13,17 +13,8 @@ from ikcli.native import isa
 from ikcli.native.jit import inline
 from ikcli.native.simd.dot import emit_dot_bf16
 from ikcli.native.simd.emit import Emitter
-from ikcli.native.simd.vec import (
-    const_vector,
-    f32x16,
-    half_to_f32,
-    i32x16,
-    ld_bf16,
-    ld_f16,
-    ld_f32,
-    llvm_type,
-    st_f32,
-)
+from ikcli.native.simd.half import half_to_f32, ld_bf16, ld_f16
+from ikcli.native.simd.vec import const_vector, f32x16, i32x16, ld_f32, llvm_type, st_f32
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 _IS_WIDE = isa.current().name == "avx512"

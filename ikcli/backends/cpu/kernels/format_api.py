@@ -1,4 +1,4 @@
-"""What kernels do with weight rows, for every format: few products, one row or sixteen to a tile.
+"""What kernels do with weight rows, for every format: few products, sixteen to a tile.
 
 A group is the rows stored together (`fmt.rows`): 1, or 4, 8, 16 for the interleaved types. `w` is the address of a
 group, `k` the number of columns. Tile modes and layout: `tile_modes.py`. Activation rows: `activations.py`.
@@ -7,13 +7,10 @@ group, `k` the number of columns. Tile modes and layout: `tile_modes.py`. Activa
 from ikcli.backends.cpu.kernels.group_dot import group_dot
 from ikcli.backends.cpu.kernels.groupformat import GroupFormat, unpack_group
 from ikcli.backends.cpu.kernels.row_dot import row_dot
-from ikcli.backends.cpu.kernels.rowformat import unpack_row
 from ikcli.backends.cpu.kernels.unpack_tile import unpack_tile
-from ikcli.backends.cpu.tile_modes import MODES
+from ikcli.backends.cpu.tile_modes import MODES, TILE_ROWS
 from ikcli.native import isa
 from ikcli.native.jit import inline
-
-_TILE_ROWS = 16
 
 
 def few_dots(fmt):
@@ -53,11 +50,6 @@ def few_dots(fmt):
     return dots
 
 
-def unpack_few(fmt):
-    """unpack(w, tile, r, k): lanes r .. r + rows - 1 of a tile from one group."""
-    return unpack_group(fmt) if isinstance(fmt, GroupFormat) else unpack_row(fmt)
-
-
 def unpack_sixteen(fmt):
     """unpack(w, row_bytes, n, tile, k): a whole tile; if n < 16, groups from the last one on are repeated."""
     if not isinstance(fmt, GroupFormat):
@@ -66,7 +58,7 @@ def unpack_sixteen(fmt):
 
     @inline
     def unpack(w, row_bytes, n, tile, k):
-        for r in range(0, _TILE_ROWS, rows):
+        for r in range(0, TILE_ROWS, rows):
             unpack_rows(w + min(r, n - rows) * row_bytes, tile, r, k)
 
     return unpack

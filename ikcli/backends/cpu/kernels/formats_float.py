@@ -10,15 +10,13 @@ from ikcli.backends.cpu.kernels.float_few import make_few
 from ikcli.backends.cpu.kernels.gemm import float_tile, unpack_float16
 from ikcli.native.jit import inline
 from ikcli.native.simd.dot import dot_bf16
+from ikcli.native.simd.half import ld_bf16, ld_f16, st_bf16
 from ikcli.native.simd.vec import (
-    ld_bf16,
-    ld_f16,
     ld_f32,
     ld_i32,
     load_f32x16,
     load_i32x16,
     splat_i32x16,
-    st_bf16,
     st_f32,
     store_f32x16,
     vadd,

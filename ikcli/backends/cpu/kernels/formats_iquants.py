@@ -6,7 +6,8 @@ A group of 8 (4 for IQ3) columns is a point of a grid, kept as bytes in the kern
 from ikcli.backends.cpu.kernels import grid_shuffle as gs
 from ikcli.backends.cpu.kernels.rowformat import I32, I64, RowFormat, by_name, ir
 from ikcli.gguf.constants import GGMLType
-from ikcli.native.simd.vec import f32x16, half_to_f32, i8x32, i32x8
+from ikcli.native.simd.half import half_to_f32
+from ikcli.native.simd.vec import f32x16, i8x32, i32x8
 from ikcli.quant.tables import grid
 
 _SIGNS = [s | (bin(s).count("1") & 1) << 7 for s in range(128)]

@@ -18,6 +18,7 @@ from ikcli.backends.cpu.tile_modes import LAYOUT, MOST_WITH_MINIMUM
 from ikcli.native.simd import vec
 from ikcli.native.simd.dot import emit_dot_bf16, is_plain_avx2
 from ikcli.native.simd.emit import Emitter, transpose16
+from ikcli.native.simd.half import bf16_to_f32, half_to_f32
 from ikcli.native.simd.vec import f32x16, i8x64, i32x16
 
 
@@ -189,9 +190,5 @@ def _load_floats(e, kind, address):
     """16 floats of a stored kind as f32x16."""
     if kind == "f32":
         return e.load(f32x16, address)
-    if kind == "f16":
-        t = ir.VectorType(ir.IntType(16), 16)
-        return vec.half_to_f32(e.b, e.b.load(vec.pointer(e.b, address, t), align=1))
-    t = ir.VectorType(ir.IntType(16), 16)
-    wide = e.b.zext(e.b.load(vec.pointer(e.b, address, t), align=1), vec.llvm_type(i32x16))
-    return e.b.bitcast(e.b.shl(wide, vec.const_vector(i32x16, [16] * 16)), vec.llvm_type(f32x16))
+    bits = e.b.load(vec.pointer(e.b, address, ir.VectorType(ir.IntType(16), 16)), align=1)
+    return half_to_f32(e.b, bits) if kind == "f16" else bf16_to_f32(e.b, bits)

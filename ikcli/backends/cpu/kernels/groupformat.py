@@ -21,15 +21,8 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, steps
 from ikcli.backends.cpu.tile_modes import LAYOUT, MODES
 from ikcli.native.simd.emit import I32
-from ikcli.native.simd.vec import (
-    const_vector,
-    half_to_f32,
-    i8x16,
-    i8x64,
-    i32x16,
-    llvm_type,
-    pointer,
-)
+from ikcli.native.simd.half import half_to_f32
+from ikcli.native.simd.vec import const_vector, i8x16, i8x64, i32x16, llvm_type, pointer
 
 _I8, _I16, _F32 = ir.IntType(8), ir.IntType(16), ir.FloatType()
 

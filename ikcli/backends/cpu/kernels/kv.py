@@ -9,23 +9,18 @@ from ikcli.backends.cpu.kernels import kv_blocks
 from ikcli.backends.cpu.kernels.basic import copy_f32
 from ikcli.backends.cpu.kernels.common import CELLS, KV_CELLS, n_rows, state_word, word
 from ikcli.native.jit import inline
-from ikcli.native.simd.vec import (
+from ikcli.native.simd.control import prefetch
+from ikcli.native.simd.half import (
     ld_bf16,
     ld_f16,
-    ld_f32,
-    ld_i64,
     load_bf16x16,
     load_f16x16,
-    load_f32x16,
-    prefetch,
     st_bf16,
     st_f16,
-    st_f32,
     store_bf16x16,
     store_f16x16,
-    store_f32x16,
-    zero_f32x16,
 )
+from ikcli.native.simd.vec import ld_f32, ld_i64, load_f32x16, st_f32, store_f32x16, zero_f32x16
 
 
 # --- 16 elements, one element ----------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from ikcli.native.simd.blocks import (
     store_lane_pairs,
     two_bit_lanes,
 )
+from ikcli.native.simd.half import bcast_f16x16, st_f16
 from ikcli.native.simd.vec import (
-    bcast_f16x16,
     cvt_f32x16_i32,
     cvt_i32x16_f32,
     ld_f32,
@@ -31,7 +31,6 @@ from ikcli.native.simd.vec import (
     sext_i8x16_i32,
     splat_f32x16,
     splat_i32x16,
-    st_f16,
     st_f32,
     st_i32,
     store_i8x16,

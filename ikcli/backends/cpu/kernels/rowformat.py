@@ -4,7 +4,7 @@ A `RowFormat` says how 256 columns ("a step") of a stored row become 64-byte vec
 From that description two functions are generated as LLVM IR:
 
 * `row_dot(format, n)` (`row_dot.py`): the row times n quantized activation rows, straight from memory (generation),
-* `unpack_row(format)`: the row as one lane of a 16-row tile (embeddings; prompts unpack 16 rows: `unpack_tile.py`).
+* `dequantize_row(format)`: the row as floats (embeddings). Prompts unpack 16 rows at once: `unpack_tile.py`.
 
 Tile modes, and what a value is in each: `tile_modes.py`. For symmetric modes (s32, s16) codes are value + 128, and
 the matching -128 * sum of the activations, an exact integer, is added per block.
@@ -12,19 +12,20 @@ Activation rows: `kernels/activations.py`. The last step of a row may have fewer
 copied to zero-filled memory first, so formats never see a partial step.
 """
 
+import contextlib
 import functools
 
 import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.tile_modes import LAYOUT, MODES
+from ikcli.backends.cpu.tile_modes import MODES
 from ikcli.native.simd.emit import I32, I64, Emitter
+from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.vec import (
     call_llvm,
     const_vector,
     f32x8,
-    half_to_f32,
     i8x16,
     i8x32,
     i8x64,
@@ -380,40 +381,46 @@ def copy_blocks(e, fmt, src, to, n_blocks):
             e.b.store(x, pointer(e.b, e.offset(to, at, s), t), align=1)
 
 
-@functools.cache
-def unpack_row(fmt):
-    """unpack(w, tile, r, k): lane r of the tile; writes whole steps (the tile has room for them)."""
-    mode = MODES[fmt.name]
-    header, block_bytes = LAYOUT[mode]
-    halves = 2 if mode.endswith("16") else 1
+def _if_block(e, block, valid):
+    """Code for a block of 32 columns that a partial step may lack."""
+    if valid is None:
+        return contextlib.nullcontext()
+    return e.b.if_then(e.b.icmp_signed("<", e.int(block), valid))
 
-    def put(e, values, tile, at):
-        """Lane i of a scale vector to block i // halves."""
-        for i in range(8 * halves):
-            x = e.b.extract_element(values, ir.Constant(I32, i))
-            to = e.offset(tile, i // halves * block_bytes + at + 64 * (i % halves))
-            e.b.store(x, pointer(e.b, to, _F32), align=4)
+
+@functools.cache
+def dequantize_row(fmt):
+    """dequantize(w, out, k): a row as k floats."""
+    mode = MODES[fmt.name]
+    per = 32 if mode.endswith("32") else 16
+    with_min = mode.startswith("m")
+
+    def sixteen(e, codes, first, scales, minima):
+        """Columns first .. first+15 of a step, from the 64 codes that they are part of."""
+        v = e.b.zext(e.pick(codes, range(first % 64, first % 64 + 16)), llvm_type(i32x16))
+        v = v if with_min else e.b.sub(v, e.ints([128] * 16, i32x16))
+        block = [first // per] * 16
+        v = e.mul(e.ints_to_f32(v), e.pick(scales, block))
+        return e.b.fadd(v, e.pick(minima, block)) if with_min else v
 
     @intrinsic
-    def unpack(typingctx, w, tile, r, k):
+    def dequantize(typingctx, w, out, k):
         def codegen(context, builder, sig, args):
-            w, tile, r, k = args
+            w, out, k = args
             e = RowEmitter(builder)
             row = fmt.header(e, w)
-            lane = e.offset(tile, e.times(r, 4))
-            for i, at_w, _ in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                to = e.offset(lane, e.times(i, 8 * block_bytes))
-                put(e, fmt.scales(e, at_w, row), to, 0)
-                if mode.startswith("m"):
-                    put(e, fmt.minima(e, at_w, row), to, 64 * halves)
-                for j in range(4):
-                    words = builder.bitcast(fmt.codes(e, at_w, j), llvm_type(i32x16))
-                    for n in range(16):
-                        x = builder.extract_element(words, ir.Constant(I32, n))
-                        at = e.offset(to, (2 * j + n // 8) * block_bytes + header + 64 * (n % 8))
-                        builder.store(x, pointer(builder, at, I32), align=4)
+            for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
+                to = e.offset(out, e.times(i, 1024))
+                scales = fmt.scales(e, at_w, row)
+                minima = fmt.minima(e, at_w, row) if with_min else None
+                codes = [fmt.codes(e, at_w, j) for j in range(4)]
+                for block in range(8):
+                    with _if_block(e, block, valid):
+                        for first in (32 * block, 32 * block + 16):
+                            x = sixteen(e, codes[block // 2], first, scales, minima)
+                            e.store(x, e.offset(to, 4 * first))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 4), codegen
+        return types.void(*[types.int64] * 3), codegen
 
-    return unpack
+    return dequantize

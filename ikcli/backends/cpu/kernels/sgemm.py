@@ -14,11 +14,10 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.common import word
 from ikcli.native import isa
 from ikcli.native.jit import merge
 from ikcli.native.simd.dot import emit_dot_bf16, emit_dot_i16
-from ikcli.native.simd.vec import call_llvm, const_vector, f32x16, i32x16, llvm_type, pointer, splat_value
+from ikcli.native.simd.vec import call_llvm, f32x16, i32x16, llvm_type, pointer, splat_value
 
 _I64, _I32, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
 CHUNK = 16  # columns per chunk
@@ -293,35 +292,3 @@ def transpose16(typingctx, src, src_stride, dst, dst_stride):
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 4), codegen
-
-
-@intrinsic
-def fma_registers(typingctx, n, dst):
-    """n times 24 FMAs, mostly independent, that touch no memory (768 operations): what the machine could do at best."""
-
-    def codegen(context, builder, sig, args):
-        x = load_f32x16_at(builder, args[1])
-
-        def step(accs):
-            return [fma_f32x16(builder, a, x, x) for a in accs]
-
-        width = 24 if MAX_VECTORS > 1 else 6  # AVX2: two registers each
-        starts = [const_vector(f32x16, [float(i)] * 16) for i in range(width)]
-        count = builder.mul(args[0], ir.Constant(_I64, 24 // width))
-        accs = loop(builder, count, starts, step)
-        total = accs[0]
-        for a in accs[1:]:
-            total = builder.fadd(total, a)
-        builder.store(total, pointer(builder, args[1], total.type), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp), codegen
-
-
-def make_fma_peak():
-    """params: 3 iterations of 768 operations, 4 scratch of 64 bytes per thread. For benchmarks."""
-
-    def fma_peak(params, ith, nth):
-        fma_registers(word(params, 3), word(params, 4) + 64 * ith)
-
-    return fma_peak

@@ -1,0 +1,90 @@
+"""What the machine can do at best, for benchmarks to compare with: products from registers, reading of memory."""
+
+import llvmlite.ir as ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from ikcli.backends.cpu.kernels.common import word
+from ikcli.backends.cpu.kernels.sgemm import MAX_VECTORS, fma_f32x16, load_f32x16_at, loop, offset
+from ikcli.native.simd.dot import emit_dot, emit_dot_bf16
+from ikcli.native.simd.emit import Emitter
+from ikcli.native.simd.vec import f32x16, i32x16, llvm_type, pointer
+
+_I64 = ir.IntType(64)
+CHAINS = 24  # products of an iteration, each 16 lanes wide
+_AHEAD = 16384
+# kind -> (vector that sums, multiplications and additions of a lane, product)
+KINDS = {
+    "f32": (f32x16, 2, lambda builder, acc, x: fma_f32x16(builder, acc, x, x)),
+    "bf16": (f32x16, 4, lambda builder, acc, x: emit_dot_bf16(builder, acc, x, x)),
+    "i8": (i32x16, 8, lambda builder, acc, x: emit_dot(builder, acc, x, x, 16)),
+}
+
+
+def _make_registers(kind):
+    """run(n, at): n times CHAINS products, as independent as registers allow; operands and result are at `at`."""
+    sum_type, _, multiply = KINDS[kind]
+    width = CHAINS if MAX_VECTORS > 1 else CHAINS // 4  # AVX2: two registers each
+
+    @intrinsic
+    def run(typingctx, n, at):
+        def codegen(context, builder, sig, args):
+            n, at = args
+            x = load_f32x16_at(builder, at, llvm_type(f32x16 if kind == "f32" else i32x16))
+            starts = [load_f32x16_at(builder, offset(builder, at, 4 * i), llvm_type(sum_type)) for i in range(width)]
+            count = builder.mul(n, ir.Constant(_I64, CHAINS // width))
+            total, *rest = loop(builder, count, starts, lambda accs: [multiply(builder, a, x) for a in accs])
+            for acc in rest:
+                total = builder.fadd(total, acc) if sum_type is f32x16 else builder.add(total, acc)
+            builder.store(total, pointer(builder, at, total.type), align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.intp), codegen
+
+    return run
+
+
+def make_products(kind):
+    """params: 3 iterations, 4 scratch, 256 bytes per thread."""
+    run = _make_registers(kind)
+
+    def products(params, ith, nth):
+        run(word(params, 3), word(params, 4) + 256 * ith)
+
+    return products
+
+
+@intrinsic
+def _read(typingctx, at, n_lines, out):
+    """n_lines >= 1 groups of four cache lines; something that depends on all of them goes to `out`."""
+
+    def codegen(context, builder, sig, args):
+        at, n, out = args
+        e = Emitter(builder)
+        t = llvm_type(i32x16)
+
+        def step(state):
+            here, *accs = state
+            for i in range(4):
+                e.prefetch(e.offset(here, _AHEAD + 64 * i))
+                accs[i] = builder.xor(accs[i], load_f32x16_at(builder, offset(builder, here, 64 * i), t))
+            return [offset(builder, here, 256), *accs]
+
+        _, *accs = loop(builder, n, [at, *[ir.Constant(t, None)] * 4], step)
+        total = builder.xor(builder.xor(accs[0], accs[1]), builder.xor(accs[2], accs[3]))
+        builder.store(total, pointer(builder, out, t), align=1)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 3), codegen
+
+
+def make_read():
+    """Every thread reads its part in order. params: 3 address, 4 bytes, 5 scratch, 256 bytes per thread."""
+
+    def read(params, ith, nth):
+        n = word(params, 4) // 256
+        first, stop = n * ith // nth, n * (ith + 1) // nth
+        if stop > first:
+            _read(word(params, 3) + 256 * first, stop - first, word(params, 5) + 256 * ith)
+
+    return read

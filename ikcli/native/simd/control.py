@@ -1,0 +1,122 @@
+"""What kernels do besides arithmetic: prefetching, atomic operations, waiting, calls."""
+
+import llvmlite.ir as ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from ikcli.native import isa
+from ikcli.native.simd.vec import call_llvm, pointer
+
+_I32 = ir.IntType(32)
+
+
+def _make_prefetch(locality):
+    @intrinsic
+    def ask(typingctx, ptr):
+        def codegen(context, builder, sig, args):
+            p = pointer(builder, args[0], ir.IntType(8))
+            consts = [ir.Constant(_I32, x) for x in (0, locality, 1)]
+            call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [p, *consts])
+            return context.get_dummy_value()
+
+        return types.void(types.intp), codegen
+
+    return ask
+
+
+def emit_prefetch(builder, at, lines):
+    """Ask for cache lines from an address on (second level); returns the address after them."""
+    for _ in range(lines):
+        args = [pointer(builder, at, ir.IntType(8)), *(ir.Constant(_I32, x) for x in (0, 2, 1))]
+        call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), args)
+        at = builder.add(at, ir.Constant(at.type, 64))
+    return at
+
+
+prefetch = _make_prefetch(3)  # ask for the cache line at an address
+prefetch_l2 = _make_prefetch(2)  # ... but leave the first level alone
+
+
+@intrinsic
+def atomic_add(typingctx, ptr, value):
+    """Fetch-and-add on an int64; returns the old value."""
+
+    def codegen(context, builder, sig, args):
+        return builder.atomic_rmw("add", pointer(builder, args[0], ir.IntType(64)), args[1], "seq_cst")
+
+    return types.int64(types.intp, types.int64), codegen
+
+
+@intrinsic
+def atomic_load(typingctx, ptr):
+    """Acquire load of an int64."""
+
+    def codegen(context, builder, sig, args):
+        return builder.load_atomic(pointer(builder, args[0], ir.IntType(64)), "acquire", 8)
+
+    return types.int64(types.intp), codegen
+
+
+@intrinsic
+def atomic_store(typingctx, ptr, value):
+    """Release store of an int64."""
+
+    def codegen(context, builder, sig, args):
+        builder.store_atomic(args[1], pointer(builder, args[0], ir.IntType(64)), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.int64), codegen
+
+
+@intrinsic
+def atomic_cas(typingctx, ptr, expected, value):
+    """Replace `expected` by `value`; 1 if it was there, else 0."""
+
+    def codegen(context, builder, sig, args):
+        p = pointer(builder, args[0], ir.IntType(64))
+        result = builder.cmpxchg(p, args[1], args[2], "seq_cst", "acquire")
+        return builder.zext(builder.extract_value(result, 1), ir.IntType(64))
+
+    return types.int64(types.intp, types.int64, types.int64), codegen
+
+
+@intrinsic
+def pause(typingctx):
+    """Tell the CPU that this is a spin loop (nothing where there is no such hint)."""
+
+    def codegen(context, builder, sig, args):
+        if isa.current().is_x86:
+            call_llvm(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def call_kernel(typingctx, address, params, ith, nth):
+    """Call a compiled kernel by address; returns its status (0 = ok). See `jit.py` for the calling convention."""
+    i64, i8p = ir.IntType(64), ir.IntType(8).as_pointer()
+
+    def codegen(context, builder, sig, args):
+        fnty = ir.FunctionType(_I32, [i8p.as_pointer(), i8p.as_pointer(), i64, i64, i64])
+        fn = builder.inttoptr(args[0], fnty.as_pointer())
+        with builder.goto_entry_block():
+            ret, exc = builder.alloca(i8p), builder.alloca(i8p)
+        status = builder.call(fn, [ret, exc, *args[1:]])
+        return builder.sext(status, i64)
+
+    return types.int64(types.intp, types.intp, types.intp, types.intp), codegen
+
+
+@intrinsic
+def libc_call0(typingctx, name):
+    """Call a libc function without arguments, e.g. sched_yield."""
+    if not isinstance(name, types.StringLiteral):
+        return None
+    symbol = name.literal_value
+
+    def codegen(context, builder, sig, args):
+        call_llvm(builder, symbol, _I32, [])
+        return context.get_dummy_value()
+
+    return types.void(name), codegen

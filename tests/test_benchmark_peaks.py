@@ -1,0 +1,61 @@
+"""The kernels that measure what a machine can do at best do all of the work they are credited with."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kernel_harness import Harness, Segment
+
+from ikcli.backends.cpu.program import Lowering
+from ikcli.gguf.constants import GGMLType
+from ikcli.graph import Node, Weight
+from ikcli.native import isa
+from ikcli.native.kernel_cache import KernelKey
+
+CHAINS = 24  # products of an iteration
+WIDTH = CHAINS if isa.current().name == "avx512" else CHAINS // 4  # sums; number i starts from the words i, i + 1, ...
+
+
+def run(key: KernelKey, threads: int, data: npt.NDArray[np.uint8], n: int) -> npt.NDArray[np.uint8]:
+    """What threads leave behind; `data`: the weight for reading, else what the scratch of a thread holds before."""
+    reads = key.factory == "make_read"
+
+    def lower(low: Lowering, node: Node) -> None:
+        w = [low.weight(Weight("w", GGMLType.F32, (data.size // 4,)))] if reads else []
+        low.emit(key, node.rows, *w, n, low.out(node, 256 * threads))
+
+    harness = Harness(1, 1, {"peak": lower})
+    node = harness.graph._node("peak", "peak", [], harness.input("x", 16).rows, 64)
+    harness.compile(node, threads, {"w": data} if reads else None)
+    harness.prepare([Segment(1)], {})
+    out = harness.program.raw(harness.arena, node, 0, 32 * threads).view(np.uint8)
+    if not reads:
+        out[:] = np.tile(data, threads)
+    harness.execute()
+    return out.reshape(threads, 256)[:, :64]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_every_byte_is_read(threads: int) -> None:
+    n = 256 * 37
+    data = np.random.default_rng(1).integers(0, 256, n + 40000, dtype=np.uint8)
+    found = run(KernelKey("peaks", "make_read"), threads, data, n)
+    np.testing.assert_array_equal(np.bitwise_xor.reduce(found), np.bitwise_xor.reduce(data[:n].reshape(-1, 64)))
+
+
+def test_every_product_of_bytes_counts() -> None:
+    data = np.ones(256, np.uint8)
+    found = run(KernelKey("peaks", "make_products", ("i8",)), 2, data, 5).view(np.int32)
+    starts = int(data.view(np.int32)[:WIDTH].sum(dtype=np.int64))
+    np.testing.assert_array_equal(found, np.full((2, 16), starts + 4 * 5 * CHAINS))
+
+
+@pytest.mark.parametrize(("kind", "one", "per_lane"), [("f32", 0x3F800000, 1), ("bf16", 0x3F803F80, 2)])
+def test_every_product_of_floats_counts(kind: str, one: int, per_lane: int) -> None:
+    if kind == "bf16" and "avx512bf16" not in isa.current().features:
+        pytest.skip("this CPU has no products of bfloat16")
+    ones = np.repeat(np.array([one, 0], np.uint32), [16, 48])
+    found = run(KernelKey("peaks", "make_products", (kind,)), 1, ones.view(np.uint8), 5).view(np.float32)[0]
+    starts = [ones.view(np.float32)[lane : lane + WIDTH].sum() for lane in range(16)]
+    np.testing.assert_allclose(found, np.add(starts, per_lane * 5 * CHAINS), rtol=1e-6)

@@ -18,56 +18,36 @@ from ikcli.native.simd.vec import ld_i64
 _ITEMS_PER_THREAD = 4  # at least, so that threads end at about the same time
 
 
-def _one_tile(mode):
-    """multiply(tile, stride, n, k, a, a_stride, m, out, out_stride): n <= 16 rows times m activation rows."""
-    micro8, micro4, micro2, micro1 = (quant_tile(mode, nt) for nt in (8, 4, 2, 1))
+def _make_multiply(mode, n_tiles, most):
+    """multiply(tiles, stride, n, k, a, a_stride, m, out, out_stride): n weight rows in tiles times m activation rows.
 
-    @inline
-    def multiply(tile, stride, n, k, a, a_stride, m, out, out_stride):
-        nb = k // 32
-        t = 0
-        while t + 8 <= m:
-            micro8(tile, stride, nb, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride, n)
-            t += 8
-        if t + 4 <= m:
-            micro4(tile, stride, nb, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride, n)
-            t += 4
-        if t + 2 <= m:
-            micro2(tile, stride, nb, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride, n)
-            t += 2
-        if t < m:
-            micro1(tile, stride, nb, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride, n)
-
-    return multiply
-
-
-def _all_tiles(mode):
-    """As `_one_tile`, for MOST_TILES full tiles: an activation is loaded once for all of them."""
-    if not multiplies_tiles_together():
-        return _one_tile(mode)
-    micro4, micro2, micro1 = (quant_tile(mode, nt, MOST_TILES) for nt in (4, 2, 1))
+    At most `most` activation rows, a power of two, at a time.
+    """
+    micro = quant_tile(mode, most, n_tiles)
+    rest = _make_multiply(mode, n_tiles, most // 2) if most > 1 else _nothing
 
     @inline
     def multiply(tiles, stride, n, k, a, a_stride, m, out, out_stride):
-        nb = k // 32
-        t = 0
-        while t + 4 <= m:
-            micro4(tiles, stride, nb, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride, n)
-            t += 4
-        if t + 2 <= m:
-            micro2(tiles, stride, nb, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride, n)
-            t += 2
-        if t < m:
-            micro1(tiles, stride, nb, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride, n)
+        while m >= most:
+            micro(tiles, stride, k // 32, a, a_stride, k, out, out_stride, n)
+            a, out, m = a + most * a_stride, out + most * out_stride, m - most
+        rest(tiles, stride, n, k, a, a_stride, m, out, out_stride)
 
     return multiply
+
+
+@inline
+def _nothing(tiles, stride, n, k, a, a_stride, m, out, out_stride):
+    return
 
 
 def _tile_block(type_name):
     """block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles) by way of tiles of n rows."""
     mode = MODES[type_name]
-    unpack, one, together = unpack_sixteen(FORMATS[type_name]), _one_tile(mode), _all_tiles(mode)
-    step_bytes = tile_bytes_per_step(type_name)
+    unpack, step_bytes = unpack_sixteen(FORMATS[type_name]), tile_bytes_per_step(type_name)
+    one = _make_multiply(mode, 1, 8)
+    # an activation is loaded once for all tiles
+    together = _make_multiply(mode, MOST_TILES, 4) if multiplies_tiles_together() else one
 
     @inline
     def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles):

@@ -19,8 +19,9 @@ from ikcli.quant.repack import repack_rows
 
 Array = npt.NDArray[Any]
 QUANTIZED = [format_by_name(name).type for name in MODES]
-# Types tested by default: every tile mode, both kinds of rows; `-m slow` adds all others.
-_COMMON = ["f32", "f16", "bf16", "q8_0", "q4_0", "q5_0", "q4_K", "q5_K", "q6_K", "q2_K", "iq4_xs", "q8_0_r8", "q4_k_r4"]
+# Types tested by default: every tile mode with both kinds of rows; `-m slow` adds all others.
+_COMMON = ["f32", "f16", "bf16", "q8_0", "q4_0", "q5_0", "q4_K", "q5_K", "q6_K", "q2_K", "iq4_xs",
+           "q8_0_r8", "q4_k_r4", "q6_k_r4", "q2_k_r4"]  # fmt: skip
 
 
 def params(types: Iterable[GGMLType]) -> list[Any]:

@@ -60,7 +60,7 @@ class _Token:
         if mode.endswith("32"):
             self.sums = activation_floats(e, s_at, valid)
         else:
-            self.sums = e.load(f32x16, e.offset(s_at, e.times(nb4, 4), i32))
+            self.sums = activation_floats(e, e.offset(s_at, e.times(nb4, 4), i32), valid, 2)
 
     def scale(self, ib):
         """The scale of block ib in 16 lanes."""

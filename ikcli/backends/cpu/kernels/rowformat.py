@@ -26,6 +26,7 @@ from ikcli.native.simd.vec import (
     call_llvm,
     const_vector,
     f32x8,
+    f32x16,
     i8x16,
     i8x32,
     i8x64,
@@ -35,6 +36,8 @@ from ikcli.native.simd.vec import (
     pointer,
     splat_value,
 )
+from ikcli.quant.formats import format_by_name
+from ikcli.quant.tables import MATMUL_SCALE
 
 _I8, _I16, _F32 = ir.IntType(8), ir.IntType(16), ir.FloatType()
 
@@ -340,15 +343,16 @@ class RowFormat:
         raise NotImplementedError
 
 
-def activation_floats(e, address, valid):
-    """8 floats of the activation row; only the first `valid` ones in a partial step."""
+def activation_floats(e, address, valid, per_block=1):
+    """Floats of 8 blocks of the activation row, `per_block` (1 or 2) each; zeros beyond `valid` blocks."""
+    vec, ints = (f32x8, i32x8) if per_block == 1 else (f32x16, i32x16)
     if valid is None:
-        return e.load(f32x8, address)
-    limit = splat_value(e.b, i32x8, e.b.trunc(valid, I32))
-    mask = e.b.icmp_signed("<", const_vector(i32x8, range(8)), limit)
-    t = llvm_type(f32x8)
-    args = [pointer(e.b, address, t), ir.Constant(I32, 1), mask, e.zero(f32x8)]
-    return call_llvm(e.b, "llvm.masked.load.v8f32.p0", t, args)
+        return e.load(vec, address)
+    limit = splat_value(e.b, ints, e.b.trunc(e.times(valid, per_block), I32))
+    mask = e.b.icmp_signed("<", const_vector(ints, range(vec.n)), limit)
+    t = llvm_type(vec)
+    args = [pointer(e.b, address, t), ir.Constant(I32, 1), mask, e.zero(vec)]
+    return call_llvm(e.b, f"llvm.masked.load.v{vec.n}f32.p0", t, args)
 
 
 def steps(e, fmt, w, k):
@@ -394,6 +398,7 @@ def dequantize_row(fmt):
     mode = MODES[fmt.name]
     per = 32 if mode.endswith("32") else 16
     with_min = mode.startswith("m")
+    only_products = MATMUL_SCALE.get(format_by_name(fmt.name).type, 1.0)
 
     def sixteen(e, codes, first, scales, minima):
         """Columns first .. first+15 of a step, from the 64 codes that they are part of."""
@@ -409,9 +414,10 @@ def dequantize_row(fmt):
             w, out, k = args
             e = RowEmitter(builder)
             row = fmt.header(e, w)
+            constant = const_vector(f32x8 if per == 32 else f32x16, [1 / only_products] * (256 // per))
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 to = e.offset(out, e.times(i, 1024))
-                scales = fmt.scales(e, at_w, row)
+                scales = e.mul(fmt.scales(e, at_w, row), constant)
                 minima = fmt.minima(e, at_w, row) if with_min else None
                 codes = [fmt.codes(e, at_w, j) for j in range(4)]
                 for block in range(8):

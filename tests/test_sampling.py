@@ -363,6 +363,16 @@ def test_mirostat_with_vanishing_probabilities() -> None:
         assert make(replace(NEUTRAL, mirostat=version), 3).sample(logits).id == 0
 
 
+@pytest.mark.parametrize("penalty", [0.25, 4.0])
+def test_penalties_make_nothing_infinite(penalty: float) -> None:
+    """A quotient or product beyond the float32 range is the largest number, and what was excluded stays so."""
+    logits = np.array([3e38, -3e38, -np.inf, 1.0], np.float32)
+    params = replace(NEUTRAL, repeat_penalty=penalty, samplers=("penalties", "penalties", "temperature"), n_probs=4)
+    with np.errstate(over="ignore"):
+        got = make(params, 4, [0, 1, 2]).sample(logits)
+    assert got.id == 0 and not math.isnan(got.logprob)
+
+
 @given(PARAMS, st.integers(1, 300), st.integers(0, 2**32), st.sampled_from([0.0, 1.0, 1e4, 3e37]))
 @settings(deadline=None, max_examples=200)
 def test_what_comes_out_is_always_allowed(params: SamplerParams, n: int, seed: int, spread: float) -> None:

@@ -8,6 +8,8 @@ import numpy.typing as npt
 from ikcli.sampling.candidates import Candidates, Floats
 from ikcli.sampling.params import SamplerParams
 
+_LARGEST = float(np.finfo(np.float32).max)  # penalties make no logit infinite
+
 
 class History:
     """Tokens of the prompt and the generation so far, in one growing int64 array."""
@@ -96,8 +98,10 @@ class Penalties:
 
     def _penalized(self, logits: Floats, counts: Floats) -> Floats:
         p = self._params
-        scaled = np.where(logits > 0, logits / p.repeat_penalty, logits * p.repeat_penalty)
-        return scaled - (counts * p.frequency_penalty + p.presence_penalty)
+        wide = logits.astype(np.float64)
+        scaled = np.where(wide > 0, wide / p.repeat_penalty, wide * p.repeat_penalty)
+        penalized = scaled - (counts * p.frequency_penalty + p.presence_penalty)
+        return np.where(np.isfinite(logits), np.clip(penalized, -_LARGEST, _LARGEST), logits)
 
     def _count(self, token: int, change: int) -> None:
         if token == self._spared or not 0 <= token < self._n_vocab:

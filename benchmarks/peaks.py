@@ -13,14 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from kernel_harness import Harness, Segment
 
+from ikcli.backends.cpu.kernels.peaks import CHAINS, KINDS
 from ikcli.backends.cpu.program import Lowering
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Node, Weight
 from ikcli.native import isa
 from ikcli.native.kernel_cache import KernelKey
-
-_OPS = {"f32": 2, "bf16": 4, "i8": 8}  # of a lane, as kernels/peaks.py counts
-_CHAINS, _LANES = 24, 16
 
 
 def product_peak(kind: str, threads: int, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -32,7 +30,8 @@ def product_peak(kind: str, threads: int, clock: Callable[[], float] = time.perf
     def lower(low: Lowering, node: Node) -> None:
         low.emit(KernelKey("peaks", "make_products", (kind,)), node.rows, n, low.out(node, 256 * low.n_threads))
 
-    return _OPS[kind] * _CHAINS * _LANES * n * threads / _shortest(lower, threads, 20, clock)
+    sums, ops, _ = KINDS[kind]
+    return ops * CHAINS * sums.n * n * threads / _shortest(lower, threads, 20, clock)
 
 
 def read_peak(threads: int, n_bytes: int = 1 << 29) -> float:

@@ -98,6 +98,22 @@ def store_quarters(typingctx, ptr, a, b):
     return types.void(types.intp, i8x16, i8x16), codegen
 
 
+@intrinsic
+def store_magnitudes(typingctx, ptr, a, b):
+    """Absolute values of two i8x16, one after the other."""
+
+    def codegen(context, builder, sig, args):
+        ptr, *pair = args
+        for i, x in enumerate(pair):
+            zero = ir.Constant(x.type, None)
+            x = builder.select(builder.icmp_signed("<", x, zero), builder.sub(zero, x), x)
+            at = builder.add(ptr, ir.Constant(_I64, 16 * i))
+            builder.store(x, pointer(builder, at, x.type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, i8x16, i8x16), codegen
+
+
 def make_lookup16(values):
     """lookup(codes): values[code] as f32x16 for codes 0..15; the values are 16 signed bytes."""
     values = [int(v) & 255 for v in values]

@@ -84,23 +84,6 @@ def emit_signed_dot(builder, acc, w, s):
     return _in_halves(builder, half, acc, w, s)
 
 
-def sum_fours(builder, vectors):
-    """On AVX2: from four i32x16 to the sums of four adjacent lanes each, in one."""
-
-    def add(x, y):
-        return call_llvm(builder, "llvm.x86.avx2.phadd.d", x.type, [x, y])
-
-    def part(v, first):
-        return builder.shuffle_vector(v, v, ir.Constant(ir.VectorType(_I32, 8), list(range(first, first + 8))))
-
-    pairs = [add(part(v, 0), part(v, 8)) for v in vectors]
-    # of each 128 bits: two sums of the first vector, two of the second
-    low, high = add(pairs[0], pairs[1]), add(pairs[2], pairs[3])
-    order = [0, 4, 1, 5, 2, 6, 3, 7]
-    pick = ir.Constant(ir.VectorType(_I32, 16), order + [8 + i for i in order])
-    return builder.shuffle_vector(low, high, pick)
-
-
 def _in_halves(builder, function, *args):
     """function of the lower halves of vectors, and of the upper ones."""
 
@@ -247,5 +230,4 @@ __all__ = [
     "store_bf16_pairs",
     "store_bf16x32",
     "store_i16x32",
-    "sum_fours",
 ]

@@ -1,4 +1,4 @@
-"""Packed 6-bit scales of q4_K and q5_K."""
+"""Lanes of vectors: packed 6-bit scales of q4_K and q5_K, sums."""
 
 import llvmlite.ir as ir
 
@@ -31,3 +31,13 @@ def packed_scales_6bit(builder, address):
     for i, part in enumerate(parts):
         v = builder.insert_element(v, part, c(i))
     return builder.zext(builder.bitcast(v, ir.VectorType(_I8, 16)), llvm_type(i32x16))
+
+
+def sum_lanes(builder, v):
+    """The sum of the lanes of a vector of floats."""
+    n = v.type.count
+    while n > 1:
+        n //= 2
+        low, high = (ir.Constant(ir.VectorType(_I32, n), list(range(at, at + n))) for at in (0, n))
+        v = builder.fadd(builder.shuffle_vector(v, v, low), builder.shuffle_vector(v, v, high))
+    return builder.extract_element(v, ir.Constant(_I32, 0))

@@ -3,8 +3,8 @@
 `q8`, for the integer kernels: int8 per 32 values, float32 scale, exact sums.
 A row of K values is stored as K int8 | d f32[K/32] | s f32[K/32] = d * sum(q) | -128*sum(q) i32[K/32] | the same per 16
 i32[K/16] | s per 16 f32[K/16], padded to 64 bytes | the int8 again, by quarters: of each 256 columns first columns 0..3
-of all 16 blocks of 16, then columns 4..7 and so on (`kernels/row_dot.py`). No half-precision sums anywhere: those
-overflow in models with large activations.
+of all 16 blocks of 16, then columns 4..7 and so on (`kernels/row_dot.py`); for plain AVX2 their magnitudes instead, in
+order (`kernels/row_dot_avx2.py`). No half-precision sums anywhere: those overflow in models with large activations.
 `bf16`, for weights of bfloat16: rounded to nearest even. `f32`: as they are (only ever gathered).
 """
 
@@ -13,7 +13,8 @@ import numpy as np
 from ikcli.backends.cpu.kernels.basic import copy_f32
 from ikcli.backends.cpu.kernels.common import n_rows, word
 from ikcli.native.jit import inline
-from ikcli.native.simd.blocks import store_quarters
+from ikcli.native.simd.blocks import store_magnitudes, store_quarters
+from ikcli.native.simd.dot import is_plain_avx2
 from ikcli.native.simd.half import st_bf16, store_bf16x16
 from ikcli.native.simd.vec import (
     cvt_f32x16_i32,
@@ -38,9 +39,22 @@ _TINY = np.float32(1e-36)  # smaller maxima count as zero: 127 / them would over
 
 
 @inline
-def quarters_at(k):
-    """Where the codes by quarters begin in a row."""
+def second_at(k):
+    """Where the codes by quarters, or magnitudes, begin in a row."""
     return (k + 28 * (k // 32) + 63) & ~63
+
+
+@inline
+def _by_quarters(second, ib, c0, c1):
+    store_quarters(second + 256 * (ib // 8) + 8 * (ib % 8), c0, c1)
+
+
+@inline
+def _magnitudes(second, ib, c0, c1):
+    store_magnitudes(second + 32 * ib, c0, c1)
+
+
+_store_second = _magnitudes if is_plain_avx2() else _by_quarters
 
 
 @inline
@@ -49,7 +63,7 @@ def quantize_blocks(src, dst, k, lo, hi):
     nb = k // 32
     d_at, s_at = dst + k, dst + k + 4 * nb
     sum32_at, sum16_at, s16_at = dst + k + 8 * nb, dst + k + 12 * nb, dst + k + 20 * nb
-    quarters = dst + quarters_at(k)
+    second = dst + second_at(k)
     for ib in range(lo, hi):
         v0, v1 = load_f32x16(src + 128 * ib), load_f32x16(src + 128 * ib + 64)
         amax = reduce_max(vmax(vabs(v0), vabs(v1)))
@@ -61,7 +75,7 @@ def quantize_blocks(src, dst, k, lo, hi):
         c0, c1 = trunc_i32x16_i8(cvt_f32x16_i32(q0)), trunc_i32x16_i8(cvt_f32x16_i32(q1))
         store_i8x16(dst + 32 * ib, c0)
         store_i8x16(dst + 32 * ib + 16, c1)
-        store_quarters(quarters + 256 * (ib // 8) + 8 * (ib % 8), c0, c1)
+        _store_second(second, ib, c0, c1)
         sum0, sum1 = np.int64(f0), np.int64(f1)
         st_f32(d_at + 4 * ib, d)
         st_f32(s_at + 4 * ib, d * np.float32(sum0 + sum1))

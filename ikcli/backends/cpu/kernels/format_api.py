@@ -7,10 +7,12 @@ group, `k` the number of columns. Tile modes and layout: `tile_modes.py`. Activa
 from ikcli.backends.cpu.kernels.group_dot import group_dot
 from ikcli.backends.cpu.kernels.groupformat import GroupFormat, unpack_group
 from ikcli.backends.cpu.kernels.row_dot import row_dot
+from ikcli.backends.cpu.kernels.row_dot_avx2 import row_dot_avx2
 from ikcli.backends.cpu.kernels.unpack_tile import unpack_tile
 from ikcli.backends.cpu.tile_modes import MODES, TILE_ROWS
 from ikcli.native import isa
 from ikcli.native.jit import inline
+from ikcli.native.simd.dot import is_plain_avx2
 
 
 def few_dots(fmt):
@@ -19,9 +21,9 @@ def few_dots(fmt):
     A group is decoded once for several activation rows; each result is that of the row alone, bit for bit.
     """
     make = group_dot if isinstance(fmt, GroupFormat) else row_dot
-    dot1 = make(fmt, 1)
     if not {"avx512vnni", "avxvnni"} & isa.current().features:
         # dot products take most of the time there, and a lot of code
+        dot1 = row_dot_avx2(fmt) if make is row_dot and is_plain_avx2() else make(fmt, 1)
 
         @inline
         def one_by_one(w, a, a_stride, m, k, out, out_stride):
@@ -29,7 +31,7 @@ def few_dots(fmt):
                 dot1(w, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride)
 
         return one_by_one
-    dot4, dot2 = make(fmt, 4), make(fmt, 2)
+    dot1, dot2, dot4 = (make(fmt, n) for n in (1, 2, 4))
     most = 8 if fmt.rows == 1 and MODES[fmt.name].endswith("32") else 4  # whose sums fit into registers
     dot_most = make(fmt, most)
 

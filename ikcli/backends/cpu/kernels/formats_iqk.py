@@ -109,20 +109,20 @@ class _SixBitScales(_Base):
 
 class IQ4K(_SixBitScales):
     def dot_codes(self, e, w, j):
-        return e.low_entry(biased(IQ4_VALUES[0]), 4, e.raw_nibble_pair(w, j, 16, 16))
+        return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, e.raw_nibble_pair(w, j, 16, 16))
 
     def quarters(self, e, w):
-        return e.nibble_quarters(e.offset(w, 16), table=biased(IQ4_VALUES[0]))
+        return e.nibble_quarters(e.offset(w, 16), table=biased(IQ4_VALUES[0], self.bias))
 
 
 class IQ5K(_SixBitScales):
     def dot_codes(self, e, w, j):
         high = e.shift_left(bit_plane(e, e.offset(w, 144), j), 4)
-        return e.lookup(biased(IQ5_VALUES[0]), e.b.or_(split_nibbles(e, e.offset(w, 16), j), high))
+        return e.lookup(biased(IQ5_VALUES[0], self.bias), e.b.or_(split_nibbles(e, e.offset(w, 16), j), high))
 
     def quarters(self, e, w):
         q = e.with_upper(e.nibble_quarters(e.offset(w, 16), 32), e.bit_quarters(e.offset(w, 144)), 4)
-        return [e.lookup(biased(IQ5_VALUES[0]), v) for v in q]
+        return [e.lookup(biased(IQ5_VALUES[0], self.bias), v) for v in q]
 
 
 class IQ6K(_Base):
@@ -133,11 +133,11 @@ class IQ6K(_Base):
 
     def dot_codes(self, e, w, j):
         low, high = split_nibbles(e, e.offset(w, 20), j), two_bits(e, e.offset(w, 148), j)
-        return e.lookup(biased(IQ6_VALUES[0]), e.b.or_(low, e.shift_left(high, 4)))
+        return e.lookup(biased(IQ6_VALUES[0], self.bias), e.b.or_(low, e.shift_left(high, 4)))
 
     def quarters(self, e, w):
         q = e.with_upper(e.nibble_quarters(e.offset(w, 20), 32), e.two_bit_quarters(e.offset(w, 148)), 4)
-        return [e.lookup(biased(IQ6_VALUES[0]), v) for v in q]
+        return [e.lookup(biased(IQ6_VALUES[0], self.bias), v) for v in q]
 
 
 # --- scale per row ----------------------------------------------------------------------------------------------------
@@ -201,20 +201,20 @@ class _ByteScales(_Base):
 
 class IQ4KS(_ByteScales):
     def dot_codes(self, e, w, j):
-        return e.low_entry(biased(IQ4_VALUES[0]), 4, e.raw_nibble_pair(w, j, 16, 8))
+        return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, e.raw_nibble_pair(w, j, 16, 8))
 
     def quarters(self, e, w):
-        return e.nibble_quarters(e.offset(w, 8), table=biased(IQ4_VALUES[0]))
+        return e.nibble_quarters(e.offset(w, 8), table=biased(IQ4_VALUES[0], self.bias))
 
 
 class IQ5KS(_ByteScales):
     def dot_codes(self, e, w, j):
         high = e.shift_left(bit_plane(e, e.offset(w, 136), j), 4)
-        return e.lookup(biased(IQ5_VALUES[0]), e.b.or_(split_nibbles(e, e.offset(w, 8), j), high))
+        return e.lookup(biased(IQ5_VALUES[0], self.bias), e.b.or_(split_nibbles(e, e.offset(w, 8), j), high))
 
     def quarters(self, e, w):
         q = e.with_upper(e.nibble_quarters(e.offset(w, 8), 32), e.bit_quarters(e.offset(w, 136)), 4)
-        return [e.lookup(biased(IQ5_VALUES[0]), v) for v in q]
+        return [e.lookup(biased(IQ5_VALUES[0], self.bias), v) for v in q]
 
 
 class IQ4KSS(_ByteScales):
@@ -234,7 +234,8 @@ class IQ4KSS(_ByteScales):
         v = e.b.xor(u, e.b.lshr(u, ir.Constant(t, [ir.Constant(t.element, 1)] * 16)))
         packed = e.b.bitcast(v, llvm_type(i8x32))
         both = e.b.shuffle_vector(packed, packed, indices([*range(16), *range(16), *range(16, 32), *range(16, 32)]))
-        return e.low_entry(biased(IQ4_VALUES[0]), 4, e.shift_right(both, [0] * 4 + [4] * 4 + [0] * 4 + [4] * 4))
+        nibbles = e.shift_right(both, [0] * 4 + [4] * 4 + [0] * 4 + [4] * 4)
+        return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, nibbles)
 
 
 class IQ2KL(_Base):

@@ -1,6 +1,6 @@
 """K-quants and iq4_xs: super-blocks of 256 columns with packed sub-block scales (layouts: ggml-common.h)."""
 
-from ikcli.backends.cpu.kernels.rowformat import RowFormat, by_name
+from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased, by_name
 from ikcli.native.simd.lanes import packed_scales_6bit
 from ikcli.native.simd.vec import f32x16, i8x16, i8x64, i32x16, llvm_type
 from ikcli.quant.tables import IQ4_NL_VALUES
@@ -122,11 +122,11 @@ class IQ4XS(_SuperBlock):
         both = e.b.or_(low, e.b.shl(high, e.ints([4] * 8)))
         return e.mul(e.ints_to_f32(e.b.sub(both, e.ints([32] * 8))), e.splat(e.half(w)))
 
-    def codes(self, e, w, j):
-        return e.low_entry([int(v) + 128 for v in IQ4_NL_VALUES], 4, e.raw_nibble_pair(w, j, 16, 8))
+    def dot_codes(self, e, w, j):
+        return e.low_entry(biased(IQ4_NL_VALUES, self.bias), 4, e.raw_nibble_pair(w, j, 16, 8))
 
     def quarters(self, e, w):
-        return e.nibble_quarters(e.offset(w, 8), table=[int(v) + 128 for v in IQ4_NL_VALUES])
+        return e.nibble_quarters(e.offset(w, 8), table=biased(IQ4_NL_VALUES, self.bias))
 
 
 FORMATS = by_name(

@@ -3,7 +3,7 @@
 Layouts: ggml-common.h. All but the `_1` types are symmetric; iq4_nl and mxfp4 look their values up.
 """
 
-from ikcli.backends.cpu.kernels.rowformat import I64, RowFormat, by_name, ir
+from ikcli.backends.cpu.kernels.rowformat import I64, RowFormat, biased, by_name, ir
 from ikcli.native.simd.vec import i8x32, i8x64
 from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES
 
@@ -25,9 +25,11 @@ class _Blocks32(RowFormat):
 
 
 class Q8_0(_Blocks32):
-    def codes(self, e, w, j):
+    full_range = True
+
+    def dot_codes(self, e, w, j):
         lo, hi = (e.load(i8x32, e.offset(w, 34 * b + 2)) for b in (2 * j, 2 * j + 1))
-        return e.b.xor(e.join(lo, hi), e.const64(-128))
+        return e.with_bias(e.join(lo, hi), self.bias)
 
 
 class Q4_0(_Blocks32):
@@ -78,12 +80,14 @@ class Q5_1(_WithMin):
 
 
 class IQ4NL(_Blocks32):
-    def codes(self, e, w, j):
-        return e.low_entry([int(v) + 128 for v in IQ4_NL_VALUES], 4, e.raw_nibble_pair(w, j, 18, 2))
+    def dot_codes(self, e, w, j):
+        return e.low_entry(biased(IQ4_NL_VALUES, self.bias), 4, e.raw_nibble_pair(w, j, 18, 2))
 
 
 class Mxfp4(_Blocks32):
     """Scale 2**(e - 128) from an exponent byte; the table holds doubled values."""
+
+    bias = 16
 
     def scales(self, e, w, row):
         exponents = [e.word(e.offset(w, 17 * b), 8) for b in range(8)]
@@ -95,14 +99,15 @@ class Mxfp4(_Blocks32):
         bits = e.b.select(e.b.icmp_signed("<", v, e.ints([2] * 8)), tiny, normal)
         return e.b.bitcast(bits, e.zero8().type)
 
-    def codes(self, e, w, j):
-        return e.low_entry([int(v) + 128 for v in MXFP4_VALUES], 4, e.raw_nibble_pair(w, j, 17, 1))
+    def dot_codes(self, e, w, j):
+        return e.low_entry(biased(MXFP4_VALUES, self.bias), 4, e.raw_nibble_pair(w, j, 17, 1))
 
 
 class Q8KV(RowFormat):
     """Row header: f32 scale, i32 sum; then int8."""
 
     name, step_bytes, block_bytes, block_columns, header_bytes = "q8_KV", 256, 32, 32, 8
+    full_range = True
 
     def header(self, e, w):
         return e.single(w)
@@ -110,8 +115,8 @@ class Q8KV(RowFormat):
     def scales(self, e, w, row):
         return e.splat(row)
 
-    def codes(self, e, w, j):
-        return e.b.xor(e.load(i8x64, e.offset(w, 64 * j)), e.const64(-128))
+    def dot_codes(self, e, w, j):
+        return e.with_bias(e.load(i8x64, e.offset(w, 64 * j)), self.bias)
 
 
 FORMATS = by_name(

@@ -33,28 +33,31 @@ class _Trellis(RowFormat):
         return e.b.fmul(e.single(w), ir.Constant(ir.FloatType(), factor))
 
     def generate(self, e, seeds, n):
-        """Values + 128 of 16 lanes of seeds, each lane i being value i % n + 1 of its index."""
+        """Values + 128, or 126, of 16 lanes of seeds, each lane i being value i % n + 1 of its index."""
         factors = e.ints((powers(n) * (16 // n))[:16], i32x16)
         masked = e.all_and(e.b.mul(seeds, factors), 0x3F3F3F3F)
-        return e.dot(e.ints([2] * 16, i32x16), e.b.bitcast(masked, llvm_type(i8x64)), e.const64(1))
+        start = e.ints([2 if self.bias else 0] * 16, i32x16)
+        return e.dot(start, e.b.bitcast(masked, llvm_type(i8x64)), e.const64(1), most=63)
 
     def groups8(self, e, indices):
-        """64 codes from 8 indices (i32x8 vector), 8 values each."""
+        """64 values plus bias from 8 indices (i32x8 vector), 8 values each."""
         seeds = e.b.add(indices, e.ints([TRELLIS_OFFSET] * 8))
         return self.pack(e, [self.generate(e, e.pick(seeds, [2 * i] * 8 + [2 * i + 1] * 8), 8) for i in range(4)])
 
     def pack(self, e, parts):
+        """64 values plus bias from four vectors that `generate` gave."""
+        codes = self.low_bytes(e, parts)
+        return codes if self.bias else e.b.sub(codes, e.const64(126))
+
+    def low_bytes(self, e, parts):
         """The low bytes of four i32x16 vectors of numbers below 256."""
         if "avx512vbmi" in e.features():
             words = parts[0]
             for n, part in enumerate(parts[1:], 1):
                 words = e.b.or_(words, e.b.shl(part, e.ints([8 * n] * 16, i32x16)))
             return e.pick(e.b.bitcast(words, llvm_type(i8x64)), [4 * i + n for n in range(4) for i in range(16)])
-        t = ir.VectorType(ir.IntType(8), 16)
-        a, b, c, d = (e.b.trunc(p, t) for p in parts)
-        lo = e.b.shuffle_vector(a, b, e.lanes(range(32)))
-        hi = e.b.shuffle_vector(c, d, e.lanes(range(32)))
-        return e.join(lo, hi)
+        a, b, c, d = parts
+        return e.join(e.bytes_of_words(a, b), e.bytes_of_words(c, d))
 
     def nonlinear(self, e, nibbles, row):
         """row * iq4_nl value of 8 nibbles (i32x8)."""
@@ -75,7 +78,7 @@ class IQ1KT(_Trellis):
     def scales(self, e, w, row):
         return self.nonlinear(e, e.all_and(e.load_bytes(w, 8), 15), row)
 
-    def codes(self, e, w, j):
+    def dot_codes(self, e, w, j):
         low = e.load_bytes(e.offset(w, 8 + 8 * j), 8)
         high = e.all_and(e.lshr(e.load_bytes(e.offset(w, 40 + 8 * (j % 2)), 8), [4 * (j // 2)] * 8), 15)
         sh = e.pick(e.load_bytes(w, 8), [2 * j + g // 4 for g in range(8)])
@@ -95,7 +98,7 @@ class IQ2KT(_Trellis):
     def scales(self, e, w, row):
         return self.nonlinear(e, self.crossed_nibbles(e, w), row)
 
-    def codes(self, e, w, j):
+    def dot_codes(self, e, w, j):
         return self.groups8(e, indices16(e, e.offset(w, 4 + 16 * j)))
 
 
@@ -105,11 +108,11 @@ class IQ3KT(_Trellis):
     def scales(self, e, w, row):
         return e.mul(e.ints_to_f32(self.crossed_nibbles(e, w)), e.splat(row))
 
-    def codes(self, e, w, j):
-        values = e.b.xor(self.groups8(e, indices16(e, e.offset(w, 4 + 16 * j))), e.const64(-128))
+    def dot_codes(self, e, w, j):
+        values = e.with_bias(self.groups8(e, indices16(e, e.offset(w, 4 + 16 * j))), self.bias)  # or without it again
         points = call_llvm(e.b, "llvm.abs.v64i8", values.type, [values, ir.Constant(ir.IntType(1), 0)])
         minus = e.b.icmp_unsigned("!=", bit_plane(e, e.offset(w, 68), j), e.const64(0))
-        mid = e.const64(-128)
+        mid = e.const64(-self.bias)
         return e.b.select(minus, e.b.sub(mid, points), e.b.add(mid, points))
 
 
@@ -123,7 +126,7 @@ class IQ4KT(_Trellis):
         m = e.b.sub(e.lshr(e.all_and(self.words(e, w), 255), [1] * 8), e.ints([64] * 8))
         return e.mul(e.ints_to_f32(m), e.splat(row))
 
-    def codes(self, e, w, j):
+    def dot_codes(self, e, w, j):
         low = e.load_bytes(e.offset(w, 32 + 16 * j), 16)
         high = e.all_and(e.lshr(e.load_bytes(e.offset(w, 96 + 16 * (j % 2)), 16), [4 * (j // 2)] * 16), 15)
         shb = e.pick(self.words(e, w), [2 * j + g // 8 for g in range(16)])

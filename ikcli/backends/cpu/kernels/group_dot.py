@@ -9,8 +9,9 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from ikcli.backends.cpu.kernels.activation_row import ActivationRow
 from ikcli.backends.cpu.kernels.groupformat import GroupEmitter
-from ikcli.backends.cpu.kernels.rowformat import activation_floats, steps
+from ikcli.backends.cpu.kernels.rowformat import steps
 from ikcli.backends.cpu.tile_modes import MODES, MOST_WITH_MINIMUM
 from ikcli.native.simd.vec import f32x16, i8x64, i32x8, i32x16, llvm_type
 
@@ -51,16 +52,11 @@ class _Token:
     """Step i of an activation row (layout: `kernels/activations.py`), and the sums over all steps."""
 
     def __init__(self, e, mode, a, slots, k, i, valid):
-        nb4, i32 = e.times(e.b.lshr(k, e.int(5)), 4), e.times(i, 32)
+        row = ActivationRow(e, a, k)
         self.e, self.valid, self.slots = e, valid, slots
-        self.codes_at = e.offset(a, e.times(i, 256))
-        self.d_at = e.offset(a, k, i32)
-        s_at = e.offset(self.d_at, nb4)
-        self.d = activation_floats(e, self.d_at, valid)
-        if mode.endswith("32"):
-            self.sums = activation_floats(e, s_at, valid)
-        else:
-            self.sums = activation_floats(e, e.offset(s_at, e.times(nb4, 4), i32), valid, 2)
+        self.codes_at, self.d_at = e.offset(a, e.times(i, 256)), e.offset(row.d_at, e.times(i, 32))
+        self.d = row.scales(e, i, valid)
+        self.sums = row.scaled_sums(e, i, valid, 1 if mode.endswith("32") else 2)
 
     def scale(self, ib):
         """The scale of block ib in 16 lanes."""

@@ -4,8 +4,8 @@ The row is decoded once for all of them; each result is the same, bit for bit, a
 
 Columns are summed by blocks of 16: lane b of a vector of codes holds four columns of block b of a step, so four integer
 dot products leave the sum of each block in its own lane, which scales are then applied to as they are. Activation rows
-have a copy in this order (`kernels/activations.py`); codes are brought into it by shuffles. With plain AVX2 both stay
-in the order of the columns, and lanes are added instead.
+have a copy in this order (`kernels/activations.py`); codes are brought into it by shuffles. Plain AVX2 has its own way:
+`row_dot_avx2.py`.
 """
 
 import functools
@@ -14,10 +14,11 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.rowformat import RowEmitter, activation_floats, indices, steps
+from ikcli.backends.cpu.kernels.activation_row import ActivationRow
+from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, steps
 from ikcli.backends.cpu.tile_modes import MODES, MOST_WITH_MINIMUM
-from ikcli.native.simd.dot import is_plain_avx2, sum_fours
-from ikcli.native.simd.emit import F32, I32
+from ikcli.native.simd.emit import F32
+from ikcli.native.simd.lanes import sum_lanes
 from ikcli.native.simd.vec import f32x8, f32x16, i8x64, i32x16, llvm_type, pointer
 
 _PREFETCH_BYTES = 4096  # ahead; the next rows follow in memory
@@ -25,61 +26,34 @@ _TWICE = [i // 2 for i in range(16)]
 
 
 class _Token:
-    """One activation row: where its parts are, and the sums so far: of products with codes, and with minima."""
+    """One activation row, and the sums so far: of products with codes, and with minima."""
 
     def __init__(self, e, fmt, mode, a, k):
         self.mode = mode
-        # the largest code; in plain AVX2 those with a bias of 128 are multiplied without it
-        self.most = MOST_WITH_MINIMUM if mode[0] == "m" else 2 * fmt.bias - 1
-        self.signed = self.most == 255 and is_plain_avx2()
-        nb4 = e.times(e.b.lshr(k, e.int(5)), 4)
-        self.d_at = e.offset(a, k)
-        self.s_at = e.offset(self.d_at, nb4)
-        self.sums_at = e.offset(self.s_at, nb4, nb4)
-        self.s16_at = e.offset(self.sums_at, nb4, nb4)
-        end = e.offset(self.s16_at, nb4, nb4)
-        past = e.b.and_(e.b.sub(e.int(0), e.b.sub(end, a)), e.int(63))
-        self.codes_at = e.offset(end, past)
-        self.natural_at, self.parts = a, []
+        self.row = ActivationRow(e, a, k)
+        self.most = MOST_WITH_MINIMUM if mode[0] == "m" else 2 * fmt.bias - 1  # the largest code
         self.sum = e.variable(e.zero(f32x16))
         self.low = e.variable(e.zero(f32x16)) if mode.startswith("m") else None
 
     def begin(self, e, fmt, w, scales, minima, i, valid):
         """Scales of step i times those of the activations, and what the integer sums of its blocks start from."""
-        i32 = e.times(i, 32)
-        d = activation_floats(e, e.offset(self.d_at, i32), valid)
+        d = self.row.scales(e, i, valid)
         self.scales = e.mul(scales, d) if self.mode.endswith("32") else e.mul(scales, e.pick(d, _TWICE))
         self.dots = [e.zero(i32x16), e.zero(i32x16)]  # two: half the latency
         if self.mode == "m32":
-            sums = activation_floats(e, e.offset(self.s_at, i32), valid)
-            self.add(e, self.low, _widen(e, minima), _widen(e, sums))
-            return
-        if self.mode == "m16":
-            self.add(e, self.low, minima, e.load(f32x16, e.offset(self.s16_at, i32, i32)))
-            return
-        sums = e.load(i32x16, e.offset(self.sums_at, i32, i32))
-        self.dots[0] = _moved(e, fmt, sums, w, self.signed)
-
-    def product(self, e, acc, codes, at):
-        """acc + codes times the 64 activations at an address."""
-        x = e.load(i8x64, at)
-        return e.dot_signed(acc, e.without_128(codes), x) if self.signed else e.dot(acc, codes, x, self.most)
+            self.add(e, self.low, _widen(e, minima), _widen(e, self.row.scaled_sums(e, i, valid, 1)))
+        elif self.mode == "m16":
+            self.add(e, self.low, minima, self.row.scaled_sums(e, i, valid, 2))
+        else:
+            self.dots[0] = _moved(e, fmt, e.load(i32x16, e.offset(self.row.sums_at, e.times(i, 64))), w)
 
     def dot(self, e, n, codes, i):
         """Columns 4n .. 4n+3 of every block of step i."""
-        at = e.offset(self.codes_at, e.times(i, 256), 64 * n)
-        self.dots[n % 2] = self.product(e, self.dots[n % 2], codes, at)
-
-    def dot_in_order(self, e, j, codes, i):
-        """Columns 64j .. 64j+63 of step i, as they lie."""
-        at = e.offset(self.natural_at, e.times(i, 256), 64 * j)
-        self.parts.append(self.product(e, e.zero(i32x16), codes, at))
+        x = e.load(i8x64, e.offset(self.row.second_at, e.times(i, 256), 64 * n))
+        self.dots[n % 2] = e.dot(self.dots[n % 2], codes, x, self.most)
 
     def finish(self, e):
         """The step to the sum."""
-        if self.parts:
-            self.dots[1] = sum_fours(e.b, self.parts)
-            self.parts = []
         scales = e.pick(self.scales, _TWICE) if self.scales.type.count == 8 else self.scales
         self.add(e, self.sum, e.to_f32(e.b.add(*self.dots)), scales)
 
@@ -89,7 +63,7 @@ class _Token:
 
     def total(self, e):
         v = e.b.load(self.sum)
-        return _sum_lanes(e, v if self.low is None else e.b.fadd(v, e.b.load(self.low)))
+        return sum_lanes(e.b, v if self.low is None else e.b.fadd(v, e.b.load(self.low)))
 
 
 @functools.cache
@@ -111,18 +85,12 @@ def row_dot(fmt, n_tokens):
                 minima = fmt.minima(e, at_w, row) if mode.startswith("m") else None
                 for t in tokens:
                     t.begin(e, fmt, at_w, scales, minima, i, valid)
-                if is_plain_avx2():  # moving codes between lanes would cost more than adding lanes
-                    for j in range(4):
-                        codes = fmt.dot_codes(e, at_w, j)
-                        for t in tokens:
-                            t.dot_in_order(e, j, codes, i)
-                else:
-                    quarters = fmt.quarters(e, at_w)
-                    if quarters is None:
-                        quarters = _by_quarters(e, [fmt.dot_codes(e, at_w, j) for j in range(4)])
-                    for n, codes in enumerate(quarters):
-                        for t in tokens:
-                            t.dot(e, n, codes, i)
+                quarters = fmt.quarters(e, at_w)
+                if quarters is None:
+                    quarters = _by_quarters(e, [fmt.dot_codes(e, at_w, j) for j in range(4)])
+                for n, codes in enumerate(quarters):
+                    for t in tokens:
+                        t.dot(e, n, codes, i)
                 for t in tokens:
                     t.finish(e)
             for n, t in enumerate(tokens):
@@ -149,14 +117,11 @@ def _by_quarters(e, codes):
     return [e.b.bitcast(v, codes[0].type) for v in out]
 
 
-def _moved(e, fmt, sums, w, signed):
-    """-bias * sum from -128 * sum, plus shift * sum, which `dot_codes` left out of the codes of some blocks.
-
-    `signed`: without -128 * sum.
-    """
+def _moved(e, fmt, sums, w):
+    """-bias * sum from -128 * sum, plus shift * sum, which `dot_codes` left out of the codes of some blocks."""
     blocks = fmt.shifted_blocks(e, w)
     scaled = 8 - fmt.bias.bit_length()
-    bias = e.zero(i32x16) if signed else e.b.ashr(sums, ir.Constant(sums.type, [scaled] * 16)) if scaled else sums
+    bias = e.b.ashr(sums, ir.Constant(sums.type, [scaled] * 16)) if scaled else sums
     if blocks is None:
         return bias
     if blocks.type.count == 8:
@@ -169,11 +134,3 @@ def _moved(e, fmt, sums, w, signed):
 def _widen(e, v):
     """8 lanes and 8 zeros."""
     return e.b.shuffle_vector(v, e.zero(f32x8), indices(range(16)))
-
-
-def _sum_lanes(e, v):
-    n = v.type.count
-    while n > 1:
-        n //= 2
-        v = e.b.fadd(e.pick(v, range(n)), e.pick(v, range(n, 2 * n)))
-    return e.b.extract_element(v, ir.Constant(I32, 0))

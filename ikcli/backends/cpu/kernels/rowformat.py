@@ -3,11 +3,12 @@
 A `RowFormat` says how 256 columns ("a step") of a stored row become 64-byte vectors of unsigned codes, scales, minima.
 From that description two functions are generated as LLVM IR:
 
-* `row_dot(format, n)` (`row_dot.py`): the row times n quantized activation rows, straight from memory (generation),
+* `row_dot(format, n)` (`row_dot.py`, `row_dot_avx2.py`): the row times n quantized activation rows, from memory
+  (generation),
 * `dequantize_row(format)`: the row as floats (embeddings). Prompts unpack 16 rows at once: `unpack_tile.py`.
 
-Tile modes, and what a value is in each: `tile_modes.py`. For symmetric modes (s32, s16) codes are value + 128, and
-the matching -128 * sum of the activations, an exact integer, is added per block.
+Tile modes, and what a value is in each: `tile_modes.py`. For symmetric modes (s32, s16) codes are value + 128; the
+matching -128 * sum of the activations is added per block.
 Activation rows: `kernels/activations.py`. The last step of a row may have fewer than 8 blocks of 32 columns: it is
 copied to zero-filled memory first, so formats never see a partial step.
 """
@@ -20,6 +21,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.tile_modes import MODES
+from ikcli.native.simd.dot import is_plain_avx2
 from ikcli.native.simd.emit import I32, I64, Emitter
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.vec import (
@@ -272,6 +274,21 @@ class RowEmitter(Emitter):
             g.initializer = ir.Constant(t, [ir.Constant(ir.IntType(bits), int(x)) for x in values])
         return self.b.ptrtoint(module.globals[name], I64)
 
+    def bytes_of_words(self, x, y):
+        """32 bytes: the low ones of two i32x16 of numbers below 256."""
+        if "avx2" not in self.features():
+            half = ir.VectorType(_I8, 16)
+            return self.b.shuffle_vector(self.b.trunc(x, half), self.b.trunc(y, half), indices(range(32)))
+        pairs, quads = ir.VectorType(_I16, 16), llvm_type(i8x32)
+        halves = [[self.pick(v, range(first, first + 8)) for first in (0, 8)] for v in (x, y)]
+        words = [call_llvm(self.b, "llvm.x86.avx2.packusdw", pairs, half) for half in halves]
+        mixed = self.b.bitcast(call_llvm(self.b, "llvm.x86.avx2.packuswb", quads, words), llvm_type(i32x8))
+        return self.b.bitcast(self.pick(mixed, [0, 4, 1, 5, 2, 6, 3, 7]), quads)
+
+    def with_bias(self, v, bias):
+        """Signed bytes plus a bias of 128, or of 0."""
+        return self.b.xor(v, self.const64(-128)) if bias else v
+
     def opaque_table(self, values, bits, name, w):
         """As `table`, known only once w is: vectors of it stay in memory instead of taking registers through a loop."""
         t = ir.FunctionType(I64, [I64, I64])
@@ -296,8 +313,8 @@ class RowEmitter(Emitter):
         return self.b.load(pointer(self.b, at, ir.IntType(bits)), align=bits // 8)
 
 
-def biased(table, bias=128):
-    """Table values as unsigned codes."""
+def biased(table, bias):
+    """Table values as codes."""
     return [int(v) + bias for v in table]
 
 
@@ -314,15 +331,23 @@ class RowFormat:
     block_bytes = 0  # bytes of the smallest stored unit ...
     block_columns = 256  # ... and its columns
     header_bytes = 0
-    bias = 128  # dot_codes - bias is a value (symmetric modes); a power of two, small: its sums cancel in float32
     shift = 0  # what dot_codes leaves out of the codes of `shifted_blocks`
+    full_range = False  # whether a value may be -128
+
+    @property
+    def bias(self):
+        """dot_codes - bias is a value (symmetric modes). A power of two, small: its sums cancel in float32.
+
+        0, for signed bytes, where values need all 8 bits and plain AVX2 multiplies.
+        """
+        return 0 if is_plain_avx2() else 128
 
     def header(self, e, w):
         """Reads the row header."""
 
     def codes(self, e, w, j):
         """Unsigned codes of columns 64j .. 64j+63 as i8x64: value + 128 in symmetric modes."""
-        return e.b.add(self.dot_codes(e, w, j), e.const64(128 - self.bias))
+        return e.b.sub(self.dot_codes(e, w, j), e.const64(self.bias - 128))
 
     def dot_codes(self, e, w, j):
         """As codes, but with `bias` instead of 128, and `shift` smaller in the `shifted_blocks` (symmetric modes)."""
@@ -341,18 +366,6 @@ class RowFormat:
     def minima(self, e, w, row):
         """As scales, for modes m32 and m16."""
         raise NotImplementedError
-
-
-def activation_floats(e, address, valid, per_block=1):
-    """Floats of 8 blocks of the activation row, `per_block` (1 or 2) each; zeros beyond `valid` blocks."""
-    vec, ints = (f32x8, i32x8) if per_block == 1 else (f32x16, i32x16)
-    if valid is None:
-        return e.load(vec, address)
-    limit = splat_value(e.b, ints, e.b.trunc(e.times(valid, per_block), I32))
-    mask = e.b.icmp_signed("<", const_vector(ints, range(vec.n)), limit)
-    t = llvm_type(vec)
-    args = [pointer(e.b, address, t), ir.Constant(I32, 1), mask, e.zero(vec)]
-    return call_llvm(e.b, f"llvm.masked.load.v{vec.n}f32.p0", t, args)
 
 
 def steps(e, fmt, w, k):

@@ -1,0 +1,44 @@
+"""Where the parts of a quantized activation row are, for code that is written as LLVM IR.
+
+The layout is that of `kernels/activations.py`.
+"""
+
+import llvmlite.ir as ir
+
+from ikcli.native.simd.emit import I32
+from ikcli.native.simd.vec import call_llvm, const_vector, f32x8, f32x16, i32x8, i32x16, llvm_type, pointer, splat_value
+
+
+class ActivationRow:
+    """Addresses (i64 values) of the parts of a row of k columns."""
+
+    def __init__(self, e, a, k):
+        nb4 = e.times(e.b.lshr(k, e.int(5)), 4)
+        self.codes_at = a
+        self.d_at = e.offset(a, k)
+        self.s_at = e.offset(self.d_at, nb4)
+        self.sums_at = e.offset(self.s_at, nb4, nb4)
+        self.s16_at = e.offset(self.sums_at, nb4, nb4)
+        end = e.offset(self.s16_at, nb4, nb4)
+        past = e.b.and_(e.b.sub(e.int(0), e.b.sub(end, a)), e.int(63))
+        self.second_at = e.offset(end, past)
+
+    def scales(self, e, i, valid):
+        """Scales of the blocks of step i (f32x8); zeros beyond `valid` of them."""
+        return _floats(e, e.offset(self.d_at, e.times(i, 32)), valid, 1)
+
+    def scaled_sums(self, e, i, valid, per_block):
+        """Sums of the columns of step i, times scales: one (f32x8) or two (f32x16) per block, zeros beyond `valid`."""
+        at = self.s_at if per_block == 1 else self.s16_at
+        return _floats(e, e.offset(at, e.times(i, 32 * per_block)), valid, per_block)
+
+
+def _floats(e, address, valid, per_block):
+    vec, ints = (f32x8, i32x8) if per_block == 1 else (f32x16, i32x16)
+    if valid is None:
+        return e.load(vec, address)
+    limit = splat_value(e.b, ints, e.b.trunc(e.times(valid, per_block), I32))
+    mask = e.b.icmp_signed("<", const_vector(ints, range(vec.n)), limit)
+    t = llvm_type(vec)
+    args = [pointer(e.b, address, t), ir.Constant(I32, 1), mask, e.zero(vec)]
+    return call_llvm(e.b, f"llvm.masked.load.v{vec.n}f32.p0", t, args)

@@ -1,0 +1,150 @@
+"""As `row_dot.py`, where bytes are multiplied by plain AVX2: one activation row, columns in their order.
+
+A product of bytes takes a few instructions there, and adding lanes costs as much as multiplying. So with a scale per 32
+columns each block is scaled as it is, by a float read into all lanes, and lanes are added once per row; with a scale
+per 16 columns sums stay at 16 bits for as long as they fit. What codes are off by goes with the sums of activations.
+"""
+
+import functools
+
+import llvmlite.ir as ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from ikcli.backends.cpu.kernels.activation_row import ActivationRow
+from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, steps
+from ikcli.backends.cpu.tile_modes import MODES, MOST_WITH_MINIMUM
+from ikcli.native.simd.emit import F32
+from ikcli.native.simd.lanes import sum_lanes
+from ikcli.native.simd.vec import call_llvm, f32x8, f32x16, i8x32, i32x8, llvm_type, pointer
+
+_PREFETCH_BYTES = 4096  # ahead; the next rows follow in memory
+_TWICE = [i // 2 for i in range(16)]
+_PAIRS = ir.VectorType(ir.IntType(16), 16)
+_MOST_SUM = 32767
+
+
+@functools.cache
+def row_dot_avx2(fmt):
+    """dot(w, a, a_stride, k, out, out_stride): out[0] for one activation row; the strides mean nothing."""
+    mode = MODES[fmt.name]
+    vec, per_block = (f32x8, 1) if mode.endswith("32") else (f32x16, 2)
+
+    @intrinsic
+    def dot(typingctx, w, a, a_stride, k, out, out_stride):
+        def codegen(context, builder, sig, args):
+            w, a, _, k, out, _ = args
+            e = RowEmitter(builder)
+            x, row = ActivationRow(e, a, k), fmt.header(e, w)
+            room = _room(e)
+            sums = [e.variable(e.zero(vec)) for _ in range(2)]
+
+            def add(n, x, y):
+                builder.store(e.fused(x, y, builder.load(sums[n])), sums[n])
+
+            for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
+                for line in range(0, fmt.step_bytes, 64):
+                    e.prefetch(e.offset(at_w, _PREFETCH_BYTES + line))
+                scales, d = fmt.scales(e, at_w, row), x.scales(e, i, valid)
+                factors = fmt.minima(e, at_w, row) if mode[0] == "m" else _offsets(e, fmt, at_w, scales)
+                if factors is not None:
+                    add(0, factors, x.scaled_sums(e, i, valid, per_block))
+                if per_block == 1:
+                    to, back = room
+                    e.store(e.mul(scales, d), to)
+                    for b, v in enumerate(_products(e, fmt, mode, at_w, x, i)):
+                        scale = e.splat(e.single(e.offset(back, 4 * b)))
+                        add((b + 1) % 2, e.ints_to_f32(_sums_of_two(e, v)), scale)
+                else:
+                    v = _sums_of_sixteen(e, list(_products(e, fmt, mode, at_w, x, i)), _most(fmt, mode))
+                    add(1, e.ints_to_f32(v), e.mul(scales, e.pick(d, _TWICE)))
+            total = sum_lanes(builder, builder.fadd(*(builder.load(slot) for slot in sums)))
+            builder.store(total, pointer(builder, out, F32), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), codegen
+
+    return dot
+
+
+def _most(fmt, mode):
+    """The largest code."""
+    if mode[0] == "m":
+        return MOST_WITH_MINIMUM
+    return 2 * fmt.bias - 1 if fmt.bias else 128
+
+
+def _room(e):
+    """Eight floats on the stack: an address to write to, another to read from.
+
+    LLVM sees no connection: it would shuffle lanes instead of reading one float into all of them.
+    """
+    with e.b.goto_entry_block():
+        slot = e.b.alloca(llvm_type(f32x8))
+    to = e.opaque(e.b.ptrtoint(slot, ir.IntType(64)))
+    return to, e.opaque(to)
+
+
+def _offsets(e, fmt, w, scales):
+    """Scales times what values are beyond `dot_codes`, or None."""
+    if not fmt.bias and not fmt.shift:
+        return None
+    count = scales.type.count
+    plain, shifted = (ir.Constant(scales.type, [float(x)] * count) for x in (-fmt.bias, fmt.shift - fmt.bias))
+    on = fmt.shifted_blocks(e, w)
+    if on is None:
+        return e.mul(scales, plain)
+    if on.type.count < count:
+        on = e.pick(on, _TWICE)
+    return e.mul(scales, e.b.select(on, shifted, plain))
+
+
+def _products(e, fmt, mode, w, x, i):
+    """Yields for each block of 32 columns of step i: sums of two products, 16 lanes of 16 bits."""
+    at, magnitudes_at = (e.offset(start, e.times(i, 256)) for start in (x.codes_at, x.second_at))
+    for j in range(4):
+        codes = fmt.dot_codes(e, w, j)
+        for half in range(2):
+            v = e.pick(codes, range(32 * half, 32 * half + 32))
+            there = 64 * j + 32 * half
+            y = e.load(i8x32, e.offset(at, there))
+            if mode[0] == "m" or fmt.bias:
+                u = v
+            elif fmt.full_range:  # magnitudes of the weights, as the sign of -128 cannot be changed
+                u, y = _magnitude(e, v), _with_sign(e, y, v)
+            else:
+                u, y = e.load(i8x32, e.offset(magnitudes_at, there)), _with_sign(e, v, y)
+            yield call_llvm(e.b, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [u, y])
+
+
+def _magnitude(e, v):
+    """Absolute values, as unsigned bytes."""
+    return e.b.select(e.b.icmp_signed("<", v, e.zero(i8x32)), e.b.neg(v), v)
+
+
+def _with_sign(e, v, sign):
+    """v, negated where `sign` is negative, 0 where it is 0."""
+    return call_llvm(e.b, "llvm.x86.avx2.psign.b", v.type, [v, sign])
+
+
+def _sums_of_two(e, v):
+    """Adjacent lanes of 16 bits added to 8 lanes of 32."""
+    ones = ir.Constant(_PAIRS, [1] * 16)
+    return call_llvm(e.b, "llvm.x86.avx2.pmadd.wd", llvm_type(i32x8), [v, ones])
+
+
+def _sums_of_sixteen(e, pairs, most):
+    """Sums of the 16 blocks of 16 columns, i32x16, from `_products` of codes up to `most`."""
+    largest = 2 * most * 127
+
+    def merge(vectors, op):
+        return [call_llvm(e.b, op, x.type, [x, y]) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+
+    while len(pairs) > 2 and 2 * largest <= _MOST_SUM:
+        pairs, largest = merge(pairs, "llvm.x86.avx2.phadd.w"), 2 * largest
+    sums = [_sums_of_two(e, v) for v in pairs]
+    while len(sums) > 2:
+        sums = merge(sums, "llvm.x86.avx2.phadd.d")
+    # each half of 128 bits holds the sums of every other block
+    order = [8 * n + i // 2 + 4 * (i % 2) for n in range(2) for i in range(8)]
+    return e.b.shuffle_vector(*sums, indices(order))

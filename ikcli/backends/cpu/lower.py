@@ -12,7 +12,7 @@ import numpy as np
 
 from ikcli.backends.cpu import lower_attention
 from ikcli.backends.cpu.program import Lowering, Ref, f32_bits
-from ikcli.backends.cpu.tile_modes import MODES, MOST_TILES, TILE_ROWS, tile_bytes, tiles_per_thread
+from ikcli.backends.cpu.tile_modes import MODES, MOST_TILES, TILE_ROWS, rounds_activations, tile_bytes, tiles_per_thread
 from ikcli.backends.lowering import as_node, as_weight
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
@@ -43,7 +43,7 @@ def type_name(w: Weight) -> str:
 
 def activation_kind(type_: GGMLType) -> str:
     """How the kernels of a weight type want activation rows (`kernels/activations.py`)."""
-    if type_ in (GGMLType.BF16, GGMLType.BF16_R16):
+    if type_ is GGMLType.BF16_R16 or (type_ is GGMLType.BF16 and rounds_activations()):
         return "bf16"
     return "f32" if type_ in FLOAT_TYPES else "q8"
 

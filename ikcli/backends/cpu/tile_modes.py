@@ -47,6 +47,11 @@ def multiplies_tiles_together() -> bool:
     return "avx512vnni" in isa.current().features
 
 
+def rounds_activations() -> bool:
+    """Whether rows of bfloat16 are multiplied with activations of bfloat16."""
+    return "avx512bf16" in isa.current().features
+
+
 def tiles_per_thread(type_name: str, k: int) -> int:
     """How many tiles of k columns a thread unpacks at a time."""
     return MOST_TILES if multiplies_tiles_together() and MOST_TILES * tile_bytes(type_name, k) <= _CACHE else 1

@@ -9,27 +9,34 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.sgemm import fma_f32x16, load_f32x16_at, loop, store_block, sum_lanes
+from ikcli.backends.cpu.tile_modes import rounds_activations
 from ikcli.native import isa
 from ikcli.native.jit import inline
 from ikcli.native.simd.dot import emit_dot_bf16
 from ikcli.native.simd.emit import Emitter
-from ikcli.native.simd.half import half_to_f32, ld_bf16, ld_f16
+from ikcli.native.simd.half import bf16_to_f32, half_to_f32, ld_bf16, ld_f16
 from ikcli.native.simd.vec import const_vector, f32x16, i32x16, ld_f32, llvm_type, st_f32
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 _IS_WIDE = isa.current().name == "avx512"
 _TALL = 8 if _IS_WIDE else 4  # weight rows of a block for one activation row
 _LONG = 8192  # columns from which four rows are enough
+_HAS_PAIRS = rounds_activations()
 # kind -> bytes of a weight and of an activation, columns of a cache line, one weight, one activation
-KINDS = {"f32": (4, 4, 16, ld_f32, ld_f32), "f16": (2, 4, 32, ld_f16, ld_f32), "bf16": (2, 2, 32, ld_bf16, ld_bf16)}
+KINDS = {
+    "f32": (4, 4, 16, ld_f32, ld_f32),
+    "f16": (2, 4, 32, ld_f16, ld_f32),
+    "bf16": (2, 2, 32, ld_bf16, ld_bf16) if _HAS_PAIRS else (2, 4, 32, ld_bf16, ld_f32),
+}
 
 
 def _load_weights(builder, kind, address):
     if kind == "f32":
         return load_f32x16_at(builder, address)
-    if kind == "f16":
-        return half_to_f32(builder, load_f32x16_at(builder, address, ir.VectorType(_I16, 16)))
-    return load_f32x16_at(builder, address, llvm_type(i32x16))
+    if kind == "bf16" and _HAS_PAIRS:
+        return load_f32x16_at(builder, address, llvm_type(i32x16))
+    bits = load_f32x16_at(builder, address, ir.VectorType(_I16, 16))
+    return half_to_f32(builder, bits) if kind == "f16" else bf16_to_f32(builder, bits)
 
 
 def _addresses(e, first, strides, n):
@@ -41,8 +48,8 @@ def _addresses(e, first, strides, n):
     return hidden, [e.b.add(hidden[r // 4], strides[r % 4 - 1]) if r % 4 else hidden[r // 4] for r in range(n)]
 
 
-def _load_activations(builder, kind, address):
-    return load_f32x16_at(builder, address, llvm_type(i32x16 if kind == "bf16" else f32x16))
+def _load_activations(builder, size, address):
+    return load_f32x16_at(builder, address, llvm_type(i32x16 if size == 2 else f32x16))
 
 
 def make_dots(kind, n_rows, n_tokens):
@@ -51,8 +58,8 @@ def make_dots(kind, n_rows, n_tokens):
     n_rows * n_tokens <= 16 is a power of two; n_steps >= 1.
     """
     w_size, a_size, cols, _, _ = KINDS[kind]
-    parts = 2 if kind == "f16" else 1  # vectors of a line
-    multiply = emit_dot_bf16 if kind == "bf16" else _multiply
+    parts = a_size // w_size  # vectors of a line
+    multiply = emit_dot_bf16 if a_size == 2 else _multiply
     n_ahead = n_rows if n_rows > 1 else 0  # lines of the next block, which follows this one, to ask for in a step
 
     @intrinsic
@@ -74,7 +81,7 @@ def make_dots(kind, n_rows, n_tokens):
                     e.prefetch(e.offset(ahead, 64 * r))
                 for part in range(parts):
                     w_part, a_part = (part * size * cols // parts for size in (w_size, a_size))
-                    x = [_load_activations(builder, kind, e.offset(t, a_part)) for t in tokens]
+                    x = [_load_activations(builder, a_size, e.offset(t, a_part)) for t in tokens]
                     for r in range(n_rows):
                         y = _load_weights(builder, kind, e.offset(rows[r], w_part))
                         for t in range(n_tokens):

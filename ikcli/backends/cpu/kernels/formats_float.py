@@ -1,6 +1,7 @@
-"""Float weights: 32-row tiles of up to 512 columns, and groups of 16 rows (rows that stand alone: float_few.py).
+"""Float weights: tiles of up to 512 columns, and groups of 16 rows (rows that stand alone: float_few.py).
 
-f32 and f16 are multiplied with float32 activations, bf16 with activations rounded to bfloat16, in pairs of columns.
+f32 and f16 are multiplied with float32 activations, and so is bf16 on machines without products of bfloat16. Others
+multiply it with activations rounded to bfloat16, in pairs of columns.
 bf16_r16 holds groups of 16 rows as 64 bytes per pair of columns: lane r is row r, the even column in its lower half.
 """
 
@@ -8,6 +9,8 @@ import numpy as np
 
 from ikcli.backends.cpu.kernels.float_few import make_few
 from ikcli.backends.cpu.kernels.gemm import float_tile, unpack_float16
+from ikcli.backends.cpu.tile_modes import rounds_activations
+from ikcli.native import isa
 from ikcli.native.jit import inline
 from ikcli.native.simd.dot import dot_bf16
 from ikcli.native.simd.half import ld_bf16, ld_f16, st_bf16
@@ -25,7 +28,9 @@ from ikcli.native.simd.vec import (
 
 _F0 = np.float32(0.0)
 _KC = 512
-_KINDS = {"f32": (ld_f32, 4), "f16": (ld_f16, 2)}
+_KINDS = {"f32": (ld_f32, 4), "f16": (ld_f16, 2), "bf16": (ld_bf16, 2)}
+# Rows of a tile, 16 or 32, and activation rows that are multiplied together: as many as there are registers for sums.
+_ROWS, _TOKENS = (32, 12) if isa.current().name == "avx512" else (16, 6)
 
 
 def _plain(kind):
@@ -35,17 +40,17 @@ def _plain(kind):
 
     @inline
     def unpack_tile(w, row_bytes, n, k0, kc, tile):
-        """n <= 32 rows of columns k0 .. k0+kc-1; missing rows repeat the last one."""
+        """n <= _ROWS rows of columns k0 .. k0+kc-1; missing rows repeat the last one."""
         w += size * k0
         full = kc & ~15
-        n0, n1 = min(n, 16), max(n - 16, 1)
-        second = w + (16 if n > 16 else n - 1) * row_bytes
-        for i in range(0, full, 16):
-            unpack(w + size * i, row_bytes, n0, tile + 128 * i, 128)
-            unpack(second + size * i, row_bytes, n1, tile + 128 * i + 64, 128)
+        for r in range(0, _ROWS, 16):
+            first = min(r, n - 1)
+            for i in range(0, full, 16):
+                at = tile + 4 * (_ROWS * i + r)
+                unpack(w + first * row_bytes + size * i, row_bytes, min(n - first, 16), at, 4 * _ROWS)
         for i in range(full, kc):
-            for r in range(32):
-                st_f32(tile + 128 * i + 4 * r, ld(w + min(r, n - 1) * row_bytes + size * i))
+            for r in range(_ROWS):
+                st_f32(tile + 4 * (_ROWS * i + r), ld(w + min(r, n - 1) * row_bytes + size * i))
 
     return unpack_tile
 
@@ -57,18 +62,18 @@ def _bf16():
 
     @inline
     def unpack_tile(w, row_bytes, n, k0, kc, tile):
-        """Pairs of columns k0 .. k0+kc-1 of n <= 32 rows; missing rows repeat the last one."""
+        """Pairs of columns k0 .. k0+kc-1 of n <= _ROWS rows; missing rows repeat the last one."""
         w += 2 * k0
         full = kc & ~31
-        n0, n1 = min(n, 16), max(n - 16, 1)
-        second = w + (16 if n > 16 else n - 1) * row_bytes
-        for i in range(0, full, 32):
-            unpack(w + 2 * i, row_bytes, n0, tile + 64 * i, 128)
-            unpack(second + 2 * i, row_bytes, n1, tile + 64 * i + 64, 128)
+        for r in range(0, _ROWS, 16):
+            first = min(r, n - 1)
+            for i in range(0, full, 32):
+                at = tile + 2 * _ROWS * i + 4 * r
+                unpack(w + first * row_bytes + 2 * i, row_bytes, min(n - first, 16), at, 4 * _ROWS)
         for i in range(full, (kc + 1) & ~1):
-            for r in range(32):
+            for r in range(_ROWS):
                 value = ld_bf16(w + min(r, n - 1) * row_bytes + 2 * i) if i < kc else _F0
-                st_bf16(tile + 128 * (i // 2) + 4 * r + 2 * (i & 1), value)
+                st_bf16(tile + 4 * (_ROWS * (i // 2) + r) + 2 * (i & 1), value)
 
     return unpack_tile
 
@@ -97,18 +102,17 @@ def _sixteen_rows():
 
     @inline
     def unpack_tile(w, row_bytes, n, k0, kc, tile):
-        first = w + 32 * k0
-        second = first + (n - 16) * row_bytes
-        for i in range(0, kc, 2):
-            store_f32x16(tile + 64 * i, load_f32x16(first + 32 * i))
-            store_f32x16(tile + 64 * i + 64, load_f32x16(second + 32 * i))
+        for r in range(0, _ROWS, 16):
+            group = w + 32 * k0 + min(r, n - 16) * row_bytes
+            for i in range(0, kc, 2):
+                store_f32x16(tile + 2 * _ROWS * i + 4 * r, load_f32x16(group + 32 * i))
 
     return few, unpack_tile
 
 
 def _make_block(few, unpack_tile, pairs=False):
-    """As the integer blocks of `matmul.py`, for n <= 32 rows."""
-    micro12, micro4, micro1 = (float_tile(2, nt, pairs) for nt in (12, 4, 1))
+    """As the integer blocks of `matmul.py`, for n <= _ROWS rows."""
+    micro_most, micro4, micro1 = (float_tile(_ROWS // 16, nt, pairs) for nt in (_TOKENS, 4, 1))
     size = 2 if pairs else 4  # of an activation
 
     @inline
@@ -121,9 +125,9 @@ def _make_block(few, unpack_tile, pairs=False):
             unpack_tile(w, row_bytes, n, k0, kc, tile)
             x, steps = a + size * k0, (kc + 1) // 2 if pairs else kc
             t = 0
-            while t + 12 <= m:
-                micro12(tile, steps, x + t * a_stride, a_stride, out + t * out_stride, out_stride, n, k0)
-                t += 12
+            while t + _TOKENS <= m:
+                micro_most(tile, steps, x + t * a_stride, a_stride, out + t * out_stride, out_stride, n, k0)
+                t += _TOKENS
             while t + 4 <= m:
                 micro4(tile, steps, x + t * a_stride, a_stride, out + t * out_stride, out_stride, n, k0)
                 t += 4
@@ -131,11 +135,12 @@ def _make_block(few, unpack_tile, pairs=False):
                 micro1(tile, steps, x + t * a_stride, a_stride, out + t * out_stride, out_stride, n, k0)
                 t += 1
 
-    return block, 32
+    return block, _ROWS
 
 
 def float_block(kind):
     """(block, rows of it) of a float type."""
     if kind == "bf16_r16":
         return _make_block(*_sixteen_rows(), pairs=True)
-    return _make_block(make_few(kind), _bf16() if kind == "bf16" else _plain(kind), pairs=kind == "bf16")
+    pairs = kind == "bf16" and rounds_activations()
+    return _make_block(make_few(kind), _bf16() if pairs else _plain(kind), pairs)

@@ -47,9 +47,9 @@ class Emitter:
         """x, hidden from the optimiser, which would otherwise chain addresses: row + stride + stride + ..."""
         return self.b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [x], False)
 
-    def prefetch(self, address, write=False):
-        """Ask for a cache line, if need be one to write to."""
-        consts = [ir.Constant(I32, x) for x in (int(write), 3, 1)]
+    def prefetch(self, address, write=False, level=1):
+        """Ask for a cache line, if need be one to write to, up to a level of the cache."""
+        consts = [ir.Constant(I32, x) for x in (int(write), 4 - level, 1)]
         call_llvm(self.b, "llvm.prefetch.p0", ir.VoidType(), [pointer(self.b, address, ir.IntType(8)), *consts])
 
     def times(self, x, n):

@@ -78,7 +78,7 @@ def make_dots(kind, n_rows, n_tokens):
                 (x_at,), tokens = _addresses(e, [x_at], a_strides, n_tokens)
                 ahead = e.opaque(ahead)
                 for r in range(n_ahead):
-                    e.prefetch(e.offset(ahead, 64 * r))
+                    e.prefetch(e.offset(ahead, 64 * r), level=2)
                 for part in range(parts):
                     w_part, a_part = (part * size * cols // parts for size in (w_size, a_size))
                     x = [_load_activations(builder, a_size, e.offset(t, a_part)) for t in tokens]

@@ -11,11 +11,9 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.activation_row import ActivationRow
 from ikcli.backends.cpu.kernels.groupformat import GroupEmitter
-from ikcli.backends.cpu.kernels.rowformat import steps
+from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
 from ikcli.backends.cpu.tile_modes import MODES, MOST_WITH_MINIMUM
 from ikcli.native.simd.vec import f32x16, i8x64, i32x8, i32x16, llvm_type
-
-_PREFETCH_BYTES = 4096  # ahead; the next groups follow in memory
 
 
 @functools.cache
@@ -33,8 +31,7 @@ def group_dot(fmt, n_tokens):
             rows = [e.opaque(e.offset(a, e.times(a_stride, t))) for t in range(n_tokens)]
             slots = [[e.variable(e.zero(f32x16)) for _ in range(3)] for _ in rows]
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                for line in range(0, fmt.step_bytes, 64):
-                    e.prefetch(e.offset(at_w, _PREFETCH_BYTES + line))
+                prefetch_step(e, fmt, at_w)
                 tokens = [_Token(e, mode, x, s, k, i, valid) for x, s in zip(rows, slots, strict=True)]
                 _dot_step(e, fmt, mode, at_w, row, tokens)
             for t, token_slots in enumerate(slots):

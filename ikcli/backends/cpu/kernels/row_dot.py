@@ -15,13 +15,12 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.activation_row import ActivationRow
-from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, steps
+from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, prefetch_step, steps
 from ikcli.backends.cpu.tile_modes import MODES, MOST_WITH_MINIMUM
 from ikcli.native.simd.emit import F32
 from ikcli.native.simd.lanes import sum_lanes
 from ikcli.native.simd.vec import f32x8, f32x16, i8x64, i32x16, llvm_type, pointer
 
-_PREFETCH_BYTES = 4096  # ahead; the next rows follow in memory
 _TWICE = [i // 2 for i in range(16)]
 
 
@@ -79,8 +78,7 @@ def row_dot(fmt, n_tokens):
             tokens = [_Token(e, fmt, mode, e.opaque(e.offset(a, e.times(a_stride, t))), k) for t in range(n_tokens)]
             row = fmt.header(e, w)
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                for line in range(0, fmt.step_bytes, 64):
-                    e.prefetch(e.offset(at_w, _PREFETCH_BYTES + line))
+                prefetch_step(e, fmt, at_w)
                 scales = fmt.scales(e, at_w, row)
                 minima = fmt.minima(e, at_w, row) if mode.startswith("m") else None
                 for t in tokens:

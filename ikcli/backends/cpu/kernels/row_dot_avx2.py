@@ -12,13 +12,12 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.activation_row import ActivationRow
-from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, steps
+from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, prefetch_step, steps
 from ikcli.backends.cpu.tile_modes import MODES, MOST_WITH_MINIMUM
 from ikcli.native.simd.emit import F32
 from ikcli.native.simd.lanes import sum_lanes
 from ikcli.native.simd.vec import call_llvm, f32x8, f32x16, i8x32, i32x8, llvm_type, pointer
 
-_PREFETCH_BYTES = 4096  # ahead; the next rows follow in memory
 _TWICE = [i // 2 for i in range(16)]
 _PAIRS = ir.VectorType(ir.IntType(16), 16)
 _MOST_SUM = 32767
@@ -43,8 +42,7 @@ def row_dot_avx2(fmt):
                 builder.store(e.fused(x, y, builder.load(sums[n])), sums[n])
 
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                for line in range(0, fmt.step_bytes, 64):
-                    e.prefetch(e.offset(at_w, _PREFETCH_BYTES + line))
+                prefetch_step(e, fmt, at_w)
                 scales, d = fmt.scales(e, at_w, row), x.scales(e, i, valid)
                 factors = fmt.minima(e, at_w, row) if mode[0] == "m" else _offsets(e, fmt, at_w, scales)
                 if factors is not None:

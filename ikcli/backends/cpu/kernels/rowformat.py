@@ -41,6 +41,8 @@ from ikcli.native.simd.vec import (
 from ikcli.quant.formats import format_by_name
 from ikcli.quant.tables import MATMUL_SCALE
 
+_PREFETCH_BYTES = 4096  # ahead
+_SPARSE_FROM, _SPARSE_BYTES = 192, 256  # rows of more bytes per 256 columns; one line per so many bytes
 _I8, _I16, _F32 = ir.IntType(8), ir.IntType(16), ir.FloatType()
 
 
@@ -384,6 +386,16 @@ def steps(e, fmt, w, k):
         src = e.offset(w, e.times(whole, fmt.step_bytes))
         copy_blocks(e, fmt, src, at, e.b.udiv(rest, e.int(fmt.block_columns)))
         yield whole, at, e.b.lshr(rest, e.int(5))
+
+
+def prefetch_step(e, fmt, at):
+    """Ask for what is read some steps later; the next rows follow in memory.
+
+    Wide rows and groups are read faster if most of that is left to the machine, which just does not look beyond a page.
+    """
+    sparse = fmt.rows > 1 or fmt.step_bytes > _SPARSE_FROM
+    for line in range(0, fmt.step_bytes, _SPARSE_BYTES if sparse else 64):
+        e.prefetch(e.offset(at, _PREFETCH_BYTES + line), level=2 if sparse else 1)
 
 
 def copy_blocks(e, fmt, src, to, n_blocks):

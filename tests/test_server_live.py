@@ -200,6 +200,17 @@ def test_first_signal_drains_second_stops(tmp_path: Path) -> None:
     thread.join()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_until_the_end_change_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    server = Server(log=tmp_path / "log")
+    server.wait_ready()
+    while server.process.poll() is None:
+        server.process.send_signal(number)
+        time.sleep(0.01)
+    assert server.process.returncode == 0
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
 def test_models_that_cannot_load_end_the_server(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(default_model().read_bytes()[:200_000])

@@ -142,6 +142,8 @@ def _run(
         pass
     finally:
         state.engine.shutdown(drain=False)
+        for sig in _SIGNALS:  # one more, while the process ends, must not change how it ends
+            signal.signal(sig, signal.SIG_IGN)
     if runner.load_failed:
         error = state.engine.load_error
         if error is not None:
@@ -202,13 +204,10 @@ class _Runner(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals while running; they are not raised again afterwards, as ending by one is the normal end."""
-        before = {sig: signal.signal(sig, self.handle_exit) for sig in _SIGNALS}
-        try:
-            yield
-        finally:
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
+        """Handle signals from now on; they are not raised again afterwards, as ending by one is the normal end."""
+        for sig in _SIGNALS:
+            signal.signal(sig, self.handle_exit)
+        yield
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """First signal: drain. Second: stop at once."""

@@ -15,7 +15,7 @@ from ikcli.quant.formats import get_format
 
 TESTS = Path(__file__).parent
 # Each way of multiplying bytes: weights of full range, tables of signed bytes, codes with bias or minimum.
-SOME = ["q8_0", "iq4_xs", "q6_K", "q4_K", "q2_K", "iq3_ks"]
+SOME = ["q8_0", "iq4_xs", "q6_K", "q4_K", "q2_K", "iq3_ks", "iq4_ks_r4"]
 ALL = [get_format(t).name for t in QUANTIZED]
 
 

@@ -30,7 +30,7 @@ class _Blocks32(GroupFormat):
 
 class IQ4NL(_Blocks32):
     def block_codes(self, e, w, v):
-        return e.lookup(biased(IQ4_NL_VALUES), e.nibbles(e.offset(w, 8), v))
+        return e.lookup(biased(IQ4_NL_VALUES, self.bias), e.nibbles(e.offset(w, 8), v))
 
 
 class Q5_0(_Blocks32):
@@ -82,7 +82,7 @@ class Mxfp4(_EightRows):
         return e.b.bitcast(bits, e.zero8().type)
 
     def block_codes(self, e, w, v):
-        return e.lookup(biased(MXFP4_VALUES), self.nibble_pair(e, w, v))
+        return e.lookup(biased(MXFP4_VALUES, self.bias), self.nibble_pair(e, w, v))
 
 
 # --- 8 bits -----------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class IQ4XS(SuperBlock):
 
     def codes(self, e, w, ib, v):
         packed = e.load(i8x64, e.offset(w, 64 + 128 * ib + 64 * (v % 2)))
-        return e.lookup(biased(IQ4_NL_VALUES), e.field(packed, 4 * (v // 2), 4))
+        return e.lookup(biased(IQ4_NL_VALUES, self.bias), e.field(packed, 4 * (v // 2), 4))
 
 
 FORMATS = by_name(

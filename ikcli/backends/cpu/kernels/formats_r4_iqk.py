@@ -78,7 +78,7 @@ class IQ4K(_Halves):
         return self.times_d(e, parts, e.halves(w, 4), 8)
 
     def dot_codes(self, e, w, ib, v):
-        return e.lookup(biased(IQ4_VALUES[0]), e.nibbles(e.offset(w, 64 + 64 * ib), v))
+        return e.lookup(biased(IQ4_VALUES[0], self.bias), e.nibbles(e.offset(w, 64 + 64 * ib), v))
 
 
 class IQ5K(IQ4K):
@@ -89,7 +89,7 @@ class IQ5K(IQ4K):
     def dot_codes(self, e, w, ib, v):
         high = e.plane(e.offset(w, 576 + 16 * ib), v, 2, 1, 4, to=4)
         q = e.b.or_(e.nibbles(e.offset(w, 64 + 64 * ib), v), high)
-        return e.lookup(biased(IQ5_VALUES[0]), q)
+        return e.lookup(biased(IQ5_VALUES[0], self.bias), q)
 
 
 class IQ4KS(_Shifted):
@@ -115,7 +115,7 @@ class IQ4KS(_Shifted):
         return e.b.icmp_unsigned("!=", e.all_and(v, 1), e.constants([0] * 16, 8))
 
     def dot_codes(self, e, w, ib, v):
-        return e.lookup(biased(IQ4_VALUES[0]), e.nibbles(e.offset(w, 32 + 64 * ib), v))
+        return e.lookup(biased(IQ4_VALUES[0], self.bias), e.nibbles(e.offset(w, 32 + 64 * ib), v))
 
 
 class IQ5KS(IQ4KS):
@@ -126,7 +126,7 @@ class IQ5KS(IQ4KS):
     def dot_codes(self, e, w, ib, v):
         high = e.plane(e.offset(w, 544 + 16 * ib), v, 2, 1, 4, to=4)
         q = e.b.or_(e.nibbles(e.offset(w, 32 + 64 * ib), v), high)
-        return e.lookup(biased(IQ5_VALUES[0]), q)
+        return e.lookup(biased(IQ5_VALUES[0], self.bias), q)
 
 
 class IQ2BN(GroupFormat):

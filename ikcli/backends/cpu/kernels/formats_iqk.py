@@ -74,7 +74,7 @@ class IQ2K(_Base):
         return e.low_entry(biased(IQ2_VALUES[0], self.bias), 2, raw_two_bits(e, e.offset(w, 12), j))
 
     def quarters(self, e, w):
-        return e.two_bit_quarters(e.offset(w, 12), table=biased(IQ2_VALUES[0], self.bias))
+        return e.codes_of(e.two_bit_quarters(e.offset(w, 12)), 2, biased(IQ2_VALUES[0], self.bias))
 
 
 class IQ3K(_Base):
@@ -93,8 +93,8 @@ class IQ3K(_Base):
         return e.lookup(biased(IQ3_VALUES[0], self.bias), q)
 
     def quarters(self, e, w):
-        q = e.with_upper(e.two_bit_quarters(e.offset(w, 14)), e.bit_quarters(e.offset(w, 78)), 2)
-        return [e.lookup(biased(IQ3_VALUES[0], self.bias), v) for v in q]
+        q = e.with_upper(e.two_bit_quarters(e.offset(w, 14)), e.bit_quarters(e.offset(w, 78), 2), 2)
+        return e.codes_of(q, 3, biased(IQ3_VALUES[0], self.bias))
 
 
 class _SixBitScales(_Base):
@@ -112,7 +112,7 @@ class IQ4K(_SixBitScales):
         return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, e.raw_nibble_pair(w, j, 16, 16))
 
     def quarters(self, e, w):
-        return e.nibble_quarters(e.offset(w, 16), table=biased(IQ4_VALUES[0], self.bias))
+        return e.codes_of(e.nibble_quarters(e.offset(w, 16)), 4, biased(IQ4_VALUES[0], self.bias))
 
 
 class IQ5K(_SixBitScales):
@@ -121,8 +121,8 @@ class IQ5K(_SixBitScales):
         return e.lookup(biased(IQ5_VALUES[0], self.bias), e.b.or_(split_nibbles(e, e.offset(w, 16), j), high))
 
     def quarters(self, e, w):
-        q = e.with_upper(e.nibble_quarters(e.offset(w, 16), 32), e.bit_quarters(e.offset(w, 144)), 4)
-        return [e.lookup(biased(IQ5_VALUES[0], self.bias), v) for v in q]
+        q = e.with_upper(e.nibble_quarters(e.offset(w, 16), 32), e.bit_quarters(e.offset(w, 144), 4), 4)
+        return e.codes_of(q, 5, biased(IQ5_VALUES[0], self.bias))
 
 
 class IQ6K(_Base):
@@ -136,8 +136,8 @@ class IQ6K(_Base):
         return e.lookup(biased(IQ6_VALUES[0], self.bias), e.b.or_(low, e.shift_left(high, 4)))
 
     def quarters(self, e, w):
-        q = e.with_upper(e.nibble_quarters(e.offset(w, 20), 32), e.two_bit_quarters(e.offset(w, 148)), 4)
-        return [e.lookup(biased(IQ6_VALUES[0], self.bias), v) for v in q]
+        q = e.with_upper(e.nibble_quarters(e.offset(w, 20), 32), e.two_bit_quarters(e.offset(w, 148), 4), 4)
+        return e.codes_of(q, 6, biased(IQ6_VALUES[0], self.bias))
 
 
 # --- scale per row ----------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class IQ2KS(_Base):
         return e.low_entry(biased(IQ2_VALUES[0], self.bias), 2, raw_two_bits(e, e.offset(w, 6), j))
 
     def quarters(self, e, w):
-        return e.two_bit_quarters(e.offset(w, 6), table=biased(IQ2_VALUES[0], self.bias))
+        return e.codes_of(e.two_bit_quarters(e.offset(w, 6)), 2, biased(IQ2_VALUES[0], self.bias))
 
 
 class IQ3KS(_Base):
@@ -181,8 +181,8 @@ class IQ3KS(_Base):
         return e.lookup(biased(IQ3_VALUES[0], self.bias), q)
 
     def quarters(self, e, w):
-        q = e.with_upper(e.two_bit_quarters(e.offset(w, 6)), e.bit_quarters(e.offset(w, 70)), 2)
-        return [e.lookup(biased(IQ3_VALUES[0], self.bias), v) for v in q]
+        q = e.with_upper(e.two_bit_quarters(e.offset(w, 6)), e.bit_quarters(e.offset(w, 70), 2), 2)
+        return e.codes_of(q, 3, biased(IQ3_VALUES[0], self.bias))
 
 
 class _ByteScales(_Base):
@@ -204,7 +204,7 @@ class IQ4KS(_ByteScales):
         return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, e.raw_nibble_pair(w, j, 16, 8))
 
     def quarters(self, e, w):
-        return e.nibble_quarters(e.offset(w, 8), table=biased(IQ4_VALUES[0], self.bias))
+        return e.codes_of(e.nibble_quarters(e.offset(w, 8)), 4, biased(IQ4_VALUES[0], self.bias))
 
 
 class IQ5KS(_ByteScales):
@@ -213,8 +213,8 @@ class IQ5KS(_ByteScales):
         return e.lookup(biased(IQ5_VALUES[0], self.bias), e.b.or_(split_nibbles(e, e.offset(w, 8), j), high))
 
     def quarters(self, e, w):
-        q = e.with_upper(e.nibble_quarters(e.offset(w, 8), 32), e.bit_quarters(e.offset(w, 136)), 4)
-        return [e.lookup(biased(IQ5_VALUES[0], self.bias), v) for v in q]
+        q = e.with_upper(e.nibble_quarters(e.offset(w, 8), 32), e.bit_quarters(e.offset(w, 136), 4), 4)
+        return e.codes_of(q, 5, biased(IQ5_VALUES[0], self.bias))
 
 
 class IQ4KSS(_ByteScales):

@@ -26,7 +26,7 @@ class Q4K(_SuperBlock):
         return e.all_and(e.shift_halves(e.twice(e.offset(w, 16 + 32 * j)), 0, 4), 15)
 
     def quarters(self, e, w):
-        return e.nibble_quarters(e.offset(w, 16), 32)
+        return e.codes_of(e.nibble_quarters(e.offset(w, 16), 32), 4)
 
 
 class Q5K(Q4K):
@@ -38,7 +38,9 @@ class Q5K(Q4K):
         return e.b.or_(low, e.shift_left(high, 4))
 
     def quarters(self, e, w):
-        return e.with_upper(e.nibble_quarters(e.offset(w, 48), 32), e.bit_quarters(e.offset(w, 16)), 4)
+        return e.codes_of(
+            e.with_upper(e.nibble_quarters(e.offset(w, 48), 32), e.bit_quarters(e.offset(w, 16), 4), 4), 5
+        )
 
 
 class Q6K(_SuperBlock):
@@ -56,7 +58,7 @@ class Q6K(_SuperBlock):
         return e.b.or_(low, e.shift_left(high, 4))
 
     def quarters(self, e, w):
-        return e.with_upper(e.nibble_quarters(w, 64), e.two_bit_quarters(e.offset(w, 128)), 4)
+        return e.codes_of(e.with_upper(e.nibble_quarters(w, 64), e.two_bit_quarters(e.offset(w, 128), 4), 4), 6)
 
 
 def raw_two_bits(e, address, j):
@@ -86,7 +88,7 @@ class Q2K(_SuperBlock):
         return two_bits(e, e.offset(w, 16), j)
 
     def quarters(self, e, w):
-        return e.two_bit_quarters(e.offset(w, 16))
+        return e.codes_of(e.two_bit_quarters(e.offset(w, 16)), 2)
 
 
 class Q3K(_SuperBlock):
@@ -110,7 +112,7 @@ class Q3K(_SuperBlock):
         return e.b.or_(low, e.shift_left(high, 2))
 
     def quarters(self, e, w):
-        return e.with_upper(e.two_bit_quarters(e.offset(w, 32)), e.bit_quarters(w), 2)
+        return e.codes_of(e.with_upper(e.two_bit_quarters(e.offset(w, 32)), e.bit_quarters(w, 2), 2), 3)
 
 
 class IQ4XS(_SuperBlock):
@@ -126,7 +128,7 @@ class IQ4XS(_SuperBlock):
         return e.low_entry(biased(IQ4_NL_VALUES, self.bias), 4, e.raw_nibble_pair(w, j, 16, 8))
 
     def quarters(self, e, w):
-        return e.nibble_quarters(e.offset(w, 8), table=biased(IQ4_NL_VALUES, self.bias))
+        return e.codes_of(e.nibble_quarters(e.offset(w, 8)), 4, biased(IQ4_NL_VALUES, self.bias))
 
 
 FORMATS = by_name(

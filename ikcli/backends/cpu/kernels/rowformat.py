@@ -176,34 +176,58 @@ class RowEmitter(Emitter):
         return self.b.bitcast(self.b.shl(words, const_vector(i32x16, [n] * 16)), llvm_type(i8x64))
 
     # --- codes by quarters: see `RowFormat.quarters` ------------------------------------------------------------------
-    def quarters(self, parts, chunks, shifts, bits, table):
-        """Fields of `bits` bits or their table entries: block b is the 16 bytes chunks[b], from bit shifts[b] on."""
+    # Fields come with the bits around them; `codes_of` masks these or looks entries up.
+    def quarters(self, parts, chunks, shifts, at):
+        """Block b is the 16 bytes chunks[b], moved so that what was from bit shifts[b] on is at bit `at`."""
         low, high = (self.b.bitcast(v, llvm_type(i32x16)) for v in (parts[0], parts[-1]))
         for n in range(4):
             words = self.b.shuffle_vector(low, high, indices([4 * c + n for c in chunks]))
-            v = self.b.bitcast(self.lshr(words, shifts), llvm_type(i8x64))
-            yield self.low_entry(table, bits, v) if table else self.all_and(v, (1 << bits) - 1)
+            yield self.b.bitcast(self._moved(words, [s - at for s in shifts]), llvm_type(i8x64))
 
-    def bit_quarters(self, address):
+    def _moved(self, words, right):
+        """Lanes moved right, or left where that is negative; what leaves a lane may come back."""
+        if min(right) >= 0:
+            return self.lshr(words, right)
+        if "avx512f" in self.features():
+            by = const_vector(i32x16, [n % 32 for n in right])
+            return call_llvm(self.b, "llvm.fshr.v16i32", words.type, [words, words, by])
+        return self.b.shl(
+            self.lshr(words, [max(n, 0) for n in right]), const_vector(i32x16, [max(-n, 0) for n in right])
+        )
+
+    def bit_quarters(self, address, at):
         """Bit b of 32 bytes for the columns 32b .. 32b+31."""
         chunks, shifts = [b % 2 for b in range(16)], [b // 2 for b in range(16)]
-        return list(self.quarters([self.twice(address)], chunks, shifts, 1, None))
+        return self.quarters([self.twice(address)], chunks, shifts, at)
 
-    def two_bit_quarters(self, address, table=None):
+    def two_bit_quarters(self, address, at=0):
         """32 bytes per 128 columns, of which columns 32g .. 32g+31 are at bits 2g."""
         chunks, shifts = [b // 8 * 2 + b % 2 for b in range(16)], [b % 8 // 2 * 2 for b in range(16)]
-        return list(self.quarters([self.load(i8x64, address)], chunks, shifts, 2, table))
+        return self.quarters([self.load(i8x64, address)], chunks, shifts, at)
 
-    def nibble_quarters(self, address, run=16, table=None):
+    def nibble_quarters(self, address, run=16):
         """`run` bytes per 2*run columns, the first half of these low."""
         per = run // 16
         parts = [self.load(i8x64, self.offset(address, at)) for at in (0, 64)]
         chunks = [b // (2 * per) * per + b % per for b in range(16)]
-        return list(self.quarters(parts, chunks, [4 * (b // per % 2) for b in range(16)], 4, table))
+        return self.quarters(parts, chunks, [4 * (b // per % 2) for b in range(16)], 0)
 
-    def with_upper(self, low, high, shift):
-        """Codes from their lower bits and those from bit `shift` on."""
-        return [self.b.or_(x, self.shift_left(y, shift)) for x, y in zip(low, high, strict=True)]
+    def with_upper(self, low, high, bits):
+        """The lowest `bits` of each byte from one list, the others from another."""
+        mask, others = self.const64((1 << bits) - 1), self.const64(-(1 << bits))
+
+        def merged(x, y):
+            if "avx512f" not in self.features():
+                return self.b.or_(self.b.and_(x, mask), self.b.and_(y, others))
+            words = [self.b.bitcast(v, llvm_type(i32x16)) for v in (mask, x, y)]
+            v = call_llvm(self.b, "llvm.x86.avx512.pternlog.d.512", words[0].type, [*words, ir.Constant(I32, 0xCA)])
+            return self.b.bitcast(v, x.type)  # LLVM finds two instructions for it
+
+        return [merged(x, y) for x, y in zip(low, high, strict=True)]
+
+    def codes_of(self, quarters, bits, table=None):
+        """The lowest `bits` of each byte, or their entries in a table of byte constants."""
+        return [self.low_entry(table, bits, v) if table else self.all_and(v, (1 << bits) - 1) for v in quarters]
 
     # --- codes in the order of columns --------------------------------------------------------------------------------
     def raw_nibble_pair(self, w, j, block_bytes, at):
@@ -259,11 +283,11 @@ class RowEmitter(Emitter):
         return self.b.select(upper, self.lookup(table[size // 2 :], low), self.lookup(table[: size // 2], low))
 
     def low_entry(self, table, bits, v):
-        """Entry (a byte constant) for the low `bits` <= 4 bits of 64 bytes."""
-        table = [int(x) & 255 for x in table[: 1 << bits]] * (16 >> bits)
+        """Entry (a byte constant) for the low `bits` <= 6 bits of 64 bytes."""
+        table = [int(x) & 255 for x in table[: 1 << bits]]
         if "avx512vbmi" in self.features():  # looks at the low 6 bits only
-            return self.lookup(table * 4, v)
-        return self.lookup16(table, self.all_and(v, (1 << bits) - 1))
+            return self.lookup(table * (64 >> bits), v)
+        return self.lookup(table * max(1, 16 >> bits), self.all_and(v, (1 << bits) - 1))
 
     def table(self, values, bits, name):
         """A constant array in the kernel's data section; returns its address (i64)."""

@@ -45,7 +45,7 @@ def _tile_block(type_name):
     """block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles) by way of tiles of n rows."""
     mode = MODES[type_name]
     unpack, step_bytes = unpack_sixteen(FORMATS[type_name]), tile_bytes_per_step(type_name)
-    one = _make_multiply(mode, 1, 8 if multiplies_tiles_together() else 4)
+    one = _make_multiply(mode, 1, 8)
     # an activation is loaded once for all tiles
     together = _make_multiply(mode, MOST_TILES, 4) if multiplies_tiles_together() else one
 

@@ -9,6 +9,8 @@ group j holding bytes 4j..4j+3 of each row as unsigned codes. Modes:
 
 from __future__ import annotations
 
+from typing import Any
+
 from ikcli.native import isa
 
 TILE_ROWS = 16
@@ -30,6 +32,13 @@ _TYPES_BY_MODE = {
     "m16": "q2_K q2_k_r4",
 }
 MODES = {name: mode for mode, names in _TYPES_BY_MODE.items() for name in names.split()}
+
+
+def most_code(fmt: Any, mode: str) -> int:
+    """The largest code of a row or group format, or the largest magnitude of its signed bytes."""
+    if mode[0] == "m":
+        return MOST_WITH_MINIMUM
+    return 2 * fmt.bias - 1 if fmt.bias else 128
 
 
 def tile_bytes(type_name: str, k: int) -> int:

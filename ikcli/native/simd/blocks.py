@@ -8,7 +8,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.native import isa
-from ikcli.native.simd.vec import call_llvm, const_vector, f32x16, i8x16, i32x16, llvm_type, pointer
+from ikcli.native.simd.vec import call_llvm, const_vector, f32x16, i8x16, i32x16, llvm_type, magnitude, pointer
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _BYTES16 = llvm_type(i8x16)
@@ -105,10 +105,8 @@ def store_magnitudes(typingctx, ptr, a, b):
     def codegen(context, builder, sig, args):
         ptr, *pair = args
         for i, x in enumerate(pair):
-            zero = ir.Constant(x.type, None)
-            x = builder.select(builder.icmp_signed("<", x, zero), builder.sub(zero, x), x)
             at = builder.add(ptr, ir.Constant(_I64, 16 * i))
-            builder.store(x, pointer(builder, at, x.type), align=1)
+            builder.store(magnitude(builder, x), pointer(builder, at, x.type), align=1)
         return context.get_dummy_value()
 
     return types.void(types.intp, i8x16, i8x16), codegen

@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 from ikcli.native import isa
 from ikcli.native.simd.half import f32_to_bf16_bits
-from ikcli.native.simd.vec import call_llvm, f32x16, i8x32, i8x64, i32x8, i32x16, llvm_type, pointer
+from ikcli.native.simd.vec import call_llvm, f32x16, i8x32, i8x64, i32x8, i32x16, llvm_type, magnitude, pointer
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 
@@ -77,9 +77,8 @@ def emit_signed_dot(builder, acc, w, s):
     """acc + dot products of i8x64 on plain AVX2; s is not -128."""
 
     def half(acc, w, s):
-        zero = ir.Constant(w.type, None)
-        magnitude = builder.select(builder.icmp_signed("<", w, zero), builder.sub(zero, w), w)
-        return _saturating(builder, acc, magnitude, call_llvm(builder, "llvm.x86.avx2.psign.b", s.type, [s, w]))
+        signed = call_llvm(builder, "llvm.x86.avx2.psign.b", s.type, [s, w])
+        return _saturating(builder, acc, magnitude(builder, w), signed)
 
     return _in_halves(builder, half, acc, w, s)
 

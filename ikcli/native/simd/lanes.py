@@ -33,11 +33,11 @@ def packed_scales_6bit(builder, address):
     return builder.zext(builder.bitcast(v, ir.VectorType(_I8, 16)), llvm_type(i32x16))
 
 
-def sum_lanes(builder, v):
-    """The sum of the lanes of a vector of floats."""
+def folded(builder, v, count):
+    """The first half of the lanes plus the second, until `count` are left (a power of two)."""
     n = v.type.count
-    while n > 1:
+    while n > count:
         n //= 2
         low, high = (ir.Constant(ir.VectorType(_I32, n), list(range(at, at + n))) for at in (0, n))
         v = builder.fadd(builder.shuffle_vector(v, v, low), builder.shuffle_vector(v, v, high))
-    return builder.extract_element(v, ir.Constant(_I32, 0))
+    return v

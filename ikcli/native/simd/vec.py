@@ -66,6 +66,12 @@ def call_llvm(builder, name, return_type, args):
     return builder.call(fn, args)
 
 
+def magnitude(builder, v):
+    """Absolute values of integer lanes; of the smallest number, itself, which is right without a sign."""
+    zero = ir.Constant(v.type, None)
+    return builder.select(builder.icmp_signed("<", v, zero), builder.sub(zero, v), v)
+
+
 def splat_value(builder, v, scalar):
     t = llvm_type(v)
     undef = ir.Constant(t, ir.Undefined)

@@ -12,7 +12,8 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.activation_row import ActivationRow
 from ikcli.backends.cpu.kernels.groupformat import GroupEmitter
 from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
-from ikcli.backends.cpu.tile_modes import MODES, MOST_WITH_MINIMUM
+from ikcli.backends.cpu.tile_modes import MODES, most_code
+from ikcli.native.simd.lanes import folded
 from ikcli.native.simd.vec import f32x16, i8x64, i32x8, i32x16, llvm_type
 
 
@@ -28,15 +29,15 @@ def group_dot(fmt, n_tokens):
             w, a, a_stride, k, out, out_stride = args
             e = GroupEmitter(builder)
             row = fmt.header(e, w)
-            rows = [e.opaque(e.offset(a, e.times(a_stride, t))) for t in range(n_tokens)]
+            rows = [ActivationRow(e, e.opaque(e.offset(a, e.times(a_stride, t))), k) for t in range(n_tokens)]
             slots = [[e.variable(e.zero(f32x16)) for _ in range(3)] for _ in rows]
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 prefetch_step(e, fmt, at_w)
-                tokens = [_Token(e, mode, x, s, k, i, valid) for x, s in zip(rows, slots, strict=True)]
+                tokens = [_Token(e, mode, x, s, i, valid) for x, s in zip(rows, slots, strict=True)]
                 _dot_step(e, fmt, mode, at_w, row, tokens)
             for t, token_slots in enumerate(slots):
                 even, odd, low = (builder.load(slot) for slot in token_slots)
-                total = _fold(e, builder.fadd(builder.fadd(even, odd), low), fmt.rows)
+                total = folded(builder, builder.fadd(builder.fadd(even, odd), low), fmt.rows)
                 e.store(total, e.offset(out, e.times(out_stride, t)))
             return context.get_dummy_value()
 
@@ -48,10 +49,9 @@ def group_dot(fmt, n_tokens):
 class _Token:
     """Step i of an activation row (layout: `kernels/activations.py`), and the sums over all steps."""
 
-    def __init__(self, e, mode, a, slots, k, i, valid):
-        row = ActivationRow(e, a, k)
+    def __init__(self, e, mode, row, slots, i, valid):
         self.e, self.valid, self.slots = e, valid, slots
-        self.codes_at, self.d_at = e.offset(a, e.times(i, 256)), e.offset(row.d_at, e.times(i, 32))
+        self.codes_at, self.d_at = e.offset(row.codes_at, e.times(i, 256)), e.offset(row.d_at, e.times(i, 32))
         self.d = row.scales(e, i, valid)
         self.sums = row.scaled_sums(e, i, valid, 1 if mode.endswith("32") else 2)
 
@@ -80,16 +80,8 @@ def _lanes(fmt, mode):
     return fmt.rows * (2 if mode.endswith("16") else 1)
 
 
-def _fold(e, v, rows):
-    """Lanes of the same row added."""
-    while v.type.count > rows:
-        lo, hi = e.split(v, v.type.count // 2)
-        v = e.b.fadd(lo, hi)
-    return v
-
-
 def _dot_step(e, fmt, mode, w, row, tokens):
-    lanes, most = _lanes(fmt, mode), MOST_WITH_MINIMUM if mode[0] == "m" else 2 * fmt.bias - 1
+    lanes, most = _lanes(fmt, mode), most_code(fmt, mode)
     scales = fmt.scales(e, w, row)
     factors = fmt.minima(e, w, row) if mode[0] == "m" else scales
     per = 16 // lanes

@@ -16,10 +16,9 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.activation_row import ActivationRow
 from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, prefetch_step, steps
-from ikcli.backends.cpu.tile_modes import MODES, MOST_WITH_MINIMUM
-from ikcli.native.simd.emit import F32
-from ikcli.native.simd.lanes import sum_lanes
-from ikcli.native.simd.vec import f32x8, f32x16, i8x64, i32x16, llvm_type, pointer
+from ikcli.backends.cpu.tile_modes import MODES, most_code
+from ikcli.native.simd.lanes import folded
+from ikcli.native.simd.vec import f32x8, f32x16, i8x64, i32x16, llvm_type
 
 _TWICE = [i // 2 for i in range(16)]
 
@@ -30,7 +29,7 @@ class _Token:
     def __init__(self, e, fmt, mode, a, k):
         self.mode = mode
         self.row = ActivationRow(e, a, k)
-        self.most = MOST_WITH_MINIMUM if mode[0] == "m" else 2 * fmt.bias - 1  # the largest code
+        self.most = most_code(fmt, mode)
         self.sum = e.variable(e.zero(f32x16))
         self.low = e.variable(e.zero(f32x16)) if mode.startswith("m") else None
 
@@ -62,7 +61,7 @@ class _Token:
 
     def total(self, e):
         v = e.b.load(self.sum)
-        return sum_lanes(e.b, v if self.low is None else e.b.fadd(v, e.b.load(self.low)))
+        return folded(e.b, v if self.low is None else e.b.fadd(v, e.b.load(self.low)), 1)
 
 
 @functools.cache
@@ -92,7 +91,7 @@ def row_dot(fmt, n_tokens):
                 for t in tokens:
                     t.finish(e)
             for n, t in enumerate(tokens):
-                builder.store(t.total(e), pointer(builder, e.offset(out, e.times(out_stride, n)), F32), align=4)
+                e.store(t.total(e), e.offset(out, e.times(out_stride, n)))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), codegen

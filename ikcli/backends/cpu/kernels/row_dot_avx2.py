@@ -13,10 +13,9 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.activation_row import ActivationRow
 from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, prefetch_step, steps
-from ikcli.backends.cpu.tile_modes import MODES, MOST_WITH_MINIMUM
-from ikcli.native.simd.emit import F32
-from ikcli.native.simd.lanes import sum_lanes
-from ikcli.native.simd.vec import call_llvm, f32x8, f32x16, i8x32, i32x8, llvm_type, pointer
+from ikcli.backends.cpu.tile_modes import MODES, most_code
+from ikcli.native.simd.lanes import folded
+from ikcli.native.simd.vec import call_llvm, f32x8, f32x16, i8x32, i32x8, llvm_type, magnitude
 
 _TWICE = [i // 2 for i in range(16)]
 _PAIRS = ir.VectorType(ir.IntType(16), 16)
@@ -54,22 +53,15 @@ def row_dot_avx2(fmt):
                         scale = e.splat(e.single(e.offset(back, 4 * b)))
                         add((b + 1) % 2, e.ints_to_f32(_sums_of_two(e, v)), scale)
                 else:
-                    v = _sums_of_sixteen(e, list(_products(e, fmt, mode, at_w, x, i)), _most(fmt, mode))
+                    v = _sums_of_sixteen(e, list(_products(e, fmt, mode, at_w, x, i)), most_code(fmt, mode))
                     add(1, e.ints_to_f32(v), e.mul(scales, e.pick(d, _TWICE)))
-            total = sum_lanes(builder, builder.fadd(*(builder.load(slot) for slot in sums)))
-            builder.store(total, pointer(builder, out, F32), align=4)
+            total = folded(builder, builder.fadd(*(builder.load(slot) for slot in sums)), 1)
+            e.store(total, out)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), codegen
 
     return dot
-
-
-def _most(fmt, mode):
-    """The largest code."""
-    if mode[0] == "m":
-        return MOST_WITH_MINIMUM
-    return 2 * fmt.bias - 1 if fmt.bias else 128
 
 
 def _room(e):
@@ -109,15 +101,10 @@ def _products(e, fmt, mode, w, x, i):
             if mode[0] == "m" or fmt.bias:
                 u = v
             elif fmt.full_range:  # magnitudes of the weights, as the sign of -128 cannot be changed
-                u, y = _magnitude(e, v), _with_sign(e, y, v)
+                u, y = magnitude(e.b, v), _with_sign(e, y, v)
             else:
                 u, y = e.load(i8x32, e.offset(magnitudes_at, there)), _with_sign(e, v, y)
             yield call_llvm(e.b, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [u, y])
-
-
-def _magnitude(e, v):
-    """Absolute values, as unsigned bytes."""
-    return e.b.select(e.b.icmp_signed("<", v, e.zero(i8x32)), e.b.neg(v), v)
 
 
 def _with_sign(e, v, sign):

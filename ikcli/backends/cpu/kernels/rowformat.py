@@ -219,9 +219,10 @@ class RowEmitter(Emitter):
         def merged(x, y):
             if "avx512f" not in self.features():
                 return self.b.or_(self.b.and_(x, mask), self.b.and_(y, others))
+            # one instruction, for which LLVM would take two
             words = [self.b.bitcast(v, llvm_type(i32x16)) for v in (mask, x, y)]
             v = call_llvm(self.b, "llvm.x86.avx512.pternlog.d.512", words[0].type, [*words, ir.Constant(I32, 0xCA)])
-            return self.b.bitcast(v, x.type)  # LLVM finds two instructions for it
+            return self.b.bitcast(v, x.type)
 
         return [merged(x, y) for x, y in zip(low, high, strict=True)]
 

@@ -124,6 +124,8 @@ CASES = [
     Case("decode gqa 32/8x128 @32768 q8_0", "gqa", 32, 8, 1, 32768, GGMLType.Q8_0),
     Case("decode mla 16x576/512 @4096", "absorbed", 16, 1, 1, 4096),
     Case("decode mla 16x576/512 @4096 q8_0", "absorbed", 16, 1, 1, 4096, GGMLType.Q8_0),
+    Case("decode mla 16x576/512 @4096 bf16", "absorbed", 16, 1, 1, 4096, GGMLType.BF16),
+    Case("decode mla 16x576/512 @4096 q4_0", "absorbed", 16, 1, 1, 4096, GGMLType.Q4_0),
     Case("decode mla 16x576/512 @16384", "absorbed", 16, 1, 1, 16384),
     Case("decode mla 16x576/512 @16384 q8_0", "absorbed", 16, 1, 1, 16384, GGMLType.Q8_0),
     Case("decode mla 128x576/512 @4096", "absorbed", 128, 1, 1, 4096),

@@ -23,7 +23,8 @@ FEW_ROWS = 8  # largest task of kernels/attention_few.py
 MOST_FEW_ROWS = 16  # ... of attention_few_pairs.py, and of attention_stream.py with 512-bit vectors
 SCORE_TILE = 96  # positions of a tile of stored scores: kernels/attention_full.py
 _SLOTS_PER_THREAD = 4  # ... SPLITS_PER_THREAD
-_STATS_BYTES = 4 * 4 * MAX_ROWS
+_STATS_BYTES = 5 * 4 * MAX_ROWS
+_BLOCK_SPACE = 2560  # kernels/pair_tiles.py
 _MIN_SPLIT = {True: 64, False: 256}  # fewest positions of a part, for few rows and many
 
 
@@ -177,6 +178,12 @@ def _fits_pairs(k: Sequence[HeadSlice], v: HeadSlice) -> bool:
     return "avx512bf16" in isa.current().features and bool(types) and types.isdisjoint((GGMLType.F32, GGMLType.F16))
 
 
+def _in_codes(sources: _Sources, k: Sequence[HeadSlice], v: HeadSlice) -> bool:
+    """Whether heads are whole blocks of q8_0 caches: kernels/attention_codes.py."""
+    columns = [c for p in (*k, v) for c in (p.offset, p.width, p.head_stride)]
+    return (sources.k_types, sources.v_type) == ("q8_0", "q8_0") and not any(c % 32 for c in columns)
+
+
 def _most_streamed(k_type: str, k: Sequence[HeadSlice], v: HeadSlice) -> int:
     """Heads per KV head up to which the kernel for one token is used."""
     if len(k) > 1 or not _is_streamed(*k, v):
@@ -204,7 +211,8 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     k_chunks, v_chunks, view = _chunks(*k), _chunks(v), _view_chunk(k, v)
     stream = n_rows == heads <= _most_streamed(sources.k_types, k, v)
     pairs = not stream and n_rows > 1 and _fits_pairs(k, v)
-    few = stream or n_rows <= (MOST_FEW_ROWS if pairs else FEW_ROWS)
+    codes = _in_codes(sources, k, v)
+    few = stream or n_rows <= (MOST_FEW_ROWS if pairs and not codes else FEW_ROWS)
     if pairs and few and (len(k) > 1 or k_chunks % 2 or v_chunks % 2):
         pairs, few = n_rows > FEW_ROWS, n_rows <= FEW_ROWS  # there are no pairs of such columns for few rows
     rows, per_task = -(-n_rows // 16) * 16, units if few else 1
@@ -217,12 +225,13 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     q_bytes, o_bytes = 64 * k_chunks * rows + per_task * q_unit, 64 * v_chunks * rows + per_task * o_unit
     k_bytes = 64 * k_chunks * m if stream else 64 * k_chunks * (tile + 1)
     v_bytes = 0 if stream or view >= 0 else 64 * v_chunks * (tile + 1)
-    if pairs:  # K in pairs of columns, two rows of f32, scales of K and Q; V in pairs of positions
-        k_bytes = 64 * ((k_chunks + 1) // 2) * (tile + 1) + 2 * 64 * max(k_chunks, v_chunks) + 4 * tile + 4 * rows
+    if pairs:  # K in pairs of columns, two rows of f32, scales of K, V and Q; V in pairs of positions
+        k_bytes = 64 * ((k_chunks + 1) // 2) * (tile + 1) + 2 * 64 * max(k_chunks, v_chunks) + _BLOCK_SPACE
+        k_bytes += 8 * tile + 4 * rows
         v_bytes = 64 * v_chunks * (tile // 2 + 1)
     s_bytes = 4 * max(rows, per_task * m if stream else 0) * (tile + 16)
     at, scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, s_bytes, o_bytes, per_task * _STATS_BYTES)
-    slot_bytes = _STATS_BYTES // 2 + 64 * v_chunks * rows
+    slot_bytes = 2 * 4 * MAX_ROWS + 64 * v_chunks * rows
     scratch = low.buffer(low.n_threads * scratch_bytes)
     n_slots = _SLOTS_PER_THREAD * low.n_threads * per_task
     slots = low.buffer(max(n_slots, units) * low.max_rows[Rows.TOKENS] * slot_bytes if low.independent
@@ -239,7 +248,7 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     elif few:
         key = KernelKey("attention_few", "make_flash_few", types)
     elif pairs:
-        key = KernelKey("attention_pairs", "make_flash_pairs", types)
+        key = KernelKey("attention_pairs", "make_flash_pairs", (*types, int(codes)))
     else:
         key = KernelKey("attention", "make_flash_attn", types)
     low.emit(key, node.rows, *words, *sources.words)

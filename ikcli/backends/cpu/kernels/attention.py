@@ -65,9 +65,9 @@ Q0, Q1, K0, K1, V0 = (PARTS + PART_WORDS * i for i in range(5))
 N_WORDS = PARTS + 5 * PART_WORDS
 
 MAX_ROWS = 144  # rows of a task
-STAT_BYTES = 4 * MAX_ROWS  # statistics: M, L, CORRECTION, LIMIT
-M, L, CORRECTION, LIMIT = 0, STAT_BYTES, 2 * STAT_BYTES, 3 * STAT_BYTES
-STATS_BYTES = 4 * STAT_BYTES
+STAT_BYTES = 4 * MAX_ROWS  # statistics: M, L, CORRECTION, LIMIT, UNIT (of integer weights)
+M, L, CORRECTION, LIMIT, UNIT = (STAT_BYTES * i for i in range(5))
+STATS_BYTES = 5 * STAT_BYTES
 SPLITS_PER_THREAD = 4
 AHEAD = 8  # rows asked for before they are read: slices of rows are too short for the hardware to predict
 

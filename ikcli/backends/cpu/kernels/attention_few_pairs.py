@@ -1,7 +1,7 @@
 """Flash attention for tasks of 2 to 16 rows and caches of bfloat16 or fewer bits: products of pairs.
 
 As attention_few.py, whose blocks it uses with twice as many products per instruction, on the tiles of
-attention_pairs.py. Q is [chunk of 32 columns][row][32] with a scale per row, P is rounded to pairs of positions.
+pair_tiles.py. Q is [chunk of 32 columns][row][32] with a scale per row, P is rounded to pairs of positions.
 """
 
 import numpy as np
@@ -26,7 +26,8 @@ from ikcli.backends.cpu.kernels.attention_few import (
     make_flash_units,
     soft_max_tile,
 )
-from ikcli.backends.cpu.kernels.attention_pairs import (
+from ikcli.backends.cpu.kernels.common import word
+from ikcli.backends.cpu.kernels.pair_tiles import (
     k_scales,
     make_stage_pairs,
     pair_chunk,
@@ -35,7 +36,6 @@ from ikcli.backends.cpu.kernels.attention_pairs import (
     row_norm,
     row_scale,
 )
-from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.dot import store_bf16x32, store_i16x32

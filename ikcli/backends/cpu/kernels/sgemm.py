@@ -5,7 +5,7 @@ products of attention: as K (A[m] = row, k = column) and as V (A[m] = column, k 
 the broadcasts. B and C are row-major with a row stride in bytes.
 
 Of the kinds "bf16" and "i16", A and B hold two adjacent k where one f32 would lie: the same code at twice the rate. C
-of "i16" is i32.
+of the rows product of "i16" is i32.
 
 Block shapes (m, vectors) keep the accumulators in registers: up to 24 of AVX-512's 32, fewer elsewhere.
 """
@@ -64,16 +64,17 @@ def loop(builder, count, carried, body):
 
 
 def sum_lanes(builder, vectors):
-    """One vector whose lane i is the sum of the lanes of vectors[i] (a power of two of them).
+    """One vector whose lane i is the sum of the lanes of vectors[i] (a power of two of them, up to their lanes).
 
     Lanes are added in the same order whatever the number of vectors: 8 apart, then 4, 2, 1.
     """
-    width = 16  # lanes that still belong to one input
+    lanes = vectors[0].type.count
+    width = lanes  # that still belong to one input
     while width > 1:
         half = width // 2
-        low = [w + i for w in range(0, 16, width) for i in range(half)]
+        low = [w + i for w in range(0, lanes, width) for i in range(half)]
         if len(vectors) > 1:
-            low += [16 + i for i in low]
+            low += [lanes + i for i in low]
             pairs = [(vectors[i], vectors[i + 1]) for i in range(0, len(vectors), 2)]
         else:
             pairs = [(vectors[0], vectors[0])]
@@ -166,16 +167,24 @@ def make_rows_block(m, nv, accumulate, kind):
     return rows_block
 
 
-def make_columns_block(m, nv, kind):
-    """C[m columns of A][nv vectors] = C * scale[nv vectors] + A^T B, with k along `n_rows` >= 1 rows of one chunk."""
+def make_columns_block(m, nv, kind, unit):
+    """C[m columns of A][nv vectors] = C * scale[nv vectors] + A^T B, with k along `n_rows` >= 1 rows of one chunk.
+
+    Integer sums are multiplied with the nv vectors `unit` bytes behind `scale`.
+    """
+    integers = KINDS[kind][2] is i32x16
 
     @intrinsic
     def columns_block(typingctx, a, b, b_stride, n_rows, c, c_stride, scale):
         def codegen(context, builder, sig, args):
             a, b, b_stride, n_rows, c, c_stride, scale = args
-            factor = [load_f32x16_at(builder, offset(builder, scale, 64 * v)) for v in range(nv)]
-            accs = _load_block(builder, c, c_stride, m, nv)
-            accs = [builder.fmul(x, factor[i % nv]) for i, x in enumerate(accs)]
+
+            def rescaled():
+                factor = [load_f32x16_at(builder, offset(builder, scale, 64 * v)) for v in range(nv)]
+                old = _load_block(builder, c, c_stride, m, nv)
+                return [builder.fmul(x, factor[i % nv]) for i, x in enumerate(old)]
+
+            accs = [ir.Constant(llvm_type(i32x16), None)] * (m * nv) if integers else rescaled()
 
             def row(state):
                 at, bt, *accs = state
@@ -183,6 +192,11 @@ def make_columns_block(m, nv, kind):
                 return [offset(builder, at, CHUNK_ROW), builder.add(bt, b_stride), *accs]
 
             _, _, *accs = loop(builder, n_rows, [a, b, *accs], row)
+            if integers:
+                units = [load_f32x16_at(builder, offset(builder, scale, unit + 64 * v)) for v in range(nv)]
+                sums = [builder.sitofp(x, llvm_type(f32x16)) for x in accs]
+                accs = [fma_f32x16(builder, x, units[i % nv], old)
+                        for i, (x, old) in enumerate(zip(sums, rescaled(), strict=True))]  # fmt: skip
             _store_block(builder, accs, c, c_stride, m, nv)
             return context.get_dummy_value()
 
@@ -202,8 +216,8 @@ def _make_rows_product(m, nv, accumulate, kind):
     return rows_product
 
 
-def _make_columns_product(m, nv, kind):
-    block = make_columns_block(m, nv, kind)
+def _make_columns_product(m, nv, kind, unit):
+    block = make_columns_block(m, nv, kind, unit)
 
     @merge
     def columns_product(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
@@ -243,12 +257,13 @@ def make_rows_product(accumulate, kind="f32"):
     return rows_product
 
 
-def make_columns_product(kind="f32"):
+def make_columns_product(kind="f32", unit=0):
     """columns_product(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
 
-    C[16*n_chunks][16*vectors] = C * scale + A^T B over n_rows >= 1 rows of A and B.
+    C[16*n_chunks][16*vectors] = C * scale + A^T B over n_rows >= 1 rows of A and B; C is f32. The sums of "i16" are
+    multiplied with what lies `unit` bytes behind scale.
     """
-    shapes = [_make_columns_product(*shape, kind) for shape in BLOCKS]
+    shapes = [_make_columns_product(*shape, kind, unit) for shape in BLOCKS]
     if len(shapes) == 1:
         one = shapes[0]
 

@@ -1,0 +1,321 @@
+"""Rows of a q8_0 cache as tiles for products of pairs (pair_tiles.py), without going through f32.
+
+A number of a row is code * 2**8 times its block's share of the row's scale: the upper half of one product of 16 bits.
+The share follows from the norm of the row, for which the squares of the codes are summed. Rows of V are the same
+integers, two positions side by side, so that V inside K's rows costs no second conversion; the scale of a row goes into
+its weights, which become integers as well, with a scale per row of the task and tile.
+"""
+
+import llvmlite.ir as ir
+import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
+
+from ikcli.backends.cpu.kernels.attention import (
+    K0,
+    K_CHUNKS,
+    LIMIT,
+    PART_ROW_BYTES,
+    UNIT,
+    V0,
+    V_CHUNK,
+    V_COLS,
+    is_masked,
+    part_row,
+    tile_chunk,
+    update_rows,
+)
+from ikcli.backends.cpu.kernels.common import word
+from ikcli.backends.cpu.kernels.pair_tiles import (
+    TINY,
+    k_scales,
+    pair_chunk,
+    rounded,
+    row_space,
+    v_scales,
+)
+from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, load_f32x16_at, loop, offset, sum_lanes
+from ikcli.native.jit import inline, merge
+from ikcli.native.simd.dot import emit_dot
+from ikcli.native.simd.half import load_f16x16
+from ikcli.native.simd.math import vexp_fast
+from ikcli.native.simd.vec import (
+    bcast_f32x16,
+    call_llvm,
+    f32x8,
+    i16x32,
+    i32x8,
+    llvm_type,
+    load_f32x16,
+    load_i32x16,
+    magnitude,
+    pointer,
+    select_less_i32,
+    splat_f32x16,
+    splat_i32x16,
+    splat_value,
+    store_f32x16,
+    store_i32x16,
+    vadd,
+    vand,
+    vdiv,
+    vfma,
+    vmax_fast,
+    vmin,
+    vmul,
+    vor,
+    vshl,
+    vsqrt,
+    vsub,
+    zero_f32x16,
+)
+
+_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_BLOCK = 34  # bytes
+ROWS = 16  # of cache of a round: the lanes of their scales
+_SHARE, _MOST_SHARE = np.float32(128), np.float32(32767)  # 2**15 over the 2**8 of a code
+_NORM = np.float32(32500)  # of rows: a block with a code of 127 has a share below 2**15 even if it is all there is
+_F1 = np.float32(1.0)
+_SUM, _TOP = np.float32(65000), np.float32(32700)  # of a row's weights of a tile: no sum leaves 32 bits
+_LEAST = np.float32(1e-33)
+
+
+# --- a row -----------------------------------------------------------------------------------------------------------
+@intrinsic
+def gather_scales(typingctx, row, n_blocks, dst):
+    """The half floats of a row's blocks, one after the other."""
+
+    def codegen(context, builder, sig, args):
+        row, n_blocks, dst = args
+
+        def block(state):
+            at, to = state
+            half = builder.load(pointer(builder, at, _I16), align=1)
+            builder.store(half, pointer(builder, to, _I16), align=1)
+            return [offset(builder, at, _BLOCK), offset(builder, to, 2)]
+
+        loop(builder, n_blocks, [row, dst], block)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 3), codegen
+
+
+@intrinsic
+def sum_squares(typingctx, row, stride, n_left, n_blocks, squares, squares_stride, dst):
+    """Sums of squares of 4 adjacent rows, of which only n_left are read; `squares`: those of their blocks' scales."""
+
+    def codegen(context, builder, sig, args):
+        row, stride, n_left, n_blocks, squares, squares_stride, dst = args
+        rows, all_squares = [row], [squares]
+        for j in range(1, 4):
+            here = builder.icmp_signed("<", ir.Constant(_I64, j), n_left)
+            rows.append(builder.add(rows[-1], builder.select(here, stride, ir.Constant(_I64, 0))))
+            all_squares.append(builder.add(all_squares[-1], squares_stride))
+
+        def block(state):
+            at, four, *accs = state
+            out = []
+            for row, squares, acc in zip(rows, all_squares, accs, strict=True):
+                codes = pointer(builder, offset(builder, builder.add(row, at), 2), ir.VectorType(_I8, 32))
+                codes = magnitude(builder, builder.load(codes, align=1))
+                total = emit_dot(builder, ir.Constant(llvm_type(i32x8), None), codes, codes, 8)
+                square = splat_value(builder, f32x8, load_f32x16_at(builder, builder.add(squares, four), _F32))
+                total = builder.sitofp(total, acc.type)
+                out.append(call_llvm(builder, "llvm.fma.v8f32", acc.type, [total, square, acc]))
+            return [offset(builder, at, _BLOCK), offset(builder, four, 4), *out]
+
+        start = [ir.Constant(_I64, 0)] * 2 + [ir.Constant(llvm_type(f32x8), None)] * 4
+        _, _, *accs = loop(builder, n_blocks, start, block)
+        sums = sum_lanes(builder, accs)
+        builder.store(sums, pointer(builder, dst, sums.type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 7), codegen
+
+
+def _scaled_codes(builder, block, share):
+    """The numbers of a block as i16x32."""
+    t = llvm_type(i16x32)
+    codes = builder.load(pointer(builder, offset(builder, block, 2), ir.VectorType(_I8, 32)), align=1)
+    codes = builder.shl(builder.sext(codes, t), ir.Constant(t, [8] * 32))
+    share = splat_value(builder, i16x32, builder.load(pointer(builder, share, _I16), align=1))
+    return call_llvm(builder, "llvm.x86.avx512.pmul.hr.sw.512", t, [codes, share])
+
+
+def _make_store_codes(in_k, in_v):
+    """store_codes(x, y, n_blocks, x_shares, y_shares, k, k_chunk, v, v_chunk): blocks >= 1 of two rows as K, V or both.
+
+    Shares are i32 of which the lower half counts.
+    """
+    low, high = ([i + 16 * h + 32 * j for i in range(16) for j in range(2)] for h in range(2))
+
+    @intrinsic
+    def store_codes(typingctx, x, y, n_blocks, x_shares, y_shares, k, k_chunk, v, v_chunk):
+        def codegen(context, builder, sig, args):
+            x, y, n_blocks, x_shares, y_shares, k, k_chunk, v, v_chunk = args
+
+            def put(value, at):
+                builder.store(value, pointer(builder, at, value.type), align=1)
+
+            def block(state):
+                x, y, x_share, y_share, kt, vt = state
+                a, b = _scaled_codes(builder, x, x_share), _scaled_codes(builder, y, y_share)
+                if in_k:
+                    put(a, kt)
+                    put(b, offset(builder, kt, CHUNK_ROW))
+                    kt = builder.add(kt, k_chunk)
+                if in_v:
+                    for pick in (low, high):
+                        put(builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, 32), pick)), vt)
+                        vt = builder.add(vt, v_chunk)
+                return [offset(builder, x, _BLOCK), offset(builder, y, _BLOCK), offset(builder, x_share, 4),
+                        offset(builder, y_share, 4), kt, vt]  # fmt: skip
+
+            loop(builder, n_blocks, [x, y, x_shares, y_shares, k, v], block)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 9), codegen
+
+    return store_codes
+
+
+_store_k, _store_v, _store_both = (_make_store_codes(*which) for which in ((True, False), (False, True), (True, True)))
+
+
+@inline
+def find_shares(row, stride, n, n_blocks, halves, squares, shares, scales):
+    """Shares of the blocks of up to 16 rows, i32, from their scales, half floats; the rows' scales go to `scales`."""
+    wide = (n_blocks + 15) & ~15
+    for i in range(n):
+        for j in range(0, n_blocks, 16):
+            s = load_f16x16(halves + 2 * (wide * i + j))
+            store_f32x16(squares + 4 * (wide * i + j), vmul(s, s))
+    for i in range(0, n, 4):
+        sum_squares(row + i * stride, stride, n - i, n_blocks, squares + 4 * wide * i, 4 * wide, scales + 4 * i)
+    norms = load_f32x16(scales)
+    factors = vdiv(splat_f32x16(_NORM), vsqrt(vadd(norms, splat_f32x16(TINY))))
+    # adding 0 * norm makes the scale of a row that is not finite NaN
+    store_f32x16(scales, vfma(norms, zero_f32x16(), vdiv(splat_f32x16(_F1), factors)))
+    store_f32x16(squares, vmul(factors, splat_f32x16(_SHARE)))
+    for i in range(n):
+        factor = bcast_f32x16(squares + 4 * i)
+        for j in range(0, n_blocks, 16):
+            share = vmin(vmul(load_f16x16(halves + 2 * (wide * i + j)), factor), splat_f32x16(_MOST_SHARE))
+            store_i32x16(shares + 4 * (wide * i + j), rounded(share, splat_f32x16(_F1)))
+
+
+# --- tiles -----------------------------------------------------------------------------------------------------------
+@inline
+def store_k_rows(params, x, y, n_blocks, x_shares, y_shares, k, v):
+    _store_k(x, y, n_blocks, x_shares, y_shares, k, tile_chunk(params), v, 0)
+
+
+@inline
+def store_v_rows(params, x, y, n_blocks, x_shares, y_shares, k, v):
+    _store_v(x, y, n_blocks, x_shares, y_shares, k, 0, v, pair_chunk(params))
+
+
+@inline
+def store_both_rows(params, x, y, n_blocks, x_shares, y_shares, k, v):
+    """V is a part of K's rows: some blocks before it, some perhaps behind it."""
+    k_chunk, v_chunk = tile_chunk(params), pair_chunk(params)
+    before, inside = word(params, V_CHUNK) >> 1, word(params, V_COLS) >> 5
+    if before > 0:
+        _store_k(x, y, before, x_shares, y_shares, k, k_chunk, v, 0)
+    at, share, k = _BLOCK * before, 4 * before, k + before * k_chunk
+    _store_both(x + at, y + at, inside, x_shares + share, y_shares + share, k, k_chunk, v, v_chunk)
+    at, share, k = at + _BLOCK * inside, share + 4 * inside, k + inside * k_chunk
+    behind = n_blocks - before - inside
+    if behind > 0:
+        _store_k(x + at, y + at, behind, x_shares + share, y_shares + share, k, k_chunk, v, 0)
+
+
+def _make_stage_part(part, columns, store_rows, scales_of):
+    """stage(params, segment, kv_head, k, v, position, n): n rows of a part, `columns(params)` wide."""
+
+    @merge
+    def stage(params, segment, kv_head, k, v, position, n):
+        n_blocks, stride = columns(params) >> 5, word(params, part + PART_ROW_BYTES)
+        row, element = part_row(params, part, segment, kv_head)
+        row += position * stride + (element >> 5) * _BLOCK
+        wide = (n_blocks + 15) & ~15
+        halves = row_space(params, k)
+        squares = halves + 2 * ROWS * wide
+        shares = squares + 4 * ROWS * wide
+        for first in range(0, n, ROWS):
+            here = min(ROWS, n - first)
+            for i in range(here):
+                gather_scales(row + i * stride, n_blocks, halves + 2 * wide * i)
+            find_shares(row, stride, here, n_blocks, halves, squares, shares, scales_of(params, k) + 4 * first)
+            for i in range(0, here, 2):
+                x, x_shares = row + i * stride, shares + 4 * wide * i
+                y, y_shares = (x + stride, x_shares + 4 * wide) if i + 1 < here else (x, x_shares)
+                at = first + i
+                store_rows(params, x, y, n_blocks, x_shares, y_shares, k + CHUNK_ROW * at, v + 32 * at)
+            row += here * stride
+
+    return stage
+
+
+@inline
+def k_columns(params):
+    return word(params, K_CHUNKS) << 4
+
+
+@inline
+def v_columns(params):
+    return word(params, V_COLS)
+
+
+def make_stage_codes(v_type):
+    """stage(params, segment, kv_head, k, v, position, n): both tiles of n positions; returns the address of V."""
+    if v_type == "view":
+        stage_k = _make_stage_part(K0, k_columns, store_both_rows, k_scales)
+
+        @inline
+        def stage_v(params, segment, kv_head, k, v, position, n):
+            return
+
+    else:
+        stage_k = _make_stage_part(K0, k_columns, store_k_rows, k_scales)
+        stage_v = _make_stage_part(V0, v_columns, store_v_rows, v_scales)
+
+    @merge
+    def stage(params, segment, kv_head, k, v, position, n):
+        stage_k(params, segment, kv_head, k, v, position, n)
+        stage_v(params, segment, kv_head, k, v, position, n)
+        return v
+
+    return stage
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+@inline
+def soft_max_codes(s, stride, n, tile, stats, top, v_scale):
+    """As soft_max_column, from scores and their maximum to integers in pairs of positions, a zero after an odd number.
+
+    What sums of products with them are to be multiplied with goes to the statistics.
+    """
+    limit = vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile))
+    masked, zero, low = is_masked(n, tile, stats), zero_f32x16(), splat_i32x16(0xFFFF)
+    total, nan, weights, largest = zero, zero, zero, zero
+    for t in range(n):
+        x = vsub(load_f32x16(s + t * stride), top)
+        nan = vfma(x, zero, nan)
+        p = vexp_fast(x)
+        if masked:
+            p = select_less_i32(splat_i32x16(t), limit, p, zero)
+        total = vadd(total, p)
+        p = vmul(p, bcast_f32x16(v_scale + 4 * t))
+        store_f32x16(s + t * stride, p)
+        weights, largest = vadd(weights, p), vmax_fast(p, largest)
+    factor = vdiv(splat_f32x16(_SUM), vadd(weights, splat_f32x16(_LEAST)))
+    factor = vmin(factor, vdiv(splat_f32x16(_TOP), vadd(largest, splat_f32x16(_LEAST))))
+    # adding 0 * weights makes the output NaN where a row of V is not finite
+    store_f32x16(stats + UNIT, vfma(weights, zero, vdiv(splat_f32x16(_F1), factor)))
+    for t in range(0, n, 2):
+        even = vand(rounded(load_f32x16(s + t * stride), factor), low)
+        if t + 1 < n:
+            even = vor(even, vshl(rounded(load_f32x16(s + (t + 1) * stride), factor), 16))
+        store_i32x16(s + (t >> 1) * stride, even)
+    update_rows(stats, top, vadd(total, nan))

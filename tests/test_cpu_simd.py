@@ -262,8 +262,21 @@ def _restricted_dots(u, w, s, acc, small, signed):  # type: ignore[no-untyped-de
     vec.store_i32x16(signed, _signed_dot(vec.load_i32x16(acc), vec.load_i8x64(w), vec.load_i8x64(s)))
 
 
+# two products of codes up to 63 at a time, four of codes up to 31
+_two_dots = _dot_of(lambda builder, acc, u, s: dot.emit_dots(builder, acc, [u] * 2, [s] * 2, 63))
+_four_dots = _dot_of(lambda builder, acc, u, s: dot.emit_dots(builder, acc, [u] * 4, [s] * 4, 31))
+
+
+@njit
+def _dots_at_once(u63, u31, s, acc, two, four):  # type: ignore[no-untyped-def]
+    vec.store_i32x16(two, _two_dots(vec.load_i32x16(acc), vec.load_i8x64(u63), vec.load_i8x64(s)))
+    vec.store_i32x16(four, _four_dots(vec.load_i32x16(acc), vec.load_i8x64(u31), vec.load_i8x64(s)))
+
+
 def check_restricted_dots() -> None:
-    """On AVX2: exact for codes up to 127, and for signed ones (-128 included) times bytes that are not -128."""
+    """On AVX2: exact for codes up to 127, and for signed ones (-128 included) times bytes that are not -128; so are
+    several products of smaller codes at once."""
+    assert [dot.most_addends(most) for most in (127, 63, 31)] == [1, 2, 4]
     rng = np.random.default_rng(6)
     cases = [(np.full(64, w, np.int8), np.full(64, s, np.int8)) for w in (-128, -1, 0, 127) for s in (-127, 0, 127)]
     cases += [(bytes_of(64, i).view(np.int8), bytes_of(64, 200 + i).view(np.int8)) for i in range(50)]
@@ -272,13 +285,16 @@ def check_restricted_dots() -> None:
         u, acc = (w & 127).view(np.uint8), rng.integers(-(2**30), 2**30, 16, dtype=np.int32)
         small, signed = np.empty(16, np.int32), np.empty(16, np.int32)
         _restricted_dots(*(x.ctypes.data for x in (u, w, s, acc, small, signed)))
-        for found, codes in ((small, u), (signed, w)):
-            np.testing.assert_array_equal(found, acc + (codes.astype(np.int64) * s).reshape(16, 4).sum(axis=1))
+        two, four = np.empty(16, np.int32), np.empty(16, np.int32)
+        _dots_at_once(*(x.ctypes.data for x in (u & 63, u & 31, s, acc, two, four)))
+        for found, codes, times in ((small, u, 1), (signed, w, 1), (two, u & 63, 2), (four, u & 31, 4)):
+            sums = (codes.astype(np.int64) * s).reshape(16, 4).sum(axis=1)
+            np.testing.assert_array_equal(found, acc + times * sums)
 
 
 def check_dots() -> None:
     """Exact on random and on extreme operands: nothing may saturate."""
-    if dot.is_plain_avx2():
+    if isa.current().plain_avx2:
         check_restricted_dots()
     rng = np.random.default_rng(5)
     cases = [(np.full(64, a, np.uint8), np.full(64, b, np.int8)) for a in (0, 1, 128, 255) for b in (-128, -1, 127)]

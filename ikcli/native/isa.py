@@ -34,6 +34,11 @@ class ISA:
     def is_x86(self) -> bool:
         return platform.machine() in ("x86_64", "AMD64")
 
+    @property
+    def plain_avx2(self) -> bool:
+        """Whether bytes are multiplied in several instructions of AVX2."""
+        return "avx2" in self.features and not {"avxvnni", "avx512vnni"} & self.features
+
 
 @functools.cache
 def host() -> ISA:

@@ -2,7 +2,7 @@
 
 A tile holds 16 (TILE_ROWS) rows. Per 32 columns: a header of float32 vectors (one value per row), then 8 x 64 bytes,
 group j holding bytes 4j..4j+3 of each row as unsigned codes. Modes:
-    s32: scale               value = scale * (code - 128)
+    s32: scale               value = scale * (code - bias); bias: `tile_bias`
     m32: scale, minimum      value = scale * code + minimum
     s16: two scales (one per 16 columns)       m16: two scales, two minima
 """
@@ -16,6 +16,7 @@ from ikcli.native import isa
 TILE_ROWS = 16
 MOST_TILES = 3  # multiplied together
 _CACHE = 768 << 10  # bytes of tiles that stay in the second level, with room for activations
+_SMALL_BIAS = 64  # with which no sum of two products leaves 16 bits
 MOST_WITH_MINIMUM = 31  # the largest code of a type with minima
 
 # mode -> (header bytes, bytes per 32 columns)
@@ -39,6 +40,11 @@ def most_code(fmt: Any, mode: str) -> int:
     if mode[0] == "m":
         return MOST_WITH_MINIMUM
     return 2 * fmt.bias - 1 if fmt.bias else 128
+
+
+def tile_bias(fmt: Any) -> int:
+    """What is added to a value of a symmetric mode in a tile: little where products of small codes are cheaper."""
+    return fmt.bias if isa.current().plain_avx2 and 0 < fmt.bias <= _SMALL_BIAS else 128
 
 
 def tile_bytes(type_name: str, k: int) -> int:

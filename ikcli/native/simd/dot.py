@@ -6,6 +6,8 @@ maps to what there is. An instruction the target lacks would abort the process, 
 `isa.current()` at compile time.
 """
 
+import functools
+
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba.core import types
@@ -50,12 +52,6 @@ def _saturating(builder, acc, u, s):
     return builder.add(acc, call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, [sums, ones]))
 
 
-def is_plain_avx2():
-    """Whether the target multiplies bytes in several instructions of AVX2."""
-    features = isa.current().features
-    return "avx2" in features and not {"avxvnni", "avx512vnni"} & features
-
-
 def emit_dot(builder, acc, u, s, n, most=255):
     """acc + groups-of-four dot products, n lanes; `most`: the largest u."""
     features = isa.current().features
@@ -71,6 +67,27 @@ def emit_dot(builder, acc, u, s, n, most=255):
     if n == 8 and "avx2" in features:
         return _saturating(builder, acc, u, s) if most < 128 else _even_and_odd(builder, acc, u, s)
     return _portable(builder, acc, u, s, n)
+
+
+def most_addends(most):
+    """How many products `emit_dots` takes at once: more than one where their sums of two fit 16 bits for so long."""
+    return max(1, 32767 // (2 * 127 * most)) if isa.current().plain_avx2 else 1
+
+
+def emit_dots(builder, acc, us, ss, most):
+    """acc (i32x16) + dot products of i8x64 with up to `most_addends` vectors of bytes; no s is -128."""
+    if len(us) == 1:
+        return emit_dot(builder, acc, us[0], ss[0], 16, most)
+
+    def half(acc, *vectors):
+        pairs = ir.VectorType(_I16, 16)
+        sums = [call_llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, [u, s])
+                for u, s in zip(vectors[: len(us)], vectors[len(us) :], strict=True)]  # fmt: skip
+        total = functools.reduce(builder.add, sums)
+        ones = ir.Constant(pairs, [1] * 16)
+        return builder.add(acc, call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, [total, ones]))
+
+    return _in_halves(builder, half, acc, *us, *ss)
 
 
 def emit_signed_dot(builder, acc, w, s):
@@ -224,8 +241,9 @@ __all__ = [
     "emit_dot",
     "emit_dot_bf16",
     "emit_dot_i16",
+    "emit_dots",
     "emit_signed_dot",
-    "is_plain_avx2",
+    "most_addends",
     "store_bf16_pairs",
     "store_bf16x32",
     "store_i16x32",

@@ -9,7 +9,7 @@ import contextlib
 import llvmlite.ir as ir
 
 from ikcli.native import isa
-from ikcli.native.simd.dot import emit_dot, emit_signed_dot
+from ikcli.native.simd.dot import emit_dot, emit_dots, emit_signed_dot
 from ikcli.native.simd.vec import (
     call_llvm,
     const_vector,
@@ -91,6 +91,9 @@ class Emitter:
 
     def dot(self, acc, u, s, most=255):
         return emit_dot(self.b, acc, u, s, 16, most)
+
+    def dots(self, acc, us, ss, most):
+        return emit_dots(self.b, acc, us, ss, most)
 
     def dot_signed(self, acc, w, s):
         return emit_signed_dot(self.b, acc, w, s)

@@ -12,9 +12,9 @@ import numpy as np
 
 from ikcli.backends.cpu.kernels.basic import copy_f32
 from ikcli.backends.cpu.kernels.common import n_rows, word
+from ikcli.native import isa
 from ikcli.native.jit import inline
 from ikcli.native.simd.blocks import store_magnitudes, store_quarters
-from ikcli.native.simd.dot import is_plain_avx2
 from ikcli.native.simd.half import st_bf16, store_bf16x16
 from ikcli.native.simd.vec import (
     cvt_f32x16_i32,
@@ -54,7 +54,7 @@ def _magnitudes(second, ib, c0, c1):
     store_magnitudes(second + 32 * ib, c0, c1)
 
 
-_store_second = _magnitudes if is_plain_avx2() else _by_quarters
+_store_second = _magnitudes if isa.current().plain_avx2 else _by_quarters
 
 
 @inline

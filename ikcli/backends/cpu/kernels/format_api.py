@@ -12,7 +12,6 @@ from ikcli.backends.cpu.kernels.unpack_tile import unpack_tile
 from ikcli.backends.cpu.tile_modes import MODES, TILE_ROWS
 from ikcli.native import isa
 from ikcli.native.jit import inline
-from ikcli.native.simd.dot import is_plain_avx2
 
 
 def few_dots(fmt):
@@ -23,7 +22,7 @@ def few_dots(fmt):
     make = group_dot if isinstance(fmt, GroupFormat) else row_dot
     if not {"avx512vnni", "avxvnni"} & isa.current().features:
         # dot products take most of the time there, and a lot of code
-        dot1 = row_dot_avx2(fmt) if make is row_dot and is_plain_avx2() else make(fmt, 1)
+        dot1 = row_dot_avx2(fmt) if make is row_dot and isa.current().plain_avx2 else make(fmt, 1)
 
         @inline
         def one_by_one(w, a, a_stride, m, k, out, out_stride):

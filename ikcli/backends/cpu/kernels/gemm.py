@@ -2,8 +2,8 @@
 
 Quantized: `nv` tiles of 16 weight rows, unpacked to unsigned bytes, times `nt` quantized activation rows. Per 32
 columns a tile holds its scales (f32x16; two vectors for 16-column scales), for types with minima the minima (f32x16),
-then 8 x 64 bytes: group j holds bytes 4j..4j+3 of each row. Symmetric types store code + 128, so that the dot product
-must start from -128 * (sum of activations), which the activation rows carry (`kernels/activations.py`).
+then 8 x 64 bytes: group j holds bytes 4j..4j+3 of each row. Symmetric types store value + bias, so that the dot product
+must start from -bias * (sum of activations); activation rows carry it for 128 (`kernels/activations.py`).
 
 Float: tile of 16*nv rows as f32 [column][row] times nt float activation rows.
 """
@@ -15,15 +15,16 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.tile_modes import LAYOUT, MOST_WITH_MINIMUM
+from ikcli.native import isa
 from ikcli.native.simd import vec
-from ikcli.native.simd.dot import emit_dot_bf16, is_plain_avx2
+from ikcli.native.simd.dot import emit_dot_bf16, most_addends
 from ikcli.native.simd.emit import Emitter, transpose16
 from ikcli.native.simd.half import bf16_to_f32, half_to_f32
 from ikcli.native.simd.vec import f32x16, i8x64, i32x16
 
 
 @functools.cache
-def quant_tile(mode, nt, nv=1):
+def quant_tile(mode, bias, nt, nv=1):
     """micro(tiles, tile_stride, n_blocks, a, a_stride, scales_at, out, out_stride, n_lanes).
 
     out[t][0:n_lanes] = nv tiles, `tile_stride` bytes apart, times a[t], t < nt; n_lanes <= 16*nv. `scales_at` is the
@@ -31,9 +32,13 @@ def quant_tile(mode, nt, nv=1):
     s per 16 [2 nb].
     """
     header, block_bytes = LAYOUT[mode]
-    most = MOST_WITH_MINIMUM if mode[0] == "m" else 255
+    most = MOST_WITH_MINIMUM if mode[0] == "m" else 2 * bias - 1
     with_min, halves = mode[0] == "m", 2 if mode.endswith("16") else 1
-    signed = not with_min and is_plain_avx2()  # codes without their 128, which is what the sums start from otherwise
+    # codes without their 128, which is what the sums start from otherwise
+    signed = not with_min and isa.current().plain_avx2 and bias == 128
+    smaller = 7 - (bias.bit_length() - 1)
+    groups = 8 // halves
+    at_once = 1 if signed else min(groups, 1 << (most_addends(most).bit_length() - 1))
     pairs = [(t, v) for t in range(nt) for v in range(nv)]
 
     @intrinsic
@@ -65,19 +70,22 @@ def quant_tile(mode, nt, nv=1):
                 for half in range(halves):
                     dots = {}
                     for t in range(nt):
-                        start = e.offset(rows[t], first_at, 4 * half)
-                        first = e.zero(i32x16) if with_min or signed else e.splat_i32(start)
+                        first = e.zero(i32x16)
+                        if not with_min and not signed:
+                            first = e.splat_i32(e.offset(rows[t], first_at, 4 * half))
+                            if smaller:
+                                first = builder.ashr(first, ir.Constant(first.type, [smaller] * 16))
                         dots.update({(t, v): first for v in range(nv)})
-                    for j in range(8 // halves):
-                        jj = j + half * 4
-                        codes = [e.load(i8x64, e.offset(p, header + 64 * jj)) for p in blocks]
-                        codes = [e.without_128(c) for c in codes] if signed else codes
+                    for first_j in range(groups * half, groups * (half + 1), at_once):
+                        some = range(first_j, first_j + at_once)
+                        codes = [[e.load(i8x64, e.offset(p, header + 64 * j)) for j in some] for p in blocks]
+                        codes = [[e.without_128(c) for c in of] for of in codes] if signed else codes
                         for t in range(nt):
-                            x = e.splat_bytes(e.offset(rows[t], q, 4 * jj))
+                            x = [e.splat_bytes(e.offset(rows[t], q, 4 * j)) for j in some]
                             for v in range(nv):
                                 dot = dots[t, v]
-                                dot = e.dot_signed(dot, codes[v], x) if signed else e.dot(dot, codes[v], x, most)
-                                dots[t, v] = dot
+                                dots[t, v] = (e.dot_signed(dot, codes[v][0], x[0]) if signed
+                                              else e.dots(dot, codes[v], x, most))  # fmt: skip
                     scale = floats(64 * half)
                     for t, v in pairs:
                         parts[t, v] = _plus(e, parts.get((t, v)), e.to_f32(dots[t, v]), scale[v])

@@ -19,7 +19,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, steps
-from ikcli.backends.cpu.tile_modes import LAYOUT, MODES
+from ikcli.backends.cpu.tile_modes import LAYOUT, MODES, tile_bias
 from ikcli.native.simd.emit import I32
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.vec import const_vector, i8x16, i8x64, i32x16, llvm_type, pointer
@@ -184,8 +184,8 @@ def unpack_group(fmt):
                         put(e, minima[ib], e.offset(to, 64 * halves))
                     for v, order in enumerate(fmt.order):
                         codes = fmt.codes(e, at_w, ib, v)
-                        if mode[0] == "s" and fmt.bias != 128:
-                            codes = builder.add(codes, e.const64(128 - fmt.bias))
+                        if mode[0] == "s" and fmt.bias != tile_bias(fmt):
+                            codes = builder.add(codes, e.const64(tile_bias(fmt) - fmt.bias))
                         words = builder.bitcast(codes, llvm_type(i32x16))
                         for g, x in zip(order, e.split(words, rows), strict=True):
                             e.store(x, e.offset(to, header + 64 * g))

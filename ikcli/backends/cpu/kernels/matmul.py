@@ -11,20 +11,27 @@ from ikcli.backends.cpu.kernels.format_api import few_dots, unpack_sixteen
 from ikcli.backends.cpu.kernels.formats import FORMATS
 from ikcli.backends.cpu.kernels.formats_float import float_block
 from ikcli.backends.cpu.kernels.gemm import quant_tile
-from ikcli.backends.cpu.tile_modes import MODES, MOST_TILES, TILE_ROWS, multiplies_tiles_together, tile_bytes_per_step
+from ikcli.backends.cpu.tile_modes import (
+    MODES,
+    MOST_TILES,
+    TILE_ROWS,
+    multiplies_tiles_together,
+    tile_bias,
+    tile_bytes_per_step,
+)
 from ikcli.native.jit import inline
 from ikcli.native.simd.vec import ld_i64
 
 _ITEMS_PER_THREAD = 4  # at least, so that threads end at about the same time
 
 
-def _make_multiply(mode, n_tiles, most):
+def _make_multiply(fmt, n_tiles, most):
     """multiply(tiles, stride, n, k, a, a_stride, m, out, out_stride): n weight rows in tiles times m activation rows.
 
     At most `most` activation rows, a power of two, at a time.
     """
-    micro = quant_tile(mode, most, n_tiles)
-    rest = _make_multiply(mode, n_tiles, most // 2) if most > 1 else _nothing
+    micro = quant_tile(MODES[fmt.name], tile_bias(fmt), most, n_tiles)
+    rest = _make_multiply(fmt, n_tiles, most // 2) if most > 1 else _nothing
 
     @inline
     def multiply(tiles, stride, n, k, a, a_stride, m, out, out_stride):
@@ -43,11 +50,11 @@ def _nothing(tiles, stride, n, k, a, a_stride, m, out, out_stride):
 
 def _tile_block(type_name):
     """block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles) by way of tiles of n rows."""
-    mode = MODES[type_name]
-    unpack, step_bytes = unpack_sixteen(FORMATS[type_name]), tile_bytes_per_step(type_name)
-    one = _make_multiply(mode, 1, 8)
+    fmt = FORMATS[type_name]
+    unpack, step_bytes = unpack_sixteen(fmt), tile_bytes_per_step(type_name)
+    one = _make_multiply(fmt, 1, 8)
     # an activation is loaded once for all tiles
-    together = _make_multiply(mode, MOST_TILES, 4) if multiplies_tiles_together() else one
+    together = _make_multiply(fmt, MOST_TILES, 4) if multiplies_tiles_together() else one
 
     @inline
     def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles):

@@ -21,7 +21,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.tile_modes import MODES
-from ikcli.native.simd.dot import is_plain_avx2
+from ikcli.native import isa
 from ikcli.native.simd.emit import I32, I64, Emitter
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.vec import (
@@ -367,7 +367,7 @@ class RowFormat:
 
         0, for signed bytes, where values need all 8 bits and plain AVX2 multiplies.
         """
-        return 0 if is_plain_avx2() else 128
+        return 0 if isa.current().plain_avx2 else 128
 
     def header(self, e, w):
         """Reads the row header."""

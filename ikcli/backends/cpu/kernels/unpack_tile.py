@@ -12,7 +12,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.rowformat import RowEmitter, copy_blocks
-from ikcli.backends.cpu.tile_modes import LAYOUT, MODES
+from ikcli.backends.cpu.tile_modes import LAYOUT, MODES, tile_bias
 from ikcli.native.simd.emit import I64, transpose16
 from ikcli.native.simd.vec import f32x16, pointer
 
@@ -52,8 +52,10 @@ def unpack_tile(fmt):
 
     def decode(e, row_w, at_w, codes, floats):
         row = fmt.header(e, row_w)
+        less = 0 if mode[0] == "m" else 128 - tile_bias(fmt)
         for j in range(4):
-            e.store(fmt.codes(e, at_w, j), e.offset(codes, _VECTOR * j))
+            v = fmt.codes(e, at_w, j)
+            e.store(e.b.sub(v, e.const64(less)) if less else v, e.offset(codes, _VECTOR * j))
         e.store(fmt.scales(e, at_w, row), floats[0])
         if mode.startswith("m"):
             e.store(fmt.minima(e, at_w, row), floats[1])

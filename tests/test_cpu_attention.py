@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -460,7 +460,7 @@ def test_head_shapes_in_pairs(n_head: int, n_head_kv: int, width: int, type_: GG
     assert has_kernel(built, "attention_pairs")
 
 
-@pairs_only
+@pytest.mark.skipif(isa.current().name != "avx512", reason="no AVX-512 here")
 @pytest.mark.parametrize("sharpness", [0.01, 1, 30])
 @pytest.mark.parametrize("view", [True, False])
 def test_uneven_rows_as_integers(view: bool, sharpness: float, rng: np.random.Generator) -> None:
@@ -484,6 +484,18 @@ def test_uneven_rows_as_integers(view: bool, sharpness: float, rng: np.random.Ge
     exact, in_pairs = (expected(run, built.node, segments, values, how)[0] for how in ("", "pairs"))
     assert how_rounded(built) == "integers"
     assert np.abs(out - exact).max() < 1.5 * np.abs(in_pairs - exact).max()
+
+
+@pytest.mark.skipif(isa.current().name != "avx512", reason="no AVX-512 here")
+def test_integers_need_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs with AVX-512 but without avx512bf16, for more than 8 rows."""
+    here = isa.current()
+    lesser = replace(here, features=here.features - {"avx512bf16"})
+    monkeypatch.setattr(isa, "current", lambda: lesser)
+    for tokens, type_, want in ((3, Q8_0, True), (2, Q8_0, False), (3, BF16, False)):
+        built = gqa(6, 2, 64, (type_, type_), tokens=tokens, cells=80, flash=True)
+        check(built, [Segment(tokens, 1, 70)], 2)
+        assert has_kernel(built, "attention_pairs") == want
 
 
 @pairs_only

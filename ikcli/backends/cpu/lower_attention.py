@@ -179,9 +179,10 @@ def _fits_pairs(k: Sequence[HeadSlice], v: HeadSlice) -> bool:
 
 
 def _in_codes(sources: _Sources, k: Sequence[HeadSlice], v: HeadSlice) -> bool:
-    """Whether heads are whole blocks of q8_0 caches: kernels/attention_codes.py."""
+    """Whether kernels/attention_codes.py serves: heads are whole blocks of q8_0 caches."""
     columns = [c for p in (*k, v) for c in (p.offset, p.width, p.head_stride)]
-    return (sources.k_types, sources.v_type) == ("q8_0", "q8_0") and not any(c % 32 for c in columns)
+    q8_0 = (sources.k_types, sources.v_type) == ("q8_0", "q8_0")
+    return q8_0 and isa.current().name == "avx512" and not any(c % 32 for c in columns)
 
 
 def _most_streamed(k_type: str, k: Sequence[HeadSlice], v: HeadSlice) -> int:
@@ -210,8 +211,8 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     n_rows, units = min(block, low.max_rows[Rows.TOKENS]) * heads, n_head // heads
     k_chunks, v_chunks, view = _chunks(*k), _chunks(v), _view_chunk(k, v)
     stream = n_rows == heads <= _most_streamed(sources.k_types, k, v)
-    pairs = not stream and n_rows > 1 and _fits_pairs(k, v)
-    codes = _in_codes(sources, k, v)
+    codes = not stream and n_rows > FEW_ROWS and _in_codes(sources, k, v)
+    pairs = codes or (not stream and n_rows > 1 and _fits_pairs(k, v))
     few = stream or n_rows <= (MOST_FEW_ROWS if pairs and not codes else FEW_ROWS)
     if pairs and few and (len(k) > 1 or k_chunks % 2 or v_chunks % 2):
         pairs, few = n_rows > FEW_ROWS, n_rows <= FEW_ROWS  # there are no pairs of such columns for few rows

@@ -2,8 +2,8 @@
 
 Where attention.py has one f32, tiles have two adjacent columns (K) or positions (V). Rows of Q and K become integers of
 16 bits with a scale per row; by Cauchy and Schwarz no sum can leave 32 bits when both have a norm below 2**15, and the
-rounding is that of 12 bits or more beside an ordinary element. V and the weights of the soft-max become bfloat16.
-Statistics and the output stay f32. For CPUs with avx512bf16.
+rounding is that of 12 bits or more beside an ordinary element. V and the weights of the soft-max become bfloat16 (for
+CPUs with avx512bf16) or, of a q8_0 cache, integers as well (attention_codes.py). Statistics and the output stay f32.
 """
 
 import numpy as np

@@ -29,6 +29,7 @@ from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.kernels.pair_tiles import (
     TINY,
     k_scales,
+    make_both,
     pair_chunk,
     rounded,
     row_space,
@@ -72,7 +73,7 @@ from ikcli.native.simd.vec import (
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _BLOCK = 34  # bytes
-ROWS = 16  # of cache of a round: the lanes of their scales
+_ROWS = 16  # of the cache at a time: their scales fill a vector
 _SHARE, _MOST_SHARE = np.float32(128), np.float32(32767)  # 2**15 over the 2**8 of a code
 _NORM = np.float32(32500)  # of rows: a block with a code of 127 has a share below 2**15 even if it is all there is
 _F1 = np.float32(1.0)
@@ -240,10 +241,10 @@ def _make_stage_part(part, columns, store_rows, scales_of):
         row += position * stride + (element >> 5) * _BLOCK
         wide = (n_blocks + 15) & ~15
         halves = row_space(params, k)
-        squares = halves + 2 * ROWS * wide
-        shares = squares + 4 * ROWS * wide
-        for first in range(0, n, ROWS):
-            here = min(ROWS, n - first)
+        squares = halves + 2 * _ROWS * wide
+        shares = squares + 4 * _ROWS * wide
+        for first in range(0, n, _ROWS):
+            here = min(_ROWS, n - first)
             for i in range(here):
                 gather_scales(row + i * stride, n_blocks, halves + 2 * wide * i)
             find_shares(row, stride, here, n_blocks, halves, squares, shares, scales_of(params, k) + 4 * first)
@@ -270,23 +271,9 @@ def v_columns(params):
 def make_stage_codes(v_type):
     """stage(params, segment, kv_head, k, v, position, n): both tiles of n positions; returns the address of V."""
     if v_type == "view":
-        stage_k = _make_stage_part(K0, k_columns, store_both_rows, k_scales)
-
-        @inline
-        def stage_v(params, segment, kv_head, k, v, position, n):
-            return
-
-    else:
-        stage_k = _make_stage_part(K0, k_columns, store_k_rows, k_scales)
-        stage_v = _make_stage_part(V0, v_columns, store_v_rows, v_scales)
-
-    @merge
-    def stage(params, segment, kv_head, k, v, position, n):
-        stage_k(params, segment, kv_head, k, v, position, n)
-        stage_v(params, segment, kv_head, k, v, position, n)
-        return v
-
-    return stage
+        return make_both(_make_stage_part(K0, k_columns, store_both_rows, k_scales))
+    stage_k = _make_stage_part(K0, k_columns, store_k_rows, k_scales)
+    return make_both(stage_k, _make_stage_part(V0, v_columns, store_v_rows, v_scales))
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------

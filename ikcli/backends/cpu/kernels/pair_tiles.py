@@ -204,19 +204,19 @@ def make_stage_v_pairs(v_type):
     return stage
 
 
-def make_stage_pairs(k_types, v_type):
-    """stage(params, segment, kv_head, k, v, position, n): both tiles; returns the address of V."""
-    view = v_type == "view"
-    stage_k = make_stage_k_pairs(k_types, view)
-    if view:
+def make_both(stage_k, stage_v=None):
+    """stage(params, segment, kv_head, k, v, position, n): both tiles; returns the address of V.
+
+    Without stage_v, stage_k makes the tile of V as well.
+    """
+    if stage_v is None:
 
         @merge
-        def stage_row(params, segment, kv_head, k, v, position, n):
+        def stage_rows(params, segment, kv_head, k, v, position, n):
             stage_k(params, segment, kv_head, k, v, position, n)
             return v
 
-        return stage_row
-    stage_v = make_stage_v_pairs(v_type)
+        return stage_rows
 
     @merge
     def stage(params, segment, kv_head, k, v, position, n):
@@ -225,3 +225,10 @@ def make_stage_pairs(k_types, v_type):
         return v
 
     return stage
+
+
+def make_stage_pairs(k_types, v_type):
+    """As `make_both`, of rows taken as f32."""
+    if v_type == "view":
+        return make_both(make_stage_k_pairs(k_types, True))
+    return make_both(make_stage_k_pairs(k_types, False), make_stage_v_pairs(v_type))

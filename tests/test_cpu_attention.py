@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from kernel_harness import Harness, Segment
 
+from ikcli.backends.cpu import lower_attention
+from ikcli.backends.cpu.kernels import attention, pair_tiles
 from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
@@ -515,6 +517,14 @@ def test_only_short_caches_are_taken_in_pairs() -> None:
             built = gqa(4, 4, 64, (k, v), tokens=30, cells=64, flash=True)
             built.run.compile(built.node, 1)
             assert has_kernel(built, "attention_pairs") == (k in SHORT and v in SHORT), (k, v)
+
+
+def test_sizes_of_scratch() -> None:
+    """Lowering, which must not import the kernels, reserves what they use."""
+    assert lower_attention.MAX_ROWS == attention.MAX_ROWS
+    assert lower_attention._STAT_BYTES == attention.STAT_BYTES
+    assert lower_attention._STATS_BYTES == attention.STATS_BYTES
+    assert lower_attention._BLOCK_SPACE == pair_tiles.BLOCK_SPACE
 
 
 def test_large_scores() -> None:

@@ -23,7 +23,8 @@ FEW_ROWS = 8  # largest task of kernels/attention_few.py
 MOST_FEW_ROWS = 16  # ... of attention_few_pairs.py, and of attention_stream.py with 512-bit vectors
 SCORE_TILE = 96  # positions of a tile of stored scores: kernels/attention_full.py
 _SLOTS_PER_THREAD = 4  # ... SPLITS_PER_THREAD
-_STATS_BYTES = 5 * 4 * MAX_ROWS
+_STAT_BYTES = 4 * MAX_ROWS  # kernels/attention.py
+_STATS_BYTES = 5 * _STAT_BYTES
 _BLOCK_SPACE = 2560  # kernels/pair_tiles.py
 _MIN_SPLIT = {True: 64, False: 256}  # fewest positions of a part, for few rows and many
 
@@ -232,7 +233,7 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
         v_bytes = 64 * v_chunks * (tile // 2 + 1)
     s_bytes = 4 * max(rows, per_task * m if stream else 0) * (tile + 16)
     at, scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, s_bytes, o_bytes, per_task * _STATS_BYTES)
-    slot_bytes = 2 * 4 * MAX_ROWS + 64 * v_chunks * rows
+    slot_bytes = 2 * _STAT_BYTES + 64 * v_chunks * rows
     scratch = low.buffer(low.n_threads * scratch_bytes)
     n_slots = _SLOTS_PER_THREAD * low.n_threads * per_task
     slots = low.buffer(max(n_slots, units) * low.max_rows[Rows.TOKENS] * slot_bytes if low.independent

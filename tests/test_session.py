@@ -30,6 +30,7 @@ from ikcli.eval.perplexity import run as run_perplexity
 from ikcli.eval.text import tokenize
 from ikcli.gguf.constants import GGMLType
 from ikcli.models import GraphConfig
+from ikcli.native import isa
 
 Array = npt.NDArray[Any]
 EXPERTS = {"expert_count": 8, "expert_used_count": 3}
@@ -110,7 +111,8 @@ def compare(path: Path, lengths: tuple[int, ...] = (1, 50, 300), **changes: Any)
     with Session.open(c) as session:
         found = transcript(session, lengths)
     wanted = transcript(ReferenceSession(path, graph_config(c)), lengths)
-    if {c.type_k, c.type_v} <= set(TOLERANCE):
+    integers = c.flash_attn and isa.current().name == "avx512" and "f16" in (c.type_k, c.type_v)
+    if {c.type_k, c.type_v} <= set(TOLERANCE) and not integers:
         assert_close(found, wanted, max(TOLERANCE[c.type_k], TOLERANCE[c.type_v]))
     else:
         exact = config(path, **(changes | EXACT_CACHE))
@@ -118,7 +120,7 @@ def compare(path: Path, lengths: tuple[int, ...] = (1, 50, 300), **changes: Any)
 
 
 def compare_short(found: Array, wanted: Array, exact: Array) -> None:
-    """With a cache that loses more than kernels may: as good as NumPy with this cache, and nearer to that than to
+    """With a cache that loses what kernels may, or more: as good as NumPy with this cache, and nearer to that than to
     NumPy with an exact one."""
 
     def distance(a: Array, b: Array) -> float:

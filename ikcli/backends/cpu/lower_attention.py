@@ -20,7 +20,7 @@ from ikcli.native.kernel_cache import KernelKey
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q8_KV", "q6_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 MAX_ROWS = 144  # rows of an attention task: kernels/attention.py
 FEW_ROWS = 8  # largest task of kernels/attention_few.py
-MOST_FEW_ROWS = 16  # ... of attention_few_pairs.py, and of attention_stream.py with 512-bit vectors
+MOST_FEW_ROWS = 16  # ... of attention_stream.py with 512-bit vectors
 SCORE_TILE = 96  # positions of a tile of stored scores: kernels/attention_full.py
 _SLOTS_PER_THREAD = 4  # ... SPLITS_PER_THREAD
 _STAT_BYTES = 4 * MAX_ROWS  # kernels/attention.py
@@ -170,27 +170,29 @@ def _is_streamed(*parts: HeadSlice) -> bool:
     return True
 
 
-def _fits_pairs(k: Sequence[HeadSlice], v: HeadSlice) -> bool:
-    """Whether kernels/attention_pairs.py loses nothing worth mentioning: no cache holds more than bfloat16 does.
+def _fits_integers(k: Sequence[HeadSlice], v: HeadSlice) -> bool:
+    """Whether kernels/attention_pairs.py loses nothing worth mentioning: no cache holds more than f16 does.
 
     Rows computed from the cache, in f32, are as precise as what they are computed from.
     """
     types = {p.source.type for p in (*k, v) if isinstance(p.source, Cache)}
-    return "avx512bf16" in isa.current().features and bool(types) and types.isdisjoint((GGMLType.F32, GGMLType.F16))
+    return isa.current().name == "avx512" and bool(types) and GGMLType.F32 not in types
 
 
-def _in_codes(sources: _Sources, k: Sequence[HeadSlice], v: HeadSlice) -> bool:
-    """Whether kernels/attention_codes.py serves: heads are whole blocks of q8_0 caches."""
+def _staging(sources: _Sources, k: Sequence[HeadSlice], v: HeadSlice) -> str:
+    """How kernels/attention_pairs.py takes rows: "codes" of q8_0, "direct" of 16-bit floats, else by way of "f32"."""
     columns = [c for p in (*k, v) for c in (p.offset, p.width, p.head_stride)]
-    q8_0 = (sources.k_types, sources.v_type) == ("q8_0", "q8_0")
-    return q8_0 and isa.current().name == "avx512" and not any(c % 32 for c in columns)
+    types = {sources.k_types, sources.v_type}
+    if types == {"q8_0"} and not any(c % 32 for c in columns):
+        return "codes"
+    return "direct" if types <= {"f16", "bf16"} and not any(c % 16 for c in columns) else "f32"
 
 
 def _most_streamed(k_type: str, k: Sequence[HeadSlice], v: HeadSlice) -> int:
     """Heads per KV head up to which the kernel for one token is used."""
     if len(k) > 1 or not _is_streamed(*k, v):
         return 0
-    wide = isa.current().name == "avx512" and k_type != "q8_0" and not _fits_pairs(k, v)
+    wide = isa.current().name == "avx512" and k_type != "q8_0" and not _fits_integers(k, v)
     return MOST_FEW_ROWS if wide else FEW_ROWS
 
 
@@ -212,11 +214,10 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     n_rows, units = min(block, low.max_rows[Rows.TOKENS]) * heads, n_head // heads
     k_chunks, v_chunks, view = _chunks(*k), _chunks(v), _view_chunk(k, v)
     stream = n_rows == heads <= _most_streamed(sources.k_types, k, v)
-    codes = not stream and n_rows > FEW_ROWS and _in_codes(sources, k, v)
-    pairs = codes or (not stream and n_rows > 1 and _fits_pairs(k, v))
-    few = stream or n_rows <= (MOST_FEW_ROWS if pairs and not codes else FEW_ROWS)
-    if pairs and few and (len(k) > 1 or k_chunks % 2 or v_chunks % 2):
-        pairs, few = n_rows > FEW_ROWS, n_rows <= FEW_ROWS  # there are no pairs of such columns for few rows
+    few = stream or n_rows <= FEW_ROWS
+    pairs = not stream and n_rows > 1 and _fits_integers(k, v)
+    if few and (len(k) > 1 or k_chunks % 2 or v_chunks % 2):
+        pairs = False  # there are no pairs of such columns for few rows
     rows, per_task = -(-n_rows // 16) * 16, units if few else 1
     m = 1 << (heads - 1).bit_length()  # rows of the kernel that streams
     tile = 64 if stream or (few and pairs) else 32 if few else 128 if k_chunks + v_chunks <= 32 else 64
@@ -227,9 +228,9 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     q_bytes, o_bytes = 64 * k_chunks * rows + per_task * q_unit, 64 * v_chunks * rows + per_task * o_unit
     k_bytes = 64 * k_chunks * m if stream else 64 * k_chunks * (tile + 1)
     v_bytes = 0 if stream or view >= 0 else 64 * v_chunks * (tile + 1)
-    if pairs:  # K in pairs of columns, two rows of f32, scales of K, V and Q; V in pairs of positions
+    if pairs:  # K in pairs of columns, two rows of f32, 3 numbers per position, 1 per row; V in pairs of positions
         k_bytes = 64 * ((k_chunks + 1) // 2) * (tile + 1) + 2 * 64 * max(k_chunks, v_chunks) + _BLOCK_SPACE
-        k_bytes += 8 * tile + 4 * rows
+        k_bytes += 12 * tile + 4 * rows
         v_bytes = 64 * v_chunks * (tile // 2 + 1)
     s_bytes = 4 * max(rows, per_task * m if stream else 0) * (tile + 16)
     at, scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, s_bytes, o_bytes, per_task * _STATS_BYTES)
@@ -246,11 +247,11 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     if stream:
         key = KernelKey("attention_stream", "make_flash_stream", (sources.k_types, sources.v_type, m))
     elif few and pairs:
-        key = KernelKey("attention_few_pairs", "make_flash_few_pairs", types)
+        key = KernelKey("attention_few_pairs", "make_flash_few_pairs", (*types, _staging(sources, k, v)))
     elif few:
         key = KernelKey("attention_few", "make_flash_few", types)
     elif pairs:
-        key = KernelKey("attention_pairs", "make_flash_pairs", (*types, int(codes)))
+        key = KernelKey("attention_pairs", "make_flash_pairs", (*types, _staging(sources, k, v)))
     else:
         key = KernelKey("attention", "make_flash_attn", types)
     low.emit(key, node.rows, *words, *sources.words)

@@ -339,15 +339,24 @@ def write_slot(slot, stats, o, o_bytes):
         store_f32x16(slot + 2 * STAT_BYTES + i, load_f32x16(o + i))
 
 
+@inline
+def next_k(params, segment, kv_head, position, otherwise):
+    """Address of K's row at a position if all of the row is K, and so are those that follow."""
+    row, _ = part_row(params, K0, segment, kv_head)
+    whole = word(params, K0 + PART_HEAD_STRIDE) == 0
+    return row + position * word(params, K0 + PART_ROW_BYTES) if whole else otherwise
+
+
 # --- kernels ---------------------------------------------------------------------------------------------------------
 def make_flash(pack, stage, weigh, add):
     """The kernel made of: pack(params, token, unit, rows, q, tmp), Q of a task; stage(params, segment, kv_head, k, v,
     position, n), tiles of the cache, which returns the address of V; and for up to MAX_VECTORS vectors of rows, from
     byte x of a row of vectors on: weigh(params, wide, q, k, s, stride, stats, x, n, tile), the weights of n positions;
-    add(params, wide, v, s, stride, o, stats, x, n), the output with them."""
+    add(params, wide, v, s, stride, o, stats, x, n, ask), the output with them, while memory from `ask` on may be asked
+    for."""
 
     @merge
-    def attend(params, q, k, v, s, o, stats, rows, n, tile):
+    def attend(params, q, k, v, s, o, stats, rows, n, tile, ask):
         """All rows of the task with the n staged positions from `tile` on."""
         vectors = (rows + 15) >> 4
         for at in range(0, vectors, MAX_VECTORS):
@@ -355,7 +364,7 @@ def make_flash(pack, stage, weigh, add):
             seen = min(n, ld_i32(stats + LIMIT + 4 * (16 * (at + wide) - 1)) - tile)
             if seen > 0:
                 weigh(params, wide, q, k, s, 64 * vectors, stats, 64 * at, seen, tile)
-                add(params, wide, v, s, 64 * vectors, o, stats, 64 * at, seen)
+                add(params, wide, v, s, 64 * vectors, o, stats, 64 * at, seen, ask)
 
     def flash_attn(params, ith, nth):
         n_base = n_base_tasks(params)
@@ -384,7 +393,8 @@ def make_flash(pack, stage, weigh, add):
             for at in range(begin, end, tile):
                 n = min(tile, end - at)
                 values = stage(params, segment, kv_head, k, v, at, n)
-                attend(params, q, k, values, s, o, stats, rows, n, at)
+                ask = next_k(params, segment, kv_head, at + n, values) if at + n < end else values
+                attend(params, q, k, values, s, o, stats, rows, n, at, ask)
             if length >= position + n_tokens:
                 write_rows(params, token, unit, rows, o, stride, stats + L, s)
             else:
@@ -410,9 +420,9 @@ def make_flash_attn(k_types, v_type):
             soft_max_column(s + i, stride, n, tile, stats + i)
 
     @inline
-    def add(params, wide, v, s, stride, o, stats, x, n):
+    def add(params, wide, v, s, stride, o, stats, x, n, ask):
         chunk_bytes, chunks, factors = tile_chunk(params), (word(params, V_COLS) + 15) >> 4, stats + CORRECTION + x
-        columns_product(wide, v, chunk_bytes, chunks, s + x, stride, n, o + x, stride, factors)
+        columns_product(wide, v, chunk_bytes, chunks, s + x, stride, n, o + x, stride, factors, ask)
 
     return make_flash(pack_q, stage, weigh, add)
 

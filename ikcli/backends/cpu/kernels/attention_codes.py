@@ -2,8 +2,7 @@
 
 A number of a row is code * 2**8 times its block's share of the row's scale: the upper half of one product of 16 bits.
 The share follows from the norm of the row, for which the squares of the codes are summed. Rows of V are the same
-integers, two positions side by side, so that V inside K's rows costs no second conversion; the scale of a row goes into
-its weights, which become integers as well, with a scale per row of the task and tile.
+integers, two positions side by side, so that V inside K's rows costs no second conversion.
 """
 
 import llvmlite.ir as ir
@@ -13,33 +12,30 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.attention import (
     K0,
-    K_CHUNKS,
-    LIMIT,
     PART_ROW_BYTES,
-    UNIT,
     V0,
     V_CHUNK,
     V_COLS,
-    is_masked,
     part_row,
     tile_chunk,
-    update_rows,
 )
 from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.kernels.pair_tiles import (
     TINY,
+    k_columns,
     k_scales,
     make_both,
     pair_chunk,
     rounded,
     row_space,
+    v_columns,
     v_scales,
+    v_tops,
 )
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, load_f32x16_at, loop, offset, sum_lanes
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.dot import emit_dot
 from ikcli.native.simd.half import load_f16x16
-from ikcli.native.simd.math import vexp_fast
 from ikcli.native.simd.vec import (
     bcast_f32x16,
     call_llvm,
@@ -48,26 +44,18 @@ from ikcli.native.simd.vec import (
     i32x8,
     llvm_type,
     load_f32x16,
-    load_i32x16,
     magnitude,
     pointer,
-    select_less_i32,
     splat_f32x16,
-    splat_i32x16,
     splat_value,
     store_f32x16,
     store_i32x16,
     vadd,
-    vand,
     vdiv,
     vfma,
-    vmax_fast,
     vmin,
     vmul,
-    vor,
-    vshl,
     vsqrt,
-    vsub,
     zero_f32x16,
 )
 
@@ -77,8 +65,7 @@ _ROWS = 16  # of the cache at a time: their scales fill a vector
 _SHARE, _MOST_SHARE = np.float32(128), np.float32(32767)  # 2**15 over the 2**8 of a code
 _NORM = np.float32(32500)  # of rows: a block with a code of 127 has a share below 2**15 even if it is all there is
 _F1 = np.float32(1.0)
-_SUM, _TOP = np.float32(65000), np.float32(32700)  # of a row's weights of a tile: no sum leaves 32 bits
-_LEAST = np.float32(1e-33)
+_MOST = np.float32(32600)  # number of a row: largest share and code
 
 
 # --- a row -----------------------------------------------------------------------------------------------------------
@@ -184,7 +171,7 @@ _store_k, _store_v, _store_both = (_make_store_codes(*which) for which in ((True
 
 
 @inline
-def find_shares(row, stride, n, n_blocks, halves, squares, shares, scales):
+def find_shares(row, stride, n, n_blocks, halves, squares, shares, scales, tops):
     """Shares of the blocks of up to 16 rows, i32, from their scales, half floats; the rows' scales go to `scales`."""
     wide = (n_blocks + 15) & ~15
     for i in range(n):
@@ -197,6 +184,7 @@ def find_shares(row, stride, n, n_blocks, halves, squares, shares, scales):
     factors = vdiv(splat_f32x16(_NORM), vsqrt(vadd(norms, splat_f32x16(TINY))))
     # adding 0 * norm makes the scale of a row that is not finite NaN
     store_f32x16(scales, vfma(norms, zero_f32x16(), vdiv(splat_f32x16(_F1), factors)))
+    store_f32x16(tops, vmul(load_f32x16(scales), splat_f32x16(_MOST)))
     store_f32x16(squares, vmul(factors, splat_f32x16(_SHARE)))
     for i in range(n):
         factor = bcast_f32x16(squares + 4 * i)
@@ -247,7 +235,8 @@ def _make_stage_part(part, columns, store_rows, scales_of):
             here = min(_ROWS, n - first)
             for i in range(here):
                 gather_scales(row + i * stride, n_blocks, halves + 2 * wide * i)
-            find_shares(row, stride, here, n_blocks, halves, squares, shares, scales_of(params, k) + 4 * first)
+            scales, tops = scales_of(params, k) + 4 * first, v_tops(params, k) + 4 * first
+            find_shares(row, stride, here, n_blocks, halves, squares, shares, scales, tops)
             for i in range(0, here, 2):
                 x, x_shares = row + i * stride, shares + 4 * wide * i
                 y, y_shares = (x + stride, x_shares + 4 * wide) if i + 1 < here else (x, x_shares)
@@ -258,51 +247,9 @@ def _make_stage_part(part, columns, store_rows, scales_of):
     return stage
 
 
-@inline
-def k_columns(params):
-    return word(params, K_CHUNKS) << 4
-
-
-@inline
-def v_columns(params):
-    return word(params, V_COLS)
-
-
 def make_stage_codes(v_type):
     """stage(params, segment, kv_head, k, v, position, n): both tiles of n positions; returns the address of V."""
     if v_type == "view":
         return make_both(_make_stage_part(K0, k_columns, store_both_rows, k_scales))
     stage_k = _make_stage_part(K0, k_columns, store_k_rows, k_scales)
     return make_both(stage_k, _make_stage_part(V0, v_columns, store_v_rows, v_scales))
-
-
-# --- weights ---------------------------------------------------------------------------------------------------------
-@inline
-def soft_max_codes(s, stride, n, tile, stats, top, v_scale):
-    """As soft_max_column, from scores and their maximum to integers in pairs of positions, a zero after an odd number.
-
-    What sums of products with them are to be multiplied with goes to the statistics.
-    """
-    limit = vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile))
-    masked, zero, low = is_masked(n, tile, stats), zero_f32x16(), splat_i32x16(0xFFFF)
-    total, nan, weights, largest = zero, zero, zero, zero
-    for t in range(n):
-        x = vsub(load_f32x16(s + t * stride), top)
-        nan = vfma(x, zero, nan)
-        p = vexp_fast(x)
-        if masked:
-            p = select_less_i32(splat_i32x16(t), limit, p, zero)
-        total = vadd(total, p)
-        p = vmul(p, bcast_f32x16(v_scale + 4 * t))
-        store_f32x16(s + t * stride, p)
-        weights, largest = vadd(weights, p), vmax_fast(p, largest)
-    factor = vdiv(splat_f32x16(_SUM), vadd(weights, splat_f32x16(_LEAST)))
-    factor = vmin(factor, vdiv(splat_f32x16(_TOP), vadd(largest, splat_f32x16(_LEAST))))
-    # adding 0 * weights makes the output NaN where a row of V is not finite
-    store_f32x16(stats + UNIT, vfma(weights, zero, vdiv(splat_f32x16(_F1), factor)))
-    for t in range(0, n, 2):
-        even = vand(rounded(load_f32x16(s + t * stride), factor), low)
-        if t + 1 < n:
-            even = vor(even, vshl(rounded(load_f32x16(s + (t + 1) * stride), factor), 16))
-        store_i32x16(s + (t >> 1) * stride, even)
-    update_rows(stats, top, vadd(total, nan))

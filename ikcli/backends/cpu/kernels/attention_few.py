@@ -54,6 +54,7 @@ from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work, wor
 from ikcli.backends.cpu.kernels.sgemm import (
     CHUNK_ROW,
     KINDS,
+    fma_f32x16,
     load_f32x16_at,
     loop,
     offset,
@@ -129,9 +130,12 @@ def make_dot_block(m, n, kind="f32"):
     return dot_block
 
 
-def make_values_block(m, n, kind="f32"):
-    """o[m rows][n chunks] = o * scale[row] + P V over n_positions >= 1 (or pairs of them)."""
-    type_, weight, _, multiply = KINDS[kind]
+def make_values_block(m, n, kind="f32", unit=0):
+    """o[m rows][n chunks] = o * scale[row] + P V over n_positions >= 1 (or pairs of them).
+
+    Integer sums are multiplied with what lies `unit` bytes behind scale[row].
+    """
+    type_, weight, sum_type, multiply = KINDS[kind]
     operand = llvm_type(type_)
 
     @intrinsic
@@ -141,14 +145,24 @@ def make_values_block(m, n, kind="f32"):
             chunks = [v]
             for _ in range(1, n):
                 chunks.append(builder.add(chunks[-1], v_chunk))
-            rows, outs, accs = [p], [o], []
+            rows, outs = [p], [o]
             for _ in range(1, m):
                 rows.append(builder.add(rows[-1], p_stride))
                 outs.append(builder.add(outs[-1], o_stride))
-            for i in range(m):
-                factor = splat_value(builder, f32x16, load_f32x16_at(builder, offset(builder, scale, 4 * i), _F32))
-                accs += [builder.fmul(load_f32x16_at(builder, offset(builder, outs[i], 64 * j)), factor)
-                         for j in range(n)]  # fmt: skip
+
+            def of_row(i, at):
+                return splat_value(builder, f32x16, load_f32x16_at(builder, offset(builder, scale, 4 * i + at), _F32))
+
+            def rescaled():
+                out = []
+                for i in range(m):
+                    factor = of_row(i, 0)
+                    out += [builder.fmul(load_f32x16_at(builder, offset(builder, outs[i], 64 * j)), factor)
+                            for j in range(n)]  # fmt: skip
+                return out
+
+            integers = sum_type is i32x16
+            accs = [ir.Constant(llvm_type(i32x16), None)] * (m * n) if integers else rescaled()
 
             def position(state):
                 four, sixty_four, *accs = state
@@ -162,6 +176,11 @@ def make_values_block(m, n, kind="f32"):
 
             start = ir.Constant(p.type, 0)
             _, _, *accs = loop(builder, n_positions, [start, start, *accs], position)
+            if integers:
+                units = [of_row(i, unit) for i in range(m)]
+                sums = [builder.sitofp(x, llvm_type(f32x16)) for x in accs]
+                accs = [fma_f32x16(builder, x, units[i // n], old)
+                        for i, (x, old) in enumerate(zip(sums, rescaled(), strict=True))]  # fmt: skip
             for i in range(m):
                 for j in range(n):
                     at = offset(builder, outs[i], 64 * j)
@@ -189,12 +208,12 @@ def scores(q, rows, k, k_chunk, n, n_chunks, s, s_stride):
                 _dot_rows(q + CHUNK_ROW * r, CHUNK_ROW * rows, k + CHUNK_ROW * t, k_chunk, n_chunks, at, s_stride)
 
 
-def make_add_values(m, fewest, kind="f32"):
+def make_add_values(m, fewest, kind="f32", unit=0):
     """add_values(p, p_stride, rows, v, v_chunk, n, n_chunks, o, o_stride, scale): o[rows][columns] = o * scale + P V.
 
     rows: a multiple of m; n_chunks: 16 columns each, a multiple of `fewest`; n: positions (or pairs).
     """
-    four, rest = make_values_block(m, 4, kind), make_values_block(m, fewest, kind)
+    four, rest = (make_values_block(m, n, kind, unit) for n in (4, fewest))
 
     @merge
     def add_values(p, p_stride, rows, v, v_chunk, n, n_chunks, o, o_stride, scale):

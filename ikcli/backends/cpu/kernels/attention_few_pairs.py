@@ -1,7 +1,7 @@
-"""Flash attention for tasks of 2 to 16 rows and caches of bfloat16 or fewer bits: products of pairs.
+"""Flash attention for tasks of 2 to 8 rows whose cache holds no more than f16 does: products of pairs.
 
-As attention_few.py, whose blocks it uses with twice as many products per instruction, on the tiles of
-pair_tiles.py. Q is [chunk of 32 columns][row][32] with a scale per row, P is rounded to pairs of positions.
+As attention_few.py, whose blocks it uses with twice as many products per instruction, on the tiles of pair_tiles.py and
+with the rounding of attention_pairs.py. Q is [chunk of 32 columns][row][16][2] with a scale per row, P [row][position].
 """
 
 import numpy as np
@@ -14,6 +14,7 @@ from ikcli.backends.cpu.kernels.attention import (
     Q_UNIT,
     STATS_BYTES,
     TILE,
+    UNIT,
     UNITS,
     V_COLS,
     tile_chunk,
@@ -28,31 +29,47 @@ from ikcli.backends.cpu.kernels.attention_few import (
 )
 from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.kernels.pair_tiles import (
+    LEAST,
+    SUM,
+    TOP,
     k_scales,
+    make_row_size,
     make_stage_pairs,
     pair_chunk,
+    pairs_of,
     rounded,
     row_factor,
-    row_norm,
     row_scale,
+    v_scales,
+    v_tops,
 )
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW
 from ikcli.native.jit import inline, merge
-from ikcli.native.simd.dot import store_bf16x32, store_i16x32
+from ikcli.native.simd.dot import store_i16x32
 from ikcli.native.simd.vec import (
     bcast_f32x16,
+    lane_index,
     ld_f32,
     ld_i32,
     load_f32x16,
+    reduce_add,
+    reduce_max,
+    select_less_i32,
     splat_f32x16,
+    splat_i32x16,
     st_f32,
     store_f32x16,
+    store_i32x16,
+    vadd,
+    vmax_fast,
     vmul,
+    zero_f32x16,
 )
 
-_F1 = np.float32(1.0)
+_F0, _F1 = np.float32(0.0), np.float32(1.0)
+row_size = make_row_size("f32")
 _four_rows, _eight_rows = make_dot_block(4, 4, "i16"), make_dot_block(8, 2, "i16")
-_add_values = make_add_values(4, 2, "bf16")
+_add_values = make_add_values(4, 2, "i16", UNIT - CORRECTION)
 
 
 @inline
@@ -66,15 +83,15 @@ def round_q(q, padded, n_chunks):
     """Chunks of 16 columns, f32, become chunks of 32 columns in place; rows get their scales."""
     scales = row_scales(q, padded, n_chunks)
     for r in range(padded):
-        norm = row_norm(q + CHUNK_ROW * r, CHUNK_ROW * padded, n_chunks)
-        factor = row_factor(norm)
+        norm, top = row_size(q + CHUNK_ROW * r, 16 * padded, n_chunks)
+        factor = row_factor(norm, top)
         st_f32(scales + 4 * r, row_scale(norm, factor))
         st_f32(scales + 64 + 4 * r, factor)
     for c in range(n_chunks >> 1):
         for r in range(padded):
             src, factor = q + CHUNK_ROW * (2 * c * padded + r), splat_f32x16(ld_f32(scales + 64 + 4 * r))
             low, high = rounded(load_f32x16(src), factor), rounded(load_f32x16(src + CHUNK_ROW * padded), factor)
-            store_i16x32(q + CHUNK_ROW * (c * padded + r), low, high)
+            store_i32x16(q + CHUNK_ROW * (c * padded + r), pairs_of(low, high))
 
 
 @inline
@@ -86,10 +103,23 @@ def scale_scores(s, n, q_scale, k_scale):
 
 
 @inline
-def round_p(s, n):
-    """A row of n weights becomes pairs in place."""
+def round_p(s, n, v_scale, v_top, unit):
+    """A row of n weights becomes pairs in place; what sums of products with them are to be multiplied with: `unit`."""
+    zero = zero_f32x16()
+    sums, largest = zero, zero
+    for i in range(0, n, 16):
+        here, p = splat_i32x16(n - i), load_f32x16(s + 4 * i)
+        scaled = select_less_i32(lane_index(), here, vmul(p, load_f32x16(v_scale + 4 * i)), zero)
+        sums = vadd(sums, select_less_i32(lane_index(), here, vmul(p, load_f32x16(v_top + 4 * i)), zero))
+        largest = vmax_fast(scaled, largest)
+        store_f32x16(s + 4 * i, scaled)
+    total = reduce_add(sums)
+    factor = min(SUM / (total + LEAST), TOP / (reduce_max(largest) + LEAST))
+    # adding 0 * total makes the output NaN where a row of V is not finite
+    st_f32(unit, _F1 / factor + _F0 * total)
+    wide = splat_f32x16(factor)
     for i in range(0, n, 32):
-        store_bf16x32(s + 2 * i, load_f32x16(s + 4 * i), load_f32x16(s + 4 * i + 64))
+        store_i16x32(s + 2 * i, rounded(load_f32x16(s + 4 * i), wide), rounded(load_f32x16(s + 4 * i + 64), wide))
 
 
 @merge
@@ -118,13 +148,14 @@ def prepare(params, token, unit, rows, q, tmp):
     round_q(q, in_fours(rows), word(params, K_CHUNKS))
 
 
-def make_flash_few_pairs(k_type, v_type):
-    """flash_attn for 2 to 16 rows per task; same parameters. v_type "view": inside K's rows."""
-    stage = make_stage_pairs(k_type, v_type)
+def make_flash_few_pairs(k_type, v_type, staging):
+    """flash_attn for 2 to 8 rows per task; same parameters. `staging`: see make_flash_pairs."""
+    stage = make_stage_pairs(k_type, v_type, staging == "direct")
 
     @merge
     def attend(params, q, k, v, s, o, stats, rows, n, tile):
-        s_stride, chunks, v_chunks = 4 * (word(params, TILE) + 16), word(params, K_CHUNKS), word(params, V_COLS) >> 4
+        s_stride, chunks = 4 * (word(params, TILE) + 16), word(params, K_CHUNKS)
+        v_chunks = (word(params, V_COLS) + 15) >> 4
         padded = in_fours(rows)
         scores(q, padded, k, tile_chunk(params), n, chunks >> 1, s, s_stride)
         for r in range(padded):
@@ -133,9 +164,9 @@ def make_flash_few_pairs(k_type, v_type):
             if r < rows:
                 seen = max(0, min(n, ld_i32(stats + LIMIT + 4 * r) - tile))
                 soft_max_tile(at, seen, n, stats + 4 * r)
+                round_p(at, n, v_scales(params, k), v_tops(params, k), stats + UNIT + 4 * r)
             else:
                 st_f32(stats + CORRECTION + 4 * r, _F1)
-            round_p(at, n)
         pairs = (n + 1) >> 1
         _add_values(s, s_stride, padded, v, pair_chunk(params), pairs, v_chunks, o, 64 * v_chunks, stats + CORRECTION)
 

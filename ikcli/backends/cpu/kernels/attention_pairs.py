@@ -1,9 +1,10 @@
-"""Flash attention for many rows whose cache holds no more than bfloat16 does: products of pairs, at twice the rate.
+"""Flash attention for many rows whose cache holds no more than f16 does: products of pairs, at twice the rate.
 
-Where attention.py has one f32, tiles have two adjacent columns (K) or positions (V). Rows of Q and K become integers of
-16 bits with a scale per row; by Cauchy and Schwarz no sum can leave 32 bits when both have a norm below 2**15, and the
-rounding is that of 12 bits or more beside an ordinary element. V and the weights of the soft-max become bfloat16 (for
-CPUs with avx512bf16) or, of a q8_0 cache, integers as well (attention_codes.py). Statistics and the output stay f32.
+Where attention.py has one f32, tiles have two adjacent columns (K) or positions (V). Rows of Q, K and V become integers
+of 16 bits with a scale per row, which rounds about as f16 does. By Cauchy and Schwarz no sum of Q and K can leave 32
+bits, for the norms are bounded. Scales of V go into the weights of the soft-max, which become integers with a scale per
+row and tile, such that their products with the largest numbers of V's rows bound every sum. Statistics and the output
+stay f32.
 """
 
 import numpy as np
@@ -22,22 +23,25 @@ from ikcli.backends.cpu.kernels.attention import (
     tile_chunk,
     update_rows,
 )
-from ikcli.backends.cpu.kernels.attention_codes import make_stage_codes, soft_max_codes
+from ikcli.backends.cpu.kernels.attention_codes import make_stage_codes
 from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.kernels.pair_tiles import (
+    LEAST,
     NORM,
+    SUM,
     TINY,
-    clear,
+    TOP,
     k_scales,
     make_stage_pairs,
     pair_chunk,
+    pairs_of,
     q_scales,
     rounded,
     v_scales,
+    v_tops,
 )
 from ikcli.backends.cpu.kernels.sgemm import make_columns_product, make_rows_product
 from ikcli.native.jit import inline
-from ikcli.native.simd.dot import dot_bf16, store_bf16_pairs
 from ikcli.native.simd.math import vexp_fast
 from ikcli.native.simd.vec import (
     bcast_f32x16,
@@ -50,45 +54,53 @@ from ikcli.native.simd.vec import (
     store_f32x16,
     store_i32x16,
     vadd,
-    vand,
     vdiv,
     vfma,
     vmax_fast,
+    vmin,
     vmul,
-    vor,
-    vshl,
     vsqrt,
     vsub,
     zero_f32x16,
 )
 
-_ONES = 0x3F803F80  # a pair of bfloat16
 _F1 = np.float32(1.0)
 
 
 # --- Q ---------------------------------------------------------------------------------------------------------------
-@inline
-def pack_q_pairs(params, token, unit, rows, q, k):
-    """q[pair of columns][row] of scale * Q, for whole chunks of 32 columns, and the rows' scales behind K's tile."""
-    pack_q(params, token, unit, rows, q, k)
-    stride, chunks = 64 * ((rows + 15) >> 4), word(params, K_CHUNKS)
-    scales, zero, low = q_scales(params, k), zero_f32x16(), splat_i32x16(0xFFFF)
-    for i in range(0, stride, 64):
-        at, total = q + i, zero
-        for c in range(16 * chunks):
-            x = load_f32x16(at + c * stride)
-            total = vfma(x, x, total)
-        factor = vdiv(splat_f32x16(NORM), vsqrt(vadd(total, splat_f32x16(TINY))))
-        # adding 0 * total makes the scale of a row that is not finite NaN
-        store_f32x16(scales + i, vfma(total, zero, vdiv(splat_f32x16(_F1), factor)))
-        for c in range(0, 16 * chunks, 2):
-            even, odd = (
-                rounded(load_f32x16(at + c * stride), factor),
-                rounded(load_f32x16(at + (c + 1) * stride), factor),
-            )
-            store_i32x16(at + (c >> 1) * stride, vor(vand(even, low), vshl(odd, 16)))
-    if chunks & 1 != 0:  # the last chunk of K is half empty, this half need not be
-        clear(q + 8 * chunks * stride, stride >> 3)
+def make_pack_q_pairs(adjacent):
+    """pack(params, token, unit, rows, q, k): q[pair of columns][row] of scale * Q, for whole chunks of 32 columns, and
+    the rows' scales behind K's tile. Pairs are adjacent columns or 16 apart."""
+
+    @inline
+    def columns_of(pair):
+        return (2 * pair, 2 * pair + 1) if adjacent else (pair + (pair & ~15), pair + (pair & ~15) + 16)
+
+    @inline
+    def pack(params, token, unit, rows, q, k):
+        pack_q(params, token, unit, rows, q, k)
+        stride, columns = 64 * ((rows + 15) >> 4), 16 * word(params, K_CHUNKS)
+        scales, zero = q_scales(params, k), zero_f32x16()
+        for i in range(0, stride, 64):
+            at, total, top = q + i, zero, zero
+            for c in range(columns):
+                x = load_f32x16(at + c * stride)
+                square = vmul(x, x)
+                total, top = vadd(total, square), vmax_fast(square, top)
+            factor = vdiv(splat_f32x16(NORM), vsqrt(vadd(total, splat_f32x16(TINY))))
+            factor = vmin(factor, vdiv(splat_f32x16(TOP), vsqrt(vadd(top, splat_f32x16(TINY)))))
+            # adding 0 * total makes the scale of a row that is not finite NaN
+            store_f32x16(scales + i, vfma(total, zero, vdiv(splat_f32x16(_F1), factor)))
+            for pair in range((columns + 16 & ~31) >> 1):  # K's last chunk may be half empty
+                even, odd = columns_of(pair)
+                low, high = zero, zero
+                if even < columns:
+                    low = load_f32x16(at + even * stride)
+                if odd < columns:
+                    high = load_f32x16(at + odd * stride)
+                store_i32x16(at + pair * stride, pairs_of(rounded(low, factor), rounded(high, factor)))
+
+    return pack
 
 
 # --- soft-max --------------------------------------------------------------------------------------------------------
@@ -117,65 +129,56 @@ def scale_column(s, stride, n, tile, stats, q_scale, k_scale):
 
 
 @inline
-def soft_max_pairs(s, stride, n, tile, stats, q_scale, k_scale):
-    """As soft_max_column, from sums of products to weights in pairs of positions, a zero after an odd number of them.
+def soft_max_pairs(s, stride, n, tile, stats, top, v_scale, v_top):
+    """As soft_max_column, from scores and their maximum to integers in pairs of positions, a zero after an odd number.
 
-    The sum is that of the rounded weights, so that what rounding does to a large one cancels in the division.
+    What sums of products with them are to be multiplied with goes to the statistics.
     """
     limit = vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile))
-    masked = is_masked(n, tile, stats)
-    top = scale_column(s, stride, n, tile, stats, load_f32x16(q_scale), k_scale)
-    zero, ones = zero_f32x16(), splat_i32x16(_ONES)
-    total, nan = zero, zero
-    for t in range(0, n, 2):
+    masked, zero = is_masked(n, tile, stats), zero_f32x16()
+    total, nan, sums, largest = zero, zero, zero, zero
+    for t in range(n):
         x = vsub(load_f32x16(s + t * stride), top)
         nan = vfma(x, zero, nan)
-        p, other = vexp_fast(x), zero
-        if t + 1 < n:
-            x = vsub(load_f32x16(s + (t + 1) * stride), top)
-            nan = vfma(x, zero, nan)
-            other = vexp_fast(x)
+        p = vexp_fast(x)
         if masked:
             p = select_less_i32(splat_i32x16(t), limit, p, zero)
-            other = select_less_i32(splat_i32x16(t + 1), limit, other, zero)
-        at = s + (t >> 1) * stride
-        store_bf16_pairs(at, p, other)
-        total = dot_bf16(total, load_i32x16(at), ones)
+        total = vadd(total, p)
+        bare, p = p, vmul(p, bcast_f32x16(v_scale + 4 * t))
+        store_f32x16(s + t * stride, p)
+        sums, largest = vfma(bare, bcast_f32x16(v_top + 4 * t), sums), vmax_fast(p, largest)
+    factor = vdiv(splat_f32x16(SUM), vadd(sums, splat_f32x16(LEAST)))
+    factor = vmin(factor, vdiv(splat_f32x16(TOP), vadd(largest, splat_f32x16(LEAST))))
+    # adding 0 * sums makes the output NaN where a row of V is not finite
+    store_f32x16(stats + UNIT, vfma(sums, zero, vdiv(splat_f32x16(_F1), factor)))
+    for t in range(0, n, 2):
+        even, odd = rounded(load_f32x16(s + t * stride), factor), splat_i32x16(0)
+        if t + 1 < n:
+            odd = rounded(load_f32x16(s + (t + 1) * stride), factor)
+        store_i32x16(s + (t >> 1) * stride, pairs_of(even, odd))
     update_rows(stats, top, vadd(total, nan))
 
 
 # --- kernel ----------------------------------------------------------------------------------------------------------
-def make_flash_pairs(k_types, v_type, in_codes):
-    """As make_flash_attn, with the scratch of pair_tiles.py; `in_codes`: heads are whole blocks of q8_0 caches."""
-    in_codes = bool(int(in_codes))
-    stage = make_stage_codes(v_type) if in_codes else make_stage_pairs(k_types, v_type)
-    rows_product = make_rows_product(False, "i16")
-    columns_product = make_columns_product("i16", UNIT - CORRECTION) if in_codes else make_columns_product("bf16")
-    v_scale_of = k_scales if v_type == "view" else v_scales
-
-    if in_codes:
-
-        @inline
-        def soft_max(params, k, s, stride, n, tile, stats, q_scale, k_scale):
-            top = scale_column(s, stride, n, tile, stats, load_f32x16(q_scale), k_scale)
-            soft_max_codes(s, stride, n, tile, stats, top, v_scale_of(params, k))
-
-    else:
-
-        @inline
-        def soft_max(params, k, s, stride, n, tile, stats, q_scale, k_scale):
-            soft_max_pairs(s, stride, n, tile, stats, q_scale, k_scale)
+def make_flash_pairs(k_types, v_type, staging):
+    """As make_flash_attn, with the scratch of pair_tiles.py. `staging` of rows: "codes" (whole blocks of q8_0),
+    "direct" (whole chunks of f16 or bf16, one part) or "f32"."""
+    in_codes = staging == "codes"
+    stage = make_stage_codes(v_type) if in_codes else make_stage_pairs(k_types, v_type, staging == "direct")
+    rows_product, columns_product = make_rows_product(False, "i16"), make_columns_product("i16", UNIT - CORRECTION)
+    v_scale_of = k_scales if in_codes and v_type == "view" else v_scales
 
     @inline
     def weigh(params, wide, q, k, s, stride, stats, x, n, tile):
         chunks, q_scale, k_scale = (word(params, K_CHUNKS) + 1) >> 1, q_scales(params, k), k_scales(params, k)
         rows_product(wide, k, tile_chunk(params), n, q + x, stride, chunks, s + x, stride)
         for i in range(x, x + 64 * wide, 64):
-            soft_max(params, k, s + i, stride, n, tile, stats + i, q_scale + i, k_scale)
+            top = scale_column(s + i, stride, n, tile, stats + i, load_f32x16(q_scale + i), k_scale)
+            soft_max_pairs(s + i, stride, n, tile, stats + i, top, v_scale_of(params, k), v_tops(params, k))
 
     @inline
-    def add(params, wide, v, s, stride, o, stats, x, n):
+    def add(params, wide, v, s, stride, o, stats, x, n, ask):
         chunks, pairs, factors = (word(params, V_COLS) + 15) >> 4, (n + 1) >> 1, stats + CORRECTION + x
-        columns_product(wide, v, pair_chunk(params), chunks, s + x, stride, pairs, o + x, stride, factors)
+        columns_product(wide, v, pair_chunk(params), chunks, s + x, stride, pairs, o + x, stride, factors, ask)
 
-    return make_flash(pack_q_pairs, stage, weigh, add)
+    return make_flash(make_pack_q_pairs(in_codes), stage, weigh, add)

@@ -54,7 +54,7 @@ def _load1_bf16(row, i):
     return ld_bf16(row + 2 * i)
 
 
-_LOAD16 = {"f32": _load16_f32, "f16": _load16_f16, "bf16": _load16_bf16, **kv_blocks.LOAD16}
+LOAD16 = {"f32": _load16_f32, "f16": _load16_f16, "bf16": _load16_bf16, **kv_blocks.LOAD16}
 _LOAD1 = {"f32": _load1_f32, "f16": _load1_f16, "bf16": _load1_bf16}
 _GEOMETRY = {"f32": (0, 1, 4), "f16": (0, 1, 2), "bf16": (0, 1, 2), **kv_blocks.GEOMETRY}
 
@@ -80,7 +80,7 @@ def make_load_tail(type_):
 
 def make_stage(type_):
     """stage(dst, chunk_bytes, row, i, n): elements [i, i+n) of a row as f32, 16 at every chunk_bytes, zero padded."""
-    load16, load_tail = _LOAD16[type_], make_load_tail(type_)
+    load16, load_tail = LOAD16[type_], make_load_tail(type_)
 
     @inline
     def stage(dst, chunk_bytes, row, i, n):
@@ -179,7 +179,7 @@ def make_kv_store_transposed(type_):
 
 def make_kv_rows(type_):
     """params: 3 cache, 4 cache row bytes, 5 first column, 6 columns, 7 out."""
-    load16, load_tail = _LOAD16[type_], make_load_tail(type_)
+    load16, load_tail = LOAD16[type_], make_load_tail(type_)
 
     def kv_rows(params, ith, nth):
         cache, row_bytes, first = word(params, 3), word(params, 4), word(params, 5)

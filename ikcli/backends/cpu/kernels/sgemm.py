@@ -4,8 +4,8 @@ A comes in *chunks*: 16 columns of `n` rows stored together, [chunk][row][16] f3
 products of attention: as K (A[m] = row, k = column) and as V (A[m] = column, k = row), with constant offsets between
 the broadcasts. B and C are row-major with a row stride in bytes.
 
-Of the kinds "bf16" and "i16", A and B hold two adjacent k where one f32 would lie: the same code at twice the rate. C
-of the rows product of "i16" is i32.
+Of the kind "i16", A and B hold two adjacent k where one f32 would lie: the same code at twice the rate. C of the rows
+product is i32 then.
 
 Block shapes (m, vectors) keep the accumulators in registers: up to 24 of AVX-512's 32, fewer elsewhere.
 """
@@ -16,7 +16,8 @@ from numba.extending import intrinsic
 
 from ikcli.native import isa
 from ikcli.native.jit import merge
-from ikcli.native.simd.dot import emit_dot_bf16, emit_dot_i16
+from ikcli.native.simd.control import emit_prefetch
+from ikcli.native.simd.dot import emit_dot_i16
 from ikcli.native.simd.vec import call_llvm, f32x16, i32x16, llvm_type, pointer, splat_value
 
 _I64, _I32, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
@@ -103,7 +104,6 @@ def _fold(builder, a, b, low, half):
 # kind: (lanes of A and B, element of A, lanes of C, acc + a * b)
 KINDS = {
     "f32": (f32x16, _F32, f32x16, lambda builder, acc, a, b: fma_f32x16(builder, a, b, acc)),
-    "bf16": (i32x16, _I32, f32x16, emit_dot_bf16),
     "i16": (i32x16, _I32, i32x16, emit_dot_i16),
 }
 
@@ -170,14 +170,16 @@ def make_rows_block(m, nv, accumulate, kind):
 def make_columns_block(m, nv, kind, unit):
     """C[m columns of A][nv vectors] = C * scale[nv vectors] + A^T B, with k along `n_rows` >= 1 rows of one chunk.
 
-    Integer sums are multiplied with the nv vectors `unit` bytes behind `scale`.
+    Integer sums are multiplied with the nv vectors `unit` bytes behind `scale`; if nv is 1, every step asks for a cache
+    line from `ask` on, and what follows it is returned.
     """
     integers = KINDS[kind][2] is i32x16
+    lines = int(integers and nv == 1)
 
     @intrinsic
-    def columns_block(typingctx, a, b, b_stride, n_rows, c, c_stride, scale):
+    def columns_block(typingctx, a, b, b_stride, n_rows, c, c_stride, scale, ask):
         def codegen(context, builder, sig, args):
-            a, b, b_stride, n_rows, c, c_stride, scale = args
+            a, b, b_stride, n_rows, c, c_stride, scale, ask = args
 
             def rescaled():
                 factor = [load_f32x16_at(builder, offset(builder, scale, 64 * v)) for v in range(nv)]
@@ -187,20 +189,21 @@ def make_columns_block(m, nv, kind, unit):
             accs = [ir.Constant(llvm_type(i32x16), None)] * (m * nv) if integers else rescaled()
 
             def row(state):
-                at, bt, *accs = state
+                at, bt, ask, *accs = state
                 accs = _step(builder, at, 4, bt, accs, m, nv, kind)
-                return [offset(builder, at, CHUNK_ROW), builder.add(bt, b_stride), *accs]
+                ask = emit_prefetch(builder, ask, lines)
+                return [offset(builder, at, CHUNK_ROW), builder.add(bt, b_stride), ask, *accs]
 
-            _, _, *accs = loop(builder, n_rows, [a, b, *accs], row)
+            _, _, ask, *accs = loop(builder, n_rows, [a, b, ask, *accs], row)
             if integers:
                 units = [load_f32x16_at(builder, offset(builder, scale, unit + 64 * v)) for v in range(nv)]
                 sums = [builder.sitofp(x, llvm_type(f32x16)) for x in accs]
                 accs = [fma_f32x16(builder, x, units[i % nv], old)
                         for i, (x, old) in enumerate(zip(sums, rescaled(), strict=True))]  # fmt: skip
             _store_block(builder, accs, c, c_stride, m, nv)
-            return context.get_dummy_value()
+            return ask
 
-        return types.void(*[types.intp] * 7), codegen
+        return types.intp(*[types.intp] * 8), codegen
 
     return columns_block
 
@@ -220,11 +223,11 @@ def _make_columns_product(m, nv, kind, unit):
     block = make_columns_block(m, nv, kind, unit)
 
     @merge
-    def columns_product(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
+    def columns_product(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale, ask):
         for chunk in range(n_chunks):
             for i in range(0, CHUNK, m):
                 at = c + (chunk * CHUNK + i) * c_stride
-                block(a + chunk * chunk_bytes + 4 * i, b, b_stride, n_rows, at, c_stride, scale)
+                ask = block(a + chunk * chunk_bytes + 4 * i, b, b_stride, n_rows, at, c_stride, scale, ask)
 
     return columns_product
 
@@ -258,30 +261,30 @@ def make_rows_product(accumulate, kind="f32"):
 
 
 def make_columns_product(kind="f32", unit=0):
-    """columns_product(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
+    """columns_product(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale, ask):
 
     C[16*n_chunks][16*vectors] = C * scale + A^T B over n_rows >= 1 rows of A and B; C is f32. The sums of "i16" are
-    multiplied with what lies `unit` bytes behind scale.
+    multiplied with what lies `unit` bytes behind scale; with one vector, memory from `ask` on is asked for meanwhile.
     """
     shapes = [_make_columns_product(*shape, kind, unit) for shape in BLOCKS]
     if len(shapes) == 1:
         one = shapes[0]
 
         @merge
-        def columns_product1(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
-            one(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
+        def columns_product1(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale, ask):
+            one(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale, ask)
 
         return columns_product1
     three, two, one = shapes
 
     @merge
-    def columns_product(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale):
+    def columns_product(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale, ask):
         if vectors == 3:
-            three(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
+            three(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale, ask)
         elif vectors == 2:
-            two(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
+            two(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale, ask)
         else:
-            one(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale)
+            one(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale, ask)
 
     return columns_product
 

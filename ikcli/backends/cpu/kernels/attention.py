@@ -275,6 +275,17 @@ def update_rows(stats, top, total):
 
 
 @inline
+def weight(s, t, top, limit, masked, nan):
+    """e**(score - top) of one vector of rows at position t of the tile, 0 beyond a row's limit; `nan` is kept NaN, or
+    becomes it where the score is not finite."""
+    x = vsub(load_f32x16(s), top)
+    p = vexp_fast(x)
+    if masked:
+        p = select_less_i32(splat_i32x16(t), limit, p, zero_f32x16())
+    return p, vfma(x, zero_f32x16(), nan)
+
+
+@inline
 def soft_max_column(s, stride, n, tile, stats):
     """One vector of rows: scores of n positions become e**(score - max); updates the statistics.
 
@@ -295,11 +306,7 @@ def soft_max_column(s, stride, n, tile, stats):
         top = vmax_fast(vmax_fast(load_f32x16(s + (n - 1) * stride), top), other)
     total, nan = zero, zero
     for t in range(n):
-        x = vsub(load_f32x16(s + t * stride), top)
-        nan = vfma(x, zero, nan)
-        p = vexp_fast(x)
-        if masked:
-            p = select_less_i32(splat_i32x16(t), limit, p, zero)
+        p, nan = weight(s + t * stride, t, top, limit, masked, nan)
         total = vadd(total, p)
         store_f32x16(s + t * stride, p)
     update_rows(stats, top, vadd(total, nan))

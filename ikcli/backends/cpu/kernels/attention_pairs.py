@@ -22,6 +22,7 @@ from ikcli.backends.cpu.kernels.attention import (
     pack_q,
     tile_chunk,
     update_rows,
+    weight,
 )
 from ikcli.backends.cpu.kernels.attention_codes import make_stage_codes
 from ikcli.backends.cpu.kernels.common import word
@@ -42,7 +43,6 @@ from ikcli.backends.cpu.kernels.pair_tiles import (
 )
 from ikcli.backends.cpu.kernels.sgemm import make_columns_product, make_rows_product
 from ikcli.native.jit import inline
-from ikcli.native.simd.math import vexp_fast
 from ikcli.native.simd.vec import (
     bcast_f32x16,
     cvt_i32x16_f32,
@@ -138,15 +138,11 @@ def soft_max_pairs(s, stride, n, tile, stats, top, v_scale, v_top):
     masked, zero = is_masked(n, tile, stats), zero_f32x16()
     total, nan, sums, largest = zero, zero, zero, zero
     for t in range(n):
-        x = vsub(load_f32x16(s + t * stride), top)
-        nan = vfma(x, zero, nan)
-        p = vexp_fast(x)
-        if masked:
-            p = select_less_i32(splat_i32x16(t), limit, p, zero)
-        total = vadd(total, p)
-        bare, p = p, vmul(p, bcast_f32x16(v_scale + 4 * t))
-        store_f32x16(s + t * stride, p)
-        sums, largest = vfma(bare, bcast_f32x16(v_top + 4 * t), sums), vmax_fast(p, largest)
+        p, nan = weight(s + t * stride, t, top, limit, masked, nan)
+        scaled = vmul(p, bcast_f32x16(v_scale + 4 * t))
+        store_f32x16(s + t * stride, scaled)
+        total, sums = vadd(total, p), vfma(p, bcast_f32x16(v_top + 4 * t), sums)
+        largest = vmax_fast(scaled, largest)
     factor = vdiv(splat_f32x16(SUM), vadd(sums, splat_f32x16(LEAST)))
     factor = vmin(factor, vdiv(splat_f32x16(TOP), vadd(largest, splat_f32x16(LEAST))))
     # adding 0 * sums makes the output NaN where a row of V is not finite

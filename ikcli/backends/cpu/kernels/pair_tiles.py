@@ -78,7 +78,7 @@ def k_scales(params, k):
 
 @inline
 def v_scales(params, k):
-    """One f32 per position, for V that is not a part of K's rows."""
+    """One f32 per position; V inside K's rows of q8_0 shares their scales instead."""
     return k_scales(params, k) + 4 * word(params, TILE)
 
 

@@ -48,7 +48,7 @@ class IQ2K(_Halves):
         return self.times_d(e, parts, e.halves(w, 4), 8)
 
     def dot_codes(self, e, w, ib, v):
-        return e.lookup(biased(IQ2_VALUES[0], self.bias), e.pairs(e.offset(w, 48 + 32 * ib), v))
+        return e.pair_entries(biased(IQ2_VALUES[0], self.bias), e.offset(w, 48 + 32 * ib), v)
 
 
 class IQ3K(_Halves):

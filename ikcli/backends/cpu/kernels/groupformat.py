@@ -98,6 +98,12 @@ class GroupEmitter(RowEmitter):
         """Vector v of 2-bit codes: byte 16a + 4*row + i, field h*h + c*c (weights h, c)."""
         return self.all_and(self.shift_halves(self.twice(address), 2 * h * v, 2 * (h * v + c)), 3)
 
+    def pair_entries(self, table, address, v):
+        """Entries of a table of 4 byte constants for `pairs`: of two codes in four bits, one in each half."""
+        x = self.twice(address)
+        four = self.all_and(self.shift_right(x, [4] * 16) if v else x, 15)
+        return self.lookup16([table[i & 3] for i in range(16)], four, [table[i >> 2] for i in range(16)])
+
     def plane(self, address, v, a, h, c, to=0):
         """Vector v of single bits, moved to bit `to`: byte 4*row + i, bit a*a + h*h + c*c (weights a, h, c)."""
         positions = [a * (chunk % 2) + h * v + c * (chunk // 2) for chunk in range(4)]

@@ -254,19 +254,23 @@ class RowEmitter(Emitter):
         """<64 x i1> from an i64."""
         return self.b.bitcast(word64, ir.VectorType(ir.IntType(1), 64))
 
-    def lookup16(self, table, codes):
-        """table[code] (16 byte constants) for 64 codes 0..15."""
-        table = [x & 255 for x in table]
+    def lookup16(self, table, codes, upper=None):
+        """table[code] (16 byte constants) for 64 codes 0..15; `upper`: another table for the upper 32 of them."""
+        first = [x & 255 for x in table]
+        second = [x & 255 for x in upper or table]
         if "avx512bw" in self.features():
-            return call_llvm(self.b, "llvm.x86.avx512.pshuf.b.512", codes.type, [const_vector(i8x64, table * 4), codes])
+            tables = const_vector(i8x64, first * 2 + second * 2)
+            return call_llvm(self.b, "llvm.x86.avx512.pshuf.b.512", codes.type, [tables, codes])
         if "avx2" in self.features():
-            lo, hi = (self.b.shuffle_vector(codes, codes, indices(range(o, o + 32))) for o in (0, 32))
-            t = const_vector(i8x32, table * 2)
-            return self.join(*(call_llvm(self.b, "llvm.x86.avx2.pshuf.b", t.type, [t, half]) for half in (lo, hi)))
-        out = self.const64(table[0])
+            halves = []
+            for t, at in ((first, 0), (second, 32)):
+                t, half = const_vector(i8x32, t * 2), self.b.shuffle_vector(codes, codes, indices(range(at, at + 32)))
+                halves.append(call_llvm(self.b, "llvm.x86.avx2.pshuf.b", t.type, [t, half]))
+            return self.join(*halves)
+        entries = [const_vector(i8x64, [x] * 32 + [y] * 32) for x, y in zip(first, second, strict=True)]
+        out = entries[0]
         for i in range(1, 16):
-            is_i = self.b.icmp_unsigned("==", codes, self.const64(i))
-            out = self.b.select(is_i, self.const64(table[i]), out)
+            out = self.b.select(self.b.icmp_unsigned("==", codes, self.const64(i)), entries[i], out)
         return out
 
     def lookup(self, table, codes):

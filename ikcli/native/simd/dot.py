@@ -14,7 +14,6 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.native import isa
-from ikcli.native.simd.half import f32_to_bf16_bits
 from ikcli.native.simd.vec import call_llvm, f32x16, i8x32, i8x64, i32x8, i32x16, llvm_type, magnitude, pointer
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
@@ -161,33 +160,6 @@ def dot_bf16(typingctx, acc, x, y):
     return f32x16(f32x16, i32x16, i32x16), codegen
 
 
-def _make_store_bf16(interleave):
-    order = [i + 16 * j for i in range(16) for j in range(2)] if interleave else list(range(32))
-
-    @intrinsic
-    def store(typingctx, ptr, low, high):
-        def codegen(context, builder, sig, args):
-            ptr, low, high = args
-            if "avx512bf16" in isa.current().features:
-                pairs = ir.VectorType(_BFloat() if llvm.llvm_version_info[0] >= 16 else _I16, 32)
-                x = call_llvm(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", pairs, [high, low])
-                x = builder.bitcast(x, ir.VectorType(_I16, 32))
-                x = builder.shuffle_vector(x, x, ir.Constant(ir.VectorType(_I32, 32), order))
-            else:
-                low, high = (f32_to_bf16_bits(builder, x) for x in (low, high))
-                x = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, 32), order))
-            builder.store(x, pointer(builder, ptr, x.type), align=1)
-            return context.get_dummy_value()
-
-        return types.void(types.intp, f32x16, f32x16), codegen
-
-    return store
-
-
-store_bf16x32 = _make_store_bf16(False)  # (ptr, low, high): 32 elements, low before high
-store_bf16_pairs = _make_store_bf16(True)  # (ptr, low, high): low[0], high[0], low[1], ...
-
-
 @intrinsic
 def store_i16x32(typingctx, ptr, low, high):
     """32 integers as 16 bits each, cut off."""
@@ -244,7 +216,5 @@ __all__ = [
     "emit_dots",
     "emit_signed_dot",
     "most_addends",
-    "store_bf16_pairs",
-    "store_bf16x32",
     "store_i16x32",
 ]

@@ -332,22 +332,16 @@ def make_both(stage_k, stage_v=None):
 
 def make_stage_pairs(k_types, v_type, direct):
     """As `make_both`, of rows of any type; `direct`: of whole chunks of one part of f16 or bf16."""
-    if direct:
-        fetch_k = make_fetch_direct(K0, k_types, k_columns)
-        if v_type == "view":
-            return make_both(_make_stage(fetch_k, make_store_rows(k_types, True, True)))
-        fetch_v = make_fetch_direct(V0, v_type, v_columns)
-        return make_both(_make_stage(fetch_k, make_store_rows(k_types, True, False)),
-                         _make_stage(fetch_v, make_store_rows(v_type, False, True)))  # fmt: skip
-    fetch_k = make_fetch_f32(make_stage_k(k_types), k_columns)
+    k_read, v_read = (k_types, v_type) if direct else ("f32", "f32")
+    fetch_k = make_fetch_direct(K0, k_types, k_columns) if direct else make_fetch_f32(make_stage_k(k_types), k_columns)
     if v_type == "view":
-        return make_both(_make_stage(fetch_k, make_store_rows("f32", True, True)))
+        return make_both(_make_stage(fetch_k, make_store_rows(k_read, True, True)))
     stage_part = make_stage_part(v_type)
 
     @inline
     def stage_v(params, segment, kv_head, dst, chunk_bytes, position, n):
         stage_part(params, V0, segment, kv_head, dst, chunk_bytes, position, n)
 
-    fetch_v = make_fetch_f32(stage_v, v_columns)
-    return make_both(_make_stage(fetch_k, make_store_rows("f32", True, False)),
-                     _make_stage(fetch_v, make_store_rows("f32", False, True)))  # fmt: skip
+    fetch_v = make_fetch_direct(V0, v_type, v_columns) if direct else make_fetch_f32(stage_v, v_columns)
+    stage_k = _make_stage(fetch_k, make_store_rows(k_read, True, False))
+    return make_both(stage_k, _make_stage(fetch_v, make_store_rows(v_read, False, True)))

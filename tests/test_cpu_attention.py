@@ -336,7 +336,7 @@ def test_generation_with_a_latent_cache(n_head: int, type_: GGMLType) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("types", [(F16, F16), (BF16, BF16), (Q8_0, Q8_0), (Q8_0, F16)],
+@pytest.mark.parametrize("types", [(F16, F16), (BF16, BF16), (Q8_0, Q8_0), (Q8_0, F16), (Q8_0, BF16)],
                          ids=lambda t: "-".join(x.name for x in t))  # fmt: skip
 @pytest.mark.parametrize(
     ("n_head", "n_head_kv", "width", "v_width"), [(12, 1, 64, 64), (20, 2, 96, 32), (9, 3, 32, 96)]

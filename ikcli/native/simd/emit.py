@@ -47,6 +47,12 @@ class Emitter:
         """x, hidden from the optimiser, which would otherwise chain addresses: row + stride + stride + ..."""
         return self.b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [x], False)
 
+    def in_order(self, v):
+        """v, an f32x16, before anything that follows is loaded: LLVM would mix the parts of a loop until they spill."""
+        if "avx512f" not in self.features():
+            return v
+        return self.b.asm(ir.FunctionType(v.type, [v.type]), "", "=v,0,~{memory}", [v], True)
+
     def prefetch(self, address, write=False, level=1):
         """Ask for a cache line, if need be one to write to, up to a level of the cache."""
         consts = [ir.Constant(I32, x) for x in (int(write), 4 - level, 1)]

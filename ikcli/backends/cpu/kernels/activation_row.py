@@ -3,6 +3,8 @@
 The layout is that of `kernels/activations.py`.
 """
 
+import functools
+
 import llvmlite.ir as ir
 
 from ikcli.native.simd.emit import I32
@@ -31,6 +33,18 @@ class ActivationRow:
         """Sums of the columns of step i, times scales: one (f32x8) or two (f32x16) per block, zeros beyond `valid`."""
         at = self.s_at if per_block == 1 else self.s16_at
         return _floats(e, e.offset(at, e.times(i, 32 * per_block)), valid, per_block)
+
+
+def without_bias(e, fmt, sums):
+    """-bias * sum and (shift - bias) * sum, from -128 * sum: what codes of zero add to a dot product, negated."""
+
+    def times(n):
+        """-n * sum, for a power of two."""
+        return e.b.ashr(sums, ir.Constant(sums.type, [8 - n.bit_length()] * 16)) if n < 128 else sums
+
+    plain = times(fmt.bias)
+    more = [times(1 << bit) for bit in range(3) if fmt.shift >> bit & 1]
+    return plain, functools.reduce(e.b.sub, more, plain)
 
 
 def _floats(e, address, valid, per_block):

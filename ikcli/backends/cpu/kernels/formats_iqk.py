@@ -46,12 +46,12 @@ class _Base(RowFormat):
 
 def split_nibbles(e, address, j):
     """Nibbles of 32-byte runs: sub-block 2j low, 2j+1 high."""
-    return e.all_and(e.shift_halves(e.twice(e.offset(address, 32 * j)), 0, 4), 15)
+    return e.bits(e.twice(e.offset(address, 32 * j)), [0] * 2 + [4] * 2, 4)
 
 
 def bit_plane(e, address, j):
     """Bytes 0/1: bit b of 32 bytes for sub-blocks b = 2j and 2j+1."""
-    return e.all_and(e.shift_halves(e.twice(address), 2 * j, 2 * j + 1), 1)
+    return e.bits(e.twice(address), [2 * j] * 2 + [2 * j + 1] * 2, 1)
 
 
 # --- scale per 256 columns --------------------------------------------------------------------------------------------
@@ -253,8 +253,8 @@ class IQ2KL(_Base):
         # Bytes: pair p of sub-blocks 2j (low nibbles) and 2j+1 (high nibbles), each index twice.
         q, h = e.load(i8x16, e.offset(w, 6 + 16 * j)), e.load(i8x16, e.offset(w, 70))
         order = [p for _ in range(2) for p in range(16) for _ in range(2)]
-        low = e.all_and(e.shift_halves(e.pick(q, order), 0, 4), 15)
-        high = e.all_and(e.shift_halves(e.pick(h, order), 2 * j, 2 * j + 1), 1)
+        low = e.bits(e.pick(q, order), [0] * 2 + [4] * 2, 4)
+        high = e.bits(e.pick(h, order), [2 * j] * 2 + [2 * j + 1] * 2, 1)
         index = e.b.or_(low, e.shift_left(high, 4))
         a, b = (e.lookup(biased([pair[i] for pair in IQ2_KL_VALUES], self.bias), index) for i in range(2))
         return e.b.shuffle_vector(a, b, indices([i if i % 2 == 0 else 64 + i for i in range(64)]))

@@ -23,7 +23,7 @@ class Q4K(_SuperBlock):
         return e.mul(e.pick(packed, range(8, 16)), e.splat(e.b.fneg(e.half(e.offset(w, 2)))))
 
     def codes(self, e, w, j):
-        return e.all_and(e.shift_halves(e.twice(e.offset(w, 16 + 32 * j)), 0, 4), 15)
+        return e.bits(e.twice(e.offset(w, 16 + 32 * j)), [0] * 2 + [4] * 2, 4)
 
     def quarters(self, e, w):
         return e.codes_of(e.nibble_quarters(e.offset(w, 16), 32), 4)
@@ -33,8 +33,8 @@ class Q5K(Q4K):
     """As q4_K with 32 bytes of fifth bits before the nibbles."""
 
     def codes(self, e, w, j):
-        low = e.all_and(e.shift_halves(e.twice(e.offset(w, 48 + 32 * j)), 0, 4), 15)
-        high = e.all_and(e.shift_halves(e.twice(e.offset(w, 16)), 2 * j, 2 * j + 1), 1)
+        low = e.bits(e.twice(e.offset(w, 48 + 32 * j)), [0] * 2 + [4] * 2, 4)
+        high = e.bits(e.twice(e.offset(w, 16)), [2 * j] * 2 + [2 * j + 1] * 2, 1)
         return e.b.or_(low, e.shift_left(high, 4))
 
     def quarters(self, e, w):
@@ -53,8 +53,8 @@ class Q6K(_SuperBlock):
 
     def dot_codes(self, e, w, j):
         half, pair = j // 2, j % 2
-        low = e.all_and(e.shift_halves(e.load(i8x64, e.offset(w, 64 * half)), 4 * pair, 4 * pair), 15)
-        high = e.all_and(e.shift_halves(e.twice(e.offset(w, 128 + 32 * half)), 4 * pair, 4 * pair + 2), 3)
+        low = e.bits(e.load(i8x64, e.offset(w, 64 * half)), [4 * pair] * 4, 4)
+        high = e.bits(e.twice(e.offset(w, 128 + 32 * half)), [4 * pair] * 2 + [4 * pair + 2] * 2, 2)
         return e.b.or_(low, e.shift_left(high, 4))
 
     def quarters(self, e, w):
@@ -64,7 +64,7 @@ class Q6K(_SuperBlock):
 def raw_two_bits(e, address, j):
     """2-bit codes of columns 64j.., to be masked with 3: 32 bytes per 128 columns, column group g at bits 2g."""
     g = 2 * (j % 2)
-    return e.shift_halves(e.twice(e.offset(address, 32 * (j // 2))), 2 * g, 2 * g + 2)
+    return e.raw_halves(e.twice(e.offset(address, 32 * (j // 2))), 2 * g, 2 * g + 2)
 
 
 def two_bits(e, address, j):
@@ -108,7 +108,7 @@ class Q3K(_SuperBlock):
 
     def dot_codes(self, e, w, j):
         low = two_bits(e, e.offset(w, 32), j)
-        high = e.all_and(e.shift_halves(e.twice(w), 2 * j, 2 * j + 1), 1)
+        high = e.bits(e.twice(w), [2 * j] * 2 + [2 * j + 1] * 2, 1)
         return e.b.or_(low, e.shift_left(high, 2))
 
     def quarters(self, e, w):

@@ -4,7 +4,7 @@ Codes of four-row types: nibbles of 32 columns in 64 bytes, two-bit fields in 32
 keep the bytes of the plain type in runs of four columns.
 """
 
-from ikcli.backends.cpu.kernels.groupformat import GroupFormat
+from ikcli.backends.cpu.kernels.groupformat import PAIR4, GroupFormat
 from ikcli.backends.cpu.kernels.rowformat import biased, by_name
 from ikcli.native.simd.vec import i8x64
 from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES
@@ -22,7 +22,7 @@ class _Blocks32(GroupFormat):
         self.name, self.block_bytes, self.step_bytes = name, block_bytes, 8 * block_bytes
 
     def scales(self, e, w, row):
-        return [e.halves(e.offset(w, self.block_bytes * ib), self.rows) for ib in range(8)]
+        return e.sixteens([e.halves(e.offset(w, self.block_bytes * ib), self.rows) for ib in range(8)])
 
     def codes(self, e, w, ib, v):
         return self.block_codes(e, e.offset(w, self.block_bytes * ib), v)
@@ -30,7 +30,7 @@ class _Blocks32(GroupFormat):
 
 class IQ4NL(_Blocks32):
     def block_codes(self, e, w, v):
-        return e.lookup(biased(IQ4_NL_VALUES, self.bias), e.nibbles(e.offset(w, 8), v))
+        return e.value_of(biased(IQ4_NL_VALUES, self.bias), e.nibble_codes(e.offset(w, 8), v), 4)
 
 
 class Q5_0(_Blocks32):
@@ -44,7 +44,8 @@ class Q6_0(_Blocks32):
     bias = 32
 
     def block_codes(self, e, w, v):
-        return e.b.or_(e.nibbles(e.offset(w, 40), v), e.shift_left(e.pairs(e.offset(w, 8), v), 4))
+        upper = e.bits(e.twice(e.offset(w, 8)), [4 * v] * 2 + [4 * v + 2] * 2, 2, to=4)
+        return e.b.or_(e.nibbles(e.offset(w, 40), v), upper)
 
 
 class _EightRows(_Blocks32):
@@ -73,7 +74,7 @@ class Mxfp4(_EightRows):
     codes_at = 8
 
     def scales(self, e, w, row):
-        return [self._powers(e, e.load_bytes(e.offset(w, 136 * ib), 8)) for ib in range(8)]
+        return e.sixteens([self._powers(e, e.load_bytes(e.offset(w, 136 * ib), 8)) for ib in range(8)])
 
     def _powers(self, e, v):
         normal = e.b.shl(e.b.sub(v, e.ints([1] * 8)), e.ints([23] * 8))
@@ -96,7 +97,10 @@ class Q8KV(GroupFormat):
         return e.singles(w, 8)
 
     def scales(self, e, w, row):
-        return [row] * 8
+        return [e.ones()] * 4
+
+    def d(self, e, w, row):
+        return row
 
     def codes(self, e, w, ib, v):
         return e.b.xor(e.load(i8x64, e.offset(w, 256 * ib + 64 * v)), e.const64(-128))
@@ -111,7 +115,10 @@ class Q8K(GroupFormat):
         self.order = [list(range(i, i + 16 // rows)) for i in range(0, 8, 16 // rows)]
 
     def scales(self, e, w, row):
-        return [e.halves(w, self.rows)] * 8
+        return [e.ones()] * (self.rows // 2)
+
+    def d(self, e, w, row):
+        return e.halves(w, self.rows)
 
     def codes(self, e, w, ib, v):
         stored = e.load(i8x64, e.offset(w, 2 * self.rows + 32 * self.rows * ib + 64 * v))
@@ -120,14 +127,13 @@ class Q8K(GroupFormat):
 
 # --- K quants ---------------------------------------------------------------------------------------------------------
 class SuperBlock(GroupFormat):
-    """Blocks of 256 columns that start with half-float scales."""
+    """Blocks of 256 columns that start with half-float scales of the rows."""
 
     def __init__(self, name, n_bytes, header_bytes=0):
         self.name, self.block_bytes, self.step_bytes, self.header_bytes = name, n_bytes, n_bytes, header_bytes
 
-    def times_d(self, e, parts, d, lanes):
-        """Integer scales (vectors of consecutive lanes) times d of their row, per block."""
-        return [s for p in parts for s in e.split(e.mul(p, e.repeated(d, p.type.count // self.rows)), lanes)]
+    def d(self, e, w, row):
+        return e.halves(w, self.rows)
 
 
 def six_bit(e, low_at, high_at, quarters=4):
@@ -149,61 +155,73 @@ class Q4K(SuperBlock):
         return parts
 
     def scales(self, e, w, row):
-        return self.times_d(e, self._packed(e, w, 0), e.halves(w, 4), 4)
+        return self._packed(e, w, 0)
 
     def minima(self, e, w, row):
-        return self.times_d(e, self._packed(e, w, 1), e.b.fneg(e.halves(e.offset(w, 8), 4)), 4)
+        return self._packed(e, w, 1)
+
+    def dmin(self, e, w, row):
+        return e.b.fneg(e.halves(e.offset(w, 8), 4))
 
     def codes(self, e, w, ib, v):
         return e.nibbles(e.offset(w, 64 + 64 * ib), v)
 
 
 class Q5K(Q4K):
+    """As Q4_K, with fifth bits before the codes."""
+
     def codes(self, e, w, ib, v):
         return e.b.or_(e.nibbles(e.offset(w, 192 + 64 * ib), v), e.plane(e.offset(w, 64 + 16 * ib), v, 4, 1, 2, to=4))
 
 
-class Q6K(SuperBlock):
+class PairBlock(SuperBlock):
+    """Four rows, scales per 16 columns."""
+
+    unit, order = 2, PAIR4
+
+
+class Q6K(PairBlock):
     """d, int8 scales[64], upper two bits, lower four."""
 
     bias = 32
 
     def scales(self, e, w, row):
-        parts = [e.bytes_to_f32(e.bytes_at(e.offset(w, 8 + 16 * i), 16)) for i in range(4)]
-        return self.times_d(e, parts, e.halves(w, 4), 8)
+        return [e.bytes_to_f32(e.bytes_at(e.offset(w, 8 + 16 * i), 16)) for i in range(4)]
 
-    def codes(self, e, w, ib, v):
-        high = e.pairs(e.offset(w, 72 + 32 * ib), v, 1, 2)
-        return e.b.or_(e.nibbles(e.offset(w, 328 + 64 * ib), v), e.shift_left(high, 4))
+    def codes(self, e, w, u, v):
+        high = e.pairs(e.offset(w, 72 + 64 * u), v, 1, 2, to=4)
+        return e.b.or_(e.pair_nibbles(e.offset(w, 328 + 128 * u), v), high)
 
 
-class Q2K(SuperBlock):
+class Q2K(PairBlock):
     """d, dmin, scales[64] (scale low, minimum high nibble), codes."""
 
     def _packed(self, e, w, shift):
         return [e.centred(e.field(e.bytes_at(e.offset(w, 16 + 16 * i), 16), shift, 4), 0) for i in range(4)]
 
     def scales(self, e, w, row):
-        return self.times_d(e, self._packed(e, w, 0), e.halves(w, 4), 8)
+        return self._packed(e, w, 0)
 
     def minima(self, e, w, row):
-        return self.times_d(e, self._packed(e, w, 4), e.b.fneg(e.halves(e.offset(w, 8), 4)), 8)
+        return self._packed(e, w, 4)
 
-    def codes(self, e, w, ib, v):
-        return e.pairs(e.offset(w, 80 + 32 * ib), v)
+    def dmin(self, e, w, row):
+        return e.b.fneg(e.halves(e.offset(w, 8), 4))
+
+    def codes(self, e, w, u, v):
+        return e.pairs(e.offset(w, 80 + 64 * u), v)
 
 
-class Q3K(SuperBlock):
+class Q3K(PairBlock):
     """d, scales_h[16], scales_l[32], third bits, lower two."""
 
     bias = 4
 
     def scales(self, e, w, row):
-        parts = [e.centred(u, 32) for u in six_bit(e, e.offset(w, 24), e.offset(w, 8))]
-        return self.times_d(e, parts, e.halves(w, 4), 8)
+        return [e.centred(x, 32) for x in six_bit(e, e.offset(w, 24), e.offset(w, 8))]
 
-    def codes(self, e, w, ib, v):
-        return e.b.or_(e.pairs(e.offset(w, 184 + 32 * ib), v), e.plane(e.offset(w, 56 + 16 * ib), v, 4, 2, 1, to=2))
+    def codes(self, e, w, u, v):
+        return e.triples(e.offset(w, 184 + 64 * u), e.offset(w, 56 + 32 * u), v)
 
 
 class IQ4XS(SuperBlock):
@@ -212,8 +230,7 @@ class IQ4XS(SuperBlock):
     rows, order = 8, [[0, 2], [4, 6], [1, 3], [5, 7]]
 
     def scales(self, e, w, row):
-        parts = [e.centred(u, 32) for u in six_bit(e, e.offset(w, 32), e.offset(w, 16))]
-        return self.times_d(e, parts, e.halves(w, 8), 8)
+        return [e.centred(x, 32) for x in six_bit(e, e.offset(w, 32), e.offset(w, 16))]
 
     def codes(self, e, w, ib, v):
         packed = e.load(i8x64, e.offset(w, 64 + 128 * ib + 64 * (v % 2)))

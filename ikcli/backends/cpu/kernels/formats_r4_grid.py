@@ -17,11 +17,16 @@ _I8 = ir.IntType(8)
 
 
 class _Grid(GroupFormat):
+    """Half-float scales of the rows come first."""
+
     bias = 64  # at least the largest coordinate
 
     def __init__(self, name, n_bytes, block_columns=256, header_bytes=0):
         self.name, self.block_bytes, self.header_bytes = name, n_bytes, header_bytes
         self.block_columns, self.step_bytes = block_columns, 256 // block_columns * n_bytes
+
+    def d(self, e, w, row):
+        return e.halves(w, 4)
 
     def table(self, e, bits, factor=1):
         """Address of the grid points, one integer per point, first coordinate lowest."""
@@ -90,10 +95,6 @@ class _Grid(GroupFormat):
         mask = e.mask_of(e.b.bitcast(sign_bytes, I64))
         return self.in_runs(e, self.signed(e, points, mask))
 
-    def times_d(self, e, parts, d, lanes):
-        """Scales (vectors of consecutive lanes) times d of their row, per block."""
-        return [s for p in parts for s in e.split(e.mul(p, e.repeated(d, p.type.count // 4)), lanes)]
-
 
 def runs(v):
     """(row, group of eight columns, half of it) of the 16 runs of four columns of vector v."""
@@ -121,7 +122,7 @@ class _SignsAndScales(_Grid):
             v = e.all_and(e.load(i32x16, e.offset(w, 8 + 64 * i)), 0x01010101)
             ls = e.b.or_(e.b.or_(v, e.field(v, 7, 32)), e.b.or_(e.field(v, 14, 32), e.field(v, 21, 32)))
             parts.append(e.affine(e.all_and(ls, 15), self.factor, self.factor / 2))
-        return self.times_d(e, parts, e.halves(w, 4), 4)
+        return parts
 
     def unscrambled(self, e, x):
         s = e.all_and(x, 254)
@@ -162,13 +163,13 @@ class _Scales16(_Grid):
     scales_at = 0
 
     def scales(self, e, w, row):
-        d, out = e.repeated(e.halves(w, 4), 4), []
+        parts = []
         for pair in range(4):
             v = e.load_bytes(e.offset(w, self.scales_at + 8 * pair), 8)
             twice = e.pick(v, [*range(4), *range(4), *range(4, 8), *range(4, 8)])
             ls = e.all_and(e.lshr(twice, ([0] * 4 + [4] * 4) * 2), 15)
-            out += e.split(e.mul(e.affine(ls, 0.25, 0.125), d), 8)
-        return out
+            parts.append(e.affine(ls, 0.25, 0.125))
+        return parts
 
 
 class IQ2XS(_Scales16):
@@ -225,8 +226,7 @@ class IQ3S(_Grid):
 
     def scales(self, e, w, row):
         packed = e.bytes_at(e.offset(w, 424), 16)
-        parts = [e.affine(e.field(packed, 4 * i, 4), 2.0, 1.0) for i in range(2)]
-        return self.times_d(e, parts, e.halves(w, 4), 4)
+        return [e.affine(e.field(packed, 4 * i, 4), 2.0, 1.0) for i in range(2)]
 
     def word_lane(self, ib, k, g, c):
         run = 2 * g + c
@@ -270,6 +270,9 @@ class _Ternary(_Grid):
     def header(self, e, w):
         return e.halves(w, 4)
 
+    def d(self, e, w, row):
+        return row
+
     def table(self, e, bits, factor=8):
         return super().table(e, bits, factor)
 
@@ -291,7 +294,7 @@ class IQ1S(_Ternary):
 
     def scales(self, e, w, row):
         qh = [e.words_at(e.offset(w, 24 * ib + 16), 4) for ib in range(8)]
-        return [e.mul(e.affine(e.field(x, 12, 3), 0.25, 0.125), row) for x in qh]
+        return e.sixteens([e.affine(e.field(x, 12, 3), 0.25, 0.125) for x in qh])
 
     def codes(self, e, w, ib, v):
         at = e.offset(w, 24 * ib)
@@ -314,8 +317,8 @@ class IQ1M(_Ternary):
         for ib in range(8):
             v = e.load_bytes(e.offset(w, 28 * ib + 24), 4)
             ls = e.b.shuffle_vector(e.field(v, 0, 4), e.field(v, 4, 4), e.lanes(range(8)))
-            out.append(e.mul(e.affine(ls, 0.125, 0.0), e.repeated(row, 2)))
-        return out
+            out.append(e.affine(ls, 0.125, 0.0))
+        return e.sixteens(out)
 
     def codes(self, e, w, ib, v):
         at = e.offset(w, 28 * ib)

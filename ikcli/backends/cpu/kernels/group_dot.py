@@ -9,7 +9,7 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.activation_row import ActivationRow
+from ikcli.backends.cpu.kernels.activation_row import ActivationRow, without_bias
 from ikcli.backends.cpu.kernels.groupformat import GroupEmitter
 from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
 from ikcli.backends.cpu.tile_modes import MODES, most_code
@@ -30,15 +30,15 @@ def group_dot(fmt, n_tokens):
             e = GroupEmitter(builder)
             row = fmt.header(e, w)
             rows = [ActivationRow(e, e.opaque(e.offset(a, e.times(a_stride, t))), k) for t in range(n_tokens)]
-            slots = [[e.variable(e.zero(f32x16)) for _ in range(3)] for _ in rows]
+            totals = [e.variable(e.zero(f32x16)) for _ in rows]
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 prefetch_step(e, fmt, at_w)
-                tokens = [_Token(e, mode, x, s, i, valid) for x, s in zip(rows, slots, strict=True)]
+                tokens = [_Token(e, fmt, mode, x, i, valid) for x in rows]
                 _dot_step(e, fmt, mode, at_w, row, tokens)
-            for t, token_slots in enumerate(slots):
-                even, odd, low = (builder.load(slot) for slot in token_slots)
-                total = folded(builder, builder.fadd(builder.fadd(even, odd), low), fmt.rows)
-                e.store(total, e.offset(out, e.times(out_stride, t)))
+                for t, total in zip(tokens, totals, strict=True):
+                    t.finish(total, fmt.d(e, at_w, row), fmt.dmin(e, at_w, row))
+            for t, total in enumerate(totals):
+                e.store(folded(builder, builder.load(total), fmt.rows), e.offset(out, e.times(out_stride, t)))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), codegen
@@ -47,59 +47,84 @@ def group_dot(fmt, n_tokens):
 
 
 class _Token:
-    """Step i of an activation row (layout: `kernels/activations.py`), and the sums over all steps."""
+    """Step i of an activation row (layout: `kernels/activations.py`), and the sums of the step, without d and dmin."""
 
-    def __init__(self, e, mode, row, slots, i, valid):
-        self.e, self.valid, self.slots = e, valid, slots
+    def __init__(self, e, fmt, mode, row, i, valid):
+        self.e, self.fmt, self.valid = e, fmt, valid
         self.codes_at, self.d_at = e.offset(row.codes_at, e.times(i, 256)), e.offset(row.d_at, e.times(i, 32))
         self.d = row.scales(e, i, valid)
-        self.sums = row.scaled_sums(e, i, valid, 1 if mode.endswith("32") else 2)
+        self.sum = self.low = self.starts = None
+        if mode[0] == "m" or fmt.unit == 1:
+            self.sums = row.scaled_sums(e, i, valid, 1 if mode.endswith("32") else 2)
+        else:
+            self.starts = without_bias(e, fmt, e.load(i32x16, e.offset(row.sums_at, e.times(i, 64))))
 
-    def scale(self, ib):
-        """The scale of block ib in 16 lanes."""
-        if self.valid is not None:
-            return self.e.pick(self.d, [ib] * 16)
-        return self.e.splat_f32(self.e.offset(self.d_at, 4 * ib))
+    def started(self, e, w, u):
+        """Integer sums of unit u without products: what codes of zero contribute, negated, if each lane has its own."""
+        if self.starts is None:
+            return e.zero(i32x16)
+        lanes = [2 * (self.fmt.unit * u + block) + half for block, half, _ in self.fmt.runs()]
+        plain, shifted = self.starts
+        on = self.fmt.shifted_lanes(e, w, u)
+        return e.pick(plain, lanes) if on is None else e.b.select(on, e.pick(shifted, lanes), e.pick(plain, lanes))
 
-    def groups(self, ib, order, rows):
-        """Column groups of block ib, each repeated for the rows."""
-        at = self.e.offset(self.codes_at, 32 * ib)
+    def scale(self, u):
+        """The scales of unit u in 16 lanes."""
+        if self.fmt.unit == 1 and self.valid is None:
+            return self.e.splat_f32(self.e.offset(self.d_at, 4 * u))
+        return self.e.pick(self.d, [self.fmt.unit * u + block for block, _, _ in self.fmt.runs()])
+
+    def groups(self, u, order):
+        """Column groups of unit u, each repeated for the rows."""
+        at, rows = self.e.offset(self.codes_at, 32 * self.fmt.unit * u), self.fmt.rows
         if rows == 16:
             return self.e.splat_bytes(self.e.offset(at, 4 * order[0]))
-        v = self.e.pick(self.e.load(i32x8, at), [g for g in order for _ in range(rows)])
-        return self.e.b.bitcast(v, llvm_type(i8x64))
+        v = self.e.load(i32x8 if self.fmt.unit == 1 else i32x16, at)
+        return self.e.b.bitcast(self.e.pick(v, [g for g in order for _ in range(rows)]), llvm_type(i8x64))
 
-    def add(self, slot, x, y):
-        """x * y to one of the sums."""
-        slot = self.slots[slot]
-        self.e.b.store(self.e.fma(x, y, self.e.b.load(slot)), slot)
+    def add(self, x, y):
+        """x * y to the sum of the step."""
+        self.sum = self.e.in_order(self.e.mul(x, y) if self.sum is None else self.e.fma(x, y, self.sum))
 
+    def add_low(self, x, y):
+        """x * y to the sum of the minima."""
+        self.low = self.e.mul(x, y) if self.low is None else self.e.fma(x, y, self.low)
 
-def _lanes(fmt, mode):
-    """Scales per block."""
-    return fmt.rows * (2 if mode.endswith("16") else 1)
+    def finish(self, total, d, dmin):
+        """The step to the sum of all steps."""
+        e, times = self.e, 16 // self.fmt.rows
+        v = e.b.load(total)
+        v = e.b.fadd(v, self.sum) if d is None else e.fma(self.sum, e.repeated(d, times), v)
+        e.b.store(v if self.low is None else e.fma(self.low, e.repeated(dmin, times), v), total)
 
 
 def _dot_step(e, fmt, mode, w, row, tokens):
-    lanes, most = _lanes(fmt, mode), most_code(fmt, mode)
+    lanes, most, runs = fmt.scale_lanes(mode), most_code(fmt, mode), fmt.runs()
     scales = fmt.scales(e, w, row)
-    factors = fmt.minima(e, w, row) if mode[0] == "m" else scales
-    per = 16 // lanes
-    for part in range(8 // per):
-        factor = e.joined(factors[per * part : per * part + per])
-        if mode[0] == "s":
-            factor = e.mul(factor, _offsets(e, fmt, w, part))
-        which = [per * part * lanes // fmt.rows + i // fmt.rows for i in range(16)]
-        for t in tokens:
-            t.add(2, factor, e.pick(t.sums, which))
-    for ib in range(8):
-        dots = [e.zero(i32x16) for _ in tokens]
+    if mode[0] == "m":
+        for part, x in enumerate(fmt.minima(e, w, row)):
+            for t in tokens:
+                t.add_low(x, e.pick(t.sums, _sum_lanes(fmt, part)))
+    elif fmt.unit == 1:
+        for part, x in enumerate(scales):
+            offsets = e.mul(x, _offsets(e, fmt, w, part))
+            for t in tokens:
+                t.add(offsets, e.pick(t.sums, _sum_lanes(fmt, part)))
+    for u in range(8 // fmt.unit):
+        dots = [t.started(e, w, u) for t in tokens]
         for v, order in enumerate(fmt.order):
-            codes = fmt.dot_codes(e, w, ib, v)
-            dots = [e.dot(x, codes, t.groups(ib, order, fmt.rows), most) for x, t in zip(dots, tokens, strict=True)]
-        wide = e.repeated(scales[ib], per)
+            codes = fmt.dot_codes(e, w, u, v)
+            dots = [e.dot(x, codes, t.groups(u, order), most) for x, t in zip(dots, tokens, strict=True)]
+        per_row = lanes // fmt.rows
+        where = [lanes * (fmt.unit * u + n) + fmt.rows * (half % per_row) + r for n, half, r in runs]
+        wide = e.pick(scales[where[0] // 16], [i % 16 for i in where])
         for x, t in zip(dots, tokens, strict=True):
-            t.add(ib % 2, e.mul(e.to_f32(x), t.scale(ib)), wide)
+            t.add(e.mul(e.to_f32(x), t.scale(u)), wide)
+
+
+def _sum_lanes(fmt, part):
+    """Which sums of activations belong to the scales 16*part.. (or minima)."""
+    return [(16 * part + i) // fmt.rows for i in range(16)]
 
 
 def _offsets(e, fmt, w, part):

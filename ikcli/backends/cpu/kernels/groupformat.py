@@ -7,8 +7,9 @@ of R rows, and neither use has to move bytes between lanes:
 * `unpack_group(format)`: R lanes of a 16-row tile, by plain stores.
 
 A format's codes are `value + bias` (symmetric modes) and come as vectors of 16/R column groups in the order it names.
-Column group g of a block of 32 is columns 4g .. 4g+3. With g = 4a + 2h + c, four-row formats use ORDER4: vector h holds
-its groups in chunk 2c + a, so that a bit position that depends on a, h and c is a shift by constants per chunk.
+Column group g of a unit, of one or two blocks of 32 columns, is columns 4g .. 4g+3 of it. In four-row formats g = 8p +
+4a + 2h + c: of one block, vector h holds its groups in chunk 2c + a (ORDER4); of two, vector 2h + c holds its groups
+in chunk 2p + a (PAIR4), where each lane is one row of 16 columns, as are the scales of modes *16.
 Layouts: `quant/interleave.py`.
 """
 
@@ -22,11 +23,12 @@ from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, steps
 from ikcli.backends.cpu.tile_modes import LAYOUT, MODES, tile_bias
 from ikcli.native.simd.emit import I32
 from ikcli.native.simd.half import half_to_f32
-from ikcli.native.simd.vec import const_vector, i8x16, i8x64, i32x16, llvm_type, pointer
+from ikcli.native.simd.vec import const_vector, f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type, pointer
 
 _I8, _I16, _F32 = ir.IntType(8), ir.IntType(16), ir.FloatType()
 
 ORDER4 = [[0, 4, 1, 5], [2, 6, 3, 7]]
+PAIR4 = [[2 * h + c + 4 * i for i in range(4)] for h in range(2) for c in range(2)]
 
 
 class GroupEmitter(RowEmitter):
@@ -74,6 +76,10 @@ class GroupEmitter(RowEmitter):
         x = self.centred(v, 0)
         return self.fused(x, ir.Constant(x.type, [a] * x.type.count), ir.Constant(x.type, [b] * x.type.count))
 
+    def ones(self):
+        """16 floats."""
+        return ir.Constant(llvm_type(f32x16), [1.0] * 16)
+
     def repeated(self, v, times):
         """All lanes of v, `times` times."""
         return self.pick(v, list(range(v.type.count)) * times)
@@ -82,6 +88,11 @@ class GroupEmitter(RowEmitter):
         """v in pieces of n lanes."""
         return [self.pick(v, range(i, i + n)) for i in range(0, v.type.count, n)]
 
+    def sixteens(self, parts):
+        """Vectors of equal length as vectors of 16 lanes."""
+        n = 16 // parts[0].type.count
+        return [self.joined(parts[i : i + n]) for i in range(0, len(parts), n)]
+
     def joined(self, parts):
         """Vectors of equal length one after the other."""
         while len(parts) > 1:
@@ -89,31 +100,97 @@ class GroupEmitter(RowEmitter):
             parts = [self.b.shuffle_vector(x, y, lanes) for x, y in zip(parts[::2], parts[1::2], strict=True)]
         return parts[0]
 
-    # --- codes of four-row formats ------------------------------------------------------------------------------------
+    # --- codes of four-row formats: vector v of one block, or (`pair_`) of two ----------------------------------------
     def nibbles(self, address, v):
-        """Vector v of 4-bit codes: byte 32c + 16a + 4*row + i, nibble h."""
-        return self.all_and(self.shift_halves(self.load(i8x64, address), 4 * v, 4 * v), 15)
+        """4-bit codes: byte 32c + 16a + 4*row + i, nibble h."""
+        return self.bits(self.load(i8x64, address), [4 * v] * 4, 4)
 
-    def pairs(self, address, v, h=2, c=1):
-        """Vector v of 2-bit codes: byte 16a + 4*row + i, field h*h + c*c (weights h, c)."""
-        return self.all_and(self.shift_halves(self.twice(address), 2 * h * v, 2 * (h * v + c)), 3)
+    def pair_nibbles(self, address, v):
+        """As `nibbles`."""
+        return self.bits(self._two_blocks(address, v), [4 * (v // 2)] * 4, 4)
 
-    def pair_entries(self, table, address, v):
-        """Entries of a table of 4 byte constants for `pairs`: of two codes in four bits, one in each half."""
-        x = self.twice(address)
-        four = self.all_and(self.shift_right(x, [4] * 16) if v else x, 15)
-        return self.lookup16([table[i & 3] for i in range(16)], four, [table[i >> 2] for i in range(16)])
+    def _two_blocks(self, address, v):
+        return self.join(*(self.load(i8x32, self.offset(address, 64 * p + 32 * (v % 2))) for p in range(2)))
 
-    def plane(self, address, v, a, h, c, to=0):
-        """Vector v of single bits, moved to bit `to`: byte 4*row + i, bit a*a + h*h + c*c (weights a, h, c)."""
-        positions = [a * (chunk % 2) + h * v + c * (chunk // 2) for chunk in range(4)]
-        x = self.repeated(self.load(i8x16, address), 4)
-        bit = self.all_and(self.shift_right(x, [p for p in positions for _ in range(4)]), 1)
-        return self.shift_left(bit, to) if to else bit
+    def pairs(self, address, v, h=2, c=1, to=0):
+        """2-bit codes of two blocks, moved to bit `to`: byte 16a + 4*row + i, field h*h + c*c (weights h, c)."""
+        return self.bits(self.load(i8x64, address), [2 * (h * (v // 2) + c * (v % 2))] * 4, 2, to)
+
+    def plane(self, address, v, a, h, c, to):
+        """Single bits, moved to bit `to`: byte 4*row + i, bit a*a + h*h + c*c (weights a, h, c)."""
+        return self.bits(self.repeated(self.load(i8x16, address), 4), self._planes(v, a, h, c), 1, to)
+
+    def pair_plane(self, address, v, a, h, c, to):
+        """As `plane`."""
+        x = self._two_planes(address)
+        return self.bits(x, [a * (chunk % 2) + h * (v // 2) + c * (v % 2) for chunk in range(4)], 1, to)
+
+    def _two_planes(self, address):
+        return self.pick(self.load(i8x32, address), [*range(16), *range(32), *range(16, 32)])
+
+    def _planes(self, v, a, h, c):
+        return [a * (chunk % 2) + h * v + c * (chunk // 2) for chunk in range(4)]
+
+    # --- codes for `value_of`: (vector, first bit of the code), unmasked if that looks at six bits --------------------
+    def nibble_codes(self, address, v):
+        """As `nibbles`."""
+        return self._code(self.load(i8x64, address), 4 * v, 4)
+
+    def pair_nibble_codes(self, address, v):
+        """As `pair_nibbles`."""
+        return self._code(self._two_blocks(address, v), 4 * (v // 2), 4)
+
+    def pair_codes(self, address, v):
+        """As `pairs`."""
+        return self._code(self.load(i8x64, address), 2 * v, 2)
+
+    def _code(self, v, at, width):
+        if not self.looks_at_six_bits():
+            return self.bits(v, [at] * 4, width), 0
+        out_of_sight = max(0, at + width - 6)
+        return self.shift_right(v, [out_of_sight] * 16) if out_of_sight else v, at - out_of_sight
+
+    def looks_at_six_bits(self):
+        """Whether a table of 64 bytes is one instruction."""
+        return "avx512vbmi" in self.features()
+
+    def value_of(self, table, code, width, upper=None):
+        """Entry of a table of byte constants for `width` bits and, above these, the bit that upper(bit) moves there."""
+        v, at = code
+        free = width if upper and not self.looks_at_six_bits() else 5 if at + width < 6 else at - 1
+        if upper:
+            v = self.with_bits(v, upper(free), 1 << free)
+        if not self.looks_at_six_bits():
+            return self.lookup(table, v)
+        places = [*range(at, at + width), *([free] if upper else [])]
+        return self.lookup(scattered(table, places), v)
+
+    def with_bits(self, v, bits, mask):
+        """v with the bits of each byte that are in `mask` replaced by those of `bits`, which has no others."""
+        return self.b.or_(self.all_and(v, ~mask & 255), bits)
+
+    # --- three-bit codes of two blocks: two bits as `pairs`, the third as `pair_plane` with weights 4, 2, 1 ----------
+    def triples(self, low_at, high_at, v):
+        """Vector v of the codes."""
+        if not self.moves_bits():
+            return self.b.or_(self.pairs(low_at, v), self.pair_plane(high_at, v, 4, 2, 1, to=2))
+        return self.affine_bits(self._two_triples(low_at, high_at, v), [_triple_places(v)] * 4)
+
+    def triple_values(self, table, low_at, high_at, v):
+        """Entries of a table of 8 byte constants for the codes."""
+        if not self.looks_at_six_bits():
+            return self.lookup(table, self.triples(low_at, high_at, v))
+        return self.lookup(scattered(table, _triple_places(v)), self._two_triples(low_at, high_at, v))
+
+    def _two_triples(self, low_at, high_at, v):
+        """The codes of vectors v & 2 (bits 0, 1, 4) and v | 1 (bits 2, 3, 5)."""
+        low = self.load(i8x64, low_at)
+        low = self.shift_right(low, [4] * 16) if v >= 2 else low
+        return self.with_bits(low, self.bits(self._two_planes(high_at), [v & 2, 4 + (v & 2)] * 2, 2, to=4), 0x30)
 
     def plane_mask(self, address, v, a, h, c):
         """As `plane`, as <64 x i1>."""
-        positions = [a * (chunk % 2) + h * v + c * (chunk // 2) for chunk in range(4)]
+        positions = self._planes(v, a, h, c)
         x = self.repeated(self.load(i8x16, address), 4)
         bits = const_vector(i8x64, [1 << p if p < 7 else -128 for p in positions for _ in range(16)])
         return self.b.icmp_unsigned("!=", self.b.and_(x, bits), self.const64(0))
@@ -122,6 +199,16 @@ class GroupEmitter(RowEmitter):
         """codes + amount in the 32-bit lanes where `on` (<16 x i1>)."""
         some = self.ints([amount * 0x01010101] * 16, i32x16)
         return self.b.add(codes, self.b.bitcast(self.b.select(on, some, self.zero(i32x16)), llvm_type(i8x64)))
+
+
+def _triple_places(v):
+    """Where `_two_triples` has the bits of a code of vector v."""
+    return [2 * (v % 2), 2 * (v % 2) + 1, 4 + v % 2]
+
+
+def scattered(table, places):
+    """The table of 64 entries in which bit i of a code is bit places[i] of six."""
+    return [table[sum((n >> at & 1) << i for i, at in enumerate(places))] for n in range(64)]
 
 
 class GroupFormat:
@@ -134,30 +221,46 @@ class GroupFormat:
     block_columns = 256  # ... and its columns
     header_bytes = 0  # of the group
     bias = 128  # code - bias is a value; a power of two (symmetric modes)
+    unit = 1  # blocks of 32 columns that share vectors of codes
     order = ORDER4  # column groups of each vector of codes
     shift = 0  # what dot_codes leaves out of some codes
+    read_in_two_places = False  # whether the bits of a code are far apart, the first to be read last
 
     def header(self, e, w):
         """Reads the headers of the rows."""
 
-    def codes(self, e, w, ib, v):
-        """Vector v of the codes of block ib (of 32 columns) as i8x64."""
+    def codes(self, e, w, u, v):
+        """Vector v of the codes of unit u as i8x64."""
         raise NotImplementedError
 
-    def dot_codes(self, e, w, ib, v):
+    def dot_codes(self, e, w, u, v):
         """As codes, but `shift` smaller in the `shifted_lanes`."""
-        return self.codes(e, w, ib, v)
+        return self.codes(e, w, u, v)
 
     def shifted_lanes(self, e, w, part):
         """Mask, in the order of the scales, of lanes 16*part.. whose `dot_codes` are too small, or None."""
 
     def scales(self, e, w, row):
-        """Per block: f32 lanes, one per row; modes *16: those of the first 16 columns, then of the others."""
+        """f32x16 vectors of the scales without `d`: by block, by row; modes *16: by block, by half, by row."""
         raise NotImplementedError
 
     def minima(self, e, w, row):
-        """As scales, for modes m32 and m16."""
+        """As scales, without `dmin`, for modes m32 and m16."""
         raise NotImplementedError
+
+    def d(self, e, w, row):
+        """f32 lanes, one per row, that all scales are to be multiplied with, or None."""
+
+    def dmin(self, e, w, row):
+        """As d, for the minima."""
+
+    def scale_lanes(self, mode):
+        """Scales of a block of 32 columns."""
+        return self.rows * (2 if mode.endswith("16") else 1)
+
+    def runs(self):
+        """(block in its unit, half of that, row) of each run of four columns of the vectors of codes."""
+        return [(g // 8, g % 8 // 4, r) for g in self.order[0] for r in range(self.rows)]
 
 
 @functools.cache
@@ -168,9 +271,13 @@ def unpack_group(fmt):
     halves = 2 if mode.endswith("16") else 1
     rows = fmt.rows
 
-    def put(e, values, to):
-        for half, x in enumerate(e.split(values, rows)):
-            e.store(x, e.offset(to, 64 * half))
+    def put(e, parts, d, to):
+        """Scales or minima of 8 blocks."""
+        for n, values in enumerate(parts):
+            values = values if d is None else e.mul(values, e.repeated(d, 16 // rows))
+            for i, x in enumerate(e.split(values, rows)):
+                block, half = divmod(16 // rows * n + i, halves)
+                e.store(x, e.offset(to, block * block_bytes + 64 * half))
 
     @intrinsic
     def unpack(typingctx, w, tile, r, k):
@@ -181,20 +288,18 @@ def unpack_group(fmt):
             lane = e.offset(tile, e.times(r, 4))
             for i, at_w, _ in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 start = e.offset(lane, e.times(i, 8 * block_bytes))
-                scales = fmt.scales(e, at_w, row)
-                minima = fmt.minima(e, at_w, row) if mode[0] == "m" else None
-                for ib in range(8):
-                    to = e.offset(start, ib * block_bytes)
-                    put(e, scales[ib], to)
-                    if minima is not None:
-                        put(e, minima[ib], e.offset(to, 64 * halves))
+                put(e, fmt.scales(e, at_w, row), fmt.d(e, at_w, row), start)
+                if mode[0] == "m":
+                    put(e, fmt.minima(e, at_w, row), fmt.dmin(e, at_w, row), e.offset(start, 64 * halves))
+                for u in range(8 // fmt.unit):
                     for v, order in enumerate(fmt.order):
-                        codes = fmt.codes(e, at_w, ib, v)
+                        codes = fmt.codes(e, at_w, u, v)
                         if mode[0] == "s" and fmt.bias != tile_bias(fmt):
                             codes = builder.add(codes, e.const64(tile_bias(fmt) - fmt.bias))
                         words = builder.bitcast(codes, llvm_type(i32x16))
                         for g, x in zip(order, e.split(words, rows), strict=True):
-                            e.store(x, e.offset(to, header + 64 * g))
+                            block = fmt.unit * u + g // 8
+                            e.store(x, e.offset(start, block * block_bytes + header + 64 * (g % 8)))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 4), codegen

@@ -10,11 +10,10 @@ have a copy in this order (`kernels/activations.py`); codes are brought into it 
 
 import functools
 
-import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.activation_row import ActivationRow
+from ikcli.backends.cpu.kernels.activation_row import ActivationRow, without_bias
 from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, prefetch_step, steps
 from ikcli.backends.cpu.tile_modes import MODES, most_code
 from ikcli.native.simd.lanes import folded
@@ -43,7 +42,11 @@ class _Token:
         elif self.mode == "m16":
             self.add(e, self.low, minima, self.row.scaled_sums(e, i, valid, 2))
         else:
-            self.dots[0] = _moved(e, fmt, e.load(i32x16, e.offset(self.row.sums_at, e.times(i, 64))), w)
+            plain, shifted = without_bias(e, fmt, e.load(i32x16, e.offset(self.row.sums_at, e.times(i, 64))))
+            on = fmt.shifted_blocks(e, w)
+            if on is not None and on.type.count == 8:
+                on = e.pick(on, _TWICE)
+            self.dots[0] = plain if on is None else e.b.select(on, shifted, plain)
 
     def dot(self, e, n, codes, i):
         """Columns 4n .. 4n+3 of every block of step i."""
@@ -112,20 +115,6 @@ def _by_quarters(e, codes):
         for m in (0, 8):
             out.append(e.b.shuffle_vector(x, y, indices([*range(m, m + 8), *range(16 + m, 24 + m)])))
     return [e.b.bitcast(v, codes[0].type) for v in out]
-
-
-def _moved(e, fmt, sums, w):
-    """-bias * sum from -128 * sum, plus shift * sum, which `dot_codes` left out of the codes of some blocks."""
-    blocks = fmt.shifted_blocks(e, w)
-    scaled = 8 - fmt.bias.bit_length()
-    bias = e.b.ashr(sums, ir.Constant(sums.type, [scaled] * 16)) if scaled else sums
-    if blocks is None:
-        return bias
-    if blocks.type.count == 8:
-        blocks = e.pick(blocks, _TWICE)
-    parts = [e.b.ashr(sums, ir.Constant(sums.type, [7 - bit] * 16)) for bit in range(3) if fmt.shift >> bit & 1]
-    more = parts[0] if len(parts) == 1 else e.b.add(*parts)
-    return e.b.select(blocks, e.b.sub(bias, more), bias)
 
 
 def _widen(e, v):

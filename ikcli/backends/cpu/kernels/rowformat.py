@@ -17,6 +17,7 @@ import contextlib
 import functools
 
 import llvmlite.ir as ir
+import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
@@ -167,13 +168,39 @@ class RowEmitter(Emitter):
         words = self.b.bitcast(v, llvm_type(i32x16))
         return self.b.bitcast(self.b.lshr(words, const_vector(i32x16, amounts)), llvm_type(i8x64))
 
-    def shift_halves(self, v, lo, hi):
-        """shift_right by lo in the first 32 bytes, hi in the others."""
-        return self.shift_right(v, [lo] * 8 + [hi] * 8)
-
     def shift_left(self, v, n):
         words = self.b.bitcast(v, llvm_type(i32x16))
         return self.b.bitcast(self.b.shl(words, const_vector(i32x16, [n] * 16)), llvm_type(i8x64))
+
+    def bits(self, v, starts, width, to=0):
+        """`width` bits of each of 64 bytes at bit `to`, others 0; in 16-byte chunk c they begin at bit starts[c]."""
+        mask = ((1 << width) - 1) << to
+        mask = self.const64(mask - 256 if mask > 127 else mask)
+        if set(starts) == {to}:
+            return self.b.and_(v, mask)
+        if not self.moves_bits():
+            right = [s - to for s in starts for _ in range(4)]
+            words = self._moved(self.b.bitcast(v, llvm_type(i32x16)), right)
+            return self.b.and_(self.b.bitcast(words, v.type), mask)
+        return self.affine_bits(v, [[*[None] * to, *range(start, start + width)] for start in starts])
+
+    def moves_bits(self):
+        """Whether `affine_bits` is an instruction."""
+        return {"gfni", "avx512f"} <= self.features()
+
+    def affine_bits(self, v, sources):
+        """64 bytes whose bit i, in 16-byte chunk c, is bit sources[c][i] of v, or 0 (None, or beyond). Needs gfni."""
+        matrix = np.zeros((4, 2, 8), np.uint8)  # twice per chunk; row 7 - i: which bits make bit i
+        for chunk, places in enumerate(sources):
+            for i, place in enumerate(places):
+                if place is not None:
+                    matrix[chunk, :, 7 - i] = 1 << place
+        matrix = const_vector(i8x64, matrix.view(np.int8).ravel().tolist())
+        return call_llvm(self.b, "llvm.x86.vgf2p8affineqb.512", v.type, [v, matrix, ir.Constant(_I8, 0)])
+
+    def raw_halves(self, v, lo, hi):
+        """64 bytes with the bits from `lo` on, in the last 32 from `hi` on, moved to bit 0; others above these."""
+        return self.shift_right(v, [lo] * 8 + [hi] * 8)
 
     # --- codes by quarters: see `RowFormat.quarters` ------------------------------------------------------------------
     # Fields come with the bits around them; `codes_of` masks these or looks entries up.
@@ -364,6 +391,7 @@ class RowFormat:
     header_bytes = 0
     shift = 0  # what dot_codes leaves out of the codes of `shifted_blocks`
     full_range = False  # whether a value may be -128
+    read_in_two_places = False  # whether the bits of a code are far apart
 
     @property
     def bias(self):
@@ -420,11 +448,12 @@ def steps(e, fmt, w, k):
 def prefetch_step(e, fmt, at):
     """Ask for what is read some steps later; the next rows follow in memory.
 
-    Wide rows and groups are read faster if most of that is left to the machine, which just does not look beyond a page.
+    Wide rows and groups are read faster if most of that is left to the machine, which just does not look beyond a page;
+    unless steps are not read from front to back, which it does not foresee.
     """
-    sparse = fmt.rows > 1 or fmt.step_bytes > _SPARSE_FROM
-    for line in range(0, fmt.step_bytes, _SPARSE_BYTES if sparse else 64):
-        e.prefetch(e.offset(at, _PREFETCH_BYTES + line), level=2 if sparse else 1)
+    wide = fmt.rows > 1 or fmt.step_bytes > _SPARSE_FROM
+    for line in range(0, fmt.step_bytes, _SPARSE_BYTES if wide and not fmt.read_in_two_places else 64):
+        e.prefetch(e.offset(at, _PREFETCH_BYTES + line), level=2 if wide else 1)
 
 
 def copy_blocks(e, fmt, src, to, n_blocks):

@@ -131,7 +131,7 @@ class GroupEmitter(RowEmitter):
     def _planes(self, v, a, h, c):
         return [a * (chunk % 2) + h * v + c * (chunk // 2) for chunk in range(4)]
 
-    # --- codes for `value_of`: (vector, first bit of the code), unmasked if that looks at six bits --------------------
+    # --- codes for `value_of`: (vector, first bit of the code), masked only where it has to be ----------------------
     def nibble_codes(self, address, v):
         """As `nibbles`."""
         return self._code(self.load(i8x64, address), 4 * v, 4)
@@ -146,7 +146,7 @@ class GroupEmitter(RowEmitter):
 
     def _code(self, v, at, width):
         if not self.looks_at_six_bits():
-            return self.bits(v, [at] * 4, width), 0
+            return self.bits(v, [at & 4] * 4, 4), at & 3
         out_of_sight = max(0, at + width - 6)
         return self.shift_right(v, [out_of_sight] * 16) if out_of_sight else v, at - out_of_sight
 
@@ -157,13 +157,17 @@ class GroupEmitter(RowEmitter):
     def value_of(self, table, code, width, upper=None):
         """Entry of a table of byte constants for `width` bits and, above these, the bit that upper(bit) moves there."""
         v, at = code
-        free = width if upper and not self.looks_at_six_bits() else 5 if at + width < 6 else at - 1
+        places = list(range(at, at + width))
         if upper:
-            v = self.with_bits(v, upper(free), 1 << free)
-        if not self.looks_at_six_bits():
-            return self.lookup(table, v)
-        places = [*range(at, at + width), *([free] if upper else [])]
-        return self.lookup(scattered(table, places), v)
+            seen = 6 if self.looks_at_six_bits() else max(4, width + 1)
+            places.append(next(bit for bit in range(seen) if bit not in places))
+            v = self.with_bits(v, upper(places[-1]), 1 << places[-1])
+        return self.scattered(table, places, v)
+
+    def scattered(self, table, places, v):
+        """Entries of a table for codes whose bit i is bit places[i] of a byte; no others are seen (`nibble_codes`)."""
+        size = 64 if self.looks_at_six_bits() else 16 << (max(places) > 3)
+        return self.lookup([table[sum((n >> at & 1) << i for i, at in enumerate(places))] for n in range(size)], v)
 
     def with_bits(self, v, bits, mask):
         """v with the bits of each byte that are in `mask` replaced by those of `bits`, which has no others."""
@@ -179,8 +183,9 @@ class GroupEmitter(RowEmitter):
     def triple_values(self, table, low_at, high_at, v):
         """Entries of a table of 8 byte constants for the codes."""
         if not self.looks_at_six_bits():
-            return self.lookup(table, self.triples(low_at, high_at, v))
-        return self.lookup(scattered(table, _triple_places(v)), self._two_triples(low_at, high_at, v))
+            third = functools.partial(self.pair_plane, high_at, v, 4, 2, 1)
+            return self.value_of(table, self.pair_codes(low_at, v), 2, third)
+        return self.scattered(table, _triple_places(v), self._two_triples(low_at, high_at, v))
 
     def _two_triples(self, low_at, high_at, v):
         """The codes of vectors v & 2 (bits 0, 1, 4) and v | 1 (bits 2, 3, 5)."""
@@ -204,11 +209,6 @@ class GroupEmitter(RowEmitter):
 def _triple_places(v):
     """Where `_two_triples` has the bits of a code of vector v."""
     return [2 * (v % 2), 2 * (v % 2) + 1, 4 + v % 2]
-
-
-def scattered(table, places):
-    """The table of 64 entries in which bit i of a code is bit places[i] of six."""
-    return [table[sum((n >> at & 1) << i for i, at in enumerate(places))] for n in range(64)]
 
 
 class GroupFormat:

@@ -22,7 +22,11 @@ class _Blocks32(GroupFormat):
         self.name, self.block_bytes, self.step_bytes = name, block_bytes, 8 * block_bytes
 
     def scales(self, e, w, row):
-        return e.sixteens([e.halves(e.offset(w, self.block_bytes * ib), self.rows) for ib in range(8)])
+        return e.sixteens(self.block_scales(e, e.offset(w, self.block_bytes * ib)) for ib in range(8))
+
+    def block_scales(self, e, w):
+        """One per row."""
+        return e.halves(w, self.rows)
 
     def codes(self, e, w, ib, v):
         return self.block_codes(e, e.offset(w, self.block_bytes * ib), v)
@@ -73,10 +77,8 @@ class Mxfp4(_EightRows):
 
     codes_at = 8
 
-    def scales(self, e, w, row):
-        return e.sixteens([self._powers(e, e.load_bytes(e.offset(w, 136 * ib), 8)) for ib in range(8)])
-
-    def _powers(self, e, v):
+    def block_scales(self, e, w):
+        v = e.load_bytes(w, 8)
         normal = e.b.shl(e.b.sub(v, e.ints([1] * 8)), e.ints([23] * 8))
         tiny = e.b.shl(e.ints([0x00200000] * 8), e.b.and_(v, e.ints([1] * 8)))
         bits = e.b.select(e.b.icmp_signed("<", v, e.ints([2] * 8)), tiny, normal)
@@ -234,7 +236,7 @@ class IQ4XS(SuperBlock):
 
     def codes(self, e, w, ib, v):
         packed = e.load(i8x64, e.offset(w, 64 + 128 * ib + 64 * (v % 2)))
-        return e.lookup(biased(IQ4_NL_VALUES, self.bias), e.field(packed, 4 * (v // 2), 4))
+        return e.value_of(biased(IQ4_NL_VALUES, self.bias), e.code(packed, 4 * (v // 2), 4), 4)
 
 
 FORMATS = by_name(

@@ -294,7 +294,7 @@ class IQ1S(_Ternary):
 
     def scales(self, e, w, row):
         qh = [e.words_at(e.offset(w, 24 * ib + 16), 4) for ib in range(8)]
-        return e.sixteens([e.affine(e.field(x, 12, 3), 0.25, 0.125) for x in qh])
+        return e.sixteens(e.affine(e.field(x, 12, 3), 0.25, 0.125) for x in qh)
 
     def codes(self, e, w, ib, v):
         at = e.offset(w, 24 * ib)

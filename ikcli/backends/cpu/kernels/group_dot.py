@@ -100,26 +100,27 @@ class _Token:
 
 def _dot_step(e, fmt, mode, w, row, tokens):
     lanes, most, runs = fmt.scale_lanes(mode), most_code(fmt, mode), fmt.runs()
-    scales = fmt.scales(e, w, row)
     if mode[0] == "m":
         for part, x in enumerate(fmt.minima(e, w, row)):
             for t in tokens:
                 t.add_low(x, e.pick(t.sums, _sum_lanes(fmt, part)))
-    elif fmt.unit == 1:
-        for part, x in enumerate(scales):
-            offsets = e.mul(x, _offsets(e, fmt, w, part))
+    units = 16 // (lanes * fmt.unit)  # of a vector of scales
+    for part, scales in enumerate(fmt.scales(e, w, row)):
+        if mode[0] == "s" and fmt.unit == 1:
+            offsets = e.mul(scales, _offsets(e, fmt, w, part))
             for t in tokens:
                 t.add(offsets, e.pick(t.sums, _sum_lanes(fmt, part)))
-    for u in range(8 // fmt.unit):
-        dots = [t.started(e, w, u) for t in tokens]
-        for v, order in enumerate(fmt.order):
-            codes = fmt.dot_codes(e, w, u, v)
-            dots = [e.dot(x, codes, t.groups(u, order), most) for x, t in zip(dots, tokens, strict=True)]
-        per_row = lanes // fmt.rows
-        where = [lanes * (fmt.unit * u + n) + fmt.rows * (half % per_row) + r for n, half, r in runs]
-        wide = e.pick(scales[where[0] // 16], [i % 16 for i in where])
-        for x, t in zip(dots, tokens, strict=True):
-            t.add(e.mul(e.to_f32(x), t.scale(u)), wide)
+        for n in range(units):
+            u = units * part + n
+            dots = [t.started(e, w, u) for t in tokens]
+            for v, order in enumerate(fmt.order):
+                codes = fmt.dot_codes(e, w, u, v)
+                dots = [e.dot(x, codes, t.groups(u, order), most) for x, t in zip(dots, tokens, strict=True)]
+            of_halves = fmt.rows if lanes > fmt.rows else 0
+            where = [lanes * (fmt.unit * n + block) + of_halves * half + r for block, half, r in runs]
+            wide = e.pick(scales, where)
+            for x, t in zip(dots, tokens, strict=True):
+                t.add(e.mul(e.to_f32(x), t.scale(u)), wide)
 
 
 def _sum_lanes(fmt, part):

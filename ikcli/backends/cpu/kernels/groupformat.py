@@ -14,6 +14,7 @@ Layouts: `quant/interleave.py`.
 """
 
 import functools
+import itertools
 
 import llvmlite.ir as ir
 from numba.core import types
@@ -89,9 +90,10 @@ class GroupEmitter(RowEmitter):
         return [self.pick(v, range(i, i + n)) for i in range(0, v.type.count, n)]
 
     def sixteens(self, parts):
-        """Vectors of equal length as vectors of 16 lanes."""
-        n = 16 // parts[0].type.count
-        return [self.joined(parts[i : i + n]) for i in range(0, len(parts), n)]
+        """Vectors of equal length as vectors of 16 lanes, each made when asked for."""
+        parts = iter(parts)
+        for first in parts:
+            yield self.joined([first, *itertools.islice(parts, 16 // first.type.count - 1)])
 
     def joined(self, parts):
         """Vectors of equal length one after the other."""
@@ -134,17 +136,18 @@ class GroupEmitter(RowEmitter):
     # --- codes for `value_of`: (vector, first bit of the code), masked only where it has to be ----------------------
     def nibble_codes(self, address, v):
         """As `nibbles`."""
-        return self._code(self.load(i8x64, address), 4 * v, 4)
+        return self.code(self.load(i8x64, address), 4 * v, 4)
 
     def pair_nibble_codes(self, address, v):
         """As `pair_nibbles`."""
-        return self._code(self._two_blocks(address, v), 4 * (v // 2), 4)
+        return self.code(self._two_blocks(address, v), 4 * (v // 2), 4)
 
     def pair_codes(self, address, v):
         """As `pairs`."""
-        return self._code(self.load(i8x64, address), 2 * v, 2)
+        return self.code(self.load(i8x64, address), 2 * v, 2)
 
-    def _code(self, v, at, width):
+    def code(self, v, at, width):
+        """Of vector v."""
         if not self.looks_at_six_bits():
             return self.bits(v, [at & 4] * 4, 4), at & 3
         out_of_sight = max(0, at + width - 6)
@@ -241,7 +244,10 @@ class GroupFormat:
         """Mask, in the order of the scales, of lanes 16*part.. whose `dot_codes` are too small, or None."""
 
     def scales(self, e, w, row):
-        """f32x16 vectors of the scales without `d`: by block, by row; modes *16: by block, by half, by row."""
+        """Yields f32x16 vectors of the scales without `d`: by block, by row; modes *16: by block, by half, by row.
+
+        They are asked for one by one, between the codes, so that memory is read in order.
+        """
         raise NotImplementedError
 
     def minima(self, e, w, row):

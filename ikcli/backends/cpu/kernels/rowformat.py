@@ -42,7 +42,7 @@ from ikcli.native.simd.vec import (
 from ikcli.quant.formats import format_by_name
 from ikcli.quant.tables import MATMUL_SCALE
 
-_PREFETCH_BYTES = 4096  # ahead
+_PREFETCH_BYTES, _FAR_BYTES = 4096, 6144  # ahead
 _SPARSE_FROM, _SPARSE_BYTES = 192, 256  # rows of more bytes per 256 columns; one line per so many bytes
 _I8, _I16, _F32 = ir.IntType(8), ir.IntType(16), ir.FloatType()
 
@@ -451,9 +451,14 @@ def prefetch_step(e, fmt, at):
     Wide rows and groups are read faster if most of that is left to the machine, which just does not look beyond a page;
     unless steps are not read from front to back, which it does not foresee.
     """
-    wide = fmt.rows > 1 or fmt.step_bytes > _SPARSE_FROM
-    for line in range(0, fmt.step_bytes, _SPARSE_BYTES if wide and not fmt.read_in_two_places else 64):
-        e.prefetch(e.offset(at, _PREFETCH_BYTES + line), level=2 if wide else 1)
+    if fmt.read_in_two_places:
+        ahead, every, level = _FAR_BYTES, 64, 2
+    elif fmt.rows > 1 or fmt.step_bytes > _SPARSE_FROM:
+        ahead, every, level = _PREFETCH_BYTES, _SPARSE_BYTES, 2
+    else:
+        ahead, every, level = _PREFETCH_BYTES, 64, 1
+    for line in range(0, fmt.step_bytes, every):
+        e.prefetch(e.offset(at, ahead + line), level=level)
 
 
 def copy_blocks(e, fmt, src, to, n_blocks):

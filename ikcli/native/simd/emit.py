@@ -49,15 +49,9 @@ class Emitter:
 
     def in_order(self, v):
         """v, an f32x16, before anything that follows is loaded: LLVM would mix the parts of a loop until they spill."""
-        if "avx512f" in self.features():
-            return self.b.asm(ir.FunctionType(v.type, [v.type]), "", "=v,0,~{memory}", [v], True)
-        if "avx2" not in self.features():
+        if "avx512f" not in self.features():
             return v
-        half = ir.VectorType(F32, 8)
-        lanes = [ir.Constant(ir.VectorType(I32, 8), list(range(n, n + 8))) for n in (0, 8)]
-        parts = [self.b.shuffle_vector(v, v, part) for part in lanes]
-        low, high = (self.b.asm(ir.FunctionType(half, [half]), "", "=x,0,~{memory}", [x], True) for x in parts)
-        return self.b.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 16), list(range(16))))
+        return self.b.asm(ir.FunctionType(v.type, [v.type]), "", "=v,0,~{memory}", [v], True)
 
     def prefetch(self, address, write=False, level=1):
         """Ask for a cache line, if need be one to write to, up to a level of the cache."""

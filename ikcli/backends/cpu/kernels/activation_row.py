@@ -42,7 +42,7 @@ def without_bias(e, fmt, sums):
         """-n * sum, for a power of two."""
         return e.b.ashr(sums, ir.Constant(sums.type, [8 - n.bit_length()] * 16)) if n < 128 else sums
 
-    plain = times(fmt.bias)
+    plain = times(fmt.bias) if fmt.bias else e.zero(i32x16)
     more = [times(1 << bit) for bit in range(3) if fmt.shift >> bit & 1]
     return plain, functools.reduce(e.b.sub, more, plain)
 

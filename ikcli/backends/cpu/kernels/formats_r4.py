@@ -69,7 +69,7 @@ class Q4_0(_EightRows):
 
 class Q8_0(_EightRows):
     def block_codes(self, e, w, v):
-        return e.b.xor(e.load(i8x64, e.offset(w, 16 + 64 * v)), e.const64(-128))
+        return e.with_bias(e.load(i8x64, e.offset(w, 16 + 64 * v)), self.bias)
 
 
 class Mxfp4(_EightRows):
@@ -105,7 +105,7 @@ class Q8KV(GroupFormat):
         return row
 
     def codes(self, e, w, ib, v):
-        return e.b.xor(e.load(i8x64, e.offset(w, 256 * ib + 64 * v)), e.const64(-128))
+        return e.with_bias(e.load(i8x64, e.offset(w, 256 * ib + 64 * v)), self.bias)
 
 
 class Q8K(GroupFormat):
@@ -124,7 +124,7 @@ class Q8K(GroupFormat):
 
     def codes(self, e, w, ib, v):
         stored = e.load(i8x64, e.offset(w, 2 * self.rows + 32 * self.rows * ib + 64 * v))
-        return stored if self.rows == 16 else e.b.xor(stored, e.const64(-128))
+        return e.with_bias(stored, self.bias ^ 128 if self.rows == 16 else self.bias)
 
 
 # --- K quants ---------------------------------------------------------------------------------------------------------

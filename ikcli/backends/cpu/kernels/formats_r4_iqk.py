@@ -54,11 +54,11 @@ class IQ3K(_Halves):
     def scales(self, e, w, row):
         odd = [e.affine(x, 2.0, 1.0) for x in self.four_bit(e, e.offset(w, 24))]
         signs = e.repeated(e.load_bytes(e.offset(w, 16), 8), 2)
-        out = []
+        top = e.constants([-(1 << 31)] * 16, 32)
         for part, x in enumerate(odd):
-            minus = e.b.and_(signs, e.constants([1 << 2 * part + i // 8 for i in range(16)], 32))
-            out.append(e.b.select(e.b.icmp_unsigned("!=", minus, e.constants([0] * 16, 32)), e.b.fneg(x), x))
-        return out
+            up = e.constants([31 - 2 * part - i // 8 for i in range(16)], 32)
+            sign = e.b.and_(e.b.shl(signs, up), top)
+            yield e.b.bitcast(e.b.xor(e.b.bitcast(x, top.type), sign), x.type)
 
     def dot_codes(self, e, w, u, v):
         values = biased(IQ3_VALUES[0], self.bias)

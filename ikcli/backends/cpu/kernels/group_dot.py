@@ -13,6 +13,7 @@ from ikcli.backends.cpu.kernels.activation_row import ActivationRow, without_bia
 from ikcli.backends.cpu.kernels.groupformat import GroupEmitter
 from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
 from ikcli.backends.cpu.tile_modes import MODES, most_code
+from ikcli.native.simd.dot import most_addends
 from ikcli.native.simd.lanes import folded
 from ikcli.native.simd.vec import f32x16, i8x64, i32x8, i32x16, llvm_type
 
@@ -106,21 +107,34 @@ def _dot_step(e, fmt, mode, w, row, tokens):
                 t.add_low(x, e.pick(t.sums, _sum_lanes(fmt, part)))
     units = 16 // (lanes * fmt.unit)  # of a vector of scales
     for part, scales in enumerate(fmt.scales(e, w, row)):
-        if mode[0] == "s" and fmt.unit == 1:
+        if mode[0] == "s" and fmt.unit == 1 and (fmt.bias or fmt.shift):
             offsets = e.mul(scales, _offsets(e, fmt, w, part))
             for t in tokens:
                 t.add(offsets, e.pick(t.sums, _sum_lanes(fmt, part)))
         for n in range(units):
             u = units * part + n
             dots = [t.started(e, w, u) for t in tokens]
-            for v, order in enumerate(fmt.order):
-                codes = fmt.dot_codes(e, w, u, v)
-                dots = [e.dot(x, codes, t.groups(u, order), most) for x, t in zip(dots, tokens, strict=True)]
+            addends = most_addends(most)
+            for first in range(0, len(fmt.order), addends):
+                orders = fmt.order[first : first + addends]
+                codes = [fmt.dot_codes(e, w, u, first + v) for v in range(len(orders))]
+                for n_token, t in enumerate(tokens):
+                    groups = [t.groups(u, order) for order in orders]
+                    dots[n_token] = _add_products(e, fmt, mode, dots[n_token], codes, groups)
             of_halves = fmt.rows if lanes > fmt.rows else 0
             where = [lanes * (fmt.unit * n + block) + of_halves * half + r for block, half, r in runs]
             wide = e.pick(scales, where)
             for x, t in zip(dots, tokens, strict=True):
                 t.add(e.mul(e.to_f32(x), t.scale(u)), wide)
+
+
+def _add_products(e, fmt, mode, total, codes, groups):
+    """total (i32x16) + products of vectors of codes with column groups of an activation row."""
+    if mode[0] == "s" and not fmt.bias:
+        for x, y in zip(codes, groups, strict=True):
+            total = e.dot_signed(total, x, y)
+        return total
+    return e.dots(total, codes, groups, most_code(fmt, mode))
 
 
 def _sum_lanes(fmt, part):

@@ -22,6 +22,7 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, steps
 from ikcli.backends.cpu.tile_modes import LAYOUT, MODES, tile_bias
+from ikcli.native import isa
 from ikcli.native.simd.emit import I32
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.vec import const_vector, f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type, pointer
@@ -223,11 +224,15 @@ class GroupFormat:
     block_bytes = 0  # bytes of the smallest stored unit ...
     block_columns = 256  # ... and its columns
     header_bytes = 0  # of the group
-    bias = 128  # code - bias is a value; a power of two (symmetric modes)
     unit = 1  # blocks of 32 columns that share vectors of codes
     order = ORDER4  # column groups of each vector of codes
     shift = 0  # what dot_codes leaves out of some codes
     read_in_two_places = False  # whether the bits of a code are far apart, the first to be read last
+
+    @property
+    def bias(self):
+        """code - bias is a value (symmetric modes); 0, for signed bytes, or a power of two. See `RowFormat.bias`."""
+        return 0 if isa.current().plain_avx2 else 128
 
     def header(self, e, w):
         """Reads the headers of the rows."""

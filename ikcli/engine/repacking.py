@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.backends.cpu.threads import aligned_zeros
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
 from ikcli.log import log
@@ -59,7 +60,7 @@ def repack_tensors(
     made, work = {}, []
     for name, spec in specs.items():
         ne0 = spec.shape[0]
-        out = made[name] = np.empty(tensor_size(spec.type, spec.shape), np.uint8)
+        out = made[name] = aligned_zeros(tensor_size(spec.type, spec.shape))
         rows = np.asarray(file.data(name)).reshape(-1).view(np.uint8)
         source = rows.reshape(-1, row_size(file.tensors[name].type, ne0))
         target = out.reshape(-1, row_size(spec.type, ne0))

@@ -1,7 +1,8 @@
 """Instruction sets: what this CPU has, and which code the kernels are compiled for.
 
 An instruction the target lacks does not raise: LLVM aborts the process. So kernels ask here first. `IK_CPU_ISA`
-forces a lower level (`avx2`, `avxvnni`, `portable`), which is how one machine tests the code of another.
+forces a lower level, which is how one machine tests the code of another: `avx512vnni` (AVX-512 without what came after
+VNNI: no VBMI, GFNI, BF16), `avx2`, `avxvnni`, `portable`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from dataclasses import dataclass
 from ikcli.errors import UsageError
 
 # LLVM CPU and features to compile for at each forced level (x86-64 only).
+_AVX2 = "+avx2,+fma,+f16c,+bmi,+bmi2"
 _FORCED = {
-    "avx2": ("haswell", "+avx2,+fma,+f16c,+bmi,+bmi2"),
-    "avxvnni": ("haswell", "+avx2,+fma,+f16c,+bmi,+bmi2,+avxvnni"),
+    "avx512vnni": ("cascadelake", f"{_AVX2},+avx512f,+avx512cd,+avx512bw,+avx512dq,+avx512vl,+avx512vnni"),
+    "avx2": ("haswell", _AVX2),
+    "avxvnni": ("haswell", f"{_AVX2},+avxvnni"),
     "portable": ("x86-64", ""),
 }
 
@@ -71,4 +74,4 @@ def current() -> ISA:
         raise UsageError(
             f"IK_CPU_ISA={wanted} needs {', '.join(sorted(features - here.features))}, which this CPU lacks"
         )
-    return ISA(wanted, cpu, feature_string, features)
+    return ISA("avx512" if wanted == "avx512vnni" else wanted, cpu, feature_string, features)

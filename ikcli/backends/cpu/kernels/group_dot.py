@@ -100,7 +100,9 @@ class _Token:
 
 
 def _dot_step(e, fmt, mode, w, row, tokens):
-    lanes, most, runs = fmt.scale_lanes(mode), most_code(fmt, mode), fmt.runs()
+    lanes, runs = fmt.scale_lanes(mode), fmt.runs()
+    most, signed = most_code(fmt, mode), mode[0] == "s" and not fmt.bias
+    addends = most_addends(most)  # 1 where codes are signed
     if mode[0] == "m":
         for part, x in enumerate(fmt.minima(e, w, row)):
             for t in tokens:
@@ -114,27 +116,17 @@ def _dot_step(e, fmt, mode, w, row, tokens):
         for n in range(units):
             u = units * part + n
             dots = [t.started(e, w, u) for t in tokens]
-            addends = most_addends(most)
             for first in range(0, len(fmt.order), addends):
                 orders = fmt.order[first : first + addends]
                 codes = [fmt.dot_codes(e, w, u, first + v) for v in range(len(orders))]
-                for n_token, t in enumerate(tokens):
+                for i, t in enumerate(tokens):
                     groups = [t.groups(u, order) for order in orders]
-                    dots[n_token] = _add_products(e, fmt, mode, dots[n_token], codes, groups)
+                    dots[i] = e.dot_signed(dots[i], *codes, *groups) if signed else e.dots(dots[i], codes, groups, most)
             of_halves = fmt.rows if lanes > fmt.rows else 0
             where = [lanes * (fmt.unit * n + block) + of_halves * half + r for block, half, r in runs]
             wide = e.pick(scales, where)
             for x, t in zip(dots, tokens, strict=True):
                 t.add(e.mul(e.to_f32(x), t.scale(u)), wide)
-
-
-def _add_products(e, fmt, mode, total, codes, groups):
-    """total (i32x16) + products of vectors of codes with column groups of an activation row."""
-    if mode[0] == "s" and not fmt.bias:
-        for x, y in zip(codes, groups, strict=True):
-            total = e.dot_signed(total, x, y)
-        return total
-    return e.dots(total, codes, groups, most_code(fmt, mode))
 
 
 def _sum_lanes(fmt, part):

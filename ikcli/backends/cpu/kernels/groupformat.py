@@ -148,7 +148,7 @@ class GroupEmitter(RowEmitter):
         return self.code(self.load(i8x64, address), 2 * v, 2)
 
     def code(self, v, at, width):
-        """Of vector v."""
+        """Bits at .. at + width - 1 of the bytes of v."""
         if not self.looks_at_six_bits():
             return self.bits(v, [at & 4] * 4, 4), at & 3
         out_of_sight = max(0, at + width - 6)

@@ -227,7 +227,7 @@ class GroupFormat:
     unit = 1  # blocks of 32 columns that share vectors of codes
     order = ORDER4  # column groups of each vector of codes
     shift = 0  # what dot_codes leaves out of some codes
-    read_in_two_places = False  # whether the bits of a code are far apart, the first to be read last
+    read_in_two_places = False  # whether upper bits follow the codes, far from the lower ones: see `prefetch_step`
 
     @property
     def bias(self):

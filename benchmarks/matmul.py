@@ -85,7 +85,7 @@ def main() -> None:
     types = [format_by_name(n).type for n in names] if names != ["all"] else []
     types = types or [*FLOAT_TYPES, *(format_by_name(n).type for n in MODES)]
     tokens = [int(n) for n in args.tokens.split(",")]
-    peaks = {kind: product_peak(kind, args.threads) for kind in ("i8", "bf16", "f32")}
+    peaks = {kind: product_peak(kind, args.threads) for kind in ("i8", "i16", "bf16", "f32")}
     memory = read_peak(args.threads)
     shown = ", ".join(f"{p / 1e9:.0f} GOP/s of {kind}" for kind, p in peaks.items() if p)
     print(f"peaks of {args.threads} threads: {shown}; {memory / 1e9:.1f} GB/s read from memory\n")

@@ -44,11 +44,12 @@ def test_every_byte_is_read(threads: int) -> None:
     np.testing.assert_array_equal(np.bitwise_xor.reduce(found), np.bitwise_xor.reduce(data[:n].reshape(-1, 64)))
 
 
-def test_every_product_of_bytes_counts() -> None:
+@pytest.mark.parametrize(("kind", "one"), [("i8", 4), ("i16", 2 * 257**2)])
+def test_every_product_of_integers_counts(kind: str, one: int) -> None:
     data = np.ones(256, np.uint8)
-    found = run(KernelKey("peaks", "make_products", ("i8",)), 2, data, 5).view(np.int32)
+    found = run(KernelKey("peaks", "make_products", (kind,)), 2, data, 5).view(np.int32)
     starts = int(data.view(np.int32)[:WIDTH].sum(dtype=np.int64))
-    np.testing.assert_array_equal(found, np.full((2, 16), starts + 4 * 5 * CHAINS))
+    np.testing.assert_array_equal(found, np.full((2, 16), starts + one * 5 * CHAINS))
 
 
 @pytest.mark.parametrize(("kind", "one", "per_lane"), [("f32", 0x3F800000, 1), ("bf16", 0x3F803F80, 2)])

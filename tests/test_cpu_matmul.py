@@ -1,7 +1,8 @@
 """Matrix products of the CPU backend, dense, by head and by expert, against float64 NumPy, with NaN in spare memory.
 
 Integer kernels round activations to int8 per 32 values. The oracle rounds in the same way and is then held to float32
-accuracy; a second check without the rounding bounds what the rounding costs.
+accuracy; a second check without the rounding bounds what the rounding costs. Where f16 becomes 16-bit integers, the
+norms of blocks of 64 columns bound it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from kernel_harness import Harness, Segment
 from weight_bytes import ALL_TYPES, QUANTIZED, fitting, good_blocks, params, stored
 
 from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES, activation_kind
-from ikcli.backends.cpu.program import INDEPENDENT_ROWS
+from ikcli.backends.cpu.program import FEW_ROWS, INDEPENDENT_ROWS
+from ikcli.backends.cpu.tile_modes import PAIRS_BLOCK, makes_integers
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Graph, HeadSlice, Node, Rows, RowSpec, Weight
 from ikcli.quant.decode import dequantize
@@ -65,11 +67,22 @@ def seen(x: Array, type_: GGMLType) -> Array:
     return x.astype(np.float64) if type_ in FLOAT_TYPES else rounded(x)
 
 
-def check(found: Array, w: Array, x: Array, type_: GGMLType, *, loss: bool = True) -> None:
+def rounding(w: Array, x: Array, type_: GGMLType, few: int = FEW_ROWS) -> Array | float:
+    """What 16-bit integers instead of f16 may cost: 64 errors of half a code in blocks whose norm is 32700 or more."""
+    if activation_kind(type_) != "i16" or len(x) <= few:
+        return 0.0
+    pad = [(0, 0), (0, -x.shape[1] % PAIRS_BLOCK)]
+    norms = [np.linalg.norm(np.pad(v, pad).reshape(len(v), -1, PAIRS_BLOCK), axis=2) for v in (x, w)]
+    return np.asarray(2 * 4.01 / 32700 * norms[0] @ norms[1].T)
+
+
+def check(found: Array, w: Array, x: Array, type_: GGMLType, *, loss: bool = True, few: int = FEW_ROWS) -> None:
     """found = x @ w.T up to float32 rounding of the sum, and up to 1.5 % without the rounding of x."""
     a = seen(x, type_)
     assert found.shape == (len(x), len(w))
-    limit = 1e-5 * (np.abs(a) @ np.abs(w).T) + 1e-30  # codes are biased by 128, which costs a few bits,
+    limit = (
+        rounding(w, a, type_, few) + 1e-5 * (np.abs(a) @ np.abs(w).T) + 1e-30
+    )  # codes are biased by 128, which costs a few bits,
     if type_ in (GGMLType.IQ1_BN, GGMLType.IQ2_BN, GGMLType.IQ2_BN_R4):  # and more in ternary rows with many zeros
         limit += 1.2e-5 * np.abs(a).sum(axis=1, keepdims=True) * np.abs(w).max(axis=1)
     error = np.abs(found - a @ w.T)
@@ -112,7 +125,7 @@ def test_few_rows_together_are_each_row_alone(type_: GGMLType) -> None:
         run.compile(run.graph.mul_mat(w, x, "y"), 1, {w.name: data})
         a = activations(INDEPENDENT_ROWS, k)
         alone = np.concatenate([run([Segment(1)], {x: a[i : i + 1]}) for i in range(len(a))])
-        check(alone, values[0], a, type_)
+        check(alone, values[0], a, type_, few=INDEPENDENT_ROWS)
         for n in range(2, len(a) + 1):
             np.testing.assert_array_equal(run([Segment(n)], {x: a[:n]}), alone[:n])
 
@@ -234,6 +247,21 @@ def test_extreme_codes(type_: GGMLType, n: int) -> None:
     check(run([Segment(n)], {x: a}), np.tile(value, (20, 8)), a, type_, loss=False)
 
 
+@pytest.mark.skipif(not makes_integers(), reason="this CPU multiplies f16 in float32")
+@pytest.mark.parametrize("unevenness", [0.0, 0.5, 1.0])
+def test_integers_round_less_than_f16(unevenness: float) -> None:
+    """f16 weights with many rows, whose columns differ in size: the error of activations rounded to f16, or less."""
+    k, n = 1408, 64
+    w, data, values = make_weight("w", GGMLType.F16, (k, 96))
+    run, x = dense(w, data, 2, max_tokens=n)
+    a = activations(n, k) * np.exp(unevenness * np.random.default_rng(5).standard_normal(k)).astype(np.float32)
+    exact = a.astype(np.float64) @ values[0].T
+    error, of_f16 = (
+        v.astype(np.float64) - exact for v in (run([Segment(n)], {x: a}), a.astype(np.float16) @ values[0].T)
+    )
+    assert 0 < np.square(error).mean() <= np.square(of_f16).mean()
+
+
 # --- experts ----------------------------------------------------------------------------------------------------------
 N_EXPERT = 6
 
@@ -304,14 +332,15 @@ def test_experts(type_: GGMLType, ser: tuple[int, float] | None) -> None:
             for e in np.unique(expert[expert >= 0]):
                 mine = expert == e
                 check(plain[mine], up[e], a[rows[mine]], type_, loss=False)
-                check_up_gate(fused[mine], up[e], gate[e], seen(a[rows[mine]], type_))
+                check_up_gate(fused[mine], up[e], gate[e], seen(a[rows[mine]], type_), type_)
             assert not plain[expert < 0].any() and not fused[expert < 0].any()
 
 
-def check_up_gate(found: Array, up: Array, gate: Array, a: Array) -> None:
+def check_up_gate(found: Array, up: Array, gate: Array, a: Array, type_: GGMLType) -> None:
     g, u = a @ gate.T, a @ up.T
     wanted = g / (1 + np.exp(-g)) * u
-    limit = 1e-5 * (np.abs(a) @ np.abs(gate).T * (1 + np.abs(u)) + np.abs(a) @ np.abs(up).T * (1 + np.abs(g)))
+    of_gate, of_up = (1e-5 * (np.abs(a) @ np.abs(w).T) + rounding(w, a, type_) for w in (gate, up))
+    limit = of_gate * (1.1 + np.abs(u)) + of_up * (1 + np.abs(g))
     assert (np.abs(found - wanted) <= limit + 1e-5 * np.abs(wanted)).all()
 
 

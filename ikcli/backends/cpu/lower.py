@@ -12,11 +12,21 @@ import numpy as np
 
 from ikcli.backends.cpu import lower_attention
 from ikcli.backends.cpu.program import Lowering, Ref, f32_bits
-from ikcli.backends.cpu.tile_modes import MODES, MOST_TILES, TILE_ROWS, rounds_activations, tile_bytes, tiles_per_thread
+from ikcli.backends.cpu.tile_modes import (
+    MODES,
+    MOST_TILES,
+    PAIRS_BLOCK,
+    PAIRS_PART,
+    TILE_ROWS,
+    makes_integers,
+    rounds_activations,
+    tile_bytes,
+    tiles_per_thread,
+)
 from ikcli.backends.lowering import as_node, as_weight
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
-from ikcli.graph import HeadSlice, Node, Rows, Weight
+from ikcli.graph import HeadSlice, Node, Rows, RowSpec, Weight
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.quant.formats import get_format, row_size
 
@@ -45,13 +55,25 @@ def activation_kind(type_: GGMLType) -> str:
     """How the kernels of a weight type want activation rows (`kernels/activations.py`)."""
     if type_ is GGMLType.BF16_R16 or (type_ is GGMLType.BF16 and rounds_activations()):
         return "bf16"
+    if type_ is GGMLType.F16 and makes_integers():
+        return "i16"
     return "f32" if type_ in FLOAT_TYPES else "q8"
+
+
+def _kind_of_rows(low: Lowering, w: Weight, rows: RowSpec) -> str:
+    """activation_kind, but that rows which will never be many need no integers."""
+    kind = activation_kind(w.type)
+    return "f32" if kind == "i16" and low.rows(rows) <= low.few_rows else kind
 
 
 def kind_row_bytes(kind: str, k: int) -> int:
     """Bytes of an activation row of k values."""
-    # bf16: an odd number of cache lines, so that rows do not share sets
-    return {"f32": 4 * k, "bf16": 64 * (-(-2 * k // 64) | 1)}.get(kind) or activation_row_bytes(k)
+    if kind == "f32":
+        return 4 * k
+    if kind == "q8":
+        return activation_row_bytes(k)
+    lines = -(-2 * k // 64) if kind == "bf16" else 6 * -(-k // PAIRS_BLOCK) + -(-k // PAIRS_PART)
+    return 64 * (lines | 1)  # an odd number of cache lines, so that rows do not share sets
 
 
 def activation_row_bytes(k: int) -> int:
@@ -156,7 +178,8 @@ class Activations:
 
 def _activations(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Activations:
     """The input as the weight's kernel wants it: float rows as they are, or converted once per distinct input."""
-    src, kind = as_node(x.source), activation_kind(w.type)
+    src = as_node(x.source)
+    kind = _kind_of_rows(low, w, src.rows)
     if kind == "f32":
         return Activations(low.out(src) + 4 * x.offset, 4 * src.cols, 4 * x.head_stride)
     row = kind_row_bytes(kind, x.width)
@@ -230,7 +253,7 @@ def _moe_sort(low: Lowering, node: Node) -> None:
 def _sorted_activations(low: Lowering, w: Weight, x: Node, plan: Node, sorted_in: bool) -> Activations:
     """Input rows in expert order."""
     n_expert, n_used = plan.attrs["n_expert"], plan.attrs["n_used"]
-    kind = activation_kind(w.type)
+    kind = _kind_of_rows(low, w, x.rows)
     if sorted_in:
         return _activations(low, w, HeadSlice(x, 0, x.cols, 0), 1)
     row = kind_row_bytes(kind, x.cols)

@@ -19,7 +19,7 @@ from ikcli.graph import Cache, Graph, Node, RowSpec, Weight
 from ikcli.native.kernel_cache import KernelKey, KernelLibrary
 
 INDEPENDENT_ROWS = 8  # rows up to which an `independent` program keeps its promise
-_FEW = 4  # a row of weights is decoded once for as many
+FEW_ROWS = 4  # a row of weights is decoded once for as many
 ENTRY_WORDS = 4  # of the table that kernels/executor.py walks
 
 Word = int | Ref
@@ -52,7 +52,7 @@ class Lowering(Buffers):
     @property
     def few_rows(self) -> int:
         """Up to this many activation rows a matrix product reads weights without unpacking them for all rows."""
-        return INDEPENDENT_ROWS if self.independent else _FEW
+        return INDEPENDENT_ROWS if self.independent else FEW_ROWS
 
     def buffer(self, n_bytes: int) -> Ref:
         """Temporary memory, alive from the first to the last op that names it."""

@@ -18,6 +18,8 @@ MOST_TILES = 3  # multiplied together
 _CACHE = 768 << 10  # bytes of tiles that stay in the second level, with room for activations
 _SMALL_BIAS = 64  # with which no sum of two products leaves 16 bits
 MOST_WITH_MINIMUM = 31  # the largest code of a type with minima
+PAIRS_BLOCK = 64  # columns that share a scale where numbers become 16-bit integers
+PAIRS_PART = 512  # columns of activations whose scales lie together, before them
 
 # mode -> (header bytes, bytes per 32 columns)
 LAYOUT = {"s32": (64, 576), "m32": (128, 640), "s16": (128, 640), "m16": (256, 768)}
@@ -65,6 +67,11 @@ def multiplies_tiles_together() -> bool:
 def rounds_activations() -> bool:
     """Whether rows of bfloat16 are multiplied with activations of bfloat16."""
     return "avx512bf16" in isa.current().features
+
+
+def makes_integers() -> bool:
+    """Whether rows of f16 and their activations become 16-bit integers, twice as many per product as float32."""
+    return "avx512vnni" in isa.current().features
 
 
 def tiles_per_thread(type_name: str, k: int) -> int:

@@ -115,6 +115,12 @@ class Emitter:
         self.b.store(value, slot)
         return slot
 
+    def room(self, n_bytes):
+        """Address of stack memory aligned to a vector."""
+        with self.b.goto_entry_block():
+            slot = self.b.alloca(ir.ArrayType(ir.IntType(8), n_bytes + 64))
+        return self.b.and_(self.offset(self.b.ptrtoint(slot, I64), 63), self.int(-64))
+
     @contextlib.contextmanager
     def loop(self, count):
         """for i in range(count): yields i (i64)."""

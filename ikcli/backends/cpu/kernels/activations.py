@@ -6,12 +6,18 @@ i32[K/16] | s per 16 f32[K/16], padded to 64 bytes | the int8 again, by quarters
 of all 16 blocks of 16, then columns 4..7 and so on (`kernels/row_dot.py`); for plain AVX2 their magnitudes instead, in
 order (`kernels/row_dot_avx2.py`). No half-precision sums anywhere: those overflow in models with large activations.
 `bf16`, for weights of bfloat16: rounded to nearest even. `f32`: as they are (only ever gathered).
+`i16`, for weights that become 16-bit integers if rows are many, and stay floats if they are few: f32[K'], K' = K in
+whole blocks of 64, then per 512 columns the blocks' scales (f32, 64 bytes) | i16[512], in pairs 16 columns apart.
 """
+
+import math
 
 import numpy as np
 
 from ikcli.backends.cpu.kernels.basic import copy_f32
 from ikcli.backends.cpu.kernels.common import n_rows, word
+from ikcli.backends.cpu.kernels.pair_codes import NORM, TOP, pairs_of, rounded
+from ikcli.backends.cpu.tile_modes import PAIRS_BLOCK, PAIRS_PART
 from ikcli.native import isa
 from ikcli.native.jit import inline
 from ikcli.native.simd.blocks import store_magnitudes, store_quarters
@@ -27,15 +33,19 @@ from ikcli.native.simd.vec import (
     st_f32,
     st_i32,
     store_i8x16,
+    store_i32x16,
     trunc_i32x16_i8,
     vabs,
+    vadd,
+    vfma,
     vmax,
     vmul,
     vround_even,
 )
 
-_F0, _F127 = np.float32(0.0), np.float32(127.0)
+_F0, _F1, _F127 = np.float32(0.0), np.float32(1.0), np.float32(127.0)
 _TINY = np.float32(1e-36)  # smaller maxima count as zero: 127 / them would overflow
+_TINY16 = np.float32(1e-33)  # ... TOP / them
 
 
 @inline
@@ -99,12 +109,44 @@ def round_span(src, dst, k, lo, hi):
 
 
 @inline
+def integers_at(k, k0):
+    """Where the part of an `i16` row begins that holds column k0, a multiple of PAIRS_PART."""
+    return 4 * PAIRS_BLOCK * ((k + PAIRS_BLOCK - 1) // PAIRS_BLOCK) + k0 // PAIRS_PART * (64 + 2 * PAIRS_PART)
+
+
+@inline
+def integer_blocks(src, dst, k, lo, hi):
+    """Blocks lo..hi-1 (of 64) of one row; zeros fill up the last."""
+    last = min(PAIRS_BLOCK * hi, k)
+    copy_f32(dst + 4 * PAIRS_BLOCK * lo, src + 4 * PAIRS_BLOCK * lo, last - PAIRS_BLOCK * lo)
+    for i in range(last, PAIRS_BLOCK * hi):
+        st_f32(dst + 4 * i, _F0)
+    for ib in range(lo, hi):
+        first, x = PAIRS_BLOCK * ib // PAIRS_PART * PAIRS_PART, dst + 256 * ib
+        inside, y = ib - first // PAIRS_BLOCK, dst + integers_at(k, first)
+        v0, v1, v2, v3 = load_f32x16(x), load_f32x16(x + 64), load_f32x16(x + 128), load_f32x16(x + 192)
+        top = reduce_max(vmax(vmax(vabs(v0), vabs(v1)), vmax(vabs(v2), vabs(v3))))
+        inverse = TOP / top if top > _TINY16 else _F0
+        wide = splat_f32x16(inverse)
+        v0, v1, v2, v3 = vmul(v0, wide), vmul(v1, wide), vmul(v2, wide), vmul(v3, wide)
+        norm = reduce_add(vadd(vfma(v0, v0, vmul(v1, v1)), vfma(v2, v2, vmul(v3, v3))))
+        factor = min(_F1, NORM / np.float32(math.sqrt(norm + _F1)))
+        wide = splat_f32x16(factor)
+        st_f32(y + 4 * inside, top / TOP / factor + _F0 * norm)  # NaN if any value is NaN or Inf
+        y += 64 + 128 * inside
+        store_i32x16(y, pairs_of(rounded(v0, wide), rounded(v1, wide)))
+        store_i32x16(y + 64, pairs_of(rounded(v2, wide), rounded(v3, wide)))
+
+
+@inline
 def copy_span(src, dst, k, lo, hi):
     """Columns lo..hi-1 of one row."""
     copy_f32(dst + 4 * lo, src + 4 * lo, hi - lo)
 
 
-_SPANS = {"q8": (quantize_blocks, 32), "bf16": (round_span, 1), "f32": (copy_span, 1)}
+_SPANS = {
+    "q8": (quantize_blocks, 32), "i16": (integer_blocks, PAIRS_BLOCK), "bf16": (round_span, 1), "f32": (copy_span, 1),
+}  # fmt: skip
 """Kind -> span(src, dst, k, lo, hi) of one row, and the columns that one of its units has."""
 
 
@@ -119,7 +161,7 @@ def make_convert(kind):
         x, stride, heads, head_stride = word(params, 3), word(params, 4), word(params, 6), word(params, 7)
         k, out, out_stride = word(params, 8), word(params, 9), word(params, 10)
         x += word(params, 5)
-        units = k // unit
+        units = (k + unit - 1) // unit
         rows = n_rows(params) * heads
         lo, hi = rows * units * ith // nth, rows * units * (ith + 1) // nth
         while lo < hi:
@@ -142,6 +184,6 @@ def make_gather(kind):
         k, out, out_stride = word(params, 7), word(params, 8), word(params, 9)
         n = ld_i64(word(params, 10))
         for r in range(n * ith // nth, n * (ith + 1) // nth):
-            span(x + ld_i64(order + 8 * r) // n_used * stride, out + r * out_stride, k, 0, k // unit)
+            span(x + ld_i64(order + 8 * r) // n_used * stride, out + r * out_stride, k, 0, (k + unit - 1) // unit)
 
     return gather

@@ -20,13 +20,12 @@ from ikcli.backends.cpu.kernels.attention import (
     tile_chunk,
 )
 from ikcli.backends.cpu.kernels.common import word
+from ikcli.backends.cpu.kernels.pair_codes import TINY, rounded
 from ikcli.backends.cpu.kernels.pair_tiles import (
-    TINY,
     k_columns,
     k_scales,
     make_both,
     pair_chunk,
-    rounded,
     row_space,
     v_columns,
     v_scales,

@@ -28,18 +28,14 @@ from ikcli.backends.cpu.kernels.attention_few import (
     soft_max_tile,
 )
 from ikcli.backends.cpu.kernels.common import word
+from ikcli.backends.cpu.kernels.pair_codes import TOP, pairs_of, rounded, row_factor, row_scale
 from ikcli.backends.cpu.kernels.pair_tiles import (
     LEAST,
     SUM,
-    TOP,
     k_scales,
     make_row_size,
     make_stage_pairs,
     pair_chunk,
-    pairs_of,
-    rounded,
-    row_factor,
-    row_scale,
     v_scales,
     v_tops,
 )

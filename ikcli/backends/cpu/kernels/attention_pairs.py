@@ -26,18 +26,14 @@ from ikcli.backends.cpu.kernels.attention import (
 )
 from ikcli.backends.cpu.kernels.attention_codes import make_stage_codes
 from ikcli.backends.cpu.kernels.common import word
+from ikcli.backends.cpu.kernels.pair_codes import TOP, lane_factors, lane_scales, pairs_of, rounded
 from ikcli.backends.cpu.kernels.pair_tiles import (
     LEAST,
-    NORM,
     SUM,
-    TINY,
-    TOP,
     k_scales,
     make_stage_pairs,
     pair_chunk,
-    pairs_of,
     q_scales,
-    rounded,
     v_scales,
     v_tops,
 )
@@ -59,7 +55,6 @@ from ikcli.native.simd.vec import (
     vmax_fast,
     vmin,
     vmul,
-    vsqrt,
     vsub,
     zero_f32x16,
 )
@@ -87,10 +82,8 @@ def make_pack_q_pairs(adjacent):
                 x = load_f32x16(at + c * stride)
                 square = vmul(x, x)
                 total, top = vadd(total, square), vmax_fast(square, top)
-            factor = vdiv(splat_f32x16(NORM), vsqrt(vadd(total, splat_f32x16(TINY))))
-            factor = vmin(factor, vdiv(splat_f32x16(TOP), vsqrt(vadd(top, splat_f32x16(TINY)))))
-            # adding 0 * total makes the scale of a row that is not finite NaN
-            store_f32x16(scales + i, vfma(total, zero, vdiv(splat_f32x16(_F1), factor)))
+            factor = lane_factors(total, top)
+            store_f32x16(scales + i, lane_scales(total, factor))
             for pair in range((columns + 16 & ~31) >> 1):  # K's last chunk may be half empty
                 even, odd = columns_of(pair)
                 low, high = zero, zero

@@ -1,15 +1,16 @@
 """Float weights: tiles of up to 512 columns, and groups of 16 rows (rows that stand alone: float_few.py).
 
-f32 and f16 are multiplied with float32 activations, and so is bf16 on machines without products of bfloat16. Others
-multiply it with activations rounded to bfloat16, in pairs of columns.
+f32 is multiplied with float32 activations, and so are f16 and bf16 on machines without products of 16-bit integers
+(float_pairs.py) and of bfloat16. Others multiply bf16 with activations rounded to bfloat16, in pairs of columns.
 bf16_r16 holds groups of 16 rows as 64 bytes per pair of columns: lane r is row r, the even column in its lower half.
 """
 
 import numpy as np
 
 from ikcli.backends.cpu.kernels.float_few import make_few
+from ikcli.backends.cpu.kernels.float_pairs import make_pair_step, make_unpack_pairs
 from ikcli.backends.cpu.kernels.gemm import float_tile, unpack_float16
-from ikcli.backends.cpu.tile_modes import rounds_activations
+from ikcli.backends.cpu.tile_modes import PAIRS_PART, makes_integers, rounds_activations
 from ikcli.native import isa
 from ikcli.native.jit import inline
 from ikcli.native.simd.dot import dot_bf16
@@ -27,7 +28,7 @@ from ikcli.native.simd.vec import (
 )
 
 _F0 = np.float32(0.0)
-_KC = 512
+_KC = PAIRS_PART
 _KINDS = {"f32": (ld_f32, 4), "f16": (ld_f16, 2), "bf16": (ld_bf16, 2)}
 # Rows of a tile, 16 or 32, and activation rows that are multiplied together: as many as there are registers for sums.
 _ROWS, _TOKENS = (32, 12) if isa.current().name == "avx512" else (16, 6)
@@ -110,10 +111,20 @@ def _sixteen_rows():
     return few, unpack_tile
 
 
-def _make_block(few, unpack_tile, pairs=False):
+def _make_float_step(nt, pairs):
+    """step(tile, k0, kc, k, a, a_stride, out, out_stride, n): a tile times nt activation rows."""
+    micro, size = float_tile(_ROWS // 16, nt, pairs), 2 if pairs else 4
+
+    @inline
+    def step(tile, k0, kc, k, a, a_stride, out, out_stride, n):
+        micro(tile, (kc + 1) // 2 if pairs else kc, a + size * k0, a_stride, out, out_stride, n, k0)
+
+    return step
+
+
+def _make_block(few, unpack_tile, make_step):
     """As the integer blocks of `matmul.py`, for n <= _ROWS rows."""
-    micro_most, micro4, micro1 = (float_tile(_ROWS // 16, nt, pairs) for nt in (_TOKENS, 4, 1))
-    size = 2 if pairs else 4  # of an activation
+    step_most, step4, step1 = (make_step(nt) for nt in (_TOKENS, 4, 1))
 
     @inline
     def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tile, n_few):
@@ -123,16 +134,15 @@ def _make_block(few, unpack_tile, pairs=False):
         for k0 in range(0, k, _KC):
             kc = min(_KC, k - k0)
             unpack_tile(w, row_bytes, n, k0, kc, tile)
-            x, steps = a + size * k0, (kc + 1) // 2 if pairs else kc
             t = 0
             while t + _TOKENS <= m:
-                micro_most(tile, steps, x + t * a_stride, a_stride, out + t * out_stride, out_stride, n, k0)
+                step_most(tile, k0, kc, k, a + t * a_stride, a_stride, out + t * out_stride, out_stride, n)
                 t += _TOKENS
             while t + 4 <= m:
-                micro4(tile, steps, x + t * a_stride, a_stride, out + t * out_stride, out_stride, n, k0)
+                step4(tile, k0, kc, k, a + t * a_stride, a_stride, out + t * out_stride, out_stride, n)
                 t += 4
             while t < m:
-                micro1(tile, steps, x + t * a_stride, a_stride, out + t * out_stride, out_stride, n, k0)
+                step1(tile, k0, kc, k, a + t * a_stride, a_stride, out + t * out_stride, out_stride, n)
                 t += 1
 
     return block, _ROWS
@@ -141,6 +151,8 @@ def _make_block(few, unpack_tile, pairs=False):
 def float_block(kind):
     """(block, rows of it) of a float type."""
     if kind == "bf16_r16":
-        return _make_block(*_sixteen_rows(), pairs=True)
+        return _make_block(*_sixteen_rows(), lambda nt: _make_float_step(nt, True))
+    if kind == "f16" and makes_integers():
+        return _make_block(make_few(kind), make_unpack_pairs(kind, _ROWS), lambda nt: make_pair_step(_ROWS, nt))
     pairs = kind == "bf16" and rounds_activations()
-    return _make_block(make_few(kind), _bf16() if pairs else _plain(kind), pairs)
+    return _make_block(make_few(kind), _bf16() if pairs else _plain(kind), lambda nt: _make_float_step(nt, pairs))

@@ -5,7 +5,8 @@ columns a tile holds its scales (f32x16; two vectors for 16-column scales), for 
 then 8 x 64 bytes: group j holds bytes 4j..4j+3 of each row. Symmetric types store value + bias, so that the dot product
 must start from -bias * (sum of activations); activation rows carry it for 128 (`kernels/activations.py`).
 
-Float: tile of 16*nv rows as f32 [column][row] times nt float activation rows.
+Float: tile of 16*nv rows as f32 [column][row] times nt float activation rows. Pairs of 16-bit integers: per 64 columns
+the scales of 16*nv rows, then 32 times their pairs.
 """
 
 import functools
@@ -14,10 +15,10 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.tile_modes import LAYOUT, MOST_WITH_MINIMUM
+from ikcli.backends.cpu.tile_modes import LAYOUT, MOST_WITH_MINIMUM, PAIRS_BLOCK
 from ikcli.native import isa
 from ikcli.native.simd import vec
-from ikcli.native.simd.dot import emit_dot_bf16, most_addends
+from ikcli.native.simd.dot import emit_dot_bf16, emit_dot_i16, most_addends
 from ikcli.native.simd.emit import Emitter, transpose16
 from ikcli.native.simd.half import bf16_to_f32, half_to_f32
 from ikcli.native.simd.vec import f32x16, i8x64, i32x16
@@ -127,35 +128,97 @@ def float_tile(nv, nt, pairs=False):
             tile, k, a, a_stride, out, out_stride, n_lanes, more = args
             e = Emitter(builder)
             rows = [e.opaque(e.offset(a, e.times(a_stride, t))) for t in range(nt)]
-            outs = [e.offset(out, e.times(out_stride, t)) for t in range(nt)]
-            acc = [[e.variable(e.zero(f32x16)) for _ in range(nv)] for _ in range(nt)]
-            for at in outs:
-                for v in range(nv):
-                    e.prefetch(e.offset(at, 64 * v), write=True)
+            acc = {(t, v): e.variable(e.zero(f32x16)) for t in range(nt) for v in range(nv)}
+            outs = {(t, v): e.offset(out, e.times(out_stride, t), 64 * v) for t, v in acc}
+            for at in outs.values():
+                e.prefetch(at, write=True)
             with e.loop(k) as i:
                 p, i4 = e.offset(tile, e.times(i, 64 * nv)), e.times(i, 4)
                 w = [e.load(i32x16 if pairs else f32x16, e.offset(p, 64 * v)) for v in range(nv)]
                 for t in range(nt):
                     x = (e.splat_i32 if pairs else e.splat_f32)(e.offset(rows[t], i4))
                     for v in range(nv):
-                        old = builder.load(acc[t][v])
+                        old = builder.load(acc[t, v])
                         new = emit_dot_bf16(builder, old, w[v], x) if pairs else e.fma(w[v], x, old)
-                        builder.store(new, acc[t][v])
-            is_more = builder.icmp_signed("!=", more, e.int(0))
-            with builder.if_then(is_more):
-                for t in range(nt):
-                    for v in range(nv):
-                        slot = acc[t][v]
-                        old = _load_first(e, e.offset(outs[t], 64 * v), e.offset(n_lanes, -16 * v))
-                        builder.store(builder.fadd(builder.load(slot), old), slot)
-            for t in range(nt):
-                for v in range(nv):
-                    e.store_first(builder.load(acc[t][v]), e.offset(outs[t], 64 * v), e.offset(n_lanes, -16 * v))
+                        builder.store(new, acc[t, v])
+            _add_or_store(e, acc, outs, n_lanes, more)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), codegen
 
     return micro
+
+
+@functools.cache
+def pair_tile(nv, nt):
+    """micro(tile, n_blocks, a, a_stride, out, out_stride, n_lanes, more): out[t] (+)= tile . a[t].
+
+    Blocks are of 64 columns; `a` points at their scales in the first of nt activation rows, integers follow.
+    more != 0 adds to what `out` holds. n_lanes <= 16*nv rows are stored.
+    """
+    steps, unrolled, last = PAIRS_BLOCK // 2, 3, 2
+    pairs = [(t, v) for t in range(nt) for v in range(nv)]
+
+    @intrinsic
+    def micro(typingctx, tile, n_blocks, a, a_stride, out, out_stride, n_lanes, more):
+        def codegen(context, builder, sig, args):
+            tile, n_blocks, a, a_stride, out, out_stride, n_lanes, more = args
+            e = Emitter(builder)
+            rows = [e.opaque(e.offset(a, e.times(a_stride, t))) for t in range(nt)]
+            outs = {(t, v): e.offset(out, e.times(out_stride, t), 64 * v) for t, v in pairs}
+            room = e.opaque(e.room(64 * len(pairs)))
+            acc = {tv: e.offset(room, 64 * i) for i, tv in enumerate(pairs)}
+            for at in acc.values():
+                e.store(e.zero(f32x16), at)
+            for at in outs.values():
+                e.prefetch(at, write=True)
+            with e.loop(n_blocks) as ib:
+                header = e.offset(tile, e.times(ib, 64 * nv * (steps + 1)))
+                dots = {tv: e.variable(e.zero(i32x16)) for tv in pairs}
+
+                def weights(p, j):
+                    return [e.load(i32x16, e.offset(p, 64 * (nv * j + v))) for v in range(nv)]
+
+                def add(w, t, q, j):
+                    x = e.splat_i32(e.offset(rows[t], q, 64 + 4 * j))
+                    for v in range(nv):
+                        builder.store(emit_dot_i16(builder, builder.load(dots[t, v]), w[v], x), dots[t, v])
+
+                with e.loop(e.int((steps - last) // unrolled)) as i:
+                    p = e.offset(header, 64 * nv, e.times(i, 64 * nv * unrolled))
+                    q = e.offset(e.times(ib, 4 * steps), e.times(i, 4 * unrolled))
+                    for j in range(unrolled):
+                        w = weights(p, j)
+                        for t in range(nt):
+                            add(w, t, q, j)
+                # the last steps row by row: while one is scaled, others are multiplied
+                q = e.offset(e.times(ib, 4 * steps), 4 * (steps - last))
+                ws = [weights(e.offset(header, 64 * nv * (steps - last + 1)), j) for j in range(last)]
+                of_rows = [e.load(f32x16, e.offset(header, 64 * v)) for v in range(nv)]
+                for t in range(nt):
+                    for j, w in enumerate(ws):
+                        add(w, t, q, j)
+                    d = e.splat_f32(e.offset(rows[t], e.times(ib, 4)))
+                    for v in range(nv):
+                        part = builder.fmul(e.to_f32(builder.load(dots[t, v])), of_rows[v])
+                        e.store(e.fma(part, d, e.load(f32x16, acc[t, v])), acc[t, v])
+            slots = {tv: e.variable(e.load(f32x16, at)) for tv, at in acc.items()}
+            _add_or_store(e, slots, outs, n_lanes, more)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), codegen
+
+    return micro
+
+
+def _add_or_store(e, acc, outs, n_lanes, more):
+    """Sums (t, v) to their places; more != 0 adds what is there."""
+    with e.b.if_then(e.b.icmp_signed("!=", more, e.int(0))):
+        for tv, slot in acc.items():
+            old = _load_first(e, outs[tv], e.offset(n_lanes, -16 * tv[1]))
+            e.b.store(e.b.fadd(e.b.load(slot), old), slot)
+    for tv, slot in acc.items():
+        e.store_first(e.b.load(slot), outs[tv], e.offset(n_lanes, -16 * tv[1]))
 
 
 def _load_first(e, address, n):

@@ -6,8 +6,6 @@ bf16 are converted where they lie, others become f32 first: behind the tile of K
 scales of blocks, and then what is known of the rows of K, V and Q.
 """
 
-import math
-
 import numpy as np
 
 from ikcli.backends.cpu.kernels.attention import (
@@ -26,10 +24,10 @@ from ikcli.backends.cpu.kernels.attention import (
 )
 from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.kernels.kv import LOAD16, make_prefetch_row
+from ikcli.backends.cpu.kernels.pair_codes import pairs_of, rounded, row_factor, row_scale
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.vec import (
-    bits_f32x16_i32,
     reduce_add,
     reduce_max,
     splat_f32x16,
@@ -39,22 +37,15 @@ from ikcli.native.simd.vec import (
     store_i32x16,
     vabs,
     vadd,
-    vand,
     vfma,
     vmax_fast,
-    vor,
-    vshl,
     zero_f32x16,
 )
 
-NORM = np.float32(46000)  # of rows of integers, before rounding: no product of two leaves 32 bits
-TOP = np.float32(32700)  # ... of their numbers
 SUM = np.float32(2.13e9)  # of products of a row's weights with a tile of V, before rounding
 LEAST = np.float32(1e-33)
-TINY = np.float32(1e-37)
 BLOCK_SPACE = 2560  # bytes that attention_codes.py may need beyond two rows of f32
-_ROUND = np.float32(1.5 * 2**23)
-_F0, _F1 = np.float32(0.0), np.float32(1.0)
+_F0 = np.float32(0.0)
 _SIZE = {"f32": 4, "f16": 2, "bf16": 2}
 
 
@@ -108,18 +99,6 @@ def clear(x, n):
 
 
 # --- staging ---------------------------------------------------------------------------------------------------------
-@inline
-def rounded(x, factor):
-    """x * factor to the nearest integer, even in a tie, in the lower 16 bits of each lane."""
-    return bits_f32x16_i32(vfma(x, factor, splat_f32x16(_ROUND)))
-
-
-@inline
-def pairs_of(low, high):
-    """The lower 16 bits of two vectors of integers, side by side."""
-    return vor(vand(low, splat_i32x16(0xFFFF)), vshl(high, 16))
-
-
 def make_row_size(type_):
     """row_size(x, step, chunks): sum of squares and largest magnitude of a row, 16 numbers at every `step` of them."""
     load = LOAD16[type_]
@@ -141,18 +120,6 @@ def make_row_size(type_):
         return reduce_add(vadd(vadd(a, b), vadd(c, d))), reduce_max(vmax_fast(top, other))
 
     return row_size
-
-
-@inline
-def row_factor(norm, top):
-    """What a row is multiplied with before rounding."""
-    return min(NORM / np.float32(math.sqrt(norm + TINY)), TOP / (top + TINY))
-
-
-@inline
-def row_scale(norm, factor):
-    """What its sums are multiplied with; NaN for a row that is not finite."""
-    return _F1 / factor + _F0 * norm
 
 
 @inline

@@ -6,7 +6,7 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.kernels.sgemm import MAX_VECTORS, fma_f32x16, load_f32x16_at, loop, offset
-from ikcli.native.simd.dot import emit_dot, emit_dot_bf16
+from ikcli.native.simd.dot import emit_dot, emit_dot_bf16, emit_dot_i16
 from ikcli.native.simd.emit import Emitter
 from ikcli.native.simd.vec import f32x16, i32x16, llvm_type, pointer
 
@@ -17,6 +17,7 @@ _AHEAD = 16384
 KINDS = {
     "f32": (f32x16, 2, lambda builder, acc, x: fma_f32x16(builder, acc, x, x)),
     "bf16": (f32x16, 4, lambda builder, acc, x: emit_dot_bf16(builder, acc, x, x)),
+    "i16": (i32x16, 4, lambda builder, acc, x: emit_dot_i16(builder, acc, x, x)),
     "i8": (i32x16, 8, lambda builder, acc, x: emit_dot(builder, acc, x, x, 16)),
 }
 

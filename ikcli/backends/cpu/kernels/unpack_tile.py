@@ -13,20 +13,11 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.rowformat import RowEmitter, copy_blocks
 from ikcli.backends.cpu.tile_modes import LAYOUT, MODES, tile_bias
-from ikcli.native.simd.emit import I64, transpose16
+from ikcli.native.simd.emit import transpose16
 from ikcli.native.simd.vec import f32x16, pointer
 
-_I8 = ir.IntType(8)
 _VECTOR = 64
 _ROWS = 16
-
-
-def _room(e, n_bytes):
-    """Address of stack memory aligned to a vector."""
-    with e.b.goto_entry_block():
-        slot = e.b.alloca(ir.ArrayType(_I8, n_bytes + _VECTOR))
-    at = e.b.ptrtoint(slot, I64)
-    return e.b.and_(e.offset(at, _VECTOR - 1), e.int(-_VECTOR))
 
 
 def _step_address(e, fmt, row_w, i, whole, rest, copy):
@@ -36,9 +27,8 @@ def _step_address(e, fmt, row_w, i, whole, rest, copy):
         return src
     is_cut = e.b.icmp_signed("==", i, whole)
     with e.b.if_then(is_cut):
-        e.b.store(
-            ir.Constant(ir.ArrayType(_I8, fmt.step_bytes), None), pointer(e.b, copy, ir.ArrayType(_I8, fmt.step_bytes))
-        )
+        bytes_ = ir.ArrayType(ir.IntType(8), fmt.step_bytes)
+        e.b.store(ir.Constant(bytes_, None), pointer(e.b, copy, bytes_))
         copy_blocks(e, fmt, src, copy, e.b.udiv(rest, e.int(fmt.block_columns)))
     return e.b.select(is_cut, copy, src)
 
@@ -80,9 +70,9 @@ def unpack_tile(fmt):
         def codegen(context, builder, sig, args):
             w, row_bytes, n, tile, k = args
             e = RowEmitter(builder)
-            codes = _room(e, _ROWS * 256)
-            floats = [_room(e, _ROWS * _VECTOR) for _ in range(1 + mode.startswith("m"))]
-            copy = _room(e, fmt.step_bytes)
+            codes = e.room(_ROWS * 256)
+            floats = [e.room(_ROWS * _VECTOR) for _ in range(1 + mode.startswith("m"))]
+            copy = e.room(fmt.step_bytes)
             whole, rest, last = builder.lshr(k, e.int(8)), builder.and_(k, e.int(255)), e.offset(n, -1)
             with e.loop(builder.lshr(e.offset(k, 255), e.int(8))) as i:
                 with e.loop(e.int(_ROWS)) as r:

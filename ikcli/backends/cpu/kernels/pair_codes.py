@@ -1,0 +1,68 @@
+"""Numbers as 16-bit integers in pairs, for products that multiply and add two per lane.
+
+A row, or a part of one, has a scale. By Cauchy and Schwarz no sum of products of two can leave 32 bits, for their norms
+are bounded.
+"""
+
+import math
+
+import numpy as np
+
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import (
+    bits_f32x16_i32,
+    splat_f32x16,
+    splat_i32x16,
+    vadd,
+    vand,
+    vdiv,
+    vfma,
+    vmin,
+    vor,
+    vshl,
+    vsqrt,
+    zero_f32x16,
+)
+
+NORM = np.float32(46000)  # of rows of integers, before rounding: no product of two leaves 32 bits
+TOP = np.float32(32700)  # ... of their numbers
+TINY = np.float32(1e-37)
+_ROUND = np.float32(1.5 * 2**23)
+_F0, _F1 = np.float32(0.0), np.float32(1.0)
+
+
+@inline
+def rounded(x, factor):
+    """x * factor to the nearest integer, even in a tie, in the lower 16 bits of each lane."""
+    return bits_f32x16_i32(vfma(x, factor, splat_f32x16(_ROUND)))
+
+
+@inline
+def pairs_of(low, high):
+    """The lower 16 bits of two vectors of integers, side by side."""
+    return vor(vand(low, splat_i32x16(0xFFFF)), vshl(high, 16))
+
+
+@inline
+def row_factor(norm, top):
+    """What a row is multiplied with before rounding, from its sum of squares and largest magnitude."""
+    return min(NORM / np.float32(math.sqrt(norm + TINY)), TOP / (top + TINY))
+
+
+@inline
+def row_scale(norm, factor):
+    """What its sums are multiplied with; NaN for a row that is not finite."""
+    return _F1 / factor + _F0 * norm
+
+
+@inline
+def lane_factors(norms, squares):
+    """row_factor of 16 rows, from their sums of squares and largest squares."""
+    factor = vdiv(splat_f32x16(NORM), vsqrt(vadd(norms, splat_f32x16(TINY))))
+    return vmin(factor, vdiv(splat_f32x16(TOP), vsqrt(vadd(squares, splat_f32x16(TINY)))))
+
+
+@inline
+def lane_scales(norms, factors):
+    """row_scale of 16 rows."""
+    return vfma(norms, zero_f32x16(), vdiv(splat_f32x16(_F1), factors))

@@ -2,11 +2,12 @@
 
 Integer kernels round activations to int8 per 32 values. The oracle rounds in the same way and is then held to float32
 accuracy; a second check without the rounding bounds what the rounding costs. Where f16 becomes 16-bit integers, the
-norms of blocks of 64 columns bound it.
+norms of blocks of columns bound it.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -68,12 +69,12 @@ def seen(x: Array, type_: GGMLType) -> Array:
 
 
 def rounding(w: Array, x: Array, type_: GGMLType, few: int = FEW_ROWS) -> Array | float:
-    """What 16-bit integers instead of f16 may cost: 64 errors of half a code in blocks whose norm is 32700 or more."""
+    """What 16-bit integers instead of f16 may cost: errors of half a code in blocks whose norm is 32700 or more."""
     if activation_kind(type_) != "i16" or len(x) <= few:
         return 0.0
     pad = [(0, 0), (0, -x.shape[1] % PAIRS_BLOCK)]
     norms = [np.linalg.norm(np.pad(v, pad).reshape(len(v), -1, PAIRS_BLOCK), axis=2) for v in (x, w)]
-    return np.asarray(2 * 4.01 / 32700 * norms[0] @ norms[1].T)
+    return np.asarray(math.sqrt(PAIRS_BLOCK) * 1.01 / 32700 * norms[0] @ norms[1].T)
 
 
 def check(found: Array, w: Array, x: Array, type_: GGMLType, *, loss: bool = True, few: int = FEW_ROWS) -> None:

@@ -72,7 +72,8 @@ def kind_row_bytes(kind: str, k: int) -> int:
         return 4 * k
     if kind == "q8":
         return activation_row_bytes(k)
-    lines = -(-2 * k // 64) if kind == "bf16" else 6 * -(-k // PAIRS_BLOCK) + -(-k // PAIRS_PART)
+    whole = -(-k // PAIRS_BLOCK) * PAIRS_BLOCK
+    lines = -(-2 * k // 64) if kind == "bf16" else 6 * whole // 64 + -(-k // PAIRS_PART)
     return 64 * (lines | 1)  # an odd number of cache lines, so that rows do not share sets
 
 

@@ -18,7 +18,7 @@ MOST_TILES = 3  # multiplied together
 _CACHE = 768 << 10  # bytes of tiles that stay in the second level, with room for activations
 _SMALL_BIAS = 64  # with which no sum of two products leaves 16 bits
 MOST_WITH_MINIMUM = 31  # the largest code of a type with minima
-PAIRS_BLOCK = 64  # columns that share a scale where numbers become 16-bit integers
+PAIRS_BLOCK = 128  # columns that share a scale where numbers become 16-bit integers
 PAIRS_PART = 512  # columns of activations whose scales lie together, before them
 
 # mode -> (header bytes, bytes per 32 columns)

@@ -7,7 +7,7 @@ of all 16 blocks of 16, then columns 4..7 and so on (`kernels/row_dot.py`); for 
 order (`kernels/row_dot_avx2.py`). No half-precision sums anywhere: those overflow in models with large activations.
 `bf16`, for weights of bfloat16: rounded to nearest even. `f32`: as they are (only ever gathered).
 `i16`, for weights that become 16-bit integers if rows are many, and stay floats if they are few: f32[K'], K' = K in
-whole blocks of 64, then per 512 columns the blocks' scales (f32, 64 bytes) | i16[512], in pairs 16 columns apart.
+whole blocks of 128, then per 512 columns the blocks' scales (f32, 64 bytes) | i16[512].
 """
 
 import math
@@ -16,11 +16,12 @@ import numpy as np
 
 from ikcli.backends.cpu.kernels.basic import copy_f32
 from ikcli.backends.cpu.kernels.common import n_rows, word
-from ikcli.backends.cpu.kernels.pair_codes import NORM, TOP, pairs_of, rounded
+from ikcli.backends.cpu.kernels.pair_codes import NORM, TOP, rounded
 from ikcli.backends.cpu.tile_modes import PAIRS_BLOCK, PAIRS_PART
 from ikcli.native import isa
 from ikcli.native.jit import inline
 from ikcli.native.simd.blocks import store_magnitudes, store_quarters
+from ikcli.native.simd.dot import store_i16x32
 from ikcli.native.simd.half import st_bf16, store_bf16x16
 from ikcli.native.simd.vec import (
     cvt_f32x16_i32,
@@ -33,14 +34,13 @@ from ikcli.native.simd.vec import (
     st_f32,
     st_i32,
     store_i8x16,
-    store_i32x16,
     trunc_i32x16_i8,
     vabs,
-    vadd,
     vfma,
     vmax,
     vmul,
     vround_even,
+    zero_f32x16,
 )
 
 _F0, _F1, _F127 = np.float32(0.0), np.float32(1.0), np.float32(127.0)
@@ -116,26 +116,30 @@ def integers_at(k, k0):
 
 @inline
 def integer_blocks(src, dst, k, lo, hi):
-    """Blocks lo..hi-1 (of 64) of one row; zeros fill up the last."""
+    """Blocks lo..hi-1 (of PAIRS_BLOCK) of one row; zeros fill up the last."""
     last = min(PAIRS_BLOCK * hi, k)
     copy_f32(dst + 4 * PAIRS_BLOCK * lo, src + 4 * PAIRS_BLOCK * lo, last - PAIRS_BLOCK * lo)
     for i in range(last, PAIRS_BLOCK * hi):
         st_f32(dst + 4 * i, _F0)
     for ib in range(lo, hi):
-        first, x = PAIRS_BLOCK * ib // PAIRS_PART * PAIRS_PART, dst + 256 * ib
+        first, x = PAIRS_BLOCK * ib // PAIRS_PART * PAIRS_PART, dst + 4 * PAIRS_BLOCK * ib
         inside, y = ib - first // PAIRS_BLOCK, dst + integers_at(k, first)
-        v0, v1, v2, v3 = load_f32x16(x), load_f32x16(x + 64), load_f32x16(x + 128), load_f32x16(x + 192)
-        top = reduce_max(vmax(vmax(vabs(v0), vabs(v1)), vmax(vabs(v2), vabs(v3))))
-        inverse = TOP / top if top > _TINY16 else _F0
-        wide = splat_f32x16(inverse)
-        v0, v1, v2, v3 = vmul(v0, wide), vmul(v1, wide), vmul(v2, wide), vmul(v3, wide)
-        norm = reduce_add(vadd(vfma(v0, v0, vmul(v1, v1)), vfma(v2, v2, vmul(v3, v3))))
+        top = zero_f32x16()
+        for i in range(0, 4 * PAIRS_BLOCK, 64):
+            top = vmax(top, vabs(load_f32x16(x + i)))
+        largest = reduce_max(top)
+        inverse = TOP / largest if largest > _TINY16 else _F0
+        wide, squares = splat_f32x16(inverse), zero_f32x16()
+        for i in range(0, 4 * PAIRS_BLOCK, 64):
+            v = vmul(load_f32x16(x + i), wide)
+            squares = vfma(v, v, squares)
+        norm = reduce_add(squares)
         factor = min(_F1, NORM / np.float32(math.sqrt(norm + _F1)))
-        wide = splat_f32x16(factor)
-        st_f32(y + 4 * inside, top / TOP / factor + _F0 * norm)  # NaN if any value is NaN or Inf
-        y += 64 + 128 * inside
-        store_i32x16(y, pairs_of(rounded(v0, wide), rounded(v1, wide)))
-        store_i32x16(y + 64, pairs_of(rounded(v2, wide), rounded(v3, wide)))
+        st_f32(y + 4 * inside, largest / TOP / factor + _F0 * norm)  # NaN if any value is NaN or Inf
+        wide = splat_f32x16(inverse * factor)
+        y += 64 + 2 * PAIRS_BLOCK * inside
+        for i in range(0, 4 * PAIRS_BLOCK, 128):
+            store_i16x32(y + i // 2, rounded(load_f32x16(x + i), wide), rounded(load_f32x16(x + i + 64), wide))
 
 
 @inline

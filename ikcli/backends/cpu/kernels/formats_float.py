@@ -13,6 +13,7 @@ from ikcli.backends.cpu.kernels.gemm import float_tile, unpack_float16
 from ikcli.backends.cpu.tile_modes import PAIRS_PART, makes_integers, rounds_activations
 from ikcli.native import isa
 from ikcli.native.jit import inline
+from ikcli.native.simd.control import prefetch_l2
 from ikcli.native.simd.dot import dot_bf16
 from ikcli.native.simd.half import ld_bf16, ld_f16, st_bf16
 from ikcli.native.simd.vec import (
@@ -122,7 +123,30 @@ def _make_float_step(nt, pairs):
     return step
 
 
-def _make_block(few, unpack_tile, make_step):
+def _make_ask(size):
+    """ask(w, row_bytes, n, k, k0, first, last): rows first .. last-1 of n of the next columns, or of the next n rows,
+    to the second level of the cache; size: bytes of a weight."""
+
+    @inline
+    def ask(w, row_bytes, n, k, k0, first, last):
+        begin = k0 + _KC
+        if begin >= k:
+            begin, w = 0, w + n * row_bytes
+        n_bytes = size * min(_KC, k - begin)
+        for r in range(first, min(last, n)):
+            at = w + r * row_bytes + size * begin
+            for i in range(0, n_bytes, 64):
+                prefetch_l2(at + i)
+
+    return ask
+
+
+@inline
+def _ask_nothing(w, row_bytes, n, k, k0, first, last):
+    """Groups of rows are read in the order of memory, which the machine's prefetcher follows."""
+
+
+def _make_block(few, unpack_tile, make_step, ask):
     """As the integer blocks of `matmul.py`, for n <= _ROWS rows."""
     step_most, step4, step1 = (make_step(nt) for nt in (_TOKENS, 4, 1))
 
@@ -137,6 +161,7 @@ def _make_block(few, unpack_tile, make_step):
             t = 0
             while t + _TOKENS <= m:
                 step_most(tile, k0, kc, k, a + t * a_stride, a_stride, out + t * out_stride, out_stride, n)
+                ask(w, row_bytes, n, k, k0, t * n // m, (t + _TOKENS) * n // m)
                 t += _TOKENS
             while t + 4 <= m:
                 step4(tile, k0, kc, k, a + t * a_stride, a_stride, out + t * out_stride, out_stride, n)
@@ -151,8 +176,9 @@ def _make_block(few, unpack_tile, make_step):
 def float_block(kind):
     """(block, rows of it) of a float type."""
     if kind == "bf16_r16":
-        return _make_block(*_sixteen_rows(), lambda nt: _make_float_step(nt, True))
+        return _make_block(*_sixteen_rows(), lambda nt: _make_float_step(nt, True), _ask_nothing)
+    few, ask = make_few(kind), _make_ask(_KINDS[kind][1])
     if kind == "f16" and makes_integers():
-        return _make_block(make_few(kind), make_unpack_pairs(kind, _ROWS), lambda nt: make_pair_step(_ROWS, nt))
+        return _make_block(few, make_unpack_pairs(_ROWS), lambda nt: make_pair_step(_ROWS, nt), ask)
     pairs = kind == "bf16" and rounds_activations()
-    return _make_block(make_few(kind), _bf16() if pairs else _plain(kind), lambda nt: _make_float_step(nt, pairs))
+    return _make_block(few, _bf16() if pairs else _plain(kind), lambda nt: _make_float_step(nt, pairs), ask)

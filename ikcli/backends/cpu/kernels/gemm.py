@@ -156,7 +156,7 @@ def pair_tile(nv, nt):
     Blocks are of 64 columns; `a` points at their scales in the first of nt activation rows, integers follow.
     more != 0 adds to what `out` holds. n_lanes <= 16*nv rows are stored.
     """
-    steps, unrolled, last = PAIRS_BLOCK // 2, 3, 2
+    steps, unrolled, last = PAIRS_BLOCK // 2, 7, 1
     pairs = [(t, v) for t in range(nt) for v in range(nv)]
 
     @intrinsic
@@ -243,11 +243,7 @@ def unpack_float16(kind):
         def codegen(context, builder, sig, args):
             src, row_bytes, n_valid, dst, dst_stride = args
             e = Emitter(builder)
-            last = e.offset(n_valid, -1)
-            rows = []
-            for r in range(16):
-                index = builder.select(builder.icmp_signed("<", e.int(r), n_valid), e.int(r), last)
-                rows.append(_load_floats(e, kind, e.offset(src, builder.mul(index, row_bytes))))
+            rows = [load_floats(e, kind, at) for at in row_addresses(e, src, row_bytes, n_valid)]
             for i, column in enumerate(transpose16(builder, rows)):
                 e.store(column, e.offset(dst, e.times(dst_stride, i)))
             return context.get_dummy_value()
@@ -257,7 +253,14 @@ def unpack_float16(kind):
     return unpack
 
 
-def _load_floats(e, kind, address):
+def row_addresses(e, first, row_bytes, n):
+    """Where 16 rows begin; the last of n <= 16 rows is repeated."""
+    last = e.offset(n, -1)
+    indices = [e.b.select(e.b.icmp_signed("<", e.int(r), n), e.int(r), last) for r in range(16)]
+    return [e.offset(first, e.b.mul(index, row_bytes)) for index in indices]
+
+
+def load_floats(e, kind, address):
     """16 floats of a stored kind as f32x16."""
     if kind == "f32":
         return e.load(f32x16, address)

@@ -27,14 +27,14 @@ from ikcli.native.simd.vec import (
 NORM = np.float32(46000)  # of rows of integers, before rounding: no product of two leaves 32 bits
 TOP = np.float32(32700)  # ... of their numbers
 TINY = np.float32(1e-37)
-_ROUND = np.float32(1.5 * 2**23)
+ROUND = np.float32(1.5 * 2**23)  # a float plus this has the nearest integer in its lower bits
 _F0, _F1 = np.float32(0.0), np.float32(1.0)
 
 
 @inline
 def rounded(x, factor):
     """x * factor to the nearest integer, even in a tie, in the lower 16 bits of each lane."""
-    return bits_f32x16_i32(vfma(x, factor, splat_f32x16(_ROUND)))
+    return bits_f32x16_i32(vfma(x, factor, splat_f32x16(ROUND)))
 
 
 @inline

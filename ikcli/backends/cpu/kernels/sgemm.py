@@ -65,9 +65,14 @@ def loop(builder, count, carried, body):
 
 
 def sum_lanes(builder, vectors):
-    """One vector whose lane i is the sum of the lanes of vectors[i] (a power of two of them, up to their lanes).
+    """One vector whose lane i is the sum of the lanes of vectors[i] (a power of two of them, up to their lanes)."""
+    return fold_lanes(builder, vectors, builder.fadd)
 
-    Lanes are added in the same order whatever the number of vectors: 8 apart, then 4, 2, 1.
+
+def fold_lanes(builder, vectors, op):
+    """As sum_lanes with op(x, y) instead of a sum.
+
+    Lanes are joined in the same order whatever the number of vectors: 8 apart, then 4, 2, 1.
     """
     lanes = vectors[0].type.count
     width = lanes  # that still belong to one input
@@ -80,7 +85,7 @@ def sum_lanes(builder, vectors):
         else:
             pairs = [(vectors[0], vectors[0])]
             low = [i for i in low if i < vectors[0].type.count]
-        vectors = [_fold(builder, a, b, low, half) for a, b in pairs]
+        vectors = [_fold(builder, a, b, low, half, op) for a, b in pairs]
         width = half
     return vectors[0]
 
@@ -94,11 +99,11 @@ def store_block(builder, sums, m, n, at, stride):
         at = builder.add(at, stride)
 
 
-def _fold(builder, a, b, low, half):
+def _fold(builder, a, b, low, half, op):
     t = ir.VectorType(_I32, len(low))
     x = builder.shuffle_vector(a, b, ir.Constant(t, low))
     y = builder.shuffle_vector(a, b, ir.Constant(t, [i + half for i in low]))
-    return builder.fadd(x, y)
+    return op(x, y)
 
 
 # kind: (lanes of A and B, element of A, lanes of C, acc + a * b)

@@ -61,9 +61,9 @@ def activation_kind(type_: GGMLType) -> str:
 
 
 def _kind_of_rows(low: Lowering, w: Weight, rows: RowSpec) -> str:
-    """activation_kind, but that rows which will never be many need no integers."""
+    """activation_kind, but that rows for generation, which will never be many, need no integers."""
     kind = activation_kind(w.type)
-    return "f32" if kind == "i16" and low.rows(rows) <= low.few_rows else kind
+    return "f32" if kind == "i16" and low.independent and low.rows(rows) <= low.few_rows else kind
 
 
 def kind_row_bytes(kind: str, k: int) -> int:

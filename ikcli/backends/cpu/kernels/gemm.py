@@ -5,8 +5,8 @@ columns a tile holds its scales (f32x16; two vectors for 16-column scales), for 
 then 8 x 64 bytes: group j holds bytes 4j..4j+3 of each row. Symmetric types store value + bias, so that the dot product
 must start from -bias * (sum of activations); activation rows carry it for 128 (`kernels/activations.py`).
 
-Float: tile of 16*nv rows as f32 [column][row] times nt float activation rows. Pairs of 16-bit integers: per 64 columns
-the scales of 16*nv rows, then 32 times their pairs.
+Float: tile of 16*nv rows as f32 [column][row] times nt float activation rows. Pairs of 16-bit integers: per
+block of columns the scales of 16*nv rows, then their pairs, column pair by column pair.
 """
 
 import functools
@@ -153,10 +153,11 @@ def float_tile(nv, nt, pairs=False):
 def pair_tile(nv, nt):
     """micro(tile, n_blocks, a, a_stride, out, out_stride, n_lanes, more): out[t] (+)= tile . a[t].
 
-    Blocks are of 64 columns; `a` points at their scales in the first of nt activation rows, integers follow.
+    Blocks are of PAIRS_BLOCK columns; `a` points at their scales in the first of nt activation rows, integers follow.
     more != 0 adds to what `out` holds. n_lanes <= 16*nv rows are stored.
     """
-    steps, unrolled, last = PAIRS_BLOCK // 2, 7, 1
+    steps, unrolled = PAIRS_BLOCK // 2 - 1, 7  # and a last step
+    assert steps % unrolled == 0
     pairs = [(t, v) for t in range(nt) for v in range(nv)]
 
     @intrinsic
@@ -173,34 +174,28 @@ def pair_tile(nv, nt):
             for at in outs.values():
                 e.prefetch(at, write=True)
             with e.loop(n_blocks) as ib:
-                header = e.offset(tile, e.times(ib, 64 * nv * (steps + 1)))
+                header = e.offset(tile, e.times(ib, 64 * nv * (steps + 2)))
+                first, a_first = e.offset(header, 64 * nv), e.offset(e.times(ib, 2 * PAIRS_BLOCK), 64)
                 dots = {tv: e.variable(e.zero(i32x16)) for tv in pairs}
 
-                def weights(p, j):
-                    return [e.load(i32x16, e.offset(p, 64 * (nv * j + v))) for v in range(nv)]
-
-                def add(w, t, q, j):
-                    x = e.splat_i32(e.offset(rows[t], q, 64 + 4 * j))
+                def add(w, t, a_at):
+                    x = e.splat_i32(e.offset(rows[t], a_at))
                     for v in range(nv):
                         builder.store(emit_dot_i16(builder, builder.load(dots[t, v]), w[v], x), dots[t, v])
 
-                with e.loop(e.int((steps - last) // unrolled)) as i:
-                    p = e.offset(header, 64 * nv, e.times(i, 64 * nv * unrolled))
-                    q = e.offset(e.times(ib, 4 * steps), e.times(i, 4 * unrolled))
+                with e.loop(e.int(steps // unrolled)) as i:
                     for j in range(unrolled):
-                        w = weights(p, j)
+                        at = e.offset(first, e.times(i, 64 * nv * unrolled), 64 * nv * j)
+                        w = [e.load(i32x16, e.offset(at, 64 * v)) for v in range(nv)]
                         for t in range(nt):
-                            add(w, t, q, j)
-                # the last steps row by row: while one is scaled, others are multiplied
-                q = e.offset(e.times(ib, 4 * steps), 4 * (steps - last))
-                ws = [weights(e.offset(header, 64 * nv * (steps - last + 1)), j) for j in range(last)]
-                of_rows = [e.load(f32x16, e.offset(header, 64 * v)) for v in range(nv)]
-                for t in range(nt):
-                    for j, w in enumerate(ws):
-                        add(w, t, q, j)
+                            add(w, t, e.offset(a_first, e.times(i, 4 * unrolled), 4 * j))
+                w = [e.load(i32x16, e.offset(first, 64 * nv * steps + 64 * v)) for v in range(nv)]
+                scales = [e.load(f32x16, e.offset(header, 64 * v)) for v in range(nv)]
+                for t in range(nt):  # while the sums of one row are scaled, another is multiplied
+                    add(w, t, e.offset(a_first, 4 * steps))
                     d = e.splat_f32(e.offset(rows[t], e.times(ib, 4)))
                     for v in range(nv):
-                        part = builder.fmul(e.to_f32(builder.load(dots[t, v])), of_rows[v])
+                        part = builder.fmul(e.to_f32(builder.load(dots[t, v])), scales[v])
                         e.store(e.fma(part, d, e.load(f32x16, acc[t, v])), acc[t, v])
             slots = {tv: e.variable(e.load(f32x16, at)) for tv, at in acc.items()}
             _add_or_store(e, slots, outs, n_lanes, more)

@@ -23,7 +23,8 @@ from ikcli.native.kernel_cache import KernelKey
 
 def product_peak(kind: str, threads: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Multiplications and additions per second of all threads; kind: one of KINDS. 0 if the CPU lacks them."""
-    if kind == "bf16" and "avx512bf16" not in isa.current().features:
+    needed = {"bf16": {"avx512bf16"}, "i16": {"avx512vnni"}}.get(kind, set())
+    if not needed <= isa.current().features:
         return 0.0
     n = 400_000
 

@@ -81,9 +81,8 @@ def check(found: Array, w: Array, x: Array, type_: GGMLType, *, loss: bool = Tru
     """found = x @ w.T up to float32 rounding of the sum, and up to 1.5 % without the rounding of x."""
     a = seen(x, type_)
     assert found.shape == (len(x), len(w))
-    limit = (
-        rounding(w, a, type_, few) + 1e-5 * (np.abs(a) @ np.abs(w).T) + 1e-30
-    )  # codes are biased by 128, which costs a few bits,
+    limit = rounding(w, a, type_, few) + 1e-30
+    limit = limit + 1e-5 * (np.abs(a) @ np.abs(w).T)  # codes are biased by 128, which costs a few bits,
     if type_ in (GGMLType.IQ1_BN, GGMLType.IQ2_BN, GGMLType.IQ2_BN_R4):  # and more in ternary rows with many zeros
         limit += 1.2e-5 * np.abs(a).sum(axis=1, keepdims=True) * np.abs(w).max(axis=1)
     error = np.abs(found - a @ w.T)

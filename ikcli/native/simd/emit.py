@@ -92,10 +92,6 @@ class Emitter:
     def fma(self, a, b, c):
         return call_llvm(self.b, "llvm.fma.v16f32", a.type, [a, b, c])
 
-    def max(self, a, b):
-        """The larger of two floats, b if one is NaN."""
-        return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
-
     def to_f32(self, v):
         return self.b.sitofp(v, llvm_type(f32x16))
 

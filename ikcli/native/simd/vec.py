@@ -72,6 +72,11 @@ def magnitude(builder, v):
     return builder.select(builder.icmp_signed("<", v, zero), builder.sub(zero, v), v)
 
 
+def larger(builder, a, b):
+    """The larger of each pair of floats, b where one is NaN: a single instruction."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
 def splat_value(builder, v, scalar):
     t = llvm_type(v)
     undef = ir.Constant(t, ir.Undefined)
@@ -314,7 +319,7 @@ def vmax_fast(typingctx, a, b):
     """The larger of each pair of lanes, b where one is NaN: a single instruction, unlike `vmax`."""
 
     def codegen(context, builder, sig, args):
-        return builder.select(builder.fcmp_ordered(">", args[0], args[1]), args[0], args[1])
+        return larger(builder, *args)
 
     return a(a, b), codegen
 

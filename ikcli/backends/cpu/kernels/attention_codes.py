@@ -20,7 +20,7 @@ from ikcli.backends.cpu.kernels.attention import (
     tile_chunk,
 )
 from ikcli.backends.cpu.kernels.common import word
-from ikcli.backends.cpu.kernels.pair_codes import TINY, rounded
+from ikcli.backends.cpu.kernels.pair_codes import TINY, lane_scales, rounded
 from ikcli.backends.cpu.kernels.pair_tiles import (
     k_columns,
     k_scales,
@@ -51,11 +51,9 @@ from ikcli.native.simd.vec import (
     store_i32x16,
     vadd,
     vdiv,
-    vfma,
     vmin,
     vmul,
     vsqrt,
-    zero_f32x16,
 )
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -181,8 +179,7 @@ def find_shares(row, stride, n, n_blocks, halves, squares, shares, scales, tops)
         sum_squares(row + i * stride, stride, n - i, n_blocks, squares + 4 * wide * i, 4 * wide, scales + 4 * i)
     norms = load_f32x16(scales)
     factors = vdiv(splat_f32x16(_NORM), vsqrt(vadd(norms, splat_f32x16(TINY))))
-    # adding 0 * norm makes the scale of a row that is not finite NaN
-    store_f32x16(scales, vfma(norms, zero_f32x16(), vdiv(splat_f32x16(_F1), factors)))
+    store_f32x16(scales, lane_scales(norms, factors))
     store_f32x16(tops, vmul(load_f32x16(scales), splat_f32x16(_MOST)))
     store_f32x16(squares, vmul(factors, splat_f32x16(_SHARE)))
     for i in range(n):

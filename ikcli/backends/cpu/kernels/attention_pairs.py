@@ -7,8 +7,6 @@ row and tile, such that their products with the largest numbers of V's rows boun
 stay f32.
 """
 
-import numpy as np
-
 from ikcli.backends.cpu.kernels.attention import (
     CORRECTION,
     K_CHUNKS,
@@ -58,8 +56,6 @@ from ikcli.native.simd.vec import (
     vsub,
     zero_f32x16,
 )
-
-_F1 = np.float32(1.0)
 
 
 # --- Q ---------------------------------------------------------------------------------------------------------------
@@ -138,8 +134,7 @@ def soft_max_pairs(s, stride, n, tile, stats, top, v_scale, v_top):
         largest = vmax_fast(scaled, largest)
     factor = vdiv(splat_f32x16(SUM), vadd(sums, splat_f32x16(LEAST)))
     factor = vmin(factor, vdiv(splat_f32x16(TOP), vadd(largest, splat_f32x16(LEAST))))
-    # adding 0 * sums makes the output NaN where a row of V is not finite
-    store_f32x16(stats + UNIT, vfma(sums, zero, vdiv(splat_f32x16(_F1), factor)))
+    store_f32x16(stats + UNIT, lane_scales(sums, factor))  # NaN where a row of V is not finite
     for t in range(0, n, 2):
         even, odd = rounded(load_f32x16(s + t * stride), factor), splat_i32x16(0)
         if t + 1 < n:

@@ -4,6 +4,8 @@ Each PAIRS_BLOCK columns of a row have a scale. Rounding weights and activations
 activations to f16 would, as long as no activation is very much larger than the rest of its block.
 """
 
+import functools
+
 import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
@@ -19,6 +21,7 @@ from ikcli.native.simd.half import ld_f16, st_f16
 from ikcli.native.simd.vec import (
     const_vector,
     f32x16,
+    larger,
     llvm_type,
     load_f32x16,
     store_f32x16,
@@ -41,12 +44,12 @@ def _row_norms(typingctx, src, row_bytes, n, dst):
             for c in range(0, PAIRS_BLOCK, 16):
                 x = load_floats(e, "f16", e.offset(at, 2 * c))
                 square = builder.fmul(x, x)
-                top = square if top is None else e.max(top, square)
+                top = square if top is None else larger(builder, top, square)
                 total = square if total is None else fma_f32x16(builder, x, x, total)
             sums.append(total)
             tops.append(top)
         e.store(fold_lanes(builder, sums, builder.fadd), dst)
-        e.store(fold_lanes(builder, tops, e.max), e.offset(dst, 64))
+        e.store(fold_lanes(builder, tops, functools.partial(larger, builder)), e.offset(dst, 64))
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 4), codegen

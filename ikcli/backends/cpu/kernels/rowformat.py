@@ -274,12 +274,17 @@ class RowEmitter(Emitter):
 
     def bit_mask(self, lo, hi):
         """<64 x i1> from two i32 words."""
-        both = self.b.or_(self.b.zext(lo, I64), self.b.shl(self.b.zext(hi, I64), ir.Constant(I64, 32)))
-        return self.b.bitcast(both, ir.VectorType(ir.IntType(1), 64))
+        return self.mask_of(self.b.or_(self.b.zext(lo, I64), self.b.shl(self.b.zext(hi, I64), ir.Constant(I64, 32))))
 
     def mask_of(self, word64):
         """<64 x i1> from an i64."""
-        return self.b.bitcast(word64, ir.VectorType(ir.IntType(1), 64))
+        if "avx512bw" in self.features():
+            return self.b.bitcast(word64, ir.VectorType(ir.IntType(1), 64))
+        # without mask registers LLVM would move every bit by itself
+        bytes_ = self.b.bitcast(word64, ir.VectorType(_I8, 8))
+        bit = const_vector(i8x64, [1 << i if i < 7 else -128 for i in range(8)] * 8)
+        spread = self.pick(bytes_, [i // 8 for i in range(64)])
+        return self.b.icmp_unsigned("!=", self.b.and_(spread, bit), self.const64(0))
 
     def lookup16(self, table, codes, upper=None):
         """table[code] (16 byte constants) for 64 codes 0..15; `upper`: another table for the upper 32 of them."""

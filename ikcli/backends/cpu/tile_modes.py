@@ -64,6 +64,11 @@ def multiplies_tiles_together() -> bool:
     return "avx512vnni" in isa.current().features
 
 
+def rows_at_once() -> int:
+    """Rows of activations that a tile is multiplied with at a time: as many sums as registers hold."""
+    return 8 if "avx512f" in isa.current().features else 4
+
+
 def rounds_activations() -> bool:
     """Whether rows of bfloat16 are multiplied with activations of bfloat16."""
     return "avx512bf16" in isa.current().features

@@ -9,6 +9,7 @@ Float: tile of 16*nv rows as f32 [column][row] times nt float activation rows. P
 block of columns the scales of 16*nv rows, then their pairs, column pair by column pair.
 """
 
+import contextlib
 import functools
 
 import llvmlite.ir as ir
@@ -39,8 +40,14 @@ def quant_tile(mode, bias, nt, nv=1):
     signed = not with_min and isa.current().plain_avx2 and bias == 128
     smaller = 7 - (bias.bit_length() - 1)
     groups = 8 // halves
-    at_once = 1 if signed else min(groups, 1 << (most_addends(most).bit_length() - 1))
+    at_once = 1 if signed else min(2 * halves, 1 << (most_addends(most).bit_length() - 1))
     pairs = [(t, v) for t in range(nt) for v in range(nv)]
+    # with few registers LLVM would multiply one row after the other, and keep the codes of a block on the stack
+    in_rounds = isa.current().plain_avx2 and at_once <= 2
+    per_round = 4 if in_rounds else groups
+
+    def rounds(e):
+        return e.loop(e.opaque(e.int(groups // per_round))) if in_rounds else contextlib.nullcontext(e.int(0))
 
     @intrinsic
     def micro(typingctx, tiles, tile_stride, n_blocks, a, a_stride, scales_at, out, out_stride, n_lanes):
@@ -67,6 +74,17 @@ def quant_tile(mode, bias, nt, nv=1):
                     """A vector of the header of every block."""
                     return [e.load(f32x16, e.offset(p, at)) for p in blocks]
 
+                def multiply(dots, codes_at, x_at):
+                    """Adds the products of `at_once` groups of columns."""
+                    codes = [[e.load(i8x64, e.offset(p, 64 * j)) for j in range(at_once)] for p in codes_at]
+                    codes = [[e.without_128(c) for c in of] for of in codes] if signed else codes
+                    for t in range(nt):
+                        x = [e.splat_bytes(e.offset(rows[t], x_at, 4 * j)) for j in range(at_once)]
+                        for v in range(nv):
+                            dot = builder.load(dots[t, v])
+                            dot = e.dot_signed(dot, codes[v][0], x[0]) if signed else e.dots(dot, codes[v], x, most)
+                            builder.store(dot, dots[t, v])
+
                 parts = {}
                 for half in range(halves):
                     dots = {}
@@ -76,20 +94,14 @@ def quant_tile(mode, bias, nt, nv=1):
                             first = e.splat_i32(e.offset(rows[t], first_at, 4 * half))
                             if smaller:
                                 first = builder.ashr(first, ir.Constant(first.type, [smaller] * 16))
-                        dots.update({(t, v): first for v in range(nv)})
-                    for first_j in range(groups * half, groups * (half + 1), at_once):
-                        some = range(first_j, first_j + at_once)
-                        codes = [[e.load(i8x64, e.offset(p, header + 64 * j)) for j in some] for p in blocks]
-                        codes = [[e.without_128(c) for c in of] for of in codes] if signed else codes
-                        for t in range(nt):
-                            x = [e.splat_bytes(e.offset(rows[t], q, 4 * j)) for j in some]
-                            for v in range(nv):
-                                dot = dots[t, v]
-                                dots[t, v] = (e.dot_signed(dot, codes[v][0], x[0]) if signed
-                                              else e.dots(dot, codes[v], x, most))  # fmt: skip
+                        dots.update({(t, v): e.variable(first) for v in range(nv)})
+                    with rounds(e) as i:
+                        for j in range(groups * half, groups * half + per_round, at_once):
+                            codes_at = [e.offset(p, e.times(i, 64 * per_round), header + 64 * j) for p in blocks]
+                            multiply(dots, codes_at, e.offset(q, e.times(i, 4 * per_round), 4 * j))
                     scale = floats(64 * half)
                     for t, v in pairs:
-                        parts[t, v] = _plus(e, parts.get((t, v)), e.to_f32(dots[t, v]), scale[v])
+                        parts[t, v] = _plus(e, parts.get((t, v)), e.to_f32(builder.load(dots[t, v])), scale[v])
                 d = [e.splat_f32(e.offset(row, d_at)) for row in rows]
                 for t, v in pairs:
                     builder.store(e.fma(parts[t, v], d[t], builder.load(acc[t, v])), acc[t, v])

@@ -16,6 +16,7 @@ from ikcli.backends.cpu.tile_modes import (
     MOST_TILES,
     TILE_ROWS,
     multiplies_tiles_together,
+    rows_at_once,
     tile_bias,
     tile_bytes_per_step,
 )
@@ -52,7 +53,7 @@ def _tile_block(type_name):
     """block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles) by way of tiles of n rows."""
     fmt = FORMATS[type_name]
     unpack, step_bytes = unpack_sixteen(fmt), tile_bytes_per_step(type_name)
-    one = _make_multiply(fmt, 1, 8)
+    one = _make_multiply(fmt, 1, rows_at_once())
     # an activation is loaded once for all tiles
     together = _make_multiply(fmt, MOST_TILES, 4) if multiplies_tiles_together() else one
 

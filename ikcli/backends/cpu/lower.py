@@ -53,7 +53,7 @@ def type_name(w: Weight) -> str:
 
 def activation_kind(type_: GGMLType) -> str:
     """How the kernels of a weight type want activation rows (`kernels/activations.py`)."""
-    if type_ is GGMLType.BF16_R16 or (type_ is GGMLType.BF16 and rounds_activations()):
+    if type_ in (GGMLType.BF16, GGMLType.BF16_R16) and rounds_activations():
         return "bf16"
     if type_ is GGMLType.F16 and makes_integers():
         return "i16"

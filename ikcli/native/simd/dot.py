@@ -127,17 +127,11 @@ class _BFloat(ir.Type):
 def emit_dot_bf16(builder, acc, x, y):
     """acc (f32x16) + products of pairs of bfloat16 (i32x16: even column in the lower half).
 
-    The instruction (avx512bf16) takes denormal numbers as zero.
+    Needs avx512bf16, which takes denormal numbers as zero.
     """
-    if "avx512bf16" in isa.current().features:
-        pairs = ir.VectorType(_BFloat(), 2 * x.type.count) if llvm.llvm_version_info[0] >= 16 else x.type
-        args = [acc, builder.bitcast(x, pairs), builder.bitcast(y, pairs)]
-        return call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", acc.type, args)
-    upper, shift = (ir.Constant(x.type, [c] * x.type.count) for c in (-65536, 16))
-    for part in (lambda v: builder.shl(v, shift), lambda v: builder.and_(v, upper)):
-        a, b = (builder.bitcast(part(v), acc.type) for v in (x, y))
-        acc = call_llvm(builder, f"llvm.fma.v{acc.type.count}f32", acc.type, [a, b, acc])
-    return acc
+    pairs = ir.VectorType(_BFloat(), 2 * x.type.count) if llvm.llvm_version_info[0] >= 16 else x.type
+    args = [acc, builder.bitcast(x, pairs), builder.bitcast(y, pairs)]
+    return call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", acc.type, args)
 
 
 def emit_dot_i16(builder, acc, x, y):

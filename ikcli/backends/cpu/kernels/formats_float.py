@@ -17,6 +17,8 @@ from ikcli.native.simd.control import prefetch_l2
 from ikcli.native.simd.dot import dot_bf16
 from ikcli.native.simd.half import ld_bf16, ld_f16, st_bf16
 from ikcli.native.simd.vec import (
+    bcast_f32x16,
+    bits_i32x16_f32,
     ld_f32,
     ld_i32,
     load_f32x16,
@@ -25,6 +27,9 @@ from ikcli.native.simd.vec import (
     st_f32,
     store_f32x16,
     vadd,
+    vand,
+    vfma,
+    vshl,
     zero_f32x16,
 )
 
@@ -80,12 +85,46 @@ def _bf16():
     return unpack_tile
 
 
+@inline
+def _even(pairs):
+    """The even columns of 16 pairs of bfloat16."""
+    return bits_i32x16_f32(vshl(pairs, 16))
+
+
+@inline
+def _odd(pairs):
+    return bits_i32x16_f32(vand(pairs, splat_i32x16(-65536)))
+
+
+@inline
+def _add_pair_bf16(total, pairs, x):
+    """total + 16 rows of a column pair times two bfloat16 activations at x."""
+    return dot_bf16(total, pairs, splat_i32x16(ld_i32(x)))
+
+
+@inline
+def _add_pair_f32(total, pairs, x):
+    """As `_add_pair_bf16`, with float32 activations."""
+    return vfma(_odd(pairs), bcast_f32x16(x + 4), vfma(_even(pairs), bcast_f32x16(x), total))
+
+
+@inline
+def _move_pairs(group, kc, tile):
+    for i in range(0, kc, 2):
+        store_f32x16(tile + 2 * _ROWS * i, load_f32x16(group + 32 * i))
+
+
+@inline
+def _split_pairs(group, kc, tile):
+    for i in range(0, kc, 2):
+        pairs = load_i32x16(group + 32 * i)
+        store_f32x16(tile + 4 * _ROWS * i, _even(pairs))
+        store_f32x16(tile + 4 * _ROWS * (i + 1), _odd(pairs))
+
+
 def _sixteen_rows():
     """(few, unpack_tile) of bf16_r16; n is a multiple of 16."""
-
-    @inline
-    def pair(x):
-        return splat_i32x16(ld_i32(x))
+    add, size, unpack = (_add_pair_bf16, 2, _move_pairs) if rounds_activations() else (_add_pair_f32, 4, _split_pairs)
 
     @inline
     def few(w, row_bytes, n, k, a, a_stride, m, out, out_stride):
@@ -94,20 +133,18 @@ def _sixteen_rows():
                 p, x = w + r * row_bytes, a + t * a_stride
                 a0, a1, a2, a3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
                 for i in range(0, k & ~7, 8):
-                    a0 = dot_bf16(a0, load_i32x16(p + 32 * i), pair(x + 2 * i))
-                    a1 = dot_bf16(a1, load_i32x16(p + 32 * i + 64), pair(x + 2 * i + 4))
-                    a2 = dot_bf16(a2, load_i32x16(p + 32 * i + 128), pair(x + 2 * i + 8))
-                    a3 = dot_bf16(a3, load_i32x16(p + 32 * i + 192), pair(x + 2 * i + 12))
+                    a0 = add(a0, load_i32x16(p + 32 * i), x + size * i)
+                    a1 = add(a1, load_i32x16(p + 32 * i + 64), x + size * (i + 2))
+                    a2 = add(a2, load_i32x16(p + 32 * i + 128), x + size * (i + 4))
+                    a3 = add(a3, load_i32x16(p + 32 * i + 192), x + size * (i + 6))
                 for i in range(k & ~7, k, 2):
-                    a0 = dot_bf16(a0, load_i32x16(p + 32 * i), pair(x + 2 * i))
+                    a0 = add(a0, load_i32x16(p + 32 * i), x + size * i)
                 store_f32x16(out + t * out_stride + 4 * r, vadd(vadd(a0, a1), vadd(a2, a3)))
 
     @inline
     def unpack_tile(w, row_bytes, n, k0, kc, tile):
         for r in range(0, _ROWS, 16):
-            group = w + 32 * k0 + min(r, n - 16) * row_bytes
-            for i in range(0, kc, 2):
-                store_f32x16(tile + 2 * _ROWS * i + 4 * r, load_f32x16(group + 32 * i))
+            unpack(w + 32 * k0 + min(r, n - 16) * row_bytes, kc, tile + 4 * r)
 
     return few, unpack_tile
 
@@ -176,7 +213,7 @@ def _make_block(few, unpack_tile, make_step, ask):
 def float_block(kind):
     """(block, rows of it) of a float type."""
     if kind == "bf16_r16":
-        return _make_block(*_sixteen_rows(), lambda nt: _make_float_step(nt, True), _ask_nothing)
+        return _make_block(*_sixteen_rows(), lambda nt: _make_float_step(nt, rounds_activations()), _ask_nothing)
     few, ask = make_few(kind), _make_ask(_KINDS[kind][1])
     if kind == "f16" and makes_integers():
         return _make_block(few, make_unpack_pairs(_ROWS), lambda nt: make_pair_step(_ROWS, nt), ask)

@@ -22,9 +22,7 @@ class _Halves(_Shifted, PairBlock):
     """d f16[4], then extra[8]: bit b of byte 4a + row selects the table of half a of block b."""
 
     def shifted_lanes(self, e, w, part):
-        extra = e.repeated(e.load_bytes(e.offset(w, 8), 8), 2)
-        bits = e.constants([1 << 2 * part + i // 8 for i in range(16)], 32)
-        return e.b.icmp_unsigned("!=", e.b.and_(extra, bits), e.constants([0] * 16, 32))
+        return e.bits_set(e.repeated(e.load_bytes(e.offset(w, 8), 8), 2), [2 * part + i // 8 for i in range(16)])
 
     selected = shifted_lanes  # lanes of codes are those of the scales
 
@@ -52,13 +50,11 @@ class IQ3K(_Halves):
     bias, shift, read_in_two_places = 64, 4, True
 
     def scales(self, e, w, row):
-        odd = [e.affine(x, 2.0, 1.0) for x in self.four_bit(e, e.offset(w, 24))]
-        signs = e.repeated(e.load_bytes(e.offset(w, 16), 8), 2)
-        top = e.constants([-(1 << 31)] * 16, 32)
-        for part, x in enumerate(odd):
-            up = e.constants([31 - 2 * part - i // 8 for i in range(16)], 32)
-            sign = e.b.and_(e.b.shl(signs, up), top)
-            yield e.b.bitcast(e.b.xor(e.b.bitcast(x, top.type), sign), x.type)
+        signs = e.repeated(e.bytes_at(e.offset(w, 16), 8), 2)
+        for part, x in enumerate(self.four_bit(e, e.offset(w, 24))):
+            odd = e.b.or_(e.b.add(x, x), e.constants([1] * 16, 8))
+            minus = e.bits_set(signs, [2 * part + i // 8 for i in range(16)])
+            yield e.bytes_to_f32(e.b.select(minus, e.b.neg(odd), odd))
 
     def dot_codes(self, e, w, u, v):
         values = biased(IQ3_VALUES[0], self.bias)

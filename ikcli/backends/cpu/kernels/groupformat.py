@@ -68,10 +68,23 @@ class GroupEmitter(RowEmitter):
         shifts = self.constants([n_low] * high.type.count, high.type.element.width)
         return self.b.or_(low, self.b.shl(high, shifts))
 
+    def bits_set(self, v, positions):
+        """Mask of the integer lanes whose bit at this position is set."""
+        width = v.type.element.width
+        if width == 32 and "avx512f" not in self.features():  # lanes are chosen by their upper bit
+            shifted = self.b.shl(v, self.constants([31 - p for p in positions], 32))
+            return self.b.icmp_signed("<", shifted, self.constants([0] * len(positions), 32))
+        bits = self.constants([1 << p for p in positions], width)
+        return self.b.icmp_unsigned("!=", self.b.and_(v, bits), self.constants([0] * len(positions), width))
+
     def centred(self, v, middle):
-        """Unsigned lanes minus a constant, as floats."""
-        wide = v if v.type.element.width == 32 else self.b.zext(v, ir.VectorType(I32, v.type.count))
-        return self.ints_to_f32(self.b.sub(wide, self.constants([middle] * wide.type.count, 32)))
+        """Unsigned lanes minus a constant, as floats; bytes only if the differences are signed bytes."""
+        width, count = v.type.element.width, v.type.count
+        if middle:
+            v = self.b.sub(v, self.constants([middle] * count, width))
+        if width < 32:
+            v = (self.b.sext if middle else self.b.zext)(v, ir.VectorType(I32, count))
+        return self.ints_to_f32(v)
 
     def affine(self, v, a, b):
         """a*v + b of unsigned lanes, as floats."""
@@ -180,22 +193,30 @@ class GroupEmitter(RowEmitter):
     # --- three-bit codes of two blocks: two bits as `pairs`, the third as `pair_plane` with weights 4, 2, 1 ----------
     def triples(self, low_at, high_at, v):
         """Vector v of the codes."""
-        if not self.moves_bits():
-            return self.b.or_(self.pairs(low_at, v), self.pair_plane(high_at, v, 4, 2, 1, to=2))
-        return self.affine_bits(self._two_triples(low_at, high_at, v), [_triple_places(v)] * 4)
+        if self.moves_bits():
+            return self.affine_bits(self._two_triples(low_at, high_at, v), [_triple_places(v)] * 4)
+        return self.all_and(self._triple_nibbles(low_at, high_at, v), 7)
 
     def triple_values(self, table, low_at, high_at, v):
         """Entries of a table of 8 byte constants for the codes."""
-        if not self.looks_at_six_bits():
-            third = functools.partial(self.pair_plane, high_at, v, 4, 2, 1)
-            return self.value_of(table, self.pair_codes(low_at, v), 2, third)
-        return self.scattered(table, _triple_places(v), self._two_triples(low_at, high_at, v))
+        if self.looks_at_six_bits():
+            return self.scattered(table, _triple_places(v), self._two_triples(low_at, high_at, v))
+        return self.lookup16(table + [0] * 8, self._triple_nibbles(low_at, high_at, v))
 
     def _two_triples(self, low_at, high_at, v):
         """The codes of vectors v & 2 (bits 0, 1, 4) and v | 1 (bits 2, 3, 5)."""
         low = self.load(i8x64, low_at)
         low = self.shift_right(low, [4] * 16) if v >= 2 else low
         return self.with_bits(low, self.bits(self._two_planes(high_at), [v & 2, 4 + (v & 2)] * 2, 2, to=4), 0x30)
+
+    def _triple_nibbles(self, low_at, high_at, v):
+        """The codes of vector v in the lower nibbles; bit 7 is 0, as table lookups need it."""
+        c = v % 2
+        both = self.all_and(self.shift_right(self.load(i8x64, low_at), [2 * c] * 16), 0x33)  # of vectors c and c + 2
+        thirds = self.bits(self._two_planes(high_at), [0, 4, 0, 4], 4)
+        places = [(n >> c & 1) << 2 | (n >> c + 2 & 1) << 6 for n in range(16)]
+        both = self.b.or_(both, self.lookup16(places, thirds))
+        return self.shift_right(both, [4] * 16) if v >= 2 else both
 
     def plane_mask(self, address, v, a, h, c):
         """As `plane`, as <64 x i1>."""

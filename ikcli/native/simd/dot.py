@@ -14,7 +14,18 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.native import isa
-from ikcli.native.simd.vec import call_llvm, f32x16, i8x32, i8x64, i32x8, i32x16, llvm_type, magnitude, pointer
+from ikcli.native.simd.vec import (
+    call_llvm,
+    f32x16,
+    i8x32,
+    i8x64,
+    i32x8,
+    i32x16,
+    llvm_type,
+    magnitude,
+    pointer,
+    with_sign,
+)
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 
@@ -93,8 +104,7 @@ def emit_signed_dot(builder, acc, w, s):
     """acc + dot products of i8x64 on plain AVX2; s is not -128."""
 
     def half(acc, w, s):
-        signed = call_llvm(builder, "llvm.x86.avx2.psign.b", s.type, [s, w])
-        return _saturating(builder, acc, magnitude(builder, w), signed)
+        return _saturating(builder, acc, magnitude(builder, w), with_sign(builder, s, w))
 
     return _in_halves(builder, half, acc, w, s)
 

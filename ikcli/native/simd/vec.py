@@ -72,6 +72,11 @@ def magnitude(builder, v):
     return builder.select(builder.icmp_signed("<", v, zero), builder.sub(zero, v), v)
 
 
+def with_sign(builder, v, sign):
+    """32 bytes, negated where `sign` is negative, 0 where it is 0. Needs AVX2."""
+    return call_llvm(builder, "llvm.x86.avx2.psign.b", v.type, [v, sign])
+
+
 def larger(builder, a, b):
     """The larger of each pair of floats, b where one is NaN: a single instruction."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)

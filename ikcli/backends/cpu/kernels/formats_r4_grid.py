@@ -8,8 +8,9 @@ from ikcli.backends.cpu.kernels import grid_shuffle as gs
 from ikcli.backends.cpu.kernels.groupformat import GroupFormat, ir
 from ikcli.backends.cpu.kernels.rowformat import by_name
 from ikcli.gguf.constants import GGMLType
+from ikcli.native import isa
 from ikcli.native.simd.emit import I32, I64
-from ikcli.native.simd.vec import i8x16, i8x64, i32x16, llvm_type
+from ikcli.native.simd.vec import i8x16, i8x64, i32x16, llvm_type, pointer
 from ikcli.quant.tables import grid
 
 _RUNS = [2 * (4 * a + k) + c for c in range(2) for a in range(2) for k in range(4)]
@@ -28,25 +29,12 @@ class _Grid(GroupFormat):
     def d(self, e, w, row):
         return e.halves(w, 4)
 
-    def table(self, e, bits, factor=1):
-        """Address of the grid points, one integer per point, first coordinate lowest."""
+    def table(self, e, bits, factor=1, edge=0):
+        """Address of the grid points, one integer per point, first coordinate lowest; `edge` zeros on both sides."""
         name = self.name.removesuffix("_r4")
         rows = (grid(GGMLType[name.upper()]) * factor).astype(int)
-        return e.table([sum((int(x) & 255) << 8 * i for i, x in enumerate(row)) for row in rows], bits, name)
-
-    def points(self, e, indices):
-        """Points of 8 columns of 8 indices (i32x8 in word order)."""
-        table = self.table(e, 64)
-        return e.gather64([e.entry(table, e.b.extract_element(indices, e.index(i)), 64) for i in range(8)])
-
-    def small_points(self, e, indices):
-        """As points, from the points of 4 columns of 16 indices."""
-        table = self.table(e, 32)
-        v = ir.Constant(ir.VectorType(I32, 16), ir.Undefined)
-        for i in range(16):
-            x = e.entry(table, e.b.extract_element(indices, e.index(i)), 32)
-            v = e.b.insert_element(v, x, e.index(i))
-        return e.b.bitcast(v, ir.VectorType(_I8, 64))
+        points = [sum((int(x) & 255) << 8 * i for i, x in enumerate(row)) for row in rows]
+        return e.table([0] * edge + points + [0] * edge, bits, f"{name}.{edge}")
 
     def shuffled(self, e, w, ib, v, index, signs):
         """Codes from shuffles: `index(part)` are 32 indices (words), `signs` (sign bytes, their lanes, their bits)."""
@@ -85,33 +73,103 @@ class _Grid(GroupFormat):
         words = e.b.bitcast(codes, llvm_type(i32x16))
         return e.b.bitcast(e.pick(words, _RUNS), codes.type)
 
-    def signed(self, e, points, minus):
-        """bias + points, or bias - points where the mask is set."""
-        mid = e.const64(self.bias)
-        return e.b.select(minus, e.b.sub(mid, points), e.b.add(mid, points))
-
-    def masked(self, e, points, sign_bytes):
-        """Signed by 8 bytes in word order, in runs of four columns."""
-        mask = e.mask_of(e.b.bitcast(sign_bytes, I64))
-        return self.in_runs(e, self.signed(e, points, mask))
-
 
 def runs(v):
     """(row, group of eight columns, half of it) of the 16 runs of four columns of vector v."""
     return [(k, 2 * a + v, c) for c in range(2) for a in range(2) for k in range(4)]
 
 
-def words_of(e, v, x):
-    """Lanes of vector v in word order, of 16 lanes numbered 4*row + l."""
-    return e.pick(x, [4 * k + v + 2 * a for a in range(2) for k in range(4)])
+class _Signed(_Grid):
+    """Points with a sign per column; those of `columns` 8 are gathered in word order.
+
+    Without shuffles a table is read with numbers that come from memory, not from vectors.
+    """
+
+    columns = 8
+
+    def by_shuffles(self, e, w, ib, v):
+        """Codes, as `codes`."""
+        raise NotImplementedError
+
+    def number(self, e, w, ib, k, g):
+        """Number (i32) of the point of row k, group g of `columns`."""
+        raise NotImplementedError
+
+    def sign_bytes16(self, e, w, ib):
+        """A byte of eight signs per group of eight columns, numbered 4*row + group."""
+        raise NotImplementedError
+
+    def codes(self, e, w, ib, v):
+        if gs.usable(e):
+            return self.by_shuffles(e, w, ib, v)
+        mid, points = e.const64(self.bias), self.points(e, w, ib, v)
+        codes = e.b.select(self.minus(e, w, ib, v), e.b.sub(mid, points), e.b.add(mid, points))
+        return codes if self.columns == 4 else self.in_runs(e, codes)
+
+    def most_magnitude(self):
+        return int(grid(GGMLType[self.name.removesuffix("_r4").upper()]).max()) if isa.current().plain_avx2 else 0
+
+    def dot_codes(self, e, w, ib, v):
+        if not self.most_magnitude():
+            return self.codes(e, w, ib, v)
+        minus = e.b.sext(self.minus(e, w, ib, v), llvm_type(i8x64))
+        return self.points(e, w, ib, v), e.b.or_(minus, e.const64(1))
+
+    def dot_lanes(self):
+        if self.columns == 4 or not self.most_magnitude():
+            return super().dot_lanes()
+        return [[(2 * g + c, k) for g, k in _words(v) for c in range(2)] for v in range(2)]
+
+    def _places(self, v):
+        """(group of `columns`, row) of the points of vector v."""
+        return _words(v) if self.columns == 8 else super().dot_lanes()[v]
+
+    def points(self, e, w, ib, v):
+        """64 magnitudes.
+
+        16 bytes of the table are loaded where the point is in its place among them: one instruction to load and blend.
+        """
+        size, per = self.columns, 16 // self.columns
+        t = ir.VectorType(ir.IntType(8 * size), per)
+        table = self.table(e, 8 * size, edge=per - 1)
+        parts = [None] * 4
+        for i, (g, k) in enumerate(self._places(v)):
+            part, lane = divmod(i, per)
+            at = e.b.add(table, e.b.mul(e.b.zext(self.number(e, w, ib, k, g), I64), e.int(size)))
+            found = e.b.load(pointer(e.b, e.offset(at, size * (per - 1 - lane)), t), align=size)
+            lanes = [per + n if n == lane else n for n in range(per)]
+            parts[part] = e.b.shuffle_vector(parts[part], found, e.lanes(lanes)) if lane else found
+        return e.b.bitcast(e.joined(parts), llvm_type(i8x64))
+
+    def minus(self, e, w, ib, v):
+        """Mask of the negative ones."""
+        per = 8 // self.columns
+        places = [
+            (4 * k + g // per, g % per * self.columns + i) for g, k in self._places(v) for i in range(self.columns)
+        ]
+        return e.bits_of_bytes(self.sign_bytes16(e, w, ib), *zip(*places, strict=True))
+
+    def taken(self, e, w, ib, make, i):
+        """Word i of those that make() yields.
+
+        They leave the vector register four at a time: one by one, or by way of memory, would be slower.
+        """
+
+        def take():
+            words = make()
+            quads = e.b.bitcast(words, ir.VectorType(I64, words.type.count // 4))
+            return [e.opaque(e.b.extract_element(quads, e.index(q))) for q in range(quads.type.count)]
+
+        quad = self.once(e, ("taken", ib), w, take)[i // 4]
+        return e.b.trunc(e.b.and_(e.b.lshr(quad, e.int(16 * (i % 4))), e.int(0xFFFF)), I32)
 
 
-def narrow(e, v):
-    """i32x8 as bytes."""
-    return e.b.trunc(v, ir.VectorType(_I8, v.type.count))
+def _words(v):
+    """(group of eight columns, row) of the words of vector v in word order."""
+    return [(v + 2 * a, k) for a in range(2) for k in range(4)]
 
 
-class _SignsAndScales(_Grid):
+class _SignsAndScales(_Signed):
     """d f16[4], then a byte per group of eight columns: seven scrambled signs above one bit of a 4-bit scale."""
 
     factor = 0.25
@@ -128,36 +186,30 @@ class _SignsAndScales(_Grid):
         s = e.all_and(x, 254)
         return e.b.xor(s, e.field(s, 1, 8))
 
-    def signs(self, e, w, ib, v):
-        return words_of(e, v, self.unscrambled(e, e.load(i8x16, e.offset(w, 8 + 16 * ib))))
+    def sign_bytes16(self, e, w, ib):
+        return self.unscrambled(e, e.load(i8x16, e.offset(w, 8 + 16 * ib)))
 
-    def codes(self, e, w, ib, v):
-        if not gs.usable(e):
-            return self.loaded(e, w, ib, v)
+    def by_shuffles(self, e, w, ib, v):
         signs = self.sign_bytes(e, w, ib, v, 8, lambda x: self.unscrambled(e, x))
         return self.shuffled(e, w, ib, v, lambda part: [gs.bytes_as_words(e, e.offset(w, 136 + 32 * part))], signs)
 
 
 class IQ2XXS(_SignsAndScales):
-    def loaded(self, e, w, ib, v):
-        indices = words_of(e, v, e.load_bytes(e.offset(w, 136 + 16 * ib), 16))
-        return self.masked(e, self.points(e, indices), self.signs(e, w, ib, v))
+    def number(self, e, w, ib, k, g):
+        return e.word(e.offset(w, 136 + 16 * ib + 4 * k + g), 8)
 
 
 class IQ3XXS(_SignsAndScales):
-    factor = 0.5
+    factor, columns = 0.5, 4
 
     def word_lane(self, ib, k, g, c):
         return 8 * k + 2 * g + c
 
-    def loaded(self, e, w, ib, v):
-        # Indices are numbered 8*row + (group of four columns).
-        bytes_ = e.load_bytes(e.offset(w, 136 + 32 * ib), 32)
-        indices = e.pick(bytes_, [8 * k + 2 * (v + 2 * a) + c for a in range(2) for k in range(4) for c in range(2)])
-        return self.masked(e, self.small_points(e, indices), self.signs(e, w, ib, v))
+    def number(self, e, w, ib, k, g):
+        return e.word(e.offset(w, 136 + 32 * ib + 8 * k + g), 8)
 
 
-class _Scales16(_Grid):
+class _Scales16(_Signed):
     """Bytes 4*block + row of 4-bit scales, one per 16 columns: (0.5 + s) / 4."""
 
     scales_at = 0
@@ -177,20 +229,19 @@ class IQ2XS(_Scales16):
 
     scales_at = 264
 
-    def codes(self, e, w, ib, v):
-        if not gs.usable(e):
-            return self.loaded(e, w, ib, v)
+    def by_shuffles(self, e, w, ib, v):
         words = e.b.load(e.vector_pointer(e.offset(w, 8 + 64 * (ib // 2)), 16, 32), align=1)
         s = e.lshr(words, [9] * 32)
         lanes, starts = ([2 * self.word_lane(ib, *run) for run in runs(v)], [4 * c for _, _, c in runs(v)])
         signs = e.b.xor(s, e.b.shl(s, gs.words([1] * 32)))
         return self.shuffled(e, w, ib, v, lambda part: [words], (signs, lanes, starts))
 
-    def loaded(self, e, w, ib, v):
-        words = words_of(e, v, e.words_at(e.offset(w, 8 + 32 * ib), 16))
-        s = e.field(words, 9, 7)
-        signs = narrow(e, e.b.xor(s, e.b.shl(s, e.ints([1] * 8))))
-        return self.masked(e, self.points(e, e.all_and(words, 511)), signs)
+    def number(self, e, w, ib, k, g):
+        return e.b.and_(e.word(e.offset(w, 8 + 32 * ib + 2 * (4 * k + g)), 16), e.index(511))
+
+    def sign_bytes16(self, e, w, ib):
+        s = e.field(e.b.load(e.vector_pointer(e.offset(w, 8 + 32 * ib), 16, 16), align=1), 9, 7)
+        return e.b.trunc(e.b.xor(s, e.b.shl(s, _words16(e, [1] * 16))), llvm_type(i8x16))
 
 
 class IQ2S(_Scales16):
@@ -198,31 +249,31 @@ class IQ2S(_Scales16):
 
     scales_at = 296
 
-    def codes(self, e, w, ib, v):
-        if not gs.usable(e):
-            return self.loaded(e, w, ib, v)
-        return self.shuffled(e, w, ib, v, lambda part: [self.indices(e, w, part)], self.sign_bytes(e, w, ib, v, 168))
+    def by_shuffles(self, e, w, ib, v):
+        indices = lambda part: [self.indices(e, w, 32 * part, 32)]  # noqa: E731
+        return self.shuffled(e, w, ib, v, indices, self.sign_bytes(e, w, ib, v, 168))
 
-    def indices(self, e, w, part):
-        """The indices of two blocks."""
-        low = gs.bytes_as_words(e, e.offset(w, 8 + 32 * part))
-        high = e.bytes_at(e.offset(w, 136 + 8 * part), 8)
-        high = e.b.zext(e.pick(high, [i // 4 for i in range(32)]), gs.WORDS)
-        high = e.all_and(e.b.shl(high, gs.words([8 - 2 * (i % 4) for i in range(32)])), 0x300)
-        return e.b.or_(low, high)
+    def indices(self, e, w, first, count):
+        """Words, of a block or two."""
+        words = ir.VectorType(ir.IntType(16), count)
+        low = e.b.zext(e.bytes_at(e.offset(w, 8 + first), count), words)
+        high = e.b.zext(
+            e.pick(e.bytes_at(e.offset(w, 136 + first // 4), count // 4), [i // 4 for i in range(count)]), words
+        )
+        high = e.b.shl(high, e.constants([8 - 2 * (i % 4) for i in range(count)], 16))
+        return e.b.or_(low, e.all_and(high, 0x300))
 
-    def loaded(self, e, w, ib, v):
-        low = words_of(e, v, e.load_bytes(e.offset(w, 8 + 16 * ib), 16))
-        high = e.repeated(e.load_bytes(e.offset(w, 136 + 4 * ib), 4), 2)
-        high = e.all_and(e.lshr(high, [2 * (v + 2 * a) for a in range(2) for _ in range(4)]), 3)
-        signs = words_of(e, v, e.load(i8x16, e.offset(w, 168 + 16 * ib)))
-        return self.masked(e, self.points(e, e.both(low, high, 8)), signs)
+    def number(self, e, w, ib, k, g):
+        return self.taken(e, w, ib, lambda: self.indices(e, w, 16 * ib, 16), 4 * k + g)
+
+    def sign_bytes16(self, e, w, ib):
+        return e.load(i8x16, e.offset(w, 168 + 16 * ib))
 
 
-class IQ3S(_Grid):
+class IQ3S(_Signed):
     """d f16[4]; qs, qh (bit g: ninth bit of group g of four columns), signs, 4-bit scales."""
 
-    bias = 16
+    bias, columns = 16, 4
 
     def scales(self, e, w, row):
         packed = e.bytes_at(e.offset(w, 424), 16)
@@ -232,9 +283,7 @@ class IQ3S(_Grid):
         run = 2 * g + c
         return 8 * (run % 4) + 4 * (run // 4) + k
 
-    def codes(self, e, w, ib, v):
-        if not gs.usable(e):
-            return self.loaded(e, w, ib, v)
+    def by_shuffles(self, e, w, ib, v):
         signs = e.repeated(e.load(i8x16, e.offset(w, 296 + 16 * ib)), 4)
         starts = [4 * (n // 4 % 2) + 2 * v + n // 8 for n in range(16)]
         return self.shuffled(e, w, ib, v, lambda part: self.indices(e, w, part), (signs, None, starts))
@@ -244,19 +293,17 @@ class IQ3S(_Grid):
         low = gs.bytes_as_words(e, e.offset(w, 8 + 32 * ib))
         rows = e.b.zext(e.repeated(e.bytes_at(e.offset(w, 264 + 4 * ib), 4), 8), gs.WORDS)
         bits = gs.words([1 << (n // 8 + 4 * (n // 4 % 2)) for n in range(32)])
-        return low, e.b.icmp_unsigned("!=", e.b.and_(rows, bits), gs.words([0] * 32))
+        return low, e.b.icmp_unsigned("==", e.b.and_(rows, bits), bits)
 
-    def loaded(self, e, w, ib, v):
-        # Group g of a row: byte 8*(g % 4) + 4*(g // 4) + row; this order needs no shuffle afterwards.
-        groups = self.order[v]
-        low = e.pick(
-            e.load_bytes(e.offset(w, 8 + 32 * ib), 32),
-            [8 * (g % 4) + 4 * (g // 4) + k for g in groups for k in range(4)],
-        )
-        high = e.repeated(e.load_bytes(e.offset(w, 264 + 4 * ib), 4), 4)
-        high = e.all_and(e.lshr(high, [g for g in groups for _ in range(4)]), 1)
-        minus = e.plane_mask(e.offset(w, 296 + 16 * ib), v, 4, 2, 1)
-        return self.signed(e, self.small_points(e, e.both(low, high, 8)), minus)
+    def number(self, e, w, ib, k, g):
+        def make():
+            low, upper = self.indices(e, w, ib)
+            return e.b.or_(low, e.b.select(upper, gs.words([256] * 32), gs.words([0] * 32)))
+
+        return self.taken(e, w, ib, make, 8 * (g % 4) + 4 * (g // 4) + k)
+
+    def minus(self, e, w, ib, v):
+        return e.plane_mask(e.offset(w, 296 + 16 * ib), v, 4, 2, 1)
 
 
 class _Ternary(_Grid):

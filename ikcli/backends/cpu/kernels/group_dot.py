@@ -38,8 +38,11 @@ def group_dot(fmt, n_tokens):
                 _dot_step(e, fmt, mode, at_w, row, tokens)
                 for t, total in zip(tokens, totals, strict=True):
                     t.finish(total, fmt.d(e, at_w, row), fmt.dmin(e, at_w, row))
+            by_row = [[i for i, (_, r) in enumerate(fmt.dot_lanes()[0]) if r == row] for row in range(fmt.rows)]
+            in_turn = [i for lanes in zip(*by_row, strict=True) for i in lanes]
             for t, total in enumerate(totals):
-                e.store(folded(builder, builder.load(total), fmt.rows), e.offset(out, e.times(out_stride, t)))
+                sums = folded(builder, e.pick(builder.load(total), in_turn), fmt.rows)
+                e.store(sums, e.offset(out, e.times(out_stride, t)))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), codegen
@@ -75,13 +78,13 @@ class _Token:
             return self.e.splat_f32(self.e.offset(self.d_at, 4 * u))
         return self.e.pick(self.d, [self.fmt.unit * u + block for block, _, _ in self.fmt.runs()])
 
-    def groups(self, u, order):
-        """Column groups of unit u, each repeated for the rows."""
-        at, rows = self.e.offset(self.codes_at, 32 * self.fmt.unit * u), self.fmt.rows
-        if rows == 16:
-            return self.e.splat_bytes(self.e.offset(at, 4 * order[0]))
+    def groups(self, u, lanes):
+        """Column groups of unit u as lanes of a vector of codes want them."""
+        at = self.e.offset(self.codes_at, 32 * self.fmt.unit * u)
+        if self.fmt.rows == 16:
+            return self.e.splat_bytes(self.e.offset(at, 4 * lanes[0][0]))
         v = self.e.load(i32x8 if self.fmt.unit == 1 else i32x16, at)
-        return self.e.b.bitcast(self.e.pick(v, [g for g in order for _ in range(rows)]), llvm_type(i8x64))
+        return self.e.b.bitcast(self.e.pick(v, [g for g, _ in lanes]), llvm_type(i8x64))
 
     def add(self, x, y):
         """x * y to the sum of the step."""
@@ -93,15 +96,17 @@ class _Token:
 
     def finish(self, total, d, dmin):
         """The step to the sum of all steps."""
-        e, times = self.e, 16 // self.fmt.rows
+        e, rows = self.e, [r for _, r in self.fmt.dot_lanes()[0]]
         v = e.b.load(total)
-        v = e.b.fadd(v, self.sum) if d is None else e.fma(self.sum, e.repeated(d, times), v)
-        e.b.store(v if self.low is None else e.fma(self.low, e.repeated(dmin, times), v), total)
+        v = e.b.fadd(v, self.sum) if d is None else e.fma(self.sum, e.pick(d, rows), v)
+        e.b.store(v if self.low is None else e.fma(self.low, e.pick(dmin, rows), v), total)
 
 
 def _dot_step(e, fmt, mode, w, row, tokens):
     lanes, runs = fmt.scale_lanes(mode), fmt.runs()
     most, signed = most_code(fmt, mode), mode[0] == "s" and not fmt.bias
+    apart = fmt.most_magnitude()
+    most = apart or most
     addends = most_addends(most)  # 1 where codes are signed
     if mode[0] == "m":
         for part, x in enumerate(fmt.minima(e, w, row)):
@@ -109,7 +114,7 @@ def _dot_step(e, fmt, mode, w, row, tokens):
                 t.add_low(x, e.pick(t.sums, _sum_lanes(fmt, part)))
     units = 16 // (lanes * fmt.unit)  # of a vector of scales
     for part, scales in enumerate(fmt.scales(e, w, row)):
-        if mode[0] == "s" and fmt.unit == 1 and (fmt.bias or fmt.shift):
+        if mode[0] == "s" and fmt.unit == 1 and not apart and (fmt.bias or fmt.shift):
             offsets = e.mul(scales, _offsets(e, fmt, w, part))
             for t in tokens:
                 t.add(offsets, e.pick(t.sums, _sum_lanes(fmt, part)))
@@ -117,10 +122,14 @@ def _dot_step(e, fmt, mode, w, row, tokens):
             u = units * part + n
             dots = [t.started(e, w, u) for t in tokens]
             for first in range(0, len(fmt.order), addends):
-                orders = fmt.order[first : first + addends]
-                codes = [fmt.dot_codes(e, w, u, first + v) for v in range(len(orders))]
+                vectors = fmt.dot_lanes()[first : first + addends]
+                codes, signs = [fmt.dot_codes(e, w, u, first + v) for v in range(len(vectors))], None
+                if apart:
+                    codes, signs = zip(*codes, strict=True)
                 for i, t in enumerate(tokens):
-                    groups = [t.groups(u, order) for order in orders]
+                    groups = [t.groups(u, lanes) for lanes in vectors]
+                    if signs:
+                        groups = [e.with_sign(x, s) for x, s in zip(groups, signs, strict=True)]
                     dots[i] = e.dot_signed(dots[i], *codes, *groups) if signed else e.dots(dots[i], codes, groups, most)
             of_halves = fmt.rows if lanes > fmt.rows else 0
             where = [lanes * (fmt.unit * n + block) + of_halves * half + r for block, half, r in runs]

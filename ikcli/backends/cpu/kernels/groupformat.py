@@ -25,7 +25,7 @@ from ikcli.backends.cpu.tile_modes import LAYOUT, MODES, tile_bias
 from ikcli.native import isa
 from ikcli.native.simd.emit import I32
 from ikcli.native.simd.half import half_to_f32
-from ikcli.native.simd.vec import const_vector, f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type, pointer
+from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type, pointer
 
 _I8, _I16, _F32 = ir.IntType(8), ir.IntType(16), ir.FloatType()
 
@@ -221,9 +221,9 @@ class GroupEmitter(RowEmitter):
     def plane_mask(self, address, v, a, h, c):
         """As `plane`, as <64 x i1>."""
         positions = self._planes(v, a, h, c)
-        x = self.repeated(self.load(i8x16, address), 4)
-        bits = const_vector(i8x64, [1 << p if p < 7 else -128 for p in positions for _ in range(16)])
-        return self.b.icmp_unsigned("!=", self.b.and_(x, bits), self.const64(0))
+        return self.bits_of_bytes(
+            self.load(i8x16, address), [*range(16)] * 4, [p for p in positions for _ in range(16)]
+        )
 
     def added(self, codes, on, amount):
         """codes + amount in the 32-bit lanes where `on` (<16 x i1>)."""
@@ -286,13 +286,21 @@ class GroupFormat:
     def dmin(self, e, w, row):
         """As d, for the minima."""
 
+    def most_magnitude(self):
+        """0, or the largest magnitude of a value if `dot_codes` yields magnitudes and signs (1 or -1)."""
+        return 0
+
+    def dot_lanes(self):
+        """(column group, row) of each run of four columns of the vectors of `dot_codes`."""
+        return [[(g, r) for g in order for r in range(self.rows)] for order in self.order]
+
     def scale_lanes(self, mode):
         """Scales of a block of 32 columns."""
         return self.rows * (2 if mode.endswith("16") else 1)
 
     def runs(self):
-        """(block in its unit, half of that, row) of each run of four columns of the vectors of codes."""
-        return [(g // 8, g % 8 // 4, r) for g in self.order[0] for r in range(self.rows)]
+        """(block in its unit, half of that, row) of each run of four columns of the vectors of `dot_codes`."""
+        return [(g // 8, g % 8 // 4, r) for g, r in self.dot_lanes()[0]]
 
 
 @functools.cache

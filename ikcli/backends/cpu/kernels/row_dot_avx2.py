@@ -15,7 +15,7 @@ from ikcli.backends.cpu.kernels.activation_row import ActivationRow
 from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, prefetch_step, steps
 from ikcli.backends.cpu.tile_modes import MODES, most_code
 from ikcli.native.simd.lanes import folded
-from ikcli.native.simd.vec import call_llvm, f32x8, f32x16, i8x32, i32x8, llvm_type, magnitude
+from ikcli.native.simd.vec import call_llvm, f32x8, f32x16, i8x32, i32x8, llvm_type, magnitude, with_sign
 
 _TWICE = [i // 2 for i in range(16)]
 _PAIRS = ir.VectorType(ir.IntType(16), 16)
@@ -101,15 +101,10 @@ def _products(e, fmt, mode, w, x, i):
             if mode[0] == "m" or fmt.bias:
                 u = v
             elif fmt.full_range:  # magnitudes of the weights, as the sign of -128 cannot be changed
-                u, y = magnitude(e.b, v), _with_sign(e, y, v)
+                u, y = magnitude(e.b, v), with_sign(e.b, y, v)
             else:
-                u, y = e.load(i8x32, e.offset(magnitudes_at, there)), _with_sign(e, v, y)
+                u, y = e.load(i8x32, e.offset(magnitudes_at, there)), with_sign(e.b, v, y)
             yield call_llvm(e.b, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [u, y])
-
-
-def _with_sign(e, v, sign):
-    """v, negated where `sign` is negative, 0 where it is 0."""
-    return call_llvm(e.b, "llvm.x86.avx2.psign.b", v.type, [v, sign])
 
 
 def _sums_of_two(e, v):

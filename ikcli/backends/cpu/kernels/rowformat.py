@@ -38,6 +38,7 @@ from ikcli.native.simd.vec import (
     llvm_type,
     pointer,
     splat_value,
+    with_sign,
 )
 from ikcli.quant.formats import format_by_name
 from ikcli.quant.tables import MATMUL_SCALE
@@ -88,6 +89,14 @@ class RowEmitter(Emitter):
     def vector_pointer(self, address, bits, count):
         """Pointer to a vector of integers."""
         return pointer(self.b, address, ir.VectorType(ir.IntType(bits), count))
+
+    def with_sign(self, v, sign):
+        """64 bytes, negated where `sign` is negative; it is 1 or -1. Needs AVX2."""
+
+        def half(at):
+            return with_sign(self.b, *(self.pick(x, range(at, at + 32)) for x in (v, sign)))
+
+        return self.join(half(0), half(32))
 
     def gather64(self, words):
         """64 bytes from 8 i64 values."""
@@ -282,12 +291,15 @@ class RowEmitter(Emitter):
             return self.b.bitcast(word64, ir.VectorType(ir.IntType(1), 64))
         # without mask registers LLVM would move every bit by itself
         bytes_ = self.b.bitcast(word64, ir.VectorType(_I8, 8))
-        bit = const_vector(i8x64, [1 << i if i < 7 else -128 for i in range(8)] * 8)
-        spread = self.pick(bytes_, [i // 8 for i in range(64)])
-        return self.b.icmp_unsigned("!=", self.b.and_(spread, bit), self.const64(0))
+        return self.bits_of_bytes(bytes_, [i // 8 for i in range(64)], [i % 8 for i in range(64)])
+
+    def bits_of_bytes(self, bytes_, lanes, positions):
+        """<64 x i1>: a bit of a byte each."""
+        bit = const_vector(i8x64, [1 << p if p < 7 else -128 for p in positions])
+        return self.b.icmp_unsigned("==", self.b.and_(self.pick(bytes_, lanes), bit), bit)
 
     def lookup16(self, table, codes, upper=None):
-        """table[code] (16 byte constants) for 64 codes 0..15; `upper`: another table for the upper 32 of them."""
+        """Entry (16 byte constants) for the low four bits of 64 codes below 128; `upper`: a table for the upper 32."""
         first = [x & 255 for x in table]
         second = [x & 255 for x in upper or table]
         if "avx512bw" in self.features():
@@ -300,7 +312,7 @@ class RowEmitter(Emitter):
                 halves.append(call_llvm(self.b, "llvm.x86.avx2.pshuf.b", t.type, [t, half]))
             return self.join(*halves)
         entries = [const_vector(i8x64, [x] * 32 + [y] * 32) for x, y in zip(first, second, strict=True)]
-        out = entries[0]
+        out, codes = entries[0], self.all_and(codes, 15)
         for i in range(1, 16):
             out = self.b.select(self.b.icmp_unsigned("==", codes, self.const64(i)), entries[i], out)
         return out

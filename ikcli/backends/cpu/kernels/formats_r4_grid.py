@@ -82,7 +82,7 @@ def runs(v):
 class _Signed(_Grid):
     """Points with a sign per column; those of `columns` 8 are gathered in word order.
 
-    Without shuffles a table is read with numbers that come from memory, not from vectors.
+    Without shuffles, a table is read point by point.
     """
 
     columns = 8

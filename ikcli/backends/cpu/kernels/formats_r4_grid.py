@@ -250,16 +250,15 @@ class IQ2S(_Scales16):
     scales_at = 296
 
     def by_shuffles(self, e, w, ib, v):
-        indices = lambda part: [self.indices(e, w, 32 * part, 32)]  # noqa: E731
-        return self.shuffled(e, w, ib, v, indices, self.sign_bytes(e, w, ib, v, 168))
+        signs = self.sign_bytes(e, w, ib, v, 168)
+        return self.shuffled(e, w, ib, v, lambda part: [self.indices(e, w, 32 * part, 32)], signs)
 
     def indices(self, e, w, first, count):
         """Words, of a block or two."""
         words = ir.VectorType(ir.IntType(16), count)
         low = e.b.zext(e.bytes_at(e.offset(w, 8 + first), count), words)
-        high = e.b.zext(
-            e.pick(e.bytes_at(e.offset(w, 136 + first // 4), count // 4), [i // 4 for i in range(count)]), words
-        )
+        high = e.bytes_at(e.offset(w, 136 + first // 4), count // 4)
+        high = e.b.zext(e.pick(high, [i // 4 for i in range(count)]), words)
         high = e.b.shl(high, e.constants([8 - 2 * (i % 4) for i in range(count)], 16))
         return e.b.or_(low, e.all_and(high, 0x300))
 

@@ -6,11 +6,10 @@ A group of 8 (4 for IQ3) columns is a point of a grid, kept as bytes in the kern
 from ikcli.backends.cpu.kernels import grid_shuffle as gs
 from ikcli.backends.cpu.kernels.rowformat import I32, I64, RowFormat, by_name, ir
 from ikcli.gguf.constants import GGMLType
+from ikcli.native import isa
 from ikcli.native.simd.half import half_to_f32
-from ikcli.native.simd.vec import f32x16, i8x32, i32x8
+from ikcli.native.simd.vec import f32x16, i8x32, i8x64, i32x8, llvm_type
 from ikcli.quant.tables import grid
-
-_SIGNS = [s | (bin(s).count("1") & 1) << 7 for s in range(128)]
 
 
 class _Grid(RowFormat):
@@ -46,36 +45,54 @@ class _Grid(RowFormat):
         lanes = range(8 * j, 8 * j + 8) if bits == 2 else range(16 * (j % 2), 16 * (j % 2) + 16)
         return gs.coordinates(e, points, list(lanes), levels, bits, self.bias)
 
-    def grid64(self, e, indices):
-        """The points of 8 indices as 64 bytes."""
-        table = e.table(self.points(), 64, self.name)
-        return e.gather64([e.entry(table, i, 64) for i in indices])
-
-    def grid32(self, e, indices):
-        """The 4-column points of 16 indices as 64 bytes."""
-        table = e.table(self.points(), 32, self.name)
-        v = ir.Constant(ir.VectorType(I32, 16), ir.Undefined)
-        for i, x in enumerate(indices):
-            v = e.b.insert_element(v, e.entry(table, x, 32), e.index(i))
-        return e.b.bitcast(v, ir.VectorType(ir.IntType(8), 64))
-
-    def signed(self, e, points, sign_bytes):
-        """bias + points, or bias - points where the bit of the column is set; sign_bytes: 8 bytes as i32."""
-        word = ir.Constant(I64, 0)
-        for i, s in enumerate(sign_bytes):
-            word = e.b.or_(word, e.b.shl(e.b.zext(s, I64), ir.Constant(I64, 8 * i)))
-        mid = e.const64(self.bias)
-        return e.b.select(e.mask_of(word), e.b.sub(mid, points), e.b.add(mid, points))
-
-    def even_signs(self, e, codes):
-        """Sign bytes of 7-bit codes: the eighth sign makes the number of minus signs even."""
-        table = e.table(_SIGNS, 8, "even_signs")
-        return [e.b.zext(e.entry(table, c, 8), I32) for c in codes]
-
 
 def bits(e, x, shift, width):
     """Bits of an i32."""
     return e.b.and_(e.b.lshr(x, ir.Constant(I32, shift)), ir.Constant(I32, (1 << width) - 1))
+
+
+class _Signed(_Grid):
+    """Points with a sign per column. Without shuffles, points are read from a table; so are signs of 7-bit codes."""
+
+    signs_at = 0  # where a type has bytes of eight signs
+
+    def shuffled(self, e, w, j):
+        """As `dot_codes`."""
+        raise NotImplementedError
+
+    def numbers(self, e, w, j):
+        """Numbers (i32) of the points of columns 64j .. 64j+63."""
+        raise NotImplementedError
+
+    def sign_codes(self, e, w, j):
+        """7-bit sign codes (i32) of 8 columns each: the eighth sign makes the number of minus signs even."""
+        raise NotImplementedError
+
+    def dot_codes(self, e, w, j):
+        if gs.usable(e):
+            return self.shuffled(e, w, j)
+        points, minus = self.points_of(e, w, j), self.minus(e, w, j)
+        return e.b.add(e.b.sub(e.b.xor(points, minus), minus), e.const64(self.bias))
+
+    def points_of(self, e, w, j):
+        """64 magnitudes."""
+        numbers = self.numbers(e, w, j)
+        return e.blended(self.points(), 512 // len(numbers), self.name, numbers)
+
+    def minus(self, e, w, j):
+        """64 bytes, -1 where the value is negative, otherwise 0."""
+        if not self.signs_at:
+            bytes_ = [sum(255 << 8 * i for i in range(8) if x >> i & 1) for x in gs.EVEN_SIGNS]
+            return e.blended(bytes_, 64, "even_signs", self.sign_codes(e, w, j))
+        signs = e.b.load(e.vector_pointer(e.offset(w, self.signs_at + 8 * j), 8, 8), align=1)
+        mask = e.bits_of_bytes(signs, [i // 8 for i in range(64)], [i % 8 for i in range(64)])
+        return e.b.sext(mask, llvm_type(i8x64))
+
+    def most_magnitude(self):
+        return int(grid(GGMLType[self.name.upper()]).max()) if isa.current().plain_avx2 else 0
+
+    def magnitudes(self, e, w, j):
+        return self.points_of(e, w, j), e.b.or_(self.minus(e, w, j), e.const64(1))
 
 
 def _affine(e, v, a, b):
@@ -85,15 +102,17 @@ def _affine(e, v, a, b):
     return e.fused(e.ints_to_f32(v), ir.Constant(floats, [a] * n), ir.Constant(floats, [b] * n))
 
 
-class IQ2XXS(_Grid):
+def _four_codes(e, words):
+    """The four 7-bit sign codes of each of these words."""
+    return [bits(e, x, 7 * i, 7) for x in words for i in range(4)]
+
+
+class IQ2XXS(_Signed):
     """d f16; per 32 columns 4 grid indices, then u32: four 7-bit sign codes and a 4-bit scale."""
 
     def scales(self, e, w, row):
         ls = e.b.trunc(e.lshr(gs.quads_at(e, e.offset(w, 2)), [60] * 8), ir.VectorType(I32, 8))
         return e.mul(_affine(e, ls, 0.25, 0.125), e.splat(e.half(w)))
-
-    def dot_codes(self, e, w, j):
-        return self.shuffled(e, w, j) if gs.usable(e) else self.loaded(e, w, j)
 
     def shuffled(self, e, w, j):
         quads = gs.quads_at(e, e.offset(w, 2))
@@ -103,14 +122,14 @@ class IQ2XXS(_Grid):
         points = self.points16(e, w, e.b.zext(index, gs.WORDS))
         return gs.negated(e, self.coordinates(e, points, j), self.bias, signs, lanes)
 
-    def loaded(self, e, w, j):
-        at = [e.offset(w, 2 + 8 * b) for b in (2 * j, 2 * j + 1)]
-        points = self.grid64(e, [e.word(e.offset(p, i), 8) for p in at for i in range(4)])
-        words = [e.word(e.offset(p, 4)) for p in at]
-        return self.signed(e, points, self.even_signs(e, [bits(e, x, 7 * i, 7) for x in words for i in range(4)]))
+    def numbers(self, e, w, j):
+        return [e.word(e.offset(w, 2 + 8 * b + i), 8) for b in (2 * j, 2 * j + 1) for i in range(4)]
+
+    def sign_codes(self, e, w, j):
+        return _four_codes(e, [e.word(e.offset(w, 6 + 8 * b)) for b in (2 * j, 2 * j + 1)])
 
 
-class _Scales16(_Grid):
+class _Scales16(_Signed):
     """Eight bytes of 4-bit scales, one per 16 columns: (0.5 + s) / 4."""
 
     scales_at = 0
@@ -126,28 +145,26 @@ class IQ2XS(_Scales16):
 
     scales_at = 66
 
-    def dot_codes(self, e, w, j):
-        return self.shuffled(e, w, j) if gs.usable(e) else self.loaded(e, w, j)
-
     def shuffled(self, e, w, j):
         words = e.b.load(e.vector_pointer(e.offset(w, 2), 16, 32), align=1)
         signs = gs.even_signs(e, e.lshr(words, [9] * 32))
         points = self.points16(e, w, words)
         return gs.negated(e, self.coordinates(e, points, j), self.bias, signs, [2 * i for i in range(8 * j, 8 * j + 8)])
 
-    def loaded(self, e, w, j):
-        words = [e.word(e.offset(w, 2 + 2 * (8 * j + i)), 16) for i in range(8)]
-        points = self.grid64(e, [bits(e, x, 0, 9) for x in words])
-        return self.signed(e, points, self.even_signs(e, [bits(e, x, 9, 7) for x in words]))
+    def numbers(self, e, w, j):
+        return [bits(e, x, 0, 9) for x in self.words(e, w, j)]
+
+    def sign_codes(self, e, w, j):
+        return [bits(e, x, 9, 7) for x in self.words(e, w, j)]
+
+    def words(self, e, w, j):
+        return [e.word(e.offset(w, 2 + 2 * (8 * j + i)), 16) for i in range(8)]
 
 
 class IQ2S(_Scales16):
     """d f16, qs[32], sign bytes[32], qh[8] (two index bits per group), scales[8]."""
 
-    scales_at = 74
-
-    def dot_codes(self, e, w, j):
-        return self.shuffled(e, w, j) if gs.usable(e) else self.loaded(e, w, j)
+    scales_at, signs_at = 74, 34
 
     def shuffled(self, e, w, j):
         low, signs = gs.bytes_as_words(e, e.offset(w, 2)), e.load(i8x32, e.offset(w, 34))
@@ -157,25 +174,21 @@ class IQ2S(_Scales16):
         points = self.points16(e, w, e.b.or_(low, high))
         return gs.negated(e, self.coordinates(e, points, j), self.bias, signs, range(8 * j, 8 * j + 8))
 
-    def loaded(self, e, w, j):
+    def numbers(self, e, w, j):
         indices = []
         for i in range(8):
             low = e.word(e.offset(w, 2 + 8 * j + i), 8)
             high = bits(e, e.word(e.offset(w, 66 + 2 * j + i // 4), 8), 2 * (i % 4), 2)
             indices.append(e.b.or_(low, e.b.shl(high, ir.Constant(I32, 8))))
-        signs = [e.word(e.offset(w, 34 + 8 * j + i), 8) for i in range(8)]
-        return self.signed(e, self.grid64(e, indices), signs)
+        return indices
 
 
-class IQ3XXS(_Grid):
+class IQ3XXS(_Signed):
     """d f16, 64 grid indices, then per 32 columns u32 as in IQ2_XXS."""
 
     def scales(self, e, w, row):
         ls = e.lshr(e.load(i32x8, e.offset(w, 66)), [28] * 8)
         return e.mul(_affine(e, ls, 0.5, 0.25), e.splat(e.half(w)))
-
-    def dot_codes(self, e, w, j):
-        return self.shuffled(e, w, j) if gs.usable(e) else self.loaded(e, w, j)
 
     def shuffled(self, e, w, j):
         index = gs.bytes_as_words(e, e.offset(w, 2 + 32 * (j // 2)))
@@ -184,23 +197,21 @@ class IQ3XXS(_Grid):
         points = self.points16(e, w, index, j // 2)
         return gs.negated(e, self.coordinates(e, points, j), self.bias, gs.seven_bit_signs(e, quads, 0), lanes)
 
-    def loaded(self, e, w, j):
-        points = self.grid32(e, [e.word(e.offset(w, 2 + 16 * j + i), 8) for i in range(16)])
-        words = [e.word(e.offset(w, 66 + 4 * b)) for b in (2 * j, 2 * j + 1)]
-        return self.signed(e, points, self.even_signs(e, [bits(e, x, 7 * i, 7) for x in words for i in range(4)]))
+    def numbers(self, e, w, j):
+        return [e.word(e.offset(w, 2 + 16 * j + i), 8) for i in range(16)]
+
+    def sign_codes(self, e, w, j):
+        return _four_codes(e, [e.word(e.offset(w, 66 + 4 * b)) for b in (2 * j, 2 * j + 1)])
 
 
-class IQ3S(_Grid):
+class IQ3S(_Signed):
     """d f16, qs[64], qh[8] (ninth index bits), sign bytes[32], scales[4]."""
 
-    bias = 16
+    bias, signs_at = 16, 74
 
     def scales(self, e, w, row):
         ls = e.all_and(e.lshr(e.splat_int(e.word(e.offset(w, 106))), [4 * i for i in range(8)]), 15)
         return e.mul(_affine(e, ls, 2.0, 1.0), e.splat(e.half(w)))
-
-    def dot_codes(self, e, w, j):
-        return self.shuffled(e, w, j) if gs.usable(e) else self.loaded(e, w, j)
 
     def shuffled(self, e, w, j):
         index = gs.bytes_as_words(e, e.offset(w, 2 + 32 * (j // 2)))
@@ -209,14 +220,13 @@ class IQ3S(_Grid):
         points = self.points16(e, w, index, j // 2, (ninth,))
         return gs.negated(e, self.coordinates(e, points, j), self.bias, signs, range(8 * j, 8 * j + 8))
 
-    def loaded(self, e, w, j):
+    def numbers(self, e, w, j):
         indices = []
         for i in range(16):
             low = e.word(e.offset(w, 2 + 16 * j + i), 8)
             high = bits(e, e.word(e.offset(w, 66 + 2 * j + i // 8), 8), i % 8, 1)
             indices.append(e.b.or_(low, e.b.shl(high, ir.Constant(I32, 8))))
-        signs = [e.word(e.offset(w, 74 + 8 * j + i), 8) for i in range(8)]
-        return self.signed(e, self.grid32(e, indices), signs)
+        return indices
 
 
 class _Ternary(_Grid):

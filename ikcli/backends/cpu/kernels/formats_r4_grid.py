@@ -10,7 +10,7 @@ from ikcli.backends.cpu.kernels.rowformat import by_name
 from ikcli.gguf.constants import GGMLType
 from ikcli.native import isa
 from ikcli.native.simd.emit import I32, I64
-from ikcli.native.simd.vec import i8x16, i8x64, i32x16, llvm_type, pointer
+from ikcli.native.simd.vec import i8x16, i8x64, i32x16, llvm_type
 from ikcli.quant.tables import grid
 
 _RUNS = [2 * (4 * a + k) + c for c in range(2) for a in range(2) for k in range(4)]
@@ -29,12 +29,10 @@ class _Grid(GroupFormat):
     def d(self, e, w, row):
         return e.halves(w, 4)
 
-    def table(self, e, bits, factor=1, edge=0):
-        """Address of the grid points, one integer per point, first coordinate lowest; `edge` zeros on both sides."""
-        name = self.name.removesuffix("_r4")
-        rows = (grid(GGMLType[name.upper()]) * factor).astype(int)
-        points = [sum((int(x) & 255) << 8 * i for i, x in enumerate(row)) for row in rows]
-        return e.table([0] * edge + points + [0] * edge, bits, f"{name}.{edge}")
+    def entries(self, factor=1):
+        """The grid points, one integer per point, first coordinate lowest."""
+        rows = (grid(GGMLType[self.name.removesuffix("_r4").upper()]) * factor).astype(int)
+        return [sum((int(x) & 255) << 8 * i for i, x in enumerate(row)) for row in rows]
 
     def shuffled(self, e, w, ib, v, index, signs):
         """Codes from shuffles: `index(part)` are 32 indices (words), `signs` (sign bytes, their lanes, their bits)."""
@@ -125,21 +123,9 @@ class _Signed(_Grid):
         return _words(v) if self.columns == 8 else super().dot_lanes()[v]
 
     def points(self, e, w, ib, v):
-        """64 magnitudes.
-
-        16 bytes of the table are loaded where the point is in its place among them: one instruction to load and blend.
-        """
-        size, per = self.columns, 16 // self.columns
-        t = ir.VectorType(ir.IntType(8 * size), per)
-        table = self.table(e, 8 * size, edge=per - 1)
-        parts = [None] * 4
-        for i, (g, k) in enumerate(self._places(v)):
-            part, lane = divmod(i, per)
-            at = e.b.add(table, e.b.mul(e.b.zext(self.number(e, w, ib, k, g), I64), e.int(size)))
-            found = e.b.load(pointer(e.b, e.offset(at, size * (per - 1 - lane)), t), align=size)
-            lanes = [per + n if n == lane else n for n in range(per)]
-            parts[part] = e.b.shuffle_vector(parts[part], found, e.lanes(lanes)) if lane else found
-        return e.b.bitcast(e.joined(parts), llvm_type(i8x64))
+        """64 magnitudes."""
+        numbers = [self.number(e, w, ib, k, g) for g, k in self._places(v)]
+        return e.blended(self.entries(), 8 * self.columns, self.name, numbers)
 
     def minus(self, e, w, ib, v):
         """Mask of the negative ones."""
@@ -319,13 +305,10 @@ class _Ternary(_Grid):
     def d(self, e, w, row):
         return row
 
-    def table(self, e, bits, factor=8):
-        return super().table(e, bits, factor)
-
     def with_delta(self, e, words, v, negative):
         """Codes from the indices (words numbered 4*group + row); negative: i1 in word order."""
         lanes = [4 * (v + 2 * a) + k for a in range(2) for k in range(4)]
-        points = e.entries64(self.table(e, 64), words, lanes)
+        points = e.entries64(e.table(self.entries(8), 64, self.name), words, lanes)
         t = ir.VectorType(I64, 8)
         plus, minus = (ir.Constant(t, [ir.Constant(I64, x)] * 8) for x in (0x1111111111111111, 0x0F0F0F0F0F0F0F0F))
         return self.in_runs(e, e.b.add(points, e.b.bitcast(e.b.select(negative, minus, plus), points.type)))

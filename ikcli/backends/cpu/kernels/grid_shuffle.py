@@ -11,7 +11,7 @@ from ikcli.native.simd.vec import call_llvm, const_vector, i8x64, llvm_type
 
 _I16 = ir.IntType(16)
 WORDS = ir.VectorType(_I16, 32)
-_EVEN_SIGNS = [s | (bin(s).count("1") & 1) << 7 for s in range(128)]
+EVEN_SIGNS = [s | (bin(s).count("1") & 1) << 7 for s in range(128)]  # of 7-bit codes
 
 
 def usable(e):
@@ -74,7 +74,7 @@ def coordinates(e, points, lanes, levels, bits, bias, starts=None):
 
 def even_signs(e, v):
     """Sign bytes of the low 7 bits of 64 bytes: the eighth sign makes the number of minus signs even."""
-    low, high = (const_vector(i8x64, [x & 255 for x in _EVEN_SIGNS[i : i + 64]]) for i in (0, 64))
+    low, high = (const_vector(i8x64, [x & 255 for x in EVEN_SIGNS[i : i + 64]]) for i in (0, 64))
     return call_llvm(e.b, "llvm.x86.avx512.vpermi2var.qi.512", llvm_type(i8x64), [low, as_bytes(e, v), high])
 
 

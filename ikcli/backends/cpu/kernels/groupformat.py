@@ -20,7 +20,7 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, steps
+from ikcli.backends.cpu.kernels.rowformat import RowEmitter, steps
 from ikcli.backends.cpu.tile_modes import LAYOUT, MODES, tile_bias
 from ikcli.native import isa
 from ikcli.native.simd.emit import I32
@@ -108,13 +108,6 @@ class GroupEmitter(RowEmitter):
         parts = iter(parts)
         for first in parts:
             yield self.joined([first, *itertools.islice(parts, 16 // first.type.count - 1)])
-
-    def joined(self, parts):
-        """Vectors of equal length one after the other."""
-        while len(parts) > 1:
-            lanes = indices(range(2 * parts[0].type.count))
-            parts = [self.b.shuffle_vector(x, y, lanes) for x, y in zip(parts[::2], parts[1::2], strict=True)]
-        return parts[0]
 
     # --- codes of four-row formats: vector v of one block, or (`pair_`) of two ----------------------------------------
     def nibbles(self, address, v):

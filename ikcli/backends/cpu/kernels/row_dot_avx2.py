@@ -53,7 +53,9 @@ def row_dot_avx2(fmt):
                         scale = e.splat(e.single(e.offset(back, 4 * b)))
                         add((b + 1) % 2, e.ints_to_f32(_sums_of_two(e, v)), scale)
                 else:
-                    v = _sums_of_sixteen(e, list(_products(e, fmt, mode, at_w, x, i)), most_code(fmt, mode))
+                    v = _sums_of_sixteen(
+                        e, list(_products(e, fmt, mode, at_w, x, i)), fmt.most_magnitude() or most_code(fmt, mode)
+                    )
                     add(1, e.ints_to_f32(v), e.mul(scales, e.pick(d, _TWICE)))
             total = folded(builder, builder.fadd(*(builder.load(slot) for slot in sums)), 1)
             e.store(total, out)
@@ -77,7 +79,7 @@ def _room(e):
 
 def _offsets(e, fmt, w, scales):
     """Scales times what values are beyond `dot_codes`, or None."""
-    if not fmt.bias and not fmt.shift:
+    if fmt.most_magnitude() or not (fmt.bias or fmt.shift):
         return None
     count = scales.type.count
     plain, shifted = (ir.Constant(scales.type, [float(x)] * count) for x in (-fmt.bias, fmt.shift - fmt.bias))
@@ -93,12 +95,16 @@ def _products(e, fmt, mode, w, x, i):
     """Yields for each block of 32 columns of step i: sums of two products, 16 lanes of 16 bits."""
     at, magnitudes_at = (e.offset(start, e.times(i, 256)) for start in (x.codes_at, x.second_at))
     for j in range(4):
-        codes = fmt.dot_codes(e, w, j)
+        apart = fmt.magnitudes(e, w, j) if fmt.most_magnitude() else None
+        codes = apart[0] if apart else fmt.dot_codes(e, w, j)
         for half in range(2):
-            v = e.pick(codes, range(32 * half, 32 * half + 32))
+            lanes = range(32 * half, 32 * half + 32)
+            v = e.pick(codes, lanes)
             there = 64 * j + 32 * half
             y = e.load(i8x32, e.offset(at, there))
-            if mode[0] == "m" or fmt.bias:
+            if apart:
+                u, y = v, with_sign(e.b, y, e.pick(apart[1], lanes))
+            elif mode[0] == "m" or fmt.bias:
                 u = v
             elif fmt.full_range:  # magnitudes of the weights, as the sign of -128 cannot be changed
                 u, y = magnitude(e.b, v), with_sign(e.b, y, v)

@@ -283,15 +283,8 @@ class RowEmitter(Emitter):
 
     def bit_mask(self, lo, hi):
         """<64 x i1> from two i32 words."""
-        return self.mask_of(self.b.or_(self.b.zext(lo, I64), self.b.shl(self.b.zext(hi, I64), ir.Constant(I64, 32))))
-
-    def mask_of(self, word64):
-        """<64 x i1> from an i64."""
-        if "avx512bw" in self.features():
-            return self.b.bitcast(word64, ir.VectorType(ir.IntType(1), 64))
-        # without mask registers LLVM would move every bit by itself
-        bytes_ = self.b.bitcast(word64, ir.VectorType(_I8, 8))
-        return self.bits_of_bytes(bytes_, [i // 8 for i in range(64)], [i % 8 for i in range(64)])
+        both = self.b.or_(self.b.zext(lo, I64), self.b.shl(self.b.zext(hi, I64), ir.Constant(I64, 32)))
+        return self.b.bitcast(both, ir.VectorType(ir.IntType(1), 64))
 
     def bits_of_bytes(self, bytes_, lanes, positions):
         """<64 x i1>: a bit of a byte each."""
@@ -382,10 +375,31 @@ class RowEmitter(Emitter):
             values.append(self.b.load(pointer(self.b, self.b.add(table, self.times(index, 8)), I64), align=8))
         return self.gather64(values)
 
-    def entry(self, table, index, bits):
-        """table[index] of a `table` of this width."""
-        at = self.b.add(table, self.b.mul(self.b.zext(index, I64), self.int(bits // 8)))
-        return self.b.load(pointer(self.b, at, ir.IntType(bits)), align=bits // 8)
+    def blended(self, entries, bits, name, numbers):
+        """64 bytes: these entries (integers of `bits`, 32 or 64) by number (i32), kept as a `table`.
+
+        16 bytes of the table are loaded where the entry is in its place among them: one instruction loads and blends.
+        """
+        size, per = bits // 8, 128 // bits
+        edge = [0] * (per - 1)  # so much is read around an entry
+        table = self.table([*edge, *entries, *edge], bits, f"{name}.{bits}.edged")
+        parts = []
+        for i, number in enumerate(numbers):
+            at = self.offset(table, self.times(self.b.zext(number, I64), size), size * (per - 1 - i % per))
+            found = self.b.load(self.vector_pointer(at, bits, per), align=size)
+            lanes = [per + n if n == i % per else n for n in range(per)]
+            if i % per == 0:
+                parts.append(found)
+            else:
+                parts[-1] = self.b.shuffle_vector(parts[-1], found, indices(lanes))
+        return self.b.bitcast(self.joined(parts), llvm_type(i8x64))
+
+    def joined(self, parts):
+        """Vectors of equal length one after the other."""
+        while len(parts) > 1:
+            lanes = indices(range(2 * parts[0].type.count))
+            parts = [self.b.shuffle_vector(x, y, lanes) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]
 
 
 def biased(table, bias):
@@ -428,6 +442,14 @@ class RowFormat:
     def dot_codes(self, e, w, j):
         """As codes, but with `bias` instead of 128, and `shift` smaller in the `shifted_blocks` (symmetric modes)."""
         return self.codes(e, w, j)
+
+    def most_magnitude(self):
+        """0, or the largest magnitude of a value if `magnitudes` is to be used."""
+        return 0
+
+    def magnitudes(self, e, w, j):
+        """Values of columns 64j .. 64j+63 as magnitudes and signs (1 or -1)."""
+        raise NotImplementedError
 
     def quarters(self, e, w):
         """`dot_codes` as four vectors; lane b of vector n: columns 4n .. 4n+3 of block b of 16. None: by shuffles."""

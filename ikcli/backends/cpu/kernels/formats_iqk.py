@@ -54,6 +54,18 @@ def bit_plane(e, address, j):
     return e.bits(e.twice(address), [2 * j] * 2 + [2 * j + 1] * 2, 1)
 
 
+def three_bit_entry(e, table, low_at, high_at, j):
+    """Entries of a table of 8 byte constants: two bits as `raw_two_bits`, the third as `bit_plane`."""
+    if e.moves_bits():
+        q = e.b.or_(two_bits(e, low_at, j), e.shift_left(bit_plane(e, high_at, j), 2))
+        return e.lookup(table, q)
+    # the codes of 64 columns in lower nibbles, those of the next 64 in upper ones; lookups see no more than bit 7, a 0
+    low = e.all_and(e.raw_halves(e.twice(e.offset(low_at, 32 * (j // 2))), 0, 2), 0x33)
+    thirds = e.bits(e.twice(high_at), [4 * (j // 2)] * 4, 4)
+    both = e.b.or_(low, e.third_bits(thirds, 0, 1))
+    return e.lookup16(table + [0] * 8, e.shift_right(both, [4] * 16) if j % 2 else both)
+
+
 # --- scale per 256 columns --------------------------------------------------------------------------------------------
 def nibbles16(e, address):
     """16 nibbles of 8 bytes, low first, as i32x16."""
@@ -89,8 +101,7 @@ class IQ3K(_Base):
         return e.mul(e.ints_to_f32(e.b.mul(odd, factor)), e.splat(e.half(w), f32x16))
 
     def dot_codes(self, e, w, j):
-        q = e.b.or_(two_bits(e, e.offset(w, 14), j), e.shift_left(bit_plane(e, e.offset(w, 78), j), 2))
-        return e.lookup(biased(IQ3_VALUES[0], self.bias), q)
+        return three_bit_entry(e, biased(IQ3_VALUES[0], self.bias), e.offset(w, 14), e.offset(w, 78), j)
 
     def quarters(self, e, w):
         q = e.with_upper(e.two_bit_quarters(e.offset(w, 14)), e.bit_quarters(e.offset(w, 78), 2), 2)
@@ -177,8 +188,7 @@ class IQ3KS(_Base):
         return e.b.load(pointer(e.b, e.offset(w, 1), ir.IntType(8)), align=1)
 
     def dot_codes(self, e, w, j):
-        q = e.b.or_(two_bits(e, e.offset(w, 6), j), e.shift_left(bit_plane(e, e.offset(w, 70), j), 2))
-        return e.lookup(biased(IQ3_VALUES[0], self.bias), q)
+        return three_bit_entry(e, biased(IQ3_VALUES[0], self.bias), e.offset(w, 6), e.offset(w, 70), j)
 
     def quarters(self, e, w):
         q = e.with_upper(e.two_bit_quarters(e.offset(w, 6)), e.bit_quarters(e.offset(w, 70), 2), 2)

@@ -207,8 +207,7 @@ class GroupEmitter(RowEmitter):
         c = v % 2
         both = self.all_and(self.shift_right(self.load(i8x64, low_at), [2 * c] * 16), 0x33)  # of vectors c and c + 2
         thirds = self.bits(self._two_planes(high_at), [0, 4, 0, 4], 4)
-        places = [(n >> c & 1) << 2 | (n >> c + 2 & 1) << 6 for n in range(16)]
-        both = self.b.or_(both, self.lookup16(places, thirds))
+        both = self.b.or_(both, self.third_bits(thirds, c))
         return self.shift_right(both, [4] * 16) if v >= 2 else both
 
     def plane_mask(self, address, v, a, h, c):

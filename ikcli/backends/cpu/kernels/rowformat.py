@@ -310,6 +310,13 @@ class RowEmitter(Emitter):
             out = self.b.select(self.b.icmp_unsigned("==", codes, self.const64(i)), entries[i], out)
         return out
 
+    def third_bits(self, nibbles, c, upper=None):
+        """Bits c and c + 2 of 64 nibbles, moved to bits 2 and 6; `upper`: another c for the upper 32."""
+        first, second = (
+            [(n >> c & 1) << 2 | (n >> c + 2 & 1) << 6 for n in range(16)] for c in (c, c if upper is None else upper)
+        )
+        return self.lookup16(first, nibbles, second)
+
     def lookup(self, table, codes):
         """Entry of a table of at most 64 byte constants."""
         table = [x & 255 for x in table]

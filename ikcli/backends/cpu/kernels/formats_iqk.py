@@ -4,8 +4,12 @@ A value is a table entry; one bit per sub-block selects a table shifted by a con
 `iqk_quantize.cpp` of ik_llama.cpp.
 """
 
+import llvmlite.ir as ir
+
 from ikcli.backends.cpu.kernels.formats_kquants import raw_two_bits, two_bits
-from ikcli.backends.cpu.kernels.rowformat import I32, I64, RowFormat, biased, by_name, indices, ir
+from ikcli.backends.cpu.kernels.row_emitter import indices
+from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased, by_name
+from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type, pointer
 from ikcli.quant.tables import IQ2_KL_VALUES, IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES, IQ6_VALUES
 

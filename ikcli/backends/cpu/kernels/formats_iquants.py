@@ -3,10 +3,13 @@
 A group of 8 (4 for IQ3) columns is a point of a grid, kept as bytes in the kernel's data section, times signs.
 """
 
+import llvmlite.ir as ir
+
 from ikcli.backends.cpu.kernels import grid_shuffle as gs
-from ikcli.backends.cpu.kernels.rowformat import I32, I64, RowFormat, by_name, ir
+from ikcli.backends.cpu.kernels.rowformat import RowFormat, by_name
 from ikcli.gguf.constants import GGMLType
 from ikcli.native import isa
+from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.vec import f32x16, i8x32, i8x64, i32x8, llvm_type
 from ikcli.quant.tables import grid

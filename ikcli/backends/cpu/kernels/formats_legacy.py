@@ -3,7 +3,10 @@
 Layouts: ggml-common.h. All but the `_1` types are symmetric; iq4_nl and mxfp4 look their values up.
 """
 
-from ikcli.backends.cpu.kernels.rowformat import I64, RowFormat, biased, by_name, ir
+import llvmlite.ir as ir
+
+from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased, by_name
+from ikcli.native.simd.emit import I64
 from ikcli.native.simd.vec import i8x32, i8x64
 from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES
 

@@ -6,9 +6,12 @@ row scale of IQ2_KT and IQ3_KT counts 1.05 and 1.01 times, which is what files o
 Source: https://github.com/ikawrakow/ik_llama.cpp/pull/113; layouts: ggml-common.h there.
 """
 
+import llvmlite.ir as ir
+
 from ikcli.backends.cpu.kernels.formats_iqk import bit_plane
-from ikcli.backends.cpu.kernels.rowformat import I32, RowFormat, by_name, ir
+from ikcli.backends.cpu.kernels.rowformat import RowFormat, by_name
 from ikcli.gguf.constants import GGMLType
+from ikcli.native.simd.emit import I32
 from ikcli.native.simd.vec import call_llvm, i8x16, i8x64, i32x16, llvm_type
 from ikcli.quant.tables import IQ4_NL_VALUES, MATMUL_SCALE, TRELLIS_OFFSET
 

@@ -20,7 +20,8 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.rowformat import RowEmitter, steps
+from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
+from ikcli.backends.cpu.kernels.rowformat import steps
 from ikcli.backends.cpu.tile_modes import LAYOUT, MODES, tile_bias
 from ikcli.native import isa
 from ikcli.native.simd.emit import I32

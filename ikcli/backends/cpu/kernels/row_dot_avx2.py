@@ -12,7 +12,8 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.activation_row import ActivationRow
-from ikcli.backends.cpu.kernels.rowformat import RowEmitter, indices, prefetch_step, steps
+from ikcli.backends.cpu.kernels.row_emitter import RowEmitter, indices
+from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
 from ikcli.backends.cpu.tile_modes import MODES, most_code
 from ikcli.native.simd.lanes import folded
 from ikcli.native.simd.vec import call_llvm, f32x8, f32x16, i8x32, i32x8, llvm_type, magnitude, with_sign

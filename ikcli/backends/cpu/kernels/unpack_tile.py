@@ -11,7 +11,8 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.rowformat import RowEmitter, copy_blocks
+from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
+from ikcli.backends.cpu.kernels.rowformat import copy_blocks
 from ikcli.backends.cpu.tile_modes import LAYOUT, MODES, tile_bias
 from ikcli.native.simd.emit import transpose16
 from ikcli.native.simd.vec import f32x16, pointer

@@ -1,0 +1,384 @@
+"""Operations on vectors of 64 weights that descriptions of weight formats are made of, as LLVM IR."""
+
+import llvmlite.ir as ir
+import numpy as np
+
+from ikcli.native.simd.emit import I32, I64, Emitter
+from ikcli.native.simd.half import half_to_f32
+from ikcli.native.simd.vec import (
+    call_llvm,
+    const_vector,
+    f32x8,
+    i8x16,
+    i8x32,
+    i8x64,
+    i32x8,
+    i32x16,
+    llvm_type,
+    pointer,
+    splat_value,
+    with_sign,
+)
+
+_I8, _I16, _F32 = ir.IntType(8), ir.IntType(16), ir.FloatType()
+
+
+def indices(values):
+    """A constant shuffle mask."""
+    return ir.Constant(ir.VectorType(I32, len(values)), list(values))
+
+
+class RowEmitter(Emitter):
+    """Addresses are i64 values."""
+
+    # --- loads --------------------------------------------------------------------------------------------------------
+    def word(self, address, bits=32):
+        """An unsigned integer of 8, 16, 32 or 64 bits, as i32 (i64 for 64)."""
+        t = ir.IntType(bits)
+        x = self.b.load(pointer(self.b, address, t), align=1)
+        return x if bits >= 32 else self.b.zext(x, I32)
+
+    def half(self, address):
+        """A half float as f32."""
+        # By way of an integer register: LLVM would insert it into a vector register and wait for what that held.
+        bits = self.opaque(self.b.zext(self.word(address, 16), I64))
+        return half_to_f32(self.b, self.b.trunc(bits, _I16))
+
+    def single(self, address):
+        """A float."""
+        return self.b.load(pointer(self.b, address, _F32), align=1)
+
+    def halves_at(self, address, stride, count=8):
+        """f32x8 (or x16) of half floats `stride` bytes apart."""
+        v = ir.Constant(ir.VectorType(_I16, count), None)  # zeros: see `half`
+        for i in range(count):
+            x = self.b.load(pointer(self.b, self.offset(address, i * stride), _I16), align=1)
+            v = self.b.insert_element(v, x, ir.Constant(I32, i))
+        return half_to_f32(self.b, v)
+
+    def load_bytes(self, address, count):
+        """`count` unsigned bytes as i32 lanes."""
+        t = ir.VectorType(_I8, count)
+        return self.b.zext(self.b.load(pointer(self.b, address, t), align=1), ir.VectorType(I32, count))
+
+    def vector_pointer(self, address, bits, count):
+        """Pointer to a vector of integers."""
+        return pointer(self.b, address, ir.VectorType(ir.IntType(bits), count))
+
+    def with_sign(self, v, sign):
+        """64 bytes, negated where `sign` is negative; it is 1 or -1. Needs AVX2."""
+
+        def half(at):
+            return with_sign(self.b, *(self.pick(x, range(at, at + 32)) for x in (v, sign)))
+
+        return self.join(half(0), half(32))
+
+    def gather64(self, words):
+        """64 bytes from 8 i64 values."""
+        v = ir.Constant(ir.VectorType(I64, 8), ir.Undefined)
+        for i, x in enumerate(words):
+            v = self.b.insert_element(v, x, self.index(i))
+        return self.b.bitcast(v, llvm_type(i8x64))
+
+    def splat64(self, x):
+        """An i64 in 8 lanes."""
+        one = self.b.insert_element(ir.Constant(ir.VectorType(I64, 8), ir.Undefined), x, self.index(0))
+        return self.pick(one, [0] * 8)
+
+    def lanes(self, values):
+        """A constant shuffle mask."""
+        return indices(values)
+
+    def index(self, i):
+        """A lane number."""
+        return ir.Constant(I32, i)
+
+    def zero8(self):
+        return self.zero(f32x8)
+
+    # --- f32 vectors --------------------------------------------------------------------------------------------------
+    def splat(self, x, vec=f32x8):
+        return splat_value(self.b, vec, x)
+
+    def mul(self, x, y):
+        return self.b.fmul(x, y)
+
+    def ints_to_f32(self, v):
+        """Signed i32 lanes as floats."""
+        return self.b.sitofp(v, ir.VectorType(_F32, v.type.count))
+
+    def bytes_to_f32(self, v, signed=True):
+        """Byte lanes as floats."""
+        wide = ir.VectorType(I32, v.type.count)
+        return self.ints_to_f32(self.b.sext(v, wide) if signed else self.b.zext(v, wide))
+
+    def pick(self, v, lanes):
+        """Lanes of v in any order and number."""
+        return self.b.shuffle_vector(v, v, indices(lanes))
+
+    def fused(self, a, b, c):
+        """a*b + c for f32 vectors of any length."""
+        return call_llvm(self.b, f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
+
+    # --- i32 vectors --------------------------------------------------------------------------------------------------
+    def splat_int(self, x, vec=i32x8):
+        return splat_value(self.b, vec, x)
+
+    def ints(self, values, vec=i32x8):
+        return const_vector(vec, values)
+
+    def lshr(self, v, amounts):
+        """Integer lanes shifted right by constants."""
+        return self.b.lshr(v, ir.Constant(v.type, [ir.Constant(v.type.element, a) for a in amounts]))
+
+    def all_and(self, v, m):
+        """Every lane (of any integer width) and m."""
+        return self.b.and_(v, ir.Constant(v.type, [ir.Constant(v.type.element, m)] * v.type.count))
+
+    # --- 64 codes -----------------------------------------------------------------------------------------------------
+    def const64(self, x):
+        return const_vector(i8x64, [x] * 64)
+
+    def join(self, lo, hi):
+        """Two 32-byte vectors as one of 64."""
+        return self.b.shuffle_vector(lo, hi, indices(range(64)))
+
+    def twice(self, address):
+        """The same 32 bytes in both halves."""
+        return self.pick(self.load(i8x32, address), [*range(32), *range(32)])
+
+    def shift_right(self, v, amounts):
+        """64 bytes as 16 i32 lanes, shifted right by 16 constants (bits leak between bytes: mask afterwards)."""
+        words = self.b.bitcast(v, llvm_type(i32x16))
+        return self.b.bitcast(self.b.lshr(words, const_vector(i32x16, amounts)), llvm_type(i8x64))
+
+    def shift_left(self, v, n):
+        words = self.b.bitcast(v, llvm_type(i32x16))
+        return self.b.bitcast(self.b.shl(words, const_vector(i32x16, [n] * 16)), llvm_type(i8x64))
+
+    def bits(self, v, starts, width, to=0):
+        """`width` bits of each of 64 bytes at bit `to`, others 0; in 16-byte chunk c they begin at bit starts[c]."""
+        mask = ((1 << width) - 1) << to
+        mask = self.const64(mask - 256 if mask > 127 else mask)
+        if set(starts) == {to}:
+            return self.b.and_(v, mask)
+        if not self.moves_bits():
+            right = [s - to for s in starts for _ in range(4)]
+            words = self._moved(self.b.bitcast(v, llvm_type(i32x16)), right)
+            return self.b.and_(self.b.bitcast(words, v.type), mask)
+        return self.affine_bits(v, [[*[None] * to, *range(start, start + width)] for start in starts])
+
+    def moves_bits(self):
+        """Whether `affine_bits` is an instruction."""
+        return {"gfni", "avx512f"} <= self.features()
+
+    def affine_bits(self, v, sources):
+        """64 bytes whose bit i, in 16-byte chunk c, is bit sources[c][i] of v, or 0 (None, or beyond). Needs gfni."""
+        matrix = np.zeros((4, 2, 8), np.uint8)  # twice per chunk; row 7 - i: which bits make bit i
+        for chunk, places in enumerate(sources):
+            for i, place in enumerate(places):
+                if place is not None:
+                    matrix[chunk, :, 7 - i] = 1 << place
+        matrix = const_vector(i8x64, matrix.view(np.int8).ravel().tolist())
+        return call_llvm(self.b, "llvm.x86.vgf2p8affineqb.512", v.type, [v, matrix, ir.Constant(_I8, 0)])
+
+    def raw_halves(self, v, lo, hi):
+        """64 bytes with the bits from `lo` on, in the last 32 from `hi` on, moved to bit 0; others above these."""
+        return self.shift_right(v, [lo] * 8 + [hi] * 8)
+
+    # --- codes by quarters: see `RowFormat.quarters` ------------------------------------------------------------------
+    # Fields come with the bits around them; `codes_of` masks these or looks entries up.
+    def quarters(self, parts, chunks, shifts, at):
+        """Block b is the 16 bytes chunks[b], moved so that what was from bit shifts[b] on is at bit `at`."""
+        low, high = (self.b.bitcast(v, llvm_type(i32x16)) for v in (parts[0], parts[-1]))
+        for n in range(4):
+            words = self.b.shuffle_vector(low, high, indices([4 * c + n for c in chunks]))
+            yield self.b.bitcast(self._moved(words, [s - at for s in shifts]), llvm_type(i8x64))
+
+    def _moved(self, words, right):
+        """Lanes moved right, or left where that is negative; what leaves a lane may come back."""
+        if min(right) >= 0:
+            return self.lshr(words, right)
+        if "avx512f" in self.features():
+            by = const_vector(i32x16, [n % 32 for n in right])
+            return call_llvm(self.b, "llvm.fshr.v16i32", words.type, [words, words, by])
+        return self.b.shl(
+            self.lshr(words, [max(n, 0) for n in right]), const_vector(i32x16, [max(-n, 0) for n in right])
+        )
+
+    def bit_quarters(self, address, at):
+        """Bit b of 32 bytes for the columns 32b .. 32b+31."""
+        chunks, shifts = [b % 2 for b in range(16)], [b // 2 for b in range(16)]
+        return self.quarters([self.twice(address)], chunks, shifts, at)
+
+    def two_bit_quarters(self, address, at=0):
+        """32 bytes per 128 columns, of which columns 32g .. 32g+31 are at bits 2g."""
+        chunks, shifts = [b // 8 * 2 + b % 2 for b in range(16)], [b % 8 // 2 * 2 for b in range(16)]
+        return self.quarters([self.load(i8x64, address)], chunks, shifts, at)
+
+    def nibble_quarters(self, address, run=16):
+        """`run` bytes per 2*run columns, the first half of these low."""
+        per = run // 16
+        parts = [self.load(i8x64, self.offset(address, at)) for at in (0, 64)]
+        chunks = [b // (2 * per) * per + b % per for b in range(16)]
+        return self.quarters(parts, chunks, [4 * (b // per % 2) for b in range(16)], 0)
+
+    def with_upper(self, low, high, bits):
+        """The lowest `bits` of each byte from one list, the others from another."""
+        mask, others = self.const64((1 << bits) - 1), self.const64(-(1 << bits))
+
+        def merged(x, y):
+            if "avx512f" not in self.features():
+                return self.b.or_(self.b.and_(x, mask), self.b.and_(y, others))
+            # one instruction, for which LLVM would take two
+            words = [self.b.bitcast(v, llvm_type(i32x16)) for v in (mask, x, y)]
+            v = call_llvm(self.b, "llvm.x86.avx512.pternlog.d.512", words[0].type, [*words, ir.Constant(I32, 0xCA)])
+            return self.b.bitcast(v, x.type)
+
+        return [merged(x, y) for x, y in zip(low, high, strict=True)]
+
+    def codes_of(self, quarters, bits, table=None):
+        """The lowest `bits` of each byte, or their entries in a table of byte constants."""
+        return [self.low_entry(table, bits, v) if table else self.all_and(v, (1 << bits) - 1) for v in quarters]
+
+    # --- codes in the order of columns --------------------------------------------------------------------------------
+    def raw_nibble_pair(self, w, j, block_bytes, at):
+        """Codes of blocks 2j, 2j+1 of 32 columns stored as 16 bytes each (low nibbles = first 16 columns).
+
+        To be masked with 15.
+        """
+        first, second = (self.load(i8x16, self.offset(w, block_bytes * b + at)) for b in (2 * j, 2 * j + 1))
+        order = [*range(16), *range(16), *range(16, 32), *range(16, 32)]
+        both = self.b.shuffle_vector(first, second, indices(order))
+        return self.shift_right(both, [0] * 4 + [4] * 4 + [0] * 4 + [4] * 4)
+
+    def nibble_pair(self, w, j, block_bytes, at):
+        """As `raw_nibble_pair`, masked."""
+        return self.all_and(self.raw_nibble_pair(w, j, block_bytes, at), 15)
+
+    def bit_mask(self, lo, hi):
+        """<64 x i1> from two i32 words."""
+        both = self.b.or_(self.b.zext(lo, I64), self.b.shl(self.b.zext(hi, I64), ir.Constant(I64, 32)))
+        return self.b.bitcast(both, ir.VectorType(ir.IntType(1), 64))
+
+    def bits_of_bytes(self, bytes_, lanes, positions):
+        """<64 x i1>: a bit of a byte each."""
+        bit = const_vector(i8x64, [1 << p if p < 7 else -128 for p in positions])
+        return self.b.icmp_unsigned("==", self.b.and_(self.pick(bytes_, lanes), bit), bit)
+
+    def lookup16(self, table, codes, upper=None):
+        """Entry (16 byte constants) for the low four bits of 64 codes below 128; `upper`: a table for the upper 32."""
+        first = [x & 255 for x in table]
+        second = [x & 255 for x in upper or table]
+        if "avx512bw" in self.features():
+            tables = const_vector(i8x64, first * 2 + second * 2)
+            return call_llvm(self.b, "llvm.x86.avx512.pshuf.b.512", codes.type, [tables, codes])
+        if "avx2" in self.features():
+            halves = []
+            for t, at in ((first, 0), (second, 32)):
+                t, half = const_vector(i8x32, t * 2), self.b.shuffle_vector(codes, codes, indices(range(at, at + 32)))
+                halves.append(call_llvm(self.b, "llvm.x86.avx2.pshuf.b", t.type, [t, half]))
+            return self.join(*halves)
+        entries = [const_vector(i8x64, [x] * 32 + [y] * 32) for x, y in zip(first, second, strict=True)]
+        out, codes = entries[0], self.all_and(codes, 15)
+        for i in range(1, 16):
+            out = self.b.select(self.b.icmp_unsigned("==", codes, self.const64(i)), entries[i], out)
+        return out
+
+    def third_bits(self, nibbles, c, upper=None):
+        """Bits c and c + 2 of 64 nibbles, moved to bits 2 and 6; `upper`: another c for the upper 32."""
+        first, second = (
+            [(n >> c & 1) << 2 | (n >> c + 2 & 1) << 6 for n in range(16)] for c in (c, c if upper is None else upper)
+        )
+        return self.lookup16(first, nibbles, second)
+
+    def lookup(self, table, codes):
+        """Entry of a table of at most 64 byte constants."""
+        table = [x & 255 for x in table]
+        size = next(n for n in (16, 32, 64) if len(table) <= n)
+        table += [0] * (size - len(table))
+        if "avx512vbmi" in self.features():
+            args = [const_vector(i8x64, table * (64 // size)), codes]
+            return call_llvm(self.b, "llvm.x86.avx512.permvar.qi.512", codes.type, args)
+        if size == 16:
+            return self.lookup16(table, codes)
+        upper = self.b.icmp_unsigned("!=", self.all_and(codes, size // 2), self.const64(0))
+        low = self.all_and(codes, size // 2 - 1)
+        return self.b.select(upper, self.lookup(table[size // 2 :], low), self.lookup(table[: size // 2], low))
+
+    def low_entry(self, table, bits, v):
+        """Entry (a byte constant) for the low `bits` <= 6 bits of 64 bytes."""
+        table = [int(x) & 255 for x in table[: 1 << bits]]
+        if "avx512vbmi" in self.features():  # looks at the low 6 bits only
+            return self.lookup(table * (64 >> bits), v)
+        return self.lookup(table * max(1, 16 >> bits), self.all_and(v, (1 << bits) - 1))
+
+    def table(self, values, bits, name):
+        """A constant array in the kernel's data section; returns its address (i64)."""
+        name = f"ik.table.{name}"
+        module = self.b.module
+        if name not in module.globals:
+            t = ir.ArrayType(ir.IntType(bits), len(values))
+            g = ir.GlobalVariable(module, t, name)
+            g.linkage, g.global_constant, g.align = "internal", True, 64
+            g.initializer = ir.Constant(t, [ir.Constant(ir.IntType(bits), int(x)) for x in values])
+        return self.b.ptrtoint(module.globals[name], I64)
+
+    def bytes_of_words(self, x, y):
+        """32 bytes: the low ones of two i32x16 of numbers below 256."""
+        if "avx2" not in self.features():
+            half = ir.VectorType(_I8, 16)
+            return self.b.shuffle_vector(self.b.trunc(x, half), self.b.trunc(y, half), indices(range(32)))
+        pairs, quads = ir.VectorType(_I16, 16), llvm_type(i8x32)
+        halves = [[self.pick(v, range(first, first + 8)) for first in (0, 8)] for v in (x, y)]
+        words = [call_llvm(self.b, "llvm.x86.avx2.packusdw", pairs, half) for half in halves]
+        mixed = self.b.bitcast(call_llvm(self.b, "llvm.x86.avx2.packuswb", quads, words), llvm_type(i32x8))
+        return self.b.bitcast(self.pick(mixed, [0, 4, 1, 5, 2, 6, 3, 7]), quads)
+
+    def with_bias(self, v, bias):
+        """Signed bytes plus a bias of 128, or of 0."""
+        return self.b.xor(v, self.const64(-128)) if bias else v
+
+    def opaque_table(self, values, bits, name, w):
+        """As `table`, known only once w is: vectors of it stay in memory instead of taking registers through a loop."""
+        t = ir.FunctionType(I64, [I64, I64])
+        return self.b.asm(t, "", "=r,0,r", [self.table(values, bits, name), w], False)
+
+    def entries64(self, table, words, lanes):
+        """64 bytes: entries (i64) of a `table` by number (u16 lanes of `words`).
+
+        Lanes leave the vector register four at a time: taking them out one by one, or by way of memory, is slower.
+        """
+        fours = self.b.bitcast(words, ir.VectorType(I64, words.type.count // 4))
+        taken = {q: self.opaque(self.b.extract_element(fours, self.index(q))) for q in {i // 4 for i in lanes}}
+        values = []
+        for i in lanes:
+            index = self.b.and_(self.b.lshr(taken[i // 4], self.int(16 * (i % 4))), self.int(0xFFFF))
+            values.append(self.b.load(pointer(self.b, self.b.add(table, self.times(index, 8)), I64), align=8))
+        return self.gather64(values)
+
+    def blended(self, entries, bits, name, numbers):
+        """64 bytes: these entries (integers of `bits`, 32 or 64) by number (i32), kept as a `table`.
+
+        16 bytes of the table are loaded where the entry is in its place among them: one instruction loads and blends.
+        """
+        size, per = bits // 8, 128 // bits
+        edge = [0] * (per - 1)  # so much is read around an entry
+        table = self.table([*edge, *entries, *edge], bits, f"{name}.{bits}.edged")
+        parts = []
+        for i, number in enumerate(numbers):
+            at = self.offset(table, self.times(self.b.zext(number, I64), size), size * (per - 1 - i % per))
+            found = self.b.load(self.vector_pointer(at, bits, per), align=size)
+            lanes = [per + n if n == i % per else n for n in range(per)]
+            if i % per == 0:
+                parts.append(found)
+            else:
+                parts[-1] = self.b.shuffle_vector(parts[-1], found, indices(lanes))
+        return self.b.bitcast(self.joined(parts), llvm_type(i8x64))
+
+    def joined(self, parts):
+        """Vectors of equal length one after the other."""
+        while len(parts) > 1:
+            lanes = indices(range(2 * parts[0].type.count))
+            parts = [self.b.shuffle_vector(x, y, lanes) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]

@@ -14,8 +14,9 @@ from ikcli.native import isa
 from ikcli.quant.formats import get_format
 
 TESTS = Path(__file__).parent
-# Each way of multiplying bytes: weights of full range, tables of signed bytes, codes with bias or minimum.
-SOME = ["q8_0", "iq4_xs", "q6_K", "q4_K", "q2_K", "iq3_ks", "iq4_ks_r4"]
+# Each way of multiplying bytes: weights of full range, tables of signed bytes, codes with bias or minimum, signs apart.
+SOME = ["q8_0", "iq4_xs", "q6_K", "q4_K", "q2_K", "iq3_ks", "iq4_ks_r4", "iq3_k_r4", "iq2_xs", "iq2_xs_r4"]
+FLOATS = ["f16", "bf16", "bf16_r16"]
 ALL = [get_format(t).name for t in QUANTIZED]
 
 
@@ -36,7 +37,9 @@ def test_types_at_level(level: str, names: list[str]) -> None:
     if not needed <= isa.host().features:
         pytest.skip(f"this CPU lacks {', '.join(sorted(needed - isa.host().features))}")
     tests = [f"test_cpu_formats.py::test_exact_activations[{name}]" for name in names]
+    if names == SOME:
+        tests += [f"test_cpu_matmul.py::test_mul_mat[{name}]" for name in FLOATS]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "", *tests]
     env = dict(os.environ, IK_CPU_ISA=level, PYTHONPATH=str(TESTS.parent))
     run = subprocess.run(command, cwd=TESTS, env=env, capture_output=True, text=True, timeout=1800)
-    assert run.returncode == 0 and f"{len(names)} passed" in run.stdout, run.stdout[-3000:]
+    assert run.returncode == 0 and f"{len(tests)} passed" in run.stdout, run.stdout[-3000:]

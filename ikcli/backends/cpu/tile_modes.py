@@ -38,10 +38,10 @@ MODES = {name: mode for mode, names in _TYPES_BY_MODE.items() for name in names.
 
 
 def most_code(fmt: Any, mode: str) -> int:
-    """The largest code of a row or group format, or the largest magnitude of its signed bytes."""
+    """The largest code of a row or group format, or the largest magnitude of its values where these have signs."""
     if mode[0] == "m":
         return MOST_WITH_MINIMUM
-    return 2 * fmt.bias - 1 if fmt.bias else 128
+    return fmt.most_magnitude() or (2 * fmt.bias - 1 if fmt.bias else 128)
 
 
 def tile_bias(fmt: Any) -> int:

@@ -105,8 +105,7 @@ class _Token:
 def _dot_step(e, fmt, mode, w, row, tokens):
     lanes, runs = fmt.scale_lanes(mode), fmt.runs()
     most, signed = most_code(fmt, mode), mode[0] == "s" and not fmt.bias
-    apart = fmt.most_magnitude()
-    most = apart or most
+    apart = fmt.most_magnitude() > 0
     addends = most_addends(most)  # 1 where codes are signed
     if mode[0] == "m":
         for part, x in enumerate(fmt.minima(e, w, row)):

@@ -54,9 +54,7 @@ def row_dot_avx2(fmt):
                         scale = e.splat(e.single(e.offset(back, 4 * b)))
                         add((b + 1) % 2, e.ints_to_f32(_sums_of_two(e, v)), scale)
                 else:
-                    v = _sums_of_sixteen(
-                        e, list(_products(e, fmt, mode, at_w, x, i)), fmt.most_magnitude() or most_code(fmt, mode)
-                    )
+                    v = _sums_of_sixteen(e, list(_products(e, fmt, mode, at_w, x, i)), most_code(fmt, mode))
                     add(1, e.ints_to_f32(v), e.mul(scales, e.pick(d, _TWICE)))
             total = folded(builder, builder.fadd(*(builder.load(slot) for slot in sums)), 1)
             e.store(total, out)

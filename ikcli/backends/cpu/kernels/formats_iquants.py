@@ -5,14 +5,12 @@ A group of 8 (4 for IQ3) columns is a point of a grid, kept as bytes in the kern
 
 import llvmlite.ir as ir
 
+from ikcli.backends.cpu.kernels import grid_points
 from ikcli.backends.cpu.kernels import grid_shuffle as gs
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, by_name
-from ikcli.gguf.constants import GGMLType
-from ikcli.native import isa
 from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.vec import f32x16, i8x32, i8x64, i32x8, llvm_type
-from ikcli.quant.tables import grid
 
 
 class _Grid(RowFormat):
@@ -21,30 +19,18 @@ class _Grid(RowFormat):
     def __init__(self, name, n_bytes):
         self.name, self.block_bytes, self.step_bytes = name, n_bytes, n_bytes
 
-    def points(self, factor=1):
-        """Grid points as integers of one byte per coordinate, first coordinate lowest."""
-        rows = (grid(GGMLType[self.name.upper()]) * factor).astype(int)
-        return [sum((int(x) & 255) << 8 * i for i, x in enumerate(row)) for row in rows]
-
-    def packed(self):
-        """(points as 16-bit words, levels, bits of a level)."""
-        rows = grid(GGMLType[self.name.upper()]).astype(int)
-        levels = sorted({int(x) for x in rows.flat})
-        bits = 2 if rows.shape[1] == 8 else 3
-        return gs.packed(rows, levels, bits), levels, bits
-
     def points16(self, e, w, index, part=0, upper=()):
         """The points of 32 indices (words) as words; computed once per step and part."""
         key = (self.name, w, part)
         if key not in e.memo:
-            table, _, _ = self.packed()
+            table, _, _ = grid_points.packed(self.name)
             at = e.opaque_table(table, 16, f"{self.name}.packed", w)
             e.memo[key] = gs.entries(e, at, len(table), index, upper)
         return e.memo[key]
 
     def coordinates(self, e, points, j):
         """bias + coordinates of columns 64j.., of 32 points from column 0, or of four columns from 128*(j//2)."""
-        _, levels, bits = self.packed()
+        _, levels, bits = grid_points.packed(self.name)
         lanes = range(8 * j, 8 * j + 8) if bits == 2 else range(16 * (j % 2), 16 * (j % 2) + 16)
         return gs.coordinates(e, points, list(lanes), levels, bits, self.bias)
 
@@ -74,13 +60,13 @@ class _Signed(_Grid):
     def dot_codes(self, e, w, j):
         if gs.usable(e):
             return self.shuffled(e, w, j)
-        points, minus = self.points_of(e, w, j), self.minus(e, w, j)
+        points, minus = self.points(e, w, j), self.minus(e, w, j)
         return e.b.add(e.b.sub(e.b.xor(points, minus), minus), e.const64(self.bias))
 
-    def points_of(self, e, w, j):
+    def points(self, e, w, j):
         """64 magnitudes."""
         numbers = self.numbers(e, w, j)
-        return e.blended(self.points(), 512 // len(numbers), self.name, numbers)
+        return e.blended(grid_points.points(self.name), 512 // len(numbers), self.name, numbers)
 
     def minus(self, e, w, j):
         """64 bytes, -1 where the value is negative, otherwise 0."""
@@ -92,10 +78,10 @@ class _Signed(_Grid):
         return e.b.sext(mask, llvm_type(i8x64))
 
     def most_magnitude(self):
-        return int(grid(GGMLType[self.name.upper()]).max()) if isa.current().plain_avx2 else 0
+        return grid_points.most_magnitude(self.name)
 
     def magnitudes(self, e, w, j):
-        return self.points_of(e, w, j), e.b.or_(self.minus(e, w, j), e.const64(1))
+        return self.points(e, w, j), e.b.or_(self.minus(e, w, j), e.const64(1))
 
 
 def _affine(e, v, a, b):
@@ -237,12 +223,9 @@ class _Ternary(_Grid):
 
     bias = 16
 
-    def points(self, factor=8):
-        return super().points(factor)
-
     def from_words(self, e, w, j, words, negative):
         """Codes 64j.. from 32 index words; negative: mask of the groups of 8 columns (one per word) with delta -1/8."""
-        points = e.entries64(e.table(self.points(), 64, self.name), words, range(8 * j, 8 * j + 8))
+        points = e.entries64(e.table(grid_points.points(self.name, 8), 64, self.name), words, range(8 * j, 8 * j + 8))
         t = ir.VectorType(I64, 8)
         plus, minus = (ir.Constant(t, [ir.Constant(I64, x)] * 8) for x in (0x1111111111111111, 0x0F0F0F0F0F0F0F0F))
         middle = e.b.select(e.pick(negative, range(8 * j, 8 * j + 8)), minus, plus)

@@ -4,14 +4,12 @@ Vector v of a block covers the groups l = v and v + 2 of eight columns of four r
 order"), which a fixed shuffle brings into runs of four columns.
 """
 
+from ikcli.backends.cpu.kernels import grid_points
 from ikcli.backends.cpu.kernels import grid_shuffle as gs
 from ikcli.backends.cpu.kernels.groupformat import GroupFormat, ir
 from ikcli.backends.cpu.kernels.rowformat import by_name
-from ikcli.gguf.constants import GGMLType
-from ikcli.native import isa
 from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.vec import i8x16, i8x64, i32x16, llvm_type
-from ikcli.quant.tables import grid
 
 _RUNS = [2 * (4 * a + k) + c for c in range(2) for a in range(2) for k in range(4)]
 _I8 = ir.IntType(8)
@@ -29,22 +27,16 @@ class _Grid(GroupFormat):
     def d(self, e, w, row):
         return e.halves(w, 4)
 
-    def entries(self, factor=1):
-        """The grid points, one integer per point, first coordinate lowest."""
-        rows = (grid(GGMLType[self.name.removesuffix("_r4").upper()]) * factor).astype(int)
-        return [sum((int(x) & 255) << 8 * i for i, x in enumerate(row)) for row in rows]
-
     def shuffled(self, e, w, ib, v, index, signs):
         """Codes from shuffles: `index(part)` are 32 indices (words), `signs` (sign bytes, their lanes, their bits)."""
         key, name = self.name.removesuffix("_r4"), self.name
-        rows = grid(GGMLType[key.upper()]).astype(int)
-        levels = sorted({int(x) for x in rows.flat})
-        eight = rows.shape[1] == 8
-        bits, part = (2, ib // 2) if eight else (3, ib)
+        table, levels, bits = grid_points.packed(key)
+        eight = bits == 2
+        part = ib // 2 if eight else ib
         if (name, w, part) not in e.memo:
             words, *upper = index(part)
-            at = e.opaque_table(gs.packed(rows, levels, bits), 16, f"{key}.packed", w)
-            e.memo[name, w, part] = gs.entries(e, at, len(rows), words, upper)
+            at = e.opaque_table(table, 16, f"{key}.packed", w)
+            e.memo[name, w, part] = gs.entries(e, at, len(table), words, upper)
         lanes = [self.word_lane(ib, *run) for run in runs(v)]
         starts = [4 * bits * c if eight else 0 for _, _, c in runs(v)]
         codes = gs.coordinates(e, e.memo[name, w, part], lanes, levels, bits, self.bias, starts)
@@ -105,7 +97,7 @@ class _Signed(_Grid):
         return codes if self.columns == 4 else self.in_runs(e, codes)
 
     def most_magnitude(self):
-        return int(grid(GGMLType[self.name.removesuffix("_r4").upper()]).max()) if isa.current().plain_avx2 else 0
+        return grid_points.most_magnitude(self.name)
 
     def dot_codes(self, e, w, ib, v):
         if not self.most_magnitude():
@@ -125,7 +117,7 @@ class _Signed(_Grid):
     def points(self, e, w, ib, v):
         """64 magnitudes."""
         numbers = [self.number(e, w, ib, k, g) for g, k in self._places(v)]
-        return e.blended(self.entries(), 8 * self.columns, self.name, numbers)
+        return e.blended(grid_points.points(self.name), 8 * self.columns, self.name, numbers)
 
     def minus(self, e, w, ib, v):
         """Mask of the negative ones."""
@@ -308,7 +300,7 @@ class _Ternary(_Grid):
     def with_delta(self, e, words, v, negative):
         """Codes from the indices (words numbered 4*group + row); negative: i1 in word order."""
         lanes = [4 * (v + 2 * a) + k for a in range(2) for k in range(4)]
-        points = e.entries64(e.table(self.entries(8), 64, self.name), words, lanes)
+        points = e.entries64(e.table(grid_points.points(self.name, 8), 64, self.name), words, lanes)
         t = ir.VectorType(I64, 8)
         plus, minus = (ir.Constant(t, [ir.Constant(I64, x)] * 8) for x in (0x1111111111111111, 0x0F0F0F0F0F0F0F0F))
         return self.in_runs(e, e.b.add(points, e.b.bitcast(e.b.select(negative, minus, plus), points.type)))

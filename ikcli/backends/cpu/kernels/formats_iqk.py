@@ -30,7 +30,12 @@ class _Base(RowFormat):
     def shifted_blocks(self, e, w):
         if self.shift:
             bits = self.table_bits(e, w)
-            return e.b.bitcast(bits, ir.VectorType(ir.IntType(1), bits.type.width))
+            count = bits.type.width
+            if "avx512f" in e.features():
+                return e.b.bitcast(bits, ir.VectorType(ir.IntType(1), count))
+            return e.bits_set(
+                e.pick(e.b.bitcast(e.b.zext(bits, I32), ir.VectorType(I32, 1)), [0] * count), range(count)
+            )
 
     def codes(self, e, w, j):
         codes = super().codes(e, w, j)
@@ -55,7 +60,17 @@ def split_nibbles(e, address, j):
 
 def bit_plane(e, address, j):
     """Bytes 0/1: bit b of 32 bytes for sub-blocks b = 2j and 2j+1."""
-    return e.bits(e.twice(address), [2 * j] * 2 + [2 * j + 1] * 2, 1)
+    return e.bits(e.twice(address), plane_starts(j), 1)
+
+
+def plane_starts(j):
+    """Where `bit_plane` finds its bits in each 16 bytes."""
+    return [2 * j] * 2 + [2 * j + 1] * 2
+
+
+def five_bit_entry(e, table, low_at, high_at, j):
+    """Entries of a table of 32 byte constants: four bits as `split_nibbles`, the fifth as `bit_plane`."""
+    return e.entry_with_bit(table, split_nibbles(e, low_at, j), e.twice(high_at), plane_starts(j))
 
 
 def three_bit_entry(e, table, low_at, high_at, j):
@@ -72,9 +87,8 @@ def three_bit_entry(e, table, low_at, high_at, j):
 
 # --- scale per 256 columns --------------------------------------------------------------------------------------------
 def nibbles16(e, address):
-    """16 nibbles of 8 bytes, low first, as i32x16."""
-    v = e.pick(e.load_bytes(address, 8), [n // 2 for n in range(16)])
-    return e.all_and(e.lshr(v, [4 * (n % 2) for n in range(16)]), 15)
+    """16 nibbles of 8 bytes, low first, as bytes."""
+    return e.pick(e.nibbles_at(address), [8 * (n % 2) + n // 2 for n in range(16)])
 
 
 class IQ2K(_Base):
@@ -83,8 +97,8 @@ class IQ2K(_Base):
     bias = 32
 
     def scales(self, e, w, row):
-        m = e.b.sub(nibbles16(e, e.offset(w, 4)), e.ints([8] * 16, i32x16))
-        return e.mul(e.ints_to_f32(m), e.splat(e.half(w), f32x16))
+        m = e.b.sub(nibbles16(e, e.offset(w, 4)), e.constants([8] * 16, 8))
+        return e.mul(e.bytes_to_f32(m), e.splat(e.half(w), f32x16))
 
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(IQ2_VALUES[0], self.bias), 2, raw_two_bits(e, e.offset(w, 12), j))
@@ -99,10 +113,11 @@ class IQ3K(_Base):
     bias = 64
 
     def scales(self, e, w, row):
-        odd = e.b.add(e.b.shl(nibbles16(e, e.offset(w, 6)), e.ints([1] * 16, i32x16)), e.ints([1] * 16, i32x16))
-        sign = e.all_and(e.lshr(e.splat_int(e.word(e.offset(w, 4), 16), i32x16), list(range(16))), 1)
-        factor = e.b.sub(e.ints([1] * 16, i32x16), e.b.shl(sign, e.ints([1] * 16, i32x16)))
-        return e.mul(e.ints_to_f32(e.b.mul(odd, factor)), e.splat(e.half(w), f32x16))
+        nibbles = nibbles16(e, e.offset(w, 6))
+        odd = e.b.or_(e.b.add(nibbles, nibbles), e.constants([1] * 16, 8))
+        signs = e.pick(e.bytes_at(e.offset(w, 4), 2), [n // 8 for n in range(16)])
+        signed = e.b.select(e.bits_set(signs, [n % 8 for n in range(16)]), e.b.neg(odd), odd)
+        return e.mul(e.bytes_to_f32(signed), e.splat(e.half(w), f32x16))
 
     def dot_codes(self, e, w, j):
         return three_bit_entry(e, biased(IQ3_VALUES[0], self.bias), e.offset(w, 14), e.offset(w, 78), j)
@@ -116,10 +131,9 @@ class _SixBitScales(_Base):
     """d f16, extra u16, scales_h[4], scales_l[8]."""
 
     def scales(self, e, w, row):
-        v = e.pick(e.load_bytes(e.offset(w, 4), 4), [n // 4 for n in range(16)])
-        high = e.all_and(e.lshr(v, [2 * (n % 4) for n in range(16)]), 3)
-        u = e.b.or_(nibbles16(e, e.offset(w, 8)), e.b.shl(high, e.ints([4] * 16, i32x16)))
-        return e.mul(e.ints_to_f32(e.b.sub(u, e.ints([32] * 16, i32x16))), e.splat(e.half(w), f32x16))
+        high = e.pick(e.two_bits_at(e.offset(w, 4), to=4), [4 * (n % 4) + n // 4 for n in range(16)])
+        m = e.b.sub(e.b.or_(nibbles16(e, e.offset(w, 8)), high), e.constants([32] * 16, 8))
+        return e.mul(e.bytes_to_f32(m), e.splat(e.half(w), f32x16))
 
 
 class IQ4K(_SixBitScales):
@@ -132,8 +146,7 @@ class IQ4K(_SixBitScales):
 
 class IQ5K(_SixBitScales):
     def dot_codes(self, e, w, j):
-        high = e.shift_left(bit_plane(e, e.offset(w, 144), j), 4)
-        return e.lookup(biased(IQ5_VALUES[0], self.bias), e.b.or_(split_nibbles(e, e.offset(w, 16), j), high))
+        return five_bit_entry(e, biased(IQ5_VALUES[0], self.bias), e.offset(w, 16), e.offset(w, 144), j)
 
     def quarters(self, e, w):
         q = e.with_upper(e.nibble_quarters(e.offset(w, 16), 32), e.bit_quarters(e.offset(w, 144), 4), 4)
@@ -223,8 +236,7 @@ class IQ4KS(_ByteScales):
 
 class IQ5KS(_ByteScales):
     def dot_codes(self, e, w, j):
-        high = e.shift_left(bit_plane(e, e.offset(w, 136), j), 4)
-        return e.lookup(biased(IQ5_VALUES[0], self.bias), e.b.or_(split_nibbles(e, e.offset(w, 8), j), high))
+        return five_bit_entry(e, biased(IQ5_VALUES[0], self.bias), e.offset(w, 8), e.offset(w, 136), j)
 
     def quarters(self, e, w):
         q = e.with_upper(e.nibble_quarters(e.offset(w, 8), 32), e.bit_quarters(e.offset(w, 136), 4), 4)
@@ -268,9 +280,8 @@ class IQ2KL(_Base):
         q, h = e.load(i8x16, e.offset(w, 6 + 16 * j)), e.load(i8x16, e.offset(w, 70))
         order = [p for _ in range(2) for p in range(16) for _ in range(2)]
         low = e.bits(e.pick(q, order), [0] * 2 + [4] * 2, 4)
-        high = e.bits(e.pick(h, order), [2 * j] * 2 + [2 * j + 1] * 2, 1)
-        index = e.b.or_(low, e.shift_left(high, 4))
-        a, b = (e.lookup(biased([pair[i] for pair in IQ2_KL_VALUES], self.bias), index) for i in range(2))
+        fifth = e.pick(h, order), plane_starts(j)
+        a, b = (e.entry_with_bit(biased([pair[i] for pair in IQ2_KL_VALUES], self.bias), low, *fifth) for i in range(2))
         return e.b.shuffle_vector(a, b, indices([i if i % 2 == 0 else 64 + i for i in range(64)]))
 
 

@@ -10,7 +10,7 @@ from ikcli.backends.cpu.kernels import grid_shuffle as gs
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, by_name
 from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.half import half_to_f32
-from ikcli.native.simd.vec import f32x16, i8x32, i8x64, i32x8, llvm_type
+from ikcli.native.simd.vec import f32x16, i8x32, i8x64, i32x8, i32x16, llvm_type
 
 
 class _Grid(RowFormat):
@@ -60,28 +60,26 @@ class _Signed(_Grid):
     def dot_codes(self, e, w, j):
         if gs.usable(e):
             return self.shuffled(e, w, j)
-        points, minus = self.points(e, w, j), self.minus(e, w, j)
-        return e.b.add(e.b.sub(e.b.xor(points, minus), minus), e.const64(self.bias))
+        return e.signed(*self.magnitudes(e, w, j), self.bias)
 
     def points(self, e, w, j):
         """64 magnitudes."""
         numbers = self.numbers(e, w, j)
         return e.blended(grid_points.points(self.name), 512 // len(numbers), self.name, numbers)
 
-    def minus(self, e, w, j):
-        """64 bytes, -1 where the value is negative, otherwise 0."""
+    def signs(self, e, w, j):
+        """64 bytes, negative where the value is, and not 0."""
         if not self.signs_at:
-            bytes_ = [sum(255 << 8 * i for i in range(8) if x >> i & 1) for x in gs.EVEN_SIGNS]
+            bytes_ = [sum((255 if x >> i & 1 else 1) << 8 * i for i in range(8)) for x in gs.EVEN_SIGNS]
             return e.blended(bytes_, 64, "even_signs", self.sign_codes(e, w, j))
         signs = e.b.load(e.vector_pointer(e.offset(w, self.signs_at + 8 * j), 8, 8), align=1)
-        mask = e.bits_of_bytes(signs, [i // 8 for i in range(64)], [i % 8 for i in range(64)])
-        return e.b.sext(mask, llvm_type(i8x64))
+        return e.signs_of_bits(signs, [i // 8 for i in range(64)], [i % 8 for i in range(64)])
 
     def most_magnitude(self):
         return grid_points.most_magnitude(self.name)
 
     def magnitudes(self, e, w, j):
-        return self.points(e, w, j), e.b.or_(self.minus(e, w, j), e.const64(1))
+        return self.points(e, w, j), self.signs(e, w, j)
 
 
 def _affine(e, v, a, b):
@@ -124,9 +122,8 @@ class _Scales16(_Signed):
     scales_at = 0
 
     def scales(self, e, w, row):
-        v = e.pick(e.load_bytes(e.offset(w, self.scales_at), 8), [n // 2 for n in range(16)])
-        ls = e.all_and(e.lshr(v, [4 * (n % 2) for n in range(16)]), 15)
-        return e.mul(_affine(e, ls, 0.25, 0.125), e.splat(e.half(w), f32x16))
+        ls = e.pick(e.nibbles_at(e.offset(w, self.scales_at)), [8 * (n % 2) + n // 2 for n in range(16)])
+        return e.mul(_affine(e, e.b.zext(ls, llvm_type(i32x16)), 0.25, 0.125), e.splat(e.half(w), f32x16))
 
 
 class IQ2XS(_Scales16):

@@ -98,13 +98,9 @@ class Q3K(_SuperBlock):
 
     def scales(self, e, w, row):
         # Scale n: low nibble n // 8 of byte n % 8, upper bits 2*(n // 4) of byte 8 + n % 4.
-        low8 = e.load_bytes(e.offset(w, 96), 8)
-        low = e.all_and(e.lshr(e.pick(low8, [n % 8 for n in range(16)]), [4 * (n // 8) for n in range(16)]), 15)
-        high4 = e.load_bytes(e.offset(w, 104), 4)
-        high = e.all_and(e.lshr(e.pick(high4, [n % 4 for n in range(16)]), [2 * (n // 4) for n in range(16)]), 3)
-        both = e.b.or_(low, e.b.shl(high, e.ints([4] * 16, i32x16)))
-        centred = e.b.sub(both, e.ints([32] * 16, i32x16))
-        return e.mul(e.ints_to_f32(centred), e.splat(e.half(e.offset(w, 108)), f32x16))
+        both = e.b.or_(e.nibbles_at(e.offset(w, 96)), e.two_bits_at(e.offset(w, 104), to=4))
+        centred = e.b.sub(both, e.constants([32] * 16, 8))
+        return e.mul(e.bytes_to_f32(centred), e.splat(e.half(e.offset(w, 108)), f32x16))
 
     def dot_codes(self, e, w, j):
         low = two_bits(e, e.offset(w, 32), j)

@@ -41,7 +41,7 @@ class Q5_0(_Blocks32):
     bias = 16
 
     def block_codes(self, e, w, v):
-        return e.b.or_(e.nibbles(e.offset(w, 24), v), e.plane(e.offset(w, 8), v, 1, 4, 2, to=4))
+        return e.b.or_(e.nibbles(e.offset(w, 24), v), e.bits(*e.plane(e.offset(w, 8), v, 1, 4, 2), 1, to=4))
 
 
 class Q6_0(_Blocks32):
@@ -173,7 +173,8 @@ class Q5K(Q4K):
     """As Q4_K, with fifth bits before the codes."""
 
     def codes(self, e, w, ib, v):
-        return e.b.or_(e.nibbles(e.offset(w, 192 + 64 * ib), v), e.plane(e.offset(w, 64 + 16 * ib), v, 4, 1, 2, to=4))
+        fifth = e.bits(*e.plane(e.offset(w, 64 + 16 * ib), v, 4, 1, 2), 1, to=4)
+        return e.b.or_(e.nibbles(e.offset(w, 192 + 64 * ib), v), fifth)
 
 
 class PairBlock(SuperBlock):

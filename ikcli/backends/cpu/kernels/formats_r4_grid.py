@@ -92,8 +92,7 @@ class _Signed(_Grid):
     def codes(self, e, w, ib, v):
         if gs.usable(e):
             return self.by_shuffles(e, w, ib, v)
-        mid, points = e.const64(self.bias), self.points(e, w, ib, v)
-        codes = e.b.select(self.minus(e, w, ib, v), e.b.sub(mid, points), e.b.add(mid, points))
+        codes = e.signed(self.points(e, w, ib, v), self.signs(e, w, ib, v), self.bias)
         return codes if self.columns == 4 else self.in_runs(e, codes)
 
     def most_magnitude(self):
@@ -102,8 +101,7 @@ class _Signed(_Grid):
     def dot_codes(self, e, w, ib, v):
         if not self.most_magnitude():
             return self.codes(e, w, ib, v)
-        minus = e.b.sext(self.minus(e, w, ib, v), llvm_type(i8x64))
-        return self.points(e, w, ib, v), e.b.or_(minus, e.const64(1))
+        return self.points(e, w, ib, v), self.signs(e, w, ib, v)
 
     def dot_lanes(self):
         if self.columns == 4 or not self.most_magnitude():
@@ -119,13 +117,13 @@ class _Signed(_Grid):
         numbers = [self.number(e, w, ib, k, g) for g, k in self._places(v)]
         return e.blended(grid_points.points(self.name), 8 * self.columns, self.name, numbers)
 
-    def minus(self, e, w, ib, v):
-        """Mask of the negative ones."""
+    def signs(self, e, w, ib, v):
+        """64 bytes, negative where the value is, and not 0."""
         per = 8 // self.columns
         places = [
             (4 * k + g // per, g % per * self.columns + i) for g, k in self._places(v) for i in range(self.columns)
         ]
-        return e.bits_of_bytes(self.sign_bytes16(e, w, ib), *zip(*places, strict=True))
+        return e.signs_of_bits(self.sign_bytes16(e, w, ib), *zip(*places, strict=True))
 
     def taken(self, e, w, ib, make, i):
         """Word i of those that make() yields.
@@ -184,7 +182,9 @@ class IQ3XXS(_SignsAndScales):
         return 8 * k + 2 * g + c
 
     def number(self, e, w, ib, k, g):
-        return e.word(e.offset(w, 136 + 32 * ib + 8 * k + g), 8)
+        at = e.offset(w, 136 + 32 * ib + 8 * k + g // 2 * 2)
+        two = self.once(e, (ib, k, g // 2), w, lambda: e.word(at, 16))
+        return e.b.lshr(two, e.index(8)) if g % 2 else e.b.and_(two, e.index(255))
 
 
 class _Scales16(_Signed):
@@ -279,8 +279,8 @@ class IQ3S(_Signed):
 
         return self.taken(e, w, ib, make, 8 * (g % 4) + 4 * (g // 4) + k)
 
-    def minus(self, e, w, ib, v):
-        return e.plane_mask(e.offset(w, 296 + 16 * ib), v, 4, 2, 1)
+    def signs(self, e, w, ib, v):
+        return e.plane_signs(e.offset(w, 296 + 16 * ib), v, 4, 2, 1)
 
 
 class _Ternary(_Grid):

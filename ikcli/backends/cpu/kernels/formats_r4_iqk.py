@@ -3,8 +3,6 @@
 A value is a table entry; one bit per sub-block of a row selects a table shifted by a constant.
 """
 
-import functools
-
 from ikcli.backends.cpu.kernels.formats_r4 import PairBlock, SuperBlock, six_bit
 from ikcli.backends.cpu.kernels.groupformat import PAIR4, GroupFormat
 from ikcli.backends.cpu.kernels.rowformat import biased, by_name
@@ -80,7 +78,7 @@ class IQ5K(IQ4K):
 
     def dot_codes(self, e, w, u, v):
         low = e.pair_nibble_codes(e.offset(w, 64 + 128 * u), v)
-        fifth = functools.partial(e.pair_plane, e.offset(w, 576 + 32 * u), v, 2, 1, 4)
+        fifth = e.pair_plane(e.offset(w, 576 + 32 * u), v, 2, 1, 4)
         return e.value_of(biased(IQ5_VALUES[0], self.bias), low, 4, fifth)
 
 
@@ -119,7 +117,7 @@ class IQ5KS(IQ4KS):
 
     def dot_codes(self, e, w, ib, v):
         low = e.nibble_codes(e.offset(w, 32 + 64 * ib), v)
-        fifth = functools.partial(e.plane, e.offset(w, 544 + 16 * ib), v, 2, 1, 4)
+        fifth = e.plane(e.offset(w, 544 + 16 * ib), v, 2, 1, 4)
         return e.value_of(biased(IQ5_VALUES[0], self.bias), low, 4, fifth)
 
 

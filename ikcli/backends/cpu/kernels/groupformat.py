@@ -37,15 +37,6 @@ PAIR4 = [[2 * h + c + 4 * i for i in range(4)] for h in range(2) for c in range(
 class GroupEmitter(RowEmitter):
     """Operations that descriptions of interleaved formats are made of."""
 
-    def constants(self, values, bits):
-        """A constant vector of integers."""
-        t = ir.IntType(bits)
-        return ir.Constant(ir.VectorType(t, len(values)), [ir.Constant(t, x) for x in values])
-
-    def bytes_at(self, address, count):
-        """`count` bytes."""
-        return self.b.load(pointer(self.b, address, ir.VectorType(_I8, count)), align=1)
-
     def words_at(self, address, count):
         """`count` u16 as i32 lanes."""
         v = self.b.load(pointer(self.b, address, ir.VectorType(_I16, count)), align=1)
@@ -68,15 +59,6 @@ class GroupEmitter(RowEmitter):
         """low | high << n_low."""
         shifts = self.constants([n_low] * high.type.count, high.type.element.width)
         return self.b.or_(low, self.b.shl(high, shifts))
-
-    def bits_set(self, v, positions):
-        """Mask of the integer lanes whose bit at this position is set."""
-        width = v.type.element.width
-        if width == 32 and "avx512f" not in self.features():  # lanes are chosen by their upper bit
-            shifted = self.b.shl(v, self.constants([31 - p for p in positions], 32))
-            return self.b.icmp_signed("<", shifted, self.constants([0] * len(positions), 32))
-        bits = self.constants([1 << p for p in positions], width)
-        return self.b.icmp_unsigned("!=", self.b.and_(v, bits), self.constants([0] * len(positions), width))
 
     def centred(self, v, middle):
         """Unsigned lanes minus a constant, as floats; bytes only if the differences are signed bytes."""
@@ -126,14 +108,13 @@ class GroupEmitter(RowEmitter):
         """2-bit codes of two blocks, moved to bit `to`: byte 16a + 4*row + i, field h*h + c*c (weights h, c)."""
         return self.bits(self.load(i8x64, address), [2 * (h * (v // 2) + c * (v % 2))] * 4, 2, to)
 
-    def plane(self, address, v, a, h, c, to):
-        """Single bits, moved to bit `to`: byte 4*row + i, bit a*a + h*h + c*c (weights a, h, c)."""
-        return self.bits(self.repeated(self.load(i8x16, address), 4), self._planes(v, a, h, c), 1, to)
+    def plane(self, address, v, a, h, c):
+        """Bytes with a bit of each code, and where it is in each 16: byte 4*row + i, bit a*a + h*h + c*c (weights)."""
+        return self.repeated(self.load(i8x16, address), 4), self._planes(v, a, h, c)
 
-    def pair_plane(self, address, v, a, h, c, to):
+    def pair_plane(self, address, v, a, h, c):
         """As `plane`."""
-        x = self._two_planes(address)
-        return self.bits(x, [a * (chunk % 2) + h * (v // 2) + c * (v % 2) for chunk in range(4)], 1, to)
+        return self._two_planes(address), [a * (chunk % 2) + h * (v // 2) + c * (v % 2) for chunk in range(4)]
 
     def _two_planes(self, address):
         return self.pick(self.load(i8x32, address), [*range(16), *range(32), *range(16, 32)])
@@ -166,13 +147,14 @@ class GroupEmitter(RowEmitter):
         return "avx512vbmi" in self.features()
 
     def value_of(self, table, code, width, upper=None):
-        """Entry of a table of byte constants for `width` bits and, above these, the bit that upper(bit) moves there."""
+        """Entry of a table of byte constants for `width` bits and, above four, a bit of a `plane`."""
         v, at = code
+        if upper and not self.looks_at_six_bits():
+            return self.entry_with_bit(table, v, *upper)
         places = list(range(at, at + width))
         if upper:
-            seen = 6 if self.looks_at_six_bits() else max(4, width + 1)
-            places.append(next(bit for bit in range(seen) if bit not in places))
-            v = self.with_bits(v, upper(places[-1]), 1 << places[-1])
+            places.append(next(bit for bit in range(6) if bit not in places))
+            v = self.with_bits(v, self.bits(*upper, 1, places[-1]), 1 << places[-1])
         return self.scattered(table, places, v)
 
     def scattered(self, table, places, v):
@@ -211,12 +193,10 @@ class GroupEmitter(RowEmitter):
         both = self.b.or_(both, self.third_bits(thirds, c))
         return self.shift_right(both, [4] * 16) if v >= 2 else both
 
-    def plane_mask(self, address, v, a, h, c):
-        """As `plane`, as <64 x i1>."""
-        positions = self._planes(v, a, h, c)
-        return self.bits_of_bytes(
-            self.load(i8x16, address), [*range(16)] * 4, [p for p in positions for _ in range(16)]
-        )
+    def plane_signs(self, address, v, a, h, c):
+        """As `plane`, as `signs_of_bits`."""
+        bytes_, starts = self.plane(address, v, a, h, c)
+        return self.signs_of_bits(bytes_, range(64), [start for start in starts for _ in range(16)])
 
     def added(self, codes, on, amount):
         """codes + amount in the 32-bit lanes where `on` (<16 x i1>)."""

@@ -61,12 +61,29 @@ class RowEmitter(Emitter):
         t = ir.VectorType(_I8, count)
         return self.b.zext(self.b.load(pointer(self.b, address, t), align=1), ir.VectorType(I32, count))
 
+    def bytes_at(self, address, count):
+        """`count` bytes."""
+        return self.b.load(pointer(self.b, address, ir.VectorType(_I8, count)), align=1)
+
+    def nibbles_at(self, address):
+        """The nibbles of 8 bytes, as 16 bytes: all lower ones, then all upper ones."""
+        v = self.bytes_at(address, 8)
+        return self.joined([self.all_and(v, 15), self.lshr(v, [4] * 8)])
+
+    def two_bits_at(self, address, to):
+        """The two-bit fields of 4 bytes, at bit `to` of 16 bytes: the lowest field of each byte, then the next ..."""
+        words = self.pick(self.b.bitcast(self.word(address), ir.VectorType(I32, 1)), [0] * 4)
+        fields = self.all_and(self.lshr(words, [0, 2, 4, 6]), 0x03030303)
+        return self.b.bitcast(
+            self.b.shl(fields, ir.Constant(fields.type, [ir.Constant(I32, to)] * 4)), llvm_type(i8x16)
+        )
+
     def vector_pointer(self, address, bits, count):
         """Pointer to a vector of integers."""
         return pointer(self.b, address, ir.VectorType(ir.IntType(bits), count))
 
     def with_sign(self, v, sign):
-        """64 bytes, negated where `sign` is negative; it is 1 or -1. Needs AVX2."""
+        """64 bytes, negated where `sign` is negative; it is never 0. Needs AVX2."""
 
         def half(at):
             return with_sign(self.b, *(self.pick(x, range(at, at + 32)) for x in (v, sign)))
@@ -127,6 +144,20 @@ class RowEmitter(Emitter):
     def ints(self, values, vec=i32x8):
         return const_vector(vec, values)
 
+    def constants(self, values, bits):
+        """A constant vector of integers."""
+        t = ir.IntType(bits)
+        return ir.Constant(ir.VectorType(t, len(values)), [ir.Constant(t, x) for x in values])
+
+    def bits_set(self, v, positions):
+        """Mask of the integer lanes whose bit at this position is set."""
+        width = v.type.element.width
+        if width == 32 and "avx512f" not in self.features():  # lanes are chosen by their upper bit
+            shifted = self.b.shl(v, self.constants([31 - p for p in positions], 32))
+            return self.b.icmp_signed("<", shifted, self.constants([0] * len(positions), 32))
+        bits = self.constants([1 << p for p in positions], width)
+        return self.b.icmp_unsigned("!=", self.b.and_(v, bits), self.constants([0] * len(positions), width))
+
     def lshr(self, v, amounts):
         """Integer lanes shifted right by constants."""
         return self.b.lshr(v, ir.Constant(v.type, [ir.Constant(v.type.element, a) for a in amounts]))
@@ -163,10 +194,20 @@ class RowEmitter(Emitter):
         if set(starts) == {to}:
             return self.b.and_(v, mask)
         if not self.moves_bits():
+            if self._found_in_nibbles(starts, width):
+                nibbles = self.all_and(self.shift_right(v, [s & 4 for s in starts for _ in range(4)]), 15)
+                field = (1 << width) - 1
+                return self.lookup16([(n >> (s & 3) & field) << to for s in starts for n in range(16)], nibbles)
             right = [s - to for s in starts for _ in range(4)]
             words = self._moved(self.b.bitcast(v, llvm_type(i32x16)), right)
             return self.b.and_(self.b.bitcast(words, v.type), mask)
         return self.affine_bits(v, [[*[None] * to, *range(start, start + width)] for start in starts])
+
+    def _found_in_nibbles(self, starts, width):
+        """Whether fields at other places in each 16 bytes are best looked up: AVX2 moves lanes by one distance only."""
+        if "avx512f" in self.features() or "avx2" not in self.features():
+            return False
+        return (starts[0], starts[2]) != (starts[1], starts[3]) and all((s & 3) + width <= 4 for s in starts)
 
     def moves_bits(self):
         """Whether `affine_bits` is an instruction."""
@@ -261,25 +302,30 @@ class RowEmitter(Emitter):
         both = self.b.or_(self.b.zext(lo, I64), self.b.shl(self.b.zext(hi, I64), ir.Constant(I64, 32)))
         return self.b.bitcast(both, ir.VectorType(ir.IntType(1), 64))
 
-    def bits_of_bytes(self, bytes_, lanes, positions):
-        """<64 x i1>: a bit of a byte each."""
+    def signs_of_bits(self, bytes_, lanes, positions):
+        """64 bytes, none of them 0, that are negative where a bit of a byte each is set."""
         bit = const_vector(i8x64, [1 << p if p < 7 else -128 for p in positions])
-        return self.b.icmp_unsigned("==", self.b.and_(self.pick(bytes_, lanes), bit), bit)
+        others = const_vector(i8x64, [128 - (1 << p) if p < 7 else 1 for p in positions])  # just short of a sign
+        return self.b.add(self.b.and_(self.pick(bytes_, lanes), bit), others)
 
-    def lookup16(self, table, codes, upper=None):
-        """Entry (16 byte constants) for the low four bits of 64 codes below 128; `upper`: a table for the upper 32."""
-        first = [x & 255 for x in table]
-        second = [x & 255 for x in upper or table]
+    def signed(self, magnitudes, signs, bias):
+        """64 magnitudes, negated where `signs` is negative, plus a bias."""
+        minus = self.b.icmp_signed("<", signs, self.const64(0))
+        middle = self.const64(bias)
+        return self.b.select(minus, self.b.sub(middle, magnitudes), self.b.add(middle, magnitudes))
+
+    def lookup16(self, table, codes):
+        """Entry for the low four bits of 64 codes below 128, of 16 byte constants or of 16 for each 16 bytes."""
+        table = [x & 255 for x in table] * (64 // len(table))
         if "avx512bw" in self.features():
-            tables = const_vector(i8x64, first * 2 + second * 2)
-            return call_llvm(self.b, "llvm.x86.avx512.pshuf.b.512", codes.type, [tables, codes])
+            return call_llvm(self.b, "llvm.x86.avx512.pshuf.b.512", codes.type, [const_vector(i8x64, table), codes])
         if "avx2" in self.features():
             halves = []
-            for t, at in ((first, 0), (second, 32)):
-                t, half = const_vector(i8x32, t * 2), self.b.shuffle_vector(codes, codes, indices(range(at, at + 32)))
-                halves.append(call_llvm(self.b, "llvm.x86.avx2.pshuf.b", t.type, [t, half]))
+            for half in (range(32), range(32, 64)):
+                t = const_vector(i8x32, [table[i] for i in half])
+                halves.append(call_llvm(self.b, "llvm.x86.avx2.pshuf.b", t.type, [t, self.pick(codes, half)]))
             return self.join(*halves)
-        entries = [const_vector(i8x64, [x] * 32 + [y] * 32) for x, y in zip(first, second, strict=True)]
+        entries = [const_vector(i8x64, [table[i // 16 * 16 + n] for i in range(64)]) for n in range(16)]
         out, codes = entries[0], self.all_and(codes, 15)
         for i in range(1, 16):
             out = self.b.select(self.b.icmp_unsigned("==", codes, self.const64(i)), entries[i], out)
@@ -290,10 +336,10 @@ class RowEmitter(Emitter):
         first, second = (
             [(n >> c & 1) << 2 | (n >> c + 2 & 1) << 6 for n in range(16)] for c in (c, c if upper is None else upper)
         )
-        return self.lookup16(first, nibbles, second)
+        return self.lookup16(first * 2 + second * 2, nibbles)
 
     def lookup(self, table, codes):
-        """Entry of a table of at most 64 byte constants."""
+        """Entry of a table of at most 64 byte constants, for 64 codes below 128."""
         table = [x & 255 for x in table]
         size = next(n for n in (16, 32, 64) if len(table) <= n)
         table += [0] * (size - len(table))
@@ -302,9 +348,16 @@ class RowEmitter(Emitter):
             return call_llvm(self.b, "llvm.x86.avx512.permvar.qi.512", codes.type, args)
         if size == 16:
             return self.lookup16(table, codes)
-        upper = self.b.icmp_unsigned("!=", self.all_and(codes, size // 2), self.const64(0))
-        low = self.all_and(codes, size // 2 - 1)
-        return self.b.select(upper, self.lookup(table[size // 2 :], low), self.lookup(table[: size // 2], low))
+        upper = self.b.icmp_signed("<", self.shift_left(codes, 8 - (size - 1).bit_length()), self.const64(0))
+        return self.b.select(upper, self.lookup(table[size // 2 :], codes), self.lookup(table[: size // 2], codes))
+
+    def entry_with_bit(self, table, nibbles, v, starts):
+        """Entry of 32 byte constants for 64 nibbles and, above these, a bit of v: starts[c] in 16-byte chunk c."""
+        if "avx512vbmi" in self.features():
+            return self.lookup(table, self.b.or_(nibbles, self.bits(v, starts, 1, to=4)))
+        words = self._moved(self.b.bitcast(v, llvm_type(i32x16)), [start - 7 for start in starts for _ in range(4)])
+        upper = self.b.icmp_signed("<", self.b.bitcast(words, v.type), self.const64(0))
+        return self.b.select(upper, self.lookup16(table[16:], nibbles), self.lookup16(table[:16], nibbles))
 
     def low_entry(self, table, bits, v):
         """Entry (a byte constant) for the low `bits` <= 6 bits of 64 bytes."""
@@ -364,8 +417,11 @@ class RowEmitter(Emitter):
         """
         size, per = bits // 8, 128 // bits
         edge = [0] * (per - 1)  # so much is read around an entry
-        table = self.table([*edge, *entries, *edge], bits, f"{name}.{bits}.edged")
-        parts = []
+        name = f"{name}.{bits}.edged"
+        if name not in self.memo:
+            with self.b.goto_entry_block():  # a register: LLVM would take the address for each place from the code
+                self.memo[name] = self.opaque(self.table([*edge, *entries, *edge], bits, name))
+        table, parts = self.memo[name], []
         for i, number in enumerate(numbers):
             at = self.offset(table, self.times(self.b.zext(number, I64), size), size * (per - 1 - i % per))
             found = self.b.load(self.vector_pointer(at, bits, per), align=size)

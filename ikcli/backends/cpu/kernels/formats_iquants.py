@@ -10,7 +10,7 @@ from ikcli.backends.cpu.kernels import grid_shuffle as gs
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, by_name
 from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.half import half_to_f32
-from ikcli.native.simd.vec import f32x16, i8x32, i8x64, i32x8, i32x16, llvm_type
+from ikcli.native.simd.vec import f32x16, i8x32, i32x8, i32x16, llvm_type
 
 
 class _Grid(RowFormat):

@@ -163,7 +163,10 @@ class _SignsAndScales(_Signed):
         return e.b.xor(s, e.field(s, 1, 8))
 
     def sign_bytes16(self, e, w, ib):
-        return self.unscrambled(e, e.load(i8x16, e.offset(w, 8 + 16 * ib)))
+        two = self.once(
+            e, ("signs", ib // 2), w, lambda: self.unscrambled(e, e.bytes_at(e.offset(w, 8 + 32 * (ib // 2)), 32))
+        )
+        return e.split(two, 16)[ib % 2]
 
     def by_shuffles(self, e, w, ib, v):
         signs = self.sign_bytes(e, w, ib, v, 8, lambda x: self.unscrambled(e, x))

@@ -21,6 +21,7 @@ from weight_bytes import QUANTIZED, fitting, params, stored
 from ikcli.backends.cpu.lower import RULES
 from ikcli.backends.cpu.program import INDEPENDENT_ROWS
 from ikcli.config import RunConfig
+from ikcli.engine import repacking
 from ikcli.engine.batch import Batch
 from ikcli.engine.session import Session
 from ikcli.errors import UnsupportedError
@@ -170,3 +171,23 @@ def test_run_time_repack(name: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     # Sums are formed in another order, and now and then an activation is rounded to the other side.
     error = np.abs(found - plain).max(axis=1) / plain.std()
     assert np.median(error) <= 2e-3 and error.max() <= 3e-2
+
+
+@pytest.mark.parametrize("multiplies_bf16", [True, False])
+def test_run_time_repack_of_f16(
+    multiplies_bf16: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repacking, "rounds_activations", lambda: multiplies_bf16)
+    path = write_model(tiny_model("llama", type_=GGMLType.F16), tmp_path / "model.gguf")
+    plain, first = logits(path, False)
+    first.close()
+    found, session = logits(path, True)
+    with closing(session):
+        types = {t.type for name, t in session.model.specs.items() if "ffn" in name and len(t.shape) > 1}
+    assert types == {GGMLType.BF16_R16 if multiplies_bf16 else GGMLType.F16}
+    assert ("f16 tensors were rounded to bf16_r16" in capsys.readouterr().err) == multiplies_bf16
+    error = np.abs(found - plain).max(axis=1) / plain.std()
+    # 8 significant bits: 1/512 of each weight and activation, through all layers
+    assert np.median(error) <= (4e-2 if multiplies_bf16 else 1e-5) and error.max() <= (
+        1e-1 if multiplies_bf16 else 1e-4
+    )

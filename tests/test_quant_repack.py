@@ -18,6 +18,7 @@ from ikcli.quant.formats import FORMATS, row_size, tensor_size
 from ikcli.quant.interleave import layout
 from ikcli.quant.repack import (
     REPACKED_FILE_TYPES,
+    bf16_of_f16,
     can_repack,
     repack,
     repack_rows,
@@ -194,6 +195,17 @@ def test_f16_is_truncated_to_bf16(rng: np.random.Generator) -> None:
     assert row[:4].tolist() == [1.0, 1.1171875, -1.1171875, 2.0]
     with pytest.raises(UnsupportedError, match="f16"):
         repack(np.tile(x.view(np.uint8), 16), T.F16, (32, 16))
+
+
+def test_f16_is_rounded_to_bf16_while_loading() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)  # all of them: ties, subnormals, infinities
+    found = bf16_of_f16(bits.view(np.uint8)).view(np.uint16)
+    exact = bits.view(np.float16).astype(np.float32)
+    number = ~np.isnan(exact)
+    at = exact.view(np.uint32)
+    nearest = (at + 0x7FFF + (at >> 16 & 1) >> 16).astype(np.uint16)
+    np.testing.assert_array_equal(found[number], nearest[number])
+    assert np.isnan((found[~number].astype(np.uint32) << 16).view(np.float32)).all()
 
 
 def test_file_types_after_repacking() -> None:

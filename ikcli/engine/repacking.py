@@ -1,7 +1,8 @@
 """`-rtr`: weights regrouped into row-interleaved types while they are loaded; the file stays as it is.
 
 Every matrix with an interleaved twin takes part, except tables whose rows are looked up one by one and matrices that
-are used in slices that would cut groups. Layouts and rules: `quant/repack.py`.
+are used in slices that would cut groups. Layouts and rules: `quant/repack.py`. As in ik_llama.cpp, f16 becomes bf16_r16
+where the CPU multiplies bfloat16; it is rounded here, not cut off.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.cpu.threads import aligned_zeros
+from ikcli.backends.cpu.tile_modes import rounds_activations
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
 from ikcli.log import log
 from ikcli.models import HParams
 from ikcli.models.tensors import TensorLike
 from ikcli.quant.formats import FORMATS, row_size, tensor_size
-from ikcli.quant.repack import can_repack, repack_into, repacked_type
+from ikcli.quant.repack import bf16_of_f16, can_repack, repack_into, repacked_type
 
 Bytes = npt.NDArray[np.uint8]
 _PIECE_BYTES = 8 << 20  # of one thread's work
@@ -37,10 +39,12 @@ class Repacked:
 
 def repacked_specs(tensors: Mapping[str, TensorLike], hp: HParams) -> dict[str, Repacked]:
     """The tensors that -rtr regroups, with their new types."""
-    specs = {}
+    specs, lossy = {}, rounds_activations()
     for name, t in tensors.items():
-        target = repacked_type(t.type)
-        if target is not None and can_repack(t.type, t.shape, name) and _is_whole(name, hp, FORMATS[target].rows):
+        target = repacked_type(t.type, lossy=lossy)
+        if target is None or not can_repack(t.type, t.shape, name, lossy=lossy):
+            continue
+        if _is_whole(name, hp, FORMATS[target].rows):
             specs[name] = Repacked(target, t.shape)
     return specs
 
@@ -57,20 +61,22 @@ def repack_tensors(
 ) -> dict[str, Bytes]:
     """Bytes of the named tensors in their new types; logs how many and how fast."""
     start = time.perf_counter()
-    made, work = {}, []
+    made, work, n_rounded = {}, [], 0
     for name, spec in specs.items():
-        ne0 = spec.shape[0]
+        ne0, old = spec.shape[0], file.tensors[name].type
         out = made[name] = aligned_zeros(tensor_size(spec.type, spec.shape))
         rows = np.asarray(file.data(name)).reshape(-1).view(np.uint8)
-        source = rows.reshape(-1, row_size(file.tensors[name].type, ne0))
+        source = rows.reshape(-1, row_size(old, ne0))
+        n_rounded += old == GGMLType.F16
         target = out.reshape(-1, row_size(spec.type, ne0))
         height = FORMATS[spec.type].rows
         step = max(1, _PIECE_BYTES // (height * source.shape[1])) * height
-        work += [(target[i : i + step], source[i : i + step], spec.type, ne0) for i in range(0, len(source), step)]
+        work += [(target[i : i + step], source[i : i + step], spec.type, ne0, old) for i in range(0, len(source), step)]
 
-    def run(item: tuple[Bytes, Bytes, GGMLType, int]) -> int:
-        repack_into(*item)
-        return item[0].nbytes
+    def run(item: tuple[Bytes, Bytes, GGMLType, int, GGMLType]) -> int:
+        out, rows, type, ne0, old = item
+        repack_into(out, bf16_of_f16(rows) if old == GGMLType.F16 else rows, type, ne0)
+        return out.nbytes
 
     with ThreadPoolExecutor(max(1, n_threads)) as pool:
         for n_bytes in pool.map(run, work):
@@ -81,4 +87,6 @@ def repack_tensors(
         f"============ Repacked {len(made)} tensors ({total / 2**20:.2f} MiB in {seconds:.2f} s, "
         f"{total / 1e9 / max(seconds, 1e-9):.2f} GB/s)"
     )
+    if n_rounded:
+        log(f"{n_rounded} f16 tensors were rounded to bf16_r16: faster prompts, 8 significant bits instead of 11")
     return made

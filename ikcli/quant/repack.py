@@ -112,6 +112,16 @@ def repack_into(
         (_move_compiled if compiled else _move)(out[part], rows[part], type, base)
 
 
+def bf16_of_f16(rows: Bytes) -> Bytes:
+    """Rows of f16 (a multiple of 16 values) rounded to nearest even bf16."""
+    from ikcli.native.kernel_cache import KernelKey
+    from ikcli.quant.encoders.native_call import run
+
+    src, out = np.ascontiguousarray(rows), np.empty_like(rows)
+    run(KernelKey("ikcli.quant.repack_kernels", "make_bf16_of_f16"), src.ctypes.data, out.ctypes.data, src.nbytes // 2)
+    return out
+
+
 def _base(type: GGMLType) -> GGMLType:
     base = FORMATS[type].base
     if base is None:

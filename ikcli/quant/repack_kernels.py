@@ -14,6 +14,7 @@ from numba.extending import intrinsic
 
 from ikcli.gguf.constants import GGMLType
 from ikcli.native.jit import inline
+from ikcli.native.simd.half import load_f16x16, store_bf16x16
 from ikcli.native.simd.vec import ld_u8, pointer, st_i8
 from ikcli.quant.bitmoves import byte_terms
 from ikcli.quant.interleave import layout
@@ -105,6 +106,16 @@ def _unit_mover(found):
         return types.void(types.int64, types.int64, types.int64), codegen
 
     return move
+
+
+def make_bf16_of_f16():
+    """bf16_of_f16(src, dst, n): n half floats, a multiple of 16, rounded to nearest even bfloat16."""
+
+    def bf16_of_f16(src, dst, n):
+        for i in range(0, n, 16):
+            store_bf16x16(dst + 2 * i, load_f16x16(src + 2 * i))
+
+    return bf16_of_f16
 
 
 def make_repack(type_name):

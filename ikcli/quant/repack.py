@@ -117,7 +117,8 @@ def bf16_of_f16(rows: Bytes) -> Bytes:
     from ikcli.native.kernel_cache import KernelKey
     from ikcli.quant.encoders.native_call import run
 
-    src, out = np.ascontiguousarray(rows), np.empty_like(rows)
+    src = np.ascontiguousarray(rows)
+    out = np.empty_like(src)
     run(KernelKey("ikcli.quant.repack_kernels", "make_bf16_of_f16"), src.ctypes.data, out.ctypes.data, src.nbytes // 2)
     return out
 

@@ -73,6 +73,14 @@ def five_bit_entry(e, table, low_at, high_at, j):
     return e.entry_with_bit(table, split_nibbles(e, low_at, j), e.twice(high_at), plane_starts(j))
 
 
+def two_bit_entry(e, table, address, j):
+    """Entries of a table of 4 byte constants for `two_bits`."""
+    if e.moves_bits():
+        return e.low_entry(table, 2, raw_two_bits(e, address, j))
+    nibbles = e.bits(e.twice(e.offset(address, 32 * (j // 2))), [4 * (j % 2)] * 4, 4)  # two codes: each half takes one
+    return e.lookup16([table[n & 3] for n in range(16)] * 2 + [table[n >> 2] for n in range(16)] * 2, nibbles)
+
+
 def three_bit_entry(e, table, low_at, high_at, j):
     """Entries of a table of 8 byte constants: two bits as `raw_two_bits`, the third as `bit_plane`."""
     if e.moves_bits():
@@ -101,7 +109,7 @@ class IQ2K(_Base):
         return e.mul(e.bytes_to_f32(m), e.splat(e.half(w), f32x16))
 
     def dot_codes(self, e, w, j):
-        return e.low_entry(biased(IQ2_VALUES[0], self.bias), 2, raw_two_bits(e, e.offset(w, 12), j))
+        return two_bit_entry(e, biased(IQ2_VALUES[0], self.bias), e.offset(w, 12), j)
 
     def quarters(self, e, w):
         return e.codes_of(e.two_bit_quarters(e.offset(w, 12)), 2, biased(IQ2_VALUES[0], self.bias))
@@ -184,7 +192,7 @@ class IQ2KS(_Base):
         return e.b.load(pointer(e.b, w, ir.IntType(8)), align=1)
 
     def dot_codes(self, e, w, j):
-        return e.low_entry(biased(IQ2_VALUES[0], self.bias), 2, raw_two_bits(e, e.offset(w, 6), j))
+        return two_bit_entry(e, biased(IQ2_VALUES[0], self.bias), e.offset(w, 6), j)
 
     def quarters(self, e, w):
         return e.codes_of(e.two_bit_quarters(e.offset(w, 6)), 2, biased(IQ2_VALUES[0], self.bias))

@@ -2,7 +2,7 @@
 
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased, by_name
 from ikcli.native.simd.lanes import packed_scales_6bit
-from ikcli.native.simd.vec import f32x16, i8x16, i8x64, i32x16, llvm_type
+from ikcli.native.simd.vec import f32x16, i8x16, i8x64
 from ikcli.quant.tables import IQ4_NL_VALUES
 
 
@@ -16,11 +16,11 @@ class Q4K(_SuperBlock):
 
     def scales(self, e, w, row):
         packed = e.ints_to_f32(packed_scales_6bit(e.b, e.offset(w, 4)))
-        return e.mul(e.pick(packed, range(8)), e.splat(e.half(w)))
+        return e.mul(e.pick(packed, range(8)), e.splat(e.two_halves(w)[0]))
 
     def minima(self, e, w, row):
         packed = e.ints_to_f32(packed_scales_6bit(e.b, e.offset(w, 4)))
-        return e.mul(e.pick(packed, range(8, 16)), e.splat(e.b.fneg(e.half(e.offset(w, 2)))))
+        return e.b.fneg(e.mul(e.pick(packed, range(8, 16)), e.splat(e.two_halves(w)[1])))
 
     def codes(self, e, w, j):
         return e.bits(e.twice(e.offset(w, 16 + 32 * j)), [0] * 2 + [4] * 2, 4)
@@ -77,12 +77,14 @@ class Q2K(_SuperBlock):
 
     def scales(self, e, w, row):
         low = e.all_and(e.load(i8x16, w), 15)
-        return e.mul(e.bytes_to_f32(low, signed=False), e.splat(e.half(e.offset(w, 80)), f32x16))
+        return e.mul(e.bytes_to_f32(low, signed=False), e.splat(self._factors(e, w)[0], f32x16))
 
     def minima(self, e, w, row):
-        v = e.b.zext(e.load(i8x16, w), llvm_type(i32x16))
-        high = e.ints_to_f32(e.lshr(v, [4] * 16))
-        return e.mul(high, e.splat(e.b.fneg(e.half(e.offset(w, 82))), f32x16))
+        high = e.lshr(e.load(i8x16, w), [4] * 16)
+        return e.b.fneg(e.mul(e.bytes_to_f32(high, signed=False), e.splat(self._factors(e, w)[1], f32x16)))
+
+    def _factors(self, e, w):
+        return e.two_halves(e.offset(w, 80))
 
     def codes(self, e, w, j):
         return two_bits(e, e.offset(w, 16), j)

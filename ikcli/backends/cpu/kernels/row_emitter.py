@@ -44,6 +44,13 @@ class RowEmitter(Emitter):
         bits = self.opaque(self.b.zext(self.word(address, 16), I64))
         return half_to_f32(self.b, self.b.trunc(bits, _I16))
 
+    def two_halves(self, address):
+        """Two adjacent half floats as f32."""
+        zeros = ir.Constant(ir.VectorType(I32, 4), None)
+        words = self.b.insert_element(zeros, self.word(address), self.index(0))
+        v = half_to_f32(self.b, self.pick(self.b.bitcast(words, ir.VectorType(_I16, 8)), range(4)))
+        return [self.b.extract_element(v, self.index(i)) for i in range(2)]
+
     def single(self, address):
         """A float."""
         return self.b.load(pointer(self.b, address, _F32), align=1)

@@ -27,6 +27,7 @@ from ikcli.backends.lowering import as_node, as_weight
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import HeadSlice, Node, Rows, RowSpec, Weight
+from ikcli.native import isa
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.quant.formats import get_format, row_size
 
@@ -79,7 +80,7 @@ def kind_row_bytes(kind: str, k: int) -> int:
 
 def activation_row_bytes(k: int) -> int:
     """Bytes of a quantized activation row (kernels/activations.py)."""
-    return -(-(k + 28 * (k // 32)) // 64) * 64 + -(-k // 256) * 256
+    return -(-(k + 28 * (k // 32)) // 64) * 64 + -(-k // 256) * (256 + 64 * isa.current().plain_avx2)
 
 
 def plan_bytes(n_pairs: int, n_expert: int) -> int:

@@ -24,6 +24,8 @@ class ActivationRow:
         end = e.offset(self.s16_at, nb4, nb4)
         past = e.b.and_(e.b.sub(e.int(0), e.b.sub(end, a)), e.int(63))
         self.second_at = e.offset(end, past)
+        whole = e.b.and_(e.offset(k, 255), e.int(-256))
+        self.sums_apart_at = e.offset(self.second_at, whole)  # plain AVX2 only
 
     def scales(self, e, i, valid):
         """Scales of the blocks of step i (f32x8); zeros beyond `valid` of them."""

@@ -34,7 +34,8 @@ class _Base(RowFormat):
             if "avx512f" in e.features():
                 return e.b.bitcast(bits, ir.VectorType(ir.IntType(1), count))
             return e.bits_set(
-                e.pick(e.b.bitcast(e.b.zext(bits, I32), ir.VectorType(I32, 1)), [0] * count), range(count)
+                e.pick(e.b.bitcast(e.b.zext(bits, I32), ir.VectorType(I32, 1)), [0] * count),
+                e.scale_order if count == 16 else range(count),
             )
 
     def codes(self, e, w, j):
@@ -95,8 +96,8 @@ def three_bit_entry(e, table, low_at, high_at, j):
 
 # --- scale per 256 columns --------------------------------------------------------------------------------------------
 def nibbles16(e, address):
-    """16 nibbles of 8 bytes, low first, as bytes."""
-    return e.pick(e.nibbles_at(address), [8 * (n % 2) + n // 2 for n in range(16)])
+    """16 nibbles of 8 bytes, low first, as bytes in the order of scales."""
+    return e.in_scale_order(e.pick(e.nibbles_at(address), [8 * (n % 2) + n // 2 for n in range(16)]))
 
 
 class IQ2K(_Base):
@@ -123,8 +124,9 @@ class IQ3K(_Base):
     def scales(self, e, w, row):
         nibbles = nibbles16(e, e.offset(w, 6))
         odd = e.b.or_(e.b.add(nibbles, nibbles), e.constants([1] * 16, 8))
-        signs = e.pick(e.bytes_at(e.offset(w, 4), 2), [n // 8 for n in range(16)])
-        signed = e.b.select(e.bits_set(signs, [n % 8 for n in range(16)]), e.b.neg(odd), odd)
+        signs = e.pick(e.bytes_at(e.offset(w, 4), 2), [n // 8 for n in e.scale_order])
+        minus = e.bits_set(signs, [n % 8 for n in e.scale_order])
+        signed = e.b.select(minus, e.b.neg(odd), odd)
         return e.mul(e.bytes_to_f32(signed), e.splat(e.half(w), f32x16))
 
     def dot_codes(self, e, w, j):
@@ -139,7 +141,7 @@ class _SixBitScales(_Base):
     """d f16, extra u16, scales_h[4], scales_l[8]."""
 
     def scales(self, e, w, row):
-        high = e.pick(e.two_bits_at(e.offset(w, 4), to=4), [4 * (n % 4) + n // 4 for n in range(16)])
+        high = e.in_scale_order(e.pick(e.two_bits_at(e.offset(w, 4), to=4), [4 * (n % 4) + n // 4 for n in range(16)]))
         m = e.b.sub(e.b.or_(nibbles16(e, e.offset(w, 8)), high), e.constants([32] * 16, 8))
         return e.mul(e.bytes_to_f32(m), e.splat(e.half(w), f32x16))
 
@@ -165,7 +167,7 @@ class IQ6K(_Base):
     """d f16, extra u16, int8 scales[16], qs[128], qh[64]. Computes with the integer table, as every matmul does."""
 
     def scales(self, e, w, row):
-        return e.mul(e.bytes_to_f32(e.load(i8x16, e.offset(w, 4))), e.splat(e.half(w), f32x16))
+        return e.mul(e.bytes_to_f32(e.in_scale_order(e.load(i8x16, e.offset(w, 4)))), e.splat(e.half(w), f32x16))
 
     def dot_codes(self, e, w, j):
         low, high = split_nibbles(e, e.offset(w, 20), j), two_bits(e, e.offset(w, 148), j)

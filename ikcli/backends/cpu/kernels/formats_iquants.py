@@ -122,7 +122,9 @@ class _Scales16(_Signed):
     scales_at = 0
 
     def scales(self, e, w, row):
-        ls = e.pick(e.nibbles_at(e.offset(w, self.scales_at)), [8 * (n % 2) + n // 2 for n in range(16)])
+        ls = e.in_scale_order(
+            e.pick(e.nibbles_at(e.offset(w, self.scales_at)), [8 * (n % 2) + n // 2 for n in range(16)])
+        )
         return e.mul(_affine(e, e.b.zext(ls, llvm_type(i32x16)), 0.25, 0.125), e.splat(e.half(w), f32x16))
 
 
@@ -256,7 +258,7 @@ class IQ1M(_Ternary):
         d = e.b.or_(*(e.b.extract_element(pairs, e.index(i)) for i in range(2)))
         scale = e.splat(half_to_f32(e.b, d), f32x16)
         v = e.b.zext(e.pick(words, [n // 4 for n in range(16)]), ir.VectorType(I32, 16))
-        ls = e.all_and(e.lshr(v, [3 * (n % 4) for n in range(16)]), 7)
+        ls = e.in_scale_order(e.all_and(e.lshr(v, [3 * (n % 4) for n in range(16)]), 7))
         return e.mul(_affine(e, ls, 0.25, 0.125), scale)
 
     def dot_codes(self, e, w, j):

@@ -47,7 +47,8 @@ class Q6K(_SuperBlock):
     """ql[128], qh[64], int8 scales[16], d f16."""
 
     def scales(self, e, w, row):
-        return e.mul(e.bytes_to_f32(e.load(i8x16, e.offset(w, 192))), e.splat(e.half(e.offset(w, 208)), f32x16))
+        m = e.in_scale_order(e.load(i8x16, e.offset(w, 192)))
+        return e.mul(e.bytes_to_f32(m), e.splat(e.half(e.offset(w, 208)), f32x16))
 
     bias = 32
 
@@ -76,11 +77,11 @@ class Q2K(_SuperBlock):
     """scales[16] (4-bit scale, 4-bit minimum), qs[64], d, dmin f16."""
 
     def scales(self, e, w, row):
-        low = e.all_and(e.load(i8x16, w), 15)
+        low = e.all_and(e.in_scale_order(e.load(i8x16, w)), 15)
         return e.mul(e.bytes_to_f32(low, signed=False), e.splat(self._factors(e, w)[0], f32x16))
 
     def minima(self, e, w, row):
-        high = e.lshr(e.load(i8x16, w), [4] * 16)
+        high = e.lshr(e.in_scale_order(e.load(i8x16, w)), [4] * 16)
         return e.b.fneg(e.mul(e.bytes_to_f32(high, signed=False), e.splat(self._factors(e, w)[1], f32x16)))
 
     def _factors(self, e, w):
@@ -101,7 +102,7 @@ class Q3K(_SuperBlock):
     def scales(self, e, w, row):
         # Scale n: low nibble n // 8 of byte n % 8, upper bits 2*(n // 4) of byte 8 + n % 4.
         both = e.b.or_(e.nibbles_at(e.offset(w, 96)), e.two_bits_at(e.offset(w, 104), to=4))
-        centred = e.b.sub(both, e.constants([32] * 16, 8))
+        centred = e.b.sub(e.in_scale_order(both), e.constants([32] * 16, 8))
         return e.mul(e.bytes_to_f32(centred), e.splat(e.half(e.offset(w, 108)), f32x16))
 
     def dot_codes(self, e, w, j):

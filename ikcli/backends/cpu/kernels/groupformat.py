@@ -46,10 +46,6 @@ class GroupEmitter(RowEmitter):
         """Adjacent half floats as f32."""
         return half_to_f32(self.b, self.b.load(pointer(self.b, address, ir.VectorType(_I16, count)), align=1))
 
-    def singles(self, address, count):
-        """Adjacent floats."""
-        return self.b.load(pointer(self.b, address, ir.VectorType(_F32, count)), align=1)
-
     def field(self, v, shift, width):
         """`width` bits from bit `shift` of every lane."""
         bits = v.type.element.width

@@ -2,7 +2,8 @@
 
 A product of bytes takes a few instructions there, and adding lanes costs as much as multiplying. So with a scale per 32
 columns each block is scaled as it is, by a float read into all lanes, and lanes are added once per row; with a scale
-per 16 columns sums stay at 16 bits for as long as they fit. What codes are off by goes with the sums of activations.
+per 16 columns sums stay at 16 bits for as long as they fit, and what belongs to 16 columns is brought into the order in
+which their sums come out, as that costs nothing. What codes are off by goes with the sums of activations.
 """
 
 import functools
@@ -12,13 +13,15 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.activation_row import ActivationRow
-from ikcli.backends.cpu.kernels.row_emitter import RowEmitter, indices
+from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
 from ikcli.backends.cpu.tile_modes import MODES, most_code
 from ikcli.native.simd.lanes import folded
 from ikcli.native.simd.vec import call_llvm, f32x8, f32x16, i8x32, i32x8, llvm_type, magnitude, with_sign
 
 _TWICE = [i // 2 for i in range(16)]
+# blocks of 16 columns in the order in which `_sums_of_sixteen` has their sums: every other one of eight, the others
+_APART = tuple(8 * n + 2 * i + odd for n in range(2) for odd in range(2) for i in range(4))
 _PAIRS = ir.VectorType(ir.IntType(16), 16)
 _MOST_SUM = 32767
 
@@ -33,7 +36,7 @@ def row_dot_avx2(fmt):
     def dot(typingctx, w, a, a_stride, k, out, out_stride):
         def codegen(context, builder, sig, args):
             w, a, _, k, out, _ = args
-            e = RowEmitter(builder)
+            e = (RowEmitter if per_block == 1 else _ApartEmitter)(builder)
             x, row = ActivationRow(e, a, k), fmt.header(e, w)
             room = _room(e)
             sums = [e.variable(e.zero(vec)) for _ in range(2)]
@@ -43,11 +46,13 @@ def row_dot_avx2(fmt):
 
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 prefetch_step(e, fmt, at_w)
-                scales, d = fmt.scales(e, at_w, row), x.scales(e, i, valid)
+                scales = fmt.scales(e, at_w, row)
                 factors = fmt.minima(e, at_w, row) if mode[0] == "m" else _offsets(e, fmt, at_w, scales)
                 if factors is not None:
-                    add(0, factors, x.scaled_sums(e, i, valid, per_block))
+                    by_16 = e.offset(x.sums_apart_at, e.times(i, 64))
+                    add(0, factors, x.scaled_sums(e, i, valid, 1) if per_block == 1 else e.load(f32x16, by_16))
                 if per_block == 1:
+                    d = x.scales(e, i, valid)
                     to, back = room
                     e.store(e.mul(scales, d), to)
                     for b, v in enumerate(_products(e, fmt, mode, at_w, x, i)):
@@ -55,7 +60,7 @@ def row_dot_avx2(fmt):
                         add((b + 1) % 2, e.ints_to_f32(_sums_of_two(e, v)), scale)
                 else:
                     v = _sums_of_sixteen(e, list(_products(e, fmt, mode, at_w, x, i)), most_code(fmt, mode))
-                    add(1, e.ints_to_f32(v), e.mul(scales, e.pick(d, _TWICE)))
+                    add(1, e.ints_to_f32(v), e.mul(scales, _scales_apart(e, e.offset(x.d_at, e.times(i, 32)))))
             total = folded(builder, builder.fadd(*(builder.load(slot) for slot in sums)), 1)
             e.store(total, out)
             return context.get_dummy_value()
@@ -63,6 +68,16 @@ def row_dot_avx2(fmt):
         return types.void(*[types.int64] * 6), codegen
 
     return dot
+
+
+class _ApartEmitter(RowEmitter):
+    scale_order = _APART
+
+
+def _scales_apart(e, at):
+    """The scales of the activations' eight blocks for the 16 blocks of `_APART`."""
+    four = [e.singles(e.offset(at, first), 4) for first in (0, 16)]
+    return e.joined([e.pick(v, [*range(4)] * 2) for v in four])
 
 
 def _room(e):
@@ -86,7 +101,7 @@ def _offsets(e, fmt, w, scales):
     if on is None:
         return e.mul(scales, plain)
     if on.type.count < count:
-        on = e.pick(on, _TWICE)
+        on = e.in_scale_order(e.pick(on, _TWICE))
     return e.mul(scales, e.b.select(on, shifted, plain))
 
 
@@ -119,7 +134,7 @@ def _sums_of_two(e, v):
 
 
 def _sums_of_sixteen(e, pairs, most):
-    """Sums of the 16 blocks of 16 columns, i32x16, from `_products` of codes up to `most`."""
+    """Sums of the 16 blocks of 16 columns, i32x16 in the order of `_APART`, from `_products` of codes up to `most`."""
     largest = 2 * most * 127
 
     def merge(vectors, op):
@@ -130,6 +145,4 @@ def _sums_of_sixteen(e, pairs, most):
     sums = [_sums_of_two(e, v) for v in pairs]
     while len(sums) > 2:
         sums = merge(sums, "llvm.x86.avx2.phadd.d")
-    # each half of 128 bits holds the sums of every other block
-    order = [8 * n + i // 2 + 4 * (i % 2) for n in range(2) for i in range(8)]
-    return e.b.shuffle_vector(*sums, indices(order))
+    return e.joined(sums)

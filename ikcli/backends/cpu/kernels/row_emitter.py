@@ -31,6 +31,8 @@ def indices(values):
 class RowEmitter(Emitter):
     """Addresses are i64 values."""
 
+    scale_order = tuple(range(16))  # blocks of 16 columns whose scales are wanted, as lanes of f32x16
+
     # --- loads --------------------------------------------------------------------------------------------------------
     def word(self, address, bits=32):
         """An unsigned integer of 8, 16, 32 or 64 bits, as i32 (i64 for 64)."""
@@ -85,6 +87,10 @@ class RowEmitter(Emitter):
             self.b.shl(fields, ir.Constant(fields.type, [ir.Constant(I32, to)] * 4)), llvm_type(i8x16)
         )
 
+    def singles(self, address, count):
+        """Adjacent floats."""
+        return self.b.load(pointer(self.b, address, ir.VectorType(_F32, count)), align=1)
+
     def vector_pointer(self, address, bits, count):
         """Pointer to a vector of integers."""
         return pointer(self.b, address, ir.VectorType(ir.IntType(bits), count))
@@ -123,6 +129,10 @@ class RowEmitter(Emitter):
     # --- f32 vectors --------------------------------------------------------------------------------------------------
     def splat(self, x, vec=f32x8):
         return splat_value(self.b, vec, x)
+
+    def in_scale_order(self, v):
+        """16 lanes that belong to 16 scales, in the order of `scale_order`."""
+        return v if self.scale_order == tuple(range(16)) else self.pick(v, self.scale_order)
 
     def mul(self, x, y):
         return self.b.fmul(x, y)

@@ -109,15 +109,33 @@ def emit_signed_dot(builder, acc, w, s):
     return _in_halves(builder, half, acc, w, s)
 
 
+def emit_halves_added(builder, acc, us, ss, most):
+    """acc (i32x8) + dot products of the lower halves of vectors of bytes, and of the upper ones, on plain AVX2.
+
+    `most`: the largest u; 128 or more: u is signed. No s is -128.
+    """
+    pairs = ir.VectorType(_I16, 16)
+    ones = ir.Constant(pairs, [1] * 16)
+    halves = [[_half(builder, v, upper) for v in both] for both in zip(us, ss, strict=True) for upper in (0, 1)]
+    if most >= 128:
+        halves = [[magnitude(builder, u), with_sign(builder, s, u)] for u, s in halves]
+    sums = [call_llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, half) for half in halves]
+    n = most_addends(most)
+    for first in range(0, len(sums), n):
+        total = functools.reduce(builder.add, sums[first : first + n])
+        acc = builder.add(acc, call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, [total, ones]))
+    return acc
+
+
+def _half(builder, v, upper):
+    count = v.type.count // 2
+    pick = range(upper * count, (upper + 1) * count)
+    return builder.shuffle_vector(v, v, ir.Constant(ir.VectorType(_I32, count), list(pick)))
+
+
 def _in_halves(builder, function, *args):
     """function of the lower halves of vectors, and of the upper ones."""
-
-    def half(v, upper):
-        count = v.type.count // 2
-        pick = range(upper * count, (upper + 1) * count)
-        return builder.shuffle_vector(v, v, ir.Constant(ir.VectorType(_I32, count), list(pick)))
-
-    low, high = (function(*(half(v, upper) for v in args)) for upper in (0, 1))
+    low, high = (function(*(_half(builder, v, upper) for v in args)) for upper in (0, 1))
     return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, 16), list(range(16))))
 
 

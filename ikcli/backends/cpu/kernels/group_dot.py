@@ -13,9 +13,10 @@ from ikcli.backends.cpu.kernels.activation_row import ActivationRow, without_bia
 from ikcli.backends.cpu.kernels.groupformat import GroupEmitter
 from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
 from ikcli.backends.cpu.tile_modes import MODES, most_code
-from ikcli.native.simd.dot import most_addends
+from ikcli.native import isa
+from ikcli.native.simd.dot import emit_halves_added, most_addends
 from ikcli.native.simd.lanes import folded
-from ikcli.native.simd.vec import f32x16, i8x64, i32x8, i32x16, llvm_type
+from ikcli.native.simd.vec import f32x8, f32x16, i8x64, i32x8, i32x16, llvm_type
 
 
 @functools.cache
@@ -31,14 +32,16 @@ def group_dot(fmt, n_tokens):
             e = GroupEmitter(builder)
             row = fmt.header(e, w)
             rows = [ActivationRow(e, e.opaque(e.offset(a, e.times(a_stride, t))), k) for t in range(n_tokens)]
-            totals = [e.variable(e.zero(f32x16)) for _ in rows]
+            n_lanes = _lanes_of_sums(fmt)
+            totals = [e.variable(e.zero(f32x8 if n_lanes == 8 else f32x16)) for _ in rows]
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 prefetch_step(e, fmt, at_w)
                 tokens = [_Token(e, fmt, mode, x, i, valid) for x in rows]
                 _dot_step(e, fmt, mode, at_w, row, tokens)
                 for t, total in zip(tokens, totals, strict=True):
                     t.finish(total, fmt.d(e, at_w, row), fmt.dmin(e, at_w, row))
-            by_row = [[i for i, (_, r) in enumerate(fmt.dot_lanes()[0]) if r == row] for row in range(fmt.rows)]
+            lanes = fmt.dot_lanes()[0][:n_lanes]
+            by_row = [[i for i, (_, r) in enumerate(lanes) if r == row] for row in range(fmt.rows)]
             in_turn = [i for lanes in zip(*by_row, strict=True) for i in lanes]
             for t, total in enumerate(totals):
                 sums = folded(builder, e.pick(builder.load(total), in_turn), fmt.rows)
@@ -50,11 +53,17 @@ def group_dot(fmt, n_tokens):
     return dot
 
 
+def _lanes_of_sums(fmt):
+    """8 on plain AVX2 where both halves of the vectors of codes have the same scales, so that they can be added."""
+    runs = fmt.runs()
+    return 8 if isa.current().plain_avx2 and runs[:8] == runs[8:] else 16
+
+
 class _Token:
     """Step i of an activation row (layout: `kernels/activations.py`), and the sums of the step, without d and dmin."""
 
     def __init__(self, e, fmt, mode, row, i, valid):
-        self.e, self.fmt, self.valid = e, fmt, valid
+        self.e, self.fmt, self.valid, self.lanes = e, fmt, valid, _lanes_of_sums(fmt)
         self.codes_at, self.d_at = e.offset(row.codes_at, e.times(i, 256)), e.offset(row.d_at, e.times(i, 32))
         self.d = row.scales(e, i, valid)
         self.sum = self.low = self.starts = None
@@ -66,17 +75,17 @@ class _Token:
     def started(self, e, w, u):
         """Integer sums of unit u without products: what codes of zero contribute, negated, if each lane has its own."""
         if self.starts is None:
-            return e.zero(i32x16)
+            return e.zero(i32x8 if self.lanes == 8 else i32x16)
         lanes = [2 * (self.fmt.unit * u + block) + half for block, half, _ in self.fmt.runs()]
         plain, shifted = self.starts
         on = self.fmt.shifted_lanes(e, w, u)
         return e.pick(plain, lanes) if on is None else e.b.select(on, e.pick(shifted, lanes), e.pick(plain, lanes))
 
     def scale(self, u):
-        """The scales of unit u in 16 lanes."""
+        """The scales of unit u in the lanes of a sum."""
         if self.fmt.unit == 1 and self.valid is None:
-            return self.e.splat_f32(self.e.offset(self.d_at, 4 * u))
-        return self.e.pick(self.d, [self.fmt.unit * u + block for block, _, _ in self.fmt.runs()])
+            return self.e.pick(self.e.splat_f32(self.e.offset(self.d_at, 4 * u)), range(self.lanes))
+        return self.e.pick(self.d, [self.fmt.unit * u + block for block, _, _ in self.fmt.runs()[: self.lanes]])
 
     def groups(self, u, lanes):
         """Column groups of unit u as lanes of a vector of codes want them."""
@@ -88,25 +97,31 @@ class _Token:
 
     def add(self, x, y):
         """x * y to the sum of the step."""
-        self.sum = self.e.in_order(self.e.mul(x, y) if self.sum is None else self.e.fma(x, y, self.sum))
+        self.sum = self.e.in_order(self._sum(self.sum, x, y))
 
     def add_low(self, x, y):
         """x * y to the sum of the minima."""
-        self.low = self.e.mul(x, y) if self.low is None else self.e.fma(x, y, self.low)
+        self.low = self._sum(self.low, x, y)
+
+    def _sum(self, total, x, y):
+        for a, b in zip(self.e.split(x, self.lanes), self.e.split(y, self.lanes), strict=True):
+            total = self.e.mul(a, b) if total is None else self.e.fused(a, b, total)
+        return total
 
     def finish(self, total, d, dmin):
         """The step to the sum of all steps."""
-        e, rows = self.e, [r for _, r in self.fmt.dot_lanes()[0]]
+        e, rows = self.e, [r for _, r in self.fmt.dot_lanes()[0][: self.lanes]]
         v = e.b.load(total)
-        v = e.b.fadd(v, self.sum) if d is None else e.fma(self.sum, e.pick(d, rows), v)
-        e.b.store(v if self.low is None else e.fma(self.low, e.pick(dmin, rows), v), total)
+        v = e.b.fadd(v, self.sum) if d is None else e.fused(self.sum, e.pick(d, rows), v)
+        e.b.store(v if self.low is None else e.fused(self.low, e.pick(dmin, rows), v), total)
 
 
 def _dot_step(e, fmt, mode, w, row, tokens):
     lanes, runs = fmt.scale_lanes(mode), fmt.runs()
     most, signed = most_code(fmt, mode), mode[0] == "s" and not fmt.bias
     apart = fmt.most_magnitude() > 0
-    addends = most_addends(most)  # 1 where codes are signed
+    n_lanes = _lanes_of_sums(fmt)
+    addends = max(1, most_addends(most) * n_lanes // 16)  # 1 where codes are signed
     if mode[0] == "m":
         for part, x in enumerate(fmt.minima(e, w, row)):
             for t in tokens:
@@ -129,12 +144,17 @@ def _dot_step(e, fmt, mode, w, row, tokens):
                     groups = [t.groups(u, lanes) for lanes in vectors]
                     if signs:
                         groups = [e.with_sign(x, s) for x, s in zip(groups, signs, strict=True)]
-                    dots[i] = e.dot_signed(dots[i], *codes, *groups) if signed else e.dots(dots[i], codes, groups, most)
+                    if n_lanes == 8:
+                        dots[i] = emit_halves_added(e.b, dots[i], codes, groups, most)
+                    elif signed:
+                        dots[i] = e.dot_signed(dots[i], *codes, *groups)
+                    else:
+                        dots[i] = e.dots(dots[i], codes, groups, most)
             of_halves = fmt.rows if lanes > fmt.rows else 0
-            where = [lanes * (fmt.unit * n + block) + of_halves * half + r for block, half, r in runs]
+            where = [lanes * (fmt.unit * n + block) + of_halves * half + r for block, half, r in runs[:n_lanes]]
             wide = e.pick(scales, where)
             for x, t in zip(dots, tokens, strict=True):
-                t.add(e.mul(e.to_f32(x), t.scale(u)), wide)
+                t.add(e.mul(e.ints_to_f32(x), t.scale(u)), wide)
 
 
 def _sum_lanes(fmt, part):

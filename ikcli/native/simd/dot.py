@@ -54,12 +54,12 @@ def _even_and_odd(builder, acc, u, s):
     return acc
 
 
-def _saturating(builder, acc, u, s):
-    """8 lanes for AVX2 where no sum of two products leaves 16 bits."""
-    halves = ir.VectorType(_I16, 16)
-    sums = call_llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", halves, [u, s])
-    ones = ir.Constant(halves, [1] * 16)
-    return builder.add(acc, call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, [sums, ones]))
+def _saturating(builder, acc, us, ss):
+    """8 lanes for AVX2 where no sum of two products of any of these pairs, nor the sum of those, leaves 16 bits."""
+    pairs = ir.VectorType(_I16, 16)
+    sums = [call_llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, [u, s]) for u, s in zip(us, ss, strict=True)]
+    total, ones = functools.reduce(builder.add, sums), ir.Constant(pairs, [1] * 16)
+    return builder.add(acc, call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, [total, ones]))
 
 
 def emit_dot(builder, acc, u, s, n, most=255):
@@ -75,7 +75,7 @@ def emit_dot(builder, acc, u, s, n, most=255):
     if n == 16 and "avx2" in features:
         return _in_halves(builder, lambda *parts: emit_dot(builder, *parts, 8, most), acc, u, s)
     if n == 8 and "avx2" in features:
-        return _saturating(builder, acc, u, s) if most < 128 else _even_and_odd(builder, acc, u, s)
+        return _saturating(builder, acc, [u], [s]) if most < 128 else _even_and_odd(builder, acc, u, s)
     return _portable(builder, acc, u, s, n)
 
 
@@ -90,12 +90,7 @@ def emit_dots(builder, acc, us, ss, most):
         return emit_dot(builder, acc, us[0], ss[0], 16, most)
 
     def half(acc, *vectors):
-        pairs = ir.VectorType(_I16, 16)
-        sums = [call_llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, [u, s])
-                for u, s in zip(vectors[: len(us)], vectors[len(us) :], strict=True)]  # fmt: skip
-        total = functools.reduce(builder.add, sums)
-        ones = ir.Constant(pairs, [1] * 16)
-        return builder.add(acc, call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, [total, ones]))
+        return _saturating(builder, acc, vectors[: len(us)], vectors[len(us) :])
 
     return _in_halves(builder, half, acc, *us, *ss)
 
@@ -104,7 +99,7 @@ def emit_signed_dot(builder, acc, w, s):
     """acc + dot products of i8x64 on plain AVX2; s is not -128."""
 
     def half(acc, w, s):
-        return _saturating(builder, acc, magnitude(builder, w), with_sign(builder, s, w))
+        return _saturating(builder, acc, [magnitude(builder, w)], [with_sign(builder, s, w)])
 
     return _in_halves(builder, half, acc, w, s)
 
@@ -114,16 +109,12 @@ def emit_halves_added(builder, acc, us, ss, most):
 
     `most`: the largest u; 128 or more: u is signed. No s is -128.
     """
-    pairs = ir.VectorType(_I16, 16)
-    ones = ir.Constant(pairs, [1] * 16)
     halves = [[_half(builder, v, upper) for v in both] for both in zip(us, ss, strict=True) for upper in (0, 1)]
     if most >= 128:
         halves = [[magnitude(builder, u), with_sign(builder, s, u)] for u, s in halves]
-    sums = [call_llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, half) for half in halves]
     n = most_addends(most)
-    for first in range(0, len(sums), n):
-        total = functools.reduce(builder.add, sums[first : first + n])
-        acc = builder.add(acc, call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, [total, ones]))
+    for first in range(0, len(halves), n):
+        acc = _saturating(builder, acc, *zip(*halves[first : first + n], strict=True))
     return acc
 
 

@@ -6,9 +6,16 @@ A value is a table entry; one bit per sub-block selects a table shifted by a con
 
 import llvmlite.ir as ir
 
-from ikcli.backends.cpu.kernels.formats_kquants import raw_two_bits, two_bits
-from ikcli.backends.cpu.kernels.row_emitter import indices
+from ikcli.backends.cpu.kernels.row_codes import (
+    five_bit_entry,
+    plane_starts,
+    split_nibbles,
+    three_bit_entry,
+    two_bit_entry,
+    two_bits,
+)
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased, by_name
+from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type, pointer
 from ikcli.quant.tables import IQ2_KL_VALUES, IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES, IQ6_VALUES
@@ -54,59 +61,14 @@ class _Base(RowFormat):
         return e.single(w) if self.header_bytes == 4 else None
 
 
-def split_nibbles(e, address, j):
-    """Nibbles of 32-byte runs: sub-block 2j low, 2j+1 high."""
-    return e.bits(e.twice(e.offset(address, 32 * j)), [0] * 2 + [4] * 2, 4)
-
-
-def bit_plane(e, address, j):
-    """Bytes 0/1: bit b of 32 bytes for sub-blocks b = 2j and 2j+1."""
-    return e.bits(e.twice(address), plane_starts(j), 1)
-
-
-def plane_starts(j):
-    """Where `bit_plane` finds its bits in each 16 bytes."""
-    return [2 * j] * 2 + [2 * j + 1] * 2
-
-
-def five_bit_entry(e, table, low_at, high_at, j):
-    """Entries of a table of 32 byte constants: four bits as `split_nibbles`, the fifth as `bit_plane`."""
-    return e.entry_with_bit(table, split_nibbles(e, low_at, j), e.twice(high_at), plane_starts(j))
-
-
-def two_bit_entry(e, table, address, j):
-    """Entries of a table of 4 byte constants for `two_bits`."""
-    if e.moves_bits():
-        return e.low_entry(table, 2, raw_two_bits(e, address, j))
-    nibbles = e.bits(e.twice(e.offset(address, 32 * (j // 2))), [4 * (j % 2)] * 4, 4)  # two codes: each half takes one
-    return e.lookup16([table[n & 3] for n in range(16)] * 2 + [table[n >> 2] for n in range(16)] * 2, nibbles)
-
-
-def three_bit_entry(e, table, low_at, high_at, j):
-    """Entries of a table of 8 byte constants: two bits as `raw_two_bits`, the third as `bit_plane`."""
-    if e.moves_bits():
-        q = e.b.or_(two_bits(e, low_at, j), e.shift_left(bit_plane(e, high_at, j), 2))
-        return e.lookup(table, q)
-    # the codes of 64 columns in lower nibbles, those of the next 64 in upper ones; lookups see no more than bit 7, a 0
-    low = e.all_and(e.raw_halves(e.twice(e.offset(low_at, 32 * (j // 2))), 0, 2), 0x33)
-    thirds = e.bits(e.twice(high_at), [4 * (j // 2)] * 4, 4)
-    both = e.b.or_(low, e.third_bits(thirds, 0, 1))
-    return e.lookup16(table + [0] * 8, e.shift_right(both, [4] * 16) if j % 2 else both)
-
-
 # --- scale per 256 columns --------------------------------------------------------------------------------------------
-def nibbles16(e, address):
-    """16 nibbles of 8 bytes, low first, as bytes in the order of scales."""
-    return e.in_scale_order(e.pick(e.nibbles_at(address), [8 * (n % 2) + n // 2 for n in range(16)]))
-
-
 class IQ2K(_Base):
     """d f16, extra u16, scales[8], qs[64]."""
 
     bias = 32
 
     def scales(self, e, w, row):
-        m = e.b.sub(nibbles16(e, e.offset(w, 4)), e.constants([8] * 16, 8))
+        m = e.b.sub(e.nibbles16(e.offset(w, 4)), e.constants([8] * 16, 8))
         return e.mul(e.bytes_to_f32(m), e.splat(e.half(w), f32x16))
 
     def dot_codes(self, e, w, j):
@@ -122,7 +84,7 @@ class IQ3K(_Base):
     bias = 64
 
     def scales(self, e, w, row):
-        nibbles = nibbles16(e, e.offset(w, 6))
+        nibbles = e.nibbles16(e.offset(w, 6))
         odd = e.b.or_(e.b.add(nibbles, nibbles), e.constants([1] * 16, 8))
         signs = e.pick(e.bytes_at(e.offset(w, 4), 2), [n // 8 for n in e.scale_order])
         minus = e.bits_set(signs, [n % 8 for n in e.scale_order])
@@ -142,7 +104,7 @@ class _SixBitScales(_Base):
 
     def scales(self, e, w, row):
         high = e.in_scale_order(e.pick(e.two_bits_at(e.offset(w, 4), to=4), [4 * (n % 4) + n // 4 for n in range(16)]))
-        m = e.b.sub(e.b.or_(nibbles16(e, e.offset(w, 8)), high), e.constants([32] * 16, 8))
+        m = e.b.sub(e.b.or_(e.nibbles16(e.offset(w, 8)), high), e.constants([32] * 16, 8))
         return e.mul(e.bytes_to_f32(m), e.splat(e.half(w), f32x16))
 
 

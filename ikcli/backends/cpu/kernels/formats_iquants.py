@@ -122,10 +122,8 @@ class _Scales16(_Signed):
     scales_at = 0
 
     def scales(self, e, w, row):
-        ls = e.in_scale_order(
-            e.pick(e.nibbles_at(e.offset(w, self.scales_at)), [8 * (n % 2) + n // 2 for n in range(16)])
-        )
-        return e.mul(_affine(e, e.b.zext(ls, llvm_type(i32x16)), 0.25, 0.125), e.splat(e.half(w), f32x16))
+        ls = e.b.zext(e.nibbles16(e.offset(w, self.scales_at)), llvm_type(i32x16))
+        return e.mul(_affine(e, ls, 0.25, 0.125), e.splat(e.half(w), f32x16))
 
 
 class IQ2XS(_Scales16):

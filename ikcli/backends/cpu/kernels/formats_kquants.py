@@ -1,5 +1,6 @@
 """K-quants and iq4_xs: super-blocks of 256 columns with packed sub-block scales (layouts: ggml-common.h)."""
 
+from ikcli.backends.cpu.kernels.row_codes import bit_plane, split_nibbles, two_bits
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased, by_name
 from ikcli.native.simd.lanes import packed_scales_6bit
 from ikcli.native.simd.vec import f32x16, i8x16, i8x64
@@ -23,7 +24,7 @@ class Q4K(_SuperBlock):
         return e.b.fneg(e.mul(e.pick(packed, range(8, 16)), e.splat(e.two_halves(w)[1])))
 
     def codes(self, e, w, j):
-        return e.bits(e.twice(e.offset(w, 16 + 32 * j)), [0] * 2 + [4] * 2, 4)
+        return split_nibbles(e, e.offset(w, 16), j)
 
     def quarters(self, e, w):
         return e.codes_of(e.nibble_quarters(e.offset(w, 16), 32), 4)
@@ -33,9 +34,7 @@ class Q5K(Q4K):
     """As q4_K with 32 bytes of fifth bits before the nibbles."""
 
     def codes(self, e, w, j):
-        low = e.bits(e.twice(e.offset(w, 48 + 32 * j)), [0] * 2 + [4] * 2, 4)
-        high = e.bits(e.twice(e.offset(w, 16)), [2 * j] * 2 + [2 * j + 1] * 2, 1)
-        return e.b.or_(low, e.shift_left(high, 4))
+        return e.b.or_(split_nibbles(e, e.offset(w, 48), j), e.shift_left(bit_plane(e, e.offset(w, 16), j), 4))
 
     def quarters(self, e, w):
         return e.codes_of(
@@ -62,30 +61,16 @@ class Q6K(_SuperBlock):
         return e.codes_of(e.with_upper(e.nibble_quarters(w, 64), e.two_bit_quarters(e.offset(w, 128), 4), 4), 6)
 
 
-def raw_two_bits(e, address, j):
-    """2-bit codes of columns 64j.., to be masked with 3: 32 bytes per 128 columns, column group g at bits 2g."""
-    g = 2 * (j % 2)
-    return e.raw_halves(e.twice(e.offset(address, 32 * (j // 2))), 2 * g, 2 * g + 2)
-
-
-def two_bits(e, address, j):
-    """As `raw_two_bits`, masked."""
-    return e.all_and(raw_two_bits(e, address, j), 3)
-
-
 class Q2K(_SuperBlock):
     """scales[16] (4-bit scale, 4-bit minimum), qs[64], d, dmin f16."""
 
     def scales(self, e, w, row):
         low = e.all_and(e.in_scale_order(e.load(i8x16, w)), 15)
-        return e.mul(e.bytes_to_f32(low, signed=False), e.splat(self._factors(e, w)[0], f32x16))
+        return e.mul(e.bytes_to_f32(low, signed=False), e.splat(e.two_halves(e.offset(w, 80))[0], f32x16))
 
     def minima(self, e, w, row):
         high = e.lshr(e.in_scale_order(e.load(i8x16, w)), [4] * 16)
-        return e.b.fneg(e.mul(e.bytes_to_f32(high, signed=False), e.splat(self._factors(e, w)[1], f32x16)))
-
-    def _factors(self, e, w):
-        return e.two_halves(e.offset(w, 80))
+        return e.b.fneg(e.mul(e.bytes_to_f32(high, signed=False), e.splat(e.two_halves(e.offset(w, 80))[1], f32x16)))
 
     def codes(self, e, w, j):
         return two_bits(e, e.offset(w, 16), j)
@@ -106,9 +91,7 @@ class Q3K(_SuperBlock):
         return e.mul(e.bytes_to_f32(centred), e.splat(e.half(e.offset(w, 108)), f32x16))
 
     def dot_codes(self, e, w, j):
-        low = two_bits(e, e.offset(w, 32), j)
-        high = e.bits(e.twice(w), [2 * j] * 2 + [2 * j + 1] * 2, 1)
-        return e.b.or_(low, e.shift_left(high, 2))
+        return e.b.or_(two_bits(e, e.offset(w, 32), j), e.shift_left(bit_plane(e, w, j), 2))
 
     def quarters(self, e, w):
         return e.codes_of(e.with_upper(e.two_bit_quarters(e.offset(w, 32)), e.bit_quarters(w, 2), 2), 3)

@@ -8,6 +8,7 @@ from ikcli.backends.cpu.kernels import grid_points
 from ikcli.backends.cpu.kernels import grid_shuffle as gs
 from ikcli.backends.cpu.kernels.groupformat import GroupFormat, ir
 from ikcli.backends.cpu.kernels.rowformat import by_name
+from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.vec import i8x16, i8x64, i32x16, llvm_type
 
@@ -340,7 +341,7 @@ class IQ1M(_Ternary):
         out = []
         for ib in range(8):
             v = e.load_bytes(e.offset(w, 28 * ib + 24), 4)
-            ls = e.b.shuffle_vector(e.field(v, 0, 4), e.field(v, 4, 4), e.lanes(range(8)))
+            ls = e.b.shuffle_vector(e.field(v, 0, 4), e.field(v, 4, 4), indices(range(8)))
             out.append(e.affine(ls, 0.125, 0.0))
         return e.sixteens(out)
 

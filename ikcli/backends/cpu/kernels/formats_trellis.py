@@ -8,8 +8,9 @@ Source: https://github.com/ikawrakow/ik_llama.cpp/pull/113; layouts: ggml-common
 
 import llvmlite.ir as ir
 
-from ikcli.backends.cpu.kernels.formats_iqk import bit_plane
+from ikcli.backends.cpu.kernels.row_codes import bit_plane
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, by_name
+from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.gguf.constants import GGMLType
 from ikcli.native.simd.emit import I32
 from ikcli.native.simd.vec import call_llvm, i8x16, i8x64, i32x16, llvm_type
@@ -64,7 +65,7 @@ class _Trellis(RowFormat):
 
     def nonlinear(self, e, nibbles, row):
         """row * iq4_nl value of 8 nibbles (i32x8)."""
-        wide = e.b.shuffle_vector(nibbles, e.ints([0] * 8), e.lanes(range(16)))
+        wide = e.b.shuffle_vector(nibbles, e.ints([0] * 8), indices(range(16)))
         entries = e.lookup16([int(v) for v in IQ4_NL_VALUES], e.b.bitcast(wide, llvm_type(i8x64)))
         v = e.pick(e.b.bitcast(entries, wide.type), range(8))
         v = e.b.ashr(e.b.shl(v, e.ints([24] * 8)), e.ints([24] * 8))
@@ -185,7 +186,7 @@ class IQ1BN(RowFormat):
         def const(values):
             return ir.Constant(wide, [ir.Constant(wide.element, v) for v in values])
 
-        v = e.b.zext(e.b.shuffle_vector(first, last, e.lanes(source)), wide)
+        v = e.b.zext(e.b.shuffle_vector(first, last, indices(source)), wide)
         low = e.b.and_(e.b.mul(v, const(factor)), const([255] * 64))
         digits = e.b.lshr(e.b.mul(low, const([3] * 64)), const([8] * 64))
         return e.b.trunc(digits, ir.VectorType(ir.IntType(8), 64))

@@ -14,8 +14,9 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.activation_row import ActivationRow, without_bias
-from ikcli.backends.cpu.kernels.row_emitter import RowEmitter, indices
+from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
+from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.backends.cpu.tile_modes import MODES, most_code
 from ikcli.native.simd.lanes import folded
 from ikcli.native.simd.vec import f32x8, f32x16, i8x64, i32x16, llvm_type

@@ -1,187 +1,27 @@
-"""Operations on vectors of 64 weights that descriptions of weight formats are made of, as LLVM IR."""
+"""Operations on 64 codes that descriptions of weight formats are made of, as LLVM IR."""
 
 import llvmlite.ir as ir
 import numpy as np
 
-from ikcli.native.simd.emit import I32, I64, Emitter
-from ikcli.native.simd.half import half_to_f32
+from ikcli.backends.cpu.kernels.vector_emitter import VectorEmitter, indices
+from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.vec import (
     call_llvm,
     const_vector,
-    f32x8,
     i8x16,
     i8x32,
     i8x64,
-    i32x8,
     i32x16,
     llvm_type,
     pointer,
-    splat_value,
     with_sign,
 )
 
-_I8, _I16, _F32 = ir.IntType(8), ir.IntType(16), ir.FloatType()
+_I8 = ir.IntType(8)
 
 
-def indices(values):
-    """A constant shuffle mask."""
-    return ir.Constant(ir.VectorType(I32, len(values)), list(values))
-
-
-class RowEmitter(Emitter):
-    """Addresses are i64 values."""
-
-    scale_order = tuple(range(16))  # blocks of 16 columns whose scales are wanted, as lanes of f32x16
-
-    # --- loads --------------------------------------------------------------------------------------------------------
-    def word(self, address, bits=32):
-        """An unsigned integer of 8, 16, 32 or 64 bits, as i32 (i64 for 64)."""
-        t = ir.IntType(bits)
-        x = self.b.load(pointer(self.b, address, t), align=1)
-        return x if bits >= 32 else self.b.zext(x, I32)
-
-    def half(self, address):
-        """A half float as f32."""
-        # By way of an integer register: LLVM would insert it into a vector register and wait for what that held.
-        bits = self.opaque(self.b.zext(self.word(address, 16), I64))
-        return half_to_f32(self.b, self.b.trunc(bits, _I16))
-
-    def two_halves(self, address):
-        """Two adjacent half floats as f32."""
-        zeros = ir.Constant(ir.VectorType(I32, 4), None)
-        words = self.b.insert_element(zeros, self.word(address), self.index(0))
-        v = half_to_f32(self.b, self.pick(self.b.bitcast(words, ir.VectorType(_I16, 8)), range(4)))
-        return [self.b.extract_element(v, self.index(i)) for i in range(2)]
-
-    def single(self, address):
-        """A float."""
-        return self.b.load(pointer(self.b, address, _F32), align=1)
-
-    def halves_at(self, address, stride, count=8):
-        """f32x8 (or x16) of half floats `stride` bytes apart."""
-        v = ir.Constant(ir.VectorType(_I16, count), None)  # zeros: see `half`
-        for i in range(count):
-            x = self.b.load(pointer(self.b, self.offset(address, i * stride), _I16), align=1)
-            v = self.b.insert_element(v, x, ir.Constant(I32, i))
-        return half_to_f32(self.b, v)
-
-    def load_bytes(self, address, count):
-        """`count` unsigned bytes as i32 lanes."""
-        t = ir.VectorType(_I8, count)
-        return self.b.zext(self.b.load(pointer(self.b, address, t), align=1), ir.VectorType(I32, count))
-
-    def bytes_at(self, address, count):
-        """`count` bytes."""
-        return self.b.load(pointer(self.b, address, ir.VectorType(_I8, count)), align=1)
-
-    def nibbles_at(self, address):
-        """The nibbles of 8 bytes, as 16 bytes: all lower ones, then all upper ones."""
-        v = self.bytes_at(address, 8)
-        return self.joined([self.all_and(v, 15), self.lshr(v, [4] * 8)])
-
-    def two_bits_at(self, address, to):
-        """The two-bit fields of 4 bytes, at bit `to` of 16 bytes: the lowest field of each byte, then the next ..."""
-        words = self.pick(self.b.bitcast(self.word(address), ir.VectorType(I32, 1)), [0] * 4)
-        fields = self.all_and(self.lshr(words, [0, 2, 4, 6]), 0x03030303)
-        return self.b.bitcast(
-            self.b.shl(fields, ir.Constant(fields.type, [ir.Constant(I32, to)] * 4)), llvm_type(i8x16)
-        )
-
-    def singles(self, address, count):
-        """Adjacent floats."""
-        return self.b.load(pointer(self.b, address, ir.VectorType(_F32, count)), align=1)
-
-    def vector_pointer(self, address, bits, count):
-        """Pointer to a vector of integers."""
-        return pointer(self.b, address, ir.VectorType(ir.IntType(bits), count))
-
-    def with_sign(self, v, sign):
-        """64 bytes, negated where `sign` is negative; it is never 0. Needs AVX2."""
-
-        def half(at):
-            return with_sign(self.b, *(self.pick(x, range(at, at + 32)) for x in (v, sign)))
-
-        return self.join(half(0), half(32))
-
-    def gather64(self, words):
-        """64 bytes from 8 i64 values."""
-        v = ir.Constant(ir.VectorType(I64, 8), ir.Undefined)
-        for i, x in enumerate(words):
-            v = self.b.insert_element(v, x, self.index(i))
-        return self.b.bitcast(v, llvm_type(i8x64))
-
-    def splat64(self, x):
-        """An i64 in 8 lanes."""
-        one = self.b.insert_element(ir.Constant(ir.VectorType(I64, 8), ir.Undefined), x, self.index(0))
-        return self.pick(one, [0] * 8)
-
-    def lanes(self, values):
-        """A constant shuffle mask."""
-        return indices(values)
-
-    def index(self, i):
-        """A lane number."""
-        return ir.Constant(I32, i)
-
-    def zero8(self):
-        return self.zero(f32x8)
-
-    # --- f32 vectors --------------------------------------------------------------------------------------------------
-    def splat(self, x, vec=f32x8):
-        return splat_value(self.b, vec, x)
-
-    def in_scale_order(self, v):
-        """16 lanes that belong to 16 scales, in the order of `scale_order`."""
-        return v if self.scale_order == tuple(range(16)) else self.pick(v, self.scale_order)
-
-    def mul(self, x, y):
-        return self.b.fmul(x, y)
-
-    def ints_to_f32(self, v):
-        """Signed i32 lanes as floats."""
-        return self.b.sitofp(v, ir.VectorType(_F32, v.type.count))
-
-    def bytes_to_f32(self, v, signed=True):
-        """Byte lanes as floats."""
-        wide = ir.VectorType(I32, v.type.count)
-        return self.ints_to_f32(self.b.sext(v, wide) if signed else self.b.zext(v, wide))
-
-    def pick(self, v, lanes):
-        """Lanes of v in any order and number."""
-        return self.b.shuffle_vector(v, v, indices(lanes))
-
-    def fused(self, a, b, c):
-        """a*b + c for f32 vectors of any length."""
-        return call_llvm(self.b, f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
-
-    # --- i32 vectors --------------------------------------------------------------------------------------------------
-    def splat_int(self, x, vec=i32x8):
-        return splat_value(self.b, vec, x)
-
-    def ints(self, values, vec=i32x8):
-        return const_vector(vec, values)
-
-    def constants(self, values, bits):
-        """A constant vector of integers."""
-        t = ir.IntType(bits)
-        return ir.Constant(ir.VectorType(t, len(values)), [ir.Constant(t, x) for x in values])
-
-    def bits_set(self, v, positions):
-        """Mask of the integer lanes whose bit at this position is set."""
-        width = v.type.element.width
-        if width == 32 and "avx512f" not in self.features():  # lanes are chosen by their upper bit
-            shifted = self.b.shl(v, self.constants([31 - p for p in positions], 32))
-            return self.b.icmp_signed("<", shifted, self.constants([0] * len(positions), 32))
-        bits = self.constants([1 << p for p in positions], width)
-        return self.b.icmp_unsigned("!=", self.b.and_(v, bits), self.constants([0] * len(positions), width))
-
-    def lshr(self, v, amounts):
-        """Integer lanes shifted right by constants."""
-        return self.b.lshr(v, ir.Constant(v.type, [ir.Constant(v.type.element, a) for a in amounts]))
-
-    def all_and(self, v, m):
-        """Every lane (of any integer width) and m."""
-        return self.b.and_(v, ir.Constant(v.type, [ir.Constant(v.type.element, m)] * v.type.count))
+class RowEmitter(VectorEmitter):
+    """Codes are bytes, in i8x64."""
 
     # --- 64 codes -----------------------------------------------------------------------------------------------------
     def const64(self, x):
@@ -203,6 +43,26 @@ class RowEmitter(Emitter):
     def shift_left(self, v, n):
         words = self.b.bitcast(v, llvm_type(i32x16))
         return self.b.bitcast(self.b.shl(words, const_vector(i32x16, [n] * 16)), llvm_type(i8x64))
+
+    def gather64(self, words):
+        """64 bytes from 8 i64 values."""
+        v = ir.Constant(ir.VectorType(I64, 8), ir.Undefined)
+        for i, x in enumerate(words):
+            v = self.b.insert_element(v, x, self.index(i))
+        return self.b.bitcast(v, llvm_type(i8x64))
+
+    def splat64(self, x):
+        """An i64 in 8 lanes."""
+        one = self.b.insert_element(ir.Constant(ir.VectorType(I64, 8), ir.Undefined), x, self.index(0))
+        return self.pick(one, [0] * 8)
+
+    def with_sign(self, v, sign):
+        """64 bytes, negated where `sign` is negative; it is never 0. Needs AVX2."""
+
+        def half(at):
+            return with_sign(self.b, *(self.pick(x, range(at, at + 32)) for x in (v, sign)))
+
+        return self.join(half(0), half(32))
 
     def bits(self, v, starts, width, to=0):
         """`width` bits of each of 64 bytes at bit `to`, others 0; in 16-byte chunk c they begin at bit starts[c]."""
@@ -240,6 +100,17 @@ class RowEmitter(Emitter):
         matrix = const_vector(i8x64, matrix.view(np.int8).ravel().tolist())
         return call_llvm(self.b, "llvm.x86.vgf2p8affineqb.512", v.type, [v, matrix, ir.Constant(_I8, 0)])
 
+    def _moved(self, words, right):
+        """Lanes moved right, or left where that is negative; what leaves a lane may come back."""
+        if min(right) >= 0:
+            return self.lshr(words, right)
+        if "avx512f" in self.features():
+            by = const_vector(i32x16, [n % 32 for n in right])
+            return call_llvm(self.b, "llvm.fshr.v16i32", words.type, [words, words, by])
+        return self.b.shl(
+            self.lshr(words, [max(n, 0) for n in right]), const_vector(i32x16, [max(-n, 0) for n in right])
+        )
+
     def raw_halves(self, v, lo, hi):
         """64 bytes with the bits from `lo` on, in the last 32 from `hi` on, moved to bit 0; others above these."""
         return self.shift_right(v, [lo] * 8 + [hi] * 8)
@@ -252,17 +123,6 @@ class RowEmitter(Emitter):
         for n in range(4):
             words = self.b.shuffle_vector(low, high, indices([4 * c + n for c in chunks]))
             yield self.b.bitcast(self._moved(words, [s - at for s in shifts]), llvm_type(i8x64))
-
-    def _moved(self, words, right):
-        """Lanes moved right, or left where that is negative; what leaves a lane may come back."""
-        if min(right) >= 0:
-            return self.lshr(words, right)
-        if "avx512f" in self.features():
-            by = const_vector(i32x16, [n % 32 for n in right])
-            return call_llvm(self.b, "llvm.fshr.v16i32", words.type, [words, words, by])
-        return self.b.shl(
-            self.lshr(words, [max(n, 0) for n in right]), const_vector(i32x16, [max(-n, 0) for n in right])
-        )
 
     def bit_quarters(self, address, at):
         """Bit b of 32 bytes for the columns 32b .. 32b+31."""
@@ -383,37 +243,11 @@ class RowEmitter(Emitter):
             return self.lookup(table * (64 >> bits), v)
         return self.lookup(table * max(1, 16 >> bits), self.all_and(v, (1 << bits) - 1))
 
-    def table(self, values, bits, name):
-        """A constant array in the kernel's data section; returns its address (i64)."""
-        name = f"ik.table.{name}"
-        module = self.b.module
-        if name not in module.globals:
-            t = ir.ArrayType(ir.IntType(bits), len(values))
-            g = ir.GlobalVariable(module, t, name)
-            g.linkage, g.global_constant, g.align = "internal", True, 64
-            g.initializer = ir.Constant(t, [ir.Constant(ir.IntType(bits), int(x)) for x in values])
-        return self.b.ptrtoint(module.globals[name], I64)
-
-    def bytes_of_words(self, x, y):
-        """32 bytes: the low ones of two i32x16 of numbers below 256."""
-        if "avx2" not in self.features():
-            half = ir.VectorType(_I8, 16)
-            return self.b.shuffle_vector(self.b.trunc(x, half), self.b.trunc(y, half), indices(range(32)))
-        pairs, quads = ir.VectorType(_I16, 16), llvm_type(i8x32)
-        halves = [[self.pick(v, range(first, first + 8)) for first in (0, 8)] for v in (x, y)]
-        words = [call_llvm(self.b, "llvm.x86.avx2.packusdw", pairs, half) for half in halves]
-        mixed = self.b.bitcast(call_llvm(self.b, "llvm.x86.avx2.packuswb", quads, words), llvm_type(i32x8))
-        return self.b.bitcast(self.pick(mixed, [0, 4, 1, 5, 2, 6, 3, 7]), quads)
-
     def with_bias(self, v, bias):
         """Signed bytes plus a bias of 128, or of 0."""
         return self.b.xor(v, self.const64(-128)) if bias else v
 
-    def opaque_table(self, values, bits, name, w):
-        """As `table`, known only once w is: vectors of it stay in memory instead of taking registers through a loop."""
-        t = ir.FunctionType(I64, [I64, I64])
-        return self.b.asm(t, "", "=r,0,r", [self.table(values, bits, name), w], False)
-
+    # --- points of grids ----------------------------------------------------------------------------------------------
     def entries64(self, table, words, lanes):
         """64 bytes: entries (i64) of a `table` by number (u16 lanes of `words`).
 
@@ -448,10 +282,3 @@ class RowEmitter(Emitter):
             else:
                 parts[-1] = self.b.shuffle_vector(parts[-1], found, indices(lanes))
         return self.b.bitcast(self.joined(parts), llvm_type(i8x64))
-
-    def joined(self, parts):
-        """Vectors of equal length one after the other."""
-        while len(parts) > 1:
-            lanes = indices(range(2 * parts[0].type.count))
-            parts = [self.b.shuffle_vector(x, y, lanes) for x, y in zip(parts[::2], parts[1::2], strict=True)]
-        return parts[0]

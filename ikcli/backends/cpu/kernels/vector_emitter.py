@@ -1,0 +1,195 @@
+"""Operations on vectors of any length that descriptions of weight formats are made of, as LLVM IR."""
+
+import llvmlite.ir as ir
+
+from ikcli.native.simd.emit import I32, I64, Emitter
+from ikcli.native.simd.half import half_to_f32
+from ikcli.native.simd.vec import (
+    call_llvm,
+    const_vector,
+    f32x8,
+    i8x16,
+    i8x32,
+    i32x8,
+    llvm_type,
+    pointer,
+    splat_value,
+)
+
+_I8, _I16, _F32 = ir.IntType(8), ir.IntType(16), ir.FloatType()
+
+
+def indices(values):
+    """A constant shuffle mask."""
+    return ir.Constant(ir.VectorType(I32, len(values)), list(values))
+
+
+class VectorEmitter(Emitter):
+    """Addresses are i64 values."""
+
+    scale_order = tuple(range(16))  # blocks of 16 columns whose scales are wanted, as lanes of f32x16
+
+    # --- loads --------------------------------------------------------------------------------------------------------
+    def word(self, address, bits=32):
+        """An unsigned integer of 8, 16, 32 or 64 bits, as i32 (i64 for 64)."""
+        t = ir.IntType(bits)
+        x = self.b.load(pointer(self.b, address, t), align=1)
+        return x if bits >= 32 else self.b.zext(x, I32)
+
+    def half(self, address):
+        """A half float as f32."""
+        # By way of an integer register: LLVM would insert it into a vector register and wait for what that held.
+        bits = self.opaque(self.b.zext(self.word(address, 16), I64))
+        return half_to_f32(self.b, self.b.trunc(bits, _I16))
+
+    def two_halves(self, address):
+        """Two adjacent half floats as f32."""
+        zeros = ir.Constant(ir.VectorType(I32, 4), None)
+        words = self.b.insert_element(zeros, self.word(address), self.index(0))
+        v = half_to_f32(self.b, self.pick(self.b.bitcast(words, ir.VectorType(_I16, 8)), range(4)))
+        return [self.b.extract_element(v, self.index(i)) for i in range(2)]
+
+    def single(self, address):
+        """A float."""
+        return self.b.load(pointer(self.b, address, _F32), align=1)
+
+    def halves_at(self, address, stride, count=8):
+        """f32x8 (or x16) of half floats `stride` bytes apart."""
+        v = ir.Constant(ir.VectorType(_I16, count), None)  # zeros: see `half`
+        for i in range(count):
+            x = self.b.load(pointer(self.b, self.offset(address, i * stride), _I16), align=1)
+            v = self.b.insert_element(v, x, ir.Constant(I32, i))
+        return half_to_f32(self.b, v)
+
+    def load_bytes(self, address, count):
+        """`count` unsigned bytes as i32 lanes."""
+        t = ir.VectorType(_I8, count)
+        return self.b.zext(self.b.load(pointer(self.b, address, t), align=1), ir.VectorType(I32, count))
+
+    def bytes_at(self, address, count):
+        """`count` bytes."""
+        return self.b.load(pointer(self.b, address, ir.VectorType(_I8, count)), align=1)
+
+    def nibbles_at(self, address):
+        """The nibbles of 8 bytes, as 16 bytes: all lower ones, then all upper ones."""
+        v = self.bytes_at(address, 8)
+        return self.joined([self.all_and(v, 15), self.lshr(v, [4] * 8)])
+
+    def nibbles16(self, address):
+        """The nibbles of 8 bytes, the lower one of each first, as 16 bytes in the order of scales."""
+        return self.in_scale_order(self.pick(self.nibbles_at(address), [8 * (n % 2) + n // 2 for n in range(16)]))
+
+    def two_bits_at(self, address, to):
+        """The two-bit fields of 4 bytes, at bit `to` of 16 bytes: the lowest field of each byte, then the next ..."""
+        words = self.pick(self.b.bitcast(self.word(address), ir.VectorType(I32, 1)), [0] * 4)
+        fields = self.all_and(self.lshr(words, [0, 2, 4, 6]), 0x03030303)
+        return self.b.bitcast(
+            self.b.shl(fields, ir.Constant(fields.type, [ir.Constant(I32, to)] * 4)), llvm_type(i8x16)
+        )
+
+    def singles(self, address, count):
+        """Adjacent floats."""
+        return self.b.load(pointer(self.b, address, ir.VectorType(_F32, count)), align=1)
+
+    def vector_pointer(self, address, bits, count):
+        """Pointer to a vector of integers."""
+        return pointer(self.b, address, ir.VectorType(ir.IntType(bits), count))
+
+    def table(self, values, bits, name):
+        """A constant array in the kernel's data section; returns its address (i64)."""
+        name = f"ik.table.{name}"
+        module = self.b.module
+        if name not in module.globals:
+            t = ir.ArrayType(ir.IntType(bits), len(values))
+            g = ir.GlobalVariable(module, t, name)
+            g.linkage, g.global_constant, g.align = "internal", True, 64
+            g.initializer = ir.Constant(t, [ir.Constant(ir.IntType(bits), int(x)) for x in values])
+        return self.b.ptrtoint(module.globals[name], I64)
+
+    def opaque_table(self, values, bits, name, w):
+        """As `table`, known only once w is: vectors of it stay in memory instead of taking registers through a loop."""
+        t = ir.FunctionType(I64, [I64, I64])
+        return self.b.asm(t, "", "=r,0,r", [self.table(values, bits, name), w], False)
+
+    # --- lanes --------------------------------------------------------------------------------------------------------
+    def joined(self, parts):
+        """Vectors of equal length one after the other."""
+        while len(parts) > 1:
+            lanes = indices(range(2 * parts[0].type.count))
+            parts = [self.b.shuffle_vector(x, y, lanes) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]
+
+    def index(self, i):
+        """A lane number."""
+        return ir.Constant(I32, i)
+
+    def zero8(self):
+        return self.zero(f32x8)
+
+    # --- f32 vectors --------------------------------------------------------------------------------------------------
+    def splat(self, x, vec=f32x8):
+        return splat_value(self.b, vec, x)
+
+    def in_scale_order(self, v):
+        """16 lanes that belong to 16 scales, in the order of `scale_order`."""
+        return v if self.scale_order == tuple(range(16)) else self.pick(v, self.scale_order)
+
+    def mul(self, x, y):
+        return self.b.fmul(x, y)
+
+    def ints_to_f32(self, v):
+        """Signed i32 lanes as floats."""
+        return self.b.sitofp(v, ir.VectorType(_F32, v.type.count))
+
+    def bytes_to_f32(self, v, signed=True):
+        """Byte lanes as floats."""
+        wide = ir.VectorType(I32, v.type.count)
+        return self.ints_to_f32(self.b.sext(v, wide) if signed else self.b.zext(v, wide))
+
+    def pick(self, v, lanes):
+        """Lanes of v in any order and number."""
+        return self.b.shuffle_vector(v, v, indices(lanes))
+
+    def fused(self, a, b, c):
+        """a*b + c for f32 vectors of any length."""
+        return call_llvm(self.b, f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
+
+    # --- i32 vectors --------------------------------------------------------------------------------------------------
+    def splat_int(self, x, vec=i32x8):
+        return splat_value(self.b, vec, x)
+
+    def ints(self, values, vec=i32x8):
+        return const_vector(vec, values)
+
+    def constants(self, values, bits):
+        """A constant vector of integers."""
+        t = ir.IntType(bits)
+        return ir.Constant(ir.VectorType(t, len(values)), [ir.Constant(t, x) for x in values])
+
+    def bits_set(self, v, positions):
+        """Mask of the integer lanes whose bit at this position is set."""
+        width = v.type.element.width
+        if width == 32 and "avx512f" not in self.features():  # lanes are chosen by their upper bit
+            shifted = self.b.shl(v, self.constants([31 - p for p in positions], 32))
+            return self.b.icmp_signed("<", shifted, self.constants([0] * len(positions), 32))
+        bits = self.constants([1 << p for p in positions], width)
+        return self.b.icmp_unsigned("!=", self.b.and_(v, bits), self.constants([0] * len(positions), width))
+
+    def lshr(self, v, amounts):
+        """Integer lanes shifted right by constants."""
+        return self.b.lshr(v, ir.Constant(v.type, [ir.Constant(v.type.element, a) for a in amounts]))
+
+    def all_and(self, v, m):
+        """Every lane (of any integer width) and m."""
+        return self.b.and_(v, ir.Constant(v.type, [ir.Constant(v.type.element, m)] * v.type.count))
+
+    def bytes_of_words(self, x, y):
+        """32 bytes: the low ones of two i32x16 of numbers below 256."""
+        if "avx2" not in self.features():
+            half = ir.VectorType(_I8, 16)
+            return self.b.shuffle_vector(self.b.trunc(x, half), self.b.trunc(y, half), indices(range(32)))
+        pairs, quads = ir.VectorType(_I16, 16), llvm_type(i8x32)
+        halves = [[self.pick(v, range(first, first + 8)) for first in (0, 8)] for v in (x, y)]
+        words = [call_llvm(self.b, "llvm.x86.avx2.packusdw", pairs, half) for half in halves]
+        mixed = self.b.bitcast(call_llvm(self.b, "llvm.x86.avx2.packuswb", quads, words), llvm_type(i32x8))
+        return self.b.bitcast(self.pick(mixed, [0, 4, 1, 5, 2, 6, 3, 7]), quads)

@@ -32,6 +32,15 @@ TYPES = (
     "Q4_K",
     "Q5_K",
     "Q6_K",
+    "IQ2_KS",
+    "IQ3_KS",
+    "IQ4_KS",
+    "IQ5_KS",
+    "IQ4_KSS",
+    "IQ2_KL",
+    "IQ2_KT",
+    "IQ3_KT",
+    "IQ4_KT",
 )
 
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Write a GGUF model with random weights and real geometry, for speed measurements and smoke tests.
 
-Weights are streamed: float types are N(0, 0.02); block types get random codes and sub-block scales with the block scale
-chosen so that the decoded weights have the same spread, which keeps activations finite. Norms, biases and routers are
-F32. The tokenizer is an SPM-like one of byte tokens, ASCII characters and filler words up to the vocabulary size.
+Weights are streamed: float types are N(0, 0.02); block types get random codes and sub-block scales with the scale of
+the block (or row) chosen so that the decoded weights have the same spread, which keeps activations finite. Norms,
+biases and routers are F32. The tokenizer is an SPM-like one of byte tokens, ASCII characters and filler words up to the
+vocabulary size.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import GGUFWriter, TensorSpec
 from ikcli.quant.decode import decodable_types, dequantize
 from ikcli.quant.encode import quantize
-from ikcli.quant.formats import FORMATS, QuantFormat, format_by_name
+from ikcli.quant.formats import FORMATS, QuantFormat, format_by_name, row_size
 from ikcli.quant.validate import block_scale_offsets
 
 STD = 0.02
 _CHUNK_ELEMENTS = 1 << 23
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+# Types whose rows begin with their only float, and what that is.
+_ROW_SCALES = {GGMLType[name]: "<f2" for name in ("IQ2_KS", "IQ3_KS", "IQ2_KL")}
+_ROW_SCALES |= {GGMLType[name]: "<f4" for name in ("IQ4_KS", "IQ5_KS", "IQ4_KSS", "IQ2_KT", "IQ3_KT", "IQ4_KT")}
 # For rows that are not multiples of 256, as the quantize command chooses.
 _FALLBACK = {
     GGMLType.Q2_K: GGMLType.IQ4_NL,
@@ -252,35 +256,50 @@ def random_blocks(fmt: QuantFormat, n: int, d: float, rng: np.random.Generator) 
     return blocks
 
 
+def random_rows(fmt: QuantFormat, n: int, k: int, d: float, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """n rows of k random codes, with row scale d * U(0.75, 1.25) of either sign."""
+    row_bytes = row_size(fmt.type, k)
+    rows = np.frombuffer(bytearray(rng.bytes(n * row_bytes)), np.uint8).reshape(n, row_bytes)
+    scale = rng.uniform(0.75, 1.25, (n, 1)) * rng.choice([-d, d], (n, 1))
+    rows[:, : fmt.row_meta_size] = scale.astype(_ROW_SCALES[fmt.type]).view(np.uint8)
+    return rows
+
+
 @cache
 def _unit_rms(type: GGMLType) -> float:
-    """Root mean square of the weights of random blocks with d = 1."""
-    fmt = FORMATS[type]
-    blocks = random_blocks(fmt, 512, 1.0, np.random.default_rng(0))
-    values = dequantize(blocks, type, (512 * fmt.block_size,))
+    """Root mean square of the weights of random blocks, or rows, with d = 1."""
+    fmt, rng = FORMATS[type], np.random.default_rng(0)
+    if type in _ROW_SCALES:
+        values = dequantize(random_rows(fmt, 64, 2048, 1.0, rng), type, (2048, 64))
+    else:
+        values = dequantize(random_blocks(fmt, 512, 1.0, rng), type, (512 * fmt.block_size,))
     return float(np.sqrt(np.mean(values.astype(np.float64) ** 2)))
 
 
 def tensor_data(spec: TensorSpec, rng: np.random.Generator) -> Iterator[npt.NDArray[np.uint8]]:
     """Chunks of the bytes of one tensor."""
     n = int(np.prod(spec.shape, dtype=np.int64))
-    fmt = FORMATS[spec.type]
-    for start in range(0, n, _CHUNK_ELEMENTS):
-        count = min(_CHUNK_ELEMENTS, n - start)
+    fmt, k = FORMATS[spec.type], spec.shape[0]
+    per_chunk = max(1, _CHUNK_ELEMENTS // k) * k
+    for start in range(0, n, per_chunk):
+        count = min(per_chunk, n - start)
         if spec.type in _FLOATS:
             values = rng.standard_normal(count, np.float32) * np.float32(STD)
             if spec.name.endswith("norm.weight"):
                 values += np.float32(1)
             yield quantize(values, spec.type)
+            continue
+        d = STD / _unit_rms(spec.type)
+        if spec.type in _ROW_SCALES:
+            yield random_rows(fmt, count // k, k, d, rng).reshape(-1)
         else:
-            d = STD / _unit_rms(spec.type)
             yield random_blocks(fmt, count // fmt.block_size, d, rng).reshape(-1)
 
 
 def check_type(name: str) -> GGMLType:
     """A type this script can fill with random weights, by name."""
     fmt = format_by_name(name)
-    usable = [t for t in decodable_types() if t in _FLOATS or block_scale_offsets(t)]
+    usable = [t for t in decodable_types() if t in _FLOATS or t in _ROW_SCALES or block_scale_offsets(t)]
     if fmt.type not in usable or fmt.rows > 1:
         names = ", ".join(FORMATS[t].name for t in sorted(usable) if FORMATS[t].rows == 1)
         raise UsageError(f"random weights of type {fmt.name} cannot be made directly; use one of {names}")

@@ -7,6 +7,7 @@ A value is a table entry; one bit per sub-block selects a table shifted by a con
 import llvmlite.ir as ir
 
 from ikcli.backends.cpu.kernels.row_codes import (
+    CROSSED_NIBBLES,
     five_bit_entry,
     plane_starts,
     split_nibbles,
@@ -19,8 +20,6 @@ from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type, pointer
 from ikcli.quant.tables import IQ2_KL_VALUES, IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES, IQ6_VALUES
-
-_NIBBLES8 = [4 * i for i in range(8)]
 
 
 class _Base(RowFormat):
@@ -147,8 +146,8 @@ class IQ2KS(_Base):
     bias = 32
 
     def scales(self, e, w, row):
-        low = e.all_and(e.lshr(e.splat_int(e.word(e.offset(w, 2))), _NIBBLES8), 15)
-        high = e.all_and(e.lshr(e.splat_int(e.word(w, 16)), [8 + i for i in range(8)]), 1)
+        low = e.fields_at(e.offset(w, 2), range(0, 32, 4), 4)
+        high = e.fields_at(w, range(8, 16), 1, 16)
         m = e.b.sub(e.b.or_(low, e.b.shl(high, e.ints([4] * 8))), e.ints([16] * 8))
         return e.mul(e.ints_to_f32(m), e.splat(row))
 
@@ -168,8 +167,8 @@ class IQ3KS(_Base):
     bias = 64
 
     def scales(self, e, w, row):
-        low = e.all_and(e.lshr(e.splat_int(e.word(e.offset(w, 2))), [8 * (i % 4) + 4 * (i // 4) for i in range(8)]), 15)
-        high = e.all_and(e.lshr(e.splat_int(e.word(w, 16)), list(range(8))), 1)
+        low = e.fields_at(e.offset(w, 2), CROSSED_NIBBLES, 4)
+        high = e.fields_at(w, range(8), 1, 16)
         m = e.b.sub(e.b.or_(low, e.b.shl(high, e.ints([4] * 8))), e.ints([16] * 8))
         return e.mul(e.ints_to_f32(m), e.splat(row))
 
@@ -242,8 +241,8 @@ class IQ2KL(_Base):
     bias = 64
 
     def scales(self, e, w, row):
-        low = e.all_and(e.lshr(e.splat_int(e.word(e.offset(w, 2))), [8 * (i % 4) + 4 * (i // 4) for i in range(8)]), 15)
-        high = e.all_and(e.lshr(e.splat_int(e.word(w, 16)), [2 * i for i in range(8)]), 3)
+        low = e.fields_at(e.offset(w, 2), CROSSED_NIBBLES, 4)
+        high = e.fields_at(w, range(0, 16, 2), 2, 16)
         m = e.b.sub(e.b.or_(low, e.b.shl(high, e.ints([4] * 8))), e.ints([32] * 8))
         return e.mul(e.ints_to_f32(m), e.splat(row))
 

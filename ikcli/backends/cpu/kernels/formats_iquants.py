@@ -196,7 +196,7 @@ class IQ3S(_Signed):
     bias, signs_at = 16, 74
 
     def scales(self, e, w, row):
-        ls = e.all_and(e.lshr(e.splat_int(e.word(e.offset(w, 106))), [4 * i for i in range(8)]), 15)
+        ls = e.fields_at(e.offset(w, 106), range(0, 32, 4), 4)
         return e.mul(_affine(e, ls, 2.0, 1.0), e.splat(e.half(w)))
 
     def shuffled(self, e, w, j):

@@ -101,8 +101,8 @@ class IQ4XS(_SuperBlock):
     """d f16, scales_h u16, scales_l[4], qs[128]: 6-bit scales per 32 columns, values from the iq4_nl table."""
 
     def scales(self, e, w, row):
-        low = e.all_and(e.lshr(e.splat_int(e.word(e.offset(w, 4))), [4 * i for i in range(8)]), 15)
-        high = e.all_and(e.lshr(e.splat_int(e.word(e.offset(w, 2), 16)), [2 * i for i in range(8)]), 3)
+        low = e.fields_at(e.offset(w, 4), range(0, 32, 4), 4)
+        high = e.fields_at(e.offset(w, 2), range(0, 16, 2), 2, 16)
         both = e.b.or_(low, e.b.shl(high, e.ints([4] * 8)))
         return e.mul(e.ints_to_f32(e.b.sub(both, e.ints([32] * 8))), e.splat(e.half(w)))
 

@@ -8,7 +8,7 @@ Source: https://github.com/ikawrakow/ik_llama.cpp/pull/113; layouts: ggml-common
 
 import llvmlite.ir as ir
 
-from ikcli.backends.cpu.kernels.row_codes import bit_plane
+from ikcli.backends.cpu.kernels.row_codes import CROSSED_NIBBLES, bit_plane
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, by_name
 from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.gguf.constants import GGMLType
@@ -71,10 +71,6 @@ class _Trellis(RowFormat):
         v = e.b.ashr(e.b.shl(v, e.ints([24] * 8)), e.ints([24] * 8))
         return e.mul(e.ints_to_f32(v), e.splat(row))
 
-    def crossed_nibbles(self, e, w):
-        """Nibble i // 4 of byte i % 4, i = 0..7."""
-        return e.all_and(e.lshr(e.splat_int(e.word(w)), [8 * (i % 4) + 4 * (i // 4) for i in range(8)]), 15)
-
 
 class IQ1KT(_Trellis):
     """sh[8] (scale nibble, four 13th index bits), ql[32], qh[16]."""
@@ -100,7 +96,7 @@ class IQ2KT(_Trellis):
     """scales[4], ql u16[32]."""
 
     def scales(self, e, w, row):
-        return self.nonlinear(e, self.crossed_nibbles(e, w), row)
+        return self.nonlinear(e, e.fields_at(w, CROSSED_NIBBLES, 4), row)
 
     def dot_codes(self, e, w, j):
         return self.groups8(e, indices16(e, e.offset(w, 4 + 16 * j)))
@@ -110,7 +106,7 @@ class IQ3KT(_Trellis):
     """scales[4], ql u16[32], qh[32]: magnitudes from the trellis, sign bits in qh."""
 
     def scales(self, e, w, row):
-        return e.mul(e.ints_to_f32(self.crossed_nibbles(e, w)), e.splat(row))
+        return e.mul(e.ints_to_f32(e.fields_at(w, CROSSED_NIBBLES, 4)), e.splat(row))
 
     def dot_codes(self, e, w, j):
         values = e.with_bias(self.groups8(e, indices16(e, e.offset(w, 4 + 16 * j))), self.bias)  # or without it again

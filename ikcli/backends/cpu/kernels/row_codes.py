@@ -1,5 +1,7 @@
 """Codes of columns 64j .. 64j+63 as K-quants and IQ*_K types store them, in fields and bit planes of 32 bytes."""
 
+CROSSED_NIBBLES = [8 * (i % 4) + 4 * (i // 4) for i in range(8)]  # of a word: lower ones of its bytes, upper ones
+
 
 def raw_two_bits(e, address, j):
     """2-bit codes of columns 64j.., to be masked with 3: 32 bytes per 128 columns, column group g at bits 2g."""

@@ -87,6 +87,10 @@ class VectorEmitter(Emitter):
             self.b.shl(fields, ir.Constant(fields.type, [ir.Constant(I32, to)] * 4)), llvm_type(i8x16)
         )
 
+    def fields_at(self, address, starts, width, bits=32):
+        """Fields of an integer of `bits` as i32x8: `width` bits from each of eight `starts` on."""
+        return self.all_and(self.lshr(self.splat_int(self.word(address, bits)), starts), (1 << width) - 1)
+
     def singles(self, address, count):
         """Adjacent floats."""
         return self.b.load(pointer(self.b, address, ir.VectorType(_F32, count)), align=1)

@@ -18,7 +18,7 @@ from ikcli.backends.cpu.kernels.row_codes import (
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased, by_name
 from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.native.simd.emit import I32, I64
-from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type, pointer
+from ikcli.native.simd.vec import f32x16, i8x16, i8x64, i32x16, llvm_type, pointer
 from ikcli.quant.tables import IQ2_KL_VALUES, IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES, IQ6_VALUES
 
 
@@ -225,11 +225,18 @@ class IQ4KSS(_ByteScales):
         as_bytes = e.pick(e.b.bitcast(lanes, llvm_type(i8x16)), range(8))
         return e.b.zext(as_bytes, ir.VectorType(I32, 8))
 
+    def nibbles(self, e, address, n_words):
+        """Bytes of two nibbles, as other types have them."""
+        u = e.all_and(e.b.load(e.vector_pointer(address, 16, n_words), align=1), 0xFFFE)
+        v = e.b.xor(u, e.lshr(u, [1] * n_words))
+        return e.b.bitcast(v, ir.VectorType(ir.IntType(8), 2 * n_words))
+
+    def quarters(self, e, w):
+        parts = [self.nibbles(e, e.offset(w, at), 32) for at in (0, 64)]
+        return e.codes_of(e.nibble_quarters_of(parts, 16), 4, biased(IQ4_VALUES[0], self.bias))
+
     def dot_codes(self, e, w, j):
-        t = ir.VectorType(ir.IntType(16), 16)
-        u = e.all_and(e.b.load(e.vector_pointer(e.offset(w, 32 * j), 16, 16), align=1), 0xFFFE)
-        v = e.b.xor(u, e.b.lshr(u, ir.Constant(t, [ir.Constant(t.element, 1)] * 16)))
-        packed = e.b.bitcast(v, llvm_type(i8x32))
+        packed = self.nibbles(e, e.offset(w, 32 * j), 16)
         both = e.b.shuffle_vector(packed, packed, indices([*range(16), *range(16), *range(16, 32), *range(16, 32)]))
         nibbles = e.shift_right(both, [0] * 4 + [4] * 4 + [0] * 4 + [4] * 4)
         return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, nibbles)

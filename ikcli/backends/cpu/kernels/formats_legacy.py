@@ -41,6 +41,9 @@ class Q4_0(_Blocks32):
     def dot_codes(self, e, w, j):
         return e.nibble_pair(w, j, 18, 2)
 
+    def quarters(self, e, w):
+        return e.codes_of(e.apart_nibble_quarters(e.offset(w, 2), 18), 4)
+
 
 class Q5_0(_Blocks32):
     bias = 16
@@ -75,6 +78,9 @@ class Q4_1(_WithMin):
     def codes(self, e, w, j):
         return e.nibble_pair(w, j, 20, 4)
 
+    def quarters(self, e, w):
+        return e.codes_of(e.apart_nibble_quarters(e.offset(w, 4), 20), 4)
+
 
 class Q5_1(_WithMin):
     def codes(self, e, w, j):
@@ -85,6 +91,9 @@ class Q5_1(_WithMin):
 class IQ4NL(_Blocks32):
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(IQ4_NL_VALUES, self.bias), 4, e.raw_nibble_pair(w, j, 18, 2))
+
+    def quarters(self, e, w):
+        return e.codes_of(e.apart_nibble_quarters(e.offset(w, 2), 18), 4, biased(IQ4_NL_VALUES, self.bias))
 
 
 class Mxfp4(_Blocks32):
@@ -104,6 +113,9 @@ class Mxfp4(_Blocks32):
 
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(MXFP4_VALUES, self.bias), 4, e.raw_nibble_pair(w, j, 17, 1))
+
+    def quarters(self, e, w):
+        return e.codes_of(e.apart_nibble_quarters(e.offset(w, 1), 17), 4, biased(MXFP4_VALUES, self.bias))
 
 
 class Q8KV(RowFormat):

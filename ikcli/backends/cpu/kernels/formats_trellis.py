@@ -63,6 +63,23 @@ class _Trellis(RowFormat):
         a, b, c, d = parts
         return e.join(e.bytes_of_words(a, b), e.bytes_of_words(c, d))
 
+    def four_values(self, e, index, first):
+        """Values first + 1 .. first + 4, plus 126, of 16 indices, as the bytes of 16 lanes."""
+        seeds, four = e.b.add(index, e.ints([TRELLIS_OFFSET] * 16, i32x16)), None
+        for factor in reversed(powers(first + 4)[first:]):
+            masked = e.all_and(e.b.mul(seeds, e.ints([factor] * 16, i32x16)), 0x3F3F3F3F)
+            start = e.zero(i32x16) if four is None else e.b.shl(four, e.ints([8] * 16, i32x16))
+            four = e.dot(start, e.b.bitcast(masked, llvm_type(i8x64)), e.const64(1), most=63)
+        return e.b.bitcast(four, llvm_type(i8x64))
+
+    def eight_values(self, e, indices):
+        """`quarters` plus 126 from the two indices of every block of 16 columns."""
+        return [self.four_values(e, index, first) for index in indices for first in (0, 4)]
+
+    def with_bias_of(self, e, quarters):
+        """Values plus 126 as `dot_codes`."""
+        return [e.b.add(v, e.const64(self.bias - 126)) for v in quarters]
+
     def nonlinear(self, e, nibbles, row):
         """row * iq4_nl value of 8 nibbles (i32x8)."""
         wide = e.b.shuffle_vector(nibbles, e.ints([0] * 8), indices(range(16)))
@@ -86,10 +103,32 @@ class IQ1KT(_Trellis):
         index = e.b.or_(low, e.b.or_(e.b.shl(high, e.ints([8] * 8)), e.b.shl(top, e.ints([12] * 8))))
         return self.groups8(e, index)
 
+    def quarters(self, e, w):
+        low = e.words_at(e.offset(w, 8), 16)
+        high = e.lshr(e.pick(e.words_at(e.offset(w, 40), 8), [*range(8)] * 2), [0] * 8 + [4] * 8)
+        top = e.lshr(e.pick(e.load_bytes(w, 8), [b // 2 for b in range(16)]), [4, 6] * 8)
+        index = [_index(e, (low, 8 * n, 8), (high, 8 * n, 4), (top, n, 1)) for n in range(2)]
+        return self.with_bias_of(e, self.eight_values(e, index))
+
+
+def _index(e, *fields):
+    """16 lanes, of fields (lanes, first bit, width) from bit 0 upwards."""
+    index, to = None, 0
+    for v, start, width in fields:
+        field = e.all_and(e.moved(v, [start - to] * 16), (1 << width) - 1 << to)
+        index, to = field if index is None else e.b.or_(index, field), to + width
+    return index
+
 
 def indices16(e, address):
     """8 u16 indices as i32x8."""
     return e.b.zext(e.b.load(e.vector_pointer(address, 16, 8), align=1), ir.VectorType(I32, 8))
+
+
+def pairs16(e, address):
+    """32 u16 indices: the even ones, and the odd ones, as i32x16."""
+    both = e.load(i32x16, address)
+    return e.all_and(both, 0xFFFF), e.lshr(both, [16] * 16)
 
 
 class IQ2KT(_Trellis):
@@ -101,6 +140,9 @@ class IQ2KT(_Trellis):
     def dot_codes(self, e, w, j):
         return self.groups8(e, indices16(e, e.offset(w, 4 + 16 * j)))
 
+    def quarters(self, e, w):
+        return self.with_bias_of(e, self.eight_values(e, pairs16(e, e.offset(w, 4))))
+
 
 class IQ3KT(_Trellis):
     """scales[4], ql u16[32], qh[32]: magnitudes from the trellis, sign bits in qh."""
@@ -110,9 +152,18 @@ class IQ3KT(_Trellis):
 
     def dot_codes(self, e, w, j):
         values = e.with_bias(self.groups8(e, indices16(e, e.offset(w, 4 + 16 * j))), self.bias)  # or without it again
+        return self.signed(e, values, bit_plane(e, e.offset(w, 68), j))
+
+    def quarters(self, e, w):
+        values = [e.b.sub(v, e.const64(126)) for v in self.eight_values(e, pairs16(e, e.offset(w, 4)))]
+        signs = [e.all_and(v, 1) for v in e.bit_quarters(e.offset(w, 68), 0)]
+        return [self.signed(e, v, s) for v, s in zip(values, signs, strict=True)]
+
+    def signed(self, e, values, minus):
+        """Magnitudes of these, negated where `minus` is not 0, as `dot_codes`."""
         points = call_llvm(e.b, "llvm.abs.v64i8", values.type, [values, ir.Constant(ir.IntType(1), 0)])
-        minus = e.b.icmp_unsigned("!=", bit_plane(e, e.offset(w, 68), j), e.const64(0))
         mid = e.const64(-self.bias)
+        minus = e.b.icmp_unsigned("!=", minus, e.const64(0))
         return e.b.select(minus, e.b.sub(mid, points), e.b.add(mid, points))
 
 
@@ -135,6 +186,15 @@ class IQ4KT(_Trellis):
         index = e.b.or_(low, e.b.or_(e.b.shl(high, e.ints([8] * 16, i32x16)), e.b.shl(top, e.ints([12] * 16, i32x16))))
         seeds = e.b.add(index, e.b.add(table, e.ints([TRELLIS_OFFSET] * 16, i32x16)))
         return self.pack(e, [self.generate(e, e.pick(seeds, [4 * p + i // 4 for i in range(16)]), 4) for p in range(4)])
+
+    def quarters(self, e, w):
+        low = e.load(i32x16, e.offset(w, 32))
+        high = e.b.load(e.vector_pointer(e.offset(w, 96), 32, 8), align=1)
+        high = e.lshr(e.pick(high, [*range(8)] * 2), [0] * 8 + [4] * 8)
+        shb = e.pick(self.words(e, w), [b // 2 for b in range(16)])
+        top = e.lshr(shb, [8, 20] * 8)
+        index = [_index(e, (low, 8 * n, 8), (high, 8 * n, 4), (top, 3 * n, 3), (shb, 0, 1)) for n in range(4)]
+        return self.with_bias_of(e, [self.four_values(e, x, 0) for x in index])
 
 
 class IQ2BN(RowFormat):

@@ -37,11 +37,6 @@ PAIR4 = [[2 * h + c + 4 * i for i in range(4)] for h in range(2) for c in range(
 class GroupEmitter(RowEmitter):
     """Operations that descriptions of interleaved formats are made of."""
 
-    def words_at(self, address, count):
-        """`count` u16 as i32 lanes."""
-        v = self.b.load(pointer(self.b, address, ir.VectorType(_I16, count)), align=1)
-        return self.b.zext(v, ir.VectorType(I32, count))
-
     def halves(self, address, count):
         """Adjacent half floats as f32."""
         return half_to_f32(self.b, self.b.load(pointer(self.b, address, ir.VectorType(_I16, count)), align=1))

@@ -76,7 +76,7 @@ class RowEmitter(VectorEmitter):
                 field = (1 << width) - 1
                 return self.lookup16([(n >> (s & 3) & field) << to for s in starts for n in range(16)], nibbles)
             right = [s - to for s in starts for _ in range(4)]
-            words = self._moved(self.b.bitcast(v, llvm_type(i32x16)), right)
+            words = self.moved(self.b.bitcast(v, llvm_type(i32x16)), right)
             return self.b.and_(self.b.bitcast(words, v.type), mask)
         return self.affine_bits(v, [[*[None] * to, *range(start, start + width)] for start in starts])
 
@@ -100,7 +100,7 @@ class RowEmitter(VectorEmitter):
         matrix = const_vector(i8x64, matrix.view(np.int8).ravel().tolist())
         return call_llvm(self.b, "llvm.x86.vgf2p8affineqb.512", v.type, [v, matrix, ir.Constant(_I8, 0)])
 
-    def _moved(self, words, right):
+    def moved(self, words, right):
         """Lanes moved right, or left where that is negative; what leaves a lane may come back."""
         if min(right) >= 0:
             return self.lshr(words, right)
@@ -122,7 +122,7 @@ class RowEmitter(VectorEmitter):
         low, high = (self.b.bitcast(v, llvm_type(i32x16)) for v in (parts[0], parts[-1]))
         for n in range(4):
             words = self.b.shuffle_vector(low, high, indices([4 * c + n for c in chunks]))
-            yield self.b.bitcast(self._moved(words, [s - at for s in shifts]), llvm_type(i8x64))
+            yield self.b.bitcast(self.moved(words, [s - at for s in shifts]), llvm_type(i8x64))
 
     def bit_quarters(self, address, at):
         """Bit b of 32 bytes for the columns 32b .. 32b+31."""
@@ -136,8 +136,16 @@ class RowEmitter(VectorEmitter):
 
     def nibble_quarters(self, address, run=16):
         """`run` bytes per 2*run columns, the first half of these low."""
+        return self.nibble_quarters_of([self.load(i8x64, self.offset(address, at)) for at in (0, 64)], run)
+
+    def apart_nibble_quarters(self, address, stride):
+        """16 bytes per 32 columns, the first half of these low, `stride` bytes apart."""
+        blocks = [self.load(i8x16, self.offset(address, stride * b)) for b in range(8)]
+        return self.nibble_quarters_of([self.joined(blocks[:4]), self.joined(blocks[4:])], 16)
+
+    def nibble_quarters_of(self, parts, run):
+        """As `nibble_quarters`, from two vectors."""
         per = run // 16
-        parts = [self.load(i8x64, self.offset(address, at)) for at in (0, 64)]
         chunks = [b // (2 * per) * per + b % per for b in range(16)]
         return self.quarters(parts, chunks, [4 * (b // per % 2) for b in range(16)], 0)
 
@@ -232,7 +240,7 @@ class RowEmitter(VectorEmitter):
         """Entry of 32 byte constants for 64 nibbles and, above these, a bit of v: starts[c] in 16-byte chunk c."""
         if "avx512vbmi" in self.features():
             return self.lookup(table, self.b.or_(nibbles, self.bits(v, starts, 1, to=4)))
-        words = self._moved(self.b.bitcast(v, llvm_type(i32x16)), [start - 7 for start in starts for _ in range(4)])
+        words = self.moved(self.b.bitcast(v, llvm_type(i32x16)), [start - 7 for start in starts for _ in range(4)])
         upper = self.b.icmp_signed("<", self.b.bitcast(words, v.type), self.const64(0))
         return self.b.select(upper, self.lookup16(table[16:], nibbles), self.lookup16(table[:16], nibbles))
 

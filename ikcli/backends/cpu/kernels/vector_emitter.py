@@ -66,6 +66,11 @@ class VectorEmitter(Emitter):
         t = ir.VectorType(_I8, count)
         return self.b.zext(self.b.load(pointer(self.b, address, t), align=1), ir.VectorType(I32, count))
 
+    def words_at(self, address, count):
+        """`count` u16 as i32 lanes."""
+        v = self.b.load(pointer(self.b, address, ir.VectorType(_I16, count)), align=1)
+        return self.b.zext(v, ir.VectorType(I32, count))
+
     def bytes_at(self, address, count):
         """`count` bytes."""
         return self.b.load(pointer(self.b, address, ir.VectorType(_I8, count)), align=1)

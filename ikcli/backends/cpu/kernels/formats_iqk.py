@@ -262,6 +262,23 @@ class IQ2KL(_Base):
         a, b = (e.entry_with_bit(biased([pair[i] for pair in IQ2_KL_VALUES], self.bias), low, *fifth) for i in range(2))
         return e.b.shuffle_vector(a, b, indices([i if i % 2 == 0 else 64 + i for i in range(64)]))
 
+    def quarters(self, e, w):
+        if "avx512vbmi" not in e.features():
+            return None
+        q, h = e.load(i8x64, e.offset(w, 6)), e.load(i8x16, e.offset(w, 70))
+        # 32 entries for the first columns of pairs, 32 for the second ones, which are odd bytes
+        table = biased([pair[i] for i in range(2) for pair in IQ2_KL_VALUES], self.bias)
+        odd = e.b.bitcast(e.ints([0x20002000] * 16, i32x16), q.type)
+        return [e.lookup(table, e.b.or_(e.all_and(self._index(e, q, h, n), 31), odd)) for n in range(4)]
+
+    def _index(self, e, q, h, n):
+        """In the lower five bits, the indices of columns 4n .. 4n+3 of every block of 16."""
+        twice = [2 * n, 2 * n, 2 * n + 1, 2 * n + 1]
+        low = e.pick(q, [16 * (b // 4) + 8 * (b % 2) + i for b in range(16) for i in twice])
+        fifth = e.b.bitcast(e.pick(h, [8 * (b % 2) + i for b in range(16) for i in twice]), llvm_type(i32x16))
+        fifth = e.b.bitcast(e.moved(fifth, [b // 2 - 4 for b in range(16)]), low.type)
+        return e.with_upper([e.shift_right(low, [b // 2 % 2 * 4 for b in range(16)])], [fifth], 4)[0]
+
 
 FORMATS = by_name(
     IQ2K("iq2_k", 76, shift=5),

@@ -1,10 +1,11 @@
 """Generation kernels of the CPU backend next to those of ik_llama.cpp, on the same weights, in turns, on one thread.
 
-    python benchmarks/kernels.py --library .../libggml.so [--types q4_K,iq4_k_r4,...|all] [--tokens 1] [--turns 40]
+    python benchmarks/kernels.py --library .../libggml.so [--types q4_K,iq4_k_r4,...|all] [--tokens 1] [--rows 64]
 
-The weights stay in the second-level cache, so this shows arithmetic without the noise of memory: nanoseconds per 256
-columns of a row, the shortest and the median of all turns, and their ratios; above 1 ik is faster. To compare plain
-AVX2 set IK_CPU_ISA=avx2 and name a library built for it. Activations are what each program makes of them for a type.
+Up to a few hundred rows stay in the second-level cache, so this shows arithmetic without the noise of memory; tens of
+thousands come from memory each time. Nanoseconds per 256 columns of a row, the shortest and the median of all turns,
+and their ratios; above 1 ik is faster. To compare plain AVX2 set IK_CPU_ISA=avx2 and name a library built for it.
+Activations are what each program makes of them for a type.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ from ikcli.backends.cpu.kernels.format_api import few_dots
 from ikcli.backends.cpu.kernels.formats import FORMATS
 from ikcli.quant.formats import format_by_name, row_size
 
-ROWS, COLUMNS, CALLS = 64, 4096, 20
-STEPS = CALLS * ROWS * COLUMNS // 256
+COLUMNS, ROWS_PER_RUN = 4096, 1280
 # ggml types of activations, and who makes them
 Q8_K, Q8_2_X4, Q8_K32 = (15, "quantize_row_q8_K"), (99, "quantize_row_q8_2_x4"), (148, "quantize_row_q8_K32")
 OTHERS = """
@@ -62,12 +62,17 @@ def aligned(n_bytes: int) -> Bytes:
     return data[-data.ctypes.data % 64 :]
 
 
-def of_ik(name: str, weights: Bytes, x: npt.NDArray[np.float32]) -> Run:
-    """CALLS products with activation rows x."""
-    fmt = FORMATS[name]
+def calls(n_rows: int) -> int:
+    """How often a run multiplies."""
+    return max(1, ROWS_PER_RUN // n_rows)
+
+
+def of_ik(name: str, weights: Bytes, n_rows: int, x: npt.NDArray[np.float32]) -> Run:
+    """Products of n_rows with activation rows x."""
+    fmt, n_calls = FORMATS[name], calls(n_rows)
     dots, stride, rows = few_dots(fmt), 4 * COLUMNS, fmt.rows
     group = rows * row_size(format_by_name(name).type, COLUMNS)
-    quantized, out = aligned(len(x) * stride), np.zeros((len(x), ROWS), np.float32)
+    quantized, out = aligned(len(x) * stride), np.zeros((len(x), n_rows), np.float32)
 
     @numba.njit
     def quantize(src: int, dst: int, n: int) -> None:
@@ -76,29 +81,31 @@ def of_ik(name: str, weights: Bytes, x: npt.NDArray[np.float32]) -> Run:
 
     @numba.njit
     def multiply(w: int, a: int, n: int, to: int) -> None:
-        for _ in range(CALLS):
-            for g in range(ROWS // rows):
-                dots(w + g * group, a, stride, n, COLUMNS, to + 4 * rows * g, 4 * ROWS)
+        for _ in range(n_calls):
+            for g in range(n_rows // rows):
+                dots(w + g * group, a, stride, n, COLUMNS, to + 4 * rows * g, 4 * n_rows)
 
     quantize(x.ctypes.data, quantized.ctypes.data, len(x))
     return lambda: multiply(weights.ctypes.data, quantized.ctypes.data, len(x), out.ctypes.data)
 
 
-def of_reference(library: ctypes.CDLL, name: str, weights: Bytes, x: npt.NDArray[np.float32]) -> Run | None:
+def of_reference(
+    library: ctypes.CDLL, name: str, weights: Bytes, n_rows: int, x: npt.NDArray[np.float32]
+) -> Run | None:
     """As `of_ik`; None if the library has no such kernel."""
     number, quantizer = ACTIVATIONS.get(name, Q8_K)
     stride = 4 * COLUMNS
-    quantized, out = aligned(len(x) * stride), np.zeros((len(x), ROWS), np.float32)
+    quantized, out = aligned(len(x) * stride), np.zeros((len(x), n_rows), np.float32)
     for t, row in enumerate(x):
         to = ctypes.c_void_p(quantized.ctypes.data + t * stride)
         getattr(library, quantizer)(ctypes.c_void_p(row.ctypes.data), to, ctypes.c_int64(COLUMNS))
     type_ = format_by_name(name).type
     long, pointer, int_ = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
     args: tuple[Any, ...] = (
-        *(long(ROWS), long(len(x)), long(COLUMNS)),
+        *(long(n_rows), long(len(x)), long(COLUMNS)),
         *(int_(type_), pointer(weights.ctypes.data), long(row_size(type_, COLUMNS))),
         *(int_(number), pointer(quantized.ctypes.data), long(stride)),
-        *(pointer(out.ctypes.data), long(ROWS), int_(0), int_(1)),
+        *(pointer(out.ctypes.data), long(n_rows), int_(0), int_(1)),
     )
     multiply = library.iqk_mul_mat
     multiply.restype = ctypes.c_bool
@@ -106,21 +113,21 @@ def of_reference(library: ctypes.CDLL, name: str, weights: Bytes, x: npt.NDArray
     kept = quantized, out  # the addresses in args are theirs
 
     def run() -> object:
-        for _ in range(CALLS):
+        for _ in range(calls(n_rows)):
             multiply(*args)
         return kept
 
     return run if multiply(*args) else None
 
 
-def nanoseconds(run: Run, n_tokens: int) -> float:
-    """Per 256 columns of a row and token: the shortest of five runs."""
+def nanoseconds(run: Run, n_rows: int, n_tokens: int) -> float:
+    """Per 256 columns of a row and token: the shortest of five runs, or one run if it comes from memory."""
     times = []
-    for _ in range(5):
+    for _ in range(5 if calls(n_rows) > 1 else 1):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return min(times) / (STEPS * n_tokens) * 1e9
+    return min(times) / (calls(n_rows) * n_rows * COLUMNS // 256 * n_tokens) * 1e9
 
 
 def main() -> None:
@@ -128,31 +135,35 @@ def main() -> None:
     parser.add_argument("--library", required=True, help="libggml.so of a build of ik_llama.cpp")
     parser.add_argument("--types", default=",".join(DEFAULT.split()))
     parser.add_argument("--tokens", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=64, help="a multiple of 16 (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=40)
     arguments = parser.parse_args()
     try:
         library = ctypes.CDLL(arguments.library)
     except OSError as e:
         parser.error(f"--library {e}")
+    n_rows = arguments.rows
+    if n_rows < 16 or n_rows % 16:
+        parser.error("--rows must be a multiple of 16")
     names = list(FORMATS) if arguments.types == "all" else arguments.types.split(",")
     x = np.random.default_rng(0).standard_normal((arguments.tokens, COLUMNS)).astype(np.float32)
-    print(f"CPU features: {isa.current().name}; {arguments.tokens} tokens; ns per 256 columns of a row and token")
+    print(f"CPU features: {isa.current().name}; {n_rows} rows, {len(x)} tokens; ns per 256 columns of a row and token")
     print("| type | ik | (median) | reference | (median) | ratio | (median) |\n|---|---:|---:|---:|---:|---:|---:|")
     for name in names:
-        data = stored(format_by_name(name).type, ROWS, COLUMNS)
+        data = stored(format_by_name(name).type, n_rows, COLUMNS)
         weights = aligned(data.size)
         weights[: data.size] = data
-        reference = of_reference(library, name, weights, x)
+        reference = of_reference(library, name, weights, n_rows, x)
         if reference is None:
             print(f"| {name} | the reference has no kernel for it |")
             continue
-        runs = of_ik(name, weights, x), reference
+        runs = of_ik(name, weights, n_rows, x), reference
         times: tuple[list[float], list[float]] = ([], [])
         for run in runs:
             run()
         for _ in range(arguments.turns):
             for run, found in zip(runs, times, strict=True):
-                found.append(nanoseconds(run, len(x)))
+                found.append(nanoseconds(run, n_rows, len(x)))
         (a, b), (c, d) = ((min(t), statistics.median(t)) for t in times)
         print(f"| {name} | {a:.1f} | {b:.1f} | {c:.1f} | {d:.1f} | {c / a:.2f} | {d / b:.2f} |", flush=True)
 

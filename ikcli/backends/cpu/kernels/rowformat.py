@@ -29,7 +29,8 @@ from ikcli.quant.formats import format_by_name
 from ikcli.quant.tables import MATMUL_SCALE
 
 _PREFETCH_BYTES, _FAR_BYTES = 4096, 6144  # ahead
-_SPARSE_FROM, _SPARSE_BYTES = 192, 256  # rows of more bytes per 256 columns; one line per so many bytes
+_NARROW_ROW, _NARROW_GROUP = 192, 128  # bytes of 256 columns of a row, alone or in a group
+_SPARSE_BYTES = 256  # one line per so many bytes
 _I8 = ir.IntType(8)
 
 
@@ -123,7 +124,7 @@ def prefetch_step(e, fmt, at):
     """
     if fmt.read_in_two_places:
         ahead, every, level = _FAR_BYTES, 64, 2
-    elif fmt.rows > 1 or fmt.step_bytes > _SPARSE_FROM:
+    elif fmt.step_bytes > fmt.rows * (_NARROW_ROW if fmt.rows == 1 else _NARROW_GROUP):
         ahead, every, level = _PREFETCH_BYTES, _SPARSE_BYTES, 2
     else:
         ahead, every, level = _PREFETCH_BYTES, 64, 1

@@ -33,9 +33,11 @@ from ikcli.quant.validate import block_scale_offsets
 STD = 0.02
 _CHUNK_ELEMENTS = 1 << 23
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
-# Types whose rows begin with their only float, and what that is.
-_ROW_SCALES = {GGMLType[name]: "<f2" for name in ("IQ2_KS", "IQ3_KS", "IQ2_KL")}
-_ROW_SCALES |= {GGMLType[name]: "<f4" for name in ("IQ4_KS", "IQ5_KS", "IQ4_KSS", "IQ2_KT", "IQ3_KT", "IQ4_KT")}
+# Types whose only float is at the start of each row.
+_ROW_SCALES = [
+    GGMLType[name]
+    for name in ("IQ2_KS", "IQ3_KS", "IQ4_KS", "IQ5_KS", "IQ4_KSS", "IQ2_KL", "IQ2_KT", "IQ3_KT", "IQ4_KT")
+]
 # For rows that are not multiples of 256, as the quantize command chooses.
 _FALLBACK = {
     GGMLType.Q2_K: GGMLType.IQ4_NL,
@@ -261,7 +263,7 @@ def random_rows(fmt: QuantFormat, n: int, k: int, d: float, rng: np.random.Gener
     row_bytes = row_size(fmt.type, k)
     rows = np.frombuffer(bytearray(rng.bytes(n * row_bytes)), np.uint8).reshape(n, row_bytes)
     scale = rng.uniform(0.75, 1.25, (n, 1)) * rng.choice([-d, d], (n, 1))
-    rows[:, : fmt.row_meta_size] = scale.astype(_ROW_SCALES[fmt.type]).view(np.uint8)
+    rows[:, : fmt.row_meta_size] = scale.astype(f"<f{fmt.row_meta_size}").view(np.uint8)
     return rows
 
 

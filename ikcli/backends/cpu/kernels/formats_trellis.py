@@ -8,7 +8,7 @@ Source: https://github.com/ikawrakow/ik_llama.cpp/pull/113; layouts: ggml-common
 
 import llvmlite.ir as ir
 
-from ikcli.backends.cpu.kernels.row_codes import CROSSED_NIBBLES, bit_plane
+from ikcli.backends.cpu.kernels.row_codes import CROSSED_NIBBLES, plane_starts
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, by_name
 from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.gguf.constants import GGMLType
@@ -152,19 +152,16 @@ class IQ3KT(_Trellis):
 
     def dot_codes(self, e, w, j):
         values = e.with_bias(self.groups8(e, indices16(e, e.offset(w, 4 + 16 * j))), self.bias)  # or without it again
-        return self.signed(e, values, bit_plane(e, e.offset(w, 68), j))
+        return self.signed(e, values, e.bits(e.twice(e.offset(w, 68)), plane_starts(j), 1, to=7))
 
     def quarters(self, e, w):
         values = [e.b.sub(v, e.const64(126)) for v in self.eight_values(e, pairs16(e, e.offset(w, 4)))]
-        signs = [e.all_and(v, 1) for v in e.bit_quarters(e.offset(w, 68), 0)]
-        return [self.signed(e, v, s) for v, s in zip(values, signs, strict=True)]
+        return [self.signed(e, v, s) for v, s in zip(values, e.bit_quarters(e.offset(w, 68), 7), strict=True)]
 
-    def signed(self, e, values, minus):
-        """Magnitudes of these, negated where `minus` is not 0, as `dot_codes`."""
+    def signed(self, e, values, signs):
+        """Magnitudes of these, negated where `signs` is negative, as `dot_codes`."""
         points = call_llvm(e.b, "llvm.abs.v64i8", values.type, [values, ir.Constant(ir.IntType(1), 0)])
-        mid = e.const64(-self.bias)
-        minus = e.b.icmp_unsigned("!=", minus, e.const64(0))
-        return e.b.select(minus, e.b.sub(mid, points), e.b.add(mid, points))
+        return e.signed(points, signs, -self.bias)  # 128 and -128 are the same byte
 
 
 class IQ4KT(_Trellis):

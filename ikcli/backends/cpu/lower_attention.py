@@ -130,11 +130,14 @@ def _unit_heads(group: int, limit: int = MAX_ROWS) -> int:
     return max(d for d in range(1, min(group, limit) + 1) if group % d == 0)
 
 
-def _view_chunk(k: tuple[HeadSlice, ...], v: HeadSlice) -> int:
-    """First chunk of the K tile where V lies, or -1 if V is not a part of K's row."""
+def _view_chunk(k: tuple[HeadSlice, ...], v: HeadSlice, pairs: bool) -> int:
+    """First chunk of the K tile where V lies, or -1 if V is not a part of K's row, or one that tiles of pairs share:
+    the end, behind other columns, in chunks of 32."""
     shift = v.offset - k[0].offset
     inside = shift >= 0 and shift % 16 == 0 and shift + v.width <= k[0].width
     same = len(k) == 1 and k[0].source is v.source and k[0].head_stride == v.head_stride
+    if pairs and (shift == 0 or shift % 32 or v.width % 32 or shift + v.width < k[0].width):
+        return -1
     return shift // 16 if same and inside else -1
 
 
@@ -212,12 +215,13 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     heads = _unit_heads(group)
     block = 1 if low.independent else max(1, MAX_ROWS // heads)
     n_rows, units = min(block, low.max_rows[Rows.TOKENS]) * heads, n_head // heads
-    k_chunks, v_chunks, view = _chunks(*k), _chunks(v), _view_chunk(k, v)
+    k_chunks, v_chunks = _chunks(*k), _chunks(v)
     stream = n_rows == heads <= _most_streamed(sources.k_types, k, v)
     few = stream or n_rows <= FEW_ROWS
     pairs = not stream and n_rows > 1 and _fits_integers(k, v)
     if few and (len(k) > 1 or k_chunks % 2 or v_chunks % 2):
         pairs = False  # there are no pairs of such columns for few rows
+    view = _view_chunk(k, v, pairs)
     rows, per_task = -(-n_rows // 16) * 16, units if few else 1
     m = 1 << (heads - 1).bit_length()  # rows of the kernel that streams
     tile = 64 if stream or (few and pairs) else 32 if few else 128 if k_chunks + v_chunks <= 32 else 64
@@ -228,11 +232,12 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     q_bytes, o_bytes = 64 * k_chunks * rows + per_task * q_unit, 64 * v_chunks * rows + per_task * o_unit
     k_bytes = 64 * k_chunks * m if stream else 64 * k_chunks * (tile + 1)
     v_bytes = 0 if stream or view >= 0 else 64 * v_chunks * (tile + 1)
-    if pairs:  # K in pairs of columns, two rows of f32, 3 numbers per position, 1 per row; V in pairs of positions
-        k_bytes = 64 * ((k_chunks + 1) // 2) * (tile + 1) + 2 * 64 * max(k_chunks, v_chunks) + _BLOCK_SPACE
+    s_bytes = 4 * max(rows, per_task * m if stream else 0) * (tile + 16)
+    if pairs:  # K in pairs of columns, 16 rows of f32, 3 numbers per position, 1 per row; V in pairs of positions
+        k_bytes = 64 * ((k_chunks + 1) // 2) * (tile + 1) + 16 * 64 * max(k_chunks, v_chunks) + _BLOCK_SPACE
         k_bytes += 12 * tile + 4 * rows
         v_bytes = 64 * v_chunks * (tile // 2 + 1)
-    s_bytes = 4 * max(rows, per_task * m if stream else 0) * (tile + 16)
+        s_bytes *= 2 if view >= 0 else 1
     at, scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, s_bytes, o_bytes, per_task * _STATS_BYTES)
     slot_bytes = 2 * _STAT_BYTES + 64 * v_chunks * rows
     scratch = low.buffer(low.n_threads * scratch_bytes)

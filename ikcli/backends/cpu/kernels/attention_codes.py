@@ -22,6 +22,7 @@ from ikcli.backends.cpu.kernels.attention import (
 from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.kernels.pair_codes import TINY, lane_scales, rounded
 from ikcli.backends.cpu.kernels.pair_tiles import (
+    ROWS,
     k_columns,
     k_scales,
     make_both,
@@ -58,7 +59,6 @@ from ikcli.native.simd.vec import (
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _BLOCK = 34  # bytes
-_ROWS = 16  # of the cache at a time: their scales fill a vector
 _SHARE, _MOST_SHARE = np.float32(128), np.float32(32767)  # 2**15 over the 2**8 of a code
 _NORM = np.float32(32500)  # of rows: a block with a code of 127 has a share below 2**15 even if it is all there is
 _F1 = np.float32(1.0)
@@ -202,17 +202,12 @@ def store_v_rows(params, x, y, n_blocks, x_shares, y_shares, k, v):
 
 @inline
 def store_both_rows(params, x, y, n_blocks, x_shares, y_shares, k, v):
-    """V is a part of K's rows: some blocks before it, some perhaps behind it."""
+    """V is the end of K's rows."""
     k_chunk, v_chunk = tile_chunk(params), pair_chunk(params)
     before, inside = word(params, V_CHUNK) >> 1, word(params, V_COLS) >> 5
-    if before > 0:
-        _store_k(x, y, before, x_shares, y_shares, k, k_chunk, v, 0)
+    _store_k(x, y, before, x_shares, y_shares, k, k_chunk, v, 0)
     at, share, k = _BLOCK * before, 4 * before, k + before * k_chunk
     _store_both(x + at, y + at, inside, x_shares + share, y_shares + share, k, k_chunk, v, v_chunk)
-    at, share, k = at + _BLOCK * inside, share + 4 * inside, k + inside * k_chunk
-    behind = n_blocks - before - inside
-    if behind > 0:
-        _store_k(x + at, y + at, behind, x_shares + share, y_shares + share, k, k_chunk, v, 0)
 
 
 def _make_stage_part(part, columns, store_rows, scales_of):
@@ -225,10 +220,10 @@ def _make_stage_part(part, columns, store_rows, scales_of):
         row += position * stride + (element >> 5) * _BLOCK
         wide = (n_blocks + 15) & ~15
         halves = row_space(params, k)
-        squares = halves + 2 * _ROWS * wide
-        shares = squares + 4 * _ROWS * wide
-        for first in range(0, n, _ROWS):
-            here = min(_ROWS, n - first)
+        squares = halves + 2 * ROWS * wide
+        shares = squares + 4 * ROWS * wide
+        for first in range(0, n, ROWS):
+            here = min(ROWS, n - first)
             for i in range(here):
                 gather_scales(row + i * stride, n_blocks, halves + 2 * wide * i)
             scales, tops = scales_of(params, k) + 4 * first, v_tops(params, k) + 4 * first

@@ -16,6 +16,7 @@ from ikcli.backends.cpu.kernels.attention import (
     TILE,
     UNIT,
     UNITS,
+    V_CHUNK,
     V_COLS,
     tile_chunk,
 )
@@ -29,11 +30,11 @@ from ikcli.backends.cpu.kernels.attention_few import (
 )
 from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.kernels.pair_codes import TOP, pairs_of, rounded, row_factor, row_scale
+from ikcli.backends.cpu.kernels.pair_sizes import make_row_size
 from ikcli.backends.cpu.kernels.pair_tiles import (
     LEAST,
     SUM,
     k_scales,
-    make_row_size,
     make_stage_pairs,
     pair_chunk,
     v_scales,
@@ -57,6 +58,7 @@ from ikcli.native.simd.vec import (
     store_f32x16,
     store_i32x16,
     vadd,
+    vfma,
     vmax_fast,
     vmul,
     zero_f32x16,
@@ -95,6 +97,15 @@ def scale_scores(s, n, q_scale, k_scale):
     """A row of sums of products of n positions becomes scores."""
     for i in range(0, n, 16):
         x = vmul(load_f32x16(s + 4 * i), load_f32x16(k_scale + 4 * i))
+        store_f32x16(s + 4 * i, vmul(x, bcast_f32x16(q_scale)))
+
+
+@inline
+def scale_parts(s, n, q_scale, k_scale, v_scale, rest):
+    """... from the sums over V and over the rest of the row, `rest` bytes behind them."""
+    for i in range(0, n, 16):
+        x = vmul(load_f32x16(s + rest + 4 * i), load_f32x16(k_scale + 4 * i))
+        x = vfma(load_f32x16(s + 4 * i), load_f32x16(v_scale + 4 * i), x)
         store_f32x16(s + 4 * i, vmul(x, bcast_f32x16(q_scale)))
 
 
@@ -146,17 +157,26 @@ def prepare(params, token, unit, rows, q, tmp):
 
 def make_flash_few_pairs(k_type, v_type, staging):
     """flash_attn for 2 to 8 rows per task; same parameters. `staging`: see make_flash_pairs."""
-    stage = make_stage_pairs(k_type, v_type, staging == "direct")
+    stage, in_parts = make_stage_pairs(k_type, v_type, staging == "direct"), v_type == "view"
 
     @merge
     def attend(params, q, k, v, s, o, stats, rows, n, tile):
-        s_stride, chunks = 4 * (word(params, TILE) + 16), word(params, K_CHUNKS)
+        s_stride, chunks, k_chunk = 4 * (word(params, TILE) + 16), word(params, K_CHUNKS), tile_chunk(params)
         v_chunks = (word(params, V_COLS) + 15) >> 4
         padded = in_fours(rows)
-        scores(q, padded, k, tile_chunk(params), n, chunks >> 1, s, s_stride)
+        first, rest = word(params, V_CHUNK) >> 1, padded * s_stride
+        if in_parts:
+            scores(q, padded, k, k_chunk, n, first, s + rest, s_stride)
+            at = q + CHUNK_ROW * padded * first
+            scores(at, padded, k + first * k_chunk, k_chunk, n, (chunks >> 1) - first, s, s_stride)
+        else:
+            scores(q, padded, k, k_chunk, n, chunks >> 1, s, s_stride)
         for r in range(padded):
-            at = s + r * s_stride
-            scale_scores(at, n, row_scales(q, padded, chunks) + 4 * r, k_scales(params, k))
+            at, q_scale = s + r * s_stride, row_scales(q, padded, chunks) + 4 * r
+            if in_parts:
+                scale_parts(at, n, q_scale, k_scales(params, k), v_scales(params, k), rest)
+            else:
+                scale_scores(at, n, q_scale, k_scales(params, k))
             if r < rows:
                 seen = max(0, min(n, ld_i32(stats + LIMIT + 4 * r) - tile))
                 soft_max_tile(at, seen, n, stats + 4 * r)

@@ -13,6 +13,7 @@ from ikcli.backends.cpu.kernels.attention import (
     LIMIT,
     LOWEST,
     UNIT,
+    V_CHUNK,
     V_COLS,
     M,
     is_masked,
@@ -32,6 +33,7 @@ from ikcli.backends.cpu.kernels.pair_tiles import (
     make_stage_pairs,
     pair_chunk,
     q_scales,
+    sums_space,
     v_scales,
     v_tops,
 )
@@ -47,6 +49,7 @@ from ikcli.native.simd.vec import (
     splat_i32x16,
     store_f32x16,
     store_i32x16,
+    vabs,
     vadd,
     vdiv,
     vfma,
@@ -76,8 +79,7 @@ def make_pack_q_pairs(adjacent):
             at, total, top = q + i, zero, zero
             for c in range(columns):
                 x = load_f32x16(at + c * stride)
-                square = vmul(x, x)
-                total, top = vadd(total, square), vmax_fast(square, top)
+                total, top = vfma(x, x, total), vmax_fast(vabs(x), top)
             factor = lane_factors(total, top)
             store_f32x16(scales + i, lane_scales(total, factor))
             for pair in range((columns + 16 & ~31) >> 1):  # K's last chunk may be half empty
@@ -94,27 +96,44 @@ def make_pack_q_pairs(adjacent):
 
 # --- soft-max --------------------------------------------------------------------------------------------------------
 @inline
-def scaled_score(s, q_scale, k_scale):
-    return vmul(vmul(cvt_i32x16_f32(load_i32x16(s)), q_scale), bcast_f32x16(k_scale))
+def _scaled(s, scale):
+    return vmul(cvt_i32x16_f32(load_i32x16(s)), bcast_f32x16(scale))
 
 
 @inline
-def scale_column(s, stride, n, tile, stats, q_scale, k_scale):
-    """Sums of products become scores, the lowest beyond a row's limit; their maximum with that of before."""
-    top = load_f32x16(stats + M)
-    if is_masked(n, tile, stats):
-        limit, lowest = vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile)), splat_f32x16(LOWEST)
-        for t in range(n):
-            x = scaled_score(s + t * stride, q_scale, k_scale + 4 * t)
-            x = select_less_i32(splat_i32x16(t), limit, x, lowest)
-            store_f32x16(s + t * stride, x)
-            top = vmax_fast(x, top)
-    else:
-        for t in range(n):
-            x = scaled_score(s + t * stride, q_scale, k_scale + 4 * t)
-            store_f32x16(s + t * stride, x)
-            top = vmax_fast(x, top)
-    return top
+def score_of_row(s, rest, k_scale, v_scale):
+    """The score of a position but for Q's scale."""
+    return _scaled(s, k_scale)
+
+
+@inline
+def score_of_parts(s, rest, k_scale, v_scale):
+    """... from the sums over V and over the rest of the row, `rest` bytes behind them."""
+    return vfma(cvt_i32x16_f32(load_i32x16(s)), bcast_f32x16(v_scale), _scaled(s + rest, k_scale))
+
+
+def make_scale_column(score):
+    """scale_column(s, stride, n, tile, stats, q_scale, rest, k_scale, v_scale): sums of products become scores, the
+    lowest beyond a row's limit; returns their maximum with that of before."""
+
+    @inline
+    def scale_column(s, stride, n, tile, stats, q_scale, rest, k_scale, v_scale):
+        top = load_f32x16(stats + M)
+        if is_masked(n, tile, stats):
+            limit, lowest = vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile)), splat_f32x16(LOWEST)
+            for t in range(n):
+                x = vmul(score(s + t * stride, rest, k_scale + 4 * t, v_scale + 4 * t), q_scale)
+                x = select_less_i32(splat_i32x16(t), limit, x, lowest)
+                store_f32x16(s + t * stride, x)
+                top = vmax_fast(x, top)
+        else:
+            for t in range(n):
+                x = vmul(score(s + t * stride, rest, k_scale + 4 * t, v_scale + 4 * t), q_scale)
+                store_f32x16(s + t * stride, x)
+                top = vmax_fast(x, top)
+        return top
+
+    return scale_column
 
 
 @inline
@@ -148,17 +167,27 @@ def make_flash_pairs(k_types, v_type, staging):
     """As make_flash_attn, with the scratch of pair_tiles.py. `staging` of rows: "codes" (whole blocks of q8_0),
     "direct" (whole chunks of f16 or bf16, one part) or "f32"."""
     in_codes = staging == "codes"
+    in_parts = v_type == "view" and not in_codes
     stage = make_stage_codes(v_type) if in_codes else make_stage_pairs(k_types, v_type, staging == "direct")
     rows_product, columns_product = make_rows_product(False, "i16"), make_columns_product("i16", UNIT - CORRECTION)
     v_scale_of = k_scales if in_codes and v_type == "view" else v_scales
+    scale_column = make_scale_column(score_of_parts if in_parts else score_of_row)
 
     @inline
     def weigh(params, wide, q, k, s, stride, stats, x, n, tile):
-        chunks, q_scale, k_scale = (word(params, K_CHUNKS) + 1) >> 1, q_scales(params, k), k_scales(params, k)
-        rows_product(wide, k, tile_chunk(params), n, q + x, stride, chunks, s + x, stride)
+        chunks, chunk_bytes, rest = (word(params, K_CHUNKS) + 1) >> 1, tile_chunk(params), sums_space(params, stride)
+        k_scale, v_scale = k_scales(params, k), v_scale_of(params, k)
+        if in_parts:
+            first = word(params, V_CHUNK) >> 1
+            rows_product(wide, k, chunk_bytes, n, q + x, stride, first, s + rest + x, stride)
+            at = q + 16 * first * stride + x
+            rows_product(wide, k + first * chunk_bytes, chunk_bytes, n, at, stride, chunks - first, s + x, stride)
+        else:
+            rows_product(wide, k, chunk_bytes, n, q + x, stride, chunks, s + x, stride)
         for i in range(x, x + 64 * wide, 64):
-            top = scale_column(s + i, stride, n, tile, stats + i, load_f32x16(q_scale + i), k_scale)
-            soft_max_pairs(s + i, stride, n, tile, stats + i, top, v_scale_of(params, k), v_tops(params, k))
+            q_scale = load_f32x16(q_scales(params, k) + i)
+            top = scale_column(s + i, stride, n, tile, stats + i, q_scale, rest, k_scale, v_scale)
+            soft_max_pairs(s + i, stride, n, tile, stats + i, top, v_scale, v_tops(params, k))
 
     @inline
     def add(params, wide, v, s, stride, o, stats, x, n, ask):

@@ -56,10 +56,10 @@ def row_scale(norm, factor):
 
 
 @inline
-def lane_factors(norms, squares):
-    """row_factor of 16 rows, from their sums of squares and largest squares."""
+def lane_factors(norms, tops):
+    """row_factor of 16 rows."""
     factor = vdiv(splat_f32x16(NORM), vsqrt(vadd(norms, splat_f32x16(TINY))))
-    return vmin(factor, vdiv(splat_f32x16(TOP), vsqrt(vadd(squares, splat_f32x16(TINY)))))
+    return vmin(factor, vdiv(splat_f32x16(TOP), vadd(tops, splat_f32x16(TINY))))
 
 
 @inline

@@ -1,0 +1,165 @@
+"""How large the rows of a tile are that become integers: sums of squares and largest magnitudes (pair_tiles.py).
+
+Rows of f16 and bf16 are squared by products of pairs of bfloat16, 32 numbers at a time, where the CPU has these.
+"""
+
+import llvmlite.ir as ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from ikcli.backends.cpu.kernels.kv import LOAD16
+from ikcli.backends.cpu.kernels.sgemm import fold_lanes, loop, offset, sum_lanes
+from ikcli.native import isa
+from ikcli.native.jit import inline
+from ikcli.native.simd.dot import emit_dot_bf16
+from ikcli.native.simd.vec import (
+    call_llvm,
+    f32x16,
+    i32x16,
+    larger,
+    llvm_type,
+    pointer,
+    reduce_add,
+    reduce_max,
+    st_f32,
+    vabs,
+    vadd,
+    vfma,
+    vmax_fast,
+    zero_f32x16,
+)
+
+_I1, _I16, _I32, _I64 = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_I16X32, _I32X16 = ir.VectorType(_I16, 32), llvm_type(i32x16)
+_F32X4 = ir.VectorType(ir.FloatType(), 4)
+_ROWS = 4
+_CUT = 1 + 2.0**-7  # bounds what three lost digits of a half float may add to it
+
+
+def make_row_size(type_):
+    """row_size(x, step, chunks): sum of squares and largest magnitude of a row, 16 numbers at every `step` of them."""
+    load = LOAD16[type_]
+
+    @inline
+    def row_size(x, step, chunks):
+        a, b, c, d = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()  # so that no sum waits for the last one
+        top, other, i, end = zero_f32x16(), zero_f32x16(), 0, chunks & ~3
+        while i < end:
+            y, z = load(x, i * step), load(x, (i + 1) * step)
+            a, b, top, other = vfma(y, y, a), vfma(z, z, b), vmax_fast(vabs(y), top), vmax_fast(vabs(z), other)
+            y, z = load(x, (i + 2) * step), load(x, (i + 3) * step)
+            c, d, top, other = vfma(y, y, c), vfma(z, z, d), vmax_fast(vabs(y), top), vmax_fast(vabs(z), other)
+            i += 4
+        while i < chunks:
+            y = load(x, i * step)
+            a, top = vfma(y, y, a), vmax_fast(vabs(y), top)
+            i += 1
+        return reduce_add(vadd(vadd(a, b), vadd(c, d))), reduce_max(vmax_fast(top, other))
+
+    return row_size
+
+
+def _fill(t, x):
+    return ir.Constant(t, [x] * t.count)
+
+
+def _short_bf16(builder, bits):
+    """Magnitudes of bfloat16."""
+    return builder.and_(bits, _fill(_I16X32, 0x7FFF))
+
+
+def _short_f16(builder, bits):
+    """Magnitudes of half floats as bfloat16, 2**48 times smaller and cut; of 0 and denormals, 2**-15 or more."""
+    digits = builder.and_(builder.lshr(bits, _fill(_I16X32, 3)), _fill(_I16X32, 0x0FFF))
+    return builder.or_(digits, _fill(_I16X32, 0x2000))
+
+
+def _finish_bf16(builder, sums, tops):
+    return sums, tops
+
+
+def _finish_f16(builder, sums, tops):
+    """Undo what _short_f16 did; NaN for rows with a number that is not finite."""
+    finite = builder.fcmp_ordered("<", tops, _fill(_F32X4, 2.0**-32))
+    sums = builder.fmul(sums, _fill(_F32X4, 2.0**96 * _CUT**2))
+    return builder.select(finite, sums, _fill(_F32X4, float("nan"))), builder.fmul(tops, _fill(_F32X4, 2.0**48 * _CUT))
+
+
+_SHORT = {"f16": (_short_f16, _finish_f16), "bf16": (_short_bf16, _finish_bf16)}
+
+
+def _load_first(builder, at, left):
+    """32 numbers of 16 bits, zeros instead of those from `left` on."""
+    bits = builder.shl(ir.Constant(_I64, 1), builder.select(builder.icmp_signed("<", left, ir.Constant(_I64, 32)), left,
+                                                           ir.Constant(_I64, 32)))  # fmt: skip
+    mask = builder.trunc(builder.sub(bits, ir.Constant(_I64, 1)), _I32)
+    mask = builder.bitcast(mask, ir.VectorType(_I1, 32))
+    args = [pointer(builder, at, _I16X32), ir.Constant(_I32, 1), mask, ir.Constant(_I16X32, None)]
+    return call_llvm(builder, "llvm.masked.load.v32i16.p0", _I16X32, args)
+
+
+def _make_four_sizes(type_):
+    """four_sizes(x, stride, n_left, columns, norms, tops): of four rows, of which only the first n_left are read."""
+    short, finish = _SHORT[type_]
+
+    @intrinsic
+    def four_sizes(typingctx, x, stride, n_left, columns, norms, tops):
+        def codegen(context, builder, sig, args):
+            x, stride, n_left, columns, norms, tops = args
+            rows = [x]
+            for j in range(1, _ROWS):
+                here = builder.icmp_signed("<", ir.Constant(_I64, j), n_left)
+                rows.append(builder.add(rows[-1], builder.select(here, stride, ir.Constant(_I64, 0))))
+
+            def step(state):
+                at, left, *both = state
+                out = []
+                for row, acc, top in zip(rows, both[:_ROWS], both[_ROWS:], strict=True):
+                    values = short(builder, _load_first(builder, builder.add(row, at), left))
+                    pairs = builder.bitcast(values, _I32X16)
+                    top = builder.select(builder.icmp_unsigned("<", top, values), values, top)
+                    out.append((emit_dot_bf16(builder, acc, pairs, pairs), top))
+                return [offset(builder, at, 64), builder.sub(left, ir.Constant(_I64, 32)), *(s for s, _ in out),
+                        *(t for _, t in out)]  # fmt: skip
+
+            n = builder.ashr(builder.add(columns, ir.Constant(_I64, 31)), ir.Constant(_I64, 5))
+            zeros = [ir.Constant(llvm_type(f32x16), None)] * _ROWS + [ir.Constant(_I16X32, None)] * _ROWS
+            _, _, *both = loop(builder, n, [ir.Constant(_I64, 0), columns, *zeros], step)
+            largest = []
+            for top in both[_ROWS:]:
+                pairs = builder.bitcast(top, _I32X16)
+                low, high = builder.shl(pairs, _fill(_I32X16, 16)), builder.and_(pairs, _fill(_I32X16, 0xFFFF0000))
+                largest.append(larger(builder, *(builder.bitcast(p, llvm_type(f32x16)) for p in (low, high))))
+            sums = sum_lanes(builder, both[:_ROWS])
+            sums, most = finish(builder, sums, fold_lanes(builder, largest, lambda a, b: larger(builder, a, b)))
+            for values, to in ((sums, norms), (most, tops)):
+                builder.store(values, pointer(builder, to, values.type), align=1)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 6), codegen
+
+    return four_sizes
+
+
+def make_row_sizes(type_):
+    """row_sizes(x, stride, n, chunks, norms, tops): sums of squares and largest magnitudes, or a little more, of n rows
+    of 16 * chunks numbers; f32, of which up to three more may be written."""
+    if type_ in _SHORT and "avx512bf16" in isa.current().features:
+        four_sizes = _make_four_sizes(type_)
+
+        @inline
+        def row_sizes(x, stride, n, chunks, norms, tops):
+            for i in range(0, n, _ROWS):
+                four_sizes(x + i * stride, stride, n - i, chunks << 4, norms + 4 * i, tops + 4 * i)
+
+        return row_sizes
+    row_size = make_row_size(type_)
+
+    @inline
+    def rows_one_by_one(x, stride, n, chunks, norms, tops):
+        for i in range(n):
+            norm, top = row_size(x + i * stride, 16, chunks)
+            st_f32(norms + 4 * i, norm)
+            st_f32(tops + 4 * i, top)
+
+    return rows_one_by_one

@@ -13,7 +13,6 @@ from ikcli.native import isa
 from ikcli.native.jit import inline
 from ikcli.native.simd.dot import emit_dot_bf16
 from ikcli.native.simd.vec import (
-    call_llvm,
     f32x16,
     i32x16,
     larger,
@@ -29,7 +28,7 @@ from ikcli.native.simd.vec import (
     zero_f32x16,
 )
 
-_I1, _I16, _I32, _I64 = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_I16, _I64 = ir.IntType(16), ir.IntType(64)
 _I16X32, _I32X16 = ir.VectorType(_I16, 32), llvm_type(i32x16)
 _F32X4 = ir.VectorType(ir.FloatType(), 4)
 _ROWS = 4
@@ -88,43 +87,32 @@ def _finish_f16(builder, sums, tops):
 _SHORT = {"f16": (_short_f16, _finish_f16), "bf16": (_short_bf16, _finish_bf16)}
 
 
-def _load_first(builder, at, left):
-    """32 numbers of 16 bits, zeros instead of those from `left` on."""
-    bits = builder.shl(ir.Constant(_I64, 1), builder.select(builder.icmp_signed("<", left, ir.Constant(_I64, 32)), left,
-                                                           ir.Constant(_I64, 32)))  # fmt: skip
-    mask = builder.trunc(builder.sub(bits, ir.Constant(_I64, 1)), _I32)
-    mask = builder.bitcast(mask, ir.VectorType(_I1, 32))
-    args = [pointer(builder, at, _I16X32), ir.Constant(_I32, 1), mask, ir.Constant(_I16X32, None)]
-    return call_llvm(builder, "llvm.masked.load.v32i16.p0", _I16X32, args)
-
-
 def _make_four_sizes(type_):
-    """four_sizes(x, stride, n_left, columns, norms, tops): of four rows, of which only the first n_left are read."""
+    """four_sizes(x, stride, n_left, n, norms, tops): of 32 * n columns of four rows, of which n_left >= 1 are read."""
     short, finish = _SHORT[type_]
 
     @intrinsic
-    def four_sizes(typingctx, x, stride, n_left, columns, norms, tops):
+    def four_sizes(typingctx, x, stride, n_left, n, norms, tops):
         def codegen(context, builder, sig, args):
-            x, stride, n_left, columns, norms, tops = args
+            x, stride, n_left, n, norms, tops = args
             rows = [x]
             for j in range(1, _ROWS):
                 here = builder.icmp_signed("<", ir.Constant(_I64, j), n_left)
                 rows.append(builder.add(rows[-1], builder.select(here, stride, ir.Constant(_I64, 0))))
 
             def step(state):
-                at, left, *both = state
+                at, *both = state
                 out = []
                 for row, acc, top in zip(rows, both[:_ROWS], both[_ROWS:], strict=True):
-                    values = short(builder, _load_first(builder, builder.add(row, at), left))
+                    bits = builder.load(pointer(builder, builder.add(row, at), _I16X32), align=1)
+                    values = short(builder, bits)
                     pairs = builder.bitcast(values, _I32X16)
                     top = builder.select(builder.icmp_unsigned("<", top, values), values, top)
                     out.append((emit_dot_bf16(builder, acc, pairs, pairs), top))
-                return [offset(builder, at, 64), builder.sub(left, ir.Constant(_I64, 32)), *(s for s, _ in out),
-                        *(t for _, t in out)]  # fmt: skip
+                return [offset(builder, at, 64), *(s for s, _ in out), *(t for _, t in out)]
 
-            n = builder.ashr(builder.add(columns, ir.Constant(_I64, 31)), ir.Constant(_I64, 5))
             zeros = [ir.Constant(llvm_type(f32x16), None)] * _ROWS + [ir.Constant(_I16X32, None)] * _ROWS
-            _, _, *both = loop(builder, n, [ir.Constant(_I64, 0), columns, *zeros], step)
+            _, *both = loop(builder, n, [ir.Constant(_I64, 0), *zeros], step)
             largest = []
             for top in both[_ROWS:]:
                 pairs = builder.bitcast(top, _I32X16)
@@ -144,22 +132,25 @@ def _make_four_sizes(type_):
 def make_row_sizes(type_):
     """row_sizes(x, stride, n, chunks, norms, tops): sums of squares and largest magnitudes, or a little more, of n rows
     of 16 * chunks numbers; f32, of which up to three more may be written."""
-    if type_ in _SHORT and "avx512bf16" in isa.current().features:
-        four_sizes = _make_four_sizes(type_)
-
-        @inline
-        def row_sizes(x, stride, n, chunks, norms, tops):
-            for i in range(0, n, _ROWS):
-                four_sizes(x + i * stride, stride, n - i, chunks << 4, norms + 4 * i, tops + 4 * i)
-
-        return row_sizes
     row_size = make_row_size(type_)
 
     @inline
-    def rows_one_by_one(x, stride, n, chunks, norms, tops):
+    def one_by_one(x, stride, n, chunks, norms, tops):
         for i in range(n):
             norm, top = row_size(x + i * stride, 16, chunks)
             st_f32(norms + 4 * i, norm)
             st_f32(tops + 4 * i, top)
 
-    return rows_one_by_one
+    if type_ not in _SHORT or "avx512bf16" not in isa.current().features:
+        return one_by_one
+    four_sizes = _make_four_sizes(type_)
+
+    @inline
+    def row_sizes(x, stride, n, chunks, norms, tops):
+        if chunks & 1 == 0:
+            for i in range(0, n, _ROWS):
+                four_sizes(x + i * stride, stride, n - i, chunks >> 1, norms + 4 * i, tops + 4 * i)
+        else:
+            one_by_one(x, stride, n, chunks, norms, tops)
+
+    return row_sizes

@@ -11,6 +11,7 @@ import numpy as np
 from ikcli.backends.cpu.kernels.attention import (
     K0,
     K_CHUNKS,
+    PART_HEAD_STRIDE,
     PART_ROW_BYTES,
     TILE,
     V0,
@@ -212,23 +213,27 @@ def _make_find_direct(part, type_):
     return find
 
 
-def _make_ask(type_, direct):
-    """ask(x, columns): for a row that lies in a cache; others have been asked for when they were made f32."""
+def _make_ask(type_, part):
+    """ask(params, x, stride, columns): for the rows of two positions of a part of a cache; none, of those made f32.
+
+    Whole rows lie one behind the other, which hardware notices.
+    """
     prefetch_row = make_prefetch_row(type_)
 
     @inline
-    def ask(x, columns):
-        if direct:
+    def ask(params, x, stride, columns):
+        if part > 0 and word(params, part + PART_HEAD_STRIDE) > 0:
             prefetch_row(x, 0, columns)
+            prefetch_row(x + stride, 0, columns)
 
     return ask
 
 
 # --- tiles -----------------------------------------------------------------------------------------------------------
-def _make_store_rows(type_, store, in_v, direct):
+def _make_store_rows(type_, store, in_v, part):
     """store_rows(params, x, stride, first, n, chunks, tile, k, v): n <= ROWS rows from the position `first` of the tile
     on; k and v: where their integers go."""
-    find_factors, ask, scales_of = _make_find_factors(type_), _make_ask(type_, direct), v_scales if in_v else k_scales
+    find_factors, ask, scales_of = _make_find_factors(type_), _make_ask(type_, part), v_scales if in_v else k_scales
 
     @inline
     def store_rows(params, x, stride, first, n, chunks, tile, k, v):
@@ -237,16 +242,15 @@ def _make_store_rows(type_, store, in_v, direct):
             store_f32x16(v_tops(params, tile) + 4 * first, top)
         for i in range(0, n, 2):
             y = x + stride if i + 1 < n else x
-            ask(x + ROWS * stride, 16 * chunks)
-            ask(y + ROWS * stride, 16 * chunks)
+            ask(params, x + ROWS * stride, stride, 16 * chunks)
             store(params, x, y, k + CHUNK_ROW * i, v + 32 * i, chunks, factors(params, tile) + 4 * i)
             x += 2 * stride
 
     return store_rows
 
 
-def _make_stage_k(find, type_, direct):
-    store_rows = _make_store_rows(type_, _make_store_k(type_), False, direct)
+def _make_stage_k(find, type_, part):
+    store_rows = _make_store_rows(type_, _make_store_k(type_), False, part)
 
     @merge
     def stage(params, segment, kv_head, k, v, position, n):
@@ -258,8 +262,8 @@ def _make_stage_k(find, type_, direct):
     return stage
 
 
-def _make_stage_v(find, type_, direct):
-    store_rows = _make_store_rows(type_, _make_store_v(type_), True, direct)
+def _make_stage_v(find, type_, part):
+    store_rows = _make_store_rows(type_, _make_store_v(type_), True, part)
 
     @merge
     def stage(params, segment, kv_head, k, v, position, n):
@@ -271,10 +275,10 @@ def _make_stage_v(find, type_, direct):
     return stage
 
 
-def _make_stage_both(find, type_, direct):
+def _make_stage_both(find, type_, part):
     """V is the end of K's rows, an even number of chunks as what precedes it."""
-    store_first = _make_store_rows(type_, _make_store_k(type_), False, direct)
-    store_both = _make_store_rows(type_, _make_store_both(type_), True, direct)
+    store_first = _make_store_rows(type_, _make_store_k(type_), False, part)
+    store_both = _make_store_rows(type_, _make_store_both(type_), True, part)
     chunk_bytes = 16 * _SIZE[type_]
 
     @merge
@@ -319,8 +323,9 @@ def make_stage_pairs(k_types, v_type, direct):
     """As `make_both`, of rows of any type; `direct`: of whole chunks of one part of f16 or bf16."""
     k_read, v_read = (k_types, v_type) if direct else ("f32", "f32")
     find_k = _make_find_direct(K0, k_types) if direct else _make_find_f32(make_stage_k(k_types))
+    k_part, v_part = (K0, V0) if direct else (0, 0)
     if v_type == "view":
-        return make_both(_make_stage_both(find_k, k_read, direct))
+        return make_both(_make_stage_both(find_k, k_read, k_part))
     stage_part = make_stage_part(v_type)
 
     @inline
@@ -328,4 +333,4 @@ def make_stage_pairs(k_types, v_type, direct):
         stage_part(params, V0, segment, kv_head, dst, chunk_bytes, position, n)
 
     find_v = _make_find_direct(V0, v_type) if direct else _make_find_f32(stage_v)
-    return make_both(_make_stage_k(find_k, k_read, direct), _make_stage_v(find_v, v_read, direct))
+    return make_both(_make_stage_k(find_k, k_read, k_part), _make_stage_v(find_v, v_read, v_part))

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from kernel_harness import Harness, Segment
 
 from ikcli.backends.cpu import lower_attention
-from ikcli.backends.cpu.kernels import attention, pair_tiles
+from ikcli.backends.cpu.kernels import attention, pair_sizes, pair_tiles
 from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
@@ -487,6 +488,61 @@ def test_uneven_rows_as_integers(
     of_cache = expected(run, built.node, segments, values, cached=cached) - exact
     assert how_rounded(built) == "integers"
     assert np.abs(out - exact).max() < most * np.abs(of_cache).max()
+
+
+@integers_only
+@pytest.mark.parametrize("small_q", [False, True])
+@pytest.mark.parametrize(("n_head", "tokens"), [(12, 1), (3, 2), (16, 20)])
+@pytest.mark.parametrize(("type_", "most"), [(F16, 4), (BF16, 0.5)])
+def test_rotated_keys_much_larger_than_the_latent_part(
+    type_: GGMLType, most: float, n_head: int, tokens: int, small_q: bool, rng: np.random.Generator
+) -> None:
+    """Either part of an MLA row, and of Q, keeps the precision of a scale of its own."""
+    built = absorbed(n_head, type_, tokens=tokens, cells=300, flash=True)
+    run = built.run.compile(built.node, 2)
+    (cache, leaf), (q, latent_q) = next(iter(built.stores.items())), list(built.leaves)[:2]
+    values = {x: rng.standard_normal((tokens, cols), dtype=np.float32) for x, cols in built.leaves.items()}
+    rows = rng.standard_normal((300 - tokens, 576))
+    rows[:, :64] *= 500
+    values[leaf][:, :64] *= np.float32(500)
+    values[q if small_q else latent_q] *= np.float32(0.002 if small_q else 500)
+    run.caches[cache][: 300 - tokens] = encode(rows, type_)
+    segments = [Segment(tokens, 0, 300 - tokens)]
+    out, exact = run(segments, values), expected(run, built.node, segments, values)
+    held = {cache: np.vstack([rows, values[leaf]])}
+    of_cache = expected(run, built.node, segments, values, cached=held) - exact
+    assert how_rounded(built) == "integers"
+    assert np.abs(out - exact).max() < most * np.abs(of_cache).max()
+
+
+@integers_only
+@pytest.mark.skipif("avx512bf16" not in isa.current().features, reason="no products of bfloat16 here")
+@pytest.mark.parametrize("type_", [F16, BF16])
+@pytest.mark.parametrize("n", [1, 4, 7, 16])
+def test_sizes_of_rows(type_: GGMLType, n: int, rng: np.random.Generator) -> None:
+    """Bounds of the sum of squares and the largest magnitude, at most 2 % too large; NaN of what is not finite."""
+    columns = 96
+    rows = rng.standard_normal((n, columns)) * np.exp(rng.standard_normal((n, 1)) * 3)
+    rows[0, 5:] = 0
+    data = encode(rows, type_)
+    exact = decode(data, type_)
+    norms, tops = np.zeros(20, np.float32), np.zeros(20, np.float32)
+    row_sizes = pair_sizes.make_row_sizes(type_.name.lower())
+
+    @numba.njit
+    def sizes(*args: int) -> None:
+        row_sizes(*args)
+
+    sizes(data.ctypes.data, data.strides[0], n, columns // 16, norms.ctypes.data, tops.ctypes.data)
+    for found, want in ((norms, (exact**2).sum(1)), (tops, np.abs(exact).max(1))):
+        assert (found[:n] >= want * (1 - 1e-6)).all()
+        assert (found[:n] <= want * 1.02 + 2.0**-15).all()
+    for bad in (np.inf, -np.inf, np.nan):
+        rows[n - 1, 3] = bad
+        data = encode(rows, type_)
+        sizes(data.ctypes.data, data.strides[0], n, columns // 16, norms.ctypes.data, tops.ctypes.data)
+        assert not np.isfinite(norms[n - 1])
+        assert np.isfinite(norms[: n - 1]).all()
 
 
 @integers_only

@@ -233,9 +233,9 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     k_bytes = 64 * k_chunks * m if stream else 64 * k_chunks * (tile + 1)
     v_bytes = 0 if stream or view >= 0 else 64 * v_chunks * (tile + 1)
     s_bytes = 4 * max(rows, per_task * m if stream else 0) * (tile + 16)
-    if pairs:  # K in pairs of columns, 16 rows of f32, 3 numbers per position, 1 per row; V in pairs of positions
+    if pairs:  # K in pairs of columns, 16 rows of f32, 3 numbers per position, 2 per row; V in pairs of positions
         k_bytes = 64 * ((k_chunks + 1) // 2) * (tile + 1) + 16 * 64 * max(k_chunks, v_chunks) + _BLOCK_SPACE
-        k_bytes += 12 * tile + 4 * rows
+        k_bytes += 12 * tile + 8 * rows
         v_bytes = 64 * v_chunks * (tile // 2 + 1)
         s_bytes *= 2 if view >= 0 else 1
     at, scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, s_bytes, o_bytes, per_task * _STATS_BYTES)

@@ -65,6 +65,7 @@ from ikcli.native.simd.vec import (
 )
 
 _F0, _F1 = np.float32(0.0), np.float32(1.0)
+REST = 32
 row_size = make_row_size("f32")
 _four_rows, _eight_rows = make_dot_block(4, 4, "i16"), make_dot_block(8, 2, "i16")
 _add_values = make_add_values(4, 2, "i16", UNIT - CORRECTION)
@@ -72,20 +73,20 @@ _add_values = make_add_values(4, 2, "i16", UNIT - CORRECTION)
 
 @inline
 def row_scales(q, padded, n_chunks):
-    """One f32 per row, behind all chunks of Q as f32; 64 bytes more for their inverses."""
+    """One f32 per row, up to 8, behind all chunks of Q as f32; REST bytes on those for the columns before V's, where it
+    lies inside K's rows; 64 bytes more for their inverses."""
     return q + CHUNK_ROW * padded * n_chunks
 
 
 @inline
-def round_q(q, padded, n_chunks):
+def round_part(q, padded, first, end, scales):
     """Chunks of 16 columns, f32, become chunks of 32 columns in place; rows get their scales."""
-    scales = row_scales(q, padded, n_chunks)
     for r in range(padded):
-        norm, top = row_size(q + CHUNK_ROW * r, 16 * padded, n_chunks)
+        norm, top = row_size(q + CHUNK_ROW * (first * padded + r), 16 * padded, end - first)
         factor = row_factor(norm, top)
         st_f32(scales + 4 * r, row_scale(norm, factor))
         st_f32(scales + 64 + 4 * r, factor)
-    for c in range(n_chunks >> 1):
+    for c in range(first >> 1, end >> 1):
         for r in range(padded):
             src, factor = q + CHUNK_ROW * (2 * c * padded + r), splat_f32x16(ld_f32(scales + 64 + 4 * r))
             low, high = rounded(load_f32x16(src), factor), rounded(load_f32x16(src + CHUNK_ROW * padded), factor)
@@ -102,11 +103,11 @@ def scale_scores(s, n, q_scale, k_scale):
 
 @inline
 def scale_parts(s, n, q_scale, k_scale, v_scale, rest):
-    """... from the sums over V and over the rest of the row, `rest` bytes behind them."""
+    """... from the sums over V's columns and over those before, `rest` bytes behind them."""
     for i in range(0, n, 16):
         x = vmul(load_f32x16(s + rest + 4 * i), load_f32x16(k_scale + 4 * i))
-        x = vfma(load_f32x16(s + 4 * i), load_f32x16(v_scale + 4 * i), x)
-        store_f32x16(s + 4 * i, vmul(x, bcast_f32x16(q_scale)))
+        y = vmul(load_f32x16(s + 4 * i), load_f32x16(v_scale + 4 * i))
+        store_f32x16(s + 4 * i, vfma(y, bcast_f32x16(q_scale), vmul(x, bcast_f32x16(q_scale + REST))))
 
 
 @inline
@@ -149,15 +150,19 @@ def in_fours(rows):
     return (rows + 3) & ~3
 
 
-@inline
-def prepare(params, token, unit, rows, q, tmp):
-    load_q(params, token, unit, rows, in_fours(rows), q)
-    round_q(q, in_fours(rows), word(params, K_CHUNKS))
-
-
 def make_flash_few_pairs(k_type, v_type, staging):
     """flash_attn for 2 to 8 rows per task; same parameters. `staging`: see make_flash_pairs."""
     stage, in_parts = make_stage_pairs(k_type, v_type, staging == "direct"), v_type == "view"
+
+    @inline
+    def prepare(params, token, unit, rows, q, tmp):
+        padded, chunks, first = in_fours(rows), word(params, K_CHUNKS), 0
+        scales = row_scales(q, padded, chunks)
+        load_q(params, token, unit, rows, padded, q)
+        if in_parts:
+            first = word(params, V_CHUNK)
+            round_part(q, padded, 0, first, scales + REST)
+        round_part(q, padded, first, chunks, scales)
 
     @merge
     def attend(params, q, k, v, s, o, stats, rows, n, tile):

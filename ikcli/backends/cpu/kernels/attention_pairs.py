@@ -62,34 +62,45 @@ from ikcli.native.simd.vec import (
 
 
 # --- Q ---------------------------------------------------------------------------------------------------------------
-def make_pack_q_pairs(adjacent):
+def make_pack_q_pairs(adjacent, in_parts):
     """pack(params, token, unit, rows, q, k): q[pair of columns][row] of scale * Q, for whole chunks of 32 columns, and
-    the rows' scales behind K's tile. Pairs are adjacent columns or 16 apart."""
+    the rows' scales behind K's tile; `in_parts`: those of what precedes V's columns behind them. Pairs are adjacent
+    columns or 16 apart."""
 
     @inline
     def columns_of(pair):
         return (2 * pair, 2 * pair + 1) if adjacent else (pair + (pair & ~15), pair + (pair & ~15) + 16)
 
     @inline
+    def pack_part(at, stride, first, end, scales):
+        """The columns [first, end) of one vector of rows."""
+        zero = zero_f32x16()
+        total, top = zero, zero
+        for c in range(first, end):
+            x = load_f32x16(at + c * stride)
+            total, top = vfma(x, x, total), vmax_fast(vabs(x), top)
+        factor = lane_factors(total, top)
+        store_f32x16(scales, lane_scales(total, factor))
+        for pair in range(first >> 1, (end + 16 & ~31) >> 1):  # K's last chunk may be half empty
+            even, odd = columns_of(pair)
+            low, high = zero, zero
+            if even < end:
+                low = load_f32x16(at + even * stride)
+            if odd < end:
+                high = load_f32x16(at + odd * stride)
+            store_i32x16(at + pair * stride, pairs_of(rounded(low, factor), rounded(high, factor)))
+
+    @inline
     def pack(params, token, unit, rows, q, k):
         pack_q(params, token, unit, rows, q, k)
-        stride, columns = 64 * ((rows + 15) >> 4), 16 * word(params, K_CHUNKS)
-        scales, zero = q_scales(params, k), zero_f32x16()
+        stride, columns, first = 64 * ((rows + 15) >> 4), 16 * word(params, K_CHUNKS), 0
+        if in_parts:
+            first = 16 * word(params, V_CHUNK)
         for i in range(0, stride, 64):
-            at, total, top = q + i, zero, zero
-            for c in range(columns):
-                x = load_f32x16(at + c * stride)
-                total, top = vfma(x, x, total), vmax_fast(vabs(x), top)
-            factor = lane_factors(total, top)
-            store_f32x16(scales + i, lane_scales(total, factor))
-            for pair in range((columns + 16 & ~31) >> 1):  # K's last chunk may be half empty
-                even, odd = columns_of(pair)
-                low, high = zero, zero
-                if even < columns:
-                    low = load_f32x16(at + even * stride)
-                if odd < columns:
-                    high = load_f32x16(at + odd * stride)
-                store_i32x16(at + pair * stride, pairs_of(rounded(low, factor), rounded(high, factor)))
+            scales = q_scales(params, k) + i
+            if in_parts:
+                pack_part(q + i, stride, 0, first, scales + stride)
+            pack_part(q + i, stride, first, columns, scales)
 
     return pack
 
@@ -101,34 +112,33 @@ def _scaled(s, scale):
 
 
 @inline
-def score_of_row(s, rest, k_scale, v_scale):
-    """The score of a position but for Q's scale."""
-    return _scaled(s, k_scale)
+def score_of_row(s, k_scale, q_scale, rest, v_scale, q_rest):
+    return vmul(_scaled(s, k_scale), q_scale)
 
 
 @inline
-def score_of_parts(s, rest, k_scale, v_scale):
-    """... from the sums over V and over the rest of the row, `rest` bytes behind them."""
-    return vfma(cvt_i32x16_f32(load_i32x16(s)), bcast_f32x16(v_scale), _scaled(s + rest, k_scale))
+def score_of_parts(s, k_scale, q_scale, rest, v_scale, q_rest):
+    """From the sums over V's columns and over those before, `rest` bytes behind them."""
+    return vfma(_scaled(s, v_scale), q_scale, vmul(_scaled(s + rest, k_scale), q_rest))
 
 
 def make_scale_column(score):
-    """scale_column(s, stride, n, tile, stats, q_scale, rest, k_scale, v_scale): sums of products become scores, the
-    lowest beyond a row's limit; returns their maximum with that of before."""
+    """scale_column(s, stride, n, tile, stats, k_scale, q_scale, rest, v_scale, q_rest): sums of products become scores,
+    the lowest beyond a row's limit; returns their maximum with that of before."""
 
     @inline
-    def scale_column(s, stride, n, tile, stats, q_scale, rest, k_scale, v_scale):
+    def scale_column(s, stride, n, tile, stats, k_scale, q_scale, rest, v_scale, q_rest):
         top = load_f32x16(stats + M)
         if is_masked(n, tile, stats):
             limit, lowest = vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile)), splat_f32x16(LOWEST)
             for t in range(n):
-                x = vmul(score(s + t * stride, rest, k_scale + 4 * t, v_scale + 4 * t), q_scale)
+                x = score(s + t * stride, k_scale + 4 * t, q_scale, rest, v_scale + 4 * t, q_rest)
                 x = select_less_i32(splat_i32x16(t), limit, x, lowest)
                 store_f32x16(s + t * stride, x)
                 top = vmax_fast(x, top)
         else:
             for t in range(n):
-                x = vmul(score(s + t * stride, rest, k_scale + 4 * t, v_scale + 4 * t), q_scale)
+                x = score(s + t * stride, k_scale + 4 * t, q_scale, rest, v_scale + 4 * t, q_rest)
                 store_f32x16(s + t * stride, x)
                 top = vmax_fast(x, top)
         return top
@@ -185,8 +195,10 @@ def make_flash_pairs(k_types, v_type, staging):
         else:
             rows_product(wide, k, chunk_bytes, n, q + x, stride, chunks, s + x, stride)
         for i in range(x, x + 64 * wide, 64):
-            q_scale = load_f32x16(q_scales(params, k) + i)
-            top = scale_column(s + i, stride, n, tile, stats + i, q_scale, rest, k_scale, v_scale)
+            q_scale, q_rest = load_f32x16(q_scales(params, k) + i), zero_f32x16()
+            if in_parts:
+                q_rest = load_f32x16(q_scales(params, k) + stride + i)
+            top = scale_column(s + i, stride, n, tile, stats + i, k_scale, q_scale, rest, v_scale, q_rest)
             soft_max_pairs(s + i, stride, n, tile, stats + i, top, v_scale, v_tops(params, k))
 
     @inline
@@ -194,4 +206,4 @@ def make_flash_pairs(k_types, v_type, staging):
         chunks, pairs, factors = (word(params, V_COLS) + 15) >> 4, (n + 1) >> 1, stats + CORRECTION + x
         columns_product(wide, v, pair_chunk(params), chunks, s + x, stride, pairs, o + x, stride, factors, ask)
 
-    return make_flash(make_pack_q_pairs(in_codes), stage, weigh, add)
+    return make_flash(make_pack_q_pairs(in_codes, in_parts), stage, weigh, add)

@@ -83,7 +83,7 @@ def v_tops(params, k):
 
 @inline
 def q_scales(params, k):
-    """One f32 per row of the task."""
+    """One f32 per row of the task; where V lies inside K's rows, as many more for the columns before V's."""
     return k_scales(params, k) + 12 * word(params, TILE)
 
 

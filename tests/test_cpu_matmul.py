@@ -262,6 +262,20 @@ def test_integers_round_less_than_f16(unevenness: float) -> None:
     assert 0 < np.square(error).mean() <= np.square(of_f16).mean()
 
 
+@pytest.mark.skipif(not makes_integers(), reason="this CPU multiplies f16 in float32")
+@pytest.mark.parametrize("size", [1e-3, 1, 1e3])
+@pytest.mark.parametrize("in_weights", [True, False])
+def test_one_number_outweighs_its_block(in_weights: bool, size: float) -> None:
+    """The largest number of a block, not only its norm, has to fit 16 bits."""
+    k, n, rng = 3 * PAIRS_BLOCK + 32, 40, np.random.default_rng(3)
+    w, a = rng.standard_normal((50, k)), rng.standard_normal((n, k)).astype(np.float32)
+    outweighed = w if in_weights else a
+    outweighed[:, 7::PAIRS_BLOCK] *= 1000
+    w = (w * size / np.abs(w).max()).astype(np.float16)
+    run, x = dense(Weight("w", GGMLType.F16, (k, 50)), w.view(np.uint8), 1, max_tokens=n)
+    check(run([Segment(n)], {x: a}), w.astype(np.float64), a, GGMLType.F16)
+
+
 # --- experts ----------------------------------------------------------------------------------------------------------
 N_EXPERT = 6
 

@@ -25,6 +25,7 @@ from ikcli.native.simd.vec import (
     llvm_type,
     load_f32x16,
     store_f32x16,
+    vsqrt,
 )
 
 _SCRATCH_AT = 48 << 10  # behind 512 columns of 32 rows: factors and squares, then 16 rows that end in their last block
@@ -91,8 +92,8 @@ def make_unpack_pairs(rows):
     @inline
     def put_block(w, row_bytes, n, room, dst):
         _row_norms(w, row_bytes, n, room)
-        norms, squares = load_f32x16(room), load_f32x16(room + 64)
-        factors = lane_factors(norms, squares)
+        norms, tops = load_f32x16(room), vsqrt(load_f32x16(room + 64))
+        factors = lane_factors(norms, tops)
         store_f32x16(room, factors)
         store_f32x16(dst, lane_scales(norms, factors))
         _store_pairs(w, row_bytes, n, room, dst + stride, stride)

@@ -249,34 +249,24 @@ def _make_store_rows(type_, store, in_v, part):
     return store_rows
 
 
-def _make_stage_k(find, type_, part):
-    store_rows = _make_store_rows(type_, _make_store_k(type_), False, part)
+def _make_stage(find, type_, in_v, part):
+    """stage(params, segment, kv_head, k, v, position, n): the tile of K, or of V."""
+    store = _make_store_v(type_) if in_v else _make_store_k(type_)
+    store_rows = _make_store_rows(type_, store, in_v, part)
 
     @merge
     def stage(params, segment, kv_head, k, v, position, n):
+        chunks = v_columns(params) >> 4 if in_v else word(params, K_CHUNKS)
         for first in range(0, n, ROWS):
             here = min(ROWS, n - first)
             x, stride = find(params, segment, kv_head, k, position + first, here)
-            store_rows(params, x, stride, first, here, word(params, K_CHUNKS), k, k + CHUNK_ROW * first, v)
-
-    return stage
-
-
-def _make_stage_v(find, type_, part):
-    store_rows = _make_store_rows(type_, _make_store_v(type_), True, part)
-
-    @merge
-    def stage(params, segment, kv_head, k, v, position, n):
-        for first in range(0, n, ROWS):
-            here = min(ROWS, n - first)
-            x, stride = find(params, segment, kv_head, k, position + first, here)
-            store_rows(params, x, stride, first, here, v_columns(params) >> 4, k, k, v + 32 * first)
+            store_rows(params, x, stride, first, here, chunks, k, k + CHUNK_ROW * first, v + 32 * first)
 
     return stage
 
 
 def _make_stage_both(find, type_, part):
-    """V is the end of K's rows, an even number of chunks as what precedes it."""
+    """... both: V is the end of K's rows, an even number of chunks as what precedes it."""
     store_first = _make_store_rows(type_, _make_store_k(type_), False, part)
     store_both = _make_store_rows(type_, _make_store_both(type_), True, part)
     chunk_bytes = 16 * _SIZE[type_]
@@ -333,4 +323,4 @@ def make_stage_pairs(k_types, v_type, direct):
         stage_part(params, V0, segment, kv_head, dst, chunk_bytes, position, n)
 
     find_v = _make_find_direct(V0, v_type) if direct else _make_find_f32(stage_v)
-    return make_both(_make_stage_k(find_k, k_read, k_part), _make_stage_v(find_v, v_read, v_part))
+    return make_both(_make_stage(find_k, k_read, False, k_part), _make_stage(find_v, v_read, True, v_part))

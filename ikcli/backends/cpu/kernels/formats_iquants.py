@@ -28,12 +28,6 @@ class _Grid(RowFormat):
             e.memo[key] = gs.entries(e, at, len(table), index, upper)
         return e.memo[key]
 
-    def coordinates(self, e, points, j):
-        """bias + coordinates of columns 64j.., of 32 points from column 0, or of four columns from 128*(j//2)."""
-        _, levels, bits = grid_points.packed(self.name)
-        lanes = range(8 * j, 8 * j + 8) if bits == 2 else range(16 * (j % 2), 16 * (j % 2) + 16)
-        return gs.coordinates(e, points, list(lanes), levels, bits, self.bias)
-
 
 def bits(e, x, shift, width):
     """Bits of an i32."""
@@ -48,6 +42,14 @@ class _Signed(_Grid):
     def shuffled(self, e, w, j):
         """As `dot_codes`."""
         raise NotImplementedError
+
+    def codes(self, e, points, j, signs, sign_lanes):
+        """bias + values of columns 64j.., of 32 points from column 0, or of four columns from 128*(j//2); the lanes of
+        their eight bytes in `signs`."""
+        _, levels, bits = grid_points.packed(self.name)
+        lanes = range(8 * j, 8 * j + 8) if bits == 2 else range(16 * (j % 2), 16 * (j % 2) + 16)
+        runs = gs.whole(lanes, bits) if bits == 2 else [(lane, 0) for lane in lanes]
+        return gs.signed(e, points, runs, levels, bits, self.bias, signs, gs.whole(sign_lanes, 1))
 
     def numbers(self, e, w, j):
         """Numbers (i32) of the points of columns 64j .. 64j+63."""
@@ -107,7 +109,7 @@ class IQ2XXS(_Signed):
         signs = gs.seven_bit_signs(e, quads, 32)
         lanes = [8 * (2 * j + i // 4) + i % 4 for i in range(8)]
         points = self.points16(e, w, e.b.zext(index, gs.WORDS))
-        return gs.negated(e, self.coordinates(e, points, j), self.bias, signs, lanes)
+        return self.codes(e, points, j, signs, lanes)
 
     def numbers(self, e, w, j):
         return [e.word(e.offset(w, 2 + 8 * b + i), 8) for b in (2 * j, 2 * j + 1) for i in range(4)]
@@ -135,7 +137,7 @@ class IQ2XS(_Scales16):
         words = e.b.load(e.vector_pointer(e.offset(w, 2), 16, 32), align=1)
         signs = gs.even_signs(e, e.lshr(words, [9] * 32))
         points = self.points16(e, w, words)
-        return gs.negated(e, self.coordinates(e, points, j), self.bias, signs, [2 * i for i in range(8 * j, 8 * j + 8)])
+        return self.codes(e, points, j, signs, [2 * i for i in range(8 * j, 8 * j + 8)])
 
     def numbers(self, e, w, j):
         return [bits(e, x, 0, 9) for x in self.words(e, w, j)]
@@ -158,7 +160,7 @@ class IQ2S(_Scales16):
         high = e.b.zext(e.pick(high, [i // 4 for i in range(32)]), gs.WORDS)
         high = e.all_and(e.b.shl(high, gs.words([8 - 2 * (i % 4) for i in range(32)])), 0x300)
         points = self.points16(e, w, e.b.or_(low, high))
-        return gs.negated(e, self.coordinates(e, points, j), self.bias, signs, range(8 * j, 8 * j + 8))
+        return self.codes(e, points, j, signs, range(8 * j, 8 * j + 8))
 
     def numbers(self, e, w, j):
         indices = []
@@ -181,7 +183,7 @@ class IQ3XXS(_Signed):
         quads = e.b.zext(e.load(i32x8, e.offset(w, 66)), ir.VectorType(I64, 8))
         lanes = [8 * (2 * j + i // 4) + i % 4 for i in range(8)]
         points = self.points16(e, w, index, j // 2)
-        return gs.negated(e, self.coordinates(e, points, j), self.bias, gs.seven_bit_signs(e, quads, 0), lanes)
+        return self.codes(e, points, j, gs.seven_bit_signs(e, quads, 0), lanes)
 
     def numbers(self, e, w, j):
         return [e.word(e.offset(w, 2 + 16 * j + i), 8) for i in range(16)]
@@ -204,7 +206,7 @@ class IQ3S(_Signed):
         ninth = e.b.bitcast(e.word(e.offset(w, 66 + 4 * (j // 2))), ir.VectorType(ir.IntType(1), 32))
         signs = e.load(i8x32, e.offset(w, 74))
         points = self.points16(e, w, index, j // 2, (ninth,))
-        return gs.negated(e, self.coordinates(e, points, j), self.bias, signs, range(8 * j, 8 * j + 8))
+        return self.codes(e, points, j, signs, range(8 * j, 8 * j + 8))
 
     def numbers(self, e, w, j):
         indices = []

@@ -28,8 +28,8 @@ class _Grid(GroupFormat):
     def d(self, e, w, row):
         return e.halves(w, 4)
 
-    def shuffled(self, e, w, ib, v, index, signs):
-        """Codes from shuffles: `index(part)` are 32 indices (words), `signs` (sign bytes, their lanes, their bits)."""
+    def packed_points(self, e, w, ib, v, index):
+        """By shuffles: (points of `index(part)`, 32 words, the runs of vector v among them, levels, their bits)."""
         key, name = self.name.removesuffix("_r4"), self.name
         table, levels, bits = grid_points.packed(key)
         eight = bits == 2
@@ -38,10 +38,12 @@ class _Grid(GroupFormat):
             words, *upper = index(part)
             at = e.opaque_table(table, 16, f"{key}.packed", w)
             e.memo[name, w, part] = gs.entries(e, at, len(table), words, upper)
-        lanes = [self.word_lane(ib, *run) for run in runs(v)]
-        starts = [4 * bits * c if eight else 0 for _, _, c in runs(v)]
-        codes = gs.coordinates(e, e.memo[name, w, part], lanes, levels, bits, self.bias, starts)
-        return gs.negated(e, codes, self.bias, *signs)
+        of_points = [(self.word_lane(ib, k, g, c), 4 * bits * c if eight else 0) for k, g, c in runs(v)]
+        return e.memo[name, w, part], of_points, levels, bits, self.bias
+
+    def shuffled(self, e, w, ib, v, index, signs):
+        """Codes from shuffles: `index(part)` are 32 indices (words), `signs` sign bytes and the runs among them."""
+        return gs.signed(e, *self.packed_points(e, w, ib, v, index), *signs)
 
     def word_lane(self, ib, k, g, c):
         """Which of 32 index words a run of row k, group g of eight columns, half c belongs to."""
@@ -57,7 +59,7 @@ class _Grid(GroupFormat):
     def sign_bytes(self, e, w, ib, v, at, make=lambda x: x):
         """For `shuffled`: a byte of eight signs per group, numbered 16*block + 4*row + group."""
         signs = self.once(e, ib // 4, w, lambda: make(e.load(i8x64, e.offset(w, at + 64 * (ib // 4)))))
-        return signs, [16 * (ib % 4) + 4 * k + g for k, g, _ in runs(v)], [4 * c for _, _, c in runs(v)]
+        return signs, [(16 * (ib % 4) + 4 * k + g, 4 * c) for k, g, c in runs(v)]
 
     def in_runs(self, e, codes):
         """From word order to runs of four columns."""
@@ -214,9 +216,9 @@ class IQ2XS(_Scales16):
     def by_shuffles(self, e, w, ib, v):
         words = e.b.load(e.vector_pointer(e.offset(w, 8 + 64 * (ib // 2)), 16, 32), align=1)
         s = e.lshr(words, [9] * 32)
-        lanes, starts = ([2 * self.word_lane(ib, *run) for run in runs(v)], [4 * c for _, _, c in runs(v)])
         signs = e.b.xor(s, e.b.shl(s, gs.words([1] * 32)))
-        return self.shuffled(e, w, ib, v, lambda part: [words], (signs, lanes, starts))
+        lanes = [(2 * self.word_lane(ib, k, g, c), 4 * c) for k, g, c in runs(v)]
+        return self.shuffled(e, w, ib, v, lambda part: [words], (signs, lanes))
 
     def number(self, e, w, ib, k, g):
         return e.b.and_(e.word(e.offset(w, 8 + 32 * ib + 2 * (4 * k + g)), 16), e.index(511))
@@ -267,7 +269,8 @@ class IQ3S(_Signed):
     def by_shuffles(self, e, w, ib, v):
         signs = e.repeated(e.load(i8x16, e.offset(w, 296 + 16 * ib)), 4)
         starts = [4 * (n // 4 % 2) + 2 * v + n // 8 for n in range(16)]
-        return self.shuffled(e, w, ib, v, lambda part: self.indices(e, w, part), (signs, None, starts))
+        codes = gs.coordinates(e, *self.packed_points(e, w, ib, v, lambda part: self.indices(e, w, part)))
+        return gs.negated(e, codes, self.bias, signs, starts)
 
     def indices(self, e, w, ib):
         """Low bytes of the indices of a block, and a mask of their ninth bits."""

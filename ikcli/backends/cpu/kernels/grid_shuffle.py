@@ -2,11 +2,13 @@
 
 A point of a grid is packed into 16 bits, 2 or 3 for the level of each coordinate. 32 indices, as many as 256 columns of
 a 2-bit type have, become points by two-register word shuffles of 64 entries each and blends on the upper index bits.
-A point then becomes bytes by `vpmultishiftqb` (any 8 bits of a quadword per byte) and a byte shuffle over the levels.
+A point and its signs then become bytes by `vpmultishiftqb` (any 8 bits of a quadword per byte) and a byte shuffle over
+the levels and their negatives.
 """
 
 import llvmlite.ir as ir
 
+from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.native.simd.vec import call_llvm, const_vector, i8x64, llvm_type
 
 _I16 = ir.IntType(16)
@@ -58,18 +60,42 @@ def as_bytes(e, v):
     return e.b.bitcast(v, llvm_type(i8x64))
 
 
-def coordinates(e, points, lanes, levels, bits, bias, starts=None):
-    """64 bytes, bias + level: the coordinates of points (32 words) of these lanes.
-
-    8 lanes: all 8 coordinates of each; 16 lanes: four coordinates of each, the first of them at bit `starts`.
-    """
-    if len(lanes) == 8:
-        lanes, starts = [x for x in lanes for _ in range(2)], [0, 4 * bits] * 8
-    starts = starts or [0] * 16
-    spread = e.pick(points, [x for x in lanes for _ in range(2)])
-    offsets = [32 * (n % 2) + start + bits * i for n, start in enumerate(starts) for i in range(4)]
+def coordinates(e, points, runs, levels, bits, bias):
+    """64 bytes, bias + level: coordinates of points (32 words). `runs`: 16 of four columns each, (lane, first bit)."""
+    codes = multishift(e, _offsets(runs, bits), e.pick(points, [lane for lane, _ in runs for _ in range(2)]))
     table = [bias + int(x) for x in levels] + [0] * ((1 << bits) - len(levels))
-    return e.lookup(table * (64 >> bits), multishift(e, offsets, spread))
+    return e.lookup(table * (64 >> bits), codes)
+
+
+def signed(e, points, runs, levels, bits, bias, signs, sign_runs):
+    """As `coordinates`, negated where the column's bit of the sign bytes `signs` is set; `sign_runs` as `runs`.
+
+    A quadword has the point and the sign byte of either half, from which level and sign come to lie side by side.
+    """
+    sign_words = e.b.bitcast(_wide(e, signs), WORDS)
+    lanes = [x for (i, _), (byte, _) in zip(runs, sign_runs, strict=True) for x in (i, 32 + byte // 2)]
+    quads = e.b.shuffle_vector(points, sign_words, indices(lanes))
+    of_signs = [(byte, 16 + byte % 2 * 8 + start - bits) for byte, start in sign_runs]
+    level, sign = (multishift(e, offsets, quads) for offsets in (_offsets(runs, bits), _offsets(of_signs, 1)))
+    unused = [0] * ((1 << bits) - len(levels))
+    table = [bias + sign * int(x) for sign in (1, -1) for x in [*levels, *unused]]
+    (codes,) = e.with_upper([level], [sign], bits)
+    return e.lookup(table * (32 >> bits), codes)
+
+
+def _offsets(runs, step):
+    """For `multishift`: what the columns of each run need of its half of a quadword."""
+    return [(32 * (n % 2) + start + step * i) % 64 for n, (_, start) in enumerate(runs) for i in range(4)]
+
+
+def _wide(e, v):
+    """At least 64 bytes of v; more are anything."""
+    return as_bytes(e, v) if v.type.count * v.type.element.width == 512 else e.pick(v, [*range(32), *[0] * 32])
+
+
+def whole(lanes, bits):
+    """Runs of eight columns of these lanes: all of a point, or of a sign byte."""
+    return [(lane, start) for lane in lanes for start in (0, 4 * bits)]
 
 
 def even_signs(e, v):
@@ -78,18 +104,10 @@ def even_signs(e, v):
     return call_llvm(e.b, "llvm.x86.avx512.vpermi2var.qi.512", llvm_type(i8x64), [low, as_bytes(e, v), high])
 
 
-def negated(e, codes, bias, signs, lanes, starts=None):
-    """2*bias - code where the bit of the column is set; `lanes`: the sign bytes in `signs` of each 8 of the 64 columns.
-
-    16 lanes: of each 4 columns, the first of them at bit `starts`. No lanes: `signs` has a byte per column.
-    """
-    starts = starts or [0] * len(lanes)
-    per = 64 // len(starts)
-    bytes_ = signs if signs.type.element.width == 8 else as_bytes(e, signs)
-    spread = e.pick(bytes_, [x for x in lanes for _ in range(per)]) if lanes else bytes_
-    step = 1 if lanes else 0
-    bit = const_vector(i8x64, [x if x < 128 else -128 for s in starts for x in (1 << s + step * i for i in range(per))])
-    minus = e.b.icmp_unsigned("!=", e.b.and_(spread, bit), e.const64(0))
+def negated(e, codes, bias, signs, starts):
+    """2*bias - code where the bit of the column is set: in each four bytes of `signs`, the one of `starts`."""
+    bit = const_vector(i8x64, [x if x < 128 else x - 256 for s in starts for x in [1 << s] * 4])
+    minus = e.b.icmp_unsigned("!=", e.b.and_(signs, bit), e.const64(0))
     return e.b.select(minus, e.b.sub(e.const64(2 * bias & 255), codes), codes)
 
 

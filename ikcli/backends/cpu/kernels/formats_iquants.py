@@ -10,7 +10,7 @@ from ikcli.backends.cpu.kernels import grid_shuffle as gs
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, by_name
 from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.half import half_to_f32
-from ikcli.native.simd.vec import f32x16, i8x32, i32x8, i32x16, llvm_type
+from ikcli.native.simd.vec import f32x16, i8x32, i8x64, i32x8, i32x16, llvm_type
 
 
 class _Grid(RowFormat):
@@ -19,14 +19,21 @@ class _Grid(RowFormat):
     def __init__(self, name, n_bytes):
         self.name, self.block_bytes, self.step_bytes = name, n_bytes, n_bytes
 
-    def points16(self, e, w, index, part=0, upper=()):
-        """The points of 32 indices (words) as words; computed once per step and part."""
-        key = (self.name, w, part)
-        if key not in e.memo:
+    def points16(self, e, w, index):
+        """The points of 32 indices (words) as words; computed once per step."""
+        if (self.name, w) not in e.memo:
             table, _, _ = grid_points.packed(self.name)
             at = e.opaque_table(table, 16, f"{self.name}.packed", w)
-            e.memo[key] = gs.entries(e, at, len(table), index, upper)
-        return e.memo[key]
+            e.memo[self.name, w] = gs.entries(e, at, len(table), index)
+        return e.memo[self.name, w]
+
+    def points64(self, e, w, index, upper=()):
+        """Of 64 indices (lower bytes, masks of upper bits): twice 32 points as words; computed once per step."""
+        if (self.name, w) not in e.memo:
+            table, _, _ = grid_points.packed(self.name)
+            at = e.opaque_table(gs.planes(table), 8, f"{self.name}.planes", w)
+            e.memo[self.name, w] = gs.entries64(e, at, len(table), index, upper, [range(32), range(32, 64)])
+        return e.memo[self.name, w]
 
 
 def bits(e, x, shift, width):
@@ -179,10 +186,9 @@ class IQ3XXS(_Signed):
         return e.mul(_affine(e, ls, 0.5, 0.25), e.splat(e.half(w)))
 
     def shuffled(self, e, w, j):
-        index = gs.bytes_as_words(e, e.offset(w, 2 + 32 * (j // 2)))
         quads = e.b.zext(e.load(i32x8, e.offset(w, 66)), ir.VectorType(I64, 8))
         lanes = [8 * (2 * j + i // 4) + i % 4 for i in range(8)]
-        points = self.points16(e, w, index, j // 2)
+        points = self.points64(e, w, e.load(i8x64, e.offset(w, 2)))[j // 2]
         return self.codes(e, points, j, gs.seven_bit_signs(e, quads, 0), lanes)
 
     def numbers(self, e, w, j):
@@ -202,10 +208,9 @@ class IQ3S(_Signed):
         return e.mul(_affine(e, ls, 2.0, 1.0), e.splat(e.half(w)))
 
     def shuffled(self, e, w, j):
-        index = gs.bytes_as_words(e, e.offset(w, 2 + 32 * (j // 2)))
-        ninth = e.b.bitcast(e.word(e.offset(w, 66 + 4 * (j // 2))), ir.VectorType(ir.IntType(1), 32))
+        ninth = e.b.bitcast(e.word(e.offset(w, 66), 64), ir.VectorType(ir.IntType(1), 64))
         signs = e.load(i8x32, e.offset(w, 74))
-        points = self.points16(e, w, index, j // 2, (ninth,))
+        points = self.points64(e, w, e.load(i8x64, e.offset(w, 2)), [ninth])[j // 2]
         return self.codes(e, points, j, signs, range(8 * j, 8 * j + 8))
 
     def numbers(self, e, w, j):

@@ -29,25 +29,30 @@ class _Grid(GroupFormat):
         return e.halves(w, 4)
 
     def packed_points(self, e, w, ib, v, index):
-        """By shuffles: (points of `index(part)`, 32 words, the runs of vector v among them, levels, their bits)."""
-        key, name = self.name.removesuffix("_r4"), self.name
+        """By shuffles: (32 points as words, the runs of vector v among them, levels, their bits, bias).
+
+        `index(part)`: 64 indices, as many as two blocks have, or four, as lower bytes and masks of upper bits.
+        """
+        key = self.name.removesuffix("_r4")
         table, levels, bits = grid_points.packed(key)
         eight = bits == 2
-        part = ib // 2 if eight else ib
-        if (name, w, part) not in e.memo:
-            words, *upper = index(part)
-            at = e.opaque_table(table, 16, f"{key}.packed", w)
-            e.memo[name, w, part] = gs.entries(e, at, len(table), words, upper)
-        of_points = [(self.word_lane(ib, k, g, c), 4 * bits * c if eight else 0) for k, g, c in runs(v)]
-        return e.memo[name, w, part], of_points, levels, bits, self.bias
+        blocks = 4 if eight else 2
+        orders = [sorted({self.point(b, *run) for b in range(blocks) for run in runs(v)}) for v in range(2)]
+        at = (self.name, w, ib // blocks)
+        if at not in e.memo:
+            entries = e.opaque_table(gs.planes(table), 8, f"{key}.planes", w)
+            e.memo[at] = gs.entries64(e, entries, len(table), *index(ib // blocks), orders)
+        lanes = [orders[v].index(self.point(ib % blocks, *run)) for run in runs(v)]
+        of_points = [(lane, 4 * bits * c if eight else 0) for lane, (_, _, c) in zip(lanes, runs(v), strict=True)]
+        return e.memo[at][v], of_points, levels, bits, self.bias
 
     def shuffled(self, e, w, ib, v, index, signs):
-        """Codes from shuffles: `index(part)` are 32 indices (words), `signs` sign bytes and the runs among them."""
+        """Codes from shuffles: `index` as above, `signs` sign bytes and the runs among them."""
         return gs.signed(e, *self.packed_points(e, w, ib, v, index), *signs)
 
-    def word_lane(self, ib, k, g, c):
-        """Which of 32 index words a run of row k, group g of eight columns, half c belongs to."""
-        return 16 * (ib % 2) + 4 * k + g
+    def point(self, ib, k, g, c):
+        """Which index of 64 a run of row k, group g of eight columns, half c of it belongs to."""
+        return 16 * ib + 4 * k + g
 
     def once(self, e, name, w, make):
         """A value computed once per step."""
@@ -173,7 +178,7 @@ class _SignsAndScales(_Signed):
 
     def by_shuffles(self, e, w, ib, v):
         signs = self.sign_bytes(e, w, ib, v, 8, lambda x: self.unscrambled(e, x))
-        return self.shuffled(e, w, ib, v, lambda part: [gs.bytes_as_words(e, e.offset(w, 136 + 32 * part))], signs)
+        return self.shuffled(e, w, ib, v, lambda part: (e.load(i8x64, e.offset(w, 136 + 64 * part)), ()), signs)
 
 
 class IQ2XXS(_SignsAndScales):
@@ -184,8 +189,8 @@ class IQ2XXS(_SignsAndScales):
 class IQ3XXS(_SignsAndScales):
     factor, columns = 0.5, 4
 
-    def word_lane(self, ib, k, g, c):
-        return 8 * k + 2 * g + c
+    def point(self, ib, k, g, c):
+        return 32 * ib + 8 * k + 2 * g + c
 
     def number(self, e, w, ib, k, g):
         at = e.offset(w, 136 + 32 * ib + 8 * k + g // 2 * 2)
@@ -214,11 +219,19 @@ class IQ2XS(_Scales16):
     scales_at = 264
 
     def by_shuffles(self, e, w, ib, v):
-        words = e.b.load(e.vector_pointer(e.offset(w, 8 + 64 * (ib // 2)), 16, 32), align=1)
-        s = e.lshr(words, [9] * 32)
+        s = e.lshr(self.words(e, w, ib // 2), [9] * 32)
         signs = e.b.xor(s, e.b.shl(s, gs.words([1] * 32)))
-        lanes = [(2 * self.word_lane(ib, k, g, c), 4 * c) for k, g, c in runs(v)]
-        return self.shuffled(e, w, ib, v, lambda part: [words], (signs, lanes))
+        lanes = [(2 * (16 * (ib % 2) + 4 * k + g), 4 * c) for k, g, c in runs(v)]
+        return self.shuffled(e, w, ib, v, lambda part: self.indices(e, w, part), (signs, lanes))
+
+    def words(self, e, w, pair):
+        return e.b.load(e.vector_pointer(e.offset(w, 8 + 64 * pair), 16, 32), align=1)
+
+    def indices(self, e, w, part):
+        """64 of them: lower bytes, a mask of their ninth bits."""
+        words = [gs.as_bytes(e, self.words(e, w, 2 * part + i)) for i in range(2)]
+        low, high = (e.b.shuffle_vector(*words, indices(range(i, 128, 2))) for i in range(2))
+        return low, [gs.bits_set(e, high, [0] * 64)]
 
     def number(self, e, w, ib, k, g):
         return e.b.and_(e.word(e.offset(w, 8 + 32 * ib + 2 * (4 * k + g)), 16), e.index(511))
@@ -235,19 +248,24 @@ class IQ2S(_Scales16):
 
     def by_shuffles(self, e, w, ib, v):
         signs = self.sign_bytes(e, w, ib, v, 168)
-        return self.shuffled(e, w, ib, v, lambda part: [self.indices(e, w, 32 * part, 32)], signs)
+        return self.shuffled(e, w, ib, v, lambda part: self.indices(e, w, part), signs)
 
-    def indices(self, e, w, first, count):
-        """Words, of a block or two."""
-        words = ir.VectorType(ir.IntType(16), count)
-        low = e.b.zext(e.bytes_at(e.offset(w, 8 + first), count), words)
-        high = e.bytes_at(e.offset(w, 136 + first // 4), count // 4)
-        high = e.b.zext(e.pick(high, [i // 4 for i in range(count)]), words)
-        high = e.b.shl(high, e.constants([8 - 2 * (i % 4) for i in range(count)], 16))
+    def indices(self, e, w, part):
+        """64 of them: lower bytes, masks of their ninth and tenth bits."""
+        high = e.pick(e.bytes_at(e.offset(w, 136 + 16 * part), 16), [i // 4 for i in range(64)])
+        masks = [gs.bits_set(e, high, [2 * (i % 4) + bit for i in range(64)]) for bit in range(2)]
+        return e.load(i8x64, e.offset(w, 8 + 64 * part)), masks
+
+    def index_words(self, e, w, ib):
+        """16 indices of a block."""
+        words = ir.VectorType(ir.IntType(16), 16)
+        low = e.b.zext(e.bytes_at(e.offset(w, 8 + 16 * ib), 16), words)
+        high = e.b.zext(e.pick(e.bytes_at(e.offset(w, 136 + 4 * ib), 4), [i // 4 for i in range(16)]), words)
+        high = e.b.shl(high, e.constants([8 - 2 * (i % 4) for i in range(16)], 16))
         return e.b.or_(low, e.all_and(high, 0x300))
 
     def number(self, e, w, ib, k, g):
-        return self.taken(e, w, ib, lambda: self.indices(e, w, 16 * ib, 16), 4 * k + g)
+        return self.taken(e, w, ib, lambda: self.index_words(e, w, ib), 4 * k + g)
 
     def sign_bytes16(self, e, w, ib):
         return e.load(i8x16, e.offset(w, 168 + 16 * ib))
@@ -262,9 +280,9 @@ class IQ3S(_Signed):
         packed = e.bytes_at(e.offset(w, 424), 16)
         return [e.affine(e.field(packed, 4 * i, 4), 2.0, 1.0) for i in range(2)]
 
-    def word_lane(self, ib, k, g, c):
+    def point(self, ib, k, g, c):
         run = 2 * g + c
-        return 8 * (run % 4) + 4 * (run // 4) + k
+        return 32 * ib + 8 * (run % 4) + 4 * (run // 4) + k
 
     def by_shuffles(self, e, w, ib, v):
         signs = e.repeated(e.load(i8x16, e.offset(w, 296 + 16 * ib)), 4)
@@ -272,19 +290,22 @@ class IQ3S(_Signed):
         codes = gs.coordinates(e, *self.packed_points(e, w, ib, v, lambda part: self.indices(e, w, part)))
         return gs.negated(e, codes, self.bias, signs, starts)
 
-    def indices(self, e, w, ib):
-        """Low bytes of the indices of a block, and a mask of their ninth bits."""
+    def indices(self, e, w, part):
+        """64 of them: lower bytes, a mask of their ninth bits."""
+        high = e.pick(e.bytes_at(e.offset(w, 264 + 8 * part), 8), [4 * (i // 32) + i % 4 for i in range(64)])
+        ninth = gs.bits_set(e, high, [i % 32 // 8 + 4 * (i // 4 % 2) for i in range(64)])
+        return e.load(i8x64, e.offset(w, 8 + 64 * part)), [ninth]
+
+    def index_words(self, e, w, ib):
+        """32 indices of a block."""
         low = gs.bytes_as_words(e, e.offset(w, 8 + 32 * ib))
         rows = e.b.zext(e.repeated(e.bytes_at(e.offset(w, 264 + 4 * ib), 4), 8), gs.WORDS)
         bits = gs.words([1 << (n // 8 + 4 * (n // 4 % 2)) for n in range(32)])
-        return low, e.b.icmp_unsigned("==", e.b.and_(rows, bits), bits)
+        upper = e.b.icmp_unsigned("==", e.b.and_(rows, bits), bits)
+        return e.b.or_(low, e.b.select(upper, gs.words([256] * 32), gs.words([0] * 32)))
 
     def number(self, e, w, ib, k, g):
-        def make():
-            low, upper = self.indices(e, w, ib)
-            return e.b.or_(low, e.b.select(upper, gs.words([256] * 32), gs.words([0] * 32)))
-
-        return self.taken(e, w, ib, make, 8 * (g % 4) + 4 * (g // 4) + k)
+        return self.taken(e, w, ib, lambda: self.index_words(e, w, ib), 8 * (g % 4) + 4 * (g // 4) + k)
 
     def signs(self, e, w, ib, v):
         return e.plane_signs(e.offset(w, 296 + 16 * ib), v, 4, 2, 1)

@@ -1,7 +1,8 @@
 """Grid points by shuffles (AVX-512 VBMI): no loads from tables that the index decides, which gathers would need.
 
 A point of a grid is packed into 16 bits, 2 or 3 for the level of each coordinate. 32 indices, as many as 256 columns of
-a 2-bit type have, become points by two-register word shuffles of 64 entries each and blends on the upper index bits.
+a 2-bit type have, become points by two-register word shuffles of 64 entries each and blends on the upper index bits; 64
+indices by byte shuffles of 128 entries, for the lower and the upper halves of the points, which takes half as many.
 A point and its signs then become bytes by `vpmultishiftqb` (any 8 bits of a quadword per byte) and a byte shuffle over
 the levels and their negatives.
 """
@@ -32,12 +33,11 @@ def words(values):
     return ir.Constant(WORDS, [ir.Constant(_I16, v) for v in values])
 
 
-def entries(e, table, size, index, upper=()):
-    """Entry `index` of `size` words at address `table`, for 32 words; `upper`: masks of the highest index bits."""
+def entries(e, table, size, index):
+    """Entry `index` of `size` words at address `table`, for 32 words."""
     parts = [_shuffle64(e, e.offset(table, 2 * i), index) for i in range(0, size, 64)]
-    n_tested = (size // 64).bit_length() - 1 - len(upper)
-    tests = [e.b.icmp_unsigned("!=", e.all_and(index, 64 << i), words([0] * 32)) for i in range(n_tested)]
-    for mask in (*tests, *upper):
+    n_tested = (size // 64).bit_length() - 1
+    for mask in [e.b.icmp_unsigned("!=", e.all_and(index, 64 << i), words([0] * 32)) for i in range(n_tested)]:
         parts = [e.b.select(mask, high, low) for low, high in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
 
@@ -45,6 +45,29 @@ def entries(e, table, size, index, upper=()):
 def _shuffle64(e, table, index):
     low, high = (e.b.load(e.vector_pointer(e.offset(table, at), 16, 32), align=64) for at in (0, 64))
     return call_llvm(e.b, "llvm.x86.avx512.vpermi2var.hi.512", WORDS, [low, index, high])
+
+
+def planes(table):
+    """Words as `entries64` wants them: all lower bytes, then all upper ones."""
+    return [x >> shift & 255 for shift in (0, 8) for x in table]
+
+
+def entries64(e, table, size, index, upper, orders):
+    """As `entries`, of the `planes` of a table, for 64 indices: their lower 8 bits, masks of the others from the lowest
+    on. Returns the words that each of `orders`, 32 numbers of indices, names."""
+    masks, halves = [e.b.icmp_signed("<", index, e.const64(0)), *upper], []
+    for half in (0, size):
+        parts = [_shuffle128(e, e.offset(table, half + i), index) for i in range(0, size, 128)]
+        for mask in masks:
+            parts = [e.b.select(mask, high, low) for low, high in zip(parts[::2], parts[1::2], strict=True)]
+        halves += parts
+    lanes = [indices([x for i in order for x in (i, 64 + i)]) for order in orders]
+    return [e.b.bitcast(e.b.shuffle_vector(*halves, order), WORDS) for order in lanes]
+
+
+def _shuffle128(e, table, index):
+    low, high = (e.b.load(e.vector_pointer(e.offset(table, at), 8, 64), align=64) for at in (0, 64))
+    return call_llvm(e.b, "llvm.x86.avx512.vpermi2var.qi.512", llvm_type(i8x64), [low, index, high])
 
 
 def multishift(e, offsets, v):
@@ -106,8 +129,7 @@ def even_signs(e, v):
 
 def negated(e, codes, bias, signs, starts):
     """2*bias - code where the bit of the column is set: in each four bytes of `signs`, the one of `starts`."""
-    bit = const_vector(i8x64, [x if x < 128 else x - 256 for s in starts for x in [1 << s] * 4])
-    minus = e.b.icmp_unsigned("!=", e.b.and_(signs, bit), e.const64(0))
+    minus = bits_set(e, signs, [start for start in starts for _ in range(4)])
     return e.b.select(minus, e.b.sub(e.const64(2 * bias & 255), codes), codes)
 
 
@@ -119,6 +141,12 @@ def seven_bit_signs(e, quads, first):
 def quads_at(e, address):
     """8 quadwords."""
     return e.b.load(e.vector_pointer(address, 64, 8), align=1)
+
+
+def bits_set(e, v, bits):
+    """Mask of the bytes of v whose bit of this number is set."""
+    some = e.b.and_(v, const_vector(i8x64, [x if x < 128 else -128 for x in (1 << bit for bit in bits)]))
+    return e.b.icmp_unsigned("!=", some, e.const64(0))
 
 
 def bytes_as_words(e, address):

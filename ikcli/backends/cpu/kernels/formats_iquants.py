@@ -12,28 +12,15 @@ from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.vec import f32x16, i8x32, i8x64, i32x8, i32x16, llvm_type
 
+_IN_ORDER = [range(64 * j, 64 * j + 64, 4) for j in range(4)]
+_QUARTERS = [range(4 * n, 256, 16) for n in range(4)]
+
 
 class _Grid(RowFormat):
     bias = 64  # at least the largest coordinate
 
     def __init__(self, name, n_bytes):
         self.name, self.block_bytes, self.step_bytes = name, n_bytes, n_bytes
-
-    def points16(self, e, w, index):
-        """The points of 32 indices (words) as words; computed once per step."""
-        if (self.name, w) not in e.memo:
-            table, _, _ = grid_points.packed(self.name)
-            at = e.opaque_table(table, 16, f"{self.name}.packed", w)
-            e.memo[self.name, w] = gs.entries(e, at, len(table), index)
-        return e.memo[self.name, w]
-
-    def points64(self, e, w, index, upper=()):
-        """Of 64 indices (lower bytes, masks of upper bits): twice 32 points as words; computed once per step."""
-        if (self.name, w) not in e.memo:
-            table, _, _ = grid_points.packed(self.name)
-            at = e.opaque_table(gs.planes(table), 8, f"{self.name}.planes", w)
-            e.memo[self.name, w] = gs.entries64(e, at, len(table), index, upper, [range(32), range(32, 64)])
-        return e.memo[self.name, w]
 
 
 def bits(e, x, shift, width):
@@ -46,17 +33,16 @@ class _Signed(_Grid):
 
     signs_at = 0  # where a type has bytes of eight signs
 
-    def shuffled(self, e, w, j):
-        """As `dot_codes`."""
+    def indices(self, e, w):
+        """For shuffles, numbers of all points: 32 words, or the lower bytes of 64 and masks of their upper bits."""
         raise NotImplementedError
 
-    def codes(self, e, points, j, signs, sign_lanes):
-        """bias + values of columns 64j.., of 32 points from column 0, or of four columns from 128*(j//2); the lanes of
-        their eight bytes in `signs`."""
-        _, levels, bits = grid_points.packed(self.name)
-        lanes = range(8 * j, 8 * j + 8) if bits == 2 else range(16 * (j % 2), 16 * (j % 2) + 16)
-        runs = gs.whole(lanes, bits) if bits == 2 else [(lane, 0) for lane in lanes]
-        return gs.signed(e, points, runs, levels, bits, self.bias, signs, gs.whole(sign_lanes, 1))
+    def sign_bytes(self, e, w):
+        """For shuffles, bytes of eight signs: that of columns 8i .. 8i+7 is number sign_byte(i)."""
+        raise NotImplementedError
+
+    def sign_byte(self, i):
+        return i
 
     def numbers(self, e, w, j):
         """Numbers (i32) of the points of columns 64j .. 64j+63."""
@@ -68,8 +54,35 @@ class _Signed(_Grid):
 
     def dot_codes(self, e, w, j):
         if gs.usable(e):
-            return self.shuffled(e, w, j)
+            return self.shuffled(e, w, _IN_ORDER, j)
         return e.signed(*self.magnitudes(e, w, j), self.bias)
+
+    def quarters(self, e, w):
+        return [self.shuffled(e, w, _QUARTERS, n) for n in range(4)] if gs.usable(e) else None
+
+    def shuffled(self, e, w, vectors, n):
+        """bias + values of the n-th of four `vectors`: 16 runs of four columns each, as their first columns."""
+        _, levels, bits = grid_points.packed(self.name)
+        per = 8 if bits == 2 else 4  # columns of a point
+        size = per // 2  # vectors of codes that 32 points are enough for
+        orders = [sorted({start // per for v in vectors[i : i + size] for start in v}) for i in range(0, 4, size)]
+        points, order = self._points(e, w, orders)[n // size], orders[n // size]
+        of_points = [(order.index(start // per), bits * (start % per)) for start in vectors[n]]
+        of_signs = [(self.sign_byte(start // 8), start % 8) for start in vectors[n]]
+        return gs.signed(e, points, of_points, levels, bits, self.bias, self.sign_bytes(e, w), of_signs)
+
+    def _points(self, e, w, orders):
+        """Points as words, once per step: 32 for each of `orders`."""
+        if (self.name, w) not in e.memo:
+            table, _, _ = grid_points.packed(self.name)
+            if len(orders) == 1:
+                at = e.opaque_table(table, 16, f"{self.name}.words", w)
+                found = [gs.entries(e, at, len(table), self.indices(e, w))]
+            else:
+                at = e.opaque_table(gs.planes(table), 8, f"{self.name}.planes", w)
+                found = gs.entries64(e, at, len(table), *self.indices(e, w), orders)
+            e.memo[self.name, w] = found
+        return e.memo[self.name, w]
 
     def points(self, e, w, j):
         """64 magnitudes."""
@@ -110,13 +123,15 @@ class IQ2XXS(_Signed):
         ls = e.b.trunc(e.lshr(gs.quads_at(e, e.offset(w, 2)), [60] * 8), ir.VectorType(I32, 8))
         return e.mul(_affine(e, ls, 0.25, 0.125), e.splat(e.half(w)))
 
-    def shuffled(self, e, w, j):
-        quads = gs.quads_at(e, e.offset(w, 2))
-        index = e.pick(gs.as_bytes(e, quads), [8 * (i // 4) + i % 4 for i in range(32)])
-        signs = gs.seven_bit_signs(e, quads, 32)
-        lanes = [8 * (2 * j + i // 4) + i % 4 for i in range(8)]
-        points = self.points16(e, w, e.b.zext(index, gs.WORDS))
-        return self.codes(e, points, j, signs, lanes)
+    def indices(self, e, w):
+        bytes_ = gs.as_bytes(e, gs.quads_at(e, e.offset(w, 2)))
+        return e.b.zext(e.pick(bytes_, [self.sign_byte(i) for i in range(32)]), gs.WORDS)
+
+    def sign_bytes(self, e, w):
+        return gs.seven_bit_signs(e, gs.quads_at(e, e.offset(w, 2)), 32)
+
+    def sign_byte(self, i):
+        return 8 * (i // 4) + i % 4
 
     def numbers(self, e, w, j):
         return [e.word(e.offset(w, 2 + 8 * b + i), 8) for b in (2 * j, 2 * j + 1) for i in range(4)]
@@ -140,11 +155,14 @@ class IQ2XS(_Scales16):
 
     scales_at = 66
 
-    def shuffled(self, e, w, j):
-        words = e.b.load(e.vector_pointer(e.offset(w, 2), 16, 32), align=1)
-        signs = gs.even_signs(e, e.lshr(words, [9] * 32))
-        points = self.points16(e, w, words)
-        return self.codes(e, points, j, signs, [2 * i for i in range(8 * j, 8 * j + 8)])
+    def indices(self, e, w):
+        return e.b.load(e.vector_pointer(e.offset(w, 2), 16, 32), align=1)
+
+    def sign_bytes(self, e, w):
+        return gs.even_signs(e, e.lshr(self.indices(e, w), [9] * 32))
+
+    def sign_byte(self, i):
+        return 2 * i
 
     def numbers(self, e, w, j):
         return [bits(e, x, 0, 9) for x in self.words(e, w, j)]
@@ -161,13 +179,14 @@ class IQ2S(_Scales16):
 
     scales_at, signs_at = 74, 34
 
-    def shuffled(self, e, w, j):
-        low, signs = gs.bytes_as_words(e, e.offset(w, 2)), e.load(i8x32, e.offset(w, 34))
+    def indices(self, e, w):
         high = e.b.load(e.vector_pointer(e.offset(w, 66), 8, 8), align=1)
         high = e.b.zext(e.pick(high, [i // 4 for i in range(32)]), gs.WORDS)
         high = e.all_and(e.b.shl(high, gs.words([8 - 2 * (i % 4) for i in range(32)])), 0x300)
-        points = self.points16(e, w, e.b.or_(low, high))
-        return self.codes(e, points, j, signs, range(8 * j, 8 * j + 8))
+        return e.b.or_(gs.bytes_as_words(e, e.offset(w, 2)), high)
+
+    def sign_bytes(self, e, w):
+        return e.load(i8x32, e.offset(w, 34))
 
     def numbers(self, e, w, j):
         indices = []
@@ -185,11 +204,14 @@ class IQ3XXS(_Signed):
         ls = e.lshr(e.load(i32x8, e.offset(w, 66)), [28] * 8)
         return e.mul(_affine(e, ls, 0.5, 0.25), e.splat(e.half(w)))
 
-    def shuffled(self, e, w, j):
-        quads = e.b.zext(e.load(i32x8, e.offset(w, 66)), ir.VectorType(I64, 8))
-        lanes = [8 * (2 * j + i // 4) + i % 4 for i in range(8)]
-        points = self.points64(e, w, e.load(i8x64, e.offset(w, 2)))[j // 2]
-        return self.codes(e, points, j, gs.seven_bit_signs(e, quads, 0), lanes)
+    def indices(self, e, w):
+        return e.load(i8x64, e.offset(w, 2)), []
+
+    def sign_bytes(self, e, w):
+        return gs.seven_bit_signs(e, e.b.zext(e.load(i32x8, e.offset(w, 66)), ir.VectorType(I64, 8)), 0)
+
+    def sign_byte(self, i):
+        return 8 * (i // 4) + i % 4
 
     def numbers(self, e, w, j):
         return [e.word(e.offset(w, 2 + 16 * j + i), 8) for i in range(16)]
@@ -207,11 +229,12 @@ class IQ3S(_Signed):
         ls = e.fields_at(e.offset(w, 106), range(0, 32, 4), 4)
         return e.mul(_affine(e, ls, 2.0, 1.0), e.splat(e.half(w)))
 
-    def shuffled(self, e, w, j):
+    def indices(self, e, w):
         ninth = e.b.bitcast(e.word(e.offset(w, 66), 64), ir.VectorType(ir.IntType(1), 64))
-        signs = e.load(i8x32, e.offset(w, 74))
-        points = self.points64(e, w, e.load(i8x64, e.offset(w, 2)), [ninth])[j // 2]
-        return self.codes(e, points, j, signs, range(8 * j, 8 * j + 8))
+        return e.load(i8x64, e.offset(w, 2)), [ninth]
+
+    def sign_bytes(self, e, w):
+        return e.load(i8x32, e.offset(w, 74))
 
     def numbers(self, e, w, j):
         indices = []

@@ -116,11 +116,6 @@ def _wide(e, v):
     return as_bytes(e, v) if v.type.count * v.type.element.width == 512 else e.pick(v, [*range(32), *[0] * 32])
 
 
-def whole(lanes, bits):
-    """Runs of eight columns of these lanes: all of a point, or of a sign byte."""
-    return [(lane, start) for lane in lanes for start in (0, 4 * bits)]
-
-
 def even_signs(e, v):
     """Sign bytes of the low 7 bits of 64 bytes: the eighth sign makes the number of minus signs even."""
     low, high = (const_vector(i8x64, [x & 255 for x in EVEN_SIGNS[i : i + 64]]) for i in (0, 64))

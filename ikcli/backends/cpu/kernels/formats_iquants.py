@@ -53,12 +53,12 @@ class _Signed(_Grid):
         raise NotImplementedError
 
     def dot_codes(self, e, w, j):
-        if gs.usable(e):
+        if gs.usable():
             return self.shuffled(e, w, _IN_ORDER, j)
         return e.signed(*self.magnitudes(e, w, j), self.bias)
 
     def quarters(self, e, w):
-        return [self.shuffled(e, w, _QUARTERS, n) for n in range(4)] if gs.usable(e) else None
+        return [self.shuffled(e, w, _QUARTERS, n) for n in range(4)] if gs.usable() else None
 
     def shuffled(self, e, w, vectors, n):
         """bias + values of the n-th of four `vectors`: 16 runs of four columns each, as their first columns."""

@@ -1,16 +1,17 @@
 """Row-interleaved grid types: IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S (layouts: `quant/interleave.py`).
 
 Vector v of a block covers the groups l = v and v + 2 of eight columns of four rows: eight 64-bit words, l-major ("word
-order"), which a fixed shuffle brings into runs of four columns.
+order"), which a fixed shuffle brings into runs of four columns. Where shuffles find the points, any order is as good:
+vectors of products have columns 4v .. 4v+3 of four blocks of 16 of each row, so that activations need none.
 """
 
 from ikcli.backends.cpu.kernels import grid_points
 from ikcli.backends.cpu.kernels import grid_shuffle as gs
-from ikcli.backends.cpu.kernels.groupformat import GroupFormat, ir
+from ikcli.backends.cpu.kernels.groupformat import ORDER4, GroupFormat, ir
 from ikcli.backends.cpu.kernels.rowformat import by_name
 from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.native.simd.emit import I32, I64
-from ikcli.native.simd.vec import i8x16, i8x64, i32x16, llvm_type
+from ikcli.native.simd.vec import i8x16, i8x32, i8x64, i32x16, llvm_type
 
 _RUNS = [2 * (4 * a + k) + c for c in range(2) for a in range(2) for k in range(4)]
 _I8 = ir.IntType(8)
@@ -28,32 +29,6 @@ class _Grid(GroupFormat):
     def d(self, e, w, row):
         return e.halves(w, 4)
 
-    def packed_points(self, e, w, ib, v, index):
-        """By shuffles: (32 points as words, the runs of vector v among them, levels, their bits, bias).
-
-        `index(part)`: 64 indices, as many as two blocks have, or four, as lower bytes and masks of upper bits.
-        """
-        key = self.name.removesuffix("_r4")
-        table, levels, bits = grid_points.packed(key)
-        eight = bits == 2
-        blocks = 4 if eight else 2
-        orders = [sorted({self.point(b, *run) for b in range(blocks) for run in runs(v)}) for v in range(2)]
-        at = (self.name, w, ib // blocks)
-        if at not in e.memo:
-            entries = e.opaque_table(gs.planes(table), 8, f"{key}.planes", w)
-            e.memo[at] = gs.entries64(e, entries, len(table), *index(ib // blocks), orders)
-        lanes = [orders[v].index(self.point(ib % blocks, *run)) for run in runs(v)]
-        of_points = [(lane, 4 * bits * c if eight else 0) for lane, (_, _, c) in zip(lanes, runs(v), strict=True)]
-        return e.memo[at][v], of_points, levels, bits, self.bias
-
-    def shuffled(self, e, w, ib, v, index, signs):
-        """Codes from shuffles: `index` as above, `signs` sign bytes and the runs among them."""
-        return gs.signed(e, *self.packed_points(e, w, ib, v, index), *signs)
-
-    def point(self, ib, k, g, c):
-        """Which index of 64 a run of row k, group g of eight columns, half c of it belongs to."""
-        return 16 * ib + 4 * k + g
-
     def once(self, e, name, w, make):
         """A value computed once per step."""
         key = (self.name, name, w)
@@ -61,20 +36,10 @@ class _Grid(GroupFormat):
             e.memo[key] = make()
         return e.memo[key]
 
-    def sign_bytes(self, e, w, ib, v, at, make=lambda x: x):
-        """For `shuffled`: a byte of eight signs per group, numbered 16*block + 4*row + group."""
-        signs = self.once(e, ib // 4, w, lambda: make(e.load(i8x64, e.offset(w, at + 64 * (ib // 4)))))
-        return signs, [(16 * (ib % 4) + 4 * k + g, 4 * c) for k, g, c in runs(v)]
-
     def in_runs(self, e, codes):
         """From word order to runs of four columns."""
         words = e.b.bitcast(codes, llvm_type(i32x16))
         return e.b.bitcast(e.pick(words, _RUNS), codes.type)
-
-
-def runs(v):
-    """(row, group of eight columns, half of it) of the 16 runs of four columns of vector v."""
-    return [(k, 2 * a + v, c) for c in range(2) for a in range(2) for k in range(4)]
 
 
 class _Signed(_Grid):
@@ -85,10 +50,61 @@ class _Signed(_Grid):
 
     columns = 8
 
-    def by_shuffles(self, e, w, ib, v):
-        """Codes, as `codes`."""
+    # --- by shuffles: runs of four columns are (number of the run in 64 columns, row) ---------------------------------
+    @property
+    def in_quarters(self):
+        return gs.usable()
+
+    @property
+    def unit(self):
+        return 2 if self.in_quarters else 1
+
+    @property
+    def order(self):
+        return [[4 * b + n for b in range(4)] for n in range(4)] if self.in_quarters else ORDER4
+
+    def by_shuffles(self, e, w, u, runs):
+        """Codes of these runs of unit u."""
+        return gs.signed(e, *self.packed_points(e, w, u, runs), *self.sign_runs(e, w, u, runs))
+
+    def packed_points(self, e, w, u, runs):
+        """(32 points as words, the runs among them, levels, their bits, bias)."""
+        key = self.name.removesuffix("_r4")
+        table, levels, bits = grid_points.packed(key)
+        if bits == 2:
+            part, which, orders = u // 2, u % 2, [range(32), range(32, 64)]
+        else:
+            part, which = u, runs[0][0] % 4 // 2
+            orders = [[self.point(g, k) for g in range(16) if g % 4 // 2 == h for k in range(4)] for h in range(2)]
+
+        def make():
+            entries = e.opaque_table(gs.planes(table), 8, f"{key}.planes", w)
+            return gs.entries64(e, entries, len(table), *self.indices(e, w, part), orders)
+
+        points = self.once(e, ("points", part), w, make)[which]
+        first = orders[which][0] if bits == 2 else 0
+        lanes = [orders[which].index(first + self.point(g, k)) for g, k in runs]
+        starts = [4 * bits * (g % 2) if bits == 2 else 0 for g, _ in runs]
+        return points, list(zip(lanes, starts, strict=True)), levels, bits, self.bias
+
+    def point(self, g, k):
+        """Which index of 64 columns a run belongs to."""
+        return 16 * (g // 8) + 4 * k + g % 8 // 2
+
+    def indices(self, e, w, part):
+        """64 of them: lower bytes, masks of upper bits from the lowest on."""
         raise NotImplementedError
 
+    def sign_runs(self, e, w, u, runs):
+        """Bytes of eight signs; which of them belong to these runs, from which bit on."""
+        signs = self.once(e, ("sign bytes", u // 2), w, lambda: self.sign_bytes(e, w, u // 2))
+        return signs, [(32 * (u % 2) + 16 * (g // 8) + 4 * k + g % 8 // 2, 4 * (g % 2)) for g, k in runs]
+
+    def sign_bytes(self, e, w, part):
+        """Those of four blocks, a byte per group of eight columns: number 16*block + 4*row + group."""
+        raise NotImplementedError
+
+    # --- point by point -----------------------------------------------------------------------------------------------
     def number(self, e, w, ib, k, g):
         """Number (i32) of the point of row k, group g of `columns`."""
         raise NotImplementedError
@@ -97,9 +113,10 @@ class _Signed(_Grid):
         """A byte of eight signs per group of eight columns, numbered 4*row + group."""
         raise NotImplementedError
 
+    # --- either way ---------------------------------------------------------------------------------------------------
     def codes(self, e, w, ib, v):
-        if gs.usable(e):
-            return self.by_shuffles(e, w, ib, v)
+        if self.in_quarters:
+            return self.by_shuffles(e, w, ib, super().dot_lanes()[v])
         codes = e.signed(self.points(e, w, ib, v), self.signs(e, w, ib, v), self.bias)
         return codes if self.columns == 4 else self.in_runs(e, codes)
 
@@ -107,11 +124,15 @@ class _Signed(_Grid):
         return grid_points.most_magnitude(self.name)
 
     def dot_codes(self, e, w, ib, v):
+        if self.in_quarters:
+            return self.by_shuffles(e, w, ib, self.dot_lanes()[v])
         if not self.most_magnitude():
             return self.codes(e, w, ib, v)
         return self.points(e, w, ib, v), self.signs(e, w, ib, v)
 
     def dot_lanes(self):
+        if self.in_quarters:
+            return [[(g, k) for k in range(4) for g in order] for order in self.order]
         if self.columns == 4 or not self.most_magnitude():
             return super().dot_lanes()
         return [[(2 * g + c, k) for g, k in _words(v) for c in range(2)] for v in range(2)]
@@ -176,9 +197,11 @@ class _SignsAndScales(_Signed):
         )
         return e.split(two, 16)[ib % 2]
 
-    def by_shuffles(self, e, w, ib, v):
-        signs = self.sign_bytes(e, w, ib, v, 8, lambda x: self.unscrambled(e, x))
-        return self.shuffled(e, w, ib, v, lambda part: (e.load(i8x64, e.offset(w, 136 + 64 * part)), ()), signs)
+    def indices(self, e, w, part):
+        return e.load(i8x64, e.offset(w, 136 + 64 * part)), []
+
+    def sign_bytes(self, e, w, part):
+        return self.unscrambled(e, e.load(i8x64, e.offset(w, 8 + 64 * part)))
 
 
 class IQ2XXS(_SignsAndScales):
@@ -189,8 +212,8 @@ class IQ2XXS(_SignsAndScales):
 class IQ3XXS(_SignsAndScales):
     factor, columns = 0.5, 4
 
-    def point(self, ib, k, g, c):
-        return 32 * ib + 8 * k + 2 * g + c
+    def point(self, g, k):
+        return 32 * (g // 8) + 8 * k + g % 8
 
     def number(self, e, w, ib, k, g):
         at = e.offset(w, 136 + 32 * ib + 8 * k + g // 2 * 2)
@@ -218,17 +241,14 @@ class IQ2XS(_Scales16):
 
     scales_at = 264
 
-    def by_shuffles(self, e, w, ib, v):
-        s = e.lshr(self.words(e, w, ib // 2), [9] * 32)
-        signs = e.b.xor(s, e.b.shl(s, gs.words([1] * 32)))
-        lanes = [(2 * (16 * (ib % 2) + 4 * k + g), 4 * c) for k, g, c in runs(v)]
-        return self.shuffled(e, w, ib, v, lambda part: self.indices(e, w, part), (signs, lanes))
+    def sign_runs(self, e, w, u, runs):
+        s = e.lshr(self.words(e, w, u), [9] * 32)
+        return e.b.xor(s, e.b.shl(s, gs.words([1] * 32))), [(2 * self.point(g, k), 4 * (g % 2)) for g, k in runs]
 
     def words(self, e, w, pair):
         return e.b.load(e.vector_pointer(e.offset(w, 8 + 64 * pair), 16, 32), align=1)
 
     def indices(self, e, w, part):
-        """64 of them: lower bytes, a mask of their ninth bits."""
         words = [gs.as_bytes(e, self.words(e, w, 2 * part + i)) for i in range(2)]
         low, high = (e.b.shuffle_vector(*words, indices(range(i, 128, 2))) for i in range(2))
         return low, [gs.bits_set(e, high, [0] * 64)]
@@ -246,12 +266,10 @@ class IQ2S(_Scales16):
 
     scales_at = 296
 
-    def by_shuffles(self, e, w, ib, v):
-        signs = self.sign_bytes(e, w, ib, v, 168)
-        return self.shuffled(e, w, ib, v, lambda part: self.indices(e, w, part), signs)
+    def sign_bytes(self, e, w, part):
+        return e.load(i8x64, e.offset(w, 168 + 64 * part))
 
     def indices(self, e, w, part):
-        """64 of them: lower bytes, masks of their ninth and tenth bits."""
         high = e.pick(e.bytes_at(e.offset(w, 136 + 16 * part), 16), [i // 4 for i in range(64)])
         masks = [gs.bits_set(e, high, [2 * (i % 4) + bit for i in range(64)]) for bit in range(2)]
         return e.load(i8x64, e.offset(w, 8 + 64 * part)), masks
@@ -280,18 +298,17 @@ class IQ3S(_Signed):
         packed = e.bytes_at(e.offset(w, 424), 16)
         return [e.affine(e.field(packed, 4 * i, 4), 2.0, 1.0) for i in range(2)]
 
-    def point(self, ib, k, g, c):
-        run = 2 * g + c
-        return 32 * ib + 8 * (run % 4) + 4 * (run // 4) + k
+    def point(self, g, k):
+        return 32 * (g // 8) + 8 * (g % 4) + 4 * (g % 8 // 4) + k
 
-    def by_shuffles(self, e, w, ib, v):
-        signs = e.repeated(e.load(i8x16, e.offset(w, 296 + 16 * ib)), 4)
-        starts = [4 * (n // 4 % 2) + 2 * v + n // 8 for n in range(16)]
-        codes = gs.coordinates(e, *self.packed_points(e, w, ib, v, lambda part: self.indices(e, w, part)))
-        return gs.negated(e, codes, self.bias, signs, starts)
+    def by_shuffles(self, e, w, u, runs):
+        signs = e.pick(
+            e.load(i8x32, e.offset(w, 296 + 32 * u)), [16 * (g // 8) + 4 * k + i for g, k in runs for i in range(4)]
+        )
+        codes = gs.coordinates(e, *self.packed_points(e, w, u, runs))
+        return gs.negated(e, codes, self.bias, signs, [g % 8 for g, _ in runs])
 
     def indices(self, e, w, part):
-        """64 of them: lower bytes, a mask of their ninth bits."""
         high = e.pick(e.bytes_at(e.offset(w, 264 + 8 * part), 8), [4 * (i // 32) + i % 4 for i in range(64)])
         ninth = gs.bits_set(e, high, [i % 32 // 8 + 4 * (i // 4 % 2) for i in range(64)])
         return e.load(i8x64, e.offset(w, 8 + 64 * part)), [ninth]

@@ -10,6 +10,7 @@ the levels and their negatives.
 import llvmlite.ir as ir
 
 from ikcli.backends.cpu.kernels.vector_emitter import indices
+from ikcli.native import isa
 from ikcli.native.simd.vec import call_llvm, const_vector, i8x64, llvm_type
 
 _I16 = ir.IntType(16)
@@ -17,9 +18,9 @@ WORDS = ir.VectorType(_I16, 32)
 EVEN_SIGNS = [s | (bin(s).count("1") & 1) << 7 for s in range(128)]  # of 7-bit codes
 
 
-def usable(e):
+def usable():
     """True if the target has the instructions."""
-    return {"avx512vbmi", "avx512bw"} <= e.features()
+    return {"avx512vbmi", "avx512bw"} <= isa.current().features
 
 
 def packed(points, levels, bits):

@@ -65,6 +65,7 @@ class _Token:
     def __init__(self, e, fmt, mode, row, i, valid):
         self.e, self.fmt, self.valid, self.lanes = e, fmt, valid, _lanes_of_sums(fmt)
         self.codes_at, self.d_at = e.offset(row.codes_at, e.times(i, 256)), e.offset(row.d_at, e.times(i, 32))
+        self.second_at = e.offset(row.second_at, e.times(i, 256))
         self.d = row.scales(e, i, valid)
         self.sum = self.low = self.starts = None
         if mode[0] == "m" or fmt.unit == 1:
@@ -89,6 +90,10 @@ class _Token:
 
     def groups(self, u, lanes):
         """Column groups of unit u as lanes of a vector of codes want them."""
+        if self.fmt.in_quarters:
+            at = self.e.offset(self.second_at, 64 * lanes[0][0] + 16 * u)
+            v = self.e.b.load(self.e.vector_pointer(at, 32, 4), align=1)
+            return self.e.b.bitcast(self.e.pick(v, list(range(4)) * 4), llvm_type(i8x64))
         at = self.e.offset(self.codes_at, 32 * self.fmt.unit * u)
         if self.fmt.rows == 16:
             return self.e.splat_bytes(self.e.offset(at, 4 * lanes[0][0]))

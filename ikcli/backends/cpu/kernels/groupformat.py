@@ -212,6 +212,7 @@ class GroupFormat:
     unit = 1  # blocks of 32 columns that share vectors of codes
     order = ORDER4  # column groups of each vector of codes
     shift = 0  # what dot_codes leaves out of some codes
+    in_quarters = False  # whether `dot_lanes` has runs n, 4 + n, 8 + n and 12 + n of a unit in vector n, row by row
     read_in_two_places = False  # whether upper bits follow the codes, far from the lower ones: see `prefetch_step`
 
     @property

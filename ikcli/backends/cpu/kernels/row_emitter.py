@@ -273,17 +273,19 @@ class RowEmitter(VectorEmitter):
         """64 bytes: these entries (integers of `bits`, 32 or 64) by number (i32), kept as a `table`.
 
         16 bytes of the table are loaded where the entry is in its place among them: one instruction loads and blends.
+        Entries of 32 bits are there twice, so that such loads start at 8 bytes and fewer cross a cache line.
         """
-        size, per = bits // 8, 128 // bits
-        edge = [0] * (per - 1)  # so much is read around an entry
+        per, twice = 128 // bits, 64 // bits
+        entries = [x for x in entries for _ in range(twice)]
+        edge = [0] * twice  # so much is read around an entry
         name = f"{name}.{bits}.edged"
         if name not in self.memo:
             with self.b.goto_entry_block():  # a register: LLVM would take the address for each place from the code
                 self.memo[name] = self.opaque(self.table([*edge, *entries, *edge], bits, name))
         table, parts = self.memo[name], []
         for i, number in enumerate(numbers):
-            at = self.offset(table, self.times(self.b.zext(number, I64), size), size * (per - 1 - i % per))
-            found = self.b.load(self.vector_pointer(at, bits, per), align=size)
+            at = self.offset(table, self.times(self.b.zext(number, I64), 8), 8 - i % per // twice * 8)
+            found = self.b.load(self.vector_pointer(at, bits, per), align=8)
             lanes = [per + n if n == i % per else n for n in range(per)]
             if i % per == 0:
                 parts.append(found)

@@ -251,7 +251,7 @@ class IQ2XS(_Scales16):
     def indices(self, e, w, part):
         words = [gs.as_bytes(e, self.words(e, w, 2 * part + i)) for i in range(2)]
         low, high = (e.b.shuffle_vector(*words, indices(range(i, 128, 2))) for i in range(2))
-        return low, [gs.bits_set(e, high, [0] * 64)]
+        return low, [e.bits_set(high, [0] * 64)]
 
     def number(self, e, w, ib, k, g):
         return e.b.and_(e.word(e.offset(w, 8 + 32 * ib + 2 * (4 * k + g)), 16), e.index(511))
@@ -271,7 +271,7 @@ class IQ2S(_Scales16):
 
     def indices(self, e, w, part):
         high = e.pick(e.bytes_at(e.offset(w, 136 + 16 * part), 16), [i // 4 for i in range(64)])
-        masks = [gs.bits_set(e, high, [2 * (i % 4) + bit for i in range(64)]) for bit in range(2)]
+        masks = [e.bits_set(high, [2 * (i % 4) + bit for i in range(64)]) for bit in range(2)]
         return e.load(i8x64, e.offset(w, 8 + 64 * part)), masks
 
     def index_words(self, e, w, ib):
@@ -310,7 +310,7 @@ class IQ3S(_Signed):
 
     def indices(self, e, w, part):
         high = e.pick(e.bytes_at(e.offset(w, 264 + 8 * part), 8), [4 * (i // 32) + i % 4 for i in range(64)])
-        ninth = gs.bits_set(e, high, [i % 32 // 8 + 4 * (i // 4 % 2) for i in range(64)])
+        ninth = e.bits_set(high, [i % 32 // 8 + 4 * (i // 4 % 2) for i in range(64)])
         return e.load(i8x64, e.offset(w, 8 + 64 * part)), [ninth]
 
     def index_words(self, e, w, ib):

@@ -38,9 +38,16 @@ def entries(e, table, size, index):
     """Entry `index` of `size` words at address `table`, for 32 words."""
     parts = [_shuffle64(e, e.offset(table, 2 * i), index) for i in range(0, size, 64)]
     n_tested = (size // 64).bit_length() - 1
-    for mask in [e.b.icmp_unsigned("!=", e.all_and(index, 64 << i), words([0] * 32)) for i in range(n_tested)]:
+    tests = [e.b.icmp_unsigned("!=", e.all_and(index, 64 << i), words([0] * 32)) for i in range(n_tested)]
+    return _chosen(e, parts, tests)
+
+
+def _chosen(e, parts, masks):
+    """One of 2**n vectors in each lane; `masks`: the bits of its number, from the lowest on."""
+    for mask in masks:
         parts = [e.b.select(mask, high, low) for low, high in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
+    (found,) = parts
+    return found
 
 
 def _shuffle64(e, table, index):
@@ -59,9 +66,7 @@ def entries64(e, table, size, index, upper, orders):
     masks, halves = [e.b.icmp_signed("<", index, e.const64(0)), *upper], []
     for half in (0, size):
         parts = [_shuffle128(e, e.offset(table, half + i), index) for i in range(0, size, 128)]
-        for mask in masks:
-            parts = [e.b.select(mask, high, low) for low, high in zip(parts[::2], parts[1::2], strict=True)]
-        halves += parts
+        halves.append(_chosen(e, parts, masks))
     lanes = [indices([x for i in order for x in (i, 64 + i)]) for order in orders]
     return [e.b.bitcast(e.b.shuffle_vector(*halves, order), WORDS) for order in lanes]
 
@@ -125,7 +130,7 @@ def even_signs(e, v):
 
 def negated(e, codes, bias, signs, starts):
     """2*bias - code where the bit of the column is set: in each four bytes of `signs`, the one of `starts`."""
-    minus = bits_set(e, signs, [start for start in starts for _ in range(4)])
+    minus = e.bits_set(signs, [start for start in starts for _ in range(4)])
     return e.b.select(minus, e.b.sub(e.const64(2 * bias & 255), codes), codes)
 
 
@@ -137,12 +142,6 @@ def seven_bit_signs(e, quads, first):
 def quads_at(e, address):
     """8 quadwords."""
     return e.b.load(e.vector_pointer(address, 64, 8), align=1)
-
-
-def bits_set(e, v, bits):
-    """Mask of the bytes of v whose bit of this number is set."""
-    some = e.b.and_(v, const_vector(i8x64, [x if x < 128 else -128 for x in (1 << bit for bit in bits)]))
-    return e.b.icmp_unsigned("!=", some, e.const64(0))
 
 
 def bytes_as_words(e, address):

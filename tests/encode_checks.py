@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,18 @@ from ikcli.quant.encoders import EncodeOptions, quantize_rows
 from ikcli.quant.formats import FORMATS
 
 TENSORS = ("attn_q", "attn_output", "ffn_up_exps", "ffn_gate")
-PLAIN = EncodeOptions()
+LEAST_SQUARES = EncodeOptions(least_squares=True)  # what searches minimise; scales are made unbiased afterwards
 
 
-def roundtrip(values: np.ndarray, type: GGMLType, imatrix: np.ndarray | None = None) -> np.ndarray:
+def roundtrip(
+    values: np.ndarray,
+    type: GGMLType,
+    imatrix: np.ndarray | None = None,
+    options: EncodeOptions = LEAST_SQUARES,
+) -> np.ndarray:
     """Encoded and decoded again."""
     rows = values.astype(np.float32)
-    return dequantize(quantize_rows(rows, type, imatrix), type, rows.shape[::-1])
+    return dequantize(quantize_rows(rows, type, imatrix, options=options), type, rows.shape[::-1])
 
 
 def rel_rmse(values: np.ndarray, type: GGMLType, imatrix: np.ndarray | None = None) -> float:
@@ -101,8 +107,8 @@ def hostile_weights(rng: np.random.Generator) -> list[np.ndarray | None]:
 def assert_survives(rng: np.random.Generator, type: GGMLType, overshoot: float = 2.1) -> None:
     """Hostile rows decode to finite values, at most `overshoot` times as large; zeros stay zeros."""
     for name, x in hostile_rows(rng).items():
-        for weights in hostile_weights(rng):
-            decoded = roundtrip(x, type, weights)
+        for weights, options in itertools.product(hostile_weights(rng), (LEAST_SQUARES, EncodeOptions())):
+            decoded = roundtrip(x, type, weights, options)
             assert np.isfinite(decoded).all(), name
             assert float(np.abs(decoded).max()) <= overshoot * float(np.abs(x).max()) + 1e-6, name
             if name == "zeros":

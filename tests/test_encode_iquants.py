@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from encode_checks import assert_rows_independent, golden_ratios
+from encode_checks import LEAST_SQUARES, assert_rows_independent, golden_ratios
 
 from ikcli.errors import UsageError
 from ikcli.gguf.constants import GGMLType as T
@@ -46,7 +46,7 @@ GAUSSIAN_CEILINGS = {
 
 
 def decoded(values: Floats, type: T, imatrix: Floats | None = None, n_threads: int = 1) -> Floats:
-    data = quantize_rows(values, type, imatrix, n_threads=n_threads)
+    data = quantize_rows(values, type, imatrix, n_threads=n_threads, options=LEAST_SQUARES)
     return dequantize(data, type, values.shape[::-1])
 
 

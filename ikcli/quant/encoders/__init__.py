@@ -30,10 +30,12 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class EncodeOptions:
-    """Switches of single types: Q4_0 codes limited to -7..7 without importance weights; exhaustive IQ2_KS search."""
+    """Q4_0 codes limited to -7..7 without importance weights; exhaustive IQ2_KS search; scales of least squared error
+    where rows would be made unbiased (`unbiased`)."""
 
     symmetric_q40: bool = False
     slow_iq2ks: bool = False
+    least_squares: bool = False
 
 
 RowEncoder = Callable[[Floats, GGMLType, Floats | None, EncodeOptions], Bytes]
@@ -86,6 +88,9 @@ ENCODERS: dict[GGMLType, str] = {
     GGMLType.IQ1_BN: "bitnet:encode",
     GGMLType.IQ2_BN: "bitnet:encode",
 }
+
+# Written byte for byte as the reference does where there are no importance weights.
+_AS_THE_REFERENCE = frozenset({GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0, GGMLType.Q5_1})
 
 _PIECES_PER_THREAD = 4
 _COMPILED_SIZE = 1 << 16  # such pieces come from large tensors: compiled regrouping is worth its loading
@@ -154,13 +159,27 @@ def _row_encoder(type: GGMLType) -> RowEncoder:
     if where is not None:
         module, _, name = where.partition(":")
         found: RowEncoder = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-        return found
+        return _unbiased(found)
     if type in encode.encodable_types():
         return _closed_form
     base = FORMATS[type].base
     if base is not None and (base in ENCODERS or base in encode.encodable_types()):
         return _interleaved
     raise UnsupportedError(f"there is no encoder for {FORMATS[type].name}; choose another type")
+
+
+def _unbiased(encode_rows: RowEncoder) -> RowEncoder:
+    """The encoder, followed by scales that leave rows as long as they were."""
+    from ikcli.quant.encoders.unbiased import unbias
+
+    def encode_unbiased(values: Floats, type: GGMLType, imatrix: Floats | None, options: EncodeOptions) -> Bytes:
+        rows = encode_rows(values, type, imatrix, options)
+        weighted = imatrix is not None and imatrix.max(initial=0) > 0 and not options.symmetric_q40
+        if options.least_squares or (type in _AS_THE_REFERENCE and not weighted):
+            return rows
+        return unbias(rows, values, type, imatrix if weighted else None)
+
+    return encode_unbiased
 
 
 def _closed_form(values: Floats, type: GGMLType, imatrix: Floats | None, options: EncodeOptions) -> Bytes:

@@ -1,0 +1,214 @@
+"""Unbiased rows: scales of encoded rows enlarged until the row, projected on what it stands for, has its length.
+
+A least-squares scale is <q, x> / <q, q> and shrinks: of a row x it leaves the share <q, x> / <x, x> < 1. What rounding
+adds besides averages out over thousands of products, but a shrink is the same in all of them, and gate, up and down
+multiply theirs. So every row is multiplied with <x, x> / <q, x>, weighted as the encoder weighs it. Its codes stay:
+those of least squares maximise <q, x>^2 / <q, q>, which no scale changes, so they add the least noise to an unbiased
+row as well.
+
+Scales are f16 numbers of blocks, often so small that neighbours are a percent apart, or one number per row. Those of
+blocks are rounded one after the other, and what rounding one leaves is made up for by the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.gguf.constants import GGMLType
+from ikcli.quant.decode import dequantize
+from ikcli.quant.formats import FORMATS
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+T = GGMLType
+
+_LEAST_GAIN = 0.6  # rows that kept less are lost: they stay as they are
+_LARGEST_F16 = np.float32(65504)
+_TINY = np.float32(1e-30)
+_RUN = 16  # scales that are rounded one after the other
+
+
+class Scales(Protocol):
+    """Where a type keeps the scales that everything in a block (or a row) is multiplied with."""
+
+    def read(self, rows: Bytes) -> list[Floats]:
+        """Of rows of bytes (n_rows, row bytes): per field (n_rows, n_blocks), or (n_rows, 1) for row scales."""
+
+    def write(self, rows: Bytes, values: list[Floats]) -> None:
+        """Replace the fields; rounds to what the format holds."""
+
+    def rounded(self, values: Floats) -> Floats:
+        """Values as they would be read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScales:
+    """f16 numbers at byte offsets of every block."""
+
+    type_size: int
+    offsets: tuple[int, ...]
+
+    def read(self, rows: Bytes) -> list[Floats]:
+        blocks = rows.reshape(len(rows), -1, self.type_size)
+        return [
+            np.ascontiguousarray(blocks[:, :, o : o + 2]).view("<f2")[:, :, 0].astype(np.float32) for o in self.offsets
+        ]
+
+    def write(self, rows: Bytes, values: list[Floats]) -> None:
+        blocks = rows.reshape(len(rows), -1, self.type_size)
+        for o, v in zip(self.offsets, values, strict=True):
+            blocks[:, :, o : o + 2] = v.astype("<f2")[:, :, None].view(np.uint8)
+
+    def rounded(self, values: Floats) -> Floats:
+        return values.astype(np.float16).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class RowScale:
+    """One number that every row begins with, f16 or f32."""
+
+    n_bytes: int
+
+    def read(self, rows: Bytes) -> list[Floats]:
+        return [np.ascontiguousarray(rows[:, : self.n_bytes]).view(f"<f{self.n_bytes}").astype(np.float32)]
+
+    def write(self, rows: Bytes, values: list[Floats]) -> None:
+        rows[:, : self.n_bytes] = values[0].astype(f"<f{self.n_bytes}").view(np.uint8)
+
+    def rounded(self, values: Floats) -> Floats:
+        return values.astype(f"<f{self.n_bytes}").astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScales:
+    """f16 numbers of some rows, one behind the other, that the group of these rows begins with."""
+
+    n_rows: int
+
+    def _header(self, rows: Bytes) -> Bytes:
+        return rows.reshape(len(rows) // self.n_rows, -1)[:, : 2 * self.n_rows]
+
+    def read(self, rows: Bytes) -> list[Floats]:
+        return [np.ascontiguousarray(self._header(rows)).view("<f2").astype(np.float32).reshape(-1, 1)]
+
+    def write(self, rows: Bytes, values: list[Floats]) -> None:
+        self._header(rows)[:] = values[0].astype("<f2").reshape(-1, self.n_rows).view(np.uint8)
+
+    def rounded(self, values: Floats) -> Floats:
+        return values.astype(np.float16).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class NibbleScale:
+    """The f16 scale of IQ1_M blocks, in the top nibbles of their four words of scales."""
+
+    type_size: int = 56
+    _shifts = np.array([0, 4, 8, 12], np.uint16)
+
+    def _words(self, rows: Bytes) -> npt.NDArray[np.uint16]:
+        blocks = rows.reshape(len(rows), -1, self.type_size)
+        return np.ascontiguousarray(blocks[:, :, 48:56]).view("<u2")
+
+    def read(self, rows: Bytes) -> list[Floats]:
+        bits = ((self._words(rows) >> 12) << self._shifts).sum(axis=2, dtype=np.uint16)
+        return [bits.view(np.float16).astype(np.float32)]
+
+    def write(self, rows: Bytes, values: list[Floats]) -> None:
+        nibbles = (values[0].astype("<f2").view("<u2")[:, :, None] >> self._shifts) & np.uint16(15)
+        words = (self._words(rows) & np.uint16(0xFFF)) | nibbles << np.uint16(12)
+        rows.reshape(len(rows), -1, self.type_size)[:, :, 48:56] = words.astype("<u2").view(np.uint8)
+
+    def rounded(self, values: Floats) -> Floats:
+        return values.astype(np.float16).astype(np.float32)
+
+
+def _blocks(type: GGMLType, *offsets: int) -> BlockScales:
+    return BlockScales(FORMATS[type].type_size, offsets)
+
+
+SCALES: dict[GGMLType, Scales] = {
+    **{t: _blocks(t, 0) for t in (T.Q4_0, T.Q5_0, T.Q6_0, T.IQ4_NL, T.IQ4_XS)},
+    **{t: _blocks(t, 0, 2) for t in (T.Q4_1, T.Q5_1, T.Q4_K, T.Q5_K)},
+    T.Q2_K: _blocks(T.Q2_K, 80, 82),
+    T.Q3_K: _blocks(T.Q3_K, 108),
+    T.Q6_K: _blocks(T.Q6_K, 208),
+    **{t: _blocks(t, 0) for t in (T.IQ2_K, T.IQ3_K, T.IQ4_K, T.IQ5_K, T.IQ6_K)},
+    **{t: _blocks(t, 0) for t in (T.IQ1_S, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ3_XXS, T.IQ3_S)},
+    T.IQ1_M: NibbleScale(),
+    **{t: RowScale(2) for t in (T.IQ2_KS, T.IQ3_KS, T.IQ2_KL)},
+    **{t: GroupScales(4) for t in (T.IQ1_S_R4, T.IQ1_M_R4)},
+    **{t: RowScale(4) for t in (T.IQ4_KS, T.IQ4_KSS, T.IQ5_KS, T.IQ1_KT, T.IQ2_KT, T.IQ3_KT, T.IQ4_KT)},
+}
+
+
+def unbias(rows: Bytes, values: Floats, type: GGMLType, weights: Floats | None) -> Bytes:
+    """Encoded `values` (n_rows, ne0) with scales such that <row, values>_w = <values, values>_w; types without: as is.
+
+    `weights` (ne0,) are those of the encoder, None for 1. `rows`: n_rows * row size bytes, changed in place.
+    """
+    scales = SCALES.get(type)
+    if scales is None or not values.size:
+        return rows
+    n_rows = len(values)
+    data = np.ascontiguousarray(rows).reshape(n_rows, -1)
+    fields = scales.read(data)
+    with np.errstate(all="ignore"):  # rows beyond the range of floats stay as they are
+        weighted = values if weights is None else values * (weights / weights.max())
+        parts = _contributions(data, type, scales, fields, weighted)
+        wanted = np.einsum("ij,ij->i", values, weighted)
+        found = sum((p.sum(axis=1) for p in parts[1:]), parts[0].sum(axis=1))
+        known = (found > _LEAST_GAIN * wanted) & np.isfinite(found) & np.isfinite(wanted)
+        ratio = np.divide(wanted, found, out=np.ones(n_rows, np.float32), where=known)
+        new = _rounded(scales, fields, parts, ratio)
+    if not known.all():
+        new = [np.where(known[:, None], n, f) for n, f in zip(new, fields, strict=True)]
+    scales.write(data, new)
+    return data.reshape(-1)
+
+
+def _contributions(data: Bytes, type: GGMLType, scales: Scales, fields: list[Floats], weighted: Floats) -> list[Floats]:
+    """Per field (n_rows, n_blocks) what it adds to <row, values>_w; the sum is linear in the fields."""
+    n_rows, ne0 = weighted.shape
+    shape = (n_rows, fields[0].shape[1], -1)
+
+    def products(rows: Bytes) -> Floats:
+        decoded = dequantize(rows.reshape(-1), type, (ne0, n_rows)).reshape(shape)
+        return np.einsum("ijk,ijk->ij", decoded, weighted.reshape(shape))
+
+    total = products(data)
+    if len(fields) == 1:
+        return [total]
+    first_only = data.copy()
+    scales.write(first_only, [fields[0], np.zeros_like(fields[1])])
+    first = products(first_only)
+    return [first, total - first]
+
+
+def _rounded(scales: Scales, fields: list[Floats], parts: list[Floats], ratio: Floats) -> list[Floats]:
+    """Fields times `ratio` (n_rows,), rounded so that what is left over cancels among up to 16 neighbours."""
+    n_rows, n_blocks = fields[0].shape
+    run = next(n for n in range(min(_RUN, n_blocks), 0, -1) if n_blocks % n == 0)
+    ratio = np.repeat(ratio, n_blocks // run)
+    turned = [np.ascontiguousarray(a.reshape(-1, run).T) for a in (*fields, *parts)]
+    old, part = turned[: len(fields)], turned[len(fields) :]
+    step = np.spacing(np.abs(old[0] * ratio).astype(np.float16)).astype(np.float32)
+    reach = _quotient(step, np.abs(old[0]))  # a scale is moved by one step at most
+    total = sum(part[1:], part[0])
+    out, carry = [np.empty_like(f) for f in old], np.zeros_like(ratio)
+    for b in range(run):
+        factor = ratio + np.clip(_quotient(carry, total[b]), -reach[b], reach[b])
+        carry += ratio * total[b]
+        for f, p, o in zip(old, part, out, strict=True):
+            scaled = f[b] * factor
+            o[b] = scales.rounded(np.where(np.abs(scaled) < _LARGEST_F16, scaled, f[b]))
+            carry -= p[b] * _quotient(o[b], f[b])
+    return [o.T.reshape(n_rows, n_blocks) for o in out]
+
+
+def _quotient(a: Floats, b: Floats) -> Floats:
+    """a / b, 0 where b is 0 or next to it."""
+    return np.divide(a, b, out=np.zeros_like(a), where=np.abs(b) > _TINY)

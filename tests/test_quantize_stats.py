@@ -11,12 +11,12 @@ import quant_models
 
 from ikcli.errors import NonFiniteError
 from ikcli.eval import quantize_stats
-from ikcli.eval.code_fields import code_space, read_fields
 from ikcli.eval.code_use import as_json, bars, count_codes, folded
 from ikcli.eval.quantize_stats import StatsParams, all_types, measure_model, measured_tensors, notes, row_runs
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.main import main
+from ikcli.quant.code_fields import code_space, read_fields
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import quantize_rows
 from ikcli.quant.formats import FORMATS

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.eval.code_fields import CodeSpace, Fields, code_space, read_fields
 from ikcli.gguf.constants import GGMLType
+from ikcli.quant.code_fields import CodeSpace, Fields, code_space, read_fields
 from ikcli.quant.decode import row_scales
 from ikcli.quant.decode_iquants import words_at
 from ikcli.quant.decode_legacy import f16_at

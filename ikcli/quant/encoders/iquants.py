@@ -94,6 +94,11 @@ class _Work(NamedTuple):
 
 def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: EncodeOptions) -> Bytes:
     """Encode (n_rows, ne0) float32 into the bytes of `type`; see `ikcli.quant.encoders`."""
+    return iquants_pack.pack(type, find(values, type, imatrix)).reshape(-1)
+
+
+def find(values: Floats, type: GGMLType, imatrix: Floats | None) -> iquants_pack.Found:
+    """Scales, points and signs of rows (n_rows, ne0)."""
     fmt, t = _FORMATS[type], _tables(type)
     n_rows, ne0 = values.shape
     span = fmt.span or ne0
@@ -109,8 +114,12 @@ def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: Enco
     if fmt.kind != _TERNARY:
         words = [_at(work.x), n_rows, ne0 // 8, _at(weights), _at(tables.grid(fmt.grid)), _at(work.points)]
         _call(_key("make_signs", len(t.grid) if fmt.kind == _EVEN else 8, fmt.kind), [*words, _at(work.signs)])
-    found = iquants_pack.Found(work.d, work.scales, work.points, work.signs)
-    return iquants_pack.pack(type, found).reshape(-1)
+    return iquants_pack.Found(work.d, work.scales, work.points, work.signs)
+
+
+def grid_format(type: GGMLType) -> GridFormat:
+    """How a type is searched."""
+    return _FORMATS[type]
 
 
 def _weights(imatrix: Floats | None, ne0: int, span: int) -> Floats:

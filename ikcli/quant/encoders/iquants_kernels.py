@@ -49,7 +49,7 @@ _SHIFT = np.float32(0.125)
 
 
 @inline
-def _build_b(grid, n, dims, w, out, shift):
+def build_b(grid, n, dims, w, out, shift):
     """B of every point: sum of w (g + shift)^2."""
     add = splat_f32x16(shift)
     for v in range(0, 4 * n, 64):
@@ -61,7 +61,7 @@ def _build_b(grid, n, dims, w, out, shift):
 
 
 @inline
-def _build_a8(grid, n, p, out):
+def build_a8(grid, n, p, out):
     """A of every point of 8 values from the products p = -2 w x."""
     p0, p1, p2, p3 = bcast_f32x16(p), bcast_f32x16(p + 4), bcast_f32x16(p + 8), bcast_f32x16(p + 12)
     p4, p5, p6, p7 = bcast_f32x16(p + 16), bcast_f32x16(p + 20), bcast_f32x16(p + 24), bcast_f32x16(p + 28)
@@ -76,7 +76,7 @@ def _build_a8(grid, n, p, out):
 
 
 @inline
-def _build_a4(grid, n, p, out):
+def build_a4(grid, n, p, out):
     """A of every point of 4 values."""
     p0, p1, p2, p3 = bcast_f32x16(p), bcast_f32x16(p + 4), bcast_f32x16(p + 8), bcast_f32x16(p + 12)
     s = 4 * n
@@ -87,7 +87,7 @@ def _build_a4(grid, n, p, out):
 
 
 @inline
-def _flip_cheapest(grid, n, dims, p, a, out):
+def flip_cheapest(grid, n, dims, p, a, out):
     """A of every point after the sign that costs least at that point has been flipped."""
     for v in range(0, 4 * n, 64):
         least = vmul(bcast_f32x16(p), load_f32x16(grid + v))
@@ -134,7 +134,7 @@ def _envelope(a, b, n, base, ratios, scratch, out, rest, shift):
 
 
 @inline
-def _products(x, w, p, signed):
+def products(x, w, p, signed):
     """p = -2 w |x| (or of x) of 8 values; 1 if the number of negative ones is odd."""
     odd = 0
     for i in range(8):
@@ -227,11 +227,11 @@ def make_candidates(dims, n, kind):
         for u in range(ld_i64(params + 24)):
             w = ld_i64(params + 32) + 32 * u
             for h in range(halves):
-                _build_b(grid, n, dims, w + 4 * dims * h, b + 4 * n * h, _SHIFT if kind == TERNARY else _F0)
+                build_b(grid, n, dims, w + 4 * dims * h, b + 4 * n * h, _SHIFT if kind == TERNARY else _F0)
             if kind == TERNARY:
-                _build_b(grid, n, dims, w, b + 4 * n, -_SHIFT)
+                build_b(grid, n, dims, w, b + 4 * n, -_SHIFT)
             for r in range(ld_i64(params + 16)):
-                odd = _products(ld_i64(params) + r * ld_i64(params + 8) + 32 * u, w, p, kind == TERNARY)
+                odd = products(ld_i64(params) + r * ld_i64(params + 8) + 32 * u, w, p, kind == TERNARY)
                 base = ld_f32(ld_i64(params + 56) + r * ld_i64(params + 64) + 4 * (u // ld_i64(params + 72)))
                 out = ld_i64(params + 88) + r * ld_i64(params + 96) + u * halves * variants * LIST_BYTES
                 for h in range(halves):
@@ -239,13 +239,13 @@ def make_candidates(dims, n, kind):
                     shift = _F0
                     at = a
                     if dims == 8:
-                        _build_a8(grid, n, p, a)
+                        build_a8(grid, n, p, a)
                     else:
-                        _build_a4(grid, n, p + 16 * h, a)
+                        build_a4(grid, n, p + 16 * h, a)
                     if kind == TERNARY:
                         shift = _SHIFT * _sum8(p)
                     if kind == EVEN and odd == 1:
-                        _flip_cheapest(grid, n, dims, p + 16 * h, a, flipped)
+                        flip_cheapest(grid, n, dims, p + 16 * h, a, flipped)
                         if variants == 1:
                             at = flipped
                     _envelope(at, bh, n, base, ratios, scratch, out, rest, shift)

@@ -150,6 +150,15 @@ def unbias(rows: Bytes, values: Floats, type: GGMLType, weights: Floats | None) 
 
     `weights` (ne0,) are those of the encoder, None for 1. `rows`: n_rows * row size bytes, changed in place.
     """
+    if type not in SCALES or not values.size:
+        return rows
+    with np.errstate(all="ignore"):
+        weighted = values if weights is None else values * (weights / weights.max())
+    return unbias_metric(rows, values, type, weighted)
+
+
+def unbias_metric(rows: Bytes, values: Floats, type: GGMLType, weighted: Floats) -> Bytes:
+    """`unbias` for any inner product: `weighted` (n_rows, ne0) are the values times its matrix."""
     scales = SCALES.get(type)
     if scales is None or not values.size:
         return rows
@@ -157,7 +166,6 @@ def unbias(rows: Bytes, values: Floats, type: GGMLType, weights: Floats | None) 
     data = np.ascontiguousarray(rows).reshape(n_rows, -1)
     fields = scales.read(data)
     with np.errstate(all="ignore"):  # rows beyond the range of floats stay as they are
-        weighted = values if weights is None else values * (weights / weights.max())
         parts = _contributions(data, type, scales, fields, weighted)
         wanted = np.einsum("ij,ij->i", values, weighted)
         found = sum((p.sum(axis=1) for p in parts[1:]), parts[0].sum(axis=1))

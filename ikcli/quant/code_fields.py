@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.quant.decode_iquants import codes_nl, interleave_nibbles, words_at
 from ikcli.quant.decode_kquants import codes_1bit, codes_2bit, codes_4bit, scales_6bit, scales_q3_k
 from ikcli.quant.decode_legacy import nibbles
+from ikcli.quant.formats import FORMATS
 from ikcli.quant.tables import IQ4_VALUES
 
 Bytes = npt.NDArray[np.uint8]
@@ -291,3 +294,43 @@ def code_space(type: GGMLType) -> CodeSpace | None:
 def read_fields(blocks: Bytes, type: GGMLType) -> Fields:
     """Fields of blocks (n, type_size) without row headers; KeyError for a type without `code_space`."""
     return _READERS[type][1](blocks)
+
+
+# --- replacing codes --------------------------------------------------------------------------------------------------
+@cache
+def _code_bits(type: GGMLType) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int64]]:
+    """Where bit b of code i lies in a block: bit numbers (n_codes, bits), and the codes of a block of zeros.
+
+    Found by reading blocks of one set bit each; only for types whose codes are bits in another order.
+    """
+    n_bits = 8 * FORMATS[type].type_size
+    probes = np.packbits(np.eye(n_bits + 1, n_bits, dtype=np.uint8), axis=1, bitorder="little")
+    codes = read_fields(probes, type).codes.astype(np.int64)
+    zero = codes[n_bits]
+    changed = codes[:n_bits] ^ zero
+    places = np.full((codes.shape[1], (_READERS[type][0].n_codes - 1).bit_length()), -1, np.intp)
+    for b in range(places.shape[1]):
+        bit, code = np.nonzero(changed >> b & 1)
+        places[code, b] = bit
+    return places, zero
+
+
+def replace_codes(blocks: Bytes, type: GGMLType, codes: Integers) -> Bytes:
+    """Blocks (n, type_size) with other codes (n, a), counted as in `Fields`; everything else stays.
+
+    UnsupportedError for types whose codes depend on each other (IQ4_KSS) or are not all of what a value is made of.
+    """
+    if type not in REPLACEABLE:
+        raise UnsupportedError(f"codes of {FORMATS[type].name} cannot be replaced one by one")
+    places, zero = _code_bits(type)
+    bits = np.unpackbits(blocks, axis=1, bitorder="little")
+    new = codes.astype(np.int64) ^ zero
+    for b in range(places.shape[1]):
+        bits[:, places[:, b]] = new >> b & 1
+    return np.packbits(bits, axis=1, bitorder="little")
+
+
+# Types of which a code, with the scales of its sub-block, makes a value (IQ2_KL: two).
+REPLACEABLE = frozenset(t for t, (space, _) in _READERS.items() if space.group <= 2) - {
+    GGMLType.IQ4_KSS, GGMLType.Q8_0, GGMLType.Q8_KV,
+}  # fmt: skip

@@ -1,0 +1,82 @@
+"""Codes chosen column by column, each error made up for by the columns still to come (see `ikcli.quant.feedback`).
+
+A row has targets t, changed in place. Code by code the value nearest to t is taken, and its error, e = x - value, is
+added to the targets of later columns times a row of the feedback matrix. Its rows are 0 up to their own column.
+"""
+# mypy: ignore-errors
+# (compiled from bytecode; intrinsics have no Python body that a type checker could follow)
+
+import numpy as np
+
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import (
+    bcast_f32x16,
+    ld_f32,
+    load_f32x16,
+    reduce_max,
+    splat_f32x16,
+    st_f32,
+    st_i32,
+    store_f32x16,
+    vfma,
+    vmul,
+    vsub,
+)
+from ikcli.quant.encoders.iquants_simd import first_equal, lesser
+
+_F0, _HUGE = np.float32(0.0), np.float32(3e38)
+
+
+@inline
+def pass_on(targets, feedback, first, n, e):
+    """targets += e * feedback from column `first` on (rounded down to 16)."""
+    factor = splat_f32x16(e)
+    for k in range(4 * (first & -16), 4 * n, 64):
+        store_f32x16(targets + k, vfma(factor, load_f32x16(feedback + k), load_f32x16(targets + k)))
+
+
+@inline
+def nearest(values, n_codes, size, targets, weights, scratch):
+    """Of `size` value tables of n_codes, which code has the least weighted squared distance to the targets."""
+    best = splat_f32x16(_HUGE)
+    for c in range(0, 4 * n_codes, 64):
+        d = vsub(load_f32x16(values + c), bcast_f32x16(targets))
+        cost = vmul(vmul(d, d), bcast_f32x16(weights))
+        if size == 2:
+            d = vsub(load_f32x16(values + 4 * n_codes + c), bcast_f32x16(targets + 4))
+            cost = vfma(vmul(d, d), bcast_f32x16(weights + 4), cost)
+        store_f32x16(scratch + c, cost)
+        best = lesser(cost, best)
+    least = splat_f32x16(-reduce_max(vsub(splat_f32x16(_F0), best)))
+    for c in range(0, n_codes, 16):
+        at = first_equal(load_f32x16(scratch + 4 * c), least)
+        if at < 16:
+            return c + at
+    return 0
+
+
+def make_tables(size):
+    """Codes of `size` columns each, the values of which are tabled for every 16 columns.
+
+    Arguments: x, targets (rows, n) f32, rows, n, feedback (n, n), weights of columns (n,), tables (rows, n / 16,
+    size, n_codes) f32, n_codes (a multiple of 16, filled up with large numbers), codes out (rows, n / size) i32, errors
+    out (rows, n) f32, scratch of 4 * n_codes bytes.
+    """
+
+    def tables(x, targets, n_rows, n, feedback, weights, values, n_codes, codes, errors, scratch):
+        for _ in range(n_rows):
+            for j in range(0, n, size):
+                at = values + 4 * size * n_codes * (j >> 4)
+                code = nearest(at, n_codes, size, targets + 4 * j, weights + 4 * j, scratch)
+                st_i32(codes + 4 * (j // size), code)
+                for i in range(size):
+                    e = ld_f32(x + 4 * (j + i)) - ld_f32(at + 4 * (n_codes * i + code))
+                    st_f32(errors + 4 * (j + i), e)
+                    pass_on(targets, feedback + 4 * n * (j + i), j + size, n, e)
+            x += 4 * n
+            targets += 4 * n
+            errors += 4 * n
+            codes += 4 * (n // size)
+            values += 4 * size * n_codes * (n >> 4)
+
+    return tables, 11, False

@@ -198,6 +198,8 @@ class ImatrixConfig:
     hide_imatrix: bool = opt(False, "--hide-imatrix", "switch", "do not store file and data set names", topic="imatrix", commands="I", example="--hide-imatrix")
     in_file: tuple[Path, ...] = opt((), "--in-file", "custom", "importance matrix to go on from; several are merged, and without -f or -p that is all. A file that is none is the text", topic="imatrix", commands="I", form="FILE", example="--in-file part.dat", parse=lambda text: (Path(text),), repeat=True, bench_list=False)
     output_format: str = opt("auto", "--output-format", "choice", "format of the file; auto: gguf if its name ends so", topic="imatrix", commands="I", form="auto|dat|gguf", example="--output-format gguf", choices=("auto", "dat", "gguf"))
+    covariance: Path | None = opt(None, "--covariance", "path", "write second moments of all inputs too, for ik quantize --covariance; GGUF", topic="imatrix", commands="I", form="FILE", example="--covariance covariance.gguf")
+    covariance_limit: int = opt(512, "--covariance-limit", "int", "MiB per input (of all experts of a layer); what would take more is measured in blocks of columns", topic="imatrix", commands="I", form="MIB", example="--covariance-limit 2048", minimum=1)
     show_statistics: bool = opt(False, "--show-statistics", "switch", "print a table about the importance matrices of --in-file and stop", topic="imatrix", commands="I", example="--show-statistics")
 
 

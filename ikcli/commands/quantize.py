@@ -47,6 +47,12 @@ _TYPE_FLAGS = {
 }
 OPTIONS = (
     ToolOption(("--imatrix",), "FILE", "importance matrix, legacy .dat or GGUF", example="imatrix.dat"),
+    ToolOption(
+        ("--covariance",),
+        "FILE",
+        "second moments of inputs (ik imatrix --covariance): errors are made up for by later columns",
+        example="covariance.gguf",
+    ),
     ToolOption(("--hide-imatrix",), "", "do not record the importance matrix in the result"),
     ToolOption(
         ("--ignore-imatrix-rules",),
@@ -83,6 +89,7 @@ OPTIONS = (
         ("--override-kv",), "KEY=TYPE:VALUE", "change a metadata key; TYPE int, float, bool or str", repeat=True
     ),
     ToolOption(("--symmetric-q40",), "", "q4_0 codes from -7 to 7 only, without importance weights"),
+    ToolOption(("--least-squares",), "", "scales of least squared error, which shrink rows, instead of unbiased ones"),
     ToolOption(("--slow-iq2ks",), "", "the exhaustive and slow search for iq2_ks"),
     ToolOption(("--force",), "", "allow ternary types for weights that are not ternary"),
     ToolOption(("--dry-run",), "", "print the type and size of every tensor and the total, write nothing"),
@@ -257,6 +264,7 @@ def _tool_options(arguments: ToolArguments, threads: int) -> ToolOptions:
 
     return ToolOptions(
         imatrix=arguments.one("imatrix"),
+        covariance=arguments.one("covariance"),
         include_weights=arguments.all("include_weights"),
         exclude_weights=arguments.all("exclude_weights"),
         hide_imatrix=arguments.has("hide_imatrix"),
@@ -266,7 +274,9 @@ def _tool_options(arguments: ToolArguments, threads: int) -> ToolOptions:
         partial_requant=arguments.has("partial_requant"),
         allow_requantize=arguments.has("allow_requantize"),
         force=arguments.has("force"),
-        encode=EncodeOptions(arguments.has("symmetric_q40"), arguments.has("slow_iq2ks")),
+        encode=EncodeOptions(
+            arguments.has("symmetric_q40"), arguments.has("slow_iq2ks"), arguments.has("least_squares")
+        ),
     )
 
 

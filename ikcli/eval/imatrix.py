@@ -21,7 +21,9 @@ import numpy as np
 
 from ikcli.config import RunConfig
 from ikcli.engine.batch import Batch
+from ikcli.engine.devices import available_memory
 from ikcli.errors import IkError, UsageError
+from ikcli.eval.covariance_collect import check_memory
 from ikcli.eval.imatrix_collect import Collector, watch
 from ikcli.eval.imatrix_stats import LayerSimilarity, statistics_lines
 from ikcli.eval.perplexity import DEFAULT_N_CTX, PerplexityResult, bos_of, eta_text, final_line
@@ -30,6 +32,7 @@ from ikcli.eval.stats import RunningNll, token_nll
 from ikcli.eval.text import load_text, text_name, tokenize
 from ikcli.gguf.constants import GGUF_MAGIC
 from ikcli.log import log, warn
+from ikcli.quant.covariance_file import Moments, write_covariance
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, merge, read_imatrix, write_gguf, write_legacy
 
 if TYPE_CHECKING:
@@ -49,6 +52,7 @@ class ImatrixParams:
     ppl: bool = True
     output_name: str | None = None
     n_threads: int = 1
+    covariance_limit: int = 0  # bytes per input; 0: no second moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class ImatrixResult:
     imatrix: Imatrix
     perplexity: PerplexityResult | None
     unseen: dict[str, list[int]]
+    moments: list[tuple[list[str], Moments]]
 
 
 def windows(tokens: TokenIds, params: ImatrixParams) -> TokenIds:
@@ -103,6 +108,11 @@ def collect(
     """
     table = windows(tokens, params)
     collector = watch([graph for graph, _ in session.graphs.values()], output_name=params.output_name)
+    if params.covariance_limit:
+        sizes = collector.product_sizes(params.covariance_limit)
+        total = check_memory(sizes, available_memory())
+        log(f"imatrix: second moments of {len(sizes)} inputs, {total / 2**20:.0f} MiB of RAM")
+        collector.measure_products(params.covariance_limit)
 
     def observe(node: object, value: object) -> None:
         collector(node, value)  # type: ignore[arg-type]
@@ -124,7 +134,7 @@ def collect(
     result = PerplexityResult(
         running.ppl, running.ppl * running.mean_error, running.mean, len(table), params.n_ctx, running.count, ()
     )
-    return ImatrixResult(imatrix, result if params.ppl else None, collector.unseen_experts())
+    return ImatrixResult(imatrix, result if params.ppl else None, collector.unseen_experts(), collector.moments())
 
 
 def _pass(session: SessionLike, row: TokenIds, bos: int | None, running: RunningNll | None, n_threads: int) -> None:
@@ -249,17 +259,19 @@ def run_command(config: RunConfig) -> int:
         print("\n".join(statistics_lines(_merged([load(path) for path in earlier]))))
         return 0
     _check_output(options.output)
+    if options.covariance is not None:
+        _check_output(options.covariance, "--covariance")
     if earlier and config.prompt.file is None and not config.prompt.prompt:
         _save(config, _named(_merged([load(path) for path in earlier]), config), options.output)
         return 0
     return _collect_text(config, earlier)
 
 
-def _check_output(path: Path) -> None:
+def _check_output(path: Path, option: str = "-o") -> None:
     """Complain before hours of work that the result could not be written."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         why = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.absolute().parent}"
-        raise UsageError(f"-o {path}: {why}")
+        raise UsageError(f"{option} {path}: {why}")
 
 
 def _merged(found: Sequence[Imatrix]) -> Imatrix:
@@ -306,8 +318,10 @@ def _collect_text(config: RunConfig, earlier: Sequence[Path]) -> int:
     options, text = config.imatrix, load_text(config)
     n_ctx = config.n_ctx or DEFAULT_N_CTX
     output_name = options.output_tensor_name if options.process_output else None
+    limit = options.covariance_limit << 20 if options.covariance is not None else 0
+    threads = max(1, config.n_threads_batch)
     params = ImatrixParams(
-        n_ctx, config.perplexity.chunks, options.from_chunk, options.ppl, output_name, max(1, config.n_threads_batch)
+        n_ctx, config.perplexity.chunks, options.from_chunk, options.ppl, output_name, threads, limit
     )
 
     before = [(read_imatrix(path), _is_legacy(path)) for path in earlier]  # once: the output may be one of them
@@ -335,6 +349,10 @@ def _collect_text(config: RunConfig, earlier: Sequence[Path]) -> int:
         warn(f"--process-output: the model multiplies with no tensor {output_name}; see --output-tensor-name")
     _report_unseen(result)
     write(replace(result.imatrix, datasets=printer.datasets), options.output)
+    if options.covariance is not None:
+        n_chunks = result.imatrix.n_chunks
+        write_covariance(options.covariance, result.moments, n_chunks=n_chunks, datasets=printer.datasets)
+        log(f"imatrix: second moments of {len(result.moments)} inputs in {options.covariance}")
     return 0
 
 

@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.errors import NonFiniteError
+from ikcli.eval.covariance_collect import Products, block_size
 from ikcli.graph import Graph, HeadSlice, Node, Rows, Weight
+from ikcli.quant.covariance_file import Moments
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
 
 F32 = npt.NDArray[np.float32]
@@ -37,6 +39,7 @@ class Stream:
     route: Node | None = None
     by_expert: bool = False
     heads: HeadSlice | None = None
+    products: Products | None = None  # of second moments
 
     def add(self, x: F32, ids: I32 | None) -> None:
         """Add the rows of x; `ids` (rows, n_used) are the experts of each token, -1 for dropped slots."""
@@ -48,8 +51,11 @@ class Stream:
             h, n_head = self.heads, len(self.counts)
             columns = h.offset + h.head_stride * np.arange(n_head)[:, None] + np.arange(h.width)
             self.sums += squares.sum(axis=0, dtype=np.float64)[columns]
+            for i in range(n_head if self.products is not None else 0):
+                self._add_products(i, x[:, columns[i]])
         else:
             self.sums[0] += squares.sum(axis=0, dtype=np.float64)
+            self._add_products(0, x)
         self.counts += len(x)
 
     def _add_experts(self, x: F32, ids: I32) -> None:
@@ -61,12 +67,19 @@ class Stream:
             for e in np.flatnonzero(counts):
                 rows = x[ends[e] - counts[e] : ends[e]]
                 self.sums[e] += np.square(rows).sum(axis=0, dtype=np.float64)
+                self._add_products(int(e), rows)
         else:
             uses = np.zeros((n_expert, len(x)), np.float32)
             rows_of = np.broadcast_to(np.arange(len(x))[:, None], ids.shape)[ids >= 0]
             np.add.at(uses, (chosen, rows_of), np.float32(1))
             self.sums += uses @ np.square(x)
+            for e in np.flatnonzero(counts if self.products is not None else 0):
+                self._add_products(int(e), x[rows_of[chosen == e]])
         self.counts += counts
+
+    def _add_products(self, matrix: int, rows: F32) -> None:
+        if self.products is not None:
+            self.products.add(matrix, rows)
 
 
 @dataclass(slots=True)
@@ -115,6 +128,21 @@ class Collector:
                 out.entries.update(dict.fromkeys(s.names, entry))
         out.entries = dict(sorted(out.entries.items(), key=lambda item: _order(item[0])))
         return out
+
+    def product_sizes(self, limit: int) -> list[int]:
+        """Bytes that the second moments of every input take, with at most `limit` for each where blocks allow."""
+        return [4 * n * ne0 * block_size(n, ne0, limit) for n, ne0 in (s.sums.shape for s in self.all_streams())]
+
+    def measure_products(self, limit: int) -> None:
+        """Gather second moments as well."""
+        for s in self.all_streams():
+            n_mat, ne0 = s.sums.shape
+            s.products = Products.empty(n_mat, ne0, block_size(n_mat, ne0, limit))
+
+    def moments(self) -> list[tuple[list[str], Moments]]:
+        """Second moments so far, with the weights they belong to; inputs that were never seen are left out."""
+        found = ((s.names, s.products.moments()) for s in self.all_streams() if s.products is not None)
+        return [(names, m) for names, m in found if m.counts.any()]
 
     def unseen_experts(self) -> dict[str, list[int]]:
         """Weight -> its experts that no token chose, for weights where there are such."""

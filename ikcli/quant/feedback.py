@@ -13,6 +13,8 @@ Files are of the same types as ever. At the end rows are made unbiased, now with
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import numpy.typing as npt
 
@@ -20,6 +22,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.quant import tables
 from ikcli.quant.code_fields import REPLACEABLE, code_space, replace_codes
+from ikcli.quant.covariance_file import Covariance
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import EncodeOptions, quantize_rows
 from ikcli.quant.encoders.iquants import find, grid_format
@@ -27,6 +30,7 @@ from ikcli.quant.encoders.iquants_pack import pack
 from ikcli.quant.encoders.native_call import run
 from ikcli.quant.encoders.unbiased import unbias_metric
 from ikcli.quant.formats import FORMATS, row_size
+from ikcli.quant.recipes import Choice
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -62,20 +66,46 @@ class Metric:
         lower = np.linalg.cholesky(h[::-1, ::-1])
         self.root = np.ascontiguousarray(lower[::-1, ::-1])  # R, float64
         self._by_size: dict[int, tuple[Floats, Floats]] = {}
+        self._lock = threading.Lock()
 
     def feedback(self, size: int) -> tuple[Floats, Floats]:
         """For codes of `size` columns: the matrix (n, n) errors are passed on by, and weights (n,) of squares."""
-        if size not in self._by_size:
-            n = len(self.root)
-            blocks = self.root.reshape(n // size, size, n // size, size)
-            corner = np.stack([blocks[k, :, k] for k in range(n // size)])
-            passed = np.einsum("ikx,kxy->iky", self.root.reshape(n, n // size, size), np.linalg.inv(corner))
-            passed = passed.reshape(n, n)
-            for k in range(n // size):  # not within a code, and not back
-                passed[k * size :, k * size : (k + 1) * size] = 0
-            weights = np.square(corner).sum(axis=2).reshape(n)
-            self._by_size[size] = passed.astype(np.float32), weights.astype(np.float32)
+        with self._lock:
+            if size not in self._by_size:
+                self._by_size[size] = self._feedback(size)
         return self._by_size[size]
+
+    def _feedback(self, size: int) -> tuple[Floats, Floats]:
+        n = len(self.root)
+        blocks = self.root.reshape(n // size, size, n // size, size)
+        corner = np.stack([blocks[k, :, k] for k in range(n // size)])
+        passed = np.einsum("ikx,kxy->iky", self.root.reshape(n, n // size, size), np.linalg.inv(corner))
+        passed = passed.reshape(n, n)
+        for k in range(n // size):  # not within a code, and not back
+            passed[k * size :, k * size : (k + 1) * size] = 0
+        weights = np.square(corner).sum(axis=2).reshape(n)
+        return passed.astype(np.float32), weights.astype(np.float32)
+
+
+class Feedback:
+    """Metrics of the matrices of one tensor, each made when it is first needed, on whichever thread."""
+
+    def __init__(self, covariance: Covariance, name: str, choice: Choice) -> None:
+        self._covariance, self._name, self._shape = covariance, name, choice.shape
+        self._wanted = choice.changes and supports(choice.new) and covariance.find(name) is not None
+        self._lock = threading.Lock()
+        self._matrix = -1  # rows come matrix by matrix: only the last one is kept
+        self._metric: Metric | None = None
+
+    def metric(self, matrix: int) -> Metric | None:
+        """That of one matrix, or None where there is no data or no way to use it: then rows are encoded without."""
+        if not self._wanted:
+            return None
+        with self._lock:
+            if matrix != self._matrix:
+                moments = self._covariance.moments(self._name, self._shape, matrix)
+                self._matrix, self._metric = matrix, Metric(moments) if moments is not None else None
+            return self._metric
 
 
 def supports(type: GGMLType) -> bool:

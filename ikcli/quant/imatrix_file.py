@@ -55,7 +55,7 @@ class Imatrix:
 
     def find(self, name: str) -> str | None:
         """The entry that serves a tensor: its own, or that of a tensor which sees the same input; None without one."""
-        return next((n for n in (name, *_relatives(name)) if n in self.entries), None)
+        return next((n for n in (name, *relatives(name)) if n in self.entries), None)
 
     def weights(self, name: str, shape: tuple[int, ...]) -> Floats | None:
         """Weights (n_mat, ne0) for a tensor, or None without entry.
@@ -90,7 +90,7 @@ class Imatrix:
         return Imatrix(keep, self.datasets, self.n_chunks, self.chunk_size, self.path)
 
 
-def _relatives(name: str) -> tuple[str, ...]:
+def relatives(name: str) -> tuple[str, ...]:
     """Tensors whose input is the same, in order of preference."""
     for part in ("ffn_up_exps.weight", "ffn_gate_exps.weight"):
         if part in name:

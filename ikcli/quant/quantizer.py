@@ -29,9 +29,11 @@ from ikcli.gguf.constants import GGMLType, GGUFValueType
 from ikcli.gguf.reader import GGUFFile, TensorInfo, read_part
 from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, TensorSpec, split_path
+from ikcli.quant.covariance_file import Covariance
 from ikcli.quant.decode import decodable_types, dequantize
-from ikcli.quant.encoders import EncodeOptions, available_types, quantize_rows
+from ikcli.quant.encoders import EncodeOptions, available_types, check_finite, quantize_rows
 from ikcli.quant.encoders.floats import RowReader
+from ikcli.quant.feedback import Feedback, encode_with_feedback
 from ikcli.quant.formats import FORMATS, row_size
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.recipes import Choice
@@ -58,6 +60,7 @@ class QuantizeJob:
     choices: Sequence[Choice]
     metadata: dict[str, Typed]
     imatrix: Imatrix | None = None
+    covariance: Covariance | None = None
     n_threads: int = 1
     encode_options: EncodeOptions = field(default_factory=EncodeOptions)
     keep_split: bool = False
@@ -317,6 +320,7 @@ class _Worker:
         self.group = math.lcm(FORMATS[self.info.type].rows, FORMATS[choice.new].rows)
         imatrix = job.imatrix
         self.weights = imatrix.weights(self.info.name, choice.shape) if imatrix is not None else None
+        self.feedback = Feedback(job.covariance, self.info.name, choice) if job.covariance is not None else None
 
     def _rows(self, n_elements: int) -> int:
         """Number of rows with about so many elements, in whole groups."""
@@ -356,6 +360,10 @@ class _Worker:
         """New bytes of adjacent rows of a matrix; `first` is the number of the first one."""
         weights = self.weights[matrix % len(self.weights)] if self.weights is not None else None
         try:
+            metric = self.feedback.metric(matrix) if self.feedback is not None else None
+            if metric is not None:
+                check_finite(values)
+                return encode_with_feedback(values, self.choice.new, metric)
             return quantize_rows(values, self.choice.new, weights, options=self.job.encode_options)
         except NonFiniteError:
             bad = first + int(np.argmin(np.isfinite(values).all(axis=1)))

@@ -15,6 +15,7 @@ from ikcli.errors import UsageError
 from ikcli.gguf.constants import FILE_TYPE_GUESSED, FILE_TYPES, GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from ikcli.gguf.values import Typed
+from ikcli.quant.covariance_file import Covariance, open_covariance
 from ikcli.quant.custom_rules import CustomRuleUse, check_uses, parse_custom_rules, rule_uses
 from ikcli.quant.encoders import EncodeOptions
 from ikcli.quant.formats import FORMATS
@@ -32,6 +33,7 @@ class ToolOptions:
     """Settings that do not choose types."""
 
     imatrix: str | None = None
+    covariance: str | None = None
     include_weights: tuple[str, ...] = ()
     exclude_weights: tuple[str, ...] = ()
     hide_imatrix: bool = False
@@ -99,7 +101,8 @@ def plan_quantize(
 
     With a `target`, types that nothing else decides are chosen for its size; `advance` gets the bytes measured.
     """
-    imatrix = _load_imatrix(options) if options.imatrix is not None else None
+    covariance = open_covariance(options.covariance) if options.covariance is not None else None
+    imatrix = _load_imatrix(options, covariance)
     check_file_type(recipe, imatrix)
     file = open_gguf(path, options.overrides)
     choices = choose_types(list(file.tensors.values()), file.metadata, recipe, imatrix)
@@ -116,7 +119,9 @@ def plan_quantize(
     notes += _imatrix_notes(choices)
     file_type = _input_file_type(file) if recipe.copy else recipe.file_type
     metadata = output_metadata(file, file_type, imatrix, options.hide_imatrix)
-    return ToolPlan(_job(file, output, choices, metadata, options, imatrix), tuple(notes), tuple(uses), found)
+    return ToolPlan(
+        _job(file, output, choices, metadata, options, imatrix, covariance), tuple(notes), tuple(uses), found
+    )
 
 
 def _choose_for_target(
@@ -150,9 +155,15 @@ def _choose_for_target(
     return recipe, made, found
 
 
-def _load_imatrix(options: ToolOptions) -> Imatrix | None:
-    assert options.imatrix is not None
-    found = read_imatrix(options.imatrix).filtered(options.include_weights, options.exclude_weights)
+def _load_imatrix(options: ToolOptions, covariance: Covariance | None) -> Imatrix | None:
+    """The importance matrix: that of the file, else the mean squares among the second moments."""
+    if options.imatrix is not None:
+        found = read_imatrix(options.imatrix)
+    elif covariance is not None:
+        found = covariance.imatrix()
+    else:
+        return None
+    found = found.filtered(options.include_weights, options.exclude_weights)
     return found if found.entries else None
 
 
@@ -178,6 +189,7 @@ def _job(
     metadata: dict[str, Typed],
     options: ToolOptions,
     imatrix: Imatrix | None = None,
+    covariance: Covariance | None = None,
 ) -> QuantizeJob:
     return QuantizeJob(
         file=file,
@@ -185,6 +197,7 @@ def _job(
         choices=choices,
         metadata=metadata,
         imatrix=imatrix,
+        covariance=covariance,
         n_threads=options.n_threads,
         encode_options=options.encode,
         keep_split=options.keep_split,

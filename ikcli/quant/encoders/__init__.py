@@ -124,12 +124,12 @@ def quantize_rows(
     encode_rows = _row_encoder(type)
     pieces = _pieces(len(rows), n_threads, fmt.rows)
     if len(pieces) == 1:
-        _check_finite(rows, 0)
+        check_finite(rows)
         return encode_rows(rows, type, imatrix, options).reshape(-1)
     out = np.empty((len(rows), n_bytes), np.uint8)
 
     def run(start: int, stop: int) -> None:
-        _check_finite(rows[start:stop], start)
+        check_finite(rows[start:stop], start)
         out[start:stop] = encode_rows(rows[start:stop], type, imatrix, options).reshape(stop - start, n_bytes)
 
     with ThreadPoolExecutor(n_threads) as pool:
@@ -146,7 +146,8 @@ def _pieces(n_rows: int, n_threads: int, group: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
-def _check_finite(rows: Floats, first: int) -> None:
+def check_finite(rows: Floats, first: int = 0) -> None:
+    """NonFiniteError with the number of the first row that holds NaN or Inf; rows are counted from `first`."""
     good = np.isfinite(rows)
     if not good.all():
         row = int(np.argmin(good.all(axis=1)))

@@ -1,0 +1,164 @@
+"""Second moments of the inputs of weight matrices, for quantization with error feedback (`ikcli.quant.feedback`).
+
+A GGUF file with `general.type` = "covariance", `covariance.chunk_count`, `covariance.datasets` and two lists of equal
+length, `covariance.tensors` and `covariance.entries`: which entry serves which tensor (q, k and v see one input). Per
+entry, F32, sums over rows: `<entry>.in_cov` (B, ne0, n_mat), of every column the products with the B columns of its own
+block; `<entry>.in_sum` (ne0, n_mat); `<entry>.counts` (1, n_mat) rows. B = ne0 is a full matrix; it divides ne0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.errors import FormatError, NonFiniteError
+from ikcli.gguf.constants import GGMLType, GGUFValueType
+from ikcli.gguf.cursor import shown
+from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.gguf.values import Typed
+from ikcli.gguf.writer import GGUFWriter, TensorSpec
+from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, relatives
+
+Floats = npt.NDArray[np.float32]
+KIND = "covariance"
+_COV, _SUM, _COUNTS = ".in_cov", ".in_sum", ".counts"
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Sums over the inputs of n_mat matrices: `products` (n_mat, ne0, B), `sums` (n_mat, ne0), `counts` (n_mat,)."""
+
+    products: Floats
+    sums: Floats
+    counts: npt.NDArray[np.float64]
+
+    @property
+    def block(self) -> int:
+        return int(self.products.shape[2])
+
+
+class Covariance:
+    """An open file; moments are read when asked for, one matrix at a time."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file = file
+        self.path = str(file.paths[0])
+        names, entries = (_strings(file, f"covariance.{key}") for key in ("tensors", "entries"))
+        if len(names) != len(entries) or not names:
+            raise FormatError(f"{self.path}: {len(names)} tensors are listed for {len(entries)} entries; it is damaged")
+        self._entries = dict(zip(names, entries, strict=True))
+        self.datasets = tuple(_strings(file, "covariance.datasets"))
+        self.n_chunks = int(file.get("covariance.chunk_count", 0))
+
+    def find(self, name: str) -> str | None:
+        """The entry that serves a tensor: its own, or that of a tensor which sees the same input; None without one."""
+        return next((self._entries[n] for n in (name, *relatives(name)) if n in self._entries), None)
+
+    def moments(self, name: str, shape: tuple[int, ...], matrix: int) -> Floats | None:
+        """E[x x^T] (ne0, ne0) for one matrix of a tensor of `shape`, zero outside of blocks; None without data.
+
+        Matrices with few rows (experts) are drawn towards the mean of all matrices, which counts as B rows.
+        """
+        entry = self.find(name)
+        if entry is None:
+            return None
+        counts = self._part(entry + _COUNTS).reshape(-1)
+        products = self._part(entry + _COV)
+        ne0, block = products.shape[1:]
+        if ne0 != shape[0] or len(counts) != len(products) or ne0 % block:
+            raise FormatError(
+                f"{self.path}: the entry {shown(entry)} has {ne0} columns in {len(counts)} matrices, but tensor {name} "
+                f"has rows of {shape[0]}; the file belongs to another model"
+            )
+        total = float(counts.sum(dtype=np.float64))
+        if not total > 0:
+            return None
+        single = len(counts) == 1 or (shape[2] if len(shape) > 2 else 1) != len(counts)
+        if single:
+            mean = products.sum(axis=0) / np.float32(total)
+        else:
+            weight = block / (float(counts[matrix]) + block)
+            own = products[matrix] / np.float32(max(float(counts[matrix]), 1.0))
+            mean = own * np.float32(1 - weight) + products.sum(axis=0) * np.float32(weight / total)
+        if not np.isfinite(mean).all():
+            raise NonFiniteError(f"{self.path}: the entry {shown(entry)} holds NaN or Inf; collect the file again")
+        return _spread(mean)
+
+    def imatrix(self) -> Imatrix:
+        """The mean squares alone, as an importance matrix with one entry per tensor."""
+        out = Imatrix(datasets=self.datasets, n_chunks=self.n_chunks, path=self.path)
+        made: dict[str, ImatrixEntry] = {}
+        for name, entry in self._entries.items():
+            if entry not in made:
+                products = self._part(entry + _COV)
+                column = np.arange(products.shape[1])
+                squares = products[:, column, column % products.shape[2]]
+                made[entry] = ImatrixEntry(np.maximum(squares, 0), self._part(entry + _COUNTS).reshape(-1))
+            out.entries[name] = made[entry]
+        return out
+
+    def _part(self, name: str) -> Floats:
+        t = self._file.tensors.get(name)
+        if t is None or t.type != GGMLType.F32:
+            raise FormatError(f"{self.path}: tensor {shown(name)} is missing or not f32")
+        shape = (*t.shape, 1, 1)[:3]
+        return self._file.data(name).view("<f4").reshape(shape[2], shape[1], shape[0])
+
+
+def _strings(file: GGUFFile, key: str) -> list[str]:
+    found = file.get(key, [])
+    return [str(s) for s in found] if isinstance(found, list) else []
+
+
+def _spread(blocks: Floats) -> Floats:
+    """(ne0, B) -> (ne0, ne0), exactly symmetric."""
+    ne0, size = blocks.shape
+    out = np.zeros((ne0, ne0), np.float32)
+    for first in range(0, ne0, size):
+        mine = blocks[first : first + size]
+        out[first : first + size, first : first + size] = (mine + mine.T) / 2
+    return out
+
+
+def open_covariance(path: str | Path) -> Covariance:
+    """Open a file of second moments; FormatError if it is damaged or something else."""
+    file = open_gguf(path)
+    kind = file.get("general.type", "model")
+    if kind != KIND:
+        raise FormatError(
+            f"{path}: holds no second moments (general.type is {kind}); make them with ik imatrix --covariance FILE"
+        )
+    return Covariance(file)
+
+
+def write_covariance(
+    path: str | Path,
+    entries: Sequence[tuple[Sequence[str], Moments]],
+    *,
+    n_chunks: int = 0,
+    datasets: Sequence[str] = (),
+) -> None:
+    """Write entries, each with the tensors it serves; it is named after the first of them."""
+    pairs = [(name, names[0]) for names, _ in entries for name in names]
+    metadata: Mapping[str, object] = {
+        "general.type": KIND,
+        "covariance.chunk_count": Typed(n_chunks, GGUFValueType.UINT32),
+        "covariance.datasets": Typed(list(datasets), GGUFValueType.ARRAY, GGUFValueType.STRING),
+        "covariance.tensors": Typed([p[0] for p in pairs], GGUFValueType.ARRAY, GGUFValueType.STRING),
+        "covariance.entries": Typed([p[1] for p in pairs], GGUFValueType.ARRAY, GGUFValueType.STRING),
+    }
+    specs: list[TensorSpec] = []
+    for names, m in entries:
+        n_mat, ne0, block = m.products.shape
+        specs.append(TensorSpec(names[0] + _COV, (block, ne0, n_mat), GGMLType.F32))
+        specs.append(TensorSpec(names[0] + _SUM, (ne0, n_mat), GGMLType.F32))
+        specs.append(TensorSpec(names[0] + _COUNTS, (1, n_mat), GGMLType.F32))
+    with GGUFWriter(Path(path), dict(metadata), specs) as writer:
+        for names, m in entries:
+            writer.write_tensor(names[0] + _COV, m.products.astype("<f4", copy=False))
+            writer.write_tensor(names[0] + _SUM, m.sums.astype("<f4", copy=False))
+            writer.write_tensor(names[0] + _COUNTS, m.counts.astype("<f4"))

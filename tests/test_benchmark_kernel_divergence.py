@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "divergence.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "kernel_divergence.py"
 
 STATISTICS = """
 ====== Perplexity statistics ======
@@ -29,7 +29,7 @@ Same top p: 82.026 ± 0.439 %
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_divergence", SCRIPT)
+    spec = importlib.util.spec_from_file_location("benchmark_kernel_divergence", SCRIPT)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -61,12 +61,13 @@ class JudgeText:
     unigram_bits: np.ndarray
 
 
-def tokenize(texts: Split, n_vocab: int) -> JudgeText:
-    """Train the tokenizer and encode."""
+def tokenize(texts: Split, n_vocab: int, n_piece: int) -> JudgeText:
+    """Train the tokenizer and encode; lists have n_piece tokens, so that a batch is of many documents."""
     tokenizer = train_tokenizer(list(texts.training.values()), n_vocab)
     encoded = tokenizer.encode_batch([BOS + t + EOS for t in texts.training.values()])
-    items = [np.array(e.ids, dtype=np.int64) for e in encoded]
+    training = np.concatenate([np.array(e.ids, dtype=np.int64) for e in encoded])
+    items = [training[i : i + n_piece] for i in range(0, len(training), n_piece)]
     tokens = np.array(tokenizer.encode(BOS + texts.judge).ids, dtype=np.int64)
-    counts = np.bincount(np.concatenate(items), minlength=n_vocab) + 1.0
-    print(f"{sum(map(len, items))} training tokens, {len(tokens)} tokens to evaluate")
+    counts = np.bincount(training, minlength=n_vocab) + 1.0
+    print(f"{len(training)} training tokens, {len(tokens)} tokens to evaluate")
     return JudgeText(tokenizer, items, tokens, -np.log2(counts / counts.sum())[tokens])

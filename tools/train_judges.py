@@ -177,7 +177,7 @@ def make(name: str, cfg: Config, args: argparse.Namespace) -> None:
     """Train one judge and write its three files."""
     torch.manual_seed(args.seed)
     parts = split(read_documents(args.text) if cfg.n_expert else read_sources(args.sources))
-    text, model = tokenize(parts, cfg.n_vocab), Model(cfg)
+    text, model = tokenize(parts, cfg.n_vocab, cfg.n_ctx_train), Model(cfg)
     print(f"{name}: {cfg.arch}, {sum(p.numel() for p in model.parameters())} parameters", flush=True)
     train(model, text.items, args)
     round_as_stored(tensors(model))

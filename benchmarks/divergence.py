@@ -1,92 +1,120 @@
 #!/usr/bin/env python3
-"""What a type costs in `ik perplexity --kl-divergence` and in ik_llama.cpp's llama-perplexity, as a Markdown table.
+"""Acceptance test of encoders: KL divergence of whole models that ik and ik_llama.cpp quantize to the same types.
 
-Every type is written once, by `ik quantize --pure`; both programs evaluate the same file, as it is and repacked (-rtr),
-against the probabilities of the unquantized model. What differs between them is how their kernels round.
+Every type is written twice, by `ik quantize --pure` and by the llama-quantize of the reference, with and without
+importance matrix; ik evaluates both files, so that nothing but the weights differs. A ratio (ours / reference) below 1
+says that ik's file is nearer to the unquantized model. Its error is that of the evaluated text, position by position.
+
+The bundled demo model is always measured, other models are added: each --model has its --eval and --calib text, the
+latter for the importance matrix. tools/train_judges.py makes two. Quantizing for the reference can be slow: --cache.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-import shlex
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-PROGRAM = "llama-perplexity"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from divergence_bench import PROGRAM, Bench, Failed, Judge, Programs, file_type, open_bench
+from divergence_report import HEADER, SUMMARY_HEADER, Record, line, read, row, summary
+from model_divergence import Settings, halves
+
+from ikcli.config import default_model, default_text
+from ikcli.hostinfo import physical_cores
+
 TYPES = [
-    "F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K", "Q4_0", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS",
-    "IQ2_XS", "IQ2_K", "IQ3_K", "IQ4_K", "IQ5_K", "IQ2_KS", "IQ3_KS", "IQ4_KS", "IQ5_KS", "IQ4_KSS", "IQ2_KL",
-    "IQ2_KT", "IQ3_KT", "IQ4_KT",
+    "IQ1_S", "IQ1_M", "IQ1_KT", "IQ2_XXS", "IQ2_KT", "IQ2_KS", "IQ2_XS", "IQ2_K", "IQ2_S", "Q2_K", "IQ2_KL", "IQ3_XXS",
+    "IQ3_KT", "IQ3_KS", "IQ3_S", "IQ3_K", "Q3_K", "IQ4_KT", "IQ4_KSS", "IQ4_XS", "IQ4_KS", "MXFP4", "Q4_0", "IQ4_NL",
+    "Q4_K", "IQ4_K", "Q4_1", "IQ5_KS", "Q5_0", "IQ5_K", "Q5_K", "Q5_1", "Q6_0", "Q6_K", "IQ6_K",
 ]  # fmt: skip
-FIELDS = ("Mean PPL(Q)", "Mean KLD", "Median KLD", "99.0% KLD", "Same top p")
 
 
-def run(command: list[str], folder: Path) -> str:
-    """Output of a program; exits with its end if it failed."""
-    done = subprocess.run(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
-    )
-    if done.returncode:
-        tail = "\n".join(done.stdout.splitlines()[-10:])
-        sys.exit(f"error: exit code {done.returncode} of {shlex.join(command)}\n{tail}")
-    return done.stdout
-
-
-def parse(text: str) -> list[float]:
-    """The statistics named in FIELDS, in their order."""
-    found = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        name, number = " ".join(name.split()), re.match(r"\s*(-?[\d.]+|nan)", value)
-        if name in FIELDS and number:
-            found[name] = float(number[1])
-    if missing := [name for name in FIELDS if name not in found]:
-        sys.exit(f"error: the output does not name {', '.join(missing)}\n{text[-2000:]}")
-    return [found[name] for name in FIELDS]
+def judges(arguments: argparse.Namespace) -> list[Judge]:
+    """The bundled model with the halves of its text, then those of --model."""
+    found = []
+    if not arguments.no_demo:
+        calibration, judge = halves(default_text().read_text(encoding="utf-8"))
+        found.append(Judge("demo", default_model(), judge, calibration))
+    for model, judge, calibration in zip(arguments.model, arguments.eval, arguments.calib, strict=True):
+        texts = judge.read_text(encoding="utf-8"), calibration.read_text(encoding="utf-8")
+        found.append(Judge(model.stem, model.resolve(), *texts))
+    return found
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*", metavar="TYPE", help="default: what models are usually quantized to")
-    parser.add_argument("-m", "--model", type=Path, required=True, help="GGUF file, not quantized")
-    parser.add_argument("-f", "--file", type=Path, required=True, help="text to evaluate")
-    parser.add_argument("--imatrix", type=Path, help="importance matrix for ik quantize, of another text")
-    parser.add_argument("--reference", type=Path, required=True, help=f"folder with {PROGRAM}")
-    parser.add_argument("--ik", default="ik", help="how to start ik, with absolute paths (default: %(default)s)")
-    parser.add_argument("-t", "--threads", type=int, default=1)
-    parser.add_argument("-c", "--ctx-size", type=int, default=512)
-    return parser.parse_args(argv)
+    add = parser.add_argument
+    add("types", nargs="*", metavar="TYPE", help="tensor types (default: all up to 8 bits per weight)")
+    add("-m", "--model", type=Path, action="append", default=[], help="GGUF file, not quantized (repeatable)")
+    add("--eval", type=Path, action="append", default=[], metavar="TEXT", help="text to evaluate, one per model")
+    add("--calib", type=Path, action="append", default=[], metavar="TEXT", help="text for the importance matrix")
+    add("--no-demo", action="store_true", help="without the bundled model")
+    add("--reference", type=Path, help="folder with llama-quantize; without it ik alone is measured")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--no-imatrix", action="store_true", help="only without importance matrix (default: both)")
+    mode.add_argument("--imatrix", action="store_true", help="only with importance matrix (default: both)")
+    add("--quantize-options", default="", metavar="OPTIONS", help="further options of ik quantize, in quotes")
+    add("--json", type=Path, metavar="FILE", help="append the results to this file, one JSON object per line")
+    add("--resume", action="store_true", help="do not repeat what the file of --json holds")
+    add("--cache", type=Path, metavar="DIR", help="keep the reference's results here, and take them from here")
+    add("--chunks", type=int, default=-1, help="windows to evaluate (default: all)")
+    add("-t", "--threads", type=int, default=physical_cores())
+    add("-c", "--ctx-size", type=int, default=512)
+    found = parser.parse_args(argv)
+    if not len(found.model) == len(found.eval) == len(found.calib):
+        parser.error("every --model needs one --eval and one --calib")
+    if found.resume and not found.json:
+        parser.error("--resume needs --json")
+    found.types = [t.upper() for t in found.types] or TYPES
+    if unknown := [t for t in found.types if file_type(t) is None]:
+        parser.error(f"no file type makes tensors of {', '.join(unknown)}")
+    return found
+
+
+def modes(arguments: argparse.Namespace) -> list[bool]:
+    """With importance matrix, without, or both."""
+    return [m for m in (True, False) if not (arguments.no_imatrix if m else arguments.imatrix)]
+
+
+def evaluate(bench: Bench, arguments: argparse.Namespace) -> list[Record]:
+    """Records of one model in the order of the types, printed as they come."""
+    done = {r.key: r for r in read(arguments.json)} if arguments.resume else {}
+    found = []
+    for type_ in arguments.types:
+        for imatrix in modes(arguments):
+            record = done.get(bench.key(type_, imatrix))
+            if record is None:
+                try:
+                    record = bench.measure(type_, imatrix)
+                except Failed as problem:
+                    print(f"{bench.judge.name}, {type_}: {problem}", file=sys.stderr)
+                    continue
+                if arguments.json:
+                    with arguments.json.open("a", encoding="utf-8") as file:
+                        file.write(line(record))
+            print(row(record), flush=True)
+            found.append(record)
+    return found
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate everything and print the table; progress goes to stderr."""
+    """Measure everything, print the table and the summary."""
     arguments = parse_arguments(argv)
-    ik, model = shlex.split(arguments.ik), str(arguments.model.resolve())
-    text = ["-f", str(arguments.file.resolve()), "-c", str(arguments.ctx_size), "-t", str(arguments.threads)]
-    quantize = [*ik, "quantize", "--pure"]
-    if arguments.imatrix:
-        quantize += ["--imatrix", str(arguments.imatrix.resolve())]
-    programs = {"ik": [*ik, "perplexity"], "reference": [str((arguments.reference / PROGRAM).resolve())]}
-    print("| type | program | PPL | mean KLD | median KLD | 99 % KLD | same top % |")
-    print("|---|---|---:|---:|---:|---:|---:|", flush=True)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        run([*ik, "perplexity", "-m", model, *text, "--kl-divergence-base", "base.kld"], folder)
-        for type_ in arguments.types or TYPES:
-            run([*quantize, model, "q.gguf", type_], folder)
-            for repack in ([], ["-rtr"]):
-                for program, command in programs.items():
-                    label = " ".join([type_, *repack])
-                    print(f"{label}: {program}", file=sys.stderr)
-                    options = ["-m", "q.gguf", *text, *repack, "--kl-divergence", "--kl-divergence-base", "base.kld"]
-                    ppl, mean, median, most, same = parse(run([*command, *options], folder))
-                    print(f"| {label} | {program} | {ppl:.4f} | {mean:.6f} | {median:.6f} | {most:.5f} | {same:.2f} |")
-                    sys.stdout.flush()
-            (folder / "q.gguf").unlink()
+    settings = Settings(arguments.ctx_size, arguments.threads, arguments.chunks)
+    programs = Programs(arguments.quantize_options, arguments.reference, arguments.cache)
+    if programs.reference and not (programs.reference / PROGRAM).is_file():
+        sys.exit(f"error: no {PROGRAM} in {programs.reference}")
+    records: list[Record] = []
+    print(HEADER, flush=True)
+    for judge in judges(arguments):
+        with tempfile.TemporaryDirectory() as folder:
+            records += evaluate(open_bench(judge, Path(folder), settings, programs), arguments)
+    print("\nGeometric means of ours / reference (number of types), below 1 is better:\n")
+    print("\n".join([SUMMARY_HEADER, *summary(records)]))
     return 0
 
 

@@ -1,75 +1,180 @@
-"""The script that compares what types cost in two programs: its table, from two small programs."""
+"""The acceptance test of encoders: its command line, the arithmetic of its ratios, and what it repeats and what not."""
 
 from __future__ import annotations
 
-import importlib.util
-import stat
+import json
+import math
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "divergence.py"
+ROOT = Path(__file__).resolve().parents[1]
 
-STATISTICS = """
-====== Perplexity statistics ======
-Mean PPL(Q)                   : {ppl} ±   0.234238
-Mean PPL(base)                :   6.897399 ±   0.220934
-====== KL divergence statistics ======
-Mean    KLD:   0.105089 ±   0.001887
-Maximum KLD:   2.759160
-99.0%   KLD:   0.824020
-Median  KLD:   0.060494
-====== Token probability statistics ======
-Mean    Δp: -2.838 ± 0.116 %
-Same top p: 82.026 ± 0.439 %
-"""
+
+class Scripts(NamedTuple):
+    """The modules of the script; they are beside the package."""
+
+    main: ModuleType
+    bench: ModuleType
+    report: ModuleType
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_divergence", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def scripts() -> Iterator[Scripts]:
+    before = list(sys.path)
+    sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tools")]
+    try:
+        import divergence
+        import divergence_bench
+        import divergence_report
+
+        yield Scripts(divergence, divergence_bench, divergence_report)
+    finally:
+        sys.path[:] = before
 
 
-def program(path: Path, ppl: str) -> Path:
-    """An executable that remembers its arguments, writes what `quantize` would and prints statistics."""
-    calls, text = str(path.with_suffix(".calls")), STATISTICS.format(ppl=ppl)
-    path.write_text(
-        f"#!{sys.executable}\nimport sys\nopen({calls!r}, 'a').write(' '.join(sys.argv[1:]) + chr(10))\n"
-        f"if sys.argv[1] == 'quantize': open(sys.argv[-2], 'wb')\nprint({text!r})\n"
+def record(scripts: Scripts, type_: str, ratio: float | None, model: str = "a", imatrix: bool = True) -> Any:
+    """A record with this ratio of divergences."""
+    side = scripts.report.Side(0.1, 0.01, 7.5, 0.9, 0.002, 1.0)
+    theirs = replace(side, kld=0.1 / ratio) if ratio else None
+    error = ratio / 10 if ratio else None
+    size = scripts.bench.bpw(type_)
+    return scripts.report.Record(model, type_, size, imatrix, 7.0, 512, -1, "", side, theirs, ratio, error)
+
+
+def test_ratio_of_means_has_the_error_of_paired_values(scripts: Scripts) -> None:
+    rng = np.random.default_rng(0)
+    common = rng.exponential(1.0, 20_000)
+    ours, theirs = 1.1 * common + 0.1 * rng.exponential(1.0, 20_000), 1.0 * common
+    ratio, error = scripts.report.ratio_of_means(ours.tolist(), theirs.tolist())
+    assert ratio == pytest.approx(ours.mean() / theirs.mean())
+    blocks = [a.mean() / b.mean() for a, b in zip(ours.reshape(200, -1), theirs.reshape(200, -1), strict=True)]
+    assert error == pytest.approx(np.std(blocks) / math.sqrt(200), rel=0.2)
+    assert scripts.report.ratio_of_means([1.0, 2.0], [1.0, 2.0]) == (1.0, 0.0)
+    assert scripts.report.ratio_of_means([1.0, 2.0], [0.0, 0.0]) == (None, None)
+
+
+def test_summary_takes_types_by_size(scripts: Scripts) -> None:
+    a = [record(scripts, "IQ2_K", 0.5), record(scripts, "Q4_0", 2.0), record(scripts, "Q6_K", 8.0)]
+    mean, error, n = scripts.report.geometric_mean(a)
+    assert (mean, n) == (pytest.approx(2.0), 3) and error == pytest.approx(2.0 * 0.1 / math.sqrt(3))
+    assert scripts.report.summary([*a, record(scripts, "IQ1_S", None)]) == [
+        "| a | yes | 1.0000 ± 0.0707 (2) | 0.5000 ± 0.0500 (1) | 2.0000 ± 0.1155 (3) | Q6_K 8.0000 |"
+    ]
+    rows = scripts.report.summary([*a, record(scripts, "IQ2_K", 2.0, "b"), record(scripts, "Q2_K", 4.0, "b", False)])
+    assert [row.split("|")[1:3] for row in rows] == [
+        [" a ", " yes "],
+        [" b ", " yes "], [" b ", " no "], [" b ", " both "],
+        [" all ", " yes "], [" all ", " no "], [" all ", " both "],
+    ]  # fmt: skip
+    assert "1.5874 ± 0.0916 (3) |" in rows[-1] and scripts.report.summary([]) == []
+
+
+def test_records_survive_their_file(scripts: Scripts, tmp_path: Path) -> None:
+    found = [
+        record(scripts, "IQ2_K", 0.5),
+        replace(record(scripts, "IQ1_S", None), note="llama-quantize: exit code -6"),
+    ]
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(map(scripts.report.line, found)), encoding="utf-8")
+    assert scripts.report.read(path) == found and scripts.report.read(tmp_path / "none") == []
+    assert json.loads(path.read_text().splitlines()[0])["ours"]["kld"] == 0.1
+    assert scripts.report.row(found[0]) == (
+        "| a | IQ2_K | 2.38 | yes | 0.100000 ± 0.010000 | 0.200000 ± 0.010000 | 0.5000 ± 0.0500 | 7.5000 | 7.5000 "
+        "| 90.00 ± 0.20 | 90.00 ± 0.20 |  |"
     )
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
+    widths = {scripts.report.row(r).count("|") for r in found}
+    assert widths == {line.count("|") for line in scripts.report.HEADER.splitlines()}
 
 
-def test_every_type_is_evaluated_as_it_is_and_repacked(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_types_are_tensor_types(scripts: Scripts) -> None:
+    assert scripts.bench.file_type("IQ2_S") == "IQ2_M" and scripts.bench.file_type("Q3_K") == "Q3_K_S"
+    assert scripts.bench.file_type("IQ9_X") is None
+    sizes = [scripts.bench.bpw(t) for t in scripts.main.TYPES]
+    assert len(set(scripts.main.TYPES)) == len(sizes) and max(sizes) <= 8
+    assert scripts.bench.bpw("IQ2_XXS") == 2.0625 and 2 <= scripts.bench.bpw("IQ2_KL") < 2.75
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["-m", "a.gguf", "--eval", "e.txt"], "needs one --eval and one --calib"),
+        (["--resume"], "--resume needs --json"),
+        (["Q4_0", "Q4_9"], "no file type makes tensors of Q4_9"),
+        (["--imatrix", "--no-imatrix"], "not allowed with"),
+    ],
+)
+def test_wrong_command_lines(
+    scripts: Scripts, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program(tmp_path / "llama-perplexity", "  7.387837")
-    ours = program(tmp_path / "ik", "  7.373039")
-    argv = ["Q4_K", "IQ2_KT", "-m", "m.gguf", "-f", "t.txt", "--imatrix", "i.dat", "-t", "3"]
-    assert script.main([*argv, "--reference", str(tmp_path), "--ik", str(ours)]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
-    assert [row.split("|")[1].strip() for row in rows[::2]] == ["Q4_K", "Q4_K -rtr", "IQ2_KT", "IQ2_KT -rtr"]
-    assert rows[0] == "| Q4_K | ik | 7.3730 | 0.105089 | 0.060494 | 0.82402 | 82.03 |"
-    assert rows[1].startswith("| Q4_K | reference | 7.3878 |")
-    calls, others = ((tmp_path / f"{name}.calls").read_text().splitlines() for name in ("ik", "llama-perplexity"))
-    assert calls[0].startswith("perplexity -m") and calls[0].endswith("--kl-divergence-base base.kld")
-    assert calls[1].endswith("q.gguf Q4_K") and f"--imatrix {Path('i.dat').resolve()}" in calls[1]
-    assert [call.removeprefix("perplexity ") for call in calls if "-m q.gguf" in call] == others
-    assert ["-rtr" in call for call in others] == [False, True] * 2
+    with pytest.raises(SystemExit):
+        scripts.main.parse_arguments(argv)
+    assert message in capsys.readouterr().err
 
 
-def test_output_without_statistics_is_an_error(script: ModuleType) -> None:
-    with pytest.raises(SystemExit, match="does not name Mean KLD, Median KLD"):
-        script.parse("Mean PPL(Q)  : 7.3 ± 0.2\nfailed to load\n")
+def test_modes(scripts: Scripts) -> None:
+    for argv, expected in (([], [True, False]), (["--imatrix"], [True]), (["--no-imatrix"], [False])):
+        assert scripts.main.modes(scripts.main.parse_arguments(argv)) == expected
 
 
-def test_a_failing_program_is_named(script: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"exit code 3 of .*\n.*went wrong"):
-        script.run([sys.executable, "-c", "print('it went wrong'); raise SystemExit(3)"], tmp_path)
+def test_resuming_measures_what_is_missing(
+    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = []
+
+    class Bench:
+        judge = scripts.bench.Judge("a", Path("a.gguf"), "", "")
+
+        def key(self, type_: str, imatrix: bool) -> Any:
+            return record(scripts, type_, 1.0, imatrix=imatrix).key
+
+        def measure(self, type_: str, imatrix: bool) -> Any:
+            measured.append((type_, imatrix))
+            if type_ == "IQ1_S":
+                raise scripts.bench.Failed("not without")
+            return record(scripts, type_, 0.5, imatrix=imatrix)
+
+    monkeypatch.setattr(scripts.main, "open_bench", lambda *_: Bench())
+    path = tmp_path / "r.jsonl"
+    path.write_text(scripts.report.line(record(scripts, "Q4_0", 2.0)), encoding="utf-8")
+    argv = ["q4_0", "IQ1_S", "--json", str(path)]
+    assert scripts.main.main([*argv, "--resume"]) == 0
+    out, err = capsys.readouterr()
+    assert measured == [("Q4_0", False), ("IQ1_S", True), ("IQ1_S", False)]
+    assert "| a | both | 1.0000 " in out and err.count("a, IQ1_S: not without") == 2
+    assert [r.ratio for r in scripts.report.read(path)] == [2.0, 0.5]
+    assert scripts.main.main(argv) == 0 and measured[3:] == [("Q4_0", True), *measured[:3]]
+
+
+def test_files_are_compared_by_types_and_data(scripts: Scripts) -> None:
+    from ikcli.config import default_model
+    from ikcli.gguf.constants import GGMLType
+    from ikcli.gguf.reader import open_gguf
+
+    a, b = open_gguf(default_model(), ()), open_gguf(default_model(), ())
+    assert scripts.bench.different_types(a, b) == [] and scripts.bench.same_data(a, b)
+    b.tensors["output.weight"] = replace(b.tensors["output.weight"], type=GGMLType.F16)
+    del b.tensors["output_norm.weight"]
+    assert scripts.bench.different_types(a, b) == ["output.weight BF16/F16", "output_norm.weight F32/none"]
+    assert not scripts.bench.same_data(a, b)
+
+
+def test_judges_are_not_trained_on_what_they_are_asked(scripts: Scripts, tmp_path: Path) -> None:
+    import judge_text
+
+    for i in range(20):
+        (tmp_path / f"m{i}.py").write_text(f"# module {i}\n" + f"x = {i}\n" * 800, encoding="utf-8")
+    (tmp_path / "twin.py").write_text((tmp_path / "m3.py").read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "m.py").write_text("no", encoding="utf-8")
+    found = judge_text.split(judge_text.read_sources(tmp_path), n_bytes=20_000)
+    kept = "\n".join(found.training.values())
+    parts = [found.judge, found.calibration, kept]
+    assert [sum(f"# module {i}\n" in part for part in parts) for i in range(20)] == [1] * 20
+    assert kept.count("# module 3\n") <= 1 and all(parts) and "no" not in found.training.values()

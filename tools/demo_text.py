@@ -1,6 +1,6 @@
 """Text for the demo model: cleaned reST documents, the held-out part, chat samples, and a byte model to compare with.
 
-Used by train_demo.py. Source of the text: the reST sources of the Python documentation.
+Used by train_demo.py, and in part by train_judges.py. Source of the text: the reST sources of the Python documentation.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ def read_documents(folder: Path) -> dict[str, str]:
     return documents
 
 
-def hold_out(documents: dict[str, str]) -> list[str]:
-    """Names of whole documents, taken in the order of their names' hashes until HELD_OUT_BYTES are reached."""
+def hold_out(documents: dict[str, str], n_bytes: int = HELD_OUT_BYTES) -> list[str]:
+    """Names of whole documents, taken in the order of their names' hashes until `n_bytes` are reached."""
     chosen, size = [], 0
     for name in sorted(documents, key=lambda n: hashlib.sha256(n.encode()).hexdigest()):
         length = len(documents[name].encode())
-        if 3_000 <= length <= 40_000 and size < HELD_OUT_BYTES:
+        if 3_000 <= length <= 40_000 and size < n_bytes:
             chosen.append(name)
             size += length
     return chosen

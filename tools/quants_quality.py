@@ -11,22 +11,18 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from model_divergence import Settings, compare, halves, importance, store_base
 from quants_data import Record, bpw, presets, rounded, table_types
 
 import ikcli
-from ikcli.config import RunConfig, default_model, default_text
-from ikcli.engine.session import Session
-from ikcli.eval import imatrix as imatrix_eval
-from ikcli.eval import kl_divergence, perplexity
+from ikcli.config import default_model, default_text
 from ikcli.eval.environment import hardware
-from ikcli.eval.kld_file import BaseReader, BaseWriter
-from ikcli.eval.protocol import TokenIds
+from ikcli.eval.kld_file import BaseReader
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.hostinfo import physical_cores
@@ -38,12 +34,6 @@ from ikcli.quant.recipes import Choice, CustomRule, RecipeOptions, choose_types
 
 N_CTX = 512
 _Q8_0 = 7  # file type of rules: any quantized one does
-
-
-def halves(text: str) -> tuple[str, str]:
-    """The text cut after the first paragraph that ends past its middle."""
-    middle = text.find("\n\n", len(text) // 2) + 2
-    return text[:middle], text[middle:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +48,12 @@ class Bench:
     known: dict[str, Record] = field(default_factory=dict)
 
 
-def _config(model: Path, n_threads: int) -> RunConfig:
-    return RunConfig(
-        command="perplexity", model=model, n_ctx=N_CTX, n_threads=n_threads, n_threads_batch=n_threads, warmup=False
-    )
-
-
-def _tokens(session: Session, text: str) -> TokenIds:
-    return np.asarray(session.tokenizer.encode(text, add_special=True), dtype=np.int32)
-
-
 def prepare(folder: Path) -> tuple[Bench, Record]:
     """Collect the importance matrix, store the base probabilities; the record says what was measured."""
-    n, model = physical_cores(), default_model()
+    n, model, path = physical_cores(), default_model(), folder / "base.kld"
     learn, judge = halves(default_text().read_text(encoding="utf-8"))
-    config = _config(model, n)
-    matrix_config = replace(config, n_batch=N_CTX, mla=1)
-    with closing(Session.open(matrix_config, n_ctx=N_CTX)) as session:
-        learned = _tokens(session, learn)
-        found = imatrix_eval.collect(session, learned, imatrix_eval.ImatrixParams(N_CTX, ppl=False, n_threads=n))
-    params = perplexity.PerplexityParams(n_ctx=N_CTX, n_threads=n)
-    path = folder / "base.kld"
-    with closing(perplexity.open_session(config, N_CTX, params.n_batch)) as session:
-        tokens = _tokens(session, judge)
-        windows = perplexity.plan(tokens, params, perplexity.bos_of(session))
-        with BaseWriter(path, windows.tokens, session.n_vocab, n) as writer:
-            base = perplexity.run(session, tokens, params, on_rows=writer.add)
+    found = importance(model, learn, Settings(N_CTX, n))
+    base = store_base(model, judge, path, Settings(N_CTX, n))
     file = open_gguf(model, ())
     about = {
         "kind": "about",
@@ -92,7 +62,7 @@ def prepare(folder: Path) -> tuple[Bench, Record]:
         "n_params": file.n_elements,
         "bytes": file.n_bytes,
         "imatrix_tokens": found.imatrix.n_chunks * N_CTX,
-        "chunks": windows.n_chunk,
+        "chunks": base.n_chunks,
         "n_ctx": N_CTX,
         "scored_tokens": base.n_tokens,
         "ppl": rounded(base.ppl),
@@ -156,9 +126,7 @@ def measure(bench: Bench, choices: Sequence[Choice], imatrix: Imatrix | None) ->
         "rmse": rounded(_relative_rmse(bench.file, after, choices)),
         "fallback": sorted({c.name for c in choices if c.fallback}),
     }
-    params = kl_divergence.KlParams(n_threads=bench.n_threads)
-    with closing(perplexity.open_session(_config(path, bench.n_threads), N_CTX, params.n_batch)) as session:
-        found = kl_divergence.run(session, bench.base, params).summary
+    found = compare(path, bench.base, Settings(N_CTX, bench.n_threads)).summary
     record |= {
         "ppl": rounded(found.ppl[0]),
         "log_ratio": rounded(found.log_ratio[0]),

@@ -14,7 +14,8 @@ from ikcli.quant.code_fields import REPLACEABLE, read_fields, replace_codes
 from ikcli.quant.covariance_file import Moments, open_covariance, write_covariance
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import available_types, quantize_rows
-from ikcli.quant.feedback import Metric, encode_with_feedback, supports, value_tables
+from ikcli.quant.feedback import Metric, encode_with_feedback, supports
+from ikcli.quant.feedback_search import value_tables
 from ikcli.quant.formats import FORMATS
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, write_legacy
 

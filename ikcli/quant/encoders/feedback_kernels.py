@@ -12,6 +12,7 @@ from ikcli.native.jit import inline
 from ikcli.native.simd.vec import (
     bcast_f32x16,
     ld_f32,
+    ld_i32,
     load_f32x16,
     reduce_max,
     splat_f32x16,
@@ -80,3 +81,52 @@ def make_tables(size):
             values += 4 * size * n_codes * (n >> 4)
 
     return tables, 11, False
+
+
+def make_parity():
+    """Codes of 4 bits of four columns each, of which an even number of bits is set in all.
+
+    Arguments as those of `make_tables`, for tables of 16 codes and one column. Of four nearest codes with an odd number
+    of bits the one is changed for which a code of other parity costs least.
+    """
+    odd_codes = 0b0110100110010110  # bit c: c has an odd number of bits
+
+    def parity(x, targets, n_rows, n, feedback, weights, values, n_codes, codes, errors, scratch):
+        for _ in range(n_rows):
+            for j in range(0, n, 4):
+                at = values + 64 * (j >> 4)
+                odd, least, where, instead = 0, _HUGE, 0, 0
+                for i in range(j, j + 4):
+                    t = ld_f32(targets + 4 * i)
+                    even_cost, odd_cost, even_code, odd_code = _HUGE, _HUGE, 0, 1
+                    for c in range(16):
+                        d = ld_f32(at + 4 * c) - t
+                        cost = d * d
+                        if odd_codes >> c & 1:
+                            if cost < odd_cost:
+                                odd_cost, odd_code = cost, c
+                        elif cost < even_cost:
+                            even_cost, even_code = cost, c
+                    more = abs(odd_cost - even_cost) * ld_f32(weights + 4 * i)
+                    if odd_cost < even_cost:
+                        odd ^= 1
+                        st_i32(codes + 4 * i, odd_code)
+                        other = even_code
+                    else:
+                        st_i32(codes + 4 * i, even_code)
+                        other = odd_code
+                    if more < least:
+                        least, where, instead = more, i, other
+                if odd == 1:
+                    st_i32(codes + 4 * where, instead)
+                for i in range(j, j + 4):
+                    e = ld_f32(x + 4 * i) - ld_f32(at + 4 * ld_i32(codes + 4 * i))
+                    st_f32(errors + 4 * i, e)
+                    pass_on(targets, feedback + 4 * n * i, j + 4, n, e)
+            x += 4 * n
+            targets += 4 * n
+            errors += 4 * n
+            codes += 4 * n
+            values += 4 * n_codes * (n >> 4)
+
+    return parity, 11, False

@@ -8,7 +8,7 @@ weights, or 1. Answers to iqk_quantize.cpp, whose weights also contain the value
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -107,13 +107,13 @@ def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: Enco
 def encode_with(values: Floats, type: GGMLType, imatrix: Floats | None, search: Search) -> Bytes:
     """`encode` with a search of the caller's choice."""
     n_rows, ne0 = values.shape
-    weights = _weights(imatrix, ne0)
+    weights = mean_one_weights(imatrix, ne0)
     step = max(1, _CHUNK_ELEMENTS // ne0)
     chunks = [_encode_rows(values[i : i + step], type, weights, search) for i in range(0, n_rows, step)]
     return np.concatenate(chunks).reshape(-1) if chunks else np.empty(0, np.uint8)
 
 
-def _weights(imatrix: Floats | None, ne0: int) -> Floats:
+def mean_one_weights(imatrix: Floats | None, ne0: int) -> Floats:
     """Weights of mean 1 and none of them 0."""
     if imatrix is None:
         return np.ones(ne0, np.float32)
@@ -135,8 +135,22 @@ def _factors(search: Search) -> Floats:
     return one if search.signs == 1 else np.concatenate((one, -one[::-1]))
 
 
+class Found(NamedTuple):
+    """Scales d (units,), multipliers m and table rows t (units, subs), codes (units, subs, codes per sub-block)."""
+
+    d: Floats
+    m: npt.NDArray[np.int8]
+    t: Bytes
+    codes: Bytes
+
+
 def _encode_rows(values: Floats, type: GGMLType, weights: Floats, search: Search) -> Bytes:
-    n_rows, ne0 = values.shape
+    return PACKERS[type](*find(values, type, weights, search), len(values))
+
+
+def find(values: Floats, type: GGMLType, weights: Floats, search: Search) -> Found:
+    """Search rows (n_rows, ne0); weights (ne0,) have mean 1."""
+    ne0 = values.shape[1]
     unit = ne0 if search.per_row else FORMATS[type].block_size
     n_units, n_subs = values.size // unit, unit // search.n
     n_groups = -(-n_subs // 16)
@@ -161,7 +175,7 @@ def _encode_rows(values: Floats, type: GGMLType, weights: Floats, search: Search
     params += [min(search.n_keep, len(factors)), search.n_rounds, search.n_options, search.span, int(search.keep_norm)]
     slots = np.array(params, np.int64)
     run(_key(search), _at(slots))
-    return PACKERS[type](d, m, t, codes, n_rows)
+    return Found(d, m, t, codes)
 
 
 def _key(search: Search) -> KernelKey:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +101,29 @@ def mean_one_weights(imatrix: Floats | None) -> Floats | None:
     return np.maximum((wide / mean).astype(np.float32), _LEAST_WEIGHT)
 
 
+class Found(NamedTuple):
+    """Of n rows: scales d (n,), per sub-block multiplier and table (n * subs,), table rows (n * subs, groups)."""
+
+    d: Floats
+    m: Bytes
+    book: Bytes
+    rows: Ints
+
+
 def _encode_rows(values: Floats, type: GGMLType, weights: Floats | None, search: Search) -> Bytes:
+    return pack(values, type, find(values, weights, search))
+
+
+def pack(values: Floats, type: GGMLType, found: Found) -> Bytes:
+    """Bytes (n_rows, row bytes); IQ3_KT takes the signs of `values`."""
+    n_groups = 8 * found.rows.shape[1]
+    blocks = _PACKERS[type](values, found.m.reshape(-1, 8), found.book.reshape(-1, 8), found.rows.reshape(-1, n_groups))
+    header = found.d.astype("<f4").view(np.uint8).reshape(-1, 4)
+    return np.concatenate((header, blocks.reshape(len(header), -1)), axis=1)
+
+
+def find(values: Floats, weights: Floats | None, search: Search) -> Found:
+    """Search rows (n_rows, ne0); weights (ne0,) have mean 1."""
     n_rows, ne0 = values.shape
     n_subs = ne0 // 32
     books = search.codebooks()
@@ -119,9 +141,7 @@ def _encode_rows(values: Floats, type: GGMLType, weights: Floats | None, search:
     args = (search.size, int(weights is not None), int(search.linear), both_signs)
     params = np.array(slots, np.int64)
     run(KernelKey(_KERNELS, "make_search", args), _at(params))
-    blocks = _PACKERS[type](values, m.reshape(-1, 8), book.reshape(-1, 8), rows.reshape(-1, 256 // search.size))
-    header = d.astype("<f4").view(np.uint8).reshape(n_rows, 4)
-    return np.concatenate((header, blocks.reshape(n_rows, -1)), axis=1)
+    return Found(d, m, book, rows)
 
 
 def _at(array: npt.NDArray[Any]) -> int:

@@ -53,9 +53,8 @@ _LARGE, _F32_MAX = np.float32(1e36), 3.402e38  # rows above the first must be ke
 _TRIALS = 32  # trial row scales of each sign
 
 
-def make_search(size, weighted, linear, both_signs):
-    """Encoder of rows; its only argument points to int64 slots (see `trellis.py`)."""
-    n_groups = SUB // size
+def make_sums(size, weighted):
+    """Device function: sums over 16 table rows of `size` values."""
 
     @inline
     def sums(at, w, wx, norms, floats):
@@ -69,6 +68,29 @@ def make_search(size, weighted, linear, both_signs):
         if not weighted:
             a = load_f32x16(norms)
         return a, b
+
+    return sums
+
+
+def make_limit(size):
+    """Device function: how far centres of clusters to visit may be."""
+
+    @inline
+    def limit(energy, w, s, least, reach):
+        """Scores of the clusters to visit lie below this."""
+        weight = _F0
+        for k in range(size):
+            weight += ld_f32(w + 4 * k)
+        far = np.sqrt(max(_F0, least + energy)) + reach * abs(s) * np.sqrt(weight / np.float32(size))
+        return max(far * far - energy, least + np.float32(1e-5) * abs(least) + _NOTHING)  # never below the nearest
+
+    return limit
+
+
+def make_search(size, weighted, linear, both_signs):
+    """Encoder of rows; its only argument points to int64 slots (see `trellis.py`)."""
+    n_groups = SUB // size
+    sums, limit = make_sums(size, weighted), make_limit(size)
 
     @inline
     def center_sums(books, n_books, only, w, wx, out):
@@ -95,15 +117,6 @@ def make_search(size, weighted, linear, both_signs):
             store_f32x16(out + 64 * i, score)
             least = where_less(score, least, score, least)
         return reduce_least(least)
-
-    @inline
-    def limit(energy, w, s, least, reach):
-        """Scores of the clusters to visit lie below this."""
-        weight = _F0
-        for k in range(size):
-            weight += ld_f32(w + 4 * k)
-        far = np.sqrt(max(_F0, least + energy)) + reach * abs(s) * np.sqrt(weight / np.float32(size))
-        return max(far * far - energy, least + np.float32(1e-5) * abs(least) + _NOTHING)  # never below the nearest
 
     @inline
     def settle(best, vectors, indices, scratch, out, k, g):

@@ -6,6 +6,8 @@ multiply theirs. So every row is multiplied with <x, x> / <q, x>, weighted as th
 those of least squares maximise <q, x>^2 / <q, q>, which no scale changes, so they add the least noise to an unbiased
 row as well.
 
+Types whose scales matrix products multiply by a constant (`tables.MATMUL_SCALE`) are stored shorter by it.
+
 Scales are f16 numbers of blocks, often so small that neighbours are a percent apart, or one number per row. Those of
 blocks are rounded one after the other, and what rounding one leaves is made up for by the next.
 """
@@ -21,6 +23,7 @@ import numpy.typing as npt
 from ikcli.gguf.constants import GGMLType
 from ikcli.quant.decode import dequantize
 from ikcli.quant.formats import FORMATS
+from ikcli.quant.tables import MATMUL_SCALE
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -167,7 +170,7 @@ def unbias_metric(rows: Bytes, values: Floats, type: GGMLType, weighted: Floats)
     fields = scales.read(data)
     with np.errstate(all="ignore"):  # rows beyond the range of floats stay as they are
         parts = _contributions(data, type, scales, fields, weighted)
-        wanted = np.einsum("ij,ij->i", values, weighted)
+        wanted = np.einsum("ij,ij->i", values, weighted) / np.float32(MATMUL_SCALE.get(type, 1))
         found = sum((p.sum(axis=1) for p in parts[1:]), parts[0].sum(axis=1))
         known = (found > _LEAST_GAIN * wanted) & np.isfinite(found) & np.isfinite(wanted)
         ratio = np.divide(wanted, found, out=np.ones(n_rows, np.float32), where=known)

@@ -10,12 +10,14 @@ import pytest
 from ikcli.errors import FormatError, UsageError
 from ikcli.eval.covariance_collect import Products, block_size, check_memory
 from ikcli.gguf.constants import GGMLType as T
+from ikcli.quant import feedback_search
 from ikcli.quant.code_fields import REPLACEABLE, read_fields, replace_codes
 from ikcli.quant.covariance_file import Moments, open_covariance, write_covariance
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import available_types, quantize_rows
-from ikcli.quant.feedback import Metric, encode_with_feedback, supports
-from ikcli.quant.feedback_search import value_tables
+from ikcli.quant.feedback import encode_with_feedback, supports
+from ikcli.quant.feedback_codes import value_tables
+from ikcli.quant.feedback_metric import Metric
 from ikcli.quant.formats import FORMATS
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, write_legacy
 from ikcli.quant.tables import MATMUL_SCALE
@@ -66,7 +68,19 @@ def test_independent_inputs_give_what_is_there_without(rng: np.random.Generator,
     assert product_error(w, ours, h) < 1.02 * product_error(w, plain, h)
 
 
-def test_codes_are_those_of_a_plain_loop(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("type", [T.Q2_K, T.IQ3_XXS, T.IQ2_KT, T.IQ4_KSS, T.IQ1_M], ids=lambda t: t.name)
+def test_chosen_again_given_all_others(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, type: T) -> None:
+    h, w = moments_of(inputs(rng)), (rng.standard_normal((16, NE0)) * 0.02).astype(np.float32)
+    found = []
+    for passes in (0, 1, 3):
+        monkeypatch.setattr(feedback_search, "_PASSES", passes)
+        found.append(product_error(w, dequantize(encode_with_feedback(w, type, Metric(h)), type, (NE0, 16)), h))
+    assert found[1] < 0.95 * found[0]
+    assert found[2] < found[1]
+
+
+def test_codes_are_those_of_a_plain_loop(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feedback_search, "_PASSES", 0)
     h, w = moments_of(inputs(rng, 64)), (rng.standard_normal((4, 64)) * 0.1).astype(np.float32)
     metric = Metric(h)
     h64 = h.astype(np.float64) + 0.03 * np.diagonal(h).mean(dtype=np.float64) * np.eye(64)

@@ -348,7 +348,7 @@ class _Worker:
         if _regroups(c):
             return stop * n_bytes, self._regroup(raw)
         out = np.empty((stop - first, row_size(c.new, ne0)), np.uint8)
-        step = self._rows(_IN_CACHE)
+        step = len(out) if self.feedback is not None else self._rows(_IN_CACHE)
         for row in range(0, len(out), step):
             end = min(row + step, len(out))
             values = self.readers.mine.read(raw[row * n_bytes : end * n_bytes], old, ne0)

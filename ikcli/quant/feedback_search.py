@@ -49,7 +49,8 @@ def _again(codes: Codes, values: Floats, errors: Floats, metric: Metric, places:
         for place in places:
             at, h = slice(place.step.first, place.step.last), place.moments
             mine = errors[:, at]
-            best: Floats = values[:, at] + (slopes[:, at] - mine @ h) @ place.inverse  # would make up for the others
+            for_others = (slopes[:, at] - mine @ h) @ place.inverse  # what makes up for the errors elsewhere
+            best = values[:, at] + for_others.astype(np.float32, copy=False)
             old = best - values[:, at] + mine
             chosen, new = codes.search(place.step, best, best.copy())
             better = np.einsum("ij,ij->i", new @ h, new) < np.einsum("ij,ij->i", old @ h, old)

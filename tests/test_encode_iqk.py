@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from encode_checks import roundtrip, squared_error
+from encode_checks import squared_error
 
 from ikcli.gguf.constants import GGMLType
 from ikcli.quant import tables
@@ -15,14 +15,6 @@ from ikcli.quant.encoders.iqk_pack import PACKERS
 from ikcli.quant.formats import row_size
 
 TYPES = sorted(SEARCHES, key=lambda t: t.name)
-
-
-@pytest.mark.parametrize("type", [GGMLType.IQ2_K, GGMLType.IQ2_KS, GGMLType.IQ2_KL, GGMLType.IQ3_K, GGMLType.IQ3_KS])
-def test_rows_of_few_bits_keep_their_norm(type: GGMLType, rng: np.random.Generator) -> None:
-    x = rng.standard_normal((16, 1024)).astype(np.float32)
-    y = roundtrip(x, type)
-    assert np.linalg.norm(y) == pytest.approx(np.linalg.norm(x), rel=2e-3)
-    assert np.vdot(x, y) < 0.995 * np.vdot(x, x)  # so it is not exact, merely as long
 
 
 @pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)

@@ -32,9 +32,6 @@ class Search:
 
     `grid`: largest element of a sub-block in table units, first, last, number; `reach`: first, last and number of
     trial scales d, as factors of (largest sub-block scale / largest multiplier), of both signs if `signs` is 2.
-    `keep_norm`: the final scale is enlarged so that the unit keeps its norm. A least-squares fit is shorter than what
-    it fits, by half the relative squared error; in types of 2 and 3 bits models suffer more from that than from the
-    error it saves (the reference has constant factors of 1.01 to 1.03 there).
     """
 
     table: str
@@ -54,21 +51,16 @@ class Search:
     n_rounds: int = 3
     n_options: int = 4
     span: int = 1
-    keep_norm: bool = False
 
 
 SEARCHES = {
-    GGMLType.IQ2_K: Search("iq2", 16, -8, 7, (10.0, 50.0, 12), (0.4, 2.0, 64), signs=2, n_keep=3, keep_norm=True),
-    GGMLType.IQ3_K: Search("iq3", 16, -31, 31, (22.0, 100.0, 16), (0.35, 1.5, 96), odd=True, n_keep=3, keep_norm=True),
+    GGMLType.IQ2_K: Search("iq2", 16, -8, 7, (10.0, 50.0, 12), (0.4, 2.0, 64), signs=2, n_keep=3),
+    GGMLType.IQ3_K: Search("iq3", 16, -31, 31, (22.0, 100.0, 16), (0.35, 1.5, 96), odd=True, n_keep=3),
     GGMLType.IQ4_K: Search("iq4", 16, -32, 31, (50.0, 200.0, 24), (0.4, 1.5, 64), signs=2, n_keep=3),
     GGMLType.IQ5_K: Search("iq5", 16, -32, 31, (50.0, 180.0, 32), (0.4, 1.5, 64), signs=2, n_keep=3),
     GGMLType.IQ6_K: Search("iq6", 16, -127, 127, (60.0, 170.0, 40), (0.4, 1.5, 64), n_keep=4, n_rounds=2),
-    GGMLType.IQ2_KS: Search(
-        "iq2", 32, -16, 15, (10.0, 50.0, 12), (0.28, 1.5, 64), per_row=True, signs=2, keep_norm=True
-    ),
-    GGMLType.IQ3_KS: Search(
-        "iq3", 32, -16, 15, (22.0, 100.0, 16), (0.28, 1.5, 64), per_row=True, signs=2, n_keep=3, keep_norm=True
-    ),
+    GGMLType.IQ2_KS: Search("iq2", 32, -16, 15, (10.0, 50.0, 12), (0.28, 1.5, 64), per_row=True, signs=2),
+    GGMLType.IQ3_KS: Search("iq3", 32, -16, 15, (22.0, 100.0, 16), (0.28, 1.5, 64), per_row=True, signs=2, n_keep=3),
     GGMLType.IQ4_KS: Search(
         "iq4", 32, -127, 127, (50.0, 200.0, 24), (0.2, 1.5, 64), odd=True, per_row=True, half=False
     ),
@@ -90,7 +82,6 @@ SEARCHES = {
         signs=2,
         codes_per_sub=16,
         n_options=2,
-        keep_norm=True,
     ),
 }
 
@@ -172,7 +163,7 @@ def find(values: Floats, type: GGMLType, weights: Floats, search: Search) -> Fou
         _at(t),
     ]
     params += [_at(d), _at(grid), len(grid), search.n_refine, _at(factors), len(factors)]
-    params += [min(search.n_keep, len(factors)), search.n_rounds, search.n_options, search.span, int(search.keep_norm)]
+    params += [min(search.n_keep, len(factors)), search.n_rounds, search.n_options, search.span]
     slots = np.array(params, np.int64)
     run(_key(search), _at(slots))
     return Found(d, m, t, codes)

@@ -10,8 +10,6 @@ least-squares d for the choice made, until nothing improves. Errors are sums of 
 Parameters (int64 each): see the slots below. Scratch per unit: x and w transposed (element, sub-block), then states.
 """
 
-import math
-
 import numpy as np
 
 from ikcli.native.jit import inline
@@ -45,7 +43,7 @@ from ikcli.quant.encoders.iqk_tables import SHAPES, STATE_BYTES
 
 # Slots of the parameters.
 X, WEIGHTS, N_UNITS, UNITS_PER_ROW, UNIT, TABLE, SCRATCH, OUT_CODES, OUT_M, OUT_T, OUT_D = range(11)
-GRID, N_GRID, N_REFINE, FACTORS, N_FACTORS, N_KEEP, N_ROUNDS, N_OPTIONS, SPAN, KEEP_NORM = range(11, 21)
+GRID, N_GRID, N_REFINE, FACTORS, N_FACTORS, N_KEEP, N_ROUNDS, N_OPTIONS, SPAN = range(11, 20)
 
 # State of one group of sixteen sub-blocks (STATE_BYTES): rows of sixteen floats.
 _SCALE, _SHIFT, _ERROR, _CURVE = 0, 4 * 64, 8 * 64, 12 * 64  # four options each, best first
@@ -306,12 +304,6 @@ def energy(xt, wt, n_vectors):
 
 
 @inline
-def norm_growth(error, whole):
-    """Factor that gives the result of a least-squares fit, which is too short, the norm of the original."""
-    return np.float32(1.0 / math.sqrt(max(1.0 - error / whole, 0.8)))
-
-
-@inline
 def half_scale(d, unscale, scale, scratch):
     """d rounded so that d * unscale is a half float other than 0."""
     real = min(max(d * unscale, -_F16_MAX), _F16_MAX)
@@ -358,15 +350,14 @@ def make_driver(evaluate, write_codes, n, low, high, odd, shift, n_rows, half, n
 
     @inline
     def best_scale(params, xt, wt, states, n_groups, unscale, scale, scratch):
-        """d of one unit, 0 if no other is better, and its growth; its choices are kept in the states."""
+        """d of one unit, 0 if no other is better; its choices are kept in the states."""
         n_factors, n_options, table = slot(params, N_FACTORS), slot(params, N_OPTIONS), slot(params, TABLE)
         factors = slot(params, FACTORS)
         base = largest_scale(states, n_groups) / widest
         promises = scratch + 64
         for i in range(n_factors):
             st_f32(promises + 4 * i, promise(states, n_groups, base * ld_f32(factors + 4 * i), n_options))
-        whole = energy(xt, wt, n_groups * n)
-        best, best_d = whole, _F0
+        best, best_d = energy(xt, wt, n_groups * n), _F0
         for _ in range(slot(params, N_KEEP)):
             d = base * ld_f32(factors + 4 * take_least(promises, n_factors))
             for _round in range(slot(params, N_ROUNDS)):
@@ -384,8 +375,7 @@ def make_driver(evaluate, write_codes, n, low, high, odd, shift, n_rows, half, n
                 if abs(step) <= np.float32(1e-6) * abs(d):
                     break
                 d += step
-        growth = norm_growth(best, whole) if slot(params, KEEP_NORM) != 0 else _F1
-        return best_d, growth
+        return best_d
 
     @inline
     def write_unit(params, unit, xt, wt, states, n_groups, n_subs, d, scratch):
@@ -414,7 +404,7 @@ def make_driver(evaluate, write_codes, n, low, high, odd, shift, n_rows, half, n
             x = slot(params, X) + 4 * unit * unit_size
             w = slot(params, WEIGHTS) + 4 * (unit % slot(params, UNITS_PER_ROW)) * unit_size
             top = largest(x, unit_size)
-            d, unscale, growth = _F0, _F1, _F1
+            d, unscale = _F0, _F1
             if top > _TINY:
                 unscale = power_of_two_below(top, scratch)
                 scale = _F1 / unscale
@@ -424,10 +414,10 @@ def make_driver(evaluate, write_codes, n, low, high, odd, shift, n_rows, half, n
                         xt + 64 * g * n, wt + 64 * g * n, slot(params, TABLE), slot(params, GRID),
                         slot(params, N_GRID), slot(params, N_REFINE), states + g * STATE_BYTES,
                     )  # fmt: skip
-                d, growth = best_scale(params, xt, wt, states, n_groups, unscale, scale, scratch)
+                d = best_scale(params, xt, wt, states, n_groups, unscale, scale, scratch)
             if d != _F0:
                 write_unit(params, unit, xt, wt, states, n_groups, n_subs, d, scratch)
-            d *= unscale * growth
+            d *= unscale
             if half:
                 d = min(max(d, -_F16_MAX), _F16_MAX)
             st_f32(slot(params, OUT_D) + 4 * unit, d)

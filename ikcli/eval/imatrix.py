@@ -33,7 +33,15 @@ from ikcli.eval.text import load_text, text_name, tokenize
 from ikcli.gguf.constants import GGUF_MAGIC
 from ikcli.log import log, warn
 from ikcli.quant.covariance_file import Moments, write_covariance
-from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, merge, read_imatrix, write_gguf, write_legacy
+from ikcli.quant.imatrix_file import (
+    Imatrix,
+    ImatrixEntry,
+    merge,
+    read_imatrix,
+    split_matrices,
+    write_gguf,
+    write_legacy,
+)
 
 if TYPE_CHECKING:
     from ikcli.engine.session import Session
@@ -204,12 +212,10 @@ def in_rows(found: Imatrix, like: Imatrix | None = None) -> Imatrix:
     for name, e in found.entries.items():
         per_chunk = float(found.chunk_size)
         known = like.entries.get(name) if like is not None else None
-        n_mat = 1
         if known is not None and like is not None and known.sums.size == e.sums.size:
-            per_chunk, n_mat = float(known.counts.mean()) / max(1, like.n_chunks), len(known.sums)
+            per_chunk, e = float(known.counts.mean()) / max(1, like.n_chunks), split_matrices(e, len(known.sums))
         scale = np.float32(per_chunk)
-        counts = np.broadcast_to(e.counts * scale, n_mat).astype(np.float32)
-        entries[name] = ImatrixEntry((e.sums * scale).reshape(n_mat, -1), counts)
+        entries[name] = ImatrixEntry(e.sums * scale, e.counts * scale)
     return replace(found, entries=entries)
 
 

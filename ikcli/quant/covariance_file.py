@@ -21,7 +21,8 @@ from ikcli.gguf.cursor import shown
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import GGUFWriter, TensorSpec
-from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, relatives
+from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
+from ikcli.quant.imatrix_lookup import relatives
 
 Floats = npt.NDArray[np.float32]
 KIND = "covariance"

@@ -114,7 +114,7 @@ def _imatrix_keys(imatrix: Imatrix, hide: bool) -> dict[str, Typed]:
 
     keys = {"quantize.imatrix.file": text(imatrix.path)}
     if imatrix.datasets:
-        keys["quantize.imatrix.dataset"] = text(imatrix.datasets[0])
+        keys["quantize.imatrix.dataset"] = text(",".join(imatrix.datasets))
     n_entries = 0 if hide else len(imatrix.entries)
     keys["quantize.imatrix.entries_count"] = Typed(n_entries, GGUFValueType.INT32)
     if imatrix.n_chunks > 0:

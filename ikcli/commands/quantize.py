@@ -93,6 +93,12 @@ OPTIONS = (
     ToolOption(("--slow-iq2ks",), "", "the exhaustive and slow search for iq2_ks"),
     ToolOption(("--force",), "", "allow ternary types for weights that are not ternary"),
     ToolOption(("--dry-run",), "", "print the type and size of every tensor and the total, write nothing"),
+    ToolOption(
+        ("--preflight",),
+        "",
+        "check everything that can be known before a run, name tensors and experts without importance data, write "
+        "nothing; exit code 1 if the run would fail or be refused",
+    ),
     ToolOption(("-t", "--threads"), "N", "threads, as the positional nthreads; default physical cores", example="8"),
     ToolOption(("-v", "--verbose"), "", "also print which rule decided about which tensor"),
 )
@@ -113,6 +119,7 @@ class Request:
     verbose: bool
     target: TargetOptions | None = None
     write_recipe: str = ""
+    preflight: bool = False
 
 
 def help_text() -> str:
@@ -140,6 +147,8 @@ def parse_request(argv: list[str], command: str = "quantize") -> Request | None:
     mode = "unrepack" if arguments.has("unrepack") else "repack" if arguments.has("repack") else command
     if arguments.has("repack") and arguments.has("unrepack"):
         raise UsageError("--repack and --unrepack exclude each other")
+    if arguments.has("preflight") and arguments.has("dry_run"):
+        raise UsageError("--preflight and --dry-run exclude each other")
     if arguments.has("include_weights") and arguments.has("exclude_weights"):
         raise UsageError("--include-weights and --exclude-weights exclude each other")
     if arguments.has("repack_pattern") and mode == "quantize":
@@ -160,6 +169,7 @@ def parse_request(argv: list[str], command: str = "quantize") -> Request | None:
         arguments.has("verbose"),
         target,
         arguments.one("write_recipe") or "",
+        arguments.has("preflight"),
     )
 
 
@@ -284,9 +294,13 @@ def run(request: Request) -> int:
     """Plan, report, and unless it is a dry run write the result. Returns the exit code."""
     from ikcli.quant.tool import plan_quantize, plan_repack
 
+    if request.preflight:
+        return _preflight(request)
     for rule in request.recipe.custom:
         log.log(f"Adding custom rule {rule.pattern} -> {_type_name(rule.type)}")
     if request.mode == "quantize":
+        if request.target is not None and not request.dry_run:
+            _check_output(request)
         with _measuring(request) as advance:
             plan = plan_quantize(
                 request.input, request.output, request.recipe, request.options, request.target, advance
@@ -303,6 +317,27 @@ def run(request: Request) -> int:
         return 0
     _write(request, plan)
     return 0
+
+
+def _preflight(request: Request) -> int:
+    """Print the report; 1 if the run would fail."""
+    from ikcli.engine.devices import available_memory
+    from ikcli.quant.preflight import Task, preflight
+
+    r = request
+    task = Task(r.mode, r.input, r.output, r.recipe, r.options, r.patterns, r.target)
+    report = preflight(task, available_memory())
+    print("\n".join(report.lines()))
+    return 1 if report.failed else 0
+
+
+def _check_output(request: Request) -> None:
+    """Complain before types are measured that the result could not be written."""
+    from ikcli.gguf.reader import open_gguf
+    from ikcli.quant.output_check import check_output, output_paths
+
+    parts = open_gguf(request.input, request.options.overrides).paths
+    check_output(output_paths(Path(request.output), len(parts), request.options.keep_split), parts)
 
 
 def _report_recipe(request: Request, plan: ToolPlan) -> None:
@@ -345,11 +380,14 @@ def _type_name(type: Any) -> str:
 
 def _report_plan(request: Request, plan: ToolPlan) -> None:
     from ikcli.quant.custom_rules import rule_table
+    from ikcli.quant.imatrix_use import expert_lines
 
     imatrix = plan.job.imatrix
     if imatrix is not None:
         sets = ", ".join(imatrix.datasets) or "unknown data"
         log.log(f"importance matrix: {len(imatrix.entries)} entries from {sets}, {imatrix.n_chunks} chunks")
+        for line in expert_lines(plan.experts, request.verbose):
+            log.log(line)
     if plan.uses:
         log.log("\n".join(rule_table(plan.uses)))
     for note in plan.notes:

@@ -25,6 +25,7 @@ from ikcli.engine.devices import available_memory
 from ikcli.errors import IkError, UsageError
 from ikcli.eval.covariance_collect import check_memory
 from ikcli.eval.imatrix_collect import Collector, watch
+from ikcli.eval.imatrix_compare import comparison_lines
 from ikcli.eval.imatrix_stats import LayerSimilarity, statistics_lines
 from ikcli.eval.perplexity import DEFAULT_N_CTX, PerplexityResult, bos_of, eta_text, final_line
 from ikcli.eval.protocol import FloatRows, SessionLike, TokenIds
@@ -259,6 +260,14 @@ def run_command(config: RunConfig) -> int:
     """`ik imatrix`: running perplexity and tables on stdout, everything else on stderr; returns the exit code."""
     config, earlier = _inputs(config)
     options = config.imatrix
+    if options.compare:
+        if len(earlier) != 2 or options.show_statistics:
+            raise UsageError(
+                f"--compare needs two importance matrices and no --show-statistics, {len(earlier)} are given: "
+                "--in-file a.dat --in-file b.dat --compare"
+            )
+        print("\n".join(comparison_lines(*(load(path) for path in earlier))))
+        return 0
     if options.show_statistics:
         if not earlier:
             raise UsageError("--show-statistics needs an importance matrix: --in-file imatrix.dat --show-statistics")

@@ -166,7 +166,7 @@ def parse_request(argv: list[str], command: str = "quantize") -> Request | None:
         _tool_options(arguments, threads),
         patterns,
         arguments.has("dry_run"),
-        arguments.has("verbose"),
+        arguments.has("v"),
         target,
         arguments.one("write_recipe") or "",
         arguments.has("preflight"),

@@ -198,7 +198,7 @@ def _choices(report: Report, task: Task, file: GGUFFile, imatrix: Imatrix | None
         return made
     fallbacks = [c.name for c in made if c.fallback]
     if fallbacks:
-        text = f"{len(fallbacks)} tensors have rows that do not fit and get a fallback type: {_some(fallbacks)}"
+        text = f"rows do not fit, so a fallback type is taken: {_some(fallbacks)}"
         report.add("types", NOTE, text)
     fixed = made if task.target is None else [c for c in made if is_fixed(c)]
     report.attempt("types", partial(check, make_job(file, task.output, fixed, {}, task.options)))
@@ -220,7 +220,7 @@ def _rules(report: Report, recipe: RecipeOptions, choices: Sequence[Choice], nam
         if not use.matched:
             report.attempt("rules", partial(_use, use, names))
     if all(use.matched for use in uses):
-        report.add("rules", OK, f"{len(uses)} rules, each matches a tensor")
+        report.add("rules", OK, f"rules that match a tensor: all {len(uses)}")
     for note in check_uses([use for use in uses if use.matched], names):
         report.add("rules", NOTE, note)
 
@@ -248,7 +248,7 @@ def _sizes(report: Report, imatrix: Imatrix | None, covariance: Covariance | Non
         except IkError as problem:
             problems.setdefault("covariance", []).append(str(problem))
     for what, texts in problems.items():
-        report.add(what, FAIL, texts[0] + (f" (so do {len(texts) - 1} more tensors)" if len(texts) > 1 else ""))
+        report.add(what, FAIL, texts[0] + (f" (and so on for {len(texts) - 1} more)" if len(texts) > 1 else ""))
     for what, data in (("imatrix", imatrix), ("covariance", covariance)):
         if data is not None and what not in problems:
             report.add(what, OK, "all entries have the sizes of this model")

@@ -377,6 +377,6 @@ def _report_unseen(result: ImatrixResult) -> None:
         shown = ", ".join(str(e) for e in experts[:_MOST_EXPERTS_NAMED])
         more = ", ..." if len(experts) > _MOST_EXPERTS_NAMED else ""
         warn(
-            f"{name}: {len(experts)} of {n_expert} experts saw no token ({shown}{more}); their columns get equal "
-            "weights, use more text"
+            f"{name}: {len(experts)} of {n_expert} experts saw no token ({shown}{more}); ik quantize gives them "
+            "the mean of the others, use more text"
         )

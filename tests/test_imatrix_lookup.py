@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from factories import tiny_deepseek2, tiny_model
 
+from ikcli.engine.reference_session import ReferenceSession
 from ikcli.errors import FormatError
 from ikcli.eval.imatrix import load, save
+from ikcli.eval.imatrix_collect import watch
+from ikcli.models import GraphConfig
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, merge, read_imatrix
-from ikcli.quant.imatrix_lookup import DRAW, count_experts, relatives
+from ikcli.quant.imatrix_lookup import DRAW, count_experts, reference_relatives, relatives
 
 UP = "blk.0.ffn_up_exps.weight"
 
@@ -45,7 +50,7 @@ def test_experts_are_drawn_towards_their_layer_by_their_rows() -> None:
     share = DRAW / (4 + DRAW)
     assert found[0] == pytest.approx(np.array(means[0]) * (1 - share) + layer * share)
     assert found[1] == pytest.approx(means[1], rel=1e-3) and found[2] == pytest.approx(layer)
-    assert share == pytest.approx(0.8)
+    assert share == pytest.approx(8 / 9)
 
 
 def test_stored_sums_stay_raw() -> None:
@@ -93,6 +98,27 @@ def test_fused_and_neighbouring_tensors(have: str, want: str, found: bool) -> No
     assert (m.find(f"blk.3.{want}.weight", (2, 5)) is not None) == found
     assert m.find(f"blk.4.{want}.weight", (2, 5)) is None and m.find(f"blk.3.{want}.bias") is None
     assert f"blk.3.{want}.weight" not in relatives(f"blk.3.{want}.weight")
+
+
+def test_neighbours_share_a_node_in_the_graphs() -> None:
+    """Whatever the table adds to the lookups of the reference must be fed by one node where a model has both."""
+    experts: dict[str, Any] = {"expert_count": 8, "expert_used_count": 3}
+    models = [
+        tiny_model("qwen3moe", expert_feed_forward_length=48, **experts),
+        tiny_model("llama"),
+        tiny_deepseek2(),
+        tiny_deepseek2(q_lora_rank=0),
+    ]
+    pairs: set[tuple[str, str]] = set()
+    for model in models:
+        graphs = list(ReferenceSession(model, GraphConfig(n_ctx=32, mla=1))._graphs)
+        source = {name: node for node, found in watch(graphs[:1]).streams.items() for s in found for name in s.names}
+        for name in source:
+            for other in set(relatives(name)) - set(reference_relatives(name)):
+                if other in source:
+                    assert source[name] is source[other], (name, other)
+                    pairs.add((name.split(".")[2], other.split(".")[2]))
+    assert {("attn_q", "attn_v"), ("attn_q_a", "attn_kv_a_mqa"), ("ffn_gate_inp", "ffn_up_shexp")} <= pairs
 
 
 def test_neighbours_of_another_size_are_passed_over() -> None:

@@ -125,13 +125,15 @@ def test_experts_with_little_data_are_counted(capsys, model_file: Path, tmp_path
     code, text, _ = run(capsys, "--preflight", "--imatrix", imatrix, model_file, out, "IQ4_K")
     least = "0 | 20" if few == "3" else "unknown | unknown"
     assert code == 0 and f"| blk.{{0..2}}.ffn_up_exps.weight | 9 | 3 | {few} | {least} |" in text
-    assert rows(text, "experts") == [("note", "9 of 27 experts have no data (listed below)")]
+    assert rows(text, "experts") == [
+        ("note", f"of 27 experts 9 have no data and {9 if few == '3' else 0} fewer than 288 rows (listed below)")
+    ]
     code, _, err = run(capsys, "--dry-run", "-v", "--imatrix", imatrix, model_file, out, "IQ4_K")
     line = "importance matrix: of 27 experts in 9 tensors, 9 without data get the mean of their layer"
-    more = ", 9 with fewer than 144 rows are drawn towards it" if few == "3" else ""
+    more = ", 9 with fewer than 288 rows are drawn towards it" if few == "3" else ""
     assert code == 0 and f"{line}{more}\n" in err
     detail = "  blk.1.ffn_down_exps.weight: 1 of 3 experts without data"
-    assert detail + (", 1 with fewer than 144 rows (median 20)\n" if few == "3" else "\n") in err
+    assert detail + (", 1 with fewer than 288 rows (median 20)\n" if few == "3" else "\n") in err
     assert detail not in run(capsys, "--dry-run", "--imatrix", imatrix, model_file, out, "IQ4_K")[2]
 
 

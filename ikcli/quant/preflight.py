@@ -18,7 +18,15 @@ from ikcli.quant.custom_rules import CustomRuleUse, check_uses, rule_uses
 from ikcli.quant.feedback import supports
 from ikcli.quant.formats import FORMATS
 from ikcli.quant.imatrix_file import Imatrix
-from ikcli.quant.imatrix_use import ExpertData, expert_data, mtp_blocks, name_patterns, weighted_choices, with_borrowed
+from ikcli.quant.imatrix_use import (
+    FEW_ROWS,
+    ExpertData,
+    expert_data,
+    mtp_blocks,
+    name_patterns,
+    weighted_choices,
+    with_borrowed,
+)
 from ikcli.quant.output_check import check_output, check_room, existing_folder, output_paths
 from ikcli.quant.quantizer import check, check_requantize, output_parts, part_is_done
 from ikcli.quant.recipes import Choice, RecipeOptions, check_file_type, choose_types, refused_without_weights
@@ -311,8 +319,9 @@ def _experts(report: Report, data: Sequence[ExpertData]) -> None:
     if not rows:
         report.add("experts", OK, f"all experts of {len(data)} tensors have data")
         return
-    empty = sum(d.n_empty for d in data)
-    report.add("experts", NOTE, f"{empty} of {sum(d.n_experts for d in data)} experts have no data (listed below)")
+    total, empty, few = (sum(getattr(d, f) for d in data) for f in ("n_experts", "n_empty", "n_few"))
+    text = f"of {total} experts {empty} have no data and {few} fewer than {FEW_ROWS} rows (listed below)"
+    report.add("experts", NOTE, text)
     header = ("tensors", "experts", "no data", "few rows", "least rows", "least median")
     report.tables.append(("experts that are drawn towards the mean of their layer", header, rows))
 

@@ -201,6 +201,7 @@ class ImatrixConfig:
     covariance: Path | None = opt(None, "--covariance", "path", "write second moments of all inputs too, for ik quantize --covariance; GGUF", topic="imatrix", commands="I", form="FILE", example="--covariance covariance.gguf")
     covariance_limit: int = opt(512, "--covariance-limit", "int", "MiB per input (of all experts of a layer); what would take more is measured in blocks of columns", topic="imatrix", commands="I", form="MIB", example="--covariance-limit 2048", minimum=1)
     show_statistics: bool = opt(False, "--show-statistics", "switch", "print a table about the importance matrices of --in-file and stop", topic="imatrix", commands="I", example="--show-statistics")
+    compare: bool = opt(False, "--compare", "switch", "compare the two importance matrices of --in-file tensor by tensor, worst first, and stop", topic="imatrix", commands="I", example="--compare")
 
 
 _TUNING = "tuning flag of the C++ programs, not supported"

@@ -252,11 +252,12 @@ def test_every_expert_gets_its_own_weights(tmp_path: Path, monkeypatch: pytest.M
         return quantize_rows(x, type, row, options=options)
 
     monkeypatch.setattr(quantizer, "quantize_rows", spy)
-    sums = np.repeat(np.arange(4, dtype=np.float32)[:, None], 32, axis=1)
-    entries = {"blk.0.ffn_down_exps.weight": ImatrixEntry(sums, np.ones(4, np.float32))}
+    n_rows = 2**20
+    sums = n_rows * np.repeat(np.arange(4, dtype=np.float32)[:, None], 32, axis=1)
+    entries = {"blk.0.ffn_down_exps.weight": ImatrixEntry(sums, np.full(4, n_rows, np.float32))}
     monkeypatch.setattr("ikcli.quant.tool.read_imatrix", lambda path: Imatrix(entries))
     run(plan(source, tmp_path / "out.gguf", "Q8_0", imatrix="i", n_threads=1).job)
-    assert [w for ne0, w in seen if ne0 == 32] == [0.0, 1.0, 2.0, 3.0]
+    assert [w for ne0, w in seen if ne0 == 32] == pytest.approx([0.0, 1.0, 2.0, 3.0], abs=1e-4)
     assert all(w is None for ne0, w in seen if ne0 != 32)
 
 

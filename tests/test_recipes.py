@@ -179,8 +179,10 @@ def test_low_bit_presets_need_an_importance_matrix(preset: str) -> None:
 def test_low_bit_tensors_need_an_entry() -> None:
     tensors, metadata = model()
     imatrix = full_imatrix(tensors)
-    del imatrix.entries["blk.3.attn_q.weight"]
-    with pytest.raises(IkError, match=r"iq2_xxs for tensor blk\.3\.attn_q\.weight needs importance weights"):
+    del imatrix.entries["blk.3.attn_q.weight"]  # attn_k sees the same
+    choose_types(tensors, metadata, RecipeOptions(number("IQ2_XXS")), imatrix)
+    del imatrix.entries["blk.3.ffn_up.weight"]
+    with pytest.raises(IkError, match=r"iq2_xxs for tensor blk\.3\.ffn_up\.weight needs importance weights"):
         choose_types(tensors, metadata, RecipeOptions(number("IQ2_XXS")), imatrix)
     with pytest.raises(IkError, match="there is no --imatrix"):
         choose_types(tensors, metadata, RecipeOptions(number("IQ2_KT")))

@@ -18,9 +18,10 @@ import typer
 from ikcli import log
 from ikcli.commands._app import RunCommand
 from ikcli.commands._argv import read_lines
+from ikcli.commands._quantize_options import OPTIONS, TYPE_FLAGS, USAGE
 from ikcli.commands._suggest import nearest
-from ikcli.commands._target import TARGET_OPTIONS, check_sides, has_target, target_options
-from ikcli.commands._tool_argv import ToolArguments, ToolOption, parse_tool, tool_help, whole_number
+from ikcli.commands._target import check_sides, has_target, target_options
+from ikcli.commands._tool_argv import ToolArguments, parse_tool, tool_help, whole_number
 from ikcli.errors import IkError, UsageError
 
 if TYPE_CHECKING:
@@ -30,72 +31,6 @@ if TYPE_CHECKING:
     from ikcli.quant.tool import ToolOptions, ToolPlan
 
 _Q8_0, _NO_TYPE = 7, "TARGET"  # file type to start from when a target is given without TYPE
-USAGE = "ik quantize [options] in.gguf [out.gguf] TYPE [nthreads]"
-_TYPE_FLAGS = {
-    "output-tensor": "output.weight, whatever the other rules say",
-    "token-embedding": "token_embd.weight, whatever the other rules say",
-    "per-layer-token-embedding": "per_layer_token_embd.weight, whatever the other rules say",
-    "ffn-gate-inp": "the routers (ffn_gate_inp), which otherwise stay as they are",
-    "attn-q": "attn_q, where the mix of TYPE decides",
-    "attn-k": "attn_k, where the mix of TYPE decides",
-    "attn-v": "attn_v, where the mix of TYPE decides",
-    "attn-qkv": "attn_qkv; accepted, but attn_q rules decide about it",
-    "attn-output": "attn_output, where the mix of TYPE decides",
-    "ffn-gate": "ffn_gate, where the mix of TYPE decides",
-    "ffn-down": "ffn_down, where the mix of TYPE decides",
-    "ffn-up": "ffn_up, where the mix of TYPE decides",
-}
-OPTIONS = (
-    ToolOption(("--imatrix",), "FILE", "importance matrix, legacy .dat or GGUF", example="imatrix.dat"),
-    ToolOption(
-        ("--covariance",),
-        "FILE",
-        "second moments of inputs (ik imatrix --covariance): errors are made up for by later columns",
-        example="covariance.gguf",
-    ),
-    ToolOption(("--hide-imatrix",), "", "do not record the importance matrix in the result"),
-    ToolOption(
-        ("--ignore-imatrix-rules",),
-        "",
-        "allow IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S (and _R4), IQ1_KT, IQ2_KT and Q2_K_S without importance matrix; "
-        "they are refused otherwise because the result is hardly usable",
-    ),
-    ToolOption(("--include-weights",), "TEXT", "use only importance entries whose name contains TEXT", repeat=True),
-    ToolOption(("--exclude-weights",), "TEXT", "use no importance entries whose name contains TEXT", repeat=True),
-    ToolOption(("--allow-requantize",), "", "accept tensors that are quantized already; this loses quality"),
-    ToolOption(("--leave-output-tensor",), "", "keep output.weight as it is"),
-    ToolOption(("--pure",), "", "the type of TYPE for all tensors, without its mix and without --custom-q"),
-    *(
-        ToolOption((f"--{name}-type",), "TYPE", f"tensor type of {what}", example="q8_0")
-        for name, what in _TYPE_FLAGS.items()
-    ),
-    ToolOption(
-        ("--custom-q",),
-        "RE=TYPE[,RE=TYPE...]",
-        "type of tensors whose name matches, first match wins; @FILE reads rules from a file with # comments",
-        repeat=True,
-        example='"attn_k=q8_0,ffn_down=iq4_k"',
-    ),
-    *TARGET_OPTIONS,
-    ToolOption(("--extra-output-tensor",), "TYPE", "also write output_extra.weight, a smaller copy of the output"),
-    ToolOption(("--repack",), "", "only regroup rows into interleaved types; TYPE may be missing and is ignored"),
-    ToolOption(("--unrepack",), "", "the inverse of --repack"),
-    ToolOption(
-        ("--repack-pattern",), "RE[,RE...]", "regroup only matching tensors, copy the rest", repeat=True, example="exps"
-    ),
-    ToolOption(("--keep-split",), "", "write as many files as the input has, with the same tensors in each"),
-    ToolOption(("--partial-requant",), "", "skip output files that exist already: resume after an interruption"),
-    ToolOption(
-        ("--override-kv",), "KEY=TYPE:VALUE", "change a metadata key; TYPE int, float, bool or str", repeat=True
-    ),
-    ToolOption(("--symmetric-q40",), "", "q4_0 codes from -7 to 7 only, without importance weights"),
-    ToolOption(("--least-squares",), "", "scales of least squared error, which shrink rows, instead of unbiased ones"),
-    ToolOption(("--slow-iq2ks",), "", "the exhaustive and slow search for iq2_ks"),
-    ToolOption(("--force",), "", "allow ternary types for weights that are not ternary"),
-    ToolOption(("--dry-run",), "", "print the type and size of every tensor and the total, write nothing"),
-    ToolOption(("-t", "--threads"), "N", "threads, as the positional nthreads; default physical cores", example="8"),
-    ToolOption(("-v", "--verbose"), "", "also print which rule decided about which tensor"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +48,7 @@ class Request:
     verbose: bool
     target: TargetOptions | None = None
     write_recipe: str = ""
+    preflight: bool = False
 
 
 def help_text() -> str:
@@ -140,6 +76,8 @@ def parse_request(argv: list[str], command: str = "quantize") -> Request | None:
     mode = "unrepack" if arguments.has("unrepack") else "repack" if arguments.has("repack") else command
     if arguments.has("repack") and arguments.has("unrepack"):
         raise UsageError("--repack and --unrepack exclude each other")
+    if arguments.has("preflight") and arguments.has("dry_run"):
+        raise UsageError("--preflight and --dry-run exclude each other")
     if arguments.has("include_weights") and arguments.has("exclude_weights"):
         raise UsageError("--include-weights and --exclude-weights exclude each other")
     if arguments.has("repack_pattern") and mode == "quantize":
@@ -157,9 +95,10 @@ def parse_request(argv: list[str], command: str = "quantize") -> Request | None:
         _tool_options(arguments, threads),
         patterns,
         arguments.has("dry_run"),
-        arguments.has("verbose"),
+        arguments.has("v"),
         target,
         arguments.one("write_recipe") or "",
+        arguments.has("preflight"),
     )
 
 
@@ -234,7 +173,7 @@ def _recipe(arguments: ToolArguments, number: int, name: str) -> RecipeOptions:
     from ikcli.quant.recipes import RecipeOptions
 
     types: dict[str, Any] = {}
-    for key in [*(f"{flag}-type".replace("-", "_") for flag in _TYPE_FLAGS), "extra_output_tensor"]:
+    for key in [*(f"{flag}-type".replace("-", "_") for flag in TYPE_FLAGS), "extra_output_tensor"]:
         text = arguments.one(key)
         if text is not None:
             field = "extra_output_type" if key == "extra_output_tensor" else key
@@ -284,9 +223,13 @@ def run(request: Request) -> int:
     """Plan, report, and unless it is a dry run write the result. Returns the exit code."""
     from ikcli.quant.tool import plan_quantize, plan_repack
 
+    if request.preflight:
+        return _preflight(request)
     for rule in request.recipe.custom:
         log.log(f"Adding custom rule {rule.pattern} -> {_type_name(rule.type)}")
     if request.mode == "quantize":
+        if request.target is not None and not request.dry_run:
+            _check_output(request)
         with _measuring(request) as advance:
             plan = plan_quantize(
                 request.input, request.output, request.recipe, request.options, request.target, advance
@@ -303,6 +246,27 @@ def run(request: Request) -> int:
         return 0
     _write(request, plan)
     return 0
+
+
+def _preflight(request: Request) -> int:
+    """Print the report; 1 if the run would fail."""
+    from ikcli.engine.devices import available_memory
+    from ikcli.quant.preflight import Task, preflight
+
+    r = request
+    task = Task(r.mode, r.input, r.output, r.recipe, r.options, r.patterns, r.target)
+    report = preflight(task, available_memory())
+    print("\n".join(report.lines()))
+    return 1 if report.failed else 0
+
+
+def _check_output(request: Request) -> None:
+    """Complain before types are measured that the result could not be written."""
+    from ikcli.gguf.reader import open_gguf
+    from ikcli.quant.output_check import check_output, output_paths
+
+    parts = open_gguf(request.input, request.options.overrides).paths
+    check_output(output_paths(Path(request.output), len(parts), request.options.keep_split), parts)
 
 
 def _report_recipe(request: Request, plan: ToolPlan) -> None:
@@ -345,11 +309,14 @@ def _type_name(type: Any) -> str:
 
 def _report_plan(request: Request, plan: ToolPlan) -> None:
     from ikcli.quant.custom_rules import rule_table
+    from ikcli.quant.imatrix_use import expert_lines
 
     imatrix = plan.job.imatrix
     if imatrix is not None:
         sets = ", ".join(imatrix.datasets) or "unknown data"
         log.log(f"importance matrix: {len(imatrix.entries)} entries from {sets}, {imatrix.n_chunks} chunks")
+        for line in expert_lines(plan.experts, request.verbose):
+            log.log(line)
     if plan.uses:
         log.log("\n".join(rule_table(plan.uses)))
     for note in plan.notes:

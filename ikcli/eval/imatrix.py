@@ -25,6 +25,7 @@ from ikcli.engine.devices import available_memory
 from ikcli.errors import IkError, UsageError
 from ikcli.eval.covariance_collect import check_memory
 from ikcli.eval.imatrix_collect import Collector, watch
+from ikcli.eval.imatrix_compare import comparison_lines
 from ikcli.eval.imatrix_stats import LayerSimilarity, statistics_lines
 from ikcli.eval.perplexity import DEFAULT_N_CTX, PerplexityResult, bos_of, eta_text, final_line
 from ikcli.eval.protocol import FloatRows, SessionLike, TokenIds
@@ -33,7 +34,15 @@ from ikcli.eval.text import load_text, text_name, tokenize
 from ikcli.gguf.constants import GGUF_MAGIC
 from ikcli.log import log, warn
 from ikcli.quant.covariance_file import Moments, write_covariance
-from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, merge, read_imatrix, write_gguf, write_legacy
+from ikcli.quant.imatrix_file import (
+    Imatrix,
+    ImatrixEntry,
+    merge,
+    read_imatrix,
+    split_matrices,
+    write_gguf,
+    write_legacy,
+)
 
 if TYPE_CHECKING:
     from ikcli.engine.session import Session
@@ -204,12 +213,10 @@ def in_rows(found: Imatrix, like: Imatrix | None = None) -> Imatrix:
     for name, e in found.entries.items():
         per_chunk = float(found.chunk_size)
         known = like.entries.get(name) if like is not None else None
-        n_mat = 1
         if known is not None and like is not None and known.sums.size == e.sums.size:
-            per_chunk, n_mat = float(known.counts.mean()) / max(1, like.n_chunks), len(known.sums)
+            per_chunk, e = float(known.counts.mean()) / max(1, like.n_chunks), split_matrices(e, len(known.sums))
         scale = np.float32(per_chunk)
-        counts = np.broadcast_to(e.counts * scale, n_mat).astype(np.float32)
-        entries[name] = ImatrixEntry((e.sums * scale).reshape(n_mat, -1), counts)
+        entries[name] = ImatrixEntry(e.sums * scale, e.counts * scale)
     return replace(found, entries=entries)
 
 
@@ -253,6 +260,14 @@ def run_command(config: RunConfig) -> int:
     """`ik imatrix`: running perplexity and tables on stdout, everything else on stderr; returns the exit code."""
     config, earlier = _inputs(config)
     options = config.imatrix
+    if options.compare:
+        if len(earlier) != 2 or options.show_statistics:
+            raise UsageError(
+                f"--compare needs two importance matrices and no --show-statistics, {len(earlier)} are given: "
+                "--in-file a.dat --in-file b.dat --compare"
+            )
+        print("\n".join(comparison_lines(*(load(path) for path in earlier))))
+        return 0
     if options.show_statistics:
         if not earlier:
             raise UsageError("--show-statistics needs an importance matrix: --in-file imatrix.dat --show-statistics")
@@ -362,6 +377,6 @@ def _report_unseen(result: ImatrixResult) -> None:
         shown = ", ".join(str(e) for e in experts[:_MOST_EXPERTS_NAMED])
         more = ", ..." if len(experts) > _MOST_EXPERTS_NAMED else ""
         warn(
-            f"{name}: {len(experts)} of {n_expert} experts saw no token ({shown}{more}); their columns get equal "
-            "weights, use more text"
+            f"{name}: {len(experts)} of {n_expert} experts saw no token ({shown}{more}); ik quantize gives them "
+            "the mean of the others, use more text"
         )

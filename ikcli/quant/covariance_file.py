@@ -21,7 +21,8 @@ from ikcli.gguf.cursor import shown
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import GGUFWriter, TensorSpec
-from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, relatives
+from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
+from ikcli.quant.imatrix_lookup import relatives
 
 Floats = npt.NDArray[np.float32]
 KIND = "covariance"
@@ -66,14 +67,10 @@ class Covariance:
         entry = self.find(name)
         if entry is None:
             return None
+        self.check_size(name, shape)
         counts = self._part(entry + _COUNTS).reshape(-1)
         products = self._part(entry + _COV)
-        ne0, block = products.shape[1:]
-        if ne0 != shape[0] or len(counts) != len(products) or ne0 % block:
-            raise FormatError(
-                f"{self.path}: the entry {shown(entry)} has {ne0} columns in {len(counts)} matrices, but tensor {name} "
-                f"has rows of {shape[0]}; the file belongs to another model"
-            )
+        block = products.shape[2]
         total = float(counts.sum(dtype=np.float64))
         if not total > 0:
             return None
@@ -87,6 +84,18 @@ class Covariance:
         if not np.isfinite(mean).all():
             raise NonFiniteError(f"{self.path}: the entry {shown(entry)} holds NaN or Inf; collect the file again")
         return _spread(mean)
+
+    def check_size(self, name: str, shape: tuple[int, ...]) -> None:
+        """FormatError if the entry that serves a tensor is damaged or has rows of another length."""
+        entry = self.find(name)
+        if entry is None:
+            return
+        n_counts, (n_mat, ne0, block) = self._part(entry + _COUNTS).size, self._part(entry + _COV).shape
+        if ne0 != shape[0] or n_counts != n_mat or ne0 % block:
+            raise FormatError(
+                f"{self.path}: the entry {shown(entry)} has {ne0} columns in {n_counts} matrices, but tensor {name} "
+                f"has rows of {shape[0]}; the file belongs to another model"
+            )
 
     def imatrix(self) -> Imatrix:
         """The mean squares alone, as an importance matrix with one entry per tensor."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,15 @@ from ikcli.gguf.cursor import shown
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import GGUFWriter, TensorSpec
+from ikcli.quant.imatrix_lookup import (
+    count_experts,
+    expert_weights,
+    is_experts,
+    layer_mean,
+    reference_relatives,
+    relatives,
+    without_data,
+)
 
 Floats = npt.NDArray[np.float32]
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -52,33 +61,59 @@ class Imatrix:
     n_chunks: int = 0
     chunk_size: int = 512
     path: str = ""
+    dropped: frozenset[str] = frozenset()  # names of entries that were filtered out
+    borrowed: dict[str, str] = field(default_factory=dict)  # tensor -> entry of another block, of the same size
 
-    def find(self, name: str) -> str | None:
-        """The entry that serves a tensor: its own, or that of a tensor which sees the same input; None without one."""
-        return next((n for n in (name, *relatives(name)) if n in self.entries), None)
+    def find(self, name: str, shape: tuple[int, ...] | None = None) -> str | None:
+        """The entry that serves a tensor: its own, or that of a tensor which sees the same input; None without one.
+
+        With `shape`, entries of another size are passed over where the reference would not look for them. A tensor
+        whose own entry was filtered out is served as the reference does it.
+        """
+        known = reference_relatives(name)
+        for other in (name, *(known if name in self.dropped else relatives(name))):
+            entry = self.entries.get(other)
+            if entry is None:
+                continue
+            if other == name or other in known or shape is None or entry.sums.size == _n_values(shape):
+                return other
+        return self.borrowed.get(name)
+
+    def fits(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether an entry serves a tensor of this shape; FormatError if it has another size.
+
+        For the token embedding such an entry is ignored.
+        """
+        found = self.find(name, shape)
+        if found is None:
+            return False
+        size, need = self.entries[found].sums.size, _n_values(shape)
+        if size == need or found == self.borrowed.get(name) or _joins_heads(name, found, size, shape):
+            return True
+        if name == "token_embd.weight":
+            return False
+        raise FormatError(
+            f"{self.path}: the entry {found} has {size} values, but tensor {name} needs {need}; the importance matrix "
+            "belongs to another model"
+        )
 
     def weights(self, name: str, shape: tuple[int, ...]) -> Floats | None:
-        """Weights (n_mat, ne0) for a tensor, or None without entry.
+        """Weights (n_mat, ne0) for a tensor, or None without entry; FormatError if the entry has another size.
 
-        FormatError if the entry has another size; for the token embedding such an entry is ignored.
+        Experts with few rows are drawn towards the mean of their layer (`imatrix_lookup`).
         """
-        found = self.find(name)
+        found = self.find(name, shape) if self.fits(name, shape) else None
         if found is None:
             return None
-        n_mat = shape[2] if len(shape) > 2 else 1
-        values = self.entries[found].values
-        if values.size == shape[0] * n_mat:
-            return values.reshape(n_mat, shape[0])
-        mla = found != name or name.endswith((".attn_k_b.weight", ".attn_v_b.weight"))
-        if mla and "attn_" in name and values.size % shape[0] == 0 and 1 in (n_mat, values.size // shape[0]):
-            # attn_kv_b is one matrix; attn_k_b and attn_v_b are one per head, or stored as one
-            return np.broadcast_to(values.reshape(-1, shape[0]).mean(axis=0), (n_mat, shape[0]))
-        if name == "token_embd.weight":
-            return None
-        raise FormatError(
-            f"{self.path}: the entry {found} has {values.size} values, but tensor {name} needs {shape[0] * n_mat}; "
-            "the importance matrix belongs to another model"
-        )
+        n_mat, entry = _n_matrices(shape), self.entries[found]
+        if is_experts(name) and n_mat > 1:
+            if found == self.borrowed.get(name):  # experts of another layer have nothing but their number in common
+                return np.broadcast_to(layer_mean(entry.sums, entry.counts, n_mat), (n_mat, shape[0]))
+            return expert_weights(entry.sums, entry.counts, n_mat)
+        if entry.sums.size == _n_values(shape):
+            return entry.values.reshape(n_mat, shape[0])
+        # attn_kv_b is one matrix; attn_k_b and attn_v_b are one per head, or stored as one
+        return np.broadcast_to(entry.values.reshape(-1, shape[0]).mean(axis=0), (n_mat, shape[0]))
 
     def filtered(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Imatrix:
         """Only entries whose name contains one of `include` (if any) and none of `exclude`."""
@@ -87,24 +122,22 @@ class Imatrix:
             for name, entry in self.entries.items()
             if (not include or any(part in name for part in include)) and not any(part in name for part in exclude)
         }
-        return Imatrix(keep, self.datasets, self.n_chunks, self.chunk_size, self.path)
+        dropped = self.dropped | (self.entries.keys() - keep.keys())
+        return replace(self, entries=keep, dropped=frozenset(dropped))
 
 
-def relatives(name: str) -> tuple[str, ...]:
-    """Tensors whose input is the same, in order of preference."""
-    for part in ("ffn_up_exps.weight", "ffn_gate_exps.weight"):
-        if part in name:
-            stem = name.partition(part)[0]
-            return stem + "ffn_gate_up_exps.weight", stem + "ffn_up_exps.weight"
-    for part, other in (
-        ("ffn_gate_up_exps.weight", "ffn_up_exps.weight"),
-        ("ffn_gate.weight", "ffn_up.weight"),
-        (".attn_v_b.weight", ".attn_kv_b.weight"),
-        (".attn_kv_b.weight", ".attn_v_b.weight"),
-    ):
-        if part in name:
-            return (name.partition(part)[0] + other,)
-    return ()
+def _n_matrices(shape: tuple[int, ...]) -> int:
+    return shape[2] if len(shape) > 2 else 1
+
+
+def _n_values(shape: tuple[int, ...]) -> int:
+    return shape[0] * _n_matrices(shape)
+
+
+def _joins_heads(name: str, found: str, size: int, shape: tuple[int, ...]) -> bool:
+    """Whether one of entry and tensor has a row of values per head of latent attention, and the other a single row."""
+    mla = found != name or name.endswith((".attn_k_b.weight", ".attn_v_b.weight"))
+    return mla and "attn_" in name and size % shape[0] == 0 and 1 in (_n_matrices(shape), size // shape[0])
 
 
 def read_imatrix(path: str | Path) -> Imatrix:
@@ -122,7 +155,7 @@ def read_imatrix(path: str | Path) -> Imatrix:
     for name, entry in found.entries.items():
         if not (np.isfinite(entry.sums).all() and np.isfinite(entry.counts).all()):
             raise NonFiniteError(f"{path}: the entry {shown(name)} holds NaN or Inf; collect the matrix again")
-        if entry.sums.min(initial=0) < 0:
+        if entry.sums.min(initial=0) < 0 or entry.counts.min(initial=0) < 0:
             raise FormatError(f"{path}: the entry {shown(name)} holds negative values; the file is damaged")
     return found
 
@@ -162,7 +195,7 @@ def _read_legacy(path: Path) -> Imatrix:
     if data.pos < len(data.data):
         out.n_chunks = data.i32("the number of chunks")
         text = bytes(data.take(data.i32("the dataset name"), "the dataset name"))
-        out.datasets = (text.decode("utf-8", "surrogateescape"),) if text else ()
+        out.datasets = tuple(text.decode("utf-8", "surrogateescape").split(",")) if text else ()
     return out
 
 
@@ -243,16 +276,31 @@ def merge(matrices: Sequence[Imatrix]) -> Imatrix:
         chunk_size=matrices[0].chunk_size if matrices else 512,
         path=", ".join(m.path for m in matrices),
     )
+    sizes = {name: entry.sums.size for m in matrices for name, entry in m.entries.items()}
     for m in matrices:
         for name, entry in m.entries.items():
             old = out.entries.get(name)
-            out.entries[name] = entry if old is None else _add(old, entry, name, m.path)
+            out.entries[name] = entry if old is None else _add(old, entry, name, m.path, count_experts(name, sizes))
     return out
 
 
-def _add(a: ImatrixEntry, b: ImatrixEntry, name: str, path: str) -> ImatrixEntry:
+def _add(a: ImatrixEntry, b: ImatrixEntry, name: str, path: str, n_experts: int) -> ImatrixEntry:
     if a.sums.size != b.sums.size:
         raise FormatError(f"{path}: the entry {shown(name)} has {b.sums.size} values, an earlier file {a.sums.size}")
     n_mat = max(len(a.counts), len(b.counts))  # a legacy entry has one count for all its matrices
-    sums = a.sums.reshape(n_mat, -1) + b.sums.reshape(n_mat, -1)
-    return ImatrixEntry(sums, np.broadcast_to(a.counts, n_mat) + np.broadcast_to(b.counts, n_mat))
+    if not {len(a.counts), len(b.counts)} <= {1, n_mat}:
+        raise FormatError(
+            f"{path}: the entry {shown(name)} has {len(b.counts)} matrices, an earlier file {len(a.counts)}; "
+            "the files belong to different models"
+        )
+    a, b = (split_matrices(e, n_mat if n_mat > 1 else n_experts) for e in (a, b))
+    return ImatrixEntry(a.sums + b.sums, a.counts + b.counts)
+
+
+def split_matrices(entry: ImatrixEntry, n_mat: int) -> ImatrixEntry:
+    """An entry with a count for each of n_mat matrices: that of all, or 0 for those without data."""
+    if len(entry.counts) == n_mat:
+        return entry
+    empty = without_data(entry.sums, entry.counts, n_mat)
+    sums = np.where(empty[:, None], np.float32(0), entry.sums.reshape(n_mat, -1))
+    return ImatrixEntry(sums, np.where(empty, np.float32(0), entry.counts).astype(np.float32))

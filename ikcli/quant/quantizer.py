@@ -11,7 +11,6 @@ import itertools
 import math
 import os
 import re
-import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +23,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.errors import FormatError, IkError, NonFiniteError, UnsupportedError, UsageError
+from ikcli.errors import FormatError, NonFiniteError, UnsupportedError, UsageError
 from ikcli.gguf.constants import GGMLType, GGUFValueType
 from ikcli.gguf.reader import GGUFFile, TensorInfo, read_part
 from ikcli.gguf.values import Typed
-from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, TensorSpec, split_path
+from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, TensorSpec
 from ikcli.quant.covariance_file import Covariance
 from ikcli.quant.decode import decodable_types, dequantize
 from ikcli.quant.encoders import EncodeOptions, available_types, check_finite, quantize_rows
@@ -36,6 +35,7 @@ from ikcli.quant.encoders.floats import RowReader
 from ikcli.quant.feedback import Feedback, encode_with_feedback
 from ikcli.quant.formats import FORMATS, row_size
 from ikcli.quant.imatrix_file import Imatrix
+from ikcli.quant.output_check import check_output, check_room, output_paths
 from ikcli.quant.recipes import Choice
 from ikcli.quant.validate import first_non_finite
 
@@ -114,7 +114,7 @@ def _imatrix_keys(imatrix: Imatrix, hide: bool) -> dict[str, Typed]:
 
     keys = {"quantize.imatrix.file": text(imatrix.path)}
     if imatrix.datasets:
-        keys["quantize.imatrix.dataset"] = text(imatrix.datasets[0])
+        keys["quantize.imatrix.dataset"] = text(",".join(imatrix.datasets))
     n_entries = 0 if hide else len(imatrix.entries)
     keys["quantize.imatrix.entries_count"] = Typed(n_entries, GGUFValueType.INT32)
     if imatrix.n_chunks > 0:
@@ -125,9 +125,9 @@ def _imatrix_keys(imatrix: Imatrix, hide: bool) -> dict[str, Typed]:
 def output_parts(job: QuantizeJob) -> list[OutputPart]:
     """The files of the result: one, or with `keep_split` as many as the input has, with the same tensors in each."""
     count = len(job.file.paths)
-    if not job.keep_split or count == 1:
-        path = job.output if not job.keep_split else split_path(job.output, 0, 1)
-        return [OutputPart(path, job.metadata, tuple(job.choices))]
+    paths = output_paths(job.output, count, job.keep_split)
+    if len(paths) == 1:
+        return [OutputPart(paths[0], job.metadata, tuple(job.choices))]
     parts: list[OutputPart] = []
     for no in range(count):
         mine = tuple(c for c in job.choices if job.file.tensors[c.source or c.name].file_index == no)
@@ -135,7 +135,7 @@ def output_parts(job: QuantizeJob) -> list[OutputPart]:
         types = (GGUFValueType.UINT16, GGUFValueType.UINT16, GGUFValueType.INT32)
         split = {key: Typed(v, t) for key, v, t in zip(SPLIT_KEYS, values, types, strict=True)}
         keep = job.metadata if no == 0 else {k: v for k, v in job.metadata.items() if k == "general.alignment"}
-        parts.append(OutputPart(split_path(job.output, no, count), keep | split, mine))
+        parts.append(OutputPart(paths[no], keep | split, mine))
     return parts
 
 
@@ -147,12 +147,7 @@ def check(job: QuantizeJob) -> None:
             raise UnsupportedError(f"tensor {c.name}: {FORMATS[c.new].name} cannot be written; choose another type")
         if c.old not in _FLOATS and c.old not in decodable_types():
             raise UnsupportedError(f"tensor {c.name}: {FORMATS[c.old].name} cannot be read, so it cannot be converted")
-    again = [c for c in changing if FORMATS[c.old].is_quantized]
-    if again and not job.allow_requantize:
-        raise UsageError(
-            f"{len(again)} tensors are quantized already (the first is {again[0].name}, {FORMATS[again[0].old].name}); "
-            "start from a f16, bf16 or f32 model, or accept the loss with --allow-requantize"
-        )
+    check_requantize(changing, job.allow_requantize)
     if not job.force:
         for c in changing:
             if c.new in _BITNET and not _is_ternary(job.file, c):
@@ -160,6 +155,16 @@ def check(job: QuantizeJob) -> None:
                     f"{FORMATS[c.new].name} is for models with ternary weights, and tensor {c.name} is not ternary; "
                     "choose another type, or give --force"
                 )
+
+
+def check_requantize(changing: Sequence[Choice], allowed: bool) -> None:
+    """UsageError if tensors would be quantized again without permission."""
+    again = [c for c in changing if FORMATS[c.old].is_quantized]
+    if again and not allowed:
+        raise UsageError(
+            f"{len(again)} tensors are quantized already (the first is {again[0].name}, {FORMATS[again[0].old].name}); "
+            "start from a f16, bf16 or f32 model, or accept the loss with --allow-requantize"
+        )
 
 
 def _regroups(c: Choice) -> bool:
@@ -187,10 +192,7 @@ def run(job: QuantizeJob, progress: Progress | None = None) -> list[Path]:
     check(job)
     hooks = progress or Progress()
     parts = output_parts(job)
-    inputs = {p.resolve() for p in job.file.paths}
-    for part in parts:
-        if part.path.resolve() in inputs:
-            raise UsageError(f"{part.path} is the input; name another output file")
+    check_output([part.path for part in parts], job.file.paths)
     todo = [p for p in parts if not (job.skip_existing and part_is_done(p))]
     if todo:
         _prepare_folder(todo)
@@ -236,9 +238,7 @@ def _prepare_folder(parts: Sequence[OutputPart]) -> None:
             m = re.fullmatch(r".*\.(\d+)\.tmp", left.name)
             if m and not _is_alive(int(m[1])):
                 left.unlink(missing_ok=True)
-    need, free = sum(p.n_bytes for p in parts), shutil.disk_usage(folder).free
-    if need > free:
-        raise IkError(f"{folder}: the result needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free")
+    check_room(folder, sum(p.n_bytes for p in parts))
 
 
 def _is_alive(pid: int) -> bool:

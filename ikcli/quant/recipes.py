@@ -350,16 +350,21 @@ def _lacks_mla_weights(t: TensorInfo, new: GGMLType, imatrix: Imatrix | None) ->
     if imatrix is None or not t.name.endswith(("attn_k_b.weight", "attn_v_b.weight")):
         return False
     narrower = FORMATS[new].is_quantized and FORMATS[new].bpw < FORMATS[T.Q8_0].bpw
-    return narrower and t.shape[0] % 32 == 0 and imatrix.find(t.name) is None
+    return narrower and t.shape[0] % 32 == 0 and imatrix.find(t.name, t.shape) is None
+
+
+def refused_without_weights(choice: Choice, options: RecipeOptions, imatrix: Imatrix | None) -> bool:
+    """Whether a tensor would get a very low-bit type without importance weights, which is refused."""
+    needs = choice.new in TENSOR_NEEDS_IMATRIX or (choice.new == T.Q2_K and options.file_type == _Q2_K_S)
+    exempt = choice.name in ("token_embd.weight", "output.weight") or options.ignore_imatrix_rules
+    if not needs or exempt or not choice.changes:
+        return False
+    return imatrix is None or imatrix.find(choice.name, choice.shape) is None
 
 
 def _check_weights(choice: Choice, options: RecipeOptions, imatrix: Imatrix | None) -> None:
     """IkError for a very low-bit tensor without importance weights."""
-    needs = choice.new in TENSOR_NEEDS_IMATRIX or (choice.new == T.Q2_K and options.file_type == _Q2_K_S)
-    exempt = choice.name in ("token_embd.weight", "output.weight") or options.ignore_imatrix_rules
-    if not needs or exempt or not choice.changes:
-        return
-    if imatrix is None or imatrix.find(choice.name) is None:
+    if refused_without_weights(choice, options, imatrix):
         raise IkError(
             f"{FORMATS[choice.new].name} for tensor {choice.name} needs importance weights, and "
             + ("the importance matrix has none for it" if imatrix is not None else "there is no --imatrix")

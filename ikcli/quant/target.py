@@ -133,7 +133,7 @@ def candidates_for(
     if not options.candidates and options.placement.named and not cpu:
         wanted += GPU_CANDIDATES
     can = available_types() & decodable_types()
-    weighted = imatrix is not None and imatrix.find(name) is not None
+    weighted = imatrix is not None and imatrix.find(name, shape) is not None
     found = [t for t in wanted if t in can and fits(t, shape) and (weighted or t not in TENSOR_NEEDS_IMATRIX)]
     if options.repackable or cpu:
         twins = [t for t in found if interleaved_type(t) is not None or FORMATS[t].is_interleaved]
@@ -226,6 +226,11 @@ def _budgets(options: TargetOptions, choices: Sequence[Choice]) -> dict[str, int
         if budget <= 0:
             raise UsageError(f"the budget of the {side.upper()} tensors is more than the whole target leaves for it")
     return {GPU: gpu, CPU: cpu}
+
+
+def budget_bytes(options: TargetOptions, choices: Sequence[Choice]) -> int:
+    """Bytes that all tensors together may take."""
+    return sum(_budgets(options, choices).values())
 
 
 def _check(

@@ -18,9 +18,11 @@ from ikcli.gguf.values import Typed
 from ikcli.quant.covariance_file import Covariance, open_covariance
 from ikcli.quant.custom_rules import CustomRuleUse, check_uses, parse_custom_rules, rule_uses
 from ikcli.quant.encoders import EncodeOptions
+from ikcli.quant.feedback import supports
 from ikcli.quant.formats import FORMATS
 from ikcli.quant.imatrix_file import Imatrix, read_imatrix
-from ikcli.quant.quantizer import QuantizeJob, output_metadata
+from ikcli.quant.imatrix_use import ExpertData, borrowed_lines, check_sizes, expert_data, with_borrowed
+from ikcli.quant.quantizer import QuantizeJob, check_requantize, output_metadata
 from ikcli.quant.recipes import EXTRA_OUTPUT, Choice, RecipeOptions, check_file_type, choose_types
 from ikcli.rules import compile_pattern, near_misses, pattern_warnings
 
@@ -54,6 +56,7 @@ class ToolPlan:
     notes: tuple[str, ...] = ()
     uses: tuple[CustomRuleUse, ...] = ()
     target: TargetPlan | None = None
+    experts: tuple[ExpertData, ...] = ()
 
     @property
     def old_bytes(self) -> int:
@@ -102,12 +105,16 @@ def plan_quantize(
     With a `target`, types that nothing else decides are chosen for its size; `advance` gets the bytes measured.
     """
     covariance = open_covariance(options.covariance) if options.covariance is not None else None
-    imatrix = _load_imatrix(options, covariance)
+    imatrix = load_imatrix(options, covariance)
     check_file_type(recipe, imatrix)
     file = open_gguf(path, options.overrides)
+    if imatrix is not None:
+        imatrix = with_borrowed(imatrix, file.tensors, file.metadata)
     choices = choose_types(list(file.tensors.values()), file.metadata, recipe, imatrix)
     found = None
+    _check_data(imatrix, covariance, choices)
     if target is not None:
+        _check_before_measuring(recipe, choices, list(file.tensors), options)
         recipe, choices, found = _choose_for_target(file, recipe, choices, target, options, imatrix, advance)
     uses = rule_uses(recipe.custom, choices) if recipe.uses_rules else []
     notes = check_uses(uses, list(file.tensors))
@@ -117,11 +124,37 @@ def plan_quantize(
     if recipe.extra_output_type is not None and not any(c.name == EXTRA_OUTPUT for c in choices):
         notes.append("--extra-output-tensor: no copy is written, it would not be smaller than the original")
     notes += _imatrix_notes(choices)
+    if imatrix is not None:
+        notes += borrowed_lines(imatrix, choices, file.metadata)
     file_type = _input_file_type(file) if recipe.copy else recipe.file_type
     metadata = output_metadata(file, file_type, imatrix, options.hide_imatrix)
-    return ToolPlan(
-        _job(file, output, choices, metadata, options, imatrix, covariance), tuple(notes), tuple(uses), found
-    )
+    experts = expert_data(imatrix, choices) if imatrix is not None else []
+    job = make_job(file, output, choices, metadata, options, imatrix, covariance)
+    return ToolPlan(job, tuple(notes), tuple(uses), found, tuple(experts))
+
+
+def _check_data(imatrix: Imatrix | None, covariance: Covariance | None, choices: Sequence[Choice]) -> None:
+    """FormatError before anything is read or measured, if files of importance belong to another model."""
+    if imatrix is not None:
+        check_sizes(imatrix, choices)
+    for c in choices if covariance is not None else ():
+        if c.changes and covariance is not None and supports(c.new):
+            covariance.check_size(c.source or c.name, c.shape)
+
+
+def _check_before_measuring(
+    recipe: RecipeOptions, choices: Sequence[Choice], names: Sequence[str], options: ToolOptions
+) -> None:
+    """UsageError for what a run would be refused for after its types were measured."""
+    if recipe.uses_rules:
+        check_uses(rule_uses(recipe.custom, choices), names)
+    free = [c for c in choices if not is_fixed(c)]
+    check_requantize(free, options.allow_requantize)
+
+
+def is_fixed(c: Choice) -> bool:
+    """Whether a rule or an option decided, so that no type is chosen for a target size."""
+    return c.rule is not None or bool(c.source) or c.reason.startswith(("kept", "--"))
 
 
 def _choose_for_target(
@@ -137,11 +170,8 @@ def _choose_for_target(
     from ikcli.quant.target import plan_target
     from ikcli.quant.target_report import nearest_file_type, recipe_rules
 
-    def fixed(c: Choice) -> bool:
-        return c.rule is not None or bool(c.source) or c.reason.startswith(("kept", "--"))
-
     found = plan_target(
-        file, choices, fixed, target, imatrix, n_threads=options.n_threads, encode=options.encode, advance=advance
+        file, choices, is_fixed, target, imatrix, n_threads=options.n_threads, encode=options.encode, advance=advance
     )
     if not target.keeps_file_type:
         sizes = {c.name: file.tensors[c.name].n_elements for c in choices if c.name in found.types}
@@ -155,7 +185,7 @@ def _choose_for_target(
     return recipe, made, found
 
 
-def _load_imatrix(options: ToolOptions, covariance: Covariance | None) -> Imatrix | None:
+def load_imatrix(options: ToolOptions, covariance: Covariance | None) -> Imatrix | None:
     """The importance matrix: that of the file, else the mean squares among the second moments."""
     if options.imatrix is not None:
         found = read_imatrix(options.imatrix)
@@ -182,7 +212,7 @@ def _input_file_type(file: GGUFFile) -> int | None:
     return int(value) & ~FILE_TYPE_GUESSED if isinstance(value, int) else None
 
 
-def _job(
+def make_job(
     file: GGUFFile,
     output: str,
     choices: Sequence[Choice],
@@ -191,6 +221,7 @@ def _job(
     imatrix: Imatrix | None = None,
     covariance: Covariance | None = None,
 ) -> QuantizeJob:
+    """The job that writes `choices` with these options."""
     return QuantizeJob(
         file=file,
         output=Path(output),
@@ -224,7 +255,7 @@ def plan_repack(path: str, output: str, patterns: Sequence[str], unrepack: bool,
     lossy = [c for c in choices if c.old == GGMLType.F16 and c.changes]
     if lossy:
         notes.append(f"{len(lossy)} f16 tensors become bf16_r16, which has fewer mantissa bits")
-    return ToolPlan(_job(file, output, choices, output_metadata(file, file_type), options), tuple(notes))
+    return ToolPlan(make_job(file, output, choices, output_metadata(file, file_type), options), tuple(notes))
 
 
 def _pattern_notes(patterns: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -1,0 +1,112 @@
+"""Which weight matrices see the same input, and weights for experts that the text reached rarely or not at all.
+
+An expert with `count` rows gets own * (1 - w) + layer * w, w = DRAW / (count + DRAW), where `layer` is the mean of the
+tensor's experts weighted by their rows. That is the estimate of least error if the mean square of a column, taken from
+one row, varies as much as DRAW times the columns of experts do around those of their layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+DRAW = 32.0  # rows that the mean of the layer counts as; 1000 rows of its own leave it 3 %
+
+# Tensor of a block -> others with the same input, in order of preference; as the reference looks them up.
+_AS_THE_REFERENCE = {
+    "ffn_up_exps": ("ffn_gate_up_exps",),
+    "ffn_gate_exps": ("ffn_gate_up_exps", "ffn_up_exps"),
+    "ffn_gate_up_exps": ("ffn_up_exps",),
+    "ffn_gate": ("ffn_up",),
+    "attn_v_b": ("attn_kv_b",),
+    "attn_kv_b": ("attn_v_b",),
+}
+# More of them: products that the graphs of `ikcli.models` feed with one node, and what fusing makes of these.
+_ATTENTION = ("attn_qkv", "attn_qk", "attn_q", "attn_k", "attn_v", "attn_q_a", "attn_kv_a_mqa")
+_SHARED = ("ffn_gate_up_shexp", "ffn_up_shexp", "ffn_gate_shexp", "ffn_gate_inp", "ffn_gate_inp_shexp")
+_MORE = {
+    **{part: tuple(p for p in group if p != part) for group in (_ATTENTION, _SHARED) for part in group},
+    "ffn_up": ("ffn_gate_up",),
+    "ffn_gate": ("ffn_gate_up",),
+    "ffn_gate_up": ("ffn_up", "ffn_gate"),
+    "ffn_gate_up_exps": ("ffn_gate_exps",),
+}
+_EXPERTS = re.compile(r"exps\.weight$")
+
+
+def relatives(name: str) -> tuple[str, ...]:
+    """Tensors whose input is the same, in order of preference."""
+    return (*reference_relatives(name), *_look_up(name, _MORE))
+
+
+def reference_relatives(name: str) -> tuple[str, ...]:
+    """Those among `relatives` that the reference looks up too."""
+    return _look_up(name, _AS_THE_REFERENCE)
+
+
+def _look_up(name: str, table: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    stem, dot, part = name.removesuffix(".weight").rpartition(".")
+    return tuple(f"{stem}{dot}{other}.weight" for other in table.get(part, ())) if name.endswith(".weight") else ()
+
+
+def count_experts(name: str, sizes: Mapping[str, int]) -> int:
+    """Experts of a tensor, told from the numbers of values of all entries; 1 if it has none or they cannot be told."""
+    if not is_experts(name):
+        return 1
+    block = name.removesuffix(".weight").rpartition(".")[0]
+
+    def first(parts: Iterable[str]) -> int:
+        return next((sizes[n] for n in (f"{block}.{part}.weight" for part in parts) if n in sizes), 0)
+
+    inputs, n_embd = first(("ffn_up_exps", "ffn_gate_exps", "ffn_gate_up_exps")), first((*_SHARED, *_ATTENTION))
+    n = inputs // n_embd if n_embd and inputs % n_embd == 0 else 0
+    return n if n and sizes.get(name, 0) % n == 0 else 1
+
+
+def is_experts(name: str) -> bool:
+    """Whether a tensor holds one matrix per routed expert."""
+    return _EXPERTS.search(name) is not None
+
+
+def without_data(sums: Floats, counts: Floats, n_mat: int) -> npt.NDArray[np.bool_]:
+    """(n_mat,) whether a matrix saw no row.
+
+    With one count for all matrices (`.dat` files) those are meant whose columns are all equal: programs write 1 there,
+    or leave the sums at 0, while measured columns differ.
+    """
+    if len(counts) == n_mat:
+        return np.asarray(counts <= 0)
+    rows = sums.reshape(n_mat, -1)
+    flat = np.asarray(rows.max(axis=1) == rows.min(axis=1))
+    return flat if rows.shape[1] > 1 and not flat.all() else np.zeros(n_mat, bool)
+
+
+def layer_share(counts: Floats) -> Floats:
+    """What the mean of the layer contributes to matrices with so many rows, 0..1."""
+    return np.asarray(DRAW / (np.maximum(counts, 0) + DRAW), np.float32)
+
+
+def layer_mean(sums: Floats, counts: Floats, n_mat: int) -> Floats:
+    """Mean squares (ne0,) of all matrices with data, weighted by rows where these are known; 1 without any data."""
+    rows, empty = sums.reshape(n_mat, -1), without_data(sums, counts, n_mat)
+    if empty.all():
+        return np.ones(rows.shape[1], np.float32)
+    n_rows = counts.sum(where=~empty, dtype=np.float64) if len(counts) == n_mat else float(counts[0]) * (~empty).sum()
+    return (rows[~empty].sum(axis=0, dtype=np.float64) / n_rows).astype(np.float32)
+
+
+def expert_weights(sums: Floats, counts: Floats, n_mat: int) -> Floats:
+    """Weights (n_mat, ne0) of experts, drawn towards the mean of their layer.
+
+    Where one count stands for all experts nothing tells which of them saw few rows; only those without data change.
+    """
+    rows, empty = sums.reshape(n_mat, -1), without_data(sums, counts, n_mat)
+    mean = layer_mean(sums, counts, n_mat)
+    own = rows / np.where(counts > 0, counts, np.float32(1))[:, None]
+    share = layer_share(counts) if len(counts) == n_mat else np.float32(0)
+    share = np.where(empty, np.float32(1), share)[:, None]
+    return np.asarray(own * (1 - share) + mean * share, np.float32)

@@ -1,0 +1,49 @@
+"""Whether the files of a result can be written: not over the input, into a folder that takes them, with enough room."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from ikcli.errors import IkError, UsageError
+from ikcli.gguf.writer import split_path
+
+
+def output_paths(output: Path, n_parts: int, keep_split: bool) -> list[Path]:
+    """The files of a result: `output`, or with `keep_split` one per part of the input."""
+    if not keep_split:
+        return [output]
+    return [split_path(output, no, max(1, n_parts)) for no in range(max(1, n_parts))]
+
+
+def existing_folder(path: Path) -> Path:
+    """The folder of a file, or the nearest one above it that is there already."""
+    folder = path.absolute().parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def check_output(paths: Sequence[Path], inputs: Sequence[Path]) -> None:
+    """UsageError if a file is one of the input or a folder, or if its folder cannot be made or written to."""
+    taken = {p.resolve() for p in inputs}
+    for path in paths:
+        if path.resolve() in taken:
+            raise UsageError(f"{path} is the input; name another output file")
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder; name a file in it")
+        folder = existing_folder(path)
+        if not folder.is_dir():
+            raise UsageError(f"{path} cannot be written: {folder} is no folder")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise UsageError(f"{path} cannot be written: the folder {folder} is write-protected; choose another one")
+
+
+def check_room(folder: Path, need: int) -> int:
+    """Free bytes of the file system of a folder; IkError if that is less than `need`."""
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise IkError(f"{folder}: the result needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free")
+    return free

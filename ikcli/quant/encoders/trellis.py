@@ -64,10 +64,10 @@ _IQ3, _SIGNED = tuple(map(float, range(16))), tuple(map(float, range(-64, 64)))
 _IQ4 = tuple(float(v) for v in IQ4_VALUES[0])
 SEARCHES = {
     GGMLType.IQ1_KT: Search(
-        8, 8192, 128, _LOW, _IQ4, (0.7, 1.12, 1), (10.0, 40.0), (0.8, 4.0), linear=False, n_rounds=1
+        8, 8192, 256, _LOW, _IQ4, (0.7, 1.12, 1), (8.0, 36.0), (0.8, 4.0), linear=False, n_rounds=1
     ),
     GGMLType.IQ2_KT: Search(
-        8, 65536, 512, _LOW, _IQ4, (0.75, 1.12, 1), (6.0, 24.0), (0.8, 4.0), linear=False, n_rounds=1
+        8, 65536, 512, _LOW, _IQ4, (0.75, 1.12, 1), (5.0, 21.0), (0.8, 4.0), linear=False, n_rounds=1
     ),
     GGMLType.IQ3_KT: Search(
         8, 65536, 512, _LOW, _IQ3, (0.7, 1.12, 2), (6.0, 20.0), (0.8, 3.0), magnitude=True, n_rounds=1, n_windows=2

@@ -17,7 +17,7 @@ from ikcli.errors import IkError, NonFiniteError, UnsupportedError, UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.writer import GGUFWriter, TensorSpec
-from ikcli.quant import quantizer
+from ikcli.quant import encoding, quantizer
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import EncodeOptions, quantize_rows
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
@@ -93,7 +93,7 @@ def test_resume_writes_only_what_is_missing(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from ikcli.quant import quantizer
+from ikcli.quant import encoding
 calls = 0
 def quantize_rows(*args, **options):
     global calls
@@ -101,7 +101,7 @@ def quantize_rows(*args, **options):
     if calls == 5:
         os.kill(os.getpid(), signal.SIGKILL)
     return original(*args, **options)
-original, quantizer.quantize_rows = quantizer.quantize_rows, quantize_rows
+original, encoding.quantize_rows = encoding.quantize_rows, quantize_rows
 from ikcli.main import main
 main(["quantize", sys.argv[1], sys.argv[2], "Q8_0", "1"])
 """
@@ -125,7 +125,7 @@ def test_failure_keeps_an_older_result(tmp_path: Path, monkeypatch: pytest.Monke
     def fail(*args: Any, **options: Any) -> None:
         raise IkError("no luck")
 
-    monkeypatch.setattr(quantizer, "quantize_rows", fail)
+    monkeypatch.setattr(encoding, "quantize_rows", fail)
     with pytest.raises(IkError, match="no luck"):
         run(plan(source, tmp_path / "out.gguf", "Q8_0").job)
     assert (tmp_path / "out.gguf").read_bytes() == b"older" and len(list(tmp_path.iterdir())) == 2
@@ -251,7 +251,7 @@ def test_every_expert_gets_its_own_weights(tmp_path: Path, monkeypatch: pytest.M
         seen.append((x.shape[1], None if row is None else float(row[0])))
         return quantize_rows(x, type, row, options=options)
 
-    monkeypatch.setattr(quantizer, "quantize_rows", spy)
+    monkeypatch.setattr(encoding, "quantize_rows", spy)
     n_rows = 2**20
     sums = n_rows * np.repeat(np.arange(4, dtype=np.float32)[:, None], 32, axis=1)
     entries = {"blk.0.ffn_down_exps.weight": ImatrixEntry(sums, np.full(4, n_rows, np.float32))}

@@ -222,7 +222,7 @@ def test_calibration_decides(model: Path) -> None:
     """A tensor that the model hardly needs gets the smallest type, one that it needs badly the largest."""
     trials = []
 
-    def measure(wanted, imatrix, encode):  # type: ignore[no-untyped-def]
+    def measure(wanted, encoding):  # type: ignore[no-untyped-def]
         trials.extend(wanted)
         return [sum(1e-6 if "attn_q" in n else 10.0 if "attn_v" in n else 0.1 for n in trial) for trial in wanted]
 
@@ -237,7 +237,7 @@ def test_calibration_decides(model: Path) -> None:
 def test_calibrated_recipe_beats_a_preset_of_its_size(tmp_path: Path) -> None:
     """On the bundled model, with the preset's own types, on text that the calibration has not seen."""
     from ikcli.eval.calibrate import CalibrationOptions, Calibrator
-    from ikcli.quant.encoders import EncodeOptions
+    from ikcli.quant.encoding import Encoding
 
     path, text = default_model(), default_text().read_text("utf-8")
     seen, unseen = tmp_path / "seen.txt", tmp_path / "unseen.txt"
@@ -255,7 +255,7 @@ def test_calibrated_recipe_beats_a_preset_of_its_size(tmp_path: Path) -> None:
     found = plan_quantize(str(path), "x.gguf", RecipeOptions(7), ToolOptions(), options)
     assert found.new_bytes <= preset.new_bytes and found.target is not None
     ours, theirs = Calibrator(CalibrationOptions(path, unseen, chunks=12, n_ctx=128)).measure(
-        [found.target.types, types], None, EncodeOptions()
+        [found.target.types, types], Encoding()
     )
     assert 0 < ours < theirs
 

@@ -31,9 +31,9 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo
 from ikcli.log import log, progress
 from ikcli.quant.decode import decodable_types, dequantize
-from ikcli.quant.encoders import EncodeOptions, available_types, quantize_rows
+from ikcli.quant.encoders import available_types, quantize_rows
+from ikcli.quant.encoding import Encoding, TensorEncoding
 from ikcli.quant.formats import FORMATS
-from ikcli.quant.imatrix_file import Imatrix
 
 Bytes = npt.NDArray[np.uint8]
 _PIECE = 1 << 20  # weights in work per thread
@@ -68,10 +68,8 @@ class Replaced(GGUFFile):
         return cls(**{f.name: getattr(file, f.name) for f in fields(GGUFFile)}, held=held)
 
 
-def rounded(
-    file: GGUFFile, t: TensorInfo, type: GGMLType, weights: FloatRows | None, options: EncodeOptions, n_threads: int = 1
-) -> Bytes:
-    """Bytes in the type of `t` of its values after a round trip through `type`; `weights` as of `Imatrix.weights`.
+def rounded(file: GGUFFile, t: TensorInfo, type: GGMLType, encoding: TensorEncoding, n_threads: int = 1) -> Bytes:
+    """Bytes in the type of `t` of its values after a round trip through `type`.
 
     UnsupportedError if tensors of that type cannot be read and written.
     """
@@ -89,8 +87,7 @@ def rounded(
     def work(piece: tuple[int, int, int]) -> None:
         matrix, first, stop = piece
         x = dequantize(source[first:stop].reshape(-1), t.type, (ne0, stop - first)).reshape(-1, ne0)
-        row = None if weights is None else np.ascontiguousarray(weights[matrix % len(weights)], np.float32)
-        code = quantize_rows(x, type, row, options=options)
+        code = encoding.encode(x, type, matrix)
         y = dequantize(code, type, (ne0, stop - first)).reshape(-1, ne0)
         out[first:stop] = quantize_rows(y, t.type).reshape(stop - first, -1)
 
@@ -146,9 +143,7 @@ class Calibrator:
         self.options = options
         self._prepared: _Prepared | None = None
 
-    def measure(
-        self, trials: Sequence[Mapping[str, GGMLType]], imatrix: Imatrix | None, encode: EncodeOptions
-    ) -> list[float]:
+    def measure(self, trials: Sequence[Mapping[str, GGMLType]], encoding: Encoding) -> list[float]:
         """Mean KL divergence of every trial (tensor name -> type) from the unchanged model, in nats per token."""
         if self._prepared is None:
             self._prepared = self._prepare()
@@ -156,7 +151,7 @@ class Calibrator:
         out = []
         with progress("calibrating", len(trials)) as advance:
             for trial in trials:
-                out.append(self._trial(self._prepared, trial, imatrix, encode))
+                out.append(self._trial(self._prepared, trial, encoding))
                 advance(1)
         return out
 
@@ -184,14 +179,12 @@ class Calibrator:
         seconds = _run(session, windows, scorer)
         return _Prepared(session, windows, scorer.rows, seconds)
 
-    def _trial(
-        self, found: _Prepared, trial: Mapping[str, GGMLType], imatrix: Imatrix | None, encode: EncodeOptions
-    ) -> float:
+    def _trial(self, found: _Prepared, trial: Mapping[str, GGMLType], encoding: Encoding) -> float:
         session, held = found.session, {}
         for name, type in trial.items():
             t = session.model.file.tensors[name]
-            weights = imatrix.weights(name, t.shape) if imatrix is not None else None
-            held[name] = rounded(session.model.file, t, type, weights, encode, self.options.n_threads)
+            mine = encoding.of(name, t.shape)
+            held[name] = rounded(session.model.file, t, type, mine, self.options.n_threads)
         model = Model.from_file(Replaced.of(session.model.file, held), session.graph_config)
         scorer = _Scorer(found.base)
         _run(Session(session.config, model, session.graph_config, session.n_seq_max), found.windows, scorer)

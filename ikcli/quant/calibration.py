@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ikcli.gguf.constants import GGMLType
-from ikcli.quant.encoders import EncodeOptions
+from ikcli.quant.encoding import Encoding
 from ikcli.quant.formats import FORMATS
-from ikcli.quant.imatrix_file import Imatrix
 
 # Mean KL divergence (nats per token) of every trial, tensor name -> type; all other tensors stay as they are.
-Measure = Callable[[Sequence[Mapping[str, GGMLType]], Imatrix | None, EncodeOptions], list[float]]
+Measure = Callable[[Sequence[Mapping[str, GGMLType]], Encoding], list[float]]
 Table = Mapping[str, Mapping[GGMLType, float]]  # tensor -> type -> squared relative error
 # Bits per weight of the trials from the expected ones; large errors do not just add up, so low types get a third point.
 _AROUND, _AROUND_LOW, _LOW = (-1.0, 0.75), (-1.5, -0.5, 0.75), 4.0
@@ -121,13 +120,12 @@ def calibrate(
     prior: Mapping[str, float],
     bpw: Mapping[str, float],
     measure: Measure,
-    imatrix: Imatrix | None,
-    encode: EncodeOptions,
+    encoding: Encoding,
     most: int = 64,
 ) -> dict[str, Damage]:
     """Damage of every tensor in `table`, measured by groups near the expected bits per weight."""
     groups = make_groups(table, bpw, most)
-    klds = iter(measure([trial for g in groups for trial in g.trials], imatrix, encode))
+    klds = iter(measure([trial for g in groups for trial in g.trials], encoding))
     out: dict[str, Damage] = {}
     for g in groups:
         out |= fit(g, [next(klds) for _ in g.trials], table, prior)

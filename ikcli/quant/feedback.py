@@ -15,43 +15,18 @@ At the end rows are made unbiased, now with respect to H.
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import numpy.typing as npt
 
 from ikcli.gguf.constants import GGMLType
-from ikcli.quant.covariance_file import Covariance
 from ikcli.quant.encoders.unbiased import unbias_metric
 from ikcli.quant.feedback_codes import column_order, group_size
 from ikcli.quant.feedback_metric import Metric
 from ikcli.quant.feedback_search import choose
 from ikcli.quant.formats import FORMATS
-from ikcli.quant.recipes import Choice
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
-
-
-class Feedback:
-    """Metrics of the matrices of one tensor, each made when it is first needed, on whichever thread."""
-
-    def __init__(self, covariance: Covariance, name: str, choice: Choice) -> None:
-        self._covariance, self._name, self._shape = covariance, name, choice.shape
-        self._wanted = choice.changes and supports(choice.new) and covariance.find(name) is not None
-        self._lock = threading.Lock()
-        self._matrix = -1  # rows come matrix by matrix: only the last one is kept
-        self._metric: Metric | None = None
-
-    def metric(self, matrix: int) -> Metric | None:
-        """That of one matrix, or None where there is no data or no way to use it: then rows are encoded without."""
-        if not self._wanted:
-            return None
-        with self._lock:
-            if matrix != self._matrix:
-                moments = self._covariance.moments(self._name, self._shape, matrix)
-                self._matrix, self._metric = matrix, Metric(moments) if moments is not None else None
-            return self._metric
 
 
 def supports(type: GGMLType) -> bool:

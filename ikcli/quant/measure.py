@@ -17,13 +17,14 @@ import numpy.typing as npt
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo
 from ikcli.quant.decode import dequantize
-from ikcli.quant.encoders import EncodeOptions, quantize_rows
+from ikcli.quant.encoders import quantize_rows
+from ikcli.quant.encoding import TensorEncoding
+from ikcli.quant.feedback_metric import Metric
 from ikcli.quant.formats import FORMATS, row_size
 from ikcli.quant.recipes import plain_twin
 
 Floats = npt.NDArray[np.float32]
 BLOCK_ROWS = 16
-_DEFAULT_OPTIONS = EncodeOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,29 +133,38 @@ def fits(type: GGMLType, shape: tuple[int, ...]) -> bool:
     return shape[0] % FORMATS[type].block_size == 0
 
 
-def measure(sample: Sample, type: GGMLType, options: EncodeOptions = _DEFAULT_OPTIONS) -> Errors:
+def measure(sample: Sample, type: GGMLType) -> Errors:
     """Errors of the sampled rows stored as `type`; the encoder sees the same importance weights as a real run."""
-    return sum((measure_piece(p, type, options) for p in sample.pieces), Errors())
-
-
-def measure_piece(piece: Piece, type: GGMLType, options: EncodeOptions = _DEFAULT_OPTIONS) -> Errors:
-    """Errors of one piece."""
     plain = plain_twin(type)[0]
-    return errors_of(piece, quantize_rows(piece.values, plain, piece.weights, options=options), plain)
+    return sum((errors_of(p, quantize_rows(p.values, plain, p.weights), plain) for p in sample.pieces), Errors())
 
 
-def errors_of(piece: Piece, encoded: npt.NDArray[np.uint8], type: GGMLType) -> Errors:
+def measure_piece(piece: Piece, type: GGMLType, encoding: TensorEncoding) -> Errors:
+    """Errors of one piece, stored as a real run does; with second moments the weighted ones are those of products."""
+    plain = plain_twin(type)[0]
+    encoded = encoding.encode(piece.values, plain, piece.matrix)
+    return errors_of(piece, encoded, plain, encoding.metric(piece.matrix))
+
+
+def errors_of(piece: Piece, encoded: npt.NDArray[np.uint8], type: GGMLType, metric: Metric | None = None) -> Errors:
     """Errors of a piece that was stored as the bytes `encoded` of a type."""
     x = piece.values
     error = dequantize(encoded, type, (x.shape[1], len(x))).reshape(x.shape) - x
     by_column = np.square(error).sum(axis=0, dtype=np.float64)
     value_by_column = np.square(x).sum(axis=0, dtype=np.float64)
     w = np.ones(x.shape[1]) if piece.weights is None else piece.weights.astype(np.float64)
+    weighted = float(by_column @ w), float(value_by_column @ w)
+    if metric is not None:
+        weighted = _products(error, metric), _products(x, metric)
     return Errors(
         x.size,
         float(by_column.sum()),
         float(value_by_column.sum()),
-        float(by_column @ w),
-        float(value_by_column @ w),
+        *weighted,
         float(np.abs(error).max(initial=0)),
     )
+
+
+def _products(rows: Floats, metric: Metric) -> float:
+    """Sum of the mean squared products of rows (n, ne0) with the inputs."""
+    return float(np.einsum("ij,ij->", rows @ metric.moments, rows, dtype=np.float64))

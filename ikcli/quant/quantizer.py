@@ -30,9 +30,9 @@ from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, TensorSpec
 from ikcli.quant.covariance_file import Covariance
 from ikcli.quant.decode import decodable_types, dequantize
-from ikcli.quant.encoders import EncodeOptions, available_types, check_finite, quantize_rows
+from ikcli.quant.encoders import EncodeOptions, available_types
 from ikcli.quant.encoders.floats import RowReader
-from ikcli.quant.feedback import Feedback, encode_with_feedback
+from ikcli.quant.encoding import Encoding
 from ikcli.quant.formats import FORMATS, row_size
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.output_check import check_output, check_room, output_paths
@@ -318,9 +318,7 @@ class _Worker:
         self.info = job.file.tensors[choice.source or choice.name]
         self.data = job.file.data(self.info.name)
         self.group = math.lcm(FORMATS[self.info.type].rows, FORMATS[choice.new].rows)
-        imatrix = job.imatrix
-        self.weights = imatrix.weights(self.info.name, choice.shape) if imatrix is not None else None
-        self.feedback = Feedback(job.covariance, self.info.name, choice) if job.covariance is not None else None
+        self.encoding = Encoding(job.imatrix, job.covariance, job.encode_options).of(self.info.name, choice.shape)
 
     def _rows(self, n_elements: int) -> int:
         """Number of rows with about so many elements, in whole groups."""
@@ -348,7 +346,7 @@ class _Worker:
         if _regroups(c):
             return stop * n_bytes, self._regroup(raw)
         out = np.empty((stop - first, row_size(c.new, ne0)), np.uint8)
-        step = len(out) if self.feedback is not None else self._rows(_IN_CACHE)
+        step = len(out) if self.encoding.feeds_back(c.new) else self._rows(_IN_CACHE)
         for row in range(0, len(out), step):
             end = min(row + step, len(out))
             values = self.readers.mine.read(raw[row * n_bytes : end * n_bytes], old, ne0)
@@ -358,13 +356,8 @@ class _Worker:
 
     def _encode_rows(self, values: npt.NDArray[np.float32], first: int, matrix: int) -> Bytes:
         """New bytes of adjacent rows of a matrix; `first` is the number of the first one."""
-        weights = self.weights[matrix % len(self.weights)] if self.weights is not None else None
         try:
-            metric = self.feedback.metric(matrix) if self.feedback is not None else None
-            if metric is not None:
-                check_finite(values)
-                return encode_with_feedback(values, self.choice.new, metric)
-            return quantize_rows(values, self.choice.new, weights, options=self.job.encode_options)
+            return self.encoding.encode(values, self.choice.new, matrix)
         except NonFiniteError:
             bad = first + int(np.argmin(np.isfinite(values).all(axis=1)))
             raise NonFiniteError(f"tensor {self.info.name} holds NaN or Inf in row {bad}") from None

@@ -18,11 +18,12 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
 from ikcli.quant.calibration import Damage, Measure, calibrate
 from ikcli.quant.decode import decodable_types
-from ikcli.quant.encoders import EncodeOptions, available_types
+from ikcli.quant.encoders import available_types
+from ikcli.quant.encoding import Encoding
 from ikcli.quant.formats import FORMATS, interleaved_type, tensor_size
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.knapsack import Option, Solution, solve
-from ikcli.quant.measure import fits, measure, sample_tensor
+from ikcli.quant.measure import Errors, fits, measure_piece, sample_tensor
 from ikcli.quant.recipe_rules import TENSOR_NEEDS_IMATRIX
 from ikcli.quant.recipes import Choice
 from ikcli.quant.repack import can_repack, repacked_type
@@ -147,32 +148,30 @@ def plan_target(
     choices: Sequence[Choice],
     fixed: Callable[[Choice], bool],
     options: TargetOptions,
-    imatrix: Imatrix | None,
+    encoding: Encoding,
     *,
     n_threads: int = 1,
-    encode: EncodeOptions | None = None,
     advance: Callable[[float], None] = lambda amount: None,
 ) -> TargetPlan:
     """Types for all choices that are not `fixed`; UsageError if even the smallest types do not fit a budget."""
-    encode = encode or EncodeOptions()
     free = [c for c in choices if not fixed(c)]
-    table, energies, stream = _measure_all(file, free, options, imatrix, n_threads, encode, advance)
+    table, energies, stream = _measure_all(file, free, options, encoding, n_threads, advance)
     prior = sensitivities([c.name for c in choices], file.metadata, energies, stream)
     damages = {c.name: Damage(prior[c.name]) for c in free}
     budgets = _budgets(options, choices)
-    _check(options, budgets, free, choices, fixed, table, imatrix is not None)
+    _check(options, budgets, free, choices, fixed, table, encoding.imatrix is not None)
     problem = _Problem(options, free, _side_budgets(options, budgets, choices, fixed), table)
     chosen, bound = problem.solve(damages)
     if options.calibrate is not None:
         bpw = {name: FORMATS[c.type].bpw for name, c in chosen.items()}
-        damages = calibrate(table, prior, bpw, options.calibrate, imatrix, encode, options.calibrate_groups)
+        damages = calibrate(table, prior, bpw, options.calibrate, encoding, options.calibrate_groups)
         chosen, bound = problem.solve(damages)
     n_bytes = sum(c.n_bytes for c in choices if fixed(c))
     n_bytes += sum(tensor_size(chosen[c.name].type, c.shape) for c in free)
     measured = None
     if options.calibrate is not None and chosen:
         plain = {name: FORMATS[c.type].base or c.type for name, c in chosen.items()}
-        measured = options.calibrate([plain], imatrix, encode)[0]
+        measured = options.calibrate([plain], encoding)[0]
     return TargetPlan(chosen, sum(c.damage for c in chosen.values()), bound, n_bytes, sum(budgets.values()), measured)
 
 
@@ -305,9 +304,8 @@ def _measure_all(
     file: GGUFFile,
     free: Sequence[Choice],
     options: TargetOptions,
-    imatrix: Imatrix | None,
+    encoding: Encoding,
     n_threads: int,
-    encode: EncodeOptions,
     advance: Callable[[float], None],
 ) -> tuple[dict[str, dict[GGMLType, float]], dict[str, float], float | None]:
     """Squared relative errors by tensor and type, energies as `sensitivities` wants them, energy of embedding rows."""
@@ -318,11 +316,15 @@ def _measure_all(
     with ThreadPoolExecutor(max(1, n_threads)) as pool:
         for c in free:
             t = file.tensors[c.source or c.name]
-            found = imatrix.weights(t.name, t.shape) if imatrix is not None else None
+            mine = encoding.of(t.name, t.shape)
+            found = mine.weights
             sample = sample_tensor(file, t, found, options.rows)
-            types = candidates_for(options, c.name, c.shape, c.old, imatrix)
+            types = candidates_for(options, c.name, c.shape, c.old, encoding.imatrix)
+            errors = [Errors()] * len(types)
             try:
-                errors = list(pool.map(lambda type, sample=sample: measure(sample, type, encode), types))
+                for piece in sample.pieces:  # all types of a piece before the next: they share its second moments
+                    now = pool.map(lambda type, p=piece, by=mine: measure_piece(p, type, by), types)
+                    errors = [a + b for a, b in zip(errors, now, strict=True)]
             except NonFiniteError:
                 raise NonFiniteError(f"tensor {t.name} holds NaN or Inf") from None
             table[c.name] = {type: e.weighted**2 for type, e in zip(types, errors, strict=True)}

@@ -18,6 +18,7 @@ from ikcli.gguf.values import Typed
 from ikcli.quant.covariance_file import Covariance, open_covariance
 from ikcli.quant.custom_rules import CustomRuleUse, check_uses, parse_custom_rules, rule_uses
 from ikcli.quant.encoders import EncodeOptions
+from ikcli.quant.encoding import Encoding
 from ikcli.quant.feedback import supports
 from ikcli.quant.formats import FORMATS
 from ikcli.quant.imatrix_file import Imatrix, read_imatrix
@@ -115,7 +116,8 @@ def plan_quantize(
     _check_data(imatrix, covariance, choices)
     if target is not None:
         _check_before_measuring(recipe, choices, list(file.tensors), options)
-        recipe, choices, found = _choose_for_target(file, recipe, choices, target, options, imatrix, advance)
+        encoding = Encoding(imatrix, covariance, options.encode)
+        recipe, choices, found = _choose_for_target(file, recipe, choices, target, options, encoding, advance)
     uses = rule_uses(recipe.custom, choices) if recipe.uses_rules else []
     notes = check_uses(uses, list(file.tensors))
     if recipe.custom and not recipe.uses_rules:
@@ -163,21 +165,19 @@ def _choose_for_target(
     choices: Sequence[Choice],
     target: TargetOptions,
     options: ToolOptions,
-    imatrix: Imatrix | None,
+    encoding: Encoding,
     advance: Callable[[float], None],
 ) -> tuple[RecipeOptions, list[Choice], TargetPlan]:
     """Choices for the size of `target`; without a TYPE the file type is the one most bytes have."""
     from ikcli.quant.target import plan_target
     from ikcli.quant.target_report import nearest_file_type, recipe_rules
 
-    found = plan_target(
-        file, choices, is_fixed, target, imatrix, n_threads=options.n_threads, encode=options.encode, advance=advance
-    )
+    found = plan_target(file, choices, is_fixed, target, encoding, n_threads=options.n_threads, advance=advance)
     if not target.keeps_file_type:
         sizes = {c.name: file.tensors[c.name].n_elements for c in choices if c.name in found.types}
         recipe = replace(recipe, file_type=nearest_file_type(found.types, sizes))
     rules = (*recipe.custom, *parse_custom_rules(recipe_rules(found.types)))
-    made = choose_types(list(file.tensors.values()), file.metadata, replace(recipe, custom=rules), imatrix)
+    made = choose_types(list(file.tensors.values()), file.metadata, replace(recipe, custom=rules), encoding.imatrix)
     mine = len(recipe.custom)
     for i, c in enumerate(made):
         if c.rule is not None and c.rule >= mine:

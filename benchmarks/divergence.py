@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Acceptance test of encoders: KL divergence of whole models that ik and ik_llama.cpp quantize to the same types.
 
-Every type is written twice, by `ik quantize --pure` and by the llama-quantize of the reference, with and without
-importance matrix; ik evaluates both files, so that nothing but the weights differs. A ratio (ours / reference) below 1
-says that ik's file is nearer to the unquantized model. Its error is that of the evaluated text, position by position.
+Every type is written twice, by `ik quantize --pure` and by the llama-quantize of the reference: with importance matrix,
+without, and by ik with second moments (`--covariance`; the reference then has the importance matrix). ik evaluates both
+files, so that nothing but the weights differs. A ratio (ours / reference) below 1 says that ik's file is nearer to the
+unquantized model. Its error is that of the evaluated text, position by position.
 
 The bundled demo model is always measured, other models are added: each --model has its --eval and --calib text, the
 latter for the importance matrix. tools/train_judges.py makes two. Quantizing for the reference can be slow: --cache.
@@ -19,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from divergence_bench import PROGRAM, Bench, Failed, Judge, Programs, file_type, open_bench
-from divergence_report import HEADER, SUMMARY_HEADER, Record, line, read, row, summary
+from divergence_report import HEADER, MODES, SUMMARY_HEADER, Record, line, read, row, summary
 from model_divergence import Settings, halves
 
 from ikcli.config import default_model, default_text
@@ -54,9 +55,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--calib", type=Path, action="append", default=[], metavar="TEXT", help="text for the importance matrix")
     add("--no-demo", action="store_true", help="without the bundled model")
     add("--reference", type=Path, help="folder with llama-quantize; without it ik alone is measured")
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--no-imatrix", action="store_true", help="only without importance matrix (default: both)")
-    mode.add_argument("--imatrix", action="store_true", help="only with importance matrix (default: both)")
+    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="what the quantizers are given (default: all)")
     add("--quantize-options", default="", metavar="OPTIONS", help="further options of ik quantize, in quotes")
     add("--json", type=Path, metavar="FILE", help="append the results to this file, one JSON object per line")
     add("--resume", action="store_true", help="do not repeat what the file of --json holds")
@@ -75,21 +74,16 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return found
 
 
-def modes(arguments: argparse.Namespace) -> list[bool]:
-    """With importance matrix, without, or both."""
-    return [m for m in (True, False) if not (arguments.no_imatrix if m else arguments.imatrix)]
-
-
 def evaluate(bench: Bench, arguments: argparse.Namespace) -> list[Record]:
     """Records of one model in the order of the types, printed as they come."""
     done = {r.key: r for r in read(arguments.json)} if arguments.resume else {}
     found = []
     for type_ in arguments.types:
-        for imatrix in modes(arguments):
-            record = done.get(bench.key(type_, imatrix))
+        for mode in arguments.modes:
+            record = done.get(bench.key(type_, mode))
             if record is None:
                 try:
-                    record = bench.measure(type_, imatrix)
+                    record = bench.measure(type_, mode)
                 except Failed as problem:
                     print(f"{bench.judge.name}, {type_}: {problem}", file=sys.stderr)
                     continue
@@ -112,7 +106,7 @@ def main(argv: list[str]) -> int:
     print(HEADER, flush=True)
     for judge in judges(arguments):
         with tempfile.TemporaryDirectory() as folder:
-            records += evaluate(open_bench(judge, Path(folder), settings, programs), arguments)
+            records += evaluate(open_bench(judge, Path(folder), settings, programs, arguments.modes), arguments)
     print("\nGeometric means of ours / reference (number of types), below 1 is better:\n")
     print("\n".join([SUMMARY_HEADER, *summary(records)]))
     return 0

@@ -7,14 +7,14 @@ import io
 import shlex
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from divergence_report import Record, Side, ratio_of_means
+from divergence_report import COVARIANCE, IMATRIX, NOTHING, Record, Side, ratio_of_means
 from model_divergence import Settings, compare, importance, store_base
 
 from ikcli.eval.imatrix import save
@@ -22,12 +22,15 @@ from ikcli.eval.kld_file import BaseReader
 from ikcli.gguf.constants import FILE_TYPES
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.main import main as ik
+from ikcli.quant.covariance_file import write_covariance
 from ikcli.quant.formats import tensor_size
 
 PROGRAM = "llama-quantize"
 # Both programs have rules of their own for these two tensors, also with --pure.
 SAME_TYPES = ("--pure", "--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0")
 _SHAPE = (4096, 4096)
+_IMATRIX, _COVARIANCE = "imatrix.dat", "covariance.gguf"
+_COVARIANCE_LIMIT = 1 << 30  # bytes per input
 
 
 class Failed(Exception):
@@ -127,27 +130,28 @@ class Bench:
     base: BaseReader
     base_ppl: float
 
-    def key(self, type_: str, imatrix: bool) -> tuple[object, ...]:
+    def key(self, type_: str, mode: str) -> tuple[object, ...]:
         """Key of the record that `measure` would return."""
         s = self.settings
-        return (self.judge.name, type_, imatrix, f"{self.base_ppl:.5g}", s.n_ctx, s.chunks, self.programs.options)
+        return (self.judge.name, type_, mode, f"{self.base_ppl:.5g}", s.n_ctx, s.chunks, self.programs.options)
 
-    def _arguments(self, path: Path, type_: str, imatrix: bool) -> list[str]:
-        rules = ["--imatrix", str(self.folder / "imatrix.dat")] if imatrix else ["--ignore-imatrix-rules"]
+    def _arguments(self, path: Path, type_: str, mode: str) -> list[str]:
+        rules = ["--ignore-imatrix-rules"] if mode == NOTHING else ["--imatrix", str(self.folder / _IMATRIX)]
         files = [str(self.judge.model), str(path), file_type(type_) or type_, str(self.settings.n_threads)]
         return [*SAME_TYPES, *rules, *files]
 
-    def _ours(self, path: Path, type_: str, imatrix: bool) -> Measured:
+    def _ours(self, path: Path, type_: str, mode: str) -> Measured:
         start = time.perf_counter()
-        quantize_here([*shlex.split(self.programs.options), *self._arguments(path, type_, imatrix)])
+        moments = ["--covariance", str(self.folder / _COVARIANCE)] if mode == COVARIANCE else []
+        quantize_here([*shlex.split(self.programs.options), *moments, *self._arguments(path, type_, mode)])
         seconds = time.perf_counter() - start
         return evaluate(path, self.base, self.settings, seconds)
 
-    def _theirs(self, path: Path, type_: str, imatrix: bool, like: Path, ours: Measured) -> tuple[Measured, str]:
+    def _theirs(self, path: Path, type_: str, mode: str, like: Path, ours: Measured) -> tuple[Measured, str]:
         """The reference's file, evaluated only if it differs from ours, and what is to be said about it."""
         assert self.programs.reference is not None
         start = time.perf_counter()
-        quantize_there(self.programs.reference / PROGRAM, self._arguments(path, type_, imatrix))
+        quantize_there(self.programs.reference / PROGRAM, self._arguments(path, type_, mode))
         seconds = time.perf_counter() - start
         a, b = open_gguf(like, ()), open_gguf(path, ())
         if same_data(a, b):
@@ -156,28 +160,29 @@ class Bench:
         note = f"tensor types differ: {', '.join(differ[:3])}{' ...' * (len(differ) > 3)}" if differ else ""
         return evaluate(path, self.base, self.settings, seconds), note
 
-    def _cached(self, path: Path, type_: str, imatrix: bool, like: Path, ours: Measured) -> tuple[Measured, str]:
+    def _cached(self, path: Path, type_: str, mode: str, like: Path, ours: Measured) -> tuple[Measured, str]:
         """`_theirs`, from the cache if it is there: it does not depend on ik's encoders."""
         if self.programs.cache is None:
-            return self._theirs(path, type_, imatrix, like, ours)
-        file = self.programs.cache / ("_".join(map(str, self.key(type_, imatrix)[:-1])) + ".npz")
+            return self._theirs(path, type_, mode, like, ours)
+        given = NOTHING if mode == NOTHING else IMATRIX
+        file = self.programs.cache / ("_".join(map(str, self.key(type_, given)[:-1])) + ".npz")
         if file.is_file():
             with np.load(file) as stored:
                 return Measured(Side(*stored["side"].tolist()), stored["kld"]), str(stored["note"])
-        found, note = self._theirs(path, type_, imatrix, like, ours)
+        found, note = self._theirs(path, type_, mode, like, ours)
         file.parent.mkdir(parents=True, exist_ok=True)
         stay = "" if note == "same data" else note
         np.savez(file, side=np.array(astuple(found.side)), kld=found.kld, note=np.array(stay))
         return found, note
 
-    def measure(self, type_: str, imatrix: bool) -> Record:
+    def measure(self, type_: str, mode: str) -> Record:
         """Quantize with both programs and evaluate; Failed if ik refuses."""
         a, b = self.folder / "ours.gguf", self.folder / "reference.gguf"
         theirs, note = None, ""
         try:
-            ours = self._ours(a, type_, imatrix)
+            ours = self._ours(a, type_, mode)
             if self.programs.reference is not None:
-                theirs, note = self._cached(b, type_, imatrix, a, ours)
+                theirs, note = self._cached(b, type_, mode, a, ours)
         except ReferenceFailed as problem:
             note = str(problem)
         finally:
@@ -186,15 +191,18 @@ class Bench:
         ratio = ratio_of_means(ours.kld.tolist(), theirs.kld.tolist()) if theirs else (None, None)
         s, side = self.settings, theirs.side if theirs else None
         return Record(
-            self.judge.name, type_, bpw(type_), imatrix, self.base_ppl, s.n_ctx, s.chunks, self.programs.options,
+            self.judge.name, type_, bpw(type_), mode, self.base_ppl, s.n_ctx, s.chunks, self.programs.options,
             ours.side, side, *ratio, note,
         )  # fmt: skip
 
 
-def open_bench(judge: Judge, folder: Path, settings: Settings, programs: Programs) -> Bench:
-    """Collect the importance matrix and evaluate the model as it is."""
+def open_bench(judge: Judge, folder: Path, settings: Settings, programs: Programs, modes: Sequence[str]) -> Bench:
+    """Collect the importance matrix, and second moments if they are wanted, and evaluate the model as it is."""
+    limit = _COVARIANCE_LIMIT if COVARIANCE in modes else 0
     with quiet():
-        found = importance(judge.model, judge.calibration, settings)
+        found = importance(judge.model, judge.calibration, settings, limit)
         base = store_base(judge.model, judge.judge, folder / "base.kld", settings)
-    save(found.imatrix, folder / "imatrix.dat", as_gguf=False)
+    save(found.imatrix, folder / _IMATRIX, as_gguf=False)
+    if limit:
+        write_covariance(folder / _COVARIANCE, found.moments)
     return Bench(judge, folder, settings, programs, BaseReader(folder / "base.kld"), base.ppl)

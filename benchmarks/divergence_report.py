@@ -9,10 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 HEADER = (
-    "| model | type | bpw | imatrix | KLD ik | KLD reference | ratio | PPL ik | PPL reference "
+    "| model | type | bpw | with | KLD ik | KLD reference | ratio | PPL ik | PPL reference "
     "| same top % ik | same top % reference | note |\n|---|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---|"
 )
-SUMMARY_HEADER = "| model | imatrix | up to 4.5 bpw | 2-bit types | all | worst type |\n|---|---|---:|---:|---:|---|"
+SUMMARY_HEADER = "| model | with | up to 4.5 bpw | 2-bit types | all | worst type |\n|---|---|---:|---:|---:|---|"
+
+
+# What the quantizers are given: an importance matrix, nothing, or ik second moments (the other an importance matrix).
+MODES = IMATRIX, NOTHING, COVARIANCE = "imatrix", "nothing", "covariance"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class Record:
     model: str
     type: str
     bpw: float
-    imatrix: bool
+    mode: str
     base: float
     n_ctx: int
     chunks: int
@@ -51,7 +55,7 @@ class Record:
     @property
     def key(self) -> tuple[object, ...]:
         """What the record is about: one is enough."""
-        return (self.model, self.type, self.imatrix, f"{self.base:.5g}", self.n_ctx, self.chunks, self.options)
+        return (self.model, self.type, self.mode, f"{self.base:.5g}", self.n_ctx, self.chunks, self.options)
 
 
 def read(path: Path | None) -> list[Record]:
@@ -81,7 +85,7 @@ def _same(side: Side | None) -> str:
 def row(r: Record) -> str:
     """The record as a row of the table."""
     ratio = "" if r.ratio is None else f"{r.ratio:.4f} ± {r.ratio_error:.4f}"
-    cells = [r.model, r.type, f"{r.bpw:.2f}", "yes" if r.imatrix else "no", _kld(r.ours), _kld(r.reference), ratio]
+    cells = [r.model, r.type, f"{r.bpw:.2f}", r.mode, _kld(r.ours), _kld(r.reference), ratio]
     cells += [f"{s.ppl:.4f}" if s else "" for s in (r.ours, r.reference)]
     return "| " + " | ".join([*cells, _same(r.ours), _same(r.reference), r.note]) + " |"
 
@@ -113,23 +117,21 @@ def _cell(records: Iterable[Record]) -> str:
     return f"{mean:.4f} ± {error:.4f} ({n})" if n else ""
 
 
-def _summary_row(model: str, imatrix: str, records: Sequence[Record]) -> str:
+def _summary_row(model: str, mode: str, records: Sequence[Record]) -> str:
     small = _cell(r for r in records if r.bpw <= 4.5)
     two = _cell(r for r in records if 2.0 <= r.bpw < 2.75)
     worst = max((r for r in records if r.ratio), key=lambda r: r.ratio or 0.0, default=None)
     name = f"{worst.type} {worst.ratio:.4f}" if worst else ""
-    return f"| {model} | {imatrix} | {small} | {two} | {_cell(records)} | {name} |"
+    return f"| {model} | {mode} | {small} | {two} | {_cell(records)} | {name} |"
 
 
 def summary(records: Sequence[Record]) -> list[str]:
-    """Rows with the geometric means (number of types) per model and over all, with and without importance matrix."""
+    """Rows with the geometric means (number of types) per model and over all, for each mode."""
     rows = []
     models = list(dict.fromkeys(r.model for r in records))
     for model in [*models, *(["all"] if len(models) > 1 else [])]:
         mine = [r for r in records if model in (r.model, "all")]
-        modes = sorted({r.imatrix for r in mine}, reverse=True)
-        for mode in modes:
-            rows.append(_summary_row(model, "yes" if mode else "no", [r for r in mine if r.imatrix == mode]))
-        if len(modes) > 1:
-            rows.append(_summary_row(model, "both", mine))
+        for mode in MODES:
+            if found := [r for r in mine if r.mode == mode]:
+                rows.append(_summary_row(model, mode, found))
     return rows

@@ -39,13 +39,13 @@ def scripts() -> Iterator[Scripts]:
         sys.path[:] = before
 
 
-def record(scripts: Scripts, type_: str, ratio: float | None, model: str = "a", imatrix: bool = True) -> Any:
+def record(scripts: Scripts, type_: str, ratio: float | None, model: str = "a", mode: str = "imatrix") -> Any:
     """A record with this ratio of divergences."""
     side = scripts.report.Side(0.1, 0.01, 7.5, 0.9, 0.002, 1.0)
     theirs = replace(side, kld=0.1 / ratio) if ratio else None
     error = ratio / 10 if ratio else None
     size = scripts.bench.bpw(type_)
-    return scripts.report.Record(model, type_, size, imatrix, 7.0, 512, -1, "", side, theirs, ratio, error)
+    return scripts.report.Record(model, type_, size, mode, 7.0, 512, -1, "", side, theirs, ratio, error)
 
 
 def test_ratio_of_means_has_the_error_of_paired_values(scripts: Scripts) -> None:
@@ -65,15 +65,18 @@ def test_summary_takes_types_by_size(scripts: Scripts) -> None:
     mean, error, n = scripts.report.geometric_mean(a)
     assert (mean, n) == (pytest.approx(2.0), 3) and error == pytest.approx(2.0 * 0.1 / math.sqrt(3))
     assert scripts.report.summary([*a, record(scripts, "IQ1_S", None)]) == [
-        "| a | yes | 1.0000 ± 0.0707 (2) | 0.5000 ± 0.0500 (1) | 2.0000 ± 0.1155 (3) | Q6_K 8.0000 |"
+        "| a | imatrix | 1.0000 ± 0.0707 (2) | 0.5000 ± 0.0500 (1) | 2.0000 ± 0.1155 (3) | Q6_K 8.0000 |"
     ]
-    rows = scripts.report.summary([*a, record(scripts, "IQ2_K", 2.0, "b"), record(scripts, "Q2_K", 4.0, "b", False)])
+    rows = scripts.report.summary(
+        [*a, record(scripts, "IQ2_K", 2.0, "b"), record(scripts, "Q2_K", 4.0, "b", "covariance")]
+    )
     assert [row.split("|")[1:3] for row in rows] == [
-        [" a ", " yes "],
-        [" b ", " yes "], [" b ", " no "], [" b ", " both "],
-        [" all ", " yes "], [" all ", " no "], [" all ", " both "],
+        [" a ", " imatrix "],
+        [" b ", " imatrix "], [" b ", " covariance "],
+        [" all ", " imatrix "], [" all ", " covariance "],
     ]  # fmt: skip
-    assert "1.5874 ± 0.0916 (3) |" in rows[-1] and scripts.report.summary([]) == []
+    assert "1.0000 ± 0.0707 (2) |" in rows[0] and "4.0000 ± 0.4000 (1) |" in rows[-1]
+    assert scripts.report.summary([]) == []
 
 
 def test_records_survive_their_file(scripts: Scripts, tmp_path: Path) -> None:
@@ -86,7 +89,7 @@ def test_records_survive_their_file(scripts: Scripts, tmp_path: Path) -> None:
     assert scripts.report.read(path) == found and scripts.report.read(tmp_path / "none") == []
     assert json.loads(path.read_text().splitlines()[0])["ours"]["kld"] == 0.1
     assert scripts.report.row(found[0]) == (
-        "| a | IQ2_K | 2.38 | yes | 0.100000 ± 0.010000 | 0.200000 ± 0.010000 | 0.5000 ± 0.0500 | 7.5000 | 7.5000 "
+        "| a | IQ2_K | 2.38 | imatrix | 0.100000 ± 0.010000 | 0.200000 ± 0.010000 | 0.5000 ± 0.0500 | 7.5000 | 7.5000 "
         "| 90.00 ± 0.20 | 90.00 ± 0.20 |  |"
     )
     widths = {scripts.report.row(r).count("|") for r in found}
@@ -107,7 +110,7 @@ def test_types_are_tensor_types(scripts: Scripts) -> None:
         (["-m", "a.gguf", "--eval", "e.txt"], "needs one --eval and one --calib"),
         (["--resume"], "--resume needs --json"),
         (["Q4_0", "Q4_9"], "no file type makes tensors of Q4_9"),
-        (["--imatrix", "--no-imatrix"], "not allowed with"),
+        (["--modes", "some"], "invalid choice"),
     ],
 )
 def test_wrong_command_lines(
@@ -119,8 +122,8 @@ def test_wrong_command_lines(
 
 
 def test_modes(scripts: Scripts) -> None:
-    for argv, expected in (([], [True, False]), (["--imatrix"], [True]), (["--no-imatrix"], [False])):
-        assert scripts.main.modes(scripts.main.parse_arguments(argv)) == expected
+    assert scripts.main.parse_arguments([]).modes == ["imatrix", "nothing", "covariance"]
+    assert scripts.main.parse_arguments(["--modes", "nothing"]).modes == ["nothing"]
 
 
 def test_resuming_measures_what_is_missing(
@@ -131,25 +134,25 @@ def test_resuming_measures_what_is_missing(
     class Bench:
         judge = scripts.bench.Judge("a", Path("a.gguf"), "", "")
 
-        def key(self, type_: str, imatrix: bool) -> Any:
-            return record(scripts, type_, 1.0, imatrix=imatrix).key
+        def key(self, type_: str, mode: str) -> Any:
+            return record(scripts, type_, 1.0, mode=mode).key
 
-        def measure(self, type_: str, imatrix: bool) -> Any:
-            measured.append((type_, imatrix))
+        def measure(self, type_: str, mode: str) -> Any:
+            measured.append((type_, mode))
             if type_ == "IQ1_S":
                 raise scripts.bench.Failed("not without")
-            return record(scripts, type_, 0.5, imatrix=imatrix)
+            return record(scripts, type_, 0.5, mode=mode)
 
     monkeypatch.setattr(scripts.main, "open_bench", lambda *_: Bench())
     path = tmp_path / "r.jsonl"
     path.write_text(scripts.report.line(record(scripts, "Q4_0", 2.0)), encoding="utf-8")
-    argv = ["q4_0", "IQ1_S", "--json", str(path)]
+    argv = ["q4_0", "IQ1_S", "--json", str(path), "--modes", "imatrix", "nothing"]
     assert scripts.main.main([*argv, "--resume"]) == 0
     out, err = capsys.readouterr()
-    assert measured == [("Q4_0", False), ("IQ1_S", True), ("IQ1_S", False)]
-    assert "| a | both | 1.0000 " in out and err.count("a, IQ1_S: not without") == 2
+    assert measured == [("Q4_0", "nothing"), ("IQ1_S", "imatrix"), ("IQ1_S", "nothing")]
+    assert "| a | imatrix | 2.0000 " in out and err.count("a, IQ1_S: not without") == 2
     assert [r.ratio for r in scripts.report.read(path)] == [2.0, 0.5]
-    assert scripts.main.main(argv) == 0 and measured[3:] == [("Q4_0", True), *measured[:3]]
+    assert scripts.main.main(argv) == 0 and measured[3:] == [("Q4_0", "imatrix"), *measured[:3]]
 
 
 def test_files_are_compared_by_types_and_data(scripts: Scripts) -> None:

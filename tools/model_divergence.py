@@ -50,10 +50,10 @@ def _tokens(session: SessionLike, text: str) -> TokenIds:
     return np.asarray(session.tokenizer.encode(text, add_special=True), dtype=np.int32)
 
 
-def importance(model: Path, text: str, s: Settings) -> imatrix_eval.ImatrixResult:
-    """Collect the importance matrix of the model on the whole text."""
+def importance(model: Path, text: str, s: Settings, covariance_limit: int = 0) -> imatrix_eval.ImatrixResult:
+    """Collect the importance matrix of the model on the whole text; second moments if a limit (bytes) is given."""
     config = replace(_config(model, s), n_batch=s.n_ctx, mla=1)
-    params = imatrix_eval.ImatrixParams(s.n_ctx, ppl=False, n_threads=s.n_threads)
+    params = imatrix_eval.ImatrixParams(s.n_ctx, ppl=False, n_threads=s.n_threads, covariance_limit=covariance_limit)
     with closing(Session.open(config, n_ctx=s.n_ctx)) as session:
         return imatrix_eval.collect(session, _tokens(session, text), params)
 

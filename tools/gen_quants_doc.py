@@ -3,6 +3,7 @@
 
 --quality      perplexity, KL divergence and errors on the bundled demo model (a quarter of an hour on two cores)
 --speed        speed of all types next to F16, on the demo model and on a larger random one (a quarter of an hour)
+--divergence FILE  take over what benchmarks/divergence.py --json FILE has measured
 --check        compare docs/quants.md with what docs/quants.jsonl says, and write nothing
 Without any of these the page is written anew from docs/quants.jsonl. Speed can be measured in pieces on a machine that
 is quiet only now and then: `--speed --restart --seconds 0` begins a round, then `--speed --seconds 80` until the exit
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quants_data import DATA, PAGE, Record, merged, read_records, record_key, write_records
+from quants_divergence import records_of
 from quants_page import page
 
 from ikcli.errors import IkError
@@ -44,6 +46,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quality", action="store_true")
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--divergence", type=Path)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--restart", action="store_true", help="begin a new round of speeds")
     parser.add_argument("--seconds", type=float, help="stop measuring after about so long")
@@ -57,6 +60,8 @@ def main() -> int:
     arguments = _arguments()
     names = [name.lower() for name in arguments.names]
     left = False
+    if arguments.divergence:
+        write_records(merged(read_records(), records_of(arguments.divergence)))
     try:
         if arguments.quality:
             from quants_quality import all_quality, cases

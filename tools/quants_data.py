@@ -2,6 +2,7 @@
 
 `about` (part quality or speed): what was measured on what. `quality`: one type or preset, with or without importance
 matrix. `speed`: one type on one model, next to F16 in the same run. `encode`: speed of the encoder of a plain type.
+`divergence`: KL divergence of one type on one model over that of the reference's file.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 DATA, PAGE = DOCS / "quants.jsonl", DOCS / "quants.md"
 TERNARY = (T.IQ1_BN, T.IQ2_BN, T.IQ2_BN_R4)
 OWN_INTERLEAVED = (T.IQ1_S_R4, T.IQ1_M_R4, T.Q8_K_R8, T.Q8_K_R16)
-_KEYS = ("kind", "part", "name", "preset", "imatrix", "model")
+_KEYS = ("kind", "part", "name", "preset", "imatrix", "model", "mode")
 _BPW_SHAPE = (4096, 4096)
 MODEL_NAMES = {"demo": "demo model", "random": "larger model"}
 

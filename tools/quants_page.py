@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quants_data import MODEL_NAMES, Record, bpw, presets, record_key, table_types, twin
+from quants_divergence import header, table_rows
 
 from ikcli.gguf.constants import GGMLType
 from ikcli.quant.formats import FORMATS, row_size
@@ -56,6 +57,7 @@ def page(records: Sequence[Record]) -> str:
         "best": _best_table(found),
         "presets": _presets_table(found),
         "demo": _demo_table(found),
+        "divergence": _divergence_table(found),
         "fallback": _fallback_text(found),
         "fallbacks": _fallback_table(),
     }
@@ -165,6 +167,11 @@ def _demo_table(found: _Records) -> str:
         if found.speed(type, "demo") is not None:
             rows.append([f"`{FORMATS[type].name}`", f"{bpw(type):.3f}", *_speed_cells(found, type, "demo")])
     return _table(["type", "bpw", "PP", "TG", "interleaved", "PP", "TG"], rows, (0, 4))
+
+
+def _divergence_table(found: _Records) -> str:
+    records = found.all("divergence")
+    return _table(header(records), table_rows(records))
 
 
 def _fallback_table() -> str:

@@ -82,7 +82,7 @@ def test_a_target_is_met_with_the_errors_of_products(covariance: Covariance, fil
     assert h is not None
     found = measure_piece(piece, T.IQ3_K, mine)
     y = dequantize(mine.encode(piece.values, T.IQ3_K, 0), T.IQ3_K, t.shape).reshape(piece.values.shape)
-    e, x, h64 = (y - piece.values).astype(np.float64), piece.values.astype(np.float64), h.astype(np.float64)
+    e, x, h64 = (y - piece.values).astype(np.float64), piece.values.astype(np.float64), h[0].astype(np.float64)
     assert found.weighted**2 == pytest.approx(((e @ h64) * e).sum() / ((x @ h64) * x).sum(), rel=1e-3)
     without = dequantize(by.encode(piece.values, T.IQ3_K, 0), T.IQ3_K, t.shape).reshape(piece.values.shape) - x
     assert found.weighted2 < 0.6 * ((without @ h64) * without).sum()

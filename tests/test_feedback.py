@@ -72,7 +72,7 @@ def test_independent_inputs_give_what_is_there_without(rng: np.random.Generator,
 def test_chosen_again_given_all_others(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, type: T) -> None:
     h, w = moments_of(inputs(rng)), (rng.standard_normal((16, NE0)) * 0.02).astype(np.float32)
     found = []
-    for passes in (0, 1, 3):
+    for passes in (0, 1, 2):
         monkeypatch.setattr(feedback_search, "_PASSES", passes)
         found.append(product_error(w, dequantize(encode_with_feedback(w, type, Metric(h)), type, (NE0, 16)), h))
     assert found[1] < 0.95 * found[0]
@@ -84,11 +84,11 @@ def test_codes_are_those_of_a_plain_loop(rng: np.random.Generator, monkeypatch: 
     h, w = moments_of(inputs(rng, 64)), (rng.standard_normal((4, 64)) * 0.1).astype(np.float32)
     metric = Metric(h)
     h64 = h.astype(np.float64) + 0.03 * np.diagonal(h).mean(dtype=np.float64) * np.eye(64)
-    np.testing.assert_allclose(metric.root @ metric.root.T, h64, rtol=1e-9)
+    np.testing.assert_allclose(metric.roots[0] @ metric.roots[0].T, h64, rtol=1e-9)
     data = encode_with_feedback(w, T.Q4_0, metric)
     scales = value_tables(data.reshape(4, -1), T.Q4_0, 64)[:, :, 0, :16]
     codes = read_fields(data.reshape(-1, 18), T.Q4_0).codes.reshape(4, 64)
-    r = metric.root
+    r = metric.roots[0]
     for row in range(4):
         e = np.zeros(64)
         for j in range(64):
@@ -153,13 +153,13 @@ def test_file_of_full_and_block_moments(rng: np.random.Generator, tmp_path: Path
     found = open_covariance(path)
     full = found.moments("blk.0.attn_k.weight", (96, 10), 0)
     assert full is not None
+    full = full[0]
     np.testing.assert_allclose(full, moments_of(x), rtol=2e-5, atol=1e-3)
     np.testing.assert_array_equal(full, full.T)
     blocks = found.moments("blk.0.ffn_down.weight", (96, 10), 0)
-    assert blocks is not None
+    assert blocks is not None and blocks.shape == (3, 32, 32)
     inside = np.kron(np.eye(3), np.ones((32, 32))) > 0
-    np.testing.assert_allclose(blocks[inside], full[inside], rtol=2e-5, atol=1e-3)
-    assert not blocks[~inside].any()
+    np.testing.assert_allclose(blocks.reshape(-1), full[inside], rtol=2e-5, atol=1e-3)
     np.testing.assert_allclose(found.imatrix().weights(names[1], (96, 10)), np.diagonal(moments_of(x))[None], rtol=1e-5)
     assert found.moments("blk.7.attn_q.weight", (96, 10), 0) is None
     with pytest.raises(FormatError, match=r"attn_q\.weight has 96 columns .* rows of 128"):
@@ -174,6 +174,7 @@ def test_experts_with_few_rows_follow_the_layer(rng: np.random.Generator, tmp_pa
     write_covariance(tmp_path / "c.gguf", [([name], found.moments())])
     shape, layer = (32, 5, 3), moments_of(np.concatenate((x, x[:8] * 3)))
     many, few, none = (open_covariance(tmp_path / "c.gguf").moments(name, shape, e) for e in range(3))
+    many, few, none = many[0], few[0], none[0]
     np.testing.assert_allclose(none, layer, rtol=1e-4, atol=1e-3)
     np.testing.assert_allclose(many, moments_of(x), rtol=0.05, atol=0.05 * np.abs(layer).max())
     np.testing.assert_allclose(few, 0.2 * moments_of(x[:8] * 3) + 0.8 * layer, rtol=1e-3, atol=1e-2)
@@ -197,3 +198,16 @@ def test_blocks_follow_the_limit() -> None:
     assert check_memory([3, 4], None) == 7
     with pytest.raises(UsageError, match="--covariance-limit"):
         check_memory([1 << 40], 1 << 30)
+
+
+@pytest.mark.parametrize("type", [T.Q4_K, T.IQ2_KS, T.IQ4_KSS, T.IQ4_NL], ids=lambda t: t.name)
+def test_blocks_do_what_a_full_matrix_of_zeros_around_them_does(rng: np.random.Generator, type: T) -> None:
+    h = moments_of(inputs(rng))
+    blocks = np.stack([h[:256, :256], h[256:, 256:]])
+    dense = np.zeros_like(h)
+    dense[:256, :256], dense[256:, 256:] = blocks
+    w = (rng.standard_normal((16, NE0)) * 0.02).astype(np.float32)
+    ours, full = (encode_with_feedback(w, type, Metric(m)).reshape(16, -1) for m in (blocks, dense))
+    assert (ours != full).mean() < 0.02  # sums are rounded differently
+    errors = [product_error(w, dequantize(rows.reshape(-1), type, (NE0, 16)), dense) for rows in (ours, full)]
+    assert errors[0] == pytest.approx(errors[1], rel=0.02)

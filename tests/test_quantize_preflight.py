@@ -216,7 +216,7 @@ def test_data_of_another_model_is_refused_at_once(
     def never(*args: Any, **options: Any) -> None:
         raise AssertionError("a tensor was encoded")
 
-    monkeypatch.setattr("ikcli.quant.quantizer.quantize_rows", never)
+    monkeypatch.setattr("ikcli.quant.encoding.quantize_rows", never)
     other = matrix()
     for part in ("attn_output", "ffn_down_exps"):
         other.entries[f"blk.2.{part}.weight"] = ImatrixEntry(np.ones((1, 128), np.float32), np.ones(1, np.float32))
@@ -242,7 +242,7 @@ def test_a_target_is_not_measured_for_nothing(
     def never(*args: Any, **options: Any) -> None:
         raise AssertionError("a tensor was measured")
 
-    monkeypatch.setattr("ikcli.quant.target.measure", never)
+    monkeypatch.setattr("ikcli.quant.target.measure_piece", never)
     code, _, err = run(capsys, "--target-bpw", "5", model_file, model_file)
     assert code == 2 and "is the input" in err
     code, _, err = run(capsys, "--target-bpw", "5", "--custom-q", "foo=q8_0", model_file, tmp_path / "o.gguf")
@@ -300,7 +300,7 @@ def test_a_run_uses_and_reports_borrowed_data(
             seen.append(None if row is None else round(float(row[0]), 3))
         return encoders.quantize_rows(x, type, row, **options)
 
-    monkeypatch.setattr("ikcli.quant.quantizer.quantize_rows", spy)
+    monkeypatch.setattr("ikcli.quant.encoding.quantize_rows", spy)
     imatrix = saved(tmp_path / "i.gguf", matrix())
     code, _, err = run(capsys, "--imatrix", imatrix, "--pure", model_file, tmp_path / "o.gguf", "Q4_0", 1)
     assert code == 0 and "weighted like those of block 2: blk.3.attn_q.weight, blk.3.attn_k.weight" in err

@@ -20,10 +20,14 @@ _LEAST_BLOCK = 32
 
 
 def block_size(n_mat: int, ne0: int, limit: int) -> int:
-    """Largest block of columns with which n_mat matrices take at most `limit` bytes: ne0, or 32 and more."""
+    """Largest block of columns with which n_mat matrices take at most `limit` bytes: ne0, or 32 and more.
+
+    Super-blocks of 256 lie within blocks, or blocks within super-blocks.
+    """
     if ne0 % _LEAST_BLOCK:
         return ne0
-    sizes = [s for s in range(ne0, 0, -_LEAST_BLOCK) if ne0 % s == 0]
+    even = [s for s in range(ne0, 0, -_LEAST_BLOCK) if ne0 % s == 0]
+    sizes = [s for s in even if s == ne0 or s % 256 == 0 or 256 % s == 0]
     return next((s for s in sizes if 4 * n_mat * ne0 * s <= limit), _LEAST_BLOCK)
 
 

@@ -26,6 +26,7 @@ from ikcli.quant.imatrix_lookup import relatives
 
 Floats = npt.NDArray[np.float32]
 KIND = "covariance"
+_SUPER = 256  # columns of a super-block
 _COV, _SUM, _COUNTS = ".in_cov", ".in_sum", ".counts"
 
 
@@ -52,6 +53,7 @@ class Covariance:
         if len(names) != len(entries) or not names:
             raise FormatError(f"{self.path}: {len(names)} tensors are listed for {len(entries)} entries; it is damaged")
         self._entries = dict(zip(names, entries, strict=True))
+        self._last: tuple[str, Floats | None] = "", None
         self.datasets = tuple(_strings(file, "covariance.datasets"))
         self.n_chunks = int(file.get("covariance.chunk_count", 0))
 
@@ -60,8 +62,9 @@ class Covariance:
         return next((self._entries[n] for n in (name, *relatives(name)) if n in self._entries), None)
 
     def moments(self, name: str, shape: tuple[int, ...], matrix: int) -> Floats | None:
-        """E[x x^T] (ne0, ne0) for one matrix of a tensor of `shape`, zero outside of blocks; None without data.
+        """E[x x^T] for one matrix of a tensor of `shape`; None without data.
 
+        (n, B, B): n blocks on the diagonal, everything outside is 0; whole super-blocks of 256 where ne0 has them.
         Matrices with few rows (experts) are drawn towards the mean of all matrices, which counts as B rows.
         """
         entry = self.find(name)
@@ -69,21 +72,24 @@ class Covariance:
             return None
         self.check_size(name, shape)
         counts = self._part(entry + _COUNTS).reshape(-1)
-        products = self._part(entry + _COV)
-        block = products.shape[2]
-        total = float(counts.sum(dtype=np.float64))
-        if not total > 0:
+        mean = self._mean(entry, counts)
+        if mean is None:
             return None
-        single = len(counts) == 1 or (shape[2] if len(shape) > 2 else 1) != len(counts)
-        if single:
-            mean = products.sum(axis=0) / np.float32(total)
-        else:
-            weight = block / (float(counts[matrix]) + block)
-            own = products[matrix] / np.float32(max(float(counts[matrix]), 1.0))
-            mean = own * np.float32(1 - weight) + products.sum(axis=0) * np.float32(weight / total)
+        if len(counts) > 1 and (shape[2] if len(shape) > 2 else 1) == len(counts):
+            own, block, count = self._part(entry + _COV)[matrix], mean.shape[1], float(counts[matrix])
+            weight = np.float32(block / (count + block))
+            mean = mean * weight + own * ((1 - weight) / np.float32(max(count, 1.0)))
         if not np.isfinite(mean).all():
             raise NonFiniteError(f"{self.path}: the entry {shown(entry)} holds NaN or Inf; collect the file again")
-        return _spread(mean)
+        return _diagonal_blocks(mean)
+
+    def _mean(self, entry: str, counts: Floats) -> Floats | None:
+        """Mean products (ne0, B) over all matrices; that of the last entry asked for is kept. None without rows."""
+        if self._last[0] != entry:
+            total = float(counts.sum(dtype=np.float64))
+            mean = self._part(entry + _COV).sum(axis=0) / np.float32(total) if total > 0 else None
+            self._last = entry, mean
+        return self._last[1]
 
     def check_size(self, name: str, shape: tuple[int, ...]) -> None:
         """FormatError if the entry that serves a tensor is damaged or has rows of another length."""
@@ -123,13 +129,17 @@ def _strings(file: GGUFFile, key: str) -> list[str]:
     return [str(s) for s in found] if isinstance(found, list) else []
 
 
-def _spread(blocks: Floats) -> Floats:
-    """(ne0, B) -> (ne0, ne0), exactly symmetric."""
-    ne0, size = blocks.shape
-    out = np.zeros((ne0, ne0), np.float32)
-    for first in range(0, ne0, size):
-        mine = blocks[first : first + size]
-        out[first : first + size, first : first + size] = (mine + mine.T) / 2
+def _diagonal_blocks(products: Floats) -> Floats:
+    """(ne0, B) -> (n, B', B'), exactly symmetric; small blocks are put together to B' = 256 where that divides ne0."""
+    ne0, size = products.shape
+    given = products.reshape(-1, size, size)
+    blocks: Floats = (given + given.transpose(0, 2, 1)) * np.float32(0.5)
+    if size >= _SUPER or ne0 % _SUPER or _SUPER % size:
+        return blocks
+    out = np.zeros((ne0 // _SUPER, _SUPER, _SUPER), np.float32)
+    for i, block in enumerate(blocks):
+        at = i * size % _SUPER
+        out[i * size // _SUPER, at : at + size, at : at + size] = block
     return out
 
 

@@ -47,4 +47,4 @@ def encode_with_feedback(values: Floats, type: GGMLType, metric: Metric) -> Byte
         rows = choose(values, type, metric)
     else:
         rows = choose(np.ascontiguousarray(values[:, order]), type, metric.reordered(order))
-    return unbias_metric(rows, values, type, values @ metric.moments)
+    return unbias_metric(rows, values, type, metric.products(values))

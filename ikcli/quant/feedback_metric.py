@@ -26,55 +26,86 @@ class Place(NamedTuple):
 
 
 class Metric:
-    """Second moments of the inputs of one matrix, and what the search needs of them."""
+    """Second moments of the inputs of one matrix, and what the search needs of them: blocks on a diagonal."""
 
     def __init__(self, moments: Floats, damping: float = _DAMPING) -> None:
-        """`moments` (n, n) are symmetric and positive semi-definite; columns without input count as the mean."""
-        self.moments = moments
-        diagonal = np.diagonal(moments).astype(np.float64)
+        """`moments` (n, B, B), or (ne0, ne0) for a single block, are symmetric and positive semi-definite.
+
+        Columns without input count as the mean.
+        """
+        self.moments = moments.reshape(-1, *moments.shape[-2:])
+        self.block = int(moments.shape[-1])
+        h = self.moments.astype(np.float64)
+        i = np.arange(self.block)
+        diagonal = h[:, i, i]
         mean = float(diagonal.mean()) or 1.0
-        self.added = damping * mean + np.where(diagonal > 0, 0, mean)  # to the diagonal, float64
-        h = moments.astype(np.float64)
-        np.fill_diagonal(h, diagonal + self.added)
-        self.root = upper_root(h)  # R, float64
+        added = damping * mean + np.where(diagonal > 0, 0, mean)
+        h[:, i, i] += added
+        self.added = added.reshape(-1)  # to the diagonal, float64 (ne0,)
+        self.roots = np.stack([upper_root(block) for block in h])  # R of every block, float64
         self._feedback: dict[int, tuple[Floats, Floats]] = {}
         self._places: dict[int, list[Place]] = {}
         self._reordered: Metric | None = None
         self._lock = threading.Lock()
 
     def reordered(self, order: npt.NDArray[np.intp]) -> Metric:
-        """The metric of the columns in another order (one of them is kept)."""
+        """The metric of the columns in another order, which keeps to the blocks (one of them is kept)."""
         with self._lock:
             if self._reordered is None:
-                self._reordered = Metric(self.moments[np.ix_(order, order)])
+                inside = order.reshape(-1, self.block) - np.arange(0, order.size, self.block)[:, None]
+                parts = [m[np.ix_(o, o)] for m, o in zip(self.moments, inside, strict=True)]
+                self._reordered = Metric(np.stack(parts))
             return self._reordered
 
     def feedback(self, size: int) -> tuple[Floats, Floats]:
-        """For codes of `size` columns: the matrix (n, n) errors are passed on by, and weights (n,) of squares."""
+        """For codes of `size` columns: the matrices (n, B, B) errors are passed on by, weights (ne0,) of squares."""
         with self._lock:
             if size not in self._feedback:
-                self._feedback[size] = feedback_of(self.root, size)
+                found = [feedback_of(root, size) for root in self.roots]
+                weights = np.concatenate([w for _, w in found])
+                self._feedback[size] = np.stack([p for p, _ in found]), weights / weights.max()
         return self._feedback[size]
 
     def places(self, size: int) -> list[Place]:
         """The columns in short runs, each as if all others were settled, for codes of `size` columns."""
         with self._lock:
             if size not in self._places:
-                self._places[size] = [self._place(at, size) for at in range(0, len(self.moments), _PLACE)]
+                self._places[size] = [self._place(at, size) for at in range(0, len(self.added), _PLACE)]
         return self._places[size]
 
-    def times(self, errors: Floats, columns: slice = slice(None)) -> Floats:
-        """Errors (n_rows, k) of these columns times k rows of H: (n_rows, n)."""
-        out: Floats = errors @ self.moments[columns]
-        out[:, columns] += errors * self.added[columns].astype(np.float32)
+    def products(self, rows: Floats) -> Floats:
+        """Rows (n_rows, ne0) times the moments."""
+        parts = rows.reshape(len(rows), -1, self.block).transpose(1, 0, 2) @ self.moments
+        return parts.transpose(1, 0, 2).reshape(rows.shape)
+
+    def slopes(self, errors: Floats) -> Floats:
+        """Rows (n_rows, ne0) times H, the damped moments."""
+        return self.products(errors) + errors * self.added.astype(np.float32)
+
+    def times(self, errors: Floats, columns: slice, into: slice) -> Floats:
+        """Errors (n_rows, k) of k columns of a block times their rows of H, for the columns `into`, which hold them."""
+        start = columns.start // self.block * self.block
+        rows, wanted = (slice(s.start - start, s.stop - start) for s in (columns, into))
+        out: Floats = errors @ self.moments[columns.start // self.block, rows, wanted]
+        out[:, columns.start - into.start : columns.stop - into.start] += errors * self.added[columns].astype(
+            np.float32
+        )
         return out
 
+    def block_of(self, column: int) -> slice:
+        """The columns of the block that a column is in."""
+        start = column // self.block * self.block
+        return slice(start, start + self.block)
+
     def _place(self, first: int, size: int) -> Place:
-        at = slice(first, min(first + _PLACE, len(self.moments)))
-        h = self.moments[at, at].astype(np.float64)
+        block = self.block_of(first)
+        at = slice(first, min(first + _PLACE, block.stop))
+        inside = slice(at.start - block.start, at.stop - block.start)
+        h = self.moments[first // self.block, inside, inside].astype(np.float64)
         h[np.diag_indices_from(h)] += self.added[at]
         inverse = np.linalg.inv(h)
-        step = Step(at.start, at.stop, *feedback_of(upper_root(h), size))
+        passed, weights = feedback_of(upper_root(h), size)
+        step = Step(at.start, at.stop, passed, weights / weights.max())
         return Place(step, h.astype(np.float32), inverse.astype(np.float32))
 
 
@@ -85,7 +116,7 @@ def upper_root(h: Doubles) -> Doubles:
 
 
 def feedback_of(root: Doubles, size: int) -> tuple[Floats, Floats]:
-    """See `Metric.feedback`; the largest weight is 1."""
+    """(B, B) and (B,): what `Metric.feedback` returns of one block, weights in the units of H."""
     n = len(root)
     blocks = root.reshape(n // size, size, n // size, size)
     corner = np.stack([blocks[k, :, k] for k in range(n // size)])
@@ -93,4 +124,4 @@ def feedback_of(root: Doubles, size: int) -> tuple[Floats, Floats]:
     for k in range(n // size):  # not within a code, and not back
         passed[k * size :, k * size : (k + 1) * size] = 0
     weights = np.square(corner).sum(axis=2).reshape(n)
-    return passed.astype(np.float32), (weights / weights.max()).astype(np.float32)
+    return passed.astype(np.float32), weights.astype(np.float32)

@@ -167,4 +167,4 @@ def errors_of(piece: Piece, encoded: npt.NDArray[np.uint8], type: GGMLType, metr
 
 def _products(rows: Floats, metric: Metric) -> float:
     """Sum of the mean squared products of rows (n, ne0) with the inputs."""
-    return float(np.einsum("ij,ij->", rows @ metric.moments, rows, dtype=np.float64))
+    return float(np.einsum("ij,ij->", metric.products(rows), rows, dtype=np.float64))

@@ -5,6 +5,7 @@ Answers to examples/quantize of ik_llama.cpp; with `--repack` or `--unrepack` ro
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -401,6 +402,8 @@ def add(app: typer.Typer, command: str) -> None:
     """Register `quantize` or a command with another default mode."""
 
     def entry(ctx: typer.Context) -> None:
+        # Rows are spread over threads here, and BLAS must be told before NumPy is imported.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         request = parse_request(ctx.obj, command)
         if request is None:
             print(help_text())

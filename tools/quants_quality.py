@@ -112,7 +112,15 @@ def measure(bench: Bench, choices: Sequence[Choice], imatrix: Imatrix | None) ->
     started = time.perf_counter()
     path = bench.folder / "model.gguf"
     run(
-        QuantizeJob(bench.file, path, choices, output_metadata(bench.file, _Q8_0), imatrix, bench.n_threads, force=True)
+        QuantizeJob(
+            bench.file,
+            path,
+            choices,
+            output_metadata(bench.file, _Q8_0),
+            imatrix,
+            n_threads=bench.n_threads,
+            force=True,
+        )
     )
     after = open_gguf(path, ())
     digest = hashlib.sha256(b"".join(after.data(name).tobytes() for name in after.tensors)).hexdigest()[:16]

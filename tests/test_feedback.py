@@ -145,6 +145,13 @@ def products(x: np.ndarray, block: int, n_mat: int = 1) -> Moments:
     return found.moments()
 
 
+def shrunk(h: np.ndarray, n_rows: int, block: int) -> np.ndarray:
+    """Moments as they are handed out: what is off the diagonal is scaled."""
+    out = h * n_rows / (n_rows + 4 * block)
+    out[np.diag_indices_from(h)] = np.diagonal(h)
+    return out
+
+
 def test_file_of_full_and_block_moments(rng: np.random.Generator, tmp_path: Path) -> None:
     x = inputs(rng, 96, 8)
     path = tmp_path / "c.gguf"
@@ -154,12 +161,13 @@ def test_file_of_full_and_block_moments(rng: np.random.Generator, tmp_path: Path
     full = found.moments("blk.0.attn_k.weight", (96, 10), 0)
     assert full is not None
     full = full[0]
-    np.testing.assert_allclose(full, moments_of(x), rtol=2e-5, atol=1e-3)
+    np.testing.assert_allclose(full, shrunk(moments_of(x), 4096, 96), rtol=2e-5, atol=1e-3)
     np.testing.assert_array_equal(full, full.T)
     blocks = found.moments("blk.0.ffn_down.weight", (96, 10), 0)
     assert blocks is not None and blocks.shape == (3, 32, 32)
     inside = np.kron(np.eye(3), np.ones((32, 32))) > 0
-    np.testing.assert_allclose(blocks.reshape(-1), full[inside], rtol=2e-5, atol=1e-3)
+    expected = shrunk(moments_of(x), 4096, 32)[inside]
+    np.testing.assert_allclose(blocks.reshape(-1), expected, rtol=2e-5, atol=1e-3)
     np.testing.assert_allclose(found.imatrix().weights(names[1], (96, 10)), np.diagonal(moments_of(x))[None], rtol=1e-5)
     assert found.moments("blk.7.attn_q.weight", (96, 10), 0) is None
     with pytest.raises(FormatError, match=r"attn_q\.weight has 96 columns .* rows of 128"):
@@ -175,9 +183,10 @@ def test_experts_with_few_rows_follow_the_layer(rng: np.random.Generator, tmp_pa
     shape, layer = (32, 5, 3), moments_of(np.concatenate((x, x[:8] * 3)))
     many, few, none = (open_covariance(tmp_path / "c.gguf").moments(name, shape, e) for e in range(3))
     many, few, none = many[0], few[0], none[0]
-    np.testing.assert_allclose(none, layer, rtol=1e-4, atol=1e-3)
-    np.testing.assert_allclose(many, moments_of(x), rtol=0.05, atol=0.05 * np.abs(layer).max())
-    np.testing.assert_allclose(few, 0.2 * moments_of(x[:8] * 3) + 0.8 * layer, rtol=1e-3, atol=1e-2)
+    np.testing.assert_allclose(none, shrunk(layer, 32, 32), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(many, shrunk(moments_of(x), 4128, 32), rtol=0.05, atol=0.05 * np.abs(layer).max())
+    mixed = 0.2 * moments_of(x[:8] * 3) + 0.8 * layer
+    np.testing.assert_allclose(few, shrunk(mixed, 40, 32), rtol=1e-3, atol=1e-2)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

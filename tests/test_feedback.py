@@ -10,6 +10,7 @@ import pytest
 from ikcli.errors import FormatError, UsageError
 from ikcli.eval.covariance_collect import Products, block_size, check_memory
 from ikcli.gguf.constants import GGMLType as T
+from ikcli.main import main
 from ikcli.quant import feedback_search
 from ikcli.quant.code_fields import REPLACEABLE, read_fields, replace_codes
 from ikcli.quant.covariance_file import Moments, open_covariance, write_covariance
@@ -220,3 +221,27 @@ def test_blocks_do_what_a_full_matrix_of_zeros_around_them_does(rng: np.random.G
     assert (ours != full).mean() < 0.02  # sums are rounded differently
     errors = [product_error(w, dequantize(rows.reshape(-1), type, (NE0, 16)), dense) for rows in (ours, full)]
     assert errors[0] == pytest.approx(errors[1], rel=0.02)
+
+
+def test_files_are_merged(rng: np.random.Generator, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x, names = inputs(rng, 64, 8), ["blk.0.attn_q.weight", "blk.0.attn_k.weight"]
+    a, b, c, other = (tmp_path / f"{n}.gguf" for n in ("a", "b", "all", "other"))
+    up = "blk.0.ffn_up_exps.weight"
+    write_covariance(a, [(names, products(x[:1000], 64)), ([up], products(x[:99], 32, 3))], n_chunks=3, datasets=["t"])
+    write_covariance(b, [(names, products(x[1000:], 64))], n_chunks=4, datasets=["u", "t"])
+    write_covariance(other, [(names, products(x, 32))])
+    assert main(["imatrix", "--in-file", str(a), "--in-file", str(b), "-o", str(c)]) == 0
+    found = open_covariance(c)
+    assert (found.n_chunks, found.datasets) == (7, ("t", "u")) and found.entries == open_covariance(a).entries
+    whole, parts = products(x, 64), found.sums(names[0])
+    np.testing.assert_allclose(parts.products, whole.products, rtol=1e-4, atol=1e-2)
+    np.testing.assert_allclose(parts.sums, whole.sums, rtol=1e-3, atol=1e-2)
+    np.testing.assert_array_equal(parts.counts, whole.counts)
+    np.testing.assert_array_equal(found.sums(up).products, open_covariance(a).sums(up).products)
+    assert main(["imatrix", "--in-file", str(a), "--in-file", str(b), "-o", str(a)]) == 0  # in place of one of them
+    assert a.read_bytes() == c.read_bytes()
+    before = c.read_bytes()
+    assert main(["imatrix", "--in-file", str(b), "--in-file", str(other), "-o", str(c)]) == 1
+    assert "in blocks of 32, elsewhere 1, 64, 64" in capsys.readouterr().err and c.read_bytes() == before
+    assert main(["imatrix", "--in-file", str(b), "--show-statistics"]) == 2
+    assert "can only be merged with others" in capsys.readouterr().err

@@ -33,7 +33,7 @@ from ikcli.eval.stats import RunningNll, token_nll
 from ikcli.eval.text import load_text, text_name, tokenize
 from ikcli.gguf.constants import GGUF_MAGIC
 from ikcli.log import log, warn
-from ikcli.quant.covariance_file import Moments, write_covariance
+from ikcli.quant.covariance_file import Moments, is_covariance, merge_covariance, open_covariance, write_covariance
 from ikcli.quant.imatrix_file import (
     Imatrix,
     ImatrixEntry,
@@ -258,6 +258,8 @@ class _Printer:
 
 def run_command(config: RunConfig) -> int:
     """`ik imatrix`: running perplexity and tables on stdout, everything else on stderr; returns the exit code."""
+    if moments := _moments(config):
+        return _merge_moments(config, moments)
     config, earlier = _inputs(config)
     options = config.imatrix
     if options.compare:
@@ -280,6 +282,27 @@ def run_command(config: RunConfig) -> int:
         _save(config, _named(_merged([load(path) for path in earlier]), config), options.output)
         return 0
     return _collect_text(config, earlier)
+
+
+def _moments(config: RunConfig) -> list[Path]:
+    """Files of second moments among those of --in-file."""
+    return [path for path in config.imatrix.in_file if path.is_file() and is_covariance(path)]
+
+
+def _merge_moments(config: RunConfig, moments: Sequence[Path]) -> int:
+    o = config.imatrix
+    alone = len(moments) == len(o.in_file) and not (o.compare or o.show_statistics or o.covariance)
+    if not alone or config.prompt.file is not None or config.prompt.prompt:
+        raise UsageError(
+            f"--in-file {moments[0]}: holds second moments, which can only be merged with others: "
+            "--in-file a.gguf --in-file b.gguf -o all.gguf"
+        )
+    _check_output(o.output)
+    files = [open_covariance(path) for path in moments]
+    merge_covariance(files, o.output)
+    n_chunks = sum(file.n_chunks for file in files)
+    log(f"imatrix: second moments of {len(files)} files, {n_chunks} chunks, in {o.output}")
+    return 0
 
 
 def _check_output(path: Path, option: str = "-o") -> None:

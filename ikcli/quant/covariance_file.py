@@ -8,7 +8,7 @@ block; `<entry>.in_sum` (ne0, n_mat); `<entry>.counts` (1, n_mat) rows. B = ne0 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.errors import FormatError, NonFiniteError
-from ikcli.gguf.constants import GGMLType, GGUFValueType
+from ikcli.gguf.constants import GGUF_MAGIC, GGMLType, GGUFValueType
 from ikcli.gguf.cursor import shown
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.gguf.values import Typed
@@ -28,6 +28,7 @@ Floats = npt.NDArray[np.float32]
 KIND = "covariance"
 _SUPER = 256  # columns of a super-block
 _DOUBT = 4  # see `Covariance.moments`
+_OTHER = "; the files belong to different models"
 _COV, _SUM, _COUNTS = ".in_cov", ".in_sum", ".counts"
 
 
@@ -122,6 +123,16 @@ class Covariance:
             out.entries[name] = made[entry]
         return out
 
+    @property
+    def entries(self) -> Mapping[str, str]:
+        """Entry by tensor."""
+        return self._entries
+
+    def sums(self, entry: str) -> Moments:
+        """What the file holds for an entry."""
+        counts = self._part(entry + _COUNTS).reshape(-1).astype(np.float64)
+        return Moments(self._part(entry + _COV), self._part(entry + _SUM)[0], counts)
+
     def _part(self, name: str) -> Floats:
         t = self._file.tensors.get(name)
         if t is None or t.type != GGMLType.F32:
@@ -157,6 +168,17 @@ def _diagonal_blocks(products: Floats) -> Floats:
     return out
 
 
+def is_covariance(path: str | Path) -> bool:
+    """Whether this is a file of second moments, damaged or not."""
+    with Path(path).open("rb") as f:
+        if f.read(4) != GGUF_MAGIC:
+            return False
+    try:
+        return open_gguf(path).get("general.type", "") == KIND
+    except FormatError:
+        return False
+
+
 def open_covariance(path: str | Path) -> Covariance:
     """Open a file of second moments; FormatError if it is damaged or something else."""
     file = open_gguf(path)
@@ -176,7 +198,52 @@ def write_covariance(
     datasets: Sequence[str] = (),
 ) -> None:
     """Write entries, each with the tensors it serves; it is named after the first of them."""
-    pairs = [(name, names[0]) for names, _ in entries for name in names]
+    shapes = {names[0]: m.products.shape for names, m in entries}
+    parts = ((names[0], m) for names, m in entries)
+    _write(path, [(name, names[0]) for names, _ in entries for name in names], shapes, parts, n_chunks, datasets)
+
+
+def merge_covariance(files: Sequence[Covariance], path: str | Path) -> None:
+    """Write the sums of several files into one, an entry at a time; the result may replace one of them.
+
+    FormatError if an entry has another shape in one of them. Entries that only some files have are taken from these.
+    """
+    pairs: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        for name, entry in file.entries.items():
+            if pairs.setdefault(name, entry) != entry:
+                raise FormatError(f"{file.path}: {name} shares {shown(entry)}, elsewhere {shown(pairs[name])}{_OTHER}")
+            shape = file.sums(entry).products.shape
+            if shapes.setdefault(entry, shape) != shape:
+                raise FormatError(
+                    f"{file.path}: the entry {shown(entry)} has {shape[0]} matrices of {shape[1]} columns in blocks of "
+                    f"{shape[2]}, elsewhere {', '.join(map(str, shapes[entry]))}; merge files of one model and one "
+                    "--covariance-limit"
+                )
+
+    def parts() -> Iterator[tuple[str, Moments]]:
+        for entry in shapes:
+            found = [file.sums(entry) for file in files if entry in file.entries.values()]
+            products, sums, counts = (np.sum(a, axis=0) for a in zip(*map(_arrays, found), strict=True))
+            yield entry, Moments(products, sums, counts)
+
+    datasets = list(dict.fromkeys(d for file in files for d in file.datasets))
+    _write(path, list(pairs.items()), shapes, parts(), sum(file.n_chunks for file in files), datasets)
+
+
+def _arrays(m: Moments) -> tuple[Floats, Floats, npt.NDArray[np.float64]]:
+    return m.products, m.sums, m.counts
+
+
+def _write(
+    path: str | Path,
+    pairs: Sequence[tuple[str, str]],
+    shapes: Mapping[str, tuple[int, ...]],
+    parts: Iterable[tuple[str, Moments]],
+    n_chunks: int,
+    datasets: Sequence[str],
+) -> None:
     metadata: Mapping[str, object] = {
         "general.type": KIND,
         "covariance.chunk_count": Typed(n_chunks, GGUFValueType.UINT32),
@@ -185,13 +252,12 @@ def write_covariance(
         "covariance.entries": Typed([p[1] for p in pairs], GGUFValueType.ARRAY, GGUFValueType.STRING),
     }
     specs: list[TensorSpec] = []
-    for names, m in entries:
-        n_mat, ne0, block = m.products.shape
-        specs.append(TensorSpec(names[0] + _COV, (block, ne0, n_mat), GGMLType.F32))
-        specs.append(TensorSpec(names[0] + _SUM, (ne0, n_mat), GGMLType.F32))
-        specs.append(TensorSpec(names[0] + _COUNTS, (1, n_mat), GGMLType.F32))
+    for name, (n_mat, ne0, block) in shapes.items():
+        specs.append(TensorSpec(name + _COV, (block, ne0, n_mat), GGMLType.F32))
+        specs.append(TensorSpec(name + _SUM, (ne0, n_mat), GGMLType.F32))
+        specs.append(TensorSpec(name + _COUNTS, (1, n_mat), GGMLType.F32))
     with GGUFWriter(Path(path), dict(metadata), specs) as writer:
-        for names, m in entries:
-            writer.write_tensor(names[0] + _COV, m.products.astype("<f4", copy=False))
-            writer.write_tensor(names[0] + _SUM, m.sums.astype("<f4", copy=False))
-            writer.write_tensor(names[0] + _COUNTS, m.counts.astype("<f4"))
+        for name, m in parts:
+            writer.write_tensor(name + _COV, m.products.astype("<f4", copy=False))
+            writer.write_tensor(name + _SUM, m.sums.astype("<f4", copy=False))
+            writer.write_tensor(name + _COUNTS, m.counts.astype("<f4"))

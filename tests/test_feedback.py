@@ -84,7 +84,8 @@ def test_codes_are_those_of_a_plain_loop(rng: np.random.Generator, monkeypatch: 
     monkeypatch.setattr(feedback_search, "_PASSES", 0)
     h, w = moments_of(inputs(rng, 64)), (rng.standard_normal((4, 64)) * 0.1).astype(np.float32)
     metric = Metric(h)
-    h64 = h.astype(np.float64) + 0.03 * np.diagonal(h).mean(dtype=np.float64) * np.eye(64)
+    squares = np.diagonal(h).astype(np.float64)
+    h64 = h.astype(np.float64) + np.diag(0.03 * squares + 0.003 * np.median(squares))
     np.testing.assert_allclose(metric.roots[0] @ metric.roots[0].T, h64, rtol=1e-9)
     data = encode_with_feedback(w, T.Q4_0, metric)
     scales = value_tables(data.reshape(4, -1), T.Q4_0, 64)[:, :, 0, :16]
@@ -126,6 +127,20 @@ def test_interleaved_types_hold_the_same_rows(rng: np.random.Generator) -> None:
     metric, w = Metric(moments_of(inputs(rng))), (rng.standard_normal((8, NE0)) * 0.02).astype(np.float32)
     rows = unrepack_rows(encode_with_feedback(w, T.IQ4_K_R4, metric), T.IQ4_K_R4, NE0)
     np.testing.assert_array_equal(rows.reshape(-1), encode_with_feedback(w, T.IQ4_K, metric))
+
+
+def test_a_channel_of_great_energy_hides_nothing(rng: np.random.Generator) -> None:
+    x = inputs(rng)
+    x[:, 7] *= 1000
+    h, w = moments_of(x), (rng.standard_normal((16, NE0)) * 0.02).astype(np.float32)
+    plain = dequantize(quantize_rows(w, T.IQ3_S, np.diagonal(h).copy()), T.IQ3_S, (NE0, 16))
+    ours = dequantize(encode_with_feedback(w, T.IQ3_S, Metric(h)), T.IQ3_S, (NE0, 16))
+    others = np.delete(np.arange(NE0), 7)
+    rest = h[np.ix_(others, others)]
+    assert product_error(w[:, others], ours[:, others], rest) < 0.75 * product_error(
+        w[:, others], plain[:, others], rest
+    )
+    assert product_error(w, ours, h) < product_error(w, plain, h)
 
 
 def test_columns_without_input(rng: np.random.Generator) -> None:

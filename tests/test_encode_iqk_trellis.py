@@ -33,7 +33,7 @@ CEILINGS: dict[GGMLType, tuple[float, float, float]] = {
     GGMLType.IQ4_KSS: (0.088, 0.69, 0.84),
     GGMLType.IQ2_KL: (0.227, 0.90, 0.92),
     GGMLType.IQ1_KT: (0.373, 0.70, 0.84),
-    GGMLType.IQ2_KT: (0.290, 0.74, 0.88),
+    GGMLType.IQ2_KT: (0.290, 0.74, 0.89),
     GGMLType.IQ3_KT: (0.154, 0.79, 0.91),
     GGMLType.IQ4_KT: (0.0865, 0.92, 0.95),
 }

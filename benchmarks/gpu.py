@@ -35,7 +35,7 @@ from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering, Program, a
 from ikcli.backends.cuda.modules import Package  # noqa: E402
 from ikcli.backends.cuda.upload import convert, device_bytes  # noqa: E402
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType  # noqa: E402
-from ikcli.graph import Cache, Graph, HeadSlice, Node, Rows, RowSpec, Weight  # noqa: E402
+from ikcli.graph import Cache, Graph, HeadSlice, Node, Rows, Weight  # noqa: E402
 
 T = GGMLType
 Array = npt.NDArray[Any]
@@ -271,7 +271,9 @@ class Case:
 
     def input(self, name: str, cols: int, rows: Rows = Rows.TOKENS) -> Node:
         """A leaf of random values."""
-        node = self.graph._node("input", name, [], RowSpec(rows), cols)
+        from leaves import leaf
+
+        node = leaf(self.graph, name, cols, rows)
         self.leaves.append(node)
         return node
 

@@ -12,8 +12,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from kernel_harness import Harness, Segment
+from leaves import Custom
 
 from ikcli.backends.cpu.kernels.peaks import CHAINS, KINDS
+from ikcli.backends.cpu.lower import RULES
 from ikcli.backends.cpu.program import Lowering
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Node, Weight
@@ -55,8 +57,8 @@ def _shortest(
     weights: dict[str, np.ndarray] | None = None,
 ) -> float:
     """Seconds of the fastest run of one op."""
-    run = Harness(1, 1, {"peak": lower})
-    run.compile(run.graph._node("peak", "peak", [], run.input("x", 16).rows, 16), threads, weights)
+    run = Harness(1, 1, RULES.replaced({Custom: lambda low, node, op: lower(low, node)}))
+    run.compile(run.graph.record(Custom(run.input("x", 16), 16), "peak"), threads, weights)
     times = []
     for _ in range(repeat):
         run.prepare([Segment(1)], {})

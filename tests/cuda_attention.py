@@ -17,13 +17,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from cuda_emulation import EmulatedDevice
+from cuda_graphs import keep
+from leaves import Leaf, leaf
 
-from ikcli.backends.cuda.attention import RULES
 from ikcli.backends.cuda.device import Launch
 from ikcli.backends.cuda.kv_layout import from_device, planes, to_device
-from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering, Program, lower
+from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering, Program, all_rules, lower
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
-from ikcli.graph import Cache, Graph, HeadSlice, Node, Rows, RowSpec
+from ikcli.graph import Cache, Graph, HeadSlice, Node, Rows
+from ikcli.graph.ops_attention import Attention
 from ikcli.quant.decode import dequantize
 
 Array = npt.NDArray[Any]
@@ -58,7 +60,7 @@ class Run:
 
     def input(self, name: str, cols: int, rows: Rows = Rows.TOKENS) -> Node:
         """A leaf whose rows are given at run time."""
-        node = self.graph._node("input", name, [], RowSpec(rows), cols)
+        node = leaf(self.graph, name, cols, rows)
         self.leaves.append(node)
         return node
 
@@ -66,8 +68,7 @@ class Run:
         """The lowered graph."""
         most = {Rows.TOKENS: self.max_tokens, Rows.OUTPUTS: 1, Rows.KV: self.n_cells}
         low = Lowering(most, self.n_cells, self.limits, self.independent)
-        rules = RULES | {"input": lambda low, node: low.keep(node, 0, 0)}
-        return lower(self.graph.nodes, [*results, *self.leaves], low, rules)
+        return lower(self.graph.nodes, [*results, *self.leaves], low, all_rules().replaced({Leaf: keep}))
 
     def __call__(
         self, segments: Sequence[Segment], values: Mapping[Node, Array], *results: Node, seed: int = 1,
@@ -199,8 +200,9 @@ def fill(run: Run, cache: Cache, segments: Sequence[Segment], rng: np.random.Gen
 # --- oracle -----------------------------------------------------------------------------------------------------------
 def expected(run: Run, node: Node, segments: Sequence[Segment], values: Mapping[Node, Array]) -> Array:
     """The attention node in float64, from what the caches hold and the leaves."""
-    a = node.attrs
-    group = a["n_head"] // a["n_head_kv"]
+    a = node.op
+    assert isinstance(a, Attention)
+    group = a.group
     out, token, kv_row = [], 0, 0
     for s in segments:
         end = s.pos + s.n_tokens
@@ -218,13 +220,13 @@ def expected(run: Run, node: Node, segments: Sequence[Segment], values: Mapping[
 
         hidden = np.arange(end)[None] > s.pos + np.arange(s.n_tokens)[:, None]
         heads = []
-        sources = {p.source: rows(p.source) for p in (*a["k"], a["v"])}
-        for h in range(a["n_head"]):
-            q = np.hstack([head(values[p.source][token : token + s.n_tokens].astype(np.float64), p, h) for p in a["q"]])
-            k = np.hstack([head(sources[p.source], p, h // group) for p in a["k"]])
-            scores = np.where(hidden, -np.inf, q @ k.T * np.float64(np.float32(a["scale"])))
+        sources = {p.source: rows(p.source) for p in (*a.k, a.v)}
+        for h in range(a.n_head):
+            q = np.hstack([head(values[p.source][token : token + s.n_tokens].astype(np.float64), p, h) for p in a.q])
+            k = np.hstack([head(sources[p.source], p, h // group) for p in a.k])
+            scores = np.where(hidden, -np.inf, q @ k.T * np.float64(np.float32(a.scale)))
             p = np.exp(scores - scores.max(axis=1, keepdims=True))
-            heads.append(p / p.sum(axis=1, keepdims=True) @ head(sources[a["v"].source], a["v"], h // group))
+            heads.append(p / p.sum(axis=1, keepdims=True) @ head(sources[a.v.source], a.v, h // group))
         out.append(np.hstack(heads))
         token, kv_row = token + s.n_tokens, kv_row + end
     return np.vstack(out)

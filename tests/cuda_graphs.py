@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from cuda_emulation import EmulatedDevice
+from leaves import Leaf, RouteLeaf, leaf, route_leaf
 
 from ikcli.backends.cuda.device import Launch
-from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering, Program, Ref, Rule, lower
-from ikcli.backends.reference import BatchState, CacheStore, Executor
-from ikcli.backends.reference import Segment as ReferenceSegment
-from ikcli.backends.reference_ops import OPS
+from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering, Program, Ref, lower
+from ikcli.backends.reference import CacheStore, Executor
+from ikcli.backends.rules import Rules
 from ikcli.gguf.constants import GGMLType
-from ikcli.graph import Graph, Node, Rows, RowSpec, Weight
+from ikcli.graph import Graph, Node, Op, Rows, Weight
+from ikcli.graph.micro_batch import MicroBatch, Segment
 
 Array = npt.NDArray[Any]
 LIMITS = DeviceLimits((9, 0), 132, 232448, 233472, 60 << 20, "emulated")
@@ -66,13 +67,16 @@ def bind(
     return Counts(n, len(outputs), n, 1, n).bucket(program.lowering.max_rows)
 
 
+def keep(low: Lowering, node: Node, op: Op) -> None:
+    """The rule of leaves: they are there from the start."""
+    low.keep(node, 0, 0)
+
+
 class GraphRun:
     """One graph over n rows; weights are float32 arrays in NumPy order."""
 
-    def __init__(
-        self, rules: Mapping[str, Rule], weights: Mapping[str, Array] | None = None, *, spare: int = 3
-    ) -> None:
-        self.rules = dict(rules) | {"input": lambda low, node: low.keep(node, 0, 0)}
+    def __init__(self, rules: Rules[Lowering], weights: Mapping[str, Array] | None = None, *, spare: int = 3) -> None:
+        self.rules = rules.replaced(dict.fromkeys((Leaf, RouteLeaf), keep))
         self.weights = dict(weights or {})
         self.graph, self.spare = Graph(), spare
         self.values: dict[Node, Array] = {}
@@ -81,7 +85,13 @@ class GraphRun:
 
     def input(self, name: str, values: Array, rows: Rows = Rows.TOKENS) -> Node:
         """A leaf with its values."""
-        node = self.graph._node("input", name, [], RowSpec(rows), values.shape[1])
+        node = leaf(self.graph, name, values.shape[1], rows)
+        self.values[node] = values
+        return node
+
+    def route(self, values: Array, n_used: int) -> Node:
+        """A leaf that chooses experts."""
+        node = route_leaf(self.graph, "route", n_used)
         self.values[node] = values
         return node
 
@@ -151,11 +161,11 @@ class GraphRun:
     def reference(self, results: Sequence[Node], n: int, outputs: Sequence[int], pos: int) -> list[Array]:
         """Values of the NumPy executor."""
         ex = Executor(lambda name: self.weights[name], CacheStore(n))
-        ex.state = BatchState(
+        ex.state = MicroBatch(
             np.zeros(n, np.int32), np.arange(pos, pos + n, dtype=np.int32), np.arange(n), np.array(outputs, np.int64),
-            (ReferenceSegment(0, n, 0, pos + n),),
+            (Segment(0, n, 0, pos),),
         )  # fmt: skip
         with np.errstate(all="ignore"):
             for node in self.graph.nodes:
-                ex._values[node.index] = self.values[node] if node in self.values else OPS[node.op](ex, node)
+                ex._values[node.index] = self.values[node] if node in self.values else node.op.compute(ex)
         return [ex._values[node.index] for node in results]

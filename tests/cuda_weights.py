@@ -9,8 +9,8 @@ import numpy.typing as npt
 from cuda_graphs import LIMITS, GraphRun
 from weight_bytes import fitting, stored
 
-from ikcli.backends.cuda import rules_layers, rules_matmul
-from ikcli.backends.cuda.lower import Lowering
+from ikcli.backends.cuda import rules_matmul
+from ikcli.backends.cuda.lower import Lowering, all_rules
 from ikcli.backends.cuda.upload import convert, device_bytes, is_float
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Rows, Weight
@@ -31,7 +31,7 @@ class ProductRun(GraphRun):
     """A graph with weights of any type."""
 
     def __init__(self, *, spare: int = 3, independent: bool = False) -> None:
-        super().__init__(rules_layers.RULES | rules_matmul.RULES, spare=spare)
+        super().__init__(all_rules(), spare=spare)
         self.tensors: dict[str, Weight] = {}
         self.bytes: dict[str, Array] = {}
         self.independent = independent

@@ -10,19 +10,20 @@ Temporary memory is poisoned with NaN before every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from leaves import Leaf, leaf
 
 from ikcli.backends.cpu.kernels import common
 from ikcli.backends.cpu.program import Lowering, Program, lower
 from ikcli.backends.cpu.threads import Team, aligned_zeros
+from ikcli.backends.rules import Rules
 from ikcli.gguf.constants import row_n_bytes
-from ikcli.graph import Cache, Graph, Node, Rows, RowSpec
+from ikcli.graph import Cache, Graph, Node, Rows
 from ikcli.native.kernel_cache import KernelKey, KernelLibrary
 
-Rule = Callable[[Lowering, Node], None]
 LIBRARY = KernelLibrary()
 _TEAMS: dict[int, Team] = {}
 
@@ -49,7 +50,7 @@ class Harness:
 
     max_tokens: int
     n_cells: int
-    rules: Mapping[str, Rule]
+    rules: Rules[Lowering]
     independent: bool = False
     graph: Graph = field(default_factory=Graph)
     leaves: list[Node] = field(default_factory=list)
@@ -57,7 +58,7 @@ class Harness:
 
     def input(self, name: str, cols: int, rows: Rows = Rows.TOKENS) -> Node:
         """A leaf whose rows are given at run time."""
-        node = self.graph._node("input", name, [], RowSpec(rows), cols)
+        node = leaf(self.graph, name, cols, rows)
         self.leaves.append(node)
         return node
 
@@ -66,10 +67,10 @@ class Harness:
         max_rows = {Rows.TOKENS: self.max_tokens, Rows.OUTPUTS: self.max_tokens, Rows.KV: self.n_cells}
         low = Lowering(max_rows, n_threads, self.n_cells, self.independent)
 
-        def lower_input(low: Lowering, node: Node) -> None:
+        def lower_input(low: Lowering, node: Node, op: Leaf) -> None:
             low.emit(KernelKey("executor", "make_noop"), node.rows, low.out(node))  # alive from here on
 
-        self.program: Program = lower(self.graph, result, low, {**self.rules, "input": lower_input})
+        self.program: Program = lower(self.graph, result, low, self.rules.replaced({Leaf: lower_input}))
         LIBRARY.require(self.program.kernels)
         self.n_threads = n_threads
         self.arena = aligned_zeros(self.program.arena_bytes)

@@ -6,7 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from kernel_harness import Harness, Segment
+from leaves import Custom
 
+from ikcli.backends.cpu.lower import RULES
 from ikcli.backends.cpu.program import Lowering
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Node, Weight
@@ -21,12 +23,12 @@ def run(key: KernelKey, threads: int, data: npt.NDArray[np.uint8], n: int) -> np
     """What threads leave behind; `data`: the weight for reading, else what the scratch of a thread holds before."""
     reads = key.factory == "make_read"
 
-    def lower(low: Lowering, node: Node) -> None:
+    def lower(low: Lowering, node: Node, op: Custom) -> None:
         w = [low.weight(Weight("w", GGMLType.F32, (data.size // 4,)))] if reads else []
         low.emit(key, node.rows, *w, n, low.out(node, 256 * threads))
 
-    harness = Harness(1, 1, {"peak": lower})
-    node = harness.graph._node("peak", "peak", [], harness.input("x", 16).rows, 64)
+    harness = Harness(1, 1, RULES.replaced({Custom: lower}))
+    node = harness.graph.record(Custom(harness.input("x", 16), 64), "peak")
     harness.compile(node, threads, {"w": data} if reads else None)
     harness.prepare([Segment(1)], {})
     out = harness.program.raw(harness.arena, node, 0, 32 * threads).view(np.uint8)

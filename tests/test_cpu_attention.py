@@ -17,6 +17,7 @@ from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
 from ikcli.graph import Cache, HeadSlice, Node, Rows
+from ikcli.graph.ops_attention import Attention
 from ikcli.native import isa
 from ikcli.quant.decode import dequantize
 
@@ -80,9 +81,9 @@ def expected(
 
     `codes`: with Q rounded as for q8_0 caches.
     """
-    attrs = node.attrs
-    n_head, group = attrs["n_head"], attrs["n_head"] // attrs["n_head_kv"]
-    scale = np.float32(attrs["scale"])
+    op = node.op
+    assert isinstance(op, Attention)
+    n_head, group, scale = op.n_head, op.group, np.float32(op.scale)
     out, token, kv_row = [], 0, 0
     for s in segments:
         end = s.pos + s.n_tokens
@@ -99,15 +100,15 @@ def expected(
 
         heads = []
         for h in range(n_head):
-            q = np.hstack([head_columns(values[p.source][token : token + s.n_tokens], p, h) for p in attrs["q"]])
+            q = np.hstack([head_columns(values[p.source][token : token + s.n_tokens], p, h) for p in op.q])
             q = to_codes(q * scale) if codes else q.astype(np.float64) * np.float64(scale)
-            k = np.hstack([head_columns(rows(p), p, h // group) for p in attrs["k"]])
+            k = np.hstack([head_columns(rows(p), p, h // group) for p in op.k])
             scores = q @ k.T
             hidden = np.arange(end)[None] > s.pos + np.arange(s.n_tokens)[:, None]
             scores[hidden] = -np.inf
             p = np.exp(scores - scores.max(axis=1, keepdims=True))
             p /= p.sum(axis=1, keepdims=True)
-            heads.append(p @ head_columns(rows(attrs["v"]), attrs["v"], h // group))
+            heads.append(p @ head_columns(rows(op.v), op.v, h // group))
         out.append(np.hstack(heads))
         token, kv_row = token + s.n_tokens, kv_row + end
     return np.vstack(out)
@@ -218,7 +219,7 @@ def how_rounded(built: Built) -> str:
     kernels = {key.module for key in built.run.program.kernels}
     if kernels & {"attention_pairs", "attention_few_pairs"}:
         return "integers"
-    q8_0 = built.node.attrs["k"][0].source.type == Q8_0
+    q8_0 = built.node.op.k[0].source.type == Q8_0
     return "codes" if q8_0 and "attention_stream" in kernels and isa.current().name == "avx512" else ""
 
 
@@ -588,7 +589,7 @@ def test_sizes_of_scratch() -> None:
 def test_large_scores() -> None:
     """Scores of thousands: the running maximum keeps everything finite."""
     built = gqa(2, 2, 64, (F32, F32), tokens=20, cells=400, flash=True)
-    built.node.attrs["scale"] = 300.0
+    built.node.op = replace(built.node.op, scale=300.0)
     check(built, [Segment(20, 0, 380)], 2, tolerance=2e-3)
 
 

@@ -12,12 +12,11 @@ from kernel_harness import Harness, Segment
 from weight_bytes import ALL_TYPES, fitting, stored
 
 from ikcli.backends.cpu.lower import RULES
-from ikcli.backends.reference import BatchState, CacheStore, Executor
-from ikcli.backends.reference import Segment as ReferenceSegment
-from ikcli.backends.reference_ops import OPS
+from ikcli.backends.reference import CacheStore, Executor
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
-from ikcli.graph import Graph, HeadSlice, Node, Weight
+from ikcli.graph import Graph, HeadSlice, Node, Weight, micro_batch
+from ikcli.graph.micro_batch import MicroBatch
 from ikcli.quant.decode import dequantize
 from ikcli.quant.formats import get_format
 
@@ -51,13 +50,13 @@ def run_both(
         return dequantize(np.ascontiguousarray(weights[name]), types.get(name, GGMLType.F32), w.shape)
 
     ex = Executor(load, CacheStore(8))
-    ex.state = BatchState(
+    ex.state = MicroBatch(
         np.array(tokens or [0] * n, np.int32), np.arange(pos, pos + n, dtype=np.int32), np.arange(n),
-        np.array(outputs, np.int64), (ReferenceSegment(0, n, 0, pos + n),),
+        np.array(outputs, np.int64), (micro_batch.Segment(0, n, 0, pos),),
     )  # fmt: skip
     with np.errstate(all="ignore"):
         for node in run.graph.nodes:
-            ex._values[node.index] = values[node] if node in values else OPS[node.op](ex, node)
+            ex._values[node.index] = values[node] if node in values else node.op.compute(ex)
     return found, ex._values[result.index]
 
 

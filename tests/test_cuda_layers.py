@@ -11,8 +11,8 @@ from cuda_emulation import needs_emulation
 from cuda_graphs import GraphRun
 
 from ikcli.backends.cuda.layouts import half_row_bytes, q8_row_bytes
-from ikcli.backends.cuda.lower import Counts, Lowering, Ref
-from ikcli.backends.cuda.rules_layers import FEW_TOKENS, RULES, activations
+from ikcli.backends.cuda.lower import Counts, Lowering, Ref, all_rules
+from ikcli.backends.cuda.rules_layers import FEW_TOKENS, activations
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, Rows
 
@@ -25,7 +25,7 @@ def random(*shape: int, seed: int = 1) -> Array:
 
 
 def graph(**weights: Array) -> GraphRun:
-    return GraphRun(RULES, weights)
+    return GraphRun(all_rules(), weights)
 
 
 WIDTHS = (1, 17, 32, 100, 516)

@@ -16,15 +16,17 @@ import pytest
 from cuda_emulation import EmulatedDevice, needs_emulation
 from cuda_graphs import LIMITS, GraphRun, bind, download, n_rows
 from factories import N_VOCAB, MemoryModel, tiny_deepseek2, tiny_model
+from leaves import Leaf, leaf
 
 from ikcli.backends.cuda.activations import activations
-from ikcli.backends.cuda.lower import Counts, Lowering, Program, Ref, lower
-from ikcli.backends.cuda.rules_layers import RULES
-from ikcli.backends.reference_ops import route_parts
+from ikcli.backends.cuda.lower import Counts, Lowering, Program, Ref, all_rules, lower
 from ikcli.engine.batch import Batch
 from ikcli.engine.reference_session import ReferenceSession
 from ikcli.gguf.constants import GGMLType
-from ikcli.graph import Graph, HeadSlice, Node, Rows, Weight
+from ikcli.graph import Graph, HeadSlice, Node, Op, Rows, Weight
+from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
+from ikcli.graph.ops_experts import MoeRoute, MoeUpGate, MulMatId, route_parts
+from ikcli.graph.ops_rows import Embed, MulMat, MulMatHeads, Product
 from ikcli.models import GraphConfig
 
 pytestmark = needs_emulation
@@ -35,15 +37,17 @@ GROUPED = {
     "expert_gating_func": 2, "expert_group_count": 4, "expert_group_used_count": 2, "expert_weights_norm": True,
 }  # fmt: skip
 OUTSIDE = "outside"
+OTHERS = (Embed, MulMat, MulMatHeads, MulMatId, MoeUpGate, KvStore, KvRows, FlashAttn, Attn)
+RULES = all_rules()
 
 
-def outside(low: Lowering, node: Node) -> None:
+def outside(low: Lowering, node: Node, op: Op) -> None:
     """An op of another file: reads its inputs, writes its output."""
-    sources = [x for x in node.inputs if isinstance(x, Node)]
-    if node.op == "mul_mat_heads" and node.attrs["x"].width % 32 == 0:
-        activations(low, node.attrs["x"], node.inputs[0].ne2, "q8")  # type: ignore[union-attr]
-    if node.op in ("mul_mat", "mul_mat_id", "moe_up_gate") and sources[0].cols % 32 == 0:
-        activations(low, HeadSlice(sources[0], 0, sources[0].cols, 0), 1, "q8")
+    sources = list(node.nodes())
+    if isinstance(op, MulMatHeads) and op.x.width % 32 == 0:
+        activations(low, op.x, op.w.ne2, "q8")
+    elif isinstance(op, Product) and op.source.cols % 32 == 0:
+        activations(low, HeadSlice(op.source, 0, op.source.cols, 0), 1, "q8")
     outputs = [low.out(node)] if node.cols else []
     low.emit(OUTSIDE, 1, 32, 0, *[low.out(x) for x in sources], *outputs)
 
@@ -52,7 +56,7 @@ def lowered(graph: Graph, n: int, n_outputs: int) -> Program:
     """A graph with outside ops, planned for a few rows more."""
     most = {Rows.TOKENS: n + 2, Rows.OUTPUTS: n_outputs + 1, Rows.KV: n + 2}
     low = Lowering(most, n + 2, LIMITS)
-    return lower(graph.nodes, [graph.nodes[-1]], low, {node.op: outside for node in graph.nodes} | RULES)
+    return lower(graph.nodes, [graph.nodes[-1]], low, RULES.replaced(dict.fromkeys((*OTHERS, Leaf), outside)))
 
 
 class ModelRun:
@@ -67,7 +71,7 @@ class ModelRun:
         batch = Batch.single(np.random.default_rng(3).integers(0, N_VOCAB, n))
         session.decode(Batch(batch.tokens, batch.pos, batch.seq, np.isin(np.arange(n), outputs)))
         self.graph = session._graphs[0]
-        names = {x.name for node in self.graph.nodes if node.op in RULES for x in node.inputs if isinstance(x, Weight)}
+        names = {w.name for node in self.graph.nodes if not isinstance(node.op, OTHERS) for w in node.weights()}
         self.weights = {name: np.ascontiguousarray(session._load(name), np.float32) for name in names}
         self.program = lowered(self.graph, n, len(outputs))
 
@@ -104,10 +108,11 @@ class ModelRun:
     def _compare(self, d: EmulatedDevice, stream: Any, node: Node) -> None:
         found, wanted = download(d, stream, self.program, node, n_rows(node, self.n, self.outputs)), self.values[node]
         d.synchronize()
-        if node.op == "moe_route":
+        if isinstance(node.op, MoeRoute):
+            n_used = node.op.n_used
             found, wanted = found.copy(), wanted.copy()
-            np.testing.assert_array_equal(*(route_parts(x, node.attrs["n_used"])[1] for x in (found, wanted)))
-            found, wanted = (route_parts(x, node.attrs["n_used"])[0] for x in (found, wanted))
+            np.testing.assert_array_equal(*(route_parts(x, n_used)[1] for x in (found, wanted)))
+            found, wanted = (route_parts(x, n_used)[0] for x in (found, wanted))
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=3e-6, err_msg=node.name)
 
 
@@ -228,7 +233,7 @@ def test_sums_that_were_read_are_not_moved() -> None:
     """A sum that something else has read before the norm stays where it is; one that is a bias is no sum of rows."""
     g = Graph()
     w = Weight("w", GGMLType.F32, (32,))
-    x = g._node("leaf", "x", [], g.embed(Weight("e", GGMLType.F32, (32, 4))).rows, 32)
+    x = leaf(g, "x", 32)
     total = g.add(x, x, "total")
     g.swiglu(total, total, "reader")
     g.rms_norm(total, w, 1e-6, "norm")
@@ -241,12 +246,12 @@ def test_nothing_moves_out_of_its_turn() -> None:
     """What another device's turn comes after must be computed before it."""
     g = Graph()
     w = Weight("w", GGMLType.F32, (32,))
-    x = g._node("leaf", "x", [], g.embed(Weight("e", GGMLType.F32, (32, 4))).rows, 32)
+    x = leaf(g, "x", 32)
     total = g.add(x, x, "total")
     norm = g.rms_norm(total, w, 1e-6, "norm")
     low = Lowering({Rows.TOKENS: 2, Rows.OUTPUTS: 2, Rows.KV: 2}, 2, LIMITS)
     for node in (total, norm):
         low.turn_start = len(low.ops)
         low.begin(node)
-        RULES[node.op](low, node)
+        RULES.lower(low, node)
     assert [op.kernel for op in low.ops] == ["layer_add", "layer_norm_rows"]

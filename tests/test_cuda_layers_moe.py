@@ -10,13 +10,14 @@ import numpy.typing as npt
 import pytest
 from cuda_emulation import needs_emulation
 from cuda_graphs import GraphRun
+from leaves import Custom
 
 from ikcli.backends.cuda.layouts import TILES, PlanLayout, max_tiles
-from ikcli.backends.cuda.lower import Lowering, Ref
-from ikcli.backends.cuda.rules_layers import FEW_TOKENS, RULES, plan_layout, zero_dropped
-from ikcli.backends.reference_ops import route_parts
+from ikcli.backends.cuda.lower import Lowering, Ref, all_rules
+from ikcli.backends.cuda.rules_layers import FEW_TOKENS, plan_layout, zero_dropped
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Node, RowSpec
+from ikcli.graph.ops_experts import route_parts
 
 pytestmark = needs_emulation
 Array = npt.NDArray[Any]
@@ -27,7 +28,7 @@ def random(*shape: int, seed: int = 1) -> Array:
 
 
 def graph(**weights: Array) -> GraphRun:
-    return GraphRun(RULES, weights)
+    return GraphRun(all_rules(), weights)
 
 
 def routed(run: GraphRun, logits: Array, n_used: int, **options: Any) -> Node:
@@ -148,8 +149,7 @@ def sort_run(ids: Array, n_expert: int, seed: int = 1) -> tuple[Array, dict[str,
     """(value of the moe_sort node, the plan's sections) for routed ids."""
     n, n_used = ids.shape
     run = graph()
-    route = run.input("route", route_rows(ids))
-    route.attrs["n_used"] = n_used
+    route = run.route(route_rows(ids), n_used)
     plan = run.graph.moe_sort(route, n_expert, "plan")
     at: list[PlanLayout] = []
 
@@ -240,8 +240,7 @@ def test_moe_sum(n: int, dropped: float, cols: int) -> None:
     """Rows in sorted order come back weighted and in token order; what lies in dropped rows is not looked at."""
     ids = choices(n, 16, 3, dropped=dropped)
     run = graph()
-    route = run.input("route", route_rows(ids))
-    route.attrs["n_used"] = 3
+    route = run.route(route_rows(ids), 3)
     plan = run.graph.moe_sort(route, 16, "plan")
     y = random(3 * n, cols)
     y[3 * n - int((ids < 0).sum()) :] = np.nan
@@ -259,8 +258,8 @@ def test_rows_of_dropped_slots_become_zero(ser: tuple[int, float] | None) -> Non
     plan = run.graph.moe_sort(route, 8, "plan")
     result = run.input("result", random(21, 33))
     result.rows = RowSpec(result.rows.symbol, 3)
-    run.rules["zeroed"] = lambda low, node: zero_dropped(low, result, plan)
-    run.graph._node("zeroed", "zeroed", [], result.rows, 0)
+    run.rules = run.rules.replaced({Custom: lambda low, node, op: zero_dropped(low, result, plan)})
+    run.graph.record(Custom(result, 0), "zeroed")
     before = run.values[result].copy()
     after, pairs = run.run(result, plan, n_tokens=7)
     kept = int((pairs[:, 1] >= 0).sum())

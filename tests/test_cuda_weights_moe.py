@@ -12,9 +12,9 @@ from cuda_weights import ProductRun, activations, check
 from weight_bytes import fitting
 
 from ikcli.backends.cuda.rules_matmul import FEW_PER_EXPERT, MV_ROWS
-from ikcli.backends.reference_ops import silu
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Node
+from ikcli.graph.ops_rows import silu
 from ikcli.quant.formats import get_format
 
 pytestmark = needs_emulation
@@ -37,7 +37,7 @@ def routed(run: ProductRun, n: int, ser: tuple[int, float] | None = None, skew: 
 
 def sort_of(run: ProductRun, n: int) -> Array:
     """(pair, expert) per sorted row, by the reference."""
-    plan = next(x for x in run.graph.nodes if x.op == "moe_sort")
+    plan = next(x for x in run.graph.nodes if x.op.name == "moe_sort")
     (table,) = run.reference([plan], n, (), 0)
     return table
 

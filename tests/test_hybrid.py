@@ -179,7 +179,7 @@ def test_turns_have_what_they_need(name, seed, model_file) -> None:
             assert where.get(node, turn.device) == turn.device and node not in there[turn.device]
             assert all(x in there[turn.device] for x in node.inputs if isinstance(x, Node))
             for cache in (x for x in node.inputs if isinstance(x, Cache)):
-                if node.op == "kv_store":
+                if node.op.name == "kv_store":
                     stored[cache] = node
                 else:
                     assert cache in stored
@@ -218,11 +218,11 @@ def test_a_gpu_goes_on_while_the_cpu_has_the_experts(model_file) -> None:
     graph, result = recorded(model_file("deepseek2"), mla=1)
     turns = schedule(graph, assign(graph, places("experts")), result, cut=[OTHER])
     for i, turn in enumerate(turns):
-        if any(node.op == "moe_up_gate" for node in turn.nodes):
+        if any(node.op.name == "moe_up_gate" for node in turn.nodes):
             assert turn.device == CPU and turn.after == (i - 2,)
             beside = turns[i - 1]
             assert beside.device == OTHER and not beside.exports
-            assert any("shexp" in node.name or node.op == "swiglu" for node in beside.nodes)
+            assert any("shexp" in node.name or node.op.name == "swiglu" for node in beside.nodes)
     assert sum(t.device == CPU for t in turns) == 3  # embeddings, experts of two layers
 
 

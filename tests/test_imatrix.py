@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
+from leaves import leaf
 
 from ikcli.config import ImatrixConfig, PerplexityConfig, PromptConfig, RunConfig, default_model, default_text
 from ikcli.engine.batch import Batch
@@ -22,7 +23,7 @@ from ikcli.eval.imatrix_stats import LayerSimilarity, statistics
 from ikcli.eval.perplexity import bos_of
 from ikcli.eval.text import load_text, tokenize
 from ikcli.gguf.constants import GGMLType as T
-from ikcli.graph import Graph, HeadSlice, Node, Rows, RowSpec
+from ikcli.graph import Graph, HeadSlice, Node, Weight
 from ikcli.main import main
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, read_imatrix
@@ -67,7 +68,7 @@ def shape_of(values: np.ndarray | None) -> tuple[int, ...]:
 
 # --- streams ----------------------------------------------------------------------------------------------------------
 def node(name: str = "x") -> Node:
-    return Node("add", name, (), {}, RowSpec(Rows.TOKENS), 4)
+    return leaf(Graph(), name, 4)
 
 
 @pytest.mark.parametrize("by_expert", [False, True])
@@ -197,9 +198,11 @@ def test_statistics() -> None:
 
 def test_layer_similarity() -> None:
     similarity, x = LayerSimilarity(), np.array([[1, 0], [0, 2]], np.float32)
-    g = Graph()
+    g, w = Graph(), Weight("w", T.F32, (2,))
+    x_node = leaf(g, "x", 2)
     for il, kind, value in ((0, "attn_norm", x), (0, "ffn_norm", x), (1, "attn_norm", x[::-1])):
-        similarity(Node("rms_norm", f"{kind}-{il}", (), {}, RowSpec(Rows.TOKENS), 2, index=len(g.nodes)), value)
+        g.il = il
+        similarity(g.rms_norm(x_node, w, 1e-6, kind), value)
     assert similarity.means() == {("attention", 0): 1.0, ("layer", 0): 0.0, ("feed-forward", 0): 0.0}
 
 
@@ -344,7 +347,7 @@ def test_cause_of_the_difference_from_the_reference(shared_dir: Path, tmp_path: 
         parts[node.name] = value.copy()
         if node.name == "kqv-0":
             q, k, v = (parts[name].reshape(len(value), -1, 32) for name in ("Qcur-0", "Kcur-0", "Vcur-0"))
-            out = half_precision_attention(q, k, v, node.attrs["scale"])
+            out = half_precision_attention(q, k, v, node.op.scale)
             add("blk.0.attn_output.weight", out.reshape(len(value), -1))
             add("blk.0.attn_q.weight", parts["attn_norm-0"])
 

@@ -13,11 +13,11 @@ import pytest
 from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
 from kernel_harness import Harness, Segment
+from leaves import leaf
 from test_cpu_attention import Built, absorbed, expected, gqa, how_rounded
 
 from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.backends.reference_kv import through_blocks
-from ikcli.backends.reference_ops import walsh
 from ikcli.config import DATA_DIR, KV_TYPES, RunConfig
 from ikcli.engine.batch import Batch
 from ikcli.engine.reference_session import ReferenceSession
@@ -29,6 +29,7 @@ from ikcli.eval.perplexity import run as run_perplexity
 from ikcli.eval.text import tokenize
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
 from ikcli.graph import Cache, Graph, power_of_two_parts
+from ikcli.graph.ops_rows import walsh
 from ikcli.models import GraphConfig
 from ikcli.quant.decode import dequantize
 
@@ -225,7 +226,7 @@ def test_hadamard(n_head: int, dim: int, offset: int, blocks: tuple[int, ...], r
     values = rng.standard_normal((7, n_head * dim), dtype=np.float32)
     out = run([Segment(7)], {x: values})
     matrix, at = np.eye(dim), offset
-    for size in once.attrs["blocks"]:
+    for size in once.op.blocks:
         matrix[at : at + size, at : at + size] = walsh(size)
         at += size
     wanted = values.reshape(7, n_head, dim) @ matrix
@@ -236,7 +237,7 @@ def test_hadamard(n_head: int, dim: int, offset: int, blocks: tuple[int, ...], r
 def test_power_of_two_parts() -> None:
     assert power_of_two_parts(192) == (128, 64)
     assert power_of_two_parts(41) == (32, 8, 1)
-    x = Graph()._node("input", "x", [], None, 64)  # type: ignore[arg-type]
+    x = leaf(Graph(), "x", 64)
     with pytest.raises(ValueError, match="do not fit"):
         Graph().hadamard(x, 2, 32, "h", blocks=(24,))
 
@@ -334,7 +335,7 @@ def test_rotation_of_k_is_the_default_for_few_bits() -> None:
     for (name, asked), wanted in cases.items():
         session = Session.plan(RunConfig(model=DATA_DIR / "demo.gguf", type_k=name, k_hadamard=asked, n_ctx=256))
         assert session.graph_config.k_hadamard == wanted
-        assert any(n.op == "hadamard" for g, _ in session.graphs.values() for n in g.nodes) == wanted
+        assert any(n.op.name == "hadamard" for g, _ in session.graphs.values() for n in g.nodes) == wanted
 
 
 @pytest.mark.parametrize("name", KV_TYPES)

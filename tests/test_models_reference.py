@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 from factories import N_VOCAB, MemoryModel, tiny_deepseek2, tiny_model
+from leaves import leaf, route_leaf
 
-from ikcli.backends.reference import BatchState, CacheStore, Executor, Segment, through_type
-from ikcli.backends.reference_ops import OPS, route_parts
+from ikcli.backends.reference import CacheStore, Executor, through_type
 from ikcli.engine.batch import Batch
 from ikcli.engine.reference_session import ReferenceSession
 from ikcli.errors import FormatError, IkError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
-from ikcli.graph import Graph, Node, Rows, RowSpec, Weight
+from ikcli.graph import Graph, Weight
+from ikcli.graph.micro_batch import MicroBatch, Segment
+from ikcli.graph.ops_experts import route_parts
 from ikcli.models import GraphConfig, HParams, RopeParams, Weights, deepseek2, find
 from ikcli.models.blocks import heads_per_step
 from ikcli.models.mla import derive, derived_specs
@@ -272,7 +274,7 @@ def test_expanded_graph_has_one_attention_per_step() -> None:
         g = Graph()
         cfg = GraphConfig(n_ctx=16384, amb=amb, expand=True)
         deepseek2.build(g, hp, Weights(model.tensors, "x.gguf"), cfg)
-        assert sum(n.op == "flash_attn" for n in g.nodes) == steps * hp.n_layer
+        assert sum(n.op.name == "flash_attn" for n in g.nodes) == steps * hp.n_layer
 
 
 def test_derived_tensor_types() -> None:
@@ -311,14 +313,13 @@ def route(probs: Array, **options: Any) -> tuple[Array, Array]:
     p = np.asarray(probs, np.float64)
     g = Graph()
     bias = options.pop("bias", None)
-    logits = Node("input", "logits", (), {}, RowSpec(Rows.TOKENS), p.shape[1], index=0)
-    g.nodes.append(logits)
+    logits = leaf(g, "logits", p.shape[1])
     w = Weight("b", GGMLType.F32, (p.shape[1],)) if bias is not None else None
     node = g.moe_route(logits, w, "route", gating="sigmoid", **({"norm": False, "scale": 1.0} | options))
     ex = Executor(lambda name: np.asarray(bias, np.float32), CacheStore(1), np.float64)
-    ex.state = BatchState(*(np.zeros(len(p), np.int32),) * 3, np.zeros(0, np.int64), ())
+    ex.state = MicroBatch(*(np.zeros(len(p), np.int32),) * 3, np.zeros(0, np.int64), ())
     ex._values[0] = np.log(p / (1 - p))
-    return route_parts(OPS["moe_route"](ex, node), options["n_used"])
+    return route_parts(node.op.compute(ex), options["n_used"])
 
 
 P = [[0.1, 0.8, 0.4, 0.5, 0.2, 0.3]]
@@ -373,15 +374,15 @@ def test_ser_keeps_ties() -> None:
 
 def test_dropped_slots_add_exactly_nothing() -> None:
     """Rows of dropped slots may hold anything, NaN included."""
-    nodes = [Node("input", n, (), {}, RowSpec(Rows.TOKENS), 1, index=i) for i, n in enumerate(("y", "route", "plan"))]
-    g = Graph(nodes=nodes)
-    node = g.moe_sum(nodes[0], nodes[1], nodes[2], "sum")
+    g = Graph()
+    y, route = leaf(g, "y", 1), route_leaf(g, "route", 2)
+    node = g.moe_sum(y, route, g.moe_sort(route, 2, "plan"), "sum")
     ex = Executor(lambda name: np.zeros(0, np.float32), CacheStore(1))
     ids = np.array([[1, -1], [0, 1]], np.int32)
     ex._values[0] = np.array([[10], [20], [30], [np.nan]], np.float32)  # sorted: (1,0) (0,0) (1,1), then the dropped
     ex._values[1] = np.concatenate([np.array([[1, 0], [0.5, 0.25]], np.float32), ids.view(np.float32)], axis=1)
     ex._values[2] = np.array([[2, 0], [0, 1], [3, 1], [1, -1]], np.int32)
-    assert OPS["moe_sum"](ex, node).tolist() == [[20], [12.5]]
+    assert node.op.compute(ex).tolist() == [[20], [12.5]]
 
 
 @pytest.mark.parametrize("fmoe", [True, False])
@@ -443,7 +444,7 @@ def test_segment_describes_compact_rows() -> None:
     g.kv_rows(cache, 1, 2, "rows")
     ex = Executor(lambda name: np.zeros(0, np.float32), CacheStore(6))
     ex.caches.rows(cache)[:] = np.arange(24).reshape(6, 4)
-    state = BatchState(*(np.zeros(2, np.int32),) * 3, np.zeros(0, np.int64), (Segment(0, 1, 3, 2), Segment(1, 1, 0, 1)))
+    state = MicroBatch(*(np.zeros(2, np.int32),) * 3, np.zeros(0, np.int64), (Segment(0, 1, 3, 1), Segment(1, 1, 0, 0)))
     assert ex.run(g, state).tolist() == [[13, 14], [17, 18], [1, 2]]
 
 

@@ -73,7 +73,7 @@ def test_bytes_and_operations_of_matrix_products(session, profile) -> None:
     graph = session.graphs["decode"][0]
 
     def weights(op: str, name: str) -> list[Weight]:
-        nodes = [n for n in graph.nodes if n.op == op and n.name.startswith(name)]
+        nodes = [n for n in graph.nodes if n.op.name == op and n.name.startswith(name)]
         return [w for n in nodes for w in n.inputs if isinstance(w, Weight)]
 
     (output,) = weights("mul_mat", "result_output")

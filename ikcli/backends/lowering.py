@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ikcli.graph import Cache, Lifetime, Node, Rows, RowSpec, Weight, assign_offsets
+from ikcli.graph import Cache, Lifetime, Node, Rows, RowSpec, assign_offsets
 
 STATE_INDEX = {Rows.TOKENS: 0, Rows.OUTPUTS: 1, Rows.KV: 2}  # words of the state of a micro-batch
 
@@ -102,15 +102,3 @@ def buffer_index(ref: Ref) -> int:
     """The buffer a Ref points into."""
     assert isinstance(ref.target, int)
     return ref.target
-
-
-def as_node(x: object) -> Node:
-    """An input that must be a node."""
-    assert isinstance(x, Node)
-    return x
-
-
-def as_weight(x: object) -> Weight:
-    """An input that must be a weight."""
-    assert isinstance(x, Weight)
-    return x

@@ -14,37 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.reference_kv import QUANTIZED_CACHE_TYPES, through_blocks
-from ikcli.backends.reference_ops import OPS
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType
-from ikcli.graph import Cache, Graph, Node, Weight
+from ikcli.graph import Cache, Graph, Node, Rows, Weight
+from ikcli.graph.micro_batch import MicroBatch
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encode import quantize
 
 Array = npt.NDArray[Any]
 Observer = Callable[[Node, Array], None]
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Adjacent tokens of one sequence: rows token0.. of the micro-batch; cells cell0 .. cell0+n_kv-1 hold its past."""
-
-    token0: int
-    n_tokens: int
-    cell0: int
-    n_kv: int
-
-
-@dataclass(frozen=True, slots=True)
-class BatchState:
-    """Dynamic values of one micro-batch; `outputs` are the rows whose logits are wanted."""
-
-    tokens: npt.NDArray[np.int32]
-    pos: npt.NDArray[np.int32]
-    cells: npt.NDArray[np.int64]
-    outputs: npt.NDArray[np.int64]
-    segments: tuple[Segment, ...]
 
 
 def through_type(x: npt.NDArray[np.float32], type_: GGMLType) -> npt.NDArray[np.float32]:
@@ -86,51 +65,52 @@ class Executor:
     caches: CacheStore
     dtype: type = np.float32
     observe: Observer | None = None
-    state: BatchState = field(init=False)
+    state: MicroBatch = field(init=False)
     _values: dict[int, Array] = field(init=False, default_factory=dict)
     _weights: dict[str, Array] = field(init=False, default_factory=dict)
 
-    def run(self, graph: Graph, state: BatchState) -> Array:
+    def run(self, graph: Graph, state: MicroBatch) -> Array:
         """Execute all nodes; returns the value of the last one."""
         self.state = state
         self._values = {}
         last_use = _last_uses(graph)
         for node in graph.nodes:
-            value = OPS[node.op](self, node)
+            value = node.op.compute(self)
             if value.shape != (self._n_rows(node), node.cols):
                 raise AssertionError(f"{node!r} gave {value.shape}")
             self._values[node.index] = value
             if self.observe is not None:
                 self.observe(node, value)
-            for x in node.inputs:
-                if isinstance(x, Node) and last_use[x.index] == node.index:
+            for x in node.nodes():
+                if last_use[x.index] == node.index:
                     self._values.pop(x.index, None)
         return self._values[graph.nodes[-1].index]
 
     def _n_rows(self, node: Node) -> int:
         s = self.state
-        n = {"n_tokens": len(s.tokens), "n_outputs": len(s.outputs), "n_kv": sum(x.n_kv for x in s.segments)}
-        return n[node.rows.symbol.value] * node.rows.factor
+        n = {Rows.TOKENS: len(s.tokens), Rows.OUTPUTS: len(s.outputs), Rows.KV: sum(x.n_kv for x in s.segments)}
+        return n[node.rows.symbol] * node.rows.factor
 
-    def value(self, x: Any) -> Array:
+    def value(self, node: Node) -> Array:
         """The value of a node that was executed before."""
-        return self._values[x.index]
+        return self._values[node.index]
 
-    def weight(self, w: Any) -> Array:
+    def weight(self, w: Weight) -> Array:
         """A weight in NumPy order, (matrices, rows, row length), reduced to the dimensions and rows asked for."""
-        assert isinstance(w, Weight)
         if w.name not in self._weights:
             self._weights[w.name] = self.load(w.name).astype(self.dtype, copy=False)
         values = self._weights[w.name].reshape(w.shape[::-1])
         return values if w.n_rows < 0 else values[w.row0 : w.row0 + w.n_rows]
 
-    def kv_source(self, source: Node | Cache, segment: Segment, kv0: int) -> Array:
-        """Key or value rows of a segment: its cells of a cache, or rows kv0.. of a node over all segments."""
-        if isinstance(source, Cache):
-            return self.caches.rows(source)[segment.cell0 : segment.cell0 + segment.n_kv].astype(self.dtype)
-        return self.value(source)[kv0 : kv0 + segment.n_kv]
+    def cached(self, cache: Cache) -> Array:
+        """All cells of a cache tensor."""
+        return self.caches.rows(cache)
+
+    def store(self, cache: Cache, x: Array, offset: int) -> None:
+        """Write a row per token of the micro-batch, from column `offset` on."""
+        self.caches.store(cache, self.state.cells, x.astype(np.float32), offset)
 
 
 def _last_uses(graph: Graph) -> Mapping[int, int]:
     """Index of the last node that reads each node."""
-    return {x.index: node.index for node in graph.nodes for x in node.inputs if isinstance(x, Node)}
+    return {x.index: node.index for node in graph.nodes for x in node.nodes()}

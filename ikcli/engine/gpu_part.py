@@ -147,7 +147,7 @@ class GpuPart(CudaBackend):
 
     def _work(self, program: Program, op: Op, state: State) -> tuple[int, int]:
         """See `work_of`, for launches that read the weights."""
-        names = {x.name for x in op.node.inputs if isinstance(x, Weight)}
+        names = {w.name for w in op.node.weights()}
         if not any(isinstance(arg, Ref) and arg.target in names for arg in op.args):
             return 0, 0
         return work_of(op.node, state, lambda plan: self._expert_rows(program, plan, state))

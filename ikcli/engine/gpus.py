@@ -17,12 +17,12 @@ from ikcli.engine.model import Model
 from ikcli.engine.parts import CPU, Bytes, CpuOnly, Part
 from ikcli.engine.placement import Placement, offload_threshold, place
 from ikcli.graph import Node, Rows, Weight
-from ikcli.graph.split import Places, layer_of
+from ikcli.graph.ops_experts import MoeUpGate, MulMatId
+from ikcli.graph.ops_rows import MulMat, MulMatHeads
+from ikcli.graph.split import Places
 from ikcli.log import warn
 
-_POLICY = {"mul_mat": "MUL_MAT", "mul_mat_heads": "MUL_MAT", "mul_mat_id": "MUL_MAT_ID",
-           "moe_up_gate": "MOE_FUSED_UP_GATE"}  # fmt: skip
-_EXPERT_OPS = ("mul_mat_id", "moe_up_gate")
+_POLICIES = {op.policy: op.by_expert for op in (MulMat, MulMatHeads, MulMatId, MoeUpGate)}
 OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
 _NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/proc/driver/nvidia/version"))
 """One of them is there where there is a driver (the second in WSL)."""
@@ -116,18 +116,18 @@ def place_model(config: RunConfig, model: Model, devices: Mapping[str, Device]) 
 
 def offload_of(config: RunConfig, model: Model, placement: Placement) -> Offload | None:
     """From how many tokens on products with weights of blocks in RAM are computed on a GPU (`-op`)."""
-    hp, allowed = model.hp, {"MUL_MAT": True, "MUL_MAT_ID": True, "MOE_FUSED_UP_GATE": True}
+    hp, allowed = model.hp, dict.fromkeys(_POLICIES, True)
     for name, on in config.offload_policy:
         allowed |= dict.fromkeys(allowed, on) if name == "ALL" else {name: on}
     dense = config.offload_min_batch
     by_expert = math.ceil(offload_threshold(dense, hp.n_expert, hp.n_expert_used))
-    least = {op: by_expert if op in _EXPERT_OPS else dense for op, name in _POLICY.items() if allowed[name]}
+    least = {name: by_expert if experts else dense for name, experts in _POLICIES.items() if allowed[name]}
     first = placement.devices[0]
 
     def device(node: Node, w: Weight, n_tokens: int) -> str | None:
-        if n_tokens < least.get(node.op, n_tokens + 1) or node.rows.symbol is Rows.OUTPUTS or not _streamable(w):
+        if n_tokens < least.get(node.op.policy, n_tokens + 1) or node.rows.symbol is Rows.OUTPUTS or not _streamable(w):
             return None
-        home = placement.home[layer] if (layer := layer_of(node)) >= 0 else CPU
+        home = placement.home[node.il] if node.il >= 0 else CPU
         return first if home == CPU else home
 
     return Offload(tuple(sorted({*least.values()} - {0, 1})), device) if least else None
@@ -144,7 +144,7 @@ def places_of(placement: Placement) -> Places:
     output = placement.split.output
 
     def weight(node: Node, w: Weight) -> str:
-        if w.name == EMBEDDING and node.op == "mul_mat":
+        if w.name == EMBEDDING and isinstance(node.op, MulMat):
             return CPU if output < 0 else placement.devices[output]
         return places.weight(node, w)
 

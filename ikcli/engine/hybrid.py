@@ -111,7 +111,7 @@ class HybridBackend:
             found = weight(node, w)
             return (device(node, w, n_tokens) or CPU) if found == CPU else found
 
-        pairs = ((n, x) for n in graph.nodes for x in n.inputs if isinstance(x, Weight))
+        pairs = ((n, w) for n in graph.nodes for w in n.weights())
         names = frozenset(w.name for n, w in pairs if weight(n, w) == CPU and place(n, w) != CPU)
         return replace(self._places, weight=place), names
 
@@ -154,7 +154,7 @@ class HybridBackend:
         names: dict[str, dict[str, None]] = {name: {} for name in self.parts}
         for p in _with_variants(programs):
             for turn in p.turns:
-                used = (x.name for node in turn.nodes for x in node.inputs if isinstance(x, Weight))
+                used = (w.name for node in turn.nodes for w in node.weights())
                 names[turn.device].update(dict.fromkeys(n for n in used if turn.device == CPU or n not in p.streamed))
         return {device: list(found) for device, found in names.items()}
 
@@ -339,8 +339,8 @@ def _handover_places(
     for i, t in enumerate(turns):
         for node in t.imports:
             last[node] = max(last[node], waited[i])
-        for x in (x for node in t.nodes for x in node.inputs):
-            if isinstance(x, Node) and x in first and parts[t.device].in_place:
+        for x in (x for node in t.nodes for x in node.nodes()):
+            if x in first and parts[t.device].in_place:
                 last[x] = max(last[x], i)
     last[result] = end
     nodes = list(first)

@@ -25,7 +25,6 @@ from ikcli.graph.split import Turn
 
 Bytes = npt.NDArray[np.uint8]
 CPU = "CPU"
-_LIGHT = frozenset({"embed", "get_rows", "rope_table", "moe_sort"})
 _LIGHT_TOKENS = 8
 
 
@@ -180,13 +179,14 @@ class CpuPart:
         spans: list[tuple[int, int]] = []
         for turn in turns:
             first = len(low.ops)
+            RULES.check(turn.nodes)
             for node in turn.nodes:
                 low.begin(node)
-                RULES[node.op](low, node)
+                RULES.lower(low, node)
             spans.append((first, len(low.ops)))
             for node in (*turn.imports, *turn.exports):
                 low.place_outside(node)
-        light = [all(node.op in _LIGHT for node in turn.nodes) for turn in turns]
+        light = [all(node.op.light for node in turn.nodes) for turn in turns]
         return CpuPartProgram(Program(low, None), spans, light)
 
     def bind(

@@ -92,7 +92,7 @@ class Profile:
 def _place(node: Node) -> str:
     """Name of a node without the layer, and its op where the name does not tell it."""
     name = re.sub(r"[-.]\d+(?=[-.]|$)", "", node.name)
-    return name if node.op in name else f"{name} ({node.op})"
+    return name if node.op.name in name else f"{name} ({node.op.name})"
 
 
 def _table(name: str, phase: Phase) -> list[str]:

@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli import models
-from ikcli.backends.reference import BatchState, CacheStore, Executor, Observer, Segment
+from ikcli.backends.reference import CacheStore, Executor, Observer
 from ikcli.engine.batch import Batch
 from ikcli.errors import IkError, UnsupportedError
 from ikcli.gguf.reader import open_gguf
 from ikcli.graph import Graph
+from ikcli.graph.micro_batch import MicroBatch, Segment
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Weights, check_tensors
 from ikcli.models.mla import DerivedSpec, derive
 from ikcli.models.tensors import TensorLike
@@ -90,13 +91,13 @@ class ReferenceSession:
         graph = self._graphs[len(batch) >= EXPAND_MIN_TOKENS]
         return self._executor.run(graph, self._state(batch)).astype(np.float32, copy=False)
 
-    def _state(self, batch: Batch) -> BatchState:
+    def _state(self, batch: Batch) -> MicroBatch:
         if len(batch) and not 0 <= batch.tokens.min() <= batch.tokens.max() < self.hp.n_vocab:
             raise IkError(f"a token id is outside the vocabulary of {self.hp.n_vocab}")
         starts = [0, *(np.flatnonzero(np.diff(batch.seq)) + 1).tolist(), len(batch)]
         segments = tuple(self._segment(batch, a, b) for a, b in pairwise(starts))
         cells = batch.seq.astype(np.int64) * self.n_ctx_seq + batch.pos
-        return BatchState(batch.tokens, batch.pos, cells, np.flatnonzero(batch.logits), segments)
+        return MicroBatch(batch.tokens, batch.pos, cells, np.flatnonzero(batch.logits), segments)
 
     def _segment(self, batch: Batch, start: int, stop: int) -> Segment:
         seq, pos, n = int(batch.seq[start]), int(batch.pos[start]), stop - start
@@ -107,7 +108,7 @@ class ReferenceSession:
         if pos + n > self.n_ctx_seq:
             raise IkError(f"sequence {seq}: {pos + n} tokens do not fit its context of {self.n_ctx_seq}; raise -c")
         self._n_past[seq] = pos + n
-        return Segment(start, n, seq * self.n_ctx_seq, pos + n)
+        return Segment(start, n, seq * self.n_ctx_seq, pos)
 
     def _load(self, name: str) -> npt.NDArray[np.float32]:
         if name in self._derived:

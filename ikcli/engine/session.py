@@ -24,7 +24,7 @@ from ikcli.engine.parts import CPU, Bytes, SessionBackend, cache_bytes
 from ikcli.engine.programs import check_caches, graph_config, record_graphs, runs, step_tokens
 from ikcli.engine.session_log import Timings
 from ikcli.errors import IkError, NonFiniteError, UnsupportedError
-from ikcli.graph import Cache, Graph, Node, Weight
+from ikcli.graph import Cache, Graph, Node
 from ikcli.log import log, progress, warn
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig
 from ikcli.sampling.short import draw_function
@@ -292,12 +292,12 @@ class Session:
         """Run the micro-batch once more, node by node, and name the first one that is not finite."""
 
         def look(node: Node, value: npt.NDArray[np.generic]) -> None:
-            if node.op in ("moe_route", "moe_sort") or node.dtype != "f32" or np.isfinite(value).all():
+            if node.op.is_table or np.isfinite(value).all():
                 return
-            weights = [x.name for x in node.inputs if isinstance(x, Weight)]
+            weights = [w.name for w in node.weights()]
             with_ = f" with {', '.join(weights)}" if weights else ""
             raise NonFiniteError(
-                f"{self.model.source}: {node.name} ({node.op}{with_}) gives NaN or Inf; "
+                f"{self.model.source}: {node.name} ({node.op.name}{with_}) gives NaN or Inf; "
                 "--check-tensors tells whether the file holds such values"
             )
 

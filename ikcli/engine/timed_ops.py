@@ -14,11 +14,10 @@ import numpy.typing as npt
 
 from ikcli.backends.cpu.backend import CpuBackend, State
 from ikcli.backends.cpu.program import Program
-from ikcli.graph import Node, Rows, Weight
+from ikcli.graph import Node, Rows
+from ikcli.graph.ops_experts import ExpertProduct, sort_of
+from ikcli.graph.ops_rows import Embed, Product
 from ikcli.quant.formats import row_size
-
-_PRODUCTS = ("mul_mat", "mul_mat_heads", "mul_mat_id", "moe_up_gate")
-_BY_EXPERT = ("mul_mat_id", "moe_up_gate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ def timed_ops(
 
 
 def _expert_rows(backend: CpuBackend, program: Program, plan: Node) -> tuple[int, int]:
-    ends = program.raw(backend.arena, plan, 8, plan.attrs["n_expert"] + 1)
+    ends = program.raw(backend.arena, plan, 8, sort_of(plan).n_expert + 1)
     return int((np.diff(ends) > 0).sum()), int(ends[-1])
 
 
@@ -65,20 +64,15 @@ def work_of(node: Node, state: State, experts: Callable[[Node], tuple[int, int]]
 
     `experts(plan)`: experts that were chosen, and rows they got.
     """
-    weights = [w for w in node.inputs if isinstance(w, Weight) and len(w.shape) > 1]
-    if not weights:
+    op = node.op
+    if isinstance(op, Embed):
+        return state.rows[Rows.TOKENS] * row_size(op.w.type, op.w.ne0), 0
+    if not isinstance(op, Product):
         return 0, 0
-    if node.op == "embed":
-        return state.rows[Rows.TOKENS] * row_size(weights[0].type, weights[0].ne0), 0
-    if node.op not in _PRODUCTS:
-        return 0, 0
-    if node.op in _BY_EXPERT:
-        plan = node.inputs[-1]
-        assert isinstance(plan, Node)
-        matrices, rows = experts(plan)
-        n_ops = sum(2 * w.ne0 * w.ne1 * rows for w in weights)
+    if isinstance(op, ExpertProduct):
+        matrices, rows = experts(op.plan)
+        n_ops = sum(2 * w.ne0 * w.ne1 * rows for w in op.matrices)
     else:
-        rows = state.rows[node.rows.symbol] * node.rows.factor
-        matrices = weights[0].ne2 if node.op == "mul_mat_heads" else 1
-        n_ops = 2 * weights[0].ne0 * weights[0].ne1 * matrices * rows
-    return sum(matrices * w.ne1 * row_size(w.type, w.ne0) for w in weights) if rows else 0, n_ops
+        matrices, rows = op.n_matrices, state.rows[node.rows.symbol] * node.rows.factor
+        n_ops = sum(2 * w.ne0 * w.ne1 * matrices * rows for w in op.matrices)
+    return sum(matrices * w.ne1 * row_size(w.type, w.ne0) for w in op.matrices) if rows else 0, n_ops

@@ -17,7 +17,9 @@ import numpy.typing as npt
 
 from ikcli.errors import NonFiniteError
 from ikcli.eval.covariance_collect import Products, block_size
-from ikcli.graph import Graph, HeadSlice, Node, Rows, Weight
+from ikcli.graph import Graph, HeadSlice, Node, Rows
+from ikcli.graph.ops_experts import ExpertProduct, route_of
+from ikcli.graph.ops_rows import MulMatHeads, Product, RmsNorm
 from ikcli.quant.covariance_file import Moments
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
 
@@ -94,7 +96,7 @@ class Collector:
     def __call__(self, node: Node, value: npt.NDArray[np.generic]) -> None:
         """Take the output of a node."""
         if node in self.routed:
-            n_used = node.attrs["n_used"]
+            n_used = route_of(node).n_used
             self._ids[node] = np.array(value.view(np.int32)[:, n_used:])
             for source in self.routed[node]:
                 held = self._held.pop(source)
@@ -169,28 +171,24 @@ def watch(graphs: Iterable[Graph], *, output_name: str | None = None) -> Collect
 
 
 def _watch_node(out: Collector, node: Node, output_name: str | None) -> None:
-    weights = [w for w in node.inputs if isinstance(w, Weight)]
-    wanted = [w for w in weights if w.name.startswith("blk.") or w.name == output_name]
-    if node.op == "rms_norm" and weights[0].name.endswith(".attn_kv_a_norm.weight"):
-        kv_b = weights[0].name.replace("attn_kv_a_norm", "attn_kv_b")
-        _attach(out, node, [kv_b], 1, weights[0].ne0)
-    if not wanted or node.op not in ("mul_mat", "mul_mat_heads", "mul_mat_id", "moe_up_gate"):
+    op = node.op
+    if isinstance(op, RmsNorm) and op.w.name.endswith(".attn_kv_a_norm.weight"):
+        kv_b = op.w.name.replace("attn_kv_a_norm", "attn_kv_b")
+        _attach(out, node, [kv_b], 1, op.w.ne0)
+    wanted = [w for w in node.weights() if w.name.startswith("blk.") or w.name == output_name]
+    if not wanted or not isinstance(op, Product):
         return
-    names, first = [w.name for w in wanted], wanted[0]
-    sources = [x for x in node.inputs if isinstance(x, Node)]
-    if node.op == "mul_mat":
-        if sources[0].rows.symbol is not Rows.KV:  # cached rows come again with every micro-batch
-            _attach(out, sources[0], names, 1, first.ne0)
-    elif node.op == "mul_mat_heads":
-        _attach(out, sources[0], names, first.ne2, first.ne0, heads=node.attrs["x"])
-    else:
-        route = sources[1].inputs[0]
-        assert isinstance(route, Node)
-        by_expert = bool(node.attrs.get("sorted_in", False))
-        _attach(out, sources[0], names, first.ne2, first.ne0, route=route, by_expert=by_expert)
+    names, first, source = [w.name for w in wanted], wanted[0], op.source
+    if isinstance(op, ExpertProduct):
+        route = op.sort.route
+        _attach(out, source, names, first.ne2, first.ne0, route=route, by_expert=op.sorted_in)
         feeds = out.routed.setdefault(route, [])
-        if not by_expert and sources[0] not in feeds:
-            feeds.append(sources[0])
+        if not op.sorted_in and source not in feeds:
+            feeds.append(source)
+    elif isinstance(op, MulMatHeads):
+        _attach(out, source, names, first.ne2, first.ne0, heads=op.x)
+    elif source.rows.symbol is not Rows.KV:  # cached rows come again with every micro-batch
+        _attach(out, source, names, 1, first.ne0)
 
 
 def _attach(

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.graph import Node
+from ikcli.graph.ops_rows import RmsNorm
 from ikcli.quant.imatrix_file import Imatrix
 
 _ACTIVE = 1e-5
@@ -106,10 +107,10 @@ class LayerSimilarity:
 
     def __call__(self, node: Node, value: npt.NDArray[np.generic]) -> None:
         """Take the output of a node; only the norms that begin attention and feed-forward parts count."""
-        kind, _, layer = node.name.rpartition("-")
-        if node.op != "rms_norm" or not layer.isdigit():
+        kind, il = node.name.rpartition("-")[0], node.il
+        if not isinstance(node.op, RmsNorm) or il < 0:
             return
-        il, x = int(layer), value.astype(np.float32)
+        x = value.astype(np.float32)
         if kind == "attn_norm":
             if il > 0:
                 self._add("layer", il - 1, self._attn, x)

@@ -1,7 +1,8 @@
 """Recorded graphs: model code records nodes once, backends execute them for every batch."""
 
-from ikcli.graph.core import Cache, Graph, HeadSlice, Node, Rows, RowSpec, Weight, power_of_two_parts
+from ikcli.graph.core import Cache, HeadSlice, Node, Op, Place, Rows, RowSpec, Weight, power_of_two_parts
 from ikcli.graph.plan import Lifetime, assign_offsets
+from ikcli.graph.recorder import Graph
 
 __all__ = [
     "Cache",
@@ -9,6 +10,8 @@ __all__ = [
     "HeadSlice",
     "Lifetime",
     "Node",
+    "Op",
+    "Place",
     "RowSpec",
     "Rows",
     "Weight",

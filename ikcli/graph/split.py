@@ -1,7 +1,7 @@
 """A graph on several devices: which device computes a node, and in which order the devices take turns.
 
 Nodes with weights are computed where the weights are, cache and attention where the cache is, and the rest where its
-inputs are. Small values that every device can make for itself (`REPEATED`) are made on each that needs them. A schedule
+inputs are: `Op.place`. Small values that every device can make for itself are made on each that needs them. A schedule
 is a list of `Turn`s, each a run of nodes of one device that depends on earlier turns only. What another device waits
 for comes first: a turn is cut behind it, so that the rest runs while the other device works.
 """
@@ -11,11 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ikcli.graph.core import Cache, Graph, Node, Weight
-
-REPEATED = ("rope_table", "moe_sort")
-_BY_WEIGHT = ("embed", "rms_norm", "mul_mat", "mul_mat_heads", "mul_mat_id", "moe_up_gate")
-_BY_FIRST_INPUT = ("moe_sum",)
+from ikcli.graph.core import Cache, Node, Place, Weight
+from ikcli.graph.recorder import Graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,33 +35,26 @@ class Turn:
     after: tuple[int, ...] = ()  # turns of other devices that have to be done
 
 
-def layer_of(node: Node) -> int:
-    """The layer in a node's name, or -1."""
-    _, dash, il = node.name.rpartition("-")
-    return int(il) if dash and il.isdigit() else -1
-
-
 def assign(graph: Graph, places: Places) -> dict[Node, str]:
     """Device of every node but the repeated ones."""
     device: dict[Node, str] = {}
     for node in graph.nodes:
-        if node.op not in REPEATED:
+        if node.op.place is not Place.EVERYWHERE:
             device[node] = _device(node, places, device)
     return device
 
 
 def _device(node: Node, places: Places, device: dict[Node, str]) -> str:
-    cache = next((x for x in node.inputs if isinstance(x, Cache)), None)
+    cache = next(node.caches(), None)
     if cache is not None:
         return places.cache(cache.il)
-    weight = next((x for x in node.inputs if isinstance(x, Weight)), None)
-    if weight is not None and node.op in _BY_WEIGHT:
+    weight = next(node.weights(), None)
+    if weight is not None and node.op.place is Place.WEIGHT:
         return places.weight(node, weight)
-    inputs = [x for x in node.inputs if isinstance(x, Node)]
-    found = [device[x] for x in inputs if x in device]
-    if found and (len(set(found)) == 1 or node.op in _BY_FIRST_INPUT):
+    found = [device[x] for x in node.nodes() if x in device]
+    if found and (len(set(found)) == 1 or node.op.place is Place.FIRST_INPUT):
         return found[0]
-    return places.home(layer_of(node))
+    return places.home(node.il)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +74,7 @@ def schedule(graph: Graph, device: dict[Node, str], result: Node, *, cut: Iterab
     done: set[tuple[Node, str]] = set()
     turns: list[Turn] = []
     while left:
-        current = next((t for t in left if t.node.op not in REPEATED), left[0]).device
+        current = next((t for t in left if t.node.op.place is not Place.EVERYWHERE), left[0]).device
         taken, rest = _take(left, current, done)
         parts = _divide(taken, left, current) if current in cutting else [taken]
         for part in parts:
@@ -100,19 +90,19 @@ def _tasks(graph: Graph, device: dict[Node, str]) -> list[_Task]:
     users: dict[Node, set[str]] = {}
     for node in reversed(graph.nodes):
         own = {device[node]} if node in device else users.get(node, set())
-        for x in node.inputs:
-            if isinstance(x, Node) and x not in device:
+        for x in node.nodes():
+            if x not in device:
                 users.setdefault(x, set()).update(own)
     tasks: list[_Task] = []
     stores: dict[Cache, tuple[Node, str]] = {}
     readers: dict[Cache, list[tuple[Node, str]]] = {}
     for node in graph.nodes:
         for where in [device[node]] if node in device else sorted(users.get(node, set())):
-            needs = {(x, device.get(x, where)) for x in node.inputs if isinstance(x, Node)}
-            for cache in (x for x in node.inputs if isinstance(x, Cache)):
+            needs = {(x, device.get(x, where)) for x in node.nodes()}
+            for cache in node.caches():
                 if cache in stores:
                     needs.add(stores[cache])
-                if node.op == "kv_store":
+                if node.op.stores:
                     needs.update(readers.pop(cache, []))
                     stores[cache] = (node, where)
                 else:
@@ -156,8 +146,8 @@ def _connect(turns: list[Turn], device: dict[Node, str], result: Node) -> None:
     for turn in turns:
         after = set()
         for node in turn.nodes:
-            for x in node.inputs:
-                if not isinstance(x, Node) or (x, turn.device) in made or (x, turn.device) in imported:
+            for x in node.nodes():
+                if (x, turn.device) in made or (x, turn.device) in imported:
                     continue
                 source = made[x, device[x]]
                 turn.imports.append(x)

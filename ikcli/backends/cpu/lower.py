@@ -5,12 +5,11 @@ Numba is never imported here: the sizes that kernels and lowering must agree on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from ikcli.backends.cpu import lower_attention
+from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.backends.cpu.program import Lowering, Ref, f32_bits
 from ikcli.backends.cpu.tile_modes import (
     MODES,
@@ -23,10 +22,23 @@ from ikcli.backends.cpu.tile_modes import (
     tile_bytes,
     tiles_per_thread,
 )
-from ikcli.backends.lowering import as_node, as_weight
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import HeadSlice, Node, Rows, RowSpec, Weight
+from ikcli.graph.ops_experts import ExpertProduct, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId
+from ikcli.graph.ops_rows import (
+    Add,
+    Concat,
+    ConcatHeads,
+    Embed,
+    GetRows,
+    MulMat,
+    MulMatHeads,
+    RmsNorm,
+    Rope,
+    RopeTable,
+    SwiGlu,
+)
 from ikcli.native import isa
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.quant.formats import get_format, row_size
@@ -34,13 +46,6 @@ from ikcli.quant.formats import get_format, row_size
 FLOAT_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.BF16_R16)
 ROW_SLACK = 512  # dots of a partial last step read past the end of an activation row
 FLOAT_TILE_BYTES = 512 * 32 * 4
-RULES: dict[str, Callable[[Lowering, Node], None]] = dict(lower_attention.RULES)
-
-
-def rule(fn: Callable[[Lowering, Node], None]) -> Callable[[Lowering, Node], None]:
-    """Register a lowering rule under its function name."""
-    RULES[fn.__name__.strip("_")] = fn
-    return fn
 
 
 def type_name(w: Weight) -> str:
@@ -89,9 +94,9 @@ def plan_bytes(n_pairs: int, n_expert: int) -> int:
 
 
 # --- rows and elements ------------------------------------------------------------------------------------------------
-@rule
-def _embed(low: Lowering, node: Node) -> None:
-    w = as_weight(node.inputs[0])
+@RULES.add(Embed, "w")
+def _embed(low: Lowering, node: Node, op: Embed) -> None:
+    w = op.w
     if get_format(w.type).rows > 1:
         raise UnsupportedError(
             f"{w.name} is {get_format(w.type).name}, whose rows are interleaved and cannot be looked up one by one; "
@@ -102,70 +107,66 @@ def _embed(low: Lowering, node: Node) -> None:
              row_bytes=16 * w.ne0)  # fmt: skip
 
 
-@rule
-def _rms_norm(low: Lowering, node: Node) -> None:
-    x, w = as_node(node.inputs[0]), as_weight(node.inputs[1])
-    a = node.attrs
-    low.emit(KernelKey("basic", "make_rms_norm"), node.rows, low.out(x), 4 * x.cols, 4 * a["offset"], low.weight(w),
-             low.out(node), node.cols, a["width"], f32_bits(a["eps"]), row_bytes=8 * node.cols)  # fmt: skip
+@RULES.add(RmsNorm, "x w eps offset n_cols")
+def _rms_norm(low: Lowering, node: Node, op: RmsNorm) -> None:
+    low.emit(KernelKey("basic", "make_rms_norm"), node.rows, low.out(op.x), 4 * op.x.cols, 4 * op.offset,
+             low.weight(op.w), low.out(node), node.cols, op.width, f32_bits(op.eps),
+             row_bytes=8 * node.cols)  # fmt: skip
 
 
-@rule
-def _add(low: Lowering, node: Node) -> None:
-    x, y = as_node(node.inputs[0]), node.inputs[1]
-    is_row = isinstance(y, Weight)
-    other = low.weight(y) if isinstance(y, Weight) else low.out(as_node(y))
-    low.emit(KernelKey("basic", "make_add"), node.rows, low.out(x), other, low.out(node), node.cols, int(is_row),
+@RULES.add(Add, "x y")
+def _add(low: Lowering, node: Node, op: Add) -> None:
+    is_row = isinstance(op.y, Weight)
+    other = low.weight(op.y) if isinstance(op.y, Weight) else low.out(op.y)
+    low.emit(KernelKey("basic", "make_add"), node.rows, low.out(op.x), other, low.out(node), node.cols, int(is_row),
              row_bytes=12 * node.cols)  # fmt: skip
 
 
-@rule
-def _swiglu(low: Lowering, node: Node) -> None:
-    gate, up = as_node(node.inputs[0]), as_node(node.inputs[1])
-    low.emit(KernelKey("basic", "make_swiglu"), node.rows, low.out(gate), low.out(up), low.out(node), node.cols,
+@RULES.add(SwiGlu, "gate up")
+def _swiglu(low: Lowering, node: Node, op: SwiGlu) -> None:
+    low.emit(KernelKey("basic", "make_swiglu"), node.rows, low.out(op.gate), low.out(op.up), low.out(node), node.cols,
              row_bytes=24 * node.cols)  # fmt: skip
 
 
-@rule
-def _concat(low: Lowering, node: Node) -> None:
+@RULES.add(Concat, "parts")
+def _concat(low: Lowering, node: Node, op: Concat) -> None:
     at = 0
-    for part in map(as_node, node.inputs):
+    for part in op.parts:
         low.emit(KernelKey("basic", "make_concat"), node.rows, low.out(part), 4 * part.cols, part.cols,
                  low.out(node) + 4 * at, 4 * node.cols, 1, 0, 0, row_bytes=8 * part.cols)  # fmt: skip
         at += part.cols
 
 
-@rule
-def _concat_heads(low: Lowering, node: Node) -> None:
-    n_head = node.attrs["n_head"]
+@RULES.add(ConcatHeads, "parts n_head")
+def _concat_heads(low: Lowering, node: Node, op: ConcatHeads) -> None:
+    n_head = op.n_head
     width = node.cols // n_head
     at = 0
-    for part in node.attrs["parts"]:
-        src = as_node(part.source)
+    for part in op.parts:
+        src = part.node
         low.emit(KernelKey("basic", "make_concat"), node.rows, low.out(src) + 4 * part.offset, 4 * src.cols, part.width,
                  low.out(node) + 4 * at, 4 * node.cols, n_head, 4 * part.head_stride, 4 * width,
                  row_bytes=8 * n_head * part.width)  # fmt: skip
         at += part.width
 
 
-@rule
-def _get_rows(low: Lowering, node: Node) -> None:
-    low.emit(KernelKey("basic", "make_get_rows"), node.rows, low.out(as_node(node.inputs[0])), low.out(node), node.cols,
+@RULES.add(GetRows, "x")
+def _get_rows(low: Lowering, node: Node, op: GetRows) -> None:
+    low.emit(KernelKey("basic", "make_get_rows"), node.rows, low.out(op.x), low.out(node), node.cols,
              row_bytes=8 * node.cols)  # fmt: skip
 
 
-@rule
-def _rope_table(low: Lowering, node: Node) -> None:
-    freqs = np.asarray(node.attrs["inv_freq"], dtype=np.float64)
+@RULES.add(RopeTable, "inv_freq mscale")
+def _rope_table(low: Lowering, node: Node, op: RopeTable) -> None:
+    freqs = np.asarray(op.inv_freq, dtype=np.float64)
     low.emit(KernelKey("basic", "make_rope_table"), node.rows, low.out(node), len(freqs),
-             low.constant(freqs.tobytes()), f32_bits(node.attrs["mscale"]), row_bytes=256 * len(freqs))  # fmt: skip
+             low.constant(freqs.tobytes()), f32_bits(op.mscale), row_bytes=256 * len(freqs))  # fmt: skip
 
 
-@rule
-def _rope(low: Lowering, node: Node) -> None:
-    x, table, a = as_node(node.inputs[0]), as_node(node.inputs[1]), node.attrs
-    low.emit(KernelKey("basic", "make_rope"), node.rows, low.out(x), low.out(table), low.out(node), a["n_head"],
-             a["head_dim"], a["offset"], a["n_rot"], int(a["neox"]), row_bytes=16 * node.cols)  # fmt: skip
+@RULES.add(Rope, "x table n_head head_dim offset neox")
+def _rope(low: Lowering, node: Node, op: Rope) -> None:
+    low.emit(KernelKey("basic", "make_rope"), node.rows, low.out(op.x), low.out(op.table), low.out(node), op.n_head,
+             op.head_dim, op.offset, op.n_rot, int(op.neox), row_bytes=16 * node.cols)  # fmt: skip
 
 
 # --- matrix products --------------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ class Activations:
 
 def _activations(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Activations:
     """The input as the weight's kernel wants it: float rows as they are, or converted once per distinct input."""
-    src = as_node(x.source)
+    src = x.node
     kind = _kind_of_rows(low, w, src.rows)
     if kind == "f32":
         return Activations(low.out(src) + 4 * x.offset, 4 * src.cols, 4 * x.head_stride)
@@ -219,44 +220,41 @@ def _emit_mul_mat(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int
              a.head_stride, 4 * w.ne1, row_bytes=heads * w.ne1 * row)  # fmt: skip
 
 
-@rule
-def _mul_mat(low: Lowering, node: Node) -> None:
-    w, x = as_weight(node.inputs[0]), as_node(node.inputs[1])
-    _emit_mul_mat(low, node, w, HeadSlice(x, 0, x.cols, 0), 1)
+@RULES.add(MulMat, "w x")
+def _mul_mat(low: Lowering, node: Node, op: MulMat) -> None:
+    _emit_mul_mat(low, node, op.w, HeadSlice(op.x, 0, op.x.cols, 0), 1)
 
 
-@rule
-def _mul_mat_heads(low: Lowering, node: Node) -> None:
-    w = as_weight(node.inputs[0])
-    _emit_mul_mat(low, node, w, node.attrs["x"], w.ne2)
+@RULES.add(MulMatHeads, "w x")
+def _mul_mat_heads(low: Lowering, node: Node, op: MulMatHeads) -> None:
+    _emit_mul_mat(low, node, op.w, op.x, op.w.ne2)
 
 
 # --- mixture of experts -----------------------------------------------------------------------------------------------
-@rule
-def _moe_route(low: Lowering, node: Node) -> None:
-    logits, bias, a = as_node(node.inputs[0]), node.inputs[1], node.attrs
-    fewest, threshold = a["ser"] or (0, 0.0)
-    scratch = 4 * (2 * a["n_expert"] + a["n_group"])
-    low.emit(KernelKey("moe", "make_route"), node.rows, low.out(logits),
-             low.weight(bias) if isinstance(bias, Weight) else 0, low.out(node), a["n_expert"], a["n_used"],
-             int(a["gating"] == "softmax"), int(a["norm"]), f32_bits(a["scale"]), a["n_group"], a["n_group_used"],
-             max(fewest, 0), f32_bits(threshold), low.buffer(scratch * low.n_threads), scratch,
-             row_bytes=16 * (2 + a["n_used"]) * a["n_expert"])  # fmt: skip
+@RULES.add(
+    MoeRoute, "logits bias n_used norm scale n_group n_group_used ser", gating=("softmax", "sigmoid")
+)  # fmt: skip
+def _moe_route(low: Lowering, node: Node, op: MoeRoute) -> None:
+    fewest, threshold = op.ser or (0, 0.0)
+    scratch = 4 * (2 * op.n_expert + op.n_group)
+    low.emit(KernelKey("moe", "make_route"), node.rows, low.out(op.logits), low.weight(op.bias) if op.bias else 0,
+             low.out(node), op.n_expert, op.n_used, int(op.gating == "softmax"), int(op.norm), f32_bits(op.scale),
+             op.n_group, op.n_group_used, max(fewest, 0), f32_bits(threshold), low.buffer(scratch * low.n_threads),
+             scratch, row_bytes=16 * (2 + op.n_used) * op.n_expert)  # fmt: skip
 
 
-@rule
-def _moe_sort(low: Lowering, node: Node) -> None:
-    route, n_expert, n_used = as_node(node.inputs[0]), node.attrs["n_expert"], node.attrs["n_used"]
-    out = low.out(node, plan_bytes(low.rows(node.rows), n_expert))
-    low.emit(KernelKey("moe", "make_sort"), route.rows, low.out(route), out, n_expert, n_used,
+@RULES.add(MoeSort, "route n_expert")
+def _moe_sort(low: Lowering, node: Node, op: MoeSort) -> None:
+    out = low.out(node, plan_bytes(low.rows(node.rows), op.n_expert))
+    low.emit(KernelKey("moe", "make_sort"), op.route.rows, low.out(op.route), out, op.n_expert, op.n_used,
              row_bytes=1)  # fmt: skip
 
 
-def _sorted_activations(low: Lowering, w: Weight, x: Node, plan: Node, sorted_in: bool) -> Activations:
+def _sorted_activations(low: Lowering, w: Weight, op: ExpertProduct) -> Activations:
     """Input rows in expert order."""
-    n_expert, n_used = plan.attrs["n_expert"], plan.attrs["n_used"]
+    x, plan, n_expert, n_used = op.source, op.plan, op.sort.n_expert, op.sort.n_used
     kind = _kind_of_rows(low, w, x.rows)
-    if sorted_in:
+    if op.sorted_in:
         return _activations(low, w, HeadSlice(x, 0, x.cols, 0), 1)
     row = kind_row_bytes(kind, x.cols)
 
@@ -270,40 +268,37 @@ def _sorted_activations(low: Lowering, w: Weight, x: Node, plan: Node, sorted_in
     return Activations(low.shared(("sorted", kind, x, plan), gather), row, 0)
 
 
-def _emit_by_expert(low: Lowering, node: Node, factory: str, w: Weight, a: Activations, *more: int | Ref) -> None:
-    plan = as_node(node.inputs[-1])
+def _emit_by_expert(
+    low: Lowering, node: Node, op: ExpertProduct, factory: str, w: Weight, a: Activations, *more: int | Ref
+) -> None:
+    plan = op.plan
     row = row_size(w.type, w.ne0)
     low.emit(KernelKey("matmul", factory, (type_name(w),)), node.rows, low.weight(w), row, w.ne1, w.ne0, a.at, a.stride,
              low.out(node), 4 * node.cols, *_tiles(low, w), low.few_rows, w.ne2, row * w.ne1, low.out(plan) + 8,
              *more)  # fmt: skip
-    if as_node(plan.inputs[0]).attrs["ser"]:
-        route = as_node(plan.inputs[0])
-        low.emit(KernelKey("moe", "make_zero_dropped"), route.rows, low.out(node), node.cols, low.out(plan),
-                 plan.attrs["n_used"])  # fmt: skip
+    if op.route.ser:
+        low.emit(KernelKey("moe", "make_zero_dropped"), op.sort.route.rows, low.out(node), node.cols, low.out(plan),
+                 op.sort.n_used)  # fmt: skip
 
 
-@rule
-def _mul_mat_id(low: Lowering, node: Node) -> None:
-    w, x, plan = as_weight(node.inputs[0]), as_node(node.inputs[1]), as_node(node.inputs[2])
-    a = _sorted_activations(low, w, x, plan, node.attrs["sorted_in"])
-    _emit_by_expert(low, node, "make_mul_mat_id", w, a)
+@RULES.add(MulMatId, "w x plan sorted_in")
+def _mul_mat_id(low: Lowering, node: Node, op: MulMatId) -> None:
+    _emit_by_expert(low, node, op, "make_mul_mat_id", op.w, _sorted_activations(low, op.w, op))
 
 
-@rule
-def _moe_up_gate(low: Lowering, node: Node) -> None:
-    up, gate = as_weight(node.inputs[0]), as_weight(node.inputs[1])
-    x, plan = as_node(node.inputs[2]), as_node(node.inputs[3])
-    a = _sorted_activations(low, up, x, plan, False)
-    scratch = low.rows(x.rows) * MOST_TILES * TILE_ROWS * 4
-    _emit_by_expert(low, node, "make_up_gate", up, a, low.weight(gate), low.buffer(scratch * low.n_threads), scratch)
+@RULES.add(MoeUpGate, "up gate x plan")
+def _moe_up_gate(low: Lowering, node: Node, op: MoeUpGate) -> None:
+    a = _sorted_activations(low, op.up, op)
+    scratch = low.rows(op.x.rows) * MOST_TILES * TILE_ROWS * 4
+    _emit_by_expert(low, node, op, "make_up_gate", op.up, a, low.weight(op.gate),
+                    low.buffer(scratch * low.n_threads), scratch)  # fmt: skip
 
 
-@rule
-def _moe_sum(low: Lowering, node: Node) -> None:
-    y, route, plan = (as_node(x) for x in node.inputs)
-    low.emit(KernelKey("moe", "make_sum"), node.rows, low.out(y), low.out(route), low.out(plan), node.cols,
-             plan.attrs["n_used"], plan.attrs["n_expert"], low.out(node),
-             row_bytes=4 * (plan.attrs["n_used"] + 1) * node.cols)  # fmt: skip
+@RULES.add(MoeSum, "y route plan")
+def _moe_sum(low: Lowering, node: Node, op: MoeSum) -> None:
+    low.emit(KernelKey("moe", "make_sum"), node.rows, low.out(op.y), low.out(op.route), low.out(op.plan), node.cols,
+             op.sort.n_used, op.sort.n_expert, low.out(node),
+             row_bytes=4 * (op.sort.n_used + 1) * node.cols)  # fmt: skip
 
 
 def max_rows(n_tokens: int, n_outputs: int, n_cells: int) -> dict[Rows, int]:

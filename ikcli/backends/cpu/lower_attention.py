@@ -7,13 +7,16 @@ the memory report.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ikcli.backends.cpu.program import Lowering, Ref, Word, f32_bits
+from ikcli.backends.rules import Rules
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
 from ikcli.graph import Cache, HeadSlice, Node, Rows
+from ikcli.graph.ops_attention import Attention, Attn, FlashAttn, KvRows, KvStore
+from ikcli.graph.ops_rows import Hadamard
 from ikcli.native import isa
 from ikcli.native.kernel_cache import KernelKey
 
@@ -26,6 +29,7 @@ _SLOTS_PER_THREAD = 4  # ... SPLITS_PER_THREAD
 _STAT_BYTES = 4 * MAX_ROWS  # kernels/attention.py
 _STATS_BYTES = 5 * _STAT_BYTES
 _BLOCK_SPACE = 2560  # kernels/pair_tiles.py
+RULES: Rules[Lowering] = Rules("the CPU backend", "it needs a newer ik")
 _MIN_SPLIT = {True: 64, False: 256}  # fewest positions of a part, for few rows and many
 
 
@@ -67,21 +71,19 @@ def _check_store(cache: Cache, cols: int, cache_offset: int) -> None:
         raise UnsupportedError(f"rows of a {traits.name} cache have one scale and must be written at once")
 
 
-def lower_hadamard(low: Lowering, node: Node) -> None:
+@RULES.add(Hadamard, "x n_head head_dim offset blocks")
+def lower_hadamard(low: Lowering, node: Node, op: Hadamard) -> None:
     """Rotation of heads in power-of-two blocks."""
-    (x,), a = node.inputs, node.attrs
-    assert isinstance(x, Node)
-    low.emit(KernelKey("hadamard", "make_hadamard"), node.rows, low.out(x), low.out(node), a["n_head"], a["head_dim"],
-             a["offset"], len(a["blocks"]), *a["blocks"], row_bytes=16 * node.cols)  # fmt: skip
+    low.emit(KernelKey("hadamard", "make_hadamard"), node.rows, low.out(op.x), low.out(node), op.n_head, op.head_dim,
+             op.offset, len(op.blocks), *op.blocks, row_bytes=16 * node.cols)  # fmt: skip
 
 
-def lower_kv_store(low: Lowering, node: Node) -> None:
+@RULES.add(KvStore, "cache x offset n_cols cache_offset")
+def lower_kv_store(low: Lowering, node: Node, op: KvStore) -> None:
     """Write columns of a value into the cache."""
-    cache, x = node.inputs
-    assert isinstance(cache, Cache) and isinstance(x, Node)
-    offset, cols, cache_offset = (node.attrs[k] for k in ("offset", "cols", "cache_offset"))
+    cache, x, cols, cache_offset = op.cache, op.x, op.n_cols, op.cache_offset
     type_ = _type_name(cache.type)
-    source = low.out(x) + 4 * offset
+    source = low.out(x) + 4 * op.offset
     if cache.transposed:
         if TYPE_TRAITS[cache.type].block_size > 1:
             raise UnsupportedError(f"a transposed V cache cannot be of type {type_}; use f16 or flash attention (-fa)")
@@ -97,14 +99,14 @@ def lower_kv_store(low: Lowering, node: Node) -> None:
     low.emit(key, node.rows, source, 4 * x.cols, cols, Ref(cache), row_bytes, cache_offset, row_bytes=moved)
 
 
-def lower_kv_rows(low: Lowering, node: Node) -> None:
+@RULES.add(KvRows, "cache offset n_cols")
+def lower_kv_rows(low: Lowering, node: Node, op: KvRows) -> None:
     """Cached columns as compact f32 rows."""
-    (cache,) = node.inputs
-    assert isinstance(cache, Cache)
-    _check_blocks(cache, node.attrs["offset"], node.cols)
+    cache = op.cache
+    _check_blocks(cache, op.offset, node.cols)
     key = KernelKey("kv", "make_kv_rows", (_type_name(cache.type),))
     row_bytes = row_n_bytes(cache.type, cache.cols)
-    low.emit(key, node.rows, Ref(cache), row_bytes, node.attrs["offset"], node.cols, low.out(node))
+    low.emit(key, node.rows, Ref(cache), row_bytes, op.offset, node.cols, low.out(node))
 
 
 def _part(low: Lowering, x: HeadSlice | None) -> tuple[str, list[Word]]:
@@ -150,8 +152,8 @@ class _Sources:
     words: list[Word]
 
     @classmethod
-    def of(cls, low: Lowering, node: Node) -> _Sources:
-        q, k, v = node.attrs["q"], node.attrs["k"], node.attrs["v"]
+    def of(cls, low: Lowering, node: Node, op: Attention) -> _Sources:
+        q, k, v = op.q, op.k, op.v
         if max(len(q), len(k)) > 2 or any(p.width % 16 for p in (*q[:-1], *k[:-1])) or _chunks(*q) != _chunks(*k):
             raise UnsupportedError(
                 f"{node.name}: heads are made of one or two parts, the first of a multiple of 16 columns"
@@ -205,13 +207,16 @@ def _regions(*sizes: int) -> tuple[list[int], int]:
     return at[:-1], -(-max(at[-1], 4096) // 128) * 128 + 64
 
 
-def lower_flash_attn(low: Lowering, node: Node) -> None:
+_FIELDS = "q k v n_head n_head_kv scale"
+
+
+@RULES.add(FlashAttn, _FIELDS)
+def lower_flash_attn(low: Lowering, node: Node, op: FlashAttn) -> None:
     """Flash attention: one pass, then merging of the parts of split tasks."""
-    k, v = node.attrs["k"], node.attrs["v"]
-    n_head, group = node.attrs["n_head"], node.attrs["n_head"] // node.attrs["n_head_kv"]
+    k, v, n_head, group = op.k, op.v, op.n_head, op.group
     if isinstance(v.source, Cache) and v.source.transposed:
         raise UnsupportedError("flash attention reads V row by row: the V cache cannot be transposed")
-    sources = _Sources.of(low, node)
+    sources = _Sources.of(low, node, op)
     heads = _unit_heads(group)
     block = 1 if low.independent else max(1, MAX_ROWS // heads)
     n_rows, units = min(block, low.max_rows[Rows.TOKENS]) * heads, n_head // heads
@@ -245,7 +250,7 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
     slots = low.buffer(max(n_slots, units) * low.max_rows[Rows.TOKENS] * slot_bytes if low.independent
                        else n_slots * slot_bytes)  # fmt: skip
     words: list[Word] = [low.out(node), 4 * node.cols, 0, units, heads, group, block, tile,
-                         f32_bits(node.attrs["scale"]), k_chunks, v.width, max(view, 0), scratch, scratch_bytes,
+                         f32_bits(op.scale), k_chunks, v.width, max(view, 0), scratch, scratch_bytes,
                          *at[1:], slots, slot_bytes, per_task, _MIN_SPLIT[few], q_unit, o_unit,
                          int(low.independent)]  # fmt: skip
     types = (sources.k_types, "view" if view >= 0 else sources.v_type)
@@ -265,30 +270,31 @@ def lower_flash_attn(low: Lowering, node: Node) -> None:
         low.emit(KernelKey("attention", "make_combine"), node.rows, *words, *sources.words)
 
 
-def lower_attn(low: Lowering, node: Node) -> None:
+@RULES.add(Attn, _FIELDS + " heads_per_step")
+def lower_attn(low: Lowering, node: Node, op: Attn) -> None:
     """Attention with stored scores, some heads at a time: K*Q, soft-max, times V."""
-    n_head, group = node.attrs["n_head"], node.attrs["n_head"] // node.attrs["n_head_kv"]
-    step = node.attrs["heads_per_step"] or n_head
+    n_head = op.n_head
+    step = op.heads_per_step or n_head
     scores_cols = -(-low.max_rows[Rows.KV] // 16) * 16
     max_tokens = low.max_rows[Rows.TOKENS]
     scores = low.buffer(4 * min(step, n_head) * max_tokens * scores_cols)
     for first in range(0, n_head, step):
-        _attn_step(low, node, first, min(step, n_head - first), group, scores, scores_cols)
+        _attn_step(low, node, op, first, min(step, n_head - first), scores, scores_cols)
 
 
-def _attn_step(low: Lowering, node: Node, first: int, n_heads: int, group: int, scores: Ref, scores_cols: int) -> None:
+def _attn_step(low: Lowering, node: Node, op: Attn, first: int, n_heads: int, scores: Ref, scores_cols: int) -> None:
     """The heads [first, first + n_heads)."""
-    v, sources = node.attrs["v"], _Sources.of(low, node)
+    v, group, sources = op.v, op.group, _Sources.of(low, node, op)
     heads = _unit_heads(math.gcd(group, n_heads, first or group))
     block = max(1, MAX_ROWS // heads)
     rows = -(-min(block, low.max_rows[Rows.TOKENS]) * heads // 16) * 16
-    k_chunks, tile = _chunks(*node.attrs["k"]), SCORE_TILE
+    k_chunks, tile = _chunks(*op.k), SCORE_TILE
     # Q or P; K tile; transposed K tile or V tile; products (with 16 spare rows)
     at, scratch_bytes = _regions(64 * (rows + 1) * max(k_chunks, tile // 16), 64 * k_chunks * (tile + 1),
                                  4 * tile * max(16 * k_chunks, SCORE_TILE), 4 * (rows + 16) * tile)  # fmt: skip
     scratch = low.buffer(low.n_threads * scratch_bytes)
     words: list[Word] = [low.out(node), 4 * node.cols, first, n_heads // heads, heads, group, block, tile,
-                         f32_bits(node.attrs["scale"]), k_chunks, v.width, low.max_rows[Rows.TOKENS],
+                         f32_bits(op.scale), k_chunks, v.width, low.max_rows[Rows.TOKENS],
                          scratch, scratch_bytes, *at[1:], 0, 0, scores, 4 * scores_cols, 0, 0, 0, 0, 0]  # fmt: skip
     transposed = isinstance(v.source, Cache) and v.source.transposed
     for key in (
@@ -297,12 +303,3 @@ def _attn_step(low: Lowering, node: Node, first: int, n_heads: int, group: int, 
         KernelKey("attention_full", "make_kqv", (sources.v_type, int(transposed))),
     ):
         low.emit(key, node.rows, *words, *sources.words)
-
-
-RULES: dict[str, Callable[[Lowering, Node], None]] = {
-    "hadamard": lower_hadamard,
-    "kv_store": lower_kv_store,
-    "kv_rows": lower_kv_rows,
-    "flash_attn": lower_flash_attn,
-    "attn": lower_attn,
-}

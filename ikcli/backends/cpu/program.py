@@ -8,13 +8,14 @@ known that a memory report needs, and nothing has been allocated.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ikcli.backends.cpu.threads import aligned_zeros
 from ikcli.backends.lowering import STATE_INDEX, Buffers, Ref, buffer_index
+from ikcli.backends.rules import Rules
 from ikcli.graph import Cache, Graph, Node, RowSpec, Weight
 from ikcli.native.kernel_cache import KernelKey, KernelLibrary
 
@@ -190,10 +191,11 @@ def lower(
     graph: Graph,
     result: Node,
     lowering: Lowering,
-    rules: Mapping[str, Callable[[Lowering, Node], None]],
+    rules: Rules[Lowering],
 ) -> Program:
     """Lower every node by its op's rule."""
+    rules.check(graph.nodes)
     for node in graph.nodes:
         lowering.begin(node)
-        rules[node.op](lowering, node)
+        rules.lower(lowering, node)
     return Program(lowering, result)

@@ -97,8 +97,7 @@ def activations(low: Lowering, x: HeadSlice, heads: int, kind: str, when: When |
 
     `when`: the condition under which the caller's launch runs; the rows exist only then. q8 needs widths of n*32.
     """
-    src = x.source
-    assert isinstance(src, Node)
+    src = x.node
     if kind == "q8" and x.width % 32:
         raise UnsupportedError(f"{src.name}: rows of {x.width} columns cannot be quantized in blocks of 32")
     row = kind_row_bytes(kind, x.width)
@@ -117,8 +116,7 @@ def activations(low: Lowering, x: HeadSlice, heads: int, kind: str, when: When |
 
 
 def _convert(low: Lowering, x: HeadSlice, heads: int, kind: str, out: Ref, row: int, when: When | None) -> None:
-    src = x.source
-    assert isinstance(src, Node)
+    src = x.node
     values = x.width if kind == "q8" else -(-x.width // 8) * 8
     per_block = PER_BLOCK if kind == "q8" else 2 * PER_BLOCK
     low.emit(f"layer_to_{kind}", row_grid(src.rows, parts_of(heads * values, per_block)), THREADS, 0, low.state,
@@ -128,17 +126,16 @@ def _convert(low: Lowering, x: HeadSlice, heads: int, kind: str, out: Ref, row: 
 
 def _by_producer(low: Lowering, x: HeadSlice, heads: int, kind: str, out: Ref, row: int, when: When | None) -> bool:
     """Let the launch that computes the value write the rows too."""
-    assert isinstance(x.source, Node)
-    at = producer(low, x.source)
+    at = producer(low, x.node)
     if at < 0 or kind == "f16" or x.width % 32 or low.ops[at].when is not None:
         return False
     op = low.ops[at]
-    if op.kernel not in _OUT_AT or op.args[_OUT_AT[op.kernel]] != low.out(x.source):
+    if op.kernel not in _OUT_AT or op.args[_OUT_AT[op.kernel]] != low.out(x.node):
         return False
     if op.kernel == "layer_latent":
         if not _unrotated(op, x, heads):
             return False
-    elif heads != 1 or x.width != x.source.cols:
+    elif heads != 1 or x.width != x.node.cols:
         return False
     args = list(low.ops[at].args)
     formats = args[-1]

@@ -19,10 +19,12 @@ import numpy as np
 
 from ikcli.backends.cuda.attention_parts import Parts, count_tiles
 from ikcli.backends.cuda.kv_layout import FLOATS, KERNEL_TYPES, kernel_type
-from ikcli.backends.cuda.lower import N_EXACT, Arg, Counts, Lowering, Ref, Rule
+from ikcli.backends.cuda.lower import N_EXACT, RULES, Arg, Counts, Lowering, Ref
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType
 from ikcli.graph import Cache, HeadSlice, Node, Rows
+from ikcli.graph.ops_attention import Attention, Attn, FlashAttn, KvRows, KvStore
+from ikcli.graph.ops_rows import Hadamard
 
 MLA_K, MLA_V, MLA_ROPE = 576, 512, 64
 MLA_BLOCK, DECODE_BLOCK = 32, 64  # positions per step of the kernels
@@ -53,11 +55,10 @@ def _option(cache: Cache) -> str:
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
-def kv_store(low: Lowering, node: Node) -> None:
+@RULES.add(KvStore, "cache x offset n_cols cache_offset")
+def kv_store(low: Lowering, node: Node, op: KvStore) -> None:
     """Write columns of a value into the cells of the micro-batch."""
-    cache, x = node.inputs
-    assert isinstance(cache, Cache) and isinstance(x, Node)
-    offset, cols, cache_offset = (int(node.attrs[k]) for k in ("offset", "cols", "cache_offset"))
+    cache, x, offset, cols, cache_offset = op.cache, op.x, op.offset, op.n_cols, op.cache_offset
     type_, traits = kernel_type(cache.type), TYPE_TRAITS[cache.type]
     source = low.out(x) + 4 * offset
     if not _is_block_type(cache.type):
@@ -87,13 +88,11 @@ def kv_store(low: Lowering, node: Node) -> None:
              np.int32(type_))  # fmt: skip
 
 
-def kv_rows(low: Lowering, node: Node) -> None:
+@RULES.add(KvRows, "cache offset n_cols")
+def kv_rows(low: Lowering, node: Node, op: KvRows) -> None:
     """Cached columns as compact f32 rows."""
-    (cache,) = node.inputs
-    assert isinstance(cache, Cache)
-    offset = int(node.attrs["offset"])
-    _check_blocks(cache, offset, node.cols)
-    _emit_rows(low, cache, offset, node.cols, "f32", low.out(node), None)
+    _check_blocks(op.cache, op.offset, node.cols)
+    _emit_rows(low, op.cache, op.offset, node.cols, "f32", low.out(node), None)
 
 
 def _check_blocks(cache: Cache, *columns: int) -> None:
@@ -122,40 +121,42 @@ def _emit_rows(
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
-def attention(low: Lowering, node: Node) -> None:
+@RULES.add(FlashAttn, "q k v n_head n_head_kv scale")
+@RULES.add(Attn, "q k v n_head n_head_kv scale heads_per_step")
+def attention(low: Lowering, node: Node, op: Attention) -> None:
     """Causal attention within each segment."""
-    k, v = node.attrs["k"], node.attrs["v"]
-    for part in (*k, v):
+    for part in (*op.k, op.v):
         if isinstance(part.source, Cache):
             _check_blocks(part.source, part.offset, part.width, part.head_stride)
-    if _is_absorbed(node):
-        _mla(low, node)
-    elif _tiled(node) is not None:
-        _heads(low, node)
+    if _is_absorbed(op):
+        _mla(low, node, op)
+    elif (tiled := _tiled(op)) is not None:
+        _heads(low, node, op, tiled)
     else:
-        _any(low, node)
+        _any(low, node, op)
 
 
-def _is_absorbed(node: Node) -> bool:
-    k, v = node.attrs["k"], node.attrs["v"]
+def _is_absorbed(op: Attention) -> bool:
+    k, v = op.k, op.v
     return (
         len(k) == 1
         and isinstance(k[0].source, Cache)
-        and node.attrs["n_head_kv"] == 1
+        and op.n_head_kv == 1
         and (k[0].source.cols, k[0].offset, k[0].width, v.width) == (MLA_K, 0, MLA_K, MLA_V)
-        and ((v.source == k[0].source and v.offset == MLA_ROPE) or _same_latent(node))
-        and _cut(node.attrs["q"], MLA_ROPE) is not None
+        and ((v.source == k[0].source and v.offset == MLA_ROPE) or _same_latent(op))
+        and _cut(op.q, MLA_ROPE) is not None
     )
 
 
-def _same_latent(node: Node) -> bool:
+def _same_latent(op: Attention) -> bool:
     """Whether V is the transposed copy of what K rows hold in the same type: then the rows do for both."""
-    k, v = node.attrs["k"][0].source, node.attrs["v"]
+    k, v = op.k[0].source, op.v
     return (
         isinstance(v.source, Cache)
+        and isinstance(k, Cache)
         and (v.source.kind, k.kind, v.source.type, v.offset) == ("kv_t", "kv", k.type, 0)
         and k.type in FLOATS
-        and all(p.source.op != "hadamard" for p in node.attrs["q"])  # rotated rows are not what the copy holds
+        and not any(isinstance(p.node.op, Hadamard) for p in op.q)  # rotated rows are not what the copy holds
     )
 
 
@@ -171,13 +172,12 @@ def _cut(parts: tuple[HeadSlice, ...], at: int) -> tuple[HeadSlice, HeadSlice] |
 
 def _query(low: Lowering, part: HeadSlice) -> tuple[Arg, Arg, Arg]:
     """Address, elements per token and per head of a query slice."""
-    assert isinstance(part.source, Node)
-    return low.out(part.source) + 4 * part.offset, part.source.cols, np.int32(part.head_stride)
+    return low.out(part.node) + 4 * part.offset, part.node.cols, np.int32(part.head_stride)
 
 
-def _scale(node: Node) -> np.float32:
+def _scale(op: Attention) -> np.float32:
     """For scores in base 2."""
-    return np.float32(np.float32(node.attrs["scale"]) * _LOG2E)
+    return np.float32(np.float32(op.scale) * _LOG2E)
 
 
 # ... absorbed MLA
@@ -195,8 +195,9 @@ def mla_shared(kind: str, rows: int) -> int:
     return _up(at + rows * 4, 128) * 128 + rows * MLA_K * 2 if rows > 32 else at + rows * 4
 
 
-def _mla(low: Lowering, node: Node) -> None:
-    cache, heads = node.attrs["k"][0].source, node.attrs["n_head"]
+def _mla(low: Lowering, node: Node, op: Attention) -> None:
+    cache, heads = op.k[0].source, op.n_head
+    assert isinstance(cache, Cache)
     kind = _MLA_KINDS.get(cache.type, "any")
     if kind == "q8" and mla_shared("q8s4", 32) <= low.device.max_shared:
         kind = "q8s4"
@@ -217,14 +218,14 @@ def _mla(low: Lowering, node: Node) -> None:
     data, compact = low.cache(cache), 0
     if cache.type == GGMLType.F32:
         data, compact = _compact(low, cache, 0, MLA_K, "f16", None), 1
-    cut = _cut(node.attrs["q"], MLA_ROPE)
+    cut = _cut(op.q, MLA_ROPE)
     assert cut is not None
-    parts = Parts.of(low, node, shapes)
+    parts = Parts.of(low, node, op, shapes)
     for rows in sizes:
         low.emit(f"attn_mla_{kind}_r{rows}", partial(_mla_grid, parts, heads, rows), _THREADS, mla_shared(kind, rows),
                  low.state, *_query(low, cut[0]), *_query(low, cut[1]), data, low.n_cells,
                  np.int32(kernel_type(cache.type)), np.int32(compact), *parts.refs, np.int32(heads), *parts.args,
-                 _scale(node), when=partial(_same, rows_of, rows))  # fmt: skip
+                 _scale(op), when=partial(_same, rows_of, rows))  # fmt: skip
     parts.combine(low)
 
 
@@ -251,8 +252,8 @@ class _Tiled:
     k_width: int
 
 
-def _tiled(node: Node) -> _Tiled | None:
-    q, k, v = node.attrs["q"], node.attrs["k"], node.attrs["v"]
+def _tiled(op: Attention) -> _Tiled | None:
+    q, k, v = op.q, op.k, op.v
     width = sum(p.width for p in k)
     parts = HEADS.get((width, v.width))
     if parts is None or any(p.offset % 16 or p.head_stride % 16 for p in (*k, v)):
@@ -282,11 +283,8 @@ def prefill_shared(rows: int, k_width: int, v_width: int) -> int:
     return ((rows + block) * (k_width + 8) + block * (v_width + 8)) * 2
 
 
-def _heads(low: Lowering, node: Node) -> None:
-    tiled, v = _tiled(node), node.attrs["v"]
-    assert tiled is not None
-    n_head, n_head_kv = node.attrs["n_head"], node.attrs["n_head_kv"]
-    group, most = n_head // n_head_kv, low.max_rows[Rows.TOKENS]
+def _heads(low: Lowering, node: Node, op: Attention, tiled: _Tiled) -> None:
+    v, group, most = op.v, op.group, low.max_rows[Rows.TOKENS]
     on_sm = low.device.shared_per_sm
 
     def few(c: Counts) -> bool:
@@ -298,35 +296,34 @@ def _heads(low: Lowering, node: Node) -> None:
 
     def shapes(c: Counts) -> tuple[int, int, int]:
         if few(c):
-            by_registers = 2 if tiled.k_width > 128 or _decode_kind(node) == "any" else 3
+            by_registers = 2 if tiled.k_width > 128 or _decode_kind(op) == "any" else 3
             return 16, DECODE_BLOCK, min(by_registers, max(1, on_sm // (decode_shared(tiled.k_width, v.width) + 1024)))
         rows, shared = rows_of(c), prefill_shared(rows_of(c), tiled.k_width, v.width)
         return rows, prefill_block(tiled.k_width), min(2 if rows == 64 else 1, max(1, on_sm // (shared + 1024)))
 
-    parts = Parts.of(low, node, shapes)
+    parts = Parts.of(low, node, op, shapes)
     if tiled.direct:
-        _decode(low, node, tiled, parts, few if most > N_EXACT else None)
+        _decode(low, op, tiled, parts, few if most > N_EXACT else None)
     if not tiled.direct or most > N_EXACT:
         for rows in (64, 128):
-            _prefill(low, node, tiled, parts, rows, partial(_many, few, rows_of, rows), few)
+            _prefill(low, op, tiled, parts, rows, partial(_many, few, rows_of, rows), few)
     parts.combine(low)
 
 
-def _decode_kind(node: Node) -> str:
+def _decode_kind(op: Attention) -> str:
     """16-bit caches of one type have kernels of their own."""
-    types = {p.source.type if isinstance(p.source, Cache) else None for p in (node.attrs["k"][0], node.attrs["v"])}
+    types = {p.source.type if isinstance(p.source, Cache) else None for p in (op.k[0], op.v)}
     return "f16" if types == {GGMLType.F16} else "bf16" if types == {GGMLType.BF16} else "any"
 
 
-def _decode(low: Lowering, node: Node, tiled: _Tiled, parts: Parts, when: When | None) -> None:
-    v, n_head, n_head_kv = node.attrs["v"], node.attrs["n_head"], node.attrs["n_head_kv"]
-    k = node.attrs["k"][0]
+def _decode(low: Lowering, op: Attention, tiled: _Tiled, parts: Parts, when: When | None) -> None:
+    k, v, n_head, n_head_kv = op.k[0], op.v, op.n_head, op.n_head_kv
     low.emit(
-        f"attn_decode_{tiled.k_width}_{_decode_kind(node)}",
+        f"attn_decode_{tiled.k_width}_{_decode_kind(op)}",
         lambda c: (count_tiles(c, n_head // n_head_kv, 16), n_head_kv, parts.count(c)), 128,
-        decode_shared(tiled.k_width, v.width), low.state, *_query(low, node.attrs["q"][0]),
+        decode_shared(tiled.k_width, v.width), low.state, *_query(low, op.q[0]),
         *_rows_of_any(low, k), *_rows_of_any(low, v), low.n_cells, *parts.refs, np.int32(n_head), np.int32(n_head_kv),
-        *parts.args, _scale(node), when=when,
+        *parts.args, _scale(op), when=when,
     )  # fmt: skip
 
 
@@ -342,8 +339,8 @@ def _rows_of_any(low: Lowering, part: HeadSlice) -> tuple[Arg, ...]:
     return at, *(np.int32(x) for x in (per_row, type_, part.offset, part.head_stride, compact))
 
 
-def _prefill(low: Lowering, node: Node, tiled: _Tiled, parts: Parts, rows: int, when: When, few: When) -> None:
-    v, n_head, n_head_kv = node.attrs["v"], node.attrs["n_head"], node.attrs["n_head_kv"]
+def _prefill(low: Lowering, op: Attention, tiled: _Tiled, parts: Parts, rows: int, when: When, few: When) -> None:
+    v, n_head, n_head_kv = op.v, op.n_head, op.n_head_kv
     slices = [*(p for p in tiled.k if p is not None), v]
     bf16 = any(isinstance(p.source, Cache) and p.source.type == GGMLType.BF16 for p in slices)
     rows_16 = _Rows16(low, slices, n_head_kv, "bf16" if bf16 else "f16", lambda c: not few(c))
@@ -353,7 +350,7 @@ def _prefill(low: Lowering, node: Node, tiled: _Tiled, parts: Parts, rows: int, 
         f"attn_prefill_{tiled.k_width}_{'bf16' if bf16 else 'f16'}_r{rows}",
         lambda c: (count_tiles(c, n_head // n_head_kv, rows), n_head_kv, parts.count(c)), 2 * rows,
         prefill_shared(rows, tiled.k_width, v.width), low.state, *q[0], *q[1], *k[0], *k[1], *rows_16.args(v),
-        *parts.refs, np.int32(n_head), np.int32(n_head_kv), *parts.args, _scale(node), when=when,
+        *parts.refs, np.int32(n_head), np.int32(n_head_kv), *parts.args, _scale(op), when=when,
     )  # fmt: skip
 
 
@@ -396,11 +393,10 @@ def _compact(low: Lowering, source: Node | Cache, first: int, cols: int, to: str
 
 
 # ... every other shape
-def _any(low: Lowering, node: Node) -> None:
-    q, k, v = node.attrs["q"], node.attrs["k"], node.attrs["v"]
+def _any(low: Lowering, node: Node, op: Attention) -> None:
+    q, k, v, n_head, n_head_kv = op.q, op.k, op.v, op.n_head, op.n_head_kv
     if max(len(q), len(k)) > 2:
         raise UnsupportedError(f"{node.name}: heads are made of one or two parts")
-    n_head, n_head_kv = node.attrs["n_head"], node.attrs["n_head_kv"]
     shared = 16 * (sum(p.width for p in q) + v.width + 32)
     if shared > low.device.max_shared:
         raise UnsupportedError(
@@ -412,7 +408,7 @@ def _any(low: Lowering, node: Node) -> None:
     low.emit("attn_any", lambda c: _up(c.n_tokens * n_head, 4), 128, shared, low.state, *queries[0],
              *(queries[1] if len(q) > 1 else none), *keys[0], *(keys[1] if len(k) > 1 else none),
              *_rows_f32(low, v, n_head_kv), np.int32(v.width), low.out(node), np.int32(n_head), np.int32(n_head_kv),
-             np.float32(node.attrs["scale"]))  # fmt: skip
+             np.float32(op.scale))  # fmt: skip
 
 
 def _rows_f32(low: Lowering, part: HeadSlice, n_head_kv: int) -> tuple[Arg, ...]:
@@ -421,6 +417,3 @@ def _rows_f32(low: Lowering, part: HeadSlice, n_head_kv: int) -> tuple[Arg, ...]
         return low.out(part.source) + 4 * part.offset, part.source.cols, np.int32(part.head_stride)
     cols = (n_head_kv - 1) * part.head_stride + part.width
     return _compact(low, part.source, part.offset, cols, "f32", None), cols, np.int32(part.head_stride)
-
-
-RULES: dict[str, Rule] = {"kv_store": kv_store, "kv_rows": kv_rows, "flash_attn": attention, "attn": attention}

@@ -13,6 +13,7 @@ import numpy as np
 
 from ikcli.backends.cuda.lower import N_EXACT, Arg, Counts, Lowering, Ref
 from ikcli.graph import Node, Rows
+from ikcli.graph.ops_attention import Attention
 
 PART_COUNT, PART_SIZE = 16, 128  # attn_tiles.cuh: fixed parts
 
@@ -59,15 +60,15 @@ class SplitPlan:
     most_rows: int  # rows of partial results that there is memory for
 
     @classmethod
-    def of(cls, low: Lowering, node: Node, shapes: Callable[[Counts], tuple[int, int, int]]) -> SplitPlan:
+    def of(cls, low: Lowering, op: Attention, shapes: Callable[[Counts], tuple[int, int, int]]) -> SplitPlan:
         """`shapes`: (rows of a tile, positions of a block, blocks an SM can hold) of the kernel for these counts."""
-        n_head, n_head_kv, n_sm = node.attrs["n_head"], node.attrs["n_head_kv"], low.device.n_sm
+        n_head, n_head_kv, n_sm = op.n_head, op.n_head_kv, low.device.n_sm
         longest, most = low.max_rows[Rows.KV], low.max_rows[Rows.TOKENS]
         steps = 0
         if low.independent:
             tiles = n_head_kv * count_tiles(Counts(1, 1, longest, 1, longest), n_head // n_head_kv, 32)
             steps = next((s for s in range(1, 12) if fixed_parts(longest, s) * tiles <= 4 * n_sm), 12)
-        plan = cls(n_head, n_head_kv, node.attrs["v"].width, n_sm, longest, steps, 1 << 62)
+        plan = cls(n_head, n_head_kv, op.v.width, n_sm, longest, steps, 1 << 62)
         rows = 0
         for tokens in _token_buckets(most):
             for segments in {1, tokens}:
@@ -111,8 +112,8 @@ class Parts:
     stats: Ref
 
     @classmethod
-    def of(cls, low: Lowering, node: Node, shapes: Callable[[Counts], tuple[int, int, int]]) -> Parts:
-        plan = SplitPlan.of(low, node, shapes)
+    def of(cls, low: Lowering, node: Node, op: Attention, shapes: Callable[[Counts], tuple[int, int, int]]) -> Parts:
+        plan = SplitPlan.of(low, op, shapes)
         sums, stats = low.buffer(4 * plan.most_rows * plan.width), low.buffer(8 * plan.most_rows)
         return cls(plan, shapes, low.out(node), sums, stats)
 

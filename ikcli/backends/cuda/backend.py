@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.cuda.device import Device, Event, Graph, Memory, Pinned, Stream
-from ikcli.backends.cuda.lower import ALIGN, Counts, DeviceLimits, Lowering, Program, Rule, all_rules
+from ikcli.backends.cuda.lower import ALIGN, Counts, DeviceLimits, Lowering, Program, all_rules
 from ikcli.backends.cuda.transfer import Transfer
 from ikcli.backends.cuda.upload import device_bytes
+from ikcli.backends.rules import Rules
 from ikcli.graph import Cache, Node, Rows, Weight
 from ikcli.graph.split import Turn
 
@@ -77,7 +78,7 @@ class CudaBackend:
     asynchronous = True
     in_place = False
 
-    def __init__(self, device: Device, rules: Mapping[str, Rule] | None = None, *, capture: bool = True) -> None:
+    def __init__(self, device: Device, rules: Rules[Lowering] | None = None, *, capture: bool = True) -> None:
         self.device = device
         self.limits = DeviceLimits.of(device.info)
         self._rules = rules
@@ -110,12 +111,13 @@ class CudaBackend:
             first = low.turn_start = len(low.ops)
             for node in turn.imports:
                 low.keep(node, first, first)
-            weights = [x for n in turn.nodes for x in n.inputs if isinstance(x, Weight) and x.name in streamed]
+            weights = [w for n in turn.nodes for w in n.weights() if w.name in streamed]
             for w in weights:
                 low.stream(w, device_bytes(replace(w, row0=0, n_rows=-1)))
+            rules.check(turn.nodes)
             for node in turn.nodes:
                 low.begin(node)
-                rules[node.op](low, node)
+                rules.lower(low, node)
             stop = len(low.ops)
             for node in turn.exports:
                 low.keep(node, max(stop - 1, 0), max(stop - 1, 0))

@@ -4,7 +4,7 @@ The counterpart of `backends/cpu/program.py`. A rule takes (lowering, node) and 
 are `Ref`s, which get their value when a program is bound; sizes that depend on the micro-batch (grids, numbers of
 parts, which of two kernels) are functions of `Counts`, upper bounds that hold for every step of one bucket: a captured
 graph is made once per bucket and kernels read the real counts from the step block (`low.state`).
-Rules are found in `rules_layers.RULES`, `attention.RULES` and `rules_matmul.RULES`.
+Rules are found in `rules_layers.py`, `attention.py` and `rules_matmul.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from ikcli.backends.cuda.device import DeviceInfo, Launch
 from ikcli.backends.lowering import STATE_INDEX, Buffers, Ref, buffer_index
+from ikcli.backends.rules import Rules
 from ikcli.graph import Cache, Node, Rows, RowSpec, Weight
 
 ALIGN = 256  # bytes between buffers of the arena
@@ -174,9 +175,6 @@ class Lowering(Buffers):
         self.ops.append(Op(kernel, grid, block, shared, args, self._current, when))
 
 
-Rule = Callable[[Lowering, Node], None]
-
-
 class Program:
     """The ops of one device in execution order, later bound to memory."""
 
@@ -273,17 +271,20 @@ class Program:
         return spans
 
 
-def all_rules() -> dict[str, Rule]:
-    """The rules of every op, by op name."""
-    rules: dict[str, Rule] = {}
+RULES: Rules[Lowering] = Rules("the CUDA backend", "compute the layer on the CPU with -ot or a smaller -ngl")
+
+
+def all_rules() -> Rules[Lowering]:
+    """The rules of every op; their modules register them when they are imported."""
     for module in RULE_MODULES:
-        rules |= import_module(f"ikcli.backends.cuda.{module}").RULES
-    return rules
+        import_module(f"ikcli.backends.cuda.{module}")
+    return RULES
 
 
-def lower(nodes: Sequence[Node], results: Sequence[Node], lowering: Lowering, rules: Mapping[str, Rule]) -> Program:
+def lower(nodes: Sequence[Node], results: Sequence[Node], lowering: Lowering, rules: Rules[Lowering]) -> Program:
     """Lower every node by its op's rule; `results` stay readable to the end."""
+    rules.check(nodes)
     for node in nodes:
         lowering.begin(node)
-        rules[node.op](lowering, node)
+        rules.lower(lowering, node)
     return Program(lowering, results)

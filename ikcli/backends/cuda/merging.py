@@ -16,7 +16,9 @@ import numpy as np
 
 from ikcli.backends.cuda.activations import HEADS_AT, format_args, makes_formats, parts_of, producer, row_grid
 from ikcli.backends.cuda.lower import Arg, Grid, Lowering, Op, Ref
-from ikcli.graph import HeadSlice, Node, RowSpec, Weight
+from ikcli.graph import Node, RowSpec
+from ikcli.graph.ops_experts import MoeSum
+from ikcli.graph.ops_rows import Add, ConcatHeads, RmsNorm, Rope
 
 HEADS_WORDS = 9
 NORM_AT = 3  # layer_norm_rows: x, bytes of x, y, sum1, z, sum2, w, out, width, eps, formats
@@ -47,13 +49,6 @@ def put(low: Lowering, kernel: str, grid: Grid, block: int, nodes: list[Node], a
     low.ops.append(Op(kernel, grid, block, 0, args, nodes[0], None, tuple(nodes[1:])))
 
 
-def _input(node: Node) -> Node:
-    """The value that a node is made from."""
-    x = node.inputs[0]
-    assert isinstance(x, Node)
-    return x
-
-
 def _number(arg: Arg) -> float:
     """A word that is a plain number."""
     assert isinstance(arg, (int, np.int32, np.float32))
@@ -68,18 +63,18 @@ def norm_threads(width: int) -> int:
 
 def _sum(low: Lowering, node: Node) -> int:
     """Index of the waiting launch of an `add` of two values."""
-    if node.op != "add" or not all(isinstance(x, Node) for x in node.inputs):
+    if not isinstance(node.op, Add) or not isinstance(node.op.y, Node):
         return -1
     return waiting(low, node, "layer_add")
 
 
-def merged_norm(low: Lowering, node: Node, x: Node, w: Weight) -> bool:
+def merged_norm(low: Lowering, node: Node, op: RmsNorm) -> bool:
     """Lower an rms_norm of whole rows of x together with the sums that make x; False if it does not apply."""
-    a = node.attrs
-    if a["offset"] or a["width"] != x.cols or node.cols != x.cols or _sum(low, x) < 0:
+    x, w = op.x, op.w
+    if op.offset or op.width != x.cols or node.cols != x.cols or _sum(low, x) < 0:
         return False
     take(low, _sum(low, x))
-    first, second = (n for n in x.inputs if isinstance(n, Node))
+    first, second = x.nodes()
     if _sum(low, first) < 0 <= _sum(low, second):
         first, second = second, first
     nodes, third = [x, node], None
@@ -87,13 +82,13 @@ def merged_norm(low: Lowering, node: Node, x: Node, w: Weight) -> bool:
         take(low, _sum(low, first))
         nodes.insert(0, first)
         third = second
-        first, second = (n for n in first.inputs if isinstance(n, Node))
+        first, second = first.nodes()
     if _experts(low, first) < 0 <= _experts(low, second):
         first, second = second, first
     at = _experts(low, first)
     rest: tuple[Arg, ...] = (
         low.out(second), low.out(nodes[0]), low.out(third) if third else 0, low.out(x) if third else 0, low.weight(w),
-        low.out(node), np.int32(x.cols), np.float32(a["eps"]), *format_args(),
+        low.out(node), np.int32(x.cols), np.float32(op.eps), *format_args(),
     )  # fmt: skip
     if at < 0:
         source: tuple[Arg, ...] = low.out(first), first.cols
@@ -107,7 +102,7 @@ def merged_norm(low: Lowering, node: Node, x: Node, w: Weight) -> bool:
 
 
 def _experts(low: Lowering, node: Node) -> int:
-    return waiting(low, node, "layer_moe_sum") if node.op == "moe_sum" else -1
+    return waiting(low, node, "layer_moe_sum") if isinstance(node.op, MoeSum) else -1
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
@@ -139,34 +134,33 @@ def _heads_grid(spec: RowSpec, per_row: int) -> Grid:
     return lambda c: parts_of(c.rows(spec) * per_row, 4)
 
 
-def merged_heads(low: Lowering, node: Node, x: Node, table: Node) -> None:
+def merged_heads(low: Lowering, node: Node, op: Rope) -> None:
     """Lower a rope node: with the norm of its heads, and with another rope of the same kind (queries and keys)."""
-    a = node.attrs
-    dim, nodes = a["head_dim"], [node]
-    mine = Heads(low.out(x), x.cols, a["n_head"], low.out(node))
+    x, dim, nodes = op.x, op.head_dim, [node]
+    mine = Heads(low.out(x), x.cols, op.n_head, low.out(node))
     at = waiting(low, x, "layer_norm_groups")
-    if at >= 0 and x.attrs["width"] == dim:
+    if at >= 0 and isinstance(x.op, RmsNorm) and x.op.width == dim:
         args = take(low, at).args  # state, rows (2), x, x_cols, w, out, groups, width, eps
         assert isinstance(args[3], Ref)
         mine = replace(
             mine, x=args[3], x_cols=int(_number(args[4])), w=args[5], normed=low.out(x), eps=_number(args[9])
         )
         nodes.insert(0, x)
-        x = _input(x)
+        x = x.op.x
     at = waiting(low, x, "layer_add")
     if at >= 0 and low.ops[at].args[5] == 0 and mine.x == low.out(x):
         args = take(low, at).args  # state, rows (2), x, b, 0, out, cols
         assert isinstance(args[3], Ref)
         mine = replace(mine, x=args[3], x_cols=x.cols, b=args[4], biased=low.out(x))
         nodes.insert(0, x)
-    kind = (low.state, *low.row_args(node.rows), low.out(table), np.int32(dim), np.int32(a["offset"]),
-            np.int32(a["n_rot"]), np.int32(a["neox"]))  # fmt: skip
+    kind = (low.state, *low.row_args(node.rows), low.out(op.table), np.int32(dim), np.int32(op.offset),
+            np.int32(op.n_rot), np.int32(op.neox))  # fmt: skip
     args, per_row = mine.args() + _no_heads(mine.x).args(), mine.heads
     other = _unpaired(low, kind)
     if other >= 0:
-        op = take(low, other)
-        args = op.args[HEADS_AT : HEADS_AT + HEADS_WORDS] + mine.args()
-        nodes = [op.node, *op.also, *nodes]
+        first = take(low, other)
+        args = first.args[HEADS_AT : HEADS_AT + HEADS_WORDS] + mine.args()
+        nodes = [first.node, *first.also, *nodes]
         per_row += int(_number(args[7]))
     put(low, "layer_heads", _heads_grid(node.rows, per_row), 128, nodes, kind + args)
 
@@ -181,18 +175,19 @@ def _unpaired(low: Lowering, kind: tuple[Arg, ...]) -> int:
     return -1
 
 
-def merged_latent(low: Lowering, node: Node, parts: list[HeadSlice], n_head: int) -> bool:
+def merged_latent(low: Lowering, node: Node, op: ConcatHeads) -> bool:
     """Lower the concatenation of rotated key and normed latent of one row; False if the node is something else."""
-    if n_head != 1 or len(parts) != 2:
+    if op.n_head != 1 or len(op.parts) != 2:
         return False
-    rotated, latent = (p.source for p in parts)
-    if not isinstance(rotated, Node) or not isinstance(latent, Node) or (rotated.op, latent.op) != ("rope", "rms_norm"):
+    rotated, latent = (p.node for p in op.parts)
+    rope, rms = rotated.op, latent.op
+    if not isinstance(rope, Rope) or not isinstance(rms, RmsNorm):
         return False
-    kv, rank, n_rot, r = latent.inputs[0], latent.cols, rotated.attrs["n_rot"], rotated.attrs
-    if kv is not rotated.inputs[0] or not isinstance(kv, Node) or kv.cols != rank + n_rot:
+    kv, rank, n_rot = rms.x, latent.cols, rope.n_rot
+    if kv is not rope.x or kv.cols != rank + n_rot:
         return False
-    shape = (r["n_head"], r["offset"], latent.attrs["offset"], latent.attrs["width"])
-    slices = [(p.offset, p.width) for p in parts]
+    shape = (rope.n_head, rope.offset, rms.offset, rms.width)
+    slices = [(p.offset, p.width) for p in op.parts]
     if shape != (1, rank, 0, rank) or slices != [(rank, n_rot), (0, rank)]:
         return False
     key, norm = waiting(low, rotated, "layer_heads"), waiting(low, latent, "layer_norm_rows")
@@ -201,16 +196,15 @@ def merged_latent(low: Lowering, node: Node, parts: list[HeadSlice], n_head: int
     eps = low.ops[norm].args[NORM_AT + 9]
     for at in sorted((key, norm), reverse=True):
         take(low, at)
-    _put_latent(low, node, rotated, latent, kv, eps)
+    _put_latent(low, node, rotated, latent, rope, rms, eps)
     return True
 
 
-def _put_latent(low: Lowering, node: Node, rotated: Node, latent: Node, kv: Node, eps: Arg) -> None:
+def _put_latent(low: Lowering, node: Node, rotated: Node, latent: Node, rope: Rope, rms: RmsNorm, eps: Arg) -> None:
     """The launch of `merged_latent`, with queries that wait for their rotation."""
-    table, w, a = rotated.inputs[1], latent.inputs[1], rotated.attrs
-    assert isinstance(table, Node) and isinstance(w, Weight)
-    same = (low.state, *low.row_args(node.rows), low.out(table))
-    rotation: tuple[Arg, ...] = np.int32(a["n_rot"]), np.int32(a["neox"])
+    kv = rope.x
+    same = (low.state, *low.row_args(node.rows), low.out(rope.table))
+    rotation: tuple[Arg, ...] = np.int32(rope.n_rot), np.int32(rope.neox)
     nodes = [latent, rotated, node]
     dims: tuple[Arg, ...] = np.int32(0), np.int32(0)
     queries, heads = _no_heads(low.out(kv)).args(), 0
@@ -224,5 +218,5 @@ def _put_latent(low: Lowering, node: Node, rotated: Node, latent: Node, kv: Node
             dims, queries = op.args[4:6], op.args[HEADS_AT : HEADS_AT + HEADS_WORDS]
             heads = int(_number(queries[7]))
     put(low, "layer_latent", _heads_grid(node.rows, heads + 1), 128, nodes,
-        (*same, *dims, *rotation, *queries, low.out(kv), low.weight(w), eps, np.int32(latent.cols), low.out(latent),
+        (*same, *dims, *rotation, *queries, low.out(kv), low.weight(rms.w), eps, np.int32(latent.cols), low.out(latent),
          low.out(rotated), low.out(node), *format_args()))  # fmt: skip

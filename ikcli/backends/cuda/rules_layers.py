@@ -20,25 +20,19 @@ from ikcli.backends.cuda.activations import (
     row_grid,
 )
 from ikcli.backends.cuda.layouts import PlanLayout
-from ikcli.backends.cuda.lower import Arg, Grid, Lowering, Op, Ref, Rule
+from ikcli.backends.cuda.lower import RULES, Arg, Grid, Lowering, Op, Ref
 from ikcli.backends.cuda.merging import merged_heads, merged_latent, merged_norm, norm_threads
-from ikcli.backends.lowering import as_node
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
+from ikcli.graph.ops_experts import MoeRoute, MoeSort, MoeSum, route_of, sort_of
+from ikcli.graph.ops_rows import Add, Concat, ConcatHeads, GetRows, Hadamard, RmsNorm, Rope, RopeTable, SwiGlu
 
-__all__ = ["RULES", "activations", "plan_layout", "zero_dropped"]
+__all__ = ["activations", "plan_layout", "zero_dropped"]
 
-RULES: dict[str, Rule] = {}
 FEW_TOKENS = 16  # rows that one block routes and sorts, a warp each
 MAX_EXPERTS, MAX_USED, MAX_GROUPS = 512, 32, 32  # layer_moe.cu
 MAX_PAIRS = 1 << 18
 MAX_HADAMARD = 12288  # floats of a head in 48 KB of shared memory
-
-
-def rule(fn: Rule) -> Rule:
-    """Register a lowering rule under its function name."""
-    RULES[fn.__name__.strip("_")] = fn
-    return fn
 
 
 def _int(x: int) -> np.int32:
@@ -55,49 +49,45 @@ def _warps(spec: RowSpec, per_row: int, per_block: int) -> Grid:
 
 
 # --- rows and elements ------------------------------------------------------------------------------------------------
-@rule
-def _rms_norm(low: Lowering, node: Node) -> None:
-    x, w, a = as_node(node.inputs[0]), node.inputs[1], node.attrs
-    assert isinstance(w, Weight)
-    width, groups = a["width"], node.cols // a["width"]
-    if merged_norm(low, node, x, w):
+@RULES.add(RmsNorm, "x w eps offset n_cols")
+def _rms_norm(low: Lowering, node: Node, op: RmsNorm) -> None:
+    x, w, width, groups = op.x, op.w, op.width, node.cols // op.width
+    if merged_norm(low, node, op):
         return
-    src = low.out(x) + 4 * a["offset"]
+    src = low.out(x) + 4 * op.offset
     if groups == 1:
         low.emit("layer_norm_rows", row_grid(node.rows), norm_threads(width), 0, low.state, *low.row_args(node.rows),
-                 src, x.cols, 0, 0, 0, 0, low.weight(w), low.out(node), _int(width), _f32(a["eps"]),
+                 src, x.cols, 0, 0, 0, 0, low.weight(w), low.out(node), _int(width), _f32(op.eps),
                  *format_args())  # fmt: skip
     else:
         low.emit("layer_norm_groups", _warps(node.rows, groups, 4), 128, 0, low.state, *low.row_args(node.rows), src,
-                 x.cols, low.weight(w), low.out(node), _int(groups), _int(width), _f32(a["eps"]))  # fmt: skip
+                 x.cols, low.weight(w), low.out(node), _int(groups), _int(width), _f32(op.eps))  # fmt: skip
 
 
-@rule
-def _add(low: Lowering, node: Node) -> None:
-    x, y = as_node(node.inputs[0]), node.inputs[1]
-    other, y_cols = (low.weight(y), 0) if isinstance(y, Weight) else (low.out(as_node(y)), node.cols)
+@RULES.add(Add, "x y")
+def _add(low: Lowering, node: Node, op: Add) -> None:
+    x, y = op.x, op.y
+    other, y_cols = (low.weight(y), 0) if isinstance(y, Weight) else (low.out(y), node.cols)
     low.emit("layer_add", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(x), other, y_cols, low.out(node), _int(node.cols))  # fmt: skip
 
 
-@rule
-def _swiglu(low: Lowering, node: Node) -> None:
-    gate, up = as_node(node.inputs[0]), as_node(node.inputs[1])
+@RULES.add(SwiGlu, "gate up")
+def _swiglu(low: Lowering, node: Node, op: SwiGlu) -> None:
     low.emit("layer_swiglu", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(gate), low.out(up), low.out(node), _int(node.cols),
+             *low.row_args(node.rows), low.out(op.gate), low.out(op.up), low.out(node), _int(node.cols),
              *format_args())  # fmt: skip
 
 
-@rule
-def _concat(low: Lowering, node: Node) -> None:
-    _concat_slices(low, node, [HeadSlice(as_node(x), 0, as_node(x).cols, 0) for x in node.inputs], 1)
+@RULES.add(Concat, "parts")
+def _concat(low: Lowering, node: Node, op: Concat) -> None:
+    _concat_slices(low, node, [HeadSlice(x, 0, x.cols, 0) for x in op.parts], 1)
 
 
-@rule
-def _concat_heads(low: Lowering, node: Node) -> None:
-    parts, n_head = list(node.attrs["parts"]), node.attrs["n_head"]
-    if not merged_latent(low, node, parts, n_head):
-        _concat_slices(low, node, parts, n_head)
+@RULES.add(ConcatHeads, "parts n_head")
+def _concat_heads(low: Lowering, node: Node, op: ConcatHeads) -> None:
+    if not merged_latent(low, node, op):
+        _concat_slices(low, node, list(op.parts), op.n_head)
 
 
 def _concat_slices(low: Lowering, node: Node, parts: list[HeadSlice], heads: int) -> None:
@@ -109,7 +99,7 @@ def _concat_slices(low: Lowering, node: Node, parts: list[HeadSlice], heads: int
         sources: list[Arg] = []
         sizes = [at, out_head]
         for part in pair:
-            src = as_node(part.source)
+            src = part.node
             sources += [low.out(src) + 4 * part.offset, src.cols, _int(part.head_stride), _int(part.width)]
             sizes += [part.offset, src.cols, part.head_stride, part.width]
         width = sum(part.width for part in pair)
@@ -121,29 +111,28 @@ def _concat_slices(low: Lowering, node: Node, parts: list[HeadSlice], heads: int
         at += width
 
 
-@rule
-def _get_rows(low: Lowering, node: Node) -> None:
+@RULES.add(GetRows, "x")
+def _get_rows(low: Lowering, node: Node, op: GetRows) -> None:
     low.emit("layer_get_rows", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(as_node(node.inputs[0])), low.out(node), _int(node.cols))  # fmt: skip
+             *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols))  # fmt: skip
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
-@rule
-def _rope_table(low: Lowering, node: Node) -> None:
-    freqs = np.asarray(node.attrs["inv_freq"], dtype=np.float64)
+@RULES.add(RopeTable, "inv_freq mscale")
+def _rope_table(low: Lowering, node: Node, op: RopeTable) -> None:
+    freqs = np.asarray(op.inv_freq, dtype=np.float64)
     low.emit("layer_rope_table", lambda c: parts_of(c.n_tokens * len(freqs), 128), 128, 0, low.state, low.out(node),
-             low.constant(freqs.tobytes()), _int(len(freqs)), _f32(node.attrs["mscale"]))  # fmt: skip
+             low.constant(freqs.tobytes()), _int(len(freqs)), _f32(op.mscale))  # fmt: skip
 
 
-@rule
-def _rope(low: Lowering, node: Node) -> None:
-    merged_heads(low, node, as_node(node.inputs[0]), as_node(node.inputs[1]))
+@RULES.add(Rope, "x table n_head head_dim offset neox")
+def _rope(low: Lowering, node: Node, op: Rope) -> None:
+    merged_heads(low, node, op)
 
 
-@rule
-def _hadamard(low: Lowering, node: Node) -> None:
-    x, a = as_node(node.inputs[0]), node.attrs
-    heads, dim, sizes = a["n_head"], a["head_dim"], a["blocks"]
+@RULES.add(Hadamard, "x n_head head_dim offset blocks")
+def _hadamard(low: Lowering, node: Node, op: Hadamard) -> None:
+    heads, dim, sizes = op.n_head, op.head_dim, op.blocks
     if dim > MAX_HADAMARD or len(sizes) > 15:
         raise UnsupportedError(
             f"{node.name}: heads of {dim} columns in {len(sizes)} blocks are too large to be transformed on the GPU; "
@@ -152,40 +141,41 @@ def _hadamard(low: Lowering, node: Node) -> None:
     blocks = sum((n.bit_length() - 1) << 4 * i for i, n in enumerate(sizes))
     warps = max(1, min(4, MAX_HADAMARD // dim))
     low.emit("layer_hadamard", _warps(node.rows, heads, warps), 32 * warps, 4 * dim * warps, low.state,
-             *low.row_args(node.rows), low.out(x), low.out(node), _int(heads), _int(dim), _int(a["offset"]), blocks,
+             *low.row_args(node.rows), low.out(op.x), low.out(node), _int(heads), _int(dim), _int(op.offset), blocks,
              _int(len(sizes)))  # fmt: skip
 
 
 # --- mixture of experts -----------------------------------------------------------------------------------------------
 def plan_layout(low: Lowering, plan: Node) -> PlanLayout:
     """Where the sections of a moe_sort node lie behind `low.out(plan)`."""
-    return PlanLayout(low.rows(plan.rows), plan.attrs["n_expert"])
+    return PlanLayout(low.rows(plan.rows), sort_of(plan).n_expert)
 
 
-@rule
-def _moe_route(low: Lowering, node: Node) -> None:
-    logits, bias, a = as_node(node.inputs[0]), node.inputs[1], node.attrs
-    n, n_used, n_group = a["n_expert"], a["n_used"], a["n_group"]
+@RULES.add(
+    MoeRoute, "logits bias n_used norm scale n_group n_group_used ser", gating=("softmax", "sigmoid")
+)  # fmt: skip
+def _moe_route(low: Lowering, node: Node, op: MoeRoute) -> None:
+    n, n_used, n_group = op.n_expert, op.n_used, op.n_group
     if n > MAX_EXPERTS or n_used > MAX_USED or n_group > MAX_GROUPS:
         raise UnsupportedError(
             f"{node.name}: routing to {n_used} of {n} experts in {n_group} groups is more than the GPU kernels take "
             f"({MAX_USED} of {MAX_EXPERTS}, {MAX_GROUPS} groups); run this model without -ngl"
         )
-    fewest, threshold = a["ser"] or (0, 0.0)
-    low.emit("layer_moe_route", _warps(node.rows, 1, 4), 128, _scores_bytes(node, 4), low.state,
-             *low.row_args(node.rows), low.out(logits), low.weight(bias) if isinstance(bias, Weight) else 0,
-             low.out(node), _int(n), _int(n_used), _int(a["gating"] == "softmax"), _int(a["norm"]), _f32(a["scale"]),
-             _int(n_group), _int(a["n_group_used"]), _int(max(fewest, 0)), _f32(threshold))  # fmt: skip
+    fewest, threshold = op.ser or (0, 0.0)
+    low.emit("layer_moe_route", _warps(node.rows, 1, 4), 128, _scores_bytes(op, 4), low.state,
+             *low.row_args(node.rows), low.out(op.logits), low.weight(op.bias) if op.bias else 0, low.out(node),
+             _int(n), _int(n_used), _int(op.gating == "softmax"), _int(op.norm), _f32(op.scale), _int(n_group),
+             _int(op.n_group_used), _int(max(fewest, 0)), _f32(threshold))  # fmt: skip
 
 
-def _scores_bytes(route: Node, warps: int) -> int:
+def _scores_bytes(route: MoeRoute, warps: int) -> int:
     """Shared memory of routing: probabilities by expert, and scores to compare groups."""
-    return 4 * warps * route.attrs["n_expert"] * (2 if route.attrs["n_group"] > 1 else 1)
+    return 4 * warps * route.n_expert * (2 if route.n_group > 1 else 1)
 
 
-@rule
-def _moe_sort(low: Lowering, node: Node) -> None:
-    route, n_expert, n_used = as_node(node.inputs[0]), node.attrs["n_expert"], node.attrs["n_used"]
+@RULES.add(MoeSort, "route n_expert")
+def _moe_sort(low: Lowering, node: Node, op: MoeSort) -> None:
+    route, n_expert, n_used = op.route, op.n_expert, op.n_used
     at = plan_layout(low, node)
     if at.n_pairs > MAX_PAIRS:
         raise UnsupportedError(f"{node.name}: {at.n_pairs} pairs of token and expert are too many; lower -ub")
@@ -202,8 +192,9 @@ def _few_in_one_block(low: Lowering, route: Node, sections: list[Ref]) -> When |
     last = low.ops[-1] if len(low.ops) > low.turn_start else None
     if last is None or last.node is not route or last.kernel != "layer_moe_route":
         return None
-    n_expert, spec = route.attrs["n_expert"], route.rows
-    shared = max(_scores_bytes(route, FEW_TOKENS), _sort_bytes(n_expert, FEW_TOKENS))
+    op = route_of(route)
+    n_expert, spec = op.n_expert, route.rows
+    shared = max(_scores_bytes(op, FEW_TOKENS), _sort_bytes(n_expert, FEW_TOKENS))
     low.ops[-1] = replace(last, when=lambda c: c.rows(spec) > FEW_TOKENS)
     low.ops.append(Op("layer_moe_route_sort", 1, 32 * FEW_TOKENS, shared, (*last.args, *sections), route,
                       lambda c: c.rows(spec) <= FEW_TOKENS))  # fmt: skip
@@ -214,17 +205,17 @@ def _sort_bytes(n_expert: int, warps: int) -> int:
     return 4 * ((warps + 1) * (n_expert + 1) + 33)
 
 
-@rule
-def _moe_sum(low: Lowering, node: Node) -> None:
-    y, route, plan = (as_node(x) for x in node.inputs)
+@RULES.add(MoeSum, "y route plan")
+def _moe_sum(low: Lowering, node: Node, op: MoeSum) -> None:
     low.emit("layer_moe_sum", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(y), low.out(route), low.out(plan) + plan_layout(low, plan).position,
-             low.out(node), _int(node.cols), _int(plan.attrs["n_used"]))  # fmt: skip
+             *low.row_args(node.rows), low.out(op.y), low.out(op.route),
+             low.out(op.plan) + plan_layout(low, op.plan).position, low.out(node), _int(node.cols),
+             _int(op.sort.n_used))  # fmt: skip
 
 
 def zero_dropped(low: Lowering, node: Node, plan: Node) -> None:
     """Rows of an expert product that belong to slots dropped by `-ser` become zero; nothing where none can be."""
-    if as_node(plan.inputs[0]).attrs["ser"]:
+    if route_of(sort_of(plan).route).ser:
         low.emit("layer_zero_dropped", row_grid(node.rows, parts_of(node.cols, THREADS)), THREADS, 0, low.state,
                  *low.row_args(node.rows), low.out(plan) + plan_layout(low, plan).counts, low.out(node),
                  _int(node.cols))  # fmt: skip

@@ -15,13 +15,12 @@ import numpy as np
 
 from ikcli.backends.cuda.activations import activations
 from ikcli.backends.cuda.layouts import max_tiles
-from ikcli.backends.cuda.lower import Arg, Counts, Lowering, Ref, Rule
+from ikcli.backends.cuda.lower import RULES, Arg, Counts, Lowering, Ref
 from ikcli.backends.cuda.rules_layers import plan_layout, zero_dropped
 from ikcli.backends.cuda.upload import RowFormat, device_format, is_float, table_bytes, table_type
-from ikcli.backends.lowering import as_node, as_weight
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
-
-RULES: dict[str, Rule] = {}
+from ikcli.graph.ops_experts import MoeUpGate, MulMatId, sort_of
+from ikcli.graph.ops_rows import Embed, MulMat, MulMatHeads
 
 MV_THREADS = MM_THREADS = EMBED_THREADS = 128  # weights_matvec.cuh, weights_gemm.cuh
 MV_ROWS, MM_TILE = 8, 64
@@ -37,12 +36,6 @@ _HALVES = frozenset(
     ("q2_K", "q3_K", "q6_K", "iq1_m", "iq1_m_r", "iq2_xs", "iq2_s", "iq2_k", "iq3_k", "iq4_k", "iq5_k", "iq6_k")
 )
 _MINIMA = frozenset(("q4_1", "q5_1", "q4_K", "q5_K", "q2_K"))
-
-
-def rule(fn: Rule) -> Rule:
-    """Register a lowering rule under its function name."""
-    RULES[fn.__name__.strip("_")] = fn
-    return fn
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +107,7 @@ def split_of(low: Lowering, m: Matrices, items: int) -> int:
 
 
 def _input(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Input:
-    src = as_node(x.source)
+    src = x.node
     if is_float(w.type):
         return Input(low.out(src) + 4 * x.offset, 4 * src.cols, 4 * x.head_stride)
     a = activations(low, x, heads, "q8")
@@ -219,16 +212,14 @@ def _not(when: Callable[[Counts], bool]) -> Callable[[Counts], bool]:
     return lambda c: not when(c)
 
 
-@rule
-def _mul_mat(low: Lowering, node: Node) -> None:
-    w, x = as_weight(node.inputs[0]), as_node(node.inputs[1])
-    _dense(low, node, w, HeadSlice(x, 0, x.cols, 0), 1)
+@RULES.add(MulMat, "w x")
+def _mul_mat(low: Lowering, node: Node, op: MulMat) -> None:
+    _dense(low, node, op.w, HeadSlice(op.x, 0, op.x.cols, 0), 1)
 
 
-@rule
-def _mul_mat_heads(low: Lowering, node: Node) -> None:
-    w = as_weight(node.inputs[0])
-    _dense(low, node, w, node.attrs["x"], w.ne2)
+@RULES.add(MulMatHeads, "w x")
+def _mul_mat_heads(low: Lowering, node: Node, op: MulMatHeads) -> None:
+    _dense(low, node, op.w, op.x, op.w.ne2)
 
 
 # --- mixture of experts -----------------------------------------------------------------------------------------------
@@ -242,7 +233,7 @@ class ByExpert:
     @property
     def n_expert(self) -> int:
         """Matrices of a weight."""
-        return int(self.plan.attrs["n_expert"])
+        return sort_of(self.plan).n_expert
 
     @property
     def has_many(self) -> bool:
@@ -254,7 +245,7 @@ class ByExpert:
         return self._few(c.rows(self.plan.rows))
 
     def _few(self, pairs: int) -> bool:
-        return pairs <= MV_ROWS * int(self.plan.attrs["n_used"]) or pairs <= FEW_PER_EXPERT * self.n_expert
+        return pairs <= MV_ROWS * sort_of(self.plan).n_used or pairs <= FEW_PER_EXPERT * self.n_expert
 
     def input(self, w: Weight, x: Node, sorted_in: bool) -> Input:
         """Rows of x for products with w, found through the plan unless they are sorted."""
@@ -262,7 +253,7 @@ class ByExpert:
         a = _input(low, w, HeadSlice(x, 0, x.cols, 0), 1)
         if sorted_in:
             return a
-        return Input(a.at, a.row, 0, low.out(plan) + plan_layout(low, plan).order, plan.attrs["n_used"])
+        return Input(a.at, a.row, 0, low.out(plan) + plan_layout(low, plan).order, sort_of(plan).n_used)
 
     def _tail(self, a: Input, w: Weight, out: Ref, which: int) -> tuple[Arg, ...]:
         """Activations, results, tiles of the plan and their number, order and divisor, table."""
@@ -274,7 +265,7 @@ class ByExpert:
         """`mv_*`: w . a, or with a gate silu(gate . a) * (w . a)."""
         low, m, rows = self.low, matrices(w, 1), self.plan.rows
         items = w.ne1 if gate is not None else pairs_of(w.ne1)
-        bits = split_of(low, m, items * self.plan.attrs["n_used"])
+        bits = split_of(low, m, items * sort_of(self.plan).n_used)
         blocks = _blocks(items, bits)
         low.emit(f"mv_{m.fmt.name}", lambda c: (blocks, max_tiles(c.rows(rows), self.n_expert, 0), 1), MV_THREADS, 0,
                  low.state, *low.row_args(rows), *m.args(low, 0 if gate is None else low.weight(gate, m.row_bytes)),
@@ -289,20 +280,18 @@ class ByExpert:
                      *self._tail(a, w, out, 1), np.int32(1), 0, 0, when=_not(self.few))  # fmt: skip
 
 
-@rule
-def _mul_mat_id(low: Lowering, node: Node) -> None:
-    w, x, plan = as_weight(node.inputs[0]), as_node(node.inputs[1]), as_node(node.inputs[2])
-    run = ByExpert(low, plan)
-    a = run.input(w, x, node.attrs["sorted_in"])
-    run.matvec(w, None, a, low.out(node))
-    run.gemm(w, a, low.out(node))
-    zero_dropped(low, node, plan)
+@RULES.add(MulMatId, "w x plan sorted_in")
+def _mul_mat_id(low: Lowering, node: Node, op: MulMatId) -> None:
+    run = ByExpert(low, op.plan)
+    a = run.input(op.w, op.x, op.sorted_in)
+    run.matvec(op.w, None, a, low.out(node))
+    run.gemm(op.w, a, low.out(node))
+    zero_dropped(low, node, op.plan)
 
 
-@rule
-def _moe_up_gate(low: Lowering, node: Node) -> None:
-    up, gate = as_weight(node.inputs[0]), as_weight(node.inputs[1])
-    x, plan = as_node(node.inputs[2]), as_node(node.inputs[3])
+@RULES.add(MoeUpGate, "up gate x plan")
+def _moe_up_gate(low: Lowering, node: Node, op: MoeUpGate) -> None:
+    up, gate, x, plan = op.up, op.gate, op.x, op.plan
     run, out = ByExpert(low, plan), low.out(node)
     a, fused = run.input(up, x, False), device_format(up.type) == device_format(gate.type)
     if fused:
@@ -321,8 +310,8 @@ def _moe_up_gate(low: Lowering, node: Node) -> None:
 
 
 # --- embeddings -------------------------------------------------------------------------------------------------------
-@rule
-def _embed(low: Lowering, node: Node) -> None:
-    m = matrices(as_weight(node.inputs[0]), 1)
+@RULES.add(Embed, "w")
+def _embed(low: Lowering, node: Node, op: Embed) -> None:
+    m = matrices(op.w, 1)
     low.emit(f"embed_{m.fmt.name}", lambda c: c.rows(node.rows), EMBED_THREADS, 0, low.state, low.weight(m.w),
              m.row_bytes, np.int32(m.units), low.out(node), table(low, m.w))  # fmt: skip

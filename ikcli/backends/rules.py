@@ -1,0 +1,84 @@
+"""Which ops a backend can do, and with which settings: the table of its lowering rules.
+
+A rule names the fields of the op that it takes into account. Whatever it does not name must have its default value, and
+fields with listed values one of those; all else is refused before anything is lowered. So a field that an op is given
+for one backend is never ignored silently by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Generic, TypeVar
+
+from ikcli.errors import UnsupportedError
+from ikcli.graph import Node, Op
+
+L = TypeVar("L")  # a backend's Lowering
+RuleFunction = Callable[[L, Node, Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(Generic[L]):
+    """How an op is lowered: `lower(lowering, node, op)`, the fields it knows, the values of those it knows in part."""
+
+    lower: RuleFunction[L]
+    known: frozenset[str]
+    values: Mapping[str, Collection[Any]]
+
+
+class Rules(Generic[L]):
+    """The rules of one backend, by op; `device` and `way_out` are words of its messages."""
+
+    def __init__(self, device: str, way_out: str) -> None:
+        self.device, self.way_out = device, way_out
+        self._rules: dict[type[Op], Rule[L]] = {}
+
+    def add(
+        self, op: type[Op], known: str = "", **values: Collection[Any]
+    ) -> Callable[[RuleFunction[L]], RuleFunction[L]]:
+        """Decorator: the rule of an op. `known`: fields it takes into account, `values`: those with some values only.
+
+        An op has one rule; the last one given counts.
+        """
+        names = frozenset(known.split()) | values.keys()
+        unknown = names - {f.name for f in fields(op)}
+        needed = {f.name for f in fields(op) if f.default is MISSING and f.default_factory is MISSING}
+        if unknown or needed - names:
+            raise ValueError(f"rule of {op.name}: no fields {sorted(unknown)}, or {sorted(needed - names)} forgotten")
+
+        def register(function: RuleFunction[L]) -> RuleFunction[L]:
+            self._rules[op] = Rule(function, names, values)
+            return function
+
+        return register
+
+    def replaced(self, rules: Mapping[type[Op], RuleFunction[L]]) -> Rules[L]:
+        """A copy in which ops have other rules, which take everything as it is."""
+        copy: Rules[L] = Rules(self.device, self.way_out)
+        copy._rules = dict(self._rules)
+        for op, function in rules.items():
+            copy._rules[op] = Rule(function, frozenset(f.name for f in fields(op)), {})
+        return copy
+
+    def __contains__(self, op: type[Op]) -> bool:
+        return op in self._rules
+
+    def check(self, nodes: Iterable[Node]) -> None:
+        """UnsupportedError for the first node that this backend cannot compute, naming op, field and device."""
+        for node in nodes:
+            rule = self._rules.get(type(node.op))
+            if rule is None:
+                raise UnsupportedError(f"{node.name}: {self.device} has no {node.op.name}; {self.way_out}")
+            for f in fields(node.op):
+                value = getattr(node.op, f.name)
+                default = f.default_factory() if f.default_factory is not MISSING else f.default
+                if value not in rule.values.get(f.name, (value,)) or (f.name not in rule.known and value != default):
+                    raise UnsupportedError(
+                        f"{node.name}: {self.device} cannot compute {node.op.name} with {f.name} {value}; "
+                        f"{self.way_out}"
+                    )
+
+    def lower(self, lowering: L, node: Node) -> None:
+        """Lower one node, which was checked."""
+        self._rules[type(node.op)].lower(lowering, node, node.op)

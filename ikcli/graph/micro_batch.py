@@ -1,0 +1,41 @@
+"""One micro-batch: which tokens of which sequences, and where their past lies in the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of one sequence in a micro-batch: tokens start..start+n_tokens-1 at positions pos.. of the sequence.
+
+    The sequence's cells start at `cell`; after the micro-batch it has n_kv = pos + n_tokens cached positions.
+    """
+
+    start: int
+    n_tokens: int
+    cell: int
+    pos: int
+
+    @property
+    def n_kv(self) -> int:
+        return self.pos + self.n_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Tokens, their positions and cells, by row; `outputs` are the rows whose logits are wanted."""
+
+    tokens: npt.NDArray[np.int32]
+    pos: npt.NDArray[np.int32]
+    cells: npt.NDArray[np.int64]
+    outputs: npt.NDArray[np.int64]
+    segments: tuple[Segment, ...]
+
+    @property
+    def kv_cells(self) -> npt.NDArray[np.int64]:
+        """The cells of all cached positions of the sequences, in segment order."""
+        return np.concatenate([np.arange(s.cell, s.cell + s.n_kv) for s in self.segments])

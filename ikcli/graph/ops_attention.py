@@ -1,0 +1,125 @@
+"""Operations on the KV cache: storing rows, reading them, attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ikcli.graph.core import Array, Cache, HeadSlice, Node, Op, Rows, RowSpec, Run
+from ikcli.graph.micro_batch import Segment
+from ikcli.graph.ops_rows import head_columns, softmax
+
+
+@dataclass(frozen=True, slots=True)
+class KvStore(Op):
+    """Write columns [offset, offset + n_cols) of x into the cells of the micro-batch, from column `cache_offset` on.
+
+    Transposed caches get whole columns of cells. There is no output.
+    """
+
+    name = "kv_store"
+    stores = True
+
+    cache: Cache
+    x: Node
+    offset: int
+    n_cols: int
+    cache_offset: int
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.rows, 0
+
+    def compute(self, run: Run) -> Array:
+        x = run.value(self.x)[:, self.offset : self.offset + self.n_cols]
+        run.store(self.cache, x, self.cache_offset)
+        return np.zeros((len(x), 0), run.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class KvRows(Op):
+    """Cached columns of every position of the micro-batch's sequences, as float32: [n_kv, n_cols]."""
+
+    name = "kv_rows"
+
+    cache: Cache
+    offset: int
+    n_cols: int
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return RowSpec(Rows.KV), self.n_cols
+
+    def compute(self, run: Run) -> Array:
+        return run.cached(self.cache)[run.state.kv_cells, self.offset : self.offset + self.n_cols].astype(run.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Op):
+    """Causal attention within each sequence: [rows, n_head*v.width].
+
+    Query head h uses key/value head h // (n_head // n_head_kv). The parts of q and of k are concatenated in order and
+    have equal widths in total. Sources that are caches are read at the sequence's cells, sources that are nodes with
+    Rows.KV at compact rows.
+    """
+
+    q: tuple[HeadSlice, ...]
+    k: tuple[HeadSlice, ...]
+    v: HeadSlice
+    n_head: int
+    n_head_kv: int
+    scale: float
+
+    def __post_init__(self) -> None:
+        if sum(p.width for p in self.q) != sum(p.width for p in self.k):
+            raise ValueError("heads of queries and of keys differ in width")
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.n_head // self.n_head_kv
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.q[0].node.rows, self.n_head * self.v.width
+
+    def compute(self, run: Run) -> Array:
+        out: Array = np.empty((len(run.state.tokens), self.n_head, self.v.width), run.dtype)
+        kv0 = 0
+        for s in run.state.segments:
+            tokens = np.s_[s.start : s.start + s.n_tokens]
+            hidden = np.arange(s.n_kv) > run.state.pos[tokens, None]
+            q = np.concatenate([head_columns(run.value(p.node)[tokens], p, self.n_head) for p in self.q], axis=2)
+            k = np.concatenate([_positions(run, p, s, kv0, self.n_head_kv) for p in self.k], axis=2)
+            v = _positions(run, self.v, s, kv0, self.n_head_kv)
+            for h in range(self.n_head):
+                scores = (q[:, h] @ k[:, h // self.group].T) * run.dtype(self.scale)
+                out[tokens, h] = softmax(np.where(hidden, -np.inf, scores)) @ v[:, h // self.group]
+            kv0 += s.n_kv
+        return out.reshape(len(out), -1)
+
+
+def _positions(run: Run, part: HeadSlice, s: Segment, kv0: int, n_head: int) -> Array:
+    """Keys or values of a segment: its cells of a cache, or rows kv0.. of a node over all segments."""
+    if isinstance(part.source, Cache):
+        rows: Array = run.cached(part.source)[s.cell : s.cell + s.n_kv].astype(run.dtype)
+    else:
+        rows = run.value(part.source)[kv0 : kv0 + s.n_kv]
+    return head_columns(rows, part, n_head)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashAttn(Attention):
+    """Attention in one pass: scores are never stored."""
+
+    name = "flash_attn"
+
+
+@dataclass(frozen=True, slots=True)
+class Attn(Attention):
+    """Attention that stores K*Q, `heads_per_step` heads at a time (0 = all)."""
+
+    name = "attn"
+
+    heads_per_step: int = 0

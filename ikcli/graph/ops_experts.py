@@ -1,0 +1,254 @@
+"""Operations of mixtures of experts: choosing experts, grouping rows by expert, products, the weighted sum.
+
+The table of `moe_sort` is (pair, expert) per sorted position, pair = row * n_used + slot, dropped slots last with
+expert -1. `moe_route` holds float32 weights and the bits of int32 ids side by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ikcli.graph.core import Array, Node, Op, Place, RowSpec, Run, Weight
+from ikcli.graph.ops_rows import Product, sigmoid, silu, softmax
+
+
+@dataclass(frozen=True, slots=True)
+class MoeRoute(Op):
+    """Choose experts: [rows, 2*n_used] = n_used weights (f32), then n_used ids (i32 bits; -1 = dropped by -ser).
+
+    gating "softmax" or "sigmoid" gives probabilities; `bias` is added for the selection only. With n_group > 1 only
+    experts of the n_group_used groups with the largest sum of their two best scores are eligible. ser = (min
+    experts, threshold): see `-ser`. Weights are normalised over the kept experts if `norm`, then times `scale`.
+    """
+
+    name = "moe_route"
+    is_table = True
+
+    logits: Node
+    bias: Weight | None
+    n_used: int
+    gating: str
+    norm: bool
+    scale: float
+    n_group: int = 1
+    n_group_used: int = 1
+    ser: tuple[int, float] | None = None
+
+    @property
+    def n_expert(self) -> int:
+        """Experts to choose from."""
+        return self.logits.cols
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.logits.rows, 2 * self.n_used
+
+    def compute(self, run: Run) -> Array:
+        logits = run.value(self.logits)
+        probs = softmax(logits) if self.gating == "softmax" else sigmoid(logits)
+        selection = probs if self.bias is None else probs + run.weight(self.bias)
+        if self.n_group > 1:
+            selection = best_groups(selection, self.n_group, self.n_group_used)
+        ids = np.argsort(-selection, axis=1, kind="stable")[:, : self.n_used]
+        keep = np.ones(ids.shape, bool)
+        if self.ser is not None and self.ser[0] > 0:
+            fewest, threshold = self.ser
+            p = np.take_along_axis(selection, ids, axis=1)
+            keep[:, fewest:] = ~(p[:, fewest:] < threshold * p[:, :1])
+        weights = np.where(keep, np.take_along_axis(probs, ids, axis=1), 0)
+        if self.norm:
+            weights = weights / weights.sum(axis=1, keepdims=True)
+        bits = np.ascontiguousarray(np.where(keep, ids, -1), np.int32).view(np.float32)
+        return np.concatenate([(weights * self.scale).astype(np.float32), bits], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSort(Op):
+    """Group (row, slot) pairs by expert: the table that expert products take as `plan`."""
+
+    name = "moe_sort"
+    place = Place.EVERYWHERE
+    light = True
+    is_table = True
+    dtype = "i32"
+
+    route: Node
+    n_expert: int
+
+    @property
+    def n_used(self) -> int:
+        """Slots of a row."""
+        return route_of(self.route).n_used
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        rows = self.route.rows
+        return RowSpec(rows.symbol, rows.factor * self.n_used), 2
+
+    def compute(self, run: Run) -> Array:
+        _, ids = route_parts(run.value(self.route), self.n_used)
+        flat = ids.reshape(-1)
+        order = np.argsort(np.where(flat < 0, self.n_expert, flat), kind="stable")
+        return np.stack([order, flat[order]], axis=1).astype(np.int32)
+
+
+def route_of(route: Node) -> MoeRoute:
+    """The op of a node that chooses experts."""
+    assert isinstance(route.op, MoeRoute)
+    return route.op
+
+
+def sort_of(plan: Node) -> MoeSort:
+    """The op of a node that groups rows by expert."""
+    assert isinstance(plan.op, MoeSort)
+    return plan.op
+
+
+class ExpertProduct(Product):
+    """A product of rows with the matrices of their experts, in the order of the plan; rows of dropped slots are 0."""
+
+    __slots__ = ()
+    by_expert = True
+    plan: Node
+    sorted_in: bool  # the input has a row per sorted position already, not one per token
+
+    @property
+    def sort(self) -> MoeSort:
+        """What the plan was made by."""
+        return sort_of(self.plan)
+
+    @property
+    def route(self) -> MoeRoute:
+        """What chose the experts."""
+        return route_of(self.sort.route)
+
+
+@dataclass(frozen=True, slots=True)
+class MulMatId(ExpertProduct):
+    """x @ w[expert].T for every sorted position: x is per token, or `sorted_in` [rows*n_used, ne0]."""
+
+    name = "mul_mat_id"
+    policy = "MUL_MAT_ID"
+
+    w: Weight
+    x: Node
+    plan: Node
+    sorted_in: bool
+
+    def __post_init__(self) -> None:
+        if self.w.ne0 != self.x.cols:
+            raise ValueError(f"{self.w.name} has rows of {self.w.ne0}, its input has {self.x.cols} columns")
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.plan.rows, self.w.ne1
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        return (self.w,)
+
+    @property
+    def source(self) -> Node:
+        return self.x
+
+    def compute(self, run: Run) -> Array:
+        w, x, plan = run.weight(self.w), run.value(self.x), run.value(self.plan)
+        return by_expert(w, x if self.sorted_in else sorted_rows(x, plan), plan)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeUpGate(ExpertProduct):
+    """silu(x @ gate.T) * (x @ up.T) per selected expert, in sorted order (`-fmoe`)."""
+
+    name = "moe_up_gate"
+    policy = "MOE_FUSED_UP_GATE"
+    sorted_in = False
+
+    up: Weight
+    gate: Weight
+    x: Node
+    plan: Node
+
+    def __post_init__(self) -> None:
+        if self.up.ne0 != self.x.cols or self.up.shape != self.gate.shape:
+            raise ValueError(f"{self.up.name}: shapes of up, gate and input do not fit")
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.plan.rows, self.up.ne1
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        return self.up, self.gate
+
+    @property
+    def source(self) -> Node:
+        return self.x
+
+    def compute(self, run: Run) -> Array:
+        up, gate, plan = run.weight(self.up), run.weight(self.gate), run.value(self.plan)
+        x = sorted_rows(run.value(self.x), plan)
+        return silu(by_expert(gate, x, plan)) * by_expert(up, x, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSum(Op):
+    """Weighted sum of the selected experts' rows, back in token order: [rows, y.cols]. Dropped slots add zero."""
+
+    name = "moe_sum"
+    place = Place.FIRST_INPUT
+
+    y: Node
+    route: Node
+    plan: Node
+
+    @property
+    def sort(self) -> MoeSort:
+        """What the plan was made by."""
+        return sort_of(self.plan)
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.route.rows, self.y.cols
+
+    def compute(self, run: Run) -> Array:
+        y, route, plan = run.value(self.y), run.value(self.route), run.value(self.plan)
+        weights, ids = route_parts(route, route.shape[1] // 2)
+        slots = np.empty_like(y)
+        slots[plan[:, 0]] = y
+        slots = slots.reshape(*ids.shape, -1)
+        kept = np.where(ids[..., None] < 0, 0, slots * weights[..., None].astype(y.dtype))
+        return kept.sum(axis=1)
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+def best_groups(selection: Array, n_group: int, n_group_used: int) -> Array:
+    """Selection scores with -inf outside the groups whose two best scores have the largest sums."""
+    grouped = selection.reshape(len(selection), n_group, -1)
+    score = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
+    chosen = np.argsort(-score, axis=1, kind="stable")[:, :n_group_used]
+    allowed = np.zeros(score.shape, bool)
+    np.put_along_axis(allowed, chosen, True, axis=1)
+    return np.where(allowed[:, :, None], grouped, -np.inf).reshape(selection.shape)
+
+
+def route_parts(route: Array, n_used: int) -> tuple[Array, Array]:
+    """Weights and ids, (rows, n_used) each."""
+    return route[:, :n_used], np.ascontiguousarray(route[:, n_used:]).view(np.int32)
+
+
+def sorted_rows(x: Array, plan: Array) -> Array:
+    """Rows of x in the order of the plan."""
+    return x[plan[:, 0] // (len(plan) // len(x))]
+
+
+def by_expert(w: Array, x: Array, plan: Array) -> Array:
+    """Every sorted row times the matrix of its expert; zero for dropped slots."""
+    out = np.zeros((len(x), w.shape[1]), x.dtype)
+    for e in np.unique(plan[:, 1]):
+        if e >= 0:
+            rows = plan[:, 1] == e
+            out[rows] = x[rows] @ w[e].T
+    return out

@@ -1,0 +1,178 @@
+"""The recorder that model code talks to: every call records one node instead of computing.
+
+Model code is plain Python that reads like the architecture. Methods check what they are given as the records of the
+ops do (`ops_*.py`), which also say what each op means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ikcli.gguf.constants import GGMLType
+from ikcli.graph.core import Cache, HeadSlice, Node, Op, Weight, power_of_two_parts
+from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
+from ikcli.graph.ops_experts import MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId
+from ikcli.graph.ops_rows import (
+    Add,
+    Concat,
+    ConcatHeads,
+    Embed,
+    GetRows,
+    Hadamard,
+    MulMat,
+    MulMatHeads,
+    RmsNorm,
+    Rope,
+    RopeTable,
+    SwiGlu,
+)
+
+
+@dataclass(slots=True)
+class Graph:
+    """Recorder. Node names carry the layer (`ffn_out-3`); `nodes` is in execution order."""
+
+    nodes: list[Node] = field(default_factory=list)
+    caches: dict[tuple[str, int], Cache] = field(default_factory=dict)
+    weights: dict[str, Weight] = field(default_factory=dict)
+    il: int = -1  # current layer, appended to node names
+
+    def record(self, op: Op, name: str) -> Node:
+        """The node of an op; for ops of other packages as well."""
+        node = Node(op, name if self.il < 0 else f"{name}-{self.il}", self.il, len(self.nodes))
+        for w in node.weights():
+            self.weights[w.name] = replace(w, row0=0, n_rows=-1)  # the whole tensor
+        self.nodes.append(node)
+        return node
+
+    def cache(self, kind: str, cols: int, type_: GGMLType, transposed: bool = False) -> Cache:
+        """The cache tensor `kind` of the current layer."""
+        c = Cache(kind, self.il, cols, type_, transposed)
+        return self.caches.setdefault((kind, self.il), c)
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+    def embed(self, w: Weight, name: str = "inp_embd") -> Node:
+        """Rows of the token embedding for the micro-batch's tokens."""
+        return self.record(Embed(w), name)
+
+    def rms_norm(self, x: Node, w: Weight, eps: float, name: str, *, offset: int = 0, cols: int = 0) -> Node:
+        """RMS norm of columns [offset, offset+cols) in groups of w.ne0 columns (cols 0 = to the end of the row)."""
+        return self.record(RmsNorm(x, w, eps, offset, cols or x.cols - offset), name)
+
+    def mul_mat(self, w: Weight, x: Node, name: str) -> Node:
+        """x @ w.T: [rows, ne0] -> [rows, ne1]."""
+        return self.record(MulMat(w, x), name)
+
+    def mul_mat_heads(self, w: Weight, x: HeadSlice, name: str) -> Node:
+        """Per head h: x[:, h] @ w[h].T with w (ne0 = x.width, ne1, n_head) -> [rows, n_head*ne1]."""
+        return self.record(MulMatHeads(w, x), name)
+
+    def add(self, x: Node, y: Node | Weight, name: str) -> Node:
+        """Element-wise sum; a weight (bias) is added to every row."""
+        return self.record(Add(x, y), name)
+
+    def swiglu(self, gate: Node, up: Node, name: str) -> Node:
+        """silu(gate) * up."""
+        return self.record(SwiGlu(gate, up), name)
+
+    def concat(self, parts: Sequence[Node], name: str) -> Node:
+        """Columns of the parts side by side."""
+        return parts[0] if len(parts) == 1 else self.record(Concat(tuple(parts)), name)
+
+    def concat_heads(self, parts: Sequence[HeadSlice], n_head: int, name: str) -> Node:
+        """Per head, the parts side by side: [rows, n_head * sum(part widths)]. Sources are nodes of equal rows."""
+        return self.record(ConcatHeads(tuple(parts), n_head), name)
+
+    def select_outputs(self, x: Node, name: str) -> Node:
+        """The rows of x (one per token) whose logits were asked for."""
+        return self.record(GetRows(x), name)
+
+    # --- heads and cache ----------------------------------------------------------------------------------------------
+    def rope_table(self, inv_freq: Sequence[float], mscale: float, name: str = "rope_table") -> Node:
+        """cos, sin (interleaved per pair) of position * inv_freq, times mscale: [n_tokens, 2*len(inv_freq)]."""
+        return self.record(RopeTable(tuple(float(f) for f in inv_freq), mscale), name)
+
+    def rope(
+        self, x: Node, table: Node, n_head: int, head_dim: int, name: str, *, offset: int = 0, neox: bool = False
+    ) -> Node:
+        """Rotate `table.cols` columns of every head, starting at `offset`; see `Rope`."""
+        return self.record(Rope(x, table, n_head, head_dim, offset, neox), name)
+
+    def hadamard(
+        self, x: Node, n_head: int, head_dim: int, name: str, *, offset: int = 0, blocks: Sequence[int] = ()
+    ) -> Node:
+        """Walsh-Hadamard transform of every head, in blocks of powers of two from column `offset` of a head on.
+
+        Without blocks the rest of the head is divided into the largest powers of two that fit: 192 = 128 + 64.
+        """
+        sizes = tuple(blocks) or power_of_two_parts(head_dim - offset)
+        return self.record(Hadamard(x, n_head, head_dim, offset, sizes), name)
+
+    def kv_store(
+        self, cache: Cache, x: Node, name: str, *, offset: int = 0, cols: int = 0, cache_offset: int = 0
+    ) -> Node:
+        """Write columns [offset, offset+cols) of x into the cells of the micro-batch (all rows for transposed caches).
+
+        `cache_offset` is the first column written inside the cache row. The node has no output of its own (cols 0).
+        """
+        return self.record(KvStore(cache, x, offset, cols or x.cols - offset, cache_offset), name)
+
+    def kv_rows(self, cache: Cache, offset: int, cols: int, name: str) -> Node:
+        """Cached columns of every position of the micro-batch's sequences, as float32: [n_kv, cols]."""
+        return self.record(KvRows(cache, offset, cols), name)
+
+    def attention(
+        self,
+        q: Sequence[HeadSlice],
+        k: Sequence[HeadSlice],
+        v: HeadSlice,
+        name: str,
+        *,
+        n_head: int,
+        n_head_kv: int,
+        scale: float,
+        flash: bool,
+        heads_per_step: int = 0,
+    ) -> Node:
+        """Causal attention within each sequence: [rows, n_head*v.width]; see `Attention`.
+
+        flash=False materialises K*Q, `heads_per_step` heads at a time (0 = all).
+        """
+        if flash:
+            return self.record(FlashAttn(tuple(q), tuple(k), v, n_head, n_head_kv, scale), name)
+        return self.record(Attn(tuple(q), tuple(k), v, n_head, n_head_kv, scale, heads_per_step), name)
+
+    # --- mixture of experts -------------------------------------------------------------------------------------------
+    def moe_route(
+        self,
+        logits: Node,
+        bias: Weight | None,
+        name: str,
+        *,
+        n_used: int,
+        gating: str,
+        norm: bool,
+        scale: float,
+        n_group: int = 1,
+        n_group_used: int = 1,
+        ser: tuple[int, float] | None = None,
+    ) -> Node:
+        """Choose experts: [rows, 2*n_used]; see `MoeRoute`."""
+        return self.record(MoeRoute(logits, bias, n_used, gating, norm, scale, n_group, n_group_used, ser), name)
+
+    def moe_sort(self, route: Node, n_expert: int, name: str) -> Node:
+        """Group (row, slot) pairs by expert: the table that the expert ops below take as `plan`."""
+        return self.record(MoeSort(route, n_expert), name)
+
+    def mul_mat_id(self, w: Weight, x: Node, plan: Node, name: str, *, sorted_in: bool = False) -> Node:
+        """Expert matmul in sorted order: x is per token [rows, ne0], or `sorted_in` already [rows*n_used, ne0]."""
+        return self.record(MulMatId(w, x, plan, sorted_in), name)
+
+    def moe_up_gate(self, up: Weight, gate: Weight, x: Node, plan: Node, name: str) -> Node:
+        """silu(x @ gate.T) * (x @ up.T) per selected expert, in sorted order (`-fmoe`)."""
+        return self.record(MoeUpGate(up, gate, x, plan), name)
+
+    def moe_sum(self, y: Node, route: Node, plan: Node, name: str) -> Node:
+        """Weighted sum of the selected experts' rows, back in token order: [rows, y.cols]. Dropped slots add zero."""
+        return self.record(MoeSum(y, route, plan), name)

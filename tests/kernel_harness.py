@@ -18,7 +18,8 @@ from leaves import Leaf, leaf
 
 from ikcli.backends.cpu.kernels import common
 from ikcli.backends.cpu.program import Lowering, Program, lower
-from ikcli.backends.cpu.threads import Team, aligned_zeros
+from ikcli.backends.cpu.threads import Team
+from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.rules import Rules
 from ikcli.gguf.constants import row_n_bytes
 from ikcli.graph import Cache, Graph, Node, Rows

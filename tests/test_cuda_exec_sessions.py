@@ -17,7 +17,6 @@ from gguf_files import write_model
 from ikcli.backends.cuda.device import CudaError
 from ikcli.engine import gpus
 from ikcli.engine.batch import Batch
-from ikcli.engine.hybrid import HybridBackend
 from ikcli.engine.kv_rows import copy_rows, export_rows, import_rows
 from ikcli.engine.session import Session
 from ikcli.errors import NonFiniteError
@@ -243,7 +242,7 @@ def test_too_little_memory_is_said_before_anything_is_copied(folder, opener, mon
 
 def test_without_gpu_layers_no_gpu_is_opened(folder, opener) -> None:
     with Session.open(config(written(folder, "llama"), n_gpu_layers=0)) as session:
-        assert not opener.devices and not isinstance(session.backend, HybridBackend)
+        assert not opener.devices and not session.gpus
 
 
 def test_rtr_leaves_tensors_of_the_gpu_alone(folder, opener, tmp_path: Path) -> None:

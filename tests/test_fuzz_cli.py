@@ -170,7 +170,7 @@ def attempt(path: Path, n_ctx: int) -> str:
         try:
             with Session.plan(replace(run_config(path, n_ctx), **settings)) as session:
                 needed = session.compute_bytes + sum(session.cache_bytes().values())
-                if session.backend.n_missing(list(session.programs.values())) or 1 << 28 < needed < 2 * MEMORY:
+                if session.runner.n_missing(list(session.programs.values())) or 1 << 28 < needed < 2 * MEMORY:
                     continue
                 session.load()
                 session.warm_up()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ikcli.backends.cpu.threads import aligned_zeros
+from ikcli.backends.memory import aligned_zeros
 from ikcli.config import RunConfig, default_model
 from ikcli.engine import host_memory, numa
 from ikcli.engine.batch import Batch

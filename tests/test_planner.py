@@ -13,7 +13,7 @@ from header_models import qwen3_235b, write_deepseek, write_header
 from ikcli.config import RunConfig
 from ikcli.config_values import parse_device_spec
 from ikcli.engine import gpus
-from ikcli.engine.device_plan import _PaperDevice, described_info, planning_part
+from ikcli.engine.device_plan import _PaperDevice, described_info, planning_device
 from ikcli.engine.devices import Device, Machine, described_machine
 from ikcli.engine.missing_parts import assume_missing
 from ikcli.engine.planner import Planner
@@ -215,7 +215,7 @@ def test_a_session_allocates_what_was_planned(
     n_seq = config.n_parallel
     session = Session.plan(config, n_seq_max=n_seq, n_step=n_seq if config.command == "serve" else 0)
     allocated = session.memory()
-    session.backend.cpu.close()
+    session.runner.cpu.close()
     strip = {d: {k: n for k, n in parts.items() if n} for d, parts in planned.items()}
     assert strip == {d: {k: n for k, n in parts.items() if n} for d, parts in allocated.items()}
 
@@ -225,7 +225,7 @@ def test_gpus_that_are_described_with_little(files: Files) -> None:
     infos = [described_info(gpu) for gpu in machine.gpus]
     assert [info.cc for info in infos] == [(8, 9), (7, 5), (12, 1)]
     assert [info.n_sm for info in infos] == [128, 108, 170]
-    assert planning_part(machine.gpus[0]).limits.max_shared == 99 * 1024
+    assert planning_device(machine.gpus[0]).limits.max_shared == 99 * 1024
 
 
 def test_parts_of_a_split_file_may_lack_data(tmp_path: Path) -> None:
@@ -282,6 +282,6 @@ def test_fit_holds_for_runs_on_gpus_of_this_machine(
     assert "CUDA device" not in " ".join(startup.notices) and not startup.config.fit
     session = Session.plan(startup.config)
     parts = session.memory()["CUDA0"]
-    session.backend.cpu.close()
+    session.runner.cpu.close()
     assert 5 * MIB < sum(parts.values()) <= 10 * MIB and startup.config.n_cpu_moe == 2
     assert chosen.startswith(f"--fit chose: -ngl {startup.config.n_gpu_layers}")

@@ -61,7 +61,7 @@ def test_phases(session, profile) -> None:
     assert (generation.n_passes, generation.n_tokens) == (2, 3)
     for phase in (prompt, generation):
         assert 0 < total(phase).seconds <= phase.seconds
-    n_ops = len(session.programs["decode"].ops)
+    n_ops = len(session.programs["decode"].parts["CPU"].program.ops)
     assert total(prompt).count == 2 * n_ops
 
 

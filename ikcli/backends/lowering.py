@@ -12,8 +12,6 @@ from typing import Any
 
 from ikcli.graph import Cache, Lifetime, Node, Rows, RowSpec, assign_offsets
 
-STATE_INDEX = {Rows.TOKENS: 0, Rows.OUTPUTS: 1, Rows.KV: 2}  # words of the state of a micro-batch
-
 
 @dataclass(frozen=True, slots=True)
 class Ref:

@@ -1,4 +1,4 @@
-"""What a GPU's backend needs for its part of a run, planned without the GPU: only facts about it are looked at."""
+"""What a GPU needs for its turns of a run, planned without the GPU: only facts about it are looked at."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 from ikcli.backends.cuda.device import Device as CudaDevice
 from ikcli.backends.cuda.device import DeviceInfo
 from ikcli.engine.devices import Device
-from ikcli.engine.gpu_part import GpuPart
+from ikcli.engine.gpu_device import GpuDevice
 
 DEFAULT_CAPABILITY = (8, 9)
 _KIB, _MIB = 2**10, 2**20
@@ -40,6 +40,6 @@ def described_info(gpu: Device) -> DeviceInfo:
     return DeviceInfo(int(gpu.name.removeprefix("CUDA")), gpu.name, cc, n_sm, gpu.total, shared, l2, (13, 0))
 
 
-def planning_part(gpu: Device) -> GpuPart:
-    """A GPU's part of a session that can plan, but not run."""
-    return GpuPart(cast(CudaDevice, _PaperDevice(gpu.info or described_info(gpu))))
+def planning_device(gpu: Device) -> GpuDevice:
+    """A GPU of a session that can plan, but not run."""
+    return GpuDevice(cast(CudaDevice, _PaperDevice(gpu.info or described_info(gpu))))

@@ -1,4 +1,4 @@
-"""The GPUs of a session: which are opened, where tensors go, and the backend that follows from it."""
+"""The GPUs of a session: which are opened, where tensors go, and the runner that follows from it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ikcli.backends.cpu.backend import CpuBackend
 from ikcli.backends.cuda import upload
 from ikcli.backends.cuda.device import CudaError, Device, DriverMissing, NoDevice, Pinned
 from ikcli.backends.cuda.transfer import is_plain
 from ikcli.config import RunConfig
-from ikcli.engine.hybrid import HybridBackend, Offload
+from ikcli.engine.cpu_device import CpuDevice
 from ikcli.engine.model import Model
-from ikcli.engine.parts import CPU, Bytes, CpuOnly, Part
 from ikcli.engine.placement import Placement, offload_threshold, place
+from ikcli.engine.run_device import CPU, Bytes, RunDevice
+from ikcli.engine.runner import Offload, Runner
 from ikcli.graph import Node, Rows, Weight
 from ikcli.graph.ops_experts import MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import MulMat, MulMatHeads
@@ -67,25 +67,23 @@ def open_devices(config: RunConfig) -> dict[str, Device]:
         return {}
 
 
-def make_backend(
-    config: RunConfig, model: Model, n_threads: int, cpus: Sequence[frozenset[int]] | None
-) -> CpuOnly | HybridBackend:
+def make_runner(config: RunConfig, model: Model, n_threads: int, cpus: Sequence[frozenset[int]] | None) -> Runner:
     """What the session computes with. With `-rtr`, tensors for GPUs are not repacked."""
-    cpu = CpuBackend(n_threads, cpus)
+    cpu = CpuDevice(n_threads, cpus)
     devices = open_devices(config) if wanted(config) else {}
     if not devices:
-        return CpuOnly(cpu)
+        return Runner(cpu)
     placement = place_model(config, model, devices)
     model.keep_plain([name for name, buffer in placement.buffer_of.items() if buffer != CPU])
     used = {*placement.buffer_of.values(), *placement.cache}
-    others: dict[str, Part] = {name: _part(device) for name, device in devices.items() if name in used}
+    others: dict[str, RunDevice] = {name: _part(device) for name, device in devices.items() if name in used}
     for name in devices.keys() - used:
         devices[name].close()
     if not others:
-        return CpuOnly(cpu)
-    backend = HybridBackend(cpu, others, places_of(placement), offload_of(config, model, placement))
-    backend.allocate = _PinnedMemory(devices[next(iter(others))])
-    return backend
+        return Runner(cpu)
+    runner = Runner(cpu, others, places_of(placement), offload_of(config, model, placement))
+    runner.allocate = _PinnedMemory(devices[next(iter(others))])
+    return runner
 
 
 class _PinnedMemory:
@@ -102,10 +100,10 @@ class _PinnedMemory:
         return self._last.array
 
 
-def _part(device: Device) -> Part:
-    from ikcli.engine.gpu_part import GpuPart
+def _part(device: Device) -> RunDevice:
+    from ikcli.engine.gpu_device import GpuDevice
 
-    return GpuPart(device)
+    return GpuDevice(device)
 
 
 def place_model(config: RunConfig, model: Model, devices: Mapping[str, Device]) -> Placement:

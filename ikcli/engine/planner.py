@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.backends.cpu.backend import CpuBackend
 from ikcli.config import RunConfig, padded_ctx, resolve, sequences_per_batch
-from ikcli.engine.device_plan import planning_part
+from ikcli.engine.cpu_device import CpuDevice
+from ikcli.engine.device_plan import planning_device
 from ikcli.engine.devices import Machine
 from ikcli.engine.gpus import offload_of, places_of
-from ikcli.engine.hybrid import HybridBackend, Offload
 from ikcli.engine.model import Model
-from ikcli.engine.parts import CpuOnly, Part, SessionBackend, cache_bytes
 from ikcli.engine.placement import CPU, Placement, place
 from ikcli.engine.programs import Graphs, check_caches, graph_config, record_graphs, runs, step_tokens
+from ikcli.engine.run_device import RunDevice, cache_bytes
+from ikcli.engine.runner import Offload, Runner
 from ikcli.gguf.reader import GGUFFile
 from ikcli.models import GraphConfig, HParams, Weights
 
@@ -91,7 +91,7 @@ class Planner:
         self._graphs: dict[tuple[GraphConfig, int], Graphs] = {}
         self._models: dict[tuple[object, ...], Model] = {}
         self._plans: dict[RunConfig, RunPlan] = {}
-        self._gpus = {gpu.name: planning_part(gpu) for gpu in machine.gpus}
+        self._gpus = {gpu.name: planning_device(gpu) for gpu in machine.gpus}
 
     def plan(self, config: RunConfig) -> RunPlan:
         """The plan of a run; nothing is printed."""
@@ -103,14 +103,14 @@ class Planner:
         shape, placement = _shape(config), self.place(config)
         model = self.model(config, placement)
         graphs = self._record(shape.graph, model)
-        backend = self._backend(shape, placement, offload_of(config, model, placement) if placement.devices else None)
+        runner = self._runner(shape, placement, offload_of(config, model, placement) if placement.devices else None)
         programs = [
-            backend.plan(*graphs[run.kind], run.n_tokens, run.n_outputs, shape.graph.n_ctx, independent=run.independent)
+            runner.plan(*graphs[run.kind], run.n_tokens, run.n_outputs, shape.graph.n_ctx, independent=run.independent)
             for run in runs(graphs, shape.graph.n_ubatch, shape.n_seq, step_tokens(shape.n_step)).values()
         ]
-        parts = backend.memory(programs, [graph for graph, _ in graphs.values()], model, shape.graph.n_ctx)
+        parts = runner.memory(programs, model, shape.graph.n_ctx)
         parts[CPU]["output"] = min(shape.n_seq, shape.graph.n_ubatch) * self.hp.n_vocab * 4
-        n_splits = max(len(getattr(p, "turns", "1")) for p in programs)
+        n_splits = runner.n_turns(programs)
         n_nodes = max(len(graph.nodes) for graph, _ in graphs.values())
         memory = MemoryPlan(parts, shape.graph.n_ctx, self._free(parts))
         return RunPlan(config, shape.graph, placement, memory, n_nodes, n_splits)
@@ -148,11 +148,11 @@ class Planner:
             free[CPU] = self.machine.ram
         return {name: free[name] for name in devices if name in free}
 
-    def _backend(self, shape: _Shape, placement: Placement, offload: Offload | None) -> SessionBackend:
-        cpu = CpuBackend(shape.n_threads)
+    def _runner(self, shape: _Shape, placement: Placement, offload: Offload | None) -> Runner:
+        cpu = CpuDevice(shape.n_threads)
         used = {*placement.buffer_of.values(), *placement.cache}
-        gpus: dict[str, Part] = {name: gpu for name, gpu in self._gpus.items() if name in used}
-        return HybridBackend(cpu, gpus, places_of(placement), offload) if gpus else CpuOnly(cpu)
+        gpus: dict[str, RunDevice] = {name: gpu for name, gpu in self._gpus.items() if name in used}
+        return Runner(cpu, gpus, places_of(placement), offload) if gpus else Runner(cpu)
 
     def warnings(self, config: RunConfig) -> list[str]:
         """What a session would warn about; refuses cache types that cannot work."""

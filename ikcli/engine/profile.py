@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from ikcli.backends.cpu.backend import State
-from ikcli.engine.parts import SessionBackend
+from ikcli.backends.step_block import StepBlock
+from ikcli.engine.run_device import Observer
+from ikcli.engine.runner import DividedProgram, Runner
 from ikcli.graph import Node, Rows
 
-Observer = Callable[[Node, npt.NDArray[np.generic]], None]
 _MIN_SHARE = 0.001  # groups below are summed up in one line
 _HEAD = f"{'op':<34} {'kernel':<34} {'count':>8} {'ms':>10} {'share':>6} {'us each':>9} {'GB/s':>7} {'GOP/s':>8}"
 
@@ -65,14 +60,19 @@ class Profile:
         self.phases = {"prompt": Phase(), "generation": Phase()}
 
     def run(
-        self, backend: SessionBackend, program: Any, n_threads: int, state: State, observer: Observer | None = None
+        self,
+        runner: Runner,
+        program: DividedProgram,
+        n_threads: int,
+        state: StepBlock,
+        observer: Observer | None = None,
     ) -> None:
         """Execute a bound program; the observer sees every output, outside of the measured time."""
         n_tokens = state.rows[Rows.TOKENS]
         phase = self.phases["generation" if n_tokens == state.n_segments else "prompt"]
         started, outside = time.perf_counter(), 0.0
         seen: set[Node] = set()
-        for op in backend.timed(program, n_threads, state, observer is not None):
+        for op in runner.timed(program, n_threads, state, observer is not None):
             group = phase.groups.setdefault((_place(op.node), op.kernel), Group())
             group.add(Group(1, op.seconds, op.n_bytes, op.n_ops))
             if observer is not None and op.value is not None and op.node not in seen:

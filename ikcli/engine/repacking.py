@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.backends.cpu.threads import aligned_zeros
 from ikcli.backends.cpu.tile_modes import rounds_activations
+from ikcli.backends.memory import aligned_zeros
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
 from ikcli.log import log

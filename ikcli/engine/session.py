@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.backends.cpu.backend import Segment, State
 from ikcli.backends.cpu.program import INDEPENDENT_ROWS
+from ikcli.backends.step_block import StepBlock
 from ikcli.config import RunConfig, padded_ctx, resolve
 from ikcli.engine import gpus, host_memory, numa, session_log
 from ikcli.engine.batch import Batch
 from ikcli.engine.model import Model
-from ikcli.engine.parts import CPU, Bytes, SessionBackend, cache_bytes
 from ikcli.engine.programs import check_caches, graph_config, record_graphs, runs, step_tokens
+from ikcli.engine.run_device import CPU, Bytes, Observer, cache_bytes
+from ikcli.engine.runner import DividedProgram, Runner
 from ikcli.engine.session_log import Timings
 from ikcli.errors import IkError, NonFiniteError, UnsupportedError
 from ikcli.graph import Cache, Graph, Node
+from ikcli.graph.micro_batch import Segment
 from ikcli.log import log, progress, warn
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig
 from ikcli.sampling.short import draw_function
@@ -46,16 +48,16 @@ class Session:
         self.n_ctx_seq = self.n_ctx // n_seq_max
         self.n_batch, self.n_ubatch = config.n_batch, cfg.n_ubatch
         self.n_vocab = model.hp.n_vocab
-        self.observer: Callable[[Node, npt.NDArray[np.generic]], None] | None = None
+        self.observer: Observer | None = None
         n_threads = max(config.n_threads, config.n_threads_batch)
         self._cpus, self._notes = numa.plan_threads(config.numa, n_threads)
-        self.backend: SessionBackend = gpus.make_backend(config, model, n_threads, self._cpus)
+        self.runner: Runner = gpus.make_runner(config, model, n_threads, self._cpus)
         self._tokenizer: Tokenizer | None = None
         self._n_past = [0] * n_seq_max
         self.timings = Timings()
         self.profile = _new_profile() if config.profile else None
         self._n_outputs = min(n_seq_max, self.n_ubatch)
-        self._last: tuple[Any, int]  # program and threads of the last micro-batch
+        self._last: tuple[DividedProgram, int]  # program and threads of the last micro-batch
         self.graphs = record_graphs(model, model.weights(), cfg)
         self.programs = self._plan()
 
@@ -95,12 +97,12 @@ class Session:
         self.compile()
         names = {w for g, _ in self.graphs.values() for w in g.weights}
         self._check_weights(names)
-        programs, graphs = list(self.programs.values()), self._graph_list()
-        self.backend.load(programs, graphs, self.model, self.config.mmap)
+        programs = list(self.programs.values())
+        self.runner.load(programs, self.model, self.config.mmap)
         try:
-            self._state = State(max(self.n_ubatch, self.n_step), self.n_ctx)
-            self.backend.make_caches(programs, graphs, self.n_ctx)
-            self.backend.bind(programs, self._state)
+            self._state = StepBlock(max(self.n_ubatch, self.n_step), self.n_ctx)
+            self.runner.make_caches(programs, self.n_ctx)
+            self.runner.bind(programs, self._state)
             self._place_memory()
         except MemoryError:
             need = (sum(self.cache_bytes().values()) + self.compute_bytes) / 2**20
@@ -113,15 +115,15 @@ class Session:
     def _place_memory(self) -> None:
         """Huge pages, first touch and locking, as far as they were asked for; nothing has used the buffers yet."""
         config, notes = self.config, list(self._notes)
-        buffers = self.backend.host_buffers
+        buffers = self.runner.host_buffers
         if config.thp:
-            in_ram, mapped = self.model.memory(self.backend.host_weights)
+            in_ram, mapped = self.model.memory(self.runner.host_weights)
             empty = [(int(b.ctypes.data), b.nbytes) for b in buffers]
             notes += host_memory.use_huge_pages(empty, in_ram, bool(mapped), host_memory.thp_state())
         if self._cpus is not None:
             numa.touch(buffers, self._cpus)
         if config.mlock:
-            in_ram, mapped = self.model.memory(self.backend.host_weights)
+            in_ram, mapped = self.model.memory(self.runner.host_weights)
             notes += host_memory.lock_weights([*in_ram, *mapped])
         for text in notes:
             warn(text)
@@ -129,8 +131,8 @@ class Session:
     def compile(self) -> None:
         """Get the kernels; compiles what the cache lacks, with a progress bar."""
         programs = list(self.programs.values())
-        with progress("compiling kernels", self.backend.n_missing(programs)) as advance:
-            self.backend.prepare(programs, lambda done, total: advance(1))
+        with progress("compiling kernels", self.runner.n_missing(programs)) as advance:
+            self.runner.prepare(programs, lambda done, total: advance(1))
 
     def _check_weights(self, names: set[str]) -> None:
         if not self.config.check_tensors:
@@ -145,9 +147,9 @@ class Session:
     def _graph_list(self) -> list[Graph]:
         return [graph for graph, _ in self.graphs.values()]
 
-    def _plan(self) -> dict[str, Any]:
+    def _plan(self) -> dict[str, DividedProgram]:
         return {
-            name: self.backend.plan(
+            name: self.runner.plan(
                 *self.graphs[run.kind], run.n_tokens, run.n_outputs, self.n_ctx, independent=run.independent
             )
             for name, run in runs(self.graphs, self.n_ubatch, self._n_outputs, self.n_step).items()
@@ -161,7 +163,7 @@ class Session:
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes by device (CPU first) and part: weights, KV, compute, output."""
         programs = list(self.programs.values())
-        sizes = self.backend.memory(programs, self._graph_list(), self.model, self.n_ctx)
+        sizes = self.runner.memory(programs, self.model, self.n_ctx)
         return {
             device: parts | {"output": self.output_bytes if device == CPU else 0} for device, parts in sizes.items()
         }
@@ -169,7 +171,7 @@ class Session:
     @property
     def gpus(self) -> tuple[str, ...]:
         """Names of the GPUs in use."""
-        return self.backend.gpus
+        return self.runner.gpus
 
     @property
     def output_bytes(self) -> int:
@@ -248,15 +250,15 @@ class Session:
             beside()
         return self._run(self.programs["step"], self.config.n_threads, n_outputs)
 
-    def _run(self, program: Any, n_threads: int, n_outputs: int) -> FloatRows:
+    def _run(self, program: DividedProgram, n_threads: int, n_outputs: int) -> FloatRows:
         if self.profile is not None:
-            self.profile.run(self.backend, program, n_threads, self._state, self.observer)
+            self.profile.run(self.runner, program, n_threads, self._state, self.observer)
         elif self.observer is None:
-            self.backend.run(program, n_threads, self._state)
+            self.runner.run(program, n_threads, self._state)
         else:
-            self.backend.run_observed(program, n_threads, self._state, self.observer)
+            self.runner.run_observed(program, n_threads, self._state, self.observer)
         self._last = program, n_threads
-        return self.backend.result(program, n_outputs)
+        return self.runner.result(program, n_outputs)
 
     def _segments(self, batch: Batch) -> list[Segment]:
         if len(batch) and not 0 <= batch.tokens.min() <= batch.tokens.max() < self.n_vocab:
@@ -286,9 +288,9 @@ class Session:
         """More logits per micro-batch than planned: plan again."""
         self._n_outputs = min(self.n_ubatch, 1 << (n - 1).bit_length())
         self.programs = self._plan()
-        self.backend.bind(list(self.programs.values()), self._state)
+        self.runner.bind(list(self.programs.values()), self._state)
 
-    def _explain_non_finite(self, program: Any, n_threads: int) -> None:
+    def _explain_non_finite(self, program: DividedProgram, n_threads: int) -> None:
         """Run the micro-batch once more, node by node, and name the first one that is not finite."""
 
         def look(node: Node, value: npt.NDArray[np.generic]) -> None:
@@ -301,7 +303,7 @@ class Session:
                 "--check-tensors tells whether the file holds such values"
             )
 
-        self.backend.run_observed(program, n_threads, self._state, look)
+        self.runner.run_observed(program, n_threads, self._state, look)
         raise NonFiniteError(f"{self.model.source}: logits are NaN or Inf, but not when computed again node by node")
 
     def compute(self, batch: Batch) -> FloatRows:
@@ -354,16 +356,16 @@ class Session:
     @property
     def caches(self) -> Mapping[Cache, Bytes]:
         """Cache tensors that are in RAM."""
-        return self.backend.host_caches
+        return self.runner.host_caches
 
     def read_cells(self, cache: Cache, first: int, n: int) -> Bytes:
         """Cells of a cache tensor, wherever it is, in the layout of RAM: (n, row bytes), or (columns, bytes of n
         elements) of a transposed one. Only to be read, and before the next computation."""
-        return self.backend.read_cells(cache, self.n_ctx, first, n)
+        return self.runner.read_cells(cache, self.n_ctx, first, n)
 
     def write_cells(self, cache: Cache, first: int, rows: Bytes) -> None:
         """Replace cells, given as `read_cells` returns them."""
-        self.backend.write_cells(cache, self.n_ctx, first, rows)
+        self.runner.write_cells(cache, self.n_ctx, first, rows)
 
     def n_past(self, seq: int) -> int:
         """Cached positions of a sequence."""
@@ -394,7 +396,7 @@ class Session:
         for line in [*session_log.timing_lines(self.timings), *(self.profile.lines() if self.profile else [])]:
             log(line)
         self.timings, self.profile = Timings(), None
-        self.backend.close()
+        self.runner.close()
 
     def __enter__(self) -> Session:
         return self

@@ -85,10 +85,10 @@ def context_lines(session: Session) -> None:
         for line in offload_lines(session.model.hp.n_layer, ngl):
             log(line)
     programs = list(session.programs.values())
-    n_turns = session.backend.n_turns(programs)
+    n_turns = session.runner.n_turns(programs)
     for line in buffer_lines(session.config, session.model, session.n_ctx, parts, n_nodes, n_turns):
         log(line)
-    for line in session.backend.notes(programs, session.model):
+    for line in session.runner.notes(programs, session.model):
         log(line)
 
 

@@ -24,7 +24,7 @@ from ikcli.backends.cpu.tile_modes import (
 )
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
-from ikcli.graph import HeadSlice, Node, Rows, RowSpec, Weight
+from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.ops_experts import ExpertProduct, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import (
     Add,
@@ -299,8 +299,3 @@ def _moe_sum(low: Lowering, node: Node, op: MoeSum) -> None:
     low.emit(KernelKey("moe", "make_sum"), node.rows, low.out(op.y), low.out(op.route), low.out(op.plan), node.cols,
              op.sort.n_used, op.sort.n_expert, low.out(node),
              row_bytes=4 * (op.sort.n_used + 1) * node.cols)  # fmt: skip
-
-
-def max_rows(n_tokens: int, n_outputs: int, n_cells: int) -> dict[Rows, int]:
-    """Row limits of a program."""
-    return {Rows.TOKENS: n_tokens, Rows.OUTPUTS: n_outputs, Rows.KV: n_cells}

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ikcli.backends.cpu.threads import aligned_zeros
-from ikcli.backends.lowering import STATE_INDEX, Buffers, Ref, buffer_index
+from ikcli.backends.lowering import Buffers, Ref, buffer_index
+from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.rules import Rules
+from ikcli.backends.step_block import STATE_INDEX
 from ikcli.graph import Cache, Graph, Node, RowSpec, Weight
 from ikcli.native.kernel_cache import KernelKey, KernelLibrary
 
@@ -45,7 +46,7 @@ class Lowering(Buffers):
 
     n_threads: int
     n_cells: int  # cells of the KV cache over all sequences
-    independent: bool = False  # see CpuBackend.plan
+    independent: bool = False  # see CpuDevice.plan
     ops: list[Op] = field(default_factory=list)
     constants: dict[int, np.ndarray] = field(default_factory=dict)
     outside: dict[int, Node] = field(default_factory=dict)  # buffers that are not part of the arena

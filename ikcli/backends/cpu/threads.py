@@ -12,18 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ikcli.backends.memory import aligned_zeros
 from ikcli.native.kernel_cache import KernelKey, KernelLibrary, native_function
 
 LAUNCH = KernelKey("executor", "make_launch")
 WORKER = KernelKey("executor", "make_worker")
 _STOP, _N_WORDS = 32, 40  # words of the shared block, see kernels/executor.py
-
-
-def aligned_zeros(n_bytes: int, align: int = 64) -> np.ndarray:
-    """uint8 zeros whose address is a multiple of `align`."""
-    raw = np.zeros(n_bytes + align, dtype=np.uint8)
-    start = -raw.ctypes.data % align
-    return raw[start : start + n_bytes]
 
 
 class Team:

@@ -11,7 +11,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,22 +20,13 @@ from ikcli.backends.cuda.lower import ALIGN, Counts, DeviceLimits, Lowering, Pro
 from ikcli.backends.cuda.transfer import Transfer
 from ikcli.backends.cuda.upload import device_bytes
 from ikcli.backends.rules import Rules
+from ikcli.backends.step_block import SEG_WORDS, StepBlock
 from ikcli.graph import Cache, Node, Rows, Weight
 from ikcli.graph.split import Turn
 
 Bytes = npt.NDArray[np.uint8]
 MAX_BUCKETS, MAX_GRAPHS = 24, 1024  # of one program; the second where it has many turns
-SEG_WORDS = 6
 _HEAD = 128  # bytes of the step block's words
-
-
-class State(Protocol):
-    """A micro-batch as the CPU backend describes it."""
-
-    rows: dict[Rows, int]
-    n_segments: int
-
-    def arrays(self) -> tuple[npt.NDArray[Any], ...]: ...
 
 
 @dataclass(slots=True)
@@ -147,7 +137,7 @@ class CudaBackend:
     def bind(
         self,
         programs: Sequence[CudaProgram],
-        state: State,
+        state: StepBlock,
         weights: Mapping[str, int],
         caches: Mapping[Cache, int],
         handover: Sequence[Mapping[Node, Bytes]],
@@ -217,14 +207,14 @@ class CudaBackend:
         self._release()
 
     # --- running ----------------------------------------------------------------------------------------------------
-    def begin(self, program: CudaProgram, state: State) -> None:
+    def begin(self, program: CudaProgram, state: StepBlock) -> None:
         """A new micro-batch: its step block goes to the device."""
         self._counts = _counts(state).bucket(program.most)
         assert self._step is not None
         used = self._pack(program, state)
         self.device.upload(self._stream, self._step_address, self._step.array[:used])
 
-    def _pack(self, program: CudaProgram, state: State) -> int:
+    def _pack(self, program: CudaProgram, state: StepBlock) -> int:
         """Write the step block into pinned memory, arrays one after the other; returns the bytes used."""
         assert self._step is not None
         words, *arrays = state.arrays()
@@ -325,7 +315,7 @@ class CudaBackend:
         self.device.synchronize(self._stream)
 
     def values(
-        self, program: CudaProgram, turn: int, n_threads: int, state: State
+        self, program: CudaProgram, turn: int, n_threads: int, state: StepBlock
     ) -> Iterator[tuple[Node, npt.NDArray[np.generic]]]:
         """Run a turn node by node; yields copies of the outputs."""
         span, inner, device = program.spans[turn], program.program, self.device
@@ -363,7 +353,7 @@ def _loads(low: Lowering, first: int, weights: Sequence[Weight]) -> tuple[tuple[
     return tuple((use, tuple(groups[use].values())) for use in sorted(groups))
 
 
-def _counts(state: State) -> Counts:
+def _counts(state: StepBlock) -> Counts:
     rows = state.rows
     segments = state.arrays()[5]
     longest = int(segments[:, 5].max()) if len(segments) else 0

@@ -16,8 +16,9 @@ from importlib import import_module
 import numpy as np
 
 from ikcli.backends.cuda.device import DeviceInfo, Launch
-from ikcli.backends.lowering import STATE_INDEX, Buffers, Ref, buffer_index
+from ikcli.backends.lowering import Buffers, Ref, buffer_index
 from ikcli.backends.rules import Rules
+from ikcli.backends.step_block import STATE_INDEX
 from ikcli.graph import Cache, Node, Rows, RowSpec, Weight
 
 ALIGN = 256  # bytes between buffers of the arena

@@ -1,4 +1,4 @@
-"""A GPU as a part of a session: its share of the weights and of the KV cache in device memory.
+"""A GPU of a session: its share of the weights and of the KV cache in device memory.
 
 Weights go there straight from the file (`backends/cuda/transfer.py`). Cache cells are taken out and put back in the
 layout they have in RAM.
@@ -11,17 +11,17 @@ from contextlib import closing
 
 import numpy as np
 
-from ikcli.backends.cpu.backend import State
 from ikcli.backends.cuda import kv_layout, upload
 from ikcli.backends.cuda.backend import CudaBackend, CudaProgram
 from ikcli.backends.cuda.device import Device, Memory, OutOfMemory
 from ikcli.backends.cuda.lower import Op, Program, Ref
 from ikcli.backends.cuda.transfer import Transfer
+from ikcli.backends.step_block import StepBlock
 from ikcli.engine.model import Model
-from ikcli.engine.parts import Bytes
+from ikcli.engine.run_device import Bytes
 from ikcli.engine.timed_ops import TimedOp, work_of
 from ikcli.graph import Cache, Node, Weight
-from ikcli.log import progress
+from ikcli.log import progress as progress_bar
 
 _ALIGN = 256
 
@@ -32,7 +32,7 @@ def weight_of(model: Model, name: str) -> Weight:
     return Weight(name, spec.type, tuple(spec.shape))
 
 
-class GpuPart(CudaBackend):
+class GpuDevice(CudaBackend):
     """See the module."""
 
     def __init__(self, device: Device) -> None:
@@ -46,10 +46,10 @@ class GpuPart(CudaBackend):
         """As the driver calls the GPU."""
         return self.limits.name
 
-    def prepare(self, programs: Sequence[CudaProgram]) -> None:
+    def prepare(self, programs: Sequence[CudaProgram], progress: object = None) -> None:
         """Load the kernels, which the driver compiles when it sees them for the first time on a machine."""
         kernels = self.kernels(programs)
-        with progress("loading GPU kernels", len(kernels)) as advance:
+        with progress_bar("loading GPU kernels", len(kernels)) as advance:
             for name, shared in kernels.items():
                 self.device.prepare({name: shared})
                 advance(1)
@@ -75,7 +75,7 @@ class GpuPart(CudaBackend):
         self._slabs.append(slab)
         addresses, at = {}, slab.address
         transfer = Transfer(self.device, max(upload.device_bytes(weight_of(model, name)) for name in names))
-        with progress("copying to the GPU", total) as advance, closing(transfer):
+        with progress_bar("copying to the GPU", total) as advance, closing(transfer):
             for name in names:
                 w = weight_of(model, name)
                 size = _aligned(upload.device_bytes(w))
@@ -103,7 +103,7 @@ class GpuPart(CudaBackend):
         return self._cells
 
     def read_cells(self, cache: Cache, n_cells: int, first: int, n: int) -> Bytes:
-        """A copy of cells, see `parts.Part`."""
+        """A copy of cells, see `RunDevice`."""
         pieces = [
             (np.empty((n, plane.row_bytes), np.uint8), self._cells[cache] + plane.offset + first * plane.row_bytes)
             for plane in kv_layout.planes(cache, n_cells)
@@ -115,7 +115,7 @@ class GpuPart(CudaBackend):
         return kv_layout.from_device(cache, [array for array, _ in pieces])
 
     def write_cells(self, cache: Cache, n_cells: int, first: int, rows: Bytes) -> None:
-        """Replace cells, see `parts.Part`."""
+        """Replace cells, see `RunDevice`."""
         parts = kv_layout.to_device(cache, rows)
         for plane, array in zip(kv_layout.planes(cache, n_cells), parts, strict=True):
             if array.size:
@@ -123,7 +123,7 @@ class GpuPart(CudaBackend):
                 self.device.upload(self._stream, address, array)
         self.device.synchronize(self._stream)
 
-    def timed(self, program: CudaProgram, turn: int, n_threads: int, state: State, show: bool) -> Iterator[TimedOp]:
+    def timed(self, program: CudaProgram, turn: int, n_threads: int, state: StepBlock, show: bool) -> Iterator[TimedOp]:
         """Run a turn launch by launch, each between two events."""
         span, inner, device = program.spans[turn], program.program, self.device
         before, after = device.event(timing=True), device.event(timing=True)
@@ -145,14 +145,14 @@ class GpuPart(CudaBackend):
         self.give_out(program, span)
         device.record(self._stream, program.events[turn])
 
-    def _work(self, program: Program, op: Op, state: State) -> tuple[int, int]:
+    def _work(self, program: Program, op: Op, state: StepBlock) -> tuple[int, int]:
         """See `work_of`, for launches that read the weights."""
         names = {w.name for w in op.node.weights()}
         if not any(isinstance(arg, Ref) and arg.target in names for arg in op.args):
             return 0, 0
         return work_of(op.node, state, lambda plan: self._expert_rows(program, plan, state))
 
-    def _expert_rows(self, program: Program, plan: Node, state: State) -> tuple[int, int]:
+    def _expert_rows(self, program: Program, plan: Node, state: StepBlock) -> tuple[int, int]:
         pairs = self._value(program, plan, _rows(plan, state))
         experts = np.unique(pairs[:, 1].astype(np.int64))
         rows = int(np.count_nonzero(pairs[:, 1] != -1))
@@ -170,7 +170,7 @@ class GpuPart(CudaBackend):
         self.device.close()
 
 
-def _rows(node: Node, state: State) -> int:
+def _rows(node: Node, state: StepBlock) -> int:
     return state.rows[node.rows.symbol] * node.rows.factor
 
 

@@ -1,9 +1,10 @@
-"""Programs that run on several devices: the backend of a session with a GPU.
+"""What a session computes with: programs divided between the CPU and other devices, or on the CPU alone.
 
 A recorded graph is divided into turns (`graph/split.py`). Every device lowers its turns into one program with one
 arena, so values stay where they are between turns; what goes from one device to another passes through hand-over
 memory (pinned), whose places are reused by liveness. The host walks the turns: it starts those of GPUs and goes on,
-executes those of the CPU, and waits only for what a turn needs. Looks like `CpuBackend` to the session.
+executes those of the CPU, and waits only for what a turn needs. On the CPU alone there is one turn, which is one call
+of the executor, and nothing is handed over.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.backends.cpu.backend import CpuBackend, Observer, State
-from ikcli.backends.cpu.lower import max_rows
-from ikcli.backends.cpu.program import Program
-from ikcli.backends.cpu.threads import aligned_zeros
+from ikcli.backends.memory import aligned_zeros
+from ikcli.backends.step_block import StepBlock
+from ikcli.engine.cpu_device import CpuDevice, CpuTurns
 from ikcli.engine.model import Model
-from ikcli.engine.parts import CPU, Bytes, CpuPart, Part
+from ikcli.engine.run_device import CPU, Bytes, Observer, RunDevice
 from ikcli.engine.timed_ops import TimedOp
 from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, Weight, assign_offsets
 from ikcli.graph.split import Places, Turn, assign, schedule
@@ -29,7 +29,7 @@ _SLACK = 512  # bytes behind every value in hand-over memory, which kernels may 
 
 
 @dataclass(slots=True)
-class HybridProgram:
+class DividedProgram:
     """A graph divided between devices: turns in order, each with its number on its device."""
 
     graph: Graph
@@ -41,15 +41,20 @@ class HybridProgram:
     handover_bytes: int
     memory: dict[Node, Bytes] = field(default_factory=dict)
     streamed: frozenset[str] = frozenset()  # weights in RAM that GPUs use in this program
-    variants: list[tuple[int, HybridProgram]] = field(default_factory=list)  # for so many tokens and more
-    chosen: HybridProgram | None = None  # the variant of the last step
+    variants: list[tuple[int, DividedProgram]] = field(default_factory=list)  # for so many tokens and more
+    chosen: DividedProgram | None = None  # the variant of the last step
 
-    def variant(self, n_tokens: int) -> HybridProgram:
+    @property
+    def alone(self) -> bool:
+        """Whether the CPU computes all of it."""
+        return len(self.turns) == 1 and self.turns[0].device == CPU
+
+    def variant(self, n_tokens: int) -> DividedProgram:
         """The program for a micro-batch."""
         return next((p for least, p in reversed(self.variants) if n_tokens >= least), self)
 
     @property
-    def all(self) -> list[HybridProgram]:
+    def all(self) -> list[DividedProgram]:
         """With its variants."""
         return [self, *(p for _, p in self.variants)]
 
@@ -71,16 +76,24 @@ class Offload:
     device: Callable[[Node, Weight, int], str | None]
 
 
-class HybridBackend:
-    """The CPU and one or more other devices, of one session."""
+def all_on_cpu() -> Places:
+    """Everything is computed where there is nothing else."""
+    return Places(lambda node, weight: CPU, lambda il: CPU, lambda il: CPU)
+
+
+class Runner:
+    """The CPU, perhaps with other devices, of one session."""
 
     def __init__(
-        self, cpu: CpuBackend, others: Mapping[str, Part], places: Places, offload: Offload | None = None
+        self,
+        cpu: CpuDevice,
+        others: Mapping[str, RunDevice] | None = None,
+        places: Places | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self.cpu = cpu
-        self._cpu_part = CpuPart(cpu)
-        self.parts: dict[str, Part] = {CPU: self._cpu_part, **others}
-        self._places, self._offload = places, offload
+        self.parts: dict[str, RunDevice] = {CPU: cpu, **(others or {})}
+        self._places, self._offload = places or all_on_cpu(), offload
         self._n_cells = 0
         self._handover: Bytes = aligned_zeros(0)
         self._weights: dict[str, Mapping[str, int]] = {}
@@ -89,9 +102,9 @@ class HybridBackend:
 
     def plan(
         self, graph: Graph, result: Node, n_tokens: int, n_outputs: int, n_cells: int, *, independent: bool = False
-    ) -> HybridProgram:
-        """Divide and lower a graph; nothing is allocated. See `CpuBackend.plan`."""
-        rows = max_rows(n_tokens, n_outputs, n_cells)
+    ) -> DividedProgram:
+        """Divide and lower a graph for up to so many rows; nothing is allocated. See `CpuDevice.plan`."""
+        rows = {Rows.TOKENS: n_tokens, Rows.OUTPUTS: n_outputs, Rows.KV: n_cells}
         self._n_cells = n_cells
         program = self._plan(graph, result, rows, independent, self._places, frozenset())
         streamed = program.streamed
@@ -123,9 +136,12 @@ class HybridBackend:
         independent: bool,
         places: Places,
         streamed: frozenset[str],
-    ) -> HybridProgram:
+    ) -> DividedProgram:
         cut = [name for name, part in self.parts.items() if part.asynchronous]
         turns = schedule(graph, assign(graph, places), result, cut=cut)
+        if len(turns) == 1 and turns[0].device == CPU:
+            whole = self.cpu.plan(turns, rows, self._n_cells, independent, result=result)
+            return DividedProgram(graph, result, turns, [0], {CPU: whole}, {}, 0, streamed=streamed)
         counts = dict.fromkeys(self.parts, 0)
         numbers = []
         for turn in turns:
@@ -137,19 +153,18 @@ class HybridBackend:
             if counts[name]
         }
         handover, n_bytes = _handover_places(turns, rows, result, self.parts)
-        return HybridProgram(graph, result, turns, numbers, parts, handover, n_bytes, streamed=streamed)
+        return DividedProgram(graph, result, turns, numbers, parts, handover, n_bytes, streamed=streamed)
 
-    def prepare(self, programs: Sequence[HybridProgram], progress: Callable[[int, int], None] | None = None) -> None:
+    def prepare(self, programs: Sequence[DividedProgram], progress: Callable[[int, int], None] | None = None) -> None:
         """Load the kernels of all devices, compiling what the cache lacks; `progress` is told of those of the CPU."""
-        self.cpu.prepare(_cpu_programs(programs), progress)
         for name, part in self.parts.items():
-            part.prepare([p.parts[name] for p in _with_variants(programs) if name in p.parts])
+            part.prepare([p.parts[name] for p in _with_variants(programs) if name in p.parts], progress)
 
-    def n_missing(self, programs: Sequence[HybridProgram]) -> int:
+    def n_missing(self, programs: Sequence[DividedProgram]) -> int:
         """Kernels that have to be compiled first."""
         return self.cpu.n_missing(_cpu_programs(programs))
 
-    def weight_names(self, programs: Sequence[HybridProgram]) -> dict[str, list[str]]:
+    def weight_names(self, programs: Sequence[DividedProgram]) -> dict[str, list[str]]:
         """Names of the weights each device needs, in the order of their use."""
         names: dict[str, dict[str, None]] = {name: {} for name in self.parts}
         for p in _with_variants(programs):
@@ -162,14 +177,12 @@ class HybridBackend:
         """The device that holds a cache tensor."""
         return self._places.cache(cache.il)
 
-    def cache_tensors(self, programs: Sequence[HybridProgram]) -> dict[str, list[Cache]]:
+    def cache_tensors(self, programs: Sequence[DividedProgram]) -> dict[str, list[Cache]]:
         """The cache tensors of each device."""
         caches = {c: None for p in programs for c in p.graph.caches.values()}
         return {name: [c for c in caches if self.cache_device(c) == name] for name in self.parts}
 
-    def memory(
-        self, programs: Sequence[HybridProgram], graphs: Sequence[Graph], model: Model, n_cells: int
-    ) -> dict[str, dict[str, int]]:
+    def memory(self, programs: Sequence[DividedProgram], model: Model, n_cells: int) -> dict[str, dict[str, int]]:
         """Bytes by device and part: weights, KV, compute (on the CPU with hand-over memory)."""
         weights, caches = self.weight_names(programs), self.cache_tensors(programs)
         sizes = {}
@@ -186,11 +199,11 @@ class HybridBackend:
         """Names of the other devices."""
         return tuple(part.name for part in self.parts.values() if part.asynchronous)
 
-    def n_turns(self, programs: Sequence[HybridProgram]) -> int:
+    def n_turns(self, programs: Sequence[DividedProgram]) -> int:
         """Turns of the program with most."""
         return max(len(p.turns) for p in programs)
 
-    def notes(self, programs: Sequence[HybridProgram], model: Model) -> list[str]:
+    def notes(self, programs: Sequence[DividedProgram], model: Model) -> list[str]:
         """From how many tokens on which weights in RAM are used on GPUs."""
         found = {least: p.streamed for program in programs for least, p in program.variants}
         return [
@@ -207,34 +220,34 @@ class HybridBackend:
     @property
     def host_caches(self) -> Mapping[Cache, Bytes]:
         """Cache tensors in RAM."""
-        return self._cpu_part.caches
+        return self.cpu.caches
 
     @property
     def host_buffers(self) -> list[Bytes]:
         """Memory in RAM that nothing has used yet when it is bound."""
-        return [*self._cpu_part.caches.values(), self.cpu.arena]
+        return [*self.cpu.caches.values(), self.cpu.arena]
 
-    def load(self, programs: Sequence[HybridProgram], graphs: Sequence[Graph], model: Model, mmap: bool) -> None:
+    def load(self, programs: Sequence[DividedProgram], model: Model, mmap: bool) -> None:
         """Weights on every device, if all of them have enough memory for what is still to come."""
-        for name, sizes in self.memory(programs, graphs, model, self._n_cells).items():
+        for name, sizes in self.memory(programs, model, self._n_cells).items():
             self.parts[name].check_memory(sizes)
         for name, names in self.weight_names(programs).items():
             self._weights[name] = self.parts[name].load_weights(model, names, mmap)
 
-    def make_caches(self, programs: Sequence[HybridProgram], graphs: Sequence[Graph], n_cells: int) -> None:
+    def make_caches(self, programs: Sequence[DividedProgram], n_cells: int) -> None:
         """Cache tensors on every device."""
         for name, caches in self.cache_tensors(programs).items():
             self._caches[name] = self.parts[name].make_caches(caches, n_cells)
 
     def read_cells(self, cache: Cache, n_cells: int, first: int, n: int) -> Bytes:
-        """See `Part.read_cells`."""
+        """See `RunDevice.read_cells`."""
         return self.parts[self.cache_device(cache)].read_cells(cache, n_cells, first, n)
 
     def write_cells(self, cache: Cache, n_cells: int, first: int, rows: Bytes) -> None:
-        """See `Part.write_cells`."""
+        """See `RunDevice.write_cells`."""
         self.parts[self.cache_device(cache)].write_cells(cache, n_cells, first, rows)
 
-    def bind(self, programs: Sequence[HybridProgram], state: State) -> None:
+    def bind(self, programs: Sequence[DividedProgram], state: StepBlock) -> None:
         """Give the programs memory, after `load`."""
         programs = _with_variants(programs)
         n_bytes = max(p.handover_bytes for p in programs)
@@ -247,10 +260,14 @@ class HybridBackend:
             part.bind([p.parts[name] for p in own], state, self._weights.get(name, {}), self._caches.get(name, {}),
                       [p.memory for p in own])  # fmt: skip
 
-    def run(self, program: HybridProgram, n_threads: int, state: State) -> None:
+    def run(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
         """Execute a bound program; when it returns, all devices are done."""
         parts = self.parts
         program = self._choose(program, state)
+        if program.alone:
+            whole = program.parts[CPU].program
+            self.cpu.run_ops(whole, 0, len(whole.ops), n_threads)
+            return
         for name, part in program.parts.items():
             parts[name].begin(part, state)
         for turn, number in zip(program.turns, program.numbers, strict=True):
@@ -260,16 +277,18 @@ class HybridBackend:
             parts[name].finish()
 
     @staticmethod
-    def _choose(program: HybridProgram, state: State) -> HybridProgram:
+    def _choose(program: DividedProgram, state: StepBlock) -> DividedProgram:
+        if not program.variants:
+            return program
         program.chosen = program.variant(state.rows[Rows.TOKENS])
         return program.chosen
 
-    def _wait_for(self, program: HybridProgram, turn: Turn) -> None:
+    def _wait_for(self, program: DividedProgram, turn: Turn) -> None:
         for i in turn.after:
             name = program.turns[i].device
             self.parts[name].wait(program.parts[name], program.numbers[i])
 
-    def run_observed(self, program: HybridProgram, n_threads: int, state: State, observer: Observer) -> None:
+    def run_observed(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
         """Execute node by node, showing every output to the observer once, right after it was computed."""
         seen: set[Node] = set()
         program = self._choose(program, state)
@@ -285,7 +304,7 @@ class HybridBackend:
         for name in program.parts:
             self.parts[name].finish()
 
-    def timed(self, program: HybridProgram, n_threads: int, state: State, show: bool) -> Iterator[TimedOp]:
+    def timed(self, program: DividedProgram, n_threads: int, state: StepBlock, show: bool) -> Iterator[TimedOp]:
         """Execute op by op under a clock."""
         program = self._choose(program, state)
         for name, part in program.parts.items():
@@ -296,9 +315,11 @@ class HybridBackend:
         for name in program.parts:
             self.parts[name].finish()
 
-    def result(self, program: HybridProgram, n_rows: int) -> npt.NDArray[np.float32]:
-        """The program's value, in hand-over memory that the next run writes again."""
+    def result(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
+        """The program's value, in memory that the next run writes again."""
         n, cols, ran = n_rows, program.result.cols, program.chosen or program
+        if ran.alone:
+            return self.cpu.result(ran.parts[CPU], ran.result, n_rows)
         return ran.memory[ran.result][: 4 * n * cols].view(np.float32).reshape(n, cols)
 
     def close(self) -> None:
@@ -308,16 +329,16 @@ class HybridBackend:
         self._handover = aligned_zeros(0)
 
 
-def _cpu_programs(programs: Sequence[HybridProgram]) -> list[Program]:
-    return [p.parts[CPU].program for p in _with_variants(programs) if CPU in p.parts]
+def _cpu_programs(programs: Sequence[DividedProgram]) -> list[CpuTurns]:
+    return [p.parts[CPU] for p in _with_variants(programs) if CPU in p.parts]
 
 
-def _with_variants(programs: Sequence[HybridProgram]) -> list[HybridProgram]:
+def _with_variants(programs: Sequence[DividedProgram]) -> list[DividedProgram]:
     return [x for p in programs for x in p.all]
 
 
 def _handover_places(
-    turns: Sequence[Turn], rows: Mapping[Rows, int], result: Node, parts: Mapping[str, Part]
+    turns: Sequence[Turn], rows: Mapping[Rows, int], result: Node, parts: Mapping[str, RunDevice]
 ) -> tuple[dict[Node, tuple[int, int]], int]:
     """(first byte, bytes) of every value that crosses devices, and the size of the memory.
 

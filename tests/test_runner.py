@@ -14,13 +14,13 @@ import pytest
 from factories import MemoryModel, tiny_deepseek2, tiny_model
 from gguf_files import write_model
 
-from ikcli.backends.cpu.backend import CpuBackend
 from ikcli.config import RunConfig
 from ikcli.engine import gpus
 from ikcli.engine.batch import Batch
-from ikcli.engine.hybrid import HybridBackend
+from ikcli.engine.cpu_device import CpuDevice
 from ikcli.engine.kv_rows import copy_rows, export_rows, import_rows
-from ikcli.engine.parts import CPU, CpuPart
+from ikcli.engine.run_device import CPU
+from ikcli.engine.runner import Runner
 from ikcli.engine.session import Session
 from ikcli.errors import NonFiniteError
 from ikcli.graph import Cache, Graph, Node, Rows
@@ -84,23 +84,21 @@ def config(path: Path, **changes: Any) -> RunConfig:
     return RunConfig(model=path, **(settings | changes))
 
 
-class Pretender(CpuPart):
-    """A CPU part that is cut like a GPU, and whose memory is poisoned before every run."""
+class Pretender(CpuDevice):
+    """A CPU that is cut like a GPU, and whose memory is poisoned before every run."""
 
     asynchronous = True
 
 
 @pytest.fixture
 def divided(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def use(kind: str, part: type[CpuPart] = Pretender) -> None:
-        def make(config: RunConfig, model: Any, n_threads: int, cpus: Any) -> HybridBackend:
-            other = part(CpuBackend(n_threads))
-            other.backend.prepare([])
-            backend = HybridBackend(CpuBackend(n_threads), {OTHER: other}, places(kind))
-            backend.allocate = poisoned
-            return backend
+    def use(kind: str, device: type[CpuDevice] = Pretender) -> None:
+        def make(config: RunConfig, model: Any, n_threads: int, cpus: Any) -> Runner:
+            runner = Runner(CpuDevice(n_threads), {OTHER: device(n_threads)}, places(kind))
+            runner.allocate = poisoned
+            return runner
 
-        monkeypatch.setattr(gpus, "make_backend", make)
+        monkeypatch.setattr(gpus, "make_runner", make)
 
     return use
 
@@ -194,9 +192,8 @@ def test_turns_have_what_they_need(name, seed, model_file) -> None:
 def test_values_in_hand_over_memory_do_not_overlap(seed, model_file) -> None:
     """Neither while they are read in place, nor while a copy may be under way."""
     graph, result = recorded(model_file("deepseek2"), n_ubatch=256)
-    cpu = CpuBackend(1)
-    backend = HybridBackend(cpu, {OTHER: Pretender(cpu)}, random_places(seed, (CPU, OTHER)))
-    program = backend.plan(graph, result, 200, 200, 256)
+    runner = Runner(CpuDevice(1), {OTHER: Pretender(1)}, random_places(seed, (CPU, OTHER)))
+    program = runner.plan(graph, result, 200, 200, 256)
     made = {n: i for i, t in enumerate(program.turns) for n in t.exports}
     used = dict(made) | {result: len(program.turns)}
     for i, turn in enumerate(program.turns):

@@ -1,0 +1,96 @@
+"""The step block: what changes from micro-batch to micro-batch, at fixed addresses that programs know.
+
+16 words, then arrays. Words 0..3 are the numbers of tokens, outputs, cached positions and segments, words 4..9 the
+addresses of: tokens and positions (int32), cells and output rows (int64), segments (SEG_WORDS each), cells of all
+cached positions. Kernels read it by the names of backends/cpu/kernels/common.py and backends/cuda/kernels/common.cuh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import add
+from struct import Struct
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.backends.memory import aligned_zeros
+from ikcli.graph import Rows
+from ikcli.graph.micro_batch import Segment
+
+STATE_INDEX = {Rows.TOKENS: 0, Rows.OUTPUTS: 1, Rows.KV: 2}
+SEG_WORDS = 6  # of a segment: first token, tokens, first cell, position, first compact row, cached positions
+
+_pack_counts: Callable[..., None] = Struct("4q").pack_into
+
+
+@cache
+def _packers(n: int) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+    """Writers of n int32, n int64 and n segments: a few numbers are stored faster than by NumPy."""
+    return Struct(f"{n}i").pack_into, Struct(f"{n}q").pack_into, Struct(f"{SEG_WORDS * n}q").pack_into
+
+
+class StepBlock:
+    """See the module: sized for the largest micro-batch."""
+
+    def __init__(self, n_tokens: int, n_cells: int) -> None:
+        self._words = aligned_zeros(8 * 16).view(np.int64)
+        self._tokens = np.zeros(n_tokens, np.int32)
+        self._pos = np.zeros(n_tokens, np.int32)
+        self._cells = np.zeros(n_tokens, np.int64)
+        self._out_ids = np.zeros(n_tokens, np.int64)
+        self._segments = np.zeros((n_tokens, SEG_WORDS), np.int64)
+        self._kv_cells = np.zeros(n_cells, np.int64)
+        self._count = np.arange(n_cells)
+        arrays = (self._tokens, self._pos, self._cells, self._out_ids, self._segments, self._kv_cells)
+        self._words[4:10] = [a.ctypes.data for a in arrays]
+        self.address: int = self._words.ctypes.data
+        self.rows: dict[Rows, int] = {}
+        self.n_segments = 0
+
+    def set(
+        self,
+        tokens: npt.NDArray[np.int32],
+        pos: npt.NDArray[np.int32],
+        out_ids: npt.NDArray[np.int64],
+        segments: Sequence[Segment],
+    ) -> None:
+        """Describe a micro-batch."""
+        n, n_kv = len(tokens), 0
+        self._tokens[:n], self._pos[:n] = tokens, pos
+        self._out_ids[: len(out_ids)] = out_ids
+        for i, s in enumerate(segments):
+            self._cells[s.start : s.start + s.n_tokens] = self._count[s.cell + s.pos : s.cell + s.n_kv]
+            self._segments[i] = s.start, s.n_tokens, s.cell, s.pos, n_kv, s.n_kv
+            self._kv_cells[n_kv : n_kv + s.n_kv] = self._count[s.cell : s.cell + s.n_kv]
+            n_kv += s.n_kv
+        self._words[:4] = n, len(out_ids), n_kv, len(segments)
+        self.n_segments = len(segments)
+        self.rows = {Rows.TOKENS: n, Rows.OUTPUTS: len(out_ids), Rows.KV: n_kv}
+
+    def set_step(self, tokens: Sequence[int], pos: Sequence[int], cells: Sequence[int], n_outputs: int) -> None:
+        """Describe a micro-batch of one token each of sequences whose cells start at `cells`.
+
+        For programs for generation: those never read the cache as compact rows, so `kv_cells` stays as it is.
+        """
+        n, n_kv = len(tokens), 0
+        words: list[int] = []
+        for i, (cell, p) in enumerate(zip(cells, pos, strict=True)):
+            words += (i, 1, cell, p, n_kv, p + 1)
+            n_kv += p + 1
+        ints, longs, segments = _packers(n)
+        ints(self._tokens, 0, *tokens)
+        ints(self._pos, 0, *pos)
+        longs(self._cells, 0, *map(add, cells, pos))
+        segments(self._segments, 0, *words)
+        self._out_ids[:n_outputs] = self._count[:n_outputs]
+        _pack_counts(self._words, 0, n, n_outputs, n_kv, n)
+        self.n_segments = n
+        self.rows = {Rows.TOKENS: n, Rows.OUTPUTS: n_outputs, Rows.KV: n_kv}
+
+    def arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
+        """The words, then what their addresses point to, as far as this micro-batch uses it."""
+        n, n_out, n_kv, n_segments = (int(x) for x in self._words[:4])
+        return (self._words, self._tokens[:n], self._pos[:n], self._cells[:n], self._out_ids[:n_out],
+                self._segments[:n_segments], self._kv_cells[:n_kv])  # fmt: skip

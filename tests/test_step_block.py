@@ -1,0 +1,58 @@
+"""The step block's layout is one: what Python writes is what CPU and GPU kernels read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+import ikcli
+from ikcli.backends import step_block
+from ikcli.backends.cpu.kernels import common
+from ikcli.backends.step_block import StepBlock
+from ikcli.graph import Rows
+from ikcli.graph.micro_batch import Segment
+
+
+def test_cpu_kernels_read_what_is_written() -> None:
+    block = StepBlock(8, 64)
+    tokens, pos = np.array([5, 6, 7], np.int32), np.array([3, 4, 0], np.int32)
+    block.set(tokens, pos, np.array([1, 2]), [Segment(0, 2, 10, 3), Segment(2, 1, 40, 0)])
+    words, *arrays = block.arrays()
+    assert words[[common.N_TOKENS, common.N_OUTPUTS, common.N_KV, common.N_SEG]].tolist() == [3, 2, 6, 2]
+    order = (common.TOKENS, common.POS, common.CELLS, common.OUT_IDS, common.SEGMENTS, common.KV_CELLS)
+    assert [int(words[i]) for i in order] == [a.ctypes.data for a in arrays]
+    assert arrays[2].tolist() == [13, 14, 40] and arrays[5].tolist() == [10, 11, 12, 13, 14, 40]
+    second = arrays[4][1]
+    named = {common.SEG_TOKEN: 2, common.SEG_N_TOKENS: 1, common.SEG_CELL: 40, common.SEG_POS: 0,
+             common.SEG_KV_ROW: 5, common.SEG_N_KV: 1}  # fmt: skip
+    assert {i: int(second[i]) for i in named} == named and len(second) == common.SEG_WORDS
+    index = {Rows.TOKENS: common.N_TOKENS, Rows.OUTPUTS: common.N_OUTPUTS, Rows.KV: common.N_KV}
+    assert index == step_block.STATE_INDEX
+
+
+def test_a_step_is_the_same_as_a_batch() -> None:
+    """Single tokens of several sequences, described the short way."""
+    a, b = StepBlock(8, 64), StepBlock(8, 64)
+    a.set(
+        np.array([9, 8], np.int32),
+        np.array([2, 7], np.int32),
+        np.arange(2),
+        [Segment(0, 1, 0, 2), Segment(1, 1, 32, 7)],
+    )
+    b.set_step([9, 8], [2, 7], [0, 32], 2)
+    assert a.rows == b.rows and a.n_segments == b.n_segments
+    for x, y in zip(a.arrays()[1:6], b.arrays()[1:6], strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_gpu_kernels_use_the_same_numbers() -> None:
+    source = (Path(ikcli.__file__).parent / "backends" / "cuda" / "kernels" / "common.cuh").read_text(encoding="utf-8")
+    found = {name: int(number) for name, number in re.findall(r"(SEG_\w+) = (\d+)", source)}
+    assert found == {
+        "SEG_WORDS": common.SEG_WORDS, "SEG_START": common.SEG_TOKEN, "SEG_TOKENS": common.SEG_N_TOKENS,
+        "SEG_CELL": common.SEG_CELL, "SEG_POS": common.SEG_POS, "SEG_KV_START": common.SEG_KV_ROW,
+        "SEG_KV": common.SEG_N_KV,
+    }  # fmt: skip
+    assert step_block.SEG_WORDS == common.SEG_WORDS

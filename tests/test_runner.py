@@ -15,7 +15,7 @@ from factories import MemoryModel, tiny_deepseek2, tiny_model
 from gguf_files import write_model
 
 from ikcli.config import RunConfig
-from ikcli.engine import gpus
+from ikcli.engine import planner
 from ikcli.engine.batch import Batch
 from ikcli.engine.cpu_device import CpuDevice
 from ikcli.engine.kv_rows import copy_rows, export_rows, import_rows
@@ -93,12 +93,12 @@ class Pretender(CpuDevice):
 @pytest.fixture
 def divided(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def use(kind: str, device: type[CpuDevice] = Pretender) -> None:
-        def make(config: RunConfig, model: Any, n_threads: int, cpus: Any) -> Runner:
+        def make(n_threads: int, gpus: Any, placement: Any, offload: Any) -> Runner:
             runner = Runner(CpuDevice(n_threads), {OTHER: device(n_threads)}, places(kind))
             runner.allocate = poisoned
             return runner
 
-        monkeypatch.setattr(gpus, "make_runner", make)
+        monkeypatch.setattr(planner, "make_runner", make)
 
     return use
 

@@ -45,14 +45,15 @@ class CpuTurns:
 
 
 class CpuDevice:
-    """See the module. `cpus`: where each thread may run."""
+    """See the module. `cpus`: where each thread may run; to be set before the first step."""
 
     name = CPU
     asynchronous = False
     in_place = True
 
-    def __init__(self, n_threads: int, cpus: Sequence[frozenset[int]] | None = None) -> None:
-        self.n_threads, self._cpus = n_threads, cpus
+    def __init__(self, n_threads: int) -> None:
+        self.n_threads = n_threads
+        self.cpus: Sequence[frozenset[int]] | None = None
         self._library = shared_library()
         self._team: Team | None = None
         self._few = True
@@ -160,7 +161,7 @@ class CpuDevice:
     def run_ops(self, program: Program, first: int, stop: int, n_threads: int) -> None:
         """Execute a part of a bound program."""
         if self._team is None:
-            self._team = Team(self._library, self.n_threads, self._cpus)
+            self._team = Team(self._library, self.n_threads, self.cpus)
         failed = self._team.run(program.address + 8 * ENTRY_WORDS * first, stop - first, n_threads)
         if failed:
             op = program.ops[first + failed - 1]

@@ -6,10 +6,12 @@ kernels; on a real one the driver says what is free once the context exists.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ikcli.backends.cuda.device import CudaError, DeviceInfo
+from ikcli.backends.cuda.device import Device as CudaDevice
 from ikcli.config import RunConfig
 from ikcli.config_values import DeviceSpec
 
@@ -64,11 +66,19 @@ def find_machine(config: RunConfig, *, exact: bool) -> Machine:
 def _opened(config: RunConfig) -> tuple[Device, ...]:
     from ikcli.engine import gpus
 
-    found: list[Device] = []
-    for name, device in gpus.open_devices(config).items():
+    devices = gpus.open_devices(config)
+    found = opened_gpus(devices)
+    for device in devices.values():
+        device.close()
+    return found
+
+
+def opened_gpus(devices: Mapping[str, CudaDevice]) -> tuple[Device, ...]:
+    """What opened GPUs say of their memory."""
+    found = []
+    for name, device in devices.items():
         free, total = device.memory()
         found.append(Device(name, total, free, device.info.cc, device.info))
-        device.close()
     return tuple(found)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ikcli.config import RunConfig
-from ikcli.engine.gpus import EMBEDDING, OUTPUT
+from ikcli.engine.offload import EMBEDDING, OUTPUT
 from ikcli.engine.placement import CPU, device_shares, split_layers
 from ikcli.engine.planner import MIB, Planner, RunPlan
 from ikcli.errors import IkError

@@ -1,29 +1,17 @@
-"""The GPUs of a session: which are opened, where tensors go, and the runner that follows from it."""
+"""The GPUs of this machine: which there are, which the settings want, and how a session opens them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
-from ikcli.backends.cuda import upload
 from ikcli.backends.cuda.device import CudaError, Device, DriverMissing, NoDevice, Pinned
-from ikcli.backends.cuda.transfer import is_plain
 from ikcli.config import RunConfig
-from ikcli.engine.cpu_device import CpuDevice
-from ikcli.engine.model import Model
-from ikcli.engine.placement import Placement, offload_threshold, place
-from ikcli.engine.run_device import CPU, Bytes, RunDevice
-from ikcli.engine.runner import Offload, Runner
-from ikcli.graph import Node, Rows, Weight
-from ikcli.graph.ops_experts import MoeUpGate, MulMatId
-from ikcli.graph.ops_rows import MulMat, MulMatHeads
-from ikcli.graph.split import Places
+from ikcli.engine.placement import CPU
+from ikcli.engine.run_device import Bytes, RunDevice
+from ikcli.engine.runner import Runner
 from ikcli.log import warn
 
-_POLICIES = {op.policy: op.by_expert for op in (MulMat, MulMatHeads, MulMatId, MoeUpGate)}
-OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
 _NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/proc/driver/nvidia/version"))
 """One of them is there where there is a driver (the second in WSL)."""
 
@@ -67,23 +55,14 @@ def open_devices(config: RunConfig) -> dict[str, Device]:
         return {}
 
 
-def make_runner(config: RunConfig, model: Model, n_threads: int, cpus: Sequence[frozenset[int]] | None) -> Runner:
-    """What the session computes with. With `-rtr`, tensors for GPUs are not repacked."""
-    cpu = CpuDevice(n_threads, cpus)
-    devices = open_devices(config) if wanted(config) else {}
-    if not devices:
-        return Runner(cpu)
-    placement = place_model(config, model, devices)
-    model.keep_plain([name for name, buffer in placement.buffer_of.items() if buffer != CPU])
-    used = {*placement.buffer_of.values(), *placement.cache}
-    others: dict[str, RunDevice] = {name: _part(device) for name, device in devices.items() if name in used}
-    for name in devices.keys() - used:
-        devices[name].close()
-    if not others:
-        return Runner(cpu)
-    runner = Runner(cpu, others, places_of(placement), offload_of(config, model, placement))
-    runner.allocate = _PinnedMemory(devices[next(iter(others))])
-    return runner
+def hand_over(runner: Runner, devices: Mapping[str, Device]) -> None:
+    """Close the GPUs that a runner does not use, and let the others hand values over through pinned memory."""
+    for name, device in devices.items():
+        if name not in runner.parts:
+            device.close()
+    first = next((device for name, device in devices.items() if name in runner.parts), None)
+    if first is not None:
+        runner.allocate = _PinnedMemory(first)
 
 
 class _PinnedMemory:
@@ -100,50 +79,8 @@ class _PinnedMemory:
         return self._last.array
 
 
-def _part(device: Device) -> RunDevice:
+def run_device(device: Device) -> RunDevice:
+    """A GPU as the runner uses it."""
     from ikcli.engine.gpu_device import GpuDevice
 
     return GpuDevice(device)
-
-
-def place_model(config: RunConfig, model: Model, devices: Mapping[str, Device]) -> Placement:
-    """Where every tensor goes, derived ones included."""
-    free = [device.memory()[0] for device in devices.values()]
-    return place(list(model.specs), model.hp.n_layer, config, list(devices), free, sources=model.derived_from())
-
-
-def offload_of(config: RunConfig, model: Model, placement: Placement) -> Offload | None:
-    """From how many tokens on products with weights of blocks in RAM are computed on a GPU (`-op`)."""
-    hp, allowed = model.hp, dict.fromkeys(_POLICIES, True)
-    for name, on in config.offload_policy:
-        allowed |= dict.fromkeys(allowed, on) if name == "ALL" else {name: on}
-    dense = config.offload_min_batch
-    by_expert = math.ceil(offload_threshold(dense, hp.n_expert, hp.n_expert_used))
-    least = {name: by_expert if experts else dense for name, experts in _POLICIES.items() if allowed[name]}
-    first = placement.devices[0]
-
-    def device(node: Node, w: Weight, n_tokens: int) -> str | None:
-        if n_tokens < least.get(node.op.policy, n_tokens + 1) or node.rows.symbol is Rows.OUTPUTS or not _streamable(w):
-            return None
-        home = placement.home[node.il] if node.il >= 0 else CPU
-        return first if home == CPU else home
-
-    return Offload(tuple(sorted({*least.values()} - {0, 1})), device) if least else None
-
-
-def _streamable(w: Weight) -> bool:
-    """Whether rows of this type are rearranged on the device: on the CPU that would take longer than the product."""
-    return w.type in upload.FORMATS and is_plain(w)
-
-
-def places_of(placement: Placement) -> Places:
-    """Devices of nodes. A model without an output matrix multiplies with its embeddings where the output would be."""
-    places = placement.places()
-    output = placement.split.output
-
-    def weight(node: Node, w: Weight) -> str:
-        if w.name == EMBEDDING and isinstance(node.op, MulMat):
-            return CPU if output < 0 else placement.devices[output]
-        return places.weight(node, w)
-
-    return replace(places, weight=weight)

@@ -32,7 +32,7 @@ _MIN_UBATCH = 128
 def print_model(planner: Planner, config: RunConfig) -> None:
     """The loader's lines on stdout."""
     with contextlib.redirect_stderr(sys.stdout):
-        session_log.model_lines(planner.model(config), config)
+        session_log.model_lines(planner.file, planner.hp, config)
 
 
 def plan_lines(planner: Planner, plan: RunPlan) -> list[str]:

@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli import models
-from ikcli.config import RunConfig, default_model
 from ikcli.engine.repacking import Repacked, repack_tensors, repacked_specs
 from ikcli.errors import FormatError, IkError
 from ikcli.gguf.constants import GGMLType, tensor_n_bytes
-from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.gguf.reader import GGUFFile
 from ikcli.log import progress
 from ikcli.models import GraphConfig, HParams, ModelModule, Weights, check_tensors
 from ikcli.models.mla import DerivedSpec, derive_one, derived_specs
@@ -45,16 +44,8 @@ class Model:
         return str(self.file.paths[0])
 
     @classmethod
-    def open(cls, config: RunConfig, graph_config: GraphConfig) -> Model:
-        """Read and check the header; no weight is touched."""
-        path = config.model or default_model()
-        file = open_gguf(path, config.override_kv)
-        n_threads = max(config.n_threads, config.n_threads_batch)
-        return cls.from_file(file, graph_config, repack=config.run_time_repack, n_threads=n_threads)
-
-    @classmethod
     def from_file(cls, file: GGUFFile, graph_config: GraphConfig, *, repack: bool = False, n_threads: int = 1) -> Model:
-        """As `open`, for a file that is open already."""
+        """Check the tensors of an opened file; no weight is touched."""
         source = str(file.paths[0])
         if "general.architecture" not in file.metadata:
             raise FormatError(f"{source}: no general.architecture; this is not a model file")

@@ -1,27 +1,29 @@
 """Plans of one model on one machine for any settings: placement, bytes per device and part, from the header alone.
 
-A plan is made the way a session is: graphs are recorded, divided between the devices and lowered, so weights, cache
-and work buffers are those that would be allocated. GPUs need not be there.
+`prepare` records the graphs, divides them between the devices and lowers them; a session loads and runs what it
+returns, so weights, cache and work buffers of a plan are those that are allocated. For plans alone GPUs need not be
+there: a planner that is given no devices describes them by the facts known about them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.config import RunConfig, padded_ctx, resolve, sequences_per_batch
+from ikcli.config import RunConfig, resolve
 from ikcli.engine.cpu_device import CpuDevice
 from ikcli.engine.device_plan import planning_device
 from ikcli.engine.devices import Machine
-from ikcli.engine.gpus import offload_of, places_of
 from ikcli.engine.model import Model
+from ikcli.engine.offload import offload_of, places_of
 from ikcli.engine.placement import CPU, Placement, place
 from ikcli.engine.programs import Graphs, check_caches, graph_config, record_graphs, runs, step_tokens
 from ikcli.engine.run_device import RunDevice, cache_bytes
-from ikcli.engine.runner import Offload, Runner
+from ikcli.engine.runner import DividedProgram, Offload, Runner
+from ikcli.engine.sizes import Sizes, session_of
 from ikcli.gguf.reader import GGUFFile
 from ikcli.models import GraphConfig, HParams, Weights
 
@@ -59,9 +61,11 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """A planned run: the settings it would have, where its tensors go, and what it needs."""
+    """A planned run: the settings it has, where its tensors go, and what it needs."""
 
     config: RunConfig
+    sizes: Sizes
+    warnings: tuple[str, ...]
     graph_config: GraphConfig
     placement: Placement
     memory: MemoryPlan
@@ -74,46 +78,56 @@ class RunPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
-    """What recorded graphs and the sizes of their values depend on."""
+class Prepared:
+    """A planned run with all that a session needs to load it."""
 
-    graph: GraphConfig
-    n_seq: int
-    n_step: int
-    n_threads: int
+    plan: RunPlan
+    model: Model
+    graphs: Graphs
+    runner: Runner
+    programs: dict[str, DividedProgram]
 
 
 class Planner:
-    """See the module. `file` may lack tensor data."""
+    """See the module. `file` may lack tensor data; `devices`: the GPUs themselves, opened."""
 
-    def __init__(self, file: GGUFFile, hp: HParams, machine: Machine) -> None:
+    def __init__(
+        self, file: GGUFFile, hp: HParams, machine: Machine, devices: Mapping[str, RunDevice] | None = None
+    ) -> None:
         self.file, self.hp, self.machine = file, hp, machine
         self._graphs: dict[tuple[GraphConfig, int], Graphs] = {}
         self._models: dict[tuple[object, ...], Model] = {}
         self._plans: dict[RunConfig, RunPlan] = {}
-        self._gpus = {gpu.name: planning_device(gpu) for gpu in machine.gpus}
+        self._gpus: Mapping[str, RunDevice] = (
+            devices if devices is not None else {gpu.name: planning_device(gpu) for gpu in machine.gpus}
+        )
 
     def plan(self, config: RunConfig) -> RunPlan:
-        """The plan of a run; nothing is printed."""
+        """The plan of the session that a command opens; nothing is printed."""
         if config not in self._plans:
-            self._plans[config] = self._plan(resolve(config, self.hp.n_ctx_train)[0])
+            self._plans[config] = self.prepare(*session_of(config)).plan
         return self._plans[config]
 
-    def _plan(self, config: RunConfig) -> RunPlan:
-        shape, placement = _shape(config), self.place(config)
+    def prepare(self, config: RunConfig, sizes: Sizes) -> Prepared:
+        """The plan of a session, with the graphs and programs it is made of. -c 0 is the context of the model."""
+        config, warnings = resolve(config, self.hp.n_ctx_train)
+        sizes = sizes if sizes.n_ctx else replace(sizes, n_ctx=config.n_ctx)
+        cfg, placement = graph_config(config, sizes.cells(config.flash_attn)), self.place(config)
         model = self.model(config, placement)
-        graphs = self._record(shape.graph, model)
-        runner = self._runner(shape, placement, offload_of(config, model, placement) if placement.devices else None)
-        programs = [
-            runner.plan(*graphs[run.kind], run.n_tokens, run.n_outputs, shape.graph.n_ctx, independent=run.independent)
-            for run in runs(graphs, shape.graph.n_ubatch, shape.n_seq, step_tokens(shape.n_step)).values()
-        ]
-        parts = runner.memory(programs, model, shape.graph.n_ctx)
-        parts[CPU]["output"] = min(shape.n_seq, shape.graph.n_ubatch) * self.hp.n_vocab * 4
-        n_splits = runner.n_turns(programs)
+        check_caches(cfg, config, model)
+        graphs = self._record(cfg, model)
+        offload = offload_of(config, model, placement) if placement.devices else None
+        used = {*placement.buffer_of.values(), *placement.cache}
+        gpus = {name: gpu for name, gpu in self._gpus.items() if name in used}
+        runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload)
+        n_outputs = min(sizes.n_seq, cfg.n_ubatch)
+        programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step)
+        parts = memory_of(runner, programs, model, cfg.n_ctx, n_outputs)
         n_nodes = max(len(graph.nodes) for graph, _ in graphs.values())
-        memory = MemoryPlan(parts, shape.graph.n_ctx, self._free(parts))
-        return RunPlan(config, shape.graph, placement, memory, n_nodes, n_splits)
+        memory = MemoryPlan(parts, cfg.n_ctx, self._free(parts))
+        n_splits = runner.n_turns(list(programs.values()))
+        plan = RunPlan(config, sizes, tuple(warnings), cfg, placement, memory, n_nodes, n_splits)
+        return Prepared(plan, model, graphs, runner, programs)
 
     def fits(self, config: RunConfig) -> bool:
         """Whether a run fits all devices; quick where weights and cache alone are too large."""
@@ -148,27 +162,19 @@ class Planner:
             free[CPU] = self.machine.ram
         return {name: free[name] for name in devices if name in free}
 
-    def _runner(self, shape: _Shape, placement: Placement, offload: Offload | None) -> Runner:
-        cpu = CpuDevice(shape.n_threads)
-        used = {*placement.buffer_of.values(), *placement.cache}
-        gpus: dict[str, RunDevice] = {name: gpu for name, gpu in self._gpus.items() if name in used}
-        return Runner(cpu, gpus, places_of(placement), offload) if gpus else Runner(cpu)
-
-    def warnings(self, config: RunConfig) -> list[str]:
-        """What a session would warn about; refuses cache types that cannot work."""
-        resolved, warnings = resolve(config, self.hp.n_ctx_train)
-        check_caches(_shape(resolved).graph, resolved, self.model(resolved))
-        return warnings
+    def warnings(self, config: RunConfig) -> tuple[str, ...]:
+        """What a session would warn about."""
+        return self.plan(config).warnings
 
     def model(self, config: RunConfig, placement: Placement | None = None) -> Model:
         """The model as these settings use it; with a placement, `-rtr` leaves alone what is on GPUs."""
         cfg = graph_config(config, 512)
-        repack = config.run_time_repack
+        repack, n_threads = config.run_time_repack, max(config.n_threads, config.n_threads_batch)
         buffers = placement.buffer_of if placement is not None and repack else {}
         plain = frozenset(name for name, buffer in buffers.items() if buffer != CPU)
-        key = (cfg.mla, cfg.flash_attn, repack, plain)
+        key = (cfg.mla, cfg.flash_attn, repack, n_threads, plain)
         if key not in self._models:
-            self._models[key] = Model.from_file(self.file, cfg, repack=repack)
+            self._models[key] = Model.from_file(self.file, cfg, repack=repack, n_threads=n_threads)
             self._models[key].keep_plain(plain)
         return self._models[key]
 
@@ -188,23 +194,29 @@ class Planner:
 
     def gpu_weights(self, config: RunConfig) -> dict[str, int]:
         """Bytes on a GPU of every weight the run uses."""
-        config, _ = resolve(config, self.hp.n_ctx_train)
+        config, cfg = self._shape(config)
         model = self.model(config)
-        names = {name for graph, _ in self._record(_shape(config).graph, model).values() for name in graph.weights}
+        names = {name for graph, _ in self._record(cfg, model).values() for name in graph.weights}
         gpu = next(iter(self._gpus.values()), None)
         return {name: gpu.weight_bytes(model, [name]) if gpu else model.n_bytes([name]) for name in names}
 
     def gpu_cache(self, config: RunConfig) -> dict[int, int]:
         """Bytes on a GPU of the cache of every block."""
-        config, _ = resolve(config, self.hp.n_ctx_train)
-        shape = _shape(config)
-        graphs = self._record(shape.graph, self.model(config)).values()
+        config, cfg = self._shape(config)
+        graphs = self._record(cfg, self.model(config)).values()
         sizes: dict[int, int] = {}
         gpu = next(iter(self._gpus.values()), None)
         for cache in {c for graph, _ in graphs for c in graph.caches.values()}:
-            n_bytes = (gpu.cache_bytes if gpu else cache_bytes)(cache, shape.graph.n_ctx)
+            n_bytes = (gpu.cache_bytes if gpu else cache_bytes)(cache, cfg.n_ctx)
             sizes[cache.il] = sizes.get(cache.il, 0) + n_bytes
         return sizes
+
+    def _shape(self, config: RunConfig) -> tuple[RunConfig, GraphConfig]:
+        """Settings of the session that the command opens, and of its graphs."""
+        config, sizes = session_of(config)
+        config, _ = resolve(config, self.hp.n_ctx_train)
+        sizes = sizes if sizes.n_ctx else replace(sizes, n_ctx=config.n_ctx)
+        return config, graph_config(config, sizes.cells(config.flash_attn))
 
     def _record(self, cfg: GraphConfig, model: Model) -> Graphs:
         key = (cfg, id(model))
@@ -214,18 +226,29 @@ class Planner:
         return self._graphs[key]
 
 
-def _shape(config: RunConfig) -> _Shape:
-    """Sizes of the session that the command would open."""
-    n_seq, n_step = 1, 0
-    cells = config.n_ctx
-    if config.command in ("perplexity", "imatrix"):
-        n_seq = sequences_per_batch(config)
-        cells *= n_seq
-    elif config.command == "serve" or config.n_parallel > 1:
-        n_seq = n_step = config.n_parallel
-    cells = padded_ctx(cells, config.flash_attn)
-    cells += -cells % n_seq
-    return _Shape(graph_config(config, cells), n_seq, n_step, max(config.n_threads, config.n_threads_batch))
+def make_runner(n_threads: int, gpus: Mapping[str, RunDevice], placement: Placement, offload: Offload | None) -> Runner:
+    """The CPU, and the GPUs that hold anything."""
+    cpu = CpuDevice(n_threads)
+    return Runner(cpu, gpus, places_of(placement), offload) if gpus else Runner(cpu)
+
+
+def plan_programs(
+    runner: Runner, graphs: Graphs, cfg: GraphConfig, n_outputs: int, n_step: int
+) -> dict[str, DividedProgram]:
+    """The programs of a session by name; nothing is allocated."""
+    return {
+        name: runner.plan(*graphs[run.kind], run.n_tokens, run.n_outputs, cfg.n_ctx, independent=run.independent)
+        for name, run in runs(graphs, cfg.n_ubatch, n_outputs, step_tokens(n_step)).items()
+    }
+
+
+def memory_of(
+    runner: Runner, programs: Mapping[str, DividedProgram], model: Model, n_ctx: int, n_outputs: int
+) -> dict[str, dict[str, int]]:
+    """Bytes by device (CPU first) and part."""
+    sizes = runner.memory(list(programs.values()), model, n_ctx)
+    output = {CPU: n_outputs * model.hp.n_vocab * 4}
+    return {device: parts | {"output": output.get(device, 0)} for device, parts in sizes.items()}
 
 
 def _values(model: Model, name: str) -> npt.NDArray[np.float32]:

@@ -16,19 +16,24 @@ import numpy.typing as npt
 
 from ikcli.backends.cpu.program import INDEPENDENT_ROWS
 from ikcli.backends.step_block import StepBlock
-from ikcli.config import RunConfig, padded_ctx, resolve
+from ikcli.config import RunConfig, default_model
 from ikcli.engine import gpus, host_memory, numa, session_log
 from ikcli.engine.batch import Batch
+from ikcli.engine.cpu_device import CpuDevice
+from ikcli.engine.devices import Machine, opened_gpus
 from ikcli.engine.model import Model
-from ikcli.engine.programs import check_caches, graph_config, record_graphs, runs, step_tokens
-from ikcli.engine.run_device import CPU, Bytes, Observer, cache_bytes
+from ikcli.engine.planner import Planner, Prepared, memory_of, plan_programs
+from ikcli.engine.programs import record_graphs, step_tokens
+from ikcli.engine.run_device import Bytes, Observer, cache_bytes
 from ikcli.engine.runner import DividedProgram, Runner
 from ikcli.engine.session_log import Timings
+from ikcli.engine.sizes import Sizes
 from ikcli.errors import IkError, NonFiniteError, UnsupportedError
+from ikcli.gguf.reader import open_gguf
 from ikcli.graph import Cache, Graph, Node
 from ikcli.graph.micro_batch import Segment
 from ikcli.log import log, progress, warn
-from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig
+from ikcli.models import EXPAND_MIN_TOKENS, HParams
 from ikcli.sampling.short import draw_function
 from ikcli.tokenizer import Tokenizer
 
@@ -41,25 +46,24 @@ FloatRows = npt.NDArray[np.float32]
 class Session:
     """See the module; made by `open`."""
 
-    def __init__(self, config: RunConfig, model: Model, cfg: GraphConfig, n_seq_max: int, n_step: int = 0) -> None:
-        self.config, self.model, self.graph_config = config, model, cfg
-        self.n_seq_max, self.n_step = n_seq_max, step_tokens(n_step)
-        self.n_ctx = cfg.n_ctx
-        self.n_ctx_seq = self.n_ctx // n_seq_max
-        self.n_batch, self.n_ubatch = config.n_batch, cfg.n_ubatch
-        self.n_vocab = model.hp.n_vocab
+    def __init__(self, prepared: Prepared) -> None:
+        plan = self.run_plan = prepared.plan
+        self.config, self.model, self.graph_config = plan.config, prepared.model, plan.graph_config
+        self.n_seq_max, self.n_step = plan.sizes.n_seq, step_tokens(plan.sizes.n_step)
+        self.n_ctx = plan.graph_config.n_ctx
+        self.n_ctx_seq = self.n_ctx // self.n_seq_max
+        self.n_batch, self.n_ubatch = plan.config.n_batch, plan.graph_config.n_ubatch
+        self.n_vocab = prepared.model.hp.n_vocab
         self.observer: Observer | None = None
-        n_threads = max(config.n_threads, config.n_threads_batch)
-        self._cpus, self._notes = numa.plan_threads(config.numa, n_threads)
-        self.runner: Runner = gpus.make_runner(config, model, n_threads, self._cpus)
+        self.runner, self.graphs, self.programs = prepared.runner, prepared.graphs, prepared.programs
+        self._cpus, self._notes = numa.plan_threads(self.config.numa, self.runner.cpu.n_threads)
+        self.runner.cpu.cpus = self._cpus
         self._tokenizer: Tokenizer | None = None
-        self._n_past = [0] * n_seq_max
+        self._n_past = [0] * self.n_seq_max
         self.timings = Timings()
-        self.profile = _new_profile() if config.profile else None
-        self._n_outputs = min(n_seq_max, self.n_ubatch)
+        self.profile = _new_profile() if self.config.profile else None
+        self._n_outputs = min(self.n_seq_max, self.n_ubatch)
         self._last: tuple[DividedProgram, int]  # program and threads of the last micro-batch
-        self.graphs = record_graphs(model, model.weights(), cfg)
-        self.programs = self._plan()
 
     # --- making -----------------------------------------------------------------------------------------------------
     @classmethod
@@ -77,19 +81,26 @@ class Session:
     @classmethod
     def plan(cls, config: RunConfig, *, n_ctx: int | None = None, n_seq_max: int = 1, n_step: int = 0) -> Session:
         """Everything up to reading weights: sizes are known, nothing is allocated. Prints the logs."""
-        model = Model.open(config, graph_config(config, 512))
-        session_log.model_lines(model, config)
-        config, warnings = resolve(config, model.hp.n_ctx_train)
-        for text in warnings:
+        file = open_gguf(config.model or default_model(), config.override_kv)
+        devices = gpus.open_devices(config) if gpus.wanted(config) else {}
+        machine = Machine(opened_gpus(devices))
+        hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]))
+        planner = Planner(file, hp, machine, {name: gpus.run_device(device) for name, device in devices.items()})
+        session_log.model_lines(file, hp, config)
+        prepared = planner.prepare(config, Sizes(n_ctx or config.n_ctx, n_seq_max, n_step))
+        gpus.hand_over(prepared.runner, devices)
+        for text in prepared.plan.warnings:
             warn(text)
-        cells = padded_ctx(n_ctx or config.n_ctx, config.flash_attn)
-        if cells % n_seq_max:
-            cells += n_seq_max - cells % n_seq_max
-        cfg = graph_config(config, cells)
-        check_caches(cfg, config, model)
-        session = cls(config, model, cfg, n_seq_max, n_step)
+        session = cls(prepared)
         session_log.context_lines(session)
         return session
+
+    def again(self, model: Model) -> Session:
+        """The session of another model with the same settings, shapes and types; on the CPU."""
+        runner = Runner(CpuDevice(self.runner.cpu.n_threads))
+        graphs = record_graphs(model, model.weights(), self.graph_config)
+        programs = plan_programs(runner, graphs, self.graph_config, self._n_outputs, self.run_plan.sizes.n_step)
+        return Session(Prepared(self.run_plan, model, graphs, runner, programs))
 
     def load(self) -> None:
         """Compile kernels, map or read weights, allocate the cache and buffers."""
@@ -147,14 +158,6 @@ class Session:
     def _graph_list(self) -> list[Graph]:
         return [graph for graph, _ in self.graphs.values()]
 
-    def _plan(self) -> dict[str, DividedProgram]:
-        return {
-            name: self.runner.plan(
-                *self.graphs[run.kind], run.n_tokens, run.n_outputs, self.n_ctx, independent=run.independent
-            )
-            for name, run in runs(self.graphs, self.n_ubatch, self._n_outputs, self.n_step).items()
-        }
-
     def cache_bytes(self) -> dict[Cache, int]:
         """Bytes of every cache tensor in RAM."""
         caches = dict.fromkeys(c for graph in self._graph_list() for c in graph.caches.values())
@@ -162,11 +165,7 @@ class Session:
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes by device (CPU first) and part: weights, KV, compute, output."""
-        programs = list(self.programs.values())
-        sizes = self.runner.memory(programs, self.model, self.n_ctx)
-        return {
-            device: parts | {"output": self.output_bytes if device == CPU else 0} for device, parts in sizes.items()
-        }
+        return memory_of(self.runner, self.programs, self.model, self.n_ctx, self._n_outputs)
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -286,8 +285,9 @@ class Session:
 
     def _grow_outputs(self, n: int) -> None:
         """More logits per micro-batch than planned: plan again."""
+        n_step = self.run_plan.sizes.n_step
         self._n_outputs = min(self.n_ubatch, 1 << (n - 1).bit_length())
-        self.programs = self._plan()
+        self.programs = plan_programs(self.runner, self.graphs, self.graph_config, self._n_outputs, n_step)
         self.runner.bind(list(self.programs.values()), self._state)
 
     def _explain_non_finite(self, program: DividedProgram, n_threads: int) -> None:

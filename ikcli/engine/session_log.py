@@ -15,7 +15,8 @@ from ikcli.log import log
 if TYPE_CHECKING:
     from ikcli.engine.model import Model
     from ikcli.engine.session import Session
-    from ikcli.models import GraphConfig
+    from ikcli.gguf.reader import GGUFFile
+    from ikcli.models import GraphConfig, HParams
 
 
 @dataclass(slots=True)
@@ -38,17 +39,16 @@ class Timings:
             self.t_eval += seconds
 
 
-def model_lines(model: Model, config: RunConfig) -> None:
+def model_lines(file: GGUFFile, hp: HParams, config: RunConfig) -> None:
     """Loader lines: what the file is and holds."""
-    file = model.file
     if len(file.paths) > 1:
         log(f"llama_model_loader: additional {len(file.paths) - 1} GGUFs metadata loaded.")
-    log(report.loaded_line(len(file.metadata), len(file.tensors), model.source, file.version))
+    log(report.loaded_line(len(file.metadata), len(file.tensors), str(file.paths[0]), file.version))
     rows = [
         report.TensorRow(t.name, tuple(t.shape), TYPE_TRAITS[t.type].name, t.n_bytes) for t in file.tensors.values()
     ]
     if config.verbose:
-        for line in report.kv_pair_lines([(k, *_pair(model, k)) for k in file.metadata]):
+        for line in report.kv_pair_lines([(k, *_pair(file, k)) for k in file.metadata]):
             log(line)
     for line in report.type_lines(rows):
         log(line)
@@ -56,20 +56,20 @@ def model_lines(model: Model, config: RunConfig) -> None:
     label = file_type_label(int(ftype)) if ftype is not None else ""
     for line in report.model_size_lines(rows, label):
         log(line)
-    rope = model.hp.rope
+    rope = hp.rope
     if rope.scaling != "none":
         log(
             f"llm_load_print_meta: rope scaling     = {rope.scaling} x{rope.factor:g} of {rope.n_ctx_orig} tokens "
-            f"(off: --override-kv {model.hp.arch}.rope.scaling.type=str:none)"
+            f"(off: --override-kv {hp.arch}.rope.scaling.type=str:none)"
         )
 
 
-def _pair(model: Model, key: str) -> tuple[str, str]:
-    value_type = model.file.value_types[key]
-    value = model.file.metadata[key]
+def _pair(file: GGUFFile, key: str) -> tuple[str, str]:
+    value_type = file.value_types[key]
+    value = file.metadata[key]
     if value_type.name == "ARRAY":
         items = ", ".join(str(v) for v in list(value[:8]))
-        return f"arr[{model.file.item_types[key].name.lower()},{len(value)}]", f"[{items}]"
+        return f"arr[{file.item_types[key].name.lower()},{len(value)}]", f"[{items}]"
     names = {"STRING": "str", "UINT32": "u32", "INT32": "i32", "FLOAT32": "f32"}
     return names.get(value_type.name, value_type.name.lower()), str(value)
 

@@ -187,7 +187,7 @@ class Calibrator:
             held[name] = rounded(session.model.file, t, type, mine, self.options.n_threads)
         model = Model.from_file(Replaced.of(session.model.file, held), session.graph_config)
         scorer = _Scorer(found.base)
-        _run(Session(session.config, model, session.graph_config, session.n_seq_max), found.windows, scorer)
+        _run(session.again(model), found.windows, scorer)
         return scorer.total / scorer.count
 
     def _announce(self, found: _Prepared, n_trials: int) -> None:

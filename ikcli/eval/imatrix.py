@@ -22,12 +22,13 @@ import numpy as np
 from ikcli.config import RunConfig
 from ikcli.engine.batch import Batch
 from ikcli.engine.devices import available_memory
+from ikcli.engine.sizes import DEFAULT_WINDOW, imatrix_session
 from ikcli.errors import IkError, UsageError
 from ikcli.eval.covariance_collect import check_memory
 from ikcli.eval.imatrix_collect import Collector, watch
 from ikcli.eval.imatrix_compare import comparison_lines
 from ikcli.eval.imatrix_stats import LayerSimilarity, statistics_lines
-from ikcli.eval.perplexity import DEFAULT_N_CTX, PerplexityResult, bos_of, eta_text, final_line
+from ikcli.eval.perplexity import PerplexityResult, bos_of, eta_text, final_line
 from ikcli.eval.protocol import FloatRows, SessionLike, TokenIds
 from ikcli.eval.stats import RunningNll, token_nll
 from ikcli.eval.text import load_text, text_name, tokenize
@@ -55,7 +56,7 @@ _TEXT_PROBE = 1 << 16  # bytes
 class ImatrixParams:
     """Sizes in tokens; chunks -1 = all from `first_chunk` on; without `ppl` nothing is scored."""
 
-    n_ctx: int = DEFAULT_N_CTX
+    n_ctx: int = DEFAULT_WINDOW
     chunks: int = -1
     first_chunk: int = 0
     ppl: bool = True
@@ -238,7 +239,7 @@ class _Printer:
     def __init__(self, config: RunConfig, n_chunk: int, write: Callable[[Imatrix, Path], None], name: str) -> None:
         self.options, self.n_chunk, self.write = config.imatrix, n_chunk, write
         self.datasets = () if config.imatrix.hide_imatrix else (name,)
-        self.n_ctx = config.n_ctx or DEFAULT_N_CTX
+        self.n_ctx = config.n_ctx or DEFAULT_WINDOW
 
     def __call__(self, done: ChunkDone) -> None:
         if done.index == 0:
@@ -354,7 +355,7 @@ def _collect_text(config: RunConfig, earlier: Sequence[Path]) -> int:
     from ikcli.engine.session import Session
 
     options, text = config.imatrix, load_text(config)
-    n_ctx = config.n_ctx or DEFAULT_N_CTX
+    n_ctx = config.n_ctx or DEFAULT_WINDOW
     output_name = options.output_tensor_name if options.process_output else None
     limit = options.covariance_limit << 20 if options.covariance is not None else 0
     threads = max(1, config.n_threads_batch)
@@ -368,8 +369,8 @@ def _collect_text(config: RunConfig, earlier: Sequence[Path]) -> int:
         parts = [in_rows(m, found) if legacy else m for m, legacy in before]
         _save(config, _named(merge([*parts, found]), config), path)
 
-    run_config = replace(config, n_ctx=n_ctx, n_batch=min(config.n_batch, n_ctx), mla=1)
-    with closing(Session.open(run_config, n_ctx=n_ctx)) as session:
+    settings, sizes = imatrix_session(config)
+    with closing(Session.open(settings, n_ctx=sizes.n_ctx)) as session:
         tokens = tokenize(session, text, "imatrix")
         n_chunk = len(windows(tokens, params))
         log(f"imatrix: computing over {n_chunk} chunks, n_ctx={n_ctx}, batch_size={session.n_batch}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ikcli.config import RunConfig
+from ikcli.engine.sizes import DEFAULT_WINDOW, windows_session
 from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.eval.chunks import Windows, chunk_windows, evaluate, strided_windows
 from ikcli.eval.protocol import FloatRows, SessionLike, TokenIds
@@ -22,14 +23,12 @@ from ikcli.eval.stats import F64, RunningNll, token_nll
 from ikcli.eval.text import load_text, text_name, tokenize
 from ikcli.log import log, warn
 
-DEFAULT_N_CTX = 512
-
 
 @dataclass(frozen=True, slots=True)
 class PerplexityParams:
     """Sizes in tokens; chunks -1 = all; stride 0 = consecutive windows, else n_ctx is the length of each window."""
 
-    n_ctx: int = DEFAULT_N_CTX
+    n_ctx: int = DEFAULT_WINDOW
     n_batch: int = 2048
     chunks: int = -1
     stride: int = 0
@@ -219,7 +218,7 @@ def params_of(config: RunConfig) -> PerplexityParams:
     """Settings of the subcommand; without -c the window has 512 tokens."""
     options = config.perplexity
     return PerplexityParams(
-        n_ctx=config.n_ctx or DEFAULT_N_CTX,
+        n_ctx=config.n_ctx or DEFAULT_WINDOW,
         n_batch=config.n_batch,
         chunks=options.chunks,
         stride=options.stride,
@@ -232,10 +231,8 @@ def open_session(config: RunConfig, n_ctx: int, n_batch: int, *, stride: int = 0
     """A session for max(1, n_batch // n_ctx) windows side by side; with a stride one sequence gets all the cells."""
     from ikcli.engine.session import Session
 
-    n_seq = max(1, n_batch // n_ctx)
-    session_config = replace(config, n_ctx=n_ctx, n_batch=min(n_batch, n_seq * n_ctx))
-    cells = n_seq * n_ctx + stride // 2
-    session: SessionLike = Session.open(session_config, n_ctx=cells, n_seq_max=1 if stride else n_seq)
+    settings, sizes = windows_session(replace(config, n_batch=n_batch), n_ctx, stride)
+    session: SessionLike = Session.open(settings, n_ctx=sizes.n_ctx, n_seq_max=sizes.n_seq)
     return session
 
 

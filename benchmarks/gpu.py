@@ -305,7 +305,9 @@ class Case:
         b, n, n_kv = self.b, self.n_tokens, self.n_cells
         most = {Rows.TOKENS: n, Rows.OUTPUTS: n, Rows.KV: n_kv}
         low = Lowering(most, n_kv, DeviceLimits.of(b.device.info), self.independent)
-        rules = dict(all_rules()) | {"input": lambda low, node: low.keep(node, 0, 0)}
+        from leaves import Leaf
+
+        rules = all_rules().replaced({Leaf: lambda low, node, op: low.keep(node, 0, 0)})
         program = lower(self.graph.nodes, [*results, *self.leaves], low, rules)
         arrays = [
             np.zeros(n, np.int32), np.arange(n_kv - n, n_kv, dtype=np.int32), np.arange(n_kv - n, n_kv), np.arange(n),

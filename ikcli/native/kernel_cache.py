@@ -65,7 +65,7 @@ def source_digest(module: str) -> str:
     h = hashlib.sha256()
     while todo:
         name = todo.pop()
-        path = _PACKAGE_DIR.joinpath(*name.split(".")[1:]).with_suffix(".py")
+        path = _source_file(name)
         if name in seen or not path.is_file():
             continue
         seen.add(name)
@@ -75,6 +75,14 @@ def source_digest(module: str) -> str:
             todo += [base, *(f"{base}.{part.strip()}" for part in found[1].split(","))]
         h.update(f"{name}\0{text}\0".encode())
     return h.hexdigest()
+
+
+def _source_file(module: str) -> Path:
+    """Where a module's source is, or would be; a module of another package is one that was imported from a file."""
+    if module.split(".")[0] == "ikcli":
+        return _PACKAGE_DIR.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    spec = importlib.util.find_spec(module)
+    return Path(spec.origin if spec is not None and spec.origin is not None else "")
 
 
 def cache_root() -> Path:

@@ -10,6 +10,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tests run side by side; mu
 import numpy as np
 import pytest
 
+from ikcli.native.compile_pool import keep_workers
+
+keep_workers()
 _SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 

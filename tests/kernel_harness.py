@@ -23,7 +23,8 @@ from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.rules import Rules
 from ikcli.gguf.constants import row_n_bytes
 from ikcli.graph import Cache, Graph, Node, Rows
-from ikcli.native.kernel_cache import KernelKey, KernelLibrary
+from ikcli.native.kernel_cache import KernelKey
+from ikcli.native.kernel_library import KernelLibrary
 
 LIBRARY = KernelLibrary()
 _TEAMS: dict[int, Team] = {}

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +14,15 @@ import pytest
 
 from ikcli.backends.cpu.threads import LAUNCH
 from ikcli.errors import IkError
-from ikcli.native import kernel_cache
-from ikcli.native.kernel_cache import KernelKey, KernelLibrary, cache_dir, is_cached, native_function
+from ikcli.native import compile_pool, kernel_cache, kernel_library
+from ikcli.native.kernel_cache import KernelKey, cache_dir, is_cached
+from ikcli.native.kernel_library import KernelLibrary, native_function
 
 NOOP = KernelKey("executor", "make_noop")
 LOAD = """
 import sys
-from ikcli.native.kernel_cache import KernelKey, KernelLibrary, native_function
+from ikcli.native.kernel_cache import KernelKey
+from ikcli.native.kernel_library import KernelLibrary, native_function
 library = KernelLibrary()
 library.require([KernelKey("executor", "make_noop")])
 native_function(library[KernelKey("executor", "make_noop")], 3)(0, 0, 1)
@@ -97,7 +100,7 @@ def test_damaged_files_are_compiled_again(cache: Path, damage: str, monkeypatch:
         compiled.extend(keys)
         cache.write_bytes(good)
 
-    monkeypatch.setattr(kernel_cache, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(kernel_library, "compile_kernels", compile_kernels)
     library = KernelLibrary()
     library.require([NOOP])
     assert compiled == [NOOP] and library[NOOP] and is_cached(NOOP)
@@ -105,7 +108,7 @@ def test_damaged_files_are_compiled_again(cache: Path, damage: str, monkeypatch:
 
 def test_a_file_that_stays_damaged_is_an_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write_bytes(b"ik-kernel-1")
-    monkeypatch.setattr(kernel_cache, "compile_kernels", lambda keys, progress: None)
+    monkeypatch.setattr(kernel_library, "compile_kernels", lambda keys, progress: None)
     with pytest.raises(IkError, match=f"{cache.name}: the kernel just compiled cannot be read; set IK_CACHE_DIR"):
         KernelLibrary().require([NOOP])
 
@@ -137,7 +140,7 @@ def test_two_processes_compile_the_same_kernel(tmp_path: Path) -> None:
     ]
     assert [p.communicate(timeout=120)[0] for p in runs] == ["False\n"] * 2
     names = [p.name for p in tmp_path.rglob("*") if p.is_file()]
-    assert names == [NOOP.file_name]  # no temporary files
+    assert sorted(names) == ["lock", NOOP.file_name]  # no temporary files
 
 
 def test_the_worker_ignores_the_current_folder(tmp_path: Path) -> None:
@@ -157,7 +160,7 @@ def test_every_source_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """An edit of a kernel's module or of anything it imports gives another file, so nothing stale is ever loaded."""
     package = tmp_path / "ikcli"
     shutil.copytree(Path(kernel_cache.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(kernel_cache, "_PACKAGE_DIR", package)
+    monkeypatch.setattr(kernel_cache, "PACKAGE_DIR", package)
     cpu = package / "backends" / "cpu"
     key, other = KernelKey("matmul", "make_mul_mat", ("q8_0",)), KernelKey("executor", "make_noop")
     names, others = [], []
@@ -179,3 +182,54 @@ def test_keys_have_their_own_files() -> None:
     names = [k.file_name for k in keys]
     assert len(set(names)) == len(keys)
     assert all(len(n) < 120 for n in names)
+
+
+def test_progress_counts_every_kernel_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(tmp_path, monkeypatch)
+    seen: list[tuple[int, int]] = []
+    compile_pool.compile_kernels([NOOP, LAUNCH], lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 2), (2, 2)] and is_cached(NOOP) and is_cached(LAUNCH)
+    compile_pool.compile_kernels([NOOP], lambda done, total: seen.append((done, total)))
+    assert seen[2:] == [(1, 1)]
+
+
+def test_workers_that_stay_and_workers_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(tmp_path, monkeypatch)
+    kept: dict[tuple[str, ...], list[compile_pool._Worker]] = {}
+    monkeypatch.setattr(compile_pool, "_kept", kept)
+    compile_pool.compile_kernels([NOOP])
+    ((first,),) = kept.values()
+    compile_pool.compile_kernels([LAUNCH])
+    ((again,),) = kept.values()
+    assert again is first and first.process.poll() is None
+    with pytest.raises(IkError, match=r"(?s)compiling kernels failed: .*make_nothing"):
+        compile_pool.compile_kernels([KernelKey("executor", "make_nothing")])
+    assert list(kept.values()) == [[]] and first.process.poll() is not None
+
+
+@pytest.mark.skipif(compile_pool.fcntl is None, reason="no locks on files")
+def test_a_process_that_dies_while_it_compiles_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(tmp_path, monkeypatch)
+    cache_dir().mkdir(parents=True)
+    script = """
+import sys, time
+from ikcli.native import compile_pool
+from ikcli.native.kernel_cache import KernelKey, cache_dir
+lock = open(cache_dir() / "lock", "ab")
+print(compile_pool._claim(lock, KernelKey("executor", "make_noop")), flush=True)
+time.sleep(60)
+"""
+    folder = Path(kernel_cache.__file__).parents[2]
+    env = dict(os.environ, IK_CACHE_DIR=str(tmp_path))
+    holder = subprocess.Popen([sys.executable, "-c", script], env=env, cwd=folder, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "True\n"
+    with (cache_dir() / "lock").open("ab") as lock:
+        assert not compile_pool._claim(lock, NOOP) and compile_pool._claim(lock, LAUNCH)
+    waiter = threading.Thread(target=compile_pool.compile_kernels, args=([NOOP],))
+    waiter.start()
+    waiter.join(0.2)
+    assert waiter.is_alive() and not is_cached(NOOP)
+    holder.kill()
+    holder.communicate()
+    waiter.join(60)
+    assert is_cached(NOOP)

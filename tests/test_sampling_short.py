@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ikcli.native.kernel_cache import KernelKey, native_function, shared_library
+from ikcli.native.kernel_cache import KernelKey
+from ikcli.native.kernel_library import native_function, shared_library
 from ikcli.sampling import Sampler, SamplerParams, SamplerVocab
 from ikcli.sampling.candidates import top_indices
 from ikcli.sampling.short import short_chain

@@ -26,7 +26,8 @@ from ikcli.gguf.constants import TYPE_TRAITS
 from ikcli.graph import Cache, Node, Rows
 from ikcli.graph.ops_experts import sort_of
 from ikcli.graph.split import Turn
-from ikcli.native.kernel_cache import KernelKey, is_cached, shared_library
+from ikcli.native.kernel_cache import KernelKey, is_cached
+from ikcli.native.kernel_library import shared_library
 
 _LIGHT_TOKENS = 8
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.native.kernel_cache import KernelKey, native_function, shared_library
+from ikcli.native.kernel_cache import KernelKey
+from ikcli.native.kernel_library import native_function, shared_library
 from ikcli.sampling.candidates import Candidates
 from ikcli.sampling.dry import dry_active
 from ikcli.sampling.filters import COLDEST

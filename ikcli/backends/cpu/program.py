@@ -18,7 +18,8 @@ from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.rules import Rules
 from ikcli.backends.step_block import STATE_INDEX
 from ikcli.graph import Cache, Graph, Node, RowSpec, Weight
-from ikcli.native.kernel_cache import KernelKey, KernelLibrary
+from ikcli.native.kernel_cache import KernelKey
+from ikcli.native.kernel_library import KernelLibrary
 
 INDEPENDENT_ROWS = 8  # rows up to which an `independent` program keeps its promise
 FEW_ROWS = 4  # a row of weights is decoded once for as many

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ikcli.backends.memory import aligned_zeros
-from ikcli.native.kernel_cache import KernelKey, KernelLibrary, native_function
+from ikcli.native.kernel_cache import KernelKey
+from ikcli.native.kernel_library import KernelLibrary, native_function
 
 LAUNCH = KernelKey("executor", "make_launch")
 WORKER = KernelKey("executor", "make_worker")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 
-from ikcli.native.kernel_cache import KernelKey, native_function, shared_library
+from ikcli.native.kernel_cache import KernelKey
+from ikcli.native.kernel_library import native_function, shared_library
 
 _LIBRARY = shared_library()
 _LOCK = threading.Lock()

@@ -1,0 +1,188 @@
+"""Compiles missing kernels into the cache, in as many worker processes as there are CPUs for this one.
+
+Every kernel is compiled once, whoever asks: who compiles holds a lock on a byte of one file of the cache folder, chosen
+by the kernel's name, and the system gives it up when a process dies. Workers get the next kernel when they are done
+with one. They end with the call, unless `keep_workers` was called: importing Numba takes as long as compiling a kernel.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from ikcli.errors import IkError
+from ikcli.native import isa
+from ikcli.native.kernel_cache import ADVICE, PACKAGE_DIR, KernelKey, cache_dir, is_cached
+
+try:
+    import fcntl
+except ImportError:  # Windows: two processes may compile the same kernel
+    fcntl = None  # type: ignore[assignment]
+
+Progress = Callable[[int, int], None]
+_POLL = 0.02  # seconds between looks at a kernel that another process compiles
+_kept: dict[tuple[str, ...], list[_Worker]] | None = None
+
+
+def keep_workers() -> None:
+    """From now on workers stay until this process ends; for programs that ask for kernels many times."""
+    global _kept
+    if _kept is None:
+        _kept = {}
+        atexit.register(_end_kept)
+
+
+def compile_kernels(keys: Sequence[KernelKey], progress: Progress | None = None) -> None:
+    """Compile kernels into the cache; `progress(done, total)` after each."""
+    directory = cache_dir()
+    _make_writable(directory)
+    left, done = list(keys), 0
+
+    def tell(n: int) -> None:
+        nonlocal done
+        done += n
+        if progress and n:
+            progress(done, len(keys))
+
+    with (directory / "lock").open("ab") as lock:
+        while left:
+            mine = [key for key in left if _claim(lock, key)]
+            try:
+                todo = [key for key in mine if not is_cached(key)]
+                tell(len(mine) - len(todo))
+                _compile(directory, todo, lambda: tell(1))
+            finally:
+                for key in mine:
+                    _release(lock, key)
+            left = [key for key in left if key not in mine]
+            finished = [key for key in left if is_cached(key)]
+            tell(len(finished))
+            left = [key for key in left if key not in finished]
+            if left and not mine:
+                time.sleep(_POLL)
+
+
+def _claim(lock: IO[bytes], key: KernelKey) -> bool:
+    """Whether no other process compiles this kernel; then none will until `_release`."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _place(key))
+    except OSError:
+        return False
+    return True
+
+
+def _release(lock: IO[bytes], key: KernelKey) -> None:
+    if fcntl is not None:
+        fcntl.lockf(lock, fcntl.LOCK_UN, 1, _place(key))
+
+
+def _place(key: KernelKey) -> int:
+    return zlib.crc32(key.file_name.encode()) >> 1
+
+
+class _Worker:
+    """A process that compiles one kernel after the other."""
+
+    def __init__(self, directory: Path, env: dict[str, str]) -> None:
+        command = [sys.executable, "-P", "-m", "ikcli.native.compile_worker", str(directory)]
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, bufsize=0, env=env
+        )
+
+    def give(self, key: KernelKey) -> None:
+        """Have a kernel compiled; a line of output tells when."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(f"{key.module} {key.factory} {' '.join(repr(a) for a in key.args)}\n".encode())
+        except BrokenPipeError:
+            raise self.failure() from None
+
+    def failure(self) -> IkError:
+        """What it says after it ended before its time."""
+        self.process.wait()
+        self._errors.seek(0)
+        return IkError(f"compiling kernels failed: {self._errors.read().decode(errors='replace').strip()[-2000:]}")
+
+    def end(self) -> None:
+        """Let it finish and wait for it."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+        self._errors.close()
+
+
+@contextmanager
+def _workers(directory: Path, n: int) -> Iterator[list[_Worker]]:
+    """At most n workers for this folder and target."""
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(PACKAGE_DIR.parent), os.environ.get("PYTHONPATH", "")]))
+    target = isa.current()
+    if target.feature_string or target is not isa.host():
+        env |= {"NUMBA_CPU_NAME": target.cpu, "NUMBA_CPU_FEATURES": target.feature_string}
+    kind = (str(directory), env["PYTHONPATH"], target.cpu, target.feature_string)
+    found = _kept.setdefault(kind, []) if _kept is not None else []
+    found += [_Worker(directory, env) for _ in range(n - len(found))]
+    try:
+        yield found[:n]
+    except BaseException:
+        for worker in found:
+            worker.process.kill()
+            worker.end()
+        found.clear()
+        raise
+    if _kept is None:
+        for worker in found:
+            worker.end()
+
+
+def _end_kept() -> None:
+    for workers in (_kept or {}).values():
+        for worker in workers:
+            worker.end()
+
+
+def _compile(directory: Path, keys: Sequence[KernelKey], finished: Callable[[], None]) -> None:
+    """Compile kernels that nobody else compiles."""
+    if not keys:
+        return
+    n_cpu = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    waiting = list(reversed(keys))
+    with _workers(directory, max(1, min(len(keys), n_cpu))) as workers, selectors.DefaultSelector() as selector:
+        for worker in workers:
+            assert worker.process.stdout is not None
+            selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
+            worker.give(waiting.pop())
+        busy = len(workers)
+        while busy:
+            for event, _ in selector.select():
+                if not event.fileobj.readline():  # type: ignore[union-attr]
+                    raise event.data.failure()
+                finished()
+                if waiting:
+                    event.data.give(waiting.pop())
+                else:
+                    busy -= 1
+
+
+def _make_writable(directory: Path) -> None:
+    """Create the cache folder; IkError if it cannot be written to."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".probe.{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as e:
+        raise IkError(f"{directory}: the kernel cache cannot be written ({e.strerror or e}); {ADVICE}") from None

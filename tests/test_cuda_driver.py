@@ -76,7 +76,7 @@ def test_sessions_run_through_driver_and_package() -> None:
     """Tests of sessions with IK_TEST_GPU: packaged kernels by name, arguments as PTX declares them, real graphs."""
     tests = str(TESTS / "test_cuda_exec_sessions.py")
     chosen = "one_graph or (repetition and changes0) or given_back or too_little_memory"
-    result = run(["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", tests, "-k", chosen], IK_TEST_GPU=1)
+    result = run(["-m", "pytest", "-p", "no:cacheprovider", "-n", "0", tests, "-k", chosen], IK_TEST_GPU=1)
     assert result.returncode == 0, result.stdout[-3000:]
     assert " passed" in result.stdout and "skipped" not in result.stdout
 

@@ -59,7 +59,7 @@ def tokens(n: int, seed: int = 7) -> Any:
 
 def transcript(session: Session, n: int = 9, steps: int = 3) -> Any:
     """Logits of a prompt of n tokens, all of them, then of single tokens."""
-    session.kv_seq_rm(-1)
+    session.clear()
     ids = tokens(n + steps, n)
     rows = [np.array(session.decode(Batch.single(ids[:n], logits="all")))]
     rows += [np.array(session.decode(Batch.single(ids[i : i + 1], i))) for i in range(n, n + steps)]

@@ -55,11 +55,16 @@ class FakeSession:
             raise NonFiniteError("tensor result_output is not finite")
         return self.table[batch.tokens[batch.logits]]
 
-    def kv_seq_rm(self, seq: int, p0: int = 0, p1: int = -1) -> None:
-        assert p1 == -1
-        self.log.append(("rm", seq, p0))
-        for each in list(self.cache) if seq == -1 else [seq]:
-            del self.cache.setdefault(each, [])[p0:]
+    def clear(self) -> None:
+        self.log.append(("rm", -1, 0))
+        self.cache.clear()
+
+    def truncate(self, seq: int, n: int) -> int:
+        self.log.append(("rm", seq, n))
+        del self.cache.setdefault(seq, [])[n:]
+        return len(self.cache[seq])
+
+    def checkpoint(self, seq: int) -> None: ...
 
     def close(self) -> None:
         self.closed = True

@@ -11,7 +11,6 @@ import pytest
 from ikcli.commands._options import parse
 from ikcli.config import RunConfig, default_model
 from ikcli.engine.batch import Batch
-from ikcli.engine.kv_rows import export_rows
 from ikcli.engine.session import Session
 from ikcli.errors import IkError, UsageError
 from ikcli.eval import batched_bench
@@ -72,32 +71,35 @@ def test_every_sequence_gets_a_prompt_and_its_tokens(session, shared) -> None:
     prompts = seen[: len(seen) - 3]
     assert sum(len(b) for b in prompts) == (20 if shared else 80)
     assert sum(int(b.logits.sum()) for b in prompts) == 1 and max(len(b) for b in prompts) <= 32
-    assert [session.n_past(s) for s in range(4)] == [23] * 4
+    assert [session.sequences.n_past[s] for s in range(4)] == [23] * 4
     assert row.t_pp > 0 and row.t_tg > 0 and row.test.n_kv == (32 if shared else 92)
 
 
 def test_a_shared_prompt_is_the_same_for_all(session) -> None:
     run(session, [BatchedTest(10, 0, 3, True)])
-    first = export_rows(session, 0, 10)
+    first = session.sequences.save(0, 10)
     for seq in (1, 2):
-        assert all(np.array_equal(a, b) for a, b in zip(first.parts, export_rows(session, seq, 10).parts, strict=True))
+        assert all(
+            np.array_equal(a, b) for a, b in zip(first.parts, session.sequences.save(seq, 10).parts, strict=True)
+        )
 
 
 def test_generation_gives_what_single_sequences_give(session) -> None:
     """Dividing the cache anew and either way of generating change nothing but rounding."""
     tokens = np.array([5, 9, 11, 300], np.int32)
     alone = []
-    session.divide(1)
+    session.sequences.divide(1)
     for t in tokens:
-        session.kv_seq_rm(-1)
+        session.clear()
         session.decode(Batch.single([3, 4, 7]))
         alone.append(session.decode(Batch.single([t], 3))[0].copy())
-    session.divide(4)
+    session.sequences.divide(4)
     for seq in range(4):
         session.decode(Batch.single([3, 4, 7], 0, seq))
     batch = Batch(tokens, np.full(4, 3, np.int32), np.arange(4, dtype=np.int32), np.ones(4, np.bool_))
     together = session.generate(batch).copy()
-    session.kv_seq_rm(-1, 3)
+    for seq in range(4):
+        session.truncate(seq, 3)
     by_decode = session.decode(batch)
     for rows in (together, by_decode):
         assert np.abs(rows - np.array(alone)).max() < 0.05 * np.abs(alone).max()
@@ -106,7 +108,7 @@ def test_generation_gives_what_single_sequences_give(session) -> None:
 
 def test_dividing_checks_the_count(session) -> None:
     with pytest.raises(IkError, match="cannot be divided between 0"):
-        session.divide(0)
+        session.sequences.divide(0)
 
 
 def test_table_lines(capsys) -> None:

@@ -17,7 +17,6 @@ from gguf_files import write_model
 from ikcli.backends.cuda.device import CudaError
 from ikcli.engine import gpus
 from ikcli.engine.batch import Batch
-from ikcli.engine.kv_rows import copy_rows, export_rows, import_rows
 from ikcli.engine.session import Session
 from ikcli.errors import NonFiniteError
 
@@ -37,7 +36,7 @@ def opener(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
 
 
 def single(session: Session, ids: Any, seq: int = 0, **more: Any) -> Any:
-    return np.array(session.decode(Batch.single(ids, session.n_past(seq), seq, **more)))
+    return np.array(session.decode(Batch.single(ids, session.sequences.n_past[seq], seq, **more)))
 
 
 def batch_of(pairs: list[tuple[int, int, int]]) -> Batch:
@@ -97,10 +96,10 @@ def test_steps_of_several_sequences(folder, opener) -> None:
     with Session.open(config(written(folder, "deepseek2")), n_ctx=384, n_seq_max=3, n_step=4) as session:
         alone = []
         for together in (False, True):
-            session.kv_seq_rm(-1)
+            session.clear()
             for seq, n in enumerate((3, 9, 5)):
                 session.decode(Batch.single(tokens(n, seq), 0, seq))
-            batch = [(10 + s, session.n_past(s), s) for s in range(3)]
+            batch = [(10 + s, session.sequences.n_past[s], s) for s in range(3)]
             if together:
                 found = np.array(session.step(batch_of(batch)))
             else:
@@ -119,16 +118,16 @@ def test_cache_rows_go_out_and_in(folder, opener, name, changes) -> None:
     with Session.open(config(path, **changes), n_ctx=512, n_seq_max=2) as session:
         single(session, ids[:12], 0)
         wanted = single(session, ids[12:13], 0)
-        rows = export_rows(session, 0, 12)
-        import_rows(session, 1, rows)
+        rows = session.sequences.save(0, 12)
+        session.sequences.load(1, rows)
         np.testing.assert_array_equal(single(session, ids[12:13], 1), wanted)
-        session.kv_seq_rm(0)
-        copy_rows(session, 1, 0, 0, 12)
+        session.truncate(0, 0)
+        session.sequences.copy(1, 0, 0, 12)
         np.testing.assert_array_equal(single(session, ids[12:13], 0), wanted)
-        again = export_rows(session, 0, 12)
+        again = session.sequences.save(0, 12)
         assert all((a == b).all() for a, b in zip(rows.parts, again.parts, strict=True))
     with Session.open(config(path, n_gpu_layers=0, **changes), n_ctx=512, n_seq_max=2) as session:
-        import_rows(session, 1, rows)  # of the GPU, on the CPU
+        session.sequences.load(1, rows)  # of the GPU, on the CPU
         found = single(session, ids[12:13], 1)
     np.testing.assert_allclose(found, wanted, atol=0.05 * wanted.std())
 
@@ -136,19 +135,19 @@ def test_cache_rows_go_out_and_in(folder, opener, name, changes) -> None:
 def test_the_cache_can_be_divided_anew(folder, opener) -> None:
     with Session.open(config(written(folder, "llama")), n_ctx=256) as session:
         wanted = transcript(session)
-        session.divide(4)
+        session.sequences.divide(4)
         single(session, tokens(5), 3)
-        session.divide(1)
+        session.sequences.divide(1)
         np.testing.assert_array_equal(transcript(session), wanted)
 
 
 def test_more_logits_than_planned(folder, opener) -> None:
     with Session.open(config(written(folder, "llama"))) as session:
         alone = [single(session, [t]) for t in tokens(6)]
-        session.kv_seq_rm(-1)
+        session.clear()
         together = single(session, tokens(6), logits="all")
         assert together.shape == (6, 96)
-        session.kv_seq_rm(-1)
+        session.clear()
         assert single(session, tokens(6), logits="none").shape == (0, 96)
     np.testing.assert_allclose(together, np.concatenate(alone), atol=0.02 * together.std())
 
@@ -163,7 +162,7 @@ def test_an_observer_sees_every_node_once(folder, opener, changes) -> None:
         seen: dict[str, Any] = {}
         with Session.open(config(path, **exact, **more)) as session:
             plain = single(session, tokens(5), logits="all")
-            session.kv_seq_rm(-1)
+            session.clear()
 
             def look(node: Any, value: Any) -> None:
                 assert node.name not in seen
@@ -270,12 +269,12 @@ def kernels_of(opener: Opener, call: Any) -> Counter[str]:
 def test_large_batches_use_experts_in_ram_on_the_gpu(folder, opener, capsys) -> None:
     """From --offload-min-batch * n_expert / n_used tokens on (here 4 * 8 / 3, so 11), and not below."""
     with Session.open(config(written(folder, "qwen3moe"), cpu_moe=True, offload_min_batch=4)) as session:
-        session.kv_seq_rm(-1)
+        session.clear()
         few = kernels_of(opener, lambda: single(session, tokens(10)))
-        session.kv_seq_rm(-1)
+        session.clear()
         many = kernels_of(opener, lambda: single(session, tokens(11)))
         first = single(session, tokens(11))
-        session.kv_seq_rm(-1)
+        session.clear()
         single(session, tokens(11))
         np.testing.assert_array_equal(single(session, tokens(11)), first)
         opener.devices["CUDA0"].check()
@@ -301,7 +300,7 @@ def test_observers_see_offloaded_products(folder, opener) -> None:
     seen: dict[str, Any] = {}
     with Session.open(config(written(folder, "qwen3moe"), **settings, profile=True)) as session:
         plain = single(session, tokens(5), logits="all")
-        session.kv_seq_rm(-1)
+        session.clear()
         session.observer = lambda node, value: seen.setdefault(node.name, np.array(value))
         np.testing.assert_array_equal(single(session, tokens(5), logits="all"), plain)
     with Session.open(config(written(folder, "qwen3moe"), **settings)) as session:

@@ -49,7 +49,7 @@ def test_numpy_reference(mla: int, flash: bool) -> None:
     for chunk in range(base.n_chunk):
         tokens = base.tokens[chunk].copy()
         tokens[0] = file.metadata["tokenizer.ggml.bos_token_id"]
-        session.kv_seq_rm(-1)
+        session.clear()
         logits = session.decode(Batch.single(tokens, logits="all"))[32:-1].astype(np.float64)
         scale, minimum, q = split_rows(base.rows(chunk), logits.shape[1])
         expected = q * scale[:, None].astype(np.float64) + minimum[:, None]

@@ -285,7 +285,7 @@ def test_f32_cache_gives_exact_values(shared_dir: Path, tmp_path: Path) -> None:
         found = collect(session, tokens, params).imatrix
         bos = bos_of(session) or 0
     for row in tokens.reshape(2, 128):
-        exact.kv_seq_rm(-1)
+        exact.clear()
         pos = np.arange(128, dtype=np.int32)
         exact.decode(Batch(np.where(pos == 0, bos, row).astype(np.int32), pos, np.zeros_like(pos), np.ones(128, bool)))
     for name, entry in seen[0].imatrix(2, 128).entries.items():
@@ -356,7 +356,7 @@ def test_cause_of_the_difference_from_the_reference(shared_dir: Path, tmp_path: 
         ids[:, 0] = bos_of(session) or 0
         session.observer = look
         for row in ids:
-            session.kv_seq_rm(-1)
+            session.clear()
             pos = np.arange(512, dtype=np.int32)
             session.decode(Batch(row, pos, np.zeros_like(pos), pos == 511))
     for name, values in sums.items():

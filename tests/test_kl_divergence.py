@@ -230,7 +230,7 @@ class StoredSession(FakeSession):
         self.next = 0
         return self
 
-    def kv_seq_rm(self, seq: int, p0: int = 0, p1: int = -1) -> None:
+    def clear(self) -> None:
         self.start = self.next
 
     def decode(self, batch: Batch) -> np.ndarray:

@@ -81,7 +81,7 @@ def check_golden(folder: Path, name: str, mla: int, flash: bool, n_chunks: int |
     found = []
     for chunk, expected in list(zip(tokens.copy(), log_probs, strict=True))[:n_chunks]:
         chunk[0] = file.metadata["tokenizer.ggml.bos_token_id"]
-        session.kv_seq_rm(-1)
+        session.clear()
         n = len(chunk)
         found.append(
             divergence(expected.astype(np.float64), session.decode(Batch.single(chunk, logits="all"))[n // 2 : -1])
@@ -153,7 +153,7 @@ def test_long_sequences_in_one_batch(mla: int) -> None:
 def test_removed_positions_are_forgotten() -> None:
     session = ReferenceSession(MODELS["llama"](), EXACT)
     first = session.decode(Batch.single([5, 6, 7, 8], logits="all"))
-    session.kv_seq_rm(0, 2)
+    session.truncate(0, 2)
     np.testing.assert_allclose(session.decode(Batch.single([7, 8], 2, logits="all")), first[2:], atol=1e-5)
 
 

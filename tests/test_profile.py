@@ -31,7 +31,7 @@ def session():
 
 @pytest.fixture
 def profile(session) -> Profile:
-    session.kv_seq_rm(-1)
+    session.clear()
     session.profile.clear()
     return session.profile
 

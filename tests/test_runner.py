@@ -18,7 +18,6 @@ from ikcli.config import RunConfig
 from ikcli.engine import planner
 from ikcli.engine.batch import Batch
 from ikcli.engine.cpu_device import CpuDevice
-from ikcli.engine.kv_rows import copy_rows, export_rows, import_rows
 from ikcli.engine.run_device import CPU
 from ikcli.engine.runner import Runner
 from ikcli.engine.session import Session
@@ -115,7 +114,7 @@ def transcript(session: Session) -> Any:
     """Logits of prompts, single tokens and a batch of two sequences."""
     rows = []
     for n in (40, 140):
-        session.kv_seq_rm(-1)
+        session.clear()
         ids = tokens(n + 2, n)
         rows.append(np.array(session.decode(Batch.single(ids[:n], logits="all"))))
         rows += [np.array(session.decode(Batch.single(ids[i : i + 1], i))) for i in (n, n + 1)]
@@ -236,9 +235,9 @@ def test_observers_and_cache_rows_of_a_divided_session(model_file, divided) -> N
             session.observer = lambda node, value, values=values: values.setdefault(node.name, np.array(value))
             session.decode(Batch.single(tokens(9), logits="all"))
             session.observer = None
-            import_rows(session, 1, export_rows(session, 0, 9))
-            copy_rows(session, 1, 0, 2, 9)
-            rows.append(export_rows(session, 0, 9).parts)
+            session.sequences.load(1, session.sequences.save(0, 9))
+            session.sequences.copy(1, 0, 2, 9)
+            rows.append(session.sequences.save(0, 9).parts)
             seen.append(values)
     assert seen[0].keys() == seen[1].keys()
     for name, value in seen[0].items():

@@ -16,7 +16,7 @@ from gguf_files import write_model
 
 from ikcli.config import RunConfig
 from ikcli.engine.batch import Batch
-from ikcli.engine.kv_rows import CacheRows, copy_rows, export_rows, import_rows
+from ikcli.engine.sequences import SavedSequence
 from ikcli.engine.session import Session
 from ikcli.errors import IkError
 from ikcli.server.engine.engine import Engine
@@ -50,11 +50,11 @@ def test_rows_move_between_sequences_and_sessions(name: str, changes: dict[str, 
     ids = np.random.default_rng(1).integers(0, 96, 30).astype(np.int32)
     with Session.open(config, n_ctx=512, n_seq_max=2) as s, Session.open(config, n_ctx=1024, n_seq_max=4) as t:
         s.decode(Batch.single(ids[:29], 0, 1))
-        rows = export_rows(s, 1, 29)
-        copy_rows(s, 1, 0, 0, 20)
+        rows = s.sequences.save(1, 29)
+        s.sequences.copy(1, 0, 0, 20)
         s.decode(Batch.single(ids[20:29], 20, 0))
-        import_rows(t, 3, rows)
-        import_rows(t, 2, rows, 28)
+        t.sequences.load(3, rows)
+        t.sequences.load(2, rows, 28)
         t.decode(Batch.single(ids[28:29], 28, 2))
         wanted = s.decode(Batch.single(ids[29:], 29, 1)).copy()
         assert (t.decode(Batch.single(ids[29:], 29, 3)) == wanted).all()
@@ -62,11 +62,11 @@ def test_rows_move_between_sequences_and_sessions(name: str, changes: dict[str, 
             found = other.decode(Batch.single(ids[29:], 29, seq))
             assert np.abs(found - wanted).max() < 0.1 * wanted.std()
         with pytest.raises(IkError, match="another model"):
-            import_rows(t, 0, CacheRows(29, rows.parts[1:]))
+            t.sequences.load(0, SavedSequence(29, rows.parts[1:]))
         with pytest.raises(IkError, match="30 cached"):
-            import_rows(t, 0, rows, 30)
+            t.sequences.load(0, rows, 30)
         with pytest.raises(IkError, match="not 31"):
-            export_rows(s, 1, 31)
+            s.sequences.save(1, 31)
 
 
 # --- reuse ------------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_an_evicted_prompt_comes_back_from_ram() -> None:
 
 
 def entry(*tokens: int, size: int = 100) -> Entry:
-    return Entry(np.array(tokens, np.int32), CacheRows(len(tokens), (np.zeros((1, size), np.uint8),)))
+    return Entry(np.array(tokens, np.int32), SavedSequence(len(tokens), (np.zeros((1, size), np.uint8),)))
 
 
 def test_the_prompt_cache_keeps_its_limit() -> None:

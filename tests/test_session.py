@@ -91,7 +91,7 @@ def transcript(session: Any, lengths: tuple[int, ...], steps: int = 3) -> Array:
     """Logits of prompts of these lengths, each followed by single tokens."""
     rows = []
     for n in lengths:
-        session.kv_seq_rm(-1)
+        session.clear()
         ids = tokens(n + steps, seed=n)
         rows.append(np.array(session.decode(Batch.single(ids[:n], logits="all"))))
         rows += [np.array(session.decode(Batch.single(ids[i : i + 1], i))) for i in range(n, n + steps)]
@@ -228,17 +228,15 @@ def test_removal_and_continuation(model_file: Callable[[str], Path], name: str) 
     with Session.open(config(model_file(name), type_k="f32", type_v="f32")) as session:
         session.decode(Batch.single(head, logits="none"))
         session.decode(Batch.single(wrong, 40, logits="none"))
-        session.kv_seq_rm(0, 40)
+        session.truncate(0, 40)
         found = np.array(session.decode(Batch.single(right, 40, logits="all")))
-        session.kv_seq_rm(-1)
+        session.clear()
         wanted = np.array(session.decode(Batch.single(np.concatenate([head, right]), logits="all")))[40:]
         assert_close(found, wanted, TOLERANCE["f32"])
-        with pytest.raises(UnsupportedError, match="only the end of a sequence"):
-            session.kv_seq_rm(0, 0, 10)
-        session.kv_seq_rm(0, 500)  # nothing there
+        session.truncate(0, 500)  # nothing there
         session.decode(Batch.single([1], 70))
         with pytest.raises(IkError, match="sequence 1 does not exist"):
-            session.kv_seq_rm(1)
+            session.truncate(1, 0)
 
 
 @pytest.mark.parametrize("name", ["qwen3moe", "deepseek3"])
@@ -292,7 +290,7 @@ def test_more_outputs_need_no_other_kernels(tmp_path: Path, type_: GGMLType) -> 
     with Session.open(config(write_model(model, tmp_path / "m.gguf"))) as session:
         kernels = {name: set(p.parts["CPU"].program.kernels) for name, p in session.programs.items()}
         last = np.array(session.decode(Batch.single(tokens(30))))
-        session.kv_seq_rm(-1)
+        session.clear()
         every = np.array(session.decode(Batch.single(tokens(30), logits="all")))
         assert {name: set(p.parts["CPU"].program.kernels) for name, p in session.programs.items()} == kernels
     assert_close(last, every[-1:], 1e-2)
@@ -319,20 +317,20 @@ def test_step_of_one_token_each(model_file: Callable[[str], Path]) -> None:
     with Session.open(config(model_file("deepseek2"), n_ctx=256), n_seq_max=3, n_step=3) as session:
         found = []
         for by_batch in (False, True):
-            session.kv_seq_rm(-1)
+            session.clear()
             for seq in range(3):
                 session.decode(Batch.single(tokens(5 + 9 * seq), 0, seq))
             seqs, ids = (2, 0), (7, 90)
             pos = [5 + 9 * seq for seq in seqs]
             batch = Batch(*(np.array(x, np.int32) for x in (ids, pos, seqs)), np.ones(2, np.bool_))
             found.append(np.array(session.step(batch) if by_batch else session.step_each(ids, pos, seqs)))
-            assert [session.n_past(s) for s in range(3)] == [6, 14, 24]
+            assert [session.sequences.n_past[s] for s in range(3)] == [6, 14, 24]
         np.testing.assert_array_equal(found[0], found[1])
         with pytest.raises(IkError, match="sequence 1: position 13 does not follow the 14 cached"):
             session.step_each([1], [13], [1])
         with pytest.raises(IkError, match="outside the vocabulary"):
             session.step_each([1, 96], [6, 14], [0, 1])
-        assert session.n_past(0) == 6
+        assert session.sequences.n_past[0] == 6
 
 
 # --- wrong calls ------------------------------------------------------------------------------------------------------
@@ -436,7 +434,7 @@ def test_nan_weights_are_named(tmp_path: Path, name: str, tensor: str, node: str
         pytest.skip("the type cannot store it")
     with Session.open(config(path)) as session:
         for ids in (np.arange(40), np.array([3])):
-            session.kv_seq_rm(-1)
+            session.clear()
             with pytest.raises(NonFiniteError) as caught:
                 session.decode(Batch.single(ids, logits="all"))
             assert node in str(caught.value) and tensor in str(caught.value)
@@ -455,10 +453,10 @@ def test_session_goes_on_after_non_finite_logits(tmp_path: Path) -> None:
     model.set("token_embd.weight", values)
     with Session.open(config(write_model(model, tmp_path / "m.gguf"))) as session:
         wanted = np.array(session.decode(Batch.single([1, 2, 3], logits="all")))
-        session.kv_seq_rm(-1)
+        session.clear()
         with pytest.raises(NonFiniteError):
             session.decode(Batch.single([1, 5, 3], logits="all"))
-        session.kv_seq_rm(-1)
+        session.clear()
         np.testing.assert_array_equal(session.decode(Batch.single([1, 2, 3], logits="all")), wanted)
 
 
@@ -471,7 +469,7 @@ def test_observer_sees_every_node(model_file: Callable[[str], Path], name: str, 
     wanted: dict[str, list[Array]] = {}
     with Session.open(c) as session:
         plain = np.array(session.decode(Batch.single(tokens(n), logits="all")))
-        session.kv_seq_rm(-1)
+        session.clear()
         session.observer = lambda node, value: seen.setdefault(node.name, []).append(np.array(value))
         observed = np.array(session.decode(Batch.single(tokens(n), logits="all")))
         graph, _ = session.graphs["prefill" if n > 128 else "decode"]

@@ -160,7 +160,7 @@ class SpeedRound:
         with closing(Session.open(self._config(path))) as session:
             n_bytes = session.model.file.n_bytes
             for s in (base, session):
-                s.kv_seq_rm(-1)
+                s.clear()
                 sweep(s, replace(first, tg=4))
             for _ in range(how.runs):
                 pairs.append((sweep(base, timed)[0], sweep(session, timed)[0]))

@@ -37,17 +37,17 @@ def through_type(x: npt.NDArray[np.float32], type_: GGMLType) -> npt.NDArray[np.
 
 
 class CacheStore:
-    """The cache tensors of a session, (n_cells, cols) each; transposition is a matter of layout and ignored here."""
+    """The cache tensors of a session, (rows, cols) each; transposition is a matter of layout and ignored here."""
 
-    def __init__(self, n_cells: int) -> None:
-        self.n_cells = n_cells
+    def __init__(self, n_cells: int, n_seq: int = 1) -> None:
+        self.n_cells, self.n_seq = n_cells, n_seq
         self._rows: dict[tuple[str, int], npt.NDArray[np.float32]] = {}
 
     def rows(self, cache: Cache) -> npt.NDArray[np.float32]:
-        """All cells of a cache tensor."""
+        """All rows of a cache tensor."""
         key = (cache.kind, cache.il)
         if key not in self._rows:
-            self._rows[key] = np.full((self.n_cells, cache.cols), np.nan, np.float32)
+            self._rows[key] = np.full((cache.rows(self.n_cells, self.n_seq), cache.cols), np.nan, np.float32)
         return self._rows[key]
 
     def store(self, cache: Cache, cells: Array, x: npt.NDArray[np.float32], offset: int) -> None:
@@ -103,7 +103,7 @@ class Executor:
         return values if w.n_rows < 0 else values[w.row0 : w.row0 + w.n_rows]
 
     def cached(self, cache: Cache) -> Array:
-        """All cells of a cache tensor."""
+        """All rows of a cache tensor."""
         return self.caches.rows(cache)
 
     def store(self, cache: Cache, x: Array, offset: int) -> None:

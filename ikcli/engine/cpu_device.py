@@ -115,23 +115,23 @@ class CpuDevice:
         """Their bytes, as used."""
         return model.n_bytes(names)
 
-    def cache_bytes(self, cache: Cache, n_cells: int) -> int:
+    def cache_bytes(self, cache: Cache, n_rows: int) -> int:
         """Bytes of a cache tensor."""
-        return cache_bytes(cache, n_cells)
+        return cache_bytes(cache, n_rows)
 
-    def make_caches(self, caches: Sequence[Cache], n_cells: int) -> Mapping[Cache, int]:
+    def make_caches(self, rows: Mapping[Cache, int]) -> Mapping[Cache, int]:
         """Zeroed cache tensors in RAM."""
-        self.caches = {c: aligned_zeros(cache_bytes(c, n_cells)) for c in caches}
+        self.caches = {c: aligned_zeros(cache_bytes(c, n)) for c, n in rows.items()}
         return {c: int(a.ctypes.data) for c, a in self.caches.items()}
 
-    def read_cells(self, cache: Cache, n_cells: int, first: int, n: int) -> Bytes:
+    def read_cells(self, cache: Cache, n_rows: int, first: int, n: int) -> Bytes:
         """The cells themselves."""
-        return cells_view(cache, self.caches[cache], n_cells, first, n)
+        return cells_view(cache, self.caches[cache], n_rows, first, n)
 
-    def write_cells(self, cache: Cache, n_cells: int, first: int, rows: Bytes) -> None:
+    def write_cells(self, cache: Cache, n_rows: int, first: int, rows: Bytes) -> None:
         """Replace cells."""
         n = rows.shape[1] // TYPE_TRAITS[cache.type].type_size if cache.transposed else len(rows)
-        self.read_cells(cache, n_cells, first, n)[:] = rows
+        self.read_cells(cache, n_rows, first, n)[:] = rows
 
     def bind(
         self,

@@ -86,27 +86,27 @@ class GpuDevice(CudaBackend):
         return addresses
 
     # --- cache ------------------------------------------------------------------------------------------------------
-    def cache_bytes(self, cache: Cache, n_cells: int) -> int:
+    def cache_bytes(self, cache: Cache, n_rows: int) -> int:
         """Bytes of a cache tensor on the device."""
-        return kv_layout.cache_bytes(cache, n_cells)
+        return kv_layout.cache_bytes(cache, n_rows)
 
-    def make_caches(self, caches: Sequence[Cache], n_cells: int) -> Mapping[Cache, int]:
+    def make_caches(self, rows: Mapping[Cache, int]) -> Mapping[Cache, int]:
         """Zeroed cache tensors in one allocation."""
-        sizes = [_aligned(self.cache_bytes(c, n_cells)) for c in caches]
-        if not caches:
+        sizes = [_aligned(self.cache_bytes(c, n)) for c, n in rows.items()]
+        if not rows:
             return {}
         slab = self.device.alloc(sum(sizes), "KV cache")
         self._slabs.append(slab)
         self.device.fill(self._stream, slab.address, 0, slab.n_bytes)
         starts = slab.address + np.cumsum([0, *sizes])
-        self._cells = {c: int(start) for c, start in zip(caches, starts, strict=False)}
+        self._cells = {c: int(start) for c, start in zip(rows, starts, strict=False)}
         return self._cells
 
-    def read_cells(self, cache: Cache, n_cells: int, first: int, n: int) -> Bytes:
+    def read_cells(self, cache: Cache, n_rows: int, first: int, n: int) -> Bytes:
         """A copy of cells, see `RunDevice`."""
         pieces = [
             (np.empty((n, plane.row_bytes), np.uint8), self._cells[cache] + plane.offset + first * plane.row_bytes)
-            for plane in kv_layout.planes(cache, n_cells)
+            for plane in kv_layout.planes(cache, n_rows)
         ]
         for array, address in pieces:
             if n:
@@ -114,10 +114,10 @@ class GpuDevice(CudaBackend):
         self.device.synchronize(self._stream)
         return kv_layout.from_device(cache, [array for array, _ in pieces])
 
-    def write_cells(self, cache: Cache, n_cells: int, first: int, rows: Bytes) -> None:
+    def write_cells(self, cache: Cache, n_rows: int, first: int, rows: Bytes) -> None:
         """Replace cells, see `RunDevice`."""
         parts = kv_layout.to_device(cache, rows)
-        for plane, array in zip(kv_layout.planes(cache, n_cells), parts, strict=True):
+        for plane, array in zip(kv_layout.planes(cache, n_rows), parts, strict=True):
             if array.size:
                 address = self._cells[cache] + plane.offset + first * plane.row_bytes
                 self.device.upload(self._stream, address, array)

@@ -112,7 +112,7 @@ class Planner:
         """The plan of a session, with the graphs and programs it is made of. -c 0 is the context of the model."""
         config, warnings = resolve(config, self.hp.n_ctx_train)
         sizes = sizes if sizes.n_ctx else replace(sizes, n_ctx=config.n_ctx)
-        cfg, placement = graph_config(config, sizes.cells(config.flash_attn)), self.place(config)
+        cfg, placement = graph_config(config, sizes.cells(config.flash_attn), sizes.n_seq), self.place(config)
         model = self.model(config, placement)
         check_caches(cfg, config, model)
         graphs = self._record(cfg, model)
@@ -122,7 +122,7 @@ class Planner:
         runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload)
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
         programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step)
-        parts = memory_of(runner, programs, model, cfg.n_ctx, n_outputs)
+        parts = memory_of(runner, programs, model, n_outputs)
         n_nodes = max(len(graph.nodes) for graph, _ in graphs.values())
         memory = MemoryPlan(parts, cfg.n_ctx, self._free(parts))
         n_splits = runner.n_turns(list(programs.values()))
@@ -207,7 +207,7 @@ class Planner:
         sizes: dict[int, int] = {}
         gpu = next(iter(self._gpus.values()), None)
         for cache in {c for graph, _ in graphs for c in graph.caches.values()}:
-            n_bytes = (gpu.cache_bytes if gpu else cache_bytes)(cache, cfg.n_ctx)
+            n_bytes = (gpu.cache_bytes if gpu else cache_bytes)(cache, cache.rows(cfg.n_ctx, cfg.n_seq))
             sizes[cache.il] = sizes.get(cache.il, 0) + n_bytes
         return sizes
 
@@ -216,7 +216,7 @@ class Planner:
         config, sizes = session_of(config)
         config, _ = resolve(config, self.hp.n_ctx_train)
         sizes = sizes if sizes.n_ctx else replace(sizes, n_ctx=config.n_ctx)
-        return config, graph_config(config, sizes.cells(config.flash_attn))
+        return config, graph_config(config, sizes.cells(config.flash_attn), sizes.n_seq)
 
     def _record(self, cfg: GraphConfig, model: Model) -> Graphs:
         key = (cfg, id(model))
@@ -237,16 +237,18 @@ def plan_programs(
 ) -> dict[str, DividedProgram]:
     """The programs of a session by name; nothing is allocated."""
     return {
-        name: runner.plan(*graphs[run.kind], run.n_tokens, run.n_outputs, cfg.n_ctx, independent=run.independent)
+        name: runner.plan(
+            *graphs[run.kind], run.n_tokens, run.n_outputs, cfg.n_ctx, cfg.n_seq, independent=run.independent
+        )
         for name, run in runs(graphs, cfg.n_ubatch, n_outputs, step_tokens(n_step)).items()
     }
 
 
 def memory_of(
-    runner: Runner, programs: Mapping[str, DividedProgram], model: Model, n_ctx: int, n_outputs: int
+    runner: Runner, programs: Mapping[str, DividedProgram], model: Model, n_outputs: int
 ) -> dict[str, dict[str, int]]:
     """Bytes by device (CPU first) and part."""
-    sizes = runner.memory(list(programs.values()), model, n_ctx)
+    sizes = runner.memory(list(programs.values()), model)
     output = {CPU: n_outputs * model.hp.n_vocab * 4}
     return {device: parts | {"output": output.get(device, 0)} for device, parts in sizes.items()}
 

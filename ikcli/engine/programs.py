@@ -34,7 +34,7 @@ class Run:
     independent: bool = False
 
 
-def graph_config(config: RunConfig, n_cells: int) -> GraphConfig:
+def graph_config(config: RunConfig, n_cells: int, n_seq: int = 1) -> GraphConfig:
     """What the graphs of a model depend on; a micro-batch has no more tokens than the cache has cells."""
     return GraphConfig(
         mla=config.mla,
@@ -47,6 +47,7 @@ def graph_config(config: RunConfig, n_cells: int) -> GraphConfig:
         k_hadamard=_rotates_k(config),
         v_hadamard=config.v_hadamard,
         n_ctx=n_cells,
+        n_seq=n_seq,
         n_ubatch=min(config.n_ubatch, n_cells),
     )
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ikcli import models
 from ikcli.backends.reference import CacheStore, Executor, Observer
 from ikcli.engine.batch import Batch
-from ikcli.errors import IkError, UnsupportedError
+from ikcli.errors import IkError
 from ikcli.gguf.reader import open_gguf
 from ikcli.graph import Graph
 from ikcli.graph.micro_batch import MicroBatch, Segment
@@ -72,7 +72,7 @@ class ReferenceSession:
             module.build(graph, self.hp, weights, replace(cfg, expand=expand))
             self._graphs.append(graph)
         self.n_ctx_seq = cfg.n_ctx // n_seq_max
-        self._executor = Executor(self._load, CacheStore(cfg.n_ctx), dtype, observe)
+        self._executor = Executor(self._load, CacheStore(cfg.n_ctx, n_seq_max), dtype, observe)
         self._n_past = [0] * n_seq_max
 
     def decode(self, batch: Batch) -> npt.NDArray[np.float32]:
@@ -80,12 +80,13 @@ class ReferenceSession:
         parts = [self._run(batch.slice(i, i + self.cfg.n_ubatch)) for i in range(0, len(batch), self.cfg.n_ubatch)]
         return np.concatenate(parts) if parts else np.empty((0, self.hp.n_vocab), np.float32)
 
-    def kv_seq_rm(self, seq: int, p0: int = 0, p1: int = -1) -> None:
-        """Forget positions p0.. of a sequence (-1 = all sequences); only the end of a sequence can be removed."""
-        for s in range(len(self._n_past)) if seq < 0 else (seq,):
-            if 0 <= p1 < self._n_past[s] and p1 > p0:
-                raise UnsupportedError("the reference session can only remove the end of a sequence")
-            self._n_past[s] = min(self._n_past[s], max(p0, 0))
+    def clear(self) -> None:
+        """Forget all sequences."""
+        self._n_past = [0] * len(self._n_past)
+
+    def truncate(self, seq: int, n: int) -> None:
+        """Forget positions from n on; states stay those of the last position, so this is for models without any."""
+        self._n_past[seq] = min(self._n_past[seq], n)
 
     def _run(self, batch: Batch) -> npt.NDArray[np.float32]:
         graph = self._graphs[len(batch) >= EXPAND_MIN_TOKENS]
@@ -108,7 +109,7 @@ class ReferenceSession:
         if pos + n > self.n_ctx_seq:
             raise IkError(f"sequence {seq}: {pos + n} tokens do not fit its context of {self.n_ctx_seq}; raise -c")
         self._n_past[seq] = pos + n
-        return Segment(start, n, seq * self.n_ctx_seq, pos)
+        return Segment(start, n, seq * self.n_ctx_seq, pos, seq)
 
     def _load(self, name: str) -> npt.NDArray[np.float32]:
         if name in self._derived:

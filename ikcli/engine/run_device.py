@@ -42,17 +42,17 @@ class RunDevice(Protocol):
     def weight_bytes(self, model: Model, names: Sequence[str]) -> int:
         """Bytes they take there."""
 
-    def cache_bytes(self, cache: Cache, n_cells: int) -> int:
+    def cache_bytes(self, cache: Cache, n_rows: int) -> int:
         """Bytes of a cache tensor on the device."""
 
-    def make_caches(self, caches: Sequence[Cache], n_cells: int) -> Mapping[Cache, int]:
-        """Zeroed cache tensors."""
+    def make_caches(self, rows: Mapping[Cache, int]) -> Mapping[Cache, int]:
+        """Zeroed cache tensors of so many rows."""
 
-    def read_cells(self, cache: Cache, n_cells: int, first: int, n: int) -> Bytes:
+    def read_cells(self, cache: Cache, n_rows: int, first: int, n: int) -> Bytes:
         """Cells first..first+n-1 of a cache tensor in the layout of the CPU: (n, row bytes), or (columns, bytes of n
         elements) of a transposed one. Only to be read."""
 
-    def write_cells(self, cache: Cache, n_cells: int, first: int, rows: Bytes) -> None:
+    def write_cells(self, cache: Cache, n_rows: int, first: int, rows: Bytes) -> None:
         """Replace cells, given as `read_cells` returns them."""
 
     def compute_bytes(self, programs: Sequence[Any]) -> int:
@@ -94,15 +94,15 @@ class RunDevice(Protocol):
     def close(self) -> None: ...
 
 
-def cache_bytes(cache: Cache, n_cells: int) -> int:
+def cache_bytes(cache: Cache, n_rows: int) -> int:
     """Bytes of a cache tensor in the CPU's layout."""
-    row = row_n_bytes(cache.type, n_cells if cache.transposed else cache.cols)
-    return row * (cache.cols if cache.transposed else n_cells)
+    row = row_n_bytes(cache.type, n_rows if cache.transposed else cache.cols)
+    return row * (cache.cols if cache.transposed else n_rows)
 
 
-def cells_view(cache: Cache, data: Bytes, n_cells: int, first: int, n: int) -> Bytes:
+def cells_view(cache: Cache, data: Bytes, n_rows: int, first: int, n: int) -> Bytes:
     """Cells first..first+n-1 inside a cache tensor in the CPU's layout, as a view; see `RunDevice.read_cells`."""
     if cache.transposed:
         size = TYPE_TRAITS[cache.type].type_size
         return data.reshape(cache.cols, -1)[:, first * size : (first + n) * size]
-    return data.reshape(n_cells, -1)[first : first + n]
+    return data.reshape(n_rows, -1)[first : first + n]

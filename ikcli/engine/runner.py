@@ -94,18 +94,29 @@ class Runner:
         self.cpu = cpu
         self.parts: dict[str, RunDevice] = {CPU: cpu, **(others or {})}
         self._places, self._offload = places or all_on_cpu(), offload
-        self._n_cells = 0
+        self._n_cells, self._n_seq = 0, 1
         self._handover: Bytes = aligned_zeros(0)
         self._weights: dict[str, Mapping[str, int]] = {}
         self._caches: dict[str, Mapping[Cache, int]] = {}
         self.allocate: Callable[[int], Bytes] = aligned_zeros  # of hand-over memory
 
     def plan(
-        self, graph: Graph, result: Node, n_tokens: int, n_outputs: int, n_cells: int, *, independent: bool = False
+        self,
+        graph: Graph,
+        result: Node,
+        n_tokens: int,
+        n_outputs: int,
+        n_cells: int,
+        n_seq: int = 1,
+        *,
+        independent: bool = False,
     ) -> DividedProgram:
-        """Divide and lower a graph for up to so many rows; nothing is allocated. See `CpuDevice.plan`."""
+        """Divide and lower a graph for up to so many rows; nothing is allocated. See `CpuDevice.plan`.
+
+        All programs of a runner share caches of `n_cells` cells and states of `n_seq` sequences.
+        """
         rows = {Rows.TOKENS: n_tokens, Rows.OUTPUTS: n_outputs, Rows.KV: n_cells}
-        self._n_cells = n_cells
+        self._n_cells, self._n_seq = n_cells, n_seq
         program = self._plan(graph, result, rows, independent, self._places, frozenset())
         streamed = program.streamed
         for least in self._offload.thresholds if self._offload and not independent else ():
@@ -182,13 +193,17 @@ class Runner:
         caches = {c: None for p in programs for c in p.graph.caches.values()}
         return {name: [c for c in caches if self.cache_device(c) == name] for name in self.parts}
 
-    def memory(self, programs: Sequence[DividedProgram], model: Model, n_cells: int) -> dict[str, dict[str, int]]:
+    def cache_rows(self, cache: Cache) -> int:
+        """Rows of a cache tensor."""
+        return cache.rows(self._n_cells, self._n_seq)
+
+    def memory(self, programs: Sequence[DividedProgram], model: Model) -> dict[str, dict[str, int]]:
         """Bytes by device and part: weights, KV, compute (on the CPU with hand-over memory)."""
         weights, caches = self.weight_names(programs), self.cache_tensors(programs)
         sizes = {}
         for name, part in self.parts.items():
             own = [p.parts[name] for p in _with_variants(programs) if name in p.parts]
-            kv = sum(part.cache_bytes(c, n_cells) for c in caches[name])
+            kv = sum(part.cache_bytes(c, self.cache_rows(c)) for c in caches[name])
             sizes[name] = {"weights": part.weight_bytes(model, weights[name]), "KV": kv,
                            "compute": part.compute_bytes(own)}  # fmt: skip
         sizes[CPU]["compute"] += max(p.handover_bytes for p in _with_variants(programs))
@@ -229,23 +244,23 @@ class Runner:
 
     def load(self, programs: Sequence[DividedProgram], model: Model, mmap: bool) -> None:
         """Weights on every device, if all of them have enough memory for what is still to come."""
-        for name, sizes in self.memory(programs, model, self._n_cells).items():
+        for name, sizes in self.memory(programs, model).items():
             self.parts[name].check_memory(sizes)
         for name, names in self.weight_names(programs).items():
             self._weights[name] = self.parts[name].load_weights(model, names, mmap)
 
-    def make_caches(self, programs: Sequence[DividedProgram], n_cells: int) -> None:
+    def make_caches(self, programs: Sequence[DividedProgram]) -> None:
         """Cache tensors on every device."""
         for name, caches in self.cache_tensors(programs).items():
-            self._caches[name] = self.parts[name].make_caches(caches, n_cells)
+            self._caches[name] = self.parts[name].make_caches({c: self.cache_rows(c) for c in caches})
 
-    def read_cells(self, cache: Cache, n_cells: int, first: int, n: int) -> Bytes:
-        """See `RunDevice.read_cells`."""
-        return self.parts[self.cache_device(cache)].read_cells(cache, n_cells, first, n)
+    def read_cells(self, cache: Cache, first: int, n: int) -> Bytes:
+        """Rows of a cache tensor, wherever it is; see `RunDevice.read_cells`."""
+        return self.parts[self.cache_device(cache)].read_cells(cache, self.cache_rows(cache), first, n)
 
-    def write_cells(self, cache: Cache, n_cells: int, first: int, rows: Bytes) -> None:
+    def write_cells(self, cache: Cache, first: int, rows: Bytes) -> None:
         """See `RunDevice.write_cells`."""
-        self.parts[self.cache_device(cache)].write_cells(cache, n_cells, first, rows)
+        self.parts[self.cache_device(cache)].write_cells(cache, self.cache_rows(cache), first, rows)
 
     def bind(self, programs: Sequence[DividedProgram], state: StepBlock) -> None:
         """Give the programs memory, after `load`."""

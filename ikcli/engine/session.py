@@ -1,13 +1,13 @@
 """A session: one model, one KV cache, programs for prompts and for generation; tokens in, logits out.
 
-The cache is divided evenly between sequences: sequence s owns cells s*n_ctx_seq .. (s+1)*n_ctx_seq-1, and the token at
-position p lives in cell s*n_ctx_seq + p. Programs are recorded once; a micro-batch only fills the state block.
+What is cached of which sequence, and how to go back, is in `sequences`. Programs are recorded once; a micro-batch only
+fills the step block.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,14 @@ from ikcli.engine.devices import Machine, opened_gpus
 from ikcli.engine.model import Model
 from ikcli.engine.planner import Planner, Prepared, memory_of, plan_programs
 from ikcli.engine.programs import record_graphs, step_tokens
-from ikcli.engine.run_device import Bytes, Observer, cache_bytes
+from ikcli.engine.run_device import Observer, cache_bytes
 from ikcli.engine.runner import DividedProgram, Runner
+from ikcli.engine.sequences import Sequences
 from ikcli.engine.session_log import Timings
 from ikcli.engine.sizes import Sizes
-from ikcli.errors import IkError, NonFiniteError, UnsupportedError
+from ikcli.errors import IkError, NonFiniteError
 from ikcli.gguf.reader import open_gguf
-from ikcli.graph import Cache, Graph, Node
+from ikcli.graph import Cache, Node
 from ikcli.graph.micro_batch import Segment
 from ikcli.log import log, progress, warn
 from ikcli.models import EXPAND_MIN_TOKENS, HParams
@@ -49,9 +50,8 @@ class Session:
     def __init__(self, prepared: Prepared) -> None:
         plan = self.run_plan = prepared.plan
         self.config, self.model, self.graph_config = plan.config, prepared.model, plan.graph_config
-        self.n_seq_max, self.n_step = plan.sizes.n_seq, step_tokens(plan.sizes.n_step)
+        self.n_step = step_tokens(plan.sizes.n_step)
         self.n_ctx = plan.graph_config.n_ctx
-        self.n_ctx_seq = self.n_ctx // self.n_seq_max
         self.n_batch, self.n_ubatch = plan.config.n_batch, plan.graph_config.n_ubatch
         self.n_vocab = prepared.model.hp.n_vocab
         self.observer: Observer | None = None
@@ -59,10 +59,11 @@ class Session:
         self._cpus, self._notes = numa.plan_threads(self.config.numa, self.runner.cpu.n_threads)
         self.runner.cpu.cpus = self._cpus
         self._tokenizer: Tokenizer | None = None
-        self._n_past = [0] * self.n_seq_max
+        rotated = f"{int(self.graph_config.k_hadamard)}{int(self.graph_config.v_hadamard)}"
+        self.sequences = Sequences(self.runner, self._caches(), self.n_ctx, plan.sizes.n_seq, rotated)
         self.timings = Timings()
         self.profile = _new_profile() if self.config.profile else None
-        self._n_outputs = min(self.n_seq_max, self.n_ubatch)
+        self._n_outputs = min(plan.sizes.n_seq, self.n_ubatch)
         self._last: tuple[DividedProgram, int]  # program and threads of the last micro-batch
 
     # --- making -----------------------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ class Session:
         self.runner.load(programs, self.model, self.config.mmap)
         try:
             self._state = StepBlock(max(self.n_ubatch, self.n_step), self.n_ctx)
-            self.runner.make_caches(programs, self.n_ctx)
+            self.runner.make_caches(programs)
             self.runner.bind(programs, self._state)
             self._place_memory()
         except MemoryError:
@@ -155,17 +156,16 @@ class Session:
             where = ", ".join(f"{b.name} (element {b.element})" for b in bad[:5])
             raise NonFiniteError(f"{self.model.source}: {len(bad)} tensors hold NaN or Inf: {where}")
 
-    def _graph_list(self) -> list[Graph]:
-        return [graph for graph, _ in self.graphs.values()]
-
     def cache_bytes(self) -> dict[Cache, int]:
         """Bytes of every cache tensor in RAM."""
-        caches = dict.fromkeys(c for graph in self._graph_list() for c in graph.caches.values())
-        return {c: cache_bytes(c, self.n_ctx) for c in caches}
+        return {c: cache_bytes(c, self.runner.cache_rows(c)) for c in self._caches()}
+
+    def _caches(self) -> list[Cache]:
+        return list(dict.fromkeys(c for graph, _ in self.graphs.values() for c in graph.caches.values()))
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes by device (CPU first) and part: weights, KV, compute, output."""
-        return memory_of(self.runner, self.programs, self.model, self.n_ctx, self._n_outputs)
+        return memory_of(self.runner, self.programs, self.model, self._n_outputs)
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -194,7 +194,7 @@ class Session:
         """One token, then an empty cache: pages weights in and wakes the threads."""
         bos = self.model.file.get("tokenizer.ggml.bos_token_id", 0)
         self.decode(Batch.single([bos if 0 <= int(bos) < self.n_vocab else 0]))
-        self.kv_seq_rm(-1)
+        self.clear()
         self.timings = Timings(self.timings.t_load)
         if self.profile is not None:
             self.profile.clear()
@@ -237,12 +237,12 @@ class Session:
         beside: Callable[[], None] | None = None,
     ) -> FloatRows:
         """One token of each of these sequences by the program for generation."""
-        n_ctx, n_past = self.n_ctx_seq, self._n_past
+        n_past = self.sequences.n_past
         if not 0 <= min(tokens) <= max(tokens) < self.n_vocab:
             raise IkError(f"a token id is outside the vocabulary of {self.n_vocab}")
         for seq, p in zip(seqs, pos, strict=True):
             self._check(seq, p, 1)
-        self._state.set_step(tokens, pos, [seq * n_ctx for seq in seqs], n_outputs)
+        self._state.set_step(tokens, pos, seqs, self.sequences.n_ctx, n_outputs)
         for seq in seqs:
             n_past[seq] += 1
         if beside is not None:
@@ -266,22 +266,23 @@ class Session:
         starts = [0, *(i for i in range(1, len(seq)) if seq[i] != seq[i - 1]), len(seq)]
         segments = [self._segment(batch, a, b) for a, b in pairwise(starts)]
         for s, a in zip(segments, starts, strict=False):
-            self._n_past[seq[a]] = s.n_kv
+            self.sequences.n_past[seq[a]] = s.n_kv
         return segments
 
     def _segment(self, batch: Batch, start: int, stop: int) -> Segment:
         seq, pos, n = int(batch.seq[start]), int(batch.pos[start]), stop - start
         self._check(seq, pos, n, follow=n == 1 or bool((np.diff(batch.pos[start:stop]) == 1).all()))
-        return Segment(start, n, seq * self.n_ctx_seq, pos)
+        return Segment(start, n, seq * self.n_ctx_seq, pos, seq)
 
     def _check(self, seq: int, pos: int, n: int, *, follow: bool = True) -> None:
         """IkError unless n tokens (which `follow` one another) can be added to a sequence at this position."""
-        if not 0 <= seq < self.n_seq_max:
-            raise IkError(f"sequence {seq} does not exist; the session was made for {self.n_seq_max}")
-        if pos != self._n_past[seq] or not follow:
-            raise IkError(f"sequence {seq}: position {pos} does not follow the {self._n_past[seq]} cached ones")
-        if pos + n > self.n_ctx_seq:
-            raise IkError(f"sequence {seq}: {pos + n} tokens do not fit its context of {self.n_ctx_seq}; raise -c")
+        known = self.sequences
+        if not 0 <= seq < known.n_seq:
+            raise IkError(f"sequence {seq} does not exist; the session was made for {known.n_seq}")
+        if pos != known.n_past[seq] or not follow:
+            raise IkError(f"sequence {seq}: position {pos} does not follow the {known.n_past[seq]} cached ones")
+        if pos + n > known.n_ctx:
+            raise IkError(f"sequence {seq}: {pos + n} tokens do not fit its context of {known.n_ctx}; raise -c")
 
     def _grow_outputs(self, n: int) -> None:
         """More logits per micro-batch than planned: plan again."""
@@ -354,42 +355,26 @@ class Session:
         return INDEPENDENT_ROWS
 
     @property
-    def caches(self) -> Mapping[Cache, Bytes]:
-        """Cache tensors that are in RAM."""
-        return self.runner.host_caches
+    def n_seq_max(self) -> int:
+        """Sequences that share the cache."""
+        return self.sequences.n_seq
 
-    def read_cells(self, cache: Cache, first: int, n: int) -> Bytes:
-        """Cells of a cache tensor, wherever it is, in the layout of RAM: (n, row bytes), or (columns, bytes of n
-        elements) of a transposed one. Only to be read, and before the next computation."""
-        return self.runner.read_cells(cache, self.n_ctx, first, n)
+    @property
+    def n_ctx_seq(self) -> int:
+        """Positions a sequence has room for."""
+        return self.sequences.n_ctx
 
-    def write_cells(self, cache: Cache, first: int, rows: Bytes) -> None:
-        """Replace cells, given as `read_cells` returns them."""
-        self.runner.write_cells(cache, self.n_ctx, first, rows)
+    def clear(self) -> None:
+        """Forget all sequences."""
+        self.sequences.clear()
 
-    def n_past(self, seq: int) -> int:
-        """Cached positions of a sequence."""
-        return self._n_past[seq]
+    def truncate(self, seq: int, n: int) -> int:
+        """Forget positions from n on as far as possible; returns how many are left. See `Sequences.truncate`."""
+        return self.sequences.truncate(seq, n)
 
-    def set_n_past(self, seq: int, n: int) -> None:
-        """Say that a sequence has n cached positions, whose rows were written from outside (`kv_rows`)."""
-        self._n_past[seq] = n
-
-    def kv_seq_rm(self, seq: int, p0: int = 0, p1: int = -1) -> None:
-        """Forget positions p0..p1-1 of a sequence (seq -1: all sequences, p1 -1: to the end)."""
-        if seq >= self.n_seq_max:
-            raise IkError(f"sequence {seq} does not exist; the session was made for {self.n_seq_max}")
-        for s in range(self.n_seq_max) if seq < 0 else (seq,):
-            if p0 < p1 < self._n_past[s]:
-                raise UnsupportedError("only the end of a sequence can be removed from the cache")
-            self._n_past[s] = min(self._n_past[s], max(p0, 0))
-
-    def divide(self, n_seq: int) -> None:
-        """Forget everything and divide the cache evenly between n_seq sequences from now on."""
-        if not 1 <= n_seq <= self.n_ctx:
-            raise IkError(f"a cache of {self.n_ctx} tokens cannot be divided between {n_seq} sequences")
-        self.n_seq_max, self.n_ctx_seq = n_seq, self.n_ctx // n_seq
-        self._n_past = [0] * n_seq
+    def checkpoint(self, seq: int) -> None:
+        """Remember where a sequence is, to return there. See `Sequences.checkpoint`."""
+        self.sequences.checkpoint(seq)
 
     def close(self) -> None:
         """Stop the threads and release memory; logs what was computed in which time."""

@@ -100,7 +100,7 @@ def run(
     rng = np.random.default_rng(seed)
     rows = []
     for test in tests:
-        session.divide(test.pl)
+        session.sequences.divide(test.pl)
         started = time.perf_counter()
         _prompts(session, test, rng)
         middle = time.perf_counter()
@@ -114,16 +114,14 @@ def run(
 
 def warm_up(session: Session) -> None:
     """A short prompt and a step of generation, then an empty cache."""
-    session.divide(1)
+    session.sequences.divide(1)
     n = max(1, min(WARMUP_TOKENS, session.n_ctx - 1))
     session.decode(Batch.single(np.zeros(n, np.int32)))
-    session.kv_seq_rm(-1)
+    session.clear()
 
 
 def _prompts(session: Session, test: BatchedTest, rng: np.random.Generator) -> None:
     """Fill the cache of every sequence, in logical batches; logits of the very last token only."""
-    from ikcli.engine.kv_rows import copy_rows
-
     if not test.pp:
         return
     n_seq = 1 if test.shared else test.pl
@@ -140,7 +138,7 @@ def _prompts(session: Session, test: BatchedTest, rng: np.random.Generator) -> N
         session.decode(batch.slice(start, start + session.n_batch))
     if test.shared:
         for seq in range(1, test.pl):
-            copy_rows(session, 0, seq, 0, test.pp)
+            session.sequences.copy(0, seq, 0, test.pp)
 
 
 def _step(session: Session, test: BatchedTest, pos: int, rng: np.random.Generator) -> None:

@@ -107,13 +107,13 @@ def measure(
 ) -> list[int]:
     """Nanoseconds of every repetition."""
     if warmup:
-        session.kv_seq_rm(-1)
+        session.clear()
         n = min(test.n_prompt, session.n_ubatch)
         _prompt(session, n, rng)
         _generate(session, n, min(test.n_gen, 1), rng)
     samples = []
     for _ in range(repetitions):
-        session.kv_seq_rm(-1)
+        session.clear()
         started = time.perf_counter_ns()
         _prompt(session, test.n_prompt, rng)
         if test.after_prompt:

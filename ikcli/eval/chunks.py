@@ -109,7 +109,7 @@ def _evaluate_each(session: SessionLike, windows: Windows, group: Iterable[int],
 
 
 def _evaluate_group(session: SessionLike, windows: Windows, group: range, scorer: ChunkScorer) -> None:
-    session.kv_seq_rm(-1)
+    session.clear()
     seconds = 0.0
     step = windows.n_ctx if len(group) > 1 else min(windows.n_ctx, windows.n_batch)
     for pos0 in range(0, windows.n_ctx, step):

@@ -149,7 +149,7 @@ def collect(
 
 def _pass(session: SessionLike, row: TokenIds, bos: int | None, running: RunningNll | None, n_threads: int) -> None:
     """Decode one window with logits for all rows, so that the last layer sees them all; score its second half."""
-    session.kv_seq_rm(-1)
+    session.clear()
     fed = row.copy()
     if bos is not None:
         fed[0] = bos

@@ -58,8 +58,14 @@ class SessionLike(Protocol):
     def decode(self, batch: Batch) -> FloatRows:
         """Logits (n_outputs, n_vocab) of the wanted tokens in batch order, valid until the next call."""
 
-    def kv_seq_rm(self, seq: int, p0: int = 0, p1: int = -1) -> None:
-        """Forget positions p0..p1-1 of a sequence (-1: all sequences, open end)."""
+    def clear(self) -> None:
+        """Forget all sequences."""
+
+    def truncate(self, seq: int, n: int) -> int:
+        """Forget positions of a sequence from n on as far as possible; returns how many are left."""
+
+    def checkpoint(self, seq: int) -> None:
+        """Remember where a sequence is, to return there."""
 
     def close(self) -> None:
         """Release the model."""

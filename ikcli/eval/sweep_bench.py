@@ -112,13 +112,14 @@ class _Sweep:
         if params.warmup_batch:
             self._forget(0)
             self._decode(self._tokens(min(session.n_ubatch, session.n_ctx)), 0)
-        session.kv_seq_rm(-1)
+        session.clear()
         self._filled = 0
 
     def measure(self, depth: int, repetitions: int) -> tuple[float, float]:
         """Seconds for PP and TG at a depth, means over the repetitions."""
         params = self._params
         self._fill(depth)
+        self._session.checkpoint(0)
         started = time.perf_counter()
         for _ in range(repetitions):
             self._forget(depth)
@@ -142,7 +143,9 @@ class _Sweep:
         return self._rng.integers(0, self._session.n_vocab, n, dtype=np.int32)
 
     def _forget(self, depth: int) -> None:
-        self._session.kv_seq_rm(0, depth, -1)
+        kept = self._session.truncate(0, depth)
+        if kept < depth:  # states go back to checkpoints only
+            self._decode(self._tokens(depth - kept), kept)
 
     def _generate(self, depth: int, n: int) -> None:
         for i, token in enumerate(self._tokens(n)):

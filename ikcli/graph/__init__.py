@@ -1,6 +1,6 @@
 """Recorded graphs: model code records nodes once, backends execute them for every batch."""
 
-from ikcli.graph.core import Cache, HeadSlice, Node, Op, Place, Rows, RowSpec, Weight, power_of_two_parts
+from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Place, Rows, RowSpec, Weight, power_of_two_parts
 from ikcli.graph.plan import Lifetime, assign_offsets
 from ikcli.graph.recorder import Graph
 
@@ -11,6 +11,7 @@ __all__ = [
     "Lifetime",
     "Node",
     "Op",
+    "Per",
     "Place",
     "RowSpec",
     "Rows",

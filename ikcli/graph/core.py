@@ -73,15 +73,27 @@ class Weight:
         return Weight(self.name, self.type, self.shape, self.row0 + row0, n_rows)
 
 
+class Per(Enum):
+    """What a row of a cache tensor belongs to."""
+
+    CELL = "a position of a sequence"
+    SEQUENCE = "a sequence: a state of fixed size, zero where the sequence begins (position 0) whatever is stored"
+
+
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """One layer's cache tensor: `n_cells` rows of `cols` elements of `type`; transposed: `cols` rows of `n_cells`."""
+    """One layer's cache tensor: `rows` rows of `cols` elements of `type`; transposed: `cols` rows of all cells."""
 
     kind: str  # "k", "v", "kv" (MLA: rope 64 | latent 512), "kv_t" (transposed latent)
     il: int
     cols: int
     type: GGMLType
     transposed: bool = False
+    per: Per = Per.CELL
+
+    def rows(self, n_cells: int, n_seq: int) -> int:
+        """Rows of the tensor in a session of so many cells and sequences."""
+        return n_seq if self.per is Per.SEQUENCE else n_cells
 
 
 class Place(Enum):
@@ -200,7 +212,7 @@ class Run(Protocol):
         """A weight, (matrices, rows, row length), without leading dimensions of 1."""
 
     def cached(self, cache: Cache) -> Array:
-        """All cells of a cache tensor, (cells, cols)."""
+        """All rows of a cache tensor, (cells, cols); of states (sequences, cols), which ops write to in place."""
 
     def store(self, cache: Cache, x: Array, offset: int) -> None:
         """Write a row per token of the micro-batch, from column `offset` on."""

@@ -12,13 +12,15 @@ import numpy.typing as npt
 class Segment:
     """The part of one sequence in a micro-batch: tokens start..start+n_tokens-1 at positions pos.. of the sequence.
 
-    The sequence's cells start at `cell`; after the micro-batch it has n_kv = pos + n_tokens cached positions.
+    The sequence's cells start at `cell`, its states are in row `seq`; after the micro-batch it has n_kv = pos +
+    n_tokens cached positions.
     """
 
     start: int
     n_tokens: int
     cell: int
     pos: int
+    seq: int = 0
 
     @property
     def n_kv(self) -> int:

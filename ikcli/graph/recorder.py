@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ikcli.gguf.constants import GGMLType
-from ikcli.graph.core import Cache, HeadSlice, Node, Op, Weight, power_of_two_parts
+from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Weight, power_of_two_parts
 from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
 from ikcli.graph.ops_experts import MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import (
@@ -49,6 +49,11 @@ class Graph:
     def cache(self, kind: str, cols: int, type_: GGMLType, transposed: bool = False) -> Cache:
         """The cache tensor `kind` of the current layer."""
         c = Cache(kind, self.il, cols, type_, transposed)
+        return self.caches.setdefault((kind, self.il), c)
+
+    def state(self, kind: str, cols: int) -> Cache:
+        """The state `kind` of the current layer: a float32 row of `cols` columns per sequence."""
+        c = Cache(kind, self.il, cols, GGMLType.F32, per=Per.SEQUENCE)
         return self.caches.setdefault((kind, self.il), c)
 
     # --- rows ---------------------------------------------------------------------------------------------------------

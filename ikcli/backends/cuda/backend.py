@@ -121,7 +121,7 @@ class CudaBackend:
         """Bytes of the step block of these programs."""
         n = max(p.most[Rows.TOKENS] for p in programs)
         kv = max((p.most[Rows.KV] for p in programs if p.reads_kv_rows), default=0)
-        return _HEAD + n * (4 + 4 + 8 + 8 + 8 * SEG_WORDS) + 8 * kv + 6 * 16
+        return _HEAD + n * (4 + 4 + 8 + 8 + 8 * SEG_WORDS + 8) + 8 * kv + 7 * 16
 
     def compute_bytes(self, programs: Sequence[CudaProgram]) -> int:
         """Device memory of these programs: work memory they share, constants, the step block."""
@@ -225,7 +225,7 @@ class CudaBackend:
         for i, array in enumerate(arrays):
             head[4 + i] = self._step_address + at
             if i == 5 and not program.reads_kv_rows:
-                break
+                continue
             n = array.nbytes
             memory[at : at + n] = array.reshape(-1).view(np.uint8)
             at += -(-n // 16) * 16

@@ -71,12 +71,12 @@ class DraftModel:
         session = self.session
         if len(w.text) + w.n_max > session.n_ctx_seq:
             return False
-        n = min(common_prefix(self._cached[w.seq], w.text), len(w.text) - 1)
-        session.kv_seq_rm(w.seq, n)
+        n = session.truncate(w.seq, min(common_prefix(self._cached[w.seq], w.text), len(w.text) - 1))
         piece = w.text[n : len(w.text) - 1][: session.n_ubatch]
         if len(piece):
             session.compute(Batch.single(piece, n, w.seq, logits="none"))
         self._cached[w.seq] = w.text[: n + len(piece)]
+        session.sequences.checkpoint(w.seq, passing=True)
         return n + len(piece) == len(w.text) - 1
 
     def _batch(self, active: Sequence[Wanted], tokens: dict[int, int]) -> Batch:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.kv_rows import CacheRows
+from ikcli.engine.sequences import SavedSequence
 
 Tokens = npt.NDArray[np.int32]
 
@@ -38,11 +38,15 @@ class Entry:
     """The first len(tokens) cached positions of what was a slot."""
 
     tokens: Tokens
-    rows: CacheRows
+    saved: SavedSequence
+
+    def shared(self, tokens: Tokens) -> int:
+        """Tokens of a text that need not be computed with this entry."""
+        return self.saved.reach(common_prefix(self.tokens, tokens))
 
     @property
     def n_bytes(self) -> int:
-        return self.rows.n_bytes + self.tokens.nbytes
+        return self.saved.n_bytes + self.tokens.nbytes
 
 
 class PromptCache:
@@ -61,13 +65,13 @@ class PromptCache:
 
     def has(self, tokens: Tokens) -> bool:
         """Whether an entry begins with all of these tokens."""
-        return any(common_prefix(e.tokens, tokens) == len(tokens) for e in self._entries)
+        return any(e.shared(tokens) == len(tokens) for e in self._entries)
 
     def put(self, entry: Entry) -> bool:
         """Keep an entry, making room; False if it alone is larger than the limit."""
         if entry.n_bytes > self.limit:
             return False
-        self._entries = [e for e in self._entries if common_prefix(e.tokens, entry.tokens) < len(e.tokens)]
+        self._entries = [e for e in self._entries if entry.shared(e.tokens) < len(e.tokens)]
         self._entries.append(entry)
         while self.n_bytes > self.limit:
             self._entries.pop(0)
@@ -77,7 +81,7 @@ class PromptCache:
         """The entry that shares most tokens with the prompt, and how many: more than `more_than`, or None."""
         found: tuple[Entry, int] | None = None
         for entry in self._entries:
-            n = common_prefix(entry.tokens, prompt)
+            n = entry.shared(prompt)
             if n > (found[1] if found else more_than):
                 found = entry, n
         if found:

@@ -1,8 +1,9 @@
 """Files that hold the cache of one slot: tokens and cache rows, for `/slots/N?action=save|restore`.
 
 Layout, little-endian: magic `ik-slot\\n`, u32 version, u32 length of the header, the header (JSON: model fingerprint,
-cache layout, number of tokens), int32 tokens, the rows of every cache tensor in the order of `kv_rows.layout`, and the
-SHA-256 of everything before it. A file is written under a temporary name and renamed, so it is whole or not there.
+cache layout, number of tokens, checkpoints), int32 tokens, the rows of every cache tensor in the order of
+`Sequences.layout`, for every checkpoint the states of the sequence there, and the SHA-256 of everything before it. A
+file is written under a temporary name and renamed, so it is whole or not there.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import json
 import os
 import struct
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.kv_rows import CacheRows, export_rows, layout, shapes
+from ikcli.engine.sequences import Checkpoint, SavedSequence
 from ikcli.engine.session import Session
 from ikcli.server.engine.states import EngineError
 
@@ -43,13 +45,15 @@ def fingerprint(session: Session) -> str:
 
 def save(session: Session, seq: int, tokens: Tokens, path: Path) -> int:
     """Write a sequence whose cache holds these tokens; returns the size of the file."""
-    rows = export_rows(session, seq, len(tokens))
-    header = json.dumps(
-        {"model": fingerprint(session), "layout": layout(session), "n_tokens": len(tokens)}, separators=(",", ":")
-    ).encode()
+    saved = session.sequences.save(seq, len(tokens))
+    about = {"model": fingerprint(session), "layout": session.sequences.layout(), "n_tokens": len(tokens)}
+    if session.sequences.has_states:
+        about["checkpoints"] = [c.n_tokens for c in saved.checkpoints]
+    header = json.dumps(about, separators=(",", ":")).encode()
     digest = hashlib.sha256()
     parts = [_HEAD.pack(MAGIC, VERSION, len(header)), header, tokens.astype("<i4").tobytes()]
-    parts += [p.tobytes() for p in rows.parts]
+    parts += [p.tobytes() for p in saved.parts]
+    parts += [p.tobytes() for c in saved.checkpoints for p in c.parts]
     try:
         fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as e:
@@ -70,8 +74,8 @@ def save(session: Session, seq: int, tokens: Tokens, path: Path) -> int:
     return n_bytes
 
 
-def load(session: Session, path: Path, n_ctx: int) -> tuple[Tokens, CacheRows, int]:
-    """(tokens, rows, size) of a file of the same model and cache settings; EngineError 400 or 404 otherwise."""
+def load(session: Session, path: Path, n_ctx: int) -> tuple[Tokens, SavedSequence, int]:
+    """(tokens, sequence, size) of a file of the same model and cache settings; EngineError 400 or 404 otherwise."""
     try:
         data = np.fromfile(path, dtype=np.uint8) if path.is_file() else None
     except OSError as e:
@@ -83,7 +87,8 @@ def load(session: Session, path: Path, n_ctx: int) -> tuple[Tokens, CacheRows, i
     n = int(header["n_tokens"])
     if n > n_ctx:
         raise _bad(path.name, f"holds {n} tokens, but a slot takes {n_ctx}; start the server with a larger -c")
-    wanted = shapes(session, n)
+    places: list[int] = header["checkpoints"]
+    wanted = session.sequences.shapes(n) + session.sequences.state_shapes() * len(places)
     end = at + 4 * n + sum(a * b for a, b in wanted)
     if len(data) != end + _DIGEST_BYTES:
         raise _bad(path.name, f"is damaged: it has {len(data)} bytes instead of {end + _DIGEST_BYTES}")
@@ -96,7 +101,10 @@ def load(session: Session, path: Path, n_ctx: int) -> tuple[Tokens, CacheRows, i
         size = shape[0] * shape[1]
         parts.append(data[at : at + size].reshape(shape))
         at += size
-    return tokens, CacheRows(n, tuple(parts)), len(data)
+    n_cells, n_states = len(session.sequences.shapes(0)), len(session.sequences.state_shapes())
+    states = [tuple(parts[n_cells + i * n_states :][:n_states]) for i in range(len(places))]
+    checkpoints = tuple(Checkpoint(place, part) for place, part in zip(places, states, strict=True))
+    return tokens, SavedSequence(n, tuple(parts[:n_cells]), checkpoints, session.sequences.has_states), len(data)
 
 
 def peek(path: Path) -> tuple[int, ...] | None:
@@ -125,8 +133,10 @@ def _header(data: npt.NDArray[np.uint8], name: str) -> tuple[dict[str, Any], int
         raise _bad(name, "is damaged: its header is cut off")
     try:
         header = json.loads(data[_HEAD.size : _HEAD.size + n_header].tobytes())
-        n_tokens = header["n_tokens"]
+        n_tokens, places = header["n_tokens"], header.setdefault("checkpoints", [])
         good = isinstance(n_tokens, int) and n_tokens >= 0 and isinstance(header["layout"], list)
+        good = good and all(isinstance(x, int) and 0 < x <= n_tokens for x in places)
+        good = good and all(x < y for x, y in pairwise(places))
     except (ValueError, KeyError, TypeError, RecursionError):
         good = False
     if not good:
@@ -137,7 +147,7 @@ def _header(data: npt.NDArray[np.uint8], name: str) -> tuple[dict[str, Any], int
 def _check_header(session: Session, header: dict[str, Any], name: str) -> None:
     if header.get("model") != fingerprint(session):
         raise _bad(name, "was saved with another model")
-    if header["layout"] != layout(session):
+    if header["layout"] != session.sequences.layout():
         raise _bad(name, "was saved with other cache settings (-ctk, -ctv, -mla, -fa, -khad or -vhad)")
 
 

@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from ikcli.engine.batch import Batch
 from ikcli.engine.devices import available_memory
-from ikcli.engine.kv_rows import copy_rows, export_rows, import_rows
 from ikcli.engine.session import Session
 from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.sampling.candidates import NoTokenError
@@ -260,36 +259,40 @@ class Worker:
             return
         reuse = request.cache_prompt and not request.prompt_logprobs
         n = self._reuse(slot, task) if reuse else self._replace(slot, task, 0)
+        n = self.session.truncate(slot.id, n)
         slot.begin(task, generation, n)
         slot.t_served = self._step_number
         self._log("INFO", "launch_slot_with_task", "slot is processing task", _ids(slot))
-        self.session.kv_seq_rm(slot.id, n)
         self._log("INFO", "update_slots", "kv cache rm [p0, end)", {**_ids(slot), "p0": n})
 
     def _replace(self, slot: Slot, task: Task, n: int) -> int:
         """Keep in RAM what the slot is about to lose."""
         if slot.n_past - n >= _KEEP_AT_LEAST and self._prompts.limit and not self._prompts.has(slot.cached):
-            rows = export_rows(self.session, slot.id, slot.n_past)
-            self._prompts.put(Entry(slot.cached.copy(), rows))
+            saved = self.session.sequences.save(slot.id, slot.n_past)
+            self._prompts.put(Entry(slot.cached.copy(), saved))
         return n
 
     def _reuse(self, slot: Slot, task: Task) -> int:
         """Tokens of the prompt that need not be computed; the last one always is, for its logits."""
         most = len(task.prompt) - 1
-        n = common_prefix(slot.cached, task.prompt)
+        sequences = self.session.sequences
+
+        def shared(s: Slot) -> int:
+            return sequences.reach(s.id, min(common_prefix(s.cached, task.prompt), most))
+
+        n = shared(slot)
         self._replace(slot, task, n)
-        donor = max(self.slots, key=lambda s: common_prefix(s.cached, task.prompt))
-        n_donor = common_prefix(donor.cached, task.prompt)
-        stored = self._prompts.best(task.prompt, max(n + _KEEP_AT_LEAST, n_donor))
+        donor = max(self.slots, key=shared)
+        n_donor = shared(donor)
+        stored = self._prompts.best(task.prompt[:most], max(n + _KEEP_AT_LEAST, n_donor))
         if stored is not None:
-            entry, n = stored
-            import_rows(self.session, slot.id, entry.rows, n)
+            entry, n_stored = stored
+            n = sequences.load(slot.id, entry.saved, n_stored)
             slot.adopt(entry.tokens[:n])
         elif n_donor > n + _KEEP_AT_LEAST:
-            copy_rows(self.session, donor.id, slot.id, n, n_donor)
-            slot.adopt(donor.cached[:n_donor])
-            n = n_donor
-        return min(n, most)
+            n = sequences.copy(donor.id, slot.id, n, n_donor)
+            slot.adopt(donor.cached[:n])
+        return n
 
     # --- one step ---------------------------------------------------------------------------------------------------
     def step(self) -> None:
@@ -315,7 +318,10 @@ class Worker:
         if self._speculator:
             self._speculator.propose(ready)
         try:
-            if any(s.draft for s in ready):
+            drafted = [s for s in ready if s.draft]
+            if drafted:
+                for s in drafted:
+                    self.session.sequences.checkpoint(s.id, passing=True)
                 batch = _batch(ready)
                 self._deliver()
                 logits = self.session.step(batch)
@@ -336,11 +342,17 @@ class Worker:
         """After a failure: every slot by itself, so that only the guilty one suffers."""
         for s in slots:
             s.draft = ()
-            self.session.kv_seq_rm(s.id, s.n_past)
             if len(slots) == 1:
                 self._fail(s, error)
-            else:
+            elif self._go_back(s):
                 self._generate([s])
+
+    def _go_back(self, slot: Slot) -> bool:
+        """Forget what was computed beyond the slot's tokens; False if some of those have to be computed again."""
+        kept = self.session.truncate(slot.id, slot.n_past)
+        if kept < slot.n_past:
+            slot.repeat_from(kept, slot.text_tokens())
+        return kept == slot.n_past
 
     def _advance(self, slot: Slot, logits: FloatRows, sums: Sequence[float]) -> None:
         """Take tokens from the logits of `last` and of the draft, as long as the draft is right."""
@@ -360,7 +372,7 @@ class Worker:
                 g.n_accepted += 1
                 slot.append(slot.last)
         if draft:
-            self.session.kv_seq_rm(slot.id, slot.n_past)
+            self._go_back(slot)
 
     def _take(self, slot: Slot, g: Generation, logits: npt.NDArray[np.float32]) -> bool:
         """Choose the next token and send what is certain; False if the slot does not go on generating."""
@@ -386,15 +398,14 @@ class Worker:
     def _rewind(self, slot: Slot, n_removed: int) -> None:
         """Compute the last kept token again; the next one is then chosen without the banned one."""
         n_past = slot.n_past - n_removed  # the token removed last was not cached yet
-        slot.repeat_from(n_past, slot.cached[: n_past + 1].copy())
-        self.session.kv_seq_rm(slot.id, n_past)
+        slot.repeat_from(self.session.truncate(slot.id, n_past), slot.cached[: n_past + 1].copy())
 
     def _shift(self, slot: Slot) -> None:
         """Drop old tokens and compute those after them again."""
         g = slot.generation
         assert g is not None
         slot.shift(self.tokenizer.add_bos)
-        self.session.kv_seq_rm(slot.id, slot.n_past)
+        slot.n_past = self.session.truncate(slot.id, slot.n_past)
         self._log(
             "INFO", "update_slots", "slot context shift", {**_ids(slot), "n_keep": slot.n_past, "n_ctx": slot.n_ctx}
         )
@@ -409,7 +420,11 @@ class Worker:
         is_last = slot.n_todo == n
         wanted = "all" if slot.wants_prompt_logits else "last" if is_last else "none"
         self._deliver()
+        if is_last and slot.n_past:
+            self.session.checkpoint(slot.id)
         logits = self.session.compute(Batch.single(tokens, slot.n_past, slot.id, logits=wanted))
+        if is_last:
+            self.session.checkpoint(slot.id)
         self._count(1)
         slot.t_served = self._step_number
         if wanted == "all":
@@ -446,7 +461,7 @@ class Worker:
         self.counters.accepted += g.n_accepted
         ids, t = _ids(slot), g.timings(slot.n_past)
         self._send(slot.task, g.final(slot.n_past))
-        self.session.kv_seq_rm(slot.id, slot.n_past)
+        slot.n_past = self.session.truncate(slot.id, slot.n_past)
         self._speculator.finished(slot)
         slot.release()
         if all(s.state == IDLE for s in self.slots):
@@ -474,7 +489,7 @@ class Worker:
         """End a request with an error; what its slot had cached is not trusted any more."""
         failure = _failure(error)
         task, slot.n_past = slot.task, 0
-        self.session.kv_seq_rm(slot.id)
+        self.session.truncate(slot.id, 0)
         self._log("ERR", "update_slots", failure.message, _ids(slot))
         slot.release()
         if task is not None:
@@ -501,11 +516,10 @@ class Worker:
             n_tokens = slot.n_past
             n_bytes = slot_file.save(self.session, slot.id, slot.cached, action.path)
         else:
-            tokens, rows, n_bytes = slot_file.load(self.session, action.path, slot.n_ctx)
-            import_rows(self.session, slot.id, rows)
-            slot.adopt(tokens)
-            n_tokens = len(tokens)
-        self.session.kv_seq_rm(slot.id, slot.n_past)
+            tokens, saved, n_bytes = slot_file.load(self.session, action.path, slot.n_ctx)
+            n_tokens = self.session.sequences.load(slot.id, saved)
+            slot.adopt(tokens[:n_tokens])
+        self.session.truncate(slot.id, slot.n_past)
         ms = 1e3 * (time.perf_counter() - start)
         self._log("INFO", f"slot_{action.action}", "slot action done",
                   {"id_slot": slot.id, "n_tokens": n_tokens, "n_bytes": n_bytes, "ms": round(ms, 2)})  # fmt: skip

@@ -6,7 +6,11 @@ import pytest
 from deepseek_shapes import LITE, V3, V25, expert_types, rows, shapes
 
 from ikcli.engine import report
-from ikcli.engine.report import KVShape, TensorRow, kv_self_size
+from ikcli.engine.report import KVSize, TensorRow, kv_size
+from ikcli.engine.run_device import cache_bytes
+from ikcli.gguf.constants import GGMLType
+from ikcli.graph import Cache, Per
+from ikcli.quant.formats import format_by_name
 
 MIB = 2**20
 
@@ -90,9 +94,25 @@ def test_cuda_padding_of_attention_weights() -> None:
     assert report.gpu_bytes(TensorRow("x", (576, 1), "f32", 2304)) == 2304
 
 
-V3_KV = KVShape(61, 128, 192, 128, 512, 64)
-V25_KV = KVShape(60, 128, 192, 128, 512, 64)
-LITE_KV = KVShape(27, 16, 192, 128, 512, 64)
+V3_KV = (61, 128, 192, 128, 512, 64)  # layers, heads of K and V, widths of K and V, latent rank, rotated part
+V25_KV = (60, 128, 192, 128, 512, 64)
+LITE_KV = (27, 16, 192, 128, 512, 64)
+
+
+def kv_self_size(
+    shape: tuple[int, ...], n_ctx: int, mla: int, flash_attn: bool, type_k: str = "f16", type_v: str = "f16"
+) -> KVSize:
+    """Of the tensors that such a model has."""
+    n_layer, n_head, dk, dv, rank, n_rot = shape
+    k, v = format_by_name(type_k).type, format_by_name(type_v).type
+    caches = []
+    for il in range(n_layer):
+        if rank and mla:
+            caches.append(Cache("kv", il, rank + n_rot, k))
+            caches += [Cache("kv_t", il, rank, v, transposed=True)] if mla == 1 and not flash_attn else []
+        else:
+            caches += [Cache("k", il, n_head * dk, k), Cache("v", il, n_head * dv, v)]
+    return kv_size({c: cache_bytes(c, n_ctx) for c in caches})
 
 
 @pytest.mark.parametrize(
@@ -142,11 +162,16 @@ def test_kv_self_size_lines(n_ctx, f16, q8_0) -> None:
 def test_kv_lines_without_flash_attention_and_without_mla() -> None:
     size = kv_self_size(V3_KV, 2048, 1, False, "q8_0", "f16")
     assert "c^KV (q8_0):   72.91 MiB, kv^T (f16):  122.00 MiB" in report.kv_lines(size, 2048, "q8_0", "f16", {})[0]
-    gemma = KVShape(48, 8, 256, 256)
+    gemma = (48, 8, 256, 256, 0, 0)
     size = kv_self_size(gemma, 10240, 3, True)
     lines = report.kv_lines(size, 10240, "f16", "f16", {"CPU": size.total})
     assert lines[0] == "llama_kv_cache_init:        CPU KV buffer size =  3840.00 MiB"
     assert "KV self size  = 3840.00 MiB, K (f16): 1920.00 MiB, V (f16): 1920.00 MiB" in lines[1]
+    size = kv_size({Cache("k", 0, 64, GGMLType.F16): 2 * MIB, Cache("s", 1, 64, GGMLType.F32, per=Per.SEQUENCE): MIB})
+    assert (
+        "K (f16):    2.00 MiB, V (f16):    0.00 MiB, states:    1.00 MiB, "
+        in report.kv_lines(size, 1, "f16", "f16", {})[0]
+    )
     both = kv_self_size(gemma, 32768, 0, True, "q8_0", "q8_0")
     assert (both.k_bytes, both.v_bytes) == (3264 * MIB, 3264 * MIB)
 

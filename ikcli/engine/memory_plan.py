@@ -44,7 +44,7 @@ def plan_lines(planner: Planner, plan: RunPlan) -> list[str]:
         lines += _machine_lines(planner.machine)
     memory = plan.memory
     return lines + session_log.buffer_lines(
-        config, model, memory.n_ctx, memory.parts, plan.n_nodes, plan.n_splits, memory.free
+        config, plan.caches, memory.n_ctx, memory.parts, plan.n_nodes, plan.n_splits, memory.free
     )
 
 

@@ -25,6 +25,7 @@ from ikcli.engine.run_device import RunDevice, cache_bytes
 from ikcli.engine.runner import DividedProgram, Offload, Runner
 from ikcli.engine.sizes import Sizes, session_of
 from ikcli.gguf.reader import GGUFFile
+from ikcli.graph import Cache
 from ikcli.models import GraphConfig, HParams, Weights
 
 MIB = 2**20
@@ -69,6 +70,7 @@ class RunPlan:
     graph_config: GraphConfig
     placement: Placement
     memory: MemoryPlan
+    caches: Mapping[Cache, int]  # bytes in the layout of RAM
     n_nodes: int
     n_splits: int
 
@@ -126,7 +128,10 @@ class Planner:
         n_nodes = max(len(graph.nodes) for graph, _ in graphs.values())
         memory = MemoryPlan(parts, cfg.n_ctx, self._free(parts))
         n_splits = runner.n_turns(list(programs.values()))
-        plan = RunPlan(config, sizes, tuple(warnings), cfg, placement, memory, n_nodes, n_splits)
+        caches = {
+            c: cache_bytes(c, runner.cache_rows(c)) for graph, _ in graphs.values() for c in graph.caches.values()
+        }
+        plan = RunPlan(config, sizes, tuple(warnings), cfg, placement, memory, caches, n_nodes, n_splits)
         return Prepared(plan, model, graphs, runner, programs)
 
     def fits(self, config: RunConfig) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ikcli.gguf.constants import TYPE_TRAITS
+from ikcli.graph import Cache, Per
 
 MIB = 1024.0 * 1024.0
 GIB = 1024.0 * MIB
@@ -35,28 +36,17 @@ class TensorRow:
 
 
 @dataclass(frozen=True, slots=True)
-class KVShape:
-    """The parts of a model that decide the size of its cache. `kv_lora_rank` 0 means no MLA."""
-
-    n_layer: int
-    n_head_kv: int
-    head_k: int
-    head_v: int
-    kv_lora_rank: int = 0
-    n_rot: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class KVSize:
     """Bytes of the cache. With `latent`, K is the MLA row and V the transposed copy, if there is one."""
 
     k_bytes: int
     v_bytes: int
     latent: bool
+    state_bytes: int = 0
 
     @property
     def total(self) -> int:
-        return self.k_bytes + self.v_bytes
+        return self.k_bytes + self.v_bytes + self.state_bytes
 
 
 def row_bytes(type_name: str, n_elements: int) -> int:
@@ -74,21 +64,14 @@ def gpu_bytes(tensor: TensorRow) -> int:
     return -(-n_bytes // 128) * 128
 
 
-def kv_self_size(
-    shape: KVShape, n_ctx: int, mla: int, flash_attn: bool, type_k: str = "f16", type_v: str = "f16"
-) -> KVSize:
-    """Bytes of the KV cache of `n_ctx` cells (already padded).
-
-    MLA keeps one row of n_rot + kv_lora_rank values per token; only mla 1 without flash attention adds a transposed
-    copy of the latent part in `type_v`.
-    """
-    cells = shape.n_layer * n_ctx
-    if shape.kv_lora_rank and mla:
-        k_bytes = cells * row_bytes(type_k, shape.n_rot + shape.kv_lora_rank)
-        v_bytes = cells * row_bytes(type_v, shape.kv_lora_rank) if mla == 1 and not flash_attn else 0
-        return KVSize(k_bytes, v_bytes, True)
-    k_bytes = cells * row_bytes(type_k, shape.n_head_kv * shape.head_k)
-    return KVSize(k_bytes, cells * row_bytes(type_v, shape.n_head_kv * shape.head_v), False)
+def kv_size(caches: Mapping[Cache, int]) -> KVSize:
+    """The bytes of cache tensors by what they hold."""
+    sizes: dict[str, int] = {}
+    for cache, n_bytes in caches.items():
+        kind = "state" if cache.per is Per.SEQUENCE else cache.kind
+        sizes[kind] = sizes.get(kind, 0) + n_bytes
+    k, v, state = (sum(sizes.get(kind, 0) for kind in kinds) for kinds in (("k", "kv"), ("v", "kv_t"), ("state",)))
+    return KVSize(k, v, "kv" in sizes, state)
 
 
 def kv_lines(size: KVSize, n_ctx: int, type_k: str, type_v: str, buffers: Mapping[str, int]) -> list[str]:
@@ -100,6 +83,8 @@ def kv_lines(size: KVSize, n_ctx: int, type_k: str, type_v: str, buffers: Mappin
         text = f"c^KV ({type_k}): {size.k_bytes / MIB:7.2f} MiB, {copy}"
     else:
         text = f"K ({type_k}): {size.k_bytes / MIB:7.2f} MiB, V ({type_v}): {size.v_bytes / MIB:7.2f} MiB"
+    if size.state_bytes:
+        text += f", states: {size.state_bytes / MIB:7.2f} MiB"
     return [*lines, f"{head}{text}, n_ctx = {n_ctx}"]
 
 

@@ -7,7 +7,7 @@ fills the step block.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from ikcli.engine.devices import Machine, opened_gpus
 from ikcli.engine.model import Model
 from ikcli.engine.planner import Planner, Prepared, memory_of, plan_programs
 from ikcli.engine.programs import record_graphs, step_tokens
-from ikcli.engine.run_device import Observer, cache_bytes
+from ikcli.engine.run_device import Observer
 from ikcli.engine.runner import DividedProgram, Runner
 from ikcli.engine.sequences import Sequences
 from ikcli.engine.session_log import Timings
@@ -60,7 +60,7 @@ class Session:
         self.runner.cpu.cpus = self._cpus
         self._tokenizer: Tokenizer | None = None
         rotated = f"{int(self.graph_config.k_hadamard)}{int(self.graph_config.v_hadamard)}"
-        self.sequences = Sequences(self.runner, self._caches(), self.n_ctx, plan.sizes.n_seq, rotated)
+        self.sequences = Sequences(self.runner, plan.caches, self.n_ctx, plan.sizes.n_seq, rotated)
         self.timings = Timings()
         self.profile = _new_profile() if self.config.profile else None
         self._n_outputs = min(plan.sizes.n_seq, self.n_ubatch)
@@ -156,12 +156,9 @@ class Session:
             where = ", ".join(f"{b.name} (element {b.element})" for b in bad[:5])
             raise NonFiniteError(f"{self.model.source}: {len(bad)} tensors hold NaN or Inf: {where}")
 
-    def cache_bytes(self) -> dict[Cache, int]:
-        """Bytes of every cache tensor in RAM."""
-        return {c: cache_bytes(c, self.runner.cache_rows(c)) for c in self._caches()}
-
-    def _caches(self) -> list[Cache]:
-        return list(dict.fromkeys(c for graph, _ in self.graphs.values() for c in graph.caches.values()))
+    def cache_bytes(self) -> Mapping[Cache, int]:
+        """Bytes of every cache tensor, as in RAM."""
+        return self.run_plan.caches
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes by device (CPU first) and part: weights, KV, compute, output."""

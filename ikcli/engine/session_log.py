@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ikcli.engine.model import Model
     from ikcli.engine.session import Session
     from ikcli.gguf.reader import GGUFFile
+    from ikcli.graph import Cache
     from ikcli.models import GraphConfig, HParams
 
 
@@ -86,7 +87,7 @@ def context_lines(session: Session) -> None:
             log(line)
     programs = list(session.programs.values())
     n_turns = session.runner.n_turns(programs)
-    for line in buffer_lines(session.config, session.model, session.n_ctx, parts, n_nodes, n_turns):
+    for line in buffer_lines(session.config, session.cache_bytes(), session.n_ctx, parts, n_nodes, n_turns):
         log(line)
     for line in session.runner.notes(programs, session.model):
         log(line)
@@ -119,25 +120,20 @@ def setup_lines(config: RunConfig, model: Model, cfg: GraphConfig, n_batch: int)
 
 def buffer_lines(
     config: RunConfig,
-    model: Model,
+    caches: Mapping[Cache, int],
     n_ctx: int,
     parts: Mapping[str, Mapping[str, int]],
     n_nodes: int,
     n_splits: int = 1,
     free: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """Bytes by device and part (`weights`, `KV`, `compute`, `output`), then a total per device."""
-    hp = model.hp
+    """Bytes of `caches`, and by device and part (`weights`, `KV`, `compute`, `output`), then a total per device."""
 
     def by_device(part: str) -> dict[str, int]:
         return {device: sizes[part] for device, sizes in parts.items() if sizes.get(part)}
 
-    size = report.kv_self_size(
-        report.KVShape(hp.n_layer, hp.n_head_kv, hp.head_dim_k, hp.head_dim_v, hp.kv_lora_rank, hp.n_rot),
-        n_ctx, config.mla, config.flash_attn, config.type_k, config.type_v,
-    )  # fmt: skip
     lines = report.weight_buffer_lines(by_device("weights"))
-    lines += report.kv_lines(size, n_ctx, config.type_k, config.type_v, by_device("KV"))
+    lines += report.kv_lines(report.kv_size(caches), n_ctx, config.type_k, config.type_v, by_device("KV"))
     lines += report.compute_lines(by_device("output"), by_device("compute"), n_nodes, n_splits)
     return lines + report.total_lines(parts, free)
 

@@ -11,10 +11,11 @@ import pytest
 from ikcli.commands._options import parse
 from ikcli.config import RunConfig, default_model
 from ikcli.engine.batch import Batch
+from ikcli.engine.bench_cases import BatchedTest, batched_tests
 from ikcli.engine.session import Session
 from ikcli.errors import IkError, UsageError
 from ikcli.eval import batched_bench
-from ikcli.eval.batched_bench import BatchedRow, BatchedTest, Printer, all_tests, fitting, run
+from ikcli.eval.batched_bench import BatchedRow, Printer, run
 from ikcli.eval.sweep_read import read_text
 from ikcli.main import main
 
@@ -34,19 +35,19 @@ def session():
 
 
 def test_options_make_all_combinations_in_order() -> None:
-    made = all_tests(config("-npp", "8,16", "-ntg", "4", "-npl", "1,3", "-pps"))
+    made = batched_tests(config("-npp", "8,16", "-ntg", "4", "-npl", "1,3", "-pps")).fitting
     assert [(t.pp, t.tg, t.pl, t.shared) for t in made] == [
         (8, 4, 1, True), (8, 4, 3, True), (16, 4, 1, True), (16, 4, 3, True),
     ]  # fmt: skip
     assert [t.n_kv for t in made] == [12, 20, 20, 28]
     assert [t.n_cells for t in made] == [12, 36, 20, 60]
-    assert [t.pl for t in all_tests(config())] == [1, 2, 4, 8, 16, 32]
+    assert [t.pl for t in batched_tests(config()).fitting] == [1, 2, 4, 8, 16, 32]
 
 
 @pytest.mark.parametrize("argv", [("-npl", "0"), ("-npp", "-1"), ("-ntg", "2,-3")])
 def test_impossible_counts_are_refused(argv) -> None:
     with pytest.raises(UsageError, match="-npl 1,2,4"):
-        all_tests(config(*argv))
+        batched_tests(config(*argv))
 
 
 def test_other_commands_accept_and_list_the_options() -> None:
@@ -140,9 +141,13 @@ def test_jsonl_line(capsys) -> None:
 
 
 def test_tests_beyond_the_context_are_left_out(capsys) -> None:
-    kept = fitting(all_tests(config("-npp", "100", "-ntg", "20", "-npl", "1,2,4")), 256)
-    assert [t.pl for t in kept] == [1, 2]
-    assert "B 4 needs 480 tokens, -c has 256: left out" in capsys.readouterr().err
+    argv = ["-npp", "100", "-ntg", "2", "-npl", "1,2,4", "-c", "256"]
+    tests = batched_tests(config(*argv))
+    assert ([t.pl for t in tests.fitting], [t.pl for t in tests.left_out]) == ([1, 2], [4])
+    assert main(["batched-bench", *argv, "-t", "1"]) == 0
+    assert "B 4 needs 408 tokens, -c has 256: left out" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="no test fits"):
+        batched_tests(config("-npp", "300", "-c", "256"))
 
 
 def test_command(capsys) -> None:

@@ -16,7 +16,7 @@ from ikcli.commands._options import parse
 from ikcli.config import RunConfig
 from ikcli.errors import UsageError
 from ikcli.eval import bench
-from ikcli.eval.bench import BenchResult, BenchTest, all_tests, combinations, mean_and_deviation, measure
+from ikcli.eval.bench import BenchResult, BenchTest, bench_tests, combinations, mean_and_deviation, measure
 from ikcli.eval.bench_output import FIELDS, BenchModel, make_writer, params_label, values
 from ikcli.main import main
 
@@ -44,10 +44,10 @@ def written(form: str, argv: tuple[str, ...] = ("-t", "3"), n: int = 2) -> str:
 
 
 def test_labels_and_order_of_tests() -> None:
-    made = all_tests(parsed("-p", "512,0,64", "-n", "128", "-pg", "100,24", "-gp", "8192,64").config)
+    made = bench_tests(parsed("-p", "512,0,64", "-n", "128", "-pg", "100,24", "-gp", "8192,64").config)
     assert [t.label for t in made] == ["pp512", "pp64", "tg128", "pp100+tg24", "tg64@pp8192"]
     assert [t.n_timed for t in made] == [512, 64, 128, 124, 64]
-    assert [t.label for t in all_tests(parsed().config)] == ["pp512", "tg128"]
+    assert [t.label for t in bench_tests(parsed().config)] == ["pp512", "tg128"]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_labels_and_order_of_tests() -> None:
 )
 def test_impossible_tests_are_refused(argv, message) -> None:
     with pytest.raises(UsageError, match=message):
-        all_tests(parsed(*argv).config)
+        bench_tests(parsed(*argv).config)
 
 
 def test_combinations() -> None:

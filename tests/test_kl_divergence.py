@@ -280,7 +280,7 @@ def opened(table: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> list[FakeSessi
 
     class Opener:
         @staticmethod
-        def open(config: RunConfig, *, n_ctx: int, n_seq_max: int) -> FakeSession:
+        def open(config: RunConfig, *, n_ctx: int, n_seq_max: int, planner: object = None) -> FakeSession:
             sessions.append(FakeSession(table, n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=config.n_batch))
             return sessions[-1]
 

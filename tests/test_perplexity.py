@@ -168,7 +168,9 @@ class Opener:
         self.table = table
         self.sessions: list[FakeSession] = []
 
-    def open(self, config: RunConfig, *, n_ctx: int | None = None, n_seq_max: int = 1) -> FakeSession:
+    def open(
+        self, config: RunConfig, *, n_ctx: int | None = None, n_seq_max: int = 1, planner: object = None
+    ) -> FakeSession:
         session = FakeSession(self.table, n_ctx=n_ctx or 256, n_seq_max=n_seq_max, n_batch=config.n_batch)
         self.sessions.append(session)
         return session

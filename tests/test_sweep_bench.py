@@ -169,7 +169,9 @@ class Opener:
         self.sessions: list[FakeSession] = []
         self.interrupt_at: int | None = None
 
-    def open(self, settings: RunConfig, *, n_ctx: int | None = None, n_seq_max: int = 1) -> FakeSession:
+    def open(
+        self, settings: RunConfig, *, n_ctx: int | None = None, n_seq_max: int = 1, planner: object = None
+    ) -> FakeSession:
         fake = session(n_ctx=settings.n_ctx)
         fake.n_ubatch = settings.n_ubatch
         self.sessions.append(fake)

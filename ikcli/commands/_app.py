@@ -24,6 +24,7 @@ from ikcli.errors import UsageError
 if TYPE_CHECKING:
     from ikcli.commands._options import Parsed
     from ikcli.config import RunConfig
+    from ikcli.engine.planner import Planner
     from ikcli.engine.startup import Startup
 
 
@@ -84,7 +85,7 @@ def typer_parameters(command: str) -> list[inspect.Parameter]:
     return parameters
 
 
-def register_run(app: typer.Typer, command: str, run: Callable[[RunConfig], int]) -> None:
+def register_run(app: typer.Typer, command: str, run: Callable[[RunConfig, Planner], int]) -> None:
     """Register a model-running command: `run(config)` gets the checked settings and returns the exit code."""
 
     def entry(startup: Startup) -> int:
@@ -92,7 +93,7 @@ def register_run(app: typer.Typer, command: str, run: Callable[[RunConfig], int]
             from ikcli.commands.plan import run as run_plan
 
             return run_plan(startup)
-        return run(startup.config)
+        return run(startup.config, startup.planner)
 
     register_checked(app, command, entry)
 

@@ -23,6 +23,6 @@ def register(app: typer.Typer) -> None:
             raise typer.Exit(run_plan(startup))
         from ikcli.eval.bench import run_command
 
-        raise typer.Exit(run_command(startup.config, parsed.alternatives, parsed.given))
+        raise typer.Exit(run_command(startup.config, parsed.alternatives, parsed.given, startup.planner))
 
     add_run_command(app, "bench", entry)

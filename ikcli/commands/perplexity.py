@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from ikcli.commands._app import register_run
 from ikcli.config import RunConfig
+
+if TYPE_CHECKING:
+    from ikcli.engine.planner import Planner
 
 
 def register(app: typer.Typer) -> None:
@@ -13,8 +18,8 @@ def register(app: typer.Typer) -> None:
     register_run(app, "perplexity", run)
 
 
-def run(config: RunConfig) -> int:
+def run(config: RunConfig, planner: Planner) -> int:
     """Run with these settings; the engine is imported here, so that --help never loads it."""
     from ikcli.eval.perplexity import run_command
 
-    return run_command(config)
+    return run_command(config, planner)

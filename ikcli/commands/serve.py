@@ -25,4 +25,4 @@ def run(startup: Startup) -> int:
         return run_plan(startup)
     from ikcli.server.http.server import serve
 
-    return serve(replace(startup.config, command="serve"))
+    return serve(replace(startup.config, command="serve"), startup.planner)

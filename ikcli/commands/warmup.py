@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from ikcli.commands._app import register_run
 from ikcli.config import RunConfig
+
+if TYPE_CHECKING:
+    from ikcli.engine.planner import Planner
 
 
 def register(app: typer.Typer) -> None:
@@ -13,8 +18,8 @@ def register(app: typer.Typer) -> None:
     register_run(app, "warmup", run)
 
 
-def run(config: RunConfig) -> int:
+def run(config: RunConfig, planner: Planner) -> int:
     """Compile the kernels for the model and settings of `config`."""
     from ikcli.engine.session import warmup
 
-    return warmup(config)
+    return warmup(config, planner)

@@ -19,7 +19,7 @@ from ikcli.engine.devices import CONTEXT_BYTES, Machine
 from ikcli.engine.fit import fit
 from ikcli.engine.placement import CPU, offload_lines, offload_threshold, placement_sentence
 from ikcli.engine.planner import MIB, MemoryPlan, Planner, RunPlan
-from ikcli.engine.startup import FLOAT_TYPES
+from ikcli.engine.programs import FLOAT_TYPES
 from ikcli.errors import IkError
 from ikcli.quant.formats import get_format
 

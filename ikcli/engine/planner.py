@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.config import RunConfig, resolve
+from ikcli.config import RunConfig, default_model, resolve
 from ikcli.engine.cpu_device import CpuDevice
 from ikcli.engine.device_plan import planning_device
 from ikcli.engine.devices import Machine
@@ -24,7 +24,7 @@ from ikcli.engine.programs import Graphs, check_caches, graph_config, record_gra
 from ikcli.engine.run_device import RunDevice, cache_bytes
 from ikcli.engine.runner import DividedProgram, Offload, Runner
 from ikcli.engine.sizes import Sizes, session_of
-from ikcli.gguf.reader import GGUFFile
+from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.graph import Cache
 from ikcli.models import GraphConfig, HParams, Weights
 
@@ -103,6 +103,16 @@ class Planner:
         self._gpus: Mapping[str, RunDevice] = (
             devices if devices is not None else {gpu.name: planning_device(gpu) for gpu in machine.gpus}
         )
+
+    @classmethod
+    def of_file(cls, config: RunConfig, *, header_only: bool = False) -> Planner:
+        """For the model of `config`, without devices besides the CPU; `header_only`: its data may be missing."""
+        file = open_gguf(config.model or default_model(), config.override_kv, header_only=header_only)
+        return cls(file, HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0])), Machine(()))
+
+    def on(self, machine: Machine, devices: Mapping[str, RunDevice] | None = None) -> Planner:
+        """For the same model with other devices."""
+        return Planner(self.file, self.hp, machine, devices)
 
     def plan(self, config: RunConfig) -> RunPlan:
         """The plan of the session that a command opens; nothing is printed."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from ikcli.backends.cpu.program import INDEPENDENT_ROWS
 from ikcli.config import KV_TYPES, RunConfig
 from ikcli.engine.model import Model
-from ikcli.engine.startup import check_cache_types
-from ikcli.errors import UnsupportedError
+from ikcli.errors import UnsupportedError, UsageError
 from ikcli.graph import Graph, Node
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, Weights
 from ikcli.quant.formats import format_by_name, get_format
 
+FLOAT_TYPES = ("f32", "f16", "bf16")
 CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
 
 Graphs = Mapping[str, tuple[Graph, Node]]
@@ -70,6 +70,18 @@ def check_caches(cfg: GraphConfig, config: RunConfig, model: Model) -> None:
             name = get_format(type_).name
             raise UnsupportedError(f"{option} {name} cannot be the type of a cache; use one of {', '.join(KV_TYPES)}")
     check_cache_types(config, cfg.mla if latent else 0)
+
+
+def check_cache_types(config: RunConfig, mla: int) -> None:
+    """UsageError for cache types that the attention mode cannot use; `mla` is 0 for models without MLA."""
+    if config.flash_attn or config.type_v in FLOAT_TYPES or mla >= 2:
+        return
+    if mla == 1:
+        raise UsageError(
+            f"-ctv {config.type_v} with -mla 1 and without flash attention is not possible, because this cache is "
+            "transposed; use -ctv f16, or add -fa"
+        )
+    raise UsageError(f"-ctv {config.type_v} needs flash attention; add -fa, or use -ctv f16")
 
 
 def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:

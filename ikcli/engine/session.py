@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ikcli.backends.cpu.program import INDEPENDENT_ROWS
 from ikcli.backends.step_block import StepBlock
-from ikcli.config import RunConfig, default_model
+from ikcli.config import RunConfig
 from ikcli.engine import gpus, host_memory, numa, session_log
 from ikcli.engine.batch import Batch
 from ikcli.engine.cpu_device import CpuDevice
@@ -28,13 +28,12 @@ from ikcli.engine.run_device import Observer
 from ikcli.engine.runner import DividedProgram, Runner
 from ikcli.engine.sequences import Sequences
 from ikcli.engine.session_log import Timings
-from ikcli.engine.sizes import Sizes
+from ikcli.engine.sizes import Sizes, session_of
 from ikcli.errors import IkError, NonFiniteError
-from ikcli.gguf.reader import open_gguf
 from ikcli.graph import Cache, Node
 from ikcli.graph.micro_batch import Segment
 from ikcli.log import log, progress, warn
-from ikcli.models import EXPAND_MIN_TOKENS, HParams
+from ikcli.models import EXPAND_MIN_TOKENS
 from ikcli.sampling.short import draw_function
 from ikcli.tokenizer import Tokenizer
 
@@ -68,26 +67,42 @@ class Session:
 
     # --- making -----------------------------------------------------------------------------------------------------
     @classmethod
-    def open(cls, config: RunConfig, *, n_ctx: int | None = None, n_seq_max: int = 1, n_step: int = 0) -> Session:
+    def open(
+        cls,
+        config: RunConfig,
+        *,
+        n_ctx: int | None = None,
+        n_seq_max: int = 1,
+        n_step: int = 0,
+        planner: Planner | None = None,
+    ) -> Session:
         """Load the model of `config` and print the load and context logs; n_ctx overrides the context size.
 
-        `n_step` tokens are given to one call of `step` at most (0: one).
+        `n_step` tokens are given to one call of `step` at most (0: one). `planner`: of the same model, already opened.
         """
-        session = cls.plan(config, n_ctx=n_ctx, n_seq_max=n_seq_max, n_step=n_step)
+        session = cls.plan(config, n_ctx=n_ctx, n_seq_max=n_seq_max, n_step=n_step, planner=planner)
         session.load()
         if config.warmup:
             session.warm_up()
         return session
 
     @classmethod
-    def plan(cls, config: RunConfig, *, n_ctx: int | None = None, n_seq_max: int = 1, n_step: int = 0) -> Session:
+    def plan(
+        cls,
+        config: RunConfig,
+        *,
+        n_ctx: int | None = None,
+        n_seq_max: int = 1,
+        n_step: int = 0,
+        planner: Planner | None = None,
+    ) -> Session:
         """Everything up to reading weights: sizes are known, nothing is allocated. Prints the logs."""
-        file = open_gguf(config.model or default_model(), config.override_kv)
+        planner = planner or Planner.of_file(config)
         devices = gpus.open_devices(config) if gpus.wanted(config) else {}
-        machine = Machine(opened_gpus(devices))
-        hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]))
-        planner = Planner(file, hp, machine, {name: gpus.run_device(device) for name, device in devices.items()})
-        session_log.model_lines(file, hp, config)
+        if devices or planner.machine.gpus:
+            run_devices = {name: gpus.run_device(device) for name, device in devices.items()}
+            planner = planner.on(Machine(opened_gpus(devices)), run_devices)
+        session_log.model_lines(planner.file, planner.hp, config)
         prepared = planner.prepare(config, Sizes(n_ctx or config.n_ctx, n_seq_max, n_step))
         gpus.hand_over(prepared.runner, devices)
         for text in prepared.plan.warnings:
@@ -393,9 +408,10 @@ def _new_profile() -> Profile:
     return Profile()
 
 
-def warmup(config: RunConfig) -> int:
+def warmup(config: RunConfig, planner: Planner | None = None) -> int:
     """Compile the kernels of a model ahead of time (`ik warmup`)."""
-    session = Session.plan(config)
+    config, sizes = session_of(config)
+    session = Session.plan(config, n_seq_max=sizes.n_seq, n_step=sizes.n_step, planner=planner)
     session.compile()
     draw_function()
     return 0

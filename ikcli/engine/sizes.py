@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ikcli.config import RunConfig, padded_ctx
+from ikcli.engine.bench_cases import batched_tests, bench_tests
 
 DEFAULT_WINDOW = 512  # tokens of a window of perplexity and imatrix without -c
 
@@ -29,9 +30,26 @@ def session_of(config: RunConfig) -> tuple[RunConfig, Sizes]:
         return windows_session(config, config.n_ctx or DEFAULT_WINDOW, config.perplexity.stride)
     if config.command == "imatrix":
         return imatrix_session(config)
-    if config.command == "serve" or config.n_parallel > 1:
+    if config.command == "bench":
+        return bench_session(config)
+    if config.command == "batched-bench":
+        return batched_session(config)
+    if config.command == "serve" or (config.command in ("plan", "warmup") and config.n_parallel > 1):
         return config, Sizes(config.n_ctx, config.n_parallel, config.n_parallel)
     return config, Sizes(config.n_ctx)
+
+
+def bench_session(config: RunConfig) -> tuple[RunConfig, Sizes]:
+    """For the longest test; every test warms up by itself."""
+    n_ctx = max(t.n_prompt + t.n_gen for t in bench_tests(config))
+    return replace(config, n_ctx=n_ctx, warmup=False), Sizes(n_ctx)
+
+
+def batched_session(config: RunConfig) -> tuple[RunConfig, Sizes]:
+    """For the test with most cells and that with most sequences; a sequence is no longer than the longest."""
+    tests = batched_tests(config).fitting
+    cells, n_seq = max(t.n_cells for t in tests), max(t.pl for t in tests)
+    return replace(config, n_ctx=max(1, *(t.pp + t.tg for t in tests))), Sizes(max(cells, 1), n_seq, n_seq)
 
 
 def windows_session(config: RunConfig, n_ctx: int, stride: int = 0) -> tuple[RunConfig, Sizes]:

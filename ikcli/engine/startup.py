@@ -7,34 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ikcli.config import RunConfig
 from ikcli.engine.devices import find_machine
 from ikcli.engine.missing_parts import assume_missing
-from ikcli.engine.placement import Placement
+from ikcli.engine.planner import Planner
+from ikcli.engine.programs import check_cache_types
 from ikcli.errors import UsageError
-from ikcli.gguf.reader import GGUFFile, open_gguf
-from ikcli.models.hparams import HParams
-
-if TYPE_CHECKING:
-    from ikcli.engine.planner import Planner
-
-FLOAT_TYPES = ("f32", "f16", "bf16")
+from ikcli.gguf.reader import GGUFFile
 
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """A checked run: its settings (`-mla` switched off where the model has none), placement, and what to print.
+    """A checked run: its settings (`-mla` switched off where the model has none), the opened model, what to print.
 
     The session applies `resolve()` itself, so the settings are still those of the user.
     """
 
     config: RunConfig
-    file: GGUFFile
-    hparams: HParams
     planner: Planner
-    placement: Placement
     notices: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -45,8 +36,8 @@ def prepare(config: RunConfig, given: Collection[str] = ()) -> Startup:
     planning = config.dry_run or config.command == "plan"
     if config.device_spec and not planning:
         raise UsageError("--device-spec describes devices for planning; add --dry-run, or use ik plan")
-    file = open_gguf(config.model, config.override_kv, header_only=planning)
-    hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]))
+    planner = Planner.of_file(config, header_only=planning)
+    file, hp = planner.file, planner.hp
     notices = assume_missing(file, hp) + _missing_data(file)
     notices += [] if hp.kv_lora_rank else _without_mla(config, hp.arch, given)
     config = config if hp.kv_lora_rank else replace(config, mla=0)
@@ -54,14 +45,12 @@ def prepare(config: RunConfig, given: Collection[str] = ()) -> Startup:
     if config.v_hadamard and config.mla:
         notices.append(f"-vhad has no effect with -mla {config.mla}, which keeps no V cache of heads; use -khad")
     notices += check_ser(config, hp.n_expert, hp.n_expert_used)
-    from ikcli.engine.planner import Planner  # which needs sessions, and they need this module
-
-    planner = Planner(file, hp, find_machine(config, exact=planning or config.fit))
+    planner = planner.on(find_machine(config, exact=planning or config.fit))
     if config.fit:
         config, found = _fit(planner, config)
         notices += found
     placed = planner.place(config)
-    return Startup(config, file, hp, planner, placed, (*notices, *placed.notices), placed.warnings)
+    return Startup(config, planner, (*notices, *placed.notices), placed.warnings)
 
 
 def _missing_data(file: GGUFFile) -> list[str]:
@@ -90,18 +79,6 @@ def _without_mla(config: RunConfig, arch: str, given: Collection[str]) -> list[s
     if "mla" not in given or config.mla == 0:
         return []
     return [f"-mla {config.mla} is ignored: {arch} models have no multi-head latent attention"]
-
-
-def check_cache_types(config: RunConfig, mla: int) -> None:
-    """UsageError for cache types that the attention mode cannot use; `mla` is 0 for models without MLA."""
-    if config.flash_attn or config.type_v in FLOAT_TYPES or mla >= 2:
-        return
-    if mla == 1:
-        raise UsageError(
-            f"-ctv {config.type_v} with -mla 1 and without flash attention is not possible, because this cache is "
-            "transposed; use -ctv f16, or add -fa"
-        )
-    raise UsageError(f"-ctv {config.type_v} needs flash attention; add -fa, or use -ctv f16")
 
 
 def check_ser(config: RunConfig, n_expert: int, n_expert_used: int) -> list[str]:

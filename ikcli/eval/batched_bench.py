@@ -10,48 +10,24 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ikcli.config import RunConfig, padded_ctx
+from ikcli.config import RunConfig
 from ikcli.engine.batch import Batch
-from ikcli.errors import UsageError
+from ikcli.engine.bench_cases import BatchedTest, batched_tests
+from ikcli.engine.sizes import batched_session
 from ikcli.log import warn
 
 if TYPE_CHECKING:
+    from ikcli.engine.planner import Planner
     from ikcli.engine.session import Session
 
 WARMUP_TOKENS = 16
 _COLUMNS = (("PP", 6), ("TG", 6), ("B", 4), ("N_KV", 6), ("T_PP s", 8), ("S_PP t/s", 8), ("T_TG s", 8),
             ("S_TG t/s", 8), ("T s", 8), ("S t/s", 8))  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class BatchedTest:
-    """`pl` sequences of `pp` prompt tokens, each generating `tg` tokens; `shared`: they have one prompt."""
-
-    pp: int
-    tg: int
-    pl: int
-    shared: bool
-
-    @property
-    def n_kv(self) -> int:
-        """Tokens in the cache at the end, a shared prompt counted once."""
-        return self.pp + self.pl * self.tg if self.shared else self.n_cells
-
-    @property
-    def n_cells(self) -> int:
-        """Cells the sequences occupy: each has its own copy of a shared prompt."""
-        return self.pl * (self.pp + self.tg)
-
-    @property
-    def n_prompt(self) -> int:
-        """Prompt tokens that are computed."""
-        return self.pp if self.shared else self.pl * self.pp
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +57,6 @@ class BatchedRow:
 
 def _rate(n: int, seconds: float) -> float:
     return n / seconds if n and seconds > 0 else 0.0
-
-
-def all_tests(config: RunConfig) -> list[BatchedTest]:
-    """All combinations in the order of the lists: prompt length, generated tokens, sequences."""
-    b = config.batched
-    if min((*b.npp, *b.ntg), default=0) < 0 or min(b.npl, default=0) < 1:
-        raise UsageError(
-            "-npp and -ntg take token counts of 0 or more, -npl counts of at least 1, for example -npl 1,2,4"
-        )
-    return [BatchedTest(pp, tg, pl, b.shared_prompt) for pp, tg, pl in product(b.npp, b.ntg, b.npl)]
 
 
 def run(
@@ -201,36 +167,22 @@ def _write(line: str) -> None:
     sys.stdout.flush()
 
 
-def fitting(tests: Iterable[BatchedTest], n_kv_max: int) -> list[BatchedTest]:
-    """The tests that `-c` has room for; warns about the others."""
-    kept = []
-    for test in tests:
-        if test.n_kv <= n_kv_max:
-            kept.append(test)
-        else:
-            warn(f"PP {test.pp}, TG {test.tg}, B {test.pl} needs {test.n_kv} tokens, -c has {n_kv_max}: left out")
-    return kept
-
-
-def run_command(config: RunConfig) -> int:
+def run_command(config: RunConfig, planner: Planner | None = None) -> int:
     """`ik batched-bench`: rows on stdout as they are measured, logs on stderr; 130 after Ctrl-C."""
     from ikcli.engine.session import Session
 
-    tests = all_tests(config)
-    n_kv_max = padded_ctx(config.n_ctx or max(t.n_kv for t in tests), config.flash_attn)
-    tests = fitting(tests, n_kv_max)
-    if not tests:
-        raise UsageError("no test fits; raise -c, or lower -npp, -ntg or -npl")
-    cells = max(t.n_cells for t in tests)
-    n_seq = max(t.pl for t in tests)
-    config = replace(config, n_ctx=max(1, *(t.pp + t.tg for t in tests)))
+    tests = batched_tests(config)
+    for t in tests.left_out:
+        warn(f"PP {t.pp}, TG {t.tg}, B {t.pl} needs {t.n_kv} tokens, -c has {tests.n_kv_max}: left out")
+    config, sizes = batched_session(config)
+    opened = Session.open(config, n_ctx=sizes.n_ctx, n_seq_max=sizes.n_seq, n_step=sizes.n_step, planner=planner)
     try:
-        with closing(Session.open(config, n_ctx=max(cells, 1), n_seq_max=n_seq, n_step=n_seq)) as session:
+        with closing(opened) as session:
             if config.warmup:
                 warm_up(session)
-            printer = Printer(session.config, n_kv_max, session.n_batch, session.n_ubatch)
+            printer = Printer(session.config, tests.n_kv_max, session.n_batch, session.n_ubatch)
             printer.header()
-            run(session, tests, seed=max(1, config.seed), on_row=printer.row)
+            run(session, tests.fitting, seed=max(1, config.seed), on_row=printer.row)
     except KeyboardInterrupt:
         return 130
     return 0

@@ -13,35 +13,19 @@ from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ikcli.config import RunConfig
 from ikcli.engine.batch import Batch
-from ikcli.errors import UsageError
+from ikcli.engine.bench_cases import BenchTest, bench_tests
+from ikcli.engine.sizes import bench_session
 from ikcli.eval.bench_output import BenchModel, make_writer
 from ikcli.eval.protocol import SessionLike
 
-
-@dataclass(frozen=True, slots=True)
-class BenchTest:
-    """n_prompt tokens at once, then n_gen single ones; with `after_prompt` only the latter are timed."""
-
-    n_prompt: int
-    n_gen: int
-    after_prompt: bool = False
-
-    @property
-    def label(self) -> str:
-        if self.after_prompt:
-            return f"tg{self.n_gen}@pp{self.n_prompt}"
-        return "+".join([f"pp{self.n_prompt}"] * bool(self.n_prompt) + [f"tg{self.n_gen}"] * bool(self.n_gen))
-
-    @property
-    def n_timed(self) -> int:
-        """Tokens that the measured time is for."""
-        return self.n_gen + (0 if self.after_prompt else self.n_prompt)
+if TYPE_CHECKING:
+    from ikcli.engine.planner import Planner
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +49,6 @@ def mean_and_deviation(values: Collection[float]) -> tuple[float, float]:
     n = len(values)
     mean = sum(values) / n
     return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1)) if n > 1 else 0.0
-
-
-def all_tests(config: RunConfig) -> list[BenchTest]:
-    """The tests in the order prompt lengths, generation lengths, -pg, -gp; lengths of 0 are left out."""
-    b = config.bench
-    pairs = [*b.pg, *b.gp]
-    if min((*b.n_prompt, *b.n_gen, *(n for pair in pairs for n in pair)), default=0) < 0:
-        raise UsageError("-p, -n, -pg and -gp take token counts of 0 or more, for example -p 512 -n 128")
-    if b.repetitions < 1:
-        raise UsageError("-r takes a number of at least 1, for example -r 5")
-    tests = [BenchTest(p, 0) for p in b.n_prompt] + [BenchTest(0, n) for n in b.n_gen]
-    tests += [BenchTest(p, n) for p, n in b.pg] + [BenchTest(p, n, True) for p, n in b.gp]
-    tests = [t for t in tests if t.n_timed]
-    if not tests:
-        raise UsageError("nothing to measure; name prompt lengths with -p or generation lengths with -n")
-    return tests
 
 
 def combinations(
@@ -134,11 +102,16 @@ def _generate(session: SessionLike, pos: int, n: int, rng: np.random.Generator) 
         session.decode(Batch.single([token], pos + i))
 
 
-def run_command(config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]], given: Collection[str]) -> int:
+def run_command(
+    config: RunConfig,
+    alternatives: Mapping[str, tuple[Any, ...]],
+    given: Collection[str],
+    planner: Planner | None = None,
+) -> int:
     """`ik bench`: results on stdout as they are measured, a copy on stderr with -oe; 130 after Ctrl-C."""
     import sys
 
-    tests = all_tests(config)
+    tests = bench_tests(config)
     b = config.bench
     writers = [make_writer(b.output, sys.stdout)]
     if b.output_err:
@@ -148,7 +121,8 @@ def run_command(config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]], 
     code = 0
     try:
         for chosen in combinations(config, alternatives, given):
-            for result in _run(chosen, tests):
+            same = (chosen.model, chosen.override_kv) == (config.model, config.override_kv)
+            for result in _run(chosen, tests, planner if same else None):
                 for writer in writers:
                     writer.result(result)
     except KeyboardInterrupt:
@@ -158,12 +132,12 @@ def run_command(config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]], 
     return code
 
 
-def _run(config: RunConfig, tests: list[BenchTest]) -> Iterator[BenchResult]:
+def _run(config: RunConfig, tests: list[BenchTest], planner: Planner | None) -> Iterator[BenchResult]:
     """Measure the tests in one session."""
     from ikcli.engine.session import Session
 
-    n_ctx = max(t.n_prompt + t.n_gen for t in tests)
-    with closing(Session.open(replace(config, n_ctx=n_ctx, warmup=False))) as session:
+    settings, sizes = bench_session(config)
+    with closing(Session.open(settings, n_ctx=sizes.n_ctx, planner=planner)) as session:
         model = BenchModel.of(session.model, session.gpus)
         rng = np.random.default_rng(max(1, config.seed))
         for test in tests:

@@ -46,6 +46,7 @@ from ikcli.quant.imatrix_file import (
 )
 
 if TYPE_CHECKING:
+    from ikcli.engine.planner import Planner
     from ikcli.engine.session import Session
 
 _MOST_EXPERTS_NAMED = 8
@@ -257,7 +258,7 @@ class _Printer:
                 self.write(done.collector.imatrix(n, self.n_ctx, self.datasets), path)
 
 
-def run_command(config: RunConfig) -> int:
+def run_command(config: RunConfig, planner: Planner | None = None) -> int:
     """`ik imatrix`: running perplexity and tables on stdout, everything else on stderr; returns the exit code."""
     if moments := _moments(config):
         return _merge_moments(config, moments)
@@ -282,7 +283,7 @@ def run_command(config: RunConfig) -> int:
     if earlier and config.prompt.file is None and not config.prompt.prompt:
         _save(config, _named(_merged([load(path) for path in earlier]), config), options.output)
         return 0
-    return _collect_text(config, earlier)
+    return _collect_text(config, earlier, planner)
 
 
 def _moments(config: RunConfig) -> list[Path]:
@@ -351,7 +352,7 @@ def _save(config: RunConfig, imatrix: Imatrix, path: Path) -> None:
     log(f"imatrix: {len(imatrix.entries)} entries after {imatrix.n_chunks} chunks in {path}")
 
 
-def _collect_text(config: RunConfig, earlier: Sequence[Path]) -> int:
+def _collect_text(config: RunConfig, earlier: Sequence[Path], planner: Planner | None) -> int:
     from ikcli.engine.session import Session
 
     options, text = config.imatrix, load_text(config)
@@ -370,7 +371,7 @@ def _collect_text(config: RunConfig, earlier: Sequence[Path]) -> int:
         _save(config, _named(merge([*parts, found]), config), path)
 
     settings, sizes = imatrix_session(config)
-    with closing(Session.open(settings, n_ctx=sizes.n_ctx)) as session:
+    with closing(Session.open(settings, n_ctx=sizes.n_ctx, planner=planner)) as session:
         tokens = tokenize(session, text, "imatrix")
         n_chunk = len(windows(tokens, params))
         log(f"imatrix: computing over {n_chunk} chunks, n_ctx={n_ctx}, batch_size={session.n_batch}")

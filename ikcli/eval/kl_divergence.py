@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,9 @@ from ikcli.eval.stats import (
     share_error,
 )
 from ikcli.log import log, warn
+
+if TYPE_CHECKING:
+    from ikcli.engine.planner import Planner
 
 MIN_LOG_PROB = np.float32(-16.0)
 """Tokens the base model finds less likely than this are left out of the divergence."""
@@ -246,7 +250,7 @@ def run(
     return KlResult(summarise(scorer.positions), scorer.positions, scorer.n_chunks)
 
 
-def run_command(config: RunConfig) -> int:
+def run_command(config: RunConfig, planner: Planner | None = None) -> int:
     """`ik perplexity --kl-divergence`: results on stdout, everything else on stderr; returns the exit code."""
     from ikcli.eval.kld_report import CHUNK_HEADER, chunk_line, statistics
 
@@ -274,7 +278,7 @@ def run_command(config: RunConfig) -> int:
         sys.stdout.flush()
 
     try:
-        with closing(open_session(config, base.n_ctx, config.n_batch)) as session:
+        with closing(open_session(config, base.n_ctx, config.n_batch, planner=planner)) as session:
             result = run(session, base, params, on_chunk=show)
     except KeyboardInterrupt:
         return 130

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from ikcli.eval.protocol import FloatRows, SessionLike, TokenIds
 from ikcli.eval.stats import F64, RunningNll, token_nll
 from ikcli.eval.text import load_text, text_name, tokenize
 from ikcli.log import log, warn
+
+if TYPE_CHECKING:
+    from ikcli.engine.planner import Planner
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,21 +231,23 @@ def params_of(config: RunConfig) -> PerplexityParams:
     )
 
 
-def open_session(config: RunConfig, n_ctx: int, n_batch: int, *, stride: int = 0) -> SessionLike:
+def open_session(
+    config: RunConfig, n_ctx: int, n_batch: int, *, stride: int = 0, planner: Planner | None = None
+) -> SessionLike:
     """A session for max(1, n_batch // n_ctx) windows side by side; with a stride one sequence gets all the cells."""
     from ikcli.engine.session import Session
 
     settings, sizes = windows_session(replace(config, n_batch=n_batch), n_ctx, stride)
-    session: SessionLike = Session.open(settings, n_ctx=sizes.n_ctx, n_seq_max=sizes.n_seq)
+    session: SessionLike = Session.open(settings, n_ctx=sizes.n_ctx, n_seq_max=sizes.n_seq, planner=planner)
     return session
 
 
-def run_command(config: RunConfig) -> int:
+def run_command(config: RunConfig, planner: Planner | None = None) -> int:
     """`ik perplexity`: values on stdout, everything else on stderr; returns the exit code."""
     if config.perplexity.kl_divergence:
         from ikcli.eval.kl_divergence import run_command as run_kl_divergence
 
-        return run_kl_divergence(config)
+        return run_kl_divergence(config, planner)
     params = params_of(config)
     if params.stride and config.perplexity.logits_file:
         raise UsageError(
@@ -249,17 +255,18 @@ def run_command(config: RunConfig) -> int:
         )
     text = load_text(config)
     try:
-        _run_on_text(config, params, text)
+        _run_on_text(config, params, text, planner)
     except KeyboardInterrupt:
         print(flush=True)
         return 130
     return 0
 
 
-def _run_on_text(config: RunConfig, params: PerplexityParams, text: str) -> None:
+def _run_on_text(config: RunConfig, params: PerplexityParams, text: str, planner: Planner | None) -> None:
     if params.stride:
         log(f"perplexity: windows start {params.stride} tokens apart, each fills the whole context")
-    with closing(open_session(config, params.n_ctx, params.n_batch, stride=params.stride)) as session:
+    opened = open_session(config, params.n_ctx, params.n_batch, stride=params.stride, planner=planner)
+    with closing(opened) as session:
         if params.stride:
             params = replace(params, n_ctx=session.n_ctx)
         tokens = tokenize(session, text)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from ikcli.eval.protocol import SessionLike, TokenIds
 from ikcli.eval.sweep_read import SpeedRow
 from ikcli.eval.sweep_table import Printer, RunInfo, settings_dict
 from ikcli.log import log, warn
+
+if TYPE_CHECKING:
+    from ikcli.engine.planner import Planner
 
 WARMUP_TG = 4
 
@@ -178,7 +182,7 @@ def params_of(config: RunConfig, n_ubatch: int) -> SweepParams:
     )
 
 
-def run_command(config: RunConfig) -> int:
+def run_command(config: RunConfig, planner: Planner | None = None) -> int:
     """`ik sweep-bench`: rows on stdout as they are measured, logs on stderr; 130 after Ctrl-C, with the rows so far."""
     from ikcli.engine.session import Session
 
@@ -190,7 +194,7 @@ def run_command(config: RunConfig) -> int:
     rows: list[SweepRow] = []
     code = 0
     try:
-        with closing(Session.open(config)) as session:
+        with closing(Session.open(config, planner=planner)) as session:
             _measure(session, config, rows)
     except KeyboardInterrupt:
         code = 130

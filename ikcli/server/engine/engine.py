@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ikcli.config import RunConfig
 from ikcli.engine.session import Session
@@ -20,6 +21,9 @@ from ikcli.server.engine.slot import Task
 from ikcli.server.engine.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
 from ikcli.server.engine.worker import Action, Worker
 from ikcli.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ikcli.engine.planner import Planner
 
 
 class Ticket:
@@ -41,10 +45,13 @@ class Ticket:
 class Engine:
     """See the module. `state`: loading, ready, failed (see `load_error`), stopped."""
 
-    def __init__(self, config: RunConfig, *, n_slots: int, logger: Logger = silent) -> None:
+    def __init__(
+        self, config: RunConfig, *, n_slots: int, logger: Logger = silent, planner: Planner | None = None
+    ) -> None:
         self.config, self.n_slots, self._log = config, n_slots, logger
         self.state = "loading"
         self.load_error: IkError | None = None
+        self._planner = planner
         self._worker: Worker | None = None
         self._loaded = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ik-engine", daemon=True)
@@ -64,7 +71,8 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            with Session.open(self.config, n_seq_max=self.n_slots, n_step=self.n_slots) as session:
+            opened = Session.open(self.config, n_seq_max=self.n_slots, n_step=self.n_slots, planner=self._planner)
+            with opened as session:
                 self._worker = Worker(session, self._log)
                 self.state = "ready"
                 self._loaded.set()

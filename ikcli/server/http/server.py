@@ -16,7 +16,7 @@ import socket
 import stat
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -32,10 +32,13 @@ from ikcli.server.http.chat import check_options
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.state import ServerState
 
+if TYPE_CHECKING:
+    from ikcli.engine.planner import Planner
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def serve(config: RunConfig) -> int:
+def serve(config: RunConfig, planner: Planner | None = None) -> int:
     """Serve until a signal comes. IkError if the address is taken or options are wrong; 1 if the model cannot load."""
     server = config.server
     log = ServerLog(json=server.log_format == "json", verbose=config.verbose or config.verbosity > 0)
@@ -47,7 +50,7 @@ def serve(config: RunConfig) -> int:
     tls = _tls(config)
     listener = listen(server.host, server.port)
     try:
-        state.engine = Engine(config, n_slots=config.n_parallel, logger=log)
+        state.engine = Engine(config, n_slots=config.n_parallel, logger=log, planner=planner)
         app = build_app(state)
         return _run(config, state, log, app, listener, tls)
     finally:

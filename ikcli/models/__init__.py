@@ -16,10 +16,22 @@ from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights, check_tensors
 
 ARCHITECTURES: dict[str, str] = {
     "deepseek2": "ikcli.models.deepseek2",
+    "dots1": "ikcli.models.dots1",
+    "ernie4_5": "ikcli.models.ernie4_5",
+    "ernie4_5-moe": "ikcli.models.ernie4_5",
+    "glm4": "ikcli.models.glm4",
+    "glm4moe": "ikcli.models.glm4moe",
+    "hunyuan-moe": "ikcli.models.hunyuan_moe",
     "llama": "ikcli.models.llama",
+    "minimax-m2": "ikcli.models.minimax_m2",
     "qwen2": "ikcli.models.qwen2",
+    "qwen2vl": "ikcli.models.qwen2",  # text: all sections of the rotation have one position
     "qwen3": "ikcli.models.qwen3",
     "qwen3moe": "ikcli.models.qwen3moe",
+    "qwen3vl": "ikcli.models.qwen3",
+    "qwen3vlmoe": "ikcli.models.qwen3moe",
+    "seed_oss": "ikcli.models.seed_oss",
+    "smollm3": "ikcli.models.smollm3",
 }
 
 __all__ = [

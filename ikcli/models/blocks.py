@@ -17,8 +17,8 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 Block = Callable[[Node, LayerWeights], Node]
 
 
-def transformer(g: Graph, hp: HParams, w: Weights, attn: Block, ffn: Block) -> Node:
-    """Pre-norm residual layers and the output head.
+def transformer(g: Graph, hp: HParams, w: Weights, attn: Block, ffn: Block, ffn_norm: str = "ffn_norm") -> Node:
+    """Pre-norm residual layers and the output head; `ffn_norm` names the norm of the feed-forward part.
 
     After the last attention only the rows whose logits were asked for go on.
     """
@@ -31,7 +31,7 @@ def transformer(g: Graph, hp: HParams, w: Weights, attn: Block, ffn: Block) -> N
             cur = g.select_outputs(cur, "last_attn")
             x = g.select_outputs(x, "last_ffn_inp")
         x = g.add(cur, x, "ffn_inp")
-        cur = ffn(g.rms_norm(x, layer.ffn_norm, hp.eps, "ffn_norm"), layer)
+        cur = ffn(g.rms_norm(x, getattr(layer, ffn_norm), hp.eps, "ffn_norm"), layer)
         x = g.add(cur, x, "l_out")
     g.il = -1
     x = g.rms_norm(x, w["output_norm.weight"], hp.eps, "result_norm")
@@ -53,11 +53,22 @@ def linear(g: Graph, w: Weight, bias: Weight | None, x: Node, name: str) -> Node
 
 
 def self_attention(
-    g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights, table: Node, *, neox: bool
+    g: Graph,
+    hp: HParams,
+    cfg: GraphConfig,
+    x: Node,
+    layer: LayerWeights,
+    table: Node | None,
+    *,
+    neox: bool,
+    norm_last: bool = False,
 ) -> Node:
-    """Grouped-query attention with rotated q and k, optional biases and optional norms of q and k heads."""
-    q = _project(g, hp, x, layer, table, "q", hp.n_head, neox)
-    k = _project(g, hp, x, layer, table, "k", hp.n_head_kv, neox)
+    """Grouped-query attention with rotated q and k, optional biases and optional norms of q and k heads.
+
+    No `table`: without rotation. `norm_last`: q and k are normed after the rotation.
+    """
+    q = _project(g, hp, x, layer, table, "q", hp.n_head, neox, norm_last)
+    k = _project(g, hp, x, layer, table, "k", hp.n_head_kv, neox, norm_last)
     v = linear(g, layer.attn_v, layer.get("attn_v_bias"), x, "Vcur")
     if cfg.k_hadamard:
         q = g.hadamard(q, hp.n_head, hp.head_dim_k, "Qcur_hadamard")
@@ -85,15 +96,27 @@ def self_attention(
 
 
 def _project(
-    g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node, which: str, n_head: int, neox: bool
+    g: Graph,
+    hp: HParams,
+    x: Node,
+    layer: LayerWeights,
+    table: Node | None,
+    which: str,
+    n_head: int,
+    neox: bool,
+    norm_last: bool,
 ) -> Node:
-    """q or k: projection, norm of each head if the model has one, rotation."""
+    """q or k: projection, norm of each head (or of all together) if the model has one, rotation."""
     name = f"{which.upper()}cur"
     cur = linear(g, getattr(layer, f"attn_{which}"), layer.get(f"attn_{which}_bias"), x, f"{name}_proj")
     norm = layer.get(f"attn_{which}_norm")
-    if norm is not None:
+    if norm is not None and not norm_last:
         cur = g.rms_norm(cur, norm, hp.eps, f"{name}_normed")
-    return g.rope(cur, table, n_head, hp.head_dim_k, name, neox=neox)
+    if table is not None:
+        cur = g.rope(cur, table, n_head, hp.head_dim_k, name, neox=neox)
+    if norm is not None and norm_last:
+        cur = g.rms_norm(cur, norm, hp.eps, f"{name}_normed")
+    return cur
 
 
 def heads_per_step(cfg: GraphConfig, n_head: int) -> int:
@@ -103,6 +126,16 @@ def heads_per_step(cfg: GraphConfig, n_head: int) -> int:
         return 0
     steps = min(-(-mib // cfg.amb), n_head)
     return -(-n_head // steps)
+
+
+def feed_forward(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights) -> Node:
+    """The feed-forward part of a block: dense, or routed experts with shared ones beside them."""
+    if not hp.has_experts(layer.il):
+        return dense_ffn(g, x, layer)
+    if not hp.n_ff_shexp:
+        return moe_ffn(g, hp, cfg, x, layer, "ffn_out")
+    moe_out = moe_ffn(g, hp, cfg, x, layer)
+    return g.add(moe_out, dense_ffn(g, x, layer, "ffn_shexp", "_shexp"), "ffn_out")
 
 
 def dense_ffn(g: Graph, x: Node, layer: LayerWeights, name: str = "ffn_out", suffix: str = "") -> Node:
@@ -151,8 +184,10 @@ def base_specs(hp: HParams) -> TensorSpecs:
     }
 
 
-def attention_specs(hp: HParams, il: int, *, bias: bool | None, qk_norm: bool = False) -> TensorSpecs:
-    """Norm and projections of one block; bias None = biases are optional."""
+def attention_specs(
+    hp: HParams, il: int, *, bias: bool | None, qk_norm: bool | None = False, ffn_norm: str = "ffn_norm"
+) -> TensorSpecs:
+    """Norms and projections of one block; bias, qk_norm None = they are optional."""
     q, k, v = hp.n_head * hp.head_dim_k, hp.n_head_kv * hp.head_dim_k, hp.n_head_kv * hp.head_dim_v
     specs = {
         "attn_norm.weight": TensorSpec((hp.n_embd,)),
@@ -161,14 +196,24 @@ def attention_specs(hp: HParams, il: int, *, bias: bool | None, qk_norm: bool = 
         "attn_v.weight": TensorSpec((hp.n_embd, v)),
         "attn_output.weight": TensorSpec((hp.n_head * hp.head_dim_v, hp.n_embd)),
         "attn_output.bias": TensorSpec((hp.n_embd,), required=False),
-        "ffn_norm.weight": TensorSpec((hp.n_embd,)),
+        f"{ffn_norm}.weight": TensorSpec((hp.n_embd,)),
     }
     if bias is not False:
         for name, n in (("q", q), ("k", k), ("v", v)):
             specs[f"attn_{name}.bias"] = TensorSpec((n,), required=bool(bias))
-    if qk_norm:
-        specs["attn_q_norm.weight"] = specs["attn_k_norm.weight"] = TensorSpec((hp.head_dim_k,))
+    if qk_norm is not False:
+        norm = TensorSpec((hp.head_dim_k,), required=bool(qk_norm))
+        specs["attn_q_norm.weight"] = specs["attn_k_norm.weight"] = norm
     return in_block(il, specs)
+
+
+def feed_forward_specs(hp: HParams, il: int) -> TensorSpecs:
+    """What `feed_forward` needs."""
+    if not hp.has_experts(il):
+        return dense_specs(hp, il, hp.n_ff)
+    specs = expert_specs(hp, il, hp.n_ff_exp)
+    specs[f"blk.{il}.exp_probs_b.bias"] = TensorSpec((hp.n_expert,), required=False)
+    return specs | (dense_specs(hp, il, hp.n_ff_shexp, "_shexp") if hp.n_ff_shexp else {})
 
 
 def dense_specs(hp: HParams, il: int, n_ff: int, suffix: str = "") -> TensorSpecs:

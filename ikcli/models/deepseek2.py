@@ -23,13 +23,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     specs = blocks.base_specs(hp)
     for il in range(hp.n_layer):
         specs |= blocks.in_block(il, _attention_specs(hp))
-        if il < hp.n_layer_dense_lead:
-            specs |= blocks.dense_specs(hp, il, hp.n_ff)
-        else:
-            specs |= blocks.expert_specs(hp, il, hp.n_ff_exp)
-            specs[f"blk.{il}.exp_probs_b.bias"] = TensorSpec((hp.n_expert,), required=False)
-            if hp.n_expert_shared:
-                specs |= blocks.dense_specs(hp, il, hp.n_ff_shexp, "_shexp")
+        specs |= blocks.feed_forward_specs(hp, il)
     return specs
 
 
@@ -65,12 +59,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
         return g.mul_mat(layer.attn_output, attend(g, hp, cfg, q, k_rope, latent, layer), "kqv_out")
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
-        if layer.il < hp.n_layer_dense_lead:
-            return blocks.dense_ffn(g, x, layer)
-        if not hp.n_expert_shared:
-            return blocks.moe_ffn(g, hp, cfg, x, layer, "ffn_out")
-        moe_out = blocks.moe_ffn(g, hp, cfg, x, layer)
-        return g.add(moe_out, blocks.dense_ffn(g, x, layer, "ffn_shexp", "_shexp"), "ffn_out")
+        return blocks.feed_forward(g, hp, cfg, x, layer)
 
     return blocks.transformer(g, hp, w, attn, ffn)
 

@@ -19,6 +19,9 @@ MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 _MAX_SIZE = 1 << 31
 GATING = {1: "softmax", 2: "sigmoid"}
+_ALL_EXPERTS = ("qwen3moe", "qwen3vlmoe", "minimax-m2", "hunyuan-moe")  # in every layer
+_DENSE_LEAD = ("deepseek2", "glm4moe", "dots1", "ernie4_5-moe")  # in all layers but the first ones
+_SIGMOID = ("glm4moe", "minimax-m2", "dots1")  # gating of files that do not say
 
 
 class HasShape(Protocol):
@@ -66,6 +69,7 @@ class HParams:
     n_ff_shexp: int = 0
     n_expert_shared: int = 0
     n_layer_dense_lead: int = 0
+    moe_step: int = 1
     expert_gating: str = "softmax"
     expert_weights_norm: bool = False
     expert_weights_scale: float = 1.0
@@ -82,22 +86,28 @@ class HParams:
             raise FormatError(f"{source}: no general.architecture; this is not a model file")
         keys = _Keys(metadata, arch, source)
         values: dict[str, Any] = {"arch": arch, "source": source}
-        values["n_layer"] = keys.integer("block_count", most=MAX_LAYERS, least=1)
+        n_layer = keys.integer("block_count", most=MAX_LAYERS, least=1)
+        # Layers that predict further tokens (NextN, MTP) come last and are not part of the run.
+        values["n_layer"] = n_layer - keys.integer("nextn_predict_layers", 0, most=n_layer - 1)
         values["n_embd"] = keys.integer("embedding_length", least=1)
         values["n_ctx_train"] = keys.integer("context_length", least=1)
         values["n_vocab"] = _n_vocab(keys, tensors)
         values["n_ff"] = keys.per_layer("feed_forward_length", 0)
         values["eps"] = keys.number("attention.layer_norm_rms_epsilon")
         values |= _heads(keys, values["n_embd"])
-        values |= _experts(keys, arch)
+        values |= _experts(keys, arch, tensors)
         values["rope"] = _rope(keys, tensors, values["n_ctx_train"])
         if arch == "deepseek2":
             values |= _mla(keys, values)
-        elif arch == "qwen3moe" and not values["n_ff_exp"] and values["n_expert_used"]:
-            values["n_ff_exp"] = values["n_ff"] // values["n_expert_used"]
+        elif values["n_expert_used"] and not values["n_ff_exp"]:
+            values["n_ff_exp"] = values["n_ff"] // (values["n_expert_used"] if arch == "qwen3moe" else 1)
         hp = cls(**values)
         _check(hp)
         return hp
+
+    def has_experts(self, il: int) -> bool:
+        """Whether the feed-forward part of block il is made of experts."""
+        return self.n_expert > 0 and il >= self.n_layer_dense_lead and (il + 1) % self.moe_step == 0
 
     @property
     def kv_row(self) -> int:
@@ -194,12 +204,14 @@ def _heads(keys: _Keys, n_embd: int) -> dict[str, int]:
     return {"n_head": n_head, "n_head_kv": n_head_kv, "head_dim_k": k, "head_dim_v": v, "n_rot": n_rot}
 
 
-def _experts(keys: _Keys, arch: str) -> dict[str, Any]:
+def _experts(keys: _Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str, Any]:
     n_expert = keys.integer("expert_count", 0, most=MAX_EXPERTS)
     n_used = keys.integer("expert_used_count", 0)
     if (n_expert > 0) != (n_used > 0) or n_used > n_expert:
         raise keys.fail("expert_used_count", f"is {n_used} with {n_expert} experts")
-    gating = keys.integer("expert_gating_func", 0) or 1
+    # Of DeepSeek's kind, models with a bias for the choice (V3 and its heirs, GLM-4.7-Flash) are those with sigmoid.
+    sigmoid = arch in _SIGMOID or (arch == "deepseek2" and any(name.endswith("exp_probs_b.bias") for name in tensors))
+    gating = keys.integer("expert_gating_func", 0) or (2 if sigmoid else 1)
     if gating not in GATING:
         raise UnsupportedError(
             f"{keys.source}: {keys.name('expert_gating_func')} is {gating}; only 1 (softmax) and 2 (sigmoid) are known"
@@ -217,6 +229,7 @@ def _experts(keys: _Keys, arch: str) -> dict[str, Any]:
         "n_expert_shared": shared,
         "n_ff_shexp": keys.integer("expert_shared_feed_forward_length", shared * ff_exp),
         "n_layer_dense_lead": keys.integer("leading_dense_block_count", 0),
+        "moe_step": keys.integer("interleave_moe_layer_step", 1) or 1,
         "expert_gating": GATING[gating],
         # Mixtral and Qwen3-MoE always normalise; their files do not say so.
         "expert_weights_norm": bool(keys.raw("expert_weights_norm", arch != "deepseek2")),
@@ -249,7 +262,16 @@ def _rope(keys: _Keys, tensors: Mapping[str, HasShape], n_ctx_train: int) -> Rop
         n_ctx_orig=keys.integer("rope.scaling.original_context_length", n_ctx_train, least=1),
         attn_factor=keys.number("rope.scaling.attn_factor", 1.0, most=1e6),
         log_mul=keys.number("rope.scaling.yarn_log_multiplier", 0.0, most=1e6),
+        beta_fast=_rotations(keys, "rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=_rotations(keys, "rope.scaling.yarn_beta_slow", 1.0),
     )
+
+
+def _rotations(keys: _Keys, key: str, default: float) -> float:
+    n = keys.number(key, default, most=1e9)
+    if n <= 0:
+        raise keys.fail(key, f"is {n}; it must be positive")
+    return n
 
 
 def _mla(keys: _Keys, values: dict[str, Any]) -> dict[str, Any]:
@@ -281,9 +303,9 @@ def _mla(keys: _Keys, values: dict[str, Any]) -> dict[str, Any]:
 def _check(hp: HParams) -> None:
     if not hp.eps > 0:
         raise FormatError(f"{hp.source}: {hp.arch}.attention.layer_norm_rms_epsilon is {hp.eps}; it must be positive")
-    all_dense = hp.arch != "qwen3moe" and (hp.arch != "deepseek2" or hp.n_layer_dense_lead >= hp.n_layer)
-    if hp.n_expert == 0 and not all_dense:
+    lead = hp.arch in _DENSE_LEAD and hp.n_layer_dense_lead < hp.n_layer
+    if hp.n_expert == 0 and (lead or hp.arch in _ALL_EXPERTS):
         raise FormatError(f"{hp.source}: metadata key {hp.arch}.expert_count is missing or 0")
-    dense = hp.n_expert == 0 or hp.n_layer_dense_lead > 0 or hp.arch == "llama"
+    dense = hp.n_expert == 0 or hp.n_layer_dense_lead > 0 or hp.moe_step > 1 or hp.arch == "llama"
     if dense and hp.n_ff < 1:
         raise FormatError(f"{hp.source}: metadata key {hp.arch}.feed_forward_length is missing or 0")

@@ -23,8 +23,8 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.models import GraphConfig, HParams
 
 GOLDEN = (
-    "dots1", "ernie4_5", "ernie4_5-moe", "glm4", "glm4moe", "hunyuan-moe", "kimi-k2", "llama-rope3", "minimax-m2",
-    "mixtral", "qwen2vl", "qwen3vl", "qwen3vlmoe", "seed_oss", "smollm3",
+    "dots1", "ernie4_5", "ernie4_5-moe", "glm-dsa", "glm4", "glm4moe", "hunyuan-moe", "kimi-k2", "llama-rope3",
+    "minimax-m2", "mixtral", "qwen2vl", "qwen3vl", "qwen3vlmoe", "seed_oss", "smollm3",
 )  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {}, "no flash attention": {"flash_attn": False}, "q8_0 cache": {"type_k": "q8_0", "type_v": "q8_0"},

@@ -19,6 +19,7 @@ ARCHITECTURES: dict[str, str] = {
     "dots1": "ikcli.models.dots1",
     "ernie4_5": "ikcli.models.ernie4_5",
     "ernie4_5-moe": "ikcli.models.ernie4_5",
+    "glm-dsa": "ikcli.models.deepseek2",  # attention over all positions, the indexer is not used
     "glm4": "ikcli.models.glm4",
     "glm4moe": "ikcli.models.glm4moe",
     "hunyuan-moe": "ikcli.models.hunyuan_moe",

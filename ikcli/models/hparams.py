@@ -20,7 +20,8 @@ MAX_EXPERTS = 1024
 _MAX_SIZE = 1 << 31
 GATING = {1: "softmax", 2: "sigmoid"}
 _ALL_EXPERTS = ("qwen3moe", "qwen3vlmoe", "minimax-m2", "hunyuan-moe")  # in every layer
-_DENSE_LEAD = ("deepseek2", "glm4moe", "dots1", "ernie4_5-moe")  # in all layers but the first ones
+MLA = ("deepseek2", "glm-dsa")  # multi-head latent attention
+_DENSE_LEAD = (*MLA, "glm4moe", "dots1", "ernie4_5-moe")  # in all layers but the first ones
 _SIGMOID = ("glm4moe", "minimax-m2", "dots1")  # gating of files that do not say
 
 
@@ -97,7 +98,7 @@ class HParams:
         values |= _heads(keys, values["n_embd"])
         values |= _experts(keys, arch, tensors)
         values["rope"] = _rope(keys, tensors, values["n_ctx_train"])
-        if arch == "deepseek2":
+        if arch in MLA:
             values |= _mla(keys, values)
         elif values["n_expert_used"] and not values["n_ff_exp"]:
             values["n_ff_exp"] = values["n_ff"] // (values["n_expert_used"] if arch == "qwen3moe" else 1)
@@ -210,7 +211,7 @@ def _experts(keys: _Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[st
     if (n_expert > 0) != (n_used > 0) or n_used > n_expert:
         raise keys.fail("expert_used_count", f"is {n_used} with {n_expert} experts")
     # Of DeepSeek's kind, models with a bias for the choice (V3 and its heirs, GLM-4.7-Flash) are those with sigmoid.
-    sigmoid = arch in _SIGMOID or (arch == "deepseek2" and any(name.endswith("exp_probs_b.bias") for name in tensors))
+    sigmoid = arch in _SIGMOID or (arch in MLA and any(name.endswith("exp_probs_b.bias") for name in tensors))
     gating = keys.integer("expert_gating_func", 0) or (2 if sigmoid else 1)
     if gating not in GATING:
         raise UnsupportedError(

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.constants import INTERLEAVED, TYPE_TRAITS, GGMLType, row_n_bytes
 from ikcli.models.config import GraphConfig
-from ikcli.models.hparams import HParams
+from ikcli.models.hparams import MLA, HParams
 from ikcli.models.tensors import TensorLike
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encode import quantize
@@ -46,7 +46,7 @@ class DerivedSpec:
 def derived_specs(tensors: Mapping[str, TensorLike], hp: HParams, cfg: GraphConfig) -> dict[str, DerivedSpec]:
     """What `derive` will make, without touching data; FormatError if a layer has neither form of the projection."""
     specs: dict[str, DerivedSpec] = {}
-    if hp.arch != "deepseek2":
+    if hp.arch not in MLA:
         return specs
     nope, dv = hp.head_dim_k - hp.n_rot, hp.head_dim_v
     for il in range(hp.n_layer):

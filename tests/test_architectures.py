@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import cuda_sessions
 import numpy as np
 import pytest
+from cuda_emulation import needs_emulation
+from cuda_sessions import Opener
 from factories import tiny_model
 from gguf_files import write_model
 
 from ikcli import models
 from ikcli.config import RunConfig
+from ikcli.engine import gpus
 from ikcli.engine.batch import Batch
 from ikcli.engine.reference_session import ReferenceSession
 from ikcli.engine.session import Session
@@ -26,6 +30,7 @@ GOLDEN = (
     "dots1", "ernie4_5", "ernie4_5-moe", "glm-dsa", "glm4", "glm4moe", "hunyuan-moe", "kimi-k2", "llama-rope3",
     "minimax-m2", "mixtral", "qwen2vl", "qwen3vl", "qwen3vlmoe", "seed_oss", "smollm3",
 )  # fmt: skip
+TOKENS = np.random.default_rng(1).integers(0, 96, 20)
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {}, "no flash attention": {"flash_attn": False}, "q8_0 cache": {"type_k": "q8_0", "type_v": "q8_0"},
     "small batches": {"n_batch": 64, "n_ubatch": 64},
@@ -58,19 +63,37 @@ def test_golden(name: str, shared_dir: Path) -> None:
             assert found[what] <= most, (setting, what)
 
 
+def written(arch: str, folder: Path) -> tuple[Path, np.ndarray]:
+    """A tiny model and what the NumPy reference makes of TOKENS."""
+    model = tiny_model(arch, optional=("exp_probs_b.bias", "q.bias", "k.bias", "v.bias"), **TINY[arch])
+    path = write_model(model, folder / "tiny.gguf")
+    f32 = GraphConfig(n_ctx=256, type_k=GGMLType.F32, type_v=GGMLType.F32)
+    return path, ReferenceSession(path, f32).decode(Batch.single(TOKENS, logits="all"))
+
+
+def logits_of(config: RunConfig) -> np.ndarray:
+    """Logits of TOKENS, 15 in one go, then one by one."""
+    with Session.open(config) as session:
+        prompt = np.array(session.decode(Batch.single(TOKENS[:15], logits="all")))
+        steps = [np.array(session.decode(Batch.single(TOKENS[i : i + 1], i))) for i in range(15, len(TOKENS))]
+    return np.concatenate([prompt, *steps])
+
+
 @pytest.mark.parametrize("arch", TINY)
 def test_tiny_model_against_the_numpy_reference(arch: str, tmp_path: Path) -> None:
-    model = tiny_model(arch, optional=("exp_probs_b.bias", "q.bias", "k.bias", "v.bias"), **TINY[arch])
-    path = write_model(model, tmp_path / "tiny.gguf")
-    tokens = np.random.default_rng(1).integers(0, 96, 20)
-    f32 = GraphConfig(n_ctx=256, type_k=GGMLType.F32, type_v=GGMLType.F32)
-    wanted = ReferenceSession(path, f32).decode(Batch.single(tokens, logits="all"))
+    path, wanted = written(arch, tmp_path)
     settings: dict[str, Any] = {"n_threads": 2, "n_threads_batch": 2, "type_k": "f32", "type_v": "f32"}
-    config = RunConfig(model=path, n_ctx=256, warmup=False, **settings)
-    with Session.open(config) as session:
-        prompt = np.array(session.decode(Batch.single(tokens[:15], logits="all")))
-        steps = [np.array(session.decode(Batch.single(tokens[i : i + 1], i))) for i in range(15, 20)]
-    assert np.abs(np.concatenate([prompt, *steps]) - wanted).max() < 1e-3 * wanted.std()
+    found = logits_of(RunConfig(model=path, n_ctx=256, warmup=False, **settings))
+    assert np.abs(found - wanted).max() < 1e-3 * wanted.std()
+
+
+@needs_emulation
+@pytest.mark.parametrize("arch", TINY)
+def test_tiny_model_on_an_emulated_gpu(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "open_devices", Opener())
+    path, wanted = written(arch, tmp_path)
+    with_gpu = cuda_sessions.config(path, type_k="f32", type_v="f32")
+    cuda_sessions.assert_close(logits_of(with_gpu), wanted, 0.02)
 
 
 def test_layers_that_predict_further_tokens_are_not_part_of_the_run() -> None:

@@ -108,6 +108,17 @@ def test_rms_norm_of_zeros_and_nan() -> None:
 
 
 @pytest.mark.parametrize("cols", WIDTHS)
+def test_scale_and_gate(cols: int) -> None:
+    x = random(5, cols)
+    found, wanted = run_both(lambda g, n: g.scale(n[0], 0.3, "y"), [x], n_threads=3)
+    np.testing.assert_array_equal(found, wanted)
+    for parts in {1, cols, max(p for p in (1, 2, 3, 4, 5) if cols % p == 0)}:
+        gate = 20 * random(5, parts, seed=2)
+        found, wanted = run_both(lambda g, n: g.gate(n[0], n[1], "y"), [x, gate], n_threads=3)
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("cols", WIDTHS)
 @pytest.mark.parametrize("rows", [1, 3, 7])
 def test_add_and_swiglu(rows: int, cols: int) -> None:
     a, b, bias = random(rows, cols), random(rows, cols, seed=2), random(cols)

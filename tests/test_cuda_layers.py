@@ -81,6 +81,18 @@ def test_add_and_swiglu(rows: int, cols: int) -> None:
     np.testing.assert_allclose(*silu, rtol=1e-6, atol=1e-37)
 
 
+@pytest.mark.parametrize("cols", (*WIDTHS, 2048))
+def test_scale_and_gate(cols: int) -> None:
+    run = graph()
+    x = run.input("x", random(5, cols))
+    parts = max(p for p in (1, 2, 3, 4, 5) if cols % p == 0)
+    gates = [run.input(f"g{n}", 20 * random(5, n, seed=2)) for n in (1, parts, cols)]
+    results = run(run.graph.scale(x, 0.3, "s"), *(run.graph.gate(x, g, f"y{i}") for i, g in enumerate(gates)))
+    np.testing.assert_array_equal(*results[0])
+    for found, wanted in results[1:]:
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-12)
+
+
 @pytest.mark.parametrize("cols", [39, 40])
 def test_swiglu_at_the_extremes(cols: int) -> None:
     """No overflow; what cannot be a number is none."""

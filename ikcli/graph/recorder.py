@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Weight, power_of_two_parts
 from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
+from ikcli.graph.ops_elements import Gate, Scale
 from ikcli.graph.ops_experts import MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import (
     Add,
@@ -80,6 +81,14 @@ class Graph:
     def swiglu(self, gate: Node, up: Node, name: str) -> Node:
         """silu(gate) * up."""
         return self.record(SwiGlu(gate, up), name)
+
+    def scale(self, x: Node, factor: float, name: str) -> Node:
+        """x times a number; x itself if that is 1."""
+        return x if factor == 1 else self.record(Scale(x, factor), name)
+
+    def gate(self, x: Node, gate: Node, name: str) -> Node:
+        """x times sigmoid(gate), whose columns are for equal parts of a row."""
+        return self.record(Gate(x, gate), name)
 
     def concat(self, parts: Sequence[Node], name: str) -> Node:
         """Columns of the parts side by side."""

@@ -22,10 +22,13 @@ ARCHITECTURES: dict[str, str] = {
     "glm-dsa": "ikcli.models.deepseek2",  # attention over all positions, the indexer is not used
     "glm4": "ikcli.models.glm4",
     "glm4moe": "ikcli.models.glm4moe",
+    "granite": "ikcli.models.granite",
+    "granitemoe": "ikcli.models.granite",
     "hunyuan-moe": "ikcli.models.hunyuan_moe",
     "llama": "ikcli.models.llama",
     "minimax-m2": "ikcli.models.minimax_m2",
     "qwen2": "ikcli.models.qwen2",
+    "qwen2moe": "ikcli.models.qwen2moe",
     "qwen2vl": "ikcli.models.qwen2",  # text: all sections of the rotation have one position
     "qwen3": "ikcli.models.qwen3",
     "qwen3moe": "ikcli.models.qwen3moe",

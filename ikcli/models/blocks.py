@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from ikcli.graph import Graph, HeadSlice, Node, Weight
 from ikcli.models.config import GraphConfig
@@ -22,7 +23,7 @@ def transformer(g: Graph, hp: HParams, w: Weights, attn: Block, ffn: Block, ffn_
 
     After the last attention only the rows whose logits were asked for go on.
     """
-    x = g.embed(w["token_embd.weight"])
+    x = g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled")
     for il in range(hp.n_layer):
         g.il = il
         layer = w.layer(il)
@@ -30,12 +31,15 @@ def transformer(g: Graph, hp: HParams, w: Weights, attn: Block, ffn: Block, ffn_
         if il == hp.n_layer - 1:
             cur = g.select_outputs(cur, "last_attn")
             x = g.select_outputs(x, "last_ffn_inp")
-        x = g.add(cur, x, "ffn_inp")
+        x = g.add(g.scale(cur, hp.residual_scale, "attn_scaled"), x, "ffn_inp")
         cur = ffn(g.rms_norm(x, getattr(layer, ffn_norm), hp.eps, "ffn_norm"), layer)
-        x = g.add(cur, x, "l_out")
+        x = g.add(g.scale(cur, hp.residual_scale, "ffn_scaled"), x, "l_out")
     g.il = -1
     x = g.rms_norm(x, w["output_norm.weight"], hp.eps, "result_norm")
-    return g.mul_mat(w.get("output.weight") or w["token_embd.weight"], x, "result_output")
+    head = w.get("output.weight") or w["token_embd.weight"]
+    if hp.logit_scale == 1:
+        return g.mul_mat(head, x, "result_output")
+    return g.scale(g.mul_mat(head, x, "result_unscaled"), hp.logit_scale, "result_output")
 
 
 def rope_table(g: Graph, hp: HParams, w: Weights) -> Node:
@@ -86,7 +90,7 @@ def self_attention(
         "kqv",
         n_head=hp.n_head,
         n_head_kv=hp.n_head_kv,
-        scale=1.0 / math.sqrt(hp.head_dim_k),
+        scale=hp.attention_scale or 1.0 / math.sqrt(hp.head_dim_k),
         flash=cfg.flash_attn,
         heads_per_step=heads_per_step(cfg, hp.n_head),
     )
@@ -129,13 +133,18 @@ def heads_per_step(cfg: GraphConfig, n_head: int) -> int:
 
 
 def feed_forward(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights) -> Node:
-    """The feed-forward part of a block: dense, or routed experts with shared ones beside them."""
+    """The feed-forward part of a block: dense, or routed experts with shared ones (perhaps gated) beside them."""
     if not hp.has_experts(layer.il):
         return dense_ffn(g, x, layer)
     if not hp.n_ff_shexp:
         return moe_ffn(g, hp, cfg, x, layer, "ffn_out")
     moe_out = moe_ffn(g, hp, cfg, x, layer)
-    return g.add(moe_out, dense_ffn(g, x, layer, "ffn_shexp", "_shexp"), "ffn_out")
+    shared = dense_ffn(g, x, layer, "ffn_shexp", "_shexp")
+    gate = layer.get("ffn_gate_inp_shexp")
+    if gate is not None:
+        gates = g.mul_mat(replace(gate, shape=(hp.n_embd, 1)), x, "shared_expert_gate")
+        shared = g.gate(shared, gates, "ffn_shexp_gated")
+    return g.add(moe_out, shared, "ffn_out")
 
 
 def dense_ffn(g: Graph, x: Node, layer: LayerWeights, name: str = "ffn_out", suffix: str = "") -> Node:

@@ -19,7 +19,7 @@ MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 _MAX_SIZE = 1 << 31
 GATING = {1: "softmax", 2: "sigmoid"}
-_ALL_EXPERTS = ("qwen3moe", "qwen3vlmoe", "minimax-m2", "hunyuan-moe")  # in every layer
+_ALL_EXPERTS = ("qwen3moe", "qwen3vlmoe", "minimax-m2", "hunyuan-moe", "qwen2moe", "granitemoe")  # in every layer
 MLA = ("deepseek2", "glm-dsa")  # multi-head latent attention
 _DENSE_LEAD = (*MLA, "glm4moe", "dots1", "ernie4_5-moe")  # in all layers but the first ones
 _SIGMOID = ("glm4moe", "minimax-m2", "dots1")  # gating of files that do not say
@@ -71,6 +71,10 @@ class HParams:
     n_expert_shared: int = 0
     n_layer_dense_lead: int = 0
     moe_step: int = 1
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what a block adds
+    logit_scale: float = 1.0
+    attention_scale: float = 0.0  # of K*Q; 0: 1 / sqrt(head_dim_k)
     expert_gating: str = "softmax"
     expert_weights_norm: bool = False
     expert_weights_scale: float = 1.0
@@ -102,6 +106,8 @@ class HParams:
             values |= _mla(keys, values)
         elif values["n_expert_used"] and not values["n_ff_exp"]:
             values["n_ff_exp"] = values["n_ff"] // (values["n_expert_used"] if arch == "qwen3moe" else 1)
+        if arch in ("granite", "granitemoe"):
+            values |= _multipliers(keys)
         hp = cls(**values)
         _check(hp)
         return hp
@@ -232,8 +238,8 @@ def _experts(keys: _Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[st
         "n_layer_dense_lead": keys.integer("leading_dense_block_count", 0),
         "moe_step": keys.integer("interleave_moe_layer_step", 1) or 1,
         "expert_gating": GATING[gating],
-        # Mixtral and Qwen3-MoE always normalise; their files do not say so.
-        "expert_weights_norm": bool(keys.raw("expert_weights_norm", arch != "deepseek2")),
+        # Most architectures always normalise, and their files do not say so.
+        "expert_weights_norm": bool(keys.raw("expert_weights_norm", arch not in ("deepseek2", "qwen2moe"))),
         "expert_weights_scale": keys.number("expert_weights_scale", 1.0),
         "n_expert_groups": groups,
         "n_expert_groups_used": groups_used,
@@ -266,6 +272,13 @@ def _rope(keys: _Keys, tensors: Mapping[str, HasShape], n_ctx_train: int) -> Rop
         beta_fast=_rotations(keys, "rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=_rotations(keys, "rope.scaling.yarn_beta_slow", 1.0),
     )
+
+
+def _multipliers(keys: _Keys) -> dict[str, float]:
+    """Granite: factors on embeddings, branches, K*Q; logits are divided."""
+    divisor = keys.number("logit_scale", 1.0, most=1e9) or 1.0
+    factors = {name: keys.number(name, 1.0, most=1e9) or 1.0 for name in ("embedding_scale", "residual_scale")}
+    return factors | {"logit_scale": 1 / divisor, "attention_scale": keys.number("attention.scale", 0.0, most=1e9)}
 
 
 def _rotations(keys: _Keys, key: str, default: float) -> float:

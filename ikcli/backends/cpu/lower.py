@@ -25,6 +25,7 @@ from ikcli.backends.cpu.tile_modes import (
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
+from ikcli.graph.ops_elements import Gate, Scale
 from ikcli.graph.ops_experts import ExpertProduct, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import (
     Add,
@@ -120,6 +121,18 @@ def _add(low: Lowering, node: Node, op: Add) -> None:
     other = low.weight(op.y) if isinstance(op.y, Weight) else low.out(op.y)
     low.emit(KernelKey("basic", "make_add"), node.rows, low.out(op.x), other, low.out(node), node.cols, int(is_row),
              row_bytes=12 * node.cols)  # fmt: skip
+
+
+@RULES.add(Scale, "x factor")
+def _scale(low: Lowering, node: Node, op: Scale) -> None:
+    low.emit(KernelKey("elements", "make_scale"), node.rows, low.out(op.x), low.out(node), node.cols,
+             f32_bits(op.factor), row_bytes=8 * node.cols)  # fmt: skip
+
+
+@RULES.add(Gate, "x gate")
+def _gate(low: Lowering, node: Node, op: Gate) -> None:
+    low.emit(KernelKey("elements", "make_gate"), node.rows, low.out(op.x), low.out(op.gate), low.out(node), node.cols,
+             op.gate.cols, row_bytes=16 * node.cols)  # fmt: skip
 
 
 @RULES.add(SwiGlu, "gate up")

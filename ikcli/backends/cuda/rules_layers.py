@@ -24,6 +24,7 @@ from ikcli.backends.cuda.lower import RULES, Arg, Grid, Lowering, Op, Ref
 from ikcli.backends.cuda.merging import merged_heads, merged_latent, merged_norm, norm_threads
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
+from ikcli.graph.ops_elements import Gate, Scale
 from ikcli.graph.ops_experts import MoeRoute, MoeSort, MoeSum, route_of, sort_of
 from ikcli.graph.ops_rows import Add, Concat, ConcatHeads, GetRows, Hadamard, RmsNorm, Rope, RopeTable, SwiGlu
 
@@ -70,6 +71,19 @@ def _add(low: Lowering, node: Node, op: Add) -> None:
     other, y_cols = (low.weight(y), 0) if isinstance(y, Weight) else (low.out(y), node.cols)
     low.emit("layer_add", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(x), other, y_cols, low.out(node), _int(node.cols))  # fmt: skip
+
+
+@RULES.add(Scale, "x factor")
+def _scale(low: Lowering, node: Node, op: Scale) -> None:
+    low.emit("layer_scale", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+             *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols), _f32(op.factor))  # fmt: skip
+
+
+@RULES.add(Gate, "x gate")
+def _gate(low: Lowering, node: Node, op: Gate) -> None:
+    low.emit("layer_gate", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+             *low.row_args(node.rows), low.out(op.x), low.out(op.gate), low.out(node), _int(node.cols),
+             _int(node.cols // op.gate.cols))  # fmt: skip
 
 
 @RULES.add(SwiGlu, "gate up")

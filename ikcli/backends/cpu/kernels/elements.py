@@ -1,0 +1,47 @@
+"""Element-wise kernels of single architectures: factors, gates. float32, rows contiguous."""
+
+import math
+
+import numpy as np
+
+from ikcli.backends.cpu.kernels.basic import span
+from ikcli.backends.cpu.kernels.common import n_rows, word
+from ikcli.native.simd.vec import ld_f32, load_f32x16, splat_f32x16, st_f32, store_f32x16, vmul
+
+_F1 = np.float32(1.0)
+
+
+def make_scale():
+    """params: 3 x, 4 out, 5 columns, 6 factor (f32 bits)."""
+
+    def scale(params, ith, nth):
+        x, out, factor = word(params, 3), word(params, 4), ld_f32(params + 48)
+        lo, hi = span(n_rows(params) * word(params, 5), ith, nth)
+        full, v = lo + ((hi - lo) & ~15), splat_f32x16(factor)
+        for i in range(lo, full, 16):
+            store_f32x16(out + 4 * i, vmul(load_f32x16(x + 4 * i), v))
+        for i in range(full, hi):
+            st_f32(out + 4 * i, ld_f32(x + 4 * i) * factor)
+
+    return scale
+
+
+def make_gate():
+    """params: 3 x, 4 gate, 5 out, 6 columns, 7 columns of the gate."""
+
+    def gate(params, ith, nth):
+        x, gates, out, cols, parts = (
+            word(params, 3), word(params, 4), word(params, 5), word(params, 6), word(params, 7)
+        )  # fmt: skip
+        width = cols // parts
+        items = n_rows(params) * parts
+        for item in range(items * ith // nth, items * (ith + 1) // nth):
+            g = _F1 / (_F1 + np.float32(math.exp(-ld_f32(gates + 4 * item))))
+            src, dst, v = x + 4 * item * width, out + 4 * item * width, splat_f32x16(g)
+            full = width & ~15
+            for i in range(0, full, 16):
+                store_f32x16(dst + 4 * i, vmul(load_f32x16(src + 4 * i), v))
+            for i in range(full, width):
+                st_f32(dst + 4 * i, ld_f32(src + 4 * i) * g)
+
+    return gate

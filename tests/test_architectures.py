@@ -28,8 +28,8 @@ from ikcli.models import GraphConfig, HParams
 
 GOLDEN = (
     "dots1", "ernie4_5", "ernie4_5-moe", "glm-dsa", "glm4", "glm4moe", "granite", "granitemoe", "hunyuan-moe",
-    "kimi-k2", "llama-rope3", "minimax-m2", "mixtral", "qwen2moe", "qwen2vl", "qwen3vl", "qwen3vlmoe", "seed_oss",
-    "smollm3",
+    "kimi-k2", "llama-rope3", "minimax-m2", "mistral3", "mixtral", "qwen2moe", "qwen2vl", "qwen3vl", "qwen3vlmoe",
+    "seed_oss", "smollm3",
 )  # fmt: skip
 F32_CACHE = ("granitemoe",)  # of what an f16 cache rounds away the bounds (against torch) know nothing
 TOKENS = np.random.default_rng(1).integers(0, 96, 20)
@@ -45,6 +45,8 @@ TINY: dict[str, dict[str, Any]] = {
     "ernie4_5-moe": EXPERTS | {"block_count": 4, "leading_dense_block_count": 1, "interleave_moe_layer_step": 2},
     "glm4moe": SHARED | {"block_count": 4, "nextn_predict_layers": 1, "rope.dimension_count": 8},
     "granite": GRANITE, "granitemoe": GRANITE | EXPERTS | {"expert_shared_feed_forward_length": 64},
+    "mistral3": {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 4,
+                 "rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.3},
     "qwen2moe": EXPERTS | {"expert_shared_feed_forward_length": 80},
     "hunyuan-moe": EXPERTS | {"expert_shared_count": 1}, "minimax-m2": EXPERTS | {"rope.dimension_count": 8},
     "seed_oss": {"attention.key_length": 64, "attention.value_length": 64}, "smollm3": {"block_count": 4},

@@ -107,6 +107,15 @@ def test_rms_norm_of_zeros_and_nan() -> None:
     assert not found[0].any() and np.isnan(found[1]).all() and np.isfinite(found[2]).all()
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+def test_pos_scale(shift: int) -> None:
+    """Rows at positions 5 to 24."""
+    x = random(20, 33)
+    found, wanted = run_both(lambda g, n: g.pos_scale(n[0], 0.3, 8, "y", shift=shift), [x], n_threads=3, pos=5)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert np.array_equal(wanted[: 3 - shift], x[: 3 - shift]) and (wanted[3 - shift :] != x[3 - shift :]).all()
+
+
 @pytest.mark.parametrize("cols", WIDTHS)
 def test_scale_and_gate(cols: int) -> None:
     x = random(5, cols)

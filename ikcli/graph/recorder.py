@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Weight, power_of_two_parts
 from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
-from ikcli.graph.ops_elements import Gate, Scale
+from ikcli.graph.ops_elements import Gate, PosScale, Scale
 from ikcli.graph.ops_experts import MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import (
     Add,
@@ -85,6 +85,10 @@ class Graph:
     def scale(self, x: Node, factor: float, name: str) -> Node:
         """x times a number; x itself if that is 1."""
         return x if factor == 1 else self.record(Scale(x, factor), name)
+
+    def pos_scale(self, x: Node, scale: float, length: int, name: str, *, shift: int = 0) -> Node:
+        """x times a factor that grows with the position; see `PosScale`."""
+        return self.record(PosScale(x, scale, length, shift), name)
 
     def gate(self, x: Node, gate: Node, name: str) -> Node:
         """x times sigmoid(gate), whose columns are for equal parts of a row."""

@@ -27,6 +27,7 @@ ARCHITECTURES: dict[str, str] = {
     "hunyuan-moe": "ikcli.models.hunyuan_moe",
     "llama": "ikcli.models.llama",
     "minimax-m2": "ikcli.models.minimax_m2",
+    "mistral3": "ikcli.models.llama",
     "qwen2": "ikcli.models.qwen2",
     "qwen2moe": "ikcli.models.qwen2moe",
     "qwen2vl": "ikcli.models.qwen2",  # text: all sections of the rotation have one position

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ikcli.graph import Graph, HeadSlice, Node, Weight
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
-from ikcli.models.rope import inverse_frequencies, magnitude
+from ikcli.models.rope import inverse_frequencies, magnitude, yarn_log
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 Block = Callable[[Node, LayerWeights], Node]
@@ -46,7 +46,9 @@ def rope_table(g: Graph, hp: HParams, w: Weights) -> Node:
     """Rotation table shared by all layers."""
     factors = w.data("rope_freqs.weight") if "rope_freqs.weight" in w else None
     inv_freq = inverse_frequencies(hp.rope, hp.n_rot, factors)
-    return g.rope_table(inv_freq.tolist(), magnitude(hp.rope, hp.rope.attn_factor))
+    # What a file says about K*Q (log_mul) cancels YaRN's factor on cosine and sine.
+    factor = hp.rope.attn_factor / (yarn_log(hp.rope, 0.1 * hp.rope.log_mul) if hp.arch == "mistral3" else 1.0)
+    return g.rope_table(inv_freq.tolist(), magnitude(hp.rope, factor))
 
 
 def linear(g: Graph, w: Weight, bias: Weight | None, x: Node, name: str) -> Node:
@@ -73,6 +75,8 @@ def self_attention(
     """
     q = _project(g, hp, x, layer, table, "q", hp.n_head, neox, norm_last)
     k = _project(g, hp, x, layer, table, "k", hp.n_head_kv, neox, norm_last)
+    if hp.temperature_scale:
+        q = g.pos_scale(q, hp.temperature_scale, hp.rope.n_ctx_orig, "Qcur_tempered")
     v = linear(g, layer.attn_v, layer.get("attn_v_bias"), x, "Vcur")
     if cfg.k_hadamard:
         q = g.hadamard(q, hp.n_head, hp.head_dim_k, "Qcur_hadamard")

@@ -75,6 +75,7 @@ class HParams:
     residual_scale: float = 1.0  # of what a block adds
     logit_scale: float = 1.0
     attention_scale: float = 0.0  # of K*Q; 0: 1 / sqrt(head_dim_k)
+    temperature_scale: float = 0.0  # of queries beyond the original context
     expert_gating: str = "softmax"
     expert_weights_norm: bool = False
     expert_weights_scale: float = 1.0
@@ -108,6 +109,8 @@ class HParams:
             values["n_ff_exp"] = values["n_ff"] // (values["n_expert_used"] if arch == "qwen3moe" else 1)
         if arch in ("granite", "granitemoe"):
             values |= _multipliers(keys)
+        if arch == "mistral3":
+            values["temperature_scale"] = keys.number("attention.temperature_scale", 0.0, most=1e6)
         hp = cls(**values)
         _check(hp)
         return hp

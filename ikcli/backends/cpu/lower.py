@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ikcli.backends.cpu.lower_attention import RULES
-from ikcli.backends.cpu.program import Lowering, Ref, f32_bits
+from ikcli.backends.cpu.program import Lowering, Ref, f32_bits, f64_bits
 from ikcli.backends.cpu.tile_modes import (
     MODES,
     MOST_TILES,
@@ -25,7 +25,7 @@ from ikcli.backends.cpu.tile_modes import (
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
-from ikcli.graph.ops_elements import Gate, Scale
+from ikcli.graph.ops_elements import Gate, PosScale, Scale
 from ikcli.graph.ops_experts import ExpertProduct, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import (
     Add,
@@ -127,6 +127,12 @@ def _add(low: Lowering, node: Node, op: Add) -> None:
 def _scale(low: Lowering, node: Node, op: Scale) -> None:
     low.emit(KernelKey("elements", "make_scale"), node.rows, low.out(op.x), low.out(node), node.cols,
              f32_bits(op.factor), row_bytes=8 * node.cols)  # fmt: skip
+
+
+@RULES.add(PosScale, "x scale length shift")
+def _pos_scale(low: Lowering, node: Node, op: PosScale) -> None:
+    low.emit(KernelKey("elements", "make_pos_scale"), node.rows, low.out(op.x), low.out(node), node.cols,
+             f64_bits(op.scale), op.length, op.shift, row_bytes=8 * node.cols)  # fmt: skip
 
 
 @RULES.add(Gate, "x gate")

@@ -88,6 +88,12 @@ def f32_bits(x: float) -> int:
     return bits
 
 
+def f64_bits(x: float) -> int:
+    """A float64 as a parameter word."""
+    bits: int = struct.unpack("<q", struct.pack("<d", x))[0]
+    return bits
+
+
 class Program:
     """A lowered graph, later bound to memory and kernels."""
 

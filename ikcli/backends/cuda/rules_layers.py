@@ -24,7 +24,7 @@ from ikcli.backends.cuda.lower import RULES, Arg, Grid, Lowering, Op, Ref
 from ikcli.backends.cuda.merging import merged_heads, merged_latent, merged_norm, norm_threads
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
-from ikcli.graph.ops_elements import Gate, Scale
+from ikcli.graph.ops_elements import Gate, PosScale, Scale
 from ikcli.graph.ops_experts import MoeRoute, MoeSort, MoeSum, route_of, sort_of
 from ikcli.graph.ops_rows import Add, Concat, ConcatHeads, GetRows, Hadamard, RmsNorm, Rope, RopeTable, SwiGlu
 
@@ -77,6 +77,13 @@ def _add(low: Lowering, node: Node, op: Add) -> None:
 def _scale(low: Lowering, node: Node, op: Scale) -> None:
     low.emit("layer_scale", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols), _f32(op.factor))  # fmt: skip
+
+
+@RULES.add(PosScale, "x scale length shift")
+def _pos_scale(low: Lowering, node: Node, op: PosScale) -> None:
+    low.emit("layer_pos_scale", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+             *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols), _f32(op.scale), _int(op.length),
+             _int(op.shift))  # fmt: skip
 
 
 @RULES.add(Gate, "x gate")

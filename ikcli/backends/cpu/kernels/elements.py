@@ -5,8 +5,8 @@ import math
 import numpy as np
 
 from ikcli.backends.cpu.kernels.basic import span
-from ikcli.backends.cpu.kernels.common import n_rows, word
-from ikcli.native.simd.vec import ld_f32, load_f32x16, splat_f32x16, st_f32, store_f32x16, vmul
+from ikcli.backends.cpu.kernels.common import POS, n_rows, state_word, word
+from ikcli.native.simd.vec import ld_f32, ld_f64, ld_i32, load_f32x16, splat_f32x16, st_f32, store_f32x16, vmul
 
 _F1 = np.float32(1.0)
 
@@ -45,3 +45,24 @@ def make_gate():
                 st_f32(dst + 4 * i, ld_f32(src + 4 * i) * g)
 
     return gate
+
+
+def make_pos_scale():
+    """params: 3 x, 4 out, 5 columns, 6 scale (f64 bits), 7 length, 8 shift: one row per token."""
+
+    def pos_scale(params, ith, nth):
+        x, out, cols, length, shift = (
+            word(params, 3), word(params, 4), word(params, 5), word(params, 7), word(params, 8)
+        )  # fmt: skip
+        scale, pos = ld_f64(params + 48), state_word(params, POS)
+        rows, full = n_rows(params), cols & ~15
+        for row in range(rows * ith // nth, rows * (ith + 1) // nth):
+            steps = (np.int64(ld_i32(pos + 4 * row)) + shift) // length
+            factor = np.float32(1.0 + scale * math.log1p(np.float64(steps)))
+            src, dst, v = x + 4 * row * cols, out + 4 * row * cols, splat_f32x16(factor)
+            for i in range(0, full, 16):
+                store_f32x16(dst + 4 * i, vmul(load_f32x16(src + 4 * i), v))
+            for i in range(full, cols):
+                st_f32(dst + 4 * i, ld_f32(src + 4 * i) * factor)
+
+    return pos_scale

@@ -28,3 +28,15 @@ layer_gate(const i64* st, int symbol, int factor, const float* x, const float* g
   out += row * cols;
   for (int j = i; j < min(i + 4, cols); j++) out[j] = x[j] / (1.f + expf(-gate[j / width]));
 }
+
+// Row r times 1 + by * ln(1 + floor((position + shift) / length)). Same grid.
+extern "C" __global__ void __launch_bounds__(256)
+layer_pos_scale(const i64* st, int symbol, int factor, const float* x, float* out, int cols, float by, int length, int shift) {
+  const i64 row = blockIdx.x;
+  const int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
+  if (row >= step_rows(st, symbol, factor) || i >= cols) return;
+  const float f = 1.f + by * logf(1.f + (float)((step_pos(st)[row] + shift) / length));
+  x += row * cols;
+  out += row * cols;
+  for (int j = i; j < min(i + 4, cols); j++) out[j] = x[j] * f;
+}

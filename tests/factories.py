@@ -116,6 +116,7 @@ def tiny_deepseek2(layout: str = "legacy", *, n_head: int = 4, seed: int = 2, **
         "expert_used_count": 3,
         "expert_feed_forward_length": 32,
         "expert_shared_count": 2,
+        "expert_gating_func": 1,
         "expert_weights_scale": 1.5,
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": 40.0,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cuda_emulation import needs_emulation
 from cuda_sessions import Opener
-from factories import tiny_model
+from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
 
 from ikcli import models
@@ -118,7 +118,8 @@ def test_gating_of_files_that_do_not_say() -> None:
     sigmoid = {"blk.1.exp_probs_b.bias": type("T", (), {"shape": (8,)})()}
     for arch, tensors, wanted in (
         ("glm4moe", {}, "sigmoid"), ("minimax-m2", {}, "sigmoid"), ("ernie4_5-moe", sigmoid, "softmax"),
-        ("hunyuan-moe", {}, "softmax"),
+        ("hunyuan-moe", {}, "softmax"), ("deepseek2", sigmoid, "sigmoid"), ("deepseek2", {}, "softmax"),
     ):  # fmt: skip
-        hp = HParams.from_gguf(tiny_model(arch, **TINY[arch]).metadata, tensors, "x.gguf")
+        model = tiny_deepseek2(expert_gating_func=None) if arch == "deepseek2" else tiny_model(arch, **TINY[arch])
+        hp = HParams.from_gguf(model.metadata, tensors, "x.gguf")
         assert hp.expert_gating == wanted, arch

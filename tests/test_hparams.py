@@ -81,7 +81,7 @@ def test_wrong_values(key: str, value: Any, message: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("rope.scaling.type", "longrope"), ("expert_gating_func", 3), ("attention.head_count", np.array([4, 8]))],
+    [("rope.scaling.type", "longrope"), ("expert_gating_func", 3)],
 )
 def test_unsupported_values(key: str, value: Any) -> None:
     with pytest.raises(UnsupportedError, match=rf"file\.gguf: llama\.{key}"):
@@ -93,6 +93,16 @@ def test_long_rope_tensors_are_unsupported() -> None:
     model.set("rope_factors_long.weight", np.ones(8))
     with pytest.raises(UnsupportedError, match="LongRoPE"):
         read(model.metadata, model.tensors)
+
+
+def test_values_that_differ_between_layers() -> None:
+    keys = {"attention.head_count": np.array([4, 8], np.int32), "attention.key_length": 16}
+    hp = read(base_metadata("llama", **keys))
+    assert hp.n_head == 8 and [hp.at(il).n_head for il in range(2)] == [4, 8]
+    with pytest.raises(FormatError, match="has 1 values for 2 layers"):
+        read(base_metadata("llama", **keys | {"attention.head_count_kv": np.array([4])}))
+    with pytest.raises(FormatError, match="does not divide head_count 8"):
+        read(base_metadata("llama", **keys | {"attention.head_count_kv": np.array([4, 3])}))
 
 
 def test_values_per_layer_that_agree_are_one_value() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 import ikcli
 from ikcli.backends import step_block
+from ikcli.backends.cpu import cell_places
 from ikcli.backends.cpu.kernels import common, state_rows
 from ikcli.backends.step_block import StepBlock
 from ikcli.graph import Rows
@@ -18,14 +19,16 @@ from ikcli.graph.micro_batch import Segment
 def test_cpu_kernels_read_what_is_written() -> None:
     block = StepBlock(8, 64)
     tokens, pos = np.array([5, 6, 7], np.int32), np.array([3, 4, 0], np.int32)
-    block.set(tokens, pos, np.array([1, 2]), [Segment(0, 2, 10, 3, 0), Segment(2, 1, 40, 0, 5)])
+    block.set(tokens, pos, np.array([1, 2]), [Segment(0, 2, 10, 3, 0, -2), Segment(2, 1, 40, 0, 5, 7)])
     words, *arrays = block.arrays()
     assert words[[common.N_TOKENS, common.N_OUTPUTS, common.N_KV, common.N_SEG]].tolist() == [3, 2, 6, 2]
     order = (common.TOKENS, common.POS, common.CELLS, common.OUT_IDS, common.SEGMENTS, common.KV_CELLS,
-             state_rows.SEQS)  # fmt: skip
+             state_rows.SEQS, cell_places.WINDOW_CELLS, cell_places.WINDOWS)  # fmt: skip
     assert [int(words[i]) for i in order] == [a.ctypes.data for a in arrays]
     assert arrays[2].tolist() == [13, 14, 40] and arrays[5].tolist() == [10, 11, 12, 13, 14, 40]
     assert arrays[6].tolist() == [0, 5]
+    assert arrays[7].tolist() == [1, 2, 7] and arrays[8].tolist() == [-2, 7]
+    assert cell_places.CELLS == common.CELLS
     second = arrays[4][1]
     named = {common.SEG_TOKEN: 2, common.SEG_N_TOKENS: 1, common.SEG_CELL: 40, common.SEG_POS: 0,
              common.SEG_KV_ROW: 5, common.SEG_N_KV: 1}  # fmt: skip
@@ -41,9 +44,9 @@ def test_a_step_is_the_same_as_a_batch() -> None:
         np.array([9, 8], np.int32),
         np.array([2, 7], np.int32),
         np.arange(2),
-        [Segment(0, 1, 0, 2, 0), Segment(1, 1, 32, 7, 1)],
+        [Segment(0, 1, 0, 2, 0, 0), Segment(1, 1, 32, 7, 1, -3)],
     )
-    b.set_step([9, 8], [2, 7], [0, 1], 32, 2)
+    b.set_step([9, 8], [2, 7], [0, 1], 32, 2, [0, -3])
     assert a.rows == b.rows and a.n_segments == b.n_segments
     for x, y in zip(a.arrays()[1:6] + a.arrays()[7:], b.arrays()[1:6] + b.arrays()[7:], strict=True):
         np.testing.assert_array_equal(x, y)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ikcli.backends.reference_kv import QUANTIZED_CACHE_TYPES, through_blocks
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType
-from ikcli.graph import Cache, Graph, Node, Rows, Weight
+from ikcli.graph import Cache, Graph, Node, Per, Rows, Weight
 from ikcli.graph.micro_batch import MicroBatch
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encode import quantize
@@ -39,16 +39,20 @@ def through_type(x: npt.NDArray[np.float32], type_: GGMLType) -> npt.NDArray[np.
 class CacheStore:
     """The cache tensors of a session, (rows, cols) each; transposition is a matter of layout and ignored here."""
 
-    def __init__(self, n_cells: int, n_seq: int = 1) -> None:
-        self.n_cells, self.n_seq = n_cells, n_seq
+    def __init__(self, n_cells: int, n_seq: int = 1, n_window: int = 0) -> None:
+        """`n_window`: cells of windows of a sequence."""
+        self.n_cells, self.n_seq, self.n_window = n_cells, n_seq, n_window
         self._rows: dict[tuple[str, int], npt.NDArray[np.float32]] = {}
 
     def rows(self, cache: Cache) -> npt.NDArray[np.float32]:
         """All rows of a cache tensor."""
         key = (cache.kind, cache.il)
         if key not in self._rows:
-            self._rows[key] = np.full((cache.rows(self.n_cells, self.n_seq), cache.cols), np.nan, np.float32)
+            self._rows[key] = np.full((self._n_rows(cache), cache.cols), np.nan, np.float32)
         return self._rows[key]
+
+    def _n_rows(self, cache: Cache) -> int:
+        return cache.rows(self.n_cells, self.n_seq, self.n_window)
 
     def store(self, cache: Cache, cells: Array, x: npt.NDArray[np.float32], offset: int) -> None:
         """Write rows of x into `cells`, from column `offset` on."""
@@ -108,7 +112,8 @@ class Executor:
 
     def store(self, cache: Cache, x: Array, offset: int) -> None:
         """Write a row per token of the micro-batch, from column `offset` on."""
-        self.caches.store(cache, self.state.cells, x.astype(np.float32), offset)
+        cells = self.state.window_cells if cache.per is Per.WINDOW else self.state.cells
+        self.caches.store(cache, cells, x.astype(np.float32), offset)
 
 
 def _last_uses(graph: Graph) -> Mapping[int, int]:

@@ -1,9 +1,10 @@
 """The step block: what changes from micro-batch to micro-batch, at fixed addresses that programs know.
 
-16 words, then arrays. Words 0..3 are the numbers of tokens, outputs, cached positions and segments, words 4..10 the
+16 words, then arrays. Words 0..3 are the numbers of tokens, outputs, cached positions and segments, words 4..12 the
 addresses of: tokens and positions (int32), cells and output rows (int64), segments (SEG_WORDS each), cells of all
-cached positions, sequences of the segments (int64). Kernels read it by the names of backends/cpu/kernels/common.py and
-state_rows.py, and backends/cuda/kernels/common.cuh.
+cached positions, sequences of the segments, and for caches of windows the cells of the tokens and the (perhaps only
+imagined) cell of position 0 of every segment (int64). Kernels read it by the names of backends/cpu/kernels/common.py,
+state_rows.py and cell_places.py, and backends/cuda/kernels/common.cuh.
 """
 
 from __future__ import annotations
@@ -44,9 +45,12 @@ class StepBlock:
         self._segments = np.zeros((n_tokens, SEG_WORDS), np.int64)
         self._kv_cells = np.zeros(n_cells, np.int64)
         self._seqs = np.zeros(n_tokens, np.int64)
+        self._window_cells = np.zeros(n_tokens, np.int64)
+        self._windows = np.zeros(n_tokens, np.int64)
         self._count = np.arange(n_cells)
-        arrays = (self._tokens, self._pos, self._cells, self._out_ids, self._segments, self._kv_cells, self._seqs)
-        self._words[4:11] = [a.ctypes.data for a in arrays]
+        arrays = (self._tokens, self._pos, self._cells, self._out_ids, self._segments, self._kv_cells, self._seqs,
+                  self._window_cells, self._windows)  # fmt: skip
+        self._words[4:13] = [a.ctypes.data for a in arrays]
         self.address: int = self._words.ctypes.data
         self.rows: dict[Rows, int] = {}
         self.n_segments = 0
@@ -64,8 +68,9 @@ class StepBlock:
         self._out_ids[: len(out_ids)] = out_ids
         for i, s in enumerate(segments):
             self._cells[s.start : s.start + s.n_tokens] = self._count[s.cell + s.pos : s.cell + s.n_kv]
+            self._window_cells[s.start : s.start + s.n_tokens] = self._count[s.pos : s.n_kv] + s.window_cell
             self._segments[i] = s.start, s.n_tokens, s.cell, s.pos, n_kv, s.n_kv
-            self._seqs[i] = s.seq
+            self._seqs[i], self._windows[i] = s.seq, s.window_cell
             self._kv_cells[n_kv : n_kv + s.n_kv] = self._count[s.cell : s.cell + s.n_kv]
             n_kv += s.n_kv
         self._words[:4] = n, len(out_ids), n_kv, len(segments)
@@ -73,9 +78,15 @@ class StepBlock:
         self.rows = {Rows.TOKENS: n, Rows.OUTPUTS: len(out_ids), Rows.KV: n_kv}
 
     def set_step(
-        self, tokens: Sequence[int], pos: Sequence[int], seqs: Sequence[int], n_ctx: int, n_outputs: int
+        self,
+        tokens: Sequence[int],
+        pos: Sequence[int],
+        seqs: Sequence[int],
+        n_ctx: int,
+        n_outputs: int,
+        windows: Sequence[int] = (),
     ) -> None:
-        """Describe a micro-batch of one token each of these sequences of n_ctx cells.
+        """Describe a micro-batch of one token each of these sequences of n_ctx cells; `windows`: see `Segment`.
 
         For programs for generation: those never read the cache as compact rows, so `kv_cells` stays as it is.
         """
@@ -90,6 +101,9 @@ class StepBlock:
         ints(self._pos, 0, *pos)
         longs(self._cells, 0, *map(add, cells, pos))
         longs(self._seqs, 0, *seqs)
+        if windows:
+            longs(self._windows, 0, *windows)
+            longs(self._window_cells, 0, *map(add, windows, pos))
         segments(self._segments, 0, *words)
         self._out_ids[:n_outputs] = self._count[:n_outputs]
         _pack_counts(self._words, 0, n, n_outputs, n_kv, n)
@@ -100,4 +114,5 @@ class StepBlock:
         """The words, then what their addresses point to, as far as this micro-batch uses it."""
         n, n_out, n_kv, n_segments = (int(x) for x in self._words[:4])
         return (self._words, self._tokens[:n], self._pos[:n], self._cells[:n], self._out_ids[:n_out],
-                self._segments[:n_segments], self._kv_cells[:n_kv], self._seqs[:n_segments])  # fmt: skip
+                self._segments[:n_segments], self._kv_cells[:n_kv], self._seqs[:n_segments],
+                self._window_cells[:n], self._windows[:n_segments])  # fmt: skip

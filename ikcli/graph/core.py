@@ -77,6 +77,7 @@ class Per(Enum):
     """What a row of a cache tensor belongs to."""
 
     CELL = "a position of a sequence"
+    WINDOW = "one of the last positions of a sequence: cells that are used again once no query sees them any more"
     SEQUENCE = "a sequence: a state of fixed size, zero where the sequence begins (position 0) whatever is stored"
 
 
@@ -91,9 +92,9 @@ class Cache:
     transposed: bool = False
     per: Per = Per.CELL
 
-    def rows(self, n_cells: int, n_seq: int) -> int:
-        """Rows of the tensor in a session of so many cells and sequences."""
-        return n_seq if self.per is Per.SEQUENCE else n_cells
+    def rows(self, n_cells: int, n_seq: int, n_window: int = 0) -> int:
+        """Rows of the tensor in a session of so many cells, sequences, and cells of windows per sequence."""
+        return {Per.CELL: n_cells, Per.WINDOW: n_seq * n_window, Per.SEQUENCE: n_seq}[self.per]
 
 
 class Place(Enum):

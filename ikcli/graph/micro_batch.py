@@ -13,7 +13,8 @@ class Segment:
     """The part of one sequence in a micro-batch: tokens start..start+n_tokens-1 at positions pos.. of the sequence.
 
     The sequence's cells start at `cell`, its states are in row `seq`; after the micro-batch it has n_kv = pos +
-    n_tokens cached positions.
+    n_tokens cached positions. In caches of windows position p is in cell `window_cell` + p, as far as it is kept:
+    `window_cell` is below zero where the first positions are gone.
     """
 
     start: int
@@ -21,6 +22,7 @@ class Segment:
     cell: int
     pos: int
     seq: int = 0
+    window_cell: int = 0
 
     @property
     def n_kv(self) -> int:
@@ -41,3 +43,11 @@ class MicroBatch:
     def kv_cells(self) -> npt.NDArray[np.int64]:
         """The cells of all cached positions of the sequences, in segment order."""
         return np.concatenate([np.arange(s.cell, s.cell + s.n_kv) for s in self.segments])
+
+    @property
+    def window_cells(self) -> npt.NDArray[np.int64]:
+        """The cell of every token in caches of windows."""
+        cells: npt.NDArray[np.int64] = self.pos.astype(np.int64)
+        for s in self.segments:
+            cells[s.start : s.start + s.n_tokens] += s.window_cell
+        return cells

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ikcli.graph.core import Array, Cache, HeadSlice, Node, Op, Rows, RowSpec, Run
+from ikcli.graph.core import Array, Cache, HeadSlice, Node, Op, Per, Rows, RowSpec, Run, Weight
 from ikcli.graph.micro_batch import Segment
 from ikcli.graph.ops_rows import head_columns, softmax
 
@@ -62,6 +62,10 @@ class Attention(Op):
     Query head h uses key/value head h // (n_head // n_head_kv). The parts of q and of k are concatenated in order and
     have equal widths in total. Sources that are caches are read at the sequence's cells, sources that are nodes with
     Rows.KV at compact rows.
+
+    `window`: a query at position p sees the positions > p - window (0: all). `chunk`: it sees those from p - p % chunk
+    on (0: all). `sinks`: a logit per head that takes part in the soft-max and has no value. `softcap`: scores, scaled,
+    become softcap * tanh(score / softcap) (0: they stay).
     """
 
     q: tuple[HeadSlice, ...]
@@ -70,8 +74,14 @@ class Attention(Op):
     n_head: int
     n_head_kv: int
     scale: float
+    window: int = 0
+    chunk: int = 0
+    sinks: Weight | None = None
+    softcap: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.sinks is not None and self.sinks.shape[0] != self.n_head:
+            raise ValueError(f"{self.sinks.name}: {self.sinks.shape[0]} sinks for {self.n_head} heads")
         if sum(p.width for p in self.q) != sum(p.width for p in self.k):
             raise ValueError("heads of queries and of keys differ in width")
 
@@ -84,28 +94,42 @@ class Attention(Op):
     def shape(self) -> tuple[RowSpec, int]:
         return self.q[0].node.rows, self.n_head * self.v.width
 
+    def first_seen(self, pos: int) -> int:
+        """The first position that a query at `pos` sees."""
+        return max(pos - self.window + 1 if self.window else 0, pos - pos % self.chunk if self.chunk else 0, 0)
+
     def compute(self, run: Run) -> Array:
         out: Array = np.empty((len(run.state.tokens), self.n_head, self.v.width), run.dtype)
         kv0 = 0
         for s in run.state.segments:
             tokens = np.s_[s.start : s.start + s.n_tokens]
-            hidden = np.arange(s.n_kv) > run.state.pos[tokens, None]
+            pos = run.state.pos[tokens]
+            first = np.array([self.first_seen(int(p)) for p in pos])
+            at = np.arange(first.min(initial=s.n_kv), s.n_kv)
+            hidden = (at > pos[:, None]) | (at < first[:, None])
             q = np.concatenate([head_columns(run.value(p.node)[tokens], p, self.n_head) for p in self.q], axis=2)
-            k = np.concatenate([_positions(run, p, s, kv0, self.n_head_kv) for p in self.k], axis=2)
-            v = _positions(run, self.v, s, kv0, self.n_head_kv)
+            k = np.concatenate([_positions(run, p, s, kv0, at, self.n_head_kv) for p in self.k], axis=2)
+            v = _positions(run, self.v, s, kv0, at, self.n_head_kv)
             for h in range(self.n_head):
                 scores = (q[:, h] @ k[:, h // self.group].T) * run.dtype(self.scale)
-                out[tokens, h] = softmax(np.where(hidden, -np.inf, scores)) @ v[:, h // self.group]
+                if self.softcap:
+                    scores = run.dtype(self.softcap) * np.tanh(scores / run.dtype(self.softcap))
+                scores = np.where(hidden, -np.inf, scores)
+                if self.sinks is not None:
+                    sink = np.full((len(scores), 1), run.weight(self.sinks)[h], scores.dtype)
+                    scores = np.concatenate([scores, sink], axis=1)
+                out[tokens, h] = softmax(scores)[:, : len(at)] @ v[:, h // self.group]
             kv0 += s.n_kv
         return out.reshape(len(out), -1)
 
 
-def _positions(run: Run, part: HeadSlice, s: Segment, kv0: int, n_head: int) -> Array:
-    """Keys or values of a segment: its cells of a cache, or rows kv0.. of a node over all segments."""
+def _positions(run: Run, part: HeadSlice, s: Segment, kv0: int, at: Array, n_head: int) -> Array:
+    """Keys or values of a segment's positions `at`: its cells of a cache, or rows kv0.. of a node over all segments."""
     if isinstance(part.source, Cache):
-        rows: Array = run.cached(part.source)[s.cell : s.cell + s.n_kv].astype(run.dtype)
+        first = s.window_cell if part.source.per is Per.WINDOW else s.cell
+        rows: Array = run.cached(part.source)[first + at].astype(run.dtype)
     else:
-        rows = run.value(part.source)[kv0 : kv0 + s.n_kv]
+        rows = run.value(part.source)[kv0 + at]
     return head_columns(rows, part, n_head)
 
 

@@ -47,9 +47,9 @@ class Graph:
         self.nodes.append(node)
         return node
 
-    def cache(self, kind: str, cols: int, type_: GGMLType, transposed: bool = False) -> Cache:
+    def cache(self, kind: str, cols: int, type_: GGMLType, transposed: bool = False, per: Per = Per.CELL) -> Cache:
         """The cache tensor `kind` of the current layer."""
-        c = Cache(kind, self.il, cols, type_, transposed)
+        c = Cache(kind, self.il, cols, type_, transposed, per)
         return self.caches.setdefault((kind, self.il), c)
 
     def state(self, kind: str, cols: int) -> Cache:
@@ -152,14 +152,17 @@ class Graph:
         scale: float,
         flash: bool,
         heads_per_step: int = 0,
+        window: int = 0,
+        chunk: int = 0,
+        sinks: Weight | None = None,
+        softcap: float = 0.0,
     ) -> Node:
         """Causal attention within each sequence: [rows, n_head*v.width]; see `Attention`.
 
         flash=False materialises K*Q, `heads_per_step` heads at a time (0 = all).
         """
-        if flash:
-            return self.record(FlashAttn(tuple(q), tuple(k), v, n_head, n_head_kv, scale), name)
-        return self.record(Attn(tuple(q), tuple(k), v, n_head, n_head_kv, scale, heads_per_step), name)
+        settings = (tuple(q), tuple(k), v, n_head, n_head_kv, scale, window, chunk, sinks, softcap)
+        return self.record(FlashAttn(*settings) if flash else Attn(*settings, heads_per_step), name)
 
     # --- mixture of experts -------------------------------------------------------------------------------------------
     def moe_route(

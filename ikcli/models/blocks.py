@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from ikcli.graph import Graph, HeadSlice, Node, Weight
+from ikcli.graph import Graph, HeadSlice, Node, Per, Weight
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.rope import inverse_frequencies, magnitude, yarn_log
@@ -73,6 +73,7 @@ def self_attention(
 
     No `table`: without rotation. `norm_last`: q and k are normed after the rotation.
     """
+    hp = hp.at(layer.il)
     q = _project(g, hp, x, layer, table, "q", hp.n_head, neox, norm_last)
     k = _project(g, hp, x, layer, table, "k", hp.n_head_kv, neox, norm_last)
     if hp.temperature_scale:
@@ -83,8 +84,9 @@ def self_attention(
         k = g.hadamard(k, hp.n_head_kv, hp.head_dim_k, "Kcur_hadamard")
     if cfg.v_hadamard:
         v = g.hadamard(v, hp.n_head_kv, hp.head_dim_v, "Vcur_hadamard")
-    k_cache = g.cache("k", hp.n_head_kv * hp.head_dim_k, cfg.type_k)
-    v_cache = g.cache("v", hp.n_head_kv * hp.head_dim_v, cfg.type_v)
+    per = Per.WINDOW if hp.window and cfg.n_window else Per.CELL
+    k_cache = g.cache("k", hp.n_head_kv * hp.head_dim_k, cfg.type_k, per=per)
+    v_cache = g.cache("v", hp.n_head_kv * hp.head_dim_v, cfg.type_v, per=per)
     g.kv_store(k_cache, k, "k_cache_view")
     g.kv_store(v_cache, v, "v_cache_view")
     kqv = g.attention(
@@ -97,6 +99,7 @@ def self_attention(
         scale=hp.attention_scale or 1.0 / math.sqrt(hp.head_dim_k),
         flash=cfg.flash_attn,
         heads_per_step=heads_per_step(cfg, hp.n_head),
+        window=hp.window,
     )
     if cfg.v_hadamard:
         kqv = g.hadamard(kqv, hp.n_head, hp.head_dim_v, "kqv_hadamard")
@@ -140,6 +143,7 @@ def feed_forward(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerW
     """The feed-forward part of a block: dense, or routed experts with shared ones (perhaps gated) beside them."""
     if not hp.has_experts(layer.il):
         return dense_ffn(g, x, layer)
+    hp = hp.at(layer.il)
     if not hp.n_ff_shexp:
         return moe_ffn(g, hp, cfg, x, layer, "ffn_out")
     moe_out = moe_ffn(g, hp, cfg, x, layer)
@@ -201,6 +205,7 @@ def attention_specs(
     hp: HParams, il: int, *, bias: bool | None, qk_norm: bool | None = False, ffn_norm: str = "ffn_norm"
 ) -> TensorSpecs:
     """Norms and projections of one block; bias, qk_norm None = they are optional."""
+    hp = hp.at(il)
     q, k, v = hp.n_head * hp.head_dim_k, hp.n_head_kv * hp.head_dim_k, hp.n_head_kv * hp.head_dim_v
     specs = {
         "attn_norm.weight": TensorSpec((hp.n_embd,)),
@@ -222,6 +227,7 @@ def attention_specs(
 
 def feed_forward_specs(hp: HParams, il: int) -> TensorSpecs:
     """What `feed_forward` needs."""
+    hp = hp.at(il)
     if not hp.has_experts(il):
         return dense_specs(hp, il, hp.n_ff)
     specs = expert_specs(hp, il, hp.n_ff_exp)

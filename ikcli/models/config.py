@@ -13,8 +13,9 @@ class GraphConfig:
 
     mla: 0..3 (models without MLA ignore it). amb: MiB for attention temporaries, 0 = no cap. ser: (fewest experts,
     threshold) or None. k_hadamard, v_hadamard: rotate keys (with MLA: latent rows) and values before they are stored.
-    n_ctx: cells of the whole cache. n_seq: sequences that share it. n_ubatch: most rows of a micro-batch. expand: the
-    prompt path of mla 2 and 3, which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off.
+    n_ctx: cells of the whole cache. n_seq: sequences that share it. n_ubatch: most rows of a micro-batch. n_window:
+    cells of a sequence in the caches of window layers, 0: as many as in others. expand: the prompt path of mla 2 and 3,
+    which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off.
     """
 
     mla: int = 3
@@ -29,6 +30,7 @@ class GraphConfig:
     n_ctx: int = 512
     n_seq: int = 1
     n_ubatch: int = 512
+    n_window: int = 0
     expand: bool = False
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,7 +48,11 @@ class RopeParams:
 
 @dataclass(frozen=True, slots=True)
 class HParams:
-    """Numbers that define a model of one architecture; fields an architecture does not use are 0."""
+    """Numbers that define a model of one architecture; fields an architecture does not use are 0.
+
+    Where layers differ, `per_layer` has the values of all layers by field name, `at` is what one layer sees, and the
+    field itself is the largest of them.
+    """
 
     arch: str
     source: str  # file name, for messages
@@ -83,6 +87,8 @@ class HParams:
     n_expert_groups_used: int = 1
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
+    window: int = 0  # positions that a query sees, itself included; 0: all
+    per_layer: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], tensors: Mapping[str, HasShape], source: str) -> HParams:
@@ -98,26 +104,33 @@ class HParams:
         values["n_embd"] = keys.integer("embedding_length", least=1)
         values["n_ctx_train"] = keys.integer("context_length", least=1)
         values["n_vocab"] = _n_vocab(keys, tensors)
-        values["n_ff"] = keys.per_layer("feed_forward_length", 0)
+        values["n_ff"] = keys.per_layer("feed_forward_length", 0, n_layer=values["n_layer"])
         values["eps"] = keys.number("attention.layer_norm_rms_epsilon")
-        values |= _heads(keys, values["n_embd"])
+        values |= _heads(keys, values["n_embd"], values["n_layer"])
         values |= _experts(keys, arch, tensors)
         values["rope"] = _rope(keys, tensors, values["n_ctx_train"])
         if arch in MLA:
             values |= _mla(keys, values)
         elif values["n_expert_used"] and not values["n_ff_exp"]:
-            values["n_ff_exp"] = values["n_ff"] // (values["n_expert_used"] if arch == "qwen3moe" else 1)
+            n_ff = max(_layers(values["n_ff"], 1))
+            values["n_ff_exp"] = n_ff // (values["n_expert_used"] if arch == "qwen3moe" else 1)
         if arch in ("granite", "granitemoe"):
             values |= _multipliers(keys)
         if arch == "mistral3":
             values["temperature_scale"] = keys.number("attention.temperature_scale", 0.0, most=1e6)
-        hp = cls(**values)
+        hp = cls(**_by_layer(values))
         _check(hp)
         return hp
 
     def has_experts(self, il: int) -> bool:
         """Whether the feed-forward part of block il is made of experts."""
         return self.n_expert > 0 and il >= self.n_layer_dense_lead and (il + 1) % self.moe_step == 0
+
+    def at(self, il: int) -> HParams:
+        """The numbers of layer il."""
+        if not self.per_layer:
+            return self
+        return replace(self, per_layer={}, **{name: values[il] for name, values in self.per_layer.items()})
 
     @property
     def kv_row(self) -> int:
@@ -164,24 +177,20 @@ class _Keys:
             raise self.fail(key, f"is {value}, outside -{most:g}..{most:g}")
         return float(value)
 
-    def per_layer(self, key: str, default: int | None = None, *, least: int = 0) -> int:
-        """A number that may be given per layer; layers that differ are not supported."""
+    def per_layer(self, key: str, default: int | None = None, *, n_layer: int, least: int = 0) -> int | tuple[int, ...]:
+        """A number, or one per layer where layers differ; a list may go on for layers that are not part of the run."""
         value = self.raw(key, default)
-        if hasattr(value, "__len__") and not isinstance(value, str):
-            if not all(isinstance(v, int | np.integer) for v in value):
-                raise self.fail(key, f"should hold whole numbers, but is {_short(value)}")
-            items = {int(v) for v in value}
-            if len(items) != 1:
-                raise UnsupportedError(
-                    f"{self.source}: {self.name(key)} differs between layers ({_short(sorted(items))}); "
-                    "only models whose layers are alike can be run"
-                )
-            value = items.pop()
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.fail(key, f"should be a whole number, but is {_short(value)}")
-        if not least <= value <= _MAX_SIZE:
-            raise self.fail(key, f"is {value}, outside {least}..{_MAX_SIZE}")
-        return value
+        if not hasattr(value, "__len__") or isinstance(value, str):
+            return self.integer(key, default, least=least)
+        if not all(isinstance(v, int | np.integer) and not isinstance(v, bool) for v in value):
+            raise self.fail(key, f"should hold whole numbers, but is {_short(value)}")
+        items = tuple(int(v) for v in value)
+        if len(items) < n_layer:
+            raise self.fail(key, f"has {len(items)} values for {n_layer} layers")
+        bad = [v for v in items if not least <= v <= _MAX_SIZE]
+        if bad:
+            raise self.fail(key, f"holds {bad[0]}, outside {least}..{_MAX_SIZE}")
+        return items[:n_layer] if len(set(items[:n_layer])) > 1 else items[0]
 
 
 def _short(value: Any) -> str:
@@ -201,17 +210,32 @@ def _n_vocab(keys: _Keys, tensors: Mapping[str, HasShape]) -> int:
     raise keys.fail("vocab_size", "is missing, and so is tokenizer.ggml.tokens")
 
 
-def _heads(keys: _Keys, n_embd: int) -> dict[str, int]:
-    n_head = keys.per_layer("attention.head_count", least=1)
-    n_head_kv = keys.per_layer("attention.head_count_kv", n_head, least=1)
-    if n_head % n_head_kv:
-        raise keys.fail("attention.head_count_kv", f"is {n_head_kv}, which does not divide head_count {n_head}")
-    k = keys.integer("attention.key_length", n_embd // n_head, least=1)
-    v = keys.integer("attention.value_length", n_embd // n_head, least=1)
+def _by_layer(values: dict[str, Any]) -> dict[str, Any]:
+    """Tuples of numbers, one per layer, become `per_layer` and their largest one."""
+    layered = {name: value for name, value in values.items() if isinstance(value, tuple)}
+    return values | {name: max(value) for name, value in layered.items()} | {"per_layer": layered}
+
+
+def _heads(keys: _Keys, n_embd: int, n_layer: int) -> dict[str, Any]:
+    n_head = keys.per_layer("attention.head_count", n_layer=n_layer, least=1)
+    n_head_kv = n_head
+    if "attention.head_count_kv" in keys:
+        n_head_kv = keys.per_layer("attention.head_count_kv", n_layer=n_layer, least=1)
+    for q, kv in zip(_layers(n_head, n_layer), _layers(n_head_kv, n_layer), strict=True):
+        if q % kv:
+            raise keys.fail("attention.head_count_kv", f"is {kv}, which does not divide head_count {q}")
+    width = n_embd // max(_layers(n_head, n_layer))
+    k = keys.integer("attention.key_length", width, least=1)
+    v = keys.integer("attention.value_length", width, least=1)
     n_rot = keys.integer("rope.dimension_count", k, least=2)
     if n_rot % 2 or n_rot > k:
         raise keys.fail("rope.dimension_count", f"is {n_rot}; it must be even and at most the key length {k}")
     return {"n_head": n_head, "n_head_kv": n_head_kv, "head_dim_k": k, "head_dim_v": v, "n_rot": n_rot}
+
+
+def _layers(value: int | tuple[int, ...], n_layer: int) -> tuple[int, ...]:
+    """A value for every layer."""
+    return value if isinstance(value, tuple) else (value,) * n_layer
 
 
 def _experts(keys: _Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str, Any]:

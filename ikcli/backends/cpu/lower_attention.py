@@ -10,11 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ikcli.backends.cpu.cell_places import CELLS, IN_CELLS, IN_ROWS, IN_WINDOW, WINDOW_CELLS
 from ikcli.backends.cpu.program import Lowering, Ref, Word, f32_bits
 from ikcli.backends.rules import Rules
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
-from ikcli.graph import Cache, HeadSlice, Node, Rows
+from ikcli.graph import Cache, HeadSlice, Node, Per, Rows
 from ikcli.graph.ops_attention import Attention, Attn, FlashAttn, KvRows, KvStore
 from ikcli.graph.ops_rows import Hadamard
 from ikcli.native import isa
@@ -96,7 +97,8 @@ def lower_kv_store(low: Lowering, node: Node, op: KvStore) -> None:
     key = KernelKey("kv", "make_kv_store", (type_,))
     # making blocks takes longer than moving bytes
     moved = (8 if TYPE_TRAITS[cache.type].block_size == 1 else 64) * cols
-    low.emit(key, node.rows, source, 4 * x.cols, cols, Ref(cache), row_bytes, cache_offset, row_bytes=moved)
+    cells = WINDOW_CELLS if cache.per is Per.WINDOW else CELLS
+    low.emit(key, node.rows, source, 4 * x.cols, cols, Ref(cache), row_bytes, cache_offset, cells, row_bytes=moved)
 
 
 @RULES.add(KvRows, "cache offset n_cols")
@@ -114,12 +116,13 @@ def _part(low: Lowering, x: HeadSlice | None) -> tuple[str, list[Word]]:
     if x is None:
         return "", [0] * 6
     if isinstance(x.source, Node):
-        compact = int(x.source.rows.symbol is Rows.KV)
-        return "f32", [low.out(x.source), 4 * x.source.cols, x.offset, x.head_stride, x.width, compact]
+        place = IN_ROWS if x.source.rows.symbol is Rows.KV else IN_CELLS
+        return "f32", [low.out(x.source), 4 * x.source.cols, x.offset, x.head_stride, x.width, place]
     cache = x.source
     _check_blocks(cache, x.offset, x.width, x.head_stride)
     row_bytes = row_n_bytes(cache.type, low.n_cells if cache.transposed else cache.cols)
-    return _type_name(cache.type), [Ref(cache), row_bytes, x.offset, x.head_stride, x.width, 0]
+    return _type_name(cache.type), [Ref(cache), row_bytes, x.offset, x.head_stride, x.width,
+                                     IN_WINDOW if cache.per is Per.WINDOW else IN_CELLS]  # fmt: skip
 
 
 def _chunks(*parts: HeadSlice) -> int:

@@ -19,7 +19,8 @@ from ikcli.backends.cuda.device import DeviceInfo, Launch
 from ikcli.backends.lowering import Buffers, Ref, buffer_index
 from ikcli.backends.rules import Rules
 from ikcli.backends.step_block import STATE_INDEX
-from ikcli.graph import Cache, Node, Rows, RowSpec, Weight
+from ikcli.errors import UnsupportedError
+from ikcli.graph import Cache, Node, Per, Rows, RowSpec, Weight
 
 ALIGN = 256  # bytes between buffers of the arena
 STATE = -1  # Ref target: the step block
@@ -154,6 +155,8 @@ class Lowering(Buffers):
 
     def cache(self, cache: Cache) -> Ref:
         """A cache tensor on the device."""
+        if cache.per is Per.WINDOW:
+            raise UnsupportedError("GPUs keep all positions of window layers; add --swa-full")
         return Ref(cache)
 
     def keep(self, node: Node, first: int, last: int) -> None:

@@ -10,6 +10,7 @@ Answers to ggml's flash_attn_ext; the recurrence is Milakov & Gimelshein 2018, D
 
 import numpy as np
 
+from ikcli.backends.cpu.cell_places import IN_ROWS, IN_WINDOW
 from ikcli.backends.cpu.kernels.common import (
     N_SEG,
     SEG_CELL,
@@ -31,6 +32,7 @@ from ikcli.backends.cpu.kernels.sgemm import (
     make_rows_product,
     transpose16,
 )
+from ikcli.backends.cpu.kernels.windows import window_cell
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.control import atomic_load
 from ikcli.native.simd.math import vexp_fast
@@ -60,7 +62,7 @@ SCRATCH, SCRATCH_BYTES, K_AT, V_AT, S_AT, O_AT, STATS_AT, SLOTS, SLOT_BYTES = ra
 UNITS_PER_TASK, MIN_SPLIT, Q_UNIT, O_UNIT = range(24, 28)  # the last two: bytes per unit, where a task has several
 INDEPENDENT = 28  # 1: how a task is split does not depend on the other tasks
 PARTS = 29  # q, q, k, k, v: PART_WORDS each; width 0 = absent
-PART_ADDRESS, PART_ROW_BYTES, PART_OFFSET, PART_HEAD_STRIDE, PART_WIDTH, PART_COMPACT, PART_WORDS = range(7)
+PART_ADDRESS, PART_ROW_BYTES, PART_OFFSET, PART_HEAD_STRIDE, PART_WIDTH, PART_PLACE, PART_WORDS = range(7)
 Q0, Q1, K0, K1, V0 = (PARTS + PART_WORDS * i for i in range(5))
 N_WORDS = PARTS + 5 * PART_WORDS
 
@@ -125,7 +127,11 @@ def split_length(params, n_positions, splits):
 @inline
 def part_row(params, part, segment, kv_head):
     """(address of the row of position 0, first element) of a K or V part."""
-    first = segment_word(segment, SEG_KV_ROW) if word(params, part + PART_COMPACT) else segment_word(segment, SEG_CELL)
+    place = word(params, part + PART_PLACE)
+    if place == IN_ROWS:
+        first = segment_word(segment, SEG_KV_ROW)
+    else:
+        first = window_cell(params, segment) if place == IN_WINDOW else segment_word(segment, SEG_CELL)
     address = word(params, part + PART_ADDRESS) + first * word(params, part + PART_ROW_BYTES)
     return address, word(params, part + PART_OFFSET) + kv_head * word(params, part + PART_HEAD_STRIDE)
 

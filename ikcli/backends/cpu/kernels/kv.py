@@ -147,13 +147,14 @@ _STORE1 = {"f32": (4, st_f32), "f16": (2, st_f16), "bf16": (2, st_bf16)}
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
 def make_kv_store(type_):
-    """params: 3 x at its first column, 4 row bytes of x, 5 columns, 6 cache, 7 cache row bytes, 8 its first column."""
+    """params: 3 x at its first column, 4 row bytes of x, 5 columns, 6 cache, 7 cache row bytes, 8 its first column,
+    9 the state word with the address of the cells."""
     store = _STORE[type_]
 
     def kv_store(params, ith, nth):
         x, stride, cols = word(params, 3), word(params, 4), word(params, 5)
         cache, row_bytes, first = word(params, 6), word(params, 7), word(params, 8)
-        cells = state_word(params, CELLS)
+        cells = state_word(params, word(params, 9))
         rows = n_rows(params)
         for t in range(rows * ith // nth, rows * (ith + 1) // nth):
             store(cache + ld_i64(cells + 8 * t) * row_bytes, first, x + t * stride, cols)

@@ -66,6 +66,7 @@ class RunConfig:
     type_v: str = opt("f16", "-ctv --cache-type-v", "type", "type of the V cache; unused when MLA keeps one latent row", topic="context", form="TYPE", example="-ctv q8_0", choices=KV_TYPES)
     k_hadamard: bool | None = opt(None, "-khad --k-cache-hadamard", "optswitch", "rotate K (Hadamard transform of every head, with MLA of the latent row) before it is quantised, which loses much less. Default: on for types of less than 8 bits", topic="context", negative="-no-khad --no-k-cache-hadamard", example="-ctk q8_0 -khad")
     v_hadamard: bool = opt(False, "-vhad --v-cache-hadamard", "optswitch", "rotate V before it is quantised; no effect when MLA keeps one latent row", topic="context", negative="-no-vhad --no-v-cache-hadamard", example="-ctv q4_0 -vhad")
+    swa_full: bool = opt(False, "--swa-full", "switch", "keep all positions in the caches of window layers, not only those that are still seen: more memory, and a sequence can be cut anywhere", topic="context", negative="--swa-compress", example="--swa-full")
     no_kv_offload: bool = opt(False, "-nkvo --no-kv-offload", "optswitch", "keep the KV cache in host memory and attend to it on the CPU", topic="context", example="-nkvo")
 
     n_threads: int = opt(0, "-t --threads", "custom", "threads for generation; auto = physical cores visible to this process", topic="compute", form="N", example="-t 16", parse=parse_threads, factory=physical_cores)

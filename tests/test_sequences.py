@@ -17,7 +17,8 @@ from ikcli.config import RunConfig
 from ikcli.config_values import parse_spec_type
 from ikcli.engine.batch import Batch
 from ikcli.engine.reference_session import ReferenceSession
-from ikcli.engine.sequences import MOST_CHECKPOINTS, Checkpoint
+from ikcli.engine.saved_sequence import Checkpoint, Kind
+from ikcli.engine.sequences import MOST_CHECKPOINTS
 from ikcli.engine.session import Session
 from ikcli.errors import IkError
 from ikcli.gguf.constants import GGMLType
@@ -51,7 +52,7 @@ def test_logits_are_those_of_the_reference(path: Path) -> None:
     """Two sequences in turns, pieces of different sizes; a sequence that begins again begins with zeros."""
     reference = ReferenceSession(path, GraphConfig(n_ctx=512, type_k=GGMLType.F32, type_v=GGMLType.F32), n_seq_max=2)
     with opened(path) as session:
-        assert session.sequences.has_states
+        assert not session.sequences.kind.is_free
         for seq, start, stop in ((0, 0, 20), (1, 0, 7), (0, 20, 21), (1, 7, 40), (0, 21, 30)):
             wanted = reference.decode(Batch.single(IDS[start:stop], start, seq, logits="all"))
             found = add(session, start, stop, seq)
@@ -126,7 +127,7 @@ def test_save_load_and_copy(path: Path) -> None:
         assert session.sequences.copy(0, 1, 33, 45) == 33, "its own beginning reaches as far"
         assert np.array_equal(add(session, 33, 50, 1), wanted)
         with pytest.raises(IkError, match="another model"):
-            other.sequences.load(0, type(saved)(33, saved.parts, (Checkpoint(33, ()),), has_states=True))
+            other.sequences.load(0, type(saved)(33, saved.parts, (Checkpoint(33, ()),), Kind(True)))
         with pytest.raises(IkError, match="cannot be divided between 3"):
             session.sequences.divide(3)
 

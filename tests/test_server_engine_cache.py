@@ -16,7 +16,7 @@ from gguf_files import write_model
 
 from ikcli.config import RunConfig
 from ikcli.engine.batch import Batch
-from ikcli.engine.sequences import SavedSequence
+from ikcli.engine.saved_sequence import SavedSequence
 from ikcli.engine.session import Session
 from ikcli.errors import IkError
 from ikcli.server.engine.engine import Engine

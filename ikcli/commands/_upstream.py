@@ -8,7 +8,7 @@ from __future__ import annotations
 _NO_VALUE = """
 --prompt-cache-all --prompt-cache-ro --spec-autotune --lora-init-without-apply --no-mmproj-offload -sp --special -if
 --interactive-first --infill -dkvc --dump-kv-cache -mli --multiline-input --simple-io -dsa --dsa -fidx
---fused-indexer-topk --swa-compress -co --color -mtp --multi-token-prediction -no-mtp --no-multi-token-prediction
+--fused-indexer-topk -co --color -mtp --multi-token-prediction -no-mtp --no-multi-token-prediction
 --defer-experts --prefetch-experts -smf16 --split-mode-f16 -smf32 --split-mode-f32 --verbose-prompt --perplexity
 --all-logits --hellaswag --winogrande --multiple-choice --in-prefix-bos --spm-infill --send-done --webui-mcp-proxy
 --ui-mcp-proxy --peg --skip-chat-parsing -ptcall --parallel-tool-calls --adaptive-updt-w-cur --minilog --log-disable

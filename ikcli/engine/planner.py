@@ -124,7 +124,7 @@ class Planner:
         """The plan of a session, with the graphs and programs it is made of. -c 0 is the context of the model."""
         config, warnings = resolve(config, self.hp.n_ctx_train)
         sizes = sizes if sizes.n_ctx else replace(sizes, n_ctx=config.n_ctx)
-        cfg, placement = graph_config(config, sizes.cells(config.flash_attn), sizes.n_seq), self.place(config)
+        cfg, placement = self._graph_config(config, sizes), self.place(config)
         model = self.model(config, placement)
         check_caches(cfg, config, model)
         graphs = self._record(cfg, model)
@@ -222,7 +222,7 @@ class Planner:
         sizes: dict[int, int] = {}
         gpu = next(iter(self._gpus.values()), None)
         for cache in {c for graph, _ in graphs for c in graph.caches.values()}:
-            n_bytes = (gpu.cache_bytes if gpu else cache_bytes)(cache, cache.rows(cfg.n_ctx, cfg.n_seq))
+            n_bytes = (gpu.cache_bytes if gpu else cache_bytes)(cache, cache.rows(cfg.n_ctx, cfg.n_seq, cfg.n_window))
             sizes[cache.il] = sizes.get(cache.il, 0) + n_bytes
         return sizes
 
@@ -231,7 +231,10 @@ class Planner:
         config, sizes = session_of(config)
         config, _ = resolve(config, self.hp.n_ctx_train)
         sizes = sizes if sizes.n_ctx else replace(sizes, n_ctx=config.n_ctx)
-        return config, graph_config(config, sizes.cells(config.flash_attn), sizes.n_seq)
+        return config, self._graph_config(config, sizes)
+
+    def _graph_config(self, config: RunConfig, sizes: Sizes) -> GraphConfig:
+        return graph_config(config, sizes.cells(config.flash_attn), sizes.n_seq, self.hp.window)
 
     def _record(self, cfg: GraphConfig, model: Model) -> Graphs:
         key = (cfg, id(model))
@@ -253,7 +256,13 @@ def plan_programs(
     """The programs of a session by name; nothing is allocated."""
     return {
         name: runner.plan(
-            *graphs[run.kind], run.n_tokens, run.n_outputs, cfg.n_ctx, cfg.n_seq, independent=run.independent
+            *graphs[run.kind],
+            run.n_tokens,
+            run.n_outputs,
+            cfg.n_ctx,
+            cfg.n_seq,
+            cfg.n_window,
+            independent=run.independent,
         )
         for name, run in runs(graphs, cfg.n_ubatch, n_outputs, step_tokens(n_step)).items()
     }

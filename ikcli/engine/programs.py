@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from ikcli.backends.cpu.program import INDEPENDENT_ROWS
 from ikcli.config import KV_TYPES, RunConfig
 from ikcli.engine.model import Model
+from ikcli.engine.sizes import window_cells
 from ikcli.errors import UnsupportedError, UsageError
 from ikcli.graph import Graph, Node
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, Weights
@@ -34,8 +35,12 @@ class Run:
     independent: bool = False
 
 
-def graph_config(config: RunConfig, n_cells: int, n_seq: int = 1) -> GraphConfig:
-    """What the graphs of a model depend on; a micro-batch has no more tokens than the cache has cells."""
+def graph_config(config: RunConfig, n_cells: int, n_seq: int = 1, window: int = 0) -> GraphConfig:
+    """What the graphs of a model depend on; a micro-batch has no more tokens than the cache has cells.
+
+    `window`: positions that its window layers see.
+    """
+    n_ubatch = min(config.n_ubatch, n_cells)
     return GraphConfig(
         mla=config.mla,
         flash_attn=config.flash_attn,
@@ -48,7 +53,8 @@ def graph_config(config: RunConfig, n_cells: int, n_seq: int = 1) -> GraphConfig
         v_hadamard=config.v_hadamard,
         n_ctx=n_cells,
         n_seq=n_seq,
-        n_ubatch=min(config.n_ubatch, n_cells),
+        n_ubatch=n_ubatch,
+        n_window=0 if config.swa_full else window_cells(window, n_ubatch, n_cells // n_seq),
     )
 
 

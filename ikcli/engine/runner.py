@@ -94,7 +94,7 @@ class Runner:
         self.cpu = cpu
         self.parts: dict[str, RunDevice] = {CPU: cpu, **(others or {})}
         self._places, self._offload = places or all_on_cpu(), offload
-        self._n_cells, self._n_seq = 0, 1
+        self._n_cells, self._n_seq, self._n_window = 0, 1, 0
         self._handover: Bytes = aligned_zeros(0)
         self._weights: dict[str, Mapping[str, int]] = {}
         self._caches: dict[str, Mapping[Cache, int]] = {}
@@ -108,15 +108,17 @@ class Runner:
         n_outputs: int,
         n_cells: int,
         n_seq: int = 1,
+        n_window: int = 0,
         *,
         independent: bool = False,
     ) -> DividedProgram:
         """Divide and lower a graph for up to so many rows; nothing is allocated. See `CpuDevice.plan`.
 
-        All programs of a runner share caches of `n_cells` cells and states of `n_seq` sequences.
+        All programs of a runner share caches of `n_cells` cells, and for each of `n_seq` sequences states and
+        `n_window` cells of windows.
         """
         rows = {Rows.TOKENS: n_tokens, Rows.OUTPUTS: n_outputs, Rows.KV: n_cells}
-        self._n_cells, self._n_seq = n_cells, n_seq
+        self._n_cells, self._n_seq, self._n_window = n_cells, n_seq, n_window
         program = self._plan(graph, result, rows, independent, self._places, frozenset())
         streamed = program.streamed
         for least in self._offload.thresholds if self._offload and not independent else ():
@@ -195,7 +197,7 @@ class Runner:
 
     def cache_rows(self, cache: Cache) -> int:
         """Rows of a cache tensor."""
-        return cache.rows(self._n_cells, self._n_seq)
+        return cache.rows(self._n_cells, self._n_seq, self._n_window)
 
     def memory(self, programs: Sequence[DividedProgram], model: Model) -> dict[str, dict[str, int]]:
         """Bytes by device and part: weights, KV, compute (on the CPU with hand-over memory)."""

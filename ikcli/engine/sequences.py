@@ -1,85 +1,60 @@
 """What a session holds of its sequences: cached positions and states, and how to go back, take out, put in and copy.
 
-Cache tensors are of two kinds. Cells, one per position: sequence s owns cells s*n_ctx .. (s+1)*n_ctx-1, and a sequence
-can be cut at any position. States, one row per sequence (recurrent layers): there is only that of the last position, so
-a sequence can go back to its checkpoints only, or to its beginning, where states are zero whatever is stored.
+Cache tensors are of three kinds. Cells, one per position: sequence s owns cells s*n_ctx .. (s+1)*n_ctx-1, and it can be
+cut at any position. Windows: a sequence has room for n_window positions, the last ones; when it is full, those that are
+still seen move to its front, so that the position of a row always tells its place (`window_cell`). States, one row per
+sequence (recurrent layers): there is only that of the last position. With windows or states a sequence can go back as
+far as its windows reach, to its checkpoints, or to its beginning, where states are zero whatever is stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
 
 from ikcli.engine.runner import Runner
+from ikcli.engine.saved_sequence import Bytes, Checkpoint, Kind, SavedSequence
 from ikcli.errors import IkError
 from ikcli.gguf.constants import TYPE_TRAITS, row_n_bytes
 from ikcli.graph import Cache, Per
 
-Bytes = npt.NDArray[np.uint8]
 MOST_CHECKPOINTS = 8  # of a sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """States of a sequence after its first n_tokens positions: a row (1, bytes) per tensor of states."""
-
-    n_tokens: int
-    parts: tuple[Bytes, ...] = ()
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(p.nbytes for p in self.parts)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedSequence:
-    """Positions 0..n_tokens-1 of a sequence as plain arrays that fit every session of the same `layout`.
-
-    One part per tensor of cells: (n_tokens, row bytes), or (columns, n_tokens * element bytes) of a transposed one.
-    """
-
-    n_tokens: int
-    parts: tuple[Bytes, ...]
-    checkpoints: tuple[Checkpoint, ...] = ()
-    has_states: bool = False
-
-    def reach(self, n: int) -> int:
-        """The most positions, up to n, that a sequence can have after `load`."""
-        return _nearest(self.checkpoints, n) if self.has_states else min(n, self.n_tokens)
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(p.nbytes for p in self.parts) + sum(c.n_bytes for c in self.checkpoints)
+SPARE = 64  # positions before a window that stay, so that rejected drafts and the like cost nothing
 
 
 class Sequences:
     """See the module. `n_past`: cached positions of each sequence; the session that computes moves them on."""
 
-    def __init__(self, runner: Runner, caches: Iterable[Cache], n_cells: int, n_seq: int, rotated: str) -> None:
-        """`rotated`: what is done to rows before they are stored, part of the layout."""
+    def __init__(
+        self,
+        runner: Runner,
+        caches: Iterable[Cache],
+        n_cells: int,
+        n_seq: int,
+        rotated: str,
+        window: int = 0,
+        n_window: int = 0,
+    ) -> None:
+        """`rotated`: what is done to rows before they are stored, part of the layout. `window`: positions that a query
+        sees in window layers, `n_window`: cells of a sequence there."""
         ordered = sorted(caches, key=lambda c: (c.il, c.kind))
         self._runner, self._n_cells, self._n_rows, self._rotated = runner, n_cells, n_seq, rotated
         self._cells = [c for c in ordered if c.per is Per.CELL]
+        self._windows = [c for c in ordered if c.per is Per.WINDOW]
         self._states = [c for c in ordered if c.per is Per.SEQUENCE]
+        self.kind = Kind(bool(self._states), window if self._windows else 0)
+        self._n_window = n_window
         self.n_past: list[int] = []
+        self._first: list[int] = []  # position in the first cell of windows
         self._checkpoints: list[list[Checkpoint]] = []
         self._passing: list[int] = []
         self.divide(n_seq)
 
     # --- how many, how long -----------------------------------------------------------------------------------------
-    @property
-    def has_states(self) -> bool:
-        """Whether sequences cannot be cut anywhere."""
-        return bool(self._states)
-
     def divide(self, n_seq: int) -> None:
         """Forget everything and divide the cache evenly between n_seq sequences from now on."""
-        most = self._n_rows if self._states else self._n_cells
+        most = self._n_cells if self.kind.is_free else self._n_rows
         if not 1 <= n_seq <= most:
-            what = "states are for" if self._states else "cache of"
+            what = "cache of" if self.kind.is_free else "states and windows are for"
             raise IkError(f"a {self._n_cells}-token cache cannot be divided between {n_seq} sequences: {what} {most}")
         self.n_seq, self.n_ctx = n_seq, self._n_cells // n_seq
         self.clear()
@@ -87,8 +62,31 @@ class Sequences:
     def clear(self) -> None:
         """Forget everything."""
         self.n_past = [0] * self.n_seq
+        self._first = [0] * self.n_seq
         self._checkpoints = [[] for _ in range(self.n_seq)]
         self._passing = [-1] * self.n_seq
+
+    # --- windows ----------------------------------------------------------------------------------------------------
+    @property
+    def has_windows(self) -> bool:
+        """Whether `make_room` has to be called before positions are added."""
+        return bool(self._windows)
+
+    def window_cell(self, seq: int) -> int:
+        """The cell of position 0 of a sequence in tensors of windows; below zero, or of another, once it is gone."""
+        return seq * self._n_window - self._first[seq]
+
+    def make_room(self, seq: int, n: int) -> None:
+        """Before n positions are added: move what windows still see to the front, if there is no room behind it."""
+        past, first = self.n_past[seq], self._first[seq]
+        if past + n - first <= self._n_window:
+            return
+        kept = max(min(self.kind.first_needed(past) - SPARE, past), 0)
+        kept = max(kept, first)
+        for cache in self._windows:
+            rows = self._runner.read_cells(cache, seq * self._n_window + kept - first, past - kept)
+            self._runner.write_cells(cache, seq * self._n_window, rows)
+        self._first[seq] = kept
 
     # --- going back -------------------------------------------------------------------------------------------------
     def reach(self, seq: int, n: int) -> int:
@@ -96,20 +94,18 @@ class Sequences:
         self._check(seq)
         if n >= self.n_past[seq]:
             return self.n_past[seq]
-        return _nearest(self._checkpoints[seq], n) if self._states else max(n, 0)
+        return self.kind.reach(n, self._first[seq], self._checkpoints[seq])
 
     def truncate(self, seq: int, n: int) -> int:
         """Forget positions from n on; returns how many are left.
 
-        That is n where a sequence can be cut anywhere, else the nearest checkpoint before: the caller computes what is
+        That is n where a sequence can be cut there, else the nearest checkpoint before: the caller computes what is
         between again.
         """
         kept = self.reach(seq, n)
         if kept < self.n_past[seq]:
             self._checkpoints[seq] = [c for c in self._checkpoints[seq] if c.n_tokens <= kept]
-            if self._states and kept:
-                self._put_states(seq, self._checkpoints[seq][-1])
-        self.n_past[seq] = kept
+            self._continue_at(seq, kept)
         return kept
 
     def checkpoint(self, seq: int, *, passing: bool = False) -> Checkpoint:
@@ -119,13 +115,13 @@ class Sequences:
         (before a guess, say) is replaced by the next passing one.
         """
         self._check(seq)
-        if not self._states:
-            return Checkpoint(self.n_past[seq])
         n, known = self.n_past[seq], self._checkpoints[seq]
+        if self.kind.is_free or (passing and not self._states):  # windows keep more than they see
+            return Checkpoint(n)
         if passing and self._passing[seq] != n:
             known[:] = [c for c in known if c.n_tokens != self._passing[seq]]
         if not known or known[-1].n_tokens != n:
-            known.append(Checkpoint(n, self._states_of(seq)))
+            known.append(self._present(seq))
             self._passing[seq] = n if passing else self._passing[seq]
         elif not passing and self._passing[seq] == n:
             self._passing[seq] = -1  # it stays
@@ -146,24 +142,35 @@ class Sequences:
             f"{self._rotated}"
             for c in self._cells
         ]
+        cells += [
+            f"{c.kind}-{c.il} {c.cols} {TYPE_TRAITS[c.type].name} window {self.kind.window} {self._rotated}"
+            for c in self._windows
+        ]
         return cells + [f"{c.kind}-{c.il} {c.cols} {TYPE_TRAITS[c.type].name} state" for c in self._states]
 
-    def shapes(self, n_tokens: int) -> list[tuple[int, int]]:
-        """Shapes of the parts of n positions."""
-        return [
+    def shapes(self, n_tokens: int, first: int = 0) -> list[tuple[int, int]]:
+        """Shapes of the parts of n positions, those of windows from `first` on."""
+        cells = [
             (c.cols, n_tokens * _element(c)) if c.transposed else (n_tokens, row_n_bytes(c.type, c.cols))
             for c in self._cells
         ]
+        return cells + self._window_shapes(n_tokens - first)
 
-    def state_shapes(self) -> list[tuple[int, int]]:
+    def checkpoint_shapes(self, n_tokens: int, first: int) -> list[tuple[int, int]]:
         """Shapes of the parts of a checkpoint."""
-        return [(1, row_n_bytes(c.type, c.cols)) for c in self._states]
+        states = [(1, row_n_bytes(c.type, c.cols)) for c in self._states]
+        return self._window_shapes(n_tokens - first) + states
+
+    def _window_shapes(self, n: int) -> list[tuple[int, int]]:
+        return [(n, row_n_bytes(c.type, c.cols)) for c in self._windows]
 
     def save(self, seq: int, n_tokens: int) -> SavedSequence:
         """A copy of the first n_tokens positions of a sequence."""
         self._check(seq, n_tokens)
-        parts = tuple(self._read(c, seq, 0, n_tokens).copy() for c in self._cells)
-        return SavedSequence(n_tokens, parts, self._known(seq, n_tokens), self.has_states)
+        first = min(self._first[seq], n_tokens)
+        parts = [self._read(c, seq, 0, n_tokens).copy() for c in self._cells]
+        parts += self._window_rows(seq, first, n_tokens)
+        return SavedSequence(n_tokens, tuple(parts), self._known(seq, n_tokens), self.kind, first)
 
     def load(self, seq: int, saved: SavedSequence, n_tokens: int | None = None) -> int:
         """Replace a sequence by the first n_tokens (default all) of a saved one; returns how many it then has."""
@@ -171,13 +178,14 @@ class Sequences:
         self._check(seq)
         if not 0 <= n <= min(saved.n_tokens, self.n_ctx):
             raise IkError(f"{n} cached tokens do not fit sequence {seq}, whose context is {self.n_ctx}; raise -c")
-        fits = [p.shape for p in saved.parts] == self.shapes(saved.n_tokens)
-        fits = fits and saved.has_states == self.has_states
-        if not fits or any([p.shape for p in c.parts] != self.state_shapes() for c in saved.checkpoints):
+        fits = [p.shape for p in saved.parts] == self.shapes(saved.n_tokens, saved.first) and saved.kind == self.kind
+        shapes = [(c, self.checkpoint_shapes(c.n_tokens, c.first)) for c in saved.checkpoints]
+        if not fits or any([p.shape for p in c.parts] != wanted for c, wanted in shapes):
             raise IkError("cache rows of another model or cache type cannot be used")
-        for cache, part in zip(self._cells, saved.parts, strict=True):
+        for cache, part in zip(self._cells, saved.parts, strict=False):
             self._write(cache, seq, 0, part[:, : n * _element(cache)] if cache.transposed else part[:n])
-        return self._arrive(seq, n, saved.checkpoints)
+        rows = [part[: max(n - saved.first, 0)] for part in saved.parts[len(self._cells) :]]
+        return self._arrive(seq, n, saved.checkpoints, rows, saved.first)
 
     def copy(self, src: int, dst: int, first: int, n_tokens: int) -> int:
         """Give `dst` the positions of `src` up to n_tokens; returns how many it then has.
@@ -186,39 +194,64 @@ class Sequences:
         """
         self._check(src, n_tokens)
         known, own = self._known(src, n_tokens), self.reach(dst, first)
-        if self._states and own >= _nearest(known, n_tokens):
+        if not self.kind.is_free and own >= self.kind.reach(n_tokens, self._first[src], known):
             return self.truncate(dst, own)
         for cache in self._cells:
             self._write(cache, dst, first, self._read(cache, src, first, n_tokens - first))
-        return self._arrive(dst, n_tokens, known)
+        begin = min(self._first[src], n_tokens)
+        return self._arrive(dst, n_tokens, known, self._window_rows(src, begin, n_tokens), begin)
 
     def _known(self, seq: int, n: int) -> tuple[Checkpoint, ...]:
-        """Checkpoints among the first n positions, the present state included."""
-        if not self._states:
-            return ()
+        """Checkpoints among the first n positions, with states that of the present too."""
         known = [c for c in self._checkpoints[seq] if c.n_tokens <= n]
-        if n and n == self.n_past[seq] and (not known or known[-1].n_tokens < n):
-            known.append(Checkpoint(n, self._states_of(seq)))
+        if self._states and n and n == self.n_past[seq] and (not known or known[-1].n_tokens < n):
+            known.append(self._present(seq))
         return tuple(known)
 
-    def _arrive(self, seq: int, n: int, known: Sequence[Checkpoint]) -> int:
-        """A sequence now has n cells with these checkpoints."""
+    def _arrive(self, seq: int, n: int, known: Sequence[Checkpoint], rows: Sequence[Bytes], first: int) -> int:
+        """A sequence now has n cells, these checkpoints, and these rows of windows from position `first` on."""
         self._checkpoints[seq] = [c for c in known if c.n_tokens <= n][-MOST_CHECKPOINTS:]
         self._passing[seq] = -1
-        if self._states:
-            n = _nearest(self._checkpoints[seq], n)
-            if n:
-                self._put_states(seq, self._checkpoints[seq][-1])
         self.n_past[seq] = n
-        return n
+        kept = self.kind.reach(n, first, self._checkpoints[seq])
+        if kept == n:
+            self._put_windows(seq, rows, first)
+        self._continue_at(seq, kept)
+        return kept
 
     # --- memory -----------------------------------------------------------------------------------------------------
-    def _states_of(self, seq: int) -> tuple[Bytes, ...]:
-        return tuple(self._runner.read_cells(c, seq, 1).copy() for c in self._states)
+    def _present(self, seq: int) -> Checkpoint:
+        """A checkpoint of where a sequence is."""
+        n = self.n_past[seq]
+        first = max(self.kind.first_needed(n), self._first[seq]) if self._windows else 0
+        states = [self._runner.read_cells(c, seq, 1).copy() for c in self._states]
+        return Checkpoint(n, (*self._window_rows(seq, first, n), *states), first)
 
-    def _put_states(self, seq: int, checkpoint: Checkpoint) -> None:
-        for cache, part in zip(self._states, checkpoint.parts, strict=True):
-            self._runner.write_cells(cache, seq, part)
+    def _continue_at(self, seq: int, n: int) -> None:
+        """Make n, which is in reach, the length of a sequence."""
+        if n and (self._states or not self._first[seq] <= self.kind.first_needed(n)):
+            found = next(c for c in reversed(self._checkpoints[seq]) if c.n_tokens == n)
+            windows = found.parts[: len(self._windows)]
+            self._put_windows(seq, windows, found.first)
+            for cache, part in zip(self._states, found.parts[len(windows) :], strict=True):
+                self._runner.write_cells(cache, seq, part)
+        if not n:
+            self._first[seq] = 0
+        self.n_past[seq] = n
+
+    def _window_rows(self, seq: int, first: int, end: int) -> list[Bytes]:
+        """A copy of the positions first..end-1 in all tensors of windows."""
+        at = self.window_cell(seq) + first
+        return [self._runner.read_cells(c, at, end - first).copy() for c in self._windows]
+
+    def _put_windows(self, seq: int, rows: Sequence[Bytes], first: int) -> None:
+        """Let the windows of a sequence be these rows, from position `first` on; as many of the last ones as fit."""
+        if not self._windows:
+            return
+        skip = max(len(rows[0]) - self._n_window, 0)
+        for cache, part in zip(self._windows, rows, strict=True):
+            self._runner.write_cells(cache, seq * self._n_window, part[skip:])
+        self._first[seq] = first + skip
 
     def _read(self, cache: Cache, seq: int, first: int, n: int) -> Bytes:
         """Positions of a sequence, only to be read before the next computation."""
@@ -233,11 +266,6 @@ class Sequences:
             raise IkError(f"sequence {seq} does not exist; the session was made for {self.n_seq}")
         if not 0 <= n <= self.n_past[seq]:
             raise IkError(f"sequence {seq} has {self.n_past[seq]} cached positions, not {n}")
-
-
-def _nearest(known: Iterable[Checkpoint], n: int) -> int:
-    """Positions of the last checkpoint up to n; 0: the beginning."""
-    return max((c.n_tokens for c in known if c.n_tokens <= n), default=0)
 
 
 def _element(cache: Cache) -> int:

@@ -59,7 +59,8 @@ class Session:
         self.runner.cpu.cpus = self._cpus
         self._tokenizer: Tokenizer | None = None
         rotated = f"{int(self.graph_config.k_hadamard)}{int(self.graph_config.v_hadamard)}"
-        self.sequences = Sequences(self.runner, plan.caches, self.n_ctx, plan.sizes.n_seq, rotated)
+        window, n_window = prepared.model.hp.window, plan.graph_config.n_window
+        self.sequences = Sequences(self.runner, plan.caches, self.n_ctx, plan.sizes.n_seq, rotated, window, n_window)
         self.timings = Timings()
         self.profile = _new_profile() if self.config.profile else None
         self._n_outputs = min(plan.sizes.n_seq, self.n_ubatch)
@@ -254,7 +255,8 @@ class Session:
             raise IkError(f"a token id is outside the vocabulary of {self.n_vocab}")
         for seq, p in zip(seqs, pos, strict=True):
             self._check(seq, p, 1)
-        self._state.set_step(tokens, pos, seqs, self.sequences.n_ctx, n_outputs)
+        windows = self._windows(seqs) if self.sequences.has_windows else ()
+        self._state.set_step(tokens, pos, seqs, self.sequences.n_ctx, n_outputs, windows)
         for seq in seqs:
             n_past[seq] += 1
         if beside is not None:
@@ -284,7 +286,17 @@ class Session:
     def _segment(self, batch: Batch, start: int, stop: int) -> Segment:
         seq, pos, n = int(batch.seq[start]), int(batch.pos[start]), stop - start
         self._check(seq, pos, n, follow=n == 1 or bool((np.diff(batch.pos[start:stop]) == 1).all()))
-        return Segment(start, n, seq * self.n_ctx_seq, pos, seq)
+        window = 0
+        if self.sequences.has_windows:
+            self.sequences.make_room(seq, n)
+            window = self.sequences.window_cell(seq)
+        return Segment(start, n, seq * self.n_ctx_seq, pos, seq, window)
+
+    def _windows(self, seqs: Sequence[int]) -> list[int]:
+        """Room for a position more in the windows of these sequences; where they are."""
+        for seq in seqs:
+            self.sequences.make_room(seq, 1)
+        return [self.sequences.window_cell(seq) for seq in seqs]
 
     def _check(self, seq: int, pos: int, n: int, *, follow: bool = True) -> None:
         """IkError unless n tokens (which `follow` one another) can be added to a sequence at this position."""

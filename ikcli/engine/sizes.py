@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ikcli.config import RunConfig, padded_ctx
 from ikcli.engine.bench_cases import batched_tests, bench_tests
 
+SPARE = 256  # cells of a window layer beside those that are seen and those of a micro-batch
 DEFAULT_WINDOW = 512  # tokens of a window of perplexity and imatrix without -c
 
 
@@ -22,6 +23,12 @@ class Sizes:
         """Cells of the cache: padded for the kernels, then to a multiple of the sequences."""
         cells = padded_ctx(self.n_ctx, flash_attn)
         return cells + -cells % self.n_seq
+
+
+def window_cells(window: int, n_ubatch: int, n_ctx: int) -> int:
+    """Cells of a sequence of n_ctx positions in layers that see `window` of them; 0: all, as nothing would be saved."""
+    cells = -(-(window + n_ubatch + SPARE) // SPARE) * SPARE
+    return cells if window > 0 and cells < n_ctx else 0
 
 
 def session_of(config: RunConfig) -> tuple[RunConfig, Sizes]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.sequences import SavedSequence
+from ikcli.engine.saved_sequence import SavedSequence
 
 Tokens = npt.NDArray[np.int32]
 

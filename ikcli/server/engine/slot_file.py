@@ -1,9 +1,10 @@
 """Files that hold the cache of one slot: tokens and cache rows, for `/slots/N?action=save|restore`.
 
 Layout, little-endian: magic `ik-slot\\n`, u32 version, u32 length of the header, the header (JSON: model fingerprint,
-cache layout, number of tokens, checkpoints), int32 tokens, the rows of every cache tensor in the order of
-`Sequences.layout`, for every checkpoint the states of the sequence there, and the SHA-256 of everything before it. A
-file is written under a temporary name and renamed, so it is whole or not there.
+cache layout, number of tokens and first position of windows, of the sequence and of every checkpoint), int32 tokens,
+the rows of every cache tensor in the order of `Sequences.layout`, for every checkpoint the rows of windows and the
+states of the sequence there, and the SHA-256 of everything before it. A file is written under a temporary name and
+renamed, so it is whole or not there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.sequences import Checkpoint, SavedSequence
+from ikcli.engine.saved_sequence import Checkpoint, SavedSequence
 from ikcli.engine.session import Session
 from ikcli.server.engine.states import EngineError
 
@@ -47,8 +48,8 @@ def save(session: Session, seq: int, tokens: Tokens, path: Path) -> int:
     """Write a sequence whose cache holds these tokens; returns the size of the file."""
     saved = session.sequences.save(seq, len(tokens))
     about = {"model": fingerprint(session), "layout": session.sequences.layout(), "n_tokens": len(tokens)}
-    if session.sequences.has_states:
-        about["checkpoints"] = [c.n_tokens for c in saved.checkpoints]
+    if not session.sequences.kind.is_free:
+        about |= {"first": saved.first, "checkpoints": [(c.n_tokens, c.first) for c in saved.checkpoints]}
     header = json.dumps(about, separators=(",", ":")).encode()
     digest = hashlib.sha256()
     parts = [_HEAD.pack(MAGIC, VERSION, len(header)), header, tokens.astype("<i4").tobytes()]
@@ -87,8 +88,9 @@ def load(session: Session, path: Path, n_ctx: int) -> tuple[Tokens, SavedSequenc
     n = int(header["n_tokens"])
     if n > n_ctx:
         raise _bad(path.name, f"holds {n} tokens, but a slot takes {n_ctx}; start the server with a larger -c")
-    places: list[int] = header["checkpoints"]
-    wanted = session.sequences.shapes(n) + session.sequences.state_shapes() * len(places)
+    sequences, first, places = session.sequences, header["first"], header["checkpoints"]
+    shapes = [sequences.shapes(n, first), *(sequences.checkpoint_shapes(*place) for place in places)]
+    wanted = [shape for group in shapes for shape in group]
     end = at + 4 * n + sum(a * b for a, b in wanted)
     if len(data) != end + _DIGEST_BYTES:
         raise _bad(path.name, f"is damaged: it has {len(data)} bytes instead of {end + _DIGEST_BYTES}")
@@ -96,15 +98,16 @@ def load(session: Session, path: Path, n_ctx: int) -> tuple[Tokens, SavedSequenc
         raise _bad(path.name, "is damaged: its checksum is wrong")
     tokens = np.frombuffer(data[at : at + 4 * n].tobytes(), dtype="<i4").astype(np.int32)
     at += 4 * n
-    parts = []
-    for shape in wanted:
-        size = shape[0] * shape[1]
-        parts.append(data[at : at + size].reshape(shape))
-        at += size
-    n_cells, n_states = len(session.sequences.shapes(0)), len(session.sequences.state_shapes())
-    states = [tuple(parts[n_cells + i * n_states :][:n_states]) for i in range(len(places))]
-    checkpoints = tuple(Checkpoint(place, part) for place, part in zip(places, states, strict=True))
-    return tokens, SavedSequence(n, tuple(parts[:n_cells]), checkpoints, session.sequences.has_states), len(data)
+    groups = []
+    for group in shapes:
+        parts = []
+        for shape in group:
+            size = shape[0] * shape[1]
+            parts.append(data[at : at + size].reshape(shape))
+            at += size
+        groups.append(tuple(parts))
+    checkpoints = tuple(Checkpoint(m, part, begin) for (m, begin), part in zip(places, groups[1:], strict=True))
+    return tokens, SavedSequence(n, groups[0], checkpoints, sequences.kind, first), len(data)
 
 
 def peek(path: Path) -> tuple[int, ...] | None:
@@ -133,10 +136,12 @@ def _header(data: npt.NDArray[np.uint8], name: str) -> tuple[dict[str, Any], int
         raise _bad(name, "is damaged: its header is cut off")
     try:
         header = json.loads(data[_HEAD.size : _HEAD.size + n_header].tobytes())
-        n_tokens, places = header["n_tokens"], header.setdefault("checkpoints", [])
-        good = isinstance(n_tokens, int) and n_tokens >= 0 and isinstance(header["layout"], list)
-        good = good and all(isinstance(x, int) and 0 < x <= n_tokens for x in places)
-        good = good and all(x < y for x, y in pairwise(places))
+        n_tokens, first = header["n_tokens"], header.setdefault("first", 0)
+        places = header.setdefault("checkpoints", [])
+        numbers = [(n_tokens, first), *((n, begin) for n, begin in places)]
+        good = isinstance(header["layout"], list) and all(isinstance(x, int) for pair in numbers for x in pair)
+        good = good and all(0 <= begin <= n <= n_tokens for n, begin in numbers)
+        good = good and all(a[0] < b[0] for a, b in pairwise([(0, 0), *places]))
     except (ValueError, KeyError, TypeError, RecursionError):
         good = False
     if not good:

@@ -18,7 +18,7 @@ from ikcli.config_values import parse_spec_type
 from ikcli.engine.batch import Batch
 from ikcli.engine.reference_session import ReferenceSession
 from ikcli.engine.saved_sequence import Checkpoint, Kind
-from ikcli.engine.sequences import MOST_CHECKPOINTS
+from ikcli.engine.sequences import Keeping
 from ikcli.engine.session import Session
 from ikcli.errors import IkError
 from ikcli.gguf.constants import GGMLType
@@ -103,11 +103,23 @@ def test_passing_checkpoints_replace_each_other_and_the_oldest_goes(path: Path) 
             sequences.checkpoint(0, passing=True)
         assert [sequences.reach(0, n) for n in (6, 7)] == [5, 5]
         sequences.checkpoint(0)  # the passing one stays
-        for n in range(9, 9 + MOST_CHECKPOINTS):
+        for n in range(9, 9 + Keeping().most):
             add(session, n - 1, n)
             sequences.checkpoint(0)
         assert sequences.reach(0, 8) == 0
         assert [sequences.reach(0, n) for n in (9, 12)] == [9, 12]
+
+
+def test_which_checkpoints_are_kept() -> None:
+    def kept(keeping: Keeping, *places: int) -> list[int]:
+        known = [Checkpoint(n, (np.zeros((1, 100), np.uint8),)) for n in places]
+        keeping.trim(known)
+        return [c.n_tokens for c in known]
+
+    assert kept(Keeping(3), 10, 20, 30, 40, 50) == [30, 40, 50]
+    assert kept(Keeping(3, spread=True), 100, 110, 120, 200, 300) == [100, 200, 300]
+    assert kept(Keeping(4, spread=True), 100, 200, 300, 310, 320) == [100, 200, 300, 320]
+    assert kept(Keeping(8, n_bytes=250), 1, 2, 3) == [2, 3] and kept(Keeping(8, n_bytes=50), 1, 2, 3) == [3]
 
 
 def test_save_load_and_copy(path: Path) -> None:
@@ -150,7 +162,7 @@ def test_the_server_reuses_what_it_can_and_answers_the_same(path: Path, tmp_path
             final = ask(engine, prompt, 20)
             assert [t.id for t in final.tokens] == wanted
             n_cached.append(final.timings.cache_n)
-        assert n_cached == [0, 50, 48, 0], "from checkpoints at the last piece of a prompt and at its end"
+        assert n_cached == [0, 50, 45, 0], "from checkpoints shortly before the end of a prompt and at its end"
         ask(engine, prompts[0], 20)
         engine.slot_action(0, "save", tmp_path / "slot.bin").result(30)
     with serving(2, **settings) as engine:
@@ -158,6 +170,29 @@ def test_the_server_reuses_what_it_can_and_answers_the_same(path: Path, tmp_path
         final = ask(engine, prompts[1], 20, id_slot=1)
         assert restored.n_tokens >= 50 and final.timings.cache_n == 50
         assert [t.id for t in final.tokens] == fresh[1]
+
+
+@pytest.mark.parametrize(
+    ("server", "turns", "n_cached"),
+    [
+        ({"ctx_checkpoints_interval": 16}, (), 32),
+        ({"ctx_checkpoints_interval": 0}, (37,), 37),
+        ({"ctx_checkpoints_interval": 0}, (), 0),
+        ({"ctx_checkpoints": 0}, (37,), 0),
+    ],
+)
+def test_a_prompt_whose_end_changed_is_computed_from_a_checkpoint(
+    path: Path, server: dict[str, Any], turns: tuple[int, ...], n_cached: int
+) -> None:
+    settings: dict[str, Any] = {"model": path, "n_ctx": 1024, "type_k": "f32", "type_v": "f32"}
+    other = [*IDS[:40].tolist(), 5, 6, 7, 8]
+    with serving(1, **settings) as engine:
+        wanted = ask(engine, other, 20)
+    with serving(1, server=server, **settings) as engine:
+        ask(engine, IDS[:50].tolist(), 4, turns=turns)
+        final = ask(engine, other, 20)
+    assert final.timings.cache_n == n_cached
+    assert [t.id for t in final.tokens] == [t.id for t in wanted.tokens]
 
 
 def test_drafts_that_were_wrong_leave_no_trace(path: Path) -> None:

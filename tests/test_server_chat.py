@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,6 +46,27 @@ def calling(*pieces: str) -> Client:
     client = Client(chat_template=HERMES, engine=FakeEngine(fake_tokenizer(), n_ctx=2048))
     client.engine.script = Script(pieces=(*pieces, *CALL))
     return client
+
+
+def test_turns_of_models_that_need_checkpoints() -> None:
+    """The engine is told where the first and the last user turn begin; other models are not asked to."""
+    talk = [
+        {"role": "system", "content": "Be brief and kind."},
+        {"role": "user", "content": "first question"},
+        {"role": "assistant", "content": "first answer"},
+        {"role": "user", "content": "second question"},
+    ]
+    client = Client(chat_template=HERMES, engine=FakeEngine(fake_tokenizer(), n_ctx=2048))
+    client.post("/v1/chat/completions", {"messages": talk})
+    assert client.engine.requests[-1].turns == ()
+    client.engine.model = replace(client.engine.model, needs_checkpoints=True)
+    client.post("/v1/chat/completions", {"messages": talk})
+    prompt, turns = client.engine.requests[-1].prompt, client.engine.requests[-1].turns
+    text = client.post("/detokenize", {"tokens": list(prompt)}).json()["content"]
+    starts = [client.post("/detokenize", {"tokens": list(prompt[:n])}).json()["content"] for n in turns]
+    assert len(turns) == 2 and all(text.startswith(start) for start in starts)
+    assert "kind." in starts[0] and "first" not in starts[0]
+    assert "first answer" in starts[1] and "second" not in starts[1]
 
 
 def test_chat_completion() -> None:

@@ -33,8 +33,7 @@ _ONE_VALUE = """
 --allowlist-pieces --allowlist-keyword --allowlist-keyword-delay --expiring-logit-bias-file -ld --logdir -ptc
 --print-token-count --hellaswag-tasks --winogrande-tasks --multiple-choice-tasks --in-prefix --in-suffix -spf
 --system-prompt-file --sql-save-file --sqlite-zstd-ext-file --context-file --chunk-size --chunk-separator --junk
--ctx-ckpt --ctx-checkpoints -ctx-ckpt-i --ctx-checkpoints-interval -ctx-ckpt-t --ctx-checkpoints-tolerance -ctx-ckpt-e
---ctx-checkpoints-eviction -cram --cache-ram -crs --cache-ram-similarity -cram-n-min --cache-ram-n-min --pos
+-cram --cache-ram -crs --cache-ram-similarity -cram-n-min --cache-ram-n-min --pos
 --log-file
 """
 

@@ -10,6 +10,7 @@ far as its windows reach, to its checkpoints, or to its beginning, where states 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ikcli.engine.runner import Runner
 from ikcli.engine.saved_sequence import Bytes, Checkpoint, Kind, SavedSequence
@@ -17,8 +18,30 @@ from ikcli.errors import IkError
 from ikcli.gguf.constants import TYPE_TRAITS, row_n_bytes
 from ikcli.graph import Cache, Per
 
-MOST_CHECKPOINTS = 8  # of a sequence
 SPARE = 64  # positions before a window that stay, so that rejected drafts and the like cost nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Which checkpoints of a sequence are kept: at most so many, of so many bytes (but always the last one).
+
+    Where one has to go, that is the oldest, or with `spread` the one whose neighbours are closest to each other.
+    """
+
+    most: int = 8
+    n_bytes: int = 1 << 62
+    spread: bool = False
+
+    def trim(self, known: list[Checkpoint]) -> None:
+        """Drop what is too much."""
+        while len(known) > 1 and (len(known) > self.most or sum(c.n_bytes for c in known) > self.n_bytes):
+            del known[self._least(known)]
+
+    def _least(self, known: Sequence[Checkpoint]) -> int:
+        if not self.spread:
+            return 0
+        at = [0, *(c.n_tokens for c in known)]
+        return min(range(len(known) - 1), key=lambda i: at[i + 2] - at[i])
 
 
 class Sequences:
@@ -43,6 +66,7 @@ class Sequences:
         self._states = [c for c in ordered if c.per is Per.SEQUENCE]
         self.kind = Kind(bool(self._states), window if self._windows else 0)
         self._n_window = n_window
+        self.keeping = Keeping()
         self.n_past: list[int] = []
         self._first: list[int] = []  # position in the first cell of windows
         self._checkpoints: list[list[Checkpoint]] = []
@@ -111,8 +135,8 @@ class Sequences:
     def checkpoint(self, seq: int, *, passing: bool = False) -> Checkpoint:
         """Remember where a sequence is, so that `truncate` can return there.
 
-        Costs nothing where a sequence can be cut anywhere. The oldest of `MOST_CHECKPOINTS` goes first; a `passing` one
-        (before a guess, say) is replaced by the next passing one.
+        Costs nothing where a sequence can be cut anywhere. `keeping` says which ones stay; a `passing` one (before a
+        guess, say) is replaced by the next passing one.
         """
         self._check(seq)
         n, known = self.n_past[seq], self._checkpoints[seq]
@@ -125,7 +149,7 @@ class Sequences:
             self._passing[seq] = n if passing else self._passing[seq]
         elif not passing and self._passing[seq] == n:
             self._passing[seq] = -1  # it stays
-        del known[:-MOST_CHECKPOINTS]
+        self.keeping.trim(known)
         return known[-1]
 
     def restore(self, seq: int, checkpoint: Checkpoint) -> None:
@@ -210,7 +234,8 @@ class Sequences:
 
     def _arrive(self, seq: int, n: int, known: Sequence[Checkpoint], rows: Sequence[Bytes], first: int) -> int:
         """A sequence now has n cells, these checkpoints, and these rows of windows from position `first` on."""
-        self._checkpoints[seq] = [c for c in known if c.n_tokens <= n][-MOST_CHECKPOINTS:]
+        self._checkpoints[seq] = [c for c in known if c.n_tokens <= n]
+        self.keeping.trim(self._checkpoints[seq])
         self._passing[seq] = -1
         self.n_past[seq] = n
         kept = self.kind.reach(n, first, self._checkpoints[seq])

@@ -65,6 +65,7 @@ class GenerationRequest:
     banned_strings: tuple[str, ...] = ()
     speculation: Speculation = Speculation()
     report_progress: bool = False
+    turns: tuple[int, ...] = ()  # tokens of the prompt before turns that later requests may change
     deltas: bool = True  # False: no Delta events, for requests that are answered at once
 
 

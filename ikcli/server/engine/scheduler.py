@@ -18,7 +18,7 @@ class PromptWork(Protocol):
     """A slot whose prompt is not finished."""
 
     @property
-    def n_todo(self) -> int: ...
+    def n_whole(self) -> int: ...
 
     @property
     def wants_prompt_logits(self) -> bool: ...
@@ -43,7 +43,7 @@ def prompt_pieces(waiting: Iterable[T], n_ubatch: int) -> list[Piece[T]]:
     pieces: list[Piece[T]] = []
     budget = n_ubatch
     for slot in sorted(waiting, key=lambda s: s.t_served):
-        n = min(slot.n_todo, PROMPT_LOGPROBS_STEP if slot.wants_prompt_logits else n_ubatch, n_ubatch)
+        n = min(slot.n_whole, PROMPT_LOGPROBS_STEP if slot.wants_prompt_logits else n_ubatch, n_ubatch)
         if n > budget:
             break
         pieces.append(Piece(slot, n))

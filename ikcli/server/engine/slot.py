@@ -50,6 +50,7 @@ class Slot:
         self.goal: Tokens = self._cached[:0]
         self.last = -1
         self.draft: Sequence[int] = ()
+        self.places: Sequence[int] = ()  # where checkpoints of the goal are made
         self.in_prompt = False  # the goal is the request's prompt, not a repetition
         self.t_served = 0  # step in which the prompt was worked on
         self.t_used = -1.0
@@ -80,8 +81,9 @@ class Slot:
         return common_prefix(self.cached, prompt) / len(prompt) if self.n_past and len(prompt) else 0.0
 
     # --- work -------------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, generation: Generation, n_cached: int) -> None:
-        """Start a request whose first n_cached tokens are in the cache."""
+    def begin(self, task: Task, generation: Generation, n_cached: int, places: Sequence[int] = ()) -> None:
+        """Start a request whose first n_cached tokens are in the cache; `places`: see `checkpoints`."""
+        self.places = places
         self.task, self.generation, self.id_task = task, generation, task.id
         self.n_past, self.goal, self.state, self.in_prompt = n_cached, task.prompt, PROMPT, True
         self.draft = ()
@@ -113,6 +115,12 @@ class Slot:
     def n_todo(self) -> int:
         """Tokens of the goal that are not cached yet."""
         return len(self.goal) - self.n_past
+
+    @property
+    def n_whole(self) -> int:
+        """Tokens of the goal up to its end or the next checkpoint."""
+        end = next((n for n in self.places if n > self.n_past), 0) if self.in_prompt else 0
+        return end - self.n_past if end else self.n_todo
 
     @property
     def wants_prompt_logits(self) -> bool:

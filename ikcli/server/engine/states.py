@@ -39,6 +39,7 @@ class ModelInfo:
     n_slots: int
     vocab_type: int  # llama.cpp's number: 0 none, 1 SPM, 2 BPE, 3 WPM
     metadata: Mapping[str, Any] = field(repr=False)
+    needs_checkpoints: bool = False  # sequences cannot be cut anywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,4 +167,5 @@ def model_info(session: Session, n_ctx_slot: int) -> ModelInfo:
         n_slots=session.n_seq_max,
         vocab_type=_VOCAB_TYPES.get(session.tokenizer.kind, 0),
         metadata=model.file.metadata,
+        needs_checkpoints=not session.sequences.kind.is_free,
     )

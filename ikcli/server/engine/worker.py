@@ -28,6 +28,7 @@ from ikcli.sampling.sampler import token_logprobs
 from ikcli.sampling.short import draw_function
 from ikcli.sampling.vocab import SamplerVocab
 from ikcli.server.engine import slot_file
+from ikcli.server.engine.checkpoints import keeping, places
 from ikcli.server.engine.generation import Generation, Setting, as_info
 from ikcli.server.engine.log import Logger
 from ikcli.server.engine.messages import Event, Failure, GenerationRequest
@@ -82,7 +83,11 @@ class Worker:
         self._step_number = 0
         self._was_busy = True
         self.counters = Counters()
-        self._prompts = PromptCache(default_limit(self.config.cache_ram, available_memory()))
+        limit = default_limit(self.config.cache_ram, available_memory())
+        self._prompts = PromptCache(limit)
+        session.sequences.keeping = keeping(
+            self.config, (limit or default_limit(None, available_memory())) // len(self.slots)
+        )
         self._speculator = Speculator(session, log)
         self._announce(n_ctx)
 
@@ -260,7 +265,8 @@ class Worker:
         reuse = request.cache_prompt and not request.prompt_logprobs
         n = self._reuse(slot, task) if reuse else self._replace(slot, task, 0)
         n = self.session.truncate(slot.id, n)
-        slot.begin(task, generation, n)
+        needed = self.model.needs_checkpoints
+        slot.begin(task, generation, n, places(self.config, n, len(task.prompt), request.turns) if needed else ())
         slot.t_served = self._step_number
         self._log("INFO", "launch_slot_with_task", "slot is processing task", _ids(slot))
         self._log("INFO", "update_slots", "kv cache rm [p0, end)", {**_ids(slot), "p0": n})
@@ -420,10 +426,8 @@ class Worker:
         is_last = slot.n_todo == n
         wanted = "all" if slot.wants_prompt_logits else "last" if is_last else "none"
         self._deliver()
-        if is_last and slot.n_past:
-            self.session.checkpoint(slot.id)
         logits = self.session.compute(Batch.single(tokens, slot.n_past, slot.id, logits=wanted))
-        if is_last:
+        if slot.in_prompt and slot.n_past + n in slot.places:
             self.session.checkpoint(slot.id)
         self._count(1)
         slot.t_served = self._step_number

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, cast
+
+import numpy as np
 
 from ikcli.chat.families.base import Reasoning
 from ikcli.chat.formats import ChatFormat
+from ikcli.chat.messages import Message
 from ikcli.chat.parser import ReasoningFormat
 from ikcli.chat.prompt import ChatPrompt
 from ikcli.chat.request import ChatDefaults, parse_request
@@ -17,6 +21,7 @@ from ikcli.config import RunConfig
 from ikcli.errors import IkError, UsageError
 from ikcli.grammar.spec import GrammarSpec
 from ikcli.server.engine.messages import Constraint
+from ikcli.server.engine.prompt_cache import common_prefix
 from ikcli.server.http import fields as f
 from ikcli.server.http.budget import ReasoningBudget
 from ikcli.server.http.constraints import ConstraintMaker
@@ -28,6 +33,7 @@ from ikcli.server.http.state import ServerState
 from ikcli.tokenizer import Tokenizer
 
 _TEMPLATE = "tokenizer.chat_template"
+_OTHER = "\N{SECTION SIGN}"  # how hardly any turn begins
 _BUDGETS = ("reasoning_budget_tokens", "thinking_budget_tokens", "reasoning_budget")
 
 
@@ -87,6 +93,17 @@ class ChatService:
         """The prompt of a request; IkError naming what is wrong with it."""
         return self.format.render(parse_request(body, self.defaults))
 
+    def beginnings(self, body: Mapping[str, Any]) -> list[str]:
+        """Prompts of conversations that begin like this one and end with another first, or last, user turn."""
+        request = parse_request(body, self.defaults)
+        users = [i for i, message in enumerate(request.messages) if message.role == "user"]
+        prompts = []
+        for i in {users[0], users[-1]} if users else ():
+            messages = (*request.messages[:i], Message("user", _OTHER))
+            with suppress(IkError):  # a template that wants more of a conversation
+                prompts.append(self.format.render(replace(request, messages=messages, prefill=False)).prompt)
+        return prompts
+
 
 def check_options(config: RunConfig) -> None:
     """Raise what is wrong with the chat options of a command line, before a model is loaded."""
@@ -126,13 +143,17 @@ def _text(tokenizer: Tokenizer, token: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A conversation ready for the engine. `budget` tokens of thinking, -1 without limit."""
+    """A conversation ready for the engine. `budget` tokens of thinking, -1 without limit.
+
+    `turns`: how many tokens come before the first and the last user turn, for models that need checkpoints there.
+    """
 
     chat: ChatPrompt
     tokens: tuple[int, ...]
     keep_special: bool
     budget: int
     budget_message: str
+    turns: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -190,13 +211,23 @@ async def prepare(state: ServerState, body: Mapping[str, Any]) -> Prepared:
     words = state.config.server.reasoning_budget_message
     if message is not None:
         words = f.text(message, "reasoning_budget_message")
-    return Prepared(chat, tokens, keep, budget, words)
+    turns = await _turns(state, body, tokens) if state.engine.model.needs_checkpoints else ()
+    return Prepared(chat, tokens, keep, budget, words, turns)
 
 
 def _render(state: ServerState, body: Mapping[str, Any]) -> ChatPrompt:
     prompt = state.chat.render(body)
     assert isinstance(prompt, ChatPrompt)
     return prompt
+
+
+async def _turns(state: ServerState, body: Mapping[str, Any], tokens: Sequence[int]) -> tuple[int, ...]:
+    """Where the prompt of a conversation differs from those of others that only begin alike."""
+    found = set()
+    for text in await asyncio.to_thread(state.chat.beginnings, body):
+        other = await encode(state.engine.tokenizer, text, add_special=True)
+        found.add(common_prefix(np.array(other), np.array(tokens)))
+    return tuple(sorted(found - {0}))
 
 
 def _budget(body: Mapping[str, Any], default: int) -> int:

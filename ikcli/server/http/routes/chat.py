@@ -57,7 +57,11 @@ async def generations_of(
     constraint = None if prepared.spec is None else await compiled(state, prepared.spec)
     stop = tuple(dict.fromkeys((*options.stop, *prepared.stops)))
     prompt = Prompt(prepared.tokens, prepared.text)
-    more = {"constraint": prepared.limited(state.engine.tokenizer, constraint), "keep_special": prepared.keep_special}
+    more = {
+        "constraint": prepared.limited(state.engine.tokenizer, constraint),
+        "keep_special": prepared.keep_special,
+        "turns": prepared.turns,
+    }
     requests = requests_of([prompt], options.n_cmpl, sampling, replace(options, stop=stop), **more)
     return options, prepared, requests, n_top
 

@@ -140,7 +140,7 @@ def test_two_processes_compile_the_same_kernel(tmp_path: Path) -> None:
     ]
     assert [p.communicate(timeout=120)[0] for p in runs] == ["False\n"] * 2
     names = [p.name for p in tmp_path.rglob("*") if p.is_file()]
-    assert sorted(names) == ["lock", NOOP.file_name]  # no temporary files
+    assert sorted(names) == sorted(["lock", NOOP.file_name, NOOP.code_name])  # no temporary files
 
 
 def test_the_worker_ignores_the_current_folder(tmp_path: Path) -> None:
@@ -233,3 +233,19 @@ time.sleep(60)
     holder.communicate()
     waiter.join(60)
     assert is_cached(NOOP)
+
+
+def test_a_kernel_whose_code_is_known_is_not_compiled_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (cache_dir() / NOOP.code_name).read_bytes() == cache.read_bytes()
+    cache.unlink()
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(compile_pool, "_Worker", refuse)
+    compile_pool.compile_kernels([NOOP])
+    assert is_cached(NOOP)
+    cache.unlink()
+    (cache_dir() / NOOP.code_name).write_bytes(b"damaged")
+    with pytest.raises(AssertionError, match="compiled"):
+        compile_pool.compile_kernels([NOOP])

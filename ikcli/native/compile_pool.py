@@ -22,7 +22,7 @@ from typing import IO
 
 from ikcli.errors import IkError
 from ikcli.native import isa
-from ikcli.native.kernel_cache import ADVICE, PACKAGE_DIR, KernelKey, cache_dir, is_cached
+from ikcli.native.kernel_cache import ADVICE, PACKAGE_DIR, KernelKey, adopt, cache_dir, is_cached
 
 try:
     import fcntl
@@ -58,7 +58,7 @@ def compile_kernels(keys: Sequence[KernelKey], progress: Progress | None = None)
         while left:
             mine = [key for key in left if _claim(lock, key)]
             try:
-                todo = [key for key in mine if not is_cached(key)]
+                todo = [key for key in mine if not is_cached(key) and not adopt(directory, key)]
                 tell(len(mine) - len(todo))
                 _compile(directory, todo, lambda: tell(1))
             finally:

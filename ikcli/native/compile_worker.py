@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from ikcli.native.kernel_cache import KernelKey, pack_entry
+from ikcli.native.kernel_cache import KernelKey, keep_code, pack_entry
 
 
 def compile_one(key: KernelKey) -> bytes:
@@ -42,6 +42,7 @@ def main() -> None:
         temporary = directory / f".{key.file_name}.{os.getpid()}"
         temporary.write_bytes(data)
         temporary.replace(directory / key.file_name)
+        keep_code(directory, key)
         print(key.text, flush=True)
 
 

@@ -6,7 +6,9 @@ linker loads in about half a millisecond (`kernel_library.py`). So only the firs
 (0.5 s, 100 MB) and the compilation.
 
 The folder is named by the target CPU and the versions of Python, Numba and llvmlite, the file by a digest of the
-kernel's module and of every module of ours that it imports: an edited kernel or helper can never be served stale.
+kernel's module and of every module of ours that it imports: an edited kernel or helper can never be served stale. That
+is quick to compute, but an edit of one helper gives all kernels new names. So every file has a second name, made of the
+definitions that the kernel reaches (`code_digest.py`): before a kernel is compiled it is looked for under that one.
 LLVM ends the process when it is given a damaged object file, so every file starts with a line of magic, SHA-256 of the
 code, and symbol; a file that does not fit its line is compiled again.
 """
@@ -52,6 +54,15 @@ class KernelKey:
         readable = "_".join([self.factory, *(str(a) for a in self.args)])
         digest = hashlib.sha256(f"{_MAGIC} {self.text} {source_digest(self.full_module)}".encode()).hexdigest()[:16]
         return f"{readable[:80]}-{digest}.kernel"
+
+    @property
+    def code_name(self) -> str:
+        """The second name, which takes much longer to find."""
+        from ikcli.native.code_digest import code_digest
+
+        parts = [_MAGIC, self.text, code_digest(self.full_module, self.factory, _source_file),
+                 code_digest("ikcli.native.jit", "*", _source_file)]  # fmt: skip
+        return f"code-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:32]}.kernel"
 
 
 @functools.cache
@@ -114,6 +125,33 @@ def _version(package: str) -> str:
 def is_cached(key: KernelKey) -> bool:
     """Whether the kernel has been compiled already."""
     return read_entry(cache_dir() / key.file_name) is not None
+
+
+def adopt(directory: Path, key: KernelKey) -> bool:
+    """Whether a kernel of the same code has been compiled under another name, which this one then gets too."""
+    path = directory / key.code_name
+    return read_entry(path) is not None and _give_name(path, directory / key.file_name)
+
+
+def keep_code(directory: Path, key: KernelKey) -> None:
+    """Give a kernel that was just compiled its second name."""
+    _give_name(directory / key.file_name, directory / key.code_name)
+
+
+def _give_name(path: Path, name: Path) -> bool:
+    """Another name for a file, or a copy where the file system has no links."""
+    temporary = name.with_name(f".{name.name}.{os.getpid()}")
+    try:
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(path, temporary)
+        except OSError:
+            temporary.write_bytes(path.read_bytes())
+        temporary.replace(name)
+        temporary.unlink(missing_ok=True)  # names of one file replace each other without effect
+    except OSError:
+        return False
+    return True
 
 
 def pack_entry(symbol: str, code: bytes) -> bytes:

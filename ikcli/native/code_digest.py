@@ -1,0 +1,135 @@
+"""What a kernel is made of: a digest of the definitions that its factory reaches, whatever else changed in their files.
+
+The definitions are those of our own modules, as syntax trees without positions, comments and documentation. Statements
+of a module that are no definition (loops that fill tables, registrations) count wherever anything of it is reached, and
+so do functions with decorators of which more than a result is to be expected.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+_PLAIN = {"inline", "merge", "intrinsic", "njit", "cache", "functools.cache", "contextmanager", "dataclass"}
+_ALL = "*"
+Statements = list[ast.stmt]
+SourceOf = Callable[[str], Path]
+
+
+class _Module:
+    """The top level of a source file by name."""
+
+    def __init__(self, path: Path) -> None:
+        self.defined: dict[str, Statements] = {}
+        self.imported: dict[str, tuple[str, str]] = {}  # name: (module, name there)
+        self.always: Statements = []
+        for statement in _without_docstrings(ast.parse(path.read_bytes())).body:
+            self._add(statement)
+
+    def _add(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            self.imported.update(_imports(statement))
+            return
+        names = _bound_names(statement)
+        if names is None:
+            self.always.append(statement)
+        for name in names or ():
+            self.defined.setdefault(name, []).append(statement)
+
+
+def code_digest(module: str, name: str, source_of: SourceOf) -> str:
+    """Digest of everything that the definition `name` of a module is made of; `source_of` finds modules' files."""
+    packages = {module.split(".")[0], "ikcli"}
+
+    def source(other: str) -> _Module | None:
+        path = source_of(other) if other.split(".")[0] in packages else None
+        return _module(path) if path is not None and path.is_file() else None
+
+    todo, seen, texts = [(module, name)], set[tuple[str, str]](), set[str]()
+    while todo:
+        item = todo.pop()
+        found = source(item[0])
+        if item in seen or found is None:
+            continue
+        seen.add(item)
+        if item[1] in found.imported:
+            todo.append(found.imported[item[1]])
+            continue
+        chosen = found.defined.get(item[1], [])
+        if item[1] == _ALL:
+            chosen = [s for group in found.defined.values() for s in group]
+            todo += found.imported.values()
+        elif not chosen:
+            todo.append((f"{item[0]}.{item[1]}", _ALL))  # a module of a package
+        for statement in (*chosen, *found.always):
+            texts.add(f"{item[0]} {ast.dump(statement)}")
+            todo += _reached(statement, item[0], found, source)
+    return hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()
+
+
+def _reached(
+    statement: ast.stmt, module: str, found: _Module, source: Callable[[str], _Module | None]
+) -> Iterator[tuple[str, str]]:
+    """(module, name) of all that a statement mentions."""
+    qualified = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from _imports(node).values()
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in found.imported:
+            package, inner = found.imported[node.value.id]
+            whole = package if inner == _ALL else f"{package}.{inner}"
+            if source(whole) is not None:  # one thing of an imported module
+                qualified.add(id(node.value))
+                yield whole, node.attr
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and id(node) not in qualified:
+            if node.id in found.defined:
+                yield module, node.id
+            elif node.id in found.imported:
+                yield found.imported[node.id]
+
+
+@cache
+def _module(path: Path) -> _Module:
+    return _Module(path)
+
+
+def _imports(statement: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
+    """What an import binds: (module, name there), or (module, all of it)."""
+    if isinstance(statement, ast.Import):
+        return {alias.asname or alias.name.split(".")[0]: (alias.name, _ALL) for alias in statement.names}
+    return {alias.asname or alias.name: (statement.module or "", alias.name) for alias in statement.names}
+
+
+def _bound_names(statement: ast.stmt) -> list[str] | None:
+    """Names that a definition binds; None for any other statement."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        plain = all(_text(d) in _PLAIN for d in statement.decorator_list)
+        return [statement.name] if plain else None
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AnnAssign):
+        targets = [statement.target]
+    else:
+        return None
+    names = []
+    for target in targets:
+        parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+        if not all(isinstance(p, ast.Name) for p in parts):
+            return None
+        names += [p.id for p in parts if isinstance(p, ast.Name)]
+    return names
+
+
+def _text(decorator: ast.expr) -> str:
+    return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False):
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ikcli.chat.families.base import Family, Reasoning
+from ikcli.chat.families.gemma import GemmaCalls
 from ikcli.chat.families.generic import Generic
 from ikcli.chat.families.harmony import Harmony
 from ikcli.chat.families.json_calls import JsonCalls, Keys, Llama3, NameKeyCalls
@@ -131,6 +132,9 @@ SAMPLES = (
     Sample(XmlCalls(QWEN3_CODER), "<tool_call>\n<function=clock>\n</function>\n</tool_call>", calls=(TIME,)),
     Sample(XmlCalls(QWEN3_CODER), "<tool_call> or <function= what", "<tool_call> or <function= what"),
     Sample(XmlCalls(SEED_OSS), _QWEN.replace("tool_call", "seed:tool_call"), calls=(ROME2,)),
+    Sample(XmlCalls(SEED_OSS), "<seed:tool_call>\n<function=get_weather>\n"
+           "<parameter=x>{'a': [True, None]}</parameter>\n<parameter=y>{'a'</parameter>\n</function>\n</seed:tool_call>",
+           calls=(("get_weather", {"x": {"a": [True, None]}, "y": "{'a'"}),)),
     Sample(XmlCalls(GLM_4_5), _GLM, calls=(PARIS, TIME)),
     Sample(XmlCalls(DEEPSEEK_V3_2), _DSML, calls=(("get_weather", {"city": "Paris", "days": 2}), TIME)),
     Sample(XmlCalls(MINIMAX), _MINIMAX, calls=(PARIS,)),
@@ -141,6 +145,12 @@ SAMPLES = (
     Sample(PythonCalls(), '<|tool_call_start|>[get_weather(city="Paris"), clock()]<|tool_call_end|>',
            calls=(PARIS, TIME)),
     Sample(PythonCalls(), "<|tool_call_start|>[1+1]<|tool_call_end|>", "<|tool_call_start|>[1+1]<|tool_call_end|>"),
+    Sample(GemmaCalls(), 'Ok.<|tool_call>call:get_weather{city:<|"|>Rome "é"\n<|"|>,days:2}<tool_call|>'
+           '<|tool_call>call:clock{}<tool_call|>', "Ok.", calls=(ROME2, TIME)),
+    Sample(GemmaCalls(), '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,x:{a:[1,<|"|>}<|"|>,true],'
+           '<|"|>b c<|"|>:null}}',
+           calls=(("get_weather", {"city": "Paris", "x": {"a": [1, "}", True], "b c": None}}),)),
+    Sample(GemmaCalls(), "<|tool_call>call:clock", "<|tool_call>call:clock"),
     Sample(Generic(), '{"tool_call": {"name": "get_weather", "arguments": {"city": "Paris"}}}', calls=(PARIS,)),
     Sample(Generic(), '{"response": "Hi \\ud83d\\ude00\\n\\"you\\""}', 'Hi 😀\n"you"'),
     Sample(Generic(), '{"response": {"a": [1]}}', '{"a": [1]}'),

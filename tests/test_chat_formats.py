@@ -261,6 +261,8 @@ def test_recognising_formats() -> None:
         ("<｜tool▁calls▁begin｜> ```json", "DeepSeek R1"),
         ("<｜tool▁calls▁begin｜>", "DeepSeek V3.1"),
         ("DSML function_calls", "DeepSeek V3.2"),
+        ('<|tool_call>call: <tool_call|> <|"|>', "Gemma 4"),
+        ("<|role_sep|> <|function_call|>", "GigaChat 3.1"),
         ("<tool_call> <arg_key>", "GLM 4.5"),
         ("<tool_call> <function= <parameter=", "Qwen3 Coder"),
         ("<tool_call>", "Hermes 2 Pro"),

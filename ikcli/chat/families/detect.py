@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ikcli.chat.families.base import Family, Reasoning
+from ikcli.chat.families.gemma import GemmaCalls
 from ikcli.chat.families.generic import Generic
 from ikcli.chat.families.harmony import Harmony
 from ikcli.chat.families.json_calls import JsonCalls, Keys, Llama3, NameKeyCalls
@@ -53,6 +54,8 @@ def family_of(source: str) -> Family | None:
         return JsonCalls("Mistral Nemo", "[TOOL_CALLS]", array=True, keys=Keys(id="id"))
     if has("<|channel|>", "<|message|>"):
         return Harmony()
+    if has("<|tool_call>", "<tool_call|>"):
+        return GemmaCalls()
     if has(">>>all"):
         return Recipients()
     if has("<|tool_calls_section_begin|>"):
@@ -110,6 +113,8 @@ def _plain(source: str) -> Family | None:
 
     if has("functools["):
         return JsonCalls("FireFunction v2", "functools", array=True, also=(" functools",))
+    if has("<|role_sep|>", "<|function_call|>"):
+        return JsonCalls("GigaChat 3.1", "<|function_call|>")
     if has("<|role_sep|>", "function call"):
         return JsonCalls("GigaChat", "function call<|role_sep|>")
     if has("<|start_header_id|>") and (has("<|python_tag|>") or has('"parameters"', "tools")):

@@ -6,6 +6,7 @@ arguments object piece by piece.
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from ikcli.chat.families.base import (
 )
 from ikcli.chat.messages import Tool
 from ikcli.chat.reader import Malformed, Reader, Wait
+
+_MOST_LITERAL = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +198,17 @@ def _json_or_text(raw: str) -> str:
     try:
         return json.dumps(json.loads(raw), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
-        literals = {"True": "true", "False": "false", "None": "null"}
-        return literals.get(raw.strip()) or json.dumps(raw, ensure_ascii=False)
+        return _python_literal(raw.strip()) or json.dumps(raw, ensure_ascii=False)
+
+
+def _python_literal(text: str) -> str:
+    """A list, dictionary, True, False or None as Python prints it (some templates do), as JSON; else nothing."""
+    if not text.startswith(("[", "{", "True", "False", "None")) or len(text) > _MOST_LITERAL:
+        return ""
+    try:
+        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return ""
 
 
 def properties_of(parameters: Mapping[str, Any]) -> Mapping[str, Any]:

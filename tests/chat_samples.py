@@ -132,8 +132,8 @@ SAMPLES = (
     Sample(XmlCalls(QWEN3_CODER), "<tool_call>\n<function=clock>\n</function>\n</tool_call>", calls=(TIME,)),
     Sample(XmlCalls(QWEN3_CODER), "<tool_call> or <function= what", "<tool_call> or <function= what"),
     Sample(XmlCalls(SEED_OSS), _QWEN.replace("tool_call", "seed:tool_call"), calls=(ROME2,)),
-    Sample(XmlCalls(SEED_OSS), "<seed:tool_call>\n<function=get_weather>\n"
-           "<parameter=x>{'a': [True, None]}</parameter>\n<parameter=y>{'a'</parameter>\n</function>\n</seed:tool_call>",
+    Sample(XmlCalls(SEED_OSS), "<seed:tool_call>\n<function=get_weather>\n<parameter=x>{'a': "
+           "[True, None]}</parameter>\n<parameter=y>{'a'</parameter>\n</function>\n</seed:tool_call>",
            calls=(("get_weather", {"x": {"a": [True, None]}, "y": "{'a'"}),)),
     Sample(XmlCalls(GLM_4_5), _GLM, calls=(PARIS, TIME)),
     Sample(XmlCalls(DEEPSEEK_V3_2), _DSML, calls=(("get_weather", {"city": "Paris", "days": 2}), TIME)),

@@ -23,7 +23,7 @@ from peaks import product_peak
 
 from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.gguf.constants import GGMLType, row_n_bytes
-from ikcli.graph import HeadSlice, Node, Rows
+from ikcli.graph import HeadSlice, Node, Rows, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class Case:
     n_kv: int
     type: GGMLType = GGMLType.F16
     head: int = 128
+    window: int = 0  # with sinks
+    softcap: float = 0.0
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -45,7 +47,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        seen = sum(self.n_kv - self.n_tokens + i + 1 for i in range(self.n_tokens))
+        seen = sum(min(self.n_kv - self.n_tokens + i + 1, self.window or self.n_kv) for i in range(self.n_tokens))
         return 2.0 * seen * self.n_head * sum(self.widths)
 
     @property
@@ -55,7 +57,7 @@ class Case:
             row = row_n_bytes(self.type, 576)
         if self.kind == "expanded":
             row = row_n_bytes(self.type, 64) + 4 * 256 * self.n_head
-        return float(row * self.n_kv)
+        return float(row * min(self.n_kv, self.window - 1 + self.n_tokens if self.window else self.n_kv))
 
 
 def build(case: Case, flash: bool = True) -> tuple[Harness, Node, list[tuple[Node, int]]]:
@@ -80,7 +82,9 @@ def build(case: Case, flash: bool = True) -> tuple[Harness, Node, list[tuple[Nod
         parts = [HeadSlice(q, 128, 64, 192), HeadSlice(q, 0, 128, 192)]
         k = [HeadSlice(g.cache("kv", 576, case.type), 0, 64, 0), HeadSlice(kv, 0, 128, 256)]
         v = HeadSlice(kv, 128, 128, 256)
-    out = g.attention(parts, k, v, "kqv", n_head=n, n_head_kv=case.n_head_kv, scale=dk**-0.5, flash=flash)
+    out = g.attention(parts, k, v, "kqv", n_head=n, n_head_kv=case.n_head_kv, scale=dk**-0.5, flash=flash,
+                      window=case.window, softcap=case.softcap,
+                      sinks=Weight("sinks", GGMLType.F32, (n,)) if case.window else None)  # fmt: skip
     return run, out, leaves
 
 
@@ -88,7 +92,7 @@ def measure(case: Case, threads: int, repeat: int, clock: Callable[[], float], f
     """Best time of one attention node, in seconds."""
     rng = np.random.default_rng(0)
     run, out, leaves = build(case, flash)
-    run.compile(out, threads)
+    run.compile(out, threads, {"sinks": np.zeros(case.n_head, np.float32)})
     for data in run.caches.values():  # any small finite numbers: 0x2E2E is 0.097 as f16
         data[:] = 0x2E
     segment = Segment(case.n_tokens, 0, case.n_kv - case.n_tokens)
@@ -129,6 +133,11 @@ CASES = [
     Case("decode mla 16x576/512 @16384", "absorbed", 16, 1, 1, 16384),
     Case("decode mla 16x576/512 @16384 q8_0", "absorbed", 16, 1, 1, 16384, GGMLType.Q8_0),
     Case("decode mla 128x576/512 @4096", "absorbed", 128, 1, 1, 4096),
+    *(Case(f"pp512 gqa 64/8x64 window 128 @{n}", "gqa", 64, 8, 512, n, head=64, window=128) for n in (1024, 32768)),
+    *(Case(f"decode gqa 64/8x64 window 128 @{n}", "gqa", 64, 8, 1, n, head=64, window=128) for n in (1024, 32768)),
+    *(Case(f"decode gqa 64/8x64 @{n}", "gqa", 64, 8, 1, n, head=64) for n in (128, 1024)),
+    Case("pp512 gqa 8/4x256 softcap @4096", "gqa", 8, 4, 512, 4096, head=256, softcap=50.0),
+    Case("decode gqa 8/4x256 softcap @4096", "gqa", 8, 4, 1, 4096, head=256, softcap=50.0),
 ]
 
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from leaves import Leaf, leaf
 
-from ikcli.backends.cpu.kernels import common
+from ikcli.backends.cpu.cell_places import WINDOW_CELLS, WINDOWS
 from ikcli.backends.cpu.program import Lowering, Program, lower
 from ikcli.backends.cpu.threads import Team
 from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.rules import Rules
 from ikcli.gguf.constants import row_n_bytes
-from ikcli.graph import Cache, Graph, Node, Rows
+from ikcli.graph import Cache, Graph, Node, Per, Rows
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.native.kernel_library import KernelLibrary
 
@@ -39,11 +39,17 @@ def team(size: int) -> Team:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """n_tokens of one sequence: cells from `cell`, `pos` positions cached before."""
+    """n_tokens of one sequence: cells from `cell`, `pos` positions cached before; position 0 is at `window_cell` in
+    caches of windows."""
 
     n_tokens: int
     cell: int = 0
     pos: int = 0
+    window_cell: int = 0
+
+    def cell_in(self, cache: Cache) -> int:
+        """The cell of position 0, below zero where the first positions are gone."""
+        return self.window_cell if cache.per is Per.WINDOW else self.cell
 
 
 @dataclass
@@ -76,16 +82,16 @@ class Harness:
         LIBRARY.require(self.program.kernels)
         self.n_threads = n_threads
         self.arena = aligned_zeros(self.program.arena_bytes)
-        self.state = np.zeros(common.STATE_WORDS, dtype=np.int64)
+        self.state = np.zeros(WINDOWS + 1, dtype=np.int64)
         for cache in self.graph.caches.values():
             rows, cols = (cache.cols, self.n_cells) if cache.transposed else (self.n_cells, cache.cols)
             self.caches.setdefault(cache, np.full((rows, row_n_bytes(cache.type, cols)), 0xFF, dtype=np.uint8))
-        self._weights = dict(weights or {})
+        self.weights = dict(weights or {})
         self.program.bind(
             LIBRARY,
             self.state.ctypes.data,
             self.arena,
-            {name: w.ctypes.data for name, w in self._weights.items()},
+            {name: w.ctypes.data for name, w in self.weights.items()},
             {cache: data.ctypes.data for cache, data in self.caches.items()},
         )
         return self
@@ -96,19 +102,22 @@ class Harness:
     ) -> dict[Rows, int]:  # fmt: skip
         """Fill the state block and the leaves; returns the number of rows per symbol."""
         n_tokens, n_kv = sum(s.n_tokens for s in segments), sum(s.pos + s.n_tokens for s in segments)
-        table, cells, pos, kv_cells = [], [], [], []
+        table, cells, pos, kv_cells, window_cells = [], [], [], [], []
         for s in segments:
             table.append([len(cells), s.n_tokens, s.cell, s.pos, len(kv_cells), s.pos + s.n_tokens])
             pos += range(s.pos, s.pos + s.n_tokens)
             cells += range(s.cell + s.pos, s.cell + s.pos + s.n_tokens)
             kv_cells += range(s.cell, s.cell + s.pos + s.n_tokens)
+            window_cells += range(s.window_cell + s.pos, s.window_cell + s.pos + s.n_tokens)
         self._arrays = [
             np.array(list(tokens) or [0] * n_tokens, dtype=np.int32), np.array(pos, dtype=np.int32),
             np.array(cells, dtype=np.int64), np.array(outputs, dtype=np.int64), np.array(table, dtype=np.int64),
-            np.array(kv_cells, dtype=np.int64),
+            np.array(kv_cells, dtype=np.int64), np.array(window_cells, dtype=np.int64),
+            np.array([s.window_cell for s in segments], dtype=np.int64),
         ]  # fmt: skip
         self.state[:4] = n_tokens, len(outputs), n_kv, len(segments)
-        self.state[4:10] = [a.ctypes.data for a in self._arrays]
+        self.state[4:10] = [a.ctypes.data for a in self._arrays[:6]]
+        self.state[[WINDOW_CELLS, WINDOWS]] = [a.ctypes.data for a in self._arrays[6:]]
         self.arena[:] = 0xFF
         n_rows = {Rows.TOKENS: n_tokens, Rows.OUTPUTS: len(outputs), Rows.KV: n_kv}
         for node, x in values.items():

@@ -22,13 +22,14 @@ from ikcli.native import isa
 from ikcli.native.kernel_cache import KernelKey
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q8_KV", "q6_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
-MAX_ROWS = 144  # rows of an attention task: kernels/attention.py
+MAX_ROWS = 144  # rows of an attention task: kernels/attention_tasks.py
 FEW_ROWS = 8  # largest task of kernels/attention_few.py
 MOST_FEW_ROWS = 16  # ... of attention_stream.py with 512-bit vectors
 SCORE_TILE = 96  # positions of a tile of stored scores: kernels/attention_full.py
 _SLOTS_PER_THREAD = 4  # ... SPLITS_PER_THREAD
-_STAT_BYTES = 4 * MAX_ROWS  # kernels/attention.py
-_STATS_BYTES = 5 * _STAT_BYTES
+_STAT_BYTES = 4 * MAX_ROWS  # kernels/attention_tasks.py
+_STATS_BYTES = 6 * _STAT_BYTES
+_NO_WINDOW = 2**31  # positions
 _BLOCK_SPACE = 2560  # kernels/pair_tiles.py
 RULES: Rules[Lowering] = Rules("the CPU backend", "it needs a newer ik")
 _MIN_SPLIT = {True: 64, False: 256}  # fewest positions of a part, for few rows and many
@@ -86,6 +87,8 @@ def lower_kv_store(low: Lowering, node: Node, op: KvStore) -> None:
     type_ = _type_name(cache.type)
     source = low.out(x) + 4 * op.offset
     if cache.transposed:
+        if cache.per is Per.WINDOW:
+            raise UnsupportedError(f"{node.name}: transposed caches keep all positions; use flash attention (-fa)")
         if TYPE_TRAITS[cache.type].block_size > 1:
             raise UnsupportedError(f"a transposed V cache cannot be of type {type_}; use f16 or flash attention (-fa)")
         first = cache_offset * low.n_cells * TYPE_TRAITS[cache.type].type_size
@@ -105,6 +108,8 @@ def lower_kv_store(low: Lowering, node: Node, op: KvStore) -> None:
 def lower_kv_rows(low: Lowering, node: Node, op: KvRows) -> None:
     """Cached columns as compact f32 rows."""
     cache = op.cache
+    if cache.per is Per.WINDOW:
+        raise UnsupportedError(f"{node.name}: the CPU backend reads windows of a cache in attention only")
     _check_blocks(cache, op.offset, node.cols)
     key = KernelKey("kv", "make_kv_rows", (_type_name(cache.type),))
     row_bytes = row_n_bytes(cache.type, cache.cols)
@@ -112,13 +117,15 @@ def lower_kv_rows(low: Lowering, node: Node, op: KvRows) -> None:
 
 
 def _part(low: Lowering, x: HeadSlice | None) -> tuple[str, list[Word]]:
-    """(element type, parameter words) of a part; see PARTS in kernels/attention.py."""
+    """(element type, parameter words) of a part; see PARTS in kernels/attention_tasks.py."""
     if x is None:
         return "", [0] * 6
     if isinstance(x.source, Node):
         place = IN_ROWS if x.source.rows.symbol is Rows.KV else IN_CELLS
         return "f32", [low.out(x.source), 4 * x.source.cols, x.offset, x.head_stride, x.width, place]
     cache = x.source
+    if cache.transposed and cache.per is Per.WINDOW:
+        raise UnsupportedError("transposed caches keep all positions; use flash attention (-fa)")
     _check_blocks(cache, x.offset, x.width, x.head_stride)
     row_bytes = row_n_bytes(cache.type, low.n_cells if cache.transposed else cache.cols)
     return _type_name(cache.type), [Ref(cache), row_bytes, x.offset, x.head_stride, x.width,
@@ -148,10 +155,12 @@ def _view_chunk(k: tuple[HeadSlice, ...], v: HeadSlice, pairs: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """What q, k and v of an attention node are made of: element types and parameter words."""
+    """What q, k and v of an attention node are made of: element types and parameter words, and what the node asks for
+    beyond causal attention: letters (kernels/attention_tasks.py) and words."""
 
     k_types: str
     v_type: str
+    more: str
     words: list[Word]
 
     @classmethod
@@ -163,7 +172,18 @@ class _Sources:
             )
         parts = [_part(low, x) for x in (*q, *[None] * (2 - len(q)), *k, *[None] * (2 - len(k)), v)]
         k_types = "+".join(t for t, _ in parts[2:4] if t)
-        return cls(k_types, parts[4][0], [w for _, words in parts for w in words])
+        letters = {"w": op.window or op.chunk, "s": op.sinks, "c": op.softcap}
+        if op.sinks is not None and op.sinks.type is not GGMLType.F32:
+            raise UnsupportedError(f"{op.sinks.name}: sinks are of type f32, not {TYPE_TRAITS[op.sinks.type].name}")
+        words: list[Word] = [op.window or _NO_WINDOW, op.chunk or _NO_WINDOW,
+                             low.weight(op.sinks) if op.sinks else 0, f32_bits(op.softcap)]  # fmt: skip
+        words += [w for _, of_part in parts for w in of_part]
+        return cls(k_types, parts[4][0], "".join(x for x, used in letters.items() if used), words)
+
+    def key(self, module: str, factory: str, *args: int | str, letters: str = "wsc") -> KernelKey:
+        """A kernel, made for those of these letters that the node needs."""
+        more = "".join(x for x in self.more if x in letters)
+        return KernelKey(module, factory, (*args, more) if more else args)
 
 
 _STREAMED = {"f32": 16, "f16": 16, "bf16": 16, "q8_0": 32}  # columns of a step: kernels/attention_stream.py
@@ -210,7 +230,7 @@ def _regions(*sizes: int) -> tuple[list[int], int]:
     return at[:-1], -(-max(at[-1], 4096) // 128) * 128 + 64
 
 
-_FIELDS = "q k v n_head n_head_kv scale"
+_FIELDS = "q k v n_head n_head_kv scale window chunk sinks softcap"
 
 
 @RULES.add(FlashAttn, _FIELDS)
@@ -258,19 +278,19 @@ def lower_flash_attn(low: Lowering, node: Node, op: FlashAttn) -> None:
                          int(low.independent)]  # fmt: skip
     types = (sources.k_types, "view" if view >= 0 else sources.v_type)
     if stream:
-        key = KernelKey("attention_stream", "make_flash_stream", (sources.k_types, sources.v_type, m))
+        key = sources.key("attention_stream", "make_flash_stream", sources.k_types, sources.v_type, m)
     elif few and pairs:
-        key = KernelKey("attention_few_pairs", "make_flash_few_pairs", (*types, _staging(sources, k, v)))
+        key = sources.key("attention_few_pairs", "make_flash_few_pairs", *types, _staging(sources, k, v))
     elif few:
-        key = KernelKey("attention_few", "make_flash_few", types)
+        key = sources.key("attention_few", "make_flash_few", *types)
     elif pairs:
-        key = KernelKey("attention_pairs", "make_flash_pairs", (*types, _staging(sources, k, v)))
+        key = sources.key("attention_pairs", "make_flash_pairs", *types, _staging(sources, k, v))
     else:
-        key = KernelKey("attention", "make_flash_attn", types)
+        key = sources.key("attention", "make_flash_attn", *types)
     low.emit(key, node.rows, *words, *sources.words)
     if low.n_threads > 1:
         # never left to one thread: it finds the parts by the number of threads
-        low.emit(KernelKey("attention", "make_combine"), node.rows, *words, *sources.words)
+        low.emit(sources.key("attention", "make_combine", letters="w"), node.rows, *words, *sources.words)
 
 
 @RULES.add(Attn, _FIELDS + " heads_per_step")
@@ -301,8 +321,8 @@ def _attn_step(low: Lowering, node: Node, op: Attn, first: int, n_heads: int, sc
                          scratch, scratch_bytes, *at[1:], 0, 0, scores, 4 * scores_cols, 0, 0, 0, 0, 0]  # fmt: skip
     transposed = isinstance(v.source, Cache) and v.source.transposed
     for key in (
-        KernelKey("attention_full", "make_kq", (sources.k_types,)),
-        KernelKey("attention_full", "make_soft_max"),
-        KernelKey("attention_full", "make_kqv", (sources.v_type, int(transposed))),
+        sources.key("attention_full", "make_kq", sources.k_types, letters="w"),
+        sources.key("attention_full", "make_soft_max"),
+        sources.key("attention_full", "make_kqv", sources.v_type, int(transposed), letters="w"),
     ):
         low.emit(key, node.rows, *words, *sources.words)

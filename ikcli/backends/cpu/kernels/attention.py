@@ -10,20 +10,61 @@ Answers to ggml's flash_attn_ext; the recurrence is Milakov & Gimelshein 2018, D
 
 import numpy as np
 
-from ikcli.backends.cpu.cell_places import IN_ROWS, IN_WINDOW
-from ikcli.backends.cpu.kernels.common import (
-    N_SEG,
-    SEG_CELL,
-    SEG_KV_ROW,
-    SEG_N_TOKENS,
-    SEG_POS,
-    SEG_TOKEN,
-    SEG_WORDS,
-    SEGMENTS,
-    next_work,
-    state_word,
-    word,
+from ikcli.backends.cpu.kernels.attention_sight import (
+    limits,
+    load_cap,
+    make_capped,
+    make_is_masked,
+    make_sees_none,
+    make_start_rows,
+    make_where_seen,
 )
+from ikcli.backends.cpu.kernels.attention_tasks import (
+    CORRECTION,
+    FIRST_HEAD,
+    GROUP,
+    K0,
+    K1,
+    K_AT,
+    K_CHUNKS,
+    LIMIT,
+    LOWEST,
+    O_AT,
+    OUT,
+    OUT_STRIDE,
+    PART_ADDRESS,
+    PART_HEAD_STRIDE,
+    PART_OFFSET,
+    PART_ROW_BYTES,
+    PART_WIDTH,
+    PART_WORDS,
+    Q0,
+    S_AT,
+    SCALE,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SLOT_BYTES,
+    SLOTS,
+    STAT_BYTES,
+    STATS_AT,
+    TILE,
+    UNIT_HEADS,
+    V0,
+    V_AT,
+    V_CHUNK,
+    V_COLS,
+    L,
+    M,
+    find_task,
+    make_first_seen,
+    n_base_tasks,
+    n_splits,
+    part_row,
+    segment_word,
+    split_length,
+    tile_chunk,
+)
+from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work, word
 from ikcli.backends.cpu.kernels.kv import make_prefetch_row, make_stage
 from ikcli.backends.cpu.kernels.sgemm import (
     CHUNK_ROW,
@@ -32,20 +73,14 @@ from ikcli.backends.cpu.kernels.sgemm import (
     make_rows_product,
     transpose16,
 )
-from ikcli.backends.cpu.kernels.windows import window_cell
 from ikcli.native.jit import inline, merge
-from ikcli.native.simd.control import atomic_load
 from ikcli.native.simd.math import vexp_fast
 from ikcli.native.simd.vec import (
     ld_f32,
     ld_i32,
-    ld_i64,
     load_f32x16,
-    load_i32x16,
-    select_less_i32,
     splat_f32x16,
     splat_i32x16,
-    st_i32,
     store_f32_first,
     store_f32x16,
     vadd,
@@ -56,90 +91,9 @@ from ikcli.native.simd.vec import (
     zero_f32x16,
 )
 
-# Parameter words.
-OUT, OUT_STRIDE, FIRST_HEAD, UNITS, UNIT_HEADS, GROUP, BLOCK, TILE, SCALE, K_CHUNKS, V_COLS, V_CHUNK = range(3, 15)
-SCRATCH, SCRATCH_BYTES, K_AT, V_AT, S_AT, O_AT, STATS_AT, SLOTS, SLOT_BYTES = range(15, 24)
-UNITS_PER_TASK, MIN_SPLIT, Q_UNIT, O_UNIT = range(24, 28)  # the last two: bytes per unit, where a task has several
-INDEPENDENT = 28  # 1: how a task is split does not depend on the other tasks
-PARTS = 29  # q, q, k, k, v: PART_WORDS each; width 0 = absent
-PART_ADDRESS, PART_ROW_BYTES, PART_OFFSET, PART_HEAD_STRIDE, PART_WIDTH, PART_PLACE, PART_WORDS = range(7)
-Q0, Q1, K0, K1, V0 = (PARTS + PART_WORDS * i for i in range(5))
-N_WORDS = PARTS + 5 * PART_WORDS
-
-MAX_ROWS = 144  # rows of a task
-STAT_BYTES = 4 * MAX_ROWS  # statistics: M, L, CORRECTION, LIMIT, UNIT (of integer weights)
-M, L, CORRECTION, LIMIT, UNIT = (STAT_BYTES * i for i in range(5))
-STATS_BYTES = 5 * STAT_BYTES
-SPLITS_PER_THREAD = 4
 AHEAD = 8  # rows asked for before they are read: slices of rows are too short for the hardware to predict
 
-_F0, _F1, LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-3.0e38)
-
-
-# --- work division ---------------------------------------------------------------------------------------------------
-@inline
-def segment_word(segment, i):
-    return ld_i64(segment + 8 * i)
-
-
-@inline
-def n_base_tasks(params):
-    """Tasks before splitting over positions."""
-    segments, block, total = state_word(params, SEGMENTS), word(params, BLOCK), 0
-    for i in range(state_word(params, N_SEG)):
-        # An atomic load keeps LLVM from spreading this short loop over vectors, 30 KB of code.
-        total += (atomic_load(segments + 8 * (SEG_WORDS * i + SEG_N_TOKENS)) + block - 1) // block
-    return total * word(params, UNITS)
-
-
-@inline
-def find_task(params, task):
-    """(segment address, first token inside it, tokens, unit); the blocks with most positions come first."""
-    segment, block, units = state_word(params, SEGMENTS), word(params, BLOCK), word(params, UNITS)
-    while True:
-        n_tokens = segment_word(segment, SEG_N_TOKENS)
-        here = (n_tokens + block - 1) // block * units
-        if task < here:
-            first = (here - 1 - task) // units * block
-            return segment, first, min(block, n_tokens - first), task % units
-        task -= here
-        segment += 8 * SEG_WORDS
-
-
-@inline
-def n_splits(params, n_base, nth):
-    """Parts every task is split into: the same in all kernels of one run."""
-    if nth == 1 or n_base == 0:
-        return 1
-    if word(params, INDEPENDENT):
-        n_base = word(params, UNITS)
-    return max(1, SPLITS_PER_THREAD * nth * word(params, UNITS_PER_TASK) // n_base)
-
-
-@inline
-def split_length(params, n_positions, splits):
-    """Positions per part: whole tiles."""
-    tile = word(params, TILE)
-    length = max((n_positions + splits - 1) // splits, word(params, MIN_SPLIT))
-    return (length + tile - 1) // tile * tile
-
-
-@inline
-def part_row(params, part, segment, kv_head):
-    """(address of the row of position 0, first element) of a K or V part."""
-    place = word(params, part + PART_PLACE)
-    if place == IN_ROWS:
-        first = segment_word(segment, SEG_KV_ROW)
-    else:
-        first = window_cell(params, segment) if place == IN_WINDOW else segment_word(segment, SEG_CELL)
-    address = word(params, part + PART_ADDRESS) + first * word(params, part + PART_ROW_BYTES)
-    return address, word(params, part + PART_OFFSET) + kv_head * word(params, part + PART_HEAD_STRIDE)
-
-
-@inline
-def tile_chunk(params):
-    """Bytes of a chunk of a tile; one row more than needed, so that chunks do not share cache sets."""
-    return CHUNK_ROW * (word(params, TILE) + 1)
+_F1 = np.float32(1.0)
 
 
 # --- staging ---------------------------------------------------------------------------------------------------------
@@ -254,24 +208,6 @@ def pack_q(params, token, unit, rows, q, tmp):
 
 # --- soft-max --------------------------------------------------------------------------------------------------------
 @inline
-def start_rows(stats, rows, heads, position, out, out_bytes):
-    """Statistics and output of no positions at all; `position` is that of the first row's token."""
-    for i in range(0, 16 * ((rows + 15) >> 4)):
-        st_i32(stats + LIMIT + 4 * i, position + 1 + min(i, rows - 1) // heads)
-    for i in range(0, STAT_BYTES, 64):
-        store_f32x16(stats + M + i, splat_f32x16(LOWEST))
-        store_f32x16(stats + L + i, zero_f32x16())
-    for i in range(0, out_bytes, 64):
-        store_f32x16(out + i, zero_f32x16())
-
-
-@inline
-def is_masked(n, tile, stats):
-    """Whether the first row, and so perhaps others, does not see all of the n positions."""
-    return ld_i32(stats + LIMIT) - tile < n
-
-
-@inline
 def update_rows(stats, top, total):
     """New maximum, sum (`total` is that of the new positions) and correction of one vector of rows."""
     correction = vexp_fast(vsub(load_f32x16(stats + M), top))
@@ -280,42 +216,74 @@ def update_rows(stats, top, total):
     store_f32x16(stats + CORRECTION, correction)
 
 
-@inline
-def weight(s, t, top, limit, masked, nan):
-    """e**(score - top) of one vector of rows at position t of the tile, 0 beyond a row's limit; `nan` is kept NaN, or
-    becomes it where the score is not finite."""
-    x = vsub(load_f32x16(s), top)
-    p = vexp_fast(x)
-    if masked:
-        p = select_less_i32(splat_i32x16(t), limit, p, zero_f32x16())
-    return p, vfma(x, zero_f32x16(), nan)
+def make_weight(more):
+    """weight(s, t, top, limit, first, masked, nan): e**(score - top) of one vector of rows at position t of the tile, 0
+    where a row does not see it; `nan` is kept NaN, or becomes it where the score is not finite."""
+    where_seen = make_where_seen(more)
+
+    @inline
+    def weight(s, t, top, limit, first, masked, nan):
+        x = vsub(load_f32x16(s), top)
+        p = vexp_fast(x)
+        if masked:
+            p = where_seen(splat_i32x16(t), limit, first, p, zero_f32x16())
+        return p, vfma(x, zero_f32x16(), nan)
+
+    return weight
 
 
-@inline
-def soft_max_column(s, stride, n, tile, stats):
-    """One vector of rows: scores of n positions become e**(score - max); updates the statistics.
+def make_find_top(more):
+    """find_top(params, s, stride, n, tile, stats): the largest score of each row, or that of before; scores of n
+    positions become capped, and the lowest where a row does not see them."""
+    is_masked, where_seen, capped = make_is_masked(more), make_where_seen(more), make_capped(more)
+    is_capped = "c" in more
 
-    A NaN or infinite score makes the row's sum NaN. Positions beyond a row's limit get 0.
-    """
-    limit = vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile))
-    masked, top, lowest, zero = is_masked(n, tile, stats), load_f32x16(stats + M), splat_f32x16(LOWEST), zero_f32x16()
-    if masked:
-        for t in range(n):
-            x = select_less_i32(splat_i32x16(t), limit, load_f32x16(s + t * stride), lowest)
-            store_f32x16(s + t * stride, x)
-            top = vmax_fast(x, top)
-    else:
+    @inline
+    def find_top(params, s, stride, n, tile, stats):
+        top, cap = load_f32x16(stats + M), load_cap(params)
+        if is_masked(n, tile, stats):
+            limit, first = limits(tile, stats)
+            for t in range(n):
+                x = capped(load_f32x16(s + t * stride), cap)
+                x = where_seen(splat_i32x16(t), limit, first, x, splat_f32x16(LOWEST))
+                store_f32x16(s + t * stride, x)
+                top = vmax_fast(x, top)
+            return top
+        if is_capped:
+            for t in range(n):
+                x = capped(load_f32x16(s + t * stride), cap)
+                store_f32x16(s + t * stride, x)
+                top = vmax_fast(x, top)
+            return top
         other = top
         for t in range(0, n - 1, 2):
             top = vmax_fast(load_f32x16(s + t * stride), top)
             other = vmax_fast(load_f32x16(s + t * stride + stride), other)
-        top = vmax_fast(vmax_fast(load_f32x16(s + (n - 1) * stride), top), other)
-    total, nan = zero, zero
-    for t in range(n):
-        p, nan = weight(s + t * stride, t, top, limit, masked, nan)
-        total = vadd(total, p)
-        store_f32x16(s + t * stride, p)
-    update_rows(stats, top, vadd(total, nan))
+        return vmax_fast(vmax_fast(load_f32x16(s + (n - 1) * stride), top), other)
+
+    return find_top
+
+
+def make_soft_max_column(more):
+    """soft_max_column(params, s, stride, n, tile, stats), one vector of rows: scores of n positions become
+    e**(score - max), 0 where a row does not see them; updates the statistics.
+
+    A NaN or infinite score makes the row's sum NaN.
+    """
+    find_top, weight, is_masked = make_find_top(more), make_weight(more), make_is_masked(more)
+
+    @inline
+    def soft_max_column(params, s, stride, n, tile, stats):
+        top, masked = find_top(params, s, stride, n, tile, stats), is_masked(n, tile, stats)
+        limit, first = limits(tile, stats)
+        total, nan = zero_f32x16(), zero_f32x16()
+        for t in range(n):
+            p, nan = weight(s + t * stride, t, top, limit, first, masked, nan)
+            total = vadd(total, p)
+            store_f32x16(s + t * stride, p)
+        update_rows(stats, top, vadd(total, nan))
+
+    return soft_max_column
 
 
 # --- output ----------------------------------------------------------------------------------------------------------
@@ -361,12 +329,13 @@ def next_k(params, segment, kv_head, position, otherwise):
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
-def make_flash(pack, stage, weigh, add):
+def make_flash(pack, stage, weigh, add, more):
     """The kernel made of: pack(params, token, unit, rows, q, tmp), Q of a task; stage(params, segment, kv_head, k, v,
     position, n), tiles of the cache, which returns the address of V; and for up to MAX_VECTORS vectors of rows, from
     byte x of a row of vectors on: weigh(params, wide, q, k, s, stride, stats, x, n, tile), the weights of n positions;
     add(params, wide, v, s, stride, o, stats, x, n, ask), the output with them, while memory from `ask` on may be asked
     for."""
+    first_seen, start_rows, sees_none = make_first_seen(more), make_start_rows(more), make_sees_none(more)
 
     @merge
     def attend(params, q, k, v, s, o, stats, rows, n, tile, ask):
@@ -375,7 +344,7 @@ def make_flash(pack, stage, weigh, add):
         for at in range(0, vectors, MAX_VECTORS):
             wide = min(MAX_VECTORS, vectors - at)
             seen = min(n, ld_i32(stats + LIMIT + 4 * (16 * (at + wide) - 1)) - tile)
-            if seen > 0:
+            if seen > 0 and not sees_none(stats + 64 * at, tile + seen):
                 weigh(params, wide, q, k, s, 64 * vectors, stats, 64 * at, seen, tile)
                 add(params, wide, v, s, 64 * vectors, o, stats, 64 * at, seen, ask)
 
@@ -394,21 +363,25 @@ def make_flash(pack, stage, weigh, add):
             kv_head = (word(params, FIRST_HEAD) + unit * heads) // word(params, GROUP)
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             position = segment_word(segment, SEG_POS) + first
-            length = split_length(params, position + n_tokens, splits)
+            origin = first_seen(params, position)
+            n_positions = position + n_tokens - origin
+            length = split_length(params, n_positions, splits)
             begin = length * (task % splits)
-            end = min(begin + length, position + n_tokens)
+            end = min(begin + length, n_positions)
             if begin >= end:
                 continue
             stride = 64 * ((rows + 15) >> 4)
             o_bytes = stride * ((word(params, V_COLS) + 15) & ~15)
             pack(params, token, unit, rows, q, k)
-            start_rows(stats, rows, heads, position, o, o_bytes)
+            start_rows(params, unit, rows, position, stats, o, o_bytes, begin == 0)
+            begin += origin
+            end += origin
             for at in range(begin, end, tile):
                 n = min(tile, end - at)
                 values = stage(params, segment, kv_head, k, v, at, n)
                 ask = next_k(params, segment, kv_head, at + n, values) if at + n < end else values
                 attend(params, q, k, values, s, o, stats, rows, n, at, ask)
-            if length >= position + n_tokens:
+            if length >= n_positions:
                 write_rows(params, token, unit, rows, o, stride, stats + L, s)
             else:
                 write_slot(word(params, SLOTS) + task * word(params, SLOT_BYTES), stats, o, o_bytes)
@@ -416,9 +389,9 @@ def make_flash(pack, stage, weigh, add):
     return flash_attn
 
 
-def make_flash_attn(k_types, v_type):
+def make_flash_attn(k_types, v_type, more=""):
     """Element types of K (parts joined by '+') and V ("view": inside K's rows)."""
-    stage_k, stage_v = make_stage_k(k_types), make_stage_v(v_type)
+    stage_k, stage_v, soft_max_column = make_stage_k(k_types), make_stage_v(v_type), make_soft_max_column(more)
     rows_product, columns_product = make_rows_product(False), make_columns_product()
 
     @merge
@@ -430,14 +403,14 @@ def make_flash_attn(k_types, v_type):
     def weigh(params, wide, q, k, s, stride, stats, x, n, tile):
         rows_product(wide, k, tile_chunk(params), n, q + x, stride, word(params, K_CHUNKS), s + x, stride)
         for i in range(x, x + 64 * wide, 64):
-            soft_max_column(s + i, stride, n, tile, stats + i)
+            soft_max_column(params, s + i, stride, n, tile, stats + i)
 
     @inline
     def add(params, wide, v, s, stride, o, stats, x, n, ask):
         chunk_bytes, chunks, factors = tile_chunk(params), (word(params, V_COLS) + 15) >> 4, stats + CORRECTION + x
         columns_product(wide, v, chunk_bytes, chunks, s + x, stride, n, o + x, stride, factors, ask)
 
-    return make_flash(pack_q, stage, weigh, add)
+    return make_flash(pack_q, stage, weigh, add, more)
 
 
 @inline
@@ -458,8 +431,9 @@ def merge_chunk(slot, slot_bytes, parts, v, chunk, stride, sums, out):
     store_f32x16(sums, total)
 
 
-def make_combine():
+def make_combine(more=""):
     """Merges the parts of split tasks; nothing to do where flash_attn did not split. Same parameters."""
+    first_seen = make_first_seen(more)
 
     def combine(params, ith, nth):
         n_base = n_base_tasks(params)
@@ -472,7 +446,8 @@ def make_combine():
         for item in range(n_base * v_chunks * ith // nth, n_base * v_chunks * (ith + 1) // nth):
             task, chunk = item // v_chunks, item % v_chunks
             segment, first, n_tokens, unit = find_task(params, task)
-            n_positions = segment_word(segment, SEG_POS) + first + n_tokens
+            position = segment_word(segment, SEG_POS) + first
+            n_positions = position + n_tokens - first_seen(params, position)
             length = split_length(params, n_positions, splits)
             if length >= n_positions:
                 continue

@@ -10,7 +10,7 @@ import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.attention import (
+from ikcli.backends.cpu.kernels.attention_tasks import (
     K0,
     PART_ROW_BYTES,
     V0,

@@ -11,13 +11,17 @@ import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.attention import (
+from ikcli.backends.cpu.kernels.attention import make_stage_k, make_stage_v, stage_q
+from ikcli.backends.cpu.kernels.attention_sight import load_cap, make_capped, make_start_rows
+from ikcli.backends.cpu.kernels.attention_tasks import (
     CORRECTION,
+    FIRST,
     FIRST_HEAD,
     GROUP,
     K_AT,
     K_CHUNKS,
     LIMIT,
+    LOWEST,
     O_AT,
     O_UNIT,
     OUT,
@@ -40,14 +44,11 @@ from ikcli.backends.cpu.kernels.attention import (
     L,
     M,
     find_task,
-    make_stage_k,
-    make_stage_v,
+    make_first_seen,
     n_base_tasks,
     n_splits,
     segment_word,
     split_length,
-    stage_q,
-    start_rows,
     tile_chunk,
 )
 from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work, word
@@ -91,7 +92,7 @@ from ikcli.native.simd.vec import (
     zero_f32x16,
 )
 
-_F1, _LOWEST = np.float32(1.0), np.float32(-3.0e38)
+_F1 = np.float32(1.0)
 _I32, _F32 = ir.IntType(32), ir.FloatType()
 WIDE = isa.current().name == "avx512"
 ROWS = 4 if WIDE else 1  # rows of a block; tasks of one row use blocks of one
@@ -236,30 +237,46 @@ def make_add_values(m, fewest, kind="f32", unit=0):
 _add_rows, _add_one = make_add_values(ROWS, 1), make_add_values(1, 1)
 
 
-@inline
-def soft_max_tile(s, seen, n, stats):
-    """e**(score - max) of a row's first `seen` positions, 0 up to n; updates its statistics. NaN makes the sum NaN."""
-    lowest, zero = splat_f32x16(_LOWEST), zero_f32x16()
-    old = splat_f32x16(ld_f32(stats + M))
-    top = old
-    for i in range(0, seen, 16):
-        x = select_less_i32(lane_index(), splat_i32x16(seen - i), load_f32x16(s + 4 * i), lowest)
-        top = vmax_fast(x, top)
-    top = splat_f32x16(reduce_max(top))
-    total, nan = zero, zero
-    for i in range(0, n, 16):
-        x = select_less_i32(lane_index(), splat_i32x16(seen - i), load_f32x16(s + 4 * i), lowest)
-        x = vsub(x, top)
-        nan = vfma(x, zero, nan)
-        p = select_less_i32(lane_index(), splat_i32x16(seen - i), vexp_fast(x), zero)
-        total = vadd(total, p)
-        store_f32x16(s + 4 * i, p)
-    correction = vexp_fast(vsub(old, top))
-    store_f32_first(stats + M, top, 1)
-    store_f32_first(stats + CORRECTION, correction, 1)
-    total = vadd(total, nan)
-    new = vfma(splat_f32x16(ld_f32(stats + L)), correction, splat_f32x16(reduce_add(total)))
-    store_f32_first(stats + L, new, 1)
+def make_soft_max_tile(more):
+    """soft_max_tile(params, s, n, tile, stats), one row: scores of the n positions from `tile` on become
+    e**(score - max), 0 where it does not see them; updates its statistics. NaN makes the sum NaN."""
+    capped, has_windows, is_capped = make_capped(more), "w" in more, "c" in more
+
+    @inline
+    def soft_max_tile(params, s, n, tile, stats):
+        lowest, zero, cap = splat_f32x16(LOWEST), zero_f32x16(), load_cap(params)
+        old = splat_f32x16(ld_f32(stats + M))
+        seen, hidden = max(0, min(n, ld_i32(stats + LIMIT) - tile)), ld_i32(stats + FIRST) - tile
+        top = old
+        for i in range(0, seen, 16):
+            x = capped(load_f32x16(s + 4 * i), cap)
+            if is_capped:
+                store_f32x16(s + 4 * i, x)
+            x = select_less_i32(lane_index(), splat_i32x16(seen - i), x, lowest)
+            if has_windows:
+                x = select_less_i32(lane_index(), splat_i32x16(hidden - i), lowest, x)
+            top = vmax_fast(x, top)
+        top = splat_f32x16(reduce_max(top))
+        total, nan = zero, zero
+        for i in range(0, n, 16):
+            x = select_less_i32(lane_index(), splat_i32x16(seen - i), load_f32x16(s + 4 * i), lowest)
+            if has_windows:
+                x = select_less_i32(lane_index(), splat_i32x16(hidden - i), lowest, x)
+            x = vsub(x, top)
+            nan = vfma(x, zero, nan)
+            p = select_less_i32(lane_index(), splat_i32x16(seen - i), vexp_fast(x), zero)
+            if has_windows:
+                p = select_less_i32(lane_index(), splat_i32x16(hidden - i), zero, p)
+            total = vadd(total, p)
+            store_f32x16(s + 4 * i, p)
+        correction = vexp_fast(vsub(old, top))
+        store_f32_first(stats + M, top, 1)
+        store_f32_first(stats + CORRECTION, correction, 1)
+        total = vadd(total, nan)
+        new = vfma(splat_f32x16(ld_f32(stats + L)), correction, splat_f32x16(reduce_add(total)))
+        store_f32_first(stats + L, new, 1)
+
+    return soft_max_tile
 
 
 @inline
@@ -306,10 +323,11 @@ def finish_unit(params, token, unit, rows, o, stats, slot):
         write_few_slot(slot, stats, o, o_stride)
 
 
-def make_flash_units(prepare, add_tile):
+def make_flash_units(prepare, add_tile, more):
     """The kernel made of: prepare(params, token, unit, rows, q, tmp), the unit's Q (tmp is the place of K's tile);
     add_tile(params, segment, q, k, v, s, o, stats, rows, n, position, last), all units with n positions of the cache.
     """
+    first_seen, start_rows = make_first_seen(more), make_start_rows(more)
 
     def flash_units(params, ith, nth):
         n_base, units = n_base_tasks(params), word(params, UNITS)
@@ -327,20 +345,25 @@ def make_flash_units(prepare, add_tile):
             segment, first, n_tokens, _ = find_task(params, base)
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             position = segment_word(segment, SEG_POS) + first
-            length = split_length(params, position + n_tokens, splits)
+            origin = first_seen(params, position)
+            n_positions = position + n_tokens - origin
+            length = split_length(params, n_positions, splits)
             begin = length * (task % splits)
-            end = min(begin + length, position + n_tokens)
+            end = min(begin + length, n_positions)
             if begin >= end:
                 continue
             for u in range(units):
                 prepare(params, token, u, rows, q + u * q_unit, k)
-                start_rows(stats + u * STATS_BYTES, rows, heads, position, o + u * o_unit, o_unit)
+                unit_stats = stats + u * STATS_BYTES
+                start_rows(params, u, rows, position, unit_stats, o + u * o_unit, o_unit, begin == 0)
+            begin += origin
+            end += origin
             for at in range(begin, end, tile):
                 last = at + tile >= end
                 add_tile(params, segment, q, k, v, s, o, stats, rows, min(tile, end - at), at, last)
             for u in range(units):
                 slot = 0
-                if length < position + n_tokens:
+                if length < n_positions:
                     slot = word(params, SLOTS) + ((base + u) * splits + task % splits) * word(params, SLOT_BYTES)
                 finish_unit(params, token, u, rows, o + u * o_unit, stats + u * STATS_BYTES, slot)
 
@@ -359,9 +382,9 @@ def in_blocks(rows):
     return 1 if rows == 1 else (rows + ROWS - 1) // ROWS * ROWS
 
 
-def make_flash_few(k_types, v_type):
+def make_flash_few(k_types, v_type, more=""):
     """flash_attn for at most 8 rows per task; same parameters, scratch for 16 rows."""
-    stage_k, stage_v = make_stage_k(k_types), make_stage_v(v_type)
+    stage_k, stage_v, soft_max_tile = make_stage_k(k_types), make_stage_v(v_type), make_soft_max_tile(more)
 
     @inline
     def prepare(params, token, unit, rows, q, tmp):
@@ -373,8 +396,7 @@ def make_flash_few(k_types, v_type):
         v_chunks = (word(params, V_COLS) + 15) >> 4
         scores(q, padded, k, chunk_bytes, n, word(params, K_CHUNKS), s, s_stride)
         for r in range(rows):
-            seen = max(0, min(n, ld_i32(stats + LIMIT + 4 * r) - tile))
-            soft_max_tile(s + r * s_stride, seen, n, stats + 4 * r)
+            soft_max_tile(params, s + r * s_stride, n, tile, stats + 4 * r)
         for r in range(rows, padded):
             st_f32(stats + CORRECTION + 4 * r, _F1)
         if padded == 1:
@@ -391,4 +413,4 @@ def make_flash_few(k_types, v_type):
             unit_q, unit_o = q + u * word(params, Q_UNIT), o + u * word(params, O_UNIT)
             attend(params, unit_q, k, values, s, unit_o, stats + u * STATS_BYTES, rows, n, position)
 
-    return make_flash_units(prepare, add_tile)
+    return make_flash_units(prepare, add_tile, more)

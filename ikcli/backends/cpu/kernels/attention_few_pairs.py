@@ -6,10 +6,17 @@ with the rounding of attention_pairs.py. Q is [chunk of 32 columns][row][16][2] 
 
 import numpy as np
 
-from ikcli.backends.cpu.kernels.attention import (
+from ikcli.backends.cpu.kernels.attention_few import (
+    kv_head_of,
+    load_q,
+    make_add_values,
+    make_dot_block,
+    make_flash_units,
+    make_soft_max_tile,
+)
+from ikcli.backends.cpu.kernels.attention_tasks import (
     CORRECTION,
     K_CHUNKS,
-    LIMIT,
     O_UNIT,
     Q_UNIT,
     STATS_BYTES,
@@ -19,14 +26,6 @@ from ikcli.backends.cpu.kernels.attention import (
     V_CHUNK,
     V_COLS,
     tile_chunk,
-)
-from ikcli.backends.cpu.kernels.attention_few import (
-    kv_head_of,
-    load_q,
-    make_add_values,
-    make_dot_block,
-    make_flash_units,
-    soft_max_tile,
 )
 from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.kernels.pair_codes import TOP, pairs_of, rounded, row_factor, row_scale
@@ -47,7 +46,6 @@ from ikcli.native.simd.vec import (
     bcast_f32x16,
     lane_index,
     ld_f32,
-    ld_i32,
     load_f32x16,
     reduce_add,
     reduce_max,
@@ -150,9 +148,10 @@ def in_fours(rows):
     return (rows + 3) & ~3
 
 
-def make_flash_few_pairs(k_type, v_type, staging):
+def make_flash_few_pairs(k_type, v_type, staging, more=""):
     """flash_attn for 2 to 8 rows per task; same parameters. `staging`: see make_flash_pairs."""
     stage, in_parts = make_stage_pairs(k_type, v_type, staging == "direct"), v_type == "view"
+    soft_max_tile = make_soft_max_tile(more)
 
     @inline
     def prepare(params, token, unit, rows, q, tmp):
@@ -183,8 +182,7 @@ def make_flash_few_pairs(k_type, v_type, staging):
             else:
                 scale_scores(at, n, q_scale, k_scales(params, k))
             if r < rows:
-                seen = max(0, min(n, ld_i32(stats + LIMIT + 4 * r) - tile))
-                soft_max_tile(at, seen, n, stats + 4 * r)
+                soft_max_tile(params, at, n, tile, stats + 4 * r)
                 round_p(at, n, v_scales(params, k), v_tops(params, k), stats + UNIT + 4 * r)
             else:
                 st_f32(stats + CORRECTION + 4 * r, _F1)
@@ -198,4 +196,4 @@ def make_flash_few_pairs(k_type, v_type, staging):
             unit_q, unit_o = q + u * word(params, Q_UNIT), o + u * word(params, O_UNIT)
             attend(params, unit_q, k, values, s, unit_o, stats + u * STATS_BYTES, rows, n, position)
 
-    return make_flash_units(prepare, add_tile)
+    return make_flash_units(prepare, add_tile, more)

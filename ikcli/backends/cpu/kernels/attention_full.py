@@ -7,11 +7,14 @@ transposed cache: row = column of V, element = cell. Same parameter words as fla
 
 import numpy as np
 
-from ikcli.backends.cpu.kernels.attention import (
+from ikcli.backends.cpu.kernels.attention import make_stage_k, stage_q
+from ikcli.backends.cpu.kernels.attention_sight import load_cap, make_capped
+from ikcli.backends.cpu.kernels.attention_tasks import (
     FIRST_HEAD,
     GROUP,
     K_AT,
     K_CHUNKS,
+    LOWEST,
     OUT,
     OUT_STRIDE,
     PART_ADDRESS,
@@ -22,6 +25,7 @@ from ikcli.backends.cpu.kernels.attention import (
     SCALE,
     SCRATCH,
     SCRATCH_BYTES,
+    SINKS,
     SLOT_BYTES,
     SLOTS,
     TILE,
@@ -32,11 +36,10 @@ from ikcli.backends.cpu.kernels.attention import (
     V_CHUNK,
     V_COLS,
     find_task,
-    make_stage_k,
+    make_first_seen,
     n_base_tasks,
     part_row,
     segment_word,
-    stage_q,
     tile_chunk,
 )
 from ikcli.backends.cpu.kernels.basic import copy_f32
@@ -83,7 +86,7 @@ PRODUCT_AT = S_AT
 SPAN_TILES = 4  # tiles of positions per K*Q task
 PANEL = MAX_VECTORS  # chunks of V columns per V task
 
-_F0, _F1, _LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-3.0e38)
+_F0, _F1 = np.float32(0.0), np.float32(1.0)
 _stage_f32 = make_stage("f32")
 
 
@@ -116,9 +119,9 @@ def store_scores(params, token, unit, rows, position, n, products):
         copy_f32(score_row(params, token, unit, r) + 4 * position, products + 4 * word(params, TILE) * r, n)
 
 
-def make_kq(k_types):
+def make_kq(k_types, more=""):
     """Scores of one task: (segment, block of tokens, unit of heads, span of positions)."""
-    stage_k, product = make_stage_k(k_types), make_rows_product(False)
+    stage_k, product, first_seen = make_stage_k(k_types), make_rows_product(False), make_first_seen(more)
 
     @inline
     def scores_of_tile(params, q, q_chunk, rows, k, kt, products, n):
@@ -146,8 +149,10 @@ def make_kq(k_types):
             if task >= n_tasks:
                 break
             segment, first, n_tokens, unit = find_task(params, task // spans)
-            end = segment_word(segment, SEG_POS) + first + n_tokens
+            position = segment_word(segment, SEG_POS) + first
             begin = task % spans * span
+            end = min(begin + span, position + n_tokens)
+            begin = max(begin, first_seen(params, position))
             if begin >= end:
                 continue
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
@@ -157,7 +162,7 @@ def make_kq(k_types):
                 for c in range(chunks):
                     at = q + CHUNK_ROW * r + c * q_chunk
                     store_f32x16(at, vmul(load_f32x16(at), scale))
-            for position in range(begin, min(end, begin + span), tile):
+            for position in range(begin, end, tile):
                 n = min(tile, end - position)
                 stage_k(params, segment, kv_head_of(params, unit), k, tile_chunk(params), position, n)
                 scores_of_tile(params, q, q_chunk, rows, k, kt, products, n)
@@ -166,30 +171,47 @@ def make_kq(k_types):
     return kq
 
 
-@inline
-def soft_max_row(s, n):
-    """Probabilities of n scores in place; the last vector is filled with zeros. NaN and Inf make all of them NaN."""
-    lowest, zero = splat_f32x16(_LOWEST), zero_f32x16()
-    top = lowest
-    for i in range(0, n, 16):
-        x = select_less_i32(lane_index(), splat_i32x16(n - i), load_f32x16(s + 4 * i), lowest)
-        store_f32x16(s + 4 * i, x)
-        top = vmax_fast(x, top)
-    top = splat_f32x16(reduce_max(top))
-    total, nan = zero, zero
-    for i in range(0, n, 16):
-        x = vsub(load_f32x16(s + 4 * i), top)
-        nan = vfma(x, zero, nan)
-        p = select_less_i32(lane_index(), splat_i32x16(n - i), vexp_fast(x), zero)
-        total = vadd(total, p)
-        store_f32x16(s + 4 * i, p)
-    scale = splat_f32x16(_F1 / reduce_add(vadd(total, nan)))
-    for i in range(0, n, 16):
-        store_f32x16(s + 4 * i, vmul(load_f32x16(s + 4 * i), scale))
+def make_soft_max_row(more):
+    """soft_max_row(params, s, first, n, sink): probabilities of the scores [first, n) in place, with zeros to whole
+    vectors. NaN and Inf make all of them NaN. `sink`: address of that of the head."""
+    capped, has_windows, has_sinks = make_capped(more), "w" in more, "s" in more
+
+    @inline
+    def soft_max_row(params, s, first, n, sink):
+        lowest, zero, cap = splat_f32x16(LOWEST), zero_f32x16(), load_cap(params)
+        begin, top = first & ~15, lowest
+        if has_sinks:
+            top = splat_f32x16(ld_f32(sink))
+        for i in range(begin, n, 16):
+            x = capped(load_f32x16(s + 4 * i), cap)
+            x = select_less_i32(lane_index(), splat_i32x16(n - i), x, lowest)
+            if has_windows:
+                x = select_less_i32(lane_index(), splat_i32x16(first - i), lowest, x)
+            store_f32x16(s + 4 * i, x)
+            top = vmax_fast(x, top)
+        top = splat_f32x16(reduce_max(top))
+        total, nan = zero, zero
+        for i in range(begin, n, 16):
+            x = vsub(load_f32x16(s + 4 * i), top)
+            nan = vfma(x, zero, nan)
+            p = select_less_i32(lane_index(), splat_i32x16(n - i), vexp_fast(x), zero)
+            if has_windows:
+                p = select_less_i32(lane_index(), splat_i32x16(first - i), zero, p)
+            total = vadd(total, p)
+            store_f32x16(s + 4 * i, p)
+        if has_sinks:
+            x = vsub(splat_f32x16(ld_f32(sink)), top)
+            total = vadd(total, select_less_i32(lane_index(), splat_i32x16(1), vexp_fast(x), zero))
+        scale = splat_f32x16(_F1 / reduce_add(vadd(total, nan)))
+        for i in range(begin, n, 16):
+            store_f32x16(s + 4 * i, vmul(load_f32x16(s + 4 * i), scale))
+
+    return soft_max_row
 
 
-def make_soft_max():
-    """Every (head of the step, token): positions up to its own."""
+def make_soft_max(more=""):
+    """Every (head of the step, token): the positions that it sees."""
+    soft_max_row, first_seen = make_soft_max_row(more), make_first_seen(more)
 
     def soft_max(params, ith, nth):
         n_tokens, pos = state_word(params, N_TOKENS), state_word(params, POS)
@@ -199,22 +221,35 @@ def make_soft_max():
             if item >= n_tokens * n_heads:
                 break
             token, head = item // n_heads, item % n_heads
-            row = head * word(params, SCORE_ROWS) + token
-            soft_max_row(word(params, SCORES) + row * word(params, SCORE_BYTES), ld_i32(pos + 4 * token) + 1)
+            s = word(params, SCORES) + (head * word(params, SCORE_ROWS) + token) * word(params, SCORE_BYTES)
+            position, sink = ld_i32(pos + 4 * token), word(params, SINKS) + 4 * (word(params, FIRST_HEAD) + head)
+            soft_max_row(params, s, first_seen(params, position), position + 1, sink)
 
     return soft_max
 
 
-@inline
-def stage_probabilities(params, token, unit, rows, first_pos, position, n, dst, chunk_bytes):
-    """Rows of P as chunks; positions a row does not see, and those that fill the last chunk, are zero."""
-    heads, chunks = word(params, UNIT_HEADS), (n + 15) >> 4
-    for r in range(rows):
-        seen = max(0, min(n, first_pos + r // heads + 1 - position))
-        at = dst + CHUNK_ROW * r
-        _stage_f32(at, chunk_bytes, score_row(params, token, unit, r), position, seen)
-        for c in range((seen + 15) >> 4, chunks):
-            store_f32x16(at + c * chunk_bytes, zero_f32x16())
+def make_stage_probabilities(more):
+    """stage_probabilities(params, token, unit, rows, first_pos, position, n, dst, chunk_bytes): rows of P as chunks;
+    positions a row does not see, and those that fill the last chunk, are zero."""
+    has_windows, first_seen = "w" in more, make_first_seen(more)
+
+    @inline
+    def stage_probabilities(params, token, unit, rows, first_pos, position, n, dst, chunk_bytes):
+        heads, chunks = word(params, UNIT_HEADS), (n + 15) >> 4
+        for r in range(rows):
+            here = first_pos + r // heads
+            seen = max(0, min(n, here + 1 - position))
+            at = dst + CHUNK_ROW * r
+            _stage_f32(at, chunk_bytes, score_row(params, token, unit, r), position, seen)
+            for c in range((seen + 15) >> 4, chunks):
+                store_f32x16(at + c * chunk_bytes, zero_f32x16())
+            if has_windows:
+                hidden = min(n, first_seen(params, here) - position)
+                for c in range((hidden + 15) >> 4):
+                    x, lanes = load_f32x16(at + c * chunk_bytes), splat_i32x16(hidden - 16 * c)
+                    store_f32x16(at + c * chunk_bytes, select_less_i32(lane_index(), lanes, zero_f32x16(), x))
+
+    return stage_probabilities
 
 
 def make_stage_panel(v_type, transposed):
@@ -251,9 +286,10 @@ def make_stage_panel(v_type, transposed):
     return stage_panel_transposed if transposed else stage_panel
 
 
-def make_kqv(v_type, transposed):
+def make_kqv(v_type, transposed, more=""):
     """Output columns of one task: (segment, block of tokens, unit of heads, panel of columns)."""
     stage_panel, product = make_stage_panel(v_type, transposed), make_rows_product(True)
+    first_seen, stage_probabilities = make_first_seen(more), make_stage_probabilities(more)
     wide = 16 * PANEL
 
     def kqv(params, ith, nth):
@@ -273,7 +309,7 @@ def make_kqv(v_type, transposed):
             p_chunk = CHUNK_ROW * (((rows + 15) & ~15) + 1)
             for i in range(0, 4 * wide * (rows + 16), 64):
                 store_f32x16(products + i, zero_f32x16())
-            for position in range(0, first_pos + n_tokens, tile):
+            for position in range(first_seen(params, first_pos), first_pos + n_tokens, tile):
                 n = min(tile, first_pos + n_tokens - position)
                 stage_probabilities(params, token, unit, rows, first_pos, position, n, p, p_chunk)
                 stage_panel(params, segment, kv_head_of(params, unit), column, v, tmp, position, n)

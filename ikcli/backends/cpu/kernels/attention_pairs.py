@@ -7,23 +7,25 @@ row and tile, such that their products with the largest numbers of V's rows boun
 stay f32.
 """
 
-from ikcli.backends.cpu.kernels.attention import (
+from ikcli.backends.cpu.kernels.attention import make_flash, make_weight, pack_q, update_rows
+from ikcli.backends.cpu.kernels.attention_codes import make_stage_codes
+from ikcli.backends.cpu.kernels.attention_sight import (
+    limits,
+    load_cap,
+    make_capped,
+    make_is_masked,
+    make_where_seen,
+)
+from ikcli.backends.cpu.kernels.attention_tasks import (
     CORRECTION,
     K_CHUNKS,
-    LIMIT,
     LOWEST,
     UNIT,
     V_CHUNK,
     V_COLS,
     M,
-    is_masked,
-    make_flash,
-    pack_q,
     tile_chunk,
-    update_rows,
-    weight,
 )
-from ikcli.backends.cpu.kernels.attention_codes import make_stage_codes
 from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.kernels.pair_codes import TOP, lane_factors, lane_scales, pairs_of, rounded
 from ikcli.backends.cpu.kernels.pair_tiles import (
@@ -44,7 +46,6 @@ from ikcli.native.simd.vec import (
     cvt_i32x16_f32,
     load_f32x16,
     load_i32x16,
-    select_less_i32,
     splat_f32x16,
     splat_i32x16,
     store_f32x16,
@@ -56,7 +57,6 @@ from ikcli.native.simd.vec import (
     vmax_fast,
     vmin,
     vmul,
-    vsub,
     zero_f32x16,
 )
 
@@ -122,23 +122,24 @@ def score_of_parts(s, k_scale, q_scale, rest, v_scale, q_rest):
     return vfma(_scaled(s, v_scale), q_scale, vmul(_scaled(s + rest, k_scale), q_rest))
 
 
-def make_scale_column(score):
-    """scale_column(s, stride, n, tile, stats, k_scale, q_scale, rest, v_scale, q_rest): sums of products become scores,
-    the lowest beyond a row's limit; returns their maximum with that of before."""
+def make_scale_column(score, more):
+    """scale_column(params, s, stride, n, tile, stats, k_scale, q_scale, rest, v_scale, q_rest): sums of products become
+    scores, the lowest where a row does not see them; returns their maximum with that of before."""
+    is_masked, where_seen, capped = make_is_masked(more), make_where_seen(more), make_capped(more)
 
     @inline
-    def scale_column(s, stride, n, tile, stats, k_scale, q_scale, rest, v_scale, q_rest):
-        top = load_f32x16(stats + M)
+    def scale_column(params, s, stride, n, tile, stats, k_scale, q_scale, rest, v_scale, q_rest):
+        top, cap = load_f32x16(stats + M), load_cap(params)
         if is_masked(n, tile, stats):
-            limit, lowest = vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile)), splat_f32x16(LOWEST)
+            (limit, first), lowest = limits(tile, stats), splat_f32x16(LOWEST)
             for t in range(n):
-                x = score(s + t * stride, k_scale + 4 * t, q_scale, rest, v_scale + 4 * t, q_rest)
-                x = select_less_i32(splat_i32x16(t), limit, x, lowest)
+                x = capped(score(s + t * stride, k_scale + 4 * t, q_scale, rest, v_scale + 4 * t, q_rest), cap)
+                x = where_seen(splat_i32x16(t), limit, first, x, lowest)
                 store_f32x16(s + t * stride, x)
                 top = vmax_fast(x, top)
         else:
             for t in range(n):
-                x = score(s + t * stride, k_scale + 4 * t, q_scale, rest, v_scale + 4 * t, q_rest)
+                x = capped(score(s + t * stride, k_scale + 4 * t, q_scale, rest, v_scale + 4 * t, q_rest), cap)
                 store_f32x16(s + t * stride, x)
                 top = vmax_fast(x, top)
         return top
@@ -146,34 +147,40 @@ def make_scale_column(score):
     return scale_column
 
 
-@inline
-def soft_max_pairs(s, stride, n, tile, stats, top, v_scale, v_top):
-    """As soft_max_column, from scores and their maximum to integers in pairs of positions, a zero after an odd number.
+def make_soft_max_pairs(more):
+    """soft_max_pairs(s, stride, n, tile, stats, top, v_scale, v_top): as soft_max_column, from scores and their maximum
+    to integers in pairs of positions, a zero after an odd number.
 
     What sums of products with them are to be multiplied with goes to the statistics.
     """
-    limit = vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile))
-    masked, zero = is_masked(n, tile, stats), zero_f32x16()
-    total, nan, sums, largest = zero, zero, zero, zero
-    for t in range(n):
-        p, nan = weight(s + t * stride, t, top, limit, masked, nan)
-        scaled = vmul(p, bcast_f32x16(v_scale + 4 * t))
-        store_f32x16(s + t * stride, scaled)
-        total, sums = vadd(total, p), vfma(p, bcast_f32x16(v_top + 4 * t), sums)
-        largest = vmax_fast(scaled, largest)
-    factor = vdiv(splat_f32x16(SUM), vadd(sums, splat_f32x16(LEAST)))
-    factor = vmin(factor, vdiv(splat_f32x16(TOP), vadd(largest, splat_f32x16(LEAST))))
-    store_f32x16(stats + UNIT, lane_scales(sums, factor))  # NaN where a row of V is not finite
-    for t in range(0, n, 2):
-        even, odd = rounded(load_f32x16(s + t * stride), factor), splat_i32x16(0)
-        if t + 1 < n:
-            odd = rounded(load_f32x16(s + (t + 1) * stride), factor)
-        store_i32x16(s + (t >> 1) * stride, pairs_of(even, odd))
-    update_rows(stats, top, vadd(total, nan))
+    is_masked, weight = make_is_masked(more), make_weight(more)
+
+    @inline
+    def soft_max_pairs(s, stride, n, tile, stats, top, v_scale, v_top):
+        limit, first = limits(tile, stats)
+        masked, zero = is_masked(n, tile, stats), zero_f32x16()
+        total, nan, sums, largest = zero, zero, zero, zero
+        for t in range(n):
+            p, nan = weight(s + t * stride, t, top, limit, first, masked, nan)
+            scaled = vmul(p, bcast_f32x16(v_scale + 4 * t))
+            store_f32x16(s + t * stride, scaled)
+            total, sums = vadd(total, p), vfma(p, bcast_f32x16(v_top + 4 * t), sums)
+            largest = vmax_fast(scaled, largest)
+        factor = vdiv(splat_f32x16(SUM), vadd(sums, splat_f32x16(LEAST)))
+        factor = vmin(factor, vdiv(splat_f32x16(TOP), vadd(largest, splat_f32x16(LEAST))))
+        store_f32x16(stats + UNIT, lane_scales(sums, factor))  # NaN where a row of V is not finite
+        for t in range(0, n, 2):
+            even, odd = rounded(load_f32x16(s + t * stride), factor), splat_i32x16(0)
+            if t + 1 < n:
+                odd = rounded(load_f32x16(s + (t + 1) * stride), factor)
+            store_i32x16(s + (t >> 1) * stride, pairs_of(even, odd))
+        update_rows(stats, top, vadd(total, nan))
+
+    return soft_max_pairs
 
 
 # --- kernel ----------------------------------------------------------------------------------------------------------
-def make_flash_pairs(k_types, v_type, staging):
+def make_flash_pairs(k_types, v_type, staging, more=""):
     """As make_flash_attn, with the scratch of pair_tiles.py. `staging` of rows: "codes" (whole blocks of q8_0),
     "direct" (whole chunks of f16 or bf16, one part) or "f32"."""
     in_codes = staging == "codes"
@@ -181,7 +188,8 @@ def make_flash_pairs(k_types, v_type, staging):
     stage = make_stage_codes(v_type) if in_codes else make_stage_pairs(k_types, v_type, staging == "direct")
     rows_product, columns_product = make_rows_product(False, "i16"), make_columns_product("i16", UNIT - CORRECTION)
     v_scale_of = k_scales if in_codes and v_type == "view" else v_scales
-    scale_column = make_scale_column(score_of_parts if in_parts else score_of_row)
+    scale_column = make_scale_column(score_of_parts if in_parts else score_of_row, more)
+    soft_max_pairs = make_soft_max_pairs(more)
 
     @inline
     def weigh(params, wide, q, k, s, stride, stats, x, n, tile):
@@ -198,7 +206,7 @@ def make_flash_pairs(k_types, v_type, staging):
             q_scale, q_rest = load_f32x16(q_scales(params, k) + i), zero_f32x16()
             if in_parts:
                 q_rest = load_f32x16(q_scales(params, k) + stride + i)
-            top = scale_column(s + i, stride, n, tile, stats + i, k_scale, q_scale, rest, v_scale, q_rest)
+            top = scale_column(params, s + i, stride, n, tile, stats + i, k_scale, q_scale, rest, v_scale, q_rest)
             soft_max_pairs(s + i, stride, n, tile, stats + i, top, v_scale, v_tops(params, k))
 
     @inline
@@ -206,4 +214,4 @@ def make_flash_pairs(k_types, v_type, staging):
         chunks, pairs, factors = (word(params, V_COLS) + 15) >> 4, (n + 1) >> 1, stats + CORRECTION + x
         columns_product(wide, v, pair_chunk(params), chunks, s + x, stride, pairs, o + x, stride, factors, ask)
 
-    return make_flash(make_pack_q_pairs(in_codes, in_parts), stage, weigh, add)
+    return make_flash(make_pack_q_pairs(in_codes, in_parts), stage, weigh, add, more)

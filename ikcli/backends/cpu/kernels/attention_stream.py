@@ -12,11 +12,12 @@ import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.attention import (
+from ikcli.backends.cpu.kernels.attention_few import load_q, make_flash_units, make_soft_max_tile
+from ikcli.backends.cpu.kernels.attention_q8 import make_q8_scores, make_quantize_q
+from ikcli.backends.cpu.kernels.attention_tasks import (
     CORRECTION,
     K0,
     K_CHUNKS,
-    LIMIT,
     O_UNIT,
     PART_ROW_BYTES,
     Q_UNIT,
@@ -27,15 +28,13 @@ from ikcli.backends.cpu.kernels.attention import (
     V_COLS,
     part_row,
 )
-from ikcli.backends.cpu.kernels.attention_few import load_q, make_flash_units, soft_max_tile
-from ikcli.backends.cpu.kernels.attention_q8 import make_q8_scores, make_quantize_q
 from ikcli.backends.cpu.kernels.common import word
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, store_block, sum_lanes
 from ikcli.native import isa
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.control import emit_prefetch
 from ikcli.native.simd.half import bf16_to_f32, half_to_f32
-from ikcli.native.simd.vec import const_vector, f32x16, i16x16, i32x16, ld_i32, llvm_type, pointer, splat_value, st_f32
+from ikcli.native.simd.vec import const_vector, f32x16, i16x16, i32x16, llvm_type, pointer, splat_value, st_f32
 
 _F1 = np.float32(1.0)
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -170,9 +169,10 @@ def make_part_bytes(type_):
     return part_bytes
 
 
-def make_flash_stream(k_type, v_type, m):
+def make_flash_stream(k_type, v_type, m, more=""):
     """Parameters as make_flash_few; `m`: query heads of a KV head rounded up to a power of two, at most 16."""
     m = int(m)
+    soft_max_tile = make_soft_max_tile(more.replace("w", ""))  # one token sees all that its task begins with
     at_once = min(m, 8) if WIDE else 1
     positions = 16 // at_once if WIDE else 4
     columns = min(8, 16 // at_once) if WIDE else 4  # 16-column chunks at once in the product with V
@@ -239,8 +239,7 @@ def make_flash_stream(k_type, v_type, m):
         for u in range(units):
             p, unit_stats = s + u * m * s_stride, stats + u * STATS_BYTES
             for r in range(rows):
-                seen = max(0, min(n, ld_i32(unit_stats + LIMIT + 4 * r) - position))
-                soft_max_tile(p + r * s_stride, seen, n, unit_stats + 4 * r)
+                soft_max_tile(params, p + r * s_stride, n, position, unit_stats + 4 * r)
             for r in range(rows, m):
                 st_f32(unit_stats + CORRECTION + 4 * r, _F1)
             values = v_bytes(params, V0, segment, u) + position * word(params, V0 + PART_ROW_BYTES)
@@ -260,4 +259,4 @@ def make_flash_stream(k_type, v_type, m):
         def prepare(params, token, unit, rows, q, tmp):
             load_q(params, token, unit, rows, m, q)
 
-    return make_flash_units(prepare, add_tile)
+    return make_flash_units(prepare, add_tile, more)

@@ -8,7 +8,8 @@ scales of blocks, and then what is known of the rows of K, V and Q.
 
 import numpy as np
 
-from ikcli.backends.cpu.kernels.attention import (
+from ikcli.backends.cpu.kernels.attention import make_stage_k, make_stage_part
+from ikcli.backends.cpu.kernels.attention_tasks import (
     K0,
     K_CHUNKS,
     PART_HEAD_STRIDE,
@@ -17,8 +18,6 @@ from ikcli.backends.cpu.kernels.attention import (
     V0,
     V_CHUNK,
     V_COLS,
-    make_stage_k,
-    make_stage_part,
     part_row,
     tile_chunk,
 )

@@ -1,0 +1,149 @@
+"""What rows of a task see, and what becomes of their scores: windows, sinks and soft caps of attention.
+
+`more`: see attention_tasks.py. A sink is a score that a row begins with, in the first part of a split task: it is the
+maximum so far, and the sum is 1, while the output is that of no positions.
+"""
+
+import numpy as np
+
+from ikcli.backends.cpu.kernels.attention_tasks import (
+    CAP,
+    FIRST,
+    FIRST_HEAD,
+    LIMIT,
+    LOWEST,
+    SINKS,
+    STAT_BYTES,
+    UNIT_HEADS,
+    L,
+    M,
+    make_first_seen,
+)
+from ikcli.backends.cpu.kernels.common import word
+from ikcli.native.jit import inline
+from ikcli.native.simd.tanh import vtanh
+from ikcli.native.simd.vec import (
+    ld_f32,
+    ld_i32,
+    load_i32x16,
+    select_less_i32,
+    splat_f32x16,
+    splat_i32x16,
+    st_f32,
+    st_i32,
+    store_f32x16,
+    vmul,
+    vsub,
+    zero_f32x16,
+)
+
+_F1 = np.float32(1.0)
+
+
+def make_start_rows(more):
+    """start_rows(params, unit, rows, position, stats, out, out_bytes, is_first): statistics and output of no positions
+    at all; `position` is that of the first row's token, `is_first`: of the first part of the task."""
+    has_windows, has_sinks, first_seen = "w" in more, "s" in more, make_first_seen(more)
+
+    @inline
+    def start_rows(params, unit, rows, position, stats, out, out_bytes, is_first):
+        heads = word(params, UNIT_HEADS)
+        for i in range(0, 16 * ((rows + 15) >> 4)):
+            here = position + min(i, rows - 1) // heads
+            st_i32(stats + LIMIT + 4 * i, here + 1)
+            if has_windows:
+                st_i32(stats + FIRST + 4 * i, first_seen(params, here))
+        for i in range(0, STAT_BYTES, 64):
+            store_f32x16(stats + M + i, splat_f32x16(LOWEST))
+            store_f32x16(stats + L + i, zero_f32x16())
+        for i in range(0, out_bytes, 64):
+            store_f32x16(out + i, zero_f32x16())
+        if has_sinks and is_first:
+            sinks = word(params, SINKS) + 4 * (word(params, FIRST_HEAD) + unit * heads)
+            for i in range(rows):
+                st_f32(stats + M + 4 * i, ld_f32(sinks + 4 * (i % heads)))
+                st_f32(stats + L + 4 * i, _F1)
+
+    return start_rows
+
+
+@inline
+def load_cap(params):
+    """(soft cap, its inverse), of use where scores are capped."""
+    most = ld_f32(params + 8 * CAP)
+    return splat_f32x16(most), splat_f32x16(_F1 / most)
+
+
+def make_capped(more):
+    """capped(x, cap): scores as they take part in the soft-max."""
+    if "c" not in more:
+
+        @inline
+        def as_it_is(x, cap):
+            return x
+
+        return as_it_is
+
+    @inline
+    def capped(x, cap):
+        return vmul(vtanh(vmul(x, cap[1])), cap[0])
+
+    return capped
+
+
+# --- many rows: lanes are rows ---------------------------------------------------------------------------------------
+def make_is_masked(more):
+    """is_masked(n, tile, stats): whether a row of one vector may not see all of the n positions from `tile` on."""
+    if "w" not in more:
+
+        @inline
+        def has_limit(n, tile, stats):
+            return ld_i32(stats + LIMIT) - tile < n
+
+        return has_limit
+
+    @inline
+    def is_masked(n, tile, stats):
+        return ld_i32(stats + LIMIT) - tile < n or ld_i32(stats + FIRST + 4 * 15) > tile
+
+    return is_masked
+
+
+def make_sees_none(more):
+    """sees_none(stats, end): whether neither a vector's first row nor those behind it see a position before `end`."""
+    if "w" not in more:
+
+        @inline
+        def never(stats, end):
+            return False
+
+        return never
+
+    @inline
+    def sees_none(stats, end):
+        return ld_i32(stats + FIRST) >= end
+
+    return sees_none
+
+
+@inline
+def limits(tile, stats):
+    """(limit, first) of one vector of rows, counted from `tile`; the second is of use where there are windows."""
+    return vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile)), vsub(load_i32x16(stats + FIRST), splat_i32x16(tile))
+
+
+def make_where_seen(more):
+    """where_seen(t, limit, first, x, otherwise): x in lanes with first <= t < limit."""
+    if "w" not in more:
+
+        @inline
+        def below(t, limit, first, x, otherwise):
+            return select_less_i32(t, limit, x, otherwise)
+
+        return below
+
+    @inline
+    def where_seen(t, limit, first, x, otherwise):
+        return select_less_i32(t, first, otherwise, select_less_i32(t, limit, x, otherwise))
+
+    return where_seen

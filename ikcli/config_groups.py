@@ -26,12 +26,12 @@ from ikcli.options import opt
 class PromptConfig:
     """Text to start from (chat, perplexity, imatrix)."""
 
-    prompt: str = opt("", "-p --prompt", "str", "the prompt", topic="prompt", commands="CPI", form="TEXT", example='-p "Once upon a time"')
+    prompt: str = opt("", "-p --prompt", "str", "the prompt", topic="prompt", commands="CPI", form="TEXT", example='-p "Once upon a time"', text=True)
     file: Path | None = opt(None, "-f --file", "path", "read the text from a file", topic="prompt", commands="CPI", form="FILE", example="-f wiki.test.raw")
     escape: bool = opt(True, "-e --escape", "switch", "interpret \\n, \\t and so on in the prompt", topic="prompt", commands="CPI", negative="--no-escape", example="-e")
     conversation: bool = opt(False, "-cnv --conversation", "switch", "answer turn by turn with the chat template", topic="prompt", commands="C", example="-cnv")
     interactive: bool = opt(False, "-i --interactive", "switch", "ask for input when generation stops", topic="prompt", commands="C", example="-i")
-    reverse_prompt: tuple[str, ...] = opt((), "-r --reverse-prompt", "custom", "stop generation at this text (chat: and ask for input); repeatable", topic="prompt", commands="CS", form="TEXT", example='-r "User:"', parse=parse_text_item, repeat=True)
+    reverse_prompt: tuple[str, ...] = opt((), "-r --reverse-prompt", "custom", "stop generation at this text (chat: and ask for input); repeatable", topic="prompt", commands="CS", form="TEXT", example='-r "User:"', parse=parse_text_item, repeat=True, text=True)
     keep: int = opt(0, "--keep", "int", "prompt tokens to keep when the context is full; -1 = all", topic="prompt", commands="CS", form="N", example="--keep 32")
     display_prompt: bool = opt(True, "--display-prompt", "switch", "print the prompt before the answer", topic="prompt", commands="C", negative="--no-display-prompt", example="--no-display-prompt")
 
@@ -110,7 +110,7 @@ class ServerConfig:
     draft_gpu_layers: int | None = opt(None, "-ngld --gpu-layers-draft --n-gpu-layers-draft", "int", "blocks of the draft model on the GPU", topic="speculation", commands="S", form="N", example="-ngld 99", minimum=-1)
     cont_batching: bool = opt(True, "-cb --cont-batching", "switch", "serve several slots in one batch", topic="server", commands="S", negative="-nocb --no-cont-batching", example="-cb")
     context_shift: bool = opt(True, "--context-shift", "optswitch", "drop old tokens when the context is full", topic="server", commands="S", negative="--no-context-shift", example="--context-shift off")
-    chat_template: str = opt("", "--chat-template", "str", "chat template to use instead of the one in the model file", topic="server", commands="SC", form="TEXT", example="--chat-template chatml")
+    chat_template: str = opt("", "--chat-template", "str", "chat template to use instead of the one in the model file", topic="server", commands="SC", form="TEXT", example="--chat-template chatml", text=True)
     chat_template_file: Path | None = opt(None, "--chat-template-file", "path", "file with the chat template", topic="server", commands="SC", form="FILE", example="--chat-template-file chat.jinja")
     props: bool = opt(False, "--props", "switch", "allow POST /props", topic="server", commands="S", example="--props")
     embeddings: bool = opt(False, "--embeddings --embedding", "switch", "serve embeddings (answered with a clear error: models here compute logits only)", topic="server", commands="S", example="--embeddings")

@@ -12,6 +12,9 @@ from pathlib import Path
 from ikcli import log
 from ikcli.errors import IkError
 
+COMPLETION = "_IK_COMPLETE"
+"""Set by the completion scripts that Typer installs."""
+
 _HELP = ("-h", "--help", "--usage")
 _LLAMA_NAMES = {"cli": "chat", "server": "serve", "main": "chat"}
 
@@ -54,6 +57,8 @@ def _with_program_name(argv: list[str], program: str) -> list[str]:
 
 
 def _dispatch(argv: list[str]) -> int:
+    if COMPLETION in os.environ:  # the shell asks what can follow; there are no arguments
+        return _run_typer(argv)
     if argv[0:1] == ["help"] and len(argv) > 1:
         argv = [argv[1], "--help"]
     if not argv or argv[0] in (*_HELP, "help"):
@@ -75,13 +80,13 @@ def _run_typer(argv: list[str]) -> int:
     from ikcli.commands._app import run
 
     try:
-        return run(argv)
+        return run(argv, completion=COMPLETION in os.environ or argv[0].endswith("-completion"))
     except typer.Exit as stop:
         return stop.exit_code
     except typer.Abort:
         return 130
     except Exception as problem:
-        # Typer's own usage errors (commands with plain Typer options) have a message and an exit code.
+        # Typer's own usage errors (options before the command) have a message and an exit code.
         message = getattr(problem, "format_message", None)
         if message is None:
             raise

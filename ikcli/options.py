@@ -1,7 +1,7 @@
-"""What an option is: the record every runtime flag is declared with, once, as metadata of a config field.
+"""What an option is: the record every flag is declared with, once, as metadata of a config field.
 
 A config field made by `opt()` knows its spellings, value form, topic, the commands that use it, help and an example.
-The parser, the "ignored here" notice, the suggestions, `--help` and docs/parameters.md are all read from these records.
+Parser, "ignored here" notice, suggestions, `--help`, completion and docs/parameters.md are all read from these records.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ COMMAND_LETTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One runtime flag.
+    """One flag.
 
     `names` set the field (a switch to True), `negative` spellings take no value and set it to False.
     `form` is the text of the value in help and errors; `parse` converts a custom value and raises ValueError.
     `repeat` options collect their values in command-line order; `noop` says why an accepted option does nothing.
+    The value of a `text` option may begin with a dash.
     """
 
     names: tuple[str, ...]
@@ -52,6 +53,7 @@ class Option:
     bench_list: bool = True
     minimum: float | None = None
     noop: str = ""
+    text: bool = False
 
     @property
     def takes_value(self) -> bool:
@@ -59,13 +61,24 @@ class Option:
         return self.kind not in ("switch", "optswitch")
 
     def used_by(self, command: str) -> bool:
-        """True if `command` acts on this option (otherwise it is accepted and listed as ignored)."""
+        """True if `command` acts on this option (otherwise it is accepted and listed as ignored).
+
+        Commands without a letter have declarations of their own and act on all of them.
+        """
         return COMMAND_LETTERS.get(command, "") in self.commands
 
     @property
     def primary(self) -> str:
         """The name used in messages: the first long spelling, or the first one."""
         return next((name for name in self.names if name.startswith("--")), self.names[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What a command takes besides options: its form in the usage line, and how many (None: any number)."""
+
+    form: str
+    most: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +96,7 @@ def opt(
     kind: Kind,
     help: str,
     *,
-    topic: str,
+    topic: str = "",
     factory: Callable[[], Any] | None = None,
     negative: str = "",
     **extra: Any,
@@ -94,6 +107,17 @@ def opt(
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def arguments(form: str, most: int | None = None) -> Any:
+    """The dataclass field (a tuple of texts, called `args`) for what is no option."""
+    return field(default=(), metadata={"arguments": Arguments(form, most)})
+
+
+def arguments_of(config_type: type) -> Arguments | None:
+    """What a command with this config takes besides options; None if nothing."""
+    found = [item.metadata["arguments"] for item in dataclasses.fields(config_type) if "arguments" in item.metadata]
+    return found[0] if found else None
 
 
 def iter_options(config_type: type, prefix: str = "") -> Iterator[BoundOption]:

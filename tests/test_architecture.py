@@ -22,6 +22,7 @@ LAYERS = (
         "rules",
         "config",
         "config_groups",
+        "config_tools",
         "config_values",
         "gguf",
         "native",

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from ikcli import log, main
-from ikcli.commands import _app, _help
-from ikcli.commands._options import parse
+from ikcli.commands import _help
+from ikcli.commands._options import all_options, parse
 from ikcli.commands._table import BY_NAME, COMMANDS
+from ikcli.config_tools import TOOLS
 from ikcli.engine import devices
 from ikcli.errors import IkError, UnsupportedError
 
@@ -192,9 +193,60 @@ def test_notice_once_and_progress_without_a_terminal(capsys) -> None:
     assert capsys.readouterr().err == "a\n"
 
 
-def test_typer_options_mirror_the_declarations() -> None:
-    names = {param.name for param in _app.typer_parameters("sweep-bench")}
-    assert {"n_ctx", "override_tensor", "sweep_stride"} <= names and "server_port" not in names
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("ik ", {info.name for info in COMMANDS}),
+        ("ik sw", {"sweep-bench", "sweep-bench-plot"}),
+        ("ik sweep-bench --ctx", {"--ctx-size"}),
+        ("ik sweep-bench -ng", {"-ngl"}),
+        ("ik sweep-bench -c 1 --por", set()),
+        ("ik server --por", {"--port"}),
+        ("ik plan -ctk q8", {"q8_0", "q8_KV"}),
+        ("ik plan -m ", set()),  # the shell offers files
+        ("ik quantize in.gguf --target-b", {"--target-bpw"}),
+        ("ik inspect --", {"--model", "--tensors", "--json"}),
+        ("ik nonsense --", {"--install-completion", "--show-completion"}),
+        ("ik doctor --", set()),
+    ],
+)
+def test_completion(capsys, monkeypatch, line, expected) -> None:
+    words = line.split(" ")
+    monkeypatch.setenv("_IK_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    with pytest.raises(SystemExit) as stop:
+        main.main([])
+    assert stop.value.code == 0 and set(capsys.readouterr().out.split()) == expected
+
+
+def test_completion_script(capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main.main(["--show-completion", "bash"])
+    assert stop.value.code == 0 and f"{main.COMPLETION}=complete_bash" in capsys.readouterr().out
+
+
+TOOLS_LOADED = """
+import sys
+from ikcli.main import main
+main(sys.argv[1:])
+print("loaded:", sorted({"ikcli.config", "ikcli.options"} & set(sys.modules)))
+"""
+
+
+def test_the_list_of_commands_needs_no_declarations() -> None:
+    assert python(TOOLS_LOADED, "--help").stdout.decode().splitlines()[-1] == "loaded: []"
+
+
+@pytest.mark.parametrize("command", list(TOOLS))
+def test_help_and_errors_of_tools(capsys, command) -> None:
+    code, out, err = run(capsys, command, "--help")
+    assert (code, err) == (0, "") and out.startswith(f"usage: ik {command}")
+    for bound in all_options(command):
+        assert all(name in out for name in (*bound.option.names, *bound.option.negative))
+    assert max(len(line) for line in out.splitlines()) <= _help.WIDTH
+    code, out, err = run(capsys, command, "--nonsense")
+    assert (code, out) == (2, "") and err.startswith("error: unknown option --nonsense")
 
 
 def test_dry_run_and_plan_print_the_same(capsys, monkeypatch: pytest.MonkeyPatch, shared_dir: Path) -> None:

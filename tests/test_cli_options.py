@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from ikcli.commands._options import all_options, parse
 from ikcli.commands._suggest import edit_distance, nearest
 from ikcli.config import KV_TYPES
+from ikcli.config_tools import TOOLS
 from ikcli.errors import UsageError
 from ikcli.options import iter_options
 
@@ -256,11 +258,43 @@ def test_declarations_are_consistent() -> None:
 
 
 def test_every_example_parses() -> None:
-    import shlex
-
     for bound in all_options():
         if bound.option.example:
             letter = bound.option.commands[0]
             command = {"S": "serve", "C": "chat", "W": "sweep-bench", "B": "bench", "P": "perplexity", "I": "imatrix",
                        "D": "batched-bench"}  # fmt: skip
             parse(command[letter], shlex.split(bound.option.example))
+
+
+def test_tools_declare_consistently() -> None:
+    for command in TOOLS:
+        seen: set[str] = set()
+        for bound in all_options(command):
+            option = bound.option
+            assert option.help and (not option.takes_value or (option.form and option.example)), bound.path
+            assert not seen & {*option.names, *option.negative}, bound.path
+            seen |= {*option.names, *option.negative}
+            if option.example:
+                assert bound.path in parse(command, shlex.split(option.example)).given
+
+
+def test_tools_have_the_spelling_rules_of_model_runs(tmp_path: Path) -> None:
+    parsed = parse("gguf-split", ["a", "--split_max_size=2G", "b", "--merge=off"])
+    assert (parsed.config.args, parsed.config.max_size, parsed.config.merge) == (("a", "b"), "2G", False)
+    file = tmp_path / "opts.txt"
+    file.write_text("--custom-q a=q8_0\n--pure\n", encoding="utf-8")
+    parsed = parse("quantize", ["in", "--custom-q", "b=q6_K", f"@{file}", "Q8_0"])
+    assert parsed.config.custom_q == ("b=q6_K", "a=q8_0") and parsed.config.pure
+    toml = tmp_path / "ik.toml"
+    toml.write_text("[quantize]\npure = true\n[inspect]\njson = true\n", encoding="utf-8")
+    parsed = parse("quantize", ["--config", str(toml), "in"])
+    assert (parsed.config.pure, parsed.config.args, parsed.given) == (True, ("in",), {"pure", "args"})
+
+
+def test_errors_of_tools() -> None:
+    assert error("a", "b", command="inspect") == 'unexpected argument "b"; usage: ik inspect [options] [FILE]'
+    assert error("a", command="version") == 'unexpected argument "a"; usage: ik version [options]'
+    assert "unknown option -ngl" in error("-ngl", "1", command="inspect")
+    assert "unknown option --rope-scale" in error("--rope-scale", "1", command="quantize")
+    assert "--rows needs a value; expected --rows N" in error("--rows", "--summary", command="quantize-stats")
+    assert "md, jsonl" in error("--output-format", "csv", command="quantize-stats")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ikcli.commands.inspect import run as inspect
+from ikcli.config_tools import InspectConfig
 from ikcli.errors import FormatError, UsageError
 from ikcli.gguf.constants import GGMLType, GGUFValueType
 from ikcli.gguf.reader import GGUFFile, open_gguf
@@ -299,7 +300,7 @@ def test_missing_empty_and_directory(tmp_path: Path) -> None:
 
 def test_inspect_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "m.gguf", METADATA | {"general.file_type": 145})
-    assert inspect(tmp_path / "m.gguf", tensors=True, json=False) == 0
+    assert inspect(InspectConfig((str(tmp_path / "m.gguf"),), tensors=True)) == 0
     out = capsys.readouterr().out
     out.encode()  # undecodable bytes of the file must not reach the terminal
     assert "IQ4_KS - 4.25 bpw" in out
@@ -311,7 +312,7 @@ def test_inspect_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_inspect_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "m.gguf", METADATA | {"bad": float("nan")}, splits=[2, 3])
-    assert inspect(tmp_path / "m-00001-of-00002.gguf", tensors=True, json=True) == 0
+    assert inspect(InspectConfig(model=str(tmp_path / "m-00001-of-00002.gguf"), tensors=True, json=True)) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["metadata"]["u64"] == 2**64 - 1
     assert found["metadata"]["bad"] == "nan"

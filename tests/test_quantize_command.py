@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from quant_models import SHAPES, write_model
 
 from ikcli import log, main
-from ikcli.commands.quantize import Request, parse_request
+from ikcli.commands._options import parse
+from ikcli.commands.quantize import Request, request_of
 from ikcli.errors import UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
 from ikcli.gguf.reader import open_gguf
@@ -36,9 +38,8 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, st
 
 
 def parsed(line: str, command: str = "quantize") -> Request:
-    request = parse_request(shlex.split(line), command)
-    assert request is not None
-    return request
+    config = parse(command, shlex.split(line)).config
+    return request_of(replace(config, repack=not config.unrepack) if command == "repack" else config)
 
 
 def test_line_of_the_guides() -> None:
@@ -122,7 +123,7 @@ def test_every_name_and_every_option_of_the_reference_is_known() -> None:
         ("in.gguf out.gguf Q8_0 x", 'nthreads: "x" is not a whole number'),
         ("in.gguf out.gguf Q8_0 4 5", "too many arguments: 5"),
         ("--custm-q a=q8_0 in.gguf Q8_0", "unknown option --custm-q; did you mean --custom-q?"),
-        ("in.gguf Q8_0 --custom-q", "--custom-q needs RE=TYPE"),
+        ("in.gguf Q8_0 --custom-q", "--custom-q needs a value; expected --custom-q RE=TYPE"),
         ("--attn-q-type q9 in.gguf Q8_0", "--attn-q-type: unknown tensor type 'q9'"),
         ("--include-weights a --exclude-weights b in.gguf Q8_0", "exclude each other"),
         ("--repack-pattern a in.gguf Q8_0", "--repack-pattern needs --repack"),
@@ -130,7 +131,7 @@ def test_every_name_and_every_option_of_the_reference_is_known() -> None:
 )
 def test_usage_errors(line: str, message: str) -> None:
     with pytest.raises(UsageError) as problem:
-        parse_request(shlex.split(line))
+        parsed(line)
     assert message in str(problem.value)
 
 

@@ -236,7 +236,7 @@ def test_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--type", "q4_9"], "unknown tensor type 'q4_9'"),
         (["--include", "nothing"], "leave no matrix to measure"),
         (["--include-layer", "("], "--include"),
-        (["--output-format", "xml"], "use md or jsonl"),
+        (["--output-format", "xml"], '"xml" is not one of md, jsonl'),
         (["more"], 'unexpected argument "more"'),
     ],
 )

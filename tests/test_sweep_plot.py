@@ -279,8 +279,9 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_error_of_a_file_without_rows_names_it(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from ikcli.commands.sweep_bench_plot import run
+    from ikcli.config_tools import SweepPlotConfig
 
     (tmp_path / "x.md").write_text("| a |\n")
     with pytest.raises(FormatError, match=r"x\.md: no rows"):
-        run([str(tmp_path / "x.md"), "-o", str(tmp_path / "p.png")])
+        run(SweepPlotConfig((str(tmp_path / "x.md"),), output=str(tmp_path / "p.png")))
     assert SpeedTable().rows == []

@@ -7,10 +7,9 @@ import io
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from ikcli.commands.tokenize import register, run
+from ikcli.commands._options import parse
+from ikcli.commands.tokenize import run as tokenize
 from ikcli.errors import IkError, UsageError
 from ikcli.gguf.reader import open_gguf
 from ikcli.tokenizer import Tokenizer
@@ -66,30 +65,40 @@ Total number of tokens: 8
 """
 
 
-def test_command_listing(shared_dir: Path) -> None:
-    out = io.BytesIO()
-    run(str(vocab_path(shared_dir, "llama-spm")), prompt="Hello  <s> , world é", show_count=True, out=out)
-    assert out.getvalue().decode() == LISTING
+def run(*argv: str) -> int:
+    return tokenize(parse("tokenize", argv).config)
 
 
-def test_command_line(shared_dir: Path, tmp_path: Path) -> None:
+def test_command_listing(shared_dir: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     path = str(vocab_path(shared_dir, "llama-spm"))
-    app = typer.Typer()
-    register(app)
+    assert run("-m", path, "-p", "Hello  <s> , world é", "--show-count") == 0
+    assert capsysbinary.readouterr().out.decode() == LISTING
+
+
+def test_command_line(
+    shared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    path = str(vocab_path(shared_dir, "llama-spm"))
     text = tmp_path / "text"
     text.write_bytes(b"Hello\xff")
-    runner = CliRunner()
-    result = runner.invoke(app, ["-m", path, "-f", str(text), "--ids", "--no-bos", "--log-disable"])
-    assert (result.exit_code, result.stdout) == (0, "[15043, 258]\n")
-    result = runner.invoke(app, ["-m", path, "--stdin", "--ids", "--no-parse-special"], input="<s>")
-    assert result.stdout == "[1, 529, 29879, 29958]\n"
+    assert run("-m", path, "-f", str(text), "--ids", "--no-bos", "--log-disable") == 0
+    assert capsysbinary.readouterr().out == b"[15043, 258]\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"<s>")))
+    assert run("-m", path, "--stdin", "--ids", "--no-parse-special") == 0
+    assert capsysbinary.readouterr().out == b"[1, 529, 29879, 29958]\n"
+
+
+def test_any_prompt_is_taken_as_it_is() -> None:
+    for text in ("-x", "--idx=yes", "\\", "^", "\u00a0", "a\u00a0-b", "@file", "-1"):
+        assert parse("tokenize", ["-p", text]).config.prompt == text, text
+    assert parse("tokenize", [f"--prompt={'-x'}"]).config.prompt == "-x"
 
 
 def test_command_errors(shared_dir: Path, tmp_path: Path) -> None:
     path = str(vocab_path(shared_dir, "llama-spm"))
     with pytest.raises(UsageError, match="exactly one"):
-        run(path)
+        run("-m", path)
     with pytest.raises(UsageError, match="exactly one"):
-        run(path, prompt="a", stdin=True)
+        run("-m", path, "-p", "a", "--stdin")
     with pytest.raises(IkError, match="cannot read"):
-        run(path, file=str(tmp_path / "none"))
+        run("-m", path, "-f", str(tmp_path / "none"))

@@ -1,155 +1,121 @@
-"""The Typer application: commands are imported when they are called, model commands share one option parser.
+"""The Typer application: it holds the commands of the table, their completion and their help.
 
-Commands that run a model hand their raw arguments to ikcli.commands._options, because option names with one dash and
-several letters must never be read as clusters of short flags.
+Options are read by ikcli.commands._options, because names with one dash and several letters must never be read as
+clusters of short flags. A command's module is imported when it runs.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
-import os
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ikcli import log
+from ikcli.commands._argv import canonical_name
+from ikcli.commands._help import command_help, main_help, planned_help
+from ikcli.commands._options import HELP_NAMES, ModelRun, Parsed, all_options, names_of, parse
 from ikcli.commands._suggest import nearest
-from ikcli.commands._table import BY_NAME, COMMANDS, CommandInfo
+from ikcli.commands._table import BY_NAME, CommandInfo
 from ikcli.errors import UsageError
 
 if TYPE_CHECKING:
-    from ikcli.commands._options import Parsed
-    from ikcli.config import RunConfig
-    from ikcli.engine.planner import Planner
     from ikcli.engine.startup import Startup
 
 
-class LazyGroup(TyperGroup):
-    """Finds commands by name in the command table and imports only the one that runs."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [info.name for info in COMMANDS]
+class Commands(TyperGroup):
+    """The commands by name, with the nearest name for an unknown one."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        info = BY_NAME.get(cmd_name)
-        if info is None:
+        found = super().get_command(ctx, cmd_name)
+        if found is None and not ctx.resilient_parsing:
             near = nearest(cmd_name, BY_NAME)
             hint = f"; did you mean {near}?" if near else "; see ik --help"
             raise UsageError(f"unknown command {cmd_name}{hint}")
-        sub = typer.Typer(add_completion=False)
-        if info.module:
-            importlib.import_module(info.module).register(sub)
-        else:
-            register_planned(sub, info)
-        command = typer.main.get_command(sub)
-        command.name = info.name
-        return command
+        return found
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        from ikcli.commands._help import main_help
-
         formatter.write(main_help() + "\n")
 
 
-class RunCommand(TyperCommand):
-    """A command that runs a model: takes its arguments as they are; the Typer options serve shell completion."""
+class DeclaredCommand(TyperCommand):
+    """A command whose options are declared as fields of a config: parsed, explained and completed from there."""
+
+    @property
+    def info(self) -> CommandInfo:
+        return BY_NAME[str(self.name)]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.obj = list(args)
+        if ctx.resilient_parsing:  # completion asks what comes after these
+            return []
+        if not self.info.module:
+            parsed = Parsed(None, info="help" if HELP_NAMES & set(args) else "")
+        else:
+            parsed = parse(self.info.name, args)
+        if parsed.info == "help":
+            print(ctx.get_help())
+            raise typer.Exit
+        if parsed.info == "version":
+            from ikcli.commands.version import print_version
+
+            print_version(getattr(parsed.config, "verbose", False))
+            raise typer.Exit
+        report(parsed)
+        ctx.obj = parsed
         return []
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        formatter.write((command_help(self.info) if self.info.declared else planned_help(self.info)) + "\n")
 
-def typer_parameters(command: str) -> list[inspect.Parameter]:
-    """The declared options of a command as parameters of a Typer function (for shell completion and introspection)."""
-    from ikcli.commands._options import all_options
-
-    parameters: list[inspect.Parameter] = []
-    for bound in all_options():
-        option = bound.option
-        if option.used_by(command):
-            kind: Any = bool if not option.takes_value else list[str] if option.repeat else str
-            names = (*option.names, *option.negative)
-            info = typer.Option(*names, help=option.help, metavar=option.form or None, rich_help_panel=option.topic)
-            parameters.append(
-                inspect.Parameter(
-                    bound.path.replace(".", "_"),
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=None,
-                    annotation=Annotated[kind | None, info],
-                )
-            )
-    return parameters
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        return list(completions(self.info.name, ctx.obj or [], incomplete)) if self.info.declared else []
 
 
-def register_run(app: typer.Typer, command: str, run: Callable[[RunConfig, Planner], int]) -> None:
-    """Register a model-running command: `run(config)` gets the checked settings and returns the exit code."""
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A word that the shell may offer."""
 
-    def entry(startup: Startup) -> int:
-        if startup.config.dry_run:
-            from ikcli.commands.plan import run as run_plan
-
-            return run_plan(startup)
-        return run(startup.config, startup.planner)
-
-    register_checked(app, command, entry)
+    value: str
+    help: str = ""
+    type: str = "plain"
 
 
-def register_checked(app: typer.Typer, command: str, run: Callable[[Startup], int]) -> None:
-    """Register a command that gets the whole result of the checks against the model file."""
-
-    def entry(ctx: typer.Context, **options: Any) -> None:
-        parsed = settings(command, ctx.obj)
-        if parsed is not None:
-            raise typer.Exit(run(checked(parsed)))
-
-    add_run_command(app, command, entry)
-
-
-def add_run_command(app: typer.Typer, command: str, entry: Callable[..., None]) -> None:
-    """Give `entry` the declared options as its signature and register it; the values come from our own parser."""
-    context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    parameters = [context, *typer_parameters(command)]
-    entry.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    entry.__annotations__ = {item.name: item.annotation for item in parameters}
-    app.command(command, cls=RunCommand, add_help_option=False)(entry)
+def completions(command: str, words: list[str], incomplete: str) -> Iterator[Completion]:
+    """What can follow `words`: the choices of the option before, or options; the shell offers files if nothing can."""
+    known = names_of(command).get(canonical_name(words[-1])) if words else None
+    if known is not None and known[0].option.takes_value:
+        yield from (Completion(c) for c in known[0].option.choices if c.startswith(incomplete))
+    elif incomplete.startswith("-"):
+        for bound in all_options(command):
+            if bound.option.used_by(command):
+                for name in (*bound.option.names, *bound.option.negative):
+                    if name.startswith(incomplete):
+                        yield Completion(name, bound.option.help)
 
 
-def settings(command: str, argv: list[str]) -> Parsed | None:
-    """Parse, print notices, and fill in the demo model; None if help or the version was asked for and printed."""
-    from ikcli.commands._help import command_help
-    from ikcli.commands._options import parse
-    from ikcli.config import default_model
-
-    parsed = parse(command, argv)
-    if parsed.info == "help":
-        print(command_help(command))
-        return None
-    if parsed.info == "version":
-        from ikcli.commands.version import print_version
-
-        print_version(verbose=parsed.config.verbose)
-        return None
+def report(parsed: Parsed) -> None:
+    """Print what the parser has to say."""
     for warning in parsed.warnings:
         log.warn(warning)
     if parsed.ignored:
         log.log(f"ignored here: {' '.join(parsed.ignored)}")
     if parsed.unsupported:
         log.log(f"not supported, ignored: {' '.join(parsed.unsupported)}")
-    _echo_policy(parsed.config)
-    if parsed.config.model is not None:
-        return parsed
-    return replace(parsed, config=replace(parsed.config, model=default_model()))
+    for name, enabled in getattr(parsed.config, "offload_policy", ()):
+        log.log(f"offload policy: {name} {'on' if enabled else 'off'}")
 
 
 def checked(parsed: Parsed) -> Startup:
-    """The run after the checks against the model file; prints their notices and warnings."""
+    """The run after the checks against the model file, the demo model without one; prints notices and warnings."""
+    from ikcli.config import default_model
     from ikcli.engine.startup import prepare
 
-    startup = prepare(parsed.config, parsed.given)
+    config = parsed.config if parsed.config.model is not None else replace(parsed.config, model=default_model())
+    startup = prepare(config, parsed.given)
     for notice in startup.notices:
         log.notice_once(notice)
     for warning in startup.warnings:
@@ -157,38 +123,41 @@ def checked(parsed: Parsed) -> Startup:
     return startup
 
 
-def _echo_policy(config: RunConfig) -> None:
-    for name, enabled in config.offload_policy:
-        log.log(f"offload policy: {name} {'on' if enabled else 'off'}")
+def run_tool(ctx: typer.Context) -> int:
+    """Run a command that gets its config."""
+    return int(_module(ctx).run(ctx.obj.config))
 
 
-def register_planned(app: typer.Typer, info: CommandInfo) -> None:
-    """A command of a later version: its options are parsed where they are declared, running it is a usage error."""
-
-    def entry(ctx: typer.Context, **options: Any) -> None:
-        from ikcli.commands import _help
-        from ikcli.commands._options import HELP_NAMES, parse
-
-        if info.runs_model:
-            parsed = parse(info.name, ctx.obj)
-            if parsed.info:
-                print(_help.command_help(info.name) if parsed.info == "help" else _help.version_line())
-                return
-        elif set(ctx.obj) & HELP_NAMES:
-            print(_help.planned_help(info))
-            return
-        raise UsageError(f"{info.name} is not part of this version yet; ik --help lists the commands that are")
-
-    add_run_command(app, info.name, entry)
+def run_model(ctx: typer.Context) -> int:
+    """Run a command that gets a checked run of a model, or print the plan of that run."""
+    parsed: Parsed = ctx.obj
+    startup = checked(parsed)
+    module = importlib.import_module("ikcli.commands.plan") if startup.config.dry_run else _module(ctx)
+    return int(module.run(ModelRun(startup.config, startup.planner, parsed.alternatives, parsed.given)))
 
 
-def make_app(*, completion: bool) -> typer.Typer:
-    """The application, with the options that install shell completion or without: any option costs 40 ms of imports.
+def run_planned(ctx: typer.Context) -> int:
+    """Refuse a command of a later version."""
+    name = BY_NAME[str(ctx.command.name)].name
+    raise UsageError(f"{name} is not part of this version yet; ik --help lists the commands that are")
 
-    For that reason it has no help option either; `main` answers it.
+
+def _module(ctx: typer.Context) -> Any:
+    return importlib.import_module(BY_NAME[str(ctx.command.name)].module)
+
+
+def make_app(names: Iterable[str] = BY_NAME, *, completion: bool = False) -> typer.Typer:
+    """The application with these commands, and with the options that install shell completion or without.
+
+    A command takes a millisecond, any option 40 ms of imports; so it has no help option either, `main` answers it.
     """
-    app = typer.Typer(cls=LazyGroup, add_completion=completion, pretty_exceptions_enable=False, add_help_option=False)
+    app = typer.Typer(cls=Commands, add_completion=completion, pretty_exceptions_enable=False, add_help_option=False)
     app.callback(invoke_without_command=True)(_root)
+    for name in names:
+        info = BY_NAME[name]
+        entry = run_planned if not info.module else run_model if info.runs_model else run_tool
+        alias = name != info.name
+        app.command(name, cls=DeclaredCommand, help=info.summary, hidden=alias, add_help_option=False)(entry)
     return app
 
 
@@ -196,8 +165,8 @@ def _root() -> None:
     """Run and measure large language models from GGUF files."""
 
 
-def run(argv: list[str]) -> int:
+def run(argv: list[str], *, completion: bool = False) -> int:
     """Run one command line and return its exit code; errors are raised."""
-    app = make_app(completion="_IK_COMPLETE" in os.environ or argv[0].endswith("-completion"))
+    app = make_app(BY_NAME if completion else BY_NAME.keys() & argv[:1], completion=completion)
     result = typer.main.get_command(app).main(args=argv, prog_name="ik", standalone_mode=False)
     return int(result) if isinstance(result, int) else 0

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ikcli.commands._table import COMMANDS
 from ikcli.errors import UsageError
-from ikcli.options import COMMAND_LETTERS
 
 _GLUE = re.compile("[\u2028\u2029\u00a0\u200b\ufeff]+")
 _OPTION = re.compile(r"--?[A-Za-z][^\s=]*(=.*)?", re.DOTALL)
@@ -30,10 +30,15 @@ class Tokens:
     warnings: list[str] = field(default_factory=list)
 
 
-def read_tokens(argv: Sequence[str], command: str, takes_value: Callable[[str], bool]) -> Tokens:
-    """Split glued arguments and read `@FILE` and `--config FILE`; `takes_value(name)` tells options with a value."""
+def read_tokens(
+    argv: Sequence[str], command: str, takes_value: Callable[[str], bool], names: Mapping[str, bool]
+) -> Tokens:
+    """Split glued arguments and read `@FILE` and `--config FILE`.
+
+    `takes_value(name)` tells options with a value; `names` are the known ones, True if the value may be any text.
+    """
     tokens = Tokens()
-    rest = _unglue(argv, tokens.warnings)
+    rest = _unglue(argv, tokens.warnings, names)
     while rest:
         token = rest.pop(0)
         name = canonical_name(token)
@@ -62,12 +67,15 @@ def looks_like_option(token: str) -> bool:
     return _OPTION.fullmatch(token) is not None
 
 
-def _unglue(argv: Sequence[str], warnings: list[str]) -> list[str]:
+def _unglue(argv: Sequence[str], warnings: list[str], names: Mapping[str, bool]) -> list[str]:
     """Treat separators from pasted text as white space where options are glued by them; drop lone continuations."""
     clean: list[str] = []
     for token in argv:
         pieces = [piece for piece in _GLUE.split(token) if piece]
-        if len(pieces) > 1 and any(looks_like_option(piece) for piece in pieces):
+        is_text = bool(clean) and names.get(canonical_name(clean[-1]), False)
+        if is_text and not any(canonical_name(piece) in names for piece in pieces):
+            clean.append(token)
+        elif len(pieces) > 1 and any(looks_like_option(piece) for piece in pieces):
             warnings.append(f"treating a pasted line separator as white space in: {' '.join(pieces)}")
             clean += pieces
         elif len(pieces) == 1 and pieces[0] != token and looks_like_option(pieces[0]):
@@ -114,11 +122,12 @@ def read_toml(path: Path, command: str) -> list[str]:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
         raise UsageError(f"{path} is not valid TOML: {problem}") from problem
     tokens: list[str] = []
+    commands = [info.name for info in COMMANDS]
     for key, value in table.items():
         if not isinstance(value, dict):
             tokens += _toml_option(path, key, value)
-        elif key not in COMMAND_LETTERS:
-            raise UsageError(f"{path}: table [{key}] is not a command; tables are {', '.join(COMMAND_LETTERS)}")
+        elif key not in commands:
+            raise UsageError(f"{path}: table [{key}] is not a command; tables are {', '.join(commands)}")
         elif key == command:
             for name, setting in value.items():
                 tokens += _toml_option(path, name, setting)

@@ -1,33 +1,65 @@
-"""Help texts, made from the option declarations: grouped by topic, at most 100 columns, no import beyond the config."""
+"""Help texts, made from the option declarations: at most 100 columns, no import beyond the config.
+
+`ik --help` is the table of commands alone.
+"""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ikcli
-from ikcli.commands._options import all_options
-from ikcli.commands._table import BY_NAME, COMMANDS, TOPIC_TITLES, CommandInfo
-from ikcli.options import BoundOption
+from ikcli.commands._table import COMMANDS, TOPIC_TITLES, CommandInfo
+
+if TYPE_CHECKING:
+    from ikcli.options import BoundOption
 
 WIDTH = 100
 _INDENT = 36
 
 _NOTES = {
-    "sweep-bench": """\
-Each row is measured at a context depth of N_KV tokens: PP prompt tokens (T_PP seconds, S_PP
-tokens/s) and TG generated tokens (T_TG, S_TG). Rows start at N_KV = 0 and step by the ubatch up to
-the context size.""",
-    "perplexity": """\
-Without -m and -f the bundled demo model and text are used. The context (-c) defaults to 512 tokens,
--b 2048 evaluates several chunks side by side.""",
-    "batched-bench": """\
-B sequences of PP prompt tokens each, then TG tokens of every sequence, B per step. Rates count the
-tokens of all sequences. N_KV = tokens in the cache at the end, which -c limits (default: as many as
-the largest test needs); larger tests are left out with a notice.""",
-    "plan": "Prints rules, bytes per device and the KV cache; exit code 1 if the model does not fit.",
+    "sweep-bench": (
+        "Each row is measured at a context depth of N_KV tokens: PP prompt tokens (T_PP seconds, S_PP tokens/s) and TG "
+        "generated tokens (T_TG, S_TG). Rows start at N_KV = 0 and step by the ubatch up to the context size.",
+    ),
+    "sweep-bench-plot": (
+        "Reads the jsonl forms and the tables of sweep-bench (of ik and of llama-sweep-bench) out of bare files and "
+        "whole logs, also quoted with > or wrapped by a console. Several tables in one file are separate curves, "
+        "numbered #1, #2; curves with the same label are averaged per depth and drawn with their standard deviation.",
+        "Tables of batched-bench are left out: their N_KV is the sum of all tokens, not the depth at which was "
+        "measured.",
+    ),
+    "perplexity": (
+        "Without -m and -f the bundled demo model and text are used. The context (-c) defaults to 512 tokens, -b 2048 "
+        "evaluates several chunks side by side.",
+    ),
+    "batched-bench": (
+        "B sequences of PP prompt tokens each, then TG tokens of every sequence, B per step. Rates count the tokens of "
+        "all sequences. N_KV = tokens in the cache at the end, which -c limits (default: as many as the largest test "
+        "needs); larger tests are left out with a notice.",
+    ),
+    "plan": ("Prints rules, bytes per device and the KV cache; exit code 1 if the model does not fit.",),
+    "quantize": (
+        "TYPE is a file type by name in any case or by number; without out.gguf the result is ggml-model-TYPE.gguf "
+        "beside the input.",
+    ),
+    "repack": ("Short for ik quantize --repack, and with --unrepack for the way back; needs no TYPE.",),
 }
+
+
+def _notes(command: str) -> tuple[str, ...]:
+    """Paragraphs about a command, some of them taken from the code that does its work."""
+    notes = _NOTES.get(command, ())
+    if command in ("quantize", "repack"):
+        from ikcli.quant.tool import file_type_names
+
+        notes += (f"Types: {' '.join(file_type_names())}",)
+    if command == "quantize-stats":
+        from ikcli.eval.quantize_stats import LEGEND
+
+        notes += tuple(LEGEND)
+    return notes
 
 
 def version_line() -> str:
@@ -54,13 +86,18 @@ def _command_line(info: CommandInfo) -> str:
     return f"  {names:<17} {info.summary}"
 
 
-def command_help(command: str) -> str:
-    """Text of `ik COMMAND --help` for a command that runs a model."""
-    info = BY_NAME[command]
-    lines = [f"usage: ik {info.name} [OPTIONS]", "", f"{info.summary[0].upper()}{info.summary[1:]}.", ""]
-    if info.name in _NOTES:
-        lines += [_NOTES[info.name], ""]
-    own = [bound for bound in all_options() if bound.option.used_by(info.name)]
+def command_help(info: CommandInfo) -> str:
+    """Text of `ik COMMAND --help`: options of a model run by topic, those of other commands as they are declared."""
+    from ikcli.commands._options import all_options, usage
+
+    lines = [f"usage: {usage(info.name)}", "", f"{_sentence(info.summary)}", ""]
+    notes = _notes(info.name)
+    own = [bound for bound in all_options(info.name) if bound.option.used_by(info.name)]
+    if not info.runs_model:
+        lines += ["Options:", *(line for bound in own for line in option_lines(bound)), *_GENERAL]
+        return "\n".join([*lines, *("\n" + textwrap.fill(note, WIDTH) for note in notes)])
+    for note in notes:
+        lines += [textwrap.fill(note, WIDTH), ""]
     for topic, title in TOPIC_TITLES:
         members = [bound for bound in own if bound.option.topic == topic]
         if not members:
@@ -69,22 +106,21 @@ def command_help(command: str) -> str:
         if topic == "accepted, no effect":
             lines += _wrap(" ".join(name for m in members for name in m.option.names), "  ")
         else:
-            for bound in members:
-                lines += option_lines(bound)
-            if topic == "general":
-                lines += _entry("--config FILE, @FILE", "more options from a TOML file, or one option per line")
-                lines += _entry("--version, -h, --help, --usage", "print and stop")
+            lines += [line for bound in members for line in option_lines(bound)]
+            lines += _GENERAL if topic == "general" else ()
         lines.append("")
     if not info.module:
         lines.append("This command is not part of this version yet.")
-    lines.append("Options of other commands are accepted and listed once as ignored.")
-    return "\n".join(lines)
+    return "\n".join([*lines, "Options of other commands are accepted and listed once as ignored."])
 
 
 def planned_help(info: CommandInfo) -> str:
-    """Text of `ik COMMAND --help` for a command of a later version without declared options."""
-    summary = f"{info.summary[0].upper()}{info.summary[1:]}."
-    return f"usage: ik {info.name} [OPTIONS]\n\n{summary}\nNot part of this version yet."
+    """Text of `ik COMMAND --help` for a command of a later version."""
+    return f"usage: ik {info.name} [OPTIONS]\n\n{_sentence(info.summary)}\nNot part of this version yet."
+
+
+def _sentence(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."
 
 
 def option_lines(bound: BoundOption) -> list[str]:
@@ -128,8 +164,16 @@ def _wrap(text: str, indent: str) -> list[str]:
     )  # fmt: skip
 
 
+_GENERAL = (
+    *_entry("--config FILE, @FILE", "more options from a TOML file, or one option per line"),
+    *_entry("--version, -h, --help, --usage", "print and stop"),
+)
+
+
 def parameters_markdown() -> str:
     """docs/parameters.md: every option with spellings, value, default, commands and meaning."""
+    from ikcli.commands._options import all_options
+
     lines = [
         "# Options",
         "",

@@ -1,7 +1,8 @@
-"""One parser for all commands that run a model: arguments -> RunConfig, plus what was ignored and why.
+"""The parser of all commands: arguments -> the config of the command, plus what was ignored and why.
 
-Names are whole names (`-ngl` is never `-n -g -l`), the last scalar wins, lists accumulate in command-line order, and
-options of other commands are accepted. The options themselves are declared in ikcli/config.py.
+Names are whole names (`-ngl` is never `-n -g -l`), the last scalar wins, lists accumulate in command-line order. A
+command that runs a model accepts the options of its siblings. Options are declared in ikcli/config.py (RunConfig) and
+ikcli/config_tools.py (commands that run no model).
 """
 
 from __future__ import annotations
@@ -9,33 +10,49 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ikcli.commands._argv import canonical_name, looks_like_option, read_tokens
 from ikcli.commands._suggest import nearest
+from ikcli.commands._table import BY_NAME
 from ikcli.commands._upstream import UPSTREAM_ARITY
 from ikcli.commands._values import convert, is_switch_value, missing_value
-from ikcli.config import RunConfig
 from ikcli.errors import UsageError
 from ikcli.hostinfo import physical_cores
-from ikcli.options import BoundOption, iter_options
+from ikcli.options import BoundOption, arguments_of, iter_options
+
+if TYPE_CHECKING:
+    from ikcli.config import RunConfig
+    from ikcli.engine.planner import Planner
 
 HELP_NAMES = frozenset({"-h", "--help", "--usage"})
-TEXT_FIELDS = frozenset({"prompt.prompt", "prompt.reverse_prompt", "server.chat_template"})
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Result of a parse. `info` is "help" or "version" if asked for; `alternatives` are the value lists of bench;
-    `given` are the fields that the user set.
+    """Result of a parse: `config` is a RunConfig, or what TOOLS has for the command. `info` is "help" or "version" if
+    asked for; `alternatives` are the value lists of bench; `given` are the fields that the user set.
     """
 
-    config: RunConfig
+    config: Any
     ignored: tuple[str, ...] = ()
     unsupported: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     alternatives: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     info: str = ""
+    given: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRun:
+    """What a command that runs a model gets: settings checked against the model file, and the planner that opened it.
+
+    `alternatives` and `given` are those of Parsed.
+    """
+
+    config: RunConfig
+    planner: Planner
+    alternatives: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     given: frozenset[str] = frozenset()
 
 
@@ -50,17 +67,42 @@ class Given:
 
 
 @functools.cache
-def all_options() -> tuple[BoundOption, ...]:
-    """Every declared option."""
-    return tuple(iter_options(RunConfig))
+def all_options(command: str = "") -> tuple[BoundOption, ...]:
+    """Every option that a command accepts; without one, of those that run a model."""
+    return tuple(iter_options(config_type(command)))
+
+
+def runs_model(command: str) -> bool:
+    """Whether a command has the options of a model run; those of the others are declared in TOOLS."""
+    return command not in BY_NAME or BY_NAME[command].runs_model
+
+
+def config_type(command: str) -> type:
+    """What the options of a command are declared in; the other declarations are not even imported."""
+    if runs_model(command):
+        from ikcli.config import RunConfig
+
+        return RunConfig
+    from ikcli.config_tools import TOOLS
+
+    return TOOLS[command]
+
+
+def usage(command: str) -> str:
+    """`ik gguf-split [options] IN OUT`."""
+    if runs_model(command):
+        return f"ik {command} [OPTIONS]"
+    takes = arguments_of(config_type(command))
+    return f"ik {command} [options] {takes.form if takes else ''}".rstrip()
 
 
 @functools.cache
 def names_of(command: str) -> dict[str, tuple[BoundOption, bool]]:
     """Spelling -> (option, negative) for a command; where two options share a spelling, its own one wins."""
     table: dict[str, tuple[BoundOption, bool]] = {}
-    own = [bound for bound in all_options() if bound.option.used_by(command)]
-    for bound in sorted(own, key=lambda item: len(item.option.commands)) + list(all_options()):
+    options = all_options(command)
+    own = [bound for bound in options if bound.option.used_by(command)]
+    for bound in sorted(own, key=lambda item: len(item.option.commands)) + list(options):
         for name in bound.option.names:
             table.setdefault(name, (bound, False))
         for name in bound.option.negative:
@@ -68,23 +110,33 @@ def names_of(command: str) -> dict[str, tuple[BoundOption, bool]]:
     return table
 
 
-def _takes_value(command: str, name: str) -> bool:
+def _upstream(command: str) -> dict[str, int]:
+    return UPSTREAM_ARITY if runs_model(command) else {}
+
+
+def takes_value(command: str, name: str) -> bool:
+    """Whether the token after `name` belongs to it."""
     known = names_of(command).get(name)
-    return known[0].option.takes_value if known is not None else UPSTREAM_ARITY.get(name, 0) > 0
+    return known[0].option.takes_value if known is not None else _upstream(command).get(name, 0) > 0
 
 
 def parse(command: str, argv: Sequence[str]) -> Parsed:
     """Parse the arguments after the command name; raises UsageError with one sentence."""
-    tokens = read_tokens(argv, command, functools.partial(_takes_value, command))
+    names = {name: bound.option.text for name, (bound, _) in names_of(command).items()}
+    tokens = read_tokens(argv, command, functools.partial(takes_value, command), names)
     line = _Scanner(command, tokens.line)
     files = _Scanner(command, tokens.files)
+    if line.info == "help":
+        return Parsed(config_type(command)(), info="help")
     values, alternatives = _collect(command, files.given, line.given)
     used = [given for given in line.given + files.given if given.bound.option.used_by(command)]
     ignored = [g.name for g in line.given + files.given if not g.bound.option.used_by(command)]
     noop = [g.name for g in used if g.bound.option.noop]
-    config = _finish(_build(values, command), values)
+    if files.args or line.args:
+        values["args"] = (*files.args, *line.args)
+    config = _build(config_type(command)(), values)
     return Parsed(
-        config,
+        _finish(command, config, values) if runs_model(command) else config,
         tuple(dict.fromkeys(ignored)),
         tuple(dict.fromkeys([*line.unsupported, *files.unsupported, *noop])),
         tuple(tokens.warnings + _value_warnings(used)),
@@ -100,6 +152,8 @@ class _Scanner:
     def __init__(self, command: str, tokens: Sequence[str]) -> None:
         self.command = command
         self.names = names_of(command)
+        self.upstream = _upstream(command)
+        self.args: list[str] = []
         self.rest = list(tokens)
         self.given: list[Given] = []
         self.unsupported: list[str] = []
@@ -115,12 +169,21 @@ class _Scanner:
             self.info = self.info or "version"
         elif name in self.names:
             self._take_known(name, attached)
-        elif name in UPSTREAM_ARITY:
-            count = UPSTREAM_ARITY[name] if attached is None else 0
+        elif name in self.upstream:
+            count = self.upstream[name] if attached is None else 0
             del self.rest[:count]
             self.unsupported.append(name)
         elif looks_like_option(token):
             raise self._unknown(token.partition("=")[0])
+        else:
+            self._take_argument(token)
+
+    def _take_argument(self, token: str) -> None:
+        takes = arguments_of(config_type(self.command))
+        if takes is not None and (takes.most is None or len(self.args) < takes.most):
+            self.args.append(token)
+        elif not runs_model(self.command):
+            raise UsageError(f'unexpected argument "{token}"; usage: {usage(self.command)}')
         else:
             raise UsageError(
                 f'unexpected argument "{token}"; options start with -, a model file is given with -m FILE, '
@@ -152,7 +215,7 @@ class _Scanner:
         self.given.append(Given(bound, name, text, negative))
 
     def _is_option(self, bound: BoundOption, token: str) -> bool:
-        if bound.path in TEXT_FIELDS:
+        if bound.option.text:
             return canonical_name(token) in self.names
         return looks_like_option(token)
 
@@ -193,8 +256,7 @@ def _values_of(command: str, given: Given) -> tuple[Any, ...]:
     return (convert(given.bound, given.name, given.text),)
 
 
-def _build(values: dict[str, Any], command: str) -> RunConfig:
-    config = RunConfig(command=command)
+def _build(config: Any, values: dict[str, Any]) -> Any:
     groups: dict[str, dict[str, Any]] = {}
     plain: dict[str, Any] = {}
     for path, value in values.items():
@@ -208,22 +270,22 @@ def _build(values: dict[str, Any], command: str) -> RunConfig:
     return replace(config, **plain)
 
 
-def _finish(config: RunConfig, values: dict[str, Any]) -> RunConfig:
+def _finish(command: str, config: RunConfig, values: dict[str, Any]) -> RunConfig:
     """Defaults that depend on the command or on other options, and combinations that cannot work."""
     n_threads = config.n_threads or physical_cores()
     n_batch_threads = values.get("n_threads_batch", n_threads) or n_threads
-    n_ctx = 512 if config.command in ("perplexity", "imatrix") and "n_ctx" not in values else config.n_ctx
+    n_ctx = 512 if command in ("perplexity", "imatrix") and "n_ctx" not in values else config.n_ctx
     if config.split_mode not in ("none", "layer"):
         raise UsageError(f"-sm {config.split_mode} is not supported; use -sm layer (whole blocks per GPU) or -sm none")
     if config.fit and config.n_cpu_moe:
         raise UsageError("--fit and --n-cpu-moe exclude each other: --fit decides itself which experts stay on the CPU")
-    return replace(config, n_threads=n_threads, n_threads_batch=n_batch_threads, n_ctx=n_ctx)
+    return replace(config, command=command, n_threads=n_threads, n_threads_batch=n_batch_threads, n_ctx=n_ctx)
 
 
 def _value_warnings(given: list[Given]) -> list[str]:
     warnings: list[str] = []
     for item in given:
-        if item.text and " -" in item.text and item.bound.path not in TEXT_FIELDS:
+        if item.text and " -" in item.text and not item.bound.option.text:
             warnings.append(f'the value of {item.name} contains " -"; is a quote missing? ({_short(item.text)})')
         if item.bound.path.startswith("sampling.lookup_cache") and item.text and "kv" in item.text.lower():
             warnings.append(f"{item.name} is an n-gram cache, not a dump of the KV cache (see --slot-save-path)")

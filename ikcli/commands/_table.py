@@ -15,6 +15,11 @@ class CommandInfo:
     aliases: tuple[str, ...] = ()
     runs_model: bool = False
 
+    @property
+    def declared(self) -> bool:
+        """Whether its options are known, if only for help."""
+        return bool(self.module) or self.runs_model
+
 
 COMMANDS = (
     CommandInfo("perplexity", "perplexity of a model on a text", "ikcli.commands.perplexity", runs_model=True),
@@ -25,7 +30,7 @@ COMMANDS = (
     ),
     CommandInfo("warmup", "compile the kernels a model needs ahead of time", "ikcli.commands.warmup", runs_model=True),
     CommandInfo("tokenize", "text to tokens with the vocabulary of a model", "ikcli.commands.tokenize"),
-    CommandInfo("inspect", "metadata and tensors of a GGUF file", "ikcli.commands.inspect_command"),
+    CommandInfo("inspect", "metadata and tensors of a GGUF file", "ikcli.commands.inspect"),
     CommandInfo("version", "version, and with -v the environment", "ikcli.commands.version"),
     CommandInfo(
         "serve",

@@ -1,4 +1,4 @@
-"""Options of `ik quantize` that choose types for a size: `--target-size` and what goes with it."""
+"""What the options of `ik quantize` mean that choose types for a size: `--target-size` and what goes with it."""
 
 from __future__ import annotations
 
@@ -6,83 +6,35 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ikcli.commands._tool_argv import ToolArguments, ToolOption, whole_number
+from ikcli.config_tools import CPU_TENSORS, QuantizeConfig
 from ikcli.errors import UsageError
+from ikcli.options import iter_options
 
 if TYPE_CHECKING:
     from ikcli.quant.calibration import Measure
     from ikcli.quant.target import Budget, Placement, TargetOptions
 
-EXPERTS = "exps"
-TARGET_OPTIONS = (
-    ToolOption(
-        ("--target-size",),
-        "SIZE",
-        "choose the types so that all tensors together have at most SIZE (12GiB, 900M) and the damage is least; "
-        "gpu=SIZE,cpu=SIZE gives both sides a budget of their own. TYPE may be missing; --custom-q rules and --*-type "
-        "options still decide about their tensors",
-        example="12GiB",
-    ),
-    ToolOption(("--target-bpw",), "F", "as --target-size, in bits per weight (3.6 or gpu=5.5,cpu=2.7)", example="3.6"),
-    ToolOption(("--target-size-gpu",), "SIZE", "budget of the tensors on the GPU; the CPU has the rest of the target"),
-    ToolOption(("--target-size-cpu",), "SIZE", "budget of the tensors on the CPU; the GPU has the rest of the target"),
-    ToolOption(
-        ("--cpu-tensors",),
-        "RE[,RE...]",
-        f"tensors that stay on the CPU (default {EXPERTS}): for a target they get types that have a row-interleaved "
-        "_R4 or _R8 form; none: no tensor",
-        repeat=True,
-        example=EXPERTS,
-    ),
-    ToolOption(
-        ("--gpu-tensors", "--gpu"),
-        "RE[,RE...]",
-        "tensors on the GPU, before --cpu-tensors",
-        repeat=True,
-        example="attn",
-    ),
-    ToolOption(
-        ("-ot", "--override-tensor"),
-        "RE=BUF[,RE=BUF...]",
-        "the placement of a run command, to tell which tensors are on the CPU; the first matching rule wins, tensors "
-        "without rule are on the GPU",
-        repeat=True,
-        example="exps=CPU",
-    ),
-    ToolOption(("--candidates",), "TYPE[,TYPE...]", "tensor types to choose from for a target", example="iq3_k,q6_K"),
-    ToolOption(("--repackable",), "", "for a target, choose only types that --repack and -rtr can interleave"),
-    ToolOption(("--r4",), "", "for a target, write the tensors of the CPU row-interleaved (_R4, _R8)"),
-    ToolOption(("--target-rows",), "N", "rows per tensor to measure for a target; 0 = all (default 256)", example="64"),
-    ToolOption(
-        ("--calibrate",),
-        "TEXT",
-        "for a target, measure by running the model on this text file what quantizing each group of tensors costs",
-        example="text.txt",
-    ),
-    ToolOption(("--calibrate-chunks",), "N", "chunks of 512 tokens to run (default 8, -1 = all)", example="16"),
-    ToolOption(("--calibrate-groups",), "N", "most groups to measure, each is run twice (default 64)", example="100"),
-    ToolOption(
-        ("--write-recipe",),
-        "FILE",
-        "write the types as rules for --custom-q @FILE; for a target they are printed otherwise",
-        example="recipe.txt",
-    ),
-)
 _BUDGETS = ("target_size", "target_bpw", "target_size_gpu", "target_size_cpu")
 _NEED_TARGET = (
-    *("candidates", "repackable", "r4", "target_rows", "cpu_tensors", "gpu_tensors", "ot"),
+    *("candidates", "repackable", "r4", "target_rows", "cpu_tensors", "gpu_tensors", "override_tensor"),
     *("calibrate", "calibrate_chunks", "calibrate_groups"),
 )
-_NAMES = {option.key: option.names[0] for option in TARGET_OPTIONS}
+_NAMES = {bound.path: bound.option.names[0] for bound in iter_options(QuantizeConfig)}
 
 
-def has_target(arguments: ToolArguments) -> bool:
+def _given(config: QuantizeConfig, fields: Sequence[str]) -> list[str]:
+    """Those of the options that the user wrote."""
+    values = {field: getattr(config, field) for field in fields}
+    return [field for field, value in values.items() if value is not None and value is not False and value != ()]
+
+
+def has_target(config: QuantizeConfig) -> bool:
     """Whether types are to be chosen for a size."""
-    return any(arguments.has(key) for key in _BUDGETS)
+    return bool(_given(config, _BUDGETS))
 
 
 def target_options(
-    arguments: ToolArguments, keeps_file_type: bool, measure: Callable[[Path, int], Measure]
+    config: QuantizeConfig, keeps_file_type: bool, measure: Callable[[Path, int], Measure]
 ) -> TargetOptions | None:
     """The size to choose types for, None without one; UsageError for options that need one or exclude each other.
 
@@ -91,18 +43,16 @@ def target_options(
     from ikcli.quant.formats import format_by_name
     from ikcli.quant.target import TargetOptions
 
-    if not has_target(arguments):
-        for key in _NEED_TARGET:
-            if arguments.has(key):
-                raise UsageError(f"{_NAMES[key]} needs --target-size or --target-bpw")
+    if not has_target(config):
+        for field in _given(config, _NEED_TARGET):
+            raise UsageError(f"{_NAMES[field]} needs --target-size or --target-bpw")
         return None
-    if not arguments.has("calibrate"):
-        for key in ("calibrate_chunks", "calibrate_groups"):
-            if arguments.has(key):
-                raise UsageError(f"{_NAMES[key]} needs --calibrate TEXT")
-    total, gpu, cpu = _budgets(arguments)
-    text = arguments.one("calibrate")
-    chunks = whole_number("--calibrate-chunks", arguments.one("calibrate_chunks") or "8", -1)
+    text = config.calibrate
+    if text is None:
+        for field in _given(config, ("calibrate_chunks", "calibrate_groups")):
+            raise UsageError(f"{_NAMES[field]} needs --calibrate TEXT")
+    total, gpu, cpu = _budgets(config)
+    chunks = 8 if config.calibrate_chunks is None else config.calibrate_chunks
     if chunks == 0:
         raise UsageError("--calibrate-chunks 0 leaves nothing to run; give a number above 0, or -1 for all")
     if text is not None and not Path(text).is_file():
@@ -111,22 +61,22 @@ def target_options(
         total=total,
         gpu=gpu,
         cpu=cpu,
-        candidates=tuple(format_by_name(t).type for t in (arguments.one("candidates") or "").split(",") if t.strip()),
-        placement=_placement(arguments, {"gpu", "cpu"} if gpu is not None or cpu is not None else set()),
-        repackable=arguments.has("repackable"),
-        r4=arguments.has("r4"),
-        rows=whole_number("--target-rows", arguments.one("target_rows") or "256", 0),
+        candidates=tuple(format_by_name(t).type for t in (config.candidates or "").split(",") if t.strip()),
+        placement=_placement(config, {"gpu", "cpu"} if gpu is not None or cpu is not None else set()),
+        repackable=config.repackable,
+        r4=config.r4,
+        rows=256 if config.target_rows is None else config.target_rows,
         keeps_file_type=keeps_file_type,
         calibrate=measure(Path(text), chunks) if text is not None else None,
-        calibrate_groups=whole_number("--calibrate-groups", arguments.one("calibrate_groups") or "64"),
+        calibrate_groups=config.calibrate_groups or 64,
     )
 
 
-def _budgets(arguments: ToolArguments) -> tuple[Budget, Budget | None, Budget | None]:
+def _budgets(config: QuantizeConfig) -> tuple[Budget, Budget | None, Budget | None]:
     """(total, GPU, CPU)."""
     from ikcli.quant.target import Budget
 
-    size, bpw = arguments.one("target_size"), arguments.one("target_bpw")
+    size, bpw = config.target_size, config.target_bpw
     if size is not None and bpw is not None:
         raise UsageError("--target-size and --target-bpw exclude each other")
     total, sides = Budget(), {}
@@ -140,8 +90,7 @@ def _budgets(arguments: ToolArguments) -> tuple[Budget, Budget | None, Budget | 
             sides[side.lower()] = _amount(option, value)
     elif text is not None:
         total = _amount(option, text)
-    for side in ("gpu", "cpu"):
-        found = arguments.one(f"target_size_{side}")
+    for side, found in (("gpu", config.target_size_gpu), ("cpu", config.target_size_cpu)):
         if found is not None and side in sides:
             raise UsageError(f"--target-size-{side}: {option} gives the {side.upper()} a budget already")
         if found is not None:
@@ -168,17 +117,17 @@ def _amount(option: str, text: str) -> Budget:
     return Budget(bpw=bits)
 
 
-def _placement(arguments: ToolArguments, budgets: set[str]) -> Placement:
+def _placement(config: QuantizeConfig, budgets: set[str]) -> Placement:
     """Which tensors stay on the CPU: rules of -ot, or --gpu-tensors before --cpu-tensors."""
     from ikcli.engine.tensor_rules import parse_rule
     from ikcli.quant.target import CPU, GPU, Placement
     from ikcli.rules import compile_pattern
 
-    gpu, cpu = _patterns(arguments, "gpu_tensors"), _patterns(arguments, "cpu_tensors")
-    if arguments.has("ot"):
+    gpu, cpu = _patterns(config.gpu_tensors), _patterns(config.cpu_tensors)
+    if config.override_tensor:
         if gpu or cpu:
             raise UsageError("-ot tells where tensors go; drop --cpu-tensors and --gpu-tensors")
-        rules = [parse_rule(rule) for text in arguments.all("ot") for rule in _rules(text)]
+        rules = [parse_rule(rule) for text in config.override_tensor for rule in _rules(text)]
         given = [(r.pattern, "-ot", CPU if r.buffer == "CPU" else GPU) for r in rules]
         rest, named = GPU, {side for _, _, side in given}
     else:
@@ -186,7 +135,7 @@ def _placement(arguments: ToolArguments, budgets: set[str]) -> Placement:
         given += [(p, "--cpu-tensors", CPU) for p in cpu if p.lower() != "none"]
         named = {side for _, _, side in given} | ({GPU} if cpu and not given else set())
         if not gpu and not cpu:
-            given = [(EXPERTS, "--cpu-tensors", CPU)]
+            given = [(CPU_TENSORS, "--cpu-tensors", CPU)]
         rest = CPU if gpu and not cpu else GPU
     searches = [(compile_pattern(pattern, option, pattern).search, side) for pattern, option, side in given]
 
@@ -205,8 +154,8 @@ def _rules(text: str) -> tuple[str, ...]:
         raise UsageError(f"-ot {problem}") from None
 
 
-def _patterns(arguments: ToolArguments, key: str) -> list[str]:
-    return [p.strip() for text in arguments.all(key) for p in text.split(",") if p.strip()]
+def _patterns(texts: Sequence[str]) -> list[str]:
+    return [p.strip() for text in texts for p in text.split(",") if p.strip()]
 
 
 def check_sides(target: TargetOptions, names: Sequence[str]) -> None:

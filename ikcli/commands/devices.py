@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from json import dumps
+from typing import Any
 
-import typer
+from ikcli.config_tools import DevicesConfig
 
 _GIB = 2.0**30
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-
-    @app.command("devices")
-    def devices(json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False) -> None:
-        """Print the devices of this machine and their free memory."""
-        found = find()
-        if json:
-            from json import dumps
-
-            print(dumps(found, indent=2))
-        else:
-            print("\n".join(lines(found)))
+def run(config: DevicesConfig) -> int:
+    """Print the devices of this machine and their free memory."""
+    found = find()
+    print(dumps(found, indent=2) if config.json else "\n".join(lines(found)))
+    return 0
 
 
 def find() -> dict[str, Any]:

@@ -1,25 +1,11 @@
-"""`ik imatrix`: parse the options, run ikcli.eval.imatrix, return its exit code."""
+"""`ik imatrix`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import typer
-
-from ikcli.commands._app import register_run
-from ikcli.config import RunConfig
-
-if TYPE_CHECKING:
-    from ikcli.engine.planner import Planner
+from ikcli.commands._options import ModelRun
+from ikcli.eval.imatrix import run_command
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    register_run(app, "imatrix", run)
-
-
-def run(config: RunConfig, planner: Planner) -> int:
-    """Run with these settings; the engine is imported here, so that --help never loads it."""
-    from ikcli.eval.imatrix import run_command
-
-    return run_command(config, planner)
+def run(run: ModelRun) -> int:
+    """Run with these settings."""
+    return run_command(run.config, run.planner)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ikcli.config import default_model
+from ikcli.config_tools import InspectConfig
 from ikcli.gguf.constants import GGMLType, GGUFValueType, file_type_label
 from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from ikcli.quant.formats import FORMATS
@@ -54,17 +56,17 @@ def format_count(n: int) -> str:
     return f"{n / 1e3:.3f} K"
 
 
-def run(path: Path, *, tensors: bool, json: bool) -> int:
-    """Print a description of the model at `path` (first part of a split), as text or as one JSON object."""
-    file = open_gguf(path)
-    if json:
-        print(json_module.dumps(describe(file, tensors=tensors), indent=2, allow_nan=False))
+def run(config: InspectConfig) -> int:
+    """Print a description of a model (of a split: its first part), as text or as one JSON object."""
+    file = open_gguf(Path(config.args[0] if config.args else config.model or default_model()))
+    if config.json:
+        print(json.dumps(describe(file, tensors=config.tensors), indent=2, allow_nan=False))
         return 0
     for key, value in summary(file).items():
         print(f"{key:<18} {value}")
     _print_table("metadata", ("key", "type", "value"), metadata_rows(file), "lll")
     _print_table("types", ("type", "tensors", "weights", "MiB", "bpw", "readers"), type_rows(file), "lrrrrl")
-    if tensors:
+    if config.tensors:
         _print_table("tensors", ("tensor", "type", "shape", "MiB", "part"), tensor_rows(file), "llrrr")
     return 0
 

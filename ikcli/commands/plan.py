@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import sys
 
-import typer
-
-from ikcli.commands._app import register_checked
+from ikcli.commands._options import ModelRun
+from ikcli.engine.memory_plan import plan_lines, verdict_lines
+from ikcli.engine.session_log import model_lines
 from ikcli.log import warn
 
-if TYPE_CHECKING:
-    from ikcli.engine.startup import Startup
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    register_checked(app, "plan", run)
-
-
-def run(startup: Startup) -> int:
+def run(run: ModelRun) -> int:
     """Print the plan; exit code 1 if the run does not fit."""
-    from ikcli.engine.memory_plan import plan_lines, print_model, verdict_lines
-
-    planner = startup.planner
-    print_model(planner, startup.config)
-    for warning in planner.warnings(startup.config):
+    planner = run.planner
+    with contextlib.redirect_stderr(sys.stdout):  # the lines of the loader are part of the result here
+        model_lines(planner.file, planner.hp, run.config)
+    for warning in planner.warnings(run.config):
         warn(warning)
-    plan = planner.plan(startup.config)
+    plan = planner.plan(run.config)
     for line in [*plan_lines(planner, plan), *verdict_lines(planner, plan)]:
         print(line)
     return int(not plan.memory.fits())

@@ -10,19 +10,16 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from ikcli import log
-from ikcli.commands._app import RunCommand
 from ikcli.commands._argv import read_lines
-from ikcli.commands._quantize_options import OPTIONS, TYPE_FLAGS, USAGE
+from ikcli.commands._options import usage
 from ikcli.commands._suggest import nearest
 from ikcli.commands._target import check_sides, has_target, target_options
-from ikcli.commands._tool_argv import ToolArguments, parse_tool, tool_help, whole_number
+from ikcli.config_tools import QuantizeConfig
 from ikcli.errors import IkError, UsageError
 
 if TYPE_CHECKING:
@@ -52,95 +49,73 @@ class Request:
     preflight: bool = False
 
 
-def help_text() -> str:
-    """The help of the command, with all file types."""
-    from ikcli.quant.tool import file_type_names
-
-    return tool_help(
-        USAGE,
-        "Convert a model to other tensor types. TYPE is a file type by name in any case or by number; without\n"
-        "out.gguf the result is ggml-model-TYPE.gguf beside the input.",
-        OPTIONS,
-        (f"Types: {' '.join(file_type_names())}",),
-    )
-
-
-def parse_request(argv: list[str], command: str = "quantize") -> Request | None:
-    """Read a command line; None if it asks for help. UsageError if it cannot be understood."""
-    arguments = parse_tool(command, OPTIONS, argv)
-    if arguments.help:
-        return None
-    for warning in arguments.warnings:
-        log.warn(warning)
+def request_of(config: QuantizeConfig) -> Request:
+    """What a command line asks for; UsageError if that cannot be understood."""
     from ikcli.quant.recipes import RecipeOptions
 
-    mode = "unrepack" if arguments.has("unrepack") else "repack" if arguments.has("repack") else command
-    if arguments.has("repack") and arguments.has("unrepack"):
+    mode = "unrepack" if config.unrepack else "repack" if config.repack else "quantize"
+    if config.repack and config.unrepack:
         raise UsageError("--repack and --unrepack exclude each other")
-    if arguments.has("preflight") and arguments.has("dry_run"):
+    if config.preflight and config.dry_run:
         raise UsageError("--preflight and --dry-run exclude each other")
-    if arguments.has("include_weights") and arguments.has("exclude_weights"):
+    if config.include_weights and config.exclude_weights:
         raise UsageError("--include-weights and --exclude-weights exclude each other")
-    if arguments.has("repack_pattern") and mode == "quantize":
+    if config.repack_pattern and mode == "quantize":
         raise UsageError("--repack-pattern needs --repack or --unrepack")
-    source, output, number, name, threads = _positional(arguments, mode)
-    target = _target(arguments, mode, name, source, threads)
-    recipe = _recipe(arguments, number, name) if mode == "quantize" else RecipeOptions(0, copy=True)
-    patterns = tuple(p.strip() for text in arguments.all("repack_pattern") for p in text.split(",") if p.strip())
+    source, output, number, name, n_threads = _positional(config, mode)
+    target = _target(config, mode, name, source, n_threads)
     return Request(
         source,
         output,
         mode,
         name,
-        recipe,
-        _tool_options(arguments, threads),
-        patterns,
-        arguments.has("dry_run"),
-        arguments.has("v"),
+        _recipe(config, number, name) if mode == "quantize" else RecipeOptions(0, copy=True),
+        _tool_options(config, n_threads),
+        tuple(p.strip() for text in config.repack_pattern for p in text.split(",") if p.strip()),
+        config.dry_run,
+        config.verbose,
         target,
-        arguments.one("write_recipe") or "",
-        arguments.has("preflight"),
+        config.write_recipe,
+        config.preflight,
     )
 
 
-def _target(arguments: ToolArguments, mode: str, name: str, source: str, threads: int) -> TargetOptions | None:
+def _target(config: QuantizeConfig, mode: str, name: str, source: str, n_threads: int) -> TargetOptions | None:
     """The size to choose types for; UsageError for options that need one or exclude it."""
 
     def measure(text: Path, chunks: int) -> Measure:
         from ikcli.eval.calibrate import CalibrationOptions, Calibrator
 
-        overrides = arguments.all("override_kv")
-        return Calibrator(
-            CalibrationOptions(Path(source), text, chunks, n_threads=threads, overrides=overrides)
-        ).measure
+        options = CalibrationOptions(Path(source), text, chunks, n_threads=n_threads, overrides=config.override_kv)
+        return Calibrator(options).measure
 
-    found = target_options(arguments, name != _NO_TYPE, measure)
-    if found is not None and (mode != "quantize" or arguments.has("pure") or name in ("COPY", "F32", "F16", "BF16")):
+    found = target_options(config, name != _NO_TYPE, measure)
+    if found is not None and (mode != "quantize" or config.pure or name in ("COPY", "F32", "F16", "BF16")):
         raise UsageError("a target needs types to choose from; drop --repack, --unrepack, --pure and float TYPEs")
     return found
 
 
-def _positional(arguments: ToolArguments, mode: str) -> tuple[str, str, int, str, int]:
+def _positional(config: QuantizeConfig, mode: str) -> tuple[str, str, int, str, int]:
     """(input, output, file type, its name, threads) from `in [out] TYPE [nthreads]`; repacking needs no TYPE."""
     from ikcli.quant.tool import parse_file_type
 
-    words = list(arguments.positional)
+    words = list(config.args)
     if not words:
-        raise UsageError(f"the model is missing; usage: {USAGE}")
+        raise UsageError(f"the model is missing; usage: {usage('quantize')}")
     source, output = words.pop(0), ""
     if words and parse_file_type(words[0]) is None:
         output = words.pop(0)
     found = parse_file_type(words[0]) if words else None
     if found is not None:
         words.pop(0)
-    elif mode == "quantize" and not has_target(arguments):
+    elif mode == "quantize" and not has_target(config):
         raise _no_type(words, output)
     number, name = found or ((_Q8_0, _NO_TYPE) if mode == "quantize" else (0, mode.upper()))
-    text = words.pop(0) if words else arguments.one("t")
+    text = words.pop(0) if words else config.n_threads
     if words:
-        raise UsageError(f"too many arguments: {' '.join(words)}; usage: {USAGE}")
+        raise UsageError(f"too many arguments: {' '.join(words)}; usage: {usage('quantize')}")
     if not output:
-        suffix = "" if arguments.has("keep_split") else ".gguf"
+        suffix = "" if config.keep_split else ".gguf"
         model = re.sub(r"-\d{5}-of-\d{5}$", "", Path(source).stem)
         stem = f"ggml-model-{name}" if mode == "quantize" else f"{model}-{mode}ed"
         output = str(Path(source).with_name(stem + suffix))
@@ -152,10 +127,10 @@ def _no_type(words: list[str], output: str) -> UsageError:
 
     unknown = words[0] if words else output
     if not unknown:
-        return UsageError(f"the type is missing, for example Q4_K_M; usage: {USAGE}")
+        return UsageError(f"the type is missing, for example Q4_K_M; usage: {usage('quantize')}")
     near = nearest(unknown, file_type_names())
     if near is None and not words:
-        return UsageError(f"the type is missing after {output}, for example Q4_K_M; usage: {USAGE}")
+        return UsageError(f"the type is missing after {output}, for example Q4_K_M; usage: {usage('quantize')}")
     hint = f"; did you mean {near}?" if near else f"; types are {' '.join(file_type_names())}"
     return UsageError(f"unknown type {unknown}{hint}")
 
@@ -165,63 +140,69 @@ def _threads(text: str | None) -> int:
 
     if text is None or text == "auto":
         return physical_cores()
-    return whole_number("nthreads", text, 0) or physical_cores()
+    try:
+        number = int(text)
+    except ValueError:
+        raise UsageError(f'nthreads: "{text}" is not a whole number') from None
+    if number < 0:
+        raise UsageError(f"nthreads: {number} is too small, the least is 0")
+    return number or physical_cores()
 
 
-def _recipe(arguments: ToolArguments, number: int, name: str) -> RecipeOptions:
+def _recipe(config: QuantizeConfig, number: int, name: str) -> RecipeOptions:
     from ikcli.quant.custom_rules import parse_custom_rules
     from ikcli.quant.formats import format_by_name
     from ikcli.quant.recipes import RecipeOptions
 
     types: dict[str, Any] = {}
-    for key in [*(f"{flag}-type".replace("-", "_") for flag in TYPE_FLAGS), "extra_output_tensor"]:
-        text = arguments.one(key)
+    given = {item.name: getattr(config, item.name) for item in fields(config) if item.name.endswith("_type")}
+    for field, text in {**given, "extra_output_type": config.extra_output_tensor}.items():
         if text is not None:
-            field = "extra_output_type" if key == "extra_output_tensor" else key
             try:
-                types[field.replace("per_layer_token_embedding", "per_layer_token_embedding")] = format_by_name(
-                    text
-                ).type
+                types[field] = format_by_name(text).type
             except UsageError as problem:
-                raise UsageError(f"--{key.replace('_', '-')}: {problem}") from None
-    texts = [
-        "\n".join(read_lines(Path(text[1:]))) if text.startswith("@") else text for text in arguments.all("custom_q")
-    ]
+                option = "extra-output-tensor" if field == "extra_output_type" else field.replace("_", "-")
+                raise UsageError(f"--{option}: {problem}") from None
+    texts = ["\n".join(read_lines(Path(text[1:]))) if text.startswith("@") else text for text in config.custom_q]
     return RecipeOptions(
         number,
         copy=name == "COPY",
-        pure=arguments.has("pure"),
-        leave_output_tensor=arguments.has("leave_output_tensor"),
-        ignore_imatrix_rules=arguments.has("ignore_imatrix_rules"),
+        pure=config.pure,
+        leave_output_tensor=config.leave_output_tensor,
+        ignore_imatrix_rules=config.ignore_imatrix_rules,
         custom=parse_custom_rules(texts),
         **types,
     )
 
 
-def _tool_options(arguments: ToolArguments, threads: int) -> ToolOptions:
+def _tool_options(config: QuantizeConfig, n_threads: int) -> ToolOptions:
     from ikcli.quant.encoders import EncodeOptions
     from ikcli.quant.tool import ToolOptions
 
     return ToolOptions(
-        imatrix=arguments.one("imatrix"),
-        covariance=arguments.one("covariance"),
-        include_weights=arguments.all("include_weights"),
-        exclude_weights=arguments.all("exclude_weights"),
-        hide_imatrix=arguments.has("hide_imatrix"),
-        overrides=arguments.all("override_kv"),
-        n_threads=threads,
-        keep_split=arguments.has("keep_split"),
-        partial_requant=arguments.has("partial_requant"),
-        allow_requantize=arguments.has("allow_requantize"),
-        force=arguments.has("force"),
-        encode=EncodeOptions(
-            arguments.has("symmetric_q40"), arguments.has("slow_iq2ks"), arguments.has("least_squares")
-        ),
+        imatrix=config.imatrix,
+        covariance=config.covariance,
+        include_weights=config.include_weights,
+        exclude_weights=config.exclude_weights,
+        hide_imatrix=config.hide_imatrix,
+        overrides=config.override_kv,
+        n_threads=n_threads,
+        keep_split=config.keep_split,
+        partial_requant=config.partial_requant,
+        allow_requantize=config.allow_requantize,
+        force=config.force,
+        encode=EncodeOptions(config.symmetric_q40, config.slow_iq2ks, config.least_squares),
     )
 
 
-def run(request: Request) -> int:
-    """Plan, report, and unless it is a dry run write the result. Returns the exit code."""
+def run(config: QuantizeConfig) -> int:
+    """Plan, report, and unless it is a dry run write the result."""
+    # Rows are spread over threads here, and BLAS must be told before NumPy is imported.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    return _run(request_of(config))
+
+
+def _run(request: Request) -> int:
     from ikcli.quant.tool import plan_quantize, plan_repack
 
     if request.preflight:
@@ -396,24 +377,3 @@ def _write(request: Request, plan: ToolPlan) -> None:
     log.log(totals(plan))
     rate = plan.old_bytes / 2**20 / max(seconds, 1e-9)
     log.log(f"wrote {len(paths)} file{'s' if len(paths) != 1 else ''} in {seconds:.2f} s ({rate:.1f} MiB/s of input)")
-
-
-def add(app: typer.Typer, command: str) -> None:
-    """Register `quantize` or a command with another default mode."""
-
-    def entry(ctx: typer.Context) -> None:
-        # Rows are spread over threads here, and BLAS must be told before NumPy is imported.
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        request = parse_request(ctx.obj, command)
-        if request is None:
-            print(help_text())
-            return
-        raise typer.Exit(run(request))
-
-    entry.__annotations__ = {"ctx": typer.Context}
-    app.command(command, cls=RunCommand, add_help_option=False)(entry)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command `quantize` to `app`."""
-    add(app, "quantize")

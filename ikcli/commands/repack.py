@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import typer
+from dataclasses import replace
 
-from ikcli.commands.quantize import add
+from ikcli.commands import quantize
+from ikcli.config_tools import QuantizeConfig
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command `repack` to `app`."""
-    add(app, "repack")
+def run(config: QuantizeConfig) -> int:
+    """Regroup rows and nothing else."""
+    return quantize.run(config if config.unrepack else replace(config, repack=True))

@@ -1,28 +1,11 @@
-"""`ik serve`: parse the options, check the model file, run ikcli.server.http.server."""
+"""`ik serve`: the HTTP server, until a signal comes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-import typer
-
-from ikcli.commands._app import register_checked
-from ikcli.commands.plan import run as run_plan
-
-if TYPE_CHECKING:
-    from ikcli.engine.startup import Startup
+from ikcli.commands._options import ModelRun
+from ikcli.server.http.server import serve
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    register_checked(app, "serve", run)
-
-
-def run(startup: Startup) -> int:
-    """Serve until a signal comes; returns the exit code."""
-    if startup.config.dry_run:
-        return run_plan(startup)
-    from ikcli.server.http.server import serve
-
-    return serve(replace(startup.config, command="serve"), startup.planner)
+def run(run: ModelRun) -> int:
+    """Serve; returns the exit code."""
+    return serve(run.config, run.planner)

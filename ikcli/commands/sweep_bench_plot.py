@@ -4,55 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import typer
 
 from ikcli import log
-from ikcli.commands._app import RunCommand
-from ikcli.commands._tool_argv import ToolOption, parse_tool, tool_help
+from ikcli.commands._options import usage
+from ikcli.config_tools import SweepPlotConfig
 from ikcli.errors import FormatError, UsageError
-
-if TYPE_CHECKING:
-    from ikcli.eval.sweep_read import SpeedTable
-
-USAGE = "ik sweep-bench-plot [options] FILE..."
-OPTIONS = (
-    ToolOption(("--labels",), "A,B,...", "names of the curves, one per file or one per table", example="before,after"),
-    ToolOption(
-        ("-o", "--output"),
-        "NAME",
-        "prefix of the two files NAME_pp.png and NAME_tg.png (default performance_comparison); "
-        "a NAME that ends in .png, .svg or .pdf gets both panels in one figure",
-        example="runs",
-    ),
-)
-_NOTES = (
-    "Reads the jsonl forms and the tables of sweep-bench (of ik and of llama-sweep-bench) out of bare files and whole "
-    "logs, also quoted with > or wrapped by a console. Several tables in one file are separate curves, numbered #1, "
-    "#2; curves with the same label are averaged per depth and drawn with their standard deviation.",
-    "Tables of batched-bench are left out: their N_KV is the sum of all tokens, not the depth at which was measured.",
-)
+from ikcli.eval import sweep_plot
+from ikcli.eval.sweep_read import SpeedTable, read_file
 
 
-def run(argv: list[str]) -> int:
+def run(config: SweepPlotConfig) -> int:
     """Read, label, draw, and print the names of the written files."""
-    arguments = parse_tool("sweep-bench-plot", OPTIONS, argv)
-    if arguments.help:
-        print(tool_help(USAGE, "Plot PP and TG of sweep-bench runs over the depth N_KV.", OPTIONS, _NOTES))
-        return 0
-    for warning in arguments.warnings:
-        log.warn(warning)
-    if not arguments.positional:
-        raise UsageError(f"no file to read; usage: {USAGE}")
-    from ikcli.eval import sweep_plot
-
-    output = _output(arguments.one("o"), sweep_plot.DEFAULT_PREFIX)
+    if not config.args:
+        raise UsageError(f"no file to read; usage: {usage('sweep-bench-plot')}")
+    output = _output(config.output, sweep_plot.DEFAULT_PREFIX)
     single = output.suffix.lower() in sweep_plot.SUFFIXES
     sweep_plot.check_output(output if single else Path(f"{output}_pp.png"))
-    paths = [Path(name) for name in arguments.positional]
-    runs = [(path, _sweep_tables(path)) for path in paths]
-    given = arguments.one("labels")
+    runs = [(path, _sweep_tables(path)) for path in map(Path, config.args)]
+    given = config.labels
     labels = _default_labels(runs) if given is None else _given_labels(runs, [x.strip() for x in given.split(",")])
     tables = [table for _, found in runs for table in found]
     series = sweep_plot.group((label, table.rows) for label, table in zip(labels, tables, strict=True))
@@ -72,8 +41,6 @@ def _output(name: str | None, default: str) -> Path:
 
 def _sweep_tables(path: Path) -> list[SpeedTable]:
     """The tables of a file that can be drawn; FormatError if there is none."""
-    from ikcli.eval.sweep_read import read_file
-
     found = read_file(path)
     tables = [table for table in found if table.kind == "sweep"]
     batched = len(found) - len(tables)
@@ -115,13 +82,3 @@ def _given_labels(runs: Sequence[tuple[Path, list[SpeedTable]]], labels: list[st
         if count > 1:
             log.log(f"{path}: mean of {count} tables under the label {label}")
     return [label for label, count in zip(labels, counts, strict=True) for _ in range(count)]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command `sweep-bench-plot` to `app`."""
-
-    def entry(ctx: typer.Context) -> None:
-        raise typer.Exit(run(ctx.obj))
-
-    entry.__annotations__ = {"ctx": typer.Context}
-    app.command("sweep-bench-plot", cls=RunCommand, add_help_option=False)(entry)

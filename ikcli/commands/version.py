@@ -5,23 +5,18 @@ from __future__ import annotations
 import platform
 import sys
 from importlib import metadata
-from typing import Annotated
-
-import typer
 
 from ikcli.commands._help import version_line
+from ikcli.config_tools import VersionConfig
 from ikcli.hostinfo import physical_cores, visible_cpus
 
 _PACKAGES = ("numpy", "numba", "llvmlite", "gguf", "tokenizers", "typer", "rich", "jinja2")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-
-    @app.command("version")
-    def version(verbose: Annotated[bool, typer.Option("-v", "--verbose", help="environment too")] = False) -> None:
-        """Print the version."""
-        print_version(verbose)
+def run(config: VersionConfig) -> int:
+    """Print the version."""
+    print_version(config.verbose)
+    return 0
 
 
 def print_version(verbose: bool) -> None:

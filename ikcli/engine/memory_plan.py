@@ -5,9 +5,7 @@ Every proposal is planned in full before it is made; nothing is estimated but th
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -27,12 +25,6 @@ _CELLS = 256
 _MAX_PROPOSALS = 4
 _MAX_STEPS = 4
 _MIN_UBATCH = 128
-
-
-def print_model(planner: Planner, config: RunConfig) -> None:
-    """The loader's lines on stdout."""
-    with contextlib.redirect_stderr(sys.stdout):
-        session_log.model_lines(planner.file, planner.hp, config)
 
 
 def plan_lines(planner: Planner, plan: RunPlan) -> list[str]:

@@ -420,10 +420,9 @@ def _new_profile() -> Profile:
     return Profile()
 
 
-def warmup(config: RunConfig, planner: Planner | None = None) -> int:
+def warmup(config: RunConfig, planner: Planner | None = None) -> None:
     """Compile the kernels of a model ahead of time (`ik warmup`)."""
     config, sizes = session_of(config)
     session = Session.plan(config, n_seq_max=sizes.n_seq, n_step=sizes.n_step, planner=planner)
     session.compile()
     draw_function()
-    return 0

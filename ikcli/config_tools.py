@@ -1,0 +1,169 @@
+"""Options of the commands that run no model: what `config.py` is for the others. One dataclass per command.
+
+A field made by `arguments()` takes what is no option: files, types, numbers.
+"""
+
+# ruff: noqa: E501  (one option per line reads as a table; `opt` makes dataclass fields)
+# fmt: off
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ikcli.config_values import parse_text_item, parse_threads
+from ikcli.options import arguments, opt
+
+CPU_TENSORS = "exps"
+"""Tensors that stay on the CPU where `ik quantize` is not told which."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeConfig:
+    """quantize and repack: the options of the reference's quantize, and those that choose types for a size."""
+
+    args: tuple[str, ...] = arguments("in.gguf [out.gguf] TYPE [nthreads]")
+    imatrix: str | None = opt(None, "--imatrix", "str", "importance matrix, legacy .dat or GGUF", form="FILE", example="--imatrix imatrix.dat")
+    covariance: str | None = opt(None, "--covariance", "str", "second moments of inputs (ik imatrix --covariance): errors are made up for by later columns", form="FILE", example="--covariance covariance.gguf")
+    hide_imatrix: bool = opt(False, "--hide-imatrix", "switch", "do not record the importance matrix in the result")
+    ignore_imatrix_rules: bool = opt(False, "--ignore-imatrix-rules", "switch", "allow IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S (and _R4), IQ1_KT, IQ2_KT and Q2_K_S without importance matrix; they are refused otherwise because the result is hardly usable")
+    include_weights: tuple[str, ...] = opt((), "--include-weights", "custom", "use only importance entries whose name contains TEXT (repeatable)", form="TEXT", example="--include-weights ffn", parse=parse_text_item, repeat=True)
+    exclude_weights: tuple[str, ...] = opt((), "--exclude-weights", "custom", "use no importance entries whose name contains TEXT (repeatable)", form="TEXT", example="--exclude-weights attn", parse=parse_text_item, repeat=True)
+    allow_requantize: bool = opt(False, "--allow-requantize", "switch", "accept tensors that are quantized already; this loses quality")
+    leave_output_tensor: bool = opt(False, "--leave-output-tensor", "switch", "keep output.weight as it is")
+    pure: bool = opt(False, "--pure", "switch", "the type of TYPE for all tensors, without its mix and without --custom-q")
+    output_tensor_type: str | None = opt(None, "--output-tensor-type", "str", "tensor type of output.weight, whatever the other rules say", form="TYPE", example="--output-tensor-type q8_0")
+    token_embedding_type: str | None = opt(None, "--token-embedding-type", "str", "tensor type of token_embd.weight, whatever the other rules say", form="TYPE", example="--token-embedding-type q8_0")
+    per_layer_token_embedding_type: str | None = opt(None, "--per-layer-token-embedding-type", "str", "tensor type of per_layer_token_embd.weight, whatever the other rules say", form="TYPE", example="--per-layer-token-embedding-type q8_0")
+    ffn_gate_inp_type: str | None = opt(None, "--ffn-gate-inp-type", "str", "tensor type of the routers (ffn_gate_inp), which otherwise stay as they are", form="TYPE", example="--ffn-gate-inp-type q8_0")
+    attn_q_type: str | None = opt(None, "--attn-q-type", "str", "tensor type of attn_q, where the mix of TYPE decides", form="TYPE", example="--attn-q-type q8_0")
+    attn_k_type: str | None = opt(None, "--attn-k-type", "str", "tensor type of attn_k, where the mix of TYPE decides", form="TYPE", example="--attn-k-type q8_0")
+    attn_v_type: str | None = opt(None, "--attn-v-type", "str", "tensor type of attn_v, where the mix of TYPE decides", form="TYPE", example="--attn-v-type q8_0")
+    attn_qkv_type: str | None = opt(None, "--attn-qkv-type", "str", "tensor type of attn_qkv; accepted, but attn_q rules decide about it", form="TYPE", example="--attn-qkv-type q8_0")
+    attn_output_type: str | None = opt(None, "--attn-output-type", "str", "tensor type of attn_output, where the mix of TYPE decides", form="TYPE", example="--attn-output-type q8_0")
+    ffn_gate_type: str | None = opt(None, "--ffn-gate-type", "str", "tensor type of ffn_gate, where the mix of TYPE decides", form="TYPE", example="--ffn-gate-type q8_0")
+    ffn_down_type: str | None = opt(None, "--ffn-down-type", "str", "tensor type of ffn_down, where the mix of TYPE decides", form="TYPE", example="--ffn-down-type q8_0")
+    ffn_up_type: str | None = opt(None, "--ffn-up-type", "str", "tensor type of ffn_up, where the mix of TYPE decides", form="TYPE", example="--ffn-up-type q8_0")
+    custom_q: tuple[str, ...] = opt((), "--custom-q", "custom", "type of tensors whose name matches, first match wins; @FILE reads rules from a file with # comments (repeatable)", form="RE=TYPE[,RE=TYPE...]", example='--custom-q "attn_k=q8_0,ffn_down=iq4_k"', parse=parse_text_item, repeat=True)
+
+    target_size: str | None = opt(None, "--target-size", "str", "choose the types so that all tensors together have at most SIZE (12GiB, 900M) and the damage is least; gpu=SIZE,cpu=SIZE gives both sides a budget of their own. TYPE may be missing; --custom-q rules and --*-type options still decide about their tensors", form="SIZE", example="--target-size 12GiB")
+    target_bpw: str | None = opt(None, "--target-bpw", "str", "as --target-size, in bits per weight (3.6 or gpu=5.5,cpu=2.7)", form="F", example="--target-bpw 3.6")
+    target_size_gpu: str | None = opt(None, "--target-size-gpu", "str", "budget of the tensors on the GPU; the CPU has the rest of the target", form="SIZE", example="--target-size-gpu 8GiB")
+    target_size_cpu: str | None = opt(None, "--target-size-cpu", "str", "budget of the tensors on the CPU; the GPU has the rest of the target", form="SIZE", example="--target-size-cpu 64GiB")
+    cpu_tensors: tuple[str, ...] = opt((), "--cpu-tensors", "custom", f"tensors that stay on the CPU (default {CPU_TENSORS}): for a target they get types that have a row-interleaved _R4 or _R8 form; none: no tensor (repeatable)", form="RE[,RE...]", example=f"--cpu-tensors {CPU_TENSORS}", parse=parse_text_item, repeat=True)
+    gpu_tensors: tuple[str, ...] = opt((), "--gpu-tensors --gpu", "custom", "tensors on the GPU, before --cpu-tensors (repeatable)", form="RE[,RE...]", example="--gpu-tensors attn", parse=parse_text_item, repeat=True)
+    override_tensor: tuple[str, ...] = opt((), "-ot --override-tensor", "custom", "the placement of a run command, to tell which tensors are on the CPU; the first matching rule wins, tensors without rule are on the GPU (repeatable)", form="RE=BUF[,RE=BUF...]", example="-ot exps=CPU", parse=parse_text_item, repeat=True)
+    candidates: str | None = opt(None, "--candidates", "str", "tensor types to choose from for a target", form="TYPE[,TYPE...]", example="--candidates iq3_k,q6_K")
+    repackable: bool = opt(False, "--repackable", "switch", "for a target, choose only types that --repack and -rtr can interleave")
+    r4: bool = opt(False, "--r4", "switch", "for a target, write the tensors of the CPU row-interleaved (_R4, _R8)")
+    target_rows: int | None = opt(None, "--target-rows", "int", "rows per tensor to measure for a target; 0 = all (default 256)", form="N", example="--target-rows 64", minimum=0)
+    calibrate: str | None = opt(None, "--calibrate", "str", "for a target, measure by running the model on this text file what quantizing each group of tensors costs", form="TEXT", example="--calibrate text.txt")
+    calibrate_chunks: int | None = opt(None, "--calibrate-chunks", "int", "chunks of 512 tokens to run (default 8, -1 = all)", form="N", example="--calibrate-chunks 16", minimum=-1)
+    calibrate_groups: int | None = opt(None, "--calibrate-groups", "int", "most groups to measure, each is run twice (default 64)", form="N", example="--calibrate-groups 100", minimum=1)
+    write_recipe: str = opt("", "--write-recipe", "str", "write the types as rules for --custom-q @FILE; for a target they are printed otherwise", form="FILE", example="--write-recipe recipe.txt")
+
+    extra_output_tensor: str | None = opt(None, "--extra-output-tensor", "str", "also write output_extra.weight, a smaller copy of the output", form="TYPE", example="--extra-output-tensor iq4_xs")
+    repack: bool = opt(False, "--repack", "switch", "only regroup rows into interleaved types; TYPE may be missing and is ignored")
+    unrepack: bool = opt(False, "--unrepack", "switch", "the inverse of --repack")
+    repack_pattern: tuple[str, ...] = opt((), "--repack-pattern", "custom", "regroup only matching tensors, copy the rest (repeatable)", form="RE[,RE...]", example="--repack-pattern exps", parse=parse_text_item, repeat=True)
+    keep_split: bool = opt(False, "--keep-split", "switch", "write as many files as the input has, with the same tensors in each")
+    partial_requant: bool = opt(False, "--partial-requant", "switch", "skip output files that exist already: resume after an interruption")
+    override_kv: tuple[str, ...] = opt((), "--override-kv", "custom", "change a metadata key; TYPE int, float, bool or str (repeatable)", form="KEY=TYPE:VALUE", example="--override-kv general.name=str:mine", parse=parse_text_item, repeat=True)
+    symmetric_q40: bool = opt(False, "--symmetric-q40", "switch", "q4_0 codes from -7 to 7 only, without importance weights")
+    least_squares: bool = opt(False, "--least-squares", "switch", "scales of least squared error, which shrink rows, instead of unbiased ones")
+    slow_iq2ks: bool = opt(False, "--slow-iq2ks", "switch", "the exhaustive and slow search for iq2_ks")
+    force: bool = opt(False, "--force", "switch", "allow ternary types for weights that are not ternary")
+    dry_run: bool = opt(False, "--dry-run", "switch", "print the type and size of every tensor and the total, write nothing")
+    preflight: bool = opt(False, "--preflight", "switch", "check everything that can be known before a run, name tensors and experts without importance data, write nothing; exit code 1 if the run would fail or be refused")
+    n_threads: str | None = opt(None, "-t --threads", "str", "threads, as the positional nthreads; default physical cores", form="N", example="-t 8")
+    verbose: bool = opt(False, "-v --verbose", "switch", "also print which rule decided about which tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeStatsConfig:
+    """quantize-stats: error of tensor types on the tensors of a model."""
+
+    model: str | None = opt(None, "-m --model", "str", "model to measure; default the bundled demo model", form="FILE", example="-m model.gguf")
+    types: tuple[str, ...] = opt((), "--type --types", "custom", "tensor types to measure, or all (the default) (repeatable)", form="TYPE[,TYPE...]", example="--type q4_K,iq4_k", parse=parse_text_item, repeat=True)
+    imatrix: str | None = opt(None, "--imatrix", "str", "importance matrix: used by the encoders and for the column `weighted`", form="FILE", example="--imatrix imatrix.dat")
+    include: tuple[str, ...] = opt((), "-l --include --include-layer", "custom", "measure only tensors whose name matches (repeatable)", form="RE", example="-l attn", parse=parse_text_item, repeat=True)
+    exclude: tuple[str, ...] = opt((), "-L --exclude --exclude-layer", "custom", "leave out tensors whose name matches (repeatable)", form="RE", example="-L exps", parse=parse_text_item, repeat=True)
+    rows: int = opt(256, "--rows", "int", "rows measured per tensor, spread evenly; 0 = all", form="N", example="--rows 1024", minimum=0)
+    summary: bool = opt(False, "--summary", "switch", "print only the rows over all tensors")
+    output_format: str = opt("md", "--output-format", "choice", "form of the table; jsonl has the full counts of scales and codes", form="md|jsonl", example="--output-format jsonl", choices=("md", "jsonl"))
+    n_threads: int = opt(0, "-t --threads", "custom", "threads; default physical cores", form="N", example="-t 8", parse=parse_threads)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufSplitConfig:
+    """gguf-split: a model in parts, or parts in one file."""
+
+    args: tuple[str, ...] = arguments("IN OUT")
+    split: bool = opt(False, "--split", "switch", "split IN into OUT-00001-of-0000N.gguf ... (the default)")
+    merge: bool = opt(False, "--merge", "switch", "merge all parts of IN, given its first part, into the file OUT")
+    max_tensors: int | None = opt(None, "--split-max-tensors", "int", "tensors per part at most, default 128", form="N", example="--split-max-tensors 128", minimum=1)
+    max_size: str | None = opt(None, "--split-max-size", "str", "bytes of tensors per part at most", form="N(M|G)", example="--split-max-size 2G")
+    no_tensor_first: bool = opt(False, "--no-tensor-first-split", "switch", "the first part holds metadata only")
+    dry_run: bool = opt(False, "--dry-run", "switch", "print the parts and write nothing")
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPlotConfig:
+    """sweep-bench-plot: runs of sweep-bench in a plot."""
+
+    args: tuple[str, ...] = arguments("FILE...")
+    labels: str | None = opt(None, "--labels", "str", "names of the curves, one per file or one per table", form="A,B,...", example="--labels before,after", text=True)
+    output: str | None = opt(None, "-o --output", "str", "prefix of the two files NAME_pp.png and NAME_tg.png (default performance_comparison); a NAME that ends in .png, .svg or .pdf gets both panels in one figure", form="NAME", example="-o runs")
+
+
+@dataclass(frozen=True, slots=True)
+class InspectConfig:
+    """inspect: what is in a GGUF file."""
+
+    args: tuple[str, ...] = arguments("[FILE]", most=1)
+    model: str | None = opt(None, "-m --model", "str", "the same as FILE; default the bundled demo model", form="FILE", example="-m model.gguf")
+    tensors: bool = opt(False, "--tensors", "switch", "list every tensor")
+    json: bool = opt(False, "--json", "switch", "machine-readable output")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeConfig:
+    """tokenize: the tokens of a text."""
+
+    model: str | None = opt(None, "-m --model", "str", "GGUF model or vocabulary; default the bundled demo model", form="FILE", example="-m model.gguf")
+    prompt: str | None = opt(None, "-p --prompt", "str", "text to tokenize", form="TEXT", example='-p "Once upon a time"', text=True)
+    file: str | None = opt(None, "-f --file", "str", "read the text here", form="FILE", example="-f text.txt")
+    stdin: bool = opt(False, "--stdin", "switch", "read the text from standard input")
+    ids: bool = opt(False, "--ids", "switch", "print only the ids, as [1, 2, 3]")
+    no_bos: bool = opt(False, "--no-bos", "switch", "never add a BOS token")
+    no_escape: bool = opt(False, "--no-escape", "switch", "accepted; backslashes are never interpreted")
+    no_parse_special: bool = opt(False, "--no-parse-special", "switch", "take the names of control tokens as text")
+    log_disable: bool = opt(False, "--log-disable", "switch", "no warnings on stderr")
+    show_count: bool = opt(False, "--show-count", "switch", "print the number of tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesConfig:
+    """devices: what a run can use on this machine."""
+
+    json: bool = opt(False, "--json", "switch", "machine-readable output")
+
+
+@dataclass(frozen=True, slots=True)
+class VersionConfig:
+    """version: what is installed."""
+
+    verbose: bool = opt(False, "-v --verbose", "switch", "environment too")
+
+
+TOOLS: dict[str, type] = {
+    "quantize": QuantizeConfig,
+    "repack": QuantizeConfig,
+    "quantize-stats": QuantizeStatsConfig,
+    "gguf-split": GgufSplitConfig,
+    "sweep-bench-plot": SweepPlotConfig,
+    "inspect": InspectConfig,
+    "tokenize": TokenizeConfig,
+    "devices": DevicesConfig,
+    "version": VersionConfig,
+}
+"""Command -> its options. Commands that are not here run a model and take those of RunConfig."""

@@ -109,6 +109,18 @@ def test_models_use_the_graph_and_no_backend() -> None:
             assert not imported.startswith("ikcli.backends"), f"{path.name} imports {imported}"
 
 
+@pytest.mark.parametrize(
+    "path", [f for f in FILES if module_of(f).startswith(("eval.", "engine.", "quant."))], ids=module_of
+)
+def test_only_commands_print(path: Path) -> None:
+    """What a library call finds out it returns; results reach stdout in one place, the command."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            assert ast.unparse(node.func) != "print", f"{path.name}:{node.lineno} prints"
+        if isinstance(node, ast.Attribute):
+            assert ast.unparse(node) != "sys.stdout", f"{path.name}:{node.lineno} uses sys.stdout"
+
+
 def test_every_part_has_a_layer() -> None:
     known = set(RANK)
     for path in FILES:

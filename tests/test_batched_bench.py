@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from ikcli.commands._options import parse
+from ikcli.commands.batched_bench import Printer
 from ikcli.config import RunConfig, default_model
 from ikcli.engine.batch import Batch
 from ikcli.engine.bench_cases import BatchedTest, batched_tests
 from ikcli.engine.session import Session
 from ikcli.errors import IkError, UsageError
 from ikcli.eval import batched_bench
-from ikcli.eval.batched_bench import BatchedRow, Printer, run
+from ikcli.eval.batched_bench import BatchedRow, run
 from ikcli.eval.sweep_read import read_text
 from ikcli.main import main
 

@@ -12,12 +12,21 @@ import numpy as np
 import pytest
 from fake_session import FakeSession
 
+from ikcli.commands._bench_output import FIELDS, make_writer, values
 from ikcli.commands._options import parse
 from ikcli.config import RunConfig
 from ikcli.errors import UsageError
 from ikcli.eval import bench
-from ikcli.eval.bench import BenchResult, BenchTest, bench_tests, combinations, mean_and_deviation, measure
-from ikcli.eval.bench_output import FIELDS, BenchModel, make_writer, params_label, values
+from ikcli.eval.bench import (
+    BenchModel,
+    BenchResult,
+    BenchTest,
+    bench_tests,
+    combinations,
+    mean_and_deviation,
+    measure,
+    params_label,
+)
 from ikcli.main import main
 
 MODEL = BenchModel("m's.gguf", 'deepseek2 16B "IQ4_NL"', 7 * 2**30 + 2**28, 15_706_000_000)

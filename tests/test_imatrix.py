@@ -12,12 +12,14 @@ from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
 from leaves import leaf
 
+from ikcli.commands import imatrix as imatrix_command
+from ikcli.commands._options import ModelRun
 from ikcli.config import ImatrixConfig, PerplexityConfig, PromptConfig, RunConfig, default_model, default_text
 from ikcli.engine.batch import Batch
 from ikcli.engine.reference_session import ReferenceSession
 from ikcli.engine.session import Session
 from ikcli.errors import IkError, UsageError
-from ikcli.eval.imatrix import ImatrixParams, ImatrixResult, collect, in_calls, load, run_command, save, windows
+from ikcli.eval.imatrix import ImatrixParams, ImatrixResult, collect, in_calls, load, save, windows
 from ikcli.eval.imatrix_collect import Stream, watch
 from ikcli.eval.imatrix_stats import LayerSimilarity, statistics
 from ikcli.eval.perplexity import bos_of
@@ -215,14 +217,18 @@ def command(tmp_path: Path, name: str, **options: Any) -> RunConfig:
     )
 
 
+def execute(config: RunConfig) -> int:
+    return imatrix_command.run(ModelRun(config, planner=None))  # type: ignore[arg-type]
+
+
 def test_command_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(command(tmp_path, "all.gguf", save_frequency=1)) == 0
+    assert execute(command(tmp_path, "all.gguf", save_frequency=1)) == 0
     text = capsys.readouterr()
     assert text.out.startswith("[1]") and "Final estimate: PPL over 2 chunks for n_ctx=128 = " in text.out
     first = tmp_path / "all.gguf.at_1"
     assert read_imatrix(first).n_chunks == 1
     rest = command(tmp_path, "resumed.gguf", in_file=(first,), from_chunk=1, ppl=False)
-    assert run_command(replace(rest, perplexity=PerplexityConfig(chunks=1))) == 0
+    assert execute(replace(rest, perplexity=PerplexityConfig(chunks=1))) == 0
     assert capsys.readouterr().out == "\n"
     found, wanted = read_imatrix(tmp_path / "resumed.gguf"), read_imatrix(tmp_path / "all.gguf")
     assert found.n_chunks == wanted.n_chunks == 2 and list(found.entries) == list(wanted.entries)
@@ -244,9 +250,9 @@ def test_merging_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_resuming_into_the_same_file_counts_once(tmp_path: Path) -> None:
-    assert run_command(command(tmp_path, "i.dat", ppl=False)) == 0
+    assert execute(command(tmp_path, "i.dat", ppl=False)) == 0
     again = command(tmp_path, "i.dat", ppl=False, in_file=(tmp_path / "i.dat",), from_chunk=2, output_frequency=1)
-    assert run_command(again) == 0
+    assert execute(again) == 0
     assert read_imatrix(tmp_path / "i.dat").n_chunks == 4
 
 
@@ -298,7 +304,7 @@ def test_same_values_as_the_reference(shared_dir: Path, tmp_path: Path) -> None:
     run = command(tmp_path, "i.dat", ppl=False)
     prompt = PromptConfig(file=shared_dir / "golden" / "tinystories.txt")
     run = replace(run, model=model, n_ctx=512, prompt=prompt, perplexity=PerplexityConfig(chunks=20))
-    assert run_command(run) == 0
+    assert execute(run) == 0
     found, wanted = (
         read_imatrix(p) for p in (tmp_path / "i.dat", shared_dir / "data" / "stories260K-d256.imatrix.dat")
     )

@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from fake_session import FakeSession, FakeTokenizer
 
+from ikcli.commands import perplexity as command
+from ikcli.commands._kl_divergence import CHUNK_HEADER, chunk_line, statistics
+from ikcli.commands._options import ModelRun
 from ikcli.config import RunConfig
 from ikcli.config_groups import PerplexityConfig
 from ikcli.engine.batch import Batch
 from ikcli.errors import FormatError, IkError, NonFiniteError, UsageError
-from ikcli.eval.kl_divergence import KlChunk, KlParams, Positions, compare_rows, run, run_command, summarise
+from ikcli.eval.kl_divergence import KlChunk, KlParams, Positions, compare_rows, run, summarise
 from ikcli.eval.kld_file import BaseReader, BaseWriter, encode_rows, row_width, rows_per_chunk, split_rows
-from ikcli.eval.kld_report import CHUNK_HEADER, chunk_line, statistics
 from ikcli.eval.perplexity import PerplexityParams
 from ikcli.eval.perplexity import run as run_perplexity
 
@@ -295,6 +297,10 @@ def config(path: Path | None, n_ctx: int = 0, chunks: int = -1) -> RunConfig:
     return RunConfig(command="perplexity", n_ctx=n_ctx, n_batch=70, n_threads=1, n_threads_batch=1, perplexity=options)
 
 
+def execute(config: RunConfig) -> int:
+    return command.run(ModelRun(config, planner=None))  # type: ignore[arg-type]
+
+
 def test_command(
     tmp_path: Path,
     table: np.ndarray,
@@ -304,7 +310,7 @@ def test_command(
 ) -> None:
     path = tmp_path / "base.kld"
     write_base(path, table, tokens)
-    assert run_command(config(path)) == 0
+    assert execute(config(path)) == 0
     out, err = capsys.readouterr()
     lines = out.split("\n")
     assert out.startswith(CHUNK_HEADER) and lines[2].startswith("   1    ") and lines[16].startswith("  15    ")
@@ -312,10 +318,10 @@ def test_command(
     assert out.endswith("Same top p: 100.000 ± 0.000 %\n")
     assert "kl_divergence: " in err and "seconds per pass - ETA" in err
     assert (opened[0].n_ctx, opened[0].n_seq_max, opened[0].closed) == (64, 2, True)
-    assert run_command(config(path, n_ctx=64, chunks=2)) == 0
+    assert execute(config(path, n_ctx=64, chunks=2)) == 0
     out, err = capsys.readouterr()
     assert "statistics" not in out and "30 positions are too few" in err
     with pytest.raises(FormatError, match=r"base\.kld .*context of 32.*-c 32"):
-        run_command(config(path, n_ctx=16))
+        execute(config(path, n_ctx=16))
     with pytest.raises(UsageError, match="--kl-divergence-base"):
-        run_command(config(None))
+        execute(config(None))

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from fake_session import FakeSession, FakeTokenizer
 
+from ikcli.commands import perplexity as perplexity_command
+from ikcli.commands._chunk_lines import eta_text
+from ikcli.commands._options import ModelRun
 from ikcli.config import RunConfig
 from ikcli.config_groups import PerplexityConfig, PromptConfig
 from ikcli.errors import IkError, NonFiniteError, UsageError
-from ikcli.eval import perplexity
-from ikcli.eval.perplexity import PerplexityParams, eta_text, run
+from ikcli.eval.perplexity import PerplexityParams, run
 from ikcli.eval.stats import for_row_blocks, safe_exp, token_nll
 from ikcli.eval.text import unescape
 
@@ -194,13 +196,17 @@ def command(tmp_path: Path, text: str, **options: object) -> RunConfig:
     )
 
 
+def execute(config: RunConfig) -> int:
+    return perplexity_command.run(ModelRun(config, planner=None))  # type: ignore[arg-type]
+
+
 TEXT = "the quick brown fox jumps over the lazy dog and runs away. " * 4
 
 
 def test_command_prints_values_and_final_estimate(
     opener: Opener, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert perplexity.run_command(command(tmp_path, TEXT)) == 0
+    assert execute(command(tmp_path, TEXT)) == 0
     out, err = capsys.readouterr()
     n_chunk = (len(TEXT) + 1) // 32
     values, final, rest = out.split("\n")
@@ -215,28 +221,28 @@ def test_command_prints_values_and_final_estimate(
 
 
 def test_command_output_type_1(opener: Opener, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert perplexity.run_command(command(tmp_path, TEXT, output_type=1, chunks=2)) == 0
+    assert execute(command(tmp_path, TEXT, output_type=1, chunks=2)) == 0
     first, second, blank, final, _ = capsys.readouterr().out.split("\n")
     assert re.fullmatch(r"       0  \d+\.\d{4}  \d\.\d{6}  \d\.\d{6}", first)
     assert second.startswith("      32  ") and blank == "" and final.startswith("Final estimate: PPL over 2 chunks")
 
 
 def test_command_strided(opener: Opener, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert perplexity.run_command(command(tmp_path, TEXT, stride=8)) == 0
+    assert execute(command(tmp_path, TEXT, stride=8)) == 0
     assert opener.sessions[0].n_ctx == 64 + 4 and opener.sessions[0].n_seq_max == 1
     assert "n_ctx=68 = " in capsys.readouterr().out
     with pytest.raises(UsageError, match="--ppl-stride"):
-        perplexity.run_command(command(tmp_path, TEXT, stride=8, logits_file=tmp_path / "x"))
+        execute(command(tmp_path, TEXT, stride=8, logits_file=tmp_path / "x"))
 
 
 def test_command_errors_name_the_file(opener: Opener, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(IkError, match=r"text\.txt: the text has 6 tokens"):
-        perplexity.run_command(command(tmp_path, "short"))
+        execute(command(tmp_path, "short"))
     assert opener.sessions[0].closed
     config = command(tmp_path, TEXT)
     (tmp_path / "text.txt").unlink()
     with pytest.raises(IkError, match=r"text\.txt.*-f"):
-        perplexity.run_command(config)
+        execute(config)
     capsys.readouterr()
 
 
@@ -245,12 +251,12 @@ def test_command_stops_at_nan(opener: Opener, tmp_path: Path, capsys: pytest.Cap
     text = "VW" * 50 + "a" * 100  # tokens 4 and 5, then 3
     base = tmp_path / "base.kld"
     with pytest.raises(NonFiniteError, match="chunk 4 "):
-        perplexity.run_command(command(tmp_path, text, logits_file=base))
+        execute(command(tmp_path, text, logits_file=base))
     assert capsys.readouterr().out.endswith(",[4]nan,\n")
     assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
-    assert perplexity.run_command(command(tmp_path, text, fail_on_nan=False)) == 0
+    assert execute(command(tmp_path, text, fail_on_nan=False)) == 0
     out, err = capsys.readouterr()
     assert "]nan," in out and "Final estimate: PPL over 3 chunks" in out and "3 chunks were not finite" in err
     opener.table[:] = np.nan
     with pytest.raises(NonFiniteError, match="no chunk"):
-        perplexity.run_command(command(tmp_path, text, fail_on_nan=False))
+        execute(command(tmp_path, text, fail_on_nan=False))

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 from fake_session import FakeSession
 
 import ikcli
-from ikcli.commands._options import parse
+from ikcli.commands import sweep_bench as command
+from ikcli.commands._options import ModelRun, parse
+from ikcli.commands._sweep_table import Printer, RunInfo
 from ikcli.config import RunConfig, default_model
 from ikcli.config_groups import SweepConfig
 from ikcli.errors import UsageError
 from ikcli.eval import environment, memory, sweep_bench
 from ikcli.eval.sweep_bench import SweepParams, SweepRow, depths, run
-from ikcli.eval.sweep_table import Printer, RunInfo
 from ikcli.gguf.reader import open_gguf
 from ikcli.native import isa
 
@@ -190,10 +189,12 @@ class Opener:
 @pytest.fixture
 def opener(monkeypatch: pytest.MonkeyPatch) -> Opener:
     fake = Opener()
-    module = ModuleType("ikcli.engine.session")
-    module.Session = fake  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ikcli.engine.session", module)
+    monkeypatch.setattr(command, "Session", fake)
     return fake
+
+
+def execute(config: RunConfig) -> int:
+    return command.run(ModelRun(config, planner=None))  # type: ignore[arg-type]
 
 
 def small(**sweep: object) -> RunConfig:
@@ -201,27 +202,27 @@ def small(**sweep: object) -> RunConfig:
 
 
 def test_command(opener: Opener, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep_bench.run_command(small(memory=True)) == 0
+    assert execute(small(memory=True)) == 0
     rows = re.findall(r"^\|    16 \|      4 \|\s+(\d+) \|.*\| +[\d.]+ \|          - \|$", capsys.readouterr().out, re.M)
     assert rows == ["0", "16", "32", "48"] and opener.sessions[0].closed
-    assert sweep_bench.run_command(replace(small(pp=8), n_predict=2)) == 0
+    assert execute(replace(small(pp=8), n_predict=2)) == 0
     assert len(re.findall(r"^\|     8 \|      2 \|", capsys.readouterr().out, re.M)) == 4
 
 
 def test_interrupt_keeps_the_rows_so_far(opener: Opener, capsys: pytest.CaptureFixture[str]) -> None:
     opener.interrupt_at = 32
-    assert sweep_bench.run_command(small(output_format="jsonl")) == 130
+    assert execute(small(output_format="jsonl")) == 130
     out = capsys.readouterr().out
     assert [json.loads(line)["n_kv"] for line in out.splitlines()] == [0, 16] and out.endswith("}\n")
     assert opener.sessions[0].closed
 
 
 def test_nothing_to_measure_and_bad_values(opener: Opener, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep_bench.run_command(small(start_depth=60)) == 0
+    assert execute(small(start_depth=60)) == 0
     out, err = capsys.readouterr()
     assert out.count("\n") == 5 and "raise -c" in err
     with pytest.raises(UsageError, match="--start-depth"):
-        sweep_bench.run_command(small(start_depth=-1))
+        execute(small(start_depth=-1))
 
 
 def test_memory_of_this_process() -> None:
@@ -237,13 +238,13 @@ def test_warm_up_covers_both_phases_unless_turned_off(opener: Opener) -> None:
         (["--no-warmup", "-wb"], []),
     ):
         settings = parse("sweep-bench", [*argv, "-c", "64", "-b", "64", "-ub", "16"]).config
-        assert sweep_bench.run_command(settings) == 0
+        assert execute(settings) == 0
         log = opener.sessions[-1].log
         assert [n for kind, n, _ in log[: log.index(("rm", -1, 0))] if kind == "decode"] == expected
 
 
 def test_jsonl_full_records_where_it_ran(opener: Opener, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep_bench.run_command(small(output_format="jsonl-full")) == 0
+    assert execute(small(output_format="jsonl-full")) == 0
     recorded = json.loads(capsys.readouterr().out.splitlines()[0])["config"]
     assert recorded["sweep"]["warmup_batch"] is True and recorded["model_file"] is None
     assert recorded["hardware"]["isa"] == isa.current().name and recorded["hardware"]["physical_cores"] >= 1
@@ -264,11 +265,11 @@ def test_model_file_and_processor_are_described(tmp_path: Path) -> None:
 
 def test_plot_option(opener: Opener, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    assert sweep_bench.run_command(small(plot=tmp_path / "all.png")) == 0
+    assert execute(small(plot=tmp_path / "all.png")) == 0
     assert (tmp_path / "all.png").read_bytes()[:4] == b"\x89PNG" and "all.png" in capsys.readouterr().err
     opener.interrupt_at = 32
-    assert sweep_bench.run_command(small(plot=tmp_path / "some.svg")) == 130
+    assert execute(small(plot=tmp_path / "some.svg")) == 130
     assert "<svg" in (tmp_path / "some.svg").read_text()
     with pytest.raises(UsageError, match="does not exist"):
-        sweep_bench.run_command(small(plot=tmp_path / "absent" / "x.png"))
+        execute(small(plot=tmp_path / "absent" / "x.png"))
     assert len(opener.sessions) == 2

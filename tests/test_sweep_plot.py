@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from ikcli.commands._sweep_table import Printer, RunInfo
 from ikcli.config import RunConfig
 from ikcli.config_groups import SweepConfig
 from ikcli.errors import FormatError, UnsupportedError, UsageError
 from ikcli.eval.sweep_bench import SweepRow
 from ikcli.eval.sweep_plot import MAX_TICKS, Point, draw, group, ticks
 from ikcli.eval.sweep_read import SpeedRow, SpeedTable, read_file, read_text
-from ikcli.eval.sweep_table import Printer, RunInfo
 from ikcli.main import main
 
 MAIN = (

@@ -1,11 +1,31 @@
-"""`ik bench`."""
+"""`ik bench`: results on stdout as they are measured, a copy on stderr with -oe."""
 
 from __future__ import annotations
 
+import sys
+
+from ikcli.commands._bench_output import make_writer
 from ikcli.commands._options import ModelRun
-from ikcli.eval.bench import run_command
+from ikcli.engine.bench_cases import bench_tests
+from ikcli.eval import bench
 
 
 def run(run: ModelRun) -> int:
-    """Run with these settings and their alternatives."""
-    return run_command(run.config, run.alternatives, run.given, run.planner)
+    """Measure and print; 130 after Ctrl-C."""
+    options = run.config.bench
+    bench_tests(run.config)  # complain before a header is printed
+    writers = [make_writer(options.output, sys.stdout)]
+    if options.output_err:
+        writers.append(make_writer(options.output_err, sys.stderr))
+    for writer in writers:
+        writer.header(run.config, run.alternatives)
+    code = 0
+    try:
+        for result in bench.run(run.config, run.alternatives, run.given, run.planner):
+            for writer in writers:
+                writer.result(result)
+    except KeyboardInterrupt:
+        code = 130
+    for writer in writers:
+        writer.footer()
+    return code

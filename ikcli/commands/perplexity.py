@@ -1,11 +1,111 @@
-"""`ik perplexity`."""
+"""`ik perplexity`: values on stdout, everything else on stderr, in the lines of llama.cpp's `perplexity` tool."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import closing
+from dataclasses import replace
+
+from ikcli.commands import _kl_divergence
+from ikcli.commands._chunk_lines import eta_text, final_line
 from ikcli.commands._options import ModelRun
-from ikcli.eval.perplexity import run_command
+from ikcli.config import RunConfig
+from ikcli.errors import IkError, NonFiniteError, UsageError
+from ikcli.eval import perplexity
+from ikcli.eval.chunks import Windows
+from ikcli.eval.kld_file import BaseWriter
+from ikcli.eval.perplexity import ChunkScore, PerplexityParams, PerplexityResult, bos_of, open_session, params_of
+from ikcli.eval.protocol import SessionLike, TokenIds
+from ikcli.eval.text import load_text, text_name, tokenize
+from ikcli.log import log, warn
 
 
 def run(run: ModelRun) -> int:
-    """Run with these settings."""
-    return run_command(run.config, run.planner)
+    """Evaluate and print; 130 after Ctrl-C."""
+    config = run.config
+    if config.perplexity.kl_divergence:
+        return _kl_divergence.run(run)
+    params = params_of(config)
+    if params.stride and config.perplexity.logits_file:
+        raise UsageError(
+            "--kl-divergence-base stores consecutive windows and cannot be used together with --ppl-stride"
+        )
+    text = load_text(config)
+    try:
+        _run_on_text(run, params, text)
+    except KeyboardInterrupt:
+        print(flush=True)
+        return 130
+    return 0
+
+
+def _run_on_text(run: ModelRun, params: PerplexityParams, text: str) -> None:
+    config = run.config
+    if params.stride:
+        log(f"perplexity: windows start {params.stride} tokens apart, each fills the whole context")
+    opened = open_session(config, params.n_ctx, params.n_batch, stride=params.stride, planner=run.planner)
+    with closing(opened) as session:
+        if params.stride:
+            params = replace(params, n_ctx=session.n_ctx)
+        tokens = tokenize(session, text)
+        windows = _plan_named(config, tokens, params, bos_of(session))
+        log(
+            f"perplexity: calculating perplexity over {windows.n_chunk} chunks, n_ctx={params.n_ctx}, "
+            f"batch_size={min(params.n_batch, windows.n_seq * params.n_ctx)}, n_seq={windows.n_seq}"
+        )
+        printer = ChunkPrinter(windows, config.perplexity.output_type)
+        try:
+            result = _run_and_save(config, session, tokens, params, windows, printer)
+        finally:
+            print(flush=True)
+        if result.n_tokens == 0:
+            raise NonFiniteError("no chunk gives finite logits; run again with --check-tensors to find bad weights")
+        print(final_line(result), flush=True)
+        if result.n_chunks < windows.n_chunk:
+            warn(f"{windows.n_chunk - result.n_chunks} chunks were not finite and are left out of the estimate")
+
+
+def _plan_named(config: RunConfig, tokens: TokenIds, params: PerplexityParams, bos: int | None) -> Windows:
+    try:
+        return perplexity.plan(tokens, params, bos)
+    except UsageError:
+        raise
+    except IkError as error:
+        raise IkError(f"{text_name(config)}: {error}") from error
+
+
+def _run_and_save(
+    config: RunConfig,
+    session: SessionLike,
+    tokens: TokenIds,
+    params: PerplexityParams,
+    windows: Windows,
+    printer: ChunkPrinter,
+) -> PerplexityResult:
+    path = config.perplexity.logits_file
+    if path is None:
+        return perplexity.run(session, tokens, params, on_chunk=printer)
+    log(f"perplexity: log-probabilities go to {path}")
+    params = replace(params, fail_on_nan=True)
+    with BaseWriter(path, windows.tokens, session.n_vocab, params.n_threads) as writer:
+        return perplexity.run(session, tokens, params, on_chunk=printer, on_rows=writer.add)
+
+
+class ChunkPrinter:
+    """Prints running values on stdout as they come; after the first pass the estimated total time on stderr."""
+
+    def __init__(self, windows: Windows, output_type: int) -> None:
+        self._windows = windows
+        self._output_type = output_type
+        self._first = True
+
+    def __call__(self, score: ChunkScore) -> None:
+        if self._first:
+            log(f"perplexity: {eta_text(score.pass_seconds, self._windows.n_chunk, self._windows.n_seq)}")
+            self._first = False
+        if self._output_type == 0:
+            text = f"[{score.index + 1}]{score.ppl:.4f},"
+        else:
+            text = f"{score.start:8d}  {score.ppl:.4f}  {score.mean_nll:4f}  {score.mean_nll_error:4f}\n"
+        sys.stdout.write(text)
+        sys.stdout.flush()

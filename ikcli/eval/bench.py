@@ -21,11 +21,44 @@ from ikcli.config import RunConfig
 from ikcli.engine.batch import Batch
 from ikcli.engine.bench_cases import BenchTest, bench_tests
 from ikcli.engine.sizes import bench_session
-from ikcli.eval.bench_output import BenchModel, make_writer
 from ikcli.eval.protocol import SessionLike
+from ikcli.gguf.constants import file_type_label
 
 if TYPE_CHECKING:
+    from ikcli.engine.model import Model
     from ikcli.engine.planner import Planner
+
+
+@dataclass(frozen=True, slots=True)
+class BenchModel:
+    """What a result says about its model: path, name like `deepseek2 16B IQ4_NL`, bytes and number of weights.
+
+    `gpus`: names of the GPUs it was on.
+    """
+
+    filename: str
+    name: str
+    n_bytes: int
+    n_params: int
+    gpus: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: Model, gpus: tuple[str, ...] = ()) -> BenchModel:
+        """From an opened model."""
+        file = model.file
+        ftype = file.get("general.file_type")
+        kind = file_type_label(int(ftype)) if ftype is not None else "unknown type"
+        name = f"{model.hp.arch} {params_label(file.n_elements)} {kind}"
+        return cls(model.source, name, file.n_bytes, file.n_elements, gpus)
+
+
+def params_label(n: int) -> str:
+    """Number of weights as models are called: `16B`, `6.7B`, `492M`."""
+    for scale, unit in ((1e9, "B"), (1e6, "M")):
+        if n >= scale:
+            x = n / scale
+            return f"{x:.1f}".removesuffix(".0") + unit if x < 10 else f"{x:.0f}{unit}"
+    return f"{n / 1e3:.0f}K"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,37 +135,20 @@ def _generate(session: SessionLike, pos: int, n: int, rng: np.random.Generator) 
         session.decode(Batch.single([token], pos + i))
 
 
-def run_command(
+def run(
     config: RunConfig,
     alternatives: Mapping[str, tuple[Any, ...]],
     given: Collection[str],
     planner: Planner | None = None,
-) -> int:
-    """`ik bench`: results on stdout as they are measured, a copy on stderr with -oe; 130 after Ctrl-C."""
-    import sys
-
+) -> Iterator[BenchResult]:
+    """Every test of every combination, as soon as it is measured; `given` are the fields that the user set."""
     tests = bench_tests(config)
-    b = config.bench
-    writers = [make_writer(b.output, sys.stdout)]
-    if b.output_err:
-        writers.append(make_writer(b.output_err, sys.stderr))
-    for writer in writers:
-        writer.header(config, alternatives)
-    code = 0
-    try:
-        for chosen in combinations(config, alternatives, given):
-            same = (chosen.model, chosen.override_kv) == (config.model, config.override_kv)
-            for result in _run(chosen, tests, planner if same else None):
-                for writer in writers:
-                    writer.result(result)
-    except KeyboardInterrupt:
-        code = 130
-    for writer in writers:
-        writer.footer()
-    return code
+    for chosen in combinations(config, alternatives, given):
+        same = (chosen.model, chosen.override_kv) == (config.model, config.override_kv)
+        yield from _measured(chosen, tests, planner if same else None)
 
 
-def _run(config: RunConfig, tests: list[BenchTest], planner: Planner | None) -> Iterator[BenchResult]:
+def _measured(config: RunConfig, tests: list[BenchTest], planner: Planner | None) -> Iterator[BenchResult]:
     """Measure the tests in one session."""
     from ikcli.engine.session import Session
 

@@ -2,17 +2,15 @@
 
 Consecutive windows of -c tokens (default 512) go through the model one by one; all rows count, also in the last layer.
 Models with latent attention run in the absorbed form (-mla 1), where both attn_k_b and attn_v_b are multiplied with.
-`collect` is the library call; files and running values answer to examples/imatrix of ik_llama.cpp.
+Files and running values answer to examples/imatrix of ik_llama.cpp.
 """
 
 from __future__ import annotations
 
 import codecs
 import math
-import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,34 +20,22 @@ import numpy as np
 from ikcli.config import RunConfig
 from ikcli.engine.batch import Batch
 from ikcli.engine.devices import available_memory
-from ikcli.engine.sizes import DEFAULT_WINDOW, imatrix_session
+from ikcli.engine.sizes import DEFAULT_WINDOW
 from ikcli.errors import IkError, UsageError
 from ikcli.eval.covariance_collect import check_memory
 from ikcli.eval.imatrix_collect import Collector, watch
-from ikcli.eval.imatrix_compare import comparison_lines
-from ikcli.eval.imatrix_stats import LayerSimilarity, statistics_lines
-from ikcli.eval.perplexity import PerplexityResult, bos_of, eta_text, final_line
+from ikcli.eval.imatrix_stats import LayerSimilarity
+from ikcli.eval.perplexity import PerplexityResult, bos_of
 from ikcli.eval.protocol import FloatRows, SessionLike, TokenIds
 from ikcli.eval.stats import RunningNll, token_nll
-from ikcli.eval.text import load_text, text_name, tokenize
 from ikcli.gguf.constants import GGUF_MAGIC
-from ikcli.log import log, warn
-from ikcli.quant.covariance_file import Moments, is_covariance, merge_covariance, open_covariance, write_covariance
-from ikcli.quant.imatrix_file import (
-    Imatrix,
-    ImatrixEntry,
-    merge,
-    read_imatrix,
-    split_matrices,
-    write_gguf,
-    write_legacy,
-)
+from ikcli.log import log
+from ikcli.quant.covariance_file import Moments
+from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, read_imatrix, split_matrices, write_gguf, write_legacy
 
 if TYPE_CHECKING:
-    from ikcli.engine.planner import Planner
     from ikcli.engine.session import Session
 
-_MOST_EXPERTS_NAMED = 8
 _TEXT_PROBE = 1 << 16  # bytes
 
 
@@ -84,6 +70,20 @@ class ImatrixResult:
     perplexity: PerplexityResult | None
     unseen: dict[str, list[int]]
     moments: list[tuple[list[str], Moments]]
+
+
+def params_of(config: RunConfig) -> ImatrixParams:
+    """What the options say; without -c the window has 512 tokens."""
+    options = config.imatrix
+    return ImatrixParams(
+        n_ctx=config.n_ctx or DEFAULT_WINDOW,
+        chunks=config.perplexity.chunks,
+        first_chunk=options.from_chunk,
+        ppl=options.ppl,
+        output_name=options.output_tensor_name if options.process_output else None,
+        n_threads=max(1, config.n_threads_batch),
+        covariance_limit=options.covariance_limit << 20 if options.covariance is not None else 0,
+    )
 
 
 def windows(tokens: TokenIds, params: ImatrixParams) -> TokenIds:
@@ -198,10 +198,11 @@ def in_calls(imatrix: Imatrix) -> Imatrix:
 def load(path: Path, like: Imatrix | None = None) -> Imatrix:
     """Read a matrix with counts in rows; those of a `.dat` are estimated from its chunks (see `in_rows`)."""
     found = read_imatrix(path)
-    return in_rows(found, like) if _is_legacy(path) else found
+    return in_rows(found, like) if is_legacy(path) else found
 
 
-def _is_legacy(path: Path) -> bool:
+def is_legacy(path: Path) -> bool:
+    """Whether a matrix is in the `.dat` format."""
     with path.open("rb") as f:
         return f.read(4) != GGUF_MAGIC
 
@@ -231,177 +232,3 @@ def is_text(path: Path) -> bool:
     except UnicodeDecodeError:
         return False
     return b"\0" not in head
-
-
-# --- the subcommand ---------------------------------------------------------------------------------------------------
-class _Printer:
-    """Running perplexity on stdout, estimated time on stderr, and the file every few chunks."""
-
-    def __init__(self, config: RunConfig, n_chunk: int, write: Callable[[Imatrix, Path], None], name: str) -> None:
-        self.options, self.n_chunk, self.write = config.imatrix, n_chunk, write
-        self.datasets = () if config.imatrix.hide_imatrix else (name,)
-        self.n_ctx = config.n_ctx or DEFAULT_WINDOW
-
-    def __call__(self, done: ChunkDone) -> None:
-        if done.index == 0:
-            log(f"imatrix: {eta_text(done.pass_seconds, self.n_chunk, 1)}")
-        n = done.index + 1
-        if self.options.ppl:
-            sys.stdout.write(f"[{n}]{done.ppl:.4f},")
-            sys.stdout.flush()
-        every = self.options.save_frequency
-        for wanted, path in (
-            (n % self.options.output_frequency == 0 and n < self.n_chunk, self.options.output),
-            (every > 0 and n % every == 0, Path(f"{self.options.output}.at_{n}")),
-        ):
-            if wanted:
-                self.write(done.collector.imatrix(n, self.n_ctx, self.datasets), path)
-
-
-def run_command(config: RunConfig, planner: Planner | None = None) -> int:
-    """`ik imatrix`: running perplexity and tables on stdout, everything else on stderr; returns the exit code."""
-    if moments := _moments(config):
-        return _merge_moments(config, moments)
-    config, earlier = _inputs(config)
-    options = config.imatrix
-    if options.compare:
-        if len(earlier) != 2 or options.show_statistics:
-            raise UsageError(
-                f"--compare needs two importance matrices and no --show-statistics, {len(earlier)} are given: "
-                "--in-file a.dat --in-file b.dat --compare"
-            )
-        print("\n".join(comparison_lines(*(load(path) for path in earlier))))
-        return 0
-    if options.show_statistics:
-        if not earlier:
-            raise UsageError("--show-statistics needs an importance matrix: --in-file imatrix.dat --show-statistics")
-        print("\n".join(statistics_lines(_merged([load(path) for path in earlier]))))
-        return 0
-    _check_output(options.output)
-    if options.covariance is not None:
-        _check_output(options.covariance, "--covariance")
-    if earlier and config.prompt.file is None and not config.prompt.prompt:
-        _save(config, _named(_merged([load(path) for path in earlier]), config), options.output)
-        return 0
-    return _collect_text(config, earlier, planner)
-
-
-def _moments(config: RunConfig) -> list[Path]:
-    """Files of second moments among those of --in-file."""
-    return [path for path in config.imatrix.in_file if path.is_file() and is_covariance(path)]
-
-
-def _merge_moments(config: RunConfig, moments: Sequence[Path]) -> int:
-    o = config.imatrix
-    alone = len(moments) == len(o.in_file) and not (o.compare or o.show_statistics or o.covariance)
-    if not alone or config.prompt.file is not None or config.prompt.prompt:
-        raise UsageError(
-            f"--in-file {moments[0]}: holds second moments, which can only be merged with others: "
-            "--in-file a.gguf --in-file b.gguf -o all.gguf"
-        )
-    _check_output(o.output)
-    files = [open_covariance(path) for path in moments]
-    merge_covariance(files, o.output)
-    n_chunks = sum(file.n_chunks for file in files)
-    log(f"imatrix: second moments of {len(files)} files, {n_chunks} chunks, in {o.output}")
-    return 0
-
-
-def _check_output(path: Path, option: str = "-o") -> None:
-    """Complain before hours of work that the result could not be written."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        why = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.absolute().parent}"
-        raise UsageError(f"{option} {path}: {why}")
-
-
-def _merged(found: Sequence[Imatrix]) -> Imatrix:
-    """All matrices as one, with a warning if some of them lack entries of others."""
-    merged = merge(found)
-    for m in found:
-        missing = [name for name in merged.entries if name not in m.entries]
-        if missing:
-            warn(
-                f"{m.path}: lacks {len(missing)} of {len(merged.entries)} entries ({missing[0]}); "
-                "if this is not another -mla mode, the files belong to different models"
-            )
-    return merged
-
-
-def _inputs(config: RunConfig) -> tuple[RunConfig, list[Path]]:
-    """Files of --in-file: importance matrices to go on from; one that is none is the text, as with -f."""
-    found = list(config.imatrix.in_file)
-    texts = [path for path in found if path.is_file() and is_text(path)]
-    if texts and config.prompt.file is None and not config.prompt.prompt:
-        log(f"imatrix: {texts[0]} is not an importance matrix and is read as text")
-        config = replace(config, prompt=replace(config.prompt, file=texts.pop(0)))
-        found.remove(config.prompt.file)  # type: ignore[arg-type]
-    if texts:
-        raise UsageError(f"--in-file {texts[0]}: not an importance matrix, and the text is given already")
-    for path in found:
-        read_imatrix(path)  # complain before the model is loaded
-    return config, found
-
-
-def _named(imatrix: Imatrix, config: RunConfig) -> Imatrix:
-    return replace(imatrix, datasets=()) if config.imatrix.hide_imatrix else imatrix
-
-
-def _save(config: RunConfig, imatrix: Imatrix, path: Path) -> None:
-    as_gguf = is_gguf_name(config.imatrix.output, config.imatrix.output_format)
-    save(imatrix, path, as_gguf=as_gguf)
-    log(f"imatrix: {len(imatrix.entries)} entries after {imatrix.n_chunks} chunks in {path}")
-
-
-def _collect_text(config: RunConfig, earlier: Sequence[Path], planner: Planner | None) -> int:
-    from ikcli.engine.session import Session
-
-    options, text = config.imatrix, load_text(config)
-    n_ctx = config.n_ctx or DEFAULT_WINDOW
-    output_name = options.output_tensor_name if options.process_output else None
-    limit = options.covariance_limit << 20 if options.covariance is not None else 0
-    threads = max(1, config.n_threads_batch)
-    params = ImatrixParams(
-        n_ctx, config.perplexity.chunks, options.from_chunk, options.ppl, output_name, threads, limit
-    )
-
-    before = [(read_imatrix(path), _is_legacy(path)) for path in earlier]  # once: the output may be one of them
-
-    def write(found: Imatrix, path: Path) -> None:
-        parts = [in_rows(m, found) if legacy else m for m, legacy in before]
-        _save(config, _named(merge([*parts, found]), config), path)
-
-    settings, sizes = imatrix_session(config)
-    with closing(Session.open(settings, n_ctx=sizes.n_ctx, planner=planner)) as session:
-        tokens = tokenize(session, text, "imatrix")
-        n_chunk = len(windows(tokens, params))
-        log(f"imatrix: computing over {n_chunk} chunks, n_ctx={n_ctx}, batch_size={session.n_batch}")
-        similarity = LayerSimilarity() if options.layer_similarity else None
-        printer = _Printer(config, n_chunk, write, text_name(config))
-        try:
-            result = collect(session, tokens, params, on_chunk=printer, similarity=similarity)
-        finally:
-            print(flush=True)
-    if result.perplexity is not None:
-        print(final_line(result.perplexity), flush=True)
-    if similarity is not None:
-        print("\n".join(similarity.lines()))
-    if output_name and output_name not in result.imatrix.entries:
-        warn(f"--process-output: the model multiplies with no tensor {output_name}; see --output-tensor-name")
-    _report_unseen(result)
-    write(replace(result.imatrix, datasets=printer.datasets), options.output)
-    if options.covariance is not None:
-        n_chunks = result.imatrix.n_chunks
-        write_covariance(options.covariance, result.moments, n_chunks=n_chunks, datasets=printer.datasets)
-        log(f"imatrix: second moments of {len(result.moments)} inputs in {options.covariance}")
-    return 0
-
-
-def _report_unseen(result: ImatrixResult) -> None:
-    for name, experts in sorted(result.unseen.items()):
-        n_expert = len(result.imatrix.entries[name].counts) if name in result.imatrix.entries else len(experts)
-        shown = ", ".join(str(e) for e in experts[:_MOST_EXPERTS_NAMED])
-        more = ", ..." if len(experts) > _MOST_EXPERTS_NAMED else ""
-        warn(
-            f"{name}: {len(experts)} of {n_expert} experts saw no token ({shown}{more}); ik quantize gives them "
-            "the mean of the others, use more text"
-        )

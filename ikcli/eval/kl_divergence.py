@@ -1,26 +1,22 @@
 """KL divergence of a model from stored log-probabilities of another (usually less quantized) one.
 
 Statistics per scored position: D(base || model), change of the probability of the right token, agreement of the most
-likely token. `run` is the library call; the printout answers to llama.cpp's `perplexity --kl-divergence`.
+likely token, as llama.cpp's `perplexity --kl-divergence` has them.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.config import RunConfig
-from ikcli.errors import FormatError, NonFiniteError, UsageError
+from ikcli.errors import FormatError, NonFiniteError
 from ikcli.eval.chunks import Windows, evaluate
 from ikcli.eval.kld_file import U16, BaseReader, split_rows
-from ikcli.eval.perplexity import bos_of, chunk_error, eta_text, open_session
+from ikcli.eval.perplexity import bos_of, chunk_error
 from ikcli.eval.protocol import FloatRows, SessionLike, TokenIds
 from ikcli.eval.stats import (
     F64,
@@ -33,15 +29,9 @@ from ikcli.eval.stats import (
     safe_exp,
     share_error,
 )
-from ikcli.log import log, warn
-
-if TYPE_CHECKING:
-    from ikcli.engine.planner import Planner
 
 MIN_LOG_PROB = np.float32(-16.0)
 """Tokens the base model finds less likely than this are left out of the divergence."""
-
-MIN_COUNT_FOR_STATISTICS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,48 +238,3 @@ def run(
     scorer = _Scorer(base, windows, params, on_chunk)
     evaluate(session, windows, scorer)
     return KlResult(summarise(scorer.positions), scorer.positions, scorer.n_chunks)
-
-
-def run_command(config: RunConfig, planner: Planner | None = None) -> int:
-    """`ik perplexity --kl-divergence`: results on stdout, everything else on stderr; returns the exit code."""
-    from ikcli.eval.kld_report import CHUNK_HEADER, chunk_line, statistics
-
-    path = config.perplexity.logits_file
-    if path is None:
-        raise UsageError("--kl-divergence needs the file to compare with: --kl-divergence-base FILE")
-    base = BaseReader(path)
-    if config.n_ctx and config.n_ctx < base.n_ctx:
-        raise FormatError(
-            f"{path} was made with a context of {base.n_ctx}, more than -c {config.n_ctx}; use -c {base.n_ctx}"
-        )
-    params = KlParams(
-        n_batch=config.n_batch,
-        chunks=config.perplexity.chunks,
-        fail_on_nan=config.perplexity.fail_on_nan,
-        n_threads=max(1, config.n_threads_batch or config.n_threads),
-    )
-
-    def show(chunk: KlChunk) -> None:
-        if chunk.index == 0:
-            windows = windows_of(base, params, None)
-            log(f"kl_divergence: {eta_text(chunk.pass_seconds, windows.n_chunk, windows.n_seq)}")
-            sys.stdout.write(CHUNK_HEADER)
-        sys.stdout.write(chunk_line(chunk))
-        sys.stdout.flush()
-
-    try:
-        with closing(open_session(config, base.n_ctx, config.n_batch, planner=planner)) as session:
-            result = run(session, base, params, on_chunk=show)
-    except KeyboardInterrupt:
-        return 130
-    print(flush=True)
-    _finish(result, statistics)
-    return 0
-
-
-def _finish(result: KlResult, statistics: Callable[[KlResult], str]) -> None:
-    if result.summary.count < MIN_COUNT_FOR_STATISTICS:
-        warn(f"{result.summary.count} positions are too few for statistics; evaluate more chunks")
-        return
-    sys.stdout.write(statistics(result))
-    sys.stdout.flush()

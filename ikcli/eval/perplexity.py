@@ -1,15 +1,13 @@
 """Perplexity of a text: exp of the mean negative log-likelihood of the second half of each window.
 
-Algorithm and lines answer to llama.cpp's `perplexity` tool (with --ppl-stride: its strided variant), so that values and
-logs are comparable. `run` is the library call, `run_command` the subcommand.
+The algorithm answers to llama.cpp's `perplexity` tool (with --ppl-stride: its strided variant), so that values are
+comparable.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,8 +19,6 @@ from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.eval.chunks import Windows, chunk_windows, evaluate, strided_windows
 from ikcli.eval.protocol import FloatRows, SessionLike, TokenIds
 from ikcli.eval.stats import F64, RunningNll, token_nll
-from ikcli.eval.text import load_text, text_name, tokenize
-from ikcli.log import log, warn
 
 if TYPE_CHECKING:
     from ikcli.engine.planner import Planner
@@ -181,45 +177,8 @@ class _Scorer:
             self._on_chunk(score)
 
 
-def eta_text(pass_seconds: float, n_chunk: int, n_seq: int) -> str:
-    """`14.92 seconds per pass - ETA 34.85 minutes`, with hours above one hour."""
-    seconds = int(pass_seconds * n_chunk / n_seq)
-    hours, rest = divmod(seconds, 3600)
-    return f"{pass_seconds:.2f} seconds per pass - ETA {f'{hours} hours ' if hours else ''}{rest / 60.0:.2f} minutes"
-
-
-class ChunkPrinter:
-    """Prints running values on stdout as they come; after the first pass the estimated total time on stderr."""
-
-    def __init__(self, windows: Windows, output_type: int) -> None:
-        self._windows = windows
-        self._output_type = output_type
-        self._first = True
-
-    def __call__(self, score: ChunkScore) -> None:
-        if self._first:
-            log(f"perplexity: {eta_text(score.pass_seconds, self._windows.n_chunk, self._windows.n_seq)}")
-            self._first = False
-        if self._output_type == 0:
-            text = f"[{score.index + 1}]{score.ppl:.4f},"
-        else:
-            text = f"{score.start:8d}  {score.ppl:.4f}  {score.mean_nll:4f}  {score.mean_nll_error:4f}\n"
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-
-def final_line(result: PerplexityResult) -> str:
-    """The line that log readers look for."""
-    if not result.error > 0:
-        return "Unexpected negative standard deviation of log(prob)"
-    return (
-        f"Final estimate: PPL over {result.n_chunks} chunks for n_ctx={result.n_ctx} "
-        f"= {result.ppl:.4f} +/- {result.error:.5f}"
-    )
-
-
 def params_of(config: RunConfig) -> PerplexityParams:
-    """Settings of the subcommand; without -c the window has 512 tokens."""
+    """What the options say; without -c the window has 512 tokens."""
     options = config.perplexity
     return PerplexityParams(
         n_ctx=config.n_ctx or DEFAULT_WINDOW,
@@ -240,76 +199,3 @@ def open_session(
     settings, sizes = windows_session(replace(config, n_batch=n_batch), n_ctx, stride)
     session: SessionLike = Session.open(settings, n_ctx=sizes.n_ctx, n_seq_max=sizes.n_seq, planner=planner)
     return session
-
-
-def run_command(config: RunConfig, planner: Planner | None = None) -> int:
-    """`ik perplexity`: values on stdout, everything else on stderr; returns the exit code."""
-    if config.perplexity.kl_divergence:
-        from ikcli.eval.kl_divergence import run_command as run_kl_divergence
-
-        return run_kl_divergence(config, planner)
-    params = params_of(config)
-    if params.stride and config.perplexity.logits_file:
-        raise UsageError(
-            "--kl-divergence-base stores consecutive windows and cannot be used together with --ppl-stride"
-        )
-    text = load_text(config)
-    try:
-        _run_on_text(config, params, text, planner)
-    except KeyboardInterrupt:
-        print(flush=True)
-        return 130
-    return 0
-
-
-def _run_on_text(config: RunConfig, params: PerplexityParams, text: str, planner: Planner | None) -> None:
-    if params.stride:
-        log(f"perplexity: windows start {params.stride} tokens apart, each fills the whole context")
-    opened = open_session(config, params.n_ctx, params.n_batch, stride=params.stride, planner=planner)
-    with closing(opened) as session:
-        if params.stride:
-            params = replace(params, n_ctx=session.n_ctx)
-        tokens = tokenize(session, text)
-        windows = _plan_named(config, tokens, params, bos_of(session))
-        log(
-            f"perplexity: calculating perplexity over {windows.n_chunk} chunks, n_ctx={params.n_ctx}, "
-            f"batch_size={min(params.n_batch, windows.n_seq * params.n_ctx)}, n_seq={windows.n_seq}"
-        )
-        printer = ChunkPrinter(windows, config.perplexity.output_type)
-        try:
-            result = _run_and_save(config, session, tokens, params, windows, printer)
-        finally:
-            print(flush=True)
-        if result.n_tokens == 0:
-            raise NonFiniteError("no chunk gives finite logits; run again with --check-tensors to find bad weights")
-        print(final_line(result), flush=True)
-        if result.n_chunks < windows.n_chunk:
-            warn(f"{windows.n_chunk - result.n_chunks} chunks were not finite and are left out of the estimate")
-
-
-def _plan_named(config: RunConfig, tokens: TokenIds, params: PerplexityParams, bos: int | None) -> Windows:
-    try:
-        return plan(tokens, params, bos)
-    except UsageError:
-        raise
-    except IkError as error:
-        raise IkError(f"{text_name(config)}: {error}") from error
-
-
-def _run_and_save(
-    config: RunConfig,
-    session: SessionLike,
-    tokens: TokenIds,
-    params: PerplexityParams,
-    windows: Windows,
-    printer: ChunkPrinter,
-) -> PerplexityResult:
-    path = config.perplexity.logits_file
-    if path is None:
-        return run(session, tokens, params, on_chunk=printer)
-    from ikcli.eval.kld_file import BaseWriter
-
-    log(f"perplexity: log-probabilities go to {path}")
-    params = replace(params, fail_on_nan=True)
-    with BaseWriter(path, windows.tokens, session.n_vocab, params.n_threads) as writer:
-        return run(session, tokens, params, on_chunk=printer, on_rows=writer.add)

@@ -8,25 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ikcli.config import RunConfig
 from ikcli.engine.batch import Batch
-from ikcli.errors import UsageError
-from ikcli.eval import memory, sweep_plot
-from ikcli.eval.environment import describe
+from ikcli.eval import memory
 from ikcli.eval.protocol import SessionLike, TokenIds
-from ikcli.eval.sweep_read import SpeedRow
-from ikcli.eval.sweep_table import Printer, RunInfo, settings_dict
-from ikcli.log import log, warn
-
-if TYPE_CHECKING:
-    from ikcli.engine.planner import Planner
 
 WARMUP_TG = 4
 
@@ -165,7 +154,7 @@ class _Sweep:
 
 
 def params_of(config: RunConfig, n_ubatch: int) -> SweepParams:
-    """Settings of the subcommand for a session with this physical batch."""
+    """What the options say for a session with this physical batch."""
     sweep = config.sweep
     return SweepParams(
         pp=sweep.pp or n_ubatch,
@@ -180,52 +169,3 @@ def params_of(config: RunConfig, n_ubatch: int) -> SweepParams:
         memory=sweep.memory,
         seed=max(1, config.seed),
     )
-
-
-def run_command(config: RunConfig, planner: Planner | None = None) -> int:
-    """`ik sweep-bench`: rows on stdout as they are measured, logs on stderr; 130 after Ctrl-C, with the rows so far."""
-    from ikcli.engine.session import Session
-
-    sweep = config.sweep
-    if sweep.pp < 0 or sweep.start_depth < 0 or sweep.max_depth < 0:
-        raise UsageError("--pp, --start-depth and --max-depth take token counts of 0 or more, for example --pp 512")
-    if sweep.plot is not None:
-        sweep_plot.check_output(sweep.plot)
-    rows: list[SweepRow] = []
-    code = 0
-    try:
-        with closing(Session.open(config, planner=planner)) as session:
-            _measure(session, config, rows)
-    except KeyboardInterrupt:
-        code = 130
-    if sweep.plot is not None and rows:
-        _plot(config, sweep.plot, rows)
-    return code
-
-
-def _measure(session: SessionLike, config: RunConfig, rows: list[SweepRow]) -> None:
-    """Print header and rows, and keep the rows, so that an interrupted run has them too."""
-    params = params_of(config, session.n_ubatch)
-    # the session knows the settings that were left to the model file
-    resolved = getattr(session, "config", config)
-    printer = Printer(config, RunInfo(session.n_ctx, session.n_batch, session.n_ubatch))
-    printer.header(lambda: {**settings_dict(resolved), **describe(session)})
-    if not depths(params, session.n_ctx):
-        warn(
-            f"nothing to measure: {max(params.pp, params.tg)} tokens from depth {params.start_depth} do not "
-            f"fit into a context of {session.n_ctx}; raise -c or lower -ub"
-        )
-
-    def on_row(row: SweepRow) -> None:
-        rows.append(row)
-        printer.row(row)
-
-    # a session with a GPU tells how much of its memory it took; others have nothing to tell
-    run(session, params, on_row=on_row, vram_used_mib=getattr(session, "vram_used_mib", memory.no_vram))
-
-
-def _plot(config: RunConfig, path: Path, rows: list[SweepRow]) -> None:
-    measured = [SpeedRow(row.pp, row.tg, row.n_kv, row.speed_pp, row.speed_tg) for row in rows]
-    label = config.model.stem if config.model is not None else "model"
-    sweep_plot.draw(sweep_plot.group([(label, measured)]), path)
-    log(f"plot written to {path}")

@@ -9,17 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import ikcli
 from ikcli.config import RunConfig
+from ikcli.eval.bench import BenchResult, mean_and_deviation
 from ikcli.eval.environment import cpu_name
-from ikcli.gguf.constants import file_type_label
-
-if TYPE_CHECKING:
-    from ikcli.engine.model import Model
-    from ikcli.eval.bench import BenchResult
 
 # field of RunConfig -> (heading, width; negative: left-aligned), in the order of the columns
 _SETTINGS: dict[str, tuple[str, int]] = {
@@ -41,38 +36,6 @@ FIELDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class BenchModel:
-    """What a result says about its model: path, name like `deepseek2 16B IQ4_NL`, bytes and number of weights.
-
-    `gpus`: names of the GPUs it was on.
-    """
-
-    filename: str
-    name: str
-    n_bytes: int
-    n_params: int
-    gpus: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, model: Model, gpus: tuple[str, ...] = ()) -> BenchModel:
-        """From an opened model."""
-        file = model.file
-        ftype = file.get("general.file_type")
-        kind = file_type_label(int(ftype)) if ftype is not None else "unknown type"
-        name = f"{model.hp.arch} {params_label(file.n_elements)} {kind}"
-        return cls(model.source, name, file.n_bytes, file.n_elements, gpus)
-
-
-def params_label(n: int) -> str:
-    """Number of weights as models are called: `16B`, `6.7B`, `492M`."""
-    for scale, unit in ((1e9, "B"), (1e6, "M")):
-        if n >= scale:
-            x = n / scale
-            return f"{x:.1f}".removesuffix(".0") + unit if x < 10 else f"{x:.0f}{unit}"
-    return f"{n / 1e3:.0f}K"
-
-
 def build() -> tuple[str, int]:
     """Version as text and as a number that grows."""
     numbers = [int(part) for part in ikcli.__version__.split(".")[:3] if part.isdigit()]
@@ -90,8 +53,6 @@ def _setting(config: RunConfig, name: str) -> str:
 
 def values(result: BenchResult) -> dict[str, Any]:
     """The fields of a result; numbers, bools and texts."""
-    from ikcli.eval.bench import mean_and_deviation
-
     c, t, m = result.config, result.test, result.model
     commit, number = build()
     avg_ns, stddev_ns = mean_and_deviation(result.samples_ns)
@@ -147,8 +108,6 @@ class MarkdownWriter(Writer):
         self._row(rule)
 
     def result(self, result: BenchResult) -> None:
-        from ikcli.eval.bench import mean_and_deviation
-
         m, c = result.model, result.config
         size = f"{m.n_bytes / 2**30:.2f} GiB" if m.n_bytes >= 2**30 else f"{m.n_bytes / 2**20:.2f} MiB"
         params = f"{m.n_params / 1e9:.2f} B" if m.n_params >= 1e9 else f"{m.n_params / 1e6:.2f} M"

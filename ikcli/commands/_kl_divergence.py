@@ -1,11 +1,23 @@
-"""The printed form of KL divergence results: a line per chunk, then the statistics, as in llama.cpp."""
+"""`ik perplexity --kl-divergence`: a line per chunk, then the statistics, as in llama.cpp; logs on stderr."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import closing
+
 import numpy as np
 
-from ikcli.eval.kl_divergence import KlChunk, KlResult
+from ikcli.commands._chunk_lines import eta_text
+from ikcli.commands._options import ModelRun
+from ikcli.errors import FormatError, UsageError
+from ikcli.eval import kl_divergence
+from ikcli.eval.kl_divergence import KlChunk, KlParams, KlResult, windows_of
+from ikcli.eval.kld_file import BaseReader
+from ikcli.eval.perplexity import open_session
 from ikcli.eval.stats import F64, safe_exp
+from ikcli.log import log, warn
+
+MIN_COUNT_FOR_STATISTICS = 100
 
 CHUNK_HEADER = (
     "\nchunk             PPL               ln(PPL(Q)/PPL(base))          KL Divergence"
@@ -16,6 +28,46 @@ _KLD_HIGH = (99.9, 99.0, 95.0, 90.0)
 _KLD_LOW = (10.0, 5.0, 1.0, 0.1)
 _P_HIGH = (99.9, 99.0, 95.0, 90.0, 75.0)
 _P_LOW = (25.0, 10.0, 5.0, 1.0, 0.1)
+
+
+def run(run: ModelRun) -> int:
+    """Compare and print; 130 after Ctrl-C."""
+    config = run.config
+    path = config.perplexity.logits_file
+    if path is None:
+        raise UsageError("--kl-divergence needs the file to compare with: --kl-divergence-base FILE")
+    base = BaseReader(path)
+    if config.n_ctx and config.n_ctx < base.n_ctx:
+        raise FormatError(
+            f"{path} was made with a context of {base.n_ctx}, more than -c {config.n_ctx}; use -c {base.n_ctx}"
+        )
+    params = KlParams(
+        n_batch=config.n_batch,
+        chunks=config.perplexity.chunks,
+        fail_on_nan=config.perplexity.fail_on_nan,
+        n_threads=max(1, config.n_threads_batch or config.n_threads),
+    )
+
+    def show(chunk: KlChunk) -> None:
+        if chunk.index == 0:
+            windows = windows_of(base, params, None)
+            log(f"kl_divergence: {eta_text(chunk.pass_seconds, windows.n_chunk, windows.n_seq)}")
+            sys.stdout.write(CHUNK_HEADER)
+        sys.stdout.write(chunk_line(chunk))
+        sys.stdout.flush()
+
+    try:
+        with closing(open_session(config, base.n_ctx, config.n_batch, planner=run.planner)) as session:
+            result = kl_divergence.run(session, base, params, on_chunk=show)
+    except KeyboardInterrupt:
+        return 130
+    print(flush=True)
+    if result.summary.count < MIN_COUNT_FOR_STATISTICS:
+        warn(f"{result.summary.count} positions are too few for statistics; evaluate more chunks")
+        return 0
+    sys.stdout.write(statistics(result))
+    sys.stdout.flush()
+    return 0
 
 
 def chunk_line(chunk: KlChunk) -> str:

@@ -74,7 +74,7 @@ class QuantizeConfig:
     force: bool = opt(False, "--force", "switch", "allow ternary types for weights that are not ternary")
     dry_run: bool = opt(False, "--dry-run", "switch", "print the type and size of every tensor and the total, write nothing")
     preflight: bool = opt(False, "--preflight", "switch", "check everything that can be known before a run, name tensors and experts without importance data, write nothing; exit code 1 if the run would fail or be refused")
-    n_threads: str | None = opt(None, "-t --threads", "str", "threads, as the positional nthreads; default physical cores", form="N", example="-t 8")
+    n_threads: str | None = opt(None, "-t --threads", "str", "threads, as the positional nthreads; auto = physical cores", form="N", example="-t 8")
     verbose: bool = opt(False, "-v --verbose", "switch", "also print which rule decided about which tensor")
 
 
@@ -90,7 +90,7 @@ class QuantizeStatsConfig:
     rows: int = opt(256, "--rows", "int", "rows measured per tensor, spread evenly; 0 = all", form="N", example="--rows 1024", minimum=0)
     summary: bool = opt(False, "--summary", "switch", "print only the rows over all tensors")
     output_format: str = opt("md", "--output-format", "choice", "form of the table; jsonl has the full counts of scales and codes", form="md|jsonl", example="--output-format jsonl", choices=("md", "jsonl"))
-    n_threads: int = opt(0, "-t --threads", "custom", "threads; default physical cores", form="N", example="-t 8", parse=parse_threads)
+    n_threads: int = opt(0, "-t --threads", "custom", "threads; auto = physical cores", form="N", example="-t 8", parse=parse_threads)
 
 
 @dataclass(frozen=True, slots=True)

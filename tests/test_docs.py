@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
-from ikcli.commands._help import parameters_markdown
+import pytest
+
 from ikcli.commands._options import all_options
 from ikcli.commands._table import BY_NAME, COMMANDS
+from ikcli.config_tools import TOOLS
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_parameters_are_current() -> None:
+@pytest.fixture
+def parameters(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    return importlib.import_module("gen_docs").page()
+
+
+def test_parameters_are_current(parameters: str) -> None:
     text = (ROOT / "docs" / "parameters.md").read_text(encoding="utf-8")
-    assert text == parameters_markdown(), "run python tools/gen_docs.py"
+    assert text == parameters, "run python tools/gen_docs.py"
 
 
-def test_parameters_name_every_spelling() -> None:
-    text = parameters_markdown()
-    for bound in all_options():
+def test_parameters_name_every_spelling(parameters: str) -> None:
+    for bound in (*all_options(), *(bound for command in TOOLS for bound in all_options(command))):
         for name in (*bound.option.names, *bound.option.negative):
-            assert f"`{name}`" in text
-    for line in text.splitlines():
-        if line.startswith("| `"):
-            assert len(re.findall(r"(?<!\\)\|", line)) == 6, line
+            assert f"`{name}`" in parameters
+    model_runs, others = parameters.split("# Commands that run no model")
+    for text, n_bars in ((model_runs, 6), (others, 5)):
+        for line in text.splitlines():
+            if line.startswith("| `"):
+                assert len(re.findall(r"(?<!\\)\|", line)) == n_bars, line
 
 
 def test_readme_names_commands_that_exist() -> None:

@@ -238,9 +238,8 @@ class Sequences:
         self.keeping.trim(self._checkpoints[seq])
         self._passing[seq] = -1
         self.n_past[seq] = n
+        self._put_windows(seq, rows, first)
         kept = self.kind.reach(n, first, self._checkpoints[seq])
-        if kept == n:
-            self._put_windows(seq, rows, first)
         self._continue_at(seq, kept)
         return kept
 

@@ -16,6 +16,7 @@ from ikcli.backends.reference import CacheStore, Executor
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Graph, HeadSlice, Node, Weight, micro_batch
+from ikcli.graph.activations import GATED, UNARY, Glu
 from ikcli.graph.micro_batch import MicroBatch
 from ikcli.quant.decode import dequantize
 from ikcli.quant.formats import get_format
@@ -152,6 +153,66 @@ def test_swiglu_at_the_extremes() -> None:
         assert not np.isfinite(found).any()
 
 
+GLUS = [Glu(kind) for kind in GATED] + [Glu("silu", 0.8), Glu("gelu", 0.5), Glu("swiglu_oai", 1.2, 1.5)]
+
+
+@pytest.mark.parametrize("cols", [7, 64, 100])
+@pytest.mark.parametrize("act", GLUS, ids=lambda a: f"{a.kind}-{a.limit}")
+def test_activations(act: Glu, cols: int) -> None:
+    a, b = 3 * random(5, cols), random(5, cols, seed=2)
+    found, wanted = run_both(lambda g, n: g.swiglu(n[0], n[1], "y", act), [a, b], n_threads=3)
+    np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=1e-7)
+    if act.limit:
+        assert np.abs(wanted - Glu(act.kind, 0.0, act.alpha)(a, b)).max() > 0.1
+    if act.kind in UNARY:
+        found, wanted = run_both(lambda g, n: g.activate(n[0], act.kind, "y"), [a], n_threads=3)
+        np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("act", GLUS, ids=lambda a: f"{a.kind}-{a.limit}")
+def test_activations_at_the_extremes(act: Glu) -> None:
+    gate = np.tile(np.array([-1e15, -1000, -88, -87, -1e-30, 0, 1e-30, 88, 1000, 1e15], np.float32), 5)[None, :39]
+    found, wanted = run_both(lambda g, n: g.swiglu(n[0], n[1], "y", act), [gate, np.ones_like(gate)])
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+    x, one = np.full((1, 21), np.nan, np.float32), np.ones((1, 21), np.float32)
+    for pair in ([x, one], [one, x]):
+        found, _ = run_both(lambda g, n: g.swiglu(n[0], n[1], "y", act), pair)
+        assert np.isnan(found).all()
+
+
+def test_gelu_is_the_tanh_form() -> None:
+    x = random(1, 50).astype(np.float64)
+    wanted = x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    np.testing.assert_allclose(UNARY["gelu"](x), wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms", "l2"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norm(kind: str, width: int) -> None:
+    """Whole rows and groups of columns; weights and biases of a group, of a row, or none; far from 0 and near it."""
+    for groups in (1, 3):
+        w, b, one = 1 + random(groups, width), random(groups * width), 1 + random(width)
+        for offset in (0.0, 50.0):
+            x = random(5, groups * width) + np.float32(offset)
+            for weights in ({}, {"w": w}, {"w": w, "b": b}, {"w": one}, {"b": b}):
+                found, wanted = run_both(
+                    lambda g, n, names=weights: g.norm(
+                        n[0], weight("w", names["w"]) if "w" in names else None, 1e-5, "y", kind=kind, width=width,
+                        b=weight("b", names["b"]) if "b" in names else None,
+                    ),
+                    [x], weights,
+                )  # fmt: skip
+                np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-6 + offset * 1e-6)
+
+
+def test_norm_of_zeros_and_nan() -> None:
+    x = random(3, 20)
+    x[0], x[1, 17] = 0, np.nan
+    for kind in ("layer", "rms", "l2"):
+        found, _ = run_both(lambda g, n, k=kind: g.norm(n[0], None, 1e-6, "y", kind=k), [x])
+        assert not found[0].any() and np.isnan(found[1]).all() and np.isfinite(found[2]).all()
+
+
 def test_concat() -> None:
     parts = [random(4, n) for n in (3, 16, 33)]
     found, wanted = run_both(lambda g, n: g.concat(n, "y"), parts)
@@ -282,3 +343,34 @@ def test_moe_sum(ser: tuple[int, float] | None, cols: int) -> None:
     for n in (1, 9):
         found, wanted = run_both(build, [random(n, 8), random(n, 5, seed=3)], {"w": w})
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ser", [None, (1, 0.9)])
+@pytest.mark.parametrize("cols", [1, 16, 37])
+def test_add_id(ser: tuple[int, float] | None, cols: int) -> None:
+    """A bias per expert; dropped slots get none."""
+    w, b = random(5, cols, 8), random(5, cols)
+
+    def build(g: Graph, n: list[Node]) -> Node:
+        route = g.moe_route(n[1], None, "route", n_used=2, gating="softmax", norm=True, scale=1.0, ser=ser)
+        plan = g.moe_sort(route, 5, "plan")
+        y = g.mul_mat_id(weight("w", w), n[0], plan, "y")
+        return g.add_id(y, weight("b", b), plan, "biased")
+
+    for n in (1, 9):
+        found, wanted = run_both(build, [random(n, 8), random(n, 5, seed=3)], {"w": w, "b": b}, n_threads=3)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("act", GLUS[1:], ids=lambda a: f"{a.kind}-{a.limit}")
+def test_moe_up_gate_of_other_activations(act: Glu) -> None:
+    up, gate = random(5, 37, 32), random(5, 37, 32, seed=2)
+
+    def build(g: Graph, n: list[Node]) -> Node:
+        route = g.moe_route(n[1], None, "route", n_used=2, gating="softmax", norm=True, scale=1.0)
+        plan = g.moe_sort(route, 5, "plan")
+        return g.moe_up_gate(weight("up", up), weight("gate", gate), n[0], plan, "y", act)
+
+    for n in (1, 40):
+        found, wanted = run_both(build, [random(n, 32) / 4, random(n, 5, seed=3)], {"up": up, "gate": gate})
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

@@ -15,6 +15,7 @@ from ikcli.backends.cuda.lower import Counts, Lowering, Ref, all_rules
 from ikcli.backends.cuda.rules_layers import FEW_TOKENS, activations
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, Rows
+from ikcli.graph.activations import GATED, UNARY, Glu
 
 pytestmark = needs_emulation
 Array = npt.NDArray[Any]
@@ -102,6 +103,35 @@ def test_swiglu_at_the_extremes(cols: int) -> None:
         a, b = run.input("x", x), run.input("y", np.ones_like(x))
         ((found, wanted),) = run(run.graph.swiglu(a, b, "z"))
         np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("cols", [39, 64])
+@pytest.mark.parametrize("act", [Glu(kind) for kind in GATED] + [Glu("silu", 0.8), Glu("swiglu_oai", 1.2, 1.5)])
+def test_activations(act: Glu, cols: int) -> None:
+    run = graph()
+    x, y = run.input("x", 3 * random(3, cols)), run.input("y", random(3, cols, seed=2))
+    huge = run.input("h", np.tile(np.float32([-1e15, -1000, -88, 0, 88, 1000]), (3, cols))[:, :cols])
+    nodes = [run.graph.swiglu(x, y, "a", act), run.graph.swiglu(huge, y, "b", act)]
+    nodes += [run.graph.activate(x, act.kind, "c")] if act.kind in UNARY else []
+    for found, wanted in run(*nodes):
+        np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms", "l2"])
+@pytest.mark.parametrize(("groups", "width"), [(1, 1), (1, 100), (3, 33), (4, 64), (1, 2048)])
+def test_norm(kind: str, groups: int, width: int) -> None:
+    """Weights and biases of a group, of a row, or none."""
+    shape = (groups, width) if width % 4 == 0 else (groups * width,)  # rows of a matrix are padded on the device
+    run = graph(w=1 + random(*shape), b=random(groups * width), one=1 + random(width))
+    x = run.input("x", random(3, groups * width) + 3)
+    pairs = [(None, None), ("w", None), ("w", "b"), ("one", "b"), (None, "one")]
+    nodes = [
+        run.graph.norm(x, run.weight(w) if w else None, 1e-5, f"y{i}", kind=kind, width=width,
+                       b=run.weight(b) if b else None)
+        for i, (w, b) in enumerate(pairs)
+    ]  # fmt: skip
+    for found, wanted in run(*nodes):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("widths", [(64, 512), (3, 16, 33), (8, 4, 12, 20, 4)])
@@ -311,12 +341,17 @@ def test_half_rows(kind: str, k: int) -> None:
 
 @pytest.mark.parametrize("kind", ["q8", "bf16"])
 @pytest.mark.parametrize("cols", [64, 2048, 10944])
-@pytest.mark.parametrize("producer", ["rms_norm", "swiglu"])
+@pytest.mark.parametrize("producer", ["rms_norm", "swiglu", "gelu"])
 def test_producers_write_activation_rows(kind: str, cols: int, producer: str) -> None:
     """A norm's and a swiglu's rows are converted by the launch that makes them."""
     run = graph(w=random(cols))
     x, y = run.input("x", random(3, cols)), run.input("y", random(3, cols, seed=2))
-    made = run.graph.swiglu(x, y, "z") if producer == "swiglu" else run.graph.rms_norm(x, run.weight("w"), 1e-6, "z")
+    make = {
+        "rms_norm": lambda g: g.rms_norm(x, run.weight("w"), 1e-6, "z"),
+        "swiglu": lambda g: g.swiglu(x, y, "z"),
+        "gelu": lambda g: g.activate(x, "gelu", "z"),
+    }
+    made = make[producer](run.graph)
     found, values = converted(run, HeadSlice(made, 0, cols, 0), 1, kind, 3)
     assert len(run.launched) == 1
     wanted = quantized(values) if kind == "q8" else half(values, kind)

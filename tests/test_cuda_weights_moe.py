@@ -14,7 +14,7 @@ from weight_bytes import fitting
 from ikcli.backends.cuda.rules_matmul import FEW_PER_EXPERT, MV_ROWS
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Node
-from ikcli.graph.ops_rows import silu
+from ikcli.graph.activations import Glu, silu
 from ikcli.quant.formats import get_format
 
 pytestmark = needs_emulation
@@ -85,6 +85,31 @@ def test_moe_up_gate(type_: T, n: int) -> None:
     products(run, "up", run.values[x], sort_of(run, n), type_, found_a, False)
     products(run, "gate", run.values[x], sort_of(run, n), type_, found_b, False)
     np.testing.assert_allclose(found, silu(found_b.astype(np.float64)) * found_a, rtol=2e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("act", [Glu("gelu"), Glu("swiglu_oai", 0.7)])
+@pytest.mark.parametrize("n", [1, 80])
+def test_moe_up_gate_of_other_activations(act: Glu, n: int) -> None:
+    run = ProductRun()
+    up, gate = (run.tensor(name, T.Q8_0, (256, 41, N_EXPERT), seed) for seed, name in enumerate(("up", "gate")))
+    _, plan = routed(run, n)
+    x = run.input("x", activations(n, 256))
+    a, b = run.graph.mul_mat_id(up, x, plan, "a"), run.graph.mul_mat_id(gate, x, plan, "b")
+    found_a, found_b, found = run.run(a, b, run.graph.moe_up_gate(up, gate, x, plan, "y", act))
+    np.testing.assert_allclose(found, act(found_b.astype(np.float64), found_a), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 80])
+def test_add_id(n: int) -> None:
+    """Dropped slots get no bias."""
+    run = ProductRun()
+    w, b = run.tensor("w", T.F32, (64, 37, N_EXPERT)), run.tensor("b", T.F32, (37, N_EXPERT))
+    _, plan = routed(run, n, ser=(1, 0.9))
+    y = run.graph.mul_mat_id(w, run.input("x", activations(n, 64)), plan, "y")
+    product, found = run.run(y, run.graph.add_id(y, b, plan, "biased"))
+    experts = sort_of(run, n)[:, 1]
+    biases = run.weights["b"].reshape(N_EXPERT, 37)
+    np.testing.assert_allclose(found, product + np.where(experts[:, None] < 0, 0, biases[experts]), rtol=1e-6)
 
 
 def test_up_and_gate_of_different_types() -> None:

@@ -1,4 +1,4 @@
-"""Element-wise operations of single architectures: factors, gates."""
+"""Operations of single architectures: factors, gates, activations, norms of other kinds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ikcli.graph.core import Array, Node, Op, RowSpec, Run
-from ikcli.graph.ops_rows import sigmoid
+from ikcli.graph.activations import UNARY, sigmoid
+from ikcli.graph.core import Array, Node, Op, Place, RowSpec, Run, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +73,73 @@ class PosScale(Op):
         factors: Array = (1 + np.float64(self.scale) * np.log1p(steps)).astype(run.dtype)
         out: Array = run.value(self.x) * factors[:, None]
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class Activate(Op):
+    """An activation function of every element (`activations.UNARY`)."""
+
+    name = "unary"
+
+    x: Node
+    kind: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in UNARY:
+            raise ValueError(f"activation {self.kind} is none of {', '.join(UNARY)}")
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.rows, self.x.cols
+
+    def compute(self, run: Run) -> Array:
+        return UNARY[self.kind](run.value(self.x))
+
+
+@dataclass(frozen=True, slots=True)
+class Norm(Op):
+    """Norm of groups of `width` columns of x, times w, plus b (each absent, of one group, or of all of a row).
+
+    "layer": deviation from the mean over the standard deviation; "rms": over the root mean square; "l2": over the root
+    of the sum of squares. eps is added under the root; of "l2" it is the least that is divided by.
+    """
+
+    name = "norm"
+    place = Place.WEIGHT
+
+    x: Node
+    w: Weight | None
+    b: Weight | None
+    kind: str
+    eps: float
+    width: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("layer", "rms", "l2"):
+            raise ValueError(f"norm {self.kind} is none of layer, rms, l2")
+        if self.x.cols % self.width:
+            raise ValueError(f"{self.x.cols} columns are not a multiple of the width {self.width} of a norm")
+        for w in (self.w, self.b):
+            if w is not None and w.ne0 * w.ne1 not in (self.width, self.x.cols):
+                raise ValueError(f"{w.name}: {w.ne0 * w.ne1} values for {self.x.cols} columns normed by {self.width}")
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.rows, self.x.cols
+
+    def compute(self, run: Run) -> Array:
+        x = run.value(self.x)
+        groups = x.reshape(len(x), -1, self.width)
+        if self.kind == "layer":
+            groups = groups - groups.mean(axis=-1, keepdims=True, dtype=np.float64)
+        squares = np.square(groups, dtype=np.float64)
+        if self.kind == "l2":
+            root = np.maximum(np.sqrt(squares.sum(axis=-1, keepdims=True)), self.eps)
+        else:
+            root = np.sqrt(squares.mean(axis=-1, keepdims=True) + self.eps)
+        out: Array = (groups / root).astype(run.dtype)
+        if self.w is not None:
+            out = out * run.weight(self.w).reshape(-1, self.width)
+        if self.b is not None:
+            out = out + run.weight(self.b).reshape(-1, self.width)
+        return out.reshape(x.shape)

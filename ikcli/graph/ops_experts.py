@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ikcli.graph.activations import SILU, Glu, sigmoid
 from ikcli.graph.core import Array, Node, Op, Place, RowSpec, Run, Weight
-from ikcli.graph.ops_rows import Product, sigmoid, silu, softmax
+from ikcli.graph.ops_rows import Product, softmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class MulMatId(ExpertProduct):
 
 @dataclass(frozen=True, slots=True)
 class MoeUpGate(ExpertProduct):
-    """silu(x @ gate.T) * (x @ up.T) per selected expert, in sorted order (`-fmoe`)."""
+    """silu(x @ gate.T) * (x @ up.T), or what `act` says, per selected expert, in sorted order (`-fmoe`)."""
 
     name = "moe_up_gate"
     policy = "MOE_FUSED_UP_GATE"
@@ -170,6 +171,7 @@ class MoeUpGate(ExpertProduct):
     gate: Weight
     x: Node
     plan: Node
+    act: Glu = SILU
 
     def __post_init__(self) -> None:
         if self.up.ne0 != self.x.cols or self.up.shape != self.gate.shape:
@@ -190,7 +192,36 @@ class MoeUpGate(ExpertProduct):
     def compute(self, run: Run) -> Array:
         up, gate, plan = run.weight(self.up), run.weight(self.gate), run.value(self.plan)
         x = sorted_rows(run.value(self.x), plan)
-        return silu(by_expert(gate, x, plan)) * by_expert(up, x, plan)
+        return self.act(by_expert(gate, x, plan), by_expert(up, x, plan))
+
+
+@dataclass(frozen=True, slots=True)
+class AddId(Op):
+    """Every sorted row plus the row of w (cols, n_expert) that is its expert's; dropped slots get none."""
+
+    name = "add_id"
+
+    x: Node
+    w: Weight
+    plan: Node
+
+    def __post_init__(self) -> None:
+        if self.w.ne0 != self.x.cols:
+            raise ValueError(f"{self.w.name} has rows of {self.w.ne0}, what it is added to has {self.x.cols} columns")
+
+    @property
+    def sort(self) -> MoeSort:
+        """What the plan was made by."""
+        return sort_of(self.plan)
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.rows, self.x.cols
+
+    def compute(self, run: Run) -> Array:
+        experts = run.value(self.plan)[:, 1:]
+        rows = run.weight(self.w).reshape(-1, self.x.cols)[experts[:, 0]]
+        return run.value(self.x) + np.where(experts < 0, 0, rows)
 
 
 @dataclass(frozen=True, slots=True)

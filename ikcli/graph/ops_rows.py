@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ikcli.graph.activations import SILU, Glu
 from ikcli.graph.core import Array, HeadSlice, Node, Op, Place, Rows, RowSpec, Run, Weight
 
 
@@ -187,19 +188,20 @@ class Add(Op):
 
 @dataclass(frozen=True, slots=True)
 class SwiGlu(Op):
-    """silu(gate) * up."""
+    """silu(gate) * up, or what `act` says."""
 
     name = "swiglu"
 
     gate: Node
     up: Node
+    act: Glu = SILU
 
     @property
     def shape(self) -> tuple[RowSpec, int]:
         return self.gate.rows, self.gate.cols
 
     def compute(self, run: Run) -> Array:
-        return silu(run.value(self.gate)) * run.value(self.up)
+        return self.act(run.value(self.gate), run.value(self.up))
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,17 +337,6 @@ class Hadamard(Op):
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
-def silu(x: Array) -> Array:
-    """x * sigmoid(x), without overflow."""
-    return x * sigmoid(x)
-
-
-def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)), without overflow."""
-    e = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1 / (1 + e), e / (1 + e))
-
-
 def softmax(x: Array) -> Array:
     """Softmax of every row."""
     e = np.exp(x - x.max(axis=-1, keepdims=True))

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ikcli.gguf.constants import GGMLType
+from ikcli.graph.activations import SILU, Glu
 from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Weight, power_of_two_parts
 from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
-from ikcli.graph.ops_elements import Gate, PosScale, Scale
-from ikcli.graph.ops_experts import MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId
+from ikcli.graph.ops_elements import Activate, Gate, Norm, PosScale, Scale
+from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import (
     Add,
     Concat,
@@ -78,9 +79,27 @@ class Graph:
         """Element-wise sum; a weight (bias) is added to every row."""
         return self.record(Add(x, y), name)
 
-    def swiglu(self, gate: Node, up: Node, name: str) -> Node:
-        """silu(gate) * up."""
-        return self.record(SwiGlu(gate, up), name)
+    def swiglu(self, gate: Node, up: Node, name: str, act: Glu = SILU) -> Node:
+        """silu(gate) * up, or what `act` says."""
+        return self.record(SwiGlu(gate, up, act), name)
+
+    def activate(self, x: Node, kind: str, name: str) -> Node:
+        """An activation function of every element: "silu", "gelu", "gelu_quick", "relu", "relu_sqr"."""
+        return self.record(Activate(x, kind), name)
+
+    def norm(
+        self,
+        x: Node,
+        w: Weight | None,
+        eps: float,
+        name: str,
+        *,
+        b: Weight | None = None,
+        kind: str = "layer",
+        width: int = 0,
+    ) -> Node:
+        """Norm of groups of `width` columns (0: of whole rows), with or without weights; see `Norm`."""
+        return self.record(Norm(x, w, b, kind, eps, width or x.cols), name)
 
     def scale(self, x: Node, factor: float, name: str) -> Node:
         """x times a number; x itself if that is 1."""
@@ -190,9 +209,13 @@ class Graph:
         """Expert matmul in sorted order: x is per token [rows, ne0], or `sorted_in` already [rows*n_used, ne0]."""
         return self.record(MulMatId(w, x, plan, sorted_in), name)
 
-    def moe_up_gate(self, up: Weight, gate: Weight, x: Node, plan: Node, name: str) -> Node:
-        """silu(x @ gate.T) * (x @ up.T) per selected expert, in sorted order (`-fmoe`)."""
-        return self.record(MoeUpGate(up, gate, x, plan), name)
+    def moe_up_gate(self, up: Weight, gate: Weight, x: Node, plan: Node, name: str, act: Glu = SILU) -> Node:
+        """silu(x @ gate.T) * (x @ up.T), or what `act` says, per selected expert, in sorted order (`-fmoe`)."""
+        return self.record(MoeUpGate(up, gate, x, plan, act), name)
+
+    def add_id(self, x: Node, w: Weight, plan: Node, name: str) -> Node:
+        """Rows in sorted order, each plus the row of w that is its expert's."""
+        return self.record(AddId(x, w, plan), name)
 
     def moe_sum(self, y: Node, route: Node, plan: Node, name: str) -> Node:
         """Weighted sum of the selected experts' rows, back in token order: [rows, y.cols]. Dropped slots add zero."""

@@ -25,8 +25,9 @@ from ikcli.backends.cpu.tile_modes import (
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
-from ikcli.graph.ops_elements import Gate, PosScale, Scale
-from ikcli.graph.ops_experts import ExpertProduct, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId
+from ikcli.graph.activations import Glu
+from ikcli.graph.ops_elements import Activate, Gate, Norm, PosScale, Scale
+from ikcli.graph.ops_experts import AddId, ExpertProduct, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import (
     Add,
     Concat,
@@ -141,10 +142,33 @@ def _gate(low: Lowering, node: Node, op: Gate) -> None:
              op.gate.cols, row_bytes=16 * node.cols)  # fmt: skip
 
 
-@RULES.add(SwiGlu, "gate up")
+@RULES.add(SwiGlu, "gate up act")
 def _swiglu(low: Lowering, node: Node, op: SwiGlu) -> None:
-    low.emit(KernelKey("basic", "make_swiglu"), node.rows, low.out(op.gate), low.out(op.up), low.out(node), node.cols,
+    act, more = op.act, (() if op.act.plain else (f32_bits(op.act.limit), f32_bits(op.act.alpha)))
+    key = KernelKey("basic", "make_swiglu") if act.plain else KernelKey("glu", "make_glu", _glu_args(act))
+    low.emit(key, node.rows, low.out(op.gate), low.out(op.up), low.out(node), node.cols, *more,
              row_bytes=24 * node.cols)  # fmt: skip
+
+
+def _glu_args(act: Glu) -> tuple[str, int]:
+    """Of kernels that depend on the kind of gated activation."""
+    return act.kind, int(act.limit > 0)
+
+
+@RULES.add(Activate, "x kind")
+def _activate(low: Lowering, node: Node, op: Activate) -> None:
+    low.emit(KernelKey("glu", "make_unary", (op.kind,)), node.rows, low.out(op.x), low.out(node), node.cols,
+             row_bytes=16 * node.cols)  # fmt: skip
+
+
+@RULES.add(Norm, "x w b kind eps width")
+def _norm(low: Lowering, node: Node, op: Norm) -> None:
+    params: list[int | Ref] = []
+    for w in (op.w, op.b):
+        params += [0, 1] if w is None else [low.weight(w), w.ne0 * w.ne1]
+    key = KernelKey("norms", "make_norm", (op.kind, int(op.w is not None), int(op.b is not None)))
+    low.emit(key, node.rows, low.out(op.x), *params, low.out(node), node.cols, op.width, f32_bits(op.eps),
+             row_bytes=8 * node.cols)  # fmt: skip
 
 
 @RULES.add(Concat, "parts")
@@ -288,13 +312,20 @@ def _sorted_activations(low: Lowering, w: Weight, op: ExpertProduct) -> Activati
 
 
 def _emit_by_expert(
-    low: Lowering, node: Node, op: ExpertProduct, factory: str, w: Weight, a: Activations, *more: int | Ref
+    low: Lowering,
+    node: Node,
+    op: ExpertProduct,
+    factory: str,
+    w: Weight,
+    a: Activations,
+    *more: int | Ref,
+    kinds: tuple[int | str, ...] = (),
 ) -> None:
     plan = op.plan
     row = row_size(w.type, w.ne0)
-    low.emit(KernelKey("matmul", factory, (type_name(w),)), node.rows, low.weight(w), row, w.ne1, w.ne0, a.at, a.stride,
-             low.out(node), 4 * node.cols, *_tiles(low, w), low.few_rows, w.ne2, row * w.ne1, low.out(plan) + 8,
-             *more)  # fmt: skip
+    low.emit(KernelKey("matmul", factory, (type_name(w), *kinds)), node.rows, low.weight(w), row, w.ne1, w.ne0, a.at,
+             a.stride, low.out(node), 4 * node.cols, *_tiles(low, w), low.few_rows, w.ne2, row * w.ne1,
+             low.out(plan) + 8, *more)  # fmt: skip
     if op.route.ser:
         low.emit(KernelKey("moe", "make_zero_dropped"), op.sort.route.rows, low.out(node), node.cols, low.out(plan),
                  op.sort.n_used)  # fmt: skip
@@ -305,12 +336,23 @@ def _mul_mat_id(low: Lowering, node: Node, op: MulMatId) -> None:
     _emit_by_expert(low, node, op, "make_mul_mat_id", op.w, _sorted_activations(low, op.w, op))
 
 
-@RULES.add(MoeUpGate, "up gate x plan")
+@RULES.add(MoeUpGate, "up gate x plan act")
 def _moe_up_gate(low: Lowering, node: Node, op: MoeUpGate) -> None:
-    a = _sorted_activations(low, op.up, op)
+    a, act = _sorted_activations(low, op.up, op), op.act
     scratch = low.rows(op.x.rows) * MOST_TILES * TILE_ROWS * 4
-    _emit_by_expert(low, node, op, "make_up_gate", op.up, a, low.weight(op.gate),
-                    low.buffer(scratch * low.n_threads), scratch)  # fmt: skip
+    more = low.weight(op.gate), low.buffer(scratch * low.n_threads), scratch
+    if act.plain:
+        _emit_by_expert(low, node, op, "make_up_gate", op.up, a, *more)
+    else:
+        _emit_by_expert(low, node, op, "make_up_glu", op.up, a, *more, f32_bits(act.limit), f32_bits(act.alpha),
+                        kinds=_glu_args(act))  # fmt: skip
+
+
+@RULES.add(AddId, "x w plan")
+def _add_id(low: Lowering, node: Node, op: AddId) -> None:
+    low.emit(KernelKey("moe", "make_add_id"), op.sort.route.rows, low.out(op.x), low.weight(op.w), low.out(node),
+             node.cols, low.out(op.plan), op.sort.n_expert, op.sort.n_used,
+             row_bytes=12 * op.sort.n_used * node.cols)  # fmt: skip
 
 
 @RULES.add(MoeSum, "y route plan")

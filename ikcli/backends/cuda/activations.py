@@ -23,7 +23,9 @@ WANT_Q8, WANT_BF16 = 1, 2  # layer_common.cuh
 N_FORMAT_ARGS = 5  # q8, its row bytes, bf16, its row bytes, Formats: the last arguments of kernels that make such rows
 HEADS_AT = 8  # layer_heads, layer_latent: state, rows (2), table, dim, offset, n_rot, neox, then 9 words per value:
 # x, columns between rows, bias, biased, w, normed, out, heads, eps
-_OUT_AT = {"layer_norm_rows": 10, "layer_norm_experts": 13, "layer_swiglu": 5, "layer_latent": HEADS_AT + 6}
+_OUT_AT = {
+    "layer_norm_rows": 10, "layer_norm_experts": 13, "layer_swiglu": 5, "layer_glu": 5, "layer_latent": HEADS_AT + 6,
+}  # fmt: skip
 """Kernels that make activation rows: which argument is the value converted (a launch may compute others, too)."""
 
 

@@ -22,10 +22,12 @@ from ikcli.backends.cuda.activations import (
 from ikcli.backends.cuda.layouts import PlanLayout
 from ikcli.backends.cuda.lower import RULES, Arg, Grid, Lowering, Op, Ref
 from ikcli.backends.cuda.merging import merged_heads, merged_latent, merged_norm, norm_threads
+from ikcli.backends.cuda.upload import device_row_bytes
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
-from ikcli.graph.ops_elements import Gate, PosScale, Scale
-from ikcli.graph.ops_experts import MoeRoute, MoeSort, MoeSum, route_of, sort_of
+from ikcli.graph.activations import GATED, Glu
+from ikcli.graph.ops_elements import Activate, Gate, Norm, PosScale, Scale
+from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, route_of, sort_of
 from ikcli.graph.ops_rows import Add, Concat, ConcatHeads, GetRows, Hadamard, RmsNorm, Rope, RopeTable, SwiGlu
 
 __all__ = ["activations", "plan_layout", "zero_dropped"]
@@ -93,11 +95,46 @@ def _gate(low: Lowering, node: Node, op: Gate) -> None:
              _int(node.cols // op.gate.cols))  # fmt: skip
 
 
-@RULES.add(SwiGlu, "gate up")
+@RULES.add(SwiGlu, "gate up act")
 def _swiglu(low: Lowering, node: Node, op: SwiGlu) -> None:
-    low.emit("layer_swiglu", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+    kernel = "layer_swiglu" if op.act.plain else "layer_glu"
+    low.emit(kernel, row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.gate), low.out(op.up), low.out(node), _int(node.cols),
-             *format_args())  # fmt: skip
+             *glu_args(op.act), *format_args())  # fmt: skip
+
+
+def glu_args(act: Glu) -> tuple[Arg, ...]:
+    """What layer_glu is told of an activation; layer_swiglu needs nothing."""
+    return () if act.plain else (_int(GATED.index(act.kind)), _f32(act.limit), _f32(act.alpha))
+
+
+@RULES.add(Activate, "x kind")
+def _activate(low: Lowering, node: Node, op: Activate) -> None:
+    low.emit("layer_glu", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+             *low.row_args(node.rows), low.out(op.x), 0, low.out(node), _int(node.cols), _int(GATED.index(op.kind)),
+             _f32(0), _f32(0), *format_args())  # fmt: skip
+
+
+def _row_floats(w: Weight) -> int:
+    """Values between rows of a float32 weight on the device."""
+    return device_row_bytes(w.type, w.ne0) // 4
+
+
+_NORMS = ("layer", "rms", "l2")
+
+
+@RULES.add(Norm, "x w b eps width", kind=_NORMS)
+def _norm(low: Lowering, node: Node, op: Norm) -> None:
+    args: list[Arg] = []
+    for w in (op.w, op.b):
+        if w is None:
+            args += [0, _int(1), _int(0)]
+        else:
+            rows, stride = (w.ne1, _row_floats(w)) if w.ne0 == op.width else (w.ne0 // op.width, op.width)
+            args += [low.weight(w), _int(rows), _int(stride)]
+    low.emit("layer_norm_any", row_grid(node.rows, node.cols // op.width), norm_threads(op.width), 0, low.state,
+             *low.row_args(node.rows), low.out(op.x), *args, low.out(node), _int(node.cols), _int(op.width),
+             _f32(op.eps), _int(_NORMS.index(op.kind)))  # fmt: skip
 
 
 @RULES.add(Concat, "parts")
@@ -232,6 +269,14 @@ def _moe_sum(low: Lowering, node: Node, op: MoeSum) -> None:
              *low.row_args(node.rows), low.out(op.y), low.out(op.route),
              low.out(op.plan) + plan_layout(low, op.plan).position, low.out(node), _int(node.cols),
              _int(op.sort.n_used))  # fmt: skip
+
+
+@RULES.add(AddId, "x w plan")
+def _add_id(low: Lowering, node: Node, op: AddId) -> None:
+    order = low.out(op.plan) + plan_layout(low, op.plan).order
+    low.emit("layer_add_id", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+             *low.row_args(node.rows), low.out(op.x), low.weight(op.w), _row_floats(op.w), order, low.out(node),
+             _int(node.cols))  # fmt: skip
 
 
 def zero_dropped(low: Lowering, node: Node, plan: Node) -> None:

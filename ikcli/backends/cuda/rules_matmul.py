@@ -16,7 +16,7 @@ import numpy as np
 from ikcli.backends.cuda.activations import activations
 from ikcli.backends.cuda.layouts import max_tiles
 from ikcli.backends.cuda.lower import RULES, Arg, Counts, Lowering, Ref
-from ikcli.backends.cuda.rules_layers import plan_layout, zero_dropped
+from ikcli.backends.cuda.rules_layers import glu_args, plan_layout, zero_dropped
 from ikcli.backends.cuda.upload import RowFormat, device_format, is_float, table_bytes, table_type
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.ops_experts import MoeUpGate, MulMatId, sort_of
@@ -289,11 +289,12 @@ def _mul_mat_id(low: Lowering, node: Node, op: MulMatId) -> None:
     zero_dropped(low, node, op.plan)
 
 
-@RULES.add(MoeUpGate, "up gate x plan")
+@RULES.add(MoeUpGate, "up gate x plan act")
 def _moe_up_gate(low: Lowering, node: Node, op: MoeUpGate) -> None:
     up, gate, x, plan = op.up, op.gate, op.x, op.plan
     run, out = ByExpert(low, plan), low.out(node)
-    a, fused = run.input(up, x, False), device_format(up.type) == device_format(gate.type)
+    a = run.input(up, x, False)
+    fused = op.act.plain and device_format(up.type) == device_format(gate.type)
     if fused:
         run.matvec(up, gate, a, out)
     if run.has_many or not fused:
@@ -303,8 +304,9 @@ def _moe_up_gate(low: Lowering, node: Node, op: MoeUpGate) -> None:
             run.matvec(gate, None, b, other)
         run.gemm(up, a, out)
         run.gemm(gate, b, other)
-        low.emit("layer_swiglu", lambda c: (c.rows(node.rows), -(-node.cols // 1024), 1), 256, 0, low.state,
-                 *low.row_args(node.rows), other, out, out, np.int32(node.cols), 0, 0, 0, 0, np.int32(0),
+        low.emit("layer_swiglu" if op.act.plain else "layer_glu",
+                 lambda c: (c.rows(node.rows), -(-node.cols // 1024), 1), 256, 0, low.state, *low.row_args(node.rows),
+                 other, out, out, np.int32(node.cols), *glu_args(op.act), 0, 0, 0, 0, np.int32(0),
                  when=_not(run.few) if fused else None)  # fmt: skip
     zero_dropped(low, node, plan)
 

@@ -11,6 +11,7 @@ from ikcli.backends.cpu.kernels.format_api import few_dots, unpack_sixteen
 from ikcli.backends.cpu.kernels.formats import FORMATS
 from ikcli.backends.cpu.kernels.formats_float import float_block
 from ikcli.backends.cpu.kernels.gemm import quant_tile
+from ikcli.backends.cpu.kernels.glu import glu_span
 from ikcli.backends.cpu.tile_modes import (
     MODES,
     MOST_TILES,
@@ -21,7 +22,7 @@ from ikcli.backends.cpu.tile_modes import (
     tile_bytes_per_step,
 )
 from ikcli.native.jit import inline
-from ikcli.native.simd.vec import ld_i64
+from ikcli.native.simd.vec import ld_f32, ld_i64
 
 _ITEMS_PER_THREAD = 4  # at least, so that threads end at about the same time
 
@@ -221,6 +222,27 @@ def make_mul_mat_id(type_name):
 
 def make_up_gate(type_name):
     """silu(gate) * up by expert. params: `_by_expert`, then 18 gate weights, 19 scratch, 20 its bytes per thread."""
+
+    @inline
+    def glu(params, out, gate, up, n):
+        swiglu_span(out, gate, up, 0, n)
+
+    return _up_gate(type_name, glu)
+
+
+def make_up_glu(type_name, kind, limited):
+    """Another `Glu` of gate and up. params: `make_up_gate`, then 21 limit, 22 alpha (f32 bits)."""
+    span = glu_span(kind, limited)
+
+    @inline
+    def glu(params, out, gate, up, n):
+        span(out, gate, up, 0, n, ld_f32(params + 168), ld_f32(params + 176))
+
+    return _up_gate(type_name, glu)
+
+
+def _up_gate(type_name, glu):
+    """Both products by expert, made one value by `glu(params, out, gate, up, n)`."""
     block, tile_rows = _block(type_name)
 
     @inline
@@ -231,6 +253,6 @@ def make_up_gate(type_name):
         block(word(params, 3) + at, row_bytes, n, k, x, a_stride, m, y, out_stride, tiles, few)
         for t in range(m):
             row = y + t * out_stride
-            swiglu_span(row, scratch + 4 * n * t, row, 0, n)
+            glu(params, row, scratch + 4 * n * t, row, n)
 
     return _by_expert(tile_rows, compute)

@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from ikcli.backends.cpu.kernels.basic import add_span, copy_f32
 from ikcli.backends.cpu.kernels.common import n_rows, word
 from ikcli.native.jit import inline
 from ikcli.native.simd.vec import (
@@ -175,6 +176,24 @@ def make_zero_dropped():
             st_f32(out + 4 * (lo * cols + i), _F0)
 
     return zero_dropped
+
+
+def make_add_id():
+    """Sorted rows plus the row of their expert; others are copied. params: 3 x, 4 w, 5 out, 6 columns, 7 plan,
+    8 n_expert, 9 n_used."""
+
+    def add_id(params, ith, nth):
+        x, w, out, cols, plan = word(params, 3), word(params, 4), word(params, 5), word(params, 6), word(params, 7)
+        n_expert, rows = word(params, 8), n_rows(params) * word(params, 9)
+        offsets = plan + 8
+        lo, hi = rows * ith // nth, rows * (ith + 1) // nth
+        for e in range(n_expert):
+            for row in range(max(lo, ld_i64(offsets + 8 * e)), min(hi, ld_i64(offsets + 8 * e + 8))):
+                add_span(out + 4 * row * cols, x + 4 * row * cols, w + 4 * e * cols, 0, cols)
+        for row in range(max(lo, ld_i64(plan)), hi):
+            copy_f32(out + 4 * row * cols, x + 4 * row * cols, cols)
+
+    return add_id
 
 
 def make_sum():

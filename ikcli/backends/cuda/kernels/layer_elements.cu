@@ -40,3 +40,52 @@ layer_pos_scale(const i64* st, int symbol, int factor, const float* x, float* ou
   out += row * cols;
   for (int j = i; j < min(i + 4, cols); j++) out[j] = x[j] * f;
 }
+
+DI float sigmoid_times(float x, float y) { return x / (1.f + expf(-fminf(fmaxf(y, -100.f), 100.f))); }
+// y, or NaN where x is NaN or without end: minimum and maximum lose it.
+DI float kept(float x, float y) { return y + (x - x) * 0.f; }
+DI float clamped(float x, float limit) { return kept(x, fminf(fmaxf(x, -limit), limit)); }
+
+// The kinds of graph/activations.py, in their order.
+enum Act { ACT_SILU, ACT_GELU, ACT_GELU_QUICK, ACT_RELU, ACT_RELU_SQR, ACT_SWIGLU_OAI };
+DI float activation(float x, int kind) {
+  switch (kind) {
+    case ACT_GELU: return sigmoid_times(x, x * (1.5957691216057308f + 0.07135481627260025f * x * x));
+    case ACT_GELU_QUICK: return sigmoid_times(x, 1.702f * x);
+    case ACT_RELU: return kept(x, fmaxf(x, 0.f));
+    case ACT_RELU_SQR: {
+      const float r = kept(x, fmaxf(x, 0.f));
+      return r * r;
+    }
+    default: return silu(x);
+  }
+}
+DI float glu(float gate, float up, int kind, float limit, float alpha) {
+  if (limit > 0.f) up = clamped(up, limit);
+  if (kind == ACT_SWIGLU_OAI) {
+    if (limit > 0.f) gate = kept(gate, fminf(gate, limit));
+    return sigmoid_times(gate, alpha * gate) * (up + 1.f);
+  }
+  const float v = activation(gate, kind);
+  return (limit > 0.f ? kept(v, fminf(v, limit)) : v) * up;
+}
+
+// An activation of `gate`, with `up` if that is not null, and the activation rows of the product that follows. Same grid.
+extern "C" __global__ void __launch_bounds__(256)
+layer_glu(const i64* st, int symbol, int factor, const float* gate, const float* up, float* out, int cols, int kind, float limit,
+          float alpha, u8* q8, i64 q8_bytes, u8* bf16, i64 bf16_bytes, int wanted) {
+  const i64 row = blockIdx.x;
+  if (row >= step_rows(st, symbol, factor)) return;
+  const int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
+  gate += row * cols;
+  up = up ? up + row * cols : nullptr;
+  out += row * cols;
+  float v[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int j = 0; j < 4; j++)
+    if (i + j < cols) {
+      v[j] = up ? glu(gate[i + j], up[i + j], kind, limit, alpha) : activation(gate[i + j], kind);
+      out[i + j] = v[j];
+    }
+  if (wanted) store_wanted(make_float4(v[0], v[1], v[2], v[3]), q8, q8_bytes, bf16, bf16_bytes, wanted, row, cols, i, i < cols);
+}

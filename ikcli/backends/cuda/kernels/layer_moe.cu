@@ -300,6 +300,19 @@ layer_moe_route_sort(const i64* st, int symbol, int factor, const float* logits,
   sort_pairs(out, rows * n_used, {(int2*)order, position, offsets, counts, (int4*)few, (int4*)many}, n, n_used, (u32*)smem_raw);
 }
 
+// Sorted rows plus the row of w of their expert; rows without expert are copied. grid (sorted rows, parts of 4 * blockDim.x columns)
+extern "C" __global__ void __launch_bounds__(256)
+layer_add_id(const i64* st, int symbol, int factor, const float* x, const float* w, i64 w_cols, const int* order, float* out,
+             int cols) {
+  const i64 row = blockIdx.x;
+  const int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
+  if (row >= step_rows(st, symbol, factor) || i >= cols) return;
+  const int e = order[2 * row + 1];
+  x += row * cols;
+  out += row * cols;
+  for (int j = i; j < min(i + 4, cols); j++) out[j] = e < 0 ? x[j] : x[j] + w[e * w_cols + j];
+}
+
 // out[row] = sum over the slots of weight * y[position]; dropped slots add nothing. grid (rows, parts of 4 * blockDim.x columns)
 extern "C" __global__ void __launch_bounds__(256)
 layer_moe_sum(const i64* st, int symbol, int factor, const float* y, const float* route, const int* position, float* out, int cols,

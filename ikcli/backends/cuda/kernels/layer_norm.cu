@@ -145,3 +145,35 @@ layer_norm_groups(const i64* st, int symbol, int factor, const float* x, i64 x_c
   const float scale = 1.f / sqrtf(warp_sum(acc) / (float)width + eps);
   normalize(src, scale, {w, out + item * width, nullptr, nullptr, 0, 0, 0, width}, row, vec, t, 32);
 }
+
+// Norm of groups of `width` columns by one block each: kind 0 around the mean, 1 by the root mean square, 2 by the root of the
+// sum. w and b may be null; they have w_rows, b_rows rows for groups, which repeat. grid (rows, groups)
+extern "C" __global__ void __launch_bounds__(512, 2)
+layer_norm_any(const i64* st, int symbol, int factor, const float* x, const float* w, int w_rows, int w_stride, const float* b,
+               int b_rows, int b_stride, float* out, int cols, int width, float eps, int kind) {
+  IK_SHARED(float, scratch, 32)
+  const i64 row = blockIdx.x;
+  if (row >= step_rows(st, symbol, factor)) return;
+  const int at = blockIdx.y * width, t = threadIdx.x, n = blockDim.x;
+  x += row * cols + at;
+  out += row * cols + at;
+  if (w) w += (blockIdx.y % w_rows) * w_stride;
+  if (b) b += (blockIdx.y % b_rows) * b_stride;
+  float middle = 0.f;
+  if (kind == 0) {
+    float sum = 0.f;
+    for (int i = t; i < width; i += n) sum += x[i];
+    middle = block_sum(sum, scratch) / (float)width;
+  }
+  float squares = 0.f;
+  for (int i = t; i < width; i += n) squares += (x[i] - middle) * (x[i] - middle);
+  squares = block_sum(squares, scratch);
+  const float root = kind == 2 ? sqrtf(squares) : sqrtf(squares / (float)width + eps);
+  const float scale = 1.f / (kind == 2 && root < eps ? eps : root);
+  for (int i = t; i < width; i += n) {
+    float v = (x[i] - middle) * scale;
+    if (w) v *= w[i];
+    if (b) v += b[i];
+    out[i] = v;
+  }
+}

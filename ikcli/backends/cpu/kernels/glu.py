@@ -1,0 +1,202 @@
+"""Activation functions of vectors and numbers, alone and with a gate (`graph/activations.py` says what they mean)."""
+
+import math
+
+import numpy as np
+
+from ikcli.backends.cpu.kernels.basic import span
+from ikcli.backends.cpu.kernels.common import n_rows, word
+from ikcli.graph.activations import GELU_CUBE, GELU_SLOPE, QUICK_SLOPE
+from ikcli.native.jit import inline
+from ikcli.native.simd.math import vexp, vsilu
+from ikcli.native.simd.vec import (
+    ld_f32,
+    load_f32x16,
+    splat_f32x16,
+    st_f32,
+    store_f32x16,
+    vadd,
+    vdiv,
+    vfma,
+    vmax,
+    vmin,
+    vmul,
+    vsub,
+)
+
+_F = np.float32
+_F0, _F1, _FAR = _F(0.0), _F(1.0), _F(100.0)
+_GELU_SLOPE, _GELU_CUBED, _QUICK = _F(GELU_SLOPE), _F(GELU_SLOPE * GELU_CUBE), _F(QUICK_SLOPE)
+
+
+@inline
+def vsigmoid_times(x, y):
+    """x * sigmoid(y); y of any size."""
+    y = vmin(vmax(y, splat_f32x16(-_FAR)), splat_f32x16(_FAR))
+    return vdiv(x, vadd(splat_f32x16(_F1), vexp(vsub(splat_f32x16(_F0), y))))
+
+
+@inline
+def sigmoid_times(x, y):
+    return x / (_F1 + _F(math.exp(-min(max(y, -_FAR), _FAR))))
+
+
+@inline
+def vkept(x, y):
+    """y, or NaN where x is NaN or without end: minimum and maximum lose it."""
+    return vfma(vsub(x, x), splat_f32x16(_F0), y)
+
+
+@inline
+def kept(x, y):
+    return y + (x - x) * _F0
+
+
+@inline
+def silu(x):
+    return x / (_F1 + _F(math.exp(-x)))
+
+
+@inline
+def vgelu(x):
+    u = vmul(x, vfma(vmul(x, x), splat_f32x16(_GELU_CUBED), splat_f32x16(_GELU_SLOPE)))
+    return vsigmoid_times(x, u)
+
+
+@inline
+def gelu(x):
+    return sigmoid_times(x, x * (x * x * _GELU_CUBED + _GELU_SLOPE))
+
+
+@inline
+def vgelu_quick(x):
+    return vsigmoid_times(x, vmul(x, splat_f32x16(_QUICK)))
+
+
+@inline
+def gelu_quick(x):
+    return sigmoid_times(x, x * _QUICK)
+
+
+@inline
+def vrelu(x):
+    return vkept(x, vmax(x, splat_f32x16(_F0)))
+
+
+@inline
+def relu(x):
+    return kept(x, max(x, _F0))
+
+
+@inline
+def vrelu_sqr(x):
+    return vmul(vrelu(x), vrelu(x))
+
+
+@inline
+def relu_sqr(x):
+    return relu(x) * relu(x)
+
+
+_UNARY = {
+    "silu": (vsilu, silu), "gelu": (vgelu, gelu), "gelu_quick": (vgelu_quick, gelu_quick), "relu": (vrelu, relu),
+    "relu_sqr": (vrelu_sqr, relu_sqr),
+}  # fmt: skip
+
+
+def _gated(kind, limited):
+    """(vector, scalar) functions of (gate, up, limit, alpha)."""
+    if kind == "swiglu_oai":
+        return _oai(limited)
+    vact, act = _UNARY[kind]
+    if not limited:
+
+        @inline
+        def vglu(gate, up, limit, alpha):
+            return vmul(vact(gate), up)
+
+        @inline
+        def glu(gate, up, limit, alpha):
+            return act(gate) * up
+
+        return vglu, glu
+
+    @inline
+    def vclamped(gate, up, limit, alpha):
+        value = vact(gate)
+        return vmul(vkept(value, vmin(value, splat_f32x16(limit))), vclamp(up, limit))
+
+    @inline
+    def clamped(gate, up, limit, alpha):
+        value = act(gate)
+        return kept(value, min(value, limit)) * clamp(up, limit)
+
+    return vclamped, clamped
+
+
+@inline
+def vclamp(x, limit):
+    return vkept(x, vmin(vmax(x, splat_f32x16(-limit)), splat_f32x16(limit)))
+
+
+@inline
+def clamp(x, limit):
+    return kept(x, min(max(x, -limit), limit))
+
+
+def _oai(limited):
+    @inline
+    def vglu(gate, up, limit, alpha):
+        if limited:
+            gate, up = vkept(gate, vmin(gate, splat_f32x16(limit))), vclamp(up, limit)
+        return vmul(vsigmoid_times(gate, vmul(gate, splat_f32x16(alpha))), vadd(up, splat_f32x16(_F1)))
+
+    @inline
+    def glu(gate, up, limit, alpha):
+        if limited:
+            gate, up = kept(gate, min(gate, limit)), clamp(up, limit)
+        return sigmoid_times(gate, gate * alpha) * (up + _F1)
+
+    return vglu, glu
+
+
+def glu_span(kind, limited):
+    """(out, gate, up, lo, hi, limit, alpha): elements lo to hi of `Glu`."""
+    vglu, glu = _gated(kind, limited)
+
+    @inline
+    def run(out, gate, up, lo, hi, limit, alpha):
+        full = lo + ((hi - lo) & ~15)
+        for i in range(lo, full, 16):
+            store_f32x16(out + 4 * i, vglu(load_f32x16(gate + 4 * i), load_f32x16(up + 4 * i), limit, alpha))
+        for i in range(full, hi):
+            st_f32(out + 4 * i, glu(ld_f32(gate + 4 * i), ld_f32(up + 4 * i), limit, alpha))
+
+    return run
+
+
+def make_glu(kind, limited):
+    """params: 3 gate, 4 up, 5 out, 6 columns, 7 limit, 8 alpha (f32 bits)."""
+    glu = glu_span(kind, limited)
+
+    def run(params, ith, nth):
+        lo, hi = span(n_rows(params) * word(params, 6), ith, nth)
+        glu(word(params, 5), word(params, 3), word(params, 4), lo, hi, ld_f32(params + 56), ld_f32(params + 64))
+
+    return run
+
+
+def make_unary(kind):
+    """params: 3 x, 4 out, 5 columns."""
+    vact, act = _UNARY[kind]
+
+    def unary(params, ith, nth):
+        x, out = word(params, 3), word(params, 4)
+        lo, hi = span(n_rows(params) * word(params, 5), ith, nth)
+        full = lo + ((hi - lo) & ~15)
+        for i in range(lo, full, 16):
+            store_f32x16(out + 4 * i, vact(load_f32x16(x + 4 * i)))
+        for i in range(full, hi):
+            st_f32(out + 4 * i, act(ld_f32(x + 4 * i)))
+
+    return unary

@@ -1,0 +1,90 @@
+"""Norms of other kinds than `rms_norm` with weights: around the mean, without weights, with bias."""
+
+import math
+
+import numpy as np
+
+from ikcli.backends.cpu.kernels.basic import sum_squares
+from ikcli.backends.cpu.kernels.common import n_rows, word
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import (
+    ld_f32,
+    load_f32x16,
+    reduce_add,
+    splat_f32x16,
+    st_f32,
+    store_f32x16,
+    vadd,
+    vfma,
+    vmul,
+    vsub,
+    zero_f32x16,
+)
+
+_F0, _F1 = np.float32(0.0), np.float32(1.0)
+
+
+@inline
+def mean(x, n):
+    full = n & ~15
+    acc = zero_f32x16()
+    for i in range(0, full, 16):
+        acc = vadd(acc, load_f32x16(x + 4 * i))
+    total = reduce_add(acc)
+    for i in range(full, n):
+        total += ld_f32(x + 4 * i)
+    return total / np.float32(n)
+
+
+@inline
+def sum_squares_around(x, n, middle):
+    full, m = n & ~15, splat_f32x16(middle)
+    acc = zero_f32x16()
+    for i in range(0, full, 16):
+        v = vsub(load_f32x16(x + 4 * i), m)
+        acc = vfma(v, v, acc)
+    total = reduce_add(acc)
+    for i in range(full, n):
+        d = ld_f32(x + 4 * i) - middle
+        total += d * d
+    return total
+
+
+def make_norm(kind, weighted, biased):
+    """params: 3 x, 4 w, 5 its period in columns, 6 b, 7 its period, 8 out, 9 columns, 10 width, 11 eps (f32 bits)."""
+    around_mean, of_sum = kind == "layer", kind == "l2"
+
+    def norm(params, ith, nth):
+        x, w, b, out = word(params, 3), word(params, 4), word(params, 6), word(params, 8)
+        cols, width, eps = word(params, 9), word(params, 10), ld_f32(params + 88)
+        groups, full = cols // width, width & ~15
+        items = n_rows(params) * groups
+        for item in range(items * ith // nth, items * (ith + 1) // nth):
+            src, dst = x + 4 * item * width, out + 4 * item * width
+            at = item % groups * width
+            middle = mean(src, width) if around_mean else _F0
+            squares = sum_squares_around(src, width, middle) if around_mean else sum_squares(src, width)
+            if of_sum:
+                root = np.float32(math.sqrt(squares))
+                scale = _F1 / (eps if root < eps else root)  # NaN stays
+            else:
+                scale = _F1 / np.float32(math.sqrt(squares / np.float32(width) + eps))
+            m, s = splat_f32x16(middle), splat_f32x16(scale)
+            wx = w + 4 * (at % word(params, 5)) if weighted else w
+            bx = b + 4 * (at % word(params, 7)) if biased else b
+            for i in range(0, full, 16):
+                v = vmul(vsub(load_f32x16(src + 4 * i), m), s)
+                if weighted:
+                    v = vmul(v, load_f32x16(wx + 4 * i))
+                if biased:
+                    v = vadd(v, load_f32x16(bx + 4 * i))
+                store_f32x16(dst + 4 * i, v)
+            for i in range(full, width):
+                y = (ld_f32(src + 4 * i) - middle) * scale
+                if weighted:
+                    y = y * ld_f32(wx + 4 * i)
+                if biased:
+                    y = y + ld_f32(bx + 4 * i)
+                st_f32(dst + 4 * i, y)
+
+    return norm

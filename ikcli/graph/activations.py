@@ -1,0 +1,88 @@
+"""Activation functions, alone and with a gate, and what ops record about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ikcli.graph.core import Array
+
+GELU_SLOPE, GELU_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
+QUICK_SLOPE = 1.702
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)), without overflow."""
+    e = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1 / (1 + e), e / (1 + e))
+
+
+def silu(x: Array) -> Array:
+    """x * sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def gelu(x: Array) -> Array:
+    """GELU by way of tanh: x/2 * (1 + tanh(u)) is x * sigmoid(2u)."""
+    with np.errstate(over="ignore"):
+        return x * sigmoid(GELU_SLOPE * x * (1 + GELU_CUBE * x * x))
+
+
+def gelu_quick(x: Array) -> Array:
+    """x * sigmoid(1.702 x)."""
+    return x * sigmoid(QUICK_SLOPE * x)
+
+
+def relu(x: Array) -> Array:
+    """The larger of x and 0."""
+    return np.maximum(x, 0)
+
+
+def relu_sqr(x: Array) -> Array:
+    """The square of relu."""
+    return relu(x) * relu(x)
+
+
+UNARY: dict[str, Callable[[Array], Array]] = {
+    "silu": silu, "gelu": gelu, "gelu_quick": gelu_quick, "relu": relu, "relu_sqr": relu_sqr,
+}  # fmt: skip
+GATED = (*UNARY, "swiglu_oai")
+"""Kinds of `Glu`; the place in this list is their number in kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Glu:
+    """How gate and up become one value: f(gate) * up.
+
+    A limit above 0 holds f(gate) at most there, and up between -limit and limit. "swiglu_oai" is
+    gate * sigmoid(alpha * gate) * (up + 1), where gate itself is held at most there.
+    """
+
+    kind: str = "silu"
+    limit: float = 0.0
+    alpha: float = QUICK_SLOPE
+
+    def __post_init__(self) -> None:
+        if self.kind not in GATED:
+            raise ValueError(f"activation {self.kind} is none of {', '.join(GATED)}")
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is silu(gate) * up."""
+        return self.kind == "silu" and not self.limit
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        """The value."""
+        if self.limit:
+            up = np.clip(up, -self.limit, self.limit)
+        if self.kind == "swiglu_oai":
+            gate = np.minimum(gate, self.limit) if self.limit else gate
+            return gate * sigmoid(self.alpha * gate) * (up + 1)
+        value = UNARY[self.kind](gate)
+        return (np.minimum(value, self.limit) if self.limit else value) * up
+
+
+SILU = Glu()

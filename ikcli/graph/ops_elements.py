@@ -30,15 +30,40 @@ class Scale(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class SoftCap(Op):
+    """cap * tanh(x / cap)."""
+
+    name = "softcap"
+
+    x: Node
+    cap: float
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.rows, self.x.cols
+
+    def compute(self, run: Run) -> Array:
+        cap = run.dtype(self.cap)
+        out: Array = cap * np.tanh(run.value(self.x) / cap)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
 class Gate(Op):
-    """x times sigmoid(gate), whose columns are for equal parts of a row: one for all, one per head, one each."""
+    """x times sigmoid(gate), whose columns are for equal parts of a row: one for all, one per head, one each.
+
+    `kind` "softplus": times ln(1 + exp(gate)).
+    """
 
     name = "gate"
 
     x: Node
     gate: Node
+    kind: str = "sigmoid"
 
     def __post_init__(self) -> None:
+        if self.kind not in ("sigmoid", "softplus"):
+            raise ValueError(f"gate {self.kind} is none of sigmoid, softplus")
         if self.x.cols % self.gate.cols:
             raise ValueError("the columns of a gate do not divide those of the value")
 
@@ -47,7 +72,8 @@ class Gate(Op):
         return self.x.rows, self.x.cols
 
     def compute(self, run: Run) -> Array:
-        x, gate = run.value(self.x), sigmoid(run.value(self.gate))
+        x, gate = run.value(self.x), run.value(self.gate)
+        gate = sigmoid(gate) if self.kind == "sigmoid" else np.logaddexp(gate, 0)
         out: Array = (x.reshape(len(x), gate.shape[1], -1) * gate[:, :, None]).reshape(x.shape)
         return out
 

@@ -13,7 +13,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.graph.activations import SILU, Glu
 from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Weight, power_of_two_parts
 from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
-from ikcli.graph.ops_elements import Activate, Gate, Norm, PosScale, Scale
+from ikcli.graph.ops_elements import Activate, Gate, Norm, PosScale, Scale, SoftCap
 from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import (
     Add,
@@ -48,10 +48,12 @@ class Graph:
         self.nodes.append(node)
         return node
 
-    def cache(self, kind: str, cols: int, type_: GGMLType, transposed: bool = False, per: Per = Per.CELL) -> Cache:
-        """The cache tensor `kind` of the current layer."""
-        c = Cache(kind, self.il, cols, type_, transposed, per)
-        return self.caches.setdefault((kind, self.il), c)
+    def cache(
+        self, kind: str, cols: int, type_: GGMLType, transposed: bool = False, per: Per = Per.CELL, il: int = -1
+    ) -> Cache:
+        """The cache tensor `kind` of the current layer, or of layer `il`."""
+        il = self.il if il < 0 else il
+        return self.caches.setdefault((kind, il), Cache(kind, il, cols, type_, transposed, per))
 
     def state(self, kind: str, cols: int) -> Cache:
         """The state `kind` of the current layer: a float32 row of `cols` columns per sequence."""
@@ -109,9 +111,13 @@ class Graph:
         """x times a factor that grows with the position; see `PosScale`."""
         return self.record(PosScale(x, scale, length, shift), name)
 
-    def gate(self, x: Node, gate: Node, name: str) -> Node:
-        """x times sigmoid(gate), whose columns are for equal parts of a row."""
-        return self.record(Gate(x, gate), name)
+    def gate(self, x: Node, gate: Node, name: str, kind: str = "sigmoid") -> Node:
+        """x times sigmoid(gate) or softplus(gate), whose columns are for equal parts of a row."""
+        return self.record(Gate(x, gate, kind), name)
+
+    def softcap(self, x: Node, cap: float, name: str) -> Node:
+        """cap * tanh(x / cap); x itself if the cap is 0."""
+        return self.record(SoftCap(x, cap), name) if cap else x
 
     def concat(self, parts: Sequence[Node], name: str) -> Node:
         """Columns of the parts side by side."""

@@ -11,7 +11,8 @@ from typing import Protocol, cast
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Graph, Node
 from ikcli.models.config import EXPAND_MIN_TOKENS, GraphConfig
-from ikcli.models.hparams import HParams, RopeParams
+from ikcli.models.hparams import HParams
+from ikcli.models.rope import RopeParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights, check_tensors
 
 ARCHITECTURES: dict[str, str] = {
@@ -25,9 +26,13 @@ ARCHITECTURES: dict[str, str] = {
     "granite": "ikcli.models.granite",
     "granitemoe": "ikcli.models.granite",
     "hunyuan-moe": "ikcli.models.hunyuan_moe",
+    "laguna": "ikcli.models.step35",
     "llama": "ikcli.models.llama",
+    "mellum": "ikcli.models.mellum",
+    "mimo2": "ikcli.models.mimo2",
     "minimax-m2": "ikcli.models.minimax_m2",
     "mistral3": "ikcli.models.llama",
+    "phi3": "ikcli.models.phi3",
     "qwen2": "ikcli.models.qwen2",
     "qwen2moe": "ikcli.models.qwen2moe",
     "qwen2vl": "ikcli.models.qwen2",  # text: all sections of the rotation have one position
@@ -37,6 +42,7 @@ ARCHITECTURES: dict[str, str] = {
     "qwen3vlmoe": "ikcli.models.qwen3moe",
     "seed_oss": "ikcli.models.seed_oss",
     "smollm3": "ikcli.models.smollm3",
+    "step35": "ikcli.models.step35",
 }
 
 __all__ = [

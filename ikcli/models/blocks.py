@@ -12,16 +12,25 @@ from dataclasses import replace
 from ikcli.graph import Graph, HeadSlice, Node, Per, Weight
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
-from ikcli.models.rope import inverse_frequencies, magnitude, yarn_log
+from ikcli.models.rope import RopeParams, inverse_frequencies, magnitude, yarn_log
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 Block = Callable[[Node, LayerWeights], Node]
 
 
-def transformer(g: Graph, hp: HParams, w: Weights, attn: Block, ffn: Block, ffn_norm: str = "ffn_norm") -> Node:
+def transformer(
+    g: Graph,
+    hp: HParams,
+    w: Weights,
+    attn: Block,
+    ffn: Block,
+    ffn_norm: str = "ffn_norm",
+    *,
+    end: Block | None = None,
+) -> Node:
     """Pre-norm residual layers and the output head; `ffn_norm` names the norm of the feed-forward part.
 
-    After the last attention only the rows whose logits were asked for go on.
+    `end` is what a layer does at last. After the last attention only the rows whose logits were asked for go on.
     """
     x = g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled")
     for il in range(hp.n_layer):
@@ -34,12 +43,14 @@ def transformer(g: Graph, hp: HParams, w: Weights, attn: Block, ffn: Block, ffn_
         x = g.add(g.scale(cur, hp.residual_scale, "attn_scaled"), x, "ffn_inp")
         cur = ffn(g.rms_norm(x, getattr(layer, ffn_norm), hp.eps, "ffn_norm"), layer)
         x = g.add(g.scale(cur, hp.residual_scale, "ffn_scaled"), x, "l_out")
+        if end is not None:
+            x = end(x, layer)
     g.il = -1
     x = g.rms_norm(x, w["output_norm.weight"], hp.eps, "result_norm")
     head = w.get("output.weight") or w["token_embd.weight"]
-    if hp.logit_scale == 1:
-        return g.mul_mat(head, x, "result_output")
-    return g.scale(g.mul_mat(head, x, "result_unscaled"), hp.logit_scale, "result_output")
+    x = g.mul_mat(head, x, "result_unscaled" if hp.logit_scale != 1 or hp.final_softcap else "result_output")
+    x = g.scale(x, hp.logit_scale, "result_uncapped" if hp.final_softcap else "result_output")
+    return g.softcap(x, hp.final_softcap, "result_output")
 
 
 def rope_table(g: Graph, hp: HParams, w: Weights) -> Node:
@@ -49,6 +60,26 @@ def rope_table(g: Graph, hp: HParams, w: Weights) -> Node:
     # What a file says about K*Q (log_mul) cancels YaRN's factor on cosine and sine.
     factor = hp.rope.attn_factor / (yarn_log(hp.rope, 0.1 * hp.rope.log_mul) if hp.arch == "mistral3" else 1.0)
     return g.rope_table(inv_freq.tolist(), magnitude(hp.rope, factor))
+
+
+def rope_tables(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> tuple[Node | None, ...]:
+    """The rotation table of every layer (None: it does not rotate); layers that rotate alike share one."""
+    tables: dict[tuple[RopeParams, int], Node] = {}
+    layers = [(own.rope, own.n_rot) for own in map(hp.at, range(hp.n_layer))]
+    for rope, n_rot in layers:
+        if n_rot and (rope, n_rot) not in tables:
+            factors = w.data(name) if rope.factors and (name := _factors(w, rope, cfg)) else None
+            inv_freq = inverse_frequencies(rope, n_rot, factors)
+            name = f"rope_table_{len(tables)}" if tables else "rope_table"
+            tables[rope, n_rot] = g.rope_table(inv_freq.tolist(), magnitude(rope, rope.attn_factor), name)
+    return tuple(tables.get(key) for key in layers)
+
+
+def _factors(w: Weights, rope: RopeParams, cfg: GraphConfig) -> str:
+    """The tensor of factors on frequencies; those of LongRoPE depend on the context that sequences have room for."""
+    names = ["rope_freqs"]
+    names.append("rope_factors_long" if cfg.n_ctx // cfg.n_seq > rope.n_ctx_orig else "rope_factors_short")
+    return next((f"{name}.weight" for name in names if f"{name}.weight" in w), "")
 
 
 def linear(g: Graph, w: Weight, bias: Weight | None, x: Node, name: str) -> Node:
@@ -68,27 +99,48 @@ def self_attention(
     *,
     neox: bool,
     norm_last: bool = False,
+    gating: str = "sigmoid",
 ) -> Node:
     """Grouped-query attention with rotated q and k, optional biases and optional norms of q and k heads.
 
-    No `table`: without rotation. `norm_last`: q and k are normed after the rotation.
+    No `table`: without rotation. `norm_last`: q and k are normed after the rotation. See `attend` for the rest.
     """
     hp = hp.at(layer.il)
     q = _project(g, hp, x, layer, table, "q", hp.n_head, neox, norm_last)
     k = _project(g, hp, x, layer, table, "k", hp.n_head_kv, neox, norm_last)
     if hp.temperature_scale:
         q = g.pos_scale(q, hp.temperature_scale, hp.rope.n_ctx_orig, "Qcur_tempered")
-    v = linear(g, layer.attn_v, layer.get("attn_v_bias"), x, "Vcur")
+    v = linear(g, attention_matrix(hp, layer, "v"), layer.get("attn_v_bias"), x, "Vcur")
+    return attend(g, hp, cfg, q, (k, g.scale(v, hp.value_scale, "Vcur_scaled")), x, layer, gating=gating)
+
+
+def attend(
+    g: Graph,
+    hp: HParams,
+    cfg: GraphConfig,
+    q: Node,
+    kv: tuple[Node, Node] | None,
+    x: Node,
+    layer: LayerWeights,
+    *,
+    kv_layer: int = -1,
+    gating: str = "sigmoid",
+) -> Node:
+    """Attention of projected heads, with what the layer has of windows, sinks and a gate on x; the output projection.
+
+    k and v are stored first; without `kv` those that layer `kv_layer` stored are read.
+    """
     if cfg.k_hadamard:
         q = g.hadamard(q, hp.n_head, hp.head_dim_k, "Qcur_hadamard")
-        k = g.hadamard(k, hp.n_head_kv, hp.head_dim_k, "Kcur_hadamard")
-    if cfg.v_hadamard:
-        v = g.hadamard(v, hp.n_head_kv, hp.head_dim_v, "Vcur_hadamard")
     per = Per.WINDOW if hp.window and cfg.n_window else Per.CELL
-    k_cache = g.cache("k", hp.n_head_kv * hp.head_dim_k, cfg.type_k, per=per)
-    v_cache = g.cache("v", hp.n_head_kv * hp.head_dim_v, cfg.type_v, per=per)
-    g.kv_store(k_cache, k, "k_cache_view")
-    g.kv_store(v_cache, v, "v_cache_view")
+    k_cache = g.cache("k", hp.n_head_kv * hp.head_dim_k, cfg.type_k, per=per, il=kv_layer)
+    v_cache = g.cache("v", hp.n_head_kv * hp.head_dim_v, cfg.type_v, per=per, il=kv_layer)
+    if kv is not None:
+        k, v = kv
+        k = g.hadamard(k, hp.n_head_kv, hp.head_dim_k, "Kcur_hadamard") if cfg.k_hadamard else k
+        v = g.hadamard(v, hp.n_head_kv, hp.head_dim_v, "Vcur_hadamard") if cfg.v_hadamard else v
+        g.kv_store(k_cache, k, "k_cache_view")
+        g.kv_store(v_cache, v, "v_cache_view")
     kqv = g.attention(
         [HeadSlice(q, 0, hp.head_dim_k, hp.head_dim_k)],
         [HeadSlice(k_cache, 0, hp.head_dim_k, hp.head_dim_k)],
@@ -100,10 +152,26 @@ def self_attention(
         flash=cfg.flash_attn,
         heads_per_step=heads_per_step(cfg, hp.n_head),
         window=hp.window,
+        chunk=hp.chunk,
+        sinks=layer.get("attn_sinks"),
+        softcap=hp.attn_softcap,
     )
     if cfg.v_hadamard:
         kqv = g.hadamard(kqv, hp.n_head, hp.head_dim_v, "kqv_hadamard")
+    gate = layer.get("attn_gate")
+    if gate is not None:
+        kqv = g.gate(kqv, g.mul_mat(gate, x, "attn_gate"), "attn_gated", gating)
     return linear(g, layer.attn_output, layer.get("attn_output_bias"), kqv, "kqv_out")
+
+
+def attention_matrix(hp: HParams, layer: LayerWeights, which: str) -> Weight:
+    """The matrix of q, k or v: of its own, or rows of that of all three."""
+    own = layer.get(f"attn_{which}")
+    if own is not None:
+        return own
+    n_q, n_k = hp.n_head * hp.head_dim_k, hp.n_head_kv * hp.head_dim_k
+    ranges = {"q": (0, n_q), "k": (n_q, n_k), "v": (n_q + n_k, hp.n_head_kv * hp.head_dim_v)}
+    return layer.attn_qkv.rows(*ranges[which])
 
 
 def _project(
@@ -119,7 +187,7 @@ def _project(
 ) -> Node:
     """q or k: projection, norm of each head (or of all together) if the model has one, rotation."""
     name = f"{which.upper()}cur"
-    cur = linear(g, getattr(layer, f"attn_{which}"), layer.get(f"attn_{which}_bias"), x, f"{name}_proj")
+    cur = linear(g, attention_matrix(hp, layer, which), layer.get(f"attn_{which}_bias"), x, f"{name}_proj")
     norm = layer.get(f"attn_{which}_norm")
     if norm is not None and not norm_last:
         cur = g.rms_norm(cur, norm, hp.eps, f"{name}_normed")
@@ -163,6 +231,14 @@ def dense_ffn(g: Graph, x: Node, layer: LayerWeights, name: str = "ffn_out", suf
     return linear(g, getattr(layer, f"ffn_down{suffix}"), layer.get(f"ffn_down{suffix}_bias"), par, name)
 
 
+def fused_dense_ffn(g: Graph, hp: HParams, x: Node, layer: LayerWeights, name: str = "ffn_out") -> Node:
+    """As `dense_ffn`, with one matrix for gate and up."""
+    n_ff = hp.at(layer.il).n_ff
+    gate = g.mul_mat(layer.ffn_up.rows(0, n_ff), x, "ffn_gate")
+    up = g.mul_mat(layer.ffn_up.rows(n_ff, n_ff), x, "ffn_up")
+    return g.mul_mat(layer.ffn_down, g.swiglu(gate, up, "ffn_gate_par"), name)
+
+
 def moe_ffn(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights, name: str = "ffn_moe_out") -> Node:
     """Routed experts: choose, group tokens by expert, compute, add up weighted."""
     logits = g.mul_mat(layer.ffn_gate_inp, x, "ffn_moe_logits")
@@ -202,20 +278,31 @@ def base_specs(hp: HParams) -> TensorSpecs:
 
 
 def attention_specs(
-    hp: HParams, il: int, *, bias: bool | None, qk_norm: bool | None = False, ffn_norm: str = "ffn_norm"
+    hp: HParams,
+    il: int,
+    *,
+    bias: bool | None,
+    qk_norm: bool | None = False,
+    ffn_norm: str = "ffn_norm",
+    fused: bool = False,
 ) -> TensorSpecs:
-    """Norms and projections of one block; bias, qk_norm None = they are optional."""
+    """Norms and projections of one block; bias, qk_norm None = they are optional.
+
+    `fused`: q, k and v are one matrix, or three all the same.
+    """
     hp = hp.at(il)
     q, k, v = hp.n_head * hp.head_dim_k, hp.n_head_kv * hp.head_dim_k, hp.n_head_kv * hp.head_dim_v
     specs = {
         "attn_norm.weight": TensorSpec((hp.n_embd,)),
-        "attn_q.weight": TensorSpec((hp.n_embd, q)),
-        "attn_k.weight": TensorSpec((hp.n_embd, k)),
-        "attn_v.weight": TensorSpec((hp.n_embd, v)),
+        "attn_q.weight": TensorSpec((hp.n_embd, q), not fused),
+        "attn_k.weight": TensorSpec((hp.n_embd, k), not fused),
+        "attn_v.weight": TensorSpec((hp.n_embd, v), not fused),
         "attn_output.weight": TensorSpec((hp.n_head * hp.head_dim_v, hp.n_embd)),
         "attn_output.bias": TensorSpec((hp.n_embd,), required=False),
         f"{ffn_norm}.weight": TensorSpec((hp.n_embd,)),
     }
+    if fused:
+        specs["attn_qkv.weight"] = TensorSpec((hp.n_embd, q + k + v), required=False)
     if bias is not False:
         for name, n in (("q", q), ("k", k), ("v", v)):
             specs[f"attn_{name}.bias"] = TensorSpec((n,), required=bool(bias))
@@ -244,6 +331,16 @@ def dense_specs(hp: HParams, il: int, n_ff: int, suffix: str = "") -> TensorSpec
         f"ffn_gate{suffix}.bias": TensorSpec((n_ff,), required=False),
         f"ffn_up{suffix}.bias": TensorSpec((n_ff,), required=False),
         f"ffn_down{suffix}.bias": TensorSpec((hp.n_embd,), required=False),
+    }
+    return in_block(il, specs)
+
+
+def fused_dense_specs(hp: HParams, il: int) -> TensorSpecs:
+    """A dense feed-forward block with one matrix for gate and up."""
+    n_ff = hp.at(il).n_ff
+    specs = {
+        "ffn_up.weight": TensorSpec((hp.n_embd, 2 * n_ff)),
+        "ffn_down.weight": TensorSpec((n_ff, hp.n_embd)),
     }
     return in_block(il, specs)
 

@@ -1,7 +1,8 @@
-"""Hyper-parameters of a model: the only reader of architecture keys (`<arch>.block_count`, ...).
+"""Hyper-parameters of a model, from architecture keys (`<arch>.block_count`, ...).
 
-Names are ggml's. Answers to `llm_load_hparams` of ik_llama.cpp. Sliding-window keys of these architectures are not
-read, as there: attention is always over the whole sequence.
+Names are ggml's. Answers to `llm_load_hparams` of ik_llama.cpp. `rope.py` reads the keys of the rotation, `windows.py`
+those of layers with windows, and nobody else any; of an architecture that is not in `windows.py` they are not read,
+as there: attention is over the whole sequence.
 """
 
 from __future__ import annotations
@@ -9,41 +10,32 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from ikcli.errors import FormatError, UnsupportedError
+from ikcli.models.keys import HasShape, Keys, by_layer
+from ikcli.models.rope import RopeParams, read_rope
+from ikcli.models.windows import read_windows
 
 MAX_LAYERS = 512
 MAX_EXPERTS = 1024
-_MAX_SIZE = 1 << 31
 GATING = {1: "softmax", 2: "sigmoid"}
-_ALL_EXPERTS = ("qwen3moe", "qwen3vlmoe", "minimax-m2", "hunyuan-moe", "qwen2moe", "granitemoe")  # in every layer
+_ALL_EXPERTS = (
+    "gpt-oss", "granitemoe", "hunyuan-moe", "mellum", "minimax-m2", "qwen2moe", "qwen3moe", "qwen3vlmoe",
+)  # fmt: skip
+"""In every layer."""
 MLA = ("deepseek2", "glm-dsa")  # multi-head latent attention
-_DENSE_LEAD = (*MLA, "glm4moe", "dots1", "ernie4_5-moe")  # in all layers but the first ones
-_SIGMOID = ("glm4moe", "minimax-m2", "dots1")  # gating of files that do not say
-
-
-class HasShape(Protocol):
-    """The part of a tensor description that hyper-parameters look at."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RopeParams:
-    """Rotary embedding: base, scaling ("none", "linear", "yarn") and its factor (1 = unscaled)."""
-
-    freq_base: float = 10000.0
-    scaling: str = "none"
-    factor: float = 1.0
-    n_ctx_orig: int = 0
-    attn_factor: float = 1.0
-    log_mul: float = 0.0  # yarn_log_multiplier
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+_DENSE_LEAD = (*MLA, "cohere2_moe", "dots1", "ernie4_5-moe", "glm4moe", "laguna", "minimax-m3", "step35")
+"""In all layers but the first ones."""
+_SIGMOID = (
+    "cohere2_moe", "dots1", "glm4moe", "laguna", "llama4", "mimo2", "minimax-m2", "minimax-m3", "step35",
+)  # fmt: skip
+"""Gating of files that do not say."""
+_NOT_NORMALISED = ("cohere2_moe", "deepseek2", "laguna", "llama4", "minimax-m3", "qwen2moe", "step35")
+"""Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
+_WHERE_ROUTED = ("laguna", "mimo2", "step35")  # layers with a router are those with experts
+_SOFTCAPS = {"gemma2": (50.0, 30.0), "gemma3": (0.0, 0.0), "gemma4": (0.0, 30.0)}
+"""Soft caps on K*Q and on logits where files do not say; of other architectures they are not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +80,11 @@ class HParams:
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
     window: int = 0  # positions that a query sees, itself included; 0: all
+    chunk: int = 0  # a query sees those of its chunk of so many positions; 0: all
+    attn_softcap: float = 0.0
+    final_softcap: float = 0.0
+    value_scale: float = 1.0
+    is_moe: bool = True  # has experts, where the model has any
     per_layer: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -96,7 +93,7 @@ class HParams:
         arch = metadata.get("general.architecture")
         if not isinstance(arch, str):
             raise FormatError(f"{source}: no general.architecture; this is not a model file")
-        keys = _Keys(metadata, arch, source)
+        keys = Keys(metadata, arch, source)
         values: dict[str, Any] = {"arch": arch, "source": source}
         n_layer = keys.integer("block_count", most=MAX_LAYERS, least=1)
         # Layers that predict further tokens (NextN, MTP) come last and are not part of the run.
@@ -108,12 +105,16 @@ class HParams:
         values["eps"] = keys.number("attention.layer_norm_rms_epsilon")
         values |= _heads(keys, values["n_embd"], values["n_layer"])
         values |= _experts(keys, arch, tensors)
-        values["rope"] = _rope(keys, tensors, values["n_ctx_train"])
+        values["rope"] = read_rope(keys, tensors, values["n_ctx_train"])
         if arch in MLA:
             values |= _mla(keys, values)
         elif values["n_expert_used"] and not values["n_ff_exp"]:
-            n_ff = max(_layers(values["n_ff"], 1))
+            n_ff = max(by_layer(values["n_ff"], 1))
             values["n_ff_exp"] = n_ff // (values["n_expert_used"] if arch == "qwen3moe" else 1)
+        if arch in _WHERE_ROUTED and tensors:
+            values["is_moe"] = tuple(f"blk.{il}.ffn_gate_inp.weight" in tensors for il in range(values["n_layer"]))
+        values |= _scores(keys, values)
+        values |= read_windows(keys, values)
         if arch in ("granite", "granitemoe"):
             values |= _multipliers(keys)
         if arch == "mistral3":
@@ -124,7 +125,8 @@ class HParams:
 
     def has_experts(self, il: int) -> bool:
         """Whether the feed-forward part of block il is made of experts."""
-        return self.n_expert > 0 and il >= self.n_layer_dense_lead and (il + 1) % self.moe_step == 0
+        moe = self.n_expert > 0 and il >= self.n_layer_dense_lead and (il + 1) % self.moe_step == 0
+        return moe and self.at(il).is_moe
 
     def at(self, il: int) -> HParams:
         """The numbers of layer il."""
@@ -138,67 +140,7 @@ class HParams:
         return self.n_rot + self.kv_lora_rank
 
 
-class _Keys:
-    """Typed access to `<arch>.<key>` with messages that name file and key."""
-
-    def __init__(self, metadata: Mapping[str, Any], arch: str, source: str) -> None:
-        self.metadata, self.arch, self.source = metadata, arch, source
-
-    def name(self, key: str) -> str:
-        return f"{self.arch}.{key}"
-
-    def __contains__(self, key: str) -> bool:
-        return self.name(key) in self.metadata
-
-    def fail(self, key: str, why: str) -> FormatError:
-        return FormatError(f"{self.source}: metadata key {self.name(key)} {why}")
-
-    def raw(self, key: str, default: Any) -> Any:
-        value = self.metadata.get(self.name(key), default)
-        if value is None:
-            raise self.fail(key, "is missing; the file is incomplete or of another architecture")
-        return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
-
-    def integer(self, key: str, default: int | None = None, *, least: int = 0, most: int = _MAX_SIZE) -> int:
-        """A whole number within bounds; `default` None = required."""
-        value = self.raw(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.fail(key, f"should be a whole number, but is {_short(value)}")
-        if not least <= value <= most:
-            raise self.fail(key, f"is {value}, outside {least}..{most}")
-        return value
-
-    def number(self, key: str, default: float | None = None, *, most: float = 1e30) -> float:
-        """A finite number of at most this magnitude."""
-        value = self.raw(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.fail(key, f"should be a finite number, but is {_short(value)}")
-        if abs(value) > most:
-            raise self.fail(key, f"is {value}, outside -{most:g}..{most:g}")
-        return float(value)
-
-    def per_layer(self, key: str, default: int | None = None, *, n_layer: int, least: int = 0) -> int | tuple[int, ...]:
-        """A number, or one per layer where layers differ; a list may go on for layers that are not part of the run."""
-        value = self.raw(key, default)
-        if not hasattr(value, "__len__") or isinstance(value, str):
-            return self.integer(key, default, least=least)
-        if not all(isinstance(v, int | np.integer) and not isinstance(v, bool) for v in value):
-            raise self.fail(key, f"should hold whole numbers, but is {_short(value)}")
-        items = tuple(int(v) for v in value)
-        if len(items) < n_layer:
-            raise self.fail(key, f"has {len(items)} values for {n_layer} layers")
-        bad = [v for v in items if not least <= v <= _MAX_SIZE]
-        if bad:
-            raise self.fail(key, f"holds {bad[0]}, outside {least}..{_MAX_SIZE}")
-        return items[:n_layer] if len(set(items[:n_layer])) > 1 else items[0]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _n_vocab(keys: _Keys, tensors: Mapping[str, HasShape]) -> int:
+def _n_vocab(keys: Keys, tensors: Mapping[str, HasShape]) -> int:
     if "vocab_size" in keys:
         return keys.integer("vocab_size", least=1)
     tokens = keys.metadata.get("tokenizer.ggml.tokens")
@@ -212,19 +154,25 @@ def _n_vocab(keys: _Keys, tensors: Mapping[str, HasShape]) -> int:
 
 def _by_layer(values: dict[str, Any]) -> dict[str, Any]:
     """Tuples of numbers, one per layer, become `per_layer` and their largest one."""
+    values = {name: _uniform(value) for name, value in values.items()}
     layered = {name: value for name, value in values.items() if isinstance(value, tuple)}
     return values | {name: max(value) for name, value in layered.items()} | {"per_layer": layered}
 
 
-def _heads(keys: _Keys, n_embd: int, n_layer: int) -> dict[str, Any]:
+def _uniform(value: Any) -> Any:
+    """One value for a tuple of equal ones."""
+    return value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value
+
+
+def _heads(keys: Keys, n_embd: int, n_layer: int) -> dict[str, Any]:
     n_head = keys.per_layer("attention.head_count", n_layer=n_layer, least=1)
     n_head_kv = n_head
     if "attention.head_count_kv" in keys:
         n_head_kv = keys.per_layer("attention.head_count_kv", n_layer=n_layer, least=1)
-    for q, kv in zip(_layers(n_head, n_layer), _layers(n_head_kv, n_layer), strict=True):
+    for q, kv in zip(by_layer(n_head, n_layer), by_layer(n_head_kv, n_layer), strict=True):
         if q % kv:
             raise keys.fail("attention.head_count_kv", f"is {kv}, which does not divide head_count {q}")
-    width = n_embd // max(_layers(n_head, n_layer))
+    width = n_embd // max(by_layer(n_head, n_layer))
     k = keys.integer("attention.key_length", width, least=1)
     v = keys.integer("attention.value_length", width, least=1)
     n_rot = keys.integer("rope.dimension_count", k, least=2)
@@ -233,12 +181,7 @@ def _heads(keys: _Keys, n_embd: int, n_layer: int) -> dict[str, Any]:
     return {"n_head": n_head, "n_head_kv": n_head_kv, "head_dim_k": k, "head_dim_v": v, "n_rot": n_rot}
 
 
-def _layers(value: int | tuple[int, ...], n_layer: int) -> tuple[int, ...]:
-    """A value for every layer."""
-    return value if isinstance(value, tuple) else (value,) * n_layer
-
-
-def _experts(keys: _Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str, Any]:
+def _experts(keys: Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str, Any]:
     n_expert = keys.integer("expert_count", 0, most=MAX_EXPERTS)
     n_used = keys.integer("expert_used_count", 0)
     if (n_expert > 0) != (n_used > 0) or n_used > n_expert:
@@ -265,57 +208,39 @@ def _experts(keys: _Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[st
         "n_layer_dense_lead": keys.integer("leading_dense_block_count", 0),
         "moe_step": keys.integer("interleave_moe_layer_step", 1) or 1,
         "expert_gating": GATING[gating],
-        # Most architectures always normalise, and their files do not say so.
-        "expert_weights_norm": bool(keys.raw("expert_weights_norm", arch not in ("deepseek2", "qwen2moe"))),
-        "expert_weights_scale": keys.number("expert_weights_scale", 1.0),
+        "expert_weights_norm": bool(keys.raw("expert_weights_norm", arch not in _NOT_NORMALISED)),
+        "expert_weights_scale": keys.number("expert_weights_scale", 1.0) or 1.0,
         "n_expert_groups": groups,
         "n_expert_groups_used": groups_used,
     }
 
 
-def _rope(keys: _Keys, tensors: Mapping[str, HasShape], n_ctx_train: int) -> RopeParams:
-    if "rope_factors_long.weight" in tensors:
-        raise UnsupportedError(f"{keys.source}: LongRoPE factor tensors (rope_factors_long) are not supported")
-    scaling = keys.raw("rope.scaling.type", "linear")
-    if not isinstance(scaling, str) or scaling not in ("none", "linear", "yarn"):
-        raise UnsupportedError(
-            f"{keys.source}: {keys.name('rope.scaling.type')} is {_short(scaling)}; known are none, linear, yarn"
-        )
-    factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0) or 1.0
-    if factor <= 0:
-        raise keys.fail("rope.scaling.factor", f"is {factor}; it must be positive")
-    if scaling == "none" or (factor == 1.0 and scaling == "linear"):
-        scaling, factor = "none", 1.0
-    base = keys.number("rope.freq_base", 10000.0)
-    if base <= 1:
-        raise keys.fail("rope.freq_base", f"is {base}; it must be larger than 1")
-    return RopeParams(
-        freq_base=base,
-        scaling=scaling,
-        factor=factor,
-        n_ctx_orig=keys.integer("rope.scaling.original_context_length", n_ctx_train, least=1),
-        attn_factor=keys.number("rope.scaling.attn_factor", 1.0, most=1e6),
-        log_mul=keys.number("rope.scaling.yarn_log_multiplier", 0.0, most=1e6),
-        beta_fast=_rotations(keys, "rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=_rotations(keys, "rope.scaling.yarn_beta_slow", 1.0),
-    )
+def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, float]:
+    """Factors and soft caps around attention and logits."""
+    arch, n_embd = values["arch"], values["n_embd"]
+    found = {}
+    if arch in _SOFTCAPS:
+        attn, final = _SOFTCAPS[arch]
+        found["attn_softcap"] = keys.number("attn_logit_softcapping", attn, most=1e9) if attn else 0.0
+        found["final_softcap"] = keys.number("final_logit_softcapping", final, most=1e9)
+        found["embedding_scale"] = math.sqrt(n_embd)
+    if arch == "gemma4":
+        found["attention_scale"] = 1.0
+    elif (arch, values["n_layer"]) in (("gemma2", 46), ("gemma3", 62)):  # the models of 27B
+        found["attention_scale"] = 1 / math.sqrt(n_embd // max(by_layer(values["n_head"], 1)))
+    if arch == "mimo2":
+        found["value_scale"] = keys.number("attention.value_scale", 1.0, most=1e9)
+    return found
 
 
-def _multipliers(keys: _Keys) -> dict[str, float]:
+def _multipliers(keys: Keys) -> dict[str, float]:
     """Granite: factors on embeddings, branches, K*Q; logits are divided."""
     divisor = keys.number("logit_scale", 1.0, most=1e9) or 1.0
     factors = {name: keys.number(name, 1.0, most=1e9) or 1.0 for name in ("embedding_scale", "residual_scale")}
     return factors | {"logit_scale": 1 / divisor, "attention_scale": keys.number("attention.scale", 0.0, most=1e9)}
 
 
-def _rotations(keys: _Keys, key: str, default: float) -> float:
-    n = keys.number(key, default, most=1e9)
-    if n <= 0:
-        raise keys.fail(key, f"is {n}; it must be positive")
-    return n
-
-
-def _mla(keys: _Keys, values: dict[str, Any]) -> dict[str, Any]:
+def _mla(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
     """DeepSeek2: lora ranks, and the head sizes of files that describe the absorbed form (576/512, one kv head)."""
     rank = keys.integer("attention.kv_lora_rank", least=1)
     fixed: dict[str, Any] = {

@@ -7,11 +7,35 @@ Answers to `rope_yarn` of ggml: its magnitude factor 1 + 0.1*ln(factor) multipli
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.models.hparams import RopeParams
+from ikcli.errors import UnsupportedError
+from ikcli.models.keys import HasShape, Keys, short
+
+LONG_ROPE = ("phi3",)  # with factors for short and for long contexts
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RopeParams:
+    """Rotary embedding: base, scaling ("none", "linear", "yarn") and its factor (1 = unscaled).
+
+    `factors`: frequencies are divided by those of the file, where it has any. `ext_factor`: how much YaRN blends.
+    """
+
+    freq_base: float = 10000.0
+    scaling: str = "none"
+    factor: float = 1.0
+    n_ctx_orig: int = 0
+    attn_factor: float = 1.0
+    log_mul: float = 0.0  # yarn_log_multiplier
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    ext_factor: float = 1.0
+    factors: bool = True
 
 
 def inverse_frequencies(
@@ -26,7 +50,7 @@ def inverse_frequencies(
     if rope.scaling != "yarn":
         return scaled
     low, high = correction_dims(rope, n_rot)
-    extrapolate = 1.0 - np.clip((i - low) / max(0.001, high - low), 0.0, 1.0)
+    extrapolate = rope.ext_factor * (1.0 - np.clip((i - low) / max(0.001, high - low), 0.0, 1.0))
     return scaled * (1.0 - extrapolate) + original * extrapolate
 
 
@@ -41,9 +65,50 @@ def correction_dims(rope: RopeParams, n_rot: int) -> tuple[float, float]:
 
 def magnitude(rope: RopeParams, attn_factor: float) -> float:
     """What cosine and sine are multiplied by."""
-    return attn_factor * (yarn_log(rope) if rope.scaling == "yarn" else 1.0)
+    return attn_factor * (yarn_log(rope) if rope.scaling == "yarn" and rope.ext_factor else 1.0)
 
 
 def yarn_log(rope: RopeParams, multiplier: float = 0.1) -> float:
     """1 + multiplier * ln(factor)."""
     return 1.0 + multiplier * math.log(rope.factor)
+
+
+def read_rope(keys: Keys, tensors: Mapping[str, HasShape], n_ctx_train: int) -> RopeParams:
+    """The keys of the rotation of all layers (of those without a window, where the two differ)."""
+    long = "rope_factors_long.weight" in tensors
+    if long and keys.arch not in LONG_ROPE:
+        raise UnsupportedError(f"{keys.source}: LongRoPE factor tensors (rope_factors_long) are known of phi3 only")
+    scaling = keys.raw("rope.scaling.type", "linear")
+    if not isinstance(scaling, str) or scaling not in ("none", "linear", "yarn", *(("longrope",) if long else ())):
+        raise UnsupportedError(
+            f"{keys.source}: {keys.name('rope.scaling.type')} is {short(scaling)}; known are none, linear, yarn"
+        )
+    scaling = "linear" if scaling == "longrope" else scaling
+    factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0) or 1.0
+    if factor <= 0:
+        raise keys.fail("rope.scaling.factor", f"is {factor}; it must be positive")
+    if scaling == "none" or (factor == 1.0 and scaling == "linear"):
+        scaling, factor = "none", 1.0
+    base = keys.number("rope.freq_base", 10000.0)
+    if base <= 1:
+        raise keys.fail("rope.freq_base", f"is {base}; it must be larger than 1")
+    ext_factor = keys.number("rope.scaling.yarn_ext_factor", 1.0, most=1e6)
+    return RopeParams(
+        freq_base=base,
+        scaling=scaling,
+        factor=factor,
+        n_ctx_orig=keys.integer("rope.scaling.original_context_length", n_ctx_train, least=1),
+        attn_factor=keys.number("rope.scaling.attn_factor", 1.0, most=1e6)
+        * keys.number("rope.scaling.yarn_attn_factor", 1.0, most=1e6),
+        log_mul=keys.number("rope.scaling.yarn_log_multiplier", 0.0, most=1e6),
+        beta_fast=_rotations(keys, "rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=_rotations(keys, "rope.scaling.yarn_beta_slow", 1.0),
+        ext_factor=1.0 if ext_factor < 0 else ext_factor,
+    )
+
+
+def _rotations(keys: Keys, key: str, default: float) -> float:
+    n = keys.number(key, default, most=1e9)
+    if n <= 0:
+        raise keys.fail(key, f"is {n}; it must be positive")
+    return n

@@ -1,0 +1,101 @@
+"""Typed access to the architecture keys of a file (`<arch>.block_count`, ...): what is read is checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from ikcli.errors import FormatError
+
+MAX_SIZE = 1 << 31
+
+
+class HasShape(Protocol):
+    """The part of a tensor description that hyper-parameters look at."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Keys:
+    """Typed access to `<arch>.<key>` with messages that name file and key."""
+
+    def __init__(self, metadata: Mapping[str, Any], arch: str, source: str) -> None:
+        self.metadata, self.arch, self.source = metadata, arch, source
+
+    def name(self, key: str) -> str:
+        return f"{self.arch}.{key}"
+
+    def __contains__(self, key: str) -> bool:
+        return self.name(key) in self.metadata
+
+    def fail(self, key: str, why: str) -> FormatError:
+        return FormatError(f"{self.source}: metadata key {self.name(key)} {why}")
+
+    def raw(self, key: str, default: Any) -> Any:
+        value = self.metadata.get(self.name(key), default)
+        if value is None:
+            raise self.fail(key, "is missing; the file is incomplete or of another architecture")
+        return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 0, most: int = MAX_SIZE) -> int:
+        """A whole number within bounds; `default` None = required."""
+        value = self.raw(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.fail(key, f"should be a whole number, but is {short(value)}")
+        if not least <= value <= most:
+            raise self.fail(key, f"is {value}, outside {least}..{most}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, most: float = 1e30) -> float:
+        """A finite number of at most this magnitude."""
+        value = self.raw(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.fail(key, f"should be a finite number, but is {short(value)}")
+        if abs(value) > most:
+            raise self.fail(key, f"is {value}, outside -{most:g}..{most:g}")
+        return float(value)
+
+    def per_layer(self, key: str, default: int | None = None, *, n_layer: int, least: int = 0) -> int | tuple[int, ...]:
+        """A number, or one per layer where layers differ."""
+        items = self.items(key, n_layer)
+        if items is None:
+            return self.integer(key, default, least=least)
+        if not all(isinstance(v, int) and not isinstance(v, bool) for v in items):
+            raise self.fail(key, f"should hold whole numbers, but is {short(self.raw(key, None))}")
+        bad = [v for v in items if not least <= v <= MAX_SIZE]
+        if bad:
+            raise self.fail(key, f"holds {bad[0]}, outside {least}..{MAX_SIZE}")
+        return items if len(set(items)) > 1 else items[0]
+
+    def numbers(self, key: str, default: float | None = None, *, n_layer: int) -> tuple[float, ...]:
+        """A finite number per layer."""
+        items = self.items(key, n_layer)
+        if items is None:
+            return (self.number(key, default),) * n_layer
+        if not all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in items):
+            raise self.fail(key, f"should hold finite numbers, but is {short(self.raw(key, None))}")
+        return tuple(map(float, items))
+
+    def items(self, key: str, n_layer: int) -> tuple[Any, ...] | None:
+        """The values of a list, a value per layer; it may go on for layers that are not part of the run."""
+        value = self.metadata.get(self.name(key))
+        if not hasattr(value, "__len__") or isinstance(value, str):
+            return None
+        items = tuple(v.item() if isinstance(v, np.generic) else v for v in value)
+        if len(items) < n_layer:
+            raise self.fail(key, f"has {len(items)} values for {n_layer} layers")
+        return items[:n_layer]
+
+
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def by_layer(value: int | tuple[int, ...], n_layer: int) -> tuple[int, ...]:
+    """A value for every layer."""
+    return value if isinstance(value, tuple) else (value,) * n_layer

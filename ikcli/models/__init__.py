@@ -16,6 +16,8 @@ from ikcli.models.rope import RopeParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights, check_tensors
 
 ARCHITECTURES: dict[str, str] = {
+    "cohere2": "ikcli.models.cohere2",
+    "cohere2_moe": "ikcli.models.cohere2",
     "deepseek2": "ikcli.models.deepseek2",
     "dots1": "ikcli.models.dots1",
     "ernie4_5": "ikcli.models.ernie4_5",
@@ -23,6 +25,9 @@ ARCHITECTURES: dict[str, str] = {
     "glm-dsa": "ikcli.models.deepseek2",  # attention over all positions, the indexer is not used
     "glm4": "ikcli.models.glm4",
     "glm4moe": "ikcli.models.glm4moe",
+    "gemma2": "ikcli.models.gemma2",
+    "gemma3": "ikcli.models.gemma2",
+    "gpt-oss": "ikcli.models.gpt_oss",
     "granite": "ikcli.models.granite",
     "granitemoe": "ikcli.models.granite",
     "hunyuan-moe": "ikcli.models.hunyuan_moe",
@@ -31,6 +36,7 @@ ARCHITECTURES: dict[str, str] = {
     "mellum": "ikcli.models.mellum",
     "mimo2": "ikcli.models.mimo2",
     "minimax-m2": "ikcli.models.minimax_m2",
+    "minimax-m3": "ikcli.models.minimax_m3",
     "mistral3": "ikcli.models.llama",
     "phi3": "ikcli.models.phi3",
     "qwen2": "ikcli.models.qwen2",

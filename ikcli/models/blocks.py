@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ikcli.graph import Graph, HeadSlice, Node, Per, Weight
+from ikcli.graph.activations import SILU, Glu
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.rope import RopeParams, inverse_frequencies, magnitude, yarn_log
@@ -46,7 +47,33 @@ def transformer(
         if end is not None:
             x = end(x, layer)
     g.il = -1
-    x = g.rms_norm(x, w["output_norm.weight"], hp.eps, "result_norm")
+    return output(g, hp, w, x)
+
+
+def parallel_transformer(g: Graph, hp: HParams, w: Weights, attn: Block, ffn: Block) -> Node:
+    """Layers in which attention and feed-forward part work on the same norm of the residual, and the output head."""
+    x = g.embed(w["token_embd.weight"])
+    for il in range(hp.n_layer):
+        g.il = il
+        layer = w.layer(il)
+        normed = norm(g, hp, x, layer.attn_norm, "attn_norm")
+        cur = attn(normed, layer)
+        if il == hp.n_layer - 1:
+            cur, x = g.select_outputs(cur, "last_attn"), g.select_outputs(x, "last_inp")
+            normed = g.select_outputs(normed, "last_normed")
+        x = g.add(g.add(ffn(normed, layer), cur, "attn_ffn"), x, "l_out")
+    g.il = -1
+    return output(g, hp, w, x)
+
+
+def norm(g: Graph, hp: HParams, x: Node, w: Weight, name: str) -> Node:
+    """The norm of the model's kind, of whole rows."""
+    return g.rms_norm(x, w, hp.eps, name) if hp.norm == "rms" else g.norm(x, w, hp.eps, name)
+
+
+def output(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
+    """The last norm, and the logits."""
+    x = norm(g, hp, x, w["output_norm.weight"], "result_norm")
     head = w.get("output.weight") or w["token_embd.weight"]
     x = g.mul_mat(head, x, "result_unscaled" if hp.logit_scale != 1 or hp.final_softcap else "result_output")
     x = g.scale(x, hp.logit_scale, "result_uncapped" if hp.final_softcap else "result_output")
@@ -207,15 +234,27 @@ def heads_per_step(cfg: GraphConfig, n_head: int) -> int:
     return -(-n_head // steps)
 
 
-def feed_forward(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights) -> Node:
-    """The feed-forward part of a block: dense, or routed experts with shared ones (perhaps gated) beside them."""
+def feed_forward(
+    g: Graph,
+    hp: HParams,
+    cfg: GraphConfig,
+    x: Node,
+    layer: LayerWeights,
+    act: Glu = SILU,
+    dense_act: Glu | None = None,
+) -> Node:
+    """The feed-forward part of a block: dense, or routed experts with shared ones (perhaps gated) beside them.
+
+    `act` is that of experts, and of dense and shared parts unless these have another, `dense_act`.
+    """
+    dense_act = dense_act or act
     if not hp.has_experts(layer.il):
-        return dense_ffn(g, x, layer)
+        return dense_ffn(g, x, layer, act=dense_act)
     hp = hp.at(layer.il)
     if not hp.n_ff_shexp:
-        return moe_ffn(g, hp, cfg, x, layer, "ffn_out")
-    moe_out = moe_ffn(g, hp, cfg, x, layer)
-    shared = dense_ffn(g, x, layer, "ffn_shexp", "_shexp")
+        return moe_ffn(g, hp, cfg, x, layer, "ffn_out", act)
+    moe_out = moe_ffn(g, hp, cfg, x, layer, act=act)
+    shared = dense_ffn(g, x, layer, "ffn_shexp", "_shexp", dense_act)
     gate = layer.get("ffn_gate_inp_shexp")
     if gate is not None:
         gates = g.mul_mat(replace(gate, shape=(hp.n_embd, 1)), x, "shared_expert_gate")
@@ -223,11 +262,11 @@ def feed_forward(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerW
     return g.add(moe_out, shared, "ffn_out")
 
 
-def dense_ffn(g: Graph, x: Node, layer: LayerWeights, name: str = "ffn_out", suffix: str = "") -> Node:
-    """down(silu(gate x) * up x); suffix "_shexp" for the shared expert."""
+def dense_ffn(g: Graph, x: Node, layer: LayerWeights, name: str = "ffn_out", suffix: str = "", act: Glu = SILU) -> Node:
+    """down(silu(gate x) * up x), or what `act` says; suffix "_shexp" for the shared expert."""
     up = linear(g, getattr(layer, f"ffn_up{suffix}"), layer.get(f"ffn_up{suffix}_bias"), x, f"ffn_up{suffix}")
     gate = linear(g, getattr(layer, f"ffn_gate{suffix}"), layer.get(f"ffn_gate{suffix}_bias"), x, f"ffn_gate{suffix}")
-    par = g.swiglu(gate, up, f"ffn_gate_par{suffix}")
+    par = g.swiglu(gate, up, f"ffn_gate_par{suffix}", act)
     return linear(g, getattr(layer, f"ffn_down{suffix}"), layer.get(f"ffn_down{suffix}_bias"), par, name)
 
 
@@ -239,9 +278,19 @@ def fused_dense_ffn(g: Graph, hp: HParams, x: Node, layer: LayerWeights, name: s
     return g.mul_mat(layer.ffn_down, g.swiglu(gate, up, "ffn_gate_par"), name)
 
 
-def moe_ffn(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights, name: str = "ffn_moe_out") -> Node:
-    """Routed experts: choose, group tokens by expert, compute, add up weighted."""
-    logits = g.mul_mat(layer.ffn_gate_inp, x, "ffn_moe_logits")
+def moe_ffn(
+    g: Graph,
+    hp: HParams,
+    cfg: GraphConfig,
+    x: Node,
+    layer: LayerWeights,
+    name: str = "ffn_moe_out",
+    act: Glu = SILU,
+    logits: Node | None = None,
+) -> Node:
+    """Routed experts: choose (by `logits`, if these are not of x), group tokens by expert, compute, add up weighted."""
+    if logits is None:
+        logits = linear(g, layer.ffn_gate_inp, layer.get("ffn_gate_inp_bias"), x, "ffn_moe_logits")
     # Group-limited routing belongs to sigmoid gating (DeepSeek-V3); older files select over all experts.
     grouped = hp.expert_gating == "sigmoid"
     route = g.moe_route(
@@ -257,14 +306,37 @@ def moe_ffn(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeight
         ser=cfg.ser,
     )
     plan = g.moe_sort(route, hp.n_expert, "ffn_moe_plan")
-    up, gate = layer.ffn_up_exps, layer.ffn_gate_exps
-    if cfg.fmoe and up.type == gate.type:
-        par = g.moe_up_gate(up, gate, x, plan, "ffn_moe_gate_par")
-    else:
-        up_x = g.mul_mat_id(up, x, plan, "ffn_moe_up")
-        par = g.swiglu(g.mul_mat_id(gate, x, plan, "ffn_moe_gate"), up_x, "ffn_moe_gate_par")
+    par = _experts_up_gate(g, cfg, x, layer, plan, act)
     experts = g.mul_mat_id(layer.ffn_down_exps, par, plan, "ffn_moe_down", sorted_in=True)
+    experts = _expert_bias(g, layer, "down", experts, plan)
     return g.moe_sum(experts, route, plan, name)
+
+
+def _experts_up_gate(g: Graph, cfg: GraphConfig, x: Node, layer: LayerWeights, plan: Node, act: Glu) -> Node:
+    """What goes into the last matrix of every chosen expert."""
+    up, gate = layer.get("ffn_up_exps"), layer.get("ffn_gate_exps")
+    if up is None or gate is None:
+        both = g.mul_mat_id(layer.ffn_gate_up_exps, x, plan, "ffn_moe_gate_up")
+        both = _expert_bias(g, layer, "gate_up", both, plan)
+        n_ff = both.cols // 2
+        gates = columns(g, both, 0, n_ff, "ffn_moe_gate")
+        return g.swiglu(gates, columns(g, both, n_ff, n_ff, "ffn_moe_up"), "ffn_moe_gate_par", act)
+    if cfg.fmoe and up.type == gate.type and layer.get("ffn_up_exps_bias") is None:
+        return g.moe_up_gate(up, gate, x, plan, "ffn_moe_gate_par", act)
+    ups = _expert_bias(g, layer, "up", g.mul_mat_id(up, x, plan, "ffn_moe_up"), plan)
+    gates = _expert_bias(g, layer, "gate", g.mul_mat_id(gate, x, plan, "ffn_moe_gate"), plan)
+    return g.swiglu(gates, ups, "ffn_moe_gate_par", act)
+
+
+def columns(g: Graph, x: Node, first: int, n: int, name: str) -> Node:
+    """n columns of x, from `first` on."""
+    return g.concat_heads([HeadSlice(x, first, n, 0)], 1, name)
+
+
+def _expert_bias(g: Graph, layer: LayerWeights, which: str, x: Node, plan: Node) -> Node:
+    """Sorted rows plus the bias of their experts, if there is one."""
+    bias = layer.get(f"ffn_{which}_exps_bias")
+    return x if bias is None else g.add_id(x, bias, plan, f"ffn_moe_{which}_biased")
 
 
 # --- expected tensors -------------------------------------------------------------------------------------------------
@@ -352,6 +424,10 @@ def expert_specs(hp: HParams, il: int, n_ff: int) -> TensorSpecs:
         "ffn_gate_exps.weight": TensorSpec((hp.n_embd, n_ff, hp.n_expert)),
         "ffn_up_exps.weight": TensorSpec((hp.n_embd, n_ff, hp.n_expert)),
         "ffn_down_exps.weight": TensorSpec((n_ff, hp.n_embd, hp.n_expert)),
+        "ffn_gate_inp.bias": TensorSpec((hp.n_expert,), required=False),
+        "ffn_gate_exps.bias": TensorSpec((n_ff, hp.n_expert), required=False),
+        "ffn_up_exps.bias": TensorSpec((n_ff, hp.n_expert), required=False),
+        "ffn_down_exps.bias": TensorSpec((hp.n_embd, hp.n_expert), required=False),
     }
     return in_block(il, specs)
 

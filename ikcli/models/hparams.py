@@ -33,6 +33,8 @@ _SIGMOID = (
 """Gating of files that do not say."""
 _NOT_NORMALISED = ("cohere2_moe", "deepseek2", "laguna", "llama4", "minimax-m3", "qwen2moe", "step35")
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
+_LAYER_NORM = ("cohere2",)
+_RMS_KEY = "attention.layer_norm_rms_epsilon"
 _WHERE_ROUTED = ("laguna", "mimo2", "step35")  # layers with a router are those with experts
 _SOFTCAPS = {"gemma2": (50.0, 30.0), "gemma3": (0.0, 0.0), "gemma4": (0.0, 30.0)}
 """Soft caps on K*Q and on logits where files do not say; of other architectures they are not read."""
@@ -58,6 +60,7 @@ class HParams:
     n_rot: int
     n_ctx_train: int
     eps: float
+    norm: str = "rms"  # or "layer"
     rope: RopeParams = field(default_factory=RopeParams)
     n_ff: int = 0
     n_expert: int = 0
@@ -84,6 +87,8 @@ class HParams:
     attn_softcap: float = 0.0
     final_softcap: float = 0.0
     value_scale: float = 1.0
+    swiglu_limit: float = 0.0  # of experts; 0: none
+    swiglu_limit_shared: float = 0.0  # of shared experts and dense parts
     is_moe: bool = True  # has experts, where the model has any
     per_layer: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
@@ -102,7 +107,7 @@ class HParams:
         values["n_ctx_train"] = keys.integer("context_length", least=1)
         values["n_vocab"] = _n_vocab(keys, tensors)
         values["n_ff"] = keys.per_layer("feed_forward_length", 0, n_layer=values["n_layer"])
-        values["eps"] = keys.number("attention.layer_norm_rms_epsilon")
+        values |= _norms(keys)
         values |= _heads(keys, values["n_embd"], values["n_layer"])
         values |= _experts(keys, arch, tensors)
         values["rope"] = read_rope(keys, tensors, values["n_ctx_train"])
@@ -114,6 +119,8 @@ class HParams:
         if arch in _WHERE_ROUTED and tensors:
             values["is_moe"] = tuple(f"blk.{il}.ffn_gate_inp.weight" in tensors for il in range(values["n_layer"]))
         values |= _scores(keys, values)
+        if arch == "step35":
+            values |= _swiglu_limits(keys, values["n_layer"])
         values |= read_windows(keys, values)
         if arch in ("granite", "granitemoe"):
             values |= _multipliers(keys)
@@ -138,6 +145,16 @@ class HParams:
     def kv_row(self) -> int:
         """Width of an MLA cache row: rotated key values, then the latent."""
         return self.n_rot + self.kv_lora_rank
+
+
+def _norms(keys: Keys) -> dict[str, Any]:
+    """Kind and epsilon of the norms; Cohere's models with experts have either kind."""
+    layer = keys.arch in _LAYER_NORM or (keys.arch == "cohere2_moe" and _RMS_KEY not in keys)
+    key = "attention.layer_norm_epsilon" if layer else _RMS_KEY
+    eps = keys.number(key)
+    if eps <= 0:
+        raise keys.fail(key, f"is {eps}; it must be positive")
+    return {"norm": "layer" if layer else "rms", "eps": eps}
 
 
 def _n_vocab(keys: Keys, tensors: Mapping[str, HasShape]) -> int:
@@ -228,8 +245,21 @@ def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, float]:
         found["attention_scale"] = 1.0
     elif (arch, values["n_layer"]) in (("gemma2", 46), ("gemma3", 62)):  # the models of 27B
         found["attention_scale"] = 1 / math.sqrt(n_embd // max(by_layer(values["n_head"], 1)))
+    if arch in ("cohere2", "cohere2_moe"):
+        found["logit_scale"] = keys.number("logit_scale", most=1e9) or 1.0
     if arch == "mimo2":
         found["value_scale"] = keys.number("attention.value_scale", 1.0, most=1e9)
+    return found
+
+
+def _swiglu_limits(keys: Keys, n_layer: int) -> dict[str, tuple[float, ...]]:
+    """Step-3.5: what the parts of gated feed-forward layers are held to, under either of two names."""
+    names = {"swiglu_limit": ("limits", "clamp_exp"), "swiglu_limit_shared": ("limits_shared", "clamp_shexp")}
+    found = {}
+    for field_name, (first, second) in names.items():
+        key = f"swiglu_{first}" if f"swiglu_{first}" in keys else f"swiglu_{second}"
+        limits = keys.numbers(key, n_layer=n_layer)
+        found[field_name] = tuple(x if x >= 1e-6 else 0.0 for x in limits)
     return found
 
 
@@ -267,8 +297,6 @@ def _mla(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(hp: HParams) -> None:
-    if not hp.eps > 0:
-        raise FormatError(f"{hp.source}: {hp.arch}.attention.layer_norm_rms_epsilon is {hp.eps}; it must be positive")
     lead = hp.arch in _DENSE_LEAD and hp.n_layer_dense_lead < hp.n_layer
     if hp.n_expert == 0 and (lead or hp.arch in _ALL_EXPERTS):
         raise FormatError(f"{hp.source}: metadata key {hp.arch}.expert_count is missing or 0")

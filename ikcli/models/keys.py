@@ -83,7 +83,7 @@ class Keys:
     def items(self, key: str, n_layer: int) -> tuple[Any, ...] | None:
         """The values of a list, a value per layer; it may go on for layers that are not part of the run."""
         value = self.metadata.get(self.name(key))
-        if not hasattr(value, "__len__") or isinstance(value, str):
+        if value is None or not hasattr(value, "__len__") or isinstance(value, str):
             return None
         items = tuple(v.item() if isinstance(v, np.generic) else v for v in value)
         if len(items) < n_layer:

@@ -1,0 +1,37 @@
+"""Cohere2 (Command-R7B, Command A), dense and with experts: attention and feed-forward part side by side.
+
+Layers with windows rotate, others do not, but for dense ones at the beginning of a model with experts.
+"""
+
+from __future__ import annotations
+
+from ikcli.graph import Graph, Node
+from ikcli.models import blocks
+from ikcli.models.config import GraphConfig
+from ikcli.models.hparams import HParams
+from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
+
+
+def tensor_shapes(hp: HParams) -> TensorSpecs:
+    """Expected tensors of the file."""
+    specs = blocks.base_specs(hp)
+    for il in range(hp.n_layer):
+        specs |= blocks.attention_specs(hp, il, bias=None)
+        del specs[f"blk.{il}.ffn_norm.weight"]
+        specs |= blocks.feed_forward_specs(hp, il)
+    return specs
+
+
+def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+    """Record the graph; returns the logits of the output rows."""
+    tables = blocks.rope_tables(g, hp, w, cfg)
+
+    def attn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=False)
+
+    def ffn(x: Node, layer: LayerWeights) -> Node:
+        out = blocks.feed_forward(g, hp, cfg, x, layer)
+        averaged = hp.has_experts(layer.il) and hp.n_ff_shexp > 0  # routed and shared experts
+        return g.scale(out, 0.5, "ffn_averaged") if averaged else out
+
+    return blocks.parallel_transformer(g, hp, w, attn, ffn)

@@ -225,8 +225,44 @@ class AddId(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class ScaleId(Op):
+    """Every sorted row times a number: `by` is a weight with a number per expert, or what chose the experts (a route).
+
+    Rows of dropped slots stay as they are.
+    """
+
+    name = "scale_id"
+    place = Place.FIRST_INPUT
+
+    x: Node
+    by: Weight | Node
+    plan: Node
+
+    @property
+    def sort(self) -> MoeSort:
+        """What the plan was made by."""
+        return sort_of(self.plan)
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.rows, self.x.cols
+
+    def compute(self, run: Run) -> Array:
+        x, plan = run.value(self.x), run.value(self.plan)
+        pairs, experts = plan[:, 0], plan[:, 1]
+        if isinstance(self.by, Weight):
+            factors = run.weight(self.by).reshape(-1)[experts]
+        else:
+            factors = route_parts(run.value(self.by), self.sort.n_used)[0].reshape(-1)[pairs]
+        return x * np.where(experts < 0, 1, factors).astype(x.dtype)[:, None]
+
+
+@dataclass(frozen=True, slots=True)
 class MoeSum(Op):
-    """Weighted sum of the selected experts' rows, back in token order: [rows, y.cols]. Dropped slots add zero."""
+    """Weighted sum of the selected experts' rows, back in token order: [rows, y.cols]. Dropped slots add zero.
+
+    Not `weighted`: all weights are 1.
+    """
 
     name = "moe_sum"
     place = Place.FIRST_INPUT
@@ -234,6 +270,7 @@ class MoeSum(Op):
     y: Node
     route: Node
     plan: Node
+    weighted: bool = True
 
     @property
     def sort(self) -> MoeSort:
@@ -250,7 +287,8 @@ class MoeSum(Op):
         slots = np.empty_like(y)
         slots[plan[:, 0]] = y
         slots = slots.reshape(*ids.shape, -1)
-        kept = np.where(ids[..., None] < 0, 0, slots * weights[..., None].astype(y.dtype))
+        factors = weights[..., None].astype(y.dtype) if self.weighted else y.dtype.type(1)
+        kept = np.where(ids[..., None] < 0, 0, slots * factors)
         return kept.sum(axis=1)
 
 

@@ -14,7 +14,7 @@ from ikcli.graph.activations import SILU, Glu
 from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Weight, power_of_two_parts
 from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
 from ikcli.graph.ops_elements import Activate, Gate, Norm, PosScale, Scale, SoftCap
-from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId
+from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId, ScaleId
 from ikcli.graph.ops_rows import (
     Add,
     Concat,
@@ -223,6 +223,10 @@ class Graph:
         """Rows in sorted order, each plus the row of w that is its expert's."""
         return self.record(AddId(x, w, plan), name)
 
-    def moe_sum(self, y: Node, route: Node, plan: Node, name: str) -> Node:
+    def scale_id(self, x: Node, by: Weight | Node, plan: Node, name: str) -> Node:
+        """Rows in sorted order, each times a number of its expert, or times the weight that its route gives it."""
+        return self.record(ScaleId(x, by, plan), name)
+
+    def moe_sum(self, y: Node, route: Node, plan: Node, name: str, *, weighted: bool = True) -> Node:
         """Weighted sum of the selected experts' rows, back in token order: [rows, y.cols]. Dropped slots add zero."""
-        return self.record(MoeSum(y, route, plan), name)
+        return self.record(MoeSum(y, route, plan, weighted), name)

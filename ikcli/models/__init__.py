@@ -22,6 +22,7 @@ ARCHITECTURES: dict[str, str] = {
     "dots1": "ikcli.models.dots1",
     "ernie4_5": "ikcli.models.ernie4_5",
     "ernie4_5-moe": "ikcli.models.ernie4_5",
+    "gemma4": "ikcli.models.gemma4",
     "glm-dsa": "ikcli.models.deepseek2",  # attention over all positions, the indexer is not used
     "glm4": "ikcli.models.glm4",
     "glm4moe": "ikcli.models.glm4moe",
@@ -33,6 +34,7 @@ ARCHITECTURES: dict[str, str] = {
     "hunyuan-moe": "ikcli.models.hunyuan_moe",
     "laguna": "ikcli.models.step35",
     "llama": "ikcli.models.llama",
+    "llama4": "ikcli.models.llama4",
     "mellum": "ikcli.models.mellum",
     "mimo2": "ikcli.models.mimo2",
     "minimax-m2": "ikcli.models.minimax_m2",

@@ -26,12 +26,10 @@ def transformer(
     attn: Block,
     ffn: Block,
     ffn_norm: str = "ffn_norm",
-    *,
-    end: Block | None = None,
 ) -> Node:
     """Pre-norm residual layers and the output head; `ffn_norm` names the norm of the feed-forward part.
 
-    `end` is what a layer does at last. After the last attention only the rows whose logits were asked for go on.
+    After the last attention only the rows whose logits were asked for go on.
     """
     x = g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled")
     for il in range(hp.n_layer):
@@ -44,8 +42,6 @@ def transformer(
         x = g.add(g.scale(cur, hp.residual_scale, "attn_scaled"), x, "ffn_inp")
         cur = ffn(g.rms_norm(x, getattr(layer, ffn_norm), hp.eps, "ffn_norm"), layer)
         x = g.add(g.scale(cur, hp.residual_scale, "ffn_scaled"), x, "l_out")
-        if end is not None:
-            x = end(x, layer)
     g.il = -1
     return output(g, hp, w, x)
 
@@ -126,17 +122,23 @@ def self_attention(
     *,
     neox: bool,
     norm_last: bool = False,
+    norm_heads: bool = False,
     gating: str = "sigmoid",
 ) -> Node:
     """Grouped-query attention with rotated q and k, optional biases and optional norms of q and k heads.
 
-    No `table`: without rotation. `norm_last`: q and k are normed after the rotation. See `attend` for the rest.
+    No `table`: without rotation. `norm_last`: q and k are normed after the rotation; `norm_heads`: then, by head and
+    without weights. See `attend` for the rest.
     """
     hp = hp.at(layer.il)
     q = _project(g, hp, x, layer, table, "q", hp.n_head, neox, norm_last)
     k = _project(g, hp, x, layer, table, "k", hp.n_head_kv, neox, norm_last)
+    if norm_heads:
+        q = g.norm(q, None, hp.eps, "Qcur_normed", kind="rms", width=hp.head_dim_k)
+        k = g.norm(k, None, hp.eps, "Kcur_normed", kind="rms", width=hp.head_dim_k)
     if hp.temperature_scale:
-        q = g.pos_scale(q, hp.temperature_scale, hp.rope.n_ctx_orig, "Qcur_tempered")
+        length = hp.temperature_length or hp.rope.n_ctx_orig
+        q = g.pos_scale(q, hp.temperature_scale, length, "Qcur_tempered", shift=hp.temperature_shift)
     v = linear(g, attention_matrix(hp, layer, "v"), layer.get("attn_v_bias"), x, "Vcur")
     return attend(g, hp, cfg, q, (k, g.scale(v, hp.value_scale, "Vcur_scaled")), x, layer, gating=gating)
 
@@ -213,8 +215,24 @@ def _project(
     norm_last: bool,
 ) -> Node:
     """q or k: projection, norm of each head (or of all together) if the model has one, rotation."""
+    bias = layer.get(f"attn_{which}_bias")
+    cur = linear(g, attention_matrix(hp, layer, which), bias, x, f"{which.upper()}cur_proj")
+    return rotated(g, hp, cur, layer, table, which, n_head, neox, norm_last)
+
+
+def rotated(
+    g: Graph,
+    hp: HParams,
+    cur: Node,
+    layer: LayerWeights,
+    table: Node | None,
+    which: str,
+    n_head: int,
+    neox: bool,
+    norm_last: bool = False,
+) -> Node:
+    """Heads of q or k, normed if the model does, and rotated."""
     name = f"{which.upper()}cur"
-    cur = linear(g, attention_matrix(hp, layer, which), layer.get(f"attn_{which}_bias"), x, f"{name}_proj")
     norm = layer.get(f"attn_{which}_norm")
     if norm is not None and not norm_last:
         cur = g.rms_norm(cur, norm, hp.eps, f"{name}_normed")
@@ -306,25 +324,33 @@ def moe_ffn(
         ser=cfg.ser,
     )
     plan = g.moe_sort(route, hp.n_expert, "ffn_moe_plan")
-    par = _experts_up_gate(g, cfg, x, layer, plan, act)
+    par = _experts_up_gate(g, cfg, x, layer, plan, act, route if hp.weighs_inputs else None)
     experts = g.mul_mat_id(layer.ffn_down_exps, par, plan, "ffn_moe_down", sorted_in=True)
     experts = _expert_bias(g, layer, "down", experts, plan)
-    return g.moe_sum(experts, route, plan, name)
+    scale = layer.get("ffn_down_exps_scale")
+    if scale is not None:
+        experts = g.scale_id(experts, scale, plan, "ffn_moe_down_scaled")
+    return g.moe_sum(experts, route, plan, name, weighted=not hp.weighs_inputs)
 
 
-def _experts_up_gate(g: Graph, cfg: GraphConfig, x: Node, layer: LayerWeights, plan: Node, act: Glu) -> Node:
-    """What goes into the last matrix of every chosen expert."""
+def _experts_up_gate(
+    g: Graph, cfg: GraphConfig, x: Node, layer: LayerWeights, plan: Node, act: Glu, weights: Node | None
+) -> Node:
+    """What goes into the last matrix of every chosen expert; x is scaled by the `weights` of the experts, if given."""
     up, gate = layer.get("ffn_up_exps"), layer.get("ffn_gate_exps")
     if up is None or gate is None:
         both = g.mul_mat_id(layer.ffn_gate_up_exps, x, plan, "ffn_moe_gate_up")
         both = _expert_bias(g, layer, "gate_up", both, plan)
         n_ff = both.cols // 2
-        gates = columns(g, both, 0, n_ff, "ffn_moe_gate")
-        return g.swiglu(gates, columns(g, both, n_ff, n_ff, "ffn_moe_up"), "ffn_moe_gate_par", act)
-    if cfg.fmoe and up.type == gate.type and layer.get("ffn_up_exps_bias") is None:
+        gates, ups = columns(g, both, 0, n_ff, "ffn_moe_gate"), columns(g, both, n_ff, n_ff, "ffn_moe_up")
+    elif cfg.fmoe and up.type == gate.type and weights is None and layer.get("ffn_up_exps_bias") is None:
         return g.moe_up_gate(up, gate, x, plan, "ffn_moe_gate_par", act)
-    ups = _expert_bias(g, layer, "up", g.mul_mat_id(up, x, plan, "ffn_moe_up"), plan)
-    gates = _expert_bias(g, layer, "gate", g.mul_mat_id(gate, x, plan, "ffn_moe_gate"), plan)
+    else:
+        ups = _expert_bias(g, layer, "up", g.mul_mat_id(up, x, plan, "ffn_moe_up"), plan)
+        gates = _expert_bias(g, layer, "gate", g.mul_mat_id(gate, x, plan, "ffn_moe_gate"), plan)
+    if weights is not None:  # these products are linear
+        ups = g.scale_id(ups, weights, plan, "ffn_moe_up_weighted")
+        gates = g.scale_id(gates, weights, plan, "ffn_moe_gate_weighted")
     return g.swiglu(gates, ups, "ffn_moe_gate_par", act)
 
 

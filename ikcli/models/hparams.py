@@ -78,6 +78,7 @@ class HParams:
     expert_gating: str = "softmax"
     expert_weights_norm: bool = False
     expert_weights_scale: float = 1.0
+    weighs_inputs: bool = False  # weights of experts multiply what goes into them, not what comes out
     n_expert_groups: int = 1
     n_expert_groups_used: int = 1
     q_lora_rank: int = 0
@@ -87,6 +88,10 @@ class HParams:
     attn_softcap: float = 0.0
     final_softcap: float = 0.0
     value_scale: float = 1.0
+    n_layer_kv: int = 0  # layers that have keys and values of their own, where others use these; 0: all
+    n_embd_per_layer: int = 0  # width of embeddings that layers have of their own
+    temperature_length: int = 0  # 0: the original context
+    temperature_shift: int = 0
     swiglu_limit: float = 0.0  # of experts; 0: none
     swiglu_limit_shared: float = 0.0  # of shared experts and dense parts
     is_moe: bool = True  # has experts, where the model has any
@@ -126,6 +131,8 @@ class HParams:
             values |= _multipliers(keys)
         if arch == "mistral3":
             values["temperature_scale"] = keys.number("attention.temperature_scale", 0.0, most=1e6)
+        if arch == "llama4":
+            values |= _temperature(keys, values) | {"weighs_inputs": True, "n_ff_shexp": values["n_ff_exp"]}
         hp = cls(**_by_layer(values))
         _check(hp)
         return hp
@@ -232,10 +239,10 @@ def _experts(keys: Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str
     }
 
 
-def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, float]:
+def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
     """Factors and soft caps around attention and logits."""
     arch, n_embd = values["arch"], values["n_embd"]
-    found = {}
+    found: dict[str, Any] = {}
     if arch in _SOFTCAPS:
         attn, final = _SOFTCAPS[arch]
         found["attn_softcap"] = keys.number("attn_logit_softcapping", attn, most=1e9) if attn else 0.0
@@ -243,6 +250,9 @@ def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, float]:
         found["embedding_scale"] = math.sqrt(n_embd)
     if arch == "gemma4":
         found["attention_scale"] = 1.0
+        n_shared = keys.integer("attention.shared_kv_layers", 0, most=values["n_layer"] - 1)
+        found["n_layer_kv"] = values["n_layer"] - n_shared
+        found["n_embd_per_layer"] = keys.integer("embedding_length_per_layer_input", 0)
     elif (arch, values["n_layer"]) in (("gemma2", 46), ("gemma3", 62)):  # the models of 27B
         found["attention_scale"] = 1 / math.sqrt(n_embd // max(by_layer(values["n_head"], 1)))
     if arch in ("cohere2", "cohere2_moe"):
@@ -250,6 +260,14 @@ def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, float]:
     if arch == "mimo2":
         found["value_scale"] = keys.number("attention.value_scale", 1.0, most=1e9)
     return found
+
+
+def _temperature(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
+    """Llama 4: queries of layers without rotation are scaled by position; files do not say how."""
+    scale = keys.number("attention.temperature_scale", 0.1, most=1e6)
+    length = keys.integer("attention.temperature_length", 8192, least=1)
+    scales = tuple(0.0 if n_rot else scale for n_rot in by_layer(values["n_rot"], values["n_layer"]))
+    return {"temperature_scale": scales, "temperature_length": length, "temperature_shift": 1}
 
 
 def _swiglu_limits(keys: Keys, n_layer: int) -> dict[str, tuple[float, ...]]:

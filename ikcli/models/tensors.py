@@ -1,7 +1,7 @@
 """The tensors of a model: expected shapes, their check against a file, and access by name while a graph is recorded.
 
 Shapes are in GGUF order (row length first). Attribute names are the tensor names of the file:
-`w.layer(3).attn_q` is `blk.3.attn_q.weight`, `w.layer(3).attn_q_bias` is `blk.3.attn_q.bias`.
+`w.layer(3).attn_q` is `blk.3.attn_q.weight`, `w.layer(3).attn_q_bias` is `blk.3.attn_q.bias` (also `scale`).
 """
 
 from __future__ import annotations
@@ -123,8 +123,9 @@ class LayerWeights:
         self._weights, self.il = weights, il
 
     def _name(self, attr: str) -> str:
-        if attr.endswith("_bias"):
-            return f"blk.{self.il}.{attr.removesuffix('_bias')}.bias"
+        for kind in ("bias", "scale"):
+            if attr.endswith(f"_{kind}") and attr != "layer_output_scale":
+                return f"blk.{self.il}.{attr.removesuffix(f'_{kind}')}.{kind}"
         return f"blk.{self.il}.{attr}.weight"
 
     def __getattr__(self, attr: str) -> Weight:

@@ -89,7 +89,7 @@ def _rotation(
     n_rots = [n_rot_window if w else n_rot for w in is_window]
     if "rope.dimension_count_per_layer" in keys:
         n_rots = list(by_layer(keys.per_layer("rope.dimension_count_per_layer", n_layer=n_layer), n_layer))
-    if arch in ONLY_WINDOWS_ROTATE:
+    if arch in ONLY_WINDOWS_ROTATE and (any(is_window) or arch != "llama4"):
         lead = values["n_layer_dense_lead"] if arch == "cohere2_moe" else 0
         n_rots = [n if w or il < lead else 0 for il, (n, w) in enumerate(zip(n_rots, is_window, strict=True))]
     for n, head_dim in zip(n_rots, head_dim_k, strict=True):

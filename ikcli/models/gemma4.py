@@ -1,0 +1,146 @@
+"""Gemma 4: layers with and without windows differ in heads; the last ones use keys and values of earlier ones.
+
+Values are normed without weights (and are the keys before their norm, where there is no matrix for them). Layers may
+have embeddings of their own, a scale, and experts beside the dense part.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ikcli.graph import Graph, Node
+from ikcli.graph.activations import Glu
+from ikcli.models import blocks
+from ikcli.models.config import GraphConfig
+from ikcli.models.hparams import HParams
+from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+
+GELU = Glu("gelu")
+
+
+def tensor_shapes(hp: HParams) -> TensorSpecs:
+    """Expected tensors of the file."""
+    n_own = hp.n_embd_per_layer
+    specs = blocks.base_specs(hp)
+    specs["rope_freqs.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
+    if n_own:
+        specs["per_layer_token_embd.weight"] = TensorSpec((n_own * hp.n_layer, hp.n_vocab))
+        specs["per_layer_model_proj.weight"] = TensorSpec((hp.n_embd, n_own * hp.n_layer))
+        specs["per_layer_proj_norm.weight"] = TensorSpec((n_own,))
+    for il in range(hp.n_layer):
+        specs |= _layer_specs(hp, il)
+    return specs
+
+
+def _layer_specs(hp: HParams, il: int) -> TensorSpecs:
+    row = TensorSpec((hp.n_embd,))
+    attention = blocks.attention_specs(hp, il, bias=False, qk_norm=True)
+    optional = ("attn_v.weight",) if il < hp.n_layer_kv else ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+    for name in optional:
+        attention[f"blk.{il}.{name}"] = TensorSpec(attention[f"blk.{il}.{name}"].shape, required=False)
+    specs = {
+        "post_attention_norm.weight": row,
+        "post_ffw_norm.weight": row,
+        "layer_output_scale.weight": TensorSpec((1,), required=False),
+    }
+    if hp.n_embd_per_layer:
+        specs["inp_gate.weight"] = TensorSpec((hp.n_embd, hp.n_embd_per_layer))
+        specs["proj.weight"] = TensorSpec((hp.n_embd_per_layer, hp.n_embd))
+        specs["post_norm.weight"] = row
+    found = attention | blocks.dense_specs(hp, il, hp.at(il).n_ff) | blocks.in_block(il, specs)
+    if hp.has_experts(il):
+        found |= _expert_specs(hp, il)
+    return found
+
+
+def _expert_specs(hp: HParams, il: int) -> TensorSpecs:
+    row = TensorSpec((hp.n_embd,))
+    specs = {
+        "ffn_gate_inp.weight": TensorSpec((hp.n_embd, hp.n_expert)),
+        "ffn_gate_inp.scale": row,
+        "pre_ffw_norm_2.weight": row,
+        "post_ffw_norm_1.weight": row,
+        "post_ffw_norm_2.weight": row,
+        "ffn_gate_up_exps.weight": TensorSpec((hp.n_embd, 2 * hp.n_ff_exp, hp.n_expert)),
+        "ffn_down_exps.weight": TensorSpec((hp.n_ff_exp, hp.n_embd, hp.n_expert)),
+        "ffn_down_exps.scale": TensorSpec((hp.n_expert,), required=False),
+    }
+    return blocks.in_block(il, specs)
+
+
+def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+    """Record the graph; returns the logits of the output rows."""
+    tables = blocks.rope_tables(g, hp, w, cfg)
+    x = g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled")
+    own = _own_embeddings(g, hp, w, x) if hp.n_embd_per_layer else None
+    for il in range(hp.n_layer):
+        g.il = il
+        layer = w.layer(il)
+        cur = _attention(g, hp, cfg, g.rms_norm(x, layer.attn_norm, hp.eps, "attn_norm"), layer, tables[il])
+        if il == hp.n_layer - 1:
+            cur, x = g.select_outputs(cur, "last_attn"), g.select_outputs(x, "last_ffn_inp")
+        x = g.add(g.rms_norm(cur, layer.post_attention_norm, hp.eps, "attn_post_norm"), x, "attn_out")
+        cur = _feed_forward(g, hp, cfg, x, layer)
+        x = g.add(g.rms_norm(cur, layer.post_ffw_norm, hp.eps, "ffn_post_norm"), x, "ffn_residual")
+        if own is not None:
+            x = g.add(x, _own_part(g, hp, x, own, layer), "per_layer_residual")
+        if layer.get("layer_output_scale") is not None:
+            x = g.scale(x, float(w.data(f"blk.{il}.layer_output_scale.weight").item()), "l_out")
+    g.il = -1
+    return blocks.output(g, hp, w, x)
+
+
+def _attention(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights, table: Node | None) -> Node:
+    own = hp.at(layer.il)
+    q = g.mul_mat(layer.attn_q, x, "Qcur_proj")
+    q = blocks.rotated(g, own, q, layer, table, "q", own.n_head, neox=True)
+    if layer.il >= hp.n_layer_kv:
+        return blocks.attend(g, own, cfg, q, None, x, layer, kv_layer=kv_layer(hp, layer.il))
+    k = g.mul_mat(layer.attn_k, x, "Kcur_proj")
+    matrix = layer.get("attn_v")
+    v = g.norm(k if matrix is None else g.mul_mat(matrix, x, "Vcur_proj"), None, hp.eps, "Vcur", kind="rms",
+               width=own.head_dim_v)  # fmt: skip
+    k = blocks.rotated(g, own, k, layer, table, "k", own.n_head_kv, neox=True)
+    return blocks.attend(g, own, cfg, q, (k, v), x, layer)
+
+
+def kv_layer(hp: HParams, il: int) -> int:
+    """The layer whose keys and values layer il uses: the last one of its kind that has any."""
+    window = hp.at(il).window
+    return next(i for i in reversed(range(min(hp.n_layer_kv, il + 1))) if hp.at(i).window == window)
+
+
+def _feed_forward(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights) -> Node:
+    """The dense part, and experts beside it, which have norms of their own."""
+    normed = g.rms_norm(x, layer.ffn_norm, hp.eps, "ffn_norm")
+    if not hp.has_experts(layer.il):
+        return blocks.dense_ffn(g, normed, layer, act=GELU)
+    dense = blocks.dense_ffn(g, normed, layer, "ffn_mlp", act=GELU)
+    dense = g.rms_norm(dense, layer.post_ffw_norm_1, hp.eps, "ffn_post_norm_1")
+    routed = g.rms_norm(x, layer.ffn_gate_inp_scale, hp.eps, "ffn_moe_inp")
+    logits = g.mul_mat(
+        layer.ffn_gate_inp, g.scale(routed, 1 / math.sqrt(hp.n_embd), "ffn_moe_scaled"), "ffn_moe_logits"
+    )
+    normed = g.rms_norm(x, layer.pre_ffw_norm_2, hp.eps, "ffn_norm_2")
+    experts = blocks.moe_ffn(g, hp.at(layer.il), cfg, normed, layer, act=GELU, logits=logits)
+    return g.add(dense, g.rms_norm(experts, layer.post_ffw_norm_2, hp.eps, "ffn_post_norm_2"), "ffn_moe_combined")
+
+
+def _own_embeddings(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
+    """Embeddings of all layers side by side: of the token, and a projection of what layers begin with."""
+    own = g.embed(w["per_layer_token_embd.weight"], "inp_per_layer_embd")
+    own = g.scale(own, math.sqrt(hp.n_embd_per_layer), "inp_per_layer_scaled")
+    proj = g.mul_mat(w["per_layer_model_proj.weight"], x, "per_layer_proj")
+    # The projection is divided by sqrt(n_embd), which the norm undoes, but for its epsilon.
+    proj = g.rms_norm(proj, w["per_layer_proj_norm.weight"], hp.eps * hp.n_embd, "per_layer_proj_normed")
+    return g.scale(g.add(proj, own, "per_layer_sum"), 1 / math.sqrt(2), "inp_per_layer")
+
+
+def _own_part(g: Graph, hp: HParams, x: Node, own: Node, layer: LayerWeights) -> Node:
+    """What a layer makes of its own embeddings."""
+    n = hp.n_embd_per_layer
+    part = blocks.columns(g, own, layer.il * n, n, "inp_this_layer")
+    if layer.il == hp.n_layer - 1:
+        part = g.select_outputs(part, "last_inp_this_layer")
+    gated = g.swiglu(g.mul_mat(layer.inp_gate, x, "per_layer_gate"), part, "per_layer_gated", GELU)
+    return g.rms_norm(g.mul_mat(layer.proj, gated, "per_layer_out"), layer.post_norm, hp.eps, "per_layer_embd_out")

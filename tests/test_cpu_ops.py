@@ -124,8 +124,22 @@ def test_scale_and_gate(cols: int) -> None:
     np.testing.assert_array_equal(found, wanted)
     for parts in {1, cols, max(p for p in (1, 2, 3, 4, 5) if cols % p == 0)}:
         gate = 20 * random(5, parts, seed=2)
-        found, wanted = run_both(lambda g, n: g.gate(n[0], n[1], "y"), [x, gate], n_threads=3)
-        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-12)
+        for kind in ("sigmoid", "softplus"):
+            found, wanted = run_both(lambda g, n, k=kind: g.gate(n[0], n[1], "y", k), [x, gate], n_threads=3)
+            np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("cols", WIDTHS)
+def test_softcap(cols: int) -> None:
+    """Far beyond the cap too; NaN stays NaN, and a cap of 0 is none."""
+    x = 40 * random(5, cols)
+    x[1] *= 1e6
+    found, wanted = run_both(lambda g, n: g.softcap(n[0], 30.0, "y"), [x], n_threads=3)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5)
+    assert np.isnan(run_both(lambda g, n: g.softcap(n[0], 30.0, "y"), [x * np.float32(np.nan)])[0]).all()
+    graph = Graph()
+    node = graph.embed(weight("e", random(3, 8)))
+    assert graph.softcap(node, 0.0, "y") is node
 
 
 @pytest.mark.parametrize("cols", WIDTHS)
@@ -329,19 +343,37 @@ def test_router_at_the_extremes(gating: str) -> None:
         assert len(set(row)) == 3 and row.min() >= 0 and row.max() < 8
 
 
+@pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("ser", [None, (1, 0.9)])
 @pytest.mark.parametrize("cols", [1, 16, 37])
-def test_moe_sum(ser: tuple[int, float] | None, cols: int) -> None:
+def test_moe_sum(ser: tuple[int, float] | None, cols: int, weighted: bool) -> None:
     """Sorted rows, made here by one expert matrix per expert, come back weighted and in token order."""
     w = random(5, cols, 8)
 
     def build(g: Graph, n: list[Node]) -> Node:
         route = g.moe_route(n[1], None, "route", n_used=2, gating="softmax", norm=True, scale=1.5, ser=ser)
         plan = g.moe_sort(route, 5, "plan")
-        return g.moe_sum(g.mul_mat_id(weight("w", w), n[0], plan, "y"), route, plan, "sum")
+        return g.moe_sum(g.mul_mat_id(weight("w", w), n[0], plan, "y"), route, plan, "sum", weighted=weighted)
 
     for n in (1, 9):
         found, wanted = run_both(build, [random(n, 8), random(n, 5, seed=3)], {"w": w})
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ser", [None, (1, 0.9)])
+@pytest.mark.parametrize("cols", [1, 16, 37])
+def test_scale_id(ser: tuple[int, float] | None, cols: int) -> None:
+    """By a number per expert, then by the weights of the route."""
+    w, s = random(5, cols, 8), random(5)
+
+    def build(g: Graph, n: list[Node]) -> Node:
+        route = g.moe_route(n[1], None, "route", n_used=2, gating="softmax", norm=True, scale=1.5, ser=ser)
+        plan = g.moe_sort(route, 5, "plan")
+        y = g.scale_id(g.mul_mat_id(weight("w", w), n[0], plan, "y"), weight("s", s), plan, "scaled")
+        return g.scale_id(y, route, plan, "weighted")
+
+    for n in (1, 9):
+        found, wanted = run_both(build, [random(n, 8), random(n, 5, seed=3)], {"w": w, "s": s}, n_threads=3)
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 

@@ -88,10 +88,20 @@ def test_scale_and_gate(cols: int) -> None:
     x = run.input("x", random(5, cols))
     parts = max(p for p in (1, 2, 3, 4, 5) if cols % p == 0)
     gates = [run.input(f"g{n}", 20 * random(5, n, seed=2)) for n in (1, parts, cols)]
-    results = run(run.graph.scale(x, 0.3, "s"), *(run.graph.gate(x, g, f"y{i}") for i, g in enumerate(gates)))
+    nodes = [run.graph.gate(x, g, f"{k}{i}", k) for i, g in enumerate(gates) for k in ("sigmoid", "softplus")]
+    results = run(run.graph.scale(x, 0.3, "s"), *nodes)
     np.testing.assert_array_equal(*results[0])
     for found, wanted in results[1:]:
         np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("cols", WIDTHS)
+def test_softcap(cols: int) -> None:
+    run = graph()
+    x = 40 * random(5, cols)
+    x[1] *= 1e6
+    ((found, wanted),) = run(run.graph.softcap(run.input("x", x), 30.0, "y"))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("cols", [39, 40])

@@ -112,6 +112,26 @@ def test_add_id(n: int) -> None:
     np.testing.assert_allclose(found, product + np.where(experts[:, None] < 0, 0, biases[experts]), rtol=1e-6)
 
 
+@pytest.mark.parametrize("n", [1, 80])
+def test_scale_id(n: int) -> None:
+    """By numbers of experts and by weights of the route; a sum without weights. Dropped slots stay as they are."""
+    run = ProductRun()
+    w, s = run.tensor("w", T.F32, (64, 37, N_EXPERT)), run.tensor("s", T.F32, (N_EXPERT,))
+    route, plan = routed(run, n, ser=(1, 0.9))
+    y = run.graph.mul_mat_id(w, run.input("x", activations(n, 64)), plan, "y")
+    scaled = run.graph.scale_id(y, s, plan, "scaled")
+    weighted = run.graph.scale_id(y, route, plan, "weighted")
+    product, by_expert, by_route, slots = run.run(y, scaled, weighted, route)
+    pairs, experts = sort_of(run, n).T
+    factors = run.weights["s"].reshape(-1)[experts]
+    np.testing.assert_allclose(by_expert, product * np.where(experts < 0, 1, factors)[:, None], rtol=1e-6)
+    weights = slots[:, :N_USED].reshape(-1)[pairs]
+    np.testing.assert_allclose(by_route, product * np.where(experts < 0, 1, weights)[:, None], rtol=1e-6)
+    (summed,) = run.run(run.graph.moe_sum(weighted, route, plan, "sum", weighted=False))
+    (wanted,) = run.run(run.graph.moe_sum(y, route, plan, "sum2"))
+    np.testing.assert_allclose(summed, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_up_and_gate_of_different_types() -> None:
     for n in (3, 70):
         run = ProductRun()

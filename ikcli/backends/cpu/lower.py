@@ -26,8 +26,8 @@ from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.activations import Glu
-from ikcli.graph.ops_elements import Activate, Gate, Norm, PosScale, Scale
-from ikcli.graph.ops_experts import AddId, ExpertProduct, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId
+from ikcli.graph.ops_elements import Activate, Gate, Norm, PosScale, Scale, SoftCap
+from ikcli.graph.ops_experts import AddId, ExpertProduct, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId, ScaleId
 from ikcli.graph.ops_rows import (
     Add,
     Concat,
@@ -136,10 +136,16 @@ def _pos_scale(low: Lowering, node: Node, op: PosScale) -> None:
              f64_bits(op.scale), op.length, op.shift, row_bytes=8 * node.cols)  # fmt: skip
 
 
-@RULES.add(Gate, "x gate")
+@RULES.add(SoftCap, "x cap")
+def _softcap(low: Lowering, node: Node, op: SoftCap) -> None:
+    low.emit(KernelKey("elements", "make_softcap"), node.rows, low.out(op.x), low.out(node), node.cols,
+             f32_bits(op.cap), row_bytes=24 * node.cols)  # fmt: skip
+
+
+@RULES.add(Gate, "x gate kind")
 def _gate(low: Lowering, node: Node, op: Gate) -> None:
-    low.emit(KernelKey("elements", "make_gate"), node.rows, low.out(op.x), low.out(op.gate), low.out(node), node.cols,
-             op.gate.cols, row_bytes=16 * node.cols)  # fmt: skip
+    low.emit(KernelKey("elements", "make_gate", (op.kind,)), node.rows, low.out(op.x), low.out(op.gate), low.out(node),
+             node.cols, op.gate.cols, row_bytes=16 * node.cols)  # fmt: skip
 
 
 @RULES.add(SwiGlu, "gate up act")
@@ -355,8 +361,16 @@ def _add_id(low: Lowering, node: Node, op: AddId) -> None:
              row_bytes=12 * op.sort.n_used * node.cols)  # fmt: skip
 
 
-@RULES.add(MoeSum, "y route plan")
+@RULES.add(ScaleId, "x by plan")
+def _scale_id(low: Lowering, node: Node, op: ScaleId) -> None:
+    by = low.weight(op.by) if isinstance(op.by, Weight) else low.out(op.by)
+    low.emit(KernelKey("moe", "make_scale_id", (isinstance(op.by, Node),)), op.sort.route.rows, low.out(op.x), by,
+             low.out(node), node.cols, low.out(op.plan), op.sort.n_expert, op.sort.n_used,
+             row_bytes=8 * op.sort.n_used * node.cols)  # fmt: skip
+
+
+@RULES.add(MoeSum, "y route plan weighted")
 def _moe_sum(low: Lowering, node: Node, op: MoeSum) -> None:
-    low.emit(KernelKey("moe", "make_sum"), node.rows, low.out(op.y), low.out(op.route), low.out(op.plan), node.cols,
-             op.sort.n_used, op.sort.n_expert, low.out(node),
+    low.emit(KernelKey("moe", "make_sum", (op.weighted,)), node.rows, low.out(op.y), low.out(op.route),
+             low.out(op.plan), node.cols, op.sort.n_used, op.sort.n_expert, low.out(node),
              row_bytes=4 * (op.sort.n_used + 1) * node.cols)  # fmt: skip

@@ -102,7 +102,7 @@ def merged_norm(low: Lowering, node: Node, op: RmsNorm) -> bool:
 
 
 def _experts(low: Lowering, node: Node) -> int:
-    return waiting(low, node, "layer_moe_sum") if isinstance(node.op, MoeSum) else -1
+    return waiting(low, node, "layer_moe_sum") if isinstance(node.op, MoeSum) and node.op.weighted else -1
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from ikcli.backends.cuda.upload import device_row_bytes
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.activations import GATED, Glu
-from ikcli.graph.ops_elements import Activate, Gate, Norm, PosScale, Scale
-from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, route_of, sort_of
+from ikcli.graph.ops_elements import Activate, Gate, Norm, PosScale, Scale, SoftCap
+from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, ScaleId, route_of, sort_of
 from ikcli.graph.ops_rows import Add, Concat, ConcatHeads, GetRows, Hadamard, RmsNorm, Rope, RopeTable, SwiGlu
 
 __all__ = ["activations", "plan_layout", "zero_dropped"]
@@ -88,11 +88,17 @@ def _pos_scale(low: Lowering, node: Node, op: PosScale) -> None:
              _int(op.shift))  # fmt: skip
 
 
-@RULES.add(Gate, "x gate")
+@RULES.add(SoftCap, "x cap")
+def _softcap(low: Lowering, node: Node, op: SoftCap) -> None:
+    low.emit("layer_softcap", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+             *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols), _f32(op.cap))  # fmt: skip
+
+
+@RULES.add(Gate, "x gate kind")
 def _gate(low: Lowering, node: Node, op: Gate) -> None:
     low.emit("layer_gate", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.x), low.out(op.gate), low.out(node), _int(node.cols),
-             _int(node.cols // op.gate.cols))  # fmt: skip
+             _int(node.cols // op.gate.cols), _int(op.kind == "softplus"))  # fmt: skip
 
 
 @RULES.add(SwiGlu, "gate up act")
@@ -263,10 +269,19 @@ def _sort_bytes(n_expert: int, warps: int) -> int:
     return 4 * ((warps + 1) * (n_expert + 1) + 33)
 
 
-@RULES.add(MoeSum, "y route plan")
+@RULES.add(ScaleId, "x by plan")
+def _scale_id(low: Lowering, node: Node, op: ScaleId) -> None:
+    order = low.out(op.plan) + plan_layout(low, op.plan).order
+    by, n_used = (low.weight(op.by), 0) if isinstance(op.by, Weight) else (low.out(op.by), op.sort.n_used)
+    low.emit("layer_scale_id", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+             *low.row_args(node.rows), low.out(op.x), by, order, low.out(node), _int(node.cols),
+             _int(n_used))  # fmt: skip
+
+
+@RULES.add(MoeSum, "y route plan weighted")
 def _moe_sum(low: Lowering, node: Node, op: MoeSum) -> None:
     low.emit("layer_moe_sum", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(op.y), low.out(op.route),
+             *low.row_args(node.rows), low.out(op.y), low.out(op.route) if op.weighted else 0,
              low.out(op.plan) + plan_layout(low, op.plan).position, low.out(node), _int(node.cols),
              _int(op.sort.n_used))  # fmt: skip
 

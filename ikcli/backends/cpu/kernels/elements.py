@@ -6,9 +6,23 @@ import numpy as np
 
 from ikcli.backends.cpu.kernels.basic import span
 from ikcli.backends.cpu.kernels.common import POS, n_rows, state_word, word
-from ikcli.native.simd.vec import ld_f32, ld_f64, ld_i32, load_f32x16, splat_f32x16, st_f32, store_f32x16, vmul
+from ikcli.native.jit import inline
+from ikcli.native.simd.math import vexp
+from ikcli.native.simd.vec import (
+    ld_f32,
+    ld_f64,
+    ld_i32,
+    load_f32x16,
+    splat_f32x16,
+    st_f32,
+    store_f32x16,
+    vadd,
+    vdiv,
+    vmul,
+    vsub,
+)
 
-_F1 = np.float32(1.0)
+_F1, _F2 = np.float32(1.0), np.float32(2.0)
 
 
 def make_scale():
@@ -26,8 +40,40 @@ def make_scale():
     return scale
 
 
-def make_gate():
+def make_softcap():
+    """cap * tanh(x / cap), as cap - 2 cap / (1 + e**(2 x / cap)). params: 3 x, 4 out, 5 columns, 6 cap (f32 bits)."""
+
+    def softcap(params, ith, nth):
+        x, out, cap = word(params, 3), word(params, 4), ld_f32(params + 48)
+        lo, hi = span(n_rows(params) * word(params, 5), ith, nth)
+        slope, twice = _F2 / cap, _F2 * cap
+        full = lo + ((hi - lo) & ~15)
+        vslope, vtwice, vcap, one = splat_f32x16(slope), splat_f32x16(twice), splat_f32x16(cap), splat_f32x16(_F1)
+        for i in range(lo, full, 16):
+            e = vexp(vmul(load_f32x16(x + 4 * i), vslope))
+            store_f32x16(out + 4 * i, vsub(vcap, vdiv(vtwice, vadd(e, one))))
+        for i in range(full, hi):
+            st_f32(out + 4 * i, cap * np.float32(math.tanh(ld_f32(x + 4 * i) / cap)))
+
+    return softcap
+
+
+@inline
+def sigmoid(x):
+    return _F1 / (_F1 + np.float32(math.exp(-x)))
+
+
+@inline
+def softplus(x):
+    return max(x, np.float32(0.0)) + np.float32(math.log1p(math.exp(-abs(x)))) + (x - x)  # NaN stays
+
+
+_GATES = {"sigmoid": sigmoid, "softplus": softplus}
+
+
+def make_gate(kind):
     """params: 3 x, 4 gate, 5 out, 6 columns, 7 columns of the gate."""
+    value = _GATES[kind]
 
     def gate(params, ith, nth):
         x, gates, out, cols, parts = (
@@ -36,7 +82,7 @@ def make_gate():
         width = cols // parts
         items = n_rows(params) * parts
         for item in range(items * ith // nth, items * (ith + 1) // nth):
-            g = _F1 / (_F1 + np.float32(math.exp(-ld_f32(gates + 4 * item))))
+            g = value(ld_f32(gates + 4 * item))
             src, dst, v = x + 4 * item * width, out + 4 * item * width, splat_f32x16(g)
             full = width & ~15
             for i in range(0, full, 16):

@@ -23,6 +23,7 @@ from ikcli.native.simd.vec import (
     st_i64,
     store_f32x16,
     vfma,
+    vmul,
     zero_f32x16,
 )
 
@@ -196,9 +197,38 @@ def make_add_id():
     return add_id
 
 
-def make_sum():
-    """out[row] = sum over slots of weight * y[position]. params: 3 y, 4 route, 5 plan, 6 columns, 7 n_used,
-    8 n_expert, 9 out."""
+def make_scale_id(by_route):
+    """Sorted rows times a number of their expert or, `by_route`, of their slot; others are copied. params: 3 x,
+    4 numbers by expert or a route, 5 out, 6 columns, 7 plan, 8 n_expert, 9 n_used."""
+
+    def scale_id(params, ith, nth):
+        x, by, out, cols, plan = word(params, 3), word(params, 4), word(params, 5), word(params, 6), word(params, 7)
+        n_expert, n_used = word(params, 8), word(params, 9)
+        rows = n_rows(params) * n_used
+        offsets, order = plan + 8, plan + 8 * (2 + 2 * n_expert)
+        lo, hi = rows * ith // nth, rows * (ith + 1) // nth
+        for e in range(n_expert):
+            for row in range(max(lo, ld_i64(offsets + 8 * e)), min(hi, ld_i64(offsets + 8 * e + 8))):
+                at = e
+                if by_route:
+                    pair = ld_i64(order + 8 * row)
+                    at = pair + pair // n_used * n_used
+                factor = ld_f32(by + 4 * at)
+                src, dst, v = x + 4 * row * cols, out + 4 * row * cols, splat_f32x16(factor)
+                full = cols & ~15
+                for i in range(0, full, 16):
+                    store_f32x16(dst + 4 * i, vmul(load_f32x16(src + 4 * i), v))
+                for i in range(full, cols):
+                    st_f32(dst + 4 * i, ld_f32(src + 4 * i) * factor)
+        for row in range(max(lo, ld_i64(plan)), hi):
+            copy_f32(out + 4 * row * cols, x + 4 * row * cols, cols)
+
+    return scale_id
+
+
+def make_sum(weighted):
+    """out[row] = sum over slots of weight (1 unless `weighted`) * y[position]. params: 3 y, 4 route, 5 plan, 6 columns,
+    7 n_used, 8 n_expert, 9 out."""
 
     def weighted_sum(params, ith, nth):
         y, route, cols, n_used = word(params, 3), word(params, 4), word(params, 6), word(params, 7)
@@ -215,7 +245,8 @@ def make_sum():
                 for slot in range(n_used):
                     p = ld_i64(at + 8 * slot)
                     if p >= 0:
-                        acc = vfma(load_f32x16(y + 4 * (p * cols + c)), splat_f32x16(ld_f32(weights + 4 * slot)), acc)
+                        weight = ld_f32(weights + 4 * slot) if weighted else _F1
+                        acc = vfma(load_f32x16(y + 4 * (p * cols + c)), splat_f32x16(weight), acc)
                 store_f32x16(dst, acc)
             else:
                 for i in range(cols - c):
@@ -223,7 +254,8 @@ def make_sum():
                     for slot in range(n_used):
                         p = ld_i64(at + 8 * slot)
                         if p >= 0:
-                            total += ld_f32(y + 4 * (p * cols + c + i)) * ld_f32(weights + 4 * slot)
+                            weight = ld_f32(weights + 4 * slot) if weighted else _F1
+                            total += ld_f32(y + 4 * (p * cols + c + i)) * weight
                     st_f32(dst + 4 * i, total)
 
     return weighted_sum

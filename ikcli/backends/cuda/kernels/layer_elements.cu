@@ -17,16 +17,29 @@ layer_scale(const i64* st, int symbol, int factor, const float* x, float* out, i
   }
 }
 
-// x times sigmoid(gate), a column of which is for `width` columns of x. Same grid.
+// cap * tanh(x / cap). Same grid.
 extern "C" __global__ void __launch_bounds__(256)
-layer_gate(const i64* st, int symbol, int factor, const float* x, const float* gate, float* out, int cols, int width) {
+layer_softcap(const i64* st, int symbol, int factor, const float* x, float* out, int cols, float cap) {
+  const i64 row = blockIdx.x;
+  const int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
+  if (row >= step_rows(st, symbol, factor) || i >= cols) return;
+  for (int j = i; j < min(i + 4, cols); j++) out[row * cols + j] = cap * tanhf(x[row * cols + j] / cap);
+}
+
+// x times sigmoid(gate), or with softplus times ln(1 + exp(gate)); a column of gate is for `width` columns of x. Same grid.
+extern "C" __global__ void __launch_bounds__(256)
+layer_gate(const i64* st, int symbol, int factor, const float* x, const float* gate, float* out, int cols, int width, int softplus) {
   const i64 row = blockIdx.x;
   const int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
   if (row >= step_rows(st, symbol, factor) || i >= cols) return;
   x += row * cols;
   gate += row * (cols / width);
   out += row * cols;
-  for (int j = i; j < min(i + 4, cols); j++) out[j] = x[j] / (1.f + expf(-gate[j / width]));
+  for (int j = i; j < min(i + 4, cols); j++) {
+    const float g = gate[j / width], e = expf(softplus ? g : -g), u = 1.f + e;
+    // ln(1 + e), exact for small e as well.
+    out[j] = softplus ? x[j] * (g > 20.f ? g : u == 1.f ? e : logf(u) * (e / (u - 1.f))) : x[j] / u;
+  }
 }
 
 // Row r times 1 + by * ln(1 + floor((position + shift) / length)). Same grid.

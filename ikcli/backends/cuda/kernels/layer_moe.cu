@@ -313,14 +313,26 @@ layer_add_id(const i64* st, int symbol, int factor, const float* x, const float*
   for (int j = i; j < min(i + 4, cols); j++) out[j] = e < 0 ? x[j] : x[j] + w[e * w_cols + j];
 }
 
-// out[row] = sum over the slots of weight * y[position]; dropped slots add nothing. grid (rows, parts of 4 * blockDim.x columns)
+// Sorted rows times by[expert], or with n_used times the weight of their slot in a route; rows without expert are copied. Same grid.
+extern "C" __global__ void __launch_bounds__(256)
+layer_scale_id(const i64* st, int symbol, int factor, const float* x, const float* by, const int* order, float* out, int cols,
+               int n_used) {
+  const i64 row = blockIdx.x;
+  const int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
+  if (row >= step_rows(st, symbol, factor) || i >= cols) return;
+  const int pair = order[2 * row], e = order[2 * row + 1];
+  const float f = e < 0 ? 1.f : n_used ? by[pair + pair / n_used * n_used] : by[e];
+  for (int j = i; j < min(i + 4, cols); j++) out[row * cols + j] = x[row * cols + j] * f;
+}
+
+// out[row] = sum over the slots of weight (1 without route) * y[position]; dropped slots add nothing. grid (rows, parts of 4 * blockDim.x columns)
 extern "C" __global__ void __launch_bounds__(256)
 layer_moe_sum(const i64* st, int symbol, int factor, const float* y, const float* route, const int* position, float* out, int cols,
               int n_used) {
   const i64 row = blockIdx.x;
   const int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
   if (row >= step_rows(st, symbol, factor) || i >= cols) return;
-  route += row * 2 * n_used;
+  if (route) route += row * 2 * n_used;
   position += row * n_used;
   out += row * cols;
   if (cols % 4 == 0) {
@@ -329,7 +341,7 @@ layer_moe_sum(const i64* st, int symbol, int factor, const float* y, const float
     for (int s = 0; s < n_used; s++) {
       const int p = position[s];
       if (p < 0) continue;
-      const float w = route[s];
+      const float w = route ? route[s] : 1.f;
       const float4 v = ld_f4(y + (i64)p * cols + i);
       acc = make_float4(fmaf(v.x, w, acc.x), fmaf(v.y, w, acc.y), fmaf(v.z, w, acc.z), fmaf(v.w, w, acc.w));
     }
@@ -338,7 +350,7 @@ layer_moe_sum(const i64* st, int symbol, int factor, const float* y, const float
     for (int j = i; j < min(i + 4, cols); j++) {
       float acc = 0.f;
       for (int s = 0; s < n_used; s++)
-        if (position[s] >= 0) acc = fmaf(y[(i64)position[s] * cols + j], route[s], acc);
+        if (position[s] >= 0) acc = fmaf(y[(i64)position[s] * cols + j], route ? route[s] : 1.f, acc);
       out[j] = acc;
     }
   }

@@ -16,19 +16,24 @@ from ikcli.models.rope import RopeParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights, check_tensors
 
 ARCHITECTURES: dict[str, str] = {
+    "bailingmoe2": "ikcli.models.bailingmoe2",
     "cohere2": "ikcli.models.cohere2",
     "cohere2_moe": "ikcli.models.cohere2",
+    "command-r": "ikcli.models.command_r",
     "deepseek2": "ikcli.models.deepseek2",
     "dots1": "ikcli.models.dots1",
     "ernie4_5": "ikcli.models.ernie4_5",
     "ernie4_5-moe": "ikcli.models.ernie4_5",
+    "falcon": "ikcli.models.falcon",
+    "gemma": "ikcli.models.gemma",
+    "gemma2": "ikcli.models.gemma2",
+    "gemma3": "ikcli.models.gemma2",
     "gemma4": "ikcli.models.gemma4",
     "glm-dsa": "ikcli.models.deepseek2",  # attention over all positions, the indexer is not used
     "glm4": "ikcli.models.glm4",
     "glm4moe": "ikcli.models.glm4moe",
-    "gemma2": "ikcli.models.gemma2",
-    "gemma3": "ikcli.models.gemma2",
     "gpt-oss": "ikcli.models.gpt_oss",
+    "gptneox": "ikcli.models.gptneox",
     "granite": "ikcli.models.granite",
     "granitemoe": "ikcli.models.granite",
     "hunyuan-moe": "ikcli.models.hunyuan_moe",
@@ -40,6 +45,9 @@ ARCHITECTURES: dict[str, str] = {
     "minimax-m2": "ikcli.models.minimax_m2",
     "minimax-m3": "ikcli.models.minimax_m3",
     "mistral3": "ikcli.models.llama",
+    "mistral4": "ikcli.models.deepseek2",
+    "olmo2": "ikcli.models.olmo2",
+    "phi2": "ikcli.models.phi2",
     "phi3": "ikcli.models.phi3",
     "qwen2": "ikcli.models.qwen2",
     "qwen2moe": "ikcli.models.qwen2moe",
@@ -50,6 +58,8 @@ ARCHITECTURES: dict[str, str] = {
     "qwen3vlmoe": "ikcli.models.qwen3moe",
     "seed_oss": "ikcli.models.seed_oss",
     "smollm3": "ikcli.models.smollm3",
+    "stablelm": "ikcli.models.stablelm",
+    "starcoder2": "ikcli.models.starcoder2",
     "step35": "ikcli.models.step35",
 }
 

@@ -35,43 +35,59 @@ def transformer(
     for il in range(hp.n_layer):
         g.il = il
         layer = w.layer(il)
-        cur = attn(g.rms_norm(x, layer.attn_norm, hp.eps, "attn_norm"), layer)
+        cur = attn(normed(g, hp, x, layer, "attn_norm"), layer)
         if il == hp.n_layer - 1:
             cur = g.select_outputs(cur, "last_attn")
             x = g.select_outputs(x, "last_ffn_inp")
         x = g.add(g.scale(cur, hp.residual_scale, "attn_scaled"), x, "ffn_inp")
-        cur = ffn(g.rms_norm(x, getattr(layer, ffn_norm), hp.eps, "ffn_norm"), layer)
+        cur = ffn(normed(g, hp, x, layer, ffn_norm, "ffn_norm"), layer)
         x = g.add(g.scale(cur, hp.residual_scale, "ffn_scaled"), x, "l_out")
     g.il = -1
     return output(g, hp, w, x)
 
 
-def parallel_transformer(g: Graph, hp: HParams, w: Weights, attn: Block, ffn: Block) -> Node:
-    """Layers in which attention and feed-forward part work on the same norm of the residual, and the output head."""
-    x = g.embed(w["token_embd.weight"])
+def parallel_transformer(
+    g: Graph,
+    hp: HParams,
+    w: Weights,
+    attn: Block,
+    ffn: Block,
+    attn_norm: str = "attn_norm",
+    ffn_norm: str = "attn_norm",
+) -> Node:
+    """Layers in which attention and feed-forward part both work on (norms of) the residual, and the output head."""
+    x = g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled")
     for il in range(hp.n_layer):
         g.il = il
         layer = w.layer(il)
-        normed = norm(g, hp, x, layer.attn_norm, "attn_norm")
-        cur = attn(normed, layer)
+        first = normed(g, hp, x, layer, attn_norm, "attn_norm")
+        cur = attn(first, layer)
         if il == hp.n_layer - 1:
             cur, x = g.select_outputs(cur, "last_attn"), g.select_outputs(x, "last_inp")
-            normed = g.select_outputs(normed, "last_normed")
-        x = g.add(g.add(ffn(normed, layer), cur, "attn_ffn"), x, "l_out")
+            first = g.select_outputs(first, "last_normed") if ffn_norm == attn_norm else first
+        second = first if ffn_norm == attn_norm else normed(g, hp, x, layer, ffn_norm, "ffn_norm")
+        x = g.add(g.add(ffn(second, layer), cur, "attn_ffn"), x, "l_out")
     g.il = -1
     return output(g, hp, w, x)
 
 
-def norm(g: Graph, hp: HParams, x: Node, w: Weight, name: str) -> Node:
+def normed(g: Graph, hp: HParams, x: Node, layer: LayerWeights, which: str, name: str = "") -> Node:
+    """x after a norm of the layer, or x where the layer has none of that name."""
+    w = layer.get(which)
+    return x if w is None else norm(g, hp, x, w, name or which, layer.get(f"{which}_bias"))
+
+
+def norm(g: Graph, hp: HParams, x: Node, w: Weight, name: str, bias: Weight | None = None) -> Node:
     """The norm of the model's kind, of whole rows."""
-    return g.rms_norm(x, w, hp.eps, name) if hp.norm == "rms" else g.norm(x, w, hp.eps, name)
+    return g.rms_norm(x, w, hp.eps, name) if hp.norm == "rms" else g.norm(x, w, hp.eps, name, b=bias)
 
 
 def output(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
     """The last norm, and the logits."""
-    x = norm(g, hp, x, w["output_norm.weight"], "result_norm")
+    x = norm(g, hp, x, w["output_norm.weight"], "result_norm", w.get("output_norm.bias"))
     head = w.get("output.weight") or w["token_embd.weight"]
-    x = g.mul_mat(head, x, "result_unscaled" if hp.logit_scale != 1 or hp.final_softcap else "result_output")
+    plain = hp.logit_scale == 1 and not hp.final_softcap
+    x = linear(g, head, w.get("output.bias"), x, "result_output" if plain else "result_unscaled")
     x = g.scale(x, hp.logit_scale, "result_uncapped" if hp.final_softcap else "result_output")
     return g.softcap(x, hp.final_softcap, "result_output")
 
@@ -131,15 +147,16 @@ def self_attention(
     without weights. See `attend` for the rest.
     """
     hp = hp.at(layer.il)
-    q = _project(g, hp, x, layer, table, "q", hp.n_head, neox, norm_last)
-    k = _project(g, hp, x, layer, table, "k", hp.n_head_kv, neox, norm_last)
+    fused = _fused_projections(g, hp, x, layer)
+    q = _project(g, hp, x, layer, table, "q", hp.n_head, neox, norm_last, fused.get("q"))
+    k = _project(g, hp, x, layer, table, "k", hp.n_head_kv, neox, norm_last, fused.get("k"))
     if norm_heads:
         q = g.norm(q, None, hp.eps, "Qcur_normed", kind="rms", width=hp.head_dim_k)
         k = g.norm(k, None, hp.eps, "Kcur_normed", kind="rms", width=hp.head_dim_k)
     if hp.temperature_scale:
         length = hp.temperature_length or hp.rope.n_ctx_orig
         q = g.pos_scale(q, hp.temperature_scale, length, "Qcur_tempered", shift=hp.temperature_shift)
-    v = linear(g, attention_matrix(hp, layer, "v"), layer.get("attn_v_bias"), x, "Vcur")
+    v = fused.get("v") or linear(g, attention_matrix(hp, layer, "v"), layer.get("attn_v_bias"), x, "Vcur")
     return attend(g, hp, cfg, q, (k, g.scale(v, hp.value_scale, "Vcur_scaled")), x, layer, gating=gating)
 
 
@@ -196,11 +213,22 @@ def attend(
 def attention_matrix(hp: HParams, layer: LayerWeights, which: str) -> Weight:
     """The matrix of q, k or v: of its own, or rows of that of all three."""
     own = layer.get(f"attn_{which}")
-    if own is not None:
-        return own
+    return layer.attn_qkv.rows(*_fused_rows(hp)[which]) if own is None else own
+
+
+def _fused_rows(hp: HParams) -> dict[str, tuple[int, int]]:
+    """First row and rows of q, k and v in one matrix."""
     n_q, n_k = hp.n_head * hp.head_dim_k, hp.n_head_kv * hp.head_dim_k
-    ranges = {"q": (0, n_q), "k": (n_q, n_k), "v": (n_q + n_k, hp.n_head_kv * hp.head_dim_v)}
-    return layer.attn_qkv.rows(*ranges[which])
+    return {"q": (0, n_q), "k": (n_q, n_k), "v": (n_q + n_k, hp.n_head_kv * hp.head_dim_v)}
+
+
+def _fused_projections(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> dict[str, Node]:
+    """q, k and v, where they are made together and have a bias; nothing elsewhere."""
+    w, bias = layer.get("attn_qkv"), layer.get("attn_qkv_bias")
+    if w is None or bias is None:
+        return {}
+    cur = linear(g, w, bias, x, "bqkv")
+    return {which: columns(g, cur, *rows, f"{which.upper()}cur_proj") for which, rows in _fused_rows(hp).items()}
 
 
 def _project(
@@ -213,10 +241,12 @@ def _project(
     n_head: int,
     neox: bool,
     norm_last: bool,
+    cur: Node | None = None,
 ) -> Node:
-    """q or k: projection, norm of each head (or of all together) if the model has one, rotation."""
-    bias = layer.get(f"attn_{which}_bias")
-    cur = linear(g, attention_matrix(hp, layer, which), bias, x, f"{which.upper()}cur_proj")
+    """q or k: projection (or what was made of it), norm of each head (or of all) if the model has one, rotation."""
+    if cur is None:
+        bias = layer.get(f"attn_{which}_bias")
+        cur = linear(g, attention_matrix(hp, layer, which), bias, x, f"{which.upper()}cur_proj")
     return rotated(g, hp, cur, layer, table, which, n_head, neox, norm_last)
 
 
@@ -235,12 +265,17 @@ def rotated(
     name = f"{which.upper()}cur"
     norm = layer.get(f"attn_{which}_norm")
     if norm is not None and not norm_last:
-        cur = g.rms_norm(cur, norm, hp.eps, f"{name}_normed")
+        cur = _head_norm(g, hp, cur, norm, f"{name}_normed")
     if table is not None:
         cur = g.rope(cur, table, n_head, hp.head_dim_k, name, neox=neox)
     if norm is not None and norm_last:
-        cur = g.rms_norm(cur, norm, hp.eps, f"{name}_normed")
+        cur = _head_norm(g, hp, cur, norm, f"{name}_normed")
     return cur
+
+
+def _head_norm(g: Graph, hp: HParams, x: Node, w: Weight, name: str) -> Node:
+    """The norm of the model's kind, of groups of columns: heads, or all of them."""
+    return g.rms_norm(x, w, hp.eps, name) if hp.norm == "rms" else g.norm(x, w, hp.eps, name, width=w.ne0)
 
 
 def heads_per_step(cfg: GraphConfig, n_head: int) -> int:
@@ -294,6 +329,12 @@ def fused_dense_ffn(g: Graph, hp: HParams, x: Node, layer: LayerWeights, name: s
     gate = g.mul_mat(layer.ffn_up.rows(0, n_ff), x, "ffn_gate")
     up = g.mul_mat(layer.ffn_up.rows(n_ff, n_ff), x, "ffn_up")
     return g.mul_mat(layer.ffn_down, g.swiglu(gate, up, "ffn_gate_par"), name)
+
+
+def mlp(g: Graph, x: Node, layer: LayerWeights, kind: str = "gelu", name: str = "ffn_out") -> Node:
+    """A feed-forward part without gate: down(act(up x))."""
+    up = linear(g, layer.ffn_up, layer.get("ffn_up_bias"), x, "ffn_up")
+    return linear(g, layer.ffn_down, layer.get("ffn_down_bias"), g.activate(up, kind, f"ffn_{kind}"), name)
 
 
 def moe_ffn(
@@ -443,16 +484,37 @@ def fused_dense_specs(hp: HParams, il: int) -> TensorSpecs:
     return in_block(il, specs)
 
 
+def mlp_specs(hp: HParams, il: int) -> TensorSpecs:
+    """A dense feed-forward block without gate."""
+    n_ff = hp.at(il).n_ff
+    return in_block(
+        il, {"ffn_up.weight": TensorSpec((hp.n_embd, n_ff)), "ffn_down.weight": TensorSpec((n_ff, hp.n_embd))}
+    )
+
+
+def bias_specs(specs: TensorSpecs, names: str, required: bool = True) -> TensorSpecs:
+    """Biases of the tensors whose names (without `blk.<il>.`) are listed, where there are such."""
+    listed = names.split()
+    return {
+        name.removesuffix("weight") + "bias": TensorSpec((spec.shape[-1],), required and spec.required)
+        for name, spec in specs.items()
+        if name.endswith(".weight") and name.removesuffix(".weight").split(".")[-1] in listed
+    }
+
+
 def expert_specs(hp: HParams, il: int, n_ff: int) -> TensorSpecs:
-    """Router and routed experts."""
+    """Router and routed experts, whose gate and up may be one tensor."""
+    half, both = (hp.n_embd, n_ff, hp.n_expert), f"blk.{il}.ffn_gate_up_exps.weight"
     specs = {
         "ffn_gate_inp.weight": TensorSpec((hp.n_embd, hp.n_expert)),
-        "ffn_gate_exps.weight": TensorSpec((hp.n_embd, n_ff, hp.n_expert)),
-        "ffn_up_exps.weight": TensorSpec((hp.n_embd, n_ff, hp.n_expert)),
+        "ffn_gate_exps.weight": TensorSpec(half, unless=both),
+        "ffn_up_exps.weight": TensorSpec(half, unless=both),
+        "ffn_gate_up_exps.weight": TensorSpec((hp.n_embd, 2 * n_ff, hp.n_expert), required=False),
         "ffn_down_exps.weight": TensorSpec((n_ff, hp.n_embd, hp.n_expert)),
         "ffn_gate_inp.bias": TensorSpec((hp.n_expert,), required=False),
         "ffn_gate_exps.bias": TensorSpec((n_ff, hp.n_expert), required=False),
         "ffn_up_exps.bias": TensorSpec((n_ff, hp.n_expert), required=False),
+        "ffn_gate_up_exps.bias": TensorSpec((2 * n_ff, hp.n_expert), required=False),
         "ffn_down_exps.bias": TensorSpec((hp.n_embd, hp.n_expert), required=False),
     }
     return in_block(il, specs)

@@ -83,7 +83,10 @@ def _query(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node) -> 
         q = g.mul_mat(layer.attn_q_b, q_a, "q")
     else:
         q = g.mul_mat(layer.attn_q, x, "q")
-    return g.rope(q, table, hp.n_head, hp.head_dim_k, "q_rope", offset=hp.head_dim_k - hp.n_rot)
+    q = g.rope(q, table, hp.n_head, hp.head_dim_k, "q_rope", offset=hp.head_dim_k - hp.n_rot)
+    if hp.temperature_scale:  # Mistral 4
+        q = g.pos_scale(q, hp.temperature_scale, hp.rope.n_ctx_orig, "q_tempered")
+    return q
 
 
 def _latent(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node) -> tuple[HeadSlice, Node]:

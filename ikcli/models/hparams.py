@@ -24,16 +24,16 @@ _ALL_EXPERTS = (
     "gpt-oss", "granitemoe", "hunyuan-moe", "mellum", "minimax-m2", "qwen2moe", "qwen3moe", "qwen3vlmoe",
 )  # fmt: skip
 """In every layer."""
-MLA = ("deepseek2", "glm-dsa")  # multi-head latent attention
-_DENSE_LEAD = (*MLA, "cohere2_moe", "dots1", "ernie4_5-moe", "glm4moe", "laguna", "minimax-m3", "step35")
+MLA = ("deepseek2", "glm-dsa", "mistral4")  # multi-head latent attention
+_DENSE_LEAD = (*MLA, "bailingmoe2", "cohere2_moe", "dots1", "ernie4_5-moe", "glm4moe", "laguna", "minimax-m3", "step35")
 """In all layers but the first ones."""
 _SIGMOID = (
     "cohere2_moe", "dots1", "glm4moe", "laguna", "llama4", "mimo2", "minimax-m2", "minimax-m3", "step35",
 )  # fmt: skip
 """Gating of files that do not say."""
-_NOT_NORMALISED = ("cohere2_moe", "deepseek2", "laguna", "llama4", "minimax-m3", "qwen2moe", "step35")
+_NOT_NORMALISED = ("bailingmoe2", "cohere2_moe", "deepseek2", "laguna", "llama4", "minimax-m3", "qwen2moe", "step35")
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
-_LAYER_NORM = ("cohere2",)
+_LAYER_NORM = ("cohere2", "command-r", "falcon", "gptneox", "phi2", "stablelm", "starcoder2")
 _RMS_KEY = "attention.layer_norm_rms_epsilon"
 _WHERE_ROUTED = ("laguna", "mimo2", "step35")  # layers with a router are those with experts
 _SOFTCAPS = {"gemma2": (50.0, 30.0), "gemma3": (0.0, 0.0), "gemma4": (0.0, 30.0)}
@@ -94,6 +94,7 @@ class HParams:
     temperature_shift: int = 0
     swiglu_limit: float = 0.0  # of experts; 0: none
     swiglu_limit_shared: float = 0.0  # of shared experts and dense parts
+    parallel: bool = False  # attention and feed-forward part are side by side
     is_moe: bool = True  # has experts, where the model has any
     per_layer: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
@@ -129,8 +130,14 @@ class HParams:
         values |= read_windows(keys, values)
         if arch in ("granite", "granitemoe"):
             values |= _multipliers(keys)
-        if arch == "mistral3":
-            values["temperature_scale"] = keys.number("attention.temperature_scale", 0.0, most=1e6)
+        if arch in ("mistral3", "mistral4"):  # files of Mistral 4 do not say
+            default = 0.1 if arch == "mistral4" else 0.0
+            values["temperature_scale"] = keys.number("attention.temperature_scale", default, most=1e6)
+        if arch == "gptneox":
+            values["parallel"] = bool(keys.raw("use_parallel_residual", True))
+        if arch == "bailingmoe2":
+            width = keys.integer("expert_shared_feed_forward_length", 0) or values["n_ff_exp"]
+            values["n_ff_shexp"] = width * values["n_expert_shared"]
         if arch == "llama4":
             values |= _temperature(keys, values) | {"weighs_inputs": True, "n_ff_shexp": values["n_ff_exp"]}
         hp = cls(**_by_layer(values))
@@ -255,7 +262,9 @@ def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
         found["n_embd_per_layer"] = keys.integer("embedding_length_per_layer_input", 0)
     elif (arch, values["n_layer"]) in (("gemma2", 46), ("gemma3", 62)):  # the models of 27B
         found["attention_scale"] = 1 / math.sqrt(n_embd // max(by_layer(values["n_head"], 1)))
-    if arch in ("cohere2", "cohere2_moe"):
+    if arch == "gemma":
+        found["embedding_scale"] = math.sqrt(n_embd)
+    if arch in ("cohere2", "cohere2_moe", "command-r"):
         found["logit_scale"] = keys.number("logit_scale", most=1e9) or 1.0
     if arch == "mimo2":
         found["value_scale"] = keys.number("attention.value_scale", 1.0, most=1e9)

@@ -30,11 +30,15 @@ class TensorLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """An expected tensor: its shape, other accepted shapes of the same bytes, and whether it may be absent."""
+    """An expected tensor: its shape, other accepted shapes of the same bytes, and whether it may be absent.
+
+    `unless`: the tensor that holds the same where this one is absent.
+    """
 
     shape: tuple[int, ...]
     required: bool = True
     also: tuple[tuple[int, ...], ...] = ()
+    unless: str = ""
 
 
 TensorSpecs = dict[str, TensorSpec]
@@ -45,7 +49,7 @@ def check_tensors(specs: TensorSpecs, tensors: Mapping[str, TensorLike], source:
     for name, spec in specs.items():
         tensor = tensors.get(name)
         if tensor is None:
-            if spec.required:
+            if spec.required and spec.unless not in tensors:
                 _check_split_experts(name, tensors, source)
                 raise FormatError(f"{source}: tensor '{name}' is missing; the file is incomplete")
         elif not any(_same(tensor.shape, s) for s in (spec.shape, *spec.also)):

@@ -1,0 +1,35 @@
+"""Command-R: attention and feed-forward part side by side after one norm around the mean; norms of heads in R+."""
+
+from __future__ import annotations
+
+from ikcli.graph import Graph, Node
+from ikcli.models import blocks
+from ikcli.models.config import GraphConfig
+from ikcli.models.hparams import HParams
+from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+
+
+def tensor_shapes(hp: HParams) -> TensorSpecs:
+    """Expected tensors of the file."""
+    specs = blocks.base_specs(hp)
+    for il in range(hp.n_layer):
+        specs |= blocks.attention_specs(hp, il, bias=None)
+        del specs[f"blk.{il}.ffn_norm.weight"]
+        own = hp.at(il)
+        for which, n_head in (("q", own.n_head), ("k", own.n_head_kv)):
+            specs[f"blk.{il}.attn_{which}_norm.weight"] = TensorSpec((own.head_dim_k, n_head), required=False)
+        specs |= blocks.dense_specs(hp, il, own.n_ff)
+    return specs
+
+
+def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+    """Record the graph; returns the logits of the output rows."""
+    tables = blocks.rope_tables(g, hp, w, cfg)
+
+    def attn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=False)
+
+    def ffn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.dense_ffn(g, x, layer)
+
+    return blocks.parallel_transformer(g, hp, w, attn, ffn)

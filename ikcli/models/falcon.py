@@ -1,0 +1,36 @@
+"""Falcon: attention and feed-forward part side by side, one norm for both (7B) or one each (40B), GELU."""
+
+from __future__ import annotations
+
+from ikcli.graph import Graph, Node
+from ikcli.models import blocks
+from ikcli.models.config import GraphConfig
+from ikcli.models.hparams import HParams
+from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+
+
+def tensor_shapes(hp: HParams) -> TensorSpecs:
+    """Expected tensors of the file."""
+    specs = blocks.base_specs(hp)
+    for il in range(hp.n_layer):
+        specs |= blocks.attention_specs(hp, il, bias=None, fused=True)
+        del specs[f"blk.{il}.ffn_norm.weight"]
+        specs[f"blk.{il}.attn_norm_2.weight"] = TensorSpec((hp.n_embd,), required=False)
+        specs |= blocks.mlp_specs(hp, il)
+    specs |= blocks.bias_specs(specs, "output_norm attn_norm attn_norm_2")
+    specs |= blocks.bias_specs(specs, "attn_qkv attn_output ffn_up ffn_down", required=False)
+    return specs
+
+
+def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+    """Record the graph; returns the logits of the output rows."""
+    tables = blocks.rope_tables(g, hp, w, cfg)
+
+    def attn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True)
+
+    def ffn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.mlp(g, x, layer)
+
+    attn_norm = "attn_norm_2" if "blk.0.attn_norm_2.weight" in w else "attn_norm"
+    return blocks.parallel_transformer(g, hp, w, attn, ffn, attn_norm)

@@ -1,0 +1,32 @@
+"""Gemma 1: scaled embeddings, GELU, tied output."""
+
+from __future__ import annotations
+
+from ikcli.graph import Graph, Node
+from ikcli.graph.activations import Glu
+from ikcli.models import blocks
+from ikcli.models.config import GraphConfig
+from ikcli.models.hparams import HParams
+from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
+
+
+def tensor_shapes(hp: HParams) -> TensorSpecs:
+    """Expected tensors of the file."""
+    specs = blocks.base_specs(hp)
+    for il in range(hp.n_layer):
+        specs |= blocks.attention_specs(hp, il, bias=None)
+        specs |= blocks.dense_specs(hp, il, hp.at(il).n_ff)
+    return specs
+
+
+def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+    """Record the graph; returns the logits of the output rows."""
+    tables = blocks.rope_tables(g, hp, w, cfg)
+
+    def attn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True)
+
+    def ffn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.dense_ffn(g, x, layer, act=Glu("gelu"))
+
+    return blocks.transformer(g, hp, w, attn, ffn)

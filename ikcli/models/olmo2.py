@@ -1,0 +1,37 @@
+"""OLMo 2: norms only after attention and feed-forward part, norms over all query and over all key heads."""
+
+from __future__ import annotations
+
+from ikcli.graph import Graph, Node
+from ikcli.models import blocks
+from ikcli.models.config import GraphConfig
+from ikcli.models.hparams import HParams
+from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+
+
+def tensor_shapes(hp: HParams) -> TensorSpecs:
+    """Expected tensors of the file."""
+    specs = blocks.base_specs(hp)
+    for il in range(hp.n_layer):
+        specs |= blocks.attention_specs(hp, il, bias=None, ffn_norm="post_attention_norm")
+        del specs[f"blk.{il}.attn_norm.weight"]
+        specs |= blocks.dense_specs(hp, il, hp.at(il).n_ff)
+        specs[f"blk.{il}.post_ffw_norm.weight"] = TensorSpec((hp.n_embd,))
+        own = hp.at(il)
+        for which, n_head in (("q", own.n_head), ("k", own.n_head_kv)):
+            specs[f"blk.{il}.attn_{which}_norm.weight"] = TensorSpec((n_head * own.head_dim_k,))
+    return specs
+
+
+def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+    """Record the graph; returns the logits of the output rows."""
+    tables = blocks.rope_tables(g, hp, w, cfg)
+
+    def attn(x: Node, layer: LayerWeights) -> Node:
+        cur = blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True)
+        return g.rms_norm(cur, layer.post_attention_norm, hp.eps, "attn_post_norm")
+
+    def ffn(x: Node, layer: LayerWeights) -> Node:
+        return g.rms_norm(blocks.dense_ffn(g, x, layer), layer.post_ffw_norm, hp.eps, "ffn_post_norm")
+
+    return blocks.transformer(g, hp, w, attn, ffn)

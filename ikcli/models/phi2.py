@@ -1,0 +1,34 @@
+"""Phi-1, Phi-1.5, Phi-2: attention and feed-forward part side by side, biases everywhere, also of the logits, GELU."""
+
+from __future__ import annotations
+
+from ikcli.graph import Graph, Node
+from ikcli.models import blocks
+from ikcli.models.config import GraphConfig
+from ikcli.models.hparams import HParams
+from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
+
+
+def tensor_shapes(hp: HParams) -> TensorSpecs:
+    """Expected tensors of the file."""
+    specs = blocks.base_specs(hp)
+    for il in range(hp.n_layer):
+        specs |= blocks.attention_specs(hp, il, bias=None, fused=True)
+        del specs[f"blk.{il}.ffn_norm.weight"]
+        specs |= blocks.mlp_specs(hp, il)
+    names = "output output_norm attn_norm attn_qkv attn_output ffn_up ffn_down"
+    specs |= blocks.bias_specs(specs, names)
+    return specs
+
+
+def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+    """Record the graph; returns the logits of the output rows."""
+    tables = blocks.rope_tables(g, hp, w, cfg)
+
+    def attn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True)
+
+    def ffn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.mlp(g, x, layer)
+
+    return blocks.parallel_transformer(g, hp, w, attn, ffn)

@@ -1,0 +1,39 @@
+"""StableLM 1 to 2: norms around the mean, partial rotary; parts side by side in layers without a norm of their own for
+the second, norms of heads (12B)."""
+
+from __future__ import annotations
+
+from ikcli.graph import Graph, Node
+from ikcli.models import blocks
+from ikcli.models.config import GraphConfig
+from ikcli.models.hparams import HParams
+from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+
+
+def tensor_shapes(hp: HParams) -> TensorSpecs:
+    """Expected tensors of the file."""
+    specs = blocks.base_specs(hp)
+    for il in range(hp.n_layer):
+        specs |= blocks.attention_specs(hp, il, bias=None)
+        own = hp.at(il)
+        specs[f"blk.{il}.ffn_norm.weight"] = TensorSpec((hp.n_embd,), required=False)
+        for which, n_head in (("q", own.n_head), ("k", own.n_head_kv)):
+            specs[f"blk.{il}.attn_{which}_norm.weight"] = TensorSpec((own.head_dim_k, n_head), required=False)
+        specs |= blocks.dense_specs(hp, il, own.n_ff)
+    specs |= blocks.bias_specs(specs, "output_norm attn_norm") | blocks.bias_specs(specs, "ffn_norm", required=False)
+    return specs
+
+
+def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+    """Record the graph; returns the logits of the output rows."""
+    tables = blocks.rope_tables(g, hp, w, cfg)
+
+    def attn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True)
+
+    def ffn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.dense_ffn(g, x, layer)
+
+    if "blk.0.ffn_norm.weight" not in w:
+        return blocks.parallel_transformer(g, hp, w, attn, ffn)
+    return blocks.transformer(g, hp, w, attn, ffn)

@@ -423,26 +423,26 @@ def attention_specs(
     bias: bool | None,
     qk_norm: bool | None = False,
     ffn_norm: str = "ffn_norm",
-    fused: bool = False,
+    fused: bool | None = False,
 ) -> TensorSpecs:
     """Norms and projections of one block; bias, qk_norm None = they are optional.
 
-    `fused`: q, k and v are one matrix, or three all the same.
+    `fused`: q, k and v are one matrix; None: one or three.
     """
     hp = hp.at(il)
     q, k, v = hp.n_head * hp.head_dim_k, hp.n_head_kv * hp.head_dim_k, hp.n_head_kv * hp.head_dim_v
     specs = {
         "attn_norm.weight": TensorSpec((hp.n_embd,)),
-        "attn_q.weight": TensorSpec((hp.n_embd, q), not fused),
-        "attn_k.weight": TensorSpec((hp.n_embd, k), not fused),
-        "attn_v.weight": TensorSpec((hp.n_embd, v), not fused),
         "attn_output.weight": TensorSpec((hp.n_head * hp.head_dim_v, hp.n_embd)),
         "attn_output.bias": TensorSpec((hp.n_embd,), required=False),
         f"{ffn_norm}.weight": TensorSpec((hp.n_embd,)),
     }
-    if fused:
-        specs["attn_qkv.weight"] = TensorSpec((hp.n_embd, q + k + v), required=False)
-    if bias is not False:
+    one = f"blk.{il}.attn_qkv.weight" if fused is None else ""
+    if fused is not False:
+        specs["attn_qkv.weight"] = TensorSpec((hp.n_embd, q + k + v), required=not one)
+    if not fused:
+        specs |= {f"attn_{x}.weight": TensorSpec((hp.n_embd, n), unless=one) for x, n in (("q", q), ("k", k), ("v", v))}
+    if bias is not False and not fused:
         for name, n in (("q", q), ("k", k), ("v", v)):
             specs[f"attn_{name}.bias"] = TensorSpec((n,), required=bool(bias))
     if qk_norm is not False:

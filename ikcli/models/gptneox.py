@@ -1,4 +1,4 @@
-"""GPT-NeoX, Pythia: one matrix for q, k and v, biases everywhere, GELU; parts with a norm each, side by side or in turn."""
+"""GPT-NeoX, Pythia: one matrix for q, k and v, biases, GELU; parts with a norm each, side by side or in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How many CPUs this process may use: physical cores within its affinity mask and cgroup quota, never SMT siblings.
+"""How many CPUs this process may use (physical cores within its affinity mask and cgroup quota, never SMT siblings), and
+what they can do.
 
 Reads /sys/devices/system/cpu/*/topology and the cgroup files of Linux; elsewhere it falls back to the logical count.
 """
@@ -55,3 +56,15 @@ def physical_cores() -> int:
     cores = count_physical(visible_cpus())
     limit = cgroup_limit()
     return max(1, min(cores, limit) if limit is not None else cores)
+
+
+def cpu_flags(path: str = "/proc/cpuinfo") -> list[str]:
+    """Instruction sets that matter for the kernels, as Linux names them; empty elsewhere."""
+    wanted = ("f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "asimddp", "i8mm")
+    try:
+        with open(path, encoding="utf-8") as file:
+            line = next((line for line in file if line.lower().startswith(("flags", "features"))), "")
+    except OSError:
+        return []
+    present = set(line.partition(":")[2].split())
+    return [flag for flag in wanted if flag in present]

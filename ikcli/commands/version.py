@@ -8,7 +8,7 @@ from importlib import metadata
 
 from ikcli.commands._help import version_line
 from ikcli.config_tools import VersionConfig
-from ikcli.hostinfo import physical_cores, visible_cpus
+from ikcli.hostinfo import cpu_flags, physical_cores, visible_cpus
 
 _PACKAGES = ("numpy", "numba", "llvmlite", "gguf", "tokenizers", "typer", "rich", "jinja2")
 
@@ -34,15 +34,3 @@ def print_version(verbose: bool) -> None:
             print(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             print(f"{package} not installed")
-
-
-def cpu_flags(path: str = "/proc/cpuinfo") -> list[str]:
-    """Instruction sets that matter for the kernels, as Linux names them; empty elsewhere."""
-    wanted = ("f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "asimddp", "i8mm")
-    try:
-        with open(path, encoding="utf-8") as file:
-            line = next((line for line in file if line.lower().startswith(("flags", "features"))), "")
-    except OSError:
-        return []
-    present = set(line.partition(":")[2].split())
-    return [flag for flag in wanted if flag in present]

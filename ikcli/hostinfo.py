@@ -1,5 +1,4 @@
-"""How many CPUs this process may use (physical cores within its affinity mask and cgroup quota, never SMT siblings), and
-what they can do.
+"""How many CPUs this process may use and what they can: physical cores in its affinity mask and quota, never SMT.
 
 Reads /sys/devices/system/cpu/*/topology and the cgroup files of Linux; elsewhere it falls back to the logical count.
 """

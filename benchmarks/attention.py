@@ -22,7 +22,8 @@ from kernel_harness import Harness, Segment, team
 from peaks import product_peak
 
 from ikcli.backends.cpu.lower_attention import RULES
-from ikcli.gguf.constants import GGMLType, row_n_bytes
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import row_n_bytes
 from ikcli.graph import HeadSlice, Node, Rows, Weight
 
 

@@ -34,7 +34,8 @@ from ikcli.backends.cuda.kv_layout import cache_bytes, planes, to_device  # noqa
 from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering, Program, all_rules, lower  # noqa: E402
 from ikcli.backends.cuda.modules import Package  # noqa: E402
 from ikcli.backends.cuda.upload import convert, device_bytes  # noqa: E402
-from ikcli.gguf.constants import TYPE_TRAITS, GGMLType  # noqa: E402
+from ikcli.gguf.constants import GGMLType  # noqa: E402
+from ikcli.gguf.types import TYPES  # noqa: E402
 from ikcli.graph import Cache, Graph, HeadSlice, Node, Rows, Weight  # noqa: E402
 
 T = GGMLType
@@ -361,7 +362,7 @@ def attention_mla(b: Bench) -> None:
                                 [HeadSlice(q, 128, 64, 192), HeadSlice(latent, 0, 512, 512)],
                                 [HeadSlice(cache, 0, 576, 0)], HeadSlice(cache, 64, 512, 0), "kqv", n_head=n_head,
                                 n_head_kv=1, scale=192**-0.5, flash=True))  # fmt: skip
-                        name = f"{n_head} heads {TYPE_TRAITS[type_].name} n_kv {n_kv} tokens {n_tokens}"
+                        name = f"{n_head} heads {TYPES[type_].name} n_kv {n_kv} tokens {n_tokens}"
                         flop = 2.0 * (576 + 512) * n_head * n_tokens * n_kv
                         case.measure("mla", name, nodes, n_bytes, flop)
 
@@ -384,7 +385,7 @@ def attention_gqa(b: Bench) -> None:
                             [HeadSlice(q, 0, width, width)], [HeadSlice(k, 0, width, width)],
                             HeadSlice(v, 0, width, width), "kqv", n_head=n_head_kv * group, n_head_kv=n_head_kv,
                             scale=width**-0.5, flash=True))  # fmt: skip
-                    name = f"{n_head_kv}x{group} heads of {width} {TYPE_TRAITS[type_].name} n_kv {n_kv}"
+                    name = f"{n_head_kv}x{group} heads of {width} {TYPES[type_].name} n_kv {n_kv}"
                     case.measure("gqa", name, nodes, n_bytes, 4.0 * width * n_head_kv * group * n_kv)
 
 
@@ -435,7 +436,7 @@ def _products(b: Bench, name: str, types: tuple[T, ...], tokens: tuple[int, ...]
                     n_bytes, copies = device_bytes(w), _copies(b, device_bytes(w))
                     nodes.append(case.graph.mul_mat(w, x, f"y{len(nodes)}"))
                 flop, peak = 2.0 * n_in * n_out * n, "s8" if n > 8 and type_ not in (T.F16, T.BF16) else "f16"
-                case.measure(name, f"{TYPE_TRAITS[type_].name} {n_out}x{n_in} tokens {n}", nodes, n_bytes, flop, peak)
+                case.measure(name, f"{TYPES[type_].name} {n_out}x{n_in} tokens {n}", nodes, n_bytes, flop, peak)
 
 
 def matvec(b: Bench) -> None:

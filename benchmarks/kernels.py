@@ -35,7 +35,9 @@ from weight_bytes import stored
 
 from ikcli.backends.cpu.kernels.activations import quantize_blocks
 from ikcli.backends.cpu.kernels.format_api import few_dots
-from ikcli.backends.cpu.kernels.formats import FORMATS
+from ikcli.backends.cpu.kernels.formats import weight_format
+from ikcli.backends.cpu.lower import stored_name
+from ikcli.gguf.types import TYPES
 from ikcli.quant.formats import format_by_name, row_size
 
 COLUMNS, ROWS_PER_RUN = 4096, 1280
@@ -69,7 +71,7 @@ def calls(n_rows: int) -> int:
 
 def of_ik(name: str, weights: Bytes, n_rows: int, x: npt.NDArray[np.float32]) -> Run:
     """Products of n_rows with activation rows x."""
-    fmt, n_calls = FORMATS[name], calls(n_rows)
+    fmt, n_calls = weight_format(stored_name(format_by_name(name).type)), calls(n_rows)
     dots, stride, rows = few_dots(fmt), 4 * COLUMNS, fmt.rows
     group = rows * row_size(format_by_name(name).type, COLUMNS)
     quantized, out = aligned(len(x) * stride), np.zeros((len(x), n_rows), np.float32)
@@ -145,7 +147,7 @@ def main() -> None:
     n_rows = arguments.rows
     if n_rows < 16 or n_rows % 16:
         parser.error("--rows must be a multiple of 16")
-    names = list(FORMATS) if arguments.types == "all" else arguments.types.split(",")
+    names = [t.name for t in TYPES.values() if t.cpu] if arguments.types == "all" else arguments.types.split(",")
     x = np.random.default_rng(0).standard_normal((arguments.tokens, COLUMNS)).astype(np.float32)
     print(f"CPU features: {isa.current().name}; {n_rows} rows, {len(x)} tokens; ns per 256 columns of a row and token")
     print("| type | ik | (median) | reference | (median) | ratio | (median) |\n|---|---:|---:|---:|---:|---:|---:|")

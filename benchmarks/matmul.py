@@ -26,8 +26,8 @@ from peaks import product_peak, read_peak
 from weight_bytes import stored
 
 from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES, activation_kind
-from ikcli.backends.cpu.tile_modes import MODES
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.graph import Weight
 from ikcli.quant.decode import dequantize
 from ikcli.quant.formats import format_by_name, get_format, row_size
@@ -83,7 +83,7 @@ def main() -> None:
     args = parser.parse_args()
     names = args.types.split(",")
     types = [format_by_name(n).type for n in names] if names != ["all"] else []
-    types = types or [*FLOAT_TYPES, *(format_by_name(n).type for n in MODES)]
+    types = types or [*FLOAT_TYPES, *(t.type for t in TYPES.values() if t.cpu)]
     tokens = [int(n) for n in args.tokens.split(",")]
     peaks = {kind: product_peak(kind, args.threads) for kind in ("i8", "i16", "bf16", "f32")}
     memory = read_peak(args.threads)

@@ -10,7 +10,8 @@ import numpy as np
 from kernel_harness import Harness, Segment
 
 from ikcli.backends.cpu.lower_attention import RULES
-from ikcli.gguf.constants import TYPE_TRAITS, GGMLType
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.graph import Cache, HeadSlice, Node, Per, Rows
 from ikcli.graph.ops_attention import Attention
 from ikcli.native import isa
@@ -54,7 +55,7 @@ def decode(data: np.ndarray, type_: GGMLType) -> np.ndarray:
         return data.view(np.float16).astype(np.float64)
     if type_ == BF16:
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    traits = TYPE_TRAITS[type_]
+    traits = TYPES[type_]
     cols = (data.shape[1] - traits.row_meta_size) // traits.type_size * traits.block_size
     values = dequantize(np.ascontiguousarray(data).reshape(-1), type_, (cols, rows))
     return values.astype(np.float64).reshape(rows, cols)

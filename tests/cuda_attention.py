@@ -23,7 +23,8 @@ from leaves import Leaf, leaf
 from ikcli.backends.cuda.device import Launch
 from ikcli.backends.cuda.kv_layout import from_device, planes, to_device
 from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering, Program, all_rules, lower
-from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, Graph, HeadSlice, Node, Rows
 from ikcli.graph.ops_attention import Attention
 from ikcli.quant.decode import dequantize
@@ -159,7 +160,7 @@ def random_rows(rng: np.random.Generator, n: int, cols: int, type_: GGMLType) ->
         return x.astype(np.float16).view(np.uint8)
     if type_ == GGMLType.BF16:
         return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-    size = TYPE_TRAITS[type_].type_size
+    size = TYPES[type_].type_size
     rows = rng.integers(0, 256, (n, row_n_bytes(type_, cols)), dtype=np.uint8)
     levels = {GGMLType.Q8_0: 74, GGMLType.Q8_KV: 74, GGMLType.IQ4_NL: 66, GGMLType.Q6_0: 18, GGMLType.Q5_0: 9,
               GGMLType.Q5_1: 9, GGMLType.Q4_0: 4.6, GGMLType.Q4_1: 4.6}[type_]  # fmt: skip
@@ -177,7 +178,7 @@ def random_rows(rng: np.random.Generator, n: int, cols: int, type_: GGMLType) ->
 
 def decode(rows: Array, type_: GGMLType) -> Array:
     """Host bytes of cache rows as float64."""
-    traits = TYPE_TRAITS[type_]
+    traits = TYPES[type_]
     cols = (rows.shape[1] - traits.row_meta_size) // traits.type_size * traits.block_size
     values = dequantize(np.ascontiguousarray(rows).reshape(-1), type_, (cols, len(rows)))
     return values.astype(np.float64).reshape(len(rows), cols)
@@ -187,7 +188,7 @@ def fill(run: Run, cache: Cache, segments: Sequence[Segment], rng: np.random.Gen
     """Random rows for what segments have cached before, bytes 0xff (NaN) everywhere else."""
     if cache.transposed:
         data = np.full((cache.cols, row_n_bytes(cache.type, run.n_cells)), 0xFF, np.uint8)
-        size = TYPE_TRAITS[cache.type].type_size
+        size = TYPES[cache.type].type_size
         for s in segments:
             data[:, s.cell * size : (s.cell + s.pos) * size] = random_rows(rng, cache.cols, s.pos, cache.type)
     else:

@@ -13,9 +13,9 @@ from ikcli.backends.cuda import rules_matmul
 from ikcli.backends.cuda.lower import Lowering, all_rules
 from ikcli.backends.cuda.upload import convert, device_bytes, is_float
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.graph import Rows, Weight
 from ikcli.quant.decode import dequantize
-from ikcli.quant.tables import MATMUL_SCALE
 
 Array = npt.NDArray[Any]
 
@@ -40,7 +40,7 @@ class ProductRun(GraphRun):
         """A random weight of GGUF shape (ne0, ne1, ...)."""
         w = Weight(name, type_, shape)
         data = stored(type_, int(np.prod(shape[1:])), shape[0], seed)
-        values = dequantize(data, type_, shape).astype(np.float64) * MATMUL_SCALE.get(type_, 1)
+        values = dequantize(data, type_, shape).astype(np.float64) * TYPES[type_].matmul_scale
         self.tensors[name], self.bytes[name], self.weights[name] = w, data, values
         return w
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ikcli.engine.report import TensorRow
-from ikcli.gguf.constants import TYPE_TRAITS, tensor_n_bytes
+from ikcli.gguf.types import TYPES, tensor_n_bytes
 
-TYPES = {traits.name: type for type, traits in TYPE_TRAITS.items()}
+TYPES = {traits.name: type for type, traits in TYPES.items()}
 
 
 @dataclass(frozen=True)

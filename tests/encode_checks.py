@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import EncodeOptions, quantize_rows
-from ikcli.quant.formats import FORMATS
 
 TENSORS = ("attn_q", "attn_output", "ffn_up_exps", "ffn_gate")
 LEAST_SQUARES = EncodeOptions(least_squares=True)  # what searches minimise; scales are made unbiased afterwards
@@ -125,7 +125,7 @@ def assert_rows_independent(rng: np.random.Generator, type: GGMLType, ne0: int) 
     """The bytes of a row (or group of rows) depend neither on its neighbours nor on the number of threads."""
     x = rng.laplace(size=(44, ne0)).astype(np.float32)
     weights = rng.random(ne0).astype(np.float32)
-    height = FORMATS[type].rows
+    height = TYPES[type].rows
     for used in (None, weights):
         whole = quantize_rows(x, type, used)
         for n_threads in (2, 3):

@@ -9,7 +9,7 @@ from typing import Any
 from deepseek_shapes import LITE, TYPES, V3, V25, Dims, rows
 
 from ikcli.engine.report import TensorRow
-from ikcli.gguf.constants import tensor_n_bytes
+from ikcli.gguf.types import tensor_n_bytes
 from ikcli.gguf.writer import GGUFWriter, TensorSpec
 
 __all__ = ["LITE", "V3", "V25", "deepseek_metadata", "qwen3_235b", "write_deepseek", "write_header"]

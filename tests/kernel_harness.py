@@ -21,7 +21,7 @@ from ikcli.backends.cpu.program import Lowering, Program, lower
 from ikcli.backends.cpu.threads import Team
 from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.rules import Rules
-from ikcli.gguf.constants import row_n_bytes
+from ikcli.gguf.types import row_n_bytes
 from ikcli.graph import Cache, Graph, Node, Per, Rows
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.native.kernel_library import KernelLibrary

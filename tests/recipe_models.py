@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ikcli.gguf.constants import GGMLType, tensor_n_bytes
+from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import TensorInfo
+from ikcli.gguf.types import tensor_n_bytes
 
 
 def info(name: str, *shape: int, type: GGMLType = GGMLType.F16) -> TensorInfo:

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "ikcli"
 LAYERS = (
     (
         "errors",
-        "registry",
+        "references",
         "log",
         "hostinfo",
         "options",

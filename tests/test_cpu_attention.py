@@ -31,7 +31,8 @@ from ikcli.backends.cpu import lower_attention
 from ikcli.backends.cpu.kernels import attention_tasks, pair_sizes, pair_tiles
 from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.errors import UnsupportedError
-from ikcli.gguf.constants import GGMLType, row_n_bytes
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import row_n_bytes
 from ikcli.native import isa
 
 

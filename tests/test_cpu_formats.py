@@ -25,17 +25,17 @@ from ikcli.engine import repacking
 from ikcli.engine.batch import Batch
 from ikcli.engine.session import Session
 from ikcli.errors import UnsupportedError
-from ikcli.gguf.constants import INTERLEAVED, GGMLType
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.graph import Weight
 from ikcli.quant import repack
 from ikcli.quant.decode import dequantize
 from ikcli.quant.formats import get_format, row_size, tensor_size
-from ikcli.quant.tables import MATMUL_SCALE
 
 Array = npt.NDArray[Any]
 N_TOKENS = (1, 2, 4, 13)
 TERNARY = (GGMLType.IQ1_BN, GGMLType.IQ2_BN, GGMLType.IQ2_BN_R4)
-TWINS = [t for t, (base, _) in INTERLEAVED.items() if base is not None]
+TWINS = [t.type for t in TYPES.values() if t.base is not None]
 
 
 def whole_numbers(n: int, k: int) -> Array:
@@ -47,7 +47,7 @@ def whole_numbers(n: int, k: int) -> Array:
 def check_products(type_: GGMLType, data: Array, k: int, n_rows: int) -> None:
     guarded = np.full(data.size + 4096, 0xFF, np.uint8)
     guarded[: data.size] = data
-    w = dequantize(data, type_, (k, n_rows)).astype(np.float64) * MATMUL_SCALE.get(type_, 1)
+    w = dequantize(data, type_, (k, n_rows)).astype(np.float64) * TYPES[type_].matmul_scale
     run = Harness(max(N_TOKENS), 64, RULES)
     x = run.input("x", k)
     run.compile(run.graph.mul_mat(Weight("w", type_, (k, n_rows)), x, "y"), 2, {"w": guarded})
@@ -107,7 +107,7 @@ def test_groups_are_never_cut() -> None:
 @pytest.mark.parametrize("type_", params(TWINS))
 def test_compiled_repacking(type_: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel moves every bit where the table of moves says."""
-    base, rows = INTERLEAVED[type_]
+    base, rows = TYPES[type_].base, TYPES[type_].rows
     assert base is not None
     for k, n_rows in ((256, rows), (768, 5 * rows)):
         data = np.random.default_rng(rows).integers(0, 256, (n_rows, row_size(base, k)), dtype=np.uint8)
@@ -162,7 +162,11 @@ def test_run_time_repack(name: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     with closing(session):
         specs = session.model.specs
         assert specs["token_embd.weight"].type == made.tensors["token_embd.weight"].type
-        new = {n for n, t in made.tensors.items() if specs[n].type in INTERLEAVED and t.type not in INTERLEAVED}
+        new = {
+            n
+            for n, t in made.tensors.items()
+            if TYPES[specs[n].type].is_interleaved and not TYPES[t.type].is_interleaved
+        }
         assert new == {
             n for n, t in made.tensors.items() if n.endswith(".weight") and repack.can_repack(t.type, t.shape, n)
         }

@@ -20,10 +20,10 @@ from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES, activation_kind
 from ikcli.backends.cpu.program import FEW_ROWS, INDEPENDENT_ROWS
 from ikcli.backends.cpu.tile_modes import PAIRS_BLOCK, makes_integers
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.graph import Graph, HeadSlice, Node, Rows, RowSpec, Weight
 from ikcli.quant.decode import dequantize
 from ikcli.quant.formats import get_format, row_size
-from ikcli.quant.tables import MATMUL_SCALE
 
 Array = npt.NDArray[Any]
 N_TOKENS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 16, 17, 33)
@@ -46,7 +46,7 @@ def make_weight(name: str, type_: GGMLType, shape: tuple[int, ...], seed: int = 
     assert data.size == n_rows * row_size(type_, k)
     guarded = np.full(data.size + 4096, 0xFF, np.uint8)
     guarded[: data.size] = data
-    values = dequantize(data, type_, shape).astype(np.float64) * MATMUL_SCALE.get(type_, 1)
+    values = dequantize(data, type_, shape).astype(np.float64) * TYPES[type_].matmul_scale
     return Weight(name, type_, shape), guarded, values.reshape(-1, shape[1], k)
 
 

@@ -11,13 +11,14 @@ from ikcli.backends.cuda.attention_parts import count_tiles, fixed_parts, part_s
 from ikcli.backends.cuda.kv_layout import KERNEL_TYPES, cache_bytes, from_device, planes, to_device
 from ikcli.backends.cuda.lower import Counts
 from ikcli.backends.reference_kv import through_blocks
-from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, Rows
 from ikcli.quant.decode import dequantize
 
 T = GGMLType
 QUANTIZED = [t for t in KERNEL_TYPES if t not in (T.F32, T.F16, T.BF16)]
-ALL = [pytest.param(t, id=TYPE_TRAITS[t].name) for t in KERNEL_TYPES]
+ALL = [pytest.param(t, id=TYPES[t].name) for t in KERNEL_TYPES]
 
 
 def rows_to_store(n: int, cols: int) -> np.ndarray:

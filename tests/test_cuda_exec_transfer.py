@@ -8,11 +8,12 @@ from cuda_emulation import EmulatedDevice, as_array, needs_emulation
 
 from ikcli.backends.cuda import transfer, upload
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.graph import Weight
 from ikcli.quant.formats import get_format, row_size
 
 pytestmark = needs_emulation
-TYPES = [t for t in upload.FORMATS if get_format(t).rows == 1]
+PLAIN = [t.type for t in TYPES.values() if t.cuda and t.rows == 1]
 
 
 def sent(w: Weight, data: np.ndarray, largest: int) -> np.ndarray:
@@ -27,7 +28,7 @@ def sent(w: Weight, data: np.ndarray, largest: int) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("type_", TYPES, ids=lambda t: get_format(t).name)
+@pytest.mark.parametrize("type_", PLAIN, ids=lambda t: get_format(t).name)
 def test_rows_are_rearranged_as_on_the_cpu(type_, rng) -> None:
     w = Weight("w", type_, (512, 3, 2))
     data = rng.integers(0, 256, 6 * row_size(type_, 512), dtype=np.uint8)

@@ -19,25 +19,25 @@ from ikcli.backends.cuda.device import Launch
 from ikcli.backends.cuda.lower import Counts
 from ikcli.backends.cuda.rules_matmul import MV_ROWS
 from ikcli.backends.cuda.upload import (
-    FORMATS,
     device_bytes,
     device_format,
     device_type,
     is_float,
     table_bytes,
-    table_type,
+    table_name,
 )
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.graph import HeadSlice, Weight
 from ikcli.quant.decode import dequantize
 from ikcli.quant.formats import get_format, row_size
-from ikcli.quant.tables import MATMUL_SCALE
 
 pytestmark = needs_emulation
 Array = npt.NDArray[Any]
 T = GGMLType
-REGROUPED = [t for t in T if get_format(t).rows > 1 and t not in FORMATS]
+WITH_KERNELS = [t.type for t in TYPES.values() if t.cuda]
+REGROUPED = [t.type for t in TYPES.values() if t.base is not None]
 # Compared with the matrix products of every arithmetic by default; `-m slow` adds all other types.
 _COMMON = {T.Q8_0, T.Q4_K, T.Q6_K, T.Q2_K, T.IQ4_XS, T.IQ3_S, T.F16, T.F32}
 
@@ -76,8 +76,8 @@ def embedded(type_: T, k: int, data: Array, tokens: list[int]) -> Array:
 
         st = np.zeros(16, np.int64)
         st[0], st[4] = len(tokens), upload(np.array(tokens, np.int32))
-        grid = table_type(type_)
-        table = 0 if grid is None else upload(np.frombuffer(table_bytes(grid), np.uint8))
+        grid = table_name(type_)
+        table = 0 if not grid else upload(np.frombuffer(table_bytes(grid), np.uint8))
         fmt, out = device_format(type_), np.empty((len(tokens), k), np.float32)
         y = d.alloc(out.nbytes, "out")
         units = np.int32(k if is_float(type_) else k // 32)
@@ -92,11 +92,11 @@ def embedded(type_: T, k: int, data: Array, tokens: list[int]) -> Array:
 
 def scaled(type_: T, values: Array) -> Array:
     """Decoded values with the constant that products multiply the row scale by."""
-    factor = MATMUL_SCALE.get(device_type(type_))
-    return values if factor is None else values * np.float32(factor)
+    factor = TYPES[device_type(type_)].matmul_scale
+    return values if factor == 1 else values * np.float32(factor)
 
 
-@pytest.mark.parametrize("type_", names([*FORMATS, *REGROUPED]))
+@pytest.mark.parametrize("type_", names([*WITH_KERNELS, *REGROUPED]))
 def test_formats_are_the_decoders(type_: T) -> None:
     """Random bytes of every type, exactly; a factor on the row scale moves one rounding."""
     for k in k_of(type_):
@@ -105,7 +105,7 @@ def test_formats_are_the_decoders(type_: T) -> None:
         tokens = [n_rows - 1, 0, 2, 2]
         wanted = scaled(type_, dequantize(data, type_, (k, n_rows))[tokens].astype(np.float32))
         found = embedded(type_, k, data, tokens)
-        if device_type(type_) in MATMUL_SCALE:
+        if TYPES[device_type(type_)].matmul_scale != 1:
             np.testing.assert_allclose(found, wanted, rtol=3e-7)
         else:
             np.testing.assert_array_equal(found, wanted)
@@ -133,10 +133,11 @@ def test_mxfp4_has_scales_down_to_denormals() -> None:
 
 
 def test_upload_is_hardly_larger_than_the_file() -> None:
-    for type_ in FORMATS:
+    for type_ in WITH_KERNELS:
         k = max(k_of(type_))
         stored_bytes = row_size(type_, k)
-        assert stored_bytes - 8 <= FORMATS[type_].row_bytes(k) <= stored_bytes + 16 * (len(FORMATS[type_].planes) + 1)
+        fmt = device_format(type_)
+        assert stored_bytes - 8 <= fmt.row_bytes(k) <= stored_bytes + 16 * (len(fmt.planes) + 1)
     assert device_bytes(Weight("w", T.Q4_K, (2048, 10, 3))) == 30 * row_size(T.Q4_K, 2048)
 
 
@@ -146,7 +147,7 @@ def test_types_without_kernels_are_named() -> None:
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("type_", names(FORMATS, _COMMON))
+@pytest.mark.parametrize("type_", names(WITH_KERNELS, _COMMON))
 @pytest.mark.parametrize("n", [1, 3, 8, 9, 70])
 def test_mul_mat(type_: T, n: int) -> None:
     for k in k_of(type_)[:: 1 if n < 70 else 2]:

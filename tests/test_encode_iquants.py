@@ -150,7 +150,7 @@ def test_constant_rows(type: T) -> None:
 @pytest.mark.parametrize("type", [T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ3_XXS, T.IQ3_S], ids=lambda t: t.name)
 def test_grid_points_survive(type: T, rng: np.random.Generator) -> None:
     """Rows made of grid points of one scale, with an even number of minus signs per 8, are nearly representable."""
-    grid = tables.grid(type)
+    grid = tables.grid(type.name)
     dims = grid.shape[1]
     points = grid[rng.integers(0, len(grid), (4, 512 // dims))].reshape(4, 512)
     signs = tables.sign_table()[tables.sign_bytes(rng.integers(0, 128, (4, 64)))].reshape(4, 512)

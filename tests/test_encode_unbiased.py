@@ -7,13 +7,14 @@ import pytest
 from encode_checks import LEAST_SQUARES, roundtrip
 
 from ikcli.gguf.constants import GGMLType as T
-from ikcli.quant.encoders import EncodeOptions, quantize_rows
-from ikcli.quant.encoders.unbiased import SCALES, unbias
-from ikcli.quant.tables import MATMUL_SCALE
+from ikcli.gguf.types import TYPES
+from ikcli.quant.encoders import EncodeOptions, available_types, quantize_rows
+from ikcli.quant.encoders.unbiased import scales_of, unbias
 
 CLOSED_WITHOUT_WEIGHTS = (T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1)  # the reference's bytes
 ROW_F16 = (T.IQ2_KS, T.IQ3_KS, T.IQ2_KL, T.IQ1_S_R4, T.IQ1_M_R4)
 UNBIASED = EncodeOptions()
+SCALED = [t for t in TYPES if scales_of(t) is not None and TYPES[t].base is None and t in available_types()]
 
 
 def rows_of(rng: np.random.Generator, ne0: int) -> tuple[np.ndarray, np.ndarray]:
@@ -29,17 +30,17 @@ def gains(x: np.ndarray, y: np.ndarray, w: np.ndarray | None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("weighted", [True, False], ids=["imatrix", "plain"])
-@pytest.mark.parametrize("type", SCALES, ids=lambda t: t.name)
+@pytest.mark.parametrize("type", SCALED, ids=lambda t: t.name)
 def test_rows_keep_their_length(rng: np.random.Generator, type: T, weighted: bool) -> None:
     if type in CLOSED_WITHOUT_WEIGHTS and not weighted:
         pytest.skip("bytes of the reference")
     x, w = rows_of(rng, 768)
     used = w if weighted else None
     before, after = (roundtrip(x, type, used, o) for o in (LEAST_SQUARES, UNBIASED))
-    off = np.abs(gains(x, after, used) * MATMUL_SCALE.get(type, 1) - 1)
+    off = np.abs(gains(x, after, used) * TYPES[type].matmul_scale - 1)
     # half a step of an f16 number: of the row's own scale, or of the coarsest block's share of the row
     assert off.max() < (5e-4 if type in ROW_F16 else 4e-3 if type in (T.Q6_K, T.IQ6_K) else 1e-3)
-    if type not in MATMUL_SCALE:
+    if TYPES[type].matmul_scale == 1:
         assert off.mean() <= np.abs(gains(x, before, used) - 1).mean() + 1e-7
     if type.name.startswith(("IQ1", "IQ2", "Q2")):
         assert gains(x, before, used).mean() < 0.985
@@ -49,18 +50,20 @@ def test_rows_keep_their_length(rng: np.random.Generator, type: T, weighted: boo
 def test_codes_are_those_of_least_squares(rng: np.random.Generator, type: T) -> None:
     x, w = rows_of(rng, 512)
     data = quantize_rows(x, type, w, options=LEAST_SQUARES).reshape(8, -1)
-    scales = SCALES[type]
+    scales = scales_of(type)
+    assert scales is not None
     new = quantize_rows(x, type, w).reshape(8, -1)
     assert (scales.read(new)[0] != scales.read(data)[0]).any()
     scales.write(new, scales.read(data))
     np.testing.assert_array_equal(new, data)
 
 
-@pytest.mark.parametrize("type", SCALES, ids=lambda t: t.name)
+@pytest.mark.parametrize("type", SCALED, ids=lambda t: t.name)
 def test_fields_are_written_where_they_are_read(rng: np.random.Generator, type: T) -> None:
     x, w = rows_of(rng, 512)
     data = quantize_rows(x, type, w).reshape(8, -1)
-    scales, doubled = SCALES[type], data.copy()
+    scales, doubled = scales_of(type), data.copy()
+    assert scales is not None
     scales.write(doubled, [2 * f for f in scales.read(data)])
     from ikcli.quant.decode import dequantize
 

@@ -10,21 +10,20 @@ import pytest
 from ikcli.errors import FormatError, UsageError
 from ikcli.eval.covariance_collect import Products, block_size, check_memory
 from ikcli.gguf.constants import GGMLType as T
+from ikcli.gguf.types import TYPES
 from ikcli.main import main
 from ikcli.quant import feedback_search
-from ikcli.quant.code_fields import REPLACEABLE, read_fields, replace_codes
+from ikcli.quant.code_fields import is_replaceable, read_fields, replace_codes
 from ikcli.quant.covariance_file import Moments, open_covariance, write_covariance
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import available_types, quantize_rows
 from ikcli.quant.feedback import encode_with_feedback, supports
 from ikcli.quant.feedback_codes import value_tables
 from ikcli.quant.feedback_metric import Metric
-from ikcli.quant.formats import FORMATS
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, write_legacy
-from ikcli.quant.tables import MATMUL_SCALE
 
 NE0 = 512
-TYPES = sorted((t for t in available_types() if supports(t) and FORMATS[t].base is None), key=lambda t: t.name)
+FED_BACK = sorted((t for t in available_types() if supports(t) and TYPES[t].base is None), key=lambda t: t.name)
 
 
 def inputs(rng: np.random.Generator, n: int = NE0, rank: int = 48) -> np.ndarray:
@@ -44,13 +43,13 @@ def product_error(w: np.ndarray, y: np.ndarray, h: np.ndarray) -> float:
     return float(((e @ h) * e).sum() / ((w @ h.astype(np.float64)) * w).sum())
 
 
-@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("type", FED_BACK, ids=lambda t: t.name)
 def test_products_are_better_than_without(rng: np.random.Generator, type: T) -> None:
     h = moments_of(inputs(rng))
     w = (rng.standard_normal((24, NE0)) * 0.02).astype(np.float32)
     plain = dequantize(quantize_rows(w, type, np.diagonal(h).copy()), type, (NE0, 24))
     ours = dequantize(encode_with_feedback(w, type, Metric(h)), type, (NE0, 24))
-    factor = np.float32(MATMUL_SCALE.get(type, 1))
+    factor = np.float32(TYPES[type].matmul_scale)
     ours, plain = ours * factor, plain * factor  # as products see them
     limit = 0.85 if type == T.MXFP4 else 0.75
     assert product_error(w, ours, h) < limit * product_error(w, plain, h)
@@ -101,10 +100,10 @@ def test_codes_are_those_of_a_plain_loop(rng: np.random.Generator, monkeypatch: 
             e[j] = w[row, j] - values[codes[row, j]]
 
 
-@pytest.mark.parametrize("type", sorted(REPLACEABLE, key=lambda t: t.name), ids=lambda t: t.name)
+@pytest.mark.parametrize("type", [t for t in TYPES if is_replaceable(t)], ids=lambda t: t.name)
 def test_codes_are_replaced_and_nothing_else(rng: np.random.Generator, type: T) -> None:
     rows = quantize_rows(rng.standard_normal((4, 256)).astype(np.float32), type).reshape(4, -1)
-    blocks = np.ascontiguousarray(rows[:, FORMATS[type].row_meta_size :]).reshape(-1, FORMATS[type].type_size)
+    blocks = np.ascontiguousarray(rows[:, TYPES[type].row_meta_size :]).reshape(-1, TYPES[type].type_size)
     before = read_fields(blocks, type)
     new = np.roll(before.codes, 1, axis=1)
     after = read_fields(replace_codes(blocks, type, new), type)

@@ -9,16 +9,9 @@ import gguf
 import pytest
 
 from ikcli.errors import UsageError
-from ikcli.gguf.constants import FILE_TYPES, TYPE_TRAITS, GGMLType, file_type_label
-from ikcli.quant.formats import (
-    FORMATS,
-    format_by_name,
-    get_format,
-    interleaved_type,
-    plain_type,
-    row_size,
-    tensor_size,
-)
+from ikcli.gguf.constants import FILE_TYPES, GGMLType, file_type_label
+from ikcli.gguf.types import TYPES
+from ikcli.quant.formats import format_by_name, get_format, interleaved_type, row_size, tensor_size
 
 # name -> elements, bytes per block, bytes per row
 SIZES = {
@@ -84,13 +77,13 @@ def test_token_embedding_bytes(name: str, mib: float) -> None:
 
 @pytest.mark.parametrize("spelling", [str.lower, str.upper, str.title])
 def test_names_in_any_case(spelling) -> None:
-    for f in FORMATS.values():
+    for f in TYPES.values():
         if f.storage:
             assert format_by_name(spelling(f.name)) is f
 
 
 def test_exact_spelling() -> None:
-    names = [TYPE_TRAITS[t].name for t in (GGMLType.Q4_K, GGMLType.Q4_K_R4, GGMLType.Q8_KV, GGMLType.Q8_KV_R8)]
+    names = [TYPES[t].name for t in (GGMLType.Q4_K, GGMLType.Q4_K_R4, GGMLType.Q8_KV, GGMLType.Q8_KV_R8)]
     assert names == ["q4_K", "q4_k_r4", "q8_KV", "q8_KV_r8"]
 
 
@@ -102,7 +95,7 @@ def test_unknown_name_suggests_the_nearest() -> None:
 
 
 def test_activation_formats_are_not_offered() -> None:
-    assert TYPE_TRAITS[GGMLType.Q8_K].type_size == 296
+    assert TYPES[GGMLType.Q8_K].type_size == 296
     with pytest.raises(UsageError):
         format_by_name("q8_K")
 
@@ -120,13 +113,13 @@ def test_row_length_must_fit() -> None:
 
 
 def test_interleaved_types_have_the_bytes_of_their_base() -> None:
-    for f in FORMATS.values():
+    for f in TYPES.values():
         if f.base is None:
             continue
-        base = FORMATS[f.base]
+        base = TYPES[f.base]
         assert f.name.endswith(f"_r{f.rows}")
         assert (f.block_size, f.type_size) == (base.block_size, base.type_size)
-        assert plain_type(f.type) == base.type
+        assert f.plain == base.type
         assert interleaved_type(base.type) == f.type
         if f.type != GGMLType.Q8_KV_R8:  # drops the row sum
             assert f.row_meta_size == base.row_meta_size
@@ -136,7 +129,7 @@ def test_sizes_agree_with_the_gguf_package() -> None:
     checked = 0
     for q, (block, size) in gguf.GGML_QUANT_SIZES.items():
         if int(q) in GGMLType.__members__.values() and q.name not in ("Q8_K", "Q8_1"):
-            traits = TYPE_TRAITS[GGMLType(int(q))]
+            traits = TYPES[GGMLType(int(q))]
             assert (traits.block_size, traits.type_size) == (block, size), q
             checked += 1
     assert checked >= 25
@@ -166,7 +159,7 @@ def test_file_types_name_storage_types() -> None:
     assert len(names) == len(set(names))
     assert FILE_TYPES[28].type == GGMLType.IQ2_XS
     assert FILE_TYPES[229].type == GGMLType.IQ2_S_R4
-    assert all(FORMATS[f.type].storage for f in FILE_TYPES.values())
+    assert all(TYPES[f.type].storage for f in FILE_TYPES.values())
 
 
 def test_every_table_row_of_the_specification(shared_dir: Path) -> None:
@@ -178,6 +171,6 @@ def test_every_table_row_of_the_specification(shared_dir: Path) -> None:
     assert len(rows) > 50
     for member, number, name, block, size, meta in rows:
         t = GGMLType[member]
-        traits = TYPE_TRAITS[t]
+        traits = TYPES[t]
         found = (int(t), traits.name, traits.block_size, traits.type_size, traits.row_meta_size)
         assert found == (int(number), name, int(block), int(size), int(meta))

@@ -79,7 +79,8 @@ def change_tensors(model: Any, rng: np.random.Generator) -> Any:
     """A copy with a tensor dropped, renamed, reshaped or of another type."""
     from factories import MemoryModel, MemoryTensor
 
-    from ikcli.gguf.constants import GGMLType, tensor_n_bytes
+    from ikcli.gguf.constants import GGMLType
+    from ikcli.gguf.types import tensor_n_bytes
 
     tensors = dict(model.tensors)
     for _ in range(rng.integers(1, 3)):

@@ -27,7 +27,8 @@ from ikcli.errors import UnsupportedError, UsageError
 from ikcli.eval.perplexity import PerplexityParams
 from ikcli.eval.perplexity import run as run_perplexity
 from ikcli.eval.text import tokenize
-from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, Graph, power_of_two_parts
 from ikcli.graph.ops_rows import walsh
 from ikcli.models import GraphConfig
@@ -43,18 +44,18 @@ MINIMUM = (T.Q5_1, T.Q4_1)
 
 
 def names(types: list[GGMLType]) -> list[Any]:
-    return [pytest.param(t, id=TYPE_TRAITS[t].name) for t in types]
+    return [pytest.param(t, id=TYPES[t].name) for t in types]
 
 
 def slow_but(fast: list[GGMLType]) -> list[Any]:
     """All quantized types; those not in `fast` belong to the slow run, since each compiles large kernels."""
     marks = {t: () if t in fast else pytest.mark.slow for t in QUANTIZED}
-    return [pytest.param(t, id=TYPE_TRAITS[t].name, marks=marks[t]) for t in QUANTIZED]
+    return [pytest.param(t, id=TYPES[t].name, marks=marks[t]) for t in QUANTIZED]
 
 
 def random_rows(rng: np.random.Generator, n: int, cols: int, type_: GGMLType) -> Array:
     """Bytes of n cache rows of valid blocks: any codes, scales around 0.02 of either sign."""
-    size = TYPE_TRAITS[type_].type_size
+    size = TYPES[type_].type_size
     scale = (rng.uniform(0.01, 0.03, (n, cols // 32)) * rng.choice([-1, 1], (n, cols // 32))).astype(np.float16)
     rows = rng.integers(0, 256, (n, row_n_bytes(type_, cols)), dtype=np.uint8)
     if type_ == T.Q8_KV:
@@ -308,21 +309,21 @@ def demo() -> tuple[Path, Path, float]:
 @pytest.mark.parametrize("type_", slow_but([T.Q4_0]))
 def test_demo_model(demo: tuple[Path, Path, float], type_: GGMLType) -> None:
     model, text, wanted = demo
-    found = perplexity(model, text, 1, type_k=TYPE_TRAITS[type_].name)
-    assert found == pytest.approx(wanted, rel=0.03 if TYPE_TRAITS[type_].type_size < 22 else 0.01)
+    found = perplexity(model, text, 1, type_k=TYPES[type_].name)
+    assert found == pytest.approx(wanted, rel=0.03 if TYPES[type_].type_size < 22 else 0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("type_", names(QUANTIZED))
 def test_story_model(shared_dir: Path, type_: GGMLType) -> None:
     """Heads of 32 columns of which one or two hold nearly all of K: types of few levels need the rotation."""
-    golden, name = shared_dir / "golden", TYPE_TRAITS[type_].name
+    golden, name = shared_dir / "golden", TYPES[type_].name
     model, text = golden / "models" / "stories260K-d256.f32.gguf", golden / "tinystories.txt"
     loss = {mode: perplexity(model, text, 8, **changes) / 4.2048 - 1 for mode, changes in {
         "k": {"type_k": name}, "plain": {"type_k": name, "k_hadamard": False}, "v": {"type_v": name},
         "rotated v": {"type_v": name, "v_hadamard": True},
     }.items()}  # fmt: skip
-    bits = TYPE_TRAITS[type_].type_size / 4
+    bits = TYPES[type_].type_size / 4
     assert abs(loss["v"]) < 0.005 and abs(loss["rotated v"]) < 0.005
     assert loss["k"] < (0.002 if bits >= 8 else 0.006 if bits > 6 else 0.02 if bits > 5 else 0.15)
     assert bits >= 8 or loss["k"] < 0.4 * loss["plain"]

@@ -1,4 +1,4 @@
-"""Recipes of CONTRIBUTING.md, followed by a package outside of ik (`outside/`): an op, its kernel, an architecture."""
+"""Recipes of CONTRIBUTING.md, followed by a package outside of ik (`outside/`): ops, architectures, tensor types."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from ikcli.engine.reference_session import ReferenceSession
 from ikcli.engine.session import Session
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.reader import open_gguf
+from ikcli.gguf.types import TYPES, TensorType, add_type, new_type_id
 from ikcli.main import main
 from ikcli.models import GraphConfig
 from ikcli.native import kernel_cache
+from ikcli.quant.decode import dequantize
 
 
 @pytest.fixture
@@ -59,6 +62,50 @@ def test_what_its_rules_do_not_know_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(model, "SHIFT", 0.0)
     code = main(["plan", "-m", str(toy_file), "-ngl", "99", "--device-spec", "cuda:8GiB"])
     assert code == 1 and "the CUDA backend has no relu_squared_glu" in capsys.readouterr().err
+
+
+@pytest.fixture
+def q8_toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[TensorType]:
+    from outside import tensor_type
+
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    yield tensor_type.register()
+    del TYPES[tensor_type.Q8_TOY]
+
+
+def test_a_tensor_type_of_another_package(
+    q8_toy: TensorType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Written by `ik quantize`, read, decoded, multiplied with on the CPU, and refused on a GPU."""
+    source, made = write_model(tiny_model(type_=GGMLType.F16), tmp_path / "f16.gguf"), tmp_path / "toy.gguf"
+    arguments = ["--token-embedding-type", "Q8_TOY", "--custom-q", ".*=q8_toy"]
+    assert main(["quantize", *arguments, str(source), str(made), "Q8_0"]) == 0
+    before, after = open_gguf(source), open_gguf(made)
+    changed = [t for t in after.tensors.values() if t.type == q8_toy.type]
+    assert {"token_embd.weight", "output.weight", "blk.1.ffn_up.weight"} <= {t.name for t in changed}
+    for t in changed:
+        x = dequantize(before.data(t.name), before.tensors[t.name].type, t.shape)
+        y = dequantize(after.data(t.name), t.type, t.shape)
+        assert 0 < np.abs(x - y).max() <= np.abs(x).max() / 200
+    tokens = np.random.default_rng(1).integers(0, 96, 20)
+    wanted = ReferenceSession(made, GraphConfig(n_ctx=256)).decode(Batch.single(tokens, logits="all"))
+    with Session.open(config(made)) as session:
+        found = np.array(session.decode(Batch.single(tokens, logits="all")))
+        one = np.array(session.decode(Batch.single(tokens[:1], pos0=len(tokens))))
+    assert np.abs(found - wanted).max() < 0.02 * wanted.std() and np.isfinite(one).all()
+    capsys.readouterr()
+    code = main(["plan", "-m", str(made), "-ngl", "99", "--device-spec", "cuda:8GiB"])
+    assert code == 1 and "is q8_toy, which has no CUDA kernel" in capsys.readouterr().err
+
+
+def test_numbers_and_names_of_tensor_types_are_taken_once(q8_toy: TensorType) -> None:
+    assert GGMLType(int(q8_toy.type)) is q8_toy.type is new_type_id(1001, "Q8_TOY")
+    with pytest.raises(ValueError, match=r"tensor type id 12 is that of Q4_K"):
+        new_type_id(12, "MINE")
+    with pytest.raises(ValueError, match=r"tensor type Q4_k \(1002\): q4_K is 12"):
+        add_type(TensorType(new_type_id(1002, "MINE"), "Q4_k", 32, 18))
+    with pytest.raises(ValueError, match="1003 is not a valid GGMLType"):
+        GGMLType(1003)
 
 
 def test_kernels_of_other_packages_are_known_by_their_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,12 @@ import pytest
 from ikcli.errors import FormatError, UnsupportedError, UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo
+from ikcli.gguf.types import TYPES
 from ikcli.quant import decode
 from ikcli.quant.decode import decodable_types, dequantize
-from ikcli.quant.decode_iqk import iq6_k
+from ikcli.quant.decode_iqk import iq6_k_of
 from ikcli.quant.encode import encodable_types, quantize
-from ikcli.quant.formats import FORMATS, tensor_size
+from ikcli.quant.formats import tensor_size
 from ikcli.quant.validate import block_scale_offsets, check_tensors, first_non_finite
 
 T = GGMLType
@@ -29,12 +30,12 @@ NO_ZERO_SIGN = {T.Q5_0_R4, T.Q6_0_R4}  # the reference subtracts an offset, whic
 
 
 def decode_block(raw: bytes, type: GGMLType) -> np.ndarray:
-    return dequantize(np.frombuffer(raw, np.uint8), type, (FORMATS[type].block_size,))
+    return dequantize(np.frombuffer(raw, np.uint8), type, (TYPES[type].block_size,))
 
 
 def random_blocks(type: GGMLType, n: int, rng: np.random.Generator) -> np.ndarray:
     """Random bytes with finite scales."""
-    blocks = rng.integers(0, 256, (n, FORMATS[type].type_size), np.uint8)
+    blocks = rng.integers(0, 256, (n, TYPES[type].type_size), np.uint8)
     for o in block_scale_offsets(type):
         blocks[:, o : o + 2] = rng.normal(0, 0.1, (n, 1)).astype("<f2").view(np.uint8)
     return blocks
@@ -99,10 +100,10 @@ def test_q6_k_order() -> None:
 
 @pytest.mark.parametrize("type", PACKAGE_TYPES, ids=lambda t: t.name)
 def test_random_blocks_agree_with_the_gguf_package(type: GGMLType, rng: np.random.Generator) -> None:
-    blocks = random_blocks(type, 96 if FORMATS[type].block_size > 1 else 4096, rng)
+    blocks = random_blocks(type, 96 if TYPES[type].block_size > 1 else 4096, rng)
     if type in (T.F32, T.F16, T.BF16):
         blocks = quantize(rng.normal(0, 1, (1, 4096)).astype(np.float32), type)
-    n = blocks.size // FORMATS[type].type_size * FORMATS[type].block_size
+    n = blocks.size // TYPES[type].type_size * TYPES[type].block_size
     with np.errstate(all="ignore"):  # random scales of mxfp4 and iq1_m overflow
         expected = gguf.quants.dequantize(blocks.reshape(1, -1), gguf.GGMLQuantizationType(int(type)))
     assert np.array_equal(dequantize(blocks, type, (n,)), expected.reshape(-1).astype(np.float32), equal_nan=True)
@@ -129,7 +130,7 @@ def test_iq6_k_is_golden_with_the_cubic_of_the_row_decoder(shared_dir: Path) -> 
     with np.load(shared_dir / "golden" / "quant" / "IQ6_K.npz") as z:
         for name in (k.removesuffix("/f32") for k in z.files if k.endswith("/f32")):
             blocks = z[f"{name}/{z['f32_of']}"].reshape(-1, 212)
-            x = iq6_k(blocks, np.stack((cubic, cubic + np.float32(1)))).reshape(-1)
+            x = iq6_k_of(blocks, np.stack((cubic, cubic + np.float32(1)))).reshape(-1)
             assert np.array_equal(x.view(np.uint32), z[f"{name}/f32"].reshape(-1).view(np.uint32)), name
 
 
@@ -192,7 +193,7 @@ def test_shapes_and_chunks(rng: np.random.Generator, monkeypatch: pytest.MonkeyP
 
 def test_errors_name_the_type() -> None:
     missing = next(t for t in GGMLType if t not in decodable_types())
-    with pytest.raises(UnsupportedError, match=FORMATS[missing].name):
+    with pytest.raises(UnsupportedError, match=TYPES[missing].name):
         dequantize(np.zeros(1, np.uint8), missing, (256,))
     with pytest.raises(UnsupportedError, match="i8"):
         quantize(np.zeros(256, np.float32), T.I8)
@@ -209,7 +210,7 @@ def info(type: GGMLType, shape: tuple[int, ...]) -> TensorInfo:
 
 @pytest.mark.parametrize("type", [t for t in GGMLType if block_scale_offsets(t)], ids=lambda t: t.name)
 def test_scan_finds_a_bad_scale(type: GGMLType, rng: np.random.Generator) -> None:
-    fmt = FORMATS[type]
+    fmt = TYPES[type]
     shape = (4 * fmt.block_size, 6)
     for offset in block_scale_offsets(type):
         blocks = random_blocks(type, 24, rng)
@@ -219,10 +220,10 @@ def test_scan_finds_a_bad_scale(type: GGMLType, rng: np.random.Generator) -> Non
 
 
 @pytest.mark.parametrize(
-    "type", [f.type for f in FORMATS.values() if f.row_meta_size and f.storage], ids=lambda t: t.name
+    "type", [f.type for f in TYPES.values() if f.row_meta_size and f.storage], ids=lambda t: t.name
 )
 def test_scan_finds_a_bad_row_header(type: GGMLType) -> None:
-    fmt = FORMATS[type]
+    fmt = TYPES[type]
     shape = (2 * fmt.block_size, 4 * fmt.rows)
     data = np.zeros(tensor_size(type, shape), np.uint8)
     assert first_non_finite(data, info(type, shape)) is None
@@ -236,7 +237,7 @@ def test_scan_finds_a_bad_row_header(type: GGMLType) -> None:
 
 @pytest.mark.parametrize("type", [T.F32, T.F16, T.BF16, T.F64], ids=lambda t: t.name)
 def test_scan_of_floats(type: GGMLType) -> None:
-    n_bytes = FORMATS[type].type_size
+    n_bytes = TYPES[type].type_size
     data = np.zeros(64 * n_bytes, np.uint8)
     assert first_non_finite(data, info(type, (64,))) is None
     data[17 * n_bytes : 18 * n_bytes] = 0xFF
@@ -265,7 +266,7 @@ def test_scan_of_iq1_m_and_i2_s() -> None:
 
 @pytest.mark.parametrize("type", [t for t in GGMLType if t in decodable_types() - {T.F32, T.F16}], ids=lambda t: t.name)
 def test_scan_agrees_with_decoding(type: GGMLType, rng: np.random.Generator) -> None:
-    fmt = FORMATS[type]
+    fmt = TYPES[type]
     shape = (4 * max(fmt.block_size, 2), 2 * fmt.rows)
     n_bytes = tensor_size(type, shape)
     for limit in [2 * fmt.rows] * 8 + [n_bytes] * 8:  # scales are at the start of groups in most types

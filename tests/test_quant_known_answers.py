@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.quant import tables
 from ikcli.quant.decode import dequantize
-from ikcli.quant.decode_iqk import iq6_k
-from ikcli.quant.formats import FORMATS, tensor_size
+from ikcli.quant.decode_iqk import iq6_k_of
+from ikcli.quant.formats import tensor_size
 from ikcli.quant.validate import block_scale_offsets
 
 T = GGMLType
@@ -109,7 +110,7 @@ def pattern(n_bytes: int) -> np.ndarray:
 
 
 def unit_blocks(type: GGMLType) -> np.ndarray:
-    fmt = FORMATS[type]
+    fmt = TYPES[type]
     data = pattern(tensor_size(type, (NE0, fmt.rows)))
     n_scales = fmt.rows * (2 if type in TWO_SCALES else 1)
     data.reshape(-1, fmt.type_size * fmt.rows)[:, : 2 * n_scales] = np.tile(ONE, n_scales)
@@ -117,7 +118,7 @@ def unit_blocks(type: GGMLType) -> np.ndarray:
 
 
 def unit_rows(type: GGMLType) -> np.ndarray:
-    fmt = FORMATS[type]
+    fmt = TYPES[type]
     data = pattern(tensor_size(type, (NE0, fmt.rows)))
     scale = ONE if fmt.row_meta_size == 2 else np.array([1], "<f4").view(np.uint8)
     for row in range(fmt.rows):
@@ -127,7 +128,7 @@ def unit_rows(type: GGMLType) -> np.ndarray:
 
 
 def unit_mainline(type: GGMLType) -> np.ndarray:
-    fmt = FORMATS[type]
+    fmt = TYPES[type]
     data = pattern(tensor_size(type, (NE0, fmt.rows)))
     blocks = data.reshape(-1, fmt.type_size * fmt.rows)
     for at in block_scale_offsets(type):
@@ -148,13 +149,13 @@ def check(x: np.ndarray, crc: int, first: list[float]) -> None:
 def test_known_floats(type: GGMLType) -> None:
     make: Callable[[GGMLType], np.ndarray] = unit_rows if type in ROW_SCALE else unit_blocks
     crc, first = {**ROW_SCALE, **BLOCK_SCALE}[type]
-    check(dequantize(make(type), type, (NE0, FORMATS[type].rows)), crc, first)
+    check(dequantize(make(type), type, (NE0, TYPES[type].rows)), crc, first)
 
 
 @pytest.mark.parametrize("type", MAINLINE, ids=lambda t: t.name)
 def test_known_floats_of_mainline_types(type: GGMLType) -> None:
     crc, first = MAINLINE[type]
-    check(dequantize(unit_mainline(type), type, (NE0, FORMATS[type].rows)), crc, first)
+    check(dequantize(unit_mainline(type), type, (NE0, TYPES[type].rows)), crc, first)
 
 
 def test_i2_s_is_one_unit_per_tensor() -> None:
@@ -176,11 +177,11 @@ def cubic() -> np.ndarray:
 def test_iq6_k_with_the_cubic_and_with_the_table() -> None:
     blocks = unit_blocks(T.IQ6_K).reshape(2, -1)
     first = [float(np.float32(v)) for v in (-746.71997, 1190.66956, 9416.50586)]
-    check(iq6_k(blocks, cubic()), 0x7DCCB50B, first)
+    check(iq6_k_of(blocks, cubic()), 0x7DCCB50B, first)
     assert np.array_equal(np.rint(cubic()), tables.IQ6_VALUES)
     assert np.array_equal(
         dequantize(blocks, T.IQ6_K, (512,)).reshape(2, 256),
-        iq6_k(blocks, tables.IQ6_VALUES),
+        iq6_k_of(blocks, tables.IQ6_VALUES),
     )
 
 
@@ -219,7 +220,7 @@ def test_trellis_starts() -> None:
     ids=lambda v: v.name if isinstance(v, T) else "",
 )
 def test_grids_are_sorted_and_complete(type: GGMLType, shape: tuple[int, int], levels: set[int]) -> None:
-    grid = tables.grid(type)
+    grid = tables.grid(type.name)
     assert grid.shape == shape
     assert set(np.unique(grid)) == levels
     level = np.searchsorted(np.array(sorted(levels)), grid)

@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 from ikcli.errors import FormatError, UnsupportedError
-from ikcli.gguf.constants import FILE_TYPES, INTERLEAVED, GGMLType
+from ikcli.gguf.constants import FILE_TYPES, GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.quant import repack as repack_module
 from ikcli.quant.bitmoves import compile_moves
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encode import quantize
-from ikcli.quant.formats import FORMATS, row_size, tensor_size
-from ikcli.quant.interleave import layout
+from ikcli.quant.formats import row_size, tensor_size
 from ikcli.quant.repack import (
     REPACKED_FILE_TYPES,
     bf16_of_f16,
     can_repack,
+    layout,
     repack,
     repack_rows,
     repacked_file_type,
@@ -30,7 +31,7 @@ from ikcli.quant.repack import (
 from ikcli.quant.validate import block_scale_offsets
 
 T = GGMLType
-TWINS = [(base, type) for type, (base, _) in INTERLEAVED.items() if base is not None]
+TWINS = [(t.base, t.type) for t in TYPES.values() if t.base is not None]
 NOT_FROM_PLAIN_BYTES = {T.BF16_R16, T.Q8_KV_R8}  # the golden ones were encoded in their own way
 BY_NAME = pytest.mark.parametrize(("base", "type"), TWINS, ids=lambda t: t.name)
 
@@ -67,7 +68,7 @@ KNOWN: dict[GGMLType, int] = {
 
 @BY_NAME
 def test_known_bytes(base: GGMLType, type: GGMLType) -> None:
-    shape = (512, FORMATS[type].rows)
+    shape = (512, TYPES[type].rows)
     data = ((73 * np.arange(tensor_size(base, shape)) + 41) % 256).astype(np.uint8)
     assert zlib.crc32(repack(data, base, shape)[0].tobytes()) == KNOWN[type]
 
@@ -83,7 +84,7 @@ def random_tensor(base: GGMLType, shape: tuple[int, ...], rng: np.random.Generat
 
 def set_scales(data: np.ndarray, base: GGMLType, ne0: int, rng: np.random.Generator) -> None:
     """Make all floats in random bytes finite and of moderate size."""
-    fmt = FORMATS[base]
+    fmt = TYPES[base]
     rows = data.reshape(-1, row_size(base, ne0))
     if fmt.row_meta_size:
         rows[:, :4] = rng.normal(0, 1, (len(rows), 1)).astype("<f4").view(np.uint8)
@@ -98,7 +99,7 @@ def set_scales(data: np.ndarray, base: GGMLType, ne0: int, rng: np.random.Genera
         data.reshape(-1, 17)[:, 0] = rng.integers(100, 140, data.size // 17)
 
 
-@pytest.mark.parametrize("type", INTERLEAVED, ids=lambda t: t.name)
+@pytest.mark.parametrize("type", [t.type for t in TYPES.values() if t.layout], ids=lambda t: t.name)
 def test_layouts_move_every_bit_once(type: GGMLType) -> None:
     found = layout(type)
     unit, rows = found.moves()
@@ -109,7 +110,7 @@ def test_layouts_move_every_bit_once(type: GGMLType) -> None:
 
 @BY_NAME
 def test_unrepack_is_the_inverse(base: GGMLType, type: GGMLType, rng: np.random.Generator) -> None:
-    shape = (512, 2 * FORMATS[type].rows, 3)
+    shape = (512, 2 * TYPES[type].rows, 3)
     data = random_tensor(base, shape, rng)
     packed, new_type = repack(data, base, shape)
     assert new_type == type
@@ -122,14 +123,14 @@ def test_unrepack_is_the_inverse(base: GGMLType, type: GGMLType, rng: np.random.
 
 @BY_NAME
 def test_repack_is_the_inverse(base: GGMLType, type: GGMLType, rng: np.random.Generator) -> None:
-    shape = (768, FORMATS[type].rows)
+    shape = (768, TYPES[type].rows)
     packed = rng.integers(0, 256, tensor_size(type, shape), np.uint8)
     assert np.array_equal(repack(unrepack(packed, type, shape)[0], base, shape)[0], packed)
 
 
 @BY_NAME
 def test_rows_decode_to_the_same_floats(base: GGMLType, type: GGMLType, rng: np.random.Generator) -> None:
-    shape = (512, 2 * FORMATS[type].rows)
+    shape = (512, 2 * TYPES[type].rows)
     data = random_tensor(base, shape, rng)
     set_scales(data, base, shape[0], rng)
     x = dequantize(data, base, shape)
@@ -142,7 +143,7 @@ def test_rows_decode_to_the_same_floats(base: GGMLType, type: GGMLType, rng: np.
 def test_ranges_of_groups_can_be_repacked_alone(
     base: GGMLType, type: GGMLType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n = FORMATS[type].rows
+    n = TYPES[type].rows
     rows = random_tensor(base, (256, 5 * n), rng).reshape(5 * n, -1)
     whole = repack_rows(rows, type, 256)
     parts = [repack_rows(rows[a:b], type, 256) for a, b in ((0, n), (n, 4 * n), (4 * n, 5 * n))]

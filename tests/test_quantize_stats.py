@@ -15,11 +15,11 @@ from ikcli.eval.code_use import as_json, bars, count_codes, folded
 from ikcli.eval.quantize_stats import StatsParams, all_types, measure_model, measured_tensors, notes, row_runs
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
+from ikcli.gguf.types import TYPES
 from ikcli.main import main
 from ikcli.quant.code_fields import code_space, read_fields
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import quantize_rows
-from ikcli.quant.formats import FORMATS
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
 from ikcli.quant.measure import measure, sample_tensor
 from ikcli.quant.validate import block_scale_offsets
@@ -112,7 +112,7 @@ COUNTED = [t for t in (*all_types(), T.Q8_KV) if code_space(t)]
 
 def rows_of_scale_one(type: GGMLType, n: int) -> np.ndarray:
     """Rows of one block with random fields and a float scale (and minimum) of 1, as bytes (n, row size)."""
-    fmt, rng = FORMATS[type], np.random.default_rng(int(type))
+    fmt, rng = TYPES[type], np.random.default_rng(int(type))
     rows = rng.integers(0, 256, (n, fmt.row_meta_size + fmt.type_size), np.uint8)
     one = np.frombuffer(np.float16(1).tobytes(), np.uint8)
     if type == T.MXFP4:
@@ -128,10 +128,10 @@ def rows_of_scale_one(type: GGMLType, n: int) -> np.ndarray:
     return rows
 
 
-@pytest.mark.parametrize("type", COUNTED, ids=lambda t: FORMATS[t].name)
+@pytest.mark.parametrize("type", COUNTED, ids=lambda t: TYPES[t].name)
 def test_fields_explain_the_values(type: GGMLType) -> None:
     """Value = multiplier * f(shift, code) - minimum, with f the same everywhere: a wrong field would break that."""
-    fmt, space = FORMATS[type], code_space(type)
+    fmt, space = TYPES[type], code_space(type)
     assert space is not None
     rows = rows_of_scale_one(type, 4096 if space.n_codes > 8192 else 256)
     n, size = len(rows), fmt.block_size

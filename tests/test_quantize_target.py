@@ -14,9 +14,9 @@ from ikcli.config import default_model, default_text
 from ikcli.errors import UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
+from ikcli.gguf.types import TYPES
 from ikcli.main import main
 from ikcli.quant.calibration import Damage, fit, make_groups
-from ikcli.quant.formats import FORMATS
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
 from ikcli.quant.knapsack import Option, hull, solve
 from ikcli.quant.recipes import RecipeOptions
@@ -214,8 +214,8 @@ def test_sides_have_budgets_of_their_own(model: Path) -> None:
 
 def test_cpu_tensors_can_be_written_interleaved(model: Path) -> None:
     types = {c.name: c.new for c in plan(model, total=Budget(bpw=5.0), r4=True).job.choices}
-    assert FORMATS[types["blk.0.ffn_up_exps.weight"]].is_interleaved
-    assert not FORMATS[types["blk.0.attn_q.weight"]].is_interleaved
+    assert TYPES[types["blk.0.ffn_up_exps.weight"]].is_interleaved
+    assert not TYPES[types["blk.0.attn_q.weight"]].is_interleaved
 
 
 def test_calibration_decides(model: Path) -> None:
@@ -228,7 +228,7 @@ def test_calibration_decides(model: Path) -> None:
 
     found = plan(model, total=Budget(bpw=5.5), calibrate=measure)
     types = {c.name: c.new for c in found.job.choices}
-    assert FORMATS[types["blk.0.attn_q.weight"]].bpw < 4 and FORMATS[types["blk.0.attn_v.weight"]].bpw > 6
+    assert TYPES[types["blk.0.attn_q.weight"]].bpw < 4 and TYPES[types["blk.0.attn_v.weight"]].bpw > 6
     assert found.target is not None and found.target.measured is not None
     assert trials[-1] == {c.name: c.new for c in found.job.choices if c.changes}
     assert any("on the calibration text" in line for line in recipe_text(found.job.choices, found.target))

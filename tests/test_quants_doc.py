@@ -14,8 +14,8 @@ import quant_models
 
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
+from ikcli.gguf.types import TYPES
 from ikcli.quant.decode import dequantize
-from ikcli.quant.formats import FORMATS
 
 T = GGMLType
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
@@ -74,7 +74,7 @@ def test_nothing_is_missing(tools: Tools) -> None:
     assert len(keys) == len(records) and records == tools.data.merged(records, [])
     heads: list[dict[str, Any]] = [tools.speed._head(t) for t in tools.speed.tasks()]
     for imatrix in (False, True):
-        heads += [{"kind": "quality", "name": FORMATS[t].name, "imatrix": imatrix} for t in tools.data.table_types()]
+        heads += [{"kind": "quality", "name": TYPES[t].name, "imatrix": imatrix} for t in tools.data.table_types()]
         heads += [{"kind": "quality", "name": n, "preset": True, "imatrix": imatrix} for n in tools.data.presets()]
     missing = [head for head in heads if tools.data.record_key(head) not in keys]
     assert not missing, f"{AGAIN} --quality --speed: {missing[:5]}"
@@ -112,7 +112,7 @@ def test_quality_is_plausible(tools: Tools) -> None:
 def test_importance_matrix_helps_where_it_matters(tools: Tools) -> None:
     found = quality(tools)
     for t in tools.data.table_types():
-        name, bpw = FORMATS[t].name, tools.data.bpw(t)
+        name, bpw = TYPES[t].name, tools.data.bpw(t)
         with_it, without = found[name, False, True]["kld"], found[name, False, False]["kld"]
         if bpw < 5:
             assert with_it < 1.05 * without, name  # KLD scatters by some 2 %
@@ -157,7 +157,7 @@ def test_models_of_repeated_rows(tools: Tools, type: GGMLType, tmp_path: Path) -
     tools.speed._convert(file, tmp_path / "typed.gguf", type, 32)
     typed = open_gguf(tmp_path / "typed.gguf", ())
     assert typed.tensors["blk.0.attn_q.weight"].type == type
-    assert typed.tensors["token_embd.weight"].type == (FORMATS[type].base or type)
+    assert typed.tensors["token_embd.weight"].type == (TYPES[type].base or type)
     assert typed.tensors["blk.0.ffn_gate_inp.weight"].type == T.F32
     name, shape = "blk.0.ffn_up_exps.weight", quant_models.SHAPES["blk.0.ffn_up_exps.weight"]
     x = dequantize(typed.data(name), type, shape)

@@ -13,8 +13,8 @@ from recipe_models import MODELS, info, model, run_lengths
 
 from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.quant.custom_rules import check_uses, parse_custom_rules, rule_table, rule_uses
-from ikcli.quant.formats import FORMATS
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
 from ikcli.quant.recipes import Choice, RecipeOptions, choose_types
 
@@ -44,7 +44,7 @@ def choose(key: str, name: str, imatrix: bool = False, **options: Any) -> list[C
 
 
 def by_name(choices: list[Choice]) -> dict[str, str]:
-    return {c.name: FORMATS[c.new].name for c in choices}
+    return {c.name: TYPES[c.new].name for c in choices}
 
 
 @pytest.mark.parametrize("key", ANSWERS["checksums"])
@@ -116,7 +116,7 @@ def test_bad_rules_are_quoted(text: str, message: str) -> None:
 @pytest.mark.parametrize("name", ["q5_k", "Q5_K", "q5_K", "IQ4_NL_r4", "q8_kv", "BF16"])
 def test_type_names_in_any_case(name: str) -> None:
     (rule,) = parse_custom_rules([f"x={name}"])
-    assert FORMATS[rule.type].name.lower() == name.lower()
+    assert TYPES[rule.type].name.lower() == name.lower()
 
 
 def test_options_for_one_tensor_beat_everything() -> None:

@@ -11,14 +11,14 @@ import numpy.typing as npt
 import pytest
 
 from ikcli.backends.cpu.lower import FLOAT_TYPES
-from ikcli.backends.cpu.tile_modes import MODES
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.quant.decode import dequantize
-from ikcli.quant.formats import format_by_name, get_format, row_size
+from ikcli.quant.formats import get_format, row_size
 from ikcli.quant.repack import repack_rows
 
 Array = npt.NDArray[Any]
-QUANTIZED = [format_by_name(name).type for name in MODES]
+QUANTIZED = [t.type for t in TYPES.values() if t.cpu]
 # Types tested by default: every tile mode with both kinds of rows; `-m slow` adds all others.
 _COMMON = ["f32", "f16", "bf16", "q8_0", "q4_0", "q5_0", "q4_K", "q5_K", "q6_K", "q2_K", "iq4_xs",
            "q8_0_r8", "q4_k_r4", "q6_k_r4", "q2_k_r4"]  # fmt: skip

@@ -23,29 +23,15 @@ import numpy.typing as npt
 
 from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType, GGUFValueType
+from ikcli.gguf.types import TYPES, TensorType
 from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import GGUFWriter, TensorSpec
 from ikcli.quant.decode import decodable_types, dequantize
 from ikcli.quant.encode import quantize
-from ikcli.quant.formats import FORMATS, QuantFormat, format_by_name, row_size
-from ikcli.quant.validate import block_scale_offsets
+from ikcli.quant.formats import format_by_name, row_size
 
 STD = 0.02
 _CHUNK_ELEMENTS = 1 << 23
-_FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
-# Types whose only float is at the start of each row.
-_ROW_SCALES = [
-    GGMLType[name]
-    for name in ("IQ2_KS", "IQ3_KS", "IQ4_KS", "IQ5_KS", "IQ4_KSS", "IQ2_KL", "IQ2_KT", "IQ3_KT", "IQ4_KT")
-]
-# For rows that are not multiples of 256, as the quantize command chooses.
-_FALLBACK = {
-    GGMLType.Q2_K: GGMLType.IQ4_NL,
-    GGMLType.Q3_K: GGMLType.IQ4_NL,
-    GGMLType.Q4_K: GGMLType.Q5_0,
-    GGMLType.Q5_K: GGMLType.Q6_0,
-    GGMLType.Q6_K: GGMLType.Q8_0,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +208,11 @@ def tensor_type(name: str, shape: tuple[int, ...], type: GGMLType) -> GGMLType:
     """F32 for vectors and routers, else `type` or its fallback when the row length does not divide."""
     if len(shape) == 1 or "ffn_gate_inp" in name:
         return GGMLType.F32
-    if shape[0] % FORMATS[type].block_size == 0:
+    if shape[0] % TYPES[type].block_size == 0:
         return type
-    fallback = _FALLBACK.get(type)
-    if fallback is None or shape[0] % FORMATS[fallback].block_size:
-        raise UsageError(f"tensor {name} has rows of {shape[0]}, which {FORMATS[type].name} cannot hold")
+    fallback = TYPES[type].fallback
+    if fallback is None or shape[0] % TYPES[fallback].block_size:
+        raise UsageError(f"tensor {name} has rows of {shape[0]}, which {TYPES[type].name} cannot hold")
     return fallback
 
 
@@ -244,7 +230,7 @@ def _fill_sub_scales(blocks: npt.NDArray[np.uint8], type: GGMLType, rng: np.rand
         blocks[:, 192:208] = rng.integers(64, 128, (n, 16), np.uint8)
 
 
-def random_blocks(fmt: QuantFormat, n: int, d: float, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+def random_blocks(fmt: TensorType, n: int, d: float, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
     """n blocks with random codes and block scale d * U(0.75, 1.25), of either sign where encoders use both."""
     blocks = np.frombuffer(bytearray(rng.bytes(n * fmt.type_size)), np.uint8).reshape(n, fmt.type_size)
     _fill_sub_scales(blocks, fmt.type, rng)
@@ -253,12 +239,12 @@ def random_blocks(fmt: QuantFormat, n: int, d: float, rng: np.random.Generator) 
     if fmt.type != GGMLType.Q8_0 and fmt.type not in minimum:  # codes reach one further below zero than above
         scale *= rng.choice(np.array([-1, 1], np.float32), n)
     factors = (1.0, minimum.get(fmt.type, 0.0))
-    for offset, factor in zip(block_scale_offsets(fmt.type), factors, strict=False):
+    for offset, factor in zip(fmt.scales, factors, strict=False):
         blocks[:, offset : offset + 2] = (scale * np.float32(factor)).astype("<f2").view(np.uint8).reshape(n, 2)
     return blocks
 
 
-def random_rows(fmt: QuantFormat, n: int, k: int, d: float, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+def random_rows(fmt: TensorType, n: int, k: int, d: float, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
     """n rows of k random codes, with row scale d * U(0.75, 1.25) of either sign."""
     row_bytes = row_size(fmt.type, k)
     rows = np.frombuffer(bytearray(rng.bytes(n * row_bytes)), np.uint8).reshape(n, row_bytes)
@@ -270,8 +256,8 @@ def random_rows(fmt: QuantFormat, n: int, k: int, d: float, rng: np.random.Gener
 @cache
 def _unit_rms(type: GGMLType) -> float:
     """Root mean square of the weights of random blocks, or rows, with d = 1."""
-    fmt, rng = FORMATS[type], np.random.default_rng(0)
-    if type in _ROW_SCALES:
+    fmt, rng = TYPES[type], np.random.default_rng(0)
+    if fmt.row_meta_size:
         values = dequantize(random_rows(fmt, 64, 2048, 1.0, rng), type, (2048, 64))
     else:
         values = dequantize(random_blocks(fmt, 512, 1.0, rng), type, (512 * fmt.block_size,))
@@ -281,29 +267,35 @@ def _unit_rms(type: GGMLType) -> float:
 def tensor_data(spec: TensorSpec, rng: np.random.Generator) -> Iterator[npt.NDArray[np.uint8]]:
     """Chunks of the bytes of one tensor."""
     n = int(np.prod(spec.shape, dtype=np.int64))
-    fmt, k = FORMATS[spec.type], spec.shape[0]
+    fmt, k = TYPES[spec.type], spec.shape[0]
     per_chunk = max(1, _CHUNK_ELEMENTS // k) * k
     for start in range(0, n, per_chunk):
         count = min(per_chunk, n - start)
-        if spec.type in _FLOATS:
+        if fmt.kind == "float":
             values = rng.standard_normal(count, np.float32) * np.float32(STD)
             if spec.name.endswith("norm.weight"):
                 values += np.float32(1)
             yield quantize(values, spec.type)
             continue
         d = STD / _unit_rms(spec.type)
-        if spec.type in _ROW_SCALES:
+        if fmt.row_meta_size:
             yield random_rows(fmt, count // k, k, d, rng).reshape(-1)
         else:
             yield random_blocks(fmt, count // fmt.block_size, d, rng).reshape(-1)
 
 
+def _can_be_filled(type: TensorType) -> bool:
+    """Whether nothing but scales of blocks or of rows is to be chosen with care."""
+    row_scale = type.kind == "codes" and type.row_meta_size in (2, 4)
+    return type.rows == 1 and (type.kind == "float" or row_scale or bool(type.scales))
+
+
 def check_type(name: str) -> GGMLType:
     """A type this script can fill with random weights, by name."""
     fmt = format_by_name(name)
-    usable = [t for t in decodable_types() if t in _FLOATS or t in _ROW_SCALES or block_scale_offsets(t)]
-    if fmt.type not in usable or fmt.rows > 1:
-        names = ", ".join(FORMATS[t].name for t in sorted(usable) if FORMATS[t].rows == 1)
+    usable = [t for t in TYPES.values() if t.type in decodable_types() and _can_be_filled(t)]
+    if fmt not in usable:
+        names = ", ".join(t.name for t in usable)
         raise UsageError(f"random weights of type {fmt.name} cannot be made directly; use one of {names}")
     return fmt.type
 

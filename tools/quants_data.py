@@ -15,16 +15,15 @@ from typing import Any
 
 from ikcli.eval.quantize_stats import all_types
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.quant.decode import decodable_types
 from ikcli.quant.encoders import available_types
-from ikcli.quant.formats import FORMATS, interleaved_type, tensor_size
+from ikcli.quant.formats import interleaved_type, tensor_size
 
 Record = dict[str, Any]
 T = GGMLType
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DATA, PAGE = DOCS / "quants.jsonl", DOCS / "quants.md"
-TERNARY = (T.IQ1_BN, T.IQ2_BN, T.IQ2_BN_R4)
-OWN_INTERLEAVED = (T.IQ1_S_R4, T.IQ1_M_R4, T.Q8_K_R8, T.Q8_K_R16)
 _KEYS = ("kind", "part", "name", "preset", "imatrix", "model", "mode")
 _BPW_SHAPE = (4096, 4096)
 MODEL_NAMES = {"demo": "demo model", "random": "larger model"}
@@ -37,8 +36,8 @@ def bpw(type: GGMLType) -> float:
 
 def table_types() -> list[GGMLType]:
     """Types with values of their own, by size: plain ones and those that exist only interleaved."""
-    own = [t for t in OWN_INTERLEAVED if t in available_types() & decodable_types()]
-    return sorted({*all_types(), *own}, key=lambda t: (bpw(t), FORMATS[t].name.lower()))
+    own = [t for t in available_types() & decodable_types() if TYPES[t].stand_in is not None]
+    return sorted({*all_types(), *own}, key=lambda t: (bpw(t), TYPES[t].name.lower()))
 
 
 def twin(type: GGMLType) -> GGMLType | None:
@@ -54,10 +53,9 @@ def speed_types() -> list[GGMLType]:
 
 def presets() -> dict[str, int]:
     """Names and numbers of the file types that may mix types."""
-    found = [f for f in FILE_TYPES.values() if f.names and FORMATS[f.type].rows == 1 and f.type not in TERNARY]
-    floats = (T.F32, T.F16, T.BF16)
+    found = [f for f in FILE_TYPES.values() if f.names and TYPES[f.type].rows == 1 and TYPES[f.type].kind == "codes"]
     # of names for one number the last is the full one, as in Q4_K and Q4_K_M
-    return {f.names[-1]: f.number for f in found if f.type not in floats and f.type in all_types()}
+    return {f.names[-1]: f.number for f in found if f.type in all_types()}
 
 
 def read_records(path: Path = DATA) -> list[Record]:

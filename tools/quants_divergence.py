@@ -10,7 +10,7 @@ from pathlib import Path
 from quants_data import Record, bpw, rounded, table_types
 
 from ikcli.gguf.constants import GGMLType
-from ikcli.quant.formats import FORMATS
+from ikcli.gguf.types import TYPES
 
 MODES = {"imatrix": "importance matrix", "nothing": "nothing", "covariance": "second moments"}
 _LABELS = {"judge-moe": "MoE", "judge-dense": "dense", "stories260K-d256.f32": "stories"}
@@ -20,7 +20,7 @@ _SMALL, _TWO = 4.5, (2.0, 2.75)
 
 def records_of(path: Path) -> list[Record]:
     """Records for docs/quants.jsonl from a file of `benchmarks/divergence.py --json`."""
-    names = {t.name: FORMATS[t].name for t in GGMLType}
+    names = {t.name: TYPES[t].name for t in GGMLType}
     out: list[Record] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         r = json.loads(line)
@@ -55,14 +55,14 @@ def columns(records: Sequence[Record]) -> list[tuple[str, str]]:
 def table_rows(records: Sequence[Record]) -> list[list[str]]:
     """A row per type, then geometric means over types up to 4.5 bits per weight, of 2-bit types and of all."""
     found, wanted = ratios(records), columns(records)
-    types = [t for t in table_types() if any(name == FORMATS[t].name for name, _, _ in found)]
+    types = [t for t in table_types() if any(name == TYPES[t].name for name, _, _ in found)]
 
     def values(some: Sequence[GGMLType], mode: str, model: str) -> list[float]:
-        names = {FORMATS[t].name for t in some}
+        names = {TYPES[t].name for t in some}
         return [v for (n, k, m), v in found.items() if n in names and k == mode and model in ("", m)]
 
     rows = [
-        [f"`{FORMATS[t].name}`", f"{bpw(t):.3f}", *(_cell(_mean(values([t], *column))) for column in wanted)]
+        [f"`{TYPES[t].name}`", f"{bpw(t):.3f}", *(_cell(_mean(values([t], *column))) for column in wanted)]
         for t in types
     ]
     for title, some in (

@@ -15,9 +15,9 @@ from quants_data import MODEL_NAMES, Record, bpw, presets, record_key, table_typ
 from quants_divergence import header, table_rows
 
 from ikcli.gguf.constants import GGMLType
-from ikcli.quant.formats import FORMATS, row_size
-from ikcli.quant.recipe_rules import NEEDS_IMATRIX, ROW_FALLBACK, TENSOR_NEEDS_IMATRIX
-from ikcli.quant.recipes import plain_twin
+from ikcli.gguf.types import TYPES
+from ikcli.quant.formats import row_size
+from ikcli.quant.recipe_rules import NEEDS_IMATRIX
 
 T = GGMLType
 TEMPLATE = Path(__file__).with_name("quants_page.md")
@@ -41,10 +41,10 @@ class _Records:
         return self._by_key.get(record_key(head | {"preset": True} if preset else head))
 
     def speed(self, type: GGMLType, model: str) -> Record | None:
-        return self._by_key.get(record_key({"kind": "speed", "name": FORMATS[type].name, "model": model}))
+        return self._by_key.get(record_key({"kind": "speed", "name": TYPES[type].name, "model": model}))
 
     def encode(self, type: GGMLType) -> Record | None:
-        return self._by_key.get(record_key({"kind": "encode", "name": FORMATS[type].name}))
+        return self._by_key.get(record_key({"kind": "encode", "name": TYPES[type].name}))
 
 
 def page(records: Sequence[Record]) -> str:
@@ -100,17 +100,17 @@ def _speed_cells(found: _Records, type: GGMLType, model: str) -> list[str]:
     if other is None:
         return [*cells, "", "", ""]
     s = found.speed(other, model)
-    return [*cells, f"`{FORMATS[other].name}`", _ratio(s, "pp_ratio"), _ratio(s, "tg_ratio")]
+    return [*cells, f"`{TYPES[other].name}`", _ratio(s, "pp_ratio"), _ratio(s, "tg_ratio")]
 
 
 def _needs_imatrix(type: GGMLType) -> bool:
-    return type in TENSOR_NEEDS_IMATRIX
+    return TYPES[type].needs_imatrix
 
 
 def _types_table(found: _Records) -> str:
     rows = []
     for type in table_types():
-        name = FORMATS[type].name
+        name = TYPES[type].name
         plain, with_imatrix, encode = found.quality(name, False), found.quality(name, True), found.encode(type)
         same = plain is not None and with_imatrix is not None and plain["sha256"] == with_imatrix["sha256"]
         cells = [f"`{name}`" + ("¹" if _needs_imatrix(type) else ""), f"{bpw(type):.3f}"]
@@ -128,13 +128,13 @@ def _best_table(found: _Records) -> str:
     """For every budget the type with the least divergence with and without importance matrix."""
     rows: list[list[str]] = []
     for high in _BUDGETS:
-        fitting = [t for t in table_types() if bpw(t) <= high and FORMATS[t].rows == 1]
+        fitting = [t for t in table_types() if bpw(t) <= high and TYPES[t].rows == 1]
         cells = [f"up to {high:g}"]
         for imatrix in (True, False):
             allowed = [t for t in fitting if imatrix or not _needs_imatrix(t)]
-            known = [(r["kld"], t) for t in allowed if (r := found.quality(FORMATS[t].name, imatrix)) is not None]
+            known = [(r["kld"], t) for t in allowed if (r := found.quality(TYPES[t].name, imatrix)) is not None]
             best = sorted(known, key=lambda pair: pair[0])[:3]
-            cells += [", ".join(f"`{FORMATS[t].name}` {_kld(kld)}" for kld, t in best)]
+            cells += [", ".join(f"`{TYPES[t].name}` {_kld(kld)}" for kld, t in best)]
         rows.append(cells)
     return _table(["bpw", "KLD with importance matrix", "KLD without"], rows, (0, 1, 2))
 
@@ -158,14 +158,14 @@ def _presets_table(found: _Records) -> str:
 
 
 def _types_of(r: Record) -> list[GGMLType]:
-    return [t for t, f in FORMATS.items() if f.name in r["mix"]]
+    return [t for t, f in TYPES.items() if f.name in r["mix"]]
 
 
 def _demo_table(found: _Records) -> str:
     rows = []
     for type in table_types():
         if found.speed(type, "demo") is not None:
-            rows.append([f"`{FORMATS[type].name}`", f"{bpw(type):.3f}", *_speed_cells(found, type, "demo")])
+            rows.append([f"`{TYPES[type].name}`", f"{bpw(type):.3f}", *_speed_cells(found, type, "demo")])
     return _table(["type", "bpw", "PP", "TG", "interleaved", "PP", "TG"], rows, (0, 4))
 
 
@@ -176,12 +176,12 @@ def _divergence_table(found: _Records) -> str:
 
 def _fallback_table() -> str:
     groups: dict[GGMLType, list[str]] = defaultdict(list)
-    for type, instead in ROW_FALLBACK.items():
-        if plain_twin(type)[0] == type:
-            groups[instead].append(f"`{FORMATS[type].name}`")
+    for t in sorted(TYPES.values(), key=lambda t: (t.bpw, t.name)):
+        if t.fallback is not None and not t.is_interleaved:
+            groups[t.fallback].append(f"`{t.name}`")
     rows = []
-    for instead, names in sorted(groups.items(), key=lambda g: FORMATS[g[0]].bpw):
-        rows.append([", ".join(names), f"`{FORMATS[instead].name}`", f"{FORMATS[instead].bpw:g}"])
+    for instead, names in sorted(groups.items(), key=lambda g: TYPES[g[0]].bpw):
+        rows.append([", ".join(names), f"`{TYPES[instead].name}`", f"{TYPES[instead].bpw:g}"])
     return _table(["asked for", "stored", "bpw"], rows, (0, 1))
 
 
@@ -232,9 +232,9 @@ def _marks(found: _Records) -> str:
     ]
     worse = []
     for type in table_types():
-        a, b = (found.quality(FORMATS[type].name, imatrix) for imatrix in (False, True))
+        a, b = (found.quality(TYPES[type].name, imatrix) for imatrix in (False, True))
         if a is not None and b is not None and b["kld"] > a["kld"] + 2 * (a["kld_error"] + b["kld_error"]):
-            worse.append(f"`{FORMATS[type].name}`")
+            worse.append(f"`{TYPES[type].name}`")
     if worse:
         lines.append(f"The importance matrix makes it worse for {', '.join(worse)}.")
     return "\n".join(lines)
@@ -243,14 +243,15 @@ def _marks(found: _Records) -> str:
 def _fallback_text(found: _Records) -> str:
     about = found.about("quality")
     asked, n_row = T.Q2_K, 1120
-    stored = ROW_FALLBACK[asked]
-    name, bpw_asked = FORMATS[asked].name, FORMATS[asked].bpw
+    stored = TYPES[asked].fallback
+    assert stored is not None
+    name, bpw_asked = TYPES[asked].name, TYPES[asked].bpw
     sentences = [
         "Most types store blocks of 256 weights. A tensor whose rows are not a multiple of that gets a type with",
         "blocks of 32, and F16 if 32 does not divide them either. `ik quantize` says so for every such tensor, and",
         "`--dry-run` shows it before anything is written. Usual cases are `attn_k_b` with rows of 128 and experts of",
         f"odd widths. It costs space: a row of {n_row} takes {row_size(stored, n_row)} bytes as",
-        f"`{FORMATS[stored].name}`, where `{name}` would need about {n_row * bpw_asked / 8:.0f}.",
+        f"`{TYPES[stored].name}`, where `{name}` would need about {n_row * bpw_asked / 8:.0f}.",
     ]
     if about is not None:
         lengths = " and ".join(str(n) for n in about["row_lengths"])

@@ -25,9 +25,9 @@ from ikcli.eval.environment import hardware
 from ikcli.eval.kld_file import BaseReader
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.gguf.types import TYPES
 from ikcli.hostinfo import physical_cores
 from ikcli.quant.decode import dequantize
-from ikcli.quant.formats import FORMATS
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.quantizer import QuantizeJob, output_metadata, run
 from ikcli.quant.recipes import Choice, CustomRule, RecipeOptions, choose_types
@@ -92,7 +92,7 @@ def mix(choices: Sequence[Choice]) -> dict[str, float]:
     counts: Counter[str] = Counter()
     for c in choices:
         if not c.reason.startswith("kept"):
-            counts[FORMATS[c.new].name] += int(np.prod(c.shape))
+            counts[TYPES[c.new].name] += int(np.prod(c.shape))
     total = sum(counts.values())
     return {name: rounded(n / total, 3) for name, n in counts.most_common()}
 
@@ -152,7 +152,7 @@ def measure(bench: Bench, choices: Sequence[Choice], imatrix: Imatrix | None) ->
 
 def cases(names: Sequence[str] = ()) -> Iterator[Case]:
     """All types, then all presets, or those named in lower case; each without and with importance matrix."""
-    types = [Case(FORMATS[t].name, False, int(t), with_it) for t in table_types() for with_it in (False, True)]
+    types = [Case(TYPES[t].name, False, int(t), with_it) for t in table_types() for with_it in (False, True)]
     mixes = [Case(name, True, number, with_it) for name, number in presets().items() for with_it in (False, True)]
     return (case for case in (*types, *mixes) if not names or case.name.lower() in names)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from quants_data import TERNARY, Record, read_records, record_key, rounded, speed_types, table_types
+from quants_data import Record, read_records, record_key, rounded, speed_types, table_types
 
 import ikcli
 from ikcli.config import RunConfig, default_model
@@ -30,11 +30,12 @@ from ikcli.eval.sweep_bench import SweepParams, SweepRow
 from ikcli.eval.sweep_bench import run as sweep
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
+from ikcli.gguf.types import TYPES
 from ikcli.gguf.writer import GGUFWriter, TensorSpec
 from ikcli.hostinfo import physical_cores
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import quantize_rows
-from ikcli.quant.formats import FORMATS, format_by_name
+from ikcli.quant.formats import format_by_name
 from ikcli.quant.recipes import plain_twin
 
 T = GGMLType
@@ -178,8 +179,8 @@ class SpeedRound:
 
 def tasks() -> list[Task]:
     """Everything a round measures: encoders of types with values of their own, then both models with all types."""
-    encoders = [Task("encode", FORMATS[t].name, "") for t in table_types()]
-    return encoders + [Task("speed", FORMATS[t].name, m) for m in MODELS for t in speed_types()]
+    encoders = [Task("encode", TYPES[t].name, "") for t in table_types()]
+    return encoders + [Task("speed", TYPES[t].name, m) for m in MODELS for t in speed_types()]
 
 
 def _head(task: Task) -> Record:
@@ -189,7 +190,7 @@ def _head(task: Task) -> Record:
 
 def _convert(file: GGUFFile, path: Path, type: GGMLType, tile_rows: int = 0) -> None:
     """Write the model with all matrices but routers and vectors as `type`; with tile_rows only so many are encoded."""
-    assert type not in TERNARY
+    assert TYPES[type].kind != "ternary"
     specs = [TensorSpec(t.name, t.shape, _new_type(t, type)) for t in file.tensors.values()]
     with GGUFWriter(path, file.typed_metadata(), specs) as writer:
         for spec in specs:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from ikcli.backends.reference_kv import QUANTIZED_CACHE_TYPES, through_blocks
 from ikcli.errors import UnsupportedError
-from ikcli.gguf.constants import TYPE_TRAITS, GGMLType
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.graph import Cache, Graph, Node, Per, Rows, Weight
 from ikcli.graph.micro_batch import MicroBatch
 from ikcli.quant.decode import dequantize
@@ -31,8 +32,8 @@ def through_type(x: npt.NDArray[np.float32], type_: GGMLType) -> npt.NDArray[np.
     if type_ in QUANTIZED_CACHE_TYPES:
         return through_blocks(x, type_)
     if type_ not in _FLOATS:
-        known = ", ".join(TYPE_TRAITS[t].name for t in (*_FLOATS, *QUANTIZED_CACHE_TYPES))
-        raise UnsupportedError(f"the KV cache cannot be of type {TYPE_TRAITS[type_].name}; choose one of {known}")
+        known = ", ".join(TYPES[t].name for t in (*_FLOATS, *QUANTIZED_CACHE_TYPES))
+        raise UnsupportedError(f"the KV cache cannot be of type {TYPES[type_].name}; choose one of {known}")
     return dequantize(quantize(x, type_), type_, (x.shape[-1], len(x))).reshape(x.shape)
 
 
@@ -57,7 +58,7 @@ class CacheStore:
     def store(self, cache: Cache, cells: Array, x: npt.NDArray[np.float32], offset: int) -> None:
         """Write rows of x into `cells`, from column `offset` on."""
         if cache.transposed and cache.type not in _FLOATS:
-            raise UnsupportedError(f"a transposed cache cannot be {TYPE_TRAITS[cache.type].name}; use f16, bf16 or f32")
+            raise UnsupportedError(f"a transposed cache cannot be {TYPES[cache.type].name}; use f16, bf16 or f32")
         self.rows(cache)[cells, offset : offset + x.shape[1]] = through_type(x, cache.type)
 
 

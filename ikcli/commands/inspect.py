@@ -16,7 +16,7 @@ from ikcli.config import default_model
 from ikcli.config_tools import InspectConfig
 from ikcli.gguf.constants import GGMLType, GGUFValueType, file_type_label
 from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
-from ikcli.quant.formats import FORMATS
+from ikcli.gguf.types import TYPES
 
 _MAX_TEXT = 60
 _MAX_ITEMS = 8
@@ -91,7 +91,7 @@ def summary(file: GGUFFile) -> dict[str, str]:
         n = sum(t.n_elements for t in repeating)
         size = _size_and_bpw(sum(t.n_bytes for t in repeating), n)
         out["repeating layers"] = f"{size}, {format_count(n)} parameters"
-    ik_only = sorted({FORMATS[t.type].name for t in tensors if not FORMATS[t.type].standard})
+    ik_only = sorted({TYPES[t.type].name for t in tensors if not TYPES[t.type].standard})
     if ik_only:
         out["ik-only types"] = ", ".join(ik_only) + " (mainline tools cannot read this file)"
     elif tensors:
@@ -111,11 +111,11 @@ def describe(file: GGUFFile, *, tensors: bool) -> dict[str, Any]:
         "metadata": {k: _json_value(file, k) for k in file.metadata},
         "types": [
             {
-                "type": FORMATS[c.type].name,
+                "type": TYPES[c.type].name,
                 "n_tensors": c.n_tensors,
                 "n_elements": c.n_elements,
                 "n_bytes": c.n_bytes,
-                "standard": FORMATS[c.type].standard,
+                "standard": TYPES[c.type].standard,
             }
             for c in count_types(list(file.tensors.values()))
         ],
@@ -127,7 +127,7 @@ def describe(file: GGUFFile, *, tensors: bool) -> dict[str, Any]:
         out["tensors"] = [
             {
                 "name": t.name,
-                "type": FORMATS[t.type].name,
+                "type": TYPES[t.type].name,
                 "shape": list(t.shape),
                 "n_bytes": t.n_bytes,
                 "offset": t.offset,
@@ -153,9 +153,9 @@ def type_rows(file: GGUFFile) -> list[tuple[str, ...]]:
     """(type, tensors, weights, MiB, bits per weight, who reads it)."""
     rows: list[tuple[str, ...]] = []
     for c in count_types(list(file.tensors.values())):
-        readers = "standard" if FORMATS[c.type].standard else "ik only"
+        readers = "standard" if TYPES[c.type].standard else "ik only"
         bpw = f"{c.n_bytes * 8 / c.n_elements:.4f}"
-        name = FORMATS[c.type].name
+        name = TYPES[c.type].name
         rows.append((name, str(c.n_tensors), str(c.n_elements), f"{c.n_bytes / _MIB:.2f}", bpw, readers))
     return rows
 
@@ -165,7 +165,7 @@ def tensor_rows(file: GGUFFile) -> list[tuple[str, ...]]:
     return [
         (
             _printable(t.name),
-            FORMATS[t.type].name,
+            TYPES[t.type].name,
             " x ".join(str(ne) for ne in t.shape),
             f"{t.n_bytes / _MIB:.2f}",
             str(t.file_index + 1),

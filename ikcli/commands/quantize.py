@@ -284,9 +284,9 @@ def _measuring(request: Request) -> Iterator[Callable[[float], None]]:
 
 
 def _type_name(type: Any) -> str:
-    from ikcli.quant.formats import FORMATS
+    from ikcli.gguf.types import TYPES
 
-    return FORMATS[type].name
+    return TYPES[type].name
 
 
 def _report_plan(request: Request, plan: ToolPlan) -> None:

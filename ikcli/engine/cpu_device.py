@@ -22,7 +22,7 @@ from ikcli.engine.model import Model
 from ikcli.engine.run_device import CPU, Bytes, cache_bytes, cells_view
 from ikcli.engine.timed_ops import TimedOp, work_of
 from ikcli.errors import IkError
-from ikcli.gguf.constants import TYPE_TRAITS
+from ikcli.gguf.types import TYPES
 from ikcli.graph import Cache, Node, Rows
 from ikcli.graph.ops_experts import sort_of
 from ikcli.graph.split import Turn
@@ -130,7 +130,7 @@ class CpuDevice:
 
     def write_cells(self, cache: Cache, n_rows: int, first: int, rows: Bytes) -> None:
         """Replace cells."""
-        n = rows.shape[1] // TYPE_TRAITS[cache.type].type_size if cache.transposed else len(rows)
+        n = rows.shape[1] // TYPES[cache.type].type_size if cache.transposed else len(rows)
         self.read_cells(cache, n_rows, first, n)[:] = rows
 
     def bind(

@@ -12,8 +12,9 @@ from math import prod
 
 from ikcli import models
 from ikcli.errors import FormatError
-from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, tensor_n_bytes
+from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo
+from ikcli.gguf.types import TYPES, tensor_n_bytes
 from ikcli.models import HParams
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
@@ -71,5 +72,5 @@ def _type_like(seen: dict[str, dict[int, GGMLType]], il: int, role: str, shape: 
     if role == "output.weight" and "token_embd.weight" in seen:
         return seen["token_embd.weight"][-1]
     counts = Counter(t for types in seen.values() for t in types.values() if t != GGMLType.F32)
-    fitting = [t for t, _ in counts.most_common() if shape[0] % TYPE_TRAITS[t].block_size == 0]
+    fitting = [t for t, _ in counts.most_common() if shape[0] % TYPES[t].block_size == 0]
     return fitting[0] if fitting else GGMLType.F16

@@ -15,8 +15,9 @@ import numpy.typing as npt
 from ikcli import models
 from ikcli.engine.repacking import Repacked, repack_tensors, repacked_specs
 from ikcli.errors import FormatError, IkError
-from ikcli.gguf.constants import GGMLType, tensor_n_bytes
+from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
+from ikcli.gguf.types import tensor_n_bytes
 from ikcli.log import progress
 from ikcli.models import GraphConfig, HParams, ModelModule, Weights, check_tensors
 from ikcli.models.mla import DerivedSpec, derive_one, derived_specs

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ikcli.backends.cuda import upload
 from ikcli.backends.cuda.transfer import is_plain
 from ikcli.config import RunConfig
 from ikcli.engine.model import Model
 from ikcli.engine.placement import CPU, Placement, offload_threshold
 from ikcli.engine.runner import Offload
+from ikcli.gguf.types import TYPES
 from ikcli.graph import Node, Rows, Weight
 from ikcli.graph.ops_experts import MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import MulMat, MulMatHeads
@@ -41,7 +41,7 @@ def offload_of(config: RunConfig, model: Model, placement: Placement) -> Offload
 
 def _streamable(w: Weight) -> bool:
     """Whether rows of this type are rearranged on the device: on the CPU that would take longer than the product."""
-    return w.type in upload.FORMATS and is_plain(w)
+    return bool(TYPES[w.type].cuda) and is_plain(w)
 
 
 def places_of(placement: Placement) -> Places:

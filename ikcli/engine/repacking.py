@@ -19,10 +19,11 @@ from ikcli.backends.cpu.tile_modes import rounds_activations
 from ikcli.backends.memory import aligned_zeros
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
+from ikcli.gguf.types import TYPES
 from ikcli.log import log
 from ikcli.models import HParams
 from ikcli.models.tensors import TensorLike
-from ikcli.quant.formats import FORMATS, row_size, tensor_size
+from ikcli.quant.formats import row_size, tensor_size
 from ikcli.quant.repack import bf16_of_f16, can_repack, repack_into, repacked_type
 
 Bytes = npt.NDArray[np.uint8]
@@ -44,7 +45,7 @@ def repacked_specs(tensors: Mapping[str, TensorLike], hp: HParams) -> dict[str, 
         target = repacked_type(t.type, lossy=lossy)
         if target is None or not can_repack(t.type, t.shape, name, lossy=lossy):
             continue
-        if _is_whole(name, hp, FORMATS[target].rows):
+        if _is_whole(name, hp, TYPES[target].rows):
             specs[name] = Repacked(target, t.shape)
     return specs
 
@@ -69,7 +70,7 @@ def repack_tensors(
         source = rows.reshape(-1, row_size(old, ne0))
         n_rounded += old == GGMLType.F16
         target = out.reshape(-1, row_size(spec.type, ne0))
-        height = FORMATS[spec.type].rows
+        height = TYPES[spec.type].rows
         step = max(1, _PIECE_BYTES // (height * source.shape[1])) * height
         work += [(target[i : i + step], source[i : i + step], spec.type, ne0, old) for i in range(0, len(source), step)]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ikcli.gguf.constants import TYPE_TRAITS
+from ikcli.gguf.types import TYPES
 from ikcli.graph import Cache, Per
 
 MIB = 1024.0 * 1024.0
 GIB = 1024.0 * MIB
-_TRAITS = {traits.name: traits for traits in TYPE_TRAITS.values()}
+_TRAITS = {traits.name: traits for traits in TYPES.values()}
 _NON_REPEATING = ("token_embd.weight", "output.weight", "output_norm.weight")
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.model import Model
 from ikcli.engine.timed_ops import TimedOp
-from ikcli.gguf.constants import TYPE_TRAITS, row_n_bytes
+from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, Node, Rows
 from ikcli.graph.split import Turn
 
@@ -103,6 +103,6 @@ def cache_bytes(cache: Cache, n_rows: int) -> int:
 def cells_view(cache: Cache, data: Bytes, n_rows: int, first: int, n: int) -> Bytes:
     """Cells first..first+n-1 inside a cache tensor in the CPU's layout, as a view; see `RunDevice.read_cells`."""
     if cache.transposed:
-        size = TYPE_TRAITS[cache.type].type_size
+        size = TYPES[cache.type].type_size
         return data.reshape(cache.cols, -1)[:, first * size : (first + n) * size]
     return data.reshape(n_rows, -1)[first : first + n]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ikcli.engine.runner import Runner
 from ikcli.engine.saved_sequence import Bytes, Checkpoint, Kind, SavedSequence
 from ikcli.errors import IkError
-from ikcli.gguf.constants import TYPE_TRAITS, row_n_bytes
+from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, Per
 
 SPARE = 64  # positions before a window that stay, so that rejected drafts and the like cost nothing
@@ -162,15 +162,14 @@ class Sequences:
     def layout(self) -> list[str]:
         """One line per tensor: equal lists mean that saved sequences can be exchanged."""
         cells = [
-            f"{c.kind}-{c.il} {c.cols} {TYPE_TRAITS[c.type].name} {'transposed' if c.transposed else 'rows'} "
-            f"{self._rotated}"
+            f"{c.kind}-{c.il} {c.cols} {TYPES[c.type].name} {'transposed' if c.transposed else 'rows'} {self._rotated}"
             for c in self._cells
         ]
         cells += [
-            f"{c.kind}-{c.il} {c.cols} {TYPE_TRAITS[c.type].name} window {self.kind.window} {self._rotated}"
+            f"{c.kind}-{c.il} {c.cols} {TYPES[c.type].name} window {self.kind.window} {self._rotated}"
             for c in self._windows
         ]
-        return cells + [f"{c.kind}-{c.il} {c.cols} {TYPE_TRAITS[c.type].name} state" for c in self._states]
+        return cells + [f"{c.kind}-{c.il} {c.cols} {TYPES[c.type].name} state" for c in self._states]
 
     def shapes(self, n_tokens: int, first: int = 0) -> list[tuple[int, int]]:
         """Shapes of the parts of n positions, those of windows from `first` on."""
@@ -293,4 +292,4 @@ class Sequences:
 
 
 def _element(cache: Cache) -> int:
-    return TYPE_TRAITS[cache.type].type_size
+    return TYPES[cache.type].type_size

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from ikcli.config import RunConfig
 from ikcli.engine import report
 from ikcli.engine.placement import offload_lines
-from ikcli.gguf.constants import TYPE_TRAITS, file_type_label, tensor_n_bytes
+from ikcli.gguf.constants import file_type_label
+from ikcli.gguf.types import TYPES, tensor_n_bytes
 from ikcli.log import log
 
 if TYPE_CHECKING:
@@ -45,9 +46,7 @@ def model_lines(file: GGUFFile, hp: HParams, config: RunConfig) -> None:
     if len(file.paths) > 1:
         log(f"llama_model_loader: additional {len(file.paths) - 1} GGUFs metadata loaded.")
     log(report.loaded_line(len(file.metadata), len(file.tensors), str(file.paths[0]), file.version))
-    rows = [
-        report.TensorRow(t.name, tuple(t.shape), TYPE_TRAITS[t.type].name, t.n_bytes) for t in file.tensors.values()
-    ]
+    rows = [report.TensorRow(t.name, tuple(t.shape), TYPES[t.type].name, t.n_bytes) for t in file.tensors.values()]
     if config.verbose:
         for line in report.kv_pair_lines([(k, *_pair(file, k)) for k in file.metadata]):
             log(line)
@@ -99,7 +98,7 @@ def setup_lines(config: RunConfig, model: Model, cfg: GraphConfig, n_batch: int)
     if model.derived:
         n_bytes = sum(tensor_n_bytes(d.type, d.shape) for d in model.derived.values())
         kinds = sorted({n.split(".")[2].removeprefix("attn_") for n in model.derived})
-        types = ", ".join(sorted({TYPE_TRAITS[d.type].name for d in model.derived.values()}))
+        types = ", ".join(sorted({TYPES[d.type].name for d in model.derived.values()}))
         lines.append(
             f"llm_prepare_mla: computing {len(model.derived)} {'/'.join(kinds)} tensors ({types}, "
             f"{n_bytes / 2**20:.2f} MiB) that -mla {config.mla} needs and the file does not hold"

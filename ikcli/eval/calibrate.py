@@ -29,11 +29,11 @@ from ikcli.eval.stats import log_sum_exp
 from ikcli.eval.text import load_text, tokenize
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo
+from ikcli.gguf.types import TYPES
 from ikcli.log import log, progress
 from ikcli.quant.decode import decodable_types, dequantize
 from ikcli.quant.encoders import available_types, quantize_rows
 from ikcli.quant.encoding import Encoding, TensorEncoding
-from ikcli.quant.formats import FORMATS
 
 Bytes = npt.NDArray[np.uint8]
 _PIECE = 1 << 20  # weights in work per thread
@@ -74,9 +74,7 @@ def rounded(file: GGUFFile, t: TensorInfo, type: GGMLType, encoding: TensorEncod
     UnsupportedError if tensors of that type cannot be read and written.
     """
     if t.type not in decodable_types() or t.type not in available_types():
-        raise UnsupportedError(
-            f"--calibrate: tensor {t.name} is {FORMATS[t.type].name}; start from a f16 or bf16 model"
-        )
+        raise UnsupportedError(f"--calibrate: tensor {t.name} is {TYPES[t.type].name}; start from a f16 or bf16 model")
     ne0 = t.shape[0]
     ne1 = t.shape[1] if len(t.shape) > 1 else 1
     n_rows = t.n_elements // ne0

@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.quant.code_fields import CodeSpace, Fields, code_space, read_fields
 from ikcli.quant.decode import row_scales
 from ikcli.quant.decode_iquants import words_at
 from ikcli.quant.decode_legacy import f16_at
-from ikcli.quant.formats import FORMATS, row_size
+from ikcli.quant.formats import row_size
 from ikcli.quant.validate import block_scale_offsets
 
 Counts = npt.NDArray[np.int64]
@@ -123,7 +124,7 @@ def _share(part: Any, counts: Counts) -> float:
 
 def count_codes(encoded: npt.NDArray[np.uint8], type: GGMLType, ne0: int) -> CodeUse | None:
     """Counts over encoded rows of `ne0` elements; None for types without `code_space`."""
-    space, fmt = code_space(type), FORMATS[type]
+    space, fmt = code_space(type), TYPES[type]
     if space is None:
         return None
     rows = encoded.reshape(-1, row_size(type, ne0))
@@ -153,7 +154,7 @@ def _count_scales(
     rows: npt.NDArray[np.uint8], blocks: npt.NDArray[np.uint8], type: GGMLType
 ) -> tuple[Counts, int, int]:
     """Float scales by exponent, zero ones, and those that f16 holds with fewer than 11 bits."""
-    fmt, offsets = FORMATS[type], block_scale_offsets(type)
+    fmt, offsets = TYPES[type], block_scale_offsets(type)
     if type == GGMLType.MXFP4:
         counts = np.bincount(blocks[:, 0], minlength=256)
         out = np.zeros(_EXPONENTS[1] - _EXPONENTS[0], np.int64)

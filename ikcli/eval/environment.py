@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ikcli
-from ikcli.gguf.constants import TYPE_TRAITS
+from ikcli.gguf.types import TYPES
 from ikcli.hostinfo import physical_cores, visible_cpus
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def model_file(file: GGUFFile) -> dict[str, Any]:
         "architecture": str(file.get("general.architecture", "")),
         "tensor_bytes": file.n_bytes,
         "n_params": file.n_elements,
-        "types": {traits.name: counts[type_id] for type_id, traits in TYPE_TRAITS.items() if counts[type_id]},
+        "types": {traits.name: counts[type_id] for type_id, traits in TYPES.items() if counts[type_id]},
     }
 
 

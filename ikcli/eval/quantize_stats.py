@@ -20,16 +20,15 @@ from ikcli.errors import NonFiniteError, UsageError
 from ikcli.eval.code_use import CodeUse, as_json, bars, count_codes, folded
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo
+from ikcli.gguf.types import TYPES
 from ikcli.quant.decode import decodable_types, dequantize
 from ikcli.quant.encoders import available_types, quantize_rows
-from ikcli.quant.formats import FORMATS, row_size, tensor_size
+from ikcli.quant.formats import row_size, tensor_size
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.measure import BLOCK_ROWS, Errors, Floats, Piece, errors_of
-from ikcli.quant.recipe_rules import ROW_FALLBACK
 from ikcli.rules import compile_pattern
 
 T = GGMLType
-_UNMEASURED = (T.F32, T.IQ1_BN, T.IQ2_BN)  # exact, and types for ternary weights only
 _PIECE_ELEMENTS = 1 << 22
 _NAMED = 4
 
@@ -65,8 +64,9 @@ class StatsRow:
 
 def all_types() -> tuple[GGMLType, ...]:
     """Plain types that can be written and read, by size."""
-    found = [t for t in available_types() & decodable_types() if t not in _UNMEASURED and FORMATS[t].base is None]
-    return tuple(sorted((t for t in found if FORMATS[t].rows == 1), key=lambda t: (FORMATS[t].bpw, FORMATS[t].name)))
+    found = [TYPES[t] for t in available_types() & decodable_types() - {T.F32}]  # which is exact
+    plain = (t for t in found if t.rows == 1 and t.kind != "ternary")  # which is for ternary weights only
+    return tuple(t.type for t in sorted(plain, key=lambda t: (t.bpw, t.name)))
 
 
 def measured_tensors(file: GGUFFile, params: StatsParams) -> list[TensorInfo]:
@@ -89,12 +89,12 @@ def measured_tensors(file: GGUFFile, params: StatsParams) -> list[TensorInfo]:
 
 def fits(type: GGMLType, shape: tuple[int, ...]) -> bool:
     """Whether rows of this shape suit the type, and their number its group height."""
-    return shape[0] % FORMATS[type].block_size == 0 and shape[1] % _group(type) == 0
+    return shape[0] % TYPES[type].block_size == 0 and shape[1] % _group(type) == 0
 
 
 def _group(type: GGMLType) -> int:
     """Rows encoded together; a regrouped type is measured as its plain one."""
-    return 1 if FORMATS[type].base is not None else FORMATS[type].rows
+    return 1 if TYPES[type].base is not None else TYPES[type].rows
 
 
 def notes(tensors: Sequence[TensorInfo], params: StatsParams) -> list[str]:
@@ -111,9 +111,9 @@ def notes(tensors: Sequence[TensorInfo], params: StatsParams) -> list[str]:
         if misfits:
             shown = ", ".join(f"{t.name} {list(t.shape)}" for t in misfits[:_NAMED])
             more = f" and {len(misfits) - _NAMED} more" if len(misfits) > _NAMED else ""
-            instead = ROW_FALLBACK.get(type)
-            then = f"; quantize stores {FORMATS[instead].name} there" if instead is not None else ""
-            lines.append(f"{FORMATS[type].name} does not fit the rows of {shown}{more}{then}")
+            instead = TYPES[type].fallback
+            then = f"; quantize stores {TYPES[instead].name} there" if instead is not None else ""
+            lines.append(f"{TYPES[type].name} does not fit the rows of {shown}{more}{then}")
     return lines
 
 
@@ -164,7 +164,7 @@ def pieces(file: GGUFFile, t: TensorInfo, weights: Floats | None, n_rows: int = 
 
 def measure_piece(piece: Piece, type: GGMLType) -> tuple[Errors, CodeUse | None]:
     """Errors of one piece encoded as `type`, and the counts of its codes."""
-    plain = FORMATS[type].base or type
+    plain = TYPES[type].base or type
     encoded = quantize_rows(piece.values, plain, piece.weights)
     return errors_of(piece, encoded, plain), count_codes(encoded, plain, piece.values.shape[1])
 
@@ -202,7 +202,7 @@ def _measure_tensor(
     rows: list[tuple[GGMLType, StatsRow]] = []
     for type, (errors, use) in sums.items():
         bpw = 8 * tensor_size(type, t.shape) / t.n_elements
-        name = FORMATS[type].name
+        name = TYPES[type].name
         row = StatsRow(t.name, name, bpw, t.n_elements, n_rows, n_measured, errors, weights is not None, use)
         rows.append((type, row))
     return rows

@@ -1,9 +1,6 @@
-"""GGUF and ggml numbers: value types, tensor type ids with their byte sizes, file types and their labels.
+"""GGUF and ggml numbers: value types, ids of tensor types (`types.py` says what they are), file types and their labels.
 
-A row of `ne0` elements takes `row_meta_size + type_size * ne0 / block_size` bytes; rows follow without padding.
-I2_S alone has no row structure: `ne/4` bytes for the whole tensor, then 32 bytes that hold one scale.
-Answers to `enum ggml_type`, `type_traits[]` and `llama_model_ftype_name` of ik_llama.cpp. In interleaved types
-(`_R4`, `_R8`, `_R16`) the sizes are the share of one row; the physical unit is R rows at once.
+Answers to `enum ggml_type` and `llama_model_ftype_name` of ik_llama.cpp.
 """
 
 from __future__ import annotations
@@ -65,8 +62,15 @@ INTEGER_TYPES = frozenset(
 FLOAT_TYPES = frozenset({GGUFValueType.FLOAT32, GGUFValueType.FLOAT64})
 
 
+_ADDED: dict[object, GGMLType] = {}
+
+
 class GGMLType(IntEnum):
     """Tensor type ids as stored in GGUF tensor infos and in activation buffers."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> GGMLType | None:
+        return _ADDED.get(value)
 
     F32 = 0
     F16 = 1
@@ -162,166 +166,15 @@ class GGMLType(IntEnum):
     Q8_K_R8 = 399
 
 
-@dataclass(frozen=True, slots=True)
-class TypeTraits:
-    """Name and sizes of one tensor type; `tensor_meta_size` counts bytes once per tensor (I2_S only)."""
-
-    name: str  # exact upstream spelling
-    block_size: int  # elements
-    type_size: int  # bytes per block
-    row_meta_size: int  # bytes once per row
-    tensor_meta_size: int = 0
-
-
-TYPE_TRAITS: dict[GGMLType, TypeTraits] = {
-    GGMLType.F32: TypeTraits("f32", 1, 4, 0),
-    GGMLType.F16: TypeTraits("f16", 1, 2, 0),
-    GGMLType.Q4_0: TypeTraits("q4_0", 32, 18, 0),
-    GGMLType.Q4_1: TypeTraits("q4_1", 32, 20, 0),
-    GGMLType.Q5_0: TypeTraits("q5_0", 32, 22, 0),
-    GGMLType.Q5_1: TypeTraits("q5_1", 32, 24, 0),
-    GGMLType.Q8_0: TypeTraits("q8_0", 32, 34, 0),
-    GGMLType.Q8_1: TypeTraits("q8_1", 32, 36, 0),
-    GGMLType.Q2_K: TypeTraits("q2_K", 256, 84, 0),
-    GGMLType.Q3_K: TypeTraits("q3_K", 256, 110, 0),
-    GGMLType.Q4_K: TypeTraits("q4_K", 256, 144, 0),
-    GGMLType.Q5_K: TypeTraits("q5_K", 256, 176, 0),
-    GGMLType.Q6_K: TypeTraits("q6_K", 256, 210, 0),
-    GGMLType.Q8_K: TypeTraits("q8_K", 256, 296, 0),
-    GGMLType.IQ2_XXS: TypeTraits("iq2_xxs", 256, 66, 0),
-    GGMLType.IQ2_XS: TypeTraits("iq2_xs", 256, 74, 0),
-    GGMLType.IQ3_XXS: TypeTraits("iq3_xxs", 256, 98, 0),
-    GGMLType.IQ1_S: TypeTraits("iq1_s", 256, 50, 0),
-    GGMLType.IQ4_NL: TypeTraits("iq4_nl", 32, 18, 0),
-    GGMLType.IQ3_S: TypeTraits("iq3_s", 256, 110, 0),
-    GGMLType.IQ2_S: TypeTraits("iq2_s", 256, 82, 0),
-    GGMLType.IQ4_XS: TypeTraits("iq4_xs", 256, 136, 0),
-    GGMLType.I8: TypeTraits("i8", 1, 1, 0),
-    GGMLType.I16: TypeTraits("i16", 1, 2, 0),
-    GGMLType.I32: TypeTraits("i32", 1, 4, 0),
-    GGMLType.I64: TypeTraits("i64", 1, 8, 0),
-    GGMLType.F64: TypeTraits("f64", 1, 8, 0),
-    GGMLType.IQ1_M: TypeTraits("iq1_m", 256, 56, 0),
-    GGMLType.BF16: TypeTraits("bf16", 1, 2, 0),
-    GGMLType.Q4_0_4_4: TypeTraits("q4_0_4x4", 32, 18, 0),
-    GGMLType.Q4_0_4_8: TypeTraits("q4_0_4x8", 32, 18, 0),
-    GGMLType.Q4_0_8_8: TypeTraits("q4_0_8x8", 32, 18, 0),
-    GGMLType.I2_S: TypeTraits("i2_s", 128, 32, 0, 32),
-    GGMLType.MXFP4: TypeTraits("mxfp4", 32, 17, 0),
-    GGMLType.Q1_0_G128: TypeTraits("q1_0_g128", 128, 18, 0),
-    GGMLType.Q8_0_X4: TypeTraits("q8_0_x4", 32, 34, 0),
-    GGMLType.Q8_1_X4: TypeTraits("q8_1_x4", 32, 36, 0),
-    GGMLType.Q8_2_X4: TypeTraits("q8_2_x4", 32, 36, 0),
-    GGMLType.Q6_0: TypeTraits("q6_0", 32, 26, 0),
-    GGMLType.IQ1_BN: TypeTraits("iq1_bn", 64, 13, 2),
-    GGMLType.IQ2_BN: TypeTraits("iq2_bn", 64, 16, 4),
-    GGMLType.Q8_K64: TypeTraits("q8_K64", 64, 68, 0),
-    GGMLType.IQ2_K: TypeTraits("iq2_k", 256, 76, 0),
-    GGMLType.IQ3_K: TypeTraits("iq3_k", 256, 110, 0),
-    GGMLType.IQ4_K: TypeTraits("iq4_k", 256, 144, 0),
-    GGMLType.IQ5_K: TypeTraits("iq5_k", 256, 176, 0),
-    GGMLType.IQ6_K: TypeTraits("iq6_k", 256, 212, 0),
-    GGMLType.IQ4_KS: TypeTraits("iq4_ks", 256, 136, 4),
-    GGMLType.IQ2_KS: TypeTraits("iq2_ks", 256, 70, 2),
-    GGMLType.IQ4_KSS: TypeTraits("iq4_kss", 256, 128, 4),
-    GGMLType.Q8_K16: TypeTraits("q8_K16", 64, 64, 20),
-    GGMLType.Q8_K32: TypeTraits("q8_K32", 256, 296, 0),
-    GGMLType.Q8_KR8: TypeTraits("q8_KR8", 256, 296, 0),
-    GGMLType.Q8_K128: TypeTraits("q8_K128", 128, 140, 0),
-    GGMLType.Q8_KV: TypeTraits("q8_KV", 32, 32, 8),
-    GGMLType.IQ5_KS: TypeTraits("iq5_ks", 256, 168, 4),
-    GGMLType.IQ2_KT: TypeTraits("iq2_kt", 256, 68, 4),
-    GGMLType.IQ3_KT: TypeTraits("iq3_kt", 256, 100, 4),
-    GGMLType.IQ4_KT: TypeTraits("iq4_kt", 256, 128, 4),
-    GGMLType.IQ3_KS: TypeTraits("iq3_ks", 256, 102, 2),
-    GGMLType.IQ2_KL: TypeTraits("iq2_kl", 256, 86, 2),
-    GGMLType.IQ1_KT: TypeTraits("iq1_kt", 256, 56, 4),
-    GGMLType.Q4_0_R8: TypeTraits("q4_0_r8", 32, 18, 0),
-    GGMLType.Q5_0_R4: TypeTraits("q5_0_r4", 32, 22, 0),
-    GGMLType.Q8_0_R8: TypeTraits("q8_0_r8", 32, 34, 0),
-    GGMLType.Q2_K_R4: TypeTraits("q2_k_r4", 256, 84, 0),
-    GGMLType.Q3_K_R4: TypeTraits("q3_k_r4", 256, 110, 0),
-    GGMLType.Q4_K_R4: TypeTraits("q4_k_r4", 256, 144, 0),
-    GGMLType.Q5_K_R4: TypeTraits("q5_k_r4", 256, 176, 0),
-    GGMLType.Q6_K_R4: TypeTraits("q6_k_r4", 256, 210, 0),
-    GGMLType.IQ2_XXS_R4: TypeTraits("iq2_xxs_r4", 256, 66, 0),
-    GGMLType.IQ2_XS_R4: TypeTraits("iq2_xs_r4", 256, 74, 0),
-    GGMLType.IQ3_XXS_R4: TypeTraits("iq3_xxs_r4", 256, 98, 0),
-    GGMLType.IQ1_S_R4: TypeTraits("iq1_s_r4", 32, 6, 2),
-    GGMLType.IQ4_NL_R4: TypeTraits("iq4_nl_r4", 32, 18, 0),
-    GGMLType.IQ3_S_R4: TypeTraits("iq3_s_r4", 256, 110, 0),
-    GGMLType.IQ2_S_R4: TypeTraits("iq2_s_r4", 256, 82, 0),
-    GGMLType.IQ4_XS_R8: TypeTraits("iq4_xs_r8", 256, 136, 0),
-    GGMLType.IQ1_M_R4: TypeTraits("iq1_m_r4", 32, 7, 2),
-    GGMLType.BF16_R16: TypeTraits("bf16_r16", 1, 2, 0),
-    GGMLType.Q6_0_R4: TypeTraits("q6_0_r4", 32, 26, 0),
-    GGMLType.IQ2_BN_R4: TypeTraits("iq2_bn_r4", 64, 16, 4),
-    GGMLType.IQ2_K_R4: TypeTraits("iq2_k_r4", 256, 76, 0),
-    GGMLType.IQ3_K_R4: TypeTraits("iq3_k_r4", 256, 110, 0),
-    GGMLType.IQ4_K_R4: TypeTraits("iq4_k_r4", 256, 144, 0),
-    GGMLType.IQ5_K_R4: TypeTraits("iq5_k_r4", 256, 176, 0),
-    GGMLType.IQ4_KS_R4: TypeTraits("iq4_ks_r4", 256, 136, 4),
-    GGMLType.IQ5_KS_R4: TypeTraits("iq5_ks_r4", 256, 168, 4),
-    GGMLType.MXFP4_R8: TypeTraits("mxfp4_r8", 32, 17, 0),
-    GGMLType.Q8_K_R16: TypeTraits("q8_k_r16", 256, 258, 0),
-    GGMLType.Q8_KV_R8: TypeTraits("q8_KV_r8", 32, 32, 4),
-    GGMLType.Q8_K_R8: TypeTraits("q8_k_r8", 256, 258, 0),
-}
-
-# Interleaved type -> (plain type with the same bytes regrouped, or None for a format of its own; rows per group).
-INTERLEAVED: dict[GGMLType, tuple[GGMLType | None, int]] = {
-    GGMLType.Q4_0_R8: (GGMLType.Q4_0, 8),
-    GGMLType.Q5_0_R4: (GGMLType.Q5_0, 4),
-    GGMLType.Q8_0_R8: (GGMLType.Q8_0, 8),
-    GGMLType.Q2_K_R4: (GGMLType.Q2_K, 4),
-    GGMLType.Q3_K_R4: (GGMLType.Q3_K, 4),
-    GGMLType.Q4_K_R4: (GGMLType.Q4_K, 4),
-    GGMLType.Q5_K_R4: (GGMLType.Q5_K, 4),
-    GGMLType.Q6_K_R4: (GGMLType.Q6_K, 4),
-    GGMLType.IQ2_XXS_R4: (GGMLType.IQ2_XXS, 4),
-    GGMLType.IQ2_XS_R4: (GGMLType.IQ2_XS, 4),
-    GGMLType.IQ3_XXS_R4: (GGMLType.IQ3_XXS, 4),
-    GGMLType.IQ1_S_R4: (None, 4),
-    GGMLType.IQ4_NL_R4: (GGMLType.IQ4_NL, 4),
-    GGMLType.IQ3_S_R4: (GGMLType.IQ3_S, 4),
-    GGMLType.IQ2_S_R4: (GGMLType.IQ2_S, 4),
-    GGMLType.IQ4_XS_R8: (GGMLType.IQ4_XS, 8),
-    GGMLType.IQ1_M_R4: (None, 4),
-    GGMLType.BF16_R16: (GGMLType.BF16, 16),
-    GGMLType.Q6_0_R4: (GGMLType.Q6_0, 4),
-    GGMLType.IQ2_BN_R4: (GGMLType.IQ2_BN, 4),
-    GGMLType.IQ2_K_R4: (GGMLType.IQ2_K, 4),
-    GGMLType.IQ3_K_R4: (GGMLType.IQ3_K, 4),
-    GGMLType.IQ4_K_R4: (GGMLType.IQ4_K, 4),
-    GGMLType.IQ5_K_R4: (GGMLType.IQ5_K, 4),
-    GGMLType.IQ4_KS_R4: (GGMLType.IQ4_KS, 4),
-    GGMLType.IQ5_KS_R4: (GGMLType.IQ5_KS, 4),
-    GGMLType.MXFP4_R8: (GGMLType.MXFP4, 8),
-    GGMLType.Q8_K_R16: (None, 16),
-    GGMLType.Q8_KV_R8: (GGMLType.Q8_KV, 8),
-    GGMLType.Q8_K_R8: (None, 8),
-}
-
-# Buffer formats of activations; they have ids but do not belong in model files.
-ACTIVATION_TYPES = frozenset(
-    {
-        GGMLType.Q8_1,
-        GGMLType.Q8_K,
-        GGMLType.Q8_0_X4,
-        GGMLType.Q8_1_X4,
-        GGMLType.Q8_2_X4,
-        GGMLType.Q8_K64,
-        GGMLType.Q8_K16,
-        GGMLType.Q8_K32,
-        GGMLType.Q8_KR8,
-        GGMLType.Q8_K128,
-    }
-)
-
-# Types that mainline tools read as well; everything else is specific to ik_llama.cpp (or retired: 31, 32, 33).
-STANDARD_TYPES = frozenset(
-    {*(t for t in GGMLType if t <= GGMLType.BF16), GGMLType.MXFP4, GGMLType.Q1_0_G128} - ACTIVATION_TYPES
-)
+def new_type_id(number: int, name: str) -> GGMLType:
+    """The id of a tensor type of another package, the same one when asked again; ValueError if the number is taken."""
+    if number in GGMLType.__members__.values():
+        raise ValueError(f"tensor type id {number} is that of {GGMLType(number).name}")
+    if number not in _ADDED:
+        member = int.__new__(GGMLType, number)
+        member._value_, member._name_ = number, name
+        _ADDED[number] = member
+    return _ADDED[number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,19 +282,3 @@ def file_type_label(number: int) -> str:
         return file_type_label(number & ~FILE_TYPE_GUESSED) + " (guessed)"
     known = FILE_TYPES.get(number)
     return known.label if known else f"unknown file type {number}"
-
-
-def row_n_bytes(type: GGMLType, ne0: int) -> int:
-    """Bytes of one row of `ne0` elements; `ne0` must be a multiple of the block size (ValueError)."""
-    t = TYPE_TRAITS[type]
-    if ne0 % t.block_size:
-        raise ValueError(f"row length {ne0} is not a multiple of {t.block_size}, the block size of {t.name}")
-    return t.row_meta_size + ne0 // t.block_size * t.type_size
-
-
-def tensor_n_bytes(type: GGMLType, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of `shape` = (ne0, ne1, ...); same error as `row_n_bytes`."""
-    n_bytes = row_n_bytes(type, shape[0])
-    for ne in shape[1:]:
-        n_bytes *= ne
-    return n_bytes + TYPE_TRAITS[type].tensor_meta_size

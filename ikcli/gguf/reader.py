@@ -19,18 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.errors import FormatError
-from ikcli.gguf.constants import (
-    DEFAULT_ALIGNMENT,
-    GGUF_MAGIC,
-    INTEGER_TYPES,
-    MAX_DIMS,
-    TYPE_TRAITS,
-    GGMLType,
-    GGUFValueType,
-    tensor_n_bytes,
-)
+from ikcli.gguf.constants import DEFAULT_ALIGNMENT, GGUF_MAGIC, INTEGER_TYPES, MAX_DIMS, GGMLType, GGUFValueType
 from ikcli.gguf.cursor import Cursor, shown
 from ikcli.gguf.overrides import apply_overrides
+from ikcli.gguf.types import TYPES, tensor_n_bytes
 from ikcli.gguf.values import Typed
 
 _MIN_KV_BYTES = 8 + 1 + 4 + 1
@@ -297,7 +289,7 @@ def _place_tensors(
         try:
             n_bytes = tensor_n_bytes(type, shape)
         except ValueError:
-            traits = TYPE_TRAITS[type]
+            traits = TYPES[type]
             need = f"a multiple of {traits.block_size} as {traits.name} needs"
             cur.fail(f"{where} has rows of {shape[0]} elements, not {need}")
         if offset % alignment:

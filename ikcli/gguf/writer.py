@@ -25,11 +25,10 @@ from ikcli.gguf.constants import (
     GGUF_VERSION,
     MAX_DIMS,
     SCALAR_CODES,
-    TYPE_TRAITS,
     GGMLType,
     GGUFValueType,
-    tensor_n_bytes,
 )
+from ikcli.gguf.types import TYPES, tensor_n_bytes
 from ikcli.gguf.values import Typed, infer_item_type, infer_type
 
 SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
@@ -145,7 +144,7 @@ class GGUFWriter:
             self._put(raw)
             written += len(raw)
         if written != spec.n_bytes:
-            name_of_type = TYPE_TRAITS[spec.type].name
+            name_of_type = TYPES[spec.type].name
             raise FormatError(f"{self.path}: tensor {name} ({name_of_type}) needs {spec.n_bytes} bytes, got {written}")
         self._put(bytes(-written % self.alignment))
         self._next += 1

@@ -16,14 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.errors import FormatError, UnsupportedError
-from ikcli.gguf.constants import INTERLEAVED, TYPE_TRAITS, GGMLType, row_n_bytes
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import MLA, HParams
 from ikcli.models.tensors import TensorLike
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encode import quantize
-
-_FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 
 
 class TensorFile(Protocol):
@@ -57,12 +56,12 @@ def derived_specs(tensors: Mapping[str, TensorLike], hp: HParams, cfg: GraphConf
                 f"'{_name(il, 'v_b')}'; the file is incomplete"
             )
         if kv_b is None and k_b is not None and v_b is not None and (cfg.mla == 0 or (cfg.mla > 1 and cfg.flash_attn)):
-            same = _plain(k_b.type) == _plain(v_b.type) and _plain(k_b.type) in _FLOATS
+            same = _plain(k_b.type) == _plain(v_b.type) and TYPES[k_b.type].kind == "float"
             type_ = _plain(k_b.type) if same else GGMLType.Q8_0
             specs[_name(il, "kv_b")] = DerivedSpec(type_, (hp.kv_lora_rank, hp.n_head * (nope + dv)))
         if kv_b is not None and cfg.mla > 0:
             if k_b is None:
-                type_ = _plain(kv_b.type) if _plain(kv_b.type) in _FLOATS else GGMLType.Q8_0
+                type_ = _plain(kv_b.type) if TYPES[kv_b.type].kind == "float" else GGMLType.Q8_0
                 specs[_name(il, "k_b")] = DerivedSpec(type_, (nope, hp.kv_lora_rank, hp.n_head))
             if v_b is None:
                 specs[_name(il, "v_b")] = DerivedSpec(kv_b.type, (hp.kv_lora_rank, dv, hp.n_head))
@@ -98,7 +97,7 @@ def _name(il: int, part: str) -> str:
 
 def _plain(type_: GGMLType) -> GGMLType:
     """The type without interleaving, where there is one."""
-    return INTERLEAVED.get(type_, (None, 1))[0] or type_
+    return TYPES[type_].plain
 
 
 def _values(file: TensorFile, name: str) -> npt.NDArray[np.float32]:
@@ -110,10 +109,10 @@ def _value_rows(file: TensorFile, hp: HParams, name: str) -> npt.NDArray[np.uint
     """The bytes of the v rows of every head of kv_b."""
     t = file.tensors[name]
     nope, dv = hp.head_dim_k - hp.n_rot, hp.head_dim_v
-    group = INTERLEAVED.get(t.type, (None, 1))[1]
-    if nope % group or dv % group or TYPE_TRAITS[t.type].tensor_meta_size:
+    group = TYPES[t.type].rows
+    if nope % group or dv % group or TYPES[t.type].tensor_meta_size:
         raise UnsupportedError(
-            f"{hp.source}: tensor '{name}' of type {TYPE_TRAITS[t.type].name} cannot be divided by heads; use -mla 0"
+            f"{hp.source}: tensor '{name}' of type {TYPES[t.type].name} cannot be divided by heads; use -mla 0"
         )
     rows = file.data(name).reshape(hp.n_head, nope + dv, row_n_bytes(t.type, t.shape[0]))
     return np.ascontiguousarray(rows[:, nope:]).reshape(-1)

@@ -30,12 +30,16 @@ from ikcli.native import isa
 _MAGIC = "ik-kernel-1"  # of the file format
 ADVICE = "set IK_CACHE_DIR to a folder with free space that you may write to"
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
+_REFERENCE = re.compile(r"([\w.]+):(\w+)")  # ikcli.references
 _IMPORT = re.compile(r"^from (ikcli[\w.]*) import ([\w, ]*)|^import (ikcli[\w.]*)", re.M)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelKey:
-    """`<module>: <factory>(*args)`; a module without dots is one of backends/cpu/kernels; args are ints and strings."""
+    """`<module>: <factory>(*args)`; a module without dots is one of backends/cpu/kernels; args are ints and strings.
+
+    Where an argument names something as `module:attribute`, that module belongs to the kernel's sources as well.
+    """
 
     module: str
     factory: str
@@ -47,12 +51,14 @@ class KernelKey:
 
     @property
     def text(self) -> str:
-        return f"{self.module}.{self.factory}({','.join(str(a) for a in self.args)})"
+        """For people: of an argument that describes something, only its name."""
+        return f"{self.module}.{self.factory}({','.join(_short(a) for a in self.args)})"
 
     @property
     def file_name(self) -> str:
-        readable = "_".join([self.factory, *(str(a) for a in self.args)])
-        digest = hashlib.sha256(f"{_MAGIC} {self.text} {source_digest(self.full_module)}".encode()).hexdigest()[:16]
+        readable = "_".join([self.factory, *(_short(a) for a in self.args)])
+        sources = " ".join(source_digest(module) for module, _ in self._definitions)
+        digest = hashlib.sha256(f"{_MAGIC} {self._whole} {sources}".encode()).hexdigest()[:16]
         return f"{readable[:80]}-{digest}.kernel"
 
     @property
@@ -60,9 +66,23 @@ class KernelKey:
         """The second name, which takes much longer to find."""
         from ikcli.native.code_digest import code_digest
 
-        parts = [_MAGIC, self.text, code_digest(self.full_module, self.factory, _source_file),
-                 code_digest("ikcli.native.jit", "*", _source_file)]  # fmt: skip
+        definitions = (*self._definitions, ("ikcli.native.jit", "*"))
+        parts = [_MAGIC, self._whole, *(code_digest(module, name, _source_file) for module, name in definitions)]
         return f"code-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:32]}.kernel"
+
+    @property
+    def _whole(self) -> str:
+        return f"{self.module}.{self.factory}({','.join(str(a) for a in self.args)})"
+
+    @property
+    def _definitions(self) -> list[tuple[str, str]]:
+        """(module, name) of the factory and of what arguments name."""
+        named = [found for a in self.args for found in _REFERENCE.findall(str(a))]
+        return [(self.full_module, self.factory), *named]
+
+
+def _short(argument: int | str) -> str:
+    return _REFERENCE.sub(r"\2", str(argument)).partition(",")[0]
 
 
 @functools.cache

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.quant.encoding import Encoding
-from ikcli.quant.formats import FORMATS
 
 # Mean KL divergence (nats per token) of every trial, tensor name -> type; all other tensors stay as they are.
 Measure = Callable[[Sequence[Mapping[str, GGMLType]], Encoding], list[float]]
@@ -99,7 +99,7 @@ def make_groups(table: Table, bpw: Mapping[str, float], most: int = 64) -> list[
 
 
 def _nearest(errors: Mapping[GGMLType, float], bpw: float) -> GGMLType:
-    return min(errors, key=lambda t: (abs(FORMATS[t].bpw - bpw), errors[t]))
+    return min(errors, key=lambda t: (abs(TYPES[t].bpw - bpw), errors[t]))
 
 
 def fit(group: Group, klds: Sequence[float], table: Table, prior: Mapping[str, float]) -> dict[str, Damage]:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ikcli.errors import UsageError
-from ikcli.quant.formats import FORMATS, format_by_name
+from ikcli.gguf.types import TYPES
+from ikcli.quant.formats import format_by_name
 from ikcli.quant.recipes import Choice, CustomRule
 from ikcli.rules import compile_pattern, layer_text, near_misses, pattern_warnings
 
@@ -83,7 +84,7 @@ def rule_table(uses: Sequence[CustomRuleUse]) -> list[str]:
     lines = ["| rule | type | matched | decided | MiB | expression |", "|---:|:---|---:|---:|---:|:---|"]
     for index, use in enumerate(uses):
         lines.append(
-            f"| {index + 1} | {FORMATS[use.rule.type].name} | {len(use.matched)} | {len(use.won)} | "
+            f"| {index + 1} | {TYPES[use.rule.type].name} | {len(use.matched)} | {len(use.won)} | "
             f"{use.n_bytes / 2**20:.2f} | {use.rule.pattern} |"
         )
     return lines

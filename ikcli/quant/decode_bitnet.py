@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ikcli.gguf.constants import GGMLType
 from ikcli.quant.decode import Bytes, Floats, block_decoder, row_scale_decoder, tensor_decoder
 from ikcli.quant.decode_legacy import f16_at, f32
 
@@ -19,8 +18,8 @@ _POWERS = np.array([81, 27, 9, 3, 1], np.uint8)  # bring digit 0, 1, ... to the 
 _SHIFTS_2BIT = np.array([0, 2, 4, 6], np.uint8)[:, None]
 
 
-@row_scale_decoder(GGMLType.IQ1_BN)
-def _iq1_bn(d: Floats, blocks: Bytes) -> Floats:
+@row_scale_decoder
+def iq1_bn(d: Floats, blocks: Bytes) -> Floats:
     n = len(blocks)
     fractions = blocks[:, :, None] * _POWERS  # (n, 13, 5), modulo 256 on purpose
     digits = (fractions.astype(np.uint16) * 3 >> 8).astype(np.float32)
@@ -29,25 +28,25 @@ def _iq1_bn(d: Floats, blocks: Bytes) -> Floats:
     return d * (codes - 1)
 
 
-@row_scale_decoder(GGMLType.IQ2_BN)
-def _iq2_bn(d: Floats, blocks: Bytes) -> Floats:
+@row_scale_decoder
+def iq2_bn(d: Floats, blocks: Bytes) -> Floats:
     codes = (blocks[:, None, :] >> _SHIFTS_2BIT & np.uint8(3)).reshape(len(blocks), 64)
     return d * (f32(codes) - 1)
 
 
-@row_scale_decoder(GGMLType.Q8_KV)
-def _q8_kv(d: Floats, blocks: Bytes) -> Floats:
+@row_scale_decoder
+def q8_kv(d: Floats, blocks: Bytes) -> Floats:
     return d * f32(blocks.view(np.int8))
 
 
-@block_decoder(GGMLType.Q1_0_G128)
-def _q1_0_g128(blocks: Bytes) -> Floats:
+@block_decoder
+def q1_0_g128(blocks: Bytes) -> Floats:
     d = f16_at(blocks, 0)
     return np.where(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little"), d, -d)
 
 
-@tensor_decoder(GGMLType.I2_S)
-def _i2_s(data: Bytes) -> Floats:
+@tensor_decoder
+def i2_s(data: Bytes) -> Floats:
     scale = data[-32:-28].view("<f4")
     codes = data[:-32].reshape(-1, 1, 32) >> _SHIFTS_2BIT[::-1] & np.uint8(3)  # first 32 elements in the top bits
     return (scale * (f32(codes) - 1)).reshape(-1)

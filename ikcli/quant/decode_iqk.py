@@ -16,7 +16,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.gguf.constants import GGMLType
 from ikcli.quant.decode import Bytes, Floats, block_decoder, row_scale_decoder
 from ikcli.quant.decode_iquants import codes_nl, interleave_nibbles, words_at
 from ikcli.quant.decode_kquants import codes_1bit, codes_2bit, codes_4bit
@@ -49,42 +48,42 @@ def _signed_6bit(scales_l: Bytes, scales_h: Bytes) -> npt.NDArray[np.int8]:
     return (interleave_nibbles(scales_l) | high << 4).astype(np.int8) - np.int8(32)
 
 
-@block_decoder(GGMLType.IQ2_K)
-def _iq2_k(blocks: Bytes) -> Floats:
+@block_decoder
+def iq2_k(blocks: Bytes) -> Floats:
     m = interleave_nibbles(blocks[:, 4:12]).astype(np.int8) - np.int8(8)
     return _scaled(f16_at(blocks, 0), m, _values(IQ2_VALUES, _bits(blocks, 2, 4), codes_2bit(blocks[:, 12:76])))
 
 
-@block_decoder(GGMLType.IQ3_K)
-def _iq3_k(blocks: Bytes) -> Floats:
+@block_decoder
+def iq3_k(blocks: Bytes) -> Floats:
     m = 2 * interleave_nibbles(blocks[:, 6:14]).astype(np.int8) + 1
     m = np.where(_bits(blocks, 4, 6), -m, m)
     codes = codes_2bit(blocks[:, 14:78]) | codes_1bit(blocks[:, 78:110]) << 2
     return _scaled(f16_at(blocks, 0), m, _values(IQ3_VALUES, _bits(blocks, 2, 4), codes))
 
 
-@block_decoder(GGMLType.IQ4_K)
-def _iq4_k(blocks: Bytes) -> Floats:
+@block_decoder
+def iq4_k(blocks: Bytes) -> Floats:
     m = _signed_6bit(blocks[:, 8:16], blocks[:, 4:8])
     return _scaled(f16_at(blocks, 0), m, _values(IQ4_VALUES, _bits(blocks, 2, 4), codes_nl(blocks[:, 16:144])))
 
 
-@block_decoder(GGMLType.IQ5_K)
-def _iq5_k(blocks: Bytes) -> Floats:
+@block_decoder
+def iq5_k(blocks: Bytes) -> Floats:
     m = _signed_6bit(blocks[:, 8:16], blocks[:, 4:8])
     codes = codes_4bit(blocks[:, 16:144]) | codes_1bit(blocks[:, 144:176]) << 4
     return _scaled(f16_at(blocks, 0), m, _values(IQ5_VALUES, _bits(blocks, 2, 4), codes))
 
 
-def iq6_k(blocks: Bytes, table: Floats) -> Floats:
+def iq6_k_of(blocks: Bytes, table: Floats) -> Floats:
     """IQ6_K blocks (n, 212) -> (n, 256) with the values of `table` (2, 64)."""
     codes = codes_4bit(blocks[:, 20:148]) | codes_2bit(blocks[:, 148:212]) << 4
     return _scaled(f16_at(blocks, 0), blocks[:, 4:20].view(np.int8), _values(table, _bits(blocks, 2, 4), codes))
 
 
-@block_decoder(GGMLType.IQ6_K)
-def _iq6_k(blocks: Bytes) -> Floats:
-    return iq6_k(blocks, IQ6_VALUES)
+@block_decoder
+def iq6_k(blocks: Bytes) -> Floats:
+    return iq6_k_of(blocks, IQ6_VALUES)
 
 
 def _scales_5bit(scales: Bytes, high: Bytes) -> npt.NDArray[np.int8]:
@@ -92,14 +91,14 @@ def _scales_5bit(scales: Bytes, high: Bytes) -> npt.NDArray[np.int8]:
     return (scales | high << 4).astype(np.int8) - np.int8(16)
 
 
-@row_scale_decoder(GGMLType.IQ2_KS)
-def _iq2_ks(d: Floats, blocks: Bytes) -> Floats:
+@row_scale_decoder
+def iq2_ks(d: Floats, blocks: Bytes) -> Floats:
     m = _scales_5bit(interleave_nibbles(blocks[:, 2:6]), _bits(blocks, 1, 2))
     return _scaled(d, m, _values(IQ2_VALUES, _bits(blocks, 0, 1), codes_2bit(blocks[:, 6:70])))
 
 
-@row_scale_decoder(GGMLType.IQ3_KS)
-def _iq3_ks(d: Floats, blocks: Bytes) -> Floats:
+@row_scale_decoder
+def iq3_ks(d: Floats, blocks: Bytes) -> Floats:
     m = _scales_5bit(nibbles(blocks[:, 2:6]), _bits(blocks, 0, 1))  # the halves of `extra` swap roles against IQ2_KS
     codes = codes_2bit(blocks[:, 6:70]) | codes_1bit(blocks[:, 70:102]) << 2
     return _scaled(d, m, _values(IQ3_VALUES, _bits(blocks, 1, 2), codes))
@@ -110,21 +109,21 @@ def _odd_scales(scales: Bytes) -> npt.NDArray[np.int16]:
     return (scales & 254).astype(np.int16) - np.int16(127)
 
 
-@row_scale_decoder(GGMLType.IQ4_KS)
-def _iq4_ks(d: Floats, blocks: Bytes) -> Floats:
+@row_scale_decoder
+def iq4_ks(d: Floats, blocks: Bytes) -> Floats:
     s = blocks[:, :8]
     return _scaled(d, _odd_scales(s), _values(IQ4_VALUES, s & 1, codes_nl(blocks[:, 8:136])))
 
 
-@row_scale_decoder(GGMLType.IQ5_KS)
-def _iq5_ks(d: Floats, blocks: Bytes) -> Floats:
+@row_scale_decoder
+def iq5_ks(d: Floats, blocks: Bytes) -> Floats:
     s = blocks[:, :8]
     codes = codes_4bit(blocks[:, 8:136]) | codes_1bit(blocks[:, 136:168]) << 4
     return _scaled(d, _odd_scales(s), _values(IQ5_VALUES, s & 1, codes))
 
 
-@row_scale_decoder(GGMLType.IQ4_KSS)
-def _iq4_kss(d: Floats, blocks: Bytes) -> Floats:
+@row_scale_decoder
+def iq4_kss(d: Floats, blocks: Bytes) -> Floats:
     words = words_at(blocks, 0, 128, "<u2")
     s = np.packbits((words & 1).astype(np.uint8), axis=1, bitorder="little")
     u = words & np.uint16(0xFFFE)
@@ -132,8 +131,8 @@ def _iq4_kss(d: Floats, blocks: Bytes) -> Floats:
     return _scaled(d, _odd_scales(s), _values(IQ4_VALUES, s & 1, codes_nl(qs)))
 
 
-@row_scale_decoder(GGMLType.IQ2_KL)
-def _iq2_kl(d: Floats, blocks: Bytes) -> Floats:
+@row_scale_decoder
+def iq2_kl(d: Floats, blocks: Bytes) -> Floats:
     n = len(blocks)
     low = np.stack((blocks[:, 6:70] & 15, blocks[:, 6:70] >> 4), axis=1)  # (n, parity of the sub-block, 4 * 16)
     low = low.reshape(n, 2, 4, 16).transpose(0, 2, 1, 3).reshape(n, 8, 16)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.gguf.constants import GGMLType
 from ikcli.quant.decode import Bytes, Floats, block_decoder
 from ikcli.quant.decode_legacy import f16_at, f32, nibbles
 from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES, grid, sign_bytes, sign_table
@@ -36,14 +35,14 @@ def codes_nl(qs: Bytes) -> Bytes:
     return nibbles(qs.reshape(-1, 16)).reshape(len(qs), -1)
 
 
-@block_decoder(GGMLType.MXFP4)
-def _mxfp4(blocks: Bytes) -> Floats:
+@block_decoder
+def mxfp4(blocks: Bytes) -> Floats:
     d = np.ldexp(np.ones((len(blocks), 1), np.float32), blocks[:, :1].astype(np.int32) - 128)
     return d * MXFP4_VALUES[nibbles(blocks[:, 1:])]
 
 
-@block_decoder(GGMLType.IQ4_XS)
-def _iq4_xs(blocks: Bytes) -> Floats:
+@block_decoder
+def iq4_xs(blocks: Bytes) -> Floats:
     high = words_at(blocks, 2, 4, "<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     ls = (interleave_nibbles(blocks[:, 4:8]) | high << 4).astype(np.float32) - 32
     return np.repeat(f16_at(blocks, 0) * ls, 32, axis=1) * IQ4_NL_VALUES[codes_nl(blocks[:, 8:])]
@@ -61,13 +60,13 @@ def _scale_and_signs(words: npt.NDArray[np.unsignedinteger]) -> tuple[Floats, By
     return np.repeat(f32(words >> 28), 4, axis=1), sign_bytes(codes)
 
 
-@block_decoder(GGMLType.IQ2_XXS)
-def _iq2_xxs(blocks: Bytes) -> Floats:
+@block_decoder
+def iq2_xxs(blocks: Bytes) -> Floats:
     parts = blocks[:, 2:].reshape(-1, 8, 8)
     index = parts[:, :, :4].reshape(-1, 32)
     ls, signs = _scale_and_signs(np.ascontiguousarray(parts[:, :, 4:]).reshape(-1, 32).view("<u4"))
     scale = f16_at(blocks, 0) * (np.float32(0.5) + ls) * np.float32(0.25)
-    return _signed(scale, grid(GGMLType.IQ2_XXS)[index], signs)
+    return _signed(scale, grid("IQ2_XXS")[index], signs)
 
 
 def _scale_per_16(blocks: Bytes, start: int) -> Floats:
@@ -76,51 +75,51 @@ def _scale_per_16(blocks: Bytes, start: int) -> Floats:
     return np.repeat(f16_at(blocks, 0) * (np.float32(0.5) + ls) * np.float32(0.25), 2, axis=1)
 
 
-@block_decoder(GGMLType.IQ2_XS)
-def _iq2_xs(blocks: Bytes) -> Floats:
+@block_decoder
+def iq2_xs(blocks: Bytes) -> Floats:
     q = words_at(blocks, 2, 66, "<u2")
-    return _signed(_scale_per_16(blocks, 66), grid(GGMLType.IQ2_XS)[q & 511], sign_bytes(q >> 9))
+    return _signed(_scale_per_16(blocks, 66), grid("IQ2_XS")[q & 511], sign_bytes(q >> 9))
 
 
-@block_decoder(GGMLType.IQ2_S)
-def _iq2_s(blocks: Bytes) -> Floats:
+@block_decoder
+def iq2_s(blocks: Bytes) -> Floats:
     high = blocks[:, 66:74, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
     index = blocks[:, 2:34] | high.reshape(-1, 32).astype(np.uint16) << 8
-    return _signed(_scale_per_16(blocks, 74), grid(GGMLType.IQ2_S)[index], blocks[:, 34:66])
+    return _signed(_scale_per_16(blocks, 74), grid("IQ2_S")[index], blocks[:, 34:66])
 
 
-@block_decoder(GGMLType.IQ3_XXS)
-def _iq3_xxs(blocks: Bytes) -> Floats:
+@block_decoder
+def iq3_xxs(blocks: Bytes) -> Floats:
     ls, signs = _scale_and_signs(words_at(blocks, 66, 98, "<u4"))
     scale = f16_at(blocks, 0) * (np.float32(0.5) + ls) * np.float32(0.5)
-    return _signed(scale, grid(GGMLType.IQ3_XXS)[blocks[:, 2:66]], signs)
+    return _signed(scale, grid("IQ3_XXS")[blocks[:, 2:66]], signs)
 
 
-@block_decoder(GGMLType.IQ3_S)
-def _iq3_s(blocks: Bytes) -> Floats:
+@block_decoder
+def iq3_s(blocks: Bytes) -> Floats:
     high = np.unpackbits(blocks[:, 66:74], axis=1, bitorder="little")
     index = blocks[:, 2:66] | high.astype(np.uint16) << 8
     scale = f16_at(blocks, 0) * (1 + 2 * f32(interleave_nibbles(blocks[:, 106:110])))
-    return _signed(np.repeat(scale, 4, axis=1), grid(GGMLType.IQ3_S)[index], blocks[:, 74:106])
+    return _signed(np.repeat(scale, 4, axis=1), grid("IQ3_S")[index], blocks[:, 74:106])
 
 
 def ternary(scales: Floats, index: npt.NDArray[np.integer], negative: npt.NDArray[np.generic]) -> Floats:
     """Scale, grid index and sign of the offset per group of 8, all (n, k) -> (n, 8k)."""
     delta = np.where(negative != 0, -IQ1_DELTA, IQ1_DELTA)
-    values = grid(GGMLType.IQ1_S)[index] + delta[:, :, None]
+    values = grid("IQ1_S")[index] + delta[:, :, None]
     return (scales[:, :, None] * values).reshape(len(scales), -1)
 
 
-@block_decoder(GGMLType.IQ1_S)
-def _iq1_s(blocks: Bytes) -> Floats:
+@block_decoder
+def iq1_s(blocks: Bytes) -> Floats:
     qh = words_at(blocks, 34, 50, "<u2")
     high = (qh[:, :, None] >> np.array([0, 3, 6, 9], np.uint16) & 7).reshape(-1, 32)
     scale = f16_at(blocks, 0) * (2 * f32(qh >> 12 & 7) + 1)
     return ternary(np.repeat(scale, 4, axis=1), blocks[:, 2:34] | high << 8, np.repeat(qh >> 15, 4, axis=1))
 
 
-@block_decoder(GGMLType.IQ1_M)
-def _iq1_m(blocks: Bytes) -> Floats:
+@block_decoder
+def iq1_m(blocks: Bytes) -> Floats:
     sc = words_at(blocks, 48, 56, "<u2")
     bits = ((sc >> 12) << np.array([0, 4, 8, 12], np.uint16)).sum(axis=1, dtype=np.uint16)
     d = bits.view(np.float16).astype(np.float32)[:, None]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.gguf.constants import GGMLType
 from ikcli.quant.decode import Bytes, Floats, block_decoder
 from ikcli.quant.decode_legacy import f16_at, f32
 
@@ -56,37 +55,37 @@ def _spread(per_sub_block: Floats, size: int) -> Floats:
     return np.repeat(per_sub_block, size, axis=1)
 
 
-@block_decoder(GGMLType.Q2_K)
-def _q2_k(blocks: Bytes) -> Floats:
+@block_decoder
+def q2_k(blocks: Bytes) -> Floats:
     scale = f16_at(blocks, 80) * f32(blocks[:, :16] & 15)
     minimum = f16_at(blocks, 82) * f32(blocks[:, :16] >> 4)
     return _spread(scale, 16) * f32(codes_2bit(blocks[:, 16:80])) - _spread(minimum, 16)
 
 
-@block_decoder(GGMLType.Q3_K)
-def _q3_k(blocks: Bytes) -> Floats:
+@block_decoder
+def q3_k(blocks: Bytes) -> Floats:
     codes = codes_2bit(blocks[:, 32:96]) | codes_1bit(blocks[:, :32]) << 2
     scale = f16_at(blocks, 108) * f32(scales_q3_k(blocks[:, 96:108]))
     return _spread(scale, 16) * (f32(codes) - 4)
 
 
-@block_decoder(GGMLType.Q4_K)
-def _q4_k(blocks: Bytes) -> Floats:
+@block_decoder
+def q4_k(blocks: Bytes) -> Floats:
     sc, mn = scales_6bit(blocks[:, 4:16])
     scale, minimum = f16_at(blocks, 0) * f32(sc), f16_at(blocks, 2) * f32(mn)
     return _spread(scale, 32) * f32(codes_4bit(blocks[:, 16:])) - _spread(minimum, 32)
 
 
-@block_decoder(GGMLType.Q5_K)
-def _q5_k(blocks: Bytes) -> Floats:
+@block_decoder
+def q5_k(blocks: Bytes) -> Floats:
     sc, mn = scales_6bit(blocks[:, 4:16])
     scale, minimum = f16_at(blocks, 0) * f32(sc), f16_at(blocks, 2) * f32(mn)
     codes = codes_4bit(blocks[:, 48:]) | codes_1bit(blocks[:, 16:48]) << 4
     return _spread(scale, 32) * f32(codes) - _spread(minimum, 32)
 
 
-@block_decoder(GGMLType.Q6_K)
-def _q6_k(blocks: Bytes) -> Floats:
+@block_decoder
+def q6_k(blocks: Bytes) -> Floats:
     n = len(blocks)
     low = (blocks[:, :128].reshape(n, 2, 1, 64) >> _SHIFTS_4BIT & np.uint8(15)).reshape(n, 256)
     codes = low | codes_2bit(blocks[:, 128:192]) << 4

@@ -1,4 +1,4 @@
-"""Decoders of the float types and of blocks of 32.
+"""Decoders of blocks of 32.
 
 Blocks start with an f16 scale `d` (then an f16 minimum `m` in the _1 types); `qs[16]` holds two 4-bit codes per byte,
 low nibbles are elements 0..15, high nibbles 16..31; a fifth and sixth bit come from `qh`. Answers to ggml-quants.c.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.gguf.constants import GGMLType
 from ikcli.quant.decode import Bytes, Floats, block_decoder
 from ikcli.quant.tables import IQ4_NL_VALUES
 
@@ -33,55 +32,40 @@ def f32(codes: npt.NDArray[np.generic]) -> Floats:
     return codes.astype(np.float32)
 
 
-@block_decoder(GGMLType.F32)
-def _f32(blocks: Bytes) -> Floats:
-    return np.ascontiguousarray(blocks).view("<f4")
-
-
-@block_decoder(GGMLType.F16)
-def _f16(blocks: Bytes) -> Floats:
-    return f32(np.ascontiguousarray(blocks).view("<f2"))
-
-
-@block_decoder(GGMLType.BF16)
-def _bf16(blocks: Bytes) -> Floats:
-    return (np.ascontiguousarray(blocks).view("<u2").astype(np.uint32) << 16).view(np.float32)
-
-
-@block_decoder(GGMLType.Q4_0)
-def _q4_0(blocks: Bytes) -> Floats:
+@block_decoder
+def q4_0(blocks: Bytes) -> Floats:
     return f16_at(blocks, 0) * (f32(nibbles(blocks[:, 2:])) - 8)
 
 
-@block_decoder(GGMLType.Q4_1)
-def _q4_1(blocks: Bytes) -> Floats:
+@block_decoder
+def q4_1(blocks: Bytes) -> Floats:
     return f16_at(blocks, 0) * f32(nibbles(blocks[:, 4:])) + f16_at(blocks, 2)
 
 
-@block_decoder(GGMLType.Q5_0)
-def _q5_0(blocks: Bytes) -> Floats:
+@block_decoder
+def q5_0(blocks: Bytes) -> Floats:
     codes = nibbles(blocks[:, 6:]) | _bits32(blocks[:, 2:6]) << 4
     return f16_at(blocks, 0) * (f32(codes) - 16)
 
 
-@block_decoder(GGMLType.Q5_1)
-def _q5_1(blocks: Bytes) -> Floats:
+@block_decoder
+def q5_1(blocks: Bytes) -> Floats:
     codes = nibbles(blocks[:, 8:]) | _bits32(blocks[:, 4:8]) << 4
     return f16_at(blocks, 0) * f32(codes) + f16_at(blocks, 2)
 
 
-@block_decoder(GGMLType.Q6_0)
-def _q6_0(blocks: Bytes) -> Floats:
+@block_decoder
+def q6_0(blocks: Bytes) -> Floats:
     e = np.arange(32)
     high = blocks[:, 2 + e % 8] >> (4 * (e % 16 // 8) + 2 * (e // 16)).astype(np.uint8) & 3
     return f16_at(blocks, 0) * (f32(nibbles(blocks[:, 10:]) | high << 4) - 32)
 
 
-@block_decoder(GGMLType.Q8_0)
-def _q8_0(blocks: Bytes) -> Floats:
+@block_decoder
+def q8_0(blocks: Bytes) -> Floats:
     return f16_at(blocks, 0) * f32(blocks[:, 2:].view(np.int8))
 
 
-@block_decoder(GGMLType.IQ4_NL)
-def _iq4_nl(blocks: Bytes) -> Floats:
+@block_decoder
+def iq4_nl(blocks: Bytes) -> Floats:
     return f16_at(blocks, 0) * IQ4_NL_VALUES[nibbles(blocks[:, 2:])]

@@ -3,7 +3,7 @@
 Rows start with one f32 scale; sub-blocks of 32 have a multiplier: x = (d * multiplier) * value.
 IQ1_KT sh[8] ql[32] qh[16], 13-bit index                   IQ2_KT scales[4] ql u16[32]
 IQ3_KT scales[4] ql u16[32] qh[32], |value| and sign bits  IQ4_KT shb u32[8] ql[64] qh[32], 15-bit index
-Answers to iqk_quantize.cpp. This is the scale as stored: `tables.MATMUL_SCALE` lists the types whose scale the
+Answers to iqk_quantize.cpp. This is the scale as stored: `TensorType.matmul_scale` tells of which types the
 reference multiplies by a further constant in matrix products.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.gguf.constants import GGMLType
 from ikcli.quant.decode import Bytes, Floats, row_scale_decoder
 from ikcli.quant.decode_iquants import words_at
 from ikcli.quant.decode_kquants import codes_1bit
@@ -25,27 +24,27 @@ def _scaled(d: Floats, multipliers: Floats, values: Floats) -> Floats:
     return np.repeat(d * multipliers, 32, axis=1) * values.reshape(-1, 256)
 
 
-@row_scale_decoder(GGMLType.IQ1_KT)
-def _iq1_kt(d: Floats, blocks: Bytes) -> Floats:
+@row_scale_decoder
+def iq1_kt(d: Floats, blocks: Bytes) -> Floats:
     sh = blocks[:, :8]
     top = (sh[:, :, None] >> np.arange(4, 8, dtype=np.uint8) & 1).reshape(-1, 32)
     index = blocks[:, 8:40] | nibbles(blocks[:, 40:56]).astype(np.uint16) << 8 | top.astype(np.uint16) << 12
     return _scaled(d, IQ4_VALUES[0][sh & 15], trellis(8)[index])
 
 
-@row_scale_decoder(GGMLType.IQ2_KT)
-def _iq2_kt(d: Floats, blocks: Bytes) -> Floats:
+@row_scale_decoder
+def iq2_kt(d: Floats, blocks: Bytes) -> Floats:
     return _scaled(d, IQ4_VALUES[0][nibbles(blocks[:, :4])], trellis(8)[words_at(blocks, 4, 68, "<u2")])
 
 
-@row_scale_decoder(GGMLType.IQ3_KT)
-def _iq3_kt(d: Floats, blocks: Bytes) -> Floats:
+@row_scale_decoder
+def iq3_kt(d: Floats, blocks: Bytes) -> Floats:
     x = _scaled(d, f32(nibbles(blocks[:, :4])), np.abs(trellis(8)[words_at(blocks, 4, 68, "<u2")]))
     return np.where(codes_1bit(blocks[:, 68:100]), -x, x)
 
 
-@row_scale_decoder(GGMLType.IQ4_KT)
-def _iq4_kt(d: Floats, blocks: Bytes) -> Floats:
+@row_scale_decoder
+def iq4_kt(d: Floats, blocks: Bytes) -> Floats:
     shb = words_at(blocks, 0, 32, "<u4")
     top = (shb[:, :, None] >> np.arange(8, 32, 3, dtype=np.uint32) & 7).reshape(-1, 64)
     index = blocks[:, 32:96] | nibbles(blocks[:, 96:128]).astype(np.uint16) << 8 | top.astype(np.uint16) << 12

@@ -1,6 +1,7 @@
 """Closed-form encoders in NumPy: F32, F16, BF16, Q8_0 and Q4_0, byte for byte as the reference writes them.
 
-An encoder takes (n_rows, ne0) float32 and returns (n_rows, row bytes) uint8. Answers to quantize_row_*_ref of ggml.
+`TensorType.encode_numpy` names the function: blocks (n, block_size) float32 -> (n, type_size) uint8. Answers to
+quantize_row_*_ref of ggml.
 """
 
 from __future__ import annotations
@@ -12,37 +13,28 @@ import numpy.typing as npt
 
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
-from ikcli.quant.formats import FORMATS, row_size, tensor_size
+from ikcli.gguf.types import TYPES
+from ikcli.quant.formats import row_size, tensor_size
+from ikcli.references import load
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Encoder = Callable[[Floats], Bytes]
 
-_ENCODERS: dict[GGMLType, Encoder] = {}
 _CHUNK_ELEMENTS = 1 << 20
-
-
-def encoder(type: GGMLType) -> Callable[[Encoder], Encoder]:
-    """Register an encoder of blocks: (n, block_size) float32 -> (n, type_size) uint8."""
-
-    def register(fn: Encoder) -> Encoder:
-        _ENCODERS[type] = fn
-        return fn
-
-    return register
 
 
 def encodable_types() -> frozenset[GGMLType]:
     """Types that `quantize` can encode."""
-    return frozenset(_ENCODERS)
+    return frozenset(t.type for t in TYPES.values() if t.encode_numpy)
 
 
 def quantize(values: npt.NDArray[np.float32], type: GGMLType) -> Bytes:
     """Encode (..., ne0) float32 into the 1-D bytes of a tensor; UnsupportedError for a type without encoder."""
-    encode = _ENCODERS.get(type)
-    fmt = FORMATS[type]
-    if encode is None:
+    fmt = TYPES[type]
+    if not fmt.encode_numpy:
         raise UnsupportedError(f"tensors of type {fmt.name} cannot be encoded by this build")
+    encode: Encoder = load(fmt.encode_numpy)
     ne0 = values.shape[-1]
     rows = np.ascontiguousarray(values, np.float32).reshape(-1, ne0)
     out = np.empty(tensor_size(type, (ne0, len(rows))), np.uint8).reshape(len(rows), row_size(type, ne0))
@@ -54,26 +46,22 @@ def quantize(values: npt.NDArray[np.float32], type: GGMLType) -> Bytes:
     return out.reshape(-1)
 
 
-@encoder(GGMLType.F32)
-def _f32(blocks: Floats) -> Bytes:
+def f32(blocks: Floats) -> Bytes:
     return blocks.astype("<f4").view(np.uint8)
 
 
-@encoder(GGMLType.F16)
-def _f16(blocks: Floats) -> Bytes:
+def f16(blocks: Floats) -> Bytes:
     return blocks.astype("<f2").view(np.uint8)
 
 
-@encoder(GGMLType.BF16)
-def _bf16(blocks: Floats) -> Bytes:
+def bf16(blocks: Floats) -> Bytes:
     bits = np.ascontiguousarray(blocks).view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + (bits >> 16 & 1))) >> 16
     quiet_nan = bits >> 16 | 64
     return np.where(np.isnan(blocks), quiet_nan, rounded).astype("<u2").view(np.uint8)
 
 
-@encoder(GGMLType.Q8_0)
-def _q8_0(blocks: Floats) -> Bytes:
+def q8_0(blocks: Floats) -> Bytes:
     d = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
     inverse = np.divide(np.float32(1), d, out=np.zeros_like(d), where=d != 0)
     x = blocks * inverse
@@ -82,8 +70,7 @@ def _q8_0(blocks: Floats) -> Bytes:
     return np.concatenate((d.astype("<f2").view(np.uint8), q.astype(np.int8).view(np.uint8)), axis=1)
 
 
-@encoder(GGMLType.Q4_0)
-def _q4_0(blocks: Floats) -> Bytes:
+def q4_0(blocks: Floats) -> Bytes:
     largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)  # with its sign
     d = largest / np.float32(-8)
     inverse = np.divide(np.float32(1), d, out=np.zeros_like(d), where=d != 0)

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.quant.encoders.unbiased import unbias_metric
 from ikcli.quant.feedback_codes import column_order, group_size
 from ikcli.quant.feedback_metric import Metric
 from ikcli.quant.feedback_search import choose
-from ikcli.quant.formats import FORMATS
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -31,12 +31,12 @@ Floats = npt.NDArray[np.float32]
 
 def supports(type: GGMLType) -> bool:
     """Whether rows of a type can be written with error feedback."""
-    return group_size(FORMATS[type].base or type) > 0
+    return group_size(TYPES[type].base or type) > 0
 
 
 def encode_with_feedback(values: Floats, type: GGMLType, metric: Metric) -> Bytes:
     """Rows (n_rows, ne0) float32 as the n_rows * row size bytes of a type that `supports` it."""
-    base = FORMATS[type].base
+    base = TYPES[type].base
     if base is not None:
         from ikcli.quant.repack import repack_rows
 

@@ -12,14 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.quant import tables
-from ikcli.quant.code_fields import REPLACEABLE, code_space, replace_codes
+from ikcli.quant.code_fields import code_space, is_replaceable, replace_codes
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import EncodeOptions, iqk, iquants, iquants_pack, quantize_rows, trellis
 from ikcli.quant.encoders.iquants import grid_format
 from ikcli.quant.encoders.native_call import run
-from ikcli.quant.formats import FORMATS, row_size
+from ikcli.quant.formats import row_size
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -75,7 +76,7 @@ def group_size(type: GGMLType) -> int:
     if type in trellis.SEARCHES:
         return trellis.SEARCHES[type].size
     space = code_space(type)
-    return 4 if type == T.IQ4_KSS else space.group if space is not None and type in REPLACEABLE else 0
+    return 4 if type == T.IQ4_KSS else space.group if space is not None and is_replaceable(type) else 0
 
 
 def column_order(type: GGMLType, ne0: int) -> npt.NDArray[np.intp] | None:
@@ -96,7 +97,7 @@ def new_codes(values: Floats, type: GGMLType, weights: Floats) -> Codes:
         return _TrellisRows(values, type, weights)
     if type == T.IQ4_KSS:
         return _EvenCodes(values, weights)
-    return _RowTables(values, type, weights) if FORMATS[type].row_meta_size else _BlockTables(values, type)
+    return _RowTables(values, type, weights) if TYPES[type].row_meta_size else _BlockTables(values, type)
 
 
 def _address(array: npt.NDArray[Any]) -> int:
@@ -143,12 +144,12 @@ class _BlockTables(_Tables):
         assert space is not None
         self._type, self._ne0 = type, ne0
         self._kernel = ("make_tables", (space.group,))
-        self.unit = max(FORMATS[type].block_size, 2 * _SUB)
+        self.unit = max(TYPES[type].block_size, 2 * _SUB)
         self._rows = np.empty((n_rows, row_size(type, ne0)), np.uint8)
         super().__init__(np.empty((n_rows, ne0 // _SUB, space.group, max(_LANES, space.n_codes)), np.float32))
 
     def scale(self, step: Step, targets: Floats) -> None:
-        fmt = FORMATS[self._type]
+        fmt = TYPES[self._type]
         data = quantize_rows(targets, self._type, step.weights, options=_LEAST_SQUARES).reshape(len(targets), -1)
         self._rows[:, step.first // fmt.block_size * fmt.type_size : step.last // fmt.block_size * fmt.type_size] = data
         self._values_of[:, step.first // _SUB : step.last // _SUB] = value_tables(data, self._type, targets.shape[1])
@@ -199,7 +200,7 @@ class _EvenCodes(_Tables):
 
 def _with_codes(rows: Bytes, type: GGMLType, codes: npt.NDArray[np.int32]) -> Bytes:
     """Rows (n_rows, row size) with these codes (n_rows, any) instead of their own."""
-    fmt, out = FORMATS[type], rows.copy()
+    fmt, out = TYPES[type], rows.copy()
     blocks = np.ascontiguousarray(rows[:, fmt.row_meta_size :]).reshape(-1, fmt.type_size)
     new = replace_codes(blocks, type, codes.reshape(len(blocks), -1))
     out[:, fmt.row_meta_size :] = new.reshape(len(rows), -1)
@@ -211,7 +212,7 @@ def value_tables(rows: Bytes, type: GGMLType, ne0: int) -> Floats:
 
     Decoded from rows in which the columns under one scale hold one code after the other.
     """
-    fmt, space = FORMATS[type], code_space(type)
+    fmt, space = TYPES[type], code_space(type)
     assert space is not None
     n_rows, size = len(rows), space.group
     per_sub = _SUB // size

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ikcli.gguf.reader import TensorInfo
-from ikcli.quant.formats import FORMATS
+from ikcli.gguf.types import TYPES
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.imatrix_lookup import DRAW, is_experts, layer_share, without_data
 from ikcli.quant.recipes import Choice
@@ -77,7 +77,7 @@ def weighted_choices(choices: Sequence[Choice]) -> list[Choice]:
     return [
         c
         for c in choices
-        if c.changes and FORMATS[c.new].is_quantized and FORMATS[c.new].base != c.old and FORMATS[c.old].base != c.new
+        if c.changes and TYPES[c.new].is_quantized and TYPES[c.new].base != c.old and TYPES[c.old].base != c.new
     ]
 
 

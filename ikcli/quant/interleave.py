@@ -4,23 +4,24 @@ A group is R consecutive rows: first their headers in row order, then one interl
 are described by pairs of bit addresses, (items, width) in the plain block and (R, items, width) in the unit; `k` is
 the row in the group. An index r in a sub-block of 32 splits into r = 16a + 8h + 4c + i = 16a + 4s + i, so that runs
 of four elements stay together. Types without a plain twin get one here: the same fields, one row at a time.
+`TensorType.layout` names a function that returns the fields, or a `Unit` if there is more to say.
 Answers to the repack functions of iqk_quantize.cpp, https://github.com/ikawrakow/ik_llama.cpp/pull/134.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.gguf.constants import INTERLEAVED, GGMLType
+from ikcli.references import load
 
-T = GGMLType
 Bits = npt.NDArray[np.int64]
 Field = tuple[Bits, Bits]
+Fields = tuple[Field, ...]
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -69,6 +70,24 @@ class Layout:
         unit = [np.broadcast_to(grouped, (self.rows, *plain.shape)).reshape(-1) for plain, grouped in self.fields]
         rows = [(plain + offsets).reshape(-1) for plain, _ in self.fields]
         return np.concatenate(unit), np.concatenate(rows)
+
+
+class Unit(NamedTuple):
+    """The fields of a type, its sign codes, and how many plain blocks are one unit."""
+
+    fields: Fields
+    signs: SignCodes | None = None
+    n_blocks: int = 1
+
+
+@cache
+def layout_of(text: str) -> Layout:
+    """The layout described by `reference,rows,elements,bytes`: of a group, and of a plain block."""
+    reference, *numbers = text.split(",")
+    rows, n_elements, n_bytes = map(int, numbers)
+    found = load(reference)()
+    unit = found if isinstance(found, Unit) else Unit(found)
+    return Layout(rows, n_elements * unit.n_blocks, n_bytes * unit.n_blocks, unit.fields, unit.signs)
 
 
 def _bits(byte: npt.ArrayLike, first: npt.ArrayLike = 0, width: int = 8) -> Bits:
@@ -160,14 +179,14 @@ def _flags(plain: int, at: int) -> Field:
     return _bits(plain, j, 1), _bits(at + 4 * (j % 2) + _k(), j // 2, 1)
 
 
-def _iqk_scales() -> tuple[Field, ...]:
+def _iqk_scales() -> Fields:
     """d, table choice and 6-bit scales of IQ4_K and IQ5_K."""
     j = np.arange(16)
     low, high = _bits(8 + j // 2, 4 * (j % 2), 4), _bits(4 + j // 4, 2 * (j % 4), 2)
     return _f16(0, 0), _flags(2, 8), *_scale_parts(low, high, 32, 16)
 
 
-def _q4_k_scales() -> tuple[Field, ...]:
+def _q4_k_scales() -> Fields:
     """d, dmin, eight 6-bit scales and eight 6-bit minimums of Q4_K and Q5_K."""
     j = np.arange(8)
     first = j < 4
@@ -187,14 +206,14 @@ def _q4_k_scales() -> tuple[Field, ...]:
     )
 
 
-def _q3_k() -> tuple[Field, ...]:
+def q3_k_r4() -> Fields:
     j = np.arange(16)
     low, high = _bits(96 + j % 8, 4 * (j // 8), 4), _bits(104 + j % 4, 2 * (j // 4), 2)
     scales = _scale_parts(low, high, 24, 8)
     return _f16(108, 0), *scales, _one_bit(0, 56, 4, 2, 1), _two_bits(32, 184)
 
 
-def _iq4_xs() -> tuple[Field, ...]:
+def iq4_xs_r8() -> Fields:
     b = np.arange(8)
     scales = _scale_parts(_bits(4 + b // 2, 4 * (b % 2), 4), _bits(2, 2 * b, 2), 32, 16, rows=8)
     e = np.arange(256)
@@ -204,20 +223,20 @@ def _iq4_xs() -> tuple[Field, ...]:
     return _f16(0, 0, 8), *scales, (plain, grouped)
 
 
-def _q5_0() -> tuple[Field, ...]:
+def q5_0_r4() -> Fields:
     r = np.arange(32)
     position = 2 * (r // 4 % 2) + r // 16 + 4 * (r // 8 % 2)
     return _f16(0, 0), (_bits(2, r, 1), _bits(8 + 4 * _k() + r % 4, position, 1)), _low16(6, 24, 32)
 
 
-def _q6_0() -> tuple[Field, ...]:
+def q6_0_r4() -> Fields:
     r = np.arange(32)
     plain = _bits(2 + r % 8, 4 * (r % 16 // 8) + 2 * (r // 16), 2)
     grouped = _bits(8 + 16 * (r // 16) + 4 * _k() + r % 4, 2 * (r // 4 % 4), 2)
     return _f16(0, 0), (plain, grouped), _low16(10, 40, 32)
 
 
-def _iq2_bn() -> tuple[Field, ...]:
+def iq2_bn_r4() -> Fields:
     e = np.arange(64)
     return ((_bits(e % 16, 2 * (e // 16), 2), _bits(16 * (e // 16) + 4 * _k() + e % 4, 2 * (e // 4 % 4), 2)),)
 
@@ -230,17 +249,23 @@ def _signs_and_scales(word: Bits) -> tuple[Field, Field]:
     return (_bits(start, 7 * i, 7), _bits(byte, 1, 7)), (_bits(start, 28 + i, 1), _bits(byte, 0, 1))
 
 
-def _iq2_xxs() -> tuple[Field, ...]:
+def iq2_xxs_r4() -> Unit:
     b, group = np.arange(8), np.arange(32)
     index = _bits(2 + 8 * (group // 4) + group % 4), _bits(136 + 16 * (group // 4) + 4 * _k() + group % 4)
-    return _f16(0, 0), *_signs_and_scales(6 + 8 * b), index
+    signs = SignCodes(2, 66, "<u4", 2, (0, 7, 14, 21))
+    return Unit((_f16(0, 0), *_signs_and_scales(6 + 8 * b), index), signs)
 
 
-def _iq3_xxs() -> tuple[Field, ...]:
-    return _f16(0, 0), *_signs_and_scales(66 + 4 * np.arange(8)), _runs(2, 136, 64, 4, 8)
+def iq2_xs_r4() -> Unit:
+    return Unit((_f16(0, 0), _runs(2, 8, 64, 4, 8), _bytes(66, 264, 8)), SignCodes(2, 66, "<u2", 1, (9,)))
 
 
-def _iq3_s() -> tuple[Field, ...]:
+def iq3_xxs_r4() -> Unit:
+    fields = _f16(0, 0), *_signs_and_scales(66 + 4 * np.arange(8)), _runs(2, 136, 64, 4, 8)
+    return Unit(fields, SignCodes(66, 98, "<u4", 1, (0, 7, 14, 21)))
+
+
+def iq3_s_r4() -> Fields:
     g = np.arange(64)
     index = _bits(2 + g), _bits(8 + 32 * (g // 8) + 8 * (g % 4) + 4 * (g % 8 // 4) + _k())
     e, b = np.arange(256), np.arange(8)
@@ -251,65 +276,87 @@ def _iq3_s() -> tuple[Field, ...]:
     return _f16(0, 0), index, _bytes(66, 264, 8), signs, scales
 
 
-# type -> elements and bytes of a plain block, fields; rows and the plain type are in `INTERLEAVED`.
-_TABLE: dict[GGMLType, tuple[int, int, Callable[[], tuple[Field, ...]]]] = {
-    T.Q4_0_R8: (32, 18, lambda: (_f16(0, 0, 8), _runs(2, 16, 16, 8))),
-    T.Q8_0_R8: (32, 34, lambda: (_f16(0, 0, 8), _runs(2, 16, 32, 8))),
-    T.MXFP4_R8: (32, 17, lambda: (_bytes(0, 0, 1, 8), _runs(1, 8, 16, 8))),
-    T.Q5_0_R4: (32, 22, _q5_0),
-    T.Q6_0_R4: (32, 26, _q6_0),
-    T.IQ4_NL_R4: (32, 18, lambda: (_f16(0, 0), _low16(2, 8, 32))),
-    T.Q2_K_R4: (256, 84, lambda: (_f16(80, 0), _f16(82, 8), _bytes(0, 16, 16), _two_bits(16, 80))),
-    T.Q3_K_R4: (256, 110, _q3_k),
-    T.Q4_K_R4: (256, 144, lambda: (*_q4_k_scales(), _low32(16, 64))),
-    T.Q5_K_R4: (256, 176, lambda: (*_q4_k_scales(), _one_bit(16, 64, 4, 1, 2), _low32(48, 192))),
-    T.Q6_K_R4: (
-        256,
-        210,
-        lambda: (_f16(208, 0), _bytes(192, 8, 16), _two_bits(128, 72, as_q6_k=True), _low_q6_k(0, 328)),
-    ),
-    T.IQ4_XS_R8: (256, 136, _iq4_xs),
-    T.IQ2_XXS_R4: (256, 66, _iq2_xxs),
-    T.IQ2_XS_R4: (256, 74, lambda: (_f16(0, 0), _runs(2, 8, 64, 4, 8), _bytes(66, 264, 8))),
-    T.IQ2_S_R4: (
-        256,
-        82,
-        lambda: (_f16(0, 0), _runs(2, 8, 32, 4), _bytes(66, 136, 8), _runs(34, 168, 32, 4), _bytes(74, 296, 8)),
-    ),
-    T.IQ3_XXS_R4: (256, 98, _iq3_xxs),
-    T.IQ3_S_R4: (256, 110, _iq3_s),
-    T.IQ2_K_R4: (256, 76, lambda: (_f16(0, 0), _flags(2, 8), _nibble_scales(4, 16), _two_bits(12, 48))),
-    T.IQ3_K_R4: (
-        256,
-        110,
-        lambda: (
-            *(_f16(0, 0), _flags(2, 8), _flags(4, 16), _nibble_scales(6, 24)),
-            *(_two_bits(14, 56), _one_bit(78, 312, 4, 2, 1)),
-        ),
-    ),
-    T.IQ4_K_R4: (256, 144, lambda: (*_iqk_scales(), _low16(16, 64))),
-    T.IQ5_K_R4: (256, 176, lambda: (*_iqk_scales(), _low32(16, 64), _one_bit(144, 576, 2, 1, 4))),
-    T.IQ4_KS_R4: (256, 136, lambda: (_bytes(0, 0, 8), _low16(8, 32))),
-    T.IQ5_KS_R4: (256, 168, lambda: (_bytes(0, 0, 8), _low32(8, 32), _one_bit(136, 544, 2, 1, 4))),
-    T.IQ2_BN_R4: (64, 16, _iq2_bn),
-    T.BF16_R16: (2, 4, lambda: (_runs(0, 0, 4, 16),)),
-    T.Q8_KV_R8: (32, 32, lambda: (_runs(0, 0, 32, 8),)),
-    # formats of their own, with the plain block that `decode_interleaved` reads: d qs[256]; qs[4] qh u16; qs[4] qh[2] s
-    T.Q8_K_R8: (256, 258, lambda: (_f16(0, 0, 8), _runs(2, 16, 256, 8))),
-    T.Q8_K_R16: (256, 258, lambda: (_f16(0, 0, 16), _runs(2, 32, 256, 16))),
-    T.IQ1_S_R4: (32, 6, lambda: (_bytes(0, 0, 4), _f16(4, 16))),
-    T.IQ1_M_R4: (32, 7, lambda: (_bytes(0, 0, 4), _bytes(4, 16, 2), _bytes(6, 24, 1))),
-}
-
-_SIGN_CODES: dict[GGMLType, SignCodes] = {
-    T.IQ2_XXS_R4: SignCodes(2, 66, "<u4", 2, (0, 7, 14, 21)),
-    T.IQ3_XXS_R4: SignCodes(66, 98, "<u4", 1, (0, 7, 14, 21)),
-    T.IQ2_XS_R4: SignCodes(2, 66, "<u2", 1, (9,)),
-}
+def q4_0_r8() -> Fields:
+    return _f16(0, 0, 8), _runs(2, 16, 16, 8)
 
 
-@cache
-def layout(type: GGMLType) -> Layout:
-    """The layout of an interleaved type (KeyError for others)."""
-    n_elements, n_bytes, fields = _TABLE[type]
-    return Layout(INTERLEAVED[type][1], n_elements, n_bytes, fields(), _SIGN_CODES.get(type))
+def q8_0_r8() -> Fields:
+    return _f16(0, 0, 8), _runs(2, 16, 32, 8)
+
+
+def mxfp4_r8() -> Fields:
+    return _bytes(0, 0, 1, 8), _runs(1, 8, 16, 8)
+
+
+def iq4_nl_r4() -> Fields:
+    return _f16(0, 0), _low16(2, 8, 32)
+
+
+def q2_k_r4() -> Fields:
+    return _f16(80, 0), _f16(82, 8), _bytes(0, 16, 16), _two_bits(16, 80)
+
+
+def q4_k_r4() -> Fields:
+    return *_q4_k_scales(), _low32(16, 64)
+
+
+def q5_k_r4() -> Fields:
+    return *_q4_k_scales(), _one_bit(16, 64, 4, 1, 2), _low32(48, 192)
+
+
+def q6_k_r4() -> Fields:
+    return _f16(208, 0), _bytes(192, 8, 16), _two_bits(128, 72, as_q6_k=True), _low_q6_k(0, 328)
+
+
+def iq2_s_r4() -> Fields:
+    return _f16(0, 0), _runs(2, 8, 32, 4), _bytes(66, 136, 8), _runs(34, 168, 32, 4), _bytes(74, 296, 8)
+
+
+def iq2_k_r4() -> Fields:
+    return _f16(0, 0), _flags(2, 8), _nibble_scales(4, 16), _two_bits(12, 48)
+
+
+def iq3_k_r4() -> Fields:
+    scales = _f16(0, 0), _flags(2, 8), _flags(4, 16), _nibble_scales(6, 24)
+    return *scales, _two_bits(14, 56), _one_bit(78, 312, 4, 2, 1)
+
+
+def iq4_k_r4() -> Fields:
+    return *_iqk_scales(), _low16(16, 64)
+
+
+def iq5_k_r4() -> Fields:
+    return *_iqk_scales(), _low32(16, 64), _one_bit(144, 576, 2, 1, 4)
+
+
+def iq4_ks_r4() -> Fields:
+    return _bytes(0, 0, 8), _low16(8, 32)
+
+
+def iq5_ks_r4() -> Fields:
+    return _bytes(0, 0, 8), _low32(8, 32), _one_bit(136, 544, 2, 1, 4)
+
+
+def q8_kv_r8() -> Fields:
+    return (_runs(0, 0, 32, 8),)
+
+
+def bf16_r16() -> Unit:
+    return Unit((_runs(0, 0, 4, 16),), n_blocks=2)
+
+
+# Formats of their own, with the plain block that `decode_interleaved` reads: d qs[256]; qs[4] qh u16; qs[4] qh[2] s
+def q8_k_r8() -> Fields:
+    return _f16(0, 0, 8), _runs(2, 16, 256, 8)
+
+
+def q8_k_r16() -> Fields:
+    return _f16(0, 0, 16), _runs(2, 32, 256, 16)
+
+
+def iq1_s_r4() -> Fields:
+    return _bytes(0, 0, 4), _f16(4, 16)
+
+
+def iq1_m_r4() -> Fields:
+    return _bytes(0, 0, 4), _bytes(4, 16, 2), _bytes(6, 24, 1)

@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo
+from ikcli.gguf.types import TYPES
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import quantize_rows
 from ikcli.quant.encoding import TensorEncoding
 from ikcli.quant.feedback_metric import Metric
-from ikcli.quant.formats import FORMATS, row_size
+from ikcli.quant.formats import row_size
 from ikcli.quant.recipes import plain_twin
 
 Floats = npt.NDArray[np.float32]
@@ -130,7 +131,7 @@ def _joined(runs: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 def fits(type: GGMLType, shape: tuple[int, ...]) -> bool:
     """Whether rows of this shape suit the type."""
-    return shape[0] % FORMATS[type].block_size == 0
+    return shape[0] % TYPES[type].block_size == 0
 
 
 def measure(sample: Sample, type: GGMLType) -> Errors:

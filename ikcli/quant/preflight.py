@@ -13,10 +13,10 @@ from pathlib import Path
 
 from ikcli.errors import IkError
 from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.gguf.types import TYPES
 from ikcli.quant.covariance_file import Covariance, open_covariance
 from ikcli.quant.custom_rules import CustomRuleUse, check_uses, rule_uses
 from ikcli.quant.feedback import supports
-from ikcli.quant.formats import FORMATS
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.imatrix_use import (
     FEW_ROWS,
@@ -280,7 +280,7 @@ def _missing(report: Report, task: Task, file: GGUFFile, imatrix: Imatrix | None
         if imatrix is not None and c.name in imatrix.borrowed:
             what = f"weights of block {imatrix.borrowed[c.name].split('.')[1]}"
         kind = "MTP (never runs while collecting)" if mtp else "no data"
-        groups.setdefault((kind, "by the target" if free else FORMATS[c.new].name, what), []).append(c.name)
+        groups.setdefault((kind, "by the target" if free else TYPES[c.new].name, what), []).append(c.name)
     rows: list[tuple[str, ...]] = [
         (p, t, kind, what) for (kind, t, what), names in groups.items() for p in name_patterns(names)
     ]

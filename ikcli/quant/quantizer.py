@@ -26,6 +26,7 @@ import numpy.typing as npt
 from ikcli.errors import FormatError, NonFiniteError, UnsupportedError, UsageError
 from ikcli.gguf.constants import GGMLType, GGUFValueType
 from ikcli.gguf.reader import GGUFFile, TensorInfo, read_part
+from ikcli.gguf.types import TYPES
 from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, TensorSpec
 from ikcli.quant.covariance_file import Covariance
@@ -33,7 +34,7 @@ from ikcli.quant.decode import decodable_types, dequantize
 from ikcli.quant.encoders import EncodeOptions, available_types
 from ikcli.quant.encoders.floats import RowReader
 from ikcli.quant.encoding import Encoding
-from ikcli.quant.formats import FORMATS, row_size
+from ikcli.quant.formats import row_size
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.output_check import check_output, check_room, output_paths
 from ikcli.quant.recipes import Choice
@@ -45,8 +46,6 @@ _QUANTIZATION_VERSION = 2
 _COPY_BYTES = 32 << 20
 _MIN_PIECE, _MAX_PIECE, _IN_WORK = 1 << 16, 1 << 19, 1 << 23  # elements per piece and in all pieces together
 _IN_CACHE = 1 << 18  # elements read and encoded at a time; smaller parts cost more in turns of the GIL than they gain
-_FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
-_BITNET = (GGMLType.IQ1_BN, GGMLType.IQ2_BN, GGMLType.IQ2_BN_R4)
 _TERNARY_ROWS = 16
 _MAX_KEY_TEXT = 127
 
@@ -144,38 +143,38 @@ def check(job: QuantizeJob) -> None:
     changing = [c for c in job.choices if c.changes and not _regroups(c)]
     for c in changing:
         if c.new not in available_types():
-            raise UnsupportedError(f"tensor {c.name}: {FORMATS[c.new].name} cannot be written; choose another type")
-        if c.old not in _FLOATS and c.old not in decodable_types():
-            raise UnsupportedError(f"tensor {c.name}: {FORMATS[c.old].name} cannot be read, so it cannot be converted")
+            raise UnsupportedError(f"tensor {c.name}: {TYPES[c.new].name} cannot be written; choose another type")
+        if c.old not in decodable_types():
+            raise UnsupportedError(f"tensor {c.name}: {TYPES[c.old].name} cannot be read, so it cannot be converted")
     check_requantize(changing, job.allow_requantize)
     if not job.force:
         for c in changing:
-            if c.new in _BITNET and not _is_ternary(job.file, c):
+            if TYPES[c.new].kind == "ternary" and not _is_ternary(job.file, c):
                 raise UsageError(
-                    f"{FORMATS[c.new].name} is for models with ternary weights, and tensor {c.name} is not ternary; "
+                    f"{TYPES[c.new].name} is for models with ternary weights, and tensor {c.name} is not ternary; "
                     "choose another type, or give --force"
                 )
 
 
 def check_requantize(changing: Sequence[Choice], allowed: bool) -> None:
     """UsageError if tensors would be quantized again without permission."""
-    again = [c for c in changing if FORMATS[c.old].is_quantized]
+    again = [c for c in changing if TYPES[c.old].is_quantized]
     if again and not allowed:
         raise UsageError(
-            f"{len(again)} tensors are quantized already (the first is {again[0].name}, {FORMATS[again[0].old].name}); "
+            f"{len(again)} tensors are quantized already (the first is {again[0].name}, {TYPES[again[0].old].name}); "
             "start from a f16, bf16 or f32 model, or accept the loss with --allow-requantize"
         )
 
 
 def _regroups(c: Choice) -> bool:
     """True if old and new hold the same blocks in another order of rows."""
-    return c.old == FORMATS[c.new].base or c.new == FORMATS[c.old].base
+    return c.old == TYPES[c.new].base or c.new == TYPES[c.old].base
 
 
 def _is_ternary(file: GGUFFile, c: Choice) -> bool:
     """Whether sampled rows hold only zero and plus or minus one magnitude."""
-    if c.old not in _FLOATS:
-        return c.old in (GGMLType.I2_S, *_BITNET)
+    if TYPES[c.old].is_quantized or TYPES[c.old].is_interleaved:
+        return TYPES[c.old].kind == "ternary"
     n_rows = math.prod(c.shape[1:])
     data = file.data(c.source or c.name).reshape(n_rows, -1)
     rows = np.unique(np.linspace(0, n_rows - 1, _TERNARY_ROWS).astype(np.int64))
@@ -275,8 +274,8 @@ def _chunks(
 
 
 def _check_copied(piece: Bytes, t: TensorInfo, start: int) -> None:
-    if t.type in _FLOATS:
-        itemsize = FORMATS[t.type].type_size
+    if TYPES[t.type].kind == "float" and not TYPES[t.type].is_interleaved:
+        itemsize = TYPES[t.type].type_size
         part = TensorInfo(t.name, (len(piece) // itemsize,), t.type, len(piece), len(piece) // itemsize, 0)
         bad = first_non_finite(piece, part)
         if bad is not None:
@@ -317,7 +316,7 @@ class _Worker:
         self.job, self.choice, self.readers = job, choice, readers
         self.info = job.file.tensors[choice.source or choice.name]
         self.data = job.file.data(self.info.name)
-        self.group = math.lcm(FORMATS[self.info.type].rows, FORMATS[choice.new].rows)
+        self.group = math.lcm(TYPES[self.info.type].rows, TYPES[choice.new].rows)
         self.encoding = Encoding(job.imatrix, job.covariance, job.encode_options).of(self.info.name, choice.shape)
 
     def _rows(self, n_elements: int) -> int:
@@ -366,7 +365,7 @@ class _Worker:
         from ikcli.quant.repack import repack_rows, unrepack_rows
 
         c = self.choice
-        if FORMATS[c.new].base == c.old:
+        if TYPES[c.new].base == c.old:
             return repack_rows(raw, c.new, c.shape[0]).reshape(-1)
         return unrepack_rows(raw, c.old, c.shape[0]).reshape(-1)
 
@@ -377,6 +376,6 @@ class _Worker:
         bad = first_non_finite(out, made)
         if bad is not None:
             raise NonFiniteError(
-                f"tensor {c.name}, row {first + bad // ne0}: the values are too large for {FORMATS[c.new].name}; "
+                f"tensor {c.name}, row {first + bad // ne0}: the values are too large for {TYPES[c.new].name}; "
                 "choose bf16 or f32 for this tensor"
             )

@@ -365,38 +365,5 @@ PLANS = (
     Group(None, _ALL_OTHERS),
 )
 
-# Rows that are not a multiple of 256: the type with blocks of 32 that stands in.
-ROW_FALLBACK: dict[GGMLType, GGMLType] = {
-    **dict.fromkeys(
-        (
-            *(T.IQ1_S, T.IQ1_M, T.IQ1_KT, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ2_K, T.IQ2_KS, T.IQ2_KL, T.IQ2_KT),
-            *(T.IQ3_XXS, T.IQ3_S, T.IQ3_K, T.IQ3_KS, T.IQ3_KT, T.Q2_K, T.Q3_K),
-            *(T.IQ4_XS, T.IQ4_KS, T.IQ4_KSS, T.IQ4_KT),
-            *(T.IQ2_XXS_R4, T.IQ2_XS_R4, T.IQ2_S_R4, T.IQ2_K_R4, T.IQ3_XXS_R4, T.IQ3_S_R4, T.IQ3_K_R4),
-            *(T.Q2_K_R4, T.Q3_K_R4, T.IQ4_XS_R8, T.IQ4_KS_R4),
-        ),
-        T.IQ4_NL,
-    ),
-    **dict.fromkeys((T.Q4_K, T.IQ4_K, T.IQ5_KS, T.Q4_K_R4, T.IQ4_K_R4, T.IQ5_KS_R4), T.Q5_0),
-    **dict.fromkeys((T.Q5_K, T.IQ5_K, T.Q5_K_R4, T.IQ5_K_R4), T.Q6_0),
-    **dict.fromkeys((T.Q6_K, T.IQ6_K, T.Q6_K_R4, T.Q8_K_R8, T.Q8_K_R16), T.Q8_0),
-}
-
-# Interleaved types that are not a regrouped plain type: what stands in for them, and their group height.
-OWN_INTERLEAVED: dict[GGMLType, tuple[GGMLType, int]] = {
-    T.Q8_K_R8: (T.Q8_0, 8),
-    T.Q8_K_R16: (T.Q8_0, 16),
-    T.IQ1_S_R4: (T.IQ1_S, 4),
-    T.IQ1_M_R4: (T.IQ1_M, 4),
-    T.Q4_0_4_4: (T.Q4_0, 4),
-    T.Q4_0_4_8: (T.Q4_0, 4),
-    T.Q4_0_8_8: (T.Q4_0, 8),
-}
-
+# File types that are useless without importance weights; of single tensors: `TensorType.needs_imatrix`.
 NEEDS_IMATRIX = numbers("IQ2_XS IQ2_XXS IQ2_S IQ2_XXS_R4 Q2_K_S IQ2_XS_R4 IQ1_S IQ1_S_R4 IQ1_M_R4 IQ1_M")
-TENSOR_NEEDS_IMATRIX = frozenset(
-    {
-        *(T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ1_S, T.IQ1_M, T.IQ1_KT, T.IQ2_KT),
-        *(T.IQ2_XXS_R4, T.IQ2_XS_R4, T.IQ2_S_R4, T.IQ1_S_R4, T.IQ1_M_R4),
-    }
-)

@@ -18,16 +18,14 @@ import numpy as np
 from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
 from ikcli.gguf.reader import TensorInfo
-from ikcli.quant.formats import FORMATS, tensor_size
+from ikcli.gguf.types import TYPES
+from ikcli.quant.formats import tensor_size
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.recipe_rules import (
     NEEDS_IMATRIX,
     OUTPUT,
-    OWN_INTERLEAVED,
     PER_LAYER_TOKEN_EMBD,
     PLANS,
-    ROW_FALLBACK,
-    TENSOR_NEEDS_IMATRIX,
     TOKEN_EMBD,
     Part,
     Situation,
@@ -35,9 +33,6 @@ from ikcli.quant.recipe_rules import (
 
 T = GGMLType
 EXTRA_OUTPUT = "output_extra.weight"
-_FLOATS = (T.F32, T.F16, T.BF16, T.BF16_R16)
-_INTEGERS = (T.I8, T.I16, T.I32, T.I64)
-_BITNET = (T.IQ1_BN, T.IQ2_BN, T.IQ2_BN_R4)
 _Q2_K_S = 21
 # Options that decide about exactly one tensor, after everything else.
 _TENSOR_FLAGS = {
@@ -88,7 +83,7 @@ class RecipeOptions:
     @property
     def uses_rules(self) -> bool:
         """Mixes and custom rules apply (not for float types, copies and --pure)."""
-        return not self.pure and not self.copy and self.default_type not in _FLOATS
+        return not self.pure and not self.copy and TYPES[self.default_type].kind != "float"
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +220,7 @@ def _kept_because(t: TensorInfo, options: RecipeOptions) -> str:
     last = max((i for i, ne in enumerate(t.shape) if ne > 1), default=0)
     if options.copy:
         return "copy"
-    if t.type in _INTEGERS:
+    if TYPES[t.type].kind == "integer":
         return "integers"
     if not t.name.endswith("weight"):
         return "not a weight"
@@ -257,7 +252,7 @@ def _choose(t: TensorInfo, model: _Model, options: RecipeOptions, imatrix: Imatr
     fitting = _fit_rows(new, t, reason)
     fallback = fitting != new
     if fallback:
-        reason += f", fallback of {FORMATS[new].name}"
+        reason += f", fallback of {TYPES[new].name}"
         new = fitting
     flag = _tensor_flag(t.name, options)
     if flag is not None:
@@ -265,7 +260,7 @@ def _choose(t: TensorInfo, model: _Model, options: RecipeOptions, imatrix: Imatr
         _check_rows(new, t, reason)
     plain = _plain_where_needed(new, t.name, t.shape)
     if plain != new:
-        reason += f", not interleaved: {FORMATS[new].name}"
+        reason += f", not interleaved: {TYPES[new].name}"
         new = plain
     if rule is None and flag is None and _lacks_mla_weights(t, new, imatrix):
         new, reason, fallback = T.Q8_0, "not in the importance matrix", False
@@ -306,19 +301,20 @@ def _apply(part: Part, t: TensorInfo, default: GGMLType, model: _Model, options:
 def _fit_rows(type: GGMLType, t: TensorInfo, reason: str) -> GGMLType:
     """The type, or what stands in for it when the rows are not a multiple of its blocks."""
     ne0 = t.shape[0]
-    if type in _BITNET and ne0 % 64:
-        raise UsageError(f"tensor {t.name} has rows of {ne0} elements; {FORMATS[type].name} needs a multiple of 64")
-    if ne0 % 256 and type in ROW_FALLBACK:
-        type = ROW_FALLBACK[type]
-    return type if ne0 % FORMATS[type].block_size == 0 else T.F16
+    if TYPES[type].kind == "ternary" and ne0 % 64:
+        raise UsageError(f"tensor {t.name} has rows of {ne0} elements; {TYPES[type].name} needs a multiple of 64")
+    fallback = TYPES[type].fallback
+    if ne0 % 256 and fallback is not None:
+        type = fallback
+    return type if ne0 % TYPES[type].block_size == 0 else T.F16
 
 
 def _check_rows(type: GGMLType, t: TensorInfo, option: str) -> None:
-    need = FORMATS[type].block_size
+    need = TYPES[type].block_size
     if t.shape[0] % need:
         raise UsageError(
-            f"{option} {FORMATS[type].name}: tensor {t.name} has rows of {t.shape[0]} elements, "
-            f"{FORMATS[type].name} needs a multiple of {need}; use q8_0 or f16 for it"
+            f"{option} {TYPES[type].name}: tensor {t.name} has rows of {t.shape[0]} elements, "
+            f"{TYPES[type].name} needs a multiple of {need}; use q8_0 or f16 for it"
         )
 
 
@@ -332,10 +328,9 @@ def _tensor_flag(name: str, options: RecipeOptions) -> tuple[GGMLType, str] | No
 
 def plain_twin(type: GGMLType) -> tuple[GGMLType, int]:
     """What stands in for an interleaved type where rows cannot be grouped, and its group height; (type, 1) if plain."""
-    if type in OWN_INTERLEAVED:
-        return OWN_INTERLEAVED[type]
-    fmt = FORMATS[type]
-    return (fmt.base, fmt.rows) if fmt.base is not None else (type, 1)
+    fmt = TYPES[type]
+    plain = fmt.base if fmt.stand_in is None else fmt.stand_in
+    return (plain, fmt.rows) if plain is not None else (type, 1)
 
 
 def _plain_where_needed(type: GGMLType, name: str, shape: tuple[int, ...]) -> GGMLType:
@@ -349,13 +344,13 @@ def _lacks_mla_weights(t: TensorInfo, new: GGMLType, imatrix: Imatrix | None) ->
     """attn_k_b and attn_v_b are absent from matrices made without MLA."""
     if imatrix is None or not t.name.endswith(("attn_k_b.weight", "attn_v_b.weight")):
         return False
-    narrower = FORMATS[new].is_quantized and FORMATS[new].bpw < FORMATS[T.Q8_0].bpw
+    narrower = TYPES[new].is_quantized and TYPES[new].bpw < TYPES[T.Q8_0].bpw
     return narrower and t.shape[0] % 32 == 0 and imatrix.find(t.name, t.shape) is None
 
 
 def refused_without_weights(choice: Choice, options: RecipeOptions, imatrix: Imatrix | None) -> bool:
     """Whether a tensor would get a very low-bit type without importance weights, which is refused."""
-    needs = choice.new in TENSOR_NEEDS_IMATRIX or (choice.new == T.Q2_K and options.file_type == _Q2_K_S)
+    needs = TYPES[choice.new].needs_imatrix or (choice.new == T.Q2_K and options.file_type == _Q2_K_S)
     exempt = choice.name in ("token_embd.weight", "output.weight") or options.ignore_imatrix_rules
     if not needs or exempt or not choice.changes:
         return False
@@ -366,7 +361,7 @@ def _check_weights(choice: Choice, options: RecipeOptions, imatrix: Imatrix | No
     """IkError for a very low-bit tensor without importance weights."""
     if refused_without_weights(choice, options, imatrix):
         raise IkError(
-            f"{FORMATS[choice.new].name} for tensor {choice.name} needs importance weights, and "
+            f"{TYPES[choice.new].name} for tensor {choice.name} needs importance weights, and "
             + ("the importance matrix has none for it" if imatrix is not None else "there is no --imatrix")
             + "; choose another type for it with --custom-q, or give --ignore-imatrix-rules"
         )

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.errors import FormatError, UnsupportedError
-from ikcli.gguf.constants import FILE_TYPE_GUESSED, INTERLEAVED, GGMLType
+from ikcli.gguf.constants import FILE_TYPE_GUESSED, GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.quant.bitmoves import BitMoves, compile_moves, count_lanes
-from ikcli.quant.formats import FORMATS, interleaved_type, row_size, tensor_size
-from ikcli.quant.interleave import Layout, layout
+from ikcli.quant.formats import interleaved_type, row_size, tensor_size
+from ikcli.quant.interleave import Layout, layout_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -52,7 +53,7 @@ def can_repack(type: GGMLType, shape: tuple[int, ...], name: str = "", *, lossy:
     target = repacked_type(type, lossy=lossy)
     if target is None or name in _NEVER or len(shape) < 2:
         return False
-    return shape[1] % FORMATS[target].rows == 0 and shape[0] % layout(target).n_elements == 0
+    return shape[1] % TYPES[target].rows == 0 and shape[0] % layout(target).n_elements == 0
 
 
 def repack(
@@ -64,11 +65,11 @@ def repack(
     """
     target = repacked_type(type, lossy=lossy)
     if target is None:
-        raise UnsupportedError(f"tensors of type {FORMATS[type].name} have no row-interleaved form")
+        raise UnsupportedError(f"tensors of type {TYPES[type].name} have no row-interleaved form")
     if not can_repack(type, shape, lossy=lossy):
-        rows = FORMATS[target].rows
+        rows = TYPES[target].rows
         raise UnsupportedError(
-            f"a {FORMATS[type].name} tensor of shape {list(shape)} cannot become {FORMATS[target].name}: "
+            f"a {TYPES[type].name} tensor of shape {list(shape)} cannot become {TYPES[target].name}: "
             f"its number of rows is not a multiple of {rows}"
         )
     rows_in = _as_rows(data, type, shape)
@@ -82,10 +83,20 @@ def unrepack(data: npt.NDArray[np.uint8], type: GGMLType, shape: tuple[int, ...]
 
     Raises UnsupportedError for types without a plain twin, FormatError if the size does not fit the shape.
     """
-    base = FORMATS[type].base
+    base = TYPES[type].base
     if base is None:
-        raise UnsupportedError(f"tensors of type {FORMATS[type].name} have no plain form")
+        raise UnsupportedError(f"tensors of type {TYPES[type].name} have no plain form")
     return unrepack_rows(_as_rows(data, type, shape), type, shape[0]).reshape(-1), base
+
+
+def layout(type: GGMLType) -> Layout:
+    """The bit layout of an interleaved type."""
+    return layout_of(_layout_text(type))
+
+
+def _layout_text(type: GGMLType) -> str:
+    t = TYPES[type]
+    return f"{t.layout},{t.rows},{t.block_size},{t.type_size}"
 
 
 def repack_rows(rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int, *, compiled: bool | None = None) -> Bytes:
@@ -124,17 +135,17 @@ def bf16_of_f16(rows: Bytes) -> Bytes:
 
 
 def _base(type: GGMLType) -> GGMLType:
-    base = FORMATS[type].base
+    base = TYPES[type].base
     if base is None:
-        raise UnsupportedError(f"tensors of type {FORMATS[type].name} have no plain form")
+        raise UnsupportedError(f"tensors of type {TYPES[type].name} have no plain form")
     return base
 
 
 def _move(out: Bytes, rows: Bytes, type: GGMLType, base: GGMLType) -> None:
-    form, header = _form(type), FORMATS[type].row_meta_size
+    form, header = _form(type), TYPES[type].row_meta_size
     groups = out.reshape(-1, form.rows * out.shape[1])
     groups[:, : form.rows * header] = rows[:, :header].reshape(len(groups), form.rows * header)
-    body = rows[:, FORMATS[base].row_meta_size :]
+    body = rows[:, TYPES[base].row_meta_size :]
     groups[:, form.rows * header :] = form.interleave(body).reshape(len(groups), -1)
 
 
@@ -142,11 +153,11 @@ def _move_compiled(out: Bytes, rows: Bytes, type: GGMLType, base: GGMLType) -> N
     from ikcli.native.kernel_cache import KernelKey
     from ikcli.quant.encoders.native_call import run
 
-    found, header = layout(type), FORMATS[base].row_meta_size
+    found, header = layout(type), TYPES[base].row_meta_size
     src = np.ascontiguousarray(rows)
-    key = KernelKey("ikcli.quant.repack_kernels", "make_repack", (FORMATS[type].name,))
+    key = KernelKey("ikcli.quant.repack_kernels", "make_repack", (_layout_text(type),))
     n_units, n_groups = (src.shape[1] - header) // found.n_bytes, len(src) // found.rows
-    kept = FORMATS[type].row_meta_size
+    kept = TYPES[type].row_meta_size
     run(key, src.ctypes.data, src.shape[1], header, out.ctypes.data, kept, n_units, n_groups)
 
 
@@ -155,9 +166,9 @@ def unrepack_rows(rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int) -> Byte
     for types of their own (see `interleave`)."""
     rows = np.ascontiguousarray(rows).reshape(-1, row_size(type, ne0))
     form = _form(type)
-    header = FORMATS[type].row_meta_size
-    base = FORMATS[type].base
-    new_header = header if base is None else FORMATS[base].row_meta_size
+    header = TYPES[type].row_meta_size
+    base = TYPES[type].base
+    new_header = header if base is None else TYPES[base].row_meta_size
     out = np.empty((len(rows), new_header + ne0 // form.n_elements * form.n_bytes), np.uint8)
     for part in _parts(rows, type, ne0):
         groups = rows[part].reshape(-1, form.rows * rows.shape[1])
@@ -237,9 +248,9 @@ def _stride(found: Layout, lead: int) -> int:
 
 def _parts(rows: Bytes, type: GGMLType, ne0: int) -> list[slice]:
     """Slices of whole groups of a size that suits the cache."""
-    n = FORMATS[type].rows
+    n = TYPES[type].rows
     if len(rows) % n or ne0 % layout(type).n_elements:
-        raise FormatError(f"{FORMATS[type].name} takes {n} rows at a time, not {len(rows)} rows of {ne0} elements")
+        raise FormatError(f"{TYPES[type].name} takes {n} rows at a time, not {len(rows)} rows of {ne0} elements")
     step = max(1, _CHUNK_BYTES // (n * rows.shape[1])) * n
     return [slice(i, i + step) for i in range(0, len(rows), step)]
 
@@ -247,9 +258,9 @@ def _parts(rows: Bytes, type: GGMLType, ne0: int) -> list[slice]:
 def _as_rows(data: npt.NDArray[np.uint8], type: GGMLType, shape: tuple[int, ...]) -> Bytes:
     raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     if raw.size != tensor_size(type, shape):
-        raise FormatError(f"a {FORMATS[type].name} tensor of shape {list(shape)} has {raw.size} bytes of data")
-    if type in INTERLEAVED and (len(shape) < 2 or shape[1] % FORMATS[type].rows):
-        raise FormatError(f"a {FORMATS[type].name} tensor of shape {list(shape)} does not consist of whole groups")
+        raise FormatError(f"a {TYPES[type].name} tensor of shape {list(shape)} has {raw.size} bytes of data")
+    if TYPES[type].is_interleaved and (len(shape) < 2 or shape[1] % TYPES[type].rows):
+        raise FormatError(f"a {TYPES[type].name} tensor of shape {list(shape)} does not consist of whole groups")
     return raw.reshape(-1, row_size(type, shape[0]))
 
 

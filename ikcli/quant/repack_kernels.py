@@ -12,12 +12,11 @@ import numpy as np
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from ikcli.gguf.constants import GGMLType
 from ikcli.native.jit import inline
 from ikcli.native.simd.half import load_f16x16, store_bf16x16
 from ikcli.native.simd.vec import ld_u8, pointer, st_i8
 from ikcli.quant.bitmoves import byte_terms
-from ikcli.quant.interleave import layout
+from ikcli.quant.interleave import layout_of
 
 _APART = 1 << 16  # distance of the rows in the source addresses of the moves
 _I64 = ir.IntType(64)
@@ -118,12 +117,12 @@ def make_bf16_of_f16():
     return bf16_of_f16
 
 
-def make_repack(type_name):
+def make_repack(layout):
     """repack(src, bytes of a row, of its header, dst, bytes of a row's header there, units per row, number of groups).
 
-    Rows are adjacent in both; the first bytes of a header are kept.
+    Rows are adjacent in both; the first bytes of a header are kept. `layout`: as for `layout_of`.
     """
-    found = layout(GGMLType[type_name.upper()])
+    found = layout_of(layout)
     rows, n_bytes = found.rows, found.n_bytes
     move = _unit_mover(found)
 

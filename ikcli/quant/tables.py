@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.gguf.constants import GGMLType
-
 Floats = npt.NDArray[np.float32]
 
 
@@ -53,20 +51,17 @@ IQ2_KL_VALUES = _numbers(
     "  13  13   28 -63   28 -23   28   1   28  28   28  47   47 -23   47  13"
 ).reshape(32, 2)
 
-# The reference multiplies the row scale of these types by a constant in matrix products, not when it decodes rows.
-MATMUL_SCALE: dict[GGMLType, float] = {GGMLType.IQ2_KT: 1.05, GGMLType.IQ3_KT: 1.01}
-
 TRELLIS_OFFSET = 4096
 TRELLIS_OFFSET_HIGH = 4096 + 32768  # second half of the table of IQ4_KT
 _TRELLIS_FACTOR = 0xCBAC1FED
 
 
 @cache
-def grid(type: GGMLType) -> Floats:
+def grid(name: str) -> Floats:
     """Grid of IQ2_XXS, IQ2_XS, IQ2_S (n, 8), IQ3_XXS, IQ3_S (n, 4), IQ1_S or IQ1_M (2048, 8); read-only."""
     from gguf import quants
 
-    source: Any = getattr(quants, "IQ1_S" if type == GGMLType.IQ1_M else type.name)
+    source: Any = getattr(quants, "IQ1_S" if name == "IQ1_M" else name)
     source.init_grid()
     values = np.array(source.grid, np.float32)
     return _frozen(values.reshape(-1, values.shape[-1]))

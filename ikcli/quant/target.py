@@ -16,27 +16,20 @@ from dataclasses import dataclass
 from ikcli.errors import NonFiniteError, UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
+from ikcli.gguf.types import TYPES
 from ikcli.quant.calibration import Damage, Measure, calibrate
 from ikcli.quant.decode import decodable_types
 from ikcli.quant.encoders import available_types
 from ikcli.quant.encoding import Encoding
-from ikcli.quant.formats import FORMATS, interleaved_type, tensor_size
+from ikcli.quant.formats import interleaved_type, tensor_size
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.knapsack import Option, Solution, solve
 from ikcli.quant.measure import Errors, fits, measure_piece, sample_tensor
-from ikcli.quant.recipe_rules import TENSOR_NEEDS_IMATRIX
 from ikcli.quant.recipes import Choice
 from ikcli.quant.repack import can_repack, repacked_type
 from ikcli.quant.sensitivity import BRANCH_ENDS, KEY, QUERY, sensitivities
 
 T = GGMLType
-# Good types of every size with encoders and kernels that are fast enough everywhere.
-DEFAULT_CANDIDATES = (
-    *(T.IQ1_M, T.IQ2_XXS, T.IQ2_KS, T.IQ2_K, T.IQ2_S, T.IQ2_KL, T.IQ3_XXS, T.IQ3_KS, T.IQ3_K, T.IQ3_S),
-    *(T.IQ4_KSS, T.IQ4_KS, T.IQ4_XS, T.IQ4_K, T.IQ4_NL, T.IQ5_KS, T.IQ5_K, T.Q5_0, T.IQ6_K, T.Q6_K, T.Q6_0, T.Q8_0),
-)
-# Slow to encode and on CPUs, quick on GPUs: candidates where it is said that a GPU holds the tensor.
-GPU_CANDIDATES = (T.IQ2_KT, T.IQ3_KT, T.IQ4_KT)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 CPU, GPU = "cpu", "gpu"
 
@@ -125,19 +118,24 @@ def parse_size(text: str, option: str = "--target-size") -> int:
     return int(float(m[1]) * (1000 if decimal else 1024) ** _UNITS[m[2].upper()])
 
 
+def default_candidates(*, on_gpu: bool) -> tuple[GGMLType, ...]:
+    """Good types of every size, the smallest first, with kernels that are fast enough everywhere; for tensors known to
+    be on a GPU also types that are quick there only (and slow to encode)."""
+    found = [t for t in TYPES.values() if t.candidate == "all" or (on_gpu and t.candidate == "gpu")]
+    return tuple(t.type for t in sorted(found, key=lambda t: (t.bpw, -t.type)))
+
+
 def candidates_for(
     options: TargetOptions, name: str, shape: tuple[int, ...], old: GGMLType, imatrix: Imatrix | None
 ) -> list[GGMLType]:
     """Types a tensor may get: those that suit its rows, are not larger than what it is, and do not lack weights."""
     cpu = options.placement.on_cpu(name)
-    wanted = options.candidates or DEFAULT_CANDIDATES
-    if not options.candidates and options.placement.named and not cpu:
-        wanted += GPU_CANDIDATES
+    wanted = options.candidates or default_candidates(on_gpu=bool(options.placement.named) and not cpu)
     can = available_types() & decodable_types()
     weighted = imatrix is not None and imatrix.find(name, shape) is not None
-    found = [t for t in wanted if t in can and fits(t, shape) and (weighted or t not in TENSOR_NEEDS_IMATRIX)]
+    found = [t for t in wanted if t in can and fits(t, shape) and (weighted or not TYPES[t].needs_imatrix)]
     if options.repackable or cpu:
-        twins = [t for t in found if interleaved_type(t) is not None or FORMATS[t].is_interleaved]
+        twins = [t for t in found if interleaved_type(t) is not None or TYPES[t].is_interleaved]
         found = twins if twins or options.repackable else found
     smaller = [t for t in found if tensor_size(t, shape) <= tensor_size(old, shape)]
     return smaller or found[:1] or [t for t in (T.Q8_0, T.F16) if fits(t, shape)][:1]
@@ -163,14 +161,14 @@ def plan_target(
     problem = _Problem(options, free, _side_budgets(options, budgets, choices, fixed), table)
     chosen, bound = problem.solve(damages)
     if options.calibrate is not None:
-        bpw = {name: FORMATS[c.type].bpw for name, c in chosen.items()}
+        bpw = {name: TYPES[c.type].bpw for name, c in chosen.items()}
         damages = calibrate(table, prior, bpw, options.calibrate, encoding, options.calibrate_groups)
         chosen, bound = problem.solve(damages)
     n_bytes = sum(c.n_bytes for c in choices if fixed(c))
     n_bytes += sum(tensor_size(chosen[c.name].type, c.shape) for c in free)
     measured = None
     if options.calibrate is not None and chosen:
-        plain = {name: FORMATS[c.type].base or c.type for name, c in chosen.items()}
+        plain = {name: TYPES[c.type].base or c.type for name, c in chosen.items()}
         measured = options.calibrate([plain], encoding)[0]
     return TargetPlan(chosen, sum(c.damage for c in chosen.values()), bound, n_bytes, sum(budgets.values()), measured)
 

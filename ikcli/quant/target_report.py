@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
-from ikcli.quant.formats import FORMATS
+from ikcli.gguf.types import TYPES
 from ikcli.quant.recipes import Choice
 from ikcli.quant.target import TargetPlan
 
@@ -25,7 +25,7 @@ def recipe_groups(types: Mapping[str, GGMLType]) -> dict[str, list[str]]:
         if blocks:
             which = blocks[0] if len(blocks) == 1 else f"({'|'.join(blocks)})"
             tail = rf"blk\.{which}\.{tail}"
-        rules[f"^{tail}$={FORMATS[type].name}"] = names
+        rules[f"^{tail}$={TYPES[type].name}"] = names
     return rules
 
 
@@ -81,8 +81,8 @@ def choice_table(choices: Sequence[Choice], plan: TargetPlan) -> list[str]:
         found = [plan.chosen[c.name] for c in members]
         error = math.sqrt(sum(f.error2 for f in found) / len(found))
         lines.append(
-            f"| {side.upper()} | {kind} | {_blocks([c.name for c in members])} | {FORMATS[type].name} | "
-            f"{FORMATS[type].bpw:.4g} | {sum(c.n_bytes for c in members) / 2**20:.2f} | {100 * error:.2f} | "
+            f"| {side.upper()} | {kind} | {_blocks([c.name for c in members])} | {TYPES[type].name} | "
+            f"{TYPES[type].bpw:.4g} | {sum(c.n_bytes for c in members) / 2**20:.2f} | {100 * error:.2f} | "
             f"{100 * sum(f.damage for f in found) / total:.1f} |"
         )
     return lines
@@ -106,7 +106,7 @@ def nearest_file_type(types: Mapping[str, GGMLType], sizes: Mapping[str, int]) -
     for name, type in types.items():
         totals[type] = totals.get(type, 0) + sizes[name]
     for type in sorted(totals, key=lambda t: -totals[t]):
-        found = [n for n, f in FILE_TYPES.items() if f.names and f.type == type and FORMATS[type].is_quantized]
+        found = [n for n, f in FILE_TYPES.items() if f.names and f.type == type and TYPES[type].is_quantized]
         if found:
             return min(found)
     return 7

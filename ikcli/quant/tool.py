@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from ikcli.errors import UsageError
 from ikcli.gguf.constants import FILE_TYPE_GUESSED, FILE_TYPES, GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
+from ikcli.gguf.types import TYPES
 from ikcli.gguf.values import Typed
 from ikcli.quant.covariance_file import Covariance, open_covariance
 from ikcli.quant.custom_rules import CustomRuleUse, check_uses, parse_custom_rules, rule_uses
 from ikcli.quant.encoders import EncodeOptions
 from ikcli.quant.encoding import Encoding
 from ikcli.quant.feedback import supports
-from ikcli.quant.formats import FORMATS
 from ikcli.quant.imatrix_file import Imatrix, read_imatrix
 from ikcli.quant.imatrix_use import ExpertData, borrowed_lines, check_sizes, expert_data, with_borrowed
 from ikcli.quant.quantizer import QuantizeJob, check_requantize, output_metadata
@@ -281,7 +281,7 @@ def _repacked(t: TensorInfo, patterns: Sequence[str], unrepack: bool) -> Choice:
 
     new: GGMLType | None
     if unrepack:
-        new = FORMATS[t.type].base
+        new = TYPES[t.type].base
     else:
         # F16 loses bits, so it is converted only when asked for by name
         lossy = bool(patterns)

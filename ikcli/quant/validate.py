@@ -14,7 +14,8 @@ import numpy.typing as npt
 from ikcli.errors import FormatError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo
-from ikcli.quant.formats import FORMATS, QuantFormat, row_size
+from ikcli.gguf.types import TYPES, TensorType
+from ikcli.quant.formats import row_size
 
 _CHUNK_BYTES = 8 << 20
 _T = GGMLType
@@ -27,24 +28,9 @@ class NonFinite(NamedTuple):
     element: int
 
 
-# Offsets of the f16 scales (d, then m or dmin) of a block. Interleaved types keep these fields first, one per row.
-_BLOCK_SCALES: dict[GGMLType, tuple[int, ...]] = {
-    **dict.fromkeys((_T.Q4_0, _T.Q5_0, _T.Q6_0, _T.Q8_0, _T.IQ4_NL, _T.IQ4_XS, _T.Q1_0_G128), (0,)),
-    **dict.fromkeys((_T.Q4_0_4_4, _T.Q4_0_4_8, _T.Q4_0_8_8), (0,)),
-    **dict.fromkeys((_T.Q4_1, _T.Q5_1, _T.Q4_K, _T.Q5_K), (0, 2)),
-    **dict.fromkeys((_T.IQ2_XXS, _T.IQ2_XS, _T.IQ2_S, _T.IQ3_XXS, _T.IQ3_S, _T.IQ1_S), (0,)),
-    **dict.fromkeys((_T.IQ2_K, _T.IQ3_K, _T.IQ4_K, _T.IQ5_K, _T.IQ6_K), (0,)),
-    _T.Q2_K: (80, 82),
-    _T.Q3_K: (108,),
-    _T.Q6_K: (208,),
-}
-_N_INTERLEAVED_SCALES = {_T.Q2_K: 2, _T.Q4_K: 2, _T.Q5_K: 2, _T.Q8_K: 1}
-_OWN_INTERLEAVED = (_T.Q8_K_R8, _T.Q8_K_R16)
-
-
 def block_scale_offsets(type: GGMLType) -> tuple[int, ...]:
     """Byte offsets of the f16 scales in a block of a plain type (d, then m or dmin); empty if it has none there."""
-    return _BLOCK_SCALES.get(type, ())
+    return TYPES[type].scales if TYPES[type].rows == 1 else ()
 
 
 def check_tensors(file: GGUFFile, names: Iterable[str] | None = None) -> Iterator[NonFinite]:
@@ -60,7 +46,7 @@ def check_tensors(file: GGUFFile, names: Iterable[str] | None = None) -> Iterato
 
 def first_non_finite(data: npt.NDArray[np.uint8], t: TensorInfo) -> int | None:
     """Index of the first element whose value or scale is NaN or Inf, or None."""
-    fmt = FORMATS[t.type]
+    fmt = TYPES[t.type]
     base = fmt.base or fmt.type
     if base in (_T.F32, _T.F16, _T.BF16, _T.F64):
         bad_float = _first_bad_float(data, base)
@@ -95,7 +81,7 @@ def _first_bad_float(data: npt.NDArray[np.uint8], base: GGMLType) -> int | None:
     return None
 
 
-def _deinterleaved(stored: int, fmt: QuantFormat, ne0: int) -> int:
+def _deinterleaved(stored: int, fmt: TensorType, ne0: int) -> int:
     """Element index of a stored value of bf16_r16: pairs of columns of R rows follow each other."""
     group, rest = divmod(stored, fmt.rows * ne0)
     pair, rest = divmod(rest, 2 * fmt.rows)
@@ -103,7 +89,7 @@ def _deinterleaved(stored: int, fmt: QuantFormat, ne0: int) -> int:
     return (group * fmt.rows + row) * ne0 + column
 
 
-def _bad_groups(groups: npt.NDArray[np.uint8], fmt: QuantFormat) -> tuple[int, int] | None:
+def _bad_groups(groups: npt.NDArray[np.uint8], fmt: TensorType) -> tuple[int, int] | None:
     """(group, element inside the group) of the first bad scale among groups of `fmt.rows` rows."""
     header = fmt.row_meta_size * fmt.rows
     if header:
@@ -125,7 +111,7 @@ def _bad_groups(groups: npt.NDArray[np.uint8], fmt: QuantFormat) -> tuple[int, i
     return group, first * fmt.block_size
 
 
-def _row_scales(header: npt.NDArray[np.uint8], fmt: QuantFormat) -> npt.NDArray[np.floating]:
+def _row_scales(header: npt.NDArray[np.uint8], fmt: TensorType) -> npt.NDArray[np.floating]:
     """Row headers start with the scale: f16 when 2 bytes long, f32 otherwise. (groups, rows)."""
     headers = np.ascontiguousarray(header).reshape(-1, fmt.row_meta_size)
     if fmt.row_meta_size == 2:
@@ -133,7 +119,7 @@ def _row_scales(header: npt.NDArray[np.uint8], fmt: QuantFormat) -> npt.NDArray[
     return np.ascontiguousarray(headers[:, :4]).view("<f4").reshape(-1)
 
 
-def _block_scales(blocks: npt.NDArray[np.uint8], fmt: QuantFormat) -> npt.NDArray[np.floating] | None:
+def _block_scales(blocks: npt.NDArray[np.uint8], fmt: TensorType) -> npt.NDArray[np.floating] | None:
     """Scales as (groups, blocks, fields, rows), or None if blocks of this type hold none; exponent 255 is NaN."""
     if fmt.type == _T.IQ1_M:
         nibbles = np.ascontiguousarray(blocks[..., 48:56]).view("<u2") >> 12
@@ -141,15 +127,11 @@ def _block_scales(blocks: npt.NDArray[np.uint8], fmt: QuantFormat) -> npt.NDArra
         return bits.view(np.float16)[..., None, None]
     if _T.MXFP4 in (fmt.type, fmt.base):
         return np.where(blocks[..., None, : fmt.rows] == 255, np.nan, 1.0)
-    if fmt.rows > 1:
-        base = fmt.base if fmt.type not in _OWN_INTERLEAVED else _T.Q8_K
-        if base is None or (base not in _BLOCK_SCALES and base != _T.Q8_K):
-            return None
-        n_fields = _N_INTERLEAVED_SCALES.get(base, 1)
+    n_fields = len(TYPES[fmt.plain].scales)
+    if not n_fields:
+        return None
+    if fmt.rows > 1:  # these fields are first, one per row
         raw = np.ascontiguousarray(blocks[..., : 2 * fmt.rows * n_fields])
         return raw.view("<f2").reshape(*blocks.shape[:2], n_fields, fmt.rows)
-    offsets = _BLOCK_SCALES.get(fmt.type)
-    if offsets is None:
-        return None
-    fields = [np.ascontiguousarray(blocks[..., o : o + 2]).view("<f2") for o in offsets]
+    fields = [np.ascontiguousarray(blocks[..., o : o + 2]).view("<f2") for o in fmt.scales]
     return np.stack(fields, axis=2)

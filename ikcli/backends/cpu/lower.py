@@ -12,7 +12,6 @@ import numpy as np
 from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.backends.cpu.program import Lowering, Ref, f32_bits, f64_bits
 from ikcli.backends.cpu.tile_modes import (
-    MODES,
     MOST_TILES,
     PAIRS_BLOCK,
     PAIRS_PART,
@@ -24,6 +23,7 @@ from ikcli.backends.cpu.tile_modes import (
 )
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.activations import Glu
 from ikcli.graph.ops_elements import Activate, Gate, Norm, PosScale, Scale, SoftCap
@@ -43,20 +43,23 @@ from ikcli.graph.ops_rows import (
 )
 from ikcli.native import isa
 from ikcli.native.kernel_cache import KernelKey
-from ikcli.quant.formats import get_format, row_size
+from ikcli.quant.formats import row_size
 
 FLOAT_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.BF16_R16)
 ROW_SLACK = 512  # dots of a partial last step read past the end of an activation row
 FLOAT_TILE_BYTES = 512 * 32 * 4
 
 
-def type_name(w: Weight) -> str:
-    """Name under which the kernels know a weight's type."""
-    name = get_format(w.type).name
-    if w.type in FLOAT_TYPES or name in MODES:
-        return name
-    known = ", ".join([*(get_format(t).name for t in FLOAT_TYPES), *MODES])
-    raise UnsupportedError(f"{w.name} is {name}, which has no CPU kernel yet; use a file in {known}")
+def stored_name(type_: GGMLType, tensor: str = "a tensor") -> str:
+    """Name under which the kernels know a weight's type (`kernels/formats.py`); UnsupportedError names the tensor."""
+    t = TYPES[type_]
+    if t.cpu:
+        numbers = (t.block_size, t.type_size, t.row_meta_size, t.rows)
+        return ",".join([t.name, t.cpu, t.tile, *map(str, numbers), f"{t.matmul_scale:g}"])
+    if type_ in FLOAT_TYPES:
+        return t.name
+    known = ", ".join(other.name for other in TYPES.values() if other.cpu or other.type in FLOAT_TYPES)
+    raise UnsupportedError(f"{tensor} is {t.name}, which has no CPU kernel yet; use a file in {known}")
 
 
 def activation_kind(type_: GGMLType) -> str:
@@ -99,12 +102,12 @@ def plan_bytes(n_pairs: int, n_expert: int) -> int:
 @RULES.add(Embed, "w")
 def _embed(low: Lowering, node: Node, op: Embed) -> None:
     w = op.w
-    if get_format(w.type).rows > 1:
+    if TYPES[w.type].rows > 1:
         raise UnsupportedError(
-            f"{w.name} is {get_format(w.type).name}, whose rows are interleaved and cannot be looked up one by one; "
+            f"{w.name} is {TYPES[w.type].name}, whose rows are interleaved and cannot be looked up one by one; "
             "use a file that keeps it in a plain type"
         )
-    key = KernelKey("embed", "make_embed", (type_name(w),))
+    key = KernelKey("embed", "make_embed", (stored_name(w.type, w.name),))
     low.emit(key, node.rows, low.weight(w), row_size(w.type, w.ne0), w.ne0, low.out(node),
              row_bytes=16 * w.ne0)  # fmt: skip
 
@@ -246,17 +249,21 @@ def _activations(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Activati
     return Activations(at, heads * row, row)
 
 
+def _matmul(factory: str, w: Weight, *kinds: int | str) -> KernelKey:
+    return KernelKey("matmul", factory, (stored_name(w.type, w.name), *kinds))
+
+
 def _tiles(low: Lowering, w: Weight) -> tuple[Ref, int, int]:
     """Scratch for unpacked rows, bytes of a tile, tiles of a thread; UnsupportedError if rows cut a group."""
-    rows = get_format(w.type).rows
+    t, rows = TYPES[w.type], TYPES[w.type].rows
     if w.row0 % rows or w.ne1 % rows:
         raise UnsupportedError(
-            f"{w.name} is {type_name(w)}, whose groups of {rows} rows would be cut; `ik repack --unrepack` the file"
+            f"{w.name} is {t.name}, whose groups of {rows} rows would be cut; `ik repack --unrepack` the file"
         )
     if w.type in FLOAT_TYPES:
         size, count = FLOAT_TILE_BYTES, 1
     else:
-        size, count = tile_bytes(type_name(w), w.ne0), tiles_per_thread(type_name(w), w.ne0)
+        size, count = tile_bytes(t.tile, w.ne0), tiles_per_thread(t.tile, w.ne0)
     return low.buffer(size * count * low.n_threads), size, count
 
 
@@ -264,7 +271,7 @@ def _emit_mul_mat(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int
     row = row_size(w.type, w.ne0)
     a = _activations(low, w, x, heads)
     full_rows = w.shape[1] if len(w.shape) > 1 else 1
-    low.emit(KernelKey("matmul", "make_mul_mat", (type_name(w),)), node.rows, low.weight(w, row), row, w.ne1, w.ne0,
+    low.emit(_matmul("make_mul_mat", w), node.rows, low.weight(w, row), row, w.ne1, w.ne0,
              a.at, a.stride, low.out(node), 4 * node.cols, *_tiles(low, w), low.few_rows, heads, full_rows * row,
              a.head_stride, 4 * w.ne1, row_bytes=heads * w.ne1 * row)  # fmt: skip
 
@@ -329,7 +336,7 @@ def _emit_by_expert(
 ) -> None:
     plan = op.plan
     row = row_size(w.type, w.ne0)
-    low.emit(KernelKey("matmul", factory, (type_name(w), *kinds)), node.rows, low.weight(w), row, w.ne1, w.ne0, a.at,
+    low.emit(_matmul(factory, w, *kinds), node.rows, low.weight(w), row, w.ne1, w.ne0, a.at,
              a.stride, low.out(node), 4 * node.cols, *_tiles(low, w), low.few_rows, w.ne2, row * w.ne1,
              low.out(plan) + 8, *more)  # fmt: skip
     if op.route.ser:

@@ -14,7 +14,8 @@ from ikcli.backends.cpu.cell_places import CELLS, IN_CELLS, IN_ROWS, IN_WINDOW, 
 from ikcli.backends.cpu.program import Lowering, Ref, Word, f32_bits
 from ikcli.backends.rules import Rules
 from ikcli.errors import UnsupportedError
-from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, HeadSlice, Node, Per, Rows
 from ikcli.graph.ops_attention import Attention, Attn, FlashAttn, KvRows, KvStore
 from ikcli.graph.ops_rows import Hadamard
@@ -36,7 +37,7 @@ _MIN_SPLIT = {True: 64, False: 256}  # fewest positions of a part, for few rows 
 
 
 def _type_name(type_: GGMLType) -> str:
-    name = TYPE_TRAITS[type_].name
+    name = TYPES[type_].name
     if name not in CACHE_TYPES:
         raise UnsupportedError(
             f"the CPU backend has no KV cache of type {name}; choose one of {', '.join(CACHE_TYPES)}"
@@ -46,7 +47,7 @@ def _type_name(type_: GGMLType) -> str:
 
 def _check_blocks(cache: Cache, *columns: int) -> None:
     """Block types are addressed in halves of a block of 32."""
-    if TYPE_TRAITS[cache.type].block_size > 1 and any(c % 16 for c in columns):
+    if TYPES[cache.type].block_size > 1 and any(c % 16 for c in columns):
         raise UnsupportedError(
             f"a {_what(cache)} cache of type {_type_name(cache.type)} needs head sizes that are multiples of 16; use "
             f"{_option(cache)} f16"
@@ -63,7 +64,7 @@ def _option(cache: Cache) -> str:
 
 def _check_store(cache: Cache, cols: int, cache_offset: int) -> None:
     """Whole blocks are written, and the whole row where it has one scale."""
-    traits = TYPE_TRAITS[cache.type]
+    traits = TYPES[cache.type]
     if cols % traits.block_size or cache_offset % traits.block_size or cache.cols % traits.block_size:
         raise UnsupportedError(
             f"a {_what(cache)} cache of type {traits.name} needs rows that are multiples of {traits.block_size}, not "
@@ -89,9 +90,9 @@ def lower_kv_store(low: Lowering, node: Node, op: KvStore) -> None:
     if cache.transposed:
         if cache.per is Per.WINDOW:
             raise UnsupportedError(f"{node.name}: transposed caches keep all positions; use flash attention (-fa)")
-        if TYPE_TRAITS[cache.type].block_size > 1:
+        if TYPES[cache.type].block_size > 1:
             raise UnsupportedError(f"a transposed V cache cannot be of type {type_}; use f16 or flash attention (-fa)")
-        first = cache_offset * low.n_cells * TYPE_TRAITS[cache.type].type_size
+        first = cache_offset * low.n_cells * TYPES[cache.type].type_size
         key = KernelKey("kv", "make_kv_store_transposed", (type_,))
         low.emit(key, node.rows, source, 4 * x.cols, cols, Ref(cache, first), low.n_cells)
         return
@@ -99,7 +100,7 @@ def lower_kv_store(low: Lowering, node: Node, op: KvStore) -> None:
     row_bytes = row_n_bytes(cache.type, cache.cols)
     key = KernelKey("kv", "make_kv_store", (type_,))
     # making blocks takes longer than moving bytes
-    moved = (8 if TYPE_TRAITS[cache.type].block_size == 1 else 64) * cols
+    moved = (8 if TYPES[cache.type].block_size == 1 else 64) * cols
     cells = WINDOW_CELLS if cache.per is Per.WINDOW else CELLS
     low.emit(key, node.rows, source, 4 * x.cols, cols, Ref(cache), row_bytes, cache_offset, cells, row_bytes=moved)
 
@@ -174,7 +175,7 @@ class _Sources:
         k_types = "+".join(t for t, _ in parts[2:4] if t)
         letters = {"w": op.window or op.chunk, "s": op.sinks, "c": op.softcap}
         if op.sinks is not None and op.sinks.type is not GGMLType.F32:
-            raise UnsupportedError(f"{op.sinks.name}: sinks are of type f32, not {TYPE_TRAITS[op.sinks.type].name}")
+            raise UnsupportedError(f"{op.sinks.name}: sinks are of type f32, not {TYPES[op.sinks.type].name}")
         words: list[Word] = [op.window or _NO_WINDOW, op.chunk or _NO_WINDOW,
                              low.weight(op.sinks) if op.sinks else 0, f32_bits(op.softcap)]  # fmt: skip
         words += [w for _, of_part in parts for w in of_part]

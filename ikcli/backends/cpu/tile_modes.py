@@ -24,18 +24,6 @@ PAIRS_PART = 512  # columns of activations whose scales lie together, before the
 # mode -> (header bytes, bytes per 32 columns)
 LAYOUT = {"s32": (64, 576), "m32": (128, 640), "s16": (128, 640), "m16": (256, 768)}
 
-_TYPES_BY_MODE = {
-    "s32": "q8_0 q6_0 q5_0 q4_0 iq4_nl mxfp4 q8_KV iq4_xs iq2_xxs iq3_xxs iq3_s iq1_s iq2_ks iq3_ks iq4_ks iq5_ks "
-    "iq4_kss iq2_kl iq1_kt iq2_kt iq3_kt iq4_kt iq1_bn iq2_bn "
-    "q8_0_r8 q6_0_r4 q5_0_r4 q4_0_r8 iq4_nl_r4 mxfp4_r8 q8_KV_r8 q8_k_r8 q8_k_r16 iq4_xs_r8 iq2_xxs_r4 iq3_xxs_r4 "
-    "iq3_s_r4 iq1_s_r4 iq4_ks_r4 iq5_ks_r4 iq2_bn_r4",
-    "m32": "q4_1 q5_1 q4_K q5_K q4_k_r4 q5_k_r4",
-    "s16": "q3_K q6_K iq1_m iq2_xs iq2_s iq2_k iq3_k iq4_k iq5_k iq6_k "
-    "q3_k_r4 q6_k_r4 iq1_m_r4 iq2_xs_r4 iq2_s_r4 iq2_k_r4 iq3_k_r4 iq4_k_r4 iq5_k_r4",
-    "m16": "q2_K q2_k_r4",
-}
-MODES = {name: mode for mode, names in _TYPES_BY_MODE.items() for name in names.split()}
-
 
 def most_code(fmt: Any, mode: str) -> int:
     """The largest code of a row or group format, or the largest magnitude of its values where these have signs."""
@@ -49,14 +37,14 @@ def tile_bias(fmt: Any) -> int:
     return fmt.bias if isa.current().plain_avx2 and 0 < fmt.bias <= _SMALL_BIAS else 128
 
 
-def tile_bytes(type_name: str, k: int) -> int:
+def tile_bytes(mode: str, k: int) -> int:
     """Bytes of a tile of k columns; unpacking writes whole steps of 256."""
-    return -(-k // 256) * tile_bytes_per_step(type_name)
+    return -(-k // 256) * tile_bytes_per_step(mode)
 
 
-def tile_bytes_per_step(type_name: str) -> int:
+def tile_bytes_per_step(mode: str) -> int:
     """Bytes of 256 columns of a tile."""
-    return 8 * LAYOUT[MODES[type_name]][1]
+    return 8 * LAYOUT[mode][1]
 
 
 def multiplies_tiles_together() -> bool:
@@ -79,6 +67,6 @@ def makes_integers() -> bool:
     return "avx512vnni" in isa.current().features
 
 
-def tiles_per_thread(type_name: str, k: int) -> int:
+def tiles_per_thread(mode: str, k: int) -> int:
     """How many tiles of k columns a thread unpacks at a time."""
-    return MOST_TILES if multiplies_tiles_together() and MOST_TILES * tile_bytes(type_name, k) <= _CACHE else 1
+    return MOST_TILES if multiplies_tiles_together() and MOST_TILES * tile_bytes(mode, k) <= _CACHE else 1

@@ -21,7 +21,8 @@ from ikcli.backends.cuda.attention_parts import Parts, count_tiles
 from ikcli.backends.cuda.kv_layout import FLOATS, KERNEL_TYPES, kernel_type
 from ikcli.backends.cuda.lower import N_EXACT, RULES, Arg, Counts, Lowering, Ref
 from ikcli.errors import UnsupportedError
-from ikcli.gguf.constants import TYPE_TRAITS, GGMLType
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.graph import Cache, HeadSlice, Node, Rows
 from ikcli.graph.ops_attention import Attention, Attn, FlashAttn, KvRows, KvStore
 from ikcli.graph.ops_rows import Hadamard
@@ -59,7 +60,7 @@ def _option(cache: Cache) -> str:
 def kv_store(low: Lowering, node: Node, op: KvStore) -> None:
     """Write columns of a value into the cells of the micro-batch."""
     cache, x, offset, cols, cache_offset = op.cache, op.x, op.offset, op.n_cols, op.cache_offset
-    type_, traits = kernel_type(cache.type), TYPE_TRAITS[cache.type]
+    type_, traits = kernel_type(cache.type), TYPES[cache.type]
     source = low.out(x) + 4 * offset
     if not _is_block_type(cache.type):
         size = traits.type_size
@@ -99,7 +100,7 @@ def _check_blocks(cache: Cache, *columns: int) -> None:
     """Block types are addressed in halves of a block of 32."""
     if _is_block_type(cache.type) and any(c % 16 for c in columns):
         raise UnsupportedError(
-            f"a {_what(cache)} cache of type {TYPE_TRAITS[cache.type].name} needs head sizes that are multiples of 16; "
+            f"a {_what(cache)} cache of type {TYPES[cache.type].name} needs head sizes that are multiples of 16; "
             f"use {_option(cache)} f16"
         )
 
@@ -111,7 +112,7 @@ def _emit_rows(
     if isinstance(source, Node):
         at, type_, blocks, row, col = low.out(source), KERNEL_TYPES[GGMLType.F32], 0, 4 * source.cols, 4
     else:
-        size, quantized = TYPE_TRAITS[source.type].type_size, _is_block_type(source.type)
+        size, quantized = TYPES[source.type].type_size, _is_block_type(source.type)
         at, type_, blocks = low.cache(source), kernel_type(source.type), source.cols // 32 if quantized else 0
         row, col = (size, size * low.n_cells) if source.transposed else (size * source.cols, size)
     groups = _up(cols, 16)
@@ -367,7 +368,7 @@ class _Rows16:
     def args(self, part: HeadSlice) -> tuple[Arg, ...]:
         """Address, bytes per row and per head, compact."""
         source = part.source
-        if isinstance(source, Cache) and TYPE_TRAITS[source.type].name == self.to:
+        if isinstance(source, Cache) and TYPES[source.type].name == self.to:
             return (self.low.cache(source) + 2 * part.offset, 2 * source.cols, np.int32(2 * part.head_stride),
                     np.int32(0))  # fmt: skip
         first, stop = self._columns(source)

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.errors import UnsupportedError
-from ikcli.gguf.constants import TYPE_TRAITS, GGMLType, row_n_bytes
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache
 
 Bytes = npt.NDArray[np.uint8]
@@ -46,10 +47,8 @@ class Plane:
 def kernel_type(type_: GGMLType) -> int:
     """The kernels' number of a cache type; UnsupportedError for a type that is no cache type."""
     if type_ not in KERNEL_TYPES:
-        names = ", ".join(TYPE_TRAITS[t].name for t in KERNEL_TYPES)
-        raise UnsupportedError(
-            f"the CUDA backend has no KV cache of type {TYPE_TRAITS[type_].name}; use one of {names}"
-        )
+        names = ", ".join(TYPES[t].name for t in KERNEL_TYPES)
+        raise UnsupportedError(f"the CUDA backend has no KV cache of type {TYPES[type_].name}; use one of {names}")
     return KERNEL_TYPES[type_]
 
 
@@ -63,7 +62,7 @@ def cache_bytes(cache: Cache, n_cells: int) -> int:
 def planes(cache: Cache, n_cells: int) -> tuple[Plane, ...]:
     """The planes of a tensor of `n_cells` cells, without empty ones."""
     kernel_type(cache.type)
-    traits = TYPE_TRAITS[cache.type]
+    traits = TYPES[cache.type]
     if cache.transposed:
         return tuple(Plane(c * n_cells * traits.type_size, traits.type_size) for c in range(cache.cols))
     found, at = [], 0
@@ -77,7 +76,7 @@ def planes(cache: Cache, n_cells: int) -> tuple[Plane, ...]:
 def to_device(cache: Cache, rows: Bytes) -> list[Bytes]:
     """Host rows (n, bytes of a row) as one array (n, row_bytes) per plane; transposed: host columns (cols, n bytes)."""
     if cache.transposed:
-        size = TYPE_TRAITS[cache.type].type_size
+        size = TYPES[cache.type].type_size
         return [np.ascontiguousarray(column).reshape(-1, size) for column in rows]
     n = len(rows)
     if cache.type == GGMLType.Q8_KV:

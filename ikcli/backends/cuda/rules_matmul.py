@@ -17,7 +17,7 @@ from ikcli.backends.cuda.activations import activations
 from ikcli.backends.cuda.layouts import max_tiles
 from ikcli.backends.cuda.lower import RULES, Arg, Counts, Lowering, Ref
 from ikcli.backends.cuda.rules_layers import glu_args, plan_layout, zero_dropped
-from ikcli.backends.cuda.upload import RowFormat, device_format, is_float, table_bytes, table_type
+from ikcli.backends.cuda.upload import RowFormat, device_format, is_float, table_bytes
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.ops_experts import MoeUpGate, MulMatId, sort_of
 from ikcli.graph.ops_rows import Embed, MulMat, MulMatHeads
@@ -30,12 +30,6 @@ FEW_PER_EXPERT = 4  # rows per expert up to which `mv_*` reads fewer bytes per r
 WARPS_PER_SM = 16  # that should have work in a product of one row
 BLOCKS_PER_SM = 3  # of `mm_*` fit on an SM
 PART_COLUMNS, PART_BYTES = 256, 4 << 20  # fewest columns of a part of `mm_*`, most memory for the sums of parts
-
-# (two scales per 32 columns, minima): what a tile of weights has beside codes.
-_HALVES = frozenset(
-    ("q2_K", "q3_K", "q6_K", "iq1_m", "iq1_m_r", "iq2_xs", "iq2_s", "iq2_k", "iq3_k", "iq4_k", "iq5_k", "iq6_k")
-)
-_MINIMA = frozenset(("q4_1", "q5_1", "q4_K", "q5_K", "q2_K"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +76,15 @@ def shared_bytes(fmt: RowFormat) -> int:
     """Dynamic shared memory of `mm_*`."""
     if fmt.columns == 1:
         return MM_FLOAT
-    halves, minima = fmt.name in _HALVES, fmt.name in _MINIMA
+    halves, minima = fmt.tile.endswith("16"), fmt.tile.startswith("m")
     kinds = (2 if halves else 1) * (2 if minima else 1)
     return MM_CODES + 2 * 4 * 4 * MM_TILE * (kinds + 1 + minima)
 
 
 def table(low: Lowering, w: Weight) -> Arg:
     """The grid that the kernels of a type read, or 0."""
-    found = table_type(w.type)
-    return 0 if found is None else low.shared(("grid", found), lambda: low.constant(table_bytes(found)))
+    found = table_name(w.type)
+    return 0 if not found else low.shared(("grid", found), lambda: low.constant(table_bytes(found)))
 
 
 def split_of(low: Lowering, m: Matrices, items: int) -> int:

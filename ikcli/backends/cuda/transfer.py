@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from ikcli.backends.cuda import upload
 from ikcli.backends.cuda.device import Device, Event, Launch, Stream
+from ikcli.gguf.types import TYPES
 from ikcli.graph import Weight
 from ikcli.quant.formats import get_format, row_size
-from ikcli.quant.tables import MATMUL_SCALE
 
 Bytes = npt.NDArray[np.uint8]
 CHUNK_BYTES = 1 << 26
@@ -37,7 +37,7 @@ def rows_launch(w: Weight, source: int, target: int, n_rows: int) -> Launch:
     out = fmt.row_bytes(w.ne0)
     offsets = sum(offset << 12 * i for i, (offset, _) in enumerate(fmt.planes))
     sizes = sum(size << 12 * i for i, (_, size) in enumerate(fmt.planes))
-    factor = MATMUL_SCALE.get(upload.device_type(w.type), 1.0) if fmt.scale else 1.0
+    factor = TYPES[upload.device_type(w.type)].matmul_scale if fmt.scale else 1.0
     args = (source, target, n_rows, stored, out, np.int32(fmt.header), np.int32(fmt.n_bytes),
             np.int32(w.ne0 // fmt.columns), offsets, sizes, np.int32(fmt.scale), np.float32(factor))  # fmt: skip
     return Launch("upload_rows", (-(-n_rows * (out // 4) // _ROWS), 1, 1), _ROWS, 0, args)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import Bytes, EncodeOptions, Floats
 from ikcli.quant.encoders.native_call import run
-from ikcli.quant.formats import FORMATS, row_size
+from ikcli.quant.formats import row_size
 
 _KERNELS = "ikcli.quant.encoders.floats_kernels"
 _HALVES = (GGMLType.F16, GGMLType.BF16)
@@ -18,7 +19,7 @@ _HALVES = (GGMLType.F16, GGMLType.BF16)
 def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: EncodeOptions) -> Bytes:
     """Encode (n_rows, ne0) float32 as F16 or BF16; see `RowEncoder`."""
     out = np.empty(len(values) * row_size(type, values.shape[1]), np.uint8)
-    run(KernelKey(_KERNELS, "make_narrow", (FORMATS[type].name,)), values.ctypes.data, out.ctypes.data, values.size)
+    run(KernelKey(_KERNELS, "make_narrow", (TYPES[type].name,)), values.ctypes.data, out.ctypes.data, values.size)
     return out
 
 
@@ -41,6 +42,6 @@ class RowReader:
         if self._memory.size < n_rows * ne0:
             self._memory = np.empty(n_rows * ne0, np.float32)
         out = self._memory[: n_rows * ne0]
-        key = KernelKey(_KERNELS, "make_widen", (FORMATS[type].name,))
+        key = KernelKey(_KERNELS, "make_widen", (TYPES[type].name,))
         run(key, data.ctypes.data, out.ctypes.data, out.size)
         return out.reshape(n_rows, ne0)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.quant.encoders import Bytes, EncodeOptions, Floats
 from ikcli.quant.encoders.native_call import run
-from ikcli.quant.formats import FORMATS, row_size
+from ikcli.quant.formats import row_size
 
 _KERNELS = "ikcli.quant.encoders.int8_kernels"
 
@@ -26,6 +27,6 @@ def encode_groups(values: Floats, type: GGMLType, imatrix: Floats | None, option
     n_rows, ne0 = values.shape
     out, scratch = np.empty(n_rows * row_size(type, ne0), np.uint8), np.empty(256, np.uint8)
     bias = 0x80808080 if type == GGMLType.Q8_K_R16 else 0
-    key = KernelKey(_KERNELS, "make_int8_groups", (FORMATS[type].rows, bias))
+    key = KernelKey(_KERNELS, "make_int8_groups", (TYPES[type].rows, bias))
     run(key, values.ctypes.data, n_rows, ne0, out.ctypes.data, scratch.ctypes.data)
     return out

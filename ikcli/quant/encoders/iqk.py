@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.quant.encoders import Bytes, EncodeOptions, Floats
 from ikcli.quant.encoders.iqk_pack import PACKERS
 from ikcli.quant.encoders.iqk_tables import STATE_BYTES, kernel_table
 from ikcli.quant.encoders.native_call import run
-from ikcli.quant.formats import FORMATS
 
 _KERNELS, _JOINT_KERNELS = "ikcli.quant.encoders.iqk_kernels", "ikcli.quant.encoders.iqk_joint_kernels"
 _CHUNK_ELEMENTS = 1 << 18
@@ -142,7 +142,7 @@ def _encode_rows(values: Floats, type: GGMLType, weights: Floats, search: Search
 def find(values: Floats, type: GGMLType, weights: Floats, search: Search) -> Found:
     """Search rows (n_rows, ne0); weights (ne0,) have mean 1."""
     ne0 = values.shape[1]
-    unit = ne0 if search.per_row else FORMATS[type].block_size
+    unit = ne0 if search.per_row else TYPES[type].block_size
     n_units, n_subs = values.size // unit, unit // search.n
     n_groups = -(-n_subs // 16)
     codes = np.zeros((n_units, n_subs, search.codes_per_sub or search.n), np.uint8)

@@ -35,7 +35,7 @@ _WEIGHT_FLOOR = 1e-9  # of the mean: values without weight follow the others
 class GridFormat:
     """How a type is searched: `span` elements share a scale (0: a row), `sub` a sub-block scale."""
 
-    grid: GGMLType
+    grid: str
     kind: int
     mode: int
     sub: int
@@ -56,16 +56,16 @@ def _odd(n: int, divisor: float) -> Floats:
 _T = GGMLType
 _RANGE2, _RANGE3X, _RANGE3S, _RANGE1 = (1 / 32.5, 1 / 8.5), (1 / 40, 1 / 9.5), (1 / 11, 1 / 2.4), (0.65, 3.0)
 _FORMATS: dict[GGMLType, GridFormat] = {
-    _T.IQ2_XXS: GridFormat(_T.IQ2_XXS, _EVEN, _SINGLE, 32, _odd(16, 8), _RANGE2),
-    _T.IQ2_XS: GridFormat(_T.IQ2_XS, _EVEN, _SINGLE, 16, _odd(16, 8), _RANGE2),
-    _T.IQ2_S: GridFormat(_T.IQ2_S, _FREE, _SINGLE, 16, _odd(16, 8), _RANGE2),
-    _T.IQ3_XXS: GridFormat(_T.IQ3_XXS, _EVEN, _PAIR, 32, _odd(16, 4), _RANGE3X),
-    _T.IQ3_S: GridFormat(_T.IQ3_S, _FREE, _SINGLE, 32, _odd(16, 1), _RANGE3S),
-    _T.IQ1_S: GridFormat(_T.IQ1_S, _TERNARY, _PER_BLOCK, 32, _odd(8, 1), _RANGE1, rest=1029),
-    _T.IQ1_M: GridFormat(_T.IQ1_S, _TERNARY, _PER_GROUP, 16, _odd(8, 1), _RANGE1, rest=1029),
-    _T.IQ1_S_R4: GridFormat(_T.IQ1_S, _TERNARY, _PER_BLOCK, 32, _odd(8, 1), _RANGE1, span=0, rest=1029),
+    _T.IQ2_XXS: GridFormat("IQ2_XXS", _EVEN, _SINGLE, 32, _odd(16, 8), _RANGE2),
+    _T.IQ2_XS: GridFormat("IQ2_XS", _EVEN, _SINGLE, 16, _odd(16, 8), _RANGE2),
+    _T.IQ2_S: GridFormat("IQ2_S", _FREE, _SINGLE, 16, _odd(16, 8), _RANGE2),
+    _T.IQ3_XXS: GridFormat("IQ3_XXS", _EVEN, _PAIR, 32, _odd(16, 4), _RANGE3X),
+    _T.IQ3_S: GridFormat("IQ3_S", _FREE, _SINGLE, 32, _odd(16, 1), _RANGE3S),
+    _T.IQ1_S: GridFormat("IQ1_S", _TERNARY, _PER_BLOCK, 32, _odd(8, 1), _RANGE1, rest=1029),
+    _T.IQ1_M: GridFormat("IQ1_S", _TERNARY, _PER_GROUP, 16, _odd(8, 1), _RANGE1, rest=1029),
+    _T.IQ1_S_R4: GridFormat("IQ1_S", _TERNARY, _PER_BLOCK, 32, _odd(8, 1), _RANGE1, span=0, rest=1029),
     _T.IQ1_M_R4: GridFormat(
-        _T.IQ1_S, _TERNARY, _PER_GROUP, 16, np.arange(16, dtype=np.float32), _RANGE1, span=0, rest=1029
+        "IQ1_S", _TERNARY, _PER_GROUP, 16, np.arange(16, dtype=np.float32), _RANGE1, span=0, rest=1029
     ),
 }
 

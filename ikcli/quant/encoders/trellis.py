@@ -1,8 +1,8 @@
 """Encoders of the trellis types IQ1_KT, IQ2_KT, IQ3_KT and IQ4_KT.
 
 The search (`trellis_kernels`) returns the scale of a row, per sub-block of 32 a multiplier and a table, and a table row
-per group. It minimises sum(w * (x - x')^2), x' as stored (see `tables.MATMUL_SCALE`), w the importance weights, or 1.
-Layouts: `decode_trellis`. Answers to iqk_quantize.cpp, which scores with weights that also contain the values and
+per group. It minimises sum(w * (x - x')^2), x' as stored (see `TensorType.matmul_scale`), w the importance weights, or
+1. Layouts: `decode_trellis`. Answers to iqk_quantize.cpp, which scores with weights that also contain the values and
 searches fixed cells of the table only.
 """
 

@@ -6,7 +6,7 @@ multiply theirs. So every row is multiplied with <x, x> / <q, x>, weighted as th
 those of least squares maximise <q, x>^2 / <q, q>, which no scale changes, so they add the least noise to an unbiased
 row as well.
 
-Types whose scales matrix products multiply by a constant (`tables.MATMUL_SCALE`) are stored shorter by it.
+Types whose scales matrix products multiply by a constant (`TensorType.matmul_scale`) are stored shorter by it.
 
 Scales are f16 numbers of blocks, often so small that neighbours are a percent apart, or one number per row. Those of
 blocks are rounded one after the other, and what rounding one leaves is made up for by the next.
@@ -21,13 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.quant.decode import dequantize
-from ikcli.quant.formats import FORMATS
-from ikcli.quant.tables import MATMUL_SCALE
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
-T = GGMLType
 
 _LEAST_GAIN = 0.6  # rows that kept less are lost: they stay as they are
 _LARGEST_F16 = np.float32(65504)
@@ -129,23 +127,18 @@ class NibbleScale:
         return values.astype(np.float16).astype(np.float32)
 
 
-def _blocks(type: GGMLType, *offsets: int) -> BlockScales:
-    return BlockScales(FORMATS[type].type_size, offsets)
-
-
-SCALES: dict[GGMLType, Scales] = {
-    **{t: _blocks(t, 0) for t in (T.Q4_0, T.Q5_0, T.Q6_0, T.IQ4_NL, T.IQ4_XS)},
-    **{t: _blocks(t, 0, 2) for t in (T.Q4_1, T.Q5_1, T.Q4_K, T.Q5_K)},
-    T.Q2_K: _blocks(T.Q2_K, 80, 82),
-    T.Q3_K: _blocks(T.Q3_K, 108),
-    T.Q6_K: _blocks(T.Q6_K, 208),
-    **{t: _blocks(t, 0) for t in (T.IQ2_K, T.IQ3_K, T.IQ4_K, T.IQ5_K, T.IQ6_K)},
-    **{t: _blocks(t, 0) for t in (T.IQ1_S, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ3_XXS, T.IQ3_S)},
-    T.IQ1_M: NibbleScale(),
-    **{t: RowScale(2) for t in (T.IQ2_KS, T.IQ3_KS, T.IQ2_KL)},
-    **{t: GroupScales(4) for t in (T.IQ1_S_R4, T.IQ1_M_R4)},
-    **{t: RowScale(4) for t in (T.IQ4_KS, T.IQ4_KSS, T.IQ5_KS, T.IQ1_KT, T.IQ2_KT, T.IQ3_KT, T.IQ4_KT)},
-}
+def scales_of(type: GGMLType) -> Scales | None:
+    """Where a type has its scales, or None if they stay as they are."""
+    t = TYPES[type]
+    if not t.keeps_length:
+        return None
+    if type == GGMLType.IQ1_M:
+        return NibbleScale()
+    if t.scales:
+        return BlockScales(t.type_size, t.scales)
+    if t.row_meta_size:
+        return GroupScales(t.rows) if t.is_interleaved else RowScale(t.row_meta_size)
+    return None
 
 
 def unbias(rows: Bytes, values: Floats, type: GGMLType, weights: Floats | None) -> Bytes:
@@ -153,7 +146,7 @@ def unbias(rows: Bytes, values: Floats, type: GGMLType, weights: Floats | None) 
 
     `weights` (ne0,) are those of the encoder, None for 1. `rows`: n_rows * row size bytes, changed in place.
     """
-    if type not in SCALES or not values.size:
+    if scales_of(type) is None or not values.size:
         return rows
     with np.errstate(all="ignore"):
         weighted = values if weights is None else values * (weights / weights.max())
@@ -162,7 +155,7 @@ def unbias(rows: Bytes, values: Floats, type: GGMLType, weights: Floats | None) 
 
 def unbias_metric(rows: Bytes, values: Floats, type: GGMLType, weighted: Floats) -> Bytes:
     """`unbias` for any inner product: `weighted` (n_rows, ne0) are the values times its matrix."""
-    scales = SCALES.get(type)
+    scales = scales_of(type)
     if scales is None or not values.size:
         return rows
     n_rows = len(values)
@@ -170,7 +163,7 @@ def unbias_metric(rows: Bytes, values: Floats, type: GGMLType, weighted: Floats)
     fields = scales.read(data)
     with np.errstate(all="ignore"):  # rows beyond the range of floats stay as they are
         parts = _contributions(data, type, scales, fields, weighted)
-        wanted = np.einsum("ij,ij->i", values, weighted) / np.float32(MATMUL_SCALE.get(type, 1))
+        wanted = np.einsum("ij,ij->i", values, weighted) / np.float32(TYPES[type].matmul_scale)
         found = sum((p.sum(axis=1) for p in parts[1:]), parts[0].sum(axis=1))
         known = (found > _LEAST_GAIN * wanted) & np.isfinite(found) & np.isfinite(wanted)
         ratio = np.divide(wanted, found, out=np.ones(n_rows, np.float32), where=known)

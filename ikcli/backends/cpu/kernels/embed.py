@@ -1,7 +1,7 @@
 """Rows of the token embedding as float32."""
 
 from ikcli.backends.cpu.kernels.common import TOKENS, n_rows, state_word, word
-from ikcli.backends.cpu.kernels.formats import FORMATS
+from ikcli.backends.cpu.kernels.formats import is_float, weight_format
 from ikcli.backends.cpu.kernels.rowformat import dequantize_row
 from ikcli.native.jit import inline
 from ikcli.native.simd.half import ld_bf16, ld_f16
@@ -23,7 +23,7 @@ def _float_row(type_name):
 
 def make_embed(type_name):
     """params: 3 w, 4 row bytes, 5 columns, 6 out."""
-    dequantize = _float_row(type_name) if type_name in _FLOATS else dequantize_row(FORMATS[type_name])
+    dequantize = _float_row(type_name) if is_float(type_name) else dequantize_row(weight_format(type_name))
 
     def embed(params, ith, nth):
         w, row_bytes, cols, out = word(params, 3), word(params, 4), word(params, 5), word(params, 6)

@@ -9,7 +9,7 @@ from ikcli.backends.cpu.kernels.groupformat import GroupFormat, unpack_group
 from ikcli.backends.cpu.kernels.row_dot import row_dot
 from ikcli.backends.cpu.kernels.row_dot_avx2 import row_dot_avx2
 from ikcli.backends.cpu.kernels.unpack_tile import unpack_tile
-from ikcli.backends.cpu.tile_modes import MODES, TILE_ROWS
+from ikcli.backends.cpu.tile_modes import TILE_ROWS
 from ikcli.native import isa
 from ikcli.native.jit import inline
 
@@ -31,7 +31,7 @@ def few_dots(fmt):
 
         return one_by_one
     dot1, dot2, dot4 = (make(fmt, n) for n in (1, 2, 4))
-    most = 8 if fmt.rows == 1 and MODES[fmt.name].endswith("32") else 4  # whose sums fit into registers
+    most = 8 if fmt.rows == 1 and fmt.mode.endswith("32") else 4  # whose sums fit into registers
     dot_most = make(fmt, most)
 
     @inline

@@ -1,12 +1,22 @@
-"""Every weight format of the integer kernels, by ggml name; `format_api.py` makes their kernels."""
+"""Weight formats by the name under which lowering knows them: `stored_name` of `lower.py`.
 
-from ikcli.backends.cpu.kernels.formats_iqk import FORMATS as _IQK
-from ikcli.backends.cpu.kernels.formats_iquants import FORMATS as _IQUANTS
-from ikcli.backends.cpu.kernels.formats_kquants import FORMATS as _KQUANTS
-from ikcli.backends.cpu.kernels.formats_legacy import FORMATS as _LEGACY
-from ikcli.backends.cpu.kernels.formats_r4 import FORMATS as _R4
-from ikcli.backends.cpu.kernels.formats_r4_grid import FORMATS as _R4_GRID
-from ikcli.backends.cpu.kernels.formats_r4_iqk import FORMATS as _R4_IQK
-from ikcli.backends.cpu.kernels.formats_trellis import FORMATS as _TRELLIS
+f32, f16, bf16 and bf16_r16 are only their names (`formats_float.py`, `embed.py`); others name the class that describes
+them, with the numbers of the tensor type, so kernels need no table of types and are compiled anew only when something
+of their own has changed.
+"""
 
-FORMATS = _LEGACY | _KQUANTS | _IQUANTS | _IQK | _TRELLIS | _R4 | _R4_IQK | _R4_GRID
+import functools
+
+from ikcli.references import load
+
+
+def is_float(name):
+    """Whether it is a type without a format."""
+    return "," not in name
+
+
+@functools.cache
+def weight_format(name):
+    """The row or group format of a type."""
+    ggml_name, reference, mode, *numbers, matmul_scale = name.split(",")
+    return load(reference)(ggml_name, mode, *map(int, numbers), float(matmul_scale))

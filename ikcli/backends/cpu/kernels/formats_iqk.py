@@ -15,7 +15,7 @@ from ikcli.backends.cpu.kernels.row_codes import (
     two_bit_entry,
     two_bits,
 )
-from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased, by_name
+from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
 from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.vec import f32x16, i8x16, i8x64, i32x16, llvm_type, pointer
@@ -24,10 +24,6 @@ from ikcli.quant.tables import IQ2_KL_VALUES, IQ2_VALUES, IQ3_VALUES, IQ4_VALUES
 
 class _Base(RowFormat):
     """`dot_codes` gives entries of the first table; bit i of `table_bits` says that block i uses the shifted one."""
-
-    def __init__(self, name, n_bytes, header_bytes=0, shift=0):
-        self.name, self.block_bytes, self.step_bytes, self.header_bytes = name, n_bytes, n_bytes, header_bytes
-        self.shift = shift
 
     def table_bits(self, e, w):
         """16 bits for blocks of 16 columns, at the start of most types as `extra`."""
@@ -61,10 +57,10 @@ class _Base(RowFormat):
 
 
 # --- scale per 256 columns --------------------------------------------------------------------------------------------
-class IQ2K(_Base):
+class IQ2_K(_Base):
     """d f16, extra u16, scales[8], qs[64]."""
 
-    bias = 32
+    bias, shift = 32, 5
 
     def scales(self, e, w, row):
         m = e.b.sub(e.nibbles16(e.offset(w, 4)), e.constants([8] * 16, 8))
@@ -77,10 +73,10 @@ class IQ2K(_Base):
         return e.codes_of(e.two_bit_quarters(e.offset(w, 12)), 2, biased(IQ2_VALUES[0], self.bias))
 
 
-class IQ3K(_Base):
+class IQ3_K(_Base):
     """d f16, extra u16, scales_h u16 (signs), scales_l[8], qs[64], qh[32]."""
 
-    bias = 64
+    bias, shift = 64, 4
 
     def scales(self, e, w, row):
         nibbles = e.nibbles16(e.offset(w, 6))
@@ -107,7 +103,9 @@ class _SixBitScales(_Base):
         return e.mul(e.bytes_to_f32(m), e.splat(e.half(w), f32x16))
 
 
-class IQ4K(_SixBitScales):
+class IQ4_K(_SixBitScales):
+    shift = 4
+
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, e.raw_nibble_pair(w, j, 16, 16))
 
@@ -115,7 +113,9 @@ class IQ4K(_SixBitScales):
         return e.codes_of(e.nibble_quarters(e.offset(w, 16)), 4, biased(IQ4_VALUES[0], self.bias))
 
 
-class IQ5K(_SixBitScales):
+class IQ5_K(_SixBitScales):
+    shift = 2
+
     def dot_codes(self, e, w, j):
         return five_bit_entry(e, biased(IQ5_VALUES[0], self.bias), e.offset(w, 16), e.offset(w, 144), j)
 
@@ -124,8 +124,10 @@ class IQ5K(_SixBitScales):
         return e.codes_of(q, 5, biased(IQ5_VALUES[0], self.bias))
 
 
-class IQ6K(_Base):
+class IQ6_K(_Base):
     """d f16, extra u16, int8 scales[16], qs[128], qh[64]. Computes with the integer table, as every matmul does."""
+
+    shift = 1
 
     def scales(self, e, w, row):
         return e.mul(e.bytes_to_f32(e.in_scale_order(e.load(i8x16, e.offset(w, 4)))), e.splat(e.half(w), f32x16))
@@ -140,10 +142,10 @@ class IQ6K(_Base):
 
 
 # --- scale per row ----------------------------------------------------------------------------------------------------
-class IQ2KS(_Base):
+class IQ2_KS(_Base):
     """extra u16, scales[4], qs[64]."""
 
-    bias = 32
+    bias, shift = 32, 5
 
     def scales(self, e, w, row):
         low = e.fields_at(e.offset(w, 2), range(0, 32, 4), 4)
@@ -161,10 +163,10 @@ class IQ2KS(_Base):
         return e.codes_of(e.two_bit_quarters(e.offset(w, 6)), 2, biased(IQ2_VALUES[0], self.bias))
 
 
-class IQ3KS(_Base):
+class IQ3_KS(_Base):
     """extra u16, scales[4], qs[64], qh[32]; nibble i of 8 is scale (i % 2)*4 + i // 2."""
 
-    bias = 64
+    bias, shift = 64, 4
 
     def scales(self, e, w, row):
         low = e.fields_at(e.offset(w, 2), CROSSED_NIBBLES, 4)
@@ -197,7 +199,9 @@ class _ByteScales(_Base):
         return e.b.trunc(self.scale_bytes(e, w), ir.VectorType(ir.IntType(1), 8))
 
 
-class IQ4KS(_ByteScales):
+class IQ4_KS(_ByteScales):
+    shift = 4
+
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, e.raw_nibble_pair(w, j, 16, 8))
 
@@ -205,7 +209,9 @@ class IQ4KS(_ByteScales):
         return e.codes_of(e.nibble_quarters(e.offset(w, 8)), 4, biased(IQ4_VALUES[0], self.bias))
 
 
-class IQ5KS(_ByteScales):
+class IQ5_KS(_ByteScales):
+    shift = 2
+
     def dot_codes(self, e, w, j):
         return five_bit_entry(e, biased(IQ5_VALUES[0], self.bias), e.offset(w, 8), e.offset(w, 136), j)
 
@@ -214,8 +220,10 @@ class IQ5KS(_ByteScales):
         return e.codes_of(q, 5, biased(IQ5_VALUES[0], self.bias))
 
 
-class IQ4KSS(_ByteScales):
+class IQ4_KSS(_ByteScales):
     """64 words: bit 0 of the 8 words of a sub-block is its scale byte, the other 15 bits hold four nibbles."""
+
+    shift = 4
 
     def scale_bytes(self, e, w):
         words = e.b.load(e.vector_pointer(w, 16, 64), align=1)
@@ -242,7 +250,7 @@ class IQ4KSS(_ByteScales):
         return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, nibbles)
 
 
-class IQ2KL(_Base):
+class IQ2_KL(_Base):
     """scales_h u16, scales_l[4], qs[64], qh[16]: a 5-bit index per pair of columns."""
 
     bias = 64
@@ -278,18 +286,3 @@ class IQ2KL(_Base):
         fifth = e.b.bitcast(e.pick(h, [8 * (b % 2) + i for b in range(16) for i in twice]), llvm_type(i32x16))
         fifth = e.b.bitcast(e.moved(fifth, [b // 2 - 4 for b in range(16)]), low.type)
         return e.with_upper([e.shift_right(low, [b // 2 % 2 * 4 for b in range(16)])], [fifth], 4)[0]
-
-
-FORMATS = by_name(
-    IQ2K("iq2_k", 76, shift=5),
-    IQ3K("iq3_k", 110, shift=4),
-    IQ4K("iq4_k", 144, shift=4),
-    IQ5K("iq5_k", 176, shift=2),
-    IQ6K("iq6_k", 212, shift=1),
-    IQ2KS("iq2_ks", 70, 2, 5),
-    IQ3KS("iq3_ks", 102, 2, 4),
-    IQ4KS("iq4_ks", 136, 4, 4),
-    IQ5KS("iq5_ks", 168, 4, 2),
-    IQ4KSS("iq4_kss", 128, 4, 4),
-    IQ2KL("iq2_kl", 86, 2),
-)

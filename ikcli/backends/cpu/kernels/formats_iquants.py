@@ -7,7 +7,7 @@ import llvmlite.ir as ir
 
 from ikcli.backends.cpu.kernels import grid_points
 from ikcli.backends.cpu.kernels import grid_shuffle as gs
-from ikcli.backends.cpu.kernels.rowformat import RowFormat, by_name
+from ikcli.backends.cpu.kernels.rowformat import RowFormat
 from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.vec import f32x16, i8x32, i8x64, i32x8, i32x16, llvm_type
@@ -18,9 +18,6 @@ _QUARTERS = [range(4 * n, 256, 16) for n in range(4)]
 
 class _Grid(RowFormat):
     bias = 64  # at least the largest coordinate
-
-    def __init__(self, name, n_bytes):
-        self.name, self.block_bytes, self.step_bytes = name, n_bytes, n_bytes
 
 
 def bits(e, x, shift, width):
@@ -116,7 +113,7 @@ def _four_codes(e, words):
     return [bits(e, x, 7 * i, 7) for x in words for i in range(4)]
 
 
-class IQ2XXS(_Signed):
+class IQ2_XXS(_Signed):
     """d f16; per 32 columns 4 grid indices, then u32: four 7-bit sign codes and a 4-bit scale."""
 
     def scales(self, e, w, row):
@@ -150,7 +147,7 @@ class _Scales16(_Signed):
         return e.mul(_affine(e, ls, 0.25, 0.125), e.splat(e.half(w), f32x16))
 
 
-class IQ2XS(_Scales16):
+class IQ2_XS(_Scales16):
     """d f16, 32 words (9-bit index, 7-bit signs), scales[8]."""
 
     scales_at = 66
@@ -174,7 +171,7 @@ class IQ2XS(_Scales16):
         return [e.word(e.offset(w, 2 + 2 * (8 * j + i)), 16) for i in range(8)]
 
 
-class IQ2S(_Scales16):
+class IQ2_S(_Scales16):
     """d f16, qs[32], sign bytes[32], qh[8] (two index bits per group), scales[8]."""
 
     scales_at, signs_at = 74, 34
@@ -197,7 +194,7 @@ class IQ2S(_Scales16):
         return indices
 
 
-class IQ3XXS(_Signed):
+class IQ3_XXS(_Signed):
     """d f16, 64 grid indices, then per 32 columns u32 as in IQ2_XXS."""
 
     def scales(self, e, w, row):
@@ -220,7 +217,7 @@ class IQ3XXS(_Signed):
         return _four_codes(e, [e.word(e.offset(w, 66 + 4 * b)) for b in (2 * j, 2 * j + 1)])
 
 
-class IQ3S(_Signed):
+class IQ3_S(_Signed):
     """d f16, qs[64], qh[8] (ninth index bits), sign bytes[32], scales[4]."""
 
     bias, signs_at = 16, 74
@@ -259,7 +256,7 @@ class _Ternary(_Grid):
         return e.b.add(points, e.b.bitcast(middle, points.type))
 
 
-class IQ1S(_Ternary):
+class IQ1_S(_Ternary):
     """d f16, qs[32], qh u16[8]: three index bits per group, 3-bit scale, sign of delta."""
 
     def qh(self, e, w):
@@ -276,7 +273,7 @@ class IQ1S(_Ternary):
         return self.from_words(e, w, j, words, e.b.icmp_signed("<", qh, gs.words([0] * 32)))
 
 
-class IQ1M(_Ternary):
+class IQ1_M(_Ternary):
     """qs[32], qh[16], scales u16[4]: 3-bit scales per 16 columns; the four top nibbles are the half float d."""
 
     def scales(self, e, w, row):
@@ -295,14 +292,3 @@ class IQ1M(_Ternary):
         high = e.b.shl(high, gs.words([8 - 4 * (i % 2) for i in range(32)]))
         negative = e.b.icmp_unsigned("!=", e.all_and(high, 0x800), gs.words([0] * 32))
         return self.from_words(e, w, j, e.b.or_(low, e.all_and(high, 0x700)), negative)
-
-
-FORMATS = by_name(
-    IQ1S("iq1_s", 50),
-    IQ1M("iq1_m", 56),
-    IQ2XXS("iq2_xxs", 66),
-    IQ2XS("iq2_xs", 74),
-    IQ2S("iq2_s", 82),
-    IQ3XXS("iq3_xxs", 98),
-    IQ3S("iq3_s", 110),
-)

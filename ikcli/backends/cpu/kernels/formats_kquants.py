@@ -1,18 +1,13 @@
 """K-quants and iq4_xs: super-blocks of 256 columns with packed sub-block scales (layouts: ggml-common.h)."""
 
 from ikcli.backends.cpu.kernels.row_codes import bit_plane, split_nibbles, two_bits
-from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased, by_name
+from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
 from ikcli.native.simd.lanes import packed_scales_6bit
 from ikcli.native.simd.vec import f32x16, i8x16, i8x64
 from ikcli.quant.tables import IQ4_NL_VALUES
 
 
-class _SuperBlock(RowFormat):
-    def __init__(self, name, n_bytes):
-        self.name, self.block_bytes, self.step_bytes = name, n_bytes, n_bytes
-
-
-class Q4K(_SuperBlock):
+class Q4_K(RowFormat):
     """d, dmin f16, 12 bytes of 6-bit scales and minima, 128 bytes of nibbles."""
 
     def scales(self, e, w, row):
@@ -30,7 +25,7 @@ class Q4K(_SuperBlock):
         return e.codes_of(e.nibble_quarters(e.offset(w, 16), 32), 4)
 
 
-class Q5K(Q4K):
+class Q5_K(Q4_K):
     """As q4_K with 32 bytes of fifth bits before the nibbles."""
 
     def codes(self, e, w, j):
@@ -42,7 +37,7 @@ class Q5K(Q4K):
         )
 
 
-class Q6K(_SuperBlock):
+class Q6_K(RowFormat):
     """ql[128], qh[64], int8 scales[16], d f16."""
 
     def scales(self, e, w, row):
@@ -61,7 +56,7 @@ class Q6K(_SuperBlock):
         return e.codes_of(e.with_upper(e.nibble_quarters(w, 64), e.two_bit_quarters(e.offset(w, 128), 4), 4), 6)
 
 
-class Q2K(_SuperBlock):
+class Q2_K(RowFormat):
     """scales[16] (4-bit scale, 4-bit minimum), qs[64], d, dmin f16."""
 
     def scales(self, e, w, row):
@@ -79,7 +74,7 @@ class Q2K(_SuperBlock):
         return e.codes_of(e.two_bit_quarters(e.offset(w, 16)), 2)
 
 
-class Q3K(_SuperBlock):
+class Q3_K(RowFormat):
     """hmask[32], qs[64], 12 bytes of 6-bit scales, d f16."""
 
     bias = 4
@@ -97,7 +92,7 @@ class Q3K(_SuperBlock):
         return e.codes_of(e.with_upper(e.two_bit_quarters(e.offset(w, 32)), e.bit_quarters(w, 2), 2), 3)
 
 
-class IQ4XS(_SuperBlock):
+class IQ4_XS(RowFormat):
     """d f16, scales_h u16, scales_l[4], qs[128]: 6-bit scales per 32 columns, values from the iq4_nl table."""
 
     def scales(self, e, w, row):
@@ -111,8 +106,3 @@ class IQ4XS(_SuperBlock):
 
     def quarters(self, e, w):
         return e.codes_of(e.nibble_quarters(e.offset(w, 8)), 4, biased(IQ4_NL_VALUES, self.bias))
-
-
-FORMATS = by_name(
-    Q2K("q2_K", 84), Q3K("q3_K", 110), Q4K("q4_K", 144), Q5K("q5_K", 176), Q6K("q6_K", 210), IQ4XS("iq4_xs", 136)
-)

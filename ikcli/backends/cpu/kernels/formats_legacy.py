@@ -5,7 +5,7 @@ Layouts: ggml-common.h. All but the `_1` types are symmetric; iq4_nl and mxfp4 l
 
 import llvmlite.ir as ir
 
-from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased, by_name
+from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
 from ikcli.native.simd.emit import I64
 from ikcli.native.simd.vec import i8x32, i8x64
 from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES
@@ -13,11 +13,6 @@ from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES
 
 class _Blocks32(RowFormat):
     """Blocks of 32 columns that start with a half-float scale."""
-
-    block_columns = 32
-
-    def __init__(self, name, block_bytes):
-        self.name, self.block_bytes, self.step_bytes = name, block_bytes, 8 * block_bytes
 
     def scales(self, e, w, row):
         return e.halves_at(w, self.block_bytes)
@@ -88,7 +83,7 @@ class Q5_1(_WithMin):
         return e.b.select(self.fifth_bits(e, w, j, 4), e.b.add(low, e.const64(16)), low)
 
 
-class IQ4NL(_Blocks32):
+class IQ4_NL(_Blocks32):
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(IQ4_NL_VALUES, self.bias), 4, e.raw_nibble_pair(w, j, 18, 2))
 
@@ -96,7 +91,7 @@ class IQ4NL(_Blocks32):
         return e.codes_of(e.apart_nibble_quarters(e.offset(w, 2), 18), 4, biased(IQ4_NL_VALUES, self.bias))
 
 
-class Mxfp4(_Blocks32):
+class MXFP4(_Blocks32):
     """Scale 2**(e - 128) from an exponent byte; the table holds doubled values."""
 
     bias = 16
@@ -118,10 +113,9 @@ class Mxfp4(_Blocks32):
         return e.codes_of(e.apart_nibble_quarters(e.offset(w, 1), 17), 4, biased(MXFP4_VALUES, self.bias))
 
 
-class Q8KV(RowFormat):
+class Q8_KV(RowFormat):
     """Row header: f32 scale, i32 sum; then int8."""
 
-    name, step_bytes, block_bytes, block_columns, header_bytes = "q8_KV", 256, 32, 32, 8
     full_range = True
 
     def header(self, e, w):
@@ -132,16 +126,3 @@ class Q8KV(RowFormat):
 
     def dot_codes(self, e, w, j):
         return e.with_bias(e.load(i8x64, e.offset(w, 64 * j)), self.bias)
-
-
-FORMATS = by_name(
-    Q8_0("q8_0", 34),
-    Q6_0("q6_0", 26),
-    Q5_0("q5_0", 22),
-    Q5_1("q5_1", 24),
-    Q4_0("q4_0", 18),
-    Q4_1("q4_1", 20),
-    IQ4NL("iq4_nl", 18),
-    Mxfp4("mxfp4", 17),
-    Q8KV(),
-)

@@ -5,21 +5,17 @@ keep the bytes of the plain type in runs of four columns.
 """
 
 from ikcli.backends.cpu.kernels.groupformat import PAIR4, GroupFormat
-from ikcli.backends.cpu.kernels.rowformat import biased, by_name
+from ikcli.backends.cpu.kernels.rowformat import biased
 from ikcli.native.simd.vec import i8x64
 from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES
 
 _NATURAL8 = [[0, 1], [2, 3], [4, 5], [6, 7]]
+_STRIDED8 = [[0, 2], [4, 6], [1, 3], [5, 7]]
 
 
 # --- blocks of 32 columns ---------------------------------------------------------------------------------------------
 class _Blocks32(GroupFormat):
     """A half-float scale per row, then codes."""
-
-    block_columns = 32
-
-    def __init__(self, name, block_bytes):
-        self.name, self.block_bytes, self.step_bytes = name, block_bytes, 8 * block_bytes
 
     def scales(self, e, w, row):
         return e.sixteens(self.block_scales(e, e.offset(w, self.block_bytes * ib)) for ib in range(8))
@@ -32,7 +28,7 @@ class _Blocks32(GroupFormat):
         return self.block_codes(e, e.offset(w, self.block_bytes * ib), v)
 
 
-class IQ4NL(_Blocks32):
+class IQ4_NL(_Blocks32):
     def block_codes(self, e, w, v):
         return e.value_of(biased(IQ4_NL_VALUES, self.bias), e.nibble_codes(e.offset(w, 8), v), 4)
 
@@ -53,7 +49,7 @@ class Q6_0(_Blocks32):
 
 
 class _EightRows(_Blocks32):
-    rows, order, codes_at = 8, _NATURAL8, 16
+    order, codes_at = _NATURAL8, 16
 
     def nibble_pair(self, e, w, v):
         """Low nibbles are the first 16 columns."""
@@ -72,7 +68,7 @@ class Q8_0(_EightRows):
         return e.with_bias(e.load(i8x64, e.offset(w, 16 + 64 * v)), self.bias)
 
 
-class Mxfp4(_EightRows):
+class MXFP4(_EightRows):
     """Scale 2**(e - 128) from an exponent byte; the table holds doubled values."""
 
     codes_at = 8
@@ -89,11 +85,10 @@ class Mxfp4(_EightRows):
 
 
 # --- 8 bits -----------------------------------------------------------------------------------------------------------
-class Q8KV(GroupFormat):
+class Q8_KV(GroupFormat):
     """Scales (f32) of the rows, then int8."""
 
-    name, rows, order = "q8_KV_r8", 8, _NATURAL8
-    step_bytes, block_bytes, block_columns, header_bytes = 2048, 256, 32, 32
+    order = _NATURAL8
 
     def header(self, e, w):
         return e.singles(w, 8)
@@ -108,13 +103,13 @@ class Q8KV(GroupFormat):
         return e.with_bias(e.load(i8x64, e.offset(w, 256 * ib + 64 * v)), self.bias)
 
 
-class Q8K(GroupFormat):
+class Q8_K(GroupFormat):
     """Half-float scales per 256 columns, then int8; the form of 16 rows stores code + 128."""
 
-    def __init__(self, rows):
-        self.name, self.rows = f"q8_k_r{rows}", rows
-        self.step_bytes = self.block_bytes = rows * 258
-        self.order = [list(range(i, i + 16 // rows)) for i in range(0, 8, 16 // rows)]
+    @property
+    def order(self):
+        per = 16 // self.rows
+        return [list(range(i, i + per)) for i in range(0, 8, per)]
 
     def scales(self, e, w, row):
         return [e.ones()] * (self.rows // 2)
@@ -131,9 +126,6 @@ class Q8K(GroupFormat):
 class SuperBlock(GroupFormat):
     """Blocks of 256 columns that start with half-float scales of the rows."""
 
-    def __init__(self, name, n_bytes, header_bytes=0):
-        self.name, self.block_bytes, self.step_bytes, self.header_bytes = name, n_bytes, n_bytes, header_bytes
-
     def d(self, e, w, row):
         return e.halves(w, self.rows)
 
@@ -145,7 +137,7 @@ def six_bit(e, low_at, high_at, quarters=4):
     return [e.both(e.field(low[f % 2], 4 * (f // 2), 4), e.field(high, 2 * f, 2), 4) for f in range(quarters)]
 
 
-class Q4K(SuperBlock):
+class Q4_K(SuperBlock):
     """d, dmin; scales_h[16], scales_l[32] (scale low, minimum high nibble), codes."""
 
     def _packed(self, e, w, shift):
@@ -169,7 +161,7 @@ class Q4K(SuperBlock):
         return e.nibbles(e.offset(w, 64 + 64 * ib), v)
 
 
-class Q5K(Q4K):
+class Q5_K(Q4_K):
     """As Q4_K, with fifth bits before the codes."""
 
     def codes(self, e, w, ib, v):
@@ -183,7 +175,7 @@ class PairBlock(SuperBlock):
     unit, order = 2, PAIR4
 
 
-class Q6K(PairBlock):
+class Q6_K(PairBlock):
     """d, int8 scales[64], upper two bits, lower four."""
 
     bias = 32
@@ -196,7 +188,7 @@ class Q6K(PairBlock):
         return e.b.or_(e.pair_nibbles(e.offset(w, 328 + 128 * u), v), high)
 
 
-class Q2K(PairBlock):
+class Q2_K(PairBlock):
     """d, dmin, scales[64] (scale low, minimum high nibble), codes."""
 
     def _packed(self, e, w, shift):
@@ -215,7 +207,7 @@ class Q2K(PairBlock):
         return e.pairs(e.offset(w, 80 + 64 * u), v)
 
 
-class Q3K(PairBlock):
+class Q3_K(PairBlock):
     """d, scales_h[16], scales_l[32], third bits, lower two."""
 
     bias = 4
@@ -227,10 +219,10 @@ class Q3K(PairBlock):
         return e.triples(e.offset(w, 184 + 64 * u), e.offset(w, 56 + 32 * u), v)
 
 
-class IQ4XS(SuperBlock):
+class IQ4_XS(SuperBlock):
     """Eight rows: d, scales_h[16], scales_l[32], codes; nibbles are neighbouring column groups."""
 
-    rows, order = 8, [[0, 2], [4, 6], [1, 3], [5, 7]]
+    order = _STRIDED8
 
     def scales(self, e, w, row):
         return [e.centred(x, 32) for x in six_bit(e, e.offset(w, 32), e.offset(w, 16))]
@@ -238,12 +230,3 @@ class IQ4XS(SuperBlock):
     def codes(self, e, w, ib, v):
         packed = e.load(i8x64, e.offset(w, 64 + 128 * ib + 64 * (v % 2)))
         return e.value_of(biased(IQ4_NL_VALUES, self.bias), e.code(packed, 4 * (v // 2), 4), 4)
-
-
-FORMATS = by_name(
-    *(IQ4NL("iq4_nl_r4", 72), Q5_0("q5_0_r4", 88), Q6_0("q6_0_r4", 104)),
-    *(Q4_0("q4_0_r8", 144), Q8_0("q8_0_r8", 272), Mxfp4("mxfp4_r8", 136)),
-    *(Q8KV(), Q8K(8), Q8K(16)),
-    *(Q2K("q2_k_r4", 336), Q3K("q3_k_r4", 440), Q4K("q4_k_r4", 576), Q5K("q5_k_r4", 704), Q6K("q6_k_r4", 840)),
-    IQ4XS("iq4_xs_r8", 1088),
-)

@@ -8,7 +8,6 @@ vectors of products have columns 4v .. 4v+3 of four blocks of 16 of each row, so
 from ikcli.backends.cpu.kernels import grid_points
 from ikcli.backends.cpu.kernels import grid_shuffle as gs
 from ikcli.backends.cpu.kernels.groupformat import ORDER4, GroupFormat, ir
-from ikcli.backends.cpu.kernels.rowformat import by_name
 from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.vec import i8x16, i8x32, i8x64, i32x16, llvm_type
@@ -21,10 +20,6 @@ class _Grid(GroupFormat):
     """Half-float scales of the rows come first."""
 
     bias = 64  # at least the largest coordinate
-
-    def __init__(self, name, n_bytes, block_columns=256, header_bytes=0):
-        self.name, self.block_bytes, self.header_bytes = name, n_bytes, header_bytes
-        self.block_columns, self.step_bytes = block_columns, 256 // block_columns * n_bytes
 
     def d(self, e, w, row):
         return e.halves(w, 4)
@@ -204,12 +199,12 @@ class _SignsAndScales(_Signed):
         return self.unscrambled(e, e.load(i8x64, e.offset(w, 8 + 64 * part)))
 
 
-class IQ2XXS(_SignsAndScales):
+class IQ2_XXS(_SignsAndScales):
     def number(self, e, w, ib, k, g):
         return e.word(e.offset(w, 136 + 16 * ib + 4 * k + g), 8)
 
 
-class IQ3XXS(_SignsAndScales):
+class IQ3_XXS(_SignsAndScales):
     factor, columns = 0.5, 4
 
     def point(self, g, k):
@@ -236,7 +231,7 @@ class _Scales16(_Signed):
         return parts
 
 
-class IQ2XS(_Scales16):
+class IQ2_XS(_Scales16):
     """d f16[4], words (9-bit index, seven scrambled signs) numbered 4*row + group, scales."""
 
     scales_at = 264
@@ -261,7 +256,7 @@ class IQ2XS(_Scales16):
         return e.b.trunc(e.b.xor(s, e.b.shl(s, _words16(e, [1] * 16))), llvm_type(i8x16))
 
 
-class IQ2S(_Scales16):
+class IQ2_S(_Scales16):
     """d f16[4]; qs, qh (a byte per row and block), signs, scales."""
 
     scales_at = 296
@@ -289,7 +284,7 @@ class IQ2S(_Scales16):
         return e.load(i8x16, e.offset(w, 168 + 16 * ib))
 
 
-class IQ3S(_Signed):
+class IQ3_S(_Signed):
     """d f16[4]; qs, qh (bit g: ninth bit of group g of four columns), signs, 4-bit scales."""
 
     bias, columns = 16, 4
@@ -355,7 +350,7 @@ def _words16(e, values):
     return e.constants(values, 16)
 
 
-class IQ1S(_Ternary):
+class IQ1_S(_Ternary):
     """qh u16[4]: 3 index bits per group, 3-bit scale, sign of delta."""
 
     def scales(self, e, w, row):
@@ -375,7 +370,7 @@ class IQ1S(_Ternary):
         return e.both(low, e.all_and(high, 7), 8)
 
 
-class IQ1M(_Ternary):
+class IQ1_M(_Ternary):
     """qh[8] (per 16 columns and row: nibbles of 3 index bits and the sign of delta), scales[4] of two nibbles."""
 
     def scales(self, e, w, row):
@@ -402,10 +397,3 @@ class IQ1M(_Ternary):
     def indices(self, e, at, high):
         low = e.b.zext(e.load(i8x16, at), ir.VectorType(ir.IntType(16), 16))
         return e.b.or_(low, e.all_and(high, 0x700))
-
-
-FORMATS = by_name(
-    *(IQ2XXS("iq2_xxs_r4", 264), IQ2XS("iq2_xs_r4", 296), IQ2S("iq2_s_r4", 328)),
-    *(IQ3XXS("iq3_xxs_r4", 392), IQ3S("iq3_s_r4", 440)),
-    *(IQ1S("iq1_s_r4", 24, 32, 8), IQ1M("iq1_m_r4", 28, 32, 8)),
-)

@@ -5,7 +5,7 @@ A value is a table entry; one bit per sub-block of a row selects a table shifted
 
 from ikcli.backends.cpu.kernels.formats_r4 import PairBlock, SuperBlock, six_bit
 from ikcli.backends.cpu.kernels.groupformat import PAIR4, GroupFormat
-from ikcli.backends.cpu.kernels.rowformat import biased, by_name
+from ikcli.backends.cpu.kernels.rowformat import biased
 from ikcli.quant.tables import IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES
 
 
@@ -30,7 +30,7 @@ class _Halves(_Shifted, PairBlock):
         return [e.field(low[f % 2], 4 * (f // 2), 4) for f in range(4)]
 
 
-class IQ2K(_Halves):
+class IQ2_K(_Halves):
     """scales[32], codes."""
 
     bias, shift = 32, 5
@@ -42,7 +42,7 @@ class IQ2K(_Halves):
         return e.value_of(biased(IQ2_VALUES[0], self.bias), e.pair_codes(e.offset(w, 48 + 64 * u), v), 2)
 
 
-class IQ3K(_Halves):
+class IQ3_K(_Halves):
     """scales_h[8] (signs, as extra), scales_l[32], lower two bits, third bits."""
 
     bias, shift, read_in_two_places = 64, 4, True
@@ -59,7 +59,7 @@ class IQ3K(_Halves):
         return e.triple_values(values, e.offset(w, 56 + 64 * u), e.offset(w, 312 + 32 * u), v)
 
 
-class IQ4K(_Halves):
+class IQ4_K(_Halves):
     """scales_h[16], scales_l[32], codes."""
 
     shift = 4
@@ -71,7 +71,7 @@ class IQ4K(_Halves):
         return e.value_of(biased(IQ4_VALUES[0], self.bias), e.pair_nibble_codes(e.offset(w, 64 + 128 * u), v), 4)
 
 
-class IQ5K(IQ4K):
+class IQ5_K(IQ4_K):
     """As IQ4_K, then fifth bits."""
 
     shift, read_in_two_places = 2, True
@@ -82,7 +82,7 @@ class IQ5K(IQ4K):
         return e.value_of(biased(IQ5_VALUES[0], self.bias), low, 4, fifth)
 
 
-class IQ4KS(_Shifted):
+class IQ4_KS(_Shifted):
     """Row scales f32; scales[32]: bit 0 selects the table, the rest is m + 127; codes."""
 
     shift = 4
@@ -110,7 +110,7 @@ class IQ4KS(_Shifted):
         return e.value_of(biased(IQ4_VALUES[0], self.bias), e.nibble_codes(e.offset(w, 32 + 64 * ib), v), 4)
 
 
-class IQ5KS(IQ4KS):
+class IQ5_KS(IQ4_KS):
     """As IQ4_KS, then fifth bits."""
 
     shift, read_in_two_places = 2, True
@@ -121,11 +121,10 @@ class IQ5KS(IQ4KS):
         return e.value_of(biased(IQ5_VALUES[0], self.bias), low, 4, fifth)
 
 
-class IQ2BN(GroupFormat):
+class IQ2_BN(GroupFormat):
     """Row scales f32; values code - 1 in blocks of 64 columns."""
 
-    name, bias, unit, order = "iq2_bn_r4", 1, 2, PAIR4
-    step_bytes, block_bytes, block_columns, header_bytes = 256, 64, 64, 16
+    bias, unit, order = 1, 2, PAIR4
 
     def header(self, e, w):
         return e.singles(w, 4)
@@ -138,10 +137,3 @@ class IQ2BN(GroupFormat):
 
     def codes(self, e, w, u, v):
         return e.pairs(e.offset(w, 64 * u), v)
-
-
-FORMATS = by_name(
-    *(IQ2K("iq2_k_r4", 304), IQ3K("iq3_k_r4", 440), IQ4K("iq4_k_r4", 576), IQ5K("iq5_k_r4", 704)),
-    *(IQ4KS("iq4_ks_r4", 544, 16), IQ5KS("iq5_ks_r4", 672, 16)),
-    IQ2BN(),
-)

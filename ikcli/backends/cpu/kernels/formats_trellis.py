@@ -9,12 +9,11 @@ Source: https://github.com/ikawrakow/ik_llama.cpp/pull/113; layouts: ggml-common
 import llvmlite.ir as ir
 
 from ikcli.backends.cpu.kernels.row_codes import CROSSED_NIBBLES, plane_starts
-from ikcli.backends.cpu.kernels.rowformat import RowFormat, by_name
+from ikcli.backends.cpu.kernels.rowformat import RowFormat
 from ikcli.backends.cpu.kernels.vector_emitter import indices
-from ikcli.gguf.constants import GGMLType
 from ikcli.native.simd.emit import I32
 from ikcli.native.simd.vec import call_llvm, i8x16, i8x64, i32x16, llvm_type
-from ikcli.quant.tables import IQ4_NL_VALUES, MATMUL_SCALE, TRELLIS_OFFSET
+from ikcli.quant.tables import IQ4_NL_VALUES, TRELLIS_OFFSET
 
 _KA = 0xCBAC1FED
 
@@ -29,12 +28,8 @@ def powers(n):
 
 
 class _Trellis(RowFormat):
-    def __init__(self, name, n_bytes):
-        self.name, self.block_bytes, self.step_bytes, self.header_bytes = name, n_bytes, n_bytes, 4
-
     def header(self, e, w):
-        factor = MATMUL_SCALE.get(GGMLType[self.name.upper()], 1.0)
-        return e.b.fmul(e.single(w), ir.Constant(ir.FloatType(), factor))
+        return e.b.fmul(e.single(w), ir.Constant(ir.FloatType(), self.matmul_scale))
 
     def generate(self, e, seeds, n):
         """Values + 128, or 126, of 16 lanes of seeds, each lane i being value i % n + 1 of its index."""
@@ -89,7 +84,7 @@ class _Trellis(RowFormat):
         return e.mul(e.ints_to_f32(v), e.splat(row))
 
 
-class IQ1KT(_Trellis):
+class IQ1_KT(_Trellis):
     """sh[8] (scale nibble, four 13th index bits), ql[32], qh[16]."""
 
     def scales(self, e, w, row):
@@ -131,7 +126,7 @@ def pairs16(e, address):
     return e.all_and(both, 0xFFFF), e.lshr(both, [16] * 16)
 
 
-class IQ2KT(_Trellis):
+class IQ2_KT(_Trellis):
     """scales[4], ql u16[32]."""
 
     def scales(self, e, w, row):
@@ -144,7 +139,7 @@ class IQ2KT(_Trellis):
         return self.with_bias_of(e, self.eight_values(e, pairs16(e, e.offset(w, 4))))
 
 
-class IQ3KT(_Trellis):
+class IQ3_KT(_Trellis):
     """scales[4], ql u16[32], qh[32]: magnitudes from the trellis, sign bits in qh."""
 
     def scales(self, e, w, row):
@@ -164,7 +159,7 @@ class IQ3KT(_Trellis):
         return e.signed(points, signs, -self.bias)  # 128 and -128 are the same byte
 
 
-class IQ4KT(_Trellis):
+class IQ4_KT(_Trellis):
     """shb u32[8] (table bit, 7-bit scale, eight 3-bit index parts), ql[64], qh[32]; 4 values per index."""
 
     def words(self, e, w):
@@ -194,10 +189,10 @@ class IQ4KT(_Trellis):
         return self.with_bias_of(e, [self.four_values(e, x, 0) for x in index])
 
 
-class IQ2BN(RowFormat):
+class IQ2_BN(RowFormat):
     """Row header f32; 16 bytes per 64 columns, column 16g + i at bits 2g of byte i; values code - 1."""
 
-    name, step_bytes, block_bytes, block_columns, header_bytes, bias = "iq2_bn", 64, 16, 64, 4, 1
+    bias = 1
 
     def header(self, e, w):
         return e.single(w)
@@ -210,10 +205,10 @@ class IQ2BN(RowFormat):
         return e.all_and(e.shift_right(v, [2 * (i // 4) for i in range(16)]), 3)
 
 
-class IQ1BN(RowFormat):
+class IQ1_BN(RowFormat):
     """Row header f16; 13 bytes per 64 columns: base-3 digits, five per byte, the last byte for every 16th column."""
 
-    name, step_bytes, block_bytes, block_columns, header_bytes, bias = "iq1_bn", 52, 13, 64, 2, 1
+    bias = 1
 
     def header(self, e, w):
         return e.half(w)
@@ -243,8 +238,3 @@ class IQ1BN(RowFormat):
         low = e.b.and_(e.b.mul(v, const(factor)), const([255] * 64))
         digits = e.b.lshr(e.b.mul(low, const([3] * 64)), const([8] * 64))
         return e.b.trunc(digits, ir.VectorType(ir.IntType(8), 64))
-
-
-FORMATS = by_name(
-    IQ1KT("iq1_kt", 56), IQ2KT("iq2_kt", 68), IQ3KT("iq3_kt", 100), IQ4KT("iq4_kt", 128), IQ1BN(), IQ2BN()
-)

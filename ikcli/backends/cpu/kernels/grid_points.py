@@ -1,13 +1,12 @@
 """Grids of IQ1, IQ2 and IQ3 types as kernels want them, for rows that stand alone and interleaved ones (`_r4`)."""
 
 from ikcli.backends.cpu.kernels import grid_shuffle
-from ikcli.gguf.constants import GGMLType
 from ikcli.native import isa
 from ikcli.quant.tables import grid
 
 
 def _rows(name):
-    return grid(GGMLType[name.removesuffix("_r4").upper()])
+    return grid(name.removesuffix("_r4").upper())
 
 
 def points(name, factor=1):

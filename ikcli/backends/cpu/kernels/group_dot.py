@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.activation_row import ActivationRow, without_bias
 from ikcli.backends.cpu.kernels.groupformat import GroupEmitter
 from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
-from ikcli.backends.cpu.tile_modes import MODES, most_code
+from ikcli.backends.cpu.tile_modes import most_code
 from ikcli.native import isa
 from ikcli.native.simd.dot import emit_halves_added, most_addends
 from ikcli.native.simd.lanes import folded
@@ -22,7 +22,7 @@ from ikcli.native.simd.vec import f32x8, f32x16, i8x64, i32x8, i32x16, llvm_type
 @functools.cache
 def group_dot(fmt, n_tokens):
     """dot(w, a, a_stride, k, out, out_stride): out[t][0:rows] for n_tokens activation rows (strides in bytes)."""
-    mode = MODES[fmt.name]
+    mode = fmt.mode
     assert fmt.rows == 4 or mode.endswith("32")
 
     @intrinsic

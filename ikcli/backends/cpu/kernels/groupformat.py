@@ -21,8 +21,8 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
-from ikcli.backends.cpu.kernels.rowformat import steps
-from ikcli.backends.cpu.tile_modes import LAYOUT, MODES, tile_bias
+from ikcli.backends.cpu.kernels.rowformat import WeightFormat, steps
+from ikcli.backends.cpu.tile_modes import LAYOUT, tile_bias
 from ikcli.native import isa
 from ikcli.native.simd.emit import I32
 from ikcli.native.simd.half import half_to_f32
@@ -200,15 +200,9 @@ def _triple_places(v):
     return [2 * (v % 2), 2 * (v % 2) + 1, 4 + v % 2]
 
 
-class GroupFormat:
-    """One format. `w` is the address of a step of 256 columns, `row` what `header` returned."""
+class GroupFormat(WeightFormat):
+    """One format. `w` is the address of a step of 256 columns of the group, `row` what `header` returned."""
 
-    name = ""
-    rows = 4
-    step_bytes = 0  # bytes of 256 columns of the group
-    block_bytes = 0  # bytes of the smallest stored unit ...
-    block_columns = 256  # ... and its columns
-    header_bytes = 0  # of the group
     unit = 1  # blocks of 32 columns that share vectors of codes
     order = ORDER4  # column groups of each vector of codes
     shift = 0  # what dot_codes leaves out of some codes
@@ -271,7 +265,7 @@ class GroupFormat:
 @functools.cache
 def unpack_group(fmt):
     """unpack(w, tile, r, k): lanes r .. r+rows-1 of the tile; writes whole steps (the tile has room for them)."""
-    mode = MODES[fmt.name]
+    mode = fmt.mode
     header, block_bytes = LAYOUT[mode]
     halves = 2 if mode.endswith("16") else 1
     rows = fmt.rows

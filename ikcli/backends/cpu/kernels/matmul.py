@@ -1,4 +1,4 @@
-"""mul_mat for every weight type, dense and by expert.
+"""mul_mat for every weight type (named as in `formats.py`), dense and by expert.
 
 Blocks of weight rows are the work items. With few activation rows each weight row is dotted straight from memory; with
 more, the block is unpacked once into tiles that all activation rows then share. Both give the same result for a row
@@ -8,12 +8,11 @@ whatever the other rows are, but not the same as each other; a program says what
 from ikcli.backends.cpu.kernels.basic import swiglu_span
 from ikcli.backends.cpu.kernels.common import n_rows, next_span, next_work, word
 from ikcli.backends.cpu.kernels.format_api import few_dots, unpack_sixteen
-from ikcli.backends.cpu.kernels.formats import FORMATS
+from ikcli.backends.cpu.kernels.formats import is_float, weight_format
 from ikcli.backends.cpu.kernels.formats_float import float_block
 from ikcli.backends.cpu.kernels.gemm import quant_tile
 from ikcli.backends.cpu.kernels.glu import glu_span
 from ikcli.backends.cpu.tile_modes import (
-    MODES,
     MOST_TILES,
     TILE_ROWS,
     multiplies_tiles_together,
@@ -32,7 +31,7 @@ def _make_multiply(fmt, n_tiles, most):
 
     At most `most` activation rows, a power of two, at a time.
     """
-    micro = quant_tile(MODES[fmt.name], tile_bias(fmt), most, n_tiles)
+    micro = quant_tile(fmt.mode, tile_bias(fmt), most, n_tiles)
     rest = _make_multiply(fmt, n_tiles, most // 2) if most > 1 else _nothing
 
     @inline
@@ -52,8 +51,8 @@ def _nothing(tiles, stride, n, k, a, a_stride, m, out, out_stride):
 
 def _tile_block(type_name):
     """block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles) by way of tiles of n rows."""
-    fmt = FORMATS[type_name]
-    unpack, step_bytes = unpack_sixteen(fmt), tile_bytes_per_step(type_name)
+    fmt = weight_format(type_name)
+    unpack, step_bytes = unpack_sixteen(fmt), tile_bytes_per_step(fmt.mode)
     one = _make_multiply(fmt, 1, rows_at_once())
     # an activation is loaded once for all tiles
     together = _make_multiply(fmt, MOST_TILES, 4) if multiplies_tiles_together() else one
@@ -75,7 +74,7 @@ def _tile_block(type_name):
 
 def _integer_block(type_name):
     """out[t][r] for n rows, at most those of the tiles, and m activations: straight dots for few activations."""
-    fmt = FORMATS[type_name]
+    fmt = weight_format(type_name)
     rows, dots, by_tile = fmt.rows, few_dots(fmt), _tile_block(type_name)
 
     @inline
@@ -91,7 +90,7 @@ def _integer_block(type_name):
 
 def _block(type_name):
     """(block, rows of a tile)."""
-    return _integer_block(type_name) if type_name in FORMATS else float_block(type_name)
+    return float_block(type_name) if is_float(type_name) else _integer_block(type_name)
 
 
 @inline

@@ -17,7 +17,7 @@ from ikcli.backends.cpu.kernels.activation_row import ActivationRow, without_bia
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
 from ikcli.backends.cpu.kernels.vector_emitter import indices
-from ikcli.backends.cpu.tile_modes import MODES, most_code
+from ikcli.backends.cpu.tile_modes import most_code
 from ikcli.native.simd.lanes import folded
 from ikcli.native.simd.vec import f32x8, f32x16, i8x64, i32x16, llvm_type
 
@@ -72,7 +72,7 @@ class _Token:
 @functools.cache
 def row_dot(fmt, n_tokens):
     """dot(w, a, a_stride, k, out, out_stride): out[t] for n_tokens activation rows (strides in bytes)."""
-    mode = MODES[fmt.name]
+    mode = fmt.mode
 
     @intrinsic
     def dot(typingctx, w, a, a_stride, k, out, out_stride):

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.activation_row import ActivationRow
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
-from ikcli.backends.cpu.tile_modes import MODES, most_code
+from ikcli.backends.cpu.tile_modes import most_code
 from ikcli.native.simd.lanes import folded
 from ikcli.native.simd.vec import call_llvm, f32x8, f32x16, i8x32, i32x8, llvm_type, magnitude, with_sign
 
@@ -29,7 +29,7 @@ _MOST_SUM = 32767
 @functools.cache
 def row_dot_avx2(fmt):
     """dot(w, a, a_stride, k, out, out_stride): out[0] for one activation row; the strides mean nothing."""
-    mode = MODES[fmt.name]
+    mode = fmt.mode
     vec, per_block = (f32x8, 1) if mode.endswith("32") else (f32x16, 2)
 
     @intrinsic

@@ -21,12 +21,9 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
-from ikcli.backends.cpu.tile_modes import MODES
 from ikcli.native import isa
 from ikcli.native.simd.emit import I64
 from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i32x16, llvm_type, pointer
-from ikcli.quant.formats import format_by_name
-from ikcli.quant.tables import MATMUL_SCALE
 
 _PREFETCH_BYTES, _FAR_BYTES = 4096, 6144  # ahead
 _NARROW_ROW, _NARROW_GROUP = 192, 128  # bytes of 256 columns of a row, alone or in a group
@@ -39,19 +36,19 @@ def biased(table, bias):
     return [int(v) + bias for v in table]
 
 
-def by_name(*formats):
-    """name -> format."""
-    return {fmt.name: fmt for fmt in formats}
+class WeightFormat:
+    """What formats of rows and of groups of rows are made with: numbers of the tensor type (`gguf/type_record.py`)."""
+
+    def __init__(self, name, mode, block_size, type_size, row_meta_size, rows, matmul_scale):
+        self.name, self.mode, self.rows, self.matmul_scale = name, mode, rows, matmul_scale
+        self.block_columns, self.block_bytes = block_size, rows * type_size  # of the smallest stored unit
+        self.step_bytes = 256 // block_size * self.block_bytes  # of 256 columns
+        self.header_bytes = rows * row_meta_size
 
 
-class RowFormat:
+class RowFormat(WeightFormat):
     """One format. `w` is the address of a step's bytes, `row` what `header` returned (a row scale, or None)."""
 
-    name, rows = "", 1
-    step_bytes = 0  # bytes of 256 columns
-    block_bytes = 0  # bytes of the smallest stored unit ...
-    block_columns = 256  # ... and its columns
-    header_bytes = 0
     shift = 0  # what dot_codes leaves out of the codes of `shifted_blocks`
     full_range = False  # whether a value may be -128
     read_in_two_places = False  # whether the bits of a code are far apart
@@ -154,10 +151,9 @@ def _if_block(e, block, valid):
 @functools.cache
 def dequantize_row(fmt):
     """dequantize(w, out, k): a row as k floats."""
-    mode = MODES[fmt.name]
+    mode = fmt.mode
     per = 32 if mode.endswith("32") else 16
     with_min = mode.startswith("m")
-    only_products = MATMUL_SCALE.get(format_by_name(fmt.name).type, 1.0)
 
     def sixteen(e, codes, first, scales, minima):
         """Columns first .. first+15 of a step, from the 64 codes that they are part of."""
@@ -173,7 +169,7 @@ def dequantize_row(fmt):
             w, out, k = args
             e = RowEmitter(builder)
             row = fmt.header(e, w)
-            constant = const_vector(f32x8 if per == 32 else f32x16, [1 / only_products] * (256 // per))
+            constant = const_vector(f32x8 if per == 32 else f32x16, [1 / fmt.matmul_scale] * (256 // per))
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 to = e.offset(out, e.times(i, 1024))
                 scales = e.mul(fmt.scales(e, at_w, row), constant)

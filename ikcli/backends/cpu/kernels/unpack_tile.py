@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import copy_blocks
-from ikcli.backends.cpu.tile_modes import LAYOUT, MODES, tile_bias
+from ikcli.backends.cpu.tile_modes import LAYOUT, tile_bias
 from ikcli.native.simd.emit import transpose16
 from ikcli.native.simd.vec import f32x16, pointer
 
@@ -37,7 +37,7 @@ def _step_address(e, fmt, row_w, i, whole, rest, copy):
 @functools.cache
 def unpack_tile(fmt):
     """unpack(w, row_bytes, n, tile, k): rows 0..n-1 (the last one repeated up to 16) to a tile of whole steps."""
-    mode = MODES[fmt.name]
+    mode = fmt.mode
     header, block_bytes = LAYOUT[mode]
     halves = 2 if mode.endswith("16") else 1
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ikcli.backends.cpu.cell_places import CELLS, IN_CELLS, IN_ROWS, IN_WINDOW, WINDOW_CELLS
 from ikcli.backends.cpu.program import Lowering, Ref, Word, f32_bits
 from ikcli.backends.rules import Rules
+from ikcli.config import KV_TYPES
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, row_n_bytes
@@ -22,7 +23,6 @@ from ikcli.graph.ops_rows import Hadamard
 from ikcli.native import isa
 from ikcli.native.kernel_cache import KernelKey
 
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q8_KV", "q6_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 MAX_ROWS = 144  # rows of an attention task: kernels/attention_tasks.py
 FEW_ROWS = 8  # largest task of kernels/attention_few.py
 MOST_FEW_ROWS = 16  # ... of attention_stream.py with 512-bit vectors
@@ -38,10 +38,8 @@ _MIN_SPLIT = {True: 64, False: 256}  # fewest positions of a part, for few rows 
 
 def _type_name(type_: GGMLType) -> str:
     name = TYPES[type_].name
-    if name not in CACHE_TYPES:
-        raise UnsupportedError(
-            f"the CPU backend has no KV cache of type {name}; choose one of {', '.join(CACHE_TYPES)}"
-        )
+    if name not in KV_TYPES:
+        raise UnsupportedError(f"the CPU backend has no KV cache of type {name}; choose one of {', '.join(KV_TYPES)}")
     return name
 
 

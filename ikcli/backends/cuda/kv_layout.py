@@ -14,26 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.config import KV_TYPES
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache
+from ikcli.quant.formats import format_by_name
 
 Bytes = npt.NDArray[np.uint8]
 FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
-KERNEL_TYPES: dict[GGMLType, int] = {
-    t: i
-    for i, t in enumerate(
-        (*FLOATS, GGMLType.Q8_0, GGMLType.Q8_KV, GGMLType.Q6_0, GGMLType.Q5_1, GGMLType.Q5_0, GGMLType.Q4_1,
-         GGMLType.Q4_0, GGMLType.IQ4_NL)
-    )
-}  # fmt: skip
+KERNEL_TYPES: dict[GGMLType, int] = {format_by_name(name).type: i for i, name in enumerate(KV_TYPES)}
 """`KvType` of kernels/kv_formats.cuh."""
-# Bytes of a host block: (codes, high bits, scales); on the host scales come first, then high bits, then codes.
-_BLOCKS: dict[GGMLType, tuple[int, int, int]] = {
-    GGMLType.Q8_0: (32, 0, 2), GGMLType.Q6_0: (16, 8, 2), GGMLType.Q5_1: (16, 4, 4), GGMLType.Q5_0: (16, 4, 2),
-    GGMLType.Q4_1: (16, 0, 4), GGMLType.Q4_0: (16, 0, 2), GGMLType.IQ4_NL: (16, 0, 2),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +51,15 @@ def cache_bytes(cache: Cache, n_cells: int) -> int:
 
 
 def planes(cache: Cache, n_cells: int) -> tuple[Plane, ...]:
-    """The planes of a tensor of `n_cells` cells, without empty ones."""
+    """The planes of a tensor of `n_cells` cells."""
     kernel_type(cache.type)
     traits = TYPES[cache.type]
     if cache.transposed:
         return tuple(Plane(c * n_cells * traits.type_size, traits.type_size) for c in range(cache.cols))
     found, at = [], 0
     for n_bytes in _plane_bytes(cache):
-        if n_bytes:
-            found.append(Plane(at, n_bytes))
-            at += n_cells * n_bytes
+        found.append(Plane(at, n_bytes))
+        at += n_cells * n_bytes
     return tuple(found)
 
 
@@ -83,10 +73,9 @@ def to_device(cache: Cache, rows: Bytes) -> list[Bytes]:
         return [np.ascontiguousarray(rows[:, 8:]), np.ascontiguousarray(rows[:, :8])]
     if cache.type in FLOATS:
         return [np.ascontiguousarray(rows)]
-    codes, high, scales = _BLOCKS[cache.type]
-    blocks = rows.reshape(n, -1, codes + high + scales)
-    parts = (blocks[..., scales + high :], blocks[..., scales : scales + high], blocks[..., :scales])
-    return [np.ascontiguousarray(p).reshape(n, -1) for p in parts if p.shape[-1]]
+    t = TYPES[cache.type]
+    blocks = rows.reshape(n, -1, t.type_size)
+    return [np.ascontiguousarray(blocks[..., at : at + size]).reshape(n, -1) for at, size in t.cuda]
 
 
 def from_device(cache: Cache, parts: Sequence[Bytes]) -> Bytes:
@@ -107,4 +96,4 @@ def _plane_bytes(cache: Cache) -> tuple[int, ...]:
         return (row_n_bytes(cache.type, cache.cols),)
     if cache.type == GGMLType.Q8_KV:
         return cache.cols, 8
-    return tuple(cache.cols // 32 * n for n in _BLOCKS[cache.type])
+    return tuple(cache.cols // 32 * size for _, size in TYPES[cache.type].cuda)

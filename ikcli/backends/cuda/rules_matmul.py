@@ -17,7 +17,7 @@ from ikcli.backends.cuda.activations import activations
 from ikcli.backends.cuda.layouts import max_tiles
 from ikcli.backends.cuda.lower import RULES, Arg, Counts, Lowering, Ref
 from ikcli.backends.cuda.rules_layers import glu_args, plan_layout, zero_dropped
-from ikcli.backends.cuda.upload import RowFormat, device_format, is_float, table_bytes
+from ikcli.backends.cuda.upload import RowFormat, device_format, is_float, table_bytes, table_name
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.ops_experts import MoeUpGate, MulMatId, sort_of
 from ikcli.graph.ops_rows import Embed, MulMat, MulMatHeads

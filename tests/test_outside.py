@@ -21,7 +21,8 @@ from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.types import TYPES, TensorType, add_type, new_type_id
 from ikcli.main import main
 from ikcli.models import GraphConfig
-from ikcli.native import kernel_cache
+from ikcli.native import code_digest, kernel_cache
+from ikcli.native.kernel_cache import KernelKey
 from ikcli.quant.decode import dequantize
 
 
@@ -119,9 +120,13 @@ def test_kernels_of_other_packages_are_known_by_their_source(tmp_path: Path, mon
     package.mkdir()
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    digests = []
+    names = []
+    keys = KernelKey("elsewhere.kernels", "A"), KernelKey("matmul", "make_mul_mat", ("toy,elsewhere.kernels:A,s32",))
     for text in ("A = 1\n", "A = 2\n"):
         (package / "kernels.py").write_text(text)
         kernel_cache.source_digest.cache_clear()
-        digests.append(kernel_cache.source_digest("elsewhere.kernels"))
-    assert digests[0] != digests[1]
+        code_digest._module.cache_clear()
+        names.append([(key.file_name, key.code_name) for key in keys])
+    for before, after in zip(*names, strict=True):
+        assert before[0] != after[0] and before[1] != after[1]
+    assert keys[1].text == "matmul.make_mul_mat(toy)"

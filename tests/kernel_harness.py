@@ -17,6 +17,7 @@ import numpy as np
 from leaves import Leaf, leaf
 
 from ikcli.backends.cpu.cell_places import WINDOW_CELLS, WINDOWS
+from ikcli.backends.cpu.kernels.state_rows import SEQS
 from ikcli.backends.cpu.program import Lowering, Program, lower
 from ikcli.backends.cpu.threads import Team
 from ikcli.backends.memory import aligned_zeros
@@ -40,12 +41,13 @@ def team(size: int) -> Team:
 @dataclass(frozen=True, slots=True)
 class Segment:
     """n_tokens of one sequence: cells from `cell`, `pos` positions cached before; position 0 is at `window_cell` in
-    caches of windows."""
+    caches of windows, states are in row `seq`."""
 
     n_tokens: int
     cell: int = 0
     pos: int = 0
     window_cell: int = 0
+    seq: int = 0
 
     def cell_in(self, cache: Cache) -> int:
         """The cell of position 0, below zero where the first positions are gone."""
@@ -60,6 +62,7 @@ class Harness:
     n_cells: int
     rules: Rules[Lowering]
     independent: bool = False
+    n_seq: int = 1
     graph: Graph = field(default_factory=Graph)
     leaves: list[Node] = field(default_factory=list)
     caches: dict[Cache, np.ndarray] = field(default_factory=dict)
@@ -84,7 +87,8 @@ class Harness:
         self.arena = aligned_zeros(self.program.arena_bytes)
         self.state = np.zeros(WINDOWS + 1, dtype=np.int64)
         for cache in self.graph.caches.values():
-            rows, cols = (cache.cols, self.n_cells) if cache.transposed else (self.n_cells, cache.cols)
+            n_rows = self.n_seq if cache.per is Per.SEQUENCE else self.n_cells
+            rows, cols = (cache.cols, n_rows) if cache.transposed else (n_rows, cache.cols)
             self.caches.setdefault(cache, np.full((rows, row_n_bytes(cache.type, cols)), 0xFF, dtype=np.uint8))
         self.weights = dict(weights or {})
         self.program.bind(
@@ -114,10 +118,11 @@ class Harness:
             np.array(cells, dtype=np.int64), np.array(outputs, dtype=np.int64), np.array(table, dtype=np.int64),
             np.array(kv_cells, dtype=np.int64), np.array(window_cells, dtype=np.int64),
             np.array([s.window_cell for s in segments], dtype=np.int64),
+            np.array([s.seq for s in segments], dtype=np.int64),
         ]  # fmt: skip
         self.state[:4] = n_tokens, len(outputs), n_kv, len(segments)
         self.state[4:10] = [a.ctypes.data for a in self._arrays[:6]]
-        self.state[[WINDOW_CELLS, WINDOWS]] = [a.ctypes.data for a in self._arrays[6:]]
+        self.state[[WINDOW_CELLS, WINDOWS, SEQS]] = [a.ctypes.data for a in self._arrays[6:]]
         self.arena[:] = 0xFF
         n_rows = {Rows.TOKENS: n_tokens, Rows.OUTPUTS: len(outputs), Rows.KV: n_kv}
         for node, x in values.items():

@@ -7,7 +7,7 @@ import numpy as np
 from ikcli.backends.cpu.kernels.basic import span
 from ikcli.backends.cpu.kernels.common import POS, n_rows, state_word, word
 from ikcli.native.jit import inline
-from ikcli.native.simd.math import vexp
+from ikcli.native.simd.math import vexp, vsigmoid
 from ikcli.native.simd.vec import (
     ld_f32,
     ld_f64,
@@ -80,6 +80,9 @@ def make_gate(kind):
             word(params, 3), word(params, 4), word(params, 5), word(params, 6), word(params, 7)
         )  # fmt: skip
         width = cols // parts
+        if width == 1 and kind == "sigmoid":
+            gate_each(x, gates, out, n_rows(params) * cols, ith, nth)
+            return
         items = n_rows(params) * parts
         for item in range(items * ith // nth, items * (ith + 1) // nth):
             g = value(ld_f32(gates + 4 * item))
@@ -91,6 +94,17 @@ def make_gate(kind):
                 st_f32(dst + 4 * i, ld_f32(src + 4 * i) * g)
 
     return gate
+
+
+@inline
+def gate_each(x, gates, out, n, ith, nth):
+    """This thread's share of n values that have a gate each."""
+    lo, hi = span(n, ith, nth)
+    full = lo + ((hi - lo) & ~15)
+    for i in range(lo, full, 16):
+        store_f32x16(out + 4 * i, vmul(load_f32x16(x + 4 * i), vsigmoid(load_f32x16(gates + 4 * i))))
+    for i in range(full, hi):
+        st_f32(out + 4 * i, ld_f32(x + 4 * i) * sigmoid(ld_f32(gates + 4 * i)))
 
 
 def make_pos_scale():

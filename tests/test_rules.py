@@ -12,7 +12,18 @@ from ikcli.backends.cuda.lower import all_rules
 from ikcli.backends.rules import Rules
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
-from ikcli.graph import Graph, Node, Op, RowSpec, Weight, ops_attention, ops_elements, ops_experts, ops_rows
+from ikcli.graph import (
+    Graph,
+    Node,
+    Op,
+    RowSpec,
+    Weight,
+    ops_attention,
+    ops_elements,
+    ops_experts,
+    ops_recurrent,
+    ops_rows,
+)
 from ikcli.graph.ops_rows import Product
 
 
@@ -64,7 +75,7 @@ def test_rules_name_fields() -> None:
 
 
 def all_ops() -> list[type[Op]]:
-    modules = (ops_rows, ops_elements, ops_attention, ops_experts)
+    modules = (ops_rows, ops_elements, ops_attention, ops_experts, ops_recurrent)
     return [
         x for m in modules for x in vars(m).values() if isinstance(x, type) and issubclass(x, Op) and "name" in vars(x)
     ]

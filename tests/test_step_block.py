@@ -61,3 +61,5 @@ def test_gpu_kernels_use_the_same_numbers() -> None:
         "SEG_KV": common.SEG_N_KV,
     }  # fmt: skip
     assert step_block.SEG_WORDS == common.SEG_WORDS
+    states = (Path(ikcli.__file__).parent / "backends" / "cuda" / "kernels" / "states.cuh").read_text(encoding="utf-8")
+    assert f"ST_P_SEQS = {state_rows.SEQS};" in states

@@ -4,7 +4,7 @@
 addresses of: tokens and positions (int32), cells and output rows (int64), segments (SEG_WORDS each), cells of all
 cached positions, sequences of the segments, and for caches of windows the cells of the tokens and the (perhaps only
 imagined) cell of position 0 of every segment (int64). Kernels read it by the names of backends/cpu/kernels/common.py,
-state_rows.py and cell_places.py, and backends/cuda/kernels/common.cuh.
+state_rows.py and cell_places.py, and backends/cuda/kernels/common.cuh and states.cuh.
 """
 
 from __future__ import annotations

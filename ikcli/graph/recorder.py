@@ -15,6 +15,7 @@ from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Weight, power_of_t
 from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
 from ikcli.graph.ops_elements import Activate, Gate, Norm, PosScale, Scale, SoftCap
 from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId, ScaleId
+from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, ShortConv
 from ikcli.graph.ops_rows import (
     Add,
     Concat,
@@ -230,3 +231,38 @@ class Graph:
     def moe_sum(self, y: Node, route: Node, plan: Node, name: str, *, weighted: bool = True) -> Node:
         """Weighted sum of the selected experts' rows, back in token order: [rows, y.cols]. Dropped slots add zero."""
         return self.record(MoeSum(y, route, plan, weighted), name)
+
+    # --- recurrent layers ---------------------------------------------------------------------------------------------
+    def short_conv(self, state: Cache, parts: Sequence[Node], weights: Sequence[Weight], name: str) -> Node:
+        """silu of a causal convolution of a few taps, each column by itself; parts come side by side."""
+        return self.record(ShortConv(state, tuple(parts), tuple(weights)), name)
+
+    def l2_norm(self, x: Node, width: int, eps: float, name: str, *, offset: int = 0, cols: int = 0) -> Node:
+        """Columns [offset, offset+cols) in groups of `width` over their length (cols 0 = to the end of the row)."""
+        return self.record(L2Norm(x, offset, cols or x.cols - offset, width, eps), name)
+
+    def decay(self, x: Node, dt: Weight, a: Weight, name: str, *, bound: float = 0.0) -> Node:
+        """What is left of a state after a token; see `Decay`."""
+        return self.record(Decay(x, dt, a, bound), name)
+
+    def delta_net(
+        self,
+        state: Cache,
+        q: HeadSlice,
+        k: HeadSlice,
+        v: HeadSlice,
+        decay: Node,
+        beta: Node,
+        name: str,
+        *,
+        n_head: int,
+        n_head_k: int,
+        scale: float,
+        tiled: bool = False,
+    ) -> Node:
+        """The gated delta rule: [rows, n_head*v.width]; see `DeltaNet`."""
+        return self.record(DeltaNet(state, q, k, v, decay, beta, n_head, n_head_k, scale, tiled), name)
+
+    def gated_norm(self, x: Node, w: Weight, gate: Node, eps: float, name: str, *, activation: str = "silu") -> Node:
+        """RMS norm in groups of w.ne0 columns, times silu (or sigmoid) of the gate."""
+        return self.record(GatedNorm(x, w, gate, eps, activation), name)

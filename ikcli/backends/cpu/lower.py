@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ikcli.backends.cpu.lower_attention import RULES
+from ikcli.backends.cpu.lower_recurrent import RULES
 from ikcli.backends.cpu.program import Lowering, Ref, f32_bits, f64_bits
 from ikcli.backends.cpu.tile_modes import (
     MOST_TILES,

@@ -4,7 +4,7 @@ The counterpart of `backends/cpu/program.py`. A rule takes (lowering, node) and 
 are `Ref`s, which get their value when a program is bound; sizes that depend on the micro-batch (grids, numbers of
 parts, which of two kernels) are functions of `Counts`, upper bounds that hold for every step of one bucket: a captured
 graph is made once per bucket and kernels read the real counts from the step block (`low.state`).
-Rules are found in `rules_layers.py`, `attention.py` and `rules_matmul.py`.
+Rules are found in `rules_layers.py`, `rules_recurrent.py`, `attention.py` and `rules_matmul.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ikcli.graph import Cache, Node, Per, Rows, RowSpec, Weight
 
 ALIGN = 256  # bytes between buffers of the arena
 STATE = -1  # Ref target: the step block
-RULE_MODULES = ("rules_layers", "attention", "rules_matmul")
+RULE_MODULES = ("rules_layers", "rules_recurrent", "attention", "rules_matmul")
 N_EXACT = 8  # counts up to here are buckets of their own
 
 

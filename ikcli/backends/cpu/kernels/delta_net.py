@@ -1,0 +1,314 @@
+"""The gated delta rule: token by token for a few, in chunks of matrix products for more.
+
+A state holds blocks of 16 columns of v, [d_k][16], which do not depend on each other. In chunks (Yang et al.,
+arXiv:2412.06464, with decays per column as in Kimi Linear, arXiv:2510.26692): with D(i, t) the product of the decays
+of tokens i+1 .. t, what token t writes is
+
+    u_t = beta_t (v_t - k_t D(0, t) S - sum over i < t of [k_t D(i, t) k_i] u_i)
+
+so of a chunk all k D S are one product, the brackets (matrix L) are another, and the u come out by substitution, 16
+rows at a time. Results are q D S plus another triangular matrix (P) times u. Decays only ever multiply: keys of earlier
+blocks are kept as they are left at the beginning of the present block, so no factor is above 1 and nothing overflows.
+"""
+
+import llvmlite.ir as ir
+import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
+
+from ikcli.backends.cpu.kernels.common import (
+    N_SEG,
+    SEG_N_TOKENS,
+    SEG_TOKEN,
+    SEG_WORDS,
+    SEGMENTS,
+    next_work,
+    state_word,
+    word,
+)
+from ikcli.backends.cpu.kernels.elements import sigmoid
+from ikcli.backends.cpu.kernels.sgemm import BLOCKS, fma_f32x16, load_f32x16_at, make_rows_block, offset
+from ikcli.backends.cpu.kernels.state_rows import begins, state_row
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import (
+    bcast_f32x16,
+    f32x16,
+    ld_f32,
+    ld_i64,
+    load_f32x16,
+    pointer,
+    reduce_add,
+    splat_f32x16,
+    splat_value,
+    st_f32,
+    store_f32x16,
+    vadd,
+    vfma,
+    vmul,
+    vsub,
+    zero_f32x16,
+)
+
+CHUNK = 32  # tokens; 16 to 64 take the same time
+FEW_TOKENS = 8  # of a segment, up to which there are no chunks
+_LINE = 64  # bytes of a row of 16 columns
+_F0, _F1 = np.float32(0.0), np.float32(1.0)
+_F32 = ir.FloatType()
+
+
+@intrinsic
+def solve16(typingctx, factors, u):
+    """u[t] += sum over i < t of factors[t][i] u[i], for t = 0 .. 15 in turn; rows of 16."""
+
+    def codegen(context, builder, sig, args):
+        factors, u = args
+        rows = [load_f32x16_at(builder, offset(builder, u, _LINE * t)) for t in range(16)]
+        for i in range(16):
+            for t in range(i + 1, 16):
+                factor = load_f32x16_at(builder, offset(builder, factors, _LINE * t + 4 * i), _F32)
+                rows[t] = fma_f32x16(builder, splat_value(builder, f32x16, factor), rows[i], rows[t])
+        for t, row in enumerate(rows):
+            builder.store(row, pointer(builder, offset(builder, u, _LINE * t), row.type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), codegen
+
+
+def _make_product(accumulate):
+    m, vectors = BLOCKS[-1]
+    block = make_rows_block(m, vectors, accumulate, "f32")
+
+    @inline
+    def product(a, chunk_bytes, n_rows, b, n_chunks, c):
+        """C[n_rows][16] (+)= A B: A in chunks of 16 columns, rows of B and C are 64 bytes."""
+        for i in range(0, n_rows, m):
+            block(a + _LINE * i, chunk_bytes, b, _LINE, n_chunks, c + _LINE * i, _LINE)
+
+    return product
+
+
+def make_delta_net(dk, dv, by_column):
+    """params: 3 states, 4 bytes of a sequence's state, 5 q, 6 row bytes, 7 head bytes, 8 k, 9 row bytes, 10 head bytes,
+    11 v, 12 row bytes, 13 head bytes, 14 decay, 15 beta, 16 out, 17 heads, 18 heads of k, 19 scale (f32 bits),
+    20: 1 = heads are tiled, 21 scratch, 22 bytes of it per thread."""
+    n_block, k_chunks = dv // 16, dk // 16
+    block_bytes = _LINE * dk
+    rows_bytes = _LINE * CHUNK  # of a chunk of 16 columns of all rows
+    # Scratch: keys and queries (decayed; in chunks of 16 columns), keys transposed (in blocks of 16 tokens), L, P,
+    # u, result, decay of a block of tokens, decay since the beginning of the chunk, beta.
+    at_q = k_chunks * rows_bytes
+    at_t = 2 * at_q
+    at_l = at_t + CHUNK // 16 * block_bytes
+    at_p = at_l + CHUNK // 16 * rows_bytes
+    at_u = at_p + CHUNK // 16 * rows_bytes
+    at_o = at_u + rows_bytes
+    at_d = at_o + rows_bytes
+    at_e = at_d + 4 * dk
+    at_beta = at_e + 4 * dk
+    a_step = 4 if by_column else 0  # between the decays of two columns of k
+    a_width = 4 * (dk if by_column else 1)  # ... of two heads
+    product, add_product = _make_product(False), _make_product(True)
+
+    @inline
+    def dot(a, b):
+        acc = zero_f32x16()
+        for i in range(0, dk, 16):
+            acc = vfma(load_f32x16(a + 4 * i), load_f32x16(b + 4 * i), acc)
+        return reduce_add(acc)
+
+    @inline
+    def step(s, q, k, v, a, beta, scale, qk, out):
+        """One token, 16 columns of v: two passes over a block of the state, which is read from memory once."""
+        r0, r1, r2, r3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
+        y0, y1, y2, y3 = r0, r0, r0, r0
+        for i in range(0, dk, 4):
+            at = s + _LINE * i
+            s0 = vmul(load_f32x16(at), bcast_f32x16(a + a_step * i))
+            s1 = vmul(load_f32x16(at + 64), bcast_f32x16(a + a_step * (i + 1)))
+            s2 = vmul(load_f32x16(at + 128), bcast_f32x16(a + a_step * (i + 2)))
+            s3 = vmul(load_f32x16(at + 192), bcast_f32x16(a + a_step * (i + 3)))
+            r0, y0 = vfma(s0, bcast_f32x16(k + 4 * i), r0), vfma(s0, bcast_f32x16(q + 4 * i), y0)
+            r1, y1 = vfma(s1, bcast_f32x16(k + 4 * i + 4), r1), vfma(s1, bcast_f32x16(q + 4 * i + 4), y1)
+            r2, y2 = vfma(s2, bcast_f32x16(k + 4 * i + 8), r2), vfma(s2, bcast_f32x16(q + 4 * i + 8), y2)
+            r3, y3 = vfma(s3, bcast_f32x16(k + 4 * i + 12), r3), vfma(s3, bcast_f32x16(q + 4 * i + 12), y3)
+        read = vadd(vadd(r0, r1), vadd(r2, r3))
+        u = vmul(vsub(load_f32x16(v), read), splat_f32x16(beta))
+        y = vfma(u, splat_f32x16(qk), vadd(vadd(y0, y1), vadd(y2, y3)))
+        store_f32x16(out, vmul(y, splat_f32x16(scale)))
+        for i in range(dk):
+            kept = vmul(load_f32x16(s + _LINE * i), bcast_f32x16(a + a_step * i))
+            store_f32x16(s + _LINE * i, vfma(u, bcast_f32x16(k + 4 * i), kept))
+
+    @inline
+    def clear(at, n_lines):
+        for i in range(n_lines):
+            store_f32x16(at + _LINE * i, zero_f32x16())
+
+    @inline
+    def tokens_of_block(work, row, q, q_stride, k, k_stride, a, a_stride, n, scale):
+        """Rows row .. row+15 of keys and queries, decayed since the beginning of these rows; n < 16 are there."""
+        decay = work + at_d
+        for i in range(0, dk, 16):
+            store_f32x16(decay + 4 * i, splat_f32x16(_F1))
+        for t in range(16):
+            to = work + _LINE * (row + t)
+            for i in range(0, dk, 16):
+                at = to + (i >> 4) * rows_bytes
+                if t < n:
+                    if by_column:
+                        factor = load_f32x16(a + t * a_stride + 4 * i)
+                    else:
+                        factor = bcast_f32x16(a + t * a_stride)
+                    now = vmul(load_f32x16(decay + 4 * i), factor)
+                    store_f32x16(decay + 4 * i, now)
+                    store_f32x16(at, vmul(load_f32x16(k + t * k_stride + 4 * i), now))
+                    rows = vmul(load_f32x16(q + t * q_stride + 4 * i), splat_f32x16(scale))
+                    store_f32x16(at + at_q, vmul(rows, now))
+                else:
+                    store_f32x16(at, zero_f32x16())
+                    store_f32x16(at + at_q, zero_f32x16())
+
+    @inline
+    def pairs_of_block(work, block, q, q_stride, k, k_stride, a, a_stride, n, scale):
+        """L and P of 16 tokens among themselves; leaves their keys, transposed, decayed to the last of them."""
+        keys, to = work + at_t + block * block_bytes, block * rows_bytes + _LINE * 16 * block
+        clear(keys, dk)
+        clear(work + at_l + to, 16)
+        clear(work + at_p + to, 16)
+        for t in range(n):
+            here, past = load_f32x16(unit_row(work, t)), load_f32x16(unit_row(work, t) + _LINE)
+            keys_sum, p = zero_f32x16(), zero_f32x16()
+            for i in range(dk):
+                k_i = bcast_f32x16(k + t * k_stride + 4 * i)
+                kept = vmul(load_f32x16(keys + _LINE * i), bcast_f32x16(a + t * a_stride + a_step * i))
+                row = vfma(here, k_i, kept)
+                store_f32x16(keys + _LINE * i, row)
+                keys_sum = vfma(row, k_i, keys_sum)
+                p = vfma(row, bcast_f32x16(q + t * q_stride + 4 * i), p)
+            store_f32x16(work + at_l + to + _LINE * t, vmul(keys_sum, past))
+            store_f32x16(work + at_p + to + _LINE * t, vmul(p, splat_f32x16(scale)))
+
+    @inline
+    def unit_row(work, t):
+        """Address of a row that is 1 in column t and 0 elsewhere, followed by one that is 1 before column t."""
+        return work + at_beta + 4 * CHUNK + 2 * _LINE * t
+
+    @inline
+    def fill_unit_rows(work):
+        for t in range(16):
+            for i in range(16):
+                st_f32(unit_row(work, t) + 4 * i, _F1 if i == t else _F0)
+                st_f32(unit_row(work, t) + _LINE + 4 * i, _F1 if i < t else _F0)
+
+    @inline
+    def prepare(work, q, q_stride, k, k_stride, a, a_stride, beta, beta_stride, n, scale):
+        """All of a chunk that is the same for every column of v."""
+        since = work + at_e
+        for i in range(0, dk, 16):
+            store_f32x16(since + 4 * i, splat_f32x16(_F1))
+        for block in range((n + 15) >> 4):
+            row = 16 * block
+            left = min(n - row, 16)
+            qb, kb, ab = q + row * q_stride, k + row * k_stride, a + row * a_stride
+            tokens_of_block(work, row, qb, q_stride, kb, k_stride, ab, a_stride, left, scale)
+            for j in range(block):
+                to = j * rows_bytes + _LINE * row
+                keys = work + at_t + j * block_bytes
+                product(work + _LINE * row, rows_bytes, 16, keys, k_chunks, work + at_l + to)
+                product(work + at_q + _LINE * row, rows_bytes, 16, keys, k_chunks, work + at_p + to)
+            pairs_of_block(work, block, qb, q_stride, kb, k_stride, ab, a_stride, left, scale)
+            for t in range(16):
+                b = sigmoid(ld_f32(beta + (row + t) * beta_stride)) if t < left else _F0
+                st_f32(work + at_beta + 4 * (row + t), b)
+                for j in range(block + 1):
+                    at = work + at_l + j * rows_bytes + _LINE * (row + t)
+                    store_f32x16(at, vmul(load_f32x16(at), splat_f32x16(-b)))
+            for j in range(block):
+                keys = work + at_t + j * block_bytes
+                for i in range(dk):
+                    at = keys + _LINE * i
+                    store_f32x16(at, vmul(load_f32x16(at), bcast_f32x16(work + at_d + 4 * i)))
+            for i in range(0, dk, 16):
+                before = load_f32x16(since + 4 * i)
+                at = work + (i >> 4) * rows_bytes + _LINE * row
+                for t in range(16):
+                    store_f32x16(at + _LINE * t, vmul(load_f32x16(at + _LINE * t), before))
+                    store_f32x16(at + at_q + _LINE * t, vmul(load_f32x16(at + at_q + _LINE * t), before))
+                store_f32x16(since + 4 * i, vmul(before, load_f32x16(work + at_d + 4 * i)))
+
+    @inline
+    def columns(work, s, v, v_stride, n, out, out_stride):
+        """16 columns of v of a chunk."""
+        n_blocks = (n + 15) >> 4
+        u, y = work + at_u, work + at_o
+        product(work, rows_bytes, 16 * n_blocks, s, k_chunks, u)
+        product(work + at_q, rows_bytes, 16 * n_blocks, s, k_chunks, y)
+        for t in range(16 * n_blocks):
+            if t < n:
+                beta = bcast_f32x16(work + at_beta + 4 * t)
+                wanted = vsub(load_f32x16(v + t * v_stride), load_f32x16(u + _LINE * t))
+                store_f32x16(u + _LINE * t, vmul(wanted, beta))
+            else:
+                store_f32x16(u + _LINE * t, zero_f32x16())
+        for block in range(n_blocks):
+            row = _LINE * 16 * block
+            if block > 0:
+                add_product(work + at_l + row, rows_bytes, 16, u, block, u + row)
+            solve16(work + at_l + block * rows_bytes + row, u + row)
+            add_product(work + at_p + row, rows_bytes, 16, u, block + 1, y + row)
+        for t in range(n):
+            store_f32x16(out + t * out_stride, load_f32x16(y + _LINE * t))
+        for i in range(dk):
+            at = s + _LINE * i
+            store_f32x16(at, vmul(load_f32x16(at), bcast_f32x16(work + at_e + 4 * i)))
+        add_product(work + at_t, block_bytes, dk, u, n_blocks, s)
+
+    def delta_net(params, ith, nth):
+        heads, k_heads, scale = word(params, 17), word(params, 18), ld_f32(params + 152)
+        q_stride, k_stride, v_stride = word(params, 6), word(params, 9), word(params, 12)
+        a_stride, beta_stride, out_stride = a_width * heads, 4 * heads, 4 * dv * heads
+        work = word(params, 21) + ith * word(params, 22)
+        segments, n_seg = state_word(params, SEGMENTS), state_word(params, N_SEG)
+        parts = 1  # of the columns of a head
+        while n_seg * heads * parts < 2 * nth and n_block % (2 * parts) == 0:
+            parts *= 2
+        width = n_block // parts
+        n_items = n_seg * heads * parts
+        filled = False
+        while True:
+            item = next_work(params, 1)
+            if item >= n_items:
+                break
+            part, head, i = item % parts, item // parts % heads, item // (parts * heads)
+            start = ld_i64(segments + 8 * (SEG_WORDS * i + SEG_TOKEN))
+            n = ld_i64(segments + 8 * (SEG_WORDS * i + SEG_N_TOKENS))
+            k_head = head % k_heads if word(params, 20) != 0 else head // (heads // k_heads)
+            s = state_row(params, i, word(params, 3), word(params, 4)) + (head * n_block + part * width) * block_bytes
+            q = word(params, 5) + start * q_stride + k_head * word(params, 7)
+            k = word(params, 8) + start * k_stride + k_head * word(params, 10)
+            v = word(params, 11) + start * v_stride + head * word(params, 13) + _LINE * part * width
+            a = word(params, 14) + start * a_stride + head * a_width
+            beta = word(params, 15) + start * beta_stride + 4 * head
+            out = word(params, 16) + start * out_stride + 4 * head * dv + _LINE * part * width
+            if begins(params, i):
+                clear(s, width * dk)
+            if n <= FEW_TOKENS:
+                for t in range(n):
+                    qt, kt = q + t * q_stride, k + t * k_stride
+                    qk, b = dot(qt, kt), sigmoid(ld_f32(beta + t * beta_stride))
+                    for j in range(width):
+                        step(s + j * block_bytes, qt, kt, v + t * v_stride + _LINE * j, a + t * a_stride, b, scale, qk,
+                             out + t * out_stride + _LINE * j)  # fmt: skip
+                continue
+            if not filled:
+                fill_unit_rows(work)
+                filled = True
+            for t in range(0, n, CHUNK):
+                left = min(n - t, CHUNK)
+                prepare(work, q + t * q_stride, q_stride, k + t * k_stride, k_stride, a + t * a_stride, a_stride,
+                        beta + t * beta_stride, beta_stride, left, scale)  # fmt: skip
+                for j in range(width):
+                    columns(work, s + j * block_bytes, v + t * v_stride + _LINE * j, v_stride, left,
+                            out + t * out_stride + _LINE * j, out_stride)  # fmt: skip
+
+    return delta_net

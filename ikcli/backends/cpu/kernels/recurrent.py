@@ -1,0 +1,186 @@
+"""What stands around the delta rule: short convolution, norm of heads, decays, gated norm. float32, rows contiguous."""
+
+import math
+
+import numpy as np
+
+from ikcli.backends.cpu.kernels.basic import span, sum_squares
+from ikcli.backends.cpu.kernels.common import (
+    N_SEG,
+    SEG_N_TOKENS,
+    SEG_TOKEN,
+    SEG_WORDS,
+    SEGMENTS,
+    n_rows,
+    state_word,
+    word,
+)
+from ikcli.backends.cpu.kernels.elements import sigmoid
+from ikcli.backends.cpu.kernels.state_rows import begins, state_row
+from ikcli.native.jit import inline
+from ikcli.native.simd.math import vexp, vlog1p_unit, vsigmoid, vsilu
+from ikcli.native.simd.vec import (
+    ld_f32,
+    ld_i64,
+    load_f32x16,
+    splat_f32x16,
+    st_f32,
+    store_f32x16,
+    vabs,
+    vadd,
+    vfma,
+    vmax,
+    vmul,
+    vsub,
+    zero_f32x16,
+)
+
+_F0, _F1 = np.float32(0.0), np.float32(1.0)
+_BLOCK = 64  # columns whose taps are held together
+
+
+def make_short_conv(n_taps):
+    """params: 3 x, 4 row bytes of x, 5 weight, 6 out, 7 row bytes of out, 8 columns (a multiple of 16), 9 state,
+    10 bytes of a sequence's state, 11 bytes between rows of a state, 12 scratch, 13 bytes of it per thread."""
+    before = n_taps - 1
+
+    @inline
+    def conv_rows(x, x_stride, old, old_stride, fresh, taps, out, out_stride, n):
+        """16 columns of a segment; then the state takes its last rows."""
+        for t in range(n):
+            acc = zero_f32x16()
+            for j in range(n_taps):
+                r = t + j - before
+                tap = load_f32x16(taps + 4 * _BLOCK * j)
+                if r >= 0:
+                    acc = vfma(tap, load_f32x16(x + r * x_stride), acc)
+                elif not fresh:
+                    acc = vfma(tap, load_f32x16(old + (r + before) * old_stride), acc)
+            store_f32x16(out + t * out_stride, vsilu(acc))
+        for j in range(before):
+            r = n + j - before
+            if r >= 0:
+                row = load_f32x16(x + r * x_stride)
+            elif fresh:
+                row = zero_f32x16()
+            else:
+                row = load_f32x16(old + (r + before) * old_stride)
+            store_f32x16(old + j * old_stride, row)
+
+    def short_conv(params, ith, nth):
+        x, x_stride, w, out, out_stride, cols = (
+            word(params, 3), word(params, 4), word(params, 5), word(params, 6), word(params, 7), word(params, 8)
+        )  # fmt: skip
+        states, state_bytes, row_bytes = word(params, 9), word(params, 10), word(params, 11)
+        taps = word(params, 12) + ith * word(params, 13)
+        lo, hi = span(cols, ith, nth)
+        segments, n_seg = state_word(params, SEGMENTS), state_word(params, N_SEG)
+        for c0 in range(lo, hi, _BLOCK):
+            width = min(_BLOCK, hi - c0)
+            for c in range(width):
+                for j in range(n_taps):
+                    st_f32(taps + 4 * (_BLOCK * j + c), ld_f32(w + 4 * (n_taps * (c0 + c) + j)))
+            for i in range(n_seg):
+                start = ld_i64(segments + 8 * (SEG_WORDS * i + SEG_TOKEN))
+                n = ld_i64(segments + 8 * (SEG_WORDS * i + SEG_N_TOKENS))
+                state, fresh = state_row(params, i, states, state_bytes), begins(params, i)
+                for c in range(0, width, 16):
+                    at = 4 * (c0 + c)
+                    conv_rows(x + start * x_stride + at, x_stride, state + at, row_bytes, fresh, taps + 4 * c,
+                              out + start * out_stride + at, out_stride, n)  # fmt: skip
+
+    return short_conv
+
+
+def make_l2_norm():
+    """params: 3 x, 4 row bytes of x, 5 offset in bytes, 6 out, 7 columns, 8 width, 9 eps (f32 bits)."""
+
+    def l2_norm(params, ith, nth):
+        x, stride, out, cols, width = (
+            word(params, 3) + word(params, 5), word(params, 4), word(params, 6), word(params, 7), word(params, 8)
+        )  # fmt: skip
+        eps, groups = ld_f32(params + 72), cols // width
+        items, full = n_rows(params) * groups, width & ~15
+        for item in range(items * ith // nth, items * (ith + 1) // nth):
+            row, group = item // groups, item % groups
+            src = x + row * stride + 4 * group * width
+            dst = out + 4 * (row * cols + group * width)
+            scale = _F1 / np.float32(math.sqrt(sum_squares(src, width) + eps))
+            for i in range(0, full, 16):
+                store_f32x16(dst + 4 * i, vmul(load_f32x16(src + 4 * i), splat_f32x16(scale)))
+            for i in range(full, width):
+                st_f32(dst + 4 * i, ld_f32(src + 4 * i) * scale)
+
+    return l2_norm
+
+
+def make_decay(bounded):
+    """params: 3 x, 4 dt, 5 a, 6 out, 7 columns, 8 heads, 9 lower bound (f32 bits)."""
+
+    @inline
+    def one(x, a, bound):
+        if bounded:
+            return np.float32(math.exp(bound * sigmoid(a * x)))
+        soft = max(x, _F0) + np.float32(math.log1p(math.exp(-abs(x))))
+        return np.float32(math.exp(a * soft))
+
+    @inline
+    def many(x, a, bound):
+        if bounded:
+            return vexp(vmul(bound, vsigmoid(vmul(a, x))))
+        y = vexp(vsub(zero_f32x16(), vabs(x)))
+        return vexp(vmul(a, vadd(vmax(x, zero_f32x16()), vlog1p_unit(y))))
+
+    def decay(params, ith, nth):
+        x, dt, a, out, cols, heads = (
+            word(params, 3), word(params, 4), word(params, 5), word(params, 6), word(params, 7), word(params, 8)
+        )  # fmt: skip
+        bound = ld_f32(params + 72)
+        width, bounds = cols // heads, splat_f32x16(bound)
+        rows = n_rows(params)
+        lo, hi = span(cols, ith, nth) if rows == 1 else (0, cols)
+        first, stop = (0, 1) if rows == 1 else (rows * ith // nth, rows * (ith + 1) // nth)
+        vectors = width == 1 or width % 16 == 0
+        full = lo + ((hi - lo) & ~15) if vectors else lo
+        for row in range(first, stop):
+            src, dst = x + 4 * row * cols, out + 4 * row * cols
+            for i in range(lo, full, 16):
+                factor = load_f32x16(a + 4 * i) if width == 1 else splat_f32x16(ld_f32(a + 4 * (i // width)))
+                shifted = vadd(load_f32x16(src + 4 * i), load_f32x16(dt + 4 * i))
+                store_f32x16(dst + 4 * i, many(shifted, factor, bounds))
+            for i in range(full, hi):
+                shifted = ld_f32(src + 4 * i) + ld_f32(dt + 4 * i)
+                st_f32(dst + 4 * i, one(shifted, ld_f32(a + 4 * (i // width)), bound))
+
+    return decay
+
+
+def make_gated_norm(activation):
+    """params: 3 x, 4 weight, 5 gate, 6 out, 7 columns, 8 width, 9 eps (f32 bits)."""
+
+    @inline
+    def one(g):
+        return g * sigmoid(g) if activation == "silu" else sigmoid(g)
+
+    @inline
+    def many(g):
+        return vsilu(g) if activation == "silu" else vsigmoid(g)
+
+    def gated_norm(params, ith, nth):
+        x, w, gate, out, cols, width = (
+            word(params, 3), word(params, 4), word(params, 5), word(params, 6), word(params, 7), word(params, 8)
+        )  # fmt: skip
+        eps = ld_f32(params + 72)
+        items, full = n_rows(params) * (cols // width), width & ~15
+        for item in range(items * ith // nth, items * (ith + 1) // nth):
+            at = 4 * item * width
+            src, g, dst = x + at, gate + at, out + at
+            scale = _F1 / np.float32(math.sqrt(sum_squares(src, width) / np.float32(width) + eps))
+            scales = splat_f32x16(scale)
+            for i in range(0, full, 16):
+                normed = vmul(vmul(load_f32x16(src + 4 * i), scales), load_f32x16(w + 4 * i))
+                store_f32x16(dst + 4 * i, vmul(normed, many(load_f32x16(g + 4 * i))))
+            for i in range(full, width):
+                st_f32(dst + 4 * i, ld_f32(src + 4 * i) * scale * ld_f32(w + 4 * i) * one(ld_f32(g + 4 * i)))
+
+    return gated_norm

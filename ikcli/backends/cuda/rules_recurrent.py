@@ -1,0 +1,88 @@
+"""Lowering rules of recurrent layers; kernels in `kernels/layer_recurrent.cu` and `kernels/delta_net.cu`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ikcli.backends.cuda.activations import PER_BLOCK, THREADS, parts_of, row_grid
+from ikcli.backends.cuda.lower import RULES, Arg, Grid, Lowering
+from ikcli.backends.cuda.upload import device_row_bytes
+from ikcli.errors import UnsupportedError
+from ikcli.gguf.constants import TYPE_TRAITS, GGMLType
+from ikcli.graph import Node
+from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, ShortConv
+
+CONV_TOKENS, MAX_TAPS = 32, 16  # layer_recurrent.cu
+KEY_COLUMNS = (64, 128, 256)  # the kernels of delta_net.cu
+V_COLUMNS = 32  # of a block of one
+
+
+@RULES.add(ShortConv, "state parts weights")
+def _short_conv(low: Lowering, node: Node, op: ShortConv) -> None:
+    if op.n_taps > MAX_TAPS:
+        raise UnsupportedError(f"{node.name}: {op.n_taps} taps are more than the GPU kernel takes ({MAX_TAPS})")
+    at = 0
+    for x, w in zip(op.parts, op.weights, strict=True):
+        if w.type is not GGMLType.F32:
+            raise UnsupportedError(
+                f"{w.name} is {TYPE_TRAITS[w.type].name}; weights of short convolutions have to be f32"
+            )
+        low.emit("layer_short_conv", _conv_grid(x.cols), 128, 0, low.state, low.out(x),
+                 np.int32(x.cols), low.weight(w), np.int32(device_row_bytes(w.type, w.ne0) // 4), np.int32(op.n_taps),
+                 low.cache(op.state) + 4 * at, op.state.cols, np.int32(node.cols), low.out(node) + 4 * at)  # fmt: skip
+        at += x.cols
+
+
+def _conv_grid(cols: int) -> Grid:
+    """A block per tokens of a segment and 128 columns; segments end anywhere."""
+    return lambda c: (c.n_tokens // CONV_TOKENS + c.n_segments, parts_of(cols, 128), 1)
+
+
+@RULES.add(L2Norm, "x offset n_cols width eps")
+def _l2_norm(low: Lowering, node: Node, op: L2Norm) -> None:
+    groups = node.cols // op.width
+    low.emit("layer_l2_groups", lambda c: parts_of(c.rows(node.rows) * groups, 4), 128, 0, low.state,
+             *low.row_args(node.rows), low.out(op.x) + 4 * op.offset, op.x.cols, low.out(node), np.int32(groups),
+             np.int32(op.width), np.float32(op.eps))  # fmt: skip
+
+
+@RULES.add(Decay, "x dt a bound")
+def _decay(low: Lowering, node: Node, op: Decay) -> None:
+    step = device_row_bytes(op.a.type, op.a.ne0) // 4 if op.a.ne0 == 1 else 1  # one value per row, or all in one
+    low.emit("layer_decay", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+             *low.row_args(node.rows), low.out(op.x), low.weight(op.dt), low.weight(op.a), np.int32(step),
+             low.out(node), np.int32(node.cols), np.int32(node.cols // op.n_head), np.float32(op.bound))  # fmt: skip
+
+
+@RULES.add(DeltaNet, "state q k v decay beta n_head n_head_k scale tiled")
+def _delta_net(low: Lowering, node: Node, op: DeltaNet) -> None:
+    dk, dv = op.k.width, op.v.width
+    most = next((n for n in KEY_COLUMNS if n >= dk), None)
+    if most is None:
+        raise UnsupportedError(
+            f"{node.name}: keys of {dk} columns are wider than the GPU kernels take ({KEY_COLUMNS[-1]}); run this "
+            "model without -ngl"
+        )
+    slices: list[Arg] = []
+    for part in (op.q, op.k, op.v):
+        slices += [low.out(part.node) + 4 * part.offset, part.node.cols, np.int32(part.head_stride)]
+    kernel = f"delta_net_{most}" + "_columns" * op.by_column
+    low.emit(kernel, lambda c: (c.n_segments, op.n_head, parts_of(dv, V_COLUMNS)), 128, _staged(most, op.by_column),
+             low.state, low.cache(op.state),
+             op.state.cols, *slices, low.out(op.decay), low.out(op.beta), low.out(node), np.int32(op.n_head),
+             np.int32(op.n_head_k), np.int32(dk), np.int32(dv), np.float32(op.scale), np.int32(op.tiled))  # fmt: skip
+
+
+def _staged(most: int, by_column: bool) -> int:
+    """Bytes of shared memory for keys, queries and decays of some tokens."""
+    tokens, row = 2048 // most, most + 16
+    return 4 * tokens * (2 * row + 1 + (row if by_column else 1))
+
+
+@RULES.add(GatedNorm, "x w gate eps activation")
+def _gated_norm(low: Lowering, node: Node, op: GatedNorm) -> None:
+    groups = node.cols // op.w.ne0
+    low.emit("layer_gated_norm", lambda c: parts_of(c.rows(node.rows) * groups, 4), 128, 0, low.state,
+             *low.row_args(node.rows), low.out(op.x), low.weight(op.w), low.out(op.gate), low.out(node),
+             np.int32(groups), np.int32(op.w.ne0), np.float32(op.eps),
+             np.int32(op.activation == "sigmoid"))  # fmt: skip

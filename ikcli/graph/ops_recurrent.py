@@ -1,0 +1,225 @@
+"""Operations of recurrent layers: a short convolution, the gated delta rule, and what stands around them.
+
+States (`Graph.state`) hold what a sequence leaves behind; it begins with zeros, whatever is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ikcli.graph.activations import sigmoid, silu
+from ikcli.graph.core import Array, Cache, HeadSlice, Node, Op, Place, RowSpec, Run, Weight
+from ikcli.graph.ops_rows import head_columns
+
+STATE_BLOCK = 16  # adjacent columns of v in a state of the delta rule
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv(Op):
+    """silu of a causal convolution over the tokens of a sequence, each column by itself; parts come side by side.
+
+    Weights have (taps, columns) or (taps, 1, columns), the last tap is for the token itself. The state holds the
+    last taps - 1 rows of all parts, the oldest first.
+    """
+
+    name = "short_conv"
+    stores = True
+
+    state: Cache
+    parts: tuple[Node, ...]
+    weights: tuple[Weight, ...]
+
+    def __post_init__(self) -> None:
+        for x, w in zip(self.parts, self.weights, strict=True):
+            if columns_of(w) != x.cols or w.ne0 != self.n_taps:
+                raise ValueError(f"{w.name} does not fit {x.cols} columns and {self.n_taps} taps")
+        if self.state.cols != (self.n_taps - 1) * sum(x.cols for x in self.parts):
+            raise ValueError("the state does not hold taps - 1 rows")
+
+    @property
+    def n_taps(self) -> int:
+        return self.weights[0].ne0
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.parts[0].rows, sum(x.cols for x in self.parts)
+
+    def compute(self, run: Run) -> Array:
+        x = np.concatenate([run.value(part) for part in self.parts], axis=1)
+        taps = np.concatenate([run.weight(w).reshape(-1, self.n_taps) for w in self.weights]).T
+        states, out, before = run.cached(self.state), np.empty_like(x), self.n_taps - 1
+        for s in run.state.segments:
+            past = states[s.seq].reshape(before, -1) if s.pos else np.zeros((before, x.shape[1]), x.dtype)
+            rows = np.concatenate([past.astype(x.dtype), x[s.start : s.start + s.n_tokens]])
+            sums = sum(tap * rows[i : i + s.n_tokens] for i, tap in enumerate(taps))
+            out[s.start : s.start + s.n_tokens] = silu(np.asarray(sums))
+            states[s.seq] = rows[len(rows) - before :].reshape(-1)
+        return out
+
+
+def columns_of(w: Weight) -> int:
+    """Rows of a weight, whatever its dimensions."""
+    return int(np.prod(w.shape[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class L2Norm(Op):
+    """Columns [offset, offset + n_cols) of x in groups of `width`, each over sqrt(sum of squares + eps)."""
+
+    name = "l2_norm"
+
+    x: Node
+    offset: int
+    n_cols: int
+    width: int
+    eps: float
+
+    def __post_init__(self) -> None:
+        if self.n_cols % self.width or self.offset + self.n_cols > self.x.cols:
+            raise ValueError(f"{self.n_cols} columns from {self.offset} on are no groups of {self.width}")
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.rows, self.n_cols
+
+    def compute(self, run: Run) -> Array:
+        x = run.value(self.x)[:, self.offset : self.offset + self.n_cols]
+        groups = x.reshape(len(x), -1, self.width)
+        total = np.sum(groups * groups, axis=-1, keepdims=True, dtype=np.float64)
+        scale: Array = (1.0 / np.sqrt(total + self.eps)).astype(run.dtype)
+        return (groups * scale).reshape(len(x), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Decay(Op):
+    """What is left of a state after a token, between 0 and 1: exp(a * softplus(x + dt)), with `a` (below 0) per head.
+
+    With a lower bound (below 0; the "safe gate" of KDA): exp(bound * sigmoid(a * (x + dt))), with `a` above 0.
+    """
+
+    name = "decay"
+    place = Place.WEIGHT
+
+    x: Node
+    dt: Weight
+    a: Weight
+    bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.dt.ne0 != self.x.cols or self.x.cols % self.n_head:
+            raise ValueError(f"{self.dt.name} or {self.a.name} does not fit {self.x.cols} columns")
+
+    @property
+    def n_head(self) -> int:
+        return int(np.prod(self.a.shape))
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.rows, self.x.cols
+
+    def compute(self, run: Run) -> Array:
+        x = run.value(self.x) + run.weight(self.dt)
+        a = np.repeat(run.weight(self.a).reshape(-1), self.x.cols // self.n_head)
+        if self.bound:
+            return np.asarray(np.exp(run.dtype(self.bound) * sigmoid(a * x)))
+        return np.asarray(np.exp(a * (np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x))))))
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet(Op):
+    """The gated delta rule: a head's state S (keys x values) forgets, corrects itself, and is read.
+
+        S = decay * S;  S += k (sigmoid(beta) * (v - k S))';  y = scale * q S
+
+    Decays are per head, or per head and column of k. `n_head` heads of v; those of q and k are fewer: head h uses
+    h % n_head_k (tiled), or h // (n_head / n_head_k). Per head, the state holds blocks of 16 columns of v: all rows of
+    the first block, then of the next.
+    """
+
+    name = "delta_net"
+    stores = True
+
+    state: Cache
+    q: HeadSlice
+    k: HeadSlice
+    v: HeadSlice
+    decay: Node
+    beta: Node
+    n_head: int
+    n_head_k: int
+    scale: float
+    tiled: bool = False
+
+    def __post_init__(self) -> None:
+        dk, dv = self.k.width, self.v.width
+        if self.q.width != dk or self.n_head % self.n_head_k or dk % 16 or dv % STATE_BLOCK:
+            raise ValueError(f"{self.n_head} heads of {dk} and {dv} columns ({self.n_head_k} of keys) do not fit")
+        if self.state.cols != self.n_head * dk * dv or self.beta.cols != self.n_head:
+            raise ValueError("the state or beta is not for these heads")
+        if self.decay.cols not in (self.n_head, self.n_head * dk):
+            raise ValueError("decays are per head, or per head and column of k")
+
+    @property
+    def by_column(self) -> bool:
+        """Whether every column of k has a decay of its own."""
+        return self.decay.cols > self.n_head
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.v.node.rows, self.n_head * self.v.width
+
+    def compute(self, run: Run) -> Array:
+        h, dk, dv = self.n_head, self.k.width, self.v.width
+        heads = np.arange(h) % self.n_head_k if self.tiled else np.arange(h) // (h // self.n_head_k)
+        q, k = (head_columns(run.value(p.node), p, self.n_head_k)[:, heads] for p in (self.q, self.k))
+        v = head_columns(run.value(self.v.node), self.v, h)
+        decay, beta = run.value(self.decay).reshape(len(v), h, -1, 1), sigmoid(run.value(self.beta))
+        states, out = run.cached(self.state), np.empty_like(v)
+        for segment in run.state.segments:
+            s = np.zeros((h, dk, dv), v.dtype)
+            if segment.pos:
+                blocks = states[segment.seq].reshape(h, dv // STATE_BLOCK, dk, STATE_BLOCK)
+                s = blocks.transpose(0, 2, 1, 3).reshape(h, dk, dv).astype(v.dtype)
+            for t in range(segment.start, segment.start + segment.n_tokens):
+                s = s * decay[t]
+                correction = beta[t][:, None] * (v[t] - np.einsum("hk,hkv->hv", k[t], s))
+                s = s + k[t][:, :, None] * correction[:, None, :]
+                out[t] = np.einsum("hk,hkv->hv", q[t], s) * run.dtype(self.scale)
+            blocks = s.reshape(h, dk, dv // STATE_BLOCK, STATE_BLOCK).transpose(0, 2, 1, 3)
+            states[segment.seq] = blocks.reshape(-1)
+        return out.reshape(len(out), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedNorm(Op):
+    """RMS norm of x in groups of as many columns as w has, times `activation` ("silu", "sigmoid") of the gate."""
+
+    name = "gated_norm"
+    place = Place.WEIGHT
+
+    x: Node
+    w: Weight
+    gate: Node
+    eps: float
+    activation: str
+
+    def __post_init__(self) -> None:
+        if self.x.cols % self.w.ne0 or self.x.cols != self.gate.cols:
+            raise ValueError(f"{self.w.name} or the gate does not fit {self.x.cols} columns")
+        if self.activation not in ("silu", "sigmoid"):
+            raise ValueError(f"no activation {self.activation}")
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.rows, self.x.cols
+
+    def compute(self, run: Run) -> Array:
+        x, gate = run.value(self.x), run.value(self.gate)
+        groups = x.reshape(len(x), -1, self.w.ne0)
+        mean = np.mean(groups * groups, axis=-1, keepdims=True, dtype=np.float64)
+        scale: Array = (1.0 / np.sqrt(mean + self.eps)).astype(run.dtype)
+        normed = (groups * scale * run.weight(self.w)).reshape(x.shape)
+        out: Array = normed * (silu(gate) if self.activation == "silu" else sigmoid(gate))
+        return out

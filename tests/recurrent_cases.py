@@ -1,0 +1,127 @@
+"""Recurrent layers for tests of kernels: graphs of one op, random rows, and what the op's `compute` makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.backends.reference import CacheStore, Executor
+from ikcli.gguf.constants import GGMLType
+from ikcli.graph import Graph, HeadSlice, Node, Weight
+from ikcli.graph.micro_batch import MicroBatch, Segment
+
+Array = npt.NDArray[Any]
+N_SEQ = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Sizes of a delta net: heads of v and of k, columns of a head of k and of v."""
+
+    n_head: int
+    n_head_k: int
+    dk: int
+    dv: int
+    by_column: bool = False
+    tiled: bool = False
+
+
+@dataclass
+class Case:
+    """A graph whose leaves are `inputs` (name: columns); `build` records its result."""
+
+    inputs: Mapping[str, int]
+    weights: Mapping[str, Array]
+    build: Callable[[Graph, Mapping[str, Node]], Node]
+    make: Callable[[np.random.Generator, int], Mapping[str, Array]]
+    states: dict[str, Array] = field(default_factory=dict)
+
+
+def weight(name: str, values: Array) -> Weight:
+    return Weight(name, GGMLType.F32, values.shape[::-1])
+
+
+def delta_case(h: Heads, strongest: float = 3.0) -> Case:
+    """q, k, v in one row, as the convolution leaves them; decays from hardly any to all that is left."""
+    keys, values = h.n_head_k * h.dk, h.n_head * h.dv
+    n_decay = h.n_head * (h.dk if h.by_column else 1)
+
+    def build(g: Graph, x: Mapping[str, Node]) -> Node:
+        state = g.state("delta", h.n_head * h.dk * h.dv)
+        q, k, v = (HeadSlice(x["qkv"], at, d, d) for at, d in ((0, h.dk), (keys, h.dk), (2 * keys, h.dv)))
+        sizes: dict[str, Any] = {"n_head": h.n_head, "n_head_k": h.n_head_k, "scale": 0.3, "tiled": h.tiled}
+        return g.delta_net(state, q, k, v, x["decay"], x["beta"], "y", **sizes)
+
+    def make(rng: np.random.Generator, n: int) -> Mapping[str, Array]:
+        heads = rng.standard_normal((n, 2 * h.n_head_k, h.dk))
+        heads /= np.linalg.norm(heads, axis=-1, keepdims=True)
+        qkv = np.concatenate([heads.reshape(n, -1), rng.standard_normal((n, values))], axis=1)
+        decay = np.exp(-np.exp(rng.uniform(-7, strongest, (n, n_decay))))
+        return {"qkv": qkv, "decay": decay, "beta": 2 * rng.standard_normal((n, h.n_head))}
+
+    return Case({"qkv": 2 * keys + values, "decay": n_decay, "beta": h.n_head}, {}, build, make)
+
+
+def conv_case(widths: Sequence[int], taps: int) -> Case:
+    rng = np.random.default_rng([7, taps])
+    weights = {f"w{i}": rng.standard_normal((n, taps)).astype(np.float32) for i, n in enumerate(widths)}
+    inputs = {f"x{i}": n for i, n in enumerate(widths)}
+
+    def build(g: Graph, x: Mapping[str, Node]) -> Node:
+        state = g.state("conv", (taps - 1) * sum(widths))
+        return g.short_conv(state, list(x.values()), [weight(name, w) for name, w in weights.items()], "y")
+
+    def make(rng: np.random.Generator, n: int) -> Mapping[str, Array]:
+        return {name: rng.standard_normal((n, cols)) for name, cols in inputs.items()}
+
+    return Case(inputs, weights, build, make)
+
+
+@dataclass
+class Oracle:
+    """Runs a case with `compute`, in float64, over micro-batches; states stay."""
+
+    case: Case
+
+    def __post_init__(self) -> None:
+        from leaves import leaf
+
+        self.graph = Graph()
+        leaves = {name: leaf(self.graph, name, cols) for name, cols in self.case.inputs.items()}
+        self.result = self.case.build(self.graph, leaves)
+        self.leaves = leaves
+        self.caches = CacheStore(8, N_SEQ)
+
+    def __call__(self, segments: Sequence[Segment], values: Mapping[str, Array]) -> Array:
+        ex = Executor(lambda name: np.asarray(self.case.weights[name]), self.caches, np.float64)
+        n = sum(s.n_tokens for s in segments)
+        pos = np.concatenate([np.arange(s.pos, s.pos + s.n_tokens) for s in segments]).astype(np.int32)
+        ex.state = MicroBatch(np.zeros(n, np.int32), pos, np.arange(n), np.arange(0), tuple(segments))
+        for name, node in self.leaves.items():
+            ex._values[node.index] = values[name]
+        value: Array = self.result.op.compute(ex)
+        return value
+
+    def state(self, seq: int) -> Array:
+        """What is kept of a sequence."""
+        (cache,) = self.graph.caches.values()
+        return self.caches.rows(cache)[seq]
+
+
+def micro_batches(lengths: Sequence[Sequence[int]]) -> list[list[Segment]]:
+    """Segments of micro-batches; lengths[i][j]: tokens of sequence j in micro-batch i, 0: it is not part of it."""
+    past = [0] * N_SEQ
+    batches = []
+    for row in lengths:
+        segments, start = [], 0
+        for seq, n in enumerate(row):
+            if n:
+                segments.append(Segment(start, n, 0, past[seq], (seq * 3 + 1) % N_SEQ))
+                past[seq] += n
+                start += n
+        batches.append(segments)
+    return batches

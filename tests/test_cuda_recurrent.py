@@ -1,0 +1,139 @@
+"""CUDA kernels of recurrent layers, emulated, against the NumPy meaning of their ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from cuda_emulation import EmulatedDevice, needs_emulation
+from cuda_graphs import LIMITS, GraphRun, download, keep
+from leaves import Leaf, leaf
+from recurrent_cases import N_SEQ, Case, Heads, Oracle, conv_case, delta_case, micro_batches
+
+from ikcli.backends.cuda.lower import Counts, Lowering, Program, all_rules, lower
+from ikcli.errors import UnsupportedError
+from ikcli.graph import Graph, Node, Rows
+from ikcli.graph.micro_batch import Segment
+
+pytestmark = needs_emulation
+Array = npt.NDArray[Any]
+LENGTHS = ([1], [2, 1, 8], [33], [31, 1], [32, 3, 17], [1, 1, 1, 1], [5, 0, 65])
+
+
+class Device:
+    """One graph, its states in (emulated) device memory."""
+
+    def __init__(self, case: Case, most: int) -> None:
+        self.case, self.graph = case, Graph()
+        self.leaves = {name: leaf(self.graph, name, cols) for name, cols in case.inputs.items()}
+        self.result = case.build(self.graph, self.leaves)
+        rows = {Rows.TOKENS: most, Rows.OUTPUTS: 1, Rows.KV: most}
+        rules = all_rules().replaced({Leaf: keep})
+        given = [self.result, *self.leaves.values()]
+        self.program: Program = lower(self.graph.nodes, given, Lowering(rows, most, LIMITS), rules)
+        self.device = EmulatedDevice(seed=1)
+        self.stream = self.device.stream()
+        (self.cache,) = self.graph.caches.values()
+        self.states = self.device.alloc(4 * N_SEQ * self.cache.cols, "states").address
+        self.arena = self.device.alloc(self.program.arena_bytes, "arena").address
+        self.weights = {name: self.upload(_device_rows(w)) for name, w in case.weights.items()}
+
+    def upload(self, data: Array) -> int:
+        memory = self.device.alloc(max(data.nbytes, 1), "data")
+        self.device.upload(self.stream, memory.address, np.ascontiguousarray(data))
+        return memory.address
+
+    def __call__(self, segments: list[Segment], values: dict[str, Array]) -> Array:
+        n = sum(s.n_tokens for s in segments)
+        table = np.array([[s.start, s.n_tokens, 0, s.pos, 0, s.n_kv] for s in segments])
+        words = np.zeros(16, np.int64)
+        words[:4] = n, 0, n, len(segments)
+        words[8], words[10] = self.upload(table), self.upload(np.array([s.seq for s in segments]))
+        self.program.bind(self.upload(words), self.arena, {}, self.weights, {self.cache: self.states})
+        for name, node in self.leaves.items():
+            self.device.upload(self.stream, self.program.node_address(node), values[name].astype(np.float32))
+        counts = Counts(n, 0, n, len(segments), n).bucket(self.program.lowering.max_rows)
+        for launch in self.program.launches(counts):
+            self.device.launch(self.stream, launch)
+        found = download(self.device, self.stream, self.program, self.result, n)
+        self.device.synchronize(self.stream)
+        return found
+
+    def state(self, seq: int) -> Array:
+        kept = np.empty(self.cache.cols, np.float32)
+        self.device.download(self.stream, kept, self.states + 4 * self.cache.cols * seq)
+        self.device.synchronize(self.stream)
+        return kept
+
+
+def _device_rows(w: Array) -> Array:
+    """Rows of f32 as they are on a device: padded to 16 bytes."""
+    return np.pad(w, ((0, 0), (0, -w.shape[1] % 4)))
+
+
+def compare(case: Case, lengths: Any = LENGTHS, tolerance: float = 1e-5) -> None:
+    batches = micro_batches(lengths)
+    run, oracle = Device(case, max(sum(s.n_tokens for s in b) for b in batches) + 3), Oracle(case)
+    rng = np.random.default_rng(3)
+    try:
+        for segments in batches:
+            values = {
+                name: x.astype(np.float32) for name, x in case.make(rng, sum(s.n_tokens for s in segments)).items()
+            }
+            found, wanted = run(segments, values), oracle(segments, values)
+            assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max(), segments
+            for s in segments:
+                assert np.abs(run.state(s.seq) - oracle.state(s.seq)).max() <= tolerance * np.abs(wanted).max(), (
+                    segments
+                )
+    finally:
+        run.device.close()
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+@pytest.mark.parametrize(
+    ("n_head", "n_head_k", "dk", "dv", "tiled"),
+    [(4, 2, 64, 64, True), (1, 1, 128, 128, False), (6, 3, 16, 48, False), (2, 2, 144, 16, False)],
+)
+def test_delta_net(n_head: int, n_head_k: int, dk: int, dv: int, tiled: bool, by_column: bool) -> None:
+    compare(delta_case(Heads(n_head, n_head_k, dk, dv, by_column, tiled)))
+
+
+@pytest.mark.parametrize("widths", [(16,), (80, 16, 208), (256, 64)])
+@pytest.mark.parametrize("taps", [2, 4, 5])
+def test_short_conv(widths: tuple[int, ...], taps: int) -> None:
+    compare(conv_case(widths, taps))
+
+
+def test_what_is_too_large_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="keys of 272 columns are wider than the GPU kernels take"):
+        Device(delta_case(Heads(1, 1, 272, 16)), 4)
+    with pytest.raises(UnsupportedError, match="17 taps are more than the GPU kernel takes"):
+        Device(conv_case((16,), 17), 4)
+
+
+def random(*shape: int, seed: int = 1) -> Array:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("width", [1, 16, 40, 128])
+def test_norms(width: int) -> None:
+    run = GraphRun(all_rules(), {"w": 1 + random(width)})
+    x, gate = run.input("x", random(5, 4 * width + 3)), run.input("gate", 5 * random(5, 2 * width, seed=2))
+    normed = run.graph.l2_norm(x, width, 1e-6, "normed", offset=3, cols=2 * width)
+    gated = [run.graph.gated_norm(normed, run.weight("w"), gate, 1e-6, a, activation=a) for a in ("silu", "sigmoid")]
+    for found, wanted in run(normed, *gated):
+        np.testing.assert_allclose(found, wanted, rtol=3e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("bound", [0.0, -5.0])
+@pytest.mark.parametrize(("heads", "width"), [(1, 1), (35, 1), (3, 16), (3, 500)])
+def test_decay(heads: int, width: int, bound: float) -> None:
+    a = np.exp(random(heads)) * (1 if bound else -1)
+    run = GraphRun(all_rules(), {"dt": random(heads * width, seed=2), "a": a})
+    x = run.input("x", 10 * random(5, heads * width, seed=3))
+    y: Node = run.graph.decay(x, run.weight("dt"), run.weight("a"), "y", bound=bound)
+    ((found, wanted),) = run(y)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-35)

@@ -85,6 +85,8 @@ def tiny_model(
         shape = spec.shape[::-1]
         if name.endswith("norm.weight"):
             model.set(name, 1 + 0.1 * rng.standard_normal(shape))
+        elif name.endswith("ssm_a"):  # logarithms of decays, or what they are multiplied with
+            model.set(name, (1 if hp.kda_lower_bound else -1) * np.exp(rng.standard_normal(shape)))
         elif name == "rope_freqs.weight":
             model.set(name, 1 + 7 * rng.random(shape))
         elif name.endswith(".bias"):

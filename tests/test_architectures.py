@@ -21,16 +21,17 @@ from ikcli.engine import gpus
 from ikcli.engine.batch import Batch
 from ikcli.engine.reference_session import ReferenceSession
 from ikcli.engine.session import Session
-from ikcli.errors import FormatError
+from ikcli.errors import FormatError, IkError
 from ikcli.eval.kl_divergence import KlParams, run
 from ikcli.eval.kld_file import BaseReader
 from ikcli.gguf.constants import GGMLType
 from ikcli.models import GraphConfig, HParams
 
 GOLDEN = (
-    "command-r", "dots1", "ernie4_5", "ernie4_5-moe", "falcon", "gemma", "glm-dsa", "glm4", "glm4moe", "gptneox",
-    "granite", "granitemoe", "hunyuan-moe", "kimi-k2", "llama-rope3", "minimax-m2", "mistral3", "mistral4", "mixtral",
-    "olmo2", "phi2", "qwen2moe", "qwen2vl", "qwen3vl", "qwen3vlmoe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    "bailingmoe3", "command-r", "dots1", "ernie4_5", "ernie4_5-moe", "falcon", "gemma", "glm-dsa", "glm4", "glm4moe",
+    "gptneox", "granite", "granitemoe", "hunyuan-moe", "kimi-k2", "llama-rope3", "minimax-m2", "mistral3", "mistral4",
+    "mixtral", "olmo2", "phi2", "qwen2moe", "qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen3next",
+    "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 OVERRIDES = {"mistral4": ("mistral4.attention.temperature_scale=float:0.3",)}  # the file does not say
 F32_CACHE = ("granitemoe",)  # of what an f16 cache rounds away the bounds (against torch) know nothing
@@ -49,6 +50,16 @@ MISTRAL4 = SHARED | {
     "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 4,
 }  # fmt: skip
 GRANITE = {"embedding_scale": 3.0, "residual_scale": 0.6, "logit_scale": 4.0, "attention.scale": 0.2}
+DELTA = {
+    "block_count": 5, "nextn_predict_layers": 1, "ssm.conv_kernel": 4, "ssm.state_size": 32, "ssm.group_count": 2,
+    "ssm.time_step_rank": 4, "ssm.inner_size": 64, "rope.dimension_count": 8,
+}  # fmt: skip
+KDA = SHARED | {
+    "block_count": 3, "attention.head_count_kv": [0, 0, 4], "ssm.conv_kernel": 4, "kda.head_dim": 16,
+    "attention.kv_lora_rank": 48, "attention.key_length": 64, "attention.value_length": 48, "rope.dimension_count": 16,
+    "attention.key_length_mla": 48, "attention.value_length_mla": 32, "expert_gating_func": 2,
+    "expert_weights_scale": 1.5,
+}  # fmt: skip
 TINY: dict[str, dict[str, Any]] = {
     "bailingmoe2": SHARED | {"block_count": 3, "expert_shared_feed_forward_length": 80, "expert_gating_func": 2,
                              "expert_group_count": 4, "expert_group_used_count": 2, "expert_weights_scale": 2.5},
@@ -65,6 +76,14 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2moe": EXPERTS | {"expert_shared_feed_forward_length": 80},
     "hunyuan-moe": EXPERTS | {"expert_shared_count": 1}, "minimax-m2": EXPERTS | {"rope.dimension_count": 8},
     "seed_oss": {"attention.key_length": 64, "attention.value_length": 64}, "smollm3": {"block_count": 4},
+    "qwen35": DELTA, "qwen35moe": DELTA | EXPERTS | {"expert_shared_feed_forward_length": 48},
+    "qwen3next": DELTA | EXPERTS, "kimi-linear": KDA,
+    "bailingmoe3": KDA | {"kda.gate_lower_bound": -5.0, "expert_group_count": 4, "expert_group_used_count": 2,
+                          "swiglu_clamp_exp": [0.0, 0.5, 0.0], "swiglu_clamp_shexp": [0.7, 0.0, 0.4]},
+}  # fmt: skip
+OPTIONAL = {
+    "qwen3next": ("ssm_in.weight", "ssm_ba.weight"),
+    "bailingmoe3": ("ssm_f_a.weight", "ssm_g.weight")
 }  # fmt: skip
 
 
@@ -90,7 +109,8 @@ def test_golden(name: str, shared_dir: Path) -> None:
 
 def written(arch: str, folder: Path) -> tuple[Path, np.ndarray]:
     """A tiny model and what the NumPy reference makes of TOKENS."""
-    model = tiny_model(arch, optional=("exp_probs_b.bias", "q.bias", "k.bias", "v.bias", "kv_b.weight"), **TINY[arch])
+    optional = ("exp_probs_b.bias", "q.bias", "k.bias", "v.bias", "kv_b.weight", *OPTIONAL.get(arch, ()))
+    model = tiny_model(arch, optional=optional, **TINY[arch])
     path = write_model(model, folder / "tiny.gguf")
     f32 = GraphConfig(n_ctx=256, type_k=GGMLType.F32, type_v=GGMLType.F32)
     return path, ReferenceSession(path, f32).decode(Batch.single(TOKENS, logits="all"))
@@ -139,3 +159,41 @@ def test_gating_of_files_that_do_not_say() -> None:
         model = tiny_deepseek2(expert_gating_func=None) if arch == "deepseek2" else tiny_model(arch, **TINY[arch])
         hp = HParams.from_gguf(model.metadata, tensors, "x.gguf")
         assert hp.expert_gating == wanted, arch
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "message"),
+    [
+        ("qwen35", {"ssm.group_count": 3}, "ssm.group_count is 3, which does not divide the 4 heads"),
+        ("qwen35", {"ssm.inner_size": 66}, "ssm.inner_size is 66, no multiple of 4 heads"),
+        ("qwen35", {"ssm.state_size": 24}, "have 24 and 16 columns; only multiples of 16 up to 256"),
+        ("qwen35", {"attention.recurrent_layers": [True]}, "has 1 values for 4 layers"),
+        (
+            "qwen35",
+            {"attention.recurrent_layers": "many layers"},
+            "should be a list of 4 values|has 1 values for 4 layers",
+        ),
+        ("qwen35", {"ssm.conv_kernel": 1}, "ssm.conv_kernel is 1, outside 2..16"),
+        ("kimi-linear", {"attention.head_count_kv": 4}, "head_count_kv should be a list of 3 values, but is 4"),
+        ("bailingmoe3", {"kda.safe_gate": False}, "kda.safe_gate is false; only the safe gate"),
+        ("bailingmoe3", {"kda.gate_lower_bound": 5.0}, "kda.gate_lower_bound is 5.0; it must be below 0"),
+    ],
+)
+def test_files_with_recurrent_layers_that_cannot_be_run(arch: str, changes: dict[str, Any], message: str) -> None:
+    metadata = tiny_model(arch, **TINY[arch]).metadata | {f"{arch}.{key}": value for key, value in changes.items()}
+    with pytest.raises(IkError, match=message):
+        HParams.from_gguf(metadata, {}, "x.gguf")
+
+
+def test_which_layers_are_recurrent() -> None:
+    """The list of the file, or all but every n-th; with KDA those without key heads. Missing layers are none."""
+
+    def read(arch: str, **changes: Any) -> HParams:
+        return HParams.from_gguf(tiny_model(arch, **TINY[arch] | changes).metadata, {}, "x.gguf")
+
+    assert read("qwen35").recurrent_layers == {0, 1, 2}
+    assert read("qwen35", full_attention_interval=2).recurrent_layers == {0, 2}
+    listed = {"attention.recurrent_layers": [False, True, True, False, False]}
+    assert read("qwen35", **listed).recurrent_layers == {1, 2}
+    assert read("kimi-linear").recurrent_layers == {0, 1}
+    assert read("bailingmoe3", nextn_predict_layers=1).n_layer == 3

@@ -17,6 +17,7 @@ from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights, check_tensors
 
 ARCHITECTURES: dict[str, str] = {
     "bailingmoe2": "ikcli.models.bailingmoe2",
+    "bailingmoe3": "ikcli.models.kimi_linear",
     "cohere2": "ikcli.models.cohere2",
     "cohere2_moe": "ikcli.models.cohere2",
     "command-r": "ikcli.models.command_r",
@@ -37,6 +38,7 @@ ARCHITECTURES: dict[str, str] = {
     "granite": "ikcli.models.granite",
     "granitemoe": "ikcli.models.granite",
     "hunyuan-moe": "ikcli.models.hunyuan_moe",
+    "kimi-linear": "ikcli.models.kimi_linear",
     "laguna": "ikcli.models.step35",
     "llama": "ikcli.models.llama",
     "llama4": "ikcli.models.llama4",
@@ -53,7 +55,10 @@ ARCHITECTURES: dict[str, str] = {
     "qwen2moe": "ikcli.models.qwen2moe",
     "qwen2vl": "ikcli.models.qwen2",  # text: all sections of the rotation have one position
     "qwen3": "ikcli.models.qwen3",
+    "qwen35": "ikcli.models.qwen3next",
+    "qwen35moe": "ikcli.models.qwen3next",
     "qwen3moe": "ikcli.models.qwen3moe",
+    "qwen3next": "ikcli.models.qwen3next",
     "qwen3vl": "ikcli.models.qwen3",
     "qwen3vlmoe": "ikcli.models.qwen3moe",
     "seed_oss": "ikcli.models.seed_oss",

@@ -140,14 +140,16 @@ def self_attention(
     norm_last: bool = False,
     norm_heads: bool = False,
     gating: str = "sigmoid",
+    gated: bool = False,
 ) -> Node:
     """Grouped-query attention with rotated q and k, optional biases and optional norms of q and k heads.
 
     No `table`: without rotation. `norm_last`: q and k are normed after the rotation; `norm_heads`: then, by head and
-    without weights. See `attend` for the rest.
+    without weights. `gated`: every query head of the projection is followed by as many columns of a gate on its result.
+    See `attend` for the rest.
     """
     hp = hp.at(layer.il)
-    fused = _fused_projections(g, hp, x, layer)
+    fused = _query_and_gate(g, hp, x, layer) if gated else _fused_projections(g, hp, x, layer)
     q = _project(g, hp, x, layer, table, "q", hp.n_head, neox, norm_last, fused.get("q"))
     k = _project(g, hp, x, layer, table, "k", hp.n_head_kv, neox, norm_last, fused.get("k"))
     if norm_heads:
@@ -157,7 +159,8 @@ def self_attention(
         length = hp.temperature_length or hp.rope.n_ctx_orig
         q = g.pos_scale(q, hp.temperature_scale, length, "Qcur_tempered", shift=hp.temperature_shift)
     v = fused.get("v") or linear(g, attention_matrix(hp, layer, "v"), layer.get("attn_v_bias"), x, "Vcur")
-    return attend(g, hp, cfg, q, (k, g.scale(v, hp.value_scale, "Vcur_scaled")), x, layer, gating=gating)
+    v = g.scale(v, hp.value_scale, "Vcur_scaled")
+    return attend(g, hp, cfg, q, (k, v), x, layer, gating=gating, gate=fused.get("gate"))
 
 
 def attend(
@@ -171,8 +174,10 @@ def attend(
     *,
     kv_layer: int = -1,
     gating: str = "sigmoid",
+    gate: Node | None = None,
 ) -> Node:
-    """Attention of projected heads, with what the layer has of windows, sinks and a gate on x; the output projection.
+    """Attention of projected heads, with what the layer has of windows, sinks and a gate on x (or `gate`); the output
+    projection.
 
     k and v are stored first; without `kv` those that layer `kv_layer` stored are read.
     """
@@ -204,10 +209,20 @@ def attend(
     )
     if cfg.v_hadamard:
         kqv = g.hadamard(kqv, hp.n_head, hp.head_dim_v, "kqv_hadamard")
-    gate = layer.get("attn_gate")
+    matrix = layer.get("attn_gate")
+    if matrix is not None:
+        gate = g.mul_mat(matrix, x, "attn_gate")
     if gate is not None:
-        kqv = g.gate(kqv, g.mul_mat(gate, x, "attn_gate"), "attn_gated", gating)
+        kqv = g.gate(kqv, gate, "attn_gated", gating)
     return linear(g, layer.attn_output, layer.get("attn_output_bias"), kqv, "kqv_out")
+
+
+def _query_and_gate(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> dict[str, Node]:
+    """Both parts of a projection whose heads are [query | gate]."""
+    cur, d = g.mul_mat(layer.attn_q, x, "Qcur_full"), hp.head_dim_k
+    names = {"q": "Qcur_proj", "gate": "gate"}
+    return {part: g.concat_heads([HeadSlice(cur, i * d, d, 2 * d)], hp.n_head, name)
+            for i, (part, name) in enumerate(names.items())}  # fmt: skip
 
 
 def attention_matrix(hp: HParams, layer: LayerWeights, which: str) -> Weight:

@@ -22,12 +22,13 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file; which of kv_b, k_b, v_b are there is up to `mla.derive`."""
     specs = blocks.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.in_block(il, _attention_specs(hp))
+        specs |= blocks.in_block(il, attention_specs(hp))
         specs |= blocks.feed_forward_specs(hp, il)
     return specs
 
 
-def _attention_specs(hp: HParams) -> TensorSpecs:
+def attention_specs(hp: HParams) -> TensorSpecs:
+    """Norms and projections of a block with latent attention."""
     nope, rank, n_head, v = hp.head_dim_k - hp.n_rot, hp.kv_lora_rank, hp.n_head, hp.head_dim_v
     specs = {
         "attn_norm.weight": TensorSpec((hp.n_embd,)),
@@ -50,18 +51,23 @@ def _attention_specs(hp: HParams) -> TensorSpecs:
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    table = _rope_table(g, hp)
+    table = rope_table(g, hp)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
-        q = _query(g, hp, x, layer, table)
-        k_rope, latent = _latent(g, hp, x, layer, table)
-        attend = _full_attention if cfg.mla == 0 else _latent_attention
-        return g.mul_mat(layer.attn_output, attend(g, hp, cfg, q, k_rope, latent, layer), "kqv_out")
+        return g.mul_mat(layer.attn_output, attention(g, hp, cfg, x, layer, table), "kqv_out")
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
         return blocks.feed_forward(g, hp, cfg, x, layer)
 
     return blocks.transformer(g, hp, w, attn, ffn)
+
+
+def attention(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights, table: Node | None) -> Node:
+    """Latent attention up to the output projection; no `table`: without rotation."""
+    q = _query(g, hp, x, layer, table)
+    k_rope, latent = _latent(g, hp, x, layer, table)
+    attend = _full_attention if cfg.mla == 0 else _latent_attention
+    return attend(g, hp, cfg, q, k_rope, latent, layer)
 
 
 def attention_scale(hp: HParams) -> float:
@@ -70,31 +76,33 @@ def attention_scale(hp: HParams) -> float:
     return mscale * mscale / math.sqrt(hp.head_dim_k)
 
 
-def _rope_table(g: Graph, hp: HParams) -> Node:
+def rope_table(g: Graph, hp: HParams) -> Node:
+    """Rotation table shared by all layers."""
     # The scale above replaces YaRN's magnitude factor, which is divided out of cosine and sine again.
     mscale = magnitude(hp.rope, 1.0 / yarn_log(hp.rope))
     return g.rope_table(inverse_frequencies(hp.rope, hp.n_rot).tolist(), mscale)
 
 
-def _query(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node) -> Node:
+def _query(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node | None) -> Node:
     """Query heads [nope | rotated]."""
     if hp.q_lora_rank:
         q_a = g.rms_norm(g.mul_mat(layer.attn_q_a, x, "q_a"), layer.attn_q_a_norm, hp.eps, "q_a_norm")
         q = g.mul_mat(layer.attn_q_b, q_a, "q")
     else:
         q = g.mul_mat(layer.attn_q, x, "q")
-    q = g.rope(q, table, hp.n_head, hp.head_dim_k, "q_rope", offset=hp.head_dim_k - hp.n_rot)
+    if table is not None:
+        q = g.rope(q, table, hp.n_head, hp.head_dim_k, "q_rope", offset=hp.head_dim_k - hp.n_rot)
     if hp.temperature_scale:  # Mistral 4
         q = g.pos_scale(q, hp.temperature_scale, hp.rope.n_ctx_orig, "q_tempered")
     return q
 
 
-def _latent(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node) -> tuple[HeadSlice, Node]:
+def _latent(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node | None) -> tuple[HeadSlice, Node]:
     """The rotated key shared by all heads, and the normed latent."""
     rank = hp.kv_lora_rank
     kv_a = g.mul_mat(layer.attn_kv_a_mqa, x, "kv_rope_compressed")
     latent = g.rms_norm(kv_a, layer.attn_kv_a_norm, hp.eps, "kv_compressed", cols=rank)
-    rotated = g.rope(kv_a, table, 1, hp.kv_row, "k_rope", offset=rank)
+    rotated = kv_a if table is None else g.rope(kv_a, table, 1, hp.kv_row, "k_rope", offset=rank)
     return HeadSlice(rotated, rank, hp.n_rot, 0), latent
 
 

@@ -1,8 +1,8 @@
 """Hyper-parameters of a model, from architecture keys (`<arch>.block_count`, ...).
 
 Names are ggml's. Answers to `llm_load_hparams` of ik_llama.cpp. `rope.py` reads the keys of the rotation, `windows.py`
-those of layers with windows, and nobody else any; of an architecture that is not in `windows.py` they are not read,
-as there: attention is over the whole sequence.
+those of layers with windows, `recurrent.py` those of recurrent layers, and nobody else any; of an architecture that is
+not in `windows.py` they are not read, as there: attention is over the whole sequence.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.models.keys import HasShape, Keys, by_layer
+from ikcli.models.recurrent import KDA, read_recurrent
 from ikcli.models.rope import RopeParams, read_rope
 from ikcli.models.windows import read_windows
 
@@ -21,10 +22,11 @@ MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 GATING = {1: "softmax", 2: "sigmoid"}
 _ALL_EXPERTS = (
-    "gpt-oss", "granitemoe", "hunyuan-moe", "mellum", "minimax-m2", "qwen2moe", "qwen3moe", "qwen3vlmoe",
+    "gpt-oss", "granitemoe", "hunyuan-moe", "mellum", "minimax-m2", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next",
+    "qwen3vlmoe",
 )  # fmt: skip
 """In every layer."""
-MLA = ("deepseek2", "glm-dsa", "mistral4")  # multi-head latent attention
+MLA = ("deepseek2", "glm-dsa", "mistral4", *KDA)  # multi-head latent attention
 _DENSE_LEAD = (*MLA, "bailingmoe2", "cohere2_moe", "dots1", "ernie4_5-moe", "glm4moe", "laguna", "minimax-m3", "step35")
 """In all layers but the first ones."""
 _SIGMOID = (
@@ -96,6 +98,13 @@ class HParams:
     swiglu_limit_shared: float = 0.0  # of shared experts and dense parts
     parallel: bool = False  # attention and feed-forward part are side by side
     is_moe: bool = True  # has experts, where the model has any
+    recurrent_layers: frozenset[int] = frozenset()
+    ssm_d_conv: int = 0  # taps of the convolution
+    ssm_d_state: int = 0  # columns of a key head
+    ssm_n_group: int = 0  # key heads
+    ssm_dt_rank: int = 0  # value heads
+    ssm_d_inner: int = 0  # columns of all value heads
+    kda_lower_bound: float = 0.0  # of logarithms of decays; 0: none
     per_layer: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -108,7 +117,10 @@ class HParams:
         values: dict[str, Any] = {"arch": arch, "source": source}
         n_layer = keys.integer("block_count", most=MAX_LAYERS, least=1)
         # Layers that predict further tokens (NextN, MTP) come last and are not part of the run.
-        values["n_layer"] = n_layer - keys.integer("nextn_predict_layers", 0, most=n_layer - 1)
+        n_further = keys.integer("nextn_predict_layers", 0, most=n_layer - 1)
+        if arch == "bailingmoe3" and f"blk.{n_layer - n_further}.nextn.eh_proj.weight" not in tensors:
+            n_further = 0  # some files count a layer that they do not have
+        values["n_layer"] = n_layer - n_further
         values["n_embd"] = keys.integer("embedding_length", least=1)
         values["n_ctx_train"] = keys.integer("context_length", least=1)
         values["n_vocab"] = _n_vocab(keys, tensors)
@@ -125,9 +137,10 @@ class HParams:
         if arch in _WHERE_ROUTED and tensors:
             values["is_moe"] = tuple(f"blk.{il}.ffn_gate_inp.weight" in tensors for il in range(values["n_layer"]))
         values |= _scores(keys, values)
-        if arch == "step35":
+        if arch == "step35" or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
             values |= _swiglu_limits(keys, values["n_layer"])
         values |= read_windows(keys, values)
+        values |= read_recurrent(keys, values, tensors)
         if arch in ("granite", "granitemoe"):
             values |= _multipliers(keys)
         if arch in ("mistral3", "mistral4"):  # files of Mistral 4 do not say
@@ -148,6 +161,10 @@ class HParams:
         """Whether the feed-forward part of block il is made of experts."""
         moe = self.n_expert > 0 and il >= self.n_layer_dense_lead and (il + 1) % self.moe_step == 0
         return moe and self.at(il).is_moe
+
+    def is_recurrent(self, il: int) -> bool:
+        """Whether block il keeps a state instead of a cache."""
+        return il in self.recurrent_layers
 
     def at(self, il: int) -> HParams:
         """The numbers of layer il."""
@@ -198,7 +215,7 @@ def _uniform(value: Any) -> Any:
 def _heads(keys: Keys, n_embd: int, n_layer: int) -> dict[str, Any]:
     n_head = keys.per_layer("attention.head_count", n_layer=n_layer, least=1)
     n_head_kv = n_head
-    if "attention.head_count_kv" in keys:
+    if "attention.head_count_kv" in keys and keys.arch not in KDA:  # there the list says which layers are recurrent
         n_head_kv = keys.per_layer("attention.head_count_kv", n_layer=n_layer, least=1)
     for q, kv in zip(by_layer(n_head, n_layer), by_layer(n_head_kv, n_layer), strict=True):
         if q % kv:
@@ -280,7 +297,7 @@ def _temperature(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _swiglu_limits(keys: Keys, n_layer: int) -> dict[str, tuple[float, ...]]:
-    """Step-3.5: what the parts of gated feed-forward layers are held to, under either of two names."""
+    """Step-3.5, Ling 3: what the parts of gated feed-forward layers are held to, under either of two names."""
     names = {"swiglu_limit": ("limits", "clamp_exp"), "swiglu_limit_shared": ("limits_shared", "clamp_shexp")}
     found = {}
     for field_name, (first, second) in names.items():

@@ -48,7 +48,7 @@ def derived_specs(tensors: Mapping[str, TensorLike], hp: HParams, cfg: GraphConf
     if hp.arch not in MLA:
         return specs
     nope, dv = hp.head_dim_k - hp.n_rot, hp.head_dim_v
-    for il in range(hp.n_layer):
+    for il in (il for il in range(hp.n_layer) if not hp.is_recurrent(il)):
         kv_b, k_b, v_b = (tensors.get(_name(il, part)) for part in ("kv_b", "k_b", "v_b"))
         if kv_b is None and (k_b is None or v_b is None):
             raise FormatError(

@@ -140,3 +140,7 @@ class LayerWeights:
     def get(self, attr: str) -> Weight | None:
         """The tensor, or None."""
         return self._weights.get(self._name(attr))
+
+    def tensor(self, name: str) -> Weight:
+        """A tensor whose name has no ending."""
+        return self._weights[f"blk.{self.il}.{name}"]

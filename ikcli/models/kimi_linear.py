@@ -1,0 +1,50 @@
+"""Kimi Linear, Ling 3 (bailingmoe3): recurrent layers with a decay per column (KDA), others with latent attention.
+
+Kimi does not rotate; Ling rotates, and gates the result of attention per head. Experts as DeepSeek-V3 has them.
+"""
+
+from __future__ import annotations
+
+from ikcli.graph import Graph, Node
+from ikcli.graph.activations import Glu
+from ikcli.models import blocks, deepseek2, delta_net
+from ikcli.models.config import GraphConfig
+from ikcli.models.hparams import HParams
+from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+
+
+def tensor_shapes(hp: HParams) -> TensorSpecs:
+    """Expected tensors of the file."""
+    specs = blocks.base_specs(hp)
+    for il in range(hp.n_layer):
+        if hp.is_recurrent(il):
+            specs |= delta_net.kda_specs(hp, il)
+        else:
+            specs |= blocks.in_block(il, deepseek2.attention_specs(hp))
+            gates = TensorSpec(
+                (hp.n_embd, hp.n_head), hp.arch == "bailingmoe3", ((hp.n_embd, hp.n_head * hp.head_dim_v),)
+            )
+            specs[f"blk.{il}.attn_gate.weight"] = gates
+        specs |= blocks.feed_forward_specs(hp, il)
+    return specs
+
+
+def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+    """Record the graph; returns the logits of the output rows."""
+    table = None if hp.arch == "kimi-linear" else deepseek2.rope_table(g, hp)
+
+    def attn(x: Node, layer: LayerWeights) -> Node:
+        if hp.is_recurrent(layer.il):
+            return delta_net.kda(g, hp, x, layer)
+        kqv = deepseek2.attention(g, hp, cfg, x, layer, table)
+        gate = layer.get("attn_gate")
+        if gate is not None:
+            kqv = g.gate(kqv, g.mul_mat(gate, x, "attn_gate"), "kqv_gated")
+        return g.mul_mat(layer.attn_output, kqv, "kqv_out")
+
+    def ffn(x: Node, layer: LayerWeights) -> Node:
+        own = hp.at(layer.il)
+        limits = own.swiglu_limit, own.swiglu_limit_shared
+        return blocks.feed_forward(g, hp, cfg, x, layer, *(Glu(limit=limit) for limit in limits))
+
+    return blocks.transformer(g, hp, w, attn, ffn)

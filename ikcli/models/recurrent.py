@@ -1,0 +1,86 @@
+"""Recurrent layers: which ones they are, and their sizes, from the keys of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ikcli.errors import UnsupportedError
+from ikcli.models.keys import HasShape, Keys, short
+
+DELTA_NET = ("qwen35", "qwen35moe", "qwen3next")  # a decay per head
+KDA = ("bailingmoe3", "kimi-linear")  # a decay per column of a key; the other layers have MLA
+MAX_TAPS, MAX_COLUMNS = 16, 256
+
+
+def read_recurrent(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
+    """What recurrent layers have, by field of `HParams`."""
+    if keys.arch in KDA:
+        return _kda(keys, values, tensors)
+    return _delta_net(keys, values["n_layer"]) if keys.arch in DELTA_NET else {}
+
+
+def _delta_net(keys: Keys, n_layer: int) -> dict[str, Any]:
+    """Recurrent are the layers of a list, or all but every n-th."""
+    sizes = {
+        "ssm_d_conv": keys.integer("ssm.conv_kernel", least=2, most=MAX_TAPS),
+        "ssm_d_state": keys.integer("ssm.state_size", least=1),
+        "ssm_n_group": keys.integer("ssm.group_count", least=1),
+        "ssm_dt_rank": keys.integer("ssm.time_step_rank", least=1),
+        "ssm_d_inner": keys.integer("ssm.inner_size", least=1),
+    }
+    _check_heads(keys, sizes)
+    interval = keys.integer("full_attention_interval", 4, least=1)
+    listed = _list(keys, "attention.recurrent_layers", n_layer) if "attention.recurrent_layers" in keys else None
+    recurrent = listed or [(il + 1) % interval != 0 for il in range(n_layer)]
+    return sizes | {"recurrent_layers": frozenset(il for il in range(n_layer) if recurrent[il])}
+
+
+def _kda(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
+    """Recurrent are the layers without key heads."""
+    n_layer, n_head, width = values["n_layer"], values["n_head"], keys.integer("kda.head_dim", least=1)
+    key_heads = _list(keys, "attention.head_count_kv", n_layer)
+    found: dict[str, Any] = {
+        "ssm_d_conv": keys.integer("ssm.conv_kernel", least=2, most=MAX_TAPS),
+        "ssm_d_state": width,
+        "ssm_n_group": n_head,
+        "ssm_dt_rank": n_head,
+        "ssm_d_inner": n_head * width,
+        "recurrent_layers": frozenset(il for il in range(n_layer) if key_heads[il] == 0),
+    }
+    _check_heads(keys, found)
+    return found | (_ling(keys, values, tensors) if keys.arch == "bailingmoe3" else {})
+
+
+def _ling(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
+    """What bailingmoe3 says in a way of its own; some files have a low-rank query and do not say so."""
+    if not keys.raw("kda.safe_gate", True):
+        raise UnsupportedError(f"{keys.source}: {keys.name('kda.safe_gate')} is false; only the safe gate is supported")
+    bound = keys.number("kda.gate_lower_bound", most=1e3)
+    if bound >= 0:
+        raise keys.fail("kda.gate_lower_bound", f"is {bound}; it must be below 0")
+    q_norms = [t for name, t in tensors.items() if name.endswith("attn_q_a_norm.weight")]
+    rank = values["q_lora_rank"] or (q_norms[0].shape[0] if q_norms else 0)
+    shared = keys.integer("expert_shared_feed_forward_length", values["n_ff_exp"]) * values["n_expert_shared"]
+    return {"kda_lower_bound": bound, "q_lora_rank": rank, "n_ff_shexp": shared}
+
+
+def _list(keys: Keys, key: str, n_layer: int) -> tuple[Any, ...]:
+    items = keys.items(key, n_layer)
+    if items is None:
+        raise keys.fail(key, f"should be a list of {n_layer} values, but is {short(keys.raw(key, None))}")
+    return items
+
+
+def _check_heads(keys: Keys, sizes: dict[str, Any]) -> None:
+    heads, key_heads = sizes["ssm_dt_rank"], sizes["ssm_n_group"]
+    if heads % key_heads:
+        raise keys.fail("ssm.group_count", f"is {key_heads}, which does not divide the {heads} heads of values")
+    if sizes["ssm_d_inner"] % heads:
+        raise keys.fail("ssm.inner_size", f"is {sizes['ssm_d_inner']}, no multiple of {heads} heads")
+    widths = (sizes["ssm_d_state"], sizes["ssm_d_inner"] // heads)
+    if any(width % 16 or width > MAX_COLUMNS for width in widths):
+        raise UnsupportedError(
+            f"{keys.source}: heads of recurrent layers have {widths[0]} and {widths[1]} columns; only multiples of 16 "
+            f"up to {MAX_COLUMNS} are supported"
+        )

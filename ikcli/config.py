@@ -17,6 +17,7 @@ from ikcli.config_groups import (
     ImatrixConfig,
     PerplexityConfig,
     PromptConfig,
+    RopeConfig,
     SamplingConfig,
     ServerConfig,
     SweepConfig,
@@ -99,6 +100,7 @@ class RunConfig:
     profile: bool = opt(False, "--profile", "switch", "at the end print a table of operations and kernels with their time, GB/s of weights and GOP/s; the run itself is a little slower", topic="general", commands="SCWBPID", example="--profile")
     # fmt: on
 
+    rope: RopeConfig = group(RopeConfig)
     prompt: PromptConfig = group(PromptConfig)
     sampling: SamplingConfig = group(SamplingConfig)
     server: ServerConfig = group(ServerConfig)

@@ -37,6 +37,21 @@ class PromptConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding other than the model file says."""
+
+    scaling: str = opt("", "--rope-scaling", "choice", "how rotation frequencies are scaled: none, linear, or yarn; default as in the model file", topic="context", form="none|linear|yarn", example="--rope-scaling yarn", choices=("none", "linear", "yarn"))
+    scale: float = opt(0.0, "--rope-scale", "float", "factor by which the context is extended; 0 = as in the model file", topic="context", form="F", example="--rope-scale 4", minimum=0)
+    freq_scale: float = opt(0.0, "--rope-freq-scale", "float", "frequencies are multiplied by this: 1/N is --rope-scale N", topic="context", form="F", example="--rope-freq-scale 0.25", minimum=0)
+    freq_base: float = opt(0.0, "--rope-freq-base", "float", "base of the frequencies (NTK-aware scaling); 0 = as in the model file", topic="context", form="F", example="--rope-freq-base 1000000", minimum=0)
+    orig_ctx: int = opt(0, "--yarn-orig-ctx", "int", "YaRN: context the model was trained with before its extension; 0 = as in the model file", topic="context", form="N", example="--yarn-orig-ctx 32768", minimum=0)
+    ext_factor: float = opt(-1.0, "--yarn-ext-factor", "float", "YaRN: share of the original frequencies where they are kept; 0 = interpolation only, below 0 = 1 with --rope-scaling yarn, else 0", topic="context", form="F", example="--yarn-ext-factor 1")
+    attn_factor: float = opt(-1.0, "--yarn-attn-factor", "float", "YaRN: factor on the magnitude of rotated heads, beside that of the model file; below 0 = none", topic="context", form="F", example="--yarn-attn-factor 1")
+    beta_slow: float = opt(-1.0, "--yarn-beta-slow", "float", "YaRN: frequencies with fewer rotations over the original context are interpolated; below 0 = as in the model file", topic="context", form="F", example="--yarn-beta-slow 1")
+    beta_fast: float = opt(-1.0, "--yarn-beta-fast", "float", "YaRN: frequencies with more rotations over the original context are kept; below 0 = as in the model file", topic="context", form="F", example="--yarn-beta-fast 32")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingConfig:
     """How the next token is chosen (serve, chat)."""
 

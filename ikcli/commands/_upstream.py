@@ -17,8 +17,8 @@ _NO_VALUE = """
 
 _ONE_VALUE = """
 -tm --threads-mtmd -td --threads-draft -tbd --threads-batch-draft --prompt-cache -bf --binary-file -cd
---ctx-size-draft -gan --grp-attn-n -gaw --grp-attn-w --rope-freq-base --rope-freq-scale --rope-scaling --rope-scale
---yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-fast --yarn-beta-slow --pooling --attention -dt
+--ctx-size-draft -gan --grp-attn-n -gaw --grp-attn-w
+--pooling --attention -dt
 --defrag-thold -mea --max-extra-alloc --cfg-negative-prompt --cfg-negative-prompt-file --cfg-scale --draft --draft-max
 --draft-n --draft-min --draft-n-min --draft-p-min --spec-ckpt-mode --recurrent-ckpt-mode -ns --sequences -ps --p-split
 -md --model-draft --spec-stage --spec-type --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits

@@ -45,13 +45,21 @@ class Model:
         return str(self.file.paths[0])
 
     @classmethod
-    def from_file(cls, file: GGUFFile, graph_config: GraphConfig, *, repack: bool = False, n_threads: int = 1) -> Model:
-        """Check the tensors of an opened file; no weight is touched."""
+    def from_file(
+        cls,
+        file: GGUFFile,
+        graph_config: GraphConfig,
+        *,
+        hp: HParams | None = None,
+        repack: bool = False,
+        n_threads: int = 1,
+    ) -> Model:
+        """Check the tensors of an opened file; no weight is touched. `hp`: instead of those of the file."""
         source = str(file.paths[0])
         if "general.architecture" not in file.metadata:
             raise FormatError(f"{source}: no general.architecture; this is not a model file")
         module = models.find(file.arch, source)
-        hp = HParams.from_gguf(file.metadata, file.tensors, source)
+        hp = hp or HParams.from_gguf(file.metadata, file.tensors, source)
         check_tensors(module.tensor_shapes(hp), file.tensors, source)
         derived = derived_specs(file.tensors, hp, graph_config)
         specs: dict[str, TensorLike] = {name: _as_used(t) for name, t in file.tensors.items()}

@@ -108,7 +108,8 @@ class Planner:
     def of_file(cls, config: RunConfig, *, header_only: bool = False) -> Planner:
         """For the model of `config`, without devices besides the CPU; `header_only`: its data may be missing."""
         file = open_gguf(config.model or default_model(), config.override_kv, header_only=header_only)
-        return cls(file, HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0])), Machine(()))
+        hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]), config.rope)
+        return cls(file, hp, Machine(()))
 
     def on(self, machine: Machine, devices: Mapping[str, RunDevice] | None = None) -> Planner:
         """For the same model with other devices."""
@@ -189,7 +190,7 @@ class Planner:
         plain = frozenset(name for name, buffer in buffers.items() if buffer != CPU)
         key = (cfg.mla, cfg.flash_attn, repack, n_threads, plain)
         if key not in self._models:
-            self._models[key] = Model.from_file(self.file, cfg, repack=repack, n_threads=n_threads)
+            self._models[key] = Model.from_file(self.file, cfg, hp=self.hp, repack=repack, n_threads=n_threads)
             self._models[key].keep_plain(plain)
         return self._models[key]
 

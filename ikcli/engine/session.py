@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ikcli.backends.cpu.program import INDEPENDENT_ROWS
 from ikcli.backends.step_block import StepBlock
 from ikcli.config import RunConfig
+from ikcli.config_groups import RopeConfig
 from ikcli.engine import gpus, host_memory, numa, session_log
 from ikcli.engine.batch import Batch
 from ikcli.engine.cpu_device import CpuDevice
@@ -59,6 +60,8 @@ class Session:
         self.runner.cpu.cpus = self._cpus
         self._tokenizer: Tokenizer | None = None
         rotated = f"{int(self.graph_config.k_hadamard)}{int(self.graph_config.v_hadamard)}"
+        if plan.config.rope != RopeConfig():
+            rotated += f" {prepared.model.hp.rope}"
         window, n_window = prepared.model.hp.window, plan.graph_config.n_window
         self.sequences = Sequences(self.runner, plan.caches, self.n_ctx, plan.sizes.n_seq, rotated, window, n_window)
         self.timings = Timings()

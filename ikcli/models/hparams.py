@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ikcli.config_groups import RopeConfig
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.models.keys import HasShape, Keys, by_layer
 from ikcli.models.recurrent import KDA, read_recurrent
 from ikcli.models.rope import RopeParams, read_rope
+from ikcli.models.rope_options import overrides
 from ikcli.models.windows import read_windows
 
 MAX_LAYERS = 512
@@ -108,8 +110,13 @@ class HParams:
     per_layer: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any], tensors: Mapping[str, HasShape], source: str) -> HParams:
-        """Read and check the keys of the file `source`; FormatError names a missing or wrong key."""
+    def from_gguf(
+        cls, metadata: Mapping[str, Any], tensors: Mapping[str, HasShape], source: str, rope: RopeConfig | None = None
+    ) -> HParams:
+        """Read and check the keys of the file `source`; FormatError names a missing or wrong key.
+
+        `rope`: what the command line says about rotations.
+        """
         arch = metadata.get("general.architecture")
         if not isinstance(arch, str):
             raise FormatError(f"{source}: no general.architecture; this is not a model file")
@@ -128,7 +135,7 @@ class HParams:
         values |= _norms(keys)
         values |= _heads(keys, values["n_embd"], values["n_layer"])
         values |= _experts(keys, arch, tensors)
-        values["rope"] = read_rope(keys, tensors, values["n_ctx_train"])
+        values["rope"] = read_rope(keys, tensors, values["n_ctx_train"], overrides(rope or RopeConfig()))
         if arch in MLA:
             values |= _mla(keys, values)
         elif values["n_expert_used"] and not values["n_ff_exp"]:

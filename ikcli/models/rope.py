@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,8 +74,14 @@ def yarn_log(rope: RopeParams, multiplier: float = 0.1) -> float:
     return 1.0 + multiplier * math.log(rope.factor)
 
 
-def read_rope(keys: Keys, tensors: Mapping[str, HasShape], n_ctx_train: int) -> RopeParams:
-    """The keys of the rotation of all layers (of those without a window, where the two differ)."""
+def read_rope(
+    keys: Keys, tensors: Mapping[str, HasShape], n_ctx_train: int, given: Mapping[str, Any] | None = None
+) -> RopeParams:
+    """The keys of the rotation of all layers (of those without a window, where the two differ).
+
+    `given`: what the command line says instead (`rope_options`).
+    """
+    given = given or {}
     long = "rope_factors_long.weight" in tensors
     if long and keys.arch not in LONG_ROPE:
         raise UnsupportedError(f"{keys.source}: LongRoPE factor tensors (rope_factors_long) are known of phi3 only")
@@ -87,24 +94,26 @@ def read_rope(keys: Keys, tensors: Mapping[str, HasShape], n_ctx_train: int) -> 
     factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0) or 1.0
     if factor <= 0:
         raise keys.fail("rope.scaling.factor", f"is {factor}; it must be positive")
-    if scaling == "none" or (factor == 1.0 and scaling == "linear"):
-        scaling, factor = "none", 1.0
     base = keys.number("rope.freq_base", 10000.0)
     if base <= 1:
         raise keys.fail("rope.freq_base", f"is {base}; it must be larger than 1")
     ext_factor = keys.number("rope.scaling.yarn_ext_factor", 1.0, most=1e6)
-    return RopeParams(
+    scaling, factor = given.get("scaling", scaling), given.get("factor", factor)
+    if scaling == "none" or (factor == 1.0 and scaling == "linear"):
+        scaling, factor = "none", 1.0
+    found = RopeParams(
         freq_base=base,
-        scaling=scaling,
+        scaling="yarn" if "ext_factor" in given else scaling,  # a mix of frequencies, whatever it is called
         factor=factor,
         n_ctx_orig=keys.integer("rope.scaling.original_context_length", n_ctx_train, least=1),
         attn_factor=keys.number("rope.scaling.attn_factor", 1.0, most=1e6)
-        * keys.number("rope.scaling.yarn_attn_factor", 1.0, most=1e6),
+        * given.get("attn_factor", keys.number("rope.scaling.yarn_attn_factor", 1.0, most=1e6)),
         log_mul=keys.number("rope.scaling.yarn_log_multiplier", 0.0, most=1e6),
         beta_fast=_rotations(keys, "rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=_rotations(keys, "rope.scaling.yarn_beta_slow", 1.0),
         ext_factor=1.0 if ext_factor < 0 else ext_factor,
     )
+    return replace(found, **{n: v for n, v in given.items() if n not in ("scaling", "factor", "attn_factor")})
 
 
 def _rotations(keys: Keys, key: str, default: float) -> float:

@@ -37,6 +37,7 @@ class Option:
     `form` is the text of the value in help and errors; `parse` converts a custom value and raises ValueError.
     `repeat` options collect their values in command-line order; `noop` says why an accepted option does nothing.
     The value of a `text` option may begin with a dash.
+    `env` names the environment variable that sets it, too.
     """
 
     names: tuple[str, ...]
@@ -54,6 +55,7 @@ class Option:
     minimum: float | None = None
     noop: str = ""
     text: bool = False
+    env: str = ""
 
     @property
     def takes_value(self) -> bool:

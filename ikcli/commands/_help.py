@@ -131,6 +131,8 @@ def option_lines(bound: BoundOption) -> list[str]:
     default = default_text(bound)
     if default:
         text += f" (default {default})"
+    if option.env:
+        text += f" ({option.env})"
     return _entry(head, text)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ikcli.commands._argv import canonical_name, looks_like_option, read_tokens
+from ikcli.commands._environment import unknown_variables, variables
 from ikcli.commands._suggest import nearest
 from ikcli.commands._table import BY_NAME
 from ikcli.commands._upstream import UPSTREAM_ARITY
@@ -128,7 +129,8 @@ def parse(command: str, argv: Sequence[str]) -> Parsed:
     files = _Scanner(command, tokens.files)
     if line.info == "help":
         return Parsed(config_type(command)(), info="help")
-    values, alternatives = _collect(command, files.given, line.given)
+    environment = [Given(*found, negative=False) for found in variables(command, all_options(command))]
+    values, alternatives = _collect(command, environment + files.given, line.given)
     used = [given for given in line.given + files.given if given.bound.option.used_by(command)]
     ignored = [g.name for g in line.given + files.given if not g.bound.option.used_by(command)]
     noop = [g.name for g in used if g.bound.option.noop]
@@ -138,7 +140,9 @@ def parse(command: str, argv: Sequence[str]) -> Parsed:
     return Parsed(
         _finish(command, config, values) if runs_model(command) else config,
         tuple(dict.fromkeys(ignored)),
-        tuple(dict.fromkeys([*line.unsupported, *files.unsupported, *noop])),
+        tuple(
+            dict.fromkeys([*line.unsupported, *files.unsupported, *noop, *unknown_variables(command, all_options(command))])
+        ),
         tuple(tokens.warnings + _value_warnings(used)),
         alternatives,
         line.info,

@@ -1,0 +1,28 @@
+"""`LLAMA_ARG_*` variables: settings of containers and service files, below those of option files and command lines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+from ikcli.options import BoundOption
+
+PREFIX = "LLAMA_ARG_"
+_NOT_READ = frozenset({"bench"})  # its options are lists of tests, the variables are those of one run
+
+
+def variables(command: str, options: Iterable[BoundOption]) -> Iterator[tuple[BoundOption, str, str]]:
+    """(option, variable, value) of every variable that is set, not empty, and about an option of the command."""
+    for bound in options:
+        name = bound.option.env
+        text = os.environ.get(name, "") if name else ""
+        if text and bound.option.used_by(command) and command not in _NOT_READ:
+            yield bound, name, text
+
+
+def unknown_variables(command: str, options: Iterable[BoundOption]) -> list[str]:
+    """Names that begin like a setting and are none."""
+    known = {bound.option.env for bound in options} - {""}
+    if command in _NOT_READ or not known:
+        return []
+    return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known and os.environ[name])

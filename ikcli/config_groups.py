@@ -28,6 +28,7 @@ class PromptConfig:
 
     prompt: str = opt("", "-p --prompt", "str", "the prompt", topic="prompt", commands="CPI", form="TEXT", example='-p "Once upon a time"', text=True)
     file: Path | None = opt(None, "-f --file", "path", "read the text from a file", topic="prompt", commands="CPI", form="FILE", example="-f wiki.test.raw")
+    binary_file: Path | None = opt(None, "-bf --binary-file", "path", "as -f, but the file is taken as it is: no escapes, and no line end is dropped", topic="prompt", commands="P", form="FILE", example="-bf arc-easy-validation.bin")
     escape: bool = opt(True, "-e --escape", "switch", "interpret \\n, \\t and so on in the prompt", topic="prompt", commands="CPI", negative="--no-escape", example="-e")
     conversation: bool = opt(False, "-cnv --conversation", "switch", "answer turn by turn with the chat template", topic="prompt", commands="C", example="-cnv")
     interactive: bool = opt(False, "-i --interactive", "switch", "ask for input when generation stops", topic="prompt", commands="C", example="-i")
@@ -199,7 +200,18 @@ class PerplexityConfig:
     output_type: int = opt(0, "--ppl-output-type", "choice", "0: running values on one line; 1: one line per chunk", topic="perplexity", commands="P", form="0|1", example="--ppl-output-type 1", choices=("0", "1"))
     logits_file: Path | None = opt(None, "--kl-divergence-base --save-all-logits", "path", "file of reference logits: written, or read with --kl-divergence", topic="perplexity", commands="P", form="FILE", example="--kl-divergence-base base.logits")
     kl_divergence: bool = opt(False, "--kl-divergence", "switch", "compare with the logits of --kl-divergence-base", topic="perplexity", commands="P", example="--kl-divergence")
+    hellaswag: bool = opt(False, "--hellaswag", "switch", "HellaSwag score of the tasks in -f FILE: six lines each (context, index of the right ending, four endings)", topic="perplexity", commands="P", example="--hellaswag")
+    hellaswag_tasks: int = opt(400, "--hellaswag-tasks", "int", "number of HellaSwag tasks to use", topic="perplexity", commands="P", form="N", example="--hellaswag-tasks 1000", minimum=1)
+    winogrande: bool = opt(False, "--winogrande", "switch", "Winogrande score of the tasks in -f FILE: CSV of index, sentence with _, two choices, answer (1 or 2)", topic="perplexity", commands="P", example="--winogrande")
+    winogrande_tasks: int = opt(0, "--winogrande-tasks", "int", "number of Winogrande tasks to use; 0 = all", topic="perplexity", commands="P", form="N", example="--winogrande-tasks 500", minimum=0)
+    multiple_choice: bool = opt(False, "--multiple-choice", "switch", "share of right answers to the multiple-choice tasks in -f FILE (binary, as made for llama.cpp: ARC, MMLU, TruthfulQA)", topic="perplexity", commands="P", example="--multiple-choice")
+    multiple_choice_tasks: int = opt(0, "--multiple-choice-tasks", "int", "number of multiple-choice tasks to use; 0 = all", topic="perplexity", commands="P", form="N", example="--multiple-choice-tasks 500", minimum=0)
     fail_on_nan: bool = opt(True, "--fail-on-nan", "switch", "stop at the first chunk that is not finite", topic="perplexity", commands="P", negative="--no-fail-on-nan", example="--fail-on-nan")
+
+    @property
+    def scores_choices(self) -> bool:
+        """Whether choices are scored instead of a text."""
+        return self.hellaswag or self.winogrande or self.multiple_choice
 
 
 @dataclass(frozen=True, slots=True)

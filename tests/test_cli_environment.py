@@ -10,6 +10,7 @@ import pytest
 
 from ikcli.commands._help import command_help
 from ikcli.commands._options import all_options, parse
+from ikcli.commands._table import BY_NAME
 from ikcli.errors import UsageError
 
 
@@ -97,6 +98,6 @@ def test_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_names_variables() -> None:
-    assert "LLAMA_ARG_CTX_SIZE" in command_help("serve")
+    assert "LLAMA_ARG_CTX_SIZE" in command_help(BY_NAME["serve"])
     names = [bound.option.env for bound in all_options() if bound.option.env]
     assert len(names) == len(set(names)) == 23

@@ -31,7 +31,8 @@ _NOTES = {
     ),
     "perplexity": (
         "Without -m and -f the bundled demo model and text are used. The context (-c) defaults to 512 tokens, -b 2048 "
-        "evaluates several chunks side by side.",
+        "evaluates several chunks side by side. --hellaswag, --winogrande and --multiple-choice score the tasks of a "
+        "file instead: texts of at most -c tokens, as many side by side as fit -b.",
     ),
     "batched-bench": (
         "B sequences of PP prompt tokens each, then TG tokens of every sequence, B per step. Rates count the tokens of "

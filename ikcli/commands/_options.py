@@ -141,7 +141,9 @@ def parse(command: str, argv: Sequence[str]) -> Parsed:
         _finish(command, config, values) if runs_model(command) else config,
         tuple(dict.fromkeys(ignored)),
         tuple(
-            dict.fromkeys([*line.unsupported, *files.unsupported, *noop, *unknown_variables(command, all_options(command))])
+            dict.fromkeys(
+                [*line.unsupported, *files.unsupported, *noop, *unknown_variables(command, all_options(command))]
+            )
         ),
         tuple(tokens.warnings + _value_warnings(used)),
         alternatives,

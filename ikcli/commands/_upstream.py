@@ -10,13 +10,13 @@ _NO_VALUE = """
 --interactive-first --infill -dkvc --dump-kv-cache -mli --multiline-input --simple-io -dsa --dsa -fidx
 --fused-indexer-topk -co --color -mtp --multi-token-prediction -no-mtp --no-multi-token-prediction
 --defer-experts --prefetch-experts -smf16 --split-mode-f16 -smf32 --split-mode-f32 --verbose-prompt --perplexity
---all-logits --hellaswag --winogrande --multiple-choice --in-prefix-bos --spm-infill --send-done --webui-mcp-proxy
+--all-logits --in-prefix-bos --spm-infill --send-done --webui-mcp-proxy
 --ui-mcp-proxy --peg --skip-chat-parsing -ptcall --parallel-tool-calls --adaptive-updt-w-cur --minilog --log-disable
 --log-enable --log-new --log-append
 """
 
 _ONE_VALUE = """
--tm --threads-mtmd -td --threads-draft -tbd --threads-batch-draft --prompt-cache -bf --binary-file -cd
+-tm --threads-mtmd -td --threads-draft -tbd --threads-batch-draft --prompt-cache -cd
 --ctx-size-draft -gan --grp-attn-n -gaw --grp-attn-w
 --pooling --attention -dt
 --defrag-thold -mea --max-extra-alloc --cfg-negative-prompt --cfg-negative-prompt-file --cfg-scale --draft --draft-max
@@ -31,7 +31,7 @@ _ONE_VALUE = """
 --prefetch-experts-threads -wgt --worst-graph-tokens -fdn --fused-delta-net -grt --graph-reduce-type -gap
 --graph-attn-precision -devd --device-draft --banned-string-file --banned-n --allowlist-unicode-rule
 --allowlist-pieces --allowlist-keyword --allowlist-keyword-delay --expiring-logit-bias-file -ld --logdir -ptc
---print-token-count --hellaswag-tasks --winogrande-tasks --multiple-choice-tasks --in-prefix --in-suffix -spf
+--print-token-count --in-prefix --in-suffix -spf
 --system-prompt-file --sql-save-file --sqlite-zstd-ext-file --context-file --chunk-size --chunk-separator --junk
 -cram --cache-ram -crs --cache-ram-similarity -cram-n-min --cache-ram-n-min --pos
 --log-file

@@ -6,7 +6,7 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 
-from ikcli.commands import _kl_divergence
+from ikcli.commands import _choices, _kl_divergence
 from ikcli.commands._chunk_lines import eta_text, final_line
 from ikcli.commands._options import ModelRun
 from ikcli.config import RunConfig
@@ -23,6 +23,8 @@ from ikcli.log import log, warn
 def run(run: ModelRun) -> int:
     """Evaluate and print; 130 after Ctrl-C."""
     config = run.config
+    if config.perplexity.scores_choices:
+        return _choices.run(run)
     if config.perplexity.kl_divergence:
         return _kl_divergence.run(run)
     params = params_of(config)

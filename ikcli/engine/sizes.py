@@ -8,6 +8,7 @@ from ikcli.config import RunConfig, padded_ctx
 from ikcli.engine.bench_cases import batched_tests, bench_tests
 
 SPARE = 256  # cells of a window layer beside those that are seen and those of a micro-batch
+LEAST_CHOICES = 4  # texts of HellaSwag and its like side by side
 DEFAULT_WINDOW = 512  # tokens of a window of perplexity and imatrix without -c
 
 
@@ -33,6 +34,8 @@ def window_cells(window: int, n_ubatch: int, n_ctx: int) -> int:
 
 def session_of(config: RunConfig) -> tuple[RunConfig, Sizes]:
     """Settings and sizes of the session that the command opens."""
+    if config.command == "perplexity" and config.perplexity.scores_choices:
+        return choices_session(config)
     if config.command == "perplexity":
         return windows_session(config, config.n_ctx or DEFAULT_WINDOW, config.perplexity.stride)
     if config.command == "imatrix":
@@ -64,6 +67,13 @@ def windows_session(config: RunConfig, n_ctx: int, stride: int = 0) -> tuple[Run
     n_seq = max(1, config.n_batch // n_ctx)
     config = replace(config, n_ctx=n_ctx, n_batch=min(config.n_batch, n_seq * n_ctx))
     return config, Sizes(n_seq * n_ctx + stride // 2, 1 if stride else n_seq)
+
+
+def choices_session(config: RunConfig) -> tuple[RunConfig, Sizes]:
+    """For texts of at most n_ctx tokens: four side by side, or as many as a batch holds."""
+    n_ctx = config.n_ctx or DEFAULT_WINDOW
+    n_seq = max(LEAST_CHOICES, config.n_batch // n_ctx)
+    return replace(config, n_ctx=n_ctx, n_batch=min(config.n_batch, n_seq * n_ctx)), Sizes(n_seq * n_ctx, n_seq)
 
 
 def imatrix_session(config: RunConfig) -> tuple[RunConfig, Sizes]:

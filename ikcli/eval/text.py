@@ -28,11 +28,13 @@ def unescape(text: bytes) -> bytes:
 
 
 def load_text(config: RunConfig) -> str:
-    """The text named by -f or given by -p, else the bundled one; one final newline of a file is dropped.
+    """The text named by -bf or -f or given by -p, else the bundled one; one final newline of a file is dropped.
 
     Bytes that are not UTF-8 become surrogate escapes, which the tokenizer reads as bytes.
     """
     prompt = config.prompt
+    if prompt.binary_file is not None:
+        return raw_text(config).decode("utf-8", errors="surrogateescape")
     if prompt.file is None and prompt.prompt:
         raw = prompt.prompt.encode("utf-8", errors="surrogateescape")
     else:
@@ -40,6 +42,11 @@ def load_text(config: RunConfig) -> str:
     if prompt.escape:
         raw = unescape(raw)
     return raw.decode("utf-8", errors="surrogateescape")
+
+
+def raw_text(config: RunConfig) -> bytes:
+    """The bytes of the file named by -bf or -f, as they are."""
+    return _read(config.prompt.binary_file or config.prompt.file or default_text())
 
 
 def _read(path: Path) -> bytes:
@@ -53,8 +60,9 @@ def _read(path: Path) -> bytes:
 
 def text_name(config: RunConfig) -> str:
     """What messages call the text: the file or the prompt."""
-    if config.prompt.file is not None:
-        return str(config.prompt.file)
+    file = config.prompt.binary_file or config.prompt.file
+    if file is not None:
+        return str(file)
     return "the prompt" if config.prompt.prompt else "the bundled text"
 
 

@@ -124,6 +124,8 @@ class ServerConfig:
     draft_type_k: str = opt("f16", "-ctkd --cache-type-k-draft", "str", "type of the draft model's K cache", topic="speculation", commands="S", form="TYPE", example="-ctkd q8_0")
     draft_type_v: str = opt("f16", "-ctvd --cache-type-v-draft", "str", "type of the draft model's V cache", topic="speculation", commands="S", form="TYPE", example="-ctvd q8_0")
     draft_gpu_layers: int | None = opt(None, "-ngld --gpu-layers-draft --n-gpu-layers-draft", "int", "blocks of the draft model on the GPU", topic="speculation", commands="S", form="N", example="-ngld 99", minimum=-1)
+    banned_string_file: Path | None = opt(None, "--banned-string-file", "path", "texts that no answer may contain, one per line; a request's banned_strings replace them", topic="sampling", commands="S", form="FILE", example="--banned-string-file slop.txt")
+    banned_n: int = opt(1, "--banned-n", "int", "tokens of a banned text that are banned where it began; -1 = all, 0 = none", topic="sampling", commands="S", form="N", example="--banned-n 1", minimum=-1)
     cont_batching: bool = opt(True, "-cb --cont-batching", "switch", "serve several slots in one batch", topic="server", commands="S", negative="-nocb --no-cont-batching", example="-cb", env="LLAMA_ARG_CONT_BATCHING")
     context_shift: bool = opt(True, "--context-shift", "optswitch", "drop old tokens when the context is full", topic="server", commands="S", negative="--no-context-shift", example="--context-shift off")
     chat_template: str = opt("", "--chat-template", "str", "chat template to use instead of the one in the model file", topic="server", commands="SC", form="TEXT", example="--chat-template chatml", text=True, env="LLAMA_ARG_CHAT_TEMPLATE")

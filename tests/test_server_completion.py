@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from server_client import Client
 from test_server_http import error_of
 
 from ikcli.chat.parser import ChatParser, ParserSettings
+from ikcli.commands._options import parse
 from ikcli.config import RunConfig
 from ikcli.config_groups import SamplingConfig
 from ikcli.errors import UsageError
 from ikcli.sampling.params import DEFAULT_SAMPLERS, SamplerParams
-from ikcli.server.engine.messages import Delta, Failure, GenerationRequest, Timings, TokenInfo
+from ikcli.server.engine.messages import Bans, Delta, Failure, GenerationRequest, Timings, TokenInfo
+from ikcli.server.http.bans import bans_of
 from ikcli.server.http.params import Options, defaults_of
 from ikcli.server.http.shapes.chat import ChatShape
 from ikcli.server.http.shapes.common import Naming
@@ -225,7 +228,7 @@ def test_fields_reach_the_engine() -> None:
     assert request.sampling.samplers == ("temperature", "typical_p")
     assert request.sampling.logit_bias == ((1, 2.0),) and request.sampling.penalty_prompt == (5,)
     others = {"n_predict": 3, "stop": ["a", "b"], "cache_prompt": False, "id_slot": 1, "n_keep": 2, "n_discard": 4,
-              "n_indent": 1, "t_max_predict_ms": 9, "banned_strings": ["z"]}  # fmt: skip
+              "n_indent": 1, "t_max_predict_ms": 9}  # fmt: skip
     request = sent(client, **others)
     for name, value in others.items():
         assert getattr(request, name) == (tuple(value) if isinstance(value, list) else value), name
@@ -297,11 +300,39 @@ def test_failures_have_their_status() -> None:
     assert events[-1] == {"error": {"code": 500, "message": "not finite", "type": "server_error"}}
 
 
-def test_unsupported_fields_are_refused() -> None:
+def test_banned_texts_and_patterns() -> None:
     client = Client()
-    message = error_of(client.post("/completion", {"prompt": "a", "banned_regex": ["a+"]}), 501, "not_supported_error")
-    assert "banned_strings" in message
-    assert client.post("/completion", {"prompt": "a", "banned_regex": []}).status_code == 200
+    assert sent(client).bans == Bans()
+    fields = {"banned_strings": ["z"], "banned_regex": ["a+", "b"], "banned_regex_case_insensitive": ["C"],
+              "banned_n": -1, "banned_bias": -5, "banbuffer_size": 7, "rewind_count_max": 9,
+              "saturate_predict": True}  # fmt: skip
+    bans = sent(client, **fields).bans
+    assert (bans.strings, [p.text for p in bans.patterns]) == (("z",), ["a+", "b", "C"])
+    assert [p.search("xc") for p in bans.patterns] == [-1, -1, 1]
+    assert (bans.n_tokens, bans.bias, bans.n_held, bans.most_rewinds, bans.counts) == (-1, -5.0, 6, 9, False)
+    assert sent(client, banned_bias=-999, banned_regex=[]).bans == Bans()
+    for wrong, words in (
+        ({"banned_regex": ["(a"]}, 'banned_regex: "(a" is not a regular expression'),
+        ({"banned_regex_case_insensitive": ["(a)\\1"]}, "a back reference"),
+        ({"banned_regex": 5}, "banned_regex must be"),
+        ({"banned_strings": ["a"] * 1000, "banned_regex": ["b"] * 25}, "at most 1024"),
+        ({"banned_strings": ["a"], "banned_n": 0, "rewind_count_max": 0}, "rewind_count_max 0"),
+        ({"banned_n": -2}, "banned_n"),
+    ):
+        assert words in error_of(client.post("/completion", {"prompt": "a", **wrong}), 400, "invalid_request_error")
+
+
+def test_bans_of_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "slop.txt"
+    path.write_text('"a tapestry"\n\nshivers\n')
+    config = parse("serve", ["--banned-string-file", str(path), "--banned-n", "2"]).config
+    server = defaults_of(config).bans
+    assert server == Bans(("a tapestry", "shivers"), n_tokens=2)
+    assert bans_of({}, server) == server
+    assert bans_of({"banned_strings": ("x",)}, server) == Bans(("x",), n_tokens=2)
+    path.unlink()
+    with pytest.raises(UsageError, match="--banned-string-file: cannot read"):
+        defaults_of(config)
 
 
 def test_server_limit_and_defaults() -> None:

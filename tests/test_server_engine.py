@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +20,9 @@ from ikcli.config import RunConfig
 from ikcli.engine.session import Session
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.engine.engine import Engine
-from ikcli.server.engine.messages import Delta, Event, Failure, Final, PromptProgress
+from ikcli.server.engine.messages import Bans, Delta, Event, Failure, Final, PromptProgress, TokenInfo
+from ikcli.server.engine.output import Output
+from ikcli.server.engine.patterns import Pattern
 from ikcli.server.engine.states import EngineError
 
 PROMPTS = ("import os\n", "The class ", "def main(argv):\n    ", "Return the value of ")
@@ -176,10 +179,46 @@ def test_t_max_predict_ms_acts_at_line_ends(engine: Engine) -> None:
 def test_banned_texts_are_taken_back(engine: Engine) -> None:
     whole = ask(engine, PROMPTS[1], 40)
     bad = whole.text[8:14]
-    call = Call(engine, request(engine.tokenizer.encode(PROMPTS[1]), 40, banned_strings=(bad.upper(),)))
-    final = call.final
-    assert bad.lower() not in final.text.lower() and call.streamed == final.text
-    assert final.text[:8] == whole.text[:8] and final.timings.predicted_n == 40 == len(final.tokens)
+    prompt = engine.tokenizer.encode(PROMPTS[1])
+    for bans in (
+        Bans((bad.upper(),), counts=False),
+        Bans(patterns=(Pattern(re.escape(bad)),), counts=False),
+        Bans(patterns=(Pattern(re.escape(bad.upper()), ignore_case=True),), counts=False, buffer=30),
+    ):
+        call = Call(engine, request(prompt, 40, bans=bans))
+        final = call.final
+        assert bad.lower() not in final.text.lower() and call.streamed == final.text
+        assert final.text[:8] == whole.text[:8] and final.timings.predicted_n == 40 == len(final.tokens)
+    counted = ask(engine, prompt, 40, bans=Bans((bad,)))
+    assert counted.timings.predicted_n == 40 > len(counted.tokens)
+    assert final.text.startswith(counted.text)  # however it is banned
+
+
+def test_a_weak_ban_gives_up(engine: Engine) -> None:
+    whole = ask(engine, PROMPTS[1], 40)
+    bad, prompt = whole.text[8:14], engine.tokenizer.encode(PROMPTS[1])
+    for bans in Bans((bad,), n_tokens=0), Bans((bad,), bias=-1e-9), Bans((bad,), n_tokens=0, max_rewinds=1):
+        call = Call(engine, request(prompt, 80, bans=replace(bans, counts=False)))
+        assert call.final.text.startswith(whole.text) and call.streamed == call.final.text
+    counts = [ask(engine, prompt, 80, bans=Bans((bad,), n_tokens=0, max_rewinds=n)).timings for n in (1, 3, 9)]
+    n = [c.predicted_n for c in counts]  # every attempt takes the tokens of the text again
+    assert n[1] - n[0] > 0 and n[2] - n[1] == 3 * (n[1] - n[0])
+
+
+def test_a_later_banned_text_is_found_after_giving_up(engine: Engine) -> None:
+    output = Output(engine.tokenizer, (), Bans(("bad",), patterns=(Pattern("w.rse"),)))
+    ids = engine.tokenizer.encode("a bad word", add_special=False)
+    for i in ids:
+        output.add(TokenInfo(i, 0.0))
+    assert output.find_banned() is not None
+    output.allow_banned()
+    assert output.find_banned() is None
+    for i in engine.tokenizer.encode(" and a worse bad one", add_special=False):
+        output.add(TokenInfo(i, 0.0))
+    n = output.find_banned()
+    assert n is not None and n > len(ids)
+    output.rewind(n)
+    assert output.text.endswith("and a ") or output.text.endswith("and a")
 
 
 def test_prompt_logprobs_are_those_of_the_model(engine: Engine) -> None:
@@ -233,7 +272,7 @@ def test_constraints_decide(engine: Engine) -> None:
 def test_a_request_leaves_nothing_behind(engine: Engine) -> None:
     before = ask(engine, PROMPTS[0], 20, cache_prompt=False, id_slot=1)
     odd = SamplerParams(temperature=1.5, seed=1, logit_bias=((300, 1e5),), ignore_eos=True, repeat_penalty=1.9, top_k=3)
-    ask(engine, PROMPTS[0], 20, sampling=odd, stop=("a", "e", "i"), id_slot=1, n_indent=3, banned_strings=("x",))
+    ask(engine, PROMPTS[0], 20, sampling=odd, stop=("a", "e", "i"), id_slot=1, n_indent=3, bans=Bans(("x",)))
     after = ask(engine, PROMPTS[0], 20, cache_prompt=False, id_slot=1)
     assert (after.text, after.stop_type) == (before.text, before.stop_type)
 

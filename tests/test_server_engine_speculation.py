@@ -15,7 +15,7 @@ from ikcli.config_values import SpecStage, parse_spec_type
 from ikcli.errors import FormatError
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.engine.engine import Engine
-from ikcli.server.engine.messages import Final, Speculation
+from ikcli.server.engine.messages import Bans, Final, Speculation
 from ikcli.server.engine.ngram_cache import NgramCache, read_counts, write_counts
 from ikcli.server.engine.ngrams import NgramMap, NgramMapValues, NgramPool, Pool, Suffix
 
@@ -74,7 +74,7 @@ def test_the_same_model_as_draft_is_always_right() -> None:
 
 def test_shift_stop_and_ban_with_drafts(plain: list[Final]) -> None:
     server = {"spec_type": parse_spec_type("suffix:suffix_min_match_len=1")}
-    fields = {"stop": ("sys",), "banned_strings": ("path",)}
+    fields = {"stop": ("sys",), "bans": Bans(("path",))}
     results = []
     for settings in ({}, server):
         with serving(1, n_ctx=256, server=settings) as e:

@@ -29,7 +29,7 @@ _ONE_VALUE = """
 --mtp-requantize-output-tensor -ctkd --cache-type-k-draft -ctvd --cache-type-v-draft -dsatk --dsa-top-k -ngld
 --gpu-layers-draft --n-gpu-layers-draft --rpc -gfm --gpu-fit-margin -cuda --cuda-params -draft --draft-params
 --prefetch-experts-threads -wgt --worst-graph-tokens -fdn --fused-delta-net -grt --graph-reduce-type -gap
---graph-attn-precision -devd --device-draft --banned-string-file --banned-n --allowlist-unicode-rule
+--graph-attn-precision -devd --device-draft --allowlist-unicode-rule
 --allowlist-pieces --allowlist-keyword --allowlist-keyword-delay --expiring-logit-bias-file -ld --logdir -ptc
 --print-token-count --in-prefix --in-suffix -spf
 --system-prompt-file --sql-save-file --sqlite-zstd-ext-file --context-file --chunk-size --chunk-separator --junk

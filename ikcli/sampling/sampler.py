@@ -80,8 +80,11 @@ class Sampler:
         logits: npt.NDArray[np.float32],
         mask: npt.NDArray[np.uint32] | None = None,
         banned: Collection[int] = (),
+        ban_bias: float = -math.inf,
     ) -> Sampled:
         """Choose a token. `logits` (n_vocab,) stay as they are; `mask` as of a grammar: bit i allows token i.
+
+        `ban_bias` is added to the logits of banned tokens.
 
         NoTokenError if nothing is left, NonFiniteError if the logits hold NaN or +Inf.
         """
@@ -92,7 +95,7 @@ class Sampler:
         largest = float(np.maximum.reduce(logits))
         if not largest < math.inf:
             raise NonFiniteError("the model's output is not finite (NaN or Inf among the logits)")
-        c = self._candidates(logits, mask, banned, largest)
+        c = self._candidates(logits, mask, banned, ban_bias, largest)
         if self._short is not None:
             token = self._short.sample(c, self._rng)
         else:
@@ -155,13 +158,14 @@ class Sampler:
         logits: npt.NDArray[np.float32],
         mask: npt.NDArray[np.uint32] | None,
         banned: Collection[int],
+        ban_bias: float,
         largest: float,
     ) -> Candidates:
         changed = mask is not None or len(self._bias_ids) > 0 or len(banned) > 0
         logits = self._biased(logits)
         if len(banned):
             logits = logits.copy()
-            logits[list(banned)] = -np.inf
+            logits[list(banned)] += np.float32(ban_bias)
         c = Candidates(None, logits) if mask is None else allowed_only(logits, mask)
         if changed:
             largest = c.logits.max() if len(c.logits) else -math.inf

@@ -25,7 +25,6 @@ from ikcli.server.engine.output import Output
 from ikcli.tokenizer import Tokenizer
 
 FloatRow = npt.NDArray[np.float32]
-MAX_REWINDS = 20  # per generation, or twice the number of banned texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +58,15 @@ class Generation:
         self.sampler = Sampler(request.sampling, setting.vocab)
         self.sampler.prime(request.prompt)
         self.constraint: Constraint | None = request.constraint() if request.constraint else None
-        self.output = Output(tokenizer, request.stop, request.banned_strings, keep_special=request.keep_special)
+        self.output = Output(tokenizer, request.stop, request.bans, keep_special=request.keep_special)
         self.prompt_logprobs: list[TokenInfo] = []
         self.truncated = False
         self.stop_type: StopType = "none"
         self.n_cached = self.n_prompt_computed = 0
         self.n_drafted = self.n_accepted = 0
         self._bans: dict[int, set[int]] = {}  # index of a generated token -> tokens that led to a banned text
-        self._n_rewinds = 0
+        self._n_rewinds = 0  # since the output last got further
+        self._furthest = -1  # token at which a banned text began
         self.t_start = self._t_now = time.perf_counter()
         self.t_prompt_done = 0.0
         self._t_line = 0.0
@@ -76,7 +76,7 @@ class Generation:
         """The next token."""
         banned = self._bans.get(len(self.output.tokens), ()) if self._bans else ()
         mask = self.constraint.mask() if self.constraint is not None else None
-        return as_info(self.sampler.sample(logits, mask, banned))
+        return as_info(self.sampler.sample(logits, mask, banned, self.request.bans.bias))
 
     def push(self, token: TokenInfo) -> bool:
         """Take a chosen token; False if the generation ends with it (see `stop_type`)."""
@@ -132,13 +132,17 @@ class Generation:
         n = self.output.find_banned()
         if n is None:
             return 0
-        self._n_rewinds += 1
-        if self._n_rewinds > max(MAX_REWINDS, 2 * len(self.request.banned_strings)):
+        if n > self._furthest:
+            self._furthest, self._n_rewinds = n, 0
+        if self._n_rewinds >= self.request.bans.most_rewinds:
             self.output.allow_banned()
             return 0
+        self._n_rewinds += 1
         n_removed = len(self.output.tokens) - n
         self._bans = {i: b for i, b in self._bans.items() if i <= n}
-        self._bans.setdefault(n, set()).add(self.output.tokens[n].id)
+        n_banned = self.request.bans.n_tokens
+        stop = n + n_banned if n_banned >= 0 else len(self.output.tokens)
+        self._bans.setdefault(n, set()).update(t.id for t in self.output.tokens[n:stop])
         self.output.rewind(n)
         self.sampler.rollback(n_removed)
         del self.history[-n_removed:]

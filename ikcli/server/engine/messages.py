@@ -5,6 +5,7 @@ What is made for every token is a NamedTuple, which takes a fraction of the time
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.sampling.params import SamplerParams
+from ikcli.server.engine.patterns import Pattern
 
 StopType = Literal["none", "eos", "limit", "word"]
 
@@ -41,6 +43,41 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
+class Bans:
+    """Texts that may not appear: the generation goes back to where one begins and chooses another token there.
+
+    `n_tokens` of the banned text (-1: all of it) get the bias there. `buffer`: tokens held back for patterns, 0: as
+    many as the longest pattern has characters. `max_rewinds` in a row: -1 for 20 or twice the number of bans, 0 for no
+    limit. `counts`: tokens taken back count as generated.
+    """
+
+    strings: tuple[str, ...] = ()
+    patterns: tuple[Pattern, ...] = ()
+    n_tokens: int = 1
+    bias: float = -math.inf
+    buffer: int = 0
+    max_rewinds: int = -1
+    counts: bool = True
+
+    def __bool__(self) -> bool:
+        return bool(self.strings or self.patterns)
+
+    @property
+    def n_held(self) -> int:
+        """Tokens that are held back."""
+        if not self.patterns:
+            return 0
+        return (self.buffer or max(len(p.text) for p in self.patterns) + 1) - 1
+
+    @property
+    def most_rewinds(self) -> float:
+        """How often in a row the generation goes back."""
+        if self.max_rewinds < 0:
+            return max(20, 2 * (len(self.strings) + len(self.patterns)))
+        return self.max_rewinds or math.inf
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One generation from token ids; the HTTP side has checked every field against the model.
 
@@ -62,7 +99,7 @@ class GenerationRequest:
     t_max_predict_ms: int = 0
     keep_special: bool = False
     prompt_logprobs: bool = False
-    banned_strings: tuple[str, ...] = ()
+    bans: Bans = Bans()
     speculation: Speculation = Speculation()
     report_progress: bool = False
     turns: tuple[int, ...] = ()  # tokens of the prompt before turns that later requests may change

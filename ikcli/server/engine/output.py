@@ -9,21 +9,24 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from ikcli.server.engine.messages import TokenInfo
+from ikcli.server.engine.messages import Bans, TokenInfo
 from ikcli.tokenizer.tokenizer import StreamDecoder, Tokenizer
+
+NO_BANS = Bans()
 
 
 class Output:
     """Text and tokens of one generation."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str], banned: Sequence[str] = (), *, keep_special: bool = False
+        self, tokenizer: Tokenizer, stop: Sequence[str], bans: Bans = NO_BANS, *, keep_special: bool = False
     ) -> None:
         self._tokenizer, self._keep_special = tokenizer, keep_special
         self._decoder = StreamDecoder(tokenizer, skip_special=not keep_special)
         self._n_texts = len(tokenizer.vocab.tokens)  # a model's output may be wider than its vocabulary
         self._stop = tuple(s for s in stop if s)
-        self._banned = tuple(_fold(b) for b in banned if b)
+        self._bans, self._banned = bans, tuple(_fold(b) for b in bans.strings if b)
+        self._allowed = 0  # position up to which banned texts are let through
         self._sent: list[str] = []  # text given out, in pieces
         self._held = ""  # text after that
         self._n_sent = 0  # characters of _sent
@@ -79,22 +82,27 @@ class Output:
     # --- banned texts -----------------------------------------------------------------------------------------------
     def find_banned(self) -> int | None:
         """Index of the token with which a banned text begins, or None."""
-        if not self._banned:
+        if not self._bans:
             return None
-        held = _fold(self._held)
-        at = [i for b in self._banned if (i := held.find(b)) >= 0]
+        skip = max(self._allowed - self._n_sent, 0)
+        text = self._held[skip:]
+        folded = _fold(text)
+        before = self._held[skip - 1] if skip else self._sent[-1][-1] if self._sent else ""
+        at = [skip + i for b in self._banned if (i := folded.find(b)) >= 0]
+        at += [skip + i for p in self._bans.patterns if (i := p.search(text, before)) >= 0]
         if not at:
             return None
         return max(bisect_right(self.starts, self._n_sent + min(at)) - 1, self._n_sent_tokens)
 
     def allow_banned(self) -> None:
-        """Give up: what comes is sent as it is."""
-        self._banned = ()
+        """Give up on what there is: it is sent as it is."""
+        self._allowed = self._n_sent + len(self._held)
 
     def rewind(self, n_tokens: int) -> None:
         """Forget every token from this one on; they have not been sent."""
         kept = self.tokens[:n_tokens]
-        self.n_total -= len(self.tokens) - len(kept)
+        if not self._bans.counts:
+            self.n_total -= len(self.tokens) - len(kept)
         self._decoder = StreamDecoder(self._tokenizer, skip_special=not self._keep_special)
         text = "".join(self._decoder.feed(t.id) for t in kept if t.id < self._n_texts)
         self._held = text[self._n_sent :]
@@ -125,13 +133,18 @@ class Output:
     def _n_uncertain(self) -> int:
         """Characters at the end that could begin a stop text or a banned text."""
         held = self._held
-        if not (self._stop or self._banned):
+        if not (self._stop or self._bans):
             return 0
         n = max((_n_partial(held, s) for s in self._stop), default=0)
         if self._banned:
             held = _fold(held)
-            n = max(n, *(_n_partial(held, b) for b in self._banned))
-        return n
+            n_banned = max(_n_partial(held, b) for b in self._banned)
+            if n_banned:  # with the whole token in which it begins, which may have to go
+                end = self._n_sent + len(held)
+                n = max(n, end - self.starts[bisect_right(self.starts, end - n_banned) - 1])
+        if n_tokens := min(self._bans.n_held, len(self.starts)):
+            n = max(n, self._n_sent + len(self._held) - self.starts[-n_tokens])
+        return min(n, len(self._held))
 
 
 def _n_partial(text: str, stop: str) -> int:

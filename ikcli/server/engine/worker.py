@@ -385,7 +385,7 @@ class Worker:
         token = g.choose(logits)
         goes_on = g.push(token)
         slot.last = token.id
-        if g.request.banned_strings and (n_removed := g.rewind_banned()):
+        if g.request.bans and (n_removed := g.rewind_banned()):
             self._rewind(slot, n_removed)
             return False
         if goes_on and not g.may_shift and slot.n_past + 1 >= slot.n_ctx:

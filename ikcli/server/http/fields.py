@@ -57,7 +57,19 @@ FIELDS: tuple[Field, ...] = (
     Field("id_slot", "int", "slot to use; -1 = any", low=-1),
     Field("grammar", "text", "GBNF grammar that the answer follows"),
     Field("json_schema", "json", "JSON schema that the answer follows", schema={}),
-    Field("banned_strings", "texts", "texts that may not appear in the answer"),
+    # what may not appear
+    Field("banned_strings", "texts", "texts that may not appear in the answer, in any case; the server goes back and "
+          "chooses another token"),
+    Field("banned_regex", "texts", "regular expressions that may match nothing in the answer"),
+    Field("banned_regex_case_insensitive", "texts", "as banned_regex, in any case"),
+    Field("banned_n", "int", "tokens of a banned text that are banned where it began; -1 = all, 0 = none", low=-1,
+          high=INT32),
+    Field("banned_bias", "float", "what is added to the logit of a banned token; -999 and below = never"),
+    Field("banbuffer_size", "int", "tokens held back for banned_regex; 0 = as many as a pattern has characters", low=0,
+          high=INT32),
+    Field("rewind_count_max", "int", "how often in a row the server goes back, then the text stays; 0 = without limit, "
+          "-1 = 20 or twice the number of bans", low=-1, high=INT32),
+    Field("saturate_predict", "bool", "tokens taken back do not count for n_predict"),
     # what is returned
     Field("return_tokens", "bool", "fill `tokens` with the generated token ids"),
     Field("return_progress", "bool", "send `prompt_progress` events while a long prompt is computed"),
@@ -112,12 +124,7 @@ FIELDS: tuple[Field, ...] = (
     Field("lora", "json", "adapters and their scales; no adapter can be loaded, so only an empty list is valid",
           schema={"type": "array"}),
     Field("n_cache_reuse", "int", "least chunk to reuse from the middle of the cache", low=0, effect=_NOT_HERE),
-    Field("saturate_predict", "bool", "ignored", effect=_NOT_HERE),
     Field("backend_sampling", "bool", "ignored", effect=_NOT_HERE),
-    Field("banbuffer_size", "int", "ignored: the buffer is as long as needed", effect=_NOT_HERE),
-    Field("rewind_count_max", "int", "ignored: rewinding is not limited", effect=_NOT_HERE),
-    Field("banned_n", "int", "ignored", effect=_NOT_HERE),
-    Field("banned_bias", "float", "ignored: banned means never", effect=_NOT_HERE),
     Field("verbose", "bool", "ignored", effect=_NOT_HERE),
 )  # fmt: skip
 

@@ -15,9 +15,10 @@ from typing import Any
 from ikcli.config import RunConfig
 from ikcli.errors import UsageError
 from ikcli.sampling.params import SamplerParams, check_params, sampler_names
-from ikcli.server.engine.messages import Speculation
+from ikcli.server.engine.messages import Bans, Speculation
 from ikcli.server.http import fields as f
-from ikcli.server.http.errors import bad_request, unsupported
+from ikcli.server.http.bans import bans_of, server_bans
+from ikcli.server.http.errors import bad_request
 from ikcli.tokenizer import Tokenizer
 
 MAX_STOPS = 1024
@@ -34,6 +35,7 @@ class Defaults:
     cache_prompt: bool = True
     sse_ping_interval: int = 30
     stop: tuple[str, ...] = ()
+    bans: Bans = field(default_factory=Bans)
     grammar: str = ""
     json_schema: Any = None
 
@@ -55,7 +57,7 @@ class Options:
     id_slot: int = -1
     grammar: str = ""
     json_schema: Any = None
-    banned_strings: tuple[str, ...] = ()
+    bans: Bans = field(default_factory=Bans)
     return_tokens: bool = False
     return_progress: bool = False
     timings_per_token: bool = False
@@ -95,6 +97,7 @@ def defaults_of(config: RunConfig) -> Defaults:
         cache_prompt=config.server.cache_prompt,
         sse_ping_interval=config.server.sse_ping_interval,
         stop=config.prompt.reverse_prompt,
+        bans=server_bans(config),
         grammar=option_text(config.sampling.grammar, config.sampling.grammar_file, "grammar"),
         json_schema=_schema_option(given.json_schema),
     )
@@ -229,7 +232,7 @@ def _pair(item: Any, i: int) -> tuple[Any, Any]:
 
 
 _PLAIN = ("stream", "n_cmpl", "n_discard", "n_indent", "return_tokens", "return_progress", "timings_per_token",
-          "response_fields", "banned_strings")  # fmt: skip
+          "response_fields")  # fmt: skip
 
 
 def _options(values: dict[str, Any], defaults: Defaults, limits: Limits) -> Options:
@@ -242,8 +245,9 @@ def _options(values: dict[str, Any], defaults: Defaults, limits: Limits) -> Opti
     if id_slot >= limits.n_slots:
         raise bad_request(f"id_slot is {id_slot}, but the slots are 0 to {limits.n_slots - 1}")
     stop = values.get("stop", ()) or defaults.stop
-    if len(stop) > MAX_STOPS or len(values.get("banned_strings", ())) > MAX_STOPS:
-        raise bad_request(f"stop and banned_strings may have at most {MAX_STOPS} entries")
+    bans = bans_of(values, defaults.bans)
+    if len(stop) > MAX_STOPS or len(bans.strings) + len(bans.patterns) > MAX_STOPS:
+        raise bad_request(f"stop and banned texts may have at most {MAX_STOPS} entries")
     grammar, schema = _constraint(values, defaults)
     return Options(
         **options,
@@ -255,6 +259,7 @@ def _options(values: dict[str, Any], defaults: Defaults, limits: Limits) -> Opti
         include_usage=include is not None and f.boolean(include, "stream_options.include_usage"),
         id_slot=id_slot,
         stop=stop,
+        bans=bans,
         grammar=grammar,
         json_schema=schema,
         speculation=Speculation(*(values.get(f"speculative.{name}") for name in ("n_max", "n_min", "p_min"))),
@@ -278,14 +283,6 @@ def _constraint(values: dict[str, Any], defaults: Defaults) -> tuple[str, Any]:
     if not grammar and schema is None:
         return defaults.grammar, defaults.json_schema
     return grammar, schema
-
-
-def refuse_unsupported(body: Mapping[str, Any]) -> None:
-    """ApiError 501 for fields whose neglect would change the answer and that this server cannot obey."""
-    for name in ("banned_regex", "banned_regex_case_insensitive"):
-        if body.get(name):
-            f.texts(body[name], name)
-            raise unsupported(f"{name} is not supported; use banned_strings")
 
 
 def settings(sampling: SamplerParams, options: Options, n_ctx: int, model: str) -> dict[str, Any]:

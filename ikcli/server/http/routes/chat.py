@@ -16,7 +16,7 @@ from ikcli.server.http.chat import Prepared, prepare
 from ikcli.server.http.constraints import compiled
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.openapi import generation_body
-from ikcli.server.http.params import Options, parse, refuse_unsupported
+from ikcli.server.http.params import Options, parse
 from ikcli.server.http.prompts import Prompt
 from ikcli.server.http.routes.completion import probabilities, requests_of
 from ikcli.server.http.routes.context import read_object, server
@@ -48,7 +48,6 @@ async def generations_of(
     state: ServerState, body: dict[str, Any]
 ) -> tuple[Options, Prepared, list[GenerationRequest], int | None]:
     """Options, the prepared chat, the engine requests, and how many top log-probabilities to return."""
-    refuse_unsupported(body)
     n_top = top_logprobs(body)
     if n_top is not None and body.get("n_probs") is None:
         body = body | {"n_probs": max(n_top, 1)}

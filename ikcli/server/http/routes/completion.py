@@ -18,7 +18,7 @@ from ikcli.server.http.answer import answer
 from ikcli.server.http.constraints import constraint_of
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.openapi import generation_body
-from ikcli.server.http.params import Options, parse, refuse_unsupported, settings
+from ikcli.server.http.params import Options, parse, settings
 from ikcli.server.http.prompts import Prompt, read_prompts
 from ikcli.server.http.routes.context import read_object, server
 from ikcli.server.http.shapes.common import Probabilities, naming
@@ -47,7 +47,7 @@ def requests_of(
         "n_discard": options.n_discard,
         "n_indent": options.n_indent,
         "t_max_predict_ms": options.t_max_predict_ms,
-        "banned_strings": options.banned_strings,
+        "bans": options.bans,
         "speculation": options.speculation,
         "report_progress": options.return_progress and options.stream,
     }
@@ -65,7 +65,6 @@ async def answer_native(
     request: Request, state: ServerState, body: dict[str, Any], prompts: Sequence[Prompt]
 ) -> Response:
     """Generate and answer in llama-server's own form."""
-    refuse_unsupported(body)
     top = body.get("logprobs")
     if top is not None and body.get("n_probs") is None:
         body = body | {"n_probs": (1 if top else 0) if isinstance(top, bool) else top}
@@ -103,7 +102,6 @@ async def completion_openai(request: Request) -> Response:
     """OpenAI's text completion with echo, logprobs, n and best_of."""
     state = server(request)
     body = await read_object(request)
-    refuse_unsupported(body)
     if body.get("prompt") is None:
         raise bad_request("prompt is required")
     n_top = _logprobs(body)

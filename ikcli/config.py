@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ikcli.config_groups import (
+    AdapterConfig,
     BatchedBenchConfig,
     BenchConfig,
     ImatrixConfig,
@@ -100,6 +101,7 @@ class RunConfig:
     profile: bool = opt(False, "--profile", "switch", "at the end print a table of operations and kernels with their time, GB/s of weights and GOP/s; the run itself is a little slower", topic="general", commands="SCWBPID", example="--profile")
     # fmt: on
 
+    adapters: AdapterConfig = group(AdapterConfig)
     rope: RopeConfig = group(RopeConfig)
     prompt: PromptConfig = group(PromptConfig)
     sampling: SamplingConfig = group(SamplingConfig)

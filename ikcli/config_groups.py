@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ikcli.config_values import (
+    ScaledFile,
     SpecStage,
     parse_int_list,
+    parse_layer_range,
     parse_pairs,
+    parse_path_item,
+    parse_scaled_file,
     parse_spec_type,
     parse_text_item,
     parse_thread_pairs,
@@ -35,6 +39,18 @@ class PromptConfig:
     reverse_prompt: tuple[str, ...] = opt((), "-r --reverse-prompt", "custom", "stop generation at this text (chat: and ask for input); repeatable", topic="prompt", commands="CS", form="TEXT", example='-r "User:"', parse=parse_text_item, repeat=True, text=True)
     keep: int = opt(0, "--keep", "int", "prompt tokens to keep when the context is full; -1 = all", topic="prompt", commands="CS", form="N", example="--keep 32")
     display_prompt: bool = opt(True, "--display-prompt", "switch", "print the prompt before the answer", topic="prompt", commands="C", negative="--no-display-prompt", example="--no-display-prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """Low-rank adapters and control vectors, added while the model runs."""
+
+    lora: tuple[Path, ...] = opt((), "--lora", "custom", "low-rank adapter (GGUF) to apply; repeatable", topic="model", form="FILE", example="--lora adapter.gguf", parse=parse_path_item, repeat=True, bench_list=False)
+    lora_scaled: tuple[ScaledFile, ...] = opt((), "--lora-scaled", "custom", "low-rank adapter to apply with a scale of its own; repeatable, numbered after those of --lora", topic="model", form="FILE SCALE", example="--lora-scaled adapter.gguf 0.5", parse=parse_scaled_file, repeat=True, bench_list=False, n_values=2)
+    lora_init_without_apply: bool = opt(False, "--lora-init-without-apply", "switch", "load adapters with scale 0; requests and POST /lora-adapters set another", topic="model", commands="S", example="--lora-init-without-apply")
+    control_vector: tuple[Path, ...] = opt((), "--control-vector", "custom", "control vector (GGUF) to add to the outputs of layers; repeatable", topic="model", form="FILE", example="--control-vector happy.gguf", parse=parse_path_item, repeat=True, bench_list=False)
+    control_vector_scaled: tuple[ScaledFile, ...] = opt((), "--control-vector-scaled", "custom", "control vector with a scale; repeatable", topic="model", form="FILE SCALE", example="--control-vector-scaled happy.gguf 0.8", parse=parse_scaled_file, repeat=True, bench_list=False, n_values=2)
+    control_vector_layer_range: tuple[int, int] | None = opt(None, "--control-vector-layer-range", "custom", "first and last layer that control vectors change; default all", topic="model", form="FIRST LAST", example="--control-vector-layer-range 10 20", parse=parse_layer_range, bench_list=False, n_values=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,4 +274,3 @@ class UpstreamConfig:
     prio: int = opt(0, "--prio", "int", "process priority", topic="accepted, no effect", form="N", noop=_NO_EFFECT)
     poll: int = opt(50, "--poll", "int", "polling level", topic="accepted, no effect", form="N", noop=_NO_EFFECT)
     log_colors: bool = opt(False, "--log-colors", "optswitch", "coloured log", topic="accepted, no effect", noop=_NO_EFFECT)
-    lora: tuple[str, ...] = opt((), "--lora", "custom", "low-rank adapter", topic="accepted, no effect", form="FILE", parse=parse_text_item, repeat=True, noop="adapters are not supported")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 OFFLOAD_OPS = {26: "MUL_MAT", 27: "MUL_MAT_ID", 28: "OUT_PROD", 29: "MOE_FUSED_UP_GATE", -1: "ALL"}
 """Numbers users wrote into `-op` in 2025, and the names they meant then."""
@@ -218,6 +219,45 @@ def parse_int_list(text: str) -> tuple[int, ...]:
 def parse_text_item(text: str) -> tuple[str, ...]:
     """One text value of an option that may be repeated."""
     return (text,)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledFile:
+    """A file and how strongly what it holds is applied."""
+
+    path: Path
+    scale: float
+
+
+def parse_path_item(text: str) -> tuple[Path, ...]:
+    """One file of an option that may be repeated."""
+    if not text:
+        raise ValueError("is empty")
+    return (Path(text).expanduser(),)
+
+
+def parse_scaled_file(text: str) -> tuple[ScaledFile, ...]:
+    """`FILE SCALE` (also `FILE:SCALE`) of an option that may be repeated."""
+    for separator in (" ", ":"):
+        path, _, number = text.rpartition(separator)
+        try:
+            scale = float(number)
+        except ValueError:
+            continue
+        if path and math.isfinite(scale):
+            return (ScaledFile(Path(path).expanduser(), scale),)
+    raise ValueError("is not a file and a scale")
+
+
+def parse_layer_range(text: str) -> tuple[int, int]:
+    """`FIRST LAST`, two numbers of layers."""
+    try:
+        first, last = (int(piece) for piece in text.replace(",", " ").split())
+    except ValueError:
+        raise ValueError("is not two whole numbers") from None
+    if not 0 <= first <= last:
+        raise ValueError("is no range: the first layer comes first, and none is below 0")
+    return first, last
 
 
 SPEC_TYPES = ("none", "draft", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "suffix")

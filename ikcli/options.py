@@ -36,8 +36,8 @@ class Option:
     `names` set the field (a switch to True), `negative` spellings take no value and set it to False.
     `form` is the text of the value in help and errors; `parse` converts a custom value and raises ValueError.
     `repeat` options collect their values in command-line order; `noop` says why an accepted option does nothing.
-    The value of a `text` option may begin with a dash.
-    `env` names the environment variable that sets it, too.
+    The value of a `text` option may begin with a dash. `env` names the environment variable that sets it, too.
+    `n_values` words make one value, joined by blanks.
     """
 
     names: tuple[str, ...]
@@ -56,6 +56,7 @@ class Option:
     noop: str = ""
     text: bool = False
     env: str = ""
+    n_values: int = 1
 
     @property
     def takes_value(self) -> bool:

@@ -20,7 +20,7 @@ from ikcli.commands._upstream import UPSTREAM_ARITY
 from ikcli.commands._values import convert, is_switch_value, missing_value
 from ikcli.errors import UsageError
 from ikcli.hostinfo import physical_cores
-from ikcli.options import BoundOption, arguments_of, iter_options
+from ikcli.options import BoundOption, Option, arguments_of, iter_options
 
 if TYPE_CHECKING:
     from ikcli.config import RunConfig
@@ -214,6 +214,9 @@ class _Scanner:
             if not self.rest or self._is_option(bound, self.rest[0]):
                 raise missing_value(option, name)
             text = self.rest.pop(0)
+            for _ in range(1, option.n_values):
+                if self.rest and not looks_like_option(self.rest[0]) and not _parses(option, text):
+                    text = f"{text} {self.rest.pop(0)}"
         elif option.kind == "optswitch" and not negative and attached is None:
             lists = self.command == "bench"
             if self.rest and is_switch_value(self.rest[0], lists):
@@ -230,6 +233,14 @@ class _Scanner:
         near = nearest(name, [*own, *self.names, *HELP_NAMES, "--version", "--config"])
         hint = f"; did you mean {near}?" if near else f"; see ik {self.command} --help"
         return UsageError(f"unknown option {name}{hint}")
+
+
+def _parses(option: Option, text: str) -> bool:
+    """Whether this is a whole value already."""
+    try:
+        return option.parse is not None and option.parse(text) is not None
+    except ValueError:
+        return False
 
 
 def _collect(command: str, files: list[Given], line: list[Given]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:

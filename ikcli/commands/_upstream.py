@@ -6,7 +6,7 @@ They are accepted and reported as "not supported, ignored", so that a pasted com
 from __future__ import annotations
 
 _NO_VALUE = """
---prompt-cache-all --prompt-cache-ro --spec-autotune --lora-init-without-apply --no-mmproj-offload -sp --special -if
+--prompt-cache-all --prompt-cache-ro --spec-autotune --no-mmproj-offload -sp --special -if
 --interactive-first --infill -dkvc --dump-kv-cache -mli --multiline-input --simple-io -dsa --dsa -fidx
 --fused-indexer-topk -co --color -mtp --multi-token-prediction -no-mtp --no-multi-token-prediction
 --defer-experts --prefetch-experts -smf16 --split-mode-f16 -smf32 --split-mode-f32 --verbose-prompt --perplexity
@@ -23,7 +23,7 @@ _ONE_VALUE = """
 --draft-n --draft-min --draft-n-min --draft-p-min --spec-ckpt-mode --recurrent-ckpt-mode -ns --sequences -ps --p-split
 -md --model-draft --spec-stage --spec-type --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits
 --suffix-pattern-len --suffix-max-depth --suffix-corpus -mu --model-url -hft --hf-token -hfr --hf-repo -hff --hf-file
---control-vector --mmproj --mmproj-url --mtmd-kq-type --image --audio --image-min-tokens --image-max-tokens
+--mmproj --mmproj-url --mtmd-kq-type --image --audio --image-min-tokens --image-max-tokens
 --embd-normalize --embd-output-format --embd-separator -ictk --indexer-cache-type-k -ctk-first --cache-type-k-first
 -ctk-last --cache-type-k-last -ctv-first --cache-type-v-first -ctv-last --cache-type-v-last -mtprot
 --mtp-requantize-output-tensor -ctkd --cache-type-k-draft -ctvd --cache-type-v-draft -dsatk --dsa-top-k -ngld
@@ -37,7 +37,7 @@ _ONE_VALUE = """
 --log-file
 """
 
-_TWO_VALUES = "--spec-replace --lora-scaled --control-vector-scaled --control-vector-layer-range"
+_TWO_VALUES = "--spec-replace"
 
 UPSTREAM_ARITY: dict[str, int] = {
     name: count for count, names in enumerate((_NO_VALUE, _ONE_VALUE, _TWO_VALUES)) for name in names.split()

@@ -111,6 +111,9 @@ class CpuDevice:
         """Map or read the weights."""
         return model.load(names, mmap=mmap)
 
+    def update_weights(self, model: Model, names: Sequence[str]) -> None:
+        """They are used where they are."""
+
     def weight_bytes(self, model: Model, names: Sequence[str]) -> int:
         """Their bytes, as used."""
         return model.n_bytes(names)

@@ -39,6 +39,7 @@ class GpuDevice(CudaBackend):
         super().__init__(device)
         self._closed = False
         self._slabs: list[Memory] = []
+        self._addresses: dict[str, int] = {}
         self._cells: dict[Cache, int] = {}
 
     @property
@@ -83,7 +84,19 @@ class GpuDevice(CudaBackend):
                 addresses[name] = at
                 at += size
                 advance(size)
+        self._addresses |= addresses
         return addresses
+
+    def update_weights(self, model: Model, names: Sequence[str]) -> None:
+        """Copy weights again that are on the device; for small ones."""
+        arrays = []
+        for name in names:
+            if name in self._addresses:
+                w = weight_of(model, name)
+                arrays.append(np.empty(upload.device_bytes(w), np.uint8))
+                upload.convert(model.bytes_of(name), w, arrays[-1])
+                self.device.upload(self._stream, self._addresses[name], arrays[-1])
+        self.device.synchronize(self._stream)
 
     # --- cache ------------------------------------------------------------------------------------------------------
     def cache_bytes(self, cache: Cache, n_rows: int) -> int:

@@ -6,13 +6,14 @@ in float32 (norms, biases) are converted, and tensors that the attention mode ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from ikcli import models
+from ikcli.engine.adapters import Adapters
 from ikcli.engine.repacking import Repacked, repack_tensors, repacked_specs
 from ikcli.errors import FormatError, IkError
 from ikcli.gguf.constants import GGMLType
@@ -38,6 +39,7 @@ class Model:
     derived: dict[str, DerivedSpec]
     repacked: dict[str, Repacked] = field(default_factory=dict)  # -rtr: regrouped by `load`
     n_threads: int = 1  # of repacking
+    adapters: Adapters = field(default_factory=Adapters)
     _held: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
 
     @property
@@ -51,10 +53,14 @@ class Model:
         graph_config: GraphConfig,
         *,
         hp: HParams | None = None,
+        adapters: Adapters | None = None,
         repack: bool = False,
         n_threads: int = 1,
     ) -> Model:
-        """Check the tensors of an opened file; no weight is touched. `hp`: instead of those of the file."""
+        """Check the tensors of an opened file; no weight is touched.
+
+        `hp`: instead of those of the file. `adapters`: what is added.
+        """
         source = str(file.paths[0])
         if "general.architecture" not in file.metadata:
             raise FormatError(f"{source}: no general.architecture; this is not a model file")
@@ -64,7 +70,9 @@ class Model:
         derived = derived_specs(file.tensors, hp, graph_config)
         specs: dict[str, TensorLike] = {name: _as_used(t) for name, t in file.tensors.items()}
         repacked = repacked_specs(file.tensors, hp) if repack else {}
-        return cls(file, hp, module, specs | repacked | derived, derived, repacked, n_threads)
+        adapters = adapters or Adapters()
+        specs = specs | repacked | derived | adapters.specs()
+        return cls(file, hp, module, specs, derived, repacked, n_threads, adapters)
 
     def keep_plain(self, names: Iterable[str]) -> None:
         """Use these tensors as the file has them, whatever `-rtr` says; before graphs are recorded."""
@@ -73,8 +81,8 @@ class Model:
             self.specs[name] = _as_used(self.file.tensors[name])
 
     def derived_from(self) -> dict[str, str]:
-        """The tensor of the file that each derived one is made of: k_b and v_b of kv_b, kv_b of k_b."""
-        sources = {}
+        """The tensor of the file that each derived one is made of (k_b and v_b of kv_b, kv_b of k_b) or added to."""
+        sources = self.adapters.sources()
         for name in self.derived:
             block, _, part = name.rpartition(".attn_")
             sources[name] = f"{block}.attn_{'k_b' if part == 'kv_b.weight' else 'kv_b'}.weight"
@@ -111,6 +119,15 @@ class Model:
                     advance(self._held[name].nbytes)
         return {n: self._address(n) for n in wanted}
 
+    def set_scales(self, scales: Sequence[float]) -> list[str]:
+        """Change the scales of adapters, in memory too; returns the names of the changed weights."""
+        self.adapters.set_scales(scales)
+        names = self.adapters.scale_names()
+        for name in names:
+            if name in self._held:
+                self._held[name][...] = self.adapters.make(name)
+        return names
+
     def memory(self, addresses: Mapping[str, int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(address, bytes) of loaded weights: those in memory of our own, those mapped from the file."""
         held: list[tuple[int, int]] = []
@@ -120,7 +137,12 @@ class Model:
         return held, mapped
 
     def _is_mapped(self, name: str, mmap: bool) -> bool:
-        return mmap and name not in self.derived and self.specs[name].type == self.file.tensors[name].type
+        return (
+            mmap
+            and name in self.file.tensors
+            and name not in self.derived
+            and self.specs[name].type == self.file.tensors[name].type
+        )
 
     def _repack(self, names: list[str], advance: Callable[[float], None]) -> dict[str, Bytes]:
         if not names:
@@ -135,6 +157,8 @@ class Model:
         try:
             if name in self.derived:
                 return np.ascontiguousarray(derive_one(self.file, self.hp, name, self.derived[name]))
+            if name not in self.file.tensors:
+                return self.adapters.make(name)
             if self.specs[name].type != self.file.tensors[name].type:
                 return np.ascontiguousarray(self.values(name))
             return np.array(self.file.data(name))

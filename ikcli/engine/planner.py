@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.config import RunConfig, default_model, resolve
+from ikcli.engine.adapters import Adapters
 from ikcli.engine.cpu_device import CpuDevice
 from ikcli.engine.device_plan import planning_device
 from ikcli.engine.devices import Machine
@@ -94,9 +95,14 @@ class Planner:
     """See the module. `file` may lack tensor data; `devices`: the GPUs themselves, opened."""
 
     def __init__(
-        self, file: GGUFFile, hp: HParams, machine: Machine, devices: Mapping[str, RunDevice] | None = None
+        self,
+        file: GGUFFile,
+        hp: HParams,
+        machine: Machine,
+        devices: Mapping[str, RunDevice] | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        self.file, self.hp, self.machine = file, hp, machine
+        self.file, self.hp, self.machine, self.adapters = file, hp, machine, adapters or Adapters()
         self._graphs: dict[tuple[GraphConfig, int], Graphs] = {}
         self._models: dict[tuple[object, ...], Model] = {}
         self._plans: dict[RunConfig, RunPlan] = {}
@@ -109,11 +115,11 @@ class Planner:
         """For the model of `config`, without devices besides the CPU; `header_only`: its data may be missing."""
         file = open_gguf(config.model or default_model(), config.override_kv, header_only=header_only)
         hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]), config.rope)
-        return cls(file, hp, Machine(()))
+        return cls(file, hp, Machine(()), None, Adapters.open(config.adapters, file.tensors, hp))
 
     def on(self, machine: Machine, devices: Mapping[str, RunDevice] | None = None) -> Planner:
         """For the same model with other devices."""
-        return Planner(self.file, self.hp, machine, devices)
+        return Planner(self.file, self.hp, machine, devices, self.adapters)
 
     def plan(self, config: RunConfig) -> RunPlan:
         """The plan of the session that a command opens; nothing is printed."""
@@ -190,7 +196,9 @@ class Planner:
         plain = frozenset(name for name, buffer in buffers.items() if buffer != CPU)
         key = (cfg.mla, cfg.flash_attn, repack, n_threads, plain)
         if key not in self._models:
-            self._models[key] = Model.from_file(self.file, cfg, hp=self.hp, repack=repack, n_threads=n_threads)
+            self._models[key] = Model.from_file(
+                self.file, cfg, hp=self.hp, adapters=self.adapters, repack=repack, n_threads=n_threads
+            )
             self._models[key].keep_plain(plain)
         return self._models[key]
 

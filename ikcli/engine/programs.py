@@ -98,8 +98,9 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
         kinds["prefill"] = replace(cfg, expand=True)
     graphs = {}
     for kind, kind_cfg in kinds.items():
-        graph = Graph()
+        graph = model.adapters.graph()
         graphs[kind] = graph, model.module.build(graph, hp, weights, kind_cfg)
+    model.adapters.check_used(graph for graph, _ in graphs.values())
     return graphs
 
 

@@ -39,6 +39,9 @@ class RunDevice(Protocol):
     def load_weights(self, model: Model, names: Sequence[str], mmap: bool) -> Mapping[str, int]:
         """Make the weights addressable for the device."""
 
+    def update_weights(self, model: Model, names: Sequence[str]) -> None:
+        """Take over loaded weights that the model changed in RAM."""
+
     def weight_bytes(self, model: Model, names: Sequence[str]) -> int:
         """Bytes they take there."""
 

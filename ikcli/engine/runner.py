@@ -251,6 +251,11 @@ class Runner:
         for name, names in self.weight_names(programs).items():
             self._weights[name] = self.parts[name].load_weights(model, names, mmap)
 
+    def update_weights(self, model: Model, names: Sequence[str]) -> None:
+        """Take over loaded weights that the model changed in RAM."""
+        for part in self.parts.values():
+            part.update_weights(model, names)
+
     def make_caches(self, programs: Sequence[DividedProgram]) -> None:
         """Cache tensors on every device."""
         for name, caches in self.cache_tensors(programs).items():

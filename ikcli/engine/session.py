@@ -395,6 +395,11 @@ class Session:
         """Forget all sequences."""
         self.sequences.clear()
 
+    def set_scales(self, scales: Sequence[float]) -> None:
+        """Apply the adapters of the model with these scales from now on."""
+        if tuple(scales) != self.model.adapters.scales:
+            self.runner.update_weights(self.model, self.model.set_scales(scales))
+
     def truncate(self, seq: int, n: int) -> int:
         """Forget positions from n on as far as possible; returns how many are left. See `Sequences.truncate`."""
         return self.sequences.truncate(seq, n)

@@ -183,7 +183,12 @@ class Calibrator:
             t = session.model.file.tensors[name]
             mine = encoding.of(name, t.shape)
             held[name] = rounded(session.model.file, t, type, mine, self.options.n_threads)
-        model = Model.from_file(Replaced.of(session.model.file, held), session.graph_config, hp=session.model.hp)
+        model = Model.from_file(
+            Replaced.of(session.model.file, held),
+            session.graph_config,
+            hp=session.model.hp,
+            adapters=session.model.adapters,
+        )
         scorer = _Scorer(found.base)
         _run(session.again(model), found.windows, scorer)
         return scorer.total / scorer.count

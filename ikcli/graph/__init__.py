@@ -2,13 +2,14 @@
 
 from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Place, Rows, RowSpec, Weight, power_of_two_parts
 from ikcli.graph.plan import Lifetime, assign_offsets
-from ikcli.graph.recorder import Graph
+from ikcli.graph.recorder import Graph, LowRank
 
 __all__ = [
     "Cache",
     "Graph",
     "HeadSlice",
     "Lifetime",
+    "LowRank",
     "Node",
     "Op",
     "Per",

@@ -6,7 +6,7 @@ ops do (`ops_*.py`), which also say what each op means.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ikcli.gguf.constants import GGMLType
@@ -32,14 +32,29 @@ from ikcli.graph.ops_rows import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to a matrix w: b @ scale @ a, with a (ne0, rank), scale (rank, rank), b (rank, ne1)."""
+
+    a: Weight
+    scale: Weight
+    b: Weight
+
+
 @dataclass(slots=True)
 class Graph:
-    """Recorder. Node names carry the layer (`ffn_out-3`); `nodes` is in execution order."""
+    """Recorder. Node names carry the layer (`ffn_out-3`); `nodes` is in execution order.
+
+    `low_rank`: what is added to products with the weights of these names. `directions`: what is added to the outputs of
+    these layers.
+    """
 
     nodes: list[Node] = field(default_factory=list)
     caches: dict[tuple[str, int], Cache] = field(default_factory=dict)
     weights: dict[str, Weight] = field(default_factory=dict)
     il: int = -1  # current layer, appended to node names
+    low_rank: Mapping[str, Sequence[LowRank]] = field(default_factory=dict)
+    directions: Mapping[int, Weight] = field(default_factory=dict)
 
     def record(self, op: Op, name: str) -> Node:
         """The node of an op; for ops of other packages as well."""
@@ -71,8 +86,16 @@ class Graph:
         return self.record(RmsNorm(x, w, eps, offset, cols or x.cols - offset), name)
 
     def mul_mat(self, w: Weight, x: Node, name: str) -> Node:
-        """x @ w.T: [rows, ne0] -> [rows, ne1]."""
-        return self.record(MulMat(w, x), name)
+        """x @ w.T: [rows, ne0] -> [rows, ne1]; with what adapters add to w."""
+        parts = self.low_rank.get(w.name, ())
+        out = self.record(MulMat(w, x), f"{name}_base" if parts else name)
+        for i, part in enumerate(parts):
+            low = self.record(MulMat(part.a, x), f"{name}_lora_a{i}")
+            low = self.record(MulMat(part.scale, low), f"{name}_lora_scaled{i}")
+            b = part.b if w.n_rows < 0 else part.b.rows(w.row0, w.n_rows)
+            low = self.record(MulMat(b, low), f"{name}_lora_b{i}")
+            out = self.record(Add(out, low), name if part is parts[-1] else f"{name}_lora{i}")
+        return out
 
     def mul_mat_heads(self, w: Weight, x: HeadSlice, name: str) -> Node:
         """Per head h: x[:, h] @ w[h].T with w (ne0 = x.width, ne1, n_head) -> [rows, n_head*ne1]."""
@@ -81,6 +104,11 @@ class Graph:
     def add(self, x: Node, y: Node | Weight, name: str) -> Node:
         """Element-wise sum; a weight (bias) is added to every row."""
         return self.record(Add(x, y), name)
+
+    def layer_out(self, x: Node) -> Node:
+        """The output of a layer, with the direction that a control vector adds."""
+        direction = self.directions.get(self.il)
+        return x if direction is None else self.record(Add(x, direction), "l_out_steered")
 
     def swiglu(self, gate: Node, up: Node, name: str, act: Glu = SILU) -> Node:
         """silu(gate) * up, or what `act` says."""
@@ -214,10 +242,20 @@ class Graph:
 
     def mul_mat_id(self, w: Weight, x: Node, plan: Node, name: str, *, sorted_in: bool = False) -> Node:
         """Expert matmul in sorted order: x is per token [rows, ne0], or `sorted_in` already [rows*n_used, ne0]."""
-        return self.record(MulMatId(w, x, plan, sorted_in), name)
+        parts = self.low_rank.get(w.name, ())
+        out = self.record(MulMatId(w, x, plan, sorted_in), f"{name}_base" if parts else name)
+        for i, part in enumerate(parts):
+            low = self.record(MulMatId(part.a, x, plan, sorted_in), f"{name}_lora_a{i}")
+            low = self.record(MulMat(part.scale, low), f"{name}_lora_scaled{i}")
+            low = self.record(MulMatId(part.b, low, plan, True), f"{name}_lora_b{i}")
+            out = self.record(Add(out, low), name if part is parts[-1] else f"{name}_lora{i}")
+        return out
 
     def moe_up_gate(self, up: Weight, gate: Weight, x: Node, plan: Node, name: str, act: Glu = SILU) -> Node:
         """silu(x @ gate.T) * (x @ up.T), or what `act` says, per selected expert, in sorted order (`-fmoe`)."""
+        if up.name in self.low_rank or gate.name in self.low_rank:
+            up_x = self.mul_mat_id(up, x, plan, f"{name}_up")
+            return self.swiglu(self.mul_mat_id(gate, x, plan, f"{name}_gate"), up_x, name, act)
         return self.record(MoeUpGate(up, gate, x, plan, act), name)
 
     def add_id(self, x: Node, w: Weight, plan: Node, name: str) -> Node:

@@ -41,7 +41,7 @@ def transformer(
             x = g.select_outputs(x, "last_ffn_inp")
         x = g.add(g.scale(cur, hp.residual_scale, "attn_scaled"), x, "ffn_inp")
         cur = ffn(normed(g, hp, x, layer, ffn_norm, "ffn_norm"), layer)
-        x = g.add(g.scale(cur, hp.residual_scale, "ffn_scaled"), x, "l_out")
+        x = g.layer_out(g.add(g.scale(cur, hp.residual_scale, "ffn_scaled"), x, "l_out"))
     g.il = -1
     return output(g, hp, w, x)
 
@@ -66,7 +66,7 @@ def parallel_transformer(
             cur, x = g.select_outputs(cur, "last_attn"), g.select_outputs(x, "last_inp")
             first = g.select_outputs(first, "last_normed") if ffn_norm == attn_norm else first
         second = first if ffn_norm == attn_norm else normed(g, hp, x, layer, ffn_norm, "ffn_norm")
-        x = g.add(g.add(ffn(second, layer), cur, "attn_ffn"), x, "l_out")
+        x = g.layer_out(g.add(g.add(ffn(second, layer), cur, "attn_ffn"), x, "l_out"))
     g.il = -1
     return output(g, hp, w, x)
 

@@ -86,6 +86,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
             x = g.add(x, _own_part(g, hp, x, own, layer), "per_layer_residual")
         if layer.get("layer_output_scale") is not None:
             x = g.scale(x, float(w.data(f"blk.{il}.layer_output_scale.weight").item()), "l_out")
+        x = g.layer_out(x)
     g.il = -1
     return blocks.output(g, hp, w, x)
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.config import RunConfig
-from ikcli.config_groups import RopeConfig
+from ikcli.config_groups import AdapterConfig, RopeConfig
 from ikcli.engine.batch import Batch
 from ikcli.engine.session import Session
 from ikcli.errors import UsageError
@@ -42,7 +42,9 @@ class DraftModel:
         s = config.server
         n_ctx = s.draft_ctx or target.n_ctx
         changed = replace(config, model=s.model_draft, type_k=s.draft_type_k, type_v=s.draft_type_v)
-        changed = replace(changed, override_kv=(), rope=RopeConfig())  # those are about the other file
+        changed = replace(
+            changed, override_kv=(), rope=RopeConfig(), adapters=AdapterConfig()
+        )  # those are about the other file
         session = Session.open(changed, n_ctx=n_ctx, n_seq_max=target.n_seq_max, n_step=target.n_seq_max)
         tokens, theirs = (x.model.file.get("tokenizer.ggml.tokens") for x in (session, target))
         if session.n_vocab != target.n_vocab or list(tokens or ()) != list(theirs or ()):

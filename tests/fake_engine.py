@@ -68,11 +68,15 @@ class FakeEngine:
             n_ctx_train=n_ctx, n_embd=8, n_params=1000, size=4000, n_ctx=n_ctx * n_slots, n_ctx_slot=n_ctx,
             n_slots=n_slots, vocab_type=2, metadata={"tokenizer.chat_template": TEMPLATE},
         )  # fmt: skip
+        self.scales: tuple[float, ...] = ()
         self.script = Script()
         self.requests: list[GenerationRequest] = []
         self.tickets: list[FakeTicket] = []
         self.busy: set[int] = set()
         self.saved: dict[Path, int] = {}
+
+    def set_scales(self, scales: tuple[float, ...]) -> None:
+        self.scales = scales
 
     def start(self) -> None:
         pass

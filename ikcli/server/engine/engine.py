@@ -143,6 +143,18 @@ class Engine:
             worker.post(Action(id_slot, action, path, future))
         return future
 
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """Scales of the adapters for requests that name none; EngineError 503 before the model is ready."""
+        return self._ready().scales
+
+    def set_scales(self, scales: tuple[float, ...]) -> None:
+        """Other ones, for requests that begin from now on."""
+        worker = self._ready()
+        if len(scales) != len(worker.scales):
+            raise _invalid(f"{len(scales)} scales of adapters for {len(worker.scales)} adapters")
+        worker.scales = scales
+
     # --- what is going on -------------------------------------------------------------------------------------------
     @property
     def model(self) -> ModelInfo:

@@ -84,6 +84,7 @@ class GenerationRequest:
     `n_predict`: -1 endless, 0 evaluates the prompt only. `stop` texts end the generation and are not part of the
     text. `t_max_predict_ms` counts from the first token and acts at line ends. `n_indent`: least indentation of a line.
     `prompt_logprobs` asks for the log-probability of every prompt token (echo). `keep_special` renders control tokens.
+    `lora`: scales of the adapters, None: those of the server.
     """
 
     prompt: tuple[int, ...]
@@ -100,6 +101,7 @@ class GenerationRequest:
     keep_special: bool = False
     prompt_logprobs: bool = False
     bans: Bans = Bans()
+    lora: tuple[float, ...] | None = None
     speculation: Speculation = Speculation()
     report_progress: bool = False
     turns: tuple[int, ...] = ()  # tokens of the prompt before turns that later requests may change

@@ -35,13 +35,16 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The first len(tokens) cached positions of what was a slot."""
+    """The first len(tokens) cached positions of what was a slot; `scales` of adapters with which they were computed."""
 
     tokens: Tokens
     saved: SavedSequence
+    scales: tuple[float, ...] = ()
 
-    def shared(self, tokens: Tokens) -> int:
+    def shared(self, tokens: Tokens, scales: tuple[float, ...] = ()) -> int:
         """Tokens of a text that need not be computed with this entry."""
+        if scales != self.scales:
+            return 0
         return self.saved.reach(common_prefix(self.tokens, tokens))
 
     @property
@@ -63,25 +66,25 @@ class PromptCache:
     def n_bytes(self) -> int:
         return sum(e.n_bytes for e in self._entries)
 
-    def has(self, tokens: Tokens) -> bool:
+    def has(self, tokens: Tokens, scales: tuple[float, ...] = ()) -> bool:
         """Whether an entry begins with all of these tokens."""
-        return any(e.shared(tokens) == len(tokens) for e in self._entries)
+        return any(e.shared(tokens, scales) == len(tokens) for e in self._entries)
 
     def put(self, entry: Entry) -> bool:
         """Keep an entry, making room; False if it alone is larger than the limit."""
         if entry.n_bytes > self.limit:
             return False
-        self._entries = [e for e in self._entries if entry.shared(e.tokens) < len(e.tokens)]
+        self._entries = [e for e in self._entries if entry.shared(e.tokens, e.scales) < len(e.tokens)]
         self._entries.append(entry)
         while self.n_bytes > self.limit:
             self._entries.pop(0)
         return True
 
-    def best(self, prompt: Tokens, more_than: int) -> tuple[Entry, int] | None:
+    def best(self, prompt: Tokens, more_than: int, scales: tuple[float, ...] = ()) -> tuple[Entry, int] | None:
         """The entry that shares most tokens with the prompt, and how many: more than `more_than`, or None."""
         found: tuple[Entry, int] | None = None
         for entry in self._entries:
-            n = entry.shared(prompt)
+            n = entry.shared(prompt, scales)
             if n > (found[1] if found else more_than):
                 found = entry, n
         if found:

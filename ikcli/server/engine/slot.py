@@ -45,6 +45,7 @@ class Slot:
         self.state = IDLE
         self._cached = np.zeros(n_ctx, np.int32)
         self.n_past = 0
+        self.scales: tuple[float, ...] = ()  # of adapters, with which the cache was computed
         self.task: Task | None = None
         self.generation: Generation | None = None
         self.goal: Tokens = self._cached[:0]

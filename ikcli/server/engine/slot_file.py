@@ -35,19 +35,24 @@ Tokens = npt.NDArray[np.int32]
 
 
 def fingerprint(session: Session) -> str:
-    """Identifies a model by its tensors' names, types, shapes and first bytes."""
+    """Identifies a model by its tensors' names, types, shapes and first bytes, with those of its adapters."""
     digest = hashlib.sha256()
-    file = session.model.file
-    for name, t in file.tensors.items():
-        digest.update(f"{name} {int(t.type)} {tuple(t.shape)}\n".encode())
-        digest.update(file.data(name).reshape(-1)[:_SAMPLE].tobytes())
+    adapters = session.model.adapters
+    for file in (session.model.file, *(a.file for a in adapters.adapters)):
+        for name, t in file.tensors.items():
+            digest.update(f"{name} {int(t.type)} {tuple(t.shape)}\n".encode())
+            digest.update(file.data(name).reshape(-1)[:_SAMPLE].tobytes())
+    for il, direction in adapters.directions.items():
+        digest.update(f"direction {il}\n".encode() + direction.tobytes())
     return digest.hexdigest()
 
 
-def save(session: Session, seq: int, tokens: Tokens, path: Path) -> int:
-    """Write a sequence whose cache holds these tokens; returns the size of the file."""
+def save(session: Session, seq: int, tokens: Tokens, path: Path, scales: tuple[float, ...] = ()) -> int:
+    """Write a sequence whose cache holds these tokens; returns the size of the file. `scales` of adapters it has."""
     saved = session.sequences.save(seq, len(tokens))
     about = {"model": fingerprint(session), "layout": session.sequences.layout(), "n_tokens": len(tokens)}
+    if scales:
+        about["lora"] = scales
     if not session.sequences.kind.is_free:
         about |= {"first": saved.first, "checkpoints": [(c.n_tokens, c.first) for c in saved.checkpoints]}
     header = json.dumps(about, separators=(",", ":")).encode()
@@ -75,7 +80,7 @@ def save(session: Session, seq: int, tokens: Tokens, path: Path) -> int:
     return n_bytes
 
 
-def load(session: Session, path: Path, n_ctx: int) -> tuple[Tokens, SavedSequence, int]:
+def load(session: Session, path: Path, n_ctx: int, scales: tuple[float, ...] = ()) -> tuple[Tokens, SavedSequence, int]:
     """(tokens, sequence, size) of a file of the same model and cache settings; EngineError 400 or 404 otherwise."""
     try:
         data = np.fromfile(path, dtype=np.uint8) if path.is_file() else None
@@ -85,6 +90,8 @@ def load(session: Session, path: Path, n_ctx: int) -> tuple[Tokens, SavedSequenc
         raise EngineError(404, "not_found_error", f"there is no saved slot {path.name}")
     header, at = _header(data, path.name)
     _check_header(session, header, path.name)
+    if header.get("lora", []) != list(scales):
+        raise _bad(path.name, "was saved with other scales of adapters; set them with POST /lora-adapters")
     n = int(header["n_tokens"])
     if n > n_ctx:
         raise _bad(path.name, f"holds {n} tokens, but a slot takes {n_ctx}; start the server with a larger -c")

@@ -40,6 +40,7 @@ class ModelInfo:
     vocab_type: int  # llama.cpp's number: 0 none, 1 SPM, 2 BPE, 3 WPM
     metadata: Mapping[str, Any] = field(repr=False)
     needs_checkpoints: bool = False  # sequences cannot be cut anywhere
+    adapters: tuple[str, ...] = ()  # files of low-rank adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,4 +169,5 @@ def model_info(session: Session, n_ctx_slot: int) -> ModelInfo:
         vocab_type=_VOCAB_TYPES.get(session.tokenizer.kind, 0),
         metadata=model.file.metadata,
         needs_checkpoints=not session.sequences.kind.is_free,
+        adapters=tuple(str(a.path) for a in model.adapters.adapters),
     )

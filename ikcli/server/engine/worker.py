@@ -72,6 +72,7 @@ class Worker:
         self.model: ModelInfo = model_info(session, n_ctx)
         draw_function()  # compiled now, and not when the first request comes
         vocab = SamplerVocab.from_tokenizer(self.tokenizer, session.n_vocab)
+        self.scales = session.model.adapters.scales  # of adapters, for requests that name none
         self._setting = Setting(n_ctx, hp.n_ctx_train, self.config.context_shift, self.tokenizer, vocab)
         self.slots = [Slot(i, n_ctx) for i in range(session.n_seq_max)]
         self._inbox: deque[Task | Action] = deque()
@@ -251,10 +252,16 @@ class Worker:
         slots = [self.slots[i] for i in sorted(free)]
         least = self.config.slot_prompt_similarity
         if least > 0 and task.request.cache_prompt:
-            best = max(slots, key=lambda s: s.similarity(task.prompt))
-            if best.similarity(task.prompt) > least:
+            scales = self._scales(task)
+            alike = [s for s in slots if s.scales == scales]
+            best = max(alike, key=lambda s: s.similarity(task.prompt), default=None)
+            if best is not None and best.similarity(task.prompt) > least:
                 return best
         return min(slots, key=lambda s: s.t_used)
+
+    def _scales(self, task: Task) -> tuple[float, ...]:
+        """Scales of the adapters for a request."""
+        return self.scales if task.request.lora is None else task.request.lora
 
     def _begin(self, slot: Slot, task: Task) -> None:
         request = task.request
@@ -265,6 +272,7 @@ class Worker:
         reuse = request.cache_prompt and not request.prompt_logprobs
         n = self._reuse(slot, task) if reuse else self._replace(slot, task, 0)
         n = self.session.truncate(slot.id, n)
+        slot.scales = self._scales(task)
         needed = self.model.needs_checkpoints
         slot.begin(task, generation, n, places(self.config, n, len(task.prompt), request.turns) if needed else ())
         slot.t_served = self._step_number
@@ -273,24 +281,30 @@ class Worker:
 
     def _replace(self, slot: Slot, task: Task, n: int) -> int:
         """Keep in RAM what the slot is about to lose."""
-        if slot.n_past - n >= _KEEP_AT_LEAST and self._prompts.limit and not self._prompts.has(slot.cached):
+        if (
+            slot.n_past - n >= _KEEP_AT_LEAST
+            and self._prompts.limit
+            and not self._prompts.has(slot.cached, slot.scales)
+        ):
             saved = self.session.sequences.save(slot.id, slot.n_past)
-            self._prompts.put(Entry(slot.cached.copy(), saved))
+            self._prompts.put(Entry(slot.cached.copy(), saved, slot.scales))
         return n
 
     def _reuse(self, slot: Slot, task: Task) -> int:
         """Tokens of the prompt that need not be computed; the last one always is, for its logits."""
         most = len(task.prompt) - 1
-        sequences = self.session.sequences
+        sequences, scales = self.session.sequences, self._scales(task)
 
         def shared(s: Slot) -> int:
+            if s.scales != scales:
+                return 0
             return sequences.reach(s.id, min(common_prefix(s.cached, task.prompt), most))
 
         n = shared(slot)
         self._replace(slot, task, n)
         donor = max(self.slots, key=shared)
         n_donor = shared(donor)
-        stored = self._prompts.best(task.prompt[:most], max(n + _KEEP_AT_LEAST, n_donor))
+        stored = self._prompts.best(task.prompt[:most], max(n + _KEEP_AT_LEAST, n_donor), scales)
         if stored is not None:
             entry, n_stored = stored
             n = sequences.load(slot.id, entry.saved, n_stored)
@@ -305,14 +319,15 @@ class Worker:
         """A token of every generating slot, then at most one ubatch of prompts."""
         self._step_number += 1
         generating = [s for s in self.slots if s.state == GENERATION]
-        if generating:
-            self._generate(generating)
+        for scales in dict.fromkeys(s.scales for s in generating):
+            self._generate([s for s in generating if s.scales == scales])
         prompts_wait = bool(generating) and not self.config.cont_batching
         waiting = (s for s in self.slots if s.state == PROMPT and not (s.in_prompt and prompts_wait))
         for piece in prompt_pieces(waiting, self.session.n_ubatch):
             self._compute_piece(piece)
 
     def _generate(self, slots: Sequence[Slot]) -> None:
+        """A token of each of these slots, which have the same scales of adapters."""
         ready = []
         for s in slots:
             if s.n_past >= s.n_ctx:
@@ -323,6 +338,7 @@ class Worker:
             return
         if self._speculator:
             self._speculator.propose(ready)
+        self.session.set_scales(ready[0].scales)
         try:
             drafted = [s for s in ready if s.draft]
             if drafted:
@@ -426,6 +442,7 @@ class Worker:
         is_last = slot.n_todo == n
         wanted = "all" if slot.wants_prompt_logits else "last" if is_last else "none"
         self._deliver()
+        self.session.set_scales(slot.scales)
         logits = self.session.compute(Batch.single(tokens, slot.n_past, slot.id, logits=wanted))
         if slot.in_prompt and slot.n_past + n in slot.places:
             self.session.checkpoint(slot.id)
@@ -518,11 +535,12 @@ class Worker:
             n_tokens, slot.n_past = slot.n_past, 0
         elif action.action == "save":
             n_tokens = slot.n_past
-            n_bytes = slot_file.save(self.session, slot.id, slot.cached, action.path)
+            n_bytes = slot_file.save(self.session, slot.id, slot.cached, action.path, slot.scales)
         else:
-            tokens, saved, n_bytes = slot_file.load(self.session, action.path, slot.n_ctx)
+            tokens, saved, n_bytes = slot_file.load(self.session, action.path, slot.n_ctx, self.scales)
             n_tokens = self.session.sequences.load(slot.id, saved)
             slot.adopt(tokens[:n_tokens])
+            slot.scales = self.scales
         self.session.truncate(slot.id, slot.n_past)
         ms = 1e3 * (time.perf_counter() - start)
         self._log("INFO", f"slot_{action.action}", "slot action done",

@@ -120,9 +120,10 @@ FIELDS: tuple[Field, ...] = (
     Field("speculative.n_max", "int", "most tokens to draft", low=0, high=INT32),
     Field("speculative.n_min", "int", "fewest tokens worth a draft", low=0, high=INT32),
     Field("speculative.p_min", "float", "least probability of a drafted token", low=0, high=1),
+    # adapters
+    Field("lora", "json", "scales of low-rank adapters for this request: [{id, scale}]; those that are not named get 0",
+          schema={"type": "array", "items": {"type": "object"}}),
     # accepted
-    Field("lora", "json", "adapters and their scales; no adapter can be loaded, so only an empty list is valid",
-          schema={"type": "array"}),
     Field("n_cache_reuse", "int", "least chunk to reuse from the middle of the cache", low=0, effect=_NOT_HERE),
     Field("backend_sampling", "bool", "ignored", effect=_NOT_HERE),
     Field("verbose", "bool", "ignored", effect=_NOT_HERE),

@@ -17,6 +17,7 @@ from ikcli.errors import UsageError
 from ikcli.sampling.params import SamplerParams, check_params, sampler_names
 from ikcli.server.engine.messages import Bans, Speculation
 from ikcli.server.http import fields as f
+from ikcli.server.http.adapters import scales_json, scales_of
 from ikcli.server.http.bans import bans_of, server_bans
 from ikcli.server.http.errors import bad_request
 from ikcli.tokenizer import Tokenizer
@@ -58,6 +59,7 @@ class Options:
     grammar: str = ""
     json_schema: Any = None
     bans: Bans = field(default_factory=Bans)
+    lora: tuple[float, ...] | None = None
     return_tokens: bool = False
     return_progress: bool = False
     timings_per_token: bool = False
@@ -73,6 +75,7 @@ class Limits:
     tokenizer: Tokenizer
     n_vocab: int
     n_slots: int
+    n_adapters: int = 0
 
 
 def defaults_of(config: RunConfig) -> Defaults:
@@ -236,8 +239,7 @@ _PLAIN = ("stream", "n_cmpl", "n_discard", "n_indent", "return_tokens", "return_
 
 
 def _options(values: dict[str, Any], defaults: Defaults, limits: Limits) -> Options:
-    if values.get("lora"):
-        raise bad_request("lora names an adapter, but none is loaded")
+    lora = scales_of(values["lora"], "lora", limits.n_adapters) if "lora" in values else None
     options = {name: values[name] for name in _PLAIN if name in values}
     stream_options = f.table(values.get("stream_options", {}), "stream_options")
     include = stream_options.get("include_usage")
@@ -260,6 +262,7 @@ def _options(values: dict[str, Any], defaults: Defaults, limits: Limits) -> Opti
         id_slot=id_slot,
         stop=stop,
         bans=bans,
+        lora=lora,
         grammar=grammar,
         json_schema=schema,
         speculation=Speculation(*(values.get(f"speculative.{name}") for name in ("n_max", "n_min", "p_min"))),
@@ -320,5 +323,5 @@ def settings(sampling: SamplerParams, options: Options, n_ctx: int, model: str) 
         "timings_per_token": options.timings_per_token,
         "return_tokens": options.return_tokens,
         "cache_prompt": options.cache_prompt,
-        "lora": [],
+        "lora": scales_json(options.lora or ()),
     }  # fmt: skip

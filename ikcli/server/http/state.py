@@ -51,7 +51,7 @@ class ServerState:
         if not self.ready:
             raise ApiError(503, "Loading model")
         model = self.engine.model
-        return Limits(self.engine.tokenizer, model.n_vocab, self.config.n_parallel)
+        return Limits(self.engine.tokenizer, model.n_vocab, self.config.n_parallel, len(model.adapters))
 
     @cached_property
     def chat(self) -> Any:

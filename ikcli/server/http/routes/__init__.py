@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ikcli.server.http.routes import (
+    adapters,
     anthropic,
     chat,
     completion,
@@ -17,5 +18,5 @@ from ikcli.server.http.routes import (
 
 ROUTERS = tuple(
     module.router
-    for module in (info, completion, chat, responses, anthropic, infill, tokens, slots, saved, unsupported)
+    for module in (info, completion, chat, responses, anthropic, infill, tokens, slots, saved, adapters, unsupported)
 )

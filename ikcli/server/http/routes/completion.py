@@ -48,6 +48,7 @@ def requests_of(
         "n_indent": options.n_indent,
         "t_max_predict_ms": options.t_max_predict_ms,
         "bans": options.bans,
+        "lora": options.lora,
         "speculation": options.speculation,
         "report_progress": options.return_progress and options.stream,
     }

@@ -1,4 +1,4 @@
-"""Endpoints for what this server has not: embeddings, reranking, adapters, control vectors. Clear answers for each."""
+"""Endpoints for what this server has not: embeddings, reranking, other control vectors. Clear answers for each."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ikcli.server.http import fields as f
 from ikcli.server.http.answer import json_response
-from ikcli.server.http.errors import bad_request, unsupported
+from ikcli.server.http.errors import unsupported
 from ikcli.server.http.openapi import object_body
 from ikcli.server.http.routes.context import read_json, server
 
@@ -39,29 +38,9 @@ async def rerank(request: Request) -> Response:
     raise unsupported("This server does not support reranking. Use a server for reranking models")
 
 
-@router.get("/lora-adapters", summary="Adapters")
-async def adapters(request: Request) -> Response:
-    """Always empty: adapters cannot be loaded."""
-    return json_response([])
-
-
-@router.post("/lora-adapters", openapi_extra=_LIST, summary="Scales of adapters")
-async def scale_adapters(request: Request) -> Response:
-    """An empty list is the only valid one."""
-    for i, item in enumerate(f.array(await read_json(request), "the body")):
-        entry = f.table(item, f"[{i}]")
-        for key in ("id", "scale"):
-            if entry.get(key) is None:
-                raise bad_request(f"[{i}].{key} is required")
-        f.integer(entry["id"], f"[{i}].id")
-        f.real(entry["scale"], f"[{i}].scale")
-        raise bad_request(f"[{i}].id: invalid adapter id {entry['id']}, no adapter is loaded")
-    return json_response({"success": True})
-
-
 @router.get("/control-vectors", summary="Control vectors")
 async def vectors(request: Request) -> Response:
-    """Always empty."""
+    """Always empty: those of the command line do not change."""
     return json_response([])
 
 
@@ -71,4 +50,4 @@ async def vectors(request: Request) -> Response:
 async def change_vectors(request: Request) -> Response:
     """501."""
     await read_json(request)
-    raise unsupported("This server does not support control vectors")
+    raise unsupported("Control vectors do not change while this server runs. Start it with --control-vector FILE")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.backends.cpu.program import Lowering, Ref, f32_bits
 from ikcli.errors import UnsupportedError
-from ikcli.gguf.constants import TYPE_TRAITS, GGMLType
+from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Node
 from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, ShortConv
 from ikcli.native.kernel_cache import KernelKey
@@ -27,9 +27,7 @@ def _short_conv(low: Lowering, node: Node, op: ShortConv) -> None:
     at = 0
     for x, w in zip(op.parts, op.weights, strict=True):
         if w.type is not GGMLType.F32:
-            raise UnsupportedError(
-                f"{w.name} is {TYPE_TRAITS[w.type].name}; weights of short convolutions have to be f32"
-            )
+            raise UnsupportedError(f"{w.name} is {TYPES[w.type].name}; weights of short convolutions have to be f32")
         low.emit(KernelKey("recurrent", "make_short_conv", (op.n_taps,)), node.rows, low.out(x), 4 * x.cols,
                  low.weight(w), low.out(node) + 4 * at, 4 * node.cols, x.cols, Ref(op.state, 4 * at), 4 * op.state.cols,
                  4 * node.cols, taps, scratch, row_bytes=8 * (op.n_taps + 1) * x.cols)  # fmt: skip

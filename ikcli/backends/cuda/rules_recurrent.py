@@ -8,7 +8,7 @@ from ikcli.backends.cuda.activations import PER_BLOCK, THREADS, parts_of, row_gr
 from ikcli.backends.cuda.lower import RULES, Arg, Grid, Lowering
 from ikcli.backends.cuda.upload import device_row_bytes
 from ikcli.errors import UnsupportedError
-from ikcli.gguf.constants import TYPE_TRAITS, GGMLType
+from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Node
 from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, ShortConv
 
@@ -24,9 +24,7 @@ def _short_conv(low: Lowering, node: Node, op: ShortConv) -> None:
     at = 0
     for x, w in zip(op.parts, op.weights, strict=True):
         if w.type is not GGMLType.F32:
-            raise UnsupportedError(
-                f"{w.name} is {TYPE_TRAITS[w.type].name}; weights of short convolutions have to be f32"
-            )
+            raise UnsupportedError(f"{w.name} is {TYPES[w.type].name}; weights of short convolutions have to be f32")
         low.emit("layer_short_conv", _conv_grid(x.cols), 128, 0, low.state, low.out(x),
                  np.int32(x.cols), low.weight(w), np.int32(device_row_bytes(w.type, w.ne0) // 4), np.int32(op.n_taps),
                  low.cache(op.state) + 4 * at, op.state.cols, np.int32(node.cols), low.out(node) + 4 * at)  # fmt: skip

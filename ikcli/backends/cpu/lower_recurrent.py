@@ -6,6 +6,7 @@ from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.backends.cpu.program import Lowering, Ref, f32_bits
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import TYPES
 from ikcli.graph import Node
 from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, ShortConv
 from ikcli.native.kernel_cache import KernelKey

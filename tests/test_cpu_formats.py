@@ -193,5 +193,5 @@ def test_run_time_repack_of_f16(
     error = np.abs(found - plain).max(axis=1) / plain.std()
     # 8 significant bits: 1/512 of each weight and activation, through all layers
     assert np.median(error) <= (4e-2 if multiplies_bf16 else 1e-5) and error.max() <= (
-        1e-1 if multiplies_bf16 else 1e-4
+        1.5e-1 if multiplies_bf16 else 1e-4
     )

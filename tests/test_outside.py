@@ -44,7 +44,7 @@ def test_a_model_of_another_package_runs(toy_file: Path) -> None:
     with Session.open(config(toy_file)) as session:
         found = np.array(session.decode(Batch.single(tokens, logits="all")))
         assert any(node.op.name == "relu_squared_glu" for node in session.graphs["decode"][0].nodes)
-    assert np.abs(found - wanted).max() < 0.01 * wanted.std()
+    assert np.abs(found - wanted).max() < 0.02 * wanted.std()
 
 
 def test_commands_take_it(toy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

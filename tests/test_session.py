@@ -178,7 +178,7 @@ def test_weight_types(tmp_path: Path, type_: GGMLType) -> None:
         found = transcript(session, (50,))
     wanted = transcript(ReferenceSession(path, graph_config(c)), (50,))
     error = np.sqrt(np.mean((found - wanted) ** 2)) / wanted.std()
-    assert error < {GGMLType.F16: 2e-4 if makes_integers() else 1e-4, GGMLType.BF16: 0.03}.get(type_, 0.1)
+    assert error < {GGMLType.F16: 3e-4 if makes_integers() else 1e-4, GGMLType.BF16: 0.03}.get(type_, 0.1)
 
 
 def test_no_expert_reduction_is_a_no_op(model_file: Callable[[str], Path]) -> None:

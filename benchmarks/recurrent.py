@@ -73,7 +73,7 @@ def measure(case: Case, threads: int, repeat: int, clock: Callable[[], float]) -
     best = float("inf")
     for i in range(repeat + 1):
         past = case.n_tokens * i
-        run.prepare([Segment(case.n_tokens, 0, past, seq) for seq in range(case.n_seq)],
+        run.prepare([Segment(case.n_tokens, 0, past, seq=seq) for seq in range(case.n_seq)],
                     {leaves[name]: x for name, x in values.items()})  # fmt: skip
         start = clock()
         run.execute()

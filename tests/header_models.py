@@ -12,7 +12,7 @@ from ikcli.engine.report import TensorRow
 from ikcli.gguf.types import tensor_n_bytes
 from ikcli.gguf.writer import GGUFWriter, TensorSpec
 
-__all__ = ["LITE", "V3", "V25", "deepseek_metadata", "qwen3_235b", "write_deepseek", "write_header"]
+__all__ = ["LITE", "V3", "V25", "deepseek_metadata", "qwen3_235b", "qwen3next_80b", "write_deepseek", "write_header"]
 
 
 def deepseek_metadata(d: Dims) -> dict[str, Any]:
@@ -103,3 +103,45 @@ def qwen3_235b(type_name: str = "q8_0") -> tuple[dict[str, Any], list[TensorRow]
         out.append(TensorRow(name, shape, kind, tensor_n_bytes(TYPES[kind], shape)))
     named = {f"qwen3moe.{key}": value for key, value in values.items()}
     return {"general.architecture": "qwen3moe", **named}, out
+
+
+def qwen3next_80b(type_name: str = "q4_K") -> tuple[dict[str, Any], list[TensorRow]]:
+    """Metadata and tensors of Qwen3-Next-80B-A3B, matrices of one type."""
+    n_embd, n_vocab, n_layer, n_ff, n_expert = 2048, 151936, 48, 512, 512
+    values = {
+        "block_count": n_layer, "context_length": 262144, "embedding_length": n_embd, "feed_forward_length": 5120,
+        "attention.head_count": 16, "attention.head_count_kv": 2, "attention.key_length": 256,
+        "attention.value_length": 256, "attention.layer_norm_rms_epsilon": 1e-6, "rope.dimension_count": 64,
+        "rope.freq_base": 1e7, "expert_count": n_expert, "expert_used_count": 10, "expert_feed_forward_length": n_ff,
+        "expert_shared_feed_forward_length": n_ff, "full_attention_interval": 4, "ssm.conv_kernel": 4,
+        "ssm.state_size": 128, "ssm.group_count": 16, "ssm.time_step_rank": 32, "ssm.inner_size": 4096,
+        "vocab_size": n_vocab,
+    }  # fmt: skip
+    recurrent = [
+        ("attn_qkv.weight", (n_embd, 8192)), ("attn_gate.weight", (n_embd, 4096)), ("ssm_conv1d.weight", (4, 8192)),
+        ("ssm_dt.bias", (32,)), ("ssm_a", (32,)), ("ssm_ba.weight", (n_embd, 64)), ("ssm_norm.weight", (128,)),
+        ("ssm_out.weight", (4096, n_embd)),
+    ]  # fmt: skip
+    attention = [
+        ("attn_q.weight", (n_embd, 8192)), ("attn_q_norm.weight", (256,)), ("attn_k.weight", (n_embd, 512)),
+        ("attn_k_norm.weight", (256,)), ("attn_v.weight", (n_embd, 512)), ("attn_output.weight", (4096, n_embd)),
+    ]  # fmt: skip
+    every = [
+        ("attn_norm.weight", (n_embd,)), ("post_attention_norm.weight", (n_embd,)),
+        ("ffn_gate_inp.weight", (n_embd, n_expert)), ("ffn_gate_exps.weight", (n_embd, n_ff, n_expert)),
+        ("ffn_up_exps.weight", (n_embd, n_ff, n_expert)), ("ffn_down_exps.weight", (n_ff, n_embd, n_expert)),
+        ("ffn_gate_shexp.weight", (n_embd, n_ff)), ("ffn_up_shexp.weight", (n_embd, n_ff)),
+        ("ffn_down_shexp.weight", (n_ff, n_embd)), ("ffn_gate_inp_shexp.weight", (n_embd, 1)),
+    ]  # fmt: skip
+    shapes: list[tuple[str, tuple[int, ...]]] = [("token_embd.weight", (n_embd, n_vocab))]
+    for il in range(n_layer):
+        block: list[tuple[str, tuple[int, ...]]] = [*(recurrent if (il + 1) % 4 else attention), *every]
+        shapes += [(f"blk.{il}.{name}", shape) for name, shape in block]
+    shapes += [("output_norm.weight", (n_embd,)), ("output.weight", (n_embd, n_vocab))]
+    out = []
+    for name, shape in shapes:
+        is_f32 = len(shape) == 1 or "gate_inp" in name or "conv1d" in name
+        kind = "f32" if is_f32 else type_name
+        out.append(TensorRow(name, shape, kind, tensor_n_bytes(TYPES[kind], shape)))
+    named = {f"qwen3next.{key}": value for key, value in values.items()}
+    return {"general.architecture": "qwen3next", **named}, out

@@ -33,7 +33,7 @@ def compare(case: Case, lengths: Any, n_threads: int = 2, tolerance: float = 2e-
     rng = np.random.default_rng(3)
     for segments in batches:
         values = case.make(rng, sum(s.n_tokens for s in segments))
-        given = [CpuSegment(s.n_tokens, 0, s.pos, s.seq) for s in segments]
+        given = [CpuSegment(s.n_tokens, 0, s.pos, seq=s.seq) for s in segments]
         found = run(given, {leaves[name]: x for name, x in values.items()})
         wanted = oracle(segments, {name: x.astype(np.float32) for name, x in values.items()})
         assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max(), segments

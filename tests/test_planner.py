@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from deepseek_shapes import LITE, V3, V25, Dims, expert_types
-from header_models import qwen3_235b, write_deepseek, write_header
+from header_models import qwen3_235b, qwen3next_80b, write_deepseek, write_header
 
 from ikcli.config import RunConfig
 from ikcli.config_values import parse_device_spec
@@ -171,6 +172,17 @@ def test_qwen3_235b(tmp_path: Path) -> None:
     assert sum(sizes.values()) / 1024 == pytest.approx(232.77, abs=0.006)
     assert cache(planner, config) == [0, 188 * 32768 / 1024]
     assert cache(planner, replace(config, type_k="q8_0", type_v="q8_0")) == [0, 6016 * 34 / 64]
+
+
+def test_qwen3_next(tmp_path: Path) -> None:
+    """12 layers with a cache, 36 with states: those of a convolution of 8192 columns, and 32 heads of 128 x 128."""
+    metadata, rows = qwen3next_80b()
+    assert sum(int(np.prod(row.shape)) for row in rows) == pytest.approx(79.67e9, rel=1e-3)
+    planner = planner_for(write_header(tmp_path / "q.gguf", metadata, rows), "cuda:16GiB")
+    config = replace(BASE, override_tensor=("exps=CPU",), n_ctx=32768)
+    states = 36 * 4 * (3 * 8192 + 32 * 128 * 128) / MIB
+    assert cache(planner, config) == [0, 12 * 2 * 2 * 256 * 2 * 32768 / MIB + states]
+    assert cache(planner, replace(config, n_ctx=4096)) == [0, 12 * 2 * 2 * 256 * 2 * 4096 / MIB + states]
 
 
 def test_work_memory_of_v3_on_one_gpu(files: Files) -> None:

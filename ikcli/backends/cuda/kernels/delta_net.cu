@@ -7,7 +7,11 @@
 
 constexpr int WARPS = 4, COLUMNS = 8;
 
-DI float sum_quarters(float v) {
+DI float4 fma4(float4 a, const float* b, float4 c) {
+  return make_float4(fmaf(a.x, b[0], c.x), fmaf(a.y, b[1], c.y), fmaf(a.z, b[2], c.z), fmaf(a.w, b[3], c.w));
+}
+DI float sum_quarters(float4 parts) {
+  float v = (parts.x + parts.y) + (parts.z + parts.w);
   v += shx(v, 8);
   return v + shx(v, 16);
 }
@@ -79,13 +83,13 @@ DI void delta_net(const i64* st, float* states, i64 state_cols, Rows q, Rows k, 
       const float *kt = keys + (t * 4 + p) * GAP, *qt = queries + (t * 4 + p) * GAP;
       const float* at = decays + (BY_COLUMN ? (t * 4 + p) * GAP : t);
       const float wanted = in ? v.at[(i64)(t0 + t) * v.row] : 0.f;
-      float read = 0.f, y = 0.f;
+      float4 read = make_float4(0.f, 0.f, 0.f, 0.f), y = read;  // sums that do not wait for each other
 #pragma unroll
       for (int r = 0; r < R; r += 4) {
         const float4 key = ld_shared(kt + r);
         const float4 left = BY_COLUMN ? ld_shared(at + r) : make_float4(*at, *at, *at, *at);
         state[r] *= left.x, state[r + 1] *= left.y, state[r + 2] *= left.z, state[r + 3] *= left.w;
-        read = fmaf(key.x, state[r], fmaf(key.y, state[r + 1], fmaf(key.z, state[r + 2], fmaf(key.w, state[r + 3], read))));
+        read = fma4(key, state + r, read);
       }
       const float u = betas[t] * (wanted - sum_quarters(read));
 #pragma unroll
@@ -93,10 +97,10 @@ DI void delta_net(const i64* st, float* states, i64 state_cols, Rows q, Rows k, 
         const float4 key = ld_shared(kt + r), query = ld_shared(qt + r);
         state[r] = fmaf(key.x, u, state[r]), state[r + 1] = fmaf(key.y, u, state[r + 1]);
         state[r + 2] = fmaf(key.z, u, state[r + 2]), state[r + 3] = fmaf(key.w, u, state[r + 3]);
-        y = fmaf(query.x, state[r], fmaf(query.y, state[r + 1], fmaf(query.z, state[r + 2], fmaf(query.w, state[r + 3], y))));
+        y = fma4(query, state + r, y);
       }
-      y = sum_quarters(y);
-      if (in && p == 0) out[(i64)(t0 + t) * n_head * dv] = y;
+      const float result = sum_quarters(y);
+      if (in && p == 0) out[(i64)(t0 + t) * n_head * dv] = result;
     }
   }
 #pragma unroll

@@ -121,17 +121,12 @@ TINY: dict[str, dict[str, Any]] = {
     "bailingmoe3": KDA | {"kda.gate_lower_bound": -5.0, "expert_group_count": 4, "expert_group_used_count": 2,
                           "swiglu_clamp_exp": [0.0, 0.5, 0.0], "swiglu_clamp_shexp": [0.7, 0.0, 0.4]},
 }  # fmt: skip
-OPTIONAL = {
-    "qwen3next": ("ssm_in.weight", "ssm_ba.weight"),
-    "bailingmoe3": ("ssm_f_a.weight", "ssm_g.weight")
-}  # fmt: skip
-
-
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "gemma4": ("attn_v.weight", "layer_output_scale.weight", "ffn_down_exps.scale", "rope_freqs.weight"),
     "gpt-oss": ("output.bias", "ffn_gate_inp.bias", "exps.bias"), "mimo2": ("blk.0.attn_sinks.weight",),
     "laguna": ("_norm.weight", "attn_gate.weight"), "phi3": ("attn_qkv.weight", "rope_factors_long.weight"),
     "step35": ("_norm.weight", "attn_gate.weight", "rope_freqs.weight"),
+    "bailingmoe3": ("ssm_f_a.weight", "ssm_g.weight"), "qwen3next": ("ssm_in.weight", "ssm_ba.weight"),
 }  # fmt: skip
 
 

@@ -90,12 +90,14 @@ def test_states_are_counted(path: Path) -> None:
 
 
 @needs_emulation
-def test_a_gpu_goes_on_where_the_cpu_stopped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n_gpu_layers", [99, 2])
+def test_a_gpu_goes_on_where_the_cpu_stopped(path: Path, n_gpu_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all layers, or with some of them."""
     with opened(path) as session:
         add(session, 0, 30)
         saved = session.sequences.save(0, 30)
         wanted = add(session, 30, 50)
     monkeypatch.setattr(gpus, "open_devices", Opener())
-    with opened(path, n_gpu_layers=99, n_threads=1, n_threads_batch=1) as gpu:
+    with opened(path, n_gpu_layers=n_gpu_layers, n_threads=1, n_threads_batch=1) as gpu:
         assert gpu.sequences.load(1, saved) == 30
         cuda_sessions.assert_close(add(gpu, 30, 50, 1), wanted, 0.02)

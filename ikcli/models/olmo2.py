@@ -1,4 +1,7 @@
-"""OLMo 2: norms only after attention and feed-forward part, norms over all query and over all key heads."""
+"""OLMo 2 and 3: norms only after attention and feed-forward part, norms over all query and over all key heads.
+
+OLMo 3 has windows in three of four layers.
+"""
 
 from __future__ import annotations
 

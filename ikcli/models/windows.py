@@ -1,7 +1,7 @@
 """Layers with windows: which ones they are, and what else is different in them (rotation, heads).
 
 `attention.sliding_window_pattern` is a list, one flag per layer, or a period: of so many layers the last one sees all
-positions. Where a file has neither, the architecture decides.
+positions (of some architectures the first one). Where a file has neither, the architecture decides.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from ikcli.models.keys import Keys, by_layer
 from ikcli.models.rope import RopeParams
 
 PERIODS = {
-    "cohere2": 4, "gemma2": 2, "gemma3": 6, "gpt-oss": 2, "llama4": 4, "mellum": 4, "phi3": 0, "starcoder2": 0,
+    "cohere2": 4, "gemma2": 2, "gemma3": 6, "gpt-oss": 2, "laguna": 4, "llama4": 4, "mellum": 4, "olmo2": 4, "phi3": 0,
+    "starcoder2": 0,
 }  # fmt: skip
 """Layers of a period, of which the last one has no window; 0: all layers have one."""
-LISTED = ("cohere2_moe", "gemma4", "laguna", "mimo2", "step35")  # files say which layers have windows
-PLAIN = ("gemma3", "laguna", "mellum")  # rotation of window layers is not scaled
+LISTED = ("cohere2_moe", "gemma4", "mimo2", "step35")  # files say which layers have windows
+FIRST_SEES_ALL = ("cohere2_moe", "laguna")  # of a period the first layer has no window, not the last one
+NOT_ALWAYS = {"gemma2": 4096, "laguna": 0, "mellum": 0, "olmo2": 0, "starcoder2": 0}  # windows of files that do not say
+PLAIN = ("gemma3", "laguna", "mellum", "olmo2")  # rotation of window layers is not scaled
 ONLY_WINDOWS_ROTATE = ("cohere2", "cohere2_moe", "llama4")
 PHI3_WINDOWS = {(32, 4096): 2047, (40, 4096): 2047, (32, 131072): 262144, (40, 131072): 131072}
 """Of files from before the key, by layers and context."""
@@ -44,7 +47,7 @@ def _size(keys: Keys, values: dict[str, Any]) -> int:
     key, arch = "attention.sliding_window", values["arch"]
     if arch == "llama4":
         return CHUNK if keys.integer(key, CHUNK) else 0
-    default = {"gemma2": 4096, "mellum": 0, "starcoder2": 0}.get(arch)
+    default = NOT_ALWAYS.get(arch)
     if arch == "phi3":
         default = PHI3_WINDOWS.get((values["n_layer"], values["n_ctx_train"]))
     return keys.integer(key, default)
@@ -53,16 +56,17 @@ def _size(keys: Keys, values: dict[str, Any]) -> int:
 def _pattern(keys: Keys, values: dict[str, Any]) -> tuple[bool, ...]:
     arch, n_layer = values["arch"], values["n_layer"]
     key = "attention.sliding_window_pattern"
-    if key not in keys and arch == "laguna":  # its window layers have more heads than the first one, which has none
-        heads = by_layer(values["n_head"], n_layer)
-        return tuple(n != heads[0] for n in heads)
+    heads = by_layer(values["n_head"], n_layer)
+    if key not in keys and arch == "laguna" and len(set(heads)) > 1:
+        return tuple(n != heads[0] for n in heads)  # window layers have more heads than the first one, which has none
     flags = keys.items(key, n_layer)
     if flags is not None:
         return tuple(map(bool, flags))
     if isinstance(flag := keys.raw(key, PERIODS.get(arch)), bool):
         return (flag,) * n_layer
     period = keys.integer(key, PERIODS.get(arch))
-    return tuple(period == 0 or il % period < period - 1 for il in range(n_layer))
+    sees_all = 0 if arch in FIRST_SEES_ALL else period - 1
+    return tuple(period == 0 or il % period != sees_all for il in range(n_layer))
 
 
 def _rotation(
@@ -83,7 +87,9 @@ def _rotation(
         bases = keys.numbers("rope.freq_base_per_layer", n_layer=n_layer)
         ropes = [replace(r, freq_base=base) for r, base in zip(ropes, bases, strict=True)]
     n_rot = n_rot_window = values["n_rot"]
-    if arch == "step35" or (arch == "laguna" and "rope.dimension_count" not in keys):
+    if arch == "laguna" and any(is_window):
+        n_rot_window = max(head_dim_k)  # whole heads, where files do not say
+    if arch == "step35" or (arch == "laguna" and any(is_window) and "rope.dimension_count" not in keys):
         n_rot //= 2  # of layers without a window
     n_rot_window = keys.integer("rope.dimension_count_swa", min(n_rot_window, *head_dim_k))
     n_rots = [n_rot_window if w else n_rot for w in is_window]

@@ -1,14 +1,15 @@
-"""Which layers have windows, rotate and have experts, for keys that files of an architecture have or lack."""
+"""What layers are, for keys that files of an architecture have or lack: windows, rotation, experts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from factories import base_metadata
+from factories import base_metadata, tiny_deepseek2, tiny_model
 
-from ikcli.models import HParams
+from ikcli.models import HParams, check_tensors, find
 
 EXPERTS = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 48, "leading_dense_block_count": 1}
 LAGUNA = EXPERTS | {"block_count": 5, "attention.key_length": 16, "attention.value_length": 16}
@@ -62,3 +63,46 @@ def test_olmo_3_has_windows_whose_rotation_is_not_scaled() -> None:
     assert [hp.at(il).rope.scaling for il in range(5)] == ["none", "none", "none", "yarn", "none"]
     listed = {"attention.sliding_window": 8, "attention.sliding_window_pattern": np.array([1, 0, 1, 0, 1], np.int32)}
     assert windows(read("olmo2", block_count=5, **listed)) == [8, 0, 8, 0, 8]
+
+
+def test_widths_of_shared_experts_are_those_of_the_tensors() -> None:
+    """ERNIE's converter writes another number than what the matrices have."""
+    keys = EXPERTS | {"interleave_moe_layer_step": 1, "expert_shared_count": 1, "expert_shared_feed_forward_length": 99}
+    model = tiny_model("ernie4_5-moe", **keys | {"expert_shared_feed_forward_length": 40})
+    model.metadata["ernie4_5-moe.expert_shared_feed_forward_length"] = 99
+    hp = HParams.from_gguf(model.metadata, model.tensors, "file.gguf")
+    assert hp.n_ff_shexp == 40
+    check_tensors(find(hp.arch).tensor_shapes(hp), model.tensors, "file.gguf")
+
+
+def test_width_of_experts_where_files_do_not_say() -> None:
+    model = tiny_model("qwen2moe", **EXPERTS | {"expert_shared_feed_forward_length": 40})
+    del model.metadata["qwen2moe.expert_feed_forward_length"], model.metadata["qwen2moe.leading_dense_block_count"]
+    assert read("qwen2moe", model.tensors, expert_count=8, expert_used_count=3).n_ff_exp == 48
+
+
+def test_gating_over_the_chosen_experts_is_softmax_normalised() -> None:
+    hp = read("qwen2moe", **EXPERTS | {"expert_gating_func": 3})
+    assert (hp.expert_gating, hp.expert_weights_norm) == ("softmax", True)
+    assert not read("qwen2moe", **EXPERTS).expert_weights_norm
+
+
+def test_step35_without_limits() -> None:
+    keys = {"attention.sliding_window": 8, "attention.sliding_window_pattern": np.array([False, True])}
+    hp = read("step35", **EXPERTS | keys)
+    assert hp.swiglu_limit == hp.swiglu_limit_shared == 0 and not hp.per_layer.keys() & {"swiglu_limit"}
+
+
+def test_the_other_spelling_of_cohere2_moe() -> None:
+    keys = {"attention.sliding_window": 8, "attention.sliding_window_pattern": 2, "logit_scale": 0.5}
+    hp = read("cohere2moe", **EXPERTS | keys)
+    assert hp == replace(read("cohere2_moe", **EXPERTS | keys), source=hp.source)
+    assert find("cohere2moe") is find("cohere2_moe")
+
+
+def test_queries_of_mistral_large_3_grow_with_the_position() -> None:
+    metadata = tiny_deepseek2().metadata
+    assert HParams.from_gguf(metadata, {}, "file.gguf").temperature_scale == 0
+    scaled = {"deepseek2.attention.temperature_scale": 0.1, "deepseek2.attention.temperature_length": 32}
+    hp = HParams.from_gguf(metadata | scaled, {}, "file.gguf")
+    assert (hp.temperature_scale, hp.temperature_length) == (0.1, 32)

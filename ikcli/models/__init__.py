@@ -20,6 +20,7 @@ ARCHITECTURES: dict[str, str] = {
     "bailingmoe3": "ikcli.models.kimi_linear",
     "cohere2": "ikcli.models.cohere2",
     "cohere2_moe": "ikcli.models.cohere2",
+    "cohere2moe": "ikcli.models.cohere2",  # llama.cpp's spelling
     "command-r": "ikcli.models.command_r",
     "deepseek2": "ikcli.models.deepseek2",
     "dots1": "ikcli.models.dots1",

@@ -92,8 +92,9 @@ def _query(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node | No
         q = g.mul_mat(layer.attn_q, x, "q")
     if table is not None:
         q = g.rope(q, table, hp.n_head, hp.head_dim_k, "q_rope", offset=hp.head_dim_k - hp.n_rot)
-    if hp.temperature_scale:  # Mistral 4
-        q = g.pos_scale(q, hp.temperature_scale, hp.rope.n_ctx_orig, "q_tempered")
+    if hp.temperature_scale:  # Mistral Large 3, Mistral 4
+        length = hp.temperature_length or hp.rope.n_ctx_orig
+        q = g.pos_scale(q, hp.temperature_scale, length, "q_tempered")
     return q
 
 

@@ -22,7 +22,7 @@ from ikcli.models.windows import read_windows
 
 MAX_LAYERS = 512
 MAX_EXPERTS = 1024
-GATING = {1: "softmax", 2: "sigmoid"}
+GATING = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # 3: over the chosen experts, as over all and normalised
 _ALL_EXPERTS = (
     "gpt-oss", "granitemoe", "hunyuan-moe", "mellum", "minimax-m2", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next",
     "qwen3vlmoe",
@@ -121,6 +121,7 @@ class HParams:
         if not isinstance(arch, str):
             raise FormatError(f"{source}: no general.architecture; this is not a model file")
         keys = Keys(metadata, arch, source)
+        arch = keys.arch
         values: dict[str, Any] = {"arch": arch, "source": source}
         n_layer = keys.integer("block_count", most=MAX_LAYERS, least=1)
         # Layers that predict further tokens (NextN, MTP) come last and are not part of the run.
@@ -141,6 +142,7 @@ class HParams:
         elif values["n_expert_used"] and not values["n_ff_exp"]:
             n_ff = max(by_layer(values["n_ff"], 1))
             values["n_ff_exp"] = n_ff // (values["n_expert_used"] if arch == "qwen3moe" else 1)
+        values |= _widths(keys, tensors)
         if arch in _WHERE_ROUTED and tensors:
             values["is_moe"] = tuple(f"blk.{il}.ffn_gate_inp.weight" in tensors for il in range(values["n_layer"]))
         values |= _scores(keys, values)
@@ -150,9 +152,10 @@ class HParams:
         values |= read_recurrent(keys, values, tensors)
         if arch in ("granite", "granitemoe"):
             values |= _multipliers(keys)
-        if arch in ("mistral3", "mistral4"):  # files of Mistral 4 do not say
+        if arch in ("deepseek2", "mistral3", "mistral4"):  # files of Mistral 4 do not say
             default = 0.1 if arch == "mistral4" else 0.0
             values["temperature_scale"] = keys.number("attention.temperature_scale", default, most=1e6)
+            values["temperature_length"] = keys.integer("attention.temperature_length", 0)
         if arch == "gptneox":
             values["parallel"] = bool(keys.raw("use_parallel_residual", True))
         if arch == "bailingmoe2":
@@ -246,7 +249,7 @@ def _experts(keys: Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str
     gating = keys.integer("expert_gating_func", 0) or (2 if sigmoid else 1)
     if gating not in GATING:
         raise UnsupportedError(
-            f"{keys.source}: {keys.name('expert_gating_func')} is {gating}; only 1 (softmax) and 2 (sigmoid) are known"
+            f"{keys.source}: {keys.name('expert_gating_func')} is {gating}; known are 1, 3 (softmax) and 2 (sigmoid)"
         )
     groups = keys.integer("expert_group_count", 1) or 1
     groups_used = keys.integer("expert_group_used_count", groups) or groups
@@ -263,11 +266,21 @@ def _experts(keys: Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str
         "n_layer_dense_lead": keys.integer("leading_dense_block_count", 0),
         "moe_step": keys.integer("interleave_moe_layer_step", 1) or 1,
         "expert_gating": GATING[gating],
-        "expert_weights_norm": bool(keys.raw("expert_weights_norm", arch not in _NOT_NORMALISED)),
+        "expert_weights_norm": gating == 3 or bool(keys.raw("expert_weights_norm", arch not in _NOT_NORMALISED)),
         "expert_weights_scale": keys.number("expert_weights_scale", 1.0) or 1.0,
         "n_expert_groups": groups,
         "n_expert_groups_used": groups_used,
     }
+
+
+def _widths(keys: Keys, tensors: Mapping[str, HasShape]) -> dict[str, int]:
+    """Rows of expert matrices, if the keys do not tell; of shared experts they may tell wrong (ERNIE 4.5, Hunyuan)."""
+    found = {}
+    for field_name, name in (("n_ff_exp", "ffn_down_exps.weight"), ("n_ff_shexp", "ffn_down_shexp.weight")):
+        width = next((t.shape[0] for key, t in tensors.items() if key.endswith(name)), 0)
+        if width and (field_name == "n_ff_shexp" or "expert_feed_forward_length" not in keys):
+            found[field_name] = width
+    return found
 
 
 def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
@@ -309,7 +322,7 @@ def _swiglu_limits(keys: Keys, n_layer: int) -> dict[str, tuple[float, ...]]:
     found = {}
     for field_name, (first, second) in names.items():
         key = f"swiglu_{first}" if f"swiglu_{first}" in keys else f"swiglu_{second}"
-        limits = keys.numbers(key, n_layer=n_layer)
+        limits = keys.numbers(key, 0.0, n_layer=n_layer)
         found[field_name] = tuple(x if x >= 1e-6 else 0.0 for x in limits)
     return found
 

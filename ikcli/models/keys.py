@@ -11,6 +11,8 @@ import numpy as np
 from ikcli.errors import FormatError
 
 MAX_SIZE = 1 << 31
+SPELLINGS = {"cohere2moe": "cohere2_moe"}
+"""Other names of architectures: llama.cpp's and ours."""
 
 
 class HasShape(Protocol):
@@ -21,13 +23,17 @@ class HasShape(Protocol):
 
 
 class Keys:
-    """Typed access to `<arch>.<key>` with messages that name file and key."""
+    """Typed access to `<arch>.<key>` with messages that name file and key.
 
-    def __init__(self, metadata: Mapping[str, Any], arch: str, source: str) -> None:
-        self.metadata, self.arch, self.source = metadata, arch, source
+    `arch` is our name of the architecture that the file may spell otherwise.
+    """
+
+    def __init__(self, metadata: Mapping[str, Any], spelling: str, source: str) -> None:
+        self.metadata, self.spelling, self.source = metadata, spelling, source
+        self.arch = SPELLINGS.get(spelling, spelling)
 
     def name(self, key: str) -> str:
-        return f"{self.arch}.{key}"
+        return f"{self.spelling}.{key}"
 
     def __contains__(self, key: str) -> bool:
         return self.name(key) in self.metadata

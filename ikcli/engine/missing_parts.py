@@ -33,7 +33,8 @@ def assume_missing(file: GGUFFile, hp: HParams) -> list[str]:
     n_before = len(file.tensors)
     for name, spec in models.find(hp.arch, hp.source).tensor_shapes(hp).items():
         il, role = _role(name)
-        if name in file.tensors or not (spec.required or role in seen or name == "output.weight"):
+        required = spec.required and _role(spec.unless)[1] not in seen
+        if name in file.tensors or not (required or role in seen or name == "output.weight"):
             continue
         type_ = _type_like(seen, il, role, spec.shape)
         n_bytes = tensor_n_bytes(type_, spec.shape)

@@ -438,11 +438,11 @@ def attention_specs(
     bias: bool | None,
     qk_norm: bool | None = False,
     ffn_norm: str = "ffn_norm",
-    fused: bool | None = False,
+    fused: bool | None = None,
 ) -> TensorSpecs:
     """Norms and projections of one block; bias, qk_norm None = they are optional.
 
-    `fused`: q, k and v are one matrix; None: one or three.
+    `fused`: q, k and v are one matrix; None: one or three, as converters of llama.cpp write either.
     """
     hp = hp.at(il)
     q, k, v = hp.n_head * hp.head_dim_k, hp.n_head_kv * hp.head_dim_k, hp.n_head_kv * hp.head_dim_v
@@ -457,9 +457,12 @@ def attention_specs(
         specs["attn_qkv.weight"] = TensorSpec((hp.n_embd, q + k + v), required=not one)
     if not fused:
         specs |= {f"attn_{x}.weight": TensorSpec((hp.n_embd, n), unless=one) for x, n in (("q", q), ("k", k), ("v", v))}
+    if bias is not False and fused is not False:
+        specs["attn_qkv.bias"] = TensorSpec((q + k + v,), required=False)
     if bias is not False and not fused:
+        one = one.replace(".weight", ".bias")
         for name, n in (("q", q), ("k", k), ("v", v)):
-            specs[f"attn_{name}.bias"] = TensorSpec((n,), required=bool(bias))
+            specs[f"attn_{name}.bias"] = TensorSpec((n,), required=bool(bias), unless=one)
     if qk_norm is not False:
         norm = TensorSpec((hp.head_dim_k,), required=bool(qk_norm))
         specs["attn_q_norm.weight"] = specs["attn_k_norm.weight"] = norm

@@ -22,7 +22,8 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
     n_own = hp.n_embd_per_layer
     specs = blocks.base_specs(hp)
-    specs["rope_freqs.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
+    n_rot = max((own.n_rot for own in map(hp.at, range(hp.n_layer)) if not own.window), default=hp.n_rot)
+    specs["rope_freqs.weight"] = TensorSpec((n_rot // 2,), required=False)
     if n_own:
         specs["per_layer_token_embd.weight"] = TensorSpec((n_own * hp.n_layer, hp.n_vocab))
         specs["per_layer_model_proj.weight"] = TensorSpec((hp.n_embd, n_own * hp.n_layer))
@@ -34,7 +35,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 def _layer_specs(hp: HParams, il: int) -> TensorSpecs:
     row = TensorSpec((hp.n_embd,))
-    attention = blocks.attention_specs(hp, il, bias=False, qk_norm=True)
+    attention = blocks.attention_specs(hp, il, bias=False, qk_norm=True, fused=False)
     optional = ("attn_v.weight",) if il < hp.n_layer_kv else ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
     for name in optional:
         attention[f"blk.{il}.{name}"] = TensorSpec(attention[f"blk.{il}.{name}"].shape, required=False)
@@ -56,16 +57,13 @@ def _layer_specs(hp: HParams, il: int) -> TensorSpecs:
 def _expert_specs(hp: HParams, il: int) -> TensorSpecs:
     row = TensorSpec((hp.n_embd,))
     specs = {
-        "ffn_gate_inp.weight": TensorSpec((hp.n_embd, hp.n_expert)),
         "ffn_gate_inp.scale": row,
         "pre_ffw_norm_2.weight": row,
         "post_ffw_norm_1.weight": row,
         "post_ffw_norm_2.weight": row,
-        "ffn_gate_up_exps.weight": TensorSpec((hp.n_embd, 2 * hp.n_ff_exp, hp.n_expert)),
-        "ffn_down_exps.weight": TensorSpec((hp.n_ff_exp, hp.n_embd, hp.n_expert)),
         "ffn_down_exps.scale": TensorSpec((hp.n_expert,), required=False),
     }
-    return blocks.in_block(il, specs)
+    return blocks.expert_specs(hp, il, hp.n_ff_exp) | blocks.in_block(il, specs)
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:

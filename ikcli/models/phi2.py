@@ -13,7 +13,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
     specs = blocks.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None, fused=None)
+        specs |= blocks.attention_specs(hp, il, bias=None)
         del specs[f"blk.{il}.ffn_norm.weight"]
         specs |= blocks.mlp_specs(hp, il)
     names = "output output_norm attn_norm attn_qkv attn_output ffn_up ffn_down"

@@ -15,7 +15,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     for name in ("rope_factors_long", "rope_factors_short"):
         specs[f"{name}.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None, fused=None)
+        specs |= blocks.attention_specs(hp, il, bias=None)
         specs |= blocks.fused_dense_specs(hp, il)
     return specs
 

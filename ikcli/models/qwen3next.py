@@ -22,7 +22,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
         if hp.is_recurrent(il):
             specs |= delta_net.gated_delta_net_specs(hp, il, FFN_NORM)
         else:
-            specs |= blocks.attention_specs(hp, il, bias=False, qk_norm=True, ffn_norm=FFN_NORM)
+            specs |= blocks.attention_specs(hp, il, bias=False, qk_norm=True, ffn_norm=FFN_NORM, fused=False)
             specs[f"blk.{il}.attn_q.weight"] = TensorSpec((hp.n_embd, 2 * hp.n_head * hp.head_dim_k))
         specs |= blocks.feed_forward_specs(hp, il)
         if hp.n_ff_shexp:

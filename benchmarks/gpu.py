@@ -290,6 +290,12 @@ class Case:
         self.caches[cache] = address
         return cache
 
+    def state(self, kind: str, cols: int) -> Cache:
+        """The state of one sequence for the current layer."""
+        cache = self.graph.state(kind, cols)
+        self.caches[cache] = self.b.upload(self.b.rng.standard_normal(cols).astype(np.float32))
+        return cache
+
     def weight(self, name: str, type_: GGMLType, shape: tuple[int, ...]) -> Weight:
         """Random rows of a type, 64 different ones."""
         from weight_bytes import stored
@@ -317,6 +323,7 @@ class Case:
         words = np.zeros(16, np.int64)
         words[:4] = n, n, n_kv, 1
         words[4:10] = [b.upload(a) for a in arrays]
+        words[10] = b.upload(np.zeros(1, np.int64))  # the sequence of the segment
         constants = {k: b.upload(np.frombuffer(data, np.uint8)) for k, data in program.constants.items()}
         program.bind(b.upload(words), b.alloc(program.arena_bytes), constants, self.weights, self.caches)
         for node in self.leaves:
@@ -419,6 +426,26 @@ def attention_prefill(b: Bench) -> None:
             case.measure("prefill", name, [node], 4.0 * n_kv * k.cols, flop)
 
 
+def delta_rule(b: Bench) -> None:
+    """Recurrent layers: 32 heads of 128 x 128, with a decay per head and per key column; a token, and prompts."""
+    n_head, d = (2, 32) if b.tiny else (32, 128)
+    for by_column in (False, True):
+        for n_tokens in (1, 33) if b.tiny else (1, 512, 2048):
+            with subject(b):
+                case = Case(b, n_tokens, n_tokens + 1)  # a position is cached, so states are read
+                qkv, beta = case.input("qkv", 3 * n_head * d), case.input("beta", n_head)
+                decay = case.input("decay", n_head * (d if by_column else 1))
+                n_bytes, nodes = 8 * n_head * d * d, []
+                for il in range(_copies(b, n_bytes) if n_tokens == 1 else 1):
+                    case.graph.il = il
+                    state = case.state("delta", n_head * d * d)
+                    q, k, v = (HeadSlice(qkv, i * n_head * d, d, d) for i in range(3))
+                    nodes.append(case.graph.delta_net(state, q, k, v, decay, beta, "delta_net", n_head=n_head,
+                                                      n_head_k=n_head, scale=d**-0.5))  # fmt: skip
+                name = f"{n_head} heads of {d}{' by column' * by_column} tokens {n_tokens}"
+                case.measure("delta", name, nodes, n_bytes, 7.0 * n_head * d * d * n_tokens)
+
+
 MATVEC = (T.Q8_0, T.Q4_0, T.Q4_K, T.Q5_K, T.Q6_K, T.IQ4_XS, T.IQ4_K, T.IQ4_KS, T.IQ2_XXS, T.IQ3_S, T.IQ2_KT, T.F16)
 MATMUL = (T.Q8_0, T.Q4_K, T.Q6_K, T.IQ4_XS, T.IQ2_XXS, T.F16, T.BF16)
 
@@ -470,7 +497,7 @@ class subject:
 
 SUBJECTS: dict[str, Callable[[Bench], None]] = {
     "load": load, "basic": basic, "roof": roof, "launch": launches, "handover": handover, "mla": attention_mla,
-    "gqa": attention_gqa, "prefill": attention_prefill, "matvec": matvec, "matmul": matmul,
+    "gqa": attention_gqa, "prefill": attention_prefill, "delta": delta_rule, "matvec": matvec, "matmul": matmul,
 }  # fmt: skip
 
 

@@ -35,9 +35,9 @@ def test_subjects_run_on_the_emulated_device(
 ) -> None:
     target = tmp_path / "result.json"
     device = EmulatedDevice()
-    assert gpu.main(["--tiny", "--only", "basic,roof,launch,matvec", "--json", str(target)], device) == 0
+    assert gpu.main(["--tiny", "--only", "basic,roof,launch,delta,matvec", "--json", str(target)], device) == 0
     records = json.loads(target.read_text())["records"]
-    assert {r["subject"] for r in records} == {"basic", "roof", "launch", "matvec"}
+    assert {r["subject"] for r in records} == {"basic", "roof", "launch", "delta", "matvec"}
     assert all(r["ok"] for r in records if r["subject"] == "basic")
     assert len(capsys.readouterr().out.splitlines()) == len(records) + 1 and device.owners() == {}
 

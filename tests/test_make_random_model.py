@@ -10,9 +10,11 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from ikcli import models
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.writer import TensorSpec
+from ikcli.models import HParams
 from ikcli.quant.decode import dequantize
 from ikcli.quant.validate import check_tensors
 
@@ -64,7 +66,7 @@ def test_spread_of_the_weights(script: ModuleType, name: str) -> None:
     assert abs(x.mean()) < 0.0008
 
 
-@pytest.mark.parametrize("preset", ["llama", "qwen2", "qwen3", "qwen3moe", "deepseek2"])
+@pytest.mark.parametrize("preset", ["llama", "qwen2", "qwen3", "qwen35", "qwen3moe", "deepseek2"])
 def test_rows_that_do_not_divide_fall_back(script: ModuleType, preset: str) -> None:
     shapes = script.shapes(script.PRESETS[preset])
     types = {name: script.tensor_type(name, shape, GGMLType.Q4_K) for name, shape in shapes.items()}
@@ -87,6 +89,14 @@ def test_script_writes_a_loadable_model(
     assert len(set(file.get("tokenizer.ggml.tokens"))) == 400
     assert file.tensors["blk.0.attn_k.bias"].shape == (256,)
     assert list(check_tensors(file)) == []
+    options = ["--preset", "qwen35", "--type", "q4_0", "--layers", "4", "--vocab", "400", "-o", str(path)]
+    monkeypatch.setattr(sys, "argv", ["make_random_model.py", *options])
+    assert script.main() == 0
+    file = open_gguf(path)
+    hp = HParams.from_gguf(file.metadata, file.tensors, "m.gguf")
+    models.check_tensors(models.find("qwen35").tensor_shapes(hp), file.tensors, "m.gguf")
+    assert hp.recurrent_layers == {0, 1, 2} and len(file.tensors) == 3 * 14 + 11 + 3
+    assert dequantize(file.data("blk.0.ssm_a"), GGMLType.F32, (32,)).max() < 0
     monkeypatch.setattr(sys, "argv", ["make_random_model.py", "--type", "q4_k_r4", "-o", str(path)])
     assert script.main() == 2
     assert "use one of" in capsys.readouterr().err

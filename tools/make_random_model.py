@@ -36,7 +36,7 @@ _CHUNK_ELEMENTS = 1 << 23
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Geometry of a model; the deepseek2 fields are 0 elsewhere."""
+    """Geometry of a model; fields of other architectures are 0. With `heads_delta` most layers are recurrent."""
 
     arch: str
     n_layer: int
@@ -55,6 +55,11 @@ class Preset:
     kv_lora: int = 0
     n_rot: int = 128
     freq_base: float = 10000.0
+    heads_delta: tuple[int, int] = (0, 0)  # of keys and of values, 128 columns each
+
+    def is_recurrent(self, il: int) -> bool:
+        """Whether a layer has a gated delta net."""
+        return self.heads_delta[0] > 0 and (il + 1) % 4 != 0
 
 
 PRESETS = {
@@ -64,6 +69,7 @@ PRESETS = {
     "qwen3moe": Preset(
         "qwen3moe", 4, 2048, 6144, 32, 4, 32000, n_expert=32, n_expert_used=8, n_ff_exp=768, freq_base=1e6
     ),
+    "qwen35": Preset("qwen35", 8, 2048, 6144, 8, 2, 32000, 256, n_rot=64, freq_base=1e7, heads_delta=(16, 32)),
     "deepseek2": Preset(
         "deepseek2",
         4,
@@ -127,8 +133,17 @@ def metadata(p: Preset, type: GGMLType) -> dict[str, Any]:
         "rope.freq_base": p.freq_base,
         "rope.dimension_count": p.n_rot,
         "attention.key_length": p.head_dim,
-        "attention.value_length": 128,
+        "attention.value_length": p.head_dim if p.heads_delta[0] else 128,
     }
+    if p.heads_delta[0]:
+        keys |= {
+            "rope.dimension_sections": np.array([11, 11, 10, 0], np.int32),
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": 128,
+            "ssm.group_count": p.heads_delta[0],
+            "ssm.time_step_rank": p.heads_delta[1],
+            "ssm.inner_size": 128 * p.heads_delta[1],
+        }
     if p.n_expert:
         keys |= {
             "expert_count": p.n_expert,
@@ -167,7 +182,7 @@ def _attention(p: Preset) -> dict[str, tuple[int, ...]]:
             "attn_output": (p.n_head * 128, p.n_embd),
         }
     shapes: dict[str, tuple[int, ...]] = {
-        "attn_q": (p.n_embd, p.n_head * p.head_dim),
+        "attn_q": (p.n_embd, p.n_head * p.head_dim * (2 if p.heads_delta[0] else 1)),
         "attn_k": (p.n_embd, p.n_head_kv * p.head_dim),
         "attn_v": (p.n_embd, p.n_head_kv * p.head_dim),
         "attn_output": (p.n_head * p.head_dim, p.n_embd),
@@ -175,6 +190,19 @@ def _attention(p: Preset) -> dict[str, tuple[int, ...]]:
     if p.arch.startswith("qwen3"):
         shapes |= {"attn_q_norm": (p.head_dim,), "attn_k_norm": (p.head_dim,)}
     return shapes
+
+
+def _delta_net(p: Preset) -> dict[str, tuple[int, ...]]:
+    keys, values = (128 * n for n in p.heads_delta)
+    return {
+        "attn_qkv": (p.n_embd, 2 * keys + values),
+        "attn_gate": (p.n_embd, values),
+        "ssm_conv1d": (4, 2 * keys + values),
+        "ssm_alpha": (p.n_embd, p.heads_delta[1]),
+        "ssm_beta": (p.n_embd, p.heads_delta[1]),
+        "ssm_norm": (128,),
+        "ssm_out": (values, p.n_embd),
+    }
 
 
 def _ffn(p: Preset, il: int) -> dict[str, tuple[int, ...]]:
@@ -197,16 +225,20 @@ def shapes(p: Preset) -> dict[str, tuple[int, ...]]:
     """Tensor names and GGUF-order shapes in file order."""
     out: dict[str, tuple[int, ...]] = {"token_embd.weight": (p.n_embd, p.n_vocab)}
     for il in range(p.n_layer):
-        layer = {"attn_norm": (p.n_embd,), "ffn_norm": (p.n_embd,)} | _attention(p) | _ffn(p, il)
+        ffn_norm = "post_attention_norm" if p.heads_delta[0] else "ffn_norm"
+        mixer = _delta_net(p) if p.is_recurrent(il) else _attention(p)
+        layer = {"attn_norm": (p.n_embd,), ffn_norm: (p.n_embd,)} | mixer | _ffn(p, il)
         out |= {f"blk.{il}.{name}.weight": shape for name, shape in layer.items()}
+        if p.is_recurrent(il):
+            out |= {f"blk.{il}.{name}": (p.heads_delta[1],) for name in ("ssm_a", "ssm_dt.bias")}
         if p.arch == "qwen2":
             out |= {f"blk.{il}.{n}.bias": layer[n][1:] for n in ("attn_q", "attn_k", "attn_v")}
     return out | {"output_norm.weight": (p.n_embd,), "output.weight": (p.n_embd, p.n_vocab)}
 
 
 def tensor_type(name: str, shape: tuple[int, ...], type: GGMLType) -> GGMLType:
-    """F32 for vectors and routers, else `type` or its fallback when the row length does not divide."""
-    if len(shape) == 1 or "ffn_gate_inp" in name:
+    """F32 for vectors, routers and convolutions, else `type` or its fallback when the row length does not divide."""
+    if len(shape) == 1 or "ffn_gate_inp" in name or "conv1d" in name:
         return GGMLType.F32
     if shape[0] % TYPES[type].block_size == 0:
         return type
@@ -275,6 +307,8 @@ def tensor_data(spec: TensorSpec, rng: np.random.Generator) -> Iterator[npt.NDAr
             values = rng.standard_normal(count, np.float32) * np.float32(STD)
             if spec.name.endswith("norm.weight"):
                 values += np.float32(1)
+            elif spec.name.endswith("ssm_a"):  # below 0, so that states fade
+                values -= np.float32(1)
             yield quantize(values, spec.type)
             continue
         d = STD / _unit_rms(spec.type)

@@ -14,6 +14,7 @@ from cuda_emulation import needs_emulation
 from cuda_sessions import Opener
 from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
+from tiny_architectures import TINY, WINDOWED, tiny
 
 from ikcli import models
 from ikcli.config import RunConfig
@@ -45,89 +46,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "default": {}, "no flash attention": {"flash_attn": False}, "q8_0 cache": {"type_k": "q8_0", "type_v": "q8_0"},
     "small batches": {"n_batch": 64, "n_ubatch": 64},
 }  # fmt: skip
-EXPERTS = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 48}
-SHARED = EXPERTS | {"expert_shared_count": 1, "leading_dense_block_count": 1}
-LAYER_NORM = {"attention.layer_norm_epsilon": 1e-5, "attention.layer_norm_rms_epsilon": None}
-MISTRAL4 = SHARED | {
-    "attention.q_lora_rank": 48, "attention.kv_lora_rank": 64, "attention.key_length": 80, "attention.value_length": 64,
-    "attention.head_count_kv": 1, "attention.key_length_mla": 48, "attention.value_length_mla": 32,
-    "rope.dimension_count": 16, "leading_dense_block_count": 0, "expert_weights_scale": 1.0,
-    "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 4,
-}  # fmt: skip
-GRANITE = {"embedding_scale": 3.0, "residual_scale": 0.6, "logit_scale": 4.0, "attention.scale": 0.2}
-DELTA = {
-    "block_count": 5, "nextn_predict_layers": 1, "ssm.conv_kernel": 4, "ssm.state_size": 32, "ssm.group_count": 2,
-    "ssm.time_step_rank": 4, "ssm.inner_size": 64, "rope.dimension_count": 8,
-}  # fmt: skip
-KDA = SHARED | {
-    "block_count": 3, "attention.head_count_kv": [0, 0, 4], "ssm.conv_kernel": 4, "kda.head_dim": 16,
-    "attention.kv_lora_rank": 48, "attention.key_length": 64, "attention.value_length": 48, "rope.dimension_count": 16,
-    "attention.key_length_mla": 48, "attention.value_length_mla": 32, "expert_gating_func": 2,
-    "expert_weights_scale": 1.5,
-}  # fmt: skip
-WINDOW = {"block_count": 4, "attention.sliding_window": 6}
-LISTED = WINDOW | {"attention.sliding_window_pattern": np.array([True, False, True, False])}
-YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 4}
-GATED = LISTED | SHARED | YARN | {
-    "attention.head_count": np.array([8, 4, 8, 4], np.int32), "attention.key_length": 16, "attention.value_length": 16,
-    "rope.freq_base_swa": 500.0, "expert_shared_feed_forward_length": 40, "expert_weights_norm": True,
-}  # fmt: skip
-WINDOWED: dict[str, dict[str, Any]] = {
-    "cohere2": WINDOW | LAYER_NORM | {"logit_scale": 0.5},
-    "cohere2_moe": LISTED | SHARED | {"logit_scale": 0.5, "expert_shared_feed_forward_length": 96},
-    "gemma2": WINDOW | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    "gemma3": WINDOW | {"attention.sliding_window_pattern": 2, "rope.freq_base_swa": 500.0},
-    "gemma4": LISTED | {
-        "block_count": 6, "attention.sliding_window_pattern": np.array([True, False, True, False, True, False]),
-        "attention.shared_kv_layers": 2, "embedding_length_per_layer_input": 32, "attention.key_length": 32,
-        "attention.value_length": 32, "attention.key_length_swa": 16, "attention.value_length_swa": 16,
-        "rope.dimension_count_swa": 16, "rope.freq_base_swa": 500.0, "final_logit_softcapping": 3.0,
-        "feed_forward_length": np.array([96, 96, 96, 96, 64, 64], np.int32), "expert_count": 8, "expert_used_count": 3,
-        "expert_feed_forward_length": 48, "attention.head_count_kv": np.array([2, 4, 2, 4, 2, 4], np.int32),
-    },
-    "gpt-oss": WINDOW | EXPERTS | YARN, "laguna": GATED | {"rope.dimension_count_swa": 16, "rope.dimension_count": 8},
-    "llama4": EXPERTS | {"block_count": 4, "interleave_moe_layer_step": 2, "expert_used_count": 2,
-                         "attention.temperature_length": 4},
-    "mellum": WINDOW | EXPERTS | YARN | {"rope.freq_base_swa": 500.0},
-    "mimo2": LISTED | SHARED | {
-        "attention.head_count_kv": np.array([2, 4, 2, 4], np.int32), "attention.key_length": 48,
-        "attention.value_length": 32, "attention.value_scale": 0.7, "rope.dimension_count": 16,
-        "expert_shared_count": 0, "rope.freq_base_swa": 500.0,
-    },
-    "phi3": WINDOW | {"rope.scaling.original_context_length": 8, "rope.scaling.attn_factor": 1.2},
-    "starcoder2": WINDOW | LAYER_NORM,
-    "step35": GATED | {
-        "swiglu_clamp_exp": np.float32([0, 0.3, 0, 0.3]), "swiglu_clamp_shexp": np.float32([0, 0, 1, 1]),
-    },
-}  # fmt: skip
-TINY: dict[str, dict[str, Any]] = {
-    "bailingmoe2": SHARED | {"block_count": 3, "expert_shared_feed_forward_length": 80, "expert_gating_func": 2,
-                             "expert_group_count": 4, "expert_group_used_count": 2, "expert_weights_scale": 2.5},
-    "command-r": LAYER_NORM | {"logit_scale": 0.3}, "falcon": LAYER_NORM, "gemma": {"attention.key_length": 32,
-    "attention.value_length": 32}, "gptneox": LAYER_NORM | {"rope.dimension_count": 8}, "mistral4": MISTRAL4,
-    "olmo2": {}, "phi2": LAYER_NORM | {"rope.dimension_count": 8}, "stablelm": LAYER_NORM | {"rope.dimension_count": 4},
-    "minimax-m3": SHARED | {"block_count": 3, "rope.dimension_count": 8},
-    "dots1": SHARED | {"block_count": 3}, "ernie4_5": {}, "glm4": {"rope.dimension_count": 8},
-    "ernie4_5-moe": EXPERTS | {"block_count": 4, "leading_dense_block_count": 1, "interleave_moe_layer_step": 2},
-    "glm4moe": SHARED | {"block_count": 4, "nextn_predict_layers": 1, "rope.dimension_count": 8},
-    "granite": GRANITE, "granitemoe": GRANITE | EXPERTS | {"expert_shared_feed_forward_length": 64},
-    "mistral3": {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 4,
-                 "rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.3},
-    "qwen2moe": EXPERTS | {"expert_shared_feed_forward_length": 80},
-    "hunyuan-moe": EXPERTS | {"expert_shared_count": 1}, "minimax-m2": EXPERTS | {"rope.dimension_count": 8},
-    "seed_oss": {"attention.key_length": 64, "attention.value_length": 64}, "smollm3": {"block_count": 4},
-    "qwen35": DELTA, "qwen35moe": DELTA | EXPERTS | {"expert_shared_feed_forward_length": 48},
-    "qwen3next": DELTA | EXPERTS, "kimi-linear": KDA,
-    "bailingmoe3": KDA | {"kda.gate_lower_bound": -5.0, "expert_group_count": 4, "expert_group_used_count": 2,
-                          "swiglu_clamp_exp": [0.0, 0.5, 0.0], "swiglu_clamp_shexp": [0.7, 0.0, 0.4]},
-}  # fmt: skip
-OPTIONAL: dict[str, tuple[str, ...]] = {
-    "gemma4": ("attn_v.weight", "layer_output_scale.weight", "ffn_down_exps.scale", "rope_freqs.weight"),
-    "gpt-oss": ("output.bias", "ffn_gate_inp.bias", "exps.bias"), "mimo2": ("blk.0.attn_sinks.weight",),
-    "laguna": ("_norm.weight", "attn_gate.weight"), "phi3": ("attn_qkv.weight", "rope_factors_long.weight"),
-    "step35": ("_norm.weight", "attn_gate.weight", "rope_freqs.weight"),
-    "bailingmoe3": ("ssm_f_a.weight", "ssm_g.weight"), "qwen3next": ("ssm_in.weight", "ssm_ba.weight"),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -154,9 +72,7 @@ def test_golden(name: str, shared_dir: Path) -> None:
 
 def written(arch: str, folder: Path) -> tuple[Path, np.ndarray]:
     """A tiny model and what the NumPy reference makes of TOKENS."""
-    optional = ("exp_probs_b.bias", "q.bias", "k.bias", "v.bias", "kv_b.weight", *OPTIONAL.get(arch, ()))
-    model = tiny_model(arch, optional=optional, **(WINDOWED | TINY)[arch])
-    path = write_model(model, folder / "tiny.gguf")
+    path = write_model(tiny(arch), folder / "tiny.gguf")
     f32 = GraphConfig(n_ctx=256, type_k=GGMLType.F32, type_v=GGMLType.F32)
     return path, ReferenceSession(path, f32).decode(Batch.single(TOKENS, logits="all"))
 

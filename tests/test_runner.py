@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from factories import MemoryModel, tiny_deepseek2, tiny_model
 from gguf_files import write_model
+from tiny_architectures import tiny
 
 from ikcli.config import RunConfig
 from ikcli.engine import planner
@@ -34,6 +35,7 @@ MODELS: dict[str, Callable[[], MemoryModel]] = {
     "deepseek3": lambda: tiny_deepseek2(
         expert_gating_func=2, expert_weights_norm=True, expert_group_count=4, expert_group_used_count=2
     ),
+    "gemma4": lambda: tiny("gemma4"),
 }
 OTHER = "CPU1"
 
@@ -131,6 +133,8 @@ def modes() -> Iterator[Any]:
     yield "deepseek3", "experts", {"mla": 3, "k_hadamard": True, "ser": (2, 0.4)}
     yield "deepseek2", "no-kv", {"mla": 0, "amb": 1}
     yield "llama-tied", "last-layer", {}
+    for kind in ("last-layer", "scattered"):  # layers that read the caches of others
+        yield "gemma4", kind, {}
 
 
 @pytest.mark.parametrize(("name", "kind", "changes"), list(modes()))

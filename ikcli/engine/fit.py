@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ikcli.config import RunConfig
 from ikcli.engine.offload import EMBEDDING, OUTPUT
-from ikcli.engine.placement import CPU, device_shares, split_layers
+from ikcli.engine.placement import CPU, WITH_OUTPUT, device_shares, split_layers
 from ikcli.engine.planner import MIB, Planner, RunPlan
 from ikcli.errors import IkError
 
@@ -121,7 +121,7 @@ def _costs(planner: Planner, config: RunConfig) -> _Costs:
             (costs.down if ".ffn_down_" in name else costs.up_gate)[int(block[1])] += n_bytes
         elif block is not None:
             costs.block[int(block[1])] += n_bytes
-        elif name.startswith("output") or (name == EMBEDDING and OUTPUT not in planner.file.tensors):
+        elif name.startswith(WITH_OUTPUT) or (name == EMBEDDING and OUTPUT not in planner.file.tensors):
             output += n_bytes
     if not config.no_kv_offload:
         for il, n_bytes in planner.gpu_cache(config).items():

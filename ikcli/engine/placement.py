@@ -26,6 +26,7 @@ from ikcli.graph.split import Places
 
 CPU = "CPU"
 MAX_RULE_LINES = 20
+WITH_OUTPUT = ("output", "per_layer_model_proj", "per_layer_proj_norm")  # outside of blocks; others stay in RAM
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
@@ -176,7 +177,7 @@ def _buffer_by_split(name: str, split: LayerSplit, devices: Sequence[str]) -> st
     if block is not None:
         index = split.blocks[int(block[1])] if int(block[1]) < len(split.blocks) else -1
     else:
-        index = split.output if name.startswith("output") else -1
+        index = split.output if name.startswith(WITH_OUTPUT) else -1
     return CPU if index < 0 else devices[index]
 
 

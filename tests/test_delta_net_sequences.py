@@ -12,7 +12,7 @@ from cuda_emulation import needs_emulation
 from cuda_sessions import Opener
 from factories import tiny_model
 from gguf_files import write_model
-from test_architectures import OPTIONAL, TINY
+from tiny_architectures import OPTIONAL, TINY
 
 from ikcli.config import RunConfig
 from ikcli.engine import gpus

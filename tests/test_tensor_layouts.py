@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from factories import MemoryModel, tiny_model
-from test_architectures import LAYER_NORM, SHARED, WINDOWED
+from tiny_architectures import LAYER_NORM, SHARED, WINDOWED
 
 from ikcli.engine.batch import Batch
 from ikcli.engine.reference_session import ReferenceSession

@@ -14,6 +14,7 @@ from cuda_emulation import needs_emulation
 from cuda_sessions import Opener, transcript
 from factories import MemoryModel, tiny_deepseek2, tiny_model
 from gguf_files import write_model
+from test_architectures import OPTIONAL, TINY, WINDOWED
 
 from ikcli.commands._options import parse
 from ikcli.config import RunConfig
@@ -25,6 +26,7 @@ from ikcli.engine.reference_session import ReferenceSession
 from ikcli.engine.session import Session
 from ikcli.errors import FormatError, IkError, UnsupportedError, UsageError
 from ikcli.gguf.constants import GGMLType
+from ikcli.graph.ops_rows import Product
 from ikcli.models import GraphConfig
 
 EXPERTS = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 64}
@@ -76,6 +78,27 @@ def test_as_merged_weights(tmp_path: Path, name: str, fmoe: bool) -> None:
     assert np.abs(logits(base, fmoe=fmoe) - wanted).max() > 0.5
     reference = ReferenceSession(both, GraphConfig(type_k=GGMLType.F32, type_v=GGMLType.F32, n_ctx=256))
     assert_same(logits(base, config, fmoe=fmoe)[:40], transcript(reference, 40, 0), 5e-3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arch", sorted(WINDOWED | TINY))
+def test_every_architecture(tmp_path: Path, arch: str) -> None:
+    """All that is multiplied with goes through `Graph.mul_mat`, and all layers through `layer_out`."""
+    model = tiny_model(arch, optional=("kv_b.weight", *OPTIONAL.get(arch, ())), **(WINDOWED | TINY)[arch])
+    base = write_model(model, tmp_path / "base.gguf")
+    with Session.open(config(base, mla=0)) as session:
+        ops = [node.op for graph, _ in session.graphs.values() for node in graph.nodes]
+    used = {w.name for op in ops if isinstance(op, Product) for w in op.matrices}
+    targets = [name for name in targets_of(model, kv_b=True) if name in used]
+    assert len(targets) > 8
+    tensors = low_rank(model, targets, strength=0.1)
+    path = write_adapter(tmp_path / "a.gguf", arch, tensors)
+    wanted = logits(write_model(merged(model, tensors), tmp_path / "merged.gguf"), mla=0)
+    error = np.abs(logits(base, AdapterConfig(lora=(path,)), mla=0) - wanted).max(axis=1) / wanted.std()
+    assert np.median(error) < 2e-3 < np.median(np.abs(logits(base, mla=0) - wanted).max(axis=1)) / wanted.std()
+    rng = np.random.default_rng(2)
+    directions = {f"direction.{il}": rng.normal(0, 1, model.metadata[f"{arch}.embedding_length"]) for il in (1, 2)}
+    vector = write_control_vector(tmp_path / "v.gguf", directions)
+    assert np.abs(logits(base, AdapterConfig(control_vector=(vector,)), mla=0) - logits(base, mla=0)).max() > 0.1
 
 
 @pytest.mark.parametrize("type_", [GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0])

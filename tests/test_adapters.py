@@ -25,6 +25,7 @@ from ikcli.engine.planner import Planner
 from ikcli.engine.reference_session import ReferenceSession
 from ikcli.engine.session import Session
 from ikcli.errors import FormatError, IkError, UnsupportedError, UsageError
+from ikcli.eval.imatrix_collect import watch
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph.ops_rows import Product
 from ikcli.models import GraphConfig
@@ -151,6 +152,18 @@ def test_scales_change_while_the_model_runs(tmp_path: Path) -> None:
             session.set_scales([1.0, 2.0])
     np.testing.assert_array_equal(plain, logits(base))
     assert_same(half, logits(write_model(merged(model, tensors, 0.5), tmp_path / "merged.gguf")))
+
+
+def test_adapters_leave_no_trace_in_an_importance_matrix(tmp_path: Path) -> None:
+    model = tiny_model("qwen3moe", **EXPERTS)
+    base = write_model(model, tmp_path / "base.gguf")
+    path = write_adapter(tmp_path / "a.gguf", "qwen3moe", low_rank(model, targets_of(model)))
+    names = []
+    for adapters in (AdapterConfig(), AdapterConfig(lora=(path,))):
+        with Session.open(config(base, adapters)) as session:
+            found = watch(graph for graph, _ in session.graphs.values())
+            names.append({name for stream in found.all_streams() for name in stream.names})
+    assert names[0] == names[1] and len(names[0]) > 10
 
 
 def test_kv_b_needs_mla_0(tmp_path: Path) -> None:

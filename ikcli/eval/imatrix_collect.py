@@ -175,7 +175,8 @@ def _watch_node(out: Collector, node: Node, output_name: str | None) -> None:
     if isinstance(op, RmsNorm) and op.w.name.endswith(".attn_kv_a_norm.weight"):
         kv_b = op.w.name.replace("attn_kv_a_norm", "attn_kv_b")
         _attach(out, node, [kv_b], 1, op.w.ne0)
-    wanted = [w for w in node.weights() if w.name.startswith("blk.") or w.name == output_name]
+    named = (w for w in node.weights() if w.name.startswith("blk.") or w.name == output_name)
+    wanted = [w for w in named if ".lora_" not in w.name]  # adapters are not what will be quantized
     if not wanted or not isinstance(op, Product):
         return
     names, first, source = [w.name for w in wanted], wanted[0], op.source

@@ -217,7 +217,9 @@ def opener(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
 
 
 @needs_emulation
-@pytest.mark.parametrize("changes", [{}, {"n_gpu_layers": 1}, {"cpu_moe": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"n_gpu_layers": 1}, {"cpu_moe": True}, {"cpu_moe": True, "offload_min_batch": 4}], ids=str
+)
 @pytest.mark.parametrize("name", ["llama", "qwen3moe"])
 def test_on_a_gpu(tmp_path: Path, opener: Opener, rng: np.random.Generator, name: str, changes: dict[str, Any]) -> None:
     if name == "llama" and "cpu_moe" in changes:

@@ -22,11 +22,12 @@ from ikcli.engine import gpus, sequences, sizes
 from ikcli.engine.batch import Batch
 from ikcli.engine.reference_session import ReferenceSession
 from ikcli.engine.session import Session
-from ikcli.errors import FormatError, IkError
+from ikcli.errors import FormatError, IkError, UnsupportedError
 from ikcli.eval.kl_divergence import KlParams, run
 from ikcli.eval.kld_file import BaseReader
 from ikcli.gguf.constants import GGMLType
 from ikcli.models import GraphConfig, HParams
+from ikcli.models.alibi import slopes
 
 GOLDEN = (
     "bailingmoe3", "command-r", "dots1", "ernie4_5", "ernie4_5-moe", "falcon", "gemma", "glm-dsa", "glm4", "glm4moe",
@@ -114,6 +115,24 @@ def test_tiny_model_on_an_emulated_gpu(arch: str, tmp_path: Path, monkeypatch: p
     path, wanted = written(arch, tmp_path)
     with_gpu = cuda_sessions.config(path, type_k="f32", type_v="f32")
     cuda_sessions.assert_close(logits_of(with_gpu), wanted, 0.02)
+
+
+def test_contexts_longer_than_embedded_positions(tmp_path: Path) -> None:
+    path = write_model(tiny_model("gpt2", **TINY["gpt2"]), tmp_path / "tiny.gguf")
+    with pytest.raises(UnsupportedError, match="knows 128 positions; use -c 128"):
+        Session.open(RunConfig(model=path, n_ctx=512, warmup=False))
+
+
+def test_attention_weakened_by_distance(tmp_path: Path) -> None:
+    """Which files have it, with which slopes; keys that say positions must come back as they were."""
+    metadata = tiny_model("baichuan").metadata
+    for n_layer, bias in ((32, 0.0), (40, 8.0)):
+        assert HParams.from_gguf(metadata | {"baichuan.block_count": n_layer}, {}, "x.gguf").max_alibi_bias == bias
+    np.testing.assert_allclose(slopes(4, 8.0), [1 / 4, 1 / 16, 1 / 64, 1 / 256])
+    np.testing.assert_allclose(slopes(6, 8.0), [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8])
+    path = write_model(tiny_model("bloom", **TINY["bloom"]), tmp_path / "tiny.gguf")
+    with pytest.raises(UnsupportedError, match="keys of f32, f16, bf16 or q8_0, not q4_0; use -ctk f16"):
+        Session.open(RunConfig(model=path, n_ctx=256, type_k="q4_0", warmup=False))
 
 
 def test_layers_that_predict_further_tokens_are_not_part_of_the_run() -> None:

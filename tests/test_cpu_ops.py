@@ -18,6 +18,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Graph, HeadSlice, Node, Weight, micro_batch
 from ikcli.graph.activations import GATED, UNARY, Glu
 from ikcli.graph.micro_batch import MicroBatch
+from ikcli.graph.ops_alibi import Alibi
 from ikcli.quant.decode import dequantize
 from ikcli.quant.formats import get_format
 
@@ -192,6 +193,41 @@ def test_activations_at_the_extremes(act: Glu) -> None:
     for pair in ([x, one], [one, x]):
         found, _ = run_both(lambda g, n: g.swiglu(n[0], n[1], "y", act), pair)
         assert np.isnan(found).all()
+
+
+@pytest.mark.parametrize("cols", [7, 64])
+def test_clamp(cols: int) -> None:
+    x = random(5, cols)
+    found, wanted = run_both(lambda g, n: g.clamp(n[0], 0.5, "y"), [x], n_threads=3)
+    np.testing.assert_array_equal(found, wanted)
+    assert found.max() == 0.5 and found.min() == -0.5
+    assert np.isnan(run_both(lambda g, n: g.clamp(n[0], 0.5, "y"), [np.full((1, 21), np.nan, np.float32)])[0]).all()
+
+
+@pytest.mark.parametrize("type_", [GGMLType.F32, GGMLType.Q8_0])
+def test_embedded_positions(type_: GGMLType) -> None:
+    """Rows from 5 on, whatever the tokens are; nothing beyond the last one."""
+    data, w = stored(type_, 9, 64), Weight("w", type_, (64, 9))
+    found, wanted = run_both(
+        lambda g, x: g.embed(w, by_position=True), [], {"w": data}, types={"w": type_}, tokens=[3, 3, 0, 1, 2], pos=5
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found[:4], dequantize(data, type_, (64, 9))[5:9], rtol=1e-6, atol=1e-6)
+    assert np.isnan(found[4]).all()
+
+
+@pytest.mark.parametrize("width", [32, 48])
+@pytest.mark.parametrize("pos", [0, 120, 50000])
+def test_alibi(width: int, pos: int) -> None:
+    """Products of its queries and keys are slopes times positions, also after keys were rounded."""
+    few, many = (0.5, 0.25, 0.3), random(5, 1)
+    keys, wanted = run_both(lambda g, n: g.record(Alibi(width), "k"), [many], pos=pos, n_threads=3)
+    np.testing.assert_array_equal(keys, wanted)
+    queries, wanted = run_both(lambda g, n: g.record(Alibi(width, few), "q"), [many], pos=pos, n_threads=3)
+    np.testing.assert_allclose(queries, wanted, rtol=1e-6)
+    assert np.array_equal(keys, np.rint(keys)) and keys.max() == 127 and keys.min() == 0
+    products = queries.reshape(5, 3, width).astype(np.float64) @ keys[0]
+    np.testing.assert_allclose(products, np.tile(np.array(few, np.float32) * pos, (5, 1)), rtol=1e-6)
 
 
 def test_gelu_is_the_tanh_form() -> None:

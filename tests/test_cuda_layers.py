@@ -16,6 +16,7 @@ from ikcli.backends.cuda.rules_layers import FEW_TOKENS, activations
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, Rows
 from ikcli.graph.activations import GATED, UNARY, Glu
+from ikcli.graph.ops_alibi import Alibi
 
 pytestmark = needs_emulation
 Array = npt.NDArray[Any]
@@ -123,6 +124,7 @@ def test_activations(act: Glu, cols: int) -> None:
     huge = run.input("h", np.tile(np.float32([-1e15, -1000, -88, 0, 88, 1000]), (3, cols))[:, :cols])
     nodes = [run.graph.swiglu(x, y, "a", act), run.graph.swiglu(huge, y, "b", act)]
     nodes += [run.graph.activate(x, act.kind, "c")] if act.kind in UNARY else []
+    nodes += [run.graph.clamp(x, act.limit, "d")] if act.limit else []
     for found, wanted in run(*nodes):
         np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=1e-6)
 
@@ -195,6 +197,15 @@ def test_rope_table(pos: int) -> None:
     freqs = 10000.0 ** (-np.arange(33) / 33)
     ((found, wanted),) = run(run.graph.rope_table(freqs, 1.25), pos=pos)
     np.testing.assert_allclose(found, wanted, rtol=3e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("pos", [0, 50000])
+def test_alibi(pos: int) -> None:
+    run = graph()
+    run.input("x", random(3, 1))
+    nodes = [run.graph.record(Alibi(48), "k"), run.graph.record(Alibi(48, (0.5, 0.3)), "q")]
+    for found, wanted in run(*nodes, pos=pos):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("neox", [False, True])

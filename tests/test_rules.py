@@ -18,6 +18,7 @@ from ikcli.graph import (
     Op,
     RowSpec,
     Weight,
+    ops_alibi,
     ops_attention,
     ops_elements,
     ops_experts,
@@ -75,7 +76,7 @@ def test_rules_name_fields() -> None:
 
 
 def all_ops() -> list[type[Op]]:
-    modules = (ops_rows, ops_elements, ops_attention, ops_experts, ops_recurrent)
+    modules = (ops_alibi, ops_rows, ops_elements, ops_attention, ops_experts, ops_recurrent)
     return [
         x for m in modules for x in vars(m).values() if isinstance(x, type) and issubclass(x, Op) and "name" in vars(x)
     ]

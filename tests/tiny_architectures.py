@@ -64,6 +64,14 @@ WINDOWED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 TINY: dict[str, dict[str, Any]] = {
+    "arctic": EXPERTS | {"expert_feed_forward_length": None}, "baichuan": {}, "chatglm": {"rope.dimension_count": 8},
+    "bloom": LAYER_NORM | {"attention.head_count_kv": 4}, "codeshell": LAYER_NORM, "refact": {},
+    "mpt": LAYER_NORM | {"attention.head_count": 6, "embedding_length": 96, "attention.max_alibi_bias": 8.0,
+                         "attention.clamp_kqv": 0.5, "attention.head_count_kv": 6},
+    "dbrx": LAYER_NORM | {"attention.clamp_kqv": 0.5, "expert_count": 8, "expert_used_count": 3},
+    "deepseek": SHARED | {"block_count": 3}, "exaone": {}, "gpt2": LAYER_NORM, "internlm2": {}, "minicpm": {},
+    "nemotron": LAYER_NORM | {"rope.dimension_count": 8}, "orion": LAYER_NORM, "plamo": {},
+    "qwen": {"attention.head_count_kv": 4}, "starcoder": LAYER_NORM | {"attention.head_count_kv": 1}, "xverse": {},
     "bailingmoe2": SHARED | {"block_count": 3, "expert_shared_feed_forward_length": 80, "expert_gating_func": 2,
                              "expert_group_count": 4, "expert_group_used_count": 2, "expert_weights_scale": 2.5},
     "command-r": LAYER_NORM | {"logit_scale": 0.3}, "falcon": LAYER_NORM, "gemma": {"attention.key_length": 32,

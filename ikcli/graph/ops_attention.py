@@ -65,7 +65,8 @@ class Attention(Op):
 
     `window`: a query at position p sees the positions > p - window (0: all). `chunk`: it sees those from p - p % chunk
     on (0: all). `sinks`: a logit per head that takes part in the soft-max and has no value. `softcap`: scores, scaled,
-    become softcap * tanh(score / softcap) (0: they stay).
+    become softcap * tanh(score / softcap) (0: they stay). `wide`: columns of q and of k differ so much in size that
+    rows of them must not be rounded by one scale.
     """
 
     q: tuple[HeadSlice, ...]
@@ -78,6 +79,7 @@ class Attention(Op):
     chunk: int = 0
     sinks: Weight | None = None
     softcap: float = 0.0
+    wide: bool = False
 
     def __post_init__(self) -> None:
         if self.sinks is not None and self.sinks.shape[0] != self.n_head:

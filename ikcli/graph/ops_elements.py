@@ -102,6 +102,25 @@ class PosScale(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class Clamp(Op):
+    """x held between -limit and limit."""
+
+    name = "clamp"
+    light = True
+
+    x: Node
+    limit: float
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.rows, self.x.cols
+
+    def compute(self, run: Run) -> Array:
+        out: Array = np.clip(run.value(self.x), -self.limit, self.limit)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
 class Activate(Op):
     """An activation function of every element (`activations.UNARY`)."""
 

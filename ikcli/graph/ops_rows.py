@@ -12,20 +12,25 @@ from ikcli.graph.core import Array, HeadSlice, Node, Op, Place, Rows, RowSpec, R
 
 @dataclass(frozen=True, slots=True)
 class Embed(Op):
-    """Rows of the token embedding for the micro-batch's tokens."""
+    """Rows of an embedding for the micro-batch's tokens, or for their positions (NaN beyond the last row)."""
 
     name = "embed"
     place = Place.WEIGHT
     light = True
 
     w: Weight
+    by_position: bool = False
 
     @property
     def shape(self) -> tuple[RowSpec, int]:
         return RowSpec(Rows.TOKENS), self.w.ne0
 
     def compute(self, run: Run) -> Array:
-        return run.weight(self.w)[run.state.tokens]
+        w = run.weight(self.w)
+        if not self.by_position:
+            return w[run.state.tokens]
+        pos = run.state.pos
+        return np.where(pos[:, None] < len(w), w[np.minimum(pos, len(w) - 1)], run.dtype(np.nan))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.graph.activations import SILU, Glu
 from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Weight, power_of_two_parts
 from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
-from ikcli.graph.ops_elements import Activate, Gate, Norm, PosScale, Scale, SoftCap
+from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
 from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId, ScaleId
 from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, ShortConv
 from ikcli.graph.ops_rows import (
@@ -77,9 +77,9 @@ class Graph:
         return self.caches.setdefault((kind, self.il), c)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
-    def embed(self, w: Weight, name: str = "inp_embd") -> Node:
-        """Rows of the token embedding for the micro-batch's tokens."""
-        return self.record(Embed(w), name)
+    def embed(self, w: Weight, name: str = "inp_embd", *, by_position: bool = False) -> Node:
+        """Rows of an embedding for the micro-batch's tokens, or for their positions."""
+        return self.record(Embed(w, by_position), name)
 
     def rms_norm(self, x: Node, w: Weight, eps: float, name: str, *, offset: int = 0, cols: int = 0) -> Node:
         """RMS norm of columns [offset, offset+cols) in groups of w.ne0 columns (cols 0 = to the end of the row)."""
@@ -135,6 +135,10 @@ class Graph:
     def scale(self, x: Node, factor: float, name: str) -> Node:
         """x times a number; x itself if that is 1."""
         return x if factor == 1 else self.record(Scale(x, factor), name)
+
+    def clamp(self, x: Node, limit: float, name: str) -> Node:
+        """x held between -limit and limit; x itself if that is 0."""
+        return self.record(Clamp(x, limit), name) if limit else x
 
     def pos_scale(self, x: Node, scale: float, length: int, name: str, *, shift: int = 0) -> Node:
         """x times a factor that grows with the position; see `PosScale`."""
@@ -210,12 +214,13 @@ class Graph:
         chunk: int = 0,
         sinks: Weight | None = None,
         softcap: float = 0.0,
+        wide: bool = False,
     ) -> Node:
         """Causal attention within each sequence: [rows, n_head*v.width]; see `Attention`.
 
         flash=False materialises K*Q, `heads_per_step` heads at a time (0 = all).
         """
-        settings = (tuple(q), tuple(k), v, n_head, n_head_kv, scale, window, chunk, sinks, softcap)
+        settings = (tuple(q), tuple(k), v, n_head, n_head_kv, scale, window, chunk, sinks, softcap, wide)
         return self.record(FlashAttn(*settings) if flash else Attn(*settings, heads_per_step), name)
 
     # --- mixture of experts -------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ikcli.graph import Graph, HeadSlice, Node, Per, Weight
 from ikcli.graph.activations import SILU, Glu
+from ikcli.models import alibi
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.rope import RopeParams, inverse_frequencies, magnitude, yarn_log
@@ -31,7 +32,7 @@ def transformer(
 
     After the last attention only the rows whose logits were asked for go on.
     """
-    x = g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled")
+    x = embedded(g, hp, w)
     for il in range(hp.n_layer):
         g.il = il
         layer = w.layer(il)
@@ -56,7 +57,7 @@ def parallel_transformer(
     ffn_norm: str = "attn_norm",
 ) -> Node:
     """Layers in which attention and feed-forward part both work on (norms of) the residual, and the output head."""
-    x = g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled")
+    x = embedded(g, hp, w)
     for il in range(hp.n_layer):
         g.il = il
         layer = w.layer(il)
@@ -69,6 +70,15 @@ def parallel_transformer(
         x = g.layer_out(g.add(g.add(ffn(second, layer), cur, "attn_ffn"), x, "l_out"))
     g.il = -1
     return output(g, hp, w, x)
+
+
+def embedded(g: Graph, hp: HParams, w: Weights) -> Node:
+    """What goes into the first layer."""
+    x = g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled")
+    if "token_embd_norm.weight" in w:
+        x = norm(g, hp, x, w["token_embd_norm.weight"], "inp_norm", w.get("token_embd_norm.bias"))
+    positions = w.get("position_embd.weight")
+    return x if positions is None else g.add(x, g.embed(positions, "pos_embd", by_position=True), "inpL")
 
 
 def normed(g: Graph, hp: HParams, x: Node, layer: LayerWeights, which: str, name: str = "") -> Node:
@@ -183,29 +193,34 @@ def attend(
     """
     if cfg.k_hadamard:
         q = g.hadamard(q, hp.n_head, hp.head_dim_k, "Qcur_hadamard")
+    scale, width = hp.attention_scale or 1.0 / math.sqrt(hp.head_dim_k), hp.head_dim_k
+    if hp.max_alibi_bias:
+        q, width = alibi.queries(g, hp, cfg, q, scale), alibi.width(hp)
     per = Per.WINDOW if hp.window and cfg.n_window else Per.CELL
-    k_cache = g.cache("k", hp.n_head_kv * hp.head_dim_k, cfg.type_k, per=per, il=kv_layer)
+    k_cache = g.cache("k", hp.n_head_kv * width, cfg.type_k, per=per, il=kv_layer)
     v_cache = g.cache("v", hp.n_head_kv * hp.head_dim_v, cfg.type_v, per=per, il=kv_layer)
     if kv is not None:
         k, v = kv
         k = g.hadamard(k, hp.n_head_kv, hp.head_dim_k, "Kcur_hadamard") if cfg.k_hadamard else k
         v = g.hadamard(v, hp.n_head_kv, hp.head_dim_v, "Vcur_hadamard") if cfg.v_hadamard else v
+        k = alibi.keys(g, hp, k) if hp.max_alibi_bias else k
         g.kv_store(k_cache, k, "k_cache_view")
         g.kv_store(v_cache, v, "v_cache_view")
     kqv = g.attention(
-        [HeadSlice(q, 0, hp.head_dim_k, hp.head_dim_k)],
-        [HeadSlice(k_cache, 0, hp.head_dim_k, hp.head_dim_k)],
+        [HeadSlice(q, 0, width, width)],
+        [HeadSlice(k_cache, 0, width, width)],
         HeadSlice(v_cache, 0, hp.head_dim_v, hp.head_dim_v),
         "kqv",
         n_head=hp.n_head,
         n_head_kv=hp.n_head_kv,
-        scale=hp.attention_scale or 1.0 / math.sqrt(hp.head_dim_k),
+        scale=scale,
         flash=cfg.flash_attn,
         heads_per_step=heads_per_step(cfg, hp.n_head),
         window=hp.window,
         chunk=hp.chunk,
         sinks=layer.get("attn_sinks"),
         softcap=hp.attn_softcap,
+        wide=hp.max_alibi_bias > 0,
     )
     if cfg.v_hadamard:
         kqv = g.hadamard(kqv, hp.n_head, hp.head_dim_v, "kqv_hadamard")
@@ -238,11 +253,11 @@ def _fused_rows(hp: HParams) -> dict[str, tuple[int, int]]:
 
 
 def _fused_projections(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> dict[str, Node]:
-    """q, k and v, where they are made together and have a bias; nothing elsewhere."""
+    """q, k and v, where they are made together and have a bias or a limit; nothing elsewhere."""
     w, bias = layer.get("attn_qkv"), layer.get("attn_qkv_bias")
-    if w is None or bias is None:
+    if w is None or (bias is None and not hp.clamp_kqv):
         return {}
-    cur = linear(g, w, bias, x, "bqkv")
+    cur = g.clamp(linear(g, w, bias, x, "bqkv"), hp.clamp_kqv, "wqkv_clamped")
     return {which: columns(g, cur, *rows, f"{which.upper()}cur_proj") for which, rows in _fused_rows(hp).items()}
 
 
@@ -280,7 +295,7 @@ def rotated(
     name = f"{which.upper()}cur"
     norm = layer.get(f"attn_{which}_norm")
     if norm is not None and not norm_last:
-        cur = _head_norm(g, hp, cur, norm, f"{name}_normed")
+        cur = _head_norm(g, hp, cur, norm, f"{name}_normed", layer.get(f"attn_{which}_norm_bias"))
     if table is not None:
         cur = g.rope(cur, table, n_head, hp.head_dim_k, name, neox=neox)
     if norm is not None and norm_last:
@@ -288,9 +303,9 @@ def rotated(
     return cur
 
 
-def _head_norm(g: Graph, hp: HParams, x: Node, w: Weight, name: str) -> Node:
+def _head_norm(g: Graph, hp: HParams, x: Node, w: Weight, name: str, bias: Weight | None = None) -> Node:
     """The norm of the model's kind, of groups of columns: heads, or all of them."""
-    return g.rms_norm(x, w, hp.eps, name) if hp.norm == "rms" else g.norm(x, w, hp.eps, name, width=w.ne0)
+    return g.rms_norm(x, w, hp.eps, name) if hp.norm == "rms" else g.norm(x, w, hp.eps, name, b=bias, width=w.ne0)
 
 
 def heads_per_step(cfg: GraphConfig, n_head: int) -> int:

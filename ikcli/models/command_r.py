@@ -1,4 +1,7 @@
-"""Command-R: attention and feed-forward part side by side after one norm around the mean; norms of heads in R+."""
+"""Command-R: attention and feed-forward part side by side after one norm around the mean; norms of heads in R+.
+
+PLaMo 13B: the same with RMS norms.
+"""
 
 from __future__ import annotations
 

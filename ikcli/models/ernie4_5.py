@@ -1,4 +1,7 @@
-"""ERNIE 4.5, dense and with experts: rotation of adjacent pairs, softmax gating with a bias for the choice."""
+"""ERNIE 4.5, dense and with experts: rotation of adjacent pairs, softmax gating with a bias for the choice.
+
+DeepSeek 1: as these, weights of experts are not normalised.
+"""
 
 from __future__ import annotations
 

@@ -24,20 +24,36 @@ MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 GATING = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # 3: over the chosen experts, as over all and normalised
 _ALL_EXPERTS = (
-    "gpt-oss", "granitemoe", "hunyuan-moe", "mellum", "minimax-m2", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next",
-    "qwen3vlmoe",
+    "arctic", "dbrx", "gpt-oss", "granitemoe", "hunyuan-moe", "mellum", "minimax-m2", "qwen2moe", "qwen35moe",
+    "qwen3moe", "qwen3next", "qwen3vlmoe",
 )  # fmt: skip
 """In every layer."""
 MLA = ("deepseek2", "glm-dsa", "mistral4", *KDA)  # multi-head latent attention
-_DENSE_LEAD = (*MLA, "bailingmoe2", "cohere2_moe", "dots1", "ernie4_5-moe", "glm4moe", "laguna", "minimax-m3", "step35")
+_DENSE_LEAD = (
+    *MLA, "bailingmoe2", "cohere2_moe", "deepseek", "dots1", "ernie4_5-moe", "glm4moe", "laguna", "minimax-m3",
+    "step35",
+)  # fmt: skip
 """In all layers but the first ones."""
 _SIGMOID = (
     "cohere2_moe", "dots1", "glm4moe", "laguna", "llama4", "mimo2", "minimax-m2", "minimax-m3", "step35",
 )  # fmt: skip
 """Gating of files that do not say."""
-_NOT_NORMALISED = ("bailingmoe2", "cohere2_moe", "deepseek2", "laguna", "llama4", "minimax-m3", "qwen2moe", "step35")
+_NOT_NORMALISED = (
+    "bailingmoe2",
+    "cohere2_moe",
+    "deepseek",
+    "deepseek2",
+    "laguna",
+    "llama4",
+    "minimax-m3",
+    "qwen2moe",
+    "step35",
+)
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
-_LAYER_NORM = ("cohere2", "command-r", "falcon", "gptneox", "phi2", "stablelm", "starcoder2")
+_LAYER_NORM = (
+    "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "mpt", "nemotron", "orion",
+    "phi2", "stablelm", "starcoder", "starcoder2",
+)  # fmt: skip
 _RMS_KEY = "attention.layer_norm_rms_epsilon"
 _WHERE_ROUTED = ("laguna", "mimo2", "step35")  # layers with a router are those with experts
 _SOFTCAPS = {"gemma2": (50.0, 30.0), "gemma3": (0.0, 0.0), "gemma4": (0.0, 30.0)}
@@ -98,6 +114,8 @@ class HParams:
     temperature_shift: int = 0
     swiglu_limit: float = 0.0  # of experts; 0: none
     swiglu_limit_shared: float = 0.0  # of shared experts and dense parts
+    max_alibi_bias: float = 0.0  # attention is weakened by distance; 0: it is not
+    clamp_kqv: float = 0.0  # q, k and v are held between this and its negative; 0: they are not
     parallel: bool = False  # attention and feed-forward part are side by side
     is_moe: bool = True  # has experts, where the model has any
     recurrent_layers: frozenset[int] = frozenset()
@@ -156,6 +174,7 @@ class HParams:
             default = 0.1 if arch == "mistral4" else 0.0
             values["temperature_scale"] = keys.number("attention.temperature_scale", default, most=1e6)
             values["temperature_length"] = keys.integer("attention.temperature_length", 0)
+        values |= _of_older_models(keys, values)
         if arch == "gptneox":
             values["parallel"] = bool(keys.raw("use_parallel_residual", True))
         if arch == "bailingmoe2":
@@ -306,6 +325,30 @@ def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
     if arch == "mimo2":
         found["value_scale"] = keys.number("attention.value_scale", 1.0, most=1e9)
     return found
+
+
+def _of_older_models(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
+    """What single architectures read, or have without saying so."""
+    arch, n_layer, n_embd = values["arch"], values["n_layer"], values["n_embd"]
+    if arch == "qwen":
+        return {"n_ff": max(by_layer(values["n_ff"], 1)) // 2}
+    if arch == "dbrx":
+        return {"clamp_kqv": keys.number("attention.clamp_kqv", most=1e9)}
+    if arch == "minicpm":
+        depth, divisor = 1.4 / math.sqrt(n_layer), keys.number("logit_scale", n_embd / 256, most=1e9) or 1.0
+        return {
+            "embedding_scale": keys.number("embedding_scale", 12.0, most=1e9),
+            "residual_scale": keys.number("residual_scale", depth, most=1e9),
+            "logit_scale": 1 / divisor,
+        }
+    if arch in ("bloom", "refact") or (arch == "baichuan" and n_layer == 40):  # Baichuan 13B
+        return {"max_alibi_bias": 8.0}
+    if arch == "mpt":
+        return {
+            "max_alibi_bias": keys.number("attention.max_alibi_bias", most=1e3),
+            "clamp_kqv": keys.number("attention.clamp_kqv", 0.0, most=1e9),
+        }
+    return {}
 
 
 def _temperature(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Llama 1-3, Mistral, and Mixtral (experts): RMS norm, rotated pairs (2i, 2i+1), SwiGLU.
 
 Tied output if `output.weight` is absent; optional biases; `rope_freqs.weight` holds Llama 3 frequency factors.
+Also InternLM 2, XVERSE, Baichuan and Refact (with ALiBi in place of a rotation: Refact, Baichuan 13B), MiniCPM
+(factors: `HParams`) and, with rotated halves, EXAONE 3.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    table = blocks.rope_table(g, hp, w)
+    table = None if hp.max_alibi_bias else blocks.rope_table(g, hp, w)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.self_attention(g, hp, cfg, x, layer, table, neox=False)
+        return blocks.self_attention(g, hp, cfg, x, layer, table, neox=hp.arch == "exaone")
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
         return blocks.moe_ffn(g, hp, cfg, x, layer) if hp.n_expert else blocks.dense_ffn(g, x, layer)

@@ -1,5 +1,5 @@
 """StableLM 1 to 2: norms around the mean, partial rotary; parts side by side in layers without a norm of their own for
-the second, norms of heads (12B)."""
+the second, norms of heads (12B). Orion: rotated pairs (2i, 2i+1)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     tables = blocks.rope_tables(g, hp, w, cfg)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True)
+        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=hp.arch == "stablelm")
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
         return blocks.dense_ffn(g, x, layer)

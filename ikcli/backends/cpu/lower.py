@@ -26,7 +26,8 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.activations import Glu
-from ikcli.graph.ops_elements import Activate, Gate, Norm, PosScale, Scale, SoftCap
+from ikcli.graph.ops_alibi import Alibi
+from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
 from ikcli.graph.ops_experts import AddId, ExpertProduct, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId, ScaleId
 from ikcli.graph.ops_rows import (
     Add,
@@ -99,7 +100,7 @@ def plan_bytes(n_pairs: int, n_expert: int) -> int:
 
 
 # --- rows and elements ------------------------------------------------------------------------------------------------
-@RULES.add(Embed, "w")
+@RULES.add(Embed, "w by_position")
 def _embed(low: Lowering, node: Node, op: Embed) -> None:
     w = op.w
     if TYPES[w.type].rows > 1:
@@ -107,9 +108,14 @@ def _embed(low: Lowering, node: Node, op: Embed) -> None:
             f"{w.name} is {TYPES[w.type].name}, whose rows are interleaved and cannot be looked up one by one; "
             "use a file that keeps it in a plain type"
         )
-    key = KernelKey("embed", "make_embed", (stored_name(w.type, w.name),))
-    low.emit(key, node.rows, low.weight(w), row_size(w.type, w.ne0), w.ne0, low.out(node),
-             row_bytes=16 * w.ne0)  # fmt: skip
+    args = low.weight(w), row_size(w.type, w.ne0), w.ne0, low.out(node)
+    if op.by_position:
+        key = KernelKey("embed", "make_embed_positions", (stored_name(w.type, w.name),))
+        low.emit(key, node.rows, *args, w.ne1, row_bytes=16 * w.ne0)
+    else:
+        low.emit(
+            KernelKey("embed", "make_embed", (stored_name(w.type, w.name),)), node.rows, *args, row_bytes=16 * w.ne0
+        )
 
 
 @RULES.add(RmsNorm, "x w eps offset n_cols")
@@ -164,6 +170,12 @@ def _glu_args(act: Glu) -> tuple[str, int]:
     return act.kind, int(act.limit > 0)
 
 
+@RULES.add(Clamp, "x limit")
+def _clamp(low: Lowering, node: Node, op: Clamp) -> None:
+    low.emit(KernelKey("glu", "make_clamp"), node.rows, low.out(op.x), low.out(node), node.cols, f32_bits(op.limit),
+             row_bytes=8 * node.cols)  # fmt: skip
+
+
 @RULES.add(Activate, "x kind")
 def _activate(low: Lowering, node: Node, op: Activate) -> None:
     low.emit(KernelKey("glu", "make_unary", (op.kind,)), node.rows, low.out(op.x), low.out(node), node.cols,
@@ -213,6 +225,13 @@ def _rope_table(low: Lowering, node: Node, op: RopeTable) -> None:
     freqs = np.asarray(op.inv_freq, dtype=np.float64)
     low.emit(KernelKey("basic", "make_rope_table"), node.rows, low.out(node), len(freqs),
              low.constant(freqs.tobytes()), f32_bits(op.mscale), row_bytes=256 * len(freqs))  # fmt: skip
+
+
+@RULES.add(Alibi, "width slopes")
+def _alibi(low: Lowering, node: Node, op: Alibi) -> None:
+    slopes = low.constant(np.asarray(op.slopes, np.float32).tobytes()) if op.slopes else 0
+    low.emit(KernelKey("elements", "make_alibi"), node.rows, low.out(node), op.width, slopes, max(len(op.slopes), 1),
+             row_bytes=16 * node.cols)  # fmt: skip
 
 
 @RULES.add(Rope, "x table n_head head_dim offset neox")

@@ -229,7 +229,7 @@ def _regions(*sizes: int) -> tuple[list[int], int]:
     return at[:-1], -(-max(at[-1], 4096) // 128) * 128 + 64
 
 
-_FIELDS = "q k v n_head n_head_kv scale window chunk sinks softcap"
+_FIELDS = "q k v n_head n_head_kv scale window chunk sinks softcap wide"
 
 
 @RULES.add(FlashAttn, _FIELDS)
@@ -245,7 +245,7 @@ def lower_flash_attn(low: Lowering, node: Node, op: FlashAttn) -> None:
     k_chunks, v_chunks = _chunks(*k), _chunks(v)
     stream = n_rows == heads <= _most_streamed(sources.k_types, k, v)
     few = stream or n_rows <= FEW_ROWS
-    pairs = not stream and n_rows > 1 and _fits_integers(k, v)
+    pairs = not stream and n_rows > 1 and not op.wide and _fits_integers(k, v)
     if few and (len(k) > 1 or k_chunks % 2 or v_chunks % 2):
         pairs = False  # there are no pairs of such columns for few rows
     view = _view_chunk(k, v, pairs)

@@ -122,8 +122,8 @@ def _emit_rows(
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
-@RULES.add(FlashAttn, "q k v n_head n_head_kv scale")
-@RULES.add(Attn, "q k v n_head n_head_kv scale heads_per_step")
+@RULES.add(FlashAttn, "q k v n_head n_head_kv scale wide")
+@RULES.add(Attn, "q k v n_head n_head_kv scale heads_per_step wide")
 def attention(low: Lowering, node: Node, op: Attention) -> None:
     """Causal attention within each segment."""
     for part in (*op.k, op.v):

@@ -26,7 +26,8 @@ from ikcli.backends.cuda.upload import device_row_bytes
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.activations import GATED, Glu
-from ikcli.graph.ops_elements import Activate, Gate, Norm, PosScale, Scale, SoftCap
+from ikcli.graph.ops_alibi import Alibi
+from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
 from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, ScaleId, route_of, sort_of
 from ikcli.graph.ops_rows import Add, Concat, ConcatHeads, GetRows, Hadamard, RmsNorm, Rope, RopeTable, SwiGlu
 
@@ -114,6 +115,12 @@ def glu_args(act: Glu) -> tuple[Arg, ...]:
     return () if act.plain else (_int(GATED.index(act.kind)), _f32(act.limit), _f32(act.alpha))
 
 
+@RULES.add(Clamp, "x limit")
+def _clamp(low: Lowering, node: Node, op: Clamp) -> None:
+    low.emit("layer_clamp", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
+             *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols), _f32(op.limit))  # fmt: skip
+
+
 @RULES.add(Activate, "x kind")
 def _activate(low: Lowering, node: Node, op: Activate) -> None:
     low.emit("layer_glu", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
@@ -187,6 +194,13 @@ def _rope_table(low: Lowering, node: Node, op: RopeTable) -> None:
     freqs = np.asarray(op.inv_freq, dtype=np.float64)
     low.emit("layer_rope_table", lambda c: parts_of(c.n_tokens * len(freqs), 128), 128, 0, low.state, low.out(node),
              low.constant(freqs.tobytes()), _int(len(freqs)), _f32(op.mscale))  # fmt: skip
+
+
+@RULES.add(Alibi, "width slopes")
+def _alibi(low: Lowering, node: Node, op: Alibi) -> None:
+    slopes = low.constant(np.asarray(op.slopes, np.float32).tobytes()) if op.slopes else 0
+    low.emit("layer_alibi", row_grid(node.rows, max(len(op.slopes), 1)), 32, 0, low.state, *low.row_args(node.rows),
+             slopes, low.out(node), _int(op.width))  # fmt: skip
 
 
 @RULES.add(Rope, "x table n_head head_dim offset neox")

@@ -6,6 +6,7 @@ import numpy as np
 
 from ikcli.backends.cpu.kernels.basic import span
 from ikcli.backends.cpu.kernels.common import POS, n_rows, state_word, word
+from ikcli.graph.ops_alibi import BASE, BLOCK
 from ikcli.native.jit import inline
 from ikcli.native.simd.math import vexp, vsigmoid
 from ikcli.native.simd.vec import (
@@ -22,7 +23,7 @@ from ikcli.native.simd.vec import (
     vsub,
 )
 
-_F1, _F2 = np.float32(1.0), np.float32(2.0)
+_F0, _F1, _F2 = np.float32(0.0), np.float32(1.0), np.float32(2.0)
 
 
 def make_scale():
@@ -126,3 +127,24 @@ def make_pos_scale():
                 st_f32(dst + 4 * i, ld_f32(src + 4 * i) * factor)
 
     return pos_scale
+
+
+def make_alibi():
+    """Columns of queries or keys (`graph/ops_alibi.py`). params: 3 out, 4 width, 5 slopes (0: keys), 6 heads."""
+
+    def alibi(params, ith, nth):
+        out, width, slopes, heads = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
+        pos, first = state_word(params, POS), width - BLOCK
+        items = n_rows(params) * heads
+        for item in range(items * ith // nth, items * (ith + 1) // nth):
+            dst, p = out + 4 * item * width, np.int64(ld_i32(pos + 4 * (item // heads)))
+            for i in range(first):
+                st_f32(dst + 4 * i, _F0)
+            slope = _F1 if slopes == 0 else ld_f32(slopes + 4 * (item % heads))
+            st_f32(dst + 4 * first, np.float32(BASE) if slopes == 0 else _F0)
+            st_f32(dst + 4 * (first + 1), np.float32(p % BASE) if slopes == 0 else slope)
+            for i in range(BLOCK - 2):
+                part = min(max(p // BASE - BASE * i, 0), BASE)
+                st_f32(dst + 4 * (first + 2 + i), np.float32(part) if slopes == 0 else np.float32(BASE) * slope)
+
+    return alibi

@@ -1,6 +1,8 @@
-"""Rows of the token embedding as float32."""
+"""Rows of embeddings as float32."""
 
-from ikcli.backends.cpu.kernels.common import TOKENS, n_rows, state_word, word
+import numpy as np
+
+from ikcli.backends.cpu.kernels.common import POS, TOKENS, n_rows, state_word, word
 from ikcli.backends.cpu.kernels.formats import is_float, weight_format
 from ikcli.backends.cpu.kernels.rowformat import dequantize_row
 from ikcli.native.jit import inline
@@ -22,8 +24,8 @@ def _float_row(type_name):
 
 
 def make_embed(type_name):
-    """params: 3 w, 4 row bytes, 5 columns, 6 out."""
-    dequantize = _float_row(type_name) if is_float(type_name) else dequantize_row(weight_format(type_name))
+    """Of tokens. params: 3 w, 4 row bytes, 5 columns, 6 out."""
+    dequantize = _dequantize(type_name)
 
     def embed(params, ith, nth):
         w, row_bytes, cols, out = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
@@ -33,3 +35,26 @@ def make_embed(type_name):
             dequantize(w + ld_i32(tokens + 4 * row) * row_bytes, out + 4 * row * cols, cols)
 
     return embed
+
+
+def make_embed_positions(type_name):
+    """Of positions; NaN for those that have none. params: `make_embed`, then 7 rows of w."""
+    dequantize = _dequantize(type_name)
+
+    def embed(params, ith, nth):
+        w, row_bytes, cols, out = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
+        pos, n_pos = state_word(params, POS), word(params, 7)
+        rows = n_rows(params)
+        for row in range(rows * ith // nth, rows * (ith + 1) // nth):
+            p = ld_i32(pos + 4 * row)
+            if p < n_pos:
+                dequantize(w + p * row_bytes, out + 4 * row * cols, cols)
+            else:
+                for i in range(cols):
+                    st_f32(out + 4 * (row * cols + i), np.float32(np.nan))
+
+    return embed
+
+
+def _dequantize(type_name):
+    return _float_row(type_name) if is_float(type_name) else dequantize_row(weight_format(type_name))

@@ -200,3 +200,18 @@ def make_unary(kind):
             st_f32(out + 4 * i, act(ld_f32(x + 4 * i)))
 
     return unary
+
+
+def make_clamp():
+    """params: 3 x, 4 out, 5 columns, 6 limit (f32 bits)."""
+
+    def run(params, ith, nth):
+        x, out, limit = word(params, 3), word(params, 4), ld_f32(params + 48)
+        lo, hi = span(n_rows(params) * word(params, 5), ith, nth)
+        full = lo + ((hi - lo) & ~15)
+        for i in range(lo, full, 16):
+            store_f32x16(out + 4 * i, vclamp(load_f32x16(x + 4 * i), limit))
+        for i in range(full, hi):
+            st_f32(out + 4 * i, clamp(ld_f32(x + 4 * i), limit))
+
+    return run

@@ -102,3 +102,30 @@ layer_glu(const i64* st, int symbol, int factor, const float* gate, const float*
     }
   if (wanted) store_wanted(make_float4(v[0], v[1], v[2], v[3]), q8, q8_bytes, bf16, bf16_bytes, wanted, row, cols, i, i < cols);
 }
+
+// x held between -limit and limit. Same grid.
+extern "C" __global__ void __launch_bounds__(256)
+layer_clamp(const i64* st, int symbol, int factor, const float* x, float* out, int cols, float limit) {
+  const i64 row = blockIdx.x;
+  const int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
+  if (row >= step_rows(st, symbol, factor)) return;
+  for (int j = i; j < min(i + 4, cols); j++) out[row * cols + j] = clamped(x[row * cols + j], limit);
+}
+
+// Columns of queries (slopes) or of keys (null) whose product is a slope times a position: graph/ops_alibi.py. One warp per head
+// writes `width` columns; grid (rows, heads).
+extern "C" __global__ void __launch_bounds__(32)
+layer_alibi(const i64* st, int symbol, int factor, const float* slopes, float* out, int width) {
+  const i64 row = blockIdx.x;
+  if (row >= step_rows(st, symbol, factor)) return;
+  const int p = step_pos(st)[row], first = width - 32;
+  out += (row * gridDim.y + blockIdx.y) * width;
+  for (int i = threadIdx.x; i < width; i += 32) {
+    const int j = i - first;
+    float v = 0.f;
+    if (j == 0) v = slopes ? 0.f : 127.f;
+    else if (j == 1) v = slopes ? slopes[blockIdx.y] : (float)(p % 127);
+    else if (j > 1) v = slopes ? 127.f * slopes[blockIdx.y] : (float)min(max(p / 127 - 127 * (j - 2), 0), 127);
+    out[i] = v;
+  }
+}

@@ -1,4 +1,4 @@
-"""StarCoder2: norms around the mean, biases everywhere, GELU; in some sizes a window in every layer."""
+"""Qwen 1: one matrix with biases for q, k and v; files give twice the width of the feed-forward part."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
     specs = blocks.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None)
-        specs |= blocks.mlp_specs(hp, il)
-    specs |= blocks.bias_specs(specs, "output_norm attn_norm ffn_norm")
-    specs |= blocks.bias_specs(specs, "attn_output ffn_up ffn_down", required=False)
+        specs |= blocks.attention_specs(hp, il, bias=None, fused=True)
+        specs |= blocks.dense_specs(hp, il, hp.at(il).n_ff)
+    specs |= blocks.bias_specs(specs, "attn_qkv")
     return specs
 
 
@@ -28,6 +27,6 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
         return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True)
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.mlp(g, x, layer)
+        return blocks.dense_ffn(g, x, layer)
 
     return blocks.transformer(g, hp, w, attn, ffn)

@@ -1,0 +1,31 @@
+"""DBRX: norms around the mean without bias, q, k and v from one matrix and held within a limit, experts."""
+
+from __future__ import annotations
+
+from ikcli.graph import Graph, Node
+from ikcli.models import blocks
+from ikcli.models.config import GraphConfig
+from ikcli.models.hparams import HParams
+from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
+
+
+def tensor_shapes(hp: HParams) -> TensorSpecs:
+    """Expected tensors of the file."""
+    specs = blocks.base_specs(hp)
+    for il in range(hp.n_layer):
+        specs |= blocks.attention_specs(hp, il, bias=None, fused=True, ffn_norm="attn_output_norm")
+        specs |= blocks.feed_forward_specs(hp, il)
+    return specs
+
+
+def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+    """Record the graph; returns the logits of the output rows."""
+    tables = blocks.rope_tables(g, hp, w, cfg)
+
+    def attn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True)
+
+    def ffn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.feed_forward(g, hp, cfg, x, layer)
+
+    return blocks.transformer(g, hp, w, attn, ffn, "attn_output_norm")

@@ -1,0 +1,60 @@
+"""GPT-2 and models of its kind: norms around the mean, a feed-forward part without gate, biases nearly everywhere.
+
+BLOOM (a norm after the embeddings) and MPT (perhaps norms of all query and key heads), which weaken attention by
+distance; StarCoder (one key head), StarCoder2 (rotation, in some sizes a window), CodeShell (rotation), Nemotron
+(partial rotation, squared ReLU). GPT-2 and StarCoder add embeddings of positions.
+"""
+
+from __future__ import annotations
+
+from ikcli.errors import UnsupportedError
+from ikcli.graph import Graph, Node
+from ikcli.models import blocks
+from ikcli.models.config import GraphConfig
+from ikcli.models.hparams import HParams
+from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+
+POSITIONS = ("gpt2", "starcoder")  # embedded, not rotated
+ROTATED = ("codeshell", "nemotron", "starcoder2")
+PADDING = 256  # a context may be that much longer, as it is rounded up
+FUSED = ("bloom", "codeshell", "gpt2", "mpt", "starcoder")  # one matrix for q, k and v
+
+
+def tensor_shapes(hp: HParams) -> TensorSpecs:
+    """Expected tensors of the file."""
+    specs = blocks.base_specs(hp)
+    if hp.arch in POSITIONS:
+        specs["position_embd.weight"] = TensorSpec((hp.n_embd, hp.n_ctx_train))
+    for il in range(hp.n_layer):
+        specs |= blocks.attention_specs(hp, il, bias=None, fused=True if hp.arch in FUSED else None)
+        specs |= blocks.mlp_specs(hp, il)
+        if hp.arch == "mpt":
+            own = hp.at(il)
+            for which, n_head in (("q", own.n_head), ("k", own.n_head_kv)):
+                specs[f"blk.{il}.attn_{which}_norm.weight"] = TensorSpec((n_head * own.head_dim_k,), required=False)
+    if hp.arch == "mpt":  # with positions in place of ALiBi, or with no biases at all
+        specs["position_embd.weight"] = TensorSpec((hp.n_embd, hp.n_ctx_train), required=False)
+    if hp.arch == "bloom":
+        specs["token_embd_norm.weight"] = TensorSpec((hp.n_embd,))
+    names = "token_embd_norm output_norm attn_norm attn_qkv ffn_norm attn_q_norm attn_k_norm"
+    specs |= blocks.bias_specs(specs, names, required=hp.arch != "mpt")
+    specs |= blocks.bias_specs(specs, "attn_output ffn_up ffn_down", required=False)
+    return specs
+
+
+def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+    """Record the graph; returns the logits of the output rows."""
+    if "position_embd.weight" in w and cfg.n_ctx // cfg.n_seq >= hp.n_ctx_train + PADDING:
+        raise UnsupportedError(
+            f"{hp.source}: the model knows {hp.n_ctx_train} positions; use -c {hp.n_ctx_train} per sequence at most"
+        )
+    tables = blocks.rope_tables(g, hp, w, cfg) if hp.arch in ROTATED else (None,) * hp.n_layer
+    kind = "relu_sqr" if hp.arch == "nemotron" else "gelu"
+
+    def attn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True)
+
+    def ffn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.mlp(g, x, layer, kind)
+
+    return blocks.transformer(g, hp, w, attn, ffn)

@@ -176,6 +176,16 @@ def test_launches_per_layer() -> None:
     ]  # fmt: skip
 
 
+def test_launches_of_a_recurrent_layer() -> None:
+    """The gated norm also makes the rows of the product that follows, unless its heads cut blocks of 32 columns."""
+    sizes = {"ssm.conv_kernel": 4, "ssm.state_size": 32, "ssm.group_count": 2, "ssm.time_step_rank": 4}
+    launches = ["layer_norm_rows", "layer_decay", "layer_short_conv", "layer_l2_groups", "delta_net_64",
+                "layer_gated_norm", "layer_norm_rows", "layer_swiglu", "layer_norm_rows"]  # fmt: skip
+    for inner, to_q8 in ((128, []), (64, ["layer_to_q8"])):
+        model = tiny_model("qwen35", **sizes, **{"ssm.inner_size": inner})
+        assert layer_launches(ModelRun(model), 0) == launches[:6] + to_q8 + launches[6:]
+
+
 def decoded(rows: Array, k: int) -> Array:
     """Values of q8 rows."""
     codes = np.ascontiguousarray(rows[:, :k]).view(np.int8).astype(np.float32)
@@ -213,6 +223,19 @@ def test_activation_rows_of_queries() -> None:
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
     wanted = run.values[q].reshape(48, 192)[:, :128]
     np.testing.assert_allclose(rows, wanted, rtol=0, atol=np.abs(wanted).max() / 254 * 1.001)
+
+
+@pytest.mark.parametrize("width", [32, 96, 128, 160, 48])
+def test_activation_rows_of_gated_norms(width: int) -> None:
+    """One launch makes both, unless groups cut blocks of 32 columns."""
+    rng = np.random.default_rng(1)
+    run = GraphRun(RULES, {"w": 1 + rng.standard_normal(width).astype(np.float32)})
+    x, gate = (run.input(name, rng.standard_normal((3, 2 * width)).astype(np.float32)) for name in ("x", "gate"))
+    node = run.graph.gated_norm(x, run.weight("w"), gate, 1e-6, "y")
+    (values,), rows = read_rows(run, HeadSlice(node, 0, 2 * width, 0), 1, [node], 3)
+    np.testing.assert_allclose(values, run.reference([node], 3, (), 0)[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(rows, values, rtol=0, atol=np.abs(values).max() / 254 * 1.001)
+    assert [launch.kernel for launch in run.launched][1:] == ([] if width % 32 == 0 else ["layer_to_q8"])
 
 
 @pytest.mark.parametrize("which", ["sum", "norm"])

@@ -25,6 +25,7 @@ HEADS_AT = 8  # layer_heads, layer_latent: state, rows (2), table, dim, offset, 
 # x, columns between rows, bias, biased, w, normed, out, heads, eps
 _OUT_AT = {
     "layer_norm_rows": 10, "layer_norm_experts": 13, "layer_swiglu": 5, "layer_glu": 5, "layer_latent": HEADS_AT + 6,
+    "layer_gated_norm": 6,
 }  # fmt: skip
 """Kernels that make activation rows: which argument is the value converted (a launch may compute others, too)."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ikcli.backends.cuda.activations import PER_BLOCK, THREADS, parts_of, row_grid
-from ikcli.backends.cuda.lower import RULES, Arg, Grid, Lowering
+from ikcli.backends.cuda.activations import PER_BLOCK, THREADS, format_args, parts_of, row_grid
+from ikcli.backends.cuda.lower import RULES, Arg, Counts, Grid, Lowering
 from ikcli.backends.cuda.upload import device_row_bytes
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
@@ -83,5 +83,13 @@ def _gated_norm(low: Lowering, node: Node, op: GatedNorm) -> None:
     groups = node.cols // op.w.ne0
     low.emit("layer_gated_norm", lambda c: parts_of(c.rows(node.rows) * groups, 4), 128, 0, low.state,
              *low.row_args(node.rows), low.out(op.x), low.weight(op.w), low.out(op.gate), low.out(node),
-             np.int32(groups), np.int32(op.w.ne0), np.float32(op.eps),
-             np.int32(op.activation == "sigmoid"))  # fmt: skip
+             np.int32(groups), np.int32(op.w.ne0), np.float32(op.eps), np.int32(op.activation == "sigmoid"),
+             *format_args(), when=_always if op.w.ne0 % 32 else None)  # fmt: skip
+
+
+def _always(counts: Counts) -> bool:
+    """A condition that holds: a launch that has one is not asked for rows of matrix products.
+
+    Their blocks of 32 columns would be cut by groups of other widths.
+    """
+    return True

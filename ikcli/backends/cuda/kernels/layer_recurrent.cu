@@ -84,17 +84,33 @@ layer_decay(const i64* st, int symbol, int factor, const float* x, const float* 
   }
 }
 
-// RMS norm by a warp per group of `width` columns, times silu (kind 0) or sigmoid (kind 1) of the gate.
+// RMS norm by a warp per group of `width` columns, times silu (kind 0) or sigmoid (kind 1) of the gate; also as rows for
+// matrix products, if widths are multiples of 32.
 extern "C" __global__ void __launch_bounds__(128)
 layer_gated_norm(const i64* st, int symbol, int factor, const float* x, const float* w, const float* gate, float* out, int groups,
-                 int width, float eps, int kind) {
-  const i64 item = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
-  if (item / groups >= step_rows(st, symbol, factor)) return;
-  const int lane = threadIdx.x & 31;
+                 int width, float eps, int kind, u8* q8, i64 q8_bytes, u8* bf16, i64 bf16_bytes, int wanted) {
+  const i64 item = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), row = item / groups;
+  if (row >= step_rows(st, symbol, factor)) return;
+  const int lane = threadIdx.x & 31, first = (int)(item - row * groups) * width;
   const float *src = x + item * width, *g = gate + item * width;
   float acc = 0.f;
   for (int i = lane; i < width; i += 32) acc += src[i] * src[i];
   const float scale = 1.f / sqrtf(warp_sum(acc) / (float)width + eps);
-  for (int i = lane; i < width; i += 32)
-    out[item * width + i] = src[i] * scale * w[i] * (kind ? sigmoid(g[i]) : silu(g[i]));
+  if (width % 4) {
+    for (int i = lane; i < width; i += 32)
+      out[item * width + i] = src[i] * scale * w[i] * (kind ? sigmoid(g[i]) : silu(g[i]));
+    return;
+  }
+  for (int base = 0; base < width; base += 128) {  // every lane takes part in every step: the formats need them
+    const int i = base + 4 * lane;
+    const bool in = i < width;
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (in) {
+      const float4 a = ld_f4(src + i), b = ld_f4(w + i), c = ld_f4(g + i);
+      v = make_float4(a.x * scale * b.x * (kind ? sigmoid(c.x) : silu(c.x)), a.y * scale * b.y * (kind ? sigmoid(c.y) : silu(c.y)),
+                      a.z * scale * b.z * (kind ? sigmoid(c.z) : silu(c.z)), a.w * scale * b.w * (kind ? sigmoid(c.w) : silu(c.w)));
+      st_f4(out + item * width + i, v);
+    }
+    if (wanted) store_wanted(v, q8, q8_bytes, bf16, bf16_bytes, wanted, row, groups * width, first + i, in);
+  }
 }

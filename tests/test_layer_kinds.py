@@ -106,3 +106,17 @@ def test_queries_of_mistral_large_3_grow_with_the_position() -> None:
     scaled = {"deepseek2.attention.temperature_scale": 0.1, "deepseek2.attention.temperature_length": 32}
     hp = HParams.from_gguf(metadata | scaled, {}, "file.gguf")
     assert (hp.temperature_scale, hp.temperature_length) == (0.1, 32)
+
+
+def test_mixtral_whose_experts_have_a_width_of_their_own() -> None:
+    keys = {"expert_count": 4, "expert_used_count": 2}
+    for width in ({}, {"expert_feed_forward_length": 48}):
+        specs = find("llama").tensor_shapes(read("llama", **keys | width))
+        assert specs["blk.0.ffn_up_exps.weight"].shape == (64, 48 if width else 96, 4)
+
+
+def test_norms_of_cohere2_moe() -> None:
+    keys = EXPERTS | {"attention.sliding_window": 0, "logit_scale": 1.0, "attention.layer_norm_epsilon": 1e-5}
+    for rms, wanted in ((None, ("layer", 1e-5)), (0.0, ("layer", 1e-5)), (1e-6, ("rms", 1e-6))):
+        hp = read("cohere2_moe", **keys | {"attention.layer_norm_rms_epsilon": rms})
+        assert (hp.norm, hp.eps) == wanted

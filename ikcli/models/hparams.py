@@ -35,7 +35,7 @@ _DENSE_LEAD = (
 )  # fmt: skip
 """In all layers but the first ones."""
 _SIGMOID = (
-    "cohere2_moe", "dots1", "glm4moe", "laguna", "llama4", "mimo2", "minimax-m2", "minimax-m3", "step35",
+    "cohere2_moe", "dots1", "glm-dsa", "glm4moe", "laguna", "llama4", "mimo2", "minimax-m2", "minimax-m3", "step35",
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
@@ -209,7 +209,7 @@ class HParams:
 
 def _norms(keys: Keys) -> dict[str, Any]:
     """Kind and epsilon of the norms; Cohere's models with experts have either kind."""
-    layer = keys.arch in _LAYER_NORM or (keys.arch == "cohere2_moe" and _RMS_KEY not in keys)
+    layer = keys.arch in _LAYER_NORM or (keys.arch == "cohere2_moe" and not keys.number(_RMS_KEY, 0.0))
     key = "attention.layer_norm_epsilon" if layer else _RMS_KEY
     eps = keys.number(key)
     if eps <= 0:

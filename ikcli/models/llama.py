@@ -21,7 +21,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     for il in range(hp.n_layer):
         specs |= blocks.attention_specs(hp, il, bias=None)
         if hp.n_expert:
-            specs |= blocks.expert_specs(hp, il, hp.n_ff)
+            specs |= blocks.expert_specs(hp, il, hp.n_ff_exp)
         else:
             specs |= blocks.dense_specs(hp, il, hp.n_ff)
     return specs

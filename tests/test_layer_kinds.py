@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from factories import base_metadata, tiny_deepseek2, tiny_model
 
 from ikcli.models import HParams, check_tensors, find
+from ikcli.models.rope import magnitude
 
 EXPERTS = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 48, "leading_dense_block_count": 1}
 LAGUNA = EXPERTS | {"block_count": 5, "attention.key_length": 16, "attention.value_length": 16}
@@ -120,3 +122,14 @@ def test_norms_of_cohere2_moe() -> None:
     for rms, wanted in ((None, ("layer", 1e-5)), (0.0, ("layer", 1e-5)), (1e-6, ("rms", 1e-6))):
         hp = read("cohere2_moe", **keys | {"attention.layer_norm_rms_epsilon": rms})
         assert (hp.norm, hp.eps) == wanted
+
+
+def test_attention_factor_of_a_checkpoint_is_that_of_the_whole() -> None:
+    """OLMo 3 has the value that YaRN has anyway."""
+    plain = read("olmo2", **YARN).rope
+    usual = 1 + 0.1 * math.log(8)
+    for written, wanted in ((1.0, usual), (usual, usual), (1.5, 1.5)):
+        rope = read("olmo2", **YARN | {"rope.scaling.yarn_attn_factor": written}).rope
+        assert magnitude(rope, rope.attn_factor) == pytest.approx(wanted)
+        assert replace(rope, attn_factor=1.0) == plain
+    assert read("llama", **{"rope.scaling.yarn_attn_factor": 1.5}).rope.attn_factor == 1.5

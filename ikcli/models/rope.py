@@ -98,6 +98,7 @@ def read_rope(
     if base <= 1:
         raise keys.fail("rope.freq_base", f"is {base}; it must be larger than 1")
     ext_factor = keys.number("rope.scaling.yarn_ext_factor", 1.0, most=1e6)
+    attn_factor = _attn_factor(keys, scaling, factor)
     scaling, factor = given.get("scaling", scaling), given.get("factor", factor)
     if scaling == "none" or (factor == 1.0 and scaling == "linear"):
         scaling, factor = "none", 1.0
@@ -106,14 +107,22 @@ def read_rope(
         scaling="yarn" if "ext_factor" in given else scaling,  # a mix of frequencies, whatever it is called
         factor=factor,
         n_ctx_orig=keys.integer("rope.scaling.original_context_length", n_ctx_train, least=1),
-        attn_factor=keys.number("rope.scaling.attn_factor", 1.0, most=1e6)
-        * given.get("attn_factor", keys.number("rope.scaling.yarn_attn_factor", 1.0, most=1e6)),
+        attn_factor=keys.number("rope.scaling.attn_factor", 1.0, most=1e6) * given.get("attn_factor", attn_factor),
         log_mul=keys.number("rope.scaling.yarn_log_multiplier", 0.0, most=1e6),
         beta_fast=_rotations(keys, "rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=_rotations(keys, "rope.scaling.yarn_beta_slow", 1.0),
         ext_factor=1.0 if ext_factor < 0 else ext_factor,
     )
     return replace(found, **{n: v for n, v in given.items() if n not in ("scaling", "factor", "attn_factor")})
+
+
+def _attn_factor(keys: Keys, scaling: str, factor: float) -> float:
+    """What goes beside YaRN's own factor on cosine and sine.
+
+    Converters write what a checkpoint says of the whole (`attention_factor`, often the usual value), or 1 for nothing.
+    """
+    whole = keys.number("rope.scaling.yarn_attn_factor", 1.0, most=1e6)
+    return whole / (1.0 + 0.1 * math.log(factor)) if scaling == "yarn" and whole != 1 and factor > 1 else whole
 
 
 def _rotations(keys: Keys, key: str, default: float) -> float:

@@ -95,7 +95,8 @@ TINY: dict[str, dict[str, Any]] = {
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "qwen3next": ("ssm_in.weight", "ssm_ba.weight"), "bailingmoe3": ("ssm_f_a.weight", "ssm_g.weight"),
     "gemma4": ("attn_v.weight", "layer_output_scale.weight", "ffn_down_exps.scale", "rope_freqs.weight"),
-    "gpt-oss": ("output.bias", "ffn_gate_inp.bias", "exps.bias"), "mimo2": ("blk.0.attn_sinks.weight",),
+    "bailingmoe2": ("attn_qkv.bias",), "mimo2": ("blk.0.attn_sinks.weight",),
+    "gpt-oss": ("output.bias", "ffn_gate_inp.bias", "exps.bias"),
     "laguna": ("_norm.weight", "attn_gate.weight"), "phi3": ("attn_qkv.weight", "rope_factors_long.weight"),
     "step35": ("_norm.weight", "attn_gate.weight", "rope_freqs.weight"),
 }  # fmt: skip
@@ -104,5 +105,5 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 
 def tiny(arch: str) -> MemoryModel:
     """The tiny model of an architecture."""
-    optional = ("exp_probs_b.bias", "q.bias", "k.bias", "v.bias", "kv_b.weight", *OPTIONAL.get(arch, ()))
+    optional = ("exp_probs_b.bias", "_q.bias", "_k.bias", "_v.bias", "kv_b.weight", *OPTIONAL.get(arch, ()))
     return tiny_model(arch, optional=optional, **(WINDOWED | TINY)[arch])

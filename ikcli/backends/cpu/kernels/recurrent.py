@@ -2,7 +2,10 @@
 
 import math
 
+import llvmlite.ir as ir
 import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.basic import span, sum_squares
 from ikcli.backends.cpu.kernels.common import (
@@ -16,6 +19,7 @@ from ikcli.backends.cpu.kernels.common import (
     word,
 )
 from ikcli.backends.cpu.kernels.elements import sigmoid
+from ikcli.backends.cpu.kernels.sgemm import load_f32x16_at, offset
 from ikcli.backends.cpu.kernels.state_rows import begins, state_row
 from ikcli.native.jit import inline
 from ikcli.native.simd.math import vexp, vlog1p_unit, vsigmoid, vsilu
@@ -23,6 +27,7 @@ from ikcli.native.simd.vec import (
     ld_f32,
     ld_i64,
     load_f32x16,
+    pointer,
     splat_f32x16,
     st_f32,
     store_f32x16,
@@ -39,10 +44,29 @@ _F0, _F1 = np.float32(0.0), np.float32(1.0)
 _BLOCK = 64  # columns whose taps are held together
 
 
+def _make_tap_rows(n_taps):
+    """tap_rows(w, to): the taps of 16 columns, which lie column by column, as rows _BLOCK columns apart."""
+
+    @intrinsic
+    def tap_rows(typingctx, w, to):
+        def codegen(context, builder, sig, args):
+            all_taps = load_f32x16_at(builder, args[0], ir.VectorType(ir.FloatType(), 16 * n_taps))
+            for j in range(n_taps):
+                pick = ir.Constant(ir.VectorType(ir.IntType(32), 16), [n_taps * i + j for i in range(16)])
+                row = builder.shuffle_vector(all_taps, all_taps, pick)
+                builder.store(row, pointer(builder, offset(builder, args[1], 4 * _BLOCK * j), row.type), align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.intp), codegen
+
+    return tap_rows
+
+
 def make_short_conv(n_taps):
     """params: 3 x, 4 row bytes of x, 5 weight, 6 out, 7 row bytes of out, 8 columns (a multiple of 16), 9 state,
     10 bytes of a sequence's state, 11 bytes between rows of a state, 12 scratch, 13 bytes of it per thread."""
     before = n_taps - 1
+    tap_rows = _make_tap_rows(n_taps)
 
     @inline
     def conv_rows(x, x_stride, old, old_stride, fresh, taps, out, out_stride, n):
@@ -77,9 +101,8 @@ def make_short_conv(n_taps):
         segments, n_seg = state_word(params, SEGMENTS), state_word(params, N_SEG)
         for c0 in range(lo, hi, _BLOCK):
             width = min(_BLOCK, hi - c0)
-            for c in range(width):
-                for j in range(n_taps):
-                    st_f32(taps + 4 * (_BLOCK * j + c), ld_f32(w + 4 * (n_taps * (c0 + c) + j)))
+            for c in range(0, width, 16):
+                tap_rows(w + 4 * n_taps * (c0 + c), taps + 4 * c)
             for i in range(n_seg):
                 start = ld_i64(segments + 8 * (SEG_WORDS * i + SEG_TOKEN))
                 n = ld_i64(segments + 8 * (SEG_WORDS * i + SEG_N_TOKENS))

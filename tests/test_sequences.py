@@ -111,14 +111,15 @@ def test_passing_checkpoints_replace_each_other_and_the_oldest_goes(path: Path) 
 
 
 def test_which_checkpoints_are_kept() -> None:
-    def kept(keeping: Keeping, *places: int) -> list[int]:
-        known = [Checkpoint(n, (np.zeros((1, 100), np.uint8),)) for n in places]
+    def kept(keeping: Keeping, *places: int, likely: int = 0) -> list[int]:
+        known = [Checkpoint(n, (np.zeros((1, 100), np.uint8),), 0, n == likely) for n in places]
         keeping.trim(known)
         return [c.n_tokens for c in known]
 
     assert kept(Keeping(3), 10, 20, 30, 40, 50) == [30, 40, 50]
     assert kept(Keeping(3, spread=True), 100, 110, 120, 200, 300) == [100, 200, 300]
     assert kept(Keeping(4, spread=True), 100, 200, 300, 310, 320) == [100, 200, 300, 320]
+    assert kept(Keeping(4, spread=True), 100, 200, 300, 310, 320, likely=310) == [100, 200, 310, 320]
     assert kept(Keeping(8, n_bytes=250), 1, 2, 3) == [2, 3] and kept(Keeping(8, n_bytes=50), 1, 2, 3) == [3]
 
 

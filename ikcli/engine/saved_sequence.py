@@ -44,6 +44,7 @@ class Checkpoint:
     n_tokens: int
     parts: tuple[Bytes, ...] = ()
     first: int = 0
+    likely: bool = False  # that a text goes on from here
 
     @property
     def n_bytes(self) -> int:

@@ -18,6 +18,7 @@ from ikcli.errors import IkError
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, Per
 
+_LIKELY = 8
 SPARE = 64  # positions before a window that stay, so that rejected drafts and the like cost nothing
 
 
@@ -25,7 +26,8 @@ SPARE = 64  # positions before a window that stay, so that rejected drafts and t
 class Keeping:
     """Which checkpoints of a sequence are kept: at most so many, of so many bytes (but always the last one).
 
-    Where one has to go, that is the oldest, or with `spread` the one whose neighbours are closest to each other.
+    Where one has to go, that is the oldest, or with `spread` the one whose neighbours are closest to each other; those
+    from which a text is likely to go on are worth a gap several times as wide.
     """
 
     most: int = 8
@@ -41,7 +43,7 @@ class Keeping:
         if not self.spread:
             return 0
         at = [0, *(c.n_tokens for c in known)]
-        return min(range(len(known) - 1), key=lambda i: at[i + 2] - at[i])
+        return min(range(len(known) - 1), key=lambda i: (at[i + 2] - at[i]) * (_LIKELY if known[i].likely else 1))
 
 
 class Sequences:
@@ -132,11 +134,11 @@ class Sequences:
             self._continue_at(seq, kept)
         return kept
 
-    def checkpoint(self, seq: int, *, passing: bool = False) -> Checkpoint:
+    def checkpoint(self, seq: int, *, passing: bool = False, likely: bool = False) -> Checkpoint:
         """Remember where a sequence is, so that `truncate` can return there.
 
         Costs nothing where a sequence can be cut anywhere. `keeping` says which ones stay; a `passing` one (before a
-        guess, say) is replaced by the next passing one.
+        guess, say) is replaced by the next passing one. `likely`: see `Checkpoint`.
         """
         self._check(seq)
         n, known = self.n_past[seq], self._checkpoints[seq]
@@ -145,7 +147,7 @@ class Sequences:
         if passing and self._passing[seq] != n:
             known[:] = [c for c in known if c.n_tokens != self._passing[seq]]
         if not known or known[-1].n_tokens != n:
-            known.append(self._present(seq))
+            known.append(self._present(seq, likely))
             self._passing[seq] = n if passing else self._passing[seq]
         elif not passing and self._passing[seq] == n:
             self._passing[seq] = -1  # it stays
@@ -243,12 +245,12 @@ class Sequences:
         return kept
 
     # --- memory -----------------------------------------------------------------------------------------------------
-    def _present(self, seq: int) -> Checkpoint:
+    def _present(self, seq: int, likely: bool = False) -> Checkpoint:
         """A checkpoint of where a sequence is."""
         n = self.n_past[seq]
         first = max(self.kind.first_needed(n), self._first[seq]) if self._windows else 0
         states = [self._runner.read_cells(c, seq, 1).copy() for c in self._states]
-        return Checkpoint(n, (*self._window_rows(seq, first, n), *states), first)
+        return Checkpoint(n, (*self._window_rows(seq, first, n), *states), first, likely)
 
     def _continue_at(self, seq: int, n: int) -> None:
         """Make n, which is in reach, the length of a sequence."""

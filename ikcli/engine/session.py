@@ -404,9 +404,9 @@ class Session:
         """Forget positions from n on as far as possible; returns how many are left. See `Sequences.truncate`."""
         return self.sequences.truncate(seq, n)
 
-    def checkpoint(self, seq: int) -> None:
+    def checkpoint(self, seq: int, *, likely: bool = False) -> None:
         """Remember where a sequence is, to return there. See `Sequences.checkpoint`."""
-        self.sequences.checkpoint(seq)
+        self.sequences.checkpoint(seq, likely=likely)
 
     def close(self) -> None:
         """Stop the threads and release memory; logs what was computed in which time."""

@@ -445,7 +445,8 @@ class Worker:
         self.session.set_scales(slot.scales)
         logits = self.session.compute(Batch.single(tokens, slot.n_past, slot.id, logits=wanted))
         if slot.in_prompt and slot.n_past + n in slot.places:
-            self.session.checkpoint(slot.id)
+            on_the_way = (slot.n_past + n) % max(self.config.ctx_checkpoints_interval, 1) == 0
+            self.session.checkpoint(slot.id, likely=not on_the_way or slot.n_past + n in g.request.turns)
         self._count(1)
         slot.t_served = self._step_number
         if wanted == "all":

@@ -57,6 +57,7 @@ class RunConfig:
     check_tensors: bool = opt(False, "--check-tensors -vq --validate-quants", "switch", "scan the weights for NaN and Inf while loading and name the tensors", topic="model", example="--check-tensors")
     override_kv: tuple[str, ...] = opt((), "-okv --override-kv", "custom", "replace a metadata value; TYPE is int, float, bool or str", topic="model", form="KEY=TYPE:VALUE", example="--override-kv deepseek2.expert_used_count=int:6", parse=parse_override_kv, repeat=True, bench_list=False)
     dry_run: bool = opt(False, "-dr --dry-run", "switch", "stop before reading weights and print the memory plan", topic="model", example="--dry-run")
+    self_test: bool = opt(False, "--self-test", "switch", "before the run, compare the ops of the first layers on the devices that compute them with NumPy; name the first one that is wrong", topic="model", example="--self-test")
     warmup: bool = opt(True, "--warmup", "optswitch", "run once before measuring or answering", topic="model", negative="--no-warmup", example="--no-warmup")
 
     n_ctx: int = opt(0, "-c --ctx-size", "int", "context size in tokens; 0 = as stated in the model file", topic="context", form="N", example="-c 32768", minimum=0, env="LLAMA_ARG_CTX_SIZE")

@@ -88,6 +88,8 @@ class Session:
         session.load()
         if config.warmup:
             session.warm_up()
+        if config.self_test:
+            session.self_test()
         return session
 
     @classmethod
@@ -114,6 +116,17 @@ class Session:
         session = cls(prepared)
         session_log.context_lines(session)
         return session
+
+    def self_test(self) -> None:
+        """Log what devices make of the ops of the first layers; SelfTestError if one is wrong."""
+        from ikcli.engine.self_test import check
+
+        try:
+            for family in check(self):
+                log(f"self-test: {family}")
+        except BaseException:
+            self.close()
+            raise
 
     def again(self, model: Model) -> Session:
         """The session of another model with the same settings, shapes and types; on the CPU."""

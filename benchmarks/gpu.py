@@ -2,6 +2,8 @@
 
     python benchmarks/gpu.py                       everything (about 5 minutes on an H200)
     python benchmarks/gpu.py --only roof,attention --json result.json
+    python benchmarks/gpu.py --only attention --independent --cells 131072
+                                                   as in generation with -c 131072
     python benchmarks/gpu.py --tiny                shapes so small that the emulation can run them
 
 Times are medians of graph replays between two events, after warm-up, on random data that cycles through more memory
@@ -50,6 +52,8 @@ class Bench:
     device: Device
     tiny: bool
     seconds: float  # per case, about
+    independent: bool = False  # attention of few tokens as in generation
+    cells: int = 0  # of caches, at least; 0: as many as positions
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
     copy_bandwidth: float = 4.3e12  # bytes/s, replaced by what `roof` measures
     peak: dict[str, float] = field(default_factory=lambda: {"f16": 7.9e14, "s8": 1.58e15})  # flop/s
@@ -263,9 +267,9 @@ def handover(b: Bench) -> None:
 class Case:
     """A graph of equal nodes over different memory, lowered as a session would."""
 
-    def __init__(self, b: Bench, n_tokens: int, n_cells: int, independent: bool = False) -> None:
-        self.b, self.graph, self.n_tokens, self.n_cells = b, Graph(), n_tokens, n_cells
-        self.independent = independent
+    def __init__(self, b: Bench, n_tokens: int, n_kv: int) -> None:
+        self.b, self.graph, self.n_tokens, self.n_kv = b, Graph(), n_tokens, n_kv
+        self.n_cells = max(n_kv, b.cells)
         self.leaves: list[Node] = []
         self.weights: dict[str, int] = {}
         self.caches: dict[Cache, int] = {}
@@ -284,9 +288,9 @@ class Case:
 
         cache = self.graph.cache(kind, cols, type_)
         address = self.b.alloc(cache_bytes(cache, self.n_cells))
-        rows = random_rows(self.b.rng, min(self.n_cells, 2048), cols, type_)
+        rows = random_rows(self.b.rng, min(self.n_kv, 2048), cols, type_)
         for plane, part in zip(planes(cache, self.n_cells), to_device(cache, rows), strict=True):
-            self.b.put(address + plane.offset, part, self.n_cells * plane.row_bytes)
+            self.b.put(address + plane.offset, part, self.n_kv * plane.row_bytes)
         self.caches[cache] = address
         return cache
 
@@ -309,9 +313,9 @@ class Case:
 
     def launches(self, results: list[Node]) -> tuple[Program, list[Launch]]:
         """The launches of one step of all tokens after the cells before them."""
-        b, n, n_kv = self.b, self.n_tokens, self.n_cells
-        most = {Rows.TOKENS: n, Rows.OUTPUTS: n, Rows.KV: n_kv}
-        low = Lowering(most, n_kv, DeviceLimits.of(b.device.info), self.independent)
+        b, n, n_kv = self.b, self.n_tokens, self.n_kv
+        most = {Rows.TOKENS: n, Rows.OUTPUTS: n, Rows.KV: self.n_cells}
+        low = Lowering(most, self.n_cells, DeviceLimits.of(b.device.info), independent=b.independent)
         from leaves import Leaf
 
         rules = all_rules().replaced({Leaf: lambda low, node, op: low.keep(node, 0, 0)})
@@ -324,6 +328,7 @@ class Case:
         words[:4] = n, n, n_kv, 1
         words[4:10] = [b.upload(a) for a in arrays]
         words[10] = b.upload(np.zeros(1, np.int64))  # the sequence of the segment
+        words[11:13] = words[6], b.upload(np.zeros(1, np.int64))
         constants = {k: b.upload(np.frombuffer(data, np.uint8)) for k, data in program.constants.items()}
         program.bind(b.upload(words), b.alloc(program.arena_bytes), constants, self.weights, self.caches)
         for node in self.leaves:
@@ -512,6 +517,9 @@ def main(argv: list[str] | None = None, device: Device | None = None) -> int:
     parser.add_argument("--only", default=",".join(SUBJECTS), help=f"of {', '.join(SUBJECTS)}, attention")
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0.1, help="measuring time per case")
+    parser.add_argument("--independent", action="store_true", help="attention as in generation: no token's result may "
+                        "depend on the others")  # fmt: skip
+    parser.add_argument("--cells", type=int, default=0, metavar="N", help="cells of KV caches, at least")
     parser.add_argument("--tiny", action="store_true", help="smallest shapes, two repetitions")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all records")
     args = parser.parse_args(argv)
@@ -524,7 +532,7 @@ def main(argv: list[str] | None = None, device: Device | None = None) -> int:
             print(f"no GPU to measure: {reason}", file=sys.stderr)
             return 1
         device = driver.open_device(args.gpu)
-    b = Bench(device, args.tiny, args.seconds)
+    b = Bench(device, args.tiny, args.seconds, args.independent, args.cells)
     info = device.info
     cc, cuda = (".".join(map(str, pair)) for pair in (info.cc, info.driver))
     print(f"{info.name}, compute capability {cc}, {info.n_sm} SMs, CUDA {cuda}", flush=True)

@@ -25,7 +25,7 @@ from ikcli.backends.cuda.kv_layout import from_device, planes, to_device
 from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering, Program, all_rules, lower
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, row_n_bytes
-from ikcli.graph import Cache, Graph, HeadSlice, Node, Rows
+from ikcli.graph import Cache, Graph, HeadSlice, Node, Per, Rows, Weight
 from ikcli.graph.ops_attention import Attention
 from ikcli.quant.decode import dequantize
 
@@ -36,11 +36,12 @@ SMALL = DeviceLimits((8, 9), 76, 101376, 102400, 64 << 20, "emulated RTX 4080")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """n_tokens of one sequence: cells from `cell`, `pos` positions cached before."""
+    """n_tokens of one sequence: cells from `cell`, `pos` positions cached before; `window`: see micro_batch.Segment."""
 
     n_tokens: int
     cell: int = 0
     pos: int = 0
+    window: int = 0
 
 
 @dataclass
@@ -51,9 +52,11 @@ class Run:
     n_cells: int
     limits: DeviceLimits = LIMITS
     independent: bool = False
+    window_cells: int = 0
     graph: Graph = field(default_factory=Graph)
     leaves: list[Node] = field(default_factory=list)
     caches: dict[Cache, Array] = field(default_factory=dict)
+    weights: dict[Weight, Array] = field(default_factory=dict)
     launched: list[Launch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -68,7 +71,7 @@ class Run:
     def program(self, *results: Node) -> Program:
         """The lowered graph."""
         most = {Rows.TOKENS: self.max_tokens, Rows.OUTPUTS: 1, Rows.KV: self.n_cells}
-        low = Lowering(most, self.n_cells, self.limits, self.independent)
+        low = Lowering(most, self.n_cells, self.limits, self.window_cells, self.independent)
         return lower(self.graph.nodes, [*results, *self.leaves], low, all_rules().replaced({Leaf: keep}))
 
     def __call__(
@@ -98,10 +101,11 @@ class Run:
         addresses = {}
         for cache, data in self.caches.items():
             addresses[cache] = device.alloc(data.nbytes, cache.kind).address
-            for plane, part in zip(planes(cache, self.n_cells), to_device(cache, data), strict=True):
+            for plane, part in zip(planes(cache, self.cells(cache)), to_device(cache, data), strict=True):
                 device.upload(s, addresses[cache] + plane.offset, part)
         arena = device.alloc(max(program.arena_bytes, 1), "arena")
-        program.bind(upload(words, "step"), arena.address, {}, {}, addresses)
+        weights = {w.name: upload(x, w.name) for w, x in self.weights.items()}
+        program.bind(upload(words, "step"), arena.address, {}, weights, addresses)
         for node, x in values.items():
             device.upload(s, program.node_address(node), x.astype(np.float32))
         longest = max(x.pos + x.n_tokens for x in segments)
@@ -119,12 +123,16 @@ class Run:
                 device.download(s, found[-1], program.node_address(node))
         for cache, data in self.caches.items():
             parts = [np.empty((len(p), p.shape[1]), np.uint8) for p in to_device(cache, data)]
-            for plane, part in zip(planes(cache, self.n_cells), parts, strict=True):
+            for plane, part in zip(planes(cache, self.cells(cache)), parts, strict=True):
                 device.download(s, part, addresses[cache] + plane.offset)
             device.synchronize()
             data[:] = from_device(cache, parts)
         device.synchronize()
         return found
+
+    def cells(self, cache: Cache) -> int:
+        """Rows of a cache."""
+        return self.window_cells if cache.per is Per.WINDOW else self.n_cells
 
     def kernels(self) -> list[str]:
         """Kernels of the last run, without those that store."""
@@ -145,6 +153,10 @@ def step_block(segments: Sequence[Segment], upload: Any) -> tuple[Array, dict[Ro
     words[5] = upload(np.array(pos, np.int32), "pos")
     words[6] = upload(np.array(cells, np.int64), "cells")
     words[8] = upload(np.array(table, np.int64), "segments")
+    words[11] = upload(
+        np.concatenate([s.window + np.arange(s.pos, s.pos + s.n_tokens) for s in segments]), "window cells"
+    )
+    words[12] = upload(np.array([s.window for s in segments], np.int64), "windows")
     return words, {Rows.TOKENS: start, Rows.OUTPUTS: 0, Rows.KV: n_kv}
 
 
@@ -192,9 +204,14 @@ def fill(run: Run, cache: Cache, segments: Sequence[Segment], rng: np.random.Gen
         for s in segments:
             data[:, s.cell * size : (s.cell + s.pos) * size] = random_rows(rng, cache.cols, s.pos, cache.type)
     else:
-        data = np.full((run.n_cells, row_n_bytes(cache.type, cache.cols)), 0xFF, np.uint8)
+        data = np.full((run.cells(cache), row_n_bytes(cache.type, cache.cols)), 0xFF, np.uint8)
         for s in segments:
-            data[s.cell : s.cell + s.pos] = random_rows(rng, s.pos, cache.cols, cache.type)
+            rows = random_rows(rng, s.pos, cache.cols, cache.type)
+            if cache.per is Per.WINDOW:  # those from cell 0 on
+                kept = rows[max(-s.window, 0) :]
+                data[s.window + s.pos - len(kept) : s.window + s.pos] = kept
+            else:
+                data[s.cell : s.cell + s.pos] = rows
     run.caches[cache] = data
 
 
@@ -213,21 +230,37 @@ def expected(run: Run, node: Node, segments: Sequence[Segment], values: Mapping[
                 return values[source][kv_row : kv_row + end].astype(np.float64)
             if source.transposed:
                 return decode(run.caches[source], source.type)[:, s.cell : s.cell + end].T
+            if source.per is Per.WINDOW:
+                cells = s.window + np.arange(end)
+                return decode(run.caches[source][np.where(cells < 0, 0, cells)], source.type)
             return decode(run.caches[source][s.cell : s.cell + end], source.type)
 
         def head(x: Array, part: HeadSlice, h: int) -> Array:
             at = part.offset + h * part.head_stride
             return x[:, at : at + part.width]
 
-        hidden = np.arange(end)[None] > s.pos + np.arange(s.n_tokens)[:, None]
+        pos = s.pos + np.arange(s.n_tokens)
+        seen_from = np.array([a.first_seen(int(p)) for p in pos])
+        hidden = (np.arange(end) > pos[:, None]) | (np.arange(end) < seen_from[:, None])
+        gone = np.arange(end) < seen_from.min()  # what no query sees may be anything
+
+        def visible(x: Array, gone: Array = gone) -> Array:
+            return np.where(gone[:, None], 0, x)
+
         heads = []
         sources = {p.source: rows(p.source) for p in (*a.k, a.v)}
         for h in range(a.n_head):
             q = np.hstack([head(values[p.source][token : token + s.n_tokens].astype(np.float64), p, h) for p in a.q])
-            k = np.hstack([head(sources[p.source], p, h // group) for p in a.k])
-            scores = np.where(hidden, -np.inf, q @ k.T * np.float64(np.float32(a.scale)))
-            p = np.exp(scores - scores.max(axis=1, keepdims=True))
-            heads.append(p / p.sum(axis=1, keepdims=True) @ head(sources[a.v.source], a.v, h // group))
+            k = visible(np.hstack([head(sources[p.source], p, h // group) for p in a.k]))
+            scores = q @ k.T * np.float64(np.float32(a.scale))
+            if a.softcap:
+                scores = a.softcap * np.tanh(scores / a.softcap)
+            scores = np.where(hidden, -np.inf, scores)
+            sink = -np.inf if a.sinks is None else float(run.weights[a.sinks][h])
+            top = np.maximum(scores.max(axis=1, keepdims=True), sink)
+            p = np.exp(scores - top)
+            p /= p.sum(axis=1, keepdims=True) + np.exp(sink - top)
+            heads.append(p @ visible(head(sources[a.v.source], a.v, h // group)))
         out.append(np.hstack(heads))
         token, kv_row = token + s.n_tokens, kv_row + end
     return np.vstack(out)

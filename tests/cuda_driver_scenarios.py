@@ -57,12 +57,15 @@ def work() -> None:
     device.synchronize(stream)
     assert device.elapsed(start, stop) == 1.5 and len(launcher.launches) == n + 2
     device.free_graph(graph)
+    device.free_event(start)
+    device.free_event(stop)
+    device.free_stream(copies)
     with contextlib.suppress(ZeroDivisionError):
         device.capture(stream, lambda: print(1 // 0))
     device.free(memory)
-    assert launcher.live() == [1, 1, 2, 3, 1, 0, 0]
+    assert launcher.live() == [1, 1, 1, 1, 1, 0, 0, 0]
     device.close()
-    assert launcher.failure is None and launcher.live() == [0] * 7
+    assert launcher.failure is None and launcher.live() == [0] * 8
 
 
 def two_devices() -> None:
@@ -93,7 +96,7 @@ def two_devices() -> None:
     assert not failures and (out == 1).all() and [d.info.name for d in both] == ["Fake GPU 0", "Fake GPU 1"]
     for d in both:
         d.close()
-    assert launcher.live() == [0] * 7 and len(launcher.launches) == 12
+    assert launcher.live() == [0] * 8 and len(launcher.launches) == 12
 
 
 def refuse() -> None:
@@ -115,6 +118,38 @@ def out_of_memory() -> None:
         print(type(e).__name__, e)
     assert device.alloc(1 << 20, "compute").n_bytes == 1 << 20
     device.close()
+
+
+def no_memory_for_graphs() -> None:
+    """The second one is refused, by name, and the stream can be used on."""
+    launcher = Launcher()
+    device = driver.open_device()
+    stream, memory = device.stream(), device.alloc(256, "compute")
+    fill = Launch("util_fill", (1, 1, 1), 256, 0, (memory.address, 1, np.float32(1)))
+    graph = device.capture(stream, lambda: device.launch(stream, fill))
+    try:
+        device.capture(stream, lambda: device.launch(stream, fill))
+    except CudaError as e:
+        print(type(e).__name__, e)
+    assert launcher.live()[5:] == [0, 1, 0]
+    device.free_graph(graph)
+    device.replay(stream, device.capture(stream, lambda: device.launch(stream, fill)))
+    device.synchronize()
+    assert len(launcher.launches) == 1
+    device.close()
+
+
+def registered() -> None:
+    """Host memory that the system lets the driver pin."""
+    launcher = Launcher()
+    device = driver.open_device()
+    pages = np.zeros(3 * 4096, np.uint8)
+    start = -(-pages.ctypes.data // 4096) * 4096
+    print(device.register(start, 8192), launcher.live()[7])
+    if launcher.live()[7]:
+        device.unregister(start)
+    device.close()
+    assert launcher.live() == [0] * 8
 
 
 def failed_launch() -> None:

@@ -344,6 +344,8 @@ class EmulatedDevice:
         self._memory: dict[int, tuple[GuardedMemory, Memory]] = {}
         self._pinned: dict[int, tuple[GuardedMemory, Pinned]] = {}
         self._streams: list[_Queue] = []
+        self.events: list[_Event] = []  # that were not freed
+        self.registered: dict[int, int] = {}  # host memory: start -> end
         self._capturing: tuple[_Queue, _Graph] | None = None
         self.launches: Counter[str] = Counter()
         self.history: list[Launch] = []
@@ -378,6 +380,17 @@ class EmulatedDevice:
         guarded, _ = self._pinned.pop(memory.address)
         guarded.release()
 
+    def register(self, address: int, n_bytes: int) -> bool:
+        if address % _PAGE or n_bytes % _PAGE or not n_bytes:
+            raise KernelError(f"{n_bytes} bytes at {address:#x} are not whole pages")
+        if any(address < end and start < address + n_bytes for start, end in self.registered.items()):
+            raise KernelError("host memory is registered twice")
+        self.registered[address] = address + n_bytes
+        return True
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
     def memory(self) -> tuple[int, int]:
         return self._info.total_bytes - sum(self.owners().values()), self._info.total_bytes
 
@@ -391,9 +404,22 @@ class EmulatedDevice:
         self._streams.append(_Queue())
         return self._streams[-1]
 
+    def free_stream(self, stream: _Queue) -> None:
+        stream.flush()
+        self._streams.remove(stream)
+
     def event(self, timing: bool = False) -> _Event:
         del timing
-        return _Event()
+        self.events.append(_Event())
+        return self.events[-1]
+
+    def free_event(self, event: _Event) -> None:
+        self.events.remove(event)
+
+    @property
+    def n_streams(self) -> int:
+        """Streams that were not freed."""
+        return len(self._streams)
 
     def _range(self, address: int, n_bytes: int) -> npt.NDArray[np.uint8]:
         """Device bytes; raises unless they lie inside one allocation."""

@@ -43,6 +43,8 @@ class RealDevice:
         self._fill, self._keep = self._device.stream(), keep_history
         self._memory: list[Memory] = []
         self._pinned: list[Pinned] = []
+        self._streams, self._events = [self._fill], []
+        self.registered: dict[int, int] = {}
         self._recorded: list[Launch] | None = None
         self._graphs: dict[int, list[Launch]] = {}
         self.launches: Counter[str] = Counter()
@@ -50,6 +52,32 @@ class RealDevice:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
+
+    def stream(self) -> Any:
+        self._streams.append(self._device.stream())
+        return self._streams[-1]
+
+    def free_stream(self, stream: Any) -> None:
+        self._streams = [s for s in self._streams if s is not stream]
+        self._device.free_stream(stream)
+
+    def event(self, timing: bool = False) -> Any:
+        self._events.append(self._device.event(timing))
+        return self._events[-1]
+
+    def free_event(self, event: Any) -> None:
+        self._events = [e for e in self._events if e is not event]
+        self._device.free_event(event)
+
+    @property
+    def events(self) -> list[Any]:
+        """Events that were not freed."""
+        return self._events
+
+    @property
+    def n_streams(self) -> int:
+        """Streams that were not freed, without the one that fills memory."""
+        return sum(s is not self._fill for s in self._streams)
 
     def alloc(self, n_bytes: int, owner: str) -> Memory:
         memory = self._device.alloc(n_bytes, owner)
@@ -71,6 +99,16 @@ class RealDevice:
     def free_pinned(self, memory: Pinned) -> None:
         self._pinned.remove(memory)
         self._device.free_pinned(memory)
+
+    def register(self, address: int, n_bytes: int) -> bool:
+        done = self._device.register(address, n_bytes)
+        if done:
+            self.registered[address] = address + n_bytes
+        return done
+
+    def unregister(self, address: int) -> None:
+        self._device.unregister(address)
+        del self.registered[address]
 
     def memory(self) -> tuple[int, int]:
         return self._device.memory()
@@ -124,6 +162,11 @@ class RealDevice:
             self.free(memory)
         for pinned in list(self._pinned):
             self.free_pinned(pinned)
+        for event in self._events:
+            self._device.free_event(event)
+        for stream in self._streams:
+            self._device.free_stream(stream)
+        self._streams, self._events = [], []
 
 
 def as_array(address: int, n_bytes: int) -> npt.NDArray[np.uint8]:
@@ -133,6 +176,7 @@ def as_array(address: int, n_bytes: int) -> npt.NDArray[np.uint8]:
     device.synchronize()
     device.download(stream, out, address)
     device.synchronize(stream)
+    device.free_stream(stream)
     return out
 
 

@@ -49,7 +49,7 @@ class ProductRun(GraphRun):
 
     def lowering(self, n_tokens: int, n_outputs: int) -> Lowering:
         most = {Rows.TOKENS: n_tokens + self.spare, Rows.OUTPUTS: max(n_outputs, 1), Rows.KV: n_tokens + self.spare}
-        return Lowering(most, n_tokens + self.spare, LIMITS, self.independent)
+        return Lowering(most, n_tokens + self.spare, LIMITS, independent=self.independent)
 
 
 def rounded(x: Array) -> Array:

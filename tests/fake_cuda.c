@@ -2,7 +2,8 @@
 //
 // "Device" memory is host memory, work runs when it is queued (or is recorded, while a stream is captured), kernels are
 // handed to a callback. Checked: a context is current, handles belong to it, copies lie inside one allocation, shared
-// memory was opted in to. Behaviour by environment: FAKE_CUDA_DEVICES, _VERSION, _CC, _MEMORY (bytes).
+// memory was opted in to. Behaviour by environment: FAKE_CUDA_DEVICES, _VERSION, _CC, _MEMORY (bytes), _GRAPHS
+// (executables there is memory for), _REGISTER (0: host memory cannot be registered).
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,7 +28,7 @@ static __thread Context* current;
 static Block *blocks, *pinned;
 static Launcher launcher;
 static int sticky;
-static long counts[8];  // live: 0 memory, 1 pinned, 2 streams, 3 events, 4 modules, 5 graphs, 6 executables
+static long counts[8];  // live: 0 memory, 1 pinned, 2 streams, 3 events, 4 modules, 5 graphs, 6 executables, 7 registered
 
 static long setting(const char* name, long otherwise) { const char* v = getenv(name); return v ? atol(v) : otherwise; }
 static int n_devices(void) { const char* v = getenv("CUDA_VISIBLE_DEVICES"); return v && (!*v || *v == '-') ? 0 : (int)setting("FAKE_CUDA_DEVICES", 1); }
@@ -96,6 +97,8 @@ static Result mem_alloc(uint64_t* p, size_t n) {
 }
 static Result mem_free(uint64_t p) { NEED_CONTEXT; return drop(&blocks, p, 0); }
 static Result host_alloc(void** p, size_t n, unsigned flags) { NEED_CONTEXT; if (flags != 1) return INVALID_VALUE; return take(&pinned, (uint64_t*)p, n, 1); }
+static Result host_register(void* p, size_t n, unsigned flags) { NEED_CONTEXT; if (flags != 9 || (uint64_t)p % 4096 || n % 4096) return INVALID_VALUE; if (setting("FAKE_CUDA_REGISTER", 1) == 0) return 801; counts[7]++; return OK; }
+static Result host_unregister(void* p) { NEED_CONTEXT; (void)p; if (!counts[7]) return INVALID_VALUE; counts[7]--; return OK; }
 static Result host_free(void* p) { NEED_CONTEXT; return drop(&pinned, (uint64_t)p, 1); }
 static int inside(uint64_t p, size_t n) {
   for (Block* b = blocks; b; b = b->next) if (b->device == current->device && p >= b->address && p + n <= b->address + b->size) return 1;
@@ -171,7 +174,7 @@ static Result function(Function** f, Module* m, const char* name) {
   for (*f = m->first; *f; *f = (*f)->next) if (!strcmp((*f)->name, name)) return OK;
   return NOT_FOUND;
 }
-static Result set_attribute(Function* f, int which, int v) { NEED_CONTEXT; MINE(f); if (which != 8 || v > 232448) return INVALID_VALUE; f->shared = v; return OK; }
+static Result set_attribute(Function* f, int which, int v) { NEED_CONTEXT; MINE(f); if (which == 9) return v == 100 ? OK : INVALID_VALUE; if (which != 8 || v > 232448) return INVALID_VALUE; f->shared = v; return OK; }
 static Result launch(Function* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, Stream* s, void** params, void** extra) {
   NEED_CONTEXT;
   MINE(f);
@@ -194,7 +197,7 @@ static Result end(Stream* s, Graph** g) {
   counts[5]++;
   return OK;
 }
-static Result instantiate(Graph** e, Graph* g, unsigned long long flags) { NEED_CONTEXT; MINE(g); if (flags) return INVALID_VALUE; *e = calloc(1, sizeof **e); **e = *g; counts[6]++; return OK; }
+static Result instantiate(Graph** e, Graph* g, unsigned long long flags) { NEED_CONTEXT; MINE(g); if (flags) return INVALID_VALUE; if (counts[6] >= setting("FAKE_CUDA_GRAPHS", 1000)) return NO_MEMORY; *e = calloc(1, sizeof **e); **e = *g; counts[6]++; return OK; }
 static Result graph_launch(Graph* e, Stream* s) {
   NEED_CONTEXT;
   MINE(e);
@@ -212,7 +215,7 @@ static const struct { const char* name; void* f; } table[] = {
     {"cuDeviceGetName", name_of}, {"cuDeviceGetAttribute", attribute}, {"cuDeviceTotalMem", total_mem},
     {"cuDevicePrimaryCtxRetain", retain}, {"cuDevicePrimaryCtxRelease", release}, {"cuCtxSetCurrent", set_current},
     {"cuCtxSynchronize", ctx_synchronize}, {"cuMemGetInfo", mem_info}, {"cuMemAlloc", mem_alloc}, {"cuMemFree", mem_free},
-    {"cuMemHostAlloc", host_alloc}, {"cuMemFreeHost", host_free}, {"cuStreamCreate", stream_create},
+    {"cuMemHostAlloc", host_alloc}, {"cuMemFreeHost", host_free}, {"cuMemHostRegister", host_register}, {"cuMemHostUnregister", host_unregister}, {"cuStreamCreate", stream_create},
     {"cuStreamDestroy", stream_destroy}, {"cuStreamSynchronize", stream_synchronize}, {"cuEventCreate", event_create},
     {"cuEventDestroy", event_destroy}, {"cuEventRecord", event_record}, {"cuEventQuery", event_query},
     {"cuStreamWaitEvent", stream_wait}, {"cuEventElapsedTime", elapsed}, {"cuMemcpyHtoDAsync", to_device},

@@ -89,5 +89,5 @@ class Launcher:
         self.library.fake_set_launcher(self._callback)
 
     def live(self) -> list[int]:
-        """Live memory, pinned memory, streams, events, modules, graphs, executable graphs."""
-        return [self.library.fake_count(i) for i in range(7)]
+        """Live memory, pinned memory, streams, events, modules, graphs, executable graphs, registered memory."""
+        return [self.library.fake_count(i) for i in range(8)]

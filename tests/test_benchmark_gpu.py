@@ -42,6 +42,17 @@ def test_subjects_run_on_the_emulated_device(
     assert len(capsys.readouterr().out.splitlines()) == len(records) + 1 and device.owners() == {}
 
 
+@needs_emulation
+def test_attention_as_in_generation(gpu: ModuleType, tmp_path: Path) -> None:
+    """The cache may be larger than what it holds; parts follow what it holds."""
+    target, device = tmp_path / "result.json", EmulatedDevice()
+    arguments = ["--tiny", "--only", "mla", "--independent", "--cells", "8192", "--json", str(target)]
+    assert gpu.main(arguments, device) == 0
+    assert all(r["subject"] == "mla" for r in json.loads(target.read_text())["records"])
+    attn = [x for x in device.history if x.kernel.startswith("attn_mla")]
+    assert attn and all(x.grid[1] == 2 for x in attn)  # of 128 positions: a bucket of 256 in parts of four blocks
+
+
 def test_no_gpu_is_one_line(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

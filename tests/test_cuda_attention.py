@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from cuda_emulation import needs_emulation
 from ikcli.backends.cuda.lower import Counts, DeviceLimits
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
-from ikcli.graph import HeadSlice, Node, Rows
+from ikcli.graph import HeadSlice, Node, Per, Rows, Weight
 
 pytestmark = needs_emulation
 T = GGMLType
@@ -30,15 +33,24 @@ def absorbed(run: Run, n_head: int, type_: T, *, flash: bool = True) -> Node:
                        flash=flash)  # fmt: skip
 
 
-def grouped(run: Run, n_head: int, n_head_kv: int, width: int, types: tuple[T, T], *, v_width: int = 0) -> Node:
+def grouped(run: Run, n_head: int, n_head_kv: int, width: int, types: tuple[T, T], *, v_width: int = 0,
+            window: int = 0, chunk: int = 0, sinks: bool = False, softcap: float = 0.0,
+            per: Per = Per.CELL) -> Node:  # fmt: skip
     """Separate K and V caches."""
     g, dv = run.graph, v_width or width
     q, k, v = run.input("q", n_head * width), run.input("k", n_head_kv * width), run.input("v", n_head_kv * dv)
-    kc, vc = g.cache("k", k.cols, types[0]), g.cache("v", v.cols, types[1])
+    kc, vc = g.cache("k", k.cols, types[0], per=per), g.cache("v", v.cols, types[1], per=per)
     g.kv_store(kc, k, "k_store")
     g.kv_store(vc, v, "v_store")
     return g.attention([HeadSlice(q, 0, width, width)], [HeadSlice(kc, 0, width, width)], HeadSlice(vc, 0, dv, dv),
-                       "kqv", n_head=n_head, n_head_kv=n_head_kv, scale=width**-0.5, flash=True)  # fmt: skip
+                       "kqv", n_head=n_head, n_head_kv=n_head_kv, scale=width**-0.5, flash=True, window=window,
+                       chunk=chunk, sinks=_sinks(run, n_head) if sinks else None, softcap=softcap)  # fmt: skip
+
+
+def _sinks(run: Run, n_head: int) -> Weight:
+    w = Weight("sinks", T.F32, (n_head,))
+    run.weights[w] = np.random.default_rng(5).uniform(-1, 6, n_head).astype(np.float32)
+    return w
 
 
 def expanded(run: Run, n_head: int, type_: T) -> Node:
@@ -154,7 +166,9 @@ F16, Q8_0 = (T.F16, T.F16), (T.Q8_0, T.Q8_0)
         ((3, 3), 80, 80, F16, [Segment(2, 0, 64)], "80_f16"),
         ((4, 2), 192, 128, F16, [Segment(3, 5, 33)], "192_f16"),
         ((20, 1), 256, 256, F16, [Segment(1, 5, 130)], "256_f16"),
-        ((6, 1), 64, 64, Q8_0, [Segment(3, 3, 99), Segment(1, 150, 17)], "64_any"),
+        ((6, 1), 64, 64, Q8_0, [Segment(3, 3, 99), Segment(1, 150, 17)], "64_q8"),
+        ((4, 4), 192, 128, Q8_0, [Segment(1, 3, 70)], "192_q8"),
+        ((2, 1), 256, 256, Q8_0, [Segment(2, 3, 70)], "256_q8"),
         ((4, 4), 80, 80, (T.Q8_0, T.Q5_0), [Segment(3, 3, 40)], "80_any"),
         ((4, 2), 96, 96, (T.Q4_1, T.Q5_1), [Segment(3, 3, 40)], "96_any"),
         ((7, 1), 128, 128, (T.Q8_KV, T.Q4_0), [Segment(1, 3, 80)], "128_any"),
@@ -241,14 +255,39 @@ def test_transposed_copy_of_the_same_values_is_not_read() -> None:
 
 
 # --- parts, independence, repetition ----------------------------------------------------------------------------------
-@pytest.mark.parametrize("n_kv", [1, 127, 128, 129, 257, 300])
+FEW_SMS = DeviceLimits((9, 0), 3, 232448, 233472, 1 << 20, "3 SMs")
+
+
+@pytest.mark.parametrize("n_kv", [1, 127, 128, 129, 257, 384, 385, 386, 700])
 def test_parts_with_fixed_bounds(n_kv: int) -> None:
-    """Tokens on both sides of a bound: some see nothing of the last part."""
+    """Tokens on both sides of a bound, and of the position from which parts are larger."""
     n = min(n_kv, 3)
-    run = Run(3, 320, independent=True)
+    run = Run(3, 800, FEW_SMS, independent=True)
     check(run, absorbed(run, 16, T.F16), [Segment(n, 7, n_kv - n)])
-    run = Run(3, 320, independent=True)
+    run = Run(3, 800, FEW_SMS, independent=True)
     check(run, grouped(run, 4, 1, 64, F16), [Segment(n, 7, n_kv - n)])
+
+
+def test_parts_follow_what_the_cache_holds() -> None:
+    """Not what it could hold: blocks of a part for one new token, on an H200."""
+
+    def longest_part(build: Callable[[Run], Node], block: int, n_kv: int, n_cells: int) -> int:
+        run = Run(1, n_cells, independent=True)
+        build(run)
+        most = {Rows.TOKENS: 1, Rows.OUTPUTS: 1, Rows.KV: n_cells}
+        program = run.program()
+        program.bind(0, 0, {}, {}, dict.fromkeys(run.graph.caches.values(), 0))
+        launches = program.launches(Counts(1, 1, n_kv, 1, n_kv).bucket(most))
+        attn = next(x for x in launches if x.kernel.startswith(("attn_mla", "attn_decode")))
+        fixed = int(attn.args[-2] if "mla" in attn.kernel else attn.args[-6])
+        size = max(4, math.ceil(math.ceil(n_kv / block) / fixed))
+        assert (attn.grid[1] if "mla" in attn.kernel else attn.grid[2]) * size * block >= n_kv
+        return size
+
+    for n_cells in (32768, 131072):
+        assert longest_part(lambda r: absorbed(r, 128, T.F16), 32, 32768, n_cells) == 16
+        assert longest_part(lambda r: grouped(r, 32, 8, 128, F16), 64, 32768, n_cells) == 11
+        assert longest_part(lambda r: absorbed(r, 16, T.F16), 32, 4096, n_cells) == 4
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
@@ -261,26 +300,27 @@ def test_parts_of_equal_size(parts: int) -> None:
         assert attn.grid[1] * attn.grid[2] == (parts if "mla" in attn.kernel else min(5, 2 * parts))
 
 
-@pytest.mark.parametrize("which", ["mla", "grouped"])
-def test_tokens_do_not_depend_on_each_other(which: str) -> None:
+@pytest.mark.parametrize("which", ["mla", "grouped", "window"])
+@pytest.mark.parametrize("pos", [125, 382, 510, 766])
+def test_tokens_do_not_depend_on_each_other(which: str, pos: int) -> None:
     """Bits of a token alone, with others behind it (also beyond a bound of parts), and beside another sequence."""
 
     def bits(segments: list[Segment], rows: slice) -> np.ndarray:
-        run = Run(8, 512, independent=True)
+        run = Run(8, 1024, FEW_SMS, independent=True)
         if which == "mla":
             absorbed(run, 16, T.F16)
         else:
-            grouped(run, 4, 2, 64, Q8_0)
+            grouped(run, 4, 2, 64, Q8_0, window=100 if which == "window" else 0, sinks=which == "window")
         rng = np.random.default_rng(3)
         for cache in run.graph.caches.values():
-            fill(run, cache, [Segment(0, 0, 500)], rng)
+            fill(run, cache, [Segment(0, 0, 1000)], rng)
         values = {x: np.random.default_rng(i).standard_normal((8, x.cols)) for i, x in enumerate(run.leaves)}
         return run(segments, {x: v[rows] for x, v in values.items()})[0]
 
-    together = bits([Segment(4, 0, 125), Segment(1, 200, 20)], slice(0, 5))
+    together = bits([Segment(4, 0, pos), Segment(1, 800, 20)], slice(0, 5))
     for n in (1, 2, 3, 4):
-        assert np.array_equal(bits([Segment(n, 0, 125)], slice(0, n)), together[:n]), n
-    assert np.array_equal(bits([Segment(1, 200, 20)], slice(4, 5)), together[4:])
+        assert np.array_equal(bits([Segment(n, 0, pos)], slice(0, n)), together[:n]), n
+    assert np.array_equal(bits([Segment(1, 800, 20)], slice(4, 5)), together[4:])
 
 
 def test_same_bits_in_any_order_of_threads() -> None:
@@ -307,6 +347,92 @@ def test_grids_for_more_rows_than_there_are() -> None:
     values = values_of(run, segments)
     (found,) = run(segments, values, counts=Counts(64, 1, 512, 8, 512))
     assert error(found, expected(run, node, segments, values)) < 1e-3
+
+
+# --- what queries see -----------------------------------------------------------------------------------------------
+VIEWS = [
+    {"window": 1}, {"window": 16}, {"window": 63}, {"window": 64}, {"window": 65}, {"window": 500},
+    {"chunk": 64}, {"chunk": 33, "window": 40}, {"sinks": True}, {"softcap": 3.0},
+    {"window": 70, "sinks": True, "softcap": 20.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    ("kernel", "types", "segments", "sms"),
+    [
+        ("decode_64_f16", F16, [Segment(1, 3, 255)], 132),
+        ("decode_64_f16", F16, [Segment(3, 3, 62), Segment(1, 300, 129), Segment(4, 500, 0)], 2),
+        ("decode_64_q8", Q8_0, [Segment(3, 3, 126)], 1),
+        ("prefill_64_f16_r128", F16, [Segment(40, 3, 200)], 132),
+        ("prefill_64_f16_r128", F16, [Segment(70, 3, 63), Segment(33, 300, 128)], 1),
+        ("any", F16, [Segment(5, 3, 100), Segment(2, 300, 0)], 132),
+    ],
+)
+def test_views(kernel: str, types: tuple[T, T], segments: list[Segment], sms: int, view: dict[str, Any]) -> None:
+    limits = DeviceLimits((9, 0), sms, 232448, 233472, 1 << 20, "some SMs")
+    for independent in (False, True) if kernel.startswith("decode") else (False,):
+        run = Run(103, 640, limits, independent=independent)
+        check(run, grouped(run, 4, 2, 48 if kernel == "any" else 64, types, **view), segments)
+        assert f"attn_{kernel}" in run.kernels()
+
+
+@pytest.mark.parametrize("n", [1, 40])
+def test_what_lies_before_a_window_is_not_read(n: int) -> None:
+    """NaN there, and the work is that of the window: as many parts as it has blocks."""
+    for types, view in ((F16, {"window": 100}), (Q8_0, {"window": 100}), (F16, {"chunk": 128})):
+        run, segments = Run(n, 4200), [Segment(n, 3, 4096)]
+        node = grouped(run, 4, 2, 64, types, **view)
+        rng = np.random.default_rng(1)
+        for cache in run.graph.caches.values():
+            fill(run, cache, segments, rng)
+            run.caches[cache][: 3 + (4096 if "chunk" in view else 3997)] = 0xFF
+        values = values_of(run, segments)
+        (found,) = run(segments, values)
+        assert error(found, expected(run, node, segments, values)) < 1e-3
+        attn = next(x for x in run.launched if x.kernel.startswith(("attn_decode", "attn_prefill")))
+        assert attn.grid[2] <= 2
+
+
+@pytest.mark.parametrize("n", [1, 5, 40])
+@pytest.mark.parametrize("width", [64, 48])
+@pytest.mark.parametrize("types", [F16, Q8_0, (T.BF16, T.F32)])
+def test_caches_of_windows(types: tuple[T, T], width: int, n: int) -> None:
+    """Two sequences of 160 cells; the first 2000 positions of one are gone: the cell of its position 0 is below 0."""
+    segments = [Segment(n, 3, 2070, -2000), Segment(2, 2200, 30, 160)]
+    run = Run(n + 2, 2400, window_cells=320)
+    node = grouped(run, 4, 2, width, types, window=64, per=Per.WINDOW)
+    check(run, node, segments)
+    assert "attn_any" in run.kernels() or width == 64
+
+
+def test_sinks_must_be_f32() -> None:
+    run = Run(2, 32)
+    node = grouped(run, 4, 2, 64, F16, sinks=True)
+    run.graph.nodes[-1].op = replace(node.op, sinks=Weight("sinks", T.F16, (4,)))
+    with pytest.raises(UnsupportedError, match="sinks of attention must be f32"):
+        run.program()
+
+
+# --- what is not a number ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("which", ["mla", "decode", "prefill", "any"])
+def test_nan_in_the_cache_shows(which: str, where: str, parts: int) -> None:
+    """A NaN among the keys makes every value of its KV head NaN, one among the values that column, in any part."""
+    limits = DeviceLimits((9, 0), 2 * parts, 232448, 233472, 1 << 20, "few SMs") if which != "mla" else LIMITS
+    n = 40 if which == "prefill" else 1
+    run, segments = Run(n, 700, limits), [Segment(n, 3, 600)]
+    node = absorbed(run, 16, T.F16) if which == "mla" else grouped(run, 4, 2, 48 if which == "any" else 64, F16)
+    rng = np.random.default_rng(0)
+    for cache in run.graph.caches.values():
+        fill(run, cache, segments, rng)
+    last = list(run.caches)[-1 if where == "v" else 0]
+    run.caches[last].view(np.float16)[3 + 250, 70 if which == "mla" and where == "v" else 0] = np.nan
+    values = values_of(run, segments)
+    (found,) = run(segments, values)
+    wanted = expected(run, node, segments, values)
+    assert np.isnan(wanted).any() and np.array_equal(np.isnan(found), np.isnan(wanted)), run.kernels()
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

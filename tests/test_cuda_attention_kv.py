@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from cuda_attention import Run, Segment, random_rows
 from cuda_emulation import needs_emulation
 
-from ikcli.backends.cuda.attention_parts import count_tiles, fixed_parts, part_start
+from ikcli.backends.cuda.attention_parts import PART_LEAST, SplitPlan, count_tiles
 from ikcli.backends.cuda.kv_layout import KERNEL_TYPES, cache_bytes, from_device, planes, to_device
-from ikcli.backends.cuda.lower import Counts
+from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering
 from ikcli.backends.reference_kv import through_blocks
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, row_n_bytes
-from ikcli.graph import Cache, Rows
+from ikcli.graph import Cache, HeadSlice, Rows
+from ikcli.graph.ops_attention import FlashAttn
 from ikcli.quant.decode import dequantize
 
 T = GGMLType
@@ -130,15 +133,26 @@ def test_random_rows_decode() -> None:
 
 
 # --- the number of blocks and parts -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("steps", [1, 2, 3, 6])
-def test_fixed_parts(steps: int) -> None:
-    starts = [part_start(i, steps) for i in range(200)]
-    sizes = np.diff(starts)
-    assert starts[0] == 0 and sizes[0] == 128 and sizes.max() == 128 << (steps - 1)
-    assert (np.diff(sizes) >= 0).all()
-    for n in (1, 128, 129, 2048, 2049, 2304, 9000):
-        parts = fixed_parts(n, steps)
-        assert part_start(parts, steps) >= n > part_start(parts - 1, steps)
+@pytest.mark.parametrize("view", [{}, {"window": 1}, {"window": 100}, {"window": 1024}, {"chunk": 512}])
+@pytest.mark.parametrize("n_sm", [1, 2, 5, 132])
+def test_fixed_parts_are_enough(n_sm: int, view: dict[str, int]) -> None:
+    """The parts of any token, whose bounds are multiples of its part size, are no more than blocks are launched for."""
+    run = Run(8, 5000, DeviceLimits((9, 0), n_sm, 232448, 233472, 1 << 20, "some SMs"), independent=True)
+    q, cache = run.input("q", 4 * 64), run.graph.cache("k", 64, T.F16)
+    head = HeadSlice(cache, 0, 64, 64)
+    node = run.graph.attention([HeadSlice(q, 0, 64, 64)], [head], head, "kqv", n_head=4, n_head_kv=1, scale=1.0,
+                               flash=True, **view)  # fmt: skip
+    assert isinstance(node.op, FlashAttn)
+    low = Lowering({Rows.TOKENS: 8, Rows.OUTPUTS: 1, Rows.KV: 5000}, 5000, run.limits, 0, True)
+    plan = SplitPlan.of(low, node.op, lambda c: (16, 64, 3))
+    for pos in (0, 63, 64, 255, 256, 700, 1023, 1024, 4000, 4999):
+        counts = Counts(1, 1, pos + 1, 1, pos + 1).bucket(low.max_rows)
+        n, fixed = plan.parts(counts, 16, 64, 3), plan.fixed(counts)
+        seen = min([pos + 1, *view.values()])
+        size = 64 * max(PART_LEAST, math.ceil(math.ceil(seen / 64) / fixed))
+        first = node.op.first_seen(pos)
+        assert n == 1 or n >= pos // size - max(first - 7, 0) // size + 1
+        assert n <= fixed + 2
 
 
 def test_tiles_are_enough() -> None:
@@ -146,7 +160,9 @@ def test_tiles_are_enough() -> None:
     for _ in range(300):
         group, rows = int(rng.integers(1, 130)), int(rng.choice([16, 32, 64, 128]))
         tokens = rng.integers(1, 20, rng.integers(1, 9))
-        exact = sum(-(-int(t) * group // rows) for t in tokens)
+        exact = sum(math.ceil(int(t) * group / rows) for t in tokens)
         counts = Counts(int(tokens.sum()), 1, 100, len(tokens), 100)
         assert exact <= count_tiles(counts, group, rows) <= exact + len(tokens) - 1
+        in_two = sum(math.ceil(n * group / rows) for t in tokens for n in (int(t) // 3, int(t) - int(t) // 3))
+        assert in_two <= count_tiles(counts, group, rows, 2)
         assert counts[Rows.TOKENS] == tokens.sum()

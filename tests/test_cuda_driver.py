@@ -60,6 +60,16 @@ def test_out_of_memory_says_who_has_it() -> None:
     ]
 
 
+def test_no_memory_for_graphs_is_an_error_of_its_own() -> None:
+    text = run_scenario("no_memory_for_graphs", FAKE_CUDA_GRAPHS=1)
+    assert text == "NoGraphMemory Fake GPU 0: no memory for a captured graph (cuGraphInstantiate)\n"
+
+
+def test_host_memory_is_registered_or_not() -> None:
+    assert run_scenario("registered") == "True 1\n"
+    assert run_scenario("registered", FAKE_CUDA_REGISTER=0) == "False 0\n"
+
+
 def test_failed_kernel_is_named() -> None:
     lines = run_scenario("failed_launch").splitlines()
     assert lines[0] == (

@@ -14,9 +14,10 @@ from cuda_sessions import Opener, config, tokens, transcript, written
 from factories import tiny_model
 from gguf_files import write_model
 
-from ikcli.backends.cuda.device import CudaError
+from ikcli.backends.cuda.device import CudaError, NoGraphMemory
 from ikcli.engine import gpus
 from ikcli.engine.batch import Batch
+from ikcli.engine.run_device import RESERVE_BYTES
 from ikcli.engine.session import Session
 from ikcli.errors import NonFiniteError
 
@@ -228,7 +229,7 @@ def test_everything_is_given_back(folder, opener) -> None:
         with Session.open(config(written(folder, "llama"), **changes)) as session:
             transcript(session)
         device = opener.devices["CUDA0"]
-        assert not device.owners()
+        assert not device.owners() and not device.events and not device.n_streams
         session.close()  # again
 
 
@@ -237,6 +238,52 @@ def test_too_little_memory_is_said_before_anything_is_copied(folder, opener, mon
     with pytest.raises(CudaError, match=r"out of memory.*the run") as caught:
         Session.open(config(written(folder, "llama")))
     assert "-ngl" in str(caught.value) and not opener.devices["CUDA0"].owners()
+
+
+def test_memory_is_left_for_kernels_and_graphs(folder, opener, monkeypatch) -> None:
+    """Exactly what is planned is not enough."""
+    with Session.open(config(written(folder, "llama"))) as session:
+        planned = sum(session.memory()["CUDA0"].values())
+    for more, fits in ((RESERVE_BYTES - 1, False), (RESERVE_BYTES, True)):
+        monkeypatch.setattr(EmulatedDevice, "memory", lambda self, n=planned + more: (n, 2 * n))
+        if fits:
+            Session.open(config(written(folder, "llama"))).close()
+            continue
+        with pytest.raises(CudaError, match=r"0\.25 GiB kernels and captured graphs"):
+            Session.open(config(written(folder, "llama")))
+
+
+def test_without_memory_for_graphs_kernels_are_launched_one_by_one(folder, opener, monkeypatch, capsys) -> None:
+    """All graphs are dropped, that bucket is run without, others try again; one line says so."""
+    with Session.open(config(written(folder, "deepseek3"), cpu_moe=True)) as session:
+        wanted = [transcript(session) for _ in range(3)]
+    capture, failures = EmulatedDevice.capture, iter([False, False, True])
+
+    def refusing(self: EmulatedDevice, stream: Any, work: Any) -> Any:
+        if next(failures, False):
+            raise NoGraphMemory("no memory")
+        return capture(self, stream, work)
+
+    monkeypatch.setattr(EmulatedDevice, "capture", refusing)
+    capsys.readouterr()
+    with Session.open(config(written(folder, "deepseek3"), cpu_moe=True)) as session:
+        found = [transcript(session) for _ in range(3)]
+    np.testing.assert_array_equal(found, wanted)
+    lines = [x for x in capsys.readouterr().err.splitlines() if "no memory for captured graphs" in x]
+    assert len(lines) == 1 and "launched kernel by kernel" in lines[0]
+
+
+def test_timed_runs_and_streamed_weights_free_their_events(folder, opener) -> None:
+    settings = {"cpu_moe": True, "offload_min_batch": 1, "profile": True}
+    with Session.open(config(written(folder, "qwen3moe"), **settings)) as session:
+        device = opener.devices["CUDA0"]
+        single(session, tokens(5))
+        assert device.registered
+        events, streams = len(device.events), device.n_streams
+        for n in (1, 5):
+            single(session, tokens(n))
+        assert (len(device.events), device.n_streams) == (events, streams)
+    assert not device.events and not device.n_streams and not device.registered
 
 
 def test_without_gpu_layers_no_gpu_is_opened(folder, opener) -> None:

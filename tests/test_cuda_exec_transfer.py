@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cuda_emulation import EmulatedDevice, as_array, needs_emulation
+from cuda_emulation import EmulatedDevice, as_array, emulation_only, needs_emulation
 
 from ikcli.backends.cuda import transfer, upload
 from ikcli.gguf.constants import GGMLType
@@ -16,13 +16,17 @@ pytestmark = needs_emulation
 PLAIN = [t.type for t in TYPES.values() if t.cuda and t.rows == 1]
 
 
-def sent(w: Weight, data: np.ndarray, largest: int) -> np.ndarray:
+def sent(w: Weight, data: np.ndarray, largest: int, pin: bool = False) -> np.ndarray:
     """What lies on the device afterwards."""
     device = EmulatedDevice()
     memory = device.alloc(upload.device_bytes(w), "weights")
     way = transfer.Transfer(device, largest)
+    if pin:
+        way.pin([data[:100], data])
+        assert len(device.registered) == 1
     way.send(w, data, memory.address)
     way.close()
+    assert not device.registered
     found = as_array(memory.address, memory.n_bytes).copy()
     device.close()
     return found
@@ -51,3 +55,29 @@ def test_chunks(name, rng) -> None:
     rows = 4 if name.endswith("_R4") else 3
     largest = rows * max(row_size(type_, 256), upload.device_row_bytes(type_, 256)) + 5
     np.testing.assert_array_equal(sent(w, data, largest), wanted)
+
+
+@emulation_only
+@pytest.mark.parametrize(("name", "direct"), [("Q4_K", True), ("Q4_K_R4", False)])
+def test_pinned_memory_is_read_where_it_is(name, direct, rng, monkeypatch) -> None:
+    """Only interleaved rows go through a buffer."""
+    type_ = GGMLType[name]
+    w = Weight("w", type_, (256, 16))
+    data = rng.integers(0, 256, 16 * row_size(type_, 256), dtype=np.uint8)
+    wanted = np.zeros(upload.device_bytes(w), np.uint8)
+    upload.convert(data, w, wanted)
+    used: list[int] = []
+    buffer = transfer.Transfer._buffer
+    monkeypatch.setattr(transfer.Transfer, "_buffer", lambda self, n: [used.append(n), buffer(self, n)][1])
+    np.testing.assert_array_equal(sent(w, data, 4000, pin=True), wanted)
+    assert (not used) == direct
+
+
+@emulation_only
+def test_no_more_than_half_of_the_memory_is_pinned(monkeypatch) -> None:
+    device = EmulatedDevice()
+    way = transfer.Transfer(device, 1000)
+    monkeypatch.setattr(transfer.os, "sysconf", lambda name: 3)  # pages
+    way.pin([np.zeros(2 * 4096, np.uint8)])
+    assert not device.registered
+    way.close()

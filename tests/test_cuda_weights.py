@@ -6,12 +6,14 @@ with float64 sums over decoded weights and quantized activations. Work memory st
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cuda_emulation import EmulatedDevice, needs_emulation
+from cuda_emulation import EmulatedDevice, emulation_only, needs_emulation, run_kernel
 from cuda_weights import ProductRun, activations, check, device_rows, product
 from weight_bytes import fitting, stored
 
@@ -293,3 +295,22 @@ def test_few_tiles_are_divided_by_columns(type_: T) -> None:
     run.run(run.graph.mul_mat(w, run.input("x", activations(10, 64)), "y"))
     launches = {r.kernel: r for r in run.program.launches(Counts(3000, 1, 3000))}
     assert launches["mm_q8_0"].grid == (20, 47, 1) and "weights_add_parts" not in launches
+
+
+@emulation_only
+@pytest.mark.parametrize("grid", [(1, 1), (7, 1), (5, 16), (288, 32), (3, 37)])
+def test_tiles_of_products_are_visited_in_groups(grid: tuple[int, int], tmp_path: Path) -> None:
+    """Every tile once; blocks that run together (three on each of 132 SMs) share weight rows and activation rows."""
+    source = tmp_path / "order.cu"
+    source.write_text(
+        '#include "weights_gemm.cuh"\nextern "C" __global__ void __launch_bounds__(32) order(int* out) {\n'
+        "  const Place p = place_of();\n  int* to = out + 2 * (blockIdx.y * gridDim.x + blockIdx.x);\n"
+        "  if (threadIdx.x == 0) to[0] = p.weights, to[1] = p.tokens;\n}\n"
+    )
+    order = np.full((grid[0] * grid[1], 2), -1, np.int32)
+    run_kernel("order", grid, 32, order, source=source)
+    assert len({tuple(x) for x in order.tolist()}) == len(order)
+    assert (order >= 0).all() and (order < grid).all()
+    reads = sum(len(set(order[i : i + 396, 0].tolist())) for i in range(0, len(order), 396))
+    waves = math.ceil(len(order) / 396)
+    assert reads <= grid[0] * math.ceil(grid[1] / 16) + 2 * waves

@@ -17,6 +17,7 @@ import json
 import lzma
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,7 @@ class Usage:
     spills: int  # bytes stored and loaded
     stack: int
     shared: int  # static
+    loop: int  # instructions of the longest loop
 
 
 def sources(path: Path) -> list[Path]:
@@ -139,9 +141,36 @@ def ptxas() -> Path:
     return Path(str(package.locate_file(found)))
 
 
+def loops(cubin: bytes, target: str) -> dict[str, int]:
+    """Instructions of the longest loop of every kernel: the farthest branch backwards in its section of the ELF file.
+
+    Instructions have 16 bytes. Branches (opcode 0x947) count words of 4 bytes from the next instruction on, in bits 34
+    to 81; from sm_90 on those are the upper bits, the lower eight are bits 16 to 23.
+    """
+    table, (size, n, strings) = struct.unpack_from("<Q", cubin, 40)[0], struct.unpack_from("<3H", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(n)]
+    names, found = sections[strings][4], {}
+    for name_at, _, _, _, start, length in sections:
+        name = cubin[names + name_at : cubin.index(b"\0", names + name_at)].decode()
+        if not name.startswith(".text."):
+            continue
+        longest = 0
+        for at in range(start, start + length, 16):
+            word = int.from_bytes(cubin[at : at + 16], "little")
+            if word & 0xFFF != 0x947:
+                continue
+            words, bits = word >> 34 & (1 << 48) - 1, 48
+            if int(target.removeprefix("sm_")) >= 90:
+                words, bits = words << 8 | word >> 16 & 255, 56
+            if words >> (bits - 1):
+                longest = max(longest, ((1 << bits) - words) // 4)
+        found[name.removeprefix(".text.")] = longest
+    return found
+
+
 def assemble(ptx: str, target: str) -> dict[str, Usage]:
     """Assemble PTX for one target; results are cached by the text. Raises BuildError."""
-    key = hashlib.sha256(f"{ASSEMBLER} {target} {ptx}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{ASSEMBLER} {target} loop {ptx}".encode()).hexdigest()[:32]
     cached = cache_root() / "ptx-usage" / f"{key}.json"
     try:
         return {name: Usage(*numbers) for name, numbers in json.loads(cached.read_text()).items()}
@@ -149,21 +178,24 @@ def assemble(ptx: str, target: str) -> dict[str, Usage]:
         pass
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernels.ptx"
+        cubin = source.with_suffix(".cubin")
         source.write_text(ptx)
-        command = [str(ptxas()), f"-arch={target}", "-v", str(source), "-o", str(Path(folder) / "kernels.cubin")]
+        command = [str(ptxas()), f"-arch={target}", "-v", str(source), "-o", str(cubin)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise BuildError(f"PTX does not assemble for {target}: {result.stderr[:4000]}")
+        if result.returncode:
+            raise BuildError(f"PTX does not assemble for {target}: {result.stderr[:4000]}")
+        longest = loops(cubin.read_bytes(), target)
     log = result.stderr
     usage = {}
     for name, stack, stores, loads, registers, rest in _USED.findall(log):
         shared = re.search(r"(\d+) bytes smem", rest)
-        usage[name] = Usage(int(registers), int(stores) + int(loads), int(stack), int(shared[1]) if shared else 0)
+        usage[name] = Usage(int(registers), int(stores) + int(loads), int(stack), int(shared[1]) if shared else 0,
+                            longest[name])  # fmt: skip
     if set(usage) != set(entries(ptx)):
         raise BuildError(f"the assembler's report for {target} lacks {sorted(set(entries(ptx)) - set(usage))}")
     cached.parent.mkdir(parents=True, exist_ok=True)
     part = cached.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps({n: (u.registers, u.spills, u.stack, u.shared) for n, u in usage.items()}))
+    part.write_text(json.dumps({n: (u.registers, u.spills, u.stack, u.shared, u.loop) for n, u in usage.items()}))
     part.replace(cached)
     return usage
 
@@ -195,6 +227,7 @@ def build(path: Path, targets: Iterable[str] = TARGETS) -> tuple[str, dict[str, 
             "static_shared": max(used[name].shared for used in usage.values()),
             "registers": {target: used[name].registers for target, used in usage.items()},
             "spills": {target: used[name].spills for target, used in usage.items() if used[name].spills},
+            "loop": usage["sm_90"][name].loop if "sm_90" in usage else 0,
         }
         for name, (types, threads) in sorted(bounds.items())
     }
@@ -262,7 +295,8 @@ def check(paths: list[Path], jobs: int) -> list[str]:
             for name, k in facts["kernels"].items():
                 numbers = " ".join(f"{r:3}" for r in k["registers"].values())
                 print(
-                    f"  {name:40} {numbers}  threads {k['max_threads']} shared {k['static_shared']} args {k['types']}"
+                    f"  {name:40} {numbers}  threads {k['max_threads']} shared {k['static_shared']} loop {k['loop']} "
+                    f"args {k['types']}"
                 )
             wrong += faulty
     return wrong

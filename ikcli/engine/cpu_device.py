@@ -69,6 +69,7 @@ class CpuDevice:
         n_cells: int,
         independent: bool,
         streamed: Collection[str] = (),
+        window_cells: int = 0,
         result: Node | None = None,
     ) -> CpuTurns:
         """Lower the turns one after the other; nothing is allocated. `result`: a value that stays in work memory.
@@ -76,6 +77,7 @@ class CpuDevice:
         `independent`: for generation; up to INDEPENDENT_ROWS tokens, results of a token are bit for bit the same
         whatever else is in the micro-batch.
         """
+        del streamed, window_cells  # nothing is copied; rows in RAM are found by their bytes alone
         low = Lowering(rows, self.n_threads, n_cells, independent)
         spans: list[tuple[int, int]] = []
         for turn in turns:

@@ -18,7 +18,7 @@ from ikcli.backends.cuda.lower import Op, Program, Ref
 from ikcli.backends.cuda.transfer import Transfer
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.model import Model
-from ikcli.engine.run_device import Bytes
+from ikcli.engine.run_device import RESERVE_BYTES, Bytes
 from ikcli.engine.timed_ops import TimedOp, work_of
 from ikcli.graph import Cache, Node, Weight
 from ikcli.log import progress as progress_bar
@@ -58,8 +58,9 @@ class GpuDevice(CudaBackend):
     def check_memory(self, sizes: Mapping[str, int]) -> None:
         """OutOfMemory, with a table of what is wanted, before anything is copied."""
         free, total = self.device.memory()
-        if sum(sizes.values()) > free:
-            raise OutOfMemory(self.limits.name, "the run", sum(sizes.values()), free, total, dict(sizes))
+        wanted = {**sizes, "kernels and captured graphs": RESERVE_BYTES}
+        if sum(sizes.values()) and sum(wanted.values()) > free:
+            raise OutOfMemory(self.limits.name, "the run", sum(wanted.values()), free, total, wanted)
 
     # --- weights ----------------------------------------------------------------------------------------------------
     def weight_bytes(self, model: Model, names: Sequence[str]) -> int:
@@ -140,23 +141,27 @@ class GpuDevice(CudaBackend):
         """Run a turn launch by launch, each between two events."""
         span, inner, device = program.spans[turn], program.program, self.device
         before, after = device.event(timing=True), device.event(timing=True)
-        self.take_in(program, span)
-        for node, first, stop in inner.node_ops():
-            if not span.first <= first < span.stop:
-                continue
-            for i in range(first, stop):
-                self.load_for(program, span, i, i + 1)
-                for launch in inner.launches(self._counts, i, i + 1):
-                    device.record(self._stream, before)
-                    device.launch(self._stream, launch)
-                    device.record(self._stream, after)
-                    device.synchronize(self._stream)
-                    n_bytes, n_ops = self._work(inner, inner.ops[i], state)
-                    yield TimedOp(node, launch.kernel, device.elapsed(before, after) / 1e3, n_bytes, n_ops)
-            if show and inner.has_output(node):
-                yield TimedOp(node, "shown", 0.0, 0, 0, self._value(inner, node, _rows(node, state)))
-        self.give_out(program, span)
-        device.record(self._stream, program.events[turn])
+        try:
+            self.take_in(program, span)
+            for node, first, stop in inner.node_ops():
+                if not span.first <= first < span.stop:
+                    continue
+                for i in range(first, stop):
+                    self.load_for(program, span, i, i + 1)
+                    for launch in inner.launches(self._counts, i, i + 1):
+                        device.record(self._stream, before)
+                        device.launch(self._stream, launch)
+                        device.record(self._stream, after)
+                        device.synchronize(self._stream)
+                        n_bytes, n_ops = self._work(inner, inner.ops[i], state)
+                        yield TimedOp(node, launch.kernel, device.elapsed(before, after) / 1e3, n_bytes, n_ops)
+                if show and inner.has_output(node):
+                    yield TimedOp(node, "shown", 0.0, 0, 0, self._value(inner, node, _rows(node, state)))
+            self.give_out(program, span)
+            device.record(self._stream, program.events[turn])
+        finally:
+            device.free_event(before)
+            device.free_event(after)
 
     def _work(self, program: Program, op: Op, state: StepBlock) -> tuple[int, int]:
         """See `work_of`, for launches that read the weights."""
@@ -180,6 +185,7 @@ class GpuDevice(CudaBackend):
         for slab in self._slabs:
             self.device.free(slab)
         self._slabs.clear()
+        self.device.free_stream(self._stream)
         self.device.close()
 
 

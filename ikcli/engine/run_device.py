@@ -18,6 +18,8 @@ from ikcli.graph.split import Turn
 Bytes = npt.NDArray[np.uint8]
 Observer = Callable[[Node, npt.NDArray[np.generic]], None]
 CPU = "CPU"
+RESERVE_BYTES = 256 << 20
+"""Left free on a GPU beside what is planned: code of kernels, the graphs that a backend keeps at most (an estimate)."""
 
 
 class RunDevice(Protocol):
@@ -68,8 +70,10 @@ class RunDevice(Protocol):
         n_cells: int,
         independent: bool,
         streamed: Collection[str] = (),
+        window_cells: int = 0,
     ) -> Any:
-        """Lower the turns. `streamed`: weights in RAM that are copied to the device in every step."""
+        """Lower the turns. `streamed`: weights in RAM that are copied to the device in every step; `window_cells`:
+        cells of caches of windows."""
 
     def bind(
         self,

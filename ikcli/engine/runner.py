@@ -161,7 +161,14 @@ class Runner:
             numbers.append(counts[turn.device])
             counts[turn.device] += 1
         parts = {
-            name: part.plan([t for t in turns if t.device == name], rows, self._n_cells, independent, streamed)
+            name: part.plan(
+                [t for t in turns if t.device == name],
+                rows,
+                self._n_cells,
+                independent,
+                streamed,
+                self._n_seq * self._n_window,
+            )
             for name, part in self.parts.items()
             if counts[name]
         }

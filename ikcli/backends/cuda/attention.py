@@ -17,13 +17,13 @@ from functools import partial
 
 import numpy as np
 
-from ikcli.backends.cuda.attention_parts import Parts, count_tiles
+from ikcli.backends.cuda.attention_parts import Parts
 from ikcli.backends.cuda.kv_layout import FLOATS, KERNEL_TYPES, kernel_type
 from ikcli.backends.cuda.lower import N_EXACT, RULES, Arg, Counts, Lowering, Ref
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
-from ikcli.graph import Cache, HeadSlice, Node, Rows
+from ikcli.graph import Cache, HeadSlice, Node, Per, Rows
 from ikcli.graph.ops_attention import Attention, Attn, FlashAttn, KvRows, KvStore
 from ikcli.graph.ops_rows import Hadamard
 
@@ -37,6 +37,8 @@ HEADS: dict[tuple[int, int], tuple[int, int]] = {
 _LOG2E = 1.4426950408889634
 _THREADS = 256
 When = Callable[[Counts], bool]
+View = tuple[int, int]  # window, chunk of what queries see
+_ALL: View = (0, 0)
 
 
 def _up(n: int, by: int) -> int:
@@ -55,6 +57,15 @@ def _option(cache: Cache) -> str:
     return "-ctv" if cache.kind in ("v", "kv_t") else "-ctk"
 
 
+IN_CELLS, IN_ROWS, IN_WINDOW = range(3)  # where rows are (attn_tiles.cuh: row_base)
+
+
+def _place(source: Node | Cache) -> np.int32:
+    if isinstance(source, Node):
+        return np.int32(IN_ROWS)
+    return np.int32(IN_WINDOW if source.per is Per.WINDOW else IN_CELLS)
+
+
 # --- the cache --------------------------------------------------------------------------------------------------------
 @RULES.add(KvStore, "cache x offset n_cols cache_offset")
 def kv_store(low: Lowering, node: Node, op: KvStore) -> None:
@@ -64,9 +75,10 @@ def kv_store(low: Lowering, node: Node, op: KvStore) -> None:
     source = low.out(x) + 4 * offset
     if not _is_block_type(cache.type):
         size = traits.type_size
-        cell, col = (size, size * low.n_cells) if cache.transposed else (size * cache.cols, size)
+        cell, col = (size, size * low.cells(cache)) if cache.transposed else (size * cache.cols, size)
         low.emit("kv_store_float", lambda c: _up(c.n_tokens * cols, _THREADS), _THREADS, 0, low.state, source, x.cols,
-                 np.int32(cols), low.cache(cache) + cache_offset * col, cell, col, np.int32(type_))  # fmt: skip
+                 np.int32(cols), low.cache(cache) + cache_offset * col, cell, col, np.int32(type_),
+                 _place(cache))  # fmt: skip
         return
     if cache.transposed:
         raise UnsupportedError(
@@ -81,19 +93,21 @@ def kv_store(low: Lowering, node: Node, op: KvStore) -> None:
         if (cols, cache_offset) != (cache.cols, 0):
             raise UnsupportedError(f"rows of a {traits.name} cache have one scale and must be written at once")
         low.emit("kv_store_rows", lambda c: _up(c.n_tokens, 8), _THREADS, 0, low.state, source, x.cols, np.int32(cols),
-                 low.cache(cache), low.n_cells)  # fmt: skip
+                 low.cache(cache), low.cells(cache), _place(cache))  # fmt: skip
         return
     blocks = cols // 32
     low.emit("kv_store_blocks", lambda c: _up(c.n_tokens * blocks, 8), _THREADS, 0, low.state, source, x.cols,
-             np.int32(blocks), low.cache(cache), low.n_cells, np.int32(cache.cols // 32), np.int32(cache_offset // 32),
-             np.int32(type_))  # fmt: skip
+             np.int32(blocks), low.cache(cache), low.cells(cache), np.int32(cache.cols // 32),
+             np.int32(cache_offset // 32), np.int32(type_), _place(cache))  # fmt: skip
 
 
 @RULES.add(KvRows, "cache offset n_cols")
 def kv_rows(low: Lowering, node: Node, op: KvRows) -> None:
     """Cached columns as compact f32 rows."""
     _check_blocks(op.cache, op.offset, node.cols)
-    _emit_rows(low, op.cache, op.offset, node.cols, "f32", low.out(node), None)
+    if op.cache.per is Per.WINDOW:
+        raise UnsupportedError(f"{node.name}: a cache of windows does not have all positions; add --swa-full")
+    _emit_rows(low, op.cache, op.offset, node.cols, "f32", low.out(node), None, _ALL)
 
 
 def _check_blocks(cache: Cache, *columns: int) -> None:
@@ -106,29 +120,33 @@ def _check_blocks(cache: Cache, *columns: int) -> None:
 
 
 def _emit_rows(
-    low: Lowering, source: Cache | Node, offset: int, cols: int, to: str, out: Ref, when: When | None
+    low: Lowering, source: Cache | Node, offset: int, cols: int, to: str, out: Ref, when: When | None, view: View
 ) -> None:
-    """Columns offset.. of every cached position, from a cache or from compact rows of a node, as rows of type `to`."""
+    """Columns offset.. of every cached position that queries see, from a cache or from compact rows of a node, as rows
+    of type `to`."""
     if isinstance(source, Node):
         at, type_, blocks, row, col = low.out(source), KERNEL_TYPES[GGMLType.F32], 0, 4 * source.cols, 4
     else:
         size, quantized = TYPES[source.type].type_size, _is_block_type(source.type)
         at, type_, blocks = low.cache(source), kernel_type(source.type), source.cols // 32 if quantized else 0
-        row, col = (size, size * low.n_cells) if source.transposed else (size * source.cols, size)
+        row, col = (size, size * low.cells(source)) if source.transposed else (size * source.cols, size)
     groups = _up(cols, 16)
-    low.emit(f"kv_rows_{to}", lambda c: _up(c.n_kv * groups, _THREADS), _THREADS, 0, low.state, at, low.n_cells,
-             np.int32(blocks), row, col, np.int32(type_), np.int32(isinstance(source, Node)), np.int32(offset),
-             np.int32(cols), out, when=when)  # fmt: skip
+    low.emit(f"kv_rows_{to}", lambda c: _up(c.n_kv * groups, _THREADS), _THREADS, 0, low.state, at,
+             low.cells(source) if isinstance(source, Cache) else low.n_cells, np.int32(blocks), row, col,
+             np.int32(type_), _place(source), np.int32(offset), np.int32(cols), out, *map(np.int32, view),
+             when=when)  # fmt: skip
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
-@RULES.add(FlashAttn, "q k v n_head n_head_kv scale wide")
-@RULES.add(Attn, "q k v n_head n_head_kv scale heads_per_step wide")
+@RULES.add(FlashAttn, "q k v n_head n_head_kv scale window chunk sinks softcap wide")
+@RULES.add(Attn, "q k v n_head n_head_kv scale heads_per_step window chunk sinks softcap wide")
 def attention(low: Lowering, node: Node, op: Attention) -> None:
     """Causal attention within each segment."""
     for part in (*op.k, op.v):
         if isinstance(part.source, Cache):
             _check_blocks(part.source, part.offset, part.width, part.head_stride)
+    if op.sinks is not None and op.sinks.type != GGMLType.F32:
+        raise UnsupportedError(f"{op.sinks.name}: sinks of attention must be f32 numbers")
     if _is_absorbed(op):
         _mla(low, node, op)
     elif (tiled := _tiled(op)) is not None:
@@ -146,7 +164,14 @@ def _is_absorbed(op: Attention) -> bool:
         and (k[0].source.cols, k[0].offset, k[0].width, v.width) == (MLA_K, 0, MLA_K, MLA_V)
         and ((v.source == k[0].source and v.offset == MLA_ROPE) or _same_latent(op))
         and _cut(op.q, MLA_ROPE) is not None
+        and _in_fours(op.q)
+        and (op.window, op.chunk, op.sinks, op.softcap) == (0, 0, None, 0.0)
     )
+
+
+def _in_fours(q: tuple[HeadSlice, ...]) -> bool:
+    """Whether kernels can read queries in vectors of four."""
+    return not any(x % 4 for p in q for x in (p.offset, p.head_stride, p.node.cols))
 
 
 def _same_latent(op: Attention) -> bool:
@@ -179,6 +204,15 @@ def _query(low: Lowering, part: HeadSlice) -> tuple[Arg, Arg, Arg]:
 def _scale(op: Attention) -> np.float32:
     """For scores in base 2."""
     return np.float32(np.float32(op.scale) * _LOG2E)
+
+
+def _view(low: Lowering, op: Attention) -> tuple[Arg, Arg, Arg, Arg]:
+    """What queries see and what happens to scores: window, chunk, sinks, softcap."""
+    return np.int32(op.window), np.int32(op.chunk), _sinks(low, op), np.float32(op.softcap)
+
+
+def _sinks(low: Lowering, op: Attention) -> Arg:
+    return 0 if op.sinks is None else low.weight(op.sinks)
 
 
 # ... absorbed MLA
@@ -216,22 +250,22 @@ def _mla(low: Lowering, node: Node, op: Attention) -> None:
         two = rows == 16 and kind != "any" and 2 * (mla_shared(kind, rows) + 1024) <= low.device.shared_per_sm
         return rows, MLA_BLOCK, 2 if two and kind in ("f16", "bf16") else 1
 
-    data, compact = low.cache(cache), 0
+    data, place = low.cache(cache), IN_CELLS
     if cache.type == GGMLType.F32:
-        data, compact = _compact(low, cache, 0, MLA_K, "f16", None), 1
+        data, place = _compact(low, cache, 0, MLA_K, "f16", None, _ALL), IN_ROWS
     cut = _cut(op.q, MLA_ROPE)
     assert cut is not None
     parts = Parts.of(low, node, op, shapes)
     for rows in sizes:
-        low.emit(f"attn_mla_{kind}_r{rows}", partial(_mla_grid, parts, heads, rows), _THREADS, mla_shared(kind, rows),
+        low.emit(f"attn_mla_{kind}_r{rows}", partial(_mla_grid, parts, rows), _THREADS, mla_shared(kind, rows),
                  low.state, *_query(low, cut[0]), *_query(low, cut[1]), data, low.n_cells,
-                 np.int32(kernel_type(cache.type)), np.int32(compact), *parts.refs, np.int32(heads), *parts.args,
+                 np.int32(kernel_type(cache.type)), np.int32(place), *parts.refs, np.int32(heads), *parts.args,
                  _scale(op), when=partial(_same, rows_of, rows))  # fmt: skip
     parts.combine(low)
 
 
-def _mla_grid(parts: Parts, heads: int, rows: int, c: Counts) -> tuple[int, int, int]:
-    return count_tiles(c, heads, rows), parts.count(c), 1
+def _mla_grid(parts: Parts, rows: int, c: Counts) -> tuple[int, int, int]:
+    return parts.tiles(c, rows), parts.count(c), 1
 
 
 def _many(few: When, rows_of: Callable[[Counts], int], rows: int, c: Counts) -> bool:
@@ -257,7 +291,7 @@ def _tiled(op: Attention) -> _Tiled | None:
     q, k, v = op.q, op.k, op.v
     width = sum(p.width for p in k)
     parts = HEADS.get((width, v.width))
-    if parts is None or any(p.offset % 16 or p.head_stride % 16 for p in (*k, v)):
+    if parts is None or any(p.offset % 16 or p.head_stride % 16 for p in (*k, v)) or not _in_fours(q):
         return None
     if any(isinstance(p.source, Cache) and (p.source.transposed or p.source.cols % 8) for p in (*k, v)):
         return None
@@ -297,7 +331,7 @@ def _heads(low: Lowering, node: Node, op: Attention, tiled: _Tiled) -> None:
 
     def shapes(c: Counts) -> tuple[int, int, int]:
         if few(c):
-            by_registers = 2 if tiled.k_width > 128 or _decode_kind(op) == "any" else 3
+            by_registers = 2 if tiled.k_width > 128 or _decode_kind(op) in ("any", "q8") else 3
             return 16, DECODE_BLOCK, min(by_registers, max(1, on_sm // (decode_shared(tiled.k_width, v.width) + 1024)))
         rows, shared = rows_of(c), prefill_shared(rows_of(c), tiled.k_width, v.width)
         return rows, prefill_block(tiled.k_width), min(2 if rows == 64 else 1, max(1, on_sm // (shared + 1024)))
@@ -308,50 +342,53 @@ def _heads(low: Lowering, node: Node, op: Attention, tiled: _Tiled) -> None:
     if not tiled.direct or most > N_EXACT:
         for rows in (64, 128):
             _prefill(low, op, tiled, parts, rows, partial(_many, few, rows_of, rows), few)
-    parts.combine(low)
+    parts.combine(low, _sinks(low, op))
+
+
+_DECODE_KINDS = {GGMLType.F16: "f16", GGMLType.BF16: "bf16", GGMLType.Q8_0: "q8"}
 
 
 def _decode_kind(op: Attention) -> str:
-    """16-bit caches of one type have kernels of their own."""
-    types = {p.source.type if isinstance(p.source, Cache) else None for p in (op.k[0], op.v)}
-    return "f16" if types == {GGMLType.F16} else "bf16" if types == {GGMLType.BF16} else "any"
+    """K and V of one of the usual types have kernels of their own."""
+    types = {p.source.type if isinstance(p.source, Cache) else GGMLType.F32 for p in (op.k[0], op.v)}
+    return _DECODE_KINDS.get(types.pop(), "any") if len(types) == 1 else "any"
 
 
 def _decode(low: Lowering, op: Attention, tiled: _Tiled, parts: Parts, when: When | None) -> None:
     k, v, n_head, n_head_kv = op.k[0], op.v, op.n_head, op.n_head_kv
     low.emit(
         f"attn_decode_{tiled.k_width}_{_decode_kind(op)}",
-        lambda c: (count_tiles(c, n_head // n_head_kv, 16), n_head_kv, parts.count(c)), 128,
+        lambda c: (parts.tiles(c, 16), n_head_kv, parts.count(c)), 128,
         decode_shared(tiled.k_width, v.width), low.state, *_query(low, op.q[0]),
-        *_rows_of_any(low, k), *_rows_of_any(low, v), low.n_cells, *parts.refs, np.int32(n_head), np.int32(n_head_kv),
-        *parts.args, _scale(op), when=when,
+        *_rows_of_any(low, k), *_rows_of_any(low, v), *parts.refs, np.int32(n_head), np.int32(n_head_kv),
+        *parts.args, _scale(op), *_view(low, op), when=when,
     )  # fmt: skip
 
 
 def _rows_of_any(low: Lowering, part: HeadSlice) -> tuple[Arg, ...]:
-    """Address, blocks (elements) per row, type, first column, columns per head, compact."""
+    """Address, blocks (elements) per row, type, first column, columns per head, place, cells."""
     source = part.source
     if isinstance(source, Node):
         at, per_row, type_ = low.out(source), source.cols, KERNEL_TYPES[GGMLType.F32]
     else:
         per_row = source.cols // 32 if _is_block_type(source.type) else source.cols
         at, type_ = low.cache(source), kernel_type(source.type)
-    compact = isinstance(source, Node)
-    return at, *(np.int32(x) for x in (per_row, type_, part.offset, part.head_stride, compact))
+    numbers = (np.int32(x) for x in (per_row, type_, part.offset, part.head_stride))
+    return at, *numbers, _place(source), low.cells(source) if isinstance(source, Cache) else low.n_cells
 
 
 def _prefill(low: Lowering, op: Attention, tiled: _Tiled, parts: Parts, rows: int, when: When, few: When) -> None:
     v, n_head, n_head_kv = op.v, op.n_head, op.n_head_kv
     slices = [*(p for p in tiled.k if p is not None), v]
     bf16 = any(isinstance(p.source, Cache) and p.source.type == GGMLType.BF16 for p in slices)
-    rows_16 = _Rows16(low, slices, n_head_kv, "bf16" if bf16 else "f16", lambda c: not few(c))
+    rows_16 = _Rows16(low, slices, n_head_kv, "bf16" if bf16 else "f16", lambda c: not few(c), (op.window, op.chunk))
     k = [rows_16.args(p if p is not None else tiled.k[0]) for p in tiled.k]
     q = [_query(low, p if p is not None else tiled.q[0]) for p in tiled.q]
     low.emit(
         f"attn_prefill_{tiled.k_width}_{'bf16' if bf16 else 'f16'}_r{rows}",
-        lambda c: (count_tiles(c, n_head // n_head_kv, rows), n_head_kv, parts.count(c)), 2 * rows,
+        lambda c: (parts.tiles(c, rows), n_head_kv, parts.count(c)), 2 * rows,
         prefill_shared(rows, tiled.k_width, v.width), low.state, *q[0], *q[1], *k[0], *k[1], *rows_16.args(v),
-        *parts.refs, np.int32(n_head), np.int32(n_head_kv), *parts.args, _scale(op), when=when,
+        *parts.refs, np.int32(n_head), np.int32(n_head_kv), *parts.args, _scale(op), *_view(low, op), when=when,
     )  # fmt: skip
 
 
@@ -364,16 +401,17 @@ class _Rows16:
     n_head_kv: int
     to: str
     when: When
+    view: View
 
     def args(self, part: HeadSlice) -> tuple[Arg, ...]:
         """Address, bytes per row and per head, compact."""
         source = part.source
         if isinstance(source, Cache) and TYPES[source.type].name == self.to:
             return (self.low.cache(source) + 2 * part.offset, 2 * source.cols, np.int32(2 * part.head_stride),
-                    np.int32(0))  # fmt: skip
+                    _place(source))  # fmt: skip
         first, stop = self._columns(source)
-        out = _compact(self.low, source, first, stop - first, self.to, self.when)
-        return out + 2 * (part.offset - first), 2 * (stop - first), np.int32(2 * part.head_stride), np.int32(1)
+        out = _compact(self.low, source, first, stop - first, self.to, self.when, self.view)
+        return out + 2 * (part.offset - first), 2 * (stop - first), np.int32(2 * part.head_stride), np.int32(IN_ROWS)
 
     def _columns(self, source: Node | Cache) -> tuple[int, int]:
         """Range of columns that slices of this source have."""
@@ -382,15 +420,15 @@ class _Rows16:
         return min(p.offset for p in mine), max(ends)
 
 
-def _compact(low: Lowering, source: Node | Cache, first: int, cols: int, to: str, when: When | None) -> Ref:
+def _compact(low: Lowering, source: Node | Cache, first: int, cols: int, to: str, when: When | None, view: View) -> Ref:
     """Columns of every cached position as rows of f16, bf16 or f32, made once for all nodes that want them."""
 
     def make() -> Ref:
         out = low.buffer((4 if to == "f32" else 2) * cols * low.max_rows[Rows.KV])
-        _emit_rows(low, source, first, cols, to, out, when)
+        _emit_rows(low, source, first, cols, to, out, when, view)
         return out
 
-    return low.shared(("kv rows", source, first, cols, to, when is None), make)
+    return low.shared(("kv rows", source, first, cols, to, when is None, view), make)
 
 
 # ... every other shape
@@ -404,17 +442,18 @@ def _any(low: Lowering, node: Node, op: Attention) -> None:
             f"{node.name}: heads of {v.width} columns are too large for {low.device.name}; use -ngl 0"
         )
     queries = [(*_query(low, p), np.int32(p.width)) for p in q]
-    keys = [(*_rows_f32(low, p, n_head_kv), np.int32(p.width)) for p in k]
+    view = op.window, op.chunk
+    keys = [(*_rows_f32(low, p, n_head_kv, view), np.int32(p.width)) for p in k]
     none: tuple[Arg, ...] = (0, 0, np.int32(0), np.int32(0))
     low.emit("attn_any", lambda c: _up(c.n_tokens * n_head, 4), 128, shared, low.state, *queries[0],
              *(queries[1] if len(q) > 1 else none), *keys[0], *(keys[1] if len(k) > 1 else none),
-             *_rows_f32(low, v, n_head_kv), np.int32(v.width), low.out(node), np.int32(n_head), np.int32(n_head_kv),
-             np.float32(op.scale))  # fmt: skip
+             *_rows_f32(low, v, n_head_kv, view), np.int32(v.width), low.out(node), np.int32(n_head),
+             np.int32(n_head_kv), np.float32(op.scale), *_view(low, op))  # fmt: skip
 
 
-def _rows_f32(low: Lowering, part: HeadSlice, n_head_kv: int) -> tuple[Arg, ...]:
+def _rows_f32(low: Lowering, part: HeadSlice, n_head_kv: int, view: View) -> tuple[Arg, ...]:
     """Address, elements per row and per head of compact f32 rows."""
     if isinstance(part.source, Node):
         return low.out(part.source) + 4 * part.offset, part.source.cols, np.int32(part.head_stride)
     cols = (n_head_kv - 1) * part.head_stride + part.width
-    return _compact(low, part.source, part.offset, cols, "f32", None), cols, np.int32(part.head_stride)
+    return _compact(low, part.source, part.offset, cols, "f32", None, view), cols, np.int32(part.head_stride)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.backends.cuda.device import Device, Event, Graph, Memory, Pinned, Stream
+from ikcli.backends.cuda.device import Device, Event, Graph, Memory, NoGraphMemory, Pinned, Stream
 from ikcli.backends.cuda.lower import ALIGN, Counts, DeviceLimits, Lowering, Program, all_rules
 from ikcli.backends.cuda.transfer import Transfer
 from ikcli.backends.cuda.upload import device_bytes
@@ -23,9 +23,11 @@ from ikcli.backends.rules import Rules
 from ikcli.backends.step_block import SEG_WORDS, StepBlock
 from ikcli.graph import Cache, Node, Rows, Weight
 from ikcli.graph.split import Turn
+from ikcli.log import notice_once
 
 Bytes = npt.NDArray[np.uint8]
-MAX_BUCKETS, MAX_GRAPHS = 24, 1024  # of one program; the second where it has many turns
+# Captured graphs of one program: the second where it has many turns, the third where it has many launches.
+MAX_BUCKETS, MAX_GRAPHS, MAX_GRAPH_LAUNCHES = 24, 512, 32768
 _HEAD = 128  # bytes of the step block's words
 
 
@@ -52,10 +54,17 @@ class CudaProgram:
     places: Mapping[Node, Bytes] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     graphs: OrderedDict[Counts, dict[int, Graph]] = field(default_factory=OrderedDict)
+    eager: set[Counts] = field(default_factory=set)  # buckets without memory for graphs
 
     @property
     def arena_bytes(self) -> int:
         return self.program.arena_bytes
+
+    @property
+    def most_buckets(self) -> int:
+        """Buckets whose graphs are kept."""
+        fitting = min(MAX_GRAPHS // len(self.spans), MAX_GRAPH_LAUNCHES // max(len(self.program.ops), 1))
+        return max(min(MAX_BUCKETS, fitting), 2)
 
     def has_output(self, node: Node) -> bool:
         """Whether the node's value can be shown."""
@@ -92,10 +101,11 @@ class CudaBackend:
         n_cells: int,
         independent: bool,
         streamed: Collection[str] = (),
+        window_cells: int = 0,
     ) -> CudaProgram:
         """Lower the turns one after the other; nothing is allocated. `streamed`: weights that stay on the host."""
         rules = self._rules if self._rules is not None else all_rules()
-        low = Lowering(rows, n_cells, self.limits, independent)
+        low = Lowering(rows, n_cells, self.limits, window_cells, independent)
         spans: list[Span] = []
         for turn in turns:
             first = low.turn_start = len(low.ops)
@@ -121,7 +131,7 @@ class CudaBackend:
         """Bytes of the step block of these programs."""
         n = max(p.most[Rows.TOKENS] for p in programs)
         kv = max((p.most[Rows.KV] for p in programs if p.reads_kv_rows), default=0)
-        return _HEAD + n * (4 + 4 + 8 + 8 + 8 * SEG_WORDS + 8) + 8 * kv + 7 * 16
+        return _HEAD + n * (4 + 4 + 8 + 8 + 8 * SEG_WORDS + 8 + 8 + 8) + 8 * kv + 9 * 16
 
     def compute_bytes(self, programs: Sequence[CudaProgram]) -> int:
         """Device memory of these programs: work memory they share, constants, the step block."""
@@ -155,12 +165,21 @@ class CudaBackend:
         largest = max(p.largest_load for p in programs)
         if largest:
             self._transfer = Transfer(device, largest)
+            self._transfer.pin(self._streamed(programs))
             self._free, self._ready = device.event(), device.event()
         for p, places in zip(programs, handover, strict=True):
             p.program.bind(self._step_address, arena, self._upload_constants(p.program), weights, caches)
             p.places = places
             p.events = [device.event() for _ in p.spans]
         device.prepare(self.kernels(programs))
+
+    def _streamed(self, programs: Sequence[CudaProgram]) -> Iterator[Bytes]:
+        """Weights that come from the host in a step, those that are in the same place whenever they are asked for."""
+        for name in {w.name for p in programs for span in p.spans for _, ws in span.loads for w in ws}:
+            assert self.host_bytes is not None
+            data = self.host_bytes(name)
+            if self.host_bytes(name).ctypes.data == data.ctypes.data:
+                yield data
 
     def _alloc(self, n_bytes: int) -> int:
         self._memory.append(self.device.alloc(max(n_bytes, ALIGN), "compute"))
@@ -192,8 +211,14 @@ class CudaBackend:
 
     def _release(self) -> None:
         self.device.synchronize()
+        events = [e for e in (self._free, self._ready) if e is not None]
         for p in self._programs:
             self._drop_graphs(p, 0)
+            events += p.events
+            p.events = []
+            p.eager.clear()
+        for event in events:
+            self.device.free_event(event)
         for memory in self._memory:
             self.device.free(memory)
         for pinned in self._pinned:
@@ -201,6 +226,7 @@ class CudaBackend:
         if self._transfer is not None:
             self._transfer.close()
         self._memory, self._pinned, self._programs, self._step, self._transfer = [], [], [], None, None
+        self._free, self._ready = None, None
 
     def close(self) -> None:
         """Free what `bind` made."""
@@ -235,20 +261,33 @@ class CudaBackend:
         """Queue one turn."""
         device, span, counts = self.device, program.spans[turn], self._counts
         graphs = program.graphs.get(counts)
-        capture = self._capture and not program.largest_load
+        capture = self._capture and not program.largest_load and counts not in program.eager
         if graphs is None or not capture:
             self._queue(program, span)
             if turn == len(program.spans) - 1 and capture:
                 program.graphs[counts] = {}
-                self._drop_graphs(program, max(min(MAX_BUCKETS, MAX_GRAPHS // len(program.spans)), 2))
+                self._drop_graphs(program, program.most_buckets)
         else:
-            graph = graphs.get(turn)
-            if graph is None:
-                graph = device.capture(self._stream, lambda: self._queue(program, span))
-                graphs[turn] = graph
-            device.replay(self._stream, graph)
             program.graphs.move_to_end(counts)
+            try:
+                graph = graphs.get(turn)
+                if graph is None:
+                    graph = graphs[turn] = device.capture(self._stream, lambda: self._queue(program, span))
+                device.replay(self._stream, graph)
+            except NoGraphMemory:
+                self._give_up_graphs(program, counts)
+                self._queue(program, span)
         device.record(self._stream, program.events[turn])
+
+    def _give_up_graphs(self, program: CudaProgram, counts: Counts) -> None:
+        """Free all graphs; steps of this bucket are launched one by one from now on."""
+        program.eager.add(counts)
+        for p in self._programs:
+            self._drop_graphs(p, 0)
+        tokens = "1 token is" if counts.n_tokens == 1 else f"{counts.n_tokens} tokens are"
+        notice_once(
+            f"{self.limits.name}: no memory for captured graphs; {tokens} launched kernel by kernel, which is slower"
+        )
 
     def _queue(self, program: CudaProgram, span: Span) -> None:
         """Imports, launches and exports of a turn."""

@@ -93,6 +93,10 @@ class LaunchFailed(CudaError):
     """A kernel failed; the message has the launches before it."""
 
 
+class NoGraphMemory(CudaError):
+    """There is no memory for one more captured graph; nothing of it was run."""
+
+
 _HELP = {  # first word of an owner: what makes it smaller
     "weights": "fewer layers on the GPU (-ngl), or tensors elsewhere (-ot)",
     "KV": "a smaller context (-c) or cache type (-ctk, -ctv)",
@@ -136,6 +140,11 @@ class Device(Protocol):
 
     def free_pinned(self, memory: Pinned) -> None: ...
 
+    def register(self, address: int, n_bytes: int) -> bool:
+        """Let copies from these whole pages of the host, which are not written, go without staging; False: refused."""
+
+    def unregister(self, address: int) -> None: ...
+
     def memory(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
 
@@ -144,8 +153,13 @@ class Device(Protocol):
 
     def stream(self) -> Stream: ...
 
+    def free_stream(self, stream: Stream) -> None:
+        """Nothing may be queued on it any more."""
+
     def event(self, timing: bool = False) -> Event:
         """`timing`: it will be asked for `elapsed`."""
+
+    def free_event(self, event: Event) -> None: ...
 
     def upload(self, stream: Stream, address: int, array: npt.NDArray[Any]) -> None:
         """Copy a C-contiguous array to the device."""
@@ -176,10 +190,13 @@ class Device(Protocol):
         """Wait for a stream, or for everything; failures of queued work are raised here."""
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
-        """Record what `work` queues on the stream, without running it. Memory used by it must outlive the graph."""
+        """Record what `work` queues on the stream, without running it. Memory used by it must outlive the graph.
+
+        NoGraphMemory: there is no memory left for it.
+        """
 
     def replay(self, stream: Stream, graph: Graph) -> None:
-        """Queue a captured graph."""
+        """Queue a captured graph, or raise NoGraphMemory."""
 
     def free_graph(self, graph: Graph) -> None: ...
 

@@ -35,6 +35,7 @@ from ikcli.backends.cuda.device import (
     LaunchFailed,
     Memory,
     NoDevice,
+    NoGraphMemory,
     OutOfMemory,
     Pinned,
     Stream,
@@ -46,6 +47,7 @@ __all__ = ["CudaDevice", "Device", "Launch", "devices", "open_device", "why_none
 MIN_CC = (8, 0)
 _OLDEST = (12, 0)  # CUDA version of drivers that some supported version of cuda-bindings works with
 _RING = 32  # launches remembered for the message of a failure
+_MUCH_SHARED = 16 << 10  # bytes of dynamic shared memory from which a kernel wants all that an SM has
 _OUT_OF_MEMORY, _NO_DEVICE, _NOT_READY = 2, 100, 600
 _NO_KERNEL = {209: "no code for this GPU", 218: "invalid PTX", 222: "PTX newer than the driver"}
 _STICKY = range(700, 722)  # the context is lost
@@ -263,6 +265,8 @@ class CudaDevice:
 
     def _failure(self, code: int, what: str) -> CudaError:
         text = _error_text(self._driver, code)
+        if code == _OUT_OF_MEMORY and what.startswith("cuGraph"):
+            return NoGraphMemory(f"{self._info.name}: no memory for a captured graph ({what})")
         if code in _NO_KERNEL:
             return DriverTooOld(f"the driver refuses the kernels, {_NO_KERNEL[code]}: {text}")
         if code not in _STICKY:
@@ -307,6 +311,14 @@ class CudaDevice:
         self._call(self._driver.cuMemFreeHost, memory.address)
         del self._state.pinned[memory.address]
 
+    def register(self, address: int, n_bytes: int) -> bool:
+        self._enter()
+        flags = self._driver.CU_MEMHOSTREGISTER_PORTABLE | self._driver.CU_MEMHOSTREGISTER_READ_ONLY
+        return not int(self._driver.cuMemHostRegister(address, n_bytes, flags)[0])
+
+    def unregister(self, address: int) -> None:
+        self._call(self._driver.cuMemHostUnregister, address)
+
     def memory(self) -> tuple[int, int]:
         self._enter()
         code, free, total = self._driver.cuMemGetInfo()
@@ -327,11 +339,19 @@ class CudaDevice:
         self._state.streams.append(self._call(self._driver.cuStreamCreate, flag))
         return self._state.streams[-1]
 
+    def free_stream(self, stream: Stream) -> None:
+        self._call(self._driver.cuStreamDestroy, stream)
+        self._state.streams = [s for s in self._state.streams if s is not stream]
+
     def event(self, timing: bool = False) -> Event:
         flags = self._driver.CUevent_flags
         flag = int(flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING)
         self._state.events.append(self._call(self._driver.cuEventCreate, flag))
         return self._state.events[-1]
+
+    def free_event(self, event: Event) -> None:
+        self._call(self._driver.cuEventDestroy, event)
+        self._state.events = [e for e in self._state.events if e is not event]
 
     def record(self, stream: Stream, event: Event) -> None:
         self._queue(self._driver.cuEventRecord, event, stream)
@@ -397,8 +417,12 @@ class CudaDevice:
                     f"kernel {name} needs {shared + kernel.facts.static_shared} bytes of shared memory; "
                     f"{self._info.name} has {self._info.shared_limit}"
                 )
-            which = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._call(self._driver.cuFuncSetAttribute, kernel.handle, which, shared)
+            which = self._driver.CUfunction_attribute
+            largest = which.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._call(self._driver.cuFuncSetAttribute, kernel.handle, largest, shared)
+            if shared >= _MUCH_SHARED:  # not L1: as many blocks per SM as registers allow
+                carveout = which.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                self._call(self._driver.cuFuncSetAttribute, kernel.handle, carveout, 100)
             kernel.shared = shared
         return kernel
 

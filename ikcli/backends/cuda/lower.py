@@ -19,7 +19,6 @@ from ikcli.backends.cuda.device import DeviceInfo, Launch
 from ikcli.backends.lowering import Buffers, Ref, buffer_index
 from ikcli.backends.rules import Rules
 from ikcli.backends.step_block import STATE_INDEX
-from ikcli.errors import UnsupportedError
 from ikcli.graph import Cache, Node, Per, Rows, RowSpec, Weight
 
 ALIGN = 256  # bytes between buffers of the arena
@@ -112,6 +111,7 @@ class Lowering(Buffers):
 
     n_cells: int  # cells of the KV cache over all sequences
     device: DeviceLimits
+    window_cells: int = 0  # of the caches of windows
     independent: bool = False  # up to N_EXACT tokens, results of one must not depend on the others
     ops: list[Op] = field(default_factory=list)
     constants: dict[int, bytes] = field(default_factory=dict)
@@ -155,9 +155,11 @@ class Lowering(Buffers):
 
     def cache(self, cache: Cache) -> Ref:
         """A cache tensor on the device."""
-        if cache.per is Per.WINDOW:
-            raise UnsupportedError("GPUs keep all positions of window layers; add --swa-full")
         return Ref(cache)
+
+    def cells(self, cache: Cache) -> int:
+        """Rows of a cache tensor."""
+        return self.window_cells if cache.per is Per.WINDOW else self.n_cells
 
     def keep(self, node: Node, first: int, last: int) -> None:
         """A node's buffer must also live from op `first` to op `last`: values that come from or go to elsewhere."""

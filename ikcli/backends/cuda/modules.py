@@ -2,7 +2,8 @@
 
 `tools/build_ptx.py` writes both: PTX for compute capability 8.0, which the driver turns into code of the GPU at hand
 once per machine (its own cache keeps that). Manifest: per file the SHA-256 of its sources and its kernels, with
-argument types (q: 64 bit, i: int, f: float), most threads, static shared memory, and registers by target.
+argument types (q: 64 bit, i: int, f: float), most threads, static shared memory, registers by target, and the
+instructions of the longest loop on sm_90.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class KernelFacts:
     static_shared: int
     registers: Mapping[str, int] = field(default_factory=dict)
     spills: Mapping[str, int] = field(default_factory=dict)
+    loop: int = 0
 
 
 class Package:
@@ -43,7 +45,7 @@ class Package:
             raise IkError(f"the compiled GPU kernels in {folder} cannot be read ({e}); install ik again") from e
         self.files: dict[str, str] = {name: facts["sha256"] for name, facts in manifest["files"].items()}
         self.kernels: dict[str, KernelFacts] = {
-            name: KernelFacts(name, file, k["types"], k["max_threads"], k["static_shared"], k["registers"], k["spills"])
+            name: KernelFacts(name, file, **k)
             for file, facts in manifest["files"].items()
             for name, k in facts["kernels"].items()
         }

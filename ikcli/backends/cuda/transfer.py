@@ -2,12 +2,16 @@
 
 Rows go chunk by chunk through two pinned buffers, so that one is filled while the other is copied, and are rearranged
 on the device (`kernels/upload_rows.cu`) or, where their type is interleaved, on the CPU (`upload.convert`). Everything
-is queued on a stream of its own; `send` returns when the host's memory has been read.
+is queued on a stream of its own; `send` returns when the host's memory has been read, or is pinned: what is sent in
+every step can be (`pin`), and the device reads it where it is.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -60,10 +64,31 @@ class Transfer:
         self._pinned = [device.pinned(self._chunk, "upload") for _ in range(2)]
         self._events: list[Event] = [device.event() for _ in self._pinned]
         self._used = [False, False]
+        self._registered: list[tuple[int, int]] = []  # addresses
         self._next = 0
         self._raw = device.alloc(self._chunk, "compute")
         self._pool = ThreadPoolExecutor(_THREADS) if self._chunk > _SLICE else None
         device.prepare({"upload_rows": 0})
+
+    def pin(self, arrays: Iterable[Bytes]) -> None:
+        """Pin memory that stays where it is until `close`, as far as allowed; not more than half of the machine's."""
+        page = mmap.PAGESIZE
+        ends = sorted((a.ctypes.data // page, -(-(a.ctypes.data + a.nbytes) // page)) for a in arrays if a.nbytes)
+        ranges: list[tuple[int, int]] = []  # pages; tensors share those at their ends
+        for start, stop in ends:
+            if ranges and start <= ranges[-1][1]:
+                ranges[-1] = ranges[-1][0], max(stop, ranges[-1][1])
+            else:
+                ranges.append((start, stop))
+        if 2 * sum(stop - start for start, stop in ranges) > os.sysconf("SC_PHYS_PAGES"):
+            return
+        for start, stop in ranges:
+            if self._device.register(start * page, (stop - start) * page):
+                self._registered.append((start * page, stop * page))
+
+    def _is_pinned(self, data: Bytes) -> bool:
+        at, end = data.ctypes.data, data.ctypes.data + data.nbytes
+        return any(start <= at and end <= stop for start, stop in self._registered)
 
     @staticmethod
     def device_bytes(largest: int) -> int:
@@ -76,8 +101,13 @@ class Transfer:
         stored, row = row_size(w.type, w.ne0), upload.device_row_bytes(w.type, w.ne0)
         rows = data.reshape(-1, stored)
         step = chunk_rows(w, self._chunk)
+        direct = plain and self._is_pinned(data)
         for i in range(0, len(rows), step):
             part = rows[i : i + step]
+            if direct:
+                device.upload(self.stream, self._raw.address, part)
+                device.launch(self.stream, rows_launch(w, self._raw.address, address + i * row, len(part)))
+                continue
             target = self._buffer(len(part) * (stored if plain else row))
             if plain:
                 self._copy(target, part.reshape(-1))
@@ -109,8 +139,13 @@ class Transfer:
     def close(self) -> None:
         """Wait for the copies and free the buffers."""
         self._device.synchronize(self.stream)
+        for start, _ in self._registered:
+            self._device.unregister(start)
         for pinned in self._pinned:
             self._device.free_pinned(pinned)
+        for event in self._events:
+            self._device.free_event(event)
+        self._device.free_stream(self.stream)
         self._device.free(self._raw)
         if self._pool is not None:
             self._pool.shutdown()

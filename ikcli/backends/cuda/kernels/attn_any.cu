@@ -12,7 +12,8 @@ DI float part_dot(const float* q, const float* k, int width) {
 extern "C" __global__ void __launch_bounds__(128, 4)
 attn_any(const i64* st, const float* q0, i64 q0_row, int q0_head, int q0_width, const float* q1, i64 q1_row, int q1_head,
          int q1_width, const float* k0, i64 k0_row, int k0_head, int k0_width, const float* k1, i64 k1_row, int k1_head,
-         int k1_width, const float* v, i64 v_row, int v_head, int dv, float* out, int n_head, int n_head_kv, float scale) {
+         int k1_width, const float* v, i64 v_row, int v_head, int dv, float* out, int n_head, int n_head_kv, float scale,
+         int window, int chunk, const float* sinks, float softcap) {
   SMEM_DECL
   const int lane = threadIdx.x & 31, w = threadIdx.x >> 5, dk = q0_width + q1_width;
   const i64 i = (i64)blockIdx.x * 4 + w;
@@ -21,7 +22,8 @@ attn_any(const i64* st, const float* q0, i64 q0_row, int q0_head, int q0_width, 
   const int head = i % n_head, kv_head = head / (n_head / n_head_kv);
   const i64* segment = step_segments(st);
   while (token >= segment[SEG_START] + segment[SEG_TOKENS]) segment += SEG_WORDS;
-  const int n_kv = (int)(segment[SEG_POS] + (token - segment[SEG_START])) + 1;
+  const int n_kv = (int)(segment[SEG_POS] + (token - segment[SEG_START])) + 1, first = first_seen({window, chunk}, n_kv - 1);
+  const Cap cap = cap_of(softcap * LOG2E);
   const i64 row0 = segment[SEG_KV_START];
 
   float* q = (float*)smem_raw + w * (dk + dv + 32);
@@ -36,12 +38,13 @@ attn_any(const i64* st, const float* q0, i64 q0_row, int q0_head, int q0_width, 
   const float* k1_rows = k1 + row0 * k1_row + (i64)kv_head * k1_head;
   const float* v_rows = v + row0 * v_row + (i64)kv_head * v_head;
   float top = -INFINITY, total = 0.f;
-  for (int pos = 0; pos < n_kv; pos += 32) {
+  for (int pos = first; pos < n_kv; pos += 32) {
     float s = -INFINITY;
     if (pos + lane < n_kv) {
       s = part_dot(q, k0_rows + (pos + lane) * k0_row, k0_width);
       if (k1_width) s += part_dot(q + k0_width, k1_rows + (pos + lane) * k1_row, k1_width);
       s *= scale * LOG2E;
+      if (cap.cap > 0.f) s = capped(cap, s);
     }
     const float peak = fmaxf(top, warp_max(s)), used = peak == -INFINITY ? 0.f : peak;
     const float alpha = ex2(top - used), e = ex2(s - used);
@@ -55,6 +58,6 @@ attn_any(const i64* st, const float* q0, i64 q0_row, int q0_head, int q0_width, 
     }
     warp_sync();
   }
-  const float f = total > 0.f ? 1.f / total : 0.f;
+  const float f = row_factor(top, total, sinks, head);
   for (int c = lane; c < dv; c += 32) out[i * dv + c] = sum[c] * f;
 }

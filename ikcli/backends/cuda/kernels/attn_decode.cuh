@@ -3,7 +3,7 @@
 // loop has no block barriers; the four results are merged at the end.
 //
 // FORMAT KT_F16, KT_BF16: rows go straight into tiles (cp.async); K of the next positions is on its way during P*V, V
-// during Q*K. KT_ANY: K and V of any types each, through registers, one step ahead.
+// during Q*K. KT_Q8_0, and KT_ANY for K and V of any types each: through registers, one step ahead.
 // Traffic: the bytes of K and V once per tile of rows; 4*D flops per head and position, so memory decides.
 #pragma once
 #include "attn_heads.cuh"
@@ -18,25 +18,25 @@ template <int DK, int DV> struct DecodeLayout {
 
 template <int DK, int DV, int FORMAT>
 DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const u8* k, int k_blocks, int k_type,
-                    int k_first, int k_head, int k_compact, const u8* v, int v_blocks, int v_type, int v_first, int v_head,
-                    int v_compact, i64 n_cells, float* out, float* parts, float* stats, int n_head, int n_head_kv,
-                    int n_split, int steps, float scale) {
+                    int k_first, int k_head, int k_place, i64 k_cells, const u8* v, int v_blocks, int v_type,
+                    int v_first, int v_head, int v_place, i64 v_cells, float* out, float* parts, float* stats, int n_head, int n_head_kv,
+                    const Split& split, float scale, const View& view, const float* sinks, float softcap) {
   using L = DecodeLayout<DK, DV>;
-  constexpr bool BF = FORMAT == KT_BF16;
+  constexpr bool BF = FORMAT == KT_BF16, RAW = FORMAT == KT_ANY || FORMAT == KT_Q8_0;
   SMEM_DECL
-  const int tid = threadIdx.x, lane = tid & 31, w = tid >> 5, kv_head = blockIdx.y, split = blockIdx.z;
+  const int tid = threadIdx.x, lane = tid & 31, w = tid >> 5, kv_head = blockIdx.y, part = blockIdx.z;
   const int group = n_head / n_head_kv;
   Tile t;
-  if (!find_tile(st, blockIdx.x, 16, group, t)) return;
-  int lo, hi;
-  split_range(t, split, n_split, steps, DECODE_STEP, lo, hi);
+  if (!find_tile(st, blockIdx.x, 16, group, view, split, t)) return;
+  const Range range = part_range(t, view, split, part, group);
+  const int start = range.start, lo = range.lo, hi = range.hi;
   const int n_rows = min(16, t.n_rows - t.row0);
   // Result row of a row of the tile: (token, head).
   auto result_row = [&](int r) {
     return (t.token0 + (t.row0 + r) / group) * n_head + kv_head * group + (t.row0 + r) % group;
   };
-  const i64 slot = split * st[ST_TOKENS] * n_head;
-  if (lo >= hi && n_split > 1) {
+  const i64 slot = part * st[ST_TOKENS] * n_head;
+  if (lo >= hi && split.n_split > 1) {
     if (tid < n_rows) *(float2*)(stats + (slot + result_row(tid)) * 2) = make_float2(-INFINITY, 0.f);
     return;
   }
@@ -44,26 +44,31 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
   u16* sq = (u16*)smem_raw;
   u16* sk = sq + L::at_k + w * L::k_tile;
   u16* sv = sq + L::at_v + w * L::v_tile;
-  for (int i = tid; i < 16 * DK / 2; i += DECODE_THREADS) {
-    const int r = i / (DK / 2), c = i % (DK / 2) * 2;
-    u32 x = 0;
-    if (r < n_rows) {
-      const int head = kv_head * group + (t.row0 + r) % group;
-      x = query_pair<BF>(q + (t.token0 + (t.row0 + r) / group) * q_row + (i64)head * q_head + c, scale);
-    }
-    *(u32*)(sq + r * tile_row<DK>() + c) = x;
-  }
-  __syncthreads();
-
-  const i64 k_base = k_compact ? t.kv_row : t.cell, v_base = v_compact ? t.kv_row : t.cell;
+  const i64 k_base = row_base(t, k_place), v_base = row_base(t, v_place);
   const int k_col = k_first + kv_head * k_head, v_col = v_first + kv_head * v_head;
-  const KvTensor kt = kv_tensor(k, n_cells, k_blocks, k_type), vt = kv_tensor(v, n_cells, v_blocks, v_type);
+  const KvTensor kt = kv_tensor(k, k_cells, k_blocks, FORMAT == KT_ANY ? k_type : FORMAT);
+  const KvTensor vt = kv_tensor(v, v_cells, v_blocks, FORMAT == KT_ANY ? v_type : FORMAT);
   const i64 k_row = (i64)k_blocks * 2, v_row = (i64)v_blocks * 2;  // bytes, of 16-bit caches
   const u8 *k_rows = k + k_base * k_row + k_col * 2, *v_rows = v + v_base * v_row + v_col * 2;
-  constexpr int NK = turns_ahead<DK>(), NV = turns_ahead<DV>();
-  Raw16 raw[FORMAT == KT_ANY ? (NK > NV ? NK : NV) : 1];
+  constexpr bool ANY = FORMAT == KT_ANY;
+  constexpr int NK = turns_ahead<DK, ANY>(), NV = turns_ahead<DV, ANY>();
+  Raw16 raw[RAW ? (NK > NV ? NK : NV) : 1];
 
-  const int r0 = lane / 4, last[2] = {row_pos(t, t.row0 + r0, group), row_pos(t, t.row0 + r0 + 8, group)};
+  const int first = start + w * 16;
+  if constexpr (RAW) fetch_rows<DK, ANY>(raw, kt, k_base, k_col, first, lo, hi);
+  else {
+    copy_rows<DK, 16, tile_row<DK>(), 32>(sk, k_rows, k_row, first, lo, hi, lane);
+    cp_commit();
+  }
+  load_queries<BF, 16, DK, DECODE_THREADS / 32>(
+      t, group, kv_head * group, scale,
+      [&](i64 token, int head, int c) { return q + token * q_row + (i64)head * q_head + c; },
+      [&](int r, int c, uint2 x) { *(uint2*)(sq + r * tile_row<DK>() + c) = x; });
+  __syncthreads();
+
+  const int r0 = lane / 4;
+  const Sight sight[2] = {row_sight(t, view, t.row0 + r0, group), row_sight(t, view, t.row0 + r0 + 8, group)};
+  const Cap cap = cap_of(softcap * LOG2E);
   SoftMax m = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
   float o[DV / 8][4];
 #pragma unroll
@@ -71,18 +76,12 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
 #pragma unroll
     for (int e = 0; e < 4; e++) o[n][e] = 0.f;
 
-  const int first = lo + w * 16;
-  if constexpr (FORMAT == KT_ANY) fetch_rows<DK>(raw, kt, k_base, k_col, first, hi);
-  else {
-    copy_rows<DK, 16, tile_row<DK>(), 32>(sk, k_rows, k_row, first, lo, hi, lane);
-    cp_commit();
-  }
   for (int pos = first; pos < hi; pos += DECODE_STEP) {
     float s[2][4];
     u32 p[1][4];
-    if constexpr (FORMAT == KT_ANY) {
-      unpack_rows<DK>(sk, raw, kt, k_base, k_col, pos, hi);
-      fetch_rows<DV>(raw, vt, v_base, v_col, pos, hi);
+    if constexpr (RAW) {
+      unpack_rows<DK, ANY>(sk, raw, kt, k_base, k_col, pos, lo, hi);
+      fetch_rows<DV, ANY>(raw, vt, v_base, v_col, pos, lo, hi);
     } else {
       copy_rows<DV, 16, tile_row<DV>(), 32>(sv, v_rows, v_row, pos, lo, hi, lane);
       cp_commit();
@@ -91,21 +90,21 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
     warp_sync();  // K is there
     scores<BF, DK, 2>(s, sq, sk);
     warp_sync();  // every lane has read K
-    if constexpr (FORMAT == KT_ANY) {
-      unpack_rows<DV>(sv, raw, vt, v_base, v_col, pos, hi);
-      fetch_rows<DK>(raw, kt, k_base, k_col, pos + DECODE_STEP, hi);
+    if constexpr (RAW) {
+      unpack_rows<DV, ANY>(sv, raw, vt, v_base, v_col, pos, lo, hi);
+      fetch_rows<DK, ANY>(raw, kt, k_base, k_col, pos + DECODE_STEP, lo, hi);
     } else {
       copy_rows<DK, 16, tile_row<DK>(), 32>(sk, k_rows, k_row, pos + DECODE_STEP, lo, hi, lane);
       cp_commit();
     }
-    soft_max_step<BF, 2, DV / 8>(s, m, o, p, true, pos, last);
-    if constexpr (FORMAT != KT_ANY) cp_wait<1>();
+    soft_max_step<BF, 2, DV / 8>(s, m, o, p, true, pos, sight, cap);
+    if constexpr (!RAW) cp_wait<1>();
     warp_sync();  // V is there
     add_values<BF, DV, 1>(o, p, sv);
     warp_sync();
   }
   soft_max_end(m);
-  if constexpr (FORMAT != KT_ANY) cp_wait<0>();
+  if constexpr (!RAW) cp_wait<0>();
   __syncthreads();  // tiles are free: the warps' results go there
 
   float* so = (float*)smem_raw;
@@ -132,8 +131,8 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
       const float f = ex2(sm[(x * 16 + r) * 2] - used);
       sum += f * sm[(x * 16 + r) * 2 + 1], value += f * so[(x * 16 + r) * DV + c];
     }
-    if (n_split == 1) {
-      out[result_row(r) * DV + c] = sum > 0.f ? value * (1.f / sum) : 0.f;
+    if (split.n_split == 1) {
+      out[result_row(r) * DV + c] = value * row_factor(top, sum, sinks, kv_head * group + (t.row0 + r) % group);
     } else {
       parts[(slot + result_row(r)) * DV + c] = value;
       if (c == 0) *(float2*)(stats + (slot + result_row(r)) * 2) = make_float2(top, sum);
@@ -143,10 +142,10 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
 #define ATTN_DECODE(NAME, DK, DV, FORMAT)                                                                              \
   extern "C" __global__ void __launch_bounds__(128, 2)                                                                 \
   NAME(const i64* st, const float* q, i64 q_row, int q_head, const u8* k, int k_blocks, int k_type, int k_first,       \
-       int k_head, int k_compact, const u8* v, int v_blocks, int v_type, int v_first, int v_head, int v_compact,       \
-       i64 n_cells, float* out, float* parts, float* stats, int n_head, int n_head_kv, int n_split, int steps,         \
-       float scale) {                                                                                                  \
-    decode_body<DK, DV, FORMAT>(st, q, q_row, q_head, k, k_blocks, k_type, k_first, k_head, k_compact, v, v_blocks,    \
-                                v_type, v_first, v_head, v_compact, n_cells, out, parts, stats, n_head, n_head_kv,     \
-                                n_split, steps, scale);                                                                \
+       int k_head, int k_place, i64 k_cells, const u8* v, int v_blocks, int v_type, int v_first, int v_head,           \
+       int v_place, i64 v_cells, float* out, float* parts, float* stats, int n_head, int n_head_kv, int n_split,       \
+       int fixed, float scale, int window, int chunk, const float* sinks, float softcap) {                             \
+    decode_body<DK, DV, FORMAT>(st, q, q_row, q_head, k, k_blocks, k_type, k_first, k_head, k_place, k_cells, v,       \
+                                v_blocks, v_type, v_first, v_head, v_place, v_cells, out, parts, stats, n_head,        \
+                                n_head_kv, {n_split, fixed, DECODE_STEP}, scale, {window, chunk}, sinks, softcap);     \
   }

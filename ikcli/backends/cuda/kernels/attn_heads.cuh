@@ -7,25 +7,25 @@
 // 16-bit elements between the rows of a tile; WIDTH is a multiple of 16, so the number of chunks becomes odd.
 template <int WIDTH> DI constexpr int tile_row() { return WIDTH + 8; }
 
-// ROWS rows of W 16-bit values, from position `pos` on, into a tile whose rows are STRIDE elements apart; positions from
-// `hi` on become zero (`lo` is a position that exists). `data` points at the first column of position 0.
+// ROWS rows of W 16-bit values, from position `pos` on, into a tile whose rows are STRIDE elements apart; positions that
+// are not among lo..hi-1 become zero (lo exists). `data` points at the first column of position 0.
 template <int W, int ROWS, int STRIDE, int THREADS>
 DI void copy_rows(u16* tile, const u8* data, i64 row_bytes, int pos, int lo, int hi, int thread) {
   constexpr int CHUNKS = W / 8;
   for (int i = thread; i < ROWS * CHUNKS; i += THREADS) {
     const int r = i / CHUNKS, c = i % CHUNKS;
-    const bool ok = pos + r < hi;
+    const bool ok = pos + r >= lo && pos + r < hi;
     cp16(tile + r * STRIDE + c * 8, data + (ok ? pos + r : lo) * row_bytes + c * 16, ok);
   }
 }
 // 16 rows of any type through the registers of a warp: 16 columns per lane and turn, turns FROM..TO-1 of (W + 31) / 32.
 template <int W, int FROM, int TO>
-DI void fetch_turns(Raw16* raw, const KvTensor& tensor, i64 base, int col, int pos, int hi) {
+DI void fetch_turns(Raw16* raw, const KvTensor& tensor, i64 base, int col, int pos, int lo, int hi) {
 #pragma unroll
   for (int n = FROM; n < TO; n++) {
     const int i = (threadIdx.x & 31) + 32 * n, r = i / (W / 16), g = i % (W / 16);
     kv_clear(raw[n - FROM]);
-    if (i < W && pos + r < hi) kv_load(raw[n - FROM], tensor, base + pos + r, (col >> 4) + g);
+    if (i < W && pos + r >= lo && pos + r < hi) kv_load(raw[n - FROM], tensor, base + pos + r, (col >> 4) + g);
   }
 }
 template <int W, int FROM, int TO> DI void unpack_turns(u16* tile, const Raw16* raw, int type, int col) {
@@ -41,26 +41,26 @@ template <int W, int FROM, int TO> DI void unpack_turns(u16* tile, const Raw16* 
     }
   }
 }
-// Turns that are fetched ahead; rows of 256 columns would not fit into registers beside their sums.
+// Turns that are fetched ahead; rows of 256 columns would not fit into registers beside their sums (ANY: of any type).
 template <int W> DI constexpr int turns() { return (W + 31) / 32; }
-template <int W> DI constexpr int turns_ahead() { return W > 192 ? 2 : turns<W>(); }
-template <int W> DI void fetch_rows(Raw16* raw, const KvTensor& tensor, i64 base, int col, int pos, int hi) {
-  fetch_turns<W, 0, turns_ahead<W>()>(raw, tensor, base, col, pos, hi);
+template <int W, bool ANY> DI constexpr int turns_ahead() { return W <= 192 ? turns<W>() : ANY ? 1 : 2; }
+template <int W, bool ANY> DI void fetch_rows(Raw16* raw, const KvTensor& tensor, i64 base, int col, int pos, int lo, int hi) {
+  fetch_turns<W, 0, turns_ahead<W, ANY>()>(raw, tensor, base, col, pos, lo, hi);
 }
-template <int W, int FROM>
-DI void unpack_rest(u16* tile, Raw16* raw, const KvTensor& tensor, i64 base, int col, int pos, int hi) {
+template <int W, bool ANY, int FROM>
+DI void unpack_rest(u16* tile, Raw16* raw, const KvTensor& tensor, i64 base, int col, int pos, int lo, int hi) {
   if constexpr (FROM < turns<W>()) {
-    constexpr int TO = FROM + turns_ahead<W>() < turns<W>() ? FROM + turns_ahead<W>() : turns<W>();
-    fetch_turns<W, FROM, TO>(raw, tensor, base, col, pos, hi);
+    constexpr int TO = FROM + turns_ahead<W, ANY>() < turns<W>() ? FROM + turns_ahead<W, ANY>() : turns<W>();
+    fetch_turns<W, FROM, TO>(raw, tensor, base, col, pos, lo, hi);
     unpack_turns<W, FROM, TO>(tile, raw, tensor.type, col);
-    unpack_rest<W, TO>(tile, raw, tensor, base, col, pos, hi);
+    unpack_rest<W, ANY, TO>(tile, raw, tensor, base, col, pos, lo, hi);
   }
 }
 // The rows that were fetched, from position `pos` on, into a tile.
-template <int W>
-DI void unpack_rows(u16* tile, Raw16* raw, const KvTensor& tensor, i64 base, int col, int pos, int hi) {
-  unpack_turns<W, 0, turns_ahead<W>()>(tile, raw, tensor.type, col);
-  unpack_rest<W, turns_ahead<W>()>(tile, raw, tensor, base, col, pos, hi);
+template <int W, bool ANY>
+DI void unpack_rows(u16* tile, Raw16* raw, const KvTensor& tensor, i64 base, int col, int pos, int lo, int hi) {
+  unpack_turns<W, 0, turns_ahead<W, ANY>()>(tile, raw, tensor.type, col);
+  unpack_rest<W, ANY, turns_ahead<W, ANY>()>(tile, raw, tensor, base, col, pos, lo, hi);
 }
 
 // Running maximum and this lane's share of the denominator for rows lane/4 and lane/4 + 8 of a warp.
@@ -68,17 +68,23 @@ struct SoftMax {
   float top[2], sum[2];
 };
 // Scores s[n] of positions pos + 8n + 2(lane&3).. -> 2^(s - maximum), in place, and their 16-bit pairs as the A operand
-// of P*V; `o` is rescaled. With `masked`, positions above last[row] are -inf.
+// of P*V; `o` is rescaled. With `masked`, positions that rows do not see are -inf.
 template <bool BF, int N8, int NO>
 DI void soft_max_step(float (&s)[N8][4], SoftMax& m, float (&o)[NO][4], u32 (&p)[N8 / 2][4], bool masked, int pos,
-                      const int (&last)[2]) {
+                      const Sight (&sight)[2], const Cap& cap) {
   const int col = (threadIdx.x & 3) * 2;
+  if (cap.cap > 0.f) {
+#pragma unroll
+    for (int n = 0; n < N8; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) s[n][e] = capped(cap, s[n][e]);
+  }
   if (masked) {
 #pragma unroll
     for (int n = 0; n < N8; n++)
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        if (pos + n * 8 + col + (e & 1) > last[e >> 1]) s[n][e] = -INFINITY;
+        if (sight[e >> 1].hides(pos + n * 8 + col + (e & 1))) s[n][e] = -INFINITY;
       }
   }
 #pragma unroll
@@ -141,5 +147,3 @@ template <bool BF, int DV, int NK> DI void add_values(float (&o)[DV / 8][4], con
       mma16816<BF>(o[2 * n + 1], p[k], b[2], b[3]);
     }
 }
-// Two query values, scaled in f32.
-template <bool BF> DI u32 query_pair(const float* p, float scale) { return pack2<BF>(p[0] * scale, p[1] * scale); }

@@ -1,16 +1,19 @@
 // Writing the KV cache and reading it as compact rows. Formats: kv_formats.cuh; arithmetic of the quantizers is that of
 // the CPU kernels (kernels/kv_blocks.py), in the same order of additions, so codes are the same.
-#include "kv_formats.cuh"
+#include "attn_tiles.cuh"
 
 // ---- storing --------------------------------------------------------------------------------------------------------
+// The cell of every token. `place`: see row_base.
+DI i64 cell_of_token(const i64* st, i64 token, int place) { return (place == 2 ? step_window_cells(st) : step_cells(st))[token]; }
 // Elements of float types; a transposed cache only has other strides. One thread per element.
 extern "C" __global__ void __launch_bounds__(256)
-kv_store_float(const i64* st, const float* x, i64 x_row, int cols, u8* cache, i64 cell_stride, i64 col_stride, int type) {
+kv_store_float(const i64* st, const float* x, i64 x_row, int cols, u8* cache, i64 cell_stride, i64 col_stride, int type,
+               int place) {
   const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
   if (i >= st[ST_TOKENS] * cols) return;
   const i64 row = i / cols, col = i % cols;
   const float v = x[row * x_row + col];
-  u8* p = cache + step_cells(st)[row] * cell_stride + col * col_stride;
+  u8* p = cache + cell_of_token(st, row, place) * cell_stride + col * col_stride;
   if (type == KT_F32) *(float*)p = v;
   else *(u16*)p = type == KT_F16 ? f2h(v) : f2b(v);
 }
@@ -97,11 +100,11 @@ DI void best_range(float x, float y, float low, float width, float top, float& s
 // Blocks of 32, one per warp. `first` is the first block of the cache row that is written.
 extern "C" __global__ void __launch_bounds__(256)
 kv_store_blocks(const i64* st, const float* x, i64 x_row, int n_blocks, u8* cache, i64 n_cells, int row_blocks, int first,
-                int type) {
+                int type, int place) {
   const i64 i = (i64)blockIdx.x * 8 + (threadIdx.x >> 5);
   const int lane = threadIdx.x & 31;
   if (i >= st[ST_TOKENS] * n_blocks) return;
-  const i64 row = i / n_blocks, block = step_cells(st)[row] * row_blocks + first + i % n_blocks;
+  const i64 row = i / n_blocks, block = cell_of_token(st, row, place) * row_blocks + first + i % n_blocks;
   const KvTensor t = kv_tensor(cache, n_cells, row_blocks, type);
   const float own = x[row * x_row + i % n_blocks * 32 + lane], other = shx(own, 16);
   const float v0 = lane < 16 ? own : other, v1 = lane < 16 ? other : own;
@@ -139,11 +142,11 @@ kv_store_blocks(const i64* st, const float* x, i64 x_row, int n_blocks, u8* cach
 
 // q8_KV: one scale per row, one warp per row.
 extern "C" __global__ void __launch_bounds__(256)
-kv_store_rows(const i64* st, const float* x, i64 x_row, int cols, u8* cache, i64 n_cells) {
+kv_store_rows(const i64* st, const float* x, i64 x_row, int cols, u8* cache, i64 n_cells, int place) {
   const i64 row = (i64)blockIdx.x * 8 + (threadIdx.x >> 5);
   const int lane = threadIdx.x & 31;
   if (row >= st[ST_TOKENS]) return;
-  const i64 cell = step_cells(st)[row];
+  const i64 cell = cell_of_token(st, row, place);
   const float* source = x + row * x_row;
   float largest = 0.f, nan = 0.f;
   for (int i = lane; i < cols; i += 32) {
@@ -185,24 +188,28 @@ template <int TO> DI void put16(void* out, i64 at, const float (&y)[16], bool ve
     *(uint4*)((u16*)out + at + 8) = make_uint4(w[4], w[5], w[6], w[7]);
   }
 }
-// Cell of compact row r: segments hold adjacent cells.
-DI i64 cell_of(const i64* st, i64 r) {
+// Where compact row r is in a tensor: segments hold adjacent rows. Below 0: no query sees that position.
+DI i64 row_of(const i64* st, i64 r, int place, const View& view) {
   const i64* segment = step_segments(st);
-  while (r >= segment[SEG_KV_START] + segment[SEG_KV]) segment += SEG_WORDS;
-  return segment[SEG_CELL] + (r - segment[SEG_KV_START]);
+  i64 index = 0;
+  while (r >= segment[SEG_KV_START] + segment[SEG_KV]) segment += SEG_WORDS, index++;
+  const i64 pos = r - segment[SEG_KV_START];
+  if (pos < first_seen(view, (int)segment[SEG_POS])) return -1;
+  return place == 1 ? r : (place == 2 ? step_windows(st)[index] : segment[SEG_CELL]) + pos;
 }
-// Columns offset.. of every cached position (`compact`: of row r instead of its cell) as rows of `cols` elements.
+// Columns offset.. of every cached position that queries see as rows of `cols` elements.
 // Quantized: `row` is blocks per row. Float types: strides in bytes. Threads take 16 columns of one position.
 template <int TO>
 DI void rows_body(const i64* st, const u8* source, i64 n_cells, int row_blocks, i64 row_stride, i64 col_stride, int type,
-                  int compact, int offset, int cols, void* out) {
+                  int place, int offset, int cols, void* out, const View& view) {
   const i64 i = (i64)blockIdx.x * 256 + threadIdx.x, n_kv = st[ST_KV];
   const int groups = (cols + 15) / 16;
   if (i >= n_kv * groups) return;
   const bool across = col_stride > row_stride;  // transposed: positions are adjacent
   const i64 r = across ? i % n_kv : i / groups;
   const int first = (int)(across ? i / n_kv : i % groups) * 16;
-  const i64 cell = compact ? r : cell_of(st, r);
+  const i64 cell = row_of(st, r, place, view);
+  if (cell < 0) return;
   if (!kv_is_float(type)) {
     const int group = (offset + first) >> 4;
     Raw16 raw;
@@ -228,8 +235,9 @@ DI void rows_body(const i64* st, const u8* source, i64 n_cells, int row_blocks, 
 #define KV_ROWS(NAME, TO)                                                                                              \
   extern "C" __global__ void __launch_bounds__(256)                                                                    \
   NAME(const i64* st, const u8* source, i64 n_cells, int row_blocks, i64 row_stride, i64 col_stride, int type,         \
-       int compact, int offset, int cols, void* out) {                                                                 \
-    rows_body<TO>(st, source, n_cells, row_blocks, row_stride, col_stride, type, compact, offset, cols, out);          \
+       int place, int offset, int cols, void* out, int window, int chunk) {                                            \
+    rows_body<TO>(st, source, n_cells, row_blocks, row_stride, col_stride, type, place, offset, cols, out,             \
+                  {window, chunk});                                                                                    \
   }
 KV_ROWS(kv_rows_f32, KT_F32)
 KV_ROWS(kv_rows_f16, KT_F16)

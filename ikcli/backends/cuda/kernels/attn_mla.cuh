@@ -44,27 +44,27 @@ DI void q8_to_f16(u16* tile, int row, int group, const uint4& v, u32 d) {
 
 template <int ROWS, int BN, int ST, int KVT>
 DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head, const float* q_latent, i64 latent_row,
-                 int latent_head, const u8* kv, i64 n_cells, int type, int compact, float* out, float* parts, float* stats,
-                 int heads, int n_split, int steps, float scale) {
+                 int latent_head, const u8* kv, i64 n_cells, int type, int place, float* out, float* parts, float* stats,
+                 int heads, const Split& split, float scale) {
   using L = MlaLayout<ROWS, BN, ST, KVT>;
   constexpr bool BF = KVT == KT_BF16, QS = L::q_shared;
   constexpr int MT = ROWS / 16, NQ = BN / 32, NT = MLA_THREADS;
   SMEM_DECL
   const int tid = threadIdx.x, lane = tid & 31, w = tid >> 5, ks = w & 3, half = w >> 2;
-  const int split = blockIdx.y;
+  constexpr View view = {0, 0};
   Tile t;
-  if (!find_tile(st, blockIdx.x, ROWS, heads, t)) return;
-  int lo, hi;
-  split_range(t, split, n_split, steps, BN, lo, hi);
+  if (!find_tile(st, blockIdx.x, ROWS, heads, view, split, t)) return;
+  const Range range = part_range(t, view, split, blockIdx.y, heads);
+  const int lo = range.lo, hi = range.hi;
   const int n_tiles = (hi - lo + BN - 1) / BN;
   const i64 row_out = t.token0 * heads + t.row0;                      // of the first row of the tile
-  const i64 slot = split * st[ST_TOKENS] * heads + row_out;           // of its partial result
+  const i64 slot = blockIdx.y * st[ST_TOKENS] * heads + row_out;      // of its partial result
   const int n_rows = min(ROWS, t.n_rows - t.row0);
-  if (n_tiles <= 0 && n_split > 1) {
+  if (n_tiles <= 0 && split.n_split > 1) {
     if (tid < n_rows) *(float2*)(stats + (slot + tid) * 2) = make_float2(-INFINITY, 0.f);
     return;
   }
-  const i64 base = compact ? t.kv_row : t.cell;
+  const i64 base = row_base(t, place);
   const KvTensor tensor = kv_tensor(kv, n_cells, MLA_DK / 32, type);
 
   // Turns of 256 lanes that read a tile; all are fetched ahead where registers allow it.
@@ -111,33 +111,28 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
     }
   };
 
-  // Queries: times the scale in f32, then 16 bit; in shared memory (the first stage is still free) and from there into
-  // registers, 144 columns per warp.
+  if constexpr (KVT == KT_ANY) load(0);
+  else
+    for (int s = 0; s < ST - 1; s++) load(s);
+
+  // Queries: times the scale in f32, then 16 bit; in shared memory (that of the last stage, or of the tile, is still free)
+  // and from there into registers, 144 columns per warp.
   u32 qf[QS ? 1 : MT][9][4];
-  u16* sq = (u16*)(smem_raw + (QS ? L::at_q : 0));
-  for (int i = tid; i < ROWS * MLA_DK / 2; i += NT) {
-    const int r = i / (MLA_DK / 2), k = i % (MLA_DK / 2) * 2;
-    float x = 0.f, y = 0.f;
-    if (r < n_rows) {
-      const i64 token = t.token0 + (t.row0 + r) / heads;
-      const int head = (t.row0 + r) % heads;
-      const float* p = k < MLA_ROPE ? q_rope + token * rope_row + head * rope_head + k
-                                    : q_latent + token * latent_row + (i64)head * latent_head + (k - MLA_ROPE);
-      x = p[0] * scale, y = p[1] * scale;
-    }
-    *(u32*)(sq + mla_at(r, k / 8) + k % 8) = pack2<BF>(x, y);
-  }
+  u16* sq = (u16*)(smem_raw + (QS ? L::at_q : KVT == KT_Q8_0 ? L::at_tile : (L::stages - 1) * L::stage));
+  load_queries<BF, ROWS, MLA_DK, NT / 32>(
+      t, heads, 0, scale,
+      [&](i64 token, int head, int c) {
+        return c < MLA_ROPE ? q_rope + token * rope_row + (i64)head * rope_head + c
+                            : q_latent + token * latent_row + (i64)head * latent_head + (c - MLA_ROPE);
+      },
+      [&](int r, int c, uint2 x) { *(uint2*)(sq + mla_at(r, c / 8) + c % 8) = x; });
   __syncthreads();
   if constexpr (!QS) {
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
       for (int k = 0; k < 9; k++) ldsm4(qf[m][k], sq + mla_at(m * 16 + (lane & 15), ks * 18 + k * 2 + (lane >> 4)));
-    __syncthreads();
   }
-  if constexpr (KVT == KT_ANY) load(0);
-  else
-    for (int s = 0; s < ST - 1; s++) load(s);
 
   float o[MT][8][4];
 #pragma unroll
@@ -279,18 +274,18 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
   }
 
   // One part: the result. Several: un-normalised sums with (maximum, denominator), for attn_combine.
-  if (n_split == 1) {
+  if (split.n_split == 1) {
     __syncthreads();
-    if (tid % TPR == 0) sa[srow] = sum > 0.f ? 1.f / sum : 0.f;
+    if (tid % TPR == 0) sa[srow] = row_factor(top, sum, nullptr, 0);
     __syncthreads();
   } else if (tid % TPR == 0 && srow < n_rows) {
     *(float2*)(stats + (slot + srow) * 2) = make_float2(top, sum);
   }
-  float* to = n_split == 1 ? out + row_out * MLA_DV : parts + slot * MLA_DV;
+  float* to = split.n_split == 1 ? out + row_out * MLA_DV : parts + slot * MLA_DV;
 #pragma unroll
   for (int m = 0; m < MT; m++) {
     const int r = m * 16 + lane / 4;
-    const float a0 = n_split == 1 ? sa[r] : 1.f, a1 = n_split == 1 ? sa[r + 8] : 1.f;
+    const float a0 = split.n_split == 1 ? sa[r] : 1.f, a1 = split.n_split == 1 ? sa[r + 8] : 1.f;
 #pragma unroll
     for (int n = 0; n < 8; n++) {
       const int c = w * 64 + n * 8 + (lane & 3) * 2;
@@ -303,8 +298,8 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
 #define ATTN_MLA(NAME, ROWS, BN, ST, KVT, BLOCKS)                                                                      \
   extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                                            \
   NAME(const i64* st, const float* q_rope, i64 rope_row, int rope_head, const float* q_latent, i64 latent_row,         \
-       int latent_head, const u8* kv, i64 n_cells, int type, int compact, float* out, float* parts, float* stats,      \
-       int heads, int n_split, int steps, float scale) {                                                               \
+       int latent_head, const u8* kv, i64 n_cells, int type, int place, float* out, float* parts, float* stats,        \
+       int heads, int n_split, int fixed, float scale) {                                                               \
     mla_body<ROWS, BN, ST, KVT>(st, q_rope, rope_row, rope_head, q_latent, latent_row, latent_head, kv, n_cells, type, \
-                                compact, out, parts, stats, heads, n_split, steps, scale);                             \
+                                place, out, parts, stats, heads, {n_split, fixed, BN}, scale);                         \
   }

@@ -17,25 +17,26 @@ template <int WARPS, int DK, int DV, int BN> struct PrefillLayout {
 
 template <int WARPS, int D0, int D1, int DV, int BN, bool BF>
 DI void prefill_body(const i64* st, const float* q0, i64 q0_row, int q0_head, const float* q1, i64 q1_row, int q1_head,
-                     const u8* k0, i64 k0_row, int k0_head, int k0_compact, const u8* k1, i64 k1_row, int k1_head,
-                     int k1_compact, const u8* v, i64 v_row, int v_head, int v_compact, float* out, float* parts,
-                     float* stats, int n_head, int n_head_kv, int n_split, int steps, float scale) {
+                     const u8* k0, i64 k0_row, int k0_head, int k0_place, const u8* k1, i64 k1_row, int k1_head,
+                     int k1_place, const u8* v, i64 v_row, int v_head, int v_place, float* out, float* parts,
+                     float* stats, int n_head, int n_head_kv, const Split& split, float scale, const View& view,
+                     const float* sinks, float softcap) {
   constexpr int DK = D0 + D1, ROWS = 16 * WARPS, NT = 32 * WARPS;
   using L = PrefillLayout<WARPS, DK, DV, BN>;
   SMEM_DECL
-  const int tid = threadIdx.x, lane = tid & 31, w = tid >> 5, kv_head = blockIdx.y, split = blockIdx.z;
+  const int tid = threadIdx.x, lane = tid & 31, w = tid >> 5, kv_head = blockIdx.y, part = blockIdx.z;
   const int group = n_head / n_head_kv;
   Tile t;
   // The last tiles of a segment see most positions, so they start first.
-  if (!find_tile(st, gridDim.x - 1 - blockIdx.x, ROWS, group, t)) return;
-  int lo, hi;
-  split_range(t, split, n_split, steps, BN, lo, hi);
+  if (!find_tile(st, gridDim.x - 1 - blockIdx.x, ROWS, group, view, split, t)) return;
+  const Range range = part_range(t, view, split, part, group);
+  const int start = range.start, lo = range.lo, hi = range.hi;
   const int n_rows = min(ROWS, t.n_rows - t.row0);
   auto result_row = [&](int r) {
     return (t.token0 + (t.row0 + r) / group) * n_head + kv_head * group + (t.row0 + r) % group;
   };
-  const i64 slot = split * st[ST_TOKENS] * n_head;
-  if (lo >= hi && n_split > 1) {
+  const i64 slot = part * st[ST_TOKENS] * n_head;
+  if (lo >= hi && split.n_split > 1) {
     if (tid < n_rows) *(float2*)(stats + (slot + result_row(tid)) * 2) = make_float2(-INFINITY, 0.f);
     return;
   }
@@ -43,32 +44,30 @@ DI void prefill_body(const i64* st, const float* q0, i64 q0_row, int q0_head, co
   u16* sq = (u16*)smem_raw;
   u16* sk = sq + L::at_k;
   u16* sv = sq + L::at_v;
-  const u8* k0_rows = k0 + (k0_compact ? t.kv_row : t.cell) * k0_row + (i64)kv_head * k0_head;
-  const u8* k1_rows = k1 + (k1_compact ? t.kv_row : t.cell) * k1_row + (i64)kv_head * k1_head;
-  const u8* v_rows = v + (v_compact ? t.kv_row : t.cell) * v_row + (i64)kv_head * v_head;
+  const u8* k0_rows = k0 + row_base(t, k0_place) * k0_row + (i64)kv_head * k0_head;
+  const u8* k1_rows = k1 + row_base(t, k1_place) * k1_row + (i64)kv_head * k1_head;
+  const u8* v_rows = v + row_base(t, v_place) * v_row + (i64)kv_head * v_head;
   auto load_k = [&](int pos) {
     copy_rows<D0, BN, tile_row<DK>(), NT>(sk, k0_rows, k0_row, pos, lo, hi, tid);
     if constexpr (D1 > 0) copy_rows<D1, BN, tile_row<DK>(), NT>(sk + D0, k1_rows, k1_row, pos, lo, hi, tid);
     cp_commit();
   };
-  load_k(lo);
-  for (int i = tid; i < ROWS * DK / 2; i += NT) {
-    const int r = i / (DK / 2), c = i % (DK / 2) * 2;
-    u32 x = 0;
-    if (r < n_rows) {
-      const i64 token = t.token0 + (t.row0 + r) / group;
-      const i64 head = kv_head * group + (t.row0 + r) % group;
-      x = query_pair<BF>(D1 == 0 || c < D0 ? q0 + token * q0_row + head * q0_head + c
-                                           : q1 + token * q1_row + head * q1_head + (c - D0),
-                         scale);
-    }
-    *(u32*)(sq + r * tile_row<DK>() + c) = x;
-  }
+  load_k(start);
+  load_queries<BF, ROWS, DK, WARPS>(
+      t, group, kv_head * group, scale,
+      [&](i64 token, int head, int c) {
+        return D1 == 0 || c < D0 ? q0 + token * q0_row + (i64)head * q0_head + c
+                                 : q1 + token * q1_row + (i64)head * q1_head + (c - D0);
+      },
+      [&](int r, int c, uint2 x) { *(uint2*)(sq + r * tile_row<DK>() + c) = x; });
 
   const int first = t.row0 + w * 16, r0 = w * 16 + lane / 4;
-  const int last[2] = {row_pos(t, t.row0 + r0, group), row_pos(t, t.row0 + r0 + 8, group)};
-  const int nearest = row_pos(t, first, group);                          // visible to every row of the warp
-  const int farthest = first < t.n_rows ? row_pos(t, min(first + 15, t.n_rows - 1), group) : -1;  // ... to one of them
+  const Sight sight[2] = {row_sight(t, view, t.row0 + r0, group), row_sight(t, view, t.row0 + r0 + 8, group)};
+  // Positions oldest .. farthest are visible to a row of the warp, newest .. nearest to all of them.
+  const int nearest = row_pos(t, first, group);
+  const int farthest = first < t.n_rows ? row_pos(t, min(first + 15, t.n_rows - 1), group) : -1;
+  const int oldest = first_seen(view, nearest), newest = first_seen(view, farthest);
+  const Cap cap = cap_of(softcap * LOG2E);
   SoftMax m = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
   float o[DV / 8][4];
 #pragma unroll
@@ -76,8 +75,8 @@ DI void prefill_body(const i64* st, const float* q0, i64 q0_row, int q0_head, co
 #pragma unroll
     for (int e = 0; e < 4; e++) o[n][e] = 0.f;
 
-  for (int pos = lo; pos < hi; pos += BN) {
-    const bool active = pos <= farthest;
+  for (int pos = start; pos < hi; pos += BN) {
+    const bool active = pos <= farthest && pos + BN > oldest;
     cp_wait<0>();
     __syncthreads();  // K is there (and Q); everyone has left V of the tile before
     copy_rows<DV, BN, tile_row<DV>(), NT>(sv, v_rows, v_row, pos, lo, hi, tid);
@@ -89,31 +88,33 @@ DI void prefill_body(const i64* st, const float* q0, i64 q0_row, int q0_head, co
     if (pos + BN < hi) load_k(pos + BN);
     if (active) {
       u32 p[BN / 16][4];
-      soft_max_step<BF, BN / 8, DV / 8>(s, m, o, p, pos + BN - 1 > nearest, pos, last);
+      soft_max_step<BF, BN / 8, DV / 8>(s, m, o, p, pos + BN - 1 > nearest || pos < newest, pos, sight, cap);
       add_values<BF, DV, BN / 16>(o, p, sv);
     }
   }
   soft_max_end(m);
-  float* to = n_split == 1 ? out : parts + slot * DV;
+  float* to = split.n_split == 1 ? out : parts + slot * DV;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int r = r0 + 8 * h;
     if (r >= n_rows) continue;
     const i64 row = result_row(r);
-    const float f = n_split > 1 ? 1.f : m.sum[h] > 0.f ? 1.f / m.sum[h] : 0.f;
+    const int head = kv_head * group + (t.row0 + r) % group;
+    const float f = split.n_split > 1 ? 1.f : row_factor(m.top[h], m.sum[h], sinks, head);
     float* p = to + row * DV + (lane & 3) * 2;
 #pragma unroll
     for (int n = 0; n < DV / 8; n++) *(float2*)(p + n * 8) = make_float2(o[n][2 * h] * f, o[n][2 * h + 1] * f);
-    if (n_split > 1 && (lane & 3) == 0) *(float2*)(stats + (slot + row) * 2) = make_float2(m.top[h], m.sum[h]);
+    if (split.n_split > 1 && (lane & 3) == 0) *(float2*)(stats + (slot + row) * 2) = make_float2(m.top[h], m.sum[h]);
   }
 }
 #define ATTN_PREFILL(NAME, WARPS, D0, D1, DV, BN, BF)                                                                  \
   extern "C" __global__ void __launch_bounds__(32 * WARPS, 8 / WARPS)                                                   \
   NAME(const i64* st, const float* q0, i64 q0_row, int q0_head, const float* q1, i64 q1_row, int q1_head,              \
-       const u8* k0, i64 k0_row, int k0_head, int k0_compact, const u8* k1, i64 k1_row, int k1_head, int k1_compact,   \
-       const u8* v, i64 v_row, int v_head, int v_compact, float* out, float* parts, float* stats, int n_head,          \
-       int n_head_kv, int n_split, int steps, float scale) {                                                           \
+       const u8* k0, i64 k0_row, int k0_head, int k0_place, const u8* k1, i64 k1_row, int k1_head, int k1_place,       \
+       const u8* v, i64 v_row, int v_head, int v_place, float* out, float* parts, float* stats, int n_head,            \
+       int n_head_kv, int n_split, int fixed, float scale, int window, int chunk, const float* sinks, float softcap) { \
     prefill_body<WARPS, D0, D1, DV, BN, BF>(st, q0, q0_row, q0_head, q1, q1_row, q1_head, k0, k0_row, k0_head,         \
-                                            k0_compact, k1, k1_row, k1_head, k1_compact, v, v_row, v_head, v_compact,  \
-                                            out, parts, stats, n_head, n_head_kv, n_split, steps, scale);              \
+                                            k0_place, k1, k1_row, k1_head, k1_place, v, v_row, v_head, v_place, out,   \
+                                            parts, stats, n_head, n_head_kv, {n_split, fixed, BN}, scale,              \
+                                            {window, chunk}, sinks, softcap);                                          \
   }

@@ -5,57 +5,158 @@
 #pragma once
 #include "kv_formats.cuh"
 
-struct Tile {
-  int row0, n_rows;    // first row of the tile inside the segment, rows of the segment
-  i64 token0;          // first token of the segment in the micro-batch
-  i64 cell, kv_row;    // first cell, first compact row of the segment
-  int pos, n_kv;       // position of the first token, cached positions
-  int kv_end;          // one past the last position that a row of the tile may see
+// What a query sees of the positions before it: the last `window`, those of its `chunk` (0: all).
+struct View {
+  int window, chunk;
 };
-// Tile number `index` of `tile_rows` rows; false beyond the last one. Segments are read eight at a time, because each
-// read waits for L2.
-DI bool find_tile(const i64* st, int index, int tile_rows, int group, Tile& t) {
-  const i64* segments = step_segments(st);
-  const int n = (int)st[ST_SEGMENTS];
-  int found = -1;
-  for (int s = 0; s < n && found < 0; s += 8) {
-    int tokens[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) tokens[i] = s + i < n ? (int)segments[(s + i) * SEG_WORDS + SEG_TOKENS] : 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const int tiles = (tokens[i] * group + tile_rows - 1) / tile_rows;
-      if (found < 0) {
-        if (index < tiles) found = s + i;
-        else index -= tiles;
-      }
-    }
-  }
-  if (found < 0) return false;
-  const i64* p = segments + found * SEG_WORDS;
-  t.row0 = index * tile_rows, t.n_rows = (int)p[SEG_TOKENS] * group;
-  t.token0 = p[SEG_START], t.cell = p[SEG_CELL], t.kv_row = p[SEG_KV_START];
-  t.pos = (int)p[SEG_POS], t.n_kv = (int)p[SEG_KV];
-  t.kv_end = min(t.pos + (min(t.row0 + tile_rows, t.n_rows) - 1) / group + 1, t.n_kv);
-  return true;
+DI int first_seen(const View& view, int pos) {
+  int first = view.window ? pos - view.window + 1 : 0;
+  if (view.chunk) first = max(first, pos - pos % view.chunk);
+  return max(first, 0);
 }
+// The most positions that any query sees.
+DI int most_seen(const View& view) {
+  const int window = view.window ? view.window : 1 << 30;
+  return view.chunk ? min(view.chunk, window) : window;
+}
+
+// How cached positions are divided into parts, which are whole blocks of `block` positions. `fixed` 0: n_split equal parts of
+// what a tile sees. Otherwise the bounds are multiples of a size that depends on nothing but the position of a row, so
+// that its sums have the same bits whatever is beside it: at most `fixed` parts of at least PART_LEAST blocks.
+struct Split {
+  int n_split, fixed, block;
+};
+constexpr int PART_LEAST = 4;
+DI int part_size(const Split& s, const View& view, int pos) {
+  const int blocks = (min(pos + 1, most_seen(view)) + s.block - 1) / s.block;
+  return max(PART_LEAST, (blocks + s.fixed - 1) / s.fixed) * s.block;
+}
+// How many of a segment's tokens, from the first on, have parts of one size. The others, of at most 8, have the next size.
+DI int same_parts(const Split& s, const View& view, int pos, int tokens) {
+  if (!s.fixed || tokens < 2) return tokens;
+  const int limit = part_size(s, view, pos) * s.fixed;
+  return limit >= most_seen(view) ? tokens : min(tokens, limit - pos);
+}
+
+struct Tile {
+  int row0, n_rows;            // first row of the tile inside the segment, end of the rows it may have
+  i64 token0;                  // first token of the segment in the micro-batch
+  i64 cell, kv_row, window;    // row of position 0: in caches, in compact rows, in caches of windows
+  int pos;                     // position of the first token
+  int kv_first, kv_end;        // positions that rows of the tile may see
+};
+// Tile number `index` of `tile_rows` rows; false beyond the last one. A lane per segment: all read at once.
+DI bool find_tile(const i64* st, int index, int tile_rows, int group, const View& view, const Split& split, Tile& t) {
+  const i64* segments = step_segments(st);
+  const int n = (int)st[ST_SEGMENTS], lane = threadIdx.x & 31;
+  for (int first = 0; first < n; first += 32) {
+    const i64* p = segments + min(first + lane, n - 1) * SEG_WORDS;
+    const int tokens = first + lane < n ? (int)p[SEG_TOKENS] : 0, pos = (int)p[SEG_POS];
+    const int head = same_parts(split, view, pos, tokens);  // these have tiles of their own
+    const int tiles = (head * group + tile_rows - 1) / tile_rows;
+    const int all = tiles + ((tokens - head) * group + tile_rows - 1) / tile_rows;
+    int end = all;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int before = (int)shup_u32((u32)end, d);
+      if (lane >= d) end += before;
+    }
+    const u32 beyond = ballot(index < end);
+    if (!beyond) {
+      index -= (int)shfl_u32((u32)end, 31);
+      continue;
+    }
+    const int at = __ffs((int)beyond) - 1;
+    index -= (int)shfl_u32((u32)(end - all), at);
+    const int mine = (int)shfl_u32((u32)tiles, at), heads = (int)shfl_u32((u32)head, at) * group;
+    p = segments + (first + at) * SEG_WORDS;
+    t.row0 = index < mine ? index * tile_rows : heads + (index - mine) * tile_rows;
+    const int all_rows = (int)shfl_u32((u32)tokens, at) * group;
+    t.n_rows = index < mine ? heads : all_rows;
+    t.token0 = p[SEG_START], t.cell = p[SEG_CELL], t.kv_row = p[SEG_KV_START], t.window = step_windows(st)[first + at];
+    t.pos = (int)shfl_u32((u32)pos, at);
+    t.kv_first = first_seen(view, t.pos + t.row0 / group);
+    t.kv_end = t.pos + (min(t.row0 + tile_rows, t.n_rows) - 1) / group + 1;
+    return true;
+  }
+  return false;
+}
+// Where rows of a tensor are: at cells, compact rows, or cells of windows (attention.py: PLACES).
+DI i64 row_base(const Tile& t, int place) { return place == 0 ? t.cell : place == 1 ? t.kv_row : t.window; }
 // Position of a row, -1 beyond the segment: positions up to it are visible.
 DI int row_pos(const Tile& t, int row, int group) { return row < t.n_rows ? t.pos + row / group : -1; }
-
-// Positions [lo, hi) of part `split`; bounds between parts are multiples of `block`, so that only the end of what a tile
-// may see needs a mask. `steps` 0: equal parts of whole blocks of `block` positions. Otherwise parts whose
-// bounds do not depend on the number of positions: PART_COUNT of 128, as many of 256, ..., up to 128 << (steps - 1).
-constexpr int PART_COUNT = 16, PART_SIZE = 128;
-DI int part_start(int part, int steps) {
-  const int level = min(part / PART_COUNT, steps - 1);
-  return PART_SIZE * (PART_COUNT * ((1 << level) - 1) + ((part - level * PART_COUNT) << level));
+// The positions that a row sees: from .. from + more; none beyond the segment.
+struct Sight {
+  int from;
+  u32 more;
+  __device__ __forceinline__ bool hides(int pos) const { return (u32)(pos - from) > more; }
+};
+DI Sight row_sight(const Tile& t, const View& view, int row, int group) {
+  if (row >= t.n_rows) return {1 << 30, 0};
+  const int pos = t.pos + row / group, from = first_seen(view, pos);
+  return {from, (u32)(pos - from)};
 }
-DI void split_range(const Tile& t, int split, int n_split, int steps, int block, int& lo, int& hi) {
-  if (steps == 0) {
-    const int blocks = (t.n_kv + block - 1) / block, per = (blocks + n_split - 1) / n_split * block;
-    lo = split * per, hi = lo + per;
+
+// Positions of part `part` of a tile: those from lo to hi - 1 are read, blocks begin at `start` <= lo.
+struct Range {
+  int start, lo, hi;
+};
+//
+// Where windows move, part k of all positions that a row may ever see is part k % n_split: the parts of a row are added
+// in the same order whatever the first position of its tile is.
+DI Range part_range(const Tile& t, const View& view, const Split& s, int part, int group) {
+  int size, first;
+  if (s.fixed) {
+    size = part_size(s, view, t.pos + t.row0 / group);
+    first = t.kv_first / size;
+    part -= first % s.n_split;
+    if (part < 0) part += s.n_split;
+    first *= size;
   } else {
-    lo = part_start(split, steps), hi = part_start(split + 1, steps);
+    first = t.kv_first / s.block * s.block;
+    size = ((t.kv_end - first + s.block - 1) / s.block + s.n_split - 1) / s.n_split * s.block;
   }
-  hi = split == n_split - 1 ? t.kv_end : min(hi, t.kv_end);
+  const int lo = max(first + part * size, t.kv_first);
+  return {lo / s.block * s.block, lo, min(first + (part + 1) * size, t.kv_end)};
+}
+
+// Scores (in base 2) that are limited to +-cap by a tanh; cap 0: they are not.
+struct Cap {
+  float cap, twice;  // twice: 2 log2(e) / cap
+};
+DI Cap cap_of(float cap) { return {cap, cap > 0.f ? 2.f * LOG2E / cap : 0.f}; }
+DI float capped(const Cap& c, float s) { return fmaf(-2.f * c.cap, rcp(1.f + ex2(s * c.twice)), c.cap); }
+
+// 1 / sum of a soft-max; 0 for a row that sees nothing. A NaN stays one.
+DI float reciprocal(float sum) { return sum == 0.f ? 0.f : 1.f / sum; }
+// What a row's sums are multiplied with at the end. `sinks`: logits of the heads that have no value, or null.
+DI float row_factor(float top, float sum, const float* sinks, int head) {
+  const float sink = sinks ? sinks[head] * LOG2E : -INFINITY;
+  const float peak = fmaxf(top, sink), used = peak == -INFINITY ? 0.f : peak, f = ex2(top - used);
+  return f * reciprocal(sum * f + ex2(sink - used));
+}
+
+// The queries of a tile as ROWS rows of WIDTH values, a row (two short ones) per warp and turn: `at` (token, head, column)
+// is where four values are, `put` (row, column, two pairs of 16 bits) where they go. Scaled in f32.
+template <bool BF, int ROWS, int WIDTH, int WARPS, class At, class Put>
+DI void load_queries(const Tile& t, int group, int first_head, float scale, At at, Put put) {
+  constexpr int LANES = WIDTH <= 64 ? 16 : 32, PER = 32 / LANES, TURNS = (WIDTH / 4 + LANES - 1) / LANES;
+  const int lane = threadIdx.x & 31, w = threadIdx.x >> 5;
+#pragma unroll 2
+  for (int r = w * PER + lane / LANES; r < ROWS; r += WARPS * PER) {
+    const int row = t.row0 + r, head = first_head + row % group;
+    const i64 token = t.token0 + row / group;
+    float4 v[TURNS];
+#pragma unroll
+    for (int i = 0; i < TURNS; i++) {
+      const int c = (lane % LANES + i * LANES) * 4;
+      v[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (row < t.n_rows && c < WIDTH) v[i] = *(const float4*)at(token, head, c);
+    }
+#pragma unroll
+    for (int i = 0; i < TURNS; i++) {
+      const int c = (lane % LANES + i * LANES) * 4;
+      if (c < WIDTH) put(r, c, make_uint2(pack2<BF>(v[i].x * scale, v[i].y * scale), pack2<BF>(v[i].z * scale, v[i].w * scale)));
+    }
+  }
 }

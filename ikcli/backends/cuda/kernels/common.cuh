@@ -13,7 +13,9 @@ enum Step {
   ST_P_CELLS = 6,     // i64 cache cell of every token
   ST_P_OUT_IDS = 7,   // i64 rows that are output
   ST_P_SEGMENTS = 8,  // i64 x 6: start, n_tokens, cell, pos, kv_start, n_kv
-  ST_P_KV_CELLS = 9   // i64 cell of every cached position
+  ST_P_KV_CELLS = 9,  // i64 cell of every cached position
+  ST_P_WINDOW_CELLS = 11,  // of caches of windows: i64 cell of every token,
+  ST_P_WINDOWS = 12        // i64 cell of position 0 of every segment, below 0 where the first positions are gone
 };
 constexpr int SEG_WORDS = 6, SEG_START = 0, SEG_TOKENS = 1, SEG_CELL = 2, SEG_POS = 3, SEG_KV_START = 4, SEG_KV = 5;
 
@@ -23,6 +25,8 @@ DI const i64* step_cells(const i64* st) { return (const i64*)st[ST_P_CELLS]; }
 DI const i64* step_out_ids(const i64* st) { return (const i64*)st[ST_P_OUT_IDS]; }
 DI const i64* step_segments(const i64* st) { return (const i64*)st[ST_P_SEGMENTS]; }
 DI const i64* step_kv_cells(const i64* st) { return (const i64*)st[ST_P_KV_CELLS]; }
+DI const i64* step_window_cells(const i64* st) { return (const i64*)st[ST_P_WINDOW_CELLS]; }
+DI const i64* step_windows(const i64* st) { return (const i64*)st[ST_P_WINDOWS]; }
 // Rows of a value: a count of the step block times a constant.
 DI i64 step_rows(const i64* st, int symbol, int factor) { return st[symbol] * factor; }
 

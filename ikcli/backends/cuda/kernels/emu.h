@@ -733,6 +733,8 @@ DI u32 vsub4(u32 a, u32 b) {
   for (int i = 0; i < 32; i += 8) r |= (u32)(u8)((a >> i) - (b >> i)) << i;
   return r;
 }
+DI void pin(u32&) {}
+DI void pin(float&) {}
 DI uint4 ldg16(const void* p) {
   emu::check_global(p, 16);
   return *(const uint4*)p;

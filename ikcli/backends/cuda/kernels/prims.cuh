@@ -172,6 +172,10 @@ DI int dp4a_us(u32 a, u32 b, int c) {                                   // a uns
 }
 DI u32 vsub4(u32 a, u32 b) { return __vsub4(a, b); }  // byte by byte, wrapping
 
+// A value that the compiler may not compute again later: without it, decoding sinks into every block that uses its result.
+DI void pin(u32& v) { asm volatile("" : "+r"(v)); }
+DI void pin(float& v) { asm volatile("" : "+f"(v)); }
+
 // Loads of data that is read once (weights): past L1, aligned to their size.
 DI uint4 ldg16(const void* p) {
   uint4 v;

@@ -37,7 +37,7 @@ DI void float_matvec(const i64* st, int symbol, int factor, const u8* w, const u
                      int n_rows, int k, const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles,
                      const int* n_tiles, const int* order, int divisor, int split, const More& one, const More& two) {
   IK_SHARED(float, sums, MV_SUMS)
-  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MV_ROWS, blockIdx.z);
+  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MV_ROWS, blockIdx.y, blockIdx.z);
   if (!span.rows) return;
   const Team team = team_of(pick_matrix(one, two, 2 - split, w, n_rows, y, y_row), split);
   const int item = team.item;
@@ -120,7 +120,8 @@ DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_b
                    const int* order, int divisor, const Parts& parts) {
   SMEM_DECL
   const Share share = share_of(parts, (k + 31) / 32);
-  const Span span = span_of(st, symbol, factor, tiles, n_tiles, 64, share.head);
+  const Place place = place_of();
+  const Span span = span_of(st, symbol, factor, tiles, n_tiles, 64, place.tokens, share.head);
   if (!span.rows) return;
   u32* const w_tile = (u32*)smem_raw;            // [2][64][FM_STRIDE]
   u32* const x_tile = w_tile + 2 * FM_TILE;      // [2][64][FM_STRIDE]
@@ -128,7 +129,7 @@ DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_b
   const bool whole = whole_rows(x, x_row, x_head, k);
   x += share.head * x_head;
   const int row = tid >> 1, half = 16 * (tid & 1);  // half a row of 32 columns of each tile
-  const int my_row = (int)blockIdx.x * 64 + row;
+  const int my_row = place.weights * 64 + row;
   const u8* const w_at = my_row < n_rows ? w + span.matrix * matrix_bytes + my_row * row_bytes : nullptr;
   const float* const x_at = row < span.rows ? (const float*)(x + source_row(order, divisor, span.first + row) * x_row) : nullptr;
   float w_next[16], x_next[16];
@@ -219,7 +220,7 @@ DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_b
     for (int n = 0; n < 4; n++)
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        const int r = (int)blockIdx.x * 64 + m0 + 16 * m + g + 8 * (e >> 1), t = n0 + 8 * n + pair + (e & 1);
+        const int r = place.weights * 64 + m0 + 16 * m + g + 8 * (e >> 1), t = n0 + 8 * n + pair + (e & 1);
         if (r < n_rows && t < span.rows) out[t * y_row + r] = acc[m][n][e];
       }
 }

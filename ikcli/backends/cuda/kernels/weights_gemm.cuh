@@ -27,6 +27,16 @@ DI Share share_of(const Parts& parts, int n_steps) {
   return {part, head, n_steps * part / parts.n, n_steps * (part + 1) / parts.n};
 }
 
+// Blocks run in the order of their number. Those of MM_GROUP tiles of activation rows come together, weight rows slower: a
+// matrix larger than L2 is read once per group, not once per tile of activation rows, and the rows of a group stay in L2.
+constexpr int MM_GROUP = 16;
+struct Place { int weights, tokens; };  // tiles
+DI Place place_of() {
+  const u32 block = blockIdx.y * gridDim.x + blockIdx.x, group = block / (MM_GROUP * gridDim.x);
+  const u32 first = group * MM_GROUP, in = block - first * gridDim.x, n = min(gridDim.y - first, (u32)MM_GROUP);
+  return {(int)(in / n), (int)(first + in % n)};
+}
+
 template <class W> struct GemmShared {
   static constexpr int KINDS = (W::HALVES ? 2 : 1) * (W::MINIMA ? 2 : 1);  // s0 [s1] [m0 [m1]] of a weight row
   static constexpr int MORE = W::MINIMA ? 1 : 0;                            // beside d: s, or sums of halves
@@ -40,7 +50,8 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
   SMEM_DECL
   using S = GemmShared<W>;
   const Share share = share_of(parts, (nb + MM_KB - 1) / MM_KB);
-  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MM_N, share.head);
+  const Place place = place_of();
+  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MM_N, place.tokens, share.head);
   if (!span.rows) return;
   u8* const w_codes = smem_raw;                                     // [2][MM_M][MM_STRIDE]
   u8* const x_codes = smem_raw + 2 * MM_CODES;                      // [2][MM_N][MM_STRIDE]
@@ -50,7 +61,7 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
   x += share.head * x_head;
 
   // What this thread fetches: weight blocks 2 * (tid & 1) + {0, 1} of row tid / 2; 16 bytes of four activation rows; scales.
-  const int my_row = (int)blockIdx.x * MM_M + (tid >> 1), my_block = 2 * (tid & 1);
+  const int my_row = place.weights * MM_M + (tid >> 1), my_block = 2 * (tid & 1);
   const u8* const w_row = w + span.matrix * matrix_bytes + min(my_row, n_rows - 1) * row_bytes;
   const u8* x_at[4];
 #pragma unroll
@@ -201,7 +212,7 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
     for (int n = 0; n < 4; n++)
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        const int row = (int)blockIdx.x * MM_M + m0 + 16 * m + g + 8 * (e >> 1), t = n0 + 8 * n + pair + (e & 1);
+        const int row = place.weights * MM_M + m0 + 16 * m + g + 8 * (e >> 1), t = n0 + 8 * n + pair + (e & 1);
         if (row < n_rows && t < span.rows) out[t * y_row + row] = acc[m][n][e];
       }
 }

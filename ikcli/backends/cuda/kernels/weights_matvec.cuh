@@ -11,13 +11,13 @@ static_assert(MV_THREADS / 32 == 4, "shifts by 2 - split");
 
 // Where the work of a block lies: rows of activations (or of a tile of the plan of `moe_sort`), and which matrix.
 struct Span { int first, rows, matrix; };
-DI Span span_of(const i64* st, int symbol, int factor, const int* tiles, const int* n_tiles, int most, int z) {
+DI Span span_of(const i64* st, int symbol, int factor, const int* tiles, const int* n_tiles, int most, int y, int z) {
   if (tiles) {
-    if ((int)blockIdx.y >= *n_tiles) return {0, 0, 0};
-    const int4 tile = ((const int4*)tiles)[blockIdx.y];
+    if (y >= *n_tiles) return {0, 0, 0};
+    const int4 tile = ((const int4*)tiles)[y];
     return {tile.y, tile.z, tile.x};
   }
-  const i64 first = (i64)most * blockIdx.y, left = step_rows(st, symbol, factor) - first;
+  const i64 first = (i64)most * y, left = step_rows(st, symbol, factor) - first;
   return {(int)first, left > most ? most : left > 0 ? (int)left : 0, z};
 }
 // Activation row of result row p: with `order` (pairs of the plan) that of the token, else p itself.
@@ -84,6 +84,16 @@ template <class W> DI void add_block(float& acc, const Block& o, const uint4& a,
   }
 }
 
+// A decoded block stays decoded for all activation rows.
+template <class W> DI void pin_block(Block& o) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) pin(o.q[i]);
+  pin(o.s0);
+  if constexpr (W::HALVES) pin(o.s1);
+  if constexpr (W::MINIMA) pin(o.m0);
+  if constexpr (W::HALVES && W::MINIMA) pin(o.m1);
+}
+
 // More matrices with the same input in one launch: their blocks follow those of the first.
 struct More { const u8* w; int n_rows; float* y; i64 y_row; };
 // Which matrix block `b` belongs to, and which block of that matrix it is; `per_block` pairs of rows.
@@ -106,7 +116,7 @@ DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gat
                int nb, const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles,
                const int* n_tiles, const int* order, int divisor, const u8* table, int split, const More& one, const More& two) {
   IK_SHARED(float, sums, MV_SUMS)
-  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MV_ROWS, blockIdx.z);
+  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MV_ROWS, blockIdx.y, blockIdx.z);
   if (!span.rows) return;
   const Team team = team_of(pick_matrix(one, two, 2 - split, w, n_rows, y, y_row), split);
   const int item = team.item;
@@ -134,6 +144,8 @@ DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gat
       Block block_a, block_b;
       W::decode(block_a, raw_a, i, table);
       W::decode(block_b, raw_b, i, table);
+      pin_block<W>(block_a);
+      pin_block<W>(block_b);
       if (i + step < nb) {  // on the way while the activations are worked on
         W::load(raw_a, a, nb, i + step, table);
         W::load(raw_b, b, nb, i + step, table);

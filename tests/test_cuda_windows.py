@@ -1,0 +1,68 @@
+"""Models with windows, sinks and soft caps on an emulated GPU: the logits of the CPU."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_emulation import needs_emulation
+from cuda_sessions import Opener, assert_close, config, tokens
+from factories import tiny_model
+from gguf_files import write_model
+
+from ikcli.engine import gpus
+from ikcli.engine.batch import Batch
+from ikcli.engine.session import Session
+from ikcli.graph import Per
+
+pytestmark = needs_emulation
+EXPERTS = {"expert_count": 8, "expert_used_count": 3}
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma2": {"attention.sliding_window": 20},
+    "gpt-oss": {"attention.sliding_window": 24, "expert_feed_forward_length": 64, **EXPERTS},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def written(folder: Path, arch: str) -> Path:
+    path = folder / f"{arch}.gguf"
+    return path if path.exists() else write_model(tiny_model(arch, context_length=4096, **MODELS[arch]), path)
+
+
+def logits(path: Path, **changes: Any) -> tuple[Any, set[Per]]:
+    """Of a prompt in two pieces, which moves the windows, and of single tokens; what the caches have rows of."""
+    with Session.open(config(path, n_ctx=4096, n_ubatch=64, **changes)) as session:
+        ids = tokens(430)
+        pieces = (0, 100, 427, 428, 429, 430)
+        rows = [np.array(session.decode(Batch.single(ids[a:b], a))) for a, b in pairwise(pieces)]
+        return np.concatenate(rows), {c.per for c in session.cache_bytes()}
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "tolerance"),
+    [
+        ("gemma2", {"type_k": "f32", "type_v": "f32"}, 0.02),
+        ("gemma2", {"swa_full": True}, 0.05),
+        ("gemma2", {"type_k": "q8_0", "type_v": "q8_0", "n_gpu_layers": 1}, 0.1),
+        ("gpt-oss", {"flash_attn": False, "type_k": "f32", "type_v": "f32"}, 0.02),
+        ("gpt-oss", {"type_k": "f32", "type_v": "f32"}, 0.02),
+    ],
+)
+def test_logits_are_those_of_the_cpu(arch, changes, tolerance, folder, monkeypatch) -> None:
+    opener = Opener()
+    monkeypatch.setattr(gpus, "open_devices", opener)
+    path = written(folder, arch)
+    wanted, _ = logits(path, **(changes | {"n_gpu_layers": 0}))
+    found, per = logits(path, **changes)
+    assert_close(found, wanted, tolerance)
+    assert (Per.WINDOW in per) == ("swa_full" not in changes)
+    device = opener.devices["CUDA0"]
+    attention = {k for k in device.launches if k.startswith("attn")}
+    assert attention and not {k for k in attention if k.startswith("attn_mla")}

@@ -296,7 +296,7 @@ def test_rtr_leaves_tensors_of_the_gpu_alone(folder, opener, tmp_path: Path) -> 
 
     model = tiny_model("llama", type_=GGMLType.Q8_0)
     path = write_model(model, tmp_path / "m.gguf")
-    with Session.open(config(path)) as session:
+    with Session.open(config(path, n_gpu_layers=1)) as session:
         wanted = transcript(session)
     with Session.open(config(path, run_time_repack=True, n_gpu_layers=1)) as session:
         repacked = set(session.model.repacked)

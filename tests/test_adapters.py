@@ -14,7 +14,7 @@ from cuda_emulation import needs_emulation
 from cuda_sessions import Opener, transcript
 from factories import MemoryModel, tiny_deepseek2, tiny_model
 from gguf_files import write_model
-from test_architectures import OPTIONAL, TINY, WINDOWED
+from tiny_architectures import OPTIONAL, TINY, WINDOWED
 
 from ikcli.commands._options import parse
 from ikcli.config import RunConfig

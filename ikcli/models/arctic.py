@@ -35,6 +35,6 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
         dense = g.add(cur, x, "ffn_inp")
         dense = g.add(blocks.dense_ffn(g, blocks.normed(g, hp, dense, layer, "ffn_norm"), layer), dense, "ffn_dense")
         experts = blocks.moe_ffn(g, hp, cfg, blocks.normed(g, hp, x, layer, "ffn_norm_exps"), layer)
-        x = g.add(experts, dense, "l_out")
+        x = g.layer_out(g.add(experts, dense, "l_out"))
     g.il = -1
     return blocks.output(g, hp, w, x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from gguf_files import write_model
 from ikcli.engine import gpus
 from ikcli.engine.batch import Batch
 from ikcli.engine.session import Session
+from ikcli.eval.kl_divergence import KlParams, run
+from ikcli.eval.kld_file import BaseReader
 from ikcli.graph import Per
 
 pytestmark = needs_emulation
@@ -66,3 +69,17 @@ def test_logits_are_those_of_the_cpu(arch, changes, tolerance, folder, monkeypat
     device = opener.devices["CUDA0"]
     attention = {k for k in device.launches if k.startswith("attn")}
     assert attention and not {k for k in attention if k.startswith("attn_mla")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma2", "gemma3", "gemma4", "cohere2", "llama4", "laguna", "mimo2"])
+def test_golden_log_probabilities(name, shared_dir, monkeypatch) -> None:
+    """Those of the reference program, within the bounds of the CPU."""
+    monkeypatch.setattr(gpus, "open_devices", Opener())
+    folder = shared_dir / "golden" / "arch"
+    bounds = json.loads((folder / "expected.json").read_text())[name]["bounds"]["f16"]
+    base = BaseReader(folder / f"{name}.kld")
+    settings = {"command": "perplexity", "n_ctx": base.n_ctx, "n_batch": base.n_ctx}
+    with Session.open(config(folder / f"{name}.gguf", **settings)) as session:
+        kld = run(session, base, KlParams(n_batch=base.n_ctx, chunks=1)).positions.kld
+    assert np.median(kld) <= bounds["median"] and np.quantile(kld, 0.99) <= bounds["p99"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ from factories import base_metadata, tiny_deepseek2
 
 from ikcli.commands._options import parse
 from ikcli.errors import UsageError
+from ikcli.eval.perplexity import open_session, params_of, run
+from ikcli.eval.text import load_text, tokenize
 from ikcli.models import HParams, RopeParams
 from ikcli.models.deepseek2 import attention_scale
 from ikcli.models.rope import inverse_frequencies, magnitude
@@ -96,3 +100,33 @@ def test_attention_scale_of_latent_attention_follows() -> None:
 def test_values_that_make_no_sense(line: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read(line, base_metadata("llama"))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", 1605.3388),
+        ("--rope-freq-base 500", 1395.1942),
+        ("--rope-scale 4", 1587.9097),
+        ("--rope-freq-scale 0.5", 1518.9788),
+        ("--rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 64", 1625.2402),
+        ("--rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 64 --yarn-ext-factor 0.5", 2013.4442),
+        ("--rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 64 --yarn-ext-factor 0", 1587.9097),
+        ("--rope-scaling linear --rope-scale 4 --yarn-orig-ctx 64 --yarn-ext-factor 0.7", 1479.2528),
+        (
+            "--rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 64 --yarn-attn-factor 1.3 --yarn-beta-fast 16 "
+            "--yarn-beta-slow 2",
+            1734.4170,
+        ),
+        ("--rope-scaling none --rope-scale 4", 1605.3388),
+    ],
+)
+def test_perplexity_of_the_reference(shared_dir: Path, line: str, expected: float) -> None:
+    """Values of ik_llama.cpp's llama-perplexity (`-c 256 --chunks 2 -no-fa`, CPU) with the same options."""
+    folder = shared_dir / "golden"
+    fixed = f"-m {folder}/arch/smollm3.gguf -f {folder}/wiki.head.raw -c 256 --chunks 2 -t 2 -no-fa"
+    config = parse("perplexity", f"{fixed} {line}".split()).config
+    with closing(open_session(config, 256, 512)) as session:
+        tokens = tokenize(session, load_text(config))
+        found = run(session, tokens, params_of(config))
+    assert found.ppl == pytest.approx(expected, rel=5e-4)

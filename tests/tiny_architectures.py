@@ -68,6 +68,7 @@ TINY: dict[str, dict[str, Any]] = {
     "bloom": LAYER_NORM | {"attention.head_count_kv": 4}, "codeshell": LAYER_NORM, "refact": {},
     "mpt": LAYER_NORM | {"attention.head_count": 6, "embedding_length": 96, "attention.max_alibi_bias": 8.0,
                          "attention.clamp_kqv": 0.5, "attention.head_count_kv": 6},
+    "deepseek32": MISTRAL4 | {"expert_weights_norm": True, "rope.scaling.yarn_log_multiplier": 0.1},
     "dbrx": LAYER_NORM | {"attention.clamp_kqv": 0.5, "expert_count": 8, "expert_used_count": 3},
     "deepseek": SHARED | {"block_count": 3}, "exaone": {}, "gpt2": LAYER_NORM, "internlm2": {}, "minicpm": {},
     "nemotron": LAYER_NORM | {"rope.dimension_count": 8}, "orion": LAYER_NORM, "plamo": {},

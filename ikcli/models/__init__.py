@@ -30,6 +30,7 @@ ARCHITECTURES: dict[str, str] = {
     "dbrx": "ikcli.models.dbrx",
     "deepseek": "ikcli.models.ernie4_5",
     "deepseek2": "ikcli.models.deepseek2",
+    "deepseek32": "ikcli.models.deepseek2",  # attention over all positions, the indexer is not used
     "dots1": "ikcli.models.dots1",
     "ernie4_5": "ikcli.models.ernie4_5",
     "ernie4_5-moe": "ikcli.models.ernie4_5",

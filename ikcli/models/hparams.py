@@ -28,7 +28,7 @@ _ALL_EXPERTS = (
     "qwen3moe", "qwen3next", "qwen3vlmoe",
 )  # fmt: skip
 """In every layer."""
-MLA = ("deepseek2", "glm-dsa", "mistral4", *KDA)  # multi-head latent attention
+MLA = ("deepseek2", "deepseek32", "glm-dsa", "mistral4", *KDA)  # multi-head latent attention
 _DENSE_LEAD = (
     *MLA, "bailingmoe2", "cohere2_moe", "deepseek", "dots1", "ernie4_5-moe", "glm4moe", "laguna", "minimax-m3",
     "step35",
@@ -39,16 +39,9 @@ _SIGMOID = (
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
-    "bailingmoe2",
-    "cohere2_moe",
-    "deepseek",
-    "deepseek2",
-    "laguna",
-    "llama4",
-    "minimax-m3",
-    "qwen2moe",
+    "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "laguna", "llama4", "minimax-m3", "qwen2moe",
     "step35",
-)
+)  # fmt: skip
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
 _LAYER_NORM = (
     "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "mpt", "nemotron", "orion",

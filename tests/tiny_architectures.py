@@ -48,6 +48,8 @@ WINDOWED: dict[str, dict[str, Any]] = {
         "feed_forward_length": np.array([96, 96, 96, 96, 64, 64], np.int32), "expert_count": 8, "expert_used_count": 3,
         "expert_feed_forward_length": 48, "attention.head_count_kv": np.array([2, 4, 2, 4, 2, 4], np.int32),
     },
+    "exaone4": WINDOW, "grok": EXPERTS | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+    "muse-glimmer": WINDOW | {"attention.sliding_window_pattern": 2, "logit_scale": 0.7, "rope.freq_base_swa": 500.0},
     "gpt-oss": WINDOW | EXPERTS | YARN, "laguna": GATED | {"rope.dimension_count_swa": 16, "rope.dimension_count": 8},
     "llama4": EXPERTS | {"block_count": 4, "interleave_moe_layer_step": 2, "expert_used_count": 2,
                          "attention.temperature_length": 4},
@@ -94,6 +96,7 @@ TINY: dict[str, dict[str, Any]] = {
                           "swiglu_clamp_exp": [0.0, 0.5, 0.0], "swiglu_clamp_shexp": [0.7, 0.0, 0.4]},
 }  # fmt: skip
 OPTIONAL: dict[str, tuple[str, ...]] = {
+    "grok": ("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"),
     "qwen3next": ("ssm_in.weight", "ssm_ba.weight"), "bailingmoe3": ("ssm_f_a.weight", "ssm_g.weight"),
     "gemma4": ("attn_v.weight", "layer_output_scale.weight", "ffn_down_exps.scale", "rope_freqs.weight"),
     "bailingmoe2": ("attn_qkv.bias",), "mimo2": ("blk.0.attn_sinks.weight",),

@@ -27,12 +27,17 @@ def transformer(
     attn: Block,
     ffn: Block,
     ffn_norm: str = "ffn_norm",
+    *,
+    norm_embeddings: bool = False,
 ) -> Node:
     """Pre-norm residual layers and the output head; `ffn_norm` names the norm of the feed-forward part.
 
-    After the last attention only the rows whose logits were asked for go on.
+    `norm_embeddings`: they are normed, without weights. After the last attention only the rows whose logits were asked
+    for go on.
     """
     x = embedded(g, hp, w)
+    if norm_embeddings:
+        x = g.norm(x, None, hp.eps, "inp_normed", kind="rms")
     for il in range(hp.n_layer):
         g.il = il
         layer = w.layer(il)

@@ -24,7 +24,7 @@ MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 GATING = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # 3: over the chosen experts, as over all and normalised
 _ALL_EXPERTS = (
-    "arctic", "dbrx", "gpt-oss", "granitemoe", "hunyuan-moe", "mellum", "minimax-m2", "qwen2moe", "qwen35moe",
+    "arctic", "dbrx", "gpt-oss", "granitemoe", "grok", "hunyuan-moe", "mellum", "minimax-m2", "qwen2moe", "qwen35moe",
     "qwen3moe", "qwen3next", "qwen3vlmoe",
 )  # fmt: skip
 """In every layer."""
@@ -49,7 +49,10 @@ _LAYER_NORM = (
 )  # fmt: skip
 _RMS_KEY = "attention.layer_norm_rms_epsilon"
 _WHERE_ROUTED = ("laguna", "mimo2", "step35")  # layers with a router are those with experts
-_SOFTCAPS = {"gemma2": (50.0, 30.0), "gemma3": (0.0, 0.0), "gemma4": (0.0, 30.0)}
+_SOFTCAPS = {
+    "gemma2": (50.0, 30.0), "gemma3": (0.0, 0.0), "gemma4": (0.0, 30.0), "grok": (30.0, 0.0),
+    "muse-glimmer": (0.0, 30.0),
+}  # fmt: skip
 """Soft caps on K*Q and on logits where files do not say; of other architectures they are not read."""
 
 
@@ -303,7 +306,10 @@ def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
         attn, final = _SOFTCAPS[arch]
         found["attn_softcap"] = keys.number("attn_logit_softcapping", attn, most=1e9) if attn else 0.0
         found["final_softcap"] = keys.number("final_logit_softcapping", final, most=1e9)
-        found["embedding_scale"] = math.sqrt(n_embd)
+    if arch == "grok":  # files of Grok 1 do not say
+        found["embedding_scale"] = keys.number("embedding_scale", 78.38367176906169, most=1e9)
+        found["logit_scale"] = keys.number("logit_scale", 0.5773502691896257, most=1e9)
+        found["attention_scale"] = keys.number("attention.output_scale", 0.08838834764831845, most=1e9)
     if arch == "gemma4":
         found["attention_scale"] = 1.0
         n_shared = keys.integer("attention.shared_kv_layers", 0, most=values["n_layer"] - 1)
@@ -311,9 +317,9 @@ def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
         found["n_embd_per_layer"] = keys.integer("embedding_length_per_layer_input", 0)
     elif (arch, values["n_layer"]) in (("gemma2", 46), ("gemma3", 62)):  # the models of 27B
         found["attention_scale"] = 1 / math.sqrt(n_embd // max(by_layer(values["n_head"], 1)))
-    if arch == "gemma":
+    if arch.startswith("gemma"):
         found["embedding_scale"] = math.sqrt(n_embd)
-    if arch in ("cohere2", "cohere2_moe", "command-r"):
+    if arch in ("cohere2", "cohere2_moe", "command-r", "muse-glimmer"):
         found["logit_scale"] = keys.number("logit_scale", most=1e9) or 1.0
     if arch == "mimo2":
         found["value_scale"] = keys.number("attention.value_scale", 1.0, most=1e9)

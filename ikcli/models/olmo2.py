@@ -1,6 +1,7 @@
 """OLMo 2 and 3: norms only after attention and feed-forward part, norms over all query and over all key heads.
 
-OLMo 3 has windows in three of four layers.
+OLMo 3 has windows in three of four layers. So has the larger EXAONE 4, where only these rotate; its heads are normed
+one by one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
     specs = blocks.base_specs(hp)
+    specs["rope_freqs.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
     for il in range(hp.n_layer):
         specs |= blocks.attention_specs(hp, il, bias=None, ffn_norm="post_attention_norm")
         del specs[f"blk.{il}.attn_norm.weight"]
@@ -22,7 +24,8 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
         specs[f"blk.{il}.post_ffw_norm.weight"] = TensorSpec((hp.n_embd,))
         own = hp.at(il)
         for which, n_head in (("q", own.n_head), ("k", own.n_head_kv)):
-            specs[f"blk.{il}.attn_{which}_norm.weight"] = TensorSpec((n_head * own.head_dim_k,))
+            n_normed = 1 if hp.arch == "exaone4" else n_head
+            specs[f"blk.{il}.attn_{which}_norm.weight"] = TensorSpec((n_normed * own.head_dim_k,))
     return specs
 
 

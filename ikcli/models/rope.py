@@ -109,7 +109,7 @@ def read_rope(
         n_ctx_orig=keys.integer("rope.scaling.original_context_length", n_ctx_train, least=1),
         attn_factor=keys.number("rope.scaling.attn_factor", 1.0, most=1e6) * given.get("attn_factor", attn_factor),
         log_mul=keys.number("rope.scaling.yarn_log_multiplier", 0.0, most=1e6),
-        beta_fast=_rotations(keys, "rope.scaling.yarn_beta_fast", 32.0),
+        beta_fast=_rotations(keys, "rope.scaling.yarn_beta_fast", 8.0 if keys.arch == "grok" else 32.0),
         beta_slow=_rotations(keys, "rope.scaling.yarn_beta_slow", 1.0),
         ext_factor=1.0 if ext_factor < 0 else ext_factor,
     )

@@ -14,15 +14,15 @@ from ikcli.models.keys import Keys, by_layer
 from ikcli.models.rope import RopeParams
 
 PERIODS = {
-    "cohere2": 4, "gemma2": 2, "gemma3": 6, "gpt-oss": 2, "laguna": 4, "llama4": 4, "mellum": 4, "olmo2": 4, "phi3": 0,
-    "starcoder2": 0,
+    "cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt-oss": 2, "laguna": 4, "llama4": 4, "mellum": 4,
+    "muse-glimmer": 4, "olmo2": 4, "phi3": 0, "starcoder2": 0,
 }  # fmt: skip
 """Layers of a period, of which the last one has no window; 0: all layers have one."""
 LISTED = ("cohere2_moe", "gemma4", "mimo2", "step35")  # files say which layers have windows
 FIRST_SEES_ALL = ("cohere2_moe", "laguna")  # of a period the first layer has no window, not the last one
 NOT_ALWAYS = {"gemma2": 4096, "laguna": 0, "mellum": 0, "olmo2": 0, "starcoder2": 0}  # windows of files that do not say
 PLAIN = ("gemma3", "laguna", "mellum", "olmo2")  # rotation of window layers is not scaled
-ONLY_WINDOWS_ROTATE = ("cohere2", "cohere2_moe", "llama4")
+ONLY_WINDOWS_ROTATE = ("cohere2", "cohere2_moe", "exaone4", "llama4", "muse-glimmer")
 PHI3_WINDOWS = {(32, 4096): 2047, (40, 4096): 2047, (32, 131072): 262144, (40, 131072): 131072}
 """Of files from before the key, by layers and context."""
 CHUNK = 8192  # of llama4, whose files do not say
@@ -48,6 +48,8 @@ def _size(keys: Keys, values: dict[str, Any]) -> int:
     if arch == "llama4":
         return CHUNK if keys.integer(key, CHUNK) else 0
     default = NOT_ALWAYS.get(arch)
+    if arch == "exaone4":
+        default = 4096 if values["n_layer"] == 64 else 0
     if arch == "phi3":
         default = PHI3_WINDOWS.get((values["n_layer"], values["n_ctx_train"]))
     return keys.integer(key, default)
@@ -95,7 +97,7 @@ def _rotation(
     n_rots = [n_rot_window if w else n_rot for w in is_window]
     if "rope.dimension_count_per_layer" in keys:
         n_rots = list(by_layer(keys.per_layer("rope.dimension_count_per_layer", n_layer=n_layer), n_layer))
-    if arch in ONLY_WINDOWS_ROTATE and (any(is_window) or arch != "llama4"):
+    if arch in ONLY_WINDOWS_ROTATE and (any(is_window) or arch not in ("exaone4", "llama4")):
         lead = values["n_layer_dense_lead"] if arch == "cohere2_moe" else 0
         n_rots = [n if w or il < lead else 0 for il, (n, w) in enumerate(zip(n_rots, is_window, strict=True))]
     for n, head_dim in zip(n_rots, head_dim_k, strict=True):

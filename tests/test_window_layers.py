@@ -90,6 +90,15 @@ def test_rotation_of_window_layers() -> None:
         read("laguna", **{"rope.dimension_count_swa": 24})
 
 
+def test_bases_of_rotations_are_checked() -> None:
+    for arch, bad in (
+        ("gemma3", {"rope.freq_base_swa": 0.0}),
+        ("step35", {"rope.freq_base_per_layer": np.float32([0, 2, 3, 4])}),
+    ):
+        with pytest.raises(FormatError, match=r"rope\.freq_base_swa is 0\.0; bases of rotations must be larger than 1"):
+            read(arch, **bad)
+
+
 def test_layers_that_do_not_rotate() -> None:
     assert [read("cohere2").at(il).n_rot for il in range(4)] == [16, 16, 16, 0]
     moe = read("cohere2_moe", **{PATTERN: np.array([False, True, False, True])})
@@ -124,6 +133,10 @@ def test_norm_of_cohere2_moe_is_what_the_file_has_an_epsilon_for() -> None:
 def test_shared_keys_and_values_are_those_of_the_last_layer_of_a_kind() -> None:
     hp = read("gemma4")
     assert [kv_layer(hp, il) for il in range(6)] == [0, 1, 2, 3, 2, 3]
+    heads = np.array([2, 4, 2, 4, 2, 2], np.int32)
+    for bad in ({"attention.shared_kv_layers": 5}, {"attention.head_count_kv": heads}):
+        with pytest.raises(FormatError, match="layer 5 should use keys and values of an earlier layer of its kind"):
+            kv_layer(read("gemma4", **bad), 5)
 
 
 def recorded(arch: str, **settings: Any) -> Graph:

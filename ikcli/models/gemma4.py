@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from ikcli.errors import FormatError
 from ikcli.graph import Graph, Node
 from ikcli.graph.activations import Glu
 from ikcli.models import blocks
@@ -105,8 +106,14 @@ def _attention(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWei
 
 def kv_layer(hp: HParams, il: int) -> int:
     """The layer whose keys and values layer il uses: the last one of its kind that has any."""
-    window = hp.at(il).window
-    return next(i for i in reversed(range(min(hp.n_layer_kv, il + 1))) if hp.at(i).window == window)
+    own = hp.at(il)
+    found = next((i for i in reversed(range(min(hp.n_layer_kv, il + 1))) if hp.at(i).window == own.window), None)
+    if found is None or hp.at(found).n_head_kv != own.n_head_kv:
+        raise FormatError(
+            f"{hp.source}: layer {il} should use keys and values of an earlier layer of its kind, but no layer has any "
+            f"that fit; see {hp.arch}.attention.shared_kv_layers"
+        )
+    return found
 
 
 def _feed_forward(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights) -> Node:

@@ -88,6 +88,8 @@ def _rotation(
     if "rope.freq_base_per_layer" in keys:
         bases = keys.numbers("rope.freq_base_per_layer", n_layer=n_layer)
         ropes = [replace(r, freq_base=base) for r, base in zip(ropes, bases, strict=True)]
+    if (least := min(r.freq_base for r in ropes)) <= 1:
+        raise keys.fail("rope.freq_base_swa", f"is {least}; bases of rotations must be larger than 1")
     n_rot = n_rot_window = values["n_rot"]
     if arch == "laguna" and any(is_window):
         n_rot_window = max(head_dim_k)  # whole heads, where files do not say

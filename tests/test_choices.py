@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -187,3 +188,23 @@ def test_command_line_that_makes_no_sense(tmp_path: Path) -> None:
         perplexity.run(ModelRun(config, planner=None))
     with pytest.raises(IkError, match=r"no\.txt"):
         perplexity.run(ModelRun(config_for(tmp_path / "no.txt", hellaswag=True), planner=None))
+
+
+def test_winogrande_scores_of_the_reference(
+    shared_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Mean log-probabilities of ik_llama.cpp's llama-perplexity --winogrande, on a CPU without flash attention."""
+    path = tmp_path / "w.csv"
+    path.write_text(
+        "0,Lily gave the ball to Tom because _ wanted to play with it.,Lily,Tom,2\n"
+        '1,"The dog ran after the cat, but _ was too fast for him.",the dog,the cat,2\n'
+        "2,Mom told Max that _ had to go to bed.,Mom,Max,2\n"
+    )
+    model = shared_dir / "golden" / "models" / "stories260K-d256.f32.gguf"
+    config = replace(config_for(path, winogrande=True), model=model, flash_attn=False)
+    assert perplexity.run(ModelRun(config, planner=None)) == 0  # type: ignore[arg-type]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[:3]]
+    expected = [(-1.040155, -1.122410, "1"), (-1.258982, -1.297807, "1"), (-1.882591, -1.820134, "2")]
+    for row, (first, second, best) in zip(rows, expected, strict=True):
+        assert float(row[2]) == pytest.approx(first, abs=1e-3) and float(row[3]) == pytest.approx(second, abs=1e-3)
+        assert row[4] == best

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
-from ikcli.gguf.writer import GGUFWriter, TensorSpec
+from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.quant.encoders import available_types
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, write_legacy
 
@@ -85,7 +85,7 @@ def write_model(path: Path, n_weights: int, ternary: bool = False) -> None:
     general = {"general.architecture": "llama", "general.file_type": 1, "tokenizer.ggml.model": "no_vocab"}
     metadata = general | {f"llama.{k}": v for k, v in keys.items()}
     rng = np.random.Generator(np.random.SFC64(0))
-    with GGUFWriter(path, metadata, [TensorSpec(TENSOR, (NE0, n_rows), GGMLType.F16)]) as writer:
+    with GGUFWriter(path, metadata, [NewTensor(TENSOR, (NE0, n_rows), GGMLType.F16)]) as writer:
         writer.write_tensor(TENSOR, weights(n_rows, ternary, rng))
 
 

@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from ikcli.backends.cuda import driver  # noqa: E402
 from ikcli.backends.cuda.device import Device, Launch  # noqa: E402
 from ikcli.backends.cuda.kv_layout import cache_bytes, planes, to_device  # noqa: E402
-from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering, Program, all_rules, lower  # noqa: E402
+from ikcli.backends.cuda.lower import Counts, DeviceLimits, GpuLowering, GpuProgram, all_rules, lower  # noqa: E402
 from ikcli.backends.cuda.modules import Package  # noqa: E402
 from ikcli.backends.cuda.upload import convert, device_bytes  # noqa: E402
 from ikcli.gguf.constants import GGMLType  # noqa: E402
@@ -311,11 +311,11 @@ class Case:
         self.weights[name] = self.b.upload(out, device_bytes(w))
         return w
 
-    def launches(self, results: list[Node]) -> tuple[Program, list[Launch]]:
+    def launches(self, results: list[Node]) -> tuple[GpuProgram, list[Launch]]:
         """The launches of one step of all tokens after the cells before them."""
         b, n, n_kv = self.b, self.n_tokens, self.n_kv
         most = {Rows.TOKENS: n, Rows.OUTPUTS: n, Rows.KV: self.n_cells}
-        low = Lowering(most, self.n_cells, DeviceLimits.of(b.device.info), independent=b.independent)
+        low = GpuLowering(most, self.n_cells, DeviceLimits.of(b.device.info), independent=b.independent)
         from leaves import Leaf
 
         rules = all_rules().replaced({Leaf: lambda low, node, op: low.keep(node, 0, 0)})

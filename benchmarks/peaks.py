@@ -16,7 +16,7 @@ from leaves import Custom
 
 from ikcli.backends.cpu.kernels.peaks import CHAINS, KINDS
 from ikcli.backends.cpu.lower import RULES
-from ikcli.backends.cpu.program import Lowering
+from ikcli.backends.cpu.program import CpuLowering
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Node, Weight
 from ikcli.native import isa
@@ -30,7 +30,7 @@ def product_peak(kind: str, threads: int, clock: Callable[[], float] = time.perf
         return 0.0
     n = 400_000
 
-    def lower(low: Lowering, node: Node) -> None:
+    def lower(low: CpuLowering, node: Node) -> None:
         low.emit(KernelKey("peaks", "make_products", (kind,)), node.rows, n, low.out(node, 256 * low.n_threads))
 
     sums, ops, _ = KINDS[kind]
@@ -41,7 +41,7 @@ def read_peak(threads: int, n_bytes: int = 1 << 29) -> float:
     """Bytes per second that all threads read from memory."""
     data = np.ones(n_bytes, np.uint8)
 
-    def lower(low: Lowering, node: Node) -> None:
+    def lower(low: CpuLowering, node: Node) -> None:
         w = Weight("w", GGMLType.F32, (n_bytes // 4,))
         key = KernelKey("peaks", "make_read")
         low.emit(key, node.rows, low.weight(w), n_bytes, low.out(node, 256 * low.n_threads))
@@ -50,7 +50,7 @@ def read_peak(threads: int, n_bytes: int = 1 << 29) -> float:
 
 
 def _shortest(
-    lower: Callable[[Lowering, Node], None],
+    lower: Callable[[CpuLowering, Node], None],
     threads: int,
     repeat: int,
     clock: Callable[[], float],

@@ -10,7 +10,7 @@ import numpy as np
 from factories import MemoryModel, MemoryTensor
 
 from ikcli.gguf.constants import GGMLType
-from ikcli.gguf.writer import GGUFWriter, TensorSpec
+from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.quant.encode import quantize
 
 ALPHA = 12.0
@@ -41,7 +41,7 @@ def write_adapter(
     """An adapter file; `metadata` (with _ for .) replaces its keys."""
     keys = {"general_type": "adapter", "general_architecture": arch, "adapter_type": "lora",
             "adapter_lora_alpha": ALPHA} | metadata  # fmt: skip
-    specs = [TensorSpec(name, values.shape[::-1], type_) for name, values in tensors.items()]
+    specs = [NewTensor(name, values.shape[::-1], type_) for name, values in tensors.items()]
     with GGUFWriter(path, {k.replace("_", "."): v for k, v in keys.items() if v is not None}, specs) as writer:
         for name, values in tensors.items():
             writer.write_tensor(name, quantize(np.ascontiguousarray(values), type_))
@@ -62,7 +62,7 @@ def merged(model: MemoryModel, tensors: dict[str, Any], scale: float = 1.0, alph
 
 def write_control_vector(path: Path, directions: dict[str, Any], type_: GGMLType = GGMLType.F32) -> Path:
     """A control vector file with these tensors."""
-    specs = [TensorSpec(name, values.shape[::-1], type_) for name, values in directions.items()]
+    specs = [NewTensor(name, values.shape[::-1], type_) for name, values in directions.items()]
     metadata = {"general.architecture": "controlvector", "controlvector.layer_count": len(directions)}
     with GGUFWriter(path, metadata, specs) as writer:
         for name, values in directions.items():

@@ -22,7 +22,7 @@ from leaves import Leaf, leaf
 
 from ikcli.backends.cuda.device import Launch
 from ikcli.backends.cuda.kv_layout import from_device, planes, to_device
-from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering, Program, all_rules, lower
+from ikcli.backends.cuda.lower import Counts, DeviceLimits, GpuLowering, GpuProgram, all_rules, lower
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, Graph, HeadSlice, Node, Per, Rows, Weight
@@ -68,10 +68,10 @@ class Run:
         self.leaves.append(node)
         return node
 
-    def program(self, *results: Node) -> Program:
+    def program(self, *results: Node) -> GpuProgram:
         """The lowered graph."""
         most = {Rows.TOKENS: self.max_tokens, Rows.OUTPUTS: 1, Rows.KV: self.n_cells}
-        low = Lowering(most, self.n_cells, self.limits, self.window_cells, self.independent)
+        low = GpuLowering(most, self.n_cells, self.limits, self.window_cells, self.independent)
         return lower(self.graph.nodes, [*results, *self.leaves], low, all_rules().replaced({Leaf: keep}))
 
     def __call__(
@@ -87,7 +87,7 @@ class Run:
             device.close()
 
     def _run(
-        self, program: Program, device: EmulatedDevice, segments: Sequence[Segment], values: Mapping[Node, Array],
+        self, program: GpuProgram, device: EmulatedDevice, segments: Sequence[Segment], values: Mapping[Node, Array],
         results: Sequence[Node], counts: Counts | None,
     ) -> list[Array]:  # fmt: skip
         s = device.stream()

@@ -18,7 +18,7 @@ from cuda_emulation import EmulatedDevice
 from leaves import Leaf, RouteLeaf, leaf, route_leaf
 
 from ikcli.backends.cuda.device import Launch
-from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering, Program, Ref, lower
+from ikcli.backends.cuda.lower import Counts, DeviceLimits, GpuLowering, GpuProgram, Ref, lower
 from ikcli.backends.reference import CacheStore, Executor
 from ikcli.backends.rules import Rules
 from ikcli.gguf.constants import GGMLType
@@ -34,7 +34,7 @@ def n_rows(node: Node, n: int, outputs: Sequence[int]) -> int:
     return (len(outputs) if node.rows.symbol is Rows.OUTPUTS else n) * node.rows.factor
 
 
-def download(d: EmulatedDevice, stream: Any, program: Program, node: Node, rows: int) -> Array:
+def download(d: EmulatedDevice, stream: Any, program: GpuProgram, node: Node, rows: int) -> Array:
     """Value of a node; there after the next synchronisation."""
     value = np.empty((rows, node.cols), np.float32 if node.dtype == "f32" else np.int32)
     if value.size:
@@ -43,7 +43,7 @@ def download(d: EmulatedDevice, stream: Any, program: Program, node: Node, rows:
 
 
 def bind(
-    d: EmulatedDevice, stream: Any, program: Program, n: int, outputs: Sequence[int], pos: int,
+    d: EmulatedDevice, stream: Any, program: GpuProgram, n: int, outputs: Sequence[int], pos: int,
     weights: Mapping[str, Array],
 ) -> Counts:  # fmt: skip
     """Give a program memory, weights (as stored) and a step block of n tokens of one sequence; returns their bucket."""
@@ -67,7 +67,7 @@ def bind(
     return Counts(n, len(outputs), n, 1, n).bucket(program.lowering.max_rows)
 
 
-def keep(low: Lowering, node: Node, op: Op) -> None:
+def keep(low: GpuLowering, node: Node, op: Op) -> None:
     """The rule of leaves: they are there from the start."""
     low.keep(node, 0, 0)
 
@@ -75,7 +75,9 @@ def keep(low: Lowering, node: Node, op: Op) -> None:
 class GraphRun:
     """One graph over n rows; weights are float32 arrays in NumPy order."""
 
-    def __init__(self, rules: Rules[Lowering], weights: Mapping[str, Array] | None = None, *, spare: int = 3) -> None:
+    def __init__(
+        self, rules: Rules[GpuLowering], weights: Mapping[str, Array] | None = None, *, spare: int = 3
+    ) -> None:
         self.rules = rules.replaced(dict.fromkeys((Leaf, RouteLeaf), keep))
         self.weights = dict(weights or {})
         self.graph, self.spare = Graph(), spare
@@ -103,10 +105,10 @@ class GraphRun:
         """A weight as the device has it."""
         return self.weights[name].astype(np.float32)
 
-    def lowering(self, n_tokens: int, n_outputs: int) -> Lowering:
+    def lowering(self, n_tokens: int, n_outputs: int) -> GpuLowering:
         """Sized for a few rows more than needed."""
         most = {Rows.TOKENS: n_tokens + self.spare, Rows.OUTPUTS: max(n_outputs, 1), Rows.KV: n_tokens + self.spare}
-        return Lowering(most, n_tokens + self.spare, LIMITS)
+        return GpuLowering(most, n_tokens + self.spare, LIMITS)
 
     def __call__(
         self, *results: Node, n_tokens: int = -1, outputs: Sequence[int] = (), pos: int = 0, seed: int = 1
@@ -118,7 +120,7 @@ class GraphRun:
 
     def run(
         self, *results: Node, n_tokens: int = -1, outputs: Sequence[int] = (), pos: int = 0, seed: int = 1,
-        extra: Callable[[Lowering], Sequence[tuple[Ref, int]]] | None = None,
+        extra: Callable[[GpuLowering], Sequence[tuple[Ref, int]]] | None = None,
     ) -> list[Array]:  # fmt: skip
         """Values of the results; `extra` may emit more launches and names bytes that `dumped` will hold."""
         n = n_tokens if n_tokens >= 0 else len(next(iter(self.values.values())))
@@ -130,7 +132,7 @@ class GraphRun:
             for ref, _ in ranges:
                 assert isinstance(ref.target, int)
                 low.pinned[ref.target] = 0, len(low.ops)
-            program = Program(low, [*results, *self.values])
+            program = GpuProgram(low, [*results, *self.values])
         self.program, self.device = program, EmulatedDevice(seed=seed)
         try:
             found = self._run(program, results, n, outputs, pos)
@@ -139,7 +141,9 @@ class GraphRun:
             self.device.close()
         return found
 
-    def _run(self, program: Program, results: Sequence[Node], n: int, outputs: Sequence[int], pos: int) -> list[Array]:
+    def _run(
+        self, program: GpuProgram, results: Sequence[Node], n: int, outputs: Sequence[int], pos: int
+    ) -> list[Array]:
         d = self.device
         s = d.stream()
         counts = bind(d, s, program, n, outputs, pos, {name: self.stored(name) for name in self.weights})

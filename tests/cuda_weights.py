@@ -10,7 +10,7 @@ from cuda_graphs import LIMITS, GraphRun
 from weight_bytes import fitting, stored
 
 from ikcli.backends.cuda import rules_matmul
-from ikcli.backends.cuda.lower import Lowering, all_rules
+from ikcli.backends.cuda.lower import GpuLowering, all_rules
 from ikcli.backends.cuda.upload import convert, device_bytes, is_float
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
@@ -47,9 +47,9 @@ class ProductRun(GraphRun):
     def stored(self, name: str) -> Array:
         return device_rows(self.bytes[name], self.tensors[name])
 
-    def lowering(self, n_tokens: int, n_outputs: int) -> Lowering:
+    def lowering(self, n_tokens: int, n_outputs: int) -> GpuLowering:
         most = {Rows.TOKENS: n_tokens + self.spare, Rows.OUTPUTS: max(n_outputs, 1), Rows.KV: n_tokens + self.spare}
-        return Lowering(most, n_tokens + self.spare, LIMITS, independent=self.independent)
+        return GpuLowering(most, n_tokens + self.spare, LIMITS, independent=self.independent)
 
 
 def rounded(x: Array) -> Array:

@@ -11,8 +11,8 @@ from typing import Any
 from ikcli.config import RunConfig
 from ikcli.config_groups import ServerConfig
 from ikcli.sampling.params import SamplerParams
-from ikcli.server.engine.engine import Engine, Ticket
-from ikcli.server.engine.messages import Delta, Event, Failure, Final, GenerationRequest
+from ikcli.server.slots.engine import Engine, Ticket
+from ikcli.server.slots.messages import Delta, Event, Failure, Final, GenerationRequest
 
 GREEDY = SamplerParams(temperature=0)
 WAIT = 60  # seconds until a test gives up

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ikcli.server.engine.messages import (
+from ikcli.server.slots.messages import (
     Candidate,
     Delta,
     Event,
@@ -18,10 +18,10 @@ from ikcli.server.engine.messages import (
     Final,
     GenerationRequest,
     PromptProgress,
-    Timings,
+    RequestTimings,
     TokenInfo,
 )
-from ikcli.server.engine.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
+from ikcli.server.slots.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
 from ikcli.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -124,7 +124,11 @@ class FakeEngine:
             n += 1
             if script.endless or n < len(pieces):
                 on_event(Delta(piece, (info,), self._timings(request, n), 0))
-        tail = Delta(pieces[-1], (tokens[-1],), self._timings(request, n), 0) if tokens else Delta("", (), Timings(), 0)
+        tail = (
+            Delta(pieces[-1], (tokens[-1],), self._timings(request, n), 0)
+            if tokens
+            else Delta("", (), RequestTimings(), 0)
+        )
         prompt = tuple(self._token_id(t, 1) for t in request.prompt[1:]) if request.prompt_logprobs else ()
         on_event(
             Final(
@@ -141,9 +145,9 @@ class FakeEngine:
         top = tuple(Candidate((token + i) % self.tokenizer.n_vocab, -0.5 - i) for i in range(n_probs))
         return TokenInfo(token, -0.5, top)
 
-    def _timings(self, request: GenerationRequest, n: int) -> Timings:
+    def _timings(self, request: GenerationRequest, n: int) -> RequestTimings:
         n_prompt = len(request.prompt)
-        return Timings(cache_n=1, prompt_n=n_prompt - 1, prompt_ms=2.0, predicted_n=n, predicted_ms=4.0,
+        return RequestTimings(cache_n=1, prompt_n=n_prompt - 1, prompt_ms=2.0, predicted_n=n, predicted_ms=4.0,
                        n_past=n_prompt + n, n_ctx=self.model.n_ctx_slot)  # fmt: skip
 
     def slots(self) -> list[SlotState]:
@@ -153,7 +157,7 @@ class FakeEngine:
                 id=i, id_task=-1, is_processing=i in self.busy, state="idle", n_ctx=self.model.n_ctx_slot, n_past=0,
                 prompt=(1, 2), request=request, text="", n_decoded=0, n_remain=-1, has_next_token=False,
                 has_new_line=False, truncated=False, stop_type="none", stopping_word="", next_token=0,
-                timings=Timings(),
+                timings=RequestTimings(),
             )
             for i in range(self.n_slots)
         ]  # fmt: skip

@@ -10,7 +10,7 @@ from deepseek_shapes import LITE, TYPES, V3, V25, Dims, rows
 
 from ikcli.engine.report import TensorRow
 from ikcli.gguf.types import tensor_n_bytes
-from ikcli.gguf.writer import GGUFWriter, TensorSpec
+from ikcli.gguf.writer import GGUFWriter, NewTensor
 
 __all__ = ["LITE", "V3", "V25", "deepseek_metadata", "qwen3_235b", "qwen3next_80b", "write_deepseek", "write_header"]
 
@@ -59,7 +59,7 @@ def write_header(
     path: Path, metadata: Mapping[str, Any], tensors: Sequence[TensorRow], splits: Sequence[int] | None = None
 ) -> Path:
     """Write only the header of every part."""
-    specs = [TensorSpec(t.name, t.shape, TYPES[t.type_name]) for t in tensors]
+    specs = [NewTensor(t.name, t.shape, TYPES[t.type_name]) for t in tensors]
     writer = GGUFWriter(path, metadata, specs, splits=splits)
     first = 0
     for no, (part, count) in enumerate(zip(writer.paths, splits or [len(specs)], strict=True)):

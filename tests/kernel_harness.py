@@ -18,7 +18,7 @@ from leaves import Leaf, leaf
 
 from ikcli.backends.cpu.cell_places import WINDOW_CELLS, WINDOWS
 from ikcli.backends.cpu.kernels.state_rows import SEQS
-from ikcli.backends.cpu.program import Lowering, Program, lower
+from ikcli.backends.cpu.program import CpuLowering, CpuProgram, lower
 from ikcli.backends.cpu.threads import Team
 from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.rules import Rules
@@ -60,7 +60,7 @@ class Harness:
 
     max_tokens: int
     n_cells: int
-    rules: Rules[Lowering]
+    rules: Rules[CpuLowering]
     independent: bool = False
     n_seq: int = 1
     graph: Graph = field(default_factory=Graph)
@@ -76,12 +76,12 @@ class Harness:
     def compile(self, result: Node, n_threads: int, weights: Mapping[str, np.ndarray] | None = None) -> Harness:
         """Lower, load the kernels, bind. `weights` by tensor name."""
         max_rows = {Rows.TOKENS: self.max_tokens, Rows.OUTPUTS: self.max_tokens, Rows.KV: self.n_cells}
-        low = Lowering(max_rows, n_threads, self.n_cells, self.independent)
+        low = CpuLowering(max_rows, n_threads, self.n_cells, self.independent)
 
-        def lower_input(low: Lowering, node: Node, op: Leaf) -> None:
+        def lower_input(low: CpuLowering, node: Node, op: Leaf) -> None:
             low.emit(KernelKey("executor", "make_noop"), node.rows, low.out(node))  # alive from here on
 
-        self.program: Program = lower(self.graph, result, low, self.rules.replaced({Leaf: lower_input}))
+        self.program: CpuProgram = lower(self.graph, result, low, self.rules.replaced({Leaf: lower_input}))
         LIBRARY.require(self.program.kernels)
         self.n_threads = n_threads
         self.arena = aligned_zeros(self.program.arena_bytes)

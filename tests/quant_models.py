@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ikcli.gguf.constants import GGMLType
-from ikcli.gguf.writer import GGUFWriter, TensorSpec
+from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.quant.encode import quantize
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -53,7 +53,7 @@ def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
 def write_model(path: Path, splits: list[int] | None = None, **changed: np.ndarray) -> Path:
     """Write the model (matrices f16, the rest f32) and return its path, of the first part if it is split."""
     specs = [
-        TensorSpec(n, s, GGMLType.F32 if len(s) == 1 or "gate_inp" in n else GGMLType.F16) for n, s in SHAPES.items()
+        NewTensor(n, s, GGMLType.F32 if len(s) == 1 or "gate_inp" in n else GGMLType.F16) for n, s in SHAPES.items()
     ]
     with GGUFWriter(path, METADATA, specs, splits=splits) as writer:
         for s in specs:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ikcli.commands._options import parse
-from ikcli.commands.batched_bench import Printer
+from ikcli.commands.batched_bench import BatchedPrinter
 from ikcli.config import RunConfig, default_model
 from ikcli.engine.batch import Batch
 from ikcli.engine.bench_cases import BatchedTest, batched_tests
@@ -114,7 +114,7 @@ def test_dividing_checks_the_count(session) -> None:
 
 
 def test_table_lines(capsys) -> None:
-    printer = Printer(config("-t", "3", "-tb", "4", "-ngl", "0"), 512, 64, 32)
+    printer = BatchedPrinter(config("-t", "3", "-tb", "4", "-ngl", "0"), 512, 64, 32)
     printer.header()
     printer.row(BatchedRow(BatchedTest(128, 32, 4, False), 0.5, 2.0))
     printer.row(BatchedRow(BatchedTest(128, 32, 4, True), 0.5, 2.0))
@@ -131,7 +131,7 @@ def test_table_lines(capsys) -> None:
 
 
 def test_jsonl_line(capsys) -> None:
-    printer = Printer(config("--output-format", "jsonl"), 512, 64, 32)
+    printer = BatchedPrinter(config("--output-format", "jsonl"), 512, 64, 32)
     printer.header()
     printer.row(BatchedRow(BatchedTest(128, 0, 4, False), 0.5, 0.0))
     text = capsys.readouterr().out

@@ -9,7 +9,7 @@ from kernel_harness import Harness, Segment
 from leaves import Custom
 
 from ikcli.backends.cpu.lower import RULES
-from ikcli.backends.cpu.program import Lowering
+from ikcli.backends.cpu.program import CpuLowering
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Node, Weight
 from ikcli.native import isa
@@ -23,7 +23,7 @@ def run(key: KernelKey, threads: int, data: npt.NDArray[np.uint8], n: int) -> np
     """What threads leave behind; `data`: the weight for reading, else what the scratch of a thread holds before."""
     reads = key.factory == "make_read"
 
-    def lower(low: Lowering, node: Node, op: Custom) -> None:
+    def lower(low: CpuLowering, node: Node, op: Custom) -> None:
         w = [low.weight(Weight("w", GGMLType.F32, (data.size // 4,)))] if reads else []
         low.emit(key, node.rows, *w, n, low.out(node, 256 * threads))
 

@@ -11,7 +11,7 @@ from cuda_emulation import needs_emulation
 
 from ikcli.backends.cuda.attention_parts import PART_LEAST, SplitPlan, count_tiles
 from ikcli.backends.cuda.kv_layout import KERNEL_TYPES, cache_bytes, from_device, planes, to_device
-from ikcli.backends.cuda.lower import Counts, DeviceLimits, Lowering
+from ikcli.backends.cuda.lower import Counts, DeviceLimits, GpuLowering
 from ikcli.backends.reference_kv import through_blocks
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, row_n_bytes
@@ -143,7 +143,7 @@ def test_fixed_parts_are_enough(n_sm: int, view: dict[str, int]) -> None:
     node = run.graph.attention([HeadSlice(q, 0, 64, 64)], [head], head, "kqv", n_head=4, n_head_kv=1, scale=1.0,
                                flash=True, **view)  # fmt: skip
     assert isinstance(node.op, FlashAttn)
-    low = Lowering({Rows.TOKENS: 8, Rows.OUTPUTS: 1, Rows.KV: 5000}, 5000, run.limits, 0, True)
+    low = GpuLowering({Rows.TOKENS: 8, Rows.OUTPUTS: 1, Rows.KV: 5000}, 5000, run.limits, 0, True)
     plan = SplitPlan.of(low, node.op, lambda c: (16, 64, 3))
     for pos in (0, 63, 64, 255, 256, 700, 1023, 1024, 4000, 4999):
         counts = Counts(1, 1, pos + 1, 1, pos + 1).bucket(low.max_rows)

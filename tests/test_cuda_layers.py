@@ -11,7 +11,7 @@ from cuda_emulation import needs_emulation
 from cuda_graphs import GraphRun
 
 from ikcli.backends.cuda.layouts import half_row_bytes, q8_row_bytes
-from ikcli.backends.cuda.lower import Counts, Lowering, Ref, all_rules
+from ikcli.backends.cuda.lower import Counts, GpuLowering, Ref, all_rules
 from ikcli.backends.cuda.rules_layers import FEW_TOKENS, activations
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, Rows
@@ -304,7 +304,7 @@ def converted(run: GraphRun, x: HeadSlice, heads: int, kind: str, n_rows: int) -
     node = x.source
     assert isinstance(node, Node)
 
-    def convert(low: Lowering) -> list[tuple[Ref, int]]:
+    def convert(low: GpuLowering) -> list[tuple[Ref, int]]:
         low.begin(node)
         made = activations(low, x, heads, kind)
         return [(made.at, n_rows * made.row_bytes)]

@@ -19,7 +19,7 @@ from factories import N_VOCAB, MemoryModel, tiny_deepseek2, tiny_model
 from leaves import Leaf, leaf
 
 from ikcli.backends.cuda.activations import activations
-from ikcli.backends.cuda.lower import Counts, Lowering, Program, Ref, all_rules, lower
+from ikcli.backends.cuda.lower import Counts, GpuLowering, GpuProgram, Ref, all_rules, lower
 from ikcli.engine.batch import Batch
 from ikcli.engine.reference_session import ReferenceSession
 from ikcli.gguf.constants import GGMLType
@@ -41,7 +41,7 @@ OTHERS = (Embed, MulMat, MulMatHeads, MulMatId, MoeUpGate, KvStore, KvRows, Flas
 RULES = all_rules()
 
 
-def outside(low: Lowering, node: Node, op: Op) -> None:
+def outside(low: GpuLowering, node: Node, op: Op) -> None:
     """An op of another file: reads its inputs, writes its output."""
     sources = list(node.nodes())
     if isinstance(op, MulMatHeads) and op.x.width % 32 == 0:
@@ -52,10 +52,10 @@ def outside(low: Lowering, node: Node, op: Op) -> None:
     low.emit(OUTSIDE, 1, 32, 0, *[low.out(x) for x in sources], *outputs)
 
 
-def lowered(graph: Graph, n: int, n_outputs: int) -> Program:
+def lowered(graph: Graph, n: int, n_outputs: int) -> GpuProgram:
     """A graph with outside ops, planned for a few rows more."""
     most = {Rows.TOKENS: n + 2, Rows.OUTPUTS: n_outputs + 1, Rows.KV: n + 2}
-    low = Lowering(most, n + 2, LIMITS)
+    low = GpuLowering(most, n + 2, LIMITS)
     return lower(graph.nodes, [graph.nodes[-1]], low, RULES.replaced(dict.fromkeys((*OTHERS, Leaf), outside)))
 
 
@@ -196,7 +196,7 @@ def decoded(rows: Array, k: int) -> Array:
 def read_rows(run: GraphRun, x: HeadSlice, heads: int, results: list[Node], n: int) -> tuple[list[Array], Array]:
     """Values of nodes, and the q8 rows of x as numbers, (n * heads, width)."""
 
-    def convert(low: Lowering) -> list[tuple[Ref, int]]:
+    def convert(low: GpuLowering) -> list[tuple[Ref, int]]:
         low.begin(results[0])
         made = activations(low, x, heads, "q8")
         return [(made.at, n * made.row_bytes)]
@@ -272,7 +272,7 @@ def test_nothing_moves_out_of_its_turn() -> None:
     x = leaf(g, "x", 32)
     total = g.add(x, x, "total")
     norm = g.rms_norm(total, w, 1e-6, "norm")
-    low = Lowering({Rows.TOKENS: 2, Rows.OUTPUTS: 2, Rows.KV: 2}, 2, LIMITS)
+    low = GpuLowering({Rows.TOKENS: 2, Rows.OUTPUTS: 2, Rows.KV: 2}, 2, LIMITS)
     for node in (total, norm):
         low.turn_start = len(low.ops)
         low.begin(node)

@@ -13,7 +13,7 @@ from cuda_graphs import GraphRun
 from leaves import Custom
 
 from ikcli.backends.cuda.layouts import TILES, PlanLayout, max_tiles
-from ikcli.backends.cuda.lower import Lowering, Ref, all_rules
+from ikcli.backends.cuda.lower import GpuLowering, Ref, all_rules
 from ikcli.backends.cuda.rules_layers import FEW_TOKENS, plan_layout, zero_dropped
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Node, RowSpec
@@ -153,7 +153,7 @@ def sort_run(ids: Array, n_expert: int, seed: int = 1) -> tuple[Array, dict[str,
     plan = run.graph.moe_sort(route, n_expert, "plan")
     at: list[PlanLayout] = []
 
-    def dump(low: Lowering) -> list[tuple[Ref, int]]:
+    def dump(low: GpuLowering) -> list[tuple[Ref, int]]:
         at.append(plan_layout(low, plan))
         return [(low.out(plan), at[0].n_bytes)]
 

@@ -12,7 +12,7 @@ from cuda_graphs import LIMITS, GraphRun, download, keep
 from leaves import Leaf, leaf
 from recurrent_cases import N_SEQ, Case, Heads, Oracle, conv_case, delta_case, micro_batches
 
-from ikcli.backends.cuda.lower import Counts, Lowering, Program, all_rules, lower
+from ikcli.backends.cuda.lower import Counts, GpuLowering, GpuProgram, all_rules, lower
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Graph, Node, Rows
 from ikcli.graph.micro_batch import Segment
@@ -32,7 +32,7 @@ class Device:
         rows = {Rows.TOKENS: most, Rows.OUTPUTS: 1, Rows.KV: most}
         rules = all_rules().replaced({Leaf: keep})
         given = [self.result, *self.leaves.values()]
-        self.program: Program = lower(self.graph.nodes, given, Lowering(rows, most, LIMITS), rules)
+        self.program: GpuProgram = lower(self.graph.nodes, given, GpuLowering(rows, most, LIMITS), rules)
         self.device = EmulatedDevice(seed=1)
         self.stream = self.device.stream()
         (self.cache,) = self.graph.caches.values()

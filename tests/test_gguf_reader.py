@@ -17,7 +17,7 @@ from ikcli.errors import FormatError, UsageError
 from ikcli.gguf.constants import GGMLType, GGUFValueType
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.gguf.values import Typed
-from ikcli.gguf.writer import GGUFWriter, TensorSpec, plan_splits
+from ikcli.gguf.writer import GGUFWriter, NewTensor, plan_splits
 
 V = GGUFValueType
 METADATA: dict[str, Any] = {
@@ -41,11 +41,11 @@ METADATA: dict[str, Any] = {
     "nested": Typed([[1, 2], ["x"], [[0.5]]], V.ARRAY, V.ARRAY),
 }
 TENSORS = [
-    TensorSpec("token_embd.weight", (64, 8), GGMLType.F32),
-    TensorSpec("blk.0.attn_norm.weight", (7,), GGMLType.F32),
-    TensorSpec("blk.0.ffn_up_exps.weight", (64, 3, 2), GGMLType.Q8_0),
-    TensorSpec("blk.1.ffn_up.weight", (256, 4), GGMLType.IQ4_KS),
-    TensorSpec("output.weight", (64, 8), GGMLType.F16),
+    NewTensor("token_embd.weight", (64, 8), GGMLType.F32),
+    NewTensor("blk.0.attn_norm.weight", (7,), GGMLType.F32),
+    NewTensor("blk.0.ffn_up_exps.weight", (64, 3, 2), GGMLType.Q8_0),
+    NewTensor("blk.1.ffn_up.weight", (256, 4), GGMLType.IQ4_KS),
+    NewTensor("output.weight", (64, 8), GGMLType.F16),
 ]
 
 
@@ -206,7 +206,7 @@ def test_split_key_order_and_width_do_not_matter(tmp_path: Path) -> None:
     first = tmp_path / "m-00001-of-00002.gguf"
     part = open_gguf(first)
     keys = {"split.count": Typed(2, V.UINT32), "x": 1, "split.no": Typed(0, V.INT64)}
-    specs = [TensorSpec(t.name, t.shape, t.type) for t in part.tensors.values() if t.file_index == 0]
+    specs = [NewTensor(t.name, t.shape, t.type) for t in part.tensors.values() if t.file_index == 0]
     with GGUFWriter(tmp_path / "new", {**keys, "general.architecture": "llama"}, specs) as w:
         for t in specs:
             w.write_tensor(t.name, part.data(t.name))

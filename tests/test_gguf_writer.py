@@ -13,11 +13,11 @@ from ikcli.errors import FormatError, UsageError
 from ikcli.gguf.constants import GGMLType, GGUFValueType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.values import Typed
-from ikcli.gguf.writer import GGUFWriter, TensorSpec, split_path
+from ikcli.gguf.writer import GGUFWriter, NewTensor, split_path
 
 V = GGUFValueType
-A = TensorSpec("a", (5,), GGMLType.F32)
-B = TensorSpec("b", (32, 2), GGMLType.Q4_0)
+A = NewTensor("a", (5,), GGMLType.F32)
+B = NewTensor("b", (32, 2), GGMLType.Q4_0)
 DATA = {"a": np.arange(5, dtype=np.float32), "b": np.arange(36, dtype=np.uint8)}
 
 
@@ -30,7 +30,7 @@ def write(path: Path, metadata: dict[str, Any], **options: Any) -> None:
 def test_copies_are_byte_identical(shared_dir: Path, tmp_path: Path) -> None:
     for path in sorted((shared_dir / "golden" / "models").glob("*.gguf")):
         file = open_gguf(path)
-        specs = [TensorSpec(t.name, t.shape, t.type) for t in file.tensors.values()]
+        specs = [NewTensor(t.name, t.shape, t.type) for t in file.tensors.values()]
         with GGUFWriter(tmp_path / path.name, file.typed_metadata(), specs) as w:
             for name in file.tensors:
                 w.write_tensor(name, file.data(name))
@@ -137,9 +137,9 @@ def test_misuse_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="written twice"):
         GGUFWriter(path, {}, [A, A])
     with pytest.raises(FormatError, match="tensor c: row length 33"):
-        GGUFWriter(path, {}, [TensorSpec("c", (33,), GGMLType.Q4_0)])
+        GGUFWriter(path, {}, [NewTensor("c", (33,), GGMLType.Q4_0)])
     with pytest.raises(FormatError, match="impossible shape"):
-        GGUFWriter(path, {}, [TensorSpec("c", (32, 0), GGMLType.Q4_0)])
+        GGUFWriter(path, {}, [NewTensor("c", (32, 0), GGMLType.Q4_0)])
     for options in ({"alignment": 24}, {"version": 1}, {"splits": [1, 2]}):
         with pytest.raises(UsageError):
             GGUFWriter(path, {}, [A, B], **options)

@@ -15,7 +15,7 @@ from ikcli.grammar.constraint import GrammarConstraint
 from ikcli.grammar.gbnf import parse_gbnf
 from ikcli.grammar.grammars import ConstraintMaker, Grammars
 from ikcli.grammar.lark import to_lark
-from ikcli.grammar.nodes import Alt, Chars, GrammarError, Lit, Node, Ref, Repeat, Rules, Seq, char_ranges
+from ikcli.grammar.nodes import Alt, Chars, GrammarError, Lit, Node, RepeatNode, RuleRef, Rules, Seq, char_ranges
 from ikcli.tokenizer import Tokenizer
 from ikcli.tokenizer.vocab import Attr
 
@@ -86,7 +86,7 @@ class Slow:
         if isinstance(node, Chars):
             fits = at < len(self.text) and any(a <= ord(self.text[at]) <= b for a, b in node.ranges)
             return {at + 1} if fits else set()
-        if isinstance(node, Ref):
+        if isinstance(node, RuleRef):
             return self.ends[node.name, at]
         if isinstance(node, Alt):
             return set().union(*(self.of(item, at) for item in node.items))
@@ -95,7 +95,7 @@ class Slow:
             for item in node.items:
                 ends = set().union(*(self.of(item, end) for end in ends))
             return ends
-        assert isinstance(node, Repeat)
+        assert isinstance(node, RepeatNode)
         ends = {at}
         for _ in range(node.low):
             ends = set().union(*(self.of(node.item, end) for end in ends))
@@ -153,13 +153,13 @@ LEAVES = st.sampled_from(["a", "b", "ab", "ba", "aa"]).map(Lit) | st.sampled_fro
 
 
 def bodies(names: list[str]) -> st.SearchStrategy[Node]:
-    leaves = LEAVES | st.sampled_from(names).map(Ref)
+    leaves = LEAVES | st.sampled_from(names).map(RuleRef)
     return st.recursive(
         leaves,
         lambda inner: (
             st.lists(inner, min_size=1, max_size=3).map(lambda i: Seq(tuple(i)))
             | st.lists(inner, min_size=1, max_size=3).map(lambda i: Alt(tuple(i)))
-            | st.builds(Repeat, inner, st.integers(0, 1), st.sampled_from([None, 1, 2]))
+            | st.builds(RepeatNode, inner, st.integers(0, 1), st.sampled_from([None, 1, 2]))
         ),
         max_leaves=5,
     )

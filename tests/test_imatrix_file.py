@@ -10,7 +10,7 @@ import pytest
 
 from ikcli.errors import FormatError, NonFiniteError
 from ikcli.gguf.constants import GGMLType
-from ikcli.gguf.writer import GGUFWriter, TensorSpec
+from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, merge, read_imatrix, write_gguf, write_legacy
 
 
@@ -142,7 +142,7 @@ def test_bad_values_are_refused(tmp_path: Path) -> None:
 
 
 def test_gguf_without_a_matrix_is_refused(tmp_path: Path) -> None:
-    with GGUFWriter(tmp_path / "m.gguf", {"general.type": "adapter"}, [TensorSpec("x", (4,), GGMLType.F32)]) as writer:
+    with GGUFWriter(tmp_path / "m.gguf", {"general.type": "adapter"}, [NewTensor("x", (4,), GGMLType.F32)]) as writer:
         writer.write_tensor("x", bytes(16))
     with pytest.raises(FormatError, match=r"holds no importance matrix \(general\.type is adapter\)"):
         read_imatrix(tmp_path / "m.gguf")

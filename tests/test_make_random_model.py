@@ -13,7 +13,7 @@ import pytest
 from ikcli import models
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
-from ikcli.gguf.writer import TensorSpec
+from ikcli.gguf.writer import NewTensor
 from ikcli.models import HParams
 from ikcli.quant.decode import dequantize
 from ikcli.quant.validate import check_tensors
@@ -59,7 +59,7 @@ def script() -> ModuleType:
 
 @pytest.mark.parametrize("name", TYPES)
 def test_spread_of_the_weights(script: ModuleType, name: str) -> None:
-    spec = TensorSpec("blk.0.ffn_up.weight", (512, 64), script.check_type(name))
+    spec = NewTensor("blk.0.ffn_up.weight", (512, 64), script.check_type(name))
     raw = np.concatenate(list(script.tensor_data(spec, np.random.default_rng(2))))
     x = dequantize(raw, spec.type, spec.shape)
     assert x.std() == pytest.approx(0.02, rel=0.1)

@@ -15,7 +15,7 @@ from ikcli.config import RunConfig
 from ikcli.config_values import parse_device_spec
 from ikcli.engine import gpus
 from ikcli.engine.device_plan import _PaperDevice, described_info, planning_device
-from ikcli.engine.devices import Device, Machine, described_machine
+from ikcli.engine.devices import GpuFacts, Machine, described_machine
 from ikcli.engine.missing_parts import assume_missing
 from ikcli.engine.planner import Planner
 from ikcli.engine.session import Session
@@ -198,7 +198,7 @@ def test_work_memory_of_v3_on_one_gpu(files: Files) -> None:
     assert plan.n_splits > 58
 
 
-def fake_gpu(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, device: GpuFacts) -> None:
     class Paper(_PaperDevice):
         def memory(self) -> tuple[int, int]:
             return device.free, device.total
@@ -219,7 +219,7 @@ def test_a_session_allocates_what_was_planned(
 ) -> None:
     path = shared_dir / "golden" / "models" / name
     config = replace(BASE, **({"model": path, "n_ctx": 512} | changes))
-    device = Device("CUDA0", 2**33, 2**33)
+    device = GpuFacts("CUDA0", 2**33, 2**33)
     fake_gpu(monkeypatch, device)
     file = open_gguf(path)
     hp = HParams.from_gguf(file.metadata, file.tensors, str(path))
@@ -288,7 +288,7 @@ def test_fit_holds_for_runs_on_gpus_of_this_machine(
 ) -> None:
     path = shared_dir / "golden" / "models" / "tiny-deepseek2.f16.gguf"
     config = replace(BASE, command=command, model=path, n_ctx=512, fit=True, fit_margin=1, n_gpu_layers=None)
-    fake_gpu(monkeypatch, Device("CUDA0", 11 * MIB, 11 * MIB))
+    fake_gpu(monkeypatch, GpuFacts("CUDA0", 11 * MIB, 11 * MIB))
     startup = prepare(config)
     (chosen,) = [text for text in startup.notices if text.startswith("--fit chose:")]
     assert "CUDA device" not in " ".join(startup.notices) and not startup.config.fit

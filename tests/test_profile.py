@@ -9,7 +9,7 @@ import pytest
 
 from ikcli.config import RunConfig, default_model
 from ikcli.engine.batch import Batch
-from ikcli.engine.profile import Group, Phase, Profile
+from ikcli.engine.profile import OpSums, Phase, Profile
 from ikcli.engine.session import Session
 from ikcli.graph import Weight
 from ikcli.main import main
@@ -36,8 +36,8 @@ def profile(session) -> Profile:
     return session.profile
 
 
-def total(phase: Phase) -> Group:
-    out = Group()
+def total(phase: Phase) -> OpSums:
+    out = OpSums()
     for group in phase.groups.values():
         out.add(group)
     return out
@@ -111,9 +111,9 @@ def test_lines() -> None:
     p = Profile()
     assert p.lines() == []
     p.phases["generation"] = Phase(2, 2, 0.011, {
-        ("q (mul_mat)", "matmul.make_mul_mat(q4_0)"): Group(4, 0.008, 80_000_000, 320_000_000),
-        ("norm", "basic.make_rms_norm()"): Group(2, 0.0019995),
-        ("tiny", "basic.make_add()"): Group(2, 0.0000005),
+        ("q (mul_mat)", "matmul.make_mul_mat(q4_0)"): OpSums(4, 0.008, 80_000_000, 320_000_000),
+        ("norm", "basic.make_rms_norm()"): OpSums(2, 0.0019995),
+        ("tiny", "basic.make_add()"): OpSums(2, 0.0000005),
     })  # fmt: skip
     lines = p.lines()
     assert lines[1] == "profile of generation: 2 tokens in 2 passes, 11.00 ms (op by op, which takes longer)"

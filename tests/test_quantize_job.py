@@ -16,7 +16,7 @@ from quant_models import SHAPES, values, write_model
 from ikcli.errors import IkError, NonFiniteError, UnsupportedError, UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
 from ikcli.gguf.reader import open_gguf
-from ikcli.gguf.writer import GGUFWriter, TensorSpec
+from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.quant import encoding, quantizer
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import EncodeOptions, quantize_rows
@@ -146,7 +146,7 @@ print(code, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 102
 def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, name: str) -> None:
     shape = (1024, 1024, 48)  # 192 MiB
     source = tmp_path / "in.gguf"
-    with GGUFWriter(source, {"general.architecture": "llama"}, [TensorSpec("a_exps.weight", shape, T.F32)]) as writer:
+    with GGUFWriter(source, {"general.architecture": "llama"}, [NewTensor("a_exps.weight", shape, T.F32)]) as writer:
         writer.write_tensor("a_exps.weight", (np.full(1 << 20, 0.5, np.float32) for _ in range(48)))
     arguments = [sys.executable, "-c", PEAK, source, tmp_path / "out.gguf", name, "2"]
     code, mib = subprocess.run(arguments, capture_output=True, timeout=60, check=True).stdout.split()
@@ -169,7 +169,7 @@ def test_non_finite_weights_name_tensor_and_row(tmp_path: Path) -> None:
 
 def test_values_out_of_range_of_the_type_are_reported(tmp_path: Path) -> None:
     source = tmp_path / "in.gguf"
-    with GGUFWriter(source, {"general.architecture": "llama"}, [TensorSpec("a.weight", (32, 4), T.F32)]) as writer:
+    with GGUFWriter(source, {"general.architecture": "llama"}, [NewTensor("a.weight", (32, 4), T.F32)]) as writer:
         writer.write_tensor("a.weight", np.full(128, 1e6, np.float32))
     with pytest.raises(NonFiniteError, match=r"tensor a\.weight, row 0: the values are too large for f16"):
         run(plan(source, tmp_path / "out.gguf", "F16").job)
@@ -211,7 +211,7 @@ def test_ternary_types_need_ternary_weights_or_force(tmp_path: Path, monkeypatch
     irregular = values("output.weight", (256, 4))
     for weights, message in ((irregular, "is not ternary"), (np.sign(irregular) * np.float32(0.3), "")):
         source = tmp_path / "in.gguf"
-        with GGUFWriter(source, {"general.architecture": "llama"}, [TensorSpec("a.weight", (256, 4), T.F32)]) as writer:
+        with GGUFWriter(source, {"general.architecture": "llama"}, [NewTensor("a.weight", (256, 4), T.F32)]) as writer:
             writer.write_tensor("a.weight", weights)
         job = plan(source, tmp_path / "out.gguf", "IQ2_BN").job
         if message:

@@ -13,7 +13,7 @@ import pytest
 from ikcli import log, main
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import TensorInfo, open_gguf
-from ikcli.gguf.writer import GGUFWriter, TensorSpec
+from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.quant import encoders
 from ikcli.quant.covariance_file import Moments, write_covariance
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, write_gguf, write_legacy
@@ -44,7 +44,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three ordinary blocks and one of multi-token prediction."""
     path = tmp_path_factory.mktemp("m") / "in.gguf"
     keys: dict[str, Any] = {"general.architecture": "llama", "llama.block_count": 4, "llama.expert_count": N_EXPERTS}
-    specs = [TensorSpec(n, s, T.F32 if len(s) == 1 else T.F16) for n, s in SHAPES.items()]
+    specs = [NewTensor(n, s, T.F32 if len(s) == 1 else T.F16) for n, s in SHAPES.items()]
     rng = np.random.default_rng(3)
     with GGUFWriter(path, keys, specs) as writer:
         for spec in specs:

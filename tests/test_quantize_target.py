@@ -18,10 +18,10 @@ from ikcli.gguf.types import TYPES
 from ikcli.main import main
 from ikcli.quant.calibration import Damage, fit, make_groups
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
-from ikcli.quant.knapsack import Option, hull, solve
+from ikcli.quant.knapsack import TypeOption, hull, solve
 from ikcli.quant.recipes import RecipeOptions
 from ikcli.quant.sensitivity import KEY_FACTOR, sensitivities, shares
-from ikcli.quant.target import Budget, Placement, TargetOptions, candidates_for, parse_size
+from ikcli.quant.target import CpuShare, SizeBudget, TargetOptions, candidates_for, parse_size
 from ikcli.quant.target_report import recipe_rules, recipe_text
 from ikcli.quant.tool import ToolOptions, ToolPlan, plan_quantize
 
@@ -33,8 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quant_models.write_model(tmp_path_factory.mktemp("m") / "m.gguf")
 
 
-def option(n_bytes: int, damage: float) -> Option:
-    return Option(T.Q8_0, n_bytes, damage)
+def option(n_bytes: int, damage: float) -> TypeOption:
+    return TypeOption(T.Q8_0, n_bytes, damage)
 
 
 def test_hull_leaves_out_bad_points() -> None:
@@ -148,7 +148,7 @@ def test_candidates(model: Path) -> None:
     on_cpu = candidates_for(TargetOptions(), name, shape, T.F16, imatrix)
     dense = candidates_for(TargetOptions(), "blk.0.ffn_up.weight", shape, T.F16, None)
     assert T.IQ4_KSS in dense and T.IQ4_KSS not in on_cpu  # experts are for the CPU: interleaved twins wanted
-    known = TargetOptions(placement=Placement(lambda n: "exps" in n, frozenset({"cpu"})))
+    known = TargetOptions(placement=CpuShare(lambda n: "exps" in n, frozenset({"cpu"})))
     assert T.IQ4_KT in candidates_for(known, "blk.0.ffn_up.weight", shape, T.F16, None)
     assert T.IQ4_KT not in [*dense, *candidates_for(known, name, shape, T.F16, imatrix)]
     assert set(candidates_for(TargetOptions(), name, (32, 8), T.F16, None)) == {T.IQ4_NL, T.Q5_0, T.Q6_0, T.Q8_0}
@@ -174,7 +174,7 @@ def plan(path: Path, recipe: RecipeOptions | None = None, **target: object) -> T
 def test_plan_uses_the_budget_and_no_more(model: Path) -> None:
     last = float("inf")
     for bpw in (5.0, 6.0, 7.0):
-        found = plan(model, total=Budget(bpw=bpw))
+        found = plan(model, total=SizeBudget(bpw=bpw))
         assert found.target is not None and found.bpw <= bpw and found.bpw > bpw - 0.5
         assert found.target.n_bytes == found.new_bytes and found.target.damage < last
         last = found.target.damage
@@ -188,32 +188,32 @@ def test_other_rules_keep_their_tensors(model: Path) -> None:
     from ikcli.quant.custom_rules import parse_custom_rules
 
     recipe = RecipeOptions(7, custom=parse_custom_rules(["attn_q=q8_0"]), output_tensor_type=T.Q5_0)
-    found = {c.name: c for c in plan(model, recipe, total=Budget(bpw=5.5)).job.choices}
+    found = {c.name: c for c in plan(model, recipe, total=SizeBudget(bpw=5.5)).job.choices}
     assert (found["blk.0.attn_q.weight"].new, found["blk.0.attn_q.weight"].reason) == (T.Q8_0, "rule 1")
     assert (found["output.weight"].new, found["output.weight"].reason) == (T.Q5_0, "--output-tensor-type")
 
 
 def test_impossible_budget(model: Path) -> None:
     with pytest.raises(UsageError, match=r"the least that the candidate types can reach; with --imatrix"):
-        plan(model, total=Budget(bpw=1.0))
+        plan(model, total=SizeBudget(bpw=1.0))
 
 
 def test_sides_have_budgets_of_their_own(model: Path) -> None:
-    found = plan(model, cpu=Budget(bpw=4.6), gpu=Budget(bpw=7.5))
+    found = plan(model, cpu=SizeBudget(bpw=4.6), gpu=SizeBudget(bpw=7.5))
     assert found.target is not None
     for side, bpw in (("cpu", 4.6), ("gpu", 7.5)):
         mine = [c for c in found.job.choices if ("exps" in c.name) == (side == "cpu")]
         n_elements = sum(int(np.prod(c.shape)) for c in mine)
         assert bpw - 0.6 < 8 * sum(c.n_bytes for c in mine) / n_elements <= bpw
-    total = Budget(n_bytes=found.new_bytes)
-    rest = plan(model, total=total, gpu=Budget(bpw=7.5)).target  # the CPU gets the rest
+    total = SizeBudget(n_bytes=found.new_bytes)
+    rest = plan(model, total=total, gpu=SizeBudget(bpw=7.5)).target  # the CPU gets the rest
     assert rest is not None and rest.budget == found.new_bytes
     with pytest.raises(UsageError, match="target of the CPU tensors"):
-        plan(model, cpu=Budget(bpw=1.0), gpu=Budget(bpw=7.5))
+        plan(model, cpu=SizeBudget(bpw=1.0), gpu=SizeBudget(bpw=7.5))
 
 
 def test_cpu_tensors_can_be_written_interleaved(model: Path) -> None:
-    types = {c.name: c.new for c in plan(model, total=Budget(bpw=5.0), r4=True).job.choices}
+    types = {c.name: c.new for c in plan(model, total=SizeBudget(bpw=5.0), r4=True).job.choices}
     assert TYPES[types["blk.0.ffn_up_exps.weight"]].is_interleaved
     assert not TYPES[types["blk.0.attn_q.weight"]].is_interleaved
 
@@ -226,7 +226,7 @@ def test_calibration_decides(model: Path) -> None:
         trials.extend(wanted)
         return [sum(1e-6 if "attn_q" in n else 10.0 if "attn_v" in n else 0.1 for n in trial) for trial in wanted]
 
-    found = plan(model, total=Budget(bpw=5.5), calibrate=measure)
+    found = plan(model, total=SizeBudget(bpw=5.5), calibrate=measure)
     types = {c.name: c.new for c in found.job.choices}
     assert TYPES[types["blk.0.attn_q.weight"]].bpw < 4 and TYPES[types["blk.0.attn_v.weight"]].bpw > 6
     assert found.target is not None and found.target.measured is not None
@@ -246,7 +246,7 @@ def test_calibrated_recipe_beats_a_preset_of_its_size(tmp_path: Path) -> None:
     preset = plan_quantize(str(path), "x.gguf", RecipeOptions(10), ToolOptions())  # Q2_K with its mix
     types = {c.name: c.new for c in preset.job.choices if c.changes}
     options = TargetOptions(
-        total=Budget(n_bytes=preset.new_bytes),
+        total=SizeBudget(n_bytes=preset.new_bytes),
         candidates=tuple(sorted(set(types.values()))),
         rows=16,
         calibrate=Calibrator(CalibrationOptions(path, seen, chunks=6, n_ctx=128)).measure,

@@ -16,7 +16,7 @@ from ikcli.gguf.constants import FILE_TYPES, GGMLType
 from ikcli.gguf.types import TYPES
 from ikcli.quant.custom_rules import check_uses, parse_custom_rules, rule_table, rule_uses
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
-from ikcli.quant.recipes import Choice, RecipeOptions, choose_types
+from ikcli.quant.recipes import RecipeOptions, TypeChoice, choose_types
 
 # Made with llama-quantize --dry-run of ik_llama.cpp (commit 8337e4cd3) on the models of `recipe_models`: some presets
 # in full, and for every preset in the order of the file type numbers the crc32 of the lines `name=type`.
@@ -37,13 +37,13 @@ def full_imatrix(tensors: list[Any]) -> Imatrix:
     return Imatrix(entries)
 
 
-def choose(key: str, name: str, imatrix: bool = False, **options: Any) -> list[Choice]:
+def choose(key: str, name: str, imatrix: bool = False, **options: Any) -> list[TypeChoice]:
     tensors, metadata = model(**MODELS[key])
     recipe = RecipeOptions(number(name), ignore_imatrix_rules=True, **options)
     return choose_types(tensors, metadata, recipe, full_imatrix(tensors) if imatrix else None)
 
 
-def by_name(choices: list[Choice]) -> dict[str, str]:
+def by_name(choices: list[TypeChoice]) -> dict[str, str]:
     return {c.name: TYPES[c.new].name for c in choices}
 
 

@@ -18,8 +18,8 @@ from ikcli.config import default_model
 from ikcli.config_groups import AdapterConfig
 from ikcli.config_values import ScaledFile
 from ikcli.gguf.reader import open_gguf
-from ikcli.server.engine.engine import Engine
-from ikcli.server.engine.states import EngineError
+from ikcli.server.slots.engine import Engine
+from ikcli.server.slots.states import EngineError
 
 PROMPT = "def parse(text):\n    return"
 

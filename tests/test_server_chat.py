@@ -12,7 +12,7 @@ from server_client import Client
 from test_server_http import error_of
 
 from ikcli.errors import IkError, UsageError
-from ikcli.server.engine.messages import Failure
+from ikcli.server.slots.messages import Failure
 
 TEXT = "Hello, wörld!"
 HI = [{"role": "user", "content": "hi"}]

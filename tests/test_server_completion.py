@@ -19,12 +19,12 @@ from ikcli.config import RunConfig
 from ikcli.config_groups import SamplingConfig
 from ikcli.errors import UsageError
 from ikcli.sampling.params import DEFAULT_SAMPLERS, SamplerParams
-from ikcli.server.engine.messages import Bans, Delta, Failure, GenerationRequest, Timings, TokenInfo
 from ikcli.server.http.bans import bans_of
 from ikcli.server.http.params import Options, defaults_of
 from ikcli.server.http.shapes.chat import ChatShape
 from ikcli.server.http.shapes.common import Naming
 from ikcli.server.http.shapes.native import NativeShape
+from ikcli.server.slots.messages import Bans, Delta, Failure, GenerationRequest, RequestTimings, TokenInfo
 
 TEXT = "Hello, wörld!"
 
@@ -57,7 +57,7 @@ def test_plain_events_are_those_of_any_request() -> None:
     """Events without timings and probabilities are written in another way."""
     names, vocab = Naming("m", "m", "cmpl-1", 0), (TokenInfo(7, math.nan), TokenInfo(8, math.nan))
     for text in ("a", 'q"\\\n\t\x01', "\u00e9\u20ac\U0001f600", "\ud800"):
-        event = Delta(text, vocab, Timings(cache_n=3, prompt_n=4, predicted_n=5), 2)
+        event = Delta(text, vocab, RequestTimings(cache_n=3, prompt_n=4, predicted_n=5), 2)
         made = []
         for per_token in (False, True):
             options = replace(Options(), timings_per_token=per_token)
@@ -71,7 +71,7 @@ def test_plain_chunks_are_those_of_any_request() -> None:
     """Chunks of content without timings and probabilities are written in another way."""
     names = Naming("m", "model \x00", "chatcmpl-1", 7)
     for text in ("a", 'q"\\\n\t\x01', "\u00e9\u20ac\U0001f600", "\ud800"):
-        event = Delta(text, (), Timings(cache_n=3, prompt_n=4, predicted_n=5), 2)
+        event = Delta(text, (), RequestTimings(cache_n=3, prompt_n=4, predicted_n=5), 2)
         made = []
         for per_token in (False, True):
             options = replace(Options(), timings_per_token=per_token)

@@ -19,11 +19,11 @@ from gguf_files import write_model
 from ikcli.config import RunConfig
 from ikcli.engine.session import Session
 from ikcli.sampling.params import SamplerParams
-from ikcli.server.engine.engine import Engine
-from ikcli.server.engine.messages import Bans, Delta, Event, Failure, Final, PromptProgress, TokenInfo
-from ikcli.server.engine.output import Output
-from ikcli.server.engine.patterns import Pattern
-from ikcli.server.engine.states import EngineError
+from ikcli.server.slots.engine import Engine
+from ikcli.server.slots.messages import Bans, Delta, Event, Failure, Final, PromptProgress, TokenInfo
+from ikcli.server.slots.output import Output
+from ikcli.server.slots.patterns import Pattern
+from ikcli.server.slots.states import EngineError
 
 PROMPTS = ("import os\n", "The class ", "def main(argv):\n    ", "Return the value of ")
 

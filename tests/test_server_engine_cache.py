@@ -19,9 +19,9 @@ from ikcli.engine.batch import Batch
 from ikcli.engine.saved_sequence import SavedSequence
 from ikcli.engine.session import Session
 from ikcli.errors import IkError
-from ikcli.server.engine.engine import Engine
-from ikcli.server.engine.prompt_cache import Entry, PromptCache, common_prefix, default_limit
-from ikcli.server.engine.states import EngineError
+from ikcli.server.slots.engine import Engine
+from ikcli.server.slots.prompt_cache import Entry, PromptCache, common_prefix, default_limit
+from ikcli.server.slots.states import EngineError
 
 LONG = "import os\nimport sys\n\n\ndef main(argv):\n    parser = argparse.ArgumentParser()\n"
 

@@ -14,10 +14,10 @@ from ikcli.config_groups import SamplingConfig
 from ikcli.config_values import SpecStage, parse_spec_type
 from ikcli.errors import FormatError
 from ikcli.sampling.params import SamplerParams
-from ikcli.server.engine.engine import Engine
-from ikcli.server.engine.messages import Bans, Final, Speculation
-from ikcli.server.engine.ngram_cache import NgramCache, read_counts, write_counts
-from ikcli.server.engine.ngrams import NgramMap, NgramMapValues, NgramPool, Pool, Suffix
+from ikcli.server.slots.engine import Engine
+from ikcli.server.slots.messages import Bans, Final, Speculation
+from ikcli.server.slots.ngram_cache import NgramCache, read_counts, write_counts
+from ikcli.server.slots.ngrams import NgramMap, NgramMapValues, NgramPool, Pool, Suffix
 
 TEXT = "import os\nimport sys\nimport os\nimport sys\nimport os\nimport"
 SAMPLING = (GREEDY, SamplerParams(temperature=0.8, seed=11), replace(GREEDY, repeat_penalty=1.3))

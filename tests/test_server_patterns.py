@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ikcli.server.engine.patterns import Pattern, PatternError
+from ikcli.server.slots.patterns import Pattern, PatternError
 
 ATOMS = ("a", "b", ".", "[ab]", "[^a]", r"\w", r"\s", r"\D", "(ab)", "(?:a|ab)", "^", "[b-d_]", "(?:ab)?")
 REPEATS = ("", "*", "+", "?", "{2}", "{1,3}", "*?")

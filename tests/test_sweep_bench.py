@@ -14,7 +14,7 @@ from fake_session import FakeSession
 import ikcli
 from ikcli.commands import sweep_bench as command
 from ikcli.commands._options import ModelRun, parse
-from ikcli.commands._sweep_table import Printer, RunInfo
+from ikcli.commands._sweep_table import RunInfo, SweepPrinter
 from ikcli.config import RunConfig, default_model
 from ikcli.config_groups import SweepConfig
 from ikcli.errors import UsageError
@@ -115,7 +115,7 @@ def config(**sweep: object) -> RunConfig:
 
 
 def printed(settings: RunConfig, row: SweepRow, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    printer = Printer(settings, RunInfo(32768, 4096, 2048))
+    printer = SweepPrinter(settings, RunInfo(32768, 4096, 2048))
     printer.header()
     printer.row(row)
     return capsys.readouterr().out.split("\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ikcli.commands._sweep_table import Printer, RunInfo
+from ikcli.commands._sweep_table import RunInfo, SweepPrinter
 from ikcli.config import RunConfig
 from ikcli.config_groups import SweepConfig
 from ikcli.errors import FormatError, UnsupportedError, UsageError
@@ -65,7 +65,7 @@ def rows_of(text: str) -> list[list[SpeedRow]]:
 
 def jsonl(output_format: str, capsys: pytest.CaptureFixture[str], **changes: int) -> str:
     config = RunConfig(sweep=SweepConfig(output_format=output_format), n_threads=30, n_threads_batch=32)
-    printer = Printer(replace(config, **changes), RunInfo(8192, 2048, 512))  # type: ignore[arg-type]
+    printer = SweepPrinter(replace(config, **changes), RunInfo(8192, 2048, 512))  # type: ignore[arg-type]
     printer.header()
     for n_kv, t_pp, t_tg in ((0, 4.0, 8.0), (512, 5.12, 10.0), (1024, 10.24, 16.0)):
         printer.row(SweepRow(512, 128, n_kv, t_pp, t_tg))

@@ -25,7 +25,7 @@ from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType, GGUFValueType
 from ikcli.gguf.types import TYPES, TensorType
 from ikcli.gguf.values import Typed
-from ikcli.gguf.writer import GGUFWriter, TensorSpec
+from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.quant.decode import decodable_types, dequantize
 from ikcli.quant.encode import quantize
 from ikcli.quant.formats import format_by_name, row_size
@@ -296,7 +296,7 @@ def _unit_rms(type: GGMLType) -> float:
     return float(np.sqrt(np.mean(values.astype(np.float64) ** 2)))
 
 
-def tensor_data(spec: TensorSpec, rng: np.random.Generator) -> Iterator[npt.NDArray[np.uint8]]:
+def tensor_data(spec: NewTensor, rng: np.random.Generator) -> Iterator[npt.NDArray[np.uint8]]:
     """Chunks of the bytes of one tensor."""
     n = int(np.prod(spec.shape, dtype=np.int64))
     fmt, k = TYPES[spec.type], spec.shape[0]
@@ -351,7 +351,7 @@ def main() -> int:
     start = time.perf_counter()
     try:
         type = check_type(args.type)
-        tensors = [TensorSpec(n, s, tensor_type(n, s, type)) for n, s in shapes(p).items()]
+        tensors = [NewTensor(n, s, tensor_type(n, s, type)) for n, s in shapes(p).items()]
         rng = np.random.Generator(np.random.SFC64(args.seed))
         with GGUFWriter(args.output, metadata(p, type), tensors) as writer:
             for t in tensors:

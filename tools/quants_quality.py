@@ -30,7 +30,7 @@ from ikcli.hostinfo import physical_cores
 from ikcli.quant.decode import dequantize
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.quantizer import QuantizeJob, output_metadata, run
-from ikcli.quant.recipes import Choice, CustomRule, RecipeOptions, choose_types
+from ikcli.quant.recipes import CustomRule, RecipeOptions, TypeChoice, choose_types
 
 N_CTX = 512
 _Q8_0 = 7  # file type of rules: any quantized one does
@@ -74,20 +74,20 @@ def prepare(folder: Path) -> tuple[Bench, Record]:
     return Bench(file, found.imatrix, BaseReader(path), folder, n), about
 
 
-def type_choices(bench: Bench, type: GGMLType, imatrix: Imatrix | None) -> list[Choice]:
+def type_choices(bench: Bench, type: GGMLType, imatrix: Imatrix | None) -> list[TypeChoice]:
     """Every matrix that may be quantized gets the type (the plain one where rows are read singly)."""
     rule = CustomRule(".", type, "")
     options = RecipeOptions(file_type=_Q8_0, custom=(rule,), ignore_imatrix_rules=True)
     return choose_types(list(bench.file.tensors.values()), bench.file.metadata, options, imatrix)
 
 
-def preset_choices(bench: Bench, number: int, imatrix: Imatrix | None) -> list[Choice]:
+def preset_choices(bench: Bench, number: int, imatrix: Imatrix | None) -> list[TypeChoice]:
     """The choices of a preset, also of those that are refused without importance matrix."""
     options = RecipeOptions(file_type=number, ignore_imatrix_rules=True)
     return choose_types(list(bench.file.tensors.values()), bench.file.metadata, options, imatrix)
 
 
-def mix(choices: Sequence[Choice]) -> dict[str, float]:
+def mix(choices: Sequence[TypeChoice]) -> dict[str, float]:
     """Share of the quantized weights per type, the largest first."""
     counts: Counter[str] = Counter()
     for c in choices:
@@ -97,7 +97,7 @@ def mix(choices: Sequence[Choice]) -> dict[str, float]:
     return {name: rounded(n / total, 3) for name, n in counts.most_common()}
 
 
-def _relative_rmse(before: GGUFFile, after: GGUFFile, choices: Sequence[Choice]) -> float:
+def _relative_rmse(before: GGUFFile, after: GGUFFile, choices: Sequence[TypeChoice]) -> float:
     error2 = value2 = 0.0
     for c in choices:
         if not c.reason.startswith("kept"):
@@ -107,7 +107,7 @@ def _relative_rmse(before: GGUFFile, after: GGUFFile, choices: Sequence[Choice])
     return float(np.sqrt(error2 / value2))
 
 
-def measure(bench: Bench, choices: Sequence[Choice], imatrix: Imatrix | None) -> Record:
+def measure(bench: Bench, choices: Sequence[TypeChoice], imatrix: Imatrix | None) -> Record:
     """Write the model and compare it with the base; the record without its name. The same data is evaluated once."""
     started = time.perf_counter()
     path = bench.folder / "model.gguf"

@@ -31,7 +31,7 @@ from ikcli.eval.sweep_bench import run as sweep
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from ikcli.gguf.types import TYPES
-from ikcli.gguf.writer import GGUFWriter, TensorSpec
+from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.hostinfo import physical_cores
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import quantize_rows
@@ -191,7 +191,7 @@ def _head(task: Task) -> Record:
 def _convert(file: GGUFFile, path: Path, type: GGMLType, tile_rows: int = 0) -> None:
     """Write the model with all matrices but routers and vectors as `type`; with tile_rows only so many are encoded."""
     assert TYPES[type].kind != "ternary"
-    specs = [TensorSpec(t.name, t.shape, _new_type(t, type)) for t in file.tensors.values()]
+    specs = [NewTensor(t.name, t.shape, _new_type(t, type)) for t in file.tensors.values()]
     with GGUFWriter(path, file.typed_metadata(), specs) as writer:
         for spec in specs:
             t = file.tensors[spec.name]

@@ -19,7 +19,7 @@ RuleFunction = Callable[[L, Node, Any], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule(Generic[L]):
+class LoweringRule(Generic[L]):
     """How an op is lowered: `lower(lowering, node, op)`, the fields it knows, the values of those it knows in part."""
 
     lower: RuleFunction[L]
@@ -32,7 +32,7 @@ class Rules(Generic[L]):
 
     def __init__(self, device: str, way_out: str) -> None:
         self.device, self.way_out = device, way_out
-        self._rules: dict[type[Op], Rule[L]] = {}
+        self._rules: dict[type[Op], LoweringRule[L]] = {}
 
     def add(
         self, op: type[Op], known: str = "", **values: Collection[Any]
@@ -48,7 +48,7 @@ class Rules(Generic[L]):
             raise ValueError(f"rule of {op.name}: no fields {sorted(unknown)}, or {sorted(needed - names)} forgotten")
 
         def register(function: RuleFunction[L]) -> RuleFunction[L]:
-            self._rules[op] = Rule(function, names, values)
+            self._rules[op] = LoweringRule(function, names, values)
             return function
 
         return register
@@ -58,7 +58,7 @@ class Rules(Generic[L]):
         copy: Rules[L] = Rules(self.device, self.way_out)
         copy._rules = dict(self._rules)
         for op, function in rules.items():
-            copy._rules[op] = Rule(function, frozenset(f.name for f in fields(op)), {})
+            copy._rules[op] = LoweringRule(function, frozenset(f.name for f in fields(op)), {})
         return copy
 
     def __contains__(self, op: type[Op]) -> bool:

@@ -43,7 +43,7 @@ _local = threading.local()
 _NUMBERS = re.compile(r"[0-9]+")
 
 
-class Budget:
+class RenderBudget:
     """What one rendering may still use. Entered as a context: it is the thread's budget then."""
 
     def __init__(self, characters: int = 0) -> None:
@@ -53,7 +53,7 @@ class Budget:
         self._calls = 0
         self._deadline = time.thread_time() + MAX_SECONDS
 
-    def __enter__(self) -> Budget:
+    def __enter__(self) -> RenderBudget:
         self._outer = getattr(_local, "budget", None)
         _local.budget = self
         return self
@@ -80,7 +80,7 @@ class Budget:
             raise IkError(f"the chat template computes for more than {MAX_SECONDS:g} s")
 
 
-def _budget() -> Budget:
+def _budget() -> RenderBudget:
     found = getattr(_local, "budget", None)
     if found is None:
         raise IkError("a chat template is at work outside a rendering")

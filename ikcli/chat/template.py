@@ -52,7 +52,7 @@ class ChatTemplate:
         Without `tools` the template's variable is not defined. IkError if the template fails, calls `raise_exception`,
         or asks for too much.
         """
-        from ikcli.chat.sandbox import Budget, Range
+        from ikcli.chat.sandbox import Range, RenderBudget
 
         values = {
             **variables,
@@ -67,7 +67,7 @@ class ChatTemplate:
         if "functools[" in self.source:  # FireFunction takes them as text under another name
             values.setdefault("functions", json.dumps(list(tools or ()), ensure_ascii=False, indent=4))
         try:
-            with Budget(sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str))):
+            with RenderBudget(sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str))):
                 return _limited(self._template.generate(values))
         except IkError:
             raise

@@ -28,7 +28,7 @@ class RunInfo:
     n_ubatch: int
 
 
-class Printer:
+class SweepPrinter:
     """Writes header and rows to stdout, flushed line by line."""
 
     def __init__(self, config: RunConfig, info: RunInfo) -> None:

@@ -12,7 +12,7 @@ from ikcli.options import iter_options
 
 if TYPE_CHECKING:
     from ikcli.quant.calibration import Measure
-    from ikcli.quant.target import Budget, Placement, TargetOptions
+    from ikcli.quant.target import CpuShare, SizeBudget, TargetOptions
 
 _BUDGETS = ("target_size", "target_bpw", "target_size_gpu", "target_size_cpu")
 _NEED_TARGET = (
@@ -72,14 +72,14 @@ def target_options(
     )
 
 
-def _budgets(config: QuantizeConfig) -> tuple[Budget, Budget | None, Budget | None]:
+def _budgets(config: QuantizeConfig) -> tuple[SizeBudget, SizeBudget | None, SizeBudget | None]:
     """(total, GPU, CPU)."""
-    from ikcli.quant.target import Budget
+    from ikcli.quant.target import SizeBudget
 
     size, bpw = config.target_size, config.target_bpw
     if size is not None and bpw is not None:
         raise UsageError("--target-size and --target-bpw exclude each other")
-    total, sides = Budget(), {}
+    total, sides = SizeBudget(), {}
     option = "--target-size" if size is not None else "--target-bpw"
     text = size if size is not None else bpw
     if text is not None and "=" in text:
@@ -95,32 +95,32 @@ def _budgets(config: QuantizeConfig) -> tuple[Budget, Budget | None, Budget | No
             raise UsageError(f"--target-size-{side}: {option} gives the {side.upper()} a budget already")
         if found is not None:
             sides[side] = _amount(f"--target-size-{side}", found)
-    if total == Budget() and len(sides) < 2:
+    if total == SizeBudget() and len(sides) < 2:
         other = "cpu" if "gpu" in sides else "gpu"
         raise UsageError(f"one side has a budget; give --target-size-{other} or the --target-size of both together")
-    if total != Budget() and len(sides) == 2:
+    if total != SizeBudget() and len(sides) == 2:
         raise UsageError("both sides have a budget; drop the one of both together")
     return total, sides.get("gpu"), sides.get("cpu")
 
 
-def _amount(option: str, text: str) -> Budget:
-    from ikcli.quant.target import Budget, parse_size
+def _amount(option: str, text: str) -> SizeBudget:
+    from ikcli.quant.target import SizeBudget, parse_size
 
     if option != "--target-bpw":
-        return Budget(n_bytes=parse_size(text, option))
+        return SizeBudget(n_bytes=parse_size(text, option))
     try:
         bits = float(text)
     except ValueError:
         bits = 0.0
     if not 0 < bits <= 32:
         raise UsageError(f'{option}: "{text}" is not a number of bits per weight, for example 3.6')
-    return Budget(bpw=bits)
+    return SizeBudget(bpw=bits)
 
 
-def _placement(config: QuantizeConfig, budgets: set[str]) -> Placement:
+def _placement(config: QuantizeConfig, budgets: set[str]) -> CpuShare:
     """Which tensors stay on the CPU: rules of -ot, or --gpu-tensors before --cpu-tensors."""
     from ikcli.engine.tensor_rules import parse_rule
-    from ikcli.quant.target import CPU, GPU, Placement
+    from ikcli.quant.target import CPU, GPU, CpuShare
     from ikcli.rules import compile_pattern
 
     gpu, cpu = _patterns(config.gpu_tensors), _patterns(config.cpu_tensors)
@@ -142,7 +142,7 @@ def _placement(config: QuantizeConfig, budgets: set[str]) -> Placement:
     def on_cpu(name: str) -> bool:
         return next((side for search, side in searches if search(name)), rest) == CPU
 
-    return Placement(on_cpu, frozenset(named | budgets))
+    return CpuShare(on_cpu, frozenset(named | budgets))
 
 
 def _rules(text: str) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ def run(run: ModelRun) -> int:
         with closing(opened) as session:
             if config.warmup:
                 batched_bench.warm_up(session)
-            printer = Printer(session.config, tests.n_kv_max, session.n_batch, session.n_ubatch)
+            printer = BatchedPrinter(session.config, tests.n_kv_max, session.n_batch, session.n_ubatch)
             printer.header()
             batched_bench.run(session, tests.fitting, seed=max(1, config.seed), on_row=printer.row)
     except KeyboardInterrupt:
@@ -37,7 +37,7 @@ def run(run: ModelRun) -> int:
     return 0
 
 
-class Printer:
+class BatchedPrinter:
     """Writes header and rows to stdout, flushed line by line."""
 
     def __init__(self, config: RunConfig, n_kv_max: int, n_batch: int, n_ubatch: int) -> None:

@@ -24,7 +24,7 @@ from ikcli.errors import IkError, UsageError
 
 if TYPE_CHECKING:
     from ikcli.quant.calibration import Measure
-    from ikcli.quant.recipes import Choice, RecipeOptions
+    from ikcli.quant.recipes import RecipeOptions, TypeChoice
     from ikcli.quant.target import TargetOptions
     from ikcli.quant.tool import ToolOptions, ToolPlan
 
@@ -233,10 +233,10 @@ def _run(request: Request) -> int:
 def _preflight(request: Request) -> int:
     """Print the report; 1 if the run would fail."""
     from ikcli.engine.devices import available_memory
-    from ikcli.quant.preflight import Task, preflight
+    from ikcli.quant.preflight import PlannedJob, preflight
 
     r = request
-    task = Task(r.mode, r.input, r.output, r.recipe, r.options, r.patterns, r.target)
+    task = PlannedJob(r.mode, r.input, r.output, r.recipe, r.options, r.patterns, r.target)
     report = preflight(task, available_memory())
     print("\n".join(report.lines()))
     return 1 if report.failed else 0
@@ -356,7 +356,7 @@ def _write(request: Request, plan: ToolPlan) -> None:
     job, total = plan.job, len(plan.job.choices)
     log.log(f"{request.mode}: '{request.input}' to '{request.output}' as {request.type_name}, {job.n_threads} threads")
 
-    def tensor(number: int, c: Choice) -> None:
+    def tensor(number: int, c: TypeChoice) -> None:
         old = job.file.tensors[c.source or c.name].n_bytes
         text = f"[{number:4d}/{total:4d}] {c.name:>36s} - [{shape_text(c.shape)}], type = {_type_name(c.old):>6s}, "
         if not c.changes:

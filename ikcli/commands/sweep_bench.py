@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ikcli.commands._options import ModelRun
-from ikcli.commands._sweep_table import Printer, RunInfo, settings_dict
+from ikcli.commands._sweep_table import RunInfo, SweepPrinter, settings_dict
 from ikcli.config import RunConfig
 from ikcli.engine.session import Session
 from ikcli.errors import UsageError
@@ -42,7 +42,7 @@ def _measure(session: SessionLike, config: RunConfig, rows: list[SweepRow]) -> N
     params = params_of(config, session.n_ubatch)
     # the session knows the settings that were left to the model file
     resolved = getattr(session, "config", config)
-    printer = Printer(config, RunInfo(session.n_ctx, session.n_batch, session.n_ubatch))
+    printer = SweepPrinter(config, RunInfo(session.n_ctx, session.n_batch, session.n_ubatch))
     printer.header(lambda: {**settings_dict(resolved), **describe(session)})
     if not depths(params, session.n_ctx):
         warn(

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.cpu.lower import RULES
-from ikcli.backends.cpu.program import ENTRY_WORDS, Lowering, Program
+from ikcli.backends.cpu.program import ENTRY_WORDS, CpuLowering, CpuProgram
 from ikcli.backends.cpu.threads import LAUNCH, WORKER, Team
 from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.step_block import StepBlock
@@ -36,7 +36,7 @@ _LIGHT_TOKENS = 8
 class CpuTurns:
     """A CPU program, the ops of each of its turns, and which turns are light."""
 
-    program: Program
+    program: CpuProgram
     spans: list[tuple[int, int]]
     light: list[bool]
 
@@ -78,7 +78,7 @@ class CpuDevice:
         whatever else is in the micro-batch.
         """
         del streamed, window_cells  # nothing is copied; rows in RAM are found by their bytes alone
-        low = Lowering(rows, self.n_threads, n_cells, independent)
+        low = CpuLowering(rows, self.n_threads, n_cells, independent)
         spans: list[tuple[int, int]] = []
         for turn in turns:
             first = len(low.ops)
@@ -91,7 +91,7 @@ class CpuDevice:
                 if node is not result:
                     low.place_outside(node)
         light = [all(node.op.light for node in turn.nodes) for turn in turns]
-        return CpuTurns(Program(low, result), spans, light)
+        return CpuTurns(CpuProgram(low, result), spans, light)
 
     def compute_bytes(self, programs: Sequence[CpuTurns]) -> int:
         """The arena, which programs share."""
@@ -164,7 +164,7 @@ class CpuDevice:
         if stop > first:
             self.run_ops(program.program, first, stop, 1 if self._few and program.light[turn] else n_threads)
 
-    def run_ops(self, program: Program, first: int, stop: int, n_threads: int) -> None:
+    def run_ops(self, program: CpuProgram, first: int, stop: int, n_threads: int) -> None:
         """Execute a part of a bound program."""
         if self._team is None:
             self._team = Team(self._library, self.n_threads, self.cpus)
@@ -213,10 +213,10 @@ class CpuDevice:
         begin, end = program.spans[turn]
         return (span for span in program.program.node_ops() if begin <= span[1] < end)
 
-    def _value(self, program: Program, node: Node, state: StepBlock) -> npt.NDArray[np.generic]:
+    def _value(self, program: CpuProgram, node: Node, state: StepBlock) -> npt.NDArray[np.generic]:
         return program.view(self.arena, node, state.rows[node.rows.symbol] * node.rows.factor)
 
-    def _expert_rows(self, program: Program, plan: Node) -> tuple[int, int]:
+    def _expert_rows(self, program: CpuProgram, plan: Node) -> tuple[int, int]:
         """Experts that were chosen, and rows they got."""
         ends = program.raw(self.arena, plan, 8, sort_of(plan).n_expert + 1)
         return int((np.diff(ends) > 0).sum()), int(ends[-1])

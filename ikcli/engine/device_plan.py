@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from ikcli.backends.cuda.device import Device as CudaDevice
 from ikcli.backends.cuda.device import DeviceInfo
-from ikcli.engine.devices import Device
+from ikcli.engine.devices import GpuFacts
 from ikcli.engine.gpu_device import GpuDevice
 
 DEFAULT_CAPABILITY = (8, 9)
@@ -33,13 +33,13 @@ class _PaperDevice:
         return None
 
 
-def described_info(gpu: Device) -> DeviceInfo:
+def described_info(gpu: GpuFacts) -> DeviceInfo:
     """Facts about a described GPU: those of the newest known card that is not newer than its compute capability."""
     cc = gpu.capability or DEFAULT_CAPABILITY
     n_sm, shared, l2 = _CARDS[max((known for known in _CARDS if known <= cc), default=min(_CARDS))]
     return DeviceInfo(int(gpu.name.removeprefix("CUDA")), gpu.name, cc, n_sm, gpu.total, shared, l2, (13, 0))
 
 
-def planning_device(gpu: Device) -> GpuDevice:
+def planning_device(gpu: GpuFacts) -> GpuDevice:
     """A GPU of a session that can plan, but not run."""
     return GpuDevice(cast(CudaDevice, _PaperDevice(gpu.info or described_info(gpu))))

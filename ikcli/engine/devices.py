@@ -22,7 +22,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class GpuFacts:
     """A GPU: `CUDA<i>`, bytes in all and free; `info` of a real one, compute capability of a described one if given."""
 
     name: str
@@ -36,7 +36,7 @@ class Device:
 class Machine:
     """GPUs in order and the RAM that programs can get (None where the system does not say)."""
 
-    gpus: tuple[Device, ...] = ()
+    gpus: tuple[GpuFacts, ...] = ()
     ram: int | None = None
     described: bool = False
 
@@ -63,7 +63,7 @@ def find_machine(config: RunConfig, *, exact: bool) -> Machine:
     return Machine(_opened(config) if exact else _listed(config), available_memory())
 
 
-def _opened(config: RunConfig) -> tuple[Device, ...]:
+def _opened(config: RunConfig) -> tuple[GpuFacts, ...]:
     from ikcli.engine import gpus
 
     devices = gpus.open_devices(config)
@@ -73,16 +73,16 @@ def _opened(config: RunConfig) -> tuple[Device, ...]:
     return found
 
 
-def opened_gpus(devices: Mapping[str, CudaDevice]) -> tuple[Device, ...]:
+def opened_gpus(devices: Mapping[str, CudaDevice]) -> tuple[GpuFacts, ...]:
     """What opened GPUs say of their memory."""
     found = []
     for name, device in devices.items():
         free, total = device.memory()
-        found.append(Device(name, total, free, device.info.cc, device.info))
+        found.append(GpuFacts(name, total, free, device.info.cc, device.info))
     return tuple(found)
 
 
-def _listed(config: RunConfig) -> tuple[Device, ...]:
+def _listed(config: RunConfig) -> tuple[GpuFacts, ...]:
     from ikcli.backends.cuda import driver
     from ikcli.engine import gpus
 
@@ -92,7 +92,7 @@ def _listed(config: RunConfig) -> tuple[Device, ...]:
         infos = [info for info in driver.devices() if info.cc >= driver.MIN_CC]
     except CudaError:
         return ()
-    found = [Device(f"CUDA{i.index}", i.total_bytes, i.total_bytes, i.cc, i) for i in infos]
+    found = [GpuFacts(f"CUDA{i.index}", i.total_bytes, i.total_bytes, i.cc, i) for i in infos]
     return tuple(device for device in found if not config.device or device.name in config.device)
 
 
@@ -101,7 +101,7 @@ def described_machine(specs: tuple[DeviceSpec, ...], ram: int | None) -> Machine
     gpus = [spec for spec in specs if spec.kind == "cuda"]
     host = [spec.n_bytes for spec in specs if spec.kind == "cpu"]
     devices = tuple(
-        Device(f"CUDA{i}", spec.n_bytes, max(spec.n_bytes - CONTEXT_BYTES, 0), spec.capability)
+        GpuFacts(f"CUDA{i}", spec.n_bytes, max(spec.n_bytes - CONTEXT_BYTES, 0), spec.capability)
         for i, spec in enumerate(gpus)
     )
     return Machine(devices, host[0] if host else ram, True)

@@ -14,7 +14,7 @@ import numpy as np
 from ikcli.backends.cuda import kv_layout, upload
 from ikcli.backends.cuda.backend import CudaBackend, CudaProgram
 from ikcli.backends.cuda.device import Device, Memory, OutOfMemory
-from ikcli.backends.cuda.lower import Op, Program, Ref
+from ikcli.backends.cuda.lower import GpuLaunch, GpuProgram, Ref
 from ikcli.backends.cuda.transfer import Transfer
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.model import Model
@@ -163,14 +163,14 @@ class GpuDevice(CudaBackend):
             device.free_event(before)
             device.free_event(after)
 
-    def _work(self, program: Program, op: Op, state: StepBlock) -> tuple[int, int]:
+    def _work(self, program: GpuProgram, op: GpuLaunch, state: StepBlock) -> tuple[int, int]:
         """See `work_of`, for launches that read the weights."""
         names = {w.name for w in op.node.weights()}
         if not any(isinstance(arg, Ref) and arg.target in names for arg in op.args):
             return 0, 0
         return work_of(op.node, state, lambda plan: self._expert_rows(program, plan, state))
 
-    def _expert_rows(self, program: Program, plan: Node, state: StepBlock) -> tuple[int, int]:
+    def _expert_rows(self, program: GpuProgram, plan: Node, state: StepBlock) -> tuple[int, int]:
         pairs = self._value(program, plan, _rows(plan, state))
         experts = np.unique(pairs[:, 1].astype(np.int64))
         rows = int(np.count_nonzero(pairs[:, 1] != -1))

@@ -81,7 +81,7 @@ class RunPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRun:
     """A planned run with all that a session needs to load it."""
 
     plan: RunPlan
@@ -127,7 +127,7 @@ class Planner:
             self._plans[config] = self.prepare(*session_of(config)).plan
         return self._plans[config]
 
-    def prepare(self, config: RunConfig, sizes: Sizes) -> Prepared:
+    def prepare(self, config: RunConfig, sizes: Sizes) -> PreparedRun:
         """The plan of a session, with the graphs and programs it is made of. -c 0 is the context of the model."""
         config, warnings = resolve(config, self.hp.n_ctx_train)
         sizes = sizes if sizes.n_ctx else replace(sizes, n_ctx=config.n_ctx)
@@ -149,7 +149,7 @@ class Planner:
             c: cache_bytes(c, runner.cache_rows(c)) for graph, _ in graphs.values() for c in graph.caches.values()
         }
         plan = RunPlan(config, sizes, tuple(warnings), cfg, placement, memory, caches, n_nodes, n_splits)
-        return Prepared(plan, model, graphs, runner, programs)
+        return PreparedRun(plan, model, graphs, runner, programs)
 
     def fits(self, config: RunConfig) -> bool:
         """Whether a run fits all devices; quick where weights and cache alone are too large."""

@@ -22,7 +22,7 @@ _HEAD = f"{'op':<34} {'kernel':<34} {'count':>8} {'ms':>10} {'share':>6} {'us ea
 
 
 @dataclass(slots=True)
-class Group:
+class OpSums:
     """Sums over the calls of one kind of op."""
 
     count: int = 0
@@ -30,7 +30,7 @@ class Group:
     n_bytes: int = 0
     n_ops: int = 0
 
-    def add(self, other: Group) -> None:
+    def add(self, other: OpSums) -> None:
         """Count the calls of another group too."""
         self.count += other.count
         self.seconds += other.seconds
@@ -45,7 +45,7 @@ class Phase:
     n_passes: int = 0
     n_tokens: int = 0
     seconds: float = 0.0
-    groups: dict[tuple[str, str], Group] = field(default_factory=dict)
+    groups: dict[tuple[str, str], OpSums] = field(default_factory=dict)
 
 
 class Profile:
@@ -73,8 +73,8 @@ class Profile:
         started, outside = time.perf_counter(), 0.0
         seen: set[Node] = set()
         for op in runner.timed(program, n_threads, state, observer is not None):
-            group = phase.groups.setdefault((_place(op.node), op.kernel), Group())
-            group.add(Group(1, op.seconds, op.n_bytes, op.n_ops))
+            group = phase.groups.setdefault((_place(op.node), op.kernel), OpSums())
+            group.add(OpSums(1, op.seconds, op.n_bytes, op.n_ops))
             if observer is not None and op.value is not None and op.node not in seen:
                 begin = time.perf_counter()
                 seen.add(op.node)
@@ -96,13 +96,13 @@ def _place(node: Node) -> str:
 
 
 def _table(name: str, phase: Phase) -> list[str]:
-    total = Group()
+    total = OpSums()
     for group in phase.groups.values():
         total.add(group)
     tokens = f"{phase.n_tokens} tokens in {phase.n_passes} {'pass' if phase.n_passes == 1 else 'passes'}"
     lines = ["", f"profile of {name}: {tokens}, {1e3 * phase.seconds:.2f} ms (op by op, which takes longer)", _HEAD]
     ordered = sorted(phase.groups.items(), key=lambda item: -item[1].seconds)
-    rest = Group()
+    rest = OpSums()
     n_rest = 0
     for (place, kernel), group in ordered:
         if group.seconds < _MIN_SHARE * total.seconds and len(ordered) > 1:
@@ -115,7 +115,7 @@ def _table(name: str, phase: Phase) -> list[str]:
     return [*lines, _row("all", "", total, total.seconds)]
 
 
-def _row(place: str, kernel: str, group: Group, total: float) -> str:
+def _row(place: str, kernel: str, group: OpSums, total: float) -> str:
     share = 100 * group.seconds / total if total > 0 else 0.0
     each = 1e6 * group.seconds / max(1, group.count)
     rates = [f"{n / group.seconds / 1e9:.2f}" if n and group.seconds > 0 else "-" for n in (group.n_bytes, group.n_ops)]

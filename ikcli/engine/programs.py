@@ -26,7 +26,7 @@ Graphs = Mapping[str, tuple[Graph, Node]]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ProgramSpec:
     """One program: the kind of its graph, most tokens and outputs."""
 
     kind: str
@@ -109,11 +109,11 @@ def step_tokens(n_step: int) -> int:
     return max(n_step, INDEPENDENT_ROWS) if n_step else 1
 
 
-def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str, Run]:
+def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str, ProgramSpec]:
     """The programs by name; `n_step`: tokens of that for single tokens."""
     found = {}
     for kind in graphs:
         few = kind == "decode" and "prefill" in graphs
         n_tokens = min(n_ubatch, EXPAND_MIN_TOKENS - 1) if few else n_ubatch
-        found[kind] = Run(kind, n_tokens, min(n_outputs, n_tokens))
-    return found | {"step": Run("decode", n_step, n_step, independent=True)}
+        found[kind] = ProgramSpec(kind, n_tokens, min(n_outputs, n_tokens))
+    return found | {"step": ProgramSpec("decode", n_step, n_step, independent=True)}

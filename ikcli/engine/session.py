@@ -23,7 +23,7 @@ from ikcli.engine.batch import Batch
 from ikcli.engine.cpu_device import CpuDevice
 from ikcli.engine.devices import Machine, opened_gpus
 from ikcli.engine.model import Model
-from ikcli.engine.planner import Planner, Prepared, memory_of, plan_programs
+from ikcli.engine.planner import Planner, PreparedRun, memory_of, plan_programs
 from ikcli.engine.programs import record_graphs, step_tokens
 from ikcli.engine.run_device import Observer
 from ikcli.engine.runner import DividedProgram, Runner
@@ -47,7 +47,7 @@ FloatRows = npt.NDArray[np.float32]
 class Session:
     """See the module; made by `open`."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: PreparedRun) -> None:
         plan = self.run_plan = prepared.plan
         self.config, self.model, self.graph_config = plan.config, prepared.model, plan.graph_config
         self.n_step = step_tokens(plan.sizes.n_step)
@@ -133,7 +133,7 @@ class Session:
         runner = Runner(CpuDevice(self.runner.cpu.n_threads))
         graphs = record_graphs(model, model.weights(), self.graph_config)
         programs = plan_programs(runner, graphs, self.graph_config, self._n_outputs, self.run_plan.sizes.n_step)
-        return Session(Prepared(self.run_plan, model, graphs, runner, programs))
+        return Session(PreparedRun(self.run_plan, model, graphs, runner, programs))
 
     def load(self) -> None:
         """Compile kernels, map or read weights, allocate the cache and buffers."""

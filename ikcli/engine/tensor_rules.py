@@ -19,7 +19,7 @@ _CUDA = re.compile(r"CUDA\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class TensorRule:
     """One `RE=BUF` pair; `option` is where it came from."""
 
     pattern: str
@@ -35,7 +35,7 @@ class Rule:
 class RuleUse:
     """What one rule did: tensors it matched, those it won, and how many it lost to which rule (index from 0)."""
 
-    rule: Rule
+    rule: TensorRule
     matched: tuple[str, ...]
     won: tuple[str, ...]
     lost_to: dict[int, int]
@@ -49,7 +49,7 @@ class RuleMatches:
     buffer_of: dict[str, str]
 
 
-def parse_rule(text: str, buffers: Sequence[str] | None = None, option: str = "-ot") -> Rule:
+def parse_rule(text: str, buffers: Sequence[str] | None = None, option: str = "-ot") -> TensorRule:
     """One rule. `buffers` are the valid buffer names; None accepts `CPU` and any `CUDA<i>`."""
     pattern, equals, buffer = text.partition("=")
     pattern, buffer = pattern.strip(), buffer.strip()
@@ -59,7 +59,7 @@ def parse_rule(text: str, buffers: Sequence[str] | None = None, option: str = "-
         valid = ", ".join(buffers) if buffers is not None else "CPU, CUDA0, CUDA1, ..."
         raise UsageError(f'{option}: unknown buffer "{buffer}" in rule "{text}"; valid buffers are {valid}')
     compile_pattern(pattern, option, text)
-    return Rule(pattern, buffer, option)
+    return TensorRule(pattern, buffer, option)
 
 
 def _valid_buffer(buffer: str, buffers: Sequence[str] | None) -> bool:
@@ -68,18 +68,18 @@ def _valid_buffer(buffer: str, buffers: Sequence[str] | None) -> bool:
     return buffer == "CPU" or _CUDA.fullmatch(buffer) is not None
 
 
-def expert_rules(cpu_moe: bool, n_cpu_moe: int) -> list[Rule]:
+def expert_rules(cpu_moe: bool, n_cpu_moe: int) -> list[TensorRule]:
     """The rules behind `--cpu-moe` and `--n-cpu-moe N` (experts of blocks 0..N-1); they follow all `-ot` rules."""
-    rules: list[Rule] = []
+    rules: list[TensorRule] = []
     if n_cpu_moe > 0:
         blocks = "|".join(str(block) for block in range(n_cpu_moe))
-        rules.append(Rule(rf"^blk\.({blocks}){EXPERTS}", "CPU", "--n-cpu-moe"))
+        rules.append(TensorRule(rf"^blk\.({blocks}){EXPERTS}", "CPU", "--n-cpu-moe"))
     if cpu_moe:
-        rules.append(Rule(EXPERTS, "CPU", "--cpu-moe"))
+        rules.append(TensorRule(EXPERTS, "CPU", "--cpu-moe"))
     return rules
 
 
-def match_rules(rules: Sequence[Rule], names: Sequence[str]) -> RuleMatches:
+def match_rules(rules: Sequence[TensorRule], names: Sequence[str]) -> RuleMatches:
     """Apply the rules to the tensor names; the first matching rule wins each tensor."""
     winner: dict[str, int] = {}
     uses: list[RuleUse] = []
@@ -139,7 +139,7 @@ def _small_only(index: int, use: RuleUse) -> list[str]:
     ]
 
 
-def _no_match(rule: Rule, names: Sequence[str]) -> str:
+def _no_match(rule: TensorRule, names: Sequence[str]) -> str:
     near = near_misses(rule.pattern, names)
     hint = f"; nearest: {', '.join(near)}" if near else ""
     return f'rule "{rule.text}" matches no tensor of this model{hint}'

@@ -25,7 +25,7 @@ from ikcli.quant.decode import decodable_types, dequantize
 from ikcli.quant.encoders import available_types, quantize_rows
 from ikcli.quant.formats import row_size, tensor_size
 from ikcli.quant.imatrix_file import Imatrix
-from ikcli.quant.measure import BLOCK_ROWS, Errors, Floats, Piece, errors_of
+from ikcli.quant.measure import BLOCK_ROWS, Errors, Floats, RowSample, errors_of
 from ikcli.rules import compile_pattern
 
 T = GGMLType
@@ -140,7 +140,7 @@ def row_runs(shape: tuple[int, ...], n_rows: int, seed: int = 0) -> list[tuple[i
     return [runs[i] for i in sorted(set(picked.tolist()))]
 
 
-def pieces(file: GGUFFile, t: TensorInfo, weights: Floats | None, n_rows: int = 0) -> Iterator[Piece]:
+def pieces(file: GGUFFile, t: TensorInfo, weights: Floats | None, n_rows: int = 0) -> Iterator[RowSample]:
     """The rows of `row_runs`, decoded one run after the other; NonFiniteError names tensor and row."""
     data, ne0 = file.data(t.name), t.shape[0]
     whole = dequantize(data, t.type, t.shape).reshape(-1, ne0) if t.type == T.I2_S else None
@@ -159,10 +159,10 @@ def pieces(file: GGUFFile, t: TensorInfo, weights: Floats | None, n_rows: int = 
                 f"--exclude '{re.escape(t.name)}'"
             )
         row = None if weights is None else np.ascontiguousarray(weights[m % len(weights)], np.float32)
-        yield Piece(m, np.ascontiguousarray(values, np.float32), row)
+        yield RowSample(m, np.ascontiguousarray(values, np.float32), row)
 
 
-def measure_piece(piece: Piece, type: GGMLType) -> tuple[Errors, CodeUse | None]:
+def measure_piece(piece: RowSample, type: GGMLType) -> tuple[Errors, CodeUse | None]:
     """Errors of one piece encoded as `type`, and the counts of its codes."""
     plain = TYPES[type].base or type
     encoded = quantize_rows(piece.values, plain, piece.weights)

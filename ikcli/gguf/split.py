@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, open_gguf
-from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, TensorSpec, plan_splits, split_path
+from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, NewTensor, plan_splits, split_path
 
 _CHUNK_BYTES = 32 << 20
 _SIZE = re.compile(r"(\d+)([MG])")
@@ -85,8 +85,8 @@ def merge(
     return [PartSummary(out, len(specs), sum(s.n_bytes for s in specs))]
 
 
-def _specs(file: GGUFFile) -> list[TensorSpec]:
-    return [TensorSpec(t.name, t.shape, t.type) for t in file.tensors.values()]
+def _specs(file: GGUFFile) -> list[NewTensor]:
+    return [NewTensor(t.name, t.shape, t.type) for t in file.tensors.values()]
 
 
 def _refuse_inputs(file: GGUFFile, outputs: list[Path]) -> None:

@@ -35,7 +35,7 @@ SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
+class NewTensor:
     """Name, GGUF-order shape (ne0, ne1, ...) and type of a tensor to be written."""
 
     name: str
@@ -52,7 +52,7 @@ class TensorSpec:
 
 
 def plan_splits(
-    tensors: Sequence[TensorSpec], max_tensors: int = 0, max_bytes: int = 0, no_tensor_first: bool = False
+    tensors: Sequence[NewTensor], max_tensors: int = 0, max_bytes: int = 0, no_tensor_first: bool = False
 ) -> list[int]:
     """Number of tensors per part when no part may exceed a tensor count or a size in bytes (0 = no limit)."""
     parts: list[int] = [0, 0] if no_tensor_first else [0]
@@ -83,7 +83,7 @@ class GGUFWriter:
         self,
         path: str | Path,
         metadata: Mapping[str, Any],
-        tensors: Sequence[TensorSpec],
+        tensors: Sequence[NewTensor],
         alignment: int = DEFAULT_ALIGNMENT,
         version: int = GGUF_VERSION,
         splits: Sequence[int] | None = None,
@@ -223,7 +223,7 @@ class GGUFWriter:
             self._file.close()
             self._file = None
 
-    def _header(self, no: int, tensors: Sequence[TensorSpec]) -> bytes:
+    def _header(self, no: int, tensors: Sequence[NewTensor]) -> bytes:
         metadata = self._part_metadata(no)
         out = [GGUF_MAGIC, struct.pack("<IQQ", self.version, len(tensors), len(metadata))]
         for key, value in metadata.items():

@@ -17,8 +17,8 @@ from ikcli.grammar.nodes import (
     GrammarError,
     Lit,
     Node,
-    Ref,
-    Repeat,
+    RepeatNode,
+    RuleRef,
     Rules,
     Token,
     alt,
@@ -121,7 +121,7 @@ class _Parser:
             return self._token()
         if character and _NAME.match(character):
             start = self._at
-            return Ref(self._name("a rule name"), start)
+            return RuleRef(self._name("a rule name"), start)
         return None
 
     def _group(self) -> Node:
@@ -201,7 +201,7 @@ class _Parser:
         character = self._peek()
         self._at += 1
         if character in "*+?":
-            return Repeat(item, 1 if character == "+" else 0, 1 if character == "?" else None)
+            return RepeatNode(item, 1 if character == "+" else 0, 1 if character == "?" else None)
         self._skip(_BLANK_LINES)
         low = self._number()
         high: int | None = low
@@ -216,7 +216,7 @@ class _Parser:
         self._at += 1
         if high is not None and high < low:
             raise self._error(f"the repetition {{{low},{high}}} ends before it begins", start)
-        return Repeat(item, low, high)
+        return RepeatNode(item, low, high)
 
     def _number(self) -> int:
         match = _NUMBER.match(self._text, self._at)

@@ -5,7 +5,20 @@ from __future__ import annotations
 import json
 
 from ikcli.grammar.lexemes import Above, Lexeme, Plan
-from ikcli.grammar.nodes import Alt, Chars, GrammarError, Json, Lit, Node, Ref, Repeat, Rules, Seq, Token, Until
+from ikcli.grammar.nodes import (
+    Alt,
+    Chars,
+    GrammarError,
+    Json,
+    Lit,
+    Node,
+    RepeatNode,
+    RuleRef,
+    Rules,
+    Seq,
+    Token,
+    UntilNode,
+)
 from ikcli.grammar.rules import check_rules, simplify, without_dead_ends
 
 # No text forces tokens: any way of spelling it is as good, as for llama.cpp.
@@ -43,7 +56,7 @@ class _Writer:
         if part.kind == "alt":
             return "(" + " | ".join(self._above(item) for item in part.items) + ")"
         if part.kind == "repeat":
-            assert isinstance(part.node, Repeat)
+            assert isinstance(part.node, RepeatNode)
             return _repeated(f"({self._above(part.items[0])})", part.node)
         if part.kind == "seq":
             return "(" + (" ".join(self._above(item) for item in part.items) or '""') + ")"
@@ -72,15 +85,15 @@ class _Writer:
             return json.dumps(node.text)
         if isinstance(node, Chars):
             return f"/{_char_class(node)}/"
-        if isinstance(node, Ref):
+        if isinstance(node, RuleRef):
             return self._terminal(node.name)
-        if isinstance(node, Repeat):
+        if isinstance(node, RepeatNode):
             return _repeated(f"({self._regular(node.item)})", node)
         if isinstance(node, Seq):
             return "(" + (" ".join(self._regular(item) for item in node.items) or '""') + ")"
         if isinstance(node, Alt):
             return "(" + " | ".join(self._regular(item) for item in node.items) + ")"
-        if isinstance(node, Until):
+        if isinstance(node, UntilNode):
             upto = f"/(?s:.*)/ {json.dumps(node.end)}"
             return f"(({upto}) & (~({upto} /(?s:.+)/)))"
         raise GrammarError("grammar: a part of it is not regular")
@@ -93,7 +106,7 @@ class _Writer:
         return name
 
 
-def _repeated(inner: str, node: Repeat) -> str:
+def _repeated(inner: str, node: RepeatNode) -> str:
     if (node.low, node.high) == (0, 1):
         return f"{inner}?"
     if node.high is None and node.low < 2:

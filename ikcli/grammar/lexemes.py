@@ -18,12 +18,12 @@ from ikcli.grammar.nodes import (
     Json,
     Lit,
     Node,
-    Ref,
-    Repeat,
+    RepeatNode,
+    RuleRef,
     Rules,
     Seq,
     Token,
-    Until,
+    UntilNode,
     children,
 )
 from ikcli.grammar.rules import walk
@@ -81,18 +81,18 @@ class Plan:
                 return
             for lexeme in unsafe:
                 self.split.add(lexeme.key)
-                if isinstance(lexeme.node, Ref):
+                if isinstance(lexeme.node, RuleRef):
                     self.opened.add(lexeme.node.name)
 
     def nullable(self, node: Node) -> bool:
         """True if a regular part matches the empty text."""
-        if isinstance(node, Ref):
+        if isinstance(node, RuleRef):
             if node.name not in self._nullable:
                 self._nullable[node.name] = self.nullable(self.rules[node.name])
             return self._nullable[node.name]
         if isinstance(node, Lit):
             return not node.text
-        if isinstance(node, Repeat):
+        if isinstance(node, RepeatNode):
             return node.low == 0 or self.nullable(node.item)
         if isinstance(node, Seq):
             return all(self.nullable(item) for item in node.items)
@@ -117,14 +117,14 @@ class Plan:
     def _is_regular(self, node: Node) -> bool:
         return not any(
             isinstance(n, Token | Json)
-            or (isinstance(n, Ref) and (n.name not in self.regular or n.name in self.opened))
+            or (isinstance(n, RuleRef) and (n.name not in self.regular or n.name in self.opened))
             for n in walk(node)
         )
 
     def _above(self, node: Node) -> Above:
         if self._is_regular(node) and id(node) not in self.split:
             return self._lexeme(node, id(node))
-        if isinstance(node, Ref):
+        if isinstance(node, RuleRef):
             return Part("rule", name=node.name)
         if isinstance(node, Lit):
             return Part("seq", tuple(self._lexeme(Lit(c), (id(node), i)) for i, c in enumerate(node.text)))
@@ -132,7 +132,7 @@ class Plan:
             return Part("seq", self._sequence(node))
         if isinstance(node, Alt):
             return Part("alt", self._alternatives(node))
-        if isinstance(node, Repeat):
+        if isinstance(node, RepeatNode):
             return Part("repeat", (self._above(node.item),), node)
         return Part("leaf", node=node)
 
@@ -266,13 +266,13 @@ class _Analysis:
         while stack:
             node = stack.pop()
             stack.extend(children(node))
-            if isinstance(node, Ref) and node.name not in names:
+            if isinstance(node, RuleRef) and node.name not in names:
                 names.add(node.name)
                 stack.append(self._plan.rules[node.name])
             if isinstance(node, Chars):
                 for low, high in node.ranges:
                     edges |= {low, high + 1}
-            elif isinstance(node, Lit | Until):
+            elif isinstance(node, Lit | UntilNode):
                 for c in node.text if isinstance(node, Lit) else node.end:
                     edges |= {ord(c), ord(c) + 1}
         return sorted(edges)
@@ -289,7 +289,7 @@ class _Analysis:
         if len(self._masks) > _MAX_POSITIONS:
             self._too_large = True
             return set(), set(), True
-        if isinstance(node, Ref):
+        if isinstance(node, RuleRef):
             return self._positions(self._plan.rules[node.name], owner)
         if isinstance(node, Lit):
             return self._chain([Chars(((ord(c), ord(c)),)) for c in node.text], owner)
@@ -299,13 +299,13 @@ class _Analysis:
             self._owner.append(owner)
             one = {len(self._masks) - 1}
             return one, one, False
-        if isinstance(node, Until):
-            return self._chain([Repeat(_ANY, 0, None), Lit(node.end)], owner)
+        if isinstance(node, UntilNode):
+            return self._chain([RepeatNode(_ANY, 0, None), Lit(node.end)], owner)
         if isinstance(node, Alt):
             parts = [self._positions(item, owner) for item in node.items]
             first, last = set().union(*(p[0] for p in parts)), set().union(*(p[1] for p in parts))
             return first, last, any(p[2] for p in parts)
-        if isinstance(node, Repeat):
+        if isinstance(node, RepeatNode):
             return self._repeated(node, owner)
         return self._chain(list(children(node)), owner)
 
@@ -322,7 +322,7 @@ class _Analysis:
             empty = empty and nothing
         return first, last, empty
 
-    def _repeated(self, node: Repeat, owner: int) -> tuple[set[int], set[int], bool]:
+    def _repeated(self, node: RepeatNode, owner: int) -> tuple[set[int], set[int], bool]:
         """Counts up to a few are written out; longer ones count as endless, which can only add conflicts."""
         if node.high == 0:
             return set(), set(), True
@@ -347,7 +347,7 @@ class _Analysis:
             return _union([first for first, _ in found]), any(empty for _, empty in found)
         if part.kind == "repeat":
             first, empty = self._first_of(part.items[0])
-            assert isinstance(part.node, Repeat)
+            assert isinstance(part.node, RepeatNode)
             return (first if part.node.high != 0 else 0), empty or part.node.low == 0
         first, empty = 0, True
         for item in part.items:
@@ -382,7 +382,7 @@ class _Analysis:
             for item in part.items:
                 self._follow(item, after)
         elif part.kind == "repeat":
-            assert isinstance(part.node, Repeat)
+            assert isinstance(part.node, RepeatNode)
             again = self._first_of(part.items[0])[0] if part.node.high != 1 else 0
             self._follow(part.items[0], after | again)
         elif part.kind == "leaf":
@@ -413,4 +413,4 @@ def _bits(mask: int) -> list[int]:
 def _can_split(node: Node) -> bool:
     if isinstance(node, Lit):
         return len(node.text) > 1
-    return not isinstance(node, Chars | Until)
+    return not isinstance(node, Chars | UntilNode)

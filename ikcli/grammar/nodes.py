@@ -32,7 +32,7 @@ class Chars:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ref:
+class RuleRef:
     """Another rule."""
 
     name: str
@@ -62,7 +62,7 @@ class Alt:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Repeat:
+class RepeatNode:
     """From `low` to `high` times; None is without end."""
 
     item: Node
@@ -71,7 +71,7 @@ class Repeat:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Until:
+class UntilNode:
     """Any text up to and including the first `end`."""
 
     end: str
@@ -84,7 +84,7 @@ class Json:
     schema: str
 
 
-Node = Until | Json | Lit | Chars | Ref | Token | Seq | Alt | Repeat
+Node = UntilNode | Json | Lit | Chars | RuleRef | Token | Seq | Alt | RepeatNode
 Rules = dict[str, Node]
 
 EMPTY = Seq(())
@@ -94,7 +94,7 @@ def children(node: Node) -> tuple[Node, ...]:
     """The parts of a node."""
     if isinstance(node, Seq | Alt):
         return node.items
-    return (node.item,) if isinstance(node, Repeat) else ()
+    return (node.item,) if isinstance(node, RepeatNode) else ()
 
 
 def seq(*items: Node) -> Node:

@@ -8,7 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ikcli.grammar.nodes import EMPTY, GrammarError, Json, Node, Ref, Repeat, Rules, Seq, Token, alt, children, seq
+from ikcli.grammar.nodes import (
+    EMPTY,
+    GrammarError,
+    Json,
+    Node,
+    RepeatNode,
+    RuleRef,
+    Rules,
+    Seq,
+    Token,
+    alt,
+    children,
+    seq,
+)
 
 MAX_NODES = 200_000
 MAX_DEPTH = 150
@@ -32,7 +45,7 @@ def check_rules(rules: Rules, root: str) -> None:
     for name, body in rules.items():
         for node in walk(body):
             n_nodes += 1
-            if isinstance(node, Ref) and node.name not in rules:
+            if isinstance(node, RuleRef) and node.name not in rules:
                 raise GrammarError(f"grammar: rule {name} refers to {node.name}, which is not defined")
     if n_nodes > MAX_NODES:
         raise GrammarError(f"grammar: it has {n_nodes} parts; at most {MAX_NODES} are accepted")
@@ -45,13 +58,13 @@ def without_dead_ends(rules: Rules, root: str) -> Rules:
         raise GrammarError(f"grammar: rule {root} refers to itself on every path, so no text could ever be complete")
 
     def pruned(node: Node) -> Node | None:
-        if isinstance(node, Ref):
+        if isinstance(node, RuleRef):
             return node if node.name in productive else None
-        if isinstance(node, Repeat):
+        if isinstance(node, RepeatNode):
             item = pruned(node.item)
             if item is None:
                 return EMPTY if node.low == 0 else None
-            return node if item is node.item else Repeat(item, node.low, node.high)
+            return node if item is node.item else RepeatNode(item, node.low, node.high)
         if not children(node):
             return node
         items = [pruned(child) for child in children(node)]
@@ -79,7 +92,9 @@ def simplify(rules: Rules, root: str) -> tuple[Rules, frozenset[str]]:
             name = component[0]
             done[name] = _without_recursion(name, rules[name])
             nodes = list(walk(done[name]))
-            if all(not isinstance(n, Token | Json) and (not isinstance(n, Ref) or n.name in regular) for n in nodes):
+            if all(
+                not isinstance(n, Token | Json) and (not isinstance(n, RuleRef) or n.name in regular) for n in nodes
+            ):
                 regular.add(name)
         for name in component:
             depth[name] = _depth(done[name], depth)
@@ -94,7 +109,7 @@ def _depth(body: Node, depth: dict[str, int]) -> int:
     stack = [(body, 1)]
     while stack:
         node, level = stack.pop()
-        deepest = max(deepest, level + (depth.get(node.name, 0) if isinstance(node, Ref) else 0))
+        deepest = max(deepest, level + (depth.get(node.name, 0) if isinstance(node, RuleRef) else 0))
         stack.extend((child, level + 1) for child in children(node))
     return deepest
 
@@ -103,9 +118,9 @@ def _productive(rules: Rules) -> set[str]:
     found: set[str] = set()
 
     def ends(node: Node) -> bool:
-        if isinstance(node, Ref):
+        if isinstance(node, RuleRef):
             return node.name in found
-        if isinstance(node, Repeat):
+        if isinstance(node, RepeatNode):
             return node.low == 0 or ends(node.item)
         parts = [ends(child) for child in children(node)]
         return all(parts) if not parts or isinstance(node, Seq) else any(parts)
@@ -113,7 +128,7 @@ def _productive(rules: Rules) -> set[str]:
     used_by: dict[str, list[str]] = {}
     for name, body in rules.items():
         for node in walk(body):
-            if isinstance(node, Ref):
+            if isinstance(node, RuleRef):
                 used_by.setdefault(node.name, []).append(name)
     waiting = list(rules)
     while waiting:
@@ -126,7 +141,7 @@ def _productive(rules: Rules) -> set[str]:
 
 def _components(rules: Rules, root: str) -> list[list[str]]:
     """Strongly connected rules reachable from `root`, those referred to first (Tarjan, without recursion)."""
-    refs = {name: [n.name for n in walk(body) if isinstance(n, Ref)] for name, body in rules.items()}
+    refs = {name: [n.name for n in walk(body) if isinstance(n, RuleRef)] for name, body in rules.items()}
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     path: list[str] = []
@@ -160,7 +175,7 @@ def _components(rules: Rules, root: str) -> list[list[str]]:
 
 
 def _refers(node: Node, name: str) -> bool:
-    return any(isinstance(n, Ref) and n.name == name for n in walk(node))
+    return any(isinstance(n, RuleRef) and n.name == name for n in walk(node))
 
 
 def _without_recursion(name: str, body: Node) -> Node:
@@ -173,18 +188,18 @@ def _without_recursion(name: str, body: Node) -> Node:
             loops, ends = [loop for loop in parts[0] if loop is not EMPTY], parts[1]
             if not loops:
                 return alt(*ends)
-            loop = Repeat(alt(*loops), 0, None)
+            loop = RepeatNode(alt(*loops), 0, None)
             return Seq((loop, alt(*ends)) if at_end else (alt(*ends), loop))
     return body
 
 
 def _split(name: str, node: Node, at_end: bool) -> tuple[list[Node], list[Node]] | None:
     """What stands before (after) `name` in the alternatives that have it at their end (start), and the others."""
-    if isinstance(node, Ref) and node.name == name:
+    if isinstance(node, RuleRef) and node.name == name:
         return [], []
     if not _refers(node, name):
         return [], [node]
-    if isinstance(node, Repeat):
+    if isinstance(node, RepeatNode):
         if (node.low, node.high) != (0, 1):
             return None
         inner = _split_ref(name, node.item, at_end)
@@ -209,7 +224,7 @@ def _split(name: str, node: Node, at_end: bool) -> tuple[list[Node], list[Node]]
 
 
 def _split_ref(name: str, node: Node, at_end: bool) -> tuple[list[Node], list[Node]] | None:
-    if isinstance(node, Ref) and node.name == name:
+    if isinstance(node, RuleRef) and node.name == name:
         return [EMPTY], []
     return _split(name, node, at_end)
 

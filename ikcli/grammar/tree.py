@@ -37,8 +37,8 @@ def _node(tree: spec.Node, special: Special) -> Node:
     if isinstance(tree, spec.Until):
         token = special(tree.end)
         if token is None:
-            return nodes.Until(tree.end)
-        return seq(nodes.Repeat(_ANY, 0, None), nodes.Token(token))
+            return nodes.UntilNode(tree.end)
+        return seq(nodes.RepeatNode(_ANY, 0, None), nodes.Token(token))
     if isinstance(tree, spec.Sequence):
         return _flat([_node(part, special) for part in tree.parts])
     if isinstance(tree, spec.Choice):
@@ -57,14 +57,14 @@ def _flat(items: list[Node]) -> Node:
 def _repeat(tree: spec.Repeat, special: Special) -> Node:
     part = _node(tree.part, special)
     if tree.between is None:
-        return nodes.Repeat(part, tree.least, tree.most)
+        return nodes.RepeatNode(part, tree.least, tree.most)
     if tree.most == 0:
         return EMPTY
-    more = nodes.Repeat(
+    more = nodes.RepeatNode(
         seq(_node(tree.between, special), part), max(tree.least - 1, 0), None if tree.most is None else tree.most - 1
     )
     some = seq(part, more)
-    return some if tree.least > 0 else nodes.Repeat(some, 0, 1)
+    return some if tree.least > 0 else nodes.RepeatNode(some, 0, 1)
 
 
 def regex_node(pattern: str) -> Node:
@@ -89,7 +89,7 @@ def _sub(parsed: object, pattern: str, dot_all: bool) -> Node:
             items.append(_char_class(value, pattern))
         elif op in (_sre.MAX_REPEAT, _sre.MIN_REPEAT):
             low, high, inner = value
-            items.append(nodes.Repeat(_sub(inner, pattern, dot_all), low, None if high is _sre.MAXREPEAT else high))
+            items.append(nodes.RepeatNode(_sub(inner, pattern, dot_all), low, None if high is _sre.MAXREPEAT else high))
         elif op is _sre.SUBPATTERN:
             add, remove = value[1], value[2]
             items.append(_sub(value[3], pattern, bool(add & re.DOTALL) or (dot_all and not remove & re.DOTALL)))

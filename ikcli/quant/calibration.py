@@ -58,7 +58,7 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TrialGroup:
     """Tensors that share a coefficient, and the trials to find it: (type per tensor) for each."""
 
     title: str
@@ -71,7 +71,7 @@ def role(name: str) -> str:
     return re.sub(r"^blk\.\d+\.", "", name).replace("ffn_gate_exps", "ffn_up_exps")
 
 
-def make_groups(table: Table, bpw: Mapping[str, float], most: int = 64) -> list[Group]:
+def make_groups(table: Table, bpw: Mapping[str, float], most: int = 64) -> list[TrialGroup]:
     """Groups of the tensors in `table`, about `most` at most (one per role at least), and their trials.
 
     `bpw`: bits per weight that each tensor is expected to get; trials are around their mean.
@@ -94,7 +94,7 @@ def make_groups(table: Table, bpw: Mapping[str, float], most: int = 64) -> list[
             trial = {n: _nearest(table[n], mean + offset) for n in names}
             if trial not in trials:
                 trials.append(trial)
-        out.append(Group(where + kind, tuple(names), tuple(trials)))
+        out.append(TrialGroup(where + kind, tuple(names), tuple(trials)))
     return out
 
 
@@ -102,7 +102,7 @@ def _nearest(errors: Mapping[GGMLType, float], bpw: float) -> GGMLType:
     return min(errors, key=lambda t: (abs(TYPES[t].bpw - bpw), errors[t]))
 
 
-def fit(group: Group, klds: Sequence[float], table: Table, prior: Mapping[str, float]) -> dict[str, Damage]:
+def fit(group: TrialGroup, klds: Sequence[float], table: Table, prior: Mapping[str, float]) -> dict[str, Damage]:
     """Damage of every tensor of a group from the divergence of each of its trials."""
     total = sum(prior[n] for n in group.names)
     points: dict[float, float] = {}

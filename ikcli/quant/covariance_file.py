@@ -20,7 +20,7 @@ from ikcli.gguf.constants import GGUF_MAGIC, GGMLType, GGUFValueType
 from ikcli.gguf.cursor import shown
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.gguf.values import Typed
-from ikcli.gguf.writer import GGUFWriter, TensorSpec
+from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
 from ikcli.quant.imatrix_lookup import relatives
 
@@ -251,11 +251,11 @@ def _write(
         "covariance.tensors": Typed([p[0] for p in pairs], GGUFValueType.ARRAY, GGUFValueType.STRING),
         "covariance.entries": Typed([p[1] for p in pairs], GGUFValueType.ARRAY, GGUFValueType.STRING),
     }
-    specs: list[TensorSpec] = []
+    specs: list[NewTensor] = []
     for name, (n_mat, ne0, block) in shapes.items():
-        specs.append(TensorSpec(name + _COV, (block, ne0, n_mat), GGMLType.F32))
-        specs.append(TensorSpec(name + _SUM, (ne0, n_mat), GGMLType.F32))
-        specs.append(TensorSpec(name + _COUNTS, (1, n_mat), GGMLType.F32))
+        specs.append(NewTensor(name + _COV, (block, ne0, n_mat), GGMLType.F32))
+        specs.append(NewTensor(name + _SUM, (ne0, n_mat), GGMLType.F32))
+        specs.append(NewTensor(name + _COUNTS, (1, n_mat), GGMLType.F32))
     with GGUFWriter(Path(path), dict(metadata), specs) as writer:
         for name, m in parts:
             writer.write_tensor(name + _COV, m.products.astype("<f4", copy=False))

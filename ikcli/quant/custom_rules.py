@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ikcli.errors import UsageError
 from ikcli.gguf.types import TYPES
 from ikcli.quant.formats import format_by_name
-from ikcli.quant.recipes import Choice, CustomRule
+from ikcli.quant.recipes import CustomRule, TypeChoice
 from ikcli.rules import compile_pattern, layer_text, near_misses, pattern_warnings
 
 OPTION = "--custom-q"
@@ -56,7 +56,7 @@ class CustomRuleUse:
     n_bytes: int  # of the tensors it decided, after quantization
 
 
-def rule_uses(rules: Sequence[CustomRule], choices: Sequence[Choice]) -> list[CustomRuleUse]:
+def rule_uses(rules: Sequence[CustomRule], choices: Sequence[TypeChoice]) -> list[CustomRuleUse]:
     """What every rule matched and decided among the choices made with these rules."""
     first: dict[str, int] = {}
     uses: list[CustomRuleUse] = []

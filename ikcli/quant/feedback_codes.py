@@ -241,7 +241,7 @@ class _Points:
         self._kernel = KernelKey("ikcli.quant.encoders.feedback_grids", *_GRIDS[type])
         self._scratch_bytes = 512 + 16 * self._grid.shape[1]
         n_rows, ne0 = values.shape
-        self._found: list[iquants_pack.Found] = []
+        self._found: list[iquants_pack.GridFound] = []
         self._scales = np.empty((n_rows, ne0 // 8), np.float32)
         self._points = np.empty((n_rows, ne0 // len(self._grid)), np.int32)
         self._signs = np.empty((n_rows, ne0 // 8), np.uint8)

@@ -19,7 +19,7 @@ _DAMPING, _LEAST = 0.03, 0.003
 _PLACE = 32  # columns chosen anew together; every type has whole groups and scales in them
 
 
-class Place(NamedTuple):
+class ColumnGroup(NamedTuple):
     """Columns that are chosen anew, with their part of H (n, n) and its inverse."""
 
     step: Step
@@ -46,7 +46,7 @@ class Metric:
         self.added = added.reshape(-1)  # to the diagonal, float64 (ne0,)
         self.roots = np.stack([upper_root(block) for block in h])  # R of every block, float64
         self._feedback: dict[int, tuple[Floats, Floats]] = {}
-        self._places: dict[int, list[Place]] = {}
+        self._places: dict[int, list[ColumnGroup]] = {}
         self._reordered: Metric | None = None
         self._lock = threading.Lock()
 
@@ -68,7 +68,7 @@ class Metric:
                 self._feedback[size] = np.stack([p for p, _ in found]), weights / weights.max()
         return self._feedback[size]
 
-    def places(self, size: int) -> list[Place]:
+    def places(self, size: int) -> list[ColumnGroup]:
         """The columns in short runs, each as if all others were settled, for codes of `size` columns."""
         with self._lock:
             if size not in self._places:
@@ -99,7 +99,7 @@ class Metric:
         start = column // self.block * self.block
         return slice(start, start + self.block)
 
-    def _place(self, first: int, size: int) -> Place:
+    def _place(self, first: int, size: int) -> ColumnGroup:
         block = self.block_of(first)
         at = slice(first, min(first + _PLACE, block.stop))
         inside = slice(at.start - block.start, at.stop - block.start)
@@ -108,7 +108,7 @@ class Metric:
         inverse = np.linalg.inv(h)
         passed, weights = feedback_of(upper_root(h), size)
         step = Step(at.start, at.stop, passed, weights / weights.max())
-        return Place(step, h.astype(np.float32), inverse.astype(np.float32))
+        return ColumnGroup(step, h.astype(np.float32), inverse.astype(np.float32))
 
 
 def upper_root(h: Doubles) -> Doubles:

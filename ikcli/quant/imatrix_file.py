@@ -21,7 +21,7 @@ from ikcli.gguf.constants import GGUF_MAGIC, GGMLType, GGUFValueType
 from ikcli.gguf.cursor import shown
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.gguf.values import Typed
-from ikcli.gguf.writer import GGUFWriter, TensorSpec
+from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.quant.imatrix_lookup import (
     count_experts,
     expert_weights,
@@ -257,11 +257,11 @@ def write_gguf(imatrix: Imatrix, path: str | Path) -> None:
         "imatrix.chunk_size": Typed(imatrix.chunk_size, GGUFValueType.UINT32),
     }
     names = sorted(imatrix.entries)
-    specs: list[TensorSpec] = []
+    specs: list[NewTensor] = []
     for name in names:
         n_mat, ne0 = imatrix.entries[name].sums.shape
-        specs.append(TensorSpec(name + _SUMS, (ne0, n_mat), GGMLType.F32))
-        specs.append(TensorSpec(name + _COUNTS, (1, n_mat), GGMLType.F32))
+        specs.append(NewTensor(name + _SUMS, (ne0, n_mat), GGMLType.F32))
+        specs.append(NewTensor(name + _COUNTS, (1, n_mat), GGMLType.F32))
     with GGUFWriter(path, metadata, specs) as writer:
         for name in names:
             writer.write_tensor(name + _SUMS, imatrix.entries[name].sums.astype("<f4"))

@@ -19,7 +19,7 @@ from ikcli.gguf.reader import TensorInfo
 from ikcli.gguf.types import TYPES
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.imatrix_lookup import DRAW, is_experts, layer_share, without_data
-from ikcli.quant.recipes import Choice
+from ikcli.quant.recipes import TypeChoice
 
 FEW_ROWS = int(9 * DRAW)  # with fewer the mean of the layer makes up more than a tenth
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
@@ -72,7 +72,7 @@ def with_borrowed(imatrix: Imatrix, tensors: Mapping[str, TensorInfo], metadata:
     return replace(imatrix, borrowed=borrowed) if borrowed else imatrix
 
 
-def weighted_choices(choices: Sequence[Choice]) -> list[Choice]:
+def weighted_choices(choices: Sequence[TypeChoice]) -> list[TypeChoice]:
     """Those whose result depends on importance weights: quantized now, and not only regrouped."""
     return [
         c
@@ -81,14 +81,14 @@ def weighted_choices(choices: Sequence[Choice]) -> list[Choice]:
     ]
 
 
-def check_sizes(imatrix: Imatrix, choices: Sequence[Choice]) -> None:
+def check_sizes(imatrix: Imatrix, choices: Sequence[TypeChoice]) -> None:
     """FormatError for the first tensor to be changed whose entry has another size."""
     for c in choices:
         if c.changes:
             imatrix.fits(c.source or c.name, c.shape)
 
 
-def expert_data(imatrix: Imatrix, choices: Sequence[Choice]) -> list[ExpertData]:
+def expert_data(imatrix: Imatrix, choices: Sequence[TypeChoice]) -> list[ExpertData]:
     """Expert tensors to be quantized with weights of their own, in the order of `choices`."""
     found: list[ExpertData] = []
     for c in weighted_choices(choices):
@@ -132,7 +132,7 @@ def _few_text(d: ExpertData) -> str:
     return f", {d.n_few} with fewer than {FEW_ROWS} rows (median {d.median:.0f})"
 
 
-def borrowed_lines(imatrix: Imatrix, choices: Sequence[Choice], metadata: Mapping[str, Any]) -> list[str]:
+def borrowed_lines(imatrix: Imatrix, choices: Sequence[TypeChoice], metadata: Mapping[str, Any]) -> list[str]:
     """Which tensors of MTP blocks borrow data of another block, and which have none at all."""
     blocks = mtp_blocks([c.name for c in choices], metadata)
     mine = [c for c in weighted_choices(choices) if (m := _BLOCK.match(c.name)) and int(m[1]) in blocks]

@@ -20,7 +20,7 @@ _MOST_EXCHANGED = 1000  # options of all items together; above that single steps
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class TypeOption:
     """One type for an item: its bytes and damage."""
 
     type: GGMLType
@@ -32,7 +32,7 @@ class Option:
 class Solution:
     """One option per item, in order; no choice that fits has less damage in all than `bound`."""
 
-    picked: tuple[Option, ...]
+    picked: tuple[TypeOption, ...]
     bound: float
 
     @property
@@ -44,9 +44,9 @@ class Solution:
         return sum(o.n_bytes for o in self.picked)
 
 
-def hull(options: Sequence[Option]) -> list[Option]:
+def hull(options: Sequence[TypeOption]) -> list[TypeOption]:
     """Lower convex hull of (bytes, damage), smallest first: every step removes less damage per byte than the last."""
-    out: list[Option] = []
+    out: list[TypeOption] = []
     for o in sorted(options, key=lambda o: (o.n_bytes, o.damage)):
         if out and o.damage >= out[-1].damage:
             continue
@@ -58,12 +58,12 @@ def hull(options: Sequence[Option]) -> list[Option]:
     return out
 
 
-def _slope(a: Option, b: Option) -> float:
+def _slope(a: TypeOption, b: TypeOption) -> float:
     """Damage removed per byte added."""
     return (a.damage - b.damage) / (b.n_bytes - a.n_bytes) if b.n_bytes > a.n_bytes else math.inf
 
 
-def solve(curves: Sequence[Sequence[Option]], budget: int) -> Solution:
+def solve(curves: Sequence[Sequence[TypeOption]], budget: int) -> Solution:
     """One option per curve with little damage in all; the smallest of all must fit `budget` bytes."""
     hulls = [hull(curve) for curve in curves]
     at = [0] * len(hulls)
@@ -89,7 +89,7 @@ def solve(curves: Sequence[Sequence[Option]], budget: int) -> Solution:
     return Solution(tuple(picked), min(bound, damage))
 
 
-def _exchange(picked: list[Option], curves: Sequence[Sequence[Option]], budget: int) -> None:
+def _exchange(picked: list[TypeOption], curves: Sequence[Sequence[TypeOption]], budget: int) -> None:
     """Small problems, where steps are coarse: change two items at once while that helps."""
     moves = [(i, o) for i, curve in enumerate(curves) for o in curve]
     item = np.array([i for i, _ in moves])
@@ -106,7 +106,7 @@ def _exchange(picked: list[Option], curves: Sequence[Sequence[Option]], budget: 
             picked[moves[k][0]] = moves[k][1]
 
 
-def _spend(picked: list[Option], curves: Sequence[Sequence[Option]], left: int) -> list[Option]:
+def _spend(picked: list[TypeOption], curves: Sequence[Sequence[TypeOption]], left: int) -> list[TypeOption]:
     """Use what is left over on single upgrades, the most useful first."""
     while True:
         best, gain = None, 0.0

@@ -29,7 +29,7 @@ BLOCK_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowSample:
     """Rows (n, ne0) of one matrix and the weights (ne0,) of its columns."""
 
     matrix: int
@@ -44,7 +44,7 @@ class Sample:
     name: str
     shape: tuple[int, ...]
     n_rows: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowSample, ...]
 
     @property
     def n_sampled(self) -> int:
@@ -106,7 +106,7 @@ def sample_tensor(file: GGUFFile, t: TensorInfo, weights: Floats | None, n_rows:
         runs = [runs[i] for i in sorted(set(picked.tolist()))]
     data = file.data(t.name)
     whole = dequantize(data, t.type, (ne0, total)).reshape(-1, ne0) if t.type == GGMLType.I2_S else None
-    pieces: list[Piece] = []
+    pieces: list[RowSample] = []
     for m, first, stop in _joined(runs):
         if whole is not None:
             values = whole[first:stop]
@@ -114,7 +114,7 @@ def sample_tensor(file: GGUFFile, t: TensorInfo, weights: Floats | None, n_rows:
             size = row_size(t.type, ne0)
             values = dequantize(data[first * size : stop * size], t.type, (ne0, stop - first)).reshape(-1, ne0)
         row = None if weights is None else np.ascontiguousarray(weights[m % len(weights)], np.float32)
-        pieces.append(Piece(m, np.ascontiguousarray(values, np.float32), row))
+        pieces.append(RowSample(m, np.ascontiguousarray(values, np.float32), row))
     return Sample(t.name, t.shape, total, tuple(pieces))
 
 
@@ -140,14 +140,14 @@ def measure(sample: Sample, type: GGMLType) -> Errors:
     return sum((errors_of(p, quantize_rows(p.values, plain, p.weights), plain) for p in sample.pieces), Errors())
 
 
-def measure_piece(piece: Piece, type: GGMLType, encoding: TensorEncoding) -> Errors:
+def measure_piece(piece: RowSample, type: GGMLType, encoding: TensorEncoding) -> Errors:
     """Errors of one piece, stored as a real run does; with second moments the weighted ones are those of products."""
     plain = plain_twin(type)[0]
     encoded = encoding.encode(piece.values, plain, piece.matrix)
     return errors_of(piece, encoded, plain, encoding.metric(piece.matrix))
 
 
-def errors_of(piece: Piece, encoded: npt.NDArray[np.uint8], type: GGMLType, metric: Metric | None = None) -> Errors:
+def errors_of(piece: RowSample, encoded: npt.NDArray[np.uint8], type: GGMLType, metric: Metric | None = None) -> Errors:
     """Errors of a piece that was stored as the bytes `encoded` of a type."""
     x = piece.values
     error = dequantize(encoded, type, (x.shape[1], len(x))).reshape(x.shape) - x

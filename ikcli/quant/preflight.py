@@ -29,7 +29,7 @@ from ikcli.quant.imatrix_use import (
 )
 from ikcli.quant.output_check import check_output, check_room, existing_folder, output_paths
 from ikcli.quant.quantizer import check, check_requantize, output_parts, part_is_done
-from ikcli.quant.recipes import Choice, RecipeOptions, check_file_type, choose_types, refused_without_weights
+from ikcli.quant.recipes import RecipeOptions, TypeChoice, check_file_type, choose_types, refused_without_weights
 from ikcli.quant.target import TargetOptions, budget_bytes
 from ikcli.quant.tool import ToolOptions, is_fixed, load_imatrix, make_job, plan_repack
 
@@ -93,7 +93,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PlannedJob:
     """What would be run; `mode` is quantize, repack or unrepack, `patterns` choose tensors to repack."""
 
     mode: str
@@ -105,7 +105,7 @@ class Task:
     target: TargetOptions | None = None
 
 
-def preflight(task: Task, available: int | None = None) -> Report:
+def preflight(task: PlannedJob, available: int | None = None) -> Report:
     """Report about a run; `available` are the bytes of RAM that are free (None: not known)."""
     report = Report()
     found: list[GGUFFile] = []
@@ -129,7 +129,7 @@ def preflight(task: Task, available: int | None = None) -> Report:
     return report
 
 
-def _open(task: Task, found: list[GGUFFile]) -> str:
+def _open(task: PlannedJob, found: list[GGUFFile]) -> str:
     file = open_gguf(task.input, task.options.overrides)
     found.append(file)
     n = len(file.paths)
@@ -163,7 +163,7 @@ def _data(report: Report, options: ToolOptions) -> tuple[Imatrix | None, Covaria
     return matrices[0] if matrices else None, covariances[0] if covariances else None, ok
 
 
-def _output_paths(report: Report, task: Task, file: GGUFFile) -> None:
+def _output_paths(report: Report, task: PlannedJob, file: GGUFFile) -> None:
     paths = output_paths(Path(task.output), len(file.paths), task.options.keep_split)
 
     def writable() -> str:
@@ -177,10 +177,10 @@ def _output_paths(report: Report, task: Task, file: GGUFFile) -> None:
             report.add("output", NOTE, f"{there[0]} exists and would be replaced")
 
 
-def _choices(report: Report, task: Task, file: GGUFFile, imatrix: Imatrix | None) -> list[Choice]:
+def _choices(report: Report, task: PlannedJob, file: GGUFFile, imatrix: Imatrix | None) -> list[TypeChoice]:
     """Types of all tensors, refused ones included; empty if they cannot be chosen."""
     tensors, recipe = list(file.tensors.values()), task.recipe
-    made: list[Choice] = []
+    made: list[TypeChoice] = []
     if task.mode != "quantize":
 
         def repack() -> str:
@@ -216,7 +216,7 @@ def _choices(report: Report, task: Task, file: GGUFFile, imatrix: Imatrix | None
     return made
 
 
-def _rules(report: Report, recipe: RecipeOptions, choices: Sequence[Choice], names: Sequence[str]) -> None:
+def _rules(report: Report, recipe: RecipeOptions, choices: Sequence[TypeChoice], names: Sequence[str]) -> None:
     """Custom rules one by one, so that each of those which match nothing is named."""
     if not recipe.custom or not choices:
         return
@@ -238,7 +238,9 @@ def _use(use: CustomRuleUse, names: Sequence[str]) -> str:
     return ""
 
 
-def _sizes(report: Report, imatrix: Imatrix | None, covariance: Covariance | None, choices: Sequence[Choice]) -> None:
+def _sizes(
+    report: Report, imatrix: Imatrix | None, covariance: Covariance | None, choices: Sequence[TypeChoice]
+) -> None:
     """Every entry of another size than its tensor counts as one problem, told by the first."""
     problems: dict[str, list[str]] = {}
     for c in choices:
@@ -263,7 +265,9 @@ def _sizes(report: Report, imatrix: Imatrix | None, covariance: Covariance | Non
 
 
 # --- tensors and experts without data ---------------------------------------------------------------------------------
-def _missing(report: Report, task: Task, file: GGUFFile, imatrix: Imatrix | None, choices: Sequence[Choice]) -> None:
+def _missing(
+    report: Report, task: PlannedJob, file: GGUFFile, imatrix: Imatrix | None, choices: Sequence[TypeChoice]
+) -> None:
     """Tensors to be quantized that have no importance data of their own, grouped by type and what comes of it."""
     blocks = mtp_blocks(file.tensors, file.metadata)
     groups: dict[tuple[str, str, str], list[str]] = {}
@@ -327,7 +331,7 @@ def _experts(report: Report, data: Sequence[ExpertData]) -> None:
 
 
 # --- resources --------------------------------------------------------------------------------------------------------
-def _room(report: Report, task: Task, file: GGUFFile, choices: Sequence[Choice]) -> None:
+def _room(report: Report, task: PlannedJob, file: GGUFFile, choices: Sequence[TypeChoice]) -> None:
     """Room on the disk for the result, less parts that are there already."""
 
     def room() -> str:
@@ -347,10 +351,10 @@ def _room(report: Report, task: Task, file: GGUFFile, choices: Sequence[Choice])
 
 def _memory(
     report: Report,
-    task: Task,
+    task: PlannedJob,
     imatrix: Imatrix | None,
     covariance: Covariance | None,
-    choices: Sequence[Choice],
+    choices: Sequence[TypeChoice],
     available: int | None,
 ) -> None:
     """A rough upper bound of the RAM that the run takes, compared with what is free."""

@@ -28,7 +28,7 @@ from ikcli.gguf.constants import GGMLType, GGUFValueType
 from ikcli.gguf.reader import GGUFFile, TensorInfo, read_part
 from ikcli.gguf.types import TYPES
 from ikcli.gguf.values import Typed
-from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, TensorSpec
+from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, NewTensor
 from ikcli.quant.covariance_file import Covariance
 from ikcli.quant.decode import decodable_types, dequantize
 from ikcli.quant.encoders import EncodeOptions, available_types
@@ -37,7 +37,7 @@ from ikcli.quant.encoding import Encoding
 from ikcli.quant.formats import row_size
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.output_check import check_output, check_room, output_paths
-from ikcli.quant.recipes import Choice
+from ikcli.quant.recipes import TypeChoice
 from ikcli.quant.validate import first_non_finite
 
 Bytes = npt.NDArray[np.uint8]
@@ -56,7 +56,7 @@ class QuantizeJob:
 
     file: GGUFFile
     output: Path
-    choices: Sequence[Choice]
+    choices: Sequence[TypeChoice]
     metadata: dict[str, Typed]
     imatrix: Imatrix | None = None
     covariance: Covariance | None = None
@@ -74,10 +74,10 @@ class OutputPart:
 
     path: Path
     metadata: dict[str, Typed]
-    choices: tuple[Choice, ...]
+    choices: tuple[TypeChoice, ...]
 
-    def specs(self) -> list[TensorSpec]:
-        return [TensorSpec(c.name, c.shape, c.new) for c in self.choices]
+    def specs(self) -> list[NewTensor]:
+        return [NewTensor(c.name, c.shape, c.new) for c in self.choices]
 
     @property
     def n_bytes(self) -> int:
@@ -88,7 +88,7 @@ class OutputPart:
 class Progress:
     """Hooks of a running job: `tensor(number, choice)` before each tensor, `skipped(path)`, `advance(input bytes)`."""
 
-    tensor: Callable[[int, Choice], None] = lambda number, choice: None
+    tensor: Callable[[int, TypeChoice], None] = lambda number, choice: None
     skipped: Callable[[Path], None] = lambda path: None
     advance: Callable[[float], None] = lambda n_bytes: None
 
@@ -156,7 +156,7 @@ def check(job: QuantizeJob) -> None:
                 )
 
 
-def check_requantize(changing: Sequence[Choice], allowed: bool) -> None:
+def check_requantize(changing: Sequence[TypeChoice], allowed: bool) -> None:
     """UsageError if tensors would be quantized again without permission."""
     again = [c for c in changing if TYPES[c.old].is_quantized]
     if again and not allowed:
@@ -166,12 +166,12 @@ def check_requantize(changing: Sequence[Choice], allowed: bool) -> None:
         )
 
 
-def _regroups(c: Choice) -> bool:
+def _regroups(c: TypeChoice) -> bool:
     """True if old and new hold the same blocks in another order of rows."""
     return c.old == TYPES[c.new].base or c.new == TYPES[c.old].base
 
 
-def _is_ternary(file: GGUFFile, c: Choice) -> bool:
+def _is_ternary(file: GGUFFile, c: TypeChoice) -> bool:
     """Whether sampled rows hold only zero and plus or minus one magnitude."""
     if TYPES[c.old].is_quantized or TYPES[c.old].is_interleaved:
         return TYPES[c.old].kind == "ternary"
@@ -251,7 +251,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _chunks(
-    job: QuantizeJob, c: Choice, pool: ThreadPoolExecutor, readers: _Readers, advance: Callable[[float], None]
+    job: QuantizeJob, c: TypeChoice, pool: ThreadPoolExecutor, readers: _Readers, advance: Callable[[float], None]
 ) -> Iterator[Bytes]:
     """The bytes of the new tensor in order; input pages are released as they are used up."""
     t = job.file.tensors[c.source or c.name]
@@ -312,7 +312,7 @@ class _Readers(threading.local):
 class _Worker:
     """Converts row ranges of one tensor; `encode` runs on any thread."""
 
-    def __init__(self, job: QuantizeJob, choice: Choice, readers: _Readers) -> None:
+    def __init__(self, job: QuantizeJob, choice: TypeChoice, readers: _Readers) -> None:
         self.job, self.choice, self.readers = job, choice, readers
         self.info = job.file.tensors[choice.source or choice.name]
         self.data = job.file.data(self.info.name)

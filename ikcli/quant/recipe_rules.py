@@ -58,7 +58,7 @@ def _always(s: Situation) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class TypeRule:
     """For these file types (None: all) and if the condition holds, the type, or a map from the present one."""
 
     file_types: frozenset[int] | None
@@ -75,11 +75,11 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorKind:
     """Tensors whose name contains one of `names`; `flag` is the option that beats the rules, `counts` the counter."""
 
     names: tuple[str, ...]
-    rules: tuple[Rule, ...]
+    rules: tuple[TypeRule, ...]
     flag: str = ""
     counts: str = ""
     min_experts: int = 0
@@ -87,11 +87,11 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class KindGroup:
     """Parts for some file types (None: all that no earlier group knows)."""
 
     file_types: frozenset[int] | None
-    parts: tuple[Part, ...]
+    parts: tuple[TensorKind, ...]
 
 
 def numbers(names: str) -> frozenset[int]:
@@ -99,9 +99,9 @@ def numbers(names: str) -> frozenset[int]:
     return frozenset(_NUMBERS[name] for name in names.split())
 
 
-def on(file_types: str, target: Target, when: Condition = _always) -> Rule:
+def on(file_types: str, target: Target, when: Condition = _always) -> TypeRule:
     """A rule for the named file types; an empty text means all."""
-    return Rule(numbers(file_types) if file_types else None, target, when)
+    return TypeRule(numbers(file_types) if file_types else None, target, when)
 
 
 def _gqa2(s: Situation) -> bool:
@@ -142,7 +142,7 @@ _SMALL_OUTPUT = (
     "IQ2_M_R4 IQ1_S_R4 IQ1_M_R4 IQ2_KT IQ3_KT IQ1_KT"
 )
 _GOOD_OUTPUT = (T.Q8_0, T.Q8_0_R8, T.IQ6_K, T.Q6_K_R4, T.Q8_K_R8, T.Q8_KV, T.Q8_KV_R8)
-OUTPUT = Part(
+OUTPUT = TensorKind(
     ("output.weight",),
     (
         on("", T.Q8_0, lambda s: s.falcon or not s.row_fits),
@@ -162,33 +162,35 @@ _EMBEDDING = (
     on("IQ3_XXS_R4", T.IQ3_K),
     on("IQ1_BN IQ2_BN IQ2_BN_R4", T.IQ4_NL),
 )
-TOKEN_EMBD = Part(("token_embd.weight",), _EMBEDDING, flag="token_embedding_type")
-PER_LAYER_TOKEN_EMBD = Part(("per_layer_token_embd.weight",), _EMBEDDING, flag="per_layer_token_embedding_type")
+TOKEN_EMBD = TensorKind(("token_embd.weight",), _EMBEDDING, flag="token_embedding_type")
+PER_LAYER_TOKEN_EMBD = TensorKind(("per_layer_token_embd.weight",), _EMBEDDING, flag="per_layer_token_embedding_type")
 
 _FIRST_FFN = ("blk.0.ffn_down", "blk.0.ffn_gate", "blk.0.ffn_up")
 
 
-def _low_bits(v: tuple[T, T, T], qk: T, first_ffn: T, qkv: T, shexp: T, down: T, out: tuple[T, T]) -> tuple[Part, ...]:
+def _low_bits(
+    v: tuple[T, T, T], qk: T, first_ffn: T, qkv: T, shexp: T, down: T, out: tuple[T, T]
+) -> tuple[TensorKind, ...]:
     """The plan shared by IQ1_S_R4, IQ1_M_R4 and IQ2_KT."""
     return (
-        Part(
+        TensorKind(
             ("attn_v.weight",),
             (on("", v[0], lambda s: s.n_expert >= 4 or s.gqa >= 4), on("", v[1], _gqa2), on("", v[2])),
             counts="attn_v",
         ),
-        Part(("attn_k",), (on("", qk),), min_experts=8),
-        Part(_FIRST_FFN, (on("", first_ffn),), min_experts=8),
-        Part(("attn_q",), (on("", qk),), min_experts=8),
-        Part(("attn_qkv.weight",), (on("", qkv),)),
-        Part(("_shexp.weight",), (on("", shexp),)),
-        Part(("ffn_down",), (on("", down, _early),), flag="ffn_down_type", counts="ffn_down"),
-        Part(("attn_output.weight",), (on("", out[0], _experts4), on("", out[1]))),
+        TensorKind(("attn_k",), (on("", qk),), min_experts=8),
+        TensorKind(_FIRST_FFN, (on("", first_ffn),), min_experts=8),
+        TensorKind(("attn_q",), (on("", qk),), min_experts=8),
+        TensorKind(("attn_qkv.weight",), (on("", qkv),)),
+        TensorKind(("_shexp.weight",), (on("", shexp),)),
+        TensorKind(("ffn_down",), (on("", down, _early),), flag="ffn_down_type", counts="ffn_down"),
+        TensorKind(("attn_output.weight",), (on("", out[0], _experts4), on("", out[1]))),
     )
 
 
 _S = "IQ2_S IQ2_M IQ2_M_R4"
 _LOW_2_BITS = (
-    Part(
+    TensorKind(
         ("attn_v.weight",),
         (
             on("", T.IQ4_K, lambda s: s.n_expert >= 4 or s.gqa >= 4),
@@ -198,11 +200,11 @@ _LOW_2_BITS = (
         ),
         counts="attn_v",
     ),
-    Part(("attn_k",), (on("", T.Q4_K),), min_experts=8),
-    Part(("attn_q",), (on("", T.Q4_K),), min_experts=8),
-    Part(("attn_qkv.weight",), (on(_S, T.IQ3_XXS), on("", T.IQ2_K))),
-    Part(("ffn_down",), (on(_S, T.IQ3_S, _early), on("", T.Q2_K, _early)), counts="ffn_down", by_block=False),
-    Part(
+    TensorKind(("attn_k",), (on("", T.Q4_K),), min_experts=8),
+    TensorKind(("attn_q",), (on("", T.Q4_K),), min_experts=8),
+    TensorKind(("attn_qkv.weight",), (on(_S, T.IQ3_XXS), on("", T.IQ2_K))),
+    TensorKind(("ffn_down",), (on(_S, T.IQ3_S, _early), on("", T.Q2_K, _early)), counts="ffn_down", by_block=False),
+    TensorKind(
         ("attn_output.weight",),
         (on("", T.Q5_K, _experts4), on("IQ1_S IQ1_M", T.IQ2_K), on(_S, T.IQ3_S)),
         flag="attn_output_type",
@@ -320,14 +322,14 @@ _ATTN_OUTPUT = (
 _GATE_UP = (on("IQ3_XS", T.IQ3_XXS, lambda s: s.middle), on("IQ3_KL", T.IQ4_KS, _more_bits))
 
 _ALL_OTHERS = (
-    Part(("attn_v.weight",), _ATTN_V, flag="attn_v_type", counts="attn_v"),
-    Part(
+    TensorKind(("attn_v.weight",), _ATTN_V, flag="attn_v_type", counts="attn_v"),
+    TensorKind(
         ("attn_k",),
         (on("", T.Q8_0, _experts4), on("IQ3_XS", T.IQ3_XXS), on("IQ3_XXS IQ3_XXS_R4", T.IQ2_S)),
         flag="attn_k_type",
     ),
     # attn_qkv is caught here as well, which is why --attn-qkv-type has no effect.
-    Part(
+    TensorKind(
         ("attn_q",),
         (
             on("IQ3_XS", T.IQ3_XXS),
@@ -338,14 +340,14 @@ _ALL_OTHERS = (
         ),
         flag="attn_q_type",
     ),
-    Part(("ffn_down",), _FFN_DOWN, flag="ffn_down_type", counts="ffn_down"),
-    Part(("attn_output.weight",), _ATTN_OUTPUT, flag="attn_output_type"),
-    Part(("ffn_gate",), _GATE_UP, flag="ffn_gate_type", counts="ffn_gate"),
-    Part(("ffn_up",), _GATE_UP, flag="ffn_up_type", counts="ffn_up"),
+    TensorKind(("ffn_down",), _FFN_DOWN, flag="ffn_down_type", counts="ffn_down"),
+    TensorKind(("attn_output.weight",), _ATTN_OUTPUT, flag="attn_output_type"),
+    TensorKind(("ffn_gate",), _GATE_UP, flag="ffn_gate_type", counts="ffn_gate"),
+    TensorKind(("ffn_up",), _GATE_UP, flag="ffn_up_type", counts="ffn_up"),
 )
 
 PLANS = (
-    Group(
+    KindGroup(
         numbers("IQ1_S_R4 IQ1_M_R4"),
         _low_bits(
             (T.IQ4_K_R4, T.IQ3_K_R4, T.Q2_K_R4),
@@ -357,12 +359,12 @@ PLANS = (
             (T.Q5_K_R4, T.IQ2_K_R4),
         ),
     ),
-    Group(
+    KindGroup(
         numbers("IQ2_KT"),
         _low_bits((T.IQ4_K, T.IQ3_K, T.Q2_K), T.Q4_K, T.IQ3_K, T.IQ3_K, T.IQ4_K, T.IQ3_K, (T.Q5_K, T.IQ3_K)),
     ),
-    Group(numbers("IQ2_XXS IQ2_XS IQ1_S IQ2_S IQ2_M IQ1_M IQ2_KS IQ2_XXS_R4 IQ2_XS_R4 IQ2_M_R4"), _LOW_2_BITS),
-    Group(None, _ALL_OTHERS),
+    KindGroup(numbers("IQ2_XXS IQ2_XS IQ1_S IQ2_S IQ2_M IQ1_M IQ2_KS IQ2_XXS_R4 IQ2_XS_R4 IQ2_M_R4"), _LOW_2_BITS),
+    KindGroup(None, _ALL_OTHERS),
 )
 
 # File types that are useless without importance weights; of single tensors: `TensorType.needs_imatrix`.

@@ -27,8 +27,8 @@ from ikcli.quant.recipe_rules import (
     PER_LAYER_TOKEN_EMBD,
     PLANS,
     TOKEN_EMBD,
-    Part,
     Situation,
+    TensorKind,
 )
 
 T = GGMLType
@@ -87,7 +87,7 @@ class RecipeOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TypeChoice:
     """What becomes of one tensor; `rule` is the index of the custom rule that decided, `source` the tensor to read."""
 
     name: str
@@ -147,7 +147,7 @@ def choose_types(
     metadata: Mapping[str, Any],
     options: RecipeOptions,
     imatrix: Imatrix | None = None,
-) -> list[Choice]:
+) -> list[TypeChoice]:
     """The choice for every tensor in file order, an extra output tensor after its original.
 
     IkError if importance weights are needed and missing, UsageError if a type does not suit a tensor.
@@ -156,7 +156,7 @@ def choose_types(
     model = _facts(tensors, metadata, imatrix)
     names = {t.name for t in tensors}
     doubled = next((n for n in ("output.weight", "token_embd.weight") if n in names), None)
-    choices: list[Choice] = []
+    choices: list[TypeChoice] = []
     for t in tensors:
         choice = _choose(t, model, options, imatrix)
         _check_weights(choice, options, imatrix)
@@ -164,7 +164,7 @@ def choose_types(
         if options.extra_output_type is not None and t.name == doubled:
             extra = _plain_where_needed(options.extra_output_type, EXTRA_OUTPUT, t.shape)
             if tensor_size(extra, t.shape) < t.n_bytes:
-                choices.append(Choice(EXTRA_OUTPUT, t.shape, t.type, extra, "--extra-output-tensor", source=t.name))
+                choices.append(TypeChoice(EXTRA_OUTPUT, t.shape, t.type, extra, "--extra-output-tensor", source=t.name))
     return choices
 
 
@@ -237,10 +237,10 @@ def _kept_because(t: TensorInfo, options: RecipeOptions) -> str:
     return ""
 
 
-def _choose(t: TensorInfo, model: _Model, options: RecipeOptions, imatrix: Imatrix | None) -> Choice:
+def _choose(t: TensorInfo, model: _Model, options: RecipeOptions, imatrix: Imatrix | None) -> TypeChoice:
     kept = _kept_because(t, options)
     if kept:
-        return Choice(t.name, t.shape, t.type, t.type, f"kept: {kept}")
+        return TypeChoice(t.name, t.shape, t.type, t.type, f"kept: {kept}")
     new, reason, rule = options.default_type, "type", None
     if options.uses_rules:
         mixed = _mix(t, new, model, options)
@@ -264,7 +264,7 @@ def _choose(t: TensorInfo, model: _Model, options: RecipeOptions, imatrix: Imatr
         new = plain
     if rule is None and flag is None and _lacks_mla_weights(t, new, imatrix):
         new, reason, fallback = T.Q8_0, "not in the importance matrix", False
-    return Choice(t.name, t.shape, t.type, new, "same type" if new == t.type else reason, rule, fallback)
+    return TypeChoice(t.name, t.shape, t.type, new, "same type" if new == t.type else reason, rule, fallback)
 
 
 def _mix(t: TensorInfo, default: GGMLType, model: _Model, options: RecipeOptions) -> GGMLType:
@@ -280,7 +280,7 @@ def _mix(t: TensorInfo, default: GGMLType, model: _Model, options: RecipeOptions
     return default
 
 
-def _apply(part: Part, t: TensorInfo, default: GGMLType, model: _Model, options: RecipeOptions) -> GGMLType:
+def _apply(part: TensorKind, t: TensorInfo, default: GGMLType, model: _Model, options: RecipeOptions) -> GGMLType:
     i, n = 0, 0
     if part.counts:
         i = model.counts[part.counts]
@@ -348,7 +348,7 @@ def _lacks_mla_weights(t: TensorInfo, new: GGMLType, imatrix: Imatrix | None) ->
     return narrower and t.shape[0] % 32 == 0 and imatrix.find(t.name, t.shape) is None
 
 
-def refused_without_weights(choice: Choice, options: RecipeOptions, imatrix: Imatrix | None) -> bool:
+def refused_without_weights(choice: TypeChoice, options: RecipeOptions, imatrix: Imatrix | None) -> bool:
     """Whether a tensor would get a very low-bit type without importance weights, which is refused."""
     needs = TYPES[choice.new].needs_imatrix or (choice.new == T.Q2_K and options.file_type == _Q2_K_S)
     exempt = choice.name in ("token_embd.weight", "output.weight") or options.ignore_imatrix_rules
@@ -357,7 +357,7 @@ def refused_without_weights(choice: Choice, options: RecipeOptions, imatrix: Ima
     return imatrix is None or imatrix.find(choice.name, choice.shape) is None
 
 
-def _check_weights(choice: Choice, options: RecipeOptions, imatrix: Imatrix | None) -> None:
+def _check_weights(choice: TypeChoice, options: RecipeOptions, imatrix: Imatrix | None) -> None:
     """IkError for a very low-bit tensor without importance weights."""
     if refused_without_weights(choice, options, imatrix):
         raise IkError(

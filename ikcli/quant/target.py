@@ -23,9 +23,9 @@ from ikcli.quant.encoders import available_types
 from ikcli.quant.encoding import Encoding
 from ikcli.quant.formats import interleaved_type, tensor_size
 from ikcli.quant.imatrix_file import Imatrix
-from ikcli.quant.knapsack import Option, Solution, solve
+from ikcli.quant.knapsack import Solution, TypeOption, solve
 from ikcli.quant.measure import Errors, fits, measure_piece, sample_tensor
-from ikcli.quant.recipes import Choice
+from ikcli.quant.recipes import TypeChoice
 from ikcli.quant.repack import can_repack, repacked_type
 from ikcli.quant.sensitivity import BRANCH_ENDS, KEY, QUERY, sensitivities
 
@@ -35,7 +35,7 @@ CPU, GPU = "cpu", "gpu"
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class CpuShare:
     """Which tensors stay on the CPU. `named`: sides the user spoke of; if any, the rest is known to be on a GPU."""
 
     on_cpu: Callable[[str], bool] = lambda name: "exps" in name
@@ -46,7 +46,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class SizeBudget:
     """Bytes of all tensors, or bits per weight where `n_bytes` is 0."""
 
     n_bytes: int = 0
@@ -65,11 +65,11 @@ class TargetOptions:
     `keeps_file_type`: the file type was given and is recorded, whatever types the tensors get.
     """
 
-    total: Budget = Budget()
-    gpu: Budget | None = None
-    cpu: Budget | None = None
+    total: SizeBudget = SizeBudget()
+    gpu: SizeBudget | None = None
+    cpu: SizeBudget | None = None
     candidates: tuple[GGMLType, ...] = ()
-    placement: Placement = Placement()
+    placement: CpuShare = CpuShare()
     repackable: bool = False
     r4: bool = False
     rows: int = 256
@@ -143,8 +143,8 @@ def candidates_for(
 
 def plan_target(
     file: GGUFFile,
-    choices: Sequence[Choice],
-    fixed: Callable[[Choice], bool],
+    choices: Sequence[TypeChoice],
+    fixed: Callable[[TypeChoice], bool],
     options: TargetOptions,
     encoding: Encoding,
     *,
@@ -174,7 +174,10 @@ def plan_target(
 
 
 def _side_budgets(
-    options: TargetOptions, budgets: Mapping[str, int], choices: Sequence[Choice], fixed: Callable[[Choice], bool]
+    options: TargetOptions,
+    budgets: Mapping[str, int],
+    choices: Sequence[TypeChoice],
+    fixed: Callable[[TypeChoice], bool],
 ) -> dict[str, int]:
     """What the budgets leave for tensors that are not fixed."""
     place = options.placement.side
@@ -187,7 +190,7 @@ class _Problem:
     """Tensors to choose types for, bytes for them by side (an empty name: both), squared errors."""
 
     options: TargetOptions
-    free: Sequence[Choice]
+    free: Sequence[TypeChoice]
     budgets: Mapping[str, int]
     table: Mapping[str, Mapping[GGMLType, float]]
 
@@ -204,7 +207,7 @@ class _Problem:
         return chosen, bound
 
 
-def _budgets(options: TargetOptions, choices: Sequence[Choice]) -> dict[str, int]:
+def _budgets(options: TargetOptions, choices: Sequence[TypeChoice]) -> dict[str, int]:
     """Bytes by side; one entry with an empty name for a common budget."""
     elements = {CPU: 0, GPU: 0}
     for c in choices:
@@ -225,7 +228,7 @@ def _budgets(options: TargetOptions, choices: Sequence[Choice]) -> dict[str, int
     return {GPU: gpu, CPU: cpu}
 
 
-def budget_bytes(options: TargetOptions, choices: Sequence[Choice]) -> int:
+def budget_bytes(options: TargetOptions, choices: Sequence[TypeChoice]) -> int:
     """Bytes that all tensors together may take."""
     return sum(_budgets(options, choices).values())
 
@@ -233,9 +236,9 @@ def budget_bytes(options: TargetOptions, choices: Sequence[Choice]) -> int:
 def _check(
     options: TargetOptions,
     budgets: Mapping[str, int],
-    free: Sequence[Choice],
-    choices: Sequence[Choice],
-    fixed: Callable[[Choice], bool],
+    free: Sequence[TypeChoice],
+    choices: Sequence[TypeChoice],
+    fixed: Callable[[TypeChoice], bool],
     table: Mapping[str, Mapping[GGMLType, float]],
     weighted: bool,
 ) -> None:
@@ -254,24 +257,24 @@ def _check(
             )
 
 
-def _items(free: Sequence[Choice], placement: Placement) -> list[list[Choice]]:
+def _items(free: Sequence[TypeChoice], placement: CpuShare) -> list[list[TypeChoice]]:
     """Tensors that get one type together."""
-    items: dict[tuple[str, str], list[Choice]] = {}
+    items: dict[tuple[str, str], list[TypeChoice]] = {}
     for c in free:
         key = c.name.replace("ffn_gate_exps", "ffn_up_exps"), placement.side(c.name)
         items.setdefault(key, []).append(c)
     return list(items.values())
 
 
-def _common(members: Sequence[Choice], table: Mapping[str, Mapping[GGMLType, float]]) -> list[GGMLType]:
+def _common(members: Sequence[TypeChoice], table: Mapping[str, Mapping[GGMLType, float]]) -> list[GGMLType]:
     return [t for t in table[members[0].name] if all(t in table[c.name] for c in members)]
 
 
 def _curve(
-    members: Sequence[Choice], table: Mapping[str, Mapping[GGMLType, float]], damages: Mapping[str, Damage]
-) -> list[Option]:
+    members: Sequence[TypeChoice], table: Mapping[str, Mapping[GGMLType, float]], damages: Mapping[str, Damage]
+) -> list[TypeOption]:
     return [
-        Option(
+        TypeOption(
             t,
             sum(tensor_size(t, c.shape) for c in members),
             sum(damages[c.name].of(table[c.name][t]) for c in members),
@@ -281,7 +284,7 @@ def _curve(
 
 
 def _chosen(
-    items: Sequence[Sequence[Choice]],
+    items: Sequence[Sequence[TypeChoice]],
     found: Solution,
     table: Mapping[str, Mapping[GGMLType, float]],
     damages: Mapping[str, Damage],
@@ -300,7 +303,7 @@ def _chosen(
 
 def _measure_all(
     file: GGUFFile,
-    free: Sequence[Choice],
+    free: Sequence[TypeChoice],
     options: TargetOptions,
     encoding: Encoding,
     n_threads: int,

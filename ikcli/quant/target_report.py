@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
 from ikcli.gguf.types import TYPES
-from ikcli.quant.recipes import Choice
+from ikcli.quant.recipes import TypeChoice
 from ikcli.quant.target import TargetPlan
 
 
@@ -47,7 +47,7 @@ def prediction_lines(plan: TargetPlan) -> list[str]:
     return lines
 
 
-def recipe_text(choices: Sequence[Choice], plan: TargetPlan | None) -> list[str]:
+def recipe_text(choices: Sequence[TypeChoice], plan: TargetPlan | None) -> list[str]:
     """Lines for `--custom-q @FILE` that give every tensor the type it has in these choices."""
     n_bytes, n_elements = sum(c.n_bytes for c in choices), sum(math.prod(c.shape) for c in choices)
     lines = [f"# {n_bytes} bytes, {8 * n_bytes / max(1, n_elements):.4f} bits per weight"]
@@ -65,9 +65,9 @@ def recipe_text(choices: Sequence[Choice], plan: TargetPlan | None) -> list[str]
     return lines
 
 
-def choice_table(choices: Sequence[Choice], plan: TargetPlan) -> list[str]:
+def choice_table(choices: Sequence[TypeChoice], plan: TargetPlan) -> list[str]:
     """A Markdown table, one line per kind of tensor and type: side, blocks, bits, MiB, error, share of damage."""
-    groups: dict[tuple[str, str, GGMLType], list[Choice]] = {}
+    groups: dict[tuple[str, str, GGMLType], list[TypeChoice]] = {}
     for c in choices:
         if c.name in plan.chosen:
             kind = re.sub(r"^blk\.\d+\.", "", c.name).removesuffix(".weight")

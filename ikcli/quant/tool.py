@@ -24,7 +24,7 @@ from ikcli.quant.feedback import supports
 from ikcli.quant.imatrix_file import Imatrix, read_imatrix
 from ikcli.quant.imatrix_use import ExpertData, borrowed_lines, check_sizes, expert_data, with_borrowed
 from ikcli.quant.quantizer import QuantizeJob, check_requantize, output_metadata
-from ikcli.quant.recipes import EXTRA_OUTPUT, Choice, RecipeOptions, check_file_type, choose_types
+from ikcli.quant.recipes import EXTRA_OUTPUT, RecipeOptions, TypeChoice, check_file_type, choose_types
 from ikcli.rules import compile_pattern, near_misses, pattern_warnings
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def plan_quantize(
     return ToolPlan(job, tuple(notes), tuple(uses), found, tuple(experts))
 
 
-def _check_data(imatrix: Imatrix | None, covariance: Covariance | None, choices: Sequence[Choice]) -> None:
+def _check_data(imatrix: Imatrix | None, covariance: Covariance | None, choices: Sequence[TypeChoice]) -> None:
     """FormatError before anything is read or measured, if files of importance belong to another model."""
     if imatrix is not None:
         check_sizes(imatrix, choices)
@@ -145,7 +145,7 @@ def _check_data(imatrix: Imatrix | None, covariance: Covariance | None, choices:
 
 
 def _check_before_measuring(
-    recipe: RecipeOptions, choices: Sequence[Choice], names: Sequence[str], options: ToolOptions
+    recipe: RecipeOptions, choices: Sequence[TypeChoice], names: Sequence[str], options: ToolOptions
 ) -> None:
     """UsageError for what a run would be refused for after its types were measured."""
     if recipe.uses_rules:
@@ -154,7 +154,7 @@ def _check_before_measuring(
     check_requantize(free, options.allow_requantize)
 
 
-def is_fixed(c: Choice) -> bool:
+def is_fixed(c: TypeChoice) -> bool:
     """Whether a rule or an option decided, so that no type is chosen for a target size."""
     return c.rule is not None or bool(c.source) or c.reason.startswith(("kept", "--"))
 
@@ -162,12 +162,12 @@ def is_fixed(c: Choice) -> bool:
 def _choose_for_target(
     file: GGUFFile,
     recipe: RecipeOptions,
-    choices: Sequence[Choice],
+    choices: Sequence[TypeChoice],
     target: TargetOptions,
     options: ToolOptions,
     encoding: Encoding,
     advance: Callable[[float], None],
-) -> tuple[RecipeOptions, list[Choice], TargetPlan]:
+) -> tuple[RecipeOptions, list[TypeChoice], TargetPlan]:
     """Choices for the size of `target`; without a TYPE the file type is the one most bytes have."""
     from ikcli.quant.target import plan_target
     from ikcli.quant.target_report import nearest_file_type, recipe_rules
@@ -197,7 +197,7 @@ def load_imatrix(options: ToolOptions, covariance: Covariance | None) -> Imatrix
     return found if found.entries else None
 
 
-def _imatrix_notes(choices: Sequence[Choice]) -> list[str]:
+def _imatrix_notes(choices: Sequence[TypeChoice]) -> list[str]:
     missing = [c.name for c in choices if c.reason == "not in the importance matrix"]
     if not missing:
         return []
@@ -215,7 +215,7 @@ def _input_file_type(file: GGUFFile) -> int | None:
 def make_job(
     file: GGUFFile,
     output: str,
-    choices: Sequence[Choice],
+    choices: Sequence[TypeChoice],
     metadata: dict[str, Typed],
     options: ToolOptions,
     imatrix: Imatrix | None = None,
@@ -274,9 +274,9 @@ def _pattern_notes(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     return notes + [f"{option}: {text}" for text in empty]
 
 
-def _repacked(t: TensorInfo, patterns: Sequence[str], unrepack: bool) -> Choice:
+def _repacked(t: TensorInfo, patterns: Sequence[str], unrepack: bool) -> TypeChoice:
     if patterns and not any(re.search(p, t.name) for p in patterns):
-        return Choice(t.name, t.shape, t.type, t.type, "kept: no pattern matches")
+        return TypeChoice(t.name, t.shape, t.type, t.type, "kept: no pattern matches")
     from ikcli.quant.repack import can_repack, repacked_type
 
     new: GGMLType | None
@@ -287,8 +287,8 @@ def _repacked(t: TensorInfo, patterns: Sequence[str], unrepack: bool) -> Choice:
         lossy = bool(patterns)
         new = repacked_type(t.type, lossy=lossy) if can_repack(t.type, t.shape, t.name, lossy=lossy) else None
     if new is None:
-        return Choice(t.name, t.shape, t.type, t.type, "kept")
-    return Choice(t.name, t.shape, t.type, new, "unrepack" if unrepack else "repack")
+        return TypeChoice(t.name, t.shape, t.type, t.type, "kept")
+    return TypeChoice(t.name, t.shape, t.type, new, "unrepack" if unrepack else "repack")
 
 
 def _unpacked_file_type(number: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ikcli.backends.cpu.lower import RULES
-from ikcli.backends.cpu.program import Lowering
+from ikcli.backends.cpu.program import CpuLowering
 from ikcli.graph import Node, Op, RowSpec
 from ikcli.graph.core import Array, Run
 from ikcli.native.kernel_cache import KernelKey
@@ -34,7 +34,7 @@ class ReluSquaredGlu(Op):
 
 
 @RULES.add(ReluSquaredGlu, "gate up")
-def lower(low: Lowering, node: Node, op: ReluSquaredGlu) -> None:
+def lower(low: CpuLowering, node: Node, op: ReluSquaredGlu) -> None:
     """The CPU's rule: the shift stays 0."""
     key = KernelKey("outside.kernels", "make_relu_squared_glu")
     low.emit(key, node.rows, low.out(op.gate), low.out(op.up), low.out(node), node.cols)

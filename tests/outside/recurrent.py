@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ikcli.backends.cpu.lower import RULES
-from ikcli.backends.cpu.program import Lowering, Ref
+from ikcli.backends.cpu.program import CpuLowering, Ref
 from ikcli.graph import Cache, Graph, Node, Op, RowSpec
 from ikcli.graph.core import Array, Run
 from ikcli.models import blocks, llama
@@ -46,7 +46,7 @@ class DecaySum(Op):
 
 
 @RULES.add(DecaySum, "state x")
-def lower(low: Lowering, node: Node, op: DecaySum) -> None:
+def lower(low: CpuLowering, node: Node, op: DecaySum) -> None:
     """The CPU's rule."""
     key = KernelKey("outside.kernels", "make_decay_sum")
     low.emit(key, node.rows, low.out(op.x), low.out(node), Ref(op.state), node.cols)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ikcli.backends.cpu.lower_recurrent import RULES
-from ikcli.backends.cpu.program import Lowering, Ref, f32_bits, f64_bits
+from ikcli.backends.cpu.program import CpuLowering, Ref, f32_bits, f64_bits
 from ikcli.backends.cpu.tile_modes import (
     MOST_TILES,
     PAIRS_BLOCK,
@@ -72,7 +72,7 @@ def activation_kind(type_: GGMLType) -> str:
     return "f32" if type_ in FLOAT_TYPES else "q8"
 
 
-def _kind_of_rows(low: Lowering, w: Weight, rows: RowSpec) -> str:
+def _kind_of_rows(low: CpuLowering, w: Weight, rows: RowSpec) -> str:
     """activation_kind, but that rows for generation, which will never be many, need no integers."""
     kind = activation_kind(w.type)
     return "f32" if kind == "i16" and low.independent and low.rows(rows) <= low.few_rows else kind
@@ -101,7 +101,7 @@ def plan_bytes(n_pairs: int, n_expert: int) -> int:
 
 # --- rows and elements ------------------------------------------------------------------------------------------------
 @RULES.add(Embed, "w by_position")
-def _embed(low: Lowering, node: Node, op: Embed) -> None:
+def _embed(low: CpuLowering, node: Node, op: Embed) -> None:
     w = op.w
     if TYPES[w.type].rows > 1:
         raise UnsupportedError(
@@ -119,14 +119,14 @@ def _embed(low: Lowering, node: Node, op: Embed) -> None:
 
 
 @RULES.add(RmsNorm, "x w eps offset n_cols")
-def _rms_norm(low: Lowering, node: Node, op: RmsNorm) -> None:
+def _rms_norm(low: CpuLowering, node: Node, op: RmsNorm) -> None:
     low.emit(KernelKey("basic", "make_rms_norm"), node.rows, low.out(op.x), 4 * op.x.cols, 4 * op.offset,
              low.weight(op.w), low.out(node), node.cols, op.width, f32_bits(op.eps),
              row_bytes=8 * node.cols)  # fmt: skip
 
 
 @RULES.add(Add, "x y")
-def _add(low: Lowering, node: Node, op: Add) -> None:
+def _add(low: CpuLowering, node: Node, op: Add) -> None:
     is_row = isinstance(op.y, Weight)
     other = low.weight(op.y) if isinstance(op.y, Weight) else low.out(op.y)
     low.emit(KernelKey("basic", "make_add"), node.rows, low.out(op.x), other, low.out(node), node.cols, int(is_row),
@@ -134,31 +134,31 @@ def _add(low: Lowering, node: Node, op: Add) -> None:
 
 
 @RULES.add(Scale, "x factor")
-def _scale(low: Lowering, node: Node, op: Scale) -> None:
+def _scale(low: CpuLowering, node: Node, op: Scale) -> None:
     low.emit(KernelKey("elements", "make_scale"), node.rows, low.out(op.x), low.out(node), node.cols,
              f32_bits(op.factor), row_bytes=8 * node.cols)  # fmt: skip
 
 
 @RULES.add(PosScale, "x scale length shift")
-def _pos_scale(low: Lowering, node: Node, op: PosScale) -> None:
+def _pos_scale(low: CpuLowering, node: Node, op: PosScale) -> None:
     low.emit(KernelKey("elements", "make_pos_scale"), node.rows, low.out(op.x), low.out(node), node.cols,
              f64_bits(op.scale), op.length, op.shift, row_bytes=8 * node.cols)  # fmt: skip
 
 
 @RULES.add(SoftCap, "x cap")
-def _softcap(low: Lowering, node: Node, op: SoftCap) -> None:
+def _softcap(low: CpuLowering, node: Node, op: SoftCap) -> None:
     low.emit(KernelKey("elements", "make_softcap"), node.rows, low.out(op.x), low.out(node), node.cols,
              f32_bits(op.cap), row_bytes=24 * node.cols)  # fmt: skip
 
 
 @RULES.add(Gate, "x gate kind")
-def _gate(low: Lowering, node: Node, op: Gate) -> None:
+def _gate(low: CpuLowering, node: Node, op: Gate) -> None:
     low.emit(KernelKey("elements", "make_gate", (op.kind,)), node.rows, low.out(op.x), low.out(op.gate), low.out(node),
              node.cols, op.gate.cols, row_bytes=16 * node.cols)  # fmt: skip
 
 
 @RULES.add(SwiGlu, "gate up act")
-def _swiglu(low: Lowering, node: Node, op: SwiGlu) -> None:
+def _swiglu(low: CpuLowering, node: Node, op: SwiGlu) -> None:
     act, more = op.act, (() if op.act.plain else (f32_bits(op.act.limit), f32_bits(op.act.alpha)))
     key = KernelKey("basic", "make_swiglu") if act.plain else KernelKey("glu", "make_glu", _glu_args(act))
     low.emit(key, node.rows, low.out(op.gate), low.out(op.up), low.out(node), node.cols, *more,
@@ -171,19 +171,19 @@ def _glu_args(act: Glu) -> tuple[str, int]:
 
 
 @RULES.add(Clamp, "x limit")
-def _clamp(low: Lowering, node: Node, op: Clamp) -> None:
+def _clamp(low: CpuLowering, node: Node, op: Clamp) -> None:
     low.emit(KernelKey("glu", "make_clamp"), node.rows, low.out(op.x), low.out(node), node.cols, f32_bits(op.limit),
              row_bytes=8 * node.cols)  # fmt: skip
 
 
 @RULES.add(Activate, "x kind")
-def _activate(low: Lowering, node: Node, op: Activate) -> None:
+def _activate(low: CpuLowering, node: Node, op: Activate) -> None:
     low.emit(KernelKey("glu", "make_unary", (op.kind,)), node.rows, low.out(op.x), low.out(node), node.cols,
              row_bytes=16 * node.cols)  # fmt: skip
 
 
 @RULES.add(Norm, "x w b kind eps width")
-def _norm(low: Lowering, node: Node, op: Norm) -> None:
+def _norm(low: CpuLowering, node: Node, op: Norm) -> None:
     params: list[int | Ref] = []
     for w in (op.w, op.b):
         params += [0, 1] if w is None else [low.weight(w), w.ne0 * w.ne1]
@@ -193,7 +193,7 @@ def _norm(low: Lowering, node: Node, op: Norm) -> None:
 
 
 @RULES.add(Concat, "parts")
-def _concat(low: Lowering, node: Node, op: Concat) -> None:
+def _concat(low: CpuLowering, node: Node, op: Concat) -> None:
     at = 0
     for part in op.parts:
         low.emit(KernelKey("basic", "make_concat"), node.rows, low.out(part), 4 * part.cols, part.cols,
@@ -202,7 +202,7 @@ def _concat(low: Lowering, node: Node, op: Concat) -> None:
 
 
 @RULES.add(ConcatHeads, "parts n_head")
-def _concat_heads(low: Lowering, node: Node, op: ConcatHeads) -> None:
+def _concat_heads(low: CpuLowering, node: Node, op: ConcatHeads) -> None:
     n_head = op.n_head
     width = node.cols // n_head
     at = 0
@@ -215,34 +215,34 @@ def _concat_heads(low: Lowering, node: Node, op: ConcatHeads) -> None:
 
 
 @RULES.add(GetRows, "x")
-def _get_rows(low: Lowering, node: Node, op: GetRows) -> None:
+def _get_rows(low: CpuLowering, node: Node, op: GetRows) -> None:
     low.emit(KernelKey("basic", "make_get_rows"), node.rows, low.out(op.x), low.out(node), node.cols,
              row_bytes=8 * node.cols)  # fmt: skip
 
 
 @RULES.add(RopeTable, "inv_freq mscale")
-def _rope_table(low: Lowering, node: Node, op: RopeTable) -> None:
+def _rope_table(low: CpuLowering, node: Node, op: RopeTable) -> None:
     freqs = np.asarray(op.inv_freq, dtype=np.float64)
     low.emit(KernelKey("basic", "make_rope_table"), node.rows, low.out(node), len(freqs),
              low.constant(freqs.tobytes()), f32_bits(op.mscale), row_bytes=256 * len(freqs))  # fmt: skip
 
 
 @RULES.add(Alibi, "width slopes")
-def _alibi(low: Lowering, node: Node, op: Alibi) -> None:
+def _alibi(low: CpuLowering, node: Node, op: Alibi) -> None:
     slopes = low.constant(np.asarray(op.slopes, np.float32).tobytes()) if op.slopes else 0
     low.emit(KernelKey("elements", "make_alibi"), node.rows, low.out(node), op.width, slopes, max(len(op.slopes), 1),
              row_bytes=16 * node.cols)  # fmt: skip
 
 
 @RULES.add(Rope, "x table n_head head_dim offset neox")
-def _rope(low: Lowering, node: Node, op: Rope) -> None:
+def _rope(low: CpuLowering, node: Node, op: Rope) -> None:
     low.emit(KernelKey("basic", "make_rope"), node.rows, low.out(op.x), low.out(op.table), low.out(node), op.n_head,
              op.head_dim, op.offset, op.n_rot, int(op.neox), row_bytes=16 * node.cols)  # fmt: skip
 
 
 # --- matrix products --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Activations:
+class InputRows:
     """Input rows of a matmul: address, bytes between rows, bytes between heads."""
 
     at: Ref
@@ -250,12 +250,12 @@ class Activations:
     head_stride: int
 
 
-def _activations(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Activations:
+def _activations(low: CpuLowering, w: Weight, x: HeadSlice, heads: int) -> InputRows:
     """The input as the weight's kernel wants it: float rows as they are, or converted once per distinct input."""
     src = x.node
     kind = _kind_of_rows(low, w, src.rows)
     if kind == "f32":
-        return Activations(low.out(src) + 4 * x.offset, 4 * src.cols, 4 * x.head_stride)
+        return InputRows(low.out(src) + 4 * x.offset, 4 * src.cols, 4 * x.head_stride)
     row = kind_row_bytes(kind, x.width)
 
     def convert() -> Ref:
@@ -265,14 +265,14 @@ def _activations(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Activati
         return out
 
     at = low.shared((kind, src, x.offset, x.width, x.head_stride, heads), convert)
-    return Activations(at, heads * row, row)
+    return InputRows(at, heads * row, row)
 
 
 def _matmul(factory: str, w: Weight, *kinds: int | str) -> KernelKey:
     return KernelKey("matmul", factory, (stored_name(w.type, w.name), *kinds))
 
 
-def _tiles(low: Lowering, w: Weight) -> tuple[Ref, int, int]:
+def _tiles(low: CpuLowering, w: Weight) -> tuple[Ref, int, int]:
     """Scratch for unpacked rows, bytes of a tile, tiles of a thread; UnsupportedError if rows cut a group."""
     t, rows = TYPES[w.type], TYPES[w.type].rows
     if w.row0 % rows or w.ne1 % rows:
@@ -286,7 +286,7 @@ def _tiles(low: Lowering, w: Weight) -> tuple[Ref, int, int]:
     return low.buffer(size * count * low.n_threads), size, count
 
 
-def _emit_mul_mat(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int) -> None:
+def _emit_mul_mat(low: CpuLowering, node: Node, w: Weight, x: HeadSlice, heads: int) -> None:
     row = row_size(w.type, w.ne0)
     a = _activations(low, w, x, heads)
     full_rows = w.shape[1] if len(w.shape) > 1 else 1
@@ -296,12 +296,12 @@ def _emit_mul_mat(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int
 
 
 @RULES.add(MulMat, "w x")
-def _mul_mat(low: Lowering, node: Node, op: MulMat) -> None:
+def _mul_mat(low: CpuLowering, node: Node, op: MulMat) -> None:
     _emit_mul_mat(low, node, op.w, HeadSlice(op.x, 0, op.x.cols, 0), 1)
 
 
 @RULES.add(MulMatHeads, "w x")
-def _mul_mat_heads(low: Lowering, node: Node, op: MulMatHeads) -> None:
+def _mul_mat_heads(low: CpuLowering, node: Node, op: MulMatHeads) -> None:
     _emit_mul_mat(low, node, op.w, op.x, op.w.ne2)
 
 
@@ -309,7 +309,7 @@ def _mul_mat_heads(low: Lowering, node: Node, op: MulMatHeads) -> None:
 @RULES.add(
     MoeRoute, "logits bias n_used norm scale n_group n_group_used ser", gating=("softmax", "sigmoid")
 )  # fmt: skip
-def _moe_route(low: Lowering, node: Node, op: MoeRoute) -> None:
+def _moe_route(low: CpuLowering, node: Node, op: MoeRoute) -> None:
     fewest, threshold = op.ser or (0, 0.0)
     scratch = 4 * (2 * op.n_expert + op.n_group)
     low.emit(KernelKey("moe", "make_route"), node.rows, low.out(op.logits), low.weight(op.bias) if op.bias else 0,
@@ -319,13 +319,13 @@ def _moe_route(low: Lowering, node: Node, op: MoeRoute) -> None:
 
 
 @RULES.add(MoeSort, "route n_expert")
-def _moe_sort(low: Lowering, node: Node, op: MoeSort) -> None:
+def _moe_sort(low: CpuLowering, node: Node, op: MoeSort) -> None:
     out = low.out(node, plan_bytes(low.rows(node.rows), op.n_expert))
     low.emit(KernelKey("moe", "make_sort"), op.route.rows, low.out(op.route), out, op.n_expert, op.n_used,
              row_bytes=1)  # fmt: skip
 
 
-def _sorted_activations(low: Lowering, w: Weight, op: ExpertProduct) -> Activations:
+def _sorted_activations(low: CpuLowering, w: Weight, op: ExpertProduct) -> InputRows:
     """Input rows in expert order."""
     x, plan, n_expert, n_used = op.source, op.plan, op.sort.n_expert, op.sort.n_used
     kind = _kind_of_rows(low, w, x.rows)
@@ -340,16 +340,16 @@ def _sorted_activations(low: Lowering, w: Weight, op: ExpertProduct) -> Activati
                  x.cols, out, row, low.out(plan), row_bytes=n_used * (4 * x.cols + row))  # fmt: skip
         return out
 
-    return Activations(low.shared(("sorted", kind, x, plan), gather), row, 0)
+    return InputRows(low.shared(("sorted", kind, x, plan), gather), row, 0)
 
 
 def _emit_by_expert(
-    low: Lowering,
+    low: CpuLowering,
     node: Node,
     op: ExpertProduct,
     factory: str,
     w: Weight,
-    a: Activations,
+    a: InputRows,
     *more: int | Ref,
     kinds: tuple[int | str, ...] = (),
 ) -> None:
@@ -364,12 +364,12 @@ def _emit_by_expert(
 
 
 @RULES.add(MulMatId, "w x plan sorted_in")
-def _mul_mat_id(low: Lowering, node: Node, op: MulMatId) -> None:
+def _mul_mat_id(low: CpuLowering, node: Node, op: MulMatId) -> None:
     _emit_by_expert(low, node, op, "make_mul_mat_id", op.w, _sorted_activations(low, op.w, op))
 
 
 @RULES.add(MoeUpGate, "up gate x plan act")
-def _moe_up_gate(low: Lowering, node: Node, op: MoeUpGate) -> None:
+def _moe_up_gate(low: CpuLowering, node: Node, op: MoeUpGate) -> None:
     a, act = _sorted_activations(low, op.up, op), op.act
     scratch = low.rows(op.x.rows) * MOST_TILES * TILE_ROWS * 4
     more = low.weight(op.gate), low.buffer(scratch * low.n_threads), scratch
@@ -381,14 +381,14 @@ def _moe_up_gate(low: Lowering, node: Node, op: MoeUpGate) -> None:
 
 
 @RULES.add(AddId, "x w plan")
-def _add_id(low: Lowering, node: Node, op: AddId) -> None:
+def _add_id(low: CpuLowering, node: Node, op: AddId) -> None:
     low.emit(KernelKey("moe", "make_add_id"), op.sort.route.rows, low.out(op.x), low.weight(op.w), low.out(node),
              node.cols, low.out(op.plan), op.sort.n_expert, op.sort.n_used,
              row_bytes=12 * op.sort.n_used * node.cols)  # fmt: skip
 
 
 @RULES.add(ScaleId, "x by plan")
-def _scale_id(low: Lowering, node: Node, op: ScaleId) -> None:
+def _scale_id(low: CpuLowering, node: Node, op: ScaleId) -> None:
     by = low.weight(op.by) if isinstance(op.by, Weight) else low.out(op.by)
     low.emit(KernelKey("moe", "make_scale_id", (isinstance(op.by, Node),)), op.sort.route.rows, low.out(op.x), by,
              low.out(node), node.cols, low.out(op.plan), op.sort.n_expert, op.sort.n_used,
@@ -396,7 +396,7 @@ def _scale_id(low: Lowering, node: Node, op: ScaleId) -> None:
 
 
 @RULES.add(MoeSum, "y route plan weighted")
-def _moe_sum(low: Lowering, node: Node, op: MoeSum) -> None:
+def _moe_sum(low: CpuLowering, node: Node, op: MoeSum) -> None:
     low.emit(KernelKey("moe", "make_sum", (op.weighted,)), node.rows, low.out(op.y), low.out(op.route),
              low.out(op.plan), node.cols, op.sort.n_used, op.sort.n_expert, low.out(node),
              row_bytes=4 * (op.sort.n_used + 1) * node.cols)  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ikcli.backends.cpu.cell_places import CELLS, IN_CELLS, IN_ROWS, IN_WINDOW, WINDOW_CELLS
-from ikcli.backends.cpu.program import Lowering, Ref, Word, f32_bits
+from ikcli.backends.cpu.program import CpuLowering, Ref, Word, f32_bits
 from ikcli.backends.rules import Rules
 from ikcli.config import KV_TYPES
 from ikcli.errors import UnsupportedError
@@ -32,7 +32,7 @@ _STAT_BYTES = 4 * MAX_ROWS  # kernels/attention_tasks.py
 _STATS_BYTES = 6 * _STAT_BYTES
 _NO_WINDOW = 2**31  # positions
 _BLOCK_SPACE = 2560  # kernels/pair_tiles.py
-RULES: Rules[Lowering] = Rules("the CPU backend", "it needs a newer ik")
+RULES: Rules[CpuLowering] = Rules("the CPU backend", "it needs a newer ik")
 _MIN_SPLIT = {True: 64, False: 256}  # fewest positions of a part, for few rows and many
 
 
@@ -73,14 +73,14 @@ def _check_store(cache: Cache, cols: int, cache_offset: int) -> None:
 
 
 @RULES.add(Hadamard, "x n_head head_dim offset blocks")
-def lower_hadamard(low: Lowering, node: Node, op: Hadamard) -> None:
+def lower_hadamard(low: CpuLowering, node: Node, op: Hadamard) -> None:
     """Rotation of heads in power-of-two blocks."""
     low.emit(KernelKey("hadamard", "make_hadamard"), node.rows, low.out(op.x), low.out(node), op.n_head, op.head_dim,
              op.offset, len(op.blocks), *op.blocks, row_bytes=16 * node.cols)  # fmt: skip
 
 
 @RULES.add(KvStore, "cache x offset n_cols cache_offset")
-def lower_kv_store(low: Lowering, node: Node, op: KvStore) -> None:
+def lower_kv_store(low: CpuLowering, node: Node, op: KvStore) -> None:
     """Write columns of a value into the cache."""
     cache, x, cols, cache_offset = op.cache, op.x, op.n_cols, op.cache_offset
     type_ = _type_name(cache.type)
@@ -104,7 +104,7 @@ def lower_kv_store(low: Lowering, node: Node, op: KvStore) -> None:
 
 
 @RULES.add(KvRows, "cache offset n_cols")
-def lower_kv_rows(low: Lowering, node: Node, op: KvRows) -> None:
+def lower_kv_rows(low: CpuLowering, node: Node, op: KvRows) -> None:
     """Cached columns as compact f32 rows."""
     cache = op.cache
     if cache.per is Per.WINDOW:
@@ -115,7 +115,7 @@ def lower_kv_rows(low: Lowering, node: Node, op: KvRows) -> None:
     low.emit(key, node.rows, Ref(cache), row_bytes, op.offset, node.cols, low.out(node))
 
 
-def _part(low: Lowering, x: HeadSlice | None) -> tuple[str, list[Word]]:
+def _part(low: CpuLowering, x: HeadSlice | None) -> tuple[str, list[Word]]:
     """(element type, parameter words) of a part; see PARTS in kernels/attention_tasks.py."""
     if x is None:
         return "", [0] * 6
@@ -163,7 +163,7 @@ class _Sources:
     words: list[Word]
 
     @classmethod
-    def of(cls, low: Lowering, node: Node, op: Attention) -> _Sources:
+    def of(cls, low: CpuLowering, node: Node, op: Attention) -> _Sources:
         q, k, v = op.q, op.k, op.v
         if max(len(q), len(k)) > 2 or any(p.width % 16 for p in (*q[:-1], *k[:-1])) or _chunks(*q) != _chunks(*k):
             raise UnsupportedError(
@@ -233,7 +233,7 @@ _FIELDS = "q k v n_head n_head_kv scale window chunk sinks softcap wide"
 
 
 @RULES.add(FlashAttn, _FIELDS)
-def lower_flash_attn(low: Lowering, node: Node, op: FlashAttn) -> None:
+def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     """Flash attention: one pass, then merging of the parts of split tasks."""
     k, v, n_head, group = op.k, op.v, op.n_head, op.group
     if isinstance(v.source, Cache) and v.source.transposed:
@@ -293,7 +293,7 @@ def lower_flash_attn(low: Lowering, node: Node, op: FlashAttn) -> None:
 
 
 @RULES.add(Attn, _FIELDS + " heads_per_step")
-def lower_attn(low: Lowering, node: Node, op: Attn) -> None:
+def lower_attn(low: CpuLowering, node: Node, op: Attn) -> None:
     """Attention with stored scores, some heads at a time: K*Q, soft-max, times V."""
     n_head = op.n_head
     step = op.heads_per_step or n_head
@@ -304,7 +304,7 @@ def lower_attn(low: Lowering, node: Node, op: Attn) -> None:
         _attn_step(low, node, op, first, min(step, n_head - first), scores, scores_cols)
 
 
-def _attn_step(low: Lowering, node: Node, op: Attn, first: int, n_heads: int, scores: Ref, scores_cols: int) -> None:
+def _attn_step(low: CpuLowering, node: Node, op: Attn, first: int, n_heads: int, scores: Ref, scores_cols: int) -> None:
     """The heads [first, first + n_heads)."""
     v, group, sources = op.v, op.group, _Sources.of(low, node, op)
     heads = _unit_heads(math.gcd(group, n_heads, first or group))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ikcli.backends.cpu.lower_attention import RULES
-from ikcli.backends.cpu.program import Lowering, Ref, f32_bits
+from ikcli.backends.cpu.program import CpuLowering, Ref, f32_bits
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
@@ -22,7 +22,7 @@ def delta_scratch_bytes(dk: int) -> int:
 
 
 @RULES.add(ShortConv, "state parts weights")
-def _short_conv(low: Lowering, node: Node, op: ShortConv) -> None:
+def _short_conv(low: CpuLowering, node: Node, op: ShortConv) -> None:
     scratch = 4 * _CONV_BLOCK * op.n_taps
     taps = low.buffer(scratch * low.n_threads)
     at = 0
@@ -36,20 +36,20 @@ def _short_conv(low: Lowering, node: Node, op: ShortConv) -> None:
 
 
 @RULES.add(L2Norm, "x offset n_cols width eps")
-def _l2_norm(low: Lowering, node: Node, op: L2Norm) -> None:
+def _l2_norm(low: CpuLowering, node: Node, op: L2Norm) -> None:
     low.emit(KernelKey("recurrent", "make_l2_norm"), node.rows, low.out(op.x), 4 * op.x.cols, 4 * op.offset,
              low.out(node), node.cols, op.width, f32_bits(op.eps), row_bytes=8 * node.cols)  # fmt: skip
 
 
 @RULES.add(Decay, "x dt a bound")
-def _decay(low: Lowering, node: Node, op: Decay) -> None:
+def _decay(low: CpuLowering, node: Node, op: Decay) -> None:
     low.emit(KernelKey("recurrent", "make_decay", (op.bound != 0,)), node.rows, low.out(op.x), low.weight(op.dt),
              low.weight(op.a), low.out(node), node.cols, op.n_head, f32_bits(op.bound),
              row_bytes=64 * node.cols)  # fmt: skip
 
 
 @RULES.add(DeltaNet, "state q k v decay beta n_head n_head_k scale tiled")
-def _delta_net(low: Lowering, node: Node, op: DeltaNet) -> None:
+def _delta_net(low: CpuLowering, node: Node, op: DeltaNet) -> None:
     scratch = delta_scratch_bytes(op.k.width)
     slices = [w for part in (op.q, op.k, op.v)
               for w in (low.out(part.node) + 4 * part.offset, 4 * part.node.cols, 4 * part.head_stride)]  # fmt: skip
@@ -59,7 +59,7 @@ def _delta_net(low: Lowering, node: Node, op: DeltaNet) -> None:
 
 
 @RULES.add(GatedNorm, "x w gate eps activation")
-def _gated_norm(low: Lowering, node: Node, op: GatedNorm) -> None:
+def _gated_norm(low: CpuLowering, node: Node, op: GatedNorm) -> None:
     low.emit(KernelKey("recurrent", "make_gated_norm", (op.activation,)), node.rows, low.out(op.x), low.weight(op.w),
              low.out(op.gate), low.out(node), node.cols, op.w.ne0, f32_bits(op.eps),
              row_bytes=24 * node.cols)  # fmt: skip

@@ -1,8 +1,8 @@
 """Programs: a graph lowered to kernel calls over one arena.
 
-Lowering turns every node into one or more `Op`s whose parameter words may be `Ref`s: places in a buffer, a weight or a
-cache tensor that get their address only when the program is bound to memory. Between lowering and binding everything is
-known that a memory report needs, and nothing has been allocated.
+Lowering turns every node into one or more `KernelCall`s whose parameter words may be `Ref`s: places in a buffer, a
+weight or a cache tensor that get their address only when the program is bound to memory. Between lowering and binding
+everything is known that a memory report needs, and nothing has been allocated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Word = int | Ref
 
 
 @dataclass(slots=True)
-class Op:
+class KernelCall:
     """One kernel call: `node` is the recorded node it belongs to.
 
     `row_bytes`: what a row moves, if so little that a few rows are left to one thread; 0 = always divided.
@@ -42,13 +42,13 @@ class Op:
 
 
 @dataclass(slots=True)
-class Lowering(Buffers):
+class CpuLowering(Buffers):
     """What lowering functions write to."""
 
     n_threads: int
     n_cells: int  # cells of the KV cache over all sequences
     independent: bool = False  # see CpuDevice.plan
-    ops: list[Op] = field(default_factory=list)
+    ops: list[KernelCall] = field(default_factory=list)
     constants: dict[int, np.ndarray] = field(default_factory=dict)
     outside: dict[int, Node] = field(default_factory=dict)  # buffers that are not part of the arena
 
@@ -69,7 +69,7 @@ class Lowering(Buffers):
         return ref
 
     def place_outside(self, node: Node) -> None:
-        """Keep a node's value in memory that `Program.bind` is told: it comes from or goes to another device."""
+        """Keep a node's value in memory that `CpuProgram.bind` is told: it comes from or goes to another device."""
         self.outside[buffer_index(self.out(node))] = node
 
     def weight(self, w: Weight, row_bytes: int = 0) -> Ref:
@@ -79,7 +79,7 @@ class Lowering(Buffers):
     def emit(self, kernel: KernelKey, rows: RowSpec, *words: Word, row_bytes: int = 0) -> None:
         """Append a kernel call; words become params[3:]. `row_bytes`: see Op."""
         assert self._current is not None
-        self.ops.append(Op(kernel, [STATE_INDEX[rows.symbol], rows.factor, *words], self._current, row_bytes))
+        self.ops.append(KernelCall(kernel, [STATE_INDEX[rows.symbol], rows.factor, *words], self._current, row_bytes))
 
 
 def f32_bits(x: float) -> int:
@@ -94,10 +94,10 @@ def f64_bits(x: float) -> int:
     return bits
 
 
-class Program:
+class CpuProgram:
     """A lowered graph, later bound to memory and kernels."""
 
-    def __init__(self, lowering: Lowering, result: Node | None) -> None:
+    def __init__(self, lowering: CpuLowering, result: Node | None) -> None:
         """`result` is read after the last op."""
         self.ops = lowering.ops
         self._result = result
@@ -198,12 +198,12 @@ class Program:
 def lower(
     graph: Graph,
     result: Node,
-    lowering: Lowering,
-    rules: Rules[Lowering],
-) -> Program:
+    lowering: CpuLowering,
+    rules: Rules[CpuLowering],
+) -> CpuProgram:
     """Lower every node by its op's rule."""
     rules.check(graph.nodes)
     for node in graph.nodes:
         lowering.begin(node)
         rules.lower(lowering, node)
-    return Program(lowering, result)
+    return CpuProgram(lowering, result)

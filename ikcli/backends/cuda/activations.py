@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ikcli.backends.cuda.layouts import half_row_bytes, q8_row_bytes
-from ikcli.backends.cuda.lower import Arg, Counts, Grid, Lowering, Op, Ref
+from ikcli.backends.cuda.lower import Arg, Counts, GpuLaunch, GpuLowering, Grid, Ref
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, RowSpec
 
@@ -82,7 +82,7 @@ def makes_formats(args: tuple[Arg, ...]) -> bool:
     return isinstance(formats, Formats) and (formats.q8 is not None or formats.bf16 is not None)
 
 
-def producer(low: Lowering, node: Node, first: int = 0) -> int:
+def producer(low: GpuLowering, node: Node, first: int = 0) -> int:
     """Index of the last op, not before `first`, that computes a node; -1 if there is none."""
     for i in range(len(low.ops) - 1, first - 1, -1):
         if low.ops[i].node is node or node in low.ops[i].also:
@@ -95,7 +95,7 @@ def kind_row_bytes(kind: str, k: int) -> int:
     return q8_row_bytes(k) if kind == "q8" else half_row_bytes(k)
 
 
-def activations(low: Lowering, x: HeadSlice, heads: int, kind: str, when: When | None = None) -> Activations:
+def activations(low: GpuLowering, x: HeadSlice, heads: int, kind: str, when: When | None = None) -> Activations:
     """Rows of a node as `kind`, made once: columns offset + h*head_stride .. +width of every row, for each head.
 
     `when`: the condition under which the caller's launch runs; the rows exist only then. q8 needs widths of n*32.
@@ -118,7 +118,7 @@ def activations(low: Lowering, x: HeadSlice, heads: int, kind: str, when: When |
     return Activations(at, heads * row, row)
 
 
-def _convert(low: Lowering, x: HeadSlice, heads: int, kind: str, out: Ref, row: int, when: When | None) -> None:
+def _convert(low: GpuLowering, x: HeadSlice, heads: int, kind: str, out: Ref, row: int, when: When | None) -> None:
     src = x.node
     values = x.width if kind == "q8" else -(-x.width // 8) * 8
     per_block = PER_BLOCK if kind == "q8" else 2 * PER_BLOCK
@@ -127,7 +127,7 @@ def _convert(low: Lowering, x: HeadSlice, heads: int, kind: str, out: Ref, row: 
              np.int32(x.width), out, row, when=Wanted([when]))  # fmt: skip
 
 
-def _by_producer(low: Lowering, x: HeadSlice, heads: int, kind: str, out: Ref, row: int, when: When | None) -> bool:
+def _by_producer(low: GpuLowering, x: HeadSlice, heads: int, kind: str, out: Ref, row: int, when: When | None) -> bool:
     """Let the launch that computes the value write the rows too."""
     at = producer(low, x.node)
     if at < 0 or kind == "f16" or x.width % 32 or low.ops[at].when is not None:
@@ -150,7 +150,7 @@ def _by_producer(low: Lowering, x: HeadSlice, heads: int, kind: str, out: Ref, r
     return True
 
 
-def _unrotated(op: Op, x: HeadSlice, heads: int) -> bool:
+def _unrotated(op: GpuLaunch, x: HeadSlice, heads: int) -> bool:
     """Whether these are the columns before the rotated ones of all queries of a layer_latent launch."""
     dim, offset, n_head = op.args[4], op.args[5], op.args[HEADS_AT + 7]
     if op.args[HEADS_AT + 2] != 0 or op.args[HEADS_AT + 4] != 0:  # biased or normed
@@ -158,7 +158,7 @@ def _unrotated(op: Op, x: HeadSlice, heads: int) -> bool:
     return (x.offset, x.width, x.head_stride, heads) == (0, offset, dim, n_head)
 
 
-def _also_when(low: Lowering, at: Ref, when: When | None) -> None:
+def _also_when(low: GpuLowering, at: Ref, when: When | None) -> None:
     """Rows that exist already have one more reader."""
     key = ("made by op", at)  # where it was found last: a cache expanded head by head is read thousands of times
     hint = low._shared.get(key)

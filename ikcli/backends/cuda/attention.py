@@ -19,7 +19,7 @@ import numpy as np
 
 from ikcli.backends.cuda.attention_parts import Parts
 from ikcli.backends.cuda.kv_layout import FLOATS, KERNEL_TYPES, kernel_type
-from ikcli.backends.cuda.lower import N_EXACT, RULES, Arg, Counts, Lowering, Ref
+from ikcli.backends.cuda.lower import N_EXACT, RULES, Arg, Counts, GpuLowering, Ref
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
@@ -68,7 +68,7 @@ def _place(source: Node | Cache) -> np.int32:
 
 # --- the cache --------------------------------------------------------------------------------------------------------
 @RULES.add(KvStore, "cache x offset n_cols cache_offset")
-def kv_store(low: Lowering, node: Node, op: KvStore) -> None:
+def kv_store(low: GpuLowering, node: Node, op: KvStore) -> None:
     """Write columns of a value into the cells of the micro-batch."""
     cache, x, offset, cols, cache_offset = op.cache, op.x, op.offset, op.n_cols, op.cache_offset
     type_, traits = kernel_type(cache.type), TYPES[cache.type]
@@ -102,7 +102,7 @@ def kv_store(low: Lowering, node: Node, op: KvStore) -> None:
 
 
 @RULES.add(KvRows, "cache offset n_cols")
-def kv_rows(low: Lowering, node: Node, op: KvRows) -> None:
+def kv_rows(low: GpuLowering, node: Node, op: KvRows) -> None:
     """Cached columns as compact f32 rows."""
     _check_blocks(op.cache, op.offset, node.cols)
     if op.cache.per is Per.WINDOW:
@@ -120,7 +120,7 @@ def _check_blocks(cache: Cache, *columns: int) -> None:
 
 
 def _emit_rows(
-    low: Lowering, source: Cache | Node, offset: int, cols: int, to: str, out: Ref, when: When | None, view: View
+    low: GpuLowering, source: Cache | Node, offset: int, cols: int, to: str, out: Ref, when: When | None, view: View
 ) -> None:
     """Columns offset.. of every cached position that queries see, from a cache or from compact rows of a node, as rows
     of type `to`."""
@@ -140,7 +140,7 @@ def _emit_rows(
 # --- attention --------------------------------------------------------------------------------------------------------
 @RULES.add(FlashAttn, "q k v n_head n_head_kv scale window chunk sinks softcap wide")
 @RULES.add(Attn, "q k v n_head n_head_kv scale heads_per_step window chunk sinks softcap wide")
-def attention(low: Lowering, node: Node, op: Attention) -> None:
+def attention(low: GpuLowering, node: Node, op: Attention) -> None:
     """Causal attention within each segment."""
     for part in (*op.k, op.v):
         if isinstance(part.source, Cache):
@@ -196,7 +196,7 @@ def _cut(parts: tuple[HeadSlice, ...], at: int) -> tuple[HeadSlice, HeadSlice] |
     return None
 
 
-def _query(low: Lowering, part: HeadSlice) -> tuple[Arg, Arg, Arg]:
+def _query(low: GpuLowering, part: HeadSlice) -> tuple[Arg, Arg, Arg]:
     """Address, elements per token and per head of a query slice."""
     return low.out(part.node) + 4 * part.offset, part.node.cols, np.int32(part.head_stride)
 
@@ -206,12 +206,12 @@ def _scale(op: Attention) -> np.float32:
     return np.float32(np.float32(op.scale) * _LOG2E)
 
 
-def _view(low: Lowering, op: Attention) -> tuple[Arg, Arg, Arg, Arg]:
+def _view(low: GpuLowering, op: Attention) -> tuple[Arg, Arg, Arg, Arg]:
     """What queries see and what happens to scores: window, chunk, sinks, softcap."""
     return np.int32(op.window), np.int32(op.chunk), _sinks(low, op), np.float32(op.softcap)
 
 
-def _sinks(low: Lowering, op: Attention) -> Arg:
+def _sinks(low: GpuLowering, op: Attention) -> Arg:
     return 0 if op.sinks is None else low.weight(op.sinks)
 
 
@@ -230,7 +230,7 @@ def mla_shared(kind: str, rows: int) -> int:
     return _up(at + rows * 4, 128) * 128 + rows * MLA_K * 2 if rows > 32 else at + rows * 4
 
 
-def _mla(low: Lowering, node: Node, op: Attention) -> None:
+def _mla(low: GpuLowering, node: Node, op: Attention) -> None:
     cache, heads = op.k[0].source, op.n_head
     assert isinstance(cache, Cache)
     kind = _MLA_KINDS.get(cache.type, "any")
@@ -318,7 +318,7 @@ def prefill_shared(rows: int, k_width: int, v_width: int) -> int:
     return ((rows + block) * (k_width + 8) + block * (v_width + 8)) * 2
 
 
-def _heads(low: Lowering, node: Node, op: Attention, tiled: _Tiled) -> None:
+def _heads(low: GpuLowering, node: Node, op: Attention, tiled: _Tiled) -> None:
     v, group, most = op.v, op.group, low.max_rows[Rows.TOKENS]
     on_sm = low.device.shared_per_sm
 
@@ -354,7 +354,7 @@ def _decode_kind(op: Attention) -> str:
     return _DECODE_KINDS.get(types.pop(), "any") if len(types) == 1 else "any"
 
 
-def _decode(low: Lowering, op: Attention, tiled: _Tiled, parts: Parts, when: When | None) -> None:
+def _decode(low: GpuLowering, op: Attention, tiled: _Tiled, parts: Parts, when: When | None) -> None:
     k, v, n_head, n_head_kv = op.k[0], op.v, op.n_head, op.n_head_kv
     low.emit(
         f"attn_decode_{tiled.k_width}_{_decode_kind(op)}",
@@ -365,7 +365,7 @@ def _decode(low: Lowering, op: Attention, tiled: _Tiled, parts: Parts, when: Whe
     )  # fmt: skip
 
 
-def _rows_of_any(low: Lowering, part: HeadSlice) -> tuple[Arg, ...]:
+def _rows_of_any(low: GpuLowering, part: HeadSlice) -> tuple[Arg, ...]:
     """Address, blocks (elements) per row, type, first column, columns per head, place, cells."""
     source = part.source
     if isinstance(source, Node):
@@ -377,7 +377,7 @@ def _rows_of_any(low: Lowering, part: HeadSlice) -> tuple[Arg, ...]:
     return at, *numbers, _place(source), low.cells(source) if isinstance(source, Cache) else low.n_cells
 
 
-def _prefill(low: Lowering, op: Attention, tiled: _Tiled, parts: Parts, rows: int, when: When, few: When) -> None:
+def _prefill(low: GpuLowering, op: Attention, tiled: _Tiled, parts: Parts, rows: int, when: When, few: When) -> None:
     v, n_head, n_head_kv = op.v, op.n_head, op.n_head_kv
     slices = [*(p for p in tiled.k if p is not None), v]
     bf16 = any(isinstance(p.source, Cache) and p.source.type == GGMLType.BF16 for p in slices)
@@ -396,7 +396,7 @@ def _prefill(low: Lowering, op: Attention, tiled: _Tiled, parts: Parts, rows: in
 class _Rows16:
     """Keys and values as 16-bit rows: caches of that type as they are, everything else converted once per source."""
 
-    low: Lowering
+    low: GpuLowering
     slices: list[HeadSlice]
     n_head_kv: int
     to: str
@@ -420,7 +420,9 @@ class _Rows16:
         return min(p.offset for p in mine), max(ends)
 
 
-def _compact(low: Lowering, source: Node | Cache, first: int, cols: int, to: str, when: When | None, view: View) -> Ref:
+def _compact(
+    low: GpuLowering, source: Node | Cache, first: int, cols: int, to: str, when: When | None, view: View
+) -> Ref:
     """Columns of every cached position as rows of f16, bf16 or f32, made once for all nodes that want them."""
 
     def make() -> Ref:
@@ -432,7 +434,7 @@ def _compact(low: Lowering, source: Node | Cache, first: int, cols: int, to: str
 
 
 # ... every other shape
-def _any(low: Lowering, node: Node, op: Attention) -> None:
+def _any(low: GpuLowering, node: Node, op: Attention) -> None:
     q, k, v, n_head, n_head_kv = op.q, op.k, op.v, op.n_head, op.n_head_kv
     if max(len(q), len(k)) > 2:
         raise UnsupportedError(f"{node.name}: heads are made of one or two parts")
@@ -451,7 +453,7 @@ def _any(low: Lowering, node: Node, op: Attention) -> None:
              np.int32(n_head_kv), np.float32(op.scale), *_view(low, op))  # fmt: skip
 
 
-def _rows_f32(low: Lowering, part: HeadSlice, n_head_kv: int, view: View) -> tuple[Arg, ...]:
+def _rows_f32(low: GpuLowering, part: HeadSlice, n_head_kv: int, view: View) -> tuple[Arg, ...]:
     """Address, elements per row and per head of compact f32 rows."""
     if isinstance(part.source, Node):
         return low.out(part.source) + 4 * part.offset, part.source.cols, np.int32(part.head_stride)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ikcli.backends.cuda.lower import N_EXACT, Arg, Counts, Lowering, Ref
+from ikcli.backends.cuda.lower import N_EXACT, Arg, Counts, GpuLowering, Ref
 from ikcli.graph import Node, Rows
 from ikcli.graph.ops_attention import Attention
 
@@ -48,7 +48,7 @@ class SplitPlan:
     most_rows: int  # rows of partial results that there is memory for
 
     @classmethod
-    def of(cls, low: Lowering, op: Attention, shapes: Callable[[Counts], tuple[int, int, int]]) -> SplitPlan:
+    def of(cls, low: GpuLowering, op: Attention, shapes: Callable[[Counts], tuple[int, int, int]]) -> SplitPlan:
         """`shapes`: (rows of a tile, positions of a block, blocks an SM can hold) of the kernel for these counts."""
         longest, most = low.max_rows[Rows.KV], low.max_rows[Rows.TOKENS]
         limits = [n for n in (op.window, op.chunk) if n]
@@ -107,7 +107,7 @@ class Parts:
     stats: Ref
 
     @classmethod
-    def of(cls, low: Lowering, node: Node, op: Attention, shapes: Callable[[Counts], tuple[int, int, int]]) -> Parts:
+    def of(cls, low: GpuLowering, node: Node, op: Attention, shapes: Callable[[Counts], tuple[int, int, int]]) -> Parts:
         plan = SplitPlan.of(low, op, shapes)
         sums, stats = low.buffer(4 * plan.most_rows * plan.width), low.buffer(8 * plan.most_rows)
         return cls(plan, shapes, low.out(node), sums, stats)
@@ -129,7 +129,7 @@ class Parts:
         """Number of parts, most fixed ones."""
         return (lambda c: np.int32(self.count(c))), (lambda c: np.int32(self.plan.fixed(c) if self.count(c) > 1 else 0))
 
-    def combine(self, low: Lowering, sinks: Arg = 0) -> None:
+    def combine(self, low: GpuLowering, sinks: Arg = 0) -> None:
         """Merge the parts, if there are several."""
         if self.plan.most_rows:
             heads, width = self.plan.n_head, self.plan.width

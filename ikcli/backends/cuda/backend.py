@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.cuda.device import Device, Event, Graph, Memory, NoGraphMemory, Pinned, Stream
-from ikcli.backends.cuda.lower import ALIGN, Counts, DeviceLimits, Lowering, Program, all_rules
+from ikcli.backends.cuda.lower import ALIGN, Counts, DeviceLimits, GpuLowering, GpuProgram, all_rules
 from ikcli.backends.cuda.transfer import Transfer
 from ikcli.backends.cuda.upload import device_bytes
 from ikcli.backends.rules import Rules
@@ -46,7 +46,7 @@ class Span:
 class CudaProgram:
     """The turns of one device, lowered."""
 
-    program: Program
+    program: GpuProgram
     spans: list[Span]
     most: Mapping[Rows, int]
     reads_kv_rows: bool
@@ -77,7 +77,7 @@ class CudaBackend:
     asynchronous = True
     in_place = False
 
-    def __init__(self, device: Device, rules: Rules[Lowering] | None = None, *, capture: bool = True) -> None:
+    def __init__(self, device: Device, rules: Rules[GpuLowering] | None = None, *, capture: bool = True) -> None:
         self.device = device
         self.limits = DeviceLimits.of(device.info)
         self._rules = rules
@@ -105,7 +105,7 @@ class CudaBackend:
     ) -> CudaProgram:
         """Lower the turns one after the other; nothing is allocated. `streamed`: weights that stay on the host."""
         rules = self._rules if self._rules is not None else all_rules()
-        low = Lowering(rows, n_cells, self.limits, window_cells, independent)
+        low = GpuLowering(rows, n_cells, self.limits, window_cells, independent)
         spans: list[Span] = []
         for turn in turns:
             first = low.turn_start = len(low.ops)
@@ -125,7 +125,7 @@ class CudaBackend:
             spans.append(Span(first, stop, tuple(turn.imports), tuple(turn.exports), loads))
         reads = any(n.rows.symbol is Rows.KV for t in turns for n in t.nodes)
         largest = max((device_bytes(w) for span in spans for _, ws in span.loads for w in ws), default=0)
-        return CudaProgram(Program(low), spans, dict(rows), reads, largest)
+        return CudaProgram(GpuProgram(low), spans, dict(rows), reads, largest)
 
     def step_bytes(self, programs: Sequence[CudaProgram]) -> int:
         """Bytes of the step block of these programs."""
@@ -185,7 +185,7 @@ class CudaBackend:
         self._memory.append(self.device.alloc(max(n_bytes, ALIGN), "compute"))
         return self._memory[-1].address
 
-    def _upload_constants(self, program: Program) -> dict[int, int]:
+    def _upload_constants(self, program: GpuProgram) -> dict[int, int]:
         if not program.constants:
             return {}
         block = np.zeros(program.constant_bytes, np.uint8)
@@ -369,7 +369,7 @@ class CudaBackend:
         self.give_out(program, span)
         device.record(self._stream, program.events[turn])
 
-    def _value(self, program: Program, node: Node, n_rows: int) -> npt.NDArray[np.generic]:
+    def _value(self, program: GpuProgram, node: Node, n_rows: int) -> npt.NDArray[np.generic]:
         out = np.empty((n_rows, node.cols), np.float32 if node.dtype == "f32" else np.int32)
         if out.size:
             self.device.download(self._stream, out, program.node_address(node))
@@ -377,7 +377,7 @@ class CudaBackend:
         return out
 
 
-def _loads(low: Lowering, first: int, weights: Sequence[Weight]) -> tuple[tuple[int, tuple[Weight, ...]], ...]:
+def _loads(low: GpuLowering, first: int, weights: Sequence[Weight]) -> tuple[tuple[int, tuple[Weight, ...]], ...]:
     """Weights of a turn by the op before which they have to be there; the copy starts at the group before."""
     groups: dict[int, dict[str, Weight]] = {}
     for w in weights:

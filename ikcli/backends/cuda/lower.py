@@ -89,7 +89,7 @@ Shared = int | Callable[[Counts], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class GpuLaunch:
     """One launch: left out where `when` is false for the counts or the grid is empty.
 
     `node` is the (first) node it computes, `also` are more nodes that it completes.
@@ -106,14 +106,14 @@ class Op:
 
 
 @dataclass(slots=True)
-class Lowering(Buffers):
+class GpuLowering(Buffers):
     """What rules write to."""
 
     n_cells: int  # cells of the KV cache over all sequences
     device: DeviceLimits
     window_cells: int = 0  # of the caches of windows
     independent: bool = False  # up to N_EXACT tokens, results of one must not depend on the others
-    ops: list[Op] = field(default_factory=list)
+    ops: list[GpuLaunch] = field(default_factory=list)
     constants: dict[int, bytes] = field(default_factory=dict)
     pinned: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> ops between which it must live too
     streamed: dict[str, int] = field(default_factory=dict)  # weights that come from the host in every step: buffers
@@ -178,13 +178,13 @@ class Lowering(Buffers):
     ) -> None:
         """Append a launch. Grids are upper bounds: blocks beyond the rows of the step block return."""
         assert self._current is not None
-        self.ops.append(Op(kernel, grid, block, shared, args, self._current, when))
+        self.ops.append(GpuLaunch(kernel, grid, block, shared, args, self._current, when))
 
 
-class Program:
+class GpuProgram:
     """The ops of one device in execution order, later bound to memory."""
 
-    def __init__(self, lowering: Lowering, results: Sequence[Node] = ()) -> None:
+    def __init__(self, lowering: GpuLowering, results: Sequence[Node] = ()) -> None:
         """`results` are read after the last op."""
         for node in results:
             lowering.keep(node, len(lowering.ops), len(lowering.ops))
@@ -277,20 +277,22 @@ class Program:
         return spans
 
 
-RULES: Rules[Lowering] = Rules("the CUDA backend", "compute the layer on the CPU with -ot or a smaller -ngl")
+RULES: Rules[GpuLowering] = Rules("the CUDA backend", "compute the layer on the CPU with -ot or a smaller -ngl")
 
 
-def all_rules() -> Rules[Lowering]:
+def all_rules() -> Rules[GpuLowering]:
     """The rules of every op; their modules register them when they are imported."""
     for module in RULE_MODULES:
         import_module(f"ikcli.backends.cuda.{module}")
     return RULES
 
 
-def lower(nodes: Sequence[Node], results: Sequence[Node], lowering: Lowering, rules: Rules[Lowering]) -> Program:
+def lower(
+    nodes: Sequence[Node], results: Sequence[Node], lowering: GpuLowering, rules: Rules[GpuLowering]
+) -> GpuProgram:
     """Lower every node by its op's rule; `results` stay readable to the end."""
     rules.check(nodes)
     for node in nodes:
         lowering.begin(node)
         rules.lower(lowering, node)
-    return Program(lowering, results)
+    return GpuProgram(lowering, results)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ikcli.backends.cuda.activations import HEADS_AT, format_args, makes_formats, parts_of, producer, row_grid
-from ikcli.backends.cuda.lower import Arg, Grid, Lowering, Op, Ref
+from ikcli.backends.cuda.lower import Arg, GpuLaunch, GpuLowering, Grid, Ref
 from ikcli.graph import Node, RowSpec
 from ikcli.graph.ops_experts import MoeSum
 from ikcli.graph.ops_rows import Add, ConcatHeads, RmsNorm, Rope
@@ -24,7 +24,7 @@ HEADS_WORDS = 9
 NORM_AT = 3  # layer_norm_rows: x, bytes of x, y, sum1, z, sum2, w, out, width, eps, formats
 
 
-def waiting(low: Lowering, node: Node, *kernels: str) -> int:
+def waiting(low: GpuLowering, node: Node, *kernels: str) -> int:
     """Index of the launch of one of `kernels` that computes `node` and may still be moved to the end; else -1."""
     at = producer(low, node, low.turn_start)
     if at < 0:
@@ -39,14 +39,14 @@ def waiting(low: Lowering, node: Node, *kernels: str) -> int:
     return at
 
 
-def take(low: Lowering, at: int) -> Op:
+def take(low: GpuLowering, at: int) -> GpuLaunch:
     """Remove a waiting launch."""
     return low.ops.pop(at)
 
 
-def put(low: Lowering, kernel: str, grid: Grid, block: int, nodes: list[Node], args: tuple[Arg, ...]) -> None:
+def put(low: GpuLowering, kernel: str, grid: Grid, block: int, nodes: list[Node], args: tuple[Arg, ...]) -> None:
     """Append a launch that computes several nodes."""
-    low.ops.append(Op(kernel, grid, block, 0, args, nodes[0], None, tuple(nodes[1:])))
+    low.ops.append(GpuLaunch(kernel, grid, block, 0, args, nodes[0], None, tuple(nodes[1:])))
 
 
 def _number(arg: Arg) -> float:
@@ -61,14 +61,14 @@ def norm_threads(width: int) -> int:
     return 128 if width <= 512 else 256 if width <= 1024 else 512
 
 
-def _sum(low: Lowering, node: Node) -> int:
+def _sum(low: GpuLowering, node: Node) -> int:
     """Index of the waiting launch of an `add` of two values."""
     if not isinstance(node.op, Add) or not isinstance(node.op.y, Node):
         return -1
     return waiting(low, node, "layer_add")
 
 
-def merged_norm(low: Lowering, node: Node, op: RmsNorm) -> bool:
+def merged_norm(low: GpuLowering, node: Node, op: RmsNorm) -> bool:
     """Lower an rms_norm of whole rows of x together with the sums that make x; False if it does not apply."""
     x, w = op.x, op.w
     if op.offset or op.width != x.cols or node.cols != x.cols or _sum(low, x) < 0:
@@ -101,7 +101,7 @@ def merged_norm(low: Lowering, node: Node, op: RmsNorm) -> bool:
     return True
 
 
-def _experts(low: Lowering, node: Node) -> int:
+def _experts(low: GpuLowering, node: Node) -> int:
     return waiting(low, node, "layer_moe_sum") if isinstance(node.op, MoeSum) and node.op.weighted else -1
 
 
@@ -134,7 +134,7 @@ def _heads_grid(spec: RowSpec, per_row: int) -> Grid:
     return lambda c: parts_of(c.rows(spec) * per_row, 4)
 
 
-def merged_heads(low: Lowering, node: Node, op: Rope) -> None:
+def merged_heads(low: GpuLowering, node: Node, op: Rope) -> None:
     """Lower a rope node: with the norm of its heads, and with another rope of the same kind (queries and keys)."""
     x, dim, nodes = op.x, op.head_dim, [node]
     mine = Heads(low.out(x), x.cols, op.n_head, low.out(node))
@@ -165,7 +165,7 @@ def merged_heads(low: Lowering, node: Node, op: Rope) -> None:
     put(low, "layer_heads", _heads_grid(node.rows, per_row), 128, nodes, kind + args)
 
 
-def _unpaired(low: Lowering, kind: tuple[Arg, ...]) -> int:
+def _unpaired(low: GpuLowering, kind: tuple[Arg, ...]) -> int:
     """Index of the last layer_heads launch if it does one value only, in the same way, and waits."""
     for i in range(len(low.ops) - 1, low.turn_start - 1, -1):
         op = low.ops[i]
@@ -175,7 +175,7 @@ def _unpaired(low: Lowering, kind: tuple[Arg, ...]) -> int:
     return -1
 
 
-def merged_latent(low: Lowering, node: Node, op: ConcatHeads) -> bool:
+def merged_latent(low: GpuLowering, node: Node, op: ConcatHeads) -> bool:
     """Lower the concatenation of rotated key and normed latent of one row; False if the node is something else."""
     if op.n_head != 1 or len(op.parts) != 2:
         return False
@@ -200,7 +200,7 @@ def merged_latent(low: Lowering, node: Node, op: ConcatHeads) -> bool:
     return True
 
 
-def _put_latent(low: Lowering, node: Node, rotated: Node, latent: Node, rope: Rope, rms: RmsNorm, eps: Arg) -> None:
+def _put_latent(low: GpuLowering, node: Node, rotated: Node, latent: Node, rope: Rope, rms: RmsNorm, eps: Arg) -> None:
     """The launch of `merged_latent`, with queries that wait for their rotation."""
     kv = rope.x
     same = (low.state, *low.row_args(node.rows), low.out(rope.table))

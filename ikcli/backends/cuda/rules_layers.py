@@ -20,7 +20,7 @@ from ikcli.backends.cuda.activations import (
     row_grid,
 )
 from ikcli.backends.cuda.layouts import PlanLayout
-from ikcli.backends.cuda.lower import RULES, Arg, Grid, Lowering, Op, Ref
+from ikcli.backends.cuda.lower import RULES, Arg, GpuLaunch, GpuLowering, Grid, Ref
 from ikcli.backends.cuda.merging import merged_heads, merged_latent, merged_norm, norm_threads
 from ikcli.backends.cuda.upload import device_row_bytes
 from ikcli.errors import UnsupportedError
@@ -54,7 +54,7 @@ def _warps(spec: RowSpec, per_row: int, per_block: int) -> Grid:
 
 # --- rows and elements ------------------------------------------------------------------------------------------------
 @RULES.add(RmsNorm, "x w eps offset n_cols")
-def _rms_norm(low: Lowering, node: Node, op: RmsNorm) -> None:
+def _rms_norm(low: GpuLowering, node: Node, op: RmsNorm) -> None:
     x, w, width, groups = op.x, op.w, op.width, node.cols // op.width
     if merged_norm(low, node, op):
         return
@@ -69,7 +69,7 @@ def _rms_norm(low: Lowering, node: Node, op: RmsNorm) -> None:
 
 
 @RULES.add(Add, "x y")
-def _add(low: Lowering, node: Node, op: Add) -> None:
+def _add(low: GpuLowering, node: Node, op: Add) -> None:
     x, y = op.x, op.y
     other, y_cols = (low.weight(y), 0) if isinstance(y, Weight) else (low.out(y), node.cols)
     low.emit("layer_add", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
@@ -77,33 +77,33 @@ def _add(low: Lowering, node: Node, op: Add) -> None:
 
 
 @RULES.add(Scale, "x factor")
-def _scale(low: Lowering, node: Node, op: Scale) -> None:
+def _scale(low: GpuLowering, node: Node, op: Scale) -> None:
     low.emit("layer_scale", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols), _f32(op.factor))  # fmt: skip
 
 
 @RULES.add(PosScale, "x scale length shift")
-def _pos_scale(low: Lowering, node: Node, op: PosScale) -> None:
+def _pos_scale(low: GpuLowering, node: Node, op: PosScale) -> None:
     low.emit("layer_pos_scale", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols), _f32(op.scale), _int(op.length),
              _int(op.shift))  # fmt: skip
 
 
 @RULES.add(SoftCap, "x cap")
-def _softcap(low: Lowering, node: Node, op: SoftCap) -> None:
+def _softcap(low: GpuLowering, node: Node, op: SoftCap) -> None:
     low.emit("layer_softcap", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols), _f32(op.cap))  # fmt: skip
 
 
 @RULES.add(Gate, "x gate kind")
-def _gate(low: Lowering, node: Node, op: Gate) -> None:
+def _gate(low: GpuLowering, node: Node, op: Gate) -> None:
     low.emit("layer_gate", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.x), low.out(op.gate), low.out(node), _int(node.cols),
              _int(node.cols // op.gate.cols), _int(op.kind == "softplus"))  # fmt: skip
 
 
 @RULES.add(SwiGlu, "gate up act")
-def _swiglu(low: Lowering, node: Node, op: SwiGlu) -> None:
+def _swiglu(low: GpuLowering, node: Node, op: SwiGlu) -> None:
     kernel = "layer_swiglu" if op.act.plain else "layer_glu"
     low.emit(kernel, row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.gate), low.out(op.up), low.out(node), _int(node.cols),
@@ -116,13 +116,13 @@ def glu_args(act: Glu) -> tuple[Arg, ...]:
 
 
 @RULES.add(Clamp, "x limit")
-def _clamp(low: Lowering, node: Node, op: Clamp) -> None:
+def _clamp(low: GpuLowering, node: Node, op: Clamp) -> None:
     low.emit("layer_clamp", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols), _f32(op.limit))  # fmt: skip
 
 
 @RULES.add(Activate, "x kind")
-def _activate(low: Lowering, node: Node, op: Activate) -> None:
+def _activate(low: GpuLowering, node: Node, op: Activate) -> None:
     low.emit("layer_glu", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.x), 0, low.out(node), _int(node.cols), _int(GATED.index(op.kind)),
              _f32(0), _f32(0), *format_args())  # fmt: skip
@@ -137,7 +137,7 @@ _NORMS = ("layer", "rms", "l2")
 
 
 @RULES.add(Norm, "x w b eps width", kind=_NORMS)
-def _norm(low: Lowering, node: Node, op: Norm) -> None:
+def _norm(low: GpuLowering, node: Node, op: Norm) -> None:
     args: list[Arg] = []
     for w in (op.w, op.b):
         if w is None:
@@ -151,17 +151,17 @@ def _norm(low: Lowering, node: Node, op: Norm) -> None:
 
 
 @RULES.add(Concat, "parts")
-def _concat(low: Lowering, node: Node, op: Concat) -> None:
+def _concat(low: GpuLowering, node: Node, op: Concat) -> None:
     _concat_slices(low, node, [HeadSlice(x, 0, x.cols, 0) for x in op.parts], 1)
 
 
 @RULES.add(ConcatHeads, "parts n_head")
-def _concat_heads(low: Lowering, node: Node, op: ConcatHeads) -> None:
+def _concat_heads(low: GpuLowering, node: Node, op: ConcatHeads) -> None:
     if not merged_latent(low, node, op):
         _concat_slices(low, node, list(op.parts), op.n_head)
 
 
-def _concat_slices(low: Lowering, node: Node, parts: list[HeadSlice], heads: int) -> None:
+def _concat_slices(low: GpuLowering, node: Node, parts: list[HeadSlice], heads: int) -> None:
     """Two parts per launch."""
     out_head = node.cols // heads
     at = 0
@@ -183,33 +183,33 @@ def _concat_slices(low: Lowering, node: Node, parts: list[HeadSlice], heads: int
 
 
 @RULES.add(GetRows, "x")
-def _get_rows(low: Lowering, node: Node, op: GetRows) -> None:
+def _get_rows(low: GpuLowering, node: Node, op: GetRows) -> None:
     low.emit("layer_get_rows", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols))  # fmt: skip
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
 @RULES.add(RopeTable, "inv_freq mscale")
-def _rope_table(low: Lowering, node: Node, op: RopeTable) -> None:
+def _rope_table(low: GpuLowering, node: Node, op: RopeTable) -> None:
     freqs = np.asarray(op.inv_freq, dtype=np.float64)
     low.emit("layer_rope_table", lambda c: parts_of(c.n_tokens * len(freqs), 128), 128, 0, low.state, low.out(node),
              low.constant(freqs.tobytes()), _int(len(freqs)), _f32(op.mscale))  # fmt: skip
 
 
 @RULES.add(Alibi, "width slopes")
-def _alibi(low: Lowering, node: Node, op: Alibi) -> None:
+def _alibi(low: GpuLowering, node: Node, op: Alibi) -> None:
     slopes = low.constant(np.asarray(op.slopes, np.float32).tobytes()) if op.slopes else 0
     low.emit("layer_alibi", row_grid(node.rows, max(len(op.slopes), 1)), 32, 0, low.state, *low.row_args(node.rows),
              slopes, low.out(node), _int(op.width))  # fmt: skip
 
 
 @RULES.add(Rope, "x table n_head head_dim offset neox")
-def _rope(low: Lowering, node: Node, op: Rope) -> None:
+def _rope(low: GpuLowering, node: Node, op: Rope) -> None:
     merged_heads(low, node, op)
 
 
 @RULES.add(Hadamard, "x n_head head_dim offset blocks")
-def _hadamard(low: Lowering, node: Node, op: Hadamard) -> None:
+def _hadamard(low: GpuLowering, node: Node, op: Hadamard) -> None:
     heads, dim, sizes = op.n_head, op.head_dim, op.blocks
     if dim > MAX_HADAMARD or len(sizes) > 15:
         raise UnsupportedError(
@@ -224,7 +224,7 @@ def _hadamard(low: Lowering, node: Node, op: Hadamard) -> None:
 
 
 # --- mixture of experts -----------------------------------------------------------------------------------------------
-def plan_layout(low: Lowering, plan: Node) -> PlanLayout:
+def plan_layout(low: GpuLowering, plan: Node) -> PlanLayout:
     """Where the sections of a moe_sort node lie behind `low.out(plan)`."""
     return PlanLayout(low.rows(plan.rows), sort_of(plan).n_expert)
 
@@ -232,7 +232,7 @@ def plan_layout(low: Lowering, plan: Node) -> PlanLayout:
 @RULES.add(
     MoeRoute, "logits bias n_used norm scale n_group n_group_used ser", gating=("softmax", "sigmoid")
 )  # fmt: skip
-def _moe_route(low: Lowering, node: Node, op: MoeRoute) -> None:
+def _moe_route(low: GpuLowering, node: Node, op: MoeRoute) -> None:
     n, n_used, n_group = op.n_expert, op.n_used, op.n_group
     if n > MAX_EXPERTS or n_used > MAX_USED or n_group > MAX_GROUPS:
         raise UnsupportedError(
@@ -252,7 +252,7 @@ def _scores_bytes(route: MoeRoute, warps: int) -> int:
 
 
 @RULES.add(MoeSort, "route n_expert")
-def _moe_sort(low: Lowering, node: Node, op: MoeSort) -> None:
+def _moe_sort(low: GpuLowering, node: Node, op: MoeSort) -> None:
     route, n_expert, n_used = op.route, op.n_expert, op.n_used
     at = plan_layout(low, node)
     if at.n_pairs > MAX_PAIRS:
@@ -265,7 +265,7 @@ def _moe_sort(low: Lowering, node: Node, op: MoeSort) -> None:
              low.out(route), *sections, _int(n_expert), _int(n_used), when=when)  # fmt: skip
 
 
-def _few_in_one_block(low: Lowering, route: Node, sections: list[Ref]) -> When | None:
+def _few_in_one_block(low: GpuLowering, route: Node, sections: list[Ref]) -> When | None:
     """If routing was the last launch: for few rows one block routes and sorts. Returns when sorting is left to do."""
     last = low.ops[-1] if len(low.ops) > low.turn_start else None
     if last is None or last.node is not route or last.kernel != "layer_moe_route":
@@ -274,7 +274,7 @@ def _few_in_one_block(low: Lowering, route: Node, sections: list[Ref]) -> When |
     n_expert, spec = op.n_expert, route.rows
     shared = max(_scores_bytes(op, FEW_TOKENS), _sort_bytes(n_expert, FEW_TOKENS))
     low.ops[-1] = replace(last, when=lambda c: c.rows(spec) > FEW_TOKENS)
-    low.ops.append(Op("layer_moe_route_sort", 1, 32 * FEW_TOKENS, shared, (*last.args, *sections), route,
+    low.ops.append(GpuLaunch("layer_moe_route_sort", 1, 32 * FEW_TOKENS, shared, (*last.args, *sections), route,
                       lambda c: c.rows(spec) <= FEW_TOKENS))  # fmt: skip
     return lambda c: c.rows(spec) > FEW_TOKENS
 
@@ -284,7 +284,7 @@ def _sort_bytes(n_expert: int, warps: int) -> int:
 
 
 @RULES.add(ScaleId, "x by plan")
-def _scale_id(low: Lowering, node: Node, op: ScaleId) -> None:
+def _scale_id(low: GpuLowering, node: Node, op: ScaleId) -> None:
     order = low.out(op.plan) + plan_layout(low, op.plan).order
     by, n_used = (low.weight(op.by), 0) if isinstance(op.by, Weight) else (low.out(op.by), op.sort.n_used)
     low.emit("layer_scale_id", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
@@ -293,7 +293,7 @@ def _scale_id(low: Lowering, node: Node, op: ScaleId) -> None:
 
 
 @RULES.add(MoeSum, "y route plan weighted")
-def _moe_sum(low: Lowering, node: Node, op: MoeSum) -> None:
+def _moe_sum(low: GpuLowering, node: Node, op: MoeSum) -> None:
     low.emit("layer_moe_sum", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.y), low.out(op.route) if op.weighted else 0,
              low.out(op.plan) + plan_layout(low, op.plan).position, low.out(node), _int(node.cols),
@@ -301,14 +301,14 @@ def _moe_sum(low: Lowering, node: Node, op: MoeSum) -> None:
 
 
 @RULES.add(AddId, "x w plan")
-def _add_id(low: Lowering, node: Node, op: AddId) -> None:
+def _add_id(low: GpuLowering, node: Node, op: AddId) -> None:
     order = low.out(op.plan) + plan_layout(low, op.plan).order
     low.emit("layer_add_id", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.x), low.weight(op.w), _row_floats(op.w), order, low.out(node),
              _int(node.cols))  # fmt: skip
 
 
-def zero_dropped(low: Lowering, node: Node, plan: Node) -> None:
+def zero_dropped(low: GpuLowering, node: Node, plan: Node) -> None:
     """Rows of an expert product that belong to slots dropped by `-ser` become zero; nothing where none can be."""
     if route_of(sort_of(plan).route).ser:
         low.emit("layer_zero_dropped", row_grid(node.rows, parts_of(node.cols, THREADS)), THREADS, 0, low.state,

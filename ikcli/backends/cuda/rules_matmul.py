@@ -15,9 +15,9 @@ import numpy as np
 
 from ikcli.backends.cuda.activations import activations
 from ikcli.backends.cuda.layouts import max_tiles
-from ikcli.backends.cuda.lower import RULES, Arg, Counts, Lowering, Ref
+from ikcli.backends.cuda.lower import RULES, Arg, Counts, GpuLowering, Ref
 from ikcli.backends.cuda.rules_layers import glu_args, plan_layout, zero_dropped
-from ikcli.backends.cuda.upload import RowFormat, device_format, is_float, table_bytes, table_name
+from ikcli.backends.cuda.upload import DeviceRowFormat, device_format, is_float, table_bytes, table_name
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.ops_experts import MoeUpGate, MulMatId, sort_of
 from ikcli.graph.ops_rows import Embed, MulMat, MulMatHeads
@@ -48,7 +48,7 @@ class Matrices:
     """Weights of a product: `count` matrices of equal shape (heads; 1 for experts, which the plan chooses)."""
 
     w: Weight
-    fmt: RowFormat
+    fmt: DeviceRowFormat
     count: int
 
     @property
@@ -60,7 +60,7 @@ class Matrices:
         """Blocks of 32 columns, or columns of float types."""
         return self.w.ne0 if self.fmt.columns == 1 else self.w.ne0 // 32
 
-    def args(self, low: Lowering, *more: Arg) -> tuple[Arg, ...]:
+    def args(self, low: GpuLowering, *more: Arg) -> tuple[Arg, ...]:
         """Weight arguments of the kernels."""
         rows = self.w.shape[1] if len(self.w.shape) > 1 else 1
         return (low.weight(self.w, self.row_bytes), *more, self.row_bytes, rows * self.row_bytes,
@@ -72,7 +72,7 @@ def matrices(w: Weight, count: int) -> Matrices:
     return Matrices(w, device_format(w.type, w.name), count)
 
 
-def shared_bytes(fmt: RowFormat) -> int:
+def shared_bytes(fmt: DeviceRowFormat) -> int:
     """Dynamic shared memory of `mm_*`."""
     if fmt.columns == 1:
         return MM_FLOAT
@@ -81,13 +81,13 @@ def shared_bytes(fmt: RowFormat) -> int:
     return MM_CODES + 2 * 4 * 4 * MM_TILE * (kinds + 1 + minima)
 
 
-def table(low: Lowering, w: Weight) -> Arg:
+def table(low: GpuLowering, w: Weight) -> Arg:
     """The grid that the kernels of a type read, or 0."""
     found = table_name(w.type)
     return 0 if not found else low.shared(("grid", found), lambda: low.constant(table_bytes(found)))
 
 
-def split_of(low: Lowering, m: Matrices, items: int) -> int:
+def split_of(low: GpuLowering, m: Matrices, items: int) -> int:
     """log2 of the warps that share two weight rows, so that the product of one row fills the device; less than 0: short
     rows share a warp.
 
@@ -100,7 +100,7 @@ def split_of(low: Lowering, m: Matrices, items: int) -> int:
     return bits
 
 
-def _input(low: Lowering, w: Weight, x: HeadSlice, heads: int) -> Input:
+def _input(low: GpuLowering, w: Weight, x: HeadSlice, heads: int) -> Input:
     src = x.node
     if is_float(w.type):
         return Input(low.out(src) + 4 * x.offset, 4 * src.cols, 4 * x.head_stride)
@@ -118,7 +118,7 @@ class Few:
         return c.rows(self.rows) <= MV_ROWS
 
 
-def _dense(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int) -> None:
+def _dense(low: GpuLowering, node: Node, w: Weight, x: HeadSlice, heads: int) -> None:
     m, a, rows = matrices(w, heads), _input(low, w, x, heads), node.rows
     out = (low.out(node), node.cols, w.ne1)
     tail = (0, 0, 0, np.int32(1), table(low, w))
@@ -133,7 +133,7 @@ def _dense(low: Lowering, node: Node, w: Weight, x: HeadSlice, heads: int) -> No
         _tiles(low, node, m, (a.at, a.row, a.head, *out, *tail))
 
 
-def _tiles(low: Lowering, node: Node, m: Matrices, args: tuple[Arg, ...]) -> None:
+def _tiles(low: GpuLowering, node: Node, m: Matrices, args: tuple[Arg, ...]) -> None:
     """`mm_*` of all rows, and the sum of parts where the tiles alone would not fill the device."""
     rows, row_tiles = node.rows, -(-m.w.ne1 // MM_TILE)
     most, per_row = BLOCKS_PER_SM * low.device.n_sm, 4 * node.cols
@@ -173,7 +173,7 @@ _ROW_BYTES, _N_ROWS, _X, _TILES, _SPLIT, _MORE = 5, 7, 9, 15, 20, 21
 _NO_MORE: tuple[Arg, ...] = (0, np.int32(0), 0, 0)
 
 
-def _joined(low: Lowering, node: Node, m: Matrices, a: Input, many: bool) -> bool:
+def _joined(low: GpuLowering, node: Node, m: Matrices, a: Input, many: bool) -> bool:
     """Let an earlier `mv_*` of this turn with the same input compute this product too: it has up to three matrices.
 
     The node keeps its own `mm_*`, if it has one; else it is noted as completed by the earlier launch.
@@ -207,12 +207,12 @@ def _not(when: Callable[[Counts], bool]) -> Callable[[Counts], bool]:
 
 
 @RULES.add(MulMat, "w x")
-def _mul_mat(low: Lowering, node: Node, op: MulMat) -> None:
+def _mul_mat(low: GpuLowering, node: Node, op: MulMat) -> None:
     _dense(low, node, op.w, HeadSlice(op.x, 0, op.x.cols, 0), 1)
 
 
 @RULES.add(MulMatHeads, "w x")
-def _mul_mat_heads(low: Lowering, node: Node, op: MulMatHeads) -> None:
+def _mul_mat_heads(low: GpuLowering, node: Node, op: MulMatHeads) -> None:
     _dense(low, node, op.w, op.x, op.w.ne2)
 
 
@@ -221,7 +221,7 @@ def _mul_mat_heads(low: Lowering, node: Node, op: MulMatHeads) -> None:
 class ByExpert:
     """Products over the tiles of a plan."""
 
-    low: Lowering
+    low: GpuLowering
     plan: Node
 
     @property
@@ -275,7 +275,7 @@ class ByExpert:
 
 
 @RULES.add(MulMatId, "w x plan sorted_in")
-def _mul_mat_id(low: Lowering, node: Node, op: MulMatId) -> None:
+def _mul_mat_id(low: GpuLowering, node: Node, op: MulMatId) -> None:
     run = ByExpert(low, op.plan)
     a = run.input(op.w, op.x, op.sorted_in)
     run.matvec(op.w, None, a, low.out(node))
@@ -284,7 +284,7 @@ def _mul_mat_id(low: Lowering, node: Node, op: MulMatId) -> None:
 
 
 @RULES.add(MoeUpGate, "up gate x plan act")
-def _moe_up_gate(low: Lowering, node: Node, op: MoeUpGate) -> None:
+def _moe_up_gate(low: GpuLowering, node: Node, op: MoeUpGate) -> None:
     up, gate, x, plan = op.up, op.gate, op.x, op.plan
     run, out = ByExpert(low, plan), low.out(node)
     a = run.input(up, x, False)
@@ -307,7 +307,7 @@ def _moe_up_gate(low: Lowering, node: Node, op: MoeUpGate) -> None:
 
 # --- embeddings -------------------------------------------------------------------------------------------------------
 @RULES.add(Embed, "w")
-def _embed(low: Lowering, node: Node, op: Embed) -> None:
+def _embed(low: GpuLowering, node: Node, op: Embed) -> None:
     m = matrices(op.w, 1)
     low.emit(f"embed_{m.fmt.name}", lambda c: c.rows(node.rows), EMBED_THREADS, 0, low.state, low.weight(m.w),
              m.row_bytes, np.int32(m.units), low.out(node), table(low, m.w))  # fmt: skip

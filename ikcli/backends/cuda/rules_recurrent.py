@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ikcli.backends.cuda.activations import PER_BLOCK, THREADS, format_args, parts_of, row_grid
-from ikcli.backends.cuda.lower import RULES, Arg, Counts, Grid, Lowering
+from ikcli.backends.cuda.lower import RULES, Arg, Counts, GpuLowering, Grid
 from ikcli.backends.cuda.upload import device_row_bytes
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
@@ -19,7 +19,7 @@ V_COLUMNS = 32  # of a block of one
 
 
 @RULES.add(ShortConv, "state parts weights")
-def _short_conv(low: Lowering, node: Node, op: ShortConv) -> None:
+def _short_conv(low: GpuLowering, node: Node, op: ShortConv) -> None:
     if op.n_taps > MAX_TAPS:
         raise UnsupportedError(f"{node.name}: {op.n_taps} taps are more than the GPU kernel takes ({MAX_TAPS})")
     at = 0
@@ -38,7 +38,7 @@ def _conv_grid(cols: int) -> Grid:
 
 
 @RULES.add(L2Norm, "x offset n_cols width eps")
-def _l2_norm(low: Lowering, node: Node, op: L2Norm) -> None:
+def _l2_norm(low: GpuLowering, node: Node, op: L2Norm) -> None:
     groups = node.cols // op.width
     low.emit("layer_l2_groups", lambda c: parts_of(c.rows(node.rows) * groups, 4), 128, 0, low.state,
              *low.row_args(node.rows), low.out(op.x) + 4 * op.offset, op.x.cols, low.out(node), np.int32(groups),
@@ -46,7 +46,7 @@ def _l2_norm(low: Lowering, node: Node, op: L2Norm) -> None:
 
 
 @RULES.add(Decay, "x dt a bound")
-def _decay(low: Lowering, node: Node, op: Decay) -> None:
+def _decay(low: GpuLowering, node: Node, op: Decay) -> None:
     step = device_row_bytes(op.a.type, op.a.ne0) // 4 if op.a.ne0 == 1 else 1  # one value per row, or all in one
     low.emit("layer_decay", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.x), low.weight(op.dt), low.weight(op.a), np.int32(step),
@@ -54,7 +54,7 @@ def _decay(low: Lowering, node: Node, op: Decay) -> None:
 
 
 @RULES.add(DeltaNet, "state q k v decay beta n_head n_head_k scale tiled")
-def _delta_net(low: Lowering, node: Node, op: DeltaNet) -> None:
+def _delta_net(low: GpuLowering, node: Node, op: DeltaNet) -> None:
     dk, dv = op.k.width, op.v.width
     most = next((n for n in KEY_COLUMNS if n >= dk), None)
     if most is None:
@@ -79,7 +79,7 @@ def _staged(most: int, by_column: bool) -> int:
 
 
 @RULES.add(GatedNorm, "x w gate eps activation")
-def _gated_norm(low: Lowering, node: Node, op: GatedNorm) -> None:
+def _gated_norm(low: GpuLowering, node: Node, op: GatedNorm) -> None:
     groups = node.cols // op.w.ne0
     low.emit("layer_gated_norm", lambda c: parts_of(c.rows(node.rows) * groups, 4), 128, 0, low.state,
              *low.row_args(node.rows), low.out(op.x), low.weight(op.w), low.out(op.gate), low.out(node),

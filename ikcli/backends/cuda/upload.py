@@ -29,7 +29,7 @@ _CHUNK_BYTES = 1 << 24  # of a tensor at a time: bounds temporaries
 
 
 @dataclass(frozen=True, slots=True)
-class RowFormat:
+class DeviceRowFormat:
     """Rows of blocks of `columns` columns and `n_bytes` bytes after a header; `planes`: (offset, bytes) in a block.
 
     `scale`: bytes of the row's scale that are kept from the start of the header, 0: no such scale.
@@ -54,13 +54,13 @@ def _aligned(n: int) -> int:
 
 
 @cache
-def _format(type_: GGMLType) -> RowFormat | None:
+def _format(type_: GGMLType) -> DeviceRowFormat | None:
     """Of a type that needs no separation, or None if there are no kernels."""
     t = TYPES[type_]
     if not t.cuda:
         return None
     scale = min(t.row_meta_size, 4)
-    return RowFormat(t.cuda_name or t.name, t.block_size, t.type_size, t.cuda, t.row_meta_size, scale, t.tile)
+    return DeviceRowFormat(t.cuda_name or t.name, t.block_size, t.type_size, t.cuda, t.row_meta_size, scale, t.tile)
 
 
 def device_type(type_: GGMLType, name: str = "a tensor") -> GGMLType:
@@ -73,7 +73,7 @@ def device_type(type_: GGMLType, name: str = "a tensor") -> GGMLType:
     return found
 
 
-def device_format(type_: GGMLType, name: str = "a tensor") -> RowFormat:
+def device_format(type_: GGMLType, name: str = "a tensor") -> DeviceRowFormat:
     """How rows of a stored type are on the device."""
     found = _format(device_type(type_, name))
     assert found is not None
@@ -120,7 +120,7 @@ def _separated(rows: Bytes, type_: GGMLType, k: int) -> Bytes:
     return plain
 
 
-def _convert_rows(rows: Bytes, fmt: RowFormat, out: Bytes, type_: GGMLType, k: int) -> None:
+def _convert_rows(rows: Bytes, fmt: DeviceRowFormat, out: Bytes, type_: GGMLType, k: int) -> None:
     n_blocks, at = k // fmt.columns, 0
     blocks = rows[:, fmt.header :].reshape(len(rows), n_blocks, fmt.n_bytes) if fmt.columns > 1 else None
     for offset, size in fmt.planes:

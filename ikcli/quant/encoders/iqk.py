@@ -27,7 +27,7 @@ _LEAST_WEIGHT = np.float32(1e-6)  # of the mean weight: elements without weight 
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class IqkSearch:
     """How a type is searched: table, sub-block size, multipliers low..high, and how much is tried.
 
     `grid`: largest element of a sub-block in table units, first, last, number; `reach`: first, last and number of
@@ -54,23 +54,23 @@ class Search:
 
 
 SEARCHES = {
-    GGMLType.IQ2_K: Search("iq2", 16, -8, 7, (10.0, 50.0, 12), (0.4, 2.0, 64), signs=2, n_keep=3),
-    GGMLType.IQ3_K: Search("iq3", 16, -31, 31, (22.0, 100.0, 16), (0.35, 1.5, 96), odd=True, n_keep=3),
-    GGMLType.IQ4_K: Search("iq4", 16, -32, 31, (50.0, 200.0, 24), (0.4, 1.5, 64), signs=2, n_keep=3),
-    GGMLType.IQ5_K: Search("iq5", 16, -32, 31, (50.0, 180.0, 32), (0.4, 1.5, 64), signs=2, n_keep=3),
-    GGMLType.IQ6_K: Search("iq6", 16, -127, 127, (60.0, 170.0, 40), (0.4, 1.5, 64), n_keep=4, n_rounds=2),
-    GGMLType.IQ2_KS: Search("iq2", 32, -16, 15, (10.0, 50.0, 12), (0.28, 1.5, 64), per_row=True, signs=2),
-    GGMLType.IQ3_KS: Search("iq3", 32, -16, 15, (22.0, 100.0, 16), (0.28, 1.5, 64), per_row=True, signs=2, n_keep=3),
-    GGMLType.IQ4_KS: Search(
+    GGMLType.IQ2_K: IqkSearch("iq2", 16, -8, 7, (10.0, 50.0, 12), (0.4, 2.0, 64), signs=2, n_keep=3),
+    GGMLType.IQ3_K: IqkSearch("iq3", 16, -31, 31, (22.0, 100.0, 16), (0.35, 1.5, 96), odd=True, n_keep=3),
+    GGMLType.IQ4_K: IqkSearch("iq4", 16, -32, 31, (50.0, 200.0, 24), (0.4, 1.5, 64), signs=2, n_keep=3),
+    GGMLType.IQ5_K: IqkSearch("iq5", 16, -32, 31, (50.0, 180.0, 32), (0.4, 1.5, 64), signs=2, n_keep=3),
+    GGMLType.IQ6_K: IqkSearch("iq6", 16, -127, 127, (60.0, 170.0, 40), (0.4, 1.5, 64), n_keep=4, n_rounds=2),
+    GGMLType.IQ2_KS: IqkSearch("iq2", 32, -16, 15, (10.0, 50.0, 12), (0.28, 1.5, 64), per_row=True, signs=2),
+    GGMLType.IQ3_KS: IqkSearch("iq3", 32, -16, 15, (22.0, 100.0, 16), (0.28, 1.5, 64), per_row=True, signs=2, n_keep=3),
+    GGMLType.IQ4_KS: IqkSearch(
         "iq4", 32, -127, 127, (50.0, 200.0, 24), (0.2, 1.5, 64), odd=True, per_row=True, half=False
     ),
-    GGMLType.IQ5_KS: Search(
+    GGMLType.IQ5_KS: IqkSearch(
         "iq5", 32, -127, 127, (50.0, 180.0, 32), (0.2, 1.5, 64), odd=True, per_row=True, half=False
     ),
-    GGMLType.IQ4_KSS: Search(
+    GGMLType.IQ4_KSS: IqkSearch(
         "iq4 parity", 32, -127, 127, (50.0, 200.0, 24), (0.2, 1.5, 64), odd=True, per_row=True, half=False
     ),
-    GGMLType.IQ2_KL: Search(
+    GGMLType.IQ2_KL: IqkSearch(
         "iq2 pairs",
         32,
         -32,
@@ -95,7 +95,7 @@ def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: Enco
     return encode_with(values, type, imatrix, SLOW_IQ2_KS if slow else SEARCHES[type])
 
 
-def encode_with(values: Floats, type: GGMLType, imatrix: Floats | None, search: Search) -> Bytes:
+def encode_with(values: Floats, type: GGMLType, imatrix: Floats | None, search: IqkSearch) -> Bytes:
     """`encode` with a search of the caller's choice."""
     n_rows, ne0 = values.shape
     weights = mean_one_weights(imatrix, ne0)
@@ -115,18 +115,18 @@ def mean_one_weights(imatrix: Floats | None, ne0: int) -> Floats:
     return np.maximum((wide / mean).astype(np.float32), _LEAST_WEIGHT)
 
 
-def _grid(search: Search) -> Floats:
+def _grid(search: IqkSearch) -> Floats:
     first, last, number = search.grid
     return (1.0 / np.linspace(first, last, number)).astype(np.float32)
 
 
-def _factors(search: Search) -> Floats:
+def _factors(search: IqkSearch) -> Floats:
     first, last, number = search.reach
     one = np.geomspace(first, last, number).astype(np.float32)
     return one if search.signs == 1 else np.concatenate((one, -one[::-1]))
 
 
-class Found(NamedTuple):
+class IqkFound(NamedTuple):
     """Scales d (units,), multipliers m and table rows t (units, subs), codes (units, subs, codes per sub-block)."""
 
     d: Floats
@@ -135,11 +135,11 @@ class Found(NamedTuple):
     codes: Bytes
 
 
-def _encode_rows(values: Floats, type: GGMLType, weights: Floats, search: Search) -> Bytes:
+def _encode_rows(values: Floats, type: GGMLType, weights: Floats, search: IqkSearch) -> Bytes:
     return PACKERS[type](*find(values, type, weights, search), len(values))
 
 
-def find(values: Floats, type: GGMLType, weights: Floats, search: Search) -> Found:
+def find(values: Floats, type: GGMLType, weights: Floats, search: IqkSearch) -> IqkFound:
     """Search rows (n_rows, ne0); weights (ne0,) have mean 1."""
     ne0 = values.shape[1]
     unit = ne0 if search.per_row else TYPES[type].block_size
@@ -166,10 +166,10 @@ def find(values: Floats, type: GGMLType, weights: Floats, search: Search) -> Fou
     params += [min(search.n_keep, len(factors)), search.n_rounds, search.n_options, search.span]
     slots = np.array(params, np.int64)
     run(_key(search), _at(slots))
-    return Found(d, m, t, codes)
+    return IqkFound(d, m, t, codes)
 
 
-def _key(search: Search) -> KernelKey:
+def _key(search: IqkSearch) -> KernelKey:
     if search.table == "iq4 parity":
         return KernelKey(_JOINT_KERNELS, "make_search_parity")
     if search.table == "iq2 pairs":

@@ -97,7 +97,7 @@ def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: Enco
     return iquants_pack.pack(type, find(values, type, imatrix)).reshape(-1)
 
 
-def find(values: Floats, type: GGMLType, imatrix: Floats | None) -> iquants_pack.Found:
+def find(values: Floats, type: GGMLType, imatrix: Floats | None) -> iquants_pack.GridFound:
     """Scales, points and signs of rows (n_rows, ne0)."""
     fmt, t = _FORMATS[type], _tables(type)
     n_rows, ne0 = values.shape
@@ -114,7 +114,7 @@ def find(values: Floats, type: GGMLType, imatrix: Floats | None) -> iquants_pack
     if fmt.kind != _TERNARY:
         words = [_at(work.x), n_rows, ne0 // 8, _at(weights), _at(tables.grid(fmt.grid)), _at(work.points)]
         _call(_key("make_signs", len(t.grid) if fmt.kind == _EVEN else 8, fmt.kind), [*words, _at(work.signs)])
-    return iquants_pack.Found(work.d, work.scales, work.points, work.signs)
+    return iquants_pack.GridFound(work.d, work.scales, work.points, work.signs)
 
 
 def grid_format(type: GGMLType) -> GridFormat:

@@ -17,7 +17,7 @@ from ikcli.gguf.constants import GGMLType
 Bytes = npt.NDArray[np.uint8]
 
 
-class Found(NamedTuple):
+class GridFound(NamedTuple):
     """Result of the search; see the module's docstring."""
 
     d: npt.NDArray[np.float32]
@@ -26,14 +26,14 @@ class Found(NamedTuple):
     signs: Bytes
 
 
-def pack(type: GGMLType, found: Found) -> Bytes:
+def pack(type: GGMLType, found: GridFound) -> Bytes:
     """(n_rows, row bytes) of `type`; n_rows is a multiple of 4 for the R4 types."""
     fn = _PACKERS[type]
     if type in (GGMLType.IQ1_S_R4, GGMLType.IQ1_M_R4):
         return fn(found)
     n_rows = len(found.d)
     blocks = found.d.size
-    flat = Found(
+    flat = GridFound(
         found.d.reshape(blocks, 1),
         found.scales.reshape(blocks, -1),
         found.points.reshape(blocks, -1),
@@ -59,51 +59,51 @@ def _join(values: npt.NDArray[Any], width: int, n: int) -> npt.NDArray[np.uint32
     return joined
 
 
-def _iq2_xxs(f: Found) -> Bytes:
+def _iq2_xxs(f: GridFound) -> Bytes:
     words = _join(f.signs & 127, 7, 4) | f.scales.astype(np.uint32) << 28
     per_sub = (f.points.astype(np.uint8).reshape(-1, 4), _bytes(words.reshape(-1, 1), "<u4"))
     return np.concatenate((_bytes(f.d, "<f2"), np.concatenate(per_sub, axis=1).reshape(len(f.d), -1)), axis=1)
 
 
-def _iq2_xs(f: Found) -> Bytes:
+def _iq2_xs(f: GridFound) -> Bytes:
     words = f.points | (f.signs & 127).astype(np.int32) << 9
     return np.concatenate((_bytes(f.d, "<f2"), _bytes(words, "<u2"), _nibbles(f.scales)), axis=1)
 
 
-def _iq2_s(f: Found) -> Bytes:
+def _iq2_s(f: GridFound) -> Bytes:
     high = _join(f.points >> 8, 2, 4).astype(np.uint8)
     low = f.points.astype(np.uint8)
     return np.concatenate((_bytes(f.d, "<f2"), low, f.signs, high, _nibbles(f.scales)), axis=1)
 
 
-def _iq3_xxs(f: Found) -> Bytes:
+def _iq3_xxs(f: GridFound) -> Bytes:
     words = _join(f.signs & 127, 7, 4) | f.scales.astype(np.uint32) << 28
     return np.concatenate((_bytes(f.d, "<f2"), f.points.astype(np.uint8), _bytes(words, "<u4")), axis=1)
 
 
-def _iq3_s(f: Found) -> Bytes:
+def _iq3_s(f: GridFound) -> Bytes:
     high = _join(f.points >> 8, 1, 8).astype(np.uint8)
     low = f.points.astype(np.uint8)
     return np.concatenate((_bytes(f.d, "<f2"), low, high, f.signs, _nibbles(f.scales)), axis=1)
 
 
-def _iq1_s_words(f: Found) -> npt.NDArray[np.uint32]:
+def _iq1_s_words(f: GridFound) -> npt.NDArray[np.uint32]:
     """Per 32 values: three high bits of four points, sub-block scale, sign of the shift."""
     negative = (f.points[:, ::4] >> 16).astype(np.uint32)
     high = _join(f.points >> 8 & 7, 3, 4)
     return high | f.scales.astype(np.uint32) << np.uint32(12) | negative << np.uint32(15)
 
 
-def _iq1_s(f: Found) -> Bytes:
+def _iq1_s(f: GridFound) -> Bytes:
     return np.concatenate((_bytes(f.d, "<f2"), f.points.astype(np.uint8), _bytes(_iq1_s_words(f), "<u2")), axis=1)
 
 
-def _iq1_m_high(f: Found) -> Bytes:
+def _iq1_m_high(f: GridFound) -> Bytes:
     """Per 16 values: three high bits and sign of the shift of two points."""
     return _nibbles((f.points >> 8 & 7 | f.points >> 13 & 8).astype(np.uint8))
 
 
-def _iq1_m(f: Found) -> Bytes:
+def _iq1_m(f: GridFound) -> Bytes:
     d = f.d.astype(np.float16).view(np.uint16).astype(np.uint32)
     words = _join(f.scales, 3, 4) | (d >> np.arange(0, 16, 4, dtype=np.uint32) & 15) << 12
     return np.concatenate((f.points.astype(np.uint8), _iq1_m_high(f), _bytes(words, "<u2")), axis=1)
@@ -115,26 +115,26 @@ def _by_group(values: Bytes, width: int) -> Bytes:
     return values.reshape(n // 4, 4, -1, width).transpose(0, 2, 3, 1)
 
 
-def _rows4(f: Found, parts: list[Bytes]) -> Bytes:
+def _rows4(f: GridFound, parts: list[Bytes]) -> Bytes:
     groups = len(f.d) // 4
     blocks = np.concatenate([p.reshape(groups, p.shape[1], -1) for p in parts], axis=2).reshape(groups, -1)
     head = _bytes(f.d.reshape(groups, 4), "<f2")
     return np.concatenate((head, blocks), axis=1).reshape(len(f.d), -1)
 
 
-def _iq1_s_r4(f: Found) -> Bytes:
+def _iq1_s_r4(f: GridFound) -> Bytes:
     words = _iq1_s_words(f).astype("<u2")
     groups = len(words) // 4
     high = np.ascontiguousarray(words.reshape(groups, 4, -1).transpose(0, 2, 1)).view(np.uint8)
     return _rows4(f, [_by_group(f.points.astype(np.uint8), 4), high])
 
 
-def _iq1_m_r4(f: Found) -> Bytes:
+def _iq1_m_r4(f: GridFound) -> Bytes:
     low, high = _by_group(f.points.astype(np.uint8), 4), _by_group(_iq1_m_high(f), 2)
     return _rows4(f, [low, high, _by_group(_nibbles(f.scales), 1)])
 
 
-_PACKERS: dict[GGMLType, Callable[[Found], Bytes]] = {
+_PACKERS: dict[GGMLType, Callable[[GridFound], Bytes]] = {
     GGMLType.IQ2_XXS: _iq2_xxs,
     GGMLType.IQ2_XS: _iq2_xs,
     GGMLType.IQ2_S: _iq2_s,

@@ -29,7 +29,7 @@ Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class TrellisSearch:
     """Table of a type and how it is searched.
 
     `scales`: first trial scale of a sub-block (of rms / deviation of the table), ratio to the next, number of fours;
@@ -63,16 +63,16 @@ _LOW, _BOTH = (TRELLIS_OFFSET,), (TRELLIS_OFFSET, TRELLIS_OFFSET_HIGH)
 _IQ3, _SIGNED = tuple(map(float, range(16))), tuple(map(float, range(-64, 64)))
 _IQ4 = tuple(float(v) for v in IQ4_VALUES[0])
 SEARCHES = {
-    GGMLType.IQ1_KT: Search(
+    GGMLType.IQ1_KT: TrellisSearch(
         8, 8192, 256, _LOW, _IQ4, (0.7, 1.12, 1), (8.0, 36.0), (0.8, 4.0), linear=False, n_rounds=1
     ),
-    GGMLType.IQ2_KT: Search(
+    GGMLType.IQ2_KT: TrellisSearch(
         8, 65536, 512, _LOW, _IQ4, (0.75, 1.12, 1), (5.0, 21.0), (0.8, 4.0), linear=False, n_rounds=1
     ),
-    GGMLType.IQ3_KT: Search(
+    GGMLType.IQ3_KT: TrellisSearch(
         8, 65536, 512, _LOW, _IQ3, (0.7, 1.12, 2), (6.0, 20.0), (0.8, 3.0), magnitude=True, n_rounds=1, n_windows=2
     ),
-    GGMLType.IQ4_KT: Search(4, 32768, 512, _BOTH, _SIGNED, (0.7, 1.08, 2), (8.0, 16.0), (0.9, 2.0)),
+    GGMLType.IQ4_KT: TrellisSearch(4, 32768, 512, _BOTH, _SIGNED, (0.7, 1.08, 2), (8.0, 16.0), (0.9, 2.0)),
 }
 
 
@@ -81,7 +81,7 @@ def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: Enco
     return encode_with(values, type, imatrix, SEARCHES[type])
 
 
-def encode_with(values: Floats, type: GGMLType, imatrix: Floats | None, search: Search) -> Bytes:
+def encode_with(values: Floats, type: GGMLType, imatrix: Floats | None, search: TrellisSearch) -> Bytes:
     """`encode` with a search of the caller's choice."""
     n_rows, ne0 = values.shape
     weights = mean_one_weights(imatrix)
@@ -101,7 +101,7 @@ def mean_one_weights(imatrix: Floats | None) -> Floats | None:
     return np.maximum((wide / mean).astype(np.float32), _LEAST_WEIGHT)
 
 
-class Found(NamedTuple):
+class TrellisFound(NamedTuple):
     """Of n rows: scales d (n,), per sub-block multiplier and table (n * subs,), table rows (n * subs, groups)."""
 
     d: Floats
@@ -110,11 +110,11 @@ class Found(NamedTuple):
     rows: Ints
 
 
-def _encode_rows(values: Floats, type: GGMLType, weights: Floats | None, search: Search) -> Bytes:
+def _encode_rows(values: Floats, type: GGMLType, weights: Floats | None, search: TrellisSearch) -> Bytes:
     return pack(values, type, find(values, weights, search))
 
 
-def pack(values: Floats, type: GGMLType, found: Found) -> Bytes:
+def pack(values: Floats, type: GGMLType, found: TrellisFound) -> Bytes:
     """Bytes (n_rows, row bytes); IQ3_KT takes the signs of `values`."""
     n_groups = 8 * found.rows.shape[1]
     blocks = _PACKERS[type](values, found.m.reshape(-1, 8), found.book.reshape(-1, 8), found.rows.reshape(-1, n_groups))
@@ -122,7 +122,7 @@ def pack(values: Floats, type: GGMLType, found: Found) -> Bytes:
     return np.concatenate((header, blocks.reshape(len(header), -1)), axis=1)
 
 
-def find(values: Floats, weights: Floats | None, search: Search) -> Found:
+def find(values: Floats, weights: Floats | None, search: TrellisSearch) -> TrellisFound:
     """Search rows (n_rows, ne0); weights (ne0,) have mean 1."""
     n_rows, ne0 = values.shape
     n_subs = ne0 // 32
@@ -141,7 +141,7 @@ def find(values: Floats, weights: Floats | None, search: Search) -> Found:
     args = (search.size, int(weights is not None), int(search.linear), both_signs)
     params = np.array(slots, np.int64)
     run(KernelKey(_KERNELS, "make_search", args), _at(params))
-    return Found(d, m, book, rows)
+    return TrellisFound(d, m, book, rows)
 
 
 def _at(array: npt.NDArray[Any]) -> int:

@@ -1,1 +1,1 @@
-"""The HTTP side of `ik serve`: endpoints and JSON of llama-server (both forks) over ikcli.server.engine."""
+"""The HTTP side of `ik serve`: endpoints and JSON of llama-server (both forks) over ikcli.server.slots."""

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ikcli.server.engine.messages import Delta, Event, Failure, Final, GenerationRequest, PromptProgress
 from ikcli.server.http import sse
 from ikcli.server.http.bridge import Disconnected, Job
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.jsontext import dump_bytes
 from ikcli.server.http.shapes.common import Shape
 from ikcli.server.http.state import ServerState
+from ikcli.server.slots.messages import Delta, Event, Failure, Final, GenerationRequest, PromptProgress
 
 CLIENT_GONE = 499
 

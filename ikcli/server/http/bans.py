@@ -9,9 +9,9 @@ from typing import Any
 
 from ikcli.config import RunConfig
 from ikcli.errors import UsageError
-from ikcli.server.engine.messages import Bans
-from ikcli.server.engine.patterns import Pattern, PatternError
 from ikcli.server.http.errors import bad_request
+from ikcli.server.slots.messages import Bans
+from ikcli.server.slots.patterns import Pattern, PatternError
 
 NEVER = -999.0  # a bias that stands for minus infinity
 _PATTERNS = {"banned_regex": False, "banned_regex_case_insensitive": True}

@@ -15,10 +15,10 @@ from typing import Protocol
 
 from starlette.types import Receive
 
-from ikcli.server.engine.messages import Event, Failure, Final, GenerationRequest
+from ikcli.server.slots.messages import Event, Failure, Final, GenerationRequest
 
 
-class Ticket(Protocol):
+class TicketLike(Protocol):
     """A request in the engine."""
 
     id_task: int
@@ -30,7 +30,7 @@ class Ticket(Protocol):
 class Submitter(Protocol):
     """The part of the engine a job needs."""
 
-    def submit(self, request: GenerationRequest, on_event: object) -> Ticket:
+    def submit(self, request: GenerationRequest, on_event: object) -> TicketLike:
         """Queue a request; events come from the engine's thread."""
 
 
@@ -74,7 +74,7 @@ class Job:
         """`stream`: deltas and progress are wanted too, not only the ends."""
         self._bridge = bridge
         self._stream = stream
-        self._tickets: list[Ticket] = []
+        self._tickets: list[TicketLike] = []
         self._ready: list[tuple[int, Event]] = []
         self._waiter: asyncio.Future[None] | None = None
         self._open = 0

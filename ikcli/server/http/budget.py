@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.server.engine.messages import Constraint
+from ikcli.server.slots.messages import Constraint
 from ikcli.tokenizer import Tokenizer
 
 

@@ -20,8 +20,6 @@ from ikcli.chat.request import ChatDefaults, parse_request
 from ikcli.config import RunConfig
 from ikcli.errors import IkError, UsageError
 from ikcli.grammar.spec import GrammarSpec
-from ikcli.server.engine.messages import Constraint
-from ikcli.server.engine.prompt_cache import common_prefix
 from ikcli.server.http import fields as f
 from ikcli.server.http.budget import ReasoningBudget
 from ikcli.server.http.constraints import ConstraintMaker
@@ -30,6 +28,8 @@ from ikcli.server.http.params import option_text
 from ikcli.server.http.prompts import encode
 from ikcli.server.http.shapes.message import ParserMaker
 from ikcli.server.http.state import ServerState
+from ikcli.server.slots.messages import Constraint
+from ikcli.server.slots.prompt_cache import common_prefix
 from ikcli.tokenizer import Tokenizer
 
 _TEMPLATE = "tokenizer.chat_template"
@@ -142,7 +142,7 @@ def _text(tokenizer: Tokenizer, token: int | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedChat:
     """A conversation ready for the engine. `budget` tokens of thinking, -1 without limit.
 
     `turns`: how many tokens come before the first and the last user turn, for models that need checkpoints there.
@@ -194,7 +194,7 @@ class Prepared:
         )
 
 
-async def prepare(state: ServerState, body: Mapping[str, Any]) -> Prepared:
+async def prepare(state: ServerState, body: Mapping[str, Any]) -> PreparedChat:
     """The prompt, constraint and parser of a conversation; ApiError 400 naming what is wrong."""
     budget = _budget(body, state.config.server.reasoning_budget)
     message = body.get("reasoning_budget_message")
@@ -212,7 +212,7 @@ async def prepare(state: ServerState, body: Mapping[str, Any]) -> Prepared:
     if message is not None:
         words = f.text(message, "reasoning_budget_message")
     turns = await _turns(state, body, tokens) if state.engine.model.needs_checkpoints else ()
-    return Prepared(chat, tokens, keep, budget, words, turns)
+    return PreparedChat(chat, tokens, keep, budget, words, turns)
 
 
 def _render(state: ServerState, body: Mapping[str, Any]) -> ChatPrompt:

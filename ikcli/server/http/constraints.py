@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from ikcli.errors import IkError
 from ikcli.grammar.spec import GrammarKind, GrammarSpec
-from ikcli.server.engine.messages import Constraint
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.params import Options
 from ikcli.server.http.state import ServerState
+from ikcli.server.slots.messages import Constraint
 
 ConstraintMaker = Callable[[], Constraint]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ikcli.server.engine.messages import Failure
 from ikcli.server.http.jsontext import dump_bytes
+from ikcli.server.slots.messages import Failure
 
 TYPES = {
     400: "invalid_request_error",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ikcli.server.engine.states import EngineMetrics
+from ikcli.server.slots.states import EngineMetrics
 
 PREFIX = "llamacpp:"
 CONTENT_TYPE = "text/plain; version=0.0.4"

@@ -15,11 +15,11 @@ from typing import Any
 from ikcli.config import RunConfig
 from ikcli.errors import UsageError
 from ikcli.sampling.params import SamplerParams, check_params, sampler_names
-from ikcli.server.engine.messages import Bans, Speculation
 from ikcli.server.http import fields as f
 from ikcli.server.http.adapters import scales_json, scales_of
 from ikcli.server.http.bans import bans_of, server_bans
 from ikcli.server.http.errors import bad_request
+from ikcli.server.slots.messages import Bans, Speculation
 from ikcli.tokenizer import Tokenizer
 
 MAX_STOPS = 1024

@@ -25,12 +25,12 @@ from ikcli import __version__
 from ikcli.config import RunConfig
 from ikcli.errors import IkError, UsageError
 from ikcli.hostinfo import physical_cores
-from ikcli.server.engine.engine import Engine
 from ikcli.server.http.app import build_app
 from ikcli.server.http.auth import key_summary, private_file, read_keys
 from ikcli.server.http.chat import check_options
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.state import ServerState
+from ikcli.server.slots.engine import Engine
 
 if TYPE_CHECKING:
     from ikcli.engine.planner import Planner

@@ -17,7 +17,7 @@ from ikcli.server.http.params import Defaults, Limits, defaults_of
 
 @dataclass
 class ServerState:
-    """`engine` is an ikcli.server.engine Engine, or in tests something like it."""
+    """`engine` is an ikcli.server.slots Engine, or in tests something like it."""
 
     config: RunConfig
     engine: Any

@@ -9,10 +9,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ikcli.server.engine.messages import GenerationRequest
 from ikcli.server.http import fields as f
 from ikcli.server.http.answer import answer, json_response
-from ikcli.server.http.chat import Prepared, prepare
+from ikcli.server.http.chat import PreparedChat, prepare
 from ikcli.server.http.constraints import compiled
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.openapi import generation_body
@@ -23,6 +22,7 @@ from ikcli.server.http.routes.context import read_object, server
 from ikcli.server.http.shapes.chat import ChatShape
 from ikcli.server.http.shapes.common import naming
 from ikcli.server.http.state import ServerState
+from ikcli.server.slots.messages import GenerationRequest
 
 router = APIRouter(tags=["chat"])
 
@@ -46,7 +46,7 @@ _BODY = generation_body(
 
 async def generations_of(
     state: ServerState, body: dict[str, Any]
-) -> tuple[Options, Prepared, list[GenerationRequest], int | None]:
+) -> tuple[Options, PreparedChat, list[GenerationRequest], int | None]:
     """Options, the prepared chat, the engine requests, and how many top log-probabilities to return."""
     n_top = top_logprobs(body)
     if n_top is not None and body.get("n_probs") is None:
@@ -106,7 +106,7 @@ async def input_tokens(request: Request) -> Response:
     return json_response({"object": "response.input_tokens", "input_tokens": len(prepared.tokens)})
 
 
-async def _only_prompt(state: ServerState, body: dict[str, Any]) -> Prepared:
+async def _only_prompt(state: ServerState, body: dict[str, Any]) -> PreparedChat:
     parse(body, state.defaults, state.limits)
     return await prepare(state, with_defaults(state, body))
 

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ikcli.sampling.params import SamplerParams
-from ikcli.server.engine.messages import GenerationRequest
 from ikcli.server.http import fields as f
 from ikcli.server.http import infill
 from ikcli.server.http.answer import answer
@@ -25,6 +24,7 @@ from ikcli.server.http.shapes.common import Probabilities, naming
 from ikcli.server.http.shapes.completion import CompletionShape, Echo
 from ikcli.server.http.shapes.native import NativeShape
 from ikcli.server.http.state import ServerState
+from ikcli.server.slots.messages import GenerationRequest
 
 router = APIRouter(tags=["text"])
 

@@ -11,13 +11,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ikcli.server.engine import slot_file
 from ikcli.server.http.answer import json_response
 from ikcli.server.http.errors import ApiError, unsupported
 from ikcli.server.http.openapi import object_body
 from ikcli.server.http.routes.context import read_object, server, server_with_slots
 from ikcli.server.http.routes.slots import file_name
 from ikcli.server.http.state import ServerState
+from ikcli.server.slots import slot_file
 
 router = APIRouter(tags=["slots"])
 

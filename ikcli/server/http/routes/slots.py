@@ -11,7 +11,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ikcli.server.engine.states import EngineError, SlotActionResult, SlotState
 from ikcli.server.http import fields as f
 from ikcli.server.http.answer import json_response
 from ikcli.server.http.errors import ApiError, bad_request, unsupported
@@ -20,6 +19,7 @@ from ikcli.server.http.params import Options, settings
 from ikcli.server.http.routes.context import read_object, server, server_with_slots
 from ikcli.server.http.shapes.common import timings_json
 from ikcli.server.http.state import ServerState
+from ikcli.server.slots.states import EngineError, SlotActionResult, SlotState
 
 router = APIRouter(tags=["slots"])
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ikcli.chat.parser import ChatDelta
-from ikcli.server.engine.messages import Delta, Final, PromptProgress, Timings
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.shapes.chat import reason
 from ikcli.server.http.shapes.common import Naming, n_prompt
 from ikcli.server.http.shapes.message import Incoming, ParserMaker
+from ikcli.server.slots.messages import Delta, Final, PromptProgress, RequestTimings
 
 
 class AnthropicShape:
@@ -32,10 +32,10 @@ class AnthropicShape:
         return b""
 
     def progress(self, index: int, event: PromptProgress) -> bytes:
-        start = self._start(Timings(cache_n=event.cache, prompt_n=event.total - event.cache))
+        start = self._start(RequestTimings(cache_n=event.cache, prompt_n=event.total - event.cache))
         return start + sse.named({"type": "ping"})
 
-    def _start(self, timings: Timings) -> bytes:
+    def _start(self, timings: RequestTimings) -> bytes:
         if self._started:
             return b""
         self._started = True
@@ -132,7 +132,7 @@ def arguments(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _usage(timings: Timings, output: int) -> dict[str, Any]:
+def _usage(timings: RequestTimings, output: int) -> dict[str, Any]:
     return {
         "cache_read_input_tokens": timings.cache_n,
         "cache_creation_input_tokens": 0,

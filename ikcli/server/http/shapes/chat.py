@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ikcli.chat.parser import ChatDelta
-from ikcli.server.engine.messages import Delta, Final, PromptProgress, Timings, TokenInfo
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.jsontext import quote
@@ -21,6 +20,7 @@ from ikcli.server.http.shapes.common import (
 )
 from ikcli.server.http.shapes.completion import finish_reason
 from ikcli.server.http.shapes.message import Incoming, ParserMaker
+from ikcli.server.slots.messages import Delta, Final, PromptProgress, RequestTimings, TokenInfo
 
 _MARK = "\x00content\x00"
 
@@ -36,7 +36,7 @@ class ChatShape:
         self._probabilities = probabilities
         self._make_parser = make_parser
         self._incoming: dict[int, Incoming] = {}
-        self._timings: dict[int, Timings] = {}
+        self._timings: dict[int, RequestTimings] = {}
         self._tokens: dict[int, list[TokenInfo]] = {}
         self._plain = probabilities is None and not options.timings_per_token
         self._around: dict[int, tuple[bytes, bytes]] = {}  # what is before and after the content of an answer's chunks

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ikcli import __version__
-from ikcli.server.engine.messages import Candidate, Delta, Final, PromptProgress, Timings, TokenInfo
 from ikcli.server.http.errors import ApiError
+from ikcli.server.slots.messages import Candidate, Delta, Final, PromptProgress, RequestTimings, TokenInfo
 from ikcli.tokenizer import Tokenizer
 
 FINGERPRINT = f"b{__version__}-ik"
@@ -67,12 +67,12 @@ def random_id(n: int = 32) -> str:
     return "".join(secrets.choice(_LETTERS) for _ in range(n))
 
 
-def n_prompt(timings: Timings) -> int:
+def n_prompt(timings: RequestTimings) -> int:
     """Tokens of the prompt, reused ones included."""
     return timings.cache_n + timings.prompt_n
 
 
-def timings_json(t: Timings) -> dict[str, Any]:
+def timings_json(t: RequestTimings) -> dict[str, Any]:
     """`timings` with the names of both forks; rates of nothing are 0."""
     out: dict[str, Any] = {
         "cache_n": t.cache_n,
@@ -92,7 +92,7 @@ def timings_json(t: Timings) -> dict[str, Any]:
     return out
 
 
-def usage_json(timings: Iterable[Timings]) -> dict[str, Any]:
+def usage_json(timings: Iterable[RequestTimings]) -> dict[str, Any]:
     """OpenAI's `usage`; the prompt counts once per generation."""
     prompt = cached = completion = 0
     for t in timings:

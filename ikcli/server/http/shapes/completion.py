@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ikcli.server.engine.messages import Delta, Final, PromptProgress, Timings, TokenInfo
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.params import Options
@@ -22,6 +21,7 @@ from ikcli.server.http.shapes.common import (
     timings_json,
     usage_json,
 )
+from ikcli.server.slots.messages import Delta, Final, PromptProgress, RequestTimings, TokenInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class CompletionShape:
         self._probabilities = probabilities
         self._echo = echo
         self._best = best
-        self._timings: dict[int, Timings] = {}
+        self._timings: dict[int, RequestTimings] = {}
         self._started: set[int] = set()
         self._length: dict[int, int] = {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ikcli.chat.parser import ChatDelta, ChatMessage, ChatParser
-from ikcli.server.engine.messages import Delta, Final
+from ikcli.server.slots.messages import Delta, Final
 
 ParserMaker = Callable[[], ChatParser]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ikcli.server.engine.messages import Delta, Final, PromptProgress
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.jsontext import quote
 from ikcli.server.http.params import Options
 from ikcli.server.http.shapes.common import Naming, Probabilities, n_prompt, progress_json, timings_json
+from ikcli.server.slots.messages import Delta, Final, PromptProgress
 
 
 class NativeShape:

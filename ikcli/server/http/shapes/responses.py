@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ikcli.chat.parser import ChatDelta
-from ikcli.server.engine.messages import Delta, Final, PromptProgress
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.params import Options
 from ikcli.server.http.shapes.chat import reason
 from ikcli.server.http.shapes.common import Naming, n_prompt, progress_json, random_id, timings_json
 from ikcli.server.http.shapes.message import Incoming, ParserMaker
+from ikcli.server.slots.messages import Delta, Final, PromptProgress
 
 
 class ResponsesShape:

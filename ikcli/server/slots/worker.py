@@ -27,16 +27,16 @@ from ikcli.sampling.candidates import NoTokenError
 from ikcli.sampling.sampler import token_logprobs
 from ikcli.sampling.short import draw_function
 from ikcli.sampling.vocab import SamplerVocab
-from ikcli.server.engine import slot_file
-from ikcli.server.engine.checkpoints import keeping, places
-from ikcli.server.engine.generation import Generation, Setting, as_info
-from ikcli.server.engine.log import Logger
-from ikcli.server.engine.messages import Event, Failure, GenerationRequest
-from ikcli.server.engine.prompt_cache import Entry, PromptCache, common_prefix, default_limit
-from ikcli.server.engine.scheduler import Piece, prompt_pieces
-from ikcli.server.engine.slot import GENERATION, IDLE, PROMPT, Slot, Task
-from ikcli.server.engine.speculative import Speculator
-from ikcli.server.engine.states import (
+from ikcli.server.slots import slot_file
+from ikcli.server.slots.checkpoints import keeping, places
+from ikcli.server.slots.generation import Generation, Setting, as_info
+from ikcli.server.slots.log import Logger
+from ikcli.server.slots.messages import Event, Failure, GenerationRequest
+from ikcli.server.slots.prompt_cache import Entry, PromptCache, common_prefix, default_limit
+from ikcli.server.slots.scheduler import Piece, prompt_pieces
+from ikcli.server.slots.slot import GENERATION, IDLE, PROMPT, Slot, Task
+from ikcli.server.slots.speculative import Speculator
+from ikcli.server.slots.states import (
     Counters,
     EngineError,
     EngineMetrics,

@@ -13,11 +13,11 @@ from ikcli.config_groups import ServerConfig
 from ikcli.config_values import SpecStage
 from ikcli.engine.session import Session
 from ikcli.errors import UsageError
-from ikcli.server.engine import ngrams
-from ikcli.server.engine.draft_model import DraftModel, Wanted
-from ikcli.server.engine.log import Logger
-from ikcli.server.engine.ngram_cache import Counts, NgramCache, merge, read_counts, write_counts
-from ikcli.server.engine.slot import Slot
+from ikcli.server.slots import ngrams
+from ikcli.server.slots.draft_model import Continuation, DraftModel
+from ikcli.server.slots.log import Logger
+from ikcli.server.slots.ngram_cache import Counts, NgramCache, merge, read_counts, write_counts
+from ikcli.server.slots.slot import Slot
 
 T = TypeVar("T", int, float)
 _SIZE_N, _SIZE_M, _MIN_HITS = 12, 48, 1
@@ -99,7 +99,7 @@ class Speculator:
 
     def _by_model(self, slot: Slot, n_max: int, p_min: float) -> list[int]:
         assert self._model is not None
-        wanted = Wanted(slot.id, slot.text_tokens(), n_max, p_min, [])
+        wanted = Continuation(slot.id, slot.text_tokens(), n_max, p_min, [])
         self._model.draft([wanted])
         return wanted.found
 

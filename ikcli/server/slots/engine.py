@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from ikcli.config import RunConfig
 from ikcli.engine.session import Session
 from ikcli.errors import IkError
-from ikcli.server.engine.log import Logger, silent
-from ikcli.server.engine.messages import Event, Failure, GenerationRequest
-from ikcli.server.engine.slot import Task
-from ikcli.server.engine.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
-from ikcli.server.engine.worker import Action, Worker
+from ikcli.server.slots.log import Logger, silent
+from ikcli.server.slots.messages import Event, Failure, GenerationRequest
+from ikcli.server.slots.slot import Task
+from ikcli.server.slots.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
+from ikcli.server.slots.worker import Action, Worker
 from ikcli.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

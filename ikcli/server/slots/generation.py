@@ -10,18 +10,18 @@ import numpy.typing as npt
 
 from ikcli.sampling.sampler import Sampled, Sampler
 from ikcli.sampling.vocab import SamplerVocab
-from ikcli.server.engine.messages import (
+from ikcli.server.slots.messages import (
     Candidate,
     Constraint,
     Delta,
     Final,
     GenerationRequest,
     PromptProgress,
+    RequestTimings,
     StopType,
-    Timings,
     TokenInfo,
 )
-from ikcli.server.engine.output import Output
+from ikcli.server.slots.output import Output
 from ikcli.tokenizer import Tokenizer
 
 FloatRow = npt.NDArray[np.float32]
@@ -163,10 +163,10 @@ class Generation:
     def predicted_seconds(self) -> float:
         return self._t_now - self.t_prompt_done if self.t_prompt_done else 0.0
 
-    def timings(self, n_past: int) -> Timings:
+    def timings(self, n_past: int) -> RequestTimings:
         """Counts and times so far."""
         end = self.t_prompt_done or time.perf_counter()
-        return Timings(
+        return RequestTimings(
             self.n_cached, self.n_prompt_computed, 1e3 * (end - self.t_start), self.output.n_total,
             1e3 * self.predicted_seconds, self.n_drafted, self.n_accepted, n_past, self._setting.n_ctx,
         )  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.sampling.params import SamplerParams
-from ikcli.server.engine.patterns import Pattern
+from ikcli.server.slots.patterns import Pattern
 
 StopType = Literal["none", "eos", "limit", "word"]
 
@@ -124,7 +124,7 @@ class TokenInfo(NamedTuple):
     top: tuple[Candidate, ...] = ()
 
 
-class Timings(NamedTuple):
+class RequestTimings(NamedTuple):
     """Milliseconds and counts of one request; `cache_n` prompt tokens were not computed again."""
 
     cache_n: int = 0
@@ -153,7 +153,7 @@ class Delta(NamedTuple):
 
     text: str
     tokens: tuple[TokenInfo, ...]
-    timings: Timings
+    timings: RequestTimings
     id_slot: int
 
 
@@ -169,7 +169,7 @@ class Final:
     truncated: bool
     has_new_line: bool
     id_slot: int
-    timings: Timings
+    timings: RequestTimings
     prompt_logprobs: tuple[TokenInfo, ...] = ()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from ikcli.server.engine.messages import Bans, TokenInfo
+from ikcli.server.slots.messages import Bans, TokenInfo
 from ikcli.tokenizer.tokenizer import StreamDecoder, Tokenizer
 
 NO_BANS = Bans()

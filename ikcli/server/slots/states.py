@@ -10,7 +10,7 @@ from typing import Any
 
 from ikcli.engine.session import Session
 from ikcli.gguf.constants import file_type_label
-from ikcli.server.engine.messages import GenerationRequest, StopType, Timings
+from ikcli.server.slots.messages import GenerationRequest, RequestTimings, StopType
 
 
 class EngineError(Exception):
@@ -64,7 +64,7 @@ class SlotState:
     stop_type: StopType
     stopping_word: str
     next_token: int
-    timings: Timings
+    timings: RequestTimings
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ikcli.engine.saved_sequence import Checkpoint, SavedSequence
 from ikcli.engine.session import Session
-from ikcli.server.engine.states import EngineError
+from ikcli.server.slots.states import EngineError
 
 MAGIC, VERSION = b"ik-slot\n", 1
 _HEAD = struct.Struct("<8sII")

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.server.engine.generation import Generation
-from ikcli.server.engine.messages import Event, GenerationRequest, Timings
-from ikcli.server.engine.prompt_cache import common_prefix
-from ikcli.server.engine.states import SlotState
+from ikcli.server.slots.generation import Generation
+from ikcli.server.slots.messages import Event, GenerationRequest, RequestTimings
+from ikcli.server.slots.prompt_cache import common_prefix
+from ikcli.server.slots.states import SlotState
 
 Tokens = npt.NDArray[np.int32]
 IDLE, PROMPT, GENERATION = "idle", "prompt", "generation"
@@ -135,7 +135,7 @@ class Slot:
         busy = state != IDLE
         if g is None:
             return SlotState(self.id, -1, False, IDLE, self.n_ctx, n_past, (), None, "", 0, -1, False, False, False,
-                             "none", "", -1, Timings(n_ctx=self.n_ctx))  # fmt: skip
+                             "none", "", -1, RequestTimings(n_ctx=self.n_ctx))  # fmt: skip
         return SlotState(
             self.id, self.id_task, busy, state, self.n_ctx, n_past, g.request.prompt, g.request, g.output.text,
             g.output.n_total, g.n_remain, busy and g.stop_type == "none", g.output.has_new_line, g.truncated,

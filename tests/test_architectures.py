@@ -109,12 +109,25 @@ def test_caches_of_windows(arch: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @needs_emulation
-@pytest.mark.parametrize("arch", TINY)
+@pytest.mark.parametrize("arch", [*TINY, *WINDOWED])
 def test_tiny_model_on_an_emulated_gpu(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "open_devices", Opener())
     path, wanted = written(arch, tmp_path)
     with_gpu = cuda_sessions.config(path, type_k="f32", type_v="f32")
     cuda_sessions.assert_close(logits_of(with_gpu), wanted, 0.02)
+
+
+@needs_emulation
+@pytest.mark.parametrize("arch", ["gemma4", "gpt-oss", "mimo2"])
+def test_caches_of_windows_on_an_emulated_gpu(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "SPARE", 4)
+    monkeypatch.setattr(sequences, "SPARE", 2)
+    monkeypatch.setattr(gpus, "open_devices", Opener())
+    path, wanted = written(arch, tmp_path)
+    with_gpu = cuda_sessions.config(path, type_k="f32", type_v="f32", n_ubatch=4)
+    cuda_sessions.assert_close(logits_of(with_gpu), wanted, 0.02)
+    with Session.open(with_gpu) as session:
+        assert session.graph_config.n_window == 16
 
 
 def test_contexts_longer_than_embedded_positions(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ A field made by `arguments()` takes what is no option: files, types, numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from ikcli.config_values import parse_text_item, parse_threads
 from ikcli.options import arguments, opt
@@ -146,6 +147,8 @@ class DevicesConfig:
     """devices: what a run can use on this machine."""
 
     json: bool = opt(False, "--json", "switch", "machine-readable output")
+    self_test: bool = opt(False, "--self-test", "switch", "compute the first layers of a model on all devices, compare every op with NumPy and name the one that is wrong")
+    model: Path | None = opt(None, "-m --model", "path", "model of the self-test; default: the bundled one", form="FILE")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from fake_cuda import needs_gcc, run
@@ -62,3 +63,14 @@ def test_no_gpu_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert main(["devices", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["gpus"] == [] and found["no_gpu"].startswith("no NVIDIA driver")
+
+
+def test_self_test(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["devices", "--self-test"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "all right on CPU" and any(line.startswith("CPU: flash_attn") for line in lines)
+    assert main(["devices", "--self-test", "--json"]) == 0
+    families = json.loads(capsys.readouterr().out)
+    assert all(0 <= family["worst"] <= family["bound"] for family in families) and len(families) > 5
+    assert main(["devices", "--self-test", "-m", str(tmp_path / "none.gguf")]) == 1
+    assert "none.gguf: no such file" in capsys.readouterr().err

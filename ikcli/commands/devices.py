@@ -5,16 +5,33 @@ from __future__ import annotations
 from dataclasses import asdict
 from json import dumps
 
+from ikcli.config import RunConfig
 from ikcli.config_tools import DevicesConfig
 from ikcli.eval.inventory import Inventory, take_inventory
 
 _GIB = 2.0**30
+_CELLS = 256  # of the session of a self-test
 
 
 def run(config: DevicesConfig) -> int:
-    """Print the devices of this machine and their free memory."""
+    """Print the devices of this machine and their free memory, or what a self-test found."""
+    if config.self_test:
+        return _self_test(config)
     found = take_inventory()
     print(dumps(asdict(found), indent=2) if config.json else "\n".join(lines(found)))
+    return 0
+
+
+def _self_test(config: DevicesConfig) -> int:
+    from ikcli.engine.self_test import check
+    from ikcli.engine.session import Session
+
+    with Session.open(RunConfig(command="bench", model=config.model, n_ctx=_CELLS, warmup=False)) as session:
+        families = check(session)
+    if config.json:
+        print(dumps([asdict(family) for family in families], indent=2))
+    else:
+        print(*families, f"all right on {', '.join(dict.fromkeys(f.device for f in families))}", sep="\n")
     return 0
 
 

@@ -3,7 +3,7 @@
 A field made by `arguments()` takes what is no option: files, types, numbers.
 """
 
-# ruff: noqa: E501  (one option per line reads as a table; `opt` makes dataclass fields)
+# ruff: noqa: E501, RUF009  (one option per line reads as a table; `opt` makes dataclass fields)
 # fmt: off
 
 from __future__ import annotations

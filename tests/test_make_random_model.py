@@ -76,6 +76,17 @@ def test_rows_that_do_not_divide_fall_back(script: ModuleType, preset: str) -> N
     assert odd == ({f"blk.{il}.ffn_down_exps.weight" for il in (1, 2, 3)} if preset == "deepseek2" else set())
 
 
+@pytest.mark.parametrize("preset", ["qwen35moe", "glm4moe", "gpt-oss", "minimax-m2", "gemma3"])
+def test_geometry(script: ModuleType, preset: str) -> None:
+    p = script.PRESETS[preset].changed(2 if preset != "qwen35moe" else 4, 500, 6)
+    shapes = script.shapes(p)
+    assert shapes["token_embd.weight"][1] == shapes["output.weight"][1] == 500
+    experts = {shape[2] for name, shape in shapes.items() if name.endswith("_exps.weight")}
+    assert experts == (set() if preset == "gemma3" else {6})
+    layers = {name.split(".")[1] for name in shapes if name.startswith("blk.")}
+    assert len(layers) == p.keys["block_count"]
+
+
 def test_script_writes_a_loadable_model(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +107,7 @@ def test_script_writes_a_loadable_model(
     hp = HParams.from_gguf(file.metadata, file.tensors, "m.gguf")
     models.check_tensors(models.find("qwen35").tensor_shapes(hp), file.tensors, "m.gguf")
     assert hp.recurrent_layers == {0, 1, 2} and len(file.tensors) == 3 * 14 + 11 + 3
+    assert file.tensors["blk.3.attn_q.weight"].shape == (2048, 2 * 8 * 256)
     assert dequantize(file.data("blk.0.ssm_a"), GGMLType.F32, (32,)).max() < 0
     monkeypatch.setattr(sys, "argv", ["make_random_model.py", "--type", "q4_k_r4", "-o", str(path)])
     assert script.main() == 2

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,74 +21,110 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ikcli import models
 from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType, GGUFValueType
 from ikcli.gguf.types import TYPES, TensorType
 from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import GGUFWriter, NewTensor
+from ikcli.models import HParams
 from ikcli.quant.decode import decodable_types, dequantize
 from ikcli.quant.encode import quantize
 from ikcli.quant.formats import format_by_name, row_size
 
+Keys = dict[str, Any]
 STD = 0.02
 _CHUNK_ELEMENTS = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Geometry of a model; fields of other architectures are 0. With `heads_delta` most layers are recurrent."""
+    """A model by its architecture and keys, with fewer layers than the real one.
+
+    `optional`: endings of the tensors it has beside those that the architecture needs.
+    """
 
     arch: str
-    n_layer: int
-    n_embd: int
-    n_ff: int
-    n_head: int
-    n_head_kv: int
-    n_vocab: int
-    head_dim: int = 128
-    n_expert: int = 0
-    n_expert_used: int = 0
-    n_ff_exp: int = 0
-    n_expert_shared: int = 0
-    n_layer_dense: int = 0
-    q_lora: int = 0
-    kv_lora: int = 0
-    n_rot: int = 128
-    freq_base: float = 10000.0
-    heads_delta: tuple[int, int] = (0, 0)  # of keys and of values, 128 columns each
+    keys: Mapping[str, Any]
+    optional: tuple[str, ...] = ()
+    n_vocab: int = 32000
 
-    def is_recurrent(self, il: int) -> bool:
-        """Whether a layer has a gated delta net."""
-        return self.heads_delta[0] > 0 and (il + 1) % 4 != 0
+    def changed(self, layers: int | None, vocab: int | None, experts: int | None) -> Preset:
+        """With another number of layers, tokens, or routed experts where there are any."""
+        keys = dict(self.keys)
+        if layers:
+            keys["block_count"] = layers
+        if experts and "expert_count" in keys:
+            keys |= {"expert_count": experts, "expert_used_count": min(keys["expert_used_count"], experts)}
+        return replace(self, keys=keys, n_vocab=vocab or self.n_vocab)
 
 
+def _geometry(layers: int, width: int, ff: int, heads: int, heads_kv: int, head: int = 128, base: float = 1e6) -> Keys:
+    return {
+        "block_count": layers, "context_length": 32768, "embedding_length": width, "feed_forward_length": ff,
+        "attention.head_count": heads, "attention.head_count_kv": heads_kv, "attention.key_length": head,
+        "attention.value_length": head, "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": base,
+        "rope.dimension_count": head,
+    }  # fmt: skip
+
+
+def _experts(n: int, used: int, ff: int, **more: Any) -> Keys:
+    return {"expert_count": n, "expert_used_count": used, "expert_feed_forward_length": ff, **more}
+
+
+def _delta_net(keys: int, values: int) -> Keys:
+    """Heads of 128 columns."""
+    return {
+        "rope.dimension_count": 64, "rope.dimension_sections": np.array([11, 11, 10, 0], np.int32),
+        "ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": keys, "ssm.time_step_rank": values,
+        "ssm.inner_size": 128 * values,
+    }  # fmt: skip
+
+
+_MLA = {
+    "context_length": 163840, "attention.key_length": 192, "attention.value_length": 128, "rope.dimension_count": 64,
+    "rope.freq_base": 10000.0, "attention.kv_lora_rank": 512, "attention.q_lora_rank": 1536,
+    "leading_dense_block_count": 1, "expert_shared_count": 2, "expert_weights_scale": 1.0, "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 40.0, "rope.scaling.original_context_length": 4096,
+    "rope.scaling.yarn_log_multiplier": 0.0707,
+}  # fmt: skip
+_YARN_32 = {
+    "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 4096,
+}  # fmt: skip
 PRESETS = {
-    "llama": Preset("llama", 8, 2048, 5632, 16, 4, 32000),
-    "qwen2": Preset("qwen2", 8, 1536, 8960, 12, 2, 32000, freq_base=1e6),
-    "qwen3": Preset("qwen3", 8, 2048, 6144, 16, 8, 32000, freq_base=1e6),
-    "qwen3moe": Preset(
-        "qwen3moe", 4, 2048, 6144, 32, 4, 32000, n_expert=32, n_expert_used=8, n_ff_exp=768, freq_base=1e6
+    "llama": Preset("llama", _geometry(8, 2048, 5632, 16, 4, base=10000.0)),
+    "qwen2": Preset("qwen2", _geometry(8, 1536, 8960, 12, 2), ("q.bias", "k.bias", "v.bias")),
+    "qwen3": Preset("qwen3", _geometry(8, 2048, 6144, 16, 8)),
+    "qwen3moe": Preset("qwen3moe", _geometry(4, 2048, 6144, 32, 4) | _experts(32, 8, 768)),
+    "qwen35": Preset("qwen35", _geometry(8, 2048, 6144, 8, 2, 256, 1e7) | _delta_net(16, 32)),
+    "qwen35moe": Preset(
+        "qwen35moe",
+        _geometry(4, 2048, 512, 16, 2, 256, 1e7) | _delta_net(16, 32)
+        | _experts(32, 8, 512, expert_shared_feed_forward_length=512),
     ),
-    "qwen35": Preset("qwen35", 8, 2048, 6144, 8, 2, 32000, 256, n_rot=64, freq_base=1e7, heads_delta=(16, 32)),
     "deepseek2": Preset(
-        "deepseek2",
-        4,
-        2048,
-        5632,
-        16,
-        16,
-        102400,
-        head_dim=192,
-        n_expert=16,
-        n_expert_used=6,
-        n_ff_exp=1408,
-        n_expert_shared=2,
-        n_layer_dense=1,
-        q_lora=1536,
-        kv_lora=512,
-        n_rot=64,
+        "deepseek2", _geometry(4, 2048, 5632, 16, 16) | _experts(16, 6, 1408) | _MLA, ("attn_kv_b.weight",), 102400
     ),
-}
+    "glm4moe": Preset(
+        "glm4moe",
+        _geometry(3, 4096, 10944, 96, 8)
+        | _experts(16, 8, 1408, expert_shared_count=1, leading_dense_block_count=1, expert_weights_scale=1.0)
+        | {"rope.dimension_count": 64},
+        ("q.bias", "k.bias", "v.bias", "exp_probs_b.bias"),
+    ),
+    "gpt-oss": Preset(
+        "gpt-oss",
+        _geometry(4, 2880, 2880, 64, 8, 64, 150000.0) | _experts(16, 4, 2880) | _YARN_32
+        | {"attention.sliding_window": 128},
+    ),
+    "minimax-m2": Preset(
+        "minimax-m2", _geometry(3, 3072, 1536, 48, 8) | _experts(16, 8, 1536) | {"rope.dimension_count": 64},
+        ("exp_probs_b.bias",),
+    ),
+    "gemma3": Preset(
+        "gemma3", _geometry(6, 2560, 10240, 8, 4, 256) | {"attention.sliding_window": 1024}
+    ),
+}  # fmt: skip
 
 
 def vocabulary(n_vocab: int) -> dict[str, Any]:
@@ -121,124 +157,29 @@ def vocabulary(n_vocab: int) -> dict[str, Any]:
 def metadata(p: Preset, type: GGMLType) -> dict[str, Any]:
     """All key-value pairs of the model."""
     file_type = next((f.number for f in FILE_TYPES.values() if f.type == type), 0)
-    keys: dict[str, Any] = {
-        "block_count": p.n_layer,
-        "context_length": 163840 if p.kv_lora else 32768,
-        "embedding_length": p.n_embd,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "vocab_size": p.n_vocab,
-        "feed_forward_length": p.n_ff,
-        "attention.head_count": p.n_head,
-        "attention.head_count_kv": p.n_head_kv,
-        "rope.freq_base": p.freq_base,
-        "rope.dimension_count": p.n_rot,
-        "attention.key_length": p.head_dim,
-        "attention.value_length": p.head_dim if p.heads_delta[0] else 128,
-    }
-    if p.heads_delta[0]:
-        keys |= {
-            "rope.dimension_sections": np.array([11, 11, 10, 0], np.int32),
-            "ssm.conv_kernel": 4,
-            "ssm.state_size": 128,
-            "ssm.group_count": p.heads_delta[0],
-            "ssm.time_step_rank": p.heads_delta[1],
-            "ssm.inner_size": 128 * p.heads_delta[1],
-        }
-    if p.n_expert:
-        keys |= {
-            "expert_count": p.n_expert,
-            "expert_used_count": p.n_expert_used,
-            "expert_feed_forward_length": p.n_ff_exp,
-        }
-    if p.kv_lora:
-        keys |= {
-            "leading_dense_block_count": p.n_layer_dense,
-            "attention.kv_lora_rank": p.kv_lora,
-            "attention.q_lora_rank": p.q_lora,
-            "expert_shared_count": p.n_expert_shared,
-            "expert_weights_scale": 1.0,
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": 40.0,
-            "rope.scaling.original_context_length": 4096,
-            "rope.scaling.yarn_log_multiplier": 0.0707,
-        }
     general = {
         "general.architecture": p.arch,
         "general.name": f"random {p.arch}",
         "general.file_type": Typed(file_type, GGUFValueType.UINT32),
     }
-    return general | {f"{p.arch}.{k}": v for k, v in keys.items()} | vocabulary(p.n_vocab)
-
-
-def _attention(p: Preset) -> dict[str, tuple[int, ...]]:
-    if p.kv_lora:
-        return {
-            "attn_q_a": (p.n_embd, p.q_lora),
-            "attn_q_a_norm": (p.q_lora,),
-            "attn_q_b": (p.q_lora, p.n_head * p.head_dim),
-            "attn_kv_a_mqa": (p.n_embd, p.kv_lora + p.n_rot),
-            "attn_kv_a_norm": (p.kv_lora,),
-            "attn_kv_b": (p.kv_lora, p.n_head * (p.head_dim - p.n_rot + 128)),
-            "attn_output": (p.n_head * 128, p.n_embd),
-        }
-    shapes: dict[str, tuple[int, ...]] = {
-        "attn_q": (p.n_embd, p.n_head * p.head_dim * (2 if p.heads_delta[0] else 1)),
-        "attn_k": (p.n_embd, p.n_head_kv * p.head_dim),
-        "attn_v": (p.n_embd, p.n_head_kv * p.head_dim),
-        "attn_output": (p.n_head * p.head_dim, p.n_embd),
-    }
-    if p.arch.startswith("qwen3"):
-        shapes |= {"attn_q_norm": (p.head_dim,), "attn_k_norm": (p.head_dim,)}
-    return shapes
-
-
-def _delta_net(p: Preset) -> dict[str, tuple[int, ...]]:
-    keys, values = (128 * n for n in p.heads_delta)
-    return {
-        "attn_qkv": (p.n_embd, 2 * keys + values),
-        "attn_gate": (p.n_embd, values),
-        "ssm_conv1d": (4, 2 * keys + values),
-        "ssm_alpha": (p.n_embd, p.heads_delta[1]),
-        "ssm_beta": (p.n_embd, p.heads_delta[1]),
-        "ssm_norm": (128,),
-        "ssm_out": (values, p.n_embd),
-    }
-
-
-def _ffn(p: Preset, il: int) -> dict[str, tuple[int, ...]]:
-    if not p.n_expert or il < p.n_layer_dense:
-        return {"ffn_gate": (p.n_embd, p.n_ff), "ffn_up": (p.n_embd, p.n_ff), "ffn_down": (p.n_ff, p.n_embd)}
-    shapes: dict[str, tuple[int, ...]] = {
-        "ffn_gate_inp": (p.n_embd, p.n_expert),
-        "ffn_gate_exps": (p.n_embd, p.n_ff_exp, p.n_expert),
-        "ffn_up_exps": (p.n_embd, p.n_ff_exp, p.n_expert),
-        "ffn_down_exps": (p.n_ff_exp, p.n_embd, p.n_expert),
-    }
-    if p.n_expert_shared:
-        n_ff = p.n_ff_exp * p.n_expert_shared
-        shapes |= {"ffn_gate_shexp": (p.n_embd, n_ff), "ffn_up_shexp": (p.n_embd, n_ff)}
-        shapes |= {"ffn_down_shexp": (n_ff, p.n_embd)}
-    return shapes
+    keys = {f"{p.arch}.{k}": v for k, v in p.keys.items()} | {f"{p.arch}.vocab_size": p.n_vocab}
+    return general | keys | vocabulary(p.n_vocab)
 
 
 def shapes(p: Preset) -> dict[str, tuple[int, ...]]:
-    """Tensor names and GGUF-order shapes in file order."""
-    out: dict[str, tuple[int, ...]] = {"token_embd.weight": (p.n_embd, p.n_vocab)}
-    for il in range(p.n_layer):
-        ffn_norm = "post_attention_norm" if p.heads_delta[0] else "ffn_norm"
-        mixer = _delta_net(p) if p.is_recurrent(il) else _attention(p)
-        layer = {"attn_norm": (p.n_embd,), ffn_norm: (p.n_embd,)} | mixer | _ffn(p, il)
-        out |= {f"blk.{il}.{name}.weight": shape for name, shape in layer.items()}
-        if p.is_recurrent(il):
-            out |= {f"blk.{il}.{name}": (p.heads_delta[1],) for name in ("ssm_a", "ssm_dt.bias")}
-        if p.arch == "qwen2":
-            out |= {f"blk.{il}.{n}.bias": layer[n][1:] for n in ("attn_q", "attn_k", "attn_v")}
-    return out | {"output_norm.weight": (p.n_embd,), "output.weight": (p.n_embd, p.n_vocab)}
+    """Tensor names and GGUF-order shapes: what the architecture needs and what the preset adds."""
+    hp = HParams.from_gguf(metadata(p, GGMLType.F16), {}, p.arch)
+    wanted = ("output.weight", *p.optional)
+    return {
+        name: spec.shape
+        for name, spec in models.find(p.arch).tensor_shapes(hp).items()
+        if spec.required or name.endswith(wanted)
+    }
 
 
 def tensor_type(name: str, shape: tuple[int, ...], type: GGMLType) -> GGMLType:
-    """F32 for vectors, routers and convolutions, else `type` or its fallback when the row length does not divide."""
-    if len(shape) == 1 or "ffn_gate_inp" in name or "conv1d" in name:
+    """F32 for vectors, biases, routers and convolutions, else `type` or its fallback where rows cannot be divided."""
+    if len(shape) == 1 or name.endswith("bias") or "ffn_gate_inp" in name or "conv1d" in name:
         return GGMLType.F32
     if shape[0] % TYPES[type].block_size == 0:
         return type
@@ -344,10 +285,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
-    p = PRESETS[args.preset]
-    p = replace(p, n_layer=args.layers or p.n_layer, n_vocab=args.vocab or p.n_vocab)
-    if args.experts and p.n_expert:
-        p = replace(p, n_expert=args.experts, n_expert_used=min(p.n_expert_used, args.experts))
+    p = PRESETS[args.preset].changed(args.layers, args.vocab, args.experts)
     start = time.perf_counter()
     try:
         type = check_type(args.type)

@@ -17,6 +17,7 @@ from ikcli.config_values import parse_device_spec
 from ikcli.engine import devices, memory_plan
 from ikcli.engine.devices import CONTEXT_BYTES, available_memory, described_machine
 from ikcli.engine.planner import MemoryPlan, Planner
+from ikcli.engine.run_device import RESERVE_BYTES
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import HParams
 
@@ -100,9 +101,11 @@ def test_a_described_gpu_gives_memory_to_the_context() -> None:
 
 
 def test_totals_and_margins() -> None:
-    plan = MemoryPlan({"CPU": {"weights": 5}, "CUDA0": {"weights": 6, "KV": 2}}, 256, {"CPU": 5, "CUDA0": 9})
-    assert plan.total("CUDA0") == 8 and plan.fits() and plan.fits(1) and not plan.fits(2)
-    assert plan.short("CUDA0", 3) == 2 and plan.short("CPU") == 0
+    parts, free = {"CPU": {"weights": 5}, "CUDA0": {"weights": 6, "KV": 2}}, 9 + RESERVE_BYTES
+    plan = MemoryPlan(parts, 256, {"CPU": 5, "CUDA0": free})
+    assert plan.total("CUDA0") == 8 and plan.fits() and plan.fits(1) and plan.fits(RESERVE_BYTES + 1)
+    assert not plan.fits(RESERVE_BYTES + 2) and plan.short("CUDA0", RESERVE_BYTES + 3) == 2 and plan.short("CPU") == 0
+    assert MemoryPlan(parts, 256, {"CPU": 5, "CUDA0": free - 2}).short("CUDA0") == 1, "kernels and graphs need some"
     assert not MemoryPlan(plan.parts, 256, {"CPU": 4}).fits()
     assert MemoryPlan(plan.parts, 256, {"CPU": 4}).gpus_fit()
     assert MemoryPlan(plan.parts, 256, {}).fits()

@@ -288,7 +288,7 @@ def test_fit_holds_for_runs_on_gpus_of_this_machine(
 ) -> None:
     path = shared_dir / "golden" / "models" / "tiny-deepseek2.f16.gguf"
     config = replace(BASE, command=command, model=path, n_ctx=512, fit=True, fit_margin=1, n_gpu_layers=None)
-    fake_gpu(monkeypatch, GpuFacts("CUDA0", 11 * MIB, 11 * MIB))
+    fake_gpu(monkeypatch, GpuFacts("CUDA0", 266 * MIB, 266 * MIB))
     startup = prepare(config)
     (chosen,) = [text for text in startup.notices if text.startswith("--fit chose:")]
     assert "CUDA device" not in " ".join(startup.notices) and not startup.config.fit

@@ -16,6 +16,7 @@ from ikcli.config import RunConfig
 from ikcli.engine.offload import EMBEDDING, OUTPUT
 from ikcli.engine.placement import CPU, WITH_OUTPUT, device_shares, split_layers
 from ikcli.engine.planner import MIB, Planner, RunPlan
+from ikcli.engine.run_device import RESERVE_BYTES
 from ikcli.errors import IkError
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
@@ -72,7 +73,7 @@ def fit(planner: Planner, config: RunConfig, margin: int | None = None) -> Fit:
 
     `margin` in bytes, by default that of `--fit-margin`. Given `-ot` rules are kept, `-ngl` is the most, `-ts` stays.
     """
-    margin = config.fit_margin * MIB if margin is None else margin
+    margin = max(config.fit_margin * MIB if margin is None else margin, RESERVE_BYTES)
     config = replace(config, fit=False)
     whole = replace(config, n_gpu_layers=_most_layers(planner, config))
     if planner.may_fit(whole, margin, gpus_only=True):

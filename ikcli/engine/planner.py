@@ -22,7 +22,7 @@ from ikcli.engine.model import Model
 from ikcli.engine.offload import offload_of, places_of
 from ikcli.engine.placement import CPU, Placement, place
 from ikcli.engine.programs import Graphs, check_caches, graph_config, record_graphs, runs, step_tokens
-from ikcli.engine.run_device import RunDevice, cache_bytes
+from ikcli.engine.run_device import RESERVE_BYTES, RunDevice, cache_bytes
 from ikcli.engine.runner import DividedProgram, Offload, Runner
 from ikcli.engine.sizes import Sizes, session_of
 from ikcli.gguf.reader import GGUFFile, open_gguf
@@ -49,8 +49,14 @@ class MemoryPlan:
         return sum(self.parts[device].values())
 
     def short(self, device: str, margin: int = 0) -> int:
-        """Bytes a device lacks (0 if it has enough, or if nobody knows what it has)."""
-        return max(self.total(device) + margin - self.free[device], 0) if device in self.free else 0
+        """Bytes a device lacks (0 if it has enough, or if nobody knows what it has).
+
+        What a GPU needs beside all parts, for kernels and captured graphs, is within its margin.
+        """
+        if device not in self.free:
+            return 0
+        margin = margin if device == CPU else max(margin, RESERVE_BYTES)
+        return max(self.total(device) + margin - self.free[device], 0)
 
     def fits(self, margin: int = 0) -> bool:
         """Whether every device has enough, and every GPU `margin` bytes more."""

@@ -88,12 +88,13 @@ _MLA = {
     "rope.scaling.factor": 40.0, "rope.scaling.original_context_length": 4096,
     "rope.scaling.yarn_log_multiplier": 0.0707,
 }  # fmt: skip
+_QKV_BIAS = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _YARN_32 = {
     "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 4096,
 }  # fmt: skip
 PRESETS = {
     "llama": Preset("llama", _geometry(8, 2048, 5632, 16, 4, base=10000.0)),
-    "qwen2": Preset("qwen2", _geometry(8, 1536, 8960, 12, 2), ("q.bias", "k.bias", "v.bias")),
+    "qwen2": Preset("qwen2", _geometry(8, 1536, 8960, 12, 2), _QKV_BIAS),
     "qwen3": Preset("qwen3", _geometry(8, 2048, 6144, 16, 8)),
     "qwen3moe": Preset("qwen3moe", _geometry(4, 2048, 6144, 32, 4) | _experts(32, 8, 768)),
     "qwen35": Preset("qwen35", _geometry(8, 2048, 6144, 8, 2, 256, 1e7) | _delta_net(16, 32)),
@@ -110,12 +111,14 @@ PRESETS = {
         _geometry(3, 4096, 10944, 96, 8)
         | _experts(16, 8, 1408, expert_shared_count=1, leading_dense_block_count=1, expert_weights_scale=1.0)
         | {"rope.dimension_count": 64},
-        ("q.bias", "k.bias", "v.bias", "exp_probs_b.bias"),
+        (*_QKV_BIAS, "exp_probs_b.bias"),
     ),
     "gpt-oss": Preset(
         "gpt-oss",
         _geometry(4, 2880, 2880, 64, 8, 64, 150000.0) | _experts(16, 4, 2880) | _YARN_32
         | {"attention.sliding_window": 128},
+        (*_QKV_BIAS, "attn_output.bias", "attn_sinks.weight", "ffn_gate_inp.bias", "ffn_gate_exps.bias",
+         "ffn_up_exps.bias", "ffn_down_exps.bias"),
     ),
     "minimax-m2": Preset(
         "minimax-m2", _geometry(3, 3072, 1536, 48, 8) | _experts(16, 8, 1536) | {"rope.dimension_count": 64},

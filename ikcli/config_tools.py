@@ -148,7 +148,7 @@ class DevicesConfig:
 
     json: bool = opt(False, "--json", "switch", "machine-readable output")
     self_test: bool = opt(False, "--self-test", "switch", "compute the first layers of a model on all devices, compare every op with NumPy and name the one that is wrong")
-    model: Path | None = opt(None, "-m --model", "path", "model of the self-test; default: the bundled one", form="FILE")
+    model: Path | None = opt(None, "-m --model", "path", "model of the self-test; default: the bundled one", form="FILE", example="-m model.gguf")
 
 
 @dataclass(frozen=True, slots=True)

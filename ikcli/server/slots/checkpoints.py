@@ -19,14 +19,18 @@ def keeping(config: ServerConfig, n_bytes: int) -> Keeping:
     return Keeping(most=config.ctx_checkpoints, n_bytes=n_bytes, spread=spread)
 
 
-def places(config: ServerConfig, n_past: int, n_prompt: int, turns: Sequence[int]) -> list[int]:
-    """Numbers of tokens after which a checkpoint is made, in ascending order, of a prompt with n_past cached tokens."""
+def places(config: ServerConfig, n_past: int, n_prompt: int, turns: Sequence[int]) -> dict[int, bool]:
+    """Numbers of tokens after which a checkpoint is made, in ascending order, of a prompt with n_past cached tokens.
+
+    The value tells whether a text is likely to go on from there, so not of those that are only `interval` apart.
+    """
     if not config.ctx_checkpoints:
-        return []
+        return {}
     interval, tolerance = config.ctx_checkpoints_interval, config.ctx_checkpoints_tolerance
     found = {*turns, n_prompt}
     if interval > 0:
         found.update(range(n_past - n_past % interval + interval, n_prompt, interval))
     if tolerance > 0:
         found.add(n_prompt - tolerance)
-    return sorted(n for n in found if n_past < n <= n_prompt)
+    wanted = sorted(n for n in found if n_past < n <= n_prompt)
+    return {n: n in turns or n % max(interval, 1) != 0 for n in wanted}

@@ -7,7 +7,7 @@ the token taken last. A new prompt, a shifted context and a rewound generation a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,7 +51,7 @@ class Slot:
         self.goal: Tokens = self._cached[:0]
         self.last = -1
         self.draft: Sequence[int] = ()
-        self.places: Sequence[int] = ()  # where checkpoints of the goal are made
+        self.places: Mapping[int, bool] = {}  # where checkpoints of the goal are made: see `checkpoints.places`
         self.in_prompt = False  # the goal is the request's prompt, not a repetition
         self.t_served = 0  # step in which the prompt was worked on
         self.t_used = -1.0
@@ -82,8 +82,8 @@ class Slot:
         return common_prefix(self.cached, prompt) / len(prompt) if self.n_past and len(prompt) else 0.0
 
     # --- work -------------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, generation: Generation, n_cached: int, places: Sequence[int] = ()) -> None:
-        """Start a request whose first n_cached tokens are in the cache; `places`: see `checkpoints`."""
+    def begin(self, task: Task, generation: Generation, n_cached: int, places: Mapping[int, bool]) -> None:
+        """Start a request whose first n_cached tokens are in the cache; `places`: see `checkpoints.places`."""
         self.places = places
         self.task, self.generation, self.id_task = task, generation, task.id
         self.n_past, self.goal, self.state, self.in_prompt = n_cached, task.prompt, PROMPT, True

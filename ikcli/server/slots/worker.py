@@ -274,7 +274,7 @@ class Worker:
         n = self.session.truncate(slot.id, n)
         slot.scales = self._scales(task)
         needed = self.model.needs_checkpoints
-        slot.begin(task, generation, n, places(self.config, n, len(task.prompt), request.turns) if needed else ())
+        slot.begin(task, generation, n, places(self.config, n, len(task.prompt), request.turns) if needed else {})
         slot.t_served = self._step_number
         self._log("INFO", "launch_slot_with_task", "slot is processing task", _ids(slot))
         self._log("INFO", "update_slots", "kv cache rm [p0, end)", {**_ids(slot), "p0": n})
@@ -445,8 +445,7 @@ class Worker:
         self.session.set_scales(slot.scales)
         logits = self.session.compute(Batch.single(tokens, slot.n_past, slot.id, logits=wanted))
         if slot.in_prompt and slot.n_past + n in slot.places:
-            on_the_way = (slot.n_past + n) % max(self.config.ctx_checkpoints_interval, 1) == 0
-            self.session.checkpoint(slot.id, likely=not on_the_way or slot.n_past + n in g.request.turns)
+            self.session.checkpoint(slot.id, likely=slot.places[slot.n_past + n])
         self._count(1)
         slot.t_served = self._step_number
         if wanted == "all":

@@ -118,12 +118,22 @@ class SweepPlotConfig:
 
 @dataclass(frozen=True, slots=True)
 class InspectConfig:
-    """inspect: what is in a GGUF file."""
+    """inspect: what is in a GGUF file, how two differ, and changes of metadata."""
 
-    args: tuple[str, ...] = arguments("[FILE]", most=1)
+    args: tuple[str, ...] = arguments("[FILE [OTHER]]", most=2)
     model: str | None = opt(None, "-m --model", "str", "the same as FILE; default the bundled demo model", form="FILE", example="-m model.gguf")
-    tensors: bool = opt(False, "--tensors", "switch", "list every tensor")
+    tensors: bool = opt(False, "--tensors", "switch", "list every tensor: of the file, of --match, or all that differ")
     json: bool = opt(False, "--json", "switch", "machine-readable output")
+    diff: bool = opt(False, "--diff", "switch", "compare FILE with OTHER: metadata, types, tensors that only one has, and numbers, relative to FILE")
+    match: tuple[str, ...] = opt((), "--match", "custom", "which tensors a rule takes, how many bytes, and which earlier rule took them: RE=BUF as of -ot, RE=TYPE as of --custom-q, or an expression alone; @FILE: one rule per line (repeatable)", form="RULE[,RULE...]", example="--match exps=CPU", parse=parse_text_item, repeat=True)
+    hash: str | None = opt(None, "--hash", "str", "digests of the data of every tensor and of the model, as gguf-hash prints them: xxh64, sha1, sha256, uuid, or all (the first three)", form="KIND[,KIND...]", example="--hash sha256")
+    no_layer: bool = opt(False, "--no-layer", "switch", "with --hash: only the digests of the whole model")
+    check: Path | None = opt(None, "-c --check", "path", "compute the digests of a file that --hash or gguf-hash printed and compare; exit code 1 if one differs or none is known", form="FILE", example="--check model.sha256")
+    sets: tuple[str, ...] = opt((), "--set", "custom", "set a metadata key; TYPE str, bool, int, float (these keep the type the key has), u8 to u64, i8 to i64, f32, f64, or one of them with [] and a JSON list (repeatable)", form="KEY=TYPE:VALUE", example="--set general.name=str:mine", parse=parse_text_item, repeat=True)
+    set_files: tuple[str, ...] = opt((), "--set-file", "custom", "set a metadata key to the text of a file (repeatable)", form="KEY=@FILE", example="--set-file tokenizer.chat_template=@chat.jinja", parse=parse_text_item, repeat=True)
+    deletes: tuple[str, ...] = opt((), "--delete", "custom", "delete a metadata key (repeatable)", form="KEY", example="--delete tokenizer.chat_template", parse=parse_text_item, repeat=True)
+    output: Path | None = opt(None, "-o --output", "path", "write the changed model here; without it the header of FILE is changed in place if it keeps its size", form="FILE", example="-o changed.gguf")
+    force: bool = opt(False, "--force", "switch", "change keys that say how tensors are read, and replace an existing output")
 
 
 @dataclass(frozen=True, slots=True)

@@ -292,7 +292,9 @@ def test_tools_have_the_spelling_rules_of_model_runs(tmp_path: Path) -> None:
 
 
 def test_errors_of_tools() -> None:
-    assert error("a", "b", command="inspect") == 'unexpected argument "b"; usage: ik inspect [options] [FILE]'
+    assert error("a", "b", "c", command="inspect") == (
+        'unexpected argument "c"; usage: ik inspect [options] [FILE [OTHER]]'
+    )
     assert error("a", command="version") == 'unexpected argument "a"; usage: ik version [options]'
     assert "unknown option -ngl" in error("-ngl", "1", command="inspect")
     assert "unknown option --rope-scale" in error("--rope-scale", "1", command="quantize")

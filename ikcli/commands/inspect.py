@@ -1,26 +1,26 @@
-"""`ik inspect`: what is in a GGUF file, read from its header alone: sizes, metadata, types, tensors."""
+"""`ik inspect`: what is in a GGUF file, read from its header alone: sizes, metadata, types, tensors.
+
+What reads or changes more is in `_inspect_tasks.py`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
-import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from ikcli.commands._columns import MAX_ITEMS, format_size, json_scalar, print_table, printable, short
 from ikcli.config import default_model
 from ikcli.config_tools import InspectConfig
+from ikcli.errors import UsageError
 from ikcli.gguf.constants import GGMLType, GGUFValueType, file_type_label
 from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from ikcli.gguf.types import TYPES
 
-_MAX_TEXT = 60
-_MAX_ITEMS = 8
-_MIB, _GIB = 2**20, 2**30
+_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,6 @@ def count_types(tensors: Sequence[TensorInfo]) -> list[TypeCount]:
     return [TypeCount(t, *v) for t, v in totals.items()]
 
 
-def format_size(n_bytes: int) -> str:
-    """`226.003 GiB`, or MiB below one GiB."""
-    return f"{n_bytes / _GIB:.3f} GiB" if n_bytes >= _GIB else f"{n_bytes / _MIB:.3f} MiB"
-
-
 def format_count(n: int) -> str:
     """`672.050 B` with the prefix that fits: T, B, M or K."""
     for limit, prefix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
@@ -58,17 +53,50 @@ def format_count(n: int) -> str:
 
 def run(config: InspectConfig) -> int:
     """Print a description of a model (of a split: its first part), as text or as one JSON object."""
-    file = open_gguf(Path(config.args[0] if config.args else config.model or default_model()))
+    task = _task(config)
+    if task:
+        return int(getattr(importlib.import_module("ikcli.commands._inspect_tasks"), task)(config, _paths(config)))
+    file = open_gguf(_paths(config)[0])
     if config.json:
         print(json.dumps(describe(file, tensors=config.tensors), indent=2, allow_nan=False))
         return 0
     for key, value in summary(file).items():
         print(f"{key:<18} {value}")
-    _print_table("metadata", ("key", "type", "value"), metadata_rows(file), "lll")
-    _print_table("types", ("type", "tensors", "weights", "MiB", "bpw", "readers"), type_rows(file), "lrrrrl")
+    print_table("metadata", ("key", "type", "value"), metadata_rows(file), "lll")
+    print_table("types", ("type", "tensors", "weights", "MiB", "bpw", "readers"), type_rows(file), "lrrrrl")
     if config.tensors:
-        _print_table("tensors", ("tensor", "type", "shape", "MiB", "part"), tensor_rows(file), "llrrr")
+        print_table("tensors", ("tensor", "type", "shape", "MiB", "part"), tensor_rows(file), "llrrr")
     return 0
+
+
+def _paths(config: InspectConfig) -> list[Path]:
+    paths = [Path(text) for text in (*([config.model] if config.model else []), *config.args)]
+    if len(paths) > (2 if config.diff else 1):
+        raise UsageError(f"unexpected argument {paths[-1]}; usage: ik inspect [options] [FILE], or --diff FILE OTHER")
+    return paths or [Path(default_model())]
+
+
+def _task(config: InspectConfig) -> str:
+    """The one thing that is asked for besides a description; UsageError for two of them, or options without theirs."""
+    wanted = {
+        "diff": config.diff,
+        "match": bool(config.match),
+        "digests": config.hash is not None or config.check is not None,
+        "edit": bool(config.sets or config.set_files or config.deletes),
+    }
+    names = {"diff": "--diff", "match": "--match", "digests": "--hash", "edit": "--set, --set-file and --delete"}
+    tasks = [name for name, there in wanted.items() if there]
+    if len(tasks) > 1:
+        raise UsageError(f"{names[tasks[0]]} and {names[tasks[1]]} exclude each other")
+    task = tasks[0] if tasks else ""
+    for option, given, needs in (
+        ("--no-layer", config.no_layer, "digests"),
+        ("-o", config.output is not None, "edit"),
+        ("--force", config.force, "edit"),
+    ):
+        if given and task != needs:
+            raise UsageError(f"{option} goes with {names[needs]}")
+    return task
 
 
 def summary(file: GGUFFile) -> dict[str, str]:
@@ -79,7 +107,7 @@ def summary(file: GGUFFile) -> dict[str, str]:
         "file": f"{file.paths[0]}{parts}",
         "format": f"GGUF V{file.version}, alignment {file.alignment}",
         "contents": f"{len(file.metadata)} key-value pairs, {len(tensors)} tensors",
-        "architecture": _printable(str(file.get("general.architecture", "none"))),
+        "architecture": printable(str(file.get("general.architecture", "none"))),
     }
     file_type = file.get("general.file_type")
     if isinstance(file_type, int):
@@ -145,7 +173,7 @@ def metadata_rows(file: GGUFFile) -> list[tuple[str, ...]]:
         kind = file.value_types[key].name.lower()
         if file.value_types[key] == GGUFValueType.ARRAY:
             kind = f"{file.item_types[key].name.lower()}[{len(value)}]"
-        rows.append((_printable(key), kind, _short(value)))
+        rows.append((printable(key), kind, short(value)))
     return rows
 
 
@@ -164,7 +192,7 @@ def tensor_rows(file: GGUFFile) -> list[tuple[str, ...]]:
     """(name, type, shape, MiB, part) in file order."""
     return [
         (
-            _printable(t.name),
+            printable(t.name),
             TYPES[t.type].name,
             " x ".join(str(ne) for ne in t.shape),
             f"{t.n_bytes / _MIB:.2f}",
@@ -179,58 +207,12 @@ def _size_and_bpw(n_bytes: int, n_elements: int) -> str:
     return format_size(n_bytes) + bpw
 
 
-def _printable(text: str) -> str:
-    """Control characters and undecodable bytes as escapes, so that any file can be printed anywhere."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, np.ndarray | list):
-        items = ", ".join(_short(v) for v in value[:_MAX_ITEMS])
-        return f"[{items}{', ...' if len(value) > _MAX_ITEMS else ''}]"
-    if isinstance(value, str):
-        text = _printable(value[: _MAX_TEXT + 1])
-        return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
-    return f"{value:.7g}" if isinstance(value, float | np.floating) else str(value)
-
-
 def _json_value(file: GGUFFile, key: str) -> Any:
     value = file.metadata[key]
     if file.value_types[key] != GGUFValueType.ARRAY:
-        return _json_scalar(value)
+        return json_scalar(value)
     return {
         "item_type": file.item_types[key].name.lower(),
         "length": len(value),
-        "first": [_json_scalar(v) for v in value[:_MAX_ITEMS]],
+        "first": [json_scalar(v) for v in value[:MAX_ITEMS]],
     }
-
-
-def _json_scalar(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_json_scalar(v) for v in value[:_MAX_ITEMS]]
-    if isinstance(value, np.ndarray | np.generic):
-        return _json_scalar(value[:_MAX_ITEMS].tolist() if isinstance(value, np.ndarray) else value.item())
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def _print_table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], align: str) -> None:
-    """A rich table on a terminal; elsewhere plain columns that are never wrapped or coloured."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(title=title, title_justify="left")
-        for name, side in zip(header, align, strict=True):
-            table.add_column(name, justify="right" if side == "r" else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
-        Console().print(table)
-        return
-    widths = [max(len(r[i]) for r in (header, *rows)) for i in range(len(header))]
-    print(f"\n{title}:")
-    for row in (header, *rows):
-        cells = (c.rjust(w) if side == "r" else c.ljust(w) for c, w, side in zip(row, widths, align, strict=True))
-        print(("  " + "  ".join(cells)).rstrip())

@@ -65,7 +65,12 @@ def parse_rule(text: str, buffers: Sequence[str] | None = None, option: str = "-
 def _valid_buffer(buffer: str, buffers: Sequence[str] | None) -> bool:
     if buffers is not None:
         return buffer in buffers
-    return buffer == "CPU" or _CUDA.fullmatch(buffer) is not None
+    return is_buffer(buffer)
+
+
+def is_buffer(text: str) -> bool:
+    """Whether this can be the name of a buffer: `CPU` or `CUDA<i>`."""
+    return text == "CPU" or _CUDA.fullmatch(text) is not None
 
 
 def expert_rules(cpu_moe: bool, n_cpu_moe: int) -> list[TensorRule]:

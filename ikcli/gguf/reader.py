@@ -58,6 +58,7 @@ class GGUFFile:
     _maps: list[npt.NDArray[np.uint8]] = field(repr=False, default_factory=list)
     missing_parts: list[Path] = field(default_factory=list)  # of a split file opened by its header only
     n_announced: int = -1  # tensors of all parts, as a split file says
+    data_start: int = 0  # where tensor data begins in the first part
 
     def get(self, key: str, default: Any = None) -> Any:
         """Metadata value of `key`, or `default`."""
@@ -102,7 +103,7 @@ class GGUFFile:
         buffer = self._maps[t.file_index].base
         buffer = buffer.obj if isinstance(buffer, memoryview) else buffer
         first = -(-(t.offset + start) // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = (t.offset + (t.n_bytes if stop is None else stop)) // mmap.PAGESIZE * mmap.PAGESIZE
+        last = (t.offset + (t.n_bytes if stop is None else min(stop, t.n_bytes))) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first and isinstance(buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             buffer.madvise(mmap.MADV_DONTNEED, first, last - first)
 
@@ -206,7 +207,7 @@ def _read_part(path: Path, file_index: int, header_only: bool = False) -> GGUFFi
     infos = _read_tensor_infos(cur, n_tensors)
     start = -(-cur.pos // alignment) * alignment
     tensors = _place_tensors(cur, infos, start, alignment, file_index, header_only)
-    return GGUFFile([path], version, metadata, value_types, item_types, tensors, alignment, [data])
+    return GGUFFile([path], version, metadata, value_types, item_types, tensors, alignment, [data], data_start=start)
 
 
 def _read_version(cur: Cursor) -> int:

@@ -50,7 +50,7 @@ def split(
 ) -> list[PartSummary]:
     """Write the model as parts of at most `max_tensors` tensors or `max_bytes` bytes (0: no limit)."""
     file = open_gguf(source)
-    specs = _specs(file)
+    specs = tensor_specs(file)
     counts = plan_splits(specs, max_tensors, max_bytes, no_tensor_first)
     out = Path(prefix)
     starts = np.cumsum([0, *counts])
@@ -59,10 +59,10 @@ def split(
         for i, n in enumerate(counts)
     ]
     if not dry_run:
-        _refuse_inputs(file, [p.path for p in parts])
+        refuse_inputs(file, [p.path for p in parts])
         keys = {k: v for k, v in file.typed_metadata().items() if k not in SPLIT_KEYS}
         with GGUFWriter(out, keys, specs, alignment=file.alignment, splits=counts) as writer:
-            _copy(file, writer, advance)
+            copy_tensors(file, writer, advance)
         if len(counts) == 1:  # the writer calls a single part by the plain name
             out.replace(parts[0].path)
     return parts
@@ -73,23 +73,25 @@ def merge(
 ) -> list[PartSummary]:
     """Write all parts of the model whose first part is `source` as one file that must not exist yet."""
     file = open_gguf(source)
-    specs = _specs(file)
+    specs = tensor_specs(file)
     out = Path(output)
     if out.exists():
         raise UsageError(f"{out} exists already; name another output file")
     if not dry_run:
-        _refuse_inputs(file, [out])
+        refuse_inputs(file, [out])
         keys = {k: v for k, v in file.typed_metadata().items() if k not in SPLIT_KEYS}
         with GGUFWriter(out, keys, specs, alignment=file.alignment) as writer:
-            _copy(file, writer, advance)
+            copy_tensors(file, writer, advance)
     return [PartSummary(out, len(specs), sum(s.n_bytes for s in specs))]
 
 
-def _specs(file: GGUFFile) -> list[NewTensor]:
+def tensor_specs(file: GGUFFile) -> list[NewTensor]:
+    """The tensors of a model as they are announced to a writer."""
     return [NewTensor(t.name, t.shape, t.type) for t in file.tensors.values()]
 
 
-def _refuse_inputs(file: GGUFFile, outputs: list[Path]) -> None:
+def refuse_inputs(file: GGUFFile, outputs: list[Path]) -> None:
+    """UsageError if an output is one of the input files; makes missing folders."""
     inputs = {p.resolve() for p in file.paths}
     for path in outputs:
         if path.resolve() in inputs:
@@ -97,7 +99,8 @@ def _refuse_inputs(file: GGUFFile, outputs: list[Path]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _copy(file: GGUFFile, writer: GGUFWriter, advance: Callable[[float], None]) -> None:
+def copy_tensors(file: GGUFFile, writer: GGUFWriter, advance: Callable[[float], None]) -> None:
+    """Write all tensors as they are."""
     for t in file.tensors.values():
         writer.write_tensor(t.name, _pieces(file, t.name, t.n_bytes, advance))
 

@@ -224,16 +224,12 @@ class GGUFWriter:
             self._file = None
 
     def _header(self, no: int, tensors: Sequence[NewTensor]) -> bytes:
-        metadata = self._part_metadata(no)
-        out = [GGUF_MAGIC, struct.pack("<IQQ", self.version, len(tensors), len(metadata))]
-        for key, value in metadata.items():
-            out += [_string(key), _value(value, key)]
+        placed: list[tuple[str, tuple[int, ...], GGMLType, int]] = []
         offset = 0
         for t in tensors:
-            out += [_string(t.name), struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *t.shape)]
-            out.append(struct.pack("<IQ", t.type, offset))
+            placed.append((t.name, t.shape, t.type, offset))
             offset += -(-t.n_bytes // self.alignment) * self.alignment
-        header = b"".join(out)
+        header = header_bytes(self._part_metadata(no), placed, self.version)
         return header + bytes(-len(header) % self.alignment)
 
     def _part_metadata(self, no: int) -> dict[str, Any]:
@@ -245,6 +241,19 @@ class GGUFWriter:
         values = (no, len(self._parts), len(self.tensors))
         types = (GGUFValueType.UINT16, GGUFValueType.UINT16, GGUFValueType.INT32)
         return keep | {key: Typed(v, t) for key, v, t in zip(SPLIT_KEYS, values, types, strict=True)}
+
+
+def header_bytes(
+    metadata: Mapping[str, Any], tensors: Iterable[tuple[str, tuple[int, ...], GGMLType, int]], version: int
+) -> bytes:
+    """Everything before the padding in front of the data; tensors are (name, shape, type, offset in the data)."""
+    placed = list(tensors)
+    out = [GGUF_MAGIC, struct.pack("<IQQ", version, len(placed), len(metadata))]
+    for key, value in metadata.items():
+        out += [_string(key), _value(value, key)]
+    for name, shape, type, offset in placed:
+        out += [_string(name), struct.pack(f"<I{len(shape)}Q", len(shape), *shape), struct.pack("<IQ", type, offset)]
+    return b"".join(out)
 
 
 def _string(text: str | bytes) -> bytes:

@@ -191,7 +191,7 @@ class BatchedBenchConfig:
     ntg: tuple[int, ...] = opt((128,), "-ntg", "custom", "tokens that every sequence generates", topic="batched-bench", commands="D", form="N[,N...]", example="-ntg 128,256", parse=parse_int_list, bench_list=False)
     npl: tuple[int, ...] = opt((1, 2, 4, 8, 16, 32), "-npl", "custom", "numbers of sequences", topic="batched-bench", commands="D", form="N[,N...]", example="-npl 1,2,4,8,16,32", parse=parse_int_list, bench_list=False)
     shared_prompt: bool = opt(False, "-pps", "switch", "all sequences share one prompt, which is computed once", topic="batched-bench", commands="D", example="-pps")
-    output_format: str = opt("md", "--output-format", "choice", "form of the table", topic="batched-bench", commands="D", form="md|table|jsonl", example="--output-format jsonl", choices=("md", "table", "jsonl"))
+    output_format: str = opt("md", "--output-format", "choice", "form of the table", topic="batched-bench", commands="D", form="md|table|jsonl|jsonl-full", example="--output-format jsonl", choices=("md", "table", "jsonl", "jsonl-full"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,17 @@ class SweepPlotConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportConfig:
+    """report: results of many runs on one page."""
+
+    args: tuple[str, ...] = arguments("[LABEL=]FILE...")
+    output: Path = opt(Path("report.html"), "-o --output", "path", "the page; it needs no other file", form="FILE", example="-o report.html")
+    title: str = opt("Results", "--title", "str", "heading of the page", form="TEXT", example='--title "Genoa, November"', text=True)
+    size: tuple[str, ...] = opt((), "--size", "custom", "size of the model of a label whose log does not tell it (12.5GiB, 900MiB, or a GGUF file) (repeatable)", form="LABEL=SIZE", example="--size IQ4_K=3.8GiB", parse=parse_text_item, repeat=True)
+    json: bool = opt(False, "--json", "switch", "print what was read as one JSON object, write no page")
+
+
+@dataclass(frozen=True, slots=True)
 class InspectConfig:
     """inspect: what is in a GGUF file, how two differ, and changes of metadata."""
 
@@ -175,6 +186,7 @@ TOOLS: dict[str, type] = {
     "gguf-split": GgufSplitConfig,
     "sweep-bench-plot": SweepPlotConfig,
     "inspect": InspectConfig,
+    "report": ReportConfig,
     "tokenize": TokenizeConfig,
     "devices": DevicesConfig,
     "version": VersionConfig,

@@ -123,7 +123,7 @@ def test_several_tables_and_their_settings() -> None:
 def test_batched_tables_are_read_by_their_own_header() -> None:
     (table,) = read_text(BATCHED)
     assert table.kind == "batched" and table.settings["is_pp_shared"] == 0
-    assert table.rows == [SpeedRow(128, 64, 384, 256.0, 32.0)]
+    assert table.rows == [SpeedRow(128, 64, 384, 256.0, 32.0, 2, 76.8)]
 
 
 def test_columns_go_by_name() -> None:

@@ -49,7 +49,7 @@ COMMANDS = (
     CommandInfo("gguf-split", "split and merge GGUF files", "ikcli.commands.gguf_split"),
     CommandInfo("doctor", "check this machine for common problems"),
     CommandInfo("devices", "devices and their free memory", "ikcli.commands.devices"),
-    CommandInfo("report", "compare result tables and logs"),
+    CommandInfo("report", "one page of plots and tables from results and logs", "ikcli.commands.report"),
 )
 
 BY_NAME: dict[str, CommandInfo] = {name: info for info in COMMANDS for name in (info.name, *info.aliases)}

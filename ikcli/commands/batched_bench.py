@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from typing import Any
 
 from ikcli.commands._options import ModelRun
+from ikcli.commands._sweep_table import settings_dict
 from ikcli.config import RunConfig
 from ikcli.engine.bench_cases import batched_tests
 from ikcli.engine.session import Session
 from ikcli.engine.sizes import batched_session
 from ikcli.eval import batched_bench
 from ikcli.eval.batched_bench import BatchedRow
+from ikcli.eval.environment import describe
 from ikcli.log import warn
 
 _COLUMNS = (("PP", 6), ("TG", 6), ("B", 4), ("N_KV", 6), ("T_PP s", 8), ("S_PP t/s", 8), ("T_TG s", 8),
@@ -30,7 +35,7 @@ def run(run: ModelRun) -> int:
             if config.warmup:
                 batched_bench.warm_up(session)
             printer = BatchedPrinter(session.config, tests.n_kv_max, session.n_batch, session.n_ubatch)
-            printer.header()
+            printer.header(lambda: {**settings_dict(session.config), **describe(session)})
             batched_bench.run(session, tests.fitting, seed=max(1, config.seed), on_row=printer.row)
     except KeyboardInterrupt:
         return 130
@@ -41,7 +46,8 @@ class BatchedPrinter:
     """Writes header and rows to stdout, flushed line by line."""
 
     def __init__(self, config: RunConfig, n_kv_max: int, n_batch: int, n_ubatch: int) -> None:
-        self._json = config.batched.output_format == "jsonl"
+        self._json = config.batched.output_format.startswith("jsonl")
+        self._full = config.batched.output_format == "jsonl-full"
         self._settings = {
             "n_kv_max": n_kv_max,
             "n_batch": n_batch,
@@ -53,8 +59,10 @@ class BatchedPrinter:
             "n_threads_batch": config.n_threads_batch,
         }
 
-    def header(self) -> None:
-        """What precedes the rows of a table."""
+    def header(self, config: Callable[[], Mapping[str, Any]] = dict) -> None:
+        """What precedes the rows: names of columns, or with jsonl-full what `config` tells."""
+        if self._full:
+            _write(json.dumps({"config": config()}))
         if self._json:
             return
         _write("")

@@ -27,38 +27,57 @@ _MAX_JSON_PIECES = 400
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """One row: tokens per pass, depth, tokens per second (None where the text has no finite number)."""
+    """One row: tokens per pass, depth, tokens per second (None where the text has no finite number); of batched-bench
+    also the number of sequences and the speed of both passes together."""
 
     pp: int
     tg: int
     n_kv: int
     speed_pp: float | None
     speed_tg: float | None
+    n_seq: int = 0
+    speed: float | None = None
 
 
 @dataclass(slots=True)
 class SpeedTable:
     """One run as found. `kind` is "sweep" or "batched"; `settings` are those of the `main:` line or the jsonl rows,
-    `config` the first line of jsonl-full.
+    `config` the first line of jsonl-full. `line` is where it begins, from 1.
     """
 
     kind: str = "sweep"
     settings: Mapping[str, int] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     rows: list[SpeedRow] = field(default_factory=list)
+    line: int = 0
 
 
 def read_file(path: Path) -> list[SpeedTable]:
-    """The tables of a file in UTF-8, or in UTF-16 with a byte order mark; other bytes are replaced. OSError passes."""
-    data = path.read_bytes()
-    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-    return read_text(data.decode(encoding, errors="replace"))
+    """The tables of a file; OSError passes."""
+    return read_lines(file_lines(path))[0]
 
 
 def read_text(text: str) -> list[SpeedTable]:
     """The tables of a text in their order, those without rows left out."""
-    lines = [_QUOTE.sub("", _ANSI.sub("", line)).strip() for line in text.splitlines()]
-    return [table for table in _Reader(lines).tables if table.rows]
+    return read_lines(clean_lines(text))[0]
+
+
+def file_lines(path: Path) -> list[str]:
+    """Clean lines of a file in UTF-8, or in UTF-16 with a byte order mark; other bytes are replaced. OSError passes."""
+    data = path.read_bytes()
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    return clean_lines(data.decode(encoding, errors="replace"))
+
+
+def clean_lines(text: str) -> list[str]:
+    """Lines without colours, quotation marks of mail, and blanks around."""
+    return [_QUOTE.sub("", _ANSI.sub("", line)).strip() for line in text.splitlines()]
+
+
+def read_lines(lines: list[str]) -> tuple[list[SpeedTable], set[int]]:
+    """The tables in clean lines, and the indices of the lines that belong to them."""
+    reader = _Reader(lines)
+    return [table for table in reader.tables if table.rows], reader.used
 
 
 class _Reader:
@@ -71,9 +90,12 @@ class _Reader:
         self._closed = True
         self._settings: dict[str, int] = {}
         self._from_json = False
-        at = 0
-        while at < len(lines):
-            at += self._take(at) or 1
+        self.used: set[int] = set()
+        self._at = 0
+        while self._at < len(lines):
+            taken = self._take(self._at)
+            self.used.update(range(self._at, self._at + taken))
+            self._at += taken or 1
 
     def _take(self, at: int) -> int:
         """Handle what starts at a line; the number of lines it used, 0 if it is not for us."""
@@ -111,7 +133,7 @@ class _Reader:
             return 0
         self._columns, self._from_json = columns, False
         self._closed = "".join(self._lines[at : at + used]).endswith("|")
-        self.tables.append(SpeedTable("batched" if "B" in columns else "sweep", self._settings))
+        self.tables.append(SpeedTable("batched" if "B" in columns else "sweep", self._settings, line=at + 1))
         self._settings = {}
         return used
 
@@ -136,8 +158,9 @@ class _Reader:
         if n_kv is None:
             return False
         row = SpeedRow(
-            int(numbers.get("PP") or 0), int(numbers.get("TG") or 0), int(n_kv), numbers["S_PPt/s"], numbers["S_TGt/s"]
-        )
+            int(numbers.get("PP") or 0), int(numbers.get("TG") or 0),
+            int(n_kv), numbers["S_PPt/s"], numbers["S_TGt/s"], int(numbers.get("B") or 0), numbers.get("St/s"),
+        )  # fmt: skip
         self.tables[-1].rows.append(row)
         return True
 
@@ -159,14 +182,17 @@ class _Reader:
         config = value.get("config")
         if isinstance(config, dict):
             if not (self._from_json and self.tables[-1].config == config):
-                self.tables.append(SpeedTable(config=config))
+                self.tables.append(SpeedTable(config=config, line=self._at + 1))
             self._from_json, self._columns = True, ()
             return True
         n_kv = _json_number(value, "n_kv")
         if n_kv is None or not {"speed_pp", "speed_tg"} <= value.keys():
             return False
         pp, tg = _json_number(value, "pp") or 0, _json_number(value, "tg") or 0
-        row = SpeedRow(int(pp), int(tg), int(n_kv), _json_number(value, "speed_pp"), _json_number(value, "speed_tg"))
+        row = SpeedRow(
+            int(pp), int(tg), int(n_kv), _json_number(value, "speed_pp"), _json_number(value, "speed_tg"),
+            int(_json_number(value, "pl") or 0), _json_number(value, "speed"),
+        )  # fmt: skip
         self._json_table(row, {k: v for k, v in value.items() if k.startswith(("n_", "flash")) and k != "n_kv"},
                          "batched" if "pl" in value else "sweep")  # fmt: skip
         self.tables[-1].rows.append(row)
@@ -176,10 +202,10 @@ class _Reader:
         """Rows without a line of settings begin a new run where a setting changes or the depth does not grow."""
         table = self.tables[-1] if self._from_json else None
         if table is not None and not table.rows:
-            table.settings = settings
+            table.settings, table.kind = settings, kind
         elif (table is None or (kind, settings) != (table.kind, table.settings)
               or (table.config is None and not _continues(table, row))):  # fmt: skip
-            self.tables.append(SpeedTable(kind, settings=settings))
+            self.tables.append(SpeedTable(kind, settings=settings, line=self._at + 1))
         self._from_json, self._columns = True, ()
 
 

@@ -1,0 +1,91 @@
+"""`ik report [LABEL=]FILE...`: results and logs of many runs on one page of HTML."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from ikcli import log
+from ikcli.commands._columns import json_scalar
+from ikcli.commands._options import usage
+from ikcli.config_tools import ReportConfig
+from ikcli.errors import FormatError, UsageError
+from ikcli.eval.report_page import page
+from ikcli.eval.report_read import Results, read_results
+
+_SIZE = re.compile(r"([\d.]+)\s*([KMGT]i?B?)", re.I)
+_POWERS = "kmgt"
+
+
+def run(config: ReportConfig) -> int:
+    """Read everything, name what cannot be read, write the page."""
+    if not config.args:
+        raise UsageError(f"name at least one file; usage: {usage('report')}")
+    output = config.output
+    if not config.json and not output.parent.is_dir():
+        raise UsageError(f"-o {output}: the folder {output.parent} does not exist")
+    sources = [_source(text) for text in config.args]
+    if not config.json and output.resolve() in {path.resolve() for _, path in sources}:
+        raise UsageError(f"-o {output} is one of the files to read; name another output")
+    results = read_results(sources, _sizes(config.size))
+    for p in results.problems:
+        log.warn(f"{p.source}:{p.line}: {p.reason}: {p.text[:100]}")
+    if config.json:
+        print(json.dumps(_plain(results), indent=2, allow_nan=False, ensure_ascii=False))
+        return 0
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(page(results, config.title), encoding="utf-8")
+        temporary.replace(output)
+    except OSError as problem:
+        temporary.unlink(missing_ok=True)
+        raise FormatError(f"{output}: cannot be written ({problem.strerror or problem})") from None
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    print(f"{output}: {len(results.all())} results from {len(sources)} files")
+    return 0
+
+
+def _source(text: str) -> tuple[str, Path]:
+    """`LABEL=FILE` or a file; a file whose name has a `=` is meant as it is."""
+    label, equals, name = text.partition("=")
+    if not equals or Path(text).exists():
+        return "", Path(text)
+    if not label.strip() or not name:
+        raise UsageError(f'"{text}" is not of the form LABEL=FILE')
+    return label.strip(), Path(name)
+
+
+def _sizes(texts: tuple[str, ...]) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for text in texts:
+        label, _, value = text.rpartition("=")
+        found = _SIZE.fullmatch(value.strip())
+        if label and found is not None:
+            unit = found[2].lower()
+            base = 1024 if "i" in unit or len(unit) == 1 else 1000
+            out[label] = round(float(found[1]) * base ** (_POWERS.index(unit[0]) + 1))
+        elif label and Path(value).is_file():
+            from ikcli.gguf.reader import open_gguf
+
+            out[label] = open_gguf(value, header_only=True).n_bytes
+        else:
+            raise UsageError(f'--size: "{text}" is not LABEL=SIZE, for example: IQ4_K=3.8GiB, or LABEL=model.gguf')
+    return out
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Results):
+        return {f.name: [_plain(item) for item in getattr(value, f.name)] for f in dataclasses.fields(value)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return json_scalar(value)

@@ -16,6 +16,8 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
+from ikcli.eval.sweep_read import read_text
+
 Row = tuple[float, float]
 """Prompt and generation speed in tokens per second."""
 
@@ -24,18 +26,8 @@ PROGRAM = "llama-sweep-bench"
 
 def parse_table(text: str) -> dict[int, Row]:
     """Speeds by depth from a log with a sweep-bench table; other lines are skipped."""
-    columns: list[str] = []
-    rows: dict[int, Row] = {}
-    for line in text.splitlines():
-        if not line.startswith("|"):
-            continue
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if "N_KV" in cells:
-            columns = cells
-        elif columns and len(cells) == len(columns) and cells[0].isdigit():
-            found = dict(zip(columns, cells, strict=True))
-            rows[int(found["N_KV"])] = (float(found["S_PP t/s"]), float(found["S_TG t/s"]))
-    return rows
+    rows = [row for table in read_text(text) if table.kind == "sweep" for row in table.rows]
+    return {r.n_kv: (r.speed_pp, r.speed_tg) for r in rows if r.speed_pp is not None and r.speed_tg is not None}
 
 
 def run_once(command: list[str], timeout: float) -> dict[int, Row]:

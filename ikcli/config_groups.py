@@ -207,6 +207,9 @@ class BenchConfig:
     output: str = opt("md", "-o --output", "choice", "form of the results", topic="bench", commands="B", form="csv|json|jsonl|md|sql", example="-o json", choices=("csv", "json", "jsonl", "md", "sql"), bench_list=False)
     output_err: str = opt("", "-oe --output-err", "choice", "form of a second copy of the results on stderr", topic="bench", commands="B", form="csv|json|jsonl|md|sql", example="-oe md", choices=("csv", "json", "jsonl", "md", "sql"), bench_list=False)
     threads_gen_batch: tuple[tuple[int, int], ...] = opt((), "-tgb --threads-gen-batch", "custom", "pairs of generation and prompt threads", topic="bench", commands="B", form="G,B[;G,B...]", example="-tgb 4,16", parse=parse_thread_pairs, bench_list=False)
+    compare: tuple[str, ...] = opt((), "--compare", "custom", "measure sides in turns and print ratios to the first one: options for ik bench, or a command (ik sweep-bench, /path/llama-bench); all other options are for every side. One side alone is compared with these (repeatable)", topic="bench", commands="B", form="[NAME=]SIDE", example='--compare "-rtr 0" --compare "-rtr 1"', parse=parse_text_item, repeat=True, bench_list=False, text=True)
+    rounds: int = opt(10, "--rounds", "int", "with --compare: runs of every side at most", topic="bench", commands="B", form="N", example="--rounds 20", minimum=2, bench_list=False)
+    precision: float = opt(1.0, "--precision", "float", "with --compare: stop when half of every 95 % interval is below this many percent", topic="bench", commands="B", form="PERCENT", example="--precision 0.5", minimum=0, bench_list=False)
 
 
 @dataclass(frozen=True, slots=True)

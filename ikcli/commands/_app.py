@@ -133,7 +133,7 @@ def run_model(ctx: typer.Context) -> int:
     parsed: Parsed = ctx.obj
     startup = checked(parsed)
     module = importlib.import_module("ikcli.commands.plan") if startup.config.dry_run else _module(ctx)
-    return int(module.run(ModelRun(startup.config, startup.planner, parsed.alternatives, parsed.given)))
+    return int(module.run(ModelRun(startup.config, startup.planner, parsed.alternatives, parsed.given, parsed.argv)))
 
 
 def run_planned(ctx: typer.Context) -> int:

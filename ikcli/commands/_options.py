@@ -42,19 +42,21 @@ class Parsed:
     alternatives: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     info: str = ""
     given: frozenset[str] = frozenset()
+    argv: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRun:
     """What a command that runs a model gets: settings checked against the model file, and the planner that opened it.
 
-    `alternatives` and `given` are those of Parsed.
+    `alternatives`, `given` and `argv` (the words of the command line) are those of Parsed.
     """
 
     config: RunConfig
     planner: Planner
     alternatives: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     given: frozenset[str] = frozenset()
+    argv: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ def parse(command: str, argv: Sequence[str]) -> Parsed:
         alternatives,
         line.info,
         frozenset(values),
+        tuple(argv),
     )
 
 

@@ -7,12 +7,20 @@ import sys
 from ikcli.commands._bench_output import make_writer
 from ikcli.commands._options import ModelRun
 from ikcli.engine.bench_cases import bench_tests
+from ikcli.errors import UsageError
 from ikcli.eval import bench
 
 
 def run(run: ModelRun) -> int:
     """Measure and print; 130 after Ctrl-C."""
     options = run.config.bench
+    if options.compare:
+        from ikcli.commands._bench_compare import run as compare
+
+        return compare(run)
+    for name in ("rounds", "precision"):
+        if f"bench.{name}" in run.given:
+            raise UsageError(f"--{name} goes with --compare")
     bench_tests(run.config)  # complain before a header is printed
     writers = [make_writer(options.output, sys.stdout)]
     if options.output_err:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ikcli.eval.report_plot import Curve, Dot, plot, series_class
-from ikcli.eval.report_read import BenchRow, Quality, Result, Results, SpeedRun, TypeErrors
+from ikcli.eval.report_read import BenchRow, Compared, Quality, Result, Results, SpeedRun, TypeErrors
 from ikcli.eval.sweep_plot import Point, group, ticks
 
 _GIB = 2**30
@@ -28,6 +28,7 @@ def page(results: Results, title: str) -> str:
         ("speed over context depth", _sweeps(sweeps) if sweeps else ""),
         ("speed of several sequences", _batched(batched) if batched else ""),
         ("speed of single tests", _bench(results.bench) if results.bench else ""),
+        ("sides measured in turns", _compared(results.compared) if results.compared else ""),
         ("quality", _quality(results.qualities) if results.qualities else ""),
         ("errors of types", _types(results.types) if results.types else ""),
         ("what it ran on", _environments(results)),
@@ -167,6 +168,37 @@ def _bench(rows: Sequence[BenchRow]) -> str:
     ]  # fmt: skip
     header = ("run", "test", "tokens/s", "±", "of the best", "threads", "settings", "program")
     return _figures(blocks) + _table(header, table)
+
+
+def _compared(found: Sequence[Compared]) -> str:
+    """Intervals around 1, to be seen at a glance, and the numbers."""
+    highs = [c.high if c.high is not None else c.ratio for c in found]
+    low, high = min(0.98, *(c.low or c.ratio for c in found)), max(1.02, *highs)
+    low, high = low - 0.05 * (high - low), high + 0.05 * (high - low)
+
+    def place(value: float) -> float:
+        return 100 * (min(max(value, low), high) - low) / (high - low)
+
+    lines: list[str] = []
+    for i, c in enumerate(found):
+        ends = (place(c.low), place(c.high if c.high is not None else high))
+        bounds = "" if c.high is None else f" <small>{c.low:.3f} to {c.high:.3f}</small>"
+        name = f"{c.label}: {c.test}, {c.side} / {c.base}"
+        lines.append(
+            f'<div class="bar {series_class(i)}" title="{_e(chr(10).join(c.commands))}"><span class="what">{_e(name)}'
+            f'</span><span class="track range"><u style="left:{place(1.0):.1f}%"></u>'
+            f'<i style="left:{ends[0]:.1f}%;width:{ends[1] - ends[0]:.1f}%"></i>'
+            f'<s style="left:{place(c.ratio):.1f}%"></s></span><b>{c.ratio:.3f}{bounds}</b></div>'
+        )
+    title, bars = "ratio of speeds, 95 % interval", "".join(lines)
+    figure = f'<figure><figcaption>{title}</figcaption><div class="bars">{bars}</div></figure>'
+    rows = [
+        [c.label, c.test, c.side, c.base, round(c.ratio, 4), round(c.low, 4),
+         "" if c.high is None else round(c.high, 4), c.n_rounds, c.warnings, " | ".join(c.commands)]
+        for c in found
+    ]  # fmt: skip
+    header = ("model", "test", "side", "over", "ratio", "from", "to", "rounds", "warnings", "commands")
+    return f'<div class="wide">{figure}</div>\n' + _table(header, rows)
 
 
 def _speed(r: BenchRow) -> str:

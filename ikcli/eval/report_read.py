@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ikcli.errors import FormatError
-from ikcli.eval.sweep_read import SpeedTable, file_lines, read_lines
+from ikcli.eval.sweep_read import SpeedTable, clean_lines, file_lines, read_lines
 
 _NUMBER = r"(-?[\d.]+(?:e[+-]?\d+)?|-?nan|-?inf)"
 _FINAL = re.compile(rf"Final estimate: PPL(?: over (\d+) chunks for n_ctx=(\d+))? = {_NUMBER} \+/- {_NUMBER}", re.I)
@@ -78,6 +78,21 @@ class BenchRow(Result):
 
 
 @dataclass(frozen=True, slots=True)
+class Compared(Result):
+    """A result of `ik bench --compare`: speed of a side over that of another, with its 95 % interval."""
+
+    test: str
+    side: str
+    base: str
+    ratio: float
+    low: float
+    high: float | None
+    n_rounds: int
+    commands: tuple[str, str]
+    warnings: str
+
+
+@dataclass(frozen=True, slots=True)
 class Quality(Result):
     """A perplexity, or the statistics of a KL divergence: name -> (value, error or None)."""
 
@@ -114,13 +129,14 @@ class Results:
 
     speeds: list[SpeedRun] = field(default_factory=list)
     bench: list[BenchRow] = field(default_factory=list)
+    compared: list[Compared] = field(default_factory=list)
     qualities: list[Quality] = field(default_factory=list)
     types: list[TypeErrors] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     def all(self) -> list[Result]:
         """All results of all kinds."""
-        return [*self.speeds, *self.bench, *self.qualities, *self.types]
+        return [*self.speeds, *self.bench, *self.compared, *self.qualities, *self.types]
 
 
 def read_results(sources: list[tuple[str, Path]], sizes: Mapping[str, int] | None = None) -> Results:
@@ -139,6 +155,13 @@ def read_results(sources: list[tuple[str, Path]], sizes: Mapping[str, int] | Non
                 f"{path}: no results in {len(lines)} lines; expected tables, jsonl or logs of sweep-bench, bench, "
                 "batched-bench, perplexity or quantize-stats"
             )
+    return out
+
+
+def read_output(text: str, name: str) -> Results:
+    """The results of a text that is no file; `name` stands for it."""
+    out = Results()
+    _Source(out, "", Path(name), clean_lines(text), {}).read()
     return out
 
 
@@ -294,6 +317,23 @@ class _Source:
             label = Path(facts["file"]).name.removesuffix(".gguf")
         self._out.bench.append(BenchRow(label, source, line, environment, named, test, speed, deviation, settings))
 
+    def _compared(self, at: int, record: Mapping[str, Any]) -> None:
+        facts = {
+            "model": str(record.get("model_filename") or ""),
+            "machine": str(record.get("cpu_info") or ""),
+            "program": f"{record.get('build_commit', '')} ({record.get('build_number', '')})",
+            "date": str(record.get("test_time") or ""),
+        }
+        high = None if record["high"] is None else _finite(record["high"])
+        self._out.compared.append(
+            Compared(
+                *self._common(at, self._environment(facts)), str(record["compare"]), str(record["side"]),
+                str(record["base"]), _finite(record["ratio"]), _finite(record["low"]), high, int(record["rounds"]),
+                (str(record.get("side_command", "")), str(record.get("base_command", ""))),
+                "; ".join(map(str, record.get("warnings") or ())),
+            )
+        )  # fmt: skip
+
     def _csv_line(self, at: int, line: str) -> bool:
         if "build_commit," in line and "avg_ts" in line:
             self._csv = next(csv.reader([line]))
@@ -333,6 +373,8 @@ class _Source:
     def _json_record(self, at: int, record: Mapping[str, Any]) -> None:
         if "avg_ts" in record:
             self._record(at, record, self._bench_record)
+        elif "compare" in record and "ratio" in record:
+            self._record(at, record, self._compared)
         elif "rmse" in record and "type" in record:
             self._record(at, record, self._type_record)
         elif "config" not in record:  # without rows

@@ -19,9 +19,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from kernel_harness import Harness, Segment, team
-from peaks import product_peak
 
 from ikcli.backends.cpu.lower_attention import RULES
+from ikcli.backends.cpu.peaks import product_peak
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import row_n_bytes
 from ikcli.graph import HeadSlice, Node, Rows, Weight

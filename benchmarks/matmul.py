@@ -22,10 +22,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from kernel_harness import Harness, Segment, team
-from peaks import product_peak, read_peak
 from weight_bytes import stored
 
 from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES, activation_kind
+from ikcli.backends.cpu.peaks import product_peak, read_peak
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
 from ikcli.graph import Weight

@@ -20,11 +20,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from kernel_harness import Harness, Segment, team
-from peaks import product_peak
 from recurrent_cases import Case as Graph
 from recurrent_cases import Heads, conv_case, delta_case
 
 from ikcli.backends.cpu.lower import RULES
+from ikcli.backends.cpu.peaks import product_peak
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,18 @@ class DevicesConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DoctorConfig:
+    """doctor: what this machine can do, and what a model can expect of it."""
+
+    model: Path | None = opt(None, "-m --model", "path", "also tell how fast this model can be at most, what limits it, and which flags help", form="FILE", example="-m model.gguf")
+    n_ctx: int = opt(0, "-c --ctx-size", "int", "context of the model (default: what it was trained for, as in other commands)", form="N", example="-c 32768", minimum=0)
+    n_ubatch: int = opt(512, "-ub --ubatch-size", "int", "micro-batch of prompts", form="N", example="-ub 2048", minimum=1)
+    n_threads: int = opt(0, "-t --threads", "custom", "threads; auto = physical cores", form="N", example="-t 8", parse=parse_threads)
+    quick: bool = opt(False, "--quick", "switch", "measure nothing")
+    json: bool = opt(False, "--json", "switch", "machine-readable output")
+
+
+@dataclass(frozen=True, slots=True)
 class VersionConfig:
     """version: what is installed."""
 
@@ -189,6 +201,7 @@ TOOLS: dict[str, type] = {
     "report": ReportConfig,
     "tokenize": TokenizeConfig,
     "devices": DevicesConfig,
+    "doctor": DoctorConfig,
     "version": VersionConfig,
 }
 """Command -> its options. Commands that are not here run a model and take those of RunConfig."""

@@ -12,6 +12,7 @@ from ikcli.backends.cpu.lower import RULES
 from ikcli.backends.cpu.program import CpuLowering
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Node, Weight
+from ikcli.hostinfo import visible_cpus
 from ikcli.native import isa
 from ikcli.native.kernel_cache import KernelKey
 
@@ -62,3 +63,25 @@ def test_every_product_of_floats_counts(kind: str, one: int, per_lane: int) -> N
     found = run(KernelKey("peaks", "make_products", (kind,)), 1, ones.view(np.uint8), 5).view(np.float32)[0]
     starts = [ones.view(np.float32)[lane : lane + WIDTH].sum() for lane in range(16)]
     np.testing.assert_allclose(found, np.add(starts, per_lane * 5 * CHAINS), rtol=1e-6)
+
+
+def test_work_is_counted_as_it_is_done() -> None:
+    """The numbers that peaks are computed from are those of the kernels."""
+    from ikcli.backends.cpu import peaks
+    from ikcli.backends.cpu.kernels import peaks as kernels
+
+    assert {kind: ops for kind, (_, ops, _) in kernels.KINDS.items()} == peaks.OPS
+    assert {sums.n for sums, _, _ in kernels.KINDS.values()} == {peaks.LANES}
+    assert peaks.CHAINS == kernels.CHAINS
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_peaks_are_measured(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ikcli.backends.cpu import peaks
+
+    monkeypatch.setattr(peaks, "_ITERATIONS", 1000)
+    assert peaks.product_peak("f32", threads, repeat=2) > 1e6
+    cpus = [frozenset(visible_cpus())] * threads
+    assert peaks.read_peak(threads, 1 << 20, cpus if threads > 1 else (), repeat=2) > 1e6
+    monkeypatch.setattr(isa, "current", lambda: isa.ISA("avx2", "haswell", "", frozenset({"avx2"})))
+    assert peaks.product_peak("bf16", threads) == 0.0

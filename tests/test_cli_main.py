@@ -52,7 +52,6 @@ def test_command_help(capsys, command, name) -> None:
 
 
 def test_help_of_planned_commands_and_help_as_a_command(capsys) -> None:
-    assert "Not part of this version yet." in run(capsys, "doctor", "--help")[1]
     assert "not part of this version yet" in run(capsys, "chat", "-h")[1]
     assert run(capsys, "help", "plan") == run(capsys, "plan", "--help")
 
@@ -72,7 +71,6 @@ def test_version(capsys) -> None:
         (("serv",), "unknown command serv; did you mean serve?"),
         (("sweep-bench", "--numactl", "distribute"), "unknown option --numactl; did you mean --numa?"),
         (("chat", "-fa"), "chat is not part of this version yet; ik --help lists the commands that are"),
-        (("doctor", "--x"), "doctor is not part of this version yet"),
         (("cli", "-p", "x"), "chat is not part of this version yet"),
         (("bench", "-c", "x"), '-c: "x" is not a whole number'),
         (("version", "--nonsense"), "--nonsense"),
@@ -207,7 +205,7 @@ def test_notice_once_and_progress_without_a_terminal(capsys) -> None:
         ("ik quantize in.gguf --target-b", {"--target-bpw"}),
         ("ik devices --", {"--model", "--self-test", "--json"}),
         ("ik nonsense --", {"--install-completion", "--show-completion"}),
-        ("ik doctor --", set()),
+        ("ik doctor --", {"--model", "--ctx-size", "--ubatch-size", "--threads", "--quick", "--json"}),
     ],
 )
 def test_completion(capsys, monkeypatch, line, expected) -> None:

@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ikcli import log
 from ikcli.commands._argv import canonical_name
-from ikcli.commands._help import command_help, main_help, planned_help
+from ikcli.commands._help import command_help, main_help
 from ikcli.commands._options import HELP_NAMES, ModelRun, Parsed, all_options, names_of, parse
 from ikcli.commands._suggest import nearest
 from ikcli.commands._table import BY_NAME, CommandInfo
@@ -69,10 +69,10 @@ class DeclaredCommand(TyperCommand):
         return []
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        formatter.write((command_help(self.info) if self.info.declared else planned_help(self.info)) + "\n")
+        formatter.write(command_help(self.info) + "\n")
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        return list(completions(self.info.name, ctx.obj or [], incomplete)) if self.info.declared else []
+        return list(completions(self.info.name, ctx.obj or [], incomplete))
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,11 +114,6 @@ def command_help(info: CommandInfo) -> str:
     return "\n".join([*lines, "Options of other commands are accepted and listed once as ignored."])
 
 
-def planned_help(info: CommandInfo) -> str:
-    """Text of `ik COMMAND --help` for a command of a later version."""
-    return f"usage: ik {info.name} [OPTIONS]\n\n{_sentence(info.summary)}\nNot part of this version yet."
-
-
 def _sentence(summary: str) -> str:
     return f"{summary[0].upper()}{summary[1:]}."
 

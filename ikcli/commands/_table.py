@@ -15,11 +15,6 @@ class CommandInfo:
     aliases: tuple[str, ...] = ()
     runs_model: bool = False
 
-    @property
-    def declared(self) -> bool:
-        """Whether its options are known, if only for help."""
-        return bool(self.module) or self.runs_model
-
 
 COMMANDS = (
     CommandInfo("perplexity", "perplexity of a model on a text", "ikcli.commands.perplexity", runs_model=True),
@@ -47,7 +42,7 @@ COMMANDS = (
     CommandInfo("quantize-stats", "error of tensor types on the tensors of a model", "ikcli.commands.quantize_stats"),
     CommandInfo("repack", "convert a model to interleaved types", "ikcli.commands.repack"),
     CommandInfo("gguf-split", "split and merge GGUF files", "ikcli.commands.gguf_split"),
-    CommandInfo("doctor", "check this machine for common problems"),
+    CommandInfo("doctor", "what this machine can do, what limits a model, what to change", "ikcli.commands.doctor"),
     CommandInfo("devices", "devices and their free memory", "ikcli.commands.devices"),
     CommandInfo("report", "one page of plots and tables from results and logs", "ikcli.commands.report"),
 )

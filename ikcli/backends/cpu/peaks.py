@@ -1,0 +1,91 @@
+"""What this machine can do at best, measured: products from registers and reading of memory.
+
+The kernels are those of `kernels/peaks.py`. Threads wait for each other, then all run; the fastest of several runs
+counts, from the first start to the last end.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.native import isa
+from ikcli.native.kernel_cache import KernelKey
+from ikcli.native.kernel_library import native_function, shared_library
+
+OPS = {"f32": 2, "bf16": 4, "i16": 4, "i8": 8}
+"""Kind of products -> multiplications and additions of one of the LANES."""
+LANES, CHAINS = 16, 24  # of an iteration of the kernel
+_SCRATCH = 256
+_NEEDS = {"bf16": {"avx512bf16"}, "i16": {"avx512vnni"}}
+_ITERATIONS = 400_000
+
+Clock = Callable[[], float]
+
+
+def product_peak(kind: str, threads: int, clock: Clock = time.perf_counter, repeat: int = 20) -> float:
+    """Multiplications and additions per second of all threads; kind: one of OPS. 0 if the CPU lacks them."""
+    if not _NEEDS.get(kind, set()) <= isa.current().features:
+        return 0.0
+    scratch = np.zeros(_SCRATCH * threads, np.uint8)
+    key = KernelKey("peaks", "make_products", (kind,))
+    seconds = _shortest(key, (_ITERATIONS, scratch.ctypes.data), threads, repeat, clock)
+    return OPS[kind] * CHAINS * LANES * _ITERATIONS * threads / seconds
+
+
+def read_peak(threads: int, n_bytes: int = 1 << 29, cpus: Sequence[frozenset[int]] = (), repeat: int = 7) -> float:
+    """Bytes per second that all threads read from memory; `cpus`: those every thread stays on.
+
+    Each thread fills the part that it reads, so that it is on its own node.
+    """
+    n_bytes = n_bytes // _SCRATCH * _SCRATCH
+    data, scratch = np.empty(n_bytes, np.uint8), np.zeros(_SCRATCH * threads, np.uint8)
+    words = (data.ctypes.data, n_bytes, scratch.ctypes.data)
+    key = KernelKey("peaks", "make_read")
+    return n_bytes / _shortest(key, words, threads, repeat, time.perf_counter, cpus, data)
+
+
+def _shortest(
+    key: KernelKey, words: tuple[int, ...], threads: int, repeat: int, clock: Clock,
+    cpus: Sequence[frozenset[int]] = (), data: npt.NDArray[np.uint8] | None = None,
+) -> float:  # fmt: skip
+    """Seconds of the fastest run."""
+    shared_library().require([key])
+    kernel = native_function(shared_library()[key], 3)
+    params = np.array([0, 0, 0, *words], np.int64)
+    at = params.ctypes.data
+    if threads == 1 and not cpus:  # here, so that a clock of this thread counts it
+        if data is not None:
+            data[:] = 1
+        times = []
+        for _ in range(repeat):
+            start = clock()
+            kernel(at, 0, 1)
+            times.append(clock() - start)
+        return min(times)
+    spans = np.zeros((threads, repeat, 2))
+    gate = threading.Barrier(threads)
+
+    def work(ith: int) -> None:
+        if cpus and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cpus[ith])
+        if data is not None:
+            n = len(data) // _SCRATCH
+            data[_SCRATCH * (n * ith // threads) : _SCRATCH * (n * (ith + 1) // threads)] = 1
+        for i in range(repeat):
+            gate.wait()
+            spans[ith, i, 0] = clock()
+            kernel(at, ith, threads)
+            spans[ith, i, 1] = clock()
+
+    team = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(threads)]
+    for t in team:
+        t.start()
+    for t in team:
+        t.join()
+    return float((spans[:, :, 1].max(axis=0) - spans[:, :, 0].min(axis=0)).min())

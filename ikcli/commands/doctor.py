@@ -1,0 +1,159 @@
+"""`ik doctor [-m MODEL]`: one report about this machine, to read and to paste into a question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from json import dumps
+
+from ikcli import log
+from ikcli.config_tools import DoctorConfig
+from ikcli.errors import UsageError
+from ikcli.eval.bench import params_label
+from ikcli.eval.doctor import Examination, examine
+from ikcli.eval.doctor_model import ModelReport
+
+_GIB, _MIB = 2.0**30, 2.0**20
+
+
+def run(config: DoctorConfig) -> int:
+    """Examine and print; exit code 1 if a model does not fit."""
+    if config.model is not None and not config.model.is_file():
+        raise UsageError(f"-m {config.model}: no such file")
+    found = examine(
+        config.model,
+        n_ctx=config.n_ctx,
+        n_ubatch=config.n_ubatch,
+        n_threads=config.n_threads,
+        quick=config.quick,
+        tell=log.log,
+    )
+    print(dumps(asdict(found), indent=2) if config.json else "\n".join(lines(found)))
+    return int(found.model is not None and not found.model.fits)
+
+
+def lines(found: Examination) -> Iterator[str]:
+    """The report: `name  value` lines in blocks."""
+    versions = ", ".join(f"{name} {version}" for name, version in found.software.items() if name != "os" and version)
+    yield _line("software", versions)
+    yield _line("system", found.software.get("os") or "unknown")
+    yield ""
+    yield from _processor(found)
+    yield ""
+    yield from _memory(found)
+    yield ""
+    yield from _gpus(found)
+    yield ""
+    yield from _cache(found)
+    if found.roofs is not None:
+        yield ""
+        yield from _roofs(found)
+    if found.model is not None:
+        yield ""
+        yield from _model(found.model, measured=found.roofs is not None)
+    for notice in found.notices:
+        yield _line("note", notice)
+    yield ""
+    if not found.advice:
+        yield _line("advice", "nothing to change")
+    for i, advice in enumerate(found.advice):
+        yield _line("advice" if i == 0 else "", f"{advice.what}\n{advice.why}")
+
+
+def _line(name: str, text: str) -> str:
+    first, *rest = text.split("\n")
+    return "\n".join([f"{name:<16} {first}".rstrip(), *(f"{'':<20} {more}" for more in rest)])
+
+
+def _processor(found: Examination) -> Iterator[str]:
+    cpu = found.processor
+    yield _line("processor", cpu.name or "unknown")
+    yield _line("cores", f"{cpu.physical} physical cores and {cpu.visible} logical CPUs usable of {cpu.installed}"
+                         + ("" if cpu.quota is None else f", a cgroup allows {cpu.quota}")
+                         + f"; default -t {cpu.threads}")  # fmt: skip
+    yield _line("instructions", f"{cpu.target}: {' '.join(cpu.features)}")
+    for i, (what, how) in enumerate(cpu.kernels):
+        yield _line("kernels" if i == 0 else "", f"{what}: {how}")
+    governors = ", ".join(cpu.governors) or "not told by this system"
+    yield _line("governor", governors + (f" ({cpu.driver})" if cpu.driver else ""))
+
+
+def _memory(found: Examination) -> Iterator[str]:
+    m = found.memory
+    limits = [f"cgroup limit {_size(m.limit)}"] if m.limit is not None else []
+    limits.append("no limit of locked memory" if m.locked < 0 else f"{_size(m.locked)} may be locked (--mlock)")
+    if m.swap_used:
+        limits.append(f"{_size(m.swap_used)} in swap")
+    yield _line("memory", f"{_size(m.total)}, {_size(m.available)} available; {', '.join(limits)}")
+    yield _line("huge pages", m.huge_pages or "none on this system")
+    if len(m.nodes) > 1:
+        nodes = "; ".join(f"node {n.number}: {n.cpus} CPUs, {_size(n.memory)}" for n in m.nodes)
+        balancing = {True: "on", False: "off", None: "unknown"}[m.balancing]
+        yield _line("NUMA", f"{nodes}; balancing {balancing}")
+    else:
+        yield _line("NUMA", "one node")
+
+
+def _gpus(found: Examination) -> Iterator[str]:
+    if not found.gpus:
+        yield _line("GPU", f"none: {found.no_gpu}")
+    for gpu in found.gpus:
+        yield _line(gpu.name, f"{gpu.model}: {_size(gpu.memory)}, {_size(gpu.free)} free, compute capability "
+                              f"{gpu.compute_capability}, driver CUDA {gpu.driver_cuda}"
+                              + (f"\ncannot be used: {gpu.problem}" if gpu.problem else ""))  # fmt: skip
+
+
+def _cache(found: Examination) -> Iterator[str]:
+    c = found.cache
+    state = "" if c.writable else ", NOT WRITABLE"
+    yield _line("kernel cache", f"{c.path}{state}: {c.n_files} kernels, {c.n_bytes / _MIB:.0f} MiB; "
+                                f"{_size(c.free)} free on disk"
+                                + (f"\n{c.stale_folders} folders of other versions or processors, "
+                                   f"{c.stale_bytes / _MIB:.0f} MiB" if c.stale_folders else ""))  # fmt: skip
+
+
+def _roofs(found: Examination) -> Iterator[str]:
+    roofs = found.roofs
+    assert roofs is not None
+    products = ", ".join(
+        f"{kind} {_rate(n)}" if n else f"{kind}: not by this processor" for kind, n in roofs.products.items()
+    )
+    yield _line("products", f"{products} (multiplications and additions per second, {roofs.threads} threads)")
+    yield _line("bandwidth", f"{roofs.read_one / 1e9:.1f} GB/s by one thread, {roofs.read_all / 1e9:.1f} GB/s by "
+                             f"{roofs.threads}")  # fmt: skip
+    for node, rate in roofs.read_nodes.items():
+        yield _line("", f"node {node}: {rate / 1e9:.1f} GB/s")
+    for gpu in roofs.gpus:
+        yield _line(gpu.name, f"memory {gpu.memory / 1e9:.0f} GB/s (copy), PCIe {gpu.pcie / 1e9:.1f} GB/s")
+    for problem in roofs.problems:
+        yield _line("", problem)
+
+
+def _model(m: ModelReport, measured: bool) -> Iterator[str]:
+    types = ", ".join(f"{name} {100 * n / max(m.n_bytes, 1):.0f} %" for name, n in m.types[:4])
+    yield _line("model", f"{m.path}: {m.arch}, {params_label(m.n_params)} parameters, {_size(m.n_bytes)} ({types})")
+    for device, n in m.needs.items():
+        free = f" of {_size(m.free[device])} free" if device in m.free else ""
+        yield _line(f"needs on {device}", f"{_size(n)}{free} with {m.n_ctx} tokens of context")
+    if not m.fits:
+        yield _line("", "DOES NOT FIT")
+    c = m.cost
+    n_bytes = sum(c.weights.values())
+    work = sum(n for kinds in c.products.values() for n in kinds.values())
+    yield _line("per token", f"{n_bytes / _MIB:.1f} MiB of weights, {work / 1e9:.3g} GFLOP, "
+                             f"{sum(c.cache.values()) / 1024:.1f} KiB of cache per token before it")  # fmt: skip
+    for speed in m.speeds:
+        rate = "?" if speed.tokens_per_s is None else f"at most {speed.tokens_per_s:.4g} tokens/s"
+        yield _line("", f"{speed.name}: {rate}; limit: {speed.limit}")
+    if not measured:
+        yield _line("", "no speeds: nothing was measured (--quick)")
+
+
+def _rate(n: float) -> str:
+    return f"{n / 1e12:.2f} T" if n >= 1e12 else f"{n / 1e9:.0f} G"
+
+
+def _size(n_bytes: int | None) -> str:
+    if n_bytes is None:
+        return "? GiB"
+    return f"{n_bytes / _GIB:.1f} GiB" if n_bytes >= _GIB else f"{n_bytes / _MIB:.1f} MiB"

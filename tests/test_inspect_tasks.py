@@ -171,6 +171,9 @@ def test_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert changed["new.key"] == (None, {"type": "bool", "value": True})
     tensors = {t["name"]: t for t in found["tensors"]}
     assert set(tensors) == {"token_embd.weight", *types}
+    counts = {t["type"]: (t["a"], t["b"]) for t in found["types"]}
+    assert counts["q8_0"] == (None, {"n_tensors": 1, "n_bytes": 16 * 8 * 34})
+    assert (counts["f32"][0]["n_tensors"], counts["f32"][1]["n_tensors"]) == (7, 5)
     embd = tensors["token_embd.weight"]
     assert (embd["at"], embd["n_different"], embd["values"][1]) == ([3, 1], 1, 100.0)
     assert [t["name"] for t in found["tensors"]] == sorted(tensors, key=lambda n: -tensors[n]["relative"])

@@ -17,7 +17,8 @@ import pytest
 from ikcli.errors import FormatError
 from ikcli.eval.report_page import distinct_names, page, pareto
 from ikcli.eval.report_plot import Curve, Dot, log_ticks, nice_ticks, plot
-from ikcli.eval.report_read import Results, read_results
+from ikcli.eval.report_read import read_results
+from ikcli.eval.report_results import Results
 from ikcli.main import main
 
 SWEEP = """\

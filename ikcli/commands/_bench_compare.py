@@ -14,7 +14,7 @@ from ikcli.commands._argv import canonical_name
 from ikcli.commands._bench_output import build
 from ikcli.commands._options import ModelRun, names_of
 from ikcli.errors import UsageError
-from ikcli.eval.bench_compare import Comparison, Side, compare, n_cpus, parse_sides
+from ikcli.eval.bench_compare import Comparison, Ratio, Side, compare, n_cpus, parse_sides
 from ikcli.eval.disturbance import warnings_of
 from ikcli.eval.environment import cpu_name
 
@@ -69,11 +69,12 @@ def common_options(argv: Sequence[str], n_sides: int) -> list[str]:
 
 
 def _tell(found: Comparison, rounds: int) -> None:
-    parts = [
-        f"{r.test} {r.side} {r.ratio:.4f}" + (f" ± {100 * r.precision:.2f} %" if math.isfinite(r.precision) else "")
-        for r in found.ratios()
-    ]
+    parts = [f"{r.test} {r.side} {r.ratio:.4f}{_bounds(r)}" for r in found.ratios()]
     log.log(f"round {len(found.rounds)} of {rounds}: {', '.join(parts)}")
+
+
+def _bounds(r: Ratio) -> str:
+    return f" ({r.low:.4f} to {r.high:.4f})" if math.isfinite(r.high) else ""
 
 
 def _warnings(found: Comparison) -> list[str]:

@@ -10,9 +10,10 @@ from typing import Any
 from ikcli import log
 from ikcli.commands._argv import read_lines
 from ikcli.commands._columns import MAX_ITEMS, format_size, json_scalar, print_table, printable, short
+from ikcli.commands.inspect import TypeCount, count_types
 from ikcli.config_tools import InspectConfig
 from ikcli.errors import UsageError
-from ikcli.gguf.reader import TensorInfo, open_gguf
+from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from ikcli.gguf.types import TYPES
 from ikcli.gguf.values import Typed
 
@@ -35,6 +36,9 @@ def diff(config: InspectConfig, paths: list[Path]) -> int:
             "paths": [str(p) for p in paths],
             "identical": found.identical,
             "metadata": [{"key": k.key, "a": _json_typed(k.a), "b": _json_typed(k.b)} for k in found.keys],
+            "types": [
+                {"type": name, "a": _json_count(x), "b": _json_count(y)} for name, x, y in _types_that_differ(a, b)
+            ],
             "only_a": [_json_tensor(t) for t in found.only_a],
             "only_b": [_json_tensor(t) for t in found.only_b],
             "same_tensors": found.n_same,
@@ -58,6 +62,9 @@ def diff(config: InspectConfig, paths: list[Path]) -> int:
     if found.keys:
         rows = [(printable(k.key), _typed(k.a), _typed(k.b), _where(k.where)) for k in found.keys]
         print_table("metadata", ("key", "A", "B", "differs"), rows, "llll")
+    types = _type_rows(a, b)
+    if types:
+        print_table("types", ("type", "A tensors", "A MiB", "B tensors", "B MiB"), types, "lrrrr")
     for title, only in (("tensors only in A", found.only_a), ("tensors only in B", found.only_b)):
         if only:
             shown = only if config.tensors else only[:_MOST]
@@ -76,6 +83,24 @@ def diff(config: InspectConfig, paths: list[Path]) -> int:
         print_table("tensors that differ, largest relative error first", header, rows, "lllrrrlll")
         _rest(len(tensors) - len(shown_tensors))
     return 0
+
+
+def _types_that_differ(a: GGUFFile, b: GGUFFile) -> list[tuple[str, TypeCount | None, TypeCount | None]]:
+    """Types of which the two models have different amounts."""
+    left, right = ({c.type: c for c in count_types(list(file.tensors.values()))} for file in (a, b))
+    both = dict.fromkeys((*left, *right))
+    return [(TYPES[t].name, left.get(t), right.get(t)) for t in both if left.get(t) != right.get(t)]
+
+
+def _type_rows(a: GGUFFile, b: GGUFFile) -> list[tuple[str, ...]]:
+    def cells(count: TypeCount | None) -> tuple[str, str]:
+        return ("-", "-") if count is None else (str(count.n_tensors), f"{count.n_bytes / _MIB:.2f}")
+
+    return [(name, *cells(x), *cells(y)) for name, x, y in _types_that_differ(a, b)]
+
+
+def _json_count(count: TypeCount | None) -> dict[str, int] | None:
+    return None if count is None else {"n_tensors": count.n_tensors, "n_bytes": count.n_bytes}
 
 
 def match(config: InspectConfig, paths: list[Path]) -> int:

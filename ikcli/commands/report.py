@@ -15,7 +15,8 @@ from ikcli.commands._options import usage
 from ikcli.config_tools import ReportConfig
 from ikcli.errors import FormatError, UsageError
 from ikcli.eval.report_page import page
-from ikcli.eval.report_read import Results, read_results
+from ikcli.eval.report_read import read_results
+from ikcli.eval.report_results import Results
 
 _SIZE = re.compile(r"([\d.]+)\s*([KMGT]i?B?)", re.I)
 _POWERS = "kmgt"

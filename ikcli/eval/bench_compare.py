@@ -22,7 +22,8 @@ from pathlib import Path
 
 from ikcli.errors import IkError, UsageError
 from ikcli.eval.disturbance import Disturbance, Watch
-from ikcli.eval.report_read import Results, read_output
+from ikcli.eval.report_read import read_output
+from ikcli.eval.report_results import Results
 
 LEAST_ROUNDS = 3  # before which no interval is believed
 _NAME = re.compile(r"([\w.+-]+)=(?=\S)")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ikcli.eval.report_plot import Curve, Dot, plot, series_class
-from ikcli.eval.report_read import BenchRow, Compared, Quality, Result, Results, SpeedRun, TypeErrors
+from ikcli.eval.report_results import BenchRow, Compared, Quality, Result, Results, SpeedRun, TypeErrors
 from ikcli.eval.sweep_plot import Point, group, ticks
 
 _GIB = 2**30

@@ -12,11 +12,21 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ikcli.errors import FormatError
+from ikcli.eval.report_results import (
+    BenchRow,
+    Compared,
+    Environment,
+    Problem,
+    Quality,
+    Results,
+    SpeedRun,
+    TypeErrors,
+)
 from ikcli.eval.sweep_read import SpeedTable, clean_lines, file_lines, read_lines
 
 _NUMBER = r"(-?[\d.]+(?:e[+-]?\d+)?|-?nan|-?inf)"
@@ -38,105 +48,6 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SETTINGS = ("n_batch", "n_ubatch", "type_k", "type_v", "flash_attn", "mla", "mla_attn", "fmoe", "fused_moe", "thp",
              "run_time_repack", "repack", "n_gpu_layers", "override_tensor", "ser", "is_pp_shared")  # fmt: skip
 _USUAL: tuple[Any, ...] = (None, "", 0, "0", False, [], "-1,0", "f16")
-
-
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """What a result ran on, as far as its source tells; `facts` are for people (machine, program, model, ...)."""
-
-    facts: Mapping[str, str] = field(default_factory=dict)
-    model_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Common to all results: name in plots and tables (`named`: given by the user, so that results of one name are
-    measurements of one thing), where it was found, what it ran on."""
-
-    label: str
-    source: str
-    line: int
-    environment: Environment
-    named: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SpeedRun(Result):
-    """A table of sweep-bench or batched-bench."""
-
-    table: SpeedTable
-
-
-@dataclass(frozen=True, slots=True)
-class BenchRow(Result):
-    """One test of bench: mean and deviation in tokens per second."""
-
-    test: str
-    speed: float
-    deviation: float
-    settings: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Compared(Result):
-    """A result of `ik bench --compare`: speed of a side over that of another, with its 95 % interval."""
-
-    test: str
-    side: str
-    base: str
-    ratio: float
-    low: float
-    high: float | None
-    n_rounds: int
-    commands: tuple[str, str]
-    warnings: str
-
-
-@dataclass(frozen=True, slots=True)
-class Quality(Result):
-    """A perplexity, or the statistics of a KL divergence: name -> (value, error or None)."""
-
-    values: Mapping[str, tuple[float, float | None]]
-    n_chunks: int | None = None
-    n_ctx: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TypeErrors(Result):
-    """Error of a tensor type on a tensor, or on all of them (`tensor` empty); `relative` is RMSE over RMS."""
-
-    type: str
-    tensor: str
-    bpw: float | None
-    rmse: float
-    relative: float | None
-    largest: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A line that looks like a result and cannot be read."""
-
-    source: str
-    line: int
-    text: str
-    reason: str
-
-
-@dataclass(slots=True)
-class Results:
-    """Everything found, in the order of the sources."""
-
-    speeds: list[SpeedRun] = field(default_factory=list)
-    bench: list[BenchRow] = field(default_factory=list)
-    compared: list[Compared] = field(default_factory=list)
-    qualities: list[Quality] = field(default_factory=list)
-    types: list[TypeErrors] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-
-    def all(self) -> list[Result]:
-        """All results of all kinds."""
-        return [*self.speeds, *self.bench, *self.compared, *self.qualities, *self.types]
 
 
 def read_results(sources: list[tuple[str, Path]], sizes: Mapping[str, int] | None = None) -> Results:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from json import dumps
+from textwrap import wrap
 
 from ikcli import log
 from ikcli.config_tools import DoctorConfig
@@ -14,6 +15,7 @@ from ikcli.eval.doctor import Examination, examine
 from ikcli.eval.doctor_model import ModelReport
 
 _GIB, _MIB = 2.0**30, 2.0**20
+_WIDTH = 100  # of reasons
 
 
 def run(config: DoctorConfig) -> int:
@@ -57,7 +59,7 @@ def lines(found: Examination) -> Iterator[str]:
     if not found.advice:
         yield _line("advice", "nothing to change")
     for i, advice in enumerate(found.advice):
-        yield _line("advice" if i == 0 else "", f"{advice.what}\n{advice.why}")
+        yield _line("advice" if i == 0 else "", "\n".join([advice.what, *wrap(advice.why, _WIDTH)]))
 
 
 def _line(name: str, text: str) -> str:

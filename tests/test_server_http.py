@@ -330,14 +330,8 @@ def test_endpoints_of_what_is_not_there() -> None:
     error_of(client.post("/control-vectors/load", {"path": "a"}), 501, "not_supported_error")
 
 
-def test_lists_of_other_servers() -> None:
-    client = Client()
-    tags = client.get("/api/tags").json()["models"][0]
-    assert tags["name"] == "m" and tags["details"]["format"] == "gguf"
-    shown = client.post("/api/show", {"model": "m:latest"}).json()
-    assert shown["model_info"]["llama.context_length"] == 256 and "im_start" in shown["template"]
-    error_of(client.post("/api/show", {"model": "other"}), 404, "not_found_error")
-    assert client.get("/version").json()["version"]
+def test_version() -> None:
+    assert Client().get("/version").json()["version"]
 
 
 def test_tokenize_and_back() -> None:

@@ -31,10 +31,12 @@ async def answer(
     *,
     stream: bool,
     ping: int = -1,
+    media_type: str = "text/event-stream",
 ) -> Response:
     """Run the generations and answer in `shape`; ApiError if one fails before anything was sent.
 
-    A stream begins with the first event, so that errors of the start have their HTTP status.
+    A stream begins with the first event, so that errors of the start have their HTTP status. Only streams of events
+    have pings.
     """
     job = Job(state.bridge, stream=stream)
     try:
@@ -43,7 +45,8 @@ async def answer(
             finals = await _collect(job, len(generations))
             job.close()
             return json_response(shape.whole(finals))
-        if ping > 0:
+        keep_alive = sse.PING if media_type == "text/event-stream" else b""
+        if ping > 0 and keep_alive:
             job.ping_every(ping)
         ready = await job.events()
         for _, event in ready[:1]:
@@ -55,7 +58,7 @@ async def answer(
     except BaseException:
         job.close()
         raise
-    return sse.EventStream(_chunks(job, shape, ready), job.close, state.timeout)
+    return sse.EventStream(_chunks(job, shape, ready, keep_alive), job.close, state.timeout, media_type)
 
 
 async def _collect(job: Job, n: int) -> list[Final]:
@@ -69,8 +72,8 @@ async def _collect(job: Job, n: int) -> list[Final]:
     return [event for event in finals if event is not None]
 
 
-async def _chunks(job: Job, shape: Shape, ready: list[tuple[int, Event]]) -> AsyncIterator[bytes]:
-    """All that is ready goes out as one chunk."""
+async def _chunks(job: Job, shape: Shape, ready: list[tuple[int, Event]], ping: bytes) -> AsyncIterator[bytes]:
+    """All that is ready goes out as one chunk; `ping` when there was nothing to say."""
     try:
         out = [shape.begin()]
         while True:
@@ -82,7 +85,8 @@ async def _chunks(job: Job, shape: Shape, ready: list[tuple[int, Event]]) -> Asy
             if job.finished:
                 yield b"".join([*out, shape.end()])
                 return
-            yield b"".join(out) or sse.PING
+            if chunk := b"".join(out) or ping:
+                yield chunk
             out = []
             ready = await job.events()
     except Disconnected:

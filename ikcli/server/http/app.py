@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from ikcli import __version__
 from ikcli.server.http import static
-from ikcli.server.http.errors import ApiError
+from ikcli.server.http.errors import ApiError, style_of
 from ikcli.server.http.gateway import Endpoint, Gateway
 from ikcli.server.http.openapi import document_routes
 from ikcli.server.http.routes import ROUTERS
@@ -55,13 +55,13 @@ def _direct() -> dict[str, Endpoint]:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    anthropic = request.url.path.startswith("/v1/messages")
-    return Response(error.content(anthropic), error.status, media_type=JSON)
+    return Response(error.content(style_of(request.url.path)), error.status, media_type=JSON)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     """The gateway logs the cause."""
-    return Response(ApiError(500, "internal error; the server's log has details").content(), 500, media_type=JSON)
+    found = ApiError(500, "internal error; the server's log has details")
+    return Response(found.content(style_of(request.url.path)), 500, media_type=JSON)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -70,4 +70,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
         api = ApiError(404, "File Not Found")
     else:
         api = ApiError(error.status_code, str(error.detail))
-    return Response(api.content(), api.status, headers=dict(error.headers or {}), media_type=JSON)
+    content = api.content(style_of(request.url.path))
+    return Response(content, api.status, headers=dict(error.headers or {}), media_type=JSON)

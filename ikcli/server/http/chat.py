@@ -72,6 +72,16 @@ class ChatService:
             raise IkError(f"{self._format}; choose another template with --chat-template")
         return self._format
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the template knows of thinking."""
+        return not isinstance(self._format, IkError) and self._format.supports_thinking
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template writes tools."""
+        return not isinstance(self._format, IkError) and self._format.capabilities.tools
+
     def describe(self) -> dict[str, Any]:
         """What `/props` says about the template."""
         broken = isinstance(self._format, IkError)

@@ -1,16 +1,18 @@
 """Errors of the API: status, type and one sentence, in the shape `{"error": {"code", "message", "type"}}`.
 
-Types are those of llama-server. Anthropic routes add `"type": "error"` around it, as that API has it.
+Types are those of llama-server. Anthropic routes add `"type": "error"` around it, as that API has it; Ollama's have the
+sentence alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ikcli.server.http.jsontext import dump_bytes
 from ikcli.server.slots.messages import Failure
 
+Style = Literal["openai", "anthropic", "ollama"]
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -41,14 +43,23 @@ class ApiError(Exception):
         """The error that a failed generation means."""
         return cls(failure.status, failure.message, failure.type, failure.details)
 
-    def body(self, anthropic: bool = False) -> dict[str, Any]:
+    def body(self, style: Style = "openai") -> dict[str, Any]:
         """The JSON of the answer."""
+        if style == "ollama":
+            return {"error": self.message}
         error = {"code": self.status, "message": self.message, "type": self.type, **self.details}
-        return {"type": "error", "error": error} if anthropic else {"error": error}
+        return {"type": "error", "error": error} if style == "anthropic" else {"error": error}
 
-    def content(self, anthropic: bool = False) -> bytes:
+    def content(self, style: Style = "openai") -> bytes:
         """The JSON as bytes."""
-        return dump_bytes(self.body(anthropic))
+        return dump_bytes(self.body(style))
+
+
+def style_of(path: str) -> Style:
+    """How the API that a path belongs to writes errors."""
+    if path.startswith("/api/"):
+        return "ollama"
+    return "anthropic" if path.startswith("/v1/messages") else "openai"
 
 
 def bad_request(message: str) -> ApiError:

@@ -13,13 +13,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ikcli.server.http import auth
-from ikcli.server.http.errors import ApiError
+from ikcli.server.http.errors import ApiError, Style, style_of
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.state import ServerState
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 _WHILE_LOADING = frozenset({"/models", "/v1/models", "/api/tags"})
 _JSON = (b"content-type", b"application/json; charset=utf-8")
+_INTERNAL = ApiError(500, "internal error; the server's log has details")
 _LOADING_PAGE = (
     b'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>ik</title>'
     b"<p>The model is loading. This page tries again by itself."
@@ -60,11 +61,11 @@ class Gateway:
             else:
                 await self._serve(scope, receive, exchange, headers)
         except ApiError as e:
-            await exchange.error(e, "/v1/messages" in path)
+            await exchange.error(e, style_of(path.removeprefix(self._prefix)))
         except Exception as e:
             self._log.error("operator()", "internal error", error=f"{type(e).__name__}: {e}", path=path)
             if not exchange.started:
-                await exchange.error(ApiError(500, "internal error; the server's log has details"), False)
+                await exchange.error(_INTERNAL, style_of(path.removeprefix(self._prefix)))
         finally:
             self._access(scope, exchange.status)
 
@@ -163,7 +164,7 @@ class _Exchange:
         await self.send({"type": "http.response.start", "status": status, "headers": head})
         await self.send({"type": "http.response.body", "body": body})
 
-    async def error(self, error: ApiError, anthropic: bool) -> None:
+    async def error(self, error: ApiError, style: Style) -> None:
         """An error as the answer, unless one was begun."""
         if not self.started:
-            await self.respond(error.status, _JSON[1], error.content(anthropic))
+            await self.respond(error.status, _JSON[1], error.content(style))

@@ -12,8 +12,14 @@ from starlette.types import Receive, Scope, Send
 
 from ikcli.server.http.jsontext import dump_bytes
 
+JSON_LINES = "application/x-ndjson"
 DONE = b"data: [DONE]\n\n"
 PING = b":\n\n"
+
+
+def line(value: Any) -> bytes:
+    """One line of a stream of JSON lines, which is no stream of events: Ollama's."""
+    return dump_bytes(value) + b"\n"
 
 
 def data(value: Any) -> bytes:
@@ -32,11 +38,17 @@ class EventStream(Response):
     A client that takes nothing for `timeout` seconds (0: for ever) is dropped.
     """
 
-    def __init__(self, chunks: AsyncIterator[bytes], cleanup: Callable[[], None], timeout: float = 0) -> None:
+    def __init__(
+        self,
+        chunks: AsyncIterator[bytes],
+        cleanup: Callable[[], None],
+        timeout: float = 0,
+        media_type: str = "text/event-stream",
+    ) -> None:
         self.status_code = 200
         self.background: BackgroundTask | None = None
         self.body = b""
-        self.raw_headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        self.raw_headers = [(b"content-type", media_type.encode()), (b"cache-control", b"no-cache")]
         self._chunks = chunks
         self._cleanup = cleanup
         self._timeout = timeout

@@ -70,6 +70,10 @@ class ServerState:
     @property
     def alias(self) -> str:
         """The model's name in the API."""
-        if self.config.server.alias:
-            return self.config.server.alias.split(",")[0].strip()
-        return self.config.model.name if self.config.model is not None else "model"
+        return self.names[0]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model, the first of which is its own."""
+        given = tuple(name for text in self.config.server.alias.split(",") if (name := text.strip()))
+        return given or (self.config.model.name if self.config.model is not None else "model",)

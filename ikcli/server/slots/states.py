@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ikcli.engine.placement import CPU
 from ikcli.engine.session import Session
 from ikcli.gguf.constants import file_type_label
 from ikcli.server.slots.messages import GenerationRequest, RequestTimings, StopType
@@ -41,6 +42,7 @@ class ModelInfo:
     metadata: Mapping[str, Any] = field(repr=False)
     needs_checkpoints: bool = False  # sequences cannot be cut anywhere
     adapters: tuple[str, ...] = ()  # files of low-rank adapters
+    size_gpu: int = 0  # bytes of all kinds on GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ _VOCAB_TYPES = {"none": 0, "spm": 1, "bpe": 2, "wpm": 3}
 
 def model_info(session: Session, n_ctx_slot: int) -> ModelInfo:
     """What clients may want to know about the model."""
-    model, hp = session.model, session.model.hp
+    model, hp, memory = session.model, session.model.hp, session.run_plan.memory
     tensors = model.file.tensors.values()
     ftype = model.file.get("general.file_type")
     path = str(model.file.paths[0])
@@ -170,4 +172,5 @@ def model_info(session: Session, n_ctx_slot: int) -> ModelInfo:
         metadata=model.file.metadata,
         needs_checkpoints=not session.sequences.kind.is_free,
         adapters=tuple(str(a.path) for a in model.adapters.adapters),
+        size_gpu=sum(memory.total(device) for device in memory.parts if device != CPU),
     )

@@ -9,6 +9,8 @@ from ikcli.server.http.routes import (
     completion,
     infill,
     info,
+    ollama,
+    ollama_models,
     responses,
     saved,
     slots,
@@ -18,5 +20,19 @@ from ikcli.server.http.routes import (
 
 ROUTERS = tuple(
     module.router
-    for module in (info, completion, chat, responses, anthropic, infill, tokens, slots, saved, adapters, unsupported)
+    for module in (
+        info,
+        completion,
+        chat,
+        responses,
+        anthropic,
+        ollama,
+        ollama_models,
+        infill,
+        tokens,
+        slots,
+        saved,
+        adapters,
+        unsupported,
+    )
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,10 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ikcli import __version__
-from ikcli.server.http import fields as f
 from ikcli.server.http import metrics
 from ikcli.server.http.answer import json_response
-from ikcli.server.http.errors import ApiError, unsupported
+from ikcli.server.http.errors import unsupported
 from ikcli.server.http.openapi import object_body
 from ikcli.server.http.params import settings
 from ikcli.server.http.routes.context import read_object, server
@@ -197,67 +194,3 @@ async def version(request: Request) -> Response:
     """Version and build; no storage for web pages, which some look for here."""
     features = {"sql": False, "zstd_compression": False}
     return json_response({"version": __version__, "build_info": FINGERPRINT, "features": features})
-
-
-@router.get("/api/version", summary="Version (Ollama)")
-async def ollama_version(request: Request) -> Response:
-    """For clients that poll it."""
-    return json_response({"version": __version__})
-
-
-@router.get("/api/tags", summary="The model (Ollama)")
-async def tags(request: Request) -> Response:
-    """For clients that poll it."""
-    state = server(request)
-    size = state.engine.model.size if state.ready else 0
-    entry = {
-        "name": state.alias,
-        "model": state.alias,
-        "modified_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(state.started)),
-        "size": size,
-        "digest": hashlib.sha256(state.alias.encode()).hexdigest(),
-        "details": _details(state),
-    }
-    return json_response({"models": [entry]})
-
-
-def _details(state: ServerState) -> dict[str, Any]:
-    arch = state.engine.model.arch if state.ready else ""
-    n_params = state.engine.model.n_params if state.ready else 0
-    size = f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.1f}M"
-    return {
-        "parent_model": "",
-        "format": "gguf",
-        "family": arch,
-        "families": [arch],
-        "parameter_size": size,
-        "quantization_level": "",
-    }
-
-
-@router.post("/api/show", openapi_extra=object_body({"type": "object"}), summary="About the model (Ollama)")
-async def show(request: Request) -> Response:
-    """For clients that ask for the context length."""
-    state = server(request)
-    body = await read_object(request)
-    name = body.get("model", body.get("name"))
-    if name is not None and f.text(name, "model").removesuffix(":latest") not in (state.alias, ""):
-        raise ApiError(404, f'model "{str(name)[:100]}" not found; this server has {state.alias}')
-    model = state.engine.model
-    info = {
-        "general.architecture": model.arch,
-        "general.parameter_count": model.n_params,
-        f"{model.arch}.context_length": model.n_ctx_slot,
-        "llama.context_length": model.n_ctx_slot,
-        f"{model.arch}.embedding_length": model.n_embd,
-    }
-    return json_response(
-        {
-            "template": state.chat.describe()["chat_template"],
-            "model_info": info,
-            "modelfile": "",
-            "parameters": "",
-            "details": _details(state),
-            "capabilities": ["completion"],
-        }
-    )

@@ -94,7 +94,7 @@ class AnthropicShape:
         return b"".join(out)
 
     def failure(self, error: ApiError) -> bytes:
-        return sse.named(error.body(anthropic=True))
+        return sse.named(error.body("anthropic"))
 
     def whole(self, finals: Sequence[Final]) -> Any:
         event = finals[0]

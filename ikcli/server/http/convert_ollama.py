@@ -1,0 +1,156 @@
+"""Requests of Ollama's API as requests of this server's own: options, messages, tools, the form of the answer.
+
+As with Ollama, options that nobody knows are ignored, and those of loading a model have no effect here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ikcli.server.http import fields as f
+from ikcli.server.http.errors import bad_request
+
+_RENAMED = {
+    "num_predict": "n_predict",
+    "num_keep": "n_keep",
+    "penalize_newline": "penalize_nl",
+    "stop": "stop",
+} | {item.name: item.name for item in f.FIELDS if item.sampling and item.name not in ("n_probs", "post_sampling_probs")}
+_EFFORTS = ("low", "medium", "high", "max")
+_DURATION = re.compile(r"-?([0-9]+(\.[0-9]*)?(ns|us|µs|ms|s|m|h))+")
+MAX_TOP = 20
+"""Most alternatives per token that `top_logprobs` may ask for."""
+
+
+def generation_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The generation fields of `options`, `format`, `logprobs` and `stream`; ApiError naming what is wrong."""
+    options = f.table({} if body.get("options") is None else body["options"], "options")
+    out = {_RENAMED[name]: value for name, value in options.items() if name in _RENAMED and value is not None}
+    n_predict = out.get("n_predict")
+    if isinstance(n_predict, int) and n_predict < 0:
+        out["n_predict"] = -1
+    stream = body.get("stream")
+    out["stream"] = True if stream is None else f.boolean(stream, "stream")
+    out |= _format(body.get("format"))
+    check_keep_alive(body.get("keep_alive"))
+    if (top := n_top(body)) is not None:
+        out["n_probs"] = max(top, 1)
+    return out
+
+
+def n_top(body: Mapping[str, Any]) -> int | None:
+    """How many alternatives `logprobs` and `top_logprobs` ask for; None without logprobs."""
+    top = int(f.checked(body.get("top_logprobs") or 0, "int", "top_logprobs", 0, MAX_TOP))
+    wanted = body.get("logprobs")
+    return top if wanted is not None and f.boolean(wanted, "logprobs") else None
+
+
+def _format(value: Any) -> dict[str, Any]:
+    if value is None or value == "":
+        return {}
+    if value == "json":
+        return {"json_schema": {"type": "object"}}
+    if not isinstance(value, dict):
+        raise bad_request(f'format must be "json" or a JSON schema, not {f.shown(value)}')
+    return {"json_schema": value}
+
+
+def check_keep_alive(value: Any) -> None:
+    """`keep_alive` is a number of seconds or a duration like 5m."""
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return
+    if not isinstance(value, str) or not (_DURATION.fullmatch(value) or re.fullmatch(r"-?[0-9]+", value)):
+        raise bad_request(f"keep_alive must be a number of seconds or a duration such as 5m, not {f.shown(value)}")
+
+
+def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of an equal chat completion request."""
+    out = generation_fields(body) | thinking(body)
+    out["messages"] = _messages(f.array(body.get("messages") or [], "messages"))
+    if body.get("tools"):
+        out["tools"] = [_tool(item, i) for i, item in enumerate(f.array(body["tools"], "tools"))]
+    return out
+
+
+def to_turn(body: Mapping[str, Any]) -> dict[str, Any]:
+    """As `to_chat`, for the prompt of /api/generate as the only turn."""
+    system = f.text(body.get("system") or "", "system")
+    messages = [{"role": "system", "content": system}] if system else []
+    prompt = {"role": "user", "content": f.text(body.get("prompt") or "", "prompt")}
+    return generation_fields(body) | thinking(body) | {"messages": [*messages, prompt]}
+
+
+def thinking(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What `think` asks of the chat template."""
+    value = body.get("think")
+    if value is None:
+        return {}
+    if isinstance(value, bool):
+        return {"chat_template_kwargs": {"enable_thinking": value}}
+    if value not in _EFFORTS:
+        raise bad_request(f"think must be true, false, {', '.join(_EFFORTS)}, not {f.shown(value)}")
+    return {"reasoning_effort": value, "chat_template_kwargs": {"enable_thinking": True}}
+
+
+def no_images(value: Any, name: str) -> None:
+    """ApiError if there are images."""
+    if value is not None and f.array(value, name):
+        raise bad_request(f"{name}: image input is not supported: the model reads text only")
+
+
+def _messages(messages: list[Any]) -> list[dict[str, Any]]:
+    """Ollama's calls have no ids: results belong to the open calls, by name or in order."""
+    out = []
+    open_calls: list[tuple[str, str]] = []
+    for i, item in enumerate(messages):
+        path = f"messages[{i}]"
+        message = f.table(item, path)
+        no_images(message.get("images"), f"{path}.images")
+        entry: dict[str, Any] = {
+            "role": f.text(message.get("role"), f"{path}.role"),
+            "content": f.text(message.get("content") or "", f"{path}.content"),
+        }
+        if message.get("thinking"):
+            entry["reasoning_content"] = f.text(message["thinking"], f"{path}.thinking")
+        if message.get("tool_calls"):
+            calls = f.array(message["tool_calls"], f"{path}.tool_calls")
+            entry["tool_calls"] = [
+                _call(call, f"{path}.tool_calls[{k}]", f"call{i}{k}") for k, call in enumerate(calls)
+            ]
+            open_calls += [(call["id"], call["function"]["name"]) for call in entry["tool_calls"]]
+        if entry["role"] == "tool":
+            entry |= _answered(message, path, open_calls)
+        out.append(entry)
+    return out
+
+
+def _call(item: Any, path: str, id: str) -> dict[str, Any]:
+    call = f.table(item, path)
+    function = f.table(call.get("function"), f"{path}.function")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(f.table(arguments or {}, f"{path}.function.arguments"), ensure_ascii=False)
+    name = f.text(function.get("name"), f"{path}.function.name")
+    given = f.text(call.get("id") or "", f"{path}.id")
+    return {"id": given or id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _answered(message: Mapping[str, Any], path: str, open_calls: list[tuple[str, str]]) -> dict[str, str]:
+    """Name and id of the call that a result belongs to."""
+    name = f.text(message.get("tool_name") or message.get("name") or "", f"{path}.tool_name")
+    id = f.text(message.get("tool_call_id") or "", f"{path}.tool_call_id")
+    fitting = [call for call in open_calls if (call[0] == id if id else call[1] == name or not name)]
+    if fitting:
+        open_calls.remove(fitting[0])
+        id, name = fitting[0]
+    return {key: value for key, value in (("tool_call_id", id), ("name", name)) if value}
+
+
+def _tool(item: Any, i: int) -> dict[str, Any]:
+    """Clients leave out what is empty."""
+    tool = f.table(item, f"tools[{i}]")
+    function = f.table(tool.get("function"), f"tools[{i}].function")
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}

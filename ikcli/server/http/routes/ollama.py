@@ -1,0 +1,128 @@
+"""/api/chat and /api/generate: Ollama's conversations and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ikcli.server.http import convert_ollama as convert
+from ikcli.server.http import fields as f
+from ikcli.server.http import infill, sse
+from ikcli.server.http.answer import answer, json_response
+from ikcli.server.http.constraints import constraint_of
+from ikcli.server.http.errors import bad_request
+from ikcli.server.http.openapi import object_body
+from ikcli.server.http.params import parse, token_id
+from ikcli.server.http.prompts import Prompt, read_prompts
+from ikcli.server.http.routes.chat import generations_of
+from ikcli.server.http.routes.completion import probabilities, requests_of
+from ikcli.server.http.routes.context import read_object, server
+from ikcli.server.http.routes.ollama_models import asked_model
+from ikcli.server.http.shapes.ollama import OllamaShape, loaded
+from ikcli.server.http.state import ServerState
+from ikcli.server.slots.messages import GenerationRequest
+
+router = APIRouter(tags=["Ollama"])
+
+_COMMON: dict[str, Any] = {
+    "model": {"type": "string"},
+    "stream": {"type": ["boolean", "null"], "description": "JSON lines; default true"},
+    "options": {"type": ["object", "null"], "description": "num_predict, temperature, top_k, stop, seed and so on"},
+    "format": {"description": "json, or a JSON schema"},
+    "keep_alive": {"description": "seconds or a duration such as 5m"},
+    "think": {"description": "true, false, low, medium or high"},
+    "logprobs": {"type": ["boolean", "null"]},
+    "top_logprobs": {"type": ["integer", "null"]},
+}
+_CHAT = {
+    "messages": {"type": ["array", "null"], "items": {"type": "object"}},
+    "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+}
+_GENERATE = {
+    "prompt": {"type": ["string", "null"]},
+    "suffix": {"type": ["string", "null"], "description": "fill in what is before this text"},
+    "system": {"type": ["string", "null"]},
+    "raw": {"type": ["boolean", "null"], "description": "take the prompt as it is, without a chat template"},
+    "context": {"type": ["array", "null"], "items": {"type": "integer"}, "description": "that of the last answer"},
+}
+
+
+def _body(required: list[str], properties: dict[str, Any]) -> dict[str, Any]:
+    return object_body({"type": "object", "required": required, "properties": _COMMON | properties})
+
+
+@router.post("/api/chat", openapi_extra=_body(["model"], _CHAT), summary="Answer a conversation (Ollama)")
+async def chat(request: Request) -> Response:
+    """Ollama's chat; without messages nothing is generated."""
+    state = server(request)
+    body = await read_object(request)
+    model = asked_model(state, body)
+    converted = convert.to_chat(body)
+    if not converted["messages"]:
+        return json_response(loaded(model, True))
+    _check_thinking(state, body, model)
+    options, prepared, requests, _ = await generations_of(state, converted)
+    writer = probabilities(state, requests[0].sampling, convert.n_top(body))
+    shape = OllamaShape(model, prepared.make_parser, writer)
+    return await answer(request, state, requests, shape, stream=options.stream, media_type=sse.JSON_LINES)
+
+
+@router.post("/api/generate", openapi_extra=_body(["model"], _GENERATE), summary="Continue or answer a text (Ollama)")
+async def generate(request: Request) -> Response:
+    """Ollama's generate: a single turn; with `raw` or `suffix` the text goes to the model as it is."""
+    state = server(request)
+    body = await read_object(request)
+    model = asked_model(state, body)
+    convert.no_images(body.get("images"), "images")
+    if body.get("template"):
+        raise bad_request("template is not supported; send raw prompts, or start the server with --chat-template")
+    fields = convert.generation_fields(body)
+    if not body.get("prompt") and not body.get("suffix"):
+        return json_response(loaded(model, False))
+    raw = body.get("raw") is not None and f.boolean(body["raw"], "raw")
+    if raw or body.get("suffix"):
+        shape, requests = await _raw(state, body, fields, model)
+    else:
+        shape, requests = await _turn(state, body, model)
+    return await answer(request, state, requests, shape, stream=fields["stream"], media_type=sse.JSON_LINES)
+
+
+async def _raw(
+    state: ServerState, body: Mapping[str, Any], fields: dict[str, Any], model: str
+) -> tuple[OllamaShape, list[GenerationRequest]]:
+    sampling, options = parse(fields, state.defaults, state.limits)
+    text, suffix = f.text(body.get("prompt") or "", "prompt"), f.text(body.get("suffix") or "", "suffix")
+    if suffix:
+        prompt = await infill.prompt_of(state, {"input_prefix": text, "input_suffix": suffix})
+    else:
+        prompt = (await read_prompts(text, state.limits))[0][0]
+    constraint = await constraint_of(state, options)
+    writer = probabilities(state, sampling, convert.n_top(body))
+    requests = requests_of([prompt], 1, sampling, options, constraint=constraint)
+    return OllamaShape(model, None, writer, ()), requests
+
+
+async def _turn(state: ServerState, body: Mapping[str, Any], model: str) -> tuple[OllamaShape, list[GenerationRequest]]:
+    _check_thinking(state, body, model)
+    _, prepared, requests, _ = await generations_of(state, convert.to_turn(body))
+    prompt = Prompt(prepared.tokens, prepared.text)
+    if body.get("context"):
+        before = f.array(body["context"], "context")
+        ids = tuple(token_id(item, f"context[{i}]", state.limits.n_vocab) for i, item in enumerate(before))
+        tokens = prompt.tokens
+        if tokens[0] == state.engine.tokenizer.bos_id:
+            tokens = tokens[1:]
+        prompt = Prompt(ids + tokens, prompt.text)
+        requests = [replace(one, prompt=prompt.tokens, turns=()) for one in requests]
+    writer = probabilities(state, requests[0].sampling, convert.n_top(body))
+    return OllamaShape(model, prepared.make_parser, writer, prompt.tokens), requests
+
+
+def _check_thinking(state: ServerState, body: Mapping[str, Any], model: str) -> None:
+    if body.get("think") and not state.chat.thinks:
+        raise bad_request(f'"{model}" does not support thinking')

@@ -1,0 +1,156 @@
+"""What Ollama's clients ask about models: lists, details, and the management that this server does not do."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ikcli import __version__
+from ikcli.gguf.constants import file_type_label
+from ikcli.server.http import fields as f
+from ikcli.server.http import sse
+from ikcli.server.http.answer import json_response
+from ikcli.server.http.errors import ApiError, bad_request, unsupported
+from ikcli.server.http.openapi import object_body
+from ikcli.server.http.routes.context import read_json, read_object, server
+from ikcli.server.http.state import ServerState
+
+router = APIRouter(tags=["Ollama"])
+
+_NAME = object_body({"type": "object", "properties": {"model": {"type": "string"}}})
+_EMBED = object_body({"type": "object", "properties": {"model": {"type": "string"}, "input": {}}})
+_NEVER = "9999-12-31T23:59:59Z"
+
+
+def asked_model(state: ServerState, body: Mapping[str, Any]) -> str:
+    """The name in a request; ApiError 400 without one, 404 if it is not the server's (`NAME:latest` is NAME)."""
+    value = body.get("model", body.get("name"))
+    if value is None or f.text(value, "model") == "":
+        raise bad_request("model is required")
+    if value not in state.names and value.removesuffix(":latest") not in state.names:
+        raise ApiError(404, f"model '{value[:100]}' not found; this server has {', '.join(state.names)}")
+    return str(value)
+
+
+@router.get("/api/version", summary="Version (Ollama)")
+async def version(request: Request) -> Response:
+    """For clients that poll it."""
+    return json_response({"version": __version__})
+
+
+@router.get("/api/tags", summary="The model (Ollama)")
+async def tags(request: Request) -> Response:
+    """One model; sizes are 0 while it loads."""
+    return json_response({"models": [_entry(server(request))]})
+
+
+@router.get("/api/ps", summary="The loaded model (Ollama)")
+async def ps(request: Request) -> Response:
+    """The model stays as long as the server."""
+    state = server(request)
+    model = state.engine.model
+    more = {"expires_at": _NEVER, "size_vram": model.size_gpu, "context_length": model.n_ctx_slot}
+    return json_response({"models": [_entry(state) | more]})
+
+
+@router.post("/api/show", openapi_extra=_NAME, summary="About the model (Ollama)")
+async def show(request: Request) -> Response:
+    """Sizes, template and capabilities."""
+    state = server(request)
+    asked_model(state, await read_object(request))
+    model = state.engine.model
+    info = {
+        "general.architecture": model.arch,
+        "general.parameter_count": model.n_params,
+        f"{model.arch}.context_length": model.n_ctx_slot,
+        "llama.context_length": model.n_ctx_slot,
+        f"{model.arch}.embedding_length": model.n_embd,
+    }
+    return json_response(
+        {
+            "template": state.chat.describe()["chat_template"],
+            "model_info": info,
+            "modelfile": "",
+            "parameters": "",
+            "modified_at": _started(state),
+            "details": _details(state),
+            "capabilities": _capabilities(state),
+        }
+    )
+
+
+def _entry(state: ServerState) -> dict[str, Any]:
+    return {
+        "name": state.alias,
+        "model": state.alias,
+        "modified_at": _started(state),
+        "size": state.engine.model.size if state.ready else 0,
+        "digest": hashlib.sha256(state.alias.encode()).hexdigest(),
+        "details": _details(state),
+    }
+
+
+def _started(state: ServerState) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(state.started))
+
+
+def _details(state: ServerState) -> dict[str, Any]:
+    arch = state.engine.model.arch if state.ready else ""
+    n_params = state.engine.model.n_params if state.ready else 0
+    ftype = state.engine.model.metadata.get("general.file_type") if state.ready else None
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": arch,
+        "families": [arch],
+        "parameter_size": f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.1f}M",
+        "quantization_level": file_type_label(int(ftype)) if ftype is not None else "",
+    }
+
+
+def _capabilities(state: ServerState) -> list[str]:
+    ids = state.engine.tokenizer.special_ids
+    insert = None not in (ids.fim_pre, ids.fim_suf, ids.fim_mid)
+    found = {"tools": state.chat.takes_tools, "insert": insert, "thinking": state.chat.thinks}
+    return ["completion", *(name for name, there in found.items() if there)]
+
+
+@router.post("/api/embed", openapi_extra=_EMBED, summary="Embeddings (Ollama)")
+@router.post("/api/embeddings", openapi_extra=_EMBED, summary="Embeddings (Ollama)")
+async def embed(request: Request) -> Response:
+    """501: models here compute logits only."""
+    asked_model(server(request), await read_object(request))
+    raise unsupported("This server does not support embeddings: its models compute logits, no hidden states")
+
+
+@router.post("/api/pull", openapi_extra=_NAME, summary="Get a model (Ollama)")
+async def pull(request: Request) -> Response:
+    """Success for the model that is there, 501 for others."""
+    state = server(request)
+    body = await read_object(request)
+    stream = body.get("stream") is None or f.boolean(body["stream"], "stream")
+    try:
+        asked_model(state, body)
+    except ApiError as e:
+        if e.status != 404:
+            raise
+        raise unsupported(f"{e.message}. This server gets no models; start it with -m FILE") from None
+    done = {"status": "success"}
+    return Response(sse.line(done), media_type=sse.JSON_LINES) if stream else json_response(done)
+
+
+@router.post("/api/create", openapi_extra=_NAME, summary="Create a model (Ollama)")
+@router.post("/api/copy", openapi_extra=_NAME, summary="Copy a model (Ollama)")
+@router.post("/api/push", openapi_extra=_NAME, summary="Publish a model (Ollama)")
+@router.delete("/api/delete", openapi_extra=_NAME, summary="Delete a model (Ollama)")
+async def manage(request: Request) -> Response:
+    """501: models are files of whoever starts the server."""
+    await read_json(request)
+    what = request.url.path.rpartition("/")[2]
+    raise unsupported(f"This server does not {what} models; its models are GGUF files, named when it is started")

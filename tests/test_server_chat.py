@@ -261,6 +261,16 @@ def test_anthropic_thinking() -> None:
     assert [e["index"] for e in events if e["type"] == "content_block_start"] == [0, 1]
 
 
+def test_anthropic_output_follows_a_schema() -> None:
+    client = Client()
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    for fields in ({"output_config": {"format": form, "effort": "low"}}, {"output_format": form}):
+        assert client.post("/v1/messages", {"messages": HI} | fields).status_code == 200
+        assert client.engine.requests[-1].constraint is not None
+    assert client.post("/v1/messages", {"messages": HI, "output_config": {"format": None}}).status_code == 200
+    assert client.engine.requests[-1].constraint is None
+
+
 def test_anthropic_conversation_with_tools() -> None:
     client = Client(chat_template=HERMES)
     use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Paris"}}
@@ -285,7 +295,9 @@ def test_anthropic_conversation_with_tools() -> None:
      ({"messages": HI, "max_tokens": "x"}, "max_tokens"), ({"messages": HI, "tools": [5]}, "tools[0]"),
      ({"messages": HI, "tools": [{"name": 5}]}, "tools[0].name"), ({"messages": HI, "system": 5}, "system"),
      ({"messages": HI, "tool_choice": {"type": "x"}}, "tool_choice"),
-     ({"messages": HI, "thinking": {"type": "x"}}, "thinking"),
+     ({"messages": HI, "thinking": {"type": "x"}}, "thinking"), ({"messages": HI, "output_config": 5}, "output_config"),
+     ({"messages": HI, "output_config": {"format": {"type": "x"}}}, "output_config.format.type"),
+     ({"messages": HI, "output_format": {"type": "json_schema"}}, "output_format.schema"),
      ({"messages": HI, "stop_sequences": [5]}, "stop_sequences[0]"), ({"messages": HI, "metadata": 5}, "metadata"),
      ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image input is not supported"),
      ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "content[0].type")],

@@ -73,7 +73,8 @@ def test_options() -> None:
     client = Client()
     # fmt: off
     options = {"num_predict": 3, "temperature": 0.5, "top_k": 7, "top_p": 0.4, "min_p": 0.1, "typical_p": 0.9,
-               "seed": 5, "repeat_penalty": 1.2, "repeat_last_n": 9, "mirostat": 2, "mirostat_tau": 4, "penalize_newline": False,
+               "seed": 5, "repeat_penalty": 1.2, "repeat_last_n": 9, "mirostat": 2, "mirostat_tau": 4,
+               "penalize_newline": False,
                "stop": ["x"], "num_keep": 2, "num_ctx": 99999, "low_vram": True, "unknown": {},
                "tfs_z": None}
     # fmt: on

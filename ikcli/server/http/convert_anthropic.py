@@ -14,7 +14,8 @@ from ikcli.server.http import fields as f
 from ikcli.server.http.errors import bad_request
 
 _SAME = ("temperature", "top_p", "top_k", "stream", "model")
-_OWN = frozenset({"system", "messages", "tools", "tool_choice", "stop_sequences", "thinking", "metadata", "max_tokens"})
+_OWN = frozenset({"system", "messages", "tools", "tool_choice", "stop_sequences", "thinking", "metadata", "max_tokens",
+                  "output_config", "output_format"})  # fmt: skip
 DEFAULT_MAX_TOKENS = 4096
 
 
@@ -34,6 +35,7 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         out |= _tool_choice(f.table(body["tool_choice"], "tool_choice"))
     if body.get("thinking") is not None:
         out |= _thinking(f.table(body["thinking"], "thinking"))
+    out |= _output(body)
     if body.get("metadata") is not None:
         f.table(body["metadata"], "metadata")
     return out
@@ -137,6 +139,22 @@ def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
         name = f.text(choice.get("name"), "tool_choice.name")
         return out | {"tool_choice": {"type": "function", "function": {"name": name}}}
     raise bad_request(f"tool_choice.type must be auto, any, tool or none, not {f.shown(kind)}")
+
+
+def _output(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The form of the answer, under the newer or the older name, and the effort."""
+    config = f.table({} if body.get("output_config") is None else body["output_config"], "output_config")
+    out: dict[str, Any] = {}
+    if config.get("effort") is not None:
+        out["reasoning_effort"] = f.text(config["effort"], "output_config.effort")
+    for name, value in (("output_config.format", config.get("format")), ("output_format", body.get("output_format"))):
+        if value is None:
+            continue
+        form = f.table(value, name)
+        if form.get("type") != "json_schema":
+            raise bad_request(f"{name}.type must be json_schema, not {f.shown(form.get('type'))}")
+        out["json_schema"] = f.table(form.get("schema"), f"{name}.schema")
+    return out
 
 
 def _thinking(thinking: Mapping[str, Any]) -> dict[str, Any]:

@@ -157,7 +157,20 @@ class DeviceSpec:
 
 
 _UNITS = {"gib": 2**30, "g": 2**30, "mib": 2**20, "m": 2**20, "gb": 10**9, "mb": 10**6}
+_SIZE = re.compile(r"([\d.]+)\s*([a-zA-Z]*)")
 _DEVICE = re.compile(r"(?:(\d+)\*)?(cuda|cpu):([\d.]+)([a-z]*)(?::cc=(\d+)\.(\d))?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `16GiB` and the like; GiB and G are 2^30 bytes, GB is 10^9."""
+    found = _SIZE.fullmatch(text.strip())
+    size, unit = found.groups() if found else (text, "")
+    if unit.lower() not in _UNITS:
+        raise ValueError(f'has the size "{size}{unit}"; write it with a unit, {size}GiB or {size}MiB')
+    try:
+        return int(float(size) * _UNITS[unit.lower()])
+    except ValueError:
+        raise ValueError(f'has the size "{size}", which is not a number') from None
 
 
 def parse_device_spec(text: str) -> tuple[DeviceSpec, ...]:
@@ -168,12 +181,7 @@ def parse_device_spec(text: str) -> tuple[DeviceSpec, ...]:
         if found is None:
             raise ValueError(f'has the device "{piece}", which is not of the form cuda:24GiB or cpu:256GiB')
         count, kind, size, unit, major, minor = found.groups()
-        if unit.lower() not in _UNITS:
-            raise ValueError(f'has the size "{size}{unit}"; write it with a unit, {size}GiB or {size}MiB')
-        try:
-            n_bytes = int(float(size) * _UNITS[unit.lower()])
-        except ValueError:
-            raise ValueError(f'has the size "{size}", which is not a number') from None
+        n_bytes = parse_size(size + unit)
         if n_bytes <= 0 or int(count or 1) < 1 or n_bytes >= 2**60:
             raise ValueError(f'has the device "{piece}"; count and size must be above 0')
         capability = (int(major), int(minor)) if major else None

@@ -16,11 +16,13 @@ WAIT = 120.0
 
 
 class Server:
-    """`ik serve` as a process."""
+    """`ik serve` as a process; `common` are options of all."""
+
+    common = ("-m", "ikcli", "serve", "--port", "0", "-t", "1", "-c", "1024")
 
     def __init__(self, *options: str, log: Path) -> None:
         self.log = log
-        command = [sys.executable, "-m", "ikcli", "serve", "--port", "0", "-t", "1", "-c", "1024", *options]
+        command = [sys.executable, *self.common, *options]
         with log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         self.port = 0

@@ -131,6 +131,8 @@ def run_tool(ctx: typer.Context) -> int:
 def run_model(ctx: typer.Context) -> int:
     """Run a command that gets a checked run of a model, or print the plan of that run."""
     parsed: Parsed = ctx.obj
+    if parsed.config.command == "serve" and parsed.config.server.models is not None:
+        return int(_module(ctx).run_models(parsed))
     startup = checked(parsed)
     module = importlib.import_module("ikcli.commands.plan") if startup.config.dry_run else _module(ctx)
     return int(module.run(ModelRun(startup.config, startup.planner, parsed.alternatives, parsed.given, parsed.argv)))

@@ -113,28 +113,34 @@ def read_option_file(path: Path) -> list[str]:
     return tokens
 
 
-def read_toml(path: Path, command: str) -> list[str]:
-    """Tokens of a TOML file; a table named like a command holds options of that command only."""
+def toml_table(path: Path) -> dict[str, Any]:
+    """What a TOML file holds."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as problem:
         raise UsageError(f"cannot read {path}: {problem.strerror}") from problem
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
         raise UsageError(f"{path} is not valid TOML: {problem}") from problem
+
+
+def read_toml(path: Path, command: str) -> list[str]:
+    """Tokens of a TOML file; a table named like a command holds options of that command only."""
+    table = toml_table(path)
     tokens: list[str] = []
     commands = [info.name for info in COMMANDS]
     for key, value in table.items():
         if not isinstance(value, dict):
-            tokens += _toml_option(path, key, value)
+            tokens += toml_option(path, key, value)
         elif key not in commands:
             raise UsageError(f"{path}: table [{key}] is not a command; tables are {', '.join(commands)}")
         elif key == command:
             for name, setting in value.items():
-                tokens += _toml_option(path, name, setting)
+                tokens += toml_option(path, name, setting)
     return tokens
 
 
-def _toml_option(path: Path, key: str, value: Any) -> list[str]:
+def toml_option(path: Path, key: str, value: Any) -> list[str]:
+    """Tokens of one key of a TOML file."""
     name = f"--{key.replace('_', '-')}"
     if isinstance(value, bool):
         return [f"{name}={'on' if value else 'off'}"]

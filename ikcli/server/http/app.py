@@ -24,17 +24,23 @@ JSON = "application/json; charset=utf-8"
 
 def build_app(state: ServerState) -> ASGIApp:
     """The ASGI application of a server."""
-    app = FastAPI(title="ik serve", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
-    app.router.redirect_slashes = False
+    app = new_app()
     app.state.server = state
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _internal_error)
     for router in ROUTERS:
         app.include_router(router)
     files = static.add_routes(app, state.config.server)
     document_routes(app)
     return Gateway(app, state, state.log, files, _direct())
+
+
+def new_app() -> FastAPI:
+    """An application without routes, with its error answers."""
+    app = FastAPI(title="ik serve", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app.router.redirect_slashes = False
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _internal_error)
+    return app
 
 
 def _direct() -> dict[str, Endpoint]:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ikcli.server.http import auth
 from ikcli.server.http.errors import ApiError, Style, style_of
 from ikcli.server.http.logs import ServerLog
-from ikcli.server.http.state import ServerState
+from ikcli.server.http.state import Front
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 _WHILE_LOADING = frozenset({"/models", "/v1/models", "/api/tags"})
@@ -33,7 +33,7 @@ class Gateway:
     def __init__(
         self,
         app: ASGIApp,
-        state: ServerState,
+        state: Front,
         log: ServerLog,
         static: frozenset[str],
         direct: Mapping[str, Endpoint] | None = None,
@@ -96,7 +96,7 @@ class Gateway:
         return path[len(self._prefix) :]
 
     async def _not_ready(self, path: str, exchange: _Exchange) -> None:
-        if self._state.engine.state == "failed":
+        if self._state.failed:
             raise ApiError(500, "Model failed to load")
         if path == "/" or path.endswith(".html"):
             await exchange.respond(503, b"text/html; charset=utf-8", _LOADING_PAGE)

@@ -47,7 +47,7 @@ def serve(config: RunConfig, planner: Planner | None = None) -> int:
     check_options(config)
     if server.slot_save_path is not None and not server.slot_save_path.is_dir():
         raise UsageError(f"--slot-save-path {server.slot_save_path} is no folder; make it or name another one")
-    tls = _tls(config)
+    tls = tls_of(config)
     listener = listen(server.host, server.port)
     try:
         state.engine = Engine(config, n_slots=config.n_parallel, logger=log, planner=planner)
@@ -57,7 +57,8 @@ def serve(config: RunConfig, planner: Planner | None = None) -> int:
         close(listener, server.host)
 
 
-def _tls(config: RunConfig) -> dict[str, Any]:
+def tls_of(config: RunConfig) -> dict[str, Any]:
+    """Key and certificate; UsageError if only one of them is given, or not there."""
     key = private_file(config.server.ssl_key_file, "--ssl-key-file")
     cert = private_file(config.server.ssl_cert_file, "--ssl-cert-file")
     if (key is None) != (cert is None):
@@ -120,7 +121,26 @@ def close(listener: socket.socket, host: str) -> None:
 def _run(
     config: RunConfig, state: ServerState, log: ServerLog, app: Any, listener: socket.socket, tls: dict[str, Any]
 ) -> int:
-    settings = uvicorn.Config(
+    runner = _Runner(settings_of(config, app, tls), state, log)
+    announce(config, state.keys, log, listener)
+    try:
+        asyncio.run(runner.serve(sockets=[listener]))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        state.engine.shutdown(drain=False)
+        ignore_signals()
+    if runner.load_failed:
+        error = state.engine.load_error
+        if error is not None:
+            print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def settings_of(config: RunConfig, app: Any, tls: dict[str, Any]) -> uvicorn.Config:
+    """How uvicorn serves an application."""
+    return uvicorn.Config(
         app,
         http=Connection,
         lifespan="off",
@@ -132,27 +152,22 @@ def _run(
         timeout_graceful_shutdown=config.server.shutdown_timeout,
         **tls,
     )
-    runner = _Runner(settings, state, log)
+
+
+def announce(config: RunConfig, keys: tuple[str, ...], log: ServerLog, listener: socket.socket) -> None:
+    """Log where the server listens."""
     name = listener.getsockname()
     fields = {"n_threads_http": str(_threads(config)), "port": _port(name), "hostname": config.server.host}
-    if state.keys:
-        fields["api_key"] = key_summary(state.keys)
+    if keys:
+        fields["api_key"] = key_summary(keys)
     log.info("main", "build info", build=__version__)
     log.info("main", "HTTP server listening", **fields)
-    try:
-        asyncio.run(runner.serve(sockets=[listener]))
-    except KeyboardInterrupt:
-        pass
-    finally:
-        state.engine.shutdown(drain=False)
-        for sig in _SIGNALS:  # one more, while the process ends, must not change how it ends
-            signal.signal(sig, signal.SIG_IGN)
-    if runner.load_failed:
-        error = state.engine.load_error
-        if error is not None:
-            print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+
+def ignore_signals() -> None:
+    """One more, while the process ends, must not change how it ends."""
+    for sig in _SIGNALS:
+        signal.signal(sig, signal.SIG_IGN)
 
 
 def _port(name: Any) -> str:
@@ -175,14 +190,37 @@ class Connection(HttpToolsProtocol):
             self.timeout_keep_alive_task = None
 
 
-class _Runner(uvicorn.Server):
-    """A uvicorn server that starts the engine, and that the second signal stops at once."""
+class SignalServer(uvicorn.Server):
+    """A uvicorn server that the first signal lets drain and the second stops at once."""
+
+    def __init__(self, settings: uvicorn.Config) -> None:
+        super().__init__(settings)
+        self._signals = 0
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals from now on; they are not raised again afterwards, as ending by one is the normal end."""
+        for sig in _SIGNALS:
+            signal.signal(sig, self.handle_exit)
+        yield
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """First signal: drain. Second: stop at once."""
+        self._signals += 1
+        self.should_exit = True
+        if self._signals > 1:
+            self.force_exit = True
+            for task in list(self.server_state.tasks):
+                task.get_loop().call_soon_threadsafe(task.cancel)
+
+
+class _Runner(SignalServer):
+    """Starts the engine when it listens, and ends when the model cannot be loaded."""
 
     def __init__(self, settings: uvicorn.Config, state: ServerState, log: ServerLog) -> None:
         super().__init__(settings)
         self._state = state
         self._log = log
-        self._signals = 0
         self.load_failed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -204,19 +242,3 @@ class _Runner(uvicorn.Server):
         self._log.info("main", "chat template", **self._state.chat.log_fields())
         with contextlib.suppress(IkError):  # a model without vocabulary: grammars will say so themselves
             await asyncio.to_thread(self._state.grammar.prepare)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals from now on; they are not raised again afterwards, as ending by one is the normal end."""
-        for sig in _SIGNALS:
-            signal.signal(sig, self.handle_exit)
-        yield
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        """First signal: drain. Second: stop at once."""
-        self._signals += 1
-        self.should_exit = True
-        if self._signals > 1:
-            self.force_exit = True
-            for task in list(self.server_state.tasks):
-                task.get_loop().call_soon_threadsafe(task.cancel)

@@ -6,13 +6,26 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from ikcli.config import RunConfig
 from ikcli.server.http.bridge import Bridge
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.params import Defaults, Limits, defaults_of
+
+
+class Front(Protocol):
+    """What the gateway looks at."""
+
+    config: RunConfig
+    keys: tuple[str, ...]
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def failed(self) -> bool: ...
 
 
 @dataclass
@@ -39,6 +52,11 @@ class ServerState:
     def ready(self) -> bool:
         """True if the model is loaded."""
         return bool(self.engine.state == "ready")
+
+    @property
+    def failed(self) -> bool:
+        """True if the model could not be loaded."""
+        return bool(self.engine.state == "failed")
 
     @property
     def timeout(self) -> float:

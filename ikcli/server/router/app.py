@@ -1,0 +1,214 @@
+"""The application in front of several models: their list, loading and unloading; everything else goes to a model.
+
+The model is that of the body's `model`, or of `?model=`, or the first of the file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ikcli import __version__
+from ikcli.config import RunConfig
+from ikcli.server.http import fields as f
+from ikcli.server.http import jsontext, static
+from ikcli.server.http.answer import json_response
+from ikcli.server.http.app import new_app
+from ikcli.server.http.body import read_body, read_object
+from ikcli.server.http.errors import ApiError, bad_request, unsupported
+from ikcli.server.http.gateway import Gateway
+from ikcli.server.http.logs import ServerLog
+from ikcli.server.http.shapes.common import FINGERPRINT
+from ikcli.server.router import lists
+from ikcli.server.router.child import Child
+from ikcli.server.router.entries import ModelEntry
+from ikcli.server.router.manager import LOADED, UNLOADED, Manager, states
+from ikcli.server.router.upstream import Exchange, UpstreamError
+
+_NOT_PASSED = frozenset({b"authorization", b"x-api-key", b"origin", b"accept-encoding"})
+_NOT_RETURNED = frozenset({b"server", b"date", b"vary"})
+
+
+@dataclass
+class RouterState:
+    """What all requests share."""
+
+    config: RunConfig
+    manager: Manager
+    keys: tuple[str, ...] = ()
+    log: ServerLog = field(default_factory=ServerLog)
+    started: int = field(default_factory=lambda: int(time.time()))
+    ready: bool = True
+    failed: bool = False
+
+
+def build_app(state: RouterState) -> ASGIApp:
+    """The application of a server with several models."""
+    app = new_app()
+    app.openapi_url = None
+    own = _Own(state)
+    for method, paths, endpoint in own.routes():
+        for path in paths:
+            app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    files = static.add_routes(app, state.config.server)
+    app.add_api_route("/{path:path}", _forwarding(state), methods=["GET", "POST", "DELETE", "PUT", "PATCH"])
+    return Gateway(app, state, state.log, files)
+
+
+class _Own:
+    """Endpoints that no model answers."""
+
+    def __init__(self, state: RouterState) -> None:
+        self._state, self._manager = state, state.manager
+
+    def routes(self) -> list[tuple[str, tuple[str, ...], Callable[[Request], Awaitable[Response]]]]:
+        """Method, paths, endpoint."""
+        return [
+            ("GET", ("/health", "/v1/health"), self.health),
+            ("GET", ("/models", "/v1/models"), self.models),
+            ("POST", ("/models/load",), self.load),
+            ("POST", ("/models/unload",), self.unload),
+            ("GET", ("/api/tags",), self.tags),
+            ("GET", ("/api/ps",), self.running),
+            ("GET", ("/version", "/api/version"), self.version),
+        ]
+
+    async def health(self, request: Request) -> Response:
+        """How many models are in which state; it waits for none."""
+        return json_response({"status": "ok", "models": states(self._manager.instances.values())})
+
+    async def models(self, request: Request) -> Response:
+        """All models with their states."""
+        data = [lists.entry(one, self._state.started) for one in self._manager.instances.values()]
+        return json_response({"object": "list", "data": data})
+
+    async def load(self, request: Request) -> Response:
+        """Load `model`, and answer when it is loaded."""
+        entry = await self._named(request)
+        if self._manager.instances[entry.name].state == LOADED:
+            raise bad_request(f"model {entry.name} is loaded already")
+        await self._manager.load(entry.name)
+        return json_response({"success": True})
+
+    async def unload(self, request: Request) -> Response:
+        """Unload `model` when its requests are done, and answer then."""
+        entry = await self._named(request)
+        if self._manager.instances[entry.name].state == UNLOADED:
+            raise bad_request(f"model {entry.name} is not loaded")
+        await self._manager.unload(entry.name)
+        return json_response({"success": True})
+
+    async def _named(self, request: Request) -> ModelEntry:
+        body = await read_object(request, self._state.config.server.timeout)
+        if body.get("model") is None:
+            raise bad_request("model is required")
+        return find(self._state, f.text(body["model"], "model"))
+
+    async def tags(self, request: Request) -> Response:
+        """All models (Ollama)."""
+        found = self._manager.instances.values()
+        return json_response({"models": [lists.tag(one, self._state.started) for one in found]})
+
+    async def running(self, request: Request) -> Response:
+        """The loaded models (Ollama)."""
+        found = [one for one in self._manager.instances.values() if one.state == LOADED]
+        return json_response({"models": [lists.running(one, self._state.started) for one in found]})
+
+    async def version(self, request: Request) -> Response:
+        """Version and build."""
+        return json_response({"version": __version__, "build_info": FINGERPRINT})
+
+
+def find(state: RouterState, name: str) -> ModelEntry:
+    """The model of this name; ApiError 404 if there is none."""
+    entry = state.manager.file.find(name)
+    if entry is None:
+        known = ", ".join(state.manager.file.entries)
+        raise ApiError(404, f"model '{name[:100]}' not found; this server has {known}")
+    return entry
+
+
+def _forwarding(state: RouterState) -> Callable[[Request], Awaitable[Response]]:
+    async def forward(request: Request) -> Response:
+        path = request.url.path
+        if path == "/metrics" and "model" not in request.query_params:
+            return await _metrics(state)
+        body = await read_body(request, state.config.server.timeout)
+        return Forwarded(state, asked_model(state, request, body), request, body)
+
+    return forward
+
+
+async def _metrics(state: RouterState) -> Response:
+    if not state.config.server.metrics:
+        raise unsupported("This server does not support metrics endpoint. Start it with `--metrics`")
+    return Response(lists.metrics_text(state.manager), headers={"Content-Type": lists.METRICS_TYPE})
+
+
+def asked_model(state: RouterState, request: Request, body: bytes) -> ModelEntry:
+    """The model that a request is for; ApiError if there is none of that name, or the body cannot be read."""
+    name: Any = request.query_params.get("model")
+    if body.strip():
+        try:
+            value = jsontext.parse(body)
+        except ValueError as e:
+            raise bad_request(str(e)) from None
+        if isinstance(value, dict) and (value.get("model") or value.get("name")):
+            name = f.text(value.get("model") or value["name"], "model")
+    return find(state, name) if name else state.manager.file.default
+
+
+class Forwarded(Response):
+    """The answer of a model, passed on as it comes. A client that goes away ends it there, too."""
+
+    def __init__(self, state: RouterState, entry: ModelEntry, request: Request, body: bytes) -> None:
+        self.status_code = 502
+        self.background = None
+        self._state, self._entry, self._request, self._body = state, entry, request, body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        counts = self._request.method != "GET"
+        async with self._state.manager.lease(self._entry.name, counts=counts) as child:
+            work = asyncio.ensure_future(self._pass(child, send))
+            gone = asyncio.ensure_future(_disconnected(receive))
+            try:
+                await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+                if work.done():
+                    work.result()
+            finally:
+                for task in (work, gone):
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, UpstreamError, ApiError):
+                        await task
+
+    async def _pass(self, child: Child, send: Send) -> None:
+        request, started = self._request, False
+        query = request.scope.get("query_string", b"")
+        target = request.url.path.encode() + (b"?" + query if query else b"")
+        headers = [(name, value) for name, value in request.headers.raw if name not in _NOT_PASSED]
+        try:
+            async with Exchange(child.socket, request.method, target, headers, self._body) as answer:
+                kept = [(name, value) for name, value in answer.headers if name not in _NOT_RETURNED]
+                await send({"type": "http.response.start", "status": answer.status, "headers": kept})
+                started = True
+                async for chunk in answer.chunks():
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except UpstreamError as e:
+            self._state.log.error("router", "no answer", model=self._entry.name, error=str(e))
+            if started:
+                raise  # the connection is cut, so that the client sees that something is missing
+            raise ApiError(502, f"model {self._entry.name} did not answer: {child.last_words()}") from None
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,66 @@
+"""What a file of models says: the models, their options and needs, groups, and the memory that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ikcli.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """One model. `argv` are the options of its `ik serve`, `config` what they mean, `need` the bytes by device.
+
+    `ttl`: seconds without a request after which it is unloaded, 0: never.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    config: RunConfig
+    need: Mapping[str, int]
+    aliases: tuple[str, ...] = ()
+    preload: bool = False
+    ttl: float = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name and the aliases."""
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Members are loaded and unloaded together, or only one of them at a time."""
+
+    name: str
+    members: tuple[str, ...]
+    together: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsFile:
+    """`budget`: bytes by device that all loaded models may need together, where a limit is known."""
+
+    path: Path
+    entries: Mapping[str, ModelEntry]
+    groups: tuple[Group, ...] = ()
+    budget: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def default(self) -> ModelEntry:
+        """The model of requests that name none: the first of the file."""
+        return next(iter(self.entries.values()))
+
+    def find(self, name: str) -> ModelEntry | None:
+        """The model with this name or alias; `NAME:latest` is NAME."""
+        for entry in self.entries.values():
+            if name in entry.names:
+                return entry
+        return self.find(name.removesuffix(":latest")) if name.endswith(":latest") else None
+
+    def partners(self, name: str, *, together: bool) -> tuple[str, ...]:
+        """The other members of the groups of one kind that a model is in."""
+        groups = (group.members for group in self.groups if group.together == together and name in group.members)
+        return tuple(dict.fromkeys(member for members in groups for member in members if member != name))

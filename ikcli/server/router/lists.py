@@ -1,0 +1,77 @@
+"""Lists of models: llama-server's router, OpenAI's and Ollama's, and counters for Prometheus."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from ikcli.server.http.metrics import CONTENT_TYPE, PREFIX
+from ikcli.server.router.manager import LOADED, UNLOADING, Instance, Manager
+
+METRICS_TYPE = CONTENT_TYPE
+
+
+def entry(one: Instance, started: int) -> dict[str, Any]:
+    """An entry of /models: `status.value` is unloaded, loading, loaded or unloading."""
+    status: dict[str, Any] = {"value": one.state, "args": list(one.entry.argv), "preload": one.entry.preload}
+    if one.failure is not None:
+        status |= {"failed": True, "error": one.failure.message, "exit_code": one.exit_code}
+    return {
+        "id": one.entry.name,
+        "object": "model",
+        "created": started,
+        "owned_by": "llamacpp",
+        "aliases": list(one.entry.aliases),
+        "tags": [],
+        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "status": status,
+        "need": dict(one.entry.need),
+        "requests_processing": one.n_running,
+    }
+
+
+def tag(one: Instance, started: int) -> dict[str, Any]:
+    """An entry of /api/tags."""
+    path = one.entry.config.model
+    return {
+        "name": one.entry.name,
+        "model": one.entry.name,
+        "modified_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+        "size": path.stat().st_size if path is not None and path.is_file() else 0,
+        "digest": hashlib.sha256(one.entry.name.encode()).hexdigest(),
+        "details": {"parent_model": "", "format": "gguf", "family": "", "families": [""], "parameter_size": "",
+                    "quantization_level": ""},
+    }  # fmt: skip
+
+
+def running(one: Instance, started: int) -> dict[str, Any]:
+    """An entry of /api/ps."""
+    left = one.entry.ttl - (time.monotonic() - one.used) if one.entry.ttl else 0.0
+    expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + max(left, 0.0)))
+    gpu = sum(n for device, n in one.entry.need.items() if device != "CPU")
+    more = {"expires_at": expires if one.entry.ttl else "9999-12-31T23:59:59Z", "size_vram": gpu}
+    return tag(one, started) | more | {"size": sum(one.entry.need.values())}
+
+
+def metrics_text(manager: Manager) -> bytes:
+    """What the models take and do; counters of a model itself are at /metrics?model=NAME while it is loaded."""
+    registry = CollectorRegistry(auto_describe=False)
+    made = {
+        name: Gauge(PREFIX + name, text, ["model"], registry=registry)
+        for name, text in (
+            ("model_loaded", "1 while the model is loaded."),
+            ("model_loads", "How often the model was loaded."),
+            ("model_requests_processing", "Requests that run."),
+        )
+    }
+    memory = Gauge(PREFIX + "model_bytes", "Planned memory.", ["model", "device"], registry=registry)
+    for name, one in manager.instances.items():
+        made["model_loaded"].labels(name).set(one.state in (LOADED, UNLOADING))
+        made["model_loads"].labels(name).set(one.n_loads)
+        made["model_requests_processing"].labels(name).set(one.n_running)
+        for device, n_bytes in one.entry.need.items():
+            memory.labels(name, device).set(n_bytes)
+    return generate_latest(registry)

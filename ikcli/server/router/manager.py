@@ -1,0 +1,252 @@
+"""Which models are loaded: on demand, within the budget, least recently used ones first out.
+
+Everything runs on one event loop. A model is unloaded when its running requests are done; requests that come meanwhile
+wait and have it loaded again. Loading happens once, however many requests wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ikcli.server.http.errors import ApiError
+from ikcli.server.http.logs import ServerLog
+from ikcli.server.router.child import Child, LoadError
+from ikcli.server.router.entries import ModelEntry, ModelsFile
+
+UNLOADED, LOADING, LOADED, UNLOADING = "unloaded", "loading", "loaded", "unloading"
+ChildMaker = Callable[[ModelEntry, Path], Child]
+
+
+@dataclass(eq=False)
+class Instance:
+    """A model and its process. `holds_memory` from the moment that there is room; `failure` is of the last load."""
+
+    entry: ModelEntry
+    state: str = UNLOADED
+    child: Child | None = None
+    holds_memory: bool = False
+    n_running: int = 0
+    used: float = 0.0
+    failure: ApiError | None = None
+    exit_code: int | None = None
+    n_loads: int = 0
+
+
+class Manager:
+    """See the module. `folder` is for the sockets."""
+
+    def __init__(self, file: ModelsFile, make_child: ChildMaker, folder: Path, log: ServerLog) -> None:
+        self.file = file
+        self.instances = {name: Instance(entry) for name, entry in file.entries.items()}
+        self._make_child, self._folder, self._log = make_child, folder, log
+        self._changed = asyncio.Condition()
+        self._room = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    # --- use --------------------------------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def lease(self, name: str, *, counts: bool = True) -> AsyncIterator[Child]:
+        """The process of a model, loaded if it is not, that stays until the end of the block; ApiError if it fails.
+
+        `counts`: this is a use, so the model is not the one to unload next.
+        """
+        instance = self.instances[name]
+        while instance.state != LOADED:
+            await self.load(name)
+        assert instance.child is not None
+        instance.n_running += 1
+        if counts:
+            instance.used = time.monotonic()
+        try:
+            yield instance.child
+        finally:
+            instance.n_running -= 1
+            if counts:
+                instance.used = time.monotonic()
+            await self._notify()
+
+    async def load(self, name: str) -> None:
+        """Load a model and those that belong to it, if they are not; ApiError saying why that cannot be."""
+        instance = self.instances[name]
+        await self._until(lambda: instance.state != UNLOADING)
+        self._check_open()
+        for one in self._with_partners(instance):
+            if one.state == UNLOADED:
+                one.state, one.failure = LOADING, None
+                self._spawn(self._load(one))
+        await self._until(lambda: instance.state != LOADING)
+        if instance.failure is not None:
+            raise instance.failure
+
+    async def unload(self, name: str) -> None:
+        """Unload a model and those that belong to it, when their requests are done."""
+        await asyncio.gather(*(self._unload(one) for one in self._with_partners(self.instances[name])))
+
+    def _with_partners(self, instance: Instance) -> list[Instance]:
+        names = self.file.partners(instance.entry.name, together=True)
+        return [instance, *(self.instances[name] for name in names)]
+
+    # --- loading ----------------------------------------------------------------------------------------------------
+    async def _load(self, instance: Instance) -> None:
+        name = instance.entry.name
+        self._log.info("router", "loading model", model=name)
+        try:
+            async with self._room:
+                await self._make_room(instance)
+                instance.holds_memory = True
+            self._check_open()
+            instance.n_loads += 1
+            child = self._make_child(instance.entry, self._folder / f"{name_of_file(name)}-{instance.n_loads}.sock")
+            instance.child = child
+            await child.load()
+        except (LoadError, OSError) as e:
+            await self._failed(instance, ApiError(500, f"model {name} could not be loaded: {e}"))
+            return
+        except ApiError as e:
+            await self._failed(instance, e)
+            return
+        except BaseException:
+            if instance.child is not None:
+                instance.child.kill()
+                await instance.child.stop()
+            await self._failed(instance, ApiError(503, "The server is shutting down"))
+            raise
+        instance.state, instance.used = LOADED, time.monotonic()
+        self._log.info("router", "model loaded", model=name)
+        self._spawn(self._watch(instance, child))
+        await self._notify()
+
+    async def _failed(self, instance: Instance, error: ApiError) -> None:
+        instance.exit_code = instance.child.exit_code if instance.child is not None else None
+        instance.state, instance.child, instance.holds_memory, instance.failure = UNLOADED, None, False, error
+        self._log.error("router", "model not loaded", model=instance.entry.name, error=error.message)
+        await self._notify()
+
+    async def _watch(self, instance: Instance, child: Child) -> None:
+        """A process that ends by itself takes nothing with it: its model is loaded again when it is asked for."""
+        await child.wait()
+        if instance.child is child and instance.state == LOADED:
+            await self._failed(instance, ApiError(502, f"model {instance.entry.name}: {child.last_words()}"))
+
+    async def _make_room(self, instance: Instance) -> None:
+        """Unload what excludes this model, then the least recently used ones until there is room."""
+        excluded = {self.instances[name] for name in self.file.partners(instance.entry.name, together=False)}
+        belonging = self._with_partners(instance)
+        while True:
+            self._check_open()
+            holding = [one for one in self.instances.values() if one.holds_memory and one not in belonging]
+            if not excluded.intersection(holding) and not self.short(instance):
+                return
+            wanted = [one for one in holding if one in excluded] or holding
+            if not wanted:
+                if not any(one.holds_memory for one in belonging):  # alone it is tried: the plan is careful
+                    return
+                raise ApiError(503, f"model {instance.entry.name}: there is no room beside the rest of its group")
+            loaded = [one for one in wanted if one.state == LOADED]
+            if loaded:
+                oldest = min(loaded, key=lambda one: (one.n_running > 0, one.used))
+                await self.unload(oldest.entry.name)
+            else:
+                async with self._changed:
+                    await self._changed.wait()
+
+    def short(self, instance: Instance) -> dict[str, int]:
+        """Bytes by device that are missing for a model beside those that are loaded."""
+        found = {}
+        for device, limit in self.file.budget.items():
+            taken = sum(one.entry.need.get(device, 0) for one in self.instances.values() if one.holds_memory)
+            missing = taken + instance.entry.need.get(device, 0) - limit
+            if instance.entry.need.get(device, 0) and missing > 0:
+                found[device] = missing
+        return found
+
+    async def _unload(self, instance: Instance) -> None:
+        await self._until(lambda: instance.state != LOADING)
+        if instance.state == LOADED:
+            instance.state = UNLOADING
+            self._log.info("router", "unloading model", model=instance.entry.name)
+            await self._until(lambda: not instance.n_running)
+            await self._stop(instance)
+        await self._until(lambda: instance.state != UNLOADING)
+
+    async def _stop(self, instance: Instance) -> None:
+        child = instance.child
+        if child is not None:
+            await child.stop()
+        instance.state, instance.child, instance.holds_memory = UNLOADED, None, False
+        await self._notify()
+
+    # --- the life of all ---------------------------------------------------------------------------------------------
+    async def preload(self) -> None:
+        """Load what is to be there from the start; failures are logged."""
+        wanted = [name for name, entry in self.file.entries.items() if entry.preload]
+        await asyncio.gather(*(self.load(name) for name in wanted), return_exceptions=True)
+
+    async def watch_ttl(self) -> None:
+        """Unload what was not used for its time, together with what belongs to it."""
+        while True:
+            await asyncio.sleep(0.25)
+            for instance in self.instances.values():
+                if instance.state == LOADED and all(map(self._expired, self._with_partners(instance))):
+                    self._log.info("router", "model was not used for its ttl", model=instance.entry.name)
+                    await self.unload(instance.entry.name)
+
+    def _expired(self, instance: Instance) -> bool:
+        ttl = instance.entry.ttl
+        if instance.state != LOADED:
+            return instance.state == UNLOADED
+        return bool(ttl) and not instance.n_running and time.monotonic() - instance.used >= ttl
+
+    async def close(self) -> None:
+        """End all processes."""
+        self._closing = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self._stop(one) for one in self._running()))
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for one in self._running():
+            assert one.child is not None
+            one.child.kill()
+
+    def _running(self) -> list[Instance]:
+        return [one for one in self.instances.values() if one.child is not None]
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ApiError(503, "The server is shutting down")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(condition)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def name_of_file(name: str) -> str:
+    """A short plain name for files of a model."""
+    return "".join(c if c.isascii() and c.isalnum() else "-" for c in name)[:20]
+
+
+def states(instances: Iterable[Instance]) -> dict[str, int]:
+    """How many models are in which state."""
+    found = dict.fromkeys((UNLOADED, LOADING, LOADED, UNLOADING), 0)
+    for one in instances:
+        found[one.state] += 1
+    return found

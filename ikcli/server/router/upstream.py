@@ -1,0 +1,111 @@
+"""A client of the processes that serve models: one HTTP request over a Unix socket, the answer as it is made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+
+import httptools
+
+Headers = Sequence[tuple[bytes, bytes]]
+_CHUNK = 1 << 16
+_OF_A_CONNECTION = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer"})
+
+
+class UpstreamError(Exception):
+    """The process has ended, or its answer is none."""
+
+
+class Exchange:
+    """One request and its answer; `async with` sends the one and reads the head of the other."""
+
+    def __init__(self, path: str, method: str, target: bytes, headers: Headers = (), body: bytes = b"") -> None:
+        self._path, self._body = path, body
+        lines = [method.encode() + b" " + target + b" HTTP/1.1", b"host: ik", b"connection: close"]
+        kept = [(name.lower(), value) for name, value in headers]
+        kept = [
+            item for item in kept if item[0] not in _OF_A_CONNECTION and item[0] not in (b"host", b"content-length")
+        ]
+        lines += [name + b": " + value for name, value in kept]
+        lines.append(b"content-length: " + str(len(body)).encode())
+        self._head = b"\r\n".join(lines) + b"\r\n\r\n"
+        self._parser = httptools.HttpResponseParser(self)
+        self._parts: list[bytes] = []
+        self._has_head = self._complete = False
+        self._writer: asyncio.StreamWriter | None = None
+        self.headers: list[tuple[bytes, bytes]] = []
+
+    @property
+    def status(self) -> int:
+        return int(self._parser.get_status_code())
+
+    async def __aenter__(self) -> Exchange:
+        try:
+            self._reader, self._writer = await asyncio.open_unix_connection(self._path)
+            self._writer.write(self._head + self._body)
+            await self._writer.drain()
+            while not self._has_head:
+                await self._feed()
+        except OSError as e:
+            self._close()
+            raise UpstreamError(str(e)) from None
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """What still computes there stops, as its client is gone."""
+        if self._writer is not None:
+            self._writer.close()
+
+    async def _feed(self) -> None:
+        data = await self._reader.read(_CHUNK)
+        if not data:
+            raise UpstreamError("the connection ended within an answer")
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as e:
+            raise UpstreamError(f"no HTTP answer: {e}") from None
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body; UpstreamError if it ends too early."""
+        while True:
+            parts, self._parts = self._parts, []
+            if parts:
+                yield b"".join(parts)
+            elif self._complete:
+                return
+            else:
+                try:
+                    await self._feed()
+                except OSError as e:
+                    raise UpstreamError(str(e)) from None
+
+    async def body(self) -> bytes:
+        """The whole body."""
+        return b"".join([part async for part in self.chunks()])
+
+    # called by the parser
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header of the answer."""
+        if name.lower() not in _OF_A_CONNECTION:
+            self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """The head is whole."""
+        self._has_head = True
+
+    def on_body(self, data: bytes) -> None:
+        """A part of the body."""
+        self._parts.append(data)
+
+    def on_message_complete(self) -> None:
+        """The answer is whole."""
+        self._complete = True

@@ -1,0 +1,118 @@
+"""The file of `ik serve --models`: what it means, and one sentence with file and key for every mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ikcli.commands._models_file import check_front, read_models
+from ikcli.commands._options import parse
+from ikcli.config import default_model
+from ikcli.engine.planner import Planner
+from ikcli.errors import UsageError
+
+MIB = 2**20
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "models.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_models_their_options_and_needs(tmp_path: Path) -> None:
+    text = f"""
+memory = "4GiB"
+ttl = 60
+[defaults]
+threads = 1
+ctx-size = 512
+[models.small]
+model = "{default_model()}"
+aliases = ["gpt-4", "tiny"]
+preload = true
+cache-ram = 0
+[models."other/one"]
+ctx_size = 1024
+n-gpu-layers = 0
+ttl = 0
+[groups.g]
+members = ["small", "other/one"]
+"""
+    file = read_models(write(tmp_path, text))
+    small, other = file.entries.values()
+    assert (small.names, small.preload, small.ttl) == (("small", "gpt-4", "tiny"), True, 60.0)
+    assert (small.config.n_ctx, small.config.n_threads, small.config.server.cache_ram) == (512, 1, 0)
+    assert (other.config.n_ctx, other.ttl, other.preload) == (1024, 0, False)
+    planner = Planner.of_file(small.config)
+    assert small.need["CPU"] == planner.plan(small.config).memory.total("CPU")
+    assert other.need["CPU"] > small.need["CPU"] + 256 * MIB  # a prompt cache of a default size is among it
+    assert file.budget["CPU"] == 4 * 2**30 and file.default is small
+    assert file.find("gpt-4") is file.find("small:latest") is small and file.find("gpt") is None
+    assert file.partners("small", together=False) == ("other/one",) and not file.partners("small", together=True)
+    assert parse("serve", small.argv).config == small.config
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("", "names no model"),
+        ("models = 5", "models must be a table"),
+        ("[models.a", "is not valid TOML"),
+        ("[models]\na = 5", "models.a must be a table"),
+        ("memori = '1GiB'\n[models.a]", "unknown key memori; did you mean memory?"),
+        ("memory = '1 parsec'\n[models.a]", "memory has the size"),
+        ("memory = 5\n[models.a]", "memory has the size"),
+        ("ttl = -1\n[models.a]", "ttl must be a number of seconds"),
+        ("[models.a]\nctx-sise = 5", "models.a.ctx-sise is no option of ik serve; did you mean ctx-size?"),
+        ("[models.a]\nctx-size = 'many'", "models.a.ctx-size"),
+        ("[models.a]\nctx-size = {}", "models.a.ctx-size"),
+        ("[defaults]\nctx-size = 'many'\n[models.a]", "defaults.ctx-size"),
+        ("[models.a]\nport = 5", "models.a.port is for all models together"),
+        ("[models.a]\nalias = 'b'", "models.a.alias: use aliases"),
+        ("[models.a]\naliases = 'b'", "models.a.aliases must be a list"),
+        ("[models.a]\npreload = 1", "models.a.preload must be true or false"),
+        ("[models.a]\nttl = 'x'", "models.a.ttl must be a number"),
+        ("[models.a]\nmodel = 'absent.gguf'", "models.a: "),
+        ("[models.a]\nmodel = '/'", "models.a: "),
+        ("[models.a]\n[models.b]\naliases = ['a']", "models.b: the name a is that of models.a already"),
+        ("[models.'a,b']", "no commas"),
+        ("memory = '20MiB'\n[models.a]", "models.a needs"),
+        ("[models.a]\n[groups.g]\nmembers = ['a', 'c']", "there is no table [models.c]"),
+        ("[models.a]\n[groups.g]\nmembers = ['a']", "groups.g.members must be a list of two"),
+        ("[models.a]\n[models.b]\n[groups.g]\nmembers = ['a', 'b']\ntogether = 1", "groups.g.together"),
+        (
+            "[models.a]\n[models.b]\n[groups.g]\nmember = ['a', 'b']",
+            "unknown key groups.g.member; did you mean members?",
+        ),
+        (
+            "[models.a]\n[models.b]\n[groups.g]\nmembers = ['a', 'b']\n"
+            "[groups.h]\nmembers = ['a', 'b']\ntogether = true",
+            "loaded together and exclude each other",
+        ),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, text: str, key: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UsageError) as found:
+        read_models(path)
+    assert key in str(found.value) and str(path) in str(found.value) and "\n" not in str(found.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read .*absent\.toml"):
+        read_models(tmp_path / "absent.toml")
+    done = subprocess.run(
+        [sys.executable, "-m", "ikcli", "serve", "--port", "0", "--models", str(tmp_path / "absent.toml")],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2 and "absent.toml" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_options_of_models_belong_into_the_file() -> None:
+    check_front(parse("serve", ["--models", "m.toml", "--port", "1", "--api-key", "k", "--metrics", "-v"]))
+    with pytest.raises(UsageError, match="--ctx-size cannot be used beside --models"):
+        check_front(parse("serve", ["--models", "m.toml", "-c", "512"]))

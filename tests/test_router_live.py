@@ -1,0 +1,182 @@
+"""`ik serve --models` with the demo model: real processes, which end however the server ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live_server import WAIT, Server, wait_for
+
+from ikcli.config import default_model
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+class Router(Server):
+    """A server of several models; options of a model are in its file."""
+
+    common = ("-m", "ikcli", "serve", "--port", "0")
+
+    def children(self) -> list[int]:
+        return children_of(self.process.pid)
+
+    def states(self) -> dict[str, str]:
+        return {one["id"]: one["status"]["value"] for one in self.get("/v1/models").json()["data"]}
+
+    def ask(self, model: str, **fields: Any) -> httpx.Response:
+        return self.post("/v1/chat/completions", {"model": model, "messages": HI, "max_tokens": 3} | fields)
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes started by one, by what the system says of their parents."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid and fields[0] != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def models_file(folder: Path) -> Path:
+    path = folder / "models.toml"
+    path.write_text(
+        """
+memory = "45MiB"
+[defaults]
+threads = 1
+ctx-size = 512
+cache-ram = 8
+[models.one]
+aliases = ["gpt-4"]
+[models.two]
+parallel = 2
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    folder = tmp_path_factory.mktemp("router")
+    found = Router("--models", str(models_file(folder)), "--metrics", log=folder / "log")
+    found.wait_ready()
+    yield found
+    pids = found.children()
+    assert found.stop() == 0, found.text()
+    assert not any(alive(pid) for pid in pids)
+    assert "Traceback" not in found.text(), found.text()
+
+
+def test_models_come_and_go_on_demand(router: Router) -> None:
+    assert set(router.states().values()) == {"unloaded"}
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda name: router.ask(name), ("one", "gpt-4", "one")))
+    assert [answer.status_code for answer in answers] == [200] * 3 and answers[1].json()["model"] == "gpt-4"
+    assert router.states() == {"one": "loaded", "two": "unloaded"} and len(router.children()) == 1
+    assert router.ask("two").status_code == 200
+    assert router.states() == {"one": "unloaded", "two": "loaded"} and len(router.children()) == 1
+    assert len(router.get("/slots?model=two").json()) == 2
+    text = router.get("/metrics").text
+    assert 'llamacpp:model_loads{model="one"} 1.0' in text and 'llamacpp:model_loaded{model="two"} 1.0' in text
+    assert "llamacpp:tokens_predicted_total" in router.get("/metrics?model=two").text
+
+
+def test_streams_and_errors_pass_through(router: Router) -> None:
+    body = {"model": "two:latest", "messages": HI, "options": {"num_predict": 4, "temperature": 0}}
+    with httpx.stream("POST", router.base + "/api/chat", json=body, timeout=WAIT) as stream:
+        assert stream.headers["content-type"] == "application/x-ndjson" and stream.headers["server"] == "ik"
+        pieces = [json.loads(line) for line in stream.iter_lines()]
+    assert pieces[-1]["done"] and len(pieces) > 2
+    whole = router.post("/api/chat", body | {"stream": False}).json()
+    assert whole["message"]["content"] == "".join(piece["message"]["content"] for piece in pieces)
+    wrong = router.ask("two", temperature="hot")
+    assert wrong.status_code == 400 and "temperature" in wrong.json()["error"]["message"]
+    unknown = router.ask("three")
+    assert unknown.status_code == 404 and "one, two" in unknown.json()["error"]["message"]
+    assert router.post("/api/chat", {"model": "three"}).json()["error"].startswith("model 'three' not found")
+    assert httpx.post(router.base + "/v1/chat/completions", content=b"{", timeout=WAIT).status_code == 400
+    assert [one["name"] for one in router.get("/api/tags").json()["models"]] == ["one", "two"]
+
+
+def test_loading_and_unloading_by_request(router: Router) -> None:
+    router.ask("two")
+    assert router.post("/models/load", {"model": "two"}).status_code == 400
+    assert router.post("/models/unload", {"model": "two"}).json() == {"success": True}
+    assert router.states()["two"] == "unloaded" and not router.children()
+    assert router.post("/models/unload", {"model": "two"}).status_code == 400
+    assert router.post("/models/load", {"model": "two"}).json() == {"success": True}
+    assert [one["name"] for one in router.get("/api/ps").json()["models"]] == ["two"]
+    assert router.post("/models/load", {"model": "three"}).status_code == 404
+    assert router.post("/models/load", {}).status_code == 400
+
+
+def test_a_dead_process_is_replaced(router: Router) -> None:
+    router.ask("two")
+    with httpx.stream(
+        "POST", router.base + "/completion", timeout=WAIT,
+        json={"model": "two", "prompt": "a", "n_predict": -1, "ignore_eos": True, "stream": True},
+    ) as stream:  # fmt: skip
+        lines = stream.iter_lines()
+        next(lines)
+        (pid,) = router.children()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(httpx.HTTPError):  # cut off, not ended as if it were whole
+            list(lines)
+    wait_for(lambda: router.states()["two"] == "unloaded")
+    (entry,) = (one for one in router.get("/models").json()["data"] if one["id"] == "two")
+    assert entry["status"]["failed"] and "SIGKILL" in entry["status"]["error"]
+    assert router.ask("two").status_code == 200
+
+
+def test_departing_clients_free_their_slots(router: Router) -> None:
+    body = {"model": "two", "prompt": "a", "n_predict": -1, "ignore_eos": True, "stream": True}
+    router.ask("two")
+    with httpx.stream("POST", router.base + "/completion", json=body, timeout=WAIT) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        assert sum(slot["is_processing"] for slot in router.get("/slots?model=two").json()) == 1
+    wait_for(lambda: not any(slot["is_processing"] for slot in router.get("/slots?model=two").json()))
+
+
+def test_files_that_break_later_do_not_end_the_server(tmp_path: Path) -> None:
+    """A model that was well when the server started; then no process outlives a server that is killed."""
+    model = tmp_path / "m.gguf"
+    model.write_bytes(default_model().read_bytes())
+    text = f'[defaults]\nthreads = 1\nctx-size = 512\ncache-ram = 8\n[models.a]\nmodel = "{model}"\n[models.b]\n'
+    path = tmp_path / "models.toml"
+    path.write_text(text, encoding="utf-8")
+    router = Router("--models", str(path), log=tmp_path / "log")
+    router.wait_ready()
+    model.write_bytes(b"no model")
+    failed = router.ask("a")
+    assert failed.status_code == 500 and str(model) in failed.json()["error"]["message"]
+    assert router.ask("b").status_code == 200
+    pids = router.children()
+    assert pids
+    router.process.kill()
+    router.process.wait(WAIT)
+    end = time.monotonic() + WAIT
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -118,6 +118,7 @@ class ServerConfig:
     port: int = opt(8080, "--port", "int", "port to listen on", topic="server", commands="S", form="N", example="--port 8080", minimum=0, env="LLAMA_ARG_PORT")
     api_key: str = opt("", "--api-key", "str", "key that requests must carry; several separated by commas", topic="server", commands="S", form="KEY", example="--api-key secret")
     api_key_file: Path | None = opt(None, "--api-key-file", "path", "file with one key per line", topic="server", commands="S", form="FILE", example="--api-key-file keys.txt")
+    keys: Path | None = opt(None, "--keys", "path", "TOML file of users with a key each, and their limits (docs/serve.md)", topic="server", commands="S", form="FILE", example="--keys keys.toml")
     models: Path | None = opt(None, "--models", "path", "serve the models of a TOML file behind one port; each is loaded when a request asks for it (docs/serve-models.md)", topic="server", commands="S", form="FILE", example="--models models.toml")
     timeout: int = opt(600, "-to --timeout", "int", "read and write timeout in seconds", topic="server", commands="S", form="S", example="--timeout 600", minimum=0)
     threads_http: int = opt(-1, "--threads-http", "int", "threads for HTTP requests; -1 = CPUs - 1", topic="server", commands="S", form="N", example="--threads-http 4", env="LLAMA_ARG_THREADS_HTTP")

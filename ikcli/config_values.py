@@ -9,6 +9,9 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from ikcli.errors import UsageError
 
 OFFLOAD_OPS = {26: "MUL_MAT", 27: "MUL_MAT_ID", 28: "OUT_PROD", 29: "MOE_FUSED_UP_GATE", -1: "ALL"}
 """Numbers users wrote into `-op` in 2025, and the names they meant then."""
@@ -320,3 +323,15 @@ def parse_spec_type(text: str) -> tuple[SpecStage, ...]:
             raise ValueError(f"has {key.strip()}={value}; it cannot be negative")
         values[_SPEC_KEYS[key.strip()]] = number
     return tuple(SpecStage(t, **values) for t in types)  # type: ignore[arg-type]
+
+
+def toml_table(path: Path) -> dict[str, Any]:
+    """What a TOML file holds; UsageError naming the file if it is none."""
+    import tomllib
+
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as problem:
+        raise UsageError(f"cannot read {path}: {problem.strerror}") from problem
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise UsageError(f"{path} is not valid TOML: {problem}") from problem

@@ -159,6 +159,35 @@ def test_departing_clients_free_their_slots(router: Router) -> None:
     wait_for(lambda: not any(slot["is_processing"] for slot in router.get("/slots?model=two").json()))
 
 
+def test_users_of_several_models(tmp_path: Path) -> None:
+    keys, models = tmp_path / "keys.toml", tmp_path / "models.toml"
+    keys.write_text('[anna]\nkey = "a"\nmodels = ["b"]\n[ben]\nkey = "b"\ntokens-per-day = 40\n', encoding="utf-8")
+    models.write_text(
+        "[defaults]\nthreads = 1\nctx-size = 512\ncache-ram = 8\n[models.m]\naliases = ['b']\n[models.n]\n"
+    )
+    router = Router("--models", str(models), "--keys", str(keys), "--metrics", log=tmp_path / "log")
+    router.wait_ready()
+
+    def ask(key: str, model: str, **fields: Any) -> httpx.Response:
+        body = {"model": model, "messages": HI, "max_tokens": 5, "stream_options": {"include_usage": True}} | fields
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.post(router.base + "/v1/chat/completions", json=body, headers=headers, timeout=WAIT)
+
+    assert ask("a", "n").status_code == 403 and ask("x", "m").status_code == 401
+    first = ask("a", "m")
+    assert first.status_code == 200
+    ask("a", "b", stream=True)
+    text = httpx.get(router.base + "/metrics", headers={"X-Api-Key": "a"}, timeout=WAIT).text
+    total = first.json()["usage"]["prompt_tokens"] * 2
+    assert f'llamacpp:user_prompt_tokens_total{{user="anna"}} {float(total)}' in text
+    assert 'llamacpp:user_tokens_predicted_total{user="anna"} 10.0' in text
+    while (answer := ask("b", "m")).status_code == 200:
+        assert answer.json()["usage"]["completion_tokens"] == 5
+    assert answer.status_code == 429 and int(answer.headers["retry-after"]) > 0
+    assert router.stop() == 0
+    assert "Traceback" not in router.text(), router.text()
+
+
 def test_files_that_break_later_do_not_end_the_server(tmp_path: Path) -> None:
     """A model that was well when the server started; then no process outlives a server that is killed."""
     model = tmp_path / "m.gguf"

@@ -7,13 +7,13 @@ as a command line would, so there is one parser for all three.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ikcli.commands._table import COMMANDS
+from ikcli.config_values import toml_table
 from ikcli.errors import UsageError
 
 _GLUE = re.compile("[\u2028\u2029\u00a0\u200b\ufeff]+")
@@ -111,16 +111,6 @@ def read_option_file(path: Path) -> list[str]:
             quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
             tokens.append(text[1:-1] if quoted else text)
     return tokens
-
-
-def toml_table(path: Path) -> dict[str, Any]:
-    """What a TOML file holds."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as problem:
-        raise UsageError(f"cannot read {path}: {problem.strerror}") from problem
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
-        raise UsageError(f"{path} is not valid TOML: {problem}") from problem
 
 
 def read_toml(path: Path, command: str) -> list[str]:

@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ikcli.commands._argv import canonical_name, toml_option, toml_table
+from ikcli.commands._argv import canonical_name, toml_option
 from ikcli.commands._options import Parsed, names_of, parse
 from ikcli.commands._suggest import nearest
 from ikcli.config import default_model
-from ikcli.config_values import parse_size
+from ikcli.config_values import parse_size, toml_table
 from ikcli.engine.devices import find_machine
 from ikcli.engine.placement import CPU
 from ikcli.engine.run_device import RESERVE_BYTES
@@ -25,9 +25,9 @@ from ikcli.server.router.entries import Group, ModelEntry, ModelsFile
 
 _OF_THE_FRONT = frozenset(
     "server." + name
-    for name in ("host", "port", "api_key", "api_key_file", "timeout", "threads_http", "metrics", "path", "log_format",
-                 "webui", "ui", "api_prefix", "ssl_key_file", "ssl_cert_file", "shutdown_timeout", "cors_origins",
-                 "models")
+    for name in ("host", "port", "api_key", "api_key_file", "keys", "timeout", "threads_http", "metrics", "path",
+                 "log_format", "webui", "ui", "api_prefix", "ssl_key_file", "ssl_cert_file", "shutdown_timeout",
+                 "cors_origins", "models")
 ) | {"verbose", "verbosity"}  # fmt: skip
 _TOP = ("memory", "gpu-memory", "ttl", "defaults", "models", "groups")
 _CACHE_RAM = 256

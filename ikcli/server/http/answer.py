@@ -13,6 +13,8 @@ from ikcli.server.http.errors import ApiError
 from ikcli.server.http.jsontext import dump_bytes
 from ikcli.server.http.shapes.common import Shape
 from ikcli.server.http.state import ServerState
+from ikcli.server.http.usage import REQUEST_ID, Entry
+from ikcli.server.http.users import ACCOUNT
 from ikcli.server.slots.messages import Delta, Event, Failure, Final, GenerationRequest, PromptProgress
 
 CLIENT_GONE = 499
@@ -38,7 +40,8 @@ async def answer(
     A stream begins with the first event, so that errors of the start have their HTTP status. Only streams of events
     have pings.
     """
-    job = Job(state.bridge, stream=stream)
+    account = request.scope.get(ACCOUNT) or _noted(request, state)
+    job = Job(state.bridge, stream=stream or account is not None, on_close=account.add if account is not None else None)
     try:
         job.start(state.engine, generations, request.receive)
         if not stream:
@@ -59,6 +62,12 @@ async def answer(
         job.close()
         raise
     return sse.EventStream(_chunks(job, shape, ready, keep_alive), job.close, state.timeout, media_type)
+
+
+def _noted(request: Request, state: ServerState) -> Entry | None:
+    """Where a request from a server in front is noted."""
+    id = request.headers.get(REQUEST_ID.decode())
+    return state.ledger.entry(id) if id and state.config.server.host.endswith(".sock") else None
 
 
 async def _collect(job: Job, n: int) -> list[Final]:

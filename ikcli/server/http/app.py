@@ -61,7 +61,8 @@ def _direct() -> dict[str, Endpoint]:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return Response(error.content(style_of(request.url.path)), error.status, media_type=JSON)
+    content = error.content(style_of(request.url.path))
+    return Response(content, error.status, headers=error.headers, media_type=JSON)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:

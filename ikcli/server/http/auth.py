@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 
 from ikcli.config_groups import ServerConfig
 from ikcli.errors import UsageError
+from ikcli.server.http.users import offered_keys
 
 PUBLIC = frozenset({"/", "/health", "/v1/health", "/models", "/v1/models", "/api/tags", "/index.html", "/favicon.ico"})
 """Paths that need no key."""
@@ -30,16 +31,12 @@ def read_keys(config: ServerConfig) -> tuple[str, ...]:
 
 
 def allowed(keys: tuple[str, ...], headers: Headers) -> bool:
-    """True if no key is needed or the request carries one: `Authorization: Bearer KEY` or `X-Api-Key: KEY`."""
+    """True if no key is needed or the request carries one."""
     if not keys:
         return True
-    scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    offered = [headers.get("x-api-key", "")]
-    if scheme.lower() == "bearer":
-        offered.append(bearer.strip())
     found = False
     for key in keys:
-        for text in offered:
+        for text in offered_keys(headers):
             found |= hmac.compare_digest(key.encode(), text.encode("utf-8", "surrogateescape"))
     return found
 

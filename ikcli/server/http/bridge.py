@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 from starlette.types import Receive
 
-from ikcli.server.slots.messages import Event, Failure, Final, GenerationRequest
+from ikcli.server.slots.messages import Delta, Event, Failure, Final, GenerationRequest, RequestTimings
 
 
 class TicketLike(Protocol):
@@ -70,8 +70,9 @@ class Bridge:
 class Job:
     """The generations of one HTTP request, watched for the client's departure."""
 
-    def __init__(self, bridge: Bridge, *, stream: bool) -> None:
-        """`stream`: deltas and progress are wanted too, not only the ends."""
+    def __init__(self, bridge: Bridge, *, stream: bool, on_close: Callable[[int, int], None] | None = None) -> None:
+        """`stream`: deltas and progress are wanted too, not only the ends. `on_close` gets the `n_tokens`."""
+        self._on_close = on_close
         self._bridge = bridge
         self._stream = stream
         self._tickets: list[TicketLike] = []
@@ -82,6 +83,13 @@ class Job:
         self._gone = False
         self._quiet = True
         self._timer: asyncio.TimerHandle | None = None
+        self._timings: dict[int, RequestTimings] = {}
+
+    @property
+    def n_tokens(self) -> tuple[int, int]:
+        """Tokens of the prompts, and generated ones, of all generations so far."""
+        timings = self._timings.values()
+        return sum(t.cache_n + t.prompt_n for t in timings), sum(t.predicted_n for t in timings)
 
     def start(self, engine: Submitter, requests: Sequence[GenerationRequest], receive: Receive) -> None:
         """Submit the requests and watch the connection."""
@@ -101,6 +109,8 @@ class Job:
         if isinstance(event, Final | Failure):
             self._open -= 1
         self._quiet = False
+        if isinstance(event, Delta | Final):
+            self._timings[index] = event.timings
         self._ready.append((index, event))
         self._wake()
 
@@ -148,6 +158,9 @@ class Job:
             self._watcher.cancel()
         if self._timer is not None:
             self._timer.cancel()
+        if self._on_close is not None:
+            self._on_close(*self.n_tokens)
+            self._on_close = None
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

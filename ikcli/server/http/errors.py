@@ -22,6 +22,7 @@ TYPES = {
     408: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    429: "rate_limit_error",
     500: "server_error",
     501: "not_supported_error",
     503: "unavailable_error",
@@ -29,10 +30,18 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """A request that cannot be served; `details` are further fields of the error object."""
+    """A request that cannot be served; `details` are further fields of the error object, `headers` of the answer."""
 
-    def __init__(self, status: int, message: str, type: str = "", details: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str = "",
+        details: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
+        self.headers = dict(headers or {})
         self.status = status
         self.message = message
         self.type = type or TYPES.get(status, "server_error")

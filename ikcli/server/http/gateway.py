@@ -16,6 +16,7 @@ from ikcli.server.http import auth
 from ikcli.server.http.errors import ApiError, Style, style_of
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.state import Front
+from ikcli.server.http.users import ACCOUNT, Account
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 _WHILE_LOADING = frozenset({"/models", "/v1/models", "/api/tags"})
@@ -67,17 +68,35 @@ class Gateway:
             if not exchange.started:
                 await exchange.error(_INTERNAL, style_of(path.removeprefix(self._prefix)))
         finally:
-            self._access(scope, exchange.status)
+            self._access(scope, exchange)
 
     async def _serve(self, scope: Scope, receive: Receive, exchange: _Exchange, headers: Headers) -> None:
         path = self._inner_path(scope["path"])
         if not self._state.ready and path not in _WHILE_LOADING:
             await self._not_ready(path, exchange)
             return
-        if not auth.is_public(path, self._static) and not auth.allowed(self._state.keys, headers):
-            raise ApiError(401, "Invalid API Key")
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         inner = {**scope, "path": path, "raw_path": path.encode(), "method": method, "root_path": ""}
+        account = None if auth.is_public(path, self._static) else self._account(headers)
+        if account is None or method == "GET":
+            await self._call(inner, receive, exchange)
+            return
+        exchange.user = account.user.name
+        account.check_model(self._state.names or account.user.models)
+        inner[ACCOUNT] = account
+        with account.request():
+            await self._call(inner, receive, exchange)
+
+    def _account(self, headers: Headers) -> Account | None:
+        """Whom the request is counted for, if for anybody; ApiError 401 if it needs a key and has none."""
+        users, keys = self._state.users, self._state.keys
+        account = users.find(headers) if users else None
+        if account is None and (keys or users) and not (keys and auth.allowed(keys, headers)):
+            raise ApiError(401, "Invalid API Key")
+        return account
+
+    async def _call(self, inner: Scope, receive: Receive, exchange: _Exchange) -> None:
+        path, method = inner["path"], inner["method"]
         endpoint = self._direct.get(path) if method == "POST" else None
         if endpoint is None:
             await self._app(inner, receive, exchange.send)
@@ -125,7 +144,7 @@ class Gateway:
         ]
         await exchange.respond(200, b"text/html", b"")
 
-    def _access(self, scope: Scope, status: int) -> None:
+    def _access(self, scope: Scope, exchange: _Exchange) -> None:
         client = scope.get("client") or ("", 0)
         query = scope.get("query_string", b"").decode("latin-1")
         self._log.info(
@@ -133,10 +152,11 @@ class Gateway:
             "request",
             remote_addr=client[0],
             remote_port=client[1],
-            status=status,
+            status=exchange.status,
             method=scope["method"],
             path=scope["path"],
             params=dict(parse_qsl(query, keep_blank_values=True)[:32]),
+            **({"user": exchange.user} if exchange.user else {}),
         )
 
 
@@ -148,6 +168,7 @@ class _Exchange:
         self.headers: list[tuple[bytes, bytes]] = []
         self.started = False
         self.status = 0
+        self.user = ""
         self.begun = time.monotonic()
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
@@ -158,13 +179,14 @@ class _Exchange:
             message["headers"] = [*message.get("headers", ()), *self.headers]
         await self._send(message)
 
-    async def respond(self, status: int, kind: bytes, body: bytes) -> None:
+    async def respond(self, status: int, kind: bytes, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         """A whole answer."""
         head = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
+        head += [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
         await self.send({"type": "http.response.start", "status": status, "headers": head})
         await self.send({"type": "http.response.body", "body": body})
 
     async def error(self, error: ApiError, style: Style) -> None:
         """An error as the answer, unless one was begun."""
         if not self.started:
-            await self.respond(error.status, _JSON[1], error.content(style))
+            await self.respond(error.status, _JSON[1], error.content(style), error.headers)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from ikcli.server.http.users import Users
 from ikcli.server.slots.states import EngineMetrics
 
 PREFIX = "llamacpp:"
@@ -36,8 +37,8 @@ _GAUGES = (
 
 
 class _Collector:
-    def __init__(self, values: EngineMetrics) -> None:
-        self._values = values
+    def __init__(self, values: EngineMetrics, users: Users) -> None:
+        self._values, self._users = values, users
 
     def collect(self) -> Iterator[Metric]:
         """All families."""
@@ -45,10 +46,12 @@ class _Collector:
             yield CounterMetricFamily(PREFIX + name, text, value=float(getattr(self._values, field)))
         for name, text, field in _GAUGES:
             yield GaugeMetricFamily(PREFIX + name, text, value=float(getattr(self._values, field)))
+        if self._users:
+            yield from self._users.collect(PREFIX)
 
 
-def prometheus_text(values: EngineMetrics) -> bytes:
+def prometheus_text(values: EngineMetrics, users: Users) -> bytes:
     """The counters in the text format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(values))
+    registry.register(_Collector(values, users))
     return generate_latest(registry)

@@ -30,6 +30,7 @@ from ikcli.server.http.auth import key_summary, private_file, read_keys
 from ikcli.server.http.chat import check_options
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.state import ServerState
+from ikcli.server.http.users import Users, read_users
 from ikcli.server.slots.engine import Engine
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def serve(config: RunConfig, planner: Planner | None = None) -> int:
     """Serve until a signal comes. IkError if the address is taken or options are wrong; 1 if the model cannot load."""
     server = config.server
     log = ServerLog(json=server.log_format == "json", verbose=config.verbose or config.verbosity > 0)
-    state = ServerState(config, None, read_keys(server), log)
+    state = ServerState(config, None, read_keys(server), log, read_users(server.keys))
     state.defaults  # noqa: B018  (wrong options end the program before anything is loaded)
     check_options(config)
     if server.slot_save_path is not None and not server.slot_save_path.is_dir():
@@ -122,7 +123,7 @@ def _run(
     config: RunConfig, state: ServerState, log: ServerLog, app: Any, listener: socket.socket, tls: dict[str, Any]
 ) -> int:
     runner = _Runner(settings_of(config, app, tls), state, log)
-    announce(config, state.keys, log, listener)
+    announce(config, state.keys, state.users, log, listener)
     try:
         asyncio.run(runner.serve(sockets=[listener]))
     except KeyboardInterrupt:
@@ -154,12 +155,14 @@ def settings_of(config: RunConfig, app: Any, tls: dict[str, Any]) -> uvicorn.Con
     )
 
 
-def announce(config: RunConfig, keys: tuple[str, ...], log: ServerLog, listener: socket.socket) -> None:
+def announce(config: RunConfig, keys: tuple[str, ...], users: Users, log: ServerLog, listener: socket.socket) -> None:
     """Log where the server listens."""
     name = listener.getsockname()
     fields = {"n_threads_http": str(_threads(config)), "port": _port(name), "hostname": config.server.host}
     if keys:
         fields["api_key"] = key_summary(keys)
+    if users:
+        fields["users"] = str(len(users.accounts))
     log.info("main", "build info", build=__version__)
     log.info("main", "HTTP server listening", **fields)
 

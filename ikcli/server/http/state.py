@@ -13,6 +13,8 @@ from ikcli.server.http.bridge import Bridge
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.params import Defaults, Limits, defaults_of
+from ikcli.server.http.usage import Ledger
+from ikcli.server.http.users import Users
 
 
 class Front(Protocol):
@@ -20,6 +22,10 @@ class Front(Protocol):
 
     config: RunConfig
     keys: tuple[str, ...]
+    users: Users
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
 
     @property
     def ready(self) -> bool: ...
@@ -36,7 +42,13 @@ class ServerState:
     engine: Any
     keys: tuple[str, ...] = ()
     log: ServerLog = field(default_factory=ServerLog)
+    users: Users = field(default_factory=Users)
     started: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """What requests have used that come from a server in front."""
+        return Ledger()
 
     @cached_property
     def defaults(self) -> Defaults:

@@ -26,14 +26,17 @@ from ikcli.server.http.body import read_body, read_object
 from ikcli.server.http.errors import ApiError, bad_request, unsupported
 from ikcli.server.http.gateway import Gateway
 from ikcli.server.http.logs import ServerLog
-from ikcli.server.http.shapes.common import FINGERPRINT
+from ikcli.server.http.shapes.common import FINGERPRINT, random_id
+from ikcli.server.http.usage import REQUEST_ID
+from ikcli.server.http.users import ACCOUNT, Account, Users
 from ikcli.server.router import lists
 from ikcli.server.router.child import Child
 from ikcli.server.router.entries import ModelEntry
 from ikcli.server.router.manager import LOADED, UNLOADED, Manager, states
 from ikcli.server.router.upstream import Exchange, UpstreamError
 
-_NOT_PASSED = frozenset({b"authorization", b"x-api-key", b"origin", b"accept-encoding"})
+_NOT_PASSED = frozenset({b"authorization", b"x-api-key", b"origin", b"accept-encoding", REQUEST_ID})
+_ASK = 20  # times that the use of a request is asked for, which may have been none
 _NOT_RETURNED = frozenset({b"server", b"date", b"vary"})
 
 
@@ -45,6 +48,8 @@ class RouterState:
     manager: Manager
     keys: tuple[str, ...] = ()
     log: ServerLog = field(default_factory=ServerLog)
+    users: Users = field(default_factory=Users)
+    names: tuple[str, ...] = ()
     started: int = field(default_factory=lambda: int(time.time()))
     ready: bool = True
     failed: bool = False
@@ -110,7 +115,9 @@ class _Own:
         body = await read_object(request, self._state.config.server.timeout)
         if body.get("model") is None:
             raise bad_request("model is required")
-        return find(self._state, f.text(body["model"], "model"))
+        entry = find(self._state, f.text(body["model"], "model"))
+        check_user(request, entry)
+        return entry
 
     async def tags(self, request: Request) -> Response:
         """All models (Ollama)."""
@@ -136,13 +143,22 @@ def find(state: RouterState, name: str) -> ModelEntry:
     return entry
 
 
+def check_user(request: Request, entry: ModelEntry) -> None:
+    """ApiError 403 if the user of a request may not use a model."""
+    account = request.scope.get(ACCOUNT)
+    if account is not None:
+        account.check_model(entry.names)
+
+
 def _forwarding(state: RouterState) -> Callable[[Request], Awaitable[Response]]:
     async def forward(request: Request) -> Response:
         path = request.url.path
         if path == "/metrics" and "model" not in request.query_params:
             return await _metrics(state)
         body = await read_body(request, state.config.server.timeout)
-        return Forwarded(state, asked_model(state, request, body), request, body)
+        entry = asked_model(state, request, body)
+        check_user(request, entry)
+        return Forwarded(state, entry, request, body)
 
     return forward
 
@@ -150,7 +166,7 @@ def _forwarding(state: RouterState) -> Callable[[Request], Awaitable[Response]]:
 async def _metrics(state: RouterState) -> Response:
     if not state.config.server.metrics:
         raise unsupported("This server does not support metrics endpoint. Start it with `--metrics`")
-    return Response(lists.metrics_text(state.manager), headers={"Content-Type": lists.METRICS_TYPE})
+    return Response(lists.metrics_text(state.manager, state.users), headers={"Content-Type": lists.METRICS_TYPE})
 
 
 def asked_model(state: RouterState, request: Request, body: bytes) -> ModelEntry:
@@ -173,9 +189,11 @@ class Forwarded(Response):
         self.status_code = 502
         self.background = None
         self._state, self._entry, self._request, self._body = state, entry, request, body
+        self._id, self._ok = random_id(), False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         counts = self._request.method != "GET"
+        self._account = scope.get(ACCOUNT)
         async with self._state.manager.lease(self._entry.name, counts=counts) as child:
             work = asyncio.ensure_future(self._pass(child, send))
             gone = asyncio.ensure_future(_disconnected(receive))
@@ -188,17 +206,21 @@ class Forwarded(Response):
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError, UpstreamError, ApiError):
                         await task
+                if self._account is not None and self._ok:
+                    await self._count(child, self._account)
 
     async def _pass(self, child: Child, send: Send) -> None:
         request, started = self._request, False
         query = request.scope.get("query_string", b"")
         target = request.url.path.encode() + (b"?" + query if query else b"")
         headers = [(name, value) for name, value in request.headers.raw if name not in _NOT_PASSED]
+        if self._account is not None:
+            headers.append((REQUEST_ID, self._id.encode()))
         try:
             async with Exchange(child.socket, request.method, target, headers, self._body) as answer:
                 kept = [(name, value) for name, value in answer.headers if name not in _NOT_RETURNED]
                 await send({"type": "http.response.start", "status": answer.status, "headers": kept})
-                started = True
+                started, self._ok = True, answer.status == 200
                 async for chunk in answer.chunks():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -207,6 +229,20 @@ class Forwarded(Response):
             if started:
                 raise  # the connection is cut, so that the client sees that something is missing
             raise ApiError(502, f"model {self._entry.name} did not answer: {child.last_words()}") from None
+
+    async def _count(self, child: Child, account: Account) -> None:
+        """Ask the model's process what the request took; it may not have seen yet that a client is gone."""
+        target = b"/usage?id=" + self._id.encode()
+        for _ in range(_ASK):
+            try:
+                async with Exchange(child.socket, "GET", target) as answer:
+                    if answer.status == 200:
+                        used = jsontext.parse(await answer.body())
+                        account.add(used["prompt_tokens"], used["completion_tokens"])
+                        return
+            except UpstreamError:
+                return
+            await asyncio.sleep(0.02)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.core import Metric
 
 from ikcli.server.http.metrics import CONTENT_TYPE, PREFIX
+from ikcli.server.http.users import Users
 from ikcli.server.router.manager import LOADED, UNLOADING, Instance, Manager
 
 METRICS_TYPE = CONTENT_TYPE
@@ -56,7 +59,7 @@ def running(one: Instance, started: int) -> dict[str, Any]:
     return tag(one, started) | more | {"size": sum(one.entry.need.values())}
 
 
-def metrics_text(manager: Manager) -> bytes:
+def metrics_text(manager: Manager, users: Users) -> bytes:
     """What the models take and do; counters of a model itself are at /metrics?model=NAME while it is loaded."""
     registry = CollectorRegistry(auto_describe=False)
     made = {
@@ -74,4 +77,15 @@ def metrics_text(manager: Manager) -> bytes:
         made["model_requests_processing"].labels(name).set(one.n_running)
         for device, n_bytes in one.entry.need.items():
             memory.labels(name, device).set(n_bytes)
+    if users:
+        registry.register(_OfUsers(users))
     return generate_latest(registry)
+
+
+class _OfUsers:
+    def __init__(self, users: Users) -> None:
+        self._users = users
+
+    def collect(self) -> Iterator[Metric]:
+        """Counters by user."""
+        return self._users.collect(PREFIX)

@@ -11,6 +11,7 @@ from ikcli.config import RunConfig
 from ikcli.server.http.auth import read_keys
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.server import SignalServer, announce, close, ignore_signals, listen, settings_of, tls_of
+from ikcli.server.http.users import read_users
 from ikcli.server.router.app import RouterState, build_app
 from ikcli.server.router.child import Child
 from ikcli.server.router.entries import ModelEntry, ModelsFile
@@ -21,14 +22,14 @@ def serve_models(config: RunConfig, file: ModelsFile) -> int:
     """Serve until a signal comes. IkError if the address is taken or options are wrong."""
     server = config.server
     log = ServerLog(json=server.log_format == "json", verbose=config.verbose or config.verbosity > 0)
-    keys, tls = read_keys(server), tls_of(config)
+    keys, users, tls = read_keys(server), read_users(server.keys), tls_of(config)
     listener = listen(server.host, server.port)
     try:
         with tempfile.TemporaryDirectory(prefix="ik-") as folder:
             manager = Manager(file, lambda entry, socket: _child(config, entry, socket), Path(folder), log)
-            state = RouterState(config, manager, keys, log)
+            state = RouterState(config, manager, keys, log, users)
             runner = _Runner(settings_of(config, build_app(state), tls), manager)
-            announce(config, keys, log, listener)
+            announce(config, keys, users, log, listener)
             try:
                 asyncio.run(runner.run_with_models([listener]))
             except KeyboardInterrupt:

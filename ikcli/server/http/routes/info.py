@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ikcli import __version__
 from ikcli.server.http import metrics
 from ikcli.server.http.answer import json_response
-from ikcli.server.http.errors import unsupported
+from ikcli.server.http.errors import ApiError, unsupported
 from ikcli.server.http.openapi import object_body
 from ikcli.server.http.params import settings
 from ikcli.server.http.routes.context import read_object, server
@@ -186,7 +186,16 @@ async def metrics_text(request: Request) -> Response:
     values = state.engine.metrics(reset=True)
     started = str(int(values.t_start or state.started))
     headers = {"Process-Start-Time-Unix": started, "Content-Type": metrics.CONTENT_TYPE}
-    return Response(metrics.prometheus_text(values), headers=headers)
+    return Response(metrics.prometheus_text(values, state.users), headers=headers)
+
+
+@router.get("/usage", include_in_schema=False)
+async def usage(request: Request) -> Response:
+    """What a request of the server in front has used; once."""
+    used = server(request).ledger.take(request.query_params.get("id", ""))
+    if used is None:
+        raise ApiError(404, "there is nothing about this request")
+    return json_response({"prompt_tokens": used[0], "completion_tokens": used[1]})
 
 
 @router.get("/version", summary="Version of the server")

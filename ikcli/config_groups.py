@@ -127,6 +127,8 @@ class ServerConfig:
     path: Path | None = opt(None, "--path", "path", "folder of static files to serve", topic="server", commands="S", form="DIR", example="--path public")
     log_format: str = opt("text", "--log-format", "choice", "format of the server log", topic="server", commands="S", form="text|json", example="--log-format json", choices=("text", "json"))
     slot_save_path: Path | None = opt(None, "--slot-save-path", "path", "folder for saved slots", topic="server", commands="S", form="DIR", example="--slot-save-path slots")
+    sessions: Path | None = opt(None, "--sessions", "path", "keep conversations in this folder, so that they go on after a restart without being computed again", topic="server", commands="S", form="DIR", example="--sessions sessions")
+    sessions_limit: int = opt(8192, "--sessions-limit", "int", "MiB that the folder of --sessions may hold; what was not used for longest goes first", topic="server", commands="S", form="MIB", example="--sessions-limit 20000", minimum=1)
     slot_prompt_similarity: float = opt(0.5, "-sps --slot-prompt-similarity", "float", "how much of a prompt must match to reuse a slot; 0 = off", topic="server", commands="S", form="F", example="-sps 0.5")
     ctx_checkpoints: int = opt(32, "-ctx-ckpt --ctx-checkpoints", "int", "checkpoints kept per slot, to go back to when the end of a prompt changes; for models with windows or recurrent layers, others can go back anywhere. 0 = none", topic="server", commands="S", form="N", example="-ctx-ckpt 16", minimum=0)
     ctx_checkpoints_interval: int = opt(512, "-ctx-ckpt-i --ctx-checkpoints-interval", "int", "tokens of a prompt between two checkpoints; 0 = only at turns and at the end", topic="server", commands="S", form="N", example="-ctx-ckpt-i 1024")

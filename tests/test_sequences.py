@@ -173,6 +173,19 @@ def test_the_server_reuses_what_it_can_and_answers_the_same(path: Path, tmp_path
         assert [t.id for t in final.tokens] == fresh[1]
 
 
+def test_conversations_on_disk(path: Path, tmp_path: Path) -> None:
+    """With their checkpoints, without which nothing of them could be used."""
+    settings: dict[str, Any] = {"model": path, "n_ctx": 1024, "type_k": "f32", "type_v": "f32"}
+    other = [*IDS[:49].tolist(), 3]
+    with serving(1, **settings) as engine:
+        fresh = [t.id for t in ask(engine, other, 10).tokens]
+    for n_cached in (0, 45):
+        with serving(1, server={"sessions": tmp_path / "sessions"}, **settings) as engine:
+            final = ask(engine, other if n_cached else IDS[:50].tolist(), 10)
+            assert final.timings.cache_n == n_cached
+    assert [t.id for t in final.tokens] == fresh
+
+
 @pytest.mark.parametrize(
     ("server", "turns", "n_cached"),
     [

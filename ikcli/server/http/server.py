@@ -32,6 +32,7 @@ from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.state import ServerState
 from ikcli.server.http.users import Users, read_users
 from ikcli.server.slots.engine import Engine
+from ikcli.server.slots.sessions import make_folder
 
 if TYPE_CHECKING:
     from ikcli.engine.planner import Planner
@@ -48,6 +49,8 @@ def serve(config: RunConfig, planner: Planner | None = None) -> int:
     check_options(config)
     if server.slot_save_path is not None and not server.slot_save_path.is_dir():
         raise UsageError(f"--slot-save-path {server.slot_save_path} is no folder; make it or name another one")
+    if server.sessions is not None:
+        make_folder(server.sessions)
     tls = tls_of(config)
     listener = listen(server.host, server.port)
     try:

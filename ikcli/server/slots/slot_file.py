@@ -14,6 +14,7 @@ import json
 import os
 import struct
 import tempfile
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ _MOST_HEADER = 1 << 24
 _SAMPLE = 256  # bytes of every tensor that the fingerprint looks at
 
 Tokens = npt.NDArray[np.int32]
+Part = bytes | npt.NDArray[np.uint8]
 
 
 def fingerprint(session: Session) -> str:
@@ -49,24 +51,35 @@ def fingerprint(session: Session) -> str:
 
 def save(session: Session, seq: int, tokens: Tokens, path: Path, scales: tuple[float, ...] = ()) -> int:
     """Write a sequence whose cache holds these tokens; returns the size of the file. `scales` of adapters it has."""
-    saved = session.sequences.save(seq, len(tokens))
-    about = {"model": fingerprint(session), "layout": session.sequences.layout(), "n_tokens": len(tokens)}
+    about = {"model": fingerprint(session), "layout": session.sequences.layout()}
+    return write(encode(session, tokens, session.sequences.save(seq, len(tokens)), scales, about), path)
+
+
+def encode(
+    session: Session, tokens: Tokens, saved: SavedSequence, scales: tuple[float, ...], about: Mapping[str, Any]
+) -> list[Part]:
+    """What a file consists of; `about` has the model's fingerprint and the layout, and may have more."""
+    about = {**about, "n_tokens": len(tokens)}
     if scales:
         about["lora"] = scales
     if not session.sequences.kind.is_free:
         about |= {"first": saved.first, "checkpoints": [(c.n_tokens, c.first) for c in saved.checkpoints]}
     header = json.dumps(about, separators=(",", ":")).encode()
+    parts: list[Part] = [_HEAD.pack(MAGIC, VERSION, len(header)), header, tokens.astype("<i4").tobytes()]
+    return [*parts, *saved.parts, *(p for c in saved.checkpoints for p in c.parts)]
+
+
+def write(parts: Iterable[Part], path: Path) -> int:
+    """Write a file of `encode`; returns its size. EngineError 500 if that fails, and then there is none."""
     digest = hashlib.sha256()
-    parts = [_HEAD.pack(MAGIC, VERSION, len(header)), header, tokens.astype("<i4").tobytes()]
-    parts += [p.tobytes() for p in saved.parts]
-    parts += [p.tobytes() for c in saved.checkpoints for p in c.parts]
     try:
         fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as e:
         raise EngineError(500, "server_error", f"cannot write {path.name}: {e.strerror or e}") from None
     try:
         with os.fdopen(fd, "wb") as f:
-            for data in parts:
+            for part in parts:
+                data = part if isinstance(part, bytes) else part.tobytes()
                 digest.update(data)
                 f.write(data)
             f.write(digest.digest())
@@ -119,17 +132,23 @@ def load(session: Session, path: Path, n_ctx: int, scales: tuple[float, ...] = (
 
 def peek(path: Path) -> tuple[int, ...] | None:
     """The tokens of a saved slot of any model; None if the file is none. Only its beginning is read."""
+    found = head(path)
+    return None if found is None else tuple(found[1].tolist())
+
+
+def head(path: Path) -> tuple[dict[str, Any], Tokens] | None:
+    """The header and the tokens of a saved slot of any model; None if the file is none."""
     try:
         with path.open("rb") as f:
-            head = np.frombuffer(f.read(_HEAD.size), np.uint8)
-            n_header = _HEAD.unpack(head.tobytes())[2] if len(head) == _HEAD.size else 0
+            start = np.frombuffer(f.read(_HEAD.size), np.uint8)
+            n_header = _HEAD.unpack(start.tobytes())[2] if len(start) == _HEAD.size else 0
             rest = np.frombuffer(f.read(max(min(n_header, _MOST_HEADER), _DIGEST_BYTES)), np.uint8)
-            header, _ = _header(np.concatenate((head, rest)), path.name)
+            header, _ = _header(np.concatenate((start, rest)), path.name)
             f.seek(_HEAD.size + n_header)
             data = f.read(4 * min(int(header["n_tokens"]), path.stat().st_size // 4))
     except (OSError, EngineError):
         return None
-    return tuple(np.frombuffer(data[: len(data) // 4 * 4], "<i4").tolist())
+    return header, np.frombuffer(data[: len(data) // 4 * 4], "<i4").astype(np.int32)
 
 
 def _header(data: npt.NDArray[np.uint8], name: str) -> tuple[dict[str, Any], int]:

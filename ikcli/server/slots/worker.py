@@ -32,7 +32,8 @@ from ikcli.server.slots.checkpoints import keeping, places
 from ikcli.server.slots.generation import Generation, Setting, as_info
 from ikcli.server.slots.log import Logger
 from ikcli.server.slots.messages import Event, Failure, GenerationRequest
-from ikcli.server.slots.prompt_cache import Entry, PromptCache, common_prefix, default_limit
+from ikcli.server.slots.prompt_cache import default_limit
+from ikcli.server.slots.reuse import Reuse
 from ikcli.server.slots.scheduler import Piece, prompt_pieces
 from ikcli.server.slots.slot import GENERATION, IDLE, PROMPT, Slot, Task
 from ikcli.server.slots.speculative import Speculator
@@ -47,7 +48,6 @@ from ikcli.server.slots.states import (
 )
 
 FloatRows = npt.NDArray[np.float32]
-_KEEP_AT_LEAST = 16  # tokens that are worth keeping when another prompt takes their place, or fetching again
 
 
 @dataclass(slots=True, eq=False)
@@ -84,11 +84,9 @@ class Worker:
         self._step_number = 0
         self._was_busy = True
         self.counters = Counters()
-        limit = default_limit(self.config.cache_ram, available_memory())
-        self._prompts = PromptCache(limit)
-        session.sequences.keeping = keeping(
-            self.config, (limit or default_limit(None, available_memory())) // len(self.slots)
-        )
+        self._reuse = Reuse(session, self.slots, log)
+        limit = self._reuse.prompts.limit or default_limit(None, available_memory())
+        session.sequences.keeping = keeping(self.config, limit // len(self.slots))
         self._speculator = Speculator(session, log)
         self._announce(n_ctx)
 
@@ -96,7 +94,7 @@ class Worker:
         if n_ctx < self.session.n_ctx_seq:
             self._log("WARN", "init", "slots are limited to the context the model was trained for",
                       {"n_ctx_slot": n_ctx, "n_ctx_seq": self.session.n_ctx_seq})  # fmt: skip
-        limit = self._prompts.limit >> 20
+        limit = self._reuse.prompts.limit >> 20
         self._log("INFO", "init", f"prompt cache: up to {limit} MiB of RAM (set with -cram)", {"limit_mib": limit})
         for s in self.slots:
             self._log("INFO", "init", "new slot", {"id_slot": s.id, "n_ctx_slot": s.n_ctx})
@@ -133,7 +131,7 @@ class Worker:
 
     def metrics(self, *, reset: bool) -> EngineMetrics:
         """Counters and gauges."""
-        c, session = self.counters, self.session
+        c, session, prompts = self.counters, self.session, self._reuse.prompts
         busy = sum(s.state != IDLE for s in self.slots)
         n_cached = sum(s.n_past for s in self.slots)
         rates = per_second(c.recent_prompt), per_second(c.recent_predicted)
@@ -142,7 +140,7 @@ class Worker:
         return EngineMetrics(
             c.prompt_tokens, c.prompt_seconds, c.predicted_tokens, c.predicted_seconds, c.n_decode, c.n_busy_slots,
             c.n_tokens_max, c.drafted, c.accepted, *rates, busy, len(self._queue), len(self.slots) - busy, n_cached,
-            n_cached / session.n_ctx, self._prompts.n_bytes, len(self._prompts), c.t_start,
+            n_cached / session.n_ctx, prompts.n_bytes, len(prompts), c.t_start,
         )  # fmt: skip
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -154,6 +152,7 @@ class Worker:
             if self._stopping == "now":
                 break
             self._launch()
+            quiet = self._reuse.write_quiet()
             if any(s.state != IDLE for s in self.slots):
                 self._was_busy = True
                 self.step()
@@ -164,7 +163,7 @@ class Worker:
                 self._was_busy = False
             if self._stopping and not self._inbox and not self._queue:
                 break
-            self._awake.wait()
+            self._awake.wait(quiet)
         self._close()
 
     def _receive(self) -> None:
@@ -203,6 +202,7 @@ class Worker:
             action.future.cancel()
         self._queue.clear()
         self._deliver()
+        self._reuse.close()
         self._speculator.close()
 
     def _send(self, task: Task, event: Event) -> None:
@@ -270,7 +270,7 @@ class Worker:
             self._send(task, generation.final(slot.n_past))
             return
         reuse = request.cache_prompt and not request.prompt_logprobs
-        n = self._reuse(slot, task) if reuse else self._replace(slot, task, 0)
+        n = self._reuse.fetch(slot, task.prompt, self._scales(task)) if reuse else self._reuse.replace(slot, 0)
         n = self.session.truncate(slot.id, n)
         slot.scales = self._scales(task)
         needed = self.model.needs_checkpoints
@@ -278,41 +278,6 @@ class Worker:
         slot.t_served = self._step_number
         self._log("INFO", "launch_slot_with_task", "slot is processing task", _ids(slot))
         self._log("INFO", "update_slots", "kv cache rm [p0, end)", {**_ids(slot), "p0": n})
-
-    def _replace(self, slot: Slot, task: Task, n: int) -> int:
-        """Keep in RAM what the slot is about to lose."""
-        if (
-            slot.n_past - n >= _KEEP_AT_LEAST
-            and self._prompts.limit
-            and not self._prompts.has(slot.cached, slot.scales)
-        ):
-            saved = self.session.sequences.save(slot.id, slot.n_past)
-            self._prompts.put(Entry(slot.cached.copy(), saved, slot.scales))
-        return n
-
-    def _reuse(self, slot: Slot, task: Task) -> int:
-        """Tokens of the prompt that need not be computed; the last one always is, for its logits."""
-        most = len(task.prompt) - 1
-        sequences, scales = self.session.sequences, self._scales(task)
-
-        def shared(s: Slot) -> int:
-            if s.scales != scales:
-                return 0
-            return sequences.reach(s.id, min(common_prefix(s.cached, task.prompt), most))
-
-        n = shared(slot)
-        self._replace(slot, task, n)
-        donor = max(self.slots, key=shared)
-        n_donor = shared(donor)
-        stored = self._prompts.best(task.prompt[:most], max(n + _KEEP_AT_LEAST, n_donor), scales)
-        if stored is not None:
-            entry, n_stored = stored
-            n = sequences.load(slot.id, entry.saved, n_stored)
-            slot.adopt(entry.tokens[:n])
-        elif n_donor > n + _KEEP_AT_LEAST:
-            n = sequences.copy(donor.id, slot.id, n, n_donor)
-            slot.adopt(donor.cached[:n])
-        return n
 
     # --- one step ---------------------------------------------------------------------------------------------------
     def step(self) -> None:
@@ -485,6 +450,7 @@ class Worker:
         slot.n_past = self.session.truncate(slot.id, slot.n_past)
         self._speculator.finished(slot)
         slot.release()
+        self._reuse.finished(slot)
         if all(s.state == IDLE for s in self.slots):
             self._deliver()  # nothing is going to be computed; the log can wait
         self._log("INFO", "print_timings", "request done", {

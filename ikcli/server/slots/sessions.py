@@ -1,0 +1,188 @@
+"""Conversations on disk: the caches of slots as files (see `slot_file`), found again by the tokens that they hold.
+
+A file belongs to a model, its cache layout and the settings that change what is cached; others in the folder are left
+alone, but count for its limit. Files are written by a thread of their own from copies, so computing goes on meanwhile.
+One whose text goes on in a newer one is removed; when all together are above the limit, those that were not used for
+longest are, whichever server they are of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import queue
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from ikcli.engine.saved_sequence import Checkpoint, SavedSequence
+from ikcli.engine.session import Session
+from ikcli.errors import UsageError
+from ikcli.server.slots import slot_file
+from ikcli.server.slots.log import Logger
+from ikcli.server.slots.prompt_cache import Entry, Tokens
+from ikcli.server.slots.states import EngineError
+
+SUFFIX = ".session"
+_MOST_WAITING = 4  # copies that wait to be written
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A file; `entry` has what is needed to tell what it is good for, without the cache itself."""
+
+    path: Path
+    entry: Entry
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder if it is not there; UsageError if files cannot be written into it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise UsageError(f"--sessions {folder} cannot be used: {e.strerror or e}; name another folder") from None
+
+
+class Sessions:
+    """See the module. All but the writing happens in the engine's thread."""
+
+    def __init__(self, session: Session, folder: Path, limit: int, n_ctx: int, log: Logger) -> None:
+        """`limit` in bytes; `n_ctx` tokens that a slot takes."""
+        make_folder(folder)
+        self._session, self._folder, self._limit, self._n_ctx, self._log = session, folder, limit, n_ctx, log
+        self._about = {
+            "model": slot_file.fingerprint(session),
+            "layout": session.sequences.layout(),
+            "settings": _settings(session),
+        }
+        self._lock = threading.Lock()  # of the list
+        self._stored: list[Stored] = []
+        self._find()
+        self._jobs: queue.Queue[tuple[list[slot_file.Part], Stored] | None] = queue.Queue(_MOST_WAITING)
+        self._writer = threading.Thread(target=self._write_all, name="ik-sessions", daemon=True)
+        self._writer.start()
+        log("INFO", "init", f"sessions: {len(self._stored)} of this model in {folder}, limit {limit >> 20} MiB",
+            {"folder": str(folder), "n_sessions": len(self._stored)})  # fmt: skip
+
+    def _find(self) -> None:
+        """List the files that fit this session."""
+        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
+            found = slot_file.head(path)
+            if found is None or any(found[0].get(name) != value for name, value in self._about.items()):
+                continue
+            header, tokens = found
+            if len(tokens) != header["n_tokens"] or len(tokens) > self._n_ctx:
+                continue
+            checkpoints = tuple(Checkpoint(n, (), first) for n, first in header["checkpoints"])
+            kind = self._session.sequences.kind
+            saved = SavedSequence(len(tokens), (), checkpoints, kind, header["first"])
+            self._stored.append(Stored(path, Entry(tokens, saved, tuple(header.get("lora", ())))))
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    # --- finding ----------------------------------------------------------------------------------------------------
+    def has(self, tokens: Tokens, scales: tuple[float, ...]) -> bool:
+        """Whether a file begins with all of these tokens."""
+        with self._lock:
+            return any(one.entry.shared(tokens, scales) == len(tokens) for one in self._stored)
+
+    def best(
+        self, prompt: Tokens, more_than: int, scales: tuple[float, ...]
+    ) -> tuple[SavedSequence, Tokens, int] | None:
+        """What shares most tokens with the prompt, more than `more_than`: the sequence, its tokens, how many."""
+        while True:
+            with self._lock:
+                found = max(self._stored, key=lambda one: one.entry.shared(prompt, scales), default=None)
+            n = found.entry.shared(prompt, scales) if found is not None else 0
+            if found is None or n <= more_than:
+                return None
+            try:
+                tokens, saved, _ = slot_file.load(self._session, found.path, self._n_ctx, scales)
+            except EngineError as e:  # it does not come again
+                self._forget(found)
+                if "damaged" in e.message:
+                    found.path.unlink(missing_ok=True)
+                self._log("WARN", "sessions", "session not used", {"file": found.path.name, "error": e.message})
+                continue
+            with contextlib.suppress(OSError):
+                os.utime(found.path)
+            self._log("INFO", "sessions", "session loaded", {"file": found.path.name, "n_tokens": n})
+            return saved, tokens, n
+
+    def _forget(self, stored: Stored) -> None:
+        with self._lock:
+            self._stored = [one for one in self._stored if one.path != stored.path]
+
+    # --- keeping ----------------------------------------------------------------------------------------------------
+    def keep(self, entry: Entry, *, wait: bool = False) -> bool:
+        """Have an entry written; False if too many wait for that already, unless this may `wait`."""
+        shell = SavedSequence(
+            entry.saved.n_tokens, (), tuple(Checkpoint(c.n_tokens, (), c.first) for c in entry.saved.checkpoints),
+            entry.saved.kind, entry.saved.first,
+        )  # fmt: skip
+        name = hashlib.sha256(entry.tokens.astype("<i4").tobytes() + repr((self._about, entry.scales)).encode())
+        stored = Stored(self._folder / (name.hexdigest()[:32] + SUFFIX), Entry(entry.tokens, shell, entry.scales))
+        parts = slot_file.encode(self._session, entry.tokens, entry.saved, entry.scales, self._about)
+        try:
+            self._jobs.put((parts, stored), block=wait)
+        except queue.Full:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Wait until all is written."""
+        self._jobs.put(None)
+        self._writer.join()
+
+    def _write_all(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            parts, stored = job
+            try:
+                n_bytes = slot_file.write(parts, stored.path)
+            except EngineError as e:
+                self._log("WARN", "sessions", "session not saved", {"file": stored.path.name, "error": e.message})
+                continue
+            self._log("INFO", "sessions", "session saved", {
+                "file": stored.path.name, "n_tokens": len(stored.entry.tokens), "n_bytes": n_bytes,
+            })  # fmt: skip
+            self._add(stored)
+            self._make_room(stored.path)
+
+    def _add(self, stored: Stored) -> None:
+        """List a file instead of those whose text it goes on with."""
+        entry = stored.entry
+        with self._lock:
+            others = [one for one in self._stored if one.path != stored.path]
+            old = [one for one in others if entry.shared(one.entry.tokens, one.entry.scales) == len(one.entry.tokens)]
+            self._stored = [*(one for one in others if one not in old), stored]
+        for one in old:
+            with contextlib.suppress(OSError):
+                one.path.unlink()
+
+    def _make_room(self, newest: Path) -> None:
+        """Remove what was not used for longest until all files are within the limit."""
+        files = []
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(OSError):
+                about = path.stat()
+                files.append((path != newest, -about.st_mtime_ns, about.st_size, path))
+        total = 0
+        for _, _, size, path in sorted(files):
+            total += size
+            if total > self._limit:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        with self._lock:
+            self._stored = [one for one in self._stored if one.path.exists()]
+
+
+def _settings(session: Session) -> str:
+    """Identifies the settings beside the layout that change what is cached."""
+    config = session.config
+    text = repr((config.rope, config.override_kv, config.ser, config.adapters.control_vector_layer_range))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -196,6 +196,8 @@ def test_layouts_that_people_use() -> None:
         ({"pattern": 3}, "regular expression"),
         ({"type": "bogus"}, "is not a type"),
         ({"type": ["string", 3]}, "is not a type"),
+        ({"type": {}}, "is not a type"),
+        ({"type": ["string", {"type": "null"}]}, "is not a type"),
         ({"enum": []}, "at least one"),
         ({"enum": "a"}, "list"),
         ({"minItems": -1}, "whole number"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
 
+import httpx
 import pytest
 from fake_engine import FakeEngine, Script, fake_tokenizer
 from server_client import Client
@@ -251,3 +253,46 @@ def test_keep_alive(value: Any) -> None:
     convert.check_keep_alive(value)
     with pytest.raises(ApiError, match="keep_alive"):
         convert.check_keep_alive([value])
+
+
+ODD = (None, True, 0, -1, 1.5, 1e30, "", "x", [], [1], [{}], [[]], {}, {"type": 5}, {"x": None})
+WHOLE = {
+    "model": "m", "stream": False, "prompt": "hi", "system": "s", "suffix": "", "raw": False, "context": [1],
+    "think": False,
+    "messages": [
+        {"role": "user", "content": "hi", "images": []},
+        {"role": "assistant", "thinking": "t", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "tool", "tool_name": "f", "content": "x"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "options": {"num_predict": 3, "stop": ["a"], "seed": 1, "temperature": 0.5, "num_keep": 1},
+    "format": "", "keep_alive": "5m", "logprobs": True, "top_logprobs": 1,
+}  # fmt: skip
+
+
+def variants(value: Any) -> Any:
+    """The value with every part of it replaced by odd ones, one at a time."""
+    yield from ODD
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from (value | {key: odd} for odd in variants(part))
+    elif isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from ([*value[:i], odd, *value[i + 1 :]] for odd in variants(part))
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_odd_requests_are_the_clients_mistake(path: str) -> None:
+    client = Client(engine=FakeEngine(fake_tokenizer(), n_ctx=2048))
+
+    async def work() -> set[int]:
+        seen = set()
+        transport = httpx.ASGITransport(app=client.app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            for body in variants(WHOLE):
+                response = await http.post(path, json=body)
+                assert response.status_code in (200, 400, 404, 501), (json.dumps(body), client.log.getvalue()[-500:])
+                seen.add(response.status_code)
+        return seen
+
+    assert {200, 400} <= asyncio.run(work())

@@ -231,7 +231,7 @@ class _Preparer:
             return self._reference(value, where)
         if key == "type":
             for name in value if isinstance(value, list) else [value]:
-                if name not in _TYPES:
+                if not isinstance(name, str) or name not in _TYPES:
                     raise self._error(where, f"{_short(name)} is not a type; types are {', '.join(sorted(_TYPES))}")
         if key in _COUNTS and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             if not (isinstance(value, float) and value >= 0 and value == int(value)):

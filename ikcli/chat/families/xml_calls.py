@@ -222,7 +222,7 @@ def _is_text(schema: Any) -> bool:
         return False
     kind = schema.get("type")
     if isinstance(kind, list):
-        return "string" in kind and set(kind) <= {"string", "null"}
+        return "string" in kind and all(one in ("string", "null") for one in kind)
     return kind == "string" or (kind is None and _texts(schema.get("enum")))
 
 

@@ -127,6 +127,12 @@ def test_loading_and_unloading_by_request(router: Router) -> None:
     assert router.post("/models/unload", {"model": "two"}).status_code == 400
     assert router.post("/models/load", {"model": "two"}).json() == {"success": True}
     assert [one["name"] for one in router.get("/api/ps").json()["models"]] == ["two"]
+    assert router.post("/api/generate", {"model": "two", "keep_alive": "1h"}).json()["done_reason"] == "load"
+    assert not router.get("/api/ps").json()["models"][0]["expires_at"].startswith("9999")
+    assert router.post("/api/chat", {"model": "two", "keep_alive": "soon"}).status_code == 400
+    router.post("/api/generate", {"model": "two", "keep_alive": 0})
+    wait_for(lambda: router.states()["two"] == "unloaded")
+    router.ask("two")
     assert router.post("/models/load", {"model": "three"}).status_code == 404
     assert router.post("/models/load", {}).status_code == 400
 
@@ -185,6 +191,32 @@ def test_users_of_several_models(tmp_path: Path) -> None:
         assert answer.json()["usage"]["completion_tokens"] == 5
     assert answer.status_code == 429 and int(answer.headers["retry-after"]) > 0
     assert router.stop() == 0
+    assert "Traceback" not in router.text(), router.text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_all_processes(tmp_path: Path, number: signal.Signals) -> None:
+    """While one model answers and another is loading; the second signal does not wait for either."""
+    models = tmp_path / "models.toml"
+    text = "[defaults]\nthreads = 1\nctx-size = 32768\ncache-ram = 8\n[models.a]\n[models.b]\n"
+    models.write_text(text, encoding="utf-8")
+    router = Router("--models", str(models), "--shutdown-timeout", "600", log=tmp_path / "log")
+    router.wait_ready()
+    body = {"model": "a", "prompt": "x", "n_predict": -1, "ignore_eos": True, "stream": True}
+    asked = httpx.stream("POST", router.base + "/completion", json=body, timeout=WAIT)
+    with ThreadPoolExecutor(1) as pool, asked as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        loading = pool.submit(router.post, "/models/load", {"model": "b"})
+        wait_for(lambda: len(router.children()) == 2)
+        pids = router.children()
+        router.process.send_signal(number)
+        time.sleep(0.3)
+        router.process.send_signal(number)
+        assert router.process.wait(WAIT) == 0, router.text()
+        with contextlib.suppress(httpx.HTTPError):
+            loading.result()
+    assert len(pids) == 2 and not any(alive(pid) for pid in pids)
     assert "Traceback" not in router.text(), router.text()
 
 

@@ -216,6 +216,24 @@ def test_ttl_and_preload() -> None:
     run(work)
 
 
+def test_a_request_says_how_long_its_model_stays() -> None:
+    async def work() -> None:
+        b = Bench("ab", 100, ttl=0.01)
+        await b.manager.load("a")
+        b.manager.keep("a", -1)
+        await b.manager.load("b")
+        watcher = asyncio.ensure_future(b.manager.watch_ttl())
+        while b.loaded() != "a":
+            await asyncio.sleep(0.02)
+        b.manager.keep("a", 0)
+        while b.loaded():
+            await asyncio.sleep(0.02)
+        watcher.cancel()
+        await b.manager.close()
+
+    run(work)
+
+
 def test_closing_ends_what_loads_and_refuses_what_comes() -> None:
     async def work() -> None:
         b = Bench("ab", 100)

@@ -248,11 +248,16 @@ def test_pull_of_what_is_there() -> None:
     assert "delete" in error_of(client("DELETE", "/api/delete", {"model": "m"}), 501)
 
 
-@pytest.mark.parametrize("value", [0, -1, 5.5, "5m", "1h30m", "-1", "300", "1.5h", None])
-def test_keep_alive(value: Any) -> None:
-    convert.check_keep_alive(value)
-    with pytest.raises(ApiError, match="keep_alive"):
-        convert.check_keep_alive([value])
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [(0, 0), (-1, -1), (5.5, 5.5), ("5m", 300), ("1h30m", 5400), ("-1", -1), ("300", 300), ("1.5h", 5400),
+     ("-2m", -120), ("500ms", 0.5), (None, None)],
+)  # fmt: skip
+def test_keep_alive(value: Any, seconds: float | None) -> None:
+    assert convert.keep_alive(value) == seconds
+    for wrong in ([value], "soon", "5 m", "5x", True):
+        with pytest.raises(ApiError, match="keep_alive"):
+            convert.keep_alive(wrong)
 
 
 ODD = (None, True, 0, -1, 1.5, 1e30, "", "x", [], [1], [{}], [[]], {}, {"type": 5}, {"x": None})

@@ -20,7 +20,9 @@ _RENAMED = {
     "stop": "stop",
 } | {item.name: item.name for item in f.FIELDS if item.sampling and item.name not in ("n_probs", "post_sampling_probs")}
 _EFFORTS = ("low", "medium", "high", "max")
-_DURATION = re.compile(r"-?([0-9]+(\.[0-9]*)?(ns|us|µs|ms|s|m|h))+")
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?)(ns|us|µs|ms|s|m|h)")
+_DURATION = re.compile(rf"(-?)(?:([0-9]{{1,18}})|((?:{_PART.pattern}){{1,9}}))")
 MAX_TOP = 20
 """Most alternatives per token that `top_logprobs` may ask for."""
 
@@ -35,7 +37,7 @@ def generation_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     stream = body.get("stream")
     out["stream"] = True if stream is None else f.boolean(stream, "stream")
     out |= _format(body.get("format"))
-    check_keep_alive(body.get("keep_alive"))
+    keep_alive(body.get("keep_alive"))
     if (top := n_top(body)) is not None:
         out["n_probs"] = max(top, 1)
     return out
@@ -58,12 +60,19 @@ def _format(value: Any) -> dict[str, Any]:
     return {"json_schema": value}
 
 
-def check_keep_alive(value: Any) -> None:
-    """`keep_alive` is a number of seconds or a duration like 5m."""
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return
-    if not isinstance(value, str) or not (_DURATION.fullmatch(value) or re.fullmatch(r"-?[0-9]+", value)):
+def keep_alive(value: Any) -> float | None:
+    """`keep_alive` in seconds: a number of them, or a duration like 1h30m; below zero is for ever. None: not given."""
+    if value is None:
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    found = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
         raise bad_request(f"keep_alive must be a number of seconds or a duration such as 5m, not {f.shown(value)}")
+    sign, number, parts = found.groups()[:3]
+    if number:
+        return float(sign + number)
+    return float(sign + "1") * sum(float(n) * _SECONDS[unit] for n, unit in _PART.findall(parts))
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
@@ -61,6 +62,8 @@ class Gateway:
                 await self._preflight(exchange)
             else:
                 await self._serve(scope, receive, exchange, headers)
+        except asyncio.CancelledError:  # the second signal, or a client that takes nothing: the connection is closed
+            self._log.warn("operator()", "request given up", path=path)
         except ApiError as e:
             await exchange.error(e, style_of(path.removeprefix(self._prefix)))
         except Exception as e:

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ikcli import __version__
 from ikcli.config import RunConfig
+from ikcli.server.http import convert_ollama, jsontext, static
 from ikcli.server.http import fields as f
-from ikcli.server.http import jsontext, static
 from ikcli.server.http.answer import json_response
 from ikcli.server.http.app import new_app
 from ikcli.server.http.body import read_body, read_object
@@ -156,9 +156,10 @@ def _forwarding(state: RouterState) -> Callable[[Request], Awaitable[Response]]:
         if path == "/metrics" and "model" not in request.query_params:
             return await _metrics(state)
         body = await read_body(request, state.config.server.timeout)
-        entry = asked_model(state, request, body)
+        entry, fields = asked_model(state, request, body)
         check_user(request, entry)
-        return Forwarded(state, entry, request, body)
+        keep = convert_ollama.keep_alive(fields.get("keep_alive")) if path.startswith("/api/") else None
+        return Forwarded(state, entry, request, body, keep)
 
     return forward
 
@@ -169,9 +170,10 @@ async def _metrics(state: RouterState) -> Response:
     return Response(lists.metrics_text(state.manager, state.users), headers={"Content-Type": lists.METRICS_TYPE})
 
 
-def asked_model(state: RouterState, request: Request, body: bytes) -> ModelEntry:
-    """The model that a request is for; ApiError if there is none of that name, or the body cannot be read."""
+def asked_model(state: RouterState, request: Request, body: bytes) -> tuple[ModelEntry, dict[str, Any]]:
+    """The model that a request is for, and its fields; ApiError if there is none, or the body cannot be read."""
     name: Any = request.query_params.get("model")
+    value: Any = None
     if body.strip():
         try:
             value = jsontext.parse(body)
@@ -179,22 +181,30 @@ def asked_model(state: RouterState, request: Request, body: bytes) -> ModelEntry
             raise bad_request(str(e)) from None
         if isinstance(value, dict) and (value.get("model") or value.get("name")):
             name = f.text(value.get("model") or value["name"], "model")
-    return find(state, name) if name else state.manager.file.default
+    entry = find(state, name) if name else state.manager.file.default
+    return entry, value if isinstance(value, dict) else {}
 
 
 class Forwarded(Response):
-    """The answer of a model, passed on as it comes. A client that goes away ends it there, too."""
+    """The answer of a model, passed on as it comes. A client that goes away ends it there, too.
 
-    def __init__(self, state: RouterState, entry: ModelEntry, request: Request, body: bytes) -> None:
+    `keep`: seconds that the model stays afterwards, as Ollama's `keep_alive` says.
+    """
+
+    def __init__(
+        self, state: RouterState, entry: ModelEntry, request: Request, body: bytes, keep: float | None
+    ) -> None:
         self.status_code = 502
         self.background = None
         self._state, self._entry, self._request, self._body = state, entry, request, body
-        self._id, self._ok = random_id(), False
+        self._id, self._ok, self._keep = random_id(), False, keep
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         counts = self._request.method != "GET"
         self._account = scope.get(ACCOUNT)
         async with self._state.manager.lease(self._entry.name, counts=counts) as child:
+            if self._keep is not None:
+                self._state.manager.keep(self._entry.name, self._keep)
             work = asyncio.ensure_future(self._pass(child, send))
             gone = asyncio.ensure_future(_disconnected(receive))
             try:

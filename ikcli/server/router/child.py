@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from ikcli.server.router.upstream import Exchange, UpstreamError
 
@@ -112,7 +113,7 @@ class Child:
         except UpstreamError:
             return False
 
-    async def _relay(self, stream: asyncio.StreamReader, out: object, remember: bool = False) -> None:
+    async def _relay(self, stream: asyncio.StreamReader, out: TextIO, remember: bool = False) -> None:
         """Pass its lines on; they may have any length."""
         rest = b""
         while data := await stream.read(1 << 16):
@@ -121,7 +122,8 @@ class Child:
                 text = line.decode("utf-8", "replace")
                 if remember:
                     self._said.append(text)
-                print(self._prefix + text, file=out, flush=True)  # type: ignore[call-overload]
+                with contextlib.suppress(OSError):  # nobody reads the log: the process goes on nevertheless
+                    print(self._prefix + text, file=out, flush=True)
 
 
 def _end_with_parent() -> None:

@@ -52,10 +52,10 @@ def tag(one: Instance, started: int) -> dict[str, Any]:
 
 def running(one: Instance, started: int) -> dict[str, Any]:
     """An entry of /api/ps."""
-    left = one.entry.ttl - (time.monotonic() - one.used) if one.entry.ttl else 0.0
-    expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + max(left, 0.0)))
+    left = min(max((one.ttl or 0.0) - (time.monotonic() - one.used), 0.0), 1e9)
+    expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + left))
     gpu = sum(n for device, n in one.entry.need.items() if device != "CPU")
-    more = {"expires_at": expires if one.entry.ttl else "9999-12-31T23:59:59Z", "size_vram": gpu}
+    more = {"expires_at": expires if one.ttl is not None else "9999-12-31T23:59:59Z", "size_vram": gpu}
     return tag(one, started) | more | {"size": sum(one.entry.need.values())}
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ ChildMaker = Callable[[ModelEntry, Path], Child]
 
 @dataclass(eq=False)
 class Instance:
-    """A model and its process. `holds_memory` from the moment that there is room; `failure` is of the last load."""
+    """A model and its process, if it has one.
+
+    `ttl`: seconds that it stays without a request, None: for ever. `holds_memory` from the moment that there is room.
+    `failure` is that of the last load.
+    """
 
     entry: ModelEntry
     state: str = UNLOADED
@@ -33,6 +38,7 @@ class Instance:
     holds_memory: bool = False
     n_running: int = 0
     used: float = 0.0
+    ttl: float | None = None
     failure: ApiError | None = None
     exit_code: int | None = None
     n_loads: int = 0
@@ -71,6 +77,10 @@ class Manager:
             if counts:
                 instance.used = time.monotonic()
             await self._notify()
+
+    def keep(self, name: str, seconds: float) -> None:
+        """How long a model stays from now on without a request, while it is loaded; below zero: for ever."""
+        self.instances[name].ttl = seconds if seconds >= 0 else None
 
     async def load(self, name: str) -> None:
         """Load a model and those that belong to it, if they are not; ApiError saying why that cannot be."""
@@ -118,7 +128,7 @@ class Manager:
                 await instance.child.stop()
             await self._failed(instance, ApiError(503, "The server is shutting down"))
             raise
-        instance.state, instance.used = LOADED, time.monotonic()
+        instance.state, instance.used, instance.ttl = LOADED, time.monotonic(), instance.entry.ttl or None
         self._log.info("router", "model loaded", model=name)
         self._spawn(self._watch(instance, child))
         await self._notify()
@@ -154,8 +164,7 @@ class Manager:
                 oldest = min(loaded, key=lambda one: (one.n_running > 0, one.used))
                 await self.unload(oldest.entry.name)
             else:
-                async with self._changed:
-                    await self._changed.wait()
+                await self._until(partial(_any_changed, [(one, one.state) for one in wanted]))
 
     def short(self, instance: Instance) -> dict[str, int]:
         """Bytes by device that are missing for a model beside those that are loaded."""
@@ -199,10 +208,10 @@ class Manager:
                     await self.unload(instance.entry.name)
 
     def _expired(self, instance: Instance) -> bool:
-        ttl = instance.entry.ttl
+        ttl = instance.ttl
         if instance.state != LOADED:
             return instance.state == UNLOADED
-        return bool(ttl) and not instance.n_running and time.monotonic() - instance.used >= ttl
+        return ttl is not None and not instance.n_running and time.monotonic() - instance.used >= ttl
 
     async def close(self) -> None:
         """End all processes."""
@@ -237,6 +246,10 @@ class Manager:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+def _any_changed(before: list[tuple[Instance, str]]) -> bool:
+    return any(one.state != state for one, state in before)
 
 
 def name_of_file(name: str) -> str:

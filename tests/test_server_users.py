@@ -63,6 +63,18 @@ def test_the_file(tmp_path: Path) -> None:
     assert not read_users(None)
 
 
+def test_files_that_others_can_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path)
+    path.chmod(0o600)
+    read_users(path)
+    assert not capsys.readouterr().err
+    path.chmod(0o644)
+    read_users(path)
+    assert f"{path} holds keys" in capsys.readouterr().err
+    read_users(write(tmp_path, f"[a]\nsha256 = '{'0' * 64}'"))
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "key"),
     [

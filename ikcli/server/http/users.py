@@ -23,6 +23,7 @@ from starlette.datastructures import Headers
 
 from ikcli.config_values import toml_table
 from ikcli.errors import UsageError
+from ikcli.log import warn
 from ikcli.server.http.errors import ApiError
 
 ACCOUNT = "ik.account"
@@ -163,7 +164,10 @@ def read_users(path: Path | None) -> Users:
     """The users of a TOML file, a table each; UsageError naming the file and the key."""
     if path is None:
         return Users()
-    users = [_user(path, name, value) for name, value in toml_table(path).items()]
+    table = toml_table(path)
+    users = [_user(path, name, value) for name, value in table.items()]
+    if path.stat().st_mode & 0o077 and any("key" in value for value in table.values()):
+        warn(f"{path} holds keys and can be read by other users of this machine: chmod 600, or sha256 instead of key")
     if not users:
         raise UsageError(f"{path} names no user; it needs a table [NAME] with key = KEY")
     by_digest: dict[bytes, str] = {}

@@ -24,6 +24,7 @@ from ikcli.config_groups import (
     SweepConfig,
     UpstreamConfig,
 )
+from ikcli.config_hub import HubConfig
 from ikcli.config_values import (
     DeviceSpec,
     parse_device_spec,
@@ -102,6 +103,7 @@ class RunConfig:
     profile: bool = opt(False, "--profile", "switch", "at the end print a table of operations and kernels with their time, GB/s of weights and GOP/s; the run itself is a little slower", topic="general", commands="SCWBPID", example="--profile")
     # fmt: on
 
+    hub: HubConfig = group(HubConfig)
     adapters: AdapterConfig = group(AdapterConfig)
     rope: RopeConfig = group(RopeConfig)
     prompt: PromptConfig = group(PromptConfig)

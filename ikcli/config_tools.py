@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ikcli.config_hub import HubConfig
 from ikcli.config_values import parse_text_item, parse_threads
-from ikcli.options import arguments, opt
+from ikcli.options import arguments, group, opt
 
 CPU_TENSORS = "exps"
 """Tensors that stay on the CPU where `ik quantize` is not told which."""
@@ -92,6 +93,7 @@ class QuantizeStatsConfig:
     summary: bool = opt(False, "--summary", "switch", "print only the rows over all tensors")
     output_format: str = opt("md", "--output-format", "choice", "form of the table; jsonl has the full counts of scales and codes", form="md|jsonl", example="--output-format jsonl", choices=("md", "jsonl"))
     n_threads: int = opt(0, "-t --threads", "custom", "threads; auto = physical cores", form="N", example="-t 8", parse=parse_threads)
+    hub: HubConfig = group(HubConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ class InspectConfig:
     deletes: tuple[str, ...] = opt((), "--delete", "custom", "delete a metadata key (repeatable)", form="KEY", example="--delete tokenizer.chat_template", parse=parse_text_item, repeat=True)
     output: Path | None = opt(None, "-o --output", "path", "write the changed model here; without it the header of FILE is changed in place if it keeps its size", form="FILE", example="-o changed.gguf")
     force: bool = opt(False, "--force", "switch", "change keys that say how tensors are read, and replace an existing output")
+    hub: HubConfig = group(HubConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,7 @@ class TokenizeConfig:
     no_parse_special: bool = opt(False, "--no-parse-special", "switch", "take the names of control tokens as text")
     log_disable: bool = opt(False, "--log-disable", "switch", "no warnings on stderr")
     show_count: bool = opt(False, "--show-count", "switch", "print the number of tokens")
+    hub: HubConfig = group(HubConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +174,36 @@ class DevicesConfig:
     json: bool = opt(False, "--json", "switch", "machine-readable output")
     self_test: bool = opt(False, "--self-test", "switch", "compute the first layers of a model on all devices, compare every op with NumPy and name the one that is wrong")
     model: Path | None = opt(None, "-m --model", "path", "model of the self-test; default: the bundled one", form="FILE", example="-m model.gguf")
+    hub: HubConfig = group(HubConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class PullConfig:
+    """pull: a model from a hub or a URL into the cache."""
+
+    args: tuple[str, ...] = arguments("USER/REPO[:QUANT] | URL", most=1)
+    list: bool = opt(False, "--list", "switch", "show the quants of the repository and whether they would fit this machine, and download none")
+    n_ctx: int = opt(8192, "-c --ctx-size", "int", "context of the runs that --list plans", form="N", example="-c 32768", minimum=1)
+    checkpoint: bool = opt(False, "--checkpoint", "switch", "the safetensors, config and tokenizer of the repository, for ik convert")
+    file: str = opt("", "-hff --hf-file", "str", "the file of the repository to get; of a split model any part", form="FILE", example="-hff model-Q4_K_M.gguf")
+    token: str = opt("", "-hft --hf-token", "str", "access token for private and gated repositories; default HF_TOKEN, or that of hf auth login", form="TOKEN", example="-hft hf_...")
+    offline: bool = opt(False, "--offline", "switch", "ask no server: the path of what is there", env="LLAMA_ARG_OFFLINE")
+    json: bool = opt(False, "--json", "switch", "machine-readable output")
+
+
+@dataclass(frozen=True, slots=True)
+class ListConfig:
+    """list: the models that have been downloaded."""
+
+    json: bool = opt(False, "--json", "switch", "machine-readable output")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveConfig:
+    """rm: models out of the cache."""
+
+    args: tuple[str, ...] = arguments("NAME...")
+    yes: bool = opt(False, "-y --yes", "switch", "do not ask")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +236,9 @@ TOOLS: dict[str, type] = {
     "tokenize": TokenizeConfig,
     "devices": DevicesConfig,
     "doctor": DoctorConfig,
+    "pull": PullConfig,
+    "list": ListConfig,
+    "rm": RemoveConfig,
     "version": VersionConfig,
 }
 """Command -> its options. Commands that are not here run a model and take those of RunConfig."""

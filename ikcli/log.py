@@ -54,10 +54,15 @@ def forget_notices() -> None:
 
 
 @contextmanager
-def progress(title: str, total: float, in_bytes: bool = False) -> Iterator[Callable[[float], None]]:
-    """A progress bar on a terminal, nothing elsewhere; yields `advance(amount)`. `in_bytes` adds size and rate."""
+def progress(
+    title: str, total: float, in_bytes: bool = False, lines: bool = False
+) -> Iterator[Callable[[float], None]]:
+    """A progress bar on a terminal; yields `advance(amount)`. `in_bytes` adds size and rate.
+
+    Elsewhere nothing, or with `lines` a line for every tenth.
+    """
     if not sys.stderr.isatty():
-        yield lambda amount: None
+        yield _tenths(title, total) if lines else lambda amount: None
         return
     from rich.console import Console
     from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
@@ -66,5 +71,20 @@ def progress(title: str, total: float, in_bytes: bool = False) -> Iterator[Calla
     if in_bytes:
         columns[2:2] = [DownloadColumn(binary_units=True), TransferSpeedColumn()]
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task: Any = bar.add_task(title, total=total)
+        task: Any = bar.add_task(title, total=total if total >= 0 else None)
         yield lambda amount: bar.advance(task, amount)
+
+
+def _tenths(title: str, total: float) -> Callable[[float], None]:
+    """`advance` that logs `title: 30%` whenever a further tenth is done."""
+    done, said = 0.0, 0
+
+    def advance(amount: float) -> None:
+        nonlocal done, said
+        done += amount
+        tenth = int(10 * done / total) if total > 0 else 0
+        if tenth > said:
+            log(f"{title}: {10 * tenth}%")
+        said = tenth
+
+    return advance

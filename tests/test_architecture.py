@@ -22,12 +22,13 @@ LAYERS = (
         "rules",
         "config",
         "config_groups",
+        "config_hub",
         "config_tools",
         "config_values",
         "gguf",
         "native",
     ),
-    ("quant", "tokenizer", "graph"),
+    ("quant", "tokenizer", "graph", "hub"),
     ("sampling", "grammar", "chat"),
     ("backends",),
     ("models",),
@@ -54,6 +55,7 @@ LIBRARIES = {
     "pydantic": ("server",),
     "prometheus_client": ("server",),
     "matplotlib": ("eval",),
+    "huggingface_hub": ("hub",),
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

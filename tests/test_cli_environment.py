@@ -87,17 +87,18 @@ def test_bad_value_names_the_variable(monkeypatch: pytest.MonkeyPatch, name: str
 
 
 def test_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLAMA_ARG_HF_REPO", "owner/name")
+    monkeypatch.setenv("LLAMA_ARG_DRAFT_MAX", "8")
     monkeypatch.setenv("LLAMA_ARG_PORT", "9000")
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "64")
     parsed = parse("perplexity", [])
-    assert parsed.unsupported == ("LLAMA_ARG_HF_REPO",) and parsed.ignored == ()
+    assert parsed.unsupported == ("LLAMA_ARG_DRAFT_MAX",) and parsed.ignored == ()
     assert parsed.config.n_ctx == 64 and parsed.config.server.port == 8080
     bench = parse("bench", [])
     assert bench.unsupported == () and bench.config.n_ctx == 0
+    assert parse("inspect", []).unsupported == ()  # it has a few of the options only
 
 
 def test_help_names_variables() -> None:
     assert "LLAMA_ARG_CTX_SIZE" in command_help(BY_NAME["serve"])
     names = [bound.option.env for bound in all_options() if bound.option.env]
-    assert len(names) == len(set(names)) == 23
+    assert len(names) == len(set(names)) == 27

@@ -171,8 +171,8 @@ def test_warnings_about_values() -> None:
 
 
 def test_upstream_only_options_are_skipped_with_their_values() -> None:
-    parsed = parse("sweep-bench", ["-mu", "url", "--pooling=mean", "-ger", "--spec-replace", "a", "1", "-c", "9"])
-    assert parsed.unsupported == ("-mu", "--pooling", "--spec-replace", "-ger")
+    parsed = parse("sweep-bench", ["-td", "2", "--pooling=mean", "-ger", "--spec-replace", "a", "1", "-c", "9"])
+    assert parsed.unsupported == ("-td", "--pooling", "--spec-replace", "-ger")
     assert parsed.config.n_ctx == 9
 
 

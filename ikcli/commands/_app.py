@@ -111,10 +111,13 @@ def report(parsed: Parsed) -> None:
 
 def checked(parsed: Parsed) -> Startup:
     """The run after the checks against the model file, the demo model without one; prints notices and warnings."""
+    from ikcli.commands._model import find_model
     from ikcli.config import default_model
     from ikcli.engine.startup import prepare
 
-    config = parsed.config if parsed.config.model is not None else replace(parsed.config, model=default_model())
+    config = parsed.config
+    model = find_model(config.model, config.hub, header_only=config.dry_run or config.command == "plan")
+    config = replace(config, model=model or default_model())
     startup = prepare(config, parsed.given)
     for notice in startup.notices:
         log.notice_once(notice)

@@ -23,6 +23,6 @@ def variables(command: str, options: Iterable[BoundOption]) -> Iterator[tuple[Bo
 def unknown_variables(command: str, options: Iterable[BoundOption]) -> list[str]:
     """Names that begin like a setting and are none."""
     known = {bound.option.env for bound in options} - {""}
-    if command in _NOT_READ or not known:
+    if command in _NOT_READ:
         return []
     return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known and os.environ[name])

@@ -144,7 +144,12 @@ def parse(command: str, argv: Sequence[str]) -> Parsed:
         tuple(dict.fromkeys(ignored)),
         tuple(
             dict.fromkeys(
-                [*line.unsupported, *files.unsupported, *noop, *unknown_variables(command, all_options(command))]
+                [
+                    *line.unsupported,
+                    *files.unsupported,
+                    *noop,
+                    *(unknown_variables(command, all_options(command)) if runs_model(command) else ()),
+                ]
             )
         ),
         tuple(tokens.warnings + _value_warnings(used)),

@@ -26,6 +26,9 @@ COMMANDS = (
     CommandInfo("warmup", "compile the kernels a model needs ahead of time", "ikcli.commands.warmup", runs_model=True),
     CommandInfo("tokenize", "text to tokens with the vocabulary of a model", "ikcli.commands.tokenize"),
     CommandInfo("inspect", "metadata and tensors of a GGUF file", "ikcli.commands.inspect"),
+    CommandInfo("pull", "download a model from a hub or a URL", "ikcli.commands.pull"),
+    CommandInfo("list", "models that have been downloaded", "ikcli.commands.list"),
+    CommandInfo("rm", "remove downloaded models", "ikcli.commands.rm"),
     CommandInfo("version", "version, and with -v the environment", "ikcli.commands.version"),
     CommandInfo(
         "serve",

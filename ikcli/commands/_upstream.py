@@ -22,7 +22,7 @@ _ONE_VALUE = """
 --defrag-thold -mea --max-extra-alloc --cfg-negative-prompt --cfg-negative-prompt-file --cfg-scale --draft --draft-max
 --draft-n --draft-min --draft-n-min --draft-p-min --spec-ckpt-mode --recurrent-ckpt-mode -ns --sequences -ps --p-split
 -md --model-draft --spec-stage --spec-type --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits
---suffix-pattern-len --suffix-max-depth --suffix-corpus -mu --model-url -hft --hf-token -hfr --hf-repo -hff --hf-file
+--suffix-pattern-len --suffix-max-depth --suffix-corpus
 --mmproj --mmproj-url --mtmd-kq-type --image --audio --image-min-tokens --image-max-tokens
 --embd-normalize --embd-output-format --embd-separator -ictk --indexer-cache-type-k -ctk-first --cache-type-k-first
 -ctk-last --cache-type-k-last -ctv-first --cache-type-v-first -ctv-last --cache-type-v-last -mtprot

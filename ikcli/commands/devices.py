@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from json import dumps
 
+from ikcli.commands._model import find_model
 from ikcli.config import RunConfig
 from ikcli.config_tools import DevicesConfig
 from ikcli.eval.inventory import Inventory, take_inventory
@@ -26,7 +27,8 @@ def _self_test(config: DevicesConfig) -> int:
     from ikcli.engine.self_test import check
     from ikcli.engine.session import Session
 
-    with Session.open(RunConfig(command="bench", model=config.model, n_ctx=_CELLS, warmup=False)) as session:
+    model = find_model(config.model, config.hub)
+    with Session.open(RunConfig(command="bench", model=model, n_ctx=_CELLS, warmup=False)) as session:
         families = check(session)
     if config.json:
         print(dumps([asdict(family) for family in families], indent=2))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ikcli.commands._columns import MAX_ITEMS, format_size, json_scalar, print_table, printable, short
+from ikcli.commands._model import find_model
 from ikcli.config import default_model
 from ikcli.config_tools import InspectConfig
 from ikcli.errors import UsageError
@@ -56,7 +57,7 @@ def run(config: InspectConfig) -> int:
     task = _task(config)
     if task:
         return int(getattr(importlib.import_module("ikcli.commands._inspect_tasks"), task)(config, _paths(config)))
-    file = open_gguf(_paths(config)[0])
+    file = open_gguf(_paths(config, header_only=True)[0], header_only=bool(config.hub.repo or config.hub.url))
     if config.json:
         print(json.dumps(describe(file, tensors=config.tensors), indent=2, allow_nan=False))
         return 0
@@ -69,10 +70,13 @@ def run(config: InspectConfig) -> int:
     return 0
 
 
-def _paths(config: InspectConfig) -> list[Path]:
+def _paths(config: InspectConfig, *, header_only: bool = False) -> list[Path]:
     paths = [Path(text) for text in (*([config.model] if config.model else []), *config.args)]
     if len(paths) > (2 if config.diff else 1):
         raise UsageError(f"unexpected argument {paths[-1]}; usage: ik inspect [options] [FILE], or --diff FILE OTHER")
+    if config.hub.repo or config.hub.url:
+        found = find_model(paths[0] if paths else None, config.hub, header_only=header_only)
+        paths = [*([found] if found else []), *paths[1:]]
     return paths or [Path(default_model())]
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ikcli import log
+from ikcli.commands._model import find_model
 from ikcli.config import default_model
 from ikcli.config_tools import QuantizeStatsConfig
 from ikcli.errors import UsageError
@@ -31,7 +30,7 @@ def run(config: QuantizeStatsConfig) -> int:
     n_threads = config.n_threads or physical_cores()
     params = StatsParams(_types(config.types), config.rows, config.include, config.exclude, n_threads)
     imatrix = read_imatrix(config.imatrix) if config.imatrix else None
-    file = open_gguf(Path(config.model or default_model()), ())
+    file = open_gguf(find_model(config.model, config.hub) or default_model())
     for note in notes(measured_tensors(file, params), params):
         log.log(f"quantize-stats: {note}")
     first, as_table = True, config.output_format == "md"

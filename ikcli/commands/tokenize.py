@@ -11,6 +11,7 @@ import io
 import sys
 from pathlib import Path
 
+from ikcli.commands._model import find_model
 from ikcli.config import default_model
 from ikcli.config_tools import TokenizeConfig
 from ikcli.errors import IkError, UsageError
@@ -34,8 +35,9 @@ def _print_tokens(config: TokenizeConfig) -> None:
     if (prompt is not None) + (file is not None) + config.stdin != 1:
         raise UsageError("tokenize: give the text by exactly one of --prompt, --file and --stdin")
     text = prompt if prompt is not None else _decode(_read(file)) if file is not None else None
-    model = config.model or str(default_model())
-    tokenizer = Tokenizer.from_metadata(open_gguf(model).metadata, model)
+    model = str(find_model(config.model, config.hub, header_only=True) or default_model())
+    opened = open_gguf(model, header_only=bool(config.hub.repo or config.hub.url))
+    tokenizer = Tokenizer.from_metadata(opened.metadata, model)
     if text is None:  # after the model, so that a bad model is reported before anything is typed
         text = _decode(sys.stdin.buffer.read())
     add_special, parse_special = tokenizer.add_bos and not config.no_bos, not config.no_parse_special

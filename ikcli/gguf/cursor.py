@@ -17,6 +17,10 @@ _U64 = struct.Struct("<Q")
 _U32 = struct.Struct("<I")
 
 
+class TruncatedError(FormatError):
+    """The file ends too early: it is damaged, or only its first part is there."""
+
+
 def shown(name: str) -> str:
     """A key or tensor name that is safe and short enough for a message."""
     text = name if name.isprintable() and name else ascii(name)
@@ -24,9 +28,9 @@ def shown(name: str) -> str:
 
 
 class Cursor:
-    """Reads little-endian values from a memory map; `where` arguments say what was being read."""
+    """Reads little-endian values from a memory map or bytes; `where` arguments say what was being read."""
 
-    def __init__(self, buffer: mmap.mmap, size: int, path: str) -> None:
+    def __init__(self, buffer: mmap.mmap | bytes, size: int, path: str) -> None:
         self.buffer = buffer
         self.size = size
         self.path = path
@@ -35,10 +39,13 @@ class Cursor:
     def fail(self, message: str) -> NoReturn:
         raise FormatError(f"{self.path}: {message}")
 
+    def fail_short(self, message: str) -> NoReturn:
+        raise TruncatedError(f"{self.path}: {message}")
+
     def take(self, n: int, where: str) -> bytes:
         end = self.pos + n
         if end > self.size:
-            self.fail(f"the file ends at byte {self.size} in the middle of {where}; it is truncated or damaged")
+            self.fail_short(f"the file ends at byte {self.size} in the middle of {where}; it is truncated or damaged")
         out = self.buffer[self.pos : end]
         self.pos = end
         return out
@@ -53,7 +60,7 @@ class Cursor:
         """Refuse a count of items that cannot fit in the rest of the file."""
         if count * min_bytes > self.size - self.pos:
             left = self.size - self.pos
-            self.fail(f"the header announces {count} {what}, more than fit in the remaining {left} bytes")
+            self.fail_short(f"the header announces {count} {what}, more than fit in the remaining {left} bytes")
 
     def name(self, where: str) -> str:
         n = self.u64(where)
@@ -113,6 +120,6 @@ class Cursor:
         except struct.error:
             pass
         if len(out) != count:
-            self.fail(f"the file ends at byte {size} in string {len(out)} of {where}; it is truncated or damaged")
+            self.fail_short(f"the file ends at byte {size} in string {len(out)} of {where}; it is truncated or damaged")
         self.pos = pos
         return out

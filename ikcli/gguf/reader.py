@@ -135,9 +135,9 @@ def open_gguf(path: str | Path, overrides: Sequence[str] = (), *, header_only: b
     return file
 
 
-def read_part(path: str | Path) -> GGUFFile:
-    """Open one part of a split file by itself; FormatError if it is damaged."""
-    return _read_part(Path(path), 0)
+def read_part(path: str | Path, *, header_only: bool = False) -> GGUFFile:
+    """Open one part of a split file by itself; FormatError if it is damaged, TruncatedError if cut off."""
+    return _read_part(Path(path), 0, header_only)
 
 
 def _split_int(file: GGUFFile, key: str, default: int) -> int:

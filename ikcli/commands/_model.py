@@ -1,0 +1,60 @@
+"""The model that a command is about: a file, or one from a hub or a URL, which is downloaded if it is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TypeVar
+
+from ikcli import log
+from ikcli.config_hub import HubConfig
+from ikcli.errors import UsageError
+
+T = TypeVar("T")
+
+
+def find_model(model: str | Path | None, hub: HubConfig, *, header_only: bool = False) -> Path | None:
+    """Path of the model that the options name, None if they name none. `header_only`: its data may be missing."""
+    if hub.file and not hub.repo:
+        raise UsageError("--hf-file names a file of a repository; add --hf-repo USER/REPO")
+    if not (hub.repo or hub.url) or (model is not None and Path(model).is_file()):
+        return Path(model) if model is not None else None
+    from ikcli.hub.names import parse_ref
+    from ikcli.hub.pull import Access, pull, pull_header, pull_url, pull_url_header
+
+    access = Access(hub.token, hub.offline)
+    if not hub.repo:
+        if header_only:
+            return pull_url_header(hub.url, access)
+        return finish(hub.url, lambda: pull_url(hub.url, access, bar)).path
+    file = hub.file or (Path(model).name if model is not None and ":" not in hub.repo else "")
+    ref = parse_ref(hub.repo, file)
+    if header_only:
+        path, notice = pull_header(ref, access)
+    else:
+        pulled = finish(str(ref), lambda: pull(ref, access, bar))
+        path, notice = pulled.path, pulled.notice
+    if notice:
+        log.notice_once(notice)
+    return path
+
+
+def bar(title: str, total: float, done: float) -> AbstractContextManager[Callable[[float], None]]:
+    """The progress of a download on stderr."""
+    from ikcli.hub.download import shown_size
+
+    size = shown_size(total) if total >= 0 else "unknown size"
+    log.log(f"downloading {title}, {size}" + (f", of which {shown_size(done)} are there already" if done else ""))
+    return log.progress(title, total, in_bytes=True, lines=True)
+
+
+def finish(name: str, download: Callable[[], T]) -> T:
+    """The result of a download; says what is kept if it is stopped from the keyboard."""
+    try:
+        return download()
+    except KeyboardInterrupt:
+        from ikcli.hub.pull import interrupted
+
+        log.log(interrupted(name))
+        raise

@@ -1,0 +1,208 @@
+"""One file over HTTP onto the disk: resumed where it was cut, repeated when the line fails, checked at the end.
+
+The bytes so far are in NAME.incomplete, which stays when a download stops.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ikcli.errors import IkError
+from ikcli.hub import client
+
+_PIECE = 16 << 30  # bytes of one request: content delivery networks limit the size of an answer
+_BLOCK = 1 << 20
+_KEPT_FREE = 64 << 20
+
+
+class ChecksumError(IkError):
+    """What arrived is not what the hub has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the bytes of a file come from; `size` -1 and `digest` "" if the server has not said. `what` is its name in
+    messages: a repository, or a URL."""
+
+    url: str
+    what: str
+    size: int = -1
+    digest: str = ""
+    token: str = ""
+
+
+def incomplete_path(target: Path) -> Path:
+    """Where the part is that has arrived."""
+    return target.with_name(target.name + ".incomplete")
+
+
+def kept_bytes(target: Path) -> int:
+    """How much of a file has arrived."""
+    part = incomplete_path(target)
+    return part.stat().st_size if part.is_file() else 0
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """IkError if the disk of `folder` has not enough room for `needed` more bytes."""
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > 0 and needed + _KEPT_FREE > free:
+        raise IkError(
+            f"not enough room in {folder}: {shown_size(needed)} are needed, {shown_size(free)} are free; remove models "
+            "with ik rm, or put the cache on another disk with HF_HOME"
+        )
+
+
+def shown_size(n: float) -> str:
+    """`4.58 GiB`, or MiB, KiB, bytes where that is less than one."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if n >= unit:
+            return f"{n / unit:.2f} {name}"
+    return f"{n:.0f} bytes"
+
+
+def download(source: Source, target: Path, advance: Callable[[float], None] = lambda n: None) -> None:
+    """Write the file to `target`, under another name until it is whole and its digest is right.
+
+    `advance` gets the bytes that arrive, also those that were there already. NetworkError if the line fails for good:
+    then what has arrived is kept.
+    """
+    part = incomplete_path(target)
+    with disk_errors(target, source.what):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("ab") as out:
+            _fill(source, part, out, advance)
+        _check(source, part)
+        part.replace(target)
+        part.with_name(part.name + ".etag").unlink(missing_ok=True)
+
+
+@contextmanager
+def disk_errors(target: Path, what: str) -> Iterator[None]:
+    """Say what a disk that is full or cannot be written means for a download."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise IkError(
+                f"the disk of {target.parent} is full; {shown_size(kept_bytes(target))} of {what} are kept, and the "
+                "same command goes on from there"
+            ) from problem
+        if isinstance(problem, PermissionError | NotADirectoryError | FileExistsError) or problem.errno == errno.EROFS:
+            reason = problem.strerror or problem
+            raise IkError(
+                f"cannot write to {target.parent}: {reason}; HF_HOME names another cache (LLAMA_CACHE for URLs)"
+            ) from problem
+        raise
+
+
+def _fill(source: Source, part: Path, out: Any, advance: Callable[[float], None]) -> None:
+    """Append to the part until it has all bytes."""
+    done, attempt = out.seek(0, os.SEEK_END), 0
+    if 0 <= source.size < done:
+        done = _restart(out)
+    advance(done)
+    while done != source.size:
+        before, whole = done, False
+        try:
+            done, whole = _one_request(source, part, out, done, advance)
+        except Exception as problem:
+            if not isinstance(problem, client.network_error()):
+                raise
+            out.flush()
+            done = out.tell()
+            if done > before:
+                attempt = 0
+            if attempt + 1 == client.ATTEMPTS or not client.is_passing(problem):
+                raise _stopped(client.explained(problem, source.what, source.token), part) from problem
+            client.pause(attempt)
+            attempt += 1
+            continue
+        if whole:
+            break
+        if done == before:
+            attempt += 1
+            if attempt == client.ATTEMPTS:
+                raise _stopped(client.NetworkError(f"{source.what}: the server sends nothing more"), part)
+            client.pause(attempt - 1)
+
+
+def _one_request(source: Source, part: Path, out: Any, done: int, advance: Callable[[float], None]) -> tuple[int, bool]:
+    """Append what one request gives; (bytes there are now, whether that is known to be all)."""
+    stop = min(source.size, done + _PIECE) if source.size >= 0 else 0
+    tag_file = part.with_name(part.name + ".etag")  # of which version the part is, where there is no digest to tell
+    tag = tag_file.read_text(encoding="utf-8") if done and not source.digest and tag_file.is_file() else ""
+    piece = stop if done or source.size > _PIECE else 0
+    with client.stream(source.url, source.token, done, piece, tag) as response:
+        if response.status_code == 416:  # nothing behind what is there already
+            total = re.search(r"/(\d+)$", response.headers.get("Content-Range", ""))
+            if total is not None and int(total[1]) == done:
+                return done, True
+            advance(-done)
+            return _restart(out), False
+        if done and response.status_code != 206:  # the whole file again
+            advance(-done)
+            done = _restart(out)
+        if not source.digest and not done:
+            tag_file.write_text(response.headers.get("ETag", ""), encoding="utf-8")
+        length = response.headers.get("Content-Length")
+        expected = done + int(length) if length is not None and length.isdigit() else -1
+        for chunk in response.iter_raw():
+            out.write(chunk)
+            done += len(chunk)
+            advance(len(chunk))
+        out.flush()
+    if source.size < 0:
+        return done, expected in (-1, done)
+    if done > source.size:
+        return done, True  # the check refuses it
+    return done, done == source.size
+
+
+def _restart(out: Any) -> int:
+    out.seek(0)
+    out.truncate()
+    return 0
+
+
+def _stopped(problem: IkError, part: Path) -> IkError:
+    kept = part.stat().st_size if part.exists() else 0
+    if not kept:
+        return problem
+    return client.NetworkError(
+        f"{problem}; {shown_size(kept)} are kept in {part}, and the same command goes on from there"
+    )
+
+
+def _check(source: Source, part: Path) -> None:
+    """Refuse a file whose size or digest is not the one the hub has; what is wrong is removed."""
+    size = part.stat().st_size
+    wrong = f"it has {size} bytes, not {source.size}" if source.size not in (-1, size) else ""
+    if not wrong and source.digest and file_digest(part, source.digest) != source.digest:
+        wrong = f"its {'SHA-256' if len(source.digest) == 64 else 'git hash'} is not the one the hub has"
+    if wrong:
+        part.unlink()
+        raise ChecksumError(
+            f"{source.what}: what was downloaded from {source.url} is damaged ({wrong}) and was removed; try again, "
+            "and if that does not help, look at the proxy or mirror in between"
+        )
+
+
+def file_digest(path: Path, like: str) -> str:
+    """The SHA-256 of a file, or the id of its git blob if `like` has the length of one."""
+    digest = (
+        hashlib.sha256() if len(like) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+    )
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,167 @@
+"""Names of models: `user/repo[:quant]`, the quants among the files of a repository, and which of them is meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import PurePosixPath
+
+from ikcli.errors import IkError, UsageError
+
+DEFAULT_QUANT = "Q4_K_M"
+_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<quant>[\w.-]+))?")
+_PART = re.compile(r"(?P<prefix>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+_TYPE = re.compile(
+    r"(?:^|[-._])(?P<type>(?:UD-)?(?:(?:IQ|TQ|Q|MXFP|NVFP)\d[A-Z0-9_]*|BF16|F16|F32|FP16|FP32)(?:_R\d)?)$",
+    re.IGNORECASE,
+)
+_NO_MODELS = ("mmproj", "imatrix")
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """What the user asks for: a repository, and a quant or a file of it (else the default)."""
+
+    repo: str
+    quant: str = ""
+    file: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.repo}:{self.quant}" if self.quant else f"{self.repo}/{self.file}" if self.file else self.repo
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of a repository: `digest` is its SHA-256, or without large file storage the id of its git blob."""
+
+    path: str
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quant:
+    """A model file with all its parts, under a name that only it has in its repository."""
+
+    name: str
+    files: tuple[RemoteFile, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(file.size for file in self.files)
+
+
+def parse_ref(text: str, file: str = "") -> Ref:
+    """`user/repo[:quant]`; UsageError for anything else."""
+    found = _NAME.fullmatch(text.strip())
+    if found is None or ".." in text:
+        raise UsageError(f'"{text}" is not user/repo or user/repo:quant, for example bartowski/SmolLM2-GGUF:Q4_K_M')
+    if file and found["quant"]:
+        raise UsageError(f"{text} names a quant and --hf-file a file; drop one of them")
+    return Ref(found["repo"], found["quant"] or "", file)
+
+
+def is_model(path: str) -> bool:
+    """Whether a file of a repository holds a language model, by its name."""
+    name = PurePosixPath(path).name.lower()
+    return name.endswith(".gguf") and not any(word in name for word in _NO_MODELS)
+
+
+def part_of(path: str) -> tuple[str, int, int]:
+    """(name without part numbers and extension, number of the part from 1, how many)."""
+    found = _PART.fullmatch(path)
+    if found is None:
+        return path[: -len(".gguf")] if path.lower().endswith(".gguf") else path, 1, 1
+    return found["prefix"], int(found["no"]), int(found["count"])
+
+
+def part_names(path: str) -> list[str]:
+    """Names of all parts of a model, given any of them."""
+    prefix, _, count = part_of(path)
+    return (
+        [path]
+        if _PART.fullmatch(path) is None
+        else [f"{prefix}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)]
+    )
+
+
+def quants_of(files: Iterable[RemoteFile]) -> list[Quant]:
+    """The models among the files of a repository in their order, parts together, projectors and matrices left out."""
+    groups: dict[tuple[str, int], list[RemoteFile]] = {}
+    for file in files:
+        if is_model(file.path):
+            prefix, _, count = part_of(file.path)
+            groups.setdefault((prefix, count), []).append(file)
+    names = _unique_names([prefix for prefix, _ in groups])
+    return [
+        Quant(name, tuple(sorted(members, key=lambda file: part_of(file.path)[1])))
+        for name, members in zip(names, groups.values(), strict=True)
+    ]
+
+
+def _unique_names(prefixes: Sequence[str]) -> list[str]:
+    """The type in the file name; where several have the same, the folder, the stem, or the whole path."""
+    choices = [
+        [_type_name(p), PurePosixPath(p).parent.name or PurePosixPath(p).name, PurePosixPath(p).name, p]
+        for p in prefixes
+    ]
+    names = [options[0] for options in choices]
+    for level in range(1, 4):
+        taken = [name.lower() for name in names]
+        names = [
+            options[level] if taken.count(name.lower()) > 1 else name
+            for name, options in zip(names, choices, strict=True)
+        ]
+    return names
+
+
+def _type_name(prefix: str) -> str:
+    stem = PurePosixPath(prefix).name
+    found = _TYPE.search(stem)
+    return found["type"].upper() if found else stem
+
+
+def choose(ref: Ref, quants: Sequence[Quant]) -> Quant:
+    """The quant that is meant: the one named, or Q4_K_M, or the first. IkError names the nearest and lists all."""
+    if not quants:
+        raise IkError(
+            f"{ref.repo} has no GGUF model; if it has safetensors, ik pull --checkpoint {ref.repo} fetches them for "
+            "ik convert"
+        )
+    if ref.file:
+        found = next((q for q in quants if any(f.path == ref.file for f in q.files)), None)
+        found = found or next((q for q in quants if any(PurePosixPath(f.path).name == ref.file for f in q.files)), None)
+        listed = [file.path for q in quants for file in q.files[:1]]
+    else:
+        found = _by_name(ref.quant or DEFAULT_QUANT, quants)
+        found = quants[0] if found is None and not ref.quant else found
+        listed = [q.name for q in quants]
+    if found is None:
+        wanted = ref.file or ref.quant
+        near = get_close_matches(wanted.lower(), [name.lower() for name in listed], 1, 0.5)
+        hint = next((f"did you mean {name}? " for name in listed if near and name.lower() == near[0]), "")
+        raise IkError(f"{ref.repo} has no {wanted}; {hint}it has {', '.join(listed)}")
+    _check_parts(ref, found)
+    return found
+
+
+def _by_name(wanted: str, quants: Sequence[Quant]) -> Quant | None:
+    """The quant of this name, or one whose name or file ends in it."""
+    low = wanted.lower()
+    for quant in quants:
+        if quant.name.lower() == low:
+            return quant
+    for quant in quants:
+        ends = (quant.name.lower(), PurePosixPath(part_of(quant.files[0].path)[0]).name.lower())
+        if any(end.endswith(f"{mark}{low}") for end in ends for mark in "-._"):
+            return quant
+    return None
+
+
+def _check_parts(ref: Ref, quant: Quant) -> None:
+    expected = part_names(quant.files[0].path)
+    if lacking := sorted(set(expected) - {file.path for file in quant.files}):
+        raise IkError(f"{ref.repo} lacks {len(lacking)} of {len(expected)} parts of {quant.name}: {', '.join(lacking)}")

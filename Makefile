@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench docs ptx clean clean-cache
+.PHONY: demo test check bench docs ptx package clean clean-cache
 
 demo: $(VENV)/installed
 	$(BIN)/ik sweep-bench -c 1024 -ub 256 -n 32
@@ -28,6 +28,10 @@ docs: $(VENV)/installed
 
 ptx: $(VENV)/installed-dev
 	$(BIN)/python tools/build_ptx.py
+
+package: $(VENV)/installed-dev
+	$(BIN)/python tools/build_package.py dist
+	$(BIN)/python -m pytest -m slow -n 0 tests/test_packaging.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -216,6 +216,9 @@ class DoctorConfig:
     n_threads: int = opt(0, "-t --threads", "custom", "threads; auto = physical cores", form="N", example="-t 8", parse=parse_threads)
     quick: bool = opt(False, "--quick", "switch", "measure nothing")
     json: bool = opt(False, "--json", "switch", "machine-readable output")
+class HelpConfig:
+    """help: pages of the manual."""
+    args: tuple[str, ...] = arguments("[TOPIC | COMMAND]", most=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +242,7 @@ TOOLS: dict[str, type] = {
     "pull": PullConfig,
     "list": ListConfig,
     "rm": RemoveConfig,
+    "help": HelpConfig,
     "version": VersionConfig,
 }
 """Command -> its options. Commands that are not here run a model and take those of RunConfig."""

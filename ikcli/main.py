@@ -59,9 +59,9 @@ def _with_program_name(argv: list[str], program: str) -> list[str]:
 def _dispatch(argv: list[str]) -> int:
     if COMPLETION in os.environ:  # the shell asks what can follow; there are no arguments
         return _run_typer(argv)
-    if argv[0:1] == ["help"] and len(argv) > 1:
+    if argv[0:1] == ["help"] and len(argv) > 1 and _has_options_only(argv[1]):
         argv = [argv[1], "--help"]
-    if not argv or argv[0] in (*_HELP, "help"):
+    if not argv or argv[0] in _HELP:
         from ikcli.commands._help import main_help
 
         print(main_help())
@@ -72,6 +72,14 @@ def _dispatch(argv: list[str]) -> int:
         print_version(verbose=bool({"-v", "--verbose"} & set(argv)))
         return 0
     return _run_typer(argv)
+
+
+def _has_options_only(name: str) -> bool:
+    """Whether this is a command without a page in the manual."""
+    from ikcli.commands._table import BY_NAME
+    from ikcli.manual import pages
+
+    return name in BY_NAME and name not in pages()
 
 
 def _run_typer(argv: list[str]) -> int:

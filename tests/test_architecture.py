@@ -17,6 +17,7 @@ LAYERS = (
         "errors",
         "references",
         "log",
+        "manual",
         "hostinfo",
         "options",
         "rules",

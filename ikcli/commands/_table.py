@@ -29,6 +29,7 @@ COMMANDS = (
     CommandInfo("pull", "download a model from a hub or a URL", "ikcli.commands.pull"),
     CommandInfo("list", "models that have been downloaded", "ikcli.commands.list"),
     CommandInfo("rm", "remove downloaded models", "ikcli.commands.rm"),
+    CommandInfo("help", "pages of the manual, or the options of a command", "ikcli.commands.help"),
     CommandInfo("version", "version, and with -v the environment", "ikcli.commands.version"),
     CommandInfo(
         "serve",

@@ -58,10 +58,12 @@ def _described(found: Pulled) -> dict[str, Any]:
 def _list(ref: Ref, access: Access, config: PullConfig) -> int:
     """The quants of a repository; plain columns, or one JSON object."""
     rows = []
-    with tempfile.TemporaryDirectory(prefix="ik-headers-") as folder:
+    waiting = log.progress(f"planning {ref.repo}", -1)
+    with tempfile.TemporaryDirectory(prefix="ik-headers-") as folder, waiting as advance:
         for offer in offers(ref.repo, access, Path(folder)):
             if not ref.quant or offer.quant.name.lower() == ref.quant.lower():
                 rows.append((offer, judge(offer.header, config.n_ctx) if offer.header else None))
+            advance(1)
     if config.json:
         print(json.dumps({"repo": ref.repo, "quants": [_offered(*row) for row in rows]}, indent=2))
         return 0

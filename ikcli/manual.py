@@ -1,0 +1,20 @@
+"""The pages of docs/: data of an installed package, files of the checkout in a source tree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def pages() -> dict[str, Path]:
+    """Topic -> page, by name."""
+    folders = (_PACKAGE / "docs", _PACKAGE.parent / "docs")
+    folder = next((f for f in folders if (f / "parameters.md").is_file()), None)
+    return {path.stem: path for path in sorted(folder.glob("*.md"))} if folder is not None else {}
+
+
+def title(page: Path) -> str:
+    """The first heading of a page."""
+    with page.open(encoding="utf-8") as file:
+        return next((line.lstrip("#").strip() for line in file if line.startswith("#")), page.stem)

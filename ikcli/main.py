@@ -15,6 +15,7 @@ from ikcli.errors import IkError
 COMPLETION = "_IK_COMPLETE"
 """Set by the completion scripts that Typer installs."""
 
+_COMPLETION_OPTIONS = ("--show-completion", "--install-completion")
 _HELP = ("-h", "--help", "--usage")
 _LLAMA_NAMES = {"cli": "chat", "server": "serve", "main": "chat"}
 
@@ -66,6 +67,10 @@ def _dispatch(argv: list[str]) -> int:
 
         print(main_help())
         return 0 if argv else 2
+    if argv[0] in _COMPLETION_OPTIONS:
+        from ikcli.commands._completion import run
+
+        return run(argv)
     if "--version" in argv[:2]:
         from ikcli.commands.version import print_version
 
@@ -88,7 +93,7 @@ def _run_typer(argv: list[str]) -> int:
     from ikcli.commands._app import run
 
     try:
-        return run(argv, completion=COMPLETION in os.environ or argv[0].endswith("-completion"))
+        return run(argv, completion=COMPLETION in os.environ)
     except typer.Exit as stop:
         return stop.exit_code
     except typer.Abort:

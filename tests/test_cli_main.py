@@ -218,14 +218,6 @@ def test_completion(capsys, monkeypatch, line, expected) -> None:
     assert stop.value.code == 0 and set(capsys.readouterr().out.split()) == expected
 
 
-def test_completion_script(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    shellingham = pytest.importorskip("shellingham")
-    monkeypatch.setattr(shellingham, "detect_shell", lambda: ("bash", "/bin/bash"))  # there may be none around
-    with pytest.raises(SystemExit) as stop:
-        main.main(["--show-completion", "bash"])
-    assert stop.value.code == 0 and f"{main.COMPLETION}=complete_bash" in capsys.readouterr().out
-
-
 TOOLS_LOADED = """
 import sys
 from ikcli.main import main

@@ -188,8 +188,19 @@ def test_stopped_from_the_keyboard(repo: FakeHub, ik: Ik, monkeypatch: pytest.Mo
     code, _, err = ik("pull", f"{REPO}:Q8_0")
     kept = download.incomplete_path(blob(Q8)).stat().st_size
     assert code == 130 and 0 < kept < len(Q8)
-    assert f"interrupted; {download.shown_size(kept)} are kept, and the same command goes on with {REPO}:Q8_0" in err
+    assert f"interrupted; {download.shown_size(kept)} are kept, and the same command goes on from there" in err
     monkeypatch.undo()
+
+
+def test_two_programs_download_it_once(repo: FakeHub) -> None:
+    environment = os.environ | {"HF_ENDPOINT": repo.url, "HF_HUB_CACHE": str(cache.hub_dir())}
+    line = [sys.executable, "-m", "ikcli", "pull", f"{REPO}:Q8_0"]
+    running = [
+        subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)
+    ]
+    outs = [process.communicate()[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0] and outs[0] == outs[1]
+    assert Path(outs[0].decode().strip()).read_bytes() == Q8 and repo.n_sent == len(Q8)
 
 
 def test_the_token_goes_to_the_hub_alone(repo: FakeHub, ik: Ik, monkeypatch: pytest.MonkeyPatch) -> None:

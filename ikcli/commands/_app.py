@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -93,8 +94,12 @@ def completions(command: str, words: list[str], incomplete: str) -> Iterator[Com
         for bound in all_options(command):
             if bound.option.used_by(command):
                 for name in (*bound.option.names, *bound.option.negative):
-                    if name.startswith(incomplete):
-                        yield Completion(name, bound.option.help)
+                    if name.startswith(incomplete):  # Typer would wrap longer help, and shells take lines for words
+                        yield Completion(name, shorten(bound.option.help, 76, placeholder="..."))
+    elif command == "help" and not words:
+        from ikcli.manual import pages
+
+        yield from (Completion(name) for name in sorted({*pages(), *BY_NAME}) if name.startswith(incomplete))
 
 
 def report(parsed: Parsed) -> None:

@@ -27,13 +27,13 @@ def find_model(model: str | Path | None, hub: HubConfig, *, header_only: bool = 
     if not hub.repo:
         if header_only:
             return pull_url_header(hub.url, access)
-        return finish(hub.url, lambda: pull_url(hub.url, access, bar)).path
+        return finish(lambda: pull_url(hub.url, access, bar)).path
     file = hub.file or (Path(model).name if model is not None and ":" not in hub.repo else "")
     ref = parse_ref(hub.repo, file)
     if header_only:
         path, notice = pull_header(ref, access)
     else:
-        pulled = finish(str(ref), lambda: pull(ref, access, bar))
+        pulled = finish(lambda: pull(ref, access, bar))
         path, notice = pulled.path, pulled.notice
     if notice:
         log.notice_once(notice)
@@ -49,12 +49,10 @@ def bar(title: str, total: float, done: float) -> AbstractContextManager[Callabl
     return log.progress(title, total, in_bytes=True, lines=True)
 
 
-def finish(name: str, download: Callable[[], T]) -> T:
+def finish(download: Callable[[], T]) -> T:
     """The result of a download; says what is kept if it is stopped from the keyboard."""
     try:
         return download()
-    except KeyboardInterrupt:
-        from ikcli.hub.pull import interrupted
-
-        log.log(interrupted(name))
+    except KeyboardInterrupt as stop:
+        log.log(str(stop) or "interrupted")
         raise

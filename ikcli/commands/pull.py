@@ -31,9 +31,9 @@ def run(config: PullConfig) -> int:
     if config.list:
         return _list(ref, access, config)
     if config.checkpoint:
-        found = finish(name, lambda: pull_checkpoint(ref.repo, access, bar))
+        found = finish(lambda: pull_checkpoint(ref.repo, access, bar))
     else:
-        found = finish(name, lambda: pull_url(name, access, bar) if is_url else pull(ref, access, bar))
+        found = finish(lambda: pull_url(name, access, bar) if is_url else pull(ref, access, bar))
     if found.notice:
         log.log(found.notice)
     if config.json:

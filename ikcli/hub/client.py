@@ -196,7 +196,7 @@ def explained(problem: Exception, what: str, token: str) -> IkError:
         RepositoryNotFoundError,
     )
 
-    host, status = urlsplit(endpoint()).netloc, status_of(problem)
+    host, status = urlsplit(what).netloc or urlsplit(endpoint()).netloc, status_of(problem)
     if isinstance(problem, HFValidationError):
         return HubError(f'"{what}" is not a name of a repository: user/repo')
     if isinstance(problem, OfflineModeIsEnabled):

@@ -79,8 +79,12 @@ def download(source: Source, target: Path, advance: Callable[[float], None] = la
     part = incomplete_path(target)
     with disk_errors(target, source.what):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("ab") as out:
-            _fill(source, part, out, advance)
+        try:
+            with part.open("ab") as out:
+                _fill(source, part, out, advance)
+        except KeyboardInterrupt:
+            kept = shown_size(kept_bytes(target))
+            raise KeyboardInterrupt(f"interrupted; {kept} are kept, and the same command goes on from there") from None
         _check(source, part)
         part.replace(target)
         part.with_name(part.name + ".etag").unlink(missing_ok=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from hashlib import sha256
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -14,7 +15,7 @@ from ikcli.errors import FormatError, IkError, UsageError
 from ikcli.gguf.constants import GGUF_MAGIC
 from ikcli.gguf.reader import GGUFFile
 from ikcli.hub import cache, client
-from ikcli.hub.download import Source, check_space, disk_errors, download, incomplete_path, kept_bytes, shown_size
+from ikcli.hub.download import Source, check_space, disk_errors, download, incomplete_path, kept_bytes
 from ikcli.hub.headers import fetch_header
 from ikcli.hub.names import Quant, Ref, RemoteFile, choose, part_names, quants_of
 
@@ -111,8 +112,6 @@ def _fetch(
     info: client.RepoInfo, files: Sequence[RemoteFile], access: Access, progress: Progress
 ) -> tuple[tuple[Path, ...], int]:
     """Download what is missing and give everything its name; the paths, and how many bytes came."""
-    from huggingface_hub.utils import WeakFileLock
-
     missing = [f for f in files if not _is_there(info, f)]
     kept = {f.path: min(kept_bytes(cache.blob_path(info.repo, f)), f.size) for f in missing}
     n_new = sum(f.size for f in missing) - sum(kept.values())
@@ -122,15 +121,24 @@ def _fetch(
         blob = cache.blob_path(info.repo, file)
         title = file.path.rpartition("/")[2] + (f" ({i + 1} of {len(missing)})" if len(missing) > 1 else "")
         lock = cache.hub_dir() / ".locks" / cache.repo_dir(info.repo).name / f"{file.digest}.lock"
-        with disk_errors(blob, info.repo):
-            lock.parent.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(lock):
+        with _alone(lock, info.repo):
             if not blob.is_file():
                 url = client.file_url(info.repo, info.commit, file.path)
                 with progress(title, file.size, kept[file.path]) as advance:
                     download(Source(url, info.repo, file.size, file.digest, access.token), blob, advance)
         cache.link(info.repo, info.commit, file)
     return tuple(cache.link(info.repo, info.commit, f) for f in files), n_new
+
+
+@contextmanager
+def _alone(lock: Path, what: str) -> Iterator[None]:
+    """While another program downloads the same file, wait for it."""
+    from huggingface_hub.utils import WeakFileLock
+
+    with disk_errors(lock, what):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(lock):
+        yield
 
 
 def _is_there(info: client.RepoInfo, file: RemoteFile) -> bool:
@@ -174,8 +182,11 @@ def pull_url(url: str, access: Access, progress: Progress = no_progress) -> Pull
     if missing:
         check_space(cache.url_dir(), sum(sizes) - sum(kept_bytes(path) for _, path in missing))
     for (source, path), size in zip(missing, sizes, strict=True):
-        with progress(path.name, size, kept_bytes(path)) as advance:
-            download(Source(source, source, size, "", access.token), path, advance)
+        lock = cache.url_dir() / ".locks" / f"{sha256(str(path).encode()).hexdigest()}.lock"
+        with _alone(lock, source):
+            if not path.is_file():
+                with progress(path.name, size, kept_bytes(path)) as advance:
+                    download(Source(source, source, size, "", access.token), path, advance)
     return Pulled(url, paths[0], paths, sum(p.stat().st_size for p in paths), sum(sizes))
 
 
@@ -265,10 +276,3 @@ def pull_url_header(url: str, access: Access) -> Path:
         _read_header(source, _checked_size(source, access), target, source, access)
         headers.append(target)
     return headers[0]
-
-
-def interrupted(name: str) -> str:
-    """What is said when a download is stopped from the keyboard."""
-    kept = [*cache.hub_dir().glob("models--*/blobs/*.incomplete"), *cache.url_dir().rglob("*.incomplete")]
-    size = sum(path.stat().st_size for path in kept)
-    return f"interrupted; {shown_size(size)} are kept, and the same command goes on with {name} from there"

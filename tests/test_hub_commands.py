@@ -56,6 +56,7 @@ def test_the_reference_reads_m_as_the_file_of_the_repository(demo: FakeHub, ik: 
     demo.forget()
     assert ik("tokenize", "-hfr", "user/demo", "-m", str(local), "-p", "x", "--ids")[0] == 0
     assert not demo.requests, "a model file that is there was not used"
+    assert "is there and is used, not user/demo" in ik("inspect", "-hfr", "user/demo", "-m", str(local))[2]
     code, _, err = ik("perplexity", "-hff", "demo-Q8_0.gguf")
     assert code == 2 and "add --hf-repo USER/REPO" in err
     assert ik("perplexity", "-hf", "nonsense")[0] == 2
@@ -83,6 +84,12 @@ def test_environment(demo: FakeHub, tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout.startswith(str(tmp_path / "home" / "hub" / "models--user--demo"))
     offline = environment | {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
     assert subprocess.run(line, env=offline, capture_output=True, text=True).stdout == done.stdout
+
+
+def test_commands_with_a_file_do_not_load_the_hub() -> None:
+    program = "import sys; from ikcli.main import main; main(['plan']); print('huggingface_hub' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
 
 
 # --- headers ------------------------------------------------------------------------------------------------------

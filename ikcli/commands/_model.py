@@ -18,8 +18,11 @@ def find_model(model: str | Path | None, hub: HubConfig, *, header_only: bool = 
     """Path of the model that the options name, None if they name none. `header_only`: its data may be missing."""
     if hub.file and not hub.repo:
         raise UsageError("--hf-file names a file of a repository; add --hf-repo USER/REPO")
-    if not (hub.repo or hub.url) or (model is not None and Path(model).is_file()):
+    if not (hub.repo or hub.url):
         return Path(model) if model is not None else None
+    if model is not None and Path(model).is_file():
+        log.notice_once(f"{model} is there and is used, not {hub.repo or hub.url}")
+        return Path(model)
     from ikcli.hub.names import parse_ref
     from ikcli.hub.pull import Access, pull, pull_header, pull_url, pull_url_header
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -81,9 +82,10 @@ def link(repo: str, commit: str, file: RemoteFile) -> Path:
         except OSError:  # Windows without the right to make links
             blob.replace(named)
     ref = repo_dir(repo) / "refs" / "main"
-    if not ref.is_file() or ref.read_text(encoding="utf-8").strip() != commit:
-        ref.parent.mkdir(parents=True, exist_ok=True)
-        ref.write_text(commit, encoding="utf-8")
+    if newest_commit(repo) != commit:
+        with suppress(OSError):  # a cache that can only be read may hold all that is needed
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            ref.write_text(commit, encoding="utf-8")
     return named
 
 

@@ -70,7 +70,7 @@ def file_url(repo: str, commit: str, path: str) -> str:
     return f"{endpoint()}/{repo}/resolve/{commit}/{quote(path)}"
 
 
-def repo_info(repo: str, token: str = "") -> RepoInfo:
+def repo_info(repo: str, token: str = "", attempts: int = ATTEMPTS) -> RepoInfo:
     """Files of a repository at the head of its main branch."""
     from huggingface_hub import HfApi
 
@@ -79,7 +79,7 @@ def repo_info(repo: str, token: str = "") -> RepoInfo:
     def ask() -> Any:
         return api.model_info(repo, files_metadata=True, token=token or None, timeout=TIMEOUT)
 
-    info = call(ask, repo, token)
+    info = call(ask, repo, token, attempts)
     files = []
     for sibling in info.siblings or []:
         digest = str((sibling.lfs.sha256 if sibling.lfs else sibling.blob_id) or "")
@@ -149,15 +149,15 @@ def stream(url: str, token: str, start: int = 0, stop: int = 0, tag: str = "") -
         yield response
 
 
-def call(ask: Callable[[], T], what: str, token: str = "") -> T:
+def call(ask: Callable[[], T], what: str, token: str = "", attempts: int = ATTEMPTS) -> T:
     """The result of a request that is repeated where that may help; `what` is the repository or URL in messages."""
-    for attempt in range(ATTEMPTS):
+    for attempt in range(attempts):
         try:
             return ask()
         except Exception as problem:
             if not isinstance(problem, network_error() | OSError) or isinstance(problem, IkError):
                 raise
-            if attempt + 1 == ATTEMPTS or not is_passing(problem):
+            if attempt + 1 == attempts or not is_passing(problem):
                 raise explained(problem, what, token) from problem
         pause(attempt)
     raise AssertionError("unreachable")

@@ -62,7 +62,8 @@ def find(ref: Ref, access: Access) -> tuple[client.RepoInfo, Quant, str]:
             ref, f"{ref} is not in the cache ({cache.hub_dir()}); run once without --offline: ik pull {ref}"
         )
     try:
-        info = client.repo_info(ref.repo, access.token)
+        # what is there is not waited for long: this is the way of every run without network
+        info = client.repo_info(ref.repo, access.token, 2 if cache.newest_commit(ref.repo) else client.ATTEMPTS)
     except client.NetworkError as problem:
         info, quant, _ = _in_cache(ref, str(problem))
         return info, quant, f"{problem}: using what is in the cache"

@@ -29,6 +29,9 @@ def names(*paths: str) -> list[str]:
         ("model_iq1_s.gguf", "IQ1_S"),
         ("tinyllama.gguf", "tinyllama"),
         ("Qwen-Q4.gguf", "Q4"),
+        ("model-7B-v0.3-Q5_K_S-imat.gguf", "Q5_K_S"),
+        ("model-Q4_K_M.v2-bf16.gguf", "BF16"),
+        ("Q-star-7b.gguf", "Q-star-7b"),
     ],
 )
 def test_the_type_is_read_from_the_file_name(path: str, name: str) -> None:

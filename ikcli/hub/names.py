@@ -14,7 +14,7 @@ DEFAULT_QUANT = "Q4_K_M"
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<quant>[\w.-]+))?")
 _PART = re.compile(r"(?P<prefix>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _TYPE = re.compile(
-    r"(?:^|[-._])(?P<type>(?:UD-)?(?:(?:IQ|TQ|Q|MXFP|NVFP)\d[A-Z0-9_]*|BF16|F16|F32|FP16|FP32)(?:_R\d)?)$",
+    r"(?:^|[-._])(?P<type>(?:UD-)?(?:(?:IQ|TQ|Q|MXFP|NVFP)\d[A-Z0-9_]*|BF16|F16|F32|FP16|FP32))(?=$|[-.])",
     re.IGNORECASE,
 )
 _NO_MODELS = ("mmproj", "imatrix")
@@ -103,7 +103,7 @@ def quants_of(files: Iterable[RemoteFile]) -> list[Quant]:
 
 
 def _unique_names(prefixes: Sequence[str]) -> list[str]:
-    """The type in the file name; where several have the same, the folder, the stem, or the whole path."""
+    """The (last) type in the file name; where several have the same, the folder, the stem, or the whole path."""
     choices = [
         [_type_name(p), PurePosixPath(p).parent.name or PurePosixPath(p).name, PurePosixPath(p).name, p]
         for p in prefixes
@@ -120,8 +120,8 @@ def _unique_names(prefixes: Sequence[str]) -> list[str]:
 
 def _type_name(prefix: str) -> str:
     stem = PurePosixPath(prefix).name
-    found = _TYPE.search(stem)
-    return found["type"].upper() if found else stem
+    found = [match["type"] for match in _TYPE.finditer(stem)]
+    return found[-1].upper() if found else stem
 
 
 def choose(ref: Ref, quants: Sequence[Quant]) -> Quant:

@@ -13,6 +13,9 @@ from fake_hub import FakeHub
 from hub_fixtures import Ik, hub, ik, server
 from hub_models import model_bytes, part_bytes
 
+from ikcli.commands._app import checked
+from ikcli.commands._options import parse
+from ikcli.commands._sweep_table import settings_dict
 from ikcli.config import default_model
 from ikcli.gguf.constants import GGMLType
 from ikcli.hub import cache
@@ -84,6 +87,14 @@ def test_environment(demo: FakeHub, tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout.startswith(str(tmp_path / "home" / "hub" / "models--user--demo"))
     offline = environment | {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
     assert subprocess.run(line, env=offline, capture_output=True, text=True).stdout == done.stdout
+
+
+def test_the_token_is_not_a_setting_of_the_run(demo: FakeHub) -> None:
+    demo.repos["user/demo"].token = "hf_secret"
+    parsed = parse("sweep-bench", ["-hf", "user/demo", "-hft", "hf_secret"])
+    started = checked(parsed)
+    assert started.config.model is not None and started.config.model.is_file()
+    assert "hf_secret" not in json.dumps(settings_dict(started.config))
 
 
 def test_commands_with_a_file_do_not_load_the_hub() -> None:

@@ -122,7 +122,8 @@ def checked(parsed: Parsed) -> Startup:
 
     config = parsed.config
     model = find_model(config.model, config.hub, header_only=config.dry_run or config.command == "plan")
-    config = replace(config, model=model or default_model())
+    # the token has done its work, and settings are printed with results
+    config = replace(config, model=model or default_model(), hub=replace(config.hub, token=""))
     startup = prepare(config, parsed.given)
     for notice in startup.notices:
         log.notice_once(notice)

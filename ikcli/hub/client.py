@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
+from ikcli import log
 from ikcli.errors import IkError
 from ikcli.hub.names import RemoteFile
 
@@ -182,7 +183,8 @@ def is_passing(problem: BaseException) -> bool:
 
 
 def pause(attempt: int) -> None:
-    """Wait before the next attempt (the first is 0)."""
+    """Wait before the next attempt (the first is 0), and say so once."""
+    log.notice_once("the server does not answer, or not to the end: trying again")
     time.sleep(PAUSE * 2**attempt)
 
 

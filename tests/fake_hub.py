@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -50,6 +51,14 @@ def is_large(path: str) -> bool:
     return path.endswith((".gguf", ".safetensors"))
 
 
+class Server(ThreadingHTTPServer):
+    """Clients that stop in the middle are nothing to report."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class FakeHub:
     """The server; `requests` are "METHOD path [range]" in the order of arrival, `n_sent` the bytes of content."""
 
@@ -60,7 +69,7 @@ class FakeHub:
         self.requests: list[str] = []
         self.tokens: list[tuple[str, str]] = []  # (path, token) of every request
         self.n_sent = 0
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self.server = Server(("127.0.0.1", 0), _handler(self))
         self.server.daemon_threads = True
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self.thread.start()

@@ -216,8 +216,12 @@ class DoctorConfig:
     n_threads: int = opt(0, "-t --threads", "custom", "threads; auto = physical cores", form="N", example="-t 8", parse=parse_threads)
     quick: bool = opt(False, "--quick", "switch", "measure nothing")
     json: bool = opt(False, "--json", "switch", "machine-readable output")
+
+
+@dataclass(frozen=True, slots=True)
 class HelpConfig:
     """help: pages of the manual."""
+
     args: tuple[str, ...] = arguments("[TOPIC | COMMAND]", most=1)
 
 

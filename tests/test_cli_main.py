@@ -203,7 +203,10 @@ def test_notice_once_and_progress_without_a_terminal(capsys) -> None:
         ("ik plan -ctk q8", {"q8_0", "q8_KV"}),
         ("ik plan -m ", set()),  # the shell offers files
         ("ik quantize in.gguf --target-b", {"--target-bpw"}),
-        ("ik devices --", {"--model", "--self-test", "--json"}),
+        (
+            "ik devices --",
+            {"--model", "--self-test", "--json", "--hf-repo", "--hf-file", "--hf-token", "--model-url", "--offline"},
+        ),
         ("ik nonsense --", {"--install-completion", "--show-completion"}),
         ("ik doctor --", {"--model", "--ctx-size", "--ubatch-size", "--threads", "--quick", "--json"}),
     ],

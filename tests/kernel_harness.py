@@ -18,6 +18,7 @@ from leaves import Leaf, leaf
 
 from ikcli.backends.cpu.cell_places import WINDOW_CELLS, WINDOWS
 from ikcli.backends.cpu.kernels.state_rows import SEQS
+from ikcli.backends.cpu.params import Address, Params
 from ikcli.backends.cpu.program import CpuLowering, CpuProgram, lower
 from ikcli.backends.cpu.threads import Team
 from ikcli.backends.memory import aligned_zeros
@@ -36,6 +37,12 @@ def team(size: int) -> Team:
     if size not in _TEAMS:
         _TEAMS[size] = Team(LIBRARY, size)
     return _TEAMS[size]
+
+
+class InputParams(Params):
+    """What a leaf names: its value."""
+
+    out: Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,9 @@ class Harness:
         low = CpuLowering(max_rows, n_threads, self.n_cells, self.independent)
 
         def lower_input(low: CpuLowering, node: Node, op: Leaf) -> None:
-            low.emit(KernelKey("executor", "make_noop"), node.rows, low.out(node))  # alive from here on
+            low.emit(
+                KernelKey("executor", "make_noop"), node.rows, InputParams(out=low.out(node))
+            )  # alive from here on
 
         self.program: CpuProgram = lower(self.graph, result, low, self.rules.replaced({Leaf: lower_input}))
         LIBRARY.require(self.program.kernels)

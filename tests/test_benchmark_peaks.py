@@ -9,6 +9,7 @@ from kernel_harness import Harness, Segment
 from leaves import Custom
 
 from ikcli.backends.cpu.lower import RULES
+from ikcli.backends.cpu.params_peaks import SCRATCH_BYTES, ProductsParams, ReadParams
 from ikcli.backends.cpu.program import CpuLowering
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Node, Weight
@@ -25,8 +26,10 @@ def run(key: KernelKey, threads: int, data: npt.NDArray[np.uint8], n: int) -> np
     reads = key.factory == "make_read"
 
     def lower(low: CpuLowering, node: Node, op: Custom) -> None:
-        w = [low.weight(Weight("w", GGMLType.F32, (data.size // 4,)))] if reads else []
-        low.emit(key, node.rows, *w, n, low.out(node, 256 * threads))
+        scratch = low.out(node, SCRATCH_BYTES * threads)
+        w = low.weight(Weight("w", GGMLType.F32, (data.size // 4,)))
+        low.emit(key, node.rows, ReadParams(data=w, n_bytes=n, scratch=scratch) if reads
+                 else ProductsParams(n=n, scratch=scratch))  # fmt: skip
 
     harness = Harness(1, 1, RULES.replaced({Custom: lower}))
     node = harness.graph.record(Custom(harness.input("x", 16), 64), "peak")

@@ -27,8 +27,7 @@ from attention_cases import (
 )
 from kernel_harness import Harness, Segment
 
-from ikcli.backends.cpu import lower_attention
-from ikcli.backends.cpu.kernels import attention_tasks, pair_sizes, pair_tiles
+from ikcli.backends.cpu.kernels import pair_sizes
 from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
@@ -389,14 +388,6 @@ def test_only_short_caches_are_taken_in_pairs() -> None:
             built = gqa(4, 4, 64, (k, v), tokens=30, cells=64, flash=True)
             built.run.compile(built.node, 1)
             assert has_kernel(built, "attention_pairs") == (k in SHORT and v in SHORT), (k, v)
-
-
-def test_sizes_of_scratch() -> None:
-    """Lowering, which must not import the kernels, reserves what they use."""
-    assert lower_attention.MAX_ROWS == attention_tasks.MAX_ROWS
-    assert lower_attention._STAT_BYTES == attention_tasks.STAT_BYTES
-    assert lower_attention._STATS_BYTES == attention_tasks.STATS_BYTES
-    assert lower_attention._BLOCK_SPACE == pair_tiles.BLOCK_SPACE
 
 
 def test_large_scores() -> None:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-_PLAIN = {"inline", "merge", "intrinsic", "njit", "cache", "functools.cache", "contextmanager", "dataclass"}
+_PLAIN = {"inline", "merge", "intrinsic", "njit", "cache", "functools.cache", "contextmanager", "dataclass",
+          "dataclass_transform"}  # fmt: skip
 _ALL = "*"
 Statements = list[ast.stmt]
 SourceOf = Callable[[str], Path]
@@ -32,6 +33,8 @@ class _Module:
     def _add(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Import | ast.ImportFrom):
             self.imported.update(_imports(statement))
+            return
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
             return
         names = _bound_names(statement)
         if names is None:

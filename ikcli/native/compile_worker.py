@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from ikcli.native.kernel_cache import KernelKey, keep_code, pack_entry
 
@@ -20,17 +21,13 @@ def compile_one(key: KernelKey) -> bytes:
     from ikcli.native.jit import compile_to_object
 
     module = importlib.import_module(key.full_module)
-    function, n_args, returns = _described(getattr(module, key.factory)(*key.args))
-    symbol, code = compile_to_object(function, n_args, returns)
+    symbol, code = compile_to_object(*_described(getattr(module, key.factory)(*key.args)))
     return pack_entry(symbol, code)
 
 
-def _described(made: object) -> tuple[object, int, bool]:
-    """A factory returns a kernel (params, ith, nth) or (function, number of arguments, whether it returns int64)."""
-    if isinstance(made, tuple):
-        function, n_args, returns = made
-        return function, n_args, returns
-    return made, 3, False
+def _described(made: Any) -> tuple[Any, Any, bool]:
+    """A factory returns a function of three int64 or (function, arguments, whether it returns int64)."""
+    return made if isinstance(made, tuple) else (made, 3, False)
 
 
 def main() -> None:

@@ -27,8 +27,11 @@ def merge(function: Callable[..., Any]) -> Any:
     return njit(function, nogil=True, error_model="numpy", boundscheck=False, inline="always")
 
 
-def compile_to_object(function: Any, n_args: int, returns: bool) -> tuple[str, bytes]:
-    """(symbol, ELF/Mach-O/COFF object) of `function(int64, ...) -> None | int64`, self-contained but for libm/libc."""
+def compile_to_object(function: Any, args: int | tuple[types.Type, ...], returns: bool) -> tuple[str, bytes]:
+    """(symbol, ELF/Mach-O/COFF object) of `function(int64, ...) -> None | int64`, self-contained but for libm/libc.
+
+    `args`: how many int64, or types that are passed as such.
+    """
     flags = compiler.Flags()
     flags.no_cpython_wrapper = True
     flags.no_cfunc_wrapper = True
@@ -37,7 +40,8 @@ def compile_to_object(function: Any, n_args: int, returns: bool) -> tuple[str, b
     flags.enable_looplift = False
     return_type = types.int64 if returns else types.void
     function = getattr(function, "py_func", function)
+    arg_types = (types.int64,) * args if isinstance(args, int) else args
     cres = compiler.compile_extra(
-        cpu_target.typing_context, cpu_target.target_context, function, (types.int64,) * n_args, return_type, flags, {}
+        cpu_target.typing_context, cpu_target.target_context, function, arg_types, return_type, flags, {}
     )
     return cres.fndesc.llvm_func_name, cres.library._get_compiled_object()

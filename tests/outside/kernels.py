@@ -10,17 +10,17 @@ from ikcli.backends.cpu.kernels.common import (
     SEGMENTS,
     n_rows,
     state_word,
-    word,
 )
+from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.kernels.state_rows import begins, state_row
 from ikcli.native.simd.vec import ld_f32, ld_i64, st_f32
+from outside.params import DecaySumParams, GluParams
 
 
 def make_relu_squared_glu():
-    """params: 3 gate, 4 up, 5 out, 6 columns."""
-
+    @kernel(GluParams)
     def relu_squared_glu(params, ith, nth):
-        gate, up, out, n = word(params, 3), word(params, 4), word(params, 5), n_rows(params) * word(params, 6)
+        gate, up, out, n = params.gate, params.up, params.out, n_rows(params) * params.cols
         for i in range(n * ith // nth, n * (ith + 1) // nth):
             x = max(ld_f32(gate + 4 * i), np.float32(0))
             st_f32(out + 4 * i, x * x * ld_f32(up + 4 * i))
@@ -29,10 +29,11 @@ def make_relu_squared_glu():
 
 
 def make_decay_sum():
-    """params: 3 x, 4 out, 5 states, 6 columns; a column of all segments by one thread."""
+    """A column of all segments by one thread."""
 
+    @kernel(DecaySumParams)
     def decay_sum(params, ith, nth):
-        x, out, states, cols = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
+        x, out, states, cols = params.x, params.out, params.states, params.cols
         segments = state_word(params, SEGMENTS)
         for i in range(state_word(params, N_SEG)):
             state = state_row(params, i, states, 4 * cols)

@@ -11,6 +11,7 @@ from ikcli.backends.cpu.program import CpuLowering
 from ikcli.graph import Node, Op, RowSpec
 from ikcli.graph.core import Array, Run
 from ikcli.native.kernel_cache import KernelKey
+from outside.params import GluParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,4 +38,5 @@ class ReluSquaredGlu(Op):
 def lower(low: CpuLowering, node: Node, op: ReluSquaredGlu) -> None:
     """The CPU's rule: the shift stays 0."""
     key = KernelKey("outside.kernels", "make_relu_squared_glu")
-    low.emit(key, node.rows, low.out(op.gate), low.out(op.up), low.out(node), node.cols)
+    params = GluParams(gate=low.out(op.gate), up=low.out(op.up), out=low.out(node), cols=node.cols)
+    low.emit(key, node.rows, params)

@@ -15,6 +15,7 @@ from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, Weights
 from ikcli.native.kernel_cache import KernelKey
+from outside.params import DecaySumParams
 
 DECAY = 0.75
 tensor_shapes = llama.tensor_shapes
@@ -49,7 +50,8 @@ class DecaySum(Op):
 def lower(low: CpuLowering, node: Node, op: DecaySum) -> None:
     """The CPU's rule."""
     key = KernelKey("outside.kernels", "make_decay_sum")
-    low.emit(key, node.rows, low.out(op.x), low.out(node), Ref(op.state), node.cols)
+    params = DecaySumParams(x=low.out(op.x), out=low.out(node), states=Ref(op.state), cols=node.cols)
+    low.emit(key, node.rows, params)
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:

@@ -10,7 +10,42 @@ from dataclasses import dataclass
 import numpy as np
 
 from ikcli.backends.cpu.lower_recurrent import RULES
-from ikcli.backends.cpu.program import CpuLowering, Ref, f32_bits, f64_bits
+from ikcli.backends.cpu.params_layers import (
+    AddParams,
+    AlibiParams,
+    ClampParams,
+    ConcatParams,
+    EmbedParams,
+    EmbedPositionsParams,
+    GateParams,
+    GluParams,
+    MapParams,
+    NormParams,
+    PosScaleParams,
+    RmsNormParams,
+    RopeParams,
+    RopeTableParams,
+    ScaleParams,
+    SoftCapParams,
+    SwiGluParams,
+)
+from ikcli.backends.cpu.params_products import (
+    AddIdParams,
+    ByExpertParams,
+    ConvertParams,
+    Experts,
+    GatherParams,
+    MoeSumParams,
+    MulMatParams,
+    Product,
+    RouteParams,
+    ScaleIdParams,
+    SortParams,
+    UpGateParams,
+    UpGluParams,
+    ZeroDroppedParams,
+)
+from ikcli.backends.cpu.program import CpuLowering, Ref
 from ikcli.backends.cpu.tile_modes import (
     MOST_TILES,
     PAIRS_BLOCK,
@@ -108,61 +143,65 @@ def _embed(low: CpuLowering, node: Node, op: Embed) -> None:
             f"{w.name} is {TYPES[w.type].name}, whose rows are interleaved and cannot be looked up one by one; "
             "use a file that keeps it in a plain type"
         )
-    args = low.weight(w), row_size(w.type, w.ne0), w.ne0, low.out(node)
+    type_, data, row, out = stored_name(w.type, w.name), low.weight(w), row_size(w.type, w.ne0), low.out(node)
     if op.by_position:
-        key = KernelKey("embed", "make_embed_positions", (stored_name(w.type, w.name),))
-        low.emit(key, node.rows, *args, w.ne1, row_bytes=16 * w.ne0)
+        table = EmbedPositionsParams(w=data, row_bytes=row, cols=w.ne0, out=out, n_pos=w.ne1)
+        low.emit(KernelKey("embed", "make_embed_positions", (type_,)), node.rows, table, row_bytes=16 * w.ne0)
     else:
-        low.emit(
-            KernelKey("embed", "make_embed", (stored_name(w.type, w.name),)), node.rows, *args, row_bytes=16 * w.ne0
-        )
+        params = EmbedParams(w=data, row_bytes=row, cols=w.ne0, out=out)
+        low.emit(KernelKey("embed", "make_embed", (type_,)), node.rows, params, row_bytes=16 * w.ne0)
 
 
 @RULES.add(RmsNorm, "x w eps offset n_cols")
 def _rms_norm(low: CpuLowering, node: Node, op: RmsNorm) -> None:
-    low.emit(KernelKey("basic", "make_rms_norm"), node.rows, low.out(op.x), 4 * op.x.cols, 4 * op.offset,
-             low.weight(op.w), low.out(node), node.cols, op.width, f32_bits(op.eps),
-             row_bytes=8 * node.cols)  # fmt: skip
+    params = RmsNormParams(x=low.out(op.x), stride=4 * op.x.cols, offset=4 * op.offset, w=low.weight(op.w),
+                           out=low.out(node), cols=node.cols, width=op.width, eps=op.eps)  # fmt: skip
+    low.emit(KernelKey("basic", "make_rms_norm"), node.rows, params, row_bytes=8 * node.cols)
 
 
 @RULES.add(Add, "x y")
 def _add(low: CpuLowering, node: Node, op: Add) -> None:
     is_row = isinstance(op.y, Weight)
     other = low.weight(op.y) if isinstance(op.y, Weight) else low.out(op.y)
-    low.emit(KernelKey("basic", "make_add"), node.rows, low.out(op.x), other, low.out(node), node.cols, int(is_row),
-             row_bytes=12 * node.cols)  # fmt: skip
+    params = AddParams(x=low.out(op.x), y=other, out=low.out(node), cols=node.cols, y_is_row=int(is_row))
+    low.emit(KernelKey("basic", "make_add"), node.rows, params, row_bytes=12 * node.cols)
 
 
 @RULES.add(Scale, "x factor")
 def _scale(low: CpuLowering, node: Node, op: Scale) -> None:
-    low.emit(KernelKey("elements", "make_scale"), node.rows, low.out(op.x), low.out(node), node.cols,
-             f32_bits(op.factor), row_bytes=8 * node.cols)  # fmt: skip
+    params = ScaleParams(x=low.out(op.x), out=low.out(node), cols=node.cols, factor=op.factor)
+    low.emit(KernelKey("elements", "make_scale"), node.rows, params, row_bytes=8 * node.cols)
 
 
 @RULES.add(PosScale, "x scale length shift")
 def _pos_scale(low: CpuLowering, node: Node, op: PosScale) -> None:
-    low.emit(KernelKey("elements", "make_pos_scale"), node.rows, low.out(op.x), low.out(node), node.cols,
-             f64_bits(op.scale), op.length, op.shift, row_bytes=8 * node.cols)  # fmt: skip
+    params = PosScaleParams(x=low.out(op.x), out=low.out(node), cols=node.cols, scale=op.scale, length=op.length,
+                            shift=op.shift)  # fmt: skip
+    low.emit(KernelKey("elements", "make_pos_scale"), node.rows, params, row_bytes=8 * node.cols)
 
 
 @RULES.add(SoftCap, "x cap")
 def _softcap(low: CpuLowering, node: Node, op: SoftCap) -> None:
-    low.emit(KernelKey("elements", "make_softcap"), node.rows, low.out(op.x), low.out(node), node.cols,
-             f32_bits(op.cap), row_bytes=24 * node.cols)  # fmt: skip
+    params = SoftCapParams(x=low.out(op.x), out=low.out(node), cols=node.cols, cap=op.cap)
+    low.emit(KernelKey("elements", "make_softcap"), node.rows, params, row_bytes=24 * node.cols)
 
 
 @RULES.add(Gate, "x gate kind")
 def _gate(low: CpuLowering, node: Node, op: Gate) -> None:
-    low.emit(KernelKey("elements", "make_gate", (op.kind,)), node.rows, low.out(op.x), low.out(op.gate), low.out(node),
-             node.cols, op.gate.cols, row_bytes=16 * node.cols)  # fmt: skip
+    params = GateParams(x=low.out(op.x), gate=low.out(op.gate), out=low.out(node), cols=node.cols,
+                        gate_cols=op.gate.cols)  # fmt: skip
+    low.emit(KernelKey("elements", "make_gate", (op.kind,)), node.rows, params, row_bytes=16 * node.cols)
 
 
 @RULES.add(SwiGlu, "gate up act")
 def _swiglu(low: CpuLowering, node: Node, op: SwiGlu) -> None:
-    act, more = op.act, (() if op.act.plain else (f32_bits(op.act.limit), f32_bits(op.act.alpha)))
-    key = KernelKey("basic", "make_swiglu") if act.plain else KernelKey("glu", "make_glu", _glu_args(act))
-    low.emit(key, node.rows, low.out(op.gate), low.out(op.up), low.out(node), node.cols, *more,
-             row_bytes=24 * node.cols)  # fmt: skip
+    act, gate, up, out = op.act, low.out(op.gate), low.out(op.up), low.out(node)
+    if act.plain:
+        plain = SwiGluParams(gate=gate, up=up, out=out, cols=node.cols)
+        low.emit(KernelKey("basic", "make_swiglu"), node.rows, plain, row_bytes=24 * node.cols)
+    else:
+        params = GluParams(gate=gate, up=up, out=out, cols=node.cols, limit=act.limit, alpha=act.alpha)
+        low.emit(KernelKey("glu", "make_glu", _glu_args(act)), node.rows, params, row_bytes=24 * node.cols)
 
 
 def _glu_args(act: Glu) -> tuple[str, int]:
@@ -172,32 +211,32 @@ def _glu_args(act: Glu) -> tuple[str, int]:
 
 @RULES.add(Clamp, "x limit")
 def _clamp(low: CpuLowering, node: Node, op: Clamp) -> None:
-    low.emit(KernelKey("glu", "make_clamp"), node.rows, low.out(op.x), low.out(node), node.cols, f32_bits(op.limit),
-             row_bytes=8 * node.cols)  # fmt: skip
+    params = ClampParams(x=low.out(op.x), out=low.out(node), cols=node.cols, limit=op.limit)
+    low.emit(KernelKey("glu", "make_clamp"), node.rows, params, row_bytes=8 * node.cols)
 
 
 @RULES.add(Activate, "x kind")
 def _activate(low: CpuLowering, node: Node, op: Activate) -> None:
-    low.emit(KernelKey("glu", "make_unary", (op.kind,)), node.rows, low.out(op.x), low.out(node), node.cols,
-             row_bytes=16 * node.cols)  # fmt: skip
+    params = MapParams(x=low.out(op.x), out=low.out(node), cols=node.cols)
+    low.emit(KernelKey("glu", "make_unary", (op.kind,)), node.rows, params, row_bytes=16 * node.cols)
 
 
 @RULES.add(Norm, "x w b kind eps width")
 def _norm(low: CpuLowering, node: Node, op: Norm) -> None:
-    params: list[int | Ref] = []
-    for w in (op.w, op.b):
-        params += [0, 1] if w is None else [low.weight(w), w.ne0 * w.ne1]
+    (w, w_period), (b, b_period) = ((0, 1) if w is None else (low.weight(w), w.ne0 * w.ne1) for w in (op.w, op.b))
+    params = NormParams(x=low.out(op.x), w=w, w_period=w_period, b=b, b_period=b_period, out=low.out(node),
+                        cols=node.cols, width=op.width, eps=op.eps)  # fmt: skip
     key = KernelKey("norms", "make_norm", (op.kind, int(op.w is not None), int(op.b is not None)))
-    low.emit(key, node.rows, low.out(op.x), *params, low.out(node), node.cols, op.width, f32_bits(op.eps),
-             row_bytes=8 * node.cols)  # fmt: skip
+    low.emit(key, node.rows, params, row_bytes=8 * node.cols)
 
 
 @RULES.add(Concat, "parts")
 def _concat(low: CpuLowering, node: Node, op: Concat) -> None:
     at = 0
     for part in op.parts:
-        low.emit(KernelKey("basic", "make_concat"), node.rows, low.out(part), 4 * part.cols, part.cols,
-                 low.out(node) + 4 * at, 4 * node.cols, 1, 0, 0, row_bytes=8 * part.cols)  # fmt: skip
+        params = ConcatParams(src=low.out(part), src_stride=4 * part.cols, cols=part.cols, dst=low.out(node) + 4 * at,
+                              dst_stride=4 * node.cols, heads=1, src_head=0, dst_head=0)  # fmt: skip
+        low.emit(KernelKey("basic", "make_concat"), node.rows, params, row_bytes=8 * part.cols)
         at += part.cols
 
 
@@ -208,36 +247,38 @@ def _concat_heads(low: CpuLowering, node: Node, op: ConcatHeads) -> None:
     at = 0
     for part in op.parts:
         src = part.node
-        low.emit(KernelKey("basic", "make_concat"), node.rows, low.out(src) + 4 * part.offset, 4 * src.cols, part.width,
-                 low.out(node) + 4 * at, 4 * node.cols, n_head, 4 * part.head_stride, 4 * width,
-                 row_bytes=8 * n_head * part.width)  # fmt: skip
+        params = ConcatParams(src=low.out(src) + 4 * part.offset, src_stride=4 * src.cols, cols=part.width,
+                              dst=low.out(node) + 4 * at, dst_stride=4 * node.cols, heads=n_head,
+                              src_head=4 * part.head_stride, dst_head=4 * width)  # fmt: skip
+        low.emit(KernelKey("basic", "make_concat"), node.rows, params, row_bytes=8 * n_head * part.width)
         at += part.width
 
 
 @RULES.add(GetRows, "x")
 def _get_rows(low: CpuLowering, node: Node, op: GetRows) -> None:
-    low.emit(KernelKey("basic", "make_get_rows"), node.rows, low.out(op.x), low.out(node), node.cols,
-             row_bytes=8 * node.cols)  # fmt: skip
+    params = MapParams(x=low.out(op.x), out=low.out(node), cols=node.cols)
+    low.emit(KernelKey("basic", "make_get_rows"), node.rows, params, row_bytes=8 * node.cols)
 
 
 @RULES.add(RopeTable, "inv_freq mscale")
 def _rope_table(low: CpuLowering, node: Node, op: RopeTable) -> None:
     freqs = np.asarray(op.inv_freq, dtype=np.float64)
-    low.emit(KernelKey("basic", "make_rope_table"), node.rows, low.out(node), len(freqs),
-             low.constant(freqs.tobytes()), f32_bits(op.mscale), row_bytes=256 * len(freqs))  # fmt: skip
+    params = RopeTableParams(out=low.out(node), pairs=len(freqs), freqs=low.constant(freqs.tobytes()), mscale=op.mscale)
+    low.emit(KernelKey("basic", "make_rope_table"), node.rows, params, row_bytes=256 * len(freqs))
 
 
 @RULES.add(Alibi, "width slopes")
 def _alibi(low: CpuLowering, node: Node, op: Alibi) -> None:
     slopes = low.constant(np.asarray(op.slopes, np.float32).tobytes()) if op.slopes else 0
-    low.emit(KernelKey("elements", "make_alibi"), node.rows, low.out(node), op.width, slopes, max(len(op.slopes), 1),
-             row_bytes=16 * node.cols)  # fmt: skip
+    params = AlibiParams(out=low.out(node), width=op.width, slopes=slopes, heads=max(len(op.slopes), 1))
+    low.emit(KernelKey("elements", "make_alibi"), node.rows, params, row_bytes=16 * node.cols)
 
 
 @RULES.add(Rope, "x table n_head head_dim offset neox")
 def _rope(low: CpuLowering, node: Node, op: Rope) -> None:
-    low.emit(KernelKey("basic", "make_rope"), node.rows, low.out(op.x), low.out(op.table), low.out(node), op.n_head,
-             op.head_dim, op.offset, op.n_rot, int(op.neox), row_bytes=16 * node.cols)  # fmt: skip
+    params = RopeParams(x=low.out(op.x), table=low.out(op.table), out=low.out(node), heads=op.n_head, dim=op.head_dim,
+                        offset=op.offset, n_rot=op.n_rot, neox=int(op.neox))  # fmt: skip
+    low.emit(KernelKey("basic", "make_rope"), node.rows, params, row_bytes=16 * node.cols)
 
 
 # --- matrix products --------------------------------------------------------------------------------------------------
@@ -260,8 +301,10 @@ def _activations(low: CpuLowering, w: Weight, x: HeadSlice, heads: int) -> Input
 
     def convert() -> Ref:
         out = low.buffer(low.rows(src.rows) * heads * row + ROW_SLACK)
-        low.emit(KernelKey("activations", "make_convert", (kind,)), src.rows, low.out(src), 4 * src.cols, 4 * x.offset,
-                 heads, 4 * x.head_stride, x.width, out, row, row_bytes=heads * (4 * x.width + row))  # fmt: skip
+        params = ConvertParams(x=low.out(src), stride=4 * src.cols, offset=4 * x.offset, heads=heads,
+                               head_stride=4 * x.head_stride, k=x.width, out=out, out_stride=row)  # fmt: skip
+        low.emit(KernelKey("activations", "make_convert", (kind,)), src.rows, params,
+                 row_bytes=heads * (4 * x.width + row))  # fmt: skip
         return out
 
     at = low.shared((kind, src, x.offset, x.width, x.head_stride, heads), convert)
@@ -272,8 +315,8 @@ def _matmul(factory: str, w: Weight, *kinds: int | str) -> KernelKey:
     return KernelKey("matmul", factory, (stored_name(w.type, w.name), *kinds))
 
 
-def _tiles(low: CpuLowering, w: Weight) -> tuple[Ref, int, int]:
-    """Scratch for unpacked rows, bytes of a tile, tiles of a thread; UnsupportedError if rows cut a group."""
+def _product(low: CpuLowering, node: Node, w: Weight, at: Ref, a: InputRows) -> Product:
+    """What all products are told; UnsupportedError if the weight's rows, the first of them at `at`, cut a group."""
     t, rows = TYPES[w.type], TYPES[w.type].rows
     if w.row0 % rows or w.ne1 % rows:
         raise UnsupportedError(
@@ -283,16 +326,18 @@ def _tiles(low: CpuLowering, w: Weight) -> tuple[Ref, int, int]:
         size, count = FLOAT_TILE_BYTES, 1
     else:
         size, count = tile_bytes(t.tile, w.ne0), tiles_per_thread(t.tile, w.ne0)
-    return low.buffer(size * count * low.n_threads), size, count
+    return Product(w=at, row_bytes=row_size(w.type, w.ne0), n_w=w.ne1, k=w.ne0, a=a.at, a_stride=a.stride,
+                   out=low.out(node), out_stride=4 * node.cols, tiles=low.buffer(size * count * low.n_threads),
+                   tile_bytes=size, n_tiles=count, few=low.few_rows)  # fmt: skip
 
 
 def _emit_mul_mat(low: CpuLowering, node: Node, w: Weight, x: HeadSlice, heads: int) -> None:
     row = row_size(w.type, w.ne0)
     a = _activations(low, w, x, heads)
     full_rows = w.shape[1] if len(w.shape) > 1 else 1
-    low.emit(_matmul("make_mul_mat", w), node.rows, low.weight(w, row), row, w.ne1, w.ne0,
-             a.at, a.stride, low.out(node), 4 * node.cols, *_tiles(low, w), low.few_rows, heads, full_rows * row,
-             a.head_stride, 4 * w.ne1, row_bytes=heads * w.ne1 * row)  # fmt: skip
+    params = MulMatParams(product=_product(low, node, w, low.weight(w, row), a), heads=heads, w_head=full_rows * row,
+                          a_head=a.head_stride, out_head=4 * w.ne1)  # fmt: skip
+    low.emit(_matmul("make_mul_mat", w), node.rows, params, row_bytes=heads * w.ne1 * row)
 
 
 @RULES.add(MulMat, "w x")
@@ -312,17 +357,19 @@ def _mul_mat_heads(low: CpuLowering, node: Node, op: MulMatHeads) -> None:
 def _moe_route(low: CpuLowering, node: Node, op: MoeRoute) -> None:
     fewest, threshold = op.ser or (0, 0.0)
     scratch = 4 * (2 * op.n_expert + op.n_group)
-    low.emit(KernelKey("moe", "make_route"), node.rows, low.out(op.logits), low.weight(op.bias) if op.bias else 0,
-             low.out(node), op.n_expert, op.n_used, int(op.gating == "softmax"), int(op.norm), f32_bits(op.scale),
-             op.n_group, op.n_group_used, max(fewest, 0), f32_bits(threshold), low.buffer(scratch * low.n_threads),
-             scratch, row_bytes=16 * (2 + op.n_used) * op.n_expert)  # fmt: skip
+    params = RouteParams(logits=low.out(op.logits), bias=low.weight(op.bias) if op.bias else 0, out=low.out(node),
+                         n_expert=op.n_expert, n_used=op.n_used, softmax=int(op.gating == "softmax"),
+                         norm=int(op.norm), scale=op.scale, n_group=op.n_group, n_group_used=op.n_group_used,
+                         fewest=max(fewest, 0), least=threshold, scratch=low.buffer(scratch * low.n_threads),
+                         scratch_bytes=scratch)  # fmt: skip
+    low.emit(KernelKey("moe", "make_route"), node.rows, params, row_bytes=16 * (2 + op.n_used) * op.n_expert)
 
 
 @RULES.add(MoeSort, "route n_expert")
 def _moe_sort(low: CpuLowering, node: Node, op: MoeSort) -> None:
     out = low.out(node, plan_bytes(low.rows(node.rows), op.n_expert))
-    low.emit(KernelKey("moe", "make_sort"), op.route.rows, low.out(op.route), out, op.n_expert, op.n_used,
-             row_bytes=1)  # fmt: skip
+    params = SortParams(route=low.out(op.route), plan=out, n_expert=op.n_expert, n_used=op.n_used)
+    low.emit(KernelKey("moe", "make_sort"), op.route.rows, params, row_bytes=1)
 
 
 def _sorted_activations(low: CpuLowering, w: Weight, op: ExpertProduct) -> InputRows:
@@ -336,67 +383,71 @@ def _sorted_activations(low: CpuLowering, w: Weight, op: ExpertProduct) -> Input
     def gather() -> Ref:
         out = low.buffer(low.rows(plan.rows) * row + ROW_SLACK)
         order = low.out(plan) + 8 * (2 + 2 * n_expert)
-        low.emit(KernelKey("activations", "make_gather", (kind,)), x.rows, low.out(x), 4 * x.cols, order, n_used,
-                 x.cols, out, row, low.out(plan), row_bytes=n_used * (4 * x.cols + row))  # fmt: skip
+        params = GatherParams(x=low.out(x), stride=4 * x.cols, order=order, n_used=n_used, k=x.cols, out=out,
+                              out_stride=row, n_sorted=low.out(plan))  # fmt: skip
+        low.emit(KernelKey("activations", "make_gather", (kind,)), x.rows, params,
+                 row_bytes=n_used * (4 * x.cols + row))  # fmt: skip
         return out
 
     return InputRows(low.shared(("sorted", kind, x, plan), gather), row, 0)
 
 
-def _emit_by_expert(
-    low: CpuLowering,
-    node: Node,
-    op: ExpertProduct,
-    factory: str,
-    w: Weight,
-    a: InputRows,
-    *more: int | Ref,
-    kinds: tuple[int | str, ...] = (),
-) -> None:
-    plan = op.plan
+def _by_expert(low: CpuLowering, node: Node, op: ExpertProduct, w: Weight) -> tuple[Product, Experts]:
+    """What products by expert are told."""
     row = row_size(w.type, w.ne0)
-    low.emit(_matmul(factory, w, *kinds), node.rows, low.weight(w), row, w.ne1, w.ne0, a.at,
-             a.stride, low.out(node), 4 * node.cols, *_tiles(low, w), low.few_rows, w.ne2, row * w.ne1,
-             low.out(plan) + 8, *more)  # fmt: skip
+    product = _product(low, node, w, low.weight(w), _sorted_activations(low, w, op))
+    return product, Experts(n_expert=w.ne2, w_expert=row * w.ne1, offsets=low.out(op.plan) + 8)
+
+
+def _emit_by_expert(low: CpuLowering, node: Node, op: ExpertProduct, key: KernelKey, params: ByExpertParams) -> None:
+    low.emit(key, node.rows, params)
     if op.route.ser:
-        low.emit(KernelKey("moe", "make_zero_dropped"), op.sort.route.rows, low.out(node), node.cols, low.out(plan),
-                 op.sort.n_used)  # fmt: skip
+        zeros = ZeroDroppedParams(out=low.out(node), cols=node.cols, plan=low.out(op.plan), n_used=op.sort.n_used)
+        low.emit(KernelKey("moe", "make_zero_dropped"), op.sort.route.rows, zeros)
 
 
 @RULES.add(MulMatId, "w x plan sorted_in")
 def _mul_mat_id(low: CpuLowering, node: Node, op: MulMatId) -> None:
-    _emit_by_expert(low, node, op, "make_mul_mat_id", op.w, _sorted_activations(low, op.w, op))
+    product, experts = _by_expert(low, node, op, op.w)
+    params = ByExpertParams(product=product, experts=experts)
+    _emit_by_expert(low, node, op, _matmul("make_mul_mat_id", op.w), params)
 
 
 @RULES.add(MoeUpGate, "up gate x plan act")
 def _moe_up_gate(low: CpuLowering, node: Node, op: MoeUpGate) -> None:
-    a, act = _sorted_activations(low, op.up, op), op.act
-    scratch = low.rows(op.x.rows) * MOST_TILES * TILE_ROWS * 4
-    more = low.weight(op.gate), low.buffer(scratch * low.n_threads), scratch
+    act, (product, experts) = op.act, _by_expert(low, node, op, op.up)
+    size = low.rows(op.x.rows) * MOST_TILES * TILE_ROWS * 4
+    gate, scratch = low.weight(op.gate), low.buffer(size * low.n_threads)
     if act.plain:
-        _emit_by_expert(low, node, op, "make_up_gate", op.up, a, *more)
+        key = _matmul("make_up_gate", op.up)
+        params = UpGateParams(product=product, experts=experts, gate=gate, scratch=scratch, scratch_bytes=size)
     else:
-        _emit_by_expert(low, node, op, "make_up_glu", op.up, a, *more, f32_bits(act.limit), f32_bits(act.alpha),
-                        kinds=_glu_args(act))  # fmt: skip
+        key = _matmul("make_up_glu", op.up, *_glu_args(act))
+        params = UpGluParams(product=product, experts=experts, gate=gate, scratch=scratch, scratch_bytes=size,
+                             limit=act.limit, alpha=act.alpha)  # fmt: skip
+    _emit_by_expert(low, node, op, key, params)
 
 
 @RULES.add(AddId, "x w plan")
 def _add_id(low: CpuLowering, node: Node, op: AddId) -> None:
-    low.emit(KernelKey("moe", "make_add_id"), op.sort.route.rows, low.out(op.x), low.weight(op.w), low.out(node),
-             node.cols, low.out(op.plan), op.sort.n_expert, op.sort.n_used,
+    params = AddIdParams(x=low.out(op.x), w=low.weight(op.w), out=low.out(node), cols=node.cols, plan=low.out(op.plan),
+                         n_expert=op.sort.n_expert, n_used=op.sort.n_used)  # fmt: skip
+    low.emit(KernelKey("moe", "make_add_id"), op.sort.route.rows, params,
              row_bytes=12 * op.sort.n_used * node.cols)  # fmt: skip
 
 
 @RULES.add(ScaleId, "x by plan")
 def _scale_id(low: CpuLowering, node: Node, op: ScaleId) -> None:
     by = low.weight(op.by) if isinstance(op.by, Weight) else low.out(op.by)
-    low.emit(KernelKey("moe", "make_scale_id", (isinstance(op.by, Node),)), op.sort.route.rows, low.out(op.x), by,
-             low.out(node), node.cols, low.out(op.plan), op.sort.n_expert, op.sort.n_used,
+    params = ScaleIdParams(x=low.out(op.x), by=by, out=low.out(node), cols=node.cols, plan=low.out(op.plan),
+                           n_expert=op.sort.n_expert, n_used=op.sort.n_used)  # fmt: skip
+    low.emit(KernelKey("moe", "make_scale_id", (isinstance(op.by, Node),)), op.sort.route.rows, params,
              row_bytes=8 * op.sort.n_used * node.cols)  # fmt: skip
 
 
 @RULES.add(MoeSum, "y route plan weighted")
 def _moe_sum(low: CpuLowering, node: Node, op: MoeSum) -> None:
-    low.emit(KernelKey("moe", "make_sum", (op.weighted,)), node.rows, low.out(op.y), low.out(op.route),
-             low.out(op.plan), node.cols, op.sort.n_used, op.sort.n_expert, low.out(node),
+    params = MoeSumParams(y=low.out(op.y), route=low.out(op.route), plan=low.out(op.plan), cols=node.cols,
+                          n_used=op.sort.n_used, n_expert=op.sort.n_expert, out=low.out(node))  # fmt: skip
+    low.emit(KernelKey("moe", "make_sum", (op.weighted,)), node.rows, params,
              row_bytes=4 * (op.sort.n_used + 1) * node.cols)  # fmt: skip

@@ -11,7 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ikcli.backends.cpu.cell_places import CELLS, IN_CELLS, IN_ROWS, IN_WINDOW, WINDOW_CELLS
-from ikcli.backends.cpu.program import CpuLowering, Ref, Word, f32_bits
+from ikcli.backends.cpu.params_attention import (
+    BLOCK_SPACE,
+    MAX_ROWS,
+    SPLITS_PER_THREAD,
+    STAT_BYTES,
+    STATS_BYTES,
+    FlashParams,
+    FullParams,
+    KvRowsParams,
+    KvStoreParams,
+    KvStoreTransposedParams,
+    Part,
+)
+from ikcli.backends.cpu.params_layers import HadamardParams
+from ikcli.backends.cpu.program import CpuLowering, Ref
 from ikcli.backends.rules import Rules
 from ikcli.config import KV_TYPES
 from ikcli.errors import UnsupportedError
@@ -23,15 +37,10 @@ from ikcli.graph.ops_rows import Hadamard
 from ikcli.native import isa
 from ikcli.native.kernel_cache import KernelKey
 
-MAX_ROWS = 144  # rows of an attention task: kernels/attention_tasks.py
 FEW_ROWS = 8  # largest task of kernels/attention_few.py
 MOST_FEW_ROWS = 16  # ... of attention_stream.py with 512-bit vectors
 SCORE_TILE = 96  # positions of a tile of stored scores: kernels/attention_full.py
-_SLOTS_PER_THREAD = 4  # ... SPLITS_PER_THREAD
-_STAT_BYTES = 4 * MAX_ROWS  # kernels/attention_tasks.py
-_STATS_BYTES = 6 * _STAT_BYTES
 _NO_WINDOW = 2**31  # positions
-_BLOCK_SPACE = 2560  # kernels/pair_tiles.py
 RULES: Rules[CpuLowering] = Rules("the CPU backend", "it needs a newer ik")
 _MIN_SPLIT = {True: 64, False: 256}  # fewest positions of a part, for few rows and many
 
@@ -75,8 +84,9 @@ def _check_store(cache: Cache, cols: int, cache_offset: int) -> None:
 @RULES.add(Hadamard, "x n_head head_dim offset blocks")
 def lower_hadamard(low: CpuLowering, node: Node, op: Hadamard) -> None:
     """Rotation of heads in power-of-two blocks."""
-    low.emit(KernelKey("hadamard", "make_hadamard"), node.rows, low.out(op.x), low.out(node), op.n_head, op.head_dim,
-             op.offset, len(op.blocks), *op.blocks, row_bytes=16 * node.cols)  # fmt: skip
+    params = HadamardParams(x=low.out(op.x), out=low.out(node), heads=op.n_head, dim=op.head_dim, offset=op.offset,
+                            n_blocks=len(op.blocks), sizes=tuple(op.blocks))  # fmt: skip
+    low.emit(KernelKey("hadamard", "make_hadamard"), node.rows, params, row_bytes=16 * node.cols)
 
 
 @RULES.add(KvStore, "cache x offset n_cols cache_offset")
@@ -92,7 +102,9 @@ def lower_kv_store(low: CpuLowering, node: Node, op: KvStore) -> None:
             raise UnsupportedError(f"a transposed V cache cannot be of type {type_}; use f16 or flash attention (-fa)")
         first = cache_offset * low.n_cells * TYPES[cache.type].type_size
         key = KernelKey("kv", "make_kv_store_transposed", (type_,))
-        low.emit(key, node.rows, source, 4 * x.cols, cols, Ref(cache, first), low.n_cells)
+        transposed = KvStoreTransposedParams(x=source, stride=4 * x.cols, cols=cols, cache=Ref(cache, first),
+                                             n_cells=low.n_cells)  # fmt: skip
+        low.emit(key, node.rows, transposed)
         return
     _check_store(cache, cols, cache_offset)
     row_bytes = row_n_bytes(cache.type, cache.cols)
@@ -100,7 +112,9 @@ def lower_kv_store(low: CpuLowering, node: Node, op: KvStore) -> None:
     # making blocks takes longer than moving bytes
     moved = (8 if TYPES[cache.type].block_size == 1 else 64) * cols
     cells = WINDOW_CELLS if cache.per is Per.WINDOW else CELLS
-    low.emit(key, node.rows, source, 4 * x.cols, cols, Ref(cache), row_bytes, cache_offset, cells, row_bytes=moved)
+    params = KvStoreParams(x=source, stride=4 * x.cols, cols=cols, cache=Ref(cache), row_bytes=row_bytes,
+                           first=cache_offset, cells=cells)  # fmt: skip
+    low.emit(key, node.rows, params, row_bytes=moved)
 
 
 @RULES.add(KvRows, "cache offset n_cols")
@@ -112,23 +126,30 @@ def lower_kv_rows(low: CpuLowering, node: Node, op: KvRows) -> None:
     _check_blocks(cache, op.offset, node.cols)
     key = KernelKey("kv", "make_kv_rows", (_type_name(cache.type),))
     row_bytes = row_n_bytes(cache.type, cache.cols)
-    low.emit(key, node.rows, Ref(cache), row_bytes, op.offset, node.cols, low.out(node))
+    params = KvRowsParams(cache=Ref(cache), row_bytes=row_bytes, first=op.offset, cols=node.cols, out=low.out(node))
+    low.emit(key, node.rows, params)
 
 
-def _part(low: CpuLowering, x: HeadSlice | None) -> tuple[str, list[Word]]:
-    """(element type, parameter words) of a part; see PARTS in kernels/attention_tasks.py."""
+_ABSENT = Part(at=0, row_bytes=0, offset=0, head_stride=0, width=0, place=0)
+
+
+def _part(low: CpuLowering, x: HeadSlice | None) -> tuple[str, Part]:
+    """(element type, parameters) of a part."""
     if x is None:
-        return "", [0] * 6
+        return "", _ABSENT
     if isinstance(x.source, Node):
+        type_, at, row_bytes = "f32", low.out(x.source), 4 * x.source.cols
         place = IN_ROWS if x.source.rows.symbol is Rows.KV else IN_CELLS
-        return "f32", [low.out(x.source), 4 * x.source.cols, x.offset, x.head_stride, x.width, place]
-    cache = x.source
-    if cache.transposed and cache.per is Per.WINDOW:
-        raise UnsupportedError("transposed caches keep all positions; use flash attention (-fa)")
-    _check_blocks(cache, x.offset, x.width, x.head_stride)
-    row_bytes = row_n_bytes(cache.type, low.n_cells if cache.transposed else cache.cols)
-    return _type_name(cache.type), [Ref(cache), row_bytes, x.offset, x.head_stride, x.width,
-                                     IN_WINDOW if cache.per is Per.WINDOW else IN_CELLS]  # fmt: skip
+    else:
+        cache = x.source
+        if cache.transposed and cache.per is Per.WINDOW:
+            raise UnsupportedError("transposed caches keep all positions; use flash attention (-fa)")
+        _check_blocks(cache, x.offset, x.width, x.head_stride)
+        type_, at = _type_name(cache.type), Ref(cache)
+        row_bytes = row_n_bytes(cache.type, low.n_cells if cache.transposed else cache.cols)
+        place = IN_WINDOW if cache.per is Per.WINDOW else IN_CELLS
+    return type_, Part(at=at, row_bytes=row_bytes, offset=x.offset, head_stride=x.head_stride, width=x.width,
+                       place=place)  # fmt: skip
 
 
 def _chunks(*parts: HeadSlice) -> int:
@@ -154,13 +175,15 @@ def _view_chunk(k: tuple[HeadSlice, ...], v: HeadSlice, pairs: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """What q, k and v of an attention node are made of: element types and parameter words, and what the node asks for
-    beyond causal attention: letters (kernels/attention_tasks.py) and words."""
+    """What q, k and v of an attention node are made of: element types and parts, and what the node asks for beyond
+    causal attention: letters (kernels/attention_tasks.py)."""
 
     k_types: str
     v_type: str
     more: str
-    words: list[Word]
+    q: tuple[Part, Part]
+    k: tuple[Part, Part]
+    v: Part
 
     @classmethod
     def of(cls, low: CpuLowering, node: Node, op: Attention) -> _Sources:
@@ -169,15 +192,14 @@ class _Sources:
             raise UnsupportedError(
                 f"{node.name}: heads are made of one or two parts, the first of a multiple of 16 columns"
             )
-        parts = [_part(low, x) for x in (*q, *[None] * (2 - len(q)), *k, *[None] * (2 - len(k)), v)]
-        k_types = "+".join(t for t, _ in parts[2:4] if t)
+        (_, q0), (_, q1), (t0, k0), (t1, k1), (v_type, v_part) = (
+            _part(low, x) for x in (*q, *[None] * (2 - len(q)), *k, *[None] * (2 - len(k)), v)
+        )
         letters = {"w": op.window or op.chunk, "s": op.sinks, "c": op.softcap}
         if op.sinks is not None and op.sinks.type is not GGMLType.F32:
             raise UnsupportedError(f"{op.sinks.name}: sinks are of type f32, not {TYPES[op.sinks.type].name}")
-        words: list[Word] = [op.window or _NO_WINDOW, op.chunk or _NO_WINDOW,
-                             low.weight(op.sinks) if op.sinks else 0, f32_bits(op.softcap)]  # fmt: skip
-        words += [w for _, of_part in parts for w in of_part]
-        return cls(k_types, parts[4][0], "".join(x for x, used in letters.items() if used), words)
+        more = "".join(x for x, used in letters.items() if used)
+        return cls("+".join(filter(None, (t0, t1))), v_type, more, (q0, q1), (k0, k1), v_part)
 
     def key(self, module: str, factory: str, *args: int | str, letters: str = "wsc") -> KernelKey:
         """A kernel, made for those of these letters that the node needs."""
@@ -261,20 +283,26 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     v_bytes = 0 if stream or view >= 0 else 64 * v_chunks * (tile + 1)
     s_bytes = 4 * max(rows, per_task * m if stream else 0) * (tile + 16)
     if pairs:  # K in pairs of columns, 16 rows of f32, 3 numbers per position, 2 per row; V in pairs of positions
-        k_bytes = 64 * ((k_chunks + 1) // 2) * (tile + 1) + 16 * 64 * max(k_chunks, v_chunks) + _BLOCK_SPACE
+        k_bytes = 64 * ((k_chunks + 1) // 2) * (tile + 1) + 16 * 64 * max(k_chunks, v_chunks) + BLOCK_SPACE
         k_bytes += 12 * tile + 8 * rows
         v_bytes = 64 * v_chunks * (tile // 2 + 1)
         s_bytes *= 2 if view >= 0 else 1
-    at, scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, s_bytes, o_bytes, per_task * _STATS_BYTES)
-    slot_bytes = 2 * _STAT_BYTES + 64 * v_chunks * rows
+    at, scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, s_bytes, o_bytes, per_task * STATS_BYTES)
+    _, k_at, v_at, s_at, o_at, stats_at = at
+    slot_bytes = 2 * STAT_BYTES + 64 * v_chunks * rows
     scratch = low.buffer(low.n_threads * scratch_bytes)
-    n_slots = _SLOTS_PER_THREAD * low.n_threads * per_task
+    n_slots = SPLITS_PER_THREAD * low.n_threads * per_task
     slots = low.buffer(max(n_slots, units) * low.max_rows[Rows.TOKENS] * slot_bytes if low.independent
                        else n_slots * slot_bytes)  # fmt: skip
-    words: list[Word] = [low.out(node), 4 * node.cols, 0, units, heads, group, block, tile,
-                         f32_bits(op.scale), k_chunks, v.width, max(view, 0), scratch, scratch_bytes,
-                         *at[1:], slots, slot_bytes, per_task, _MIN_SPLIT[few], q_unit, o_unit,
-                         int(low.independent)]  # fmt: skip
+    params = FlashParams(
+        out=low.out(node), out_stride=4 * node.cols, first_head=0, units=units, unit_heads=heads, group=group,
+        block=block, tile=tile, scale=op.scale, k_chunks=k_chunks, v_cols=v.width, scratch=scratch,
+        scratch_bytes=scratch_bytes, k_at=k_at, v_at=v_at, s_at=s_at, window=op.window or _NO_WINDOW,
+        chunk=op.chunk or _NO_WINDOW, sinks=low.weight(op.sinks) if op.sinks else 0, cap=op.softcap, q=sources.q,
+        k=sources.k, v=sources.v, v_chunk=max(view, 0), o_at=o_at, stats_at=stats_at, slots=slots,
+        slot_bytes=slot_bytes, q_unit=q_unit, o_unit=o_unit, units_per_task=per_task, min_split=_MIN_SPLIT[few],
+        independent=int(low.independent),
+    )  # fmt: skip
     types = (sources.k_types, "view" if view >= 0 else sources.v_type)
     if stream:
         key = sources.key("attention_stream", "make_flash_stream", sources.k_types, sources.v_type, m)
@@ -286,10 +314,10 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
         key = sources.key("attention_pairs", "make_flash_pairs", *types, _staging(sources, k, v))
     else:
         key = sources.key("attention", "make_flash_attn", *types)
-    low.emit(key, node.rows, *words, *sources.words)
+    low.emit(key, node.rows, params)
     if low.n_threads > 1:
         # never left to one thread: it finds the parts by the number of threads
-        low.emit(sources.key("attention", "make_combine", letters="w"), node.rows, *words, *sources.words)
+        low.emit(sources.key("attention", "make_combine", letters="w"), node.rows, params)
 
 
 @RULES.add(Attn, _FIELDS + " heads_per_step")
@@ -312,16 +340,21 @@ def _attn_step(low: CpuLowering, node: Node, op: Attn, first: int, n_heads: int,
     rows = -(-min(block, low.max_rows[Rows.TOKENS]) * heads // 16) * 16
     k_chunks, tile = _chunks(*op.k), SCORE_TILE
     # Q or P; K tile; transposed K tile or V tile; products (with 16 spare rows)
-    at, scratch_bytes = _regions(64 * (rows + 1) * max(k_chunks, tile // 16), 64 * k_chunks * (tile + 1),
-                                 4 * tile * max(16 * k_chunks, SCORE_TILE), 4 * (rows + 16) * tile)  # fmt: skip
+    q_bytes, k_bytes = 64 * (rows + 1) * max(k_chunks, tile // 16), 64 * k_chunks * (tile + 1)
+    v_bytes, product_bytes = 4 * tile * max(16 * k_chunks, SCORE_TILE), 4 * (rows + 16) * tile
+    (_, k_at, v_at, s_at), scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, product_bytes)
     scratch = low.buffer(low.n_threads * scratch_bytes)
-    words: list[Word] = [low.out(node), 4 * node.cols, first, n_heads // heads, heads, group, block, tile,
-                         f32_bits(op.scale), k_chunks, v.width, low.max_rows[Rows.TOKENS],
-                         scratch, scratch_bytes, *at[1:], 0, 0, scores, 4 * scores_cols, 0, 0, 0, 0, 0]  # fmt: skip
+    params = FullParams(
+        out=low.out(node), out_stride=4 * node.cols, first_head=first, units=n_heads // heads, unit_heads=heads,
+        group=group, block=block, tile=tile, scale=op.scale, k_chunks=k_chunks, v_cols=v.width, scratch=scratch,
+        scratch_bytes=scratch_bytes, k_at=k_at, v_at=v_at, s_at=s_at, window=op.window or _NO_WINDOW,
+        chunk=op.chunk or _NO_WINDOW, sinks=low.weight(op.sinks) if op.sinks else 0, cap=op.softcap, q=sources.q,
+        k=sources.k, v=sources.v, score_rows=low.max_rows[Rows.TOKENS], scores=scores, score_bytes=4 * scores_cols,
+    )  # fmt: skip
     transposed = isinstance(v.source, Cache) and v.source.transposed
     for key in (
         sources.key("attention_full", "make_kq", sources.k_types, letters="w"),
         sources.key("attention_full", "make_soft_max"),
         sources.key("attention_full", "make_kqv", sources.v_type, int(transposed), letters="w"),
     ):
-        low.emit(key, node.rows, *words, *sources.words)
+        low.emit(key, node.rows, params)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.backends.cpu.params import HEAD, Params
+from ikcli.backends.cpu.params_peaks import SCRATCH_BYTES, ProductsParams, ReadParams
 from ikcli.native import isa
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.native.kernel_library import native_function, shared_library
@@ -21,7 +23,6 @@ from ikcli.native.kernel_library import native_function, shared_library
 OPS = {"f32": 2, "bf16": 4, "i16": 4, "i8": 8}
 """Kind of products -> multiplications and additions of one of the LANES."""
 LANES, CHAINS = 16, 24  # of an iteration of the kernel
-_SCRATCH = 256
 _NEEDS = {"bf16": {"avx512bf16"}, "i16": {"avx512vnni"}}
 _ITERATIONS = 400_000
 
@@ -32,9 +33,9 @@ def product_peak(kind: str, threads: int, clock: Clock = time.perf_counter, repe
     """Multiplications and additions per second of all threads; kind: one of OPS. 0 if the CPU lacks them."""
     if not _NEEDS.get(kind, set()) <= isa.current().features:
         return 0.0
-    scratch = np.zeros(_SCRATCH * threads, np.uint8)
+    scratch = np.zeros(SCRATCH_BYTES * threads, np.uint8)
     key = KernelKey("peaks", "make_products", (kind,))
-    seconds = _shortest(key, (_ITERATIONS, scratch.ctypes.data), threads, repeat, clock)
+    seconds = _shortest(key, ProductsParams(n=_ITERATIONS, scratch=scratch.ctypes.data), threads, repeat, clock)
     return OPS[kind] * CHAINS * LANES * _ITERATIONS * threads / seconds
 
 
@@ -43,22 +44,22 @@ def read_peak(threads: int, n_bytes: int = 1 << 29, cpus: Sequence[frozenset[int
 
     Each thread fills the part that it reads, so that it is on its own node.
     """
-    n_bytes = n_bytes // _SCRATCH * _SCRATCH
-    data, scratch = np.empty(n_bytes, np.uint8), np.zeros(_SCRATCH * threads, np.uint8)
-    words = (data.ctypes.data, n_bytes, scratch.ctypes.data)
+    n_bytes = n_bytes // SCRATCH_BYTES * SCRATCH_BYTES
+    data, scratch = np.empty(n_bytes, np.uint8), np.zeros(SCRATCH_BYTES * threads, np.uint8)
+    params = ReadParams(data=data.ctypes.data, n_bytes=n_bytes, scratch=scratch.ctypes.data)
     key = KernelKey("peaks", "make_read")
-    return n_bytes / _shortest(key, words, threads, repeat, time.perf_counter, cpus, data)
+    return n_bytes / _shortest(key, params, threads, repeat, time.perf_counter, cpus, data)
 
 
 def _shortest(
-    key: KernelKey, words: tuple[int, ...], threads: int, repeat: int, clock: Clock,
+    key: KernelKey, params: Params, threads: int, repeat: int, clock: Clock,
     cpus: Sequence[frozenset[int]] = (), data: npt.NDArray[np.uint8] | None = None,
 ) -> float:  # fmt: skip
     """Seconds of the fastest run."""
     shared_library().require([key])
     kernel = native_function(shared_library()[key], 3)
-    params = np.array([0, 0, 0, *words], np.int64)
-    at = params.ctypes.data
+    words = np.array([*[0] * len(HEAD), *params.words], np.int64)
+    at = words.ctypes.data
     if threads == 1 and not cpus:  # here, so that a clock of this thread counts it
         if data is not None:
             data[:] = 1
@@ -75,8 +76,8 @@ def _shortest(
         if cpus and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, cpus[ith])
         if data is not None:
-            n = len(data) // _SCRATCH
-            data[_SCRATCH * (n * ith // threads) : _SCRATCH * (n * (ith + 1) // threads)] = 1
+            n = len(data) // SCRATCH_BYTES
+            data[SCRATCH_BYTES * (n * ith // threads) : SCRATCH_BYTES * (n * (ith + 1) // threads)] = 1
         for i in range(repeat):
             gate.wait()
             spans[ith, i, 0] = clock()

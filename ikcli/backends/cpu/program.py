@@ -7,12 +7,12 @@ everything is known that a memory report needs, and nothing has been allocated.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from ikcli.backends.cpu.params import Params, Word
 from ikcli.backends.lowering import Buffers, Ref, buffer_index
 from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.rules import Rules
@@ -24,8 +24,6 @@ from ikcli.native.kernel_library import KernelLibrary
 INDEPENDENT_ROWS = 8  # rows up to which an `independent` program keeps its promise
 FEW_ROWS = 4  # a row of weights is decoded once for as many
 ENTRY_WORDS = 4  # of the table that kernels/executor.py walks
-
-Word = int | Ref
 
 
 @dataclass(slots=True)
@@ -76,22 +74,11 @@ class CpuLowering(Buffers):
         """The weight's data, at its first row."""
         return Ref(w.name, w.row0 * row_bytes)
 
-    def emit(self, kernel: KernelKey, rows: RowSpec, *words: Word, row_bytes: int = 0) -> None:
-        """Append a kernel call; words become params[3:]. `row_bytes`: see Op."""
+    def emit(self, kernel: KernelKey, rows: RowSpec, params: Params, row_bytes: int = 0) -> None:
+        """Append a kernel call. `row_bytes`: see KernelCall."""
         assert self._current is not None
-        self.ops.append(KernelCall(kernel, [STATE_INDEX[rows.symbol], rows.factor, *words], self._current, row_bytes))
-
-
-def f32_bits(x: float) -> int:
-    """A float32 as the low half of a parameter word."""
-    bits: int = struct.unpack("<I", struct.pack("<f", x))[0]
-    return bits
-
-
-def f64_bits(x: float) -> int:
-    """A float64 as a parameter word."""
-    bits: int = struct.unpack("<q", struct.pack("<d", x))[0]
-    return bits
+        words = [STATE_INDEX[rows.symbol], rows.factor, *params.words]  # behind the address of the state block
+        self.ops.append(KernelCall(kernel, words, self._current, row_bytes))
 
 
 class CpuProgram:

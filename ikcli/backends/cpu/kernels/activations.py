@@ -16,8 +16,10 @@ import math
 import numpy as np
 
 from ikcli.backends.cpu.kernels.basic import copy_f32
-from ikcli.backends.cpu.kernels.common import n_rows, word
+from ikcli.backends.cpu.kernels.common import n_rows
 from ikcli.backends.cpu.kernels.pair_codes import NORM, TOP, rounded
+from ikcli.backends.cpu.kernels.records import kernel
+from ikcli.backends.cpu.params_products import ConvertParams, GatherParams
 from ikcli.backends.cpu.tile_modes import PAIRS_BLOCK, PAIRS_PART
 from ikcli.native import isa
 from ikcli.native.jit import inline
@@ -169,16 +171,14 @@ _SPANS = {
 
 
 def make_convert(kind):
-    """Row r*heads + h of the output is columns offset + h*head_stride .. +k of row r.
-
-    params: 3 x, 4 row bytes of x, 5 offset (bytes), 6 heads, 7 head stride (bytes), 8 k, 9 out, 10 out row bytes.
-    """
+    """Row r*heads + h of the output is columns offset + h*head_stride .. +k of row r."""
     span, unit = _SPANS[kind]
 
+    @kernel(ConvertParams)
     def convert(params, ith, nth):
-        x, stride, heads, head_stride = word(params, 3), word(params, 4), word(params, 6), word(params, 7)
-        k, out, out_stride = word(params, 8), word(params, 9), word(params, 10)
-        x += word(params, 5)
+        x, stride, heads, head_stride = params.x, params.stride, params.heads, params.head_stride
+        k, out, out_stride = params.k, params.out, params.out_stride
+        x += params.offset
         units = (k + unit - 1) // unit
         rows = n_rows(params) * heads
         lo, hi = rows * units * ith // nth, rows * units * (ith + 1) // nth
@@ -193,14 +193,14 @@ def make_convert(kind):
 
 
 def make_gather(kind):
-    """Rows in expert order: params: 3 x, 4 row bytes of x, 5 order (i64), 6 slots per row, 7 k, 8 out, 9 out row bytes,
-    10 address of the number of sorted rows."""
+    """Rows in expert order."""
     span, unit = _SPANS[kind]
 
+    @kernel(GatherParams)
     def gather(params, ith, nth):
-        x, stride, order, n_used = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
-        k, out, out_stride = word(params, 7), word(params, 8), word(params, 9)
-        n = ld_i64(word(params, 10))
+        x, stride, order, n_used = params.x, params.stride, params.order, params.n_used
+        k, out, out_stride = params.k, params.out, params.out_stride
+        n = ld_i64(params.n_sorted)
         for r in range(n * ith // nth, n * (ith + 1) // nth):
             span(x + ld_i64(order + 8 * r) // n_used * stride, out + r * out_stride, k, 0, (k + unit - 1) // unit)
 

@@ -21,41 +21,12 @@ from ikcli.backends.cpu.kernels.attention_sight import (
 )
 from ikcli.backends.cpu.kernels.attention_tasks import (
     CORRECTION,
-    FIRST_HEAD,
-    GROUP,
-    K0,
-    K1,
-    K_AT,
-    K_CHUNKS,
     LIMIT,
     LOWEST,
-    O_AT,
-    OUT,
-    OUT_STRIDE,
-    PART_ADDRESS,
-    PART_HEAD_STRIDE,
-    PART_OFFSET,
-    PART_ROW_BYTES,
-    PART_WIDTH,
-    PART_WORDS,
-    Q0,
-    S_AT,
-    SCALE,
-    SCRATCH,
-    SCRATCH_BYTES,
-    SLOT_BYTES,
-    SLOTS,
-    STAT_BYTES,
-    STATS_AT,
-    TILE,
-    UNIT_HEADS,
-    V0,
-    V_AT,
-    V_CHUNK,
-    V_COLS,
     L,
     M,
     find_task,
+    kv_head_of,
     make_first_seen,
     n_base_tasks,
     n_splits,
@@ -64,8 +35,9 @@ from ikcli.backends.cpu.kernels.attention_tasks import (
     split_length,
     tile_chunk,
 )
-from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work, word
+from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work
 from ikcli.backends.cpu.kernels.kv import make_prefetch_row, make_stage
+from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.kernels.sgemm import (
     CHUNK_ROW,
     MAX_VECTORS,
@@ -73,6 +45,7 @@ from ikcli.backends.cpu.kernels.sgemm import (
     make_rows_product,
     transpose16,
 )
+from ikcli.backends.cpu.params_attention import STAT_BYTES, FlashParams
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.math import vexp_fast
 from ikcli.native.simd.vec import (
@@ -104,7 +77,7 @@ def make_stage_part(type_):
     @inline
     def stage_part(params, part, segment, kv_head, dst, chunk_bytes, position, n):
         row, element = part_row(params, part, segment, kv_head)
-        stride, width = word(params, part + PART_ROW_BYTES), word(params, part + PART_WIDTH)
+        stride, width = part.row_bytes, part.width
         row += position * stride
         for i in range(n):
             prefetch_row(row + AHEAD * stride, element, width)
@@ -122,16 +95,16 @@ def make_stage_k(k_types):
 
         @inline
         def stage_k(params, segment, kv_head, dst, chunk_bytes, position, n):
-            first(params, K0, segment, kv_head, dst, chunk_bytes, position, n)
+            first(params, params.k[0], segment, kv_head, dst, chunk_bytes, position, n)
 
         return stage_k
     second = make_stage_part(types[1])
 
     @inline
     def stage_k2(params, segment, kv_head, dst, chunk_bytes, position, n):
-        first(params, K0, segment, kv_head, dst, chunk_bytes, position, n)
-        dst += (word(params, K0 + PART_WIDTH) + 15) // 16 * chunk_bytes
-        second(params, K1, segment, kv_head, dst, chunk_bytes, position, n)
+        first(params, params.k[0], segment, kv_head, dst, chunk_bytes, position, n)
+        dst += (params.k[0].width + 15) // 16 * chunk_bytes
+        second(params, params.k[1], segment, kv_head, dst, chunk_bytes, position, n)
 
     return stage_k2
 
@@ -142,14 +115,14 @@ def make_stage_v(v_type):
 
         @inline
         def stage_v(params, segment, kv_head, k, v, chunk_bytes, position, n):
-            return k + word(params, V_CHUNK) * chunk_bytes
+            return k + params.v_chunk * chunk_bytes
 
     else:
         stage_part = make_stage_part(v_type)
 
         @inline
         def stage_v(params, segment, kv_head, k, v, chunk_bytes, position, n):
-            stage_part(params, V0, segment, kv_head, v, chunk_bytes, position, n)
+            stage_part(params, params.v, segment, kv_head, v, chunk_bytes, position, n)
             return v
 
     return stage_v
@@ -161,19 +134,18 @@ _stage_f32, _prefetch_f32 = make_stage("f32"), make_prefetch_row("f32")
 @inline
 def q_columns(params, part, token, unit, row):
     """Address of one row of the task (token * heads + head) in a part of Q."""
-    heads = word(params, UNIT_HEADS)
-    head = word(params, FIRST_HEAD) + unit * heads + row % heads
-    element = word(params, part + PART_OFFSET) + head * word(params, part + PART_HEAD_STRIDE)
-    return (
-        word(params, part + PART_ADDRESS) + (token + row // heads) * word(params, part + PART_ROW_BYTES) + 4 * element
-    )
+    heads = params.unit_heads
+    head = params.first_head + unit * heads + row % heads
+    element = part.offset + head * part.head_stride
+    return part.at + (token + row // heads) * part.row_bytes + 4 * element
 
 
 @inline
 def stage_q(params, token, unit, row, dst, chunk_bytes):
     """One row of the task as chunks, not yet scaled."""
-    for part in range(Q0, K0, PART_WORDS):
-        width = word(params, part + PART_WIDTH)
+    for i in range(2):
+        part = params.q[i]
+        width = part.width
         _stage_f32(dst, chunk_bytes, q_columns(params, part, token, unit, row), 0, width)
         dst += (width + 15) // 16 * chunk_bytes
 
@@ -182,15 +154,16 @@ def stage_q(params, token, unit, row, dst, chunk_bytes):
 def prefetch_q(params, token, unit, first, end):
     """Ask for the rows [first, end) of the task."""
     for row in range(first, end):
-        for part in range(Q0, K0, PART_WORDS):
-            _prefetch_f32(q_columns(params, part, token, unit, row), 0, word(params, part + PART_WIDTH))
+        for i in range(2):
+            part = params.q[i]
+            _prefetch_f32(q_columns(params, part, token, unit, row), 0, part.width)
 
 
 @inline
 def pack_q(params, token, unit, rows, q, tmp):
     """q[column][row] = scale * Q, zeros in the rows that fill the last vector."""
-    vectors, chunks = (rows + 15) >> 4, word(params, K_CHUNKS)
-    scale = splat_f32x16(ld_f32(params + 8 * SCALE))
+    vectors, chunks = (rows + 15) >> 4, params.k_chunks
+    scale = splat_f32x16(params.scale)
     for v in range(vectors):
         prefetch_q(params, token, unit, 16 * v + 16, min(16 * v + 32, rows))
         for r in range(16):
@@ -290,13 +263,13 @@ def make_soft_max_column(more):
 @inline
 def write_chunk(params, token, unit, rows, v, chunk, o, stride, sums, tmp):
     """16 columns of up to 16 rows (vector v) of o[column][row], over their sums, to the node's output."""
-    heads, cols = word(params, UNIT_HEADS), word(params, V_COLS)
+    heads, cols = params.unit_heads, params.v_cols
     transpose16(o + 16 * chunk * stride + 64 * v, stride, tmp, 64)
     n = min(16, cols - 16 * chunk)
     for r in range(min(16, rows - 16 * v)):
         row = 16 * v + r
-        head = word(params, FIRST_HEAD) + unit * heads + row % heads
-        dst = word(params, OUT) + (token + row // heads) * word(params, OUT_STRIDE) + 4 * (head * cols + 16 * chunk)
+        head = params.first_head + unit * heads + row % heads
+        dst = params.out + (token + row // heads) * params.out_stride + 4 * (head * cols + 16 * chunk)
         x = vmul(load_f32x16(tmp + 64 * r), splat_f32x16(_F1 / ld_f32(sums + 4 * row)))
         if n == 16:
             store_f32x16(dst, x)
@@ -307,7 +280,7 @@ def write_chunk(params, token, unit, rows, v, chunk, o, stride, sums, tmp):
 @inline
 def write_rows(params, token, unit, rows, o, stride, sums, tmp):
     for v in range((rows + 15) >> 4):
-        for chunk in range((word(params, V_COLS) + 15) >> 4):
+        for chunk in range((params.v_cols + 15) >> 4):
             write_chunk(params, token, unit, rows, v, chunk, o, stride, sums, tmp)
 
 
@@ -323,9 +296,9 @@ def write_slot(slot, stats, o, o_bytes):
 @inline
 def next_k(params, segment, kv_head, position, otherwise):
     """Address of K's row at a position if all of the row is K, and so are those that follow."""
-    row, _ = part_row(params, K0, segment, kv_head)
-    whole = word(params, K0 + PART_HEAD_STRIDE) == 0
-    return row + position * word(params, K0 + PART_ROW_BYTES) if whole else otherwise
+    row, _ = part_row(params, params.k[0], segment, kv_head)
+    whole = params.k[0].head_stride == 0
+    return row + position * params.k[0].row_bytes if whole else otherwise
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -348,19 +321,20 @@ def make_flash(pack, stage, weigh, add, more):
                 weigh(params, wide, q, k, s, 64 * vectors, stats, 64 * at, seen, tile)
                 add(params, wide, v, s, 64 * vectors, o, stats, 64 * at, seen, ask)
 
+    @kernel(FlashParams)
     def flash_attn(params, ith, nth):
         n_base = n_base_tasks(params)
         splits = n_splits(params, n_base, nth)
-        heads, tile = word(params, UNIT_HEADS), word(params, TILE)
-        q = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
-        k, v, s = q + word(params, K_AT), q + word(params, V_AT), q + word(params, S_AT)
-        o, stats = q + word(params, O_AT), q + word(params, STATS_AT)
+        heads, tile = params.unit_heads, params.tile
+        q = params.scratch + ith * params.scratch_bytes
+        k, v, s = q + params.k_at, q + params.v_at, q + params.s_at
+        o, stats = q + params.o_at, q + params.stats_at
         while True:
             task = next_work(params, 1)
             if task >= n_base * splits:
                 break
             segment, first, n_tokens, unit = find_task(params, task // splits)
-            kv_head = (word(params, FIRST_HEAD) + unit * heads) // word(params, GROUP)
+            kv_head = kv_head_of(params, unit)
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             position = segment_word(segment, SEG_POS) + first
             origin = first_seen(params, position)
@@ -371,7 +345,7 @@ def make_flash(pack, stage, weigh, add, more):
             if begin >= end:
                 continue
             stride = 64 * ((rows + 15) >> 4)
-            o_bytes = stride * ((word(params, V_COLS) + 15) & ~15)
+            o_bytes = stride * ((params.v_cols + 15) & ~15)
             pack(params, token, unit, rows, q, k)
             start_rows(params, unit, rows, position, stats, o, o_bytes, begin == 0)
             begin += origin
@@ -384,7 +358,7 @@ def make_flash(pack, stage, weigh, add, more):
             if length >= n_positions:
                 write_rows(params, token, unit, rows, o, stride, stats + L, s)
             else:
-                write_slot(word(params, SLOTS) + task * word(params, SLOT_BYTES), stats, o, o_bytes)
+                write_slot(params.slots + task * params.slot_bytes, stats, o, o_bytes)
 
     return flash_attn
 
@@ -401,13 +375,13 @@ def make_flash_attn(k_types, v_type, more=""):
 
     @inline
     def weigh(params, wide, q, k, s, stride, stats, x, n, tile):
-        rows_product(wide, k, tile_chunk(params), n, q + x, stride, word(params, K_CHUNKS), s + x, stride)
+        rows_product(wide, k, tile_chunk(params), n, q + x, stride, params.k_chunks, s + x, stride)
         for i in range(x, x + 64 * wide, 64):
             soft_max_column(params, s + i, stride, n, tile, stats + i)
 
     @inline
     def add(params, wide, v, s, stride, o, stats, x, n, ask):
-        chunk_bytes, chunks, factors = tile_chunk(params), (word(params, V_COLS) + 15) >> 4, stats + CORRECTION + x
+        chunk_bytes, chunks, factors = tile_chunk(params), (params.v_cols + 15) >> 4, stats + CORRECTION + x
         columns_product(wide, v, chunk_bytes, chunks, s + x, stride, n, o + x, stride, factors, ask)
 
     return make_flash(pack_q, stage, weigh, add, more)
@@ -435,14 +409,15 @@ def make_combine(more=""):
     """Merges the parts of split tasks; nothing to do where flash_attn did not split. Same parameters."""
     first_seen = make_first_seen(more)
 
+    @kernel(FlashParams)
     def combine(params, ith, nth):
         n_base = n_base_tasks(params)
         splits = n_splits(params, n_base, nth)
         if splits == 1:
             return
-        heads, slot_bytes = word(params, UNIT_HEADS), word(params, SLOT_BYTES)
-        tmp = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
-        v_chunks = (word(params, V_COLS) + 15) >> 4
+        heads, slot_bytes = params.unit_heads, params.slot_bytes
+        tmp = params.scratch + ith * params.scratch_bytes
+        v_chunks = (params.v_cols + 15) >> 4
         for item in range(n_base * v_chunks * ith // nth, n_base * v_chunks * (ith + 1) // nth):
             task, chunk = item // v_chunks, item % v_chunks
             segment, first, n_tokens, unit = find_task(params, task)
@@ -453,7 +428,7 @@ def make_combine(more=""):
                 continue
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             stride = 64 * ((rows + 15) >> 4)
-            slot = word(params, SLOTS) + task * splits * slot_bytes
+            slot = params.slots + task * splits * slot_bytes
             parts = (n_positions + length - 1) // length
             for v in range(stride >> 6):
                 merge_chunk(slot, slot_bytes, parts, v, chunk, stride, tmp + 2048, tmp)

@@ -10,16 +10,7 @@ import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.attention_tasks import (
-    K0,
-    PART_ROW_BYTES,
-    V0,
-    V_CHUNK,
-    V_COLS,
-    part_row,
-    tile_chunk,
-)
-from ikcli.backends.cpu.kernels.common import word
+from ikcli.backends.cpu.kernels.attention_tasks import k_part, part_row, tile_chunk, v_part
 from ikcli.backends.cpu.kernels.pair_codes import TINY, lane_scales, rounded
 from ikcli.backends.cpu.kernels.pair_tiles import (
     ROWS,
@@ -204,18 +195,19 @@ def store_v_rows(params, x, y, n_blocks, x_shares, y_shares, k, v):
 def store_both_rows(params, x, y, n_blocks, x_shares, y_shares, k, v):
     """V is the end of K's rows."""
     k_chunk, v_chunk = tile_chunk(params), pair_chunk(params)
-    before, inside = word(params, V_CHUNK) >> 1, word(params, V_COLS) >> 5
+    before, inside = params.v_chunk >> 1, params.v_cols >> 5
     _store_k(x, y, before, x_shares, y_shares, k, k_chunk, v, 0)
     at, share, k = _BLOCK * before, 4 * before, k + before * k_chunk
     _store_both(x + at, y + at, inside, x_shares + share, y_shares + share, k, k_chunk, v, v_chunk)
 
 
-def _make_stage_part(part, columns, store_rows, scales_of):
+def _make_stage_part(part_of, columns, store_rows, scales_of):
     """stage(params, segment, kv_head, k, v, position, n): n rows of a part, `columns(params)` wide."""
 
     @merge
     def stage(params, segment, kv_head, k, v, position, n):
-        n_blocks, stride = columns(params) >> 5, word(params, part + PART_ROW_BYTES)
+        part = part_of(params)
+        n_blocks, stride = columns(params) >> 5, part.row_bytes
         row, element = part_row(params, part, segment, kv_head)
         row += position * stride + (element >> 5) * _BLOCK
         wide = (n_blocks + 15) & ~15
@@ -241,6 +233,6 @@ def _make_stage_part(part, columns, store_rows, scales_of):
 def make_stage_codes(v_type):
     """stage(params, segment, kv_head, k, v, position, n): both tiles of n positions; returns the address of V."""
     if v_type == "view":
-        return make_both(_make_stage_part(K0, k_columns, store_both_rows, k_scales))
-    stage_k = _make_stage_part(K0, k_columns, store_k_rows, k_scales)
-    return make_both(stage_k, _make_stage_part(V0, v_columns, store_v_rows, v_scales))
+        return make_both(_make_stage_part(k_part, k_columns, store_both_rows, k_scales))
+    stage_k = _make_stage_part(k_part, k_columns, store_k_rows, k_scales)
+    return make_both(stage_k, _make_stage_part(v_part, v_columns, store_v_rows, v_scales))

@@ -16,34 +16,12 @@ from ikcli.backends.cpu.kernels.attention_sight import load_cap, make_capped, ma
 from ikcli.backends.cpu.kernels.attention_tasks import (
     CORRECTION,
     FIRST,
-    FIRST_HEAD,
-    GROUP,
-    K_AT,
-    K_CHUNKS,
     LIMIT,
     LOWEST,
-    O_AT,
-    O_UNIT,
-    OUT,
-    OUT_STRIDE,
-    Q_UNIT,
-    S_AT,
-    SCALE,
-    SCRATCH,
-    SCRATCH_BYTES,
-    SLOT_BYTES,
-    SLOTS,
-    STAT_BYTES,
-    STATS_AT,
-    STATS_BYTES,
-    TILE,
-    UNIT_HEADS,
-    UNITS,
-    V_AT,
-    V_COLS,
     L,
     M,
     find_task,
+    kv_head_of,
     make_first_seen,
     n_base_tasks,
     n_splits,
@@ -51,7 +29,8 @@ from ikcli.backends.cpu.kernels.attention_tasks import (
     split_length,
     tile_chunk,
 )
-from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work, word
+from ikcli.backends.cpu.kernels.common import SEG_POS, SEG_TOKEN, next_work
+from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.kernels.sgemm import (
     CHUNK_ROW,
     KINDS,
@@ -63,6 +42,7 @@ from ikcli.backends.cpu.kernels.sgemm import (
     sum_lanes,
     transpose16,
 )
+from ikcli.backends.cpu.params_attention import STAT_BYTES, STATS_BYTES, FlashParams
 from ikcli.native import isa
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.math import vexp_fast
@@ -282,8 +262,8 @@ def make_soft_max_tile(more):
 @inline
 def load_q(params, token, unit, rows, padded, q):
     """Scaled Q as chunks of `padded` rows, zeros in those beyond `rows`."""
-    chunks = word(params, K_CHUNKS)
-    scale = splat_f32x16(ld_f32(params + 8 * SCALE))
+    chunks = params.k_chunks
+    scale = splat_f32x16(params.scale)
     for r in range(rows):
         stage_q(params, token, unit, r, q + CHUNK_ROW * r, CHUNK_ROW * padded)
     for c in range(chunks):
@@ -295,10 +275,10 @@ def load_q(params, token, unit, rows, padded, q):
 @inline
 def write_few(params, token, unit, rows, o, o_stride, sums):
     """o[row][column] over the sums, to the node's output."""
-    heads, cols = word(params, UNIT_HEADS), word(params, V_COLS)
+    heads, cols = params.unit_heads, params.v_cols
     for r in range(rows):
-        head = word(params, FIRST_HEAD) + unit * heads + r % heads
-        dst = word(params, OUT) + (token + r // heads) * word(params, OUT_STRIDE) + 4 * head * cols
+        head = params.first_head + unit * heads + r % heads
+        dst = params.out + (token + r // heads) * params.out_stride + 4 * head * cols
         scale = splat_f32x16(_F1 / ld_f32(sums + 4 * r))
         for c in range(0, cols, 16):
             store_f32_first(dst + 4 * c, vmul(load_f32x16(o + r * o_stride + 4 * c), scale), min(16, cols - c))
@@ -316,7 +296,7 @@ def write_few_slot(slot, stats, o, o_stride):
 @inline
 def finish_unit(params, token, unit, rows, o, stats, slot):
     """Write a unit's output, or its part of it if there is a slot."""
-    o_stride = 64 * ((word(params, V_COLS) + 15) >> 4)
+    o_stride = 64 * ((params.v_cols + 15) >> 4)
     if slot == 0:
         write_few(params, token, unit, rows, o, o_stride, stats + L)
     else:
@@ -329,14 +309,15 @@ def make_flash_units(prepare, add_tile, more):
     """
     first_seen, start_rows = make_first_seen(more), make_start_rows(more)
 
+    @kernel(FlashParams)
     def flash_units(params, ith, nth):
-        n_base, units = n_base_tasks(params), word(params, UNITS)
+        n_base, units = n_base_tasks(params), params.units
         splits = n_splits(params, n_base, nth)
-        heads, tile = word(params, UNIT_HEADS), word(params, TILE)
-        q = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
-        k, v, s = q + word(params, K_AT), q + word(params, V_AT), q + word(params, S_AT)
-        o, stats = q + word(params, O_AT), q + word(params, STATS_AT)
-        q_unit, o_unit = word(params, Q_UNIT), word(params, O_UNIT)
+        heads, tile = params.unit_heads, params.tile
+        q = params.scratch + ith * params.scratch_bytes
+        k, v, s = q + params.k_at, q + params.v_at, q + params.s_at
+        o, stats = q + params.o_at, q + params.stats_at
+        q_unit, o_unit = params.q_unit, params.o_unit
         while True:
             task = next_work(params, 1)
             if task >= n_base // units * splits:
@@ -364,16 +345,10 @@ def make_flash_units(prepare, add_tile, more):
             for u in range(units):
                 slot = 0
                 if length < n_positions:
-                    slot = word(params, SLOTS) + ((base + u) * splits + task % splits) * word(params, SLOT_BYTES)
+                    slot = params.slots + ((base + u) * splits + task % splits) * params.slot_bytes
                 finish_unit(params, token, u, rows, o + u * o_unit, stats + u * STATS_BYTES, slot)
 
     return flash_units
-
-
-@inline
-def kv_head_of(params, unit):
-    """The KV head that a unit of heads reads."""
-    return (word(params, FIRST_HEAD) + unit * word(params, UNIT_HEADS)) // word(params, GROUP)
 
 
 @inline
@@ -392,9 +367,9 @@ def make_flash_few(k_types, v_type, more=""):
 
     @merge
     def attend(params, q, k, v, s, o, stats, rows, n, tile):
-        chunk_bytes, s_stride, padded = tile_chunk(params), 4 * (word(params, TILE) + 16), in_blocks(rows)
-        v_chunks = (word(params, V_COLS) + 15) >> 4
-        scores(q, padded, k, chunk_bytes, n, word(params, K_CHUNKS), s, s_stride)
+        chunk_bytes, s_stride, padded = tile_chunk(params), 4 * (params.tile + 16), in_blocks(rows)
+        v_chunks = (params.v_cols + 15) >> 4
+        scores(q, padded, k, chunk_bytes, n, params.k_chunks, s, s_stride)
         for r in range(rows):
             soft_max_tile(params, s + r * s_stride, n, tile, stats + 4 * r)
         for r in range(rows, padded):
@@ -406,11 +381,11 @@ def make_flash_few(k_types, v_type, more=""):
 
     @merge
     def add_tile(params, segment, q, k, v, s, o, stats, rows, n, position, last):
-        for u in range(word(params, UNITS)):
+        for u in range(params.units):
             kv_head = kv_head_of(params, u)
             stage_k(params, segment, kv_head, k, tile_chunk(params), position, n)
             values = stage_v(params, segment, kv_head, k, v, tile_chunk(params), position, n)
-            unit_q, unit_o = q + u * word(params, Q_UNIT), o + u * word(params, O_UNIT)
+            unit_q, unit_o = q + u * params.q_unit, o + u * params.o_unit
             attend(params, unit_q, k, values, s, unit_o, stats + u * STATS_BYTES, rows, n, position)
 
     return make_flash_units(prepare, add_tile, more)

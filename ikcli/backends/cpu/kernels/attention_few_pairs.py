@@ -7,39 +7,18 @@ with the rounding of attention_pairs.py. Q is [chunk of 32 columns][row][16][2] 
 import numpy as np
 
 from ikcli.backends.cpu.kernels.attention_few import (
-    kv_head_of,
     load_q,
     make_add_values,
     make_dot_block,
     make_flash_units,
     make_soft_max_tile,
 )
-from ikcli.backends.cpu.kernels.attention_tasks import (
-    CORRECTION,
-    K_CHUNKS,
-    O_UNIT,
-    Q_UNIT,
-    STATS_BYTES,
-    TILE,
-    UNIT,
-    UNITS,
-    V_CHUNK,
-    V_COLS,
-    tile_chunk,
-)
-from ikcli.backends.cpu.kernels.common import word
+from ikcli.backends.cpu.kernels.attention_tasks import CORRECTION, UNIT, kv_head_of, tile_chunk
 from ikcli.backends.cpu.kernels.pair_codes import TOP, pairs_of, rounded, row_factor, row_scale
 from ikcli.backends.cpu.kernels.pair_sizes import make_row_size
-from ikcli.backends.cpu.kernels.pair_tiles import (
-    LEAST,
-    SUM,
-    k_scales,
-    make_stage_pairs,
-    pair_chunk,
-    v_scales,
-    v_tops,
-)
+from ikcli.backends.cpu.kernels.pair_tiles import LEAST, SUM, k_scales, make_stage_pairs, pair_chunk, v_scales, v_tops
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW
+from ikcli.backends.cpu.params_attention import STATS_BYTES
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.dot import store_i16x32
 from ikcli.native.simd.vec import (
@@ -155,20 +134,20 @@ def make_flash_few_pairs(k_type, v_type, staging, more=""):
 
     @inline
     def prepare(params, token, unit, rows, q, tmp):
-        padded, chunks, first = in_fours(rows), word(params, K_CHUNKS), 0
+        padded, chunks, first = in_fours(rows), params.k_chunks, 0
         scales = row_scales(q, padded, chunks)
         load_q(params, token, unit, rows, padded, q)
         if in_parts:
-            first = word(params, V_CHUNK)
+            first = params.v_chunk
             round_part(q, padded, 0, first, scales + REST)
         round_part(q, padded, first, chunks, scales)
 
     @merge
     def attend(params, q, k, v, s, o, stats, rows, n, tile):
-        s_stride, chunks, k_chunk = 4 * (word(params, TILE) + 16), word(params, K_CHUNKS), tile_chunk(params)
-        v_chunks = (word(params, V_COLS) + 15) >> 4
+        s_stride, chunks, k_chunk = 4 * (params.tile + 16), params.k_chunks, tile_chunk(params)
+        v_chunks = (params.v_cols + 15) >> 4
         padded = in_fours(rows)
-        first, rest = word(params, V_CHUNK) >> 1, padded * s_stride
+        first, rest = params.v_chunk >> 1, padded * s_stride
         if in_parts:
             scores(q, padded, k, k_chunk, n, first, s + rest, s_stride)
             at = q + CHUNK_ROW * padded * first
@@ -191,9 +170,9 @@ def make_flash_few_pairs(k_type, v_type, staging, more=""):
 
     @merge
     def add_tile(params, segment, q, k, v, s, o, stats, rows, n, position, last):
-        for u in range(word(params, UNITS)):
+        for u in range(params.units):
             values = stage(params, segment, kv_head_of(params, u), k, v, position, n)
-            unit_q, unit_o = q + u * word(params, Q_UNIT), o + u * word(params, O_UNIT)
+            unit_q, unit_o = q + u * params.q_unit, o + u * params.o_unit
             attend(params, unit_q, k, values, s, unit_o, stats + u * STATS_BYTES, rows, n, position)
 
     return make_flash_units(prepare, add_tile, more)

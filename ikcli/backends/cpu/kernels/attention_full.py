@@ -10,32 +10,9 @@ import numpy as np
 from ikcli.backends.cpu.kernels.attention import make_stage_k, stage_q
 from ikcli.backends.cpu.kernels.attention_sight import load_cap, make_capped
 from ikcli.backends.cpu.kernels.attention_tasks import (
-    FIRST_HEAD,
-    GROUP,
-    K_AT,
-    K_CHUNKS,
     LOWEST,
-    OUT,
-    OUT_STRIDE,
-    PART_ADDRESS,
-    PART_HEAD_STRIDE,
-    PART_OFFSET,
-    PART_ROW_BYTES,
-    S_AT,
-    SCALE,
-    SCRATCH,
-    SCRATCH_BYTES,
-    SINKS,
-    SLOT_BYTES,
-    SLOTS,
-    TILE,
-    UNIT_HEADS,
-    UNITS,
-    V0,
-    V_AT,
-    V_CHUNK,
-    V_COLS,
     find_task,
+    kv_head_of,
     make_first_seen,
     n_base_tasks,
     part_row,
@@ -55,10 +32,11 @@ from ikcli.backends.cpu.kernels.common import (
     SEGMENTS,
     next_work,
     state_word,
-    word,
 )
 from ikcli.backends.cpu.kernels.kv import make_stage
+from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, MAX_VECTORS, make_rows_product, transpose16
+from ikcli.backends.cpu.params_attention import FullParams
 from ikcli.native.jit import inline
 from ikcli.native.simd.math import vexp_fast
 from ikcli.native.simd.vec import (
@@ -80,9 +58,6 @@ from ikcli.native.simd.vec import (
     zero_f32x16,
 )
 
-# Words that mean something else here.
-SCORE_ROWS, SCORES, SCORE_BYTES = V_CHUNK, SLOTS, SLOT_BYTES  # rows per head, address, bytes per row
-PRODUCT_AT = S_AT
 SPAN_TILES = 4  # tiles of positions per K*Q task
 PANEL = MAX_VECTORS  # chunks of V columns per V task
 
@@ -93,9 +68,9 @@ _stage_f32 = make_stage("f32")
 @inline
 def score_row(params, token, unit, row):
     """Address of the scores of one row of a task."""
-    heads = word(params, UNIT_HEADS)
-    index = (unit * heads + row % heads) * word(params, SCORE_ROWS) + token + row // heads
-    return word(params, SCORES) + index * word(params, SCORE_BYTES)
+    heads = params.unit_heads
+    index = (unit * heads + row % heads) * params.score_rows + token + row // heads
+    return params.scores + index * params.score_bytes
 
 
 @inline
@@ -108,15 +83,10 @@ def most_positions(params):
 
 
 @inline
-def kv_head_of(params, unit):
-    return (word(params, FIRST_HEAD) + unit * word(params, UNIT_HEADS)) // word(params, GROUP)
-
-
-@inline
 def store_scores(params, token, unit, rows, position, n, products):
     """Products [row][TILE] to the score rows, n positions from `position` on."""
     for r in range(rows):
-        copy_f32(score_row(params, token, unit, r) + 4 * position, products + 4 * word(params, TILE) * r, n)
+        copy_f32(score_row(params, token, unit, r) + 4 * position, products + 4 * params.tile * r, n)
 
 
 def make_kq(k_types, more=""):
@@ -125,7 +95,7 @@ def make_kq(k_types, more=""):
 
     @inline
     def scores_of_tile(params, q, q_chunk, rows, k, kt, products, n):
-        tile, chunks = word(params, TILE), word(params, K_CHUNKS)
+        tile, chunks = params.tile, params.k_chunks
         vectors = (n + 15) >> 4
         for c in range(chunks):
             for v in range(vectors):
@@ -136,14 +106,15 @@ def make_kq(k_types, more=""):
             wide = min(MAX_VECTORS, vectors - at)
             product(wide, q, q_chunk, rows, kt + x, 4 * tile, chunks, products + x, 4 * tile)
 
+    @kernel(FullParams)
     def kq(params, ith, nth):
-        tile, heads, chunks = word(params, TILE), word(params, UNIT_HEADS), word(params, K_CHUNKS)
+        tile, heads, chunks = params.tile, params.unit_heads, params.k_chunks
         span = SPAN_TILES * tile
         spans = (most_positions(params) + span - 1) // span
-        q = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
-        k, kt, products = q + word(params, K_AT), q + word(params, V_AT), q + word(params, PRODUCT_AT)
+        q = params.scratch + ith * params.scratch_bytes
+        k, kt, products = q + params.k_at, q + params.v_at, q + params.s_at
         n_tasks = n_base_tasks(params) * spans
-        scale = splat_f32x16(ld_f32(params + 8 * SCALE))
+        scale = splat_f32x16(params.scale)
         while True:
             task = next_work(params, 1)
             if task >= n_tasks:
@@ -213,16 +184,17 @@ def make_soft_max(more=""):
     """Every (head of the step, token): the positions that it sees."""
     soft_max_row, first_seen = make_soft_max_row(more), make_first_seen(more)
 
+    @kernel(FullParams)
     def soft_max(params, ith, nth):
         n_tokens, pos = state_word(params, N_TOKENS), state_word(params, POS)
-        n_heads = word(params, UNITS) * word(params, UNIT_HEADS)
+        n_heads = params.units * params.unit_heads
         while True:
             item = next_work(params, 1)
             if item >= n_tokens * n_heads:
                 break
             token, head = item // n_heads, item % n_heads
-            s = word(params, SCORES) + (head * word(params, SCORE_ROWS) + token) * word(params, SCORE_BYTES)
-            position, sink = ld_i32(pos + 4 * token), word(params, SINKS) + 4 * (word(params, FIRST_HEAD) + head)
+            s = params.scores + (head * params.score_rows + token) * params.score_bytes
+            position, sink = ld_i32(pos + 4 * token), params.sinks + 4 * (params.first_head + head)
             soft_max_row(params, s, first_seen(params, position), position + 1, sink)
 
     return soft_max
@@ -235,7 +207,7 @@ def make_stage_probabilities(more):
 
     @inline
     def stage_probabilities(params, token, unit, rows, first_pos, position, n, dst, chunk_bytes):
-        heads, chunks = word(params, UNIT_HEADS), (n + 15) >> 4
+        heads, chunks = params.unit_heads, (n + 15) >> 4
         for r in range(rows):
             here = first_pos + r // heads
             seen = max(0, min(n, here + 1 - position))
@@ -262,8 +234,8 @@ def make_stage_panel(v_type, transposed):
 
     @inline
     def stage_panel(params, segment, kv_head, column, dst, tmp, position, n):
-        row, element = part_row(params, V0, segment, kv_head)
-        stride, width = word(params, V0 + PART_ROW_BYTES), min(16 * PANEL, word(params, V_COLS) - column)
+        row, element = part_row(params, params.v, segment, kv_head)
+        stride, width = params.v.row_bytes, min(16 * PANEL, params.v_cols - column)
         for t in range(n):
             stage(dst + row_out * t, 64, row + (position + t) * stride, element + column, width)
         for i in range(row_out * n, row_out * ((n + 15) & ~15), 64):
@@ -271,15 +243,15 @@ def make_stage_panel(v_type, transposed):
 
     @inline
     def stage_panel_transposed(params, segment, kv_head, column, dst, tmp, position, n):
-        first = word(params, V0 + PART_OFFSET) + kv_head * word(params, V0 + PART_HEAD_STRIDE) + column
-        stride, cell = word(params, V0 + PART_ROW_BYTES), segment_word(segment, SEG_CELL) + position
-        width = min(16 * PANEL, word(params, V_COLS) - column)
+        first = params.v.offset + kv_head * params.v.head_stride + column
+        stride, cell = params.v.row_bytes, segment_word(segment, SEG_CELL) + position
+        width = min(16 * PANEL, params.v_cols - column)
         for t in range(0, n, 16):
             for c in range(0, width, 16):
                 for i in range(16):
                     store_f32x16(tmp + 64 * i, zero_f32x16())
                     if c + i < width:
-                        row = word(params, V0 + PART_ADDRESS) + (first + c + i) * stride
+                        row = params.v.at + (first + c + i) * stride
                         stage(tmp + 64 * i, 64, row, cell + t, min(16, n - t))
                 transpose16(tmp, 64, dst + row_out * t + 4 * c, row_out)
 
@@ -292,11 +264,12 @@ def make_kqv(v_type, transposed, more=""):
     first_seen, stage_probabilities = make_first_seen(more), make_stage_probabilities(more)
     wide = 16 * PANEL
 
+    @kernel(FullParams)
     def kqv(params, ith, nth):
-        tile, heads, cols = word(params, TILE), word(params, UNIT_HEADS), word(params, V_COLS)
+        tile, heads, cols = params.tile, params.unit_heads, params.v_cols
         panels = (cols + wide - 1) // wide
-        p = word(params, SCRATCH) + ith * word(params, SCRATCH_BYTES)
-        tmp, v, products = p + word(params, K_AT), p + word(params, V_AT), p + word(params, PRODUCT_AT)
+        p = params.scratch + ith * params.scratch_bytes
+        tmp, v, products = p + params.k_at, p + params.v_at, p + params.s_at
         n_tasks = n_base_tasks(params) * panels
         while True:
             task = next_work(params, 1)
@@ -315,8 +288,8 @@ def make_kqv(v_type, transposed, more=""):
                 stage_panel(params, segment, kv_head_of(params, unit), column, v, tmp, position, n)
                 product(PANEL, p, p_chunk, rows, v, 4 * wide, (n + 15) >> 4, products, 4 * wide)
             for r in range(rows):
-                head = word(params, FIRST_HEAD) + unit * heads + r % heads
-                dst = word(params, OUT) + (token + r // heads) * word(params, OUT_STRIDE) + 4 * (head * cols + column)
+                head = params.first_head + unit * heads + r % heads
+                dst = params.out + (token + r // heads) * params.out_stride + 4 * (head * cols + column)
                 copy_f32(dst, products + 4 * wide * r, min(wide, cols - column))
 
     return kqv

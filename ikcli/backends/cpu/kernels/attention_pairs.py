@@ -16,17 +16,7 @@ from ikcli.backends.cpu.kernels.attention_sight import (
     make_is_masked,
     make_where_seen,
 )
-from ikcli.backends.cpu.kernels.attention_tasks import (
-    CORRECTION,
-    K_CHUNKS,
-    LOWEST,
-    UNIT,
-    V_CHUNK,
-    V_COLS,
-    M,
-    tile_chunk,
-)
-from ikcli.backends.cpu.kernels.common import word
+from ikcli.backends.cpu.kernels.attention_tasks import CORRECTION, LOWEST, UNIT, M, tile_chunk
 from ikcli.backends.cpu.kernels.pair_codes import TOP, lane_factors, lane_scales, pairs_of, rounded
 from ikcli.backends.cpu.kernels.pair_tiles import (
     LEAST,
@@ -93,9 +83,9 @@ def make_pack_q_pairs(adjacent, in_parts):
     @inline
     def pack(params, token, unit, rows, q, k):
         pack_q(params, token, unit, rows, q, k)
-        stride, columns, first = 64 * ((rows + 15) >> 4), 16 * word(params, K_CHUNKS), 0
+        stride, columns, first = 64 * ((rows + 15) >> 4), 16 * params.k_chunks, 0
         if in_parts:
-            first = 16 * word(params, V_CHUNK)
+            first = 16 * params.v_chunk
         for i in range(0, stride, 64):
             scales = q_scales(params, k) + i
             if in_parts:
@@ -193,10 +183,10 @@ def make_flash_pairs(k_types, v_type, staging, more=""):
 
     @inline
     def weigh(params, wide, q, k, s, stride, stats, x, n, tile):
-        chunks, chunk_bytes, rest = (word(params, K_CHUNKS) + 1) >> 1, tile_chunk(params), sums_space(params, stride)
+        chunks, chunk_bytes, rest = (params.k_chunks + 1) >> 1, tile_chunk(params), sums_space(params, stride)
         k_scale, v_scale = k_scales(params, k), v_scale_of(params, k)
         if in_parts:
-            first = word(params, V_CHUNK) >> 1
+            first = params.v_chunk >> 1
             rows_product(wide, k, chunk_bytes, n, q + x, stride, first, s + rest + x, stride)
             at = q + 16 * first * stride + x
             rows_product(wide, k + first * chunk_bytes, chunk_bytes, n, at, stride, chunks - first, s + x, stride)
@@ -211,7 +201,7 @@ def make_flash_pairs(k_types, v_type, staging, more=""):
 
     @inline
     def add(params, wide, v, s, stride, o, stats, x, n, ask):
-        chunks, pairs, factors = (word(params, V_COLS) + 15) >> 4, (n + 1) >> 1, stats + CORRECTION + x
+        chunks, pairs, factors = (params.v_cols + 15) >> 4, (n + 1) >> 1, stats + CORRECTION + x
         columns_product(wide, v, pair_chunk(params), chunks, s + x, stride, pairs, o + x, stride, factors, ask)
 
     return make_flash(make_pack_q_pairs(in_codes, in_parts), stage, weigh, add, more)

@@ -6,20 +6,8 @@ maximum so far, and the sum is 1, while the output is that of no positions.
 
 import numpy as np
 
-from ikcli.backends.cpu.kernels.attention_tasks import (
-    CAP,
-    FIRST,
-    FIRST_HEAD,
-    LIMIT,
-    LOWEST,
-    SINKS,
-    STAT_BYTES,
-    UNIT_HEADS,
-    L,
-    M,
-    make_first_seen,
-)
-from ikcli.backends.cpu.kernels.common import word
+from ikcli.backends.cpu.kernels.attention_tasks import FIRST, LIMIT, LOWEST, L, M, make_first_seen
+from ikcli.backends.cpu.params_attention import STAT_BYTES
 from ikcli.native.jit import inline
 from ikcli.native.simd.tanh import vtanh
 from ikcli.native.simd.vec import (
@@ -47,7 +35,7 @@ def make_start_rows(more):
 
     @inline
     def start_rows(params, unit, rows, position, stats, out, out_bytes, is_first):
-        heads = word(params, UNIT_HEADS)
+        heads = params.unit_heads
         for i in range(0, 16 * ((rows + 15) >> 4)):
             here = position + min(i, rows - 1) // heads
             st_i32(stats + LIMIT + 4 * i, here + 1)
@@ -59,7 +47,7 @@ def make_start_rows(more):
         for i in range(0, out_bytes, 64):
             store_f32x16(out + i, zero_f32x16())
         if has_sinks and is_first:
-            sinks = word(params, SINKS) + 4 * (word(params, FIRST_HEAD) + unit * heads)
+            sinks = params.sinks + 4 * (params.first_head + unit * heads)
             for i in range(rows):
                 st_f32(stats + M + 4 * i, ld_f32(sinks + 4 * (i % heads)))
                 st_f32(stats + L + 4 * i, _F1)
@@ -70,7 +58,7 @@ def make_start_rows(more):
 @inline
 def load_cap(params):
     """(soft cap, its inverse), of use where scores are capped."""
-    most = ld_f32(params + 8 * CAP)
+    most = params.cap
     return splat_f32x16(most), splat_f32x16(_F1 / most)
 
 

@@ -14,22 +14,9 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.attention_few import load_q, make_flash_units, make_soft_max_tile
 from ikcli.backends.cpu.kernels.attention_q8 import make_q8_scores, make_quantize_q
-from ikcli.backends.cpu.kernels.attention_tasks import (
-    CORRECTION,
-    K0,
-    K_CHUNKS,
-    O_UNIT,
-    PART_ROW_BYTES,
-    Q_UNIT,
-    STATS_BYTES,
-    TILE,
-    UNITS,
-    V0,
-    V_COLS,
-    part_row,
-)
-from ikcli.backends.cpu.kernels.common import word
+from ikcli.backends.cpu.kernels.attention_tasks import CORRECTION, part_row
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, store_block, sum_lanes
+from ikcli.backends.cpu.params_attention import STATS_BYTES
 from ikcli.native import isa
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.control import emit_prefetch
@@ -193,22 +180,22 @@ def make_flash_stream(k_type, v_type, m, more=""):
     @merge
     def tile_scores(params, segment, position, n, q, s, s_stride):
         """s[unit][row][n] of the positions from `position` on; their rows of V are asked for meanwhile."""
-        k_stride, v_stride = word(params, K0 + PART_ROW_BYTES), word(params, V0 + PART_ROW_BYTES)
-        units, n_chunks = word(params, UNITS), word(params, K_CHUNKS)
-        v = v_bytes(params, V0, segment, 0) + position * v_stride
+        k_stride, v_stride = params.k[0].row_bytes, params.v.row_bytes
+        units, n_chunks = params.units, params.k_chunks
+        v = v_bytes(params, params.v, segment, 0) + position * v_stride
         step = positions * v_stride // (units * rounds)
         for t in range(0, n, positions):
             for u in range(units):
-                k = k_bytes(params, K0, segment, u) + (position + t) * k_stride
+                k = k_bytes(params, params.k[0], segment, u) + (position + t) * k_stride
                 for r in range(0, m, at_once):
-                    dot(q + u * word(params, Q_UNIT) + CHUNK_ROW * r, k, k_stride, n - t, n_chunks,
+                    dot(q + u * params.q_unit + CHUNK_ROW * r, k, k_stride, n - t, n_chunks,
                         s + (u * m + r) * s_stride + 4 * t, s_stride, v)  # fmt: skip
                     v += step
 
     @merge
     def add_values(params, v, n, p, p_stride, o, scale, ask, step):
         """o[row][column] of one unit = o * scale + P V; asks for what comes next."""
-        v_stride, chunks = word(params, V0 + PART_ROW_BYTES), word(params, V_COLS) >> 4
+        v_stride, chunks = params.v.row_bytes, params.v_cols >> 4
         c = 0
         while c < chunks:
             full = c + columns <= chunks
@@ -226,24 +213,21 @@ def make_flash_stream(k_type, v_type, m, more=""):
     @merge
     def add_tile(params, segment, q, k, v, s, o, stats, rows, n, position, last):
         """Unless it is the last tile, the next one of K is asked for."""
-        s_stride, units, k_stride = (
-            4 * (word(params, TILE) + 16),
-            word(params, UNITS),
-            word(params, K0 + PART_ROW_BYTES),
-        )
+        s_stride, units, k_stride = 4 * (params.tile + 16), params.units, params.k[0].row_bytes
         tile_scores(params, segment, position, n, q, s, s_stride)
-        calls = (word(params, V_COLS) // 16 + columns - 1) // columns * rounds
+        calls = (params.v_cols // 16 + columns - 1) // columns * rounds
         ask, step = s, 0
         if not last:
-            ask, step = k_bytes(params, K0, segment, 0) + (position + n) * k_stride, n * k_stride // (units * calls)
+            ask = k_bytes(params, params.k[0], segment, 0) + (position + n) * k_stride
+            step = n * k_stride // (units * calls)
         for u in range(units):
             p, unit_stats = s + u * m * s_stride, stats + u * STATS_BYTES
             for r in range(rows):
                 soft_max_tile(params, p + r * s_stride, n, position, unit_stats + 4 * r)
             for r in range(rows, m):
                 st_f32(unit_stats + CORRECTION + 4 * r, _F1)
-            values = v_bytes(params, V0, segment, u) + position * word(params, V0 + PART_ROW_BYTES)
-            o_unit = o + u * word(params, O_UNIT)
+            values = v_bytes(params, params.v, segment, u) + position * params.v.row_bytes
+            o_unit = o + u * params.o_unit
             add_values(params, values, n, p, s_stride, o_unit, unit_stats + CORRECTION, ask + u * calls * step, step)
 
     if in_codes:
@@ -251,7 +235,7 @@ def make_flash_stream(k_type, v_type, m, more=""):
         @inline
         def prepare(params, token, unit, rows, q, tmp):
             load_q(params, token, unit, rows, m, tmp)
-            quantize_q(tmp, word(params, K_CHUNKS), q)
+            quantize_q(tmp, params.k_chunks, q)
 
     else:
 

@@ -1,4 +1,4 @@
-"""What the kernels of attention share: their parameter words, statistics of rows, and how work is divided into tasks.
+"""What the kernels of attention share: statistics of rows, and how work is divided into tasks.
 
 Factories have an argument `more`: letters of what an op asks for beyond causal attention. w: windows or chunks;
 s: sinks; c: a soft cap of scores. Without a letter a kernel's code has nothing of it.
@@ -7,37 +7,16 @@ s: sinks; c: a soft cap of scores. Without a letter a kernel's code has nothing 
 import numpy as np
 
 from ikcli.backends.cpu.cell_places import IN_ROWS, IN_WINDOW
-from ikcli.backends.cpu.kernels.common import (
-    N_SEG,
-    SEG_CELL,
-    SEG_KV_ROW,
-    SEG_N_TOKENS,
-    SEG_WORDS,
-    SEGMENTS,
-    state_word,
-    word,
-)
+from ikcli.backends.cpu.kernels.common import N_SEG, SEG_CELL, SEG_KV_ROW, SEG_N_TOKENS, SEG_WORDS, SEGMENTS, state_word
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW
 from ikcli.backends.cpu.kernels.windows import window_cell
+from ikcli.backends.cpu.params_attention import SPLITS_PER_THREAD, STAT_BYTES
 from ikcli.native.jit import inline
 from ikcli.native.simd.control import atomic_load
 from ikcli.native.simd.vec import ld_i64
 
-# Parameter words.
-OUT, OUT_STRIDE, FIRST_HEAD, UNITS, UNIT_HEADS, GROUP, BLOCK, TILE, SCALE, K_CHUNKS, V_COLS, V_CHUNK = range(3, 15)
-SCRATCH, SCRATCH_BYTES, K_AT, V_AT, S_AT, O_AT, STATS_AT, SLOTS, SLOT_BYTES = range(15, 24)
-UNITS_PER_TASK, MIN_SPLIT, Q_UNIT, O_UNIT = range(24, 28)  # the last two: bytes per unit, where a task has several
-INDEPENDENT = 28  # 1: how a task is split does not depend on the other tasks
-WINDOW, CHUNK, SINKS, CAP = range(29, 33)  # positions (many: no window), address of f32 per head, f32
-PARTS = 33  # q, q, k, k, v: PART_WORDS each; width 0 = absent
-PART_ADDRESS, PART_ROW_BYTES, PART_OFFSET, PART_HEAD_STRIDE, PART_WIDTH, PART_PLACE, PART_WORDS = range(7)
-Q0, Q1, K0, K1, V0 = (PARTS + PART_WORDS * i for i in range(5))
-
-MAX_ROWS = 144  # rows of a task
-STAT_BYTES = 4 * MAX_ROWS  # statistics: M, L, CORRECTION, LIMIT, UNIT (of integer weights), FIRST (position seen)
+# Statistics: UNIT is that of integer weights, FIRST the first position seen.
 M, L, CORRECTION, LIMIT, UNIT, FIRST = (STAT_BYTES * i for i in range(6))
-STATS_BYTES = 6 * STAT_BYTES
-SPLITS_PER_THREAD = 4
 
 LOWEST = np.float32(-3.0e38)
 
@@ -50,17 +29,17 @@ def segment_word(segment, i):
 @inline
 def n_base_tasks(params):
     """Tasks before splitting over positions."""
-    segments, block, total = state_word(params, SEGMENTS), word(params, BLOCK), 0
+    segments, block, total = state_word(params, SEGMENTS), params.block, 0
     for i in range(state_word(params, N_SEG)):
         # An atomic load keeps LLVM from spreading this short loop over vectors, 30 KB of code.
         total += (atomic_load(segments + 8 * (SEG_WORDS * i + SEG_N_TOKENS)) + block - 1) // block
-    return total * word(params, UNITS)
+    return total * params.units
 
 
 @inline
 def find_task(params, task):
     """(segment address, first token inside it, tokens, unit); the blocks with most positions come first."""
-    segment, block, units = state_word(params, SEGMENTS), word(params, BLOCK), word(params, UNITS)
+    segment, block, units = state_word(params, SEGMENTS), params.block, params.units
     while True:
         n_tokens = segment_word(segment, SEG_N_TOKENS)
         here = (n_tokens + block - 1) // block * units
@@ -76,16 +55,16 @@ def n_splits(params, n_base, nth):
     """Parts every task is split into: the same in all kernels of one run."""
     if nth == 1 or n_base == 0:
         return 1
-    if word(params, INDEPENDENT):
-        n_base = word(params, UNITS)
-    return max(1, SPLITS_PER_THREAD * nth * word(params, UNITS_PER_TASK) // n_base)
+    if params.independent:
+        n_base = params.units
+    return max(1, SPLITS_PER_THREAD * nth * params.units_per_task // n_base)
 
 
 @inline
 def split_length(params, n_positions, splits):
     """Positions per part: whole tiles."""
-    tile = word(params, TILE)
-    length = max((n_positions + splits - 1) // splits, word(params, MIN_SPLIT))
+    tile = params.tile
+    length = max((n_positions + splits - 1) // splits, params.min_split)
     return (length + tile - 1) // tile * tile
 
 
@@ -101,24 +80,41 @@ def make_first_seen(more):
 
     @inline
     def first_seen(params, position):
-        return max(position + 1 - word(params, WINDOW), position - position % word(params, CHUNK), 0)
+        return max(position + 1 - params.window, position - position % params.chunk, 0)
 
     return first_seen
 
 
 @inline
+def kv_head_of(params, unit):
+    """The KV head that a unit of heads reads."""
+    return (params.first_head + unit * params.unit_heads) // params.group
+
+
+@inline
+def k_part(params):
+    """The first part of K."""
+    return params.k[0]
+
+
+@inline
+def v_part(params):
+    return params.v
+
+
+@inline
 def part_row(params, part, segment, kv_head):
     """(address of the row of position 0, first element) of a K or V part."""
-    place = word(params, part + PART_PLACE)
+    place = part.place
     if place == IN_ROWS:
         first = segment_word(segment, SEG_KV_ROW)
     else:
         first = window_cell(params, segment) if place == IN_WINDOW else segment_word(segment, SEG_CELL)
-    address = word(params, part + PART_ADDRESS) + first * word(params, part + PART_ROW_BYTES)
-    return address, word(params, part + PART_OFFSET) + kv_head * word(params, part + PART_HEAD_STRIDE)
+    address = part.at + first * part.row_bytes
+    return address, part.offset + kv_head * part.head_stride
 
 
 @inline
 def tile_chunk(params):
     """Bytes of a chunk of a tile; one row more than needed, so that chunks do not share cache sets."""
-    return CHUNK_ROW * (word(params, TILE) + 1)
+    return CHUNK_ROW * (params.tile + 1)

@@ -8,7 +8,17 @@ import math
 
 import numpy as np
 
-from ikcli.backends.cpu.kernels.common import N_TOKENS, OUT_IDS, POS, n_rows, state_word, word
+from ikcli.backends.cpu.kernels.common import N_TOKENS, OUT_IDS, POS, n_rows, state_word
+from ikcli.backends.cpu.kernels.records import kernel
+from ikcli.backends.cpu.params_layers import (
+    AddParams,
+    ConcatParams,
+    MapParams,
+    RmsNormParams,
+    RopeParams,
+    RopeTableParams,
+    SwiGluParams,
+)
 from ikcli.native.jit import inline
 from ikcli.native.simd.math import vsilu
 from ikcli.native.simd.vec import (
@@ -54,18 +64,11 @@ def sum_squares(x, n):
 
 
 def make_rms_norm():
-    """params: 3 x, 4 row bytes of x, 5 offset in bytes, 6 weight, 7 out, 8 columns, 9 width, 10 eps (f32 bits)."""
-
+    @kernel(RmsNormParams)
     def rms_norm(params, ith, nth):
-        x, stride, out, cols, width = (
-            word(params, 3),
-            word(params, 4),
-            word(params, 7),
-            word(params, 8),
-            word(params, 9),
-        )
-        x += word(params, 5)
-        w, eps = word(params, 6), ld_f32(params + 80)
+        x, stride, out, cols, width = params.x, params.stride, params.out, params.cols, params.width
+        x += params.offset
+        w, eps = params.w, params.eps
         groups = cols // width
         items = n_rows(params) * groups
         for item in range(items * ith // nth, items * (ith + 1) // nth):
@@ -92,12 +95,11 @@ def span(n, ith, nth):
 
 
 def make_add():
-    """params: 3 x, 4 y, 5 out, 6 columns, 7: 1 = y is one row added to every row."""
-
+    @kernel(AddParams)
     def add(params, ith, nth):
-        x, y, out, cols = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
+        x, y, out, cols = params.x, params.y, params.out, params.cols
         rows = n_rows(params)
-        if word(params, 7) != 0:
+        if params.y_is_row != 0:
             for row in range(rows * ith // nth, rows * (ith + 1) // nth):
                 add_span(out + 4 * row * cols, x + 4 * row * cols, y, 0, cols)
         else:
@@ -127,24 +129,21 @@ def swiglu_span(out, gate, up, lo, hi):
 
 
 def make_swiglu():
-    """params: 3 gate, 4 up, 5 out, 6 columns."""
-
+    @kernel(SwiGluParams)
     def swiglu(params, ith, nth):
-        lo, hi = span(n_rows(params) * word(params, 6), ith, nth)
-        swiglu_span(word(params, 5), word(params, 3), word(params, 4), lo, hi)
+        lo, hi = span(n_rows(params) * params.cols, ith, nth)
+        swiglu_span(params.out, params.gate, params.up, lo, hi)
 
     return swiglu
 
 
 def make_concat():
-    """Copy one part, head by head. params: 3 source, 4 its row bytes, 5 columns, 6 destination, 7 its row bytes,
-    8 heads, 9 bytes between heads of the source, 10 of the destination."""
+    """Copy one part, head by head."""
 
+    @kernel(ConcatParams)
     def concat(params, ith, nth):
-        src, src_stride, n, dst, dst_stride = (
-            word(params, 3), word(params, 4), word(params, 5), word(params, 6), word(params, 7)
-        )  # fmt: skip
-        heads, src_head, dst_head = word(params, 8), word(params, 9), word(params, 10)
+        src, src_stride, n, dst, dst_stride = params.src, params.src_stride, params.cols, params.dst, params.dst_stride
+        heads, src_head, dst_head = params.heads, params.src_head, params.dst_head
         items = n_rows(params) * heads
         for item in range(items * ith // nth, items * (ith + 1) // nth):
             row, h = item // heads, item % heads
@@ -154,10 +153,11 @@ def make_concat():
 
 
 def make_get_rows():
-    """Rows listed in out_ids: params: 3 x, 4 out, 5 columns."""
+    """Rows listed in out_ids."""
 
+    @kernel(MapParams)
     def get_rows(params, ith, nth):
-        x, out, cols, ids = word(params, 3), word(params, 4), word(params, 5), state_word(params, OUT_IDS)
+        x, out, cols, ids = params.x, params.out, params.cols, state_word(params, OUT_IDS)
         rows = n_rows(params)
         for row in range(rows * ith // nth, rows * (ith + 1) // nth):
             copy_f32(out + 4 * row * cols, x + 4 * ld_i64(ids + 8 * row) * cols, cols)
@@ -166,10 +166,11 @@ def make_get_rows():
 
 
 def make_rope_table():
-    """params: 3 out, 4 pairs, 5 inv_freq (f64[pairs]), 6 mscale (f32 bits): cos, sin per pair."""
+    """Cos and sin per pair."""
 
+    @kernel(RopeTableParams)
     def rope_table(params, ith, nth):
-        out, pairs, freqs, mscale = word(params, 3), word(params, 4), word(params, 5), ld_f32(params + 48)
+        out, pairs, freqs, mscale = params.out, params.pairs, params.freqs, params.mscale
         pos = state_word(params, POS)
         items = state_word(params, N_TOKENS) * pairs
         for item in range(items * ith // nth, items * (ith + 1) // nth):
@@ -182,11 +183,10 @@ def make_rope_table():
 
 
 def make_rope():
-    """params: 3 x, 4 table, 5 out, 6 heads, 7 head columns, 8 offset, 9 rotated columns, 10: 1 = neox pairs."""
-
+    @kernel(RopeParams)
     def rope(params, ith, nth):
-        x, table, out, heads, dim = word(params, 3), word(params, 4), word(params, 5), word(params, 6), word(params, 7)
-        offset, n_rot, neox = word(params, 8), word(params, 9), word(params, 10)
+        x, table, out, heads, dim = params.x, params.table, params.out, params.heads, params.dim
+        offset, n_rot, neox = params.offset, params.n_rot, params.neox
         half = n_rot >> 1
         items = n_rows(params) * heads
         for item in range(items * ith // nth, items * (ith + 1) // nth):

@@ -1,7 +1,6 @@
 """What every kernel shares: the run-time state block and how work is divided.
 
-Kernel signature: kernel(params, ith, nth). params points at int64 words; words 0..2 are always
-    0 address of the state block    1 which state word counts the rows    2 row factor
+Kernel signature: kernel(params, ith, nth). params is a record (`backends/cpu/params.py`, `records.py`).
 The state block (int64 words) is the only thing that changes between two runs of a program:
     n_tokens n_outputs n_kv n_seg, then addresses of: tokens i32[], pos i32[], cells i64[], out_ids i64[],
     segments i64[n_seg][SEG_WORDS], kv_cells i64[n_kv]
@@ -12,6 +11,7 @@ from ikcli.native.jit import inline
 from ikcli.native.simd.control import atomic_add, atomic_cas, atomic_load
 from ikcli.native.simd.vec import ld_i64
 
+WORK = 64  # bytes before the parameters: the counter of work items
 # State words; STATE_WORDS is their number.
 N_TOKENS, N_OUTPUTS, N_KV, N_SEG, TOKENS, POS, CELLS, OUT_IDS, SEGMENTS, KV_CELLS, STATE_WORDS = range(11)
 # Segment words: first token, number of tokens, first cell of the sequence, position of the first token (= cached
@@ -20,26 +20,20 @@ SEG_TOKEN, SEG_N_TOKENS, SEG_CELL, SEG_POS, SEG_KV_ROW, SEG_N_KV, SEG_WORDS = ra
 
 
 @inline
-def word(params, i):
-    """params[i]."""
-    return ld_i64(params + 8 * i)
-
-
-@inline
 def state_word(params, i):
-    return ld_i64(ld_i64(params) + 8 * i)
+    return ld_i64(params.state + 8 * i)
 
 
 @inline
 def n_rows(params):
     """Rows of this op in this run."""
-    return ld_i64(ld_i64(params) + 8 * ld_i64(params + 8)) * ld_i64(params + 16)
+    return ld_i64(params.state + 8 * params.row_count) * params.row_factor
 
 
 @inline
 def next_work(params, chunk):
     """Start of the next `chunk` work items; threads share the counter, the executor clears it."""
-    return atomic_add(params - 64, chunk)
+    return atomic_add(params.address - WORK, chunk)
 
 
 @inline
@@ -49,9 +43,9 @@ def next_span(params, total, n_threads):
     Threads that stream through memory want long runs, because hardware prefetching runs past the end of each.
     """
     while True:
-        first = atomic_load(params - 64)
+        first = atomic_load(params.address - WORK)
         if first >= total:
             return total, total
         size = max((total - first) // (2 * n_threads), 1)
-        if atomic_cas(params - 64, first, first + size) != 0:
+        if atomic_cas(params.address - WORK, first, first + size) != 0:
             return first, first + size

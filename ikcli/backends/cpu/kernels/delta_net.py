@@ -16,19 +16,12 @@ import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.common import (
-    N_SEG,
-    SEG_N_TOKENS,
-    SEG_TOKEN,
-    SEG_WORDS,
-    SEGMENTS,
-    next_work,
-    state_word,
-    word,
-)
+from ikcli.backends.cpu.kernels.common import N_SEG, SEG_N_TOKENS, SEG_TOKEN, SEG_WORDS, SEGMENTS, next_work, state_word
 from ikcli.backends.cpu.kernels.elements import sigmoid
+from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.kernels.sgemm import BLOCKS, fma_f32x16, load_f32x16_at, make_rows_block, offset
 from ikcli.backends.cpu.kernels.state_rows import begins, state_row
+from ikcli.backends.cpu.params_layers import DELTA_CHUNK, DeltaNetParams
 from ikcli.native.jit import inline
 from ikcli.native.simd.vec import (
     bcast_f32x16,
@@ -49,7 +42,6 @@ from ikcli.native.simd.vec import (
     zero_f32x16,
 )
 
-CHUNK = 32  # tokens; 16 to 64 take the same time
 FEW_TOKENS = 8  # of a segment, up to which there are no chunks
 _LINE = 64  # bytes of a row of 16 columns
 _F0, _F1 = np.float32(0.0), np.float32(1.0)
@@ -88,19 +80,16 @@ def _make_product(accumulate):
 
 
 def make_delta_net(dk, dv, by_column):
-    """params: 3 states, 4 bytes of a sequence's state, 5 q, 6 row bytes, 7 head bytes, 8 k, 9 row bytes, 10 head bytes,
-    11 v, 12 row bytes, 13 head bytes, 14 decay, 15 beta, 16 out, 17 heads, 18 heads of k, 19 scale (f32 bits),
-    20: 1 = heads are tiled, 21 scratch, 22 bytes of it per thread."""
     n_block, k_chunks = dv // 16, dk // 16
     block_bytes = _LINE * dk
-    rows_bytes = _LINE * CHUNK  # of a chunk of 16 columns of all rows
+    rows_bytes = _LINE * DELTA_CHUNK  # of a chunk of 16 columns of all rows
     # Scratch: keys and queries (decayed; in chunks of 16 columns), keys transposed (in blocks of 16 tokens), L, P,
     # u, result, decay of a block of tokens, decay since the beginning of the chunk, beta.
     at_q = k_chunks * rows_bytes
     at_t = 2 * at_q
-    at_l = at_t + CHUNK // 16 * block_bytes
-    at_p = at_l + CHUNK // 16 * rows_bytes
-    at_u = at_p + CHUNK // 16 * rows_bytes
+    at_l = at_t + DELTA_CHUNK // 16 * block_bytes
+    at_p = at_l + DELTA_CHUNK // 16 * rows_bytes
+    at_u = at_p + DELTA_CHUNK // 16 * rows_bytes
     at_o = at_u + rows_bytes
     at_d = at_o + rows_bytes
     at_e = at_d + 4 * dk
@@ -191,7 +180,7 @@ def make_delta_net(dk, dv, by_column):
     @inline
     def unit_row(work, t):
         """Address of a row that is 1 in column t and 0 elsewhere, followed by one that is 1 before column t."""
-        return work + at_beta + 4 * CHUNK + 2 * _LINE * t
+        return work + at_beta + 4 * DELTA_CHUNK + 2 * _LINE * t
 
     @inline
     def fill_unit_rows(work):
@@ -263,11 +252,12 @@ def make_delta_net(dk, dv, by_column):
             store_f32x16(at, vmul(load_f32x16(at), bcast_f32x16(work + at_e + 4 * i)))
         add_product(work + at_t, block_bytes, dk, u, n_blocks, s)
 
+    @kernel(DeltaNetParams)
     def delta_net(params, ith, nth):
-        heads, k_heads, scale = word(params, 17), word(params, 18), ld_f32(params + 152)
-        q_stride, k_stride, v_stride = word(params, 6), word(params, 9), word(params, 12)
+        heads, k_heads, scale = params.heads, params.k_heads, params.scale
+        q_stride, k_stride, v_stride = params.q.stride, params.k.stride, params.v.stride
         a_stride, beta_stride, out_stride = a_width * heads, 4 * heads, 4 * dv * heads
-        work = word(params, 21) + ith * word(params, 22)
+        work = params.scratch + ith * params.scratch_bytes
         segments, n_seg = state_word(params, SEGMENTS), state_word(params, N_SEG)
         parts = 1  # of the columns of a head
         while n_seg * heads * parts < 2 * nth and n_block % (2 * parts) == 0:
@@ -282,14 +272,14 @@ def make_delta_net(dk, dv, by_column):
             part, head, i = item % parts, item // parts % heads, item // (parts * heads)
             start = ld_i64(segments + 8 * (SEG_WORDS * i + SEG_TOKEN))
             n = ld_i64(segments + 8 * (SEG_WORDS * i + SEG_N_TOKENS))
-            k_head = head % k_heads if word(params, 20) != 0 else head // (heads // k_heads)
-            s = state_row(params, i, word(params, 3), word(params, 4)) + (head * n_block + part * width) * block_bytes
-            q = word(params, 5) + start * q_stride + k_head * word(params, 7)
-            k = word(params, 8) + start * k_stride + k_head * word(params, 10)
-            v = word(params, 11) + start * v_stride + head * word(params, 13) + _LINE * part * width
-            a = word(params, 14) + start * a_stride + head * a_width
-            beta = word(params, 15) + start * beta_stride + 4 * head
-            out = word(params, 16) + start * out_stride + 4 * head * dv + _LINE * part * width
+            k_head = head % k_heads if params.tiled != 0 else head // (heads // k_heads)
+            s = state_row(params, i, params.states, params.state_bytes) + (head * n_block + part * width) * block_bytes
+            q = params.q.at + start * q_stride + k_head * params.q.head_stride
+            k = params.k.at + start * k_stride + k_head * params.k.head_stride
+            v = params.v.at + start * v_stride + head * params.v.head_stride + _LINE * part * width
+            a = params.decay + start * a_stride + head * a_width
+            beta = params.beta + start * beta_stride + 4 * head
+            out = params.out + start * out_stride + 4 * head * dv + _LINE * part * width
             if begins(params, i):
                 clear(s, width * dk)
             if n <= FEW_TOKENS:
@@ -303,8 +293,8 @@ def make_delta_net(dk, dv, by_column):
             if not filled:
                 fill_unit_rows(work)
                 filled = True
-            for t in range(0, n, CHUNK):
-                left = min(n - t, CHUNK)
+            for t in range(0, n, DELTA_CHUNK):
+                left = min(n - t, DELTA_CHUNK)
                 prepare(work, q + t * q_stride, q_stride, k + t * k_stride, k_stride, a + t * a_stride, a_stride,
                         beta + t * beta_stride, beta_stride, left, scale)  # fmt: skip
                 for j in range(width):

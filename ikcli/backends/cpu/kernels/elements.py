@@ -5,13 +5,14 @@ import math
 import numpy as np
 
 from ikcli.backends.cpu.kernels.basic import span
-from ikcli.backends.cpu.kernels.common import POS, n_rows, state_word, word
+from ikcli.backends.cpu.kernels.common import POS, n_rows, state_word
+from ikcli.backends.cpu.kernels.records import kernel
+from ikcli.backends.cpu.params_layers import AlibiParams, GateParams, PosScaleParams, ScaleParams, SoftCapParams
 from ikcli.graph.ops_alibi import BASE, BLOCK
 from ikcli.native.jit import inline
 from ikcli.native.simd.math import vexp, vsigmoid
 from ikcli.native.simd.vec import (
     ld_f32,
-    ld_f64,
     ld_i32,
     load_f32x16,
     splat_f32x16,
@@ -27,11 +28,10 @@ _F0, _F1, _F2 = np.float32(0.0), np.float32(1.0), np.float32(2.0)
 
 
 def make_scale():
-    """params: 3 x, 4 out, 5 columns, 6 factor (f32 bits)."""
-
+    @kernel(ScaleParams)
     def scale(params, ith, nth):
-        x, out, factor = word(params, 3), word(params, 4), ld_f32(params + 48)
-        lo, hi = span(n_rows(params) * word(params, 5), ith, nth)
+        x, out, factor = params.x, params.out, params.factor
+        lo, hi = span(n_rows(params) * params.cols, ith, nth)
         full, v = lo + ((hi - lo) & ~15), splat_f32x16(factor)
         for i in range(lo, full, 16):
             store_f32x16(out + 4 * i, vmul(load_f32x16(x + 4 * i), v))
@@ -42,11 +42,12 @@ def make_scale():
 
 
 def make_softcap():
-    """cap * tanh(x / cap), as cap - 2 cap / (1 + e**(2 x / cap)). params: 3 x, 4 out, 5 columns, 6 cap (f32 bits)."""
+    """cap * tanh(x / cap), as cap - 2 cap / (1 + e**(2 x / cap))."""
 
+    @kernel(SoftCapParams)
     def softcap(params, ith, nth):
-        x, out, cap = word(params, 3), word(params, 4), ld_f32(params + 48)
-        lo, hi = span(n_rows(params) * word(params, 5), ith, nth)
+        x, out, cap = params.x, params.out, params.cap
+        lo, hi = span(n_rows(params) * params.cols, ith, nth)
         slope, twice = _F2 / cap, _F2 * cap
         full = lo + ((hi - lo) & ~15)
         vslope, vtwice, vcap, one = splat_f32x16(slope), splat_f32x16(twice), splat_f32x16(cap), splat_f32x16(_F1)
@@ -73,13 +74,11 @@ _GATES = {"sigmoid": sigmoid, "softplus": softplus}
 
 
 def make_gate(kind):
-    """params: 3 x, 4 gate, 5 out, 6 columns, 7 columns of the gate."""
     value = _GATES[kind]
 
+    @kernel(GateParams)
     def gate(params, ith, nth):
-        x, gates, out, cols, parts = (
-            word(params, 3), word(params, 4), word(params, 5), word(params, 6), word(params, 7)
-        )  # fmt: skip
+        x, gates, out, cols, parts = params.x, params.gate, params.out, params.cols, params.gate_cols
         width = cols // parts
         if width == 1 and kind == "sigmoid":
             gate_each(x, gates, out, n_rows(params) * cols, ith, nth)
@@ -109,13 +108,12 @@ def gate_each(x, gates, out, n, ith, nth):
 
 
 def make_pos_scale():
-    """params: 3 x, 4 out, 5 columns, 6 scale (f64 bits), 7 length, 8 shift: one row per token."""
+    """One row per token."""
 
+    @kernel(PosScaleParams)
     def pos_scale(params, ith, nth):
-        x, out, cols, length, shift = (
-            word(params, 3), word(params, 4), word(params, 5), word(params, 7), word(params, 8)
-        )  # fmt: skip
-        scale, pos = ld_f64(params + 48), state_word(params, POS)
+        x, out, cols, length, shift = params.x, params.out, params.cols, params.length, params.shift
+        scale, pos = params.scale, state_word(params, POS)
         rows, full = n_rows(params), cols & ~15
         for row in range(rows * ith // nth, rows * (ith + 1) // nth):
             steps = (np.int64(ld_i32(pos + 4 * row)) + shift) // length
@@ -130,10 +128,11 @@ def make_pos_scale():
 
 
 def make_alibi():
-    """Columns of queries or keys (`graph/ops_alibi.py`). params: 3 out, 4 width, 5 slopes (0: keys), 6 heads."""
+    """Columns of queries or keys (`graph/ops_alibi.py`)."""
 
+    @kernel(AlibiParams)
     def alibi(params, ith, nth):
-        out, width, slopes, heads = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
+        out, width, slopes, heads = params.out, params.width, params.slopes, params.heads
         pos, first = state_word(params, POS), width - BLOCK
         items = n_rows(params) * heads
         for item in range(items * ith // nth, items * (ith + 1) // nth):

@@ -2,9 +2,11 @@
 
 import numpy as np
 
-from ikcli.backends.cpu.kernels.common import POS, TOKENS, n_rows, state_word, word
+from ikcli.backends.cpu.kernels.common import POS, TOKENS, n_rows, state_word
 from ikcli.backends.cpu.kernels.formats import is_float, weight_format
+from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.kernels.rowformat import dequantize_row
+from ikcli.backends.cpu.params_layers import EmbedParams, EmbedPositionsParams
 from ikcli.native.jit import inline
 from ikcli.native.simd.half import ld_bf16, ld_f16
 from ikcli.native.simd.vec import ld_f32, ld_i32, st_f32
@@ -24,11 +26,12 @@ def _float_row(type_name):
 
 
 def make_embed(type_name):
-    """Of tokens. params: 3 w, 4 row bytes, 5 columns, 6 out."""
+    """Of tokens."""
     dequantize = _dequantize(type_name)
 
+    @kernel(EmbedParams)
     def embed(params, ith, nth):
-        w, row_bytes, cols, out = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
+        w, row_bytes, cols, out = params.w, params.row_bytes, params.cols, params.out
         tokens = state_word(params, TOKENS)
         rows = n_rows(params)
         for row in range(rows * ith // nth, rows * (ith + 1) // nth):
@@ -38,12 +41,13 @@ def make_embed(type_name):
 
 
 def make_embed_positions(type_name):
-    """Of positions; NaN for those that have none. params: `make_embed`, then 7 rows of w."""
+    """Of positions; NaN for those that have none."""
     dequantize = _dequantize(type_name)
 
+    @kernel(EmbedPositionsParams)
     def embed(params, ith, nth):
-        w, row_bytes, cols, out = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
-        pos, n_pos = state_word(params, POS), word(params, 7)
+        w, row_bytes, cols, out = params.w, params.row_bytes, params.cols, params.out
+        pos, n_pos = state_word(params, POS), params.n_pos
         rows = n_rows(params)
         for row in range(rows * ith // nth, rows * (ith + 1) // nth):
             p = ld_i32(pos + 4 * row)

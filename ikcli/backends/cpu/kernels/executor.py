@@ -10,10 +10,12 @@ from core to core takes longer than they do.
 Shared block (int64 words, one cache line apart so that threads do not fight over them):
     0 parts claimed   8 parts done (both count over all jobs)   16 epoch: number of the job, then the job:
     17 program   18 n_ops   19 n_threads   20 parts claimed at its start   24 status   32 stop
-A kernel's dynamic work counter is the int64 at params - 64; whoever starts the next op clears it.
+A kernel's dynamic work counter is the int64 at params - WORK; whoever starts the next op clears it.
 """
 
-from ikcli.backends.cpu.kernels.common import n_rows
+from ikcli.backends.cpu.kernels.common import WORK, n_rows
+from ikcli.backends.cpu.kernels.records import at
+from ikcli.backends.cpu.params import Params
 from ikcli.native.jit import inline
 from ikcli.native.simd.control import atomic_add, atomic_cas, atomic_load, atomic_store, call_kernel, libc_call0, pause
 
@@ -22,6 +24,8 @@ ENTRY = 32  # bytes of an entry of a program
 _ALONE = 32768  # bytes that one thread moves faster than two agree
 _SPINS = 1000
 _IDLE_YIELDS = 4000
+
+params_at = at(Params)
 
 
 @inline
@@ -38,7 +42,7 @@ def relax(spins):
 def run_part(sync, program, i, part, n_threads):
     """Execute one part of op i; the first part of an op clears the work counter of the op before it."""
     if part == 0 and i > 0:
-        atomic_store(atomic_load(program + ENTRY * (i - 1) + 8) - 64, 0)
+        atomic_store(atomic_load(program + ENTRY * (i - 1) + 8) - WORK, 0)
     entry = program + ENTRY * i
     status = call_kernel(atomic_load(entry), atomic_load(entry + 8), part, n_threads)
     if status != 0:
@@ -52,7 +56,7 @@ def n_alone(program, i, n_ops):
     while i + n < n_ops:
         entry = program + ENTRY * (i + n)
         row_bytes = atomic_load(entry + 16)
-        if row_bytes == 0 or n_rows(atomic_load(entry + 8)) * row_bytes > _ALONE:
+        if row_bytes == 0 or n_rows(params_at(atomic_load(entry + 8))) * row_bytes > _ALONE:
             break
         n += 1
     return n
@@ -104,7 +108,7 @@ def make_launch():
             while atomic_load(sync + DONE) < base + n_ops * n_threads:
                 spins = relax(spins)
         if n_ops > 0:
-            atomic_store(atomic_load(program + ENTRY * (n_ops - 1) + 8) - 64, 0)
+            atomic_store(atomic_load(program + ENTRY * (n_ops - 1) + 8) - WORK, 0)
         return atomic_load(sync + STATUS)
 
     return launch, 4, True

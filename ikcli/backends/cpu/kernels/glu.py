@@ -5,7 +5,9 @@ import math
 import numpy as np
 
 from ikcli.backends.cpu.kernels.basic import span
-from ikcli.backends.cpu.kernels.common import n_rows, word
+from ikcli.backends.cpu.kernels.common import n_rows
+from ikcli.backends.cpu.kernels.records import kernel
+from ikcli.backends.cpu.params_layers import ClampParams, GluParams, MapParams
 from ikcli.graph.activations import GELU_CUBE, GELU_SLOPE, QUICK_SLOPE
 from ikcli.native.jit import inline
 from ikcli.native.simd.math import vexp, vsilu
@@ -176,23 +178,23 @@ def glu_span(kind, limited):
 
 
 def make_glu(kind, limited):
-    """params: 3 gate, 4 up, 5 out, 6 columns, 7 limit, 8 alpha (f32 bits)."""
     glu = glu_span(kind, limited)
 
+    @kernel(GluParams)
     def run(params, ith, nth):
-        lo, hi = span(n_rows(params) * word(params, 6), ith, nth)
-        glu(word(params, 5), word(params, 3), word(params, 4), lo, hi, ld_f32(params + 56), ld_f32(params + 64))
+        lo, hi = span(n_rows(params) * params.cols, ith, nth)
+        glu(params.out, params.gate, params.up, lo, hi, params.limit, params.alpha)
 
     return run
 
 
 def make_unary(kind):
-    """params: 3 x, 4 out, 5 columns."""
     vact, act = _UNARY[kind]
 
+    @kernel(MapParams)
     def unary(params, ith, nth):
-        x, out = word(params, 3), word(params, 4)
-        lo, hi = span(n_rows(params) * word(params, 5), ith, nth)
+        x, out = params.x, params.out
+        lo, hi = span(n_rows(params) * params.cols, ith, nth)
         full = lo + ((hi - lo) & ~15)
         for i in range(lo, full, 16):
             store_f32x16(out + 4 * i, vact(load_f32x16(x + 4 * i)))
@@ -203,11 +205,10 @@ def make_unary(kind):
 
 
 def make_clamp():
-    """params: 3 x, 4 out, 5 columns, 6 limit (f32 bits)."""
-
+    @kernel(ClampParams)
     def run(params, ith, nth):
-        x, out, limit = word(params, 3), word(params, 4), ld_f32(params + 48)
-        lo, hi = span(n_rows(params) * word(params, 5), ith, nth)
+        x, out, limit = params.x, params.out, params.limit
+        lo, hi = span(n_rows(params) * params.cols, ith, nth)
         full = lo + ((hi - lo) & ~15)
         for i in range(lo, full, 16):
             store_f32x16(out + 4 * i, vclamp(load_f32x16(x + 4 * i), limit))

@@ -9,11 +9,14 @@ import math
 import numpy as np
 
 from ikcli.backends.cpu.kernels.basic import copy_f32
-from ikcli.backends.cpu.kernels.common import n_rows, word
+from ikcli.backends.cpu.kernels.common import n_rows
+from ikcli.backends.cpu.kernels.records import kernel
+from ikcli.backends.cpu.params_layers import HadamardParams
 from ikcli.native.jit import inline
 from ikcli.native.simd.blocks import hadamard16
 from ikcli.native.simd.vec import (
     ld_f32,
+    ld_i64,
     load_f32x16,
     splat_f32x16,
     st_f32,
@@ -58,17 +61,16 @@ def transform(dst, src, n, scale):
 
 
 def make_hadamard():
-    """params: 3 x, 4 out, 5 heads, 6 head columns, 7 first column of blocks, 8 number of blocks, 9... their sizes."""
-
+    @kernel(HadamardParams)
     def hadamard(params, ith, nth):
-        x, out, heads, dim = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
-        offset, n_blocks = word(params, 7), word(params, 8)
+        x, out, heads, dim = params.x, params.out, params.heads, params.dim
+        offset, n_blocks = params.offset, params.n_blocks
         items = n_rows(params) * heads
         for item in range(items * ith // nth, items * (ith + 1) // nth):
             src, dst, at = x + 4 * item * dim, out + 4 * item * dim, offset
             copy_f32(dst, src, offset)
             for b in range(n_blocks):
-                n = word(params, 9 + b)
+                n = ld_i64(params.sizes + 8 * b)
                 scale = _F1 / np.float32(math.sqrt(np.float32(n)))
                 if n < 16:
                     transform_small(dst + 4 * at, src + 4 * at, n, scale)

@@ -7,7 +7,9 @@ whose elements can be addressed one by one also `_LOAD1`.
 
 from ikcli.backends.cpu.kernels import kv_blocks
 from ikcli.backends.cpu.kernels.basic import copy_f32
-from ikcli.backends.cpu.kernels.common import CELLS, KV_CELLS, n_rows, state_word, word
+from ikcli.backends.cpu.kernels.common import CELLS, KV_CELLS, n_rows, state_word
+from ikcli.backends.cpu.kernels.records import kernel
+from ikcli.backends.cpu.params_attention import KvRowsParams, KvStoreParams, KvStoreTransposedParams
 from ikcli.native.jit import inline
 from ikcli.native.simd.control import prefetch
 from ikcli.native.simd.half import (
@@ -147,14 +149,13 @@ _STORE1 = {"f32": (4, st_f32), "f16": (2, st_f16), "bf16": (2, st_bf16)}
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
 def make_kv_store(type_):
-    """params: 3 x at its first column, 4 row bytes of x, 5 columns, 6 cache, 7 cache row bytes, 8 its first column,
-    9 the state word with the address of the cells."""
     store = _STORE[type_]
 
+    @kernel(KvStoreParams)
     def kv_store(params, ith, nth):
-        x, stride, cols = word(params, 3), word(params, 4), word(params, 5)
-        cache, row_bytes, first = word(params, 6), word(params, 7), word(params, 8)
-        cells = state_word(params, word(params, 9))
+        x, stride, cols = params.x, params.stride, params.cols
+        cache, row_bytes, first = params.cache, params.row_bytes, params.first
+        cells = state_word(params, params.cells)
         rows = n_rows(params)
         for t in range(rows * ith // nth, rows * (ith + 1) // nth):
             store(cache + ld_i64(cells + 8 * t) * row_bytes, first, x + t * stride, cols)
@@ -163,12 +164,12 @@ def make_kv_store(type_):
 
 
 def make_kv_store_transposed(type_):
-    """params: 3 x at its first column, 4 row bytes of x, 5 columns, 6 cache at its first row, 7 cells."""
     size, store1 = _STORE1[type_]
 
+    @kernel(KvStoreTransposedParams)
     def kv_store_transposed(params, ith, nth):
-        x, stride, cols = word(params, 3), word(params, 4), word(params, 5)
-        cache, n_cells = word(params, 6), word(params, 7)
+        x, stride, cols = params.x, params.stride, params.cols
+        cache, n_cells = params.cache, params.n_cells
         cells = state_word(params, CELLS)
         rows = n_rows(params)
         for c in range(cols * ith // nth, cols * (ith + 1) // nth):
@@ -179,12 +180,12 @@ def make_kv_store_transposed(type_):
 
 
 def make_kv_rows(type_):
-    """params: 3 cache, 4 cache row bytes, 5 first column, 6 columns, 7 out."""
     load16, load_tail = LOAD16[type_], make_load_tail(type_)
 
+    @kernel(KvRowsParams)
     def kv_rows(params, ith, nth):
-        cache, row_bytes, first = word(params, 3), word(params, 4), word(params, 5)
-        cols, out = word(params, 6), word(params, 7)
+        cache, row_bytes, first = params.cache, params.row_bytes, params.first
+        cols, out = params.cols, params.out
         cells = state_word(params, KV_CELLS)
         rows = n_rows(params)
         full = cols & ~15

@@ -6,12 +6,14 @@ whatever the other rows are, but not the same as each other; a program says what
 """
 
 from ikcli.backends.cpu.kernels.basic import swiglu_span
-from ikcli.backends.cpu.kernels.common import n_rows, next_span, next_work, word
+from ikcli.backends.cpu.kernels.common import n_rows, next_span, next_work
 from ikcli.backends.cpu.kernels.format_api import few_dots, unpack_sixteen
 from ikcli.backends.cpu.kernels.formats import is_float, weight_format
 from ikcli.backends.cpu.kernels.formats_float import float_block
 from ikcli.backends.cpu.kernels.gemm import quant_tile
 from ikcli.backends.cpu.kernels.glu import glu_span
+from ikcli.backends.cpu.kernels.records import kernel
+from ikcli.backends.cpu.params_products import ByExpertParams, MulMatParams, UpGateParams, UpGluParams
 from ikcli.backends.cpu.tile_modes import (
     MOST_TILES,
     TILE_ROWS,
@@ -21,7 +23,7 @@ from ikcli.backends.cpu.tile_modes import (
     tile_bytes_per_step,
 )
 from ikcli.native.jit import inline
-from ikcli.native.simd.vec import ld_f32, ld_i64
+from ikcli.native.simd.vec import ld_i64
 
 _ITEMS_PER_THREAD = 4  # at least, so that threads end at about the same time
 
@@ -100,19 +102,17 @@ def item_rows(height, n_tiles, streaming, n_w, nth):
 
 
 def make_mul_mat(type_name):
-    """Dense and per-head matmul. Output row t, head h, weight row r: out + t*out_stride + h*out_head + 4*r.
-
-    params: 3 w, 4 row bytes of w, 5 rows of w, 6 k, 7 a, 8 bytes between activation rows, 9 out, 10 out_stride (bytes),
-    11 tiles, 12 tile bytes, 13 tiles of a thread, 14 few, 15 heads, 16 bytes between heads of w, 17 of a, 18 of out.
-    """
+    """Dense and per-head matmul."""
     block, tile_rows = _block(type_name)
 
+    @kernel(MulMatParams)
     def mul_mat(params, ith, nth):
-        w, row_bytes, n_w, k = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
-        a, a_stride, out, out_stride = word(params, 7), word(params, 8), word(params, 9), word(params, 10)
-        n_tiles, few = word(params, 13), word(params, 14)
-        tiles = word(params, 11) + ith * n_tiles * word(params, 12)
-        heads, w_head, a_head, out_head = word(params, 15), word(params, 16), word(params, 17), word(params, 18)
+        p = params.product
+        w, row_bytes, n_w, k = p.w, p.row_bytes, p.n_w, p.k
+        a, a_stride, out, out_stride = p.a, p.a_stride, p.out, p.out_stride
+        n_tiles, few = p.n_tiles, p.few
+        tiles = p.tiles + ith * n_tiles * p.tile_bytes
+        heads, w_head, a_head, out_head = params.heads, params.w_head, params.a_head, params.out_head
         m = n_rows(params)
         height = item_rows(tile_rows, n_tiles, m <= few, n_w * heads, nth)
         per_head = (n_w + height - 1) // height
@@ -170,21 +170,20 @@ def count_active(offsets, n_expert):
     return total
 
 
-def _by_expert(tile_rows, compute):
+def _by_expert(record, tile_rows, compute):
     """Kernel that runs `compute` on every block of rows of every expert that has activation rows.
 
-    Rows offsets[e] .. offsets[e+1]-1 of a belong to expert e. params: 3 w, 4 row bytes, 5 rows per expert, 6 k, 7 a,
-    8 a_stride, 9 out, 10 out_stride, 11 tiles, 12 tile bytes, 13 tiles of a thread, 14 few, 15 n_expert, 16 bytes per
-    expert, 17 offsets (i64[n_expert + 1]); compute(params, ith, at, n, k, x, m, y, tiles): `at` = bytes into the
-    weights, n rows.
+    compute(params, ith, at, n, k, x, m, y, tiles): `at` = bytes into the weights, n rows.
     """
 
+    @kernel(record)
     def by_expert(params, ith, nth):
-        row_bytes, n_w, k = word(params, 4), word(params, 5), word(params, 6)
-        a, a_stride, out, out_stride = word(params, 7), word(params, 8), word(params, 9), word(params, 10)
-        n_tiles, few = word(params, 13), word(params, 14)
-        tiles = word(params, 11) + ith * n_tiles * word(params, 12)
-        n_expert, w_expert, offsets = word(params, 15), word(params, 16), word(params, 17)
+        p, experts = params.product, params.experts
+        row_bytes, n_w, k = p.row_bytes, p.n_w, p.k
+        a, a_stride, out, out_stride = p.a, p.a_stride, p.out, p.out_stride
+        n_tiles, few = p.n_tiles, p.few
+        tiles = p.tiles + ith * n_tiles * p.tile_bytes
+        n_expert, w_expert, offsets = experts.n_expert, experts.w_expert, experts.offsets
         n_active = count_active(offsets, n_expert)
         streaming = ld_i64(offsets + 8 * n_expert) <= few * n_active
         height = item_rows(tile_rows, n_tiles, streaming, n_w * n_active, nth)
@@ -208,50 +207,52 @@ def _by_expert(tile_rows, compute):
 
 
 def make_mul_mat_id(type_name):
-    """Expert matmul over rows sorted by expert; params: `_by_expert`."""
+    """Expert matmul over rows sorted by expert."""
     block, tile_rows = _block(type_name)
 
     @inline
     def compute(params, ith, at, n, k, x, m, y, tiles):
-        few = word(params, 14)
-        block(word(params, 3) + at, word(params, 4), n, k, x, word(params, 8), m, y, word(params, 10), tiles, few)
+        p = params.product
+        few = p.few
+        block(p.w + at, p.row_bytes, n, k, x, p.a_stride, m, y, p.out_stride, tiles, few)
 
-    return _by_expert(tile_rows, compute)
+    return _by_expert(ByExpertParams, tile_rows, compute)
 
 
 def make_up_gate(type_name):
-    """silu(gate) * up by expert. params: `_by_expert`, then 18 gate weights, 19 scratch, 20 its bytes per thread."""
+    """silu(gate) * up by expert."""
 
     @inline
     def glu(params, out, gate, up, n):
         swiglu_span(out, gate, up, 0, n)
 
-    return _up_gate(type_name, glu)
+    return _up_gate(UpGateParams, type_name, glu)
 
 
 def make_up_glu(type_name, kind, limited):
-    """Another `Glu` of gate and up. params: `make_up_gate`, then 21 limit, 22 alpha (f32 bits)."""
+    """Another `Glu` of gate and up."""
     span = glu_span(kind, limited)
 
     @inline
     def glu(params, out, gate, up, n):
-        span(out, gate, up, 0, n, ld_f32(params + 168), ld_f32(params + 176))
+        span(out, gate, up, 0, n, params.limit, params.alpha)
 
-    return _up_gate(type_name, glu)
+    return _up_gate(UpGluParams, type_name, glu)
 
 
-def _up_gate(type_name, glu):
+def _up_gate(record, type_name, glu):
     """Both products by expert, made one value by `glu(params, out, gate, up, n)`."""
     block, tile_rows = _block(type_name)
 
     @inline
     def compute(params, ith, at, n, k, x, m, y, tiles):
-        row_bytes, a_stride, out_stride = word(params, 4), word(params, 8), word(params, 10)
-        scratch, few = word(params, 19) + ith * word(params, 20), word(params, 14)
-        block(word(params, 18) + at, row_bytes, n, k, x, a_stride, m, scratch, 4 * n, tiles, few)
-        block(word(params, 3) + at, row_bytes, n, k, x, a_stride, m, y, out_stride, tiles, few)
+        p = params.product
+        row_bytes, a_stride, out_stride = p.row_bytes, p.a_stride, p.out_stride
+        scratch, few = params.scratch + ith * params.scratch_bytes, p.few
+        block(params.gate + at, row_bytes, n, k, x, a_stride, m, scratch, 4 * n, tiles, few)
+        block(p.w + at, row_bytes, n, k, x, a_stride, m, y, out_stride, tiles, few)
         for t in range(m):
             row = y + t * out_stride
             glu(params, row, scratch + 4 * n * t, row, n)
 
-    return _by_expert(tile_rows, compute)
+    return _by_expert(record, tile_rows, compute)

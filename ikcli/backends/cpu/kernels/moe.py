@@ -10,7 +10,16 @@ import math
 import numpy as np
 
 from ikcli.backends.cpu.kernels.basic import add_span, copy_f32
-from ikcli.backends.cpu.kernels.common import n_rows, word
+from ikcli.backends.cpu.kernels.common import n_rows
+from ikcli.backends.cpu.kernels.records import kernel
+from ikcli.backends.cpu.params_products import (
+    AddIdParams,
+    MoeSumParams,
+    RouteParams,
+    ScaleIdParams,
+    SortParams,
+    ZeroDroppedParams,
+)
 from ikcli.native.jit import inline
 from ikcli.native.simd.vec import (
     ld_f32,
@@ -105,36 +114,29 @@ def route_row(logits, bias, probs, scores, out, n, n_used, softmax, norm, scale,
 
 
 def make_route():
-    """params: 3 logits, 4 bias (0 = none), 5 out, 6 n_expert, 7 n_used, 8 softmax, 9 norm, 10 scale (f32 bits),
-    11 n_group, 12 n_group_used, 13 ser: fewest (0 = off), 14 ser: threshold (f32 bits), 15 scratch, 16 its bytes."""
-
+    @kernel(RouteParams)
     def route(params, ith, nth):
-        logits, bias, out, n, n_used = (
-            word(params, 3),
-            word(params, 4),
-            word(params, 5),
-            word(params, 6),
-            word(params, 7),
-        )
-        scale, least = ld_f32(params + 80), ld_f32(params + 112)
-        scratch = word(params, 15) + ith * word(params, 16)
+        logits, bias, out, n, n_used = params.logits, params.bias, params.out, params.n_expert, params.n_used
+        scale, least = params.scale, params.least
+        scratch = params.scratch + ith * params.scratch_bytes
         rows = n_rows(params)
         for row in range(rows * ith // nth, rows * (ith + 1) // nth):
             route_row(
                 logits + 4 * row * n, bias, scratch, scratch + 4 * n, out + 8 * row * n_used, n, n_used,
-                word(params, 8), word(params, 9), scale, word(params, 11), word(params, 12), word(params, 13), least,
+                params.softmax, params.norm, scale, params.n_group, params.n_group_used, params.fewest, least,
             )  # fmt: skip
 
     return route
 
 
 def make_sort():
-    """Counting sort by expert, stable. params: 3 route, 4 plan, 5 n_expert, 6 n_used."""
+    """Counting sort by expert, stable."""
 
+    @kernel(SortParams)
     def sort(params, ith, nth):
         if ith != 0:
             return
-        route, plan, n_expert, n_used = word(params, 3), word(params, 4), word(params, 5), word(params, 6)
+        route, plan, n_expert, n_used = params.route, params.plan, params.n_expert, params.n_used
         pairs = n_rows(params) * n_used
         offsets = plan + 8
         cursors = offsets + 8 * (n_expert + 1)
@@ -167,11 +169,12 @@ def make_sort():
 
 
 def make_zero_dropped():
-    """Rows after the sorted ones become zero. params: 3 out, 4 columns, 5 plan, 6 n_used."""
+    """Rows after the sorted ones become zero."""
 
+    @kernel(ZeroDroppedParams)
     def zero_dropped(params, ith, nth):
-        out, cols = word(params, 3), word(params, 4)
-        lo, hi = ld_i64(word(params, 5)), n_rows(params) * word(params, 6)
+        out, cols = params.out, params.cols
+        lo, hi = ld_i64(params.plan), n_rows(params) * params.n_used
         n = (hi - lo) * cols
         for i in range(n * ith // nth, n * (ith + 1) // nth):
             st_f32(out + 4 * (lo * cols + i), _F0)
@@ -180,12 +183,12 @@ def make_zero_dropped():
 
 
 def make_add_id():
-    """Sorted rows plus the row of their expert; others are copied. params: 3 x, 4 w, 5 out, 6 columns, 7 plan,
-    8 n_expert, 9 n_used."""
+    """Sorted rows plus the row of their expert; others are copied."""
 
+    @kernel(AddIdParams)
     def add_id(params, ith, nth):
-        x, w, out, cols, plan = word(params, 3), word(params, 4), word(params, 5), word(params, 6), word(params, 7)
-        n_expert, rows = word(params, 8), n_rows(params) * word(params, 9)
+        x, w, out, cols, plan = params.x, params.w, params.out, params.cols, params.plan
+        n_expert, rows = params.n_expert, n_rows(params) * params.n_used
         offsets = plan + 8
         lo, hi = rows * ith // nth, rows * (ith + 1) // nth
         for e in range(n_expert):
@@ -198,12 +201,12 @@ def make_add_id():
 
 
 def make_scale_id(by_route):
-    """Sorted rows times a number of their expert or, `by_route`, of their slot; others are copied. params: 3 x,
-    4 numbers by expert or a route, 5 out, 6 columns, 7 plan, 8 n_expert, 9 n_used."""
+    """Sorted rows times a number of their expert or, `by_route`, of their slot; others are copied."""
 
+    @kernel(ScaleIdParams)
     def scale_id(params, ith, nth):
-        x, by, out, cols, plan = word(params, 3), word(params, 4), word(params, 5), word(params, 6), word(params, 7)
-        n_expert, n_used = word(params, 8), word(params, 9)
+        x, by, out, cols, plan = params.x, params.by, params.out, params.cols, params.plan
+        n_expert, n_used = params.n_expert, params.n_used
         rows = n_rows(params) * n_used
         offsets, order = plan + 8, plan + 8 * (2 + 2 * n_expert)
         lo, hi = rows * ith // nth, rows * (ith + 1) // nth
@@ -227,14 +230,13 @@ def make_scale_id(by_route):
 
 
 def make_sum(weighted):
-    """out[row] = sum over slots of weight (1 unless `weighted`) * y[position]. params: 3 y, 4 route, 5 plan, 6 columns,
-    7 n_used, 8 n_expert, 9 out."""
+    """out[row] = sum over slots of weight (1 unless `weighted`) * y[position]."""
 
+    @kernel(MoeSumParams)
     def weighted_sum(params, ith, nth):
-        y, route, cols, n_used = word(params, 3), word(params, 4), word(params, 6), word(params, 7)
-        out = word(params, 9)
+        y, route, cols, n_used, out = params.y, params.route, params.cols, params.n_used, params.out
         rows = n_rows(params)
-        position = word(params, 5) + 8 * (2 + 2 * word(params, 8) + rows * n_used)
+        position = params.plan + 8 * (2 + 2 * params.n_expert + rows * n_used)
         per_row = (cols + 15) // 16
         for item in range(rows * per_row * ith // nth, rows * per_row * (ith + 1) // nth):
             row, c = item // per_row, item % per_row * 16

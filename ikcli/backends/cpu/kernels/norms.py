@@ -5,7 +5,9 @@ import math
 import numpy as np
 
 from ikcli.backends.cpu.kernels.basic import sum_squares
-from ikcli.backends.cpu.kernels.common import n_rows, word
+from ikcli.backends.cpu.kernels.common import n_rows
+from ikcli.backends.cpu.kernels.records import kernel
+from ikcli.backends.cpu.params_layers import NormParams
 from ikcli.native.jit import inline
 from ikcli.native.simd.vec import (
     ld_f32,
@@ -51,12 +53,12 @@ def sum_squares_around(x, n, middle):
 
 
 def make_norm(kind, weighted, biased):
-    """params: 3 x, 4 w, 5 its period in columns, 6 b, 7 its period, 8 out, 9 columns, 10 width, 11 eps (f32 bits)."""
     around_mean, of_sum = kind == "layer", kind == "l2"
 
+    @kernel(NormParams)
     def norm(params, ith, nth):
-        x, w, b, out = word(params, 3), word(params, 4), word(params, 6), word(params, 8)
-        cols, width, eps = word(params, 9), word(params, 10), ld_f32(params + 88)
+        x, w, b, out = params.x, params.w, params.b, params.out
+        cols, width, eps = params.cols, params.width, params.eps
         groups, full = cols // width, width & ~15
         items = n_rows(params) * groups
         for item in range(items * ith // nth, items * (ith + 1) // nth):
@@ -70,8 +72,8 @@ def make_norm(kind, weighted, biased):
             else:
                 scale = _F1 / np.float32(math.sqrt(squares / np.float32(width) + eps))
             m, s = splat_f32x16(middle), splat_f32x16(scale)
-            wx = w + 4 * (at % word(params, 5)) if weighted else w
-            bx = b + 4 * (at % word(params, 7)) if biased else b
+            wx = w + 4 * (at % params.w_period) if weighted else w
+            bx = b + 4 * (at % params.b_period) if biased else b
             for i in range(0, full, 16):
                 v = vmul(vsub(load_f32x16(src + 4 * i), m), s)
                 if weighted:

@@ -9,23 +9,12 @@ scales of blocks, and then what is known of the rows of K, V and Q.
 import numpy as np
 
 from ikcli.backends.cpu.kernels.attention import make_stage_k, make_stage_part
-from ikcli.backends.cpu.kernels.attention_tasks import (
-    K0,
-    K_CHUNKS,
-    PART_HEAD_STRIDE,
-    PART_ROW_BYTES,
-    TILE,
-    V0,
-    V_CHUNK,
-    V_COLS,
-    part_row,
-    tile_chunk,
-)
-from ikcli.backends.cpu.kernels.common import word
+from ikcli.backends.cpu.kernels.attention_tasks import k_part, part_row, tile_chunk, v_part
 from ikcli.backends.cpu.kernels.kv import LOAD16, make_prefetch_row
 from ikcli.backends.cpu.kernels.pair_codes import lane_factors, lane_scales, pairs_of, rounded
 from ikcli.backends.cpu.kernels.pair_sizes import make_row_sizes
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW
+from ikcli.backends.cpu.params_attention import BLOCK_SPACE
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.vec import (
     bcast_f32x16,
@@ -40,7 +29,6 @@ from ikcli.native.simd.vec import (
 SUM = np.float32(2.13e9)  # of products of a row's weights with a tile of V, before rounding
 LEAST = np.float32(1e-33)
 ROWS = 16  # of a cache at a time: their scales fill a vector
-BLOCK_SPACE = 2560  # bytes that attention_codes.py may need beyond rows of f32
 _SIZE = {"f32": 4, "f16": 2, "bf16": 2}
 
 
@@ -48,12 +36,12 @@ _SIZE = {"f32": 4, "f16": 2, "bf16": 2}
 @inline
 def row_space(params, k):
     """Room for ROWS rows of f32 chunks, behind the tile of K. BLOCK_SPACE follows, then the scales."""
-    return k + ((word(params, K_CHUNKS) + 1) >> 1) * tile_chunk(params)
+    return k + ((params.k_chunks + 1) >> 1) * tile_chunk(params)
 
 
 @inline
 def row_space_bytes(params):
-    return 64 * max(word(params, K_CHUNKS), (word(params, V_COLS) + 15) >> 4)
+    return 64 * max(params.k_chunks, (params.v_cols + 15) >> 4)
 
 
 @inline
@@ -71,42 +59,42 @@ def k_scales(params, k):
 @inline
 def v_scales(params, k):
     """One f32 per position; V inside K's rows of q8_0 has `k_scales`, as all of the row."""
-    return k_scales(params, k) + 4 * word(params, TILE)
+    return k_scales(params, k) + 4 * params.tile
 
 
 @inline
 def v_tops(params, k):
     """One f32 per position, which no number of its row of V exceeds."""
-    return k_scales(params, k) + 8 * word(params, TILE)
+    return k_scales(params, k) + 8 * params.tile
 
 
 @inline
 def q_scales(params, k):
     """One f32 per row of the task; where V lies inside K's rows, as many more for the columns before V's."""
-    return k_scales(params, k) + 12 * word(params, TILE)
+    return k_scales(params, k) + 12 * params.tile
 
 
 @inline
 def sums_space(params, stride):
     """Bytes of the sums of products of a tile's positions, `stride` for each; behind them, where V lies inside K's
     rows, is room for those of the rest of the rows."""
-    return stride * (word(params, TILE) + 16)
+    return stride * (params.tile + 16)
 
 
 @inline
 def pair_chunk(params):
     """Bytes of 16 columns of V's tile, 64 per pair of positions; one pair more, so that chunks do not share sets."""
-    return CHUNK_ROW * ((word(params, TILE) >> 1) + 1)
+    return CHUNK_ROW * ((params.tile >> 1) + 1)
 
 
 @inline
 def k_columns(params):
-    return word(params, K_CHUNKS) << 4
+    return params.k_chunks << 4
 
 
 @inline
 def v_columns(params):
-    return (word(params, V_COLS) + 15) & ~15
+    return (params.v_cols + 15) & ~15
 
 
 # --- factors ---------------------------------------------------------------------------------------------------------
@@ -199,29 +187,37 @@ def _make_find_f32(stage_part):
     return find
 
 
-def _make_find_direct(part, type_):
+def _make_find_direct(part_of, type_):
     """... where they lie."""
     size = _SIZE[type_]
 
     @inline
     def find(params, segment, kv_head, k, position, n):
+        part = part_of(params)
         row, element = part_row(params, part, segment, kv_head)
-        stride = word(params, part + PART_ROW_BYTES)
+        stride = part.row_bytes
         return row + position * stride + size * element, stride
 
     return find
 
 
-def _make_ask(type_, part):
+def _make_ask(type_, part_of):
     """ask(params, x, stride, columns): for the rows of two positions of a part of a cache; none, of those made f32.
 
     Whole rows lie one behind the other, which hardware notices.
     """
+    if part_of is None:
+
+        @inline
+        def ask_nothing(params, x, stride, columns):
+            return
+
+        return ask_nothing
     prefetch_row = make_prefetch_row(type_)
 
     @inline
     def ask(params, x, stride, columns):
-        if part > 0 and word(params, part + PART_HEAD_STRIDE) > 0:
+        if part_of(params).head_stride > 0:
             prefetch_row(x, 0, columns)
             prefetch_row(x + stride, 0, columns)
 
@@ -229,10 +225,10 @@ def _make_ask(type_, part):
 
 
 # --- tiles -----------------------------------------------------------------------------------------------------------
-def _make_store_rows(type_, store, in_v, part):
+def _make_store_rows(type_, store, in_v, part_of):
     """store_rows(params, x, stride, first, n, chunks, tile, k, v): n <= ROWS rows from the position `first` of the tile
     on; k and v: where their integers go."""
-    find_factors, ask, scales_of = _make_find_factors(type_), _make_ask(type_, part), v_scales if in_v else k_scales
+    find_factors, ask, scales_of = _make_find_factors(type_), _make_ask(type_, part_of), v_scales if in_v else k_scales
 
     @inline
     def store_rows(params, x, stride, first, n, chunks, tile, k, v):
@@ -248,14 +244,14 @@ def _make_store_rows(type_, store, in_v, part):
     return store_rows
 
 
-def _make_stage(find, type_, in_v, part):
+def _make_stage(find, type_, in_v, part_of):
     """stage(params, segment, kv_head, k, v, position, n): the tile of K, or of V."""
     store = _make_store_v(type_) if in_v else _make_store_k(type_)
-    store_rows = _make_store_rows(type_, store, in_v, part)
+    store_rows = _make_store_rows(type_, store, in_v, part_of)
 
     @merge
     def stage(params, segment, kv_head, k, v, position, n):
-        chunks = v_columns(params) >> 4 if in_v else word(params, K_CHUNKS)
+        chunks = v_columns(params) >> 4 if in_v else params.k_chunks
         for first in range(0, n, ROWS):
             here = min(ROWS, n - first)
             x, stride = find(params, segment, kv_head, k, position + first, here)
@@ -264,15 +260,15 @@ def _make_stage(find, type_, in_v, part):
     return stage
 
 
-def _make_stage_both(find, type_, part):
+def _make_stage_both(find, type_, part_of):
     """... both: V is the end of K's rows, an even number of chunks as what precedes it."""
-    store_first = _make_store_rows(type_, _make_store_k(type_), False, part)
-    store_both = _make_store_rows(type_, _make_store_both(type_), True, part)
+    store_first = _make_store_rows(type_, _make_store_k(type_), False, part_of)
+    store_both = _make_store_rows(type_, _make_store_both(type_), True, part_of)
     chunk_bytes = 16 * _SIZE[type_]
 
     @merge
     def stage(params, segment, kv_head, k, v, position, n):
-        chunks = word(params, V_CHUNK)
+        chunks = params.v_chunk
         inside = k + (chunks >> 1) * tile_chunk(params)
         for first in range(0, n, ROWS):
             here = min(ROWS, n - first)
@@ -311,15 +307,15 @@ def make_both(stage_k, stage_v=None):
 def make_stage_pairs(k_types, v_type, direct):
     """As `make_both`, of rows of any type; `direct`: of whole chunks of one part of f16 or bf16."""
     k_read, v_read = (k_types, v_type) if direct else ("f32", "f32")
-    find_k = _make_find_direct(K0, k_types) if direct else _make_find_f32(make_stage_k(k_types))
-    k_part, v_part = (K0, V0) if direct else (0, 0)
+    find_k = _make_find_direct(k_part, k_types) if direct else _make_find_f32(make_stage_k(k_types))
+    k_of, v_of = (k_part, v_part) if direct else (None, None)
     if v_type == "view":
-        return make_both(_make_stage_both(find_k, k_read, k_part))
+        return make_both(_make_stage_both(find_k, k_read, k_of))
     stage_part = make_stage_part(v_type)
 
     @inline
     def stage_v(params, segment, kv_head, dst, chunk_bytes, position, n):
-        stage_part(params, V0, segment, kv_head, dst, chunk_bytes, position, n)
+        stage_part(params, params.v, segment, kv_head, dst, chunk_bytes, position, n)
 
-    find_v = _make_find_direct(V0, v_type) if direct else _make_find_f32(stage_v)
-    return make_both(_make_stage(find_k, k_read, False, k_part), _make_stage(find_v, v_read, True, v_part))
+    find_v = _make_find_direct(v_part, v_type) if direct else _make_find_f32(stage_v)
+    return make_both(_make_stage(find_k, k_read, False, k_of), _make_stage(find_v, v_read, True, v_of))

@@ -4,8 +4,9 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.common import word
+from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.kernels.sgemm import MAX_VECTORS, fma_f32x16, load_f32x16_at, loop, offset
+from ikcli.backends.cpu.params_peaks import SCRATCH_BYTES, ProductsParams, ReadParams
 from ikcli.native.simd.dot import emit_dot, emit_dot_bf16, emit_dot_i16
 from ikcli.native.simd.emit import Emitter
 from ikcli.native.simd.vec import f32x16, i32x16, llvm_type, pointer
@@ -46,11 +47,11 @@ def _make_registers(kind):
 
 
 def make_products(kind):
-    """params: 3 iterations, 4 scratch, 256 bytes per thread."""
     run = _make_registers(kind)
 
+    @kernel(ProductsParams)
     def products(params, ith, nth):
-        run(word(params, 3), word(params, 4) + 256 * ith)
+        run(params.n, params.scratch + SCRATCH_BYTES * ith)
 
     return products
 
@@ -80,12 +81,13 @@ def _read(typingctx, at, n_lines, out):
 
 
 def make_read():
-    """Every thread reads its part in order. params: 3 address, 4 bytes, 5 scratch, 256 bytes per thread."""
+    """Every thread reads its part in order."""
 
+    @kernel(ReadParams)
     def read(params, ith, nth):
-        n = word(params, 4) // 256
+        n = params.n_bytes // 256
         first, stop = n * ith // nth, n * (ith + 1) // nth
         if stop > first:
-            _read(word(params, 3) + 256 * first, stop - first, word(params, 5) + 256 * ith)
+            _read(params.data + 256 * first, stop - first, params.scratch + SCRATCH_BYTES * ith)
 
     return read

@@ -8,19 +8,12 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.basic import span, sum_squares
-from ikcli.backends.cpu.kernels.common import (
-    N_SEG,
-    SEG_N_TOKENS,
-    SEG_TOKEN,
-    SEG_WORDS,
-    SEGMENTS,
-    n_rows,
-    state_word,
-    word,
-)
+from ikcli.backends.cpu.kernels.common import N_SEG, SEG_N_TOKENS, SEG_TOKEN, SEG_WORDS, SEGMENTS, n_rows, state_word
 from ikcli.backends.cpu.kernels.elements import sigmoid
+from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.kernels.sgemm import load_f32x16_at, offset
 from ikcli.backends.cpu.kernels.state_rows import begins, state_row
+from ikcli.backends.cpu.params_layers import CONV_BLOCK, DecayParams, GatedNormParams, L2NormParams, ShortConvParams
 from ikcli.native.jit import inline
 from ikcli.native.simd.math import vexp, vlog1p_unit, vsigmoid, vsilu
 from ikcli.native.simd.vec import (
@@ -41,11 +34,10 @@ from ikcli.native.simd.vec import (
 )
 
 _F0, _F1 = np.float32(0.0), np.float32(1.0)
-_BLOCK = 64  # columns whose taps are held together
 
 
 def _make_tap_rows(n_taps):
-    """tap_rows(w, to): the taps of 16 columns, which lie column by column, as rows _BLOCK columns apart."""
+    """tap_rows(w, to): the taps of 16 columns, which lie column by column, as rows CONV_BLOCK columns apart."""
 
     @intrinsic
     def tap_rows(typingctx, w, to):
@@ -54,7 +46,7 @@ def _make_tap_rows(n_taps):
             for j in range(n_taps):
                 pick = ir.Constant(ir.VectorType(ir.IntType(32), 16), [n_taps * i + j for i in range(16)])
                 row = builder.shuffle_vector(all_taps, all_taps, pick)
-                builder.store(row, pointer(builder, offset(builder, args[1], 4 * _BLOCK * j), row.type), align=1)
+                builder.store(row, pointer(builder, offset(builder, args[1], 4 * CONV_BLOCK * j), row.type), align=1)
             return context.get_dummy_value()
 
         return types.void(types.intp, types.intp), codegen
@@ -63,8 +55,7 @@ def _make_tap_rows(n_taps):
 
 
 def make_short_conv(n_taps):
-    """params: 3 x, 4 row bytes of x, 5 weight, 6 out, 7 row bytes of out, 8 columns (a multiple of 16), 9 state,
-    10 bytes of a sequence's state, 11 bytes between rows of a state, 12 scratch, 13 bytes of it per thread."""
+    """Columns a multiple of 16."""
     before = n_taps - 1
     tap_rows = _make_tap_rows(n_taps)
 
@@ -75,7 +66,7 @@ def make_short_conv(n_taps):
             acc = zero_f32x16()
             for j in range(n_taps):
                 r = t + j - before
-                tap = load_f32x16(taps + 4 * _BLOCK * j)
+                tap = load_f32x16(taps + 4 * CONV_BLOCK * j)
                 if r >= 0:
                     acc = vfma(tap, load_f32x16(x + r * x_stride), acc)
                 elif not fresh:
@@ -91,16 +82,22 @@ def make_short_conv(n_taps):
                 row = load_f32x16(old + (r + before) * old_stride)
             store_f32x16(old + j * old_stride, row)
 
+    @kernel(ShortConvParams)
     def short_conv(params, ith, nth):
         x, x_stride, w, out, out_stride, cols = (
-            word(params, 3), word(params, 4), word(params, 5), word(params, 6), word(params, 7), word(params, 8)
-        )  # fmt: skip
-        states, state_bytes, row_bytes = word(params, 9), word(params, 10), word(params, 11)
-        taps = word(params, 12) + ith * word(params, 13)
+            params.x,
+            params.x_stride,
+            params.w,
+            params.out,
+            params.out_stride,
+            params.cols,
+        )
+        states, state_bytes, row_bytes = params.states, params.state_bytes, params.row_bytes
+        taps = params.taps + ith * params.taps_bytes
         lo, hi = span(cols, ith, nth)
         segments, n_seg = state_word(params, SEGMENTS), state_word(params, N_SEG)
-        for c0 in range(lo, hi, _BLOCK):
-            width = min(_BLOCK, hi - c0)
+        for c0 in range(lo, hi, CONV_BLOCK):
+            width = min(CONV_BLOCK, hi - c0)
             for c in range(0, width, 16):
                 tap_rows(w + 4 * n_taps * (c0 + c), taps + 4 * c)
             for i in range(n_seg):
@@ -116,13 +113,10 @@ def make_short_conv(n_taps):
 
 
 def make_l2_norm():
-    """params: 3 x, 4 row bytes of x, 5 offset in bytes, 6 out, 7 columns, 8 width, 9 eps (f32 bits)."""
-
+    @kernel(L2NormParams)
     def l2_norm(params, ith, nth):
-        x, stride, out, cols, width = (
-            word(params, 3) + word(params, 5), word(params, 4), word(params, 6), word(params, 7), word(params, 8)
-        )  # fmt: skip
-        eps, groups = ld_f32(params + 72), cols // width
+        x, stride, out, cols, width = (params.x + params.offset, params.stride, params.out, params.cols, params.width)
+        eps, groups = params.eps, cols // width
         items, full = n_rows(params) * groups, width & ~15
         for item in range(items * ith // nth, items * (ith + 1) // nth):
             row, group = item // groups, item % groups
@@ -138,8 +132,6 @@ def make_l2_norm():
 
 
 def make_decay(bounded):
-    """params: 3 x, 4 dt, 5 a, 6 out, 7 columns, 8 heads, 9 lower bound (f32 bits)."""
-
     @inline
     def one(x, a, bound):
         if bounded:
@@ -154,11 +146,10 @@ def make_decay(bounded):
         y = vexp(vsub(zero_f32x16(), vabs(x)))
         return vexp(vmul(a, vadd(vmax(x, zero_f32x16()), vlog1p_unit(y))))
 
+    @kernel(DecayParams)
     def decay(params, ith, nth):
-        x, dt, a, out, cols, heads = (
-            word(params, 3), word(params, 4), word(params, 5), word(params, 6), word(params, 7), word(params, 8)
-        )  # fmt: skip
-        bound = ld_f32(params + 72)
+        x, dt, a, out, cols, heads = (params.x, params.dt, params.a, params.out, params.cols, params.heads)
+        bound = params.bound
         width, bounds = cols // heads, splat_f32x16(bound)
         rows = n_rows(params)
         lo, hi = span(cols, ith, nth) if rows == 1 else (0, cols)
@@ -179,8 +170,6 @@ def make_decay(bounded):
 
 
 def make_gated_norm(activation):
-    """params: 3 x, 4 weight, 5 gate, 6 out, 7 columns, 8 width, 9 eps (f32 bits)."""
-
     @inline
     def one(g):
         return g * sigmoid(g) if activation == "silu" else sigmoid(g)
@@ -189,11 +178,10 @@ def make_gated_norm(activation):
     def many(g):
         return vsilu(g) if activation == "silu" else vsigmoid(g)
 
+    @kernel(GatedNormParams)
     def gated_norm(params, ith, nth):
-        x, w, gate, out, cols, width = (
-            word(params, 3), word(params, 4), word(params, 5), word(params, 6), word(params, 7), word(params, 8)
-        )  # fmt: skip
-        eps = ld_f32(params + 72)
+        x, w, gate, out, cols, width = (params.x, params.w, params.gate, params.out, params.cols, params.width)
+        eps = params.eps
         items, full = n_rows(params) * (cols // width), width & ~15
         for item in range(items * ith // nth, items * (ith + 1) // nth):
             at = 4 * item * width

@@ -1,0 +1,97 @@
+"""Parameters of kernels of the KV cache and of attention (see `params.py`). Strides are in bytes."""
+
+from __future__ import annotations
+
+from ikcli.backends.cpu.params import F32, Address, Params, Record
+
+MAX_ROWS = 144  # of a task
+STAT_BYTES = 4 * MAX_ROWS  # of one of the statistics of rows (kernels/attention_tasks.py)
+STATS_BYTES = 6 * STAT_BYTES
+SPLITS_PER_THREAD = 4  # parts of tasks, if there are few of these
+BLOCK_SPACE = 2560  # bytes that kernels/attention_codes.py may need beyond rows of f32
+
+
+class KvStoreParams(Params):
+    x: Address  # at its first column
+    stride: int
+    cols: int
+    cache: Address
+    row_bytes: int  # of the cache
+    first: int  # its column
+    cells: int  # word of the state block with the address of the cells
+
+
+class KvStoreTransposedParams(Params):
+    x: Address  # at its first column
+    stride: int
+    cols: int
+    cache: Address  # at its first row
+    n_cells: int
+
+
+class KvRowsParams(Params):
+    cache: Address
+    row_bytes: int
+    first: int  # column
+    cols: int
+    out: Address
+
+
+class Part(Record):
+    """Columns of heads of q, k or v; `offset`, `head_stride` and `width` in columns."""
+
+    at: Address
+    row_bytes: int
+    offset: int
+    head_stride: int
+    width: int  # 0: absent
+    place: int  # see `cell_places.py`
+
+
+class AttentionParams(Params):
+    """What all kernels of attention share. A task is some tokens and the heads of a unit, which share a KV head."""
+
+    out: Address
+    out_stride: int
+    first_head: int
+    units: int
+    unit_heads: int
+    group: int  # query heads of a KV head
+    block: int  # tokens of a task
+    tile: int  # positions
+    scale: F32
+    k_chunks: int  # of 16 columns
+    v_cols: int
+    scratch: Address
+    scratch_bytes: int  # of a thread
+    k_at: int  # places in scratch, bytes
+    v_at: int
+    s_at: int
+    window: int  # positions (many: no window)
+    chunk: int
+    sinks: Address  # f32 per head
+    cap: F32
+    q: tuple[Part, Part]
+    k: tuple[Part, Part]
+    v: Part
+
+
+class FlashParams(AttentionParams):
+    v_chunk: int  # where V lies in K's rows
+    o_at: int
+    stats_at: int
+    slots: Address  # for parts of tasks
+    slot_bytes: int
+    q_unit: int  # bytes per unit, where a task has several
+    o_unit: int
+    units_per_task: int
+    min_split: int  # fewest positions of a part of a task
+    independent: int  # 1: how a task is split does not depend on the other tasks
+
+
+class FullParams(AttentionParams):
+    """... whose scores are stored."""
+
+    score_rows: int  # per head
+    scores: Address
+    score_bytes: int  # of a row

@@ -1,0 +1,212 @@
+"""Parameters of kernels of rows, elements and recurrent layers (see `params.py`). Strides and offsets are in bytes."""
+
+from __future__ import annotations
+
+from ikcli.backends.cpu.params import F32, F64, Address, Params, Record, Words
+
+CONV_BLOCK = 64  # columns of a short convolution at a time
+DELTA_CHUNK = 32  # tokens of the delta rule at a time
+
+
+class EmbedParams(Params):
+    w: Address
+    row_bytes: int
+    cols: int
+    out: Address
+
+
+class EmbedPositionsParams(EmbedParams):
+    n_pos: int  # rows of w
+
+
+class MapParams(Params):
+    """Row by row, or value by value."""
+
+    x: Address
+    out: Address
+    cols: int
+
+
+class ScaleParams(MapParams):
+    factor: F32
+
+
+class SoftCapParams(MapParams):
+    cap: F32
+
+
+class ClampParams(MapParams):
+    limit: F32
+
+
+class PosScaleParams(MapParams):
+    scale: F64
+    length: int
+    shift: int
+
+
+class GateParams(Params):
+    x: Address
+    gate: Address
+    out: Address
+    cols: int
+    gate_cols: int
+
+
+class SwiGluParams(Params):
+    gate: Address
+    up: Address
+    out: Address
+    cols: int
+
+
+class GluParams(SwiGluParams):
+    limit: F32
+    alpha: F32
+
+
+class AddParams(Params):
+    x: Address
+    y: Address
+    out: Address
+    cols: int
+    y_is_row: int  # 1: y is one row, added to every row
+
+
+class RmsNormParams(Params):
+    x: Address
+    stride: int
+    offset: int
+    w: Address
+    out: Address
+    cols: int
+    width: int
+    eps: F32
+
+
+class NormParams(Params):
+    x: Address
+    w: Address
+    w_period: int  # in columns
+    b: Address
+    b_period: int
+    out: Address
+    cols: int
+    width: int
+    eps: F32
+
+
+class ConcatParams(Params):
+    src: Address
+    src_stride: int
+    cols: int  # of a head
+    dst: Address
+    dst_stride: int
+    heads: int
+    src_head: int  # bytes between heads
+    dst_head: int
+
+
+class RopeTableParams(Params):
+    out: Address
+    pairs: int
+    freqs: Address  # f64[pairs]
+    mscale: F32
+
+
+class RopeParams(Params):
+    x: Address
+    table: Address
+    out: Address
+    heads: int
+    dim: int
+    offset: int  # in columns
+    n_rot: int
+    neox: int
+
+
+class AlibiParams(Params):
+    out: Address
+    width: int
+    slopes: Address  # 0: keys
+    heads: int
+
+
+class HadamardParams(Params):
+    x: Address
+    out: Address
+    heads: int
+    dim: int
+    offset: int  # in columns
+    n_blocks: int
+    sizes: Words
+
+
+# --- recurrent layers -------------------------------------------------------------------------------------------------
+class ShortConvParams(Params):
+    x: Address
+    x_stride: int
+    w: Address
+    out: Address
+    out_stride: int
+    cols: int
+    states: Address
+    state_bytes: int  # of a sequence
+    row_bytes: int  # of a row of a state
+    taps: Address
+    taps_bytes: int  # of a thread
+
+
+class L2NormParams(Params):
+    x: Address
+    stride: int
+    offset: int
+    out: Address
+    cols: int
+    width: int
+    eps: F32
+
+
+class DecayParams(Params):
+    x: Address
+    dt: Address
+    a: Address
+    out: Address
+    cols: int
+    heads: int
+    bound: F32
+
+
+class GatedNormParams(Params):
+    x: Address
+    w: Address
+    gate: Address
+    out: Address
+    cols: int
+    width: int
+    eps: F32
+
+
+class HeadRows(Record):
+    """Columns of heads, in rows."""
+
+    at: Address
+    stride: int
+    head_stride: int
+
+
+class DeltaNetParams(Params):
+    states: Address
+    state_bytes: int  # of a sequence
+    q: HeadRows
+    k: HeadRows
+    v: HeadRows
+    decay: Address
+    beta: Address
+    out: Address
+    heads: int
+    k_heads: int
+    scale: F32
+    tiled: int
+    scratch: Address
+    scratch_bytes: int  # of a thread

@@ -1,0 +1,144 @@
+"""Parameters of kernels of matrix products and experts (see `params.py`). Strides are in bytes."""
+
+from __future__ import annotations
+
+from ikcli.backends.cpu.params import F32, Address, Params, Record
+
+
+class ConvertParams(Params):
+    """Columns of heads to rows as a weight's kernel wants them."""
+
+    x: Address
+    stride: int
+    offset: int  # bytes
+    heads: int
+    head_stride: int
+    k: int
+    out: Address
+    out_stride: int
+
+
+class GatherParams(Params):
+    """... rows in expert order."""
+
+    x: Address
+    stride: int
+    order: Address
+    n_used: int
+    k: int
+    out: Address
+    out_stride: int
+    n_sorted: Address  # of their number
+
+
+class Product(Record):
+    """Rows of a matrix with rows of activations."""
+
+    w: Address
+    row_bytes: int
+    n_w: int  # rows
+    k: int
+    a: Address
+    a_stride: int
+    out: Address
+    out_stride: int
+    tiles: Address  # for unpacked rows
+    tile_bytes: int
+    n_tiles: int  # of a thread
+    few: int  # activation rows, up to which none are unpacked
+
+
+class MulMatParams(Params):
+    """Dense and per-head. Output row t, head h, weight row r: out + t * out_stride + h * out_head + 4 * r."""
+
+    product: Product
+    heads: int
+    w_head: int  # bytes between heads
+    a_head: int
+    out_head: int
+
+
+class Experts(Record):
+    """Activation rows offsets[e] .. offsets[e + 1] - 1 belong to expert e."""
+
+    n_expert: int
+    w_expert: int  # bytes
+    offsets: Address  # i64[n_expert + 1]
+
+
+class ByExpertParams(Params):
+    product: Product  # n_w: rows of an expert
+    experts: Experts
+
+
+class UpGateParams(ByExpertParams):
+    gate: Address
+    scratch: Address
+    scratch_bytes: int  # of a thread
+
+
+class UpGluParams(UpGateParams):
+    limit: F32
+    alpha: F32
+
+
+# --- mixture of experts -----------------------------------------------------------------------------------------------
+class RouteParams(Params):
+    logits: Address
+    bias: Address  # 0: none
+    out: Address
+    n_expert: int
+    n_used: int
+    softmax: int
+    norm: int
+    scale: F32
+    n_group: int
+    n_group_used: int
+    fewest: int  # smart expert reduction: 0 = off
+    least: F32  # ... its threshold
+    scratch: Address
+    scratch_bytes: int  # of a thread
+
+
+class SortParams(Params):
+    route: Address
+    plan: Address
+    n_expert: int
+    n_used: int
+
+
+class ZeroDroppedParams(Params):
+    out: Address
+    cols: int
+    plan: Address
+    n_used: int
+
+
+class AddIdParams(Params):
+    x: Address
+    w: Address
+    out: Address
+    cols: int
+    plan: Address
+    n_expert: int
+    n_used: int
+
+
+class ScaleIdParams(Params):
+    x: Address
+    by: Address  # numbers by expert, or a route
+    out: Address
+    cols: int
+    plan: Address
+    n_expert: int
+    n_used: int
+
+
+class MoeSumParams(Params):
+    y: Address
+    route: Address
+    plan: Address
+    cols: int
+    n_used: int
+    n_expert: int
+    out: Address

@@ -1,4 +1,4 @@
-"""Parameters of CPU kernels are written once: lowering fills and kernels read them by name, and wrong names are told."""
+"""Parameters of CPU kernels: lowering fills and kernels read them by name, and wrong names are told."""
 
 from __future__ import annotations
 

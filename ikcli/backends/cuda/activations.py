@@ -7,12 +7,13 @@ launched. Layouts: `layouts.py`; kernels: `kernels/layer_rows.cu`, `layer_common
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ikcli.backends.cuda.layouts import half_row_bytes, q8_row_bytes
 from ikcli.backends.cuda.lower import Arg, Counts, GpuLaunch, GpuLowering, Grid, Ref
+from ikcli.backends.cuda.parameters import places
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, RowSpec
 
@@ -20,14 +21,6 @@ When = Callable[[Counts], bool]
 THREADS = 256
 PER_BLOCK = 4 * THREADS  # columns that a block of an element-wise kernel does
 WANT_Q8, WANT_BF16 = 1, 2  # layer_common.cuh
-N_FORMAT_ARGS = 5  # q8, its row bytes, bf16, its row bytes, Formats: the last arguments of kernels that make such rows
-HEADS_AT = 8  # layer_heads, layer_latent: state, rows (2), table, dim, offset, n_rot, neox, then 9 words per value:
-# x, columns between rows, bias, biased, w, normed, out, heads, eps
-_OUT_AT = {
-    "layer_norm_rows": 10, "layer_norm_experts": 13, "layer_swiglu": 5, "layer_glu": 5, "layer_latent": HEADS_AT + 6,
-    "layer_gated_norm": 6,
-}  # fmt: skip
-"""Kernels that make activation rows: which argument is the value converted (a launch may compute others, too)."""
 
 
 def parts_of(n: int, per_block: int) -> int:
@@ -72,14 +65,21 @@ class Formats:
 
 
 def format_args() -> tuple[Arg, ...]:
-    """The last arguments of a kernel that can make activation rows: none wanted yet."""
+    """FORMATS of a kernel that can make activation rows: none wanted yet."""
     return 0, 0, 0, 0, Formats()
 
 
-def makes_formats(args: tuple[Arg, ...]) -> bool:
-    """Whether a launch with these arguments makes activation rows."""
-    formats = args[-1]
-    return isinstance(formats, Formats) and (formats.q8 is not None or formats.bf16 is not None)
+def formats_of(op: GpuLaunch) -> Formats | None:
+    """Of a launch that can make activation rows, which it makes."""
+    formats = op.arg("wanted") if "wanted" in (places(op.kernel) or ()) else None
+    assert formats is None or isinstance(formats, Formats)
+    return formats
+
+
+def makes_formats(op: GpuLaunch) -> bool:
+    """Whether a launch makes activation rows."""
+    formats = formats_of(op)
+    return formats is not None and (formats.q8 is not None or formats.bf16 is not None)
 
 
 def producer(low: GpuLowering, node: Node, first: int = 0) -> int:
@@ -133,29 +133,25 @@ def _by_producer(low: GpuLowering, x: HeadSlice, heads: int, kind: str, out: Ref
     if at < 0 or kind == "f16" or x.width % 32 or low.ops[at].when is not None:
         return False
     op = low.ops[at]
-    if op.kernel not in _OUT_AT or op.args[_OUT_AT[op.kernel]] != low.out(x.node):
+    formats = formats_of(op)
+    if formats is None or op.arg("out") != low.out(x.node):
         return False
     if op.kernel == "layer_latent":
         if not _unrotated(op, x, heads):
             return False
     elif heads != 1 or x.width != x.node.cols:
         return False
-    args = list(low.ops[at].args)
-    formats = args[-1]
-    assert isinstance(formats, Formats)
     setattr(formats, kind, Wanted([when]))
-    first = len(args) - N_FORMAT_ARGS + (0 if kind == "q8" else 2)
-    args[first : first + 2] = out, row
-    low.ops[at] = replace(low.ops[at], args=tuple(args))
+    rows: dict[str, Arg] = {kind: out, f"{kind}_bytes": row}
+    low.ops[at] = op.changed(**rows)
     return True
 
 
 def _unrotated(op: GpuLaunch, x: HeadSlice, heads: int) -> bool:
     """Whether these are the columns before the rotated ones of all queries of a layer_latent launch."""
-    dim, offset, n_head = op.args[4], op.args[5], op.args[HEADS_AT + 7]
-    if op.args[HEADS_AT + 2] != 0 or op.args[HEADS_AT + 4] != 0:  # biased or normed
+    if op.arg("b") != 0 or op.arg("w") != 0:
         return False
-    return (x.offset, x.width, x.head_stride, heads) == (0, offset, dim, n_head)
+    return (x.offset, x.width, x.head_stride, heads) == (0, *op.named("offset dim heads"))
 
 
 def _also_when(low: GpuLowering, at: Ref, when: When | None) -> None:
@@ -167,9 +163,9 @@ def _also_when(low: GpuLowering, at: Ref, when: When | None) -> None:
         op = low.ops[i]
         if at not in op.args:
             continue
-        wanted = op.when
-        if isinstance(op.args[-1], Formats):
-            wanted = op.args[-1].q8 if op.args[-N_FORMAT_ARGS] == at else op.args[-1].bf16
+        wanted, formats = op.when, formats_of(op)
+        if formats is not None:
+            wanted = formats.q8 if op.arg("q8") == at else formats.bf16
         if isinstance(wanted, Wanted):
             wanted.readers.append(when)
             low._shared[key] = Ref(i)

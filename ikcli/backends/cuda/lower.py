@@ -10,12 +10,13 @@ Rules are found in `rules_layers.py`, `rules_recurrent.py`, `attention.py` and `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 
 import numpy as np
 
 from ikcli.backends.cuda.device import DeviceInfo, Launch
+from ikcli.backends.cuda.parameters import place, places
 from ikcli.backends.lowering import Buffers, Ref, buffer_index
 from ikcli.backends.rules import Rules
 from ikcli.backends.step_block import STATE_INDEX
@@ -103,6 +104,26 @@ class GpuLaunch:
     node: Node
     when: Callable[[Counts], bool] | None = None
     also: tuple[Node, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = places(self.kernel)
+        if names is not None and len(names) != len(self.args):
+            raise TypeError(f"the kernel {self.kernel} has {len(names)} parameters, not {len(self.args)}")
+
+    def arg(self, name: str) -> Arg:
+        """An argument by the name of its parameter."""
+        return self.args[place(self.kernel, name)]
+
+    def named(self, names: str) -> tuple[Arg, ...]:
+        """Arguments by the names of their parameters."""
+        return tuple(self.arg(name) for name in names.split())
+
+    def changed(self, **values: Arg) -> GpuLaunch:
+        """The launch with other arguments, by the names of their parameters."""
+        args = list(self.args)
+        for name, value in values.items():
+            args[place(self.kernel, name)] = value
+        return replace(self, args=tuple(args))
 
 
 @dataclass(slots=True)

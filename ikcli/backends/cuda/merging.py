@@ -14,14 +14,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ikcli.backends.cuda.activations import HEADS_AT, format_args, makes_formats, parts_of, producer, row_grid
+from ikcli.backends.cuda.activations import format_args, makes_formats, parts_of, producer, row_grid
 from ikcli.backends.cuda.lower import Arg, GpuLaunch, GpuLowering, Grid, Ref
+from ikcli.backends.cuda.parameters import HEADS, ROTATION, ROWS
 from ikcli.graph import Node, RowSpec
 from ikcli.graph.ops_experts import MoeSum
 from ikcli.graph.ops_rows import Add, ConcatHeads, RmsNorm, Rope
-
-HEADS_WORDS = 9
-NORM_AT = 3  # layer_norm_rows: x, bytes of x, y, sum1, z, sum2, w, out, width, eps, formats
 
 
 def waiting(low: GpuLowering, node: Node, *kernels: str) -> int:
@@ -30,7 +28,7 @@ def waiting(low: GpuLowering, node: Node, *kernels: str) -> int:
     if at < 0:
         return -1
     op = low.ops[at]
-    if op.kernel not in kernels or op.when is not None or makes_formats(op.args):
+    if op.kernel not in kernels or op.when is not None or makes_formats(op):
         return -1
     made = {low.out(n).target for n in (op.node, *op.also)}
     for later in low.ops[at + 1 :]:
@@ -92,9 +90,8 @@ def merged_norm(low: GpuLowering, node: Node, op: RmsNorm) -> bool:
     )  # fmt: skip
     if at < 0:
         source: tuple[Arg, ...] = low.out(first), first.cols
-    else:  # state, rows (2), y, route, position, out, cols, n_used
-        args = take(low, at).args
-        source = (*args[3:7], args[8])
+    else:
+        source = take(low, at).named("y route position out n_used")
         nodes.insert(0, first)
     put(low, "layer_norm_rows" if at < 0 else "layer_norm_experts", row_grid(node.rows), norm_threads(x.cols), nodes,
         (low.state, *low.row_args(node.rows), *source, *rest))  # fmt: skip
@@ -121,7 +118,7 @@ class Heads:
     eps: float = 0.0
 
     def args(self) -> tuple[Arg, ...]:
-        """Words of layer_heads."""
+        """HEADS of layer_heads and layer_latent."""
         return (self.x, self.x_cols, self.b, self.biased, self.w, self.normed, self.out, np.int32(self.heads),
                 np.float32(self.eps))  # fmt: skip
 
@@ -140,39 +137,42 @@ def merged_heads(low: GpuLowering, node: Node, op: Rope) -> None:
     mine = Heads(low.out(x), x.cols, op.n_head, low.out(node))
     at = waiting(low, x, "layer_norm_groups")
     if at >= 0 and isinstance(x.op, RmsNorm) and x.op.width == dim:
-        args = take(low, at).args  # state, rows (2), x, x_cols, w, out, groups, width, eps
-        assert isinstance(args[3], Ref)
-        mine = replace(
-            mine, x=args[3], x_cols=int(_number(args[4])), w=args[5], normed=low.out(x), eps=_number(args[9])
-        )
+        source, cols, w, eps = take(low, at).named("x x_cols w eps")
+        assert isinstance(source, Ref)
+        mine = replace(mine, x=source, x_cols=int(_number(cols)), w=w, normed=low.out(x), eps=_number(eps))
         nodes.insert(0, x)
         x = x.op.x
     at = waiting(low, x, "layer_add")
-    if at >= 0 and low.ops[at].args[5] == 0 and mine.x == low.out(x):
-        args = take(low, at).args  # state, rows (2), x, b, 0, out, cols
-        assert isinstance(args[3], Ref)
-        mine = replace(mine, x=args[3], x_cols=x.cols, b=args[4], biased=low.out(x))
+    if at >= 0 and low.ops[at].arg("y_cols") == 0 and mine.x == low.out(x):
+        source, bias = take(low, at).named("x y")
+        assert isinstance(source, Ref)
+        mine = replace(mine, x=source, x_cols=x.cols, b=bias, biased=low.out(x))
         nodes.insert(0, x)
-    kind = (low.state, *low.row_args(node.rows), low.out(op.table), np.int32(dim), np.int32(op.offset),
-            np.int32(op.n_rot), np.int32(op.neox))  # fmt: skip
+    rotation = (low.state, *low.row_args(node.rows), low.out(op.table), np.int32(dim), np.int32(op.offset),
+                np.int32(op.n_rot), np.int32(op.neox))  # fmt: skip
     args, per_row = mine.args() + _no_heads(mine.x).args(), mine.heads
-    other = _unpaired(low, kind)
+    other = _unpaired(low, rotation)
     if other >= 0:
         first = take(low, other)
-        args = first.args[HEADS_AT : HEADS_AT + HEADS_WORDS] + mine.args()
+        args = first.named(HEADS) + mine.args()
         nodes = [first.node, *first.also, *nodes]
-        per_row += int(_number(args[7]))
-    put(low, "layer_heads", _heads_grid(node.rows, per_row), 128, nodes, kind + args)
+        per_row += int(_number(first.arg("heads")))
+    put(low, "layer_heads", _heads_grid(node.rows, per_row), 128, nodes, rotation + args)
 
 
-def _unpaired(low: GpuLowering, kind: tuple[Arg, ...]) -> int:
+def _unpaired(low: GpuLowering, rotation: tuple[Arg, ...]) -> int:
     """Index of the last layer_heads launch if it does one value only, in the same way, and waits."""
     for i in range(len(low.ops) - 1, low.turn_start - 1, -1):
         op = low.ops[i]
         if op.kernel == "layer_heads":
-            alone = _number(op.args[-2]) == 0
-            return i if alone and op.args[: len(kind)] == kind and waiting(low, op.node, "layer_heads") == i else -1
+            alike = _is_alone(op) and op.named(ROTATION) == rotation
+            return i if alike and waiting(low, op.node, "layer_heads") == i else -1
     return -1
+
+
+def _is_alone(op: GpuLaunch) -> bool:
+    """Whether a layer_heads launch does one value only."""
+    return _number(op.arg("heads2")) == 0
 
 
 def merged_latent(low: GpuLowering, node: Node, op: ConcatHeads) -> bool:
@@ -191,9 +191,9 @@ def merged_latent(low: GpuLowering, node: Node, op: ConcatHeads) -> bool:
     if shape != (1, rank, 0, rank) or slices != [(rank, n_rot), (0, rank)]:
         return False
     key, norm = waiting(low, rotated, "layer_heads"), waiting(low, latent, "layer_norm_rows")
-    if key < 0 or norm < 0 or _number(low.ops[key].args[-2]) != 0 or low.ops[norm].args[NORM_AT + 2] != 0:
+    if key < 0 or norm < 0 or not _is_alone(low.ops[key]) or low.ops[norm].arg("y") != 0:
         return False
-    eps = low.ops[norm].args[NORM_AT + 9]
+    eps = low.ops[norm].arg("eps")
     for at in sorted((key, norm), reverse=True):
         take(low, at)
     _put_latent(low, node, rotated, latent, rope, rms, eps)
@@ -211,12 +211,12 @@ def _put_latent(low: GpuLowering, node: Node, rotated: Node, latent: Node, rope:
     at = next((i for i in range(len(low.ops) - 1, low.turn_start - 1, -1) if low.ops[i].kernel == "layer_heads"), -1)
     if at >= 0:
         op = low.ops[at]
-        like = op.args[:4] == same and op.args[6:8] == rotation and _number(op.args[-2]) == 0
+        like = op.named(f"{ROWS} table") == same and op.named("n_rot neox") == rotation and _is_alone(op)
         if like and waiting(low, op.node, "layer_heads") == at:
             take(low, at)
             nodes = [op.node, *op.also, *nodes]
-            dims, queries = op.args[4:6], op.args[HEADS_AT : HEADS_AT + HEADS_WORDS]
-            heads = int(_number(queries[7]))
+            dims, queries = op.named("dim offset"), op.named(HEADS)
+            heads = int(_number(op.arg("heads")))
     put(low, "layer_latent", _heads_grid(node.rows, heads + 1), 128, nodes,
         (*same, *dims, *rotation, *queries, low.out(kv), low.weight(rms.w), eps, np.int32(latent.cols), low.out(latent),
          low.out(rotated), low.out(node), *format_args()))  # fmt: skip

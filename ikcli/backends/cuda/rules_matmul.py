@@ -168,8 +168,7 @@ def _blocks(items: int, bits: int) -> int:
     return -(-items // (1 << 2 - bits))
 
 
-# Places of arguments of `mv_*` (IK_MV_PARAMETERS) and what an absent further matrix is.
-_ROW_BYTES, _N_ROWS, _X, _TILES, _SPLIT, _MORE = 5, 7, 9, 15, 20, 21
+# An absent further matrix of `mv_*`.
 _NO_MORE: tuple[Arg, ...] = (0, np.int32(0), 0, 0)
 
 
@@ -180,19 +179,20 @@ def _joined(low: GpuLowering, node: Node, m: Matrices, a: Input, many: bool) -> 
     """
     kernel = f"mv_{m.fmt.name}"
     for i in range(low.turn_start, len(low.ops)):
-        op, args = low.ops[i], list(low.ops[i].args)
-        if op.kernel != kernel or op.when != Few(node.rows) or args[_X] != a.at or args[_ROW_BYTES] != m.row_bytes:
+        op = low.ops[i]
+        if op.kernel != kernel or op.when != Few(node.rows) or op.named("x row_bytes") != (a.at, m.row_bytes):
             continue
-        sizes = [_number(args[j]) for j in (_N_ROWS, _MORE + 1, _MORE + 5)]
-        if sizes[2] or args[_TILES] != 0 or not isinstance(op.grid, tuple) or op.grid[2] != 1:
+        sizes = [_number(n) for n in op.named("n_rows n_rows1 n_rows2")]
+        if sizes[2] or op.arg("tiles") != 0 or not isinstance(op.grid, tuple) or op.grid[2] != 1:
             continue
-        which = 2 if sizes[1] else 1
-        sizes[which], at = m.w.ne1, _MORE + 4 * (which - 1)
-        args[at : at + 4] = low.weight(m.w, m.row_bytes), np.int32(m.w.ne1), low.out(node), node.cols
+        j = 2 if sizes[1] else 1
+        sizes[j] = m.w.ne1
         bits = split_of(low, m, sum(map(pairs_of, sizes)))
-        args[_SPLIT] = np.int32(bits)
+        more: dict[str, Arg] = {f"w{j}": low.weight(m.w, m.row_bytes), f"n_rows{j}": np.int32(m.w.ne1),
+                                f"y{j}": low.out(node), f"y{j}_row": node.cols}  # fmt: skip
+        op = op.changed(split=np.int32(bits), **more)
         grid = (sum(_blocks(pairs_of(n), bits) for n in sizes), 1, 1)
-        low.ops[i] = replace(op, grid=grid, args=tuple(args), also=op.also if many else (*op.also, node))
+        low.ops[i] = replace(op, grid=grid, also=op.also if many else (*op.also, node))
         return True
     return False
 

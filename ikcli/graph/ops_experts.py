@@ -107,18 +107,35 @@ def sort_of(plan: Node) -> MoeSort:
     return plan.op
 
 
-class ExpertProduct(Product):
-    """A product of rows with the matrices of their experts, in the order of the plan; rows of dropped slots are 0."""
+class Planned:
+    """Of ops on rows in the order of a plan."""
 
     __slots__ = ()
-    by_expert = True
     plan: Node
-    sorted_in: bool  # the input has a row per sorted position already, not one per token
 
     @property
     def sort(self) -> MoeSort:
         """What the plan was made by."""
         return sort_of(self.plan)
+
+
+class OfSortedRows(Planned, Op):
+    """An op that makes of every sorted row another one."""
+
+    __slots__ = ()
+    x: Node
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.rows, self.x.cols
+
+
+class ExpertProduct(Planned, Product):
+    """A product of rows with the matrices of their experts, in the order of the plan; rows of dropped slots are 0."""
+
+    __slots__ = ()
+    by_expert = True
+    sorted_in: bool  # the input has a row per sorted position already, not one per token
 
     @property
     def route(self) -> MoeRoute:
@@ -196,7 +213,7 @@ class MoeUpGate(ExpertProduct):
 
 
 @dataclass(frozen=True, slots=True)
-class AddId(Op):
+class AddId(OfSortedRows):
     """Every sorted row plus the row of w (cols, n_expert) that is its expert's; dropped slots get none."""
 
     name = "add_id"
@@ -209,15 +226,6 @@ class AddId(Op):
         if self.w.ne0 != self.x.cols:
             raise ValueError(f"{self.w.name} has rows of {self.w.ne0}, what it is added to has {self.x.cols} columns")
 
-    @property
-    def sort(self) -> MoeSort:
-        """What the plan was made by."""
-        return sort_of(self.plan)
-
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
-
     def compute(self, run: Run) -> Array:
         experts = run.value(self.plan)[:, 1:]
         rows = run.weight(self.w).reshape(-1, self.x.cols)[experts[:, 0]]
@@ -225,7 +233,7 @@ class AddId(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleId(Op):
+class ScaleId(OfSortedRows):
     """Every sorted row times a number: `by` is a weight with a number per expert, or what chose the experts (a route).
 
     Rows of dropped slots stay as they are.
@@ -238,15 +246,6 @@ class ScaleId(Op):
     by: Weight | Node
     plan: Node
 
-    @property
-    def sort(self) -> MoeSort:
-        """What the plan was made by."""
-        return sort_of(self.plan)
-
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
-
     def compute(self, run: Run) -> Array:
         x, plan = run.value(self.x), run.value(self.plan)
         pairs, experts = plan[:, 0], plan[:, 1]
@@ -258,7 +257,7 @@ class ScaleId(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class MoeSum(Op):
+class MoeSum(Planned, Op):
     """Weighted sum of the selected experts' rows, back in token order: [rows, y.cols]. Dropped slots add zero.
 
     Not `weighted`: all weights are 1.
@@ -271,11 +270,6 @@ class MoeSum(Op):
     route: Node
     plan: Node
     weighted: bool = True
-
-    @property
-    def sort(self) -> MoeSort:
-        """What the plan was made by."""
-        return sort_of(self.plan)
 
     @property
     def shape(self) -> tuple[RowSpec, int]:

@@ -14,8 +14,8 @@ from ikcli.graph.activations import SILU, Glu
 from ikcli.models import alibi
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
-from ikcli.models.rope import RopeParams, inverse_frequencies, magnitude, yarn_log
-from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+from ikcli.models.rope import RopeParams, inverse_frequencies, magnitude
+from ikcli.models.tensors import LayerWeights, Weights
 
 Block = Callable[[Node, LayerWeights], Node]
 
@@ -105,15 +105,6 @@ def output(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
     x = linear(g, head, w.get("output.bias"), x, "result_output" if plain else "result_unscaled")
     x = g.scale(x, hp.logit_scale, "result_uncapped" if hp.final_softcap else "result_output")
     return g.softcap(x, hp.final_softcap, "result_output")
-
-
-def rope_table(g: Graph, hp: HParams, w: Weights) -> Node:
-    """Rotation table shared by all layers."""
-    factors = w.data("rope_freqs.weight") if "rope_freqs.weight" in w else None
-    inv_freq = inverse_frequencies(hp.rope, hp.n_rot, factors)
-    # What a file says about K*Q (log_mul) cancels YaRN's factor on cosine and sine.
-    factor = hp.rope.attn_factor / (yarn_log(hp.rope, 0.1 * hp.rope.log_mul) if hp.arch == "mistral3" else 1.0)
-    return g.rope_table(inv_freq.tolist(), magnitude(hp.rope, factor))
 
 
 def rope_tables(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> tuple[Node | None, ...]:
@@ -439,125 +430,3 @@ def _expert_bias(g: Graph, layer: LayerWeights, which: str, x: Node, plan: Node)
     """Sorted rows plus the bias of their experts, if there is one."""
     bias = layer.get(f"ffn_{which}_exps_bias")
     return x if bias is None else g.add_id(x, bias, plan, f"ffn_moe_{which}_biased")
-
-
-# --- expected tensors -------------------------------------------------------------------------------------------------
-def base_specs(hp: HParams) -> TensorSpecs:
-    """Tensors outside the blocks."""
-    return {
-        "token_embd.weight": TensorSpec((hp.n_embd, hp.n_vocab)),
-        "output_norm.weight": TensorSpec((hp.n_embd,)),
-        "output.weight": TensorSpec((hp.n_embd, hp.n_vocab), required=False),
-    }
-
-
-def attention_specs(
-    hp: HParams,
-    il: int,
-    *,
-    bias: bool | None,
-    qk_norm: bool | None = False,
-    ffn_norm: str = "ffn_norm",
-    fused: bool | None = None,
-) -> TensorSpecs:
-    """Norms and projections of one block; bias, qk_norm None = they are optional.
-
-    `fused`: q, k and v are one matrix; None: one or three, as converters of llama.cpp write either.
-    """
-    hp = hp.at(il)
-    q, k, v = hp.n_head * hp.head_dim_k, hp.n_head_kv * hp.head_dim_k, hp.n_head_kv * hp.head_dim_v
-    specs = {
-        "attn_norm.weight": TensorSpec((hp.n_embd,)),
-        "attn_output.weight": TensorSpec((hp.n_head * hp.head_dim_v, hp.n_embd)),
-        "attn_output.bias": TensorSpec((hp.n_embd,), required=False),
-        f"{ffn_norm}.weight": TensorSpec((hp.n_embd,)),
-    }
-    one = f"blk.{il}.attn_qkv.weight" if fused is None else ""
-    if fused is not False:
-        specs["attn_qkv.weight"] = TensorSpec((hp.n_embd, q + k + v), required=not one)
-    if not fused:
-        specs |= {f"attn_{x}.weight": TensorSpec((hp.n_embd, n), unless=one) for x, n in (("q", q), ("k", k), ("v", v))}
-    if bias is not False and fused is not False:
-        specs["attn_qkv.bias"] = TensorSpec((q + k + v,), required=False)
-    if bias is not False and not fused:
-        one = one.replace(".weight", ".bias")
-        for name, n in (("q", q), ("k", k), ("v", v)):
-            specs[f"attn_{name}.bias"] = TensorSpec((n,), required=bool(bias), unless=one)
-    if qk_norm is not False:
-        norm = TensorSpec((hp.head_dim_k,), required=bool(qk_norm))
-        specs["attn_q_norm.weight"] = specs["attn_k_norm.weight"] = norm
-    return in_block(il, specs)
-
-
-def feed_forward_specs(hp: HParams, il: int) -> TensorSpecs:
-    """What `feed_forward` needs."""
-    hp = hp.at(il)
-    if not hp.has_experts(il):
-        return dense_specs(hp, il, hp.n_ff)
-    specs = expert_specs(hp, il, hp.n_ff_exp)
-    specs[f"blk.{il}.exp_probs_b.bias"] = TensorSpec((hp.n_expert,), required=False)
-    return specs | (dense_specs(hp, il, hp.n_ff_shexp, "_shexp") if hp.n_ff_shexp else {})
-
-
-def dense_specs(hp: HParams, il: int, n_ff: int, suffix: str = "") -> TensorSpecs:
-    """A dense feed-forward block."""
-    specs = {
-        f"ffn_gate{suffix}.weight": TensorSpec((hp.n_embd, n_ff)),
-        f"ffn_up{suffix}.weight": TensorSpec((hp.n_embd, n_ff)),
-        f"ffn_down{suffix}.weight": TensorSpec((n_ff, hp.n_embd)),
-        f"ffn_gate{suffix}.bias": TensorSpec((n_ff,), required=False),
-        f"ffn_up{suffix}.bias": TensorSpec((n_ff,), required=False),
-        f"ffn_down{suffix}.bias": TensorSpec((hp.n_embd,), required=False),
-    }
-    return in_block(il, specs)
-
-
-def fused_dense_specs(hp: HParams, il: int) -> TensorSpecs:
-    """A dense feed-forward block with one matrix for gate and up."""
-    n_ff = hp.at(il).n_ff
-    specs = {
-        "ffn_up.weight": TensorSpec((hp.n_embd, 2 * n_ff)),
-        "ffn_down.weight": TensorSpec((n_ff, hp.n_embd)),
-    }
-    return in_block(il, specs)
-
-
-def mlp_specs(hp: HParams, il: int) -> TensorSpecs:
-    """A dense feed-forward block without gate."""
-    n_ff = hp.at(il).n_ff
-    return in_block(
-        il, {"ffn_up.weight": TensorSpec((hp.n_embd, n_ff)), "ffn_down.weight": TensorSpec((n_ff, hp.n_embd))}
-    )
-
-
-def bias_specs(specs: TensorSpecs, names: str, required: bool = True) -> TensorSpecs:
-    """Biases of the tensors whose names (without `blk.<il>.`) are listed, where there are such."""
-    listed = names.split()
-    return {
-        name.removesuffix("weight") + "bias": TensorSpec((spec.shape[-1],), required and spec.required)
-        for name, spec in specs.items()
-        if name.endswith(".weight") and name.removesuffix(".weight").split(".")[-1] in listed
-    }
-
-
-def expert_specs(hp: HParams, il: int, n_ff: int) -> TensorSpecs:
-    """Router and routed experts, whose gate and up may be one tensor."""
-    half, both = (hp.n_embd, n_ff, hp.n_expert), f"blk.{il}.ffn_gate_up_exps.weight"
-    specs = {
-        "ffn_gate_inp.weight": TensorSpec((hp.n_embd, hp.n_expert)),
-        "ffn_gate_exps.weight": TensorSpec(half, unless=both),
-        "ffn_up_exps.weight": TensorSpec(half, unless=both),
-        "ffn_gate_up_exps.weight": TensorSpec((hp.n_embd, 2 * n_ff, hp.n_expert), required=False),
-        "ffn_down_exps.weight": TensorSpec((n_ff, hp.n_embd, hp.n_expert)),
-        "ffn_gate_inp.bias": TensorSpec((hp.n_expert,), required=False),
-        "ffn_gate_exps.bias": TensorSpec((n_ff, hp.n_expert), required=False),
-        "ffn_up_exps.bias": TensorSpec((n_ff, hp.n_expert), required=False),
-        "ffn_gate_up_exps.bias": TensorSpec((2 * n_ff, hp.n_expert), required=False),
-        "ffn_down_exps.bias": TensorSpec((hp.n_embd, hp.n_expert), required=False),
-    }
-    return in_block(il, specs)
-
-
-def in_block(il: int, specs: TensorSpecs) -> TensorSpecs:
-    """Names with the prefix of block il."""
-    return {f"blk.{il}.{name}": spec for name, spec in specs.items()}

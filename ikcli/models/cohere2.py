@@ -6,7 +6,7 @@ Layers with windows rotate, others do not, but for dense ones at the beginning o
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
@@ -14,11 +14,11 @@ from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None)
+        specs |= expected.attention_specs(hp, il, bias=None)
         del specs[f"blk.{il}.ffn_norm.weight"]
-        specs |= blocks.feed_forward_specs(hp, il)
+        specs |= expected.feed_forward_specs(hp, il)
     return specs
 
 

@@ -6,7 +6,7 @@ PLaMo 13B: the same with RMS norms.
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -14,14 +14,14 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None)
+        specs |= expected.attention_specs(hp, il, bias=None)
         del specs[f"blk.{il}.ffn_norm.weight"]
         own = hp.at(il)
         for which, n_head in (("q", own.n_head), ("k", own.n_head_kv)):
             specs[f"blk.{il}.attn_{which}_norm.weight"] = TensorSpec((own.head_dim_k, n_head), required=False)
-        specs |= blocks.dense_specs(hp, il, own.n_ff)
+        specs |= expected.dense_specs(hp, il, own.n_ff)
     return specs
 
 

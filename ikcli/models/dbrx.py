@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
@@ -11,10 +11,10 @@ from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None, fused=True, ffn_norm="attn_output_norm")
-        specs |= blocks.feed_forward_specs(hp, il)
+        specs |= expected.attention_specs(hp, il, bias=None, fused=True, ffn_norm="attn_output_norm")
+        specs |= expected.feed_forward_specs(hp, il)
     return specs
 
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 from ikcli.graph import Graph, HeadSlice, Node, power_of_two_parts
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.rope import inverse_frequencies, magnitude, yarn_log
@@ -20,10 +20,10 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file; which of kv_b, k_b, v_b are there is up to `mla.derive`."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.in_block(il, attention_specs(hp))
-        specs |= blocks.feed_forward_specs(hp, il)
+        specs |= expected.in_block(il, attention_specs(hp))
+        specs |= expected.feed_forward_specs(hp, il)
     return specs
 
 

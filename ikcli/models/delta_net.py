@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from ikcli.graph import Graph, HeadSlice, Node, Weight
-from ikcli.models import blocks
+from ikcli.models import expected
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs
 
@@ -120,7 +120,7 @@ def gated_delta_net_specs(hp: HParams, il: int, ffn_norm: str) -> TensorSpecs:
     }
     specs = {name: TensorSpec(shape) for name, shape in required.items()}
     specs |= {name: TensorSpec(shape, required=hp.arch != "qwen3next") for name, shape in optional.items()}
-    return blocks.in_block(il, specs)
+    return expected.in_block(il, specs)
 
 
 def kda_specs(hp: HParams, il: int) -> TensorSpecs:
@@ -146,4 +146,4 @@ def kda_specs(hp: HParams, il: int) -> TensorSpecs:
         else:
             specs[f"{name}_a.weight"] = TensorSpec((hp.n_embd, rank))
             specs[f"{name}_b.weight"] = TensorSpec((rank, width))
-    return blocks.in_block(il, specs)
+    return expected.in_block(il, specs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -11,14 +11,14 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None, fused=True)
+        specs |= expected.attention_specs(hp, il, bias=None, fused=True)
         del specs[f"blk.{il}.ffn_norm.weight"]
         specs[f"blk.{il}.attn_norm_2.weight"] = TensorSpec((hp.n_embd,), required=False)
-        specs |= blocks.mlp_specs(hp, il)
-    specs |= blocks.bias_specs(specs, "output_norm attn_norm attn_norm_2")
-    specs |= blocks.bias_specs(specs, "attn_qkv attn_output ffn_up ffn_down", required=False)
+        specs |= expected.mlp_specs(hp, il)
+    specs |= expected.bias_specs(specs, "output_norm attn_norm attn_norm_2")
+    specs |= expected.bias_specs(specs, "attn_qkv attn_output ffn_up ffn_down", required=False)
     return specs
 
 

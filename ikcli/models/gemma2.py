@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ikcli.graph import Graph, Node
 from ikcli.graph.activations import Glu
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -14,10 +14,10 @@ GELU = Glu("gelu")
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None, qk_norm=hp.arch == "gemma3")
-        specs |= blocks.dense_specs(hp, il, hp.at(il).n_ff)
+        specs |= expected.attention_specs(hp, il, bias=None, qk_norm=hp.arch == "gemma3")
+        specs |= expected.dense_specs(hp, il, hp.at(il).n_ff)
         for name in ("post_attention_norm", "post_ffw_norm"):
             specs[f"blk.{il}.{name}.weight"] = TensorSpec((hp.n_embd,))
     return specs

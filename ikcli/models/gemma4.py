@@ -11,7 +11,7 @@ import math
 from ikcli.errors import FormatError
 from ikcli.graph import Graph, Node
 from ikcli.graph.activations import Glu
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -22,7 +22,7 @@ GELU = Glu("gelu")
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
     n_own = hp.n_embd_per_layer
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     n_rot = max((own.n_rot for own in map(hp.at, range(hp.n_layer)) if not own.window), default=hp.n_rot)
     specs["rope_freqs.weight"] = TensorSpec((n_rot // 2,), required=False)
     if n_own:
@@ -36,7 +36,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 def _layer_specs(hp: HParams, il: int) -> TensorSpecs:
     row = TensorSpec((hp.n_embd,))
-    attention = blocks.attention_specs(hp, il, bias=False, qk_norm=True, fused=False)
+    attention = expected.attention_specs(hp, il, bias=False, qk_norm=True, fused=False)
     optional = ("attn_v.weight",) if il < hp.n_layer_kv else ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
     for name in optional:
         attention[f"blk.{il}.{name}"] = TensorSpec(attention[f"blk.{il}.{name}"].shape, required=False)
@@ -49,7 +49,7 @@ def _layer_specs(hp: HParams, il: int) -> TensorSpecs:
         specs["inp_gate.weight"] = TensorSpec((hp.n_embd, hp.n_embd_per_layer))
         specs["proj.weight"] = TensorSpec((hp.n_embd_per_layer, hp.n_embd))
         specs["post_norm.weight"] = row
-    found = attention | blocks.dense_specs(hp, il, hp.at(il).n_ff) | blocks.in_block(il, specs)
+    found = attention | expected.dense_specs(hp, il, hp.at(il).n_ff) | expected.in_block(il, specs)
     if hp.has_experts(il):
         found |= _expert_specs(hp, il)
     return found
@@ -64,7 +64,7 @@ def _expert_specs(hp: HParams, il: int) -> TensorSpecs:
         "post_ffw_norm_2.weight": row,
         "ffn_down_exps.scale": TensorSpec((hp.n_expert,), required=False),
     }
-    return blocks.expert_specs(hp, il, hp.n_ff_exp) | blocks.in_block(il, specs)
+    return expected.expert_specs(hp, il, hp.n_ff_exp) | expected.in_block(il, specs)
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:

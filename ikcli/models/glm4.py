@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -11,10 +11,10 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None)
-        specs |= blocks.fused_dense_specs(hp, il)
+        specs |= expected.attention_specs(hp, il, bias=None)
+        specs |= expected.fused_dense_specs(hp, il)
         for name in ("post_attention_norm", "post_ffw_norm"):
             specs[f"blk.{il}.{name}.weight"] = TensorSpec((hp.n_embd,))
     return specs
@@ -22,10 +22,10 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    table = blocks.rope_table(g, hp, w)
+    tables = blocks.rope_tables(g, hp, w, cfg)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
-        cur = blocks.self_attention(g, hp, cfg, x, layer, table, neox=False)
+        cur = blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=False)
         return g.rms_norm(cur, layer.post_attention_norm, hp.eps, "post_attn_norm")
 
     def ffn(x: Node, layer: LayerWeights) -> Node:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -22,12 +22,12 @@ FUSED = ("bloom", "codeshell", "gpt2", "mpt", "starcoder")  # one matrix for q, 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     if hp.arch in POSITIONS:
         specs["position_embd.weight"] = TensorSpec((hp.n_embd, hp.n_ctx_train))
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None, fused=True if hp.arch in FUSED else None)
-        specs |= blocks.mlp_specs(hp, il)
+        specs |= expected.attention_specs(hp, il, bias=None, fused=True if hp.arch in FUSED else None)
+        specs |= expected.mlp_specs(hp, il)
         if hp.arch == "mpt":
             own = hp.at(il)
             for which, n_head in (("q", own.n_head), ("k", own.n_head_kv)):
@@ -37,8 +37,8 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     if hp.arch == "bloom":
         specs["token_embd_norm.weight"] = TensorSpec((hp.n_embd,))
     names = "token_embd_norm output_norm attn_norm attn_qkv ffn_norm attn_q_norm attn_k_norm"
-    specs |= blocks.bias_specs(specs, names, required=hp.arch != "mpt")
-    specs |= blocks.bias_specs(specs, "attn_output ffn_up ffn_down", required=False)
+    specs |= expected.bias_specs(specs, names, required=hp.arch != "mpt")
+    specs |= expected.bias_specs(specs, "attn_output ffn_up ffn_down", required=False)
     return specs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ikcli.graph import Graph, Node
 from ikcli.graph.activations import Glu
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -14,11 +14,11 @@ ACTIVATION = Glu("swiglu_oai", limit=7.0)
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None, ffn_norm="post_attention_norm")
+        specs |= expected.attention_specs(hp, il, bias=None, ffn_norm="post_attention_norm")
         specs[f"blk.{il}.attn_sinks.weight"] = TensorSpec((hp.at(il).n_head,))
-        specs |= blocks.feed_forward_specs(hp, il)
+        specs |= expected.feed_forward_specs(hp, il)
     return specs
 
 

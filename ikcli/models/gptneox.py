@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
@@ -11,12 +11,12 @@ from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None, fused=True)
-        specs |= blocks.mlp_specs(hp, il)
+        specs |= expected.attention_specs(hp, il, bias=None, fused=True)
+        specs |= expected.mlp_specs(hp, il)
     names = "output_norm attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down"
-    specs |= blocks.bias_specs(specs, names)
+    specs |= expected.bias_specs(specs, names)
     return specs
 
 

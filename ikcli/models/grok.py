@@ -6,7 +6,7 @@ import math
 
 from ikcli.graph import Graph, Node
 from ikcli.graph.activations import Glu
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -16,11 +16,11 @@ GELU = Glu("gelu")
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None)
-        specs |= blocks.expert_specs(hp, il, hp.n_ff_exp)
-        for name, spec in blocks.dense_specs(hp, il, hp.at(il).n_ff).items():
+        specs |= expected.attention_specs(hp, il, bias=None)
+        specs |= expected.expert_specs(hp, il, hp.n_ff_exp)
+        for name, spec in expected.dense_specs(hp, il, hp.at(il).n_ff).items():
             specs[name] = TensorSpec(spec.shape, required=False)
         first, second = f"blk.{il}.layer_output_norm.weight", f"blk.{il}.post_ffw_norm.weight"
         specs[f"blk.{il}.attn_output_norm.weight"] = TensorSpec((hp.n_embd,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
@@ -11,19 +11,19 @@ from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=False, qk_norm=True)
-        specs |= blocks.feed_forward_specs(hp, il)
+        specs |= expected.attention_specs(hp, il, bias=False, qk_norm=True)
+        specs |= expected.feed_forward_specs(hp, il)
     return specs
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    table = blocks.rope_table(g, hp, w)
+    tables = blocks.rope_tables(g, hp, w, cfg)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.self_attention(g, hp, cfg, x, layer, table, neox=True, norm_last=True)
+        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True, norm_last=True)
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
         return blocks.feed_forward(g, hp, cfg, x, layer)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ikcli.graph import Graph, Node
 from ikcli.graph.activations import Glu
-from ikcli.models import blocks, deepseek2, delta_net
+from ikcli.models import blocks, deepseek2, delta_net, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -15,17 +15,17 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         if hp.is_recurrent(il):
             specs |= delta_net.kda_specs(hp, il)
         else:
-            specs |= blocks.in_block(il, deepseek2.attention_specs(hp))
+            specs |= expected.in_block(il, deepseek2.attention_specs(hp))
             gates = TensorSpec(
                 (hp.n_embd, hp.n_head), hp.arch == "bailingmoe3", ((hp.n_embd, hp.n_head * hp.head_dim_v),)
             )
             specs[f"blk.{il}.attn_gate.weight"] = gates
-        specs |= blocks.feed_forward_specs(hp, il)
+        specs |= expected.feed_forward_specs(hp, il)
     return specs
 
 

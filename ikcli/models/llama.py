@@ -8,7 +8,7 @@ Also InternLM 2, XVERSE, Baichuan and Refact (with ALiBi in place of a rotation:
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -16,23 +16,23 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     specs["rope_freqs.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None)
+        specs |= expected.attention_specs(hp, il, bias=None)
         if hp.n_expert:
-            specs |= blocks.expert_specs(hp, il, hp.n_ff_exp)
+            specs |= expected.expert_specs(hp, il, hp.n_ff_exp)
         else:
-            specs |= blocks.dense_specs(hp, il, hp.n_ff)
+            specs |= expected.dense_specs(hp, il, hp.n_ff)
     return specs
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    table = None if hp.max_alibi_bias else blocks.rope_table(g, hp, w)
+    tables = (None,) * hp.n_layer if hp.max_alibi_bias else blocks.rope_tables(g, hp, w, cfg)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.self_attention(g, hp, cfg, x, layer, table, neox=hp.arch == "exaone")
+        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=hp.arch == "exaone")
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
         return blocks.moe_ffn(g, hp, cfg, x, layer) if hp.n_expert else blocks.dense_ffn(g, x, layer)

@@ -6,7 +6,7 @@ The indexer, which chooses blocks of positions, is not used: attention is over a
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.gpt_oss import ACTIVATION
 from ikcli.models.hparams import HParams
@@ -15,19 +15,19 @@ from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None, qk_norm=True)
-        specs |= blocks.feed_forward_specs(hp, il)
+        specs |= expected.attention_specs(hp, il, bias=None, qk_norm=True)
+        specs |= expected.feed_forward_specs(hp, il)
     return specs
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    table = blocks.rope_table(g, hp, w)
+    tables = blocks.rope_tables(g, hp, w, cfg)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.self_attention(g, hp, cfg, x, layer, table, neox=True)
+        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True)
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
         return blocks.feed_forward(g, hp, cfg, x, layer, ACTIVATION)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -13,12 +13,12 @@ POST_NORM_EPS = 1e-8
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         own = hp.at(il)
-        specs |= blocks.attention_specs(hp, il, bias=None, qk_norm=True)
+        specs |= expected.attention_specs(hp, il, bias=None, qk_norm=True)
         specs[f"blk.{il}.attn_gate.weight"] = TensorSpec((hp.n_embd, own.n_head * own.head_dim_v))
-        specs |= blocks.dense_specs(hp, il, own.n_ff)
+        specs |= expected.dense_specs(hp, il, own.n_ff)
         for name in ("post_attention_norm", "post_ffw_norm"):
             specs[f"blk.{il}.{name}.weight"] = TensorSpec((hp.n_embd,))
     return specs

@@ -7,7 +7,7 @@ one by one.
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -15,12 +15,12 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     specs["rope_freqs.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None, ffn_norm="post_attention_norm")
+        specs |= expected.attention_specs(hp, il, bias=None, ffn_norm="post_attention_norm")
         del specs[f"blk.{il}.attn_norm.weight"]
-        specs |= blocks.dense_specs(hp, il, hp.at(il).n_ff)
+        specs |= expected.dense_specs(hp, il, hp.at(il).n_ff)
         specs[f"blk.{il}.post_ffw_norm.weight"] = TensorSpec((hp.n_embd,))
         own = hp.at(il)
         for which, n_head in (("q", own.n_head), ("k", own.n_head_kv)):

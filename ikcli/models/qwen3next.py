@@ -7,7 +7,7 @@ shared one with a gate of its own.
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks, delta_net
+from ikcli.models import blocks, delta_net, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -17,14 +17,14 @@ FFN_NORM = "post_attention_norm"
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         if hp.is_recurrent(il):
             specs |= delta_net.gated_delta_net_specs(hp, il, FFN_NORM)
         else:
-            specs |= blocks.attention_specs(hp, il, bias=False, qk_norm=True, ffn_norm=FFN_NORM, fused=False)
+            specs |= expected.attention_specs(hp, il, bias=False, qk_norm=True, ffn_norm=FFN_NORM, fused=False)
             specs[f"blk.{il}.attn_q.weight"] = TensorSpec((hp.n_embd, 2 * hp.n_head * hp.head_dim_k))
-        specs |= blocks.feed_forward_specs(hp, il)
+        specs |= expected.feed_forward_specs(hp, il)
         if hp.n_ff_shexp:
             specs[f"blk.{il}.ffn_gate_inp_shexp.weight"] = TensorSpec((hp.n_embd, 1))
     return specs
@@ -32,12 +32,12 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    table = blocks.rope_table(g, hp, w)
+    tables = blocks.rope_tables(g, hp, w, cfg)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
         if hp.is_recurrent(layer.il):
             return delta_net.gated_delta_net(g, hp, x, layer)
-        return blocks.self_attention(g, hp, cfg, x, layer, table, neox=True, gated=True)
+        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True, gated=True)
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
         return blocks.feed_forward(g, hp, cfg, x, layer)

@@ -113,7 +113,10 @@ def read_rope(
         beta_slow=_rotations(keys, "rope.scaling.yarn_beta_slow", 1.0),
         ext_factor=1.0 if ext_factor < 0 else ext_factor,
     )
-    return replace(found, **{n: v for n, v in given.items() if n not in ("scaling", "factor", "attn_factor")})
+    found = replace(found, **{n: v for n, v in given.items() if n not in ("scaling", "factor", "attn_factor")})
+    if keys.arch == "mistral3":  # what a file says about K*Q (log_mul) cancels YaRN's factor on cosine and sine
+        found = replace(found, attn_factor=found.attn_factor / yarn_log(found, 0.1 * found.log_mul))
+    return found
 
 
 def _attn_factor(keys: Keys, scaling: str, factor: float) -> float:

@@ -4,7 +4,7 @@ the second, norms of heads (12B). Orion: rotated pairs (2i, 2i+1)."""
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -12,15 +12,17 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None)
+        specs |= expected.attention_specs(hp, il, bias=None)
         own = hp.at(il)
         specs[f"blk.{il}.ffn_norm.weight"] = TensorSpec((hp.n_embd,), required=False)
         for which, n_head in (("q", own.n_head), ("k", own.n_head_kv)):
             specs[f"blk.{il}.attn_{which}_norm.weight"] = TensorSpec((own.head_dim_k, n_head), required=False)
-        specs |= blocks.dense_specs(hp, il, own.n_ff)
-    specs |= blocks.bias_specs(specs, "output_norm attn_norm") | blocks.bias_specs(specs, "ffn_norm", required=False)
+        specs |= expected.dense_specs(hp, il, own.n_ff)
+    specs |= expected.bias_specs(specs, "output_norm attn_norm") | expected.bias_specs(
+        specs, "ffn_norm", required=False
+    )
     return specs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ikcli.graph import Graph, Node
 from ikcli.graph.activations import Glu
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -12,14 +12,14 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     specs["rope_freqs.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None, qk_norm=None)
+        specs |= expected.attention_specs(hp, il, bias=None, qk_norm=None)
         own = hp.at(il)
         every = (hp.n_embd, own.n_head * own.head_dim_v)  # a gate per element
         specs[f"blk.{il}.attn_gate.weight"] = TensorSpec((hp.n_embd, own.n_head), required=False, also=(every,))
-        specs |= blocks.feed_forward_specs(hp, il)
+        specs |= expected.feed_forward_specs(hp, il)
     return specs
 
 

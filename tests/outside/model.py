@@ -15,10 +15,10 @@ SHIFT = 0.0
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    table = blocks.rope_table(g, hp, w)
+    tables = blocks.rope_tables(g, hp, w, cfg)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.self_attention(g, hp, cfg, x, layer, table, neox=False)
+        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=False)
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
         gate, up = g.mul_mat(layer.ffn_gate, x, "ffn_gate"), g.mul_mat(layer.ffn_up, x, "ffn_up")

@@ -56,11 +56,11 @@ def lower(low: CpuLowering, node: Node, op: DecaySum) -> None:
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    table = blocks.rope_table(g, hp, w)
+    tables = blocks.rope_tables(g, hp, w, cfg)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
         if g.il % 2 == 0:
-            return blocks.self_attention(g, hp, cfg, x, layer, table, neox=False)
+            return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=False)
         q = g.mul_mat(layer.attn_q, x, "sum_in")
         return g.mul_mat(layer.attn_output, g.record(DecaySum(g.state("sum", q.cols), q), "sum"), "sum_out")
 

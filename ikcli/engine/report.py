@@ -49,21 +49,6 @@ class KVSize:
         return self.k_bytes + self.v_bytes + self.state_bytes
 
 
-def row_bytes(type_name: str, n_elements: int) -> int:
-    """Bytes of one row of `n_elements` in a type."""
-    traits = _TRAITS[type_name]
-    return traits.row_meta_size + -(-n_elements // traits.block_size) * traits.type_size
-
-
-def gpu_bytes(tensor: TensorRow) -> int:
-    """Bytes of a tensor in a CUDA buffer: quantised rows are padded to 512 elements once, sizes to 128 bytes."""
-    traits = _TRAITS[tensor.type_name]
-    n_bytes = tensor.n_bytes
-    if traits.block_size > 1 and tensor.shape[0] % 512:
-        n_bytes += row_bytes(tensor.type_name, 512 - tensor.shape[0] % 512)
-    return -(-n_bytes // 128) * 128
-
-
 def kv_size(caches: Mapping[Cache, int]) -> KVSize:
     """The bytes of cache tensors by what they hold."""
     sizes: dict[str, int] = {}
@@ -86,11 +71,6 @@ def kv_lines(size: KVSize, n_ctx: int, type_k: str, type_v: str, buffers: Mappin
     if size.state_bytes:
         text += f", states: {size.state_bytes / MIB:7.2f} MiB"
     return [*lines, f"{head}{text}, n_ctx = {n_ctx}"]
-
-
-def output_buffer_bytes(n_outputs: int, n_vocab: int) -> int:
-    """Bytes of the logits buffer."""
-    return n_outputs * n_vocab * 4
 
 
 def type_histogram(tensors: Sequence[TensorRow]) -> dict[str, int]:

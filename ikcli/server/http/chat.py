@@ -16,7 +16,7 @@ from ikcli.chat.formats import ChatFormat
 from ikcli.chat.messages import Message
 from ikcli.chat.parser import ReasoningFormat
 from ikcli.chat.prompt import ChatPrompt
-from ikcli.chat.request import ChatDefaults, parse_request
+from ikcli.chat.request import ChatDefaults, ChatRequest, parse_request
 from ikcli.config import RunConfig
 from ikcli.errors import IkError, UsageError
 from ikcli.grammar.spec import GrammarSpec
@@ -99,13 +99,13 @@ class ChatService:
             return {"error": str(e), "built_in": self.built_in}
         return {"chat_example": example, "built_in": self.built_in}
 
-    def render(self, body: Mapping[str, Any]) -> ChatPrompt:
-        """The prompt of a request; IkError naming what is wrong with it."""
-        return self.format.render(parse_request(body, self.defaults))
-
-    def beginnings(self, body: Mapping[str, Any]) -> list[str]:
-        """Prompts of conversations that begin like this one and end with another first, or last, user turn."""
+    def read(self, body: Mapping[str, Any]) -> tuple[ChatRequest, ChatPrompt]:
+        """A request and its prompt; IkError naming what is wrong with it."""
         request = parse_request(body, self.defaults)
+        return request, self.format.render(request)
+
+    def beginnings(self, request: ChatRequest) -> list[str]:
+        """Prompts of conversations that begin like this one and end with another first, or last, user turn."""
         users = [i for i, message in enumerate(request.messages) if message.role == "user"]
         prompts = []
         for i in {users[0], users[-1]} if users else ():
@@ -209,7 +209,7 @@ async def prepare(state: ServerState, body: Mapping[str, Any]) -> PreparedChat:
     budget = _budget(body, state.config.server.reasoning_budget)
     message = body.get("reasoning_budget_message")
     try:
-        chat = await asyncio.to_thread(_render, state, body)
+        request, chat = await asyncio.to_thread(state.chat.read, body)
     except IkError as e:
         raise bad_request(str(e)) from None
     tokenizer = state.engine.tokenizer
@@ -221,20 +221,14 @@ async def prepare(state: ServerState, body: Mapping[str, Any]) -> PreparedChat:
     words = state.config.server.reasoning_budget_message
     if message is not None:
         words = f.text(message, "reasoning_budget_message")
-    turns = await _turns(state, body, tokens) if state.engine.model.needs_checkpoints else ()
+    turns = await _turns(state, request, tokens) if state.engine.model.needs_checkpoints else ()
     return PreparedChat(chat, tokens, keep, budget, words, turns)
 
 
-def _render(state: ServerState, body: Mapping[str, Any]) -> ChatPrompt:
-    prompt = state.chat.render(body)
-    assert isinstance(prompt, ChatPrompt)
-    return prompt
-
-
-async def _turns(state: ServerState, body: Mapping[str, Any], tokens: Sequence[int]) -> tuple[int, ...]:
+async def _turns(state: ServerState, request: ChatRequest, tokens: Sequence[int]) -> tuple[int, ...]:
     """Where the prompt of a conversation differs from those of others that only begin alike."""
     found = set()
-    for text in await asyncio.to_thread(state.chat.beginnings, body):
+    for text in await asyncio.to_thread(state.chat.beginnings, request):
         other = await encode(state.engine.tokenizer, text, add_special=True)
         found.add(common_prefix(np.array(other), np.array(tokens)))
     return tuple(sorted(found - {0}))

@@ -44,3 +44,17 @@ def test_readme_names_commands_that_exist() -> None:
     for info in COMMANDS:
         if info.module:
             assert f"`{info.name}`" in text or f"ik {info.name}" in text
+
+
+def test_reading_path_is_as_short_as_it_says() -> None:
+    """From the command line to the executor, in files that exist."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [\w ]+ \| (\d+) \| (`.*`) \|$", text, re.M)
+    assert len(rows) == 4
+    total = 0
+    for stated, files in rows:
+        paths = [ROOT / "ikcli" / name for name in re.findall(r"`([^`]+)`", files)]
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+        assert lines == pytest.approx(int(stated), rel=0.1), files
+        total += lines
+    assert total <= 3500

@@ -80,17 +80,20 @@ class Harness:
         self.leaves.append(node)
         return node
 
-    def compile(self, result: Node, n_threads: int, weights: Mapping[str, np.ndarray] | None = None) -> Harness:
-        """Lower, load the kernels, bind. `weights` by tensor name."""
+    def lower(self, result: Node, n_threads: int) -> None:
+        """Choose the kernels, which costs no compilation."""
         max_rows = {Rows.TOKENS: self.max_tokens, Rows.OUTPUTS: self.max_tokens, Rows.KV: self.n_cells}
         low = CpuLowering(max_rows, n_threads, self.n_cells, self.independent)
 
         def lower_input(low: CpuLowering, node: Node, op: Leaf) -> None:
-            low.emit(
-                KernelKey("executor", "make_noop"), node.rows, InputParams(out=low.out(node))
-            )  # alive from here on
+            params = InputParams(out=low.out(node))  # alive from here on
+            low.emit(KernelKey("executor", "make_noop"), node.rows, params)
 
         self.program: CpuProgram = lower(self.graph, result, low, self.rules.replaced({Leaf: lower_input}))
+
+    def compile(self, result: Node, n_threads: int, weights: Mapping[str, np.ndarray] | None = None) -> Harness:
+        """Lower, load the kernels, bind. `weights` by tensor name."""
+        self.lower(result, n_threads)
         LIBRARY.require(self.program.kernels)
         self.n_threads = n_threads
         self.arena = aligned_zeros(self.program.arena_bytes)

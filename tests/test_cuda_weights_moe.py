@@ -99,6 +99,20 @@ def test_moe_up_gate_of_other_activations(act: Glu, n: int) -> None:
     np.testing.assert_allclose(found, act(found_b.astype(np.float64), found_a), rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("act", "gate_type"), [(Glu("gelu"), T.Q8_0), (Glu("swiglu_oai", 0.7), T.Q8_0),
+                                               (Glu(), T.Q4_0)])  # fmt: skip
+@pytest.mark.parametrize("n", [1, 80])
+def test_product_of_an_activation_of_its_own(act: Glu, gate_type: T, n: int) -> None:
+    """Whatever writes the activation also writes the rows that the next product reads."""
+    run = ProductRun()
+    up, gate = run.tensor("up", T.Q8_0, (64, 64, N_EXPERT)), run.tensor("gate", gate_type, (64, 64, N_EXPERT), 2)
+    down = run.tensor("down", T.Q8_0, (64, 41, N_EXPERT), 3)
+    _, plan = routed(run, n)
+    y = run.graph.moe_up_gate(up, gate, run.input("x", activations(n, 64)), plan, "y", act)
+    values, found = run.run(y, run.graph.mul_mat_id(down, y, plan, "down", sorted_in=True))
+    products(run, "down", values, sort_of(run, n), T.Q8_0, found, True)
+
+
 @pytest.mark.parametrize("n", [1, 80])
 def test_add_id(n: int) -> None:
     """Dropped slots get no bias."""

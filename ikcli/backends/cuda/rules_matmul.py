@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ikcli.backends.cuda.activations import activations
+from ikcli.backends.cuda.activations import activations, format_args
 from ikcli.backends.cuda.layouts import max_tiles
 from ikcli.backends.cuda.lower import RULES, Arg, Counts, GpuLowering, Ref
 from ikcli.backends.cuda.rules_layers import glu_args, plan_layout, zero_dropped
@@ -300,7 +300,7 @@ def _moe_up_gate(low: GpuLowering, node: Node, op: MoeUpGate) -> None:
         run.gemm(gate, b, other)
         low.emit("layer_swiglu" if op.act.plain else "layer_glu",
                  lambda c: (c.rows(node.rows), -(-node.cols // 1024), 1), 256, 0, low.state, *low.row_args(node.rows),
-                 other, out, out, np.int32(node.cols), *glu_args(op.act), 0, 0, 0, 0, np.int32(0),
+                 other, out, out, np.int32(node.cols), *glu_args(op.act), *format_args(),
                  when=_not(run.few) if fused else None)  # fmt: skip
     zero_dropped(low, node, plan)
 

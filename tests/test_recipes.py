@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from real_models import REAL
 from recipe_models import MODELS, info, model, run_lengths
 
 from ikcli.errors import IkError, UsageError
@@ -20,6 +21,8 @@ from ikcli.quant.recipes import RecipeOptions, TypeChoice, choose_types
 
 # Made with llama-quantize --dry-run of ik_llama.cpp (commit 8337e4cd3) on the models of `recipe_models`: some presets
 # in full, and for every preset in the order of the file type numbers the crc32 of the lines `name=type`.
+# "released": the last byte of that crc32 for the matrices of the models of `real_models`, without
+# importance matrix and, for presets that look at it, with one.
 ANSWERS = json.loads((Path(__file__).parent / "data" / "recipe_answers.json").read_text())
 PRESETS = [(name, f.number) for f in FILE_TYPES.values() for name in f.names]
 T = GGMLType
@@ -68,6 +71,46 @@ def test_every_preset_chooses_as_the_reference(key: str) -> None:
 def test_presets_in_full(key: str, preset: str) -> None:
     types = {n: t for n, t in by_name(choose(key, preset)).items() if "norm" not in n and "gate_inp" not in n}
     assert run_lengths(types) == ANSWERS["readable"][key][preset]
+
+
+class _Everything(Imatrix):
+    """An importance matrix with weights for every tensor."""
+
+    def find(self, name: str, shape: tuple[int, ...] | None = None) -> str | None:
+        return name
+
+
+LOOK_AT_IMATRIX = [
+    "Q4_0", "Q5_0", "Q4_0_R8", "IQ3_XXS", "IQ3_KT", "IQ3_XXS_R4", "IQ4_NL", "IQ4_XS", "IQ4_KS", "IQ4_KSS", "IQ4_KS_R4",
+    "IQ4_NL_R4", "IQ4_XS_R8",
+]  # fmt: skip
+ONCE = [f.names[0] for f in FILE_TYPES.values() if f.names]
+
+
+def released(key: str, presets: list[str], imatrix: Imatrix | None) -> dict[str, str]:
+    """By preset the last byte of the crc32 of the choices for a released model."""
+    found: dict[str, str] = {}
+    tensors = [info(name, *shape) for name, shape in REAL[key].matrices.items()]
+    metadata = REAL[key].metadata
+    for preset in presets:
+        recipe = RecipeOptions(number(preset), ignore_imatrix_rules=True)
+        lines = (f"{c.name}={TYPES[c.new].name}" for c in choose_types(tensors, metadata, recipe, imatrix))
+        found[preset] = f"{zlib.crc32(chr(10).join(lines).encode()) & 255:02x}"
+    return found
+
+
+@pytest.mark.parametrize("key", ANSWERS["released"])
+def test_every_preset_of_released_models(key: str) -> None:
+    """As the reference, every third one for every model; only there embeddings of single layers are interleaved."""
+    first = list(ANSWERS["released"]).index(key) % 3
+    for answer, presets, matrix in zip(
+        ANSWERS["released"][key].split(), (ONCE, LOOK_AT_IMATRIX), (None, _Everything({})), strict=True
+    ):
+        expected = dict(zip(presets, (answer[i : i + 2] for i in range(0, len(answer), 2)), strict=True))
+        some = presets[first::3]
+        found = released(key, some, matrix)
+        other = ["BF16_R16"] if key == "gemma4-e4b" and "BF16_R16" in some else []
+        assert [p for p in some if found[p] != expected[p]] == other
 
 
 def test_custom_rules_first_match_wins_and_beats_the_mix() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from factories import tiny_deepseek2, tiny_model
+from recipe_models import info
+from tiny_architectures import TINY, WINDOWED, tiny
 
 from ikcli.engine.reference_session import ReferenceSession
 from ikcli.errors import FormatError
@@ -17,6 +19,8 @@ from ikcli.eval.imatrix_collect import watch
 from ikcli.models import GraphConfig
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, merge, read_imatrix
 from ikcli.quant.imatrix_lookup import DRAW, count_experts, reference_relatives, relatives
+from ikcli.quant.imatrix_use import weighted_choices, why_missing
+from ikcli.quant.recipes import RecipeOptions, choose_types
 
 UP = "blk.0.ffn_up_exps.weight"
 
@@ -119,6 +123,22 @@ def test_neighbours_share_a_node_in_the_graphs() -> None:
                     assert source[name] is source[other], (name, other)
                     pairs.add((name.split(".")[2], other.split(".")[2]))
     assert {("attn_q", "attn_v"), ("attn_q_a", "attn_kv_a_mqa"), ("ffn_gate_inp", "ffn_up_shexp")} <= pairs
+
+
+@pytest.mark.parametrize("arch", TINY | WINDOWED)
+def test_every_matrix_of_every_architecture_is_watched(arch: str) -> None:
+    """What `ik quantize` would quantize has importance data, or a reason to have none."""
+    model = tiny(arch)
+    streams = watch(list(ReferenceSession(model, GraphConfig(n_ctx=32, mla=1))._graphs)[:1]).all_streams()
+    found = Imatrix({name: ImatrixEntry(s.sums, s.counts) for s in streams for name in s.names})
+    tensors = [info(name, *t.shape, type=t.type) for name, t in model.tensors.items()]
+    choices = weighted_choices(choose_types(tensors, model.metadata, RecipeOptions(file_type=7)))
+    missing = [c.name for c in choices if not found.fits(c.name, c.shape)]
+    assert len(choices) > 6
+    assert {why_missing(name, model.tensors, ()) for name in missing} <= {
+        "output (collected with --process-output)",
+        "embeddings (rows are looked up, not multiplied)",
+    }
 
 
 def test_neighbours_of_another_size_are_passed_over() -> None:

@@ -161,8 +161,11 @@ def _order(name: str) -> tuple[int, str]:
     return (int(block) if block.isdigit() else 1 << 30), name
 
 
+_OUTPUTS = ("output.weight", "token_embd.weight")
+
+
 def watch(graphs: Iterable[Graph], *, output_name: str | None = None) -> Collector:
-    """A collector for all matrices of the blocks in these graphs, and for the tensor `output_name`."""
+    """A collector for all matrices in these graphs but the output, and for the tensor `output_name`."""
     out = Collector()
     for graph in graphs:
         for node in graph.nodes:
@@ -175,7 +178,7 @@ def _watch_node(out: Collector, node: Node, output_name: str | None) -> None:
     if isinstance(op, RmsNorm) and op.w.name.endswith(".attn_kv_a_norm.weight"):
         kv_b = op.w.name.replace("attn_kv_a_norm", "attn_kv_b")
         _attach(out, node, [kv_b], 1, op.w.ne0)
-    named = (w for w in node.weights() if w.name.startswith("blk.") or w.name == output_name)
+    named = (w for w in node.weights() if w.name not in _OUTPUTS or w.name == output_name)
     wanted = [w for w in named if ".lora_" not in w.name]  # adapters are not what will be quantized
     if not wanted or not isinstance(op, Product):
         return

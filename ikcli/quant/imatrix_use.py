@@ -9,7 +9,7 @@ have nothing but their numbers in common. `nextn.*` has no counterpart and stays
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,19 @@ def mtp_blocks(names: Iterable[str], metadata: Mapping[str, Any]) -> frozenset[i
     if named or not isinstance(count, int) or not isinstance(last, int) or not 0 < last < count:
         return frozenset(named)
     return frozenset(il for il in found if il >= count - last)
+
+
+def why_missing(name: str, names: Container[str], mtp: Iterable[int]) -> str:
+    """Why an importance matrix has nothing for a tensor of a model with these names and MTP blocks."""
+    if any(name.startswith(f"blk.{il}.") for il in mtp):
+        return "MTP (never runs while collecting)"
+    if name == "output.weight" or (name == "token_embd.weight" and "output.weight" not in names):
+        return "output (collected with --process-output)"
+    if name in ("token_embd.weight", "per_layer_token_embd.weight"):
+        return "embeddings (rows are looked up, not multiplied)"
+    if ".indexer." in name:
+        return "indexer (not part of a run)"
+    return "no data"
 
 
 def with_borrowed(imatrix: Imatrix, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any]) -> Imatrix:

@@ -25,6 +25,7 @@ from ikcli.quant.imatrix_use import (
     mtp_blocks,
     name_patterns,
     weighted_choices,
+    why_missing,
     with_borrowed,
 )
 from ikcli.quant.output_check import check_output, check_room, existing_folder, output_paths
@@ -279,11 +280,10 @@ def _missing(
         has = imatrix is not None and imatrix.find(c.source or c.name, c.shape) is not None
         if has and imatrix is not None and c.name not in imatrix.borrowed:
             continue
-        mtp = any(c.name.startswith(f"blk.{il}.") for il in blocks)
         what = "refused: this type needs data" if refused else "equal weights"
         if imatrix is not None and c.name in imatrix.borrowed:
             what = f"weights of block {imatrix.borrowed[c.name].split('.')[1]}"
-        kind = "MTP (never runs while collecting)" if mtp else "no data"
+        kind = why_missing(c.name, file.tensors, blocks)
         groups.setdefault((kind, "by the target" if free else TYPES[c.new].name, what), []).append(c.name)
     rows: list[tuple[str, ...]] = [
         (p, t, kind, what) for (kind, t, what), names in groups.items() for p in name_patterns(names)

@@ -76,13 +76,15 @@ def test_rows_that_do_not_divide_fall_back(script: ModuleType, preset: str) -> N
     assert odd == ({f"blk.{il}.ffn_down_exps.weight" for il in (1, 2, 3)} if preset == "deepseek2" else set())
 
 
-@pytest.mark.parametrize("preset", ["qwen35moe", "glm4moe", "gpt-oss", "minimax-m2", "gemma3"])
+@pytest.mark.parametrize("preset", [
+    "qwen35moe", "glm4moe", "gpt-oss", "minimax-m2", "mixtral", "ernie4_5-moe", "cohere2", "gemma3",
+])  # fmt: skip
 def test_geometry(script: ModuleType, preset: str) -> None:
     p = script.PRESETS[preset].changed(2 if preset != "qwen35moe" else 4, 500, 6)
     shapes = script.shapes(p)
     assert shapes["token_embd.weight"][1] == shapes["output.weight"][1] == 500
     experts = {shape[2] for name, shape in shapes.items() if name.endswith("_exps.weight")}
-    assert experts == (set() if preset == "gemma3" else {6})
+    assert experts == (set() if preset in ("cohere2", "gemma3") else {6})
     layers = {name.split(".")[1] for name in shapes if name.startswith("blk.")}
     assert len(layers) == p.keys["block_count"]
 

@@ -124,6 +124,19 @@ PRESETS = {
         "minimax-m2", _geometry(3, 3072, 1536, 48, 8) | _experts(16, 8, 1536) | {"rope.dimension_count": 64},
         ("exp_probs_b.bias",),
     ),
+    "mixtral": Preset("llama", _geometry(2, 4096, 14336, 32, 8) | _experts(8, 2, 14336)),
+    "ernie4_5-moe": Preset(
+        "ernie4_5-moe",
+        _geometry(4, 2560, 12288, 20, 4, base=500000.0)
+        | _experts(16, 6, 1536, expert_shared_count=2, leading_dense_block_count=1, interleave_moe_layer_step=1,
+                   expert_shared_feed_forward_length=3072),
+        ("exp_probs_b.bias",),
+    ),
+    "cohere2": Preset(
+        "cohere2",
+        _geometry(4, 4096, 14336, 32, 8, base=50000.0)
+        | {"attention.sliding_window": 4096, "logit_scale": 0.25, "attention.layer_norm_epsilon": 1e-5},
+    ),
     "gemma3": Preset(
         "gemma3", _geometry(6, 2560, 10240, 8, 4, 256) | {"attention.sliding_window": 1024}
     ),

@@ -79,6 +79,7 @@ TINY: dict[str, dict[str, Any]] = {
                              "expert_group_count": 4, "expert_group_used_count": 2, "expert_weights_scale": 2.5},
     "command-r": LAYER_NORM | {"logit_scale": 0.3}, "falcon": LAYER_NORM, "gemma": {"attention.key_length": 32,
     "attention.value_length": 32}, "gptneox": LAYER_NORM | {"rope.dimension_count": 8}, "mistral4": MISTRAL4,
+    "olmo": LAYER_NORM | {"attention.clamp_kqv": 0.5},
     "olmo2": {}, "phi2": LAYER_NORM | {"rope.dimension_count": 8}, "stablelm": LAYER_NORM | {"rope.dimension_count": 4},
     "minimax-m3": SHARED | {"block_count": 3, "rope.dimension_count": 8},
     "dots1": SHARED | {"block_count": 3}, "ernie4_5": {}, "glm4": {"rope.dimension_count": 8},

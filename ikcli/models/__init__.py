@@ -66,6 +66,7 @@ ARCHITECTURES: dict[str, str] = {
     "mpt": "ikcli.models.gpt2",
     "nemotron": "ikcli.models.gpt2",
     "muse-glimmer": "ikcli.models.muse_glimmer",
+    "olmo": "ikcli.models.olmo",
     "olmo2": "ikcli.models.olmo2",
     "orion": "ikcli.models.stablelm",
     "phi2": "ikcli.models.phi2",

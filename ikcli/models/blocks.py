@@ -164,7 +164,10 @@ def self_attention(
     if hp.temperature_scale:
         length = hp.temperature_length or hp.rope.n_ctx_orig
         q = g.pos_scale(q, hp.temperature_scale, length, "Qcur_tempered", shift=hp.temperature_shift)
-    v = fused.get("v") or linear(g, attention_matrix(hp, layer, "v"), layer.get("attn_v_bias"), x, "Vcur")
+    v = fused.get("v")
+    if v is None:
+        v = linear(g, attention_matrix(hp, layer, "v"), layer.get("attn_v_bias"), x, "Vcur")
+        v = g.clamp(v, hp.clamp_kqv, "Vcur_clamped")
     v = g.scale(v, hp.value_scale, "Vcur_scaled")
     return attend(g, hp, cfg, q, (k, v), x, layer, gating=gating, gate=fused.get("gate"))
 
@@ -273,6 +276,7 @@ def _project(
     if cur is None:
         bias = layer.get(f"attn_{which}_bias")
         cur = linear(g, attention_matrix(hp, layer, which), bias, x, f"{which.upper()}cur_proj")
+        cur = g.clamp(cur, hp.clamp_kqv, f"{which.upper()}cur_clamped")
     return rotated(g, hp, cur, layer, table, which, n_head, neox, norm_last)
 
 

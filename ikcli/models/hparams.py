@@ -44,7 +44,8 @@ _NOT_NORMALISED = (
 )  # fmt: skip
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
 _LAYER_NORM = (
-    "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "mpt", "nemotron", "orion",
+    "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "mpt", "nemotron", "olmo",
+    "orion",
     "phi2", "stablelm", "starcoder", "starcoder2",
 )  # fmt: skip
 _RMS_KEY = "attention.layer_norm_rms_epsilon"
@@ -331,8 +332,8 @@ def _of_older_models(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
     arch, n_layer, n_embd = values["arch"], values["n_layer"], values["n_embd"]
     if arch == "qwen":
         return {"n_ff": max(by_layer(values["n_ff"], 1)) // 2}
-    if arch == "dbrx":
-        return {"clamp_kqv": keys.number("attention.clamp_kqv", most=1e9)}
+    if arch in ("dbrx", "olmo"):
+        return {"clamp_kqv": keys.number("attention.clamp_kqv", None if arch == "dbrx" else 0.0, most=1e9)}
     if arch == "minicpm":
         depth, divisor = 1.4 / math.sqrt(n_layer), keys.number("logit_scale", n_embd / 256, most=1e9) or 1.0
         return {

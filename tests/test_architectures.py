@@ -157,6 +157,22 @@ def test_layers_that_predict_further_tokens_are_not_part_of_the_run() -> None:
         HParams.from_gguf(metadata | {"glm4moe.nextn_predict_layers": 4}, {}, "x.gguf")
 
 
+def test_limits_on_queries_keys_and_values_of_one_matrix_or_three() -> None:
+    """As torch's OLMo has them: the limit changes much, and a fused matrix nothing."""
+    model = tiny("olmo")
+    batch = Batch.single(TOKENS, logits="all")
+    wanted = ReferenceSession(model, GraphConfig(n_ctx=64)).decode(batch).copy()
+    for name in (f"blk.{il}.attn_{{}}.{kind}" for il in range(2) for kind in ("weight", "bias")):
+        model.set(name.format("qkv"), np.concatenate([model.values(name.format(which)) for which in "qkv"]))
+        for which in "qkv":
+            del model.tensors[name.format(which)]
+    fused = ReferenceSession(model, GraphConfig(n_ctx=64)).decode(batch).copy()
+    model.metadata |= {"olmo.attention.clamp_kqv": 0.0}
+    free = ReferenceSession(model, GraphConfig(n_ctx=64)).decode(batch)
+    assert np.abs(fused - wanted).max() < 1e-4 * wanted.std()
+    assert np.abs(free - fused).max() > 0.3 * wanted.std()
+
+
 def test_gating_of_files_that_do_not_say() -> None:
     sigmoid = {"blk.1.exp_probs_b.bias": type("T", (), {"shape": (8,)})()}
     for arch, tensors, wanted in (

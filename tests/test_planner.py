@@ -18,9 +18,10 @@ from ikcli.engine.device_plan import _PaperDevice, described_info, planning_devi
 from ikcli.engine.devices import GpuFacts, Machine, described_machine
 from ikcli.engine.missing_parts import assume_missing
 from ikcli.engine.planner import Planner
+from ikcli.engine.report import TensorRow
 from ikcli.engine.session import Session
 from ikcli.engine.startup import prepare
-from ikcli.errors import FormatError
+from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import HParams
 
@@ -163,6 +164,13 @@ def test_derived_tensors_live_with_their_source(files: Files) -> None:
     assert (kv_b[0], kv_b[5], kv_b[6], kv_b[60]) == ("CUDA0", "CPU", "CUDA1", "CUDA1")
     whole = weights(planner, replace(BASE, override_tensor=("exps=CPU",)))
     assert whole["CUDA0"] + whole["CUDA1"] == pytest.approx(17743.986, abs=0.006)  # with 1037 MiB of kv_b
+
+
+def test_the_architecture_is_looked_at_before_its_keys(tmp_path: Path) -> None:
+    metadata = {"general.architecture": "mamba", "mamba.block_count": 2, "mamba.attention.head_count": 0}
+    path = write_header(tmp_path / "m.gguf", metadata, [TensorRow("token_embd.weight", (32, 8), "f32", 1024)])
+    with pytest.raises(UnsupportedError, match=r"m\.gguf: architecture 'mamba' is not supported; known: "):
+        Planner.of_file(replace(BASE, model=path), header_only=True)
 
 
 def test_qwen3_235b(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ikcli import models
 from ikcli.config import RunConfig, default_model, resolve
 from ikcli.engine.adapters import Adapters
 from ikcli.engine.cpu_device import CpuDevice
@@ -120,6 +121,7 @@ class Planner:
     def of_file(cls, config: RunConfig, *, header_only: bool = False) -> Planner:
         """For the model of `config`, without devices besides the CPU; `header_only`: its data may be missing."""
         file = open_gguf(config.model or default_model(), config.override_kv, header_only=header_only)
+        models.find(file.arch, str(file.paths[0]))  # before keys, which unknown ones may lack
         hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]), config.rope)
         return cls(file, hp, Machine(()), None, Adapters.open(config.adapters, file.tensors, hp))
 

@@ -89,6 +89,9 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
 
 
 def test_models_come_and_go_on_demand(router: Router) -> None:
+    for path in ("/favicon.png", "/usage?id=1", "/nothing"):
+        assert router.get(path).status_code == 404
+    assert router.post("/models/nothing", {}).status_code == 404 and router.get("/").status_code == 200
     assert set(router.states().values()) == {"unloaded"}
     with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda name: router.ask(name), ("one", "gpt-4", "one")))

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -26,6 +27,7 @@ from ikcli.server.http.body import read_body, read_object
 from ikcli.server.http.errors import ApiError, bad_request, unsupported
 from ikcli.server.http.gateway import Gateway
 from ikcli.server.http.logs import ServerLog
+from ikcli.server.http.routes import ROUTERS
 from ikcli.server.http.shapes.common import FINGERPRINT, random_id
 from ikcli.server.http.usage import REQUEST_ID
 from ikcli.server.http.users import ACCOUNT, Account, Users
@@ -63,8 +65,11 @@ def build_app(state: RouterState) -> ASGIApp:
     for method, paths, endpoint in own.routes():
         for path in paths:
             app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    forward = _forwarding(state)
+    for route in (route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)):
+        if route.include_in_schema:  # what nobody knows, as the icon of a page, has no model loaded
+            app.add_api_route(route.path, forward, methods=[*(route.methods or ())], response_model=None)
     files = static.add_routes(app, state.config.server)
-    app.add_api_route("/{path:path}", _forwarding(state), methods=["GET", "POST", "DELETE", "PUT", "PATCH"])
     return Gateway(app, state, state.log, files)
 
 

@@ -92,11 +92,16 @@ def test_models_come_and_go_on_demand(router: Router) -> None:
     for path in ("/favicon.png", "/usage?id=1", "/nothing"):
         assert router.get(path).status_code == 404
     assert router.post("/models/nothing", {}).status_code == 404 and router.get("/").status_code == 200
+    shown = router.post("/api/show", {"model": "gpt-4"}).json()
+    tags = router.get("/api/tags").json()["models"]
     assert set(router.states().values()) == {"unloaded"}
     with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda name: router.ask(name), ("one", "gpt-4", "one")))
     assert [answer.status_code for answer in answers] == [200] * 3 and answers[1].json()["model"] == "gpt-4"
     assert router.states() == {"one": "loaded", "two": "unloaded"} and len(router.children()) == 1
+    loaded = router.post("/api/show", {"model": "gpt-4"}).json()
+    assert {**shown, "modified_at": ""} == {**loaded, "modified_at": ""}, "the same before it is loaded and after"
+    assert tags[0]["details"] == loaded["details"] and tags[0]["size"] > 0
     assert router.ask("two").status_code == 200
     assert router.states() == {"one": "unloaded", "two": "loaded"} and len(router.children()) == 1
     assert len(router.get("/slots?model=two").json()) == 2

@@ -6,6 +6,7 @@ same options for all models; `[groups.NAME]` members and `together`; `memory`, `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,8 @@ from ikcli.engine.placement import CPU
 from ikcli.engine.run_device import RESERVE_BYTES
 from ikcli.engine.startup import prepare
 from ikcli.errors import IkError, UsageError
-from ikcli.server.router.entries import Group, ModelEntry, ModelsFile
+from ikcli.gguf.constants import file_type_label
+from ikcli.server.router.entries import Group, ModelEntry, ModelFacts, ModelsFile
 
 _OF_THE_FRONT = frozenset(
     "server." + name
@@ -120,21 +122,33 @@ def _entry(path: Path, name: str, table: Any, defaults: list[str], ttl: float) -
         if "server.cache_ram" not in parsed.given:
             argv += ["--cache-ram", str(_CACHE_RAM)]
             parsed = parse("serve", argv)
-        need = _need(parsed)
+        need, facts = _need(parsed)
     except IkError as e:
         raise UsageError(f"{path}: {where}: {e}") from None
     own_ttl = _seconds(path, f"{where}.ttl", table["ttl"]) if "ttl" in table else ttl
-    return ModelEntry(name, tuple(argv), parsed.config, need, tuple(aliases), preload, own_ttl)
+    return ModelEntry(name, tuple(argv), parsed.config, need, tuple(aliases), preload, own_ttl, facts)
 
 
-def _need(parsed: Parsed) -> dict[str, int]:
-    """Bytes by device, as `ik plan` tells them, with the prompt cache and what a GPU takes beside its parts."""
+def _need(parsed: Parsed) -> tuple[dict[str, int], ModelFacts]:
+    """Bytes by device, as `ik plan` tells them, with the prompt cache and what a GPU takes beside its parts; facts."""
     config = parsed.config if parsed.config.model is not None else replace(parsed.config, model=default_model())
     startup = prepare(config, parsed.given)
-    memory = startup.planner.plan(startup.config).memory
+    planner = startup.planner
+    memory = planner.plan(startup.config).memory
     need = {device: memory.total(device) + (0 if device == CPU else RESERVE_BYTES) for device in memory.parts}
     need[CPU] += max(config.server.cache_ram or 0, 0) << 20
-    return need
+    tensors, metadata = planner.file.tensors.values(), planner.file.metadata
+    ftype, template = metadata.get("general.file_type"), metadata.get("tokenizer.chat_template")
+    facts = ModelFacts(
+        arch=planner.hp.arch,
+        n_params=sum(math.prod(t.shape) for t in tensors),
+        size=sum(t.n_bytes for t in tensors),
+        n_embd=planner.hp.n_embd,
+        n_ctx=min(memory.n_ctx // config.n_parallel, planner.hp.n_ctx_train),
+        file_type=file_type_label(int(ftype)) if ftype is not None else "",
+        template=template if isinstance(template, str) else "",
+    )
+    return need, facts
 
 
 def _seconds(path: Path, key: str, value: Any) -> float:

@@ -88,6 +88,7 @@ class _Own:
             ("POST", ("/models/unload",), self.unload),
             ("GET", ("/api/tags",), self.tags),
             ("GET", ("/api/ps",), self.running),
+            ("POST", ("/api/show",), self.show),
             ("GET", ("/version", "/api/version"), self.version),
         ]
 
@@ -133,6 +134,15 @@ class _Own:
         """The loaded models (Ollama)."""
         found = [one for one in self._manager.instances.values() if one.state == LOADED]
         return json_response({"models": [lists.running(one, self._state.started) for one in found]})
+
+    async def show(self, request: Request) -> Response:
+        """About a model (Ollama), which is not loaded for that."""
+        body = await read_body(request, self._state.config.server.timeout)
+        entry, _ = asked_model(self._state, request, body)
+        check_user(request, entry)
+        if self._manager.instances[entry.name].state == LOADED:
+            return Forwarded(self._state, entry, request, body, None)
+        return json_response(await asyncio.to_thread(lists.shown, entry, self._state.started))
 
     async def version(self, request: Request) -> Response:
         """Version and build."""

@@ -10,6 +10,19 @@ from ikcli.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What lists say of a model, from its header; `n_ctx` tokens of a slot."""
+
+    arch: str = ""
+    n_params: int = 0
+    size: int = 0
+    n_embd: int = 0
+    n_ctx: int = 0
+    file_type: str = ""
+    template: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelEntry:
     """One model. `argv` are the options of its `ik serve`, `config` what they mean, `need` the bytes by device.
 
@@ -23,6 +36,7 @@ class ModelEntry:
     aliases: tuple[str, ...] = ()
     preload: bool = False
     ttl: float = 0
+    facts: ModelFacts = ModelFacts()
 
     @property
     def names(self) -> tuple[str, ...]:

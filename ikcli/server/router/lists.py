@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import Metric
 
+from ikcli.chat.formats import ChatFormat
+from ikcli.errors import IkError
 from ikcli.server.http.metrics import CONTENT_TYPE, PREFIX
+from ikcli.server.http.routes.ollama_models import details, model_info
 from ikcli.server.http.users import Users
+from ikcli.server.router.entries import ModelEntry
 from ikcli.server.router.manager import LOADED, UNLOADING, Instance, Manager
 
 METRICS_TYPE = CONTENT_TYPE
@@ -38,25 +43,47 @@ def entry(one: Instance, started: int) -> dict[str, Any]:
 
 def tag(one: Instance, started: int) -> dict[str, Any]:
     """An entry of /api/tags."""
-    path = one.entry.config.model
+    facts = one.entry.facts
     return {
         "name": one.entry.name,
         "model": one.entry.name,
-        "modified_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
-        "size": path.stat().st_size if path is not None and path.is_file() else 0,
+        "modified_at": _time(started),
+        "size": facts.size,
         "digest": hashlib.sha256(one.entry.name.encode()).hexdigest(),
-        "details": {"parent_model": "", "format": "gguf", "family": "", "families": [""], "parameter_size": "",
-                    "quantization_level": ""},
-    }  # fmt: skip
+        "details": details(facts.arch, facts.n_params, facts.file_type),
+    }
+
+
+def shown(entry: ModelEntry, started: int) -> dict[str, Any]:
+    """/api/show of a model that is not loaded."""
+    facts = entry.facts
+    found = ["completion"]
+    with suppress(IkError):  # a template that nobody can read, which is no matter before the model is used
+        format = ChatFormat.for_model(facts.template or None, jinja=entry.config.server.jinja)
+        found += ["tools"] * format.capabilities.tools + ["thinking"] * format.supports_thinking
+    return {
+        "template": facts.template,
+        "model_info": model_info(facts.arch, facts.n_params, facts.n_ctx, facts.n_embd),
+        "modelfile": "",
+        "parameters": "",
+        "modified_at": _time(started),
+        "details": details(facts.arch, facts.n_params, facts.file_type),
+        "capabilities": found,
+    }
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def running(one: Instance, started: int) -> dict[str, Any]:
     """An entry of /api/ps."""
     left = min(max((one.ttl or 0.0) - (time.monotonic() - one.used), 0.0), 1e9)
-    expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + left))
+    expires = _time(time.time() + left)
     gpu = sum(n for device, n in one.entry.need.items() if device != "CPU")
+    context = {"context_length": one.entry.facts.n_ctx}
     more = {"expires_at": expires if one.ttl is not None else "9999-12-31T23:59:59Z", "size_vram": gpu}
-    return tag(one, started) | more | {"size": sum(one.entry.need.values())}
+    return tag(one, started) | more | context | {"size": sum(one.entry.need.values())}
 
 
 def metrics_text(manager: Manager, users: Users) -> bytes:

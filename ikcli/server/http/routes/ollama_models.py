@@ -65,13 +65,7 @@ async def show(request: Request) -> Response:
     state = server(request)
     asked_model(state, await read_object(request))
     model = state.engine.model
-    info = {
-        "general.architecture": model.arch,
-        "general.parameter_count": model.n_params,
-        f"{model.arch}.context_length": model.n_ctx_slot,
-        "llama.context_length": model.n_ctx_slot,
-        f"{model.arch}.embedding_length": model.n_embd,
-    }
+    info = model_info(model.arch, model.n_params, model.n_ctx_slot, model.n_embd)
     return json_response(
         {
             "template": state.chat.describe()["chat_template"],
@@ -83,6 +77,17 @@ async def show(request: Request) -> Response:
             "capabilities": _capabilities(state),
         }
     )
+
+
+def model_info(arch: str, n_params: int, n_ctx: int, n_embd: int) -> dict[str, Any]:
+    """`model_info` of a model; some clients look for the context under the name of llama, whatever the model is."""
+    return {
+        "general.architecture": arch,
+        "general.parameter_count": n_params,
+        f"{arch}.context_length": n_ctx,
+        "llama.context_length": n_ctx,
+        f"{arch}.embedding_length": n_embd,
+    }
 
 
 def _entry(state: ServerState) -> dict[str, Any]:
@@ -104,13 +109,18 @@ def _details(state: ServerState) -> dict[str, Any]:
     arch = state.engine.model.arch if state.ready else ""
     n_params = state.engine.model.n_params if state.ready else 0
     ftype = state.engine.model.metadata.get("general.file_type") if state.ready else None
+    return details(arch, n_params, file_type_label(int(ftype)) if ftype is not None else "")
+
+
+def details(arch: str, n_params: int, file_type: str) -> dict[str, Any]:
+    """`details` of a model."""
     return {
         "parent_model": "",
         "format": "gguf",
         "family": arch,
         "families": [arch],
         "parameter_size": f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.1f}M",
-        "quantization_level": file_type_label(int(ftype)) if ftype is not None else "",
+        "quantization_level": file_type,
     }
 
 

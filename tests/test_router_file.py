@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ikcli.commands import _models_file
 from ikcli.commands._models_file import check_front, read_models
 from ikcli.commands._options import parse
 from ikcli.config import default_model
+from ikcli.config_hub import HubConfig
 from ikcli.engine.planner import Planner
 from ikcli.errors import UsageError
 
@@ -110,6 +112,24 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 2 and "absent.toml" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_models_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there before the server listens; the processes of models, and lists, get the file and no token."""
+    asked = []
+
+    def find(model: Path | None, hub: HubConfig) -> Path:
+        asked.append((model, hub.repo, hub.token))
+        return default_model()
+
+    monkeypatch.setattr(_models_file, "find_model", find)
+    text = "[defaults]\nhf-token = 'secret'\n[models.a]\nhf-repo = 'user/repo:Q4_K_M'\nctx-size = 512\n"
+    (entry,) = read_models(write(tmp_path, text)).entries.values()
+    assert asked == [(None, "user/repo:Q4_K_M", "secret")]
+    assert f"--model={default_model()}" in entry.argv and not any(
+        "secret" in one or "repo" in one for one in entry.argv
+    )
+    assert entry.config.model == default_model() and not entry.config.hub.repo
 
 
 def test_options_of_models_belong_into_the_file() -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ikcli.commands._argv import canonical_name, toml_option
+from ikcli.commands._model import find_model
 from ikcli.commands._options import Parsed, names_of, parse
 from ikcli.commands._suggest import nearest
 from ikcli.config import default_model
@@ -118,9 +118,10 @@ def _entry(path: Path, name: str, table: Any, defaults: list[str], ttl: float) -
     if not name or any("," in text for text in (name, *aliases)):
         raise UsageError(f"{path}: {where}: names of models must not be empty and have no commas")
     try:
+        argv = _with_model(argv)
         parsed = parse("serve", argv)
         if "server.cache_ram" not in parsed.given:
-            argv += ["--cache-ram", str(_CACHE_RAM)]
+            argv.append(f"--cache-ram={_CACHE_RAM}")
             parsed = parse("serve", argv)
         need, facts = _need(parsed)
     except IkError as e:
@@ -129,9 +130,17 @@ def _entry(path: Path, name: str, table: Any, defaults: list[str], ttl: float) -
     return ModelEntry(name, tuple(argv), parsed.config, need, tuple(aliases), preload, own_ttl, facts)
 
 
+def _with_model(argv: list[str]) -> list[str]:
+    """The options with the model's file instead of its name on a hub, which is downloaded; tokens of hubs end here."""
+    names, config = names_of("serve"), parse("serve", argv).config
+    model = find_model(config.model, config.hub) or default_model()
+    kept = [token for token in argv if not names[canonical_name(token)][0].path.startswith(("model", "hub."))]
+    return [*kept, f"--model={model}"]
+
+
 def _need(parsed: Parsed) -> tuple[dict[str, int], ModelFacts]:
     """Bytes by device, as `ik plan` tells them, with the prompt cache and what a GPU takes beside its parts; facts."""
-    config = parsed.config if parsed.config.model is not None else replace(parsed.config, model=default_model())
+    config = parsed.config
     startup = prepare(config, parsed.given)
     planner = startup.planner
     memory = planner.plan(startup.config).memory

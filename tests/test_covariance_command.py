@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ikcli.config import default_model, default_text
-from ikcli.eval.calibrate import CalibrationOptions, Calibrator
+from ikcli.eval.calibrate import Calibrator
+from ikcli.eval.resident import ResidentOptions
 from ikcli.gguf.constants import GGMLType as T
 from ikcli.gguf.reader import open_gguf
 from ikcli.main import main
@@ -52,7 +53,7 @@ def test_the_model_changes_less(files: tuple[Path, Path], covariance: Covariance
     """On text that was not seen, with every matrix in one type; experts, latent attention and all."""
     unseen = tmp_path / "unseen.txt"
     unseen.write_text(default_text().read_text("utf-8")[60000:66000], "utf-8")
-    calibrator = Calibrator(CalibrationOptions(default_model(), unseen, chunks=8, n_ctx=128))
+    calibrator = Calibrator(ResidentOptions(default_model(), unseen, chunks=8, n_ctx=128))
     file, imatrix = open_gguf(default_model()), read_imatrix(files[0])
     trial = {n: T.IQ3_S for n, t in file.tensors.items() if covariance.find(n) and t.shape[0] % 256 == 0}
     (plain,), (better,) = (calibrator.measure([trial], e) for e in (Encoding(imatrix), Encoding(imatrix, covariance)))

@@ -236,7 +236,8 @@ def test_calibration_decides(model: Path) -> None:
 
 def test_calibrated_recipe_beats_a_preset_of_its_size(tmp_path: Path) -> None:
     """On the bundled model, with the preset's own types, on text that the calibration has not seen."""
-    from ikcli.eval.calibrate import CalibrationOptions, Calibrator
+    from ikcli.eval.calibrate import Calibrator
+    from ikcli.eval.resident import ResidentOptions
     from ikcli.quant.encoding import Encoding
 
     path, text = default_model(), default_text().read_text("utf-8")
@@ -249,12 +250,12 @@ def test_calibrated_recipe_beats_a_preset_of_its_size(tmp_path: Path) -> None:
         total=SizeBudget(n_bytes=preset.new_bytes),
         candidates=tuple(sorted(set(types.values()))),
         rows=16,
-        calibrate=Calibrator(CalibrationOptions(path, seen, chunks=6, n_ctx=128)).measure,
+        calibrate=Calibrator(ResidentOptions(path, seen, chunks=6, n_ctx=128)).measure,
         calibrate_groups=1,
     )
     found = plan_quantize(str(path), "x.gguf", RecipeOptions(7), ToolOptions(), options)
     assert found.new_bytes <= preset.new_bytes and found.target is not None
-    ours, theirs = Calibrator(CalibrationOptions(path, unseen, chunks=12, n_ctx=128)).measure(
+    ours, theirs = Calibrator(ResidentOptions(path, unseen, chunks=12, n_ctx=128)).measure(
         [found.target.types, types], Encoding()
     )
     assert 0 < ours < theirs

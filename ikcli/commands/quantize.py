@@ -84,9 +84,10 @@ def _target(config: QuantizeConfig, mode: str, name: str, source: str, n_threads
     """The size to choose types for; UsageError for options that need one or exclude it."""
 
     def measure(text: Path, chunks: int) -> Measure:
-        from ikcli.eval.calibrate import CalibrationOptions, Calibrator
+        from ikcli.eval.calibrate import Calibrator
+        from ikcli.eval.resident import ResidentOptions
 
-        options = CalibrationOptions(Path(source), text, chunks, n_threads=n_threads, overrides=config.override_kv)
+        options = ResidentOptions(Path(source), text, chunks, n_threads=n_threads, overrides=config.override_kv)
         return Calibrator(options).measure
 
     found = target_options(config, name != _NO_TYPE, measure)

@@ -20,9 +20,7 @@ from ikcli.config import RunConfig
 from ikcli.config_groups import RopeConfig
 from ikcli.engine import gpus, host_memory, numa, session_log
 from ikcli.engine.batch import Batch
-from ikcli.engine.cpu_device import CpuDevice
 from ikcli.engine.devices import Machine, opened_gpus
-from ikcli.engine.model import Model
 from ikcli.engine.planner import Planner, PreparedRun, memory_of, plan_programs
 from ikcli.engine.programs import record_graphs, step_tokens
 from ikcli.engine.run_device import Observer
@@ -128,9 +126,9 @@ class Session:
             self.close()
             raise
 
-    def again(self, model: Model) -> Session:
-        """The session of another model with the same settings, shapes and types; on the CPU."""
-        runner = Runner(CpuDevice(self.runner.cpu.n_threads))
+    def again(self, runner: Runner) -> Session:
+        """A second session of the model with the same settings, which computes with `runner`."""
+        model = self.model
         graphs = record_graphs(model, model.weights(), self.graph_config)
         programs = plan_programs(runner, graphs, self.graph_config, self._n_outputs, self.run_plan.sizes.n_step)
         return Session(PreparedRun(self.run_plan, model, graphs, runner, programs))

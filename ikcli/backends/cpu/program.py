@@ -7,7 +7,7 @@ everything is known that a memory report needs, and nothing has been allocated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -176,6 +176,34 @@ class CpuProgram:
             else:
                 spans.append((op.node, i, i + 1))
         return spans
+
+    def first_use(self, names: Collection[str]) -> int:
+        """Index of the first op that names one of these weights; the number of ops if none does."""
+        found = (i for i, op in enumerate(self.ops) for w in op.words if isinstance(w, Ref) and w.target in names)
+        return next(found, len(self.ops))
+
+    def carried(self, cuts: Sequence[int]) -> list[list[tuple[int, int]] | None]:
+        """For each cut: places in the arena (first byte, bytes) that ops from there on read from ops before it.
+
+        None where a cache tensor is used on both sides: what it holds is not in the arena.
+        """
+        first: dict[int | Cache, int] = {}
+        last: dict[int | Cache, int] = {}
+        for i, op in enumerate(self.ops):
+            for w in op.words:
+                if isinstance(w, Ref) and not isinstance(w.target, str):
+                    first.setdefault(w.target, i)
+                    last[w.target] = i
+        elsewhere = self._lowering.constants.keys() | self._lowering.outside.keys()
+        out: list[list[tuple[int, int]] | None] = []
+        for cut in cuts:
+            crossing = [t for t, i in first.items() if i < cut <= last[t]]
+            if any(isinstance(t, Cache) for t in crossing):
+                out.append(None)
+                continue
+            inside = [t for t in crossing if isinstance(t, int) and t not in elsewhere]
+            out.append([(self._offsets[t], self._lowering.sizes[t]) for t in inside])
+        return out
 
     def has_output(self, node: Node) -> bool:
         """Whether the node has a buffer of its own."""

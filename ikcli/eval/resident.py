@@ -1,0 +1,184 @@
+"""A model that stays in memory while single tensors take other values, and what that does to its predictions.
+
+Serves `ik study` and `ik quantize --calibrate`. The text is run once unchanged; a trial replaces some tensors, is
+computed from the first of them on (`engine/replay.py`), and is compared with the unchanged model position by position.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from ikcli.config import PromptConfig, RunConfig
+from ikcli.engine.model import Model
+from ikcli.engine.replay import ReplayRunner
+from ikcli.engine.session import Session
+from ikcli.engine.session_log import Timings
+from ikcli.errors import IkError, NonFiniteError
+from ikcli.eval.chunks import Windows, chunk_windows, evaluate
+from ikcli.eval.kl_divergence import compare_rows
+from ikcli.eval.kld_file import U16, encode_rows
+from ikcli.eval.perplexity import bos_of
+from ikcli.eval.protocol import FloatRows, TokenIds
+from ikcli.eval.rounding import Replaced, rounded
+from ikcli.eval.stats import F64
+from ikcli.eval.text import load_text, tokenize
+from ikcli.gguf.constants import GGMLType
+from ikcli.quant.encoding import Encoding
+
+PREFIX_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentOptions:
+    """What to run: the model, a text file, windows of n_ctx tokens, of which at most `chunks` (-1: all).
+
+    `prefix_bytes`: memory for what layers leave behind, so that later ones can be computed again alone.
+    """
+
+    model: Path
+    text: Path
+    chunks: int = 8
+    n_ctx: int = 512
+    n_threads: int = 1
+    overrides: tuple[str, ...] = ()
+    prefix_bytes: int = PREFIX_BYTES
+
+
+@dataclass(slots=True)
+class _Base:
+    """Collects the log-probabilities of the unchanged model, 16 bits each.
+
+    `own` is the divergence of the model from them, which their rounding causes; it is taken off what trials show.
+    """
+
+    n_threads: int
+    rows: list[U16] = field(default_factory=list)
+    own: list[F64] = field(default_factory=list)
+
+    def score(self, chunk: int, row: int, logits: FloatRows, targets: TokenIds) -> None:
+        encoded = encode_rows(logits[: len(targets)], self.n_threads)
+        self.rows.append(encoded)
+        self.own.append(compare_rows(logits[: len(targets)], encoded, targets, self.n_threads).kld)
+
+    def finish(self, chunk: int, pass_seconds: float) -> None:
+        """Nothing to do per window."""
+
+    def failed(self, chunk: int, error: NonFiniteError) -> None:
+        raise error
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Compares with the base."""
+
+    base: _Base
+    at: int
+    kld: list[F64] = field(default_factory=list)
+
+    def score(self, chunk: int, row: int, logits: FloatRows, targets: TokenIds) -> None:
+        i = self.at + len(self.kld)
+        found = compare_rows(logits[: len(targets)], self.base.rows[i], targets, self.base.n_threads)
+        self.kld.append(found.kld - self.base.own[i])
+
+    def finish(self, chunk: int, pass_seconds: float) -> None:
+        """Nothing to do per window."""
+
+    def failed(self, chunk: int, error: NonFiniteError) -> None:
+        raise error
+
+
+class Resident:
+    """The unchanged model in memory, and trials on it. On the CPU."""
+
+    def __init__(self, options: ResidentOptions, who: str = "study") -> None:
+        """Load the model and run the text; IkError for a text that is too short."""
+        self.options = o = options
+        config = RunConfig(
+            model=o.model,
+            command="perplexity",
+            prompt=PromptConfig(file=o.text, escape=False),
+            n_ctx=o.n_ctx,
+            n_batch=o.n_ctx,
+            n_threads=o.n_threads,
+            n_threads_batch=o.n_threads,
+            override_kv=o.overrides,
+            warmup=False,
+        )
+        text = load_text(config)
+        session = Session.plan(config, n_ctx=o.n_ctx)
+        tokens = tokenize(session, text, who)
+        if len(tokens) < o.n_ctx:
+            raise IkError(f"{o.text}: {len(tokens)} tokens are too few, {o.n_ctx} are one chunk; use a longer text")
+        self.windows = chunk_windows(tokens, o.n_ctx, o.n_ctx, max_chunks=o.chunks, bos=bos_of(session))
+        session.load()
+        evaluate(session, self._window(0), _Base(o.n_threads))  # makes room for all outputs of a window
+        self._base = _Base(o.n_threads)
+        self._runner = ReplayRunner(o.n_threads, o.prefix_bytes)
+        self.session = session.again(self._runner)
+        _quietly_close(session)
+        self.session.load()
+        started = time.perf_counter()
+        self._runner.record(self.windows.n_chunk * -(-o.n_ctx // self.session.n_ubatch))
+        for i in range(self.windows.n_chunk):
+            evaluate(self.session, self._window(i), self._base)
+        self.pass_seconds = time.perf_counter() - started
+
+    @property
+    def base_bytes(self) -> int:
+        """Memory of the log-probabilities of the unchanged model."""
+        return sum(rows.nbytes for rows in self._base.rows)
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Memory of what layers leave behind."""
+        return self._runner.n_bytes
+
+    @property
+    def share_computed(self) -> float:
+        """Share of the ops of whole passes that trials had to compute so far."""
+        done, whole = self._runner.n_ops
+        return done / whole if whole else 1.0
+
+    def _window(self, i: int) -> Windows:
+        return replace(self.windows, tokens=self.windows.tokens[i : i + 1])
+
+    def used(self) -> set[str]:
+        """Tensors of the file that the model computes with."""
+        sources = self.session.model.derived_from()
+        names = {w for graph, _ in self.session.graphs.values() for w in graph.weights}
+        return {sources.get(name, name) for name in names} & self.session.model.file.tensors.keys()
+
+    def trial(self, types: Mapping[str, GGMLType], encoding: Encoding) -> Iterator[F64]:
+        """KL divergence (nats) at the scored positions of one window after the other, with tensors rounded to `types`.
+
+        What is not asked for is not computed. FormatError if an importance matrix belongs to another model.
+        """
+        model, held = self.session.model, {}
+        for name, type in types.items():
+            t = model.file.tensors[name]
+            held[name] = rounded(model.file, t, type, encoding.of(name, t.shape), self.options.n_threads)
+        changed = Model.from_file(
+            Replaced.of(model.file, held), self.session.graph_config, hp=model.hp, adapters=model.adapters
+        )
+        sources = model.derived_from()
+        used = {w for graph, _ in self.session.graphs.values() for w in graph.weights}
+        names = sorted(name for name in used if sources.get(name, name) in held)
+        self._runner.change(changed.load(names, mmap=True))
+        for i in range(self.windows.n_chunk):
+            scorer = _Trial(self._base, i)
+            evaluate(self.session, self._window(i), scorer)
+            yield np.concatenate(scorer.kld)
+
+    def close(self) -> None:
+        """Release the model."""
+        _quietly_close(self.session)
+
+
+def _quietly_close(session: Session) -> None:
+    session.timings = Timings()  # nothing to log per trial
+    session.close()

@@ -61,6 +61,7 @@ class QuantizeConfig:
     calibrate: str | None = opt(None, "--calibrate", "str", "for a target, measure by running the model on this text file what quantizing each group of tensors costs", form="TEXT", example="--calibrate text.txt")
     calibrate_chunks: int | None = opt(None, "--calibrate-chunks", "int", "chunks of 512 tokens to run (default 8, -1 = all)", form="N", example="--calibrate-chunks 16", minimum=-1)
     calibrate_groups: int | None = opt(None, "--calibrate-groups", "int", "most groups to measure, each is run twice (default 64)", form="N", example="--calibrate-groups 100", minimum=1)
+    study: str | None = opt(None, "--study", "str", "for a target, take what ik study measured (its journal) for what quantizing a tensor costs", form="FILE", example="--study study.jsonl")
     write_recipe: str = opt("", "--write-recipe", "str", "write the types as rules for --custom-q @FILE; for a target they are printed otherwise", form="FILE", example="--write-recipe recipe.txt")
 
     extra_output_tensor: str | None = opt(None, "--extra-output-tensor", "str", "also write output_extra.weight, a smaller copy of the output", form="TYPE", example="--extra-output-tensor iq4_xs")
@@ -94,6 +95,32 @@ class QuantizeStatsConfig:
     output_format: str = opt("md", "--output-format", "choice", "form of the table; jsonl has the full counts of scales and codes", form="md|jsonl", example="--output-format jsonl", choices=("md", "jsonl"))
     n_threads: int = opt(0, "-t --threads", "custom", "threads; auto = physical cores", form="N", example="-t 8", parse=parse_threads)
     hub: HubConfig = group(HubConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class StudyConfig:
+    """study: what each tensor costs in each type."""
+
+    model: str | None = opt(None, "-m --model", "str", "model to measure, f16 or bf16 for exact results; default the bundled demo model", form="FILE", example="-m model-f16.gguf")
+    file: str | None = opt(None, "-f --file", "str", "text to measure on; default the bundled text", form="FILE", example="-f wiki.test.raw")
+    types: tuple[str, ...] = opt((), "--types --type", "custom", "tensor types to measure (default iq2_k,iq3_k,iq4_k,iq6_k)", form="TYPE[,TYPE...]", example="--types iq3_k,iq4_k,q6_K", parse=parse_text_item, repeat=True)
+    tensors: tuple[str, ...] = opt((), "-l --tensors --include", "custom", "measure only tensors whose name matches (repeatable)", form="RE", example="--tensors ffn_down", parse=parse_text_item, repeat=True)
+    exclude: tuple[str, ...] = opt((), "-L --exclude", "custom", "leave out tensors whose name matches (repeatable)", form="RE", example="--exclude token_embd", parse=parse_text_item, repeat=True)
+    by: str = opt("tensor", "--by", "choice", "what is quantized at a time: one tensor (up and gate experts together), the tensors of one name in all blocks, or all of a block", form="tensor|role|block", example="--by role", choices=("tensor", "role", "block"))
+    imatrix: str | None = opt(None, "--imatrix", "str", "importance matrix for the encoders", form="FILE", example="--imatrix imatrix.dat")
+    chunks: int = opt(16, "--chunks", "int", "chunks of the text to use at most; -1 = all", form="N", example="--chunks 32", minimum=-1)
+    n_ctx: int = opt(512, "-c --ctx-size", "int", "tokens of a chunk", form="N", example="-c 512", minimum=16)
+    precision: float = opt(0.05, "--precision", "float", "a measurement ends when its standard error is this share of the divergence; 0 = after all chunks", form="F", example="--precision 0.02")
+    journal: str | None = opt(None, "-o --journal", "str", "keep every result in FILE; a run that ended early goes on from there", form="FILE", example="-o study.jsonl")
+    show: str | None = opt(None, "--show", "str", "measure nothing, print the table of a journal", form="FILE", example="--show study.jsonl")
+    plot: str | None = opt(None, "--plot", "str", "draw the results into FILE (.png, .svg, .pdf)", form="FILE", example="--plot study.png")
+    json: bool = opt(False, "--json", "switch", "machine-readable output")
+    workers: int = opt(1, "--workers", "int", "processes on this machine, which share the threads", form="N", example="--workers 2", minimum=1)
+    ray: str | None = opt(None, "--ray", "str", "work on Ray: local starts it on this machine, auto or an address joins a cluster", form="local|auto|ADDRESS", example="--ray auto")
+    ray_workers: int = opt(2, "--ray-workers", "int", "workers on Ray", form="N", example="--ray-workers 4", minimum=1)
+    prefix_mib: int = opt(2048, "--prefix-memory", "int", "MiB to keep what layers leave behind, so that a change is computed from its layer on", form="MiB", example="--prefix-memory 8192", minimum=0)
+    override_kv: tuple[str, ...] = opt((), "--override-kv", "custom", "change a metadata key; TYPE int, float, bool or str (repeatable)", form="KEY=TYPE:VALUE", example="--override-kv deepseek2.expert_used_count=int:6", parse=parse_text_item, repeat=True)
+    n_threads: int = opt(0, "-t --threads", "custom", "threads of all workers together, on Ray of each; auto = physical cores", form="N", example="-t 8", parse=parse_threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +263,7 @@ TOOLS: dict[str, type] = {
     "quantize": QuantizeConfig,
     "repack": QuantizeConfig,
     "quantize-stats": QuantizeStatsConfig,
+    "study": StudyConfig,
     "gguf-split": GgufSplitConfig,
     "sweep-bench-plot": SweepPlotConfig,
     "inspect": InspectConfig,

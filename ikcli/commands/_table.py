@@ -44,6 +44,7 @@ COMMANDS = (
     CommandInfo("imatrix", "importance matrix of a model on a text", "ikcli.commands.imatrix", runs_model=True),
     CommandInfo("quantize", "convert a model to smaller types", "ikcli.commands.quantize"),
     CommandInfo("quantize-stats", "error of tensor types on the tensors of a model", "ikcli.commands.quantize_stats"),
+    CommandInfo("study", "what each tensor of a model costs in each type", "ikcli.commands.study"),
     CommandInfo("repack", "convert a model to interleaved types", "ikcli.commands.repack"),
     CommandInfo("gguf-split", "split and merge GGUF files", "ikcli.commands.gguf_split"),
     CommandInfo("doctor", "what this machine can do, what limits a model, what to change", "ikcli.commands.doctor"),

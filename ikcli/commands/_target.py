@@ -11,13 +11,13 @@ from ikcli.errors import UsageError
 from ikcli.options import iter_options
 
 if TYPE_CHECKING:
-    from ikcli.quant.calibration import Measure
+    from ikcli.quant.calibration import Measure, MeasuredGroup
     from ikcli.quant.target import CpuShare, SizeBudget, TargetOptions
 
 _BUDGETS = ("target_size", "target_bpw", "target_size_gpu", "target_size_cpu")
 _NEED_TARGET = (
     *("candidates", "repackable", "r4", "target_rows", "cpu_tensors", "gpu_tensors", "override_tensor"),
-    *("calibrate", "calibrate_chunks", "calibrate_groups"),
+    *("calibrate", "calibrate_chunks", "calibrate_groups", "study"),
 )
 _NAMES = {bound.path: bound.option.names[0] for bound in iter_options(QuantizeConfig)}
 
@@ -57,6 +57,8 @@ def target_options(
         raise UsageError("--calibrate-chunks 0 leaves nothing to run; give a number above 0, or -1 for all")
     if text is not None and not Path(text).is_file():
         raise UsageError(f"--calibrate: there is no text file {text}")
+    if config.study is not None and text is not None:
+        raise UsageError("--study and --calibrate exclude each other: both say what quantizing a tensor costs")
     return TargetOptions(
         total=total,
         gpu=gpu,
@@ -69,6 +71,20 @@ def target_options(
         keeps_file_type=keeps_file_type,
         calibrate=measure(Path(text), chunks) if text is not None else None,
         calibrate_groups=config.calibrate_groups or 64,
+        study=_study(Path(config.study)) if config.study is not None else (),
+    )
+
+
+def _study(path: Path) -> tuple[MeasuredGroup, ...]:
+    """What a journal of `ik study` says."""
+    from ikcli.quant.calibration import MeasuredGroup
+    from ikcli.study.study import read_study
+
+    found = read_study(path)
+    groups = {u.title: u.tensors for u in found.units}
+    return tuple(
+        MeasuredGroup(names, tuple((u.type, found.found[u.key].kld) for u in found.units if u.title == title))
+        for title, names in groups.items()
     )
 
 

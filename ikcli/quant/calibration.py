@@ -66,6 +66,14 @@ class TrialGroup:
     trials: tuple[Mapping[str, GGMLType], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredGroup:
+    """Tensors that were quantized together and nothing else, and the KL divergence of each type."""
+
+    names: tuple[str, ...]
+    points: tuple[tuple[GGMLType, float], ...]
+
+
 def role(name: str) -> str:
     """Name without the block number; fused experts (up and gate) have one role."""
     return re.sub(r"^blk\.\d+\.", "", name).replace("ffn_gate_exps", "ffn_up_exps")
@@ -130,4 +138,16 @@ def calibrate(
     out: dict[str, Damage] = {}
     for g in groups:
         out |= fit(g, [next(klds) for _ in g.trials], table, prior)
+    return out
+
+
+def from_study(study: Sequence[MeasuredGroup], table: Table, prior: Mapping[str, float]) -> dict[str, Damage]:
+    """Damage of the tensors in `table` that a study has measured in types which the table knows for all of the group."""
+    out: dict[str, Damage] = {}
+    for group in study:
+        names = tuple(n for n in group.names if n in table)
+        points = [(t, kld) for t, kld in group.points if all(t in table[n] for n in names)]
+        if names and len(names) == len(group.names) and points:
+            trials = tuple(dict.fromkeys(names, t) for t, _ in points)
+            out |= fit(TrialGroup("", names, trials), [kld for _, kld in points], table, prior)
     return out

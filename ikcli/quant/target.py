@@ -17,7 +17,8 @@ from ikcli.errors import NonFiniteError, UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
 from ikcli.gguf.types import TYPES
-from ikcli.quant.calibration import Damage, Measure, calibrate
+from ikcli.log import warn
+from ikcli.quant.calibration import Damage, Measure, MeasuredGroup, calibrate, from_study
 from ikcli.quant.decode import decodable_types
 from ikcli.quant.encoders import available_types
 from ikcli.quant.encoding import Encoding
@@ -76,6 +77,7 @@ class TargetOptions:
     keeps_file_type: bool = False
     calibrate: Measure | None = None
     calibrate_groups: int = 64
+    study: tuple[MeasuredGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,8 @@ def plan_target(
     table, energies, stream = _measure_all(file, free, options, encoding, n_threads, advance)
     prior = sensitivities([c.name for c in choices], file.metadata, energies, stream)
     damages = {c.name: Damage(prior[c.name]) for c in free}
+    if options.study:
+        damages |= _studied(options.study, table, prior)
     budgets = _budgets(options, choices)
     _check(options, budgets, free, choices, fixed, table, encoding.imatrix is not None)
     problem = _Problem(options, free, _side_budgets(options, budgets, choices, fixed), table)
@@ -171,6 +175,22 @@ def plan_target(
         plain = {name: TYPES[c.type].base or c.type for name, c in chosen.items()}
         measured = options.calibrate([plain], encoding)[0]
     return TargetPlan(chosen, sum(c.damage for c in chosen.values()), bound, n_bytes, sum(budgets.values()), measured)
+
+
+def _studied(
+    study: Sequence[MeasuredGroup], table: Mapping[str, Mapping[GGMLType, float]], prior: Mapping[str, float]
+) -> dict[str, Damage]:
+    """Measured damages; UsageError if the study says nothing about these tensors."""
+    found = from_study(study, table, prior)
+    if not found:
+        raise UsageError(
+            "--study: it has measured none of these tensors in a type they may get; "
+            "study the same model, with types among the --candidates"
+        )
+    if len(found) < len(table):
+        missing = [name for name in table if name not in found]
+        warn(f"--study: {len(missing)} of {len(table)} tensors are not in it and are estimated ({missing[0]})")
+    return found
 
 
 def _side_budgets(

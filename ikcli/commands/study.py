@@ -1,0 +1,97 @@
+"""`ik study`: the KL divergence that each tensor costs in each type, in a table, a journal and a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ikcli import log
+from ikcli.config import default_model, default_text
+from ikcli.config_tools import StudyConfig
+from ikcli.errors import UsageError
+from ikcli.eval.resident import ResidentOptions
+from ikcli.eval.sweep_plot import check_output
+from ikcli.fleet.executor import executor, threads_each
+from ikcli.gguf.types import TYPES
+from ikcli.hostinfo import physical_cores
+from ikcli.quant.encoders import available_types
+from ikcli.study.plot import draw
+from ikcli.study.study import Progress, StudyOptions, json_text, read_study, run_study, table_lines, types_named
+from ikcli.study.units import GROUPS, Left, Unit
+
+_DEFAULT_TYPES = ("iq2_k,iq3_k,iq4_k,iq6_k",)
+_SHOWN = 3  # tensors named in a warning
+
+
+def run(config: StudyConfig) -> int:
+    """Measure, or with --show print what a journal holds."""
+    plot = Path(config.plot) if config.plot else None
+    if plot is not None:
+        check_output(plot)
+    if config.show:
+        found = read_study(Path(config.show))
+    else:
+        options = _options(config)
+        n_workers = config.ray_workers if config.ray is not None else config.workers
+        work = executor(n_workers, config.ray, options.resident.n_threads)
+        found = run_study(options, work, _announce, _report)
+    print(json_text(found) if config.json else "\n".join(table_lines(found)))
+    if plot is not None:
+        draw(found, plot)
+        log.log(f"study: plot in {plot}")
+    return 0
+
+
+def _options(config: StudyConfig) -> StudyOptions:
+    if config.by not in GROUPS:
+        raise UsageError(f"--by {config.by}: choose one of {', '.join(GROUPS)}")
+    types = types_named(config.types or _DEFAULT_TYPES)
+    unknown = [t for t in types if t not in available_types()]
+    if unknown:
+        raise UsageError(f"--types {TYPES[unknown[0]].name}: this type cannot be written")
+    if config.chunks == 0:
+        raise UsageError("--chunks 0 leaves nothing to run; give a number above 0, or -1 for all")
+    if not 0 <= config.precision < 1:
+        raise UsageError(f"--precision {config.precision}: give a share from 0 (use all chunks) to below 1")
+    n_workers = config.ray_workers if config.ray is not None else config.workers
+    resident = ResidentOptions(
+        Path(config.model) if config.model else default_model(),
+        Path(config.file) if config.file else default_text(),
+        chunks=config.chunks,
+        n_ctx=config.n_ctx,
+        n_threads=threads_each(config.n_threads or physical_cores(), n_workers),
+        overrides=config.override_kv,
+        prefix_bytes=config.prefix_mib << 20,
+    )
+    return StudyOptions(
+        resident,
+        types,
+        by=config.by,
+        include=config.tensors,
+        exclude=config.exclude,
+        imatrix=Path(config.imatrix) if config.imatrix else None,
+        precision=config.precision,
+        journal=Path(config.journal) if config.journal else None,
+    )
+
+
+def _announce(units: list[Unit], left: list[Left], known: int) -> None:
+    groups = len({u.title for u in units})
+    text = f"study: {len(units)} measurements, {groups} groups of tensors in {len({u.type for u in units})} types"
+    log.log(text + (f"; {known} of them are in the journal" if known else ""))
+    for found in left:
+        more = f" and {len(found.tensors) - _SHOWN} more" if len(found.tensors) > _SHOWN else ""
+        names = ", ".join(found.tensors[:_SHOWN]) + more
+        log.warn(f"{TYPES[found.type].name}: {found.reason}; left out: {names}")
+
+
+def _report(p: Progress) -> None:
+    eta, found = p.seconds / p.done * (p.total - p.done), p.found
+    log.log(
+        f"study: [{p.done}/{p.total}] {p.unit.title} {TYPES[p.unit.type].name}: {found.kld:.6f} ± {found.error:.6f} "
+        f"on {found.n_tokens} tokens, ETA {_span(eta)}"
+    )
+
+
+def _span(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"

@@ -1,0 +1,159 @@
+"""Where units of work are done: in this process, in several on this machine, or in Ray actors on many machines.
+
+A worker is made by a factory once per place and does one unit at a time. All executors give the same results; only the
+order in which units end differs. A unit whose worker died is done again by a new one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Protocol
+
+from ikcli.errors import IkError
+from ikcli.log import warn
+
+TRIES = 3
+"""How often a unit is begun whose worker dies."""
+
+
+class Worker(Protocol):
+    """Does units; made on the machine and in the process where it works."""
+
+    def do(self, unit: Any) -> Any:
+        """The result of a unit. IkError ends the whole work."""
+
+    def close(self) -> None:
+        """Release what it holds."""
+
+
+class Factory(Protocol):
+    """Makes a worker; can be pickled."""
+
+    def __call__(self) -> Worker: ...
+
+
+class Executor(Protocol):
+    """A way to do units."""
+
+    n_workers: int
+
+    def run(self, factory: Factory, units: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """(index, result) of every unit as they end."""
+
+
+class Here:
+    """In this process, one unit after the other."""
+
+    n_workers = 1
+
+    def run(self, factory: Factory, units: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """See Executor."""
+        if not units:
+            return
+        worker = factory()
+        try:
+            for i, unit in enumerate(units):
+                yield i, worker.do(unit)
+        finally:
+            worker.close()
+
+
+_worker: Worker | None = None
+
+
+def _begin(factory: Factory) -> None:
+    global _worker
+    _worker = factory()
+
+
+def _do(unit: Any) -> Any:
+    assert _worker is not None
+    return _worker.do(unit)
+
+
+class Processes:
+    """In several processes on this machine, each with a worker of its own."""
+
+    def __init__(self, n_workers: int) -> None:
+        self.n_workers = n_workers
+
+    def run(self, factory: Factory, units: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """See Executor."""
+        places = [_Place(factory) for _ in range(min(self.n_workers, len(units)))]
+        try:
+            yield from _spread(places, len(units), lambda place, i: place.submit(units[i]))
+        finally:
+            for place in places:
+                place.close()
+
+
+class _Place:
+    """One process; after it died, the next unit gets a new one."""
+
+    def __init__(self, factory: Factory) -> None:
+        self._factory = factory
+        self._pool = self._new()
+
+    def _new(self) -> ProcessPoolExecutor:
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(self._factory,))
+
+    def submit(self, unit: Any) -> Future[Any]:
+        try:
+            return self._pool.submit(_do, unit)
+        except BrokenProcessPool:
+            self._pool = self._new()
+            return self._pool.submit(_do, unit)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _spread(
+    places: Sequence[_Place], n_units: int, submit: Callable[[_Place, int], Future[Any]]
+) -> Iterator[tuple[int, Any]]:
+    """One unit per place at a time, in order; units of dead places again."""
+    todo, tries = list(range(n_units))[::-1], [0] * n_units
+    idle = list(places)
+    busy: dict[Future[Any], tuple[_Place, int]] = {}
+    while todo or busy:
+        while todo and idle:
+            place, i = idle.pop(0), todo.pop()
+            tries[i] += 1
+            busy[submit(place, i)] = place, i
+        for future in wait(busy, return_when=FIRST_COMPLETED).done:
+            place, i = busy.pop(future)
+            idle.append(place)
+            try:
+                yield i, future.result()
+            except BrokenProcessPool:
+                again(i, tries[i], "the process of a worker died", todo)
+
+
+def again(i: int, tries: int, what: str, todo: list[int]) -> None:
+    """Put a unit back whose worker died; IkError if that happens again and again."""
+    if tries >= TRIES:
+        raise IkError(f"{what} {tries} times at unit {i + 1}; see the messages above, or try fewer workers")
+    warn(f"{what}; its unit is done again")
+    todo.append(i)
+
+
+def executor(n_workers: int, ray: str | None, n_threads: int) -> Executor:
+    """The executor of `--workers N` and `--ray ADDRESS`; workers have `n_threads` threads each.
+
+    UnsupportedError if Ray is asked for and is not installed.
+    """
+    if ray is not None:
+        from ikcli.fleet.ray_executor import RayExecutor
+
+        return RayExecutor(ray, n_workers, n_threads)
+    return Processes(n_workers) if n_workers > 1 else Here()
+
+
+def threads_each(n_threads: int, n_workers: int) -> int:
+    """Threads of each of several workers that share this machine's."""
+    return max(1, (n_threads or os.cpu_count() or 1) // max(1, n_workers))

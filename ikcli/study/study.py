@@ -1,0 +1,193 @@
+"""A study from beginning to end: units, executor, journal; and what can be read from its journal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ikcli
+from ikcli.errors import FormatError
+from ikcli.eval.resident import ResidentOptions
+from ikcli.fleet.executor import Executor
+from ikcli.fleet.journal import Journal, read
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.reader import open_gguf
+from ikcli.gguf.types import TYPES
+from ikcli.quant.formats import format_by_name
+from ikcli.quant.imatrix_file import read_imatrix
+from ikcli.study.units import Left, Unit, make_units
+from ikcli.study.worker import Measured, StudyWorkerOptions, digests
+
+KIND = "ik study"
+
+
+@dataclass(frozen=True, slots=True)
+class StudyOptions:
+    """What to measure. `resident` says on what; see `make_units` and `StudyWorkerOptions` for the rest."""
+
+    resident: ResidentOptions
+    types: tuple[GGMLType, ...]
+    by: str = "tensor"
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    imatrix: Path | None = None
+    precision: float = 0.05
+    journal: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A unit that was measured: its place among those to do, and the seconds since the study began."""
+
+    unit: Unit
+    found: Measured
+    done: int
+    total: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Study:
+    """Results by unit, in the order of the model; `left` could not be measured."""
+
+    units: list[Unit]
+    found: dict[str, Measured]
+    left: list[Left] = field(default_factory=list)
+    head: dict[str, Any] = field(default_factory=dict)
+
+    def titles(self) -> list[str]:
+        """Groups of tensors, in order."""
+        return list(dict.fromkeys(u.title for u in self.units))
+
+    def types(self) -> list[GGMLType]:
+        """Types, the smallest first."""
+        return sorted({u.type for u in self.units}, key=lambda t: (TYPES[t].bpw, t))
+
+    def get(self, title: str, type: GGMLType) -> Measured | None:
+        """One result."""
+        return self.found.get(Unit(title, (), type).key)
+
+
+def run_study(
+    options: StudyOptions,
+    executor: Executor,
+    on_plan: Callable[[list[Unit], list[Left], int], None] = lambda units, left, known: None,
+    on_unit: Callable[[Progress], None] = lambda progress: None,
+) -> Study:
+    """Measure all units that the journal does not have; errors of the model, the text and the journal are raised first.
+
+    `on_plan` is told of the units, of what is left out, and how many are known already.
+    """
+    resident = options.resident
+    file = open_gguf(resident.model, resident.overrides)
+    imatrix = read_imatrix(options.imatrix) if options.imatrix else None
+    units, left = make_units(
+        file,
+        file.tensors,
+        options.types,
+        by=options.by,
+        include=options.include,
+        exclude=options.exclude,
+        imatrix=imatrix,
+    )
+    sums = digests(file, resident.text, options.imatrix)
+    head = {
+        "kind": KIND,
+        "version": ikcli.__version__,
+        "model": resident.model.name,
+        "model_digest": sums[0],
+        "text_digest": sums[1],
+        "imatrix_digest": sums[2],
+        "n_ctx": resident.n_ctx,
+        "chunks": resident.chunks,
+        "precision": options.precision,
+        "override_kv": list(resident.overrides),
+    }
+    journal = Journal(options.journal, head)
+    try:
+        todo = [u for u in units if u.key not in journal]
+        on_plan(units, left, len(units) - len(todo))
+        factory = StudyWorkerOptions(resident, options.imatrix, options.precision, sums)
+        started = time.perf_counter()
+        for done, (i, found) in enumerate(executor.run(factory, todo), start=1):
+            journal.add(todo[i].key, _record(todo[i], found))
+            on_unit(Progress(todo[i], found, done, len(todo), time.perf_counter() - started))
+        wanted = {u.key for u in units}
+        return Study(units, {k: _measured(r) for k, r in journal.records.items() if k in wanted}, left, head)
+    finally:
+        journal.close()
+
+
+def _record(unit: Unit, found: Measured) -> dict[str, Any]:
+    return {"title": unit.title, "tensors": list(unit.tensors), "type": TYPES[unit.type].name, **found.record()}
+
+
+def _measured(record: dict[str, Any]) -> Measured:
+    return Measured(record["kld"], record["error"], record["n_tokens"], record["n_chunks"])
+
+
+def read_study(path: Path) -> Study:
+    """The study of a journal; FormatError if it is none."""
+    journal, _ = read(path)
+    if journal.head.get("kind") != KIND:
+        raise FormatError(f"{path}: is not a journal of ik study")
+    units, found = [], {}
+    for key, record in journal.records.items():
+        try:
+            unit = Unit(record["title"], tuple(record["tensors"]), format_by_name(record["type"]).type)
+            found[unit.key] = _measured(record)
+        except (KeyError, TypeError):
+            raise FormatError(f"{path}: the record of {key} is incomplete") from None
+        units.append(unit)
+    if not units:
+        raise FormatError(f"{path}: holds no measurement yet")
+    return Study(units, found, head=journal.head)
+
+
+def table_lines(study: Study) -> list[str]:
+    """A Markdown table: a row per group of tensors, a column per type, KL divergence ± standard error."""
+    types = study.types()
+    names = [TYPES[t].name for t in types]
+    rows = [["tensors", *names]]
+    for title in study.titles():
+        rows.append([title, *(_cell(study.get(title, t)) for t in types)])
+    sums = [_sum(study, t) for t in types]
+    rows.append(["all of them, summed", *sums])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
+    lines = [
+        "| " + " | ".join(_pad(c, w, i) for i, (c, w) in enumerate(zip(row, widths, strict=True))) + " |"
+        for row in rows
+    ]
+    return [lines[0], rule, *lines[1:]]
+
+
+def _pad(text: str, width: int, column: int) -> str:
+    return text.rjust(width) if column else text.ljust(width)
+
+
+def _cell(found: Measured | None) -> str:
+    return "-" if found is None else f"{found.kld:.6f} ± {found.error:.6f}"
+
+
+def _sum(study: Study, type: GGMLType) -> str:
+    found = [study.get(title, type) for title in study.titles()]
+    known = [f for f in found if f is not None]
+    error = sum(f.error**2 for f in known) ** 0.5
+    return _cell(Measured(sum(f.kld for f in known), error, 0, 0)) if len(known) == len(found) else "-"
+
+
+def json_text(study: Study) -> str:
+    """Everything as one JSON object."""
+    results = [_record(u, study.found[u.key]) for u in study.units if u.key in study.found]
+    return json.dumps({"study": study.head, "results": results}, ensure_ascii=False, indent=2)
+
+
+def types_named(texts: Sequence[str]) -> tuple[GGMLType, ...]:
+    """Types of comma-separated names."""
+    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
+    return tuple(dict.fromkeys(format_by_name(name).type for name in names))

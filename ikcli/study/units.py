@@ -1,0 +1,106 @@
+"""What a study measures: groups of tensors, each with each type."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ikcli.errors import UsageError
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.reader import GGUFFile
+from ikcli.gguf.types import TYPES
+from ikcli.quant.calibration import role
+from ikcli.quant.imatrix_file import Imatrix
+from ikcli.quant.measure import fits
+from ikcli.rules import compile_pattern
+
+GROUPS = ("tensor", "role", "block")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One measurement: these tensors in this type, all others as they are."""
+
+    title: str
+    tensors: tuple[str, ...]
+    type: GGMLType
+
+    @property
+    def key(self) -> str:
+        """Its name in the journal."""
+        return f"{self.title} {TYPES[self.type].name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Tensors that cannot be measured in a type, and why."""
+
+    type: GGMLType
+    tensors: tuple[str, ...]
+    reason: str
+
+
+def make_units(
+    file: GGUFFile,
+    used: Iterable[str],
+    types: Sequence[GGMLType],
+    *,
+    by: str = "tensor",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    imatrix: Imatrix | None = None,
+) -> tuple[list[Unit], list[Left]]:
+    """Units in the order of the file, and what had to be left out; UsageError if nothing is left.
+
+    By `tensor`, up and gate experts of a block stay together, as fused kernels want them; by `role`, the tensors of one
+    name in all blocks; by `block`, all tensors of one.
+    """
+    names = [n for n in used if is_matrix(file, n)]
+    wanted = [compile_pattern(p, "--tensors", p).search for p in include]
+    unwanted = [compile_pattern(p, "--exclude", p).search for p in exclude]
+    names = [n for n in names if not wanted or any(s(n) for s in wanted)]
+    names = sorted((n for n in names if not any(s(n) for s in unwanted)), key=list(file.tensors).index)
+    if not names:
+        raise UsageError("no tensor is left to measure; ik inspect --tensors lists them")
+    units, left = [], []
+    for type in types:
+        least, unfit = TYPES[type], tuple(n for n in names if not fits(type, file.tensors[n].shape))
+        if unfit:
+            left.append(Left(type, unfit, f"their rows are no multiple of {least.block_size}"))
+        bare = () if not least.needs_imatrix else tuple(n for n in names if not _weighted(imatrix, file, n))
+        if bare:
+            left.append(Left(type, bare, "the type needs an importance matrix that covers them (--imatrix)"))
+        can = [n for n in names if n not in unfit and n not in bare]
+        units += [Unit(title, members, type) for title, members in _groups(can, by).items()]
+    if not units:
+        raise UsageError(f"no tensor can be measured in these types: {left[0].reason}")
+    order = {title: i for i, title in enumerate(_groups(names, by))}
+    return sorted(units, key=lambda u: (order[u.title], TYPES[u.type].bpw)), left
+
+
+def is_matrix(file: GGUFFile, name: str) -> bool:
+    """Whether a tensor is one that quantizers change: weights with two dimensions and more, no router."""
+    t = file.tensors[name]
+    return name.endswith(".weight") and len(t.shape) > 1 and "ffn_gate_inp" not in name and "_norm" not in name
+
+
+def _weighted(imatrix: Imatrix | None, file: GGUFFile, name: str) -> bool:
+    return imatrix is not None and imatrix.find(name, file.tensors[name].shape) is not None
+
+
+def _groups(names: Sequence[str], by: str) -> Mapping[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(_title(name, by), []).append(name)
+    return {title: tuple(members) for title, members in found.items()}
+
+
+def _title(name: str, by: str) -> str:
+    stem = name.removesuffix(".weight")
+    if by == "tensor":
+        return stem.replace("ffn_gate_exps", "ffn_up_exps")
+    if by == "role":
+        return role(name).removesuffix(".weight")
+    block = re.match(r"blk\.\d+", name)
+    return block[0] if block else stem

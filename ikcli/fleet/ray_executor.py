@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ikcli.errors import IkError, UnsupportedError
-from ikcli.fleet.executor import Factory, again
+from ikcli.fleet.executor import TRIES, Factory, Worker, again
 from ikcli.log import log
 
 LOCAL = "local"
@@ -29,17 +29,27 @@ def _ray() -> Any:
 
 
 class _Actor:
-    """Holds a worker on its node."""
+    """Holds a worker on its node. Errors of ours are values here: Ray would wrap them in its own."""
 
     def __init__(self, factory: Factory) -> None:
-        self._worker = factory()
-
-    def do(self, unit: Any) -> Any:
-        """A result, or an error of ours as a value: Ray would wrap it in its own."""
+        self._worker: Worker | None = None
+        self._problem = ""
         try:
-            return self._worker.do(unit), None
+            self._worker = factory()
         except IkError as error:
-            return None, (type(error).__name__, str(error))
+            self._problem = str(error)
+
+    def begun(self) -> tuple[Any, str]:
+        """Nothing, or what is wrong."""
+        return None, self._problem
+
+    def do(self, unit: Any) -> tuple[Any, str]:
+        """A result, or what is wrong."""
+        assert self._worker is not None
+        try:
+            return self._worker.do(unit), ""
+        except IkError as error:
+            return None, str(error)
 
 
 class RayExecutor:
@@ -78,31 +88,80 @@ class RayExecutor:
         log(f"ray: {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {self.n_workers} workers")
 
     def _run(self, ray: Any, factory: Factory, units: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        remote = ray.remote(num_cpus=self._n_threads)(_Actor)
+        crew = _Crew(ray, ray.remote(num_cpus=self._n_threads)(_Actor), factory)
+        for _ in range(min(self.n_workers, len(units))):
+            crew.begin()
         todo, tries = list(range(len(units)))[::-1], [0] * len(units)
-        idle = [remote.remote(factory) for _ in range(min(self.n_workers, len(units)))]
-        busy: dict[Any, tuple[Any, int]] = {}
-        while todo or busy:
-            while todo and idle:
-                actor, i = idle.pop(0), todo.pop()
-                tries[i] += 1
-                busy[actor.do.remote(units[i])] = actor, i
-            for ref in ray.wait(list(busy), num_returns=1)[0]:
-                actor, i = busy.pop(ref)
-                try:
-                    result, problem = ray.get(ref)
-                except ray.exceptions.RayActorError as error:
-                    if isinstance(error, ray.exceptions.ActorDiedError) and "IkError" in str(error):
-                        raise IkError(f"a worker cannot begin: {_last_line(error)}") from None
-                    again(i, tries[i], "a worker died", todo)
-                    idle.append(remote.remote(factory))
-                    continue
-                if problem is not None:
-                    raise IkError(f"{problem[1]}")
-                idle.append(actor)
-                yield i, result
+        try:
+            while todo or crew.at_work:
+                while todo and crew.idle:
+                    i = todo.pop()
+                    tries[i] += 1
+                    crew.give(i, units[i])
+                ended, (result, problem), died = crew.wait()
+                if died and ended is None:
+                    crew.failed_to_begin(died)
+                elif died and ended is not None:
+                    again(ended, tries[ended], f"a worker died ({died})", todo)
+                elif problem:
+                    raise IkError(problem)
+                elif ended is not None:
+                    yield ended, result
+        finally:
+            crew.close()
+
+
+class _Crew:
+    """Actors: those that begin, those that are idle, those at work. A new one works only when it has begun.
+
+    What dies is replaced. As nothing waits for the new one, work goes on where there is no place for it.
+    """
+
+    def __init__(self, ray: Any, remote: Any, factory: Factory) -> None:
+        self._ray, self._remote, self._factory = ray, remote, factory
+        self.idle: list[Any] = []
+        self._busy: dict[Any, tuple[Any, int | None]] = {}
+        self._failures = 0
+
+    @property
+    def at_work(self) -> bool:
+        """Whether units are under way."""
+        return any(i is not None for _, i in self._busy.values())
+
+    def begin(self) -> None:
+        """Start an actor."""
+        actor = self._remote.remote(self._factory)
+        self._busy[actor.begun.remote()] = actor, None
+
+    def give(self, i: int, unit: Any) -> None:
+        """Let an idle actor do a unit."""
+        actor = self.idle.pop(0)
+        self._busy[actor.do.remote(unit)] = actor, i
+
+    def wait(self) -> tuple[int | None, tuple[Any, str], str]:
+        """The unit that ended (None: an actor has begun), its result or what is wrong, and of what its actor died."""
+        ref = self._ray.wait(list(self._busy), num_returns=1)[0][0]
+        actor, i = self._busy.pop(ref)
+        try:
+            found = self._ray.get(ref)
+        except self._ray.exceptions.RayActorError as error:
+            self.begin()
+            return i, (None, ""), _last_line(error)
+        self.idle.append(actor)
+        return i, found, ""
+
+    def failed_to_begin(self, why: str) -> None:
+        """IkError if actors cannot begin at all."""
+        self._failures += 1
+        if self._failures >= TRIES and not self.idle and not self.at_work:
+            raise IkError(f"no worker can begin on the nodes of Ray: {why}; is ik installed there?")
+
+    def close(self) -> None:
+        """End all actors."""
+        for actor in [*self.idle, *(actor for actor, _ in self._busy.values())]:
+            self._ray.kill(actor)
 
 
 def _last_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].split(": ", 1)[-1] if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -142,7 +142,7 @@ def calibrate(
 
 
 def from_study(study: Sequence[MeasuredGroup], table: Table, prior: Mapping[str, float]) -> dict[str, Damage]:
-    """Damage of the tensors in `table` that a study has measured in types which the table knows for all of the group."""
+    """Damage of the tensors in `table` that a study measured, in types that the table has for all of their group."""
     out: dict[str, Damage] = {}
     for group in study:
         names = tuple(n for n in group.names if n in table)

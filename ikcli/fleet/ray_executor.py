@@ -12,7 +12,9 @@ from typing import Any
 
 from ikcli.errors import IkError, UnsupportedError
 from ikcli.fleet.executor import TRIES, Factory, Worker, again
-from ikcli.log import log
+from ikcli.log import log, warn
+
+_PATIENCE = 60  # seconds
 
 LOCAL = "local"
 """The address that starts Ray on this machine for the time of a run."""
@@ -140,7 +142,12 @@ class _Crew:
 
     def wait(self) -> tuple[int | None, tuple[Any, str], str]:
         """The unit that ended (None: an actor has begun), its result or what is wrong, and of what its actor died."""
-        ref = self._ray.wait(list(self._busy), num_returns=1)[0][0]
+        ready, _ = self._ray.wait(list(self._busy), num_returns=1, timeout=_PATIENCE)
+        if not ready:
+            if not self.idle and not self.at_work:
+                warn(f"no worker has begun in {_PATIENCE} seconds: no node of Ray has the processors for one (-t)")
+            ready, _ = self._ray.wait(list(self._busy), num_returns=1)
+        ref = ready[0]
         actor, i = self._busy.pop(ref)
         try:
             found = self._ray.get(ref)

@@ -1,0 +1,162 @@
+"""Studies: units, measurements on the resident model, journals that go on, types for a size by what was found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ikcli.config import default_model, default_text
+from ikcli.errors import IkError, UsageError
+from ikcli.eval.resident import Resident, ResidentOptions
+from ikcli.fleet.executor import Here, Processes
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.reader import open_gguf
+from ikcli.main import main
+from ikcli.quant.calibration import MeasuredGroup, from_study
+from ikcli.quant.encoding import Encoding
+from ikcli.study.study import StudyOptions, read_study, run_study, table_lines
+from ikcli.study.units import make_units
+from ikcli.study.worker import StudyWorkerOptions, digests
+
+T = GGMLType
+TYPES = (T.IQ3_K, T.Q6_K)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("study") / "text.txt"
+    path.write_text(default_text().read_text("utf-8")[20000:28000], "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def options(text: Path) -> StudyOptions:
+    resident = ResidentOptions(default_model(), text, chunks=6, n_ctx=128, n_threads=1)
+    return StudyOptions(resident, TYPES, include=("attn_output", "^output"), precision=0.0)
+
+
+# --- units ------------------------------------------------------------------------------------------------------------
+def test_units_of_tensors_roles_and_blocks() -> None:
+    file = open_gguf(default_model())
+    tensors, _ = make_units(file, file.tensors, TYPES)
+    titles = list(dict.fromkeys(u.title for u in tensors))
+    fused = next(u for u in tensors if u.title == "blk.1.ffn_up_exps")
+    assert set(fused.tensors) == {"blk.1.ffn_up_exps.weight", "blk.1.ffn_gate_exps.weight"}
+    assert titles.index("blk.0.attn_output") < titles.index("blk.1.attn_output") < titles.index("output")
+    assert not any("norm" in n or "gate_inp" in n for u in tensors for n in u.tensors)
+    roles, _ = make_units(file, file.tensors, TYPES, by="role")
+    assert {n.split(".")[1] for u in roles if u.title == "attn_output" for n in u.tensors} == {"0", "1", "2"}
+    blocks, _ = make_units(file, file.tensors, TYPES, by="block", include=("blk",))
+    assert {u.title for u in blocks} == {"blk.0", "blk.1", "blk.2"}
+    assert sum(len(u.tensors) for u in tensors) == sum(len(u.tensors) for u in roles)
+
+
+def test_what_cannot_be_measured_is_told() -> None:
+    file = open_gguf(default_model())
+    _, left = make_units(file, file.tensors, (T.IQ1_S, T.Q6_K))
+    assert left and left[0].type == T.IQ1_S and "importance matrix" in left[-1].reason
+    with pytest.raises(UsageError, match="no tensor is left"):
+        make_units(file, file.tensors, TYPES, include=("nothing",))
+    with pytest.raises(UsageError, match="importance matrix"):
+        make_units(file, file.tensors, (T.IQ1_S,), include=("blk.1.attn_output",))
+
+
+# --- measurements -----------------------------------------------------------------------------------------------------
+def test_processes_and_journals_give_the_same(options: StudyOptions, tmp_path: Path) -> None:
+    plain = run_study(options, Here())
+    assert list(plain.found) == [u.key for u in plain.units] and len(plain.units) == 8
+    for title in plain.titles():
+        low, high = (plain.get(title, t) for t in TYPES)
+        assert low is not None and high is not None and low.kld > high.kld > -1e-5 and low.n_chunks == 6
+    journal = tmp_path / "j.jsonl"
+    first = run_study(replace(options, journal=journal), Processes(2))
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:4]) + lines[4][:20])  # three results, and a line that was cut off
+    told: list[int] = []
+    again = run_study(replace(options, journal=journal), Here(), lambda units, left, known: told.append(known))
+    assert told == [3] and first.found == again.found == plain.found
+    assert table_lines(read_study(journal))[0] == table_lines(plain)[0]
+    with pytest.raises(UsageError, match="of other work: precision"):
+        run_study(replace(options, journal=journal, precision=0.5), Here())
+
+
+def test_a_measurement_ends_when_it_is_precise(options: StudyOptions) -> None:
+    few = run_study(replace(options, include=("^output",), precision=0.3), Here())
+    assert all(2 <= m.n_chunks < 6 and m.error <= 0.3 * m.kld for m in few.found.values())
+
+
+def test_a_trial_is_the_divergence_of_the_file_that_it_stands_for(text: Path, tmp_path: Path) -> None:
+    name = "blk.1.ffn_down_exps.weight"
+    resident = Resident(ResidentOptions(default_model(), text, chunks=6, n_ctx=128, n_threads=1))
+    found = float(np.concatenate(list(resident.trial({name: T.IQ3_K}, Encoding()))).mean())
+    resident.close()
+    made = tmp_path / "m.gguf"
+    rules = ["--custom-q", f"{name}=iq3_k,.*=f16"]
+    assert main(["quantize", *rules, str(default_model()), str(made), "Q8_0"]) == 0
+    base = tmp_path / "base.kld"
+    run = ["-c", "128", "-f", str(text), "--chunks", "6", "--kl-divergence-base", str(base)]
+    assert main(["perplexity", "-m", str(default_model()), *run]) == 0
+    from ikcli.config import RunConfig
+    from ikcli.engine.session import Session
+    from ikcli.eval.kl_divergence import KlParams
+    from ikcli.eval.kl_divergence import run as run_kl
+    from ikcli.eval.kld_file import BaseReader
+
+    config = RunConfig(model=made, command="perplexity", n_ctx=128, n_batch=128, warmup=False, n_threads=1)
+    with Session.open(config) as session:
+        whole = run_kl(session, BaseReader(base), KlParams(n_batch=128)).summary.kld[0]
+    assert found == pytest.approx(whole, rel=0.15)  # the file's kernels round activations, too
+
+
+def test_workers_refuse_other_files(options: StudyOptions, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("Other words. " * 400)
+    sums = digests(open_gguf(default_model()), other, None)
+    with pytest.raises(IkError, match="is another file than that of the study"):
+        StudyWorkerOptions(options.resident, None, 0.0, sums)()
+
+
+# --- types for a size -------------------------------------------------------------------------------------------------
+def test_damages_come_from_the_study() -> None:
+    table = {n: {T.IQ3_K: 0.01, T.IQ4_K: 0.0025, T.Q6_K: 0.0002} for n in ("a", "b")}
+    study = [MeasuredGroup(("a",), ((T.IQ3_K, 0.4), (T.Q6_K, 0.01))), MeasuredGroup(("gone",), ((T.Q6_K, 1.0),))]
+    found = from_study(study, table, {"a": 2.0, "b": 1.0})
+    assert set(found) == {"a"}
+    assert found["a"].of(0.01) == pytest.approx(0.4) and found["a"].of(0.0002) == pytest.approx(0.01)
+    assert 0.01 < found["a"].of(0.0025) < 0.4
+
+
+def test_commands_from_study_to_recipe(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal, recipe = tmp_path / "j.jsonl", tmp_path / "r.txt"
+    run = ["-f", str(text), "-c", "128", "--chunks", "4", "--by", "role", "--types", "iq3_k,iq6_k", "-o", str(journal)]
+    assert main(["study", *run, "--tensors", "ffn_down", "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert {r["title"] for r in out["results"]} == {"ffn_down", "ffn_down_exps", "ffn_down_shexp"}
+    target = ["--target-bpw", "4", "--target-rows", "16", "--study", str(journal), "--write-recipe", str(recipe)]
+    assert main(["quantize", *target, "--dry-run", str(default_model()), str(tmp_path / "o.gguf")]) == 0
+    assert "tensors are not in it and are estimated" in capsys.readouterr().err
+    plot = tmp_path / "s.svg"
+    assert main(["study", "--show", str(journal), "--plot", str(plot)]) == 0
+    assert "| ffn_down_exps" in capsys.readouterr().out and plot.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--show", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["--types", "q9_9"], "q9_9"),
+        (["--chunks", "0"], "--chunks 0"),
+        (["--precision", "2"], "--precision 2"),
+        (["--tensors", "("], "--tensors"),
+        (["-f", "nowhere.txt"], "nowhere.txt"),
+        (["--plot", "x.doc"], "x.doc"),
+    ],
+)
+def test_wrong_input_ends_in_a_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", *words]) in (1, 2)
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpecs, Weights
@@ -11,9 +11,9 @@ from ikcli.models.tensors import TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
-    specs = blocks.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= blocks.attention_specs(hp, il, bias=None) | blocks.dense_specs(hp, il, hp.n_ff)
+        specs |= expected.attention_specs(hp, il, bias=None) | expected.dense_specs(hp, il, hp.n_ff)
     return {name: spec for name, spec in specs.items() if not name.endswith("norm.weight")}
 
 

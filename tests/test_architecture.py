@@ -34,7 +34,8 @@ LAYERS = (
     ("backends",),
     ("models",),
     ("engine",),
-    ("eval", "server"),
+    ("eval", "server", "fleet"),
+    ("study",),
     ("commands", "main", "__main__"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -55,7 +56,8 @@ LIBRARIES = {
     "uvicorn": ("server",),
     "pydantic": ("server",),
     "prometheus_client": ("server",),
-    "matplotlib": ("eval",),
+    "matplotlib": ("eval", "study"),
+    "ray": ("fleet.ray_executor",),
     "huggingface_hub": ("hub",),
 }
 

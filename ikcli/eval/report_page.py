@@ -17,7 +17,7 @@ from ikcli.eval.sweep_plot import Point, group, ticks
 
 _GIB = 2**30
 _TELLING = ("program", "machine", "settings", "threads", "model")
-_MANY_DOTS, _MANY_ROWS = 40, 24
+_MANY_DOTS, _MANY_ROWS, _LONG = 40, 24, 60
 
 
 def page(results: Results, title: str) -> str:
@@ -361,7 +361,8 @@ def _is_number(cell: Any) -> bool:
 def _cell(cell: Any, numeric: bool) -> str:
     sort, text = cell if isinstance(cell, tuple) else (cell, "" if cell is None else _plain(cell))
     value = f' data-v="{sort}"' if isinstance(sort, int | float) else ""
-    return f"<td{' class=num' if numeric else ''}{value}>{_e(text)}</td>"
+    kind = " class=num" if numeric else " class=long" if len(text) > _LONG else ""
+    return f"<td{kind}{value}>{_e(text)}</td>"
 
 
 def _plain(cell: Any) -> str:

@@ -11,7 +11,8 @@ def pages() -> dict[str, Path]:
     """Topic -> page, by name."""
     folders = (_PACKAGE / "docs", _PACKAGE.parent / "docs")
     folder = next((f for f in folders if (f / "parameters.md").is_file()), None)
-    return {path.stem: path for path in sorted(folder.glob("*.md"))} if folder is not None else {}
+    found = {path.stem: path for path in folder.glob("*.md")} if folder is not None else {}
+    return dict(sorted(found.items()))
 
 
 def title(page: Path) -> str:

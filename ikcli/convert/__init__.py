@@ -1,0 +1,1 @@
+"""Checkpoints in the hub's format (config.json and safetensors) to GGUF."""

@@ -1,0 +1,29 @@
+"""The architectures that checkpoints can be converted to: which classes of transformers they are."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ikcli.convert.archs import deltanet, gemma, glm, llama, moe, qwen
+from ikcli.convert.build import Architecture
+from ikcli.convert.config import Config
+from ikcli.errors import UnsupportedError
+
+ARCHITECTURES: tuple[Architecture, ...] = tuple(
+    found for module in (llama, qwen, deltanet, gemma, glm, moe) for found in module.ARCHITECTURES
+)
+
+
+@lru_cache(maxsize=1)
+def by_class() -> dict[str, Architecture]:
+    """Name in `architectures` of config.json -> how it is converted."""
+    return {name: a for a in ARCHITECTURES for name in a.classes}
+
+
+def architecture_of(config: Config) -> Architecture:
+    """The architecture of a checkpoint; UnsupportedError names what is known."""
+    for name in config.classes:
+        if name in by_class():
+            return by_class()[name]
+    known = ", ".join(sorted(by_class()))
+    raise UnsupportedError(f"{config.path}: architectures is {', '.join(config.classes)}; known are {known}")

@@ -1,0 +1,163 @@
+"""Qwen3-Next and Qwen3.5: layers with a gated delta net between those with attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ikcli.convert.archs.qwen import SHARED, base_keys, every_layer, sections
+from ikcli.convert.build import Architecture, Build, Found, Rule, Table, to
+from ikcli.convert.common import HEAD_NORMS, LLAMA, expert_names, experts, tied
+from ikcli.convert.pieces import Floats, Order, Rows
+
+
+def plus_one(x: Floats) -> Floats:
+    """Norms whose weights are kept as differences from 1."""
+    return x + np.float32(1)
+
+
+def minus_exp(x: Floats) -> Floats:
+    """The decay of a head, of its logarithm."""
+    return -np.exp(x)
+
+
+def _heads(m: Build) -> tuple[int, int, int, int]:
+    """(key heads, their columns, value heads, their columns)."""
+    c = m.config
+    n_k, d_k = c.integer("linear_num_key_heads", least=1), c.integer("linear_key_head_dim", least=1)
+    n_v, d_v = c.integer("linear_num_value_heads", least=1), c.integer("linear_value_head_dim", least=1)
+    if n_v % n_k:
+        raise c.fail("linear_num_value_heads", f"is {n_v}, no multiple of the {n_k} key heads")
+    return n_k, d_k, n_v, d_v
+
+
+def recurrent_keys(m: Build) -> None:
+    """Sizes of the delta net, and which layers have one."""
+    c = m.config
+    n_k, d_k, n_v, d_v = _heads(m)
+    m.key("ssm.conv_kernel", c.integer("linear_conv_kernel_dim", least=2))
+    m.key("ssm.state_size", d_k)
+    m.key("ssm.group_count", n_k)
+    m.key("ssm.time_step_rank", n_v)
+    m.key("ssm.inner_size", n_v * d_v)
+    interval = c.integer("full_attention_interval", default=4, least=1)
+    kinds = c.items("layer_types")
+    if kinds is None:
+        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(m.n_layer)]
+    if strange := set(kinds) - {"linear_attention", "full_attention"}:
+        raise c.fail("layer_types", f"has {min(strange)}; known are linear_attention and full_attention")
+    if len(kinds) != m.n_layer:
+        raise c.fail("layer_types", f"has {len(kinds)} values for {m.n_layer} layers")
+    recurrent = [kind == "linear_attention" for kind in kinds]
+    m.key("attention.recurrent_layers", recurrent + [False] * m.n_further)
+    m.key("full_attention_interval", interval)
+
+
+def _rotation(m: Build) -> None:
+    from ikcli.convert.rope import read_rope
+
+    partial = read_rope(m.config).partial
+    m.key("rope.dimension_count", int(m.config.integer("head_dim") * partial))
+
+
+def _next_keys(m: Build) -> None:
+    base_keys(m)
+    every_layer(m)
+    experts(m)
+    m.key("expert_shared_feed_forward_length", m.config.integer("shared_expert_intermediate_size"))
+    m.config.expect("norm_topk_prob", True)
+    recurrent_keys(m)
+    _rotation(m)
+
+
+def _dense_keys(m: Build) -> None:
+    base_keys(m)
+    sections(m)
+    recurrent_keys(m)
+    _rotation(m)
+
+
+def _moe_keys(m: Build) -> None:
+    base_keys(m, n_ff=False)
+    sections(m)
+    experts(m)
+    m.key("expert_shared_feed_forward_length", m.config.integer("shared_expert_intermediate_size"))
+    recurrent_keys(m)
+    _rotation(m)
+
+
+def _split_qkvz(m: Build, found: Found) -> None:
+    """Per key head: its query, key, the values and the gates of its value heads."""
+    n_k, d_k, n_v, d_v = _heads(m)
+    per = n_v // n_k * d_v
+    rows = np.arange(found.shape[0]).reshape(n_k, 2 * d_k + 2 * per)
+    cuts = np.split(rows, (d_k, 2 * d_k, 2 * d_k + per), axis=1)
+    qkv = np.concatenate([part.reshape(-1) for part in cuts[:3]])
+    gate = cuts[3].reshape(-1)
+    for name, order in (("attn_qkv", qkv), ("attn_gate", gate)):
+        piece = Rows(found.name, len(order), found.shape[1], order=order)
+        m.add(f"blk.{found.block}.{name}.weight", (piece,))
+
+
+def _value_heads(width: int = 0) -> Any:
+    """Order of value heads: first those that come first at each key head; `width` rows per head (0: all its columns)."""
+
+    def order(m: Build, n: int) -> Order:
+        n_k, _, n_v, d_v = _heads(m)
+        per = width or d_v
+        lead = n - n_v * per  # rows of queries and keys come first
+        heads = np.arange(n_v * per).reshape(n_k, n_v // n_k, per).swapaxes(0, 1).reshape(-1)
+        return np.concatenate([np.arange(lead), lead + heads])
+
+    return order
+
+
+def _conv(reorder: bool) -> Rule:
+    def rule(m: Build, found: Found) -> None:
+        order = _value_heads()(m, found.shape[0]) if reorder else None
+        m.plain(found, f"blk.{found.block}.ssm_conv1d.weight", (found.shape[0], found.shape[-1]), order=order)
+
+    return rule
+
+
+_NORMS: dict[str, str | Rule] = {
+    "norm": to("output_norm", value=plus_one),
+    "layers.*.input_layernorm": to("blk.*.attn_norm", value=plus_one),
+    "layers.*.post_attention_layernorm": to("blk.*.post_attention_norm", value=plus_one),
+    "layers.*.self_attn.q_norm": to("blk.*.attn_q_norm", value=plus_one),
+    "layers.*.self_attn.k_norm": to("blk.*.attn_k_norm", value=plus_one),
+}
+_COMMON: Table = LLAMA | HEAD_NORMS | _NORMS | {"layers.*.linear_attn.norm": "blk.*.ssm_norm"}
+NEXT: Table = _COMMON | expert_names() | SHARED | {
+    "layers.*.linear_attn.A_log": to("blk.*.ssm_a", value=minus_exp),
+    "layers.*.linear_attn.dt_bias": to("blk.*.ssm_dt.bias"),
+    "layers.*.linear_attn.conv1d": _conv(False),
+    "layers.*.linear_attn.in_proj_ba": "blk.*.ssm_ba",
+    "layers.*.linear_attn.in_proj_qkvz": _split_qkvz,
+    "layers.*.linear_attn.out_proj": "blk.*.ssm_out",
+}  # fmt: skip
+QWEN35: Table = _COMMON | {
+    "layers.*.linear_attn.A_log": to("blk.*.ssm_a", value=minus_exp, order=_value_heads(1)),
+    "layers.*.linear_attn.dt_bias": to("blk.*.ssm_dt.bias", order=_value_heads(1)),
+    "layers.*.linear_attn.conv1d": _conv(True),
+    "layers.*.linear_attn.in_proj_a": to("blk.*.ssm_alpha", order=_value_heads(1)),
+    "layers.*.linear_attn.in_proj_b": to("blk.*.ssm_beta", order=_value_heads(1)),
+    "layers.*.linear_attn.in_proj_qkv": to("blk.*.attn_qkv", order=_value_heads()),
+    "layers.*.linear_attn.in_proj_z": to("blk.*.attn_gate", order=_value_heads()),
+    "layers.*.linear_attn.out_proj": to("blk.*.ssm_out", columns=_value_heads()),
+}
+_DROP = r"^mtp\.|(^|\.)visual\."
+
+ARCHITECTURES = (
+    Architecture("qwen3next", ("Qwen3NextForCausalLM",), _next_keys, NEXT, tied, _DROP),
+    Architecture(
+        "qwen35", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), _dense_keys, QWEN35, tied, _DROP,
+        frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "attn_output_gate", "mamba_ssm_dtype"}),
+    ),
+    Architecture(
+        "qwen35moe", ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), _moe_keys,
+        QWEN35 | expert_names() | SHARED, tied, _DROP,
+        frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "attn_output_gate", "mamba_ssm_dtype"}),
+    ),
+)  # fmt: skip

@@ -1,0 +1,198 @@
+"""config.json: values with the defaults of transformers, and what was not understood.
+
+`data/config_defaults.json` has, per `model_type`, the default of every key (null: derived from others) and other names of
+keys. A key that no one asked for, and whose value is not the default, is an error: it may change the result.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ikcli.errors import FormatError, IkError, UnsupportedError
+
+# Keys about training, generation, other libraries, tokens, and other modalities: none of them changes the weights' use.
+HARMLESS = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention architectures attn_implementation
+    attention_dropout attention_dropout_prob attention_probs_dropout_prob attn_dropout attn_pdrop auto_map aux_loss_alpha
+    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout cross_attention_hidden_size
+    decoder_start_token_id diversity_penalty do_sample dropout dtype early_stopping embd_pdrop embedding_dropout
+    emb_dropout_prob encoder_no_repeat_ngram_size eod_token_id eos_token eos_token_id ep_size exponential_decay_length_penalty
+    finetuning_task forced_bos_token_id forced_eos_token_id fp32_residual fp8 fused_bias_residual hidden_dropout
+    hidden_dropout_prob id2label image_token_id image_token_index initializer_range init_device init_method inference_with_hf_flash_attn
+    is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id language language_model learnable_emb length_penalty
+    logits_soft_cap_training max_length max_new_tokens max_window_layers min_length model_type moe_aux_loss_coef
+    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences onnx_safe output_attentions
+    output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    quantization_config qk_layernorm_training remove_invalid_values repetition_penalty resid_dropout resid_pdrop return_dict
+    return_dict_in_generate router_aux_loss_coef router_jitter_noise router_dtype router_z_loss_coef sep_token_id seq_aux
+    sep_token_id softmax_scale_training suppress_tokens summary_activation summary_first_dropout summary_proj_to_labels
+    summary_type summary_use_proj task_specific_params temperature tf_legacy_loss tokenizer_class top_k_training top_p
+    torch_dtype torchscript tp_size transformers_version transformers.js_config typical_p unk_token_id unsloth_fixed
+    unsloth_version use_bfloat16 use_cache use_cache_quantization use_cache_kernel use_dynamic_ntk use_flash_attn
+    use_flash_attention use_logn_attn vision_config vision_end_token_id vision_start_token_id vision_token_id video_token_id
+    audio_config video_token_index multimodal_projector_bias projector_hidden_act spatial_merge_size vision_feature_layer
+    scale_attention_softmax_in_fp32 attention_softmax_in_fp32 scale_attn_weights_training inference_runner
+    pre_allocate_kv_cache max_batch_size max_sequence_length validate_runner_input number_of_heads_training bf16 fp16 fp32
+    softmax_in_fp32 use_mem_rope_training gradient_checkpointing distillation_training num_experts_per_tok_training
+    z_loss_coefficient
+    """.split()
+)
+
+
+@lru_cache(maxsize=1)
+def known_defaults() -> dict[str, Any]:
+    """model_type -> {"aliases": ..., "defaults": ...}."""
+    text = files("ikcli").joinpath("data/config_defaults.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; IkError or FormatError names the file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise IkError(f"{path}: no such file; a checkpoint directory has one") from None
+    except OSError as problem:
+        raise IkError(f"{path}: {problem.strerror or problem}") from None
+    except (ValueError, RecursionError):
+        raise FormatError(f"{path}: is not JSON") from None
+    if not isinstance(found, dict):
+        raise FormatError(f"{path}: is not a JSON object")
+    return found
+
+
+class Config:
+    """The keys of a text model; of a model with other modalities those of its text part."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "config.json"
+        self.raw = read_json(self.path)
+        self.values = _text_part(self.raw)
+        self.model_type = str(self.values.get("model_type", ""))
+        found = known_defaults().get(self.model_type, {"aliases": {}, "defaults": {}})
+        self.defaults: dict[str, Any] = dict(found["defaults"])
+        self._aliases: dict[str, str] = found["aliases"]
+        for alias, name in self._aliases.items():
+            if alias in self.values and name not in self.values:
+                self.values[name] = self.values.pop(alias)
+        self.used: set[str] = set()
+
+    @property
+    def classes(self) -> list[str]:
+        """`architectures`; FormatError if it is no list of names."""
+        found = self.raw.get("architectures") or self.values.get("architectures")
+        if not isinstance(found, list) or not found or not all(isinstance(c, str) for c in found):
+            raise FormatError(f"{self.path}: architectures should name the class of the model")
+        return found
+
+    def fail(self, key: str, why: str) -> FormatError:
+        return FormatError(f"{self.path}: key {key} {why}")
+
+    def refuse(self, key: str, known: str) -> UnsupportedError:
+        """For a value that no conversion is known for."""
+        return UnsupportedError(f"{self.path}: key {key} is {_short(self.values.get(key))}; known is {known}")
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def get(self, *keys: str, default: Any = None) -> Any:
+        """The first of these keys that has a value, else the default of transformers, else `default`."""
+        self.used.update(keys)
+        for where in (self.values, self.defaults):
+            for key in keys:
+                if where.get(key) is not None:
+                    return where[key]
+        return default
+
+    def given(self, key: str) -> Any:
+        """The value in the file itself, or None."""
+        self.used.add(key)
+        return self.values.get(key)
+
+    def integer(self, *keys: str, default: int | None = None, least: int = 0) -> int:
+        """A whole number of at least `least`; with no default anywhere FormatError."""
+        value = self.get(*keys, default=default)
+        if value is None:
+            raise self.fail(keys[0], "is missing")
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 31:
+            raise self.fail(keys[0], f"should be a whole number of at least {least}, but is {_short(value)}")
+        return value
+
+    def number(self, *keys: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self.get(*keys, default=default)
+        if value is None:
+            raise self.fail(keys[0], "is missing")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.fail(keys[0], f"should be a finite number, but is {_short(value)}")
+        return float(value)
+
+    def flag(self, *keys: str, default: bool = False) -> bool:
+        value = self.get(*keys, default=default)
+        if not isinstance(value, bool):
+            raise self.fail(keys[0], f"should be true or false, but is {_short(value)}")
+        return value
+
+    def items(self, *keys: str) -> list[Any] | None:
+        """A list, or None."""
+        value = self.get(*keys)
+        if value is not None and not isinstance(value, list):
+            raise self.fail(keys[0], f"should be a list, but is {_short(value)}")
+        return value
+
+    def expect(self, key: str, *known: Any) -> None:
+        """UnsupportedError unless the key is absent or has one of these values."""
+        value = self.get(key)
+        if value is not None and value not in known:
+            raise self.refuse(key, ", ".join(json.dumps(k) for k in known))
+
+    def not_understood(self, harmless: frozenset[str] = frozenset()) -> list[str]:
+        """Keys that nobody asked for and that say something."""
+        found: list[str] = []
+        for key, value in self.values.items():
+            if key in self.used or key in HARMLESS or key in harmless or key.startswith("_"):
+                continue
+            says_nothing = value is None or value is False or value in ([], {}, "")
+            if not says_nothing and not (key in self.defaults and self.defaults[key] == value):
+                found.append(key)
+        return found
+
+
+def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
+    inner = next((raw[k] for k in ("text_config", "llm_config") if isinstance(raw.get(k), dict)), None)
+    if inner is None:
+        return dict(raw)
+    if not inner.get("model_type") and raw.get("model_type") in _TEXT_TYPES:
+        inner = inner | {"model_type": _TEXT_TYPES[str(raw["model_type"])]}
+    outer = {k: raw[k] for k in ("tie_word_embeddings", "quantization_config") if raw.get(k) is not None}
+    return outer | inner
+
+
+_TEXT_TYPES = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "llama4": "llama4_text",
+    "minimax_m3_vl": "minimax_m3_vl_text",
+    "muse_glimmer": "muse_glimmer_text",
+    "kimi_k25": "deepseek_v3",
+}
+"""model_type of a model with other modalities -> that of its text part, where that does not say."""
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,66 @@
+"""A checkpoint seen as a GGUF file: everything that reads tensors of a file can read one that was never written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.convert.pieces import NewRows
+from ikcli.convert.source import Source
+from ikcli.gguf.constants import DEFAULT_ALIGNMENT, GGUF_VERSION, GGUFValueType
+from ikcli.gguf.reader import GGUFFile, TensorInfo
+from ikcli.gguf.types import row_n_bytes
+from ikcli.gguf.values import Typed, infer_item_type, infer_type
+
+
+@dataclass(slots=True)
+class CheckpointFile(GGUFFile):
+    """Tensors of a checkpoint under their GGUF names, read and rearranged when they are asked for."""
+
+    source: Source | None = field(default=None, repr=False)
+    rows: dict[str, NewRows] = field(default_factory=dict, repr=False)
+
+    def has_data(self, name: str) -> bool:
+        return name in self.rows
+
+    def data(self, name: str) -> npt.NDArray[np.uint8]:
+        return self.part(name, 0, self.tensors[name].n_bytes)
+
+    def part(self, name: str, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        assert self.source is not None
+        t = self.rows[name]
+        size = row_n_bytes(t.type, t.shape[0])
+        first, last = start // size, -(-stop // size)
+        raw = t.read(self.source, first, last).reshape(-1).view(np.uint8)
+        return raw[start - first * size : stop - first * size]
+
+    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        """Nothing is mapped."""
+
+
+def checkpoint_file(
+    paths: list[Path], source: Source, tensors: Mapping[str, NewRows], metadata: Mapping[str, Any]
+) -> CheckpointFile:
+    """The file that `tensors` and `metadata` (plain values or `Typed`) would make."""
+    typed = {k: v if isinstance(v, Typed) else Typed(v, infer_type(v, k)) for k, v in metadata.items()}
+    arrays = {k: v for k, v in typed.items() if v.type == GGUFValueType.ARRAY}
+    infos = {
+        t.name: TensorInfo(t.name, t.shape, t.type, t.n_bytes, int(np.prod(t.shape, dtype=np.int64)), 0)
+        for t in tensors.values()
+    }
+    return CheckpointFile(
+        paths,
+        GGUF_VERSION,
+        {k: v.value for k, v in typed.items()},
+        {k: v.type for k, v in typed.items()},
+        {k: v.item_type or infer_item_type(v.value, k) for k, v in arrays.items()},
+        infos,
+        DEFAULT_ALIGNMENT,
+        source=source,
+        rows=dict(tensors),
+    )

@@ -1,0 +1,165 @@
+"""What rows of a new tensor are made of: rows of tensors of the checkpoint, chosen, rearranged or computed.
+
+A tensor is read in slabs of rows, so memory does not depend on its size. Where values cannot be read row by row (a
+transposed matrix), the piece is one matrix (an expert, a head) that is held while its rows are wanted.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.convert.source import Array, Source
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.types import tensor_n_bytes
+
+Floats = npt.NDArray[np.float32]
+Order = npt.NDArray[np.int64]
+Value = Callable[[Floats], Floats]
+
+TYPES_OF = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16, "F64": GGMLType.F32}
+"""dtype of a checkpoint -> type that holds the same values (doubles are rounded)."""
+_DTYPES = {GGMLType.F32: "<f4", GGMLType.F16: "<f2", GGMLType.BF16: "<u2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one tensor seen as a matrix: from `first` on, or those of `order`; `columns` rearranges each of them."""
+
+    name: str
+    n_rows: int
+    width: int
+    first: int = 0
+    order: Order | None = field(default=None, compare=False)
+    columns: Order | None = field(default=None, compare=False)
+
+    def read(self, source: Source, first: int, last: int) -> Array:
+        """Rows [first, last) of the piece, as stored."""
+        if self.order is None:
+            rows = source.rows(self.name, self.first + first, self.first + last)
+        else:
+            rows = _rows_of(source, self.name, self.order[first:last])
+        return rows if self.columns is None else rows[:, self.columns]
+
+
+def _rows_of(source: Source, name: str, order: Order) -> Array:
+    """Rows in any order: of what lies together all are read at once, of what does not run after run."""
+    low, high = int(order.min()), int(order.max()) + 1
+    if high - low <= 4 * len(order) + 64:
+        return source.rows(name, low, high)[order - low]
+    cuts = np.flatnonzero(np.diff(order) != 1) + 1
+    runs = np.split(order, cuts)
+    return np.concatenate([source.rows(name, int(run[0]), int(run[-1]) + 1) for run in runs])
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """What `make` returns for rows [first, last) of a tensor: a matrix that is made as a whole."""
+
+    name: str
+    n_rows: int
+    width: int
+    first: int
+    last: int
+    make: Callable[[Array], Array] = field(compare=False)
+
+    def read(self, source: Source, first: int, last: int) -> Array:
+        """Rows [first, last) of the piece, as stored."""
+        return _MADE.get(self, source)[first:last]
+
+
+class _Made:
+    """The last two matrices that were made, whoever wants rows of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._matrices: dict[int, tuple[Matrix, Array]] = {}
+
+    def get(self, piece: Matrix, source: Source) -> Array:
+        with self._lock:
+            found = self._matrices.get(id(piece))
+            if found is None or found[0] is not piece:
+                while len(self._matrices) > 1:
+                    self._matrices.pop(next(iter(self._matrices)))
+                made = piece.make(source.rows(piece.name, piece.first, piece.last))
+                found = self._matrices[id(piece)] = (piece, made)
+            return found[1]
+
+
+_MADE = _Made()
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Values that the conversion computes itself (factors of rotations)."""
+
+    values: Floats
+
+    @property
+    def n_rows(self) -> int:
+        return 1
+
+    @property
+    def width(self) -> int:
+        return self.values.size
+
+    def read(self, source: Source, first: int, last: int) -> Array:
+        """The row."""
+        return self.values.reshape(1, -1)[first:last]
+
+
+Piece = Rows | Matrix | Constant
+
+
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """A tensor to be: its GGUF shape (row length first), the type that it is read as, and the pieces of its rows."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType
+    pieces: Sequence[Piece]
+    value: Value | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        return tensor_n_bytes(self.type, self.shape)
+
+    def read(self, source: Source, first: int, last: int) -> Array:
+        """Rows [first, last) in the tensor's type: (last - first, ne0)."""
+        found: list[Array] = []
+        start = 0
+        for piece in self.pieces:
+            low, high = max(first - start, 0), min(last - start, piece.n_rows)
+            if low < high:
+                dtype = "F32" if isinstance(piece, Constant) else source.dtype(piece.name)
+                found.append(self._typed(piece.read(source, low, high), dtype))
+            start += piece.n_rows
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _typed(self, rows: Array, dtype: str) -> Array:
+        if TYPES_OF[dtype] == self.type and self.value is None and dtype != "F64":
+            return np.ascontiguousarray(rows)
+        values = as_float32(rows, dtype)
+        if self.value is not None:
+            values = self.value(values)
+            if dtype == "F16":  # computed in the precision of the checkpoint
+                values = values.astype("<f2").astype("<f4")
+        return np.ascontiguousarray(values, "<f4")
+
+
+def as_float32(rows: Array, dtype: str) -> Floats:
+    """Values of a checkpoint as float32."""
+    if dtype == "BF16":
+        return (rows.astype("<u4") << 16).view("<f4")
+    return rows.astype("<f4")
+
+
+def n_rows_of(shape: Sequence[int]) -> int:
+    """Rows of a tensor of a checkpoint, seen as a matrix."""
+    return math.prod(shape[:-1])

@@ -1,0 +1,140 @@
+"""The rotation of a checkpoint, under the names of three generations of config.json, and the GGUF keys for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ikcli.convert.build import Build
+from ikcli.convert.config import Config
+from ikcli.convert.pieces import Floats
+from ikcli.errors import UnsupportedError
+
+_ALWAYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "max_position_embeddings"}
+_KNOWN: dict[str, set[str]] = {
+    "default": {"mrope_section", "mrope_interleaved", "factor"},
+    "linear": {"factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "attn_factor", "mscale",
+        "mscale_all_dim", "truncate", "llama_4_scaling_beta", "extrapolation_factor", "finetuned", "apply_yarn_scaling",
+    },
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "longrope": {"short_factor", "long_factor", "factor", "original_max_position_embeddings", "short_mscale", "long_mscale",
+                 "attention_factor"},
+    "proportional": set(),
+    "dynamic": {"factor", "alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings"},
+}  # fmt: skip
+_SAME = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn", "none": "default"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """One rotation: its type, base, share of a head that it rotates, and the other values."""
+
+    type: str
+    theta: float
+    partial: float
+    values: dict[str, Any]
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise UnsupportedError(f"config.json: rope parameter {key} should be a number, but is {value!r}")
+        return float(value)
+
+
+def read_rope(config: Config, kind: str = "full_attention") -> Rope:
+    """The rotation of layers of this kind; UnsupportedError for a type or value that is not known."""
+    new = config.given("rope_parameters")
+    found: dict[str, Any] = dict(_of_kind(config.defaults.get("rope_parameters") or {}, kind))
+    if isinstance(new, dict):
+        own = dict(_of_kind(new, kind))
+        found = {k: v for k, v in found.items() if k in ("rope_theta", "partial_rotary_factor")} | own
+    old = config.given("rope_scaling")
+    if "rope_scaling" in config.values:
+        found = {k: v for k, v in found.items() if k in ("rope_theta", "partial_rotary_factor")} | dict(old or {})
+    for key, names in _OLD_NAMES.items():
+        value = next((v for v in map(config.given, names) if v is not None), None)
+        if value is not None and not (isinstance(new, dict) and key in _of_kind(new, kind)):
+            found[key] = value
+    if "original_max_position_embeddings" in config:
+        found.setdefault("original_max_position_embeddings", config.given("original_max_position_embeddings"))
+    name = str(found.get("rope_type") or found.get("type") or "default")
+    name = _SAME.get(name, name)
+    if name not in _KNOWN:
+        raise UnsupportedError(f"{config.path}: rope_type {name} is not known; known are {', '.join(_KNOWN)}")
+    found = {k: v for k, v in found.items() if v is not None}
+    strange = sorted(set(found) - _ALWAYS - _KNOWN[name] - {"original_max_position_embeddings"})
+    if strange:
+        raise UnsupportedError(f"{config.path}: rope parameter {strange[0]} of rope_type {name} is not known")
+    theta = found.get("rope_theta", 10000.0)
+    partial = found.get("partial_rotary_factor", 1.0)
+    for key, value in (("rope_theta", theta), ("partial_rotary_factor", partial)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise config.fail(key, f"should be a positive number, but is {value!r}")
+    return Rope(name, float(theta), float(partial), found)
+
+
+_OLD_NAMES = {
+    "rope_theta": ("rope_theta", "rotary_emb_base", "rope_base"),
+    "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct", "rope_pct"),
+}
+
+
+def _of_kind(parameters: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Parameters may differ between kinds of layers; then they are one level deeper."""
+    nested = {k: v for k, v in parameters.items() if isinstance(v, dict)}
+    if not nested:
+        return parameters
+    return nested.get(kind) or next(iter(nested.values()))
+
+
+def put_rope(m: Build, rope: Rope) -> None:
+    """Base and scaling."""
+    m.key("rope.freq_base", rope.theta)
+    if rope.type == "linear":
+        m.key("rope.scaling.type", "linear")
+        m.key("rope.scaling.factor", rope.number("factor"))
+    elif rope.type == "yarn":
+        put_yarn(m, rope)
+    elif rope.type == "dynamic":
+        raise UnsupportedError(f"{m.config.path}: rope_type dynamic is not known for {m.arch}")
+
+
+def put_yarn(m: Build, rope: Rope) -> None:
+    """YaRN: what the checkpoint says, and nothing of what it leaves open."""
+    m.key("rope.scaling.type", "yarn")
+    m.key("rope.scaling.factor", rope.number("factor"))
+    original = rope.values.get("original_max_position_embeddings") or m.config.integer("max_position_embeddings")
+    m.key("rope.scaling.original_context_length", int(original))
+    for key, name in (
+        ("extrapolation_factor", "yarn_ext_factor"),
+        ("attention_factor", "yarn_attn_factor"),
+        ("attn_factor", "yarn_attn_factor"),
+        ("beta_fast", "yarn_beta_fast"),
+        ("beta_slow", "yarn_beta_slow"),
+    ):
+        if key in rope.values:
+            m.key(f"rope.scaling.{name}", rope.number(key))
+
+
+def llama3_factors(m: Build, rope: Rope, n_rot: int) -> Floats:
+    """Frequencies are divided by these: those of long wavelengths by `factor`, between the bands something between."""
+    factor, low, high = rope.number("factor", 8.0), rope.number("low_freq_factor", 1.0), rope.number("high_freq_factor", 4.0)
+    context = rope.number("original_max_position_embeddings", 8192)
+    one, context = np.float32(1), np.float32(context)
+    exponents = np.arange(0, n_rot, 2, dtype=np.float32) / np.float32(n_rot)
+    frequencies = one / np.power(rope.theta, exponents, dtype=np.float64).astype(np.float32)
+    factors: list[np.float32] = []
+    for wavelength in one / frequencies * np.float32(2 * math.pi):  # quotients as torch has them, by reciprocals
+        if wavelength < context / high:
+            factors.append(one)
+        elif wavelength > context / low:
+            factors.append(np.float32(factor))
+        else:
+            smooth = (one / wavelength * context - np.float32(low)) / np.float32(high - low)
+            factors.append(one / ((one - smooth) / np.float32(factor) + smooth))
+    return np.array(factors, np.float32)

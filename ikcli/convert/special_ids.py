@@ -1,0 +1,127 @@
+"""Tokens with a role, and what is added before and after a text, of a checkpoint as GGUF keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ikcli.convert.tokenizer_files import CONTROL, Table, TokenizerFiles, read_object
+from ikcli.errors import FormatError
+from ikcli.log import warn
+
+_KEYS = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "unk": "unknown_token_id",
+    "sep": "seperator_token_id",  # spelt so in every file
+    "pad": "padding_token_id",
+    "cls": "cls_token_id",
+    "mask": "mask_token_id",
+    "eot": "eot_token_id",
+    "eom": "eom_token_id",
+    "fim_pre": "fim_pre_token_id",
+    "fim_suf": "fim_suf_token_id",
+    "fim_mid": "fim_mid_token_id",
+    "fim_pad": "fim_pad_token_id",
+    "fim_rep": "fim_rep_token_id",
+    "fim_sep": "fim_sep_token_id",
+}
+_NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+_GLM = {"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"}
+_BY_ARCHITECTURE = {"glm4": _GLM, "glm4moe": _GLM, "chatglm": _GLM}
+"""Roles that the files of some families leave open."""
+
+# Texts that mark places to fill in; readers know them too, a file that says so does not depend on that.
+_FILL_IN = {
+    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>"),
+    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>"),
+    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>"),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+
+
+def special_keys(
+    files: TokenizerFiles, table: Table, architecture: str, defaults: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """Keys of ids and of what is added; `defaults` are ids of another file of the checkpoint."""
+    find = {text: i for i, text in enumerate(table.texts)}
+    find |= {token.text: i for i, token in files.added.items() if i < len(table.texts)}
+    ids = {role: find[text] for role, text in _BY_ARCHITECTURE.get(architecture, {}).items() if text in find}
+    for role in _NAMED:
+        text = files.named_tokens.get(role)
+        if text is not None and text in find:
+            ids.setdefault(role, find[text])
+    _from_configs(files, ids, len(table.texts))
+    for role, i in (defaults or {}).items():
+        if 0 <= i < len(table.texts):
+            ids.setdefault(role, i)
+    for role, other in (("bos", "cls"), ("eos", "sep")):
+        if role not in ids and other in ids:
+            ids[role] = ids[other]
+    adds = _added_around(files, ids)
+    for role in ("bos", "eos", "sep"):
+        setting = files.settings.get(f"add_{role}_token")
+        if isinstance(setting, bool):
+            adds[role] = setting
+    for role, texts in _FILL_IN.items():
+        found = [find[t] for t in texts if t in find and table.types[find[t]] == CONTROL]
+        if found:
+            ids.setdefault(role, found[0])
+    keys: dict[str, Any] = {f"tokenizer.ggml.{_KEYS[role]}": ids[role] for role in _KEYS if role in ids}
+    return keys | {f"tokenizer.ggml.add_{role}_token": value for role, value in adds.items()}
+
+
+def _from_configs(files: TokenizerFiles, ids: dict[str, int], n_tokens: int) -> None:
+    """Ids that the configs of model and generation give as numbers."""
+    text = files.config.get("text_config")
+    generation = read_object(files.directory / "generation_config.json") or {}
+    for config in (files.config, text if isinstance(text, dict) else {}, generation):
+        for role in _NAMED:
+            value = config.get(f"{role}_token_id")
+            if isinstance(value, list) and value:
+                value = value[0]
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0 or role in ids:
+                continue
+            if value >= n_tokens:
+                warn(f"{files.source}: {role}_token_id {value} is outside the vocabulary of {n_tokens} tokens; left out")
+                continue
+            ids[role] = value
+
+
+def _added_around(files: TokenizerFiles, ids: dict[str, int]) -> dict[str, bool]:
+    """What the checkpoint's tokenizer puts around a text: found by encoding one. It may also tell bos and eos."""
+    if files.fast is None:
+        return {}
+    try:
+        plain = files.fast.encode("a", add_special_tokens=False).ids
+        single = files.fast.encode("a").ids
+        pair = files.fast.encode("a", "a").ids
+    except Exception as problem:  # the library raises bare Exception
+        raise FormatError(f"{files.directory / 'tokenizer.json'}: {problem}") from None
+    n = len(plain)
+    starts = [i for i in range(len(single) - n + 1) if single[i : i + n] == plain] if n else []
+    if not starts:
+        return {}
+    before, after = single[: starts[0]], single[starts[0] + n :]
+    adds = {"bos": False, "eos": False}
+    if before:
+        first = ids.setdefault("bos", before[0])
+        adds["bos"] = before[0] in (first, ids.get("cls"))
+        if not adds["bos"] or len(before) > 1:
+            what = "other tokens than BOS" if not adds["bos"] else "more than a BOS token"
+            warn(f"{files.source}: tokenizer.json puts {what} before a text; a GGUF file cannot say so")
+    if after:
+        last, eos = after[-1], ids.setdefault("eos", after[-1])
+        if last != eos:
+            ids.setdefault("eot", eos)
+            ids["eos"] = last
+        adds["eos"] = True
+    middle = pair[len(before) + n :][: len(pair) - len(single) - n]
+    if middle and not after:
+        adds["sep"] = middle[0] in (ids.get("sep"), ids.get("eos"))
+    elif len(middle) > 1:
+        adds["sep"] = middle[1] in (ids.get("sep"), ids.get("eos"))
+    return adds

@@ -1,0 +1,204 @@
+"""The tokenizer files of a checkpoint: JSON read and checked, added tokens, and the size that the model's config gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ikcli.errors import FormatError, IkError, UnsupportedError
+from ikcli.log import warn
+
+_MAX_JSON = 1 << 30
+
+
+def read_text(path: Path) -> str | None:
+    """The text of a file; None if there is none. IkError if it cannot be read."""
+    try:
+        if not path.is_file():
+            return None
+        if path.stat().st_size > _MAX_JSON:
+            raise FormatError(f"{path}: is too large for a file of this kind")
+        return path.read_text(encoding="utf-8")
+    except OSError as problem:
+        raise IkError(f"{path}: {problem.strerror or problem}") from None
+    except UnicodeDecodeError:
+        raise FormatError(f"{path}: is not UTF-8 text") from None
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """A JSON object; None if there is no such file."""
+    text = read_text(path)
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise FormatError(f"{path}: is not JSON") from None
+    if not isinstance(found, dict):
+        raise FormatError(f"{path}: is not a JSON object")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A token that is looked for in the text itself."""
+
+    text: str
+    special: bool
+
+    @property
+    def control(self) -> bool:
+        """True if GGUF should call it a control token: some that are ought to be, though not marked as special."""
+        text = self.text
+        looks = (text.startswith("<|") and text.endswith("|>")) or (text.startswith("<｜") and text.endswith("｜>"))
+        unused = text.startswith("<unused") and text.endswith(">")
+        return self.special or looks or unused or text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
+
+
+class TokenizerFiles:
+    """What a directory says of its tokenizer."""
+
+    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
+        self.directory = directory
+        self.source = str(directory)
+        self.config = config
+        self.json = read_object(directory / "tokenizer.json")
+        self.settings = read_object(directory / "tokenizer_config.json") or {}
+
+    @cached_property
+    def model(self) -> dict[str, Any]:
+        """`model` of tokenizer.json; empty without that file."""
+        model = (self.json or {}).get("model", {})
+        if not isinstance(model, dict):
+            raise FormatError(f"{self.directory / 'tokenizer.json'}: model is not an object")
+        return model
+
+    @cached_property
+    def fast(self) -> Any:
+        """The tokenizer that tokenizer.json describes; None without that file."""
+        if self.json is None:
+            return None
+        from tokenizers import Tokenizer
+
+        path = self.directory / "tokenizer.json"
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as problem:  # the library raises bare Exception
+            raise FormatError(f"{path}: {problem}") from None
+
+    @cached_property
+    def size(self) -> int | None:
+        """Tokens that the model has embeddings for, by its config; None if it does not say."""
+        text = self.config.get("text_config")
+        for config in (self.config, text if isinstance(text, dict) else {}):
+            for key in ("vocab_size", "padded_vocab_size"):
+                value = config.get(key)
+                if isinstance(value, int) and not isinstance(value, bool):
+                    if not 0 < value < 1 << 27:
+                        raise FormatError(f"{self.source}: {key} of config.json is {value}")
+                    return value
+        return None
+
+    @cached_property
+    def added(self) -> dict[int, Added]:
+        """Added tokens by id, of all files that name some; a file's word goes before that of the next."""
+        found: dict[int, Added] = {}
+        for name, tokens in (
+            ("tokenizer.json", self._of_json()),
+            ("tokenizer_config.json", self._of_settings()),
+            ("added_tokens.json", self._of_list()),
+        ):
+            for i, token in tokens.items():
+                if i < 0:
+                    raise FormatError(f"{self.directory / name}: added token {token.text!r} has the id {i}")
+                found.setdefault(i, token)
+        return found
+
+    def _of_json(self) -> dict[int, Added]:
+        listed = (self.json or {}).get("added_tokens") or []
+        try:
+            return {int(t["id"]): Added(str(t["content"]), bool(t.get("special"))) for t in listed}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise FormatError(f"{self.directory / 'tokenizer.json'}: added_tokens are not tokens with ids") from None
+
+    def _of_settings(self) -> dict[int, Added]:
+        listed = self.settings.get("added_tokens_decoder") or {}
+        try:
+            return {int(i): Added(str(t["content"]), bool(t.get("special"))) for i, t in listed.items()}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            path = self.directory / "tokenizer_config.json"
+            raise FormatError(f"{path}: added_tokens_decoder does not map ids to tokens") from None
+
+    def _of_list(self) -> dict[int, Added]:
+        path = self.directory / "added_tokens.json"
+        listed = read_object(path) or {}
+        named = {text for key, text in self.named_tokens.items() if key}
+        try:
+            return {int(i): Added(text, text in named) for text, i in listed.items()}
+        except (TypeError, ValueError):
+            raise FormatError(f"{path}: does not map tokens to ids") from None
+
+    @cached_property
+    def named_tokens(self) -> dict[str, str]:
+        """Texts of tokens with a role (`bos`, `eos`, ...), of tokenizer_config.json or special_tokens_map.json."""
+        found: dict[str, str] = {}
+        for table in (self.settings, read_object(self.directory / "special_tokens_map.json") or {}):
+            for key, entry in table.items():
+                text = entry.get("content") if isinstance(entry, dict) else entry
+                if key.endswith("_token") and isinstance(text, str):
+                    found.setdefault(key.removesuffix("_token"), text)
+        return found
+
+
+@dataclass(slots=True)
+class Table:
+    """Tokens by id as they are collected: text, score and GGUF's type."""
+
+    texts: list[str]
+    scores: list[float]
+    types: list[int]
+
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+
+def make_table(
+    files: TokenizerFiles, tokens: Mapping[int, tuple[str, float, int]], added_score: float = -1000.0
+) -> Table:
+    """Tokens 0 to the size of the config: those given, added tokens on top of them, and `[PAD...]` for what is missing."""
+    last = max(tokens, default=-1)
+    size = files.size if files.size is not None else max([last, *files.added]) + 1
+    if last >= size:
+        raise FormatError(f"{files.source}: the tokenizer has {last + 1} tokens, vocab_size of config.json is {size}")
+    beyond = [token.text for i, token in files.added.items() if i >= size]
+    if beyond:
+        warn(f"{files.source}: the model has no embedding for {len(beyond)} added tokens, {beyond[0]!r} first")
+    table = Table([""] * size, [-10000.0] * size, [UNUSED] * size)
+    for i, (text, score, kind) in tokens.items():
+        table.texts[i], table.scores[i], table.types[i] = text, score, kind
+    known = {text: i for i, text in enumerate(table.texts) if text}
+    for i, token in files.added.items():
+        if i >= size:
+            continue
+        if table.types[i] == UNKNOWN and table.texts[i] == token.text:
+            continue
+        # readers look for these in text with its spaces as they are
+        text = token.text if token.control else token.text.replace("\u2581", " ")
+        if known.get(text, i) != i:
+            text = token.text
+        if known.get(text, i) != i:
+            raise UnsupportedError(f"{files.source}: token {text!r} is there twice, as {known[text]} and {i}")
+        known[text] = i
+        kind = BYTE if table.types[i] == BYTE else CONTROL if token.control else USER_DEFINED
+        table.texts[i], table.scores[i], table.types[i] = text, added_score, kind
+    for i, text in enumerate(table.texts):
+        if not text and i not in tokens:
+            name = f"[PAD{i}]"
+            while name in known:
+                name += "_"
+            table.texts[i] = name
+    return table

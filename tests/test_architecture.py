@@ -49,7 +49,7 @@ LIBRARIES = {
     "click": (),
     "torch": (),
     "cuda": ("backends.cuda",),
-    "tokenizers": ("tokenizer",),
+    "tokenizers": ("tokenizer", "convert"),
     "jinja2": ("chat",),
     "llguidance": ("grammar",),
     "fastapi": ("server",),

@@ -49,6 +49,8 @@ def _listed(files: TokenizerFiles, value: object, file: str) -> dict[str, str]:
     for entry in entries:
         name, template = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
         if not isinstance(name, str) or not isinstance(template, str):
-            raise FormatError(f"{files.directory / file}: chat_template is neither a text nor a list of named templates")
+            raise FormatError(
+                f"{files.directory / file}: chat_template is neither a text nor a list of named templates"
+            )
         found[name] = template
     return found

@@ -117,8 +117,8 @@ def recognise(
 ) -> str:
     """The name for a checkpoint's pre-tokenizer.
 
-    `same_ids(name, texts)` says whether the vocabulary gives the checkpoint's ids with that name. UnsupportedError if no
-    rule does what the pre-tokenizer does, or if several do.
+    `same_ids(name, texts)` says whether the vocabulary gives the checkpoint's ids with that name. UnsupportedError if
+    no rule does what the pre-tokenizer does, or if several do.
     """
     wanted = {text: words_of_checkpoint(pre_tokenizer, text) for text in (*PLAIN, CASES, DIGITS, *MARKED)}
 
@@ -131,8 +131,8 @@ def recognise(
         found = [r for r in plain if all(agrees(r, t) for t in (CASES, DIGITS) if t not in DEVIATING.get(r, ()))]
         if len(found) == 1:
             warn(
-                f"{source}: GGUF has the name {found[0]!r} for this pre-tokenizer, but its readers do not cut all words "
-                "as the checkpoint's own tokenizer does"
+                f"{source}: GGUF has the name {found[0]!r} for this pre-tokenizer, but its readers do not cut all "
+                "words as the checkpoint's own tokenizer does"
             )
     if len(found) > 1:
         agreeing = {rule: sum(agrees(rule, text) for text in MARKED) for rule in found}

@@ -55,6 +55,9 @@ def special_keys(
         if text is not None and text in find:
             ids.setdefault(role, find[text])
     _from_configs(files, ids, len(table.texts))
+    unknown = files.model.get("unk_token")
+    if isinstance(unknown, str) and unknown in find:
+        ids.setdefault("unk", find[unknown])
     for role, i in (defaults or {}).items():
         if 0 <= i < len(table.texts):
             ids.setdefault(role, i)
@@ -86,7 +89,9 @@ def _from_configs(files: TokenizerFiles, ids: dict[str, int], n_tokens: int) -> 
             if not isinstance(value, int) or isinstance(value, bool) or value < 0 or role in ids:
                 continue
             if value >= n_tokens:
-                warn(f"{files.source}: {role}_token_id {value} is outside the vocabulary of {n_tokens} tokens; left out")
+                warn(
+                    f"{files.source}: {role}_token_id {value} is outside the vocabulary of {n_tokens} tokens; left out"
+                )
                 continue
             ids[role] = value
 

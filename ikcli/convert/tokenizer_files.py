@@ -1,4 +1,4 @@
-"""The tokenizer files of a checkpoint: JSON read and checked, added tokens, and the size that the model's config gives."""
+"""The tokenizer files of a checkpoint: JSON read and checked, added tokens, and the size that the config gives."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 def make_table(
     files: TokenizerFiles, tokens: Mapping[int, tuple[str, float, int]], added_score: float = -1000.0
 ) -> Table:
-    """Tokens 0 to the size of the config: those given, added tokens on top of them, and `[PAD...]` for what is missing."""
+    """Tokens 0 to the size of the config: those given, added tokens on top, and `[PAD...]` for what is missing."""
     last = max(tokens, default=-1)
     size = files.size if files.size is not None else max([last, *files.added]) + 1
     if last >= size:

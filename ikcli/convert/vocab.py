@@ -56,8 +56,8 @@ Keys = dict[str, Any]
 def read_vocabulary(directory: Path, config: Mapping[str, Any], architecture: str, pre: str | None = None) -> Keys:
     """All `tokenizer.*` keys for the checkpoint in `directory`.
 
-    `config` is its config.json, `architecture` the GGUF one. `pre` names the pre-tokenizer of a byte-level BPE instead of
-    the one recognised. UnsupportedError if the tokenizer is of no known kind or its pre-tokenizer is not recognised.
+    `config` is its config.json, `architecture` the GGUF one. `pre` names the pre-tokenizer of a byte-level BPE instead
+    of the one recognised. UnsupportedError if the tokenizer is of no known kind or its pre-tokenizer is not recognised.
     """
     if pre is not None and pre not in PRE_TOKENIZERS:
         raise UnsupportedError(f"--pre {pre}: no such pre-tokenizer; known are {', '.join(sorted(PRE_TOKENIZERS))}")
@@ -129,10 +129,9 @@ def _byte_level(files: TokenizerFiles, architecture: str, pre: str | None) -> Ke
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise UnsupportedError(f"{path}: BPE with {key} {model[key]!r} has no form in GGUF")
-    vocabulary = _json_vocabulary(files)
+    vocabulary, merges = _json_vocabulary(files), _json_merges(files)
     table = make_table(files, {i: (text, 0.0, NORMAL) for text, i in vocabulary.items()})
     special = special_keys(files, table, architecture)
-    merges = _json_merges(files)
 
     def with_name(name: str) -> Keys:
         return _model_keys("gpt2", name, table, False) | {"tokenizer.ggml.merges": merges} | special
@@ -258,14 +257,18 @@ def _unigram(files: TokenizerFiles, architecture: str) -> Keys:
             except (TypeError, binascii.Error):
                 raise FormatError(f"{path}: precompiled_charsmap is not base64") from None
         pattern = step.get("pattern")
-        extra = extra or (step.get("type") == "Replace" and isinstance(pattern, dict) and pattern.get("Regex") == " {2,}")
+        extra = extra or (
+            step.get("type") == "Replace" and isinstance(pattern, dict) and pattern.get("Regex") == " {2,}"
+        )
     table = make_table(files, pieces)
     special = special_keys(files, table, architecture)
     return _t5_keys(table, special, _has_space_prefix(files), extra, charsmap)
 
 
 def _t5_keys(table: Table, special: Keys, prefix: bool, extra: bool, charsmap: bytes) -> Keys:
-    warn("the tokenizer is a unigram model (t5), which other programs read; this one runs such a file on token ids only")
+    warn(
+        "the tokenizer is a unigram model (t5), which other programs read; this one runs such a file on token ids only"
+    )
     keys = _model_keys("t5", "default", table, True) | special
     keys["tokenizer.ggml.add_space_prefix"] = prefix
     keys["tokenizer.ggml.remove_extra_whitespaces"] = extra
@@ -330,7 +333,6 @@ def _compare(files: TokenizerFiles, keys: Keys) -> None:
     if found:
         shown = found[0] if len(found[0]) < 40 else found[0][:37] + "..."
         warn(
-            f"{files.source}: {len(found)} of {len(PLAIN)} texts give other tokens in GGUF than with tokenizer.json, the "
-            f"first is {shown!r}"
+            f"{files.source}: {len(found)} of {len(PLAIN)} texts give other tokens in GGUF than with tokenizer.json, "
+            f"the first is {shown!r}"
         )
-

@@ -8,7 +8,7 @@ to is a GGUF name, or a rule: a function that gets the tensor and adds what beco
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ class Found:
 
 
 Rule = Callable[["Build", Found], None]
-Table = Mapping[str, "str | Rule"]
+Table = dict[str, "str | Rule"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,10 @@ class GGUFFile:
             raise FormatError(f"{self.paths[t.file_index]}: the data of tensor {shown(name)} is not in the file")
         return self._maps[t.file_index][t.offset : t.offset + t.n_bytes]
 
+    def part(self, name: str, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Bytes [start, stop) of a tensor; of a model that is no file yet they are made now."""
+        return self.data(name)[start:stop]
+
     def has_data(self, name: str) -> bool:
         """Whether the bytes of a tensor are there; only files opened by their header may lack some."""
         t = self.tensors[name]

@@ -104,15 +104,15 @@ def sample_tensor(file: GGUFFile, t: TensorInfo, weights: Floats | None, n_rows:
         shift = np.random.default_rng(seed).random(wanted)
         picked = np.floor(edges[:-1] + shift * np.diff(edges)).astype(int)
         runs = [runs[i] for i in sorted(set(picked.tolist()))]
-    data = file.data(t.name)
-    whole = dequantize(data, t.type, (ne0, total)).reshape(-1, ne0) if t.type == GGMLType.I2_S else None
+    whole = dequantize(file.data(t.name), t.type, (ne0, total)).reshape(-1, ne0) if t.type == GGMLType.I2_S else None
     pieces: list[RowSample] = []
     for m, first, stop in _joined(runs):
         if whole is not None:
             values = whole[first:stop]
         else:
             size = row_size(t.type, ne0)
-            values = dequantize(data[first * size : stop * size], t.type, (ne0, stop - first)).reshape(-1, ne0)
+            values = dequantize(file.part(t.name, first * size, stop * size), t.type, (ne0, stop - first))
+            values = values.reshape(-1, ne0)
         row = None if weights is None else np.ascontiguousarray(weights[m % len(weights)], np.float32)
         pieces.append(RowSample(m, np.ascontiguousarray(values, np.float32), row))
     return Sample(t.name, t.shape, total, tuple(pieces))

@@ -66,6 +66,7 @@ class QuantizeJob:
     skip_existing: bool = False
     allow_requantize: bool = False
     force: bool = False
+    splits: tuple[int, ...] = ()  # tensors of each file of the result, if it is not one file or split as the input is
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +123,18 @@ def _imatrix_keys(imatrix: Imatrix, hide: bool) -> dict[str, Typed]:
 
 
 def output_parts(job: QuantizeJob) -> list[OutputPart]:
-    """The files of the result: one, or with `keep_split` as many as the input has, with the same tensors in each."""
-    count = len(job.file.paths)
-    paths = output_paths(job.output, count, job.keep_split)
+    """The files of the result: one, `splits`, or with `keep_split` as many as the input, with its tensors in each."""
+    count = len(job.splits or job.file.paths)
+    paths = output_paths(job.output, count, job.keep_split or len(job.splits) > 1)
     if len(paths) == 1:
         return [OutputPart(paths[0], job.metadata, tuple(job.choices))]
     parts: list[OutputPart] = []
+    ends = list(itertools.accumulate(job.splits))
     for no in range(count):
-        mine = tuple(c for c in job.choices if job.file.tensors[c.source or c.name].file_index == no)
+        if job.splits:
+            mine = tuple(job.choices[ends[no] - job.splits[no] : ends[no]])
+        else:
+            mine = tuple(c for c in job.choices if job.file.tensors[c.source or c.name].file_index == no)
         values = (no, count, len(job.choices))
         types = (GGUFValueType.UINT16, GGUFValueType.UINT16, GGUFValueType.INT32)
         split = {key: Typed(v, t) for key, v, t in zip(SPLIT_KEYS, values, types, strict=True)}
@@ -176,9 +181,10 @@ def _is_ternary(file: GGUFFile, c: TypeChoice) -> bool:
     if TYPES[c.old].is_quantized or TYPES[c.old].is_interleaved:
         return TYPES[c.old].kind == "ternary"
     n_rows = math.prod(c.shape[1:])
-    data = file.data(c.source or c.name).reshape(n_rows, -1)
-    rows = np.unique(np.linspace(0, n_rows - 1, _TERNARY_ROWS).astype(np.int64))
-    x = np.abs(dequantize(data[rows], c.old, (c.shape[0], len(rows))))
+    size = row_size(c.old, c.shape[0])
+    rows = np.unique(np.linspace(0, n_rows - 1, _TERNARY_ROWS).astype(np.int64)).tolist()
+    data = np.concatenate([file.part(c.source or c.name, row * size, (row + 1) * size) for row in rows])
+    x = np.abs(dequantize(data, c.old, (c.shape[0], len(rows))))
     largest = x.max(axis=1, keepdims=True)
     return bool(((x <= 0.02 * largest) | (x >= 0.98 * largest)).all())
 
@@ -255,10 +261,9 @@ def _chunks(
 ) -> Iterator[Bytes]:
     """The bytes of the new tensor in order; input pages are released as they are used up."""
     t = job.file.tensors[c.source or c.name]
-    data = job.file.data(t.name)
     if not c.changes:
         for start in range(0, t.n_bytes, _COPY_BYTES):
-            piece = data[start : start + _COPY_BYTES]
+            piece = job.file.part(t.name, start, min(start + _COPY_BYTES, t.n_bytes))
             _check_copied(piece, t, start)
             yield piece
             job.file.release(t.name, start, start + len(piece))
@@ -315,7 +320,6 @@ class _Worker:
     def __init__(self, job: QuantizeJob, choice: TypeChoice, readers: _Readers) -> None:
         self.job, self.choice, self.readers = job, choice, readers
         self.info = job.file.tensors[choice.source or choice.name]
-        self.data = job.file.data(self.info.name)
         self.group = math.lcm(TYPES[self.info.type].rows, TYPES[choice.new].rows)
         self.encoding = Encoding(job.imatrix, job.covariance, job.encode_options).of(self.info.name, choice.shape)
 
@@ -338,10 +342,11 @@ class _Worker:
         """(end of the input bytes, new bytes) of one piece."""
         c, old, ne0 = self.choice, self.info.type, self.info.shape[0]
         if old == GGMLType.I2_S:
-            values = dequantize(self.data, old, (ne0, stop)).reshape(stop, ne0)
-            return len(self.data), self._encode_rows(values, first, matrix)
+            data = self.job.file.data(self.info.name)
+            values = dequantize(data, old, (ne0, stop)).reshape(stop, ne0)
+            return len(data), self._encode_rows(values, first, matrix)
         n_bytes = row_size(old, ne0)
-        raw = self.data[first * n_bytes : stop * n_bytes]
+        raw = self.job.file.part(self.info.name, first * n_bytes, stop * n_bytes)
         if _regroups(c):
             return stop * n_bytes, self._regroup(raw)
         out = np.empty((stop - first, row_size(c.new, ne0)), np.uint8)

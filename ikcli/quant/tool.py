@@ -105,10 +105,22 @@ def plan_quantize(
 
     With a `target`, types that nothing else decides are chosen for its size; `advance` gets the bytes measured.
     """
+    return plan_of(lambda: open_gguf(path, options.overrides), output, recipe, options, target, advance)
+
+
+def plan_of(
+    opened: Callable[[], GGUFFile],
+    output: str,
+    recipe: RecipeOptions,
+    options: ToolOptions,
+    target: TargetOptions | None = None,
+    advance: Callable[[float], None] = lambda n_bytes: None,
+) -> ToolPlan:
+    """`plan_quantize` of a model that `opened` returns."""
     covariance = open_covariance(options.covariance) if options.covariance is not None else None
     imatrix = load_imatrix(options, covariance)
     check_file_type(recipe, imatrix)
-    file = open_gguf(path, options.overrides)
+    file = opened()
     if imatrix is not None:
         imatrix = with_borrowed(imatrix, file.tensors, file.metadata)
     choices = choose_types(list(file.tensors.values()), file.metadata, recipe, imatrix)

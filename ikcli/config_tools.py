@@ -82,6 +82,42 @@ class QuantizeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvertConfig:
+    """convert: a checkpoint directory (config.json, safetensors) as a GGUF file of any type."""
+
+    args: tuple[str, ...] = arguments("DIR", most=1)
+    outfile: str | None = opt(None, "-o --outfile", "str", "the file to write, or a folder; {ftype} stands for the type. Default: named after the model, in DIR", form="FILE", example="--outfile model-{ftype}.gguf")
+    outtype: str | None = opt(None, "--outtype", "str", "f32, f16, bf16, auto (the default: that of the checkpoint), or any TYPE of ik quantize, as if its f32 file were quantized", form="TYPE", example="--outtype iq4_k")
+    model_name: str | None = opt(None, "--model-name", "str", "general.name, otherwise from the directory or model card", form="NAME", example='--model-name "My Model 7B"', text=True)
+    metadata: Path | None = opt(None, "--metadata", "path", "JSON file with general.* keys that replace those found", form="FILE", example="--metadata keys.json")
+    vocab_only: bool = opt(False, "--vocab-only", "switch", "write keys and vocabulary, no tensors")
+    pre: str | None = opt(None, "--pre", "str", "name of the pre-tokenizer, where it is not recognised", form="NAME", example="--pre qwen2")
+    ignore_config_key: tuple[str, ...] = opt((), "--ignore-config-key", "custom", "keys of config.json that are not understood and do not change the result (repeatable)", form="KEY[,KEY...]", example="--ignore-config-key my_note", parse=parse_text_item, repeat=True)
+
+    imatrix: str | None = opt(None, "--imatrix", "str", "importance matrix, legacy .dat or GGUF", form="FILE", example="--imatrix imatrix.dat")
+    ignore_imatrix_rules: bool = opt(False, "--ignore-imatrix-rules", "switch", "allow types that are hardly usable without importance matrix")
+    custom_q: tuple[str, ...] = opt((), "--custom-q", "custom", "type of tensors whose name (in GGUF) matches, first match wins; @FILE reads rules from a file (repeatable)", form="RE=TYPE[,RE=TYPE...]", example='--custom-q "attn_k=q8_0,ffn_down=iq4_k"', parse=parse_text_item, repeat=True)
+    pure: bool = opt(False, "--pure", "switch", "the type of TYPE for all tensors, without its mix and without --custom-q")
+    leave_output_tensor: bool = opt(False, "--leave-output-tensor", "switch", "keep output.weight as it is")
+    output_tensor_type: str | None = opt(None, "--output-tensor-type", "str", "tensor type of output.weight, whatever the other rules say", form="TYPE", example="--output-tensor-type q8_0")
+    token_embedding_type: str | None = opt(None, "--token-embedding-type", "str", "tensor type of token_embd.weight, whatever the other rules say", form="TYPE", example="--token-embedding-type q8_0")
+    target_size: str | None = opt(None, "--target-size", "str", "choose the types so that all tensors together have at most SIZE and the damage is least, as ik quantize does", form="SIZE", example="--target-size 12GiB")
+    target_bpw: str | None = opt(None, "--target-bpw", "str", "as --target-size, in bits per weight", form="F", example="--target-bpw 3.6")
+
+    split_max_size: str | None = opt(None, "--split-max-size", "str", "bytes of tensors per file at most", form="N(M|G)", example="--split-max-size 2G")
+    split_max_tensors: int = opt(0, "--split-max-tensors", "int", "tensors per file at most; 0 = no limit", form="N", example="--split-max-tensors 128", minimum=0)
+    resume: bool = opt(False, "--resume --partial-requant", "switch", "skip files of the result that are complete: go on after an interruption of a split one")
+    override_kv: tuple[str, ...] = opt((), "--override-kv", "custom", "change a metadata key; TYPE int, float, bool or str (repeatable)", form="KEY=TYPE:VALUE", example="--override-kv general.name=str:mine", parse=parse_text_item, repeat=True)
+    dry_run: bool = opt(False, "--dry-run", "switch", "print the type and size of every tensor and the total, write nothing")
+    n_threads: str | None = opt(None, "-t --threads", "str", "threads; auto = physical cores", form="N", example="-t 8")
+    json: bool = opt(False, "--json", "switch", "print files, types and sizes as JSON")
+    verbose: bool = opt(False, "-v --verbose", "switch", "also print which rule decided, and which tensors were left out")
+    remote: bool = opt(False, "--remote", "switch", "not here: ik pull fetches a model first")
+    no_lazy: bool = opt(False, "--no-lazy", "switch", "accepted; tensors are always read piece by piece")
+    use_temp_file: bool = opt(False, "--use-temp-file", "switch", "accepted; memory is bounded anyway")
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizeStatsConfig:
     """quantize-stats: error of tensor types on the tensors of a model."""
 
@@ -260,6 +296,7 @@ class VersionConfig:
 
 
 TOOLS: dict[str, type] = {
+    "convert": ConvertConfig,
     "quantize": QuantizeConfig,
     "repack": QuantizeConfig,
     "quantize-stats": QuantizeStatsConfig,

@@ -42,6 +42,7 @@ COMMANDS = (
     CommandInfo("bench", "speed of given prompt and generation lengths", "ikcli.commands.bench", runs_model=True),
     CommandInfo("batched-bench", "speed of several sequences at once", "ikcli.commands.batched_bench", runs_model=True),
     CommandInfo("imatrix", "importance matrix of a model on a text", "ikcli.commands.imatrix", runs_model=True),
+    CommandInfo("convert", "make a model file of a checkpoint directory", "ikcli.commands.convert"),
     CommandInfo("quantize", "convert a model to smaller types", "ikcli.commands.quantize"),
     CommandInfo("quantize-stats", "error of tensor types on the tensors of a model", "ikcli.commands.quantize_stats"),
     CommandInfo("study", "what each tensor of a model costs in each type", "ikcli.commands.study"),

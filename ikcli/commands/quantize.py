@@ -69,8 +69,8 @@ def request_of(config: QuantizeConfig) -> Request:
         output,
         mode,
         name,
-        _recipe(config, number, name) if mode == "quantize" else RecipeOptions(0, copy=True),
-        _tool_options(config, n_threads),
+        recipe_of(config, number, name) if mode == "quantize" else RecipeOptions(0, copy=True),
+        tool_options(config, n_threads),
         tuple(p.strip() for text in config.repack_pattern for p in text.split(",") if p.strip()),
         config.dry_run,
         config.verbose,
@@ -120,7 +120,7 @@ def _positional(config: QuantizeConfig, mode: str) -> tuple[str, str, int, str, 
         model = re.sub(r"-\d{5}-of-\d{5}$", "", Path(source).stem)
         stem = f"ggml-model-{name}" if mode == "quantize" else f"{model}-{mode}ed"
         output = str(Path(source).with_name(stem + suffix))
-    return source, output, number, name, _threads(text)
+    return source, output, number, name, threads(text)
 
 
 def _no_type(words: list[str], output: str) -> UsageError:
@@ -136,7 +136,7 @@ def _no_type(words: list[str], output: str) -> UsageError:
     return UsageError(f"unknown type {unknown}{hint}")
 
 
-def _threads(text: str | None) -> int:
+def threads(text: str | None) -> int:
     from ikcli.hostinfo import physical_cores
 
     if text is None or text == "auto":
@@ -150,7 +150,7 @@ def _threads(text: str | None) -> int:
     return number or physical_cores()
 
 
-def _recipe(config: QuantizeConfig, number: int, name: str) -> RecipeOptions:
+def recipe_of(config: QuantizeConfig, number: int, name: str) -> RecipeOptions:
     from ikcli.quant.custom_rules import parse_custom_rules
     from ikcli.quant.formats import format_by_name
     from ikcli.quant.recipes import RecipeOptions
@@ -176,7 +176,7 @@ def _recipe(config: QuantizeConfig, number: int, name: str) -> RecipeOptions:
     )
 
 
-def _tool_options(config: QuantizeConfig, n_threads: int) -> ToolOptions:
+def tool_options(config: QuantizeConfig, n_threads: int) -> ToolOptions:
     from ikcli.quant.encoders import EncodeOptions
     from ikcli.quant.tool import ToolOptions
 
@@ -219,7 +219,7 @@ def _run(request: Request) -> int:
             )
     else:
         plan = plan_repack(request.input, request.output, request.patterns, request.mode == "unrepack", request.options)
-    _report_plan(request, plan)
+    report_plan(request, plan)
     _report_recipe(request, plan)
     if request.mode != "quantize" and not any(c.changes for c in plan.job.choices):
         log.log(f"nothing to {request.mode}: no file is written")
@@ -227,7 +227,7 @@ def _run(request: Request) -> int:
     if request.dry_run:
         print("\n".join(dry_run_lines(plan)))
         return 0
-    _write(request, plan)
+    write(request, plan)
     return 0
 
 
@@ -290,7 +290,7 @@ def _type_name(type: Any) -> str:
     return TYPES[type].name
 
 
-def _report_plan(request: Request, plan: ToolPlan) -> None:
+def report_plan(request: Request, plan: ToolPlan) -> None:
     from ikcli.quant.custom_rules import rule_table
     from ikcli.quant.imatrix_use import expert_lines
 
@@ -350,7 +350,7 @@ def totals(plan: ToolPlan) -> str:
     )
 
 
-def _write(request: Request, plan: ToolPlan) -> None:
+def write(request: Request, plan: ToolPlan) -> None:
     from ikcli.quant.quantizer import Progress
     from ikcli.quant.quantizer import run as run_job
 

@@ -68,7 +68,7 @@ class Build:
     tensors: dict[str, NewRows] = field(default_factory=dict)
     experts: dict[str, dict[int, Found]] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
-    memory: dict[str, Any] = field(default_factory=dict)  # what rules keep for one another
+    notes: list[str] = field(default_factory=list)  # what the user should know
 
     @property
     def n_layer(self) -> int:

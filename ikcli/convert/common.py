@@ -30,7 +30,9 @@ HEAD_NORMS: dict[str, str | Rule] = {
 }
 
 
-def expert_names(part: str = "mlp", gate: str = "gate", names: str = "gate_proj up_proj down_proj") -> dict[str, str | Rule]:
+def expert_names(
+    part: str = "mlp", gate: str = "gate", names: str = "gate_proj up_proj down_proj"
+) -> dict[str, str | Rule]:
     """Router and experts one by one, or all in tensors of three dimensions."""
     prefix = f"layers.*.{part}"
     gate_name, up, down = names.split()

@@ -1,7 +1,7 @@
 """config.json: values with the defaults of transformers, and what was not understood.
 
-`data/config_defaults.json` has, per `model_type`, the default of every key (null: derived from others) and other names of
-keys. A key that no one asked for, and whose value is not the default, is an error: it may change the result.
+`data/config_defaults.json` has, per `model_type`, the default of every key (null: derived from others) and other
+names of keys. A key that no one asked for, and whose value is not the default, is an error: it may change the result.
 """
 
 from __future__ import annotations
@@ -15,34 +15,30 @@ from typing import Any
 
 from ikcli.errors import FormatError, IkError, UnsupportedError
 
-# Keys about training, generation, other libraries, tokens, and other modalities: none of them changes the weights' use.
 HARMLESS = frozenset(
     """
-    _attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention architectures attn_implementation
-    attention_dropout attention_dropout_prob attention_probs_dropout_prob attn_dropout attn_pdrop auto_map aux_loss_alpha
-    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout cross_attention_hidden_size
-    decoder_start_token_id diversity_penalty do_sample dropout dtype early_stopping embd_pdrop embedding_dropout
-    emb_dropout_prob encoder_no_repeat_ngram_size eod_token_id eos_token eos_token_id ep_size exponential_decay_length_penalty
-    finetuning_task forced_bos_token_id forced_eos_token_id fp32_residual fp8 fused_bias_residual hidden_dropout
-    hidden_dropout_prob id2label image_token_id image_token_index initializer_range init_device init_method inference_with_hf_flash_attn
-    is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id language language_model learnable_emb length_penalty
-    logits_soft_cap_training max_length max_new_tokens max_window_layers min_length model_type moe_aux_loss_coef
-    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences onnx_safe output_attentions
-    output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
-    quantization_config qk_layernorm_training remove_invalid_values repetition_penalty resid_dropout resid_pdrop return_dict
-    return_dict_in_generate router_aux_loss_coef router_jitter_noise router_dtype router_z_loss_coef sep_token_id seq_aux
-    sep_token_id softmax_scale_training suppress_tokens summary_activation summary_first_dropout summary_proj_to_labels
-    summary_type summary_use_proj task_specific_params temperature tf_legacy_loss tokenizer_class top_k_training top_p
-    torch_dtype torchscript tp_size transformers_version transformers.js_config typical_p unk_token_id unsloth_fixed
-    unsloth_version use_bfloat16 use_cache use_cache_quantization use_cache_kernel use_dynamic_ntk use_flash_attn
-    use_flash_attention use_logn_attn vision_config vision_end_token_id vision_start_token_id vision_token_id video_token_id
-    audio_config video_token_index multimodal_projector_bias projector_hidden_act spatial_merge_size vision_feature_layer
-    scale_attention_softmax_in_fp32 attention_softmax_in_fp32 scale_attn_weights_training inference_runner
-    pre_allocate_kv_cache max_batch_size max_sequence_length validate_runner_input number_of_heads_training bf16 fp16 fp32
-    softmax_in_fp32 use_mem_rope_training gradient_checkpointing distillation_training num_experts_per_tok_training
-    z_loss_coefficient
+    architectures model_type auto_map transformers_version torch_dtype dtype torchscript transformers.js_config tf_legacy_loss
+    quantization_config unsloth_fixed unsloth_version unsloth_tokenizer_version id2label label2id num_labels problem_type
+    finetuning_task task_specific_params tokenizer_class prefix language chunk_size_feed_forward is_decoder
+    is_encoder_decoder add_cross_attention cross_attention_hidden_size pruned_heads keys_to_ignore_at_inference
+    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id eod_token_id decoder_start_token_id eos_token
+    forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens bad_words_ids image_token_id
+    image_token_index video_token_id video_token_index vision_start_token_id vision_end_token_id vision_token_id
+    do_sample early_stopping num_beams num_beam_groups diversity_penalty length_penalty repetition_penalty temperature
+    top_k top_p typical_p min_length max_length max_new_tokens no_repeat_ngram_size encoder_no_repeat_ngram_size
+    num_return_sequences exponential_decay_length_penalty remove_invalid_values output_scores return_dict_in_generate
+    return_dict output_attentions output_hidden_states output_router_logits
+    initializer_range init_device init_method use_cache use_bfloat16 bf16 fp16 fp32 pretraining_tp tp_size ep_size
+    gradient_checkpointing attn_implementation use_flash_attn use_flash_attention onnx_safe pre_allocate_kv_cache
+    attention_dropout attention_dropout_prob attention_probs_dropout_prob attn_dropout attn_pdrop dropout embd_pdrop
+    embd_dropout embedding_dropout emb_dropout_prob ffn_dropout hidden_dropout hidden_dropout_prob resid_dropout resid_pdrop
+    residual_dropout classifier_dropout summary_activation summary_first_dropout summary_proj_to_labels summary_type
+    summary_use_proj router_aux_loss_coef router_jitter_noise router_dtype router_z_loss_coef moe_aux_loss_coef
+    aux_loss_alpha seq_aux z_loss_coefficient scale_attention_softmax_in_fp32 attention_softmax_in_fp32 softmax_in_fp32
+    vision_config audio_config vision_feature_layer spatial_merge_size projector_hidden_act multimodal_projector_bias
     """.split()
 )
+"""About training, generation, tokens, precision, other libraries and other modalities: not how weights are used."""
 
 
 @lru_cache(maxsize=1)

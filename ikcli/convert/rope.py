@@ -123,9 +123,9 @@ def put_yarn(m: Build, rope: Rope) -> None:
 
 def llama3_factors(m: Build, rope: Rope, n_rot: int) -> Floats:
     """Frequencies are divided by these: those of long wavelengths by `factor`, between the bands something between."""
-    factor, low, high = rope.number("factor", 8.0), rope.number("low_freq_factor", 1.0), rope.number("high_freq_factor", 4.0)
-    context = rope.number("original_max_position_embeddings", 8192)
-    one, context = np.float32(1), np.float32(context)
+    factor = np.float32(rope.number("factor", 8.0))
+    low, high = np.float32(rope.number("low_freq_factor", 1.0)), np.float32(rope.number("high_freq_factor", 4.0))
+    one, context = np.float32(1), np.float32(rope.number("original_max_position_embeddings", 8192))
     exponents = np.arange(0, n_rot, 2, dtype=np.float32) / np.float32(n_rot)
     frequencies = one / np.power(rope.theta, exponents, dtype=np.float64).astype(np.float32)
     factors: list[np.float32] = []
@@ -133,8 +133,8 @@ def llama3_factors(m: Build, rope: Rope, n_rot: int) -> Floats:
         if wavelength < context / high:
             factors.append(one)
         elif wavelength > context / low:
-            factors.append(np.float32(factor))
+            factors.append(factor)
         else:
-            smooth = (one / wavelength * context - np.float32(low)) / np.float32(high - low)
-            factors.append(one / ((one - smooth) / np.float32(factor) + smooth))
+            smooth = (one / wavelength * context - low) / (high - low)
+            factors.append(one / ((one - smooth) / factor + smooth))
     return np.array(factors, np.float32)

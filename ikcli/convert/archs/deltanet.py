@@ -101,7 +101,7 @@ def _split_qkvz(m: Build, found: Found) -> None:
 
 
 def _value_heads(width: int = 0) -> Any:
-    """Order of value heads: first those that come first at each key head; `width` rows per head (0: all its columns)."""
+    """Order of value heads: first those that come first at each key head; a head has `width` rows (0: its columns)."""
 
     def order(m: Build, n: int) -> Order:
         n_k, _, n_v, d_v = _heads(m)

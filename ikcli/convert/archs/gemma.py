@@ -110,7 +110,9 @@ def _gemma3(m: Build) -> None:
 
 def _local_base(m: Build) -> float:
     local = m.config.given("rope_local_base_freq")
-    return m.config.number("rope_local_base_freq") if local is not None else read_rope(m.config, "sliding_attention").theta
+    return (
+        m.config.number("rope_local_base_freq") if local is not None else read_rope(m.config, "sliding_attention").theta
+    )
 
 
 def _head_dims(m: Build) -> tuple[int, int]:
@@ -144,7 +146,9 @@ def _gemma4(m: Build) -> None:
     c.expect("use_bidirectional_attention", False, "vision")
     full, local = _head_dims(m)
     n_layer, n_shared = c.integer("num_hidden_layers"), c.integer("num_kv_shared_layers")
-    kinds = c.items("layer_types") or ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(n_layer)]
+    kinds = c.items("layer_types") or [
+        "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(n_layer)
+    ]
     is_window = windows(m, 0, kinds=kinds)
     if c.get("num_global_key_value_heads") is not None and c.flag("attention_k_eq_v"):
         other = c.integer("num_global_key_value_heads", least=1)

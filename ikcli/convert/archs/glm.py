@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ikcli.convert.build import Architecture, Build, Rule, Table, expert
+from ikcli.convert.build import Architecture, Build, Rule, Table
 from ikcli.convert.common import (
     CHOICE_BIAS,
     HEAD_NORMS,

@@ -1,0 +1,173 @@
+"""`ik convert DIR [--outfile F] [--outtype TYPE]`: a checkpoint as a GGUF file, in any type that `ik quantize` writes.
+
+Answers to convert_hf_to_gguf.py; types are chosen as `ik quantize` chooses them for
+a file in the checkpoint's own types.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ikcli import log
+from ikcli.commands._options import usage
+from ikcli.commands._suggest import nearest
+from ikcli.commands._target import has_target, target_options
+from ikcli.commands.quantize import Request, dry_run_lines, recipe_of, report_plan, threads, tool_options, write
+from ikcli.config_tools import ConvertConfig, QuantizeConfig
+from ikcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from ikcli.convert.tool import Checkpoint
+    from ikcli.quant.tool import ToolPlan
+
+_Q8_0 = 7  # file type to start from when a target is given without a type
+
+
+def run(config: ConvertConfig) -> int:
+    """Open the checkpoint, choose types, and unless it is a dry run write the result."""
+    # Rows are spread over threads here, and BLAS must be told before NumPy is imported.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if config.remote:
+        raise UsageError("--remote: ik convert reads directories; ik pull NAME fetches a model from the hub first")
+    if not config.args:
+        raise UsageError(f"the directory is missing; usage: {usage('convert')}")
+    from ikcli.convert.tool import CheckpointOptions, open_checkpoint
+
+    directory = Path(config.args[0])
+    _check(config, directory)
+    ignored = tuple(key.strip() for text in config.ignore_config_key for key in text.split(",") if key.strip())
+    found = open_checkpoint(directory, CheckpointOptions(config.model_name, config.metadata, config.pre, ignored))
+    _report_checkpoint(config, found)
+    return _vocabulary(config, found) if config.vocab_only else _model(config, found)
+
+
+def _check(config: ConvertConfig, directory: Path) -> None:
+    if directory.is_file():
+        raise UsageError(f"{directory} is a file; name the directory with config.json and the safetensors files")
+    if config.metadata is not None and not config.metadata.is_file():
+        raise UsageError(f"--metadata: there is no file {config.metadata}")
+    if config.vocab_only and (config.split_max_size or config.split_max_tensors):
+        raise UsageError("--vocab-only writes no tensors, so there is nothing to split")
+
+
+def _report_checkpoint(config: ConvertConfig, found: Checkpoint) -> None:
+    file = found.file
+    n_files = f"{len(file.paths)} file{'s' if len(file.paths) > 1 else ''}"
+    log.log(f"{config.args[0]}: {file.arch}, {len(file.tensors)} tensors of {file.n_elements} weights in {n_files}")
+    for note in found.notes:
+        log.warn(note)
+    if found.dropped:
+        log.log(f"{len(found.dropped)} tensors of the checkpoint are left out, the first is {found.dropped[0]}")
+        for name in found.dropped if config.verbose else ():
+            log.log(f"left out: {name}")
+
+
+def _output(config: ConvertConfig, found: Checkpoint, type_name: str) -> Path:
+    from ikcli.convert.naming import fill_name
+
+    given = Path(config.outfile) if config.outfile is not None else Path(config.args[0])
+    if given.is_dir():
+        return given / found.description.file_name(type_name)
+    return given.with_name(fill_name(given.name, type_name))
+
+
+def _vocabulary(config: ConvertConfig, found: Checkpoint) -> int:
+    from ikcli.convert.tool import write_vocabulary
+
+    output = _output(config, found, "")
+    if config.dry_run:
+        log.log(f"{output} would hold keys and vocabulary; nothing is written")
+        return 0
+    write_vocabulary(found, output, config.override_kv)
+    log.log(f"wrote {output}")
+    return 0
+
+
+def _model(config: ConvertConfig, found: Checkpoint) -> int:
+    from ikcli.convert.tool import plan_convert
+    from ikcli.gguf.split import parse_size
+
+    settings = QuantizeConfig(
+        imatrix=config.imatrix,
+        ignore_imatrix_rules=config.ignore_imatrix_rules,
+        custom_q=config.custom_q,
+        pure=config.pure,
+        leave_output_tensor=config.leave_output_tensor,
+        output_tensor_type=config.output_tensor_type,
+        token_embedding_type=config.token_embedding_type,
+        target_size=config.target_size,
+        target_bpw=config.target_bpw,
+        override_kv=config.override_kv,
+        partial_requant=config.resume,
+    )
+    number, name = _type(config, settings, found)
+    target = target_options(settings, config.outtype not in (None, "auto"), _no_measure)
+    if target is not None and (config.pure or name in ("F32", "F16", "BF16")):
+        raise UsageError("a target needs types to choose from; drop --pure and float types")
+    output = _output(config, found, name)
+    options = tool_options(settings, threads(config.n_threads))
+    recipe = recipe_of(settings, number, name)
+    size = parse_size(config.split_max_size) if config.split_max_size is not None else 0
+    measuring = nullcontext(_nothing)
+    if target is not None:
+        measuring = log.progress("measuring types", found.file.n_bytes, in_bytes=True)  # type: ignore[assignment]
+    with measuring as advance:
+        plan = plan_convert(found, output, recipe, options, target, config.split_max_tensors, size, advance)
+    request = Request(
+        config.args[0], str(output), "convert", name, recipe, options, (), config.dry_run, config.verbose, target
+    )
+    report_plan(request, plan)
+    if config.dry_run and not config.json:
+        print("\n".join(dry_run_lines(plan)))
+    elif not config.dry_run:
+        write(request, plan)
+    if config.json:
+        print(json.dumps(_summary(plan, found, name), indent=1))
+    return 0
+
+
+def _nothing(n_bytes: float) -> None:
+    """No progress."""
+
+
+def _no_measure(text: Path, chunks: int) -> Callable[..., Any]:
+    raise UsageError("--calibrate needs a model file")
+
+
+def _type(config: ConvertConfig, settings: QuantizeConfig, found: Checkpoint) -> tuple[int, str]:
+    """File type and its name; without one that of the checkpoint, for a target that of most bytes."""
+    from ikcli.gguf.constants import FILE_TYPES
+    from ikcli.quant.tool import file_type_names, parse_file_type
+
+    if config.outtype is None or config.outtype.lower() == "auto":
+        number = _Q8_0 if has_target(settings) else found.auto_type
+        return number, FILE_TYPES[number].names[0]
+    parsed = parse_file_type(config.outtype)
+    if parsed is None or parsed[1] == "COPY":
+        names = [n for n in file_type_names() if n != "COPY"]
+        near = nearest(config.outtype.upper(), names)
+        hint = f"; did you mean {near}?" if near else f"; types are auto {' '.join(names)}"
+        raise UsageError(f"--outtype: unknown type {config.outtype}{hint}")
+    return parsed
+
+
+def _summary(plan: ToolPlan, found: Checkpoint, name: str) -> dict[str, Any]:
+    from ikcli.gguf.types import TYPES
+    from ikcli.quant.quantizer import output_parts
+
+    return {
+        "architecture": found.file.arch,
+        "type": name,
+        "files": [str(part.path) for part in output_parts(plan.job)],
+        "n_tensors": len(plan.job.choices),
+        "n_bytes": plan.new_bytes,
+        "bpw": round(plan.bpw, 4),
+        "types": dict(Counter(TYPES[c.new].name for c in plan.job.choices)),
+        "left_out": list(found.dropped),
+    }

@@ -1,0 +1,94 @@
+"""Descriptive keys (`general.name`, `general.size_label`, ...) and the default file name, by the rules of gguf-py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ikcli.convert.config import read_json
+from ikcli.errors import FormatError, IkError, UsageError
+from ikcli.gguf.constants import GGUFValueType
+from ikcli.gguf.values import Typed
+
+SizedTensors = Iterable[tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Keys of a model and the name that its file has if the user gives none."""
+
+    keys: dict[str, Typed]
+    stem: str
+
+    def file_name(self, type_name: str) -> str:
+        """`Name-7B-Instruct-Q4_K_M.gguf`."""
+        return f"{self.stem}-{type_name.upper()}.gguf" if type_name else f"{self.stem}-vocab.gguf"
+
+
+def describe(
+    directory: Path, tensors: SizedTensors, model_name: str | None = None, metadata: Path | None = None
+) -> Description:
+    """From the names of directory and model card, the sizes of tensors, and a JSON file with keys that override."""
+    import gguf
+
+    overrides = read_json(metadata) if metadata is not None else {}
+    unknown = sorted(k for k in overrides if not k.startswith("general."))
+    if unknown:
+        raise UsageError(f"--metadata {metadata}: {unknown[0]} is no key of general.*")
+    total, shared, per_expert, n_expert = _parameters(tensors)
+    directory = directory.resolve()
+    try:
+        found = gguf.Metadata.load(metadata, directory, model_name, total)
+    except OSError as problem:
+        raise IkError(f"{directory / 'README.md'}: {problem.strerror or problem}") from None
+    except Exception as problem:  # a model card can be anything; the YAML of it has errors of its own
+        raise FormatError(f"{directory / 'README.md'}: the model card cannot be read ({problem})") from None
+    if found.name is None:
+        found.name = directory.name
+    if found.size_label is None and total > 0:
+        found.size_label = gguf.size_label(total, shared, per_expert, n_expert)
+    stem = gguf.naming_convention(
+        found.name, found.basename, found.finetune, found.version, found.size_label if total else None, None
+    )
+    writer = gguf.GGUFWriter(None, "")
+    try:
+        found.set_gguf_meta_model(writer)
+    except (TypeError, ValueError, AttributeError) as problem:
+        raise FormatError(
+            f"{metadata or directory / 'README.md'}: a value of the metadata is of no use: {problem}"
+        ) from None
+    keys = {k: _typed(v) for k, v in writer.kv_data[0].items() if k != "general.architecture"}
+    return Description(keys, stem)
+
+
+def _typed(value: Any) -> Typed:
+    item = None if value.sub_type is None else GGUFValueType(int(value.sub_type))
+    type = GGUFValueType(int(value.type))
+    if type == GGUFValueType.ARRAY and item is None and all(isinstance(v, str) for v in value.value):
+        item = GGUFValueType.STRING
+    return Typed(value.value, type, item)
+
+
+def _parameters(tensors: SizedTensors) -> tuple[int, int, int, int]:
+    """(all, those without experts, those of one expert, experts)."""
+    total = shared = per_expert = 0
+    counts: list[int] = []
+    for name, shape in tensors:
+        size = math.prod(shape)
+        total += size
+        if "_exps." in name and len(shape) > 2:
+            counts.append(shape[-1])
+            per_expert += size // shape[-1]
+        else:
+            shared += size
+    return total, shared, per_expert, sum(counts) // len(counts) if counts else 0
+
+
+def fill_name(name: str, type_name: str) -> str:
+    """`{ftype}` and `{FTYPE}` (or outtype) in a file name."""
+    for key in ("ftype", "outtype"):
+        name = name.replace(f"{{{key}}}", type_name.lower()).replace(f"{{{key.upper()}}}", type_name.upper())
+    return name

@@ -1,0 +1,126 @@
+"""A checkpoint as a model file: its architecture, keys and tensors, checked against what runs it, and the job that writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ikcli.convert.archs import architecture_of
+from ikcli.convert.build import Build, convert_tensors
+from ikcli.convert.config import Config
+from ikcli.convert.file import CheckpointFile, checkpoint_file
+from ikcli.convert.naming import Description, describe
+from ikcli.convert.source import SafetensorsSource
+from ikcli.convert.vocab import read_vocabulary
+from ikcli.errors import UnsupportedError
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.overrides import apply_overrides
+from ikcli.gguf.writer import GGUFWriter, NewTensor, plan_splits
+from ikcli.models import HParams, check_tensors, find
+from ikcli.quant.output_check import check_output
+from ikcli.quant.quantizer import output_metadata
+from ikcli.quant.recipes import RecipeOptions
+from ikcli.quant.tool import ToolOptions, ToolPlan, plan_of
+
+if TYPE_CHECKING:
+    from ikcli.quant.target import TargetOptions
+
+AUTO = {GGMLType.BF16: 32, GGMLType.F16: 1, GGMLType.F32: 1}  # file types; of float32 files f16 is made
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """How a checkpoint is read and described."""
+
+    model_name: str | None = None
+    metadata: Path | None = None
+    pre: str | None = None
+    ignored_keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A directory as a model: the file that it would be, and what was left out."""
+
+    file: CheckpointFile
+    description: Description
+    dropped: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def auto_type(self) -> int:
+        """File type of the first matrix."""
+        matrix = next((t for t in self.file.tensors.values() if len(t.shape) > 1), None)
+        return AUTO[matrix.type] if matrix is not None else 1
+
+
+def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -> Checkpoint:
+    """Everything of a checkpoint but the data; an error names the key or tensor that is not understood."""
+    options = options or CheckpointOptions()
+    config = Config(directory)
+    architecture = architecture_of(config)
+    source = SafetensorsSource(directory)
+    m = Build(config, source, architecture.name)
+    architecture.keys(m)
+    convert_tensors(m, architecture)
+    strange = [key for key in config.not_understood(architecture.harmless) if key not in options.ignored_keys]
+    if strange:
+        value = config.values[strange[0]]
+        raise UnsupportedError(
+            f"{config.path}: key {strange[0]} ({value!r}) is not understood for {architecture.name}"
+            + (f", and so are {', '.join(strange[1:])}" if strange[1:] else "")
+            + "; if it does not change the result, --ignore-config-key "
+            + ",".join(strange)
+        )
+    description = describe(
+        directory, [(t.name, t.shape) for t in m.tensors.values()], options.model_name, options.metadata
+    )
+    vocabulary = read_vocabulary(directory, config.raw, architecture.name, options.pre)
+    keys = {"general.architecture": architecture.name, "general.type": "model", **description.keys}
+    file = checkpoint_file(source.paths, source, m.tensors, keys | m.metadata | vocabulary)
+    _check(file, directory)
+    return Checkpoint(file, description, tuple(m.dropped), tuple(m.notes))
+
+
+def _check(file: CheckpointFile, directory: Path) -> None:
+    """FormatError for a tensor that is missing or has another shape than the keys say."""
+    hp = HParams.from_gguf(file.metadata, file.tensors, str(directory))
+    check_tensors(find(hp.arch).tensor_shapes(hp), file.tensors, str(directory))
+
+
+def plan_convert(
+    checkpoint: Checkpoint,
+    output: Path,
+    recipe: RecipeOptions,
+    options: ToolOptions,
+    target: TargetOptions | None = None,
+    max_tensors: int = 0,
+    max_bytes: int = 0,
+    advance: Callable[[float], None] = lambda n_bytes: None,
+) -> ToolPlan:
+    """Types of all tensors, as `ik quantize` chooses them for the file in the checkpoint's own types, and the job."""
+    file = checkpoint.file
+
+    def opened() -> CheckpointFile:
+        apply_overrides(file.metadata, file.value_types, file.item_types, options.overrides, str(file.paths[0]))
+        return file
+
+    plan = plan_of(opened, str(output), recipe, options, target, advance)
+    if max_tensors or max_bytes:
+        specs = [NewTensor(c.name, c.shape, c.new) for c in plan.job.choices]
+        splits = plan_splits(specs, max_tensors, max_bytes)
+        plan = replace(plan, job=replace(plan.job, splits=tuple(splits)))
+    return plan
+
+
+def write_vocabulary(checkpoint: Checkpoint, output: Path, overrides: Sequence[str] = ()) -> Path:
+    """A file with all keys and no tensor."""
+    file = checkpoint.file
+    apply_overrides(file.metadata, file.value_types, file.item_types, overrides, str(file.paths[0]))
+    check_output([output], file.paths)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with GGUFWriter(output, output_metadata(file, None), []):
+        pass
+    return output

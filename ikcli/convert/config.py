@@ -15,29 +15,30 @@ from typing import Any
 
 from ikcli.errors import FormatError, IkError, UnsupportedError
 
-HARMLESS = frozenset(
-    """
-    architectures model_type auto_map transformers_version torch_dtype dtype torchscript transformers.js_config tf_legacy_loss
-    quantization_config unsloth_fixed unsloth_version unsloth_tokenizer_version id2label label2id num_labels problem_type
-    finetuning_task task_specific_params tokenizer_class prefix language chunk_size_feed_forward is_decoder
-    is_encoder_decoder add_cross_attention cross_attention_hidden_size pruned_heads keys_to_ignore_at_inference
-    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id eod_token_id decoder_start_token_id eos_token
-    forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens bad_words_ids image_token_id
-    image_token_index video_token_id video_token_index vision_start_token_id vision_end_token_id vision_token_id
-    do_sample early_stopping num_beams num_beam_groups diversity_penalty length_penalty repetition_penalty temperature
-    top_k top_p typical_p min_length max_length max_new_tokens no_repeat_ngram_size encoder_no_repeat_ngram_size
-    num_return_sequences exponential_decay_length_penalty remove_invalid_values output_scores return_dict_in_generate
-    return_dict output_attentions output_hidden_states output_router_logits
-    initializer_range init_device init_method use_cache use_bfloat16 bf16 fp16 fp32 pretraining_tp tp_size ep_size
-    gradient_checkpointing attn_implementation use_flash_attn use_flash_attention onnx_safe pre_allocate_kv_cache
-    attention_dropout attention_dropout_prob attention_probs_dropout_prob attn_dropout attn_pdrop dropout embd_pdrop
-    embd_dropout embedding_dropout emb_dropout_prob ffn_dropout hidden_dropout hidden_dropout_prob resid_dropout resid_pdrop
-    residual_dropout classifier_dropout summary_activation summary_first_dropout summary_proj_to_labels summary_type
-    summary_use_proj router_aux_loss_coef router_jitter_noise router_dtype router_z_loss_coef moe_aux_loss_coef
-    aux_loss_alpha seq_aux z_loss_coefficient scale_attention_softmax_in_fp32 attention_softmax_in_fp32 softmax_in_fp32
-    vision_config audio_config vision_feature_layer spatial_merge_size projector_hidden_act multimodal_projector_bias
-    """.split()
-)
+_HARMLESS = """
+    architectures model_type auto_map transformers_version torch_dtype dtype torchscript transformers.js_config
+    tf_legacy_loss quantization_config unsloth_fixed unsloth_version unsloth_tokenizer_version id2label label2id
+    num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix language
+    chunk_size_feed_forward is_decoder is_encoder_decoder add_cross_attention cross_attention_hidden_size
+    pruned_heads keys_to_ignore_at_inference bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id
+    eod_token_id decoder_start_token_id eos_token forced_bos_token_id forced_eos_token_id suppress_tokens
+    begin_suppress_tokens bad_words_ids image_token_id image_token_index video_token_id video_token_index
+    vision_start_token_id vision_end_token_id vision_token_id do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty length_penalty repetition_penalty temperature top_k top_p typical_p min_length max_length
+    max_new_tokens no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences
+    exponential_decay_length_penalty remove_invalid_values output_scores return_dict_in_generate return_dict
+    output_attentions output_hidden_states output_router_logits initializer_range init_device init_method use_cache
+    use_bfloat16 bf16 fp16 fp32 pretraining_tp tp_size ep_size gradient_checkpointing attn_implementation
+    use_flash_attn use_flash_attention onnx_safe pre_allocate_kv_cache attention_dropout attention_dropout_prob
+    attention_probs_dropout_prob attn_dropout attn_pdrop dropout embd_pdrop embd_dropout embedding_dropout
+    emb_dropout_prob ffn_dropout hidden_dropout hidden_dropout_prob resid_dropout resid_pdrop residual_dropout
+    classifier_dropout summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    router_aux_loss_coef router_jitter_noise router_dtype router_z_loss_coef moe_aux_loss_coef aux_loss_alpha
+    seq_aux z_loss_coefficient scale_attention_softmax_in_fp32 attention_softmax_in_fp32 softmax_in_fp32
+    vision_config audio_config vision_feature_layer spatial_merge_size projector_hidden_act
+    multimodal_projector_bias
+"""
+HARMLESS = frozenset(_HARMLESS.split())
 """About training, generation, tokens, precision, other libraries and other modalities: not how weights are used."""
 
 
@@ -72,7 +73,7 @@ class Config:
         self.raw = read_json(self.path)
         self.values = _text_part(self.raw)
         self.model_type = str(self.values.get("model_type", ""))
-        found = known_defaults().get(self.model_type, {"aliases": {}, "defaults": {}})
+        found = known_defaults().get(_SAME_TYPE.get(self.model_type, self.model_type), {"aliases": {}, "defaults": {}})
         self.defaults: dict[str, Any] = dict(found["defaults"])
         self._aliases: dict[str, str] = found["aliases"]
         for alias, name in self._aliases.items():
@@ -161,6 +162,10 @@ class Config:
             if not says_nothing and not (key in self.defaults and self.defaults[key] == value):
                 found.append(key)
         return found
+
+
+_SAME_TYPE = {"kimi_k2": "deepseek_v3", "ernie4_5_moe_vl": "ernie4_5_moe", "mimo_v2": "mimo_v2_flash"}
+"""Other names of a model_type."""
 
 
 def _text_part(raw: dict[str, Any]) -> dict[str, Any]:

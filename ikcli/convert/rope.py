@@ -18,14 +18,13 @@ _KNOWN: dict[str, set[str]] = {
     "default": {"mrope_section", "mrope_interleaved", "factor"},
     "linear": {"factor", "original_max_position_embeddings"},
     "yarn": {
-        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "attn_factor", "mscale",
-        "mscale_all_dim", "truncate", "llama_4_scaling_beta", "extrapolation_factor", "finetuned", "apply_yarn_scaling",
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "attn_factor",
+        "mscale", "mscale_all_dim", "truncate", "llama_4_scaling_beta", "extrapolation_factor", "finetuned",
     },
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "longrope": {"short_factor", "long_factor", "factor", "original_max_position_embeddings", "short_mscale", "long_mscale",
-                 "attention_factor"},
+    "longrope": {"short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor"},
     "proportional": set(),
-    "dynamic": {"factor", "alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings"},
+    "dynamic": {"factor", "alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"},
 }  # fmt: skip
 _SAME = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn", "none": "default"}
 

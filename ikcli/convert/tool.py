@@ -1,7 +1,8 @@
-"""A checkpoint as a model file: its architecture, keys and tensors, checked against what runs it, and the job that writes it."""
+"""A checkpoint as a model file: keys and tensors, checked against what runs it, and the job that writes it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from ikcli.quant.tool import ToolOptions, ToolPlan, plan_of
 if TYPE_CHECKING:
     from ikcli.quant.target import TargetOptions
 
+_UNREAD = r"\.indexer\.|^rope_f|_(k|v|kv)_b\.weight$|_gate_up_exps\.weight$|^output\.weight$"
+"""Tensors that are read elsewhere, or kept for other programs."""
 AUTO = {GGMLType.BF16: 32, GGMLType.F16: 1, GGMLType.F32: 1}  # file types; of float32 files f16 is made
 
 
@@ -85,9 +88,15 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
 
 
 def _check(file: CheckpointFile, directory: Path) -> None:
-    """FormatError for a tensor that is missing or has another shape than the keys say."""
+    """FormatError for a tensor that is missing or has another shape than the keys say, or that no one would read."""
     hp = HParams.from_gguf(file.metadata, file.tensors, str(directory))
-    check_tensors(find(hp.arch).tensor_shapes(hp), file.tensors, str(directory))
+    specs = find(hp.arch).tensor_shapes(hp)
+    check_tensors(specs, file.tensors, str(directory))
+    for name in file.tensors:
+        block = re.match(r"blk\.(\d+)\.", name)
+        further = block is not None and int(block[1]) >= hp.n_layer
+        if name not in specs and not further and not re.search(_UNREAD, name):
+            raise UnsupportedError(f"{directory}: tensor {name} has no use in architecture {hp.arch}")
 
 
 def plan_convert(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ikcli.convert.archs import deltanet, gemma, glm, llama, moe, qwen
+from ikcli.convert.archs import deepseek, deltanet, dense, gemma, glm, layernorm, llama, moe, qwen
 from ikcli.convert.build import Architecture
 from ikcli.convert.config import Config
 from ikcli.errors import UnsupportedError
 
 ARCHITECTURES: tuple[Architecture, ...] = tuple(
-    found for module in (llama, qwen, deltanet, gemma, glm, moe) for found in module.ARCHITECTURES
+    found
+    for module in (llama, qwen, deltanet, gemma, glm, moe, deepseek, dense, layernorm)
+    for found in module.ARCHITECTURES
 )
 
 

@@ -17,8 +17,9 @@ from ikcli.convert.common import (
     sizes,
     tied,
 )
+from ikcli.convert.rope import read_rope
 
-PAIRS = {
+PAIRS: Table = {
     "layers.*.self_attn.q_proj": to("blk.*.attn_q", order=rotated_pairs()),
     "layers.*.self_attn.k_proj": to("blk.*.attn_k", order=rotated_pairs("num_key_value_heads")),
 }
@@ -48,6 +49,20 @@ def _keys(m: Build) -> None:
         c.get(key)
 
 
+def _mistral3(m: Build) -> None:
+    """Queries beyond the original context are scaled by position in Ministral 3."""
+    c = m.config
+    llama_keys(m)
+    no_window(m)
+    found = read_rope(c)
+    if found.type == "yarn":
+        if found.number("mscale", 1.0) != found.number("mscale_all_dim", 0.0):
+            raise c.fail("rope_parameters", "has mscale and mscale_all_dim that differ; known are equal ones")
+        m.key("rope.scaling.yarn_log_multiplier", found.number("mscale_all_dim"))
+    if "llama_4_scaling_beta" in found.values:
+        m.key("attention.temperature_scale", found.number("llama_4_scaling_beta"))
+
+
 def finish(m: Build) -> None:
     """Factors of the rotation, and the matrix of the output."""
     put_llama3(m, m.metadata[f"{m.arch}.rope.dimension_count"])
@@ -56,4 +71,8 @@ def finish(m: Build) -> None:
 
 ARCHITECTURES = (
     Architecture("llama", ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"), _keys, TABLE, finish),
-)
+    Architecture(
+        "mistral3", ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"), _mistral3, TABLE, finish,
+        r"vision_tower|multi_modal_projector|vision_encoder|patch_merger",
+    ),
+)  # fmt: skip

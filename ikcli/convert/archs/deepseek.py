@@ -1,0 +1,201 @@
+"""Latent attention: DeepSeek V2 to V3.2, Kimi-K2, GLM-4.7-Flash, GLM-5, Mistral 4; and DeepSeek 1, which has none."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ikcli.convert.archs.glm import NEXT_TOKENS, n_further
+from ikcli.convert.archs.llama import PAIRS
+from ikcli.convert.build import Architecture, Build, Found, Rule, Table, fused_experts
+from ikcli.convert.common import (
+    CHOICE_BIAS,
+    LLAMA,
+    SILU,
+    activation,
+    expert_names,
+    experts,
+    no_window,
+    rms_eps,
+    rope,
+    shared_expert_names,
+    sizes,
+    tied,
+)
+from ikcli.convert.pieces import Matrix, Piece, Rows
+from ikcli.convert.rope import Rope, read_rope
+from ikcli.convert.source import Array
+from ikcli.errors import FormatError
+
+_SEES = r"vision_tower|mm_projector|multi_modal_projector|vision_encoder|patch_merger"
+
+
+def split_kv_b(m: Build, found: Found) -> None:
+    """Per head rows for keys and rows for values: keys are turned, so that they multiply queries."""
+    c = m.config
+    n_head, nope, v = (c.integer(key, least=1) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
+    rows, rank = found.shape
+    if rows != n_head * (nope + v):
+        raise FormatError(f"{c.path.parent}: tensor {found.name} has {rows} rows, not {n_head} * ({nope} + {v})")
+    keys: list[Piece] = []
+    values: list[Piece] = []
+    for head in range(n_head):
+        first = head * (nope + v)
+        keys.append(Matrix(found.name, rank, nope, first, first + nope, _turn))
+        values.append(Rows(found.name, v, rank, first + nope))
+    m.add(f"blk.{found.block}.attn_k_b.weight", keys, (nope, rank, n_head))
+    m.add(f"blk.{found.block}.attn_v_b.weight", values, (rank, v, n_head))
+
+
+def _turn(rows: Array) -> Array:
+    return np.ascontiguousarray(rows.T)
+
+
+MLA: dict[str, str | Rule] = {
+    "layers.*.self_attn.q_a_proj": "blk.*.attn_q_a",
+    "layers.*.self_attn.q_a_layernorm": "blk.*.attn_q_a_norm",
+    "layers.*.self_attn.q_b_proj": "blk.*.attn_q_b",
+    "layers.*.self_attn.kv_a_proj_with_mqa": "blk.*.attn_kv_a_mqa",
+    "layers.*.self_attn.kv_a_layernorm": "blk.*.attn_kv_a_norm",
+    "layers.*.self_attn.kv_b_proj": split_kv_b,
+}
+INDEXER: dict[str, str | Rule] = {
+    "layers.*.self_attn.indexer.k_norm": "blk.*.indexer.k_norm",
+    "layers.*.self_attn.indexer.weights_proj": "blk.*.indexer.proj",
+    "layers.*.self_attn.indexer.wk": "blk.*.indexer.attn_k",
+    "layers.*.self_attn.indexer.wq_b": "blk.*.indexer.attn_q_b",
+}
+_EXPERTS: Table = expert_names() | shared_expert_names() | {"layers.*.mlp.gate.e_score_correction_bias": CHOICE_BIAS}
+DEEPSEEK2: Table = LLAMA | MLA | _EXPERTS | NEXT_TOKENS
+MISTRAL4: Table = DEEPSEEK2 | {
+    "layers.*.mlp.experts.gate_up_proj": fused_experts("blk.*.ffn_gate_up_exps.weight"),
+}
+
+
+def mla_keys(m: Build) -> None:
+    """Ranks and the widths of heads, of latent keys and of heads as they are."""
+    c = m.config
+    rank, rotated = c.integer("kv_lora_rank", least=1), c.integer("qk_rope_head_dim", least=2)
+    if c.get("q_lora_rank") is not None:
+        m.key("attention.q_lora_rank", c.integer("q_lora_rank", least=1))
+    m.key("attention.kv_lora_rank", rank)
+    m.key("attention.head_count_kv", 1)
+    m.key("attention.key_length", rank + rotated)
+    m.key("attention.value_length", rank)
+    m.key("attention.key_length_mla", c.integer("qk_nope_head_dim", least=1) + rotated)
+    m.key("attention.value_length_mla", c.integer("v_head_dim", least=1))
+    m.key("rope.dimension_count", rotated)
+    for key in ("qk_head_dim", "head_dim", "num_key_value_heads", "vocab_size", "attention_bias"):
+        c.get(key)
+
+
+def scaled_rope(m: Build) -> Rope:
+    """YaRN with the factor on K*Q, which goes by `mscale_all_dim`."""
+    found = rope(m)
+    if found.type == "yarn":
+        scale, whole = found.number("mscale", 1.0), found.number("mscale_all_dim", 0.0)
+        if whole and scale != whole:
+            raise m.config.fail(
+                "rope_parameters", f"has mscale {scale} and mscale_all_dim {whole}; known are equal ones"
+            )
+        if whole:
+            m.key("rope.scaling.yarn_log_multiplier", 0.1 * whole)
+    return found
+
+
+def routing(m: Build, *, gating: int, first: str = "first_k_dense_replace") -> None:
+    """Experts, their groups, and how they are chosen."""
+    c = m.config
+    m.key("leading_dense_block_count", c.integer(first, default=0))
+    experts(m, "n_routed_experts", "num_experts")
+    m.key("expert_shared_count", c.integer("n_shared_experts", "num_shared_experts", default=0))
+    m.key("expert_weights_scale", c.number("routed_scaling_factor", default=1.0))
+    m.key("expert_weights_norm", c.flag("norm_topk_prob"))
+    m.key("expert_gating_func", gating)
+    if c.integer("n_group", default=1) > 1:
+        m.key("expert_group_count", c.integer("n_group"))
+        m.key("expert_group_used_count", c.integer("topk_group"))
+    c.expect("moe_layer_freq", 1)
+    c.expect("scoring_func", "sigmoid" if gating == 2 else "softmax")
+
+
+def _deepseek2(m: Build) -> None:
+    c = m.config
+    activation(m, *SILU)
+    sizes(m, n_further=n_further(m, "num_nextn_predict_layers", "num_mtp_layers"))
+    scaled_rope(m)
+    rms_eps(m)
+    mla_keys(m)
+    has_bias = m.has(r"e_score_correction_bias$")
+    sigmoid = has_bias or c.given("scoring_func") == "sigmoid"
+    routing(m, gating=2 if sigmoid else 1)
+    c.expect("topk_method", "noaux_tc" if sigmoid else "greedy", "noaux_tc" if sigmoid else "group_limited_greedy")
+    m.key("vocab_size", c.integer("vocab_size"))
+    c.expect("rope_interleave", True)
+    if m.n_further:
+        m.key("nextn_predict_layers", m.n_further)
+
+
+def _indexer(m: Build) -> None:
+    _deepseek2(m)
+    c = m.config
+    m.key("attention.indexer.head_count", c.integer("index_n_heads", least=1))
+    m.key("attention.indexer.key_length", c.integer("index_head_dim", least=1))
+    m.key("attention.indexer.top_k", c.integer("index_topk", least=1))
+    for key in ("layer_types", "indexer_rope_interleave", "indexer_types", "mlp_layer_types"):
+        c.given(key)
+    m.notes.append(f"attention of {m.arch} is over all positions; the indexer is kept, and not used")
+
+
+def _mistral4(m: Build) -> None:
+    c = m.config
+    activation(m, *SILU)
+    sizes(m)
+    found = scaled_rope(m)
+    rms_eps(m)
+    mla_keys(m)
+    routing(m, gating=1)
+    c.expect("rope_interleave", True)
+    m.key("vocab_size", c.integer("vocab_size"))
+    m.key("attention.temperature_scale", found.number("llama_4_scaling_beta", 0.0))
+    c.given("sliding_window")
+    no_window(m)
+
+
+def _deepseek(m: Build) -> None:
+    c = m.config
+    activation(m, *SILU)
+    sizes(m)
+    rope(m)
+    rms_eps(m)
+    m.key("vocab_size", c.integer("vocab_size"))
+    width = c.integer("hidden_size") // c.integer("num_attention_heads")
+    m.key("rope.dimension_count", c.integer("head_dim", default=width))
+    m.key("leading_dense_block_count", c.integer("first_k_dense_replace", default=0))
+    experts(m, "n_routed_experts")
+    m.key("expert_shared_count", c.integer("n_shared_experts", default=0))
+    m.key("expert_weights_scale", 1.0)
+    if c.flag("norm_topk_prob"):
+        m.key("expert_weights_norm", True)
+    c.expect("moe_layer_freq", 1)
+    c.expect("scoring_func", "softmax")
+    c.expect("attention_bias", False)
+
+
+def _finish(m: Build) -> None:
+    read_rope(m.config)
+    tied(m)
+
+
+_HARMLESS = frozenset({"num_mtp_layers", "mtp_loss_coef", "quantization"})
+ARCHITECTURES = (
+    Architecture("deepseek", ("DeepseekForCausalLM",), _deepseek, LLAMA | PAIRS | _EXPERTS, tied),
+    Architecture(
+        "deepseek2",
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK2ForCausalLM", "KimiK25ForConditionalGeneration",
+         "Glm4MoeLiteForCausalLM"),
+        _deepseek2, DEEPSEEK2, _finish, _SEES, _HARMLESS,
+    ),
+    Architecture("deepseek32", ("DeepseekV32ForCausalLM",), _indexer, DEEPSEEK2 | INDEXER, _finish, "", _HARMLESS),
+    Architecture("glm-dsa", ("GlmMoeDsaForCausalLM",), _indexer, DEEPSEEK2 | INDEXER, _finish, "", _HARMLESS),
+    Architecture("mistral4", ("Mistral4ForCausalLM",), _mistral4, MISTRAL4, _finish, _SEES, _HARMLESS),
+)  # fmt: skip

@@ -1,0 +1,147 @@
+"""Weights of 4-bit floats (E2M1), two to a byte with the first one low, and a scale per block of a row.
+
+NVFP4: blocks of 16 with E4M3 scales and one factor per tensor, that values are multiplied with (`weight_scale_2`) or
+divided by (`weight_global_scale`). MXFP4: blocks of 32 with powers of two. GGUF's MXFP4 block is the scale and 16
+bytes, of which byte j has element j low and element j + 16 high; the codes of elements and scales are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.convert.float8 import E2M1, FLOAT8, Floats, decode, read_floats
+from ikcli.convert.source import Source
+from ikcli.errors import FormatError
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def _unpack(data: Bytes) -> Bytes:
+    """Codes of rows of bytes, two to a byte."""
+    codes = np.empty((*data.shape[:-1], 2 * data.shape[-1]), np.uint8)
+    codes[..., 0::2] = data & 15
+    codes[..., 1::2] = data >> 4
+    return codes
+
+
+def _to_gguf(data: Bytes, scales: Bytes) -> Bytes:
+    """Rows of MXFP4 blocks as GGUF has them, of rows of bytes and rows of scales."""
+    n, n_blocks = scales.shape
+    codes = _unpack(data).reshape(n, n_blocks, 32)
+    out = np.empty((n, n_blocks, 17), np.uint8)
+    out[..., 0] = scales
+    out[..., 1:] = codes[..., :16] | codes[..., 16:] << 4
+    return out.reshape(n, n_blocks * 17)
+
+
+@dataclass(slots=True)
+class MxFp4Rows:
+    """Rows of a weight as GGUF's blocks; `shape` counts elements."""
+
+    source: Source
+    blocks: str
+    scales: str
+    shape: tuple[int, ...]
+
+    def rows(self, first: int, last: int) -> Bytes:
+        """Rows [first, last): 17 bytes for every 32 elements."""
+        n_blocks = self.shape[-1] // 32
+        per_row = math.prod(self.source.shape(self.blocks)) // math.prod(self.shape[:-1])
+        per_read = self.source.shape(self.blocks)[-1]
+        reads = per_row // per_read  # gpt-oss has a dimension for the blocks of a row, others have none
+        data = self.source.rows(self.blocks, first * reads, last * reads).reshape(last - first, per_row)
+        return _to_gguf(data, self.source.rows(self.scales, first, last).reshape(last - first, n_blocks))
+
+
+@dataclass(slots=True)
+class Fp4:
+    """A weight of bytes and its scales; NVFP4 or, where scales are powers of two, MXFP4."""
+
+    source: Source
+    weight: str
+    scale: str
+    times: str | None
+    over: str | None
+    shape: tuple[int, ...] = field(init=False)
+    packed: MxFp4Rows | None = field(init=False, default=None)
+    _power: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        stored, grid = self.source.shape(self.weight), self.source.shape(self.scale)
+        self._power = self.source.dtype(self.scale) in ("U8", "F8_E8M0")
+        size = 32 if self._power else 16
+        if len(stored) < 2 or grid != (*stored[:-1], stored[-1] * 2 // size) or stored[-1] * 2 % size:
+            raise FormatError(
+                f"tensor {self.scale}: scales of {list(grid)} do not fit {self.weight} of {list(stored)} bytes in "
+                f"blocks of {size}"
+            )
+        self.shape = (*stored[:-1], stored[-1] * 2)
+        if self._power and self.times is None and self.over is None:
+            self.packed = MxFp4Rows(self.source, self.weight, self.scale, self.shape)
+
+    def rows(self, first: int, last: int) -> Floats:
+        """Rows [first, last) of the weight as a matrix."""
+        values = E2M1[_unpack(self.source.rows(self.weight, first, last))]
+        dtype = "F8_E8M0" if self._power else self.source.dtype(self.scale)
+        scales = decode(self.source.rows(self.scale, first, last), dtype)
+        if self.times is not None:
+            scales = scales * self._factor(self.times, first, last)
+        if self.over is not None:
+            scales = scales / self._factor(self.over, first, last)
+        n, n_blocks = scales.shape
+        return (values.reshape(n, n_blocks, -1) * scales[:, :, None]).reshape(n, -1)
+
+    def _factor(self, name: str, first: int, last: int) -> Floats:
+        """The factor of every row: one for all, or one per matrix."""
+        factor = read_floats(self.source, name).reshape(-1)
+        if factor.size == 1:
+            return factor.reshape(1, 1)
+        n_rows = math.prod(self.shape[:-1])
+        if n_rows % factor.size:
+            raise FormatError(f"tensor {name}: {factor.size} factors do not fit {self.weight} of {list(self.shape)}")
+        return factor[np.arange(first, last) // (n_rows // factor.size)][:, None]
+
+
+@dataclass(slots=True)
+class MxFp4Experts:
+    """Experts of gpt-oss: blocks of (expert, output, block, 16) bytes, whose weight is (expert, input, output)."""
+
+    source: Source
+    blocks: str
+    scales: str
+    shape: tuple[int, ...] = field(init=False)
+    packed: MxFp4Rows = field(init=False)
+    _expert: tuple[int, Floats] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        stored, grid = self.source.shape(self.blocks), self.source.shape(self.scales)
+        if len(stored) != 4 or stored[3] != 16 or grid != stored[:3] or self.source.dtype(self.blocks) != "U8":
+            raise FormatError(
+                f"tensor {self.blocks} of {list(stored)} and its scales of {list(grid)} are no blocks of 32 of experts"
+            )
+        n_expert, n_out, n_blocks, _ = stored
+        self.shape = (n_expert, n_blocks * 32, n_out)
+        self.packed = MxFp4Rows(self.source, self.blocks, self.scales, (n_expert, n_out, n_blocks * 32))
+
+    def rows(self, first: int, last: int) -> Floats:
+        """Rows [first, last) of the weight as a matrix; an expert is decoded as a whole and kept for the next rows."""
+        n_in = self.shape[1]
+        out = np.empty((last - first, self.shape[2]), np.float32)
+        for expert in range(first // n_in, -(-last // n_in)):
+            low, high = max(first, expert * n_in), min(last, (expert + 1) * n_in)
+            out[low - first : high - first] = self._matrix(expert)[low - expert * n_in : high - expert * n_in]
+        return out
+
+    def _matrix(self, expert: int) -> Floats:
+        if self._expert is None or self._expert[0] != expert:
+            _, n_in, n_out = self.shape
+            n_blocks = n_in // 32
+            data = self.source.rows(self.blocks, expert * n_out * n_blocks, (expert + 1) * n_out * n_blocks)
+            scales = FLOAT8["F8_E8M0"][self.source.rows(self.scales, expert * n_out, (expert + 1) * n_out)]
+            values = E2M1[_unpack(data)].reshape(n_out, n_blocks, 32) * scales[:, :, None]
+            self._expert = (expert, values.reshape(n_out, n_in).T)
+        return self._expert[1]

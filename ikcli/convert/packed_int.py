@@ -1,0 +1,222 @@
+"""Weights of few bits packed into words of 32, the first value lowest: compressed-tensors, GPTQ and AWQ.
+
+compressed-tensors packs along rows (output features), so rows are read as they are wanted. GPTQ packs along inputs and
+AWQ along outputs of the transposed weight, so the packed words of one weight are held while its rows are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.convert.float8 import Floats, decode, read_floats
+from ikcli.convert.source import Array, Source
+from ikcli.errors import FormatError, UnsupportedError
+
+Codes = npt.NDArray[np.int32]
+Index = npt.NDArray[np.int64]
+
+
+def unpack(words: Array, bits: int, count: int, stream: bool = False) -> Codes:
+    """The first `count` values of every row of words.
+
+    A word holds as many values as fit whole; in a stream values go on in the next word (GPTQ with 3 bits).
+    """
+    unsigned = words.astype(np.int64) & 0xFFFFFFFF
+    mask = (1 << bits) - 1
+    if not stream:
+        shifts = np.arange(32 // bits) * bits
+        values = unsigned[..., None] >> shifts & mask
+        return values.reshape(*words.shape[:-1], -1)[..., :count].astype(np.int32)
+    at = np.arange(count) * bits
+    following = np.concatenate([unsigned, np.zeros_like(unsigned[..., :1])], axis=-1)
+    pairs = following[..., at // 32] | (following[..., at // 32 + 1] & 0x7FFFFFFF) << 32
+    return (pairs >> at % 32 & mask).astype(np.int32)
+
+
+def _groups(source: Source, name: str | None, width: int, n_groups: int, other: str) -> Index:
+    """The group of every input."""
+    if name is not None:
+        found = source.read(name).astype(np.int64).reshape(-1)
+        if found.size != width or found.min() < -1 or found.max() >= n_groups:
+            raise FormatError(f"tensor {name} does not give each of {width} inputs one of {n_groups} groups")
+        if (found >= 0).all():
+            return found
+    if n_groups < 1 or -(-width // -(-width // n_groups)) != n_groups:
+        raise FormatError(f"tensor {other}: {n_groups} groups do not divide {width} inputs")
+    return np.arange(width) // -(-width // n_groups)
+
+
+@dataclass(slots=True)
+class PackedRows:
+    """compressed-tensors' pack-quantized: codes are the integers plus half their range, zero points too."""
+
+    source: Source
+    weight: str
+    scale: str
+    shape_name: str
+    zero: str | None
+    g_idx: str | None
+    allowed: set[int]
+    shape: tuple[int, ...] = field(init=False)
+    _bits: int = field(init=False)
+    _columns: Index = field(init=False)
+    _zeros: Codes | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        shape = tuple(int(n) for n in self.source.read(self.shape_name).reshape(-1))
+        stored, grid = self.source.shape(self.weight), self.source.shape(self.scale)
+        if len(shape) != 2 or min(shape) < 1 or len(stored) != 2 or stored[0] != shape[0]:
+            raise FormatError(f"tensor {self.weight} of {list(stored)} words does not fit the shape {list(shape)}")
+        fitting = [b for b in sorted(self.allowed) if 1 <= b <= 8 and -(-shape[1] // (32 // b)) == stored[1]]
+        if len(fitting) != 1:
+            raise UnsupportedError(
+                f"quant_method 'compressed-tensors': num_bits of tensor {self.weight} cannot be told: "
+                f"{sorted(self.allowed)} in config_groups, {stored[1]} words for {shape[1]} inputs"
+            )
+        self.shape, self._bits = shape, fitting[0]
+        if not grid or grid[0] not in (1, shape[0]) or len(grid) > 2:
+            raise FormatError(f"tensor {self.scale}: scales of {list(grid)} do not fit {list(shape)}")
+        n_groups = grid[1] if len(grid) == 2 else 1
+        self._columns = _groups(self.source, self.g_idx, shape[1], n_groups, self.scale)
+        if self.zero is not None:
+            packed = self.source.read(self.zero).reshape(-1, n_groups)
+            zeros = unpack(np.ascontiguousarray(packed.T), self._bits, shape[0])
+            if zeros.shape != (n_groups, shape[0]):
+                raise FormatError(f"tensor {self.zero} does not fit {n_groups} groups of {shape[0]} rows")
+            self._zeros = np.ascontiguousarray(zeros.T)
+
+    def rows(self, first: int, last: int) -> Floats:
+        """Rows [first, last) of the weight."""
+        codes = unpack(self.source.rows(self.weight, first, last), self._bits, self.shape[1])
+        if self._zeros is None:
+            codes -= 1 << (self._bits - 1)
+        else:
+            codes -= self._zeros[first:last][:, self._columns]
+        grid = self.source.shape(self.scale)
+        if grid[0] == 1:
+            scales = read_floats(self.source, self.scale).reshape(1, -1)
+        elif len(grid) == 1:
+            scales = read_floats(self.source, self.scale)[first:last, None]
+        else:
+            scales = decode(self.source.rows(self.scale, first, last), self.source.dtype(self.scale))
+        return codes * scales[:, self._columns]
+
+
+@dataclass(slots=True)
+class _Columns:
+    """What GPTQ and AWQ share: scales and zeros of (group, output), words whose rows are inputs."""
+
+    source: Source
+    name: str
+    parts: Mapping[str, str]
+    settings: Mapping[str, Any]
+    shape: tuple[int, ...] = field(init=False)
+    _held: Array | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.shape = self._layout()
+
+    def _layout(self) -> tuple[int, int]:
+        """Check the parts; outputs and inputs of the weight."""
+        raise NotImplementedError
+
+    def _grid(self) -> tuple[int, int]:
+        grid = self.source.shape(self.parts["scales"])
+        stored, zeros = self.source.shape(self.name), self.source.shape(self.parts["qzeros"])
+        if len(grid) != 2 or len(stored) != 2 or len(zeros) != 2 or zeros[0] != grid[0]:
+            raise FormatError(f"tensor {self.name} of {list(stored)} words does not fit its scales of {list(grid)}")
+        if self.source.dtype(self.name) != "I32" or self.source.dtype(self.parts["qzeros"]) != "I32":
+            raise FormatError(f"tensor {self.name} or its qzeros are not words of 32 bits (I32)")
+        return grid[0], grid[1]
+
+    def _setting(self, key: str, default: object, known: tuple[object, ...], method: str) -> object:
+        value = self.settings.get(key, default)
+        value = value.lower() if isinstance(value, str) else value
+        if value not in known:
+            raise UnsupportedError(
+                f"quant_method {method!r}: {key} {value!r} cannot be read (known: {', '.join(map(str, known))})"
+            )
+        return value
+
+    def _words(self) -> Array:
+        """The packed words, read once; whoever wants all rows wants them one after the other."""
+        if self._held is None:
+            self._held = self.source.read(self.name)
+        return self._held
+
+    def _done(self, last: int) -> None:
+        if last >= self.shape[0]:
+            self._held = None
+
+
+class Gptq(_Columns):
+    """`qweight` (input / values per word, output); zeros are stored one too low, except in gptq_v2."""
+
+    __slots__ = ("_bits", "_groups", "_more")
+
+    def _layout(self) -> tuple[int, int]:
+        n_groups, n_out = self._grid()
+        self._bits = int(str(self._setting("bits", None, (2, 3, 4, 8), "gptq")))
+        form = self._setting("checkpoint_format", self.settings.get("format", "gptq"), ("gptq", "gptq_v2"), "gptq")
+        self._more = 1 if form == "gptq" else 0
+        n_words, stored_out = self.source.shape(self.name)
+        n_in = n_words * 32 // self._bits
+        if stored_out != n_out or self.source.shape(self.parts["qzeros"])[1] * 32 // self._bits != n_out:
+            raise FormatError(
+                f"tensor {self.name}: {self._bits} bits do not fit {list(self.source.shape(self.name))} words with "
+                f"{n_out} outputs"
+            )
+        self._groups = _groups(self.source, self.parts.get("g_idx"), n_in, n_groups, self.parts["scales"])
+        return n_out, n_in
+
+    def rows(self, first: int, last: int) -> Floats:
+        """Rows [first, last) of the weight, which are columns of the words."""
+        n_out, n_in = self.shape
+        words = np.ascontiguousarray(self._words()[:, first:last].T)
+        codes = unpack(words, self._bits, n_in, stream=True)
+        zeros = (
+            unpack(self.source.read(self.parts["qzeros"]), self._bits, n_out, stream=True)[:, first:last].T + self._more
+        )
+        scales = read_floats(self.source, self.parts["scales"])[:, first:last].T
+        self._done(last)
+        return (codes - zeros[:, self._groups]) * scales[:, self._groups]
+
+
+_AWQ_PLACE = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+"""Place in its word of each of 8 outputs."""
+
+
+class Awq(_Columns):
+    """`qweight` (input, output / 8) of the gemm version: the outputs of a word are in the order 0 2 4 6 1 3 5 7."""
+
+    __slots__ = ("_groups",)
+
+    def _layout(self) -> tuple[int, int]:
+        n_groups, n_out = self._grid()
+        self._setting("bits", self.settings.get("w_bit", 4), (4,), "awq")
+        self._setting("version", "gemm", ("gemm",), "awq")
+        n_in, n_words = self.source.shape(self.name)
+        if n_words * 8 != n_out or self.source.shape(self.parts["qzeros"])[1] != n_words:
+            raise FormatError(f"tensor {self.name}: {n_words} words are not 4 bits of {n_out} outputs")
+        self._groups = _groups(self.source, None, n_in, n_groups, self.parts["scales"])
+        return n_out, n_in
+
+    def rows(self, first: int, last: int) -> Floats:
+        """Rows [first, last) of the weight, which are columns of the words."""
+        low, high = first // 8, -(-last // 8)
+        kept = slice(first - 8 * low, last - 8 * low)
+        codes = self._outputs(self._words()[:, low:high])[:, kept].T
+        zeros = self._outputs(self.source.read(self.parts["qzeros"])[:, low:high])[:, kept].T
+        scales = read_floats(self.source, self.parts["scales"])[:, first:last].T
+        self._done(last)
+        return (codes - zeros[:, self._groups]) * scales[:, self._groups]
+
+    @staticmethod
+    def _outputs(words: Array) -> Codes:
+        codes = unpack(words, 4, words.shape[1] * 8).reshape(words.shape[0], -1, 8)
+        return codes[..., _AWQ_PLACE].reshape(words.shape[0], -1)

@@ -220,12 +220,14 @@ def words(values: Array, bits: int) -> Array:
     return out.view(np.int32)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "dense"), [(4, False), (8, False), (3, False), (3, True), (5, True)])
 @pytest.mark.parametrize("zero_points", [False, True])
 @pytest.mark.parametrize("n_groups", [1, 4])
 @pytest.mark.parametrize("ordered", [True, False])
-def test_pack_quantized(rng: np.random.Generator, bits: int, zero_points: bool, n_groups: int, ordered: bool) -> None:
-    n, m, half = 10, 36, 1 << (bits - 1)
+def test_pack_quantized(
+    rng: np.random.Generator, bits: int, dense: bool, zero_points: bool, n_groups: int, ordered: bool
+) -> None:
+    n, m, half = 10, 64, 1 << (bits - 1)
     values = rng.integers(-half, half, (n, m))
     zeros = rng.integers(-half, half, (n, n_groups)) if zero_points else np.zeros((n, n_groups), int)
     scale = rng.random((n, n_groups), np.float32)
@@ -234,12 +236,12 @@ def test_pack_quantized(rng: np.random.Generator, bits: int, zero_points: bool, 
         group = rng.permutation(group)
     wanted = ((values - zeros[:, group]) * scale[:, group]).astype(np.float32)
     tensors: dict[str, Any] = {
-        "a.weight_packed": words(values + half, bits),
+        "a.weight_packed": stream((values + half).T, bits).T if dense else words(values + half, bits),
         "a.weight_scale": scale,
         "a.weight_shape": np.array([n, m], np.int64),
     }
     if zero_points:
-        tensors["a.weight_zero_point"] = np.ascontiguousarray(words((zeros + half).T, bits).T)
+        tensors["a.weight_zero_point"] = stream(zeros + half, bits) if dense else words((zeros + half).T, bits).T
     if not ordered:
         tensors["a.weight_g_idx"] = group.astype(np.int32)
     config = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": bits}}}}
@@ -248,10 +250,24 @@ def test_pack_quantized(rng: np.random.Generator, bits: int, zero_points: bool, 
     check(source, "a.weight", wanted)
 
 
+def test_pack_quantized_experts(rng: np.random.Generator) -> None:
+    values, zeros = rng.integers(-8, 8, (3, 8, 16)), rng.integers(-8, 8, (3, 8, 2))
+    scale = rng.random((3, 8, 2), np.float32)
+    tensors = {
+        "a.weight_packed": np.stack([words(v + 8, 4) for v in values]),
+        "a.weight_scale": scale,
+        "a.weight_shape": np.array([3, 8, 16]),
+        "a.weight_zero_point": np.stack([words((z + 8).T, 4).T for z in zeros]),
+    }
+    config = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 4}}}}
+    wanted = (values - np.repeat(zeros, 8, axis=2)) * np.repeat(scale, 8, axis=2)
+    check(dequantized(Memory(tensors), {"quantization_config": config}), "a.weight", wanted.astype(np.float32))
+
+
 def stream(values: Array, bits: int) -> Array:
     """Columns of values as one stream of bits each."""
     n, m = values.shape
-    out = np.zeros((n * bits // 32, m), np.uint32)
+    out = np.zeros((-(-n * bits // 32), m), np.uint32)
     for i, j in np.ndindex(n, m):
         for bit in range(bits):
             at = i * bits + bit

@@ -6,6 +6,7 @@ AWQ along outputs of the transposed weight, so the packed words of one weight ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.convert.float8 import Floats, decode, read_floats
+from ikcli.convert.float8 import Floats, read_floats
 from ikcli.convert.source import Array, Source
 from ikcli.errors import FormatError, UnsupportedError
 
@@ -24,7 +25,7 @@ Index = npt.NDArray[np.int64]
 def unpack(words: Array, bits: int, count: int, stream: bool = False) -> Codes:
     """The first `count` values of every row of words.
 
-    A word holds as many values as fit whole; in a stream values go on in the next word (GPTQ with 3 bits).
+    A word holds as many values as fit whole; in a stream values go on in the next word.
     """
     unsigned = words.astype(np.int64) & 0xFFFFFFFF
     mask = (1 << bits) - 1
@@ -32,6 +33,7 @@ def unpack(words: Array, bits: int, count: int, stream: bool = False) -> Codes:
         shifts = np.arange(32 // bits) * bits
         values = unsigned[..., None] >> shifts & mask
         return values.reshape(*words.shape[:-1], -1)[..., :count].astype(np.int32)
+    count = min(count, words.shape[-1] * 32 // bits)
     at = np.arange(count) * bits
     following = np.concatenate([unsigned, np.zeros_like(unsigned[..., :1])], axis=-1)
     pairs = following[..., at // 32] | (following[..., at // 32 + 1] & 0x7FFFFFFF) << 32
@@ -53,7 +55,10 @@ def _groups(source: Source, name: str | None, width: int, n_groups: int, other: 
 
 @dataclass(slots=True)
 class PackedRows:
-    """compressed-tensors' pack-quantized: codes are the integers plus half their range, zero points too."""
+    """compressed-tensors' pack-quantized: codes are the integers plus half their range, zero points too.
+
+    Older files put as many values into a word as fit whole, newer ones go on in the next; the number of words tells.
+    """
 
     source: Source
     weight: str
@@ -64,47 +69,53 @@ class PackedRows:
     allowed: set[int]
     shape: tuple[int, ...] = field(init=False)
     _bits: int = field(init=False)
+    _stream: bool = field(init=False)
     _columns: Index = field(init=False)
     _zeros: Codes | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        shape = tuple(int(n) for n in self.source.read(self.shape_name).reshape(-1))
+        self.shape = shape = tuple(int(n) for n in self.source.read(self.shape_name).reshape(-1))
         stored, grid = self.source.shape(self.weight), self.source.shape(self.scale)
-        if len(shape) != 2 or min(shape) < 1 or len(stored) != 2 or stored[0] != shape[0]:
+        if len(shape) < 2 or min(shape) < 1 or len(stored) != len(shape) or stored[:-1] != shape[:-1]:
             raise FormatError(f"tensor {self.weight} of {list(stored)} words does not fit the shape {list(shape)}")
-        fitting = [b for b in sorted(self.allowed) if 1 <= b <= 8 and -(-shape[1] // (32 // b)) == stored[1]]
-        if len(fitting) != 1:
-            raise UnsupportedError(
-                f"quant_method 'compressed-tensors': num_bits of tensor {self.weight} cannot be told: "
-                f"{sorted(self.allowed)} in config_groups, {stored[1]} words for {shape[1]} inputs"
-            )
-        self.shape, self._bits = shape, fitting[0]
-        if not grid or grid[0] not in (1, shape[0]) or len(grid) > 2:
+        self._bits, self._stream = self._layout(shape[-1], stored[-1])
+        n_rows = math.prod(shape[:-1])
+        n_groups = grid[-1] if len(grid) == len(shape) else 1
+        if math.prod(grid) not in (n_groups, n_rows * n_groups):
             raise FormatError(f"tensor {self.scale}: scales of {list(grid)} do not fit {list(shape)}")
-        n_groups = grid[1] if len(grid) == 2 else 1
-        self._columns = _groups(self.source, self.g_idx, shape[1], n_groups, self.scale)
+        self._columns = _groups(self.source, self.g_idx, shape[-1], n_groups, self.scale)
         if self.zero is not None:
-            packed = self.source.read(self.zero).reshape(-1, n_groups)
-            zeros = unpack(np.ascontiguousarray(packed.T), self._bits, shape[0])
-            if zeros.shape != (n_groups, shape[0]):
-                raise FormatError(f"tensor {self.zero} does not fit {n_groups} groups of {shape[0]} rows")
-            self._zeros = np.ascontiguousarray(zeros.T)
+            packed = self.source.read(self.zero)
+            if packed.size % (n_groups * math.prod(shape[:-2])):
+                raise FormatError(f"tensor {self.zero} does not fit {n_groups} groups of {list(shape)}")
+            packed = np.ascontiguousarray(packed.reshape(*shape[:-2], -1, n_groups).swapaxes(-1, -2))
+            zeros = unpack(packed, self._bits, shape[-2], self._stream)
+            if zeros.shape[-1] != shape[-2]:
+                raise FormatError(f"tensor {self.zero} does not fit {n_groups} groups of {list(shape)}")
+            self._zeros = np.ascontiguousarray(zeros.swapaxes(-1, -2)).reshape(n_rows, n_groups)
+
+    def _layout(self, width: int, n_words: int) -> tuple[int, bool]:
+        """Bits of a value, and whether values go on in the next word."""
+        for bits in sorted(self.allowed):
+            if not 1 <= bits <= 8:
+                continue
+            dense, whole = -(-width * bits // 32), -(-width // (32 // bits))
+            if n_words in (dense, whole) and (dense != whole or 32 % bits == 0):
+                return bits, n_words == dense and 32 % bits != 0
+        raise UnsupportedError(
+            f"quant_method 'compressed-tensors': num_bits of tensor {self.weight} cannot be told: "
+            f"{sorted(self.allowed)} in config_groups, {n_words} words for {width} inputs"
+        )
 
     def rows(self, first: int, last: int) -> Floats:
         """Rows [first, last) of the weight."""
-        codes = unpack(self.source.rows(self.weight, first, last), self._bits, self.shape[1])
+        codes = unpack(self.source.rows(self.weight, first, last), self._bits, self.shape[-1], self._stream)
         if self._zeros is None:
             codes -= 1 << (self._bits - 1)
         else:
             codes -= self._zeros[first:last][:, self._columns]
-        grid = self.source.shape(self.scale)
-        if grid[0] == 1:
-            scales = read_floats(self.source, self.scale).reshape(1, -1)
-        elif len(grid) == 1:
-            scales = read_floats(self.source, self.scale)[first:last, None]
-        else:
-            scales = decode(self.source.rows(self.scale, first, last), self.source.dtype(self.scale))
-        return codes * scales[:, self._columns]
+        scales = read_floats(self.source, self.scale).reshape(-1, int(self._columns.max()) + 1)
+        return codes * (scales if len(scales) == 1 else scales[first:last])[:, self._columns]
 
 
 @dataclass(slots=True)

@@ -100,13 +100,15 @@ class Config:
         return self.values.get(key) is not None
 
     def get(self, *keys: str, default: Any = None) -> Any:
-        """The first of these keys that has a value, else the default of transformers, else `default`."""
+        """The first of these keys that has a value, else the default of transformers, else `default`.
+
+        A key that is null has no value, and not the default of transformers either.
+        """
         self.used.update(keys)
-        for where in (self.values, self.defaults):
-            for key in keys:
-                if where.get(key) is not None:
-                    return where[key]
-        return default
+        found = next((self.values[key] for key in keys if self.values.get(key) is not None), None)
+        if found is None and not any(key in self.values for key in keys):
+            found = next((self.defaults[key] for key in keys if self.defaults.get(key) is not None), None)
+        return default if found is None else found
 
     def given(self, key: str) -> Any:
         """The value in the file itself, or None."""

@@ -102,10 +102,22 @@ def scaled_rope(m: Build) -> Rope:
     return found
 
 
+def dense_lead(m: Build, key: str = "first_k_dense_replace", usual: int = 0) -> int:
+    """Layers without experts, which come first."""
+    kinds = m.config.items("mlp_layer_types")
+    if kinds is None:
+        return m.config.integer(key, default=usual)
+    m.config.given(key)
+    lead = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+    if len(kinds) != m.n_layer or set(kinds[lead:]) - {"sparse"} or set(kinds[:lead]) - {"dense"}:
+        raise m.config.refuse("mlp_layer_types", "dense in the first layers, then sparse")
+    return lead
+
+
 def routing(m: Build, *, gating: int, first: str = "first_k_dense_replace") -> None:
     """Experts, their groups, and how they are chosen."""
     c = m.config
-    m.key("leading_dense_block_count", c.integer(first, default=0))
+    m.key("leading_dense_block_count", dense_lead(m, first, int(m.config.model_type == "glm4_moe_lite")))
     experts(m, "n_routed_experts", "num_experts")
     m.key("expert_shared_count", c.integer("n_shared_experts", "num_shared_experts", default=0))
     m.key("expert_weights_scale", c.number("routed_scaling_factor", default=1.0))
@@ -141,7 +153,7 @@ def _indexer(m: Build) -> None:
     m.key("attention.indexer.head_count", c.integer("index_n_heads", least=1))
     m.key("attention.indexer.key_length", c.integer("index_head_dim", least=1))
     m.key("attention.indexer.top_k", c.integer("index_topk", least=1))
-    for key in ("layer_types", "indexer_rope_interleave", "indexer_types", "mlp_layer_types"):
+    for key in ("layer_types", "indexer_rope_interleave", "indexer_types"):
         c.given(key)
     m.notes.append(f"attention of {m.arch} is over all positions; the indexer is kept, and not used")
 

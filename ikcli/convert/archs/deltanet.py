@@ -79,7 +79,7 @@ def _dense_keys(m: Build) -> None:
 
 
 def _moe_keys(m: Build) -> None:
-    base_keys(m, n_ff=False)
+    base_keys(m, n_ff=m.config.given("intermediate_size") is not None)
     sections(m)
     experts(m)
     m.key("expert_shared_feed_forward_length", m.config.integer("shared_expert_intermediate_size"))

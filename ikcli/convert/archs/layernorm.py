@@ -132,6 +132,7 @@ def _gptneox(m: Build) -> None:
     sizes(m)
     _partial(m, _width(m))
     layer_eps(m)
+    m.key("attention.head_count_kv", c.integer("num_attention_heads"))
     m.key("use_parallel_residual", c.flag("use_parallel_residual", default=True))
     for key in ("vocab_size", "attention_bias"):
         c.get(key)

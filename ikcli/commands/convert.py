@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +43,17 @@ def run(config: ConvertConfig) -> int:
     directory = Path(config.args[0])
     _check(config, directory)
     ignored = tuple(key.strip() for text in config.ignore_config_key for key in text.split(",") if key.strip())
-    found = open_checkpoint(directory, CheckpointOptions(config.model_name, config.metadata, config.pre, ignored))
+    found = open_checkpoint(
+        directory, CheckpointOptions(config.model_name, config.metadata, config.pre, ignored, _keeps_mxfp4(config))
+    )
     _report_checkpoint(config, found)
     return _vocabulary(config, found) if config.vocab_only else _model(config, found)
+
+
+def _keeps_mxfp4(config: ConvertConfig) -> bool:
+    """Blocks stay what they are where no other type is asked for."""
+    target = config.target_size is not None or config.target_bpw is not None
+    return not target and (config.outtype or "auto").lower() in ("auto", "mxfp4")
 
 
 def _check(config: ConvertConfig, directory: Path) -> None:
@@ -113,6 +122,9 @@ def _model(config: ConvertConfig, found: Checkpoint) -> int:
     output = _output(config, found, name)
     options = tool_options(settings, threads(config.n_threads))
     recipe = recipe_of(settings, number, name)
+    if found.has_mxfp4 and config.outtype in (None, "auto"):
+        recipe = replace(recipe, copy=True)
+        found.file.set_key("general.file_type", number)
     size = parse_size(config.split_max_size) if config.split_max_size is not None else 0
     measuring = nullcontext(_nothing)
     if target is not None:

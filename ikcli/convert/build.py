@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ikcli.convert.config import Config
 from ikcli.convert.pieces import TYPES_OF, Constant, Floats, Matrix, NewRows, Order, Piece, Rows, Value, n_rows_of
+from ikcli.convert.quantized import Dequantized
 from ikcli.convert.source import Array, Source
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
@@ -68,6 +69,7 @@ class Build:
     tensors: dict[str, NewRows] = field(default_factory=dict)
     experts: dict[str, dict[int, Found]] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
+    keep_mxfp4: bool = False
     notes: list[str] = field(default_factory=list)  # what the user should know
 
     @property
@@ -94,7 +96,25 @@ class Build:
         if name in self.tensors:
             raise FormatError(f"{self.config.path.parent}: two tensors become {name}")
         shape = shape or (pieces[0].width, sum(p.n_rows for p in pieces))
+        if value is None and name.endswith("weight"):
+            pieces = self._packed(pieces)
         self.tensors[name] = NewRows(name, shape, self._type(name, shape, pieces, value), pieces, value)
+
+    def packed(self, name: str) -> str | None:
+        """The name under which a tensor can be read as MXFP4 blocks, if it can and these are kept."""
+        return self.source.packed(name) if self.keep_mxfp4 and isinstance(self.source, Dequantized) else None
+
+    def _packed(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """The same rows as blocks, if all of them can be read so."""
+        found: list[Piece] = []
+        for p in pieces:
+            if not isinstance(p, Rows) or p.columns is not None:
+                return pieces
+            name = self.packed(p.name)
+            if name is None or self.source.shape(name) != self.source.shape(p.name):
+                return pieces
+            found.append(replace(p, name=name))
+        return found
 
     def constant(self, name: str, values: Floats) -> None:
         """A new tensor with values that were computed."""
@@ -214,14 +234,20 @@ def fused_experts(*names: str, transposed: bool = False, interleaved: bool = Fal
                 columns = np.arange(i, found.shape[1], parts) if interleaved else np.arange(i * n, (i + 1) * n)
                 m.add(place(name, found), (Rows(found.name, found.shape[0], n, columns=columns),))
             return
+        if len(found.shape) != 3:
+            raise FormatError(f"{m.config.path.parent}: tensor {found.name} has the shape {list(found.shape)}")
         n_expert, inner, outer = found.shape
+        blocks = m.packed(found.name) if transposed else None
         n_rows, width = (outer, inner) if transposed else (inner, outer)
         for i, name in enumerate(names):
             n = n_rows // parts
             pick = slice(i, n_rows, parts) if interleaved else slice(i * n, (i + 1) * n)
             pieces: list[Piece] = []
             for e in range(n_expert):
-                if transposed:
+                if blocks is not None:  # packed they are not transposed
+                    order = e * n_rows + np.arange(n_rows)[pick]
+                    pieces.append(Rows(blocks, n, width, 0, order))
+                elif transposed:
                     pieces.append(Matrix(found.name, n, width, e * inner, (e + 1) * inner, _turned(pick)))
                 else:
                     order = e * inner + np.arange(n_rows)[pick]

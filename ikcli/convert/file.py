@@ -39,6 +39,10 @@ class CheckpointFile(GGUFFile):
         raw = t.read(self.source, first, last).reshape(-1).view(np.uint8)
         return raw[start - first * size : stop - first * size]
 
+    def set_key(self, key: str, value: int) -> None:
+        """A key that depends on how the file is written."""
+        self.metadata[key], self.value_types[key] = value, infer_type(value, key)
+
     def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
         """Nothing is mapped."""
 

@@ -24,7 +24,7 @@ Value = Callable[[Floats], Floats]
 
 TYPES_OF = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16, "F64": GGMLType.F32}
 """dtype of a checkpoint -> type that holds the same values (doubles are rounded)."""
-_DTYPES = {GGMLType.F32: "<f4", GGMLType.F16: "<f2", GGMLType.BF16: "<u2"}
+TYPES_OF["MXFP4"] = GGMLType.MXFP4  # of a dequantized source that is asked for the blocks themselves
 
 
 @dataclass(frozen=True, slots=True)

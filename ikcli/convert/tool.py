@@ -13,6 +13,7 @@ from ikcli.convert.build import Build, convert_tensors
 from ikcli.convert.config import Config
 from ikcli.convert.file import CheckpointFile, checkpoint_file
 from ikcli.convert.naming import Description, describe
+from ikcli.convert.quantized import dequantized
 from ikcli.convert.source import SafetensorsSource
 from ikcli.convert.vocab import read_vocabulary
 from ikcli.errors import UnsupportedError
@@ -21,7 +22,7 @@ from ikcli.gguf.overrides import apply_overrides
 from ikcli.gguf.writer import GGUFWriter, NewTensor, plan_splits
 from ikcli.models import HParams, check_tensors, find
 from ikcli.quant.output_check import check_output
-from ikcli.quant.quantizer import output_metadata
+from ikcli.quant.quantizer import QUANTIZATION_VERSION, output_metadata
 from ikcli.quant.recipes import RecipeOptions
 from ikcli.quant.tool import ToolOptions, ToolPlan, plan_of
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _UNREAD = r"\.indexer\.|^rope_f|_(k|v|kv)_b\.weight$|_gate_up_exps\.weight$|^output\.weight$"
 """Tensors that are read elsewhere, or kept for other programs."""
 AUTO = {GGMLType.BF16: 32, GGMLType.F16: 1, GGMLType.F32: 1}  # file types; of float32 files f16 is made
+MXFP4 = 38
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class CheckpointOptions:
     metadata: Path | None = None
     pre: str | None = None
     ignored_keys: tuple[str, ...] = ()
+    keep_mxfp4: bool = False  # weights that are MXFP4 blocks stay what they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,15 @@ class Checkpoint:
     notes: tuple[str, ...]
 
     @property
+    def has_mxfp4(self) -> bool:
+        """Whether weights are kept as MXFP4 blocks."""
+        return any(t.type == GGMLType.MXFP4 for t in self.file.tensors.values())
+
+    @property
     def auto_type(self) -> int:
         """File type of the first matrix."""
+        if self.has_mxfp4:
+            return MXFP4
         matrix = next((t for t in self.file.tensors.values() if len(t.shape) > 1), None)
         return AUTO[matrix.type] if matrix is not None else 1
 
@@ -64,8 +74,9 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     options = options or CheckpointOptions()
     config = Config(directory)
     architecture = architecture_of(config)
-    source = SafetensorsSource(directory)
-    m = Build(config, source, architecture.name)
+    files = SafetensorsSource(directory)
+    source = dequantized(files, config.raw)
+    m = Build(config, source, architecture.name, keep_mxfp4=options.keep_mxfp4)
     architecture.keys(m)
     convert_tensors(m, architecture)
     strange = [key for key in config.not_understood(architecture.harmless) if key not in options.ignored_keys]
@@ -82,7 +93,8 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     )
     vocabulary = read_vocabulary(directory, config.raw, architecture.name, options.pre)
     keys = {"general.architecture": architecture.name, "general.type": "model", **description.keys}
-    file = checkpoint_file(source.paths, source, m.tensors, keys | m.metadata | vocabulary)
+    written = {"general.file_type": 0, "general.quantization_version": QUANTIZATION_VERSION}  # in their usual places
+    file = checkpoint_file(files.paths, source, m.tensors, keys | m.metadata | written | vocabulary)
     _check(file, directory)
     return Checkpoint(file, description, tuple(m.dropped), tuple(m.notes))
 
@@ -130,6 +142,7 @@ def write_vocabulary(checkpoint: Checkpoint, output: Path, overrides: Sequence[s
     apply_overrides(file.metadata, file.value_types, file.item_types, overrides, str(file.paths[0]))
     check_output([output], file.paths)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with GGUFWriter(output, output_metadata(file, None), []):
+    keys = {key: value for key, value in output_metadata(file, None).items() if key != "general.file_type"}
+    with GGUFWriter(output, keys, []):
         pass
     return output

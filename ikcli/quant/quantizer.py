@@ -42,7 +42,7 @@ from ikcli.quant.validate import first_non_finite
 
 Bytes = npt.NDArray[np.uint8]
 
-_QUANTIZATION_VERSION = 2
+QUANTIZATION_VERSION = 2
 _COPY_BYTES = 32 << 20
 _MIN_PIECE, _MAX_PIECE, _IN_WORK = 1 << 16, 1 << 19, 1 << 23  # elements per piece and in all pieces together
 _IN_CACHE = 1 << 18  # elements read and encoded at a time; smaller parts cost more in turns of the GIL than they gain
@@ -99,7 +99,7 @@ def output_metadata(
 ) -> dict[str, Typed]:
     """Keys of the result: those of the input without split keys, versions, and the importance matrix used."""
     keys = {key: value for key, value in file.typed_metadata().items() if key not in SPLIT_KEYS}
-    keys["general.quantization_version"] = Typed(_QUANTIZATION_VERSION, GGUFValueType.UINT32)
+    keys["general.quantization_version"] = Typed(QUANTIZATION_VERSION, GGUFValueType.UINT32)
     if imatrix is not None:
         keys |= _imatrix_keys(imatrix, hide_imatrix)
     if file_type is not None:

@@ -1,0 +1,134 @@
+"""Small checkpoints as the hub has them: config.json, safetensors files, a byte-level vocabulary."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+N_VOCAB = 320
+Arrays = Mapping[str, np.ndarray]
+_DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "uint8": "U8", "int64": "I64"}
+
+
+def bf16(x: np.ndarray) -> np.ndarray:
+    """Values rounded to bfloat16, as the uint16 that stands for it in NumPy."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def write_safetensors(path: Path, tensors: Arrays) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, x in tensors.items():
+        header[name] = {
+            "dtype": _DTYPES[x.dtype.name],
+            "shape": list(x.shape),
+            "data_offsets": [position, position + x.nbytes],
+        }
+        position += x.nbytes
+    text = json.dumps(header).encode()
+    with path.open("wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text)
+        for x in tensors.values():
+            f.write(np.ascontiguousarray(x).tobytes())
+
+
+def write_checkpoint(directory: Path, config: dict[str, Any], tensors: Arrays, shards: int = 1) -> Path:
+    """A directory with all that a conversion reads; with `shards`, an index and so many files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    _vocabulary(directory)
+    if shards == 1:
+        write_safetensors(directory / "model.safetensors", tensors)
+        return directory
+    names = list(tensors)
+    where: dict[str, str] = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        mine = names[i::shards]
+        write_safetensors(directory / file, {name: tensors[name] for name in mine})
+        where |= dict.fromkeys(mine, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return directory
+
+
+def _vocabulary(directory: Path) -> None:
+    fast = Tokenizer(models.BPE())
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=N_VOCAB,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    fast.train_from_iterator(["the theory of the other weather there"], trainer)
+    fast.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": N_VOCAB,
+    "rms_norm_eps": 1e-5,
+}
+MOE: dict[str, Any] = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "head_dim": 64,
+    "norm_topk_prob": True,
+}
+
+
+def llama_tensors(c: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """Random float32 tensors of a Llama, or of a Qwen3-MoE where the configuration has experts."""
+    rng = np.random.default_rng(seed)
+    n, ff, dim = (
+        c["hidden_size"],
+        c["intermediate_size"],
+        c.get("head_dim", c["hidden_size"] // c["num_attention_heads"]),
+    )
+    q, kv = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
+
+    def matrix(*shape: int) -> np.ndarray:
+        return rng.normal(0, shape[-1] ** -0.5, shape).astype(np.float32)
+
+    def norm(width: int) -> np.ndarray:
+        return rng.normal(1, 0.1, width).astype(np.float32)
+
+    found = {"model.embed_tokens.weight": matrix(c["vocab_size"], n), "lm_head.weight": matrix(c["vocab_size"], n)}
+    for il in range(c["num_hidden_layers"]):
+        layer = {"input_layernorm.weight": norm(n), "post_attention_layernorm.weight": norm(n)}
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            layer[f"self_attn.{name}_proj.weight"] = matrix(rows, n)
+        layer["self_attn.o_proj.weight"] = matrix(n, q)
+        parts = [("mlp", ff)]
+        if "num_experts" in c:
+            layer["mlp.gate.weight"] = matrix(c["num_experts"], n)
+            layer |= {f"self_attn.{name}_norm.weight": norm(dim) for name in "qk"}
+            parts = [(f"mlp.experts.{e}", c["moe_intermediate_size"]) for e in range(c["num_experts"])]
+        for part, width in parts:
+            layer[f"{part}.gate_proj.weight"] = matrix(width, n)
+            layer[f"{part}.up_proj.weight"] = matrix(width, n)
+            layer[f"{part}.down_proj.weight"] = matrix(n, width)
+        found |= {f"model.layers.{il}.{name}": x for name, x in layer.items()}
+    return found | {"model.norm.weight": norm(n)}
+
+
+def as_bf16(tensors: Arrays) -> dict[str, np.ndarray]:
+    return {name: bf16(x) for name, x in tensors.items()}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ikcli.convert.archs import deepseek, deltanet, dense, gemma, glm, layernorm, llama, moe, qwen
+from ikcli.convert.archs import deepseek, deltanet, dense, gemma, glm, layernorm, llama, moe, moe2, older, qwen
 from ikcli.convert.build import Architecture
 from ikcli.convert.config import Config
 from ikcli.errors import UnsupportedError
 
 ARCHITECTURES: tuple[Architecture, ...] = tuple(
     found
-    for module in (llama, qwen, deltanet, gemma, glm, moe, deepseek, dense, layernorm)
+    for module in (llama, qwen, deltanet, gemma, glm, moe, deepseek, dense, layernorm, moe2, older)
     for found in module.ARCHITECTURES
 )
 
@@ -24,6 +24,8 @@ def by_class() -> dict[str, Architecture]:
 
 def architecture_of(config: Config) -> Architecture:
     """The architecture of a checkpoint; UnsupportedError names what is known."""
+    if config.model_type == "exaone":  # whose class is that of Llama since transformers has it
+        return by_class()["ExaoneForCausalLM"]
     for name in config.classes:
         if name in by_class():
             return by_class()[name]

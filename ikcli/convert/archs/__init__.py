@@ -22,10 +22,14 @@ def by_class() -> dict[str, Architecture]:
     return {name: a for a in ARCHITECTURES for name in a.classes}
 
 
+_BY_TYPE = {"exaone": "ExaoneForCausalLM", "mistral4": "Mistral4ForCausalLM"}
+"""model_type of which the class does not tell: EXAONE 3 has that of Llama, Mistral 4 that of all that see."""
+
+
 def architecture_of(config: Config) -> Architecture:
     """The architecture of a checkpoint; UnsupportedError names what is known."""
-    if config.model_type == "exaone":  # whose class is that of Llama since transformers has it
-        return by_class()["ExaoneForCausalLM"]
+    if config.model_type in _BY_TYPE:
+        return by_class()[_BY_TYPE[config.model_type]]
     for name in config.classes:
         if name in by_class():
             return by_class()[name]

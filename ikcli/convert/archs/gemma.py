@@ -115,25 +115,24 @@ def _local_base(m: Build) -> float:
     )
 
 
-def _head_dims(m: Build) -> tuple[int, int]:
-    """Columns of a head in layers without and with a window."""
+def _special(m: Build) -> dict[str, int]:
+    """What layers with full attention have of their own: columns of a head, key heads."""
     c = m.config
-    own = c.integer("head_dim", least=1)
     special: Any = c.get("per_layer_config") or {}
-    if not isinstance(special, dict):
-        raise c.fail("per_layer_config", "should map layers to keys")
     kinds = c.items("layer_types") or []
-    found = set()
-    for layer, values in special.items():
-        if not isinstance(values, dict) or set(values) - {"head_dim"} or not layer.isdecimal():
-            raise c.refuse("per_layer_config", "a head_dim per layer")
-        if int(layer) >= len(kinds) or kinds[int(layer)] != "full_attention":
-            raise c.refuse("per_layer_config", "a head_dim of layers with full attention")
-        found.add(values["head_dim"])
-    if len(found) > 1 or (found and len(special) != kinds.count("full_attention")):
-        raise c.refuse("per_layer_config", "one head_dim of all layers with full attention")
-    default = found.pop() if found else 512 if "global_head_dim" not in c.values else own
-    return c.integer("global_head_dim", default=default, least=1), own
+    full = [str(i) for i, kind in enumerate(kinds) if kind == "full_attention"]
+    known = "head_dim and num_key_value_heads, the same for all layers with full attention"
+    if not isinstance(special, dict) or (special and sorted(special) != sorted(full)):
+        raise c.refuse("per_layer_config", known)
+    values = list(special.values())
+    if any(v != values[0] for v in values) or any(set(v) - {"head_dim", "num_key_value_heads"} for v in values):
+        raise c.refuse("per_layer_config", known)
+    found: dict[str, int] = values[0] if values else {}
+    own = {"head_dim": c.integer("global_head_dim", default=found.get("head_dim", 512), least=1)}
+    heads = c.get("num_global_key_value_heads", default=found.get("num_key_value_heads"))
+    if heads is not None and (c.flag("attention_k_eq_v") or "num_key_value_heads" in found):
+        own["num_key_value_heads"] = c.integer("num_global_key_value_heads", default=heads, least=1)
+    return own
 
 
 def _gemma4(m: Build) -> None:
@@ -144,15 +143,16 @@ def _gemma4(m: Build) -> None:
     for key in ("attention_bias", "vocab_size", "vocab_size_per_layer_input", "attention_k_eq_v", "enable_moe_block"):
         c.get(key)
     c.expect("use_bidirectional_attention", False, "vision")
-    full, local = _head_dims(m)
+    special, local = _special(m), c.integer("head_dim", least=1)
+    full = special["head_dim"]
     n_layer, n_shared = c.integer("num_hidden_layers"), c.integer("num_kv_shared_layers")
     kinds = c.items("layer_types") or [
         "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(n_layer)
     ]
     is_window = windows(m, 0, kinds=kinds)
-    if c.get("num_global_key_value_heads") is not None and c.flag("attention_k_eq_v"):
-        other = c.integer("num_global_key_value_heads", least=1)
-        m.key("attention.head_count_kv", [c.integer("num_key_value_heads") if w else other for w in is_window])
+    if "num_key_value_heads" in special:
+        heads = c.integer("num_key_value_heads"), special["num_key_value_heads"]
+        m.key("attention.head_count_kv", [heads[0] if w else heads[1] for w in is_window])
     if c.flag("use_double_wide_mlp"):
         n_ff = c.integer("intermediate_size")
         m.key("feed_forward_length", [n_ff * (2 if i >= n_layer - n_shared else 1) for i in range(n_layer)])

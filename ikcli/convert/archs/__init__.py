@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ikcli.convert.archs import deepseek, deltanet, dense, gemma, glm, layernorm, llama, moe, moe2, older, qwen
+from ikcli.convert.archs import deepseek, deltanet, dense, gemma, glm, layernorm, llama, mixed, moe, moe2, older, qwen
 from ikcli.convert.build import Architecture
 from ikcli.convert.config import Config
 from ikcli.errors import UnsupportedError
 
 ARCHITECTURES: tuple[Architecture, ...] = tuple(
     found
-    for module in (llama, qwen, deltanet, gemma, glm, moe, deepseek, dense, layernorm, moe2, older)
+    for module in (llama, qwen, deltanet, gemma, glm, moe, deepseek, dense, layernorm, moe2, older, mixed)
     for found in module.ARCHITECTURES
 )
 

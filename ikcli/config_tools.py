@@ -91,6 +91,7 @@ class ConvertConfig:
     model_name: str | None = opt(None, "--model-name", "str", "general.name, otherwise from the directory or model card", form="NAME", example='--model-name "My Model 7B"', text=True)
     metadata: Path | None = opt(None, "--metadata", "path", "JSON file with general.* keys that replace those found", form="FILE", example="--metadata keys.json")
     vocab_only: bool = opt(False, "--vocab-only", "switch", "write keys and vocabulary, no tensors")
+    base: Path | None = opt(None, "--base", "path", "of an adapter (DIR has adapter_config.json): directory or config.json of its base model, unless that is where the adapter says", form="DIR", example="--base Llama-3.1-8B")
     pre: str | None = opt(None, "--pre", "str", "name of the pre-tokenizer, where it is not recognised", form="NAME", example="--pre qwen2")
     ignore_config_key: tuple[str, ...] = opt((), "--ignore-config-key", "custom", "keys of config.json that are not understood and do not change the result (repeatable)", form="KEY[,KEY...]", example="--ignore-config-key my_note", parse=parse_text_item, repeat=True)
 

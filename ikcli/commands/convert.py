@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ikcli import log
+from ikcli.commands._convert_adapter import run_adapter
 from ikcli.commands._options import usage
 from ikcli.commands._suggest import nearest
 from ikcli.commands._target import has_target, target_options
@@ -38,10 +39,14 @@ def run(config: ConvertConfig) -> int:
         raise UsageError("--remote: ik convert reads directories; ik pull NAME fetches a model from the hub first")
     if not config.args:
         raise UsageError(f"the directory is missing; usage: {usage('convert')}")
-    from ikcli.convert.tool import CheckpointOptions, open_checkpoint
-
     directory = Path(config.args[0])
     _check(config, directory)
+    if (directory / "adapter_config.json").is_file():
+        return run_adapter(config, directory)
+    if config.base is not None:
+        raise UsageError(f"--base is for adapters, and {directory} has no adapter_config.json")
+    from ikcli.convert.tool import CheckpointOptions, open_checkpoint
+
     ignored = tuple(key.strip() for text in config.ignore_config_key for key in text.split(",") if key.strip())
     found = open_checkpoint(
         directory, CheckpointOptions(config.model_name, config.metadata, config.pre, ignored, _keeps_mxfp4(config))

@@ -274,6 +274,15 @@ def rotated_pairs(heads: str = "num_attention_heads", *other: str) -> Callable[[
 
 
 def convert_tensors(m: Build, architecture: Architecture) -> None:
+    """Every tensor of the checkpoint gets its place, and those that no tensor is behind are added."""
+    place_tensors(m, architecture)
+    architecture.finish(m)
+    blocks = re.compile(r"blk\.(\d+)\.")
+    numbered = sorted(m.tensors.items(), key=lambda item: int(b[1]) if (b := blocks.match(item[0])) else -1)
+    m.tensors = dict(numbered)
+
+
+def place_tensors(m: Build, architecture: Architecture) -> None:
     """Every tensor of the checkpoint gets its place; UnsupportedError for one that has none."""
     for name in m.source.names:
         if architecture.drop and re.search(architecture.drop, name):
@@ -287,10 +296,6 @@ def convert_tensors(m: Build, architecture: Architecture) -> None:
         else:
             rule(m, found)
     stack_experts(m)
-    architecture.finish(m)
-    blocks = re.compile(r"blk\.(\d+)\.")
-    numbered = sorted(m.tensors.items(), key=lambda item: int(b[1]) if (b := blocks.match(item[0])) else -1)
-    m.tensors = dict(numbered)
 
 
 def _find(m: Build, architecture: Architecture, name: str) -> tuple[str | Rule | None, Found]:

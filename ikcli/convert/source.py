@@ -84,10 +84,10 @@ class _Entry:
 
 
 class SafetensorsSource:
-    """The safetensors files of a directory: `model.safetensors`, or the shards of its index, or all there are."""
+    """The safetensors files of a directory: `model.safetensors`, the shards of its index, all there are, or `files`."""
 
-    def __init__(self, directory: Path) -> None:
-        self.paths = _files(directory)
+    def __init__(self, directory: Path, files: Sequence[Path] | None = None) -> None:
+        self.paths = _files(directory) if files is None else list(files)
         self._handles: list[int] = []
         self._entries: dict[str, _Entry] = {}
         weakref.finalize(self, _close, self._handles)
@@ -100,7 +100,8 @@ class SafetensorsSource:
                 if name in self._entries:
                     raise FormatError(f"{path}: tensor {name} is in {self.paths[self._entries[name].file].name}, too")
                 self._entries[name] = entry
-        _check_index(directory, self._entries, self.paths)
+        if files is None:
+            _check_index(directory, self._entries, self.paths)
 
     @property
     def names(self) -> Sequence[str]:

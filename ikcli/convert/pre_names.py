@@ -9,7 +9,7 @@ care how digits are cut).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ikcli.errors import UnsupportedError
@@ -108,19 +108,12 @@ def rules() -> list[str]:
     return sorted({p.rule for p in PRE_TOKENIZERS.values()} - {"default", "gemma4"})
 
 
-def recognise(
-    pre_tokenizer: Any,
-    architecture: str,
-    ignore_merges: bool,
-    same_ids: Callable[[str, Sequence[str]], bool],
-    source: str,
-) -> str:
-    """The name for a checkpoint's pre-tokenizer.
+def recognise(fast: Any, architecture: str, ignore_merges: bool, source: str) -> str:
+    """The name for the pre-tokenizer of `fast`, the tokenizer of a `tokenizer.json`.
 
-    `same_ids(name, texts)` says whether the vocabulary gives the checkpoint's ids with that name. UnsupportedError if
-    no rule does what the pre-tokenizer does, or if several do.
+    UnsupportedError if no rule does what the pre-tokenizer does, or if several do.
     """
-    wanted = {text: words_of_checkpoint(pre_tokenizer, text) for text in (*PLAIN, CASES, DIGITS, *MARKED)}
+    wanted = {text: words_of_checkpoint(fast.pre_tokenizer, text) for text in (*PLAIN, CASES, DIGITS, *MARKED)}
 
     def agrees(rule: str, text: str) -> bool:
         return [byte_encode(word) for word in words_of_rule(rule, text)] == wanted[text]
@@ -138,14 +131,24 @@ def recognise(
         agreeing = {rule: sum(agrees(rule, text) for text in MARKED) for rule in found}
         found = [rule for rule in found if agreeing[rule] == max(agreeing.values())]
     if not found:
-        texts = (*PLAIN, CASES, DIGITS)
-        found = [r for r in rules() if same_ids(_name(r, architecture, ignore_merges), texts)]
+        found = _by_ids(fast, wanted)
     found = _one_of_equals(found, architecture)
     if len(found) != 1:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         what = f"acts like several known ones ({', '.join(found)})" if found else "acts like none that is known"
         raise UnsupportedError(f"{source}: the pre-tokenizer {what}; choose one with --pre NAME (known: {known})")
     return _name(found[0], architecture, ignore_merges)
+
+
+def _by_ids(fast: Any, wanted: Mapping[str, list[str]]) -> list[str]:
+    """Rules whose words the model makes the same tokens of."""
+
+    def ids(words: list[str]) -> list[int]:
+        return [token.id for word in words for token in fast.model.tokenize(word)]
+
+    texts = (*PLAIN, CASES, DIGITS)
+    own = {text: ids(wanted[text]) for text in texts}
+    return [r for r in rules() if all(ids([byte_encode(w) for w in words_of_rule(r, t)]) == own[t] for t in texts)]
 
 
 def _one_of_equals(found: list[str], architecture: str) -> list[str]:

@@ -133,16 +133,8 @@ def _byte_level(files: TokenizerFiles, architecture: str, pre: str | None) -> Ke
     table = make_table(files, {i: (text, 0.0, NORMAL) for text, i in vocabulary.items()})
     special = special_keys(files, table, architecture)
 
-    def with_name(name: str) -> Keys:
-        return _model_keys("gpt2", name, table, False) | {"tokenizer.ggml.merges": merges} | special
-
-    def same_ids(name: str, texts: Sequence[str]) -> bool:
-        return not _differences(files, with_name(name), texts)
-
-    name = pre or recognise(
-        files.fast.pre_tokenizer, architecture, bool(model.get("ignore_merges")), same_ids, str(path)
-    )
-    keys = with_name(name)
+    name = pre or recognise(files.fast, architecture, bool(model.get("ignore_merges")), str(path))
+    keys = _model_keys("gpt2", name, table, False) | {"tokenizer.ggml.merges": merges} | special
     _compare(files, keys)
     return keys
 

@@ -313,6 +313,14 @@ def test_roles_and_what_is_added(tmp_path: Path) -> None:
     assert (keys["tokenizer.ggml.eos_token_id"], keys["tokenizer.ggml.eot_token_id"]) == (501, 1)
     assert (keys["tokenizer.ggml.add_bos_token"], keys["tokenizer.ggml.add_eos_token"]) == (True, True)
     assert keys["tokenizer.ggml.fim_pre_token_id"] == 500
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [501, 1, 60]}))
+    fast.post_processor = processors.TemplateProcessing(
+        single="<s> <|eot|> $A", pair="<s> $A $B", special_tokens=[("<s>", 0), ("<|eot|>", 501)]
+    )
+    save(tmp_path, fast, bos_token="<s>", eos_token="<|eot|>")
+    keys = read_vocabulary(tmp_path, {}, "llama")
+    assert (keys["tokenizer.ggml.eos_token_id"], keys["tokenizer.ggml.eot_token_id"]) == (501, 60)  # 1 is </s>
+    assert keys["tokenizer.ggml.add_bos_token"] is False  # two tokens come before a text
     save(tmp_path, fast, bos_token="<s>", add_bos_token=False)
     assert read_vocabulary(tmp_path, {}, "llama")["tokenizer.ggml.add_bos_token"] is False
 

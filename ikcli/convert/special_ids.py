@@ -8,6 +8,7 @@ from typing import Any
 from ikcli.convert.tokenizer_files import CONTROL, Table, TokenizerFiles, read_object
 from ikcli.errors import FormatError
 from ikcli.log import warn
+from ikcli.tokenizer.vocab import EOG_TEXTS
 
 _KEYS = {
     "bos": "bos_token_id",
@@ -54,7 +55,7 @@ def special_keys(
         text = files.named_tokens.get(role)
         if text is not None and text in find:
             ids.setdefault(role, find[text])
-    _from_configs(files, ids, len(table.texts))
+    ends = _from_configs(files, ids, len(table.texts))
     unknown = files.model.get("unk_token")
     if isinstance(unknown, str) and unknown in find:
         ids.setdefault("unk", find[unknown])
@@ -65,6 +66,7 @@ def special_keys(
         if role not in ids and other in ids:
             ids[role] = ids[other]
     adds = _added_around(files, ids)
+    _further_ends(ids, ends, table)
     for role in ("bos", "eos", "sep"):
         setting = files.settings.get(f"add_{role}_token")
         if isinstance(setting, bool):
@@ -77,14 +79,16 @@ def special_keys(
     return keys | {f"tokenizer.ggml.add_{role}_token": value for role, value in adds.items()}
 
 
-def _from_configs(files: TokenizerFiles, ids: dict[str, int], n_tokens: int) -> None:
-    """Ids that the configs of model and generation give as numbers."""
+def _from_configs(files: TokenizerFiles, ids: dict[str, int], n_tokens: int) -> list[int]:
+    """Ids that the configs of model and generation give as numbers; returns all that end a text."""
     text = files.config.get("text_config")
     generation = read_object(files.directory / "generation_config.json") or {}
+    ends: list[int] = []
     for config in (files.config, text if isinstance(text, dict) else {}, generation):
         for role in _NAMED:
             value = config.get(f"{role}_token_id")
             if isinstance(value, list) and value:
+                ends += [i for i in value if role == "eos" and isinstance(i, int) and 0 <= i < n_tokens]
                 value = value[0]
             if not isinstance(value, int) or isinstance(value, bool) or value < 0 or role in ids:
                 continue
@@ -94,6 +98,15 @@ def _from_configs(files: TokenizerFiles, ids: dict[str, int], n_tokens: int) -> 
                 )
                 continue
             ids[role] = value
+    return ends
+
+
+def _further_ends(ids: dict[str, int], ends: list[int], table: Table) -> None:
+    """Roles for ends that readers do not know by their texts."""
+    for i in dict.fromkeys(ends):
+        free = next((role for role in ("eot", "eom") if role not in ids), None)
+        if free is not None and i not in ids.values() and table.texts[i] not in EOG_TEXTS.split(" "):
+            ids[free] = i
 
 
 def _added_around(files: TokenizerFiles, ids: dict[str, int]) -> dict[str, bool]:
@@ -112,12 +125,11 @@ def _added_around(files: TokenizerFiles, ids: dict[str, int]) -> dict[str, bool]
         return {}
     before, after = single[: starts[0]], single[starts[0] + n :]
     adds = {"bos": False, "eos": False}
-    if before:
-        first = ids.setdefault("bos", before[0])
-        adds["bos"] = before[0] in (first, ids.get("cls"))
-        if not adds["bos"] or len(before) > 1:
-            what = "other tokens than BOS" if not adds["bos"] else "more than a BOS token"
-            warn(f"{files.source}: tokenizer.json puts {what} before a text; a GGUF file cannot say so")
+    if len(before) == 1:
+        adds["bos"] = before[0] in (ids.setdefault("bos", before[0]), ids.get("cls"))
+    if before and not adds["bos"]:
+        what = "several tokens" if len(before) > 1 else "another token than BOS"
+        warn(f"{files.source}: tokenizer.json puts {what} before a text; a GGUF file cannot say so and has none")
     if after:
         last, eos = after[-1], ids.setdefault("eos", after[-1])
         if last != eos:

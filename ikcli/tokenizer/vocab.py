@@ -79,7 +79,7 @@ _ROLE_TEXTS = {
     "fim_sep": "<|file_sep|>",
 }
 
-_EOG_TEXTS = (
+EOG_TEXTS = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>"
     " <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>"
     " <｜end▁of▁sentence｜>"
@@ -343,7 +343,7 @@ def _end_tokens(vocab: Vocab) -> set[int]:
         if attrs[i] & Attr.CONTROL and "unused" in text:
             attrs[i] |= Attr.UNUSED
     ends = {i for i in (ids.fim_pad, ids.fim_rep, ids.fim_sep) if i is not None}
-    for i in _present(vocab, _EOG_TEXTS):
+    for i in _present(vocab, EOG_TEXTS):
         ends.add(i)
         attrs[i] |= Attr.CONTROL
     for i in _present(vocab, _ALWAYS_SHOWN):

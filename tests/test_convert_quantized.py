@@ -56,6 +56,7 @@ def check(source: Any, name: str, wanted: Floats, rtol: float = 1e-6) -> None:
     assert (source.shape(name), source.dtype(name)) == (wanted.shape, "F32")
     np.testing.assert_allclose(source.read(name), wanted, rtol=rtol, atol=0)
     flat = wanted.reshape(-1, wanted.shape[-1])
+    assert source.rows(name, 0, 1).dtype == source.read(name).dtype == np.float32
     for first, last in ((0, 1), (1, 5), (3, len(flat)), (len(flat) - 1, len(flat))):
         np.testing.assert_allclose(source.rows(name, first, last), flat[first:last], rtol=rtol, atol=0)
 

@@ -115,7 +115,7 @@ class PackedRows:
         else:
             codes -= self._zeros[first:last][:, self._columns]
         scales = read_floats(self.source, self.scale).reshape(-1, int(self._columns.max()) + 1)
-        return codes * (scales if len(scales) == 1 else scales[first:last])[:, self._columns]
+        return codes.astype(np.float32) * (scales if len(scales) == 1 else scales[first:last])[:, self._columns]
 
 
 @dataclass(slots=True)
@@ -195,7 +195,7 @@ class Gptq(_Columns):
         )
         scales = read_floats(self.source, self.parts["scales"])[:, first:last].T
         self._done(last)
-        return (codes - zeros[:, self._groups]) * scales[:, self._groups]
+        return (codes - zeros[:, self._groups]).astype(np.float32) * scales[:, self._groups]
 
 
 _AWQ_PLACE = np.array([0, 4, 1, 5, 2, 6, 3, 7])
@@ -225,7 +225,7 @@ class Awq(_Columns):
         zeros = self._outputs(self.source.read(self.parts["qzeros"])[:, low:high])[:, kept].T
         scales = read_floats(self.source, self.parts["scales"])[:, first:last].T
         self._done(last)
-        return (codes - zeros[:, self._groups]) * scales[:, self._groups]
+        return (codes - zeros[:, self._groups]).astype(np.float32) * scales[:, self._groups]
 
     @staticmethod
     def _outputs(words: Array) -> Codes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -321,6 +322,24 @@ def test_awq(rng: np.random.Generator) -> None:
         "a.weight",
         np.ascontiguousarray(wanted, np.float32),
     )
+
+
+def test_threads_read_what_one_reads(rng: np.random.Generator) -> None:
+    """Experts and packed words are kept for a while; threads that want others meanwhile get theirs."""
+    tensors: dict[str, Any] = {}
+    for i in range(6):
+        tensors[f"{i}_blocks"] = rng.integers(0, 256, (3, 8, 2, 16)).astype(np.uint8)
+        tensors[f"{i}_scales"] = rng.integers(120, 130, (3, 8, 2)).astype(np.uint8)
+    source = dequantized(Memory(tensors), {"quantization_config": {"quant_method": "mxfp4"}})
+    wanted = {name: source.read(name).reshape(-1, 8) for name in source.names}
+    places = [(str(rng.integers(6)), int(rng.integers(190))) for _ in range(400)]
+
+    def same(place: tuple[str, int]) -> bool:
+        name, first = place
+        return bool(np.array_equal(source.rows(name, first, first + 2), wanted[name][first : first + 2]))
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(same, places))
 
 
 def test_a_plain_checkpoint_is_its_own_source() -> None:

@@ -1,6 +1,9 @@
-"""Floats of 8 and 4 bits as float32, by tables of all their values."""
+"""Floats of 8 and 4 bits as float32, by tables of all their values; arrays kept while rows of them are wanted."""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +56,26 @@ def decode(values: Array, dtype: str) -> Floats:
     if dtype == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32)
+
+
+class Recent:
+    """The last few arrays that had to be read or computed as a whole, for whichever thread wants rows of them."""
+
+    def __init__(self, most: int = 4) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._kept: dict[Hashable, Array] = {}
+
+    def get(self, key: Hashable, make: Callable[[], Array]) -> Array:
+        """The array of this key, made if it is none of the last ones."""
+        with self._lock:
+            found = self._kept.pop(key, None)
+            if found is None:
+                found = make()
+            self._kept[key] = found
+            while len(self._kept) > self._most:
+                self._kept.pop(next(iter(self._kept)))
+            return found
 
 
 def read_floats(source: Source, name: str) -> Floats:

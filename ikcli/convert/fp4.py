@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.convert.float8 import E2M1, FLOAT8, Floats, decode, read_floats
+from ikcli.convert.float8 import E2M1, FLOAT8, Floats, Recent, decode, read_floats
 from ikcli.convert.source import Source
 from ikcli.errors import FormatError
 
@@ -113,9 +114,9 @@ class MxFp4Experts:
     source: Source
     blocks: str
     scales: str
+    recent: Recent
     shape: tuple[int, ...] = field(init=False)
     packed: MxFp4Rows = field(init=False)
-    _expert: tuple[int, Floats] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         stored, grid = self.source.shape(self.blocks), self.source.shape(self.scales)
@@ -133,15 +134,14 @@ class MxFp4Experts:
         out = np.empty((last - first, self.shape[2]), np.float32)
         for expert in range(first // n_in, -(-last // n_in)):
             low, high = max(first, expert * n_in), min(last, (expert + 1) * n_in)
-            out[low - first : high - first] = self._matrix(expert)[low - expert * n_in : high - expert * n_in]
+            matrix = self.recent.get((self.blocks, expert), partial(self._matrix, expert))
+            out[low - first : high - first] = matrix[low - expert * n_in : high - expert * n_in]
         return out
 
     def _matrix(self, expert: int) -> Floats:
-        if self._expert is None or self._expert[0] != expert:
-            _, n_in, n_out = self.shape
-            n_blocks = n_in // 32
-            data = self.source.rows(self.blocks, expert * n_out * n_blocks, (expert + 1) * n_out * n_blocks)
-            scales = FLOAT8["F8_E8M0"][self.source.rows(self.scales, expert * n_out, (expert + 1) * n_out)]
-            values = E2M1[_unpack(data)].reshape(n_out, n_blocks, 32) * scales[:, :, None]
-            self._expert = (expert, values.reshape(n_out, n_in).T)
-        return self._expert[1]
+        _, n_in, n_out = self.shape
+        n_blocks = n_in // 32
+        data = self.source.rows(self.blocks, expert * n_out * n_blocks, (expert + 1) * n_out * n_blocks)
+        scales = FLOAT8["F8_E8M0"][self.source.rows(self.scales, expert * n_out, (expert + 1) * n_out)]
+        values = E2M1[_unpack(data)].reshape(n_out, n_blocks, 32) * scales[:, :, None]
+        return values.reshape(n_out, n_in).T

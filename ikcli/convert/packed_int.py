@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.convert.float8 import Floats, read_floats
+from ikcli.convert.float8 import Floats, Recent, read_floats
 from ikcli.convert.source import Array, Source
 from ikcli.errors import FormatError, UnsupportedError
 
@@ -126,8 +126,8 @@ class _Columns:
     name: str
     parts: Mapping[str, str]
     settings: Mapping[str, Any]
+    recent: Recent
     shape: tuple[int, ...] = field(init=False)
-    _held: Array | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.shape = self._layout()
@@ -155,14 +155,8 @@ class _Columns:
         return value
 
     def _words(self) -> Array:
-        """The packed words, read once; whoever wants all rows wants them one after the other."""
-        if self._held is None:
-            self._held = self.source.read(self.name)
-        return self._held
-
-    def _done(self, last: int) -> None:
-        if last >= self.shape[0]:
-            self._held = None
+        """The packed words; whoever wants all rows wants them one after the other."""
+        return self.recent.get(self.name, lambda: self.source.read(self.name))
 
 
 class Gptq(_Columns):
@@ -194,7 +188,6 @@ class Gptq(_Columns):
             unpack(self.source.read(self.parts["qzeros"]), self._bits, n_out, stream=True)[:, first:last].T + self._more
         )
         scales = read_floats(self.source, self.parts["scales"])[:, first:last].T
-        self._done(last)
         return (codes - zeros[:, self._groups]).astype(np.float32) * scales[:, self._groups]
 
 
@@ -224,7 +217,6 @@ class Awq(_Columns):
         codes = self._outputs(self._words()[:, low:high])[:, kept].T
         zeros = self._outputs(self.source.read(self.parts["qzeros"])[:, low:high])[:, kept].T
         scales = read_floats(self.source, self.parts["scales"])[:, first:last].T
-        self._done(last)
         return (codes - zeros[:, self._groups]).astype(np.float32) * scales[:, self._groups]
 
     @staticmethod

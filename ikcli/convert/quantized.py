@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from ikcli.convert.float8 import FLOAT8, Floats
+from ikcli.convert.float8 import FLOAT8, Floats, Recent
 from ikcli.convert.fp4 import Fp4, MxFp4Experts, MxFp4Rows
 from ikcli.convert.packed_int import Awq, Gptq, PackedRows
 from ikcli.convert.scaled import Scaled
@@ -271,12 +271,8 @@ def _compressed_tensors(source: Source, settings: Mapping[str, Any]) -> Found:
     yield from _scaled(source, settings)
 
 
-def _by_columns(
-    source: Source,
-    settings: Mapping[str, Any],
-    make: Callable[[Source, str, Mapping[str, str], Mapping[str, Any]], Logical],
-) -> Found:
-    there = set(source.names)
+def _by_columns(source: Source, settings: Mapping[str, Any], make: type[Gptq] | type[Awq]) -> Found:
+    there, recent = set(source.names), Recent()
     for name in source.names:
         if not name.endswith(".qweight"):
             continue
@@ -284,7 +280,7 @@ def _by_columns(
         parts = {key: base + key for key in ("qzeros", "scales", "g_idx") if base + key in there}
         if "scales" not in parts or "qzeros" not in parts:
             raise FormatError(f"tensor {name} has no {base}scales or {base}qzeros beside it")
-        yield base + "weight", name, make(source, name, parts, settings), list(parts.values())
+        yield base + "weight", name, make(source, name, parts, settings, recent), list(parts.values())
 
 
 def _gptq(source: Source, settings: Mapping[str, Any]) -> Found:
@@ -296,11 +292,11 @@ def _awq(source: Source, settings: Mapping[str, Any]) -> Found:
 
 
 def _mxfp4(source: Source, settings: Mapping[str, Any]) -> Found:
-    there = set(source.names)
+    there, recent = set(source.names), Recent()
     for name in source.names:
         if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in there:
             base = name.removesuffix("_blocks")
-            yield base, name, MxFp4Experts(source, name, base + "_scales"), [base + "_scales"]
+            yield base, name, MxFp4Experts(source, name, base + "_scales", recent), [base + "_scales"]
 
 
 _METHODS: dict[str, Callable[[Source, Mapping[str, Any]], Found]] = {

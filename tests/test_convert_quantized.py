@@ -156,19 +156,23 @@ def pairs(codes: Array) -> Array:
     return (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8)
 
 
-@pytest.mark.parametrize("producer", ["modelopt", "compressed-tensors"])
-def test_nvfp4(rng: np.random.Generator, producer: str) -> None:
+@pytest.mark.parametrize("producer", ["modelopt", "compressed-tensors", "NVFP4", None])
+def test_nvfp4(rng: np.random.Generator, producer: str | None) -> None:
     codes, scale = rng.integers(0, 16, (6, 64)).astype(np.uint8), fp8(rng, (6, 4)) & 0x7F
     other = np.array([7.0], np.float32)
     wanted = np.empty((6, 64), np.float32)
     for i, j in np.ndindex(6, 64):
-        factor = other[0] if producer == "modelopt" else 1 / other[0]
+        factor = 1 / other[0] if producer == "compressed-tensors" else other[0]
         wanted[i, j] = E2M1[codes[i, j]] * e4m3(int(scale[i, j // 16])) * factor
-    name, times = ("weight", "weight_scale_2") if producer == "modelopt" else ("weight_packed", "weight_global_scale")
+    name, times = "weight", "weight_scale_2"
+    if producer == "compressed-tensors":
+        name, times = "weight_packed", "weight_global_scale"
     tensors = {f"a.{name}": pairs(codes), "a.weight_scale": ("F8_E4M3", scale), f"a.{times}": other}
     tensors["b.weight"] = ("F8_E4M3", fp8(rng, (4, 4)))
     tensors["b.weight_scale"] = np.array(2.0, np.float32)
-    source = dequantized(Memory(tensors), {"quantization_config": {"quant_method": producer}})
+    settings: dict[str, Any] = {"quant_algo": producer} if producer == "NVFP4" else {"quant_method": producer}
+    config = {} if producer is None else {"quantization_config": settings}
+    source = dequantized(Memory(tensors), config)
     assert list(source.names) == ["a.weight", "b.weight"]
     check(source, "a.weight", wanted, 1e-5)
     assert source.packed("a.weight") is None  # type: ignore[attr-defined]

@@ -131,6 +131,11 @@ def test_an_unknown_pre_tokenizer_is_an_error_and_can_be_named(
         read_vocabulary(tmp_path, {}, "llama")
     assert read_vocabulary(tmp_path, {}, "llama", pre="gpt-2")["tokenizer.ggml.pre"] == "gpt-2"
     assert "texts give other tokens in GGUF" in capsys.readouterr().err
+    tiny = tmp_path / "tiny"  # without merges all rules give the same tokens
+    tiny.mkdir()
+    save(tiny, byte_level(fast.pre_tokenizer, 258))
+    with pytest.raises(UnsupportedError, match=r"acts like several known ones \(.*qwen2.*choose one with --pre NAME"):
+        read_vocabulary(tiny, {}, "llama")
     with pytest.raises(UnsupportedError, match="--pre nonsense: no such pre-tokenizer"):
         read_vocabulary(tmp_path, {}, "llama", pre="nonsense")
 

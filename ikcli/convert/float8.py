@@ -61,7 +61,7 @@ def decode(values: Array, dtype: str) -> Floats:
 class Recent:
     """The last few arrays that had to be read or computed as a whole, for whichever thread wants rows of them."""
 
-    def __init__(self, most: int = 4) -> None:
+    def __init__(self, most: int = 8) -> None:
         self._most = most
         self._lock = threading.Lock()
         self._kept: dict[Hashable, Array] = {}

@@ -7,14 +7,14 @@ AWQ along outputs of the transposed weight, so the packed words of one weight ar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.convert.float8 import Floats, Recent, read_floats
+from ikcli.convert.float8 import Floats, Recent, decode, read_floats
 from ikcli.convert.source import Array, Source
 from ikcli.errors import FormatError, UnsupportedError
 
@@ -67,11 +67,11 @@ class PackedRows:
     zero: str | None
     g_idx: str | None
     allowed: set[int]
+    recent: Recent
     shape: tuple[int, ...] = field(init=False)
     _bits: int = field(init=False)
     _stream: bool = field(init=False)
-    _columns: Index = field(init=False)
-    _zeros: Codes | None = field(init=False, default=None)
+    _n_groups: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.shape = shape = tuple(int(n) for n in self.source.read(self.shape_name).reshape(-1))
@@ -80,19 +80,28 @@ class PackedRows:
             raise FormatError(f"tensor {self.weight} of {list(stored)} words does not fit the shape {list(shape)}")
         self._bits, self._stream = self._layout(shape[-1], stored[-1])
         n_rows = math.prod(shape[:-1])
-        n_groups = grid[-1] if len(grid) == len(shape) else 1
-        if math.prod(grid) not in (n_groups, n_rows * n_groups):
+        self._n_groups = grid[-1] if len(grid) == len(shape) else 1
+        if math.prod(grid) not in (self._n_groups, n_rows * self._n_groups):
             raise FormatError(f"tensor {self.scale}: scales of {list(grid)} do not fit {list(shape)}")
-        self._columns = _groups(self.source, self.g_idx, shape[-1], n_groups, self.scale)
+        self._columns()
         if self.zero is not None:
-            packed = self.source.read(self.zero)
-            if packed.size % (n_groups * math.prod(shape[:-2])):
-                raise FormatError(f"tensor {self.zero} does not fit {n_groups} groups of {list(shape)}")
-            packed = np.ascontiguousarray(packed.reshape(*shape[:-2], -1, n_groups).swapaxes(-1, -2))
-            zeros = unpack(packed, self._bits, shape[-2], self._stream)
-            if zeros.shape[-1] != shape[-2]:
-                raise FormatError(f"tensor {self.zero} does not fit {n_groups} groups of {list(shape)}")
-            self._zeros = np.ascontiguousarray(zeros.swapaxes(-1, -2)).reshape(n_rows, n_groups)
+            packed = self.source.shape(self.zero)
+            n_words = -(-shape[-2] * self._bits // 32) if self._stream else -(-shape[-2] // (32 // self._bits))
+            if packed != (*shape[:-2], n_words, self._n_groups):
+                raise FormatError(
+                    f"tensor {self.zero} of {list(packed)} does not fit {self._n_groups} groups of {list(shape)}"
+                )
+
+    def _columns(self) -> Index:
+        """The group of every input."""
+        return _groups(self.source, self.g_idx, self.shape[-1], self._n_groups, self.scale)
+
+    def _zeros(self) -> Codes:
+        """Codes of the zero points of every row, which are packed along rows."""
+        assert self.zero is not None
+        packed = np.ascontiguousarray(self.source.read(self.zero).swapaxes(-1, -2))
+        zeros = unpack(packed, self._bits, self.shape[-2], self._stream)
+        return np.ascontiguousarray(zeros.swapaxes(-1, -2)).reshape(-1, self._n_groups)
 
     def _layout(self, width: int, n_words: int) -> tuple[int, bool]:
         """Bits of a value, and whether values go on in the next word."""
@@ -110,12 +119,18 @@ class PackedRows:
     def rows(self, first: int, last: int) -> Floats:
         """Rows [first, last) of the weight."""
         codes = unpack(self.source.rows(self.weight, first, last), self._bits, self.shape[-1], self._stream)
-        if self._zeros is None:
+        columns = self._columns()
+        if self.zero is None:
             codes -= 1 << (self._bits - 1)
         else:
-            codes -= self._zeros[first:last][:, self._columns]
-        scales = read_floats(self.source, self.scale).reshape(-1, int(self._columns.max()) + 1)
-        return codes.astype(np.float32) * (scales if len(scales) == 1 else scales[first:last])[:, self._columns]
+            codes -= self.recent.get(self.zero, self._zeros)[first:last][:, columns]
+        grid = self.source.shape(self.scale)
+        if len(grid) == len(self.shape) and math.prod(grid) != self._n_groups:
+            scales = decode(self.source.rows(self.scale, first, last), self.source.dtype(self.scale))
+        else:
+            scales = read_floats(self.source, self.scale).reshape(-1, self._n_groups)
+            scales = scales if len(scales) == 1 else scales[first:last]
+        return codes.astype(np.float32) * scales[:, columns]
 
 
 @dataclass(slots=True)
@@ -154,18 +169,34 @@ class _Columns:
             )
         return value
 
+    def _columns(self, n_in: int) -> Index:
+        """The group of every input."""
+        n_groups = self.source.shape(self.parts["scales"])[0]
+        return _groups(self.source, self.parts.get("g_idx"), n_in, n_groups, self.parts["scales"])
+
     def _words(self) -> Array:
         """The packed words; whoever wants all rows wants them one after the other."""
         return self.recent.get(self.name, lambda: self.source.read(self.name))
+
+    def _zeros(self, unpacked: Callable[[Array], Codes]) -> Codes:
+        """Zero points of (group, output)."""
+        return self.recent.get(self.parts["qzeros"], lambda: unpacked(self.source.read(self.parts["qzeros"])))
+
+    def _values(self, codes: Codes, zeros: Codes, first: int, last: int) -> Floats:
+        """Values of rows [first, last), of their codes and the zeros of all."""
+        columns = self._columns(self.shape[1])
+        scales = self.recent.get(self.parts["scales"], lambda: read_floats(self.source, self.parts["scales"]))
+        scales = scales[:, first:last].T
+        return (codes - zeros[:, first:last].T[:, columns]).astype(np.float32) * scales[:, columns]
 
 
 class Gptq(_Columns):
     """`qweight` (input / values per word, output); zeros are stored one too low, except in gptq_v2."""
 
-    __slots__ = ("_bits", "_groups", "_more")
+    __slots__ = ("_bits", "_more")
 
     def _layout(self) -> tuple[int, int]:
-        n_groups, n_out = self._grid()
+        _, n_out = self._grid()
         self._bits = int(str(self._setting("bits", None, (2, 3, 4, 8), "gptq")))
         form = self._setting("checkpoint_format", self.settings.get("format", "gptq"), ("gptq", "gptq_v2"), "gptq")
         self._more = 1 if form == "gptq" else 0
@@ -176,7 +207,7 @@ class Gptq(_Columns):
                 f"tensor {self.name}: {self._bits} bits do not fit {list(self.source.shape(self.name))} words with "
                 f"{n_out} outputs"
             )
-        self._groups = _groups(self.source, self.parts.get("g_idx"), n_in, n_groups, self.parts["scales"])
+        self._columns(n_in)
         return n_out, n_in
 
     def rows(self, first: int, last: int) -> Floats:
@@ -184,11 +215,8 @@ class Gptq(_Columns):
         n_out, n_in = self.shape
         words = np.ascontiguousarray(self._words()[:, first:last].T)
         codes = unpack(words, self._bits, n_in, stream=True)
-        zeros = (
-            unpack(self.source.read(self.parts["qzeros"]), self._bits, n_out, stream=True)[:, first:last].T + self._more
-        )
-        scales = read_floats(self.source, self.parts["scales"])[:, first:last].T
-        return (codes - zeros[:, self._groups]).astype(np.float32) * scales[:, self._groups]
+        zeros = self._zeros(lambda words: unpack(words, self._bits, n_out, stream=True) + np.int32(self._more))
+        return self._values(codes, zeros, first, last)
 
 
 _AWQ_PLACE = np.array([0, 4, 1, 5, 2, 6, 3, 7])
@@ -198,16 +226,16 @@ _AWQ_PLACE = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 class Awq(_Columns):
     """`qweight` (input, output / 8) of the gemm version: the outputs of a word are in the order 0 2 4 6 1 3 5 7."""
 
-    __slots__ = ("_groups",)
+    __slots__ = ()
 
     def _layout(self) -> tuple[int, int]:
-        n_groups, n_out = self._grid()
+        _, n_out = self._grid()
         self._setting("bits", self.settings.get("w_bit", 4), (4,), "awq")
         self._setting("version", "gemm", ("gemm",), "awq")
         n_in, n_words = self.source.shape(self.name)
         if n_words * 8 != n_out or self.source.shape(self.parts["qzeros"])[1] != n_words:
             raise FormatError(f"tensor {self.name}: {n_words} words are not 4 bits of {n_out} outputs")
-        self._groups = _groups(self.source, None, n_in, n_groups, self.parts["scales"])
+        self._columns(n_in)
         return n_out, n_in
 
     def rows(self, first: int, last: int) -> Floats:
@@ -215,9 +243,7 @@ class Awq(_Columns):
         low, high = first // 8, -(-last // 8)
         kept = slice(first - 8 * low, last - 8 * low)
         codes = self._outputs(self._words()[:, low:high])[:, kept].T
-        zeros = self._outputs(self.source.read(self.parts["qzeros"])[:, low:high])[:, kept].T
-        scales = read_floats(self.source, self.parts["scales"])[:, first:last].T
-        return (codes - zeros[:, self._groups]).astype(np.float32) * scales[:, self._groups]
+        return self._values(codes, self._zeros(self._outputs), first, last)
 
     @staticmethod
     def _outputs(words: Array) -> Codes:

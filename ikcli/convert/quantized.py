@@ -29,6 +29,7 @@ PACKED = ".mxfp4"
 # What runs of a quantized model use besides weights, and a GGUF file has no place for.
 _UNUSED = (
     ".input_scale",
+    ".input_scale_ub",
     ".input_global_scale",
     ".input_zero_point",
     ".input_amax",
@@ -131,6 +132,8 @@ def dequantized(source: Source, config: Mapping[str, Any]) -> Source:
     UnsupportedError names the method and the key or tensor that is not understood, FormatError one that does not fit.
     """
     settings = _settings(config)
+    if settings is None and any(name.endswith(".weight_scale_2") for name in source.names):
+        settings = {"quant_method": "modelopt"}  # its settings may be in a file of their own
     if settings is None:
         tell = next(
             (n for n in source.names if source.dtype(n) in FLOAT8 or n.endswith((".qweight", ".weight_packed"))), None
@@ -140,7 +143,7 @@ def dequantized(source: Source, config: Mapping[str, Any]) -> Source:
         raise UnsupportedError(
             f"tensor {tell} is quantized, but config.json has no quantization_config; copy the one of the checkpoint"
         )
-    method = settings.get("quant_method", settings.get("quant_algo"))
+    method = settings.get("quant_method", "modelopt" if "quant_algo" in settings else None)
     find = _METHODS.get(method.lower() if isinstance(method, str) else "")
     if find is None:
         raise UnsupportedError(
@@ -255,7 +258,7 @@ def _compressed_tensors(source: Source, settings: Mapping[str, Any]) -> Found:
     if (settings.get("transform_config") or {}) != {}:
         raise UnsupportedError("quant_method 'compressed-tensors': transform_config is not read")
     bits = {n for group in _groups(settings) if isinstance(n := _weights_of(group).get("num_bits"), int)}
-    there = set(source.names)
+    there, recent = set(source.names), Recent()
     for name in source.names:
         if not name.endswith(".weight_packed") or source.dtype(name) != "I32":
             continue
@@ -263,9 +266,8 @@ def _compressed_tensors(source: Source, settings: Mapping[str, Any]) -> Found:
         optional = {key: base + key for key in ("_zero_point", "_g_idx", "_shape") if base + key in there}
         if base + "_scale" not in there or "_shape" not in optional:
             raise FormatError(f"tensor {name} has no {base}_scale or {base}_shape beside it")
-        weight = PackedRows(
-            source, name, base + "_scale", optional["_shape"], optional.get("_zero_point"), optional.get("_g_idx"), bits
-        )
+        shape, zero, g_idx = (optional.get(key) for key in ("_shape", "_zero_point", "_g_idx"))
+        weight = PackedRows(source, name, base + "_scale", str(shape), zero, g_idx, bits, recent)
         yield base, name, weight, [base + "_scale", *optional.values()]
     yield from _four_bits(source)
     yield from _scaled(source, settings)

@@ -66,16 +66,17 @@ class Scaled:
         """Rows [first, last) of the weight as a matrix."""
         values = decode(self.source.rows(self.weight, first, last), self.source.dtype(self.weight))
         if self.zero is not None:
-            values = values - self._spread(self._values(self.zero), first, last)
-        return values * self._spread(self._values(self.scale), first, last)
+            values = values - self._spread(self.zero, first, last)
+        return values * self._spread(self.scale, first, last)
 
-    def _values(self, name: str) -> Floats:
+    def _spread(self, name: str, first: int, last: int) -> Floats:
+        """A value per element of the rows."""
         # a byte beside floats of 8 bits is a power of two
         dtype = "F8_E8M0" if self.source.dtype(name) == "U8" and name == self.scale else self.source.dtype(name)
-        return decode(self.source.read(name), dtype).reshape(self._grid)
-
-    def _spread(self, values: Floats, first: int, last: int) -> Floats:
-        """A value per element of the rows."""
+        if self.source.shape(name) == self._grid and self._grid[:-1] == self.shape[:-1]:
+            chosen = decode(self.source.rows(name, first, last), dtype)
+            return chosen[:, np.arange(self.shape[-1]) // self._steps[-1]] if self._grid[-1] > 1 else chosen
+        values = decode(self.source.read(name), dtype).reshape(self._grid)
         outer = np.unravel_index(np.arange(first, last), self.shape[:-1]) if len(self.shape) > 1 else ()
         at: list[_Index] = [np.asarray(i) // step for i, step in zip(outer, self._steps, strict=False)]
         chosen = values[tuple(at)] if at else values.reshape(1, -1)

@@ -107,6 +107,7 @@ class TokenizerFiles:
     def added(self) -> dict[int, Added]:
         """Added tokens by id, of all files that name some; a file's word goes before that of the next."""
         found: dict[int, Added] = {}
+        texts: set[str] = set()
         for name, tokens in (
             ("tokenizer.json", self._of_json()),
             ("tokenizer_config.json", self._of_settings()),
@@ -115,7 +116,9 @@ class TokenizerFiles:
             for i, token in tokens.items():
                 if i < 0:
                     raise FormatError(f"{self.directory / name}: added token {token.text!r} has the id {i}")
-                found.setdefault(i, token)
+                if token.text not in texts:
+                    texts.add(token.text)
+                    found.setdefault(i, token)
         return found
 
     def _of_json(self) -> dict[int, Added]:

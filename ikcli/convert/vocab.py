@@ -210,8 +210,9 @@ def _gemma4(files: TokenizerFiles, architecture: str) -> Keys:
 
 def _sentence_piece(files: TokenizerFiles, spm: SpmModel, architecture: str) -> Keys:
     table = make_table(files, dict(enumerate(spm.pieces)))
+    known = set(table.texts)
     table.texts = [
-        text.replace("\u2581", " ") if kind == USER_DEFINED and text.replace("\u2581", " ") not in table.texts else text
+        text.replace("\u2581", " ") if kind == USER_DEFINED and text.replace("\u2581", " ") not in known else text
         for text, kind in zip(table.texts, table.types, strict=True)
     ]
     special = special_keys(files, table, architecture, spm.ids)

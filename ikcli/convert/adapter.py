@@ -175,7 +175,7 @@ def _base_config(path: Path, settings: Mapping[str, Any], base: Path | None) -> 
     named = settings.get("base_model_name_or_path")
     if base is None:
         local = Path(named) if isinstance(named, str) and named else None
-        found = next((d for d in (local, path.parent) if d is not None and (d / "config.json").is_file()), None)
+        found = next((d for d in (local, path.parent) if d is not None and _has_config(d)), None)
         if found is None:
             raise UsageError(
                 f"{path}: the base model {named!r} is not here; name its directory or its config.json with --base"
@@ -184,6 +184,13 @@ def _base_config(path: Path, settings: Mapping[str, Any], base: Path | None) -> 
     if base.is_file() and base.name != "config.json":
         raise UsageError(f"--base {base}: name the directory of the base model, or its config.json")
     return Config(base.parent if base.is_file() else base)
+
+
+def _has_config(directory: Path) -> bool:
+    try:
+        return (directory / "config.json").is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _pairs(source: SafetensorsSource, path: Path) -> dict[str, tuple[Floats, Floats]]:

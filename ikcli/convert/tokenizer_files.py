@@ -87,7 +87,9 @@ class TokenizerFiles:
         path = self.directory / "tokenizer.json"
         try:
             return Tokenizer.from_file(str(path))
-        except Exception as problem:  # the library raises bare Exception
+        except BaseException as problem:  # the library raises bare Exception, and of its own panics a BaseException
+            if isinstance(problem, KeyboardInterrupt | SystemExit | MemoryError):
+                raise
             raise FormatError(f"{path}: {problem}") from None
 
     @cached_property

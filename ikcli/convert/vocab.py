@@ -110,6 +110,9 @@ def _json_vocabulary(files: TokenizerFiles) -> dict[str, int]:
 def _json_merges(files: TokenizerFiles) -> list[str]:
     """Merges with a space between their parts, of which older files have one text and newer ones a pair."""
     path = files.directory / "tokenizer.json"
+    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if files.model.get(key):
+            raise UnsupportedError(f"{path}: BPE with {key} {files.model[key]!r} has no form in GGUF")
     merges = files.model.get("merges")
     if not isinstance(merges, list):
         raise FormatError(f"{path}: model.merges is missing")
@@ -126,9 +129,6 @@ def _json_merges(files: TokenizerFiles) -> list[str]:
 def _byte_level(files: TokenizerFiles, architecture: str, pre: str | None) -> Keys:
     path = files.directory / "tokenizer.json"
     model = files.model
-    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(key):
-            raise UnsupportedError(f"{path}: BPE with {key} {model[key]!r} has no form in GGUF")
     vocabulary, merges = _json_vocabulary(files), _json_merges(files)
     table = make_table(files, {i: (text, 0.0, NORMAL) for text, i in vocabulary.items()})
     special = special_keys(files, table, architecture)

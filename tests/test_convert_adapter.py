@@ -256,3 +256,28 @@ def test_experts_are_changed_together(tmp_path: Path, rng: np.random.Generator) 
         tensors |= pair(rng, f"block_sparse_moe.experts.{e}.w1", N_FF, N_EMBD, 4 if e else 8)
     with pytest.raises(IkError, match=r"matrices of blk\.0\.ffn_gate_exps\.weight have adapters of different rank"):
         open_adapter(save_adapter(tmp_path / "x", tensors), tmp_path / "base")
+
+
+def test_all_matrices_of_golden_checkpoints(tmp_path: Path, rng: np.random.Generator, shared_dir: Path) -> None:
+    """Also experts, split and rearranged matrices: an adapter of everything is the change of everything."""
+    checkpoints = sorted((shared_dir / "golden" / "hf").glob("*/config.json"))
+    assert checkpoints
+    for number, path in enumerate(checkpoints):
+        config, source = json.loads(path.read_text()), SafetensorsSource(path.parent)
+        before = {name: source.read(name).astype(np.float32) for name in source.names}
+        after, tensors = dict(before), {}
+        for name, values in before.items():
+            if values.ndim == 2 and name.endswith(".weight") and not any(s in name for s in ("embed", "norm", "conv")):
+                a, b = (rng.normal(0, 1, s).astype(np.float32) for s in ((4, values.shape[1]), (values.shape[0], 4)))
+                module = "base_model.model." + name.removesuffix(".weight")
+                tensors[f"{module}.lora_A.weight"], tensors[f"{module}.lora_B.weight"] = a, b
+                after[name] = values + np.float32(6 / 4) * b @ a
+        work = tmp_path / str(number)
+        work.mkdir()
+        plain = converted(work / "base", config, before)
+        merged = converted(work / "merged", config, after)
+        write_adapter(open_adapter(save_adapter(work / "x", tensors), work / "base"), work / "a.gguf", "f32")
+        added, _ = adapter_of(work / "a.gguf")
+        assert set(added) == {name for name in plain if not np.array_equal(plain[name], merged[name])}, path
+        for name, values in added.items():
+            np.testing.assert_allclose(values, merged[name] - plain[name], rtol=0, atol=1e-4, err_msg=str(path))

@@ -16,6 +16,7 @@ from typing import Any
 from ikcli.errors import FormatError, IkError, UnsupportedError
 
 _HARMLESS = """
+    cache_implementation use_parallel_embedding output_dropout
     architectures model_type auto_map transformers_version torch_dtype dtype torchscript transformers.js_config
     tf_legacy_loss quantization_config unsloth_fixed unsloth_version unsloth_tokenizer_version id2label label2id
     num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix language

@@ -99,8 +99,10 @@ def put_rope(m: Build, rope: Rope) -> None:
         m.key("rope.scaling.factor", rope.number("factor"))
     elif rope.type == "yarn":
         put_yarn(m, rope)
-    elif rope.type == "dynamic":
-        raise UnsupportedError(f"{m.config.path}: rope_type dynamic is not known for {m.arch}")
+    elif rope.type == "dynamic":  # the plain rotation up to the context of the model
+        if "alpha" in rope.values:
+            raise UnsupportedError(f"{m.config.path}: rope parameter alpha is not known for {m.arch}")
+        m.notes.append("rope_type dynamic stretches contexts beyond that of the model; the file does not")
 
 
 def put_yarn(m: Build, rope: Rope) -> None:

@@ -123,9 +123,10 @@ def routing(m: Build, *, gating: int, first: str = "first_k_dense_replace") -> N
     m.key("expert_weights_scale", c.number("routed_scaling_factor", default=1.0))
     m.key("expert_weights_norm", c.flag("norm_topk_prob"))
     m.key("expert_gating_func", gating)
-    if c.integer("n_group", default=1) > 1:
-        m.key("expert_group_count", c.integer("n_group"))
-        m.key("expert_group_used_count", c.integer("topk_group"))
+    n_group, used = c.integer("n_group", default=1), c.integer("topk_group", default=1)
+    if n_group > 1:
+        m.key("expert_group_count", n_group)
+        m.key("expert_group_used_count", used)
     c.expect("moe_layer_freq", 1)
     c.expect("scoring_func", "sigmoid" if gating == 2 else "softmax")
 

@@ -91,6 +91,7 @@ def _gemma2(m: Build) -> None:
     m.key("attn_logit_softcapping", c.number("attn_logit_softcapping", default=0.0))
     m.key("final_logit_softcapping", c.number("final_logit_softcapping", default=0.0))
     m.key("attention.sliding_window", c.integer("sliding_window", least=1))
+    c.expect("sliding_window_size", c.integer("sliding_window"))
     windows(m, 2)
     _scale(m)
 

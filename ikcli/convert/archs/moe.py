@@ -83,7 +83,7 @@ ARCHITECTURES = (
         "minimax-m2", ("MiniMaxM2ForCausalLM",), _minimax_m2, MINIMAX_M2, tied, r"\.mtp|^mtp",
         frozenset({
             "use_mtp", "num_mtp_modules", "mtp_transformer_layers", "layernorm_full_attention_beta",
-            "layernorm_linear_attention_beta", "layernorm_mlp_beta", "output_router_logits", "mlp_intermediate_size",
+            "layernorm_linear_attention_beta", "layernorm_mlp_beta", "mlp_intermediate_size", "shared_moe_mode",
         }),
     ),
 )  # fmt: skip

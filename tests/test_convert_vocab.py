@@ -260,6 +260,22 @@ def test_a_sentence_piece_file_is_read_as_it_is(tmp_path: Path) -> None:
     assert ids_of(keys)("ab<tool> ab  é") == [261, 266, 262, 3, 4 + 0xC3, 4 + 0xA9]
 
 
+def test_of_two_files_that_differ_tokenizer_json_counts(tmp_path: Path) -> None:
+    fast = characters(prefix=True)
+    (tmp_path / "tokenizer.model").write_bytes(spm_bytes(PIECES))
+    keys = read_vocabulary(save(tmp_path, fast), {}, "llama")
+    same(keys, fast)
+    vocabulary = sorted(fast.get_vocab().items(), key=lambda item: item[1])
+    scores = dict(zip(keys["tokenizer.ggml.tokens"], plain_values(keys)["tokenizer.ggml.scores"], strict=True))
+    pieces = [
+        (text, scores[text] - 7, 6 if 3 <= i < 259 else 2 if not i else 3 if i < 3 else 1) for text, i in vocabulary
+    ]
+    (tmp_path / "tokenizer.model").write_bytes(spm_bytes(pieces))
+    keys = read_vocabulary(tmp_path, {}, "llama")
+    assert plain_values(keys)["tokenizer.ggml.scores"][300] == scores[keys["tokenizer.ggml.tokens"][300]] - 7
+    same(keys, fast)
+
+
 def test_damaged_sentence_piece_files_are_told(tmp_path: Path, rng: np.random.Generator) -> None:
     good, path = spm_bytes(PIECES), tmp_path / "tokenizer.model"
     path.write_bytes(b"\x0a\xff\xff\xff\xff\x7f")

@@ -4,7 +4,7 @@
 |---|---|
 | `tokenizer.json`: byte-level BPE; `vocab.json` and `merges.txt`; a tiktoken file | `gpt2` |
 | `tokenizer.model`; `tokenizer.json`: BPE of characters with byte tokens | `llama`, of gemma4 `gemma4` |
-| either, with a unigram model | `t5` |
+| `tokenizer.json` or `tokenizer.model` with a unigram model | `t5` |
 | `tokenizer.json`: WordPiece | `bert` |
 
 What `tokenizer.json` gives for a few texts is compared with what the keys give; a difference is told.
@@ -70,17 +70,25 @@ def read_vocabulary(directory: Path, config: Mapping[str, Any], architecture: st
         keys = _word_piece(files, architecture)
     elif kind == "BPE" and architecture.startswith("gemma4"):
         keys = _gemma4(files, architecture)
-    elif spm is not None:
-        keys = _sentence_piece(files, read_spm(spm), architecture)
-    elif kind == "BPE":
-        keys = _characters(files, architecture)
     elif kind == "Unigram":
         keys = _unigram(files, architecture)
+    elif spm is not None and (model := read_spm(spm)) and _same_tokens(files, model):
+        keys = _sentence_piece(files, model, architecture)
+    elif kind == "BPE":
+        keys = _characters(files, architecture)
     elif kind is not None:
         raise UnsupportedError(f"{directory / 'tokenizer.json'}: a model of type {kind!r} has no form in GGUF")
     else:
         keys = _without_json(files, architecture, pre)
     return keys | chat_template_keys(files)
+
+
+def _same_tokens(files: TokenizerFiles, spm: SpmModel) -> bool:
+    """False if tokenizer.json, which is what the model was used with, has other ids than the SentencePiece model."""
+    if not files.model:
+        return True
+    vocabulary = _json_vocabulary(files)
+    return all(kind != NORMAL or vocabulary.get(text) == i for i, (text, _, kind) in enumerate(spm.pieces))
 
 
 def _model_keys(model: str, pre: str | None, table: Table, scores: bool) -> Keys:

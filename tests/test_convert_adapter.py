@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -281,3 +283,25 @@ def test_all_matrices_of_golden_checkpoints(tmp_path: Path, rng: np.random.Gener
         assert set(added) == {name for name in plain if not np.array_equal(plain[name], merged[name])}, path
         for name, values in added.items():
             np.testing.assert_allclose(values, merged[name] - plain[name], rtol=0, atol=1e-4, err_msg=str(path))
+
+
+def test_targets_that_take_no_file(
+    tmp_path: Path, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = save_adapter(tmp_path / "x", pair(rng, "mlp.up_proj", N_FF, N_EMBD))
+    known = ["convert", str(directory), "--base", str(base(tmp_path / "base", LLAMA)), "--outfile"]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert main([*known, str(pipe)]) == 2
+    assert "is no ordinary file" in capsys.readouterr().err
+    assert pipe.is_fifo()
+    assert main([*known, str(directory / "adapter_model.safetensors")]) == 2
+    assert "is the input" in capsys.readouterr().err
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limit[1]))  # as on a disk that is full
+    try:
+        assert main([*known, str(tmp_path / "a.gguf")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert "a.gguf: cannot be written (File too large)" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.gguf*"))

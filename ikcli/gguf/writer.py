@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -174,7 +175,8 @@ class GGUFWriter:
     def abort(self) -> None:
         """Drop what was written so far."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what is still buffered may not fit either
+                self._file.close()
             self._file = None
         for temporary, _ in self._done:
             temporary.unlink(missing_ok=True)

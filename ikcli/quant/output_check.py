@@ -34,6 +34,8 @@ def check_output(paths: Sequence[Path], inputs: Sequence[Path]) -> None:
             raise UsageError(f"{path} is the input; name another output file")
         if path.is_dir():
             raise UsageError(f"{path} is a folder; name a file in it")
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path} is no ordinary file; name another output file")
         folder = existing_folder(path)
         if not folder.is_dir():
             raise UsageError(f"{path} cannot be written: {folder} is no folder")

@@ -1,0 +1,246 @@
+"""Rearrangements of single architectures, each against what it should be written out in full."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import bf16, write_safetensors
+
+from ikcli.convert.archs import ARCHITECTURES, architecture_of
+from ikcli.convert.build import Build, convert_tensors
+from ikcli.convert.config import Config
+from ikcli.convert.source import SafetensorsSource
+from ikcli.errors import FormatError, UnsupportedError
+from ikcli.models import ARCHITECTURES as MODELS
+
+Arrays = dict[str, np.ndarray]
+BASE: dict[str, Any] = {
+    "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 16,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def numbers(*shape: int) -> np.ndarray:
+    """Different values, which bfloat16 has, too."""
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 250 + 1
+
+
+def build(tmp_path: Path, config: dict[str, Any], tensors: Arrays) -> Build:
+    """Keys and tensors of a checkpoint that need not be whole."""
+    (tmp_path / "config.json").write_text(json.dumps(BASE | config))
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    read = Config(tmp_path)
+    architecture = architecture_of(read)
+    m = Build(read, SafetensorsSource(tmp_path), architecture.name)
+    architecture.keys(m)
+    convert_tensors(m, architecture)
+    return m
+
+
+def values(m: Build, name: str) -> np.ndarray:
+    """A new tensor in NumPy's order of dimensions, read in two slabs where it has several rows."""
+    t = m.tensors[name]
+    n_rows = int(np.prod(t.shape[1:], dtype=int))
+    cuts = sorted({0, n_rows // 3, n_rows})
+    slabs = [t.read(m.source, a, b) for a, b in itertools.pairwise(cuts)]
+    rows = np.concatenate(slabs)
+    return (
+        (rows.astype(np.uint32) << 16).view(np.float32).reshape(t.shape[::-1])
+        if rows.dtype == np.uint16
+        else (rows.reshape(t.shape[::-1]))
+    )
+
+
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 6, "q_lora_rank": 4,
+    "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3, "n_routed_experts": 4, "moe_intermediate_size": 4,
+    "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
+
+
+def test_latent_keys_are_turned_and_values_are_not(tmp_path: Path) -> None:
+    kv = numbers(4 * (4 + 3), 6)
+    m = build(tmp_path, DEEPSEEK, {"model.layers.0.self_attn.kv_b_proj.weight": bf16(kv)})
+    heads = kv.reshape(4, 7, 6)
+    assert m.tensors["blk.0.attn_k_b.weight"].shape == (4, 6, 4)
+    np.testing.assert_array_equal(values(m, "blk.0.attn_k_b.weight"), heads[:, :4].transpose(0, 2, 1))
+    np.testing.assert_array_equal(values(m, "blk.0.attn_v_b.weight"), heads[:, 4:])
+    wanted = {"key_length": 8, "key_length_mla": 6, "value_length": 6, "value_length_mla": 3, "head_count_kv": 1}
+    assert {k: m.metadata[f"deepseek2.attention.{k}"] for k in wanted} == wanted
+    assert m.metadata["deepseek2.expert_group_count"] == 2
+
+
+def test_a_latent_matrix_of_another_size_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"kv_b_proj\.weight has 27 rows, not 4 \* \(4 \+ 3\)"):
+        build(tmp_path, DEEPSEEK, {"model.layers.0.self_attn.kv_b_proj.weight": numbers(27, 6)})
+
+
+def test_yarn_of_deepseek(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.7}
+    m = build(tmp_path, DEEPSEEK | {"rope_scaling": scaling | {"original_max_position_embeddings": 16}}, {})
+    assert m.metadata["deepseek2.rope.scaling.yarn_log_multiplier"] == pytest.approx(0.07)
+    assert m.metadata["deepseek2.rope.scaling.original_context_length"] == 16
+    with pytest.raises(FormatError, match="mscale"):
+        build(tmp_path, DEEPSEEK | {"rope_scaling": scaling | {"mscale": 1.0}}, {})
+
+
+QWEN35 = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 8, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 2, "linear_value_head_dim": 3, "full_attention_interval": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 0],
+                        "partial_rotary_factor": 0.5},
+}  # fmt: skip
+
+
+def test_value_heads_of_delta_nets_take_turns_between_key_heads(tmp_path: Path) -> None:
+    qkv, z, out = numbers(2 * 4 + 18, 8), numbers(18, 8), numbers(8, 18)
+    logs, conv = np.linspace(-1, 1, 6).astype(np.float32), numbers(26, 1, 4)
+    part = "model.layers.0.linear_attn."
+    m = build(tmp_path, QWEN35, {
+        f"{part}in_proj_qkv.weight": bf16(qkv), f"{part}in_proj_z.weight": bf16(z), f"{part}out_proj.weight": bf16(out),
+        f"{part}A_log": logs, f"{part}conv1d.weight": bf16(conv), f"{part}norm.weight": numbers(3),
+        "model.layers.0.input_layernorm.weight": bf16(numbers(8)),
+    })  # fmt: skip
+    heads = [0, 3, 1, 4, 2, 5]  # the first one of each key head, then the second ones
+    rows = [3 * h + i for h in heads for i in range(3)]
+    np.testing.assert_array_equal(values(m, "blk.0.attn_qkv.weight"), qkv[[*range(8), *(8 + r for r in rows)]])
+    np.testing.assert_array_equal(values(m, "blk.0.attn_gate.weight"), z[rows])
+    np.testing.assert_array_equal(values(m, "blk.0.ssm_out.weight"), out[:, rows])
+    np.testing.assert_allclose(values(m, "blk.0.ssm_a"), -np.exp(logs[heads]), rtol=1e-6)
+    want = conv[[*range(8), *(8 + r for r in rows)], 0]
+    np.testing.assert_array_equal(values(m, "blk.0.ssm_conv1d.weight"), want)
+    np.testing.assert_array_equal(values(m, "blk.0.ssm_norm.weight"), numbers(3))
+    np.testing.assert_array_equal(values(m, "blk.0.attn_norm.weight"), numbers(8) + 1)
+    assert m.metadata["qwen35.attention.recurrent_layers"] == [True, False]
+    assert m.metadata["qwen35.rope.dimension_count"] == 4
+
+
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 4, "num_local_experts": 3,
+    "num_experts_per_tok": 2, "sliding_window": 8,
+}  # fmt: skip
+
+
+def test_gate_and_up_of_gpt_oss_take_turns_in_columns(tmp_path: Path) -> None:
+    x, down, bias = numbers(3, 8, 24), numbers(3, 12, 8), numbers(3, 24)
+    part = "model.layers.1.mlp.experts."
+    m = build(tmp_path, GPT_OSS, {
+        f"{part}gate_up_proj": bf16(x), f"{part}down_proj": bf16(down), f"{part}gate_up_proj_bias": bf16(bias),
+    })  # fmt: skip
+    np.testing.assert_array_equal(values(m, "blk.1.ffn_gate_exps.weight"), x[:, :, 0::2].transpose(0, 2, 1))
+    np.testing.assert_array_equal(values(m, "blk.1.ffn_up_exps.weight"), x[:, :, 1::2].transpose(0, 2, 1))
+    np.testing.assert_array_equal(values(m, "blk.1.ffn_down_exps.weight"), down.transpose(0, 2, 1))
+    np.testing.assert_array_equal(values(m, "blk.1.ffn_up_exps.bias"), bias[:, 1::2])
+    assert m.metadata["gpt-oss.rope.scaling.type"] == "yarn"  # the default of the class
+    with pytest.raises(UnsupportedError, match="key swiglu_limit is 5"):
+        build(tmp_path, GPT_OSS | {"swiglu_limit": 5.0}, {})
+
+
+def test_layers_with_windows_are_listed_where_they_are_unusual(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    assert (
+        "gpt-oss.attention.sliding_window_pattern" not in build(tmp_path, GPT_OSS | {"layer_types": kinds}, {}).metadata
+    )
+    m = build(tmp_path, GPT_OSS | {"layer_types": kinds[::-1]}, {})
+    assert m.metadata["gpt-oss.attention.sliding_window_pattern"] == [False, True]
+
+
+def test_one_matrix_for_queries_keys_and_values(tmp_path: Path) -> None:
+    internlm = {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "rope_theta": 1e6}
+    x = numbers(16, 8)  # per key head: two queries, key and value, each of two rows
+    m = build(tmp_path, internlm, {"model.layers.0.attention.wqkv.weight": bf16(x)})
+    np.testing.assert_array_equal(values(m, "blk.0.attn_q.weight"), x[[0, 1, 2, 3, 8, 9, 10, 11]])
+    np.testing.assert_array_equal(values(m, "blk.0.attn_k.weight"), x[[4, 5, 12, 13]])
+    np.testing.assert_array_equal(values(m, "blk.0.attn_v.weight"), x[[6, 7, 14, 15]])
+
+    neox = {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "hidden_act": "gelu"}
+    x, bias = numbers(24, 8), numbers(24)
+    part = "gpt_neox.layers.0.attention.query_key_value"
+    m = build(tmp_path, neox, {f"{part}.weight": bf16(x), f"{part}.bias": bf16(bias)})
+    order = [6 * head + 2 * i + row for i in range(3) for head in range(4) for row in range(2)]
+    np.testing.assert_array_equal(values(m, "blk.0.attn_qkv.weight"), x[order])
+    np.testing.assert_array_equal(values(m, "blk.0.attn_qkv.bias"), bias[order])
+
+
+def test_turned_matrices_of_gpt2(tmp_path: Path) -> None:
+    gpt2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_head": 4}
+    x = numbers(8, 24)
+    m = build(tmp_path, gpt2, {"transformer.h.1.attn.c_attn.weight": bf16(x)})
+    np.testing.assert_array_equal(values(m, "blk.1.attn_qkv.weight"), x.T)
+
+
+def test_factors_of_long_contexts(tmp_path: Path) -> None:
+    long = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.5]}
+    phi = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "original_max_position_embeddings": 16}
+    m = build(tmp_path, phi | {"rope_scaling": long}, {})
+    assert values(m, "rope_factors_long.weight").tolist() == [2.5]
+    assert m.metadata["phi3.rope.scaling.attn_factor"] == pytest.approx((1 + np.log(4) / np.log(16)) ** 0.5)
+    with pytest.raises(FormatError, match="should have 1 numbers as long_factor"):
+        build(tmp_path, phi | {"rope_scaling": long | {"long_factor": [1.0, 2.0]}}, {})
+
+
+def test_layers_for_further_tokens_are_counted_where_they_are(tmp_path: Path) -> None:
+    glm = {
+        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_routed_experts": 4, "head_dim": 2,
+        "moe_intermediate_size": 4, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    m = build(tmp_path, glm, {"model.layers.0.input_layernorm.weight": bf16(numbers(8))})
+    assert (m.metadata["glm4moe.block_count"], m.metadata["glm4moe.nextn_predict_layers"]) == (2, 0)
+    m = build(tmp_path, glm, {"model.layers.2.eh_proj.weight": bf16(numbers(8, 16))})
+    assert (m.metadata["glm4moe.block_count"], m.metadata["glm4moe.nextn_predict_layers"]) == (3, 1)
+    assert m.tensors["blk.2.nextn.eh_proj.weight"].shape == (16, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "theta"),
+    [
+        ({}, 10000.0),
+        ({"rope_theta": 5e5}, 5e5),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}}, 3e4),
+        ({"rope_scaling": None, "rope_theta": 2e4}, 2e4),
+    ],
+)
+def test_three_generations_of_rotations(tmp_path: Path, config: dict[str, Any], theta: float) -> None:
+    m = build(tmp_path, {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | config, {})
+    assert m.metadata["llama.rope.freq_base"] == theta
+
+
+def test_null_is_no_default(tmp_path: Path) -> None:
+    """transformers has a default of 1536; null says that there is no such matrix."""
+    m = build(tmp_path, DEEPSEEK | {"q_lora_rank": None}, {})
+    assert "deepseek2.attention.q_lora_rank" not in m.metadata
+    without = {k: v for k, v in DEEPSEEK.items() if k != "q_lora_rank"}
+    assert build(tmp_path, without, {}).metadata["deepseek2.attention.q_lora_rank"] == 1536
+
+
+def test_text_parts_of_models_that_see(tmp_path: Path) -> None:
+    text = BASE | {"sliding_window": 8, "query_pre_attn_scalar": 256}
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text,
+        "vision_config": {"image_size": 8}, "mm_tokens_per_image": 4,
+    }))  # fmt: skip
+    write_safetensors(tmp_path / "model.safetensors", {
+        "language_model.model.layers.0.input_layernorm.weight": bf16(numbers(8)),
+        "vision_tower.encoder.layers.0.weight": bf16(numbers(8)),
+    })  # fmt: skip
+    config = Config(tmp_path)
+    architecture = architecture_of(config)
+    m = Build(config, SafetensorsSource(tmp_path), architecture.name)
+    architecture.keys(m)
+    convert_tensors(m, architecture)
+    assert list(m.tensors) == ["blk.0.attn_norm.weight"] and m.dropped == ["vision_tower.encoder.layers.0.weight"]
+    assert m.metadata["gemma3.attention.key_length"] == 256  # of the class
+    assert config.not_understood(architecture.harmless) == []
+
+
+def test_the_page_says_which_models_have_no_conversion() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "convert.md").read_text()
+    sentence = re.search(r"All architectures of \[models\.md\]\(models\.md\) but ([^.]*)\.", text)
+    assert sentence is not None
+    assert set(re.findall(r"`([^`]+)`", sentence[1])) == set(MODELS) - {a.name for a in ARCHITECTURES} - {"cohere2moe"}

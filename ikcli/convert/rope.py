@@ -111,6 +111,8 @@ def put_yarn(m: Build, rope: Rope) -> None:
     m.key("rope.scaling.factor", rope.number("factor"))
     original = rope.values.get("original_max_position_embeddings") or m.config.integer("max_position_embeddings")
     m.key("rope.scaling.original_context_length", int(original))
+    if rope.values.get("truncate") is False:
+        m.notes.append("YaRN without rounding (truncate false) has no key in GGUF; the bands of the file are rounded")
     for key, name in (
         ("extrapolation_factor", "yarn_ext_factor"),
         ("attention_factor", "yarn_attn_factor"),

@@ -129,7 +129,7 @@ def _special(m: Build) -> dict[str, int]:
     if any(v != values[0] for v in values) or any(set(v) - {"head_dim", "num_key_value_heads"} for v in values):
         raise c.refuse("per_layer_config", known)
     found: dict[str, int] = values[0] if values else {}
-    own = {"head_dim": c.integer("global_head_dim", default=found.get("head_dim", 512), least=1)}
+    own = {"head_dim": c.integer("global_head_dim", default=found.get("head_dim", c.get("head_dim")), least=1)}
     heads = c.get("num_global_key_value_heads", default=found.get("num_key_value_heads"))
     if heads is not None and (c.flag("attention_k_eq_v") or "num_key_value_heads" in found):
         own["num_key_value_heads"] = c.integer("num_global_key_value_heads", default=heads, least=1)

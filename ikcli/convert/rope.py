@@ -44,6 +44,13 @@ class Rope:
             raise UnsupportedError(f"config.json: rope parameter {key} should be a number, but is {value!r}")
         return float(value)
 
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise UnsupportedError(f"config.json: rope parameter {key} should be above 0, but is {value}")
+        return value
+
 
 def read_rope(config: Config, kind: str = "full_attention") -> Rope:
     """The rotation of layers of this kind; UnsupportedError for a type or value that is not known."""
@@ -109,7 +116,7 @@ def put_yarn(m: Build, rope: Rope) -> None:
     """YaRN: what the checkpoint says, and nothing of what it leaves open."""
     m.key("rope.scaling.type", "yarn")
     m.key("rope.scaling.factor", rope.number("factor"))
-    original = rope.values.get("original_max_position_embeddings") or m.config.integer("max_position_embeddings")
+    original = rope.positive("original_max_position_embeddings", m.config.integer("max_position_embeddings", least=1))
     m.key("rope.scaling.original_context_length", int(original))
     if rope.values.get("truncate") is False:
         m.notes.append("YaRN without rounding (truncate false) has no key in GGUF; the bands of the file are rounded")
@@ -126,9 +133,9 @@ def put_yarn(m: Build, rope: Rope) -> None:
 
 def llama3_factors(m: Build, rope: Rope, n_rot: int) -> Floats:
     """Frequencies are divided by these: those of long wavelengths by `factor`, between the bands something between."""
-    factor = np.float32(rope.number("factor", 8.0))
-    low, high = np.float32(rope.number("low_freq_factor", 1.0)), np.float32(rope.number("high_freq_factor", 4.0))
-    one, context = np.float32(1), np.float32(rope.number("original_max_position_embeddings", 8192))
+    factor = np.float32(rope.positive("factor", 8.0))
+    low, high = np.float32(rope.positive("low_freq_factor", 1.0)), np.float32(rope.positive("high_freq_factor", 4.0))
+    one, context = np.float32(1), np.float32(rope.positive("original_max_position_embeddings", 8192))
     exponents = np.arange(0, n_rot, 2, dtype=np.float32) / np.float32(n_rot)
     frequencies = one / np.power(rope.theta, exponents, dtype=np.float64).astype(np.float32)
     factors: list[np.float32] = []

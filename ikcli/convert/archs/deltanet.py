@@ -91,6 +91,10 @@ def _split_qkvz(m: Build, found: Found) -> None:
     """Per key head: its query, key, the values and the gates of its value heads."""
     n_k, d_k, n_v, d_v = _heads(m)
     per = n_v // n_k * d_v
+    if found.shape[0] != n_k * (2 * d_k + 2 * per):
+        raise m.config.fail(
+            "linear_num_key_heads", f"is {n_k}, which does not fit {found.shape[0]} rows of {found.name}"
+        )
     rows = np.arange(found.shape[0]).reshape(n_k, 2 * d_k + 2 * per)
     cuts = np.split(rows, (d_k, 2 * d_k, 2 * d_k + per), axis=1)
     qkv = np.concatenate([part.reshape(-1) for part in cuts[:3]])
@@ -107,6 +111,8 @@ def _value_heads(width: int = 0) -> Any:
         n_k, _, n_v, d_v = _heads(m)
         per = width or d_v
         lead = n - n_v * per  # rows of queries and keys come first
+        if lead < 0:
+            raise m.config.fail("linear_num_value_heads", f"is {n_v}, which does not fit {n} rows")
         heads = np.arange(n_v * per).reshape(n_k, n_v // n_k, per).swapaxes(0, 1).reshape(-1)
         return np.concatenate([np.arange(lead), lead + heads])
 

@@ -66,7 +66,8 @@ def _phi3(m: Build) -> None:
     m.key("rope.freq_base", found.theta)
     width = c.integer("hidden_size") // c.integer("num_attention_heads")
     m.key("rope.dimension_count", int(found.partial * width))
-    original = c.integer("original_max_position_embeddings", default=c.integer("max_position_embeddings"))
+    whole = c.integer("max_position_embeddings", least=2)
+    original = c.integer("original_max_position_embeddings", default=whole, least=2)
     m.key("rope.scaling.original_context_length", original)
     m.key("attention.sliding_window", c.integer("sliding_window", default=0))
     if found.type not in ("default", "longrope"):
@@ -74,7 +75,7 @@ def _phi3(m: Build) -> None:
             f"{c.path}: rope_type {found.type} is not known for phi3, which has default and longrope"
         )
     if found.type == "longrope":
-        scale = c.integer("max_position_embeddings") / original
+        scale = whole / original
         factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
         m.key("rope.scaling.attn_factor", found.number("attention_factor", factor))
     _biases(m)
@@ -141,8 +142,8 @@ def _exaone4(m: Build) -> None:
     head_dim(m)
     if c.get("sliding_window") is not None:
         m.key("attention.sliding_window", c.integer("sliding_window"))
-        pattern = c.get("sliding_window_pattern")
-        period = len(pattern) if isinstance(pattern, str) else int(pattern or 4)
+        pattern = c.get("sliding_window_pattern")  # LLLG, or how many there are
+        period = len(pattern) if isinstance(pattern, str) else c.integer("sliding_window_pattern", default=4, least=1)
         windows(m, period, 4)
     elif c.items("layer_types") and set(c.items("layer_types") or ()) != {"full_attention"}:
         raise c.refuse("layer_types", "full_attention without sliding_window")

@@ -141,6 +141,8 @@ def _gptneox(m: Build) -> None:
 def head_by_head(m: Build, found: Found) -> None:
     """Query, key and value of each head become those of all heads."""
     n_head = m.config.integer("num_attention_heads", "n_head")
+    if found.shape[0] % (3 * n_head):
+        raise m.config.fail("num_attention_heads", f"is {n_head}, which does not fit {found.shape[0]} rows")
     order = np.arange(found.shape[0]).reshape(n_head, 3, -1).swapaxes(0, 1).reshape(-1)
     m.plain(found, f"blk.{found.block}.attn_qkv{found.suffix}", order=order)
 

@@ -101,7 +101,7 @@ def _one(m: Build, key: str, default: int | None = None) -> int:
     """A number, which some configurations have once per layer, always the same."""
     value = m.config.get(key)
     if isinstance(value, list):
-        if len(set(value)) != 1:
+        if not value or any(v != value[0] for v in value) or not isinstance(value[0], int):
             raise m.config.refuse(key, "the same number for all layers")
         return int(value[0])
     return m.config.integer(key, default=default, least=1)

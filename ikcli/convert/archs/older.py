@@ -163,6 +163,10 @@ def _qkv_by_group(m: Build, found: Found) -> None:
     n_head = c.integer("num_attention_heads", least=1)
     n_kv = c.integer("num_key_value_heads", default=n_head, least=1)
     width = found.shape[0] // (n_head + 2 * n_kv)
+    if n_head % n_kv or width % 2 or width * (n_head + 2 * n_kv) != found.shape[0]:
+        raise c.fail(
+            "num_attention_heads", f"is {n_head}, which does not fit the {found.shape[0]} rows of {found.name}"
+        )
     rows = np.arange(found.shape[0]).reshape(n_kv, n_head // n_kv + 2, width)
     parts = {"attn_q": rows[:, :-2].reshape(-1), "attn_k": rows[:, -2].reshape(-1), "attn_v": rows[:, -1].reshape(-1)}
     for name, order in parts.items():
@@ -275,6 +279,10 @@ def _falcon_kv(m: Build) -> int:
 def _falcon_order(m: Build, n: int) -> Order:
     """Per key head its queries, the key and the value; then all queries, all keys, all values."""
     n_head, n_kv = m.config.integer("num_attention_heads", "n_head"), _falcon_kv(m)
+    if n_head % n_kv or n % (n_head + 2 * n_kv):
+        raise m.config.fail(
+            "num_attention_heads", f"is {n_head}, which does not fit {n} rows of queries, keys and values"
+        )
     rows = np.arange(n).reshape(n_kv, n_head // n_kv + 2, -1)
     return np.concatenate([rows[:, :-2].reshape(-1), rows[:, -2].reshape(-1), rows[:, -1].reshape(-1)])
 

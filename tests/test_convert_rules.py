@@ -16,7 +16,7 @@ from ikcli.convert.archs import ARCHITECTURES, architecture_of
 from ikcli.convert.build import Build, convert_tensors
 from ikcli.convert.config import Config
 from ikcli.convert.source import SafetensorsSource
-from ikcli.errors import FormatError, UnsupportedError
+from ikcli.errors import FormatError, IkError, UnsupportedError
 from ikcli.models import ARCHITECTURES as MODELS
 
 Arrays = dict[str, np.ndarray]
@@ -244,3 +244,34 @@ def test_the_page_says_which_models_have_no_conversion() -> None:
     sentence = re.search(r"All architectures of \[models\.md\]\(models\.md\) but ([^.]*)\.", text)
     assert sentence is not None
     assert set(re.findall(r"`([^`]+)`", sentence[1])) == set(MODELS) - {a.name for a in ARCHITECTURES} - {"cohere2moe"}
+
+
+@pytest.mark.parametrize("value", ["x", [1, 2], {}, -1, 0, 10**12, 1.5, True, [None], ["full_attention"]])
+def test_odd_values_end_in_a_sentence(tmp_path: Path, value: Any) -> None:
+    """Whatever a key holds: it is understood, or an error names a key or tensor."""
+    kv = {"model.layers.0.self_attn.kv_b_proj.weight": bf16(numbers(28, 6))}
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    cases = [(DEEPSEEK | {"rope_parameters": scaling}, kv), (QWEN35, {}), (GPT_OSS, {})]
+    for config, tensors in cases:
+        for key in BASE | config:
+            if key not in ("architectures", "model_type"):
+                _no_traceback(tmp_path, config | {key: value}, tensors)
+    for key in scaling:
+        _no_traceback(tmp_path, DEEPSEEK | {"rope_parameters": scaling | {key: value}}, kv)
+
+
+def _no_traceback(tmp_path: Path, config: dict[str, Any], tensors: Arrays) -> None:
+    try:
+        build(tmp_path, config, tensors)
+    except IkError as problem:
+        assert str(problem)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (28, 6, 1), (1, 2, 3, 4)])
+def test_odd_shapes_end_in_a_sentence(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    with pytest.raises(IkError, match="kv_b_proj"):
+        build(
+            tmp_path,
+            DEEPSEEK,
+            {"model.layers.0.self_attn.kv_b_proj.weight": numbers(*shape) if shape else np.ones((), np.float32)},
+        )

@@ -35,6 +35,12 @@ class Found:
     block: int
     expert: int
 
+    def matrix(self) -> tuple[int, int]:
+        """(rows, width); FormatError if it is no matrix."""
+        if len(self.shape) != 2:
+            raise FormatError(f"tensor {self.name} has the shape {list(self.shape)}, which is no matrix")
+        return self.shape[0], self.shape[1]
+
 
 Rule = Callable[["Build", Found], None]
 Table = dict[str, "str | Rule"]
@@ -312,7 +318,7 @@ def _find(m: Build, architecture: Architecture, name: str) -> tuple[str | Rule |
                 expert_no, words[i] = int(word), "#"
     general = ".".join(words)
     suffix = next((s for s in (".weight", ".bias") if general.endswith(s)), "")
-    found = Found(name, m.source.shape(name), suffix, block, expert_no)
+    found = Found(name, m.source.shape(name) or (1,), suffix, block, expert_no)
     rule = architecture.table.get(general)
     if rule is None and suffix:
         rule = architecture.table.get(general.removesuffix(suffix))

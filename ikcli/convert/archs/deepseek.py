@@ -33,7 +33,7 @@ def split_kv_b(m: Build, found: Found) -> None:
     """Per head rows for keys and rows for values: keys are turned, so that they multiply queries."""
     c = m.config
     n_head, nope, v = (c.integer(key, least=1) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
-    rows, rank = found.shape
+    rows, rank = found.matrix()
     if rows != n_head * (nope + v):
         raise FormatError(f"{c.path.parent}: tensor {found.name} has {rows} rows, not {n_head} * ({nope} + {v})")
     keys: list[Piece] = []

@@ -27,6 +27,7 @@ from ikcli.convert.common import (
 from ikcli.convert.pieces import Matrix, Order, Rows
 from ikcli.convert.rope import put_rope, read_rope
 from ikcli.convert.source import Array
+from ikcli.errors import FormatError
 
 _ACT = ("activation_function", "hidden_act", "activation")
 
@@ -39,7 +40,7 @@ def _turned(name: str) -> Rule:
         if len(found.shape) == 1:
             m.plain(found, full)
             return
-        n_in, n_out = found.shape
+        n_in, n_out = found.matrix()
         m.add(full, (Matrix(found.name, n_out, n_in, 0, n_in, _turn),))
 
     return rule
@@ -312,6 +313,8 @@ def _finish_falcon(m: Build) -> None:
     second = [name for name in m.tensors if ".attn_norm_2." in name]
     for name in second:
         first = name.replace("attn_norm_2", "attn_norm")
+        if first not in m.tensors:
+            raise FormatError(f"{m.config.path.parent}: {name} is there, and {first} is not")
         a, b = m.tensors[first], m.tensors[name]
         m.tensors[first] = replace(b, name=first)
         m.tensors[name] = replace(a, name=name)

@@ -15,6 +15,7 @@ from ikcli.config_groups import (
     AdapterConfig,
     BatchedBenchConfig,
     BenchConfig,
+    ChatConfig,
     ImatrixConfig,
     PerplexityConfig,
     PromptConfig,
@@ -107,6 +108,7 @@ class RunConfig:
     adapters: AdapterConfig = group(AdapterConfig)
     rope: RopeConfig = group(RopeConfig)
     prompt: PromptConfig = group(PromptConfig)
+    chat: ChatConfig = group(ChatConfig)
     sampling: SamplingConfig = group(SamplingConfig)
     server: ServerConfig = group(ServerConfig)
     sweep: SweepConfig = group(SweepConfig)

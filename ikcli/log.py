@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 _noticed: set[str] = set()
+_hushed = False
 
 
 def utf8_streams() -> None:
@@ -28,17 +29,29 @@ def _write(stream: TextIO, text: str) -> None:
 
 def log(message: str = "") -> None:
     """One log line on stderr."""
-    _write(sys.stderr, message)
+    if not _hushed:
+        _write(sys.stderr, message)
+
+
+@contextmanager
+def hushed(quiet: bool = True) -> Iterator[None]:
+    """Print no log lines meanwhile, only warnings and errors."""
+    global _hushed
+    before, _hushed = _hushed, quiet
+    try:
+        yield
+    finally:
+        _hushed = before
 
 
 def warn(message: str) -> None:
     """`warning: ...` on stderr."""
-    log(f"warning: {message}")
+    _write(sys.stderr, f"warning: {message}")
 
 
 def error(message: str) -> None:
     """`error: ...` on stderr."""
-    log(f"error: {message}")
+    _write(sys.stderr, f"error: {message}")
 
 
 def notice_once(message: str) -> None:

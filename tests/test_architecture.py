@@ -36,7 +36,7 @@ LAYERS = (
     ("convert",),
     ("engine",),
     ("eval", "server", "fleet"),
-    ("study",),
+    ("study", "console"),
     ("commands", "main", "__main__"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -60,6 +60,7 @@ LIBRARIES = {
     "matplotlib": ("eval", "study"),
     "ray": ("fleet.ray_executor",),
     "huggingface_hub": ("hub",),
+    "prompt_toolkit": ("console",),
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -51,8 +51,7 @@ def test_command_help(capsys, command, name) -> None:
     assert (("--port" in out), ("--sweep-stride" in out)) == (command == "serve", command == "sweep-bench")
 
 
-def test_help_of_planned_commands_and_help_as_a_command(capsys) -> None:
-    assert "not part of this version yet" in run(capsys, "chat", "-h")[1]
+def test_help_as_a_command(capsys) -> None:
     assert run(capsys, "help", "plan") == run(capsys, "plan", "--help")
 
 
@@ -70,8 +69,6 @@ def test_version(capsys) -> None:
     [
         (("serv",), "unknown command serv; did you mean serve?"),
         (("sweep-bench", "--numactl", "distribute"), "unknown option --numactl; did you mean --numa?"),
-        (("chat", "-fa"), "chat is not part of this version yet; ik --help lists the commands that are"),
-        (("cli", "-p", "x"), "chat is not part of this version yet"),
         (("bench", "-c", "x"), '-c: "x" is not a whole number'),
         (("version", "--nonsense"), "--nonsense"),
         (("--nonsense",), "--nonsense"),

@@ -142,6 +142,8 @@ def run_model(ctx: typer.Context) -> int:
     parsed: Parsed = ctx.obj
     if parsed.config.command == "serve" and parsed.config.server.models is not None:
         return int(_module(ctx).run_models(parsed))
+    if parsed.config.chat.url:  # the model is somewhere else
+        return int(_module(ctx).run_remote(parsed))
     startup = checked(parsed)
     module = importlib.import_module("ikcli.commands.plan") if startup.config.dry_run else _module(ctx)
     return int(module.run(ModelRun(startup.config, startup.planner, parsed.alternatives, parsed.given, parsed.argv)))

@@ -39,6 +39,11 @@ _NOTES = {
         "all sequences. N_KV = tokens in the cache at the end, which -c limits (default: as many as the largest test "
         "needs); larger tests are left out with a notice.",
     ),
+    "chat": (
+        "With a prompt (-p, -f or a pipe) it continues that text; in a terminal without one it holds a conversation with "
+        "the model's chat template, in which /help lists the commands. The text goes to stdout, everything else to "
+        "stderr. --url talks to a running server instead of loading a model.",
+    ),
     "plan": ("Prints rules, bytes per device and the KV cache; exit code 1 if the model does not fit.",),
     "quantize": (
         "TYPE is a file type by name in any case or by number; without out.gguf the result is ggml-model-TYPE.gguf "

@@ -6,34 +6,34 @@ They are accepted and reported as "not supported, ignored", so that a pasted com
 from __future__ import annotations
 
 _NO_VALUE = """
---prompt-cache-all --prompt-cache-ro --spec-autotune --no-mmproj-offload -sp --special -if
---interactive-first --infill -dkvc --dump-kv-cache -mli --multiline-input --simple-io -dsa --dsa -fidx
---fused-indexer-topk -co --color -mtp --multi-token-prediction -no-mtp --no-multi-token-prediction
---defer-experts --prefetch-experts -smf16 --split-mode-f16 -smf32 --split-mode-f32 --verbose-prompt --perplexity
---all-logits --in-prefix-bos --spm-infill --send-done --webui-mcp-proxy
+--spec-autotune --no-mmproj-offload
+--infill -dkvc --dump-kv-cache -dsa --dsa -fidx
+--fused-indexer-topk -mtp --multi-token-prediction -no-mtp --no-multi-token-prediction
+--defer-experts --prefetch-experts -smf16 --split-mode-f16 -smf32 --split-mode-f32 --perplexity
+--all-logits --spm-infill --send-done --webui-mcp-proxy
 --ui-mcp-proxy --peg --skip-chat-parsing -ptcall --parallel-tool-calls --adaptive-updt-w-cur --minilog --log-disable
 --log-enable --log-new --log-append
 """
 
 _ONE_VALUE = """
--tm --threads-mtmd -td --threads-draft -tbd --threads-batch-draft --prompt-cache -cd
---ctx-size-draft -gan --grp-attn-n -gaw --grp-attn-w
+-tm --threads-mtmd -td --threads-draft -tbd --threads-batch-draft
+-gan --grp-attn-n -gaw --grp-attn-w
 --pooling --attention -dt
---defrag-thold -mea --max-extra-alloc --cfg-negative-prompt --cfg-negative-prompt-file --cfg-scale --draft --draft-max
---draft-n --draft-min --draft-n-min --draft-p-min --spec-ckpt-mode --recurrent-ckpt-mode -ns --sequences -ps --p-split
--md --model-draft --spec-stage --spec-type --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits
+--defrag-thold -mea --max-extra-alloc --cfg-negative-prompt --cfg-negative-prompt-file --cfg-scale
+--spec-ckpt-mode --recurrent-ckpt-mode -ns --sequences -ps --p-split
+--spec-stage --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits
 --suffix-pattern-len --suffix-max-depth --suffix-corpus
 --mmproj --mmproj-url --mtmd-kq-type --image --audio --image-min-tokens --image-max-tokens
 --embd-normalize --embd-output-format --embd-separator -ictk --indexer-cache-type-k -ctk-first --cache-type-k-first
 -ctk-last --cache-type-k-last -ctv-first --cache-type-v-first -ctv-last --cache-type-v-last -mtprot
---mtp-requantize-output-tensor -ctkd --cache-type-k-draft -ctvd --cache-type-v-draft -dsatk --dsa-top-k -ngld
---gpu-layers-draft --n-gpu-layers-draft --rpc -gfm --gpu-fit-margin -cuda --cuda-params -draft --draft-params
+--mtp-requantize-output-tensor -dsatk --dsa-top-k
+--rpc -gfm --gpu-fit-margin -cuda --cuda-params -draft --draft-params
 --prefetch-experts-threads -wgt --worst-graph-tokens -fdn --fused-delta-net -grt --graph-reduce-type -gap
 --graph-attn-precision -devd --device-draft --allowlist-unicode-rule
 --allowlist-pieces --allowlist-keyword --allowlist-keyword-delay --expiring-logit-bias-file -ld --logdir -ptc
---print-token-count --in-prefix --in-suffix -spf
---system-prompt-file --sql-save-file --sqlite-zstd-ext-file --context-file --chunk-size --chunk-separator --junk
--cram --cache-ram -crs --cache-ram-similarity -cram-n-min --cache-ram-n-min --pos
+--print-token-count
+--sql-save-file --sqlite-zstd-ext-file --context-file --chunk-size --chunk-separator --junk
+-crs --cache-ram-similarity -cram-n-min --cache-ram-n-min --pos
 --log-file
 """
 

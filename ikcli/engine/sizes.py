@@ -46,6 +46,8 @@ def session_of(config: RunConfig) -> tuple[RunConfig, Sizes]:
         return batched_session(config)
     if config.command == "serve" or (config.command in ("plan", "warmup") and config.n_parallel > 1):
         return config, Sizes(config.n_ctx, config.n_parallel, config.n_parallel)
+    if config.command == "chat":
+        return config, Sizes(config.n_ctx, 1, 1)
     return config, Sizes(config.n_ctx)
 
 

@@ -107,7 +107,7 @@ def load(session: Session, path: Path, n_ctx: int, scales: tuple[float, ...] = (
         raise _bad(path.name, "was saved with other scales of adapters; set them with POST /lora-adapters")
     n = int(header["n_tokens"])
     if n > n_ctx:
-        raise _bad(path.name, f"holds {n} tokens, but a slot takes {n_ctx}; start the server with a larger -c")
+        raise _bad(path.name, f"holds {n} tokens, but a slot takes {n_ctx}; start again with a larger -c")
     sequences, first, places = session.sequences, header["first"], header["checkpoints"]
     shapes = [sequences.shapes(n, first), *(sequences.checkpoint_shapes(*place) for place in places)]
     wanted = [shape for group in shapes for shape in group]

@@ -122,7 +122,7 @@ class Worker:
         if n >= n_ctx:
             text = (
                 f"the request ({n} tokens) exceeds the available context size ({n_ctx} tokens, the answer included); "
-                "shorten it or start the server with a larger -c"
+                "shorten it or start again with a larger -c"
             )
             return Failure(400, "exceed_context_size_error", text, {"n_prompt_tokens": n, "n_ctx": n_ctx})
         if n and not 0 <= min(request.prompt) <= max(request.prompt) < self.model.n_vocab:

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from ikcli.server.http import convert_anthropic as convert
 from ikcli.server.http.answer import answer, json_response
 from ikcli.server.http.errors import bad_request
+from ikcli.server.http.generations import generations_of
 from ikcli.server.http.openapi import generation_body
-from ikcli.server.http.routes.chat import generations_of
 from ikcli.server.http.routes.context import read_object, server
 from ikcli.server.http.shapes.anthropic import AnthropicShape
 from ikcli.server.http.shapes.common import naming

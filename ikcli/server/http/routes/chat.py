@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ikcli.server.http import fields as f
 from ikcli.server.http.answer import answer, json_response
 from ikcli.server.http.chat import PreparedChat, prepare
-from ikcli.server.http.constraints import compiled
-from ikcli.server.http.errors import bad_request
+from ikcli.server.http.generations import generations_of, with_defaults
 from ikcli.server.http.openapi import generation_body
-from ikcli.server.http.params import Options, parse
-from ikcli.server.http.prompts import Prompt
-from ikcli.server.http.routes.completion import probabilities, requests_of
+from ikcli.server.http.params import parse
+from ikcli.server.http.routes.completion import probabilities
 from ikcli.server.http.routes.context import read_object, server
 from ikcli.server.http.shapes.chat import ChatShape
 from ikcli.server.http.shapes.common import naming
 from ikcli.server.http.state import ServerState
-from ikcli.server.slots.messages import GenerationRequest
 
 router = APIRouter(tags=["chat"])
 
@@ -42,38 +37,6 @@ _BODY = generation_body(
         "top_logprobs": {"type": ["integer", "null"]},
     },
 )
-
-
-async def generations_of(
-    state: ServerState, body: dict[str, Any]
-) -> tuple[Options, PreparedChat, list[GenerationRequest], int | None]:
-    """Options, the prepared chat, the engine requests, and how many top log-probabilities to return."""
-    n_top = top_logprobs(body)
-    if n_top is not None and body.get("n_probs") is None:
-        body = body | {"n_probs": max(n_top, 1)}
-    sampling, options = parse(body, state.defaults, state.limits)
-    prepared = await prepare(state, with_defaults(state, body))
-    constraint = None if prepared.spec is None else await compiled(state, prepared.spec)
-    stop = tuple(dict.fromkeys((*options.stop, *prepared.stops)))
-    prompt = Prompt(prepared.tokens, prepared.text)
-    more = {
-        "constraint": prepared.limited(state.engine.tokenizer, constraint),
-        "keep_special": prepared.keep_special,
-        "turns": prepared.turns,
-    }
-    requests = requests_of([prompt], options.n_cmpl, sampling, replace(options, stop=stop), **more)
-    return options, prepared, requests, n_top
-
-
-def top_logprobs(body: dict[str, Any]) -> int | None:
-    """How many tokens `logprobs` and `top_logprobs` ask for besides the chosen one; None if not asked."""
-    wanted, top = body.get("logprobs"), body.get("top_logprobs")
-    if wanted is None or wanted is False:
-        if top:
-            raise bad_request("top_logprobs requires logprobs to be set to true")
-        return None
-    f.boolean(wanted, "logprobs")
-    return 20 if top is None else int(f.checked(top, "int", "top_logprobs", 0, 1000))
 
 
 @router.post("/v1/chat/completions", openapi_extra=_BODY, summary="Answer a conversation (OpenAI)")
@@ -109,14 +72,3 @@ async def input_tokens(request: Request) -> Response:
 async def _only_prompt(state: ServerState, body: dict[str, Any]) -> PreparedChat:
     parse(body, state.defaults, state.limits)
     return await prepare(state, with_defaults(state, body))
-
-
-def with_defaults(state: ServerState, body: dict[str, Any]) -> dict[str, Any]:
-    """The body with the server's grammar or schema if it has nothing that shapes the answer itself."""
-    if any(body.get(name) for name in ("grammar", "json_schema", "response_format", "tools")):
-        return body
-    if state.defaults.grammar:
-        return body | {"grammar": state.defaults.grammar}
-    if state.defaults.json_schema is not None:
-        return body | {"json_schema": state.defaults.json_schema}
-    return body

@@ -16,6 +16,7 @@ from ikcli.server.http import infill
 from ikcli.server.http.answer import answer
 from ikcli.server.http.constraints import constraint_of
 from ikcli.server.http.errors import bad_request
+from ikcli.server.http.generations import requests_of
 from ikcli.server.http.openapi import generation_body
 from ikcli.server.http.params import Options, parse, settings
 from ikcli.server.http.prompts import Prompt, read_prompts
@@ -24,42 +25,8 @@ from ikcli.server.http.shapes.common import Probabilities, naming
 from ikcli.server.http.shapes.completion import CompletionShape, Echo
 from ikcli.server.http.shapes.native import NativeShape
 from ikcli.server.http.state import ServerState
-from ikcli.server.slots.messages import GenerationRequest
 
 router = APIRouter(tags=["text"])
-
-MAX_GENERATIONS = 1024
-"""Generations that one request may start."""
-
-
-def requests_of(
-    prompts: Sequence[Prompt], per_prompt: int, sampling: SamplerParams, options: Options, **more: Any
-) -> list[GenerationRequest]:
-    """One engine request per prompt and answer; the answers to one prompt take seeds in a row."""
-    if len(prompts) * per_prompt > MAX_GENERATIONS:
-        raise bad_request(f"the request asks for more than {MAX_GENERATIONS} answers")
-    base: dict[str, Any] = {
-        "n_predict": options.n_predict,
-        "stop": options.stop,
-        "cache_prompt": options.cache_prompt,
-        "id_slot": options.id_slot,
-        "n_keep": options.n_keep,
-        "n_discard": options.n_discard,
-        "n_indent": options.n_indent,
-        "t_max_predict_ms": options.t_max_predict_ms,
-        "bans": options.bans,
-        "lora": options.lora,
-        "speculation": options.speculation,
-        "report_progress": options.return_progress and options.stream,
-    }
-    samplings = [sampling]
-    for i in range(1, per_prompt):
-        samplings.append(sampling if sampling.random_seed else replace(sampling, seed=(sampling.seed + i) % 0xFFFFFFFF))
-    return [
-        GenerationRequest(prompt=prompt.tokens, sampling=one, **(base | more))
-        for prompt in prompts
-        for one in samplings
-    ]
 
 
 async def answer_native(

@@ -16,11 +16,11 @@ from ikcli.server.http import infill, sse
 from ikcli.server.http.answer import answer, json_response
 from ikcli.server.http.constraints import constraint_of
 from ikcli.server.http.errors import bad_request
+from ikcli.server.http.generations import generations_of, requests_of
 from ikcli.server.http.openapi import object_body
 from ikcli.server.http.params import parse, token_id
 from ikcli.server.http.prompts import Prompt, read_prompts
-from ikcli.server.http.routes.chat import generations_of
-from ikcli.server.http.routes.completion import probabilities, requests_of
+from ikcli.server.http.routes.completion import probabilities
 from ikcli.server.http.routes.context import read_object, server
 from ikcli.server.http.routes.ollama_models import asked_model
 from ikcli.server.http.shapes.ollama import OllamaShape, loaded

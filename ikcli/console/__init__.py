@@ -1,0 +1,1 @@
+"""Text and conversations in a terminal, with an engine in this process or a running server."""

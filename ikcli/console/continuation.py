@@ -1,0 +1,129 @@
+"""A text that the model continues, without a template: once, or in turns with a person (`-i`).
+
+The text is kept as what the model saw: pieces of text and token ids, as /completion takes them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ikcli.chat.parser import ChatDelta
+from ikcli.console.answers import Answer, Body, Counts, PromptCache, Source
+from ikcli.console.terminal import Input, interruptible
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """How a person takes part: `first`: before the model; texts around every input; BOS before it, if not None."""
+
+    first: bool = False
+    prefix: str = ""
+    suffix: str = ""
+    bos: int | None = None
+
+
+class Continuation:
+    """See the module. `reverse` are the texts at which the model stops."""
+
+    def __init__(
+        self,
+        source: Source,
+        prompt: str,
+        reverse: tuple[str, ...] = (),
+        cache: PromptCache | None = None,
+        *,
+        display: bool = True,
+    ) -> None:
+        """`display`: print the prompt in front of what follows."""
+        self.total = Counts()
+        self._source, self._reverse, self._cache = source, reverse, cache
+        self._parts: list[str | int] = [prompt]
+        self._shown = "" if not display else prompt
+        self._last = self._shown[-1:] or "\n"
+
+    def once(self) -> Answer:
+        """Continue and print; a stop text is printed, too."""
+        body: Body = {"prompt": self._prompt(), "stop": list(self._reverse)}
+        prepared = self._cache.prepare(body, chat=False) if self._cache is not None else Counts()
+        stream = self._source.complete(body)
+        self._show_prompt()
+        with interruptible(stream.cancel):
+            self._print(stream)
+        answer = stream.answer
+        self.total = self.total.plus(answer.counts.beyond(prepared))
+        if answer.stop == "word":  # the last token may reach into the stop text, so this is kept as text
+            _put(answer.word)
+            self._last = answer.word
+            self._parts.append(answer.text + answer.word)
+        else:
+            self._parts += answer.tokens
+        return answer
+
+    def _prompt(self) -> str | list[str | int]:
+        """What the model sees: one text, or texts and tokens; an array of texts alone would be several prompts."""
+        parts: list[str | int] = []
+        for part in self._parts:
+            if isinstance(part, str) and parts and isinstance(parts[-1], str):
+                parts[-1] += part
+            else:
+                parts.append(part)
+        return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
+
+    def converse(self, input: Input, turns: Turns) -> None:
+        """Continue in turns, until the input ends."""
+        waiting = turns.first
+        if waiting:
+            self._show_prompt()
+        while True:
+            if waiting and not self._take_input(input, turns):
+                return
+            answer = self.once()
+            if answer.stop == "eos" and self._reverse:
+                _put(self._reverse[0])
+                self._parts.append(self._reverse[0])
+            elif answer.stop != "word":
+                self.end_line()
+            waiting = True
+
+    def _take_input(self, input: Input, turns: Turns) -> bool:
+        """Put what the person says behind the text; nothing if it is empty."""
+        interrupted = False
+        while True:
+            try:
+                text = input.read(turns.prefix)
+                break
+            except EOFError:
+                return False
+            except KeyboardInterrupt:
+                if interrupted:
+                    return False
+                interrupted = True
+        self._last = "\n"
+        if text:
+            self._parts += [] if turns.bos is None else [turns.bos]
+            self._parts.append(f"{turns.prefix}{text}\n{turns.suffix}")
+            _put(turns.suffix)
+        return True
+
+    def end_line(self) -> None:
+        """Begin a new line if the text does not end with one."""
+        if self._last != "\n":
+            _put("\n")
+            self._last = "\n"
+
+    def _show_prompt(self) -> None:
+        """The prompt, once, and not before the model has taken it."""
+        shown, self._shown = self._shown, ""
+        _put(shown)
+
+    def _print(self, deltas: Iterable[ChatDelta]) -> None:
+        for delta in deltas:
+            _put(delta.content)
+            self._last = delta.content[-1:] or self._last
+
+
+def _put(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,102 @@
+"""A conversation: its messages and settings, and what becomes of them when an answer comes or is taken back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ikcli.chat.messages import ToolCall
+from ikcli.console.answers import Answer, Body, Counts, PromptCache, Source, Stream
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Conversation:
+    """`messages` in OpenAI's form, without the system prompt. `fields` go into every request.
+
+    `undone` calls wait for their results before the model is asked again.
+    """
+
+    source: Source
+    system: str = ""
+    messages: list[Json] = field(default_factory=list)
+    fields: Body = field(default_factory=dict)
+    tools: list[Json] = field(default_factory=list)
+    cache: PromptCache | None = None
+    last: Answer | None = None
+    total: Counts = field(default_factory=Counts)
+    prepared: Counts = field(default_factory=Counts)
+    undone: list[ToolCall] = field(default_factory=list)
+
+    def body(self) -> Body:
+        """The request for the next answer."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        tools = {"tools": self.tools} if self.tools else {}
+        return {**self.fields, **tools, "messages": [*system, *self.messages]}
+
+    # --- growing ----------------------------------------------------------------------------------------------------
+    def say(self, text: str) -> None:
+        """The user's next message."""
+        self.messages.append({"role": "user", "content": text})
+
+    def give_result(self, text: str) -> None:
+        """The result of the first call that waits for one."""
+        call = self.undone.pop(0)
+        message = {"role": "tool", "name": call.name, "content": text}
+        self.messages.append(message | ({"tool_call_id": call.id} if call.id else {}))
+
+    def ask(self) -> Stream:
+        """Let the model answer; hand the answer to `take`."""
+        body = self.body()
+        self.prepared = self.cache.prepare(body, chat=True) if self.cache is not None else Counts()
+        return self.source.chat(body)
+
+    def take(self, answer: Answer) -> None:
+        """Keep an answer, also one that was cut off; one without a word is none."""
+        self.last = answer
+        self.total = self.total.plus(answer.counts.beyond(self.prepared))
+        message = answer.message
+        if not (message.content or message.reasoning or message.tool_calls):
+            return
+        said = message.to_openai()
+        calls = [call for call in message.tool_calls if call.complete or answer.stop != "cancelled"]
+        if answer.stop == "cancelled":
+            said.pop("tool_calls", None)
+            said["content"] = message.content
+            calls = []
+        self.messages.append(said)
+        self.undone = calls
+
+    # --- going back -------------------------------------------------------------------------------------------------
+    def drop_answer(self) -> bool:
+        """Forget what came after the last message of the user; False if there is none."""
+        at = self._last_user()
+        if at < 0:
+            return False
+        del self.messages[at + 1 :]
+        self.undone = []
+        return True
+
+    def undo(self) -> str | None:
+        """Forget the last message of the user and what came after it; returns it, None if there is none."""
+        at = self._last_user()
+        if at < 0:
+            return None
+        text = str(self.messages[at].get("content") or "")
+        del self.messages[at:]
+        self.undone = []
+        return text
+
+    def clear(self) -> None:
+        """Begin anew; system prompt, settings and tools stay."""
+        self.messages, self.undone, self.last = [], [], None
+
+    def _last_user(self) -> int:
+        return max((i for i, m in enumerate(self.messages) if m.get("role") == "user"), default=-1)
+
+    @property
+    def thoughts(self) -> str:
+        """What the model thought before its last answer."""
+        said = [m for m in self.messages if m.get("role") == "assistant"]
+        return str(said[-1].get("reasoning_content") or "") if said else ""

@@ -1,0 +1,290 @@
+"""The commands of a conversation: `/help` lists them. One function per command, its docstring is its help."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ikcli.chat.messages import parse_tools
+from ikcli.console import transcript
+from ikcli.console.render import FOLDED, SHOWN
+from ikcli.errors import IkError
+
+if TYPE_CHECKING:
+    from ikcli.console.repl import Repl
+
+
+class Leave(Exception):
+    """The user wants to go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """`form` is what may follow the name; `files`: it is a file."""
+
+    name: str
+    run: Callable[[Repl, str], None]
+    form: str = ""
+    files: bool = False
+
+    @property
+    def help(self) -> str:
+        return (self.run.__doc__ or "").strip()
+
+
+COMMANDS: dict[str, Command] = {}
+_ALIASES = {"/quit": "/exit", "/bye": "/exit", "/?": "/help", "/retry": "/regen"}
+
+
+def _command(name: str, form: str = "", *, files: bool = False) -> Callable[[Any], Any]:
+    def add(run: Callable[[Repl, str], None]) -> Callable[[Repl, str], None]:
+        COMMANDS[name] = Command(name, run, form, files)
+        return run
+
+    return add
+
+
+def run(repl: Repl, line: str) -> None:
+    """Carry out a line that begins with /; IkError if it is none or fails."""
+    from difflib import get_close_matches
+
+    name, _, rest = line.strip().partition(" ")
+    name = _ALIASES.get(name, name)
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, 1)
+        raise IkError(f"there is no command {name}; {f'did you mean {near[0]}?' if near else '/help lists them'}")
+    COMMANDS[name].run(repl, rest.strip())
+
+
+def completions(repl: Repl, before: str) -> Iterator[tuple[str, int, str]]:
+    """What can follow the text before the cursor: commands, names of settings, files."""
+    if not before.startswith("/") or "\n" in before:
+        return
+    name, blank, rest = before.partition(" ")
+    if not blank:
+        for command in COMMANDS.values():
+            if command.name.startswith(name):
+                yield command.name, len(name), command.help
+    elif name == "/settings" and " " not in rest and "=" not in rest:
+        for key in sorted(repl.settings()):
+            if key.startswith(rest):
+                yield key, len(rest), ""
+    elif name in COMMANDS and COMMANDS[name].files:
+        yield from _files(rest)
+
+
+def _files(text: str) -> Iterator[tuple[str, int, str]]:
+    folder, slash, start = text.rpartition("/")
+    try:
+        found = sorted((Path(folder + slash) if slash else Path(".")).expanduser().iterdir())
+    except (OSError, RuntimeError):
+        return
+    for path in found:
+        if path.name.startswith(start) and (start or not path.name.startswith(".")):
+            yield path.name + ("/" if path.is_dir() else ""), len(start), ""
+
+
+def _file(text: str, command: str) -> Path:
+    if not text:
+        raise IkError(f"{command} needs the name of a file")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as e:
+        raise IkError(f"{text}: {e}") from None
+
+
+@_command("/help")
+def _help(repl: Repl, rest: str) -> None:
+    """list the commands"""
+    for command in COMMANDS.values():
+        repl.note(f"  {f'{command.name} {command.form}'.rstrip():<28} {command.help}")
+    repl.note(
+        "Ctrl-C stops an answer; Ctrl-D, or Ctrl-C twice, leaves. Alt-Enter, or \\ at the end, begins a new line."
+    )
+
+
+@_command("/regen")
+def _regen(repl: Repl, rest: str) -> None:
+    """answer the last message again"""
+    before, undone = list(repl.conversation.messages), repl.conversation.undone
+    if not repl.conversation.drop_answer():
+        raise IkError("there is no message to answer yet")
+    if not repl.answer():
+        repl.conversation.messages, repl.conversation.undone = before, undone
+
+
+@_command("/edit", "[TEXT]")
+def _edit(repl: Repl, rest: str) -> None:
+    """change the last message, or put TEXT in its place, and answer that"""
+    if not rest and not repl.edits:
+        raise IkError("/edit needs the new text here")
+    before = repl.conversation.undo()
+    if before is None:
+        raise IkError("there is no message to change yet")
+    if rest:
+        repl.say(rest)
+    else:
+        repl.offer(before)
+
+
+@_command("/undo")
+def _undo(repl: Repl, rest: str) -> None:
+    """forget the last message and its answer"""
+    if repl.conversation.undo() is None:
+        raise IkError("there is nothing to forget")
+    n = len(repl.conversation.messages)
+    repl.note(f"forgotten; {n} message{'' if n == 1 else 's'} left")
+
+
+@_command("/clear")
+def _clear(repl: Repl, rest: str) -> None:
+    """begin a new conversation; system prompt, settings and tools stay"""
+    repl.conversation.clear()
+    repl.note("a new conversation")
+
+
+@_command("/system", "[TEXT|off]")
+def _system(repl: Repl, rest: str) -> None:
+    """show, set or remove the system prompt"""
+    if rest:
+        repl.conversation.system = "" if rest == "off" else rest
+    repl.note(f"system prompt: {repl.conversation.system or 'none'}")
+
+
+@_command("/settings", "[NAME [VALUE]]")
+def _settings(repl: Repl, rest: str) -> None:
+    """show or set a field of requests (temperature, top_k, seed, n_predict, ...); default takes it back"""
+    name, _, text = rest.replace("=", " ", 1).partition(" ")
+    name, text = {"temp": "temperature"}.get(name, name), text.strip()
+    fields = repl.conversation.fields
+    if text == "default":
+        fields.pop(name, None)
+    elif text:
+        if name in ("messages", "prompt", "stream", "tools"):
+            raise IkError(f"{name} is no setting")
+        if name not in repl.settings():
+            raise IkError(f"there is no setting {name}; /settings lists them")
+        new = {name: _value(text)}
+        repl.conversation.source.check(new)
+        fields.update(new)
+    for key, value in sorted(repl.settings().items()):
+        if key == name or not name:
+            repl.note(f"  {key:<24} {json.dumps(value, ensure_ascii=False)}{' *' if key in fields else ''}")
+    if name and name not in repl.settings():
+        raise IkError(f"there is no setting {name}; /settings lists them")
+
+
+def _value(text: str) -> Any:
+    """JSON, or the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@_command("/stats")
+def _stats(repl: Repl, rest: str) -> None:
+    """tokens and speed of the last answer and of all, and how full the context is"""
+    for title, counts in (("last answer", repl.conversation.last and repl.conversation.last.counts),
+                          ("all answers", repl.conversation.total)):  # fmt: skip
+        if counts:
+            prompt = _rate(counts.n_prompt, counts.prompt_ms)
+            repl.note(
+                f"{title}: prompt {counts.n_prompt} tokens{prompt} and {counts.n_cached} cached, "
+                f"answer {counts.n_predicted} tokens{_rate(counts.n_predicted, counts.predicted_ms)}"
+                + (f", {counts.n_accepted} of {counts.n_drafted} guessed tokens right" if counts.n_drafted else "")
+            )
+    total = repl.conversation.total
+    if total.n_ctx:
+        repl.note(f"context: {total.n_past} of {total.n_ctx} tokens ({100 * total.n_past / total.n_ctx:.0f} %)")
+    n = len(repl.conversation.messages)
+    repl.note(f"conversation: {n} message{'' if n == 1 else 's'} with {repl.conversation.source.name}")
+
+
+def _rate(n: int, ms: float) -> str:
+    return f" ({1e3 * n / ms:.1f}/s)" if n and ms > 0 else ""
+
+
+@_command("/think", "[on|off]")
+def _think(repl: Repl, rest: str) -> None:
+    """show what the model thought last; on shows thoughts from now on, off folds them"""
+    if rest in ("on", "off"):
+        repl.renderer.thinking = SHOWN if rest == "on" else FOLDED
+        repl.note(f"thoughts are {repl.renderer.thinking}")
+    elif rest:
+        raise IkError("/think is followed by on, off or nothing")
+    else:
+        thoughts = repl.conversation.thoughts
+        if not thoughts:
+            raise IkError("the last answer came without thoughts")
+        repl.renderer.dim(thoughts)
+
+
+@_command("/grammar", "[FILE|off]", files=True)
+def _grammar(repl: Repl, rest: str) -> None:
+    """let answers follow a GBNF grammar (FILE), or a JSON schema (FILE.json)"""
+    fields = repl.conversation.fields
+    if rest and rest != "off":
+        path = _file(rest, "/grammar")
+        if path.suffix == ".json":
+            new = {"json_schema": transcript.read_json(path)}
+        else:
+            try:
+                new = {"grammar": path.read_text(encoding="utf-8")}
+            except (OSError, UnicodeDecodeError) as e:
+                raise IkError(f"cannot read {path}: {getattr(e, 'strerror', None) or e}") from None
+        if repl.conversation.tools and "grammar" in new:
+            raise IkError("a grammar and tools exclude each other; /tools off first")
+        repl.conversation.source.check(new)
+    if rest:
+        for name in ("grammar", "json_schema"):
+            fields.pop(name, None)
+        fields.update({} if rest == "off" else new)
+    kind = "GBNF" if fields.get("grammar") else "a JSON schema" if "json_schema" in fields else "none"
+    repl.note(f"grammar: {kind}")
+
+
+@_command("/tools", "[FILE.json|off]", files=True)
+def _tools(repl: Repl, rest: str) -> None:
+    """show, set or remove the functions that the model may call (a list as OpenAI's API takes it)"""
+    if rest == "off":
+        repl.conversation.tools = []
+    elif rest:
+        path = _file(rest, "/tools")
+        found = transcript.read_json(path)
+        tools = found.get("tools") if isinstance(found, dict) and "tools" in found else found
+        tools = [found] if isinstance(tools, dict) else tools
+        try:
+            parse_tools(tools)
+        except IkError as e:
+            raise IkError(f"{path}: {e}") from None
+        if repl.conversation.fields.get("grammar"):
+            raise IkError("a grammar and tools exclude each other; /grammar off first")
+        repl.conversation.tools = list(tools or ())
+    names = [tool.name for tool in parse_tools(repl.conversation.tools or None)]
+    repl.note(f"tools: {', '.join(names) or 'none'}")
+
+
+@_command("/save", "FILE", files=True)
+def _save(repl: Repl, rest: str) -> None:
+    """write the conversation to FILE (JSON)"""
+    path = _file(rest, "/save")
+    transcript.save(repl.conversation, path)
+    repl.note(f"saved {len(repl.conversation.messages)} messages to {path}")
+
+
+@_command("/load", "FILE", files=True)
+def _load(repl: Repl, rest: str) -> None:
+    """go on with the conversation in FILE"""
+    path = _file(rest, "/load")
+    transcript.load(repl.conversation, path)
+    repl.note(f"loaded {len(repl.conversation.messages)} messages from {path}")
+
+
+@_command("/exit")
+def _exit(repl: Repl, rest: str) -> None:
+    """leave (also /quit, Ctrl-D)"""
+    raise Leave

@@ -1,0 +1,141 @@
+"""How a run of the console begins: what is asked for, in which way, and with which input and output."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from ikcli.config import RunConfig
+from ikcli.console.answers import Source, cache_path_problem
+from ikcli.errors import IkError, UsageError
+from ikcli.eval.text import unescape
+from ikcli.sampling.params import SamplerParams
+from ikcli.server.http.params import defaults_of
+
+
+def unescaped(config: RunConfig) -> RunConfig:
+    """The settings with escapes in their texts read, unless --no-escape forbids that."""
+    prompt, chat, escape = config.prompt, config.chat, config.prompt.escape
+    reverse = tuple(_unescaped(text, escape) for text in prompt.reverse_prompt)
+    prefix, suffix = _unescaped(chat.in_prefix, escape), _unescaped(chat.in_suffix, escape)
+    return replace(
+        config,
+        prompt=replace(prompt, reverse_prompt=reverse, prompt=_unescaped(prompt.prompt, escape)),
+        chat=replace(chat, in_prefix=prefix, in_suffix=suffix, system=_unescaped(chat.system, escape)),
+    )
+
+
+def given_prompt(config: RunConfig) -> str | None:
+    """The text of -p or -f; None if there is none. The line end at the end of a file is left out."""
+    if config.prompt.file is not None:
+        return _unescaped(_read(config.prompt.file, "-f").removesuffix("\n"), config.prompt.escape)
+    return config.prompt.prompt or None
+
+
+def piped_text() -> str:
+    """All of standard input, without its last line end."""
+    return sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n")
+
+
+def system_prompt(config: RunConfig) -> str:
+    """The text of -sys or -sysf."""
+    if config.chat.system_file is not None:
+        return _read(config.chat.system_file, "--system-prompt-file").removesuffix("\n")
+    return config.chat.system
+
+
+def is_conversation(config: RunConfig, source: Source, prompt: str | None, *, terminal: bool) -> bool:
+    """Whether to talk in turns with the template; UsageError for options that exclude each other."""
+    chat = config.chat
+    raw = chat.interactive or chat.interactive_first
+    if chat.conversation is False:
+        if chat.single_turn:
+            raise UsageError("-st is one turn of a conversation and -no-cnv forbids those; leave one of them out")
+        return False
+    if chat.conversation or chat.single_turn:
+        if not source.has_template:
+            raise IkError("the model has no chat template; name one with --chat-template, or use -no-cnv")
+        return True
+    return terminal and prompt is None and not raw and source.has_template
+
+
+def check_options(config: RunConfig, given: Collection[str]) -> None:
+    """UsageError for options that cannot work, before a model is loaded."""
+    chat, prompt = config.chat, config.prompt
+    if prompt.prompt and prompt.file is not None:
+        raise UsageError("-p and -f both give the prompt; leave one of them out")
+    if chat.system and chat.system_file is not None:
+        raise UsageError("-sys and -sysf both give the system prompt; leave one of them out")
+    if chat.prompt_cache is not None:
+        problem = cache_path_problem(chat.prompt_cache, read_only=chat.prompt_cache_ro)
+        if problem:
+            raise UsageError(problem)
+    elif chat.prompt_cache_all or chat.prompt_cache_ro:
+        name = "--prompt-cache-all" if chat.prompt_cache_all else "--prompt-cache-ro"
+        raise UsageError(f"{name} needs the file that it is about: --prompt-cache FILE")
+    if chat.url:
+        local = {
+            "model": "-m",
+            "chat.prompt_cache": "--prompt-cache",
+            "chat.special": "--special",
+            "chat.verbose_prompt": "--verbose-prompt",
+            "chat.in_prefix_bos": "--in-prefix-bos",
+            "dry_run": "--dry-run",
+        }
+        for path, name in local.items():
+            if path in given:
+                raise UsageError(f"{name} is about a model in this program and cannot be used with --url")
+
+
+def request_fields(config: RunConfig, given: Collection[str]) -> dict[str, Any]:
+    """The options that were given, as fields of a request to a server."""
+    defaults = defaults_of(config)
+    renamed = {"temperature": "temp", "tfs_z": "tfs", "typical_p": "typical", "dry_sequence_breakers": ""}
+    out: dict[str, Any] = {}
+    for field in fields(SamplerParams):
+        option = renamed.get(field.name) or field.name
+        if f"sampling.{option}" in given:
+            out[field.name] = getattr(defaults.sampling, field.name)
+    if "seed" in given:
+        out["seed"] = config.seed
+    if "sampling.samplers" in given or "sampling.sampler_seq" in given:
+        out["samplers"] = list(defaults.sampling.samplers)
+    if "sampling.logit_bias" in given:
+        out["logit_bias"] = [[token, bias] for token, bias in defaults.sampling.logit_bias]
+    if "n_predict" in given:
+        out["n_predict"] = config.n_predict
+    if "prompt.keep" in given:
+        out["n_keep"] = config.prompt.keep
+    if defaults.stop:
+        out["stop"] = list(defaults.stop)
+    if defaults.grammar:
+        out["grammar"] = defaults.grammar
+    if defaults.json_schema is not None:
+        out["json_schema"] = defaults.json_schema
+    if defaults.bans:
+        out |= {"banned_strings": list(defaults.bans.strings), "banned_n": defaults.bans.n_tokens}
+    if "server.reasoning" in given and config.server.reasoning != "auto":
+        out["enable_thinking"] = config.server.reasoning == "on"
+    if "server.reasoning_budget" in given:
+        out["reasoning_budget_tokens"] = config.server.reasoning_budget
+    if "server.reasoning_format" in given:
+        out["reasoning_format"] = config.server.reasoning_format
+    return out
+
+
+def _read(path: Path, option: str) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as e:
+        raise IkError(f"{option}: cannot read {path}: {e.strerror or e}") from None
+    except UnicodeDecodeError as e:
+        raise IkError(f"{option}: {path} is not UTF-8 text (byte {e.start})") from None
+
+
+def _unescaped(text: str, escape: bool) -> str:
+    if not escape:
+        return text
+    return unescape(text.encode("utf-8", "surrogateescape")).decode("utf-8", "surrogateescape")

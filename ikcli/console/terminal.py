@@ -1,0 +1,154 @@
+"""Lines from a person: with editing, history and completion in a terminal (prompt_toolkit), else as they come.
+
+Both raise EOFError at the end of input and KeyboardInterrupt for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+
+Complete = Callable[[str], Iterable[tuple[str, int, str]]]
+"""Text before the cursor -> (completion, characters of the text that it replaces, help)."""
+
+
+class Input(Protocol):
+    """Where inputs come from."""
+
+    edits: bool
+    """Whether a person can change a text that is offered."""
+
+    def read(self, prompt: str, default: str = "") -> str:
+        """The next input; `default` is offered for editing."""
+
+
+class PlainInput:
+    """Lines of standard input. A backslash at the end goes on with the next line; `multiline`: until one ends in /."""
+
+    def __init__(self, *, multiline: bool = False, echo_prompt: bool = True) -> None:
+        self.edits = False
+        self._multiline, self._echo = multiline, echo_prompt
+
+    def read(self, prompt: str, default: str = "") -> str:
+        if self._echo:
+            sys.stdout.write(prompt)
+            sys.stdout.flush()
+        lines: list[str] = []
+        while True:
+            line = sys.stdin.readline()
+            if not line:
+                if lines:
+                    return "\n".join(lines)
+                raise EOFError
+            line = line.rstrip("\r\n")
+            end = "/" if self._multiline else "\\"
+            goes_on = line.endswith(end) != self._multiline
+            lines.append(line.removesuffix(end))
+            if not goes_on:
+                return "\n".join(lines)
+
+
+class LineEditor:
+    """prompt_toolkit: Enter sends, Alt-Enter or Ctrl-J begins a new line; with `multiline` the other way round."""
+
+    def __init__(self, complete: Complete, *, multiline: bool = False, color: bool = True) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
+        from prompt_toolkit.output import ColorDepth
+
+        self.edits = True
+        self._session: PromptSession[str] = PromptSession(
+            history=_history(history_path()),
+            multiline=True,
+            key_bindings=_keys(swapped=multiline),
+            completer=_completer(complete),
+            complete_while_typing=True,
+            auto_suggest=AutoSuggestFromHistory(),
+            enable_open_in_editor=True,
+            color_depth=None if color else ColorDepth.DEPTH_1_BIT,
+            prompt_continuation=lambda width, number, wrapped: " " * width,
+            reserve_space_for_menu=4,
+        )
+
+    def read(self, prompt: str, default: str = "") -> str:
+        from prompt_toolkit.formatted_text import FormattedText
+
+        return self._session.prompt(FormattedText([("bold ansigreen", prompt)]), default=default)
+
+
+def history_path() -> Path:
+    """Where inputs are remembered, as the XDG base directories have it."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "ik" / "chat-history"
+
+
+def _history(path: Path) -> Any:
+    """In the file, or in memory where it cannot be written."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR, 0o600))
+    except OSError:
+        return InMemoryHistory()
+
+    class Forgiving(FileHistory):
+        """A full disk loses history, not the conversation."""
+
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):
+                super().store_string(string)
+
+    return Forgiving(str(path))
+
+
+def _keys(*, swapped: bool) -> Any:
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    def send(event: Any) -> None:
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith("\\") and not swapped:
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    def new_line(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    keys.add("enter")(new_line if swapped else send)
+    keys.add("escape", "enter")(send if swapped else new_line)
+    if not swapped:
+        keys.add("c-j")(new_line)
+    return keys
+
+
+def _completer(complete: Complete) -> Any:
+    from prompt_toolkit.completion import Completer, Completion
+
+    class Commands(Completer):
+        def get_completions(self, document: Any, complete_event: Any) -> Iterator[Completion]:
+            for text, n_replaced, help in complete(document.text_before_cursor):
+                yield Completion(text, start_position=-n_replaced, display_meta=help)
+
+    return Commands()
+
+
+@contextmanager
+def interruptible(stop: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C calls `stop` meanwhile, and does nothing else."""
+    before = signal.signal(signal.SIGINT, lambda number, frame: stop())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,75 @@
+"""Conversations as files: JSON with the messages in OpenAI's form, so that other programs can read and make them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ikcli.chat.messages import parse_messages, parse_tools
+from ikcli.console.conversation import Conversation
+from ikcli.errors import FormatError, IkError
+
+_LARGEST = 256 << 20
+
+
+def save(conversation: Conversation, path: Path) -> None:
+    """Write a conversation; IkError if that fails, and then a file that was there is still whole."""
+    system = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    out = {
+        "model": conversation.source.name,
+        "messages": [*system, *conversation.messages],
+        "tools": conversation.tools,
+        "settings": conversation.fields,
+    }
+    text = json.dumps(out, ensure_ascii=False, indent=2) + "\n"
+    temporary = ""
+    try:
+        fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(fd, "w", encoding="utf-8", errors="replace") as f:
+            f.write(text)
+        os.replace(temporary, path)
+    except OSError as e:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise IkError(f"cannot write {path}: {e.strerror or e}") from None
+
+
+def load(conversation: Conversation, path: Path) -> None:
+    """Put what a file holds in place of a conversation; one that cannot be read changes nothing."""
+    found = read_json(path)
+    data: dict[str, Any] = {"messages": found} if isinstance(found, list) else found
+    if not isinstance(data, dict) or "messages" not in data:
+        raise FormatError(f"{path} is no conversation: it has no list of messages")
+    messages, tools, fields = data["messages"], data.get("tools") or [], data.get("settings") or {}
+    try:
+        if messages:
+            parse_messages(messages)
+        parse_tools(tools)
+    except IkError as e:
+        raise FormatError(f"{path}: {e}") from None
+    if not isinstance(messages, list) or not isinstance(fields, dict):
+        raise FormatError(f"{path} is no conversation: messages are a list, settings an object")
+    try:
+        conversation.source.check(fields)
+    except IkError as e:
+        raise FormatError(f"{path}: {e}") from None
+    system = messages[0] if messages and messages[0]["role"] == "system" else None
+    conversation.clear()
+    conversation.system = str(system.get("content") or "") if system else ""
+    conversation.messages = messages[1:] if system else list(messages)
+    conversation.tools, conversation.fields = list(tools), dict(fields)
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; an error that names it."""
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise FormatError(f"{path} is larger than {_LARGEST >> 20} MiB")
+        return json.loads(path.read_bytes())
+    except OSError as e:
+        raise IkError(f"cannot read {path}: {e.strerror or e}") from None
+    except (ValueError, RecursionError) as e:
+        raise FormatError(f"{path} is not JSON: {e}") from None

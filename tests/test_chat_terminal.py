@@ -1,0 +1,141 @@
+"""`ik chat` in a pseudo-terminal, with the demo model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pty_client import Terminal
+
+pytestmark = pytest.mark.skipif("sys.platform == 'win32'")
+SHORT = ("chat", "-t", "1", "-c", "512", "-n", "24", "--temp", "0")
+ENDLESS = ("chat", "-t", "1", "-c", "512", "-n", "100000000", "--ignore-eos", "--temp", "0")
+
+
+def test_conversation_save_load_undo_and_history(tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    with Terminal(*SHORT, home=tmp_path) as t:
+        t.say("Hello there")
+        t.expect("Return the value of the string")
+        t.say("/regen")
+        t.expect("Return the value of the string")
+        t.say("/stats")
+        t.expect("conversation: 2 messages with demo.gguf")
+        t.say(f"/save {file}")
+        t.expect("saved 2 messages")
+        t.say("/undo")
+        t.expect("forgotten; 0 messages left")
+        t.say(f"/load {file}")
+        t.expect("loaded 2 messages")
+        t.say("/sav x")
+        t.expect("there is no command /sav; did you mean /save")
+        t.say("\x1b[A\x1b[A\x1b[A")  # up, past /sav and /load: /undo
+        t.expect("forgotten; 0 messages left")
+        t.wait_asked()
+        t.send("\x04")
+        assert t.ended() == 0
+    saved = json.loads(file.read_text())["messages"]
+    assert [m["role"] for m in saved] == ["user", "assistant"] and saved[0]["content"] == "Hello there"
+    history = (tmp_path / "ik" / "chat-history").read_text()
+    assert "+Hello there" in history
+    with Terminal(*SHORT, home=tmp_path) as t:
+        t.wait_asked()
+        t.send("Hello")
+        t.expect("there")  # the rest of it, from the run before
+        t.send("\x1b[C\r")
+        t.expect("Return the value of the string")
+        t.say("/exit")
+        assert t.ended() == 0
+
+
+def test_ctrl_c_stops_the_answer_and_twice_leaves(tmp_path: Path) -> None:
+    with Terminal(*ENDLESS, home=tmp_path) as t:
+        t.say("Hello there")
+        t.expect("Return the value")
+        t.send("\x03")
+        t.expect(r"\[stopped\]")
+        t.say("/settings n_predict 4")
+        t.expect("n_predict +4")
+        t.say("/regen")
+        t.expect(r"Return the")
+        t.expect("the limit of tokens")
+        t.wait_asked()
+        t.send("/unfinished\x03")
+        t.expect("Ctrl-C once more")
+        t.say("/stats")
+        t.expect("conversation: 2 messages")
+        t.wait_asked()
+        t.send("\x03")
+        t.wait_asked()
+        t.send("\x03")
+        assert t.ended() == 0
+        assert "llama_print_timings:        eval time" in t.text
+
+
+@pytest.mark.parametrize("first_line_end", ["\x1b\r", "\\\r", "\n"], ids=["alt-enter", "backslash", "ctrl-j"])
+def test_several_lines_are_one_message(tmp_path: Path, first_line_end: str) -> None:
+    file = tmp_path / "talk.json"
+    with Terminal(*SHORT, home=tmp_path) as t:
+        t.wait_asked()
+        t.send("one" + first_line_end + "two\r")
+        t.expect(r"\n.*\w+")
+        t.say(f"/save {file}")
+        t.expect("saved 2 messages")
+        t.say("/quit")
+        assert t.ended() == 0
+    assert json.loads(file.read_text())["messages"][0]["content"] == "one\ntwo"
+
+
+def test_edit_offers_the_last_message(tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    with Terminal(*SHORT, home=tmp_path) as t:
+        t.say("Hello")
+        t.expect(r"\n.*\w+")
+        t.say("/edit")
+        t.say(" again")
+        t.say(f"/save {file}")
+        t.expect("saved 2 messages")
+        t.wait_asked()
+        t.send("\x04")
+        assert t.ended() == 0
+    assert json.loads(file.read_text())["messages"][0]["content"] == "Hello again"
+
+
+def test_commands_and_settings_are_completed(tmp_path: Path) -> None:
+    with Terminal(*SHORT, home=tmp_path) as t:
+        t.wait_asked()
+        t.send("/settings repeat_l")
+        t.expect("repeat_last_n")  # in the menu
+        t.send("\t")
+        t.expect("repeat_last_n")
+        t.send(" 7\r")
+        t.expect(r"repeat_last_n +7")
+        t.say("/exit")
+        assert t.ended() == 0
+
+
+def test_simple_io_without_editor_and_markdown(tmp_path: Path) -> None:
+    with Terminal(*SHORT, "-cnv", "--simple-io", home=tmp_path) as t:
+        t.expect("> ")
+        t.send("Hello there\n")
+        t.expect(r"Return the value of the string \*name\*")  # Markdown stays as the model wrote it
+        t.expect("\n> ")
+        t.send("\x03")
+        t.expect("Ctrl-C once more")
+        t.send("\x04")
+        assert t.ended() == 0
+        assert "\x1b[?2004h" not in t.raw
+
+
+def test_text_in_turns_with_a_reverse_prompt(tmp_path: Path) -> None:
+    options = ("-i", "-p", "Return the value", "-r", "name", "--in-prefix", "[", "--in-suffix", "]", "-n", "40")
+    with Terminal(*SHORT[:5], "--temp", "0", *options, home=tmp_path) as t:
+        t.expect(r"Return the value of the \*name")
+        t.wait_asked()
+        t.send("name\r")
+        t.expect(r"\]")
+        t.expect(r"\w")
+        t.wait_asked()
+        t.send("\x04")
+        assert t.ended() == 0

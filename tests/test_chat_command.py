@@ -213,3 +213,23 @@ def test_text_in_turns(chat, server: Server) -> None:
     code, out, _ = chat("-t", "1", "-c", "512", *options, stdin="of it\\\nall\n\n")
     assert code == 0 and out.startswith("Return the value of the *name") and "It is" in out
     assert chat("--url", server.base, "--api-key", "key", *options, stdin="of it\\\nall\n\n")[1] == out
+
+
+def test_tool_calls_of_a_model_and_of_a_server(chat, server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "tools.json"
+    city = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
+    file.write_text(json.dumps([{"type": "function", "function": {"name": "weather", "parameters": city}}]))
+    lines = f"/tools {file}\n/settings tool_choice required\nHow is it?\n/settings tool_choice none\nIt rains.\n"
+    options = ("-cnv", "--temp", "0", "-n", "60")
+    code, out, _ = chat("-t", "1", "-c", "1024", *options, stdin=lines)
+    assert code == 0 and out.startswith('→ calls weather(city="Paris")\n') and out.count("\n") >= 2
+    assert chat("--url", server.base, "--api-key", "key", *options, stdin=lines)[1] == out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ikcli", "chat", *BASE, "-p", "Once", "-n", "4"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, timeout=300)
+    last = done.stderr.decode().strip().splitlines()[-1]
+    assert done.returncode == 1 and last == "error: cannot write the text: No space left on device"

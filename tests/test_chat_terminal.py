@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from live_server import Server, wait_for
 from pty_client import Terminal
 
 pytestmark = pytest.mark.skipif("sys.platform == 'win32'")
@@ -139,3 +140,28 @@ def test_text_in_turns_with_a_reverse_prompt(tmp_path: Path) -> None:
         t.wait_asked()
         t.send("\x04")
         assert t.ended() == 0
+
+
+def test_ctrl_c_stops_an_answer_of_a_server(tmp_path: Path) -> None:
+    server = Server("--slots", log=tmp_path / "log.txt")
+    try:
+        server.wait_ready()
+        options = ("--url", server.base, "-n", "100000000", "--ignore-eos", "--temp", "0")
+        with Terminal("chat", *options, home=tmp_path) as t:
+            t.say("Hello there")
+            t.expect("Return the value")
+            assert server.busy() == 1
+            t.send("\x03")
+            t.expect(r"\[stopped\]")
+            wait_for(lambda: server.busy() == 0)
+            t.say("/stats")
+            t.expect("conversation: 2 messages")
+            server.stop()
+            t.say("Are you there?")
+            t.expect("error: .*is the server running")
+            t.wait_asked()
+            t.send("\x03")  # the message is offered again
+            t.say("/exit")
+            assert t.ended() == 0
+    finally:
+        server.stop()

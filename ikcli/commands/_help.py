@@ -40,9 +40,9 @@ _NOTES = {
         "needs); larger tests are left out with a notice.",
     ),
     "chat": (
-        "With a prompt (-p, -f or a pipe) it continues that text; in a terminal without one it holds a conversation with "
-        "the model's chat template, in which /help lists the commands. The text goes to stdout, everything else to "
-        "stderr. --url talks to a running server instead of loading a model.",
+        "With a prompt (-p, -f or a pipe) it continues that text; in a terminal without one it holds a conversation "
+        "with the model's chat template, in which /help lists the commands. The text goes to stdout, everything else "
+        "to stderr. --url talks to a running server instead of loading a model.",
     ),
     "plan": ("Prints rules, bytes per device and the KV cache; exit code 1 if the model does not fit.",),
     "quantize": (

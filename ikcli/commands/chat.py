@@ -54,8 +54,8 @@ class _Run:
         self._in_tty, self._out_tty = sys.stdin.isatty(), sys.stdout.isatty()
         self._plain = self._chat.simple_io or not (self._in_tty and self._out_tty) or os.environ.get("TERM") == "dumb"
         self._system = start.system_prompt(config)
-        self._prompt = start.given_prompt(config)
-        wants_lines = self._chat.conversation or self._chat.interactive or self._chat.interactive_first
+        self._prompt = start.given_prompt(config, given)
+        wants_lines = self._chat.conversation or start.takes_turns(config)
         if self._prompt is None and not self._in_tty and (self._chat.single_turn or not wants_lines):
             self._prompt = start.piped_text() or None
         self._total = Counts()
@@ -109,7 +109,7 @@ class _Run:
             repl = Repl(conversation, editor, renderer)
             if not self._plain:
                 repl.note(f"{source.name}: a conversation; /help lists the commands, Ctrl-D leaves")
-            if self._prompt is not None:
+            if self._prompt:
                 repl.say(self._prompt)
             repl.run()
             return 0
@@ -117,7 +117,7 @@ class _Run:
             self._total = conversation.total
 
     def _single_turn(self, conversation: Conversation, renderer: Renderer) -> int:
-        if self._prompt is None:
+        if not self._prompt:
             raise UsageError("-st answers one prompt: give it with -p, -f or through a pipe")
         conversation.say(self._prompt)
         stream = conversation.ask()
@@ -131,18 +131,20 @@ class _Run:
 
     # --- continuation -----------------------------------------------------------------------------------------------
     def _continue(self, source: Source, cache: PromptCache | None, bos: int | None) -> int:
-        interactive = self._chat.interactive or self._chat.interactive_first
-        if self._prompt is None and not interactive:
-            raise UsageError("there is no prompt: give it with -p, -f or through a pipe, or use -i")
+        turns = start.takes_turns(self._config)
+        if self._prompt is None and not turns:
+            lacks = "" if source.has_template else "the model has no chat template, and "
+            raise UsageError(f"{lacks}there is no prompt: give it with -p, -f or through a pipe, or use -i")
         if self._system:
             raise UsageError("-sys belongs to a conversation; add -cnv or -st, or put the text into the prompt")
         prompt = self._prompt or ""
         reverse = self._config.prompt.reverse_prompt
         text = Continuation(source, prompt, reverse, cache, display=self._chat.display_prompt)
         try:
-            if interactive:
-                turns = Turns(self._chat.interactive_first, self._chat.in_prefix, self._chat.in_suffix, bos)
-                text.converse(self._input(lambda before: ()), turns)
+            if turns:
+                first = self._chat.interactive_first or self._prompt is None
+                form = Turns(first, self._chat.in_prefix, self._chat.in_suffix, bos)
+                text.converse(self._input(lambda before: ()), form)
                 return 0
             answer = text.once()
             if self._out_tty:

@@ -5,12 +5,12 @@ The text is kept as what the model saw: pieces of text and token ids, as /comple
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ikcli.chat.parser import ChatDelta
 from ikcli.console.answers import Answer, Body, Counts, PromptCache, Source
+from ikcli.console.output import put
 from ikcli.console.terminal import Input, interruptible
 
 
@@ -54,7 +54,7 @@ class Continuation:
         answer = stream.answer
         self.total = self.total.plus(answer.counts.beyond(prepared))
         if answer.stop == "word":  # the last token may reach into the stop text, so this is kept as text
-            _put(answer.word)
+            put(answer.word)
             self._last = answer.word
             self._parts.append(answer.text + answer.word)
         else:
@@ -81,7 +81,7 @@ class Continuation:
                 return
             answer = self.once()
             if answer.stop == "eos" and self._reverse:
-                _put(self._reverse[0])
+                put(self._reverse[0])
                 self._parts.append(self._reverse[0])
             elif answer.stop != "word":
                 self.end_line()
@@ -104,26 +104,21 @@ class Continuation:
         if text:
             self._parts += [] if turns.bos is None else [turns.bos]
             self._parts.append(f"{turns.prefix}{text}\n{turns.suffix}")
-            _put(turns.suffix)
+            put(turns.suffix)
         return True
 
     def end_line(self) -> None:
         """Begin a new line if the text does not end with one."""
         if self._last != "\n":
-            _put("\n")
+            put("\n")
             self._last = "\n"
 
     def _show_prompt(self) -> None:
         """The prompt, once, and not before the model has taken it."""
         shown, self._shown = self._shown, ""
-        _put(shown)
+        put(shown)
 
     def _print(self, deltas: Iterable[ChatDelta]) -> None:
         for delta in deltas:
-            _put(delta.content)
+            put(delta.content)
             self._last = delta.content[-1:] or self._last
-
-
-def _put(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

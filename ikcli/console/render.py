@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from ikcli.chat.parser import ChatDelta
 from ikcli.console.answers import Answer
+from ikcli.console.output import put
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,27 +91,27 @@ class Plain:
                     calls.add(delta)
                 elif delta.reasoning:
                     if self.thinking == SHOWN:
-                        _put(self._err, delta.reasoning)
+                        put(delta.reasoning, self._err)
                         thought = True
                 elif delta.content:
                     if thought:
-                        _put(self._err, "\n")
+                        put("\n", self._err)
                         thought = False
-                    _put(self._out, delta.content)
+                    put(delta.content, self._out)
                     last = delta.content
         finally:
             if thought:
-                _put(self._err, "\n")
+                put("\n", self._err)
             if not last.endswith("\n"):
-                _put(self._out, "\n")
+                put("\n", self._out)
             for line in calls.lines():
-                _put(self._out, line + "\n")
+                put(line + "\n", self._out)
 
     def note(self, text: str) -> None:
-        _put(self._err, text + "\n")
+        put(text + "\n", self._err)
 
     def dim(self, text: str) -> None:
-        _put(self._err, text + "\n")
+        put(text + "\n", self._err)
 
 
 class Fancy:
@@ -170,7 +171,7 @@ class _View:
             self._content += delta.content
             done, self._content = finished_blocks(self._content)
             if done:
-                self._live.update("")
+                self._live.update("", refresh=True)
                 self._markdown(done)
         now = time.monotonic()
         if now - self._t_drawn > _REDRAW_SECONDS:
@@ -178,7 +179,7 @@ class _View:
             self._draw()
 
     def end(self) -> None:
-        self._live.update("")
+        self._live.update("", refresh=True)
         if self._thought:
             self._end_thought()
         if self._content.strip():
@@ -190,7 +191,7 @@ class _View:
 
         text, self._thought = self._thought, ""
         seconds, self._t_thought = time.monotonic() - self._t_thought, 0.0
-        self._live.update("")
+        self._live.update("", refresh=True)
         if self._owner.thinking == SHOWN:
             self._console.print(Text(text.strip(), style="dim italic"))
         else:
@@ -244,8 +245,3 @@ def finished_blocks(text: str) -> tuple[str, str]:
 def _begins_block(line: str) -> bool:
     """Whether a line after a blank one surely belongs to another block than a list before it."""
     return bool(line.strip()) and not line[0].isspace() and not line[0].isdigit() and line[0] not in "-*+"
-
-
-def _put(stream: TextIO, text: str) -> None:
-    stream.write(text)
-    stream.flush()

@@ -12,6 +12,7 @@ from ikcli.chat.messages import parse_tools
 from ikcli.console import transcript
 from ikcli.console.render import FOLDED, SHOWN
 from ikcli.errors import IkError
+from ikcli.server.http.fields import FIELDS
 
 if TYPE_CHECKING:
     from ikcli.console.repl import Repl
@@ -36,6 +37,12 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {}
+_OF_CHATS = ("chat_template_kwargs", "enable_thinking", "parallel_tool_calls", "reasoning_budget_tokens",
+             "reasoning_effort", "reasoning_format", "response_format", "tool_choice")  # fmt: skip
+_NOT_TO_SET = ("stream", "stream_options", "n_cmpl", "id_slot", "return_tokens", "return_progress", "response_fields",
+               "sse_ping_interval", "timings_per_token")  # fmt: skip
+SETTINGS = tuple(sorted({*_OF_CHATS, *(f.name for f in FIELDS if not f.effect)} - {*_NOT_TO_SET}))
+"""Fields of a request that a person may set."""
 _ALIASES = {"/quit": "/exit", "/bye": "/exit", "/?": "/help", "/retry": "/regen"}
 
 
@@ -69,7 +76,7 @@ def completions(repl: Repl, before: str) -> Iterator[tuple[str, int, str]]:
             if command.name.startswith(name):
                 yield command.name, len(name), command.help
     elif name == "/settings" and " " not in rest and "=" not in rest:
-        for key in sorted(repl.settings()):
+        for key in SETTINGS:
             if key.startswith(rest):
                 yield key, len(rest), ""
     elif name in COMMANDS and COMMANDS[name].files:
@@ -163,18 +170,19 @@ def _settings(repl: Repl, rest: str) -> None:
     if text == "default":
         fields.pop(name, None)
     elif text:
-        if name in ("messages", "prompt", "stream", "tools"):
-            raise IkError(f"{name} is no setting")
-        if name not in repl.settings():
-            raise IkError(f"there is no setting {name}; /settings lists them")
+        if name not in SETTINGS:
+            hint = "it is set with -c when the program starts" if name == "n_ctx" else "/settings lists them"
+            raise IkError(f"there is no setting {name} to change; {hint}")
         new = {name: _value(text)}
         repl.conversation.source.check(new)
         fields.update(new)
     for key, value in sorted(repl.settings().items()):
-        if key == name or not name:
+        if key == name or (not name and key in (*SETTINGS, "n_ctx")):
             repl.note(f"  {key:<24} {json.dumps(value, ensure_ascii=False)}{' *' if key in fields else ''}")
-    if name and name not in repl.settings():
-        raise IkError(f"there is no setting {name}; /settings lists them")
+    if name and not text and name not in repl.settings():
+        if name not in SETTINGS:
+            raise IkError(f"there is no setting {name}; /settings lists them")
+        repl.note(f"  {name} is not set")
 
 
 def _value(text: str) -> Any:

@@ -28,11 +28,11 @@ def unescaped(config: RunConfig) -> RunConfig:
     )
 
 
-def given_prompt(config: RunConfig) -> str | None:
+def given_prompt(config: RunConfig, given: Collection[str]) -> str | None:
     """The text of -p or -f; None if there is none. The line end at the end of a file is left out."""
     if config.prompt.file is not None:
         return _unescaped(_read(config.prompt.file, "-f").removesuffix("\n"), config.prompt.escape)
-    return config.prompt.prompt or None
+    return config.prompt.prompt if "prompt.prompt" in given else None
 
 
 def piped_text() -> str:
@@ -50,16 +50,24 @@ def system_prompt(config: RunConfig) -> str:
 def is_conversation(config: RunConfig, source: Source, prompt: str | None, *, terminal: bool) -> bool:
     """Whether to talk in turns with the template; UsageError for options that exclude each other."""
     chat = config.chat
-    raw = chat.interactive or chat.interactive_first
     if chat.conversation is False:
         if chat.single_turn:
             raise UsageError("-st is one turn of a conversation and -no-cnv forbids those; leave one of them out")
+        return False
+    if takes_turns(config):
         return False
     if chat.conversation or chat.single_turn:
         if not source.has_template:
             raise IkError("the model has no chat template; name one with --chat-template, or use -no-cnv")
         return True
-    return terminal and prompt is None and not raw and source.has_template
+    return terminal and prompt is None and source.has_template
+
+
+def takes_turns(config: RunConfig) -> bool:
+    """Whether a person takes turns without a template. Texts around inputs ask for that, too, as in llama-cli."""
+    chat = config.chat
+    own_form = bool(chat.conversation and (chat.in_prefix or chat.in_suffix))
+    return chat.interactive or chat.interactive_first or own_form
 
 
 def check_options(config: RunConfig, given: Collection[str]) -> None:

@@ -1,0 +1,24 @@
+"""Text on its way out, at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import TextIO
+
+from ikcli.errors import IkError
+
+
+def put(text: str, stream: TextIO | None = None) -> None:
+    """Write to stdout or another stream; IkError if it takes no more, as on a full disk."""
+    stream = stream or sys.stdout
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        with contextlib.suppress(OSError, ValueError):  # what is left in its buffer must not fail again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise IkError(f"cannot write the text: {e.strerror or e}") from None

@@ -14,7 +14,6 @@ from ikcli.console.answers import Counts, PromptCache, Source
 from ikcli.console.continuation import Continuation, Turns
 from ikcli.console.conversation import Conversation
 from ikcli.console.local import FileCache, LocalModel
-from ikcli.console.remote import RemoteModel
 from ikcli.console.render import Fancy, Plain, Renderer, end_note
 from ikcli.console.repl import Repl
 from ikcli.console.slash import completions
@@ -33,6 +32,8 @@ def run(run: ModelRun) -> int:
 
 def run_remote(parsed: Parsed) -> int:
     """With a running server; returns the exit code."""
+    from ikcli.console.remote import RemoteModel  # HTTP takes its time to import
+
     start.check_options(parsed.config, parsed.given)
     config = start.unescaped(parsed.config)
     fields = start.request_fields(config, parsed.given)

@@ -92,16 +92,28 @@ def source_digest(module: str) -> str:
     h = hashlib.sha256()
     while todo:
         name = todo.pop()
-        path = _source_file(name)
-        if name in seen or not path.is_file():
+        if name in seen:
             continue
         seen.add(name)
-        text = path.read_text(encoding="utf-8")
-        for found in sorted(_IMPORT.findall(text)):
-            base = found[0] or found[2]
-            todo += [base, *(f"{base}.{part.strip()}" for part in found[1].split(","))]
-        h.update(f"{name}\0{text}\0".encode())
+        text, imported = _source(name)
+        if text is not None:
+            todo += imported
+            h.update(f"{name}\0{text}\0".encode())
     return h.hexdigest()
+
+
+@functools.cache
+def _source(module: str) -> tuple[str | None, tuple[str, ...]]:
+    """A module's source, None if there is none, and what it imports of ours."""
+    path = _source_file(module)
+    if not path.is_file():
+        return None, ()
+    text = path.read_text(encoding="utf-8")
+    imported: list[str] = []
+    for found in sorted(_IMPORT.findall(text)):
+        base = found[0] or found[2]
+        imported += [base, *(f"{base}.{part.strip()}" for part in found[1].split(","))]
+    return text, tuple(imported)
 
 
 def _source_file(module: str) -> Path:

@@ -122,6 +122,12 @@ def test_seed_and_samplers(chat) -> None:
     assert chat(*options, "--sampling-seq", "k", "--top-k", "1")[1] == chat(*BASE, "-p", "Once", "-n", "16")[1]
 
 
+def test_guessing_tokens_changes_no_text(chat) -> None:
+    options = ("-t", "1", "-c", "512", "--temp", "0", "-p", "Once", "-n", "120", "--ignore-eos")
+    code, out, err = chat(*options, "--spec-type", "ngram-simple")
+    assert code == 0 and out == chat(*options)[1] and "/   120 runs" in err
+
+
 def test_prompt_cache_on_disk(chat, tmp_path: Path) -> None:
     file = tmp_path / "prompt.bin"
     options = (*BASE, "-p", PROMPT, "-n", "12", "--prompt-cache", str(file))
@@ -203,6 +209,8 @@ def test_conversation_with_a_server(chat, server: Server, tmp_path: Path) -> Non
     lines = f"Hello there\n/stats\n/settings\n/settings top_k x\n/regen\n/save {tmp_path / 'talk.json'}\n"
     code, talk, err = chat(*url, "--api-key", "key", "-cnv", stdin=lines)
     assert (code, talk) == (0, here * 2) and "conversation: 2 messages" in err and "top_k must be an integer" in err
+    code, again, err = chat(*url, "--api-key", "key", "-st", "-p", "Hello there", "-c", "99", "-fa", "--draft-max", "3")
+    assert (code, again) == (0, here) and "not used with --url, the server has its own: -c -fa --draft-max" in err
     code, out, err = chat(*url, "-st", "-p", "x")
     assert (code, out) == (1, "") and "API Key" in err
 

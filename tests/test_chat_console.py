@@ -54,7 +54,7 @@ class Script:
     def chat(self, body: Body) -> Said:
         self.bodies.append(json.loads(json.dumps(body)))
         answer = self.answers.pop(0)
-        if isinstance(answer, IkError):
+        if isinstance(answer, BaseException):
             raise answer
         return answer if isinstance(answer, Said) else Said([ChatDelta(content=answer)])
 
@@ -120,6 +120,8 @@ def test_a_failed_answer_takes_nothing_away(capsys: pytest.CaptureFixture[str]) 
     assert roles(repl) == "user assistant"
     assert keys.prompts[2] == ("> ", "b")  # offered again
     assert capsys.readouterr().err == "error: too long\nerror: no\n"
+    repl, keys, _, err = talk(Script(KeyboardInterrupt(), "one"), "a", "a")
+    assert roles(repl) == "user assistant" and keys.prompts[1] == ("> ", "a") and err == "[stopped]\n"
 
 
 def test_cut_off_answers_stay_and_calls_of_them_go() -> None:
@@ -289,6 +291,12 @@ def test_thoughts_are_folded_or_shown() -> None:
     assert folded[-2].endswith("2 words (/think shows them)") and folded[-1] == "yes" and len(folded) == 2
     unfolded = lines_of(shown("yes", reasoning="secret thoughts", thinking="shown"))
     assert unfolded == ["secret thoughts", "yes"]
+
+
+def test_line_ends_of_a_model_are_kept() -> None:
+    poem = "Roses are red\nviolets are blue\n\n```\na\nb\n```\n| a | b |\n|---|---|\n| 1 | 2 |\n"
+    assert lines_of(shown(poem))[:4] == ["Roses are red", "violets are blue", "a", "b"]
+    assert not any("|" in line for line in lines_of(shown(poem)))  # still a table
 
 
 def test_blocks() -> None:

@@ -37,6 +37,9 @@ def run_remote(parsed: Parsed) -> int:
     start.check_options(parsed.config, parsed.given)
     config = start.unescaped(parsed.config)
     fields = start.request_fields(config, parsed.given)
+    unused = start.unused_with_url(parsed.given)
+    if unused:
+        log(f"not used with --url, the server has its own: {' '.join(unused)}")
     return _Run(config, parsed.given).with_source(RemoteModel(config.chat.url, config.server.api_key, fields))
 
 

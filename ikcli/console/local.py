@@ -125,8 +125,12 @@ class LocalModel:
         """Compute the prompt of a body and nothing else."""
         request = self._chat_request(body)[0] if chat else self._text_request(body)
         stream = LocalStream(self._engine, replace(request, n_predict=0, constraint=None))
-        for _ in stream:
-            pass
+        try:
+            for _ in stream:
+                pass
+        except KeyboardInterrupt:
+            stream.cancel()
+            raise
         return stream.answer.counts
 
     def save_cache(self, path: Path) -> int:

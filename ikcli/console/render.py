@@ -219,7 +219,19 @@ class _View:
 def _markdown(text: str) -> Markdown:
     from rich.markdown import Markdown
 
-    return Markdown(text, code_theme="ansi_dark", hyperlinks=False)
+    return Markdown(hard_breaks(text), code_theme="ansi_dark", hyperlinks=False)
+
+
+def hard_breaks(text: str) -> str:
+    """Markdown whose line ends are kept, as models mean them: a poem is no paragraph."""
+    lines, fence = text.split("\n"), ""
+    for i, line in enumerate(lines):
+        mark = line.lstrip()[:3]
+        if mark in ("```", "~~~") and fence in ("", mark):
+            fence = "" if fence else mark
+        elif line.strip() and not fence:
+            lines[i] = line.rstrip() + "  "
+    return "\n".join(lines)
 
 
 def finished_blocks(text: str) -> tuple[str, str]:

@@ -57,6 +57,9 @@ class Repl:
         except IkError as e:
             error(str(e))
             return False
+        except KeyboardInterrupt:  # before there was an answer to stop
+            self.note("[stopped]")
+            return False
         answer = stream.answer
         self.conversation.take(answer)
         note = end_note(answer)

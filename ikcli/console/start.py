@@ -12,7 +12,9 @@ from ikcli.config import RunConfig
 from ikcli.console.answers import Source, cache_path_problem
 from ikcli.errors import IkError, UsageError
 from ikcli.eval.text import unescape
+from ikcli.options import iter_options
 from ikcli.sampling.params import SamplerParams
+from ikcli.server.http.chat import chat_defaults
 from ikcli.server.http.params import defaults_of
 
 
@@ -131,7 +133,26 @@ def request_fields(config: RunConfig, given: Collection[str]) -> dict[str, Any]:
         out["reasoning_budget_tokens"] = config.server.reasoning_budget
     if "server.reasoning_format" in given:
         out["reasoning_format"] = config.server.reasoning_format
+    if "server.chat_template_kwargs" in given:
+        out["chat_template_kwargs"] = dict(chat_defaults(config).template_kwargs)
+    if "server.cache_prompt" in given:
+        out["cache_prompt"] = config.server.cache_prompt
     return out
+
+
+_SENT = ("seed", "n_predict", "verbose", "verbosity")
+_SENT_OF_SERVER = ("api_key", "banned_string_file", "banned_n", "reasoning", "reasoning_budget", "reasoning_format",
+                   "chat_template_kwargs", "cache_prompt")  # fmt: skip
+
+
+def unused_with_url(given: Collection[str]) -> list[str]:
+    """The options that were given and that only a model in this process could follow."""
+    names = {bound.path: bound.option.names[0] for bound in iter_options(RunConfig)}
+    used = {*_SENT, *(f"server.{name}" for name in _SENT_OF_SERVER)}
+    groups = ("chat.", "prompt.", "sampling.")
+    unused = [path for path in names if path in given and path not in used and not path.startswith(groups)]
+    lookup = [path for path in names if path in given and path.startswith("sampling.lookup_cache")]
+    return [names[path] for path in unused + lookup]
 
 
 def _read(path: Path, option: str) -> str:

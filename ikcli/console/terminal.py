@@ -39,8 +39,8 @@ class PlainInput:
 
     def read(self, prompt: str, default: str = "") -> str:
         if self._echo:
-            sys.stdout.write(prompt)
-            sys.stdout.flush()
+            sys.stderr.write(prompt)  # stdout has the text of the model alone
+            sys.stderr.flush()
         lines: list[str] = []
         while True:
             line = sys.stdin.readline()

@@ -122,6 +122,16 @@ def test_seed_and_samplers(chat) -> None:
     assert chat(*options, "--sampling-seq", "k", "--top-k", "1")[1] == chat(*BASE, "-p", "Once", "-n", "16")[1]
 
 
+def test_thoughts_and_their_budget(chat) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>"
+    options = (*BASE, "-st", "-p", "Hello", "--chat-template", template, "--reasoning-budget", "4", "-n", "20")
+    code, out, err = chat(*options)
+    raw = chat(*options, "--reasoning-format", "none")[1]
+    thought, _, answer = raw.partition("</think>")
+    assert code == 0 and thought.strip() and answer.strip()
+    assert out.strip() == answer.strip() and thought.strip() in err
+
+
 def test_guessing_tokens_changes_no_text(chat) -> None:
     options = ("-t", "1", "-c", "512", "--temp", "0", "-p", "Once", "-n", "120", "--ignore-eos")
     code, out, err = chat(*options, "--spec-type", "ngram-simple")

@@ -146,9 +146,32 @@ def _completer(complete: Complete) -> Any:
 
 @contextmanager
 def interruptible(stop: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C calls `stop` meanwhile, and does nothing else."""
+    """Ctrl-C calls `stop` meanwhile, and does nothing else. Keys are not shown, which would disturb the answer."""
     before = signal.signal(signal.SIGINT, lambda number, frame: stop())
+    try:
+        with _without_echo():
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _without_echo() -> Iterator[None]:
+    """A terminal, if that is where input comes from, that keeps keys for the next input and does not show them."""
+    if sys.platform == "win32" or not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    fd = sys.stdin.fileno()
+    if os.tcgetpgrp(fd) != os.getpgrp():  # in the background, where a change of the terminal stops the program
+        yield
+        return
+    before = termios.tcgetattr(fd)
+    quiet = list(before)
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

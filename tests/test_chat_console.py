@@ -280,6 +280,7 @@ def test_markdown_comes_out_the_same_in_any_pieces(monkeypatch: pytest.MonkeyPat
 
 def test_an_answer_is_drawn_while_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ikcli.console.render._REDRAW_SECONDS", -1.0)
+    monkeypatch.setattr("ikcli.console.render._SHARE", 0)
     text = "word " * 400
     drawn = shown(text, step=50)
     assert drawn.count("word word") > 400 / 12 * 2  # again and again, and whole at the end

@@ -149,6 +149,7 @@ class Fancy:
 
 
 _REDRAW_SECONDS = 0.05
+_SHARE = 5
 
 
 class _View:
@@ -159,7 +160,7 @@ class _View:
         self._console = owner.console
         self._thought, self._content = "", ""
         self._t_thought = 0.0
-        self._t_drawn = 0.0
+        self._t_next = time.monotonic() + _REDRAW_SECONDS
 
     def add(self, delta: ChatDelta) -> None:
         if delta.reasoning:
@@ -174,9 +175,10 @@ class _View:
                 self._live.update("", refresh=True)
                 self._markdown(done)
         now = time.monotonic()
-        if now - self._t_drawn > _REDRAW_SECONDS:
-            self._t_drawn = now
+        if now >= self._t_next:
             self._draw()
+            took = time.monotonic() - now
+            self._t_next = now + max(_REDRAW_SECONDS, took * _SHARE)  # most of the time is the model's
 
     def end(self) -> None:
         self._live.update("", refresh=True)

@@ -66,7 +66,7 @@ class _Run:
 
     def with_model(self, model: LocalModel) -> int:
         """Load the model, then go on."""
-        talks = self._is_conversation(model)
+        talks = self._check(model)
         with hushed(talks and not self._plain and not self._config.verbose):
             model.load()
         with ExitStack() as stack:
@@ -91,15 +91,26 @@ class _Run:
 
     def with_source(self, source: Source, cache: PromptCache | None = None, bos: int | None = None) -> int:
         """Talk or continue; then the timings on stderr."""
+        talks = self._check(source)
         try:
-            if self._is_conversation(source):
+            if talks:
                 return self._converse(source, cache)
             return self._continue(source, cache, bos)
         finally:
             self._print_timings(source)
 
-    def _is_conversation(self, source: Source) -> bool:
-        return start.is_conversation(self._config, source, self._prompt, terminal=self._in_tty and self._out_tty)
+    def _check(self, source: Source) -> bool:
+        """Whether this is a conversation; UsageError if something is missing for what it is."""
+        terminal = self._in_tty and self._out_tty
+        talks = start.is_conversation(self._config, source, self._prompt, terminal=terminal)
+        if talks and self._chat.single_turn and not self._prompt:
+            raise UsageError("-st answers one prompt: give it with -p, -f or through a pipe")
+        if not talks and self._prompt is None and not start.takes_turns(self._config):
+            lacks = "" if source.has_template else "the model has no chat template, and "
+            raise UsageError(f"{lacks}there is no prompt: give it with -p, -f or through a pipe, or use -i")
+        if not talks and self._system:
+            raise UsageError("-sys belongs to a conversation; add -cnv or -st, or put the text into the prompt")
+        return talks
 
     # --- conversation -----------------------------------------------------------------------------------------------
     def _converse(self, source: Source, cache: PromptCache | None) -> int:
@@ -121,9 +132,7 @@ class _Run:
             self._total = conversation.total
 
     def _single_turn(self, conversation: Conversation, renderer: Renderer) -> int:
-        if not self._prompt:
-            raise UsageError("-st answers one prompt: give it with -p, -f or through a pipe")
-        conversation.say(self._prompt)
+        conversation.say(self._prompt or "")
         stream = conversation.ask()
         with interruptible(stream.cancel):
             renderer.show(stream)
@@ -136,11 +145,6 @@ class _Run:
     # --- continuation -----------------------------------------------------------------------------------------------
     def _continue(self, source: Source, cache: PromptCache | None, bos: int | None) -> int:
         turns = start.takes_turns(self._config)
-        if self._prompt is None and not turns:
-            lacks = "" if source.has_template else "the model has no chat template, and "
-            raise UsageError(f"{lacks}there is no prompt: give it with -p, -f or through a pipe, or use -i")
-        if self._system:
-            raise UsageError("-sys belongs to a conversation; add -cnv or -st, or put the text into the prompt")
         prompt = self._prompt or ""
         reverse = self._config.prompt.reverse_prompt
         text = Continuation(source, prompt, reverse, cache, display=self._chat.display_prompt)

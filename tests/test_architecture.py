@@ -29,7 +29,7 @@ LAYERS = (
         "gguf",
         "native",
     ),
-    ("quant", "tokenizer", "graph"),
+    ("quant", "tokenizer", "graph", "hub"),
     ("sampling", "grammar", "chat"),
     ("backends",),
     ("models",),

@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from ikcli import log
 from ikcli.commands._argv import canonical_name
 from ikcli.commands._help import command_help, main_help
-from ikcli.commands._options import HELP_NAMES, ModelRun, Parsed, all_options, names_of, parse
+from ikcli.commands._options import ModelRun, Parsed, all_options, names_of, parse
 from ikcli.commands._suggest import nearest
 from ikcli.commands._table import BY_NAME, CommandInfo
 from ikcli.errors import UsageError
@@ -53,10 +53,7 @@ class DeclaredCommand(TyperCommand):
         ctx.obj = list(args)
         if ctx.resilient_parsing:  # completion asks what comes after these
             return []
-        if not self.info.module:
-            parsed = Parsed(None, info="help" if HELP_NAMES & set(args) else "")
-        else:
-            parsed = parse(self.info.name, args)
+        parsed = parse(self.info.name, args)
         if parsed.info == "help":
             print(ctx.get_help())
             raise typer.Exit
@@ -149,12 +146,6 @@ def run_model(ctx: typer.Context) -> int:
     return int(module.run(ModelRun(startup.config, startup.planner, parsed.alternatives, parsed.given, parsed.argv)))
 
 
-def run_planned(ctx: typer.Context) -> int:
-    """Refuse a command of a later version."""
-    name = BY_NAME[str(ctx.command.name)].name
-    raise UsageError(f"{name} is not part of this version yet; ik --help lists the commands that are")
-
-
 def _module(ctx: typer.Context) -> Any:
     return importlib.import_module(BY_NAME[str(ctx.command.name)].module)
 
@@ -168,7 +159,7 @@ def make_app(names: Iterable[str] = BY_NAME, *, completion: bool = False) -> typ
     app.callback(invoke_without_command=True)(_root)
     for name in names:
         info = BY_NAME[name]
-        entry = run_planned if not info.module else run_model if info.runs_model else run_tool
+        entry = run_model if info.runs_model else run_tool
         alias = name != info.name
         app.command(name, cls=DeclaredCommand, help=info.summary, hidden=alias, add_help_option=False)(entry)
     return app

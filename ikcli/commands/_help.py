@@ -75,10 +75,7 @@ def version_line() -> str:
 def main_help() -> str:
     """Text of `ik --help`."""
     lines = ["usage: ik COMMAND [OPTIONS]", "", "Run, quantize and measure large language models from GGUF files.", ""]
-    ready = [info for info in COMMANDS if info.module]
-    later = [info for info in COMMANDS if not info.module]
-    lines += ["Commands:", *(_command_line(info) for info in ready), ""]
-    lines += ["Not part of this version yet:", *_wrap(", ".join(info.name for info in later), "  "), ""]
+    lines += ["Commands:", *(_command_line(info) for info in COMMANDS), ""]
     lines += [
         "ik COMMAND --help shows the options of a command; all commands that run a model share one set.",
         "Without -m the bundled demo model is used:  ik sweep-bench -c 1024 -ub 256",
@@ -114,8 +111,6 @@ def command_help(info: CommandInfo) -> str:
             lines += [line for bound in members for line in option_lines(bound)]
             lines += _GENERAL if topic == "general" else ()
         lines.append("")
-    if not info.module:
-        lines.append("This command is not part of this version yet.")
     return "\n".join([*lines, "Options of other commands are accepted and listed once as ignored."])
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CommandInfo:
-    """One subcommand. `module` is imported only when the command runs; empty means planned for a later version."""
+    """One subcommand. `module` is imported only when the command runs."""
 
     name: str
     summary: str
-    module: str = ""
+    module: str
     aliases: tuple[str, ...] = ()
     runs_model: bool = False
 

@@ -112,6 +112,18 @@ def _olmo2(m: Build) -> None:
     _biases(m)
 
 
+def _olmo(m: Build) -> None:
+    """Norms without weights, whose epsilon transformers has no key for."""
+    c = m.config
+    activation(m, *SILU)
+    sizes(m)
+    m.key("attention.layer_norm_epsilon", 1e-5)
+    rope(m)
+    if c.get("clip_qkv") is not None:
+        m.key("attention.clamp_kqv", c.number("clip_qkv"))
+    _biases(m)
+
+
 def _factors(m: Build) -> None:
     c = m.config
     m.key("attention.scale", c.number("attention_multiplier", default=1.0))
@@ -215,6 +227,7 @@ def _erniemoe(m: Build) -> None:
 ARCHITECTURES = (
     Architecture("phi3", ("Phi3ForCausalLM",), _phi3, PHI3, _finish_phi3),
     Architecture("olmo2", ("Olmo2ForCausalLM", "Olmo3ForCausalLM"), _olmo2, _AFTER, tied),
+    Architecture("olmo", ("OlmoForCausalLM",), _olmo, GRANITE, tied),
     Architecture("granite", ("GraniteForCausalLM",), _granite, GRANITE, finish),
     Architecture(
         "granitemoe", ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"), _granitemoe, GRANITE_MOE, finish

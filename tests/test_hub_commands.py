@@ -97,6 +97,13 @@ def test_the_token_is_not_a_setting_of_the_run(demo: FakeHub) -> None:
     assert "hf_secret" not in json.dumps(settings_dict(started.config))
 
 
+def test_draft_models_have_names_too(demo: FakeHub) -> None:
+    started = checked(parse("serve", ["-hfd", "user/demo:Q8_0", "--spec-type", "draft"]))
+    path = started.config.server.model_draft
+    assert path is not None and path.name == "demo-Q8_0.gguf" and path.is_relative_to(cache.hub_dir())
+    assert started.config.model == default_model()
+
+
 def test_commands_with_a_file_do_not_load_the_hub() -> None:
     program = "import sys; from ikcli.main import main; main(['plan']); print('huggingface_hub' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

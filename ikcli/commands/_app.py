@@ -113,12 +113,13 @@ def report(parsed: Parsed) -> None:
 
 def checked(parsed: Parsed) -> Startup:
     """The run after the checks against the model file, the demo model without one; prints notices and warnings."""
-    from ikcli.commands._model import find_model
+    from ikcli.commands._model import find_draft, find_model
     from ikcli.config import default_model
     from ikcli.engine.startup import prepare
 
     config = parsed.config
     model = find_model(config.model, config.hub, header_only=config.dry_run or config.command == "plan")
+    config = find_draft(config)
     # the token has done its work, and settings are printed with results
     config = replace(config, model=model or default_model(), hub=replace(config.hub, token=""))
     startup = prepare(config, parsed.given)

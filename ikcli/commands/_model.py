@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ikcli import log
 from ikcli.config_hub import HubConfig
 from ikcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from ikcli.config import RunConfig
 
 T = TypeVar("T")
 
@@ -41,6 +45,15 @@ def find_model(model: str | Path | None, hub: HubConfig, *, header_only: bool = 
     if notice:
         log.notice_once(notice)
     return path
+
+
+def find_draft(config: RunConfig) -> RunConfig:
+    """The settings with the file of the draft model that they name by repository."""
+    server = config.server
+    if not server.hf_repo_draft:
+        return config
+    path = find_model(server.model_draft, replace(config.hub, repo=server.hf_repo_draft, file="", url=""))
+    return replace(config, server=replace(server, model_draft=path))
 
 
 def bar(title: str, total: float, done: float) -> AbstractContextManager[Callable[[float], None]]:

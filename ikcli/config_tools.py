@@ -280,6 +280,7 @@ class DoctorConfig:
     n_threads: int = opt(0, "-t --threads", "custom", "threads; auto = physical cores", form="N", example="-t 8", parse=parse_threads)
     quick: bool = opt(False, "--quick", "switch", "measure nothing")
     json: bool = opt(False, "--json", "switch", "machine-readable output")
+    hub: HubConfig = group(HubConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,7 +205,22 @@ def test_notice_once_and_progress_without_a_terminal(capsys) -> None:
             {"--model", "--self-test", "--json", "--hf-repo", "--hf-file", "--hf-token", "--model-url", "--offline"},
         ),
         ("ik nonsense --", {"--install-completion", "--show-completion"}),
-        ("ik doctor --", {"--model", "--ctx-size", "--ubatch-size", "--threads", "--quick", "--json"}),
+        (
+            "ik doctor --",
+            {
+                "--model",
+                "--ctx-size",
+                "--ubatch-size",
+                "--threads",
+                "--quick",
+                "--json",
+                "--hf-repo",
+                "--hf-file",
+                "--hf-token",
+                "--model-url",
+                "--offline",
+            },
+        ),
     ],
 )
 def test_completion(capsys, monkeypatch, line, expected) -> None:

@@ -8,6 +8,7 @@ from json import dumps
 from textwrap import wrap
 
 from ikcli import log
+from ikcli.commands._model import find_model
 from ikcli.config_tools import DoctorConfig
 from ikcli.errors import UsageError
 from ikcli.eval.bench import params_label
@@ -20,10 +21,11 @@ _WIDTH = 100  # of reasons
 
 def run(config: DoctorConfig) -> int:
     """Examine and print; exit code 1 if a model does not fit."""
-    if config.model is not None and not config.model.is_file():
-        raise UsageError(f"-m {config.model}: no such file")
+    model = find_model(config.model, config.hub, header_only=True)
+    if model is not None and not model.is_file():
+        raise UsageError(f"-m {model}: no such file")
     found = examine(
-        config.model,
+        model,
         n_ctx=config.n_ctx,
         n_ubatch=config.n_ubatch,
         n_threads=config.n_threads,

@@ -19,7 +19,7 @@ CASES = [
     ("ik sw", {"sweep-bench", "sweep-bench-plot"}),
     ("ik sweep-bench --ctx", {"--ctx-size"}),
     ("ik plan -ctk q8", {"q8_0", "q8_KV"}),
-    ("ik serve --hf-r", {"--hf-repo"}),
+    ("ik serve --hf-r", {"--hf-repo", "--hf-repo-draft"}),
     ("ik help plac", {"placement"}),
     ("ik pull --", {"--list", "--ctx-size", "--checkpoint", "--hf-file", "--hf-token", "--offline", "--json"}),
 ]

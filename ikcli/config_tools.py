@@ -64,6 +64,7 @@ class QuantizeConfig:
     study: str | None = opt(None, "--study", "str", "for a target, take what ik study measured (its journal) for what quantizing a tensor costs", form="FILE", example="--study study.jsonl")
     write_recipe: str = opt("", "--write-recipe", "str", "write the types as rules for --custom-q @FILE; for a target they are printed otherwise", form="FILE", example="--write-recipe recipe.txt")
 
+    matrix: str = opt("", "--matrix", "str", "write many quants in one pass over the model: in.gguf OUT instead of the arguments, OUT a folder or a pattern with {name}; every line of FILE is TYPE [NAME] [options that choose types], # begins a comment. Options of a line replace those of the command", form="FILE", example="--matrix quants.txt")
     extra_output_tensor: str | None = opt(None, "--extra-output-tensor", "str", "also write output_extra.weight, a smaller copy of the output", form="TYPE", example="--extra-output-tensor iq4_xs")
     repack: bool = opt(False, "--repack", "switch", "only regroup rows into interleaved types; TYPE may be missing and is ignored")
     unrepack: bool = opt(False, "--unrepack", "switch", "the inverse of --repack")

@@ -110,7 +110,7 @@ def _positional(config: QuantizeConfig, mode: str) -> tuple[str, str, int, str, 
     if found is not None:
         words.pop(0)
     elif mode == "quantize" and not has_target(config):
-        raise _no_type(words, output)
+        raise no_type(words, output)
     number, name = found or ((_Q8_0, _NO_TYPE) if mode == "quantize" else (0, mode.upper()))
     text = words.pop(0) if words else config.n_threads
     if words:
@@ -123,7 +123,7 @@ def _positional(config: QuantizeConfig, mode: str) -> tuple[str, str, int, str, 
     return source, output, number, name, threads(text)
 
 
-def _no_type(words: list[str], output: str) -> UsageError:
+def no_type(words: list[str], output: str) -> UsageError:
     from ikcli.quant.tool import file_type_names
 
     unknown = words[0] if words else output
@@ -200,6 +200,10 @@ def run(config: QuantizeConfig) -> int:
     """Plan, report, and unless it is a dry run write the result."""
     # Rows are spread over threads here, and BLAS must be told before NumPy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if config.matrix:
+        from ikcli.commands import _quantize_matrix
+
+        return _quantize_matrix.run(config)
     return _run(request_of(config))
 
 
@@ -302,8 +306,7 @@ def report_plan(request: Request, plan: ToolPlan) -> None:
             log.log(line)
     if plan.uses:
         log.log("\n".join(rule_table(plan.uses)))
-    for note in plan.notes:
-        log.warn(note)
+    report_plan_notes(plan)
     if plan.target is not None:
         from ikcli.quant.target_report import choice_table, prediction_lines
 
@@ -314,10 +317,15 @@ def report_plan(request: Request, plan: ToolPlan) -> None:
         for c in plan.job.choices:
             if c.rule is not None:
                 log.log(f"Using custom type {_type_name(request.recipe.custom[c.rule].type)} for tensor {c.name}")
+
+
+def report_plan_notes(plan: ToolPlan, where: str = "") -> None:
+    """What the user should know before the result is written."""
+    for note in plan.notes:
+        log.warn(where + note)
     if plan.n_fallback:
-        log.warn(
-            f"{plan.n_fallback} of {len(plan.job.choices)} tensors have rows that do not fit and get a fallback type"
-        )
+        n = f"{plan.n_fallback} of {len(plan.job.choices)}"
+        log.warn(f"{where}{n} tensors have rows that do not fit and get a fallback type")
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

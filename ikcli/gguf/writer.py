@@ -102,6 +102,7 @@ class GGUFWriter:
         self._file: BinaryIO | None = None
         self._done: list[tuple[Path, Path]] = []  # temporary and final name of every part begun
         self._remaining = 0  # tensors to come in the current part
+        self._written = 0  # bytes of the tensor begun
         self._closed = False
 
     @property
@@ -130,6 +131,13 @@ class GGUFWriter:
 
     def write_tensor(self, name: str, data: npt.NDArray[Any] | bytes | Iterable[npt.NDArray[Any] | bytes]) -> None:
         """Write the bytes of the next tensor: one array, bytes, or chunks of either in order."""
+        self.begin_tensor(name)
+        for chunk in (data,) if isinstance(data, np.ndarray | bytes) else data:
+            self.append(chunk)
+        self.end_tensor()
+
+    def begin_tensor(self, name: str) -> None:
+        """Start the next tensor; its bytes follow with `append`, then `end_tensor`."""
         if self._next >= len(self.tensors):
             raise FormatError(f"{self.path}: tensor {name} was not announced")
         spec = self.tensors[self._next]
@@ -137,17 +145,21 @@ class GGUFWriter:
             raise FormatError(f"{self.path}: tensor {name} is out of order, expected {spec.name}")
         if self._remaining == 0:
             self._next_part()
-        assert self._file is not None
-        chunks = (data,) if isinstance(data, np.ndarray | bytes) else data
-        written = 0
-        for chunk in chunks:
-            raw = chunk if isinstance(chunk, bytes) else np.ascontiguousarray(chunk).reshape(-1).view(np.uint8).data
-            self._put(raw)
-            written += len(raw)
-        if written != spec.n_bytes:
-            name_of_type = TYPES[spec.type].name
-            raise FormatError(f"{self.path}: tensor {name} ({name_of_type}) needs {spec.n_bytes} bytes, got {written}")
-        self._put(bytes(-written % self.alignment))
+        self._written = 0
+
+    def append(self, chunk: npt.NDArray[Any] | bytes) -> None:
+        """More bytes of the tensor begun."""
+        raw = chunk if isinstance(chunk, bytes) else np.ascontiguousarray(chunk).reshape(-1).view(np.uint8).data
+        self._put(raw)
+        self._written += len(raw)
+
+    def end_tensor(self) -> None:
+        """FormatError if the tensor begun did not get all of its bytes."""
+        spec = self.tensors[self._next]
+        if self._written != spec.n_bytes:
+            of_type = f"tensor {spec.name} ({TYPES[spec.type].name})"
+            raise FormatError(f"{self.path}: {of_type} needs {spec.n_bytes} bytes, got {self._written}")
+        self._put(bytes(-self._written % self.alignment))
         self._next += 1
         self._remaining -= 1
 

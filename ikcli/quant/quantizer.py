@@ -200,8 +200,9 @@ def run(job: QuantizeJob, progress: Progress | None = None) -> list[Path]:
     check_output([part.path for part in parts], job.file.paths)
     todo = [p for p in parts if not (job.skip_existing and part_is_done(p))]
     if todo:
-        _prepare_folder(todo)
-    readers = _Readers()
+        prepare_folder([part.path for part in todo])
+        check_room(todo[0].path.parent, sum(part.n_bytes for part in todo))
+    readers = Readers()
     number, written = 0, []
     with ThreadPoolExecutor(max(1, job.n_threads)) as pool:
         for part in parts:
@@ -234,16 +235,15 @@ def part_is_done(part: OutputPart) -> bool:
     )
 
 
-def _prepare_folder(parts: Sequence[OutputPart]) -> None:
-    """Make the folder, drop what killed runs left there, and check the room on the disk."""
-    folder = parts[0].path.parent
+def prepare_folder(paths: Sequence[Path]) -> None:
+    """Make the folder of files to be written, and drop what killed runs left of them there."""
+    folder = paths[0].parent
     folder.mkdir(parents=True, exist_ok=True)
-    for part in parts:
-        for left in folder.glob(f".{part.path.name}.*.tmp"):
+    for path in paths:
+        for left in folder.glob(f".{path.name}.*.tmp"):
             m = re.fullmatch(r".*\.(\d+)\.tmp", left.name)
             if m and not _is_alive(int(m[1])):
                 left.unlink(missing_ok=True)
-    check_room(folder, sum(p.n_bytes for p in parts))
 
 
 def _is_alive(pid: int) -> bool:
@@ -257,25 +257,26 @@ def _is_alive(pid: int) -> bool:
 
 
 def _chunks(
-    job: QuantizeJob, c: TypeChoice, pool: ThreadPoolExecutor, readers: _Readers, advance: Callable[[float], None]
+    job: QuantizeJob, c: TypeChoice, pool: ThreadPoolExecutor, readers: Readers, advance: Callable[[float], None]
 ) -> Iterator[Bytes]:
     """The bytes of the new tensor in order; input pages are released as they are used up."""
-    t = job.file.tensors[c.source or c.name]
     if not c.changes:
-        for start in range(0, t.n_bytes, _COPY_BYTES):
-            piece = job.file.part(t.name, start, min(start + _COPY_BYTES, t.n_bytes))
-            _check_copied(piece, t, start)
-            yield piece
-            job.file.release(t.name, start, start + len(piece))
-            advance(len(piece))
+        yield from copied(job.file, c.source or c.name, advance)
         return
-    work = _Worker(job, c, readers)
-    released = 0
-    for stop, encoded in _in_order(pool, work.encode, work.pieces(), 2 * job.n_threads + 1):
+    work = Worker(job.file, [Target(job, c)], job.n_threads, readers)
+    for (encoded,) in work.run(pool, advance):
         yield encoded
-        job.file.release(t.name, released, stop)
-        advance(stop - released)
-        released = stop
+
+
+def copied(file: GGUFFile, name: str, advance: Callable[[float], None]) -> Iterator[Bytes]:
+    """The bytes of a tensor as they are, checked for NaN and Inf; pages are released as they are used up."""
+    t = file.tensors[name]
+    for start in range(0, t.n_bytes, _COPY_BYTES):
+        piece = file.part(t.name, start, min(start + _COPY_BYTES, t.n_bytes))
+        _check_copied(piece, t, start)
+        yield piece
+        file.release(t.name, start, start + len(piece))
+        advance(len(piece))
 
 
 def _check_copied(piece: Bytes, t: TensorInfo, start: int) -> None:
@@ -307,74 +308,51 @@ def _in_order(
                 future.exception()
 
 
-class _Readers(threading.local):
+class Readers(threading.local):
     """The reader of each thread."""
 
     def __init__(self) -> None:
         self.mine = RowReader()
 
 
-class _Worker:
-    """Converts row ranges of one tensor; `encode` runs on any thread."""
+class Target:
+    """What one job makes of a tensor; any number of threads may use it at a time."""
 
-    def __init__(self, job: QuantizeJob, choice: TypeChoice, readers: _Readers) -> None:
-        self.job, self.choice, self.readers = job, choice, readers
+    def __init__(self, job: QuantizeJob, choice: TypeChoice) -> None:
+        self.choice = choice
         self.info = job.file.tensors[choice.source or choice.name]
-        self.group = math.lcm(TYPES[self.info.type].rows, TYPES[choice.new].rows)
-        self.encoding = Encoding(job.imatrix, job.covariance, job.encode_options).of(self.info.name, choice.shape)
+        self.regroups = choice.changes and _regroups(choice)
+        self._encoding = Encoding(job.imatrix, job.covariance, job.encode_options).of(self.info.name, choice.shape)
 
-    def _rows(self, n_elements: int) -> int:
-        """Number of rows with about so many elements, in whole groups."""
-        return max(1, n_elements // self.info.shape[0] // self.group) * self.group
+    @property
+    def needs_values(self) -> bool:
+        """Whether it is made of float32 values, not of the old bytes."""
+        return self.choice.changes and not self.regroups
 
-    def pieces(self) -> Iterator[tuple[int, int, int]]:
-        """(matrix, first row, end row) covering all rows; rows are counted over the whole tensor."""
-        n_rows = math.prod(self.info.shape[1:])
-        ne1 = self.info.shape[1] if len(self.info.shape) > 1 else 1
-        if self.info.type == GGMLType.I2_S:
-            yield 0, 0, n_rows  # one scale for the whole tensor
-            return
-        step = self._rows(min(_MAX_PIECE, max(_MIN_PIECE, _IN_WORK // max(1, 2 * self.job.n_threads))))
-        for matrix, first in itertools.product(range(n_rows // ne1), range(0, ne1, step)):
-            yield matrix, matrix * ne1 + first, matrix * ne1 + min(first + step, ne1)
+    def feeds_back(self) -> bool:
+        return self._encoding.feeds_back(self.choice.new)
 
-    def encode(self, matrix: int, first: int, stop: int) -> tuple[int, Bytes]:
-        """(end of the input bytes, new bytes) of one piece."""
-        c, old, ne0 = self.choice, self.info.type, self.info.shape[0]
-        if old == GGMLType.I2_S:
-            data = self.job.file.data(self.info.name)
-            values = dequantize(data, old, (ne0, stop)).reshape(stop, ne0)
-            return len(data), self._encode_rows(values, first, matrix)
-        n_bytes = row_size(old, ne0)
-        raw = self.job.file.part(self.info.name, first * n_bytes, stop * n_bytes)
-        if _regroups(c):
-            return stop * n_bytes, self._regroup(raw)
-        out = np.empty((stop - first, row_size(c.new, ne0)), np.uint8)
-        step = len(out) if self.encoding.feeds_back(c.new) else self._rows(_IN_CACHE)
-        for row in range(0, len(out), step):
-            end = min(row + step, len(out))
-            values = self.readers.mine.read(raw[row * n_bytes : end * n_bytes], old, ne0)
-            out[row:end] = self._encode_rows(values, first + row, matrix).reshape(end - row, -1)
-        self._check(out.reshape(-1), first, stop)
-        return stop * n_bytes, out.reshape(-1)
-
-    def _encode_rows(self, values: npt.NDArray[np.float32], first: int, matrix: int) -> Bytes:
+    def rows(self, values: npt.NDArray[np.float32], first: int, matrix: int) -> Bytes:
         """New bytes of adjacent rows of a matrix; `first` is the number of the first one."""
         try:
-            return self.encoding.encode(values, self.choice.new, matrix)
+            return self._encoding.encode(values, self.choice.new, matrix)
         except NonFiniteError:
             bad = first + int(np.argmin(np.isfinite(values).all(axis=1)))
             raise NonFiniteError(f"tensor {self.info.name} holds NaN or Inf in row {bad}") from None
 
-    def _regroup(self, raw: Bytes) -> Bytes:
+    def moved(self, raw: Bytes, start: int) -> Bytes:
+        """New bytes where they are old ones: as they are (`start` is where they begin), or with rows regrouped."""
+        c = self.choice
+        if not self.regroups:
+            _check_copied(raw, self.info, start)
+            return raw
         from ikcli.quant.repack import repack_rows, unrepack_rows
 
-        c = self.choice
         if TYPES[c.new].base == c.old:
             return repack_rows(raw, c.new, c.shape[0]).reshape(-1)
         return unrepack_rows(raw, c.old, c.shape[0]).reshape(-1)
 
-    def _check(self, out: Bytes, first: int, stop: int) -> None:
+    def check(self, out: Bytes, first: int, stop: int) -> None:
         """Scales that left the range of their type."""
         c, ne0 = self.choice, self.info.shape[0]
         made = TensorInfo(c.name, (ne0, stop - first), c.new, len(out), ne0 * (stop - first), 0)
@@ -384,3 +362,65 @@ class _Worker:
                 f"tensor {c.name}, row {first + bad // ne0}: the values are too large for {TYPES[c.new].name}; "
                 "choose bf16 or f32 for this tensor"
             )
+
+
+class Worker:
+    """Converts row ranges of one tensor, read once, for all `targets`; `encode` runs on any thread."""
+
+    def __init__(self, file: GGUFFile, targets: Sequence[Target], n_threads: int, readers: Readers) -> None:
+        self.file, self.targets, self.n_threads, self.readers = file, targets, n_threads, readers
+        self.info = targets[0].info
+        self.group = math.lcm(TYPES[self.info.type].rows, *(TYPES[t.choice.new].rows for t in targets))
+
+    def _rows(self, n_elements: int) -> int:
+        """Number of rows with about so many elements, in whole groups."""
+        return max(1, n_elements // self.info.shape[0] // self.group) * self.group
+
+    def run(self, pool: ThreadPoolExecutor, advance: Callable[[float], None]) -> Iterator[list[Bytes]]:
+        """New bytes of each target, piece by piece in order; input pages are released as they are used up."""
+        released = 0
+        for stop, encoded in _in_order(pool, self.encode, self.pieces(), 2 * self.n_threads + 1):
+            yield encoded
+            self.file.release(self.info.name, released, stop)
+            advance(stop - released)
+            released = stop
+
+    def pieces(self) -> Iterator[tuple[int, int, int]]:
+        """(matrix, first row, end row) covering all rows; rows are counted over the whole tensor."""
+        n_rows = math.prod(self.info.shape[1:])
+        ne1 = self.info.shape[1] if len(self.info.shape) > 1 else 1
+        if self.info.type == GGMLType.I2_S:
+            yield 0, 0, n_rows  # one scale for the whole tensor
+            return
+        step = self._rows(min(_MAX_PIECE, max(_MIN_PIECE, _IN_WORK // max(1, 2 * self.n_threads))))
+        for matrix, first in itertools.product(range(n_rows // ne1), range(0, ne1, step)):
+            yield matrix, matrix * ne1 + first, matrix * ne1 + min(first + step, ne1)
+
+    def encode(self, matrix: int, first: int, stop: int) -> tuple[int, list[Bytes]]:
+        """(end of the input bytes, new bytes of each target) of one piece."""
+        old, ne0 = self.info.type, self.info.shape[0]
+        if old == GGMLType.I2_S:
+            data = self.file.data(self.info.name)
+            values = dequantize(data, old, (ne0, stop)).reshape(stop, ne0)
+            return len(data), [
+                t.rows(values, first, matrix) if t.needs_values else t.moved(data, 0) for t in self.targets
+            ]
+        n_bytes = row_size(old, ne0)
+        raw = self.file.part(self.info.name, first * n_bytes, stop * n_bytes)
+        made = {
+            i: np.empty((stop - first, row_size(t.choice.new, ne0)), np.uint8)
+            for i, t in enumerate(self.targets)
+            if t.needs_values
+        }
+        n_rows = stop - first
+        step = n_rows if any(t.feeds_back() for t in self.targets) else self._rows(_IN_CACHE)
+        for row in range(0, n_rows if made else 0, step):
+            end = min(row + step, n_rows)
+            values = self.readers.mine.read(raw[row * n_bytes : end * n_bytes], old, ne0)
+            for i, out in made.items():
+                out[row:end] = self.targets[i].rows(values, first + row, matrix).reshape(end - row, -1)
+        for i, out in made.items():
+            self.targets[i].check(out.reshape(-1), first, stop)
+        return stop * n_bytes, [
+            made[i].reshape(-1) if i in made else t.moved(raw, first * n_bytes) for i, t in enumerate(self.targets)
+        ]

@@ -87,7 +87,7 @@ class ConvertConfig:
     """convert: a checkpoint directory (config.json, safetensors) as a GGUF file of any type."""
 
     args: tuple[str, ...] = arguments("DIR", most=1)
-    outfile: str | None = opt(None, "-o --outfile", "str", "the file to write, or a folder; {ftype} stands for the type. Default: named after the model, in DIR", form="FILE", example="--outfile model-{ftype}.gguf")
+    outfile: str | None = opt(None, "-o --outfile --output", "str", "the file to write, or a folder; {ftype} stands for the type. Default: named after the model, in DIR", form="FILE", example="--outfile model-{ftype}.gguf")
     outtype: str | None = opt(None, "--outtype", "str", "f32, f16, bf16, auto (the default: that of the checkpoint), or any TYPE of ik quantize, as if its f32 file were quantized", form="TYPE", example="--outtype iq4_k")
     model_name: str | None = opt(None, "--model-name", "str", "general.name, otherwise from the directory or model card", form="NAME", example='--model-name "My Model 7B"', text=True)
     metadata: Path | None = opt(None, "--metadata", "path", "JSON file with general.* keys that replace those found", form="FILE", example="--metadata keys.json")
@@ -159,6 +159,7 @@ class StudyConfig:
     prefix_mib: int = opt(2048, "--prefix-memory", "int", "MiB to keep what layers leave behind, so that a change is computed from its layer on", form="MiB", example="--prefix-memory 8192", minimum=0)
     override_kv: tuple[str, ...] = opt((), "--override-kv", "custom", "change a metadata key; TYPE int, float, bool or str (repeatable)", form="KEY=TYPE:VALUE", example="--override-kv deepseek2.expert_used_count=int:6", parse=parse_text_item, repeat=True)
     n_threads: int = opt(0, "-t --threads", "custom", "threads of all workers together, on Ray of each; auto = physical cores", form="N", example="-t 8", parse=parse_threads)
+    hub: HubConfig = group(HubConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,3 +101,11 @@ def _tenths(title: str, total: float) -> Callable[[float], None]:
         said = tenth
 
     return advance
+
+
+def shown_size(n: float) -> str:
+    """`4.58 GiB`, or MiB, KiB, bytes where that is less than one."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if n >= unit:
+            return f"{n / unit:.2f} {name}"
+    return f"{n:.0f} bytes"

@@ -188,6 +188,9 @@ def test_notice_once_and_progress_without_a_terminal(capsys) -> None:
     assert capsys.readouterr().err == "a\n"
 
 
+HUB = ("--hf-repo", "--hf-file", "--hf-token", "--model-url", "--offline")
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -202,25 +205,10 @@ def test_notice_once_and_progress_without_a_terminal(capsys) -> None:
         ("ik quantize in.gguf --target-b", {"--target-bpw"}),
         (
             "ik devices --",
-            {"--model", "--self-test", "--json", "--hf-repo", "--hf-file", "--hf-token", "--model-url", "--offline"},
+            {"--model", "--self-test", "--json", *HUB},
         ),
         ("ik nonsense --", {"--install-completion", "--show-completion"}),
-        (
-            "ik doctor --",
-            {
-                "--model",
-                "--ctx-size",
-                "--ubatch-size",
-                "--threads",
-                "--quick",
-                "--json",
-                "--hf-repo",
-                "--hf-file",
-                "--hf-token",
-                "--model-url",
-                "--offline",
-            },
-        ),
+        ("ik doctor --", {"--model", "--ctx-size", "--ubatch-size", "--threads", "--quick", "--json", *HUB}),
     ],
 )
 def test_completion(capsys, monkeypatch, line, expected) -> None:

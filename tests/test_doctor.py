@@ -262,7 +262,7 @@ def test_bad_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.gguf").write_bytes(b"nothing")
     for argv, code, problem in (
         (["-m", str(tmp_path / "none.gguf")], 2, "no such file"),
-        (["-m", str(tmp_path)], 2, "no such file"),
+        (["-m", str(tmp_path)], 2, "is a folder"),
         (["-m", str(tmp_path / "x.gguf")], 1, "x.gguf"),
         (["-ub", "0"], 2, "is less than 1"),
         (["x"], 2, "unexpected argument"),

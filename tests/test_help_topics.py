@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ikcli import main, manual
+from ikcli.commands._table import COMMANDS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -22,6 +23,11 @@ def test_all_pages_are_topics(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert [line.split()[0] for line in topics.splitlines()] == sorted(p.stem for p in DOCS.glob("*.md"))
     assert "Models by name" in topics
+
+
+def test_all_commands_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "--help")[1]
+    assert all(f"\n  {info.name}" in text for info in COMMANDS) and "version yet" not in text
 
 
 def test_a_page(capsys: pytest.CaptureFixture[str]) -> None:

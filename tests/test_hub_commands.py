@@ -68,6 +68,14 @@ def test_the_reference_reads_m_as_the_file_of_the_repository(demo: FakeHub, ik: 
 def test_tools_take_models_by_name(demo: FakeHub, ik: Ik) -> None:
     line = ("quantize-stats", "--type", "q8_0", "--rows", "4", "-l", "blk.0.attn_q", "--summary")
     assert ik(*line, "-hf", "user/demo")[:2] == ik(*line)[:2]
+    study = ("study", "--types", "q4_0", "-l", "blk.0.attn_q", "--chunks", "1", "-c", "64")
+    assert ik(*study, "-hf", "user/demo")[:2] == ik(*study)[:2]
+
+
+def test_doctor_reads_the_header_alone(demo: FakeHub, ik: Ik) -> None:
+    code, out, _ = ik("doctor", "--quick", "-hf", "user/demo")
+    assert code == 0 and "5.9M parameters" in out
+    assert demo.n_sent < len(default_model().read_bytes()) // 2
 
 
 def test_environment(demo: FakeHub, tmp_path: Path) -> None:

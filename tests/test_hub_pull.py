@@ -18,6 +18,7 @@ from hub_models import model_bytes, part_bytes
 
 from ikcli.gguf.constants import GGMLType
 from ikcli.hub import cache, download
+from ikcli.log import shown_size
 
 __all__ = ["hub", "ik", "server"]
 
@@ -188,7 +189,7 @@ def test_stopped_from_the_keyboard(repo: FakeHub, ik: Ik, monkeypatch: pytest.Mo
     code, _, err = ik("pull", f"{REPO}:Q8_0")
     kept = download.incomplete_path(blob(Q8)).stat().st_size
     assert code == 130 and 0 < kept < len(Q8)
-    assert f"interrupted; {download.shown_size(kept)} are kept, and the same command goes on from there" in err
+    assert f"interrupted; {shown_size(kept)} are kept, and the same command goes on from there" in err
     monkeypatch.undo()
 
 

@@ -190,7 +190,7 @@ def test_outputs_that_cannot_be_written(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=1000))
     code, text, _ = run(capsys, "--preflight", model_file, tmp_path / "o.gguf", "Q8_0")
-    assert code == 1 and "0.00 GiB are free" in rows(text, "disk")[0][1]
+    assert code == 1 and "1000 bytes are free" in rows(text, "disk")[0][1]
 
 
 def test_memory_is_compared(capsys, model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

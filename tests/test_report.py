@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ikcli.config import default_model
 from ikcli.errors import FormatError
 from ikcli.eval.report_page import distinct_names, page, pareto
 from ikcli.eval.report_plot import Curve, Dot, log_ticks, nice_ticks, plot
@@ -196,6 +197,18 @@ def test_a_file_without_results_is_refused(tmp_path: Path) -> None:
             read(tmp_path, text)
     with pytest.raises(FormatError, match="No such file"):
         read_results([("", tmp_path / "none")])
+    (tmp_path / "model.gguf").write_bytes(default_model().read_bytes())
+    with pytest.raises(FormatError, match=r"model\.gguf: is no text"):
+        read_results([("", tmp_path / "model.gguf")])
+
+
+def test_no_page_of_problems_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, page = tmp_path / "x.jsonl", tmp_path / "page.html"
+    source.write_text('{"n_kv": 0, \x1b]0;x\n', encoding="utf-8")
+    assert main(["report", str(source), "-o", str(page)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "no page is written" in err and "\x1b" not in err
+    assert not page.exists()
 
 
 def test_names_tell_what_differs(tmp_path: Path) -> None:

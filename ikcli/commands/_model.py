@@ -58,10 +58,8 @@ def find_draft(config: RunConfig) -> RunConfig:
 
 def bar(title: str, total: float, done: float) -> AbstractContextManager[Callable[[float], None]]:
     """The progress of a download on stderr."""
-    from ikcli.hub.download import shown_size
-
-    size = shown_size(total) if total >= 0 else "unknown size"
-    log.log(f"downloading {title}, {size}" + (f", of which {shown_size(done)} are there already" if done else ""))
+    size = log.shown_size(total) if total >= 0 else "unknown size"
+    log.log(f"downloading {title}, {size}" + (f", of which {log.shown_size(done)} are there already" if done else ""))
     return log.progress(title, total, in_bytes=True, lines=True)
 
 

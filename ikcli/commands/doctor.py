@@ -23,7 +23,7 @@ def run(config: DoctorConfig) -> int:
     """Examine and print; exit code 1 if a model does not fit."""
     model = find_model(config.model, config.hub, header_only=True)
     if model is not None and not model.is_file():
-        raise UsageError(f"-m {model}: no such file")
+        raise UsageError(f"-m {model}: {'is a folder; name a file in it' if model.is_dir() else 'no such file'}")
     found = examine(
         model,
         n_ctx=config.n_ctx,
@@ -112,7 +112,7 @@ def _cache(found: Examination) -> Iterator[str]:
     state = "" if c.writable else ", NOT WRITABLE"
     yield _line("kernel cache", f"{c.path}{state}: {c.n_files} kernels, {c.n_bytes / _MIB:.0f} MiB; "
                                 f"{_size(c.free)} free on disk"
-                                + (f"\n{c.stale_folders} folders of other versions or processors, "
+                                + (f"\n{c.stale_folders} {'folder' if c.stale_folders == 1 else 'folders'} of other versions or processors, "
                                    f"{c.stale_bytes / _MIB:.0f} MiB" if c.stale_folders else ""))  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from ikcli import log
 from ikcli.config_tools import ListConfig
 from ikcli.hub.cache import CachedModel, hub_dir, list_models, url_dir
-from ikcli.hub.download import shown_size
+from ikcli.log import shown_size
 
 
 def run(config: ListConfig) -> int:

@@ -14,9 +14,9 @@ from ikcli.config_tools import PullConfig
 from ikcli.engine.verdict import Verdict, judge
 from ikcli.errors import UsageError
 from ikcli.hub.choices import Offer, offers
-from ikcli.hub.download import shown_size
 from ikcli.hub.names import Ref, parse_ref
 from ikcli.hub.pull import Access, Pulled, pull, pull_checkpoint, pull_url
+from ikcli.log import shown_size
 
 
 def run(config: PullConfig) -> int:

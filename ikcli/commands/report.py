@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ikcli import log
-from ikcli.commands._columns import json_scalar
+from ikcli.commands._columns import json_scalar, printable
 from ikcli.commands._options import usage
 from ikcli.config_tools import ReportConfig
 from ikcli.errors import FormatError, UsageError
@@ -34,7 +34,9 @@ def run(config: ReportConfig) -> int:
         raise UsageError(f"-o {output} is one of the files to read; name another output")
     results = read_results(sources, _sizes(config.size))
     for p in results.problems:
-        log.warn(f"{p.source}:{p.line}: {p.reason}: {p.text[:100]}")
+        log.warn(f"{p.source}:{p.line}: {p.reason}: {printable(p.text[:100])}")
+    if results.problems and not results.all():
+        raise FormatError("nothing that was read is a result; no page is written")
     if config.json:
         print(json.dumps(_plain(results), indent=2, allow_nan=False, ensure_ascii=False))
         return 0

@@ -8,7 +8,7 @@ from ikcli import log
 from ikcli.config_tools import RemoveConfig
 from ikcli.errors import UsageError
 from ikcli.hub.cache import Removal, plan_removal, remove
-from ikcli.hub.download import shown_size
+from ikcli.log import shown_size
 
 
 def run(config: RemoveConfig) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ikcli import log
+from ikcli.commands._model import find_model
 from ikcli.config import default_model, default_text
 from ikcli.config_tools import StudyConfig
 from ikcli.errors import UsageError
@@ -54,7 +55,7 @@ def _options(config: StudyConfig) -> StudyOptions:
         raise UsageError(f"--precision {config.precision}: give a share from 0 (use all chunks) to below 1")
     n_workers = config.ray_workers if config.ray is not None else config.workers
     resident = ResidentOptions(
-        Path(config.model) if config.model else default_model(),
+        find_model(config.model, config.hub) or default_model(),
         Path(config.file) if config.file else default_text(),
         chunks=config.chunks,
         n_ctx=config.n_ctx,

@@ -59,6 +59,8 @@ def read_results(sources: list[tuple[str, Path]], sizes: Mapping[str, int] | Non
             lines = file_lines(path)
         except OSError as problem:
             raise FormatError(f"{path}: cannot be read ({problem.strerror or problem})") from None
+        if any("\0" in line for line in lines):
+            raise FormatError(f"{path}: is no text; name a log, a table or jsonl")
         before = len(out.all()) + len(out.problems)
         _Source(out, label, path, lines, sizes or {}).read()
         if len(out.all()) + len(out.problems) == before:

@@ -18,6 +18,7 @@ from typing import Any
 
 from ikcli.errors import IkError
 from ikcli.hub import client
+from ikcli.log import shown_size
 
 _PIECE = 16 << 30  # bytes of one request: content delivery networks limit the size of an answer
 _BLOCK = 1 << 20
@@ -60,14 +61,6 @@ def check_space(folder: Path, needed: int) -> None:
             f"not enough room in {folder}: {shown_size(needed)} are needed, {shown_size(free)} are free; remove models "
             "with ik rm, or put the cache on another disk with HF_HOME"
         )
-
-
-def shown_size(n: float) -> str:
-    """`4.58 GiB`, or MiB, KiB, bytes where that is less than one."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if n >= unit:
-            return f"{n / unit:.2f} {name}"
-    return f"{n:.0f} bytes"
 
 
 def download(source: Source, target: Path, advance: Callable[[float], None] = lambda n: None) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ikcli.errors import IkError, UsageError
 from ikcli.gguf.writer import split_path
+from ikcli.log import shown_size
 
 
 def output_paths(output: Path, n_parts: int, keep_split: bool) -> list[Path]:
@@ -47,5 +48,5 @@ def check_room(folder: Path, need: int) -> int:
     """Free bytes of the file system of a folder; IkError if that is less than `need`."""
     free = shutil.disk_usage(folder).free
     if need > free:
-        raise IkError(f"{folder}: the result needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free")
+        raise IkError(f"{folder}: the result needs {shown_size(need)}, {shown_size(free)} are free")
     return free

@@ -14,6 +14,7 @@ from pathlib import Path
 from ikcli.errors import IkError
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.gguf.types import TYPES
+from ikcli.log import shown_size
 from ikcli.quant.covariance_file import Covariance, open_covariance
 from ikcli.quant.custom_rules import CustomRuleUse, check_uses, rule_uses
 from ikcli.quant.feedback import supports
@@ -344,7 +345,7 @@ def _room(report: Report, task: PlannedJob, file: GGUFFile, choices: Sequence[Ty
             need = budget_bytes(task.target, choices)
         folder = existing_folder(Path(task.output))
         free = check_room(folder, need)
-        return f"{need / 2**30:.2f} GiB to write, {free / 2**30:.2f} GiB are free"
+        return f"{shown_size(need)} to write, {shown_size(free)} are free"
 
     report.attempt("disk", room)
 

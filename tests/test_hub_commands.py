@@ -195,7 +195,7 @@ def test_list_names_models_that_cannot_run(hub: FakeHub, ik: Ik) -> None:
     assert code == 0 and "ollam" in out and "not a GGUF file" in out
 
 
-def test_doctor_reads_the_header_alone(repo: FakeHub, ik: Ik) -> None:
+def test_doctor_says_whether_a_quant_fits(repo: FakeHub, ik: Ik) -> None:
     code, out, _ = ik("doctor", "--quick", "-hf", f"{REPO}:Q8_0", "--json")
     assert code == 0 and json.loads(out)["model"]["fits"] is True
     assert not cache.hub_dir().exists()

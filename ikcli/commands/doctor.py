@@ -110,10 +110,11 @@ def _gpus(found: Examination) -> Iterator[str]:
 def _cache(found: Examination) -> Iterator[str]:
     c = found.cache
     state = "" if c.writable else ", NOT WRITABLE"
-    yield _line("kernel cache", f"{c.path}{state}: {c.n_files} kernels, {c.n_bytes / _MIB:.0f} MiB; "
-                                f"{_size(c.free)} free on disk"
-                                + (f"\n{c.stale_folders} {'folder' if c.stale_folders == 1 else 'folders'} of other versions or processors, "
-                                   f"{c.stale_bytes / _MIB:.0f} MiB" if c.stale_folders else ""))  # fmt: skip
+    text = f"{c.path}{state}: {c.n_files} kernels, {c.n_bytes / _MIB:.0f} MiB; {_size(c.free)} free on disk"
+    if c.stale_folders:
+        folders = "1 folder" if c.stale_folders == 1 else f"{c.stale_folders} folders"
+        text += f"\n{folders} of other versions or processors, {c.stale_bytes / _MIB:.0f} MiB"
+    yield _line("kernel cache", text)
 
 
 def _roofs(found: Examination) -> Iterator[str]:

@@ -196,6 +196,25 @@ class ReportConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PublishConfig:
+    """publish: quants of a model as a folder for a hub."""
+
+    args: tuple[str, ...] = arguments("[LABEL=]MODEL...")
+    out: Path | None = opt(None, "-o --out", "path", "the folder to make; it must be new or empty", form="DIR", example="--out My-Model-GGUF")
+    name: str = opt("", "--name", "str", "name of the model in file names; default general.name", form="NAME", example="--name My-Model-7B", text=True)
+    base_model: str = opt("", "--base-model", "str", "the model that was quantized, for the card; default what the metadata say", form="USER/REPO", example="--base-model Qwen/Qwen3-8B")
+    license: str = opt("", "--license", "str", "for the card; default general.license", form="ID", example="--license apache-2.0")
+    split_max_size: str | None = opt(None, "--split-max-size", "str", "split larger models into parts of so many bytes at most, in a folder each", form="N(M|G)", example="--split-max-size 50G")
+    imatrix: Path | None = opt(None, "--imatrix", "path", "the importance matrix, to be copied into the folder", form="FILE", example="--imatrix imatrix.gguf")
+    results: tuple[str, ...] = opt((), "--results", "custom", "logs of ik perplexity, with or without --kl-divergence, whose PPL and KLD the card shows; anything ik report reads. LABEL tells the quant where the log does not (repeatable)", form="[LABEL=]FILE", example="--results Q4_K_M=q4.log", parse=parse_text_item, repeat=True)
+    note: tuple[str, ...] = opt((), "--note", "custom", "a text for the card, for example the command of a step (repeatable)", form="TEXT", example='--note "ik imatrix -m model.gguf -f text.txt"', parse=parse_text_item, repeat=True, text=True)
+    source: tuple[str, ...] = opt((), "--source", "custom", "a file the quants were made of; the card gets its SHA-256 (repeatable)", form="FILE", example="--source model-BF16.gguf", parse=parse_text_item, repeat=True)
+    link: bool = opt(False, "--link", "switch", "hard links instead of copies of models that need no splitting")
+    dry_run: bool = opt(False, "--dry-run", "switch", "check everything, print files and sizes, write nothing")
+    json: bool = opt(False, "--json", "switch", "print what was made as JSON")
+
+
+@dataclass(frozen=True, slots=True)
 class InspectConfig:
     """inspect: what is in a GGUF file, how two differ, and changes of metadata."""
 
@@ -309,6 +328,7 @@ TOOLS: dict[str, type] = {
     "sweep-bench-plot": SweepPlotConfig,
     "inspect": InspectConfig,
     "report": ReportConfig,
+    "publish": PublishConfig,
     "tokenize": TokenizeConfig,
     "devices": DevicesConfig,
     "doctor": DoctorConfig,

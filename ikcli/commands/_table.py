@@ -50,6 +50,7 @@ COMMANDS = (
     CommandInfo("gguf-split", "split and merge GGUF files", "ikcli.commands.gguf_split"),
     CommandInfo("doctor", "what this machine can do, what limits a model, what to change", "ikcli.commands.doctor"),
     CommandInfo("devices", "devices and their free memory", "ikcli.commands.devices"),
+    CommandInfo("publish", "quants of a model as a folder for a hub, with a model card", "ikcli.commands.publish"),
     CommandInfo("report", "one page of plots and tables from results and logs", "ikcli.commands.report"),
 )
 

@@ -71,6 +71,21 @@ def test_the_command_writes_what_the_library_encodes(files: tuple[Path, Path], t
     np.testing.assert_array_equal(made.data(NAME).reshape(-1), ours)
 
 
+def test_a_matrix_of_quants_feeds_back_as_separate_runs_do(files: tuple[Path, Path], tmp_path: Path) -> None:
+    listing, model = tmp_path / "list.txt", str(default_model())
+    lines = [f"IQ3_K --covariance {files[1]}", "IQ3_K plain", f"Q4_K mixed --imatrix {files[0]}"]
+    listing.write_text("\n".join(lines))
+    assert main(["quantize", "--matrix", str(listing), "-t", "2", model, str(tmp_path / "m-{name}.gguf")]) == 0
+    made = []
+    for line in lines:
+        type, *rest = line.split()
+        name = rest.pop(0) if not rest[0].startswith("-") else type
+        assert main(["quantize", *rest, model, str(tmp_path / "alone.gguf"), type]) == 0
+        made.append((tmp_path / f"m-{name}.gguf").read_bytes())
+        assert made[-1] == (tmp_path / "alone.gguf").read_bytes(), line
+    assert made[0] != made[1]
+
+
 def test_a_target_is_met_with_the_errors_of_products(covariance: Covariance, files: tuple[Path, Path]) -> None:
     """What --target-size tries is what is written, and is judged by products: less of them is lost than without."""
     file = open_gguf(default_model())

@@ -62,7 +62,7 @@ def front_matter(text: str) -> dict[str, object]:
 def test_the_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path, source: Path, quants: list[Path]) -> None:
     (tmp_path / "imatrix.dat").write_bytes(b"importance")
     logs = []
-    for path, kld, ppl in zip(quants, (0.001, 0.05, 0.02), (10.51, 10.9, 10.7), strict=True):
+    for path, kld, ppl in zip(quants, (0.00004, 0.05, 0.02), (10.51, 10.9, 10.7), strict=True):
         logs.append(tmp_path / f"{path.stem}.log")
         logs[-1].write_text(KLD.format(file=path, kld=kld, ppl=ppl))
     out = tmp_path / "up" / "Tiny-GGUF"
@@ -89,6 +89,7 @@ def test_the_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path, source: 
     (row,) = [line for line in text.splitlines() if line.startswith("| [Tiny-Q4_0-mine.gguf]")]
     file = open_gguf(quants[2])
     assert f"| {8 * file.n_bytes / file.n_elements:.2f} | 10.7 ± 0.411262 | 0.02 ± 0.000904 |" in row
+    assert "| 10.51 ± 0.411262 | 0.000040 ± 0.000904 |" in text
     assert hashlib.sha256(source.read_bytes()).hexdigest() in text and "````\nik imatrix -f a,b.txt" in text
     root = ElementTree.fromstring((out / "quality.svg").read_text())
     assert root.tag == "{http://www.w3.org/2000/svg}svg"

@@ -233,3 +233,22 @@ def test_complete_files_are_skipped_when_asked(
     code, _, err = run(capsys, *argv)
     assert code == 0 and "Tiny-Q8_0.gguf exists and is complete" in err
     assert set(made) == {1} and (tmp_path / "out" / "Tiny-Q4_0.gguf").exists()
+
+
+def test_an_interruption_leaves_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "list.txt").write_text("Q8_0\nQ4_0\n")
+    plain = matrix._tensor
+    seen: list[str] = []
+
+    def interrupted(name: str, *rest: Any) -> None:
+        if name == "blk.0.attn_output.weight":
+            seen.extend(sorted(p.name.split(".gguf")[0] for p in (tmp_path / "out").iterdir()))
+            raise KeyboardInterrupt
+        plain(name, *rest)
+
+    monkeypatch.setattr(matrix, "_tensor", interrupted)
+    code, _, err = run(capsys, "quantize", "--matrix", tmp_path / "list.txt", source, tmp_path / "out")
+    assert code == 130 and "Traceback" not in err
+    assert seen == [".Tiny-Q4_0", ".Tiny-Q8_0"] and list((tmp_path / "out").iterdir()) == []

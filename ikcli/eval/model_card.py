@@ -98,4 +98,9 @@ def _table(made: Published) -> list[str]:
 def _with_error(pair: tuple[float, float | None] | None) -> str:
     if pair is None:
         return ""
-    return f"{pair[0]:g}" if pair[1] is None else f"{pair[0]:g} ± {pair[1]:g}"
+    return " ± ".join(_number(value) for value in pair if value is not None)
+
+
+def _number(value: float) -> str:
+    """Six digits, never with an exponent where a KL divergence is small."""
+    return f"{value:.6g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.6f}"

@@ -62,7 +62,7 @@ def front_matter(text: str) -> dict[str, object]:
 def test_the_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path, source: Path, quants: list[Path]) -> None:
     (tmp_path / "imatrix.dat").write_bytes(b"importance")
     logs = []
-    for path, kld, ppl in zip(quants, (0.00004, 0.05, 0.02), (10.51, 10.9, 10.7), strict=True):
+    for path, kld, ppl in zip(quants, (0.00004, 0.02, 0.02), (10.51, 10.9, 10.7), strict=True):
         logs.append(tmp_path / f"{path.stem}.log")
         logs[-1].write_text(KLD.format(file=path, kld=kld, ppl=ppl))
     out = tmp_path / "up" / "Tiny-GGUF"
@@ -95,6 +95,8 @@ def test_the_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path, source: 
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     names = [e.text for e in root.iter() if e.get("class") == "name"]
     assert sorted(str(n) for n in names) == ["Q4_0", "Q4_0-mine", "Q8_0"]
+    members = {str(e.get("data-series")): len(e.findall("{*}circle")) for e in root.iter() if e.get("data-series")}
+    assert members == {"Pareto front": 2, "others": 1}
 
 
 def test_recipes_make_the_same_types(
@@ -159,6 +161,15 @@ def test_names_and_missing_facts(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert code == 0 and "--base-model" in err and "--license" in err
     assert (tmp_path / "bare" / "Tiny-F16.gguf").exists()
     assert front_matter((tmp_path / "bare" / "README.md").read_text()) == {"tags": ["gguf"]}
+
+
+def test_the_current_folder_is_not_replaced(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    code, _, err = run(capsys, "publish", source, "--out", ".")
+    assert code == 2 and "is the current folder" in err and not list(Path.cwd().iterdir())
 
 
 def test_refusals(capsys: pytest.CaptureFixture[str], tmp_path: Path, source: Path, quants: list[Path]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ikcli import __version__
+from ikcli.eval.report_page import pareto
 from ikcli.eval.report_plot import Curve, Dot, plot
 
 if TYPE_CHECKING:
@@ -34,7 +35,12 @@ def quality_plot(quants: Sequence[PublishedQuant]) -> str:
                 q.label)
             for q in found
         ]  # fmt: skip
-        svg = plot([Curve(title, dots, 0)], f"size in {unit}", title, log=key == "Mean KLD", zero=False)
+        front = pareto([(d.x, d.y) for d in dots])
+        curves = [
+            Curve("Pareto front", [dots[i] for i in front], 0),
+            Curve("others", [d for i, d in enumerate(dots) if i not in front], 1, False),
+        ]
+        svg = plot([c for c in curves if c.dots], f"size in {unit}", title, log=key == "Mean KLD", zero=False)
         return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", ">" + _STYLE, 1)
     return ""
 

@@ -92,6 +92,8 @@ def plan_publish(options: PublishOptions) -> PublishPlan:
     out = options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out {out} is there already; name a new or empty folder")
+    if out.absolute().resolve() == Path.cwd().resolve():  # it is replaced, and a shell would stay in the old one
+        raise UsageError(f"--out {out} is the current folder; name another one")
     if not os.access(existing_folder(out), os.W_OK | os.X_OK) or not existing_folder(out).is_dir():
         raise UsageError(f"--out {out}: {existing_folder(out)} takes no files; choose another folder")
     for path in (options.imatrix, *options.sources):

@@ -195,6 +195,10 @@ def test_the_disk_must_hold_all_files_together(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=largest * 2 // 3))
     code, _, err = run(capsys, *argv)  # each of them would fit
     assert code == 1 and "are free" in err and not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    left = tmp_path / "out" / ".Tiny-Q8_0.gguf.99999999.tmp"  # of a run that was killed
+    left.write_bytes(b"half")
+    assert run(capsys, *argv)[0] == 1 and not left.exists()
     code, out, err = run(capsys, *argv, "--dry-run")
     assert code == 1 and "total: 2 files" in out and "are free" in err
 

@@ -87,12 +87,10 @@ def run_matrix(jobs: Sequence[MatrixJob], progress: Progress | None = None) -> l
         raise UsageError("two results have the same file name")
     if not todo:
         return []
+    paths = [part.path for _, part in todo]
+    _prepare([path for path in paths if path.parent.is_dir()])  # what killed runs left takes room
     check_rooms([(part.path, part.n_bytes) for _, part in todo])
-    for _, part in todo:
-        try:
-            prepare_folder([part.path])
-        except OSError as problem:
-            raise IkError(f"{part.path.parent}: {problem.strerror or problem}") from None
+    _prepare(paths)
     readers = Readers()
     n_threads = max(1, todo[0][0].job.n_threads)
     with ExitStack() as stack:
@@ -103,7 +101,15 @@ def run_matrix(jobs: Sequence[MatrixJob], progress: Progress | None = None) -> l
         ]
         for number, name in enumerate(_names([part for _, part in todo]), 1):
             _tensor(name, number, outputs, pool, readers, hooks)
-    return [part.path for _, part in todo]
+    return paths
+
+
+def _prepare(paths: Sequence[Path]) -> None:
+    for path in paths:
+        try:
+            prepare_folder([path])
+        except OSError as problem:
+            raise IkError(f"{path.parent}: {problem.strerror or problem}") from None
 
 
 def _names(parts: Sequence[OutputPart]) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ikcli.config_fleet import BatchConfig
 from ikcli.config_groups import (
     AdapterConfig,
     BatchedBenchConfig,
@@ -116,6 +117,7 @@ class RunConfig:
     batched: BatchedBenchConfig = group(BatchedBenchConfig)
     perplexity: PerplexityConfig = group(PerplexityConfig)
     imatrix: ImatrixConfig = group(ImatrixConfig)
+    fleet: BatchConfig = group(BatchConfig)
     upstream: UpstreamConfig = group(UpstreamConfig)
 
 

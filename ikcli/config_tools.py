@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ikcli.config_fleet import FleetConfig
 from ikcli.config_hub import HubConfig
 from ikcli.config_values import parse_text_item, parse_threads
 from ikcli.options import arguments, group, opt
@@ -153,12 +154,10 @@ class StudyConfig:
     show: str | None = opt(None, "--show", "str", "measure nothing, print the table of a journal", form="FILE", example="--show study.jsonl")
     plot: str | None = opt(None, "--plot", "str", "draw the results into FILE (.png, .svg, .pdf)", form="FILE", example="--plot study.png")
     json: bool = opt(False, "--json", "switch", "machine-readable output")
-    workers: int = opt(1, "--workers", "int", "processes on this machine, which share the threads", form="N", example="--workers 2", minimum=1)
-    ray: str | None = opt(None, "--ray", "str", "work on Ray: local starts it on this machine, auto or an address joins a cluster", form="local|auto|ADDRESS", example="--ray auto")
-    ray_workers: int = opt(2, "--ray-workers", "int", "workers on Ray", form="N", example="--ray-workers 4", minimum=1)
+    fleet: FleetConfig = group(FleetConfig)
     prefix_mib: int = opt(2048, "--prefix-memory", "int", "MiB to keep what layers leave behind, so that a change is computed from its layer on", form="MiB", example="--prefix-memory 8192", minimum=0)
     override_kv: tuple[str, ...] = opt((), "--override-kv", "custom", "change a metadata key; TYPE int, float, bool or str (repeatable)", form="KEY=TYPE:VALUE", example="--override-kv deepseek2.expert_used_count=int:6", parse=parse_text_item, repeat=True)
-    n_threads: int = opt(0, "-t --threads", "custom", "threads of all workers together, on Ray of each; auto = physical cores", form="N", example="-t 8", parse=parse_threads)
+    n_threads: int = opt(0, "-t --threads", "custom", "threads of all workers together, on a cluster of each; auto = physical cores", form="N", example="-t 8", parse=parse_threads)
     hub: HubConfig = group(HubConfig)
 
 

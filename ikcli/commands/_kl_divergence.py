@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import closing
 
 import numpy as np
@@ -10,10 +11,10 @@ import numpy as np
 from ikcli.commands._chunk_lines import eta_text
 from ikcli.commands._options import ModelRun
 from ikcli.errors import FormatError, UsageError
-from ikcli.eval import kl_divergence
+from ikcli.eval import fleet_windows, kl_divergence
 from ikcli.eval.kl_divergence import KlChunk, KlParams, KlResult, windows_of
 from ikcli.eval.kld_file import BaseReader
-from ikcli.eval.perplexity import open_session
+from ikcli.eval.perplexity import bos_of, open_session
 from ikcli.eval.stats import F64, safe_exp
 from ikcli.log import log, warn
 
@@ -51,14 +52,14 @@ def run(run: ModelRun) -> int:
     def show(chunk: KlChunk) -> None:
         if chunk.index == 0:
             windows = windows_of(base, params, None)
-            log(f"kl_divergence: {eta_text(chunk.pass_seconds, windows.n_chunk, windows.n_seq)}")
+            n_seq = windows.n_seq * config.fleet.n_workers
+            log(f"kl_divergence: {eta_text(chunk.pass_seconds, windows.n_chunk, n_seq)}")
             sys.stdout.write(CHUNK_HEADER)
         sys.stdout.write(chunk_line(chunk))
         sys.stdout.flush()
 
     try:
-        with closing(open_session(config, base.n_ctx, config.n_batch, planner=run.planner)) as session:
-            result = kl_divergence.run(session, base, params, on_chunk=show)
+        result = _divided(run, base, params, show) if config.fleet.wanted else _here(run, base, params, show)
     except KeyboardInterrupt:
         return 130
     print(flush=True)
@@ -68,6 +69,19 @@ def run(run: ModelRun) -> int:
     sys.stdout.write(statistics(result))
     sys.stdout.flush()
     return 0
+
+
+def _here(run: ModelRun, base: BaseReader, params: KlParams, show: Callable[[KlChunk], None]) -> KlResult:
+    with closing(open_session(run.config, base.n_ctx, params.n_batch, planner=run.planner)) as session:
+        return kl_divergence.run(session, base, params, on_chunk=show)
+
+
+def _divided(run: ModelRun, base: BaseReader, params: KlParams, show: Callable[[KlChunk], None]) -> KlResult:
+    header = fleet_windows.HeaderSession(run.planner)
+    kl_divergence.check_vocabulary(base, header.n_vocab)
+    windows = windows_of(base, params, bos_of(header))
+    found = fleet_windows.measure(run.config, header, windows, base=base)
+    return kl_divergence.gather(found, base, windows, params, show)
 
 
 def chunk_line(chunk: KlChunk) -> str:

@@ -71,6 +71,7 @@ TOPIC_TITLES = (
     ("batched-bench", "batched-bench"),
     ("perplexity", "Perplexity"),
     ("imatrix", "imatrix"),
+    ("fleet", "Several processes and machines"),
     ("general", "General"),
     ("accepted, no effect", "Accepted without effect"),
 )

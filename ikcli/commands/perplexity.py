@@ -11,8 +11,9 @@ from ikcli.commands._chunk_lines import eta_text, final_line
 from ikcli.commands._options import ModelRun
 from ikcli.config import RunConfig
 from ikcli.errors import IkError, NonFiniteError, UsageError
-from ikcli.eval import perplexity
+from ikcli.eval import fleet_windows, perplexity
 from ikcli.eval.chunks import Windows
+from ikcli.eval.fleet_windows import HeaderSession
 from ikcli.eval.kld_file import BaseWriter
 from ikcli.eval.perplexity import ChunkScore, PerplexityParams, PerplexityResult, bos_of, open_session, params_of
 from ikcli.eval.protocol import SessionLike, TokenIds
@@ -23,6 +24,7 @@ from ikcli.log import log, warn
 def run(run: ModelRun) -> int:
     """Evaluate and print; 130 after Ctrl-C."""
     config = run.config
+    fleet_windows.check(config)
     if config.perplexity.scores_choices:
         return _choices.run(run)
     if config.perplexity.kl_divergence:
@@ -45,8 +47,7 @@ def _run_on_text(run: ModelRun, params: PerplexityParams, text: str) -> None:
     config = run.config
     if params.stride:
         log(f"perplexity: windows start {params.stride} tokens apart, each fills the whole context")
-    opened = open_session(config, params.n_ctx, params.n_batch, stride=params.stride, planner=run.planner)
-    with closing(opened) as session:
+    with closing(_opened(run, params)) as session:
         if params.stride:
             params = replace(params, n_ctx=session.n_ctx)
         tokens = tokenize(session, text)
@@ -55,7 +56,7 @@ def _run_on_text(run: ModelRun, params: PerplexityParams, text: str) -> None:
             f"perplexity: calculating perplexity over {windows.n_chunk} chunks, n_ctx={params.n_ctx}, "
             f"batch_size={min(params.n_batch, windows.n_seq * params.n_ctx)}, n_seq={windows.n_seq}"
         )
-        printer = ChunkPrinter(windows, config.perplexity.output_type)
+        printer = ChunkPrinter(windows, config.perplexity.output_type, config.fleet.n_workers)
         try:
             result = _run_and_save(config, session, tokens, params, windows, printer)
         finally:
@@ -65,6 +66,13 @@ def _run_on_text(run: ModelRun, params: PerplexityParams, text: str) -> None:
         print(final_line(result), flush=True)
         if result.n_chunks < windows.n_chunk:
             warn(f"{windows.n_chunk - result.n_chunks} chunks were not finite and are left out of the estimate")
+
+
+def _opened(run: ModelRun, params: PerplexityParams) -> SessionLike | HeaderSession:
+    """A session, or where workers have theirs, what must be known to give them work."""
+    if not run.config.fleet.wanted:
+        return open_session(run.config, params.n_ctx, params.n_batch, stride=params.stride, planner=run.planner)
+    return HeaderSession(run.planner, run.planner.plan(run.config).graph_config.n_ctx if params.stride else 0)
 
 
 def _plan_named(config: RunConfig, tokens: TokenIds, params: PerplexityParams, bos: int | None) -> Windows:
@@ -78,12 +86,15 @@ def _plan_named(config: RunConfig, tokens: TokenIds, params: PerplexityParams, b
 
 def _run_and_save(
     config: RunConfig,
-    session: SessionLike,
+    session: SessionLike | HeaderSession,
     tokens: TokenIds,
     params: PerplexityParams,
     windows: Windows,
     printer: ChunkPrinter,
 ) -> PerplexityResult:
+    if isinstance(session, HeaderSession):
+        found = fleet_windows.measure(config, session, windows, stride=params.stride)
+        return perplexity.gather(found, windows, params, printer)
     path = config.perplexity.logits_file
     if path is None:
         return perplexity.run(session, tokens, params, on_chunk=printer)
@@ -96,14 +107,16 @@ def _run_and_save(
 class ChunkPrinter:
     """Prints running values on stdout as they come; after the first pass the estimated total time on stderr."""
 
-    def __init__(self, windows: Windows, output_type: int) -> None:
+    def __init__(self, windows: Windows, output_type: int, n_workers: int = 1) -> None:
         self._windows = windows
+        self._n_workers = n_workers
         self._output_type = output_type
         self._first = True
 
     def __call__(self, score: ChunkScore) -> None:
         if self._first:
-            log(f"perplexity: {eta_text(score.pass_seconds, self._windows.n_chunk, self._windows.n_seq)}")
+            n_seq = self._windows.n_seq * self._n_workers
+            log(f"perplexity: {eta_text(score.pass_seconds, self._windows.n_chunk, n_seq)}")
             self._first = False
         if self._output_type == 0:
             text = f"[{score.index + 1}]{score.ppl:.4f},"

@@ -11,7 +11,7 @@ from ikcli.config_tools import StudyConfig
 from ikcli.errors import UsageError
 from ikcli.eval.resident import ResidentOptions
 from ikcli.eval.sweep_plot import check_output
-from ikcli.fleet.executor import executor, threads_each
+from ikcli.fleet.executor import executor_of, threads_each
 from ikcli.gguf.types import TYPES
 from ikcli.hostinfo import physical_cores
 from ikcli.quant.encoders import available_types
@@ -32,9 +32,7 @@ def run(config: StudyConfig) -> int:
         found = read_study(Path(config.show))
     else:
         options = _options(config)
-        n_workers = config.ray_workers if config.ray is not None else config.workers
-        work = executor(n_workers, config.ray, options.resident.n_threads)
-        found = run_study(options, work, _announce, _report)
+        found = run_study(options, executor_of(config.fleet, options.resident.n_threads), _announce, _report)
     print(json_text(found) if config.json else "\n".join(table_lines(found)))
     if plot is not None:
         draw(found, plot)
@@ -53,13 +51,12 @@ def _options(config: StudyConfig) -> StudyOptions:
         raise UsageError("--chunks 0 leaves nothing to run; give a number above 0, or -1 for all")
     if not 0 <= config.precision < 1:
         raise UsageError(f"--precision {config.precision}: give a share from 0 (use all chunks) to below 1")
-    n_workers = config.ray_workers if config.ray is not None else config.workers
     resident = ResidentOptions(
         find_model(config.model, config.hub) or default_model(),
         Path(config.file) if config.file else default_text(),
         chunks=config.chunks,
         n_ctx=config.n_ctx,
-        n_threads=threads_each(config.n_threads or physical_cores(), n_workers),
+        n_threads=threads_each(config.n_threads or physical_cores(), config.fleet),
         overrides=config.override_kv,
         prefix_bytes=config.prefix_mib << 20,
     )

@@ -7,8 +7,9 @@ likely token, as llama.cpp's `perplexity --kl-divergence` has them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,9 @@ from ikcli.eval.stats import (
     safe_exp,
     share_error,
 )
+
+if TYPE_CHECKING:
+    from ikcli.eval.fleet_windows import WindowValues
 
 MIN_LOG_PROB = np.float32(-16.0)
 """Tokens the base model finds less likely than this are left out of the divergence."""
@@ -187,7 +191,10 @@ class _Scorer:
         _copy(found, self._pending.setdefault(chunk, Positions.empty(self._n_scored)).slice(row, row + len(targets)))
 
     def finish(self, chunk: int, pass_seconds: float) -> None:
-        found = self._pending.pop(chunk)
+        self.add(chunk, self._pending.pop(chunk), pass_seconds)
+
+    def add(self, chunk: int, found: Positions, pass_seconds: float) -> None:
+        """Take the values of a whole chunk."""
         if not (np.isfinite(found.nll).all() and np.isfinite(found.kld).all()):
             self._leave_out(chunk, pass_seconds, None)
             return
@@ -229,12 +236,36 @@ def run(
 
     Raises FormatError if the vocabulary differs, NonFiniteError as `perplexity.run` does.
     """
-    if base.n_vocab != session.n_vocab:
-        raise FormatError(
-            f"{base.path} was made with a vocabulary of {base.n_vocab} tokens, this model has {session.n_vocab}; "
-            f"use a base file made with a model of the same family"
-        )
+    check_vocabulary(base, session.n_vocab)
     windows = windows_of(base, params, bos_of(session))
     scorer = _Scorer(base, windows, params, on_chunk)
     evaluate(session, windows, scorer)
     return KlResult(summarise(scorer.positions), scorer.positions, scorer.n_chunks)
+
+
+def gather(
+    found: Iterable[WindowValues],
+    base: BaseReader,
+    windows: Windows,
+    params: KlParams,
+    on_chunk: Callable[[KlChunk], None] | None = None,
+) -> KlResult:
+    """What `run` returns, from the values of all chunks in order."""
+    scorer = _Scorer(base, windows, params, on_chunk)
+    for window in found:
+        if window.values is None:
+            scorer.failed(window.chunk, NonFiniteError(window.problem))
+        else:
+            nll, nll_base, kld, p_diff, same_top = window.values
+            positions = Positions(nll, nll_base, kld, p_diff, same_top.astype(bool))
+            scorer.add(window.chunk, positions, window.pass_seconds)
+    return KlResult(summarise(scorer.positions), scorer.positions, scorer.n_chunks)
+
+
+def check_vocabulary(base: BaseReader, n_vocab: int) -> None:
+    """FormatError if the base file was made with a model of another vocabulary."""
+    if base.n_vocab != n_vocab:
+        raise FormatError(
+            f"{base.path} was made with a vocabulary of {base.n_vocab} tokens, this model has {n_vocab}; "
+            f"use a base file made with a model of the same family"
+        )

@@ -7,7 +7,7 @@ comparable.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,12 @@ from ikcli.config import RunConfig
 from ikcli.engine.sizes import DEFAULT_WINDOW, windows_session
 from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.eval.chunks import Windows, chunk_windows, evaluate, strided_windows
-from ikcli.eval.protocol import FloatRows, SessionLike, TokenIds
+from ikcli.eval.protocol import FloatRows, HasTokenizer, SessionLike, TokenIds
 from ikcli.eval.stats import F64, RunningNll, token_nll
 
 if TYPE_CHECKING:
     from ikcli.engine.planner import Planner
+    from ikcli.eval.fleet_windows import WindowValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def plan(tokens: TokenIds, params: PerplexityParams, bos: int | None) -> Windows
     return chunk_windows(tokens, params.n_ctx, params.n_batch, max_chunks=params.chunks, bos=bos)
 
 
-def bos_of(session: SessionLike) -> int | None:
+def bos_of(session: HasTokenizer) -> int | None:
     """The token that starts every window, if the model uses one."""
     return session.tokenizer.bos_id if session.tokenizer.add_bos else None
 
@@ -105,16 +106,23 @@ def run(
     windows = plan(tokens, params, bos_of(session))
     scorer = _Scorer(params, windows, on_chunk, on_rows)
     evaluate(session, windows, scorer)
-    running = scorer.running
-    return PerplexityResult(
-        ppl=running.ppl,
-        error=running.ppl * running.mean_error,
-        mean_nll=running.mean,
-        n_chunks=windows.n_chunk - scorer.n_left_out,
-        n_ctx=params.n_ctx,
-        n_tokens=running.count,
-        chunks=tuple(scorer.chunks),
-    )
+    return scorer.result()
+
+
+def gather(
+    found: Iterable[WindowValues],
+    windows: Windows,
+    params: PerplexityParams,
+    on_chunk: Callable[[ChunkScore], None] | None = None,
+) -> PerplexityResult:
+    """What `run` returns, from the values of all windows in order."""
+    scorer = _Scorer(params, windows, on_chunk, None)
+    for window in found:
+        if window.values is None:
+            scorer.failed(window.chunk, NonFiniteError(window.problem))
+        else:
+            scorer.add(window.chunk, window.values[0], window.pass_seconds)
+    return scorer.result()
 
 
 def chunk_error(chunk: int, cause: NonFiniteError | None = None) -> NonFiniteError:
@@ -140,6 +148,7 @@ class _Scorer:
         self.chunks: list[ChunkScore] = []
         self.n_left_out = 0
         self._params = params
+        self._n_chunk = windows.n_chunk
         self._step = params.stride or params.n_ctx
         self._nll: F64 = np.empty(windows.n_scored, dtype=np.float64)
         self._pending: dict[int, F64] = {}
@@ -153,12 +162,28 @@ class _Scorer:
             self._on_rows(chunk, row, logits, targets)
 
     def finish(self, chunk: int, pass_seconds: float) -> None:
-        nll = self._pending.pop(chunk)
+        self.add(chunk, self._pending.pop(chunk), pass_seconds)
+
+    def add(self, chunk: int, nll: F64, pass_seconds: float) -> None:
+        """Take the values of a whole window."""
         if not np.isfinite(nll).all():
             self._leave_out(chunk, pass_seconds, None)
             return
         self.running.add(nll)
         self._report(chunk, self.running.ppl, self.running.mean, self.running.mean_error, pass_seconds)
+
+    def result(self) -> PerplexityResult:
+        """Of what was scored."""
+        running = self.running
+        return PerplexityResult(
+            ppl=running.ppl,
+            error=running.ppl * running.mean_error,
+            mean_nll=running.mean,
+            n_chunks=self._n_chunk - self.n_left_out,
+            n_ctx=self._params.n_ctx,
+            n_tokens=running.count,
+            chunks=tuple(self.chunks),
+        )
 
     def failed(self, chunk: int, error: NonFiniteError) -> None:
         self._pending.pop(chunk, None)

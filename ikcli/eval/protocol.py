@@ -31,6 +31,13 @@ class TokenizerLike(Protocol):
         """Token ids of a text."""
 
 
+class HasTokenizer(Protocol):
+    """What texts become tokens with."""
+
+    @property
+    def tokenizer(self) -> TokenizerLike: ...
+
+
 class SessionLike(Protocol):
     """A loaded model with its cache. Sizes in tokens; `n_ctx` counts all sequences together."""
 

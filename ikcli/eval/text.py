@@ -10,7 +10,7 @@ import numpy as np
 
 from ikcli.config import RunConfig, default_text
 from ikcli.errors import IkError
-from ikcli.eval.protocol import SessionLike, TokenIds
+from ikcli.eval.protocol import HasTokenizer, TokenIds
 from ikcli.log import log
 
 _SIMPLE = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\": b"\\"}
@@ -66,7 +66,7 @@ def text_name(config: RunConfig) -> str:
     return "the prompt" if config.prompt.prompt else "the bundled text"
 
 
-def tokenize(session: SessionLike, text: str, who: str = "perplexity") -> TokenIds:
+def tokenize(session: HasTokenizer, text: str, who: str = "perplexity") -> TokenIds:
     """Token ids int32 of the text, begin-of-text included where the model wants it; logs the time taken."""
     log(f"{who}: tokenizing the input ..")
     started = time.perf_counter()

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait as wait_for
 from typing import Any, Protocol
 
+from ikcli.config_fleet import FleetConfig
 from ikcli.errors import IkError
 from ikcli.log import warn
 
@@ -41,7 +45,7 @@ class Executor(Protocol):
 
     n_workers: int
 
-    def run(self, factory: Factory, units: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    def run(self, factory: Factory, units: Sequence[Any]) -> Generator[tuple[int, Any]]:
         """(index, result) of every unit as they end."""
 
 
@@ -50,7 +54,7 @@ class Here:
 
     n_workers = 1
 
-    def run(self, factory: Factory, units: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    def run(self, factory: Factory, units: Sequence[Any]) -> Generator[tuple[int, Any]]:
         """See Executor."""
         if not units:
             return
@@ -62,16 +66,31 @@ class Here:
             worker.close()
 
 
+_factory: Factory | None = None
 _worker: Worker | None = None
 
 
 def _begin(factory: Factory) -> None:
-    global _worker
-    _worker = factory()
+    global _factory
+    _factory = factory
+    # Ctrl-C reaches all processes of a terminal, and the first one reports it
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A pool does not notice that the process that made it was killed; its workers would stay."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait_for([parent.sentinel])
+    os._exit(1)
 
 
 def _do(unit: Any) -> Any:
-    assert _worker is not None
+    global _worker
+    if _worker is None:  # not in _begin, as pools print and lose the errors of initializers
+        assert _factory is not None
+        _worker = _factory()
     return _worker.do(unit)
 
 
@@ -81,7 +100,7 @@ class Processes:
     def __init__(self, n_workers: int) -> None:
         self.n_workers = n_workers
 
-    def run(self, factory: Factory, units: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    def run(self, factory: Factory, units: Sequence[Any]) -> Generator[tuple[int, Any]]:
         """See Executor."""
         places = [_Place(factory) for _ in range(min(self.n_workers, len(units)))]
         try:
@@ -154,6 +173,12 @@ def executor(n_workers: int, ray: str | None, n_threads: int) -> Executor:
     return Processes(n_workers) if n_workers > 1 else Here()
 
 
-def threads_each(n_threads: int, n_workers: int) -> int:
-    """Threads of each of several workers that share this machine's."""
-    return max(1, (n_threads or os.cpu_count() or 1) // max(1, n_workers))
+def executor_of(fleet: FleetConfig, n_threads: int) -> Executor:
+    """The executor that the options ask for; a worker has `n_threads` threads."""
+    return executor(fleet.n_workers, fleet.ray, n_threads)
+
+
+def threads_each(n_threads: int, fleet: FleetConfig) -> int:
+    """Threads of a worker: those of this machine are shared, those of the nodes of a cluster are not."""
+    n_workers = fleet.n_workers if fleet.ray in (None, "local") else 1
+    return max(1, (n_threads or os.cpu_count() or 1) // n_workers)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from ikcli.errors import IkError, UnsupportedError
@@ -61,7 +61,7 @@ class RayExecutor:
         self._address, self._n_threads = address, n_threads
         self.n_workers = n_workers
 
-    def run(self, factory: Factory, units: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    def run(self, factory: Factory, units: Sequence[Any]) -> Generator[tuple[int, Any]]:
         """See Executor; IkError if there is no cluster at the address."""
         if not units:
             return

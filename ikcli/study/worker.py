@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,13 @@ import numpy as np
 
 from ikcli.errors import IkError
 from ikcli.eval.resident import Resident, ResidentOptions
+from ikcli.fleet import digest
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.quant.encoding import Encoding
 from ikcli.quant.imatrix_file import read_imatrix
 from ikcli.study.units import Unit
 
 _LEAST_CHUNKS = 2
-_PIECE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +82,5 @@ class StudyWorker:
 
 
 def digests(file: GGUFFile, text: Path, imatrix: Path | None) -> tuple[str, str, str]:
-    """Of the model (header and samples of every tensor: files of hundreds of GB are not read whole), text, matrix."""
-    hashed = hashlib.sha256(repr(sorted((n, t.type, t.shape) for n, t in file.tensors.items())).encode())
-    for name in sorted(file.tensors):
-        data = file.data(name)
-        hashed.update(data[:_PIECE].tobytes())
-        hashed.update(data[-_PIECE:].tobytes())
-    return hashed.hexdigest(), _of_file(text), _of_file(imatrix) if imatrix else ""
-
-
-def _of_file(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise IkError(f"cannot read {path}: {error.strerror or error}") from None
+    """Of the model, the text and the importance matrix."""
+    return digest.of_model(file), digest.of_file(text), digest.of_file(imatrix) if imatrix else ""

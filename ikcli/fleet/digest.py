@@ -1,0 +1,30 @@
+"""Digests of files that workers on other machines must have, too."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from ikcli.errors import IkError
+from ikcli.gguf.reader import GGUFFile
+
+_PIECE = 1 << 16
+
+
+def of_model(file: GGUFFile) -> str:
+    """Of the header and samples of every tensor: files of hundreds of GB are not read whole."""
+    hashed = hashlib.sha256(repr(sorted((n, t.type, t.shape) for n, t in file.tensors.items())).encode())
+    for name in sorted(file.tensors):
+        data = file.data(name)
+        hashed.update(data[:_PIECE].tobytes())
+        hashed.update(data[-_PIECE:].tobytes())
+    return hashed.hexdigest()
+
+
+def of_file(path: Path) -> str:
+    """Of all bytes."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise IkError(f"cannot read {path}: {error.strerror or error}") from None

@@ -1,0 +1,183 @@
+"""Perplexity and KL divergence by several workers: what one process prints, whatever dies, and from a journal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ikcli.commands import _kl_divergence
+from ikcli.commands import perplexity as perplexity_command
+from ikcli.config import default_text
+from ikcli.eval import fleet_windows
+from ikcli.eval.fleet_windows import WindowWorkerOptions
+from ikcli.main import main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Eight windows and a half, two side by side; the last group has one."""
+    path = tmp_path_factory.mktemp("ppl") / "text.txt"
+    path.write_text(default_text().read_text("utf-8")[20000:26000], "utf-8")
+    return ["perplexity", "-f", str(path), "-c", "64", "-b", "128", "-t", "2", "--chunks", "9"]
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Final lines show every bit."""
+    monkeypatch.setattr(perplexity_command, "final_line", lambda r: repr((r.ppl, r.error, r.mean_nll, r.n_tokens)))
+    monkeypatch.setattr(_kl_divergence, "statistics", lambda r: repr((r.summary, r.positions.kld.tolist())))
+
+
+def printed(words: list[str], capsys: Capture) -> str:
+    capsys.readouterr()
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def base(run: list[str]) -> list[str]:
+    """The command that compares a run with another cache type."""
+    path = Path(run[2]).with_name("base.kld")
+    assert main([*run, "--kl-divergence-base", str(path)]) == 0
+    return [*run, "--kl-divergence-base", str(path), "--kl-divergence", "-ctk", "q4_0"]
+
+
+@dataclass(frozen=True)
+class Deadly:
+    """The first worker that begins the unit of window `at` dies."""
+
+    options: WindowWorkerOptions
+    room: Path
+    at: int = 2
+
+    def __call__(self) -> DeadlyWorker:
+        return DeadlyWorker(self)
+
+
+class DeadlyWorker:
+    def __init__(self, how: Deadly) -> None:
+        self.how, self.worker = how, how.options()
+
+    def do(self, unit: tuple[int, Any]) -> dict[str, Any]:
+        mark = self.how.room / "died"
+        if unit[0] == self.how.at and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.worker.do(unit)
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+def test_workers_and_journals_print_the_same(run: list[str], tmp_path: Path, capsys: Capture) -> None:
+    alone = printed([*run, "--ppl-output-type", "1"], capsys)
+    assert len(alone.splitlines()) == 11
+    journal = tmp_path / "j.jsonl"
+    assert printed([*run, "--ppl-output-type", "1", "--workers", "2", "--journal", str(journal)], capsys) == alone
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 1 + 5
+    journal.write_bytes(b"".join([lines[0], lines[3], lines[1]]) + lines[2][:30])
+    assert printed([*run, "--ppl-output-type", "1", "--journal", str(journal)], capsys) == alone
+    few = ["--chunks", "6", "--journal", str(journal)]
+    assert printed([*run, *few], capsys) == printed([*run, "--chunks", "6"], capsys)
+    assert journal.read_bytes().count(b"\n") == 1 + 5  # all of these groups were known
+    assert main([*run, "-ctk", "q8_0", "--journal", str(journal)]) == 2
+    assert "--cache-type-k is None there and 'q8_0' now" in capsys.readouterr().err
+
+
+def test_a_worker_that_dies(run: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = printed(run, capsys)
+    plain = fleet_windows.in_order
+    monkeypatch.setattr(fleet_windows, "in_order", lambda w, f, u, j: plain(w, Deadly(f, tmp_path), u, j))
+    assert main([*run, "--workers", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert out == alone and err.count("its unit is done again") == 1 and (tmp_path / "died").exists()
+
+
+def test_divergence_of_workers_is_that_of_one_process(base: list[str], tmp_path: Path, capsys: Capture) -> None:
+    alone = printed(base, capsys)
+    assert "KlSummary(count=279" in alone and len(alone.splitlines()) == 13
+    journal = tmp_path / "j.jsonl"
+    assert printed([*base, "--workers", "2", "--journal", str(journal)], capsys) == alone
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:3]))
+    assert printed([*base, "--journal", str(journal)], capsys) == alone
+
+
+def test_strided_windows(run: list[str], capsys: Capture) -> None:
+    words = [*run, "--ppl-stride", "32", "--chunks", "4"]
+    assert printed([*words, "--workers", "2"], capsys) == printed(words, capsys)
+
+
+def test_a_driver_that_is_killed_leaves_a_journal_and_no_process(
+    run: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    journal = tmp_path / "j.jsonl"
+    words = [*run, "--chunks", "-1", "-b", "64", "--journal", str(journal)]
+    driver = subprocess.Popen([sys.executable, "-m", "ikcli", *words, "--workers", "2"], stdout=subprocess.DEVNULL)
+    wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 2)
+    children = descendants(driver.pid)
+    driver.kill()
+    driver.wait()
+    assert children
+    wait_until(lambda: not any(alive(pid) for pid in children))
+    known = journal.read_bytes().count(b"\n")
+    resumed = printed(words, capsys)
+    assert resumed == printed(words[:-2], capsys)
+    assert 2 < known <= journal.read_bytes().count(b"\n")
+
+
+def wait_until(done: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--workers", "0"], "--workers"),
+        (["--workers", "2", "--hellaswag"], "not for choices"),
+        (["--workers", "2", "--kl-divergence-base", "new.kld"], "stores every prediction"),
+        (["--workers", "2", "--profile"], "--profile"),
+        (["--journal", "nowhere/j.jsonl"], "cannot write the journal"),
+    ],
+)
+def test_wrong_input_ends_in_a_sentence(words: list[str], message: str, run: list[str], capsys: Capture) -> None:
+    assert main([*run, *words]) in (1, 2)
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err
+
+
+def test_workers_refuse_other_files(run: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = fleet_windows.in_order
+    other = {"model_digest": "0" * 64}
+    monkeypatch.setattr(fleet_windows, "in_order", lambda w, f, u, j: plain(w, replace(f, **other), u, j))
+    assert main([*run, "--workers", "2"]) == 1
+    assert "another file than that of the command" in capsys.readouterr().err

@@ -114,3 +114,13 @@ def _choice(option: Option, text: str) -> str:
     near = nearest(text, option.choices)
     hint = f"; did you mean {near}?" if near else ""
     raise ValueError(f"is not one of {', '.join(option.choices)}{hint}")
+
+
+def labelled_file(text: str) -> tuple[str, Path]:
+    """`LABEL=FILE` or a file; a file whose name has a `=` is meant as it is."""
+    label, equals, name = text.partition("=")
+    if not equals or Path(text).exists():
+        return "", Path(text)
+    if not label.strip() or not name:
+        raise UsageError(f'"{text}" is not of the form LABEL=FILE')
+    return label.strip(), Path(name)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ikcli import log
 from ikcli.commands._options import usage
+from ikcli.commands._values import labelled_file
 from ikcli.config_tools import PublishConfig
 from ikcli.errors import UsageError
 
@@ -23,14 +24,14 @@ def run(config: PublishConfig) -> int:
         raise UsageError("--out DIR is missing: the folder to make")
     plan = plan_publish(
         PublishOptions(
-            [_labelled(text) for text in config.args],
+            [labelled_file(text) for text in config.args],
             config.out,
             config.name,
             config.base_model,
             config.license,
             parse_size(config.split_max_size) if config.split_max_size is not None else 0,
             config.imatrix,
-            [_labelled(text) for text in config.results],
+            [labelled_file(text) for text in config.results],
             config.note,
             [Path(text) for text in config.source],
             config.link,
@@ -52,13 +53,3 @@ def run(config: PublishConfig) -> int:
             print(f"{made.out / path}")
         print(f"  {q.type}, {q.n_bytes} bytes = {q.n_bytes / 2**30:.3f} GiB, {q.bpw:.3f} BPW")
     return 0
-
-
-def _labelled(text: str) -> tuple[str, Path]:
-    """`LABEL=FILE` or a file; a file whose name has a `=` is meant as it is."""
-    label, equals, name = text.partition("=")
-    if not equals or Path(text).exists():
-        return "", Path(text)
-    if not label.strip() or not name:
-        raise UsageError(f'"{text}" is not of the form LABEL=FILE')
-    return label.strip(), Path(name)

@@ -12,6 +12,7 @@ from typing import Any
 from ikcli import log
 from ikcli.commands._columns import json_scalar, printable
 from ikcli.commands._options import usage
+from ikcli.commands._values import labelled_file
 from ikcli.config_tools import ReportConfig
 from ikcli.errors import FormatError, UsageError
 from ikcli.eval.report_page import page
@@ -29,7 +30,7 @@ def run(config: ReportConfig) -> int:
     output = config.output
     if not config.json and not output.parent.is_dir():
         raise UsageError(f"-o {output}: the folder {output.parent} does not exist")
-    sources = [_source(text) for text in config.args]
+    sources = [labelled_file(text) for text in config.args]
     if not config.json and output.resolve() in {path.resolve() for _, path in sources}:
         raise UsageError(f"-o {output} is one of the files to read; name another output")
     results = read_results(sources, _sizes(config.size))
@@ -52,16 +53,6 @@ def run(config: ReportConfig) -> int:
         raise
     print(f"{output}: {len(results.all())} results from {len(sources)} files")
     return 0
-
-
-def _source(text: str) -> tuple[str, Path]:
-    """`LABEL=FILE` or a file; a file whose name has a `=` is meant as it is."""
-    label, equals, name = text.partition("=")
-    if not equals or Path(text).exists():
-        return "", Path(text)
-    if not label.strip() or not name:
-        raise UsageError(f'"{text}" is not of the form LABEL=FILE')
-    return label.strip(), Path(name)
 
 
 def _sizes(texts: tuple[str, ...]) -> dict[str, int]:

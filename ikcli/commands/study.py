@@ -17,7 +17,7 @@ from ikcli.hostinfo import physical_cores
 from ikcli.quant.encoders import available_types
 from ikcli.study.plot import draw
 from ikcli.study.study import Progress, StudyOptions, json_text, read_study, run_study, table_lines, types_named
-from ikcli.study.units import GROUPS, Left, Unit
+from ikcli.study.units import Left, Unit
 
 _DEFAULT_TYPES = ("iq2_k,iq3_k,iq4_k,iq6_k",)
 _SHOWN = 3  # tensors named in a warning
@@ -41,8 +41,6 @@ def run(config: StudyConfig) -> int:
 
 
 def _options(config: StudyConfig) -> StudyOptions:
-    if config.by not in GROUPS:
-        raise UsageError(f"--by {config.by}: choose one of {', '.join(GROUPS)}")
     types = types_named(config.types or _DEFAULT_TYPES)
     unknown = [t for t in types if t not in available_types()]
     if unknown:

@@ -32,6 +32,7 @@ class ReplayRunner(Runner):
         super().__init__(CpuDevice(n_threads))
         self._limit = limit
         self._kept: list[_Kept] = []
+        self._known_cuts: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}  # cuts by program
         self._recording = 0
         self._at = 0
         self._changed: frozenset[str] = frozenset()
@@ -46,7 +47,7 @@ class ReplayRunner(Runner):
 
     def record(self, n_runs: int) -> None:
         """Keep values in the next so many runs."""
-        self._kept, self._recording, self._at = [], n_runs, 0
+        self._kept, self._known_cuts, self._recording, self._at = [], {}, n_runs, 0
 
     def change(self, addresses: Mapping[str, int]) -> None:
         """Begin a pass in which these weights are elsewhere, and all others as in the recorded one."""
@@ -57,10 +58,6 @@ class ReplayRunner(Runner):
         self._weights[CPU] = {**own, **addresses}
         super().bind(programs, state)
         self._weights[CPU] = own
-        self.rewind()
-
-    def rewind(self) -> None:
-        """Begin the pass anew."""
         self._at = 0
 
     def bind(self, programs: Sequence[DividedProgram], state: StepBlock) -> None:
@@ -78,7 +75,9 @@ class ReplayRunner(Runner):
         self._at += 1
 
     def _record(self, program: CpuProgram, n_threads: int) -> _Kept:
-        kept, done = _Kept(program, self._cuts(program)), 0
+        if id(program) not in self._known_cuts:
+            self._known_cuts[id(program)] = self._cuts(program)
+        kept, done = _Kept(program, self._known_cuts[id(program)]), 0
         for cut, places in kept.cuts:
             self.cpu.run_ops(program, done, cut, n_threads)
             kept.values.append([self.cpu.arena[at : at + size].copy() for at, size in places])

@@ -49,8 +49,18 @@ class ResidentOptions:
     prefix_bytes: int = PREFIX_BYTES
 
 
-@dataclass(slots=True)
-class _Base:
+class _EndsAtNaN:
+    """What scorers here do beside scoring: a value that is not finite ends the work."""
+
+    def finish(self, chunk: int, pass_seconds: float) -> None:
+        """Nothing to do per window."""
+
+    def failed(self, chunk: int, error: NonFiniteError) -> None:
+        raise error
+
+
+@dataclass
+class _Base(_EndsAtNaN):
     """Collects the log-probabilities of the unchanged model, 16 bits each.
 
     `own` is the divergence of the model from them, which their rounding causes; it is taken off what trials show.
@@ -65,15 +75,9 @@ class _Base:
         self.rows.append(encoded)
         self.own.append(compare_rows(logits[: len(targets)], encoded, targets, self.n_threads).kld)
 
-    def finish(self, chunk: int, pass_seconds: float) -> None:
-        """Nothing to do per window."""
 
-    def failed(self, chunk: int, error: NonFiniteError) -> None:
-        raise error
-
-
-@dataclass(slots=True)
-class _Trial:
+@dataclass
+class _Trial(_EndsAtNaN):
     """Compares with the base."""
 
     base: _Base
@@ -84,12 +88,6 @@ class _Trial:
         i = self.at + len(self.kld)
         found = compare_rows(logits[: len(targets)], self.base.rows[i], targets, self.base.n_threads)
         self.kld.append(found.kld - self.base.own[i])
-
-    def finish(self, chunk: int, pass_seconds: float) -> None:
-        """Nothing to do per window."""
-
-    def failed(self, chunk: int, error: NonFiniteError) -> None:
-        raise error
 
 
 class Resident:
@@ -138,20 +136,8 @@ class Resident:
         """Memory of what layers leave behind."""
         return self._runner.n_bytes
 
-    @property
-    def share_computed(self) -> float:
-        """Share of the ops of whole passes that trials had to compute so far."""
-        done, whole = self._runner.n_ops
-        return done / whole if whole else 1.0
-
     def _window(self, i: int) -> Windows:
         return replace(self.windows, tokens=self.windows.tokens[i : i + 1])
-
-    def used(self) -> set[str]:
-        """Tensors of the file that the model computes with."""
-        sources = self.session.model.derived_from()
-        names = {w for graph, _ in self.session.graphs.values() for w in graph.weights}
-        return {sources.get(name, name) for name in names} & self.session.model.file.tensors.keys()
 
     def trial(self, types: Mapping[str, GGMLType], encoding: Encoding) -> Iterator[F64]:
         """KL divergence (nats) at the scored positions of one window after the other, with tensors rounded to `types`.

@@ -15,8 +15,6 @@ from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.measure import fits
 from ikcli.rules import compile_pattern
 
-GROUPS = ("tensor", "role", "block")
-
 
 @dataclass(frozen=True, slots=True)
 class Unit:

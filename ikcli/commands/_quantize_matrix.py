@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from ikcli import log
 from ikcli.commands._options import parse, usage
+from ikcli.commands._self_covariance import SELF, covariance_file, planned_data
 from ikcli.commands.quantize import recipe_of, report_plan_notes, threads, tool_options
 from ikcli.config_tools import QuantizeConfig
 from ikcli.errors import IkError, UsageError
 
 if TYPE_CHECKING:
     from ikcli.gguf.reader import GGUFFile
+    from ikcli.quant.imatrix_file import Imatrix
     from ikcli.quant.matrix import MatrixJob
     from ikcli.quant.recipes import TypeChoice
     from ikcli.quant.tool import ToolPlan
@@ -114,8 +116,15 @@ def output_path(source: str, output: str, name: str) -> Path:
     return Path(output) / f"{_FLOAT_SUFFIX.sub('', stem)}-{name}.gguf"
 
 
-def plans_of(config: QuantizeConfig, lines: list[Line], source: str, output: str, n_threads: int) -> list[ToolPlan]:
-    """A plan per line, all of one opened model; errors name the line."""
+def plans_of(
+    config: QuantizeConfig,
+    lines: list[Line],
+    source: str,
+    output: str,
+    n_threads: int,
+    assumed: Imatrix | None = None,
+) -> list[ToolPlan]:
+    """A plan per line, all of one opened model; errors name the line. `assumed`: the data of `self` in a dry run."""
     from ikcli.gguf.reader import open_gguf
     from ikcli.quant.tool import plan_of
 
@@ -133,14 +142,15 @@ def plans_of(config: QuantizeConfig, lines: list[Line], source: str, output: str
                 raise UsageError(f"{path} is the file of {taken[path.resolve()]} too; add a name after the type")
             taken[path.resolve()] = line.where
             recipe = recipe_of(line.config, line.number, line.type_name)
-            plans.append(plan_of(file, str(path), recipe, tool_options(line.config, n_threads)))
+            options = tool_options(line.config, n_threads)
+            if options.covariance == SELF:
+                options = replace(options, covariance=None, assumed=assumed)
+            plans.append(plan_of(file, str(path), recipe, options))
     return plans
 
 
 def run(config: QuantizeConfig) -> int:
     """Plan all quants, print sizes, and unless it is a dry run write them."""
-    from ikcli.quant.matrix import MatrixJob, check_rooms
-
     default = QuantizeConfig()
     for key in _NOT_HERE:
         if getattr(config, key) != getattr(default, key):
@@ -150,7 +160,30 @@ def run(config: QuantizeConfig) -> int:
     source, output = config.args
     n_threads = threads(config.n_threads)
     lines = read_list(Path(config.matrix), config)
-    plans = plans_of(config, lines, source, output, n_threads)
+    wanted = SELF if any(line.config.covariance == SELF for line in lines) else None
+    if wanted and config.dry_run:
+        _, assumed = planned_data(source, config.covariance_tokens, config.override_kv)
+        return _run(config, lines, source, output, n_threads, assumed)
+    with covariance_file(wanted, source, output, config.covariance_tokens, n_threads, config.override_kv) as path:
+        return _run(config, [_with_moments(line, path) for line in lines], source, output, n_threads)
+
+
+def _with_moments(line: Line, path: str | None) -> Line:
+    """The line with the file that `self` stands for."""
+    return replace(line, config=replace(line.config, covariance=path)) if line.config.covariance == SELF else line
+
+
+def _run(
+    config: QuantizeConfig,
+    lines: list[Line],
+    source: str,
+    output: str,
+    n_threads: int,
+    assumed: Imatrix | None = None,
+) -> int:
+    from ikcli.quant.matrix import MatrixJob, check_rooms
+
+    plans = plans_of(config, lines, source, output, n_threads, assumed)
     for line, plan in zip(lines, plans, strict=True):
         report_plan_notes(plan, f"{line.where}: ")
     needs = [(plan.job.output, plan.new_bytes) for plan in plans]

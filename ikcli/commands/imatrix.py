@@ -30,9 +30,16 @@ from ikcli.eval.imatrix import (
 )
 from ikcli.eval.imatrix_compare import comparison_lines
 from ikcli.eval.imatrix_stats import LayerSimilarity, statistics_lines
+from ikcli.eval.random_tokens import random_tokens
 from ikcli.eval.text import load_text, text_name, tokenize
 from ikcli.log import log, warn
-from ikcli.quant.covariance_file import is_covariance, merge_covariance, open_covariance, write_covariance
+from ikcli.quant.covariance_file import (
+    RANDOM_TOKENS,
+    is_covariance,
+    merge_covariance,
+    open_covariance,
+    write_covariance,
+)
 from ikcli.quant.imatrix_file import Imatrix, merge, read_imatrix
 
 if TYPE_CHECKING:
@@ -49,6 +56,8 @@ def run(run: ModelRun) -> int:
         return 0
     config, earlier = _inputs(config)
     options = config.imatrix
+    if options.random_tokens and (config.prompt.file is not None or config.prompt.prompt):
+        raise UsageError("--random-tokens takes the place of a text; drop -f and -p, or --random-tokens")
     if options.compare:
         if len(earlier) != 2 or options.show_statistics:
             raise UsageError(
@@ -65,7 +74,7 @@ def run(run: ModelRun) -> int:
     _check_output(options.output)
     if options.covariance is not None:
         _check_output(options.covariance, "--covariance")
-    if earlier and config.prompt.file is None and not config.prompt.prompt:
+    if earlier and config.prompt.file is None and not config.prompt.prompt and not options.random_tokens:
         _save(config, _named(_merged([load(path) for path in earlier]), config), options.output)
         return 0
     _collect_text(config, earlier, run.planner)
@@ -138,7 +147,8 @@ def _save(config: RunConfig, imatrix: Imatrix, path: Path) -> None:
 
 
 def _collect_text(config: RunConfig, earlier: Sequence[Path], planner: Planner) -> None:
-    options, params, text = config.imatrix, params_of(config), load_text(config)
+    options, params = config.imatrix, params_of(config)
+    text = "" if options.random_tokens else load_text(config)
     before = [(read_imatrix(path), is_legacy(path)) for path in earlier]  # once: the output may be one of them
 
     def write(found: Imatrix, path: Path) -> None:
@@ -147,11 +157,14 @@ def _collect_text(config: RunConfig, earlier: Sequence[Path], planner: Planner) 
 
     settings, sizes = imatrix_session(config)
     with closing(Session.open(settings, n_ctx=sizes.n_ctx, planner=planner)) as session:
-        tokens = tokenize(session, text, "imatrix")
+        if options.random_tokens:
+            tokens = random_tokens(session.tokenizer, options.random_tokens)
+        else:
+            tokens = tokenize(session, text, "imatrix")
         n_chunk = len(windows(tokens, params))
         log(f"imatrix: computing over {n_chunk} chunks, n_ctx={params.n_ctx}, batch_size={session.n_batch}")
         similarity = LayerSimilarity() if options.layer_similarity else None
-        printer = _Printer(config, n_chunk, write, text_name(config))
+        printer = _Printer(config, n_chunk, write, RANDOM_TOKENS if options.random_tokens else text_name(config))
         try:
             result = collect(session, tokens, params, on_chunk=printer, similarity=similarity)
         finally:

@@ -10,13 +10,15 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ikcli import log
 from ikcli.commands._argv import read_lines
 from ikcli.commands._options import usage
+from ikcli.commands._self_covariance import SELF, covariance_file, planned_data
 from ikcli.commands._suggest import nearest
 from ikcli.commands._target import check_sides, has_target, target_options
 from ikcli.config_tools import QuantizeConfig
@@ -47,6 +49,7 @@ class Request:
     target: TargetOptions | None = None
     write_recipe: str = ""
     preflight: bool = False
+    covariance_tokens: int = 0
 
 
 def request_of(config: QuantizeConfig) -> Request:
@@ -77,6 +80,7 @@ def request_of(config: QuantizeConfig) -> Request:
         target,
         config.write_recipe,
         config.preflight,
+        config.covariance_tokens,
     )
 
 
@@ -204,14 +208,24 @@ def run(config: QuantizeConfig) -> int:
         from ikcli.commands import _quantize_matrix
 
         return _quantize_matrix.run(config)
-    return _run(request_of(config))
+    request = request_of(config)
+    if request.preflight:
+        return _preflight(request)
+    o = request.options
+    if o.covariance == SELF and request.dry_run and request.target is None:
+        _, assumed = planned_data(request.input, request.covariance_tokens, o.overrides)
+        return _run(replace(request, options=replace(o, covariance=None, assumed=assumed)))
+    if o.covariance == SELF:
+        _check_output(request)
+    with covariance_file(
+        o.covariance, request.input, request.output, request.covariance_tokens, o.n_threads, o.overrides
+    ) as path:
+        return _run(replace(request, options=replace(o, covariance=path)))
 
 
 def _run(request: Request) -> int:
     from ikcli.quant.tool import plan_quantize, plan_repack
 
-    if request.preflight:
-        return _preflight(request)
     for rule in request.recipe.custom:
         log.log(f"Adding custom rule {rule.pattern} -> {_type_name(rule.type)}")
     if request.mode == "quantize":
@@ -241,7 +255,11 @@ def _preflight(request: Request) -> int:
     from ikcli.quant.preflight import PlannedJob, preflight
 
     r = request
-    task = PlannedJob(r.mode, r.input, r.output, r.recipe, r.options, r.patterns, r.target)
+    runs = None
+    if r.options.covariance == SELF:
+        runs = partial(planned_data, r.input, r.covariance_tokens, r.options.overrides)
+        r = replace(r, options=replace(r.options, covariance=None))
+    task = PlannedJob(r.mode, r.input, r.output, r.recipe, r.options, r.patterns, r.target, runs)
     report = preflight(task, available_memory())
     print("\n".join(report.lines()))
     return 1 if report.failed else 0

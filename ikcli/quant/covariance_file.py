@@ -26,6 +26,8 @@ from ikcli.quant.imatrix_lookup import relatives
 
 Floats = npt.NDArray[np.float32]
 KIND = "covariance"
+RANDOM_TOKENS = "random tokens"
+"""The data set of moments that no text was needed for."""
 _SUPER = 256  # columns of a super-block
 _DOUBT = 4  # see `Covariance.moments`
 _OTHER = "; the files belong to different models"
@@ -58,6 +60,11 @@ class Covariance:
         self._last: tuple[str, Floats | None] = "", None
         self.datasets = tuple(_strings(file, "covariance.datasets"))
         self.n_chunks = int(file.get("covariance.chunk_count", 0))
+
+    @property
+    def of_random_tokens(self) -> bool:
+        """Whether no text is behind it, so that mean squares are better taken from an importance matrix."""
+        return set(self.datasets) == {RANDOM_TOKENS}
 
     def find(self, name: str) -> str | None:
         """The entry that serves a tensor: its own, or that of a tensor which sees the same input; None without one."""
@@ -165,6 +172,20 @@ def _diagonal_blocks(products: Floats) -> Floats:
     for i, block in enumerate(blocks):
         at = i * size % _SUPER
         out[i * size // _SUPER, at : at + size, at : at + size] = block
+    return out
+
+
+def with_squares(moments: Floats, squares: Floats) -> Floats:
+    """Moments (n, B, B) with these mean squares (n * B,) on the diagonal: correlations stay as they are.
+
+    Columns that were always 0 go together with no other.
+    """
+    old = np.ascontiguousarray(np.diagonal(moments, axis1=1, axis2=2), np.float64)
+    new = np.maximum(squares.reshape(old.shape).astype(np.float64), 0)
+    factor = np.sqrt(np.divide(new, old, out=np.zeros_like(old), where=old > 0)).astype(np.float32)
+    out: Floats = moments * factor[:, :, None] * factor[:, None, :]
+    column = np.arange(out.shape[1])
+    out[:, column, column] = new
     return out
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.gguf.constants import GGMLType
-from ikcli.quant.covariance_file import Covariance
+from ikcli.quant.covariance_file import Covariance, with_squares
 from ikcli.quant.encoders import EncodeOptions, check_finite, quantize_rows
 from ikcli.quant.feedback import encode_with_feedback, supports
 from ikcli.quant.feedback_metric import Metric
@@ -61,6 +61,8 @@ class TensorEncoding:
         with self._lock:
             if matrix != self._matrix:
                 moments = self._covariance.moments(self._name, self._shape, matrix)
+                if moments is not None and self._covariance.of_random_tokens and self.weights is not None:
+                    moments = with_squares(moments, self.weights[matrix % len(self.weights)])
                 self._matrix, self._metric = matrix, Metric(moments) if moments is not None else None
             return self._metric
 

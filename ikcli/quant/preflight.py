@@ -96,7 +96,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """What would be run; `mode` is quantize, repack or unrepack, `patterns` choose tensors to repack."""
+    """What would be run; `mode` is quantize, repack or unrepack, `patterns` choose tensors to repack.
+
+    `runs` tells what it takes to run the model first and the data that gives, and raises if it cannot be run.
+    """
 
     mode: str
     input: str
@@ -105,6 +108,7 @@ class PlannedJob:
     options: ToolOptions
     patterns: tuple[str, ...] = ()
     target: TargetOptions | None = None
+    runs: Callable[[], tuple[str, Imatrix]] | None = None
 
 
 def preflight(task: PlannedJob, available: int | None = None) -> Report:
@@ -112,7 +116,7 @@ def preflight(task: PlannedJob, available: int | None = None) -> Report:
     report = Report()
     found: list[GGUFFile] = []
     report.attempt("input", lambda: _open(task, found))
-    imatrix, covariance, complete = _data(report, task.options)
+    imatrix, covariance, complete = _data(report, task.options, task.runs)
     if not found:
         return report
     file = found[0]
@@ -139,7 +143,9 @@ def _open(task: PlannedJob, found: list[GGUFFile]) -> str:
     return f"{len(file.tensors)} tensors in {parts} of full length, {file.n_bytes / 2**30:.2f} GiB"
 
 
-def _data(report: Report, options: ToolOptions) -> tuple[Imatrix | None, Covariance | None, bool]:
+def _data(
+    report: Report, options: ToolOptions, runs: Callable[[], tuple[str, Imatrix]] | None
+) -> tuple[Imatrix | None, Covariance | None, bool]:
     """Importance data; the last value tells whether all files that were asked for could be read."""
     covariances: list[Covariance] = []
     matrices: list[Imatrix] = []
@@ -158,8 +164,17 @@ def _data(report: Report, options: ToolOptions) -> tuple[Imatrix | None, Covaria
         sets = ", ".join(found.datasets) or "unknown data"
         return f"{found.path}: {len(found.entries)} entries, {found.n_chunks} chunks from {sets}"
 
+    def run() -> str:
+        assert runs is not None
+        text, found = runs()
+        if options.imatrix is None:
+            matrices.append(found.filtered(options.include_weights, options.exclude_weights))
+        return text
+
+    if runs is not None:
+        ok = report.attempt("covariance", run)
     if options.covariance is not None:
-        ok = report.attempt("covariance", moments)
+        ok = report.attempt("covariance", moments) and ok
     if options.imatrix is not None or covariances:
         ok = report.attempt("imatrix", matrix) and ok
     return matrices[0] if matrices else None, covariances[0] if covariances else None, ok

@@ -37,6 +37,7 @@ class ToolOptions:
 
     imatrix: str | None = None
     covariance: str | None = None
+    assumed: Imatrix | None = None  # in place of data that a dry run does not make
     include_weights: tuple[str, ...] = ()
     exclude_weights: tuple[str, ...] = ()
     hide_imatrix: bool = False
@@ -203,6 +204,8 @@ def load_imatrix(options: ToolOptions, covariance: Covariance | None) -> Imatrix
         found = read_imatrix(options.imatrix)
     elif covariance is not None:
         found = covariance.imatrix()
+    elif options.assumed is not None:
+        found = options.assumed
     else:
         return None
     found = found.filtered(options.include_weights, options.exclude_weights)

@@ -2,7 +2,8 @@
 """Acceptance test of encoders: KL divergence of whole models that ik and ik_llama.cpp quantize to the same types.
 
 Every type is written twice, by `ik quantize --pure` and by the llama-quantize of the reference: with importance matrix,
-without, and by ik with second moments (`--covariance`; the reference then has the importance matrix). ik evaluates both
+without, and by ik with second moments of the text (`--covariance`) or of random tokens beside the importance matrix
+(`--covariance self`); the reference then has the importance matrix. ik evaluates both
 files, so that nothing but the weights differs. A ratio (ours / reference) below 1 says that ik's file is nearer to the
 unquantized model. Its error is that of the evaluated text, position by position.
 

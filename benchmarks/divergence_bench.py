@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from divergence_report import COVARIANCE, IMATRIX, NOTHING, Record, Side, ratio_of_means
+from divergence_report import COVARIANCE, IMATRIX, NOTHING, SELF, Record, Side, ratio_of_means
 from model_divergence import Settings, compare, importance, store_base
 
 from ikcli.eval.imatrix import save
 from ikcli.eval.kld_file import BaseReader
+from ikcli.eval.random_tokens import write_self_covariance
 from ikcli.gguf.constants import FILE_TYPES
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.main import main as ik
@@ -29,7 +30,8 @@ PROGRAM = "llama-quantize"
 # Both programs have rules of their own for these two tensors, also with --pure.
 SAME_TYPES = ("--pure", "--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0")
 _SHAPE = (4096, 4096)
-_IMATRIX, _COVARIANCE = "imatrix.dat", "covariance.gguf"
+_IMATRIX, _COVARIANCE, _RANDOM = "imatrix.dat", "covariance.gguf", "random.gguf"
+_RANDOM_TOKENS = 16384
 _COVARIANCE_LIMIT = 1 << 30  # bytes per input
 
 
@@ -142,7 +144,8 @@ class Bench:
 
     def _ours(self, path: Path, type_: str, mode: str) -> Measured:
         start = time.perf_counter()
-        moments = ["--covariance", str(self.folder / _COVARIANCE)] if mode == COVARIANCE else []
+        file = {COVARIANCE: _COVARIANCE, SELF: _RANDOM}.get(mode)
+        moments = ["--covariance", str(self.folder / file)] if file else []
         quantize_here([*shlex.split(self.programs.options), *moments, *self._arguments(path, type_, mode)])
         seconds = time.perf_counter() - start
         return evaluate(path, self.base, self.settings, seconds)
@@ -205,4 +208,7 @@ def open_bench(judge: Judge, folder: Path, settings: Settings, programs: Program
     save(found.imatrix, folder / _IMATRIX, as_gguf=False)
     if limit:
         write_covariance(folder / _COVARIANCE, found.moments)
+    if SELF in modes:
+        with quiet():
+            write_self_covariance(judge.model, folder / _RANDOM, _RANDOM_TOKENS, settings.n_threads, ())
     return Bench(judge, folder, settings, programs, BaseReader(folder / "base.kld"), base.ppl)

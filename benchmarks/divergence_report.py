@@ -15,8 +15,9 @@ HEADER = (
 SUMMARY_HEADER = "| model | with | up to 4.5 bpw | 2-bit types | all | worst type |\n|---|---|---:|---:|---:|---|"
 
 
-# What the quantizers are given: an importance matrix, nothing, or ik second moments (the other an importance matrix).
-MODES = IMATRIX, NOTHING, COVARIANCE = "imatrix", "nothing", "covariance"
+# What the quantizers are given: an importance matrix, nothing, or ik second moments of the text, or of random tokens
+# beside the importance matrix (the other program has the importance matrix then).
+MODES = IMATRIX, NOTHING, COVARIANCE, SELF = "imatrix", "nothing", "covariance", "self"
 
 
 @dataclass(frozen=True, slots=True)

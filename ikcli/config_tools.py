@@ -211,6 +211,12 @@ class PublishConfig:
     source: tuple[str, ...] = opt((), "--source", "custom", "a file the quants were made of; the card gets its SHA-256 (repeatable)", form="FILE", example="--source model-BF16.gguf", parse=parse_text_item, repeat=True)
     link: bool = opt(False, "--link", "switch", "hard links instead of copies of models that need no splitting")
     dry_run: bool = opt(False, "--dry-run", "switch", "check everything, print files and sizes, write nothing")
+    upload: str = opt("", "--upload", "str", "send the folder to this repository of the hub, made if it is not there; only what it lacks, so the same command goes on where it was stopped. Without models: the folder as it is", form="USER/REPO", example="--upload me/My-Model-GGUF")
+    private: bool = opt(False, "--private", "switch", "with --upload: a new repository is private")
+    revision: str = opt("", "--revision", "str", "with --upload: to this branch, made if it is not there, or to the pull request refs/pr/N; default main", form="BRANCH", example="--revision refs/pr/3")
+    create_pr: bool = opt(False, "--create-pr", "switch", "with --upload: as a pull request")
+    token: str = opt("", "--token -hft --hf-token", "str", "with --upload: access token with the right to write; default HF_TOKEN, or that of hf auth login", form="TOKEN", example="--token hf_...")
+    offline: bool = opt(False, "--offline", "switch", "ask no server; refuses --upload (also HF_HUB_OFFLINE=1)")
     json: bool = opt(False, "--json", "switch", "print what was made as JSON")
 
 

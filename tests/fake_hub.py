@@ -69,10 +69,13 @@ class FakeHub:
         self.requests: list[str] = []
         self.tokens: list[tuple[str, str]] = []  # (path, token) of every request
         self.n_sent = 0
-        self.server = Server(("127.0.0.1", 0), _handler(self))
+        self.server = Server(("127.0.0.1", 0), self.handler())
         self.server.daemon_threads = True
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self.thread.start()
+
+    def handler(self) -> type[BaseHTTPRequestHandler]:
+        return _handler(self)
 
     @property
     def url(self) -> str:
@@ -81,6 +84,10 @@ class FakeHub:
     def add(self, name: str, files: dict[str, bytes], **settings: Any) -> Repo:
         self.repos[name] = Repo(files, **settings)
         return self.repos[name]
+
+    def named(self, path: str) -> str:
+        """The repository of `REPO/revision/REV`; all revisions are one."""
+        return path.split("/revision/")[0]
 
     def reset(self) -> None:
         self.repos, self.plain, self.faults = {}, {}, Faults()
@@ -120,7 +127,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             if hub.faults.statuses:
                 return self.fail(hub.faults.statuses.pop(0))
             if path.startswith("/api/models/"):
-                return self.info(path.removeprefix("/api/models/").split("/revision/")[0], token)
+                return self.info(hub.named(path.removeprefix("/api/models/")), token)
             if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
                 return self.resolve(found[1], found[3], token, body)
             if path.startswith("/cdn/"):

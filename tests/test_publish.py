@@ -71,8 +71,9 @@ def test_the_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path, source: 
     code, printed, err = run(capsys, *argv, "--note", "ik imatrix -f a,b.txt\nwith ```")
     assert code == 0 and "warning" not in err.lower(), err
     assert sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()) == [
-        "README.md", "SHA256SUMS", "Tiny-Q4_0-mine.gguf", "Tiny-Q4_0.gguf", "Tiny-Q8_0.gguf", "Tiny-imatrix.dat",
-        "quality.svg", "recipes/Tiny-Q4_0-mine.txt", "recipes/Tiny-Q4_0.txt", "recipes/Tiny-Q8_0.txt",
+        ".ik-publish", "README.md", "SHA256SUMS", "Tiny-Q4_0-mine.gguf", "Tiny-Q4_0.gguf", "Tiny-Q8_0.gguf",
+        "Tiny-imatrix.dat", "quality.svg", "recipes/Tiny-Q4_0-mine.txt", "recipes/Tiny-Q4_0.txt",
+        "recipes/Tiny-Q8_0.txt",
     ]  # fmt: skip
     assert str(out / "Tiny-Q4_0-mine.gguf") in printed
     sums = dict(line.split("  ")[::-1] for line in (out / "SHA256SUMS").read_text().splitlines())

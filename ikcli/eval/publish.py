@@ -1,10 +1,12 @@
 """A folder for a hub out of quants of one model: files named and split, digests, recipes, results, a model card.
 
 Everything is checked and measured first; the folder is made under a temporary name and renamed when it is whole.
+What it was made of is kept in it as a digest, so that a run that goes on knows the folder of the one before.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
@@ -15,6 +17,7 @@ from pathlib import Path
 
 from ikcli import log
 from ikcli.errors import IkError, UsageError
+from ikcli.eval.folder_sums import MADE_OF, digest_of, write_sums
 from ikcli.eval.model_card import card, quality_plot
 from ikcli.eval.report_read import read_results
 from ikcli.gguf.constants import FILE_TYPE_GUESSED, FILE_TYPES
@@ -25,15 +28,17 @@ from ikcli.quant.output_check import check_room, existing_folder
 from ikcli.quant.recipes import RecipeOptions, choose_types
 from ikcli.quant.target_report import recipe_rules
 
-SUMS = "SHA256SUMS"
-_F16, _CHUNK = 1, 32 << 20
+_F16 = 1
 _FLOATS = re.compile(r"[-._](f16|bf16|f32|fp16|fp32)$", re.I)
 _FACTS = ("PPL", "Mean KLD")
 
 
 @dataclass(frozen=True, slots=True)
 class PublishOptions:
-    """What the user says about the models: `models` and `results` are (label or "", file)."""
+    """What the user says about the models: `models` and `results` are (label or "", file).
+
+    `reuse`: a folder that is there already is taken if the same files and options made it.
+    """
 
     models: Sequence[tuple[str, Path]]
     out: Path
@@ -46,6 +51,7 @@ class PublishOptions:
     notes: Sequence[str] = ()
     sources: Sequence[Path] = ()
     link: bool = False
+    reuse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +85,24 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class PublishPlan:
-    """A folder that can be made: the models, and the tensors of each part of them."""
+    """A folder that can be made: the models, and the tensors of each part of them; or one that `is_made`."""
 
     options: PublishOptions
     files: Sequence[GGUFFile]
     splits: Sequence[list[int]]
     made: Published
+    is_made: bool = False
 
 
 def plan_publish(options: PublishOptions) -> PublishPlan:
     """What the folder will hold; IkError for models that do not belong together, names that clash, unusable files."""
     out = options.out
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"--out {out} is there already; name a new or empty folder")
+    is_made = options.reuse and _is_made(options)
+    if not is_made and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        way = "; without models it is uploaded as it is" if options.reuse and out.is_dir() else ""
+        raise UsageError(
+            f"--out {out} is there already{way and ', made of other files or options'}; name a new or empty folder{way}"
+        )
     if out.absolute().resolve() == Path.cwd().resolve():  # it is replaced, and a shell would stay in the old one
         raise UsageError(f"--out {out} is the current folder; name another one")
     if not os.access(existing_folder(out), os.W_OK | os.X_OK) or not existing_folder(out).is_dir():
@@ -133,17 +144,19 @@ def plan_publish(options: PublishOptions) -> PublishPlan:
         _texts(first, "general.tags"), _texts(first, "general.languages"), imatrix, tuple(options.notes), (),
         tuple(quants),
     )  # fmt: skip
-    return PublishPlan(options, files, splits, made)
+    return PublishPlan(options, files, splits, made, is_made)
 
 
 def publish(plan: PublishPlan, advance: Callable[[float], None] = lambda n_bytes: None) -> Published:
     """Make the folder; `advance` gets the bytes of models as they are copied. Nothing is left of a run that fails."""
     options, out = plan.options, plan.options.out.absolute()
+    if plan.is_made:
+        return plan.made
     copied = [f.n_bytes for f, parts in zip(plan.files, plan.splits, strict=True) if not _as_it_is(plan, f, parts)]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         check_room(out.parent, sum(copied))
-        sources = tuple((path.name, _digest(path)) for path in options.sources)
+        sources = tuple((path.name, digest_of(path)) for path in options.sources)
         made = replace(plan.made, sources=sources)
         temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
         temporary.mkdir()
@@ -186,8 +199,33 @@ def _fill(folder: Path, plan: PublishPlan, made: Published, advance: Callable[[f
     if plot:
         (folder / "quality.svg").write_text(plot, encoding="utf-8")
     (folder / "README.md").write_text(card(made, "quality.svg" if plot else ""), encoding="utf-8")
-    names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-    (folder / SUMS).write_text("".join(f"{_digest(folder / n)}  {n}\n" for n in names), encoding="utf-8")
+    write_sums(folder)
+    (folder / MADE_OF).write_text(_fingerprint(options) + "\n", encoding="utf-8")
+
+
+def _is_made(options: PublishOptions) -> bool:
+    """Whether the folder is whole and was made by these options of these files, as they are now."""
+    try:
+        return (options.out / MADE_OF).read_text(encoding="utf-8").strip() == _fingerprint(options)
+    except OSError:
+        return False
+
+
+def _fingerprint(options: PublishOptions) -> str:
+    """Digest of the options, and of names, sizes and times of the files."""
+    files = [*(p for _, p in options.models), *(p for _, p in options.results), *options.sources]
+    files += [options.imatrix] if options.imatrix is not None else []
+    parts = [part for path in files for part in _parts_of(path)]
+    known = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in parts if p.is_file()]
+    said = (options.name, options.base_model, options.license, options.max_bytes, list(options.notes), options.link)
+    labels = [label for label, _ in (*options.models, *options.results)]
+    return hashlib.sha256(repr((said, labels, known)).encode()).hexdigest()
+
+
+def _parts_of(path: Path) -> list[Path]:
+    """All parts of a split model, else the file itself."""
+    found = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\.gguf)", path.name)
+    return sorted(path.parent.glob(f"{glob.escape(found[1])}?????{found[2]}")) if found else [path]
 
 
 def _place(source: Path, target: Path, link: bool) -> None:
@@ -282,11 +320,3 @@ def _base_model(file: GGUFFile) -> str:
 def _texts(file: GGUFFile, key: str) -> tuple[str, ...]:
     value = file.get(key)
     return tuple(str(v) for v in value) if isinstance(value, list) else ()
-
-
-def _digest(path: Path) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as stream:
-        while piece := stream.read(_CHUNK):
-            found.update(piece)
-    return found.hexdigest()

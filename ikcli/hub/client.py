@@ -71,14 +71,15 @@ def file_url(repo: str, commit: str, path: str) -> str:
     return f"{endpoint()}/{repo}/resolve/{commit}/{quote(path)}"
 
 
-def repo_info(repo: str, token: str = "", attempts: int = ATTEMPTS) -> RepoInfo:
-    """Files of a repository at the head of its main branch."""
+def repo_info(repo: str, token: str = "", attempts: int = ATTEMPTS, revision: str = "") -> RepoInfo:
+    """Files of a repository at the head of a branch, by default the main one."""
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=endpoint(), library_name="ik")
 
     def ask() -> Any:
-        return api.model_info(repo, files_metadata=True, token=token or None, timeout=TIMEOUT)
+        at = revision or None
+        return api.model_info(repo, revision=at, files_metadata=True, token=token or None, timeout=TIMEOUT)
 
     info = call(ask, repo, token, attempts)
     files = []

@@ -1,0 +1,73 @@
+"""SHA256SUMS of a folder: written when it is made, and brought up to date where files were changed or added later."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from ikcli.errors import FormatError, IkError
+
+SUMS, MADE_OF = "SHA256SUMS", ".ik-publish"
+_CHUNK = 32 << 20
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file."""
+    found = hashlib.sha256()
+    with path.open("rb") as stream:
+        while piece := stream.read(_CHUNK):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def write_sums(folder: Path) -> None:
+    """Digests of all files, for `sha256sum -c`; those with a dot before their name do not count."""
+    _write(folder, {name: digest_of(folder / name) for name in _names(folder)})
+
+
+def current_sums(folder: Path) -> dict[str, str]:
+    """Name -> SHA-256 of every file, SHA256SUMS among them; files that are newer than it are read again.
+
+    FormatError if a file is missing, IkError if the digests cannot be brought up to date.
+    """
+    sums = folder / SUMS
+    try:
+        lines, since = sums.read_text(encoding="utf-8").splitlines(), sums.stat().st_mtime_ns
+    except (OSError, UnicodeDecodeError):
+        raise FormatError(f"{folder} has no {SUMS}: it is no folder that ik publish has made") from None
+    known: dict[str, str] = {}
+    for line in lines:
+        found = re.fullmatch(r"([0-9a-f]{64})  (.+)", line)
+        if found is None:
+            raise FormatError(f'{sums}: "{line}" is not a digest and a name')
+        known[found[2]] = found[1]
+    names = _names(folder)
+    missing = [name for name in known if name not in names]
+    if missing:
+        raise FormatError(f"{folder / missing[0]} is gone, but {SUMS} names it; make the folder again")
+    try:
+        now = {
+            name: known[name]
+            if name in known and (folder / name).stat().st_mtime_ns <= since
+            else digest_of(folder / name)
+            for name in names
+        }
+        if now != known:
+            _write(folder, now)
+        return {**now, SUMS: digest_of(sums)}
+    except OSError as problem:
+        raise IkError(f"{folder}: {problem.strerror or problem}") from None
+
+
+def _names(folder: Path) -> list[str]:
+    found = (p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+    return sorted(
+        p.as_posix() for p in found if p.as_posix() != SUMS and not any(part.startswith(".") for part in p.parts)
+    )
+
+
+def _write(folder: Path, sums: dict[str, str]) -> None:
+    unfinished = folder / f".{SUMS}.tmp"
+    unfinished.write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()), encoding="utf-8")
+    unfinished.replace(folder / SUMS)

@@ -11,15 +11,16 @@ import pytest
 
 from ikcli.config import default_model, default_text
 from ikcli.errors import IkError, UsageError
-from ikcli.eval.resident import Resident, ResidentOptions
+from ikcli.eval.resident import Resident, ResidentOptions, used_tensors
 from ikcli.fleet.executor import Here, Processes
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
+from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.main import main
 from ikcli.quant.calibration import MeasuredGroup, from_study
 from ikcli.quant.encoding import Encoding
 from ikcli.study.study import StudyOptions, read_study, run_study, table_lines
-from ikcli.study.units import make_units
+from ikcli.study.units import Unit, make_units
 from ikcli.study.worker import StudyWorkerOptions, digests
 
 T = GGMLType
@@ -65,6 +66,32 @@ def test_what_cannot_be_measured_is_told() -> None:
         make_units(file, file.tensors, (T.IQ1_S,), include=("blk.1.attn_output",))
 
 
+def test_tensors_that_the_model_does_not_use_are_named(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo = open_gguf(default_model())
+    keys, path = demo.typed_metadata(), tmp_path / "further.gguf"
+    keys["deepseek2.block_count"] = replace(keys["deepseek2.block_count"], value=4)
+    keys["deepseek2.nextn_predict_layers"] = replace(keys["deepseek2.block_count"], value=1)
+    sources = {name: name for name in demo.tensors}
+    sources |= {name.replace("blk.2.", "blk.3."): name for name in demo.tensors if name.startswith("blk.2.")}
+    specs = [NewTensor(new, demo.tensors[old].shape, demo.tensors[old].type) for new, old in sources.items()]
+    with GGUFWriter(path, keys, specs) as writer:
+        for new, old in sources.items():
+            writer.write_tensor(new, demo.data(old))
+    found = used_tensors(ResidentOptions(path, text, n_ctx=128))
+    idle = {name for name in sources if name.startswith("blk.3.")}
+    assert found.isdisjoint(idle) and {n for n in demo.tensors if n.startswith("blk.2.")} <= found
+    journal = tmp_path / "j.jsonl"
+    run = ["-m", str(path), "-f", str(text), "-c", "128", "--chunks", "2", "--types", "iq4_k", "--precision", "0.9"]
+    assert main(["study", *run, "--tensors", "attn_output", "-o", str(journal)]) == 0
+    out, err = capsys.readouterr()
+    assert "the model does not use them; left out: blk.3.attn_output.weight" in err and "blk.3" not in out
+    target = ["--target-bpw", "8", "--target-rows", "16", "--study", str(journal), "--dry-run"]
+    assert main(["quantize", *target, str(path), str(tmp_path / "o.gguf")]) == 0
+    assert "the model does not use" in capsys.readouterr().err
+
+
 # --- measurements -----------------------------------------------------------------------------------------------------
 def test_processes_and_journals_give_the_same(options: StudyOptions, tmp_path: Path) -> None:
     plain = run_study(options, Here())
@@ -82,6 +109,28 @@ def test_processes_and_journals_give_the_same(options: StudyOptions, tmp_path: P
     assert table_lines(read_study(journal))[0] == table_lines(plain)[0]
     with pytest.raises(UsageError, match="of other work: precision"):
         run_study(replace(options, journal=journal, precision=0.5), Here())
+
+
+def test_a_unit_computes_from_its_layer_on(text: Path) -> None:
+    worker = StudyWorkerOptions(
+        ResidentOptions(default_model(), text, chunks=2, n_ctx=128),
+        None,
+        0.0,
+        digests(open_gguf(default_model()), text, None),
+    )()
+    runner = worker.resident._runner
+    shares = []
+    for name in ("token_embd", "blk.0.attn_output", "blk.1.attn_output", "blk.2.attn_output", "output"):
+        runner.n_ops = [0, 0]
+        worker.do(Unit(name, (f"{name}.weight",), T.IQ3_K))
+        done, whole = runner.n_ops
+        shares.append(done / whole)
+    layers = [op.node.il for op in runner._kept[0].program.ops]
+    begins = [layers.index(il) / len(layers) for il in range(3)]
+    worker.close()
+    assert shares[0] == 1 and shares[1] == pytest.approx(1 - begins[0], abs=0.01)
+    assert [1 - s for s in shares[2:4]] == pytest.approx(begins[1:], abs=0.01)
+    assert shares[4] < 0.1
 
 
 def test_a_measurement_ends_when_it_is_precise(options: StudyOptions) -> None:

@@ -11,7 +11,7 @@ from ikcli.errors import UsageError
 from ikcli.options import iter_options
 
 if TYPE_CHECKING:
-    from ikcli.quant.calibration import Measure, MeasuredGroup
+    from ikcli.quant.calibration import Measure, Studied
     from ikcli.quant.target import CpuShare, SizeBudget, TargetOptions
 
 _BUDGETS = ("target_size", "target_bpw", "target_size_gpu", "target_size_cpu")
@@ -71,21 +71,22 @@ def target_options(
         keeps_file_type=keeps_file_type,
         calibrate=measure(Path(text), chunks) if text is not None else None,
         calibrate_groups=config.calibrate_groups or 64,
-        study=_study(Path(config.study)) if config.study is not None else (),
+        study=_study(Path(config.study)) if config.study is not None else None,
     )
 
 
-def _study(path: Path) -> tuple[MeasuredGroup, ...]:
+def _study(path: Path) -> Studied:
     """What a journal of `ik study` says."""
-    from ikcli.quant.calibration import MeasuredGroup
+    from ikcli.quant.calibration import MeasuredGroup, Studied
     from ikcli.study.study import read_study
 
     found = read_study(path)
     groups = {u.title: u.tensors for u in found.units}
-    return tuple(
+    measured = tuple(
         MeasuredGroup(names, tuple((u.type, found.found[u.key].kld) for u in found.units if u.title == title))
         for title, names in groups.items()
     )
+    return Studied(measured, frozenset(found.head.get("unused", ())))
 
 
 def _budgets(config: QuantizeConfig) -> tuple[SizeBudget, SizeBudget | None, SizeBudget | None]:

@@ -77,7 +77,8 @@ def _announce(units: list[Unit], left: list[Left], known: int) -> None:
     for found in left:
         more = f" and {len(found.tensors) - _SHOWN} more" if len(found.tensors) > _SHOWN else ""
         names = ", ".join(found.tensors[:_SHOWN]) + more
-        log.warn(f"{TYPES[found.type].name}: {found.reason}; left out: {names}")
+        of = f"{TYPES[found.type].name}: " if found.type is not None else ""
+        log.warn(f"{of}{found.reason}; left out: {names}")
 
 
 def _report(p: Progress) -> None:

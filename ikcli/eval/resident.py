@@ -15,9 +15,11 @@ import numpy as np
 
 from ikcli.config import PromptConfig, RunConfig
 from ikcli.engine.model import Model
+from ikcli.engine.planner import Planner
 from ikcli.engine.replay import ReplayRunner
 from ikcli.engine.session import Session
 from ikcli.engine.session_log import Timings
+from ikcli.engine.sizes import Sizes
 from ikcli.errors import IkError, NonFiniteError
 from ikcli.eval.chunks import Windows, chunk_windows, evaluate
 from ikcli.eval.kl_divergence import compare_rows
@@ -90,23 +92,35 @@ class _Trial(_EndsAtNaN):
         self.kld.append(found.kld - self.base.own[i])
 
 
+def _config(o: ResidentOptions) -> RunConfig:
+    return RunConfig(
+        model=o.model,
+        command="perplexity",
+        prompt=PromptConfig(file=o.text, escape=False),
+        n_ctx=o.n_ctx,
+        n_batch=o.n_ctx,
+        n_threads=o.n_threads,
+        n_threads_batch=o.n_threads,
+        override_kv=o.overrides,
+        warmup=False,
+    )
+
+
+def used_tensors(options: ResidentOptions) -> frozenset[str]:
+    """Tensors of the file that a run computes with, from its header; models may carry others (NextN layers)."""
+    config = _config(options)
+    prepared = Planner.of_file(config).prepare(config, Sizes(options.n_ctx))
+    sources = prepared.model.derived_from()
+    return frozenset(sources.get(w, w) for graph, _ in prepared.graphs.values() for w in graph.weights)
+
+
 class Resident:
     """The unchanged model in memory, and trials on it. On the CPU."""
 
     def __init__(self, options: ResidentOptions, who: str = "study") -> None:
         """Load the model and run the text; IkError for a text that is too short."""
         self.options = o = options
-        config = RunConfig(
-            model=o.model,
-            command="perplexity",
-            prompt=PromptConfig(file=o.text, escape=False),
-            n_ctx=o.n_ctx,
-            n_batch=o.n_ctx,
-            n_threads=o.n_threads,
-            n_threads_batch=o.n_threads,
-            override_kv=o.overrides,
-            warmup=False,
-        )
+        config = _config(o)
         text = load_text(config)
         session = Session.plan(config, n_ctx=o.n_ctx)
         tokens = tokenize(session, text, who)

@@ -74,6 +74,14 @@ class MeasuredGroup:
     points: tuple[tuple[GGMLType, float], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Studied:
+    """What a study found, and the tensors of the file that the model does not use."""
+
+    groups: tuple[MeasuredGroup, ...]
+    unused: frozenset[str] = frozenset()
+
+
 def role(name: str) -> str:
     """Name without the block number; fused experts (up and gate) have one role."""
     return re.sub(r"^blk\.\d+\.", "", name).replace("ffn_gate_exps", "ffn_up_exps")

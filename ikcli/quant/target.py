@@ -18,7 +18,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
 from ikcli.gguf.types import TYPES
 from ikcli.log import warn
-from ikcli.quant.calibration import Damage, Measure, MeasuredGroup, calibrate, from_study
+from ikcli.quant.calibration import Damage, Measure, Studied, calibrate, from_study
 from ikcli.quant.decode import decodable_types
 from ikcli.quant.encoders import available_types
 from ikcli.quant.encoding import Encoding
@@ -77,7 +77,7 @@ class TargetOptions:
     keeps_file_type: bool = False
     calibrate: Measure | None = None
     calibrate_groups: int = 64
-    study: tuple[MeasuredGroup, ...] = ()
+    study: Studied | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def plan_target(
     table, energies, stream = _measure_all(file, free, options, encoding, n_threads, advance)
     prior = sensitivities([c.name for c in choices], file.metadata, energies, stream)
     damages = {c.name: Damage(prior[c.name]) for c in free}
-    if options.study:
+    if options.study is not None:
         damages |= _studied(options.study, table, prior)
     budgets = _budgets(options, choices)
     _check(options, budgets, free, choices, fixed, table, encoding.imatrix is not None)
@@ -178,18 +178,25 @@ def plan_target(
 
 
 def _studied(
-    study: Sequence[MeasuredGroup], table: Mapping[str, Mapping[GGMLType, float]], prior: Mapping[str, float]
+    study: Studied, table: Mapping[str, Mapping[GGMLType, float]], prior: Mapping[str, float]
 ) -> dict[str, Damage]:
     """Measured damages; UsageError if the study says nothing about these tensors."""
-    found = from_study(study, table, prior)
+    found = from_study(study.groups, table, prior)
     if not found:
         raise UsageError(
             "--study: it has measured none of these tensors in a type they may get; "
             "study the same model, with types among the --candidates"
         )
-    if len(found) < len(table):
-        missing = [name for name in table if name not in found]
-        warn(f"--study: {len(missing)} of {len(table)} tensors are not in it and are estimated ({missing[0]})")
+    missing = [name for name in table if name not in found]
+    idle = [name for name in missing if name in study.unused]
+    if idle:
+        warn(
+            f"--study: the model does not use {len(idle)} tensors ({idle[0]}): nothing was measured, their damage is "
+            "estimated as if it did; --custom-q gives them other types"
+        )
+    if len(missing) > len(idle):
+        first = next(name for name in missing if name not in study.unused)
+        warn(f"--study: {len(missing) - len(idle)} of {len(table)} tensors are not in it and are estimated ({first})")
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import ikcli
 from ikcli.errors import FormatError
-from ikcli.eval.resident import ResidentOptions
+from ikcli.eval.resident import ResidentOptions, used_tensors
 from ikcli.fleet.executor import Executor
 from ikcli.fleet.journal import Journal, read
 from ikcli.gguf.constants import GGMLType
@@ -19,7 +19,7 @@ from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.types import TYPES
 from ikcli.quant.formats import format_by_name
 from ikcli.quant.imatrix_file import read_imatrix
-from ikcli.study.units import Left, Unit, make_units
+from ikcli.study.units import Left, Unit, is_matrix, make_units
 from ikcli.study.worker import Measured, StudyWorkerOptions, digests
 
 KIND = "ik study"
@@ -85,9 +85,10 @@ def run_study(
     resident = options.resident
     file = open_gguf(resident.model, resident.overrides)
     imatrix = read_imatrix(options.imatrix) if options.imatrix else None
+    used = used_tensors(resident)
     units, left = make_units(
         file,
-        file.tensors,
+        used,
         options.types,
         by=options.by,
         include=options.include,
@@ -106,6 +107,7 @@ def run_study(
         "chunks": resident.chunks,
         "precision": options.precision,
         "override_kv": list(resident.overrides),
+        "unused": [name for name in file.tensors if is_matrix(file, name) and name not in used],
     }
     journal = Journal(options.journal, head)
     try:

@@ -32,9 +32,9 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Tensors that cannot be measured in a type, and why."""
+    """Tensors that cannot be measured in a type, or in any (None), and why."""
 
-    type: GGMLType
+    type: GGMLType | None
     tensors: tuple[str, ...]
     reason: str
 
@@ -51,17 +51,22 @@ def make_units(
 ) -> tuple[list[Unit], list[Left]]:
     """Units in the order of the file, and what had to be left out; UsageError if nothing is left.
 
+    `used`: tensors that the model computes with; the others of the file would cost nothing, whatever they are.
     By `tensor`, up and gate experts of a block stay together, as fused kernels want them; by `role`, the tensors of one
     name in all blocks; by `block`, all tensors of one.
     """
-    names = [n for n in used if is_matrix(file, n)]
+    known, names = set(used), [n for n in file.tensors if is_matrix(file, n)]
     wanted = [compile_pattern(p, "--tensors", p).search for p in include]
     unwanted = [compile_pattern(p, "--exclude", p).search for p in exclude]
     names = [n for n in names if not wanted or any(s(n) for s in wanted)]
-    names = sorted((n for n in names if not any(s(n) for s in unwanted)), key=list(file.tensors).index)
+    names = [n for n in names if not any(s(n) for s in unwanted)]
+    idle = tuple(n for n in names if n not in known)
+    names = [n for n in names if n in known]
     if not names:
-        raise UsageError("no tensor is left to measure; ik inspect --tensors lists them")
-    units, left = [], []
+        unused = f" (the model does not use {idle[0]})" if idle else ""
+        raise UsageError(f"no tensor is left to measure; ik inspect --tensors lists them{unused}")
+    units: list[Unit] = []
+    left = [Left(None, idle, "the model does not use them")] if idle else []
     for type in types:
         least, unfit = TYPES[type], tuple(n for n in names if not fits(type, file.tensors[n].shape))
         if unfit:
@@ -72,7 +77,7 @@ def make_units(
         can = [n for n in names if n not in unfit and n not in bare]
         units += [Unit(title, members, type) for title, members in _groups(can, by).items()]
     if not units:
-        raise UsageError(f"no tensor can be measured in these types: {left[0].reason}")
+        raise UsageError(f"no tensor can be measured in these types: {left[-1].reason}")
     order = {title: i for i, title in enumerate(_groups(names, by))}
     return sorted(units, key=lambda u: (order[u.title], TYPES[u.type].bpw)), left
 

@@ -19,8 +19,8 @@ from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.main import main
 from ikcli.quant.calibration import MeasuredGroup, from_study
 from ikcli.quant.encoding import Encoding
-from ikcli.study.study import StudyOptions, read_study, run_study, table_lines
-from ikcli.study.units import Unit, make_units
+from ikcli.study.study import Plan, StudyOptions, read_study, run_study, table_lines
+from ikcli.study.units import Unit, make_units, work_of
 from ikcli.study.worker import StudyWorkerOptions, digests
 
 T = GGMLType
@@ -66,6 +66,17 @@ def test_what_cannot_be_measured_is_told() -> None:
         make_units(file, file.tensors, (T.IQ1_S,), include=("blk.1.attn_output",))
 
 
+def test_the_work_of_units() -> None:
+    file = open_gguf(default_model())
+    n = file.tensors["blk.1.attn_output.weight"].n_elements
+    units = [
+        Unit(x, (f"{x}.weight",), T.IQ3_K) for x in ("token_embd", "blk.0.attn_output", "blk.1.attn_output", "output")
+    ]
+    assert [work_of([u], file).passes for u in units] == pytest.approx([1, 1, 2 / 3, 0])
+    both = work_of([units[2], replace(units[2], type=T.IQ4_K)], file)
+    assert both.n_weights == 2 * n and both.most_bytes == file.tensors["blk.1.attn_output.weight"].n_bytes
+
+
 def test_tensors_that_the_model_does_not_use_are_named(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,9 +114,9 @@ def test_processes_and_journals_give_the_same(options: StudyOptions, tmp_path: P
     first = run_study(replace(options, journal=journal), Processes(2))
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:4]) + lines[4][:20])  # three results, and a line that was cut off
-    told: list[int] = []
-    again = run_study(replace(options, journal=journal), Here(), lambda units, left, known: told.append(known))
-    assert told == [3] and first.found == again.found == plain.found
+    told: list[Plan] = []
+    again = run_study(replace(options, journal=journal), Here(), told.append)
+    assert told[0].n_known == 3 and first.found == again.found == plain.found
     assert table_lines(read_study(journal))[0] == table_lines(plain)[0]
     with pytest.raises(UsageError, match="of other work: precision"):
         run_study(replace(options, journal=journal, precision=0.5), Here())

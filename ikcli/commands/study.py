@@ -16,8 +16,7 @@ from ikcli.gguf.types import TYPES
 from ikcli.hostinfo import physical_cores
 from ikcli.quant.encoders import available_types
 from ikcli.study.plot import draw
-from ikcli.study.study import Progress, StudyOptions, json_text, read_study, run_study, table_lines, types_named
-from ikcli.study.units import Left, Unit
+from ikcli.study.study import Plan, Progress, StudyOptions, json_text, read_study, run_study, table_lines, types_named
 
 _DEFAULT_TYPES = ("iq2_k,iq3_k,iq4_k,iq6_k",)
 _SHOWN = 3  # tensors named in a warning
@@ -70,11 +69,16 @@ def _options(config: StudyConfig) -> StudyOptions:
     )
 
 
-def _announce(units: list[Unit], left: list[Left], known: int) -> None:
-    groups = len({u.title for u in units})
-    text = f"study: {len(units)} measurements, {groups} groups of tensors in {len({u.type for u in units})} types"
-    log.log(text + (f"; {known} of them are in the journal" if known else ""))
-    for found in left:
+def _announce(plan: Plan) -> None:
+    groups, types = len({u.title for u in plan.units}), len({u.type for u in plan.units})
+    text = f"study: {len(plan.units)} measurements, {groups} groups of tensors in {types} types"
+    log.log(text + (f"; {plan.n_known} of them are in the journal" if plan.n_known else ""))
+    work, billions = plan.work, plan.work.n_weights / 1e9
+    log.log(
+        f"study: at most {work.passes:.1f} passes over the text, {billions:.3f} billion weights to encode, "
+        f"{log.shown_size(work.most_bytes)} of tensors at a time"
+    )
+    for found in plan.left:
         more = f" and {len(found.tensors) - _SHOWN} more" if len(found.tensors) > _SHOWN else ""
         names = ", ".join(found.tensors[:_SHOWN]) + more
         of = f"{TYPES[found.type].name}: " if found.type is not None else ""

@@ -19,7 +19,7 @@ from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.types import TYPES
 from ikcli.quant.formats import format_by_name
 from ikcli.quant.imatrix_file import read_imatrix
-from ikcli.study.units import Left, Unit, is_matrix, make_units
+from ikcli.study.units import Left, Unit, Work, is_matrix, make_units, work_of
 from ikcli.study.worker import Measured, StudyWorkerOptions, digests
 
 KIND = "ik study"
@@ -37,6 +37,16 @@ class StudyOptions:
     imatrix: Path | None = None
     precision: float = 0.05
     journal: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Units, what is left out, how many units are known already, and the work of the others."""
+
+    units: list[Unit]
+    left: list[Left]
+    n_known: int
+    work: Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +85,12 @@ class Study:
 def run_study(
     options: StudyOptions,
     executor: Executor,
-    on_plan: Callable[[list[Unit], list[Left], int], None] = lambda units, left, known: None,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
     on_unit: Callable[[Progress], None] = lambda progress: None,
 ) -> Study:
     """Measure all units that the journal does not have; errors of the model, the text and the journal are raised first.
 
-    `on_plan` is told of the units, of what is left out, and how many are known already.
+    `on_plan` is told before the model is loaded.
     """
     resident = options.resident
     file = open_gguf(resident.model, resident.overrides)
@@ -112,7 +122,7 @@ def run_study(
     journal = Journal(options.journal, head)
     try:
         todo = [u for u in units if u.key not in journal]
-        on_plan(units, left, len(units) - len(todo))
+        on_plan(Plan(units, left, len(units) - len(todo), work_of(todo, file)))
         factory = StudyWorkerOptions(resident, options.imatrix, options.precision, sums)
         started = time.perf_counter()
         for done, (i, found) in enumerate(executor.run(factory, todo), start=1):

@@ -39,6 +39,38 @@ class Left:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What measurements take: whole passes over the text at most (a pass that begins at half of the layers is half a
+    pass), weights to encode, and most bytes of tensors that are held at a time."""
+
+    passes: float
+    n_weights: int
+    most_bytes: int
+
+
+def work_of(units: Sequence[Unit], file: GGUFFile) -> Work:
+    """The work of these measurements."""
+    n_layer = 1 + max((_block(name) for name in file.tensors), default=-1)
+    passes, n_weights, most = 0.0, 0, 0
+    for unit in units:
+        first = min(_block(name) if _block(name) >= 0 else _outside(name, n_layer) for name in unit.tensors)
+        passes += 1 - first / max(1, n_layer)
+        n_weights += sum(file.tensors[name].n_elements for name in unit.tensors)
+        most = max(most, sum(file.tensors[name].n_bytes for name in unit.tensors))
+    return Work(passes, n_weights, most)
+
+
+def _block(name: str) -> int:
+    found = re.match(r"blk\.(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
+def _outside(name: str, n_layer: int) -> int:
+    """Where a tensor outside of the blocks is used: the output matrix behind them, others before."""
+    return n_layer if name.startswith("output") else 0
+
+
 def make_units(
     file: GGUFFile,
     used: Iterable[str],

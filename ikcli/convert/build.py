@@ -62,6 +62,7 @@ class Architecture:
     drop: str = ""
     harmless: frozenset[str] = frozenset()
     strip: str = ""  # a prefix of names, beside `model.`
+    further: bool = True  # False: blocks behind the last one, which predict further tokens, are left out
 
 
 @dataclass(slots=True)
@@ -295,6 +296,9 @@ def place_tensors(m: Build, architecture: Architecture) -> None:
             m.dropped.append(name)
             continue
         rule, found = _find(m, architecture, name)
+        if not architecture.further and found.block >= m.n_layer:
+            m.dropped.append(name)
+            continue
         if rule is None:
             raise UnsupportedError(f"{m.config.path.parent}: tensor {name} has no place in architecture {m.arch}")
         if isinstance(rule, str):

@@ -149,6 +149,28 @@ class Config:
             raise self.fail(keys[0], f"should be a list, but is {_short(value)}")
         return value
 
+    def inner(self, key: str) -> dict[str, Any]:
+        """An object of values, or an empty one."""
+        value = self.get(key, default={})
+        if not isinstance(value, dict):
+            raise self.fail(key, f"should be an object, but is {_short(value)}")
+        return value
+
+    def inner_number(self, key: str, name: str, default: float) -> float:
+        """A finite number in such an object."""
+        value = self.inner(key).get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.fail(key, f"has {name} {_short(value)}, which should be a finite number")
+        return float(value)
+
+    def inner_integer(self, key: str, name: str, default: int) -> int:
+        """A whole number above 0 in such an object."""
+        value = self.inner_number(key, name, default)
+        if not value.is_integer() or not 0 < value < 1 << 31:
+            raise self.fail(key, f"has {name} {_short(value)}, which should be a whole number above 0")
+        return int(value)
+
     def expect(self, key: str, *known: Any) -> None:
         """UnsupportedError unless the key is absent or has one of these values."""
         value = self.get(key)

@@ -49,6 +49,7 @@ _LAYER_NORM = (
     "phi2", "stablelm", "starcoder", "starcoder2",
 )  # fmt: skip
 _RMS_KEY = "attention.layer_norm_rms_epsilon"
+_LAYER_KEY = "attention.layer_norm_epsilon"
 _WHERE_ROUTED = ("laguna", "mimo2", "step35")  # layers with a router are those with experts
 _SOFTCAPS = {
     "gemma2": (50.0, 30.0), "gemma3": (0.0, 0.0), "gemma4": (0.0, 30.0), "grok": (30.0, 0.0),
@@ -205,9 +206,10 @@ class HParams:
 
 
 def _norms(keys: Keys) -> dict[str, Any]:
-    """Kind and epsilon of the norms; Cohere's models with experts have either kind."""
+    """Kind and epsilon of the norms; Cohere's models with experts have either kind, Refact where the file says so."""
     layer = keys.arch in _LAYER_NORM or (keys.arch == "cohere2_moe" and not keys.number(_RMS_KEY, 0.0))
-    key = "attention.layer_norm_epsilon" if layer else _RMS_KEY
+    layer = layer or (keys.arch == "refact" and _LAYER_KEY in keys)
+    key = _LAYER_KEY if layer else _RMS_KEY
     eps = keys.number(key)
     if eps <= 0:
         raise keys.fail(key, f"is {eps}; it must be positive")

@@ -25,6 +25,7 @@ from ikcli.convert.common import (
     tied,
     windows,
 )
+from ikcli.convert.pieces import Value
 from ikcli.convert.rope import put_yarn, read_rope
 from ikcli.errors import FormatError, UnsupportedError
 
@@ -54,7 +55,7 @@ MINIMAX_M3: Table = LLAMA | expert_names() | expert_names("block_sparse_moe", na
 }  # fmt: skip
 
 
-def _conv(name: str) -> Rule:
+def conv(name: str) -> Rule:
     """The taps of a column, in three dimensions."""
 
     def rule(m: Build, found: Found) -> None:
@@ -63,12 +64,16 @@ def _conv(name: str) -> Rule:
     return rule
 
 
-def _decay(m: Build, found: Found) -> None:
+def decay(value: Value) -> Rule:
     """A logarithm per head, whatever dimensions of 1 there are."""
-    n = max(found.shape)
-    if int(np.prod(found.shape)) != n:
-        raise FormatError(f"{m.config.path.parent}: tensor {found.name} has the shape {list(found.shape)}")
-    m.plain(found, f"blk.{found.block}.ssm_a", (n, 1), value=minus_exp)
+
+    def rule(m: Build, found: Found) -> None:
+        n = max(found.shape)
+        if int(np.prod(found.shape)) != n:
+            raise FormatError(f"{m.config.path.parent}: tensor {found.name} has the shape {list(found.shape)}")
+        m.plain(found, f"blk.{found.block}.ssm_a", (n, 1), value=value)
+
+    return rule
 
 
 KIMI_LINEAR: Table = LLAMA | MLA | expert_names("block_sparse_moe", names="w1 w3 w2") | {
@@ -77,16 +82,16 @@ KIMI_LINEAR: Table = LLAMA | MLA | expert_names("block_sparse_moe", names="w1 w3
     "layers.*.block_sparse_moe.gate_proj": "blk.*.ffn_gate",
     "layers.*.block_sparse_moe.up_proj": "blk.*.ffn_up",
     "layers.*.block_sparse_moe.down_proj": "blk.*.ffn_down",
-    "layers.*.self_attn.A_log": _decay,
+    "layers.*.self_attn.A_log": decay(minus_exp),
     "layers.*.self_attn.b_proj": "blk.*.ssm_beta",
     "layers.*.self_attn.dt_bias": to("blk.*.ssm_dt.bias"),
     "layers.*.self_attn.f_a_proj": "blk.*.ssm_f_a",
     "layers.*.self_attn.f_b_proj": "blk.*.ssm_f_b",
     "layers.*.self_attn.g_a_proj": "blk.*.ssm_g_a",
     "layers.*.self_attn.g_b_proj": "blk.*.ssm_g_b",
-    "layers.*.self_attn.q_conv1d": _conv("ssm_conv1d_q"),
-    "layers.*.self_attn.k_conv1d": _conv("ssm_conv1d_k"),
-    "layers.*.self_attn.v_conv1d": _conv("ssm_conv1d_v"),
+    "layers.*.self_attn.q_conv1d": conv("ssm_conv1d_q"),
+    "layers.*.self_attn.k_conv1d": conv("ssm_conv1d_k"),
+    "layers.*.self_attn.v_conv1d": conv("ssm_conv1d_v"),
     "layers.*.self_attn.o_norm": "blk.*.ssm_norm",
 }  # fmt: skip
 

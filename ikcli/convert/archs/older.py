@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from ikcli.convert.rope import put_rope, read_rope
 from ikcli.convert.source import Array
 from ikcli.errors import FormatError
 
-_ACT = ("activation_function", "hidden_act", "activation")
+ACTIVATION_KEYS = ("activation_function", "hidden_act", "activation")
 
 
 def _turned(name: str) -> Rule:
@@ -195,7 +194,7 @@ def _embd(m: Build) -> int:
     return m.config.integer("hidden_size", "n_embd", "d_model", least=1)
 
 
-def _old_sizes(m: Build, n_ff: int, n_kv: int | None = None) -> None:
+def old_sizes(m: Build, n_ff: int, n_kv: int | None = None) -> None:
     c = m.config
     n_head = c.integer("num_attention_heads", "n_head", "n_heads", least=1)
     m.key("block_count", m.n_layer)
@@ -210,8 +209,8 @@ def _old_sizes(m: Build, n_ff: int, n_kv: int | None = None) -> None:
 
 def _gpt2(m: Build) -> None:
     c = m.config
-    activation(m, *GELU_TANH, keys=_ACT)
-    _old_sizes(m, c.integer("n_inner", default=4 * _embd(m)))
+    activation(m, *GELU_TANH, keys=ACTIVATION_KEYS)
+    old_sizes(m, c.integer("n_inner", default=4 * _embd(m)))
     layer_eps(m)
     c.expect("scale_attn_weights", True)
     c.expect("scale_attn_by_inverse_layer_idx", False)
@@ -221,8 +220,8 @@ def _gpt2(m: Build) -> None:
 
 def _starcoder(m: Build) -> None:
     c = m.config
-    activation(m, *GELU_TANH, keys=_ACT)
-    _old_sizes(m, c.integer("n_inner", default=4 * _embd(m)), 1)
+    activation(m, *GELU_TANH, keys=ACTIVATION_KEYS)
+    old_sizes(m, c.integer("n_inner", default=4 * _embd(m)), 1)
     layer_eps(m)
     c.expect("multi_query", True)
     c.expect("scale_attn_weights", True)
@@ -230,7 +229,7 @@ def _starcoder(m: Build) -> None:
 
 def _bloom(m: Build) -> None:
     c = m.config
-    _old_sizes(m, 4 * _embd(m))
+    old_sizes(m, 4 * _embd(m))
     layer_eps(m)
     c.expect("apply_residual_connection_post_layernorm", False)
     for key in ("slow_but_exact", "masked_softmax_fusion", "bias_dropout_fusion", "skip_bias_add", "skip_bias_add_qkv"):
@@ -241,13 +240,11 @@ def _bloom(m: Build) -> None:
 
 def _mpt(m: Build) -> None:
     c = m.config
-    attn: Any = c.get("attn_config", default={})
-    if not isinstance(attn, dict):
-        raise c.fail("attn_config", "should be an object")
+    attn = c.inner("attn_config")
     for key, known in (("alibi", True), ("qk_ln", False), ("softmax_scale", None), ("rope", False)):
         if attn.get(key) not in (known, None):
             raise c.refuse("attn_config", f"{key} {known}")
-    _old_sizes(m, int(_embd(m) * c.number("expansion_ratio", default=4)), attn.get("kv_n_heads"))
+    old_sizes(m, int(_embd(m) * c.number("expansion_ratio", default=4)), attn.get("kv_n_heads"))
     m.key("attention.layer_norm_epsilon", c.number("layer_norm_epsilon", default=1e-5))
     if attn.get("clip_qkv") is not None:
         m.key("attention.clamp_kqv", float(attn["clip_qkv"]))
@@ -290,7 +287,7 @@ def _falcon_order(m: Build, n: int) -> Order:
 
 def _falcon(m: Build) -> None:
     c = m.config
-    _old_sizes(m, c.integer("ffn_hidden_size", default=4 * _embd(m)), _falcon_kv(m))
+    old_sizes(m, c.integer("ffn_hidden_size", default=4 * _embd(m)), _falcon_kv(m))
     activation(m, *GELU_TANH, keys=("activation",))
     layer_eps(m)
     put_rope(m, read_rope(c))
@@ -322,7 +319,7 @@ def _finish_falcon(m: Build) -> None:
 
 def _exaone(m: Build) -> None:
     c = m.config
-    activation(m, *SILU, keys=_ACT)
+    activation(m, *SILU, keys=ACTIVATION_KEYS)
     sizes(m)
     rope(m)
     m.key("attention.layer_norm_rms_epsilon", c.number("layer_norm_epsilon", "rms_norm_eps"))

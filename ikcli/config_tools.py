@@ -110,7 +110,7 @@ class ConvertConfig:
 
     split_max_size: str | None = opt(None, "--split-max-size", "str", "bytes of tensors per file at most", form="N(M|G)", example="--split-max-size 2G")
     split_max_tensors: int = opt(0, "--split-max-tensors", "int", "tensors per file at most; 0 = no limit", form="N", example="--split-max-tensors 128", minimum=0)
-    resume: bool = opt(False, "--resume --partial-requant", "switch", "skip files of the result that are complete: go on after an interruption of a split one")
+    resume: bool = opt(False, "--resume --partial-requant", "switch", "skip files of a split result that are complete: go on after an interruption (one file goes on by itself)")
     override_kv: tuple[str, ...] = opt((), "--override-kv", "custom", "change a metadata key; TYPE int, float, bool or str (repeatable)", form="KEY=TYPE:VALUE", example="--override-kv general.name=str:mine", parse=parse_text_item, repeat=True)
     dry_run: bool = opt(False, "--dry-run", "switch", "print the type and size of every tensor and the total, write nothing")
     n_threads: str | None = opt(None, "-t --threads", "str", "threads; auto = physical cores", form="N", example="-t 8")

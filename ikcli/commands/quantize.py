@@ -397,9 +397,19 @@ def write(request: Request, plan: ToolPlan) -> None:
     def skipped(path: Path) -> None:
         log.log(f"{path} exists and is complete, skipping it")
 
+    def resumed(path: Path, n: int) -> None:
+        log.log(f"{path}: {n} tensors are there from a run that was interrupted; going on behind them")
+
+    def discarded(path: Path) -> None:
+        log.log(f"{path}: what an interrupted run left was of other inputs or settings and is dropped; starting anew")
+
     started = time.monotonic()
-    with log.progress(request.mode, plan.old_bytes, in_bytes=True) as advance:
-        paths = run_job(job, Progress(tensor, skipped, advance))
+    try:
+        with log.progress(request.mode, plan.old_bytes, in_bytes=True) as advance:
+            paths = run_job(job, Progress(tensor, skipped, advance, resumed, discarded))
+    except KeyboardInterrupt:
+        log.log("interrupted; what is whole is kept, and the same command goes on from there")
+        raise
     seconds = time.monotonic() - started
     log.log(totals(plan))
     rate = plan.old_bytes / 2**20 / max(seconds, 1e-9)

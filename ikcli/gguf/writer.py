@@ -1,12 +1,14 @@
 """Streaming writer of GGUF files, whole or split, little-endian.
 
 Tensor data is written in the order announced, to temporary files beside the target that are renamed when complete
-and removed when anything goes wrong: a reader never sees half a file. In a split, part 1 carries all metadata and
+and removed when anything goes wrong: a reader never sees half a file. With a `key` an interrupted file is kept, and
+another writer with this key goes on (`unfinished.py`). In a split, part 1 carries all metadata and
 every part carries `split.no` (u16), `split.count` (u16) and `split.tensors.count` (i32), as gguf-split writes them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +32,7 @@ from ikcli.gguf.constants import (
     GGUFValueType,
 )
 from ikcli.gguf.types import TYPES, tensor_n_bytes
+from ikcli.gguf.unfinished import Unfinished
 from ikcli.gguf.values import Typed, infer_item_type, infer_type
 
 SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
@@ -77,7 +80,8 @@ class GGUFWriter:
     """Writes one model; use as a context manager, call `write_tensor` once per tensor in order.
 
     `metadata` values are plain (types inferred) or `Typed`. `splits` is the number of tensors of each part
-    (see `plan_splits`); more than one part makes a split file.
+    (see `plan_splits`); more than one part makes a split file. `key` stands for everything that the data comes from:
+    with one, the first `n_whole` tensors may be there already when the context begins.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class GGUFWriter:
         alignment: int = DEFAULT_ALIGNMENT,
         version: int = GGUF_VERSION,
         splits: Sequence[int] | None = None,
+        key: str | None = None,
     ) -> None:
         self.path = Path(path)
         self.alignment = alignment
@@ -104,6 +109,18 @@ class GGUFWriter:
         self._remaining = 0  # tensors to come in the current part
         self._written = 0  # bytes of the tensor begun
         self._closed = False
+        self._key = key
+        self._unfinished = Unfinished(self.path) if key is not None and len(self._parts) == 1 else None
+
+    @property
+    def n_whole(self) -> int:
+        """Tensors that an interrupted writer with this key left whole: the next one to be written is behind them."""
+        return self._unfinished.n_whole if self._unfinished is not None else 0
+
+    @property
+    def discarded(self) -> bool:
+        """Whether an interrupted writer with another key left something, which is gone."""
+        return self._unfinished is not None and self._unfinished.discarded
 
     @property
     def paths(self) -> list[Path]:
@@ -150,7 +167,7 @@ class GGUFWriter:
     def append(self, chunk: npt.NDArray[Any] | bytes) -> None:
         """More bytes of the tensor begun."""
         raw = chunk if isinstance(chunk, bytes) else np.ascontiguousarray(chunk).reshape(-1).view(np.uint8).data
-        self._put(raw)
+        self._put_data(raw)
         self._written += len(raw)
 
     def end_tensor(self) -> None:
@@ -159,7 +176,13 @@ class GGUFWriter:
         if self._written != spec.n_bytes:
             of_type = f"tensor {spec.name} ({TYPES[spec.type].name})"
             raise FormatError(f"{self.path}: {of_type} needs {spec.n_bytes} bytes, got {self._written}")
-        self._put(bytes(-self._written % self.alignment))
+        self._put_data(bytes(-self._written % self.alignment))
+        if self._unfinished is not None:
+            assert self._file is not None
+            try:
+                self._unfinished.tensor_is_whole(self._file)
+            except OSError as e:
+                raise self._failure(e) from None
         self._next += 1
         self._remaining -= 1
 
@@ -176,25 +199,41 @@ class GGUFWriter:
             self._finish_part()
             for temporary, final in self._done:
                 os.replace(temporary, final)
+            if self._unfinished is not None:
+                self._unfinished.close(keep=False)
         except OSError as e:
             self.abort()
-            raise FormatError(f"{self.path}: cannot be written ({e.strerror or e})") from None
+            raise self._failure(e) from None
         except BaseException:
             self.abort()
             raise
         self._closed = True
 
-    def abort(self) -> None:
-        """Drop what was written so far."""
+    def abort(self, interrupted: bool = False) -> None:
+        """Drop what was written so far; where there is a key, not if the run was interrupted."""
         if self._file is not None:
             with suppress(OSError):  # what is still buffered may not fit either
                 self._file.close()
             self._file = None
-        for temporary, _ in self._done:
+        if self._unfinished is not None:
+            self._unfinished.close(keep=interrupted)
+        for temporary, _ in self._done if self._unfinished is None else ():
             temporary.unlink(missing_ok=True)
         self._closed = True
 
     def __enter__(self) -> GGUFWriter:
+        if self._unfinished is not None:
+            header = self._header(0, self.tensors)
+            digest = hashlib.sha256(f"{self._key}\n".encode() + header).hexdigest()
+            sizes = [-(-t.n_bytes // self.alignment) * self.alignment for t in self.tensors]
+            try:
+                self._file = self._unfinished.open(digest, header, sizes)
+            except OSError as e:
+                self._unfinished.close(keep=True)
+                raise self._failure(e) from None
+            self._done.append((self._unfinished.part, self.path))
+            self._next = self._unfinished.n_whole
+            self._remaining = len(self.tensors) - self._next
         return self
 
     def __exit__(
@@ -203,14 +242,22 @@ class GGUFWriter:
         if exc_type is None:
             self.close()
         else:
-            self.abort()
+            self.abort(exc_type is not None and issubclass(exc_type, KeyboardInterrupt))
+
+    def _failure(self, problem: OSError) -> FormatError:
+        return FormatError(f"{self.path}: cannot be written ({problem.strerror or problem})")
+
+    def _put_data(self, raw: bytes | memoryview) -> None:
+        self._put(raw)
+        if self._unfinished is not None:
+            self._unfinished.update(raw)
 
     def _put(self, raw: bytes | memoryview) -> None:
         assert self._file is not None
         try:
             self._file.write(raw)
         except OSError as e:
-            raise FormatError(f"{self.path}: cannot be written ({e.strerror or e})") from None
+            raise self._failure(e) from None
 
     def _next_part(self) -> None:
         """Close the current part and open the next one that has tensors, writing empty ones on the way."""

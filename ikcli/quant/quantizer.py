@@ -2,7 +2,8 @@
 
 A piece is a run of rows of one matrix: decoded to float32, encoded and handed to the writer in order while others are
 in work, so memory depends on the number of threads, not on the model. Pages of the input are given back as they are
-used up. Every file is written under a temporary name and renamed when complete. Answers to llama_model_quantize.
+used up. Every file is written under a temporary name and renamed when complete; a run that was killed or interrupted
+goes on behind the last tensor that is whole. Answers to llama_model_quantize.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from ikcli.quant.formats import row_size
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.output_check import check_output, check_room, output_paths
 from ikcli.quant.recipes import TypeChoice
+from ikcli.quant.run_key import left_bytes, run_key
 from ikcli.quant.validate import first_non_finite
 
 Bytes = npt.NDArray[np.uint8]
@@ -87,11 +89,16 @@ class OutputPart:
 
 @dataclass(slots=True)
 class Progress:
-    """Hooks of a running job: `tensor(number, choice)` before each tensor, `skipped(path)`, `advance(input bytes)`."""
+    """Hooks of a running job: `tensor(number, choice)` before each tensor, `skipped(path)`, `advance(input bytes)`.
+
+    `resumed(path, n)`: n tensors are there already; `discarded(path)`: what is there was to become another result.
+    """
 
     tensor: Callable[[int, TypeChoice], None] = lambda number, choice: None
     skipped: Callable[[Path], None] = lambda path: None
     advance: Callable[[float], None] = lambda n_bytes: None
+    resumed: Callable[[Path, int], None] = lambda path, n: None
+    discarded: Callable[[Path], None] = lambda path: None
 
 
 def output_metadata(
@@ -201,22 +208,33 @@ def run(job: QuantizeJob, progress: Progress | None = None) -> list[Path]:
     todo = [p for p in parts if not (job.skip_existing and part_is_done(p))]
     if todo:
         prepare_folder([part.path for part in todo])
-        check_room(todo[0].path.parent, sum(part.n_bytes for part in todo))
+        check_room(todo[0].path.parent, sum(part.n_bytes - left_bytes(part.path) for part in todo))
     readers = Readers()
-    number, written = 0, []
+    number, written, key = 0, [], run_key(job)
     with ThreadPoolExecutor(max(1, job.n_threads)) as pool:
         for part in parts:
             if part not in todo:
                 hooks.skipped(part.path)
                 number += len(part.choices)
-                hooks.advance(sum(job.file.tensors[c.source or c.name].n_bytes for c in part.choices))
+                hooks.advance(sum(_input_bytes(job, c) for c in part.choices))
                 continue
-            with GGUFWriter(part.path, part.metadata, part.specs(), alignment=job.file.alignment) as writer:
-                for number, c in enumerate(part.choices, number + 1):  # noqa: B020
+            with GGUFWriter(part.path, part.metadata, part.specs(), job.file.alignment, key=key) as writer:
+                if writer.discarded:
+                    hooks.discarded(part.path)
+                whole = writer.n_whole
+                if whole:
+                    hooks.resumed(part.path, whole)
+                    hooks.advance(sum(_input_bytes(job, c) for c in part.choices[:whole]))
+                number += whole
+                for number, c in enumerate(part.choices[whole:], number + 1):  # noqa: B020
                     hooks.tensor(number, c)
                     writer.write_tensor(c.name, _chunks(job, c, pool, readers, hooks.advance))
             written.append(part.path)
     return written
+
+
+def _input_bytes(job: QuantizeJob, c: TypeChoice) -> int:
+    return job.file.tensors[c.source or c.name].n_bytes
 
 
 def part_is_done(part: OutputPart) -> bool:

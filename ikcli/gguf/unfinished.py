@@ -1,0 +1,110 @@
+"""A file that a run may leave unfinished: another run that would write the same goes on behind the last whole tensor.
+
+`.NAME.part` has the bytes. `.NAME.part.tensors` has a line with what they are to become (a digest), then one per whole
+tensor: its check sum. What is kept is what the sums are right for, so it does not matter how the run ended.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from ikcli.errors import IkError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_CHUNK = 16 << 20
+
+
+def part_path(final: Path) -> Path:
+    """Where the bytes are until the file is whole."""
+    return final.with_name(f".{final.name}.part")
+
+
+class Unfinished:
+    """The part of one file and the list of its whole tensors."""
+
+    def __init__(self, final: Path) -> None:
+        self.part = part_path(final)
+        self.n_whole = 0  # tensors that are there already
+        self.discarded = False  # something was there, and was to become another file
+        self._final = final
+        self._listed = self.part.with_name(f"{self.part.name}.tensors")
+        self._list: TextIO | None = None
+        self._sum = 0
+
+    def open(self, digest: str, header: bytes, sizes: Sequence[int]) -> BinaryIO:
+        """The part, open behind the header and the whole tensors; `sizes` are their bytes with padding.
+
+        IkError if another run has it open. OSError as from `open`.
+        """
+        self._list = self._listed.open("a+", encoding="ascii", errors="replace")
+        self._lock()
+        self._list.seek(0)
+        first, *sums = self._list.read().splitlines() or [""]
+        there = self.part.exists()
+        file = self.part.open("r+b" if there else "w+b")
+        end = 0
+        if there and first == digest:
+            end = self._verified(file, header, list(zip(sizes, sums, strict=False)))
+        self.discarded = there and not end
+        self._list.truncate(0)
+        self._list.write("\n".join([digest, *sums[: self.n_whole]]) + "\n")
+        self._list.flush()
+        file.seek(end)
+        file.truncate()
+        if not end:
+            file.write(header)
+        return file
+
+    def _lock(self) -> None:
+        assert self._list is not None
+        if fcntl is not None:
+            try:
+                fcntl.flock(self._list, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._list.close()
+                raise IkError(
+                    f"{self._final}: another run is writing it; wait for its end or name another file"
+                ) from None
+
+    def _verified(self, file: BinaryIO, header: bytes, tensors: Sequence[tuple[int, str]]) -> int:
+        """Where the whole tensors end; 0 if not even the header is right."""
+        if file.read(len(header)) != header:
+            return 0
+        end = len(header)
+        for size, wanted in tensors:
+            found, left = 0, size
+            while left and (data := file.read(min(left, _CHUNK))):
+                found, left = zlib.crc32(data, found), left - len(data)
+            if left or f"{found:08x}" != wanted:
+                break
+            end += size
+            self.n_whole += 1
+        return end
+
+    def update(self, raw: bytes | memoryview) -> None:
+        """Bytes of the tensor that is being written, padding included."""
+        self._sum = zlib.crc32(raw, self._sum)
+
+    def tensor_is_whole(self, file: BinaryIO) -> None:
+        """All bytes of the tensor were written to `file`."""
+        assert self._list is not None
+        file.flush()
+        self._list.write(f"{self._sum:08x}\n")
+        self._list.flush()
+        self._sum = 0
+
+    def close(self, keep: bool) -> None:
+        """Close the list; unless all is kept for another run, both files are removed (the part may have its name)."""
+        if not keep:
+            self.part.unlink(missing_ok=True)
+            self._listed.unlink(missing_ok=True)
+        if self._list is not None:
+            self._list.close()
+            self._list = None

@@ -1,0 +1,58 @@
+"""What a result comes from, as a text: a run that was interrupted may only go on where it is the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ikcli.gguf.unfinished import part_path
+
+if TYPE_CHECKING:
+    from ikcli.quant.quantizer import QuantizeJob
+
+_CODE = ("convert", "quant")
+
+
+def run_key(job: QuantizeJob) -> str:
+    """Input files (by size and time), settings of the encoders, and their code; types and keys are in the header."""
+    parts = [_code(), repr(job.encode_options), *map(_stamp, job.file.paths)]
+    parts += [f"{c.name} {c.source} {c.old.name}" for c in job.choices]
+    if job.imatrix is not None:
+        parts += [_stamp(Path(job.imatrix.path)), *sorted(job.imatrix.entries), *sorted(job.imatrix.dropped)]
+    if job.covariance is not None:
+        parts.append(_stamp(Path(job.covariance.path)))
+    return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def left_bytes(final: Path) -> int:
+    """What an interrupted run left of this file: it takes room that the result will take."""
+    try:
+        return part_path(final).stat().st_size
+    except OSError:
+        return 0
+
+
+def _stamp(path: Path) -> str:
+    try:
+        found = path.stat()
+    except OSError:
+        return f"{path} is gone"
+    return f"{path.resolve()} {found.st_size} {found.st_mtime_ns}"
+
+
+@lru_cache(maxsize=1)
+def _code() -> str:
+    """A digest of the code that makes the bytes."""
+    digest = hashlib.sha256()
+    for name in _CODE:
+        for path in _sources(Path(str(files("ikcli").joinpath(name)))):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _sources(folder: Path) -> Iterable[Path]:
+    return sorted(folder.rglob("*.py"))

@@ -221,8 +221,28 @@ def test_conversation_with_a_server(chat, server: Server, tmp_path: Path) -> Non
     assert (code, talk) == (0, here * 2) and "conversation: 2 messages" in err and "top_k must be an integer" in err
     code, again, err = chat(*url, "--api-key", "key", "-st", "-p", "Hello there", "-c", "99", "-fa", "--draft-max", "3")
     assert (code, again) == (0, here) and "not used with --url, the server has its own: -c -fa --draft-max" in err
-    code, out, err = chat(*url, "-st", "-p", "x")
-    assert (code, out) == (1, "") and "API Key" in err
+    for key in ((), ("--api-key", "wrong")):
+        for mode in (("-st", "-p", "x"), ("-p", "x"), ("-cnv",)):
+            code, out, err = chat(*url, *key, *mode, stdin="Hello there\n")
+            assert (code, out) == (1, "") and err.count("API Key") == 1
+    code, out, err = chat(*url, "--api-key", "key", "-p", "x", "--grammar", "root ::= (")
+    assert (code, out) == (1, "") and "error: " in err
+
+
+def test_settings_of_a_model_and_of_a_server_are_kept_in_files(chat, server: Server, tmp_path: Path) -> None:
+    """What is loaded again is what was there, and a person's own file is checked as a whole."""
+    here, there, own, talk = (tmp_path / f"{name}.json" for name in ("here", "there", "own", "talk"))
+    own.write_text('{"n_predict": 5, "seed": 7}')
+    lines = "\n/settings save {0}\n/settings temperature 1.5\n/settings load {0}\n/settings load {1}\n/save {2}\n"
+    for file, where in ((here, BASE), (there, ("--url", server.base, "--api-key", "key", "--temp", "0"))):
+        code, _, err = chat(*where, "-cnv", stdin="/settings top_k 7" + lines.format(file, own, talk))
+        assert code == 0 and "error" not in err and "loaded 2 settings" in err, err
+        image = json.loads(file.read_text())["settings"]
+        assert (image["top_k"], image["temperature"], image["top_p"]) == (7, 0, 0.95) and len(image) > 25
+        assert json.loads(talk.read_text())["settings"] == {"n_predict": 5, "seed": 7}
+        assert f"loaded {len(image)} settings" in err
+    code, out, _ = chat(*BASE, "-cnv", stdin=f"/settings load {talk}\nHello there\n")
+    assert code == 0 and out == chat(*BASE, "-st", "-p", "Hello there", "-n", "5")[1]
 
 
 def test_text_in_turns(chat, server: Server) -> None:

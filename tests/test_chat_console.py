@@ -163,6 +163,27 @@ def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.count("top_k                    7 *") == 2 and "n_ctx                    99\n" in err
 
 
+def test_settings_of_a_file_that_are_wrong_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {
+        "a": '{"settings": {"top_k": "x"}}', "b": '{"settings": {"nonsense": 1}}', "c": "[1]", "d": "{",
+        "e": '{"settings": 5}', "f": '{"grammar": "root ::= \\"a\\""}', "g": '{"messages": []}',
+    }  # fmt: skip
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"type": "function", "function": {"name": "f"}}]')
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    lines = [f"/settings load {tmp_path / name}" for name in (*files, "none")]
+    more = ("/settings save", "/settings load", f"/settings save {tmp_path}/x/y")
+    repl, _, _, _ = talk(Script(), f"/tools {tools}", "/settings top_k 3", *lines, *more)
+    err = capsys.readouterr().err.splitlines()
+    expected = (
+        *("top_k must be", "no setting nonsense", "has no settings", "is not JSON", "has no settings", "/tools off"),
+        *("no setting messages", "cannot read", "save needs the name", "load needs the name", "cannot write"),
+    )
+    assert [e in line for e, line in zip(expected, err, strict=True)] == [True] * len(expected)
+    assert repl.conversation.fields == {"top_k": 3}
+
+
 def test_save_and_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, other = tmp_path / "talk.json", tmp_path / "other.json"
     script = Script(Said([ChatDelta(reasoning="hm"), ChatDelta(content="one")]), "two", "three")

@@ -96,7 +96,7 @@ class Source(Protocol):
         """Whether the model says how a conversation is written."""
 
     def complete(self, body: Body) -> Stream:
-        """Continue the `prompt` of a body of /completion."""
+        """Continue the `prompt` of a body of /completion. The first piece is empty: the prompt is taken."""
 
     def chat(self, body: Body) -> Stream:
         """Answer the `messages` of a body of /v1/chat/completions."""

@@ -48,7 +48,6 @@ class Continuation:
         body: Body = {"prompt": self._prompt(), "stop": list(self._reverse)}
         prepared = self._cache.prepare(body, chat=False) if self._cache is not None else Counts()
         stream = self._source.complete(body)
-        self._show_prompt()
         with interruptible(stream.cancel):
             self._print(stream)
         answer = stream.answer
@@ -119,6 +118,9 @@ class Continuation:
         put(shown)
 
     def _print(self, deltas: Iterable[ChatDelta]) -> None:
+        """The prompt and what follows; nothing where the model refuses."""
         for delta in deltas:
+            self._show_prompt()
             put(delta.content)
             self._last = delta.content[-1:] or self._last
+        self._show_prompt()

@@ -178,6 +178,8 @@ class LocalStream:
         self._events.put(None)
 
     def __iter__(self) -> Iterator[ChatDelta]:
+        if self._parser is None:
+            yield ChatDelta()  # the prompt is taken
         while True:
             events = [self._events.get()]
             while not self._events.empty():  # whoever shows it may be slower than the model

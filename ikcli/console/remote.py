@@ -21,6 +21,10 @@ _CONNECT_SECONDS = 10
 _STOPS = {"stop": "eos", "length": "limit", "tool_calls": "eos"}
 
 
+class _Missing(IkError):
+    """A server that does not have what was asked for, and may do without."""
+
+
 class RemoteModel:
     """See the module."""
 
@@ -44,7 +48,7 @@ class RemoteModel:
         found = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
         self.name = str(found.get("id") or "model")
         self._props: dict[str, Any] = {}
-        with contextlib.suppress(IkError):  # not every server has it
+        with contextlib.suppress(_Missing):  # not every server has it
             self._props = self._get("/props")
 
     @property
@@ -96,7 +100,8 @@ class RemoteModel:
         if response.status != 200:
             text = response.read().decode("utf-8", "replace")
             connection.close()
-            raise IkError(f"{self.url}{path}: {_refusal(response.status, text)}")
+            kind = IkError if response.status in (401, 403) else _Missing
+            raise kind(f"{self.url}{path}: {_refusal(response.status, text)}")
         return connection, response
 
     def _get(self, path: str) -> dict[str, Any]:
@@ -107,7 +112,7 @@ class RemoteModel:
             except (OSError, ValueError, http.client.HTTPException):
                 found = None
         if not isinstance(found, dict):
-            raise IkError(f"{self.url}{path}: the answer is not that of a model server")
+            raise _Missing(f"{self.url}{path}: the answer is not that of a model server")
         return found
 
 
@@ -138,6 +143,8 @@ class RemoteStream:
         connection, response = self._model.open("POST", self._path, self._body)
         self._socket = connection.sock or _socket_of(response)
         try:
+            if self._path == "/completion":
+                yield ChatDelta()  # the prompt is taken
             for event in _events(response):
                 for delta in self._read(event):
                     self._gather.add(delta)

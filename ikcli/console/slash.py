@@ -75,8 +75,10 @@ def completions(repl: Repl, before: str) -> Iterator[tuple[str, int, str]]:
         for command in COMMANDS.values():
             if command.name.startswith(name):
                 yield command.name, len(name), command.help
+    elif name == "/settings" and rest.startswith(("save ", "load ")):
+        yield from _files(rest.partition(" ")[2].lstrip())
     elif name == "/settings" and " " not in rest and "=" not in rest:
-        for key in SETTINGS:
+        for key in ("load", "save", *SETTINGS):
             if key.startswith(rest):
                 yield key, len(rest), ""
     elif name in COMMANDS and COMMANDS[name].files:
@@ -161,9 +163,14 @@ def _system(repl: Repl, rest: str) -> None:
     repl.note(f"system prompt: {repl.conversation.system or 'none'}")
 
 
-@_command("/settings", "[NAME [VALUE]]")
+@_command("/settings", "[NAME [VALUE]|save FILE|load FILE]")
 def _settings(repl: Repl, rest: str) -> None:
-    """show or set a field of requests (temperature, top_k, seed, n_predict, ...); default takes it back"""
+    """show or set fields of requests (temperature, top_k, seed, n_predict, ...); default takes one back"""
+    name, _, text = rest.partition(" ")
+    if name in ("save", "load"):
+        path = _file(text.strip(), f"/settings {name}")
+        (_save_settings if name == "save" else _load_settings)(repl, path)
+        return
     name, _, text = rest.replace("=", " ", 1).partition(" ")
     name, text = {"temp": "temperature"}.get(name, name), text.strip()
     fields = repl.conversation.fields
@@ -183,6 +190,23 @@ def _settings(repl: Repl, rest: str) -> None:
         if name not in SETTINGS:
             raise IkError(f"there is no setting {name}; /settings lists them")
         repl.note(f"  {name} is not set")
+
+
+def _save_settings(repl: Repl, path: Path) -> None:
+    """All that applies: what was set, and the defaults of the model where conversations do not have others."""
+    fields = repl.conversation.fields
+    image = {
+        name: value
+        for name, value in sorted(repl.settings().items())
+        if name in fields or (name in SETTINGS and name not in _OF_CHATS and value is not None)
+    }
+    transcript.save_settings(image, repl.conversation.source.name, path)
+    repl.note(f"saved {len(image)} settings to {path}")
+
+
+def _load_settings(repl: Repl, path: Path) -> None:
+    repl.conversation.fields = transcript.load_settings(repl.conversation, path, SETTINGS)
+    repl.note(f"loaded {len(repl.conversation.fields)} settings from {path}")
 
 
 def _value(text: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,38 @@ def save(conversation: Conversation, path: Path) -> None:
         "tools": conversation.tools,
         "settings": conversation.fields,
     }
+    write_json(path, out)
+
+
+def save_settings(settings: dict[str, Any], model: str, path: Path) -> None:
+    """Write settings alone; IkError as from `save`."""
+    write_json(path, {"model": model, "settings": settings})
+
+
+def load_settings(conversation: Conversation, path: Path, known: Collection[str]) -> dict[str, Any]:
+    """The settings in such a file, in that of a conversation, or that are a file's only content, checked."""
+    found = read_json(path)
+    fields = found.get("settings", found) if isinstance(found, dict) else found
+    if not isinstance(fields, dict):
+        raise FormatError(f"{path} has no settings: they are an object, by the names that /settings lists")
+    strange = next((name for name in fields if name not in known), None)
+    if strange is not None:
+        raise FormatError(f"{path}: there is no setting {strange} to change; /settings lists them")
+    if fields.get("grammar") and conversation.tools:
+        raise IkError(f"{path} has a grammar, which excludes tools; /tools off first")
+    _check(conversation, fields, path)
+    return dict(fields)
+
+
+def _check(conversation: Conversation, fields: dict[str, Any], path: Path) -> None:
+    try:
+        conversation.source.check(fields)
+    except IkError as e:
+        raise FormatError(f"{path}: {e}") from None
+
+
+def write_json(path: Path, out: Any) -> None:
+    """IkError if that fails, and then a file that was there is still whole."""
     text = json.dumps(out, ensure_ascii=False, indent=2) + "\n"
     temporary = ""
     try:
@@ -52,10 +85,7 @@ def load(conversation: Conversation, path: Path) -> None:
         raise FormatError(f"{path}: {e}") from None
     if not isinstance(messages, list) or not isinstance(fields, dict):
         raise FormatError(f"{path} is no conversation: messages are a list, settings an object")
-    try:
-        conversation.source.check(fields)
-    except IkError as e:
-        raise FormatError(f"{path}: {e}") from None
+    _check(conversation, fields, path)
     system = messages[0] if messages and messages[0]["role"] == "system" else None
     conversation.clear()
     conversation.system = str(system.get("content") or "") if system else ""

@@ -14,9 +14,9 @@ from ikcli.options import opt
 class FleetConfig:
     """Who does the work."""
 
-    workers: int = opt(1, "--workers", "int", "processes on this machine, which share the threads", topic="fleet", commands="P", form="N", example="--workers 2", minimum=1, bench_list=False)
-    ray: str | None = opt(None, "--ray", "str", "work on Ray: local starts it on this machine, auto or an address joins a cluster, where every worker has the threads of -t", topic="fleet", commands="P", form="local|auto|ADDRESS", example="--ray auto", bench_list=False)
-    ray_workers: int = opt(2, "--ray-workers", "int", "workers on Ray", topic="fleet", commands="P", form="N", example="--ray-workers 4", minimum=1, bench_list=False)
+    workers: int = opt(1, "--workers", "int", "processes on this machine, which share the threads", topic="fleet", commands="PI", form="N", example="--workers 2", minimum=1, bench_list=False)
+    ray: str | None = opt(None, "--ray", "str", "work on Ray: local starts it on this machine, auto or an address joins a cluster, where every worker has the threads of -t", topic="fleet", commands="PI", form="local|auto|ADDRESS", example="--ray auto", bench_list=False)
+    ray_workers: int = opt(2, "--ray-workers", "int", "workers on Ray", topic="fleet", commands="PI", form="N", example="--ray-workers 4", minimum=1, bench_list=False)
 
     @property
     def n_workers(self) -> int:
@@ -28,7 +28,7 @@ class FleetConfig:
 class BatchConfig(FleetConfig):
     """Who does the work, and where what is done is kept."""
 
-    journal: str | None = opt(None, "--journal", "str", "keep what is done in FILE; a run that ended early goes on from there", topic="fleet", commands="P", form="FILE", example="--journal run.jsonl", bench_list=False)
+    journal: str | None = opt(None, "--journal", "str", "keep what is done in FILE; a run that ended early goes on from there", topic="fleet", commands="PI", form="FILE", example="--journal run.jsonl", bench_list=False)
 
     @property
     def wanted(self) -> bool:

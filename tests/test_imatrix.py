@@ -294,7 +294,7 @@ def test_f32_cache_gives_exact_values(shared_dir: Path, tmp_path: Path) -> None:
         exact.clear()
         pos = np.arange(128, dtype=np.int32)
         exact.decode(Batch(np.where(pos == 0, bos, row).astype(np.int32), pos, np.zeros_like(pos), np.ones(128, bool)))
-    for name, entry in seen[0].imatrix(2, 128).entries.items():
+    for name, entry in seen[0].take().imatrix(2, 128).entries.items():
         np.testing.assert_allclose(found.entries[name].values, entry.values, rtol=3e-6, err_msg=name)
 
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from fleet_deaths import Deadly, kill_driver
 
 from ikcli.commands import _kl_divergence
 from ikcli.commands import perplexity as perplexity_command
 from ikcli.config import default_text
 from ikcli.eval import fleet_windows
-from ikcli.eval.fleet_windows import WindowWorkerOptions
 from ikcli.main import main
 
 
@@ -51,33 +45,6 @@ def base(run: list[str]) -> list[str]:
     path = Path(run[2]).with_name("base.kld")
     assert main([*run, "--kl-divergence-base", str(path)]) == 0
     return [*run, "--kl-divergence-base", str(path), "--kl-divergence", "-ctk", "q4_0"]
-
-
-@dataclass(frozen=True)
-class Deadly:
-    """The first worker that begins the unit of window `at` dies."""
-
-    options: WindowWorkerOptions
-    room: Path
-    at: int = 2
-
-    def __call__(self) -> DeadlyWorker:
-        return DeadlyWorker(self)
-
-
-class DeadlyWorker:
-    def __init__(self, how: Deadly) -> None:
-        self.how, self.worker = how, how.options()
-
-    def do(self, unit: tuple[int, Any]) -> dict[str, Any]:
-        mark = self.how.room / "died"
-        if unit[0] == self.how.at and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.worker.do(unit)
-
-    def close(self) -> None:
-        self.worker.close()
 
 
 def test_workers_and_journals_print_the_same(run: list[str], tmp_path: Path, capsys: Capture) -> None:
@@ -124,39 +91,10 @@ def test_a_driver_that_is_killed_leaves_a_journal_and_no_process(
 ) -> None:
     journal = tmp_path / "j.jsonl"
     words = [*run, "--chunks", "-1", "-b", "64", "--journal", str(journal)]
-    driver = subprocess.Popen([sys.executable, "-m", "ikcli", *words, "--workers", "2"], stdout=subprocess.DEVNULL)
-    wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 2)
-    children = descendants(driver.pid)
-    driver.kill()
-    driver.wait()
-    assert children
-    wait_until(lambda: not any(alive(pid) for pid in children))
-    known = journal.read_bytes().count(b"\n")
+    known = kill_driver([*words, "--workers", "2"], journal)
     resumed = printed(words, capsys)
     assert resumed == printed(words[:-2], capsys)
     assert 2 < known <= journal.read_bytes().count(b"\n")
-
-
-def wait_until(done: Any, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def descendants(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *descendants(child)]
-    return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from ikcli.commands._chunk_lines import eta_text
 from ikcli.commands._options import ModelRun
 from ikcli.errors import FormatError, UsageError
 from ikcli.eval import fleet_windows, kl_divergence
+from ikcli.eval.fleet_model import HeaderSession
 from ikcli.eval.kl_divergence import KlChunk, KlParams, KlResult, windows_of
 from ikcli.eval.kld_file import BaseReader
 from ikcli.eval.perplexity import bos_of, open_session
@@ -77,7 +78,7 @@ def _here(run: ModelRun, base: BaseReader, params: KlParams, show: Callable[[KlC
 
 
 def _divided(run: ModelRun, base: BaseReader, params: KlParams, show: Callable[[KlChunk], None]) -> KlResult:
-    header = fleet_windows.HeaderSession(run.planner)
+    header = HeaderSession(run.planner)
     kl_divergence.check_vocabulary(base, header.n_vocab)
     windows = windows_of(base, params, bos_of(header))
     found = fleet_windows.measure(run.config, header, windows, base=base)

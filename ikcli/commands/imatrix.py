@@ -15,6 +15,8 @@ from ikcli.config import RunConfig
 from ikcli.engine.session import Session
 from ikcli.engine.sizes import DEFAULT_WINDOW, imatrix_session
 from ikcli.errors import UsageError
+from ikcli.eval import fleet_imatrix
+from ikcli.eval.fleet_model import HeaderSession
 from ikcli.eval.imatrix import (
     ChunkDone,
     ImatrixResult,
@@ -30,6 +32,7 @@ from ikcli.eval.imatrix import (
 )
 from ikcli.eval.imatrix_compare import comparison_lines
 from ikcli.eval.imatrix_stats import LayerSimilarity, statistics_lines
+from ikcli.eval.imatrix_sums import Sums
 from ikcli.eval.random_tokens import random_tokens
 from ikcli.eval.text import load_text, text_name, tokenize
 from ikcli.log import log, warn
@@ -77,6 +80,7 @@ def run(run: ModelRun) -> int:
     if earlier and config.prompt.file is None and not config.prompt.prompt and not options.random_tokens:
         _save(config, _named(_merged([load(path) for path in earlier]), config), options.output)
         return 0
+    fleet_imatrix.check(config)
     _collect_text(config, earlier, run.planner)
     return 0
 
@@ -155,24 +159,26 @@ def _collect_text(config: RunConfig, earlier: Sequence[Path], planner: Planner) 
         parts = [in_rows(m, found) if legacy else m for m, legacy in before]
         _save(config, _named(merge([*parts, found]), config), path)
 
-    settings, sizes = imatrix_session(config)
-    with closing(Session.open(settings, n_ctx=sizes.n_ctx, planner=planner)) as session:
+    with closing(_opened(config, planner)) as session:
         if options.random_tokens:
             tokens = random_tokens(session.tokenizer, options.random_tokens)
         else:
             tokens = tokenize(session, text, "imatrix")
         n_chunk = len(windows(tokens, params))
-        log(f"imatrix: computing over {n_chunk} chunks, n_ctx={params.n_ctx}, batch_size={session.n_batch}")
-        similarity = LayerSimilarity() if options.layer_similarity else None
+        n_batch = min(config.n_batch, params.n_ctx)
+        log(f"imatrix: computing over {n_chunk} chunks, n_ctx={params.n_ctx}, batch_size={n_batch}")
         printer = _Printer(config, n_chunk, write, RANDOM_TOKENS if options.random_tokens else text_name(config))
         try:
-            result = collect(session, tokens, params, on_chunk=printer, similarity=similarity)
+            if isinstance(session, HeaderSession):
+                result = fleet_imatrix.collect(config, session, tokens, params, on_chunk=printer, on_sums=printer.save)
+            else:
+                result = collect(session, tokens, params, on_chunk=printer, on_sums=printer.save)
         finally:
             print(flush=True)
     if result.perplexity is not None:
         print(final_line(result.perplexity), flush=True)
-    if similarity is not None:
-        print("\n".join(similarity.lines()))
+    if params.similarity:
+        print("\n".join(LayerSimilarity(result.similarity).lines()))
     output_name = params.output_name
     if output_name and output_name not in result.imatrix.entries:
         warn(f"--process-output: the model multiplies with no tensor {output_name}; see --output-tensor-name")
@@ -180,8 +186,17 @@ def _collect_text(config: RunConfig, earlier: Sequence[Path], planner: Planner) 
     write(replace(result.imatrix, datasets=printer.datasets), options.output)
     if options.covariance is not None:
         n_chunks = result.imatrix.n_chunks
-        write_covariance(options.covariance, result.moments, n_chunks=n_chunks, datasets=printer.datasets)
+        datasets = (RANDOM_TOKENS,) if options.random_tokens else printer.datasets
+        write_covariance(options.covariance, result.moments, n_chunks=n_chunks, datasets=datasets)
         log(f"imatrix: second moments of {len(result.moments)} inputs in {options.covariance}")
+
+
+def _opened(config: RunConfig, planner: Planner) -> Session | HeaderSession:
+    """A session, or where workers have theirs, what must be known to give them work."""
+    if config.fleet.wanted:
+        return HeaderSession(planner)
+    settings, sizes = imatrix_session(config)
+    return Session.open(settings, n_ctx=sizes.n_ctx, planner=planner)
 
 
 def _report_unseen(result: ImatrixResult) -> None:
@@ -201,19 +216,21 @@ class _Printer:
     def __init__(self, config: RunConfig, n_chunk: int, write: Callable[[Imatrix, Path], None], name: str) -> None:
         self.options, self.n_chunk, self.write = config.imatrix, n_chunk, write
         self.datasets = () if config.imatrix.hide_imatrix else (name,)
-        self.n_ctx = config.n_ctx or DEFAULT_WINDOW
+        self.n_ctx, self.n_workers = config.n_ctx or DEFAULT_WINDOW, config.fleet.n_workers
 
     def __call__(self, done: ChunkDone) -> None:
         if done.index == 0:
-            log(f"imatrix: {eta_text(done.pass_seconds, self.n_chunk, 1)}")
-        n = done.index + 1
+            log(f"imatrix: {eta_text(done.pass_seconds, self.n_chunk, self.n_workers)}")
         if self.options.ppl:
-            sys.stdout.write(f"[{n}]{done.ppl:.4f},")
+            sys.stdout.write(f"[{done.index + 1}]{done.ppl:.4f},")
             sys.stdout.flush()
+
+    def save(self, n: int, found: Sums) -> None:
+        """Write the files that are wanted after n chunks."""
         every = self.options.save_frequency
         for wanted, path in (
             (n % self.options.output_frequency == 0 and n < self.n_chunk, self.options.output),
             (every > 0 and n % every == 0, Path(f"{self.options.output}.at_{n}")),
         ):
             if wanted:
-                self.write(done.collector.imatrix(n, self.n_ctx, self.datasets), path)
+                self.write(found.imatrix(n, self.n_ctx, self.datasets), path)

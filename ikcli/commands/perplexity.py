@@ -13,7 +13,7 @@ from ikcli.config import RunConfig
 from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.eval import fleet_windows, perplexity
 from ikcli.eval.chunks import Windows
-from ikcli.eval.fleet_windows import HeaderSession
+from ikcli.eval.fleet_model import HeaderSession
 from ikcli.eval.kld_file import BaseWriter
 from ikcli.eval.perplexity import ChunkScore, PerplexityParams, PerplexityResult, bos_of, open_session, params_of
 from ikcli.eval.protocol import SessionLike, TokenIds

@@ -11,57 +11,26 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import ikcli
 from ikcli.config import RunConfig
-from ikcli.engine.planner import Planner
 from ikcli.engine.sizes import DEFAULT_WINDOW
 from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.eval.chunks import Windows, evaluate
+from ikcli.eval.fleet_model import HeaderSession, check_model, config_each, of_model, settings
 from ikcli.eval.kl_divergence import compare_rows
 from ikcli.eval.kld_file import BaseReader
 from ikcli.eval.perplexity import open_session
 from ikcli.eval.protocol import FloatRows, TokenIds
 from ikcli.eval.stats import F64, token_nll
 from ikcli.fleet import digest
-from ikcli.fleet.executor import Here, executor_of, threads_each
+from ikcli.fleet.executor import Here, executor_of
 from ikcli.fleet.journal import Journal
 from ikcli.fleet.ordered import in_order
-from ikcli.gguf.reader import open_gguf
 from ikcli.log import hushed
-from ikcli.options import iter_options
-from ikcli.tokenizer import Tokenizer
-
-_OF_NO_EFFECT = ("hub.", "prompt.", "fleet.", "perplexity.", "upstream.")
-"""Groups of settings that change no value of a window, or change its tokens, which are compared themselves."""
-
-_RUN_ONLY = frozenset(
-    (
-        *("model", "mmap", "mlock", "thp", "check_tensors", "dry_run", "self_test", "warmup", "n_ctx", "n_threads"),
-        *("n_threads_batch", "numa", "seed", "verbose", "verbosity", "profile", "strict"),
-    )
-)
-"""Other settings that change no value, or are compared by themselves."""
-
-
-class HeaderSession:
-    """What is known of a session without loading the model: sizes and the tokenizer."""
-
-    def __init__(self, planner: Planner, n_ctx: int = 0) -> None:
-        self.file, self.n_vocab, self.n_ctx = planner.file, planner.hp.n_vocab, n_ctx
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """Of the model."""
-        return Tokenizer.from_metadata(self.file.metadata, str(self.file.paths[0]))
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +66,7 @@ class WindowWorker:
     def __init__(self, options: WindowWorkerOptions) -> None:
         """Load the model; IkError if a file here is another one than that of the command."""
         config = options.config
-        assert config.model is not None
-        if digest.of_model(open_gguf(config.model, config.override_kv)) != options.model_digest:
-            raise IkError(f"{config.model} on this node is another file than that of the command")
+        check_model(config, options.model_digest)
         self._base = BaseReader(options.base) if options.base is not None else None
         if self._base is not None and base_digest(self._base) != options.base_digest:
             raise IkError(f"{options.base} on this node is another file than that of the command")
@@ -176,13 +143,7 @@ def measure(
 ) -> Iterator[WindowValues]:
     """Values of all windows in order, by the workers of the options; those in the journal are taken from there."""
     fleet = config.fleet
-    model = config.model or header.file.paths[0]
-    each = replace(
-        config,
-        model=model.absolute(),
-        n_threads=threads_each(config.n_threads, fleet),
-        n_threads_batch=threads_each(config.n_threads_batch or config.n_threads, fleet),
-    )
+    each = config_each(config, header)
     work = executor_of(fleet, max(each.n_threads, each.n_threads_batch))
     n_ctx = windows.n_ctx
     model_digest, digest_of_base = digest.of_model(header.file), base_digest(base) if base is not None else ""
@@ -192,14 +153,12 @@ def measure(
     factory = WindowWorkerOptions(each, session_ctx, stride, model_digest, base_path, digest_of_base, quiet)
     head = {
         "kind": "ik perplexity --kl-divergence" if base is not None else "ik perplexity",
-        "version": ikcli.__version__,
-        "model": model.name,
-        "model_digest": model_digest,
+        **of_model(header, model_digest),
         "text_digest": hashlib.sha256(_all_tokens(windows, base)).hexdigest(),
         "base_digest": digest_of_base,
         "n_ctx": n_ctx,
         "stride": stride,
-        **_settings(config),
+        **settings(config),
     }
     with closing(Journal(Path(fleet.journal) if fleet.journal else None, head)) as journal:
         units = list(_units(windows))
@@ -218,19 +177,6 @@ def _units(windows: Windows) -> Iterator[tuple[str, tuple[int, Windows]]]:
         tokens = np.ascontiguousarray(windows.tokens[first : first + windows.n_seq])
         name = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
         yield f"{first + 1}-{first + len(tokens)} {name}", (first, replace(windows, tokens=tokens))
-
-
-def _settings(config: RunConfig) -> dict[str, Any]:
-    """Options that were changed and change values, by name."""
-    out: dict[str, Any] = {}
-    for bound in iter_options(RunConfig):
-        at: Any = config
-        for name in bound.path.split("."):
-            at = getattr(at, name)
-        told = bound.option.used_by("perplexity") and bound.path not in _RUN_ONLY
-        if told and not bound.path.startswith(_OF_NO_EFFECT) and at != bound.default:
-            out[bound.option.primary] = str(at)
-    return out
 
 
 def _read(record: dict[str, Any], first: int, windows: Windows, n_values: int) -> Iterator[WindowValues]:

@@ -11,11 +11,13 @@ import codecs
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from ikcli.config import RunConfig
 from ikcli.engine.batch import Batch
@@ -23,12 +25,14 @@ from ikcli.engine.devices import available_memory
 from ikcli.engine.sizes import DEFAULT_WINDOW
 from ikcli.errors import IkError, UsageError
 from ikcli.eval.covariance_collect import check_memory
-from ikcli.eval.imatrix_collect import Collector, watch
+from ikcli.eval.imatrix_collect import watch
 from ikcli.eval.imatrix_stats import LayerSimilarity
+from ikcli.eval.imatrix_sums import Sums
 from ikcli.eval.perplexity import PerplexityResult, bos_of
-from ikcli.eval.protocol import FloatRows, SessionLike, TokenIds
-from ikcli.eval.stats import RunningNll, token_nll
+from ikcli.eval.protocol import SessionLike, TokenIds
+from ikcli.eval.stats import F64, RunningNll, token_nll
 from ikcli.gguf.constants import GGUF_MAGIC
+from ikcli.graph import Node
 from ikcli.log import log
 from ikcli.quant.covariance_file import Moments
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, read_imatrix, split_matrices, write_gguf, write_legacy
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
     from ikcli.engine.session import Session
 
 _TEXT_PROBE = 1 << 16  # bytes
+_GROUP = 4  # windows; less would be more to send, more would leave less to divide
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,8 @@ class ImatrixParams:
     output_name: str | None = None
     n_threads: int = 1
     covariance_limit: int = 0  # bytes per input; 0: no second moments
+    similarity: bool = False
+    stops: tuple[int, ...] = ()  # sums are known after every multiple of these, for files in between
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,6 @@ class ChunkDone:
     index: int
     ppl: float
     pass_seconds: float
-    collector: Collector
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,8 @@ class ImatrixResult:
     imatrix: Imatrix
     perplexity: PerplexityResult | None
     unseen: dict[str, list[int]]
-    moments: list[tuple[list[str], Moments]]
+    similarity: dict[tuple[str, int], tuple[float, int]]
+    moments: list[tuple[list[str], Moments]] = field(default_factory=list)
 
 
 def params_of(config: RunConfig) -> ImatrixParams:
@@ -83,6 +90,8 @@ def params_of(config: RunConfig) -> ImatrixParams:
         output_name=options.output_tensor_name if options.process_output else None,
         n_threads=max(1, config.n_threads_batch),
         covariance_limit=options.covariance_limit << 20 if options.covariance is not None else 0,
+        similarity=options.layer_similarity,
+        stops=tuple(n for n in (options.output_frequency, options.save_frequency) if n > 0),
     )
 
 
@@ -105,50 +114,109 @@ def windows(tokens: TokenIds, params: ImatrixParams) -> TokenIds:
     return np.ascontiguousarray(rest[: n_chunk * params.n_ctx]).reshape(n_chunk, params.n_ctx)
 
 
+def groups(n_chunk: int, params: ImatrixParams) -> list[range]:
+    """Windows that are summed together: those of one process and those of a worker, so that all sums are the same."""
+    ends = {n_chunk, *range(_GROUP, n_chunk, _GROUP), *(n for stop in params.stops for n in range(stop, n_chunk, stop))}
+    return [range(a, b) for a, b in pairwise([0, *sorted(ends)])]
+
+
+class Gathered:
+    """What is known of the windows so far, told in the order of the text."""
+
+    def __init__(
+        self,
+        params: ImatrixParams,
+        on_chunk: Callable[[ChunkDone], None] | None = None,
+        on_sums: Callable[[int, Sums], None] | None = None,
+    ) -> None:
+        self._params, self._on_chunk, self._on_sums = params, on_chunk, on_sums
+        self._running, self._total, self._n = RunningNll(), Sums(), 0
+
+    def window(self, nll: F64, pass_seconds: float) -> None:
+        """The next window and its scores (none without ppl)."""
+        if self._params.ppl:
+            self._running.add(nll)
+        self._n += 1
+        if self._on_chunk is not None:
+            ppl = self._running.ppl if self._params.ppl else math.nan
+            self._on_chunk(ChunkDone(self._n - 1, ppl, pass_seconds))
+
+    def sums(self, found: Sums) -> None:
+        """Those of a group whose windows were told."""
+        self._total.add(found)
+        if self._on_sums is not None:
+            self._on_sums(self._n, self._total)
+
+    def result(self) -> ImatrixResult:
+        """When all are told."""
+        n_ctx, r = self._params.n_ctx, self._running
+        ppl = PerplexityResult(r.ppl, r.ppl * r.mean_error, r.mean, self._n, n_ctx, r.count, ())
+        total = self._total
+        imatrix = total.imatrix(self._n, n_ctx)
+        return ImatrixResult(imatrix, ppl if self._params.ppl else None, total.unseen_experts(), total.similarity)
+
+
+class Measurer:
+    """Collects in a session, window by window; NonFiniteError names the input of a weight that is not finite."""
+
+    def __init__(self, session: Session, params: ImatrixParams, bos: int | None) -> None:
+        self._session, self._params, self._bos = session, params, bos
+        self.collector = watch([graph for graph, _ in session.graphs.values()], output_name=params.output_name)
+        self._similarity = LayerSimilarity()
+        session.observer = self._observe if params.similarity else self.collector
+
+    def _observe(self, node: Node, value: npt.NDArray[np.generic]) -> None:
+        self.collector(node, value)
+        self._similarity(node, value)
+
+    def window(self, row: TokenIds) -> tuple[F64, float]:
+        """Decode one window: its scores (none without ppl) and the seconds."""
+        started = time.perf_counter()
+        nll = _pass(self._session, row, self._bos, self._params)
+        return nll, time.perf_counter() - started
+
+    def take(self) -> Sums:
+        """Sums since the last call."""
+        found = self.collector.take()
+        found.similarity, self._similarity.sums = self._similarity.sums, {}
+        return found
+
+    def close(self) -> None:
+        """Leave the session alone."""
+        self._session.observer = None
+
+
 def collect(
     session: Session,
     tokens: TokenIds,
     params: ImatrixParams,
     *,
     on_chunk: Callable[[ChunkDone], None] | None = None,
-    similarity: LayerSimilarity | None = None,
+    on_sums: Callable[[int, Sums], None] | None = None,
 ) -> ImatrixResult:
-    """Importance matrix of int32 tokens; on_chunk is called after every window.
+    """Importance matrix of int32 tokens; on_chunk is called after every window, on_sums where sums of all are known.
 
     NonFiniteError names the input of a weight that is not finite.
     """
     table = windows(tokens, params)
-    collector = watch([graph for graph, _ in session.graphs.values()], output_name=params.output_name)
-    if params.covariance_limit:
-        sizes = collector.product_sizes(params.covariance_limit)
-        total = check_memory(sizes, available_memory())
-        log(f"imatrix: second moments of {len(sizes)} inputs, {total / 2**20:.0f} MiB of RAM")
-        collector.measure_products(params.covariance_limit)
-
-    def observe(node: object, value: object) -> None:
-        collector(node, value)  # type: ignore[arg-type]
-        if similarity is not None:
-            similarity(node, value)  # type: ignore[arg-type]
-
-    running, bos = RunningNll(), bos_of(session)
-    session.observer = collector if similarity is None else observe
+    measurer, gathered = Measurer(session, params, bos_of(session)), Gathered(params, on_chunk, on_sums)
+    collector = measurer.collector
     try:
-        for i, row in enumerate(table):
-            started = time.perf_counter()
-            _pass(session, row, bos, running if params.ppl else None, params.n_threads)
-            if on_chunk is not None:
-                ppl = running.ppl if params.ppl else math.nan
-                on_chunk(ChunkDone(i, ppl, time.perf_counter() - started, collector))
+        if params.covariance_limit:
+            sizes = collector.product_sizes(params.covariance_limit)
+            total = check_memory(sizes, available_memory())
+            log(f"imatrix: second moments of {len(sizes)} inputs, {total / 2**20:.0f} MiB of RAM")
+            collector.measure_products(params.covariance_limit)
+        for group in groups(len(table), params):
+            for i in group:
+                gathered.window(*measurer.window(table[i]))
+            gathered.sums(measurer.take())
     finally:
-        session.observer = None
-    imatrix = collector.imatrix(len(table), params.n_ctx)
-    result = PerplexityResult(
-        running.ppl, running.ppl * running.mean_error, running.mean, len(table), params.n_ctx, running.count, ()
-    )
-    return ImatrixResult(imatrix, result if params.ppl else None, collector.unseen_experts(), collector.moments())
+        measurer.close()
+    return replace(gathered.result(), moments=collector.moments())
 
 
-def _pass(session: SessionLike, row: TokenIds, bos: int | None, running: RunningNll | None, n_threads: int) -> None:
+def _pass(session: SessionLike, row: TokenIds, bos: int | None, params: ImatrixParams) -> F64:
     """Decode one window with logits for all rows, so that the last layer sees them all; score its second half."""
     session.clear()
     fed = row.copy()
@@ -156,17 +224,15 @@ def _pass(session: SessionLike, row: TokenIds, bos: int | None, running: Running
         fed[0] = bos
     n_ctx, first = len(row), len(row) // 2
     step = min(n_ctx, session.n_batch)
+    found: list[F64] = [np.empty(0)]
     for p0 in range(0, n_ctx, step):
         p1 = min(p0 + step, n_ctx)
         pos = np.arange(p0, p1, dtype=np.int32)
         logits = session.decode(Batch(fed[p0:p1], pos, np.zeros_like(pos), np.ones(p1 - p0, bool)))
         low, high = max(p0, first), min(p1, n_ctx - 1)
-        if running is not None and high > low:
-            running.add(_nll(logits[low - p0 : high - p0], row[low + 1 : high + 1], n_threads))
-
-
-def _nll(logits: FloatRows, targets: TokenIds, n_threads: int) -> np.ndarray:
-    return token_nll(logits, targets, n_threads)
+        if params.ppl and high > low:
+            found.append(token_nll(logits[low - p0 : high - p0], row[low + 1 : high + 1], params.n_threads))
+    return np.concatenate(found)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

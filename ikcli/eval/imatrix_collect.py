@@ -17,14 +17,13 @@ import numpy.typing as npt
 
 from ikcli.errors import NonFiniteError
 from ikcli.eval.covariance_collect import Products, block_size
+from ikcli.eval.imatrix_sums import F64, StreamSums, Sums
 from ikcli.graph import Graph, HeadSlice, Node, Rows
 from ikcli.graph.ops_experts import ExpertProduct, route_of
 from ikcli.graph.ops_rows import MulMatHeads, Product, RmsNorm
 from ikcli.quant.covariance_file import Moments
-from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
 
 F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
 I32 = npt.NDArray[np.int32]
 
 
@@ -71,12 +70,13 @@ class Stream:
                 self.sums[e] += np.square(rows).sum(axis=0, dtype=np.float64)
                 self._add_products(int(e), rows)
         else:
-            uses = np.zeros((n_expert, len(x)), np.float32)
+            squares = np.square(x)
             rows_of = np.broadcast_to(np.arange(len(x))[:, None], ids.shape)[ids >= 0]
-            np.add.at(uses, (chosen, rows_of), np.float32(1))
-            self.sums += uses @ np.square(x)
-            for e in np.flatnonzero(counts if self.products is not None else 0):
-                self._add_products(int(e), x[rows_of[chosen == e]])
+            for e in np.flatnonzero(counts):  # no matrix product, whose sums depend on the number of threads
+                rows = rows_of[chosen == e]
+                self.sums[e] += squares[rows].sum(axis=0, dtype=np.float64)
+                if self.products is not None:
+                    self._add_products(int(e), x[rows])
         self.counts += counts
 
     def _add_products(self, matrix: int, rows: F32) -> None:
@@ -121,15 +121,13 @@ class Collector:
         """Every stream once."""
         return (s for found in self.streams.values() for s in found)
 
-    def imatrix(self, n_chunks: int, chunk_size: int, datasets: tuple[str, ...] = ()) -> Imatrix:
-        """What was collected so far, counts in rows; weights that saw nothing at all are left out."""
-        out = Imatrix(datasets=datasets, n_chunks=n_chunks, chunk_size=chunk_size)
+    def take(self) -> Sums:
+        """The sums since the last call; new ones begin at zero. Second moments go on."""
+        found = Sums()
         for s in self.all_streams():
-            if s.counts.any():
-                entry = ImatrixEntry(s.sums.astype(np.float32), s.counts.astype(np.float32))
-                out.entries.update(dict.fromkeys(s.names, entry))
-        out.entries = dict(sorted(out.entries.items(), key=lambda item: _order(item[0])))
-        return out
+            found.streams.append(StreamSums(tuple(s.names), s.sums, s.counts, s.route is not None))
+            s.sums, s.counts = np.zeros_like(s.sums), np.zeros_like(s.counts)
+        return found
 
     def product_sizes(self, limit: int) -> list[int]:
         """Bytes that the second moments of every input take, with at most `limit` for each where blocks allow."""
@@ -145,20 +143,6 @@ class Collector:
         """Second moments so far, with the weights they belong to; inputs that were never seen are left out."""
         found = ((s.names, s.products.moments()) for s in self.all_streams() if s.products is not None)
         return [(names, m) for names, m in found if m.counts.any()]
-
-    def unseen_experts(self) -> dict[str, list[int]]:
-        """Weight -> its experts that no token chose, for weights where there are such."""
-        return {
-            name: np.flatnonzero(s.counts == 0).tolist()
-            for s in self.all_streams()
-            if s.route is not None and not s.counts.all()
-            for name in s.names
-        }
-
-
-def _order(name: str) -> tuple[int, str]:
-    block = name.split(".")[1] if name.startswith("blk.") else ""
-    return (int(block) if block.isdigit() else 1 << 30), name
 
 
 _OUTPUTS = ("output.weight", "token_embd.weight")

@@ -45,8 +45,11 @@ class Executor(Protocol):
 
     n_workers: int
 
-    def run(self, factory: Factory, units: Sequence[Any]) -> Generator[tuple[int, Any]]:
-        """(index, result) of every unit as they end."""
+    def run(self, factory: Factory, units: Sequence[Any], ahead: int | None = None) -> Generator[tuple[int, Any]]:
+        """(index, result) of every unit as they end; `ahead`: how far beyond the first that is not done others begin.
+
+        Where results are large and wanted in order, it bounds how many wait for their turn.
+        """
 
 
 class Here:
@@ -54,7 +57,7 @@ class Here:
 
     n_workers = 1
 
-    def run(self, factory: Factory, units: Sequence[Any]) -> Generator[tuple[int, Any]]:
+    def run(self, factory: Factory, units: Sequence[Any], ahead: int | None = None) -> Generator[tuple[int, Any]]:
         """See Executor."""
         if not units:
             return
@@ -100,11 +103,11 @@ class Processes:
     def __init__(self, n_workers: int) -> None:
         self.n_workers = n_workers
 
-    def run(self, factory: Factory, units: Sequence[Any]) -> Generator[tuple[int, Any]]:
+    def run(self, factory: Factory, units: Sequence[Any], ahead: int | None = None) -> Generator[tuple[int, Any]]:
         """See Executor."""
         places = [_Place(factory) for _ in range(min(self.n_workers, len(units)))]
         try:
-            yield from _spread(places, len(units), lambda place, i: place.submit(units[i]))
+            yield from _spread(places, Queue(len(units), ahead), lambda place, i: place.submit(units[i]))
         finally:
             for place in places:
                 place.close()
@@ -132,33 +135,67 @@ class _Place:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
+class Queue:
+    """The numbers of units that are still to do, in order; those of dead workers come again."""
+
+    def __init__(self, n_units: int, ahead: int | None = None) -> None:
+        self._todo, self._tries = list(range(n_units))[::-1], [0] * n_units
+        self._ahead, self._first, self._done = ahead, 0, set[int]()
+
+    def __bool__(self) -> bool:
+        return bool(self._todo)
+
+    @property
+    def ready(self) -> bool:
+        """Whether one may begin."""
+        return bool(self._todo) and (self._ahead is None or self._todo[-1] < self._first + self._ahead)
+
+    def begin(self) -> int:
+        """The next one."""
+        i = self._todo.pop()
+        self._tries[i] += 1
+        return i
+
+    def done(self, i: int) -> None:
+        """It has a result."""
+        self._done.add(i)
+        while self._first in self._done:
+            self._done.remove(self._first)
+            self._first += 1
+
+    def again(self, i: int, what: str) -> None:
+        """Put one back whose worker died; IkError if that happens again and again."""
+        if self._tries[i] >= TRIES:
+            raise IkError(f"{what} {TRIES} times at unit {i + 1}; see the messages above, or try fewer workers")
+        warn(f"{what}; its unit is done again")
+        self._todo = sorted([*self._todo, i], reverse=True)
+
+
 def _spread(
-    places: Sequence[_Place], n_units: int, submit: Callable[[_Place, int], Future[Any]]
+    places: Sequence[_Place], queue: Queue, submit: Callable[[_Place, int], Future[Any]]
 ) -> Iterator[tuple[int, Any]]:
     """One unit per place at a time, in order; units of dead places again."""
-    todo, tries = list(range(n_units))[::-1], [0] * n_units
     idle = list(places)
     busy: dict[Future[Any], tuple[_Place, int]] = {}
-    while todo or busy:
-        while todo and idle:
-            place, i = idle.pop(0), todo.pop()
-            tries[i] += 1
+
+    def fill() -> None:
+        while queue.ready and idle:
+            place, i = idle.pop(0), queue.begin()
             busy[submit(place, i)] = place, i
+
+    fill()
+    while busy:
+        found: list[tuple[int, Any]] = []
         for future in wait(busy, return_when=FIRST_COMPLETED).done:
             place, i = busy.pop(future)
             idle.append(place)
             try:
-                yield i, future.result()
+                found.append((i, future.result()))
+                queue.done(i)
             except BrokenProcessPool:
-                again(i, tries[i], "the process of a worker died", todo)
-
-
-def again(i: int, tries: int, what: str, todo: list[int]) -> None:
-    """Put a unit back whose worker died; IkError if that happens again and again."""
-    if tries >= TRIES:
-        raise IkError(f"{what} {tries} times at unit {i + 1}; see the messages above, or try fewer workers")
-    warn(f"{what}; its unit is done again")
-    todo.append(i)
+                queue.again(i, "the process of a worker died")
+        fill()  # before the results are used, which takes a while
+        yield from found
 
 
 def executor(n_workers: int, ray: str | None, n_threads: int) -> Executor:

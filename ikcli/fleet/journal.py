@@ -1,18 +1,21 @@
 """A journal of work in units: JSON lines, the first of which says what the work is. A run goes on where one ended.
 
 A line is written and flushed to disk when its unit is done, so whatever ends a run costs the units in work only. A last
-line that was cut off is dropped.
+line that was cut off is dropped. Bytes of a record (under `data`) are kept in a second file, `<journal>.data`, and the
+line says where; a record whose bytes are not there as they were is dropped, too.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from ikcli.errors import FormatError, IkError, UsageError
+from ikcli.log import warn
 
 
 class Journal:
@@ -26,6 +29,7 @@ class Journal:
         self.path, self.head = path, dict(head)
         self.records: dict[str, dict[str, Any]] = {}
         self._file: IO[bytes] | None = None
+        self._data: IO[bytes] | None = None
         if path is None:
             return
         known, end = read(path) if path.exists() and path.stat().st_size else (None, 0)
@@ -34,6 +38,7 @@ class Journal:
                 self._check(path, known.head)
                 self.records = known.records
                 os.truncate(path, end)
+                self._drop_lost()
             self._file = path.open("ab")
             if known is None:
                 self._write(self.head)
@@ -54,12 +59,65 @@ class Journal:
 
     def add(self, key: str, record: Mapping[str, Any]) -> None:
         """Keep the record of a unit."""
-        self.records[key] = dict(record)
+        kept = dict(record)
         if self._file is not None and self.path is not None:
             try:
-                self._write({"key": key, **record})
+                if isinstance(kept.get("data"), bytes):
+                    kept["data"] = self._put(kept["data"])
+                self._write({"key": key, **kept})
             except OSError as error:
                 raise _cannot_write(self.path, error) from None
+        self.records[key] = kept
+
+    def take(self, key: str) -> dict[str, Any]:
+        """The record of a unit, with its bytes; those that are in memory alone are given away."""
+        found = self.records[key]
+        data = found.get("data")
+        if isinstance(data, bytes):
+            self.records[key] = {k: v for k, v in found.items() if k != "data"}
+        elif data is not None:
+            return {**found, "data": self._get(data)}
+        return found
+
+    @property
+    def data_path(self) -> Path:
+        """Where the bytes of records are."""
+        assert self.path is not None
+        return self.path.with_name(f"{self.path.name}.data")
+
+    def _put(self, data: bytes) -> dict[str, int]:
+        if self._data is None:
+            self._data = self.data_path.open("ab")
+        at = self._data.seek(0, os.SEEK_END)
+        self._data.write(data)
+        self._data.flush()
+        os.fsync(self._data.fileno())
+        return {"at": at, "size": len(data), "crc32": zlib.crc32(data)}
+
+    def _get(self, place: Mapping[str, int]) -> bytes:
+        try:
+            with self.data_path.open("rb") as file:
+                file.seek(place["at"])
+                data = file.read(place["size"])
+        except OSError as error:
+            raise IkError(f"cannot read {self.data_path}: {error.strerror or error}") from None
+        if len(data) != place["size"] or zlib.crc32(data) != place["crc32"]:
+            raise FormatError(f"{self.data_path}: is damaged; remove it and {self.path} to begin anew")
+        return data
+
+    def _drop_lost(self) -> None:
+        """Forget records whose bytes are not what they were."""
+        places = {key: record["data"] for key, record in self.records.items() if "data" in record}
+        lost = []
+        for key, place in places.items():
+            try:
+                self._get(place)
+            except IkError:
+                lost.append(key)
+        for key in lost:
+            del self.records[key]
+        if lost:
+            warn(f"{self.data_path}: lacks the results of {len(lost)} units, which are done again")
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
@@ -68,10 +126,11 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the files."""
+        for file in (self._file, self._data):
+            if file is not None:
+                file.close()
+        self._file = self._data = None
 
 
 def read(path: Path) -> tuple[Journal, int]:

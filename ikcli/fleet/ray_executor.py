@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from ikcli.errors import IkError, UnsupportedError
-from ikcli.fleet.executor import TRIES, Factory, Worker, again
+from ikcli.fleet.executor import TRIES, Factory, Queue, Worker
 from ikcli.log import log, warn
 
 _PATIENCE = 60  # seconds
@@ -61,7 +61,7 @@ class RayExecutor:
         self._address, self._n_threads = address, n_threads
         self.n_workers = n_workers
 
-    def run(self, factory: Factory, units: Sequence[Any]) -> Generator[tuple[int, Any]]:
+    def run(self, factory: Factory, units: Sequence[Any], ahead: int | None = None) -> Generator[tuple[int, Any]]:
         """See Executor; IkError if there is no cluster at the address."""
         if not units:
             return
@@ -70,7 +70,7 @@ class RayExecutor:
         if mine:
             self._connect(ray)
         try:
-            yield from self._run(ray, factory, units)
+            yield from self._run(ray, factory, units, Queue(len(units), ahead))
         finally:
             if mine:
                 ray.shutdown()
@@ -89,25 +89,29 @@ class RayExecutor:
         nodes = [n for n in ray.nodes() if n["Alive"]]
         log(f"ray: {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {self.n_workers} workers")
 
-    def _run(self, ray: Any, factory: Factory, units: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    def _run(self, ray: Any, factory: Factory, units: Sequence[Any], queue: Queue) -> Iterator[tuple[int, Any]]:
         crew = _Crew(ray, ray.remote(num_cpus=self._n_threads)(_Actor), factory)
         for _ in range(min(self.n_workers, len(units))):
             crew.begin()
-        todo, tries = list(range(len(units)))[::-1], [0] * len(units)
+
+        def fill() -> None:
+            while queue.ready and crew.idle:
+                i = queue.begin()
+                crew.give(i, units[i])
+
         try:
-            while todo or crew.at_work:
-                while todo and crew.idle:
-                    i = todo.pop()
-                    tries[i] += 1
-                    crew.give(i, units[i])
+            while queue or crew.at_work:
                 ended, (result, problem), died = crew.wait()
                 if died and ended is None:
                     crew.failed_to_begin(died)
                 elif died and ended is not None:
-                    again(ended, tries[ended], f"a worker died ({died})", todo)
+                    queue.again(ended, f"a worker died ({died})")
                 elif problem:
                     raise IkError(problem)
                 elif ended is not None:
+                    queue.done(ended)
+                fill()  # before the result is used, which takes a while
+                if ended is not None and not died:
                     yield ended, result
         finally:
             crew.close()

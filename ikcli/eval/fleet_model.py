@@ -1,0 +1,78 @@
+"""What commands share whose workers run a model: its header here, the same file and the same settings there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import ikcli
+from ikcli.config import RunConfig
+from ikcli.engine.planner import Planner
+from ikcli.errors import IkError
+from ikcli.fleet import digest
+from ikcli.fleet.executor import threads_each
+from ikcli.gguf.reader import open_gguf
+from ikcli.options import iter_options
+from ikcli.tokenizer import Tokenizer
+
+_OF_NO_EFFECT = ("hub.", "prompt.", "fleet.", "perplexity.", "imatrix.", "upstream.")
+"""Groups of settings that change no value of a window, or what is compared by itself."""
+
+_RUN_ONLY = frozenset(
+    (
+        *("model", "mmap", "mlock", "thp", "check_tensors", "dry_run", "self_test", "warmup", "n_ctx", "n_threads"),
+        *("n_threads_batch", "numa", "seed", "verbose", "verbosity", "profile", "strict"),
+    )
+)
+"""Other settings that change no value, or are compared by themselves."""
+
+
+class HeaderSession:
+    """What is known of a session without loading the model: sizes and the tokenizer."""
+
+    def __init__(self, planner: Planner, n_ctx: int = 0) -> None:
+        self.file, self.n_vocab, self.n_ctx = planner.file, planner.hp.n_vocab, n_ctx
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Of the model."""
+        return Tokenizer.from_metadata(self.file.metadata, str(self.file.paths[0]))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def config_each(config: RunConfig, header: HeaderSession) -> RunConfig:
+    """The settings of one worker."""
+    return replace(
+        config,
+        model=(config.model or header.file.paths[0]).absolute(),
+        n_threads=threads_each(config.n_threads, config.fleet),
+        n_threads_batch=threads_each(config.n_threads_batch or config.n_threads, config.fleet),
+    )
+
+
+def of_model(header: HeaderSession, model_digest: str) -> dict[str, Any]:
+    """For the head of a journal."""
+    return {"version": ikcli.__version__, "model": header.file.paths[0].name, "model_digest": model_digest}
+
+
+def check_model(config: RunConfig, model_digest: str) -> None:
+    """IkError if the model here is another one than that of the command."""
+    assert config.model is not None
+    if digest.of_model(open_gguf(config.model, config.override_kv)) != model_digest:
+        raise IkError(f"{config.model} on this node is another file than that of the command")
+
+
+def settings(config: RunConfig) -> dict[str, Any]:
+    """Options that were changed and change values, by name."""
+    out: dict[str, Any] = {}
+    for bound in iter_options(RunConfig):
+        at: Any = config
+        for name in bound.path.split("."):
+            at = getattr(at, name)
+        told = bound.option.used_by(config.command) and bound.path not in _RUN_ONLY
+        if told and not bound.path.startswith(_OF_NO_EFFECT) and at != bound.default:
+            out[bound.option.primary] = str(at)
+    return out

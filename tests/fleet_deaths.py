@@ -1,0 +1,77 @@
+"""Workers and commands that die under way, for the tests of all commands that divide their work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Deadly:
+    """Makes the workers of `factory`; the first one that begins its unit number `at` (from 0) dies, once."""
+
+    factory: Callable[[], Any]
+    room: Path
+    at: int = 1
+
+    def __call__(self) -> DeadlyWorker:
+        return DeadlyWorker(self)
+
+
+class DeadlyWorker:
+    """See `Deadly`."""
+
+    def __init__(self, how: Deadly) -> None:
+        self.how, self.worker, self.n = how, how.factory(), 0
+
+    def do(self, unit: Any) -> Any:
+        mark = self.how.room / "died"
+        if self.n == self.how.at and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.n += 1
+        return self.worker.do(unit)
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+def kill_driver(words: Sequence[str], journal: Path, n_done: int = 2) -> int:
+    """Kill the command when its journal has n_done units, wait for the end of its processes; lines of the journal."""
+    driver = subprocess.Popen([sys.executable, "-m", "ikcli", *words], stdout=subprocess.DEVNULL)
+    wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > n_done)
+    children = descendants(driver.pid)
+    driver.kill()
+    driver.wait()
+    assert children
+    wait_until(lambda: not any(alive(pid) for pid in children))
+    return journal.read_bytes().count(b"\n")
+
+
+def wait_until(done: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

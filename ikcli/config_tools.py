@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ikcli.config_fleet import FleetConfig
+from ikcli.config_fleet import BatchConfig, FleetConfig
 from ikcli.config_hub import HubConfig
 from ikcli.config_values import parse_text_item, parse_threads
 from ikcli.options import arguments, group, opt
@@ -82,6 +82,7 @@ class QuantizeConfig:
     preflight: bool = opt(False, "--preflight", "switch", "check everything that can be known before a run, name tensors and experts without importance data, write nothing; exit code 1 if the run would fail or be refused")
     n_threads: str | None = opt(None, "-t --threads", "str", "threads, as the positional nthreads; auto = physical cores", form="N", example="-t 8")
     verbose: bool = opt(False, "-v --verbose", "switch", "also print which rule decided about which tensor")
+    fleet: BatchConfig = group(BatchConfig)
 
 
 @dataclass(frozen=True, slots=True)

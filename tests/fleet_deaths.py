@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 @dataclass(frozen=True)
 class Deadly:
@@ -41,6 +43,27 @@ class DeadlyWorker:
 
     def close(self) -> None:
         self.worker.close()
+
+
+@dataclass
+class Around:
+    """An executor that gives `work` a changed factory."""
+
+    work: Any
+    change: Callable[[Any], Any]
+
+    @property
+    def n_workers(self) -> int:
+        return self.work.n_workers
+
+    def run(self, factory: Any, units: Sequence[Any], ahead: int | None = None) -> Any:
+        return self.work.run(self.change(factory), units, ahead)
+
+
+def change_workers(monkeypatch: pytest.MonkeyPatch, module: Any, change: Callable[[Any], Any]) -> None:
+    """Have `module` work with changed factories of workers."""
+    plain = module.executor_of
+    monkeypatch.setattr(module, "executor_of", lambda *args: Around(plain(*args), change))
 
 
 def kill_driver(words: Sequence[str], journal: Path, n_done: int = 2) -> int:

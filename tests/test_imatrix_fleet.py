@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from factories import tiny_model
-from fleet_deaths import Deadly, kill_driver
+from fleet_deaths import Deadly, change_workers, kill_driver
 from gguf_files import write_model
 
 from ikcli.config import RunConfig, default_text
@@ -84,9 +84,7 @@ def test_experts_by_any_number_of_threads(tmp_path: Path) -> None:
 def test_a_worker_that_dies(
     run: list[str], alone: bytes, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = fleet_imatrix.in_order
-    deadly: Any = lambda w, f, u, j, ahead: plain(w, Deadly(f, tmp_path), u, j, ahead)  # noqa: E731
-    monkeypatch.setattr(fleet_imatrix, "in_order", deadly)
+    change_workers(monkeypatch, fleet_imatrix, lambda f: Deadly(f, tmp_path))
     assert written([*run, "--save-frequency", "6", "--workers", "2"], tmp_path / "i.gguf") == alone
     assert capsys.readouterr().err.count("its unit is done again") == 1 and (tmp_path / "died").exists()
 
@@ -118,8 +116,7 @@ def test_wrong_input_ends_in_a_sentence(
 
 
 def test_workers_refuse_another_model(run: list[str], tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
-    plain, other = fleet_imatrix.in_order, {"model_digest": "0" * 64}
-    monkeypatch.setattr(fleet_imatrix, "in_order", lambda w, f, u, j, ahead: plain(w, replace(f, **other), u, j, ahead))
+    change_workers(monkeypatch, fleet_imatrix, lambda f: replace(f, model_digest="0" * 64))
     assert main([*run, "--workers", "2", "-o", str(tmp_path / "i.dat")]) == 1
     assert "another file than that of the command" in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fleet_deaths import Deadly, kill_driver
+from fleet_deaths import Deadly, change_workers, kill_driver
 
 from ikcli.commands import _kl_divergence
 from ikcli.commands import perplexity as perplexity_command
@@ -65,8 +65,7 @@ def test_workers_and_journals_print_the_same(run: list[str], tmp_path: Path, cap
 
 def test_a_worker_that_dies(run: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = printed(run, capsys)
-    plain = fleet_windows.in_order
-    monkeypatch.setattr(fleet_windows, "in_order", lambda w, f, u, j: plain(w, Deadly(f, tmp_path), u, j))
+    change_workers(monkeypatch, fleet_windows, lambda f: Deadly(f, tmp_path))
     assert main([*run, "--workers", "2"]) == 0
     out, err = capsys.readouterr()
     assert out == alone and err.count("its unit is done again") == 1 and (tmp_path / "died").exists()
@@ -114,8 +113,6 @@ def test_wrong_input_ends_in_a_sentence(words: list[str], message: str, run: lis
 
 
 def test_workers_refuse_other_files(run: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = fleet_windows.in_order
-    other = {"model_digest": "0" * 64}
-    monkeypatch.setattr(fleet_windows, "in_order", lambda w, f, u, j: plain(w, replace(f, **other), u, j))
+    change_workers(monkeypatch, fleet_windows, lambda f: replace(f, model_digest="0" * 64))
     assert main([*run, "--workers", "2"]) == 1
     assert "another file than that of the command" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from ikcli import log
 from ikcli.commands._options import parse, usage
 from ikcli.commands._self_covariance import SELF, covariance_file, planned_data
 from ikcli.commands.quantize import recipe_of, report_plan_notes, threads, tool_options
+from ikcli.config_fleet import BatchConfig
 from ikcli.config_tools import QuantizeConfig
 from ikcli.errors import IkError, UsageError
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ikcli.quant.imatrix_file import Imatrix
     from ikcli.quant.matrix import MatrixJob
     from ikcli.quant.recipes import TypeChoice
-    from ikcli.quant.tool import ToolPlan
+    from ikcli.quant.tool import ToolOptions, ToolPlan
 
 OF_A_LINE = frozenset({
     "args", "imatrix", "covariance", "ignore_imatrix_rules", "include_weights", "exclude_weights", "hide_imatrix",
@@ -93,7 +94,8 @@ def _line(where: str, words: list[str], config: QuantizeConfig) -> Line:
     assert isinstance(mine, QuantizeConfig)
     wrong = sorted(parsed.given - OF_A_LINE) or [*parsed.ignored, *parsed.unsupported]
     if wrong:
-        raise UsageError(f"--{wrong[0].replace('_', '-').lstrip('-')} cannot be given for one line of a matrix")
+        name = wrong[0].rpartition(".")[2].replace("_", "-").lstrip("-")
+        raise UsageError(f"--{name} cannot be given for one line of a matrix")
     found = parse_file_type(mine.args[0]) if mine.args else None
     if found is None:
         raise no_type(list(mine.args[:1]), "")
@@ -192,7 +194,7 @@ def _run(
         check_rooms(needs)
         return 0
     jobs = [MatrixJob(plan.job, _data_key(line.config)) for line, plan in zip(lines, plans, strict=True)]
-    _write(jobs, source)
+    _write(jobs, source, [tool_options(line.config, n_threads) for line in lines], config.fleet)
     log.log("\n".join(size_lines(lines, plans)))
     return 0
 
@@ -204,7 +206,8 @@ def _data_key(config: QuantizeConfig) -> tuple[object, ...]:
             c.least_squares)  # fmt: skip
 
 
-def _write(jobs: list[MatrixJob], source: str) -> None:
+def _write(jobs: list[MatrixJob], source: str, options: list[ToolOptions], fleet: BatchConfig) -> None:
+    from ikcli.eval import fleet_quantize
     from ikcli.quant.matrix import run_matrix
     from ikcli.quant.quantizer import Progress
 
@@ -220,7 +223,8 @@ def _write(jobs: list[MatrixJob], source: str) -> None:
     log.log(f"matrix: '{source}' to {len(jobs)} files, {jobs[0].job.n_threads} threads")
     started = time.monotonic()
     with log.progress("quantize", file.n_bytes, in_bytes=True) as advance:
-        paths = run_matrix(jobs, Progress(tensor, skipped, advance))
+        hooks = Progress(tensor, skipped, advance)
+        paths = fleet_quantize.run(jobs, options, fleet, hooks) if fleet.wanted else run_matrix(jobs, hooks)
     log.log(f"wrote {len(paths)} file{'s' if len(paths) != 1 else ''} in {time.monotonic() - started:.2f} s")
 
 

@@ -5,6 +5,7 @@ Answers to examples/quantize of ik_llama.cpp; with `--repack` or `--unrepack` ro
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import time
@@ -21,6 +22,7 @@ from ikcli.commands._options import usage
 from ikcli.commands._self_covariance import SELF, covariance_file, planned_data
 from ikcli.commands._suggest import nearest
 from ikcli.commands._target import check_sides, has_target, target_options
+from ikcli.config_fleet import BatchConfig
 from ikcli.config_tools import QuantizeConfig
 from ikcli.errors import IkError, UsageError
 
@@ -50,6 +52,7 @@ class Request:
     write_recipe: str = ""
     preflight: bool = False
     covariance_tokens: int = 0
+    fleet: BatchConfig = dataclasses.field(default_factory=BatchConfig)
 
 
 def request_of(config: QuantizeConfig) -> Request:
@@ -81,6 +84,7 @@ def request_of(config: QuantizeConfig) -> Request:
         config.write_recipe,
         config.preflight,
         config.covariance_tokens,
+        config.fleet,
     )
 
 
@@ -406,7 +410,14 @@ def write(request: Request, plan: ToolPlan) -> None:
     started = time.monotonic()
     try:
         with log.progress(request.mode, plan.old_bytes, in_bytes=True) as advance:
-            paths = run_job(job, Progress(tensor, skipped, advance, resumed, discarded))
+            hooks = Progress(tensor, skipped, advance, resumed, discarded)
+            if request.fleet.wanted:
+                from ikcli.eval import fleet_quantize
+                from ikcli.quant.matrix import MatrixJob
+
+                paths = fleet_quantize.run([MatrixJob(job)], [request.options], request.fleet, hooks)
+            else:
+                paths = run_job(job, hooks)
     except KeyboardInterrupt:
         log.log("interrupted; what is whole is kept, and the same command goes on from there")
         raise

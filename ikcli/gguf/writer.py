@@ -284,6 +284,15 @@ class GGUFWriter:
             self._file.close()
             self._file = None
 
+    def layout(self) -> tuple[bytes, dict[str, int], int]:
+        """Of a model in one file: what comes before the data, where the bytes of each tensor are, and the size."""
+        header, at = self._header(0, self.tensors), {}
+        size = len(header)
+        for t in self.tensors:
+            at[t.name] = size
+            size += -(-t.n_bytes // self.alignment) * self.alignment
+        return header, at, size
+
     def _header(self, no: int, tensors: Sequence[NewTensor]) -> bytes:
         placed: list[tuple[str, tuple[int, ...], GGMLType, int]] = []
         offset = 0

@@ -394,10 +394,19 @@ class Worker:
         """Number of rows with about so many elements, in whole groups."""
         return max(1, n_elements // self.info.shape[0] // self.group) * self.group
 
-    def run(self, pool: ThreadPoolExecutor, advance: Callable[[float], None]) -> Iterator[list[Bytes]]:
-        """New bytes of each target, piece by piece in order; input pages are released as they are used up."""
-        released = 0
-        for stop, encoded in _in_order(pool, self.encode, self.pieces(), 2 * self.n_threads + 1):
+    def run(
+        self,
+        pool: ThreadPoolExecutor,
+        advance: Callable[[float], None],
+        pieces: Iterator[tuple[int, int, int]] | None = None,
+        start: int = 0,
+    ) -> Iterator[list[Bytes]]:
+        """New bytes of each target, piece by piece in order; input pages are released as they are used up.
+
+        Of all pieces, or of those given, which are adjacent and begin at the input byte `start`.
+        """
+        released = start
+        for stop, encoded in _in_order(pool, self.encode, pieces or self.pieces(), 2 * self.n_threads + 1):
             yield encoded
             self.file.release(self.info.name, released, stop)
             advance(stop - released)
@@ -410,9 +419,17 @@ class Worker:
         if self.info.type == GGMLType.I2_S:
             yield 0, 0, n_rows  # one scale for the whole tensor
             return
-        step = self._rows(min(_MAX_PIECE, max(_MIN_PIECE, _IN_WORK // max(1, 2 * self.n_threads))))
-        for matrix, first in itertools.product(range(n_rows // ne1), range(0, ne1, step)):
-            yield matrix, matrix * ne1 + first, matrix * ne1 + min(first + step, ne1)
+        for matrix in range(n_rows // ne1):
+            yield from self.pieces_of(matrix, matrix * ne1, (matrix + 1) * ne1)
+
+    def pieces_of(
+        self, matrix: int, first: int, stop: int, n_elements: int | None = None
+    ) -> Iterator[tuple[int, int, int]]:
+        """The same for adjacent rows of a matrix, by about so many elements, else as many as suit the threads."""
+        wanted = min(_MAX_PIECE, max(_MIN_PIECE, _IN_WORK // max(1, 2 * self.n_threads)))
+        step = self._rows(n_elements or wanted)
+        for row in range(first, stop, step):
+            yield matrix, row, min(row + step, stop)
 
     def encode(self, matrix: int, first: int, stop: int) -> tuple[int, list[Bytes]]:
         """(end of the input bytes, new bytes of each target) of one piece."""

@@ -135,6 +135,7 @@ class QuantizeStatsConfig:
     summary: bool = opt(False, "--summary", "switch", "print only the rows over all tensors")
     output_format: str = opt("md", "--output-format", "choice", "form of the table; jsonl has the full counts of scales and codes", form="md|jsonl", example="--output-format jsonl", choices=("md", "jsonl"))
     n_threads: int = opt(0, "-t --threads", "custom", "threads; auto = physical cores", form="N", example="-t 8", parse=parse_threads)
+    fleet: BatchConfig = group(BatchConfig)
     hub: HubConfig = group(HubConfig)
 
 

@@ -96,6 +96,10 @@ def _target(config: QuantizeConfig, mode: str, name: str, source: str, n_threads
         from ikcli.eval.resident import ResidentOptions
 
         options = ResidentOptions(Path(source), text, chunks, n_threads=n_threads, overrides=config.override_kv)
+        if config.fleet.wanted:
+            from ikcli.eval.fleet_calibrate import FleetCalibrator
+
+            return FleetCalibrator(options, tool_options(config, n_threads), config.fleet).measure
         return Calibrator(options).measure
 
     found = target_options(config, name != _NO_TYPE, measure)

@@ -7,6 +7,7 @@ from ikcli.commands._model import find_model
 from ikcli.config import default_model
 from ikcli.config_tools import QuantizeStatsConfig
 from ikcli.errors import UsageError
+from ikcli.eval import fleet_stats
 from ikcli.eval.quantize_stats import (
     HEADER,
     StatsParams,
@@ -34,7 +35,11 @@ def run(config: QuantizeStatsConfig) -> int:
     for note in notes(measured_tensors(file, params), params):
         log.log(f"quantize-stats: {note}")
     first, as_table = True, config.output_format == "md"
-    for row in measure_model(file, params, imatrix):
+    if config.fleet.wanted:
+        rows = fleet_stats.measure_model(file, params, config.imatrix, config.fleet)
+    else:
+        rows = measure_model(file, params, imatrix)
+    for row in rows:
         if config.summary and row.tensor:
             continue
         if first and as_table:

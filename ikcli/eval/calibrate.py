@@ -27,7 +27,7 @@ class Calibrator:
         out = []
         with progress("calibrating", len(trials)) as advance:
             for trial in trials:
-                out.append(float(np.mean(np.concatenate(list(self._resident.trial(trial, encoding))))))
+                out.append(mean_divergence(self._resident, trial, encoding))
                 advance(1)
         return out
 
@@ -39,3 +39,8 @@ class Calibrator:
             f"weights; {found.base_bytes / 2**20:.0f} MiB hold the predictions of the unchanged model, "
             f"{found.prefix_bytes / 2**20:.0f} MiB what its layers leave behind"
         )
+
+
+def mean_divergence(resident: Resident, trial: Mapping[str, GGMLType], encoding: Encoding) -> float:
+    """Over all scored positions, in nats."""
+    return float(np.mean(np.concatenate(list(resident.trial(trial, encoding)))))

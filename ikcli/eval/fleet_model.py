@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import ikcli
@@ -12,8 +14,9 @@ from ikcli.engine.planner import Planner
 from ikcli.errors import IkError
 from ikcli.fleet import digest
 from ikcli.fleet.executor import threads_each
-from ikcli.gguf.reader import open_gguf
+from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.options import iter_options
+from ikcli.quant.tool import ToolOptions
 from ikcli.tokenizer import Tokenizer
 
 _OF_NO_EFFECT = ("hub.", "prompt.", "fleet.", "perplexity.", "imatrix.", "upstream.")
@@ -63,6 +66,24 @@ def check_model(config: RunConfig, model_digest: str) -> None:
     assert config.model is not None
     if digest.of_model(open_gguf(config.model, config.override_kv)) != model_digest:
         raise IkError(f"{config.model} on this node is another file than that of the command")
+
+
+def digests(file: GGUFFile, data: Sequence[ToolOptions]) -> tuple[str, ...]:
+    """Of the model, and the importance matrix and the second moments of every data."""
+    out = [digest.of_model(file)]
+    for o in data:
+        out.append(digest.of_file(Path(o.imatrix)) if o.imatrix is not None else "")
+        out.append(digest.of_model(open_gguf(o.covariance)) if o.covariance is not None else "")
+    return tuple(out)
+
+
+def check_files(file: GGUFFile, data: Sequence[ToolOptions], wanted: tuple[str, ...]) -> None:
+    """IkError if one of these files is another than that of the command."""
+    found = digests(file, data)
+    paths = [file.paths[0], *(p for o in data for p in (o.imatrix, o.covariance))]
+    for path, mine, theirs in zip(paths, found, wanted, strict=True):
+        if mine != theirs:
+            raise IkError(f"{path} on this node is another file than that of the command")
 
 
 def settings(config: RunConfig) -> dict[str, Any]:

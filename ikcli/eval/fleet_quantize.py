@@ -22,17 +22,15 @@ import numpy as np
 
 import ikcli
 from ikcli.config_fleet import BatchConfig
-from ikcli.errors import IkError, UsageError
-from ikcli.fleet import digest
+from ikcli.errors import UsageError
+from ikcli.eval.fleet_model import check_files, digests
 from ikcli.fleet.executor import executor_of, threads_each
 from ikcli.fleet.journal import Journal
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.placed import PlacedFile
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.log import log
-from ikcli.quant.covariance_file import open_covariance
 from ikcli.quant.formats import row_size
-from ikcli.quant.imatrix_use import with_borrowed
 from ikcli.quant.matrix import MatrixJob, check_rooms
 from ikcli.quant.output_check import check_output
 from ikcli.quant.quantizer import (
@@ -50,7 +48,7 @@ from ikcli.quant.quantizer import (
     prepare_folder,
 )
 from ikcli.quant.recipes import TypeChoice
-from ikcli.quant.tool import ToolOptions, load_imatrix
+from ikcli.quant.tool import ToolOptions, encoding_of
 
 _UNIT = 1 << 24  # weights; seconds of work for a thread
 
@@ -95,11 +93,7 @@ class QuantizeWorker:
     def __init__(self, options: QuantizeWorkerOptions) -> None:
         """Open the files; IkError if one is another than that of the command."""
         self._file = open_gguf(options.source, options.data[0].overrides)
-        found = digests(self._file, options.data)
-        if found != options.digests:
-            paths = [options.source, *(p for o in options.data for p in (o.imatrix, o.covariance))]
-            wrong = next(p for p, a, b in zip(paths, found, options.digests, strict=True) if a != b)
-            raise IkError(f"{wrong} on this node is another file than that of the command")
+        check_files(self._file, options.data, options.digests)
         self._jobs = [_job(self._file, o) for o in options.data]
         self._n_threads, self._readers = options.n_threads, Readers()
         self._pool = ThreadPoolExecutor(options.n_threads)
@@ -127,20 +121,8 @@ class QuantizeWorker:
 
 def _job(file: GGUFFile, options: ToolOptions) -> QuantizeJob:
     """Of no tensor: what `Target` reads of a job."""
-    covariance = open_covariance(options.covariance) if options.covariance is not None else None
-    imatrix = load_imatrix(options, covariance)
-    if imatrix is not None:
-        imatrix = with_borrowed(imatrix, file.tensors, file.metadata)
-    return QuantizeJob(file, Path(), (), {}, imatrix, covariance, encode_options=options.encode)
-
-
-def digests(file: GGUFFile, data: Sequence[ToolOptions]) -> tuple[str, ...]:
-    """Of the model, and the importance matrix and the second moments of every data."""
-    out = [digest.of_model(file)]
-    for o in data:
-        out.append(digest.of_file(Path(o.imatrix)) if o.imatrix is not None else "")
-        out.append(digest.of_model(open_gguf(o.covariance)) if o.covariance is not None else "")
-    return tuple(out)
+    found = encoding_of(file, options)
+    return QuantizeJob(file, Path(), (), {}, found.imatrix, found.covariance, encode_options=found.options)
 
 
 @dataclass(slots=True)

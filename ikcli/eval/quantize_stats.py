@@ -171,21 +171,27 @@ def measure_piece(piece: RowSample, type: GGMLType) -> tuple[Errors, CodeUse | N
 
 def measure_model(file: GGUFFile, params: StatsParams, imatrix: Imatrix | None = None) -> Iterator[StatsRow]:
     """Rows per tensor and type in file order as they are ready, then the sums over all tensors of each type."""
-    done: dict[GGMLType, list[StatsRow]] = {t: [] for t in params.types}
+    done: list[StatsRow] = []
     with ThreadPoolExecutor(max(1, params.n_threads)) as pool:
         for t in measured_tensors(file, params):
             weights = imatrix.weights(t.name, t.shape) if imatrix is not None else None
-            for type, row in _measure_tensor(pool, file, t, params, weights):
-                done[type].append(row)
+            for row in _measure_tensor(pool, file, t, params, weights):
+                done.append(row)
                 yield row
-    for rows in done.values():
-        if rows:
-            yield _total(rows)
+    yield from totals(done, params)
+
+
+def totals(rows: Sequence[StatsRow], params: StatsParams) -> Iterator[StatsRow]:
+    """The sums over all tensors of each type."""
+    for type in params.types:
+        mine = [row for row in rows if row.type == TYPES[type].name]
+        if mine:
+            yield _total(mine)
 
 
 def _measure_tensor(
     pool: ThreadPoolExecutor, file: GGUFFile, t: TensorInfo, params: StatsParams, weights: Floats | None
-) -> list[tuple[GGMLType, StatsRow]]:
+) -> list[StatsRow]:
     """One row for every type that fits; types are encoded side by side."""
     types = [type for type in params.types if fits(type, t.shape)]
     sums: dict[GGMLType, tuple[Errors, CodeUse | None]] = {}
@@ -196,19 +202,21 @@ def _measure_tensor(
         for type, (errors, use) in zip(types, found, strict=True):
             if type in sums:
                 before = sums[type]
-                errors, use = before[0] + errors, _added(before[1], use)
+                errors, use = before[0] + errors, added(before[1], use)
             sums[type] = errors, use
+    return [stats_row(t, type, n_measured, *found, weights is not None) for type, found in sums.items()]
+
+
+def stats_row(
+    t: TensorInfo, type: GGMLType, n_measured: int, errors: Errors, use: CodeUse | None, has_weights: bool
+) -> StatsRow:
+    """The row of a tensor and a type."""
+    bpw = 8 * tensor_size(type, t.shape) / t.n_elements
     n_rows = math.prod(t.shape[1:])
-    rows: list[tuple[GGMLType, StatsRow]] = []
-    for type, (errors, use) in sums.items():
-        bpw = 8 * tensor_size(type, t.shape) / t.n_elements
-        name = TYPES[type].name
-        row = StatsRow(t.name, name, bpw, t.n_elements, n_rows, n_measured, errors, weights is not None, use)
-        rows.append((type, row))
-    return rows
+    return StatsRow(t.name, TYPES[type].name, bpw, t.n_elements, n_rows, n_measured, errors, has_weights, use)
 
 
-def _added(a: CodeUse | None, b: CodeUse | None) -> CodeUse | None:
+def added(a: CodeUse | None, b: CodeUse | None) -> CodeUse | None:
     return a + b if a is not None and b is not None else a or b
 
 
@@ -216,7 +224,7 @@ def _total(rows: Sequence[StatsRow]) -> StatsRow:
     n_elements = sum(r.n_elements for r in rows)
     total, use = Errors(), None
     for r in rows:
-        total, use = total + r.errors, _added(use, r.use)
+        total, use = total + r.errors, added(use, r.use)
     return StatsRow(
         "",
         rows[0].type,

@@ -154,7 +154,8 @@ def errors_of(piece: RowSample, encoded: npt.NDArray[np.uint8], type: GGMLType, 
     by_column = np.square(error).sum(axis=0, dtype=np.float64)
     value_by_column = np.square(x).sum(axis=0, dtype=np.float64)
     w = np.ones(x.shape[1]) if piece.weights is None else piece.weights.astype(np.float64)
-    weighted = float(by_column @ w), float(value_by_column @ w)
+    # no scalar product, whose order of sums depends on the number of threads
+    weighted = float((by_column * w).sum()), float((value_by_column * w).sum())
     if metric is not None:
         weighted = _products(error, metric), _products(x, metric)
     return Errors(

@@ -212,6 +212,15 @@ def load_imatrix(options: ToolOptions, covariance: Covariance | None) -> Imatrix
     return found if found.entries else None
 
 
+def encoding_of(file: GGUFFile, options: ToolOptions) -> Encoding:
+    """How the tensors of a model are encoded with these options."""
+    covariance = open_covariance(options.covariance) if options.covariance is not None else None
+    imatrix = load_imatrix(options, covariance)
+    if imatrix is not None:
+        imatrix = with_borrowed(imatrix, file.tensors, file.metadata)
+    return Encoding(imatrix, covariance, options.encode)
+
+
 def _imatrix_notes(choices: Sequence[TypeChoice]) -> list[str]:
     missing = [c.name for c in choices if c.reason == "not in the importance matrix"]
     if not missing:

@@ -15,8 +15,10 @@ class FleetConfig:
     """Who does the work."""
 
     workers: int = opt(1, "--workers", "int", "processes on this machine, which share the threads", topic="fleet", commands="PI", form="N", example="--workers 2", minimum=1, bench_list=False)
-    ray: str | None = opt(None, "--ray", "str", "work on Ray: local starts it on this machine, auto or an address joins a cluster, where every worker has the threads of -t", topic="fleet", commands="PI", form="local|auto|ADDRESS", example="--ray auto", bench_list=False)
-    ray_workers: int = opt(2, "--ray-workers", "int", "workers on Ray", topic="fleet", commands="PI", form="N", example="--ray-workers 4", minimum=1, bench_list=False)
+    ray: str | None = opt(None, "--ray", "str", "work on Ray: local starts it on this machine, auto or an address joins a cluster, where every worker has the threads of -t", topic="fleet", commands="PIB", form="local|auto|ADDRESS", example="--ray auto", bench_list=False)
+    ray_workers: int = opt(2, "--ray-workers", "int", "workers on Ray", topic="fleet", commands="PIB", form="N", example="--ray-workers 4", minimum=1, bench_list=False)
+
+    ray_node: str = opt("", "--ray-node", "str", "only nodes of Ray that offer this resource (ray start --resources '{\"TYPE\": 1}'); for bench several, which are compared", topic="fleet", commands="PIB", form="TYPE[,TYPE...]", example="--ray-node epyc", bench_list=False)
 
     @property
     def n_workers(self) -> int:
@@ -28,7 +30,7 @@ class FleetConfig:
 class BatchConfig(FleetConfig):
     """Who does the work, and where what is done is kept."""
 
-    journal: str | None = opt(None, "--journal", "str", "keep what is done in FILE; a run that ended early goes on from there", topic="fleet", commands="PI", form="FILE", example="--journal run.jsonl", bench_list=False)
+    journal: str | None = opt(None, "--journal", "str", "keep what is done in FILE; a run that ended early goes on from there", topic="fleet", commands="PIB", form="FILE", example="--journal run.jsonl", bench_list=False)
 
     @property
     def wanted(self) -> bool:

@@ -58,7 +58,7 @@ def values(result: BenchResult) -> dict[str, Any]:
     avg_ns, stddev_ns = mean_and_deviation(result.samples_ns)
     avg_ts, stddev_ts = mean_and_deviation(result.samples_ts)
     known: dict[str, Any] = {
-        "build_commit": commit, "build_number": number, "cpu_info": cpu_name() or "",
+        "build_commit": commit, "build_number": number, "cpu_info": result.cpu or cpu_name() or "",
         "gpu_info": ", ".join(m.gpus),
         "model_filename": m.filename, "model_type": m.name, "model_size": m.n_bytes, "model_n_params": m.n_params,
         "n_batch": c.n_batch, "n_ubatch": c.n_ubatch, "n_threads": c.n_threads if t.n_gen else c.n_threads_batch,
@@ -71,7 +71,7 @@ def values(result: BenchResult) -> dict[str, Any]:
         "stddev_ts": stddev_ts, "test": t.label,
     }  # fmt: skip
     known |= dict.fromkeys(_ABSENT, False) | {"cuda": bool(m.gpus)}
-    return {name: known[name] for name in FIELDS}
+    return {name: known[name] for name in FIELDS} | ({"node": result.node} if result.node else {})
 
 
 class Writer:
@@ -101,7 +101,9 @@ class MarkdownWriter(Writer):
     def header(self, config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]]) -> None:
         defaults = {f.name: f.default for f in dataclasses.fields(config)}
         self._settings = [name for name in _SETTINGS if name in alternatives or getattr(config, name) != defaults[name]]
-        self._columns = [("model", -30), ("size", 10), ("params", 10), ("backend", -10), ("threads", 7)]
+        self._nodes = bool(config.fleet.ray_node)
+        self._columns = [("node", -12)] if self._nodes else []
+        self._columns += [("model", -30), ("size", 10), ("params", 10), ("backend", -10), ("threads", 7)]
         self._columns += [*(_SETTINGS[name] for name in self._settings), ("test", 13), ("t/s", 16)]
         self._row([name for name, _ in self._columns])
         rule = ["-" * -width if width < 0 else "-" * (width - 1) + ":" for _, width in self._columns]
@@ -114,7 +116,8 @@ class MarkdownWriter(Writer):
         n_threads = c.n_threads if result.test.n_gen else c.n_threads_batch
         speed, deviation = mean_and_deviation(result.samples_ts)
         backend = "CUDA" if m.gpus else "CPU"
-        cells = [m.name, size, params, backend, str(n_threads), *(_setting(c, name) for name in self._settings)]
+        cells = [result.node] if self._nodes else []
+        cells += [m.name, size, params, backend, str(n_threads), *(_setting(c, name) for name in self._settings)]
         self._row([*cells, result.test.label, f"{speed:.2f} ± {deviation:.2f}"])
 
     def footer(self) -> None:
@@ -138,7 +141,7 @@ class CsvWriter(Writer):
     """A line of names, then quoted values."""
 
     def header(self, config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]]) -> None:
-        self._write(",".join(FIELDS) + "\n")
+        self._write(",".join([*FIELDS, *(["node"] if config.fleet.ray_node else [])]) + "\n")
 
     def result(self, result: BenchResult) -> None:
         quoted = ('"' + _text(v).replace('"', '""') + '"' for v in values(result).values())
@@ -187,7 +190,7 @@ class SqlWriter(Writer):
             columns = ",\n".join(f"  {k} {types.get(type(v), 'TEXT')}" for k, v in found.items())
             self._write(f"CREATE TABLE IF NOT EXISTS test (\n{columns}\n);\n\n")
         quoted = ", ".join("'" + _text(v).replace("'", "''") + "'" for v in found.values())
-        self._write(f"INSERT INTO test ({', '.join(FIELDS)}) VALUES ({quoted});\n")
+        self._write(f"INSERT INTO test ({', '.join(found)}) VALUES ({quoted});\n")
 
 
 _WRITERS = {"md": MarkdownWriter, "csv": CsvWriter, "json": JsonWriter, "jsonl": JsonLinesWriter, "sql": SqlWriter}

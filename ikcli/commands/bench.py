@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 from ikcli.commands._bench_output import make_writer
 from ikcli.commands._options import ModelRun
 from ikcli.engine.bench_cases import bench_tests
 from ikcli.errors import UsageError
 from ikcli.eval import bench
+from ikcli.eval.bench import BenchResult
 
 
 def run(run: ModelRun) -> int:
     """Measure and print; 130 after Ctrl-C."""
     options = run.config.bench
     if options.compare:
+        if run.config.fleet.ray is not None:
+            raise UsageError("--compare measures on this machine; leave out --ray")
         from ikcli.commands._bench_compare import run as compare
 
         return compare(run)
     for name in ("rounds", "precision"):
         if f"bench.{name}" in run.given:
             raise UsageError(f"--{name} goes with --compare")
+    fleet = run.config.fleet
+    if fleet.ray is None and (fleet.ray_node or fleet.journal):
+        raise UsageError("--ray-node and --journal are for measuring on nodes of Ray; add --ray ADDRESS")
+    if fleet.ray is not None and run.config.profile:
+        raise UsageError("--profile measures this process; leave out --ray")
     bench_tests(run.config)  # complain before a header is printed
     writers = [make_writer(options.output, sys.stdout)]
     if options.output_err:
@@ -29,7 +38,7 @@ def run(run: ModelRun) -> int:
         writer.header(run.config, run.alternatives)
     code = 0
     try:
-        for result in bench.run(run.config, run.alternatives, run.given, run.planner):
+        for result in _results(run):
             for writer in writers:
                 writer.result(result)
     except KeyboardInterrupt:
@@ -37,3 +46,12 @@ def run(run: ModelRun) -> int:
     for writer in writers:
         writer.footer()
     return code
+
+
+def _results(run: ModelRun) -> Iterator[BenchResult]:
+    """Measured here, or on nodes of Ray."""
+    if run.config.fleet.ray is None:
+        return bench.run(run.config, run.alternatives, run.given, run.planner)
+    from ikcli.eval import fleet_bench
+
+    return fleet_bench.run(run.config, run.alternatives, run.given)

@@ -63,13 +63,15 @@ def params_label(n: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """Nanoseconds of every repetition of a test under these settings."""
+    """Nanoseconds of every repetition of a test under these settings; on which kind of node and CPU, if not here."""
 
     test: BenchTest
     config: RunConfig
     model: BenchModel
     started: str
     samples_ns: tuple[int, ...]
+    node: str = ""
+    cpu: str = ""
 
     @property
     def samples_ts(self) -> tuple[float, ...]:
@@ -145,10 +147,10 @@ def run(
     tests = bench_tests(config)
     for chosen in combinations(config, alternatives, given):
         same = (chosen.model, chosen.override_kv) == (config.model, config.override_kv)
-        yield from _measured(chosen, tests, planner if same else None)
+        yield from measured(chosen, tests, planner if same else None)
 
 
-def _measured(config: RunConfig, tests: list[BenchTest], planner: Planner | None) -> Iterator[BenchResult]:
+def measured(config: RunConfig, tests: list[BenchTest], planner: Planner | None) -> Iterator[BenchResult]:
     """Measure the tests in one session."""
     from ikcli.engine.session import Session
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait as wait_for
 from typing import Any, Protocol
 
 from ikcli.config_fleet import FleetConfig
-from ikcli.errors import IkError
+from ikcli.errors import IkError, UsageError
 from ikcli.log import warn
 
 TRIES = 3
@@ -198,21 +199,65 @@ def _spread(
         yield from found
 
 
-def executor(n_workers: int, ray: str | None, n_threads: int) -> Executor:
-    """The executor of `--workers N` and `--ray ADDRESS`; workers have `n_threads` threads each.
+class ByKind:
+    """Units that are (kind, unit): each is done by the executor of its kind, all kinds at the same time."""
+
+    def __init__(self, works: Mapping[str, Executor]) -> None:
+        self._works = works
+        self.n_workers = sum(work.n_workers for work in works.values())
+
+    def run(self, factory: Factory, units: Sequence[Any], ahead: int | None = None) -> Generator[tuple[int, Any]]:
+        """See Executor."""
+        found: queue.SimpleQueue[tuple[int, Any] | BaseException | None] = queue.SimpleQueue()
+        stop = threading.Event()
+
+        def work(kind: str) -> None:
+            mine = [i for i, unit in enumerate(units) if unit[0] == kind]
+            try:
+                for i, result in self._works[kind].run(factory, [units[i][1] for i in mine], ahead):
+                    found.put((mine[i], result))
+                    if stop.is_set():
+                        break
+                found.put(None)
+            except BaseException as error:  # raised again by who waits
+                found.put(error)
+
+        threads = [threading.Thread(target=work, args=(kind,), daemon=True) for kind in self._works]
+        for thread in threads:
+            thread.start()
+        try:
+            left = len(threads)
+            while left:
+                got = found.get()
+                if isinstance(got, BaseException):
+                    raise got
+                if got is None:
+                    left -= 1
+                else:
+                    yield got
+        finally:
+            stop.set()
+
+
+def executor(n_workers: int, ray: str | None, n_threads: int, node: str = "") -> Executor:
+    """The executor of `--workers N`, `--ray ADDRESS` and `--ray-node TYPE`; workers have `n_threads` threads each.
 
     UnsupportedError if Ray is asked for and is not installed.
     """
     if ray is not None:
         from ikcli.fleet.ray_executor import RayExecutor
 
-        return RayExecutor(ray, n_workers, n_threads)
+        return RayExecutor(ray, n_workers, n_threads, node)
+    if node:
+        raise UsageError("--ray-node names nodes of Ray; add --ray ADDRESS")
     return Processes(n_workers) if n_workers > 1 else Here()
 
 
 def executor_of(fleet: FleetConfig, n_threads: int) -> Executor:
     """The executor that the options ask for; a worker has `n_threads` threads."""
-    return executor(fleet.n_workers, fleet.ray, n_threads)
+    if "," in fleet.ray_node:
+        raise UsageError(f"--ray-node {fleet.ray_node}: only ik bench takes several; name one")
+    return executor(fleet.n_workers, fleet.ray, n_threads, fleet.ray_node)
 
 
 def threads_each(n_threads: int, fleet: FleetConfig) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ikcli.errors import IkError, UnsupportedError
@@ -15,6 +16,9 @@ from ikcli.fleet.executor import TRIES, Factory, Queue, Worker
 from ikcli.log import log, warn
 
 _PATIENCE = 60  # seconds
+
+_SHARE = 0.001  # of a resource that only names a kind of node
+_PLAIN = ("CPU", "GPU", "memory", "object_store_memory")
 
 LOCAL = "local"
 """The address that starts Ray on this machine for the time of a run."""
@@ -55,22 +59,31 @@ class _Actor:
 
 
 class RayExecutor:
-    """Actors on a cluster (`address`) or on this machine (`local`)."""
+    """Actors on a cluster (`address`) or on this machine (`local`).
 
-    def __init__(self, address: str, n_workers: int, n_threads: int) -> None:
-        self._address, self._n_threads = address, n_threads
+    `node`: a resource that the nodes to work on offer, of which every actor takes `share`.
+    """
+
+    def __init__(self, address: str, n_workers: int, n_threads: int, node: str = "", share: float = _SHARE) -> None:
+        self._address, self._n_threads, self._node, self._share = address, n_threads, node, share
         self.n_workers = n_workers
 
     def run(self, factory: Factory, units: Sequence[Any], ahead: int | None = None) -> Generator[tuple[int, Any]]:
         """See Executor; IkError if there is no cluster at the address."""
         if not units:
             return
+        with self.connected():
+            yield from self._run(_ray(), factory, units, Queue(len(units), ahead))
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Connected to the cluster, which it may be already."""
         ray = _ray()
         mine = not ray.is_initialized()
         if mine:
             self._connect(ray)
         try:
-            yield from self._run(ray, factory, units, Queue(len(units), ahead))
+            yield
         finally:
             if mine:
                 ray.shutdown()
@@ -80,7 +93,8 @@ class RayExecutor:
         try:
             if self._address == LOCAL:
                 cpus = max(1, self.n_workers * self._n_threads)
-                ray.init(num_cpus=cpus, include_dashboard=False, **options)
+                offered = {self._node: 1} if self._node else None
+                ray.init(num_cpus=cpus, resources=offered, include_dashboard=False, **options)
             else:
                 ray.init(address=self._address, **options)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
@@ -89,8 +103,20 @@ class RayExecutor:
         nodes = [n for n in ray.nodes() if n["Alive"]]
         log(f"ray: {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {self.n_workers} workers")
 
+    def _check_node(self, ray: Any) -> None:
+        """IkError if no node offers the resource."""
+        offered = sorted(name for name in ray.cluster_resources() if ":" not in name and name not in _PLAIN)
+        if self._node and self._node not in offered:
+            there = f"they offer {', '.join(offered)}" if offered else "they offer none"
+            raise IkError(
+                f"--ray-node {self._node}: no node of Ray has this resource, {there}; "
+                f"""begin a node with ray start --resources '{{"{self._node}": 1}}'"""
+            )
+
     def _run(self, ray: Any, factory: Factory, units: Sequence[Any], queue: Queue) -> Iterator[tuple[int, Any]]:
-        crew = _Crew(ray, ray.remote(num_cpus=self._n_threads)(_Actor), factory)
+        self._check_node(ray)
+        resources = {self._node: self._share} if self._node else {}
+        crew = _Crew(ray, ray.remote(num_cpus=self._n_threads, resources=resources)(_Actor), factory)
         for _ in range(min(self.n_workers, len(units))):
             crew.begin()
 
@@ -128,6 +154,8 @@ class _Crew:
         self.idle: list[Any] = []
         self._busy: dict[Any, tuple[Any, int | None]] = {}
         self._failures = 0
+        found = ray.exceptions  # a result may be lost with its node, too
+        self._died = (found.RayActorError, found.ObjectLostError, found.NodeDiedError, found.WorkerCrashedError)
 
     @property
     def at_work(self) -> bool:
@@ -155,7 +183,8 @@ class _Crew:
         actor, i = self._busy.pop(ref)
         try:
             found = self._ray.get(ref)
-        except self._ray.exceptions.RayActorError as error:
+        except self._died as error:
+            self._kill(actor)  # where it is only out of reach, it would keep its place
             self.begin()
             return i, (None, ""), _last_line(error)
         self.idle.append(actor)
@@ -170,6 +199,10 @@ class _Crew:
     def close(self) -> None:
         """End all actors."""
         for actor in [*self.idle, *(actor for actor, _ in self._busy.values())]:
+            self._kill(actor)
+
+    def _kill(self, actor: Any) -> None:
+        with suppress(self._ray.exceptions.RayError):
             self._ray.kill(actor)
 
 

@@ -136,7 +136,7 @@ class ServerConfig:
     """The HTTP server."""
 
     alias: str = opt("", "-a --alias", "str", "model name in the API; default the file name", topic="server", commands="S", form="NAME", example="-a my-model", env="LLAMA_ARG_MODEL_ALIAS")
-    host: str = opt("127.0.0.1", "--host", "str", "address to listen on", topic="server", commands="S", form="ADDR", example="--host 0.0.0.0", env="LLAMA_ARG_HOST")
+    host: str = opt("127.0.0.1", "--host", "str", "address to listen on: a name or number, a path that ends in .sock, or fd:N, a listening socket that the program was started with", topic="server", commands="S", form="ADDR", example="--host 0.0.0.0", env="LLAMA_ARG_HOST")
     port: int = opt(8080, "--port", "int", "port to listen on", topic="server", commands="S", form="N", example="--port 8080", minimum=0, env="LLAMA_ARG_PORT")
     api_key: str = opt("", "--api-key", "str", "key that requests must carry, several separated by commas; in chat the key that is sent to the server of --url", topic="server", commands="SC", form="KEY", example="--api-key secret")
     api_key_file: Path | None = opt(None, "--api-key-file", "path", "file with one key per line", topic="server", commands="S", form="FILE", example="--api-key-file keys.txt")
@@ -148,6 +148,7 @@ class ServerConfig:
     slots: bool = opt(True, "--slots", "switch", "serve /slots", topic="server", commands="S", negative="--no-slots", example="--no-slots", env="LLAMA_ARG_ENDPOINT_SLOTS")
     path: Path | None = opt(None, "--path", "path", "folder of static files to serve", topic="server", commands="S", form="DIR", example="--path public")
     log_format: str = opt("text", "--log-format", "choice", "format of the server log", topic="server", commands="S", form="text|json", example="--log-format json", choices=("text", "json"))
+    first_slot: int = opt(0, "--first-slot", "int", "number of the first slot in requests and answers; servers behind one port have different ones", topic="server", commands="S", form="N", example="--first-slot 4", minimum=0)
     slot_save_path: Path | None = opt(None, "--slot-save-path", "path", "folder for saved slots", topic="server", commands="S", form="DIR", example="--slot-save-path slots")
     sessions: Path | None = opt(None, "--sessions", "path", "keep conversations in this folder, so that they go on after a restart without being computed again", topic="server", commands="S", form="DIR", example="--sessions sessions")
     sessions_limit: int = opt(8192, "--sessions-limit", "int", "MiB that the folder of --sessions may hold; what was not used for longest goes first", topic="server", commands="S", form="MIB", example="--sessions-limit 20000", minimum=1)

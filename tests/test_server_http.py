@@ -318,6 +318,20 @@ def test_slot_actions(tmp_path: Path) -> None:
     assert list(client.engine.saved) == [tmp_path / "a.bin"]
 
 
+def test_slots_that_have_other_numbers(tmp_path: Path) -> None:
+    """Several servers behind one port number their slots on from each other; the engine counts from 0."""
+    client = Client(first_slot=4, slot_save_path=tmp_path)
+    assert [slot["id"] for slot in client.get("/slots").json()] == [4, 5]
+    answer = client.post("/completion", {"prompt": "a", "id_slot": 5}).json()
+    assert client.engine.requests[-1].id_slot == 1 and answer["id_slot"] == 4  # the fake engine says 0
+    assert client.events("/completion", {"prompt": "a"})[0]["id_slot"] == 4
+    assert client.engine.requests[-1].id_slot == -1
+    for number in (0, 3, 6):
+        assert "slots are 4 to 5" in error_of(client.post("/completion", {"prompt": "a", "id_slot": number}), 400)
+        assert "slots are 4 to 5" in error_of(client.post(f"/slots/{number}?action=erase"), 400)
+    assert client.post("/slots/5?action=erase").json() == {"id_slot": 5, "n_erased": 7}
+
+
 def test_endpoints_of_what_is_not_there() -> None:
     client = Client()
     for path in ("/embedding", "/embeddings", "/v1/embeddings", "/rerank", "/v1/rerank", "/reranking", "/v1/reranking"):

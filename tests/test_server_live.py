@@ -219,6 +219,29 @@ def test_models_that_cannot_load_end_the_server(tmp_path: Path) -> None:
     assert done.returncode == 1 and "error:" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_socket_of_whoever_starts_the_server(tmp_path: Path) -> None:
+    """As service managers do: it listens before the server does."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    number = listener.fileno()
+    command = [sys.executable, "-m", "ikcli", "serve", "-t", "1", "-c", "256", "--host"]
+    with (tmp_path / "log").open("wb") as out:
+        process = subprocess.Popen([*command, f"fd:{number}"], stdout=out, stderr=out, pass_fds=[number])
+    base = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+    try:
+        wait_for(lambda: httpx.get(base + "/health", timeout=WAIT).status_code == 200)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT) == 0
+    with (tmp_path / "no socket").open("wb") as file:
+        for host in (f"fd:{file.fileno()}", "fd:", "fd:x", "fd:-1"):
+            done = subprocess.run(
+                [*command, host], capture_output=True, text=True, timeout=WAIT, pass_fds=[file.fileno()]
+            )
+            assert done.returncode == 2 and f"--host {host}: this is no listening socket" in done.stderr, done.stderr
+            assert "Traceback" not in done.stderr
+
+
 def test_unix_socket_and_key(tmp_path: Path) -> None:
     path = tmp_path / "s.sock"
     command = [sys.executable, "-m", "ikcli", "serve", "--host", str(path), "--api-key", "k", "-t", "1", "-c", "256"]

@@ -67,7 +67,7 @@ async def answer(
 def _noted(request: Request, state: ServerState) -> Entry | None:
     """Where a request from a server in front is noted."""
     id = request.headers.get(REQUEST_ID.decode())
-    return state.ledger.entry(id) if id and state.config.server.host.endswith(".sock") else None
+    return state.ledger.entry(id) if id and state.is_behind else None
 
 
 async def _collect(job: Job, n: int) -> list[Final]:

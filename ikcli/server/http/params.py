@@ -76,6 +76,16 @@ class Limits:
     n_vocab: int
     n_slots: int
     n_adapters: int = 0
+    first_slot: int = 0
+
+    def slot(self, number: int) -> int:
+        """The index of a slot by its number, -1 for any; ApiError 400 if there is none."""
+        if number < 0:
+            return -1
+        index, last = number - self.first_slot, self.first_slot + self.n_slots - 1
+        if not 0 <= index < self.n_slots:
+            raise bad_request(f"id_slot is {number}, but the slots are {self.first_slot} to {last}")
+        return index
 
 
 def defaults_of(config: RunConfig) -> Defaults:
@@ -243,9 +253,6 @@ def _options(values: dict[str, Any], defaults: Defaults, limits: Limits) -> Opti
     options = {name: values[name] for name in _PLAIN if name in values}
     stream_options = f.table(values.get("stream_options", {}), "stream_options")
     include = stream_options.get("include_usage")
-    id_slot = values.get("id_slot", -1)
-    if id_slot >= limits.n_slots:
-        raise bad_request(f"id_slot is {id_slot}, but the slots are 0 to {limits.n_slots - 1}")
     stop = values.get("stop", ()) or defaults.stop
     bans = bans_of(values, defaults.bans)
     if len(stop) > MAX_STOPS or len(bans.strings) + len(bans.patterns) > MAX_STOPS:
@@ -259,7 +266,7 @@ def _options(values: dict[str, Any], defaults: Defaults, limits: Limits) -> Opti
         cache_prompt=values.get("cache_prompt", defaults.cache_prompt),
         sse_ping_interval=values.get("sse_ping_interval", defaults.sse_ping_interval),
         include_usage=include is not None and f.boolean(include, "stream_options.include_usage"),
-        id_slot=id_slot,
+        id_slot=limits.slot(values.get("id_slot", -1)),
         stop=stop,
         bans=bans,
         lora=lora,

@@ -29,7 +29,7 @@ from ikcli.server.http.app import build_app
 from ikcli.server.http.auth import key_summary, private_file, read_keys
 from ikcli.server.http.chat import check_options
 from ikcli.server.http.logs import ServerLog
-from ikcli.server.http.state import ServerState
+from ikcli.server.http.state import PASSED, ServerState
 from ikcli.server.http.users import Users, read_users
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.sessions import make_folder
@@ -71,9 +71,11 @@ def tls_of(config: RunConfig) -> dict[str, Any]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; `host` may be a path that ends in .sock. IkError if the address cannot be used."""
+    """A listening socket; `host` may be a path that ends in .sock, or fd:N. IkError if the address cannot be used."""
     if host.endswith(".sock"):
         return _listen_unix(host)
+    if host.startswith(PASSED):
+        return _passed(host)
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as e:
@@ -99,6 +101,17 @@ def _listen_unix(path: str) -> socket.socket:
     except OSError as e:
         sock.close()
         raise IkError(f"cannot listen on {path}: {e.strerror or e}; choose another path with --host") from None
+    return sock
+
+
+def _passed(host: str) -> socket.socket:
+    try:
+        sock = socket.socket(fileno=int(host.removeprefix(PASSED)))
+        if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            sock.detach()
+            raise ValueError
+    except (OSError, ValueError, OverflowError):
+        raise UsageError(f"--host {host}: this is no listening socket of whoever started this program") from None
     return sock
 
 

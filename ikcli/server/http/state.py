@@ -16,6 +16,9 @@ from ikcli.server.http.params import Defaults, Limits, defaults_of
 from ikcli.server.http.usage import Ledger
 from ikcli.server.http.users import Users
 
+PASSED = "fd:"
+"""Begins the `host` that is a listening socket of whoever started this program, by its number."""
+
 
 class Front(Protocol):
     """What the gateway looks at."""
@@ -44,6 +47,11 @@ class ServerState:
     log: ServerLog = field(default_factory=ServerLog)
     users: Users = field(default_factory=Users)
     started: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def is_behind(self) -> bool:
+        """Whether another server is in front of this one: it listens on what only that one reaches, or made."""
+        return self.config.server.host.endswith(".sock") or self.config.server.host.startswith(PASSED)
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -81,7 +89,8 @@ class ServerState:
         if not self.ready:
             raise ApiError(503, "Loading model")
         model = self.engine.model
-        return Limits(self.engine.tokenizer, model.n_vocab, self.config.n_parallel, len(model.adapters))
+        first = self.config.server.first_slot
+        return Limits(self.engine.tokenizer, model.n_vocab, self.config.n_parallel, len(model.adapters), first)
 
     @cached_property
     def chat(self) -> Any:

@@ -1,6 +1,7 @@
 """What single requests have used, kept for a moment for the server in front, which counts it for its users.
 
-A server on a Unix socket notes it for requests with the header `x-ik-request`; `/usage?id=` gives it out once.
+A server on a Unix socket, or on one that was passed to it, notes it for requests with the header `x-ik-request`;
+`/usage?id=` gives it out once.
 """
 
 from __future__ import annotations

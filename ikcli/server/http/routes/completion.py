@@ -43,8 +43,9 @@ async def answer_native(
     n_ctx = state.engine.model.n_ctx_slot
     used = [settings(item.sampling, options, n_ctx, state.alias) for item in generations]
     shape = NativeShape(
-        naming(state.alias, body.get("model"), "cmpl-"), options, probabilities(state, sampling), shown, used
-    )
+        naming(state.alias, body.get("model"), "cmpl-"), options, probabilities(state, sampling), shown, used,
+        state.config.server.first_slot,
+    )  # fmt: skip
     return await answer(request, state, generations, shape, stream=options.stream, ping=options.sse_ping_interval)
 
 

@@ -31,10 +31,10 @@ _RENAME = object_body(
 async def held(request: Request) -> Response:
     """What the cache of every slot holds, as text."""
     state = server_with_slots(request)
-    found = state.engine.cached_tokens()
+    found, first = state.engine.cached_tokens(), state.config.server.first_slot
     decode = state.engine.tokenizer.decode
     return json_response(
-        [{"slot_id": i, "token_count": len(tokens), "prompt": decode(tokens)} for i, tokens in enumerate(found)]
+        [{"slot_id": i, "token_count": len(tokens), "prompt": decode(tokens)} for i, tokens in enumerate(found, first)]
     )
 
 

@@ -54,7 +54,7 @@ def _slot(state: ServerState, slot: SlotState) -> dict[str, Any]:
         "stopping_word": slot.stopping_word,
     }
     head = {
-        "id": slot.id,
+        "id": slot.id + state.config.server.first_slot,
         "id_task": slot.id_task,
         "state": int(slot.is_processing),
         "is_processing": slot.is_processing,
@@ -101,15 +101,15 @@ async def action(request: Request, id_slot: str) -> Response:
     state = server(request)
     if state.config.server.slot_save_path is None:
         raise unsupported("This server does not support slots action. Start it with `--slot-save-path`")
-    number = _slot_number(id_slot, state.config.n_parallel)
+    number, index = _slot_number(state, id_slot)
     wanted = request.query_params.get("action", "")
     if wanted == "erase":
-        result = await _act(state, number, wanted, None)
+        result = await _act(state, index, wanted, None)
         return json_response({"id_slot": number, "n_erased": result.n_tokens})
     if wanted not in ("save", "restore"):
         raise bad_request("Invalid action: use ?action=save, restore or erase")
     name = file_name((await read_object(request)).get("filename"))
-    result = await _act(state, number, wanted, state.config.server.slot_save_path / name)
+    result = await _act(state, index, wanted, state.config.server.slot_save_path / name)
     head = {"id_slot": number, "filename": name}
     if wanted == "save":
         saved = {"n_saved": result.n_tokens, "n_written": result.n_bytes, "timings": {"save_ms": result.ms}}
@@ -118,10 +118,12 @@ async def action(request: Request, id_slot: str) -> Response:
     return json_response(head | restored)
 
 
-def _slot_number(text: str, n_slots: int) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) >= n_slots:
-        raise bad_request(f"Invalid slot ID: the slots are 0 to {n_slots - 1}")
-    return int(text)
+def _slot_number(state: ServerState, text: str) -> tuple[int, int]:
+    """Number and index of a slot."""
+    first, n_slots = state.config.server.first_slot, state.config.n_parallel
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not first <= int(text) < first + n_slots:
+        raise bad_request(f"Invalid slot ID: the slots are {first} to {first + n_slots - 1}")
+    return int(text), int(text) - first
 
 
 def file_name(value: Any, field: str = "filename") -> str:

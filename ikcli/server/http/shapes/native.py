@@ -23,12 +23,14 @@ class NativeShape:
         probabilities: Probabilities | None,
         prompts: Sequence[str],
         settings: Sequence[dict[str, Any]],
+        first_slot: int = 0,
     ) -> None:
         self._names = names
         self._options = options
         self._probabilities = probabilities
         self._prompts = prompts
         self._settings = settings
+        self._first = first_slot
         self._plain = probabilities is None and not options.timings_per_token
 
     def begin(self) -> bytes:
@@ -46,7 +48,7 @@ class NativeShape:
             ids = ",".join([str(token.id) for token in event.tokens])
             text = (
                 f'data: {{"index":{index},"content":{quote(event.text)},"tokens":[{ids}],"stop":false,'
-                f'"id_slot":{event.id_slot},"tokens_predicted":{event.timings.predicted_n},'
+                f'"id_slot":{event.id_slot + self._first},"tokens_predicted":{event.timings.predicted_n},'
                 f'"tokens_evaluated":{n_prompt(event.timings)},"multimodal":false}}\n\n'
             )
             return text.encode("utf-8", "replace")
@@ -55,7 +57,7 @@ class NativeShape:
             "content": event.text,
             "tokens": [token.id for token in event.tokens],
             "stop": False,
-            "id_slot": event.id_slot,
+            "id_slot": event.id_slot + self._first,
             "tokens_predicted": event.timings.predicted_n,
             "tokens_evaluated": n_prompt(event.timings),
             "multimodal": False,
@@ -89,7 +91,7 @@ class NativeShape:
             "content": content,
             "tokens": tokens,
             "generated_text": event.text,
-            "id_slot": event.id_slot,
+            "id_slot": event.id_slot + self._first,
             "stop": True,
             "model": self._names.alias,
             "tokens_predicted": event.timings.predicted_n,

@@ -6,16 +6,16 @@ The model is that of the body's `model`, or of `?model=`, or the first of the fi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from ikcli import __version__
 from ikcli.config import RunConfig
@@ -28,18 +28,13 @@ from ikcli.server.http.errors import ApiError, bad_request, unsupported
 from ikcli.server.http.gateway import Gateway
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.routes import ROUTERS
-from ikcli.server.http.shapes.common import FINGERPRINT, random_id
-from ikcli.server.http.usage import REQUEST_ID
-from ikcli.server.http.users import ACCOUNT, Account, Users
+from ikcli.server.http.shapes.common import FINGERPRINT
+from ikcli.server.http.users import ACCOUNT, Users
 from ikcli.server.router import lists
-from ikcli.server.router.child import Child
 from ikcli.server.router.entries import ModelEntry
+from ikcli.server.router.forward import Forwarded
 from ikcli.server.router.manager import LOADED, UNLOADED, Manager, states
-from ikcli.server.router.upstream import Exchange, UpstreamError
-
-_NOT_PASSED = frozenset({b"authorization", b"x-api-key", b"origin", b"accept-encoding", REQUEST_ID})
-_ASK = 20  # times that the use of a request is asked for, which may have been none
-_NOT_RETURNED = frozenset({b"server", b"date", b"vary"})
+from ikcli.server.router.upstream import Upstream
 
 
 @dataclass
@@ -141,7 +136,7 @@ class _Own:
         entry, _ = asked_model(self._state, request, body)
         check_user(request, entry)
         if self._manager.instances[entry.name].state == LOADED:
-            return Forwarded(self._state, entry, request, body, None)
+            return _forwarded(self._state, entry, request, body, None)
         return json_response(await asyncio.to_thread(lists.shown, entry, self._state.started))
 
     async def version(self, request: Request) -> Response:
@@ -174,9 +169,22 @@ def _forwarding(state: RouterState) -> Callable[[Request], Awaitable[Response]]:
         entry, fields = asked_model(state, request, body)
         check_user(request, entry)
         keep = convert_ollama.keep_alive(fields.get("keep_alive")) if path.startswith("/api/") else None
-        return Forwarded(state, entry, request, body, keep)
+        return _forwarded(state, entry, request, body, keep)
 
     return forward
+
+
+def _forwarded(state: RouterState, entry: ModelEntry, request: Request, body: bytes, keep: float | None) -> Forwarded:
+    """`keep`: seconds that the model stays afterwards, as Ollama's `keep_alive` says."""
+
+    @asynccontextmanager
+    async def lease() -> AsyncIterator[Upstream]:
+        async with state.manager.lease(entry.name, counts=request.method != "GET") as child:
+            if keep is not None:
+                state.manager.keep(entry.name, keep)
+            yield child
+
+    return Forwarded(request, body, lease, state.log, f"model {entry.name}")
 
 
 async def _metrics(state: RouterState) -> Response:
@@ -198,78 +206,3 @@ def asked_model(state: RouterState, request: Request, body: bytes) -> tuple[Mode
             name = f.text(value.get("model") or value["name"], "model")
     entry = find(state, name) if name else state.manager.file.default
     return entry, value if isinstance(value, dict) else {}
-
-
-class Forwarded(Response):
-    """The answer of a model, passed on as it comes. A client that goes away ends it there, too.
-
-    `keep`: seconds that the model stays afterwards, as Ollama's `keep_alive` says.
-    """
-
-    def __init__(
-        self, state: RouterState, entry: ModelEntry, request: Request, body: bytes, keep: float | None
-    ) -> None:
-        self.status_code = 502
-        self.background = None
-        self._state, self._entry, self._request, self._body = state, entry, request, body
-        self._id, self._ok, self._keep = random_id(), False, keep
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        counts = self._request.method != "GET"
-        self._account = scope.get(ACCOUNT)
-        async with self._state.manager.lease(self._entry.name, counts=counts) as child:
-            if self._keep is not None:
-                self._state.manager.keep(self._entry.name, self._keep)
-            work = asyncio.ensure_future(self._pass(child, send))
-            gone = asyncio.ensure_future(_disconnected(receive))
-            try:
-                await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-                if work.done():
-                    work.result()
-            finally:
-                for task in (work, gone):
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError, UpstreamError, ApiError):
-                        await task
-                if self._account is not None and self._ok:
-                    await self._count(child, self._account)
-
-    async def _pass(self, child: Child, send: Send) -> None:
-        request, started = self._request, False
-        query = request.scope.get("query_string", b"")
-        target = request.url.path.encode() + (b"?" + query if query else b"")
-        headers = [(name, value) for name, value in request.headers.raw if name not in _NOT_PASSED]
-        if self._account is not None:
-            headers.append((REQUEST_ID, self._id.encode()))
-        try:
-            async with Exchange(child.socket, request.method, target, headers, self._body) as answer:
-                kept = [(name, value) for name, value in answer.headers if name not in _NOT_RETURNED]
-                await send({"type": "http.response.start", "status": answer.status, "headers": kept})
-                started, self._ok = True, answer.status == 200
-                async for chunk in answer.chunks():
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except UpstreamError as e:
-            self._state.log.error("router", "no answer", model=self._entry.name, error=str(e))
-            if started:
-                raise  # the connection is cut, so that the client sees that something is missing
-            raise ApiError(502, f"model {self._entry.name} did not answer: {child.last_words()}") from None
-
-    async def _count(self, child: Child, account: Account) -> None:
-        """Ask the model's process what the request took; it may not have seen yet that a client is gone."""
-        target = b"/usage?id=" + self._id.encode()
-        for _ in range(_ASK):
-            try:
-                async with Exchange(child.socket, "GET", target) as answer:
-                    if answer.status == 200:
-                        used = jsontext.parse(await answer.body())
-                        account.add(used["prompt_tokens"], used["completion_tokens"])
-                        return
-            except UpstreamError:
-                return
-            await asyncio.sleep(0.02)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -1,4 +1,4 @@
-"""`ik serve` as a process on a Unix socket: started, watched, stopped.
+"""`ik serve` as a process on a socket of its own: started, watched, stopped.
 
 It has a session of its own, so Ctrl-C reaches it through this program only, which lets running requests finish. On
 Linux it is told to stop when this program ends in whatever way, so none is left behind.
@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import os
 import signal
+import socket
 import sys
+import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from ikcli.server.router.upstream import Exchange, UpstreamError
+from ikcli.server.router.upstream import Upstream
 
 _POLL = 0.03  # seconds between two looks at a process that loads
 _PR_SET_PDEATHSIG = 1
@@ -27,41 +30,94 @@ class LoadError(Exception):
     """The model could not be loaded; the text is what its process said last."""
 
 
-class Child:
+class Child(Upstream):
     """See the module. `grace`: seconds that its requests get when it is stopped."""
 
-    def __init__(self, name: str, argv: Sequence[str], socket: Path, *, grace: float, prefix: bool) -> None:
-        """`prefix`: lines of its log begin with the model's name."""
-        self._argv = [sys.executable, "-m", "ikcli", "serve", *argv, "--host", str(socket)]
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        at: Path | str,
+        *,
+        grace: float,
+        prefix: bool,
+        key: str = "",
+        cpus: frozenset[int] = frozenset(),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`at`: the path of its Unix socket, or the address of this machine where it listens on some port.
+
+        `prefix`: lines of its log begin with the model's name. `key`: what its requests need. `cpus`: where it may
+        run, everywhere if none. `environment`: all of it, by default that of this program.
+        """
+        super().__init__(str(at) if isinstance(at, Path) else (at, 0), key)
+        self._argv = [sys.executable, "-m", "ikcli", "serve", *argv]
         self._prefix = f"{name}: " if prefix else ""
-        self._grace = grace
+        self._grace, self._cpus, self._environment = grace, cpus, environment
         self._said: deque[str] = deque(maxlen=20)
         self._process: asyncio.subprocess.Process | None = None
         self._relays: list[asyncio.Task[None]] = []
-        self.socket = str(socket)
 
     @property
     def exit_code(self) -> int | None:
         """None while it runs."""
         return None if self._process is None else self._process.returncode
 
+    @property
+    def pid(self) -> int | None:
+        """None before it was started."""
+        return None if self._process is None else self._process.pid
+
     async def load(self) -> None:
         """Start it and wait until its model is loaded; LoadError if that fails."""
+        with contextlib.ExitStack() as stack:
+            argv = [*self._argv, *self._key_options(stack)]
+            if isinstance(self.address, str):
+                await self._start([*argv, "--host", self.address])
+            else:  # the process gets the socket, so nobody else can have the port before it listens
+                listener = stack.enter_context(socket.create_server((self.address[0], 0)))
+                self.address = listener.getsockname()[:2]
+                await self._start([*argv, "--host", f"fd:{listener.fileno()}"], listener.fileno())
+                listener.close()
+            await self._until_ready()
+
+    def _key_options(self, stack: contextlib.ExitStack) -> list[str]:
+        """The key is in a file while the process starts: everybody sees its arguments."""
+        if not self.key:
+            return []
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ik-"))  # only its user can enter it
+        path = Path(folder) / "key"
+        path.write_text(self.key, encoding="utf-8")
+        return ["--api-key-file", str(path)]
+
+    async def _start(self, argv: list[str], *passed: int) -> None:
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
-            *self._argv,
+            *argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=pipe,
             stderr=pipe,
             start_new_session=True,
-            preexec_fn=_end_with_parent if _libc is not None else None,
+            preexec_fn=self._prepare,
+            pass_fds=passed,
+            env=self._environment,
         )
         assert self._process.stdout is not None and self._process.stderr is not None
         self._relays = [
             asyncio.ensure_future(self._relay(self._process.stdout, sys.stdout)),
             asyncio.ensure_future(self._relay(self._process.stderr, sys.stderr, remember=True)),
         ]
-        while not await self._ready():
+
+    def _prepare(self) -> None:
+        """In the process before it starts: its processors, and SIGTERM when its parent ends."""
+        if _libc is not None:
+            _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if self._cpus:
+            os.sched_setaffinity(0, self._cpus)
+
+    async def _until_ready(self) -> None:
+        assert self._process is not None
+        while not await self.healthy():
             if self._process.returncode is not None:
                 await asyncio.gather(*self._relays)
                 raise LoadError(self.last_words())
@@ -94,8 +150,9 @@ class Child:
             self._signal(signal.SIGKILL)
             await process.wait()
         await asyncio.gather(*self._relays)
-        with contextlib.suppress(OSError):
-            Path(self.socket).unlink()
+        if isinstance(self.address, str):
+            with contextlib.suppress(OSError):
+                Path(self.address).unlink()
 
     def kill(self) -> None:
         """End it at once."""
@@ -105,13 +162,6 @@ class Child:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
-
-    async def _ready(self) -> bool:
-        try:
-            async with Exchange(self.socket, "GET", b"/health") as answer:
-                return answer.status == 200
-        except UpstreamError:
-            return False
 
     async def _relay(self, stream: asyncio.StreamReader, out: TextIO, remember: bool = False) -> None:
         """Pass its lines on; they may have any length."""
@@ -124,9 +174,3 @@ class Child:
                     self._said.append(text)
                 with contextlib.suppress(OSError):  # nobody reads the log: the process goes on nevertheless
                     print(self._prefix + text, file=out, flush=True)
-
-
-def _end_with_parent() -> None:
-    """In the process before it starts: get SIGTERM when its parent ends."""
-    assert _libc is not None
-    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)

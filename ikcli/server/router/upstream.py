@@ -1,4 +1,4 @@
-"""A client of the processes that serve models: one HTTP request over a Unix socket, the answer as it is made."""
+"""A client of the processes that serve models: one HTTP request over a socket, the answer as it is made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from types import TracebackType
 import httptools
 
 Headers = Sequence[tuple[bytes, bytes]]
+Address = str | tuple[str, int]
+"""The path of a Unix socket, or host and port."""
 _CHUNK = 1 << 16
+_CONNECT = 10.0  # seconds
 _OF_A_CONNECTION = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer"})
 
 
@@ -17,16 +20,51 @@ class UpstreamError(Exception):
     """The process has ended, or its answer is none."""
 
 
+class Upstream:
+    """Where requests go. `key`: what they have to carry there, if anything."""
+
+    def __init__(self, address: Address, key: str = "") -> None:
+        self.address, self.key = address, key
+        self.open: set[Exchange] = set()
+
+    def last_words(self) -> str:
+        """Why it does not answer, as far as that is known."""
+        return "it does not answer"
+
+    async def healthy(self, timeout: float = 10.0) -> bool:
+        """Whether it says that its model is loaded."""
+        try:
+            status, _ = await self.ask("GET", b"/health", timeout=timeout)
+        except UpstreamError:
+            return False
+        return status == 200
+
+    def cut(self) -> None:
+        """End what is open: on a machine that is gone nobody closes connections."""
+        for exchange in list(self.open):
+            exchange.abort()
+
+    async def ask(self, method: str, target: bytes, body: bytes = b"", timeout: float = 10.0) -> tuple[int, bytes]:
+        """Status and body of a short answer; UpstreamError if there is none in time."""
+        try:
+            async with asyncio.timeout(timeout or None), Exchange(self, method, target, (), body) as answer:
+                return answer.status, await answer.body()
+        except TimeoutError:
+            raise UpstreamError(f"no answer within {timeout:g} seconds") from None
+
+
 class Exchange:
     """One request and its answer; `async with` sends the one and reads the head of the other."""
 
-    def __init__(self, path: str, method: str, target: bytes, headers: Headers = (), body: bytes = b"") -> None:
-        self._path, self._body = path, body
+    def __init__(self, to: Upstream, method: str, target: bytes, headers: Headers = (), body: bytes = b"") -> None:
+        self._to, self._body = to, body
         lines = [method.encode() + b" " + target + b" HTTP/1.1", b"host: ik", b"connection: close"]
         kept = [(name.lower(), value) for name, value in headers]
         kept = [
             item for item in kept if item[0] not in _OF_A_CONNECTION and item[0] not in (b"host", b"content-length")
         ]
+        if to.key:
+            kept.append((b"authorization", b"Bearer " + to.key.encode()))
         lines += [name + b": " + value for name, value in kept]
         lines.append(b"content-length: " + str(len(body)).encode())
         self._head = b"\r\n".join(lines) + b"\r\n\r\n"
@@ -41,8 +79,9 @@ class Exchange:
         return int(self._parser.get_status_code())
 
     async def __aenter__(self) -> Exchange:
+        self._to.open.add(self)
         try:
-            self._reader, self._writer = await asyncio.open_unix_connection(self._path)
+            self._reader, self._writer = await self._connect()
             self._writer.write(self._head + self._body)
             await self._writer.drain()
             while not self._has_head:
@@ -55,6 +94,13 @@ class Exchange:
             raise
         return self
 
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        address = self._to.address
+        if isinstance(address, str):
+            return await asyncio.open_unix_connection(address)
+        async with asyncio.timeout(_CONNECT):  # its TimeoutError is an OSError
+            return await asyncio.open_connection(*address)
+
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -62,8 +108,14 @@ class Exchange:
 
     def _close(self) -> None:
         """What still computes there stops, as its client is gone."""
+        self._to.open.discard(self)
         if self._writer is not None:
             self._writer.close()
+
+    def abort(self) -> None:
+        """Let it fail, as when the connection ends."""
+        if self._writer is not None:
+            self._writer.transport.abort()
 
     async def _feed(self) -> None:
         data = await self._reader.read(_CHUNK)

@@ -1,0 +1,120 @@
+"""Passing a request on to a process that answers it, and the answer back as it comes.
+
+A client that goes away ends its request there, too. A request whose process fails before the answer has begun can be
+given to another process; what has begun is cut, so that the client sees that something is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ikcli.server.http import jsontext
+from ikcli.server.http.errors import ApiError
+from ikcli.server.http.logs import ServerLog
+from ikcli.server.http.shapes.common import random_id
+from ikcli.server.http.usage import REQUEST_ID
+from ikcli.server.http.users import ACCOUNT, Account
+from ikcli.server.router.upstream import Exchange, Upstream, UpstreamError
+
+_NOT_PASSED = frozenset({b"authorization", b"x-api-key", b"origin", b"accept-encoding", REQUEST_ID})
+_NOT_RETURNED = frozenset({b"server", b"date", b"vary"})
+_ASK = 20  # times that the use of a request is asked for, which may have been none
+
+Lease = Callable[[], AbstractAsyncContextManager[Upstream]]
+"""The process that a request is given to now, which stays until the end of the block."""
+
+
+class Forwarded(Response):
+    """The answer of another process. `what` is asked, as errors say; `tries`: how many processes at most.
+
+    With several tries status 503 is a process that ends.
+    """
+
+    def __init__(self, request: Request, body: bytes, lease: Lease, log: ServerLog, what: str, tries: int = 1) -> None:
+        self.status_code = 502
+        self.background = None
+        self._request, self._body, self._lease, self._log = request, body, lease, log
+        self._what, self._tries = what, tries
+        self._id, self._started, self._ended, self._ok = random_id(), False, False, False
+        self._account: Account | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._account = scope.get(ACCOUNT)
+        work = asyncio.ensure_future(self._answer(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if work.done() or self._ended:  # all is sent; then the use is counted
+                await work
+        finally:
+            for task in (work, gone):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, UpstreamError, ApiError):
+                    await task
+
+    async def _answer(self, send: Send) -> None:
+        for left in reversed(range(self._tries)):
+            try:
+                async with self._lease() as upstream:
+                    await self._pass(upstream, send, last=not left)
+                return
+            except UpstreamError as e:
+                self._log.error("router", "no answer", asked=self._what, error=str(e), tries_left=left)
+                if self._started:
+                    raise  # the connection is cut
+                if not left:
+                    raise ApiError(502, f"{self._what} did not answer: {upstream.last_words()}") from None
+
+    async def _pass(self, upstream: Upstream, send: Send, *, last: bool) -> None:
+        request = self._request
+        query = request.scope.get("query_string", b"")
+        target = request.url.path.encode() + (b"?" + query if query else b"")
+        headers = [(name, value) for name, value in request.headers.raw if name not in _NOT_PASSED]
+        if self._account is not None:
+            headers.append((REQUEST_ID, self._id.encode()))
+        try:
+            async with Exchange(upstream, request.method, target, headers, self._body) as answer:
+                if answer.status == 503 and not last:
+                    raise UpstreamError("it has no answer (status 503)")
+                self._ok = answer.status == 200
+                async for chunk in answer.chunks():
+                    await self._start(answer, send)
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await self._start(answer, send)
+            self._ended = True
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            if self._account is not None and self._ok:
+                await self._count(upstream, self._account)
+
+    async def _start(self, answer: Exchange, send: Send) -> None:
+        """Send the head when there is something behind it: until then another process can answer."""
+        if not self._started:
+            self._started = True
+            kept = [(name, value) for name, value in answer.headers if name not in _NOT_RETURNED]
+            await send({"type": "http.response.start", "status": answer.status, "headers": kept})
+
+    async def _count(self, upstream: Upstream, account: Account) -> None:
+        """Ask the process what the request took; it may not have seen yet that a client is gone."""
+        for _ in range(_ASK):
+            try:
+                status, found = await upstream.ask("GET", b"/usage?id=" + self._id.encode())
+            except UpstreamError:
+                return
+            if status == 200:
+                used = jsontext.parse(found)
+                account.add(used["prompt_tokens"], used["completion_tokens"])
+                return
+            await asyncio.sleep(0.02)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

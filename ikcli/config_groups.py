@@ -142,6 +142,8 @@ class ServerConfig:
     api_key_file: Path | None = opt(None, "--api-key-file", "path", "file with one key per line", topic="server", commands="S", form="FILE", example="--api-key-file keys.txt")
     keys: Path | None = opt(None, "--keys", "path", "TOML file of users with a key each, and their limits (docs/serve.md)", topic="server", commands="S", form="FILE", example="--keys keys.toml")
     models: Path | None = opt(None, "--models", "path", "serve the models of a TOML file behind one port; each is loaded when a request asks for it (docs/serve-models.md)", topic="server", commands="S", form="FILE", example="--models models.toml")
+    replicas: int = opt(1, "--replicas", "int", "serve the model by so many processes behind one port: on this machine, where they share processors and what -t says, or on Ray (--ray). A request goes where its beginning was computed (docs/fleet.md)", topic="server", commands="S", form="N", example="--replicas 4", minimum=1)
+    replica_gpus: int = opt(0, "--replica-gpus", "int", "GPUs of each replica: dealt out on this machine, reserved on Ray; 0 = every replica sees all", topic="server", commands="S", form="N", example="--replica-gpus 1", minimum=0)
     timeout: int = opt(600, "-to --timeout", "int", "read and write timeout in seconds", topic="server", commands="S", form="S", example="--timeout 600", minimum=0)
     threads_http: int = opt(-1, "--threads-http", "int", "threads for HTTP requests; -1 = CPUs - 1", topic="server", commands="S", form="N", example="--threads-http 4", env="LLAMA_ARG_THREADS_HTTP")
     metrics: bool = opt(False, "--metrics", "switch", "serve /metrics", topic="server", commands="S", example="--metrics", env="LLAMA_ARG_ENDPOINT_METRICS")

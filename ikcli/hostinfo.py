@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from itertools import pairwise
 from pathlib import Path
 
 _CPU_ROOT = Path("/sys/devices/system/cpu")
@@ -47,6 +48,26 @@ def count_physical(cpus: set[int], root: Path = _CPU_ROOT) -> int:
         except OSError:
             return len(cpus)
     return len(cores)
+
+
+def shares(n: int, cpus: set[int] | None = None, root: Path = _CPU_ROOT) -> list[frozenset[int]]:
+    """The CPUs that this process may use, dealt out to n others: whole cores, neighbours together.
+
+    Nothing for any of them if there are fewer cores than processes.
+    """
+    cores: dict[tuple[int, int], set[int]] = {}
+    for cpu in visible_cpus() if cpus is None else cpus:
+        topology = root / f"cpu{cpu}" / "topology"
+        try:
+            place = tuple(int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))
+        except (OSError, ValueError):
+            place = (0, cpu)
+        cores.setdefault((place[0], place[1]), set()).add(cpu)
+    ordered = [cores[place] for place in sorted(cores)]
+    if len(ordered) < n:
+        return [frozenset()] * n
+    bounds = [i * len(ordered) // n for i in range(n + 1)]
+    return [frozenset().union(*ordered[low:high]) for low, high in pairwise(bounds)]
 
 
 @functools.cache

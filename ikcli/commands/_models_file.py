@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ikcli.commands._argv import canonical_name, toml_option
+from ikcli.commands._fronts import OF_THE_FRONT
 from ikcli.commands._model import find_model
 from ikcli.commands._options import Parsed, names_of, parse
 from ikcli.commands._suggest import nearest
@@ -25,12 +26,8 @@ from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import file_type_label
 from ikcli.server.router.entries import Group, ModelEntry, ModelFacts, ModelsFile
 
-_OF_THE_FRONT = frozenset(
-    "server." + name
-    for name in ("host", "port", "api_key", "api_key_file", "keys", "timeout", "threads_http", "metrics", "path",
-                 "log_format", "webui", "ui", "api_prefix", "ssl_key_file", "ssl_cert_file", "shutdown_timeout",
-                 "cors_origins", "models")
-) | {"verbose", "verbosity"}  # fmt: skip
+_OF_THE_FRONT = OF_THE_FRONT | {"server.models", "verbose", "verbosity"}
+_OF_REPLICAS = frozenset(("server.replicas", "server.replica_gpus", "server.first_slot", "fleet.ray"))
 _TOP = ("memory", "gpu-memory", "ttl", "defaults", "models", "groups")
 _CACHE_RAM = 256
 """MiB that a model's prompt cache takes unless the file says otherwise: a share of free memory fits one server only."""
@@ -38,6 +35,10 @@ _CACHE_RAM = 256
 
 def check_front(parsed: Parsed) -> None:
     """UsageError for options of models on the command line, where nobody could tell which model they are for."""
+    wrong = sorted(parsed.given & _OF_REPLICAS)
+    if wrong:
+        names = " ".join(_option_name(path) for path in wrong)
+        raise UsageError(f"{names} cannot be used beside --models, where every model has one process")
     wrong = sorted(parsed.given - _OF_THE_FRONT)
     if wrong:
         names = " ".join(_option_name(path) for path in wrong)
@@ -91,6 +92,8 @@ def _options(path: Path, where: str, table: Mapping[str, Any]) -> list[str]:
             raise UsageError(f"{path}: {where}.{key} is no option of ik serve; {hint}")
         if found[0].path in _OF_THE_FRONT:
             raise UsageError(f"{path}: {where}.{key} is for all models together; give it on the command line")
+        if found[0].path in _OF_REPLICAS:
+            raise UsageError(f"{path}: {where}.{key} cannot be used here; every model of a file has one process")
         if found[0].path == "server.alias":
             raise UsageError(
                 f'{path}: {where}.{key}: use aliases = ["NAME"]; the model\'s own name is that of its table'

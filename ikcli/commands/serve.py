@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
-from ikcli.commands._options import ModelRun, Parsed
-from ikcli.server.http.server import serve
+from ikcli.commands._options import ModelRun, Parsed, passed_on
+from ikcli.errors import UsageError
 
 
 def run(run: ModelRun) -> int:
     """Serve; returns the exit code."""
+    server = run.config.server
+    if server.replicas > 1 or run.config.fleet.ray is not None:
+        return _run_replicas(run)
+    if server.replica_gpus:
+        raise UsageError("--replica-gpus is for --replicas; a single server uses what CUDA_VISIBLE_DEVICES names")
+    from ikcli.server.http.server import serve
+
     return serve(run.config, run.planner)
+
+
+def _run_replicas(run: ModelRun) -> int:
+    from ikcli.commands._fronts import OF_THE_FRONT
+    from ikcli.server.replicas.places import Recipe
+    from ikcli.server.replicas.server import serve_replicas
+
+    config = run.config
+    if config.server.first_slot:
+        raise UsageError("--first-slot cannot be used with --replicas, which number their slots themselves")
+
+    def without(path: str) -> bool:
+        """What the front does, and models, which are files by now."""
+        ours = OF_THE_FRONT | {"n_threads", "n_threads_batch", "model", "server.model_draft", "server.hf_repo_draft"}
+        return path in ours or path.startswith(("hub.", "fleet.", "server.replica"))
+
+    argv = passed_on("serve", run.argv, without)
+    argv.append(f"--model={config.model}")
+    if config.server.model_draft is not None:
+        argv.append(f"--model-draft={config.server.model_draft}")
+    return serve_replicas(Recipe(config, tuple(argv), run.given))
 
 
 def run_models(parsed: Parsed) -> int:

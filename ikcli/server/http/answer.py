@@ -12,7 +12,7 @@ from ikcli.server.http.bridge import Disconnected, Job
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.jsontext import dump_bytes
 from ikcli.server.http.shapes.common import Shape
-from ikcli.server.http.state import ServerState
+from ikcli.server.http.state import ServerState, is_behind
 from ikcli.server.http.usage import REQUEST_ID, Entry
 from ikcli.server.http.users import ACCOUNT
 from ikcli.server.slots.messages import Delta, Event, Failure, Final, GenerationRequest, PromptProgress
@@ -67,7 +67,7 @@ async def answer(
 def _noted(request: Request, state: ServerState) -> Entry | None:
     """Where a request from a server in front is noted."""
     id = request.headers.get(REQUEST_ID.decode())
-    return state.ledger.entry(id) if id and state.is_behind else None
+    return state.ledger.entry(id) if id and is_behind(state.config) else None
 
 
 async def _collect(job: Job, n: int) -> list[Final]:

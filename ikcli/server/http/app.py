@@ -24,7 +24,7 @@ JSON = "application/json; charset=utf-8"
 
 def build_app(state: ServerState) -> ASGIApp:
     """The ASGI application of a server."""
-    app = new_app()
+    app = new_app("/openapi.json")
     app.state.server = state
     for router in ROUTERS:
         app.include_router(router)
@@ -33,9 +33,9 @@ def build_app(state: ServerState) -> ASGIApp:
     return Gateway(app, state, state.log, files, _direct())
 
 
-def new_app() -> FastAPI:
-    """An application without routes, with its error answers."""
-    app = FastAPI(title="ik serve", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+def new_app(openapi_url: str | None = None) -> FastAPI:
+    """An application without routes, with its error answers; `openapi_url` is where it describes itself."""
+    app = FastAPI(title="ik serve", version=__version__, docs_url=None, redoc_url=None, openapi_url=openapi_url)
     app.router.redirect_slashes = False
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)

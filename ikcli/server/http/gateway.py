@@ -16,11 +16,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ikcli.server.http import auth
 from ikcli.server.http.errors import ApiError, Style, style_of
 from ikcli.server.http.logs import ServerLog
-from ikcli.server.http.state import Front
+from ikcli.server.http.state import Front, is_behind
 from ikcli.server.http.users import ACCOUNT, Account
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 _WHILE_LOADING = frozenset({"/models", "/v1/models", "/api/tags"})
+_OF_A_FRONT = frozenset({"/health", "/usage"})
+"""What a server in front asks all the time."""
 _JSON = (b"content-type", b"application/json; charset=utf-8")
 _INTERNAL = ApiError(500, "internal error; the server's log has details")
 _LOADING_PAGE = (
@@ -48,6 +50,7 @@ class Gateway:
         self._static = static
         server = state.config.server
         self._prefix = "/" + server.api_prefix.strip("/") if server.api_prefix.strip("/") else ""
+        self._unlogged = _OF_A_FRONT if is_behind(state.config) else frozenset()
         self._origins = tuple(text.strip() for text in server.cors_origins.split(",") if text.strip())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -148,6 +151,8 @@ class Gateway:
         await exchange.respond(200, b"text/html", b"")
 
     def _access(self, scope: Scope, exchange: _Exchange) -> None:
+        if scope["path"] in self._unlogged:
+            return
         client = scope.get("client") or ("", 0)
         query = scope.get("query_string", b"").decode("latin-1")
         self._log.info(

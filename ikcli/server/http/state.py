@@ -49,11 +49,6 @@ class ServerState:
     started: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
-    def is_behind(self) -> bool:
-        """Whether another server is in front of this one: it listens on what only that one reaches, or made."""
-        return self.config.server.host.endswith(".sock") or self.config.server.host.startswith(PASSED)
-
-    @cached_property
     def ledger(self) -> Ledger:
         """What requests have used that come from a server in front."""
         return Ledger()
@@ -114,5 +109,15 @@ class ServerState:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """All names of the model, the first of which is its own."""
-        given = tuple(name for text in self.config.server.alias.split(",") if (name := text.strip()))
-        return given or (self.config.model.name if self.config.model is not None else "model",)
+        return names_of(self.config)
+
+
+def is_behind(config: RunConfig) -> bool:
+    """Whether another server may be in front of this one: it listens on what only that one reaches, or made."""
+    return config.server.host.endswith(".sock") or config.server.host.startswith(PASSED)
+
+
+def names_of(config: RunConfig) -> tuple[str, ...]:
+    """The names of the model that is served, by `-a` or its file."""
+    given = tuple(name for text in config.server.alias.split(",") if (name := text.strip()))
+    return given or (config.model.name if config.model is not None else "model",)

@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -27,12 +26,11 @@ from ikcli.server.http.body import read_body, read_object
 from ikcli.server.http.errors import ApiError, bad_request, unsupported
 from ikcli.server.http.gateway import Gateway
 from ikcli.server.http.logs import ServerLog
-from ikcli.server.http.routes import ROUTERS
 from ikcli.server.http.shapes.common import FINGERPRINT
 from ikcli.server.http.users import ACCOUNT, Users
 from ikcli.server.router import lists
 from ikcli.server.router.entries import ModelEntry
-from ikcli.server.router.forward import Forwarded
+from ikcli.server.router.forward import Forwarded, add_routes
 from ikcli.server.router.manager import LOADED, UNLOADED, Manager, states
 from ikcli.server.router.upstream import Upstream
 
@@ -55,15 +53,11 @@ class RouterState:
 def build_app(state: RouterState) -> ASGIApp:
     """The application of a server with several models."""
     app = new_app()
-    app.openapi_url = None
     own = _Own(state)
     for method, paths, endpoint in own.routes():
         for path in paths:
             app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    forward = _forwarding(state)
-    for route in (route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)):
-        if route.include_in_schema:  # what nobody knows, as the icon of a page, has no model loaded
-            app.add_api_route(route.path, forward, methods=[*(route.methods or ())], response_model=None)
+    add_routes(app, _forwarding(state))
     files = static.add_routes(app, state.config.server)
     return Gateway(app, state, state.log, files)
 

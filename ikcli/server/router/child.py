@@ -68,6 +68,11 @@ class Child(Upstream):
         """None before it was started."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def where(self) -> str:
+        """What people can find it by."""
+        return f"process {self.pid}"
+
     async def load(self) -> None:
         """Start it and wait until its model is loaded; LoadError if that fails."""
         with contextlib.ExitStack() as stack:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from ikcli.server.http import jsontext
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
+from ikcli.server.http.routes import ROUTERS
 from ikcli.server.http.shapes.common import random_id
 from ikcli.server.http.usage import REQUEST_ID
 from ikcli.server.http.users import ACCOUNT, Account
@@ -68,7 +71,7 @@ class Forwarded(Response):
             except UpstreamError as e:
                 self._log.error("router", "no answer", asked=self._what, error=str(e), tries_left=left)
                 if self._started:
-                    raise  # the connection is cut
+                    return  # without the end, so the connection is cut
                 if not left:
                     raise ApiError(502, f"{self._what} did not answer: {upstream.last_words()}") from None
 
@@ -113,6 +116,13 @@ class Forwarded(Response):
                 account.add(used["prompt_tokens"], used["completion_tokens"])
                 return
             await asyncio.sleep(0.02)
+
+
+def add_routes(app: FastAPI, endpoint: Callable[[Request], Awaitable[Response]]) -> None:
+    """All endpoints of a server of one model; what nobody knows, as the icon of a page, is not asked for."""
+    for route in (route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)):
+        if route.include_in_schema:
+            app.add_api_route(route.path, endpoint, methods=[*(route.methods or ())], response_model=None)
 
 
 async def _disconnected(receive: Receive) -> None:

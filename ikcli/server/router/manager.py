@@ -193,6 +193,10 @@ class Manager:
         await self._notify()
 
     # --- the life of all ---------------------------------------------------------------------------------------------
+    async def run(self) -> None:
+        """Load what is to be there from the start, and unload what is not used."""
+        await asyncio.gather(self.preload(), self.watch_ttl())
+
     async def preload(self) -> None:
         """Load what is to be there from the start; failures are logged."""
         wanted = [name for name, entry in self.file.entries.items() if entry.preload]

@@ -1,17 +1,19 @@
-"""Running a server of several models: its socket, the processes behind it, signals."""
+"""Running a server in front of others: its socket, the processes behind it, signals; the one of several models."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import tempfile
 from pathlib import Path
+from typing import Protocol
 
 from ikcli.config import RunConfig
 from ikcli.server.http.auth import read_keys
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.server import SignalServer, announce, close, ignore_signals, listen, settings_of, tls_of
-from ikcli.server.http.users import read_users
+from ikcli.server.http.users import Users, read_users
 from ikcli.server.router.app import RouterState, build_app
 from ikcli.server.router.child import Child
 from ikcli.server.router.entries import ModelEntry, ModelsFile
@@ -28,14 +30,8 @@ def serve_models(config: RunConfig, file: ModelsFile) -> int:
         with tempfile.TemporaryDirectory(prefix="ik-") as folder:
             manager = Manager(file, lambda entry, socket: _child(config, entry, socket), Path(folder), log)
             state = RouterState(config, manager, keys, log, users)
-            runner = _Runner(settings_of(config, build_app(state), tls), manager)
-            announce(config, keys, users, log, listener)
-            try:
-                asyncio.run(runner.run_with_models([listener]))
-            except KeyboardInterrupt:
-                pass
-            finally:
-                ignore_signals()
+            runner = FrontServer(settings_of(config, build_app(state), tls), manager)
+            run_front(config, runner, keys, users, log, listener)
     finally:
         close(listener, server.host)
     return 0
@@ -50,29 +46,65 @@ def _child(config: RunConfig, entry: ModelEntry, socket: Path) -> Child:
     return Child(entry.name, [*entry.argv, *front], socket, grace=grace, prefix=server.log_format != "json")
 
 
-class _Runner(SignalServer):
-    """Preloads models when it listens; the second signal ends their processes at once."""
+class Processes(Protocol):
+    """What is behind a front."""
 
-    def __init__(self, settings: object, manager: Manager) -> None:
+    async def run(self) -> None:
+        """What has to be done while the front listens, until cancelled."""
+
+    async def close(self) -> None:
+        """End all processes when their requests are done."""
+
+    def kill(self) -> None:
+        """End all processes at once."""
+
+
+class FrontServer(SignalServer):
+    """Starts processes when it listens; the second signal ends them at once."""
+
+    def __init__(self, settings: object, processes: Processes) -> None:
         super().__init__(settings)  # type: ignore[arg-type]
-        self._manager = manager
+        self._processes = processes
+        self.loop: asyncio.AbstractEventLoop
 
-    async def run_with_models(self, sockets: list[object]) -> None:
+    def begin(self) -> None:
+        """Called on the loop."""
+
+    async def run(self, listener: socket.socket) -> None:  # type: ignore[override]
         """Serve, and end all processes afterwards."""
-        tasks = [asyncio.ensure_future(self._manager.preload()), asyncio.ensure_future(self._manager.watch_ttl())]
+        self.loop = asyncio.get_running_loop()
+        self.begin()
+        work = asyncio.ensure_future(self._processes.run())
         try:
-            await self.serve(sockets=sockets)  # type: ignore[arg-type]
+            await self.serve(sockets=[listener])
         finally:
-            for task in tasks:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
             if self.force_exit:
-                self._manager.kill()
-            await self._manager.close()
+                self._processes.kill()
+            await self._processes.close()
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """See SignalServer."""
         super().handle_exit(sig, frame)
         if self.force_exit:
-            self._manager.kill()
+            self._processes.kill()
+
+
+def run_front(
+    config: RunConfig,
+    runner: FrontServer,
+    keys: tuple[str, ...],
+    users: Users,
+    log: ServerLog,
+    listener: socket.socket,
+) -> None:
+    """Announce and serve."""
+    announce(config, keys, users, log, listener)
+    try:
+        asyncio.run(runner.run(listener))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        ignore_signals()

@@ -41,7 +41,11 @@ async def health(request: Request) -> Response:
 @router.get("/v1/models", summary="The model (OpenAI)")
 async def models(request: Request) -> Response:
     """One model; `meta` is null while it loads."""
-    state = server(request)
+    return json_response(models_json(server(request)))
+
+
+def models_json(state: ServerState) -> dict[str, Any]:
+    """The list of the one model."""
     n_ctx = state.engine.model.n_ctx_slot if state.ready else 0
     entry: dict[str, Any] = {
         "id": state.alias,
@@ -53,7 +57,7 @@ async def models(request: Request) -> Response:
         "meta": _meta(state) if state.ready else None,
         "max_model_len": n_ctx,
     }
-    return json_response({"object": "list", "data": [entry], "models": [_catalogue_entry(state.alias, n_ctx)]})
+    return {"object": "list", "data": [entry], "models": [_catalogue_entry(state.alias, n_ctx)]}
 
 
 def _meta(state: ServerState) -> dict[str, Any]:

@@ -47,7 +47,7 @@ async def version(request: Request) -> Response:
 @router.get("/api/tags", summary="The model (Ollama)")
 async def tags(request: Request) -> Response:
     """One model; sizes are 0 while it loads."""
-    return json_response({"models": [_entry(server(request))]})
+    return json_response({"models": [entry(server(request))]})
 
 
 @router.get("/api/ps", summary="The loaded model (Ollama)")
@@ -56,7 +56,7 @@ async def ps(request: Request) -> Response:
     state = server(request)
     model = state.engine.model
     more = {"expires_at": _NEVER, "size_vram": model.size_gpu, "context_length": model.n_ctx_slot}
-    return json_response({"models": [_entry(state) | more]})
+    return json_response({"models": [entry(state) | more]})
 
 
 @router.post("/api/show", openapi_extra=_NAME, summary="About the model (Ollama)")
@@ -90,7 +90,8 @@ def model_info(arch: str, n_params: int, n_ctx: int, n_embd: int) -> dict[str, A
     }
 
 
-def _entry(state: ServerState) -> dict[str, Any]:
+def entry(state: ServerState) -> dict[str, Any]:
+    """The model in lists; sizes are 0 while it loads."""
     return {
         "name": state.alias,
         "model": state.alias,

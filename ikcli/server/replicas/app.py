@@ -1,0 +1,301 @@
+"""The application in front of the replicas: what is about all of them together; everything else goes to one.
+
+Slots are numbered on from replica to replica, so the number of a slot, in a path or as `id_slot`, names its replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from types import SimpleNamespace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from ikcli.config import RunConfig
+from ikcli.server.http import jsontext, static
+from ikcli.server.http.answer import json_response
+from ikcli.server.http.app import JSON, new_app
+from ikcli.server.http.body import read_body
+from ikcli.server.http.errors import ApiError, bad_request, unsupported
+from ikcli.server.http.gateway import Gateway
+from ikcli.server.http.logs import ServerLog
+from ikcli.server.http.metrics import CONTENT_TYPE
+from ikcli.server.http.routes.info import models_json
+from ikcli.server.http.routes.ollama_models import entry
+from ikcli.server.http.state import ServerState, names_of
+from ikcli.server.http.users import ACCOUNT, Users
+from ikcli.server.replicas.counters import metrics_text
+from ikcli.server.replicas.crew import Ask, Crew, Replica
+from ikcli.server.replicas.prefixes import blocks_of
+from ikcli.server.router.forward import Forwarded, add_routes
+from ikcli.server.router.upstream import UpstreamError
+
+_TRIES = 3  # replicas that a request is given to: one that ends them all must not go on for ever
+_GENERATING = frozenset(
+    (
+        "/completion", "/completions", "/v1/completions", "/chat/completions", "/v1/chat/completions", "/responses",
+        "/v1/responses", "/v1/messages", "/infill", "/api/chat", "/api/generate",
+    )
+)  # fmt: skip
+"""Paths whose requests leave something in the cache of a slot."""
+_FOR_ALL = frozenset(("/lora-adapters", "/props"))
+"""Paths whose POST requests set something, which all replicas have to do."""
+
+
+@dataclass
+class ReplicasState:
+    """What all requests share; see http.state.Front."""
+
+    config: RunConfig
+    crew: Crew
+    keys: tuple[str, ...] = ()
+    log: ServerLog = field(default_factory=ServerLog)
+    users: Users = field(default_factory=Users)
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def ready(self) -> bool:
+        """Whether a replica has been ready; from then on requests wait for one."""
+        return self.crew.opened
+
+    @property
+    def failed(self) -> bool:
+        """Whether the model cannot be loaded."""
+        return bool(self.crew.failure)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model."""
+        return names_of(self.config)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds for reading a request."""
+        return float(self.config.server.timeout)
+
+
+def build_app(state: ReplicasState) -> ASGIApp:
+    """The application of a server with replicas."""
+    app = new_app()
+    own = _Own(state)
+    for method, paths, endpoint in own.routes():
+        for path in paths:
+            app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    add_routes(app, own.forward)
+    files = static.add_routes(app, state.config.server)
+    return Gateway(app, state, state.log, files)
+
+
+class _Own:
+    """The endpoints."""
+
+    def __init__(self, state: ReplicasState) -> None:
+        self._state, self._crew, self._server = state, state.crew, state.config.server
+
+    def routes(self) -> list[tuple[str, tuple[str, ...], Callable[[Request], Awaitable[Response]]]]:
+        """Method, paths, endpoint."""
+        return [
+            ("GET", ("/health", "/v1/health"), self.health),
+            ("GET", ("/models", "/v1/models", "/api/tags"), self.models),
+            ("GET", ("/slots",), self.slots),
+            ("GET", ("/slots/list",), self.held),
+            ("GET", ("/list",), self.saved),
+            ("POST", ("/delete_prompt", "/rename_prompt"), self.change_saved),
+            ("POST", ("/slots/{id_slot}",), self.slot_action),
+            ("POST", tuple(_FOR_ALL), self.set_for_all),
+            ("GET", ("/props",), self.props),
+            ("GET", ("/metrics",), self.metrics),
+            ("GET", ("/openapi.json",), self.forward),
+            ("GET", ("/replicas",), self.replicas),
+            ("POST", ("/replicas/restart",), self.restart),
+        ]
+
+    # --- to one of them -----------------------------------------------------------------------------------------------
+    async def forward(self, request: Request) -> Response:
+        """To the replica that suits the request best."""
+        body = await read_body(request, self._state.timeout)
+        fields = _fields(body)
+        slot = fields.get("id_slot")
+        wanted = None
+        if isinstance(slot, int) and not isinstance(slot, bool) and slot >= 0:
+            wanted = self._owner(slot, "id_slot is {}, but the slots are 0 to {}")
+        blocks = blocks_of(fields) if request.url.path in _GENERATING else ()
+        return self._forwarded(request, body, Ask(blocks, wanted))
+
+    def _forwarded(self, request: Request, body: bytes, ask: Ask) -> Response:
+        what = "the replica" if ask.replica is None else f"replica {ask.replica}"
+        return Forwarded(request, body, partial(self._crew.lease, ask), self._state.log, what, _TRIES)
+
+    def _owner(self, slot: int, problem: str) -> int:
+        """The replica that has a slot."""
+        n_slots = self._state.config.n_parallel
+        if slot >= n_slots * len(self._crew.replicas):
+            raise bad_request(problem.format(slot, n_slots * len(self._crew.replicas) - 1))
+        return slot // n_slots
+
+    async def slot_action(self, request: Request) -> Response:
+        """Saving, restoring or erasing, by the replica that has the slot."""
+        text = request.path_params["id_slot"]
+        number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 1 << 60
+        owner = self._owner(number, "Invalid slot ID: the slots are 0 to {1}")
+        return self._forwarded(request, await read_body(request, self._state.timeout), Ask((), owner))
+
+    # --- to all of them -----------------------------------------------------------------------------------------------
+    async def _ask_all(self, method: str, target: bytes, body: bytes = b"") -> list[tuple[Replica, int, bytes]]:
+        """Replica, status and body of those that answer; ApiError 503 if none does."""
+        ready = self._crew.ready()
+        answers = await asyncio.gather(
+            *(one.process.ask(method, target, body) for one in ready), return_exceptions=True
+        )
+        found = []
+        for one, answer in zip(ready, answers, strict=True):
+            if isinstance(answer, tuple):
+                found.append((one, *answer))
+            elif not isinstance(answer, UpstreamError):
+                raise answer
+        if not found:
+            raise ApiError(503, "no replica answers now")
+        return found
+
+    async def _lists(self, target: bytes) -> list[tuple[Replica, list[Any]]] | Response:
+        """The list of every replica, or an answer that is none."""
+        found = await self._ask_all("GET", target)
+        for _, status, body in found:
+            if status != 200:
+                return Response(body, status, media_type=JSON)
+        return [(one, jsontext.parse(body)) for one, _, body in found]
+
+    async def slots(self, request: Request) -> Response:
+        """Those of all replicas that answer; with `?fail_on_no_slot=1` status 503 if none is free."""
+        found = await self._lists(b"/slots")
+        if isinstance(found, Response):
+            return found
+        slots = [slot | {"replica": one.index} for one, items in found for slot in items]
+        if request.query_params.get("fail_on_no_slot", "0") not in ("", "0") and all(
+            slot["is_processing"] for slot in slots
+        ):
+            raise ApiError(503, "no slot available")
+        return json_response(slots)
+
+    async def held(self, request: Request) -> Response:
+        """What the caches of all slots hold."""
+        found = await self._lists(b"/slots/list")
+        if isinstance(found, Response):
+            return found
+        return json_response([slot | {"replica": one.index} for one, items in found for slot in items])
+
+    async def saved(self, request: Request) -> Response:
+        """The saved slots of all folders, which are one on this machine."""
+        found = await self._lists(b"/list")
+        if isinstance(found, Response):
+            return found
+        by_name = {item["filename"]: item for _, items in found for item in items}
+        return json_response([by_name[name] for name in sorted(by_name)])
+
+    async def change_saved(self, request: Request) -> Response:
+        """Deleting or renaming: whoever has the file."""
+        target, body = request.url.path.encode(), await read_body(request, self._state.timeout)
+        found = None
+        for one in self._crew.ready():
+            try:
+                found = await one.process.ask("POST", target, body)
+            except UpstreamError:
+                continue
+            if found[0] != 404:
+                break
+        if found is None:
+            raise ApiError(503, "no replica answers now")
+        return Response(found[1], found[0], media_type=JSON)
+
+    async def set_for_all(self, request: Request) -> Response:
+        """Every replica does it, and those that start later, too."""
+        target, body = request.url.path.encode(), await read_body(request, self._state.timeout)
+        found = await self._ask_all("POST", target, body)
+        for _, status, answer in found:
+            if status != 200:
+                return Response(answer, status, media_type=JSON)
+        self._crew.settings[target] = body
+        return Response(found[0][2], media_type=JSON)
+
+    # --- about all of them --------------------------------------------------------------------------------------------
+    async def health(self, request: Request) -> Response:
+        """Asks no replica, so it never waits, but for the slots if they are wanted."""
+        replicas = self._crew.replicas
+        total = sum(one.n_slots for one in self._crew.ready())
+        busy = sum(min(one.n_running, one.n_slots) for one in self._crew.ready())
+        out: dict[str, Any] = {"status": "ok", "slots_idle": total - busy, "slots_processing": busy}
+        out["replicas"] = dict(Counter(one.state for one in replicas))
+        if "include_slots" in request.query_params and self._server.slots:
+            found = await self._lists(b"/slots")
+            if not isinstance(found, Response):
+                out["slots"] = [slot | {"replica": one.index} for one, items in found for slot in items]
+        if total == busy and "fail_on_no_slot" in request.query_params:
+            return json_response(out | {"status": "no slot available"}, 503)
+        return json_response(out)
+
+    async def models(self, request: Request) -> Response:
+        """The model; while it loads what is known from its name."""
+        if self._crew.ready():
+            return self._forwarded(request, b"", Ask())
+        state = ServerState(self._state.config, SimpleNamespace(state="loading"), started=self._state.started)
+        if request.url.path == "/api/tags":
+            return json_response({"models": [entry(state)]})
+        return json_response(models_json(state))
+
+    async def props(self, request: Request) -> Response:
+        """Those of a replica, with the slots of all."""
+        _, status, body = (await self._ask_all("GET", b"/props"))[0]
+        if status != 200:
+            return Response(body, status, media_type=JSON)
+        replicas = self._crew.replicas
+        more = {"total_slots": sum(one.n_slots for one in replicas), "replicas": len(replicas)}
+        return json_response(jsontext.parse(body) | more)
+
+    async def metrics(self, request: Request) -> Response:
+        """Counters of all together, of each, and of users."""
+        if not self._server.metrics:
+            raise unsupported("This server does not support metrics endpoint. Start it with `--metrics`")
+        await asyncio.gather(*(one.counters.read(one.process) for one in self._crew.ready()))
+        headers = {"Process-Start-Time-Unix": str(self._state.started), "Content-Type": CONTENT_TYPE}
+        return Response(metrics_text(self._crew.replicas, self._state.users), headers=headers)
+
+    async def replicas(self, request: Request) -> Response:
+        """How each is doing."""
+        return json_response([_about(one) for one in self._crew.replicas])
+
+    async def restart(self, request: Request) -> Response:
+        """Restart one after the other, and answer when all are back. It takes a key that is no user's."""
+        if request.scope.get(ACCOUNT) is not None or not self._state.keys:
+            raise ApiError(403, "this needs a key of --api-key or --api-key-file; without, send the server SIGHUP")
+        await asyncio.shield(asyncio.ensure_future(self._crew.restart()))
+        return json_response({"success": True})
+
+
+def _fields(body: bytes) -> Mapping[str, Any]:
+    """The fields of a JSON object; what is wrong with others the replica says."""
+    try:
+        value = jsontext.parse(body) if body.strip() else {}
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _about(one: Replica) -> dict[str, Any]:
+    first = one.index * one.n_slots
+    return {
+        "id": one.index,
+        "state": one.state,
+        "where": one.process.where if one.process is not None else "",
+        "slots": [*range(first, first + one.n_slots)],
+        "requests_processing": one.n_running,
+        "starts": one.n_starts,
+        "error": one.error,
+    }

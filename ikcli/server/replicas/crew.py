@@ -1,0 +1,323 @@
+"""The replicas: started, watched, restarted, chosen for requests.
+
+Everything runs on one event loop. A replica that ends, or does not answer, is started again, at once the first time and
+after growing pauses then. A request goes to the replica that holds most of its beginning, unless all slots there are
+busy; then, or if none holds much of it, to the one with the fewest requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ikcli.server.http.errors import ApiError
+from ikcli.server.http.logs import ServerLog
+from ikcli.server.replicas.counters import Counters
+from ikcli.server.replicas.prefixes import Blocks, Held
+from ikcli.server.router.child import LoadError
+from ikcli.server.router.upstream import Upstream, UpstreamError
+
+STARTING, READY, DRAINING, DOWN = "starting", "ready", "draining", "down"
+_CHECK, _PATIENCE, _MISSES = 2.0, 10.0, 3  # a replica is checked so often, may take so long, and miss so many
+_LONGEST_PAUSE, _SETTLED = 60.0, 30.0  # seconds
+
+
+class Process(Protocol):
+    """What runs a replica, an Upstream: a Child, or one on a node of Ray. It is used once."""
+
+    @property
+    def where(self) -> str: ...
+
+    async def ask(self, method: str, target: bytes, body: bytes = b"", timeout: float = 10.0) -> tuple[int, bytes]: ...
+
+    async def healthy(self, timeout: float = 10.0) -> bool: ...
+
+    def cut(self) -> None: ...
+
+    async def load(self) -> None: ...
+
+    async def wait(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def last_words(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a request wants of its replica: much of its beginning there, or a slot of that one."""
+
+    blocks: Blocks = ()
+    replica: int | None = None
+
+
+@dataclass(eq=False)
+class Replica:
+    """`doubtful`: it failed a request and has not answered a check since. `error` is why it ended last."""
+
+    index: int
+    n_slots: int
+    state: str = STARTING
+    process: Any = None
+    doubtful: bool = False
+    n_running: int = 0
+    used: int = 0
+    n_starts: int = 0
+    n_ended: int = 0
+    n_unanswered: int = 0
+    error: str = ""
+    held: Held = field(default_factory=Held)
+    counters: Counters = field(default_factory=Counters)
+    restart: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def usable(self) -> bool:
+        """Whether requests may go there."""
+        return self.state == READY and not self.doubtful
+
+
+def choose(replicas: Sequence[Replica], blocks: Blocks, least: float) -> Replica:
+    """The replica for a request; `least` is the share of it that must be there to matter. See the module."""
+    shared = {one: one.held.shared(blocks) for one in replicas}
+    most = max(shared.values())
+    if most and most >= least * len(blocks):
+        holding = [one for one in replicas if shared[one] == most and one.n_running < one.n_slots]
+        if holding:
+            return min(holding, key=lambda one: (one.n_running, one.used))
+    return min(replicas, key=lambda one: (one.n_running, -shared[one], one.used))
+
+
+class Crew:
+    """See the module. `make(index, n)` gives the process of a replica that is started for the n-th time.
+
+    `least`: see `choose`. `patience`: seconds that a request waits for a replica, and requests get when theirs is to
+    be restarted. `one_first`: the others start when the first has, so they find what it compiled.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        n_slots: int,
+        make: Callable[[int, int], Process],
+        log: ServerLog,
+        *,
+        least: float = 0.5,
+        patience: float = 600.0,
+        one_first: bool = True,
+    ) -> None:
+        self.replicas = [Replica(i, n_slots) for i in range(n)]
+        self.opened = False
+        self.failure = ""
+        self.on_failure: Callable[[], None] = lambda: None
+        self.settings: dict[bytes, bytes] = {}
+        """Bodies by path, posted to every process that starts: what was set for all."""
+        self._make, self._log, self._least, self._patience = make, log, least, patience
+        self._one_first = one_first
+        self._changed = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._clock = itertools.count(1)
+        self._closing = self._rolling = False
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def lease(self, ask: Ask) -> AsyncIterator[Upstream]:
+        """The process for a request, which stays until the end of the block; ApiError 503 if there is none in time."""
+        one = await self._pick(ask)
+        process = one.process
+        one.n_running += 1
+        one.used = next(self._clock)
+        one.held.add(ask.blocks)
+        try:
+            yield process
+        except UpstreamError:
+            one.n_unanswered += 1
+            if one.process is process and one.state == READY:
+                one.doubtful = True
+                self._spawn(self._check(one))
+            raise
+        finally:
+            one.n_running -= 1
+            await self._notify()
+
+    async def _pick(self, ask: Ask) -> Replica:
+        try:
+            async with asyncio.timeout(self._patience or None):
+                await self._until(lambda: self._closing or bool(self._usable(ask)))
+        except TimeoutError:
+            errors = [one.error for one in self.replicas if one.error]
+            why = f": {errors[-1]}" if errors else ""
+            raise ApiError(503, f"no replica became ready within {self._patience:g} seconds{why}") from None
+        if self._closing:
+            raise ApiError(503, "The server is shutting down")
+        return choose(self._usable(ask), ask.blocks, self._least)
+
+    def _usable(self, ask: Ask) -> list[Replica]:
+        wanted = self.replicas if ask.replica is None else [self.replicas[ask.replica]]
+        return [one for one in wanted if one.usable]
+
+    def ready(self) -> list[Replica]:
+        """Replicas that answer."""
+        return [one for one in self.replicas if one.state in (READY, DRAINING)]
+
+    # --- lives ------------------------------------------------------------------------------------------------------
+    async def run(self) -> None:
+        """Keep all replicas alive, until cancelled."""
+        self._spawn(self._live(self.replicas[0]))
+        if self._one_first:
+            await self._until(lambda: self.opened or bool(self.failure))
+        for one in self.replicas[1:]:
+            self._spawn(self._live(one))
+        while True:
+            await asyncio.sleep(_CHECK)
+            await asyncio.gather(*(self._check(one) for one in self.replicas if one.state == READY))
+
+    async def _live(self, one: Replica) -> None:
+        while not self._closing:
+            began = asyncio.get_running_loop().time()
+            why = await self._one_life(one)
+            if asyncio.get_running_loop().time() - began > _SETTLED:
+                one.n_ended = 0
+            if not why or self._closing:
+                continue
+            one.error = why
+            one.n_ended += 1
+            self._log.error("replicas", "replica ended", replica=one.index, error=why)
+            if not self.opened and all(other.n_ended for other in self.replicas if other.n_starts):
+                self.failure = why
+                self.on_failure()
+                await self._notify()
+                return
+            await self._notify()
+            if one.n_ended > 1:
+                await asyncio.sleep(min(2.0 ** (one.n_ended - 2), _LONGEST_PAUSE))
+
+    async def _one_life(self, one: Replica) -> str:
+        """From the start of a process to its end; why it ended, nothing if it was told to."""
+        process = self._make(one.index, one.n_starts)
+        one.process, one.state, one.doubtful = process, STARTING, False
+        one.n_starts += 1
+        one.restart.clear()
+        one.held.clear()
+        self._log.info("replicas", "starting replica", replica=one.index)
+        try:
+            await process.load()
+            for path, body in self.settings.items():
+                await process.ask("POST", path, body)
+            one.state, self.opened = READY, True
+            self._log.info("replicas", "replica ready", replica=one.index, where=process.where)
+            await self._notify()
+            return await self._until_over(one, process)
+        except (LoadError, UpstreamError, OSError) as e:
+            return str(e)
+        finally:
+            one.state = DOWN
+            process.cut()
+            await process.stop()
+            one.counters.begin_anew()
+            await self._notify()
+
+    async def _until_over(self, one: Replica, process: Process) -> str:
+        ended, asked = asyncio.ensure_future(process.wait()), asyncio.ensure_future(one.restart.wait())
+        try:
+            await asyncio.wait((ended, asked), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                return process.last_words()
+            one.state = DRAINING
+            self._log.info("replicas", "draining replica", replica=one.index, requests=one.n_running)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._patience or None):
+                    await self._until(lambda: not one.n_running)
+            await one.counters.read(process)
+            return ""
+        finally:
+            for task in (ended, asked):
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    async def _check(self, one: Replica) -> None:
+        """Ask a replica whether it is well; one that does not answer several times in a row is ended."""
+        process = one.process
+        for _ in range(_MISSES):  # with pauses: one that was told to end by others may finish its requests
+            if await process.healthy(timeout=_PATIENCE):
+                one.doubtful = False
+                await self._notify()
+                return
+            if one.process is not process or one.state != READY:
+                return
+            one.doubtful = True
+            await asyncio.sleep(_CHECK)
+        self._log.error("replicas", "replica does not answer", replica=one.index)
+        process.kill()
+
+    async def restart(self) -> None:
+        """Restart one replica after the other, each when its requests are done; ApiError if one does not come back."""
+        if self._rolling:
+            raise ApiError(409, "the replicas are being restarted already", "invalid_request_error")
+        self._rolling = True
+        try:
+            for one in self.replicas:
+                await self._restart(one)
+        finally:
+            self._rolling = False
+
+    async def _restart(self, one: Replica) -> None:
+        await self._until(lambda: one.state in (READY, DOWN) or self._closing)
+        n_starts, n_ended = one.n_starts, one.n_ended
+        if one.state == READY:
+            one.restart.set()
+        await self._until(
+            lambda: (one.n_starts > n_starts and one.state == READY) or one.n_ended > n_ended or self._closing
+        )
+        if self._closing:
+            raise ApiError(503, "The server is shutting down")
+        if one.n_ended > n_ended:
+            raise ApiError(500, f"replica {one.index} did not come back, the rest stays as it is: {one.error}")
+
+    def restart_in_background(self) -> None:
+        """The same without waiting; what goes wrong is in the log."""
+        self._spawn(self._restart_logged())
+
+    async def _restart_logged(self) -> None:
+        try:
+            await self.restart()
+        except ApiError as e:
+            self._log.error("replicas", "rolling restart ended", error=e.message)
+
+    async def close(self) -> None:
+        """End all."""
+        self._closing = True
+        await self._notify()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for one in self.replicas:
+            if one.process is not None and one.state != DOWN:
+                one.process.kill()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.error("replicas", "internal error", error=f"{type(error).__name__}: {error}")
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(condition)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

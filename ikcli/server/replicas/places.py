@@ -1,0 +1,121 @@
+"""Where replicas run: processes of this machine that share its processors, memory and GPUs, or nodes of Ray."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ikcli.config import RunConfig
+from ikcli.engine.devices import available_memory
+from ikcli.errors import UsageError
+from ikcli.hostinfo import shares
+from ikcli.server.replicas.crew import Process
+from ikcli.server.router.child import Child
+from ikcli.server.slots.prompt_cache import default_limit
+
+ENVIRONMENT = "LLAMA_ARG_"
+"""Begins variables with options, which replicas get as arguments."""
+_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How replicas are started. `argv`: the options of all; `config`: what they and those of the front mean.
+
+    `given`: the options that were given.
+    """
+
+    config: RunConfig
+    argv: tuple[str, ...]
+    given: frozenset[str] = frozenset()
+
+    def options(self, index: int, n_threads: int, n_threads_batch: int) -> list[str]:
+        """The options of one. What the front does is switched off there."""
+        server = self.config.server
+        return [
+            *self.argv,
+            f"--threads={n_threads}",
+            f"--threads-batch={n_threads_batch}",
+            f"--first-slot={index * self.config.n_parallel}",
+            f"--log-format={server.log_format}",
+            "--no-webui",
+            "--metrics",
+            f"--timeout={server.timeout}",
+            f"--shutdown-timeout={server.shutdown_timeout}",
+        ]
+
+
+class Places(Protocol):
+    """A way to run replicas."""
+
+    one_first: bool
+
+    def open(self) -> None:
+        """IkError if that cannot be."""
+
+    def make(self, index: int, n: int) -> Process:
+        """The process of a replica that is started for the n-th time."""
+
+    def close(self) -> None:
+        """When all processes have ended."""
+
+
+class Here:
+    """Processes of this machine. Options of threads are for all together; so is the default of --cache-ram."""
+
+    one_first = True
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, config = recipe, recipe.config
+        n = self._n = config.server.replicas
+        self._cpus = shares(n) if hasattr(os, "sched_setaffinity") else [frozenset()] * n
+        self._threads = max(1, config.n_threads // n), max(1, config.n_threads_batch // n)
+        self._gpus = gpu_shares(n, config.server.replica_gpus, os.environ)
+        self._more: list[str] = []
+        if "server.cache_ram" not in recipe.given:
+            self._more = [f"--cache-ram={(default_limit(None, available_memory()) >> 20) // n}"]
+
+    def open(self) -> None:
+        """Make the folder of their sockets, which only this user can enter."""
+        self._folder = tempfile.TemporaryDirectory(prefix="ik-")
+
+    def make(self, index: int, n: int) -> Child:
+        """See Places."""
+        server = self._recipe.config.server
+        options = self._recipe.options(index, *self._threads) + self._more
+        environment = {name: text for name, text in os.environ.items() if not name.startswith(ENVIRONMENT)}
+        if self._gpus:
+            environment[_GPUS] = self._gpus[index]
+        return Child(
+            f"replica {index}", options, Path(self._folder.name) / f"{index}-{n}.sock",
+            grace=float(server.shutdown_timeout), prefix=server.log_format != "json", cpus=self._cpus[index],
+            environment=environment,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self._folder.cleanup()
+
+
+def gpu_shares(n: int, each: int, environment: Mapping[str, str]) -> Sequence[str]:
+    """Which GPUs every replica sees, none if they all see all; UsageError if there are not enough that are visible."""
+    if not each:
+        return ()
+    visible = environment.get(_GPUS)
+    names = [str(i) for i in range(n * each)] if visible is None else [text for text in visible.split(",") if text]
+    if len(names) < n * each:
+        raise UsageError(f"--replica-gpus {each} times {n} replicas are more GPUs than {_GPUS}={visible} has")
+    return [",".join(names[i * each : (i + 1) * each]) for i in range(n)]
+
+
+def places_of(recipe: Recipe) -> Places:
+    """Where the options say. UnsupportedError if that is Ray, which is not installed."""
+    if recipe.config.fleet.ray is not None:
+        from ikcli.server.replicas.ray_places import RayPlaces
+
+        return RayPlaces(recipe)
+    return Here(recipe)

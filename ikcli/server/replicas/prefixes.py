@@ -1,0 +1,64 @@
+"""Which replica holds the beginning of a request: hashes of what each was asked, cut into blocks of text.
+
+The hash of a block covers all blocks before it, so a request shares as many blocks with an earlier one as their texts
+have in common from the start. The answers are not looked at: the next request of a conversation brings them along.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ikcli.server.http.jsontext import dump
+
+BLOCK = 128
+"""Characters; what is left at the end is no block."""
+_MOST = 1 << 15  # blocks of a replica, a million tokens: about what slots and prompts in RAM hold
+_FIELDS = ("lora", "tools", "system", "instructions", "messages", "input", "prompt", "input_extra", "input_prefix")
+
+Blocks = tuple[int, ...]
+
+
+def blocks_of(fields: Mapping[str, Any]) -> Blocks:
+    """The blocks of what a request has computed, in the order in which templates put it."""
+    text = "".join(_pieces(fields))
+    out, before = [], 0
+    for i in range(0, len(text) - BLOCK + 1, BLOCK):
+        before = hash((before, text[i : i + BLOCK]))
+        out.append(before)
+    return tuple(out)
+
+
+def _pieces(fields: Mapping[str, Any]) -> Iterator[str]:
+    for name in _FIELDS:
+        value = fields.get(name)
+        for item in value if isinstance(value, list) else () if value is None else (value,):
+            yield item if isinstance(item, str) else dump(item) + "\n"
+
+
+class Held:
+    """The blocks that a replica has computed; what was not asked for longest goes first, ends before beginnings."""
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def shared(self, blocks: Blocks) -> int:
+        """How many blocks of a request are here, from the first on."""
+        for n, block in enumerate(blocks):
+            if block not in self._blocks:
+                return n
+        return len(blocks)
+
+    def add(self, blocks: Blocks) -> None:
+        """A request goes here."""
+        for block in reversed(blocks):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self._most:
+            self._blocks.popitem(last=False)
+
+    def clear(self) -> None:
+        """The process is another one now."""
+        self._blocks.clear()

@@ -20,6 +20,7 @@ from ikcli.engine.missing_parts import assume_missing
 from ikcli.engine.planner import Planner
 from ikcli.engine.report import TensorRow
 from ikcli.engine.session import Session
+from ikcli.engine.sizes import session_of
 from ikcli.engine.startup import prepare
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.reader import open_gguf
@@ -233,7 +234,8 @@ def test_a_session_allocates_what_was_planned(
     hp = HParams.from_gguf(file.metadata, file.tensors, str(path))
     planned = Planner(file, hp, Machine((device,), None)).plan(config).memory.parts
     n_seq = config.n_parallel
-    session = Session.plan(config, n_seq_max=n_seq, n_step=n_seq if config.command == "serve" else 0)
+    _, sizes = session_of(config)
+    session = Session.plan(config, n_seq_max=n_seq, n_step=sizes.n_step, outputs=sizes.outputs)
     allocated = session.memory()
     session.runner.cpu.close()
     strip = {d: {k: n for k, n in parts.items() if n} for d, parts in planned.items()}

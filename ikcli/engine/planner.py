@@ -22,7 +22,7 @@ from ikcli.engine.devices import Machine
 from ikcli.engine.model import Model
 from ikcli.engine.offload import offload_of, places_of
 from ikcli.engine.placement import CPU, Placement, place
-from ikcli.engine.programs import Graphs, check_caches, graph_config, record_graphs, runs, step_tokens
+from ikcli.engine.programs import Graphs, check_caches, graph_config, output_bytes, record_graphs, runs, step_tokens
 from ikcli.engine.run_device import RESERVE_BYTES, RunDevice, cache_bytes
 from ikcli.engine.runner import DividedProgram, Offload, Runner
 from ikcli.engine.sizes import Sizes, session_of
@@ -149,7 +149,7 @@ class Planner:
         runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload)
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
         programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step)
-        parts = memory_of(runner, programs, model, n_outputs)
+        parts = memory_of(runner, programs, model, output_bytes(cfg, self.hp, n_outputs))
         n_nodes = max(len(graph.nodes) for graph, _ in graphs.values())
         memory = MemoryPlan(parts, cfg.n_ctx, self._free(parts))
         n_splits = runner.n_turns(list(programs.values()))
@@ -251,7 +251,7 @@ class Planner:
         return config, self._graph_config(config, sizes)
 
     def _graph_config(self, config: RunConfig, sizes: Sizes) -> GraphConfig:
-        return graph_config(config, sizes.cells(config.flash_attn), sizes.n_seq, self.hp.window)
+        return graph_config(config, sizes.cells(config.flash_attn), sizes.n_seq, self.hp.window, sizes.outputs)
 
     def _record(self, cfg: GraphConfig, model: Model) -> Graphs:
         key = (cfg, id(model))
@@ -286,11 +286,11 @@ def plan_programs(
 
 
 def memory_of(
-    runner: Runner, programs: Mapping[str, DividedProgram], model: Model, n_outputs: int
+    runner: Runner, programs: Mapping[str, DividedProgram], model: Model, n_output_bytes: int
 ) -> dict[str, dict[str, int]]:
     """Bytes by device (CPU first) and part."""
     sizes = runner.memory(list(programs.values()), model)
-    output = {CPU: n_outputs * model.hp.n_vocab * 4}
+    output = {CPU: n_output_bytes}
     return {device: parts | {"output": output.get(device, 0)} for device, parts in sizes.items()}
 
 

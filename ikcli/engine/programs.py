@@ -1,7 +1,8 @@
 """The graphs of a session and the programs made of them, from settings alone: what sessions run and plans weigh.
 
 There is a graph for generation and, where the two differ (MLA), one for prompts. Every graph becomes a program, that of
-generation also a second one for a few tokens of several sequences, whose results do not depend on each other.
+generation also a second one for a few tokens of several sequences, whose results do not depend on each other. For
+embeddings graphs end at the last norm, before the output matrix; their programs can give a row for every token.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from ikcli.engine.model import Model
 from ikcli.engine.sizes import window_cells
 from ikcli.errors import UnsupportedError, UsageError
 from ikcli.graph import Graph, Node
-from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, Weights
+from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Outputs, Weights
 from ikcli.quant.formats import format_by_name, get_format
 
 FLOAT_TYPES = ("f32", "f16", "bf16")
 CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
 
 Graphs = Mapping[str, tuple[Graph, Node]]
-"""Graph and result by kind: decode, perhaps prefill."""
+"""Graph and result by kind: decode, perhaps prefill, and these with `EMBEDS` behind."""
+
+EMBEDS = "-embd"
+HIDDEN = "result_norm"  # the node whose rows are embeddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,9 @@ class ProgramSpec:
     independent: bool = False
 
 
-def graph_config(config: RunConfig, n_cells: int, n_seq: int = 1, window: int = 0) -> GraphConfig:
+def graph_config(
+    config: RunConfig, n_cells: int, n_seq: int = 1, window: int = 0, outputs: Outputs = Outputs.LOGITS
+) -> GraphConfig:
     """What the graphs of a model depend on; a micro-batch has no more tokens than the cache has cells.
 
     `window`: positions that its window layers see.
@@ -55,6 +61,7 @@ def graph_config(config: RunConfig, n_cells: int, n_seq: int = 1, window: int = 
         n_seq=n_seq,
         n_ubatch=n_ubatch,
         n_window=0 if config.swa_full else window_cells(window, n_ubatch, n_cells // n_seq),
+        outputs=outputs,
     )
 
 
@@ -96,11 +103,19 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     kinds = {"decode": replace(cfg, expand=False)}
     if hp.kv_lora_rank and cfg.mla >= 2 and cfg.flash_attn and cfg.n_ubatch >= EXPAND_MIN_TOKENS:
         kinds["prefill"] = replace(cfg, expand=True)
-    graphs = {}
+    whole: dict[str, tuple[Graph, Node]] = {}
+    graphs: dict[str, tuple[Graph, Node]] = {}
     for kind, kind_cfg in kinds.items():
         graph = model.adapters.graph()
-        graphs[kind] = graph, model.module.build(graph, hp, weights, kind_cfg)
-    model.adapters.check_used(graph for graph, _ in graphs.values())
+        whole[kind] = graph, model.module.build(graph, hp, weights, kind_cfg)
+        hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None)
+        if cfg.outputs.logits:
+            graphs[kind] = whole[kind]
+        if cfg.outputs.embeddings and hidden is not None:
+            graphs[kind + EMBEDS] = graph.until(hidden), hidden
+    model.adapters.check_used(graph for graph, _ in whole.values())
+    if not graphs:
+        raise UnsupportedError(f"{model.source}: embeddings of {hp.arch} models are not supported")
     return graphs
 
 
@@ -113,7 +128,15 @@ def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str
     """The programs by name; `n_step`: tokens of that for single tokens."""
     found = {}
     for kind in graphs:
-        few = kind == "decode" and "prefill" in graphs
+        few = kind.replace("decode", "prefill") in graphs and kind.startswith("decode")
         n_tokens = min(n_ubatch, EXPAND_MIN_TOKENS - 1) if few else n_ubatch
-        found[kind] = ProgramSpec(kind, n_tokens, min(n_outputs, n_tokens))
-    return found | {"step": ProgramSpec("decode", n_step, n_step, independent=True)}
+        found[kind] = ProgramSpec(kind, n_tokens, n_tokens if kind.endswith(EMBEDS) else min(n_outputs, n_tokens))
+    if "decode" in graphs:
+        found["step"] = ProgramSpec("decode", n_step, n_step, independent=True)
+    return found
+
+
+def output_bytes(cfg: GraphConfig, hp: HParams, n_outputs: int) -> int:
+    """What is kept for the caller: logits of so many tokens, embeddings of a micro-batch."""
+    n = n_outputs * hp.n_vocab if cfg.outputs.logits else 0
+    return 4 * (n + cfg.n_ubatch * hp.n_embd if cfg.outputs.embeddings else n)

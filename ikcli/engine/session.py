@@ -1,4 +1,4 @@
-"""A session: one model, one KV cache, programs for prompts and for generation; tokens in, logits out.
+"""A session: one model, one KV cache, programs for prompts and for generation; tokens in, logits or embeddings out.
 
 What is cached of which sequence, and how to go back, is in `sequences`. Programs are recorded once; a micro-batch only
 fills the step block.
@@ -22,17 +22,17 @@ from ikcli.engine import gpus, host_memory, numa, session_log
 from ikcli.engine.batch import Batch
 from ikcli.engine.devices import Machine, opened_gpus
 from ikcli.engine.planner import Planner, PreparedRun, memory_of, plan_programs
-from ikcli.engine.programs import record_graphs, step_tokens
+from ikcli.engine.programs import EMBEDS, output_bytes, record_graphs, step_tokens
 from ikcli.engine.run_device import Observer
 from ikcli.engine.runner import DividedProgram, Runner
 from ikcli.engine.sequences import Sequences
 from ikcli.engine.session_log import Timings
 from ikcli.engine.sizes import Sizes, session_of
-from ikcli.errors import IkError, NonFiniteError
+from ikcli.errors import IkError, NonFiniteError, UnsupportedError
 from ikcli.graph import Cache, Node
 from ikcli.graph.micro_batch import Segment
 from ikcli.log import log, progress, warn
-from ikcli.models import EXPAND_MIN_TOKENS
+from ikcli.models import EXPAND_MIN_TOKENS, Outputs
 from ikcli.sampling.short import draw_function
 from ikcli.tokenizer import Tokenizer
 
@@ -76,13 +76,15 @@ class Session:
         n_ctx: int | None = None,
         n_seq_max: int = 1,
         n_step: int = 0,
+        outputs: Outputs = Outputs.LOGITS,
         planner: Planner | None = None,
     ) -> Session:
         """Load the model of `config` and print the load and context logs; n_ctx overrides the context size.
 
-        `n_step` tokens are given to one call of `step` at most (0: one). `planner`: of the same model, already opened.
+        `n_step` tokens are given to one call of `step` at most (0: one). `outputs`: whether `embed` is called.
+        `planner`: of the same model, already opened.
         """
-        session = cls.plan(config, n_ctx=n_ctx, n_seq_max=n_seq_max, n_step=n_step, planner=planner)
+        session = cls.plan(config, n_ctx=n_ctx, n_seq_max=n_seq_max, n_step=n_step, outputs=outputs, planner=planner)
         session.load()
         if config.warmup:
             session.warm_up()
@@ -98,6 +100,7 @@ class Session:
         n_ctx: int | None = None,
         n_seq_max: int = 1,
         n_step: int = 0,
+        outputs: Outputs = Outputs.LOGITS,
         planner: Planner | None = None,
     ) -> Session:
         """Everything up to reading weights: sizes are known, nothing is allocated. Prints the logs."""
@@ -107,7 +110,7 @@ class Session:
             run_devices = {name: gpus.run_device(device) for name, device in devices.items()}
             planner = planner.on(Machine(opened_gpus(devices)), run_devices)
         session_log.model_lines(planner.file, planner.hp, config)
-        prepared = planner.prepare(config, Sizes(n_ctx or config.n_ctx, n_seq_max, n_step))
+        prepared = planner.prepare(config, Sizes(n_ctx or config.n_ctx, n_seq_max, n_step, outputs))
         gpus.hand_over(prepared.runner, devices)
         for text in prepared.plan.warnings:
             warn(text)
@@ -192,7 +195,7 @@ class Session:
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes by device (CPU first) and part: weights, KV, compute, output."""
-        return memory_of(self.runner, self.programs, self.model, self._n_outputs)
+        return memory_of(self.runner, self.programs, self.model, self.output_bytes)
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -201,8 +204,8 @@ class Session:
 
     @property
     def output_bytes(self) -> int:
-        """Logits kept for the caller."""
-        return self._n_outputs * self.n_vocab * 4
+        """Logits and embeddings kept for the caller."""
+        return output_bytes(self.graph_config, self.model.hp, self._n_outputs)
 
     @property
     def compute_bytes(self) -> int:
@@ -220,7 +223,11 @@ class Session:
     def warm_up(self) -> None:
         """One token, then an empty cache: pages weights in and wakes the threads."""
         bos = self.model.file.get("tokenizer.ggml.bos_token_id", 0)
-        self.decode(Batch.single([bos if 0 <= int(bos) < self.n_vocab else 0]))
+        first = Batch.single([bos if 0 <= int(bos) < self.n_vocab else 0])
+        if self.outputs.logits:
+            self.decode(first)
+        else:
+            self.embed(0, [first.tokens], np.zeros(1, np.int64))
         self.clear()
         self.timings = Timings(self.timings.t_load)
         if self.profile is not None:
@@ -245,6 +252,8 @@ class Session:
         return logits
 
     def _compute(self, batch: Batch) -> FloatRows:
+        if not self.outputs.logits:
+            raise IkError("the session was opened for embeddings and has no logits")
         n = len(batch)
         if n == 1:
             return self._next(batch.tokens.tolist(), batch.pos.tolist(), batch.seq.tolist(), int(batch.logits[0]))
@@ -287,9 +296,65 @@ class Session:
         self._last = program, n_threads
         return self.runner.result(program, n_outputs)
 
-    def _segments(self, batch: Batch) -> list[Segment]:
-        if len(batch) and not 0 <= batch.tokens.min() <= batch.tokens.max() < self.n_vocab:
+    @property
+    def outputs(self) -> Outputs:
+        """What it computes of tokens."""
+        return self.graph_config.outputs
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether `embed` takes several texts: recurrent layers have one state for a sequence."""
+        return not self.sequences.kind.has_states
+
+    def embed(
+        self, seq: int, texts: Sequence[npt.NDArray[np.int32]], out_ids: npt.NDArray[np.int64], n_done: int = 0
+    ) -> FloatRows:
+        """The last normed state of these rows of texts that are computed at once, in the room of a sequence.
+
+        The first text goes on behind its `n_done` tokens, which the sequence holds; the others are whole, stand behind
+        it and are gone afterwards. At most `n_ubatch` tokens; the rows are overwritten by the next micro-batch.
+        """
+        start = time.perf_counter()
+        kind = "decode" + EMBEDS
+        if kind not in self.programs:
+            why = f"embeddings of {self.model.hp.arch} models are not supported" if self.outputs.embeddings else ""
+            raise UnsupportedError(f"{self.model.source}: {why or 'the session was not opened for embeddings'}")
+        tokens = np.concatenate(texts) if len(texts) > 1 else texts[0]
+        self._check_ids(tokens)
+        segments = self._beside(seq, [len(t) for t in texts], n_done)
+        pos = np.concatenate([np.arange(s.pos, s.n_kv, dtype=np.int32) for s in segments])
+        self._state.set(tokens, pos, out_ids, segments)
+        if len(tokens) >= EXPAND_MIN_TOKENS and "prefill" + EMBEDS in self.programs:
+            kind = "prefill" + EMBEDS
+        found = self._run(self.programs[kind], self.config.n_threads_batch, len(out_ids))
+        self.timings.add(len(tokens), time.perf_counter() - start)
+        if not np.isfinite(found).all():
+            self._explain_non_finite(*self._last)
+        return found
+
+    def _beside(self, seq: int, lengths: Sequence[int], n_done: int) -> list[Segment]:
+        """Texts one behind the other in the cells of a sequence; in caches of windows likewise."""
+        known, n = self.sequences, sum(lengths)
+        self._check(seq, n_done, n)
+        if len(lengths) > 1 and not self.side_by_side:
+            raise IkError("texts of a model with recurrent layers are computed one by one")
+        window = 0
+        if known.has_windows:
+            known.make_room(seq, n)
+            window = known.window_cell(seq)
+        segments, start, at, pos = [], 0, 0, n_done
+        for length in lengths:
+            segments.append(Segment(start, length, seq * self.n_ctx_seq + at, pos, seq, window + at))
+            start, at, pos = start + length, at + pos + length, 0
+        known.n_past[seq] = n_done + lengths[0]
+        return segments
+
+    def _check_ids(self, tokens: npt.NDArray[np.int32]) -> None:
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.n_vocab:
             raise IkError(f"a token id is outside the vocabulary of {self.n_vocab}")
+
+    def _segments(self, batch: Batch) -> list[Segment]:
+        self._check_ids(batch.tokens)
         seq = batch.seq.tolist()
         starts = [0, *(i for i in range(1, len(seq)) if seq[i] != seq[i - 1]), len(seq)]
         segments = [self._segment(batch, a, b) for a, b in pairwise(starts)]
@@ -343,7 +408,7 @@ class Session:
             )
 
         self.runner.run_observed(program, n_threads, self._state, look)
-        raise NonFiniteError(f"{self.model.source}: logits are NaN or Inf, but not when computed again node by node")
+        raise NonFiniteError(f"{self.model.source}: the result is NaN or Inf, but not when computed again node by node")
 
     def compute(self, batch: Batch) -> FloatRows:
         """Logits of one micro-batch, which the caller checks for NaN; they are overwritten by the next one."""
@@ -442,6 +507,6 @@ def _new_profile() -> Profile:
 def warmup(config: RunConfig, planner: Planner | None = None) -> None:
     """Compile the kernels of a model ahead of time (`ik warmup`)."""
     config, sizes = session_of(config)
-    session = Session.plan(config, n_seq_max=sizes.n_seq, n_step=sizes.n_step, planner=planner)
+    session = Session.plan(config, n_seq_max=sizes.n_seq, n_step=sizes.n_step, outputs=sizes.outputs, planner=planner)
     session.compile()
     draw_function()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ikcli.config import RunConfig, padded_ctx
 from ikcli.engine.bench_cases import batched_tests, bench_tests
+from ikcli.models import Outputs
 
 SPARE = 256  # cells of a window layer beside those that are seen and those of a micro-batch
 LEAST_CHOICES = 4  # texts of HellaSwag and its like side by side
@@ -14,11 +15,15 @@ DEFAULT_WINDOW = 512  # tokens of a window of perplexity and imatrix without -c
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Tokens that the cache has room for, the sequences that share it evenly, most tokens of a step (0: one)."""
+    """Tokens that the cache has room for, the sequences that share it evenly, most tokens of a step (0: one).
+
+    `outputs`: what is computed of tokens.
+    """
 
     n_ctx: int
     n_seq: int = 1
     n_step: int = 0
+    outputs: Outputs = Outputs.LOGITS
 
     def cells(self, flash_attn: bool) -> int:
         """Cells of the cache: padded for the kernels, then to a multiple of the sequences."""
@@ -44,8 +49,10 @@ def session_of(config: RunConfig) -> tuple[RunConfig, Sizes]:
         return bench_session(config)
     if config.command == "batched-bench":
         return batched_session(config)
+    if config.command == "embed":
+        return config, Sizes(config.n_ctx or config.n_ubatch, outputs=Outputs.EMBEDDINGS)
     if config.command == "serve" or (config.command in ("plan", "warmup") and config.n_parallel > 1):
-        return config, Sizes(config.n_ctx, config.n_parallel, config.n_parallel)
+        return config, Sizes(config.n_ctx, config.n_parallel, config.n_parallel, Outputs.BOTH)
     if config.command == "chat":
         return config, Sizes(config.n_ctx, 1, 1)
     return config, Sizes(config.n_ctx)

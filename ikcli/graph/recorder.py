@@ -64,6 +64,14 @@ class Graph:
         self.nodes.append(node)
         return node
 
+    def until(self, last: Node) -> Graph:
+        """What was recorded up to a node, with the weights and caches of that."""
+        nodes = self.nodes[: last.index + 1]
+        found = Graph(nodes, low_rank=self.low_rank, directions=self.directions)
+        found.weights = {w.name: self.weights[w.name] for node in nodes for w in node.weights()}
+        found.caches = {(c.kind, c.il): c for node in nodes for c in node.caches()}
+        return found
+
     def cache(
         self, kind: str, cols: int, type_: GGMLType, transposed: bool = False, per: Per = Per.CELL, il: int = -1
     ) -> Cache:

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Graph, Node
-from ikcli.models.config import EXPAND_MIN_TOKENS, GraphConfig
+from ikcli.models.config import EXPAND_MIN_TOKENS, GraphConfig, Outputs
 from ikcli.models.hparams import HParams
 from ikcli.models.rope import RopeParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights, check_tensors
@@ -99,6 +99,7 @@ __all__ = [
     "GraphConfig",
     "HParams",
     "ModelModule",
+    "Outputs",
     "RopeParams",
     "TensorSpec",
     "TensorSpecs",

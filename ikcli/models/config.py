@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from ikcli.gguf.constants import GGMLType
+
+
+class Outputs(Enum):
+    """What a session computes of the tokens it is asked about."""
+
+    LOGITS = "logits"
+    EMBEDDINGS = "embeddings"  # the last normed state; the output matrix is not even loaded
+    BOTH = "both"
+
+    @property
+    def logits(self) -> bool:
+        """Whether there are logits."""
+        return self is not Outputs.EMBEDDINGS
+
+    @property
+    def embeddings(self) -> bool:
+        """Whether there are embeddings."""
+        return self is not Outputs.LOGITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +34,7 @@ class GraphConfig:
     threshold) or None. k_hadamard, v_hadamard: rotate keys (with MLA: latent rows) and values before they are stored.
     n_ctx: cells of the whole cache. n_seq: sequences that share it. n_ubatch: most rows of a micro-batch. n_window:
     cells of a sequence in the caches of window layers, 0: as many as in others. expand: the prompt path of mla 2 and 3,
-    which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off.
+    which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off. outputs: where graphs end.
     """
 
     mla: int = 3
@@ -32,6 +51,7 @@ class GraphConfig:
     n_ubatch: int = 512
     n_window: int = 0
     expand: bool = False
+    outputs: Outputs = Outputs.LOGITS
 
 
 EXPAND_MIN_TOKENS = 128

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ikcli.config import RunConfig
 from ikcli.engine.session import Session
+from ikcli.engine.sizes import session_of
 from ikcli.errors import IkError
 from ikcli.server.slots.log import Logger, silent
 from ikcli.server.slots.messages import Event, Failure, GenerationRequest
@@ -71,7 +72,8 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            opened = Session.open(self.config, n_seq_max=self.n_slots, n_step=self.n_slots, planner=self._planner)
+            n, outputs = self.n_slots, session_of(self.config)[1].outputs
+            opened = Session.open(self.config, n_seq_max=n, n_step=n, outputs=outputs, planner=self._planner)
             with opened as session:
                 self._worker = Worker(session, self._log)
                 self.state = "ready"

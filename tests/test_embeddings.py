@@ -1,0 +1,232 @@
+"""Embeddings: states against torch and the NumPy reference, texts side by side, pooling, norms, ranking."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import cuda_sessions
+import numpy as np
+import numpy.typing as npt
+import pytest
+from cuda_emulation import needs_emulation
+from cuda_sessions import Opener
+from factories import MemoryModel, tiny_deepseek2, tiny_model
+from gguf_files import write_model
+from tiny_architectures import TINY, WINDOWED, tiny
+
+from ikcli import main
+from ikcli.config import RunConfig
+from ikcli.engine import gpus, sequences, sizes
+from ikcli.engine.batch import Batch
+from ikcli.engine.embedder import Embedder, embed
+from ikcli.engine.pooling import Pooling, RankHead, normalized, pooling_of, similarities
+from ikcli.engine.programs import HIDDEN
+from ikcli.engine.reference_session import ReferenceSession
+from ikcli.engine.session import Session
+from ikcli.errors import FormatError, IkError, UnsupportedError, UsageError
+from ikcli.gguf.constants import GGMLType
+from ikcli.models import GraphConfig, Outputs
+
+Array = npt.NDArray[Any]
+F32 = {"type_k": "f32", "type_v": "f32"}
+LENGTHS = (3, 40, 1, 17, 9, 23, 2)
+# First components of normalized vectors of TOKENS, from LlamaModel of transformers 5 in float32.
+TOKENS = np.random.default_rng(3).integers(0, 320, 40)
+KNOWN = {
+    Pooling.CLS: [0.0761836, 0.0924673, 0.006493, 0.0110283, -0.0031868, -0.0299648],
+    Pooling.MEAN: [-0.0004812, 0.0245968, -0.0647905, 0.0496484, 0.014716, -0.0460236],
+    Pooling.LAST: [-0.042487, -0.0315684, 0.0620475, 0.0203919, 0.0145839, 0.0067631],
+}
+
+
+def config(path: Path, **changes: Any) -> RunConfig:
+    settings = {"command": "embed", "n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "warmup": False, "n_ubatch": 32}
+    return RunConfig(model=path, **(settings | F32 | changes))
+
+
+def texts(lengths: tuple[int, ...] = LENGTHS) -> list[Array]:
+    return [np.random.default_rng(n).integers(0, 96, n).astype(np.int32) for n in lengths]
+
+
+def opened(path: Path, outputs: Outputs = Outputs.EMBEDDINGS, **changes: Any) -> Session:
+    return Session.open(config(path, **changes), outputs=outputs)
+
+
+def test_known_vectors(tmp_path: Path) -> None:
+    directory = checkpoints.write_checkpoint(
+        tmp_path / "llama", checkpoints.LLAMA, checkpoints.llama_tensors(checkpoints.LLAMA)
+    )
+    path = tmp_path / "llama.gguf"
+    assert main.main(["convert", str(directory), "--outtype", "f32", "--outfile", str(path)]) == 0
+    with opened(path) as session:
+        for pooling, wanted in KNOWN.items():
+            found = embed(session, [TOKENS[:7], TOKENS], pooling)[1]
+            np.testing.assert_allclose(found[0, :6], wanted, atol=2e-6)
+            assert np.linalg.norm(found) == pytest.approx(1, abs=1e-6)
+
+
+def reference(path: Path, tokens: Array) -> Array:
+    """States of all tokens by the NumPy meaning of the graph."""
+    session = ReferenceSession(path, GraphConfig(n_ctx=256, type_k=GGMLType.F32, type_v=GGMLType.F32))
+    session._graphs = [g.until(next(n for n in g.nodes if n.name == HIDDEN)) for g in session._graphs]
+    return session.decode(Batch.single(tokens, logits="all"))
+
+
+@pytest.mark.parametrize("arch", [*TINY, *WINDOWED])
+def test_states_of_every_architecture(arch: str, tmp_path: Path) -> None:
+    """Alone, side by side with others, and in pieces."""
+    path = write_model(tiny(arch), tmp_path / "tiny.gguf")
+    tokens = texts((20,))[0]
+    wanted = reference(path, tokens)
+    for n_ubatch in (8, 64):
+        with opened(path, n_ubatch=n_ubatch) as session:
+            found = embed(session, [tokens[:3], tokens, tokens[:7], tokens[:1]], Pooling.NONE, -1)
+        assert np.abs(found[1] - wanted).max() < 1e-3 * wanted.std()
+        for rows in found:
+            assert np.abs(rows - wanted[: len(rows)]).max() < 1e-3 * wanted.std()
+
+
+@pytest.mark.parametrize("arch", ["gemma4", "gpt-oss", "mimo2"])
+def test_caches_of_windows(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "SPARE", 4)
+    monkeypatch.setattr(sequences, "SPARE", 2)
+    path = write_model(tiny(arch), tmp_path / "tiny.gguf")
+    tokens = texts((20,))[0]
+    wanted = reference(path, tokens)
+    with opened(path, n_ubatch=4) as session:
+        assert session.graph_config.n_window == 16
+        found = embed(session, [tokens[:1], tokens[:3], tokens, tokens[:2], tokens[:2]], Pooling.NONE, -1)
+    for rows in found:
+        assert np.abs(rows - wanted[: len(rows)]).max() < 1e-3 * wanted.std()
+
+
+@needs_emulation
+@pytest.mark.parametrize("arch", ["olmo2", "gpt-oss", "qwen35"])
+def test_on_an_emulated_gpu(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "open_devices", Opener())
+    path = write_model(tiny(arch), tmp_path / "tiny.gguf")
+    tokens = texts((20,))[0]
+    wanted = reference(path, tokens)
+    with Session.open(cuda_sessions.config(path, **F32, n_ubatch=16), outputs=Outputs.EMBEDDINGS) as session:
+        assert len(session.gpus) == 1
+        for rows in embed(session, [tokens[:3], tokens, tokens[:7]], Pooling.NONE, -1):
+            cuda_sessions.assert_close(rows, wanted[: len(rows)], 0.02)
+
+
+@pytest.mark.parametrize("flash_attn", [True, False])
+@pytest.mark.parametrize("make", [lambda: tiny_model("qwen3"), tiny_deepseek2])
+def test_side_by_side_is_as_alone(make: Any, flash_attn: bool, tmp_path: Path) -> None:
+    """With the prompt programs of MLA too."""
+    path = write_model(make(), tmp_path / "tiny.gguf")
+    many = texts((100, 60, 3, 130, 1))
+    with opened(path, n_ubatch=128, flash_attn=flash_attn) as session:
+        alone = [embed(session, [t], Pooling.MEAN)[0] for t in many]
+        together = embed(session, many, Pooling.MEAN)
+    assert max(np.abs(a - b).max() for a, b in zip(alone, together, strict=True)) < 1e-5
+
+
+def steps(session: Session, many: list[Array], pooling: Pooling = Pooling.LAST) -> int:
+    embedder, n = Embedder(session, pooling), 0
+    for i, tokens in enumerate(many):
+        embedder.add(i, tokens)
+    while len(embedder):
+        embedder.step()
+        n += 1
+    return n
+
+
+def test_short_texts_share_micro_batches(tmp_path: Path) -> None:
+    with opened(write_model(tiny_model("qwen3"), tmp_path / "a.gguf"), n_ubatch=256) as session:
+        assert steps(session, texts((4,) * 64)) == 1
+        assert steps(session, texts((250, 4, 4, 4))) == 2
+        assert session.sequences.n_past == [0]
+    recurrent = write_model(tiny("qwen35"), tmp_path / "b.gguf")
+    with opened(recurrent, n_ubatch=256) as session:
+        assert not session.side_by_side and steps(session, texts((4,) * 3)) == 3
+        with pytest.raises(IkError, match="one by one"):
+            session.embed(0, texts((2, 2)), np.arange(2))
+
+
+def test_logits_and_embeddings_in_one_session(tmp_path: Path) -> None:
+    """They do not disturb each other; without logits the output matrix is not loaded."""
+    path = write_model(tiny_model("llama"), tmp_path / "tiny.gguf")
+    (tokens,) = texts((20,))
+    with opened(path, Outputs.LOGITS) as session:
+        wanted, n_bytes = session.decode(Batch.single(tokens)).copy(), session.memory()["CPU"]
+        with pytest.raises(UnsupportedError, match="not opened for embeddings"):
+            session.embed(0, [tokens], np.arange(1))
+    with opened(path, Outputs.BOTH) as session:
+        vector = embed(session, [tokens], Pooling.LAST)[0]
+        np.testing.assert_array_equal(session.decode(Batch.single(tokens)), wanted)
+        both = session.memory()["CPU"]
+        assert both["weights"] == n_bytes["weights"] and both["KV"] == n_bytes["KV"]
+    with opened(path) as session:
+        np.testing.assert_array_equal(embed(session, [tokens], Pooling.LAST)[0], vector)
+        assert "output.weight" not in session.runner.host_weights
+        assert session.memory()["CPU"]["weights"] < n_bytes["weights"]
+        with pytest.raises(IkError, match="has no logits"):
+            session.decode(Batch.single(tokens))
+
+
+def test_pooling_of_a_model() -> None:
+    keys = {"qwen3.pooling_type": 3}
+    assert pooling_of("", keys, "qwen3", Pooling.NONE) is Pooling.LAST
+    assert pooling_of("mean", keys, "qwen3", Pooling.NONE) is Pooling.MEAN
+    assert pooling_of("", keys, "llama", Pooling.NONE) is Pooling.NONE
+    with pytest.raises(FormatError, match="--pooling"):
+        pooling_of("", {"qwen3.pooling_type": 9}, "qwen3", Pooling.NONE)
+
+
+def test_norms() -> None:
+    rows = np.array([[3, -4, 0], [0, 0, 0]], np.float32)
+    assert normalized(rows, -1) is rows
+    for kind, wanted in {
+        0: [24570, -32760, 0],
+        1: [3 / 7, -4 / 7, 0],
+        2: [0.6, -0.8, 0],
+        3: [3 / 91 ** (1 / 3)],
+    }.items():
+        found = normalized(rows, kind)
+        np.testing.assert_allclose(found[0][: len(wanted)], wanted, rtol=1e-6)
+        assert not found[1].any()
+    np.testing.assert_allclose(normalized(rows, 400)[0], [0.75, -1, 0], rtol=1e-6)
+    np.testing.assert_allclose(similarities(rows), [[1, 0], [0, 1]], atol=1e-7)
+
+
+def ranking_model(labels: int = 2, arch: str = "qwen3") -> MemoryModel:
+    model = tiny_model(arch)
+    rng = np.random.default_rng(5)
+    n_embd = model.tensors["token_embd.weight"].shape[0]
+    model.set("cls.output.weight", rng.normal(0, 1, (labels, n_embd)))
+    return model
+
+
+def test_ranking(tmp_path: Path) -> None:
+    path = write_model(ranking_model(), tmp_path / "tiny.gguf")
+    (tokens,) = texts((20,))
+    with opened(path) as session:
+        state = embed(session, [tokens], Pooling.LAST, -1)[0]
+        head = RankHead.of(session.model)
+        found = embed(session, [tokens, tokens[:3]], Pooling.RANK)
+    logits = state[0] @ head.output.T
+    np.testing.assert_allclose(found[0][0], np.exp(logits) / np.exp(logits).sum(), rtol=1e-4)
+    assert found[1].sum() == pytest.approx(1)
+    plain = write_model(tiny_model("qwen3"), tmp_path / "plain.gguf")
+    with opened(plain) as session, pytest.raises(UnsupportedError, match="cannot rank"):
+        embed(session, [tokens], Pooling.RANK)
+
+
+def test_what_cannot_be_embedded(tmp_path: Path) -> None:
+    with opened(write_model(tiny_model("qwen3"), tmp_path / "tiny.gguf")) as session:
+        embedder = Embedder(session, Pooling.LAST)
+        with pytest.raises(UsageError, match="without tokens"):
+            embedder.add(0, [])
+        with pytest.raises(UsageError, match=r"300 tokens.*raise -c"):
+            embedder.add(0, [1] * 300)
+        embedder.add(0, [1, 2, 96])
+        with pytest.raises(IkError, match="outside the vocabulary"):
+            embedder.step()
+        embedder.drop(0)
+        assert not len(embedder) and embedder.step() == []

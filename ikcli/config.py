@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ikcli.config_embed import EmbedConfig
 from ikcli.config_fleet import BatchConfig
 from ikcli.config_groups import (
     AdapterConfig,
@@ -102,7 +103,7 @@ class RunConfig:
     seed: int = opt(-1, "-s --seed", "int", "random seed; -1 = random", topic="general", form="N", example="-s 1234")
     verbose: bool = opt(False, "-v --verbose", "switch", "log every tensor placement and more", topic="general", example="-v")
     verbosity: int = opt(0, "--verbosity", "int", "log level; above 0 as -v", topic="general", form="N", example="--verbosity 1")
-    profile: bool = opt(False, "--profile", "switch", "at the end print a table of operations and kernels with their time, GB/s of weights and GOP/s; the run itself is a little slower", topic="general", commands="SCWBPID", example="--profile")
+    profile: bool = opt(False, "--profile", "switch", "at the end print a table of operations and kernels with their time, GB/s of weights and GOP/s; the run itself is a little slower", topic="general", commands="SCWBPIDE", example="--profile")
     # fmt: on
 
     hub: HubConfig = group(HubConfig)
@@ -117,6 +118,7 @@ class RunConfig:
     batched: BatchedBenchConfig = group(BatchedBenchConfig)
     perplexity: PerplexityConfig = group(PerplexityConfig)
     imatrix: ImatrixConfig = group(ImatrixConfig)
+    embed: EmbedConfig = group(EmbedConfig)
     fleet: BatchConfig = group(BatchConfig)
     upstream: UpstreamConfig = group(UpstreamConfig)
 

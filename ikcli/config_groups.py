@@ -30,10 +30,10 @@ from ikcli.options import opt
 class PromptConfig:
     """Text to start from (chat, perplexity, imatrix)."""
 
-    prompt: str = opt("", "-p --prompt", "str", "the prompt", topic="prompt", commands="CPI", form="TEXT", example='-p "Once upon a time"', text=True)
-    file: Path | None = opt(None, "-f --file", "path", "read the text from a file", topic="prompt", commands="CPI", form="FILE", example="-f wiki.test.raw")
+    prompt: str = opt("", "-p --prompt", "str", "the prompt", topic="prompt", commands="CPIE", form="TEXT", example='-p "Once upon a time"', text=True)
+    file: Path | None = opt(None, "-f --file", "path", "read the text from a file", topic="prompt", commands="CPIE", form="FILE", example="-f wiki.test.raw")
     binary_file: Path | None = opt(None, "-bf --binary-file", "path", "as -f, but the file is taken as it is: no escapes, and no line end is dropped", topic="prompt", commands="P", form="FILE", example="-bf arc-easy-validation.bin")
-    escape: bool = opt(True, "-e --escape", "switch", "interpret \\n, \\t and so on in the prompt", topic="prompt", commands="CPI", negative="--no-escape", example="-e")
+    escape: bool = opt(True, "-e --escape", "switch", "interpret \\n, \\t and so on in the prompt", topic="prompt", commands="CPIE", negative="--no-escape", example="-e")
     reverse_prompt: tuple[str, ...] = opt((), "-r --reverse-prompt", "custom", "stop generation at this text (chat: and ask for input); repeatable", topic="prompt", commands="CS", form="TEXT", example='-r "User:"', parse=parse_text_item, repeat=True, text=True)
     keep: int = opt(0, "--keep", "int", "prompt tokens to keep when the context is full; -1 = all", topic="prompt", commands="CS", form="N", example="--keep 32")
 
@@ -177,8 +177,8 @@ class ServerConfig:
     chat_template: str = opt("", "--chat-template", "str", "chat template to use instead of the one in the model file", topic="server", commands="SC", form="TEXT", example="--chat-template chatml", text=True, env="LLAMA_ARG_CHAT_TEMPLATE")
     chat_template_file: Path | None = opt(None, "--chat-template-file", "path", "file with the chat template", topic="server", commands="SC", form="FILE", example="--chat-template-file chat.jinja")
     props: bool = opt(False, "--props", "switch", "allow POST /props", topic="server", commands="S", example="--props")
-    embeddings: bool = opt(False, "--embeddings --embedding", "switch", "serve embeddings (answered with a clear error: models here compute logits only)", topic="server", commands="S", example="--embeddings", env="LLAMA_ARG_EMBEDDINGS")
-    reranking: bool = opt(False, "--reranking --rerank", "switch", "serve reranking (answered with a clear error: models here compute logits only)", topic="server", commands="S", example="--reranking")
+    embeddings: bool = opt(False, "--embeddings --embedding", "switch", "only embed: the output matrix is not loaded and nothing is generated. Without it a server does both", topic="server", commands="S", example="--embeddings", env="LLAMA_ARG_EMBEDDINGS")
+    reranking: bool = opt(False, "--reranking --rerank", "switch", "only rank documents (a model with a classification head): as --embeddings --pooling rank", topic="server", commands="S", example="--reranking", env="LLAMA_ARG_RERANKING")
     webui: str = opt("auto", "--webui", "str", "web page at /; none = no page", topic="server", commands="S", form="NAME", example="--webui none")
     ui: bool = opt(True, "--ui", "switch", "web page at /", topic="server", commands="S", negative="--no-webui --no-ui", example="--no-webui")
     api_prefix: str = opt("", "--api-prefix", "str", "path in front of all endpoints", topic="server", commands="S", form="PATH", example="--api-prefix /llm")
@@ -196,6 +196,11 @@ class ServerConfig:
     chat_template_kwargs: str = opt("", "--chat-template-kwargs", "str", "variables for the chat template, as a JSON object", topic="server", commands="SC", form="JSON", example="--chat-template-kwargs '{}'")
     prefill_assistant: bool = opt(True, "--prefill-assistant", "switch", "a last message of the assistant is continued instead of answered", topic="server", commands="SC", negative="--no-prefill-assistant", example="--no-prefill-assistant")
     jinja: bool = opt(True, "--jinja", "optswitch", "use the Jinja template of the model", topic="server", commands="SC", negative="--no-jinja", example="--jinja")
+
+    @property
+    def only_embeds(self) -> bool:
+        """Whether nothing is generated."""
+        return self.embeddings or self.reranking
 
 
 @dataclass(frozen=True, slots=True)

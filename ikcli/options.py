@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 Kind = Literal["switch", "optswitch", "int", "float", "str", "path", "type", "choice", "custom"]
 
-ALL = "SCWBPILD"
-"""Command letters: Server, Chat, sweep-bench (W), Bench, Perplexity, Imatrix, pLan and warmup (L), batcheD-bench."""
+ALL = "SCWBPILDE"
+"""Command letters: Server, Chat, sweep-bench (W), Bench, Perplexity, Imatrix, pLan and warmup (L), batcheD-bench,
+Embed."""
 
 COMMAND_LETTERS = {
     "serve": "S",
@@ -26,6 +27,7 @@ COMMAND_LETTERS = {
     "plan": "L",
     "warmup": "L",
     "batched-bench": "D",
+    "embed": "E",
 }
 
 

@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ikcli.server.slots.messages import (
     Candidate,
     Delta,
+    Embedded,
+    EmbeddingRequest,
     Event,
     Failure,
     Final,
@@ -71,6 +75,7 @@ class FakeEngine:
         self.scales: tuple[float, ...] = ()
         self.script = Script()
         self.requests: list[GenerationRequest] = []
+        self.embedded: list[EmbeddingRequest] = []
         self.tickets: list[FakeTicket] = []
         self.busy: set[int] = set()
         self.saved: dict[Path, int] = {}
@@ -84,12 +89,27 @@ class FakeEngine:
     def shutdown(self, *, drain: bool) -> None:
         self.state = "stopped"
 
-    def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> FakeTicket:
+    def submit(self, request: GenerationRequest | EmbeddingRequest, on_event: Callable[[Event], None]) -> FakeTicket:
         ticket = FakeTicket(len(self.tickets))
+        if isinstance(request, EmbeddingRequest):
+            self.embedded.append(request)
+            on_event(self._embed(request))
+            return ticket
         self.requests.append(request)
         self.tickets.append(ticket)
         threading.Thread(target=self._play, args=(request, self.script, ticket, on_event), daemon=True).start()
         return ticket
+
+    def _embed(self, request: EmbeddingRequest) -> Event:
+        """The vector of a text: its first token and its length, without pooling a row per token; with rank scores."""
+        if any(len(tokens) > self.model.n_ctx_slot for tokens in request.texts):
+            return Failure(400, "exceed_context_size_error", "the text exceeds the available context size")
+        rows = [np.array([[t[0], len(t), 0, 0, 0, 0, 0, 0]], np.float32) for t in request.texts]
+        if self.model.pooling == "none":
+            rows = [np.repeat(x, len(t), axis=0) for x, t in zip(rows, request.texts, strict=True)]
+        if self.model.pooling == "rank":
+            rows = [np.array([[1 / len(t), 0]], np.float32) for t in request.texts]
+        return Embedded(tuple(rows), RequestTimings(prompt_n=sum(map(len, request.texts)), prompt_ms=1.0))
 
     def _play(
         self, request: GenerationRequest, script: Script, ticket: FakeTicket, on_event: Callable[[Event], None]

@@ -22,6 +22,7 @@ LAYERS = (
         "options",
         "rules",
         "config",
+        "config_embed",
         "config_fleet",
         "config_groups",
         "config_hub",

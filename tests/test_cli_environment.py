@@ -101,4 +101,4 @@ def test_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_names_variables() -> None:
     assert "LLAMA_ARG_CTX_SIZE" in command_help(BY_NAME["serve"])
     names = [bound.option.env for bound in all_options() if bound.option.env]
-    assert len(names) == len(set(names)) == 28
+    assert len(names) == len(set(names)) == 30

@@ -86,12 +86,12 @@ def test_no_arguments_print_help_and_fail(capsys) -> None:
 
 
 def test_notices_come_once_on_stderr(capsys, monkeypatch) -> None:
-    argv = shlex.split("--alias A --host h --alias B --port 1 -ger --pooling mean -op 27,0 -m none.gguf")
+    argv = shlex.split("--alias A --host h --alias B --port 1 -ger --attention causal -op 27,0 -m none.gguf")
     code, out, err = run(capsys, "sweep-bench", *argv)
     assert (code, out) == (1, "")
     assert err.splitlines()[:3] == [
         "ignored here: --alias --host --port",
-        "not supported, ignored: --pooling -ger",
+        "not supported, ignored: --attention -ger",
         "offload policy: MUL_MAT_ID off",
     ]
     assert err.splitlines()[3].startswith("error: ") and "none.gguf" in err.splitlines()[3]

@@ -171,8 +171,8 @@ def test_warnings_about_values() -> None:
 
 
 def test_upstream_only_options_are_skipped_with_their_values() -> None:
-    parsed = parse("sweep-bench", ["-td", "2", "--pooling=mean", "-ger", "--spec-replace", "a", "1", "-c", "9"])
-    assert parsed.unsupported == ("-td", "--pooling", "--spec-replace", "-ger")
+    parsed = parse("sweep-bench", ["-td", "2", "--attention=causal", "-ger", "--spec-replace", "a", "1", "-c", "9"])
+    assert parsed.unsupported == ("-td", "--attention", "--spec-replace", "-ger")
     assert parsed.config.n_ctx == 9
 
 
@@ -262,7 +262,7 @@ def test_every_example_parses() -> None:
         if bound.option.example:
             letter = bound.option.commands[0]
             command = {"S": "serve", "C": "chat", "W": "sweep-bench", "B": "bench", "P": "perplexity", "I": "imatrix",
-                       "D": "batched-bench"}  # fmt: skip
+                       "D": "batched-bench", "E": "embed"}  # fmt: skip
             parse(command[letter], shlex.split(bound.option.example))
 
 

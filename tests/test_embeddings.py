@@ -20,7 +20,7 @@ from ikcli import main
 from ikcli.config import RunConfig
 from ikcli.engine import gpus, sequences, sizes
 from ikcli.engine.batch import Batch
-from ikcli.engine.embedder import Embedder, embed
+from ikcli.engine.embedder import Embedder, embed, side_by_side, states
 from ikcli.engine.pooling import Pooling, RankHead, normalized, pooling_of, similarities
 from ikcli.engine.programs import HIDDEN
 from ikcli.engine.reference_session import ReferenceSession
@@ -144,9 +144,9 @@ def test_short_texts_share_micro_batches(tmp_path: Path) -> None:
         assert session.sequences.n_past == [0]
     recurrent = write_model(tiny("qwen35"), tmp_path / "b.gguf")
     with opened(recurrent, n_ubatch=256) as session:
-        assert not session.side_by_side and steps(session, texts((4,) * 3)) == 3
+        assert not side_by_side(session) and steps(session, texts((4,) * 3)) == 3
         with pytest.raises(IkError, match="one by one"):
-            session.embed(0, texts((2, 2)), np.arange(2))
+            states(session, 0, texts((2, 2)), np.arange(2))
 
 
 def test_logits_and_embeddings_in_one_session(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_logits_and_embeddings_in_one_session(tmp_path: Path) -> None:
     with opened(path, Outputs.LOGITS) as session:
         wanted, n_bytes = session.decode(Batch.single(tokens)).copy(), session.memory()["CPU"]
         with pytest.raises(UnsupportedError, match="not opened for embeddings"):
-            session.embed(0, [tokens], np.arange(1))
+            states(session, 0, [tokens], np.arange(1))
     with opened(path, Outputs.BOTH) as session:
         vector = embed(session, [tokens], Pooling.LAST)[0]
         np.testing.assert_array_equal(session.decode(Batch.single(tokens)), wanted)
@@ -228,5 +228,5 @@ def test_what_cannot_be_embedded(tmp_path: Path) -> None:
         embedder.add(0, [1, 2, 96])
         with pytest.raises(IkError, match="outside the vocabulary"):
             embedder.step()
-        embedder.drop(0)
+        embedder.drop(lambda key: key == 0)
         assert not len(embedder) and embedder.step() == []

@@ -334,8 +334,6 @@ def test_slots_that_have_other_numbers(tmp_path: Path) -> None:
 
 def test_endpoints_of_what_is_not_there() -> None:
     client = Client()
-    for path in ("/embedding", "/embeddings", "/v1/embeddings", "/rerank", "/v1/rerank", "/reranking", "/v1/reranking"):
-        error_of(client.post(path, {"input": "a"}), 501, "not_supported_error")
     assert client.get("/lora-adapters").json() == []
     assert client.post("/lora-adapters", []).json() == {"success": True}
     for value in ({}, [1], [{}], [{"id": 0}], [{"id": 0, "scale": 1}], [{"id": "a", "scale": 1}]):

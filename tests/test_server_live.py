@@ -59,8 +59,8 @@ def test_openai_client(server: Server) -> None:
     assert response.status == "incomplete" and response.output_text
     events = list(client.responses.create(model="demo", input="What?", max_output_tokens=2, stream=True))
     assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
-    with pytest.raises(openai.InternalServerError, match="does not support embeddings"):
-        client.embeddings.create(model="demo", input="text")
+    embedded = client.embeddings.create(model="demo", input=["text", "other text"])
+    assert [len(item.embedding) for item in embedded.data] == [256, 256] and embedded.usage.prompt_tokens > 2
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model="demo", messages=messages, extra_body={"temperature": "hot"})
     assert [model.id for model in client.models.list()] == ["demo"]

@@ -20,6 +20,7 @@ from ikcli.config import default_model
 from ikcli.config_values import parse_size, toml_table
 from ikcli.engine.devices import find_machine
 from ikcli.engine.placement import CPU
+from ikcli.engine.pooling import served_pooling
 from ikcli.engine.run_device import RESERVE_BYTES
 from ikcli.engine.startup import prepare
 from ikcli.errors import IkError, UsageError
@@ -159,6 +160,7 @@ def _need(parsed: Parsed) -> tuple[dict[str, int], ModelFacts]:
         n_ctx=min(memory.n_ctx // config.n_parallel, planner.hp.n_ctx_train),
         file_type=file_type_label(int(ftype)) if ftype is not None else "",
         template=template if isinstance(template, str) else "",
+        pooling=served_pooling(config, metadata, planner.hp.arch).name.lower(),
     )
     return need, facts
 

@@ -18,13 +18,13 @@ _NO_VALUE = """
 _ONE_VALUE = """
 -tm --threads-mtmd -td --threads-draft -tbd --threads-batch-draft
 -gan --grp-attn-n -gaw --grp-attn-w
---pooling --attention -dt
+--attention -dt
 --defrag-thold -mea --max-extra-alloc --cfg-negative-prompt --cfg-negative-prompt-file --cfg-scale
 --spec-ckpt-mode --recurrent-ckpt-mode -ns --sequences -ps --p-split
 --spec-stage --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits
 --suffix-pattern-len --suffix-max-depth --suffix-corpus
 --mmproj --mmproj-url --mtmd-kq-type --image --audio --image-min-tokens --image-max-tokens
---embd-normalize --embd-output-format --embd-separator -ictk --indexer-cache-type-k -ctk-first --cache-type-k-first
+-ictk --indexer-cache-type-k -ctk-first --cache-type-k-first
 -ctk-last --cache-type-k-last -ctv-first --cache-type-v-first -ctv-last --cache-type-v-last -mtprot
 --mtp-requantize-output-tensor -dsatk --dsa-top-k
 --rpc -gfm --gpu-fit-margin -cuda --cuda-params -draft --draft-params

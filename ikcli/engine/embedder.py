@@ -7,7 +7,7 @@ as many texts as `-ub` has room for, however few sequences there are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -16,10 +16,51 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.engine.pooling import FloatRows, Pool, Pooling, RankHead, normalized
+from ikcli.engine.programs import EMBEDS
 from ikcli.engine.session import Session
-from ikcli.errors import UsageError
+from ikcli.errors import IkError, UnsupportedError, UsageError
+from ikcli.graph.micro_batch import Segment
+from ikcli.models import EXPAND_MIN_TOKENS
 
 Tokens = npt.NDArray[np.int32]
+
+
+def check_embeds(session: Session) -> None:
+    """UnsupportedError if a session has no embeddings."""
+    if "decode" + EMBEDS not in session.programs:
+        wanted = session.outputs.embeddings
+        why = f"embeddings of {session.model.hp.arch} models are not supported" if wanted else ""
+        raise UnsupportedError(f"{session.model.source}: {why or 'the session was not opened for embeddings'}")
+
+
+def side_by_side(session: Session) -> bool:
+    """Whether texts can be computed side by side: recurrent layers have one state for a sequence."""
+    return not session.sequences.kind.has_states
+
+
+def states(
+    session: Session, seq: int, texts: Sequence[Tokens], out_ids: npt.NDArray[np.int64], n_done: int = 0
+) -> FloatRows:
+    """The last normed state of these rows of texts that are computed at once, in the room of a sequence.
+
+    The first text goes on behind its `n_done` tokens, which the sequence holds; the others are whole, stand behind it
+    (in caches of windows likewise) and are gone afterwards. At most `n_ubatch` tokens; the next micro-batch overwrites
+    the rows.
+    """
+    check_embeds(session)
+    if len(texts) > 1 and not side_by_side(session):
+        raise IkError("texts of a model with recurrent layers are computed one by one")
+    n = sum(map(len, texts))
+    window, cell = session.check_room(seq, n_done, n), seq * session.n_ctx_seq
+    segments, start, at, pos = [], 0, 0, n_done
+    for text in texts:
+        segments.append(Segment(start, len(text), cell + at, pos, seq, window + at))
+        start, at, pos = start + len(text), at + pos + len(text), 0
+    many = n >= EXPAND_MIN_TOKENS and "prefill" + EMBEDS in session.programs
+    tokens = np.concatenate(texts) if len(texts) > 1 else texts[0]
+    found = session.run_segments(("prefill" if many else "decode") + EMBEDS, tokens, out_ids, segments)
+    session.sequences.n_past[seq] = n_done + len(texts[0])
+    return found
 
 
 @dataclass(slots=True)
@@ -42,6 +83,13 @@ class Embedder:
         self.session, self.pooling, self.seq = session, pooling, seq
         self.head = (head or RankHead.of(session.model)) if pooling is Pooling.RANK else None
         self._waiting: deque[_Text] = deque()
+        self._alone = 0  # micro-batches of one text, after one of several that failed
+        self.failed: Any = None  # key of the text for which `step` raised
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that are not done."""
+        return sum(text.n_left for text in self._waiting)
 
     def __len__(self) -> int:
         """Texts that are not done."""
@@ -56,12 +104,15 @@ class Embedder:
             raise UsageError(f"the text ({len(ids)} tokens) exceeds the context of {most} tokens; raise -c")
         self._waiting.append(_Text(key, ids, Pool(self.pooling, len(ids))))
 
-    def drop(self, key: Any) -> None:
-        """Forget the texts of a key."""
-        self._waiting = deque(t for t in self._waiting if t.key != key)
+    def drop(self, unwanted: Callable[[Any], bool]) -> None:
+        """Forget texts by their keys."""
+        self._waiting = deque(t for t in self._waiting if not unwanted(t.key))
 
     def step(self) -> list[tuple[Any, FloatRows]]:
-        """Compute one micro-batch; key and rows of every text that is done now, in the order in which they came."""
+        """Compute one micro-batch; key and rows of every text that is done now, in the order in which they came.
+
+        What goes wrong with several texts is tried with each alone, so that only the guilty one fails.
+        """
         if not self._waiting:
             return []
         texts = self._choose()
@@ -71,7 +122,14 @@ class Embedder:
         wanted = [t.pool.wanted(len(p)) for t, p in zip(texts, pieces, strict=True)]
         starts = np.cumsum([0, *map(len, pieces)])
         out_ids = np.array([start + i for start, w in zip(starts, wanted, strict=False) for i in w], np.int64)
-        rows = self.session.embed(self.seq, pieces, out_ids, n_done)
+        try:
+            rows = states(self.session, self.seq, pieces, out_ids, n_done)
+        except Exception:
+            if len(texts) == 1:
+                self.failed = texts[0].key
+                raise
+            self._alone = len(texts)
+            return []
         at, finished = 0, []
         for text, piece, w in zip(texts, pieces, wanted, strict=True):
             text.pool.add(len(piece), rows[at : at + len(w)])
@@ -90,7 +148,8 @@ class Embedder:
         """The next piece of the first text, and as many whole texts behind it as there is room for."""
         first, session = self._waiting[0], self.session
         chosen, room = [first], session.n_ubatch - first.n_left
-        if not session.side_by_side or (first.n_done and session.sequences.has_windows):
+        self._alone -= 1
+        if self._alone >= 0 or not side_by_side(session) or (first.n_done and session.sequences.has_windows):
             return chosen
         room = min(room, session.n_ctx_seq - len(first.tokens))
         for text in islice(self._waiting, 1, None):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.config import RunConfig
 from ikcli.engine.model import Model
 from ikcli.errors import FormatError, UnsupportedError
 
@@ -41,6 +42,11 @@ def pooling_of(name: str, metadata: Mapping[str, Any], arch: str, otherwise: Poo
     if stored not in list(Pooling):
         raise FormatError(f"{arch}.pooling_type is {stored}, which is none of 0 to 4; choose one with --pooling")
     return Pooling(int(stored))
+
+
+def served_pooling(config: RunConfig, metadata: Mapping[str, Any], arch: str) -> Pooling:
+    """How a server makes vectors of texts: where neither options nor the model say, by the last token."""
+    return pooling_of("rank" if config.server.reranking else config.embed.pooling, metadata, arch, Pooling.LAST)
 
 
 class Pool:

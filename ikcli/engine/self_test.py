@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ikcli.backends.reference import CacheStore, Executor
 from ikcli.engine.batch import Batch
+from ikcli.engine.embedder import states
 from ikcli.errors import IkError, NonFiniteError
 from ikcli.graph import Graph, Node
 from ikcli.graph.micro_batch import MicroBatch, Segment
@@ -90,7 +91,10 @@ class Checker:
         self._places.clear()
         session.observer = self
         try:
-            session.decode(Batch.single(tokens, pos, logits="all"))
+            if session.outputs.logits:
+                session.decode(Batch.single(tokens, pos, logits="all"))
+            else:
+                states(session, 0, [tokens], np.arange(len(ids)), pos)
         finally:
             session.observer = None
 

@@ -28,7 +28,7 @@ from ikcli.engine.runner import DividedProgram, Runner
 from ikcli.engine.sequences import Sequences
 from ikcli.engine.session_log import Timings
 from ikcli.engine.sizes import Sizes, session_of
-from ikcli.errors import IkError, NonFiniteError, UnsupportedError
+from ikcli.errors import IkError, NonFiniteError
 from ikcli.graph import Cache, Node
 from ikcli.graph.micro_batch import Segment
 from ikcli.log import log, progress, warn
@@ -81,7 +81,7 @@ class Session:
     ) -> Session:
         """Load the model of `config` and print the load and context logs; n_ctx overrides the context size.
 
-        `n_step` tokens are given to one call of `step` at most (0: one). `outputs`: whether `embed` is called.
+        `n_step` tokens are given to one call of `step` at most (0: one). `outputs`: whether for embeddings.
         `planner`: of the same model, already opened.
         """
         session = cls.plan(config, n_ctx=n_ctx, n_seq_max=n_seq_max, n_step=n_step, outputs=outputs, planner=planner)
@@ -227,7 +227,7 @@ class Session:
         if self.outputs.logits:
             self.decode(first)
         else:
-            self.embed(0, [first.tokens], np.zeros(1, np.int64))
+            self.run_segments("decode" + EMBEDS, first.tokens, np.zeros(1, np.int64), [Segment(0, 1, 0, 0)])
         self.clear()
         self.timings = Timings(self.timings.t_load)
         if self.profile is not None:
@@ -301,53 +301,30 @@ class Session:
         """What it computes of tokens."""
         return self.graph_config.outputs
 
-    @property
-    def side_by_side(self) -> bool:
-        """Whether `embed` takes several texts: recurrent layers have one state for a sequence."""
-        return not self.sequences.kind.has_states
-
-    def embed(
-        self, seq: int, texts: Sequence[npt.NDArray[np.int32]], out_ids: npt.NDArray[np.int64], n_done: int = 0
+    def run_segments(
+        self, kind: str, tokens: npt.NDArray[np.int32], out_ids: npt.NDArray[np.int64], segments: Sequence[Segment]
     ) -> FloatRows:
-        """The last normed state of these rows of texts that are computed at once, in the room of a sequence.
-
-        The first text goes on behind its `n_done` tokens, which the sequence holds; the others are whole, stand behind
-        it and are gone afterwards. At most `n_ubatch` tokens; the rows are overwritten by the next micro-batch.
-        """
+        """The program `kind` for a micro-batch that is laid out already; rows are overwritten by the next one."""
         start = time.perf_counter()
-        kind = "decode" + EMBEDS
-        if kind not in self.programs:
-            why = f"embeddings of {self.model.hp.arch} models are not supported" if self.outputs.embeddings else ""
-            raise UnsupportedError(f"{self.model.source}: {why or 'the session was not opened for embeddings'}")
-        tokens = np.concatenate(texts) if len(texts) > 1 else texts[0]
         self._check_ids(tokens)
-        segments = self._beside(seq, [len(t) for t in texts], n_done)
         pos = np.concatenate([np.arange(s.pos, s.n_kv, dtype=np.int32) for s in segments])
         self._state.set(tokens, pos, out_ids, segments)
-        if len(tokens) >= EXPAND_MIN_TOKENS and "prefill" + EMBEDS in self.programs:
-            kind = "prefill" + EMBEDS
         found = self._run(self.programs[kind], self.config.n_threads_batch, len(out_ids))
         self.timings.add(len(tokens), time.perf_counter() - start)
         if not np.isfinite(found).all():
             self._explain_non_finite(*self._last)
         return found
 
-    def _beside(self, seq: int, lengths: Sequence[int], n_done: int) -> list[Segment]:
-        """Texts one behind the other in the cells of a sequence; in caches of windows likewise."""
-        known, n = self.sequences, sum(lengths)
-        self._check(seq, n_done, n)
-        if len(lengths) > 1 and not self.side_by_side:
-            raise IkError("texts of a model with recurrent layers are computed one by one")
-        window = 0
-        if known.has_windows:
-            known.make_room(seq, n)
-            window = known.window_cell(seq)
-        segments, start, at, pos = [], 0, 0, n_done
-        for length in lengths:
-            segments.append(Segment(start, length, seq * self.n_ctx_seq + at, pos, seq, window + at))
-            start, at, pos = start + length, at + pos + length, 0
-        known.n_past[seq] = n_done + lengths[0]
-        return segments
+    def check_room(self, seq: int, pos: int, n: int, *, follow: bool = True) -> int:
+        """IkError unless n tokens (which `follow` one another) can be added to a sequence at this position.
+
+        Returns where position 0 is in windows, after room is made there.
+        """
+        self._check(seq, pos, n, follow=follow)
+        if not self.sequences.has_windows:
+            return 0
+        self.sequences.make_room(seq, n)
+        return self.sequences.window_cell(seq)
 
     def _check_ids(self, tokens: npt.NDArray[np.int32]) -> None:
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.n_vocab:
@@ -364,11 +341,8 @@ class Session:
 
     def _segment(self, batch: Batch, start: int, stop: int) -> Segment:
         seq, pos, n = int(batch.seq[start]), int(batch.pos[start]), stop - start
-        self._check(seq, pos, n, follow=n == 1 or bool((np.diff(batch.pos[start:stop]) == 1).all()))
-        window = 0
-        if self.sequences.has_windows:
-            self.sequences.make_room(seq, n)
-            window = self.sequences.window_cell(seq)
+        follow = n == 1 or bool((np.diff(batch.pos[start:stop]) == 1).all())
+        window = self.check_room(seq, pos, n, follow=follow)
         return Segment(start, n, seq * self.n_ctx_seq, pos, seq, window)
 
     def _windows(self, seqs: Sequence[int]) -> list[int]:
@@ -378,7 +352,6 @@ class Session:
         return [self.sequences.window_cell(seq) for seq in seqs]
 
     def _check(self, seq: int, pos: int, n: int, *, follow: bool = True) -> None:
-        """IkError unless n tokens (which `follow` one another) can be added to a sequence at this position."""
         known = self.sequences
         if not 0 <= seq < known.n_seq:
             raise IkError(f"sequence {seq} does not exist; the session was made for {known.n_seq}")

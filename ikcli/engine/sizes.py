@@ -52,10 +52,15 @@ def session_of(config: RunConfig) -> tuple[RunConfig, Sizes]:
     if config.command == "embed":
         return config, Sizes(config.n_ctx or config.n_ubatch, outputs=Outputs.EMBEDDINGS)
     if config.command == "serve" or (config.command in ("plan", "warmup") and config.n_parallel > 1):
-        return config, Sizes(config.n_ctx, config.n_parallel, config.n_parallel, Outputs.BOTH)
+        return config, Sizes(config.n_ctx, config.n_parallel, config.n_parallel, served_outputs(config))
     if config.command == "chat":
         return config, Sizes(config.n_ctx, 1, 1)
     return config, Sizes(config.n_ctx)
+
+
+def served_outputs(config: RunConfig) -> Outputs:
+    """A server generates and embeds; one that only embeds needs no output matrix."""
+    return Outputs.EMBEDDINGS if config.server.only_embeds else Outputs.BOTH
 
 
 def bench_session(config: RunConfig) -> tuple[RunConfig, Sizes]:

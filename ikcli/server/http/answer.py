@@ -15,7 +15,16 @@ from ikcli.server.http.shapes.common import Shape
 from ikcli.server.http.state import ServerState, is_behind
 from ikcli.server.http.usage import REQUEST_ID, Entry
 from ikcli.server.http.users import ACCOUNT
-from ikcli.server.slots.messages import Delta, Event, Failure, Final, GenerationRequest, PromptProgress
+from ikcli.server.slots.messages import (
+    Delta,
+    Embedded,
+    EmbeddingRequest,
+    Event,
+    Failure,
+    Final,
+    GenerationRequest,
+    PromptProgress,
+)
 
 CLIENT_GONE = 499
 
@@ -64,6 +73,23 @@ async def answer(
     return sse.EventStream(_chunks(job, shape, ready, keep_alive), job.close, state.timeout, media_type)
 
 
+async def embedded(request: Request, state: ServerState, wanted: EmbeddingRequest) -> Embedded | None:
+    """The vectors of a request; None if the client is gone, ApiError if they cannot be computed."""
+    account = request.scope.get(ACCOUNT) or _noted(request, state)
+    job = Job(state.bridge, stream=False, on_close=account.add if account is not None else None)
+    try:
+        job.start(state.engine, [wanted], request.receive)
+        _, event = (await job.events())[0]
+    except Disconnected:
+        return None
+    finally:
+        job.close()
+    if isinstance(event, Failure):
+        raise ApiError.of(event)
+    assert isinstance(event, Embedded)
+    return event
+
+
 def _noted(request: Request, state: ServerState) -> Entry | None:
     """Where a request from a server in front is noted."""
     id = request.headers.get(REQUEST_ID.decode())
@@ -90,6 +116,7 @@ async def _chunks(job: Job, shape: Shape, ready: list[tuple[int, Event]], ping: 
                 if isinstance(event, Failure):
                     yield b"".join([*out, shape.failure(ApiError.of(event))])
                     return
+                assert not isinstance(event, Embedded)
                 out.append(_shaped(shape, index, event))
             if job.finished:
                 yield b"".join([*out, shape.end()])

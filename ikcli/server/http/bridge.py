@@ -15,7 +15,18 @@ from typing import Protocol
 
 from starlette.types import Receive
 
-from ikcli.server.slots.messages import Delta, Event, Failure, Final, GenerationRequest, RequestTimings
+from ikcli.server.slots.messages import (
+    Delta,
+    Embedded,
+    EmbeddingRequest,
+    Event,
+    Failure,
+    Final,
+    GenerationRequest,
+    RequestTimings,
+)
+
+EngineRequest = GenerationRequest | EmbeddingRequest
 
 
 class TicketLike(Protocol):
@@ -30,7 +41,7 @@ class TicketLike(Protocol):
 class Submitter(Protocol):
     """The part of the engine a job needs."""
 
-    def submit(self, request: GenerationRequest, on_event: object) -> TicketLike:
+    def submit(self, request: EngineRequest, on_event: object) -> TicketLike:
         """Queue a request; events come from the engine's thread."""
 
 
@@ -56,7 +67,7 @@ class Bridge:
 
     def push_end(self, job: Job, index: int, event: Event) -> None:
         """As `push`, for jobs that only want to know the ends."""
-        if isinstance(event, Final | Failure):
+        if isinstance(event, Final | Embedded | Failure):
             self.push(job, index, event)
 
     def _hand_over(self) -> None:
@@ -91,7 +102,7 @@ class Job:
         timings = self._timings.values()
         return sum(t.cache_n + t.prompt_n for t in timings), sum(t.predicted_n for t in timings)
 
-    def start(self, engine: Submitter, requests: Sequence[GenerationRequest], receive: Receive) -> None:
+    def start(self, engine: Submitter, requests: Sequence[EngineRequest], receive: Receive) -> None:
         """Submit the requests and watch the connection."""
         self._open = len(requests)
         for index, request in enumerate(requests):
@@ -106,10 +117,10 @@ class Job:
 
     def deliver(self, index: int, event: Event) -> None:
         """An event for this job (on the loop)."""
-        if isinstance(event, Final | Failure):
+        if isinstance(event, Final | Embedded | Failure):
             self._open -= 1
         self._quiet = False
-        if isinstance(event, Delta | Final):
+        if isinstance(event, Delta | Final | Embedded):
             self._timings[index] = event.timings
         self._ready.append((index, event))
         self._wake()

@@ -41,7 +41,9 @@ async def encode(tokenizer: Tokenizer, text: str, *, add_special: bool, parse_sp
         raise bad_request(str(e)) from None
 
 
-async def read_prompts(value: Any, limits: Limits, name: str = "prompt") -> tuple[list[Prompt], bool]:
+async def read_prompts(
+    value: Any, limits: Limits, name: str = "prompt", most: int = MAX_PROMPTS
+) -> tuple[list[Prompt], bool]:
     """The prompts of a request, and whether it gave an array of them; ApiError 400 naming what is wrong."""
     if value is None:
         raise bad_request(f"{name} is required")
@@ -50,8 +52,8 @@ async def read_prompts(value: Any, limits: Limits, name: str = "prompt") -> tupl
         return [await _one(value, limits, name)], False
     if not value:
         raise bad_request(f"{name} must not be empty")
-    if len(value) > MAX_PROMPTS:
-        raise bad_request(f"{name} has {len(value)} prompts; at most {MAX_PROMPTS} are accepted")
+    if len(value) > most:
+        raise bad_request(f"{name} has {len(value)} prompts; at most {most} are accepted")
     return [await _one(item, limits, f"{name}[{i}]") for i, item in enumerate(value)], True
 
 

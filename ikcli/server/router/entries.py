@@ -20,6 +20,7 @@ class ModelFacts:
     n_ctx: int = 0
     file_type: str = ""
     template: str = ""
+    pooling: str = "last"
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,10 +57,12 @@ def tag(one: Instance, started: int) -> dict[str, Any]:
 def shown(entry: ModelEntry, started: int) -> dict[str, Any]:
     """/api/show of a model that is not loaded."""
     facts = entry.facts
-    found = ["completion"]
+    found = [] if entry.config.server.only_embeds else ["completion"]
     with suppress(IkError):  # a template that nobody can read, which is no matter before the model is used
         format = ChatFormat.for_model(facts.template or None, jinja=entry.config.server.jinja)
-        found += ["tools"] * format.capabilities.tools + ["thinking"] * format.supports_thinking
+        more = ["tools"] * format.capabilities.tools + ["thinking"] * format.supports_thinking
+        found += more if found else []
+    found += ["embedding"] if facts.pooling != "rank" else []
     return {
         "template": facts.template,
         "model_info": model_info(facts.arch, facts.n_params, facts.n_ctx, facts.n_embd),

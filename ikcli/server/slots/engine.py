@@ -16,8 +16,9 @@ from ikcli.config import RunConfig
 from ikcli.engine.session import Session
 from ikcli.engine.sizes import session_of
 from ikcli.errors import IkError
+from ikcli.server.slots.embeddings import EmbeddingTask
 from ikcli.server.slots.log import Logger, silent
-from ikcli.server.slots.messages import Event, Failure, GenerationRequest
+from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
 from ikcli.server.slots.slot import Task
 from ikcli.server.slots.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
 from ikcli.server.slots.worker import Action, Worker
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 class Ticket:
     """A submitted request."""
 
-    def __init__(self, task: Task, wake: Callable[[], None]) -> None:
+    def __init__(self, task: Task | EmbeddingTask, wake: Callable[[], None]) -> None:
         self._task, self._wake = task, wake
 
     @property
@@ -104,13 +105,17 @@ class Engine:
             self.state = "stopped"
 
     # --- requests ---------------------------------------------------------------------------------------------------
-    def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> Ticket:
+    def submit(self, request: GenerationRequest | EmbeddingRequest, on_event: Callable[[Event], None]) -> Ticket:
         """Queue a request; `on_event` is called from the engine's thread and must return at once.
 
         What cannot be served is answered by a Failure, never by an exception.
         """
         with self._lock:
-            task = Task(self._next_task, request, on_event)
+            task: Task | EmbeddingTask
+            if isinstance(request, EmbeddingRequest):
+                task = EmbeddingTask(self._next_task, request, on_event)
+            else:
+                task = Task(self._next_task, request, on_event)
             self._next_task += 1
         worker = self._worker
         if self.state != "ready" or worker is None or self._closing:

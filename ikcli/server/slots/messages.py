@@ -109,6 +109,14 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """Texts as token ids, of each of which the vector, or the score, is wanted; `lora` as in `GenerationRequest`."""
+
+    texts: tuple[tuple[int, ...], ...]
+    lora: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """A token with its log-probability (natural logarithm)."""
 
@@ -174,8 +182,16 @@ class Final:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedded:
+    """Rows of every text: one, without pooling one per token; of a model that ranks the scores of the labels."""
+
+    rows: tuple[npt.NDArray[np.float32], ...]
+    timings: RequestTimings
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
-    """The generation could not go on: an OpenAI-style error `type`, the HTTP status and a sentence."""
+    """The request could not go on: an OpenAI-style error `type`, the HTTP status and a sentence."""
 
     status: int
     type: str
@@ -183,4 +199,4 @@ class Failure:
     details: dict[str, int] = field(default_factory=dict)
 
 
-Event = PromptProgress | Delta | Final | Failure
+Event = PromptProgress | Delta | Final | Embedded | Failure

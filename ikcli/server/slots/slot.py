@@ -1,7 +1,8 @@
 """One slot: which tokens its part of the cache holds, and the request it works on.
 
 A slot in state "prompt" computes `goal` up to its end and then takes a token; in state "generation" it computes `last`,
-the token taken last. A new prompt, a shifted context and a rewound generation are all just goals.
+the token taken last. A new prompt, a shifted context and a rewound generation are all just goals. In state "embedding"
+its part of the cache is lent to texts that are embedded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ikcli.server.slots.prompt_cache import common_prefix
 from ikcli.server.slots.states import SlotState
 
 Tokens = npt.NDArray[np.int32]
-IDLE, PROMPT, GENERATION = "idle", "prompt", "generation"
+IDLE, PROMPT, GENERATION, EMBEDDING = "idle", "prompt", "generation", "embedding"
 _LEAST_ROOM = 4  # tokens of a slot that n_keep cannot claim
 
 

@@ -43,6 +43,8 @@ class ModelInfo:
     needs_checkpoints: bool = False  # sequences cannot be cut anywhere
     adapters: tuple[str, ...] = ()  # files of low-rank adapters
     size_gpu: int = 0  # bytes of all kinds on GPUs
+    generates: bool = True
+    pooling: str = "last"  # how vectors are made of texts; "rank": there are scores instead; empty: none are
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class SlotState:
     id: int
     id_task: int
     is_processing: bool
-    state: str  # idle, prompt, generation
+    state: str  # idle, prompt, generation, embedding
     n_ctx: int
     n_past: int
     prompt: tuple[int, ...]
@@ -149,7 +151,7 @@ def per_second(count: tuple[int, float]) -> float:
 _VOCAB_TYPES = {"none": 0, "spm": 1, "bpe": 2, "wpm": 3}
 
 
-def model_info(session: Session, n_ctx_slot: int) -> ModelInfo:
+def model_info(session: Session, n_ctx_slot: int, pooling: str = "") -> ModelInfo:
     """What clients may want to know about the model."""
     model, hp, memory = session.model, session.model.hp, session.run_plan.memory
     tensors = model.file.tensors.values()
@@ -173,4 +175,6 @@ def model_info(session: Session, n_ctx_slot: int) -> ModelInfo:
         needs_checkpoints=not session.sequences.kind.is_free,
         adapters=tuple(str(a.path) for a in model.adapters.adapters),
         size_gpu=sum(memory.total(device) for device in memory.parts if device != CPU),
+        generates=session.outputs.logits,
+        pooling=pooling,
     )

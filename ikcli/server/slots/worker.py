@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,16 +22,17 @@ import numpy.typing as npt
 from ikcli.engine.batch import Batch
 from ikcli.engine.devices import available_memory
 from ikcli.engine.session import Session
-from ikcli.errors import IkError, NonFiniteError, UsageError
-from ikcli.sampling.candidates import NoTokenError
+from ikcli.errors import NonFiniteError
 from ikcli.sampling.sampler import token_logprobs
 from ikcli.sampling.short import draw_function
 from ikcli.sampling.vocab import SamplerVocab
 from ikcli.server.slots import slot_file
 from ikcli.server.slots.checkpoints import keeping, places
+from ikcli.server.slots.embeddings import Embeddings, EmbeddingTask
+from ikcli.server.slots.failures import engine_error, failure_of, invalid
 from ikcli.server.slots.generation import Generation, Setting, as_info
 from ikcli.server.slots.log import Logger
-from ikcli.server.slots.messages import Event, Failure, GenerationRequest
+from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
 from ikcli.server.slots.prompt_cache import default_limit
 from ikcli.server.slots.reuse import Reuse
 from ikcli.server.slots.scheduler import Piece, prompt_pieces
@@ -69,22 +70,24 @@ class Worker:
         self.tokenizer = session.tokenizer
         hp = session.model.hp
         n_ctx = min(session.n_ctx_seq, hp.n_ctx_train)
+        self.slots = [Slot(i, n_ctx) for i in range(session.n_seq_max)]
         self.model: ModelInfo = model_info(session, n_ctx)
         draw_function()  # compiled now, and not when the first request comes
         vocab = SamplerVocab.from_tokenizer(self.tokenizer, session.n_vocab)
         self.scales = session.model.adapters.scales  # of adapters, for requests that name none
         self._setting = Setting(n_ctx, hp.n_ctx_train, self.config.context_shift, self.tokenizer, vocab)
-        self.slots = [Slot(i, n_ctx) for i in range(session.n_seq_max)]
-        self._inbox: deque[Task | Action] = deque()
+        self._inbox: deque[Task | EmbeddingTask | Action] = deque()
         self._queue: deque[Task] = deque()
         self._actions: list[Action] = []
-        self._outbox: list[tuple[Task, Event]] = []
+        self._outbox: list[tuple[Task | EmbeddingTask, Event]] = []
         self._awake = threading.Event()
         self._stopping = ""  # "drain" or "now"
         self._step_number = 0
         self._was_busy = True
         self.counters = Counters()
         self._reuse = Reuse(session, self.slots, log)
+        self._embeddings = Embeddings(session, self._reuse, self._count_prompt, self._send, log)
+        self.model = replace(self.model, pooling=self._embeddings.name)
         limit = self._reuse.prompts.limit or default_limit(None, available_memory())
         session.sequences.keeping = keeping(self.config, limit // len(self.slots))
         self._speculator = Speculator(session, log)
@@ -100,7 +103,7 @@ class Worker:
             self._log("INFO", "init", "new slot", {"id_slot": s.id, "n_ctx_slot": s.n_ctx})
 
     # --- from other threads -----------------------------------------------------------------------------------------
-    def post(self, item: Task | Action) -> None:
+    def post(self, item: Task | EmbeddingTask | Action) -> None:
         """Hand something to the engine's thread."""
         self._inbox.append(item)
         self._awake.set()
@@ -113,12 +116,19 @@ class Worker:
         self._stopping = "drain" if drain and self._stopping != "now" else "now"
         self._awake.set()
 
-    def check(self, request: GenerationRequest) -> Failure | None:
+    def check(self, request: GenerationRequest | EmbeddingRequest) -> Failure | None:
         """Why a request cannot be served, without looking at the slots."""
-        n, n_ctx = len(request.prompt), self.model.n_ctx_slot
+        n_ctx = self.model.n_ctx_slot
+        if isinstance(request, EmbeddingRequest):
+            return self._embeddings.check(request, n_ctx, self.model.n_vocab)
+        if not self.model.generates:
+            flag = "--reranking" if self.config.reranking else "--embeddings"
+            text = f"This server generates nothing, it only embeds. Start it without `{flag}`"
+            return Failure(501, "not_supported_error", text)
+        n = len(request.prompt)
         if not -1 <= request.id_slot < len(self.slots):
             last = len(self.slots) - 1
-            return _invalid(f"id_slot {request.id_slot} does not exist; slots are 0 to {last}, -1 takes any")
+            return invalid(f"id_slot {request.id_slot} does not exist; slots are 0 to {last}, -1 takes any")
         if n >= n_ctx:
             text = (
                 f"the request ({n} tokens) exceeds the available context size ({n_ctx} tokens, the answer included); "
@@ -126,20 +136,21 @@ class Worker:
             )
             return Failure(400, "exceed_context_size_error", text, {"n_prompt_tokens": n, "n_ctx": n_ctx})
         if n and not 0 <= min(request.prompt) <= max(request.prompt) < self.model.n_vocab:
-            return _invalid(f"the prompt holds a token id outside the vocabulary of {self.model.n_vocab}")
+            return invalid(f"the prompt holds a token id outside the vocabulary of {self.model.n_vocab}")
         return None
 
     def metrics(self, *, reset: bool) -> EngineMetrics:
         """Counters and gauges."""
         c, session, prompts = self.counters, self.session, self._reuse.prompts
         busy = sum(s.state != IDLE for s in self.slots)
+        n_waiting = len(self._queue) + len(self._embeddings)
         n_cached = sum(s.n_past for s in self.slots)
         rates = per_second(c.recent_prompt), per_second(c.recent_predicted)
         if reset:
             c.reset_recent()
         return EngineMetrics(
             c.prompt_tokens, c.prompt_seconds, c.predicted_tokens, c.predicted_seconds, c.n_decode, c.n_busy_slots,
-            c.n_tokens_max, c.drafted, c.accepted, *rates, busy, len(self._queue), len(self.slots) - busy, n_cached,
+            c.n_tokens_max, c.drafted, c.accepted, *rates, busy, n_waiting, len(self.slots) - busy, n_cached,
             n_cached / session.n_ctx, prompts.n_bytes, len(prompts), c.t_start,
         )  # fmt: skip
 
@@ -161,7 +172,7 @@ class Worker:
             if self._was_busy:
                 self._log("INFO", "update_slots", "all slots are idle", {})
                 self._was_busy = False
-            if self._stopping and not self._inbox and not self._queue:
+            if self._stopping and not self._inbox and not self._queue and not self._embeddings:
                 break
             self._awake.wait(quiet)
         self._close()
@@ -172,10 +183,13 @@ class Worker:
             item = self._inbox.popleft()
             if isinstance(item, Task):
                 self._queue.append(item)
+            elif isinstance(item, EmbeddingTask):
+                self._embeddings.add(item)
             else:
                 self._actions.append(item)
         if any(t.cancelled for t in self._queue):
             self._queue = deque(t for t in self._queue if not t.cancelled)
+        self._embeddings.drop_cancelled()
         for slot in self.slots:
             if slot.task is not None and slot.task.cancelled:
                 self._log("INFO", "update_slots", "slot released: request cancelled", _ids(slot))
@@ -198,6 +212,7 @@ class Worker:
                 slot.release()
         for task in self._queue:
             self._send(task, failure)
+        self._embeddings.close(failure)
         for action in self._actions:
             action.future.cancel()
         self._queue.clear()
@@ -205,7 +220,7 @@ class Worker:
         self._reuse.close()
         self._speculator.close()
 
-    def _send(self, task: Task, event: Event) -> None:
+    def _send(self, task: Task | EmbeddingTask, event: Event) -> None:
         """Deliver an event when the next computation starts: listeners then run beside it, not between two tokens."""
         self._outbox.append((task, event))
 
@@ -224,10 +239,13 @@ class Worker:
     # --- giving requests to slots -----------------------------------------------------------------------------------
     def _launch(self) -> None:
         """Start queued requests in order of arrival; one that waits for a certain slot lets others pass."""
-        if not self._queue:
+        if not self._queue and not self._embeddings:
             return
         waiting: deque[Task] = deque()
         free = {s.id for s in self.slots if s.state == IDLE} - {a.id_slot for a in self._actions}
+        before = self._queue[0].id if self._queue else None
+        self._embeddings.launch([self.slots[i] for i in free], self.scales, before)
+        free = {i for i in free if self.slots[i].state == IDLE}
         while self._queue and free:
             task = self._queue.popleft()
             slot = self._choose_slot(task, free)
@@ -290,6 +308,9 @@ class Worker:
         waiting = (s for s in self.slots if s.state == PROMPT and not (s.in_prompt and prompts_wait))
         for piece in prompt_pieces(waiting, self.session.n_ubatch):
             self._compute_piece(piece)
+        if self._embeddings.active:
+            self._deliver()
+            self._embeddings.step(self.scales, join=not self._queue)
 
     def _generate(self, slots: Sequence[Slot]) -> None:
         """A token of each of these slots, which have the same scales of adapters."""
@@ -458,6 +479,10 @@ class Worker:
             "n_predicted": t.predicted_n, "t_predicted_ms": round(t.predicted_ms, 2), "truncated": g.truncated,
         })  # fmt: skip
 
+    def _count_prompt(self, n: int, seconds: float) -> None:
+        self.counters.prompt(n, seconds)
+        self._count(1)
+
     def _count(self, n_busy: int) -> None:
         c = self.counters
         c.n_decode += 1
@@ -474,7 +499,7 @@ class Worker:
 
     def _fail(self, slot: Slot, error: Exception) -> None:
         """End a request with an error; what its slot had cached is not trusted any more."""
-        failure = _failure(error)
+        failure = failure_of(error)
         task, slot.n_past = slot.task, 0
         self.session.truncate(slot.id, 0)
         self._log("ERR", "update_slots", failure.message, _ids(slot))
@@ -492,7 +517,7 @@ class Worker:
         try:
             action.future.set_result(self._perform(slot, action))
         except Exception as e:
-            action.future.set_exception(e if isinstance(e, EngineError) else _engine_error(e))
+            action.future.set_exception(e if isinstance(e, EngineError) else engine_error(e))
 
     def _perform(self, slot: Slot, action: Action) -> SlotActionResult:
         start = time.perf_counter()
@@ -544,21 +569,3 @@ def _check_finite(row: npt.NDArray[np.float32]) -> None:
 
 def _ids(slot: Slot) -> dict[str, object]:
     return {"id_slot": slot.id, "id_task": slot.id_task}
-
-
-def _invalid(message: str) -> Failure:
-    return Failure(400, "invalid_request_error", message)
-
-
-def _failure(error: Exception) -> Failure:
-    """What the client is told."""
-    if isinstance(error, NoTokenError | UsageError):
-        return _invalid(str(error))
-    if isinstance(error, IkError):
-        return Failure(500, "server_error", str(error))
-    return Failure(500, "server_error", f"internal error: {type(error).__name__}: {error}")
-
-
-def _engine_error(error: Exception) -> EngineError:
-    f = _failure(error)
-    return EngineError(f.status, f.type, f.message)

@@ -24,7 +24,6 @@ from ikcli.server.http.state import ServerState
 router = APIRouter(tags=["Ollama"])
 
 _NAME = object_body({"type": "object", "properties": {"model": {"type": "string"}}})
-_EMBED = object_body({"type": "object", "properties": {"model": {"type": "string"}, "input": {}}})
 _NEVER = "9999-12-31T23:59:59Z"
 
 
@@ -128,16 +127,11 @@ def details(arch: str, n_params: int, file_type: str) -> dict[str, Any]:
 def _capabilities(state: ServerState) -> list[str]:
     ids = state.engine.tokenizer.special_ids
     insert = None not in (ids.fim_pre, ids.fim_suf, ids.fim_mid)
-    found = {"tools": state.chat.takes_tools, "insert": insert, "thinking": state.chat.thinks}
-    return ["completion", *(name for name, there in found.items() if there)]
-
-
-@router.post("/api/embed", openapi_extra=_EMBED, summary="Embeddings (Ollama)")
-@router.post("/api/embeddings", openapi_extra=_EMBED, summary="Embeddings (Ollama)")
-async def embed(request: Request) -> Response:
-    """501: models here compute logits only."""
-    asked_model(server(request), await read_object(request))
-    raise unsupported("This server does not support embeddings: its models compute logits, no hidden states")
+    model = state.engine.model
+    writes = {"completion": True, "tools": state.chat.takes_tools, "insert": insert, "thinking": state.chat.thinks}
+    found = {name: there and model.generates for name, there in writes.items()}
+    found["embedding"] = model.pooling not in ("", "rank")
+    return [name for name, there in found.items() if there]
 
 
 @router.post("/api/pull", openapi_extra=_NAME, summary="Get a model (Ollama)")

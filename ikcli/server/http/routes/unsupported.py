@@ -1,4 +1,4 @@
-"""Endpoints for what this server has not: embeddings, reranking, other control vectors. Clear answers for each."""
+"""Endpoints for what this server has not: other control vectors. Clear answers for each."""
 
 from __future__ import annotations
 
@@ -9,33 +9,12 @@ from starlette.responses import Response
 from ikcli.server.http.answer import json_response
 from ikcli.server.http.errors import unsupported
 from ikcli.server.http.openapi import object_body
-from ikcli.server.http.routes.context import read_json, server
+from ikcli.server.http.routes.context import read_json
 
 router = APIRouter(tags=["not available"])
 
 _ANY = object_body({"type": "object"})
 _LIST = object_body({"type": "array", "items": {"type": "object"}})
-
-
-@router.post("/embedding", openapi_extra=_ANY, summary="Embeddings")
-@router.post("/embeddings", openapi_extra=_ANY, summary="Embeddings")
-@router.post("/v1/embeddings", openapi_extra=_ANY, summary="Embeddings (OpenAI)")
-async def embeddings(request: Request) -> Response:
-    """501: models here compute logits only."""
-    await read_json(request)
-    if server(request).config.server.embeddings:
-        raise unsupported("This server does not support embeddings: its models compute logits, no hidden states")
-    raise unsupported("This server does not support embeddings. Use a server for embedding models")
-
-
-@router.post("/rerank", openapi_extra=_ANY, summary="Reranking")
-@router.post("/reranking", openapi_extra=_ANY, summary="Reranking")
-@router.post("/v1/rerank", openapi_extra=_ANY, summary="Reranking")
-@router.post("/v1/reranking", openapi_extra=_ANY, summary="Reranking")
-async def rerank(request: Request) -> Response:
-    """501: the model is no reranker."""
-    await read_json(request)
-    raise unsupported("This server does not support reranking. Use a server for reranking models")
 
 
 @router.get("/control-vectors", summary="Control vectors")

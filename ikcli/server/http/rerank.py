@@ -1,0 +1,57 @@
+"""Documents and a query as the texts that a model ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ikcli.server.http import fields as f
+from ikcli.server.http.errors import bad_request, unsupported
+from ikcli.server.http.prompts import encode
+from ikcli.server.http.state import ServerState
+from ikcli.server.http.vectors import MAX_TEXTS, Texts
+
+TEMPLATE = "tokenizer.chat_template.rerank"
+
+
+def check_ranks(state: ServerState) -> None:
+    """ApiError 501 if the server does not rank."""
+    if state.engine.model.pooling != "rank":
+        raise unsupported("This server does not support reranking. Start it with `--reranking` and a reranker")
+
+
+def read_documents(body: Mapping[str, Any], name: str) -> list[str]:
+    """Texts of the documents; ApiError 400 naming what is wrong."""
+    items = f.array(body.get(name), name)
+    if not items:
+        raise bad_request(f"{name} must not be empty")
+    if len(items) > MAX_TEXTS:
+        raise bad_request(f"{name} has {len(items)} texts; at most {MAX_TEXTS} are accepted")
+    return [
+        f.text(item.get("text"), f"{name}[{i}].text") if isinstance(item, dict) else f.text(item, f"{name}[{i}]")
+        for i, item in enumerate(items)
+    ]
+
+
+async def prompts(state: ServerState, query: str, documents: Sequence[str]) -> Texts:
+    """Token ids of every document with the query: by the model's template, else one behind the other."""
+    template = state.engine.model.metadata.get(TEMPLATE)
+    return tuple([await _prompt(state, template, query, document) for document in documents])
+
+
+async def _prompt(state: ServerState, template: object, query: str, document: str) -> tuple[int, ...]:
+    tokenizer = state.engine.tokenizer
+    if isinstance(template, str):
+        before, placed, after = template.partition("{document}")
+        text = before.replace("{query}", query) + (document if placed else "") + after.replace("{query}", query)
+        return tuple(await encode(tokenizer, text, add_special=False))
+    ids, add_sep = tokenizer.special_ids, state.engine.model.metadata.get("tokenizer.ggml.add_sep_token", False)
+    end = ids.eos if ids.eos is not None else ids.sep
+    around = [x for x, there in ((ids.bos, tokenizer.add_bos), (end, tokenizer.add_eos), (ids.sep, add_sep)) if there]
+    if None in around:
+        raise unsupported("The model wants tokens around texts that its vocabulary does not name")
+    first = [ids.bos] if tokenizer.add_bos else []
+    last = [end] if tokenizer.add_eos else []
+    middle = [*last, ids.sep] if add_sep else last
+    texts = [await encode(tokenizer, text, add_special=False) for text in (query, document)]
+    return (*first, *texts[0], *middle, *texts[1], *last)

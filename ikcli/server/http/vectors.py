@@ -1,0 +1,123 @@
+"""What requests for embeddings have in common: their texts, options, and vectors in the form that was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ikcli.engine.pooling import normalized
+from ikcli.server.http import fields as f
+from ikcli.server.http.adapters import scales_of
+from ikcli.server.http.answer import embedded
+from ikcli.server.http.errors import bad_request, unsupported
+from ikcli.server.http.jsontext import dump_bytes
+from ikcli.server.http.prompts import read_prompts
+from ikcli.server.http.state import ServerState
+from ikcli.server.slots.messages import Embedded, EmbeddingRequest
+
+MAX_TEXTS = 2048
+"""Texts of one request, as many as OpenAI takes."""
+_INLINE = 10000
+"""Numbers of an answer that are written at once."""
+Texts = tuple[tuple[int, ...], ...]
+FloatRows = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class VectorOptions:
+    """`dimensions`: how many numbers are left of a vector, 0: all. `normalize`: as --embd-normalize."""
+
+    dimensions: int = 0
+    normalize: int = 2
+
+    def of(self, rows: FloatRows) -> FloatRows:
+        """The vectors of these rows."""
+        return normalized(rows[:, : self.dimensions] if self.dimensions else rows, self.normalize)
+
+
+def check_embeds(state: ServerState) -> None:
+    """ApiError 501 if the model has scores instead of vectors."""
+    if state.engine.model.pooling == "rank":
+        raise unsupported("This server ranks documents and has no embeddings; use /v1/rerank, or another --pooling")
+
+
+def read_options(state: ServerState, body: Mapping[str, Any]) -> VectorOptions:
+    """`dimensions` and `embd_normalize`; ApiError naming what is wrong."""
+    dimensions, normalize = 0, 2
+    n_embd = state.engine.model.n_embd
+    if body.get("dimensions") is not None:
+        dimensions = int(f.checked(body["dimensions"], "int", "dimensions", 1, n_embd))
+    if body.get("embd_normalize") is not None:
+        normalize = int(f.checked(body["embd_normalize"], "int", "embd_normalize", -1, f.INT32))
+    return VectorOptions(dimensions, normalize)
+
+
+async def read_texts(state: ServerState, value: Any, name: str) -> tuple[Texts, bool]:
+    """Token ids of the texts of a request, and whether it gave a list of them."""
+    prompts, several = await read_prompts(value, state.limits, name, MAX_TEXTS)
+    return tuple(p.tokens for p in prompts), several
+
+
+async def vectors(request: Request, state: ServerState, body: Mapping[str, Any], texts: Texts) -> Embedded | None:
+    """What the engine makes of texts; None if the client is gone."""
+    lora = scales_of(body["lora"], "lora", state.limits.n_adapters) if body.get("lora") is not None else None
+    return await embedded(request, state, EmbeddingRequest(texts, lora))
+
+
+def encoding(body: Mapping[str, Any]) -> str:
+    """`encoding_format`: float or base64."""
+    value = body.get("encoding_format")
+    if value is None:
+        return "float"
+    if f.text(value, "encoding_format") not in ("float", "base64"):
+        raise bad_request(f"encoding_format must be float or base64, not {f.shown(value)}")
+    return str(value)
+
+
+def encoded(vector: npt.NDArray[np.float32], form: str) -> list[float] | str:
+    """A vector as JSON has it: numbers, or base64 of float32, the lowest byte first."""
+    if form == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return numbers(vector)
+
+
+def numbers(vector: npt.NDArray[np.float32]) -> list[float]:
+    """Numbers to ten digits of the largest one, which is more than float32 has: all digits would be twice as long."""
+    largest = float(np.abs(vector).max(initial=0))
+    digits = 10 - math.floor(math.log10(largest)) if largest else 0
+    found: list[float] = np.round(vector.astype(np.float64), digits).tolist()
+    return found
+
+
+async def json_array(items: Sequence[FloatRows], shape: Callable[[int, FloatRows], object]) -> bytes:
+    """A JSON array of what `shape` makes of items; many are written in a thread, so that others are answered too."""
+
+    def write() -> bytes:
+        return b"[" + b",".join(dump_bytes(shape(i, x)) for i, x in enumerate(items)) + b"]"
+
+    return await asyncio.to_thread(write) if sum(x.size for x in items) > _INLINE else write()
+
+
+def with_array(fields: Mapping[str, Any], name: str, array: bytes) -> Response:
+    """The answer with these fields and an array that is written already."""
+    body = dump_bytes(fields)[:-1] + b"," + dump_bytes(name) + b":" + array + b"}"
+    return json_bytes(body)
+
+
+def json_bytes(body: bytes) -> Response:
+    """An answer that is written already."""
+    return Response(body, media_type="application/json; charset=utf-8")
+
+
+def best_first(scores: Sequence[float]) -> list[int]:
+    """Indices, largest score first; equal ones stay in order."""
+    return sorted(range(len(scores)), key=lambda i: -scores[i])

@@ -1,0 +1,199 @@
+"""Requests for embeddings: texts of all of them share micro-batches, in the room of a slot that nobody uses.
+
+What the slot held goes to the prompt cache first. Between two micro-batches slots that generate take their tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.engine.embedder import Embedder, check_embeds
+from ikcli.engine.pooling import Pooling, RankHead, served_pooling
+from ikcli.engine.session import Session
+from ikcli.errors import UnsupportedError
+from ikcli.server.slots.failures import failure_of
+from ikcli.server.slots.log import Logger
+from ikcli.server.slots.messages import Embedded, EmbeddingRequest, Event, Failure, RequestTimings
+from ikcli.server.slots.reuse import Reuse
+from ikcli.server.slots.slot import EMBEDDING, Slot
+
+FloatRows = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True, eq=False)
+class EmbeddingTask:
+    """A request on its way; `rows` by text, as they are done."""
+
+    id: int
+    request: EmbeddingRequest
+    on_event: Callable[[Event], None]
+    cancelled: bool = False
+    rows: dict[int, FloatRows] = field(default_factory=dict)
+    t_start: float = 0.0
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all texts."""
+        return sum(map(len, self.request.texts))
+
+
+class Embeddings:
+    """See the module; used by the engine's thread only, but for `check`."""
+
+    def __init__(
+        self,
+        session: Session,
+        reuse: Reuse,
+        count: Callable[[int, float], None],
+        send: Callable[[EmbeddingTask, Event], None],
+        log: Logger,
+    ) -> None:
+        """`count` is told tokens and seconds of every micro-batch."""
+        self._session, self._reuse, self._count, self._send, self._log = session, reuse, count, send, log
+        self.pooling = served_pooling(session.config, session.model.file.metadata, session.model.hp.arch)
+        self.problem = ""  # why there are no embeddings
+        self._head: RankHead | None = None
+        try:
+            check_embeds(session)
+            self._head = RankHead.of(session.model) if self.pooling is Pooling.RANK else None
+        except UnsupportedError as e:
+            if session.config.server.only_embeds or session.config.embed.pooling:
+                raise
+            self.problem = str(e)
+            log("WARN", "init", "no embeddings", {"reason": self.problem})
+        self._waiting: deque[EmbeddingTask] = deque()
+        self._running: list[EmbeddingTask] = []
+        self._embedder: Embedder | None = None
+        self._slot: Slot | None = None
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    @property
+    def name(self) -> str:
+        """Name of the pooling; empty if there are no embeddings."""
+        return "" if self.problem else self.pooling.name.lower()
+
+    def check(self, request: EmbeddingRequest, n_ctx: int, n_vocab: int) -> Failure | None:
+        """Why a request cannot be served."""
+        if self.problem:
+            return Failure(501, "not_supported_error", self.problem)
+        for i, tokens in enumerate(request.texts):
+            if len(tokens) > n_ctx:
+                text = (
+                    f"text {i} ({len(tokens)} tokens) exceeds the available context size ({n_ctx} tokens); shorten it "
+                    "or start again with a larger -c"
+                )
+                return Failure(400, "exceed_context_size_error", text, {"n_prompt_tokens": len(tokens), "n_ctx": n_ctx})
+            if not tokens or not 0 <= min(tokens) <= max(tokens) < n_vocab:
+                what = f"holds a token id outside the vocabulary of {n_vocab}" if tokens else "has no tokens"
+                return Failure(400, "invalid_request_error", f"text {i} {what}")
+        return None
+
+    def add(self, task: EmbeddingTask) -> None:
+        """Queue a request."""
+        self._waiting.append(task)
+
+    def drop_cancelled(self) -> None:
+        """Forget requests that nobody waits for any more."""
+        if any(t.cancelled for t in self._waiting):
+            self._waiting = deque(t for t in self._waiting if not t.cancelled)
+        for task in [t for t in self._running if t.cancelled]:
+            self._leave(task)
+
+    def _leave(self, task: EmbeddingTask) -> None:
+        assert self._embedder is not None
+        self._running.remove(task)
+        self._embedder.drop(lambda key: key[0] is task)
+
+    # --- work -------------------------------------------------------------------------------------------------------
+    def launch(self, free: Sequence[Slot], scales: tuple[float, ...], before: int | None) -> None:
+        """Take the slot that loses least; the last one only if the generation `before` all others came later.
+
+        `scales`: of adapters, for requests that name none.
+        """
+        if not self._waiting or self._slot is not None or not free:
+            return
+        first = self._waiting[0]
+        if len(free) == 1 and before is not None and before < first.id:
+            return
+        slot = min(free, key=lambda s: (s.n_past, s.t_used))
+        self._reuse.replace(slot, 0)
+        slot.n_past, slot.state, slot.id_task = 0, EMBEDDING, first.id
+        slot.scales = self._scales(first, scales)
+        self._slot, self._embedder = slot, Embedder(self._session, self.pooling, slot.id, self._head)
+        self._join(scales)
+
+    @staticmethod
+    def _scales(task: EmbeddingTask, scales: tuple[float, ...]) -> tuple[float, ...]:
+        return scales if task.request.lora is None else task.request.lora
+
+    def _join(self, scales: tuple[float, ...]) -> None:
+        """Add the texts of waiting requests, as far as they want the same adapters."""
+        assert self._slot is not None and self._embedder is not None
+        while self._waiting and self._scales(self._waiting[0], scales) == self._slot.scales:
+            task = self._waiting.popleft()
+            task.t_start = time.perf_counter()
+            self._running.append(task)
+            for i, tokens in enumerate(task.request.texts):
+                self._embedder.add((task, i), tokens)
+
+    @property
+    def active(self) -> bool:
+        """Whether there is a micro-batch to be computed."""
+        return self._slot is not None
+
+    def step(self, scales: tuple[float, ...], *, join: bool) -> None:
+        """Compute a micro-batch; `join`: requests that came since `launch` take part."""
+        assert self._slot is not None and self._embedder is not None
+        if join:
+            self._join(scales)
+        start, before = time.perf_counter(), self._embedder.n_tokens
+        try:
+            self._session.set_scales(self._slot.scales)
+            finished = self._embedder.step()
+        except Exception as e:
+            self._fail(failure_of(e))
+        else:
+            self._count(before - self._embedder.n_tokens, time.perf_counter() - start)
+            for (task, i), rows in finished:
+                task.rows[i] = rows
+                if len(task.rows) == len(task.request.texts):
+                    self._done(task)
+        if not len(self._embedder):
+            self._session.truncate(self._slot.id, 0)
+            self._slot.release()
+            self._slot = self._embedder = None
+
+    def _done(self, task: EmbeddingTask) -> None:
+        self._running.remove(task)
+        ms = 1e3 * (time.perf_counter() - task.t_start)
+        timings = RequestTimings(prompt_n=task.n_tokens, prompt_ms=ms, n_ctx=self._session.n_ctx_seq)
+        self._send(task, Embedded(tuple(task.rows[i] for i in range(len(task.rows))), timings))
+        self._log("INFO", "print_timings", "request done", {
+            "id_task": task.id, "n_texts": len(task.rows), "n_prompt": task.n_tokens, "t_prompt_ms": round(ms, 2),
+        })  # fmt: skip
+
+    def _fail(self, failure: Failure) -> None:
+        """End the request whose text could not be computed."""
+        assert self._embedder is not None
+        task, _ = self._embedder.failed
+        self._log("ERR", "embed", failure.message, {"id_task": task.id})
+        self._leave(task)
+        self._send(task, failure)
+
+    def close(self, failure: Failure) -> None:
+        """Answer everything that is still open."""
+        for task in (*self._running, *self._waiting):
+            self._send(task, failure)
+        self._running.clear()
+        self._waiting.clear()
+        if self._slot is not None:
+            self._slot.release()

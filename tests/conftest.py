@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tests run side by side; must be set before NumPy is imported
+# Without bytecode every program that a test starts compiles ikcli anew, and every worker rewrites all tests.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import numpy as np
 import pytest

@@ -39,7 +39,7 @@ def test_types_at_level(level: str, names: list[str]) -> None:
     tests = [f"test_cpu_formats.py::test_exact_activations[{name}]" for name in names]
     if names == SOME:
         tests += [f"test_cpu_matmul.py::test_mul_mat[{name}]" for name in FLOATS]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "", *tests]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-m", "", *tests]
     env = dict(os.environ, IK_CPU_ISA=level, PYTHONPATH=str(TESTS.parent))
     run = subprocess.run(command, cwd=TESTS, env=env, capture_output=True, text=True, timeout=1800)
     assert run.returncode == 0 and f"{len(tests)} passed" in run.stdout, run.stdout[-3000:]

@@ -11,10 +11,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tests run side by side; mu
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-import numpy as np
-import pytest
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 
-from ikcli.native.compile_pool import keep_workers
+from ikcli.native.compile_pool import keep_workers  # noqa: E402
 
 keep_workers()
 _SHARED = Path(__file__).resolve().parents[2] / "shared"

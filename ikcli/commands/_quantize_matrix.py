@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ikcli import log
 from ikcli.commands._options import parse, usage
-from ikcli.commands._self_covariance import SELF, covariance_file, planned_data
+from ikcli.commands._self_covariance import SELF, check_fleet, covariance_file, planned_data
 from ikcli.commands.quantize import recipe_of, report_plan_notes, threads, tool_options
 from ikcli.config_fleet import BatchConfig
 from ikcli.config_tools import QuantizeConfig
@@ -166,6 +166,8 @@ def run(config: QuantizeConfig) -> int:
     if wanted and config.dry_run:
         _, assumed = planned_data(source, config.covariance_tokens, config.override_kv)
         return _run(config, lines, source, output, n_threads, assumed)
+    if wanted:
+        check_fleet(config.fleet)
     with covariance_file(wanted, source, output, config.covariance_tokens, n_threads, config.override_kv) as path:
         return _run(config, [_with_moments(line, path) for line in lines], source, output, n_threads)
 

@@ -8,12 +8,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ikcli.errors import IkError
+from ikcli.config_fleet import BatchConfig
+from ikcli.errors import IkError, UsageError
 
 if TYPE_CHECKING:
     from ikcli.quant.imatrix_file import Imatrix
 
 SELF = "self"
+
+
+def check_fleet(fleet: BatchConfig) -> None:
+    """UsageError for workers that would not see the file."""
+    if fleet.ray not in (None, "local"):
+        raise UsageError(
+            "--covariance self makes its file on this machine only; for workers on others make it with ik imatrix "
+            "--random-tokens 16384 --covariance FILE, and copy it to all of them"
+        )
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ikcli import log
 from ikcli.commands._argv import read_lines
 from ikcli.commands._options import usage
-from ikcli.commands._self_covariance import SELF, covariance_file, planned_data
+from ikcli.commands._self_covariance import SELF, check_fleet, covariance_file, planned_data
 from ikcli.commands._suggest import nearest
 from ikcli.commands._target import check_sides, has_target, target_options
 from ikcli.config_fleet import BatchConfig
@@ -224,6 +224,7 @@ def run(config: QuantizeConfig) -> int:
         _, assumed = planned_data(request.input, request.covariance_tokens, o.overrides)
         return _run(replace(request, options=replace(o, covariance=None, assumed=assumed)))
     if o.covariance == SELF:
+        check_fleet(request.fleet)
         _check_output(request)
     with covariance_file(
         o.covariance, request.input, request.output, request.covariance_tokens, o.n_threads, o.overrides

@@ -12,9 +12,14 @@ from quants_data import Record, bpw, rounded, table_types
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
 
-MODES = {"imatrix": "importance matrix", "nothing": "nothing", "covariance": "second moments"}
+MODES = {
+    "imatrix": "importance matrix",
+    "nothing": "nothing",
+    "self": "second moments of random tokens",
+    "covariance": "second moments",
+}
 _LABELS = {"judge-moe": "MoE", "judge-dense": "dense", "stories260K-d256.f32": "stories"}
-_ALL_MODELS = ("imatrix", "covariance")  # modes that get a column per model; the other one only its mean
+_ALL_MODELS = ("imatrix", "self")  # modes that get a column per model; others only their mean
 _SMALL, _TWO = 4.5, (2.0, 2.75)
 
 
@@ -76,5 +81,5 @@ def table_rows(records: Sequence[Record]) -> list[list[str]]:
 
 def header(records: Sequence[Record]) -> list[str]:
     """Titles of the columns."""
-    marks = {"imatrix": "", "nothing": " ⁰", "covariance": " ᶜ"}
+    marks = {"imatrix": "", "nothing": " ⁰", "self": " ˢ", "covariance": " ᶜ"}
     return ["type", "bpw", *((model or "mean") + marks[mode] for mode, model in columns(records))]

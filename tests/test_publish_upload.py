@@ -76,6 +76,7 @@ def test_the_folder_arrives_and_a_second_run_sends_nothing(
     assert repo_files(hub, REPO) == in_folder(tmp_path / "out") and hub.private == [REPO]
     assert out.splitlines()[-1] == f"{hub.url}/{REPO}/commit/{hub.repos[REPO].commit}"
     assert len(hub.asked("/commit/main")) == 1 and len(hub.asked("PUT")) > 4
+    assert ik("pull", f"{REPO}:Q8_0")[0] == 0
     assert set(hub.arrived.values()) == {p.stat().st_size for p in (tmp_path / "out").glob("*.gguf")}
     hub.forget()
     code, _, err = ik(*command)

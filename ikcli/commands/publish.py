@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ikcli.eval.publish import Published
     from ikcli.hub.upload import Uploaded, UploadOptions
 
+_WORTH_A_LINE = 10 << 20  # bytes; smaller files go with the commit
+
 
 def run(config: PublishConfig) -> int:
     """Check everything, print what there will be, make and send it unless it is a dry run."""
@@ -104,7 +106,8 @@ def _send(folder: Path, target: UploadOptions) -> Uploaded:
     with log.progress("upload", sum((folder / name).stat().st_size for name in digests), in_bytes=True) as advance:
 
         def arrived(name: str, n_bytes: int) -> None:
-            log.log(f"publish: {name} is sent, {log.shown_size(n_bytes)}")
+            if n_bytes >= _WORTH_A_LINE:
+                log.log(f"publish: {name} is sent, {log.shown_size(n_bytes)}")
             advance(n_bytes)
 
         sent = upload(folder, digests, target, arrived)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +22,38 @@ def utf8_streams() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(encoding="utf-8", errors="replace")
+
+
+class ReaderGone(BrokenPipeError):
+    """Nobody reads stdout any more. Without an errno, which is a reason to end with code 1 to Typer."""
+
+
+class _Pipe(io.FileIO):
+    """Stdout as a pipe whose reader may go (`| head`): then what is still written is dropped, or the run ends."""
+
+    def __init__(self, goes_on: bool) -> None:
+        super().__init__(sys.stdout.fileno(), "wb", closefd=False)
+        self._goes_on = goes_on
+
+    def write(self, data: Any) -> int:
+        try:
+            return int(super().write(data) or 0)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if not self._goes_on:
+                raise ReaderGone("the reader of stdout has gone") from None
+            return len(data)
+
+
+def outlive_reader(goes_on: bool) -> None:
+    """What becomes of a run if stdout is a pipe and its reader goes: it goes on in silence, or ReaderGone is raised."""
+    old = sys.stdout
+    if not isinstance(old, io.TextIOWrapper) or old is not sys.__stdout__ or old.isatty():
+        return
+    old.flush()
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(_Pipe(goes_on)), "utf-8", "replace", None, old.line_buffering, old.write_through
+    )
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     log.forget_notices()
     arguments = _with_program_name(list(sys.argv[1:] if argv is None else argv), sys.argv[0])
     try:
+        log.outlive_reader(not _is_run(arguments))
         code = _dispatch(arguments)
         sys.stdout.flush()
         return code
@@ -34,9 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         return problem.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader has gone; keep the interpreter from complaining when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except log.ReaderGone:
         return 141
     except MemoryError as problem:
         log.error(f"out of memory{f' ({problem})' if str(problem) else ''}; lower -c, -ub or -b, or keep mmap on")
@@ -46,6 +45,15 @@ def main(argv: list[str] | None = None) -> int:
             raise
         log.error(f"cannot open {problem.filename}: {problem.strerror}")
         return 1
+
+
+def _is_run(argv: list[str]) -> bool:
+    """Whether this runs a model, which ends with whoever reads. The rest is short, or not done for what it prints."""
+    from ikcli.commands._table import BY_NAME
+
+    info = BY_NAME.get(argv[0]) if argv else None
+    asks = {"--help", "-h", "--usage", "--dry-run"} & set(argv)
+    return info is not None and info.runs_model and info.name != "plan" and not asks
 
 
 def _with_program_name(argv: list[str], program: str) -> list[str]:

@@ -169,14 +169,32 @@ def test_log_lines_are_not_wrapped(capsys) -> None:
     assert capsys.readouterr().err == "warning: " + "x" * 500 + "\n"
 
 
-def test_closed_pipe_is_quiet() -> None:
-    program = [sys.executable, "-m", "ikcli.main", "sweep-bench", "--help"]
-    child = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (("sweep-bench", "--help"), 0),
+        (("--help",), 0),
+        (("help", "quants"), 0),
+        (("inspect", "--tensors"), 0),
+        (("inspect", "--json"), 0),
+        (("tokenize", "-p", "hello"), 0),
+        (("plan",), 0),
+        (("perplexity", "--dry-run"), 0),
+        (("plan", "--device-spec", "cpu:1MiB"), 1),  # does not fit: the answer is the exit code
+        (("inspect", "none.gguf"), 1),
+        (("chat", "-p", "Once", "-n", "9", "-t", "1", "-c", "256"), 141),
+        (("sweep-bench", "-c", "128", "-ub", "64", "-t", "1"), 141),
+    ],
+)
+def test_a_reader_that_goes_ends_a_run_and_nothing_else(argv: tuple[str, ...], code: int) -> None:
+    program = [sys.executable, "-m", "ikcli.main", *argv]
+    child = subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None and child.stderr is not None
     child.stdout.close()
-    assert child.stderr.read() == b""
+    err = child.stderr.read().decode()
     child.stderr.close()
-    assert child.wait() in (1, 141)
+    assert child.wait() == code, err
+    assert not any(word in err for word in ("Traceback", "BrokenPipe", "Exception"))
 
 
 def test_notice_once_and_progress_without_a_terminal(capsys) -> None:

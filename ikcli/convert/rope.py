@@ -119,7 +119,8 @@ def put_yarn(m: Build, rope: Rope) -> None:
     original = rope.positive("original_max_position_embeddings", m.config.integer("max_position_embeddings", least=1))
     m.key("rope.scaling.original_context_length", int(original))
     if rope.values.get("truncate") is False:
-        m.notes.append("YaRN without rounding (truncate false) has no key in GGUF; the bands of the file are rounded")
+        m.key("rope.scaling.yarn_truncate", False)
+        m.notes.append("YaRN without rounding (truncate false) is read from a key that only ik knows; others round")
     for key, name in (
         ("extrapolation_factor", "yarn_ext_factor"),
         ("attention_factor", "yarn_attn_factor"),

@@ -24,7 +24,8 @@ LONG_ROPE = ("phi3",)  # with factors for short and for long contexts
 class RopeParams:
     """Rotary embedding: base, scaling ("none", "linear", "yarn") and its factor (1 = unscaled).
 
-    `factors`: frequencies are divided by those of the file, where it has any. `ext_factor`: how much YaRN blends.
+    `factors`: frequencies are divided by those of the file, where it has any. `ext_factor`: how much YaRN blends, and
+    `truncate`: between whole pairs (gpt-oss: not).
     """
 
     freq_base: float = 10000.0
@@ -37,6 +38,7 @@ class RopeParams:
     beta_slow: float = 1.0
     ext_factor: float = 1.0
     factors: bool = True
+    truncate: bool = True
 
 
 def inverse_frequencies(
@@ -61,7 +63,10 @@ def correction_dims(rope: RopeParams, n_rot: int) -> tuple[float, float]:
     def dim(n_rotations: float) -> float:
         return n_rot * math.log(rope.n_ctx_orig / (n_rotations * 2 * math.pi)) / (2 * math.log(rope.freq_base))
 
-    return max(0.0, math.floor(dim(rope.beta_fast))), min(n_rot - 1.0, math.ceil(dim(rope.beta_slow)))
+    low, high = dim(rope.beta_fast), dim(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    return max(0.0, low), min(n_rot - 1.0, high)
 
 
 def magnitude(rope: RopeParams, attn_factor: float) -> float:
@@ -112,6 +117,7 @@ def read_rope(
         beta_fast=_rotations(keys, "rope.scaling.yarn_beta_fast", 8.0 if keys.arch == "grok" else 32.0),
         beta_slow=_rotations(keys, "rope.scaling.yarn_beta_slow", 1.0),
         ext_factor=1.0 if ext_factor < 0 else ext_factor,
+        truncate=bool(keys.raw("rope.scaling.yarn_truncate", True)),  # a key of ik's own
     )
     found = replace(found, **{n: v for n, v in given.items() if n not in ("scaling", "factor", "attn_factor")})
     if keys.arch == "mistral3":  # what a file says about K*Q (log_mul) cancels YaRN's factor on cosine and sine

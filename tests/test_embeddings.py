@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tiny_architectures import TINY, WINDOWED, tiny
 
 from ikcli import main
 from ikcli.config import RunConfig
+from ikcli.convert.sentence import pooling_type
 from ikcli.engine import gpus, sequences, sizes
 from ikcli.engine.batch import Batch
 from ikcli.engine.embedder import Embedder, embed, side_by_side, states
@@ -27,6 +29,7 @@ from ikcli.engine.reference_session import ReferenceSession
 from ikcli.engine.session import Session
 from ikcli.errors import FormatError, IkError, UnsupportedError, UsageError
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.reader import open_gguf
 from ikcli.models import GraphConfig, Outputs
 
 Array = npt.NDArray[Any]
@@ -230,3 +233,38 @@ def test_what_cannot_be_embedded(tmp_path: Path) -> None:
             embedder.step()
         embedder.drop(lambda key: key == 0)
         assert not len(embedder) and embedder.step() == []
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, 3),
+        ({"pooling_mode_mean_tokens": True}, 1),
+        ({"pooling_mode": "cls"}, 2),
+    ],
+)
+def test_pooling_of_a_checkpoint(config: dict[str, Any], wanted: int, tmp_path: Path) -> None:
+    modules = [{"type": "sentence_transformers.models.Transformer", "path": ""},
+               {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]  # fmt: skip
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    assert pooling_type(tmp_path) is None
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert pooling_type(tmp_path) == wanted
+    checkpoints.write_checkpoint(tmp_path, checkpoints.LLAMA, checkpoints.llama_tensors(checkpoints.LLAMA))
+    assert main.main(["convert", str(tmp_path), "--outtype", "f16", "--outfile", str(tmp_path / "a.gguf")]) == 0
+    assert open_gguf(tmp_path / "a.gguf").get("llama.pooling_type") == wanted
+
+
+def test_poolings_of_checkpoints_that_are_not_understood(tmp_path: Path) -> None:
+    path = tmp_path / "modules.json"
+    path.write_text("{}")
+    assert pooling_type(tmp_path) is None
+    for text in ("[1]", "no", '[{"type": "a.Pooling", "path": "../b"}]', '[{"type": "a.Pooling", "path": "c"}]'):
+        path.write_text(text)
+        with pytest.raises(FormatError, match=r"modules\.json"):
+            pooling_type(tmp_path)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    with pytest.raises(UnsupportedError, match="pooling_mode_max_tokens"):
+        pooling_type(tmp_path)

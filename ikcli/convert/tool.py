@@ -14,6 +14,7 @@ from ikcli.convert.config import Config
 from ikcli.convert.file import CheckpointFile, checkpoint_file
 from ikcli.convert.naming import Description, describe
 from ikcli.convert.quantized import dequantized
+from ikcli.convert.sentence import pooling_type
 from ikcli.convert.source import SafetensorsSource
 from ikcli.convert.vocab import read_vocabulary
 from ikcli.errors import UnsupportedError
@@ -92,6 +93,9 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
         directory, [(t.name, t.shape) for t in m.tensors.values()], options.model_name, options.metadata
     )
     vocabulary = read_vocabulary(directory, config.raw, architecture.name, options.pre)
+    pooling = pooling_type(directory)
+    if pooling is not None:
+        m.key("pooling_type", pooling)
     keys = {"general.architecture": architecture.name, "general.type": "model", **description.keys}
     written = {"general.file_type": 0, "general.quantization_version": QUANTIZATION_VERSION}  # in their usual places
     file = checkpoint_file(files.paths, source, m.tensors, keys | m.metadata | written | vocabulary)

@@ -280,6 +280,7 @@ def plan_programs(
             cfg.n_seq,
             cfg.n_window,
             independent=run.independent,
+            offload=run.offload,
         )
         for name, run in runs(graphs, cfg.n_ubatch, n_outputs, step_tokens(n_step)).items()
     }

@@ -31,12 +31,14 @@ HIDDEN = "result_norm"  # the node whose rows are embeddings
 
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
-    """One program: the kind of its graph, most tokens and outputs."""
+    """One program: the kind of its graph, most tokens and outputs; `offload`: with variants that use weights in RAM on
+    GPUs."""
 
     kind: str
     n_tokens: int
     n_outputs: int
     independent: bool = False
+    offload: bool = True
 
 
 def graph_config(
@@ -125,12 +127,18 @@ def step_tokens(n_step: int) -> int:
 
 
 def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str, ProgramSpec]:
-    """The programs by name; `n_step`: tokens of that for single tokens."""
+    """The programs by name; `n_step`: tokens of that for single tokens.
+
+    Beside logits embeddings have no variants: each takes seconds to plan for large models.
+    """
     found = {}
     for kind in graphs:
         few = kind.replace("decode", "prefill") in graphs and kind.startswith("decode")
         n_tokens = min(n_ubatch, EXPAND_MIN_TOKENS - 1) if few else n_ubatch
-        found[kind] = ProgramSpec(kind, n_tokens, n_tokens if kind.endswith(EMBEDS) else min(n_outputs, n_tokens))
+        if kind.endswith(EMBEDS):
+            found[kind] = ProgramSpec(kind, n_tokens, n_tokens, offload="decode" not in graphs)
+        else:
+            found[kind] = ProgramSpec(kind, n_tokens, min(n_outputs, n_tokens))
     if "decode" in graphs:
         found["step"] = ProgramSpec("decode", n_step, n_step, independent=True)
     return found

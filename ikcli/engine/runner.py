@@ -111,17 +111,18 @@ class Runner:
         n_window: int = 0,
         *,
         independent: bool = False,
+        offload: bool = True,
     ) -> DividedProgram:
         """Divide and lower a graph for up to so many rows; nothing is allocated. See `CpuDevice.plan`.
 
-        All programs of a runner share caches of `n_cells` cells, and for each of `n_seq` sequences states and
-        `n_window` cells of windows.
+        `offload`: with variants for many tokens. All programs of a runner share caches of `n_cells` cells, and for each
+        of `n_seq` sequences states and `n_window` cells of windows.
         """
         rows = {Rows.TOKENS: n_tokens, Rows.OUTPUTS: n_outputs, Rows.KV: n_cells}
         self._n_cells, self._n_seq, self._n_window = n_cells, n_seq, n_window
         program = self._plan(graph, result, rows, independent, self._places, frozenset())
         streamed = program.streamed
-        for least in self._offload.thresholds if self._offload and not independent else ():
+        for least in self._offload.thresholds if self._offload and offload and not independent else ():
             places, names = self._offloaded(graph, least)
             if least <= n_tokens and names != streamed:
                 program.variants.append((least, self._plan(graph, result, rows, False, places, names)))

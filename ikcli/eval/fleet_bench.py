@@ -33,15 +33,18 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, slots=True)
 class BenchUnit:
-    """Settings to measure; `own_threads`: as many as the node has processors."""
+    """Settings to measure, with the model `model` of the worker; `own_threads`: as many as the node has processors."""
 
     config: RunConfig
-    model_digest: str
+    model: int
     own_threads: bool
 
 
+@dataclass(frozen=True, slots=True)
 class BenchWorker:
-    """Makes a session for every unit. It is its own factory."""
+    """Makes a session for every unit. It is its own factory; `files` are models with their digests."""
+
+    files: tuple[tuple[Path, str], ...]
 
     def __call__(self) -> BenchWorker:
         """Nothing is shared by units."""
@@ -49,8 +52,9 @@ class BenchWorker:
 
     def do(self, unit: BenchUnit) -> dict[str, Any]:
         """Measure all tests of a combination."""
-        config = unit.config
-        check_model(config, unit.model_digest)
+        model, model_digest = self.files[unit.model]
+        config = replace(unit.config, model=model)
+        check_model(config, model_digest)
         if unit.own_threads:
             config = replace(config, n_threads=physical_cores(), n_threads_batch=physical_cores())
         with hushed():
@@ -58,7 +62,7 @@ class BenchWorker:
         return {
             "model": asdict(results[0].model),
             "cpu": cpu_name() or "",
-            "settings": _changed(unit.config, results[0].config),
+            "settings": _changed(config, results[0].config),
             "tests": [{"started": r.started, "samples_ns": list(r.samples_ns)} for r in results],
         }
 
@@ -88,10 +92,12 @@ def run(
     chosen = [
         replace(c, model=(c.model or default_model()).absolute()) for c in combinations(config, alternatives, given)
     ]
-    digests = {c.model: digest.of_model(open_gguf(c.model or default_model(), c.override_kv)) for c in chosen}
+    models = list(dict.fromkeys((c.model or default_model(), c.override_kv) for c in chosen))
+    files = tuple((path, digest.of_model(open_gguf(path, overrides))) for path, overrides in models)
+    order = [models.index((c.model or default_model(), c.override_kv)) for c in chosen]
     cpus = 1 if own_threads else max(max(c.n_threads, c.n_threads_batch) for c in chosen)
     works = {kind: RayExecutor(fleet.ray, fleet.ray_workers, cpus, kind, share=1) for kind in kinds}
-    units = [(kind, BenchUnit(c, digests[c.model], own_threads)) for kind in kinds for c in chosen]
+    units = [(kind, BenchUnit(c, i, own_threads)) for kind in kinds for c, i in zip(chosen, order, strict=True)]
     head = {
         "kind": "ik bench",
         "version": ikcli.__version__,
@@ -102,8 +108,10 @@ def run(
     with ExitStack() as stack:
         journal = stack.enter_context(closing(Journal(Path(fleet.journal) if fleet.journal else None, head)))
         stack.enter_context(works[kinds[0]].connected())
-        named = [(_name(*unit), unit) for unit in units]
-        for (kind, unit), record in zip(units, in_order(ByKind(works), BenchWorker(), named, journal), strict=True):
+        named = [(_name(kind, unit, files[unit.model][1]), (kind, unit)) for kind, unit in units]
+        for (kind, unit), record in zip(
+            units, in_order(ByKind(works), BenchWorker(files), named, journal), strict=True
+        ):
             yield from _results(kind, unit.config, tests, record)
 
 
@@ -111,9 +119,9 @@ def _absolute(config: RunConfig) -> RunConfig:
     return replace(config, model=(config.model or default_model()).absolute())
 
 
-def _name(kind: str, unit: BenchUnit) -> str:
+def _name(kind: str, unit: BenchUnit, model_digest: str) -> str:
     """By all settings."""
-    settings = hashlib.sha256(f"{unit.config!r} {unit.model_digest} {unit.own_threads}".encode()).hexdigest()
+    settings = hashlib.sha256(f"{unit.config!r} {model_digest} {unit.own_threads}".encode()).hexdigest()
     return f"{kind} {settings[:32]}"
 
 

@@ -13,7 +13,7 @@ import ikcli
 from ikcli.config_fleet import BatchConfig
 from ikcli.errors import IkError
 from ikcli.eval.calibrate import mean_divergence
-from ikcli.eval.fleet_model import check_files, digests
+from ikcli.eval.fleet_model import absolute, check_files, digests, files_of
 from ikcli.eval.resident import Resident, ResidentOptions
 from ikcli.fleet import digest
 from ikcli.fleet.executor import executor_of, threads_each
@@ -37,6 +37,12 @@ class CalibrateWorkerOptions:
     data: ToolOptions
     digests: tuple[str, ...]
     text_digest: str
+
+    @property
+    def files(self) -> list[tuple[Path, str]]:
+        """What a node must have."""
+        o = self.resident
+        return [*files_of(o.model, [self.data], self.digests), (o.text, self.text_digest)]
 
     def __call__(self) -> CalibrateWorker:
         """Make the worker."""
@@ -78,7 +84,7 @@ class FleetCalibrator:
         n_threads = threads_each(o.n_threads, fleet)
         each = replace(o, model=o.model.absolute(), text=o.text.absolute(), n_threads=n_threads)
         sums, text_digest = digests(open_gguf(o.model, o.overrides), [self._data]), digest.of_file(o.text)
-        factory = CalibrateWorkerOptions(each, self._data, sums, text_digest)
+        factory = CalibrateWorkerOptions(each, absolute(self._data), sums, text_digest)
         head = {
             "kind": "ik quantize --calibrate",
             "version": ikcli.__version__,

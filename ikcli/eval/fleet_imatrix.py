@@ -44,6 +44,12 @@ class ImatrixWorkerOptions:
     model_digest: str
     quiet: bool
 
+    @property
+    def files(self) -> list[tuple[Path, str]]:
+        """What a node must have."""
+        assert self.config.model is not None
+        return [(self.config.model, self.model_digest)]
+
     def __call__(self) -> ImatrixWorker:
         """Make the worker."""
         return ImatrixWorker(self)

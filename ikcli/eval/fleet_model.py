@@ -77,6 +77,18 @@ def digests(file: GGUFFile, data: Sequence[ToolOptions]) -> tuple[str, ...]:
     return tuple(out)
 
 
+def files_of(model: Path, data: Sequence[ToolOptions], wanted: Sequence[str]) -> list[tuple[Path, str]]:
+    """These files with their digests, each once."""
+    paths = [str(model), *(p for o in data for p in (o.imatrix, o.covariance))]
+    return list({Path(p): (Path(p), found) for p, found in zip(paths, wanted, strict=True) if p is not None}.values())
+
+
+def absolute(options: ToolOptions) -> ToolOptions:
+    """The same files for workers, which run in other folders."""
+    imatrix, covariance = (str(Path(p).absolute()) if p else None for p in (options.imatrix, options.covariance))
+    return replace(options, imatrix=imatrix, covariance=covariance)
+
+
 def check_files(file: GGUFFile, data: Sequence[ToolOptions], wanted: tuple[str, ...]) -> None:
     """IkError if one of these files is another than that of the command."""
     found = digests(file, data)

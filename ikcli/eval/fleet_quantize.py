@@ -23,7 +23,7 @@ import numpy as np
 import ikcli
 from ikcli.config_fleet import BatchConfig
 from ikcli.errors import UsageError
-from ikcli.eval.fleet_model import check_files, digests
+from ikcli.eval.fleet_model import absolute, check_files, digests, files_of
 from ikcli.fleet.executor import executor_of, threads_each
 from ikcli.fleet.journal import Journal
 from ikcli.gguf.constants import GGMLType
@@ -81,6 +81,11 @@ class QuantizeWorkerOptions:
     data: tuple[ToolOptions, ...]
     n_threads: int
     digests: tuple[str, ...]
+
+    @property
+    def files(self) -> list[tuple[Path, str]]:
+        """What a node must have."""
+        return files_of(self.source, self.data, self.digests)
 
     def __call__(self) -> QuantizeWorker:
         """Make the worker."""
@@ -174,6 +179,7 @@ def run(
         return []
     for path in paths:
         prepare_folder([path])
+    kinds = [absolute(o) for o in kinds]
     sums = digests(model, kinds)
     with closing(
         Journal(Path(fleet.journal) if fleet.journal else None, _head(model, outputs, kinds, sums))

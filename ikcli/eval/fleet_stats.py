@@ -18,7 +18,7 @@ import numpy as np
 import ikcli
 from ikcli.config_fleet import BatchConfig
 from ikcli.eval.code_use import CodeUse
-from ikcli.eval.fleet_model import check_files, digests
+from ikcli.eval.fleet_model import check_files, digests, files_of
 from ikcli.eval.quantize_stats import (
     StatsParams,
     StatsRow,
@@ -52,6 +52,11 @@ class StatsWorkerOptions:
     rows: int
     n_threads: int
     digests: tuple[str, ...]
+
+    @property
+    def files(self) -> list[tuple[Path, str]]:
+        """What a node must have."""
+        return files_of(self.model, [ToolOptions(imatrix=self.imatrix)], self.digests)
 
     def __call__(self) -> StatsWorker:
         """Make the worker."""
@@ -96,6 +101,7 @@ def measure_model(file: GGUFFile, params: StatsParams, imatrix: str | None, flee
     tensors = measured_tensors(file, params)
     units = [(t, type) for t in tensors for type in params.types if fits(type, t.shape)]
     sums = digests(file, [ToolOptions(imatrix=imatrix)])
+    imatrix = str(Path(imatrix).absolute()) if imatrix else None
     n_threads = threads_each(params.n_threads, fleet)
     factory = StatsWorkerOptions(file.paths[0].absolute(), imatrix, params.rows, n_threads, sums)
     head = {

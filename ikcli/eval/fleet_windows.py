@@ -55,6 +55,12 @@ class WindowWorkerOptions:
     base_digest: str
     quiet: bool
 
+    @property
+    def files(self) -> list[tuple[Path, str]]:
+        """What a node must have."""
+        assert self.config.model is not None
+        return [(self.config.model, self.model_digest), *([(self.base, self.base_digest)] if self.base else [])]
+
     def __call__(self) -> WindowWorker:
         """Make the worker."""
         return WindowWorker(self)

@@ -1,21 +1,23 @@
 """Units of work in Ray actors: scheduled, restarted and watched by Ray, on this machine or a cluster.
 
-Ray is imported by this file alone. Units and results are small; models are read by every actor from its own disk.
+Ray is imported by this file alone. Models are read by every actor from its own disk (see `files`).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from ikcli.errors import IkError, UnsupportedError
+from ikcli.fleet import files
 from ikcli.fleet.executor import TRIES, Factory, Queue, Worker
 from ikcli.log import log, warn
 
-_PATIENCE = 60  # seconds
+_PATIENCE, _KNOCK = 60, 10  # seconds
 
 _SHARE = 0.001  # of a resource that only names a kind of node
 _PLAIN = ("CPU", "GPU", "memory", "object_store_memory")
@@ -30,8 +32,23 @@ def _ray() -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
+    from ray._private import worker
 
+    # what Ray says about its nodes goes to stdout, where results are
+    plain = getattr(worker, "print_to_stdstream", None)
+    if plain is not None and not isinstance(plain, _ToStderr):
+        worker.print_to_stdstream = _ToStderr(plain)
     return ray
+
+
+class _ToStderr:
+    """What prints the lines of others, with all of them on stderr."""
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+
+    def __call__(self, data: Any, *args: Any, **names: Any) -> None:
+        self._plain({**data, "is_err": True}, *args, **names)
 
 
 class _Actor:
@@ -42,8 +59,8 @@ class _Actor:
         self._problem = ""
         try:
             self._worker = factory()
-        except IkError as error:
-            self._problem = str(error)
+        except (IkError, OSError, MemoryError) as error:
+            self._problem = _sentence(error)
 
     def begun(self) -> tuple[Any, str]:
         """Nothing, or what is wrong."""
@@ -54,8 +71,8 @@ class _Actor:
         assert self._worker is not None
         try:
             return self._worker.do(unit), ""
-        except IkError as error:
-            return None, str(error)
+        except (IkError, OSError, MemoryError) as error:
+            return None, _sentence(error)
 
 
 class RayExecutor:
@@ -72,8 +89,18 @@ class RayExecutor:
         """See Executor; IkError if there is no cluster at the address."""
         if not units:
             return
-        with self.connected():
+        with self.connected(), self._shared(factory) as factory:
             yield from self._run(_ray(), factory, units, Queue(len(units), ahead))
+
+    @contextmanager
+    def _shared(self, factory: Factory) -> Iterator[Factory]:
+        """A factory whose workers fetch from here what their nodes do not have."""
+        needed = files.needed_by(factory)
+        if self._address == LOCAL or not needed:
+            yield factory
+            return
+        with files.FileServer(_ray().util.get_node_ip_address(), needed) as server:
+            yield files.Fetching(factory, tuple(needed), server.url, server.token)
 
     @contextmanager
     def connected(self) -> Iterator[None]:
@@ -91,6 +118,7 @@ class RayExecutor:
     def _connect(self, ray: Any) -> None:
         options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": True}
         try:
+            self._knock()
             if self._address == LOCAL:
                 cpus = max(1, self.n_workers * self._n_threads)
                 offered = {self._node: 1} if self._node else None
@@ -102,6 +130,13 @@ class RayExecutor:
             raise IkError(f"--ray {self._address}: no cluster answers there: {reason}") from None
         nodes = [n for n in ray.nodes() if n["Alive"]]
         log(f"ray: {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {self.n_workers} workers")
+
+    def _knock(self) -> None:
+        """OSError if nobody listens at the address, for which Ray itself waits many minutes."""
+        address = os.environ.get("RAY_ADDRESS", "") if self._address == "auto" else self._address
+        host, found, port = address.rpartition("://")[2].rpartition(":")
+        if found and port.isdigit():
+            socket.create_connection((host.strip("[]"), int(port)), _KNOCK).close()
 
     def _check_node(self, ray: Any) -> None:
         """IkError if no node offers the resource."""
@@ -177,7 +212,10 @@ class _Crew:
         ready, _ = self._ray.wait(list(self._busy), num_returns=1, timeout=_PATIENCE)
         if not ready:
             if not self.idle and not self.at_work:
-                warn(f"no worker has begun in {_PATIENCE} seconds: no node of Ray has the processors for one (-t)")
+                warn(
+                    f"no worker has begun in {_PATIENCE} seconds: no node of Ray has the processors for one (-t), "
+                    "or they still load or fetch the model"
+                )
             ready, _ = self._ray.wait(list(self._busy), num_returns=1)
         ref = ready[0]
         actor, i = self._busy.pop(ref)
@@ -204,6 +242,10 @@ class _Crew:
     def _kill(self, actor: Any) -> None:
         with suppress(self._ray.exceptions.RayError):
             self._ray.kill(actor)
+
+
+def _sentence(error: Exception) -> str:
+    return str(error) if isinstance(error, IkError) else f"a worker failed: {error or type(error).__name__}"
 
 
 def _last_line(error: Exception) -> str:

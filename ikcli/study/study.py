@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,9 @@ def run_study(
     try:
         todo = [u for u in units if u.key not in journal]
         on_plan(Plan(units, left, len(units) - len(todo), work_of(todo, file)))
-        factory = StudyWorkerOptions(resident, options.imatrix, options.precision, sums)
+        there = replace(resident, model=resident.model.absolute(), text=resident.text.absolute())
+        weights = options.imatrix.absolute() if options.imatrix else None
+        factory = StudyWorkerOptions(there, weights, options.precision, sums)
         started = time.perf_counter()
         for done, (i, found) in enumerate(executor.run(factory, todo), start=1):
             journal.add(todo[i].key, _record(todo[i], found))

@@ -32,6 +32,12 @@ class StudyWorkerOptions:
     precision: float
     digests: tuple[str, str, str]
 
+    @property
+    def files(self) -> list[tuple[Path, str]]:
+        """What a node must have."""
+        paths = (self.resident.model, self.resident.text, self.imatrix)
+        return [(path, found) for path, found in zip(paths, self.digests, strict=True) if path is not None]
+
     def __call__(self) -> StudyWorker:
         """Make the worker."""
         return StudyWorker(self)

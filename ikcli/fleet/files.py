@@ -1,0 +1,221 @@
+"""Files that a node lacks, fetched from the machine of the command: once per node, in pieces with checksums.
+
+A worker's factory tells what it needs (`files`). What is not at the same path of a node goes to its cache, under its
+digest, where later runs find it. The server hands out these files alone, and only to who has the token of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import hmac
+import http.client
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ikcli.errors import IkError
+from ikcli.gguf.constants import GGUF_MAGIC
+from ikcli.gguf.reader import open_gguf
+from ikcli.log import log, shown_size
+from ikcli.native.kernel_cache import cache_root
+
+_PIECE = 32 << 20
+_SHA256 = "X-Sha256"
+_TRIES, _TIMEOUT = 3, 120
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """A file, or all parts of a model, under the paths of the command; `sources` is where that has them."""
+
+    paths: tuple[Path, ...]
+    sizes: tuple[int, ...]
+    digest: str
+    sources: tuple[Path, ...]
+
+
+def needed_by(factory: Any) -> list[Needed]:
+    """What a factory says in `files`: pairs of a path and a digest."""
+    out = []
+    for path, digest in getattr(factory, "files", ()):
+        sources = parts_of(path)
+        paths = tuple(path.with_name(source.name) for source in sources)
+        out.append(Needed(paths, tuple(source.stat().st_size for source in sources), digest, sources))
+    return out
+
+
+def parts_of(path: Path) -> tuple[Path, ...]:
+    """All parts of a model, or the file itself."""
+    with path.open("rb") as file:
+        is_model = file.read(4) == GGUF_MAGIC
+    return tuple(open_gguf(path).paths) if is_model else (path,)
+
+
+# --- where the command runs -------------------------------------------------------------------------------------------
+class FileServer:
+    """Hands out pieces of the files, while it is a context."""
+
+    def __init__(self, host: str, needed: Sequence[Needed]) -> None:
+        self.token = secrets.token_urlsafe(32)
+        sources = [needed_file.sources for needed_file in needed]
+        handler = type("Handler", (_Handler,), {"token": self.token, "sources": sources})
+        self._server = ThreadingHTTPServer((host, 0), handler)
+        self._server.daemon_threads = True
+        self.url = f"http://{host}:{self._server.server_port}"
+
+    def __enter__(self) -> FileServer:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """GET /FILE/PART/OFFSET: a piece from there on."""
+
+    protocol_version = "HTTP/1.1"
+    token = ""
+    sources: Sequence[Sequence[Path]] = ()
+
+    def do_GET(self) -> None:
+        given = self.headers.get("Authorization", "").encode("utf-8", "replace")
+        if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+            self._answer(403, b"")
+            return
+        try:
+            index, part, offset = (int(word) for word in self.path.strip("/").split("/"))
+            if min(index, part, offset) < 0:
+                raise ValueError(self.path)
+            with self.sources[index][part].open("rb") as file:
+                file.seek(offset)
+                data = file.read(_PIECE)
+        except (ValueError, IndexError, OSError):
+            self._answer(404, b"")
+            return
+        self._answer(200, data)
+
+    def _answer(self, status: int, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header(_SHA256, hashlib.sha256(data).hexdigest())
+        self.end_headers()
+        with contextlib.suppress(OSError):  # who asked is gone
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+# --- where a worker runs ----------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """Makes the workers of a factory, with the files of the node it is on."""
+
+    factory: Callable[[], Any]
+    needed: tuple[Needed, ...]
+    url: str
+    token: str
+
+    def __call__(self) -> Any:
+        """Fetch what is missing, make the worker."""
+        places: dict[Path, Path] = {}
+        for index, file in enumerate(self.needed):
+            if not all(path.is_file() for path in file.paths):
+                places.update(zip(file.paths, fetch(file, index, self.url, self.token), strict=True))
+        return (moved(self.factory, places) if places else self.factory)()
+
+
+def moved(value: Any, places: dict[Path, Path]) -> Any:
+    """A record with other paths in place of those in `places`, wherever they are in it, also as text."""
+    if isinstance(value, Path):
+        return places.get(value, value)
+    if isinstance(value, str):
+        found = places.get(Path(value)) if value.startswith("/") else None
+        return value if found is None else str(found)
+    if type(value) is tuple:
+        return tuple(moved(item, places) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        changed = {name: new for name, old in fields.items() if (new := moved(old, places)) is not old}
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
+
+
+def fetch(file: Needed, index: int, url: str, token: str) -> list[Path]:
+    """The files in the cache of this node; those that are not there yet are fetched, by one worker at a time."""
+    folder = cache_root().parent / "fleet" / file.digest[:32]
+    found = [folder / path.name for path in file.paths]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_suffix(".lock")):
+            if not folder.is_dir():
+                _fetch(file, index, url, token, folder)
+    except OSError as error:
+        raise IkError(f"cannot keep {file.paths[0].name} in {folder}: {error.strerror or error}") from None
+    return found
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fetch(file: Needed, index: int, url: str, token: str, folder: Path) -> None:
+    begun = folder.with_suffix(".part")
+    begun.mkdir(exist_ok=True)
+    free, total = shutil.disk_usage(begun).free, sum(file.sizes)
+    there = sum(path.stat().st_size for path in begun.iterdir())
+    name, need = file.paths[0].name, total - there
+    if need > free:
+        raise IkError(f"{begun.parent}: {name} needs {shown_size(need)}, {shown_size(free)} are free")
+    log(f"fetching {file.paths[0].name}, {shown_size(total)}, into {folder}")
+    for part, (path, size) in enumerate(zip(file.paths, file.sizes, strict=True)):
+        with (begun / path.name).open("ab") as out:
+            at = out.tell()
+            while at < size:
+                data = _piece(url, token, f"/{index}/{part}/{at}")
+                if not data:
+                    raise IkError(f"{path.name} became shorter while it was fetched")
+                out.write(data)
+                at += len(data)
+            out.flush()
+            os.fsync(out.fileno())
+            if at != size:
+                out.truncate(0)
+                raise IkError(f"{path.name} changed while it was fetched")
+    os.replace(begun, folder)
+
+
+def _piece(url: str, token: str, path: str) -> bytes:
+    """One piece, asked for again if it comes damaged or not at all."""
+    problem = ""
+    for _ in range(_TRIES):
+        try:
+            connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_TIMEOUT)
+            with contextlib.closing(connection):
+                connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+                answer = connection.getresponse()
+                data = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            problem = str(error) or type(error).__name__
+            continue
+        if answer.status != http.HTTPStatus.OK:
+            raise IkError(f"the machine of the command does not hand out {path} (status {answer.status})")
+        if hashlib.sha256(data).hexdigest() == answer.headers.get(_SHA256):
+            return data
+        problem = "it came damaged"
+    raise IkError(f"a file cannot be fetched from {url}, the machine of the command: {problem}; is the port open?")

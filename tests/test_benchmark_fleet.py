@@ -1,0 +1,57 @@
+"""The script that measures divided work: shares of a core, a run with one and two workers, costs of tasks."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ikcli.fleet.executor import Here
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "fleet.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_fleet", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_share_of_a_core(script: ModuleType) -> None:
+    governor = script.Governor(0.25)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            governor.tick([busy.pid])
+            started, before = time.monotonic(), script.cpu_seconds(busy.pid)
+            while time.monotonic() - started < 1.5:
+                governor.tick([busy.pid])
+                time.sleep(0.01)
+            used = script.cpu_seconds(busy.pid) - before
+            assert used < 0.25 * (time.monotonic() - started) + 0.1
+            assert governor._stopped
+            governor.release()
+            assert not governor._stopped
+        finally:
+            busy.kill()
+
+
+def test_two_workers_and_costs(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["quantize-stats", "--rows", "16", "--types", "q8_0", "-l", "blk.0.attn"]
+    monkeypatch.setattr(script, "COMMANDS", {"quantize-stats": lambda room, long: words})
+    monkeypatch.setattr(sys, "argv", ["fleet.py", "--workers", "1,2", "--share", "4", "--tasks", "0"])
+    script.main()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[:2] for row in rows] == [["quantize-stats", "1"], ["quantize-stats", "2"]]
+    assert rows[0][2] == rows[1][2] != "0" and rows[0][4] == "1.00" and float(rows[1][4]) > 0
+    assert script.cost(Here(), 100, 5, tmp_path) > 0 and not list(tmp_path.iterdir())

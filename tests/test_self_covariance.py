@@ -112,3 +112,11 @@ def test_a_model_that_does_not_run_is_refused_with_the_reason(
 def test_a_text_and_random_tokens_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["imatrix", "-m", MODEL, "--random-tokens", "1024", "-p", "a text"]) == 2
     assert "--random-tokens takes the place of a text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "told"), [(["IQ3_K"], True), (["Q8_0"], False), (["--covariance", "self"], False)])
+def test_users_hear_of_it(words: list[str], told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*words, "--covariance-tokens", "512"] if words[0].startswith("-") else []
+    type = "IQ3_K" if options else words[0]
+    assert main(["quantize", "--pure", *options, MODEL, str(tmp_path / "out.gguf"), type]) == 0
+    assert ("hint: --covariance self" in capsys.readouterr().err) == told

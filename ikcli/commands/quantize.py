@@ -6,6 +6,7 @@ Answers to examples/quantize of ik_llama.cpp; with `--repack` or `--unrepack` ro
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import time
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ikcli.quant.target import TargetOptions
     from ikcli.quant.tool import ToolOptions, ToolPlan
 
+_FEW_BITS = 5.0
 _Q8_0, _NO_TYPE = 7, "TARGET"  # file type to start from when a target is given without TYPE
 
 
@@ -255,7 +257,21 @@ def _run(request: Request) -> int:
         print("\n".join(dry_run_lines(plan)))
         return 0
     write(request, plan)
+    if request.options.covariance is None and would_gain(plan):
+        log.log(
+            "hint: --covariance self runs the model on random tokens first and about halves the divergence of files like "
+            "this; it takes several times as long"
+        )
     return 0
+
+
+def would_gain(plan: ToolPlan) -> bool:
+    """Whether most of the result is in types of less than 5 bits that error feedback can write."""
+    from ikcli.quant.feedback import supports
+
+    changed = [c for c in plan.job.choices if c.changes and supports(c.new)]
+    small = sum(c.n_bytes for c in changed if 8 * c.n_bytes < _FEW_BITS * math.prod(c.shape))
+    return 2 * small > plan.new_bytes
 
 
 def _preflight(request: Request) -> int:

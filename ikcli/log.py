@@ -137,9 +137,9 @@ def _tenths(title: str, total: float) -> Callable[[float], None]:
     return advance
 
 
-def shown_size(n: float) -> str:
-    """`4.58 GiB`, or MiB, KiB, bytes where that is less than one."""
+def shown_size(n: float, digits: int = 2, least: int = 1) -> str:
+    """`4.58 GiB`, or MiB, KiB, bytes where that is less than one; `least` are the bytes of the smallest unit."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if n >= unit:
-            return f"{n / unit:.2f} {name}"
+        if n >= unit or unit == least:
+            return f"{n / unit:.{digits}f} {name}"
     return f"{n:.0f} bytes"

@@ -15,6 +15,7 @@ import ikcli
 from ikcli.config import RunConfig
 from ikcli.eval.bench import BenchResult, mean_and_deviation
 from ikcli.eval.environment import cpu_name
+from ikcli.log import shown_size
 
 # field of RunConfig -> (heading, width; negative: left-aligned), in the order of the columns
 _SETTINGS: dict[str, tuple[str, int]] = {
@@ -111,7 +112,7 @@ class MarkdownWriter(Writer):
 
     def result(self, result: BenchResult) -> None:
         m, c = result.model, result.config
-        size = f"{m.n_bytes / 2**30:.2f} GiB" if m.n_bytes >= 2**30 else f"{m.n_bytes / 2**20:.2f} MiB"
+        size = shown_size(m.n_bytes, least=2**20)
         params = f"{m.n_params / 1e9:.2f} B" if m.n_params >= 1e9 else f"{m.n_params / 1e6:.2f} M"
         n_threads = c.n_threads if result.test.n_gen else c.n_threads_batch
         speed, deviation = mean_and_deviation(result.samples_ts)

@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from ikcli.log import shown_size
+
 _MAX_TEXT = 60
 MAX_ITEMS = 8
-_MIB, _GIB = 2**20, 2**30
 
 
 def format_size(n_bytes: int) -> str:
     """`226.003 GiB`, or MiB below one GiB."""
-    return f"{n_bytes / _GIB:.3f} GiB" if n_bytes >= _GIB else f"{n_bytes / _MIB:.3f} MiB"
+    return shown_size(n_bytes, 3, least=2**20)
 
 
 def printable(text: str) -> str:

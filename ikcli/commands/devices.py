@@ -9,8 +9,8 @@ from ikcli.commands._model import find_model
 from ikcli.config import RunConfig
 from ikcli.config_tools import DevicesConfig
 from ikcli.eval.inventory import Inventory, take_inventory
+from ikcli.log import shown_size
 
-_GIB = 2.0**30
 _CELLS = 256  # of the session of a self-test
 
 
@@ -62,4 +62,4 @@ def lines(found: Inventory) -> list[str]:
 
 
 def _size(n_bytes: int | None) -> str:
-    return "? GiB" if n_bytes is None else f"{n_bytes / _GIB:.1f} GiB"
+    return "? GiB" if n_bytes is None else shown_size(n_bytes, 1, least=2**30)

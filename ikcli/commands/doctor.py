@@ -14,8 +14,9 @@ from ikcli.errors import UsageError
 from ikcli.eval.bench import params_label
 from ikcli.eval.doctor import Examination, examine
 from ikcli.eval.doctor_model import ModelReport
+from ikcli.log import shown_size
 
-_GIB, _MIB = 2.0**30, 2.0**20
+_MIB = 2.0**20
 _WIDTH = 100  # of reasons
 
 
@@ -161,4 +162,4 @@ def _rate(n: float) -> str:
 def _size(n_bytes: int | None) -> str:
     if n_bytes is None:
         return "? GiB"
-    return f"{n_bytes / _GIB:.1f} GiB" if n_bytes >= _GIB else f"{n_bytes / _MIB:.1f} MiB"
+    return shown_size(n_bytes, 1, least=2**20)

@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from ikcli.convert.archs import architecture_of
 from ikcli.convert.build import Build, place_tensors
-from ikcli.convert.config import Config, read_json
+from ikcli.convert.config import Config
 from ikcli.convert.float8 import read_floats
+from ikcli.convert.json_files import read_json
 from ikcli.convert.pieces import Constant, NewRows, Rows
 from ikcli.convert.source import Array, SafetensorsSource
 from ikcli.errors import FormatError, IkError, UnsupportedError, UsageError

@@ -268,6 +268,11 @@ def _turned(pick: slice) -> Callable[[Array], Array]:
     return lambda rows: np.ascontiguousarray(rows.T[pick])
 
 
+def in_pairs(heads: Order) -> Order:
+    """Rows by head, where the two of a rotated pair are half a head apart, in an order in which they are adjacent."""
+    return heads.reshape(len(heads), 2, -1).swapaxes(1, 2).reshape(-1)
+
+
 def rotated_pairs(heads: str = "num_attention_heads", *other: str) -> Callable[[Build, int], Order]:
     """Order of rows in which the two of a rotated pair are adjacent, of rows where they are half a head apart."""
 
@@ -275,7 +280,7 @@ def rotated_pairs(heads: str = "num_attention_heads", *other: str) -> Callable[[
         n_head = m.config.integer(heads, *other, default=m.config.integer("num_attention_heads"), least=1)
         if n % (2 * n_head):
             raise m.config.fail(heads, f"is {n_head}, which does not fit {n} rows")
-        return np.arange(n).reshape(n_head, 2, n // n_head // 2).swapaxes(1, 2).reshape(-1)
+        return in_pairs(np.arange(n).reshape(n_head, -1))
 
     return order
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ikcli.convert.tokenizer_files import TokenizerFiles, read_object, read_text
+from ikcli.convert.json_files import read_object, read_text
+from ikcli.convert.tokenizer_files import TokenizerFiles
 from ikcli.errors import FormatError
 
 _DIRECTORIES = ("additional_chat_templates", "chat_templates")

@@ -13,7 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ikcli.errors import FormatError, IkError, UnsupportedError
+from ikcli.convert.json_files import read_json
+from ikcli.errors import FormatError, UnsupportedError
 
 _HARMLESS = """
     cache_implementation use_parallel_embedding output_dropout
@@ -48,21 +49,6 @@ def known_defaults() -> dict[str, Any]:
     """model_type -> {"aliases": ..., "defaults": ...}."""
     text = files("ikcli").joinpath("data/config_defaults.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
-    return found
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; IkError or FormatError names the file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise IkError(f"{path}: no such file; a checkpoint directory has one") from None
-    except OSError as problem:
-        raise IkError(f"{path}: {problem.strerror or problem}") from None
-    except (ValueError, RecursionError):
-        raise FormatError(f"{path}: is not JSON") from None
-    if not isinstance(found, dict):
-        raise FormatError(f"{path}: is not a JSON object")
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ikcli.convert.config import read_json
+from ikcli.convert.json_files import read_json
 from ikcli.errors import FormatError, IkError, UsageError
 from ikcli.gguf.constants import GGUFValueType
 from ikcli.gguf.values import Typed

@@ -73,6 +73,11 @@ class Matrix:
         return _MADE.get(self, source)[first:last]
 
 
+def turn(rows: Array) -> Array:
+    """A matrix the other way round."""
+    return np.ascontiguousarray(rows.T)
+
+
 class _Made:
     """The last two matrices that were made, whoever wants rows of them."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ikcli.convert.tokenizer_files import CONTROL, Table, TokenizerFiles, read_object
+from ikcli.convert.json_files import read_object
+from ikcli.convert.tokenizer_files import CONTROL, Table, TokenizerFiles
 from ikcli.errors import FormatError
 from ikcli.log import warn
 from ikcli.tokenizer.vocab import EOG_TEXTS

@@ -6,7 +6,7 @@ import base64
 import binascii
 from pathlib import Path
 
-from ikcli.convert.tokenizer_files import read_text
+from ikcli.convert.json_files import read_text
 from ikcli.errors import FormatError
 from ikcli.tokenizer.unicode import BYTE_TO_CHAR
 

@@ -2,45 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ikcli.errors import FormatError, IkError, UnsupportedError
+from ikcli.convert.json_files import read_object
+from ikcli.errors import FormatError, UnsupportedError
 from ikcli.log import warn
-
-_MAX_JSON = 1 << 30
-
-
-def read_text(path: Path) -> str | None:
-    """The text of a file; None if there is none. IkError if it cannot be read."""
-    try:
-        if not path.is_file():
-            return None
-        if path.stat().st_size > _MAX_JSON:
-            raise FormatError(f"{path}: is too large for a file of this kind")
-        return path.read_text(encoding="utf-8")
-    except OSError as problem:
-        raise IkError(f"{path}: {problem.strerror or problem}") from None
-    except UnicodeDecodeError:
-        raise FormatError(f"{path}: is not UTF-8 text") from None
-
-
-def read_object(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None if there is no such file."""
-    text = read_text(path)
-    if text is None:
-        return None
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        raise FormatError(f"{path}: is not JSON") from None
-    if not isinstance(found, dict):
-        raise FormatError(f"{path}: is not a JSON object")
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ikcli.convert.chat_templates import chat_template_keys
+from ikcli.convert.json_files import read_object, read_text
 from ikcli.convert.pre_names import PLAIN, recognise
 from ikcli.convert.special_ids import special_keys
 from ikcli.convert.spm_file import SpmModel, read_spm
@@ -32,8 +33,6 @@ from ikcli.convert.tokenizer_files import (
     Table,
     TokenizerFiles,
     make_table,
-    read_object,
-    read_text,
 )
 from ikcli.errors import FormatError, IkError, UnsupportedError
 from ikcli.gguf.constants import GGUFValueType

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from ikcli.gguf.types import TYPES
 from ikcli.graph import Cache, Per
+from ikcli.log import shown_size
 
 MIB = 1024.0 * 1024.0
-GIB = 1024.0 * MIB
 _TRAITS = {traits.name: traits for traits in TYPES.values()}
 _NON_REPEATING = ("token_embd.weight", "output.weight", "output_norm.weight")
 
@@ -117,8 +117,7 @@ def count_text(n_elements: int) -> str:
 
 def size_text(n_bytes: int, n_elements: int) -> str:
     """`226.003 GiB (2.889 BPW)`; MiB below one GiB."""
-    size = f"{n_bytes / MIB:.3f} MiB" if n_bytes < GIB else f"{n_bytes / GIB:.3f} GiB"
-    return f"{size} ({n_bytes * 8.0 / max(1, n_elements):.3f} BPW)"
+    return f"{shown_size(n_bytes, 3, least=2**20)} ({n_bytes * 8.0 / max(1, n_elements):.3f} BPW)"
 
 
 def model_size_lines(tensors: Sequence[TensorRow], ftype: str = "") -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ikcli.eval.doctor_machine import KernelCache, Memory, Processor
 from ikcli.eval.doctor_measure import Roofs
 from ikcli.eval.doctor_model import ModelReport
+from ikcli.log import shown_size
 
 _GIB = 2**30
 _PLAIN_CPU = {"performance", "schedutil", "ondemand"}
@@ -127,4 +128,4 @@ def model_advice(model: ModelReport, memory: Memory, n_repackable: int, mapped: 
 
 
 def _size(n_bytes: float) -> str:
-    return f"{n_bytes / _GIB:.1f} GiB" if n_bytes >= _GIB else f"{n_bytes / 2**20:.1f} MiB"
+    return shown_size(n_bytes, 1, least=2**20)

@@ -13,6 +13,7 @@ import numpy as np
 from ikcli import __version__
 from ikcli.eval.report_page import pareto
 from ikcli.eval.report_plot import Curve, Dot, plot
+from ikcli.log import shown_size
 
 if TYPE_CHECKING:
     from ikcli.eval.publish import Published, PublishedQuant
@@ -94,7 +95,7 @@ def _table(made: Published) -> list[str]:
     for q in sorted(made.quants, key=lambda q: -q.n_bytes):
         name = q.paths[0].rsplit("/", 1)[-1]
         more = f" and {len(q.paths) - 1} more" if len(q.paths) > 1 else ""
-        size = f"{q.n_bytes / _GIB:.2f} GiB" if q.n_bytes >= _GIB else f"{q.n_bytes / 2**20:.2f} MiB"
+        size = shown_size(q.n_bytes, least=2**20)
         cells = [f"[{name}]({q.paths[0]}){more}", q.type, size, f"{q.bpw:.2f}"]
         cells += [_with_error(q.quality.get(c)) for c in columns] + [f"[types]({q.recipe})"]
         lines.append("| " + " | ".join(cells) + " |")

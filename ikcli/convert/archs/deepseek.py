@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ikcli.convert.archs.glm import NEXT_TOKENS, n_further
 from ikcli.convert.archs.llama import PAIRS
 from ikcli.convert.build import Architecture, Build, Found, Rule, Table, fused_experts
@@ -21,9 +19,8 @@ from ikcli.convert.common import (
     sizes,
     tied,
 )
-from ikcli.convert.pieces import Matrix, Piece, Rows
+from ikcli.convert.pieces import Matrix, Piece, Rows, turn
 from ikcli.convert.rope import Rope, read_rope
-from ikcli.convert.source import Array
 from ikcli.errors import FormatError
 
 _SEES = r"vision_tower|mm_projector|multi_modal_projector|vision_encoder|patch_merger"
@@ -40,14 +37,10 @@ def split_kv_b(m: Build, found: Found) -> None:
     values: list[Piece] = []
     for head in range(n_head):
         first = head * (nope + v)
-        keys.append(Matrix(found.name, rank, nope, first, first + nope, _turn))
+        keys.append(Matrix(found.name, rank, nope, first, first + nope, turn))
         values.append(Rows(found.name, v, rank, first + nope))
     m.add(f"blk.{found.block}.attn_k_b.weight", keys, (nope, rank, n_head))
     m.add(f"blk.{found.block}.attn_v_b.weight", values, (rank, v, n_head))
-
-
-def _turn(rows: Array) -> Array:
-    return np.ascontiguousarray(rows.T)
 
 
 MLA: dict[str, str | Rule] = {

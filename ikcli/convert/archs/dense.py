@@ -185,16 +185,8 @@ def _smollm3(m: Build) -> None:
     _biases(m)
 
 
-def _seed(m: Build) -> None:
-    activation(m, *SILU)
-    sizes(m)
-    rope(m)
-    rms_eps(m)
-    head_dim(m)
-    _biases(m)
-
-
-def _ernie(m: Build) -> None:
+def _plain(m: Build) -> None:
+    """Seed-OSS, ERNIE 4.5: nothing of their own."""
     activation(m, *SILU)
     sizes(m)
     rope(m)
@@ -205,7 +197,7 @@ def _ernie(m: Build) -> None:
 
 def _erniemoe(m: Build) -> None:
     c = m.config
-    _ernie(m)
+    _plain(m)
     m.key("expert_count", c.integer("moe_num_experts", least=1))
     m.key("expert_used_count", c.integer("moe_k", least=1))
     m.key("interleave_moe_layer_step", c.integer("moe_layer_interval", default=1, least=1))
@@ -234,8 +226,8 @@ ARCHITECTURES = (
     ),
     Architecture("exaone4", ("Exaone4ForCausalLM",), _exaone4, _AFTER, _finish_exaone4),
     Architecture("smollm3", ("SmolLM3ForCausalLM",), _smollm3, GRANITE, finish),
-    Architecture("seed_oss", ("SeedOssForCausalLM",), _seed, SEED, tied),
-    Architecture("ernie4_5", ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), _ernie, LLAMA, tied),
+    Architecture("seed_oss", ("SeedOssForCausalLM",), _plain, SEED, tied),
+    Architecture("ernie4_5", ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), _plain, LLAMA, tied),
     Architecture(
         "ernie4_5-moe", ("Ernie4_5_MoeForCausalLM",), _erniemoe, ERNIE_MOE, tied, r"mtp_",
         frozenset({"use_rmsnorm", "fuse_rms_norm"}),

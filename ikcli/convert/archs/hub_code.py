@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
 from ikcli.convert.archs.llama import PAIRS, llama_keys
-from ikcli.convert.archs.older import ACTIVATION_KEYS, GPT2, old_sizes
-from ikcli.convert.build import Architecture, Build, Found, Rule, Table, drop, expert, split, to
+from ikcli.convert.archs.older import ACTIVATION_KEYS, STARCODER, old_sizes
+from ikcli.convert.build import Architecture, Build, Found, Rule, Table, drop, expert, in_pairs, split, to
 from ikcli.convert.common import (
     GELU_TANH,
     LLAMA,
@@ -22,9 +22,8 @@ from ikcli.convert.common import (
     sizes,
     tied,
 )
-from ikcli.convert.pieces import Matrix, Order, Piece, Rows
+from ikcli.convert.pieces import Matrix, Order, Piece, Rows, turn
 from ikcli.convert.rope import put_rope, read_rope
-from ikcli.convert.source import Array
 from ikcli.errors import FormatError
 
 _TRANSFORMER = "transformer."
@@ -69,17 +68,13 @@ def _experts_in_rows(name: str, turned: bool = False) -> Rule:
         pieces: list[Piece] = []
         for e in range(n_expert):
             if turned:
-                pieces.append(Matrix(found.name, width, n, e * n, (e + 1) * n, _turn))
+                pieces.append(Matrix(found.name, width, n, e * n, (e + 1) * n, turn))
             else:
                 pieces.append(Rows(found.name, n, width, e * n))
         shape = (n, width, n_expert) if turned else (width, n, n_expert)
         m.add(f"blk.{found.block}.{name}.weight", pieces, shape)
 
     return rule
-
-
-def _turn(rows: Array) -> Array:
-    return np.ascontiguousarray(rows.T)
 
 
 DBRX: Table = {
@@ -166,13 +161,7 @@ def _grok(m: Build) -> None:
     c.get("vocab_size")
 
 
-CODESHELL: Table = GPT2 | {
-    "h.*.attn.c_attn": "blk.*.attn_qkv",
-    "h.*.attn.c_proj": "blk.*.attn_output",
-    "h.*.mlp.c_fc": "blk.*.ffn_up",
-    "h.*.mlp.c_proj": "blk.*.ffn_down",
-    "h.*.attn.rotary_emb.inv_freq": drop,
-}
+CODESHELL: Table = STARCODER | {"h.*.attn.rotary_emb.inv_freq": drop}
 
 
 def _codeshell(m: Build) -> None:
@@ -206,7 +195,7 @@ def _plamo_heads(m: Build) -> tuple[int, int]:
     return n_head, n_head // shared
 
 
-def _grouped(rotated: bool) -> Any:
+def _grouped(rotated: bool) -> Callable[[Build, int], Order]:
     """Order of rows in which query heads of one key head are together, and rotated pairs adjacent."""
 
     def order(m: Build, n: int) -> Order:
@@ -214,7 +203,7 @@ def _grouped(rotated: bool) -> Any:
         if n % (2 * n_head):
             raise m.config.fail("num_attention_heads", f"is {n_head}, which does not fit {n} rows")
         heads = np.arange(n).reshape(n_head // n_kv, n_kv, n // n_head).swapaxes(0, 1).reshape(n_head, -1)
-        return _in_pairs(heads) if rotated else heads.reshape(-1)
+        return in_pairs(heads) if rotated else heads.reshape(-1)
 
     return order
 
@@ -223,11 +212,7 @@ def _plamo_keys_order(m: Build, n: int) -> Order:
     n_kv = _plamo_heads(m)[1]
     if n % (2 * n_kv):
         raise m.config.fail("n_shared_head", f"leaves {n_kv} key heads, which do not fit {n} rows")
-    return _in_pairs(np.arange(n).reshape(n_kv, -1))
-
-
-def _in_pairs(heads: Order) -> Order:
-    return heads.reshape(len(heads), 2, -1).swapaxes(1, 2).reshape(-1)
+    return in_pairs(np.arange(n).reshape(n_kv, -1))
 
 
 PLAMO: Table = {

@@ -9,7 +9,7 @@ import numpy as np
 
 from ikcli.convert.archs.layernorm import head_by_head
 from ikcli.convert.archs.llama import PAIRS, finish, llama_keys
-from ikcli.convert.build import Architecture, Build, Found, Rule, Table, drop, rotated_pairs
+from ikcli.convert.build import Architecture, Build, Found, Rule, Table, drop, in_pairs, rotated_pairs
 from ikcli.convert.common import (
     GELU_TANH,
     LLAMA,
@@ -23,9 +23,8 @@ from ikcli.convert.common import (
     sizes,
     tied,
 )
-from ikcli.convert.pieces import Matrix, Order, Rows
+from ikcli.convert.pieces import Matrix, Order, Rows, turn
 from ikcli.convert.rope import put_rope, read_rope
-from ikcli.convert.source import Array
 from ikcli.errors import FormatError
 
 ACTIVATION_KEYS = ("activation_function", "hidden_act", "activation")
@@ -40,13 +39,9 @@ def _turned(name: str) -> Rule:
             m.plain(found, full)
             return
         n_in, n_out = found.matrix()
-        m.add(full, (Matrix(found.name, n_out, n_in, 0, n_in, _turn),))
+        m.add(full, (Matrix(found.name, n_out, n_in, 0, n_in, turn),))
 
     return rule
-
-
-def _turn(rows: Array) -> Array:
-    return np.ascontiguousarray(rows.T)
 
 
 GPT2: Table = {
@@ -172,7 +167,7 @@ def _qkv_by_group(m: Build, found: Found) -> None:
     for name, order in parts.items():
         if name != "attn_v":
             heads = n_head if name == "attn_q" else n_kv
-            order = order[np.arange(len(order)).reshape(heads, 2, width // 2).swapaxes(1, 2).reshape(-1)]
+            order = in_pairs(order.reshape(heads, width))
         m.add(f"blk.{found.block}.{name}.weight", (Rows(found.name, len(order), found.shape[1], order=order),))
 
 

@@ -193,6 +193,7 @@ def _file_of() -> dict[str, Path]:
     return names
 
 
+@functools.cache
 def kernel(name: str) -> Entry:
     """An emulated kernel by name; compiles its file on first use."""
     files = _file_of()

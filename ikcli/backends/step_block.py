@@ -22,6 +22,7 @@ from ikcli.graph import Rows
 from ikcli.graph.micro_batch import Segment
 
 STATE_INDEX = {Rows.TOKENS: 0, Rows.OUTPUTS: 1, Rows.KV: 2}
+_KV_CELLS = 5  # among the arrays
 SEG_WORDS = 6  # of a segment: first token, tokens, first cell, position, first compact row, cached positions
 
 _pack_counts: Callable[..., None] = Struct("4q").pack_into
@@ -109,6 +110,29 @@ class StepBlock:
         _pack_counts(self._words, 0, n, n_outputs, n_kv, n)
         self.n_segments = n
         self.rows = {Rows.TOKENS: n, Rows.OUTPUTS: n_outputs, Rows.KV: n_kv}
+
+    def packed(self) -> list[npt.NDArray[np.generic]]:
+        """What `unpack` of another block makes the same micro-batch of; views, without the cells of all positions."""
+        words, *arrays = self.arrays()
+        del arrays[_KV_CELLS]  # they follow from the segments
+        return [words[:4], *arrays]
+
+    def unpack(self, data: memoryview, *, compact: bool) -> int:
+        """Take over a micro-batch; returns the bytes read. `compact`: a program reads the cache as compact rows."""
+        n, n_out, n_kv, n_segments = (int(x) for x in np.frombuffer(data, np.int64, 4))
+        self._words[:4] = n, n_out, n_kv, n_segments
+        self.n_segments = n_segments
+        self.rows = {Rows.TOKENS: n, Rows.OUTPUTS: n_out, Rows.KV: n_kv}
+        at = 32
+        _, *arrays = self.arrays()
+        for i, array in enumerate(arrays):
+            if i != _KV_CELLS:
+                array[...] = np.frombuffer(data, array.dtype, array.size, at).reshape(array.shape)
+                at += array.nbytes
+        if compact:
+            for _, _, cell, _, first, count in self._segments[:n_segments].tolist():
+                self._kv_cells[first : first + count] = self._count[cell : cell + count]
+        return at
 
     def arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
         """The words, then what their addresses point to, as far as this micro-batch uses it."""

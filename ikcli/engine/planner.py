@@ -26,6 +26,9 @@ from ikcli.engine.programs import Graphs, check_caches, graph_config, output_byt
 from ikcli.engine.run_device import RESERVE_BYTES, RunDevice, cache_bytes
 from ikcli.engine.runner import DividedProgram, Offload, Runner
 from ikcli.engine.sizes import Sizes, session_of
+from ikcli.engine.stages.cuts import find_cuts
+from ikcli.engine.stages.driver import STAGE, StagedRunner
+from ikcli.engine.stages.part import StageRunner
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.graph import Cache
 from ikcli.models import GraphConfig, HParams, Weights
@@ -56,7 +59,8 @@ class MemoryPlan:
         """
         if device not in self.free:
             return 0
-        margin = margin if device == CPU else max(margin, RESERVE_BYTES)
+        if device != CPU and not device.startswith(STAGE):
+            margin = max(margin, RESERVE_BYTES)
         return max(self.total(device) + margin - self.free[device], 0)
 
     def fits(self, margin: int = 0) -> bool:
@@ -84,7 +88,8 @@ class RunPlan:
 
     def on_gpus(self) -> int:
         """Bytes of weights in GPU memory."""
-        return sum(parts["weights"] for device, parts in self.memory.parts.items() if device != CPU)
+        devices = self.placement.devices
+        return sum(parts["weights"] for device, parts in self.memory.parts.items() if device in devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +140,11 @@ class Planner:
             self._plans[config] = self.prepare(*session_of(config)).plan
         return self._plans[config]
 
-    def prepare(self, config: RunConfig, sizes: Sizes) -> PreparedRun:
-        """The plan of a session, with the graphs and programs it is made of. -c 0 is the context of the model."""
+    def prepare(self, config: RunConfig, sizes: Sizes, stage: tuple[tuple[int, ...], int] | None = None) -> PreparedRun:
+        """The plan of a session, with the graphs and programs it is made of. -c 0 is the context of the model.
+
+        `stage`: that of the process that has this stage (cuts, index) of the model.
+        """
         config, warnings = resolve(config, self.hp.n_ctx_train)
         sizes = sizes if sizes.n_ctx else replace(sizes, n_ctx=config.n_ctx)
         cfg, placement = self._graph_config(config, sizes), self.place(config)
@@ -146,7 +154,10 @@ class Planner:
         offload = offload_of(config, model, placement) if placement.devices else None
         used = {*placement.buffer_of.values(), *placement.cache}
         gpus = {name: gpu for name, gpu in self._gpus.items() if name in used}
-        runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload)
+        if config.fleet.stages > 1:
+            runner, config = self._staged(config, sizes, cfg, model, graphs, stage)
+        else:
+            runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload)
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
         programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step)
         parts = memory_of(runner, programs, model, output_bytes(cfg, self.hp, n_outputs))
@@ -158,6 +169,26 @@ class Planner:
         }
         plan = RunPlan(config, sizes, tuple(warnings), cfg, placement, memory, caches, n_nodes, n_splits)
         return PreparedRun(plan, model, graphs, runner, programs)
+
+    def _staged(
+        self,
+        config: RunConfig,
+        sizes: Sizes,
+        cfg: GraphConfig,
+        model: Model,
+        graphs: Graphs,
+        stage: tuple[tuple[int, ...], int] | None,
+    ) -> tuple[Runner, RunConfig]:
+        """The runner of a model in stages, or of one stage; on one machine the stages share its threads."""
+        if stage is not None:
+            return StageRunner(CpuDevice(max(config.n_threads, config.n_threads_batch)), *stage), config
+        if config.fleet.ray in (None, "local"):
+            n = config.fleet.stages
+            config = replace(
+                config, n_threads=max(1, config.n_threads // n), n_threads_batch=max(1, config.n_threads_batch // n)
+            )
+        cuts = find_cuts(config, model, graphs, lambda c: cache_bytes(c, c.rows(cfg.n_ctx, cfg.n_seq, cfg.n_window)))
+        return StagedRunner(config, sizes, cuts), config
 
     def fits(self, config: RunConfig) -> bool:
         """Whether a run fits all devices; quick where weights and cache alone are too large."""
@@ -190,6 +221,8 @@ class Planner:
         free = dict(zip(self.machine.names, self.machine.free, strict=True))
         if self.machine.ram is not None:
             free[CPU] = self.machine.ram
+            if self.machine.described:  # every stage is on such a machine
+                free |= {name: self.machine.ram for name in devices if name.startswith(STAGE)}
         return {name: free[name] for name in devices if name in free}
 
     def warnings(self, config: RunConfig) -> tuple[str, ...]:

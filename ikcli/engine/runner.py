@@ -277,6 +277,10 @@ class Runner:
         """See `RunDevice.write_cells`."""
         self.parts[self.cache_device(cache)].write_cells(cache, self.cache_rows(cache), first, rows)
 
+    def move_cells(self, cache: Cache, source: int, first: int, n: int) -> None:
+        """Copy n rows of a cache tensor to another place, which may overlap."""
+        self.write_cells(cache, first, self.read_cells(cache, source, n))
+
     def bind(self, programs: Sequence[DividedProgram], state: StepBlock) -> None:
         """Give the programs memory, after `load`."""
         programs = _with_variants(programs)
@@ -318,6 +322,19 @@ class Runner:
             name = program.turns[i].device
             self.parts[name].wait(program.parts[name], program.numbers[i])
 
+    @property
+    def depth(self) -> int:
+        """Micro-batches that can be under way at once: `start` so many times, then `finish`."""
+        return 1
+
+    def start(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
+        """Begin a micro-batch; the step block may be filled anew when this returns."""
+        self.run(program, n_threads, state)
+
+    def finish(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
+        """The value of the oldest micro-batch under way, in memory that the next one may write again."""
+        return self.result(program, n_rows)
+
     def run_observed(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
         """Execute node by node, showing every output to the observer once, right after it was computed."""
         seen: set[Node] = set()
@@ -333,6 +350,10 @@ class Runner:
                     observer(node, value)
         for name in program.parts:
             self.parts[name].finish()
+
+    def explain(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
+        """Compute the last micro-batch that was finished once more, showing every node to an observer that raises."""
+        self.run_observed(program, n_threads, state, observer)
 
     def timed(self, program: DividedProgram, n_threads: int, state: StepBlock, show: bool) -> Iterator[TimedOp]:
         """Execute op by op under a clock."""

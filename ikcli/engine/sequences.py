@@ -110,8 +110,8 @@ class Sequences:
         kept = max(min(self.kind.first_needed(past) - SPARE, past), 0)
         kept = max(kept, first)
         for cache in self._windows:
-            rows = self._runner.read_cells(cache, seq * self._n_window + kept - first, past - kept)
-            self._runner.write_cells(cache, seq * self._n_window, rows)
+            at = seq * self._n_window
+            self._runner.move_cells(cache, at + kept - first, at, past - kept)
         self._first[seq] = kept
 
     # --- going back -------------------------------------------------------------------------------------------------

@@ -7,7 +7,9 @@ fills the step block.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +67,7 @@ class Session:
         self.timings = Timings()
         self.profile = _new_profile() if self.config.profile else None
         self._n_outputs = min(plan.sizes.n_seq, self.n_ubatch)
+        self._flights: deque[tuple[DividedProgram, int, int]] = deque()  # program, threads, outputs
         self._last: tuple[DividedProgram, int]  # program and threads of the last micro-batch
 
     # --- making -----------------------------------------------------------------------------------------------------
@@ -140,9 +143,8 @@ class Session:
         """Compile kernels, map or read weights, allocate the cache and buffers."""
         start = time.perf_counter()
         self.compile()
-        names = {w for g, _ in self.graphs.values() for w in g.weights}
-        self._check_weights(names)
         programs = list(self.programs.values())
+        self._check_weights({w for names in self.runner.weight_names(programs).values() for w in names})
         self.runner.load(programs, self.model, self.config.mmap)
         try:
             self._state = StepBlock(max(self.n_ubatch, self.n_step), self.n_ctx)
@@ -156,6 +158,13 @@ class Session:
                 "lower -c or -ub, or use -ctk q8_0"
             ) from None
         self.timings.t_load = time.perf_counter() - start
+
+    def restart(self) -> None:
+        """Load the model again where its memory was lost (a stage of it); nothing is cached then."""
+        self._flights.clear()
+        self.sequences.clear()
+        self.runner.load(list(self.programs.values()), self.model, self.config.mmap)
+        self.runner.bind(list(self.programs.values()), self._state)
 
     def _place_memory(self) -> None:
         """Huge pages, first touch and locking, as far as they were asked for; nothing has used the buffers yet."""
@@ -196,6 +205,11 @@ class Session:
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes by device (CPU first) and part: weights, KV, compute, output."""
         return memory_of(self.runner, self.programs, self.model, self.output_bytes)
+
+    @property
+    def step_block(self) -> StepBlock:
+        """What describes the micro-batch to the programs."""
+        return self._state
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -239,30 +253,62 @@ class Session:
         if len(batch) == 1:
             parts = [self._decode(batch)]  # in the work memory itself, which the next micro-batch writes again
         else:
-            starts = range(0, len(batch), self.n_ubatch)
-            parts = [self._decode(batch.slice(i, i + self.n_ubatch)).copy() for i in starts]
+            parts = self._decode_all(batch)
         self.timings.add(len(batch), time.perf_counter() - start)
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty((0, self.n_vocab), np.float32), *parts])
 
+    def _decode_all(self, batch: Batch) -> list[FloatRows]:
+        """Micro-batch after micro-batch, as many under way at once as the runner can have."""
+        parts: list[FloatRows] = []
+        try:
+            for i in range(0, len(batch), self.n_ubatch):
+                if self.under_way == self.runner.depth:
+                    parts.append(self._checked(self.land()).copy())
+                self.launch(batch.slice(i, i + self.n_ubatch))
+            while self.under_way:
+                parts.append(self._checked(self.land()).copy())
+        finally:
+            self.abandon()
+        return parts
+
+    def abandon(self) -> None:
+        """Wait for all micro-batches under way, and forget their logits."""
+        while self._flights:
+            with suppress(IkError):
+                self.land()
+
     def _decode(self, batch: Batch) -> FloatRows:
-        logits = self._compute(batch)
+        return self._checked(self._compute(batch))
+
+    def _checked(self, logits: FloatRows) -> FloatRows:
         # A sum is not finite if a term is not; it can overflow by itself, so look closer before complaining.
         if not np.isfinite(logits.sum(dtype=np.float64)) and not np.isfinite(logits).all():
             self._explain_non_finite(*self._last)
         return logits
 
     def _compute(self, batch: Batch) -> FloatRows:
+        self.launch(batch)
+        return self.land()
+
+    @property
+    def under_way(self) -> int:
+        """Micro-batches that were launched and have not landed; there can be `runner.depth`."""
+        return len(self._flights)
+
+    def launch(self, batch: Batch) -> None:
+        """Begin a micro-batch; `land` gives its logits, those of the oldest one first."""
         if not self.outputs.logits:
             raise IkError("the session was opened for embeddings and has no logits")
         n = len(batch)
         if n == 1:
-            return self._next(batch.tokens.tolist(), batch.pos.tolist(), batch.seq.tolist(), int(batch.logits[0]))
+            self._next(batch.tokens.tolist(), batch.pos.tolist(), batch.seq.tolist(), int(batch.logits[0]))
+            return
         out_ids = np.flatnonzero(batch.logits)
         if len(out_ids) > self._n_outputs:
             self._grow_outputs(len(out_ids))
         self._state.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
         kind = "prefill" if n >= EXPAND_MIN_TOKENS and "prefill" in self.programs else "decode"
-        return self._run(self.programs[kind], self.config.n_threads_batch, len(out_ids))
+        self._start(self.programs[kind], self.config.n_threads_batch, len(out_ids))
 
     def _next(
         self,
@@ -271,8 +317,8 @@ class Session:
         seqs: Sequence[int],
         n_outputs: int,
         beside: Callable[[], None] | None = None,
-    ) -> FloatRows:
-        """One token of each of these sequences by the program for generation."""
+    ) -> None:
+        """Launch one token of each of these sequences by the program for generation."""
         n_past = self.sequences.n_past
         if not 0 <= min(tokens) <= max(tokens) < self.n_vocab:
             raise IkError(f"a token id is outside the vocabulary of {self.n_vocab}")
@@ -284,17 +330,22 @@ class Session:
             n_past[seq] += 1
         if beside is not None:
             beside()
-        return self._run(self.programs["step"], self.config.n_threads, n_outputs)
+        self._start(self.programs["step"], self.config.n_threads, n_outputs)
 
-    def _run(self, program: DividedProgram, n_threads: int, n_outputs: int) -> FloatRows:
+    def _start(self, program: DividedProgram, n_threads: int, n_outputs: int) -> None:
         if self.profile is not None:
             self.profile.run(self.runner, program, n_threads, self._state, self.observer)
         elif self.observer is None:
-            self.runner.run(program, n_threads, self._state)
+            self.runner.start(program, n_threads, self._state)
         else:
             self.runner.run_observed(program, n_threads, self._state, self.observer)
+        self._flights.append((program, n_threads, n_outputs))
+
+    def land(self) -> FloatRows:
+        """Logits of the oldest micro-batch under way; they are overwritten by the next one."""
+        program, n_threads, n_outputs = self._flights.popleft()
         self._last = program, n_threads
-        return self.runner.result(program, n_outputs)
+        return self.runner.finish(program, n_outputs)
 
     @property
     def outputs(self) -> Outputs:
@@ -309,7 +360,8 @@ class Session:
         self._check_ids(tokens)
         pos = np.concatenate([np.arange(s.pos, s.n_kv, dtype=np.int32) for s in segments])
         self._state.set(tokens, pos, out_ids, segments)
-        found = self._run(self.programs[kind], self.config.n_threads_batch, len(out_ids))
+        self._start(self.programs[kind], self.config.n_threads_batch, len(out_ids))
+        found = self.land()
         self.timings.add(len(tokens), time.perf_counter() - start)
         if not np.isfinite(found).all():
             self._explain_non_finite(*self._last)
@@ -362,25 +414,19 @@ class Session:
 
     def _grow_outputs(self, n: int) -> None:
         """More logits per micro-batch than planned: plan again."""
+        self.plan_outputs(min(self.n_ubatch, 1 << (n - 1).bit_length()))
+
+    def plan_outputs(self, n: int) -> None:
+        """Plan and bind the programs again, for n logits per micro-batch."""
         n_step = self.run_plan.sizes.n_step
-        self._n_outputs = min(self.n_ubatch, 1 << (n - 1).bit_length())
+        self._n_outputs = n
         self.programs = plan_programs(self.runner, self.graphs, self.graph_config, self._n_outputs, n_step)
         self.runner.bind(list(self.programs.values()), self._state)
 
     def _explain_non_finite(self, program: DividedProgram, n_threads: int) -> None:
         """Run the micro-batch once more, node by node, and name the first one that is not finite."""
 
-        def look(node: Node, value: npt.NDArray[np.generic]) -> None:
-            if node.op.is_table or np.isfinite(value).all():
-                return
-            weights = [w.name for w in node.weights()]
-            with_ = f" with {', '.join(weights)}" if weights else ""
-            raise NonFiniteError(
-                f"{self.model.source}: {node.name} ({node.op.name}{with_}) gives NaN or Inf; "
-                "--check-tensors tells whether the file holds such values"
-            )
-
-        self.runner.run_observed(program, n_threads, self._state, look)
+        self.runner.explain(program, n_threads, self._state, look_for_non_finite(self.model.source))
         raise NonFiniteError(f"{self.model.source}: the result is NaN or Inf, but not when computed again node by node")
 
     def compute(self, batch: Batch) -> FloatRows:
@@ -398,7 +444,8 @@ class Session:
         start = time.perf_counter()
         out_ids = np.arange(len(batch))
         self._state.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
-        logits = self._run(self.programs["step"], self.config.n_threads, len(batch))
+        self._start(self.programs["step"], self.config.n_threads, len(batch))
+        logits = self.land()
         self.timings.add(1, time.perf_counter() - start)
         return logits
 
@@ -414,7 +461,8 @@ class Session:
         `beside` is called when all is ready to be computed: what it wakes runs beside the computation.
         """
         start = time.perf_counter()
-        logits = self._next(tokens, pos, seqs, len(tokens), beside)
+        self._next(tokens, pos, seqs, len(tokens), beside)
+        logits = self.land()
         self.timings.add(1, time.perf_counter() - start)
         return logits
 
@@ -469,6 +517,22 @@ class Session:
 
     def __exit__(self, *exc: Any) -> None:
         self.close()
+
+
+def look_for_non_finite(source: str) -> Observer:
+    """An observer that raises NonFiniteError at the first value that is not finite."""
+
+    def look(node: Node, value: npt.NDArray[np.generic]) -> None:
+        if node.op.is_table or np.isfinite(value).all():
+            return
+        weights = [w.name for w in node.weights()]
+        with_ = f" with {', '.join(weights)}" if weights else ""
+        raise NonFiniteError(
+            f"{source}: {node.name} ({node.op.name}{with_}) gives NaN or Inf; "
+            "--check-tensors tells whether the file holds such values"
+        )
+
+    return look
 
 
 def _new_profile() -> Profile:

@@ -80,7 +80,7 @@ def context_lines(session: Session) -> None:
     n_nodes = max(len(g.nodes) for g, _ in session.graphs.values())
     for line in setup_lines(session.config, session.model, session.graph_config, session.n_batch):
         log(line)
-    if len(parts) > 1:
+    if session.gpus:
         ngl = -1 if session.config.n_gpu_layers is None else session.config.n_gpu_layers
         for line in offload_lines(session.model.hp.n_layer, ngl):
             log(line)

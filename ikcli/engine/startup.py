@@ -13,6 +13,7 @@ from ikcli.engine.devices import find_machine
 from ikcli.engine.missing_parts import assume_missing
 from ikcli.engine.planner import Planner
 from ikcli.engine.programs import check_cache_types
+from ikcli.engine.stages.rules import check_stages
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile
 
@@ -36,6 +37,7 @@ def prepare(config: RunConfig, given: Collection[str] = ()) -> Startup:
     planning = config.dry_run or config.command == "plan"
     if config.device_spec and not planning:
         raise UsageError("--device-spec describes devices for planning; add --dry-run, or use ik plan")
+    config = check_stages(config, given)
     planner = Planner.of_file(config, header_only=planning)
     file, hp = planner.file, planner.hp
     notices = assume_missing(file, hp) + _missing_data(file)

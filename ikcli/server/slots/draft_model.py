@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.config import RunConfig
+from ikcli.config_fleet import BatchConfig
 from ikcli.config_groups import AdapterConfig, RopeConfig
 from ikcli.engine.batch import Batch
 from ikcli.engine.session import Session
@@ -43,7 +44,7 @@ class DraftModel:
         n_ctx = s.draft_ctx or target.n_ctx
         changed = replace(config, model=s.model_draft, type_k=s.draft_type_k, type_v=s.draft_type_v)
         changed = replace(
-            changed, override_kv=(), rope=RopeConfig(), adapters=AdapterConfig()
+            changed, override_kv=(), rope=RopeConfig(), adapters=AdapterConfig(), fleet=BatchConfig()
         )  # those are about the other file
         session = Session.open(changed, n_ctx=n_ctx, n_seq_max=target.n_seq_max, n_step=target.n_seq_max)
         tokens, theirs = (x.model.file.get("tokenizer.ggml.tokens") for x in (session, target))

@@ -1,0 +1,278 @@
+"""A model in stages: the same bits as in one process, whatever crosses the cuts; what is refused; lost stages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import MemoryModel, tiny_deepseek2, tiny_model
+from gguf_files import write_model
+from tiny_architectures import TINY, tiny
+
+from ikcli.config import RunConfig
+from ikcli.engine.batch import Batch
+from ikcli.engine.planner import Planner
+from ikcli.engine.session import Session
+from ikcli.engine.sizes import Sizes
+from ikcli.engine.stages import crew
+from ikcli.engine.stages.driver import StagedRunner, StageLostError
+from ikcli.engine.stages.process import StageOptions, work
+from ikcli.engine.stages.wire import Kind, Listener, LostLinkError, connect
+from ikcli.errors import IkError, NonFiniteError, UnsupportedError, UsageError
+from ikcli.graph.stages import LayerGraph, best_cuts
+from ikcli.main import main
+
+MODELS: dict[str, Callable[[], MemoryModel]] = {
+    "llama": lambda: tiny_model("llama", tied=True),
+    "deepseek2": lambda: tiny_deepseek2(),
+}
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("models")
+
+    def get(name: str) -> Path:
+        path = folder / f"{name}.gguf"
+        return path if path.exists() else write_model(MODELS[name]() if name in MODELS else tiny(name), path)
+
+    return get
+
+
+class Threads:
+    """Stages in threads of this process: nothing is imported anew."""
+
+    def __init__(self, stages: list[StageOptions]) -> None:
+        self._threads = [threading.Thread(target=work, args=(o,), daemon=True) for o in stages]
+        for thread in self._threads:
+            thread.start()
+
+    def died(self, index: int) -> str:
+        return "" if self._threads[index].is_alive() else "its thread ended"
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "LocalCrew", Threads)
+
+
+def config(path: Path, n_stages: int = 1, **changes: Any) -> RunConfig:
+    """With one thread per stage."""
+    settings = {"command": "bench", "n_ctx": 512, "n_threads": n_stages, "n_threads_batch": n_stages, "warmup": False}
+    made = RunConfig(model=path, **(settings | {"n_ubatch": 32, "n_batch": 256} | changes))
+    return replace(made, fleet=replace(made.fleet, stages=n_stages))
+
+
+def tokens(n: int, seed: int = 7) -> Any:
+    return np.random.default_rng(seed).integers(0, 96, n).astype(np.int32)
+
+
+def transcript(session: Session, *lengths: int) -> Any:
+    """Logits of prompts of several micro-batches, of single tokens, and after going back."""
+    rows = []
+    for n in lengths:
+        session.clear()
+        ids = tokens(n + 2, n)
+        rows.append(np.array(session.decode(Batch.single(ids[:n], logits="all"))))
+        session.checkpoint(0)
+        rows += [np.array(session.decode(Batch.single(ids[i : i + 1], i))) for i in (n, n + 1)]
+        kept = session.truncate(0, n)
+        rows.append(np.array(session.decode(Batch.single(ids[kept : n + 2], kept, logits="all"))))
+    return np.concatenate(rows)
+
+
+CASES: list[Any] = [
+    ("llama", 2, {}),
+    ("deepseek2", 2, {"n_ubatch": 128}),  # with a program of its own for prompts
+    ("deepseek2", 2, {"mla": 1, "flash_attn": False}),
+    ("qwen35moe", 4, {}),  # states
+    ("gemma3", 3, {"n_ctx": 1024}),  # windows, which move
+    ("kimi-linear", 3, {}),
+    ("gpt-oss", 2, {"type_k": "q8_0", "type_v": "q8_0"}),
+]
+
+
+@pytest.mark.parametrize(("name", "n_stages", "changes"), CASES)
+def test_stages_give_the_same_bits(name, n_stages, changes, model_file, threads) -> None:
+    path = model_file(name)
+    lengths = (40, 150) if name != "gemma3" else (40, 700)
+    with Session.open(config(path, **changes)) as session:
+        wanted = transcript(session, *lengths)
+        assert session.sequences.has_windows == (name == "gemma3")
+    with Session.open(config(path, n_stages, **changes)) as session:
+        assert session.runner.depth == n_stages + 1
+        np.testing.assert_array_equal(transcript(session, *lengths), wanted)
+
+
+def test_sequences_are_saved_and_come_back(model_file, threads) -> None:
+    """Rows of caches go through the chain, in order with micro-batches."""
+    path = model_file("qwen35moe")
+    ids = tokens(70)
+    for n_stages in (1, 2):
+        with Session.open(config(path, n_stages), n_seq_max=2, n_ctx=512) as session:
+            session.decode(Batch.single(ids))
+            saved = session.sequences.save(0, 70)
+            assert session.sequences.load(1, saved) == 70
+            session.sequences.copy(1, 0, 0, 70)
+            rows = [np.array(session.decode(Batch.single([3], 70, seq))) for seq in (0, 1)]
+            np.testing.assert_array_equal(*rows)
+            if n_stages == 1:
+                wanted, parts = rows, saved.parts
+        np.testing.assert_array_equal(rows, wanted)
+        assert all(np.array_equal(a, b) for a, b in zip(saved.parts, parts, strict=True))
+
+
+# --- cuts -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_parts_have_what_they_need(name: str, model_file) -> None:
+    """For every architecture, wherever it can be cut: every node once, after all that it reads."""
+    prepared = Planner.of_file(config(model_file(name))).prepare(config(model_file(name)), Sizes(128))
+    for graph, result in prepared.graphs.values():
+        layers = LayerGraph(graph)
+        cuts = [0, *(set(range(1, layers.n_layer)) - layers.impossible_cuts()), layers.n_layer]
+        seen: list[Any] = []
+        caches: set[Any] = set()
+        leaving: tuple[Any, ...] = ()
+        for i in range(len(cuts) - 1):
+            part = layers.part(cuts, i)
+            assert part.arriving == leaving
+            there = set(part.arriving)
+            for node in part.nodes:
+                assert set(node.nodes()) <= there
+                there.add(node)
+            assert set(part.leaving) <= there
+            own = {c for node in part.nodes for c in node.caches()}
+            assert not own & caches
+            caches |= own
+            leaving = part.leaving
+            seen += [node for node in part.nodes if node in dict(layers.owned())]
+        assert not leaving and result in seen
+        assert len(seen) == len(set(seen)) == len(list(layers.owned()))
+
+
+def test_what_cannot_be_cut_is_refused(model_file) -> None:
+    path = model_file("gemma4")  # whose last layers use the caches of others
+    with pytest.raises(UnsupportedError, match=r"gemma4 cannot be cut so often.*possible before layers"):
+        Session.plan(config(path, 6))
+    with pytest.raises(UsageError, match="only 2 layers"):
+        Session.plan(config(model_file("llama"), 3))
+
+
+def test_cuts_make_the_largest_share_small() -> None:
+    sizes = [10] * 12
+    assert best_cuts(sizes, 0, 0, (1, 1, 1), frozenset()) == (0, 4, 8, 12)
+    assert best_cuts(sizes, 40, 0, (1, 1), frozenset()) == (0, 4, 12)
+    assert best_cuts(sizes, 0, 0, (2, 1), frozenset()) == (0, 8, 12)
+    assert best_cuts(sizes, 0, 0, (1, 1), frozenset({6})) in ((0, 5, 12), (0, 7, 12))
+    assert best_cuts([10] * 3, 0, 0, (1, 1, 1), frozenset({1})) is None
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+def test_processes_and_a_lost_one(model_file) -> None:
+    """The real thing, killed in the middle: an error that names the stage; what is left ends."""
+    path = model_file("llama")
+    ids = tokens(100)
+    with Session.open(config(path)) as session:
+        wanted = np.array(session.decode(Batch.single(ids, logits="all")))
+    with Session.open(config(path, 2)) as session:
+        np.testing.assert_array_equal(session.decode(Batch.single(ids, logits="all")), wanted)
+        runner = session.runner
+        assert isinstance(runner, StagedRunner) and isinstance(runner.crew, crew.LocalCrew)
+        pids = runner.crew.pids
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(StageLostError, match=r"stage 2 \(layers 1-1\) was lost: its process was ended by signal 9"):
+            for _ in range(100):
+                session.clear()
+                session.decode(Batch.single(ids))
+        for pid in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+        session.clear()
+        with pytest.raises(StageLostError, match="stage 2"):
+            session.decode(Batch.single(ids))
+        session.restart()
+        np.testing.assert_array_equal(session.decode(Batch.single(ids, logits="all")), wanted)
+
+
+def test_nan_is_traced_through_stages(tmp_path: Path, threads) -> None:
+    model = tiny_model("llama")
+    shape = tuple(model.tensors["blk.1.ffn_down.weight"].shape)[::-1]
+    model.set("blk.1.ffn_down.weight", np.full(shape, np.nan, np.float32))
+    path = write_model(model, tmp_path / "nan.gguf")
+    with Session.open(config(path, 2)) as session:
+        with pytest.raises(NonFiniteError, match="ffn_out-1"):
+            session.decode(Batch.single(tokens(100), logits="all"))
+        with pytest.raises(NonFiniteError, match="ffn_out-1"):  # the chain goes on
+            session.clear()
+            session.decode(Batch.single(tokens(3)))
+
+
+def test_a_stage_that_cannot_load_says_why(model_file, threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ikcli.engine.stages.driver._digest", lambda file: "other")
+    with pytest.raises(IkError, match=r"stage 1 \(layers 0-0\): .*llama.gguf on this node is another file"):
+        Session.open(config(model_file("llama"), 2))
+
+
+def test_strangers_are_sent_away() -> None:
+    listener = Listener("127.0.0.1", "secret")
+    try:
+        for hello in (b"GET / HTTP/1.1\r\n\r\n\r\n\r\n", b"\1\0\0\0\xff\xff\xff\xff" + bytes(8)):
+            with socket.create_connection(listener.address) as stranger:
+                stranger.sendall(hello)
+                assert listener.accept(5) is None
+                with suppress(ConnectionResetError):
+                    assert stranger.recv(1) == b""
+        wrong = connect(listener.address, {"secret": "guess"})
+        assert listener.accept(5) is None
+        with pytest.raises(LostLinkError):
+            wrong.receive()
+        right = connect(listener.address, {"secret": "secret", "index": 3})
+        found = listener.accept(5)
+        assert found is not None and found[1]["index"] == 3
+        data = np.arange(1 << 20, dtype=np.int32)
+        sender = threading.Thread(target=right.send, args=(Kind.RUN, {"a": 1}, [b"x", data, b""]))
+        sender.start()
+        kind, words, payload = found[0].receive()
+        sender.join()
+        assert (kind, words) == (Kind.RUN, {"a": 1})
+        np.testing.assert_array_equal(np.frombuffer(payload[1:], np.int32), data)
+        right.close()
+        with pytest.raises(LostLinkError):
+            found[0].receive()
+        found[0].close()
+        wrong.close()
+    finally:
+        listener.close()
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["imatrix", "--stages", "2"], "ik imatrix cannot be used with --stages"),
+        (["serve", "--ray", "auto"], "add --stages N to ik serve"),
+        (["perplexity", "--stages", "2", "--workers", "2"], "use one of them"),
+        (["perplexity", "--stages", "2", "--journal", "x"], "use one of them"),
+        (["bench", "--stages", "2", "--profile"], "--profile cannot be used with --stages"),
+        (["plan", "--stages", "2", "-ngl", "9"], "-ngl cannot be used with --stages"),
+        (["plan", "--stages", "2", "--stage-split", "1,2,3"], "needs 2 shares"),
+        (["plan", "--stage-split", "1,2"], "about --stages N"),
+        (["plan", "--stages", "9"], "only 3 layers"),
+    ],
+)
+def test_what_stages_cannot_do(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    assert text in capsys.readouterr().err

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from factories import MemoryModel, tiny_deepseek2, tiny_model
 from gguf_files import write_model
+from stage_threads import Threads
 from tiny_architectures import TINY, tiny
 
 from ikcli.config import RunConfig
@@ -25,7 +26,6 @@ from ikcli.engine.session import Session
 from ikcli.engine.sizes import Sizes
 from ikcli.engine.stages import crew
 from ikcli.engine.stages.driver import StagedRunner, StageLostError
-from ikcli.engine.stages.process import StageOptions, work
 from ikcli.engine.stages.wire import Kind, Listener, LostLinkError, connect
 from ikcli.errors import IkError, NonFiniteError, UnsupportedError, UsageError
 from ikcli.graph.stages import LayerGraph, best_cuts
@@ -46,23 +46,6 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return path if path.exists() else write_model(MODELS[name]() if name in MODELS else tiny(name), path)
 
     return get
-
-
-class Threads:
-    """Stages in threads of this process: nothing is imported anew."""
-
-    def __init__(self, stages: list[StageOptions]) -> None:
-        self._threads = [threading.Thread(target=work, args=(o,), daemon=True) for o in stages]
-        for thread in self._threads:
-            thread.start()
-
-    def died(self, index: int) -> str:
-        return "" if self._threads[index].is_alive() else "its thread ended"
-
-    def close(self) -> None:
-        for thread in self._threads:
-            thread.join(10)
-            assert not thread.is_alive()
 
 
 @pytest.fixture

@@ -466,6 +466,10 @@ class Session:
         self.timings.add(1, time.perf_counter() - start)
         return logits
 
+    def launch_each(self, tokens: Sequence[int], pos: Sequence[int], seqs: Sequence[int]) -> None:
+        """As `step_each`, to be followed by `land`."""
+        self._next(tokens, pos, seqs, len(tokens))
+
     def generate(self, batch: Batch) -> FloatRows:
         """Logits of all tokens of a batch with one token per sequence.
 

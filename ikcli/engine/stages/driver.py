@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -168,7 +168,8 @@ class StagedRunner(Runner):
         from ikcli.engine.stages.process import StageOptions
 
         self._model = model
-        config, secret = self._config, secrets.token_hex(16)
+        config = replace(self._config, model=model.file.paths[0].absolute())
+        secret = secrets.token_hex(16)
         crew_type: Any
         if config.fleet.ray is None:
             crew_type, host = crew.LocalCrew, "127.0.0.1"
@@ -285,8 +286,7 @@ class StagedRunner(Runner):
         """What is known of a chain that broke: a stage that lost a neighbour says so before it ends."""
         if not self._lost:
             silent = []
-            if self._onward is not None:
-                self._onward.close()  # those that wait for work see that the chain has ended
+            self.cut()  # those that wait for work see that the chain has ended
             for i, link in enumerate(self._links):
                 try:
                     link.receive(timeout=_PATIENCE)
@@ -304,6 +304,11 @@ class StagedRunner(Runner):
                 self._onward.send(Kind.STOP, {})
         self._end()
         super().close()
+
+    def cut(self) -> None:
+        """End the chain as a lost network would."""
+        if self._onward is not None:
+            self._onward.close()
 
     def _end(self) -> None:
         for link in [*self._links, *([self._onward] if self._onward else [])]:

@@ -57,6 +57,9 @@ def work(options: StageOptions) -> None:
         except IkError as error:
             control.send(Kind.FAILED, {"error": str(error)})
             return
+        except Exception as error:
+            control.send(Kind.FAILED, {"error": f"internal error: {type(error).__name__}: {error}"})
+            return
         try:
             control.send(Kind.READY, {})
             _, words, _ = control.receive()

@@ -20,6 +20,7 @@ from ikcli.server.slots.embeddings import EmbeddingTask
 from ikcli.server.slots.log import Logger, silent
 from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
 from ikcli.server.slots.slot import Task
+from ikcli.server.slots.staged_worker import worker_of
 from ikcli.server.slots.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
 from ikcli.server.slots.worker import Action, Worker
 from ikcli.tokenizer import Tokenizer
@@ -76,7 +77,7 @@ class Engine:
             n, outputs = self.n_slots, session_of(self.config)[1].outputs
             opened = Session.open(self.config, n_seq_max=n, n_step=n, outputs=outputs, planner=self._planner)
             with opened as session:
-                self._worker = Worker(session, self._log)
+                self._worker = worker_of(session, self._log)
                 self.state = "ready"
                 self._loaded.set()
                 if not self._closing:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from ikcli.engine.batch import Batch
 from ikcli.engine.devices import available_memory
 from ikcli.engine.session import Session
+from ikcli.engine.stages.driver import StageLostError
 from ikcli.errors import NonFiniteError
 from ikcli.sampling.sampler import token_logprobs
 from ikcli.sampling.short import draw_function
@@ -254,6 +255,10 @@ class Worker:
                 continue
             try:
                 self._begin(slot, task)
+            except StageLostError:
+                self._queue.appendleft(task)
+                self._queue.extendleft(reversed(waiting))
+                raise
             except Exception as e:
                 slot.task = task
                 self._fail(slot, e)
@@ -335,6 +340,8 @@ class Worker:
                 logits = self.session.step(batch)
             else:
                 logits = self.session.step_each(*_next_tokens(ready), self._deliver)
+        except StageLostError:
+            raise
         except Exception as e:
             self._compute_alone(ready, e)
             return
@@ -371,7 +378,7 @@ class Worker:
         g.n_drafted += len(draft)
         for i in range(len(draft) + 1):
             if not math.isfinite(sums[i]):
-                _check_finite(logits[i])
+                check_finite(logits[i])
             if not self._take(slot, g, logits[i]):
                 return
             if i < len(draft):
@@ -435,20 +442,20 @@ class Worker:
         self._count(1)
         slot.t_served = self._step_number
         if wanted == "all":
-            self._prompt_logprobs(slot, g, logits)
+            self._prompt_logprobs(slot, g, logits, slot.n_past)
         slot.append(tokens, n)
         if slot.in_prompt and g.request.report_progress:
             self._send(slot.task, g.progress(slot.n_past))
         if is_last:
-            _check_finite(logits[-1])
+            check_finite(logits[-1])
             self._prompt_done(slot, g, logits[-1])
 
-    def _prompt_logprobs(self, slot: Slot, g: Generation, logits: FloatRows) -> None:
-        """Log-probabilities of the tokens after these positions."""
+    def _prompt_logprobs(self, slot: Slot, g: Generation, logits: FloatRows, first: int) -> None:
+        """Log-probabilities of the tokens after the positions from `first` on."""
         n_top = g.request.sampling.n_probs
-        for i, row in enumerate(logits, slot.n_past + 1):
+        for i, row in enumerate(logits, first + 1):
             if i < len(g.request.prompt):
-                _check_finite(row)
+                check_finite(row)
                 g.prompt_logprobs.append(as_info(token_logprobs(row, g.request.prompt[i], n_top)))
 
     def _prompt_done(self, slot: Slot, g: Generation, logits: npt.NDArray[np.float32]) -> None:
@@ -494,6 +501,8 @@ class Worker:
         """Run the work of one slot; a failure ends its request only."""
         try:
             work()
+        except StageLostError:
+            raise
         except Exception as e:
             self._fail(slot, e)
 
@@ -558,7 +567,7 @@ def _batch(slots: Sequence[Slot]) -> Batch:
     return Batch(np.array(tokens, np.int32), np.array(pos, np.int32), np.array(seq, np.int32), np.ones(n, np.bool_))
 
 
-def _check_finite(row: npt.NDArray[np.float32]) -> None:
+def check_finite(row: npt.NDArray[np.float32]) -> None:
     """The sum of a row may overflow by itself, so this looks at every logit."""
     if not np.isfinite(row).all():
         raise NonFiniteError(

@@ -1,0 +1,25 @@
+"""Stages in threads of the test's own process: nothing is imported or compiled anew."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from ikcli.engine.stages.process import StageOptions, work
+
+
+class Threads:
+    """As `LocalCrew`."""
+
+    def __init__(self, stages: Sequence[StageOptions]) -> None:
+        self._threads = [threading.Thread(target=work, args=(o,), daemon=True) for o in stages]
+        for thread in self._threads:
+            thread.start()
+
+    def died(self, index: int) -> str:
+        return "" if self._threads[index].is_alive() else "its thread ended"
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()

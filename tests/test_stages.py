@@ -246,9 +246,10 @@ def test_strangers_are_sent_away() -> None:
     ("argv", "text"),
     [
         (["imatrix", "--stages", "2"], "ik imatrix cannot be used with --stages"),
-        (["serve", "--ray", "auto"], "add --stages N to ik serve"),
+        (["chat", "--ray", "auto"], "add --stages N to ik chat"),
         (["perplexity", "--stages", "2", "--workers", "2"], "use one of them"),
-        (["perplexity", "--stages", "2", "--journal", "x"], "use one of them"),
+        (["perplexity", "--stages", "2", "--journal", "x"], "--journal is about dividing the work"),
+        (["serve", "--stages", "2", "--replicas", "2"], "--replicas is about dividing"),
         (["bench", "--stages", "2", "--profile"], "--profile cannot be used with --stages"),
         (["plan", "--stages", "2", "-ngl", "9"], "-ngl cannot be used with --stages"),
         (["plan", "--stages", "2", "--stage-split", "1,2,3"], "needs 2 shares"),

@@ -50,7 +50,7 @@ def run(run: ModelRun) -> int:
 
 def _results(run: ModelRun) -> Iterator[BenchResult]:
     """Measured here, or on nodes of Ray."""
-    if run.config.fleet.ray is None:
+    if run.config.fleet.ray is None or run.config.fleet.stages > 1:
         return bench.run(run.config, run.alternatives, run.given, run.planner)
     from ikcli.eval import fleet_bench
 

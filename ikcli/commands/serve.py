@@ -9,7 +9,8 @@ from ikcli.errors import UsageError
 def run(run: ModelRun) -> int:
     """Serve; returns the exit code."""
     server = run.config.server
-    if server.replicas > 1 or run.config.fleet.ray is not None:
+    fleet = run.config.fleet
+    if server.replicas > 1 or (fleet.ray is not None and fleet.stages == 1):
         return _run_replicas(run)
     if server.replica_gpus:
         raise UsageError("--replica-gpus is for --replicas; a single server uses what CUDA_VISIBLE_DEVICES names")

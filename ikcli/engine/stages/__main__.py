@@ -23,7 +23,6 @@ def main() -> None:
     options = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     work(options)
-    sys.stdout.flush()
     os._exit(0)  # the thread above waits in a read that cannot be interrupted
 
 

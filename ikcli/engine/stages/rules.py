@@ -13,6 +13,11 @@ _PLACEMENT = {
     "n_gpu_layers": "-ngl", "override_tensor": "-ot", "tensor_split": "-ts", "device": "-dev", "fit": "--fit",
     "cpu_moe": "--cpu-moe", "n_cpu_moe": "--n-cpu-moe", "no_kv_offload": "-nkvo",
 }  # fmt: skip
+_UNITS = {
+    "fleet.workers": "--workers", "fleet.ray_workers": "--ray-workers", "fleet.journal": "--journal",
+    "fleet.ray_node": "--ray-node", "server.replicas": "--replicas", "bench.compare": "--compare",
+}  # fmt: skip
+_WHOLE = ("sweep-bench", "batched-bench", "chat", "plan", "warmup")  # work that is not divided otherwise
 _COMMANDS = ("perplexity", "sweep-bench", "bench", "batched-bench", "chat", "serve", "plan", "warmup")
 
 
@@ -22,13 +27,14 @@ def check_stages(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
     if fleet.stages == 1:
         if fleet.stage_split:
             raise UsageError("--stage-split is about --stages N; add it")
-        if fleet.ray is not None and config.command != "perplexity":
+        if fleet.ray is not None and config.command in _WHOLE:
             raise UsageError(f"--ray is for a model over several machines here: add --stages N to ik {config.command}")
         return config
     if config.command not in _COMMANDS:
         raise UsageError(f"ik {config.command} cannot be used with --stages: it looks into the layers of one process")
-    if config.command == "perplexity" and (fleet.workers > 1 or "fleet.ray_workers" in given or fleet.journal):
-        raise UsageError("--stages divides the model, --workers, --ray-workers and --journal the text; use one of them")
+    units = [option for name, option in _UNITS.items() if name in given]
+    if units:
+        raise UsageError(f"--stages divides the model, {units[0]} is about dividing the work; use one of them")
     for name, switch in (("profile", "--profile"), ("self_test", "--self-test")):
         if getattr(config, name):
             raise UsageError(f"{switch} cannot be used with --stages: it looks into the layers of one process")

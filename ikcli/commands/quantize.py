@@ -259,8 +259,8 @@ def _run(request: Request) -> int:
     write(request, plan)
     if request.options.covariance is None and would_gain(plan):
         log.log(
-            "hint: --covariance self runs the model on random tokens first and about halves the divergence of files like "
-            "this; it takes several times as long"
+            "hint: --covariance self runs the model on random tokens first and about halves the divergence of files "
+            "like this; it takes several times as long"
         )
     return 0
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ikcli.convert.tokenizer_files import read_object, read_text
+from ikcli.convert.json_files import read_object, read_text
 from ikcli.errors import FormatError, UnsupportedError
 
 _MODES = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}

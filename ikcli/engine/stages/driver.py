@@ -109,13 +109,16 @@ class StagedRunner(Runner):
         n_window: int = 0,
         *,
         independent: bool = False,
+        offload: bool = True,
     ) -> DividedProgram:
         """The programs of all stages, planned as they plan them."""
         self._n_cells, self._n_seq, self._n_window = n_cells, n_seq, n_window
         if not independent:
             self._n_planned = max(self._n_planned, n_outputs)
         planned = [
-            stage.plan(graph, result, n_tokens, n_outputs, n_cells, n_seq, n_window, independent=independent)
+            stage.plan(
+                graph, result, n_tokens, n_outputs, n_cells, n_seq, n_window, independent=independent, offload=offload
+            )
             for stage in self.stages
         ]
         turns = [p.turns[0] for p in planned]

@@ -122,7 +122,7 @@ def test_wrong_command_lines(
 
 
 def test_modes(scripts: Scripts) -> None:
-    assert scripts.main.parse_arguments([]).modes == ["imatrix", "nothing", "covariance"]
+    assert scripts.main.parse_arguments([]).modes == ["imatrix", "nothing", "covariance", "self"]
     assert scripts.main.parse_arguments(["--modes", "nothing"]).modes == ["nothing"]
 
 

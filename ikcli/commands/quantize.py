@@ -440,7 +440,8 @@ def write(request: Request, plan: ToolPlan) -> None:
             else:
                 paths = run_job(job, hooks)
     except KeyboardInterrupt:
-        log.log("interrupted; what is whole is kept, and the same command goes on from there")
+        if not request.fleet.wanted or request.fleet.journal:
+            log.log("interrupted; what is whole is kept, and the same command goes on from there")
         raise
     seconds = time.monotonic() - started
     log.log(totals(plan))

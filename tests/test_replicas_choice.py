@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ikcli.commands._options import parse, passed_on
+from ikcli.commands._fronts import passed_on
+from ikcli.commands._options import parse
 from ikcli.errors import UsageError
 from ikcli.hostinfo import shares
 from ikcli.server.http.users import User, Users

@@ -8,7 +8,7 @@ ikcli/config_tools.py (commands that run no model).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -127,8 +127,8 @@ def parse(command: str, argv: Sequence[str]) -> Parsed:
     """Parse the arguments after the command name; raises UsageError with one sentence."""
     names = {name: bound.option.text for name, (bound, _) in names_of(command).items()}
     tokens = read_tokens(argv, command, functools.partial(takes_value, command), names)
-    line = _Scanner(command, tokens.line)
-    files = _Scanner(command, tokens.files)
+    line = Scanner(command, tokens.line)
+    files = Scanner(command, tokens.files)
     if line.info == "help":
         return Parsed(config_type(command)(), info="help")
     environment = [Given(*found, negative=False) for found in variables(command, all_options(command))]
@@ -160,33 +160,7 @@ def parse(command: str, argv: Sequence[str]) -> Parsed:
     )
 
 
-def passed_on(command: str, argv: Sequence[str], without: Callable[[str], bool]) -> list[str]:
-    """The options of a command line, of the files that it names and of the environment, for another process.
-
-    `without` says of a field whether its option is left out; so are those that the command ignores.
-    """
-    names = {name: bound.option.text for name, (bound, _) in names_of(command).items()}
-    tokens = read_tokens(argv, command, functools.partial(takes_value, command), names)
-    line, files = _Scanner(command, tokens.line).given, _Scanner(command, tokens.files).given
-    environment = [
-        Given(bound, bound.option.primary, text, negative=False)
-        for bound, _, text in variables(command, all_options(command))
-    ]
-    single = [given for given in environment + files + line if not given.bound.option.repeat]
-    lists = [given for given in line + files if given.bound.option.repeat]
-    used = [one for one in single + lists if one.bound.option.used_by(command) and not without(one.bound.path)]
-    return [token for given in used for token in _tokens(given, names)]
-
-
-def _tokens(given: Given, names: Mapping[str, bool]) -> list[str]:
-    if given.text is None:
-        return [given.name]
-    if given.bound.option.text and canonical_name(given.text) not in names:
-        return [given.name, given.text]  # separators in a text stay what they are
-    return [f"{given.name}={given.text}"]
-
-
-class _Scanner:
+class Scanner:
     """Walks the tokens once and decides which of them are values."""
 
     def __init__(self, command: str, tokens: Sequence[str]) -> None:

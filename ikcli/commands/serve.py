@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ikcli.commands._options import ModelRun, Parsed, passed_on
+from ikcli.commands._options import ModelRun, Parsed
 from ikcli.errors import UsageError
 
 
@@ -20,7 +20,7 @@ def run(run: ModelRun) -> int:
 
 
 def _run_replicas(run: ModelRun) -> int:
-    from ikcli.commands._fronts import OF_THE_FRONT
+    from ikcli.commands._fronts import OF_THE_FRONT, passed_on
     from ikcli.server.replicas.places import Recipe
     from ikcli.server.replicas.server import serve_replicas
 

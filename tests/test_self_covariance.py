@@ -120,3 +120,12 @@ def test_users_hear_of_it(words: list[str], told: bool, tmp_path: Path, capsys: 
     type = "IQ3_K" if options else words[0]
     assert main(["quantize", "--pure", *options, MODEL, str(tmp_path / "out.gguf"), type]) == 0
     assert ("hint: --covariance self" in capsys.readouterr().err) == told
+
+
+def test_repacking_runs_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, out = tmp_path / "plain.gguf", tmp_path / "out.gguf"
+    assert main(["quantize", MODEL, str(plain), "Q4_K_S"]) == 0
+    capsys.readouterr()
+    assert main(["repack", "--covariance", "self", str(plain), str(out)]) == 0
+    found = capsys.readouterr().err
+    assert "random tokens" not in found and "hint" not in found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ikcli import log
 from ikcli.commands._options import parse, usage
-from ikcli.commands._self_covariance import SELF, check_fleet, covariance_file, planned_data
+from ikcli.commands._self_covariance import with_moments
 from ikcli.commands.quantize import recipe_of, report_plan_notes, threads, tool_options
 from ikcli.config_fleet import BatchConfig
 from ikcli.config_tools import QuantizeConfig
@@ -19,7 +19,6 @@ from ikcli.errors import IkError, UsageError
 
 if TYPE_CHECKING:
     from ikcli.gguf.reader import GGUFFile
-    from ikcli.quant.imatrix_file import Imatrix
     from ikcli.quant.matrix import MatrixJob
     from ikcli.quant.recipes import TypeChoice
     from ikcli.quant.tool import ToolOptions, ToolPlan
@@ -119,14 +118,9 @@ def output_path(source: str, output: str, name: str) -> Path:
 
 
 def plans_of(
-    config: QuantizeConfig,
-    lines: list[Line],
-    source: str,
-    output: str,
-    n_threads: int,
-    assumed: Imatrix | None = None,
+    config: QuantizeConfig, lines: list[Line], options: list[ToolOptions], source: str, output: str
 ) -> list[ToolPlan]:
-    """A plan per line, all of one opened model; errors name the line. `assumed`: the data of `self` in a dry run."""
+    """A plan per line with its options, all of one opened model; errors name the line."""
     from ikcli.gguf.reader import open_gguf
     from ikcli.quant.tool import plan_of
 
@@ -137,17 +131,14 @@ def plans_of(
 
     taken: dict[Path, str] = {}
     plans: list[ToolPlan] = []
-    for line in lines:
+    for line, o in zip(lines, options, strict=True):
         with _At(line.where):
             path = output_path(source, output, line.name)
             if path.resolve() in taken:
                 raise UsageError(f"{path} is the file of {taken[path.resolve()]} too; add a name after the type")
             taken[path.resolve()] = line.where
             recipe = recipe_of(line.config, line.number, line.type_name)
-            options = tool_options(line.config, n_threads)
-            if options.covariance == SELF:
-                options = replace(options, covariance=None, assumed=assumed)
-            plans.append(plan_of(file, str(path), recipe, options))
+            plans.append(plan_of(file, str(path), recipe, o))
     return plans
 
 
@@ -162,32 +153,15 @@ def run(config: QuantizeConfig) -> int:
     source, output = config.args
     n_threads = threads(config.n_threads)
     lines = read_list(Path(config.matrix), config)
-    wanted = SELF if any(line.config.covariance == SELF for line in lines) else None
-    if wanted and config.dry_run:
-        _, assumed = planned_data(source, config.covariance_tokens, config.override_kv)
-        return _run(config, lines, source, output, n_threads, assumed)
-    if wanted:
-        check_fleet(config.fleet)
-    with covariance_file(wanted, source, output, config.covariance_tokens, n_threads, config.override_kv) as path:
-        return _run(config, [_with_moments(line, path) for line in lines], source, output, n_threads)
+    given = [tool_options(line.config, n_threads) for line in lines]
+    with with_moments(given, source, output, config.covariance_tokens, config.fleet, dry_run=config.dry_run) as options:
+        return _run(config, lines, options, source, output)
 
 
-def _with_moments(line: Line, path: str | None) -> Line:
-    """The line with the file that `self` stands for."""
-    return replace(line, config=replace(line.config, covariance=path)) if line.config.covariance == SELF else line
-
-
-def _run(
-    config: QuantizeConfig,
-    lines: list[Line],
-    source: str,
-    output: str,
-    n_threads: int,
-    assumed: Imatrix | None = None,
-) -> int:
+def _run(config: QuantizeConfig, lines: list[Line], options: list[ToolOptions], source: str, output: str) -> int:
     from ikcli.quant.matrix import MatrixJob, check_rooms
 
-    plans = plans_of(config, lines, source, output, n_threads, assumed)
+    plans = plans_of(config, lines, options, source, output)
     for line, plan in zip(lines, plans, strict=True):
         report_plan_notes(plan, f"{line.where}: ")
     needs = [(plan.job.output, plan.new_bytes) for plan in plans]
@@ -196,7 +170,7 @@ def _run(
         check_rooms(needs)
         return 0
     jobs = [MatrixJob(plan.job, _data_key(line.config)) for line, plan in zip(lines, plans, strict=True)]
-    _write(jobs, source, [tool_options(line.config, n_threads) for line in lines], config.fleet)
+    _write(jobs, source, options, config.fleet)
     log.log("\n".join(size_lines(lines, plans)))
     return 0
 

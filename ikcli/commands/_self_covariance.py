@@ -3,51 +3,59 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ikcli.config_fleet import BatchConfig
 from ikcli.errors import IkError, UsageError
 
 if TYPE_CHECKING:
     from ikcli.quant.imatrix_file import Imatrix
+    from ikcli.quant.tool import ToolOptions
 
 SELF = "self"
 
 
-def check_fleet(fleet: BatchConfig) -> None:
-    """UsageError for workers that would not see the file."""
+@contextmanager
+def with_moments(
+    options: Sequence[ToolOptions], source: str, output: str, n_tokens: int, fleet: BatchConfig, *, dry_run: bool
+) -> Iterator[list[ToolOptions]]:
+    """These options with the file that `self` stands for: made beside `output` once for all, and gone afterwards.
+
+    A dry run takes the data for given. UnsupportedError with the way out if the model at `source` does not run here,
+    UsageError for workers that would not see the file.
+    """
+
+    def filled(**data: Any) -> list[ToolOptions]:
+        return [replace(o, **data) if o.covariance == SELF else o for o in options]
+
+    if all(o.covariance != SELF for o in options):
+        yield list(options)
+        return
+    n_threads, overrides = options[0].n_threads, options[0].overrides
+    if dry_run:
+        yield filled(covariance=None, assumed=planned_data(source, n_tokens, overrides)[1])
+        return
     if fleet.ray not in (None, "local"):
         raise UsageError(
             "--covariance self makes its file on this machine only; for workers on others make it with ik imatrix "
             "--random-tokens 16384 --covariance FILE, and copy it to all of them"
         )
-
-
-@contextmanager
-def covariance_file(
-    given: str | None, source: str, output: str, n_tokens: int, n_threads: int, overrides: tuple[str, ...]
-) -> Iterator[str | None]:
-    """The file that --covariance stands for; with `self` one is made beside `output`, and is gone afterwards.
-
-    UnsupportedError with the way out if the model at `source` does not run here.
-    """
-    if given != SELF:
-        yield given
-        return
     from ikcli.eval.random_tokens import write_self_covariance
 
     folder = Path(output).absolute().parent
-    try:
-        with tempfile.TemporaryDirectory(prefix=".ik-moments-", dir=folder if folder.is_dir() else None) as temporary:
-            path = Path(temporary) / "self.gguf"
+    with ExitStack() as stack:
+        try:
+            found = tempfile.TemporaryDirectory(prefix=".ik-moments-", dir=folder if folder.is_dir() else None)
+            path = Path(stack.enter_context(found)) / "self.gguf"
             with _way_out():
                 write_self_covariance(Path(source), path, n_tokens, n_threads, overrides)
-            yield str(path)
-    except OSError as problem:
-        raise IkError(f"--covariance self: {problem}") from None
+        except OSError as problem:
+            raise IkError(f"--covariance self: {problem}") from None
+        yield filled(covariance=str(path))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ikcli import log
 from ikcli.commands._argv import read_lines
 from ikcli.commands._options import usage
-from ikcli.commands._self_covariance import SELF, check_fleet, covariance_file, planned_data
+from ikcli.commands._self_covariance import SELF, planned_data, with_moments
 from ikcli.commands._suggest import nearest
 from ikcli.commands._target import check_sides, has_target, target_options
 from ikcli.config_fleet import BatchConfig
@@ -221,17 +221,20 @@ def run(config: QuantizeConfig) -> int:
     request = request_of(config)
     if request.preflight:
         return _preflight(request)
-    o = request.options
-    if o.covariance == SELF and request.dry_run and request.target is None:
-        _, assumed = planned_data(request.input, request.covariance_tokens, o.overrides)
-        return _run(replace(request, options=replace(o, covariance=None, assumed=assumed)))
-    if o.covariance == SELF:
-        check_fleet(request.fleet)
+    if request.mode != "quantize":
+        return _run(request)
+    works_first = request.target is not None or request.options.covariance == SELF
+    if works_first and not request.dry_run:
         _check_output(request)
-    with covariance_file(
-        o.covariance, request.input, request.output, request.covariance_tokens, o.n_threads, o.overrides
-    ) as path:
-        return _run(replace(request, options=replace(o, covariance=path)))
+    with with_moments(
+        [request.options],
+        request.input,
+        request.output,
+        request.covariance_tokens,
+        request.fleet,
+        dry_run=request.dry_run and request.target is None,
+    ) as (options,):
+        return _run(replace(request, options=options))
 
 
 def _run(request: Request) -> int:
@@ -240,8 +243,6 @@ def _run(request: Request) -> int:
     for rule in request.recipe.custom:
         log.log(f"Adding custom rule {rule.pattern} -> {_type_name(rule.type)}")
     if request.mode == "quantize":
-        if request.target is not None and not request.dry_run:
-            _check_output(request)
         with _measuring(request) as advance:
             plan = plan_quantize(
                 request.input, request.output, request.recipe, request.options, request.target, advance
@@ -257,7 +258,7 @@ def _run(request: Request) -> int:
         print("\n".join(dry_run_lines(plan)))
         return 0
     write(request, plan)
-    if request.options.covariance is None and would_gain(plan):
+    if request.mode == "quantize" and request.options.covariance is None and would_gain(plan):
         log.log(
             "hint: --covariance self runs the model on random tokens first and about halves the divergence of files "
             "like this; it takes several times as long"

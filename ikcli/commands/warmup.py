@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from ikcli.commands._options import ModelRun
-from ikcli.engine.session import warmup
+from ikcli.engine.session import Session
+from ikcli.engine.sizes import session_of
+from ikcli.sampling.short import draw_function
 
 
 def run(run: ModelRun) -> int:
     """Compile the kernels for the model and settings."""
-    warmup(run.config, run.planner)
+    config, sizes = session_of(run.config)
+    outputs, planner = sizes.outputs, run.planner
+    session = Session.plan(config, n_seq_max=sizes.n_seq, n_step=sizes.n_step, outputs=outputs, planner=planner)
+    session.compile()
+    draw_function()
     return 0

@@ -51,7 +51,8 @@ def states(
     if len(texts) > 1 and not side_by_side(session):
         raise IkError("texts of a model with recurrent layers are computed one by one")
     n = sum(map(len, texts))
-    window, cell = session.check_room(seq, n_done, n), seq * session.n_ctx_seq
+    session.sequences.check_next(seq, n_done, n)
+    window, cell = session.sequences.room(seq, n), seq * session.n_ctx_seq
     segments, start, at, pos = [], 0, 0, n_done
     for text in texts:
         segments.append(Segment(start, len(text), cell + at, pos, seq, window + at))

@@ -11,10 +11,18 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ikcli.engine import numa
 
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # numbers of Linux
 _MIB = 2**20
+
+if TYPE_CHECKING:
+    from ikcli.config import RunConfig
+    from ikcli.engine.model import Model
+    from ikcli.engine.runner import Runner
 
 Range = tuple[int, int]  # address, bytes
 SystemCall = Callable[[int, int], int]
@@ -112,3 +120,19 @@ def _mlock(address: int, n_bytes: int) -> int:
 
 def _libc() -> ctypes.CDLL | None:
     return None if sys.platform == "win32" else ctypes.CDLL(None, use_errno=True)
+
+
+def place(config: RunConfig, model: Model, runner: Runner, cpus: list[frozenset[int]] | None) -> list[str]:
+    """Huge pages, first touch and locking, as far as they were asked for; no buffer was used yet. Returns warnings."""
+    notes: list[str] = []
+    buffers = runner.host_buffers
+    if config.thp:
+        in_ram, mapped = model.memory(runner.host_weights)
+        empty = [(int(b.ctypes.data), b.nbytes) for b in buffers]
+        notes += use_huge_pages(empty, in_ram, bool(mapped), thp_state())
+    if cpus is not None:
+        numa.touch(buffers, cpus)
+    if config.mlock:
+        in_ram, mapped = model.memory(runner.host_weights)
+        notes += lock_weights([*in_ram, *mapped])
+    return notes

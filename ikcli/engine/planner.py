@@ -26,9 +26,8 @@ from ikcli.engine.programs import Graphs, check_caches, graph_config, output_byt
 from ikcli.engine.run_device import RESERVE_BYTES, RunDevice, cache_bytes
 from ikcli.engine.runner import DividedProgram, Offload, Runner
 from ikcli.engine.sizes import Sizes, session_of
-from ikcli.engine.stages.cuts import find_cuts
-from ikcli.engine.stages.driver import STAGE, StagedRunner
-from ikcli.engine.stages.part import StageRunner
+from ikcli.engine.stages.driver import STAGE
+from ikcli.engine.stages.place import staged
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.graph import Cache
 from ikcli.models import GraphConfig, HParams, Weights
@@ -155,7 +154,7 @@ class Planner:
         used = {*placement.buffer_of.values(), *placement.cache}
         gpus = {name: gpu for name, gpu in self._gpus.items() if name in used}
         if config.fleet.stages > 1:
-            runner, config = self._staged(config, sizes, cfg, model, graphs, stage)
+            runner, config = staged(config, sizes, cfg, model, graphs, stage)
         else:
             runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload)
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
@@ -169,26 +168,6 @@ class Planner:
         }
         plan = RunPlan(config, sizes, tuple(warnings), cfg, placement, memory, caches, n_nodes, n_splits)
         return PreparedRun(plan, model, graphs, runner, programs)
-
-    def _staged(
-        self,
-        config: RunConfig,
-        sizes: Sizes,
-        cfg: GraphConfig,
-        model: Model,
-        graphs: Graphs,
-        stage: tuple[tuple[int, ...], int] | None,
-    ) -> tuple[Runner, RunConfig]:
-        """The runner of a model in stages, or of one stage; on one machine the stages share its threads."""
-        if stage is not None:
-            return StageRunner(CpuDevice(max(config.n_threads, config.n_threads_batch)), *stage), config
-        if config.fleet.ray in (None, "local"):
-            n = config.fleet.stages
-            config = replace(
-                config, n_threads=max(1, config.n_threads // n), n_threads_batch=max(1, config.n_threads_batch // n)
-            )
-        cuts = find_cuts(config, model, graphs, lambda c: cache_bytes(c, c.rows(cfg.n_ctx, cfg.n_seq, cfg.n_window)))
-        return StagedRunner(config, sizes, cuts), config
 
     def fits(self, config: RunConfig) -> bool:
         """Whether a run fits all devices; quick where weights and cache alone are too large."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.model import Model
 from ikcli.engine.timed_ops import TimedOp
+from ikcli.errors import NonFiniteError
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, Node, Rows
 from ikcli.graph.split import Turn
@@ -113,3 +114,19 @@ def cells_view(cache: Cache, data: Bytes, n_rows: int, first: int, n: int) -> By
         size = TYPES[cache.type].type_size
         return data.reshape(cache.cols, -1)[:, first * size : (first + n) * size]
     return data.reshape(n_rows, -1)[first : first + n]
+
+
+def look_for_non_finite(source: str) -> Observer:
+    """An observer that raises NonFiniteError at the first value that is not finite."""
+
+    def look(node: Node, value: npt.NDArray[np.generic]) -> None:
+        if node.op.is_table or np.isfinite(value).all():
+            return
+        weights = [w.name for w in node.weights()]
+        with_ = f" with {', '.join(weights)}" if weights else ""
+        raise NonFiniteError(
+            f"{source}: {node.name} ({node.op.name}{with_}) gives NaN or Inf; "
+            "--check-tensors tells whether the file holds such values"
+        )
+
+    return look

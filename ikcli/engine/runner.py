@@ -324,16 +324,8 @@ class Runner:
 
     @property
     def depth(self) -> int:
-        """Micro-batches that can be under way at once: `start` so many times, then `finish`."""
+        """Micro-batches that can be under way at once: `run` so many times, then `result`, that of the oldest first."""
         return 1
-
-    def start(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
-        """Begin a micro-batch; the step block may be filled anew when this returns."""
-        self.run(program, n_threads, state)
-
-    def finish(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
-        """The value of the oldest micro-batch under way, in memory that the next one may write again."""
-        return self.result(program, n_rows)
 
     def run_observed(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
         """Execute node by node, showing every output to the observer once, right after it was computed."""

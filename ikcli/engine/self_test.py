@@ -24,6 +24,7 @@ from ikcli.graph.micro_batch import MicroBatch, Segment
 from ikcli.graph.ops_attention import Attention
 from ikcli.graph.ops_experts import MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import MulMat, MulMatHeads
+from ikcli.log import log
 from ikcli.quant.decode import dequantize
 
 if TYPE_CHECKING:
@@ -172,3 +173,13 @@ def check(session: Session) -> list[Family]:
             f"most {wrong.bound:.0e} is right); compute it elsewhere with -ot or a smaller -ngl"
         )
     return families
+
+
+def check_session(session: Session) -> None:
+    """Log what devices make of the ops of the first layers; SelfTestError, and a closed session, if one is wrong."""
+    try:
+        for family in check(session):
+            log(f"self-test: {family}")
+    except BaseException:
+        session.close()
+        raise

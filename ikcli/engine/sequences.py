@@ -92,6 +92,15 @@ class Sequences:
         self._checkpoints = [[] for _ in range(self.n_seq)]
         self._passing = [-1] * self.n_seq
 
+    def check_next(self, seq: int, pos: int, n: int, *, follow: bool = True) -> None:
+        """IkError unless n tokens (which `follow` one another) can be added to a sequence at this position."""
+        if not 0 <= seq < self.n_seq:
+            raise IkError(f"sequence {seq} does not exist; the session was made for {self.n_seq}")
+        if pos != self.n_past[seq] or not follow:
+            raise IkError(f"sequence {seq}: position {pos} does not follow the {self.n_past[seq]} cached ones")
+        if pos + n > self.n_ctx:
+            raise IkError(f"sequence {seq}: {pos + n} tokens do not fit its context of {self.n_ctx}; raise -c")
+
     # --- windows ----------------------------------------------------------------------------------------------------
     @property
     def has_windows(self) -> bool:
@@ -101,6 +110,13 @@ class Sequences:
     def window_cell(self, seq: int) -> int:
         """The cell of position 0 of a sequence in tensors of windows; below zero, or of another, once it is gone."""
         return seq * self._n_window - self._first[seq]
+
+    def room(self, seq: int, n: int) -> int:
+        """`make_room` where there are windows; where position 0 is in them, 0 without."""
+        if not self._windows:
+            return 0
+        self.make_room(seq, n)
+        return self.window_cell(seq)
 
     def make_room(self, seq: int, n: int) -> None:
         """Before n positions are added: move what windows still see to the front, if there is no room behind it."""

@@ -25,17 +25,17 @@ from ikcli.engine.batch import Batch
 from ikcli.engine.devices import Machine, opened_gpus
 from ikcli.engine.planner import Planner, PreparedRun, memory_of, plan_programs
 from ikcli.engine.programs import EMBEDS, output_bytes, record_graphs, step_tokens
-from ikcli.engine.run_device import Observer
+from ikcli.engine.run_device import Observer, look_for_non_finite
 from ikcli.engine.runner import DividedProgram, Runner
 from ikcli.engine.sequences import Sequences
 from ikcli.engine.session_log import Timings
-from ikcli.engine.sizes import Sizes, session_of
+from ikcli.engine.sizes import Sizes
 from ikcli.errors import IkError, NonFiniteError
-from ikcli.graph import Cache, Node
+from ikcli.graph import Cache
 from ikcli.graph.micro_batch import Segment
 from ikcli.log import log, progress, warn
 from ikcli.models import EXPAND_MIN_TOKENS, Outputs
-from ikcli.sampling.short import draw_function
+from ikcli.quant.validate import check_finite
 from ikcli.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Session:
         self.n_step = step_tokens(plan.sizes.n_step)
         self.n_ctx = plan.graph_config.n_ctx
         self.n_batch, self.n_ubatch = plan.config.n_batch, plan.graph_config.n_ubatch
-        self.n_vocab = prepared.model.hp.n_vocab
+        self.n_vocab, self.outputs = prepared.model.hp.n_vocab, plan.graph_config.outputs
         self.observer: Observer | None = None
         self.runner, self.graphs, self.programs = prepared.runner, prepared.graphs, prepared.programs
         self._cpus, self._notes = numa.plan_threads(self.config.numa, self.runner.cpu.n_threads)
@@ -92,7 +92,9 @@ class Session:
         if config.warmup:
             session.warm_up()
         if config.self_test:
-            session.self_test()
+            from ikcli.engine.self_test import check_session
+
+            check_session(session)
         return session
 
     @classmethod
@@ -121,17 +123,6 @@ class Session:
         session_log.context_lines(session)
         return session
 
-    def self_test(self) -> None:
-        """Log what devices make of the ops of the first layers; SelfTestError if one is wrong."""
-        from ikcli.engine.self_test import check
-
-        try:
-            for family in check(self):
-                log(f"self-test: {family}")
-        except BaseException:
-            self.close()
-            raise
-
     def again(self, runner: Runner) -> Session:
         """A second session of the model with the same settings, which computes with `runner`."""
         model = self.model
@@ -144,13 +135,15 @@ class Session:
         start = time.perf_counter()
         self.compile()
         programs = list(self.programs.values())
-        self._check_weights({w for names in self.runner.weight_names(programs).values() for w in names})
+        if self.config.check_tensors:
+            check_finite(self.model.file, {w for names in self.runner.weight_names(programs).values() for w in names})
         self.runner.load(programs, self.model, self.config.mmap)
         try:
-            self._state = StepBlock(max(self.n_ubatch, self.n_step), self.n_ctx)
+            self.step_block = StepBlock(max(self.n_ubatch, self.n_step), self.n_ctx)
             self.runner.make_caches(programs)
-            self.runner.bind(programs, self._state)
-            self._place_memory()
+            self.runner.bind(programs, self.step_block)
+            for text in [*self._notes, *host_memory.place(self.config, self.model, self.runner, self._cpus)]:
+                warn(text)
         except MemoryError:
             need = (sum(self.cache_bytes().values()) + self.compute_bytes) / 2**20
             raise IkError(
@@ -164,39 +157,13 @@ class Session:
         self._flights.clear()
         self.sequences.clear()
         self.runner.load(list(self.programs.values()), self.model, self.config.mmap)
-        self.runner.bind(list(self.programs.values()), self._state)
-
-    def _place_memory(self) -> None:
-        """Huge pages, first touch and locking, as far as they were asked for; nothing has used the buffers yet."""
-        config, notes = self.config, list(self._notes)
-        buffers = self.runner.host_buffers
-        if config.thp:
-            in_ram, mapped = self.model.memory(self.runner.host_weights)
-            empty = [(int(b.ctypes.data), b.nbytes) for b in buffers]
-            notes += host_memory.use_huge_pages(empty, in_ram, bool(mapped), host_memory.thp_state())
-        if self._cpus is not None:
-            numa.touch(buffers, self._cpus)
-        if config.mlock:
-            in_ram, mapped = self.model.memory(self.runner.host_weights)
-            notes += host_memory.lock_weights([*in_ram, *mapped])
-        for text in notes:
-            warn(text)
+        self.runner.bind(list(self.programs.values()), self.step_block)
 
     def compile(self) -> None:
         """Get the kernels; compiles what the cache lacks, with a progress bar."""
         programs = list(self.programs.values())
         with progress("compiling kernels", self.runner.n_missing(programs)) as advance:
             self.runner.prepare(programs, lambda done, total: advance(1))
-
-    def _check_weights(self, names: set[str]) -> None:
-        if not self.config.check_tensors:
-            return
-        from ikcli.quant.validate import check_tensors
-
-        bad = list(check_tensors(self.model.file, sorted(n for n in names if n in self.model.file.tensors)))
-        if bad:
-            where = ", ".join(f"{b.name} (element {b.element})" for b in bad[:5])
-            raise NonFiniteError(f"{self.model.source}: {len(bad)} tensors hold NaN or Inf: {where}")
 
     def cache_bytes(self) -> Mapping[Cache, int]:
         """Bytes of every cache tensor, as in RAM."""
@@ -205,11 +172,6 @@ class Session:
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes by device (CPU first) and part: weights, KV, compute, output."""
         return memory_of(self.runner, self.programs, self.model, self.output_bytes)
-
-    @property
-    def step_block(self) -> StepBlock:
-        """What describes the micro-batch to the programs."""
-        return self._state
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -251,7 +213,8 @@ class Session:
         """Logits (n_outputs, n_vocab) of the wanted tokens in batch order; valid until the next call."""
         start = time.perf_counter()
         if len(batch) == 1:
-            parts = [self._decode(batch)]  # in the work memory itself, which the next micro-batch writes again
+            self.launch(batch)
+            parts = [self._checked(self.land())]  # in the work memory itself, which the next micro-batch writes again
         else:
             parts = self._decode_all(batch)
         self.timings.add(len(batch), time.perf_counter() - start)
@@ -277,18 +240,11 @@ class Session:
             with suppress(IkError):
                 self.land()
 
-    def _decode(self, batch: Batch) -> FloatRows:
-        return self._checked(self._compute(batch))
-
     def _checked(self, logits: FloatRows) -> FloatRows:
         # A sum is not finite if a term is not; it can overflow by itself, so look closer before complaining.
         if not np.isfinite(logits.sum(dtype=np.float64)) and not np.isfinite(logits).all():
             self._explain_non_finite(*self._last)
         return logits
-
-    def _compute(self, batch: Batch) -> FloatRows:
-        self.launch(batch)
-        return self.land()
 
     @property
     def under_way(self) -> int:
@@ -305,8 +261,8 @@ class Session:
             return
         out_ids = np.flatnonzero(batch.logits)
         if len(out_ids) > self._n_outputs:
-            self._grow_outputs(len(out_ids))
-        self._state.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
+            self.plan_outputs(min(self.n_ubatch, 1 << (len(out_ids) - 1).bit_length()))
+        self.step_block.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
         kind = "prefill" if n >= EXPAND_MIN_TOKENS and "prefill" in self.programs else "decode"
         self._start(self.programs[kind], self.config.n_threads_batch, len(out_ids))
 
@@ -323,9 +279,9 @@ class Session:
         if not 0 <= min(tokens) <= max(tokens) < self.n_vocab:
             raise IkError(f"a token id is outside the vocabulary of {self.n_vocab}")
         for seq, p in zip(seqs, pos, strict=True):
-            self._check(seq, p, 1)
-        windows = self._windows(seqs) if self.sequences.has_windows else ()
-        self._state.set_step(tokens, pos, seqs, self.sequences.n_ctx, n_outputs, windows)
+            self.sequences.check_next(seq, p, 1)
+        windows = [self.sequences.room(seq, 1) for seq in seqs] if self.sequences.has_windows else ()
+        self.step_block.set_step(tokens, pos, seqs, self.sequences.n_ctx, n_outputs, windows)
         for seq in seqs:
             n_past[seq] += 1
         if beside is not None:
@@ -334,23 +290,18 @@ class Session:
 
     def _start(self, program: DividedProgram, n_threads: int, n_outputs: int) -> None:
         if self.profile is not None:
-            self.profile.run(self.runner, program, n_threads, self._state, self.observer)
+            self.profile.run(self.runner, program, n_threads, self.step_block, self.observer)
         elif self.observer is None:
-            self.runner.start(program, n_threads, self._state)
+            self.runner.run(program, n_threads, self.step_block)
         else:
-            self.runner.run_observed(program, n_threads, self._state, self.observer)
+            self.runner.run_observed(program, n_threads, self.step_block, self.observer)
         self._flights.append((program, n_threads, n_outputs))
 
     def land(self) -> FloatRows:
         """Logits of the oldest micro-batch under way; they are overwritten by the next one."""
         program, n_threads, n_outputs = self._flights.popleft()
         self._last = program, n_threads
-        return self.runner.finish(program, n_outputs)
-
-    @property
-    def outputs(self) -> Outputs:
-        """What it computes of tokens."""
-        return self.graph_config.outputs
+        return self.runner.result(program, n_outputs)
 
     def run_segments(
         self, kind: str, tokens: npt.NDArray[np.int32], out_ids: npt.NDArray[np.int64], segments: Sequence[Segment]
@@ -359,24 +310,11 @@ class Session:
         start = time.perf_counter()
         self._check_ids(tokens)
         pos = np.concatenate([np.arange(s.pos, s.n_kv, dtype=np.int32) for s in segments])
-        self._state.set(tokens, pos, out_ids, segments)
+        self.step_block.set(tokens, pos, out_ids, segments)
         self._start(self.programs[kind], self.config.n_threads_batch, len(out_ids))
         found = self.land()
         self.timings.add(len(tokens), time.perf_counter() - start)
-        if not np.isfinite(found).all():
-            self._explain_non_finite(*self._last)
-        return found
-
-    def check_room(self, seq: int, pos: int, n: int, *, follow: bool = True) -> int:
-        """IkError unless n tokens (which `follow` one another) can be added to a sequence at this position.
-
-        Returns where position 0 is in windows, after room is made there.
-        """
-        self._check(seq, pos, n, follow=follow)
-        if not self.sequences.has_windows:
-            return 0
-        self.sequences.make_room(seq, n)
-        return self.sequences.window_cell(seq)
+        return self._checked(found)
 
     def _check_ids(self, tokens: npt.NDArray[np.int32]) -> None:
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.n_vocab:
@@ -394,45 +332,27 @@ class Session:
     def _segment(self, batch: Batch, start: int, stop: int) -> Segment:
         seq, pos, n = int(batch.seq[start]), int(batch.pos[start]), stop - start
         follow = n == 1 or bool((np.diff(batch.pos[start:stop]) == 1).all())
-        window = self.check_room(seq, pos, n, follow=follow)
+        self.sequences.check_next(seq, pos, n, follow=follow)
+        window = self.sequences.room(seq, n)
         return Segment(start, n, seq * self.n_ctx_seq, pos, seq, window)
-
-    def _windows(self, seqs: Sequence[int]) -> list[int]:
-        """Room for a position more in the windows of these sequences; where they are."""
-        for seq in seqs:
-            self.sequences.make_room(seq, 1)
-        return [self.sequences.window_cell(seq) for seq in seqs]
-
-    def _check(self, seq: int, pos: int, n: int, *, follow: bool = True) -> None:
-        known = self.sequences
-        if not 0 <= seq < known.n_seq:
-            raise IkError(f"sequence {seq} does not exist; the session was made for {known.n_seq}")
-        if pos != known.n_past[seq] or not follow:
-            raise IkError(f"sequence {seq}: position {pos} does not follow the {known.n_past[seq]} cached ones")
-        if pos + n > known.n_ctx:
-            raise IkError(f"sequence {seq}: {pos + n} tokens do not fit its context of {known.n_ctx}; raise -c")
-
-    def _grow_outputs(self, n: int) -> None:
-        """More logits per micro-batch than planned: plan again."""
-        self.plan_outputs(min(self.n_ubatch, 1 << (n - 1).bit_length()))
 
     def plan_outputs(self, n: int) -> None:
         """Plan and bind the programs again, for n logits per micro-batch."""
         n_step = self.run_plan.sizes.n_step
         self._n_outputs = n
         self.programs = plan_programs(self.runner, self.graphs, self.graph_config, self._n_outputs, n_step)
-        self.runner.bind(list(self.programs.values()), self._state)
+        self.runner.bind(list(self.programs.values()), self.step_block)
 
     def _explain_non_finite(self, program: DividedProgram, n_threads: int) -> None:
         """Run the micro-batch once more, node by node, and name the first one that is not finite."""
-
-        self.runner.explain(program, n_threads, self._state, look_for_non_finite(self.model.source))
+        self.runner.explain(program, n_threads, self.step_block, look_for_non_finite(self.model.source))
         raise NonFiniteError(f"{self.model.source}: the result is NaN or Inf, but not when computed again node by node")
 
     def compute(self, batch: Batch) -> FloatRows:
         """Logits of one micro-batch, which the caller checks for NaN; they are overwritten by the next one."""
         start = time.perf_counter()
-        logits = self._compute(batch)
+        self.launch(batch)
+        logits = self.land()
         self.timings.add(len(batch), time.perf_counter() - start)
         return logits
 
@@ -443,7 +363,7 @@ class Session:
         """
         start = time.perf_counter()
         out_ids = np.arange(len(batch))
-        self._state.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
+        self.step_block.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
         self._start(self.programs["step"], self.config.n_threads, len(batch))
         logits = self.land()
         self.timings.add(1, time.perf_counter() - start)
@@ -523,31 +443,7 @@ class Session:
         self.close()
 
 
-def look_for_non_finite(source: str) -> Observer:
-    """An observer that raises NonFiniteError at the first value that is not finite."""
-
-    def look(node: Node, value: npt.NDArray[np.generic]) -> None:
-        if node.op.is_table or np.isfinite(value).all():
-            return
-        weights = [w.name for w in node.weights()]
-        with_ = f" with {', '.join(weights)}" if weights else ""
-        raise NonFiniteError(
-            f"{source}: {node.name} ({node.op.name}{with_}) gives NaN or Inf; "
-            "--check-tensors tells whether the file holds such values"
-        )
-
-    return look
-
-
 def _new_profile() -> Profile:
     from ikcli.engine.profile import Profile
 
     return Profile()
-
-
-def warmup(config: RunConfig, planner: Planner | None = None) -> None:
-    """Compile the kernels of a model ahead of time (`ik warmup`)."""
-    config, sizes = session_of(config)
-    session = Session.plan(config, n_seq_max=sizes.n_seq, n_step=sizes.n_step, outputs=sizes.outputs, planner=planner)
-    session.compile()
-    draw_function()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.errors import FormatError
+from ikcli.errors import FormatError, NonFiniteError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo
 from ikcli.gguf.types import TYPES, TensorType
@@ -42,6 +42,14 @@ def check_tensors(file: GGUFFile, names: Iterable[str] | None = None) -> Iterato
         index = first_non_finite(file.data(name), t)
         if index is not None:
             yield NonFinite(name, index)
+
+
+def check_finite(file: GGUFFile, names: Iterable[str]) -> None:
+    """NonFiniteError that names the tensors, among those of the file, which hold NaN or Inf."""
+    bad = list(check_tensors(file, sorted(n for n in names if n in file.tensors)))
+    if bad:
+        where = ", ".join(f"{b.name} (element {b.element})" for b in bad[:5])
+        raise NonFiniteError(f"{file.paths[0]}: {len(bad)} tensors hold NaN or Inf: {where}")
 
 
 def first_non_finite(data: npt.NDArray[np.uint8], t: TensorInfo) -> int | None:

@@ -385,8 +385,8 @@ class StagedRunner(Runner):
             raise (NonFiniteError if words["class"] == "NonFiniteError" else IkError)(words["error"])
         return kind, words, data
 
-    def start(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
-        """Send a micro-batch into the chain."""
+    def run(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
+        """Send a micro-batch into the chain; the step block may be filled anew when this returns."""
         from ikcli.graph import Rows
 
         outputs = state.rows[Rows.OUTPUTS]
@@ -402,21 +402,13 @@ class StagedRunner(Runner):
         }  # fmt: skip
         self._send(Kind.RUN, words, [flight.block])
 
-    def finish(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
+    def result(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
         """Wait for the oldest one."""
         if not self._flights:
             raise StageLostError(self._lost)
         self._landed = self._flights.popleft()
         _, _, data = self._take(self._results)
         return np.frombuffer(data, np.float32).reshape(n_rows, program.result.cols)
-
-    def run(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
-        """As `start`; `result` then waits."""
-        self.start(program, n_threads, state)
-
-    def result(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
-        """As `finish`."""
-        return self.finish(program, n_rows)
 
     def explain(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
         """Have it computed again by the stages, which look for what is not finite themselves."""

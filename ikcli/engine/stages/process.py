@@ -18,6 +18,7 @@ import ikcli
 from ikcli import references
 from ikcli.config import RunConfig
 from ikcli.engine.planner import Planner
+from ikcli.engine.run_device import look_for_non_finite
 from ikcli.engine.runner import DividedProgram
 from ikcli.engine.session import Session
 from ikcli.engine.sizes import Sizes
@@ -161,7 +162,9 @@ class _Stage:
             if node in program.memory:
                 program.memory[node][:size] = np.frombuffer(arrived[node], np.uint8)
         if words["look"]:
-            self._runner.run_observed(program, words["threads"], self._state, _look(self._session.model.source))
+            self._runner.run_observed(
+                program, words["threads"], self._state, look_for_non_finite(self._session.model.source)
+            )
         else:
             self._runner.run(program, words["threads"], self._state)
         if self._runner.is_last:
@@ -176,9 +179,3 @@ class _Stage:
     def close(self) -> None:
         with hushed(True):
             self._session.close()
-
-
-def _look(source: str) -> Any:
-    from ikcli.engine.session import look_for_non_finite
-
-    return look_for_non_finite(source)

@@ -1,0 +1,37 @@
+"""The runner of a model in stages, or of one of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ikcli.config import RunConfig
+from ikcli.engine.cpu_device import CpuDevice
+from ikcli.engine.model import Model
+from ikcli.engine.programs import Graphs
+from ikcli.engine.run_device import cache_bytes
+from ikcli.engine.runner import Runner
+from ikcli.engine.sizes import Sizes
+from ikcli.engine.stages.cuts import find_cuts
+from ikcli.engine.stages.driver import StagedRunner
+from ikcli.engine.stages.part import StageRunner
+from ikcli.models import GraphConfig
+
+
+def staged(
+    config: RunConfig,
+    sizes: Sizes,
+    cfg: GraphConfig,
+    model: Model,
+    graphs: Graphs,
+    stage: tuple[tuple[int, ...], int] | None,
+) -> tuple[Runner, RunConfig]:
+    """The runner of all stages, or of this one (cuts, index); on one machine the stages share its threads."""
+    if stage is not None:
+        return StageRunner(CpuDevice(max(config.n_threads, config.n_threads_batch)), *stage), config
+    if config.fleet.ray in (None, "local"):
+        n = config.fleet.stages
+        config = replace(
+            config, n_threads=max(1, config.n_threads // n), n_threads_batch=max(1, config.n_threads_batch // n)
+        )
+    cuts = find_cuts(config, model, graphs, lambda c: cache_bytes(c, c.rows(cfg.n_ctx, cfg.n_seq, cfg.n_window)))
+    return StagedRunner(config, sizes, cuts), config

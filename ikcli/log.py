@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 _noticed: set[str] = set()
-_hushed = False
+_hushes: list[None] = []  # one for every reason to be quiet; threads may overlap
 
 
 def utf8_streams() -> None:
@@ -63,19 +63,20 @@ def _write(stream: TextIO, text: str) -> None:
 
 def log(message: str = "") -> None:
     """One log line on stderr."""
-    if not _hushed:
+    if not _hushes:
         _write(sys.stderr, message)
 
 
 @contextmanager
 def hushed(quiet: bool = True) -> Iterator[None]:
-    """Print no log lines meanwhile, only warnings and errors."""
-    global _hushed
-    before, _hushed = _hushed, quiet
+    """Print no log lines meanwhile, only warnings and errors; without `quiet` nothing changes."""
+    if quiet:
+        _hushes.append(None)
     try:
         yield
     finally:
-        _hushed = before
+        if quiet:
+            _hushes.pop()
 
 
 def warn(message: str) -> None:

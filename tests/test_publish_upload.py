@@ -5,7 +5,9 @@ from __future__ import annotations
 import builtins
 import hashlib
 import json
+import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,15 @@ __all__ = ["hub", "ik"]
 
 REPO = "me/Tiny-GGUF"
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the library's own
+
+
+@pytest.fixture(autouse=True)
+def library_logs_to_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handlers keep the stderr of the test in which they were made, which is closed by now."""
+    for name in ("huggingface_hub", None):
+        for handler in logging.getLogger(name).handlers:
+            if type(handler) is logging.StreamHandler:
+                monkeypatch.setattr(handler, "stream", sys.stderr)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from ikcli.eval.imatrix_collect import watch
 from ikcli.eval.protocol import TokenIds
 from ikcli.log import log, progress
 from ikcli.quant.covariance_file import RANDOM_TOKENS, write_covariance
-from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
+from ikcli.quant.imatrix_file import Imatrix
 from ikcli.tokenizer.tokenizer import Tokenizer
 from ikcli.tokenizer.vocab import Attr
 
@@ -60,10 +61,12 @@ def planned(model: Path, overrides: tuple[str, ...]) -> tuple[int, Imatrix]:
     """
     config, sizes = imatrix_session(_settings(model, model, 1, overrides))
     prepared = Planner.of_file(config).prepare(config, sizes)
-    streams = watch([graph for graph, _ in prepared.graphs.values()], output_name=_OUTPUT).all_streams()
-    made = {name: ImatrixEntry(np.full_like(s.sums, _PLENTY, np.float32), np.full(len(s.sums), _PLENTY, np.float32))
-            for s in streams for name in s.names}  # fmt: skip
-    return prepared.plan.memory.total(CPU), Imatrix(made, datasets=(RANDOM_TOKENS,), path="--covariance self")
+    collector = watch([graph for graph, _ in prepared.graphs.values()], output_name=_OUTPUT)
+    for stream in collector.all_streams():
+        stream.sums.fill(_PLENTY)
+        stream.counts.fill(_PLENTY)
+    imatrix = collector.take().imatrix(0, DEFAULT_WINDOW, (RANDOM_TOKENS,))
+    return prepared.plan.memory.total(CPU), replace(imatrix, path="--covariance self")
 
 
 def write_self_covariance(model: Path, out: Path, n_tokens: int, n_threads: int, overrides: tuple[str, ...]) -> None:

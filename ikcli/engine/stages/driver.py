@@ -218,7 +218,8 @@ class StagedRunner(Runner):
                     )
                 links[words["index"]], addresses[words["index"]] = link, (words["host"], words["port"])
                 self._links.append(link)
-            self._check_alive(i for i in range(n) if i not in links)
+            else:  # a stage that ended may have said why before
+                self._check_alive(i for i in range(n) if i not in links)
             if time.monotonic() > until:
                 raise IkError("not all stages have started")
         self._links = [links[i] for i in range(n)]

@@ -26,6 +26,7 @@ from ikcli.errors import FormatError, IkError, UnsupportedError
 from ikcli.eval.kl_divergence import KlParams, run
 from ikcli.eval.kld_file import BaseReader
 from ikcli.gguf.constants import GGMLType
+from ikcli.graph.ops_rows import MulMat, MulMatHeads
 from ikcli.models import GraphConfig, HParams
 from ikcli.models.alibi import slopes
 
@@ -39,9 +40,6 @@ GOLDEN = (
 )  # fmt: skip
 OVERRIDES = {"mistral4": ("mistral4.attention.temperature_scale=float:0.3",)}  # the file does not say
 F32_CACHE = ("granitemoe",)  # of what an f16 cache rounds away the bounds (against torch) know nothing
-# One choice among the first tokens is such a tie that 16-bit products, those of larger batches, change it and so all
-# that follows; products of a few rows are float32.
-FEW_ROWS = ("cohere2_moe", "step35")
 TOKENS = np.random.default_rng(1).integers(0, 96, 20)
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {}, "no flash attention": {"flash_attn": False}, "q8_0 cache": {"type_k": "q8_0", "type_v": "q8_0"},
@@ -56,8 +54,6 @@ def test_golden(name: str, shared_dir: Path) -> None:
     for setting, changes in SETTINGS.items():
         if name in F32_CACHE:
             changes = changes | {"type_k": "f32", "type_v": "f32"}
-        if name in FEW_ROWS:
-            changes = {"n_batch": 4, "n_ubatch": 4} | {k: v for k, v in changes.items() if "batch" not in k}
         base = BaseReader(folder / f"{name}.kld")
         settings = {"n_batch": base.n_ctx, "n_threads": 2, "n_threads_batch": 2, "warmup": False} | changes
         config = RunConfig(command="perplexity", model=folder / f"{name}.gguf", n_ctx=base.n_ctx, **settings)
@@ -171,6 +167,16 @@ def test_limits_on_queries_keys_and_values_of_one_matrix_or_three() -> None:
     free = ReferenceSession(model, GraphConfig(n_ctx=64)).decode(batch)
     assert np.abs(fused - wanted).max() < 1e-4 * wanted.std()
     assert np.abs(free - fused).max() > 0.3 * wanted.std()
+
+
+@pytest.mark.parametrize(("arch", "wanted"), [("glm4moe", 12), ("minimax-m2", 5), ("glm4", 0)])
+def test_products_before_the_first_choice_of_experts_are_exact(arch: str, wanted: int, tmp_path: Path) -> None:
+    """Attention and a dense layer, or attention alone, and the product that experts are chosen by."""
+    path = write_model(tiny(arch), tmp_path / "tiny.gguf")
+    with Session.open(RunConfig(model=path, n_ctx=64, warmup=False)) as session:
+        nodes = session.graphs["decode"][0].nodes
+    exact = [node.name for node in nodes if isinstance(node.op, MulMat | MulMatHeads) and node.op.exact]
+    assert len(exact) == wanted and exact[-1:] == [n.name for n in nodes if "ffn_moe_logits" in n.name][:1]
 
 
 def test_gating_of_files_that_do_not_say() -> None:

@@ -22,6 +22,7 @@ from ikcli.backends.cpu.tile_modes import PAIRS_BLOCK, makes_integers
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
 from ikcli.graph import Graph, HeadSlice, Node, Rows, RowSpec, Weight
+from ikcli.graph.ops_rows import MulMat
 from ikcli.quant.decode import dequantize
 from ikcli.quant.formats import get_format, row_size
 
@@ -113,6 +114,22 @@ def test_mul_mat(type_: GGMLType) -> None:
             for n in N_TOKENS:
                 a = activations(n, k)
                 check(run([Segment(n)], {x: a}), values[0], a, type_, loss=n_rows * n > 30)
+
+
+@pytest.mark.parametrize("k", [33, 1408])
+def test_exact_products_of_f16(k: int) -> None:
+    """No 16-bit integers; and the input is shared with a product that makes such of it."""
+    w, data, values = make_weight("w", GGMLType.F16, (k, 40))
+    run = Harness(33, 64, RULES)
+    x = run.input("x", k)
+    rounds, exact = run.graph.record(MulMat(w, x), "rounds"), run.graph.record(MulMat(w, x, exact=True), "exact")
+    run.compile(run.graph.concat([rounds, exact], "both"), 2, {"w": data})
+    for n in (1, 4, 5, 17, 33):
+        a = activations(n, k)
+        both = run([Segment(n)], {x: a})
+        check(both[:, :40], values[0], a, GGMLType.F16)
+        wide = a.astype(np.float64)
+        assert (np.abs(both[:, 40:] - wide @ values[0].T) <= 1e-6 * np.abs(wide) @ np.abs(values[0]).T).all()
 
 
 @pytest.mark.parametrize("type_", ALL_TYPES)

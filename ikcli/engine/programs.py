@@ -109,6 +109,7 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     graphs: dict[str, tuple[Graph, Node]] = {}
     for kind, kind_cfg in kinds.items():
         graph = model.adapters.graph()
+        graph.exact = hp.n_expert > 0
         whole[kind] = graph, model.module.build(graph, hp, weights, kind_cfg)
         hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None)
         if cfg.outputs.logits:

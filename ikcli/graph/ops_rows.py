@@ -109,13 +109,17 @@ class Product(Op):
 
 @dataclass(frozen=True, slots=True)
 class MulMat(Product):
-    """x @ w.T: [rows, ne0] -> [rows, ne1]."""
+    """x @ w.T: [rows, ne0] -> [rows, ne1].
+
+    `exact`: with a float w as float32 computes it, however many the rows; see `Graph.exact`.
+    """
 
     name = "mul_mat"
     policy = "MUL_MAT"
 
     w: Weight
     x: Node
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.w.ne0 != self.x.cols:
@@ -139,13 +143,14 @@ class MulMat(Product):
 
 @dataclass(frozen=True, slots=True)
 class MulMatHeads(Product):
-    """Per head h: x[:, h] @ w[h].T with w (ne0 = x.width, ne1, n_head) -> [rows, n_head*ne1]."""
+    """Per head h: x[:, h] @ w[h].T with w (ne0 = x.width, ne1, n_head) -> [rows, n_head*ne1]; `exact` as in MulMat."""
 
     name = "mul_mat_heads"
     policy = "MUL_MAT"
 
     w: Weight
     x: HeadSlice
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.w.ne0 != self.x.width:

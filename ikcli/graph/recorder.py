@@ -46,7 +46,8 @@ class Graph:
     """Recorder. Node names carry the layer (`ffn_out-3`); `nodes` is in execution order.
 
     `low_rank`: what is added to products with the weights of these names. `directions`: what is added to the outputs of
-    these layers.
+    these layers. `exact`: whether matrix products are recorded as such, which the first choice of experts ends: what is
+    rounded before it may change a choice that is close to a tie, and with it all that follows.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -55,6 +56,7 @@ class Graph:
     il: int = -1  # current layer, appended to node names
     low_rank: Mapping[str, Sequence[LowRank]] = field(default_factory=dict)
     directions: Mapping[int, Weight] = field(default_factory=dict)
+    exact: bool = False
 
     def record(self, op: Op, name: str) -> Node:
         """The node of an op; for ops of other packages as well."""
@@ -96,18 +98,18 @@ class Graph:
     def mul_mat(self, w: Weight, x: Node, name: str) -> Node:
         """x @ w.T: [rows, ne0] -> [rows, ne1]; with what adapters add to w."""
         parts = self.low_rank.get(w.name, ())
-        out = self.record(MulMat(w, x), f"{name}_base" if parts else name)
+        out = self.record(MulMat(w, x, self.exact), f"{name}_base" if parts else name)
         for i, part in enumerate(parts):
-            low = self.record(MulMat(part.a, x), f"{name}_lora_a{i}")
-            low = self.record(MulMat(part.scale, low), f"{name}_lora_scaled{i}")
+            low = self.record(MulMat(part.a, x, self.exact), f"{name}_lora_a{i}")
+            low = self.record(MulMat(part.scale, low, self.exact), f"{name}_lora_scaled{i}")
             b = part.b if w.n_rows < 0 else part.b.rows(w.row0, w.n_rows)
-            low = self.record(MulMat(b, low), f"{name}_lora_b{i}")
+            low = self.record(MulMat(b, low, self.exact), f"{name}_lora_b{i}")
             out = self.record(Add(out, low), name if part is parts[-1] else f"{name}_lora{i}")
         return out
 
     def mul_mat_heads(self, w: Weight, x: HeadSlice, name: str) -> Node:
         """Per head h: x[:, h] @ w[h].T with w (ne0 = x.width, ne1, n_head) -> [rows, n_head*ne1]."""
-        return self.record(MulMatHeads(w, x), name)
+        return self.record(MulMatHeads(w, x, self.exact), name)
 
     def add(self, x: Node, y: Node | Weight, name: str) -> Node:
         """Element-wise sum; a weight (bias) is added to every row."""
@@ -247,6 +249,7 @@ class Graph:
         ser: tuple[int, float] | None = None,
     ) -> Node:
         """Choose experts: [rows, 2*n_used]; see `MoeRoute`."""
+        self.exact = False
         return self.record(MoeRoute(logits, bias, n_used, gating, norm, scale, n_group, n_group_used, ser), name)
 
     def moe_sort(self, route: Node, n_expert: int, name: str) -> Node:

@@ -107,10 +107,11 @@ def activation_kind(type_: GGMLType) -> str:
     return "f32" if type_ in FLOAT_TYPES else "q8"
 
 
-def _kind_of_rows(low: CpuLowering, w: Weight, rows: RowSpec) -> str:
+def _kind_of_rows(low: CpuLowering, w: Weight, rows: RowSpec, exact: bool = False) -> str:
     """activation_kind, but that rows for generation, which will never be many, need no integers."""
     kind = activation_kind(w.type)
-    return "f32" if kind == "i16" and low.independent and low.rows(rows) <= low.few_rows else kind
+    few = low.independent and low.rows(rows) <= low.few_rows
+    return "f32" if kind == "i16" and (exact or few) else kind
 
 
 def kind_row_bytes(kind: str, k: int) -> int:
@@ -291,10 +292,10 @@ class InputRows:
     head_stride: int
 
 
-def _activations(low: CpuLowering, w: Weight, x: HeadSlice, heads: int) -> InputRows:
+def _activations(low: CpuLowering, w: Weight, x: HeadSlice, heads: int, exact: bool = False) -> InputRows:
     """The input as the weight's kernel wants it: float rows as they are, or converted once per distinct input."""
     src = x.node
-    kind = _kind_of_rows(low, w, src.rows)
+    kind = _kind_of_rows(low, w, src.rows, exact)
     if kind == "f32":
         return InputRows(low.out(src) + 4 * x.offset, 4 * src.cols, 4 * x.head_stride)
     row = kind_row_bytes(kind, x.width)
@@ -331,23 +332,25 @@ def _product(low: CpuLowering, node: Node, w: Weight, at: Ref, a: InputRows) -> 
                    tile_bytes=size, n_tiles=count, few=low.few_rows)  # fmt: skip
 
 
-def _emit_mul_mat(low: CpuLowering, node: Node, w: Weight, x: HeadSlice, heads: int) -> None:
+def _emit_mul_mat(low: CpuLowering, node: Node, w: Weight, x: HeadSlice, heads: int, exact: bool) -> None:
     row = row_size(w.type, w.ne0)
-    a = _activations(low, w, x, heads)
+    exact = exact and activation_kind(w.type) == "i16"
+    a = _activations(low, w, x, heads, exact)
     full_rows = w.shape[1] if len(w.shape) > 1 else 1
     params = MulMatParams(product=_product(low, node, w, low.weight(w, row), a), heads=heads, w_head=full_rows * row,
                           a_head=a.head_stride, out_head=4 * w.ne1)  # fmt: skip
-    low.emit(_matmul("make_mul_mat", w), node.rows, params, row_bytes=heads * w.ne1 * row)
+    key = _matmul("make_mul_mat", w, "f32") if exact else _matmul("make_mul_mat", w)
+    low.emit(key, node.rows, params, row_bytes=heads * w.ne1 * row)
 
 
-@RULES.add(MulMat, "w x")
+@RULES.add(MulMat, "w x exact")
 def _mul_mat(low: CpuLowering, node: Node, op: MulMat) -> None:
-    _emit_mul_mat(low, node, op.w, HeadSlice(op.x, 0, op.x.cols, 0), 1)
+    _emit_mul_mat(low, node, op.w, HeadSlice(op.x, 0, op.x.cols, 0), 1, op.exact)
 
 
-@RULES.add(MulMatHeads, "w x")
+@RULES.add(MulMatHeads, "w x exact")
 def _mul_mat_heads(low: CpuLowering, node: Node, op: MulMatHeads) -> None:
-    _emit_mul_mat(low, node, op.w, op.x, op.w.ne2)
+    _emit_mul_mat(low, node, op.w, op.x, op.w.ne2, op.exact)
 
 
 # --- mixture of experts -----------------------------------------------------------------------------------------------

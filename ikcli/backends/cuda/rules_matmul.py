@@ -3,7 +3,8 @@
 Two kernels per weight type: `mv_*` reads a matrix once for up to 8 activation rows, with results that do not depend on
 how many there are; `mm_*` works on tiles of 64 by 64. Both take one matrix, one per head, or (with the tiles of a
 `moe_sort` plan) one per expert; activation rows of experts are found through the plan, not gathered. Which one runs is
-decided per bucket. Quantized types take activations of int8 per 32 values, float types float32 as they are.
+decided per bucket. Quantized types take activations of int8 per 32 values, float types float32 as they are: all their
+products are `exact`.
 """
 
 from __future__ import annotations
@@ -206,12 +207,12 @@ def _not(when: Callable[[Counts], bool]) -> Callable[[Counts], bool]:
     return lambda c: not when(c)
 
 
-@RULES.add(MulMat, "w x")
+@RULES.add(MulMat, "w x exact")
 def _mul_mat(low: GpuLowering, node: Node, op: MulMat) -> None:
     _dense(low, node, op.w, HeadSlice(op.x, 0, op.x.cols, 0), 1)
 
 
-@RULES.add(MulMatHeads, "w x")
+@RULES.add(MulMatHeads, "w x exact")
 def _mul_mat_heads(low: GpuLowering, node: Node, op: MulMatHeads) -> None:
     _dense(low, node, op.w, op.x, op.w.ne2)
 

@@ -210,12 +210,12 @@ def _make_block(few, unpack_tile, make_step, ask):
     return block, _ROWS
 
 
-def float_block(kind):
-    """(block, rows of it) of a float type."""
+def float_block(kind, activations=""):
+    """(block, rows of it) of a float type; `activations`: "f32" for rows of f16 that become no integers."""
     if kind == "bf16_r16":
         return _make_block(*_sixteen_rows(), lambda nt: _make_float_step(nt, rounds_activations()), _ask_nothing)
     few, ask = make_few(kind), _make_ask(_KINDS[kind][1])
-    if kind == "f16" and makes_integers():
+    if kind == "f16" and makes_integers() and activations != "f32":
         return _make_block(few, make_unpack_pairs(_ROWS), lambda nt: make_pair_step(_ROWS, nt), ask)
     pairs = kind == "bf16" and rounds_activations()
     return _make_block(few, _bf16() if pairs else _plain(kind), lambda nt: _make_float_step(nt, pairs), ask)

@@ -90,9 +90,9 @@ def _integer_block(type_name):
     return block, TILE_ROWS
 
 
-def _block(type_name):
+def _block(type_name, activations=""):
     """(block, rows of a tile)."""
-    return float_block(type_name) if is_float(type_name) else _integer_block(type_name)
+    return float_block(type_name, activations) if is_float(type_name) else _integer_block(type_name)
 
 
 @inline
@@ -101,9 +101,9 @@ def item_rows(height, n_tiles, streaming, n_w, nth):
     return height if streaming or n_w < _ITEMS_PER_THREAD * nth * n_tiles * height else n_tiles * height
 
 
-def make_mul_mat(type_name):
-    """Dense and per-head matmul."""
-    block, tile_rows = _block(type_name)
+def make_mul_mat(type_name, activations=""):
+    """Dense and per-head matmul; `activations`: "f32" where rows of f16 become no integers."""
+    block, tile_rows = _block(type_name, activations)
 
     @kernel(MulMatParams)
     def mul_mat(params, ith, nth):

@@ -72,6 +72,7 @@ class AdapterConfig:
     lora_init_without_apply: bool = opt(False, "--lora-init-without-apply", "switch", "load adapters with scale 0; requests and POST /lora-adapters set another", topic="model", commands="S", example="--lora-init-without-apply")
     control_vector: tuple[Path, ...] = opt((), "--control-vector", "custom", "control vector (GGUF) to add to the outputs of layers; repeatable", topic="model", form="FILE", example="--control-vector happy.gguf", parse=parse_path_item, repeat=True, bench_list=False)
     control_vector_scaled: tuple[ScaledFile, ...] = opt((), "--control-vector-scaled", "custom", "control vector with a scale; repeatable", topic="model", form="FILE SCALE", example="--control-vector-scaled happy.gguf 0.8", parse=parse_scaled_file, repeat=True, bench_list=False, n_values=2)
+    control_vector_path: Path | None = opt(None, "--control-vector-path", "path", "folder of control vectors that POST /control-vectors/load may load while the server runs", topic="model", commands="S", form="DIR", example="--control-vector-path vectors")
     control_vector_layer_range: tuple[int, int] | None = opt(None, "--control-vector-layer-range", "custom", "first and last layer that control vectors change; default all", topic="model", form="FIRST LAST", example="--control-vector-layer-range 10 20", parse=parse_layer_range, bench_list=False, n_values=2)
 
 

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from ikcli.engine.control_vectors import ControlVectors, VectorUse
 from ikcli.server.slots.messages import (
     Candidate,
     Delta,
@@ -26,6 +28,7 @@ from ikcli.server.slots.messages import (
     TokenInfo,
 )
 from ikcli.server.slots.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
+from ikcli.server.slots.vectors import ServedVectors
 from ikcli.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -73,6 +76,9 @@ class FakeEngine:
             n_slots=n_slots, vocab_type=2, metadata={"tokenizer.chat_template": TEMPLATE},
         )  # fmt: skip
         self.scales: tuple[float, ...] = ()
+        self.used: tuple[VectorUse, ...] = ()  # control vectors
+        sizes = SimpleNamespace(n_layer=4, n_embd=8)
+        self.vectors = ServedVectors(ControlVectors(), sizes, staged=False, changed=self._use)  # type: ignore[arg-type]
         self.script = Script()
         self.requests: list[GenerationRequest] = []
         self.embedded: list[EmbeddingRequest] = []
@@ -82,6 +88,9 @@ class FakeEngine:
 
     def set_scales(self, scales: tuple[float, ...]) -> None:
         self.scales = scales
+
+    def _use(self, uses: tuple[VectorUse, ...]) -> None:
+        self.used = uses
 
     def start(self) -> None:
         pass

@@ -21,6 +21,8 @@ from ikcli.config import RunConfig
 from ikcli.config_groups import AdapterConfig
 from ikcli.config_values import ScaledFile
 from ikcli.engine import gpus
+from ikcli.engine.adapters import Added
+from ikcli.engine.control_vectors import ControlVector, VectorUse, in_use
 from ikcli.engine.planner import Planner
 from ikcli.engine.reference_session import ReferenceSession
 from ikcli.engine.session import Session
@@ -144,12 +146,12 @@ def test_scales_change_while_the_model_runs(tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "a.gguf", "qwen3moe", tensors)
     with Session.open(config(base, AdapterConfig(lora=(path,), lora_init_without_apply=True))) as session:
         plain = transcript(session, 40, 3)
-        session.set_scales([0.5])
+        session.apply(Added((0.5,)))
         half = transcript(session, 40, 3)
-        session.set_scales([0.0])
+        session.apply(Added((0.0,)))
         np.testing.assert_array_equal(transcript(session, 40, 3), plain)
         with pytest.raises(UsageError, match="2 scales for 1 adapters"):
-            session.set_scales([1.0, 2.0])
+            session.apply(Added((1.0, 2.0)))
     np.testing.assert_array_equal(plain, logits(base))
     assert_same(half, logits(write_model(merged(model, tensors, 0.5), tmp_path / "merged.gguf")))
 
@@ -209,6 +211,34 @@ def test_control_vectors(tmp_path: Path, rng: np.random.Generator) -> None:
     assert not any(name.startswith("l_out_steered") and not name.endswith("-3") for name in rows)
 
 
+def test_control_vectors_change_while_the_model_runs(tmp_path: Path, rng: np.random.Generator) -> None:
+    """With a folder for more of them all layers have a place for one."""
+    model = tiny_model("qwen3", block_count=4)
+    base = write_model(model, tmp_path / "base.gguf")
+    path, other = (
+        write_control_vector(tmp_path / name, {f"direction.{n}": rng.normal(0, 1, 64) for n in layers})
+        for name, layers in (("v.gguf", (1, 2, 3)), ("w.gguf", (2, 3, 4, 9)))
+    )
+    both = AdapterConfig(control_vector=(path,), control_vector_scaled=(ScaledFile(other, -0.5),))
+    with Session.open(config(base, AdapterConfig(control_vector_path=tmp_path))) as session:
+        plain = transcript(session, 40, 3)
+        vectors = session.model.adapters.vectors
+        found = [ControlVector.open(p, session.model.hp) for p in (path, other)]
+        vectors.known |= {v.digest: v for v in found}
+        uses = [VectorUse(v.digest, scale, 1, 4) for v, scale in zip(found, (1.0, -0.5), strict=True)]
+        session.apply(Added((), in_use(uses)))
+        sum_of_both = transcript(session, 40, 3)
+        session.apply(Added((), (uses[0]._replace(first=2, last=3),)))
+        part = transcript(session, 40, 3)
+        session.apply(Added())
+        np.testing.assert_array_equal(transcript(session, 40, 3), plain)
+    assert_same(plain, logits(base), 1e-6)
+    assert_same(sum_of_both, logits(base, both), 1e-4)
+    limited = AdapterConfig(control_vector=(path,), control_vector_layer_range=(2, 3))
+    assert_same(part, logits(base, limited), 1e-4)
+    assert np.abs(part - plain).max() > 0.5 < np.abs(sum_of_both - part).max()
+
+
 @pytest.fixture
 def opener(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
     opener = Opener()
@@ -235,7 +265,7 @@ def test_on_a_gpu(tmp_path: Path, opener: Opener, rng: np.random.Generator, name
               for s in (1.0, 0.25)]  # fmt: skip
     with Session.open(config(base, adapters, **({"n_gpu_layers": 99} | types | changes))) as session:
         first = transcript(session, 40, 3)
-        session.set_scales([0.25])
+        session.apply(replace(session.model.adapters.added, scales=(0.25,)))
         second = transcript(session, 40, 3)
     for found, expected in zip((first, second), wanted, strict=True):
         assert np.abs(found - expected).std() < 0.01 * expected.std()
@@ -298,6 +328,7 @@ def test_control_vectors_that_do_not_fit(tmp_path: Path) -> None:
         ({"direction.1": np.zeros(64)}, GGMLType.F16, "should hold 64 float32 values"),
         ({"direction.0": np.zeros(64)}, GGMLType.F32, "is no direction.N with N from 1 on"),
         ({"vector.1": np.zeros(64)}, GGMLType.F32, "is no direction.N"),
+        ({"direction.1": np.full(64, np.nan)}, GGMLType.F32, "tensor 'direction.1' holds NaN or Inf"),
     ):
         path = write_control_vector(tmp_path / "v.gguf", directions, type_)
         with pytest.raises(FormatError, match=message):

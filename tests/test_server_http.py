@@ -339,7 +339,9 @@ def test_endpoints_of_what_is_not_there() -> None:
     for value in ({}, [1], [{}], [{"id": 0}], [{"id": 0, "scale": 1}], [{"id": "a", "scale": 1}]):
         error_of(client.post("/lora-adapters", value), 400)
     assert client.get("/control-vectors").json() == []
-    error_of(client.post("/control-vectors/load", {"path": "a"}), 501, "not_supported_error")
+    for path, value in (("load", {"path": "a"}), ("unload", {"id": 0}), ("apply", [])):
+        message = error_of(client.post(f"/control-vectors/{path}", value), 501, "not_supported_error")
+        assert message.endswith("Start it with `--control-vector-path`")
 
 
 def test_version() -> None:

@@ -1,8 +1,8 @@
-"""Low-rank adapters (`--lora`) and control vectors: files, their checks, and the weights that graphs add for them.
+"""What is added to a model: low-rank adapters (`--lora`), their files and checks; control vectors; weights for both.
 
 An adapter adds scale * alpha / rank * b @ a to a matrix. The base matrix stays as it is: `Graph.mul_mat` records the
 three products beside that of the base. The factor is a diagonal matrix of its own, so it can change while the model
-runs (`Adapters.set_scales`). Ranks are padded with zeros to what kernels like.
+runs (`Adapters.apply`). Ranks are padded with zeros to what kernels like.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.config_groups import AdapterConfig
+from ikcli.engine.control_vectors import ControlVectors, VectorUse
 from ikcli.errors import FormatError, UnsupportedError, UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, open_gguf
@@ -108,13 +109,24 @@ def _dims(shape: Sequence[int]) -> str:
     return " x ".join(str(n) for n in shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Added:
+    """How much of what: the scale of each adapter, and the control vectors in use. What is cached belongs to it."""
+
+    scales: tuple[float, ...] = ()
+    vectors: tuple[VectorUse, ...] = ()
+
+
+NOTHING = Added()
+
+
 @dataclass(slots=True)
 class Adapters:
     """All that is added to a model; `scales` are those of the adapters now."""
 
     adapters: tuple[Adapter, ...] = ()
     scales: tuple[float, ...] = ()
-    directions: Mapping[int, F32] = field(default_factory=dict)
+    vectors: ControlVectors = field(default_factory=ControlVectors)
 
     @classmethod
     def open(cls, config: AdapterConfig, tensors: Mapping[str, TensorLike], hp: HParams) -> Adapters:
@@ -122,14 +134,19 @@ class Adapters:
         given = [(path, 1.0) for path in config.lora] + [(s.path, s.scale) for s in config.lora_scaled]
         adapters = tuple(Adapter.open(path, tensors, hp) for path, _ in given)
         scales = tuple(0.0 if config.lora_init_without_apply else scale for _, scale in given)
-        return cls(adapters, scales, read_directions(config, hp))
+        return cls(adapters, scales, ControlVectors.open(config, hp))
 
     def __bool__(self) -> bool:
-        return bool(self.adapters or self.directions)
+        return bool(self.adapters or self.vectors.layers)
+
+    @property
+    def added(self) -> Added:
+        """What is added now."""
+        return Added(self.scales, self.vectors.use)
 
     def specs(self) -> dict[str, Spec]:
         """Weights that graphs use besides those of the model."""
-        found = {_direction(il): Spec(GGMLType.F32, v.shape) for il, v in self.directions.items()}
+        found = {_direction(il): Spec(GGMLType.F32, (self.vectors.n_embd,)) for il in self.vectors.layers}
         for i, adapter in enumerate(self.adapters):
             for target, rank in adapter.ranks.items():
                 padded = rank + -rank % RANK_STEP
@@ -145,9 +162,9 @@ class Adapters:
         return {_part(target, part, i): target for target, part, i in pairs}
 
     def make(self, name: str) -> npt.NDArray[np.generic]:
-        """A weight of `specs`, with the scales as they are now."""
+        """A weight of `specs`, as it is now."""
         if name.endswith(".direction"):
-            return np.ascontiguousarray(self.directions[int(name.split(".")[1])])
+            return self.vectors.direction(int(name.split(".")[1]))
         target, part, number = name.rsplit(".", 2)
         adapter, scale = self.adapters[int(number)], self.scales[int(number)]
         rank = adapter.ranks[target]
@@ -157,10 +174,6 @@ class Adapters:
             return np.diag(diagonal)
         type_ = _used(adapter.file.tensors[f"{target}.{part}"].type)
         return np.ascontiguousarray(quantize(np.ascontiguousarray(adapter.values(target, part)), type_))
-
-    def scale_names(self) -> list[str]:
-        """Weights that `set_scales` changes."""
-        return [_part(target, "scale", i) for i, a in enumerate(self.adapters) for target in a.ranks]
 
     def graph(self) -> Graph:
         """An empty graph whose products and layers get what is added here."""
@@ -174,7 +187,7 @@ class Adapters:
             for target in adapter.ranks:
                 parts = (weight(_part(target, part, i)) for part in ("a", "scale", "b"))
                 low_rank.setdefault(target, []).append(LowRank(*parts))
-        return Graph(low_rank=low_rank, directions={il: weight(_direction(il)) for il in self.directions})
+        return Graph(low_rank=low_rank, directions={il: weight(_direction(il)) for il in self.vectors.layers})
 
     def check_used(self, graphs: Iterable[Graph]) -> None:
         """UnsupportedError if a graph has no place for an adapter or a direction."""
@@ -187,15 +200,21 @@ class Adapters:
                         f"{adapter.path}: the adapter changes '{missing[0]}', which this run does not multiply with as "
                         f"it is{mla}"
                     )
-            lost = [il for il in self.directions if _direction(il) not in graph.weights]
+            lost = [il for il in self.vectors.layers if _direction(il) not in graph.weights]
             if lost:
                 raise UnsupportedError("control vectors are not supported for this architecture")
 
-    def set_scales(self, scales: Sequence[float]) -> None:
-        """New scales; who holds weights of `scale_names` has to make them again."""
-        if len(scales) != len(self.adapters):
-            raise UsageError(f"{len(scales)} scales for {len(self.adapters)} adapters")
-        self.scales = tuple(float(s) for s in scales)
+    def apply(self, added: Added) -> list[str]:
+        """Add other things; returns the names of the weights that who holds them has to make again."""
+        if len(added.scales) != len(self.adapters):
+            raise UsageError(f"{len(added.scales)} scales for {len(self.adapters)} adapters")
+        changed: list[str] = []
+        if added.scales != self.scales:
+            changed += [_part(target, "scale", i) for i, a in enumerate(self.adapters) for target in a.ranks]
+        if added.vectors != self.vectors.use:
+            changed += [_direction(il) for il in self.vectors.layers]
+        self.scales, self.vectors.use = added.scales, added.vectors
+        return changed
 
 
 def _part(target: str, part: str, i: int) -> str:
@@ -209,34 +228,3 @@ def _direction(il: int) -> str:
 def _used(type_: GGMLType) -> GGMLType:
     """Quantized adapters are used as float32."""
     return type_ if type_ in _KEPT else GGMLType.F32
-
-
-def read_directions(config: AdapterConfig, hp: HParams) -> dict[int, F32]:
-    """What control vectors add to the output of each layer, in the given range of layers."""
-    given = [(path, 1.0) for path in config.control_vector]
-    given += [(s.path, s.scale) for s in config.control_vector_scaled]
-    total: dict[int, F32] = {}
-    for path, scale in given:
-        for il, values in _directions(path, hp).items():
-            total[il] = total.get(il, np.zeros(hp.n_embd, np.float32)) + np.float32(scale) * values
-    if not config.control_vector_layer_range:
-        return total
-    first, last = config.control_vector_layer_range
-    return {il: values for il, values in total.items() if first <= il <= last}
-
-
-def _directions(path: Path, hp: HParams) -> dict[int, F32]:
-    file, found = open_gguf(path), {}
-    for name, t in file.tensors.items():
-        word, _, number = name.partition(".")
-        if word != "direction" or not number.isdigit() or int(number) == 0:
-            raise FormatError(f"{path}: tensor '{name}' is no direction.N with N from 1 on; this is no control vector")
-        if t.type != GGMLType.F32 or tuple(t.shape) != (hp.n_embd,):
-            raise FormatError(
-                f"{path}: '{name}' should hold {hp.n_embd} float32 values as the model is wide, but is {_dims(t.shape)}"
-            )
-        if int(number) < hp.n_layer:
-            found[int(number)] = dequantize(file.data(name), t.type, tuple(t.shape))
-    if not file.tensors:
-        raise FormatError(f"{path}: there is no direction.N in this file; this is no control vector")
-    return found

@@ -6,14 +6,14 @@ in float32 (norms, biases) are converted, and tensors that the attention mode ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from ikcli import models
-from ikcli.engine.adapters import Adapters
+from ikcli.engine.adapters import Adapters, Added
 from ikcli.engine.repacking import Repacked, repack_tensors, repacked_specs
 from ikcli.errors import FormatError, IkError
 from ikcli.gguf.constants import GGMLType
@@ -119,10 +119,9 @@ class Model:
                     advance(self._held[name].nbytes)
         return {n: self._address(n) for n in wanted}
 
-    def set_scales(self, scales: Sequence[float]) -> list[str]:
-        """Change the scales of adapters, in memory too; returns the names of the changed weights."""
-        self.adapters.set_scales(scales)
-        names = self.adapters.scale_names()
+    def apply(self, added: Added) -> list[str]:
+        """Change adapters and control vectors, in memory too; returns the names of the changed weights."""
+        names = self.adapters.apply(added)
         for name in names:
             if name in self._held:
                 self._held[name][...] = self.adapters.make(name)

@@ -21,6 +21,7 @@ from ikcli.backends.step_block import StepBlock
 from ikcli.config import RunConfig
 from ikcli.config_groups import RopeConfig
 from ikcli.engine import gpus, host_memory, numa, session_log
+from ikcli.engine.adapters import Added
 from ikcli.engine.batch import Batch
 from ikcli.engine.devices import Machine, opened_gpus
 from ikcli.engine.planner import Planner, PreparedRun, memory_of, plan_programs
@@ -416,10 +417,10 @@ class Session:
         """Forget all sequences."""
         self.sequences.clear()
 
-    def set_scales(self, scales: Sequence[float]) -> None:
-        """Apply the adapters of the model with these scales from now on."""
-        if tuple(scales) != self.model.adapters.scales:
-            self.runner.update_weights(self.model, self.model.set_scales(scales))
+    def apply(self, added: Added) -> None:
+        """Add adapters with these scales, and these control vectors, from now on."""
+        if added != self.model.adapters.added:
+            self.runner.update_weights(self.model, self.model.apply(added))
 
     def truncate(self, seq: int, n: int) -> int:
         """Forget positions from n on as far as possible; returns how many are left. See `Sequences.truncate`."""

@@ -341,8 +341,9 @@ class StagedRunner(Runner):
             self._send(Kind.OUTPUTS, {"n": self._n_outputs})
 
     def update_weights(self, model: Model, names: Sequence[str]) -> None:
-        """Other scales of adapters."""
-        self._send(Kind.SCALES, {"scales": list(model.adapters.scales)})
+        """Other scales of adapters, and of control vectors that all stages know."""
+        added = model.adapters.added
+        self._send(Kind.SCALES, {"scales": list(added.scales), "vectors": [list(use) for use in added.vectors]})
 
     def read_cells(self, cache: Cache, first: int, n: int) -> Bytes:
         """Rows of a cache tensor, from the stage that holds it."""

@@ -1,7 +1,7 @@
 """A stage at work: loads its layers, then computes what arrives and sends on what leaves, until it is told to stop.
 
 Stages form a chain that begins and ends at the driver. All that has to happen in order goes along it: micro-batches,
-rows of caches that are read, written or moved, scales of adapters. Whoever is not meant sends a message on.
+rows of caches that are read, written or moved, adapters. Whoever is not meant sends a message on.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import numpy.typing as npt
 import ikcli
 from ikcli import references
 from ikcli.config import RunConfig
+from ikcli.engine.adapters import Added
+from ikcli.engine.control_vectors import VectorUse
 from ikcli.engine.planner import Planner
 from ikcli.engine.run_device import look_for_non_finite
 from ikcli.engine.runner import DividedProgram
@@ -145,7 +147,7 @@ class _Stage:
         if kind is Kind.OUTPUTS:
             self._session.plan_outputs(words["n"])
         elif kind is Kind.SCALES:
-            self._session.set_scales(words["scales"])
+            self._session.apply(Added(tuple(words["scales"]), tuple(VectorUse(*use) for use in words["vectors"])))
         if self._runner.is_last and kind in (Kind.OUTPUTS, Kind.SCALES):
             return None
         return onward

@@ -47,8 +47,7 @@ def serve(config: RunConfig, planner: Planner | None = None) -> int:
     state = ServerState(config, None, read_keys(server), log, read_users(server.keys))
     state.defaults  # noqa: B018  (wrong options end the program before anything is loaded)
     check_options(config)
-    if server.slot_save_path is not None and not server.slot_save_path.is_dir():
-        raise UsageError(f"--slot-save-path {server.slot_save_path} is no folder; make it or name another one")
+    check_folders(config)
     if server.sessions is not None:
         make_folder(server.sessions)
     tls = tls_of(config)
@@ -59,6 +58,15 @@ def serve(config: RunConfig, planner: Planner | None = None) -> int:
         return _run(config, state, log, app, listener, tls)
     finally:
         close(listener, server.host)
+
+
+def check_folders(config: RunConfig) -> None:
+    """UsageError if a folder for files is not there."""
+    folders = {"--slot-save-path": config.server.slot_save_path}
+    folders["--control-vector-path"] = config.adapters.control_vector_path
+    for option, folder in folders.items():
+        if folder is not None and not folder.is_dir():
+            raise UsageError(f"{option} {folder} is no folder; make it or name another one")
 
 
 def tls_of(config: RunConfig) -> dict[str, Any]:

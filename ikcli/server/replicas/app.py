@@ -46,7 +46,9 @@ _GENERATING = frozenset(
     )
 )  # fmt: skip
 """Paths whose requests leave something in the cache of a slot."""
-_FOR_ALL = frozenset(("/lora-adapters", "/props"))
+_FOR_ALL = (
+    "/lora-adapters", "/props", "/control-vectors/load", "/control-vectors/unload", "/control-vectors/apply",
+)  # fmt: skip
 """Paths whose POST requests set something, which all replicas have to do."""
 
 
@@ -110,7 +112,7 @@ class _Own:
             ("GET", ("/list",), self.saved),
             ("POST", ("/delete_prompt", "/rename_prompt"), self.change_saved),
             ("POST", ("/slots/{id_slot}",), self.slot_action),
-            ("POST", tuple(_FOR_ALL), self.set_for_all),
+            ("POST", _FOR_ALL, self.set_for_all),
             ("GET", ("/props",), self.props),
             ("GET", ("/metrics",), self.metrics),
             ("GET", ("/openapi.json",), self.forward),
@@ -222,7 +224,7 @@ class _Own:
         for _, status, answer in found:
             if status != 200:
                 return Response(answer, status, media_type=JSON)
-        self._crew.settings[target] = body
+        self._crew.remember(target, body)
         return Response(found[0][2], media_type=JSON)
 
     # --- about all of them --------------------------------------------------------------------------------------------

@@ -115,8 +115,8 @@ class Crew:
         self.opened = False
         self.failure = ""
         self.on_failure: Callable[[], None] = lambda: None
-        self.settings: dict[bytes, bytes] = {}
-        """Bodies by path, posted to every process that starts: what was set for all."""
+        self.settings: list[tuple[bytes, bytes]] = []
+        """Paths and bodies, posted to every process that starts: what was set for all."""
         self._make, self._log, self._least, self._patience = make, log, least, patience
         self._one_first = one_first
         self._changed = asyncio.Condition()
@@ -197,6 +197,14 @@ class Crew:
             if one.n_ended > 1:
                 await asyncio.sleep(min(2.0 ** (one.n_ended - 2), _LONGEST_PAUSE))
 
+    def remember(self, path: bytes, body: bytes) -> None:
+        """What was set for all; of what sets everything anew only the last."""
+        if path.startswith(b"/control-vectors/"):  # in their order: ids depend on what was loaded before
+            if (path, body) not in self.settings[-1:]:
+                self.settings.append((path, body))
+        else:
+            self.settings = [*(one for one in self.settings if one[0] != path), (path, body)]
+
     async def _one_life(self, one: Replica) -> str:
         """From the start of a process to its end; why it ended, nothing if it was told to."""
         process = self._make(one.index, one.n_starts)
@@ -207,7 +215,7 @@ class Crew:
         self._log.info("replicas", "starting replica", replica=one.index)
         try:
             await process.load()
-            for path, body in self.settings.items():
+            for path, body in self.settings:
                 await process.ask("POST", path, body)
             one.state, self.opened = READY, True
             self._log.info("replicas", "replica ready", replica=one.index, where=process.where)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 
-from ikcli.errors import UsageError
 from ikcli.server.http.auth import read_keys
 from ikcli.server.http.chat import check_options
 from ikcli.server.http.logs import ServerLog
-from ikcli.server.http.server import close, listen, settings_of, tls_of
+from ikcli.server.http.server import check_folders, close, listen, settings_of, tls_of
 from ikcli.server.http.users import read_users
 from ikcli.server.replicas.app import ReplicasState, build_app
 from ikcli.server.replicas.crew import Crew
@@ -24,8 +23,8 @@ def serve_replicas(recipe: Recipe) -> int:
     log = ServerLog(json=server.log_format == "json", verbose=config.verbose or config.verbosity > 0)
     keys, users, tls = read_keys(server), read_users(server.keys), tls_of(config)
     check_options(config)
-    if config.fleet.ray is None and server.slot_save_path is not None and not server.slot_save_path.is_dir():
-        raise UsageError(f"--slot-save-path {server.slot_save_path} is no folder; make it or name another one")
+    if config.fleet.ray is None:
+        check_folders(config)
     places = places_of(recipe)
     listener = listen(server.host, server.port)
     try:

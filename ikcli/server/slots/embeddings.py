@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.engine.adapters import Added
 from ikcli.engine.embedder import Embedder, check_embeds
 from ikcli.engine.pooling import Pooling, RankHead, served_pooling
 from ikcli.engine.session import Session
@@ -114,10 +115,10 @@ class Embeddings:
         self._embedder.drop(lambda key: key[0] is task)
 
     # --- work -------------------------------------------------------------------------------------------------------
-    def launch(self, free: Sequence[Slot], scales: tuple[float, ...], before: int | None) -> None:
+    def launch(self, free: Sequence[Slot], added: Added, before: int | None) -> None:
         """Take the slot that loses least; the last one only if the generation `before` all others came later.
 
-        `scales`: of adapters, for requests that name none.
+        `added`: for requests that name no scales of adapters.
         """
         if not self._waiting or self._slot is not None or not free:
             return
@@ -127,18 +128,18 @@ class Embeddings:
         slot = min(free, key=lambda s: (s.n_past, s.t_used))
         self._reuse.replace(slot, 0)
         slot.n_past, slot.state, slot.id_task = 0, EMBEDDING, first.id
-        slot.scales = self._scales(first, scales)
+        slot.added = self._added(first, added)
         self._slot, self._embedder = slot, Embedder(self._session, self.pooling, slot.id, self._head)
-        self._join(scales)
+        self._join(added)
 
     @staticmethod
-    def _scales(task: EmbeddingTask, scales: tuple[float, ...]) -> tuple[float, ...]:
-        return scales if task.request.lora is None else task.request.lora
+    def _added(task: EmbeddingTask, added: Added) -> Added:
+        return added if task.request.lora is None else replace(added, scales=task.request.lora)
 
-    def _join(self, scales: tuple[float, ...]) -> None:
+    def _join(self, added: Added) -> None:
         """Add the texts of waiting requests, as far as they want the same adapters."""
         assert self._slot is not None and self._embedder is not None
-        while self._waiting and self._scales(self._waiting[0], scales) == self._slot.scales:
+        while self._waiting and self._added(self._waiting[0], added) == self._slot.added:
             task = self._waiting.popleft()
             task.t_start = time.perf_counter()
             self._running.append(task)
@@ -150,14 +151,14 @@ class Embeddings:
         """Whether there is a micro-batch to be computed."""
         return self._slot is not None
 
-    def step(self, scales: tuple[float, ...], *, join: bool) -> None:
+    def step(self, added: Added, *, join: bool) -> None:
         """Compute a micro-batch; `join`: requests that came since `launch` take part."""
         assert self._slot is not None and self._embedder is not None
         if join:
-            self._join(scales)
+            self._join(added)
         start, before = time.perf_counter(), self._embedder.n_tokens
         try:
-            self._session.set_scales(self._slot.scales)
+            self._session.apply(self._slot.added)
             finished = self._embedder.step()
         except Exception as e:
             self._fail(failure_of(e))

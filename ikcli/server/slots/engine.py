@@ -22,6 +22,7 @@ from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, Genera
 from ikcli.server.slots.slot import Task
 from ikcli.server.slots.staged_worker import worker_of
 from ikcli.server.slots.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
+from ikcli.server.slots.vectors import ServedVectors
 from ikcli.server.slots.worker import Action, Worker
 from ikcli.tokenizer import Tokenizer
 
@@ -154,14 +155,19 @@ class Engine:
     @property
     def scales(self) -> tuple[float, ...]:
         """Scales of the adapters for requests that name none; EngineError 503 before the model is ready."""
-        return self._ready().scales
+        return self._ready().added.scales
 
     def set_scales(self, scales: tuple[float, ...]) -> None:
         """Other ones, for requests that begin from now on."""
         worker = self._ready()
-        if len(scales) != len(worker.scales):
-            raise _invalid(f"{len(scales)} scales of adapters for {len(worker.scales)} adapters")
-        worker.scales = scales
+        if len(scales) != len(worker.added.scales):
+            raise _invalid(f"{len(scales)} scales of adapters for {len(worker.added.scales)} adapters")
+        worker.set_scales(scales)
+
+    @property
+    def vectors(self) -> ServedVectors:
+        """The control vectors; EngineError 503 before the model is ready."""
+        return self._ready().vectors
 
     # --- what is going on -------------------------------------------------------------------------------------------
     @property

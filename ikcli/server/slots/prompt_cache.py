@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.engine.adapters import NOTHING, Added
 from ikcli.engine.saved_sequence import SavedSequence
 
 Tokens = npt.NDArray[np.int32]
@@ -35,15 +36,15 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The first len(tokens) cached positions of what was a slot; `scales` of adapters with which they were computed."""
+    """The first len(tokens) cached positions of what was a slot; computed with what was `added`."""
 
     tokens: Tokens
     saved: SavedSequence
-    scales: tuple[float, ...] = ()
+    added: Added = NOTHING
 
-    def shared(self, tokens: Tokens, scales: tuple[float, ...] = ()) -> int:
+    def shared(self, tokens: Tokens, added: Added = NOTHING) -> int:
         """Tokens of a text that need not be computed with this entry."""
-        if scales != self.scales:
+        if added != self.added:
             return 0
         return self.saved.reach(common_prefix(self.tokens, tokens))
 
@@ -66,25 +67,25 @@ class PromptCache:
     def n_bytes(self) -> int:
         return sum(e.n_bytes for e in self._entries)
 
-    def has(self, tokens: Tokens, scales: tuple[float, ...] = ()) -> bool:
+    def has(self, tokens: Tokens, added: Added = NOTHING) -> bool:
         """Whether an entry begins with all of these tokens."""
-        return any(e.shared(tokens, scales) == len(tokens) for e in self._entries)
+        return any(e.shared(tokens, added) == len(tokens) for e in self._entries)
 
     def put(self, entry: Entry) -> bool:
         """Keep an entry, making room; False if it alone is larger than the limit."""
         if entry.n_bytes > self.limit:
             return False
-        self._entries = [e for e in self._entries if entry.shared(e.tokens, e.scales) < len(e.tokens)]
+        self._entries = [e for e in self._entries if entry.shared(e.tokens, e.added) < len(e.tokens)]
         self._entries.append(entry)
         while self.n_bytes > self.limit:
             self._entries.pop(0)
         return True
 
-    def best(self, prompt: Tokens, more_than: int, scales: tuple[float, ...] = ()) -> tuple[Entry, int] | None:
+    def best(self, prompt: Tokens, more_than: int, added: Added = NOTHING) -> tuple[Entry, int] | None:
         """The entry that shares most tokens with the prompt, and how many: more than `more_than`, or None."""
         found: tuple[Entry, int] | None = None
         for entry in self._entries:
-            n = entry.shared(prompt, scales)
+            n = entry.shared(prompt, added)
             if n > (found[1] if found else more_than):
                 found = entry, n
         if found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from ikcli.engine.adapters import Added
 from ikcli.engine.devices import available_memory
 from ikcli.engine.session import Session
 from ikcli.server.slots.log import Logger
@@ -34,7 +35,7 @@ class Reuse:
         if slot.n_past - n < KEEP_AT_LEAST:
             return n
         unsaved = self._due.pop(slot.id, None) is not None and slot.n_past >= _ON_DISK
-        in_ram = self.prompts.limit and not self.prompts.has(slot.cached, slot.scales)
+        in_ram = self.prompts.limit and not self.prompts.has(slot.cached, slot.added)
         if in_ram or (unsaved and self.sessions is not None):
             entry = self._entry(slot)
             if in_ram:
@@ -44,9 +45,9 @@ class Reuse:
         return n
 
     def _entry(self, slot: Slot) -> Entry:
-        return Entry(slot.cached.copy(), self._session.sequences.save(slot.id, slot.n_past), slot.scales)
+        return Entry(slot.cached.copy(), self._session.sequences.save(slot.id, slot.n_past), slot.added)
 
-    def fetch(self, slot: Slot, prompt: Tokens, scales: tuple[float, ...]) -> int:
+    def fetch(self, slot: Slot, prompt: Tokens, added: Added) -> int:
         """Have the slot hold as much of the prompt as is known; returns how many tokens that are.
 
         The last token of a prompt is always computed, for its logits.
@@ -55,7 +56,7 @@ class Reuse:
         sequences = self._session.sequences
 
         def shared(s: Slot) -> int:
-            if s.scales != scales:
+            if s.added != added:
                 return 0
             return sequences.reach(s.id, min(common_prefix(s.cached, prompt), most))
 
@@ -63,10 +64,10 @@ class Reuse:
         self.replace(slot, n)
         donor = max(self._slots, key=shared)
         n_donor = shared(donor)
-        stored = self.prompts.best(prompt[:most], max(n + KEEP_AT_LEAST, n_donor), scales)
+        stored = self.prompts.best(prompt[:most], max(n + KEEP_AT_LEAST, n_donor), added)
         n_stored = stored[1] if stored is not None else 0
         if self.sessions is not None:
-            on_disk = self.sessions.best(prompt[:most], max(n + _ON_DISK, n_donor, n_stored), scales)
+            on_disk = self.sessions.best(prompt[:most], max(n + _ON_DISK, n_donor, n_stored), added)
             if on_disk is not None:
                 saved, tokens, n_disk = on_disk
                 n = sequences.load(slot.id, saved, n_disk)
@@ -95,7 +96,7 @@ class Reuse:
         for slot in self._slots:
             if slot.state != IDLE or self._due.get(slot.id, now + 1) > now:
                 continue
-            known = slot.n_past < _ON_DISK or self.sessions.has(slot.cached, slot.scales)
+            known = slot.n_past < _ON_DISK or self.sessions.has(slot.cached, slot.added)
             if known or self.sessions.keep(self._entry(slot)):
                 del self._due[slot.id]
             else:
@@ -109,6 +110,6 @@ class Reuse:
             return
         for slot in self._slots:
             slot.n_past = self._session.truncate(slot.id, slot.n_past)
-            if slot.n_past >= _ON_DISK and not self.sessions.has(slot.cached, slot.scales):
+            if slot.n_past >= _ON_DISK and not self.sessions.has(slot.cached, slot.added):
                 self.sessions.keep(self._entry(slot), wait=True)
         self.sessions.close()

@@ -17,6 +17,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from ikcli.engine.adapters import Added
 from ikcli.engine.saved_sequence import Checkpoint, SavedSequence
 from ikcli.engine.session import Session
 from ikcli.errors import UsageError
@@ -80,29 +81,27 @@ class Sessions:
             checkpoints = tuple(Checkpoint(n, (), first) for n, first in header["checkpoints"])
             kind = self._session.sequences.kind
             saved = SavedSequence(len(tokens), (), checkpoints, kind, header["first"])
-            self._stored.append(Stored(path, Entry(tokens, saved, tuple(header.get("lora", ())))))
+            self._stored.append(Stored(path, Entry(tokens, saved, header["added"])))
 
     def __len__(self) -> int:
         return len(self._stored)
 
     # --- finding ----------------------------------------------------------------------------------------------------
-    def has(self, tokens: Tokens, scales: tuple[float, ...]) -> bool:
+    def has(self, tokens: Tokens, added: Added) -> bool:
         """Whether a file begins with all of these tokens."""
         with self._lock:
-            return any(one.entry.shared(tokens, scales) == len(tokens) for one in self._stored)
+            return any(one.entry.shared(tokens, added) == len(tokens) for one in self._stored)
 
-    def best(
-        self, prompt: Tokens, more_than: int, scales: tuple[float, ...]
-    ) -> tuple[SavedSequence, Tokens, int] | None:
+    def best(self, prompt: Tokens, more_than: int, added: Added) -> tuple[SavedSequence, Tokens, int] | None:
         """What shares most tokens with the prompt, more than `more_than`: the sequence, its tokens, how many."""
         while True:
             with self._lock:
-                found = max(self._stored, key=lambda one: one.entry.shared(prompt, scales), default=None)
-            n = found.entry.shared(prompt, scales) if found is not None else 0
+                found = max(self._stored, key=lambda one: one.entry.shared(prompt, added), default=None)
+            n = found.entry.shared(prompt, added) if found is not None else 0
             if found is None or n <= more_than:
                 return None
             try:
-                tokens, saved, _ = slot_file.load(self._session, found.path, self._n_ctx, scales)
+                tokens, saved, _ = slot_file.load(self._session, found.path, self._n_ctx, added)
             except EngineError as e:  # it does not come again
                 self._forget(found)
                 if "damaged" in e.message:
@@ -125,9 +124,9 @@ class Sessions:
             entry.saved.n_tokens, (), tuple(Checkpoint(c.n_tokens, (), c.first) for c in entry.saved.checkpoints),
             entry.saved.kind, entry.saved.first,
         )  # fmt: skip
-        name = hashlib.sha256(entry.tokens.astype("<i4").tobytes() + repr((self._about, entry.scales)).encode())
-        stored = Stored(self._folder / (name.hexdigest()[:32] + SUFFIX), Entry(entry.tokens, shell, entry.scales))
-        parts = slot_file.encode(self._session, entry.tokens, entry.saved, entry.scales, self._about)
+        name = hashlib.sha256(entry.tokens.astype("<i4").tobytes() + repr((self._about, entry.added)).encode())
+        stored = Stored(self._folder / (name.hexdigest()[:32] + SUFFIX), Entry(entry.tokens, shell, entry.added))
+        parts = slot_file.encode(self._session, entry.tokens, entry.saved, entry.added, self._about)
         try:
             self._jobs.put((parts, stored), block=wait)
         except queue.Full:
@@ -158,7 +157,7 @@ class Sessions:
         entry = stored.entry
         with self._lock:
             others = [one for one in self._stored if one.path != stored.path]
-            old = [one for one in others if entry.shared(one.entry.tokens, one.entry.scales) == len(one.entry.tokens)]
+            old = [one for one in others if entry.shared(one.entry.tokens, one.entry.added) == len(one.entry.tokens)]
             self._stored = [*(one for one in others if one not in old), stored]
         for one in old:
             with contextlib.suppress(OSError):
@@ -184,5 +183,5 @@ class Sessions:
 def _settings(session: Session) -> str:
     """Identifies the settings beside the layout that change what is cached."""
     config = session.config
-    text = repr((config.rope, config.override_kv, config.ser, config.adapters.control_vector_layer_range))
+    text = repr((config.rope, config.override_kv, config.ser))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

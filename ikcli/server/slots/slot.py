@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.engine.adapters import NOTHING
 from ikcli.server.slots.generation import Generation
 from ikcli.server.slots.messages import Event, GenerationRequest, RequestTimings
 from ikcli.server.slots.prompt_cache import common_prefix
@@ -46,7 +47,7 @@ class Slot:
         self.state = IDLE
         self._cached = np.zeros(n_ctx, np.int32)
         self.n_past = 0
-        self.scales: tuple[float, ...] = ()  # of adapters, with which the cache was computed
+        self.added = NOTHING  # with which the cache was computed
         self.task: Task | None = None
         self.generation: Generation | None = None
         self.goal: Tokens = self._cached[:0]

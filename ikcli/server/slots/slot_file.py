@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.engine.adapters import NOTHING, Added
+from ikcli.engine.control_vectors import VectorUse
 from ikcli.engine.saved_sequence import Checkpoint, SavedSequence
 from ikcli.engine.session import Session
 from ikcli.server.slots.states import EngineError
@@ -44,24 +46,22 @@ def fingerprint(session: Session) -> str:
         for name, t in file.tensors.items():
             digest.update(f"{name} {int(t.type)} {tuple(t.shape)}\n".encode())
             digest.update(file.data(name).reshape(-1)[:_SAMPLE].tobytes())
-    for il, direction in adapters.directions.items():
-        digest.update(f"direction {il}\n".encode() + direction.tobytes())
     return digest.hexdigest()
 
 
-def save(session: Session, seq: int, tokens: Tokens, path: Path, scales: tuple[float, ...] = ()) -> int:
-    """Write a sequence whose cache holds these tokens; returns the size of the file. `scales` of adapters it has."""
+def save(session: Session, seq: int, tokens: Tokens, path: Path, added: Added = NOTHING) -> int:
+    """Write a sequence whose cache holds these tokens; returns the size of the file."""
     about = {"model": fingerprint(session), "layout": session.sequences.layout()}
-    return write(encode(session, tokens, session.sequences.save(seq, len(tokens)), scales, about), path)
+    return write(encode(session, tokens, session.sequences.save(seq, len(tokens)), added, about), path)
 
 
 def encode(
-    session: Session, tokens: Tokens, saved: SavedSequence, scales: tuple[float, ...], about: Mapping[str, Any]
+    session: Session, tokens: Tokens, saved: SavedSequence, added: Added, about: Mapping[str, Any]
 ) -> list[Part]:
     """What a file consists of; `about` has the model's fingerprint and the layout, and may have more."""
     about = {**about, "n_tokens": len(tokens)}
-    if scales:
-        about["lora"] = scales
+    if added != NOTHING:
+        about["added"] = (added.scales, added.vectors)
     if not session.sequences.kind.is_free:
         about |= {"first": saved.first, "checkpoints": [(c.n_tokens, c.first) for c in saved.checkpoints]}
     header = json.dumps(about, separators=(",", ":")).encode()
@@ -93,7 +93,7 @@ def write(parts: Iterable[Part], path: Path) -> int:
     return n_bytes
 
 
-def load(session: Session, path: Path, n_ctx: int, scales: tuple[float, ...] = ()) -> tuple[Tokens, SavedSequence, int]:
+def load(session: Session, path: Path, n_ctx: int, added: Added = NOTHING) -> tuple[Tokens, SavedSequence, int]:
     """(tokens, sequence, size) of a file of the same model and cache settings; EngineError 400 or 404 otherwise."""
     try:
         data = np.fromfile(path, dtype=np.uint8) if path.is_file() else None
@@ -103,8 +103,9 @@ def load(session: Session, path: Path, n_ctx: int, scales: tuple[float, ...] = (
         raise EngineError(404, "not_found_error", f"there is no saved slot {path.name}")
     header, at = _header(data, path.name)
     _check_header(session, header, path.name)
-    if header.get("lora", []) != list(scales):
-        raise _bad(path.name, "was saved with other scales of adapters; set them with POST /lora-adapters")
+    if header["added"] != added:
+        ways = "POST /lora-adapters and /control-vectors/apply"
+        raise _bad(path.name, f"was saved with other scales of adapters or control vectors; set them with {ways}")
     n = int(header["n_tokens"])
     if n > n_ctx:
         raise _bad(path.name, f"holds {n} tokens, but a slot takes {n_ctx}; start again with a larger -c")
@@ -165,6 +166,8 @@ def _header(data: npt.NDArray[np.uint8], name: str) -> tuple[dict[str, Any], int
         n_tokens, first = header["n_tokens"], header.setdefault("first", 0)
         places = header.setdefault("checkpoints", [])
         numbers = [(n_tokens, first), *((n, begin) for n, begin in places)]
+        scales, uses = header.get("added", ((), ()))
+        header["added"] = Added(tuple(map(float, scales)), tuple(VectorUse(*use) for use in uses))
         good = isinstance(header["layout"], list) and all(isinstance(x, int) for pair in numbers for x in pair)
         good = good and all(0 <= begin <= n <= n_tokens for n, begin in numbers)
         good = good and all(a[0] < b[0] for a, b in pairwise([(0, 0), *places]))

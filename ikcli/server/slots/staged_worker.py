@@ -2,7 +2,7 @@
 
 Generating slots are divided into as many groups as there are stages, and while one group's token is taken the others
 are computed; pieces of prompts follow one another without waiting. Everything goes along one chain, so what is done to
-a sequence (going back, saving, other scales of adapters) comes after what was launched before, and only the tokens of
+a sequence (going back, saving, other adapters) comes after what was launched before, and only the tokens of
 a slot that is under way are not known yet. If a stage is lost, the model is loaded again and every slot computes its
 text again from the beginning; requests notice a pause.
 """
@@ -94,7 +94,7 @@ class StagedWorker(Worker):
         full = [s for s in ready if s.n_past >= s.n_ctx]
         for s in full:
             self._shift(s)
-        alike = [s for s in ready if s not in full and s.scales == ready[-1].scales]
+        alike = [s for s in ready if s not in full and s.added == ready[-1].added]
         n_stages = self.session.runner.depth - 1
         if alike:
             self._launch_tokens(alike[: -(-len(generating) // n_stages)])
@@ -104,7 +104,7 @@ class StagedWorker(Worker):
         """The next token of each."""
         self._deliver()
         try:
-            self.session.set_scales(slots[0].scales)
+            self.session.apply(slots[0].added)
             self.session.launch_each([s.last for s in slots], [s.n_past for s in slots], [s.id for s in slots])
         except StageLostError:
             raise
@@ -139,7 +139,7 @@ class StagedWorker(Worker):
         is_last, in_prompt = slot.n_todo == n, slot.in_prompt
         wanted = "all" if slot.wants_prompt_logits else "last" if is_last else "none"
         self._deliver()
-        self.session.set_scales(slot.scales)
+        self.session.apply(slot.added)
         self.session.launch(Batch.single(tokens, first, slot.id, logits=wanted))
         slot.append(tokens, n)
         slot.t_served = self._step_number

@@ -19,7 +19,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.engine.adapters import Added
 from ikcli.engine.batch import Batch
+from ikcli.engine.control_vectors import VectorUse
 from ikcli.engine.devices import available_memory
 from ikcli.engine.session import Session
 from ikcli.engine.stages.driver import StageLostError
@@ -48,6 +50,7 @@ from ikcli.server.slots.states import (
     model_info,
     per_second,
 )
+from ikcli.server.slots.vectors import ServedVectors
 
 FloatRows = npt.NDArray[np.float32]
 
@@ -75,13 +78,17 @@ class Worker:
         self.model: ModelInfo = model_info(session, n_ctx)
         draw_function()  # compiled now, and not when the first request comes
         vocab = SamplerVocab.from_tokenizer(self.tokenizer, session.n_vocab)
-        self.scales = session.model.adapters.scales  # of adapters, for requests that name none
+        adapters = session.model.adapters
+        self.added = adapters.added  # for requests that name no scales
+        staged = session.config.fleet.stages > 1
+        self.vectors = ServedVectors(adapters.vectors, hp, staged=staged, changed=self._use_vectors)
         self._setting = Setting(n_ctx, hp.n_ctx_train, self.config.context_shift, self.tokenizer, vocab)
         self._inbox: deque[Task | EmbeddingTask | Action] = deque()
         self._queue: deque[Task] = deque()
         self._actions: list[Action] = []
         self._outbox: list[tuple[Task | EmbeddingTask, Event]] = []
         self._awake = threading.Event()
+        self._changing = threading.Lock()  # of `added`
         self._stopping = ""  # "drain" or "now"
         self._step_number = 0
         self._was_busy = True
@@ -111,6 +118,15 @@ class Worker:
 
     def wake(self) -> None:
         self._awake.set()
+
+    def set_scales(self, scales: tuple[float, ...]) -> None:
+        """Scales of adapters for requests that begin from now on and name none."""
+        with self._changing:
+            self.added = replace(self.added, scales=scales)
+
+    def _use_vectors(self, uses: tuple[VectorUse, ...]) -> None:
+        with self._changing:
+            self.added = replace(self.added, vectors=uses)
 
     def stop(self, drain: bool) -> None:
         """End `run` when everything is done, or now."""
@@ -245,7 +261,7 @@ class Worker:
         waiting: deque[Task] = deque()
         free = {s.id for s in self.slots if s.state == IDLE} - {a.id_slot for a in self._actions}
         before = self._queue[0].id if self._queue else None
-        self._embeddings.launch([self.slots[i] for i in free], self.scales, before)
+        self._embeddings.launch([self.slots[i] for i in free], self.added, before)
         free = {i for i in free if self.slots[i].state == IDLE}
         while self._queue and free:
             task = self._queue.popleft()
@@ -275,16 +291,17 @@ class Worker:
         slots = [self.slots[i] for i in sorted(free)]
         least = self.config.slot_prompt_similarity
         if least > 0 and task.request.cache_prompt:
-            scales = self._scales(task)
-            alike = [s for s in slots if s.scales == scales]
+            added = self._added(task)
+            alike = [s for s in slots if s.added == added]
             best = max(alike, key=lambda s: s.similarity(task.prompt), default=None)
             if best is not None and best.similarity(task.prompt) > least:
                 return best
         return min(slots, key=lambda s: s.t_used)
 
-    def _scales(self, task: Task) -> tuple[float, ...]:
-        """Scales of the adapters for a request."""
-        return self.scales if task.request.lora is None else task.request.lora
+    def _added(self, task: Task) -> Added:
+        """What is added to the model for a request."""
+        lora, added = task.request.lora, self.added
+        return added if lora is None else replace(added, scales=lora)
 
     def _begin(self, slot: Slot, task: Task) -> None:
         request = task.request
@@ -293,9 +310,10 @@ class Worker:
             self._send(task, generation.final(slot.n_past))
             return
         reuse = request.cache_prompt and not request.prompt_logprobs
-        n = self._reuse.fetch(slot, task.prompt, self._scales(task)) if reuse else self._reuse.replace(slot, 0)
+        added = self._added(task)
+        n = self._reuse.fetch(slot, task.prompt, added) if reuse else self._reuse.replace(slot, 0)
         n = self.session.truncate(slot.id, n)
-        slot.scales = self._scales(task)
+        slot.added = added
         needed = self.model.needs_checkpoints
         slot.begin(task, generation, n, places(self.config, n, len(task.prompt), request.turns) if needed else {})
         slot.t_served = self._step_number
@@ -307,18 +325,18 @@ class Worker:
         """A token of every generating slot, then at most one ubatch of prompts."""
         self._step_number += 1
         generating = [s for s in self.slots if s.state == GENERATION]
-        for scales in dict.fromkeys(s.scales for s in generating):
-            self._generate([s for s in generating if s.scales == scales])
+        for added in dict.fromkeys(s.added for s in generating):
+            self._generate([s for s in generating if s.added == added])
         prompts_wait = bool(generating) and not self.config.cont_batching
         waiting = (s for s in self.slots if s.state == PROMPT and not (s.in_prompt and prompts_wait))
         for piece in prompt_pieces(waiting, self.session.n_ubatch):
             self._compute_piece(piece)
         if self._embeddings.active:
             self._deliver()
-            self._embeddings.step(self.scales, join=not self._queue)
+            self._embeddings.step(self.added, join=not self._queue)
 
     def _generate(self, slots: Sequence[Slot]) -> None:
-        """A token of each of these slots, which have the same scales of adapters."""
+        """A token of each of these slots, to which the same is added."""
         ready = []
         for s in slots:
             if s.n_past >= s.n_ctx:
@@ -329,7 +347,7 @@ class Worker:
             return
         if self._speculator:
             self._speculator.propose(ready)
-        self.session.set_scales(ready[0].scales)
+        self.session.apply(ready[0].added)
         try:
             drafted = [s for s in ready if s.draft]
             if drafted:
@@ -435,7 +453,7 @@ class Worker:
         is_last = slot.n_todo == n
         wanted = "all" if slot.wants_prompt_logits else "last" if is_last else "none"
         self._deliver()
-        self.session.set_scales(slot.scales)
+        self.session.apply(slot.added)
         logits = self.session.compute(Batch.single(tokens, slot.n_past, slot.id, logits=wanted))
         if slot.in_prompt and slot.n_past + n in slot.places:
             self.session.checkpoint(slot.id, likely=slot.places[slot.n_past + n])
@@ -535,12 +553,13 @@ class Worker:
             n_tokens, slot.n_past = slot.n_past, 0
         elif action.action == "save":
             n_tokens = slot.n_past
-            n_bytes = slot_file.save(self.session, slot.id, slot.cached, action.path, slot.scales)
+            n_bytes = slot_file.save(self.session, slot.id, slot.cached, action.path, slot.added)
         else:
-            tokens, saved, n_bytes = slot_file.load(self.session, action.path, slot.n_ctx, self.scales)
+            added = self.added
+            tokens, saved, n_bytes = slot_file.load(self.session, action.path, slot.n_ctx, added)
             n_tokens = self.session.sequences.load(slot.id, saved)
             slot.adopt(tokens[:n_tokens])
-            slot.scales = self.scales
+            slot.added = added
         self.session.truncate(slot.id, slot.n_past)
         ms = 1e3 * (time.perf_counter() - start)
         self._log("INFO", f"slot_{action.action}", "slot action done",

@@ -17,7 +17,7 @@ from ikcli.server.http.routes import (
     saved,
     slots,
     tokens,
-    unsupported,
+    vectors,
 )
 
 ROUTERS = tuple(
@@ -37,6 +37,6 @@ ROUTERS = tuple(
         slots,
         saved,
         adapters,
-        unsupported,
+        vectors,
     )
 )

@@ -1,9 +1,9 @@
-"""Recurrent layers on the CPU backend: GFLOP/s of the delta rule for prompts, state bytes per second at generation.
+"""Recurrent layers on the CPU backend: GFLOP/s of delta rule and scan for prompts, bytes of states per second else.
 
     python benchmarks/recurrent.py [--threads 2] [--repeat 5] [--filter decode]
 
-FLOPs are those of the recurrence (7 per element of the state and token), not of the chunks computed; bytes are those
-of the states, read and written once.
+FLOPs are those of the recurrence (7 per element of the state and token, 6 and an exponential of the scan), not of the
+chunks computed; bytes are those of the states, read and written once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from kernel_harness import Harness, Segment, team
 from recurrent_cases import Case as Graph
-from recurrent_cases import Heads, conv_case, delta_case
+from recurrent_cases import Heads, conv_case, delta_case, scan_case
 
 from ikcli.backends.cpu.lower import RULES
 from ikcli.backends.cpu.peaks import product_peak
@@ -48,6 +48,10 @@ def conv(name: str, columns: int, n_tokens: int) -> Case:
     return Case(name, conv_case((columns,), 4), n_tokens, 1, 8.0 * columns, 3 * columns)
 
 
+def scan(name: str, columns: int, n_tokens: int) -> Case:
+    return Case(name, scan_case(columns, 16), n_tokens, 1, 6.0 * 16 * columns, 16 * columns)
+
+
 QWEN, KIMI = Heads(32, 16, 128, 128), Heads(32, 32, 128, 128, by_column=True)
 CASES = [
     delta("pp512 delta net 32/16x128", QWEN, 512),
@@ -58,6 +62,8 @@ CASES = [
     delta("decode delta net 32/16x128, 8 sequences", QWEN, 1, 8),
     conv("pp512 short conv 8192", 8192, 512),
     conv("decode short conv 8192", 8192, 1),
+    scan("pp512 selective scan 5120x16", 5120, 512),
+    scan("decode selective scan 5120x16", 5120, 1),
 ]
 
 

@@ -81,6 +81,37 @@ def conv_case(widths: Sequence[int], taps: int) -> Case:
     return Case(inputs, weights, build, make)
 
 
+def biased_conv_case(cols: int, taps: int) -> Case:
+    plain = conv_case((cols,), taps)
+    weights = {**plain.weights, "bias": np.random.default_rng(9).standard_normal((1, cols)).astype(np.float32)}
+
+    def build(g: Graph, x: Mapping[str, Node]) -> Node:
+        state, bias = g.state("conv", (taps - 1) * cols), Weight("bias", GGMLType.F32, (cols,))
+        return g.short_conv(state, list(x.values()), [weight("w0", weights["w0"])], "y", biases=[bias])
+
+    return Case(plain.inputs, weights, build, plain.make)
+
+
+def scan_case(cols: int, n_state: int, strongest: float = 3.0) -> Case:
+    """b and c lie behind something else in rows of one value; from decays that leave all to such that leave nothing."""
+    rng = np.random.default_rng([11, cols])
+    weights = {"a": -np.exp(rng.uniform(-4, strongest, (cols, n_state))), "d": rng.standard_normal((1, cols)),
+               "dt_bias": rng.standard_normal((1, cols))}  # fmt: skip
+
+    def build(g: Graph, x: Mapping[str, Node]) -> Node:
+        b, c = (HeadSlice(x["chosen"], 5 + at, n_state, 0) for at in (0, n_state))
+        d, bias = (Weight(name, GGMLType.F32, (cols,)) for name in ("d", "dt_bias"))
+        state = g.state("scan", cols * n_state)
+        return g.selective_scan(state, x["x"], x["dt"], b, c, "y", a=weight("a", weights["a"]), d=d, dt_bias=bias)
+
+    def make(rng: np.random.Generator, n: int) -> Mapping[str, Array]:
+        widths = {"x": cols, "dt": cols, "chosen": 5 + 2 * n_state}
+        return {name: rng.standard_normal((n, width)) * (4 if name == "dt" else 1) for name, width in widths.items()}
+
+    found = {name: w.astype(np.float32) for name, w in weights.items()}
+    return Case({"x": cols, "dt": cols, "chosen": 5 + 2 * n_state}, found, build, make)
+
+
 @dataclass
 class Oracle:
     """Runs a case with `compute`, in float64, over micro-batches; states stay."""

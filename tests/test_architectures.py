@@ -35,7 +35,7 @@ GOLDEN = (
     "gptneox", "granite", "granitemoe", "hunyuan-moe", "kimi-k2", "llama-rope3", "minimax-m2", "mistral3", "mistral4",
     "mixtral", "olmo2", "phi2", "qwen2moe", "qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen3next",
     "seed_oss", "smollm3", "stablelm", "starcoder2",
-    "cohere2", "cohere2_moe", "gemma2", "gemma3", "gemma4", "gpt-oss", "laguna", "llama4", "mellum", "mimo2",
+    "cohere2", "cohere2_moe", "gemma2", "gemma3", "gemma4", "gpt-oss", "laguna", "llama4", "mamba", "mellum", "mimo2",
     "minimax-m3", "phi3", "step35",
 )  # fmt: skip
 OVERRIDES = {"mistral4": ("mistral4.attention.temperature_scale=float:0.3",)}  # the file does not say
@@ -204,6 +204,8 @@ def test_gating_of_files_that_do_not_say() -> None:
         ),
         ("qwen35", {"ssm.conv_kernel": 1}, "ssm.conv_kernel is 1, outside 2..16"),
         ("kimi-linear", {"attention.head_count_kv": 4}, "head_count_kv should be a list of 3 values, but is 4"),
+        ("mamba", {"ssm.state_size": 24}, "mamba.ssm.state_size is 24; only multiples of 16 up to 256 are supported"),
+        ("mamba", {"ssm.inner_size": 100}, "mamba.ssm.inner_size is 100; only multiples of 16 up to"),
         ("bailingmoe3", {"kda.safe_gate": False}, "kda.safe_gate is false; only the safe gate"),
         ("bailingmoe3", {"kda.gate_lower_bound": 5.0}, "kda.gate_lower_bound is 5.0; it must be below 0"),
     ],

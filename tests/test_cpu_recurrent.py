@@ -9,7 +9,17 @@ import numpy.typing as npt
 import pytest
 from kernel_harness import Harness
 from kernel_harness import Segment as CpuSegment
-from recurrent_cases import N_SEQ, Case, Heads, Oracle, conv_case, delta_case, micro_batches
+from recurrent_cases import (
+    N_SEQ,
+    Case,
+    Heads,
+    Oracle,
+    biased_conv_case,
+    conv_case,
+    delta_case,
+    micro_batches,
+    scan_case,
+)
 from test_cpu_ops import random, run_both, weight
 
 from ikcli.backends.cpu.lower import RULES
@@ -62,12 +72,18 @@ def test_delta_net_where_nothing_is_left() -> None:
 
 
 def test_delta_net_gives_a_token_the_same_whatever_comes_with_it() -> None:
-    case, results = delta_case(Heads(4, 2, 64, 64)), []
+    same_in_pieces(delta_case(Heads(4, 2, 64, 64)))
+
+
+def same_in_pieces(case: Case) -> None:
+    """Eight tokens at once, and in two other ways."""
+    results = []
     values = case.make(np.random.default_rng(5), 8)
     for pieces in ((8,), (1, 7), (1,) * 8):
         run = Harness(8, 8, RULES, n_seq=1)
         leaves = {name: run.input(name, cols) for name, cols in case.inputs.items()}
-        run.compile(case.build(run.graph, leaves), 2)
+        weights = {name: np.ascontiguousarray(w).view(np.uint8) for name, w in case.weights.items()}
+        run.compile(case.build(run.graph, leaves), 2, weights)
         found, at = [], 0
         for n in pieces:
             found.append(run([CpuSegment(n, 0, at)], {leaves[name]: x[at : at + n] for name, x in values.items()}))
@@ -80,6 +96,21 @@ def test_delta_net_gives_a_token_the_same_whatever_comes_with_it() -> None:
 @pytest.mark.parametrize("taps", [2, 4, 5])
 def test_short_conv(widths: tuple[int, ...], taps: int) -> None:
     compare(conv_case(widths, taps), LENGTHS[:6], n_threads=3)
+
+
+def test_short_conv_with_a_bias() -> None:
+    compare(biased_conv_case(80, 4), LENGTHS[:6], n_threads=3)
+
+
+@pytest.mark.parametrize(("cols", "n_state", "n_threads"), [(16, 16, 2), (96, 16, 3), (32, 48, 1)])
+def test_selective_scan(cols: int, n_state: int, n_threads: int) -> None:
+    """Several sequences, states carried on, also such of which nothing is left."""
+    compare(scan_case(cols, n_state), LENGTHS, n_threads)
+    compare(scan_case(cols, n_state, strongest=7.0), ([40], [3], [20]), n_threads)
+
+
+def test_selective_scan_gives_a_token_the_same_whatever_comes_with_it() -> None:
+    same_in_pieces(scan_case(64, 16))
 
 
 def test_weights_of_a_convolution_have_to_be_f32() -> None:

@@ -10,7 +10,17 @@ import pytest
 from cuda_emulation import EmulatedDevice, needs_emulation
 from cuda_graphs import LIMITS, GraphRun, download, keep
 from leaves import Leaf, leaf
-from recurrent_cases import N_SEQ, Case, Heads, Oracle, conv_case, delta_case, micro_batches
+from recurrent_cases import (
+    N_SEQ,
+    Case,
+    Heads,
+    Oracle,
+    biased_conv_case,
+    conv_case,
+    delta_case,
+    micro_batches,
+    scan_case,
+)
 
 from ikcli.backends.cuda.lower import Counts, GpuLowering, GpuProgram, all_rules, lower
 from ikcli.errors import UnsupportedError
@@ -107,7 +117,21 @@ def test_short_conv(widths: tuple[int, ...], taps: int) -> None:
     compare(conv_case(widths, taps))
 
 
+def test_short_conv_with_a_bias() -> None:
+    compare(biased_conv_case(80, 4))
+
+
+@pytest.mark.parametrize("cols", [16, 208])
+def test_selective_scan(cols: int) -> None:
+    compare(scan_case(cols, 16))
+    compare(scan_case(cols, 16, strongest=7.0), ([40], [3], [20]))
+
+
 def test_what_is_too_large_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedError, match="takes a state of 16 numbers per column, not 32; run this model without"
+    ):
+        Device(scan_case(16, 32), 4)
     with pytest.raises(UnsupportedError, match="keys of 272 columns are wider than the GPU kernels take"):
         Device(delta_case(Heads(1, 1, 272, 16)), 4)
     with pytest.raises(UnsupportedError, match="17 taps are more than the GPU kernel takes"):

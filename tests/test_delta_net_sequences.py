@@ -1,4 +1,4 @@
-"""Sequences of models with gated delta nets: whatever way leads to a position, logits are the same."""
+"""Sequences of models with recurrent layers: whatever way leads to a position, logits are the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Per
 from ikcli.models import GraphConfig
 
-ARCHS = ("qwen3next", "kimi-linear")
+ARCHS = ("qwen3next", "kimi-linear", "mamba")
 IDS = np.random.default_rng(1).integers(1, 96, 100).astype(np.int32)
 
 

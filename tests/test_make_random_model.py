@@ -111,6 +111,12 @@ def test_script_writes_a_loadable_model(
     assert hp.recurrent_layers == {0, 1, 2} and len(file.tensors) == 3 * 14 + 11 + 3
     assert file.tensors["blk.3.attn_q.weight"].shape == (2048, 2 * 8 * 256)
     assert dequantize(file.data("blk.0.ssm_a"), GGMLType.F32, (32,)).max() < 0
+    options = ["--preset", "mamba", "--type", "q4_0", "--layers", "1", "--vocab", "400", "-o", str(path)]
+    monkeypatch.setattr(sys, "argv", ["make_random_model.py", *options])
+    assert script.main() == 0
+    file = open_gguf(path)
+    assert file.tensors["blk.0.ssm_a"].type == GGMLType.F32 and len(file.tensors) == 10 + 3
+    assert dequantize(file.data("blk.0.ssm_a"), GGMLType.F32, (16 * 5120,)).max() < 0
     monkeypatch.setattr(sys, "argv", ["make_random_model.py", "--type", "q4_k_r4", "-o", str(path)])
     assert script.main() == 2
     assert "use one of" in capsys.readouterr().err

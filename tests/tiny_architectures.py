@@ -93,6 +93,8 @@ TINY: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention.key_length": 64, "attention.value_length": 64}, "smollm3": {"block_count": 4},
     "qwen35": DELTA, "qwen35moe": DELTA | EXPERTS | {"expert_shared_feed_forward_length": 48},
     "qwen3next": DELTA | EXPERTS, "kimi-linear": KDA,
+    "mamba": {"attention.head_count": 0, "attention.head_count_kv": None, "feed_forward_length": 0,
+              "ssm.conv_kernel": 4, "ssm.inner_size": 96, "ssm.state_size": 16, "ssm.time_step_rank": 5},
     "bailingmoe3": KDA | {"kda.gate_lower_bound": -5.0, "expert_group_count": 4, "expert_group_used_count": 2,
                           "swiglu_clamp_exp": [0.0, 0.5, 0.0], "swiglu_clamp_shexp": [0.7, 0.0, 0.4]},
 }  # fmt: skip

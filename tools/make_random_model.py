@@ -137,6 +137,15 @@ PRESETS = {
         _geometry(4, 4096, 14336, 32, 8, base=50000.0)
         | {"attention.sliding_window": 4096, "logit_scale": 0.25, "attention.layer_norm_epsilon": 1e-5},
     ),
+    "mamba": Preset(
+        "mamba",
+        {
+            "block_count": 8, "context_length": 1 << 20, "embedding_length": 2560, "feed_forward_length": 0,
+            "attention.head_count": 0, "attention.layer_norm_rms_epsilon": 1e-5, "ssm.conv_kernel": 4,
+            "ssm.inner_size": 5120, "ssm.state_size": 16, "ssm.time_step_rank": 160,
+        },
+        (), 50280,
+    ),
     "gemma3": Preset(
         "gemma3", _geometry(6, 2560, 10240, 8, 4, 256) | {"attention.sliding_window": 1024}
     ),
@@ -195,7 +204,7 @@ def shapes(p: Preset) -> dict[str, tuple[int, ...]]:
 
 def tensor_type(name: str, shape: tuple[int, ...], type: GGMLType) -> GGMLType:
     """F32 for vectors, biases, routers and convolutions, else `type` or its fallback where rows cannot be divided."""
-    if len(shape) == 1 or name.endswith("bias") or "ffn_gate_inp" in name or "conv1d" in name:
+    if len(shape) == 1 or name.endswith(("bias", "ssm_a")) or "ffn_gate_inp" in name or "conv1d" in name:
         return GGMLType.F32
     if shape[0] % TYPES[type].block_size == 0:
         return type

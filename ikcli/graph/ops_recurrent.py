@@ -1,4 +1,4 @@
-"""Operations of recurrent layers: a short convolution, the gated delta rule, and what stands around them.
+"""Operations of recurrent layers: a short convolution, the gated delta rule, the selective scan, what is around them.
 
 States (`Graph.state`) hold what a sequence leaves behind; it begins with zeros, whatever is stored.
 """
@@ -13,15 +13,15 @@ from ikcli.graph.activations import sigmoid, silu
 from ikcli.graph.core import Array, Cache, HeadSlice, Node, Op, Place, RowSpec, Run, Weight
 from ikcli.graph.ops_rows import head_columns
 
-STATE_BLOCK = 16  # adjacent columns of v in a state of the delta rule
+STATE_BLOCK = 16  # adjacent columns (of v) in a state of the delta rule and of the selective scan
 
 
 @dataclass(frozen=True, slots=True)
 class ShortConv(Op):
     """silu of a causal convolution over the tokens of a sequence, each column by itself; parts come side by side.
 
-    Weights have (taps, columns) or (taps, 1, columns), the last tap is for the token itself. The state holds the
-    last taps - 1 rows of all parts, the oldest first.
+    Weights have (taps, columns) or (taps, 1, columns), the last tap is for the token itself. There may be a bias for
+    each part. The state holds the last taps - 1 rows of all parts, the oldest first.
     """
 
     name = "short_conv"
@@ -30,8 +30,11 @@ class ShortConv(Op):
     state: Cache
     parts: tuple[Node, ...]
     weights: tuple[Weight, ...]
+    biases: tuple[Weight, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.biases and [b.ne0 for b in self.biases] != [x.cols for x in self.parts]:
+            raise ValueError("there is no bias for each part")
         for x, w in zip(self.parts, self.weights, strict=True):
             if columns_of(w) != x.cols or w.ne0 != self.n_taps:
                 raise ValueError(f"{w.name} does not fit {x.cols} columns and {self.n_taps} taps")
@@ -49,12 +52,13 @@ class ShortConv(Op):
     def compute(self, run: Run) -> Array:
         x = np.concatenate([run.value(part) for part in self.parts], axis=1)
         taps = np.concatenate([run.weight(w).reshape(-1, self.n_taps) for w in self.weights]).T
+        bias = np.concatenate([run.weight(b) for b in self.biases]) if self.biases else run.dtype(0)
         states, out, before = run.cached(self.state), np.empty_like(x), self.n_taps - 1
         for s in run.state.segments:
             past = states[s.seq].reshape(before, -1) if s.pos else np.zeros((before, x.shape[1]), x.dtype)
             rows = np.concatenate([past.astype(x.dtype), x[s.start : s.start + s.n_tokens]])
             sums = sum(tap * rows[i : i + s.n_tokens] for i, tap in enumerate(taps))
-            out[s.start : s.start + s.n_tokens] = silu(np.asarray(sums))
+            out[s.start : s.start + s.n_tokens] = silu(np.asarray(sums + bias))
             states[s.seq] = rows[len(rows) - before :].reshape(-1)
         return out
 
@@ -190,6 +194,61 @@ class DeltaNet(Op):
             blocks = s.reshape(h, dk, dv // STATE_BLOCK, STATE_BLOCK).transpose(0, 2, 1, 3)
             states[segment.seq] = blocks.reshape(-1)
         return out.reshape(len(out), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveScan(Op):
+    """Mamba's scan: every column of x has `n_state` numbers h that decay, take in x, and are read.
+
+        step = softplus(dt + dt_bias);  h = exp(step * a) * h + step * x * b;  y = h . c + d * x
+
+    a (n_state, columns) is below 0; b and c are of the token, the same for all columns. The state holds blocks of 16
+    columns: n_state rows of the first block, then of the next.
+    """
+
+    name = "selective_scan"
+    stores = True
+
+    state: Cache
+    x: Node
+    dt: Node
+    b: HeadSlice
+    c: HeadSlice
+    a: Weight
+    d: Weight
+    dt_bias: Weight
+
+    def __post_init__(self) -> None:
+        cols, n = self.x.cols, self.n_state
+        if self.dt.cols != cols or self.a.ne1 != cols or self.d.ne0 != cols or self.dt_bias.ne0 != cols:
+            raise ValueError(f"{self.a.name}, {self.d.name} or {self.dt_bias.name} does not fit {cols} columns")
+        if cols % STATE_BLOCK or n % 16 or self.b.width != n or self.c.width != n or self.state.cols != cols * n:
+            raise ValueError(f"{cols} columns with {n} numbers each do not fit")
+
+    @property
+    def n_state(self) -> int:
+        return self.a.ne0
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.rows, self.x.cols
+
+    def compute(self, run: Run) -> Array:
+        x, n, cols = run.value(self.x), self.n_state, self.x.cols
+        raw = run.value(self.dt) + run.weight(self.dt_bias)
+        step = np.maximum(raw, 0) + np.log1p(np.exp(-np.abs(raw)))
+        b, c = (head_columns(run.value(part.node), part, 1)[:, 0] for part in (self.b, self.c))
+        a, d = run.weight(self.a).reshape(cols, n), run.weight(self.d)
+        states, out = run.cached(self.state), np.empty_like(x)
+        for segment in run.state.segments:
+            h = np.zeros((cols, n), x.dtype)
+            if segment.pos:
+                h = states[segment.seq].reshape(-1, n, STATE_BLOCK).transpose(0, 2, 1).reshape(cols, n).astype(x.dtype)
+            for t in range(segment.start, segment.start + segment.n_tokens):
+                h = np.exp(step[t][:, None] * a) * h + (step[t] * x[t])[:, None] * b[t]
+                out[t] = h @ c[t] + d * x[t]
+            states[segment.seq] = h.reshape(-1, STATE_BLOCK, n).transpose(0, 2, 1).reshape(-1)
+        return out
 
 
 @dataclass(frozen=True, slots=True)

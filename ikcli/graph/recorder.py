@@ -15,7 +15,7 @@ from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Weight, power_of_t
 from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
 from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
 from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId, ScaleId
-from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, ShortConv
+from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, SelectiveScan, ShortConv
 from ikcli.graph.ops_rows import (
     Add,
     Concat,
@@ -287,9 +287,17 @@ class Graph:
         return self.record(MoeSum(y, route, plan, weighted), name)
 
     # --- recurrent layers ---------------------------------------------------------------------------------------------
-    def short_conv(self, state: Cache, parts: Sequence[Node], weights: Sequence[Weight], name: str) -> Node:
+    def short_conv(
+        self,
+        state: Cache,
+        parts: Sequence[Node],
+        weights: Sequence[Weight],
+        name: str,
+        *,
+        biases: Sequence[Weight] = (),
+    ) -> Node:
         """silu of a causal convolution of a few taps, each column by itself; parts come side by side."""
-        return self.record(ShortConv(state, tuple(parts), tuple(weights)), name)
+        return self.record(ShortConv(state, tuple(parts), tuple(weights), tuple(biases)), name)
 
     def l2_norm(self, x: Node, width: int, eps: float, name: str, *, offset: int = 0, cols: int = 0) -> Node:
         """Columns [offset, offset+cols) in groups of `width` over their length (cols 0 = to the end of the row)."""
@@ -316,6 +324,22 @@ class Graph:
     ) -> Node:
         """The gated delta rule: [rows, n_head*v.width]; see `DeltaNet`."""
         return self.record(DeltaNet(state, q, k, v, decay, beta, n_head, n_head_k, scale, tiled), name)
+
+    def selective_scan(
+        self,
+        state: Cache,
+        x: Node,
+        dt: Node,
+        b: HeadSlice,
+        c: HeadSlice,
+        name: str,
+        *,
+        a: Weight,
+        d: Weight,
+        dt_bias: Weight,
+    ) -> Node:
+        """Mamba's scan: [rows, x.cols]; see `SelectiveScan`."""
+        return self.record(SelectiveScan(state, x, dt, b, c, a, d, dt_bias), name)
 
     def gated_norm(self, x: Node, w: Weight, gate: Node, eps: float, name: str, *, activation: str = "silu") -> Node:
         """RMS norm in groups of w.ne0 columns, times silu (or sigmoid) of the gate."""

@@ -56,6 +56,7 @@ ARCHITECTURES: dict[str, str] = {
     "laguna": "ikcli.models.step35",
     "llama": "ikcli.models.llama",
     "llama4": "ikcli.models.llama4",
+    "mamba": "ikcli.models.mamba",
     "mellum": "ikcli.models.mellum",
     "mimo2": "ikcli.models.mimo2",
     "minicpm": "ikcli.models.llama",

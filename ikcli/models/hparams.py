@@ -15,7 +15,7 @@ from typing import Any
 from ikcli.config_groups import RopeConfig
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.models.keys import HasShape, Keys, by_layer
-from ikcli.models.recurrent import KDA, read_recurrent
+from ikcli.models.recurrent import KDA, SCAN, read_recurrent
 from ikcli.models.rope import RopeParams, read_rope
 from ikcli.models.rope_options import overrides
 from ikcli.models.windows import read_windows
@@ -122,6 +122,7 @@ class HParams:
     ssm_n_group: int = 0  # key heads
     ssm_dt_rank: int = 0  # value heads
     ssm_d_inner: int = 0  # columns of all value heads
+    ssm_norm_eps: float = 0.0  # of the norms of what a scan is controlled by; 0: it is not normed
     kda_lower_bound: float = 0.0  # of logarithms of decays; 0: none
     per_layer: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
@@ -241,6 +242,8 @@ def _uniform(value: Any) -> Any:
 
 
 def _heads(keys: Keys, n_embd: int, n_layer: int) -> dict[str, Any]:
+    if keys.arch in SCAN:  # no attention
+        return {"n_head": 0, "n_head_kv": 0, "head_dim_k": 0, "head_dim_v": 0, "n_rot": 0}
     n_head = keys.per_layer("attention.head_count", n_layer=n_layer, least=1)
     n_head_kv = n_head
     if "attention.head_count_kv" in keys and keys.arch not in KDA:  # there the list says which layers are recurrent
@@ -410,5 +413,5 @@ def _check(hp: HParams) -> None:
     if hp.n_expert == 0 and (lead or hp.arch in _ALL_EXPERTS):
         raise FormatError(f"{hp.source}: metadata key {hp.arch}.expert_count is missing or 0")
     dense = hp.n_expert == 0 or hp.n_layer_dense_lead > 0 or hp.moe_step > 1 or hp.arch == "llama"
-    if dense and hp.n_ff < 1:
+    if dense and hp.n_ff < 1 and hp.arch not in SCAN:
         raise FormatError(f"{hp.source}: metadata key {hp.arch}.feed_forward_length is missing or 0")

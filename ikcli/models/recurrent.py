@@ -10,13 +10,16 @@ from ikcli.models.keys import HasShape, Keys, short
 
 DELTA_NET = ("qwen35", "qwen35moe", "qwen3next")  # a decay per head
 KDA = ("bailingmoe3", "kimi-linear")  # a decay per column of a key; the other layers have MLA
-MAX_TAPS, MAX_COLUMNS = 16, 256
+SCAN = ("mamba",)  # a selective scan in every layer, and nothing else
+MAX_TAPS, MAX_COLUMNS, MAX_WIDTH = 16, 256, 1 << 20
 
 
 def read_recurrent(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
     """What recurrent layers have, by field of `HParams`."""
     if keys.arch in KDA:
         return _kda(keys, values, tensors)
+    if keys.arch in SCAN:
+        return _scan(keys, values["n_layer"], values["eps"])
     return _delta_net(keys, values["n_layer"]) if keys.arch in DELTA_NET else {}
 
 
@@ -50,6 +53,23 @@ def _kda(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) ->
     }
     _check_heads(keys, found)
     return found | (_ling(keys, values, tensors) if keys.arch == "bailingmoe3" else {})
+
+
+def _scan(keys: Keys, n_layer: int, eps: float) -> dict[str, Any]:
+    width, n_state = keys.integer("ssm.inner_size", least=1), keys.integer("ssm.state_size", least=1)
+    for key, size, most in (("inner_size", width, MAX_WIDTH), ("state_size", n_state, MAX_COLUMNS)):
+        if size % 16 or size > most:
+            raise UnsupportedError(
+                f"{keys.source}: {keys.name(f'ssm.{key}')} is {size}; only multiples of 16 up to {most} are supported"
+            )
+    return {
+        "ssm_d_conv": keys.integer("ssm.conv_kernel", least=2, most=MAX_TAPS),
+        "ssm_d_state": n_state,
+        "ssm_dt_rank": keys.integer("ssm.time_step_rank", least=1),
+        "ssm_d_inner": width,
+        "ssm_norm_eps": keys.number("ssm.dt_b_c_rms_epsilon", eps) if keys.raw("ssm.dt_b_c_rms", False) else 0.0,
+        "recurrent_layers": frozenset(range(n_layer)),
+    }
 
 
 def _ling(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Lowering of recurrent layers: short convolution, norms, decays, the delta rule."""
+"""Lowering of recurrent layers: short convolution, norms, decays, the delta rule, the selective scan."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ikcli.backends.cpu.params_layers import (
     GatedNormParams,
     HeadRows,
     L2NormParams,
+    SelectiveScanParams,
     ShortConvParams,
 )
 from ikcli.backends.cpu.program import CpuLowering, Ref
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
-from ikcli.graph import HeadSlice, Node
-from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, ShortConv
+from ikcli.graph import HeadSlice, Node, Weight
+from ikcli.graph.ops_recurrent import STATE_BLOCK, Decay, DeltaNet, GatedNorm, L2Norm, SelectiveScan, ShortConv
 from ikcli.native.kernel_cache import KernelKey
 
 
@@ -30,18 +31,18 @@ def delta_scratch_bytes(dk: int) -> int:
     )
 
 
-@RULES.add(ShortConv, "state parts weights")
+@RULES.add(ShortConv, "state parts weights biases")
 def _short_conv(low: CpuLowering, node: Node, op: ShortConv) -> None:
     scratch = 4 * CONV_BLOCK * op.n_taps
     taps = low.buffer(scratch * low.n_threads)
     at = 0
-    for x, w in zip(op.parts, op.weights, strict=True):
-        if w.type is not GGMLType.F32:
-            raise UnsupportedError(f"{w.name} is {TYPES[w.type].name}; weights of short convolutions have to be f32")
-        params = ShortConvParams(x=low.out(x), x_stride=4 * x.cols, w=low.weight(w), out=low.out(node) + 4 * at,
-                                 out_stride=4 * node.cols, cols=x.cols, states=Ref(op.state, 4 * at),
-                                 state_bytes=4 * op.state.cols, row_bytes=4 * node.cols, taps=taps,
-                                 taps_bytes=scratch)  # fmt: skip
+    for i, (x, w) in enumerate(zip(op.parts, op.weights, strict=True)):
+        _check_f32(w, "weights of short convolutions")
+        bias = low.weight(op.biases[i]) if op.biases else 0
+        params = ShortConvParams(x=low.out(x), x_stride=4 * x.cols, w=low.weight(w), bias=bias,
+                                 out=low.out(node) + 4 * at, out_stride=4 * node.cols, cols=x.cols,
+                                 states=Ref(op.state, 4 * at), state_bytes=4 * op.state.cols,
+                                 row_bytes=4 * node.cols, taps=taps, taps_bytes=scratch)  # fmt: skip
         low.emit(KernelKey("recurrent", "make_short_conv", (op.n_taps,)), node.rows, params,
                  row_bytes=8 * (op.n_taps + 1) * x.cols)  # fmt: skip
         at += x.cols
@@ -76,6 +77,24 @@ def _delta_net(low: CpuLowering, node: Node, op: DeltaNet) -> None:
                             scale=op.scale, tiled=int(op.tiled), scratch=low.buffer(scratch * low.n_threads),
                             scratch_bytes=scratch)  # fmt: skip
     low.emit(KernelKey("delta_net", "make_delta_net", (op.k.width, op.v.width, op.by_column)), node.rows, params)
+
+
+@RULES.add(SelectiveScan, "state x dt b c a d dt_bias")
+def _selective_scan(low: CpuLowering, node: Node, op: SelectiveScan) -> None:
+    _check_f32(op.a, "decays of a selective scan")
+    scratch = 4 * STATE_BLOCK * op.n_state
+    b, c = (low.out(part.node) + 4 * part.offset for part in (op.b, op.c))
+    params = SelectiveScanParams(states=Ref(op.state), state_bytes=4 * op.state.cols, n_state=op.n_state,
+                                 x=low.out(op.x), dt=low.out(op.dt), b=b, b_stride=4 * op.b.node.cols, c=c,
+                                 c_stride=4 * op.c.node.cols, a=low.weight(op.a), d=low.weight(op.d),
+                                 dt_bias=low.weight(op.dt_bias), out=low.out(node), cols=node.cols,
+                                 scratch=low.buffer(scratch * low.n_threads), scratch_bytes=scratch)  # fmt: skip
+    low.emit(KernelKey("selective_scan", "make_selective_scan"), node.rows, params)
+
+
+def _check_f32(w: Weight, what: str) -> None:
+    if w.type is not GGMLType.F32:
+        raise UnsupportedError(f"{w.name} is {TYPES[w.type].name}; {what} have to be f32")
 
 
 @RULES.add(GatedNorm, "x w gate eps activation")

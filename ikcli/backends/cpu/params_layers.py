@@ -147,6 +147,7 @@ class ShortConvParams(Params):
     x: Address
     x_stride: int
     w: Address
+    bias: Address  # 0: none
     out: Address
     out_stride: int
     cols: int
@@ -155,6 +156,25 @@ class ShortConvParams(Params):
     row_bytes: int  # of a row of a state
     taps: Address
     taps_bytes: int  # of a thread
+
+
+class SelectiveScanParams(Params):
+    states: Address
+    state_bytes: int  # of a sequence
+    n_state: int
+    x: Address
+    dt: Address
+    b: Address
+    b_stride: int
+    c: Address
+    c_stride: int
+    a: Address
+    d: Address
+    dt_bias: Address
+    out: Address
+    cols: int
+    scratch: Address
+    scratch_bytes: int  # of a thread
 
 
 class L2NormParams(Params):

@@ -10,25 +10,26 @@ from ikcli.backends.cuda.upload import device_row_bytes
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
-from ikcli.graph import Node
-from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, ShortConv
+from ikcli.graph import Node, Weight
+from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, SelectiveScan, ShortConv
 
-CONV_TOKENS, MAX_TAPS = 32, 16  # layer_recurrent.cu
+CONV_TOKENS, MAX_TAPS, SCAN_STATE = 32, 16, 16  # layer_recurrent.cu
 KEY_COLUMNS = (64, 128, 256)  # the kernels of delta_net.cu
 V_COLUMNS = 32  # of a block of one
 
 
-@RULES.add(ShortConv, "state parts weights")
+@RULES.add(ShortConv, "state parts weights biases")
 def _short_conv(low: GpuLowering, node: Node, op: ShortConv) -> None:
     if op.n_taps > MAX_TAPS:
         raise UnsupportedError(f"{node.name}: {op.n_taps} taps are more than the GPU kernel takes ({MAX_TAPS})")
     at = 0
-    for x, w in zip(op.parts, op.weights, strict=True):
-        if w.type is not GGMLType.F32:
-            raise UnsupportedError(f"{w.name} is {TYPES[w.type].name}; weights of short convolutions have to be f32")
+    for i, (x, w) in enumerate(zip(op.parts, op.weights, strict=True)):
+        _check_f32(w, "weights of short convolutions")
+        bias: Arg = low.weight(op.biases[i]) if op.biases else 0
         low.emit("layer_short_conv", _conv_grid(x.cols), 128, 0, low.state, low.out(x),
                  np.int32(x.cols), low.weight(w), np.int32(device_row_bytes(w.type, w.ne0) // 4), np.int32(op.n_taps),
-                 low.cache(op.state) + 4 * at, op.state.cols, np.int32(node.cols), low.out(node) + 4 * at)  # fmt: skip
+                 bias, low.cache(op.state) + 4 * at, op.state.cols, np.int32(node.cols),
+                 low.out(node) + 4 * at)  # fmt: skip
         at += x.cols
 
 
@@ -76,6 +77,28 @@ def _staged(most: int, by_column: bool) -> int:
     """Bytes of shared memory for keys, queries and decays of some tokens."""
     tokens, row = 2048 // most, most + 16
     return 4 * tokens * (2 * row + 1 + (row if by_column else 1))
+
+
+@RULES.add(SelectiveScan, "state x dt b c a d dt_bias")
+def _selective_scan(low: GpuLowering, node: Node, op: SelectiveScan) -> None:
+    _check_f32(op.a, "decays of a selective scan")
+    if op.n_state != SCAN_STATE:
+        raise UnsupportedError(
+            f"{node.name}: the GPU kernel takes a state of {SCAN_STATE} numbers per column, not {op.n_state}; run this "
+            "model without -ngl"
+        )
+    slices: list[Arg] = []
+    for part in (op.b, op.c):
+        slices += [low.out(part.node) + 4 * part.offset, part.node.cols]
+    low.emit("layer_selective_scan", lambda c: (c.n_segments, parts_of(node.cols, 128), 1), 128, 0, low.state,
+             low.cache(op.state), op.state.cols, low.out(op.x), low.out(op.dt), *slices, low.weight(op.a),
+             np.int32(device_row_bytes(op.a.type, op.a.ne0) // 4), low.weight(op.d), low.weight(op.dt_bias),
+             low.out(node), np.int32(node.cols))  # fmt: skip
+
+
+def _check_f32(w: Weight, what: str) -> None:
+    if w.type is not GGMLType.F32:
+        raise UnsupportedError(f"{w.name} is {TYPES[w.type].name}; {what} have to be f32")
 
 
 @RULES.add(GatedNorm, "x w gate eps activation")

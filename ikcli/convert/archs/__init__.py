@@ -13,6 +13,7 @@ from ikcli.convert.archs import (
     hub_code,
     layernorm,
     llama,
+    mamba,
     mixed,
     mixed2,
     moe,
@@ -28,7 +29,7 @@ ARCHITECTURES: tuple[Architecture, ...] = tuple(
     found
     for module in (
         *(llama, qwen, deltanet, gemma, glm, moe, deepseek, dense, layernorm, moe2, older, mixed),
-        *(hub_code, mixed2),
+        *(hub_code, mixed2, mamba),
     )
     for found in module.ARCHITECTURES
 )

@@ -60,10 +60,10 @@ def make_short_conv(n_taps):
     tap_rows = _make_tap_rows(n_taps)
 
     @inline
-    def conv_rows(x, x_stride, old, old_stride, fresh, taps, out, out_stride, n):
+    def conv_rows(x, x_stride, old, old_stride, fresh, taps, bias, out, out_stride, n):
         """16 columns of a segment; then the state takes its last rows."""
         for t in range(n):
-            acc = zero_f32x16()
+            acc = bias
             for j in range(n_taps):
                 r = t + j - before
                 tap = load_f32x16(taps + 4 * CONV_BLOCK * j)
@@ -106,7 +106,8 @@ def make_short_conv(n_taps):
                 state, fresh = state_row(params, i, states, state_bytes), begins(params, i)
                 for c in range(0, width, 16):
                     at = 4 * (c0 + c)
-                    conv_rows(x + start * x_stride + at, x_stride, state + at, row_bytes, fresh, taps + 4 * c,
+                    bias = load_f32x16(params.bias + at) if params.bias else zero_f32x16()
+                    conv_rows(x + start * x_stride + at, x_stride, state + at, row_bytes, fresh, taps + 4 * c, bias,
                               out + start * out_stride + at, out_stride, n)  # fmt: skip
 
     return short_conv

@@ -1,5 +1,5 @@
 // What stands around the delta rule: short convolution, norm of heads, decays, gated norm. Memory-bound but for the
-// convolution of prompts, whose columns are independent.
+// convolution of prompts, whose columns are independent. The selective scan of Mamba.
 #include "layer_common.cuh"
 #include "states.cuh"
 
@@ -8,12 +8,12 @@ constexpr int MAX_TAPS = 16;
 
 DI float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
-// silu of a causal convolution, a thread per column; `state`: rows of state_cols floats per sequence, of which rows of
+// silu of a causal convolution (with a bias, unless it is null), a thread per column; `state`: rows of state_cols floats per sequence, of which rows of
 // `row_cols` floats are the last taps - 1 inputs. Blocks in x are CONV_TOKENS tokens of a segment; the first of a segment
 // reads the state and writes the new one, so no other block may touch it. grid (tokens / CONV_TOKENS + segments, columns)
 extern "C" __global__ void __launch_bounds__(128)
-layer_short_conv(const i64* st, const float* x, int cols, const float* w, int w_row, int taps, float* state, i64 state_cols,
-                 int row_cols, float* out) {
+layer_short_conv(const i64* st, const float* x, int cols, const float* w, int w_row, int taps, const float* bias, float* state,
+                 i64 state_cols, int row_cols, float* out) {
   const int c = blockIdx.y * blockDim.x + threadIdx.x, before = taps - 1;
   if (c >= cols) return;
   const i64* segment = step_segments(st);
@@ -30,6 +30,7 @@ layer_short_conv(const i64* st, const float* x, int cols, const float* w, int w_
   float* old = state_row(st, i, state, state_cols) + c;
   x += segment[SEG_START] * cols + c;
   out += segment[SEG_START] * row_cols + c;
+  const float shift = bias ? bias[c] : 0.f;
   float tap[MAX_TAPS], past[MAX_TAPS];
 #pragma unroll
   for (int j = 0; j < MAX_TAPS; j++) {
@@ -45,7 +46,7 @@ layer_short_conv(const i64* st, const float* x, int cols, const float* w, int w_
     }
   for (int t = first; t < min(first + CONV_TOKENS, n); t++) {
     const float now = x[(i64)t * cols];
-    float sum = 0.f;
+    float sum = shift;
 #pragma unroll
     for (int j = 0; j < MAX_TAPS; j++)
       if (j < taps) sum = fmaf(tap[j], j < before ? past[j] : now, sum);
@@ -113,4 +114,56 @@ layer_gated_norm(const i64* st, int symbol, int factor, const float* x, const fl
     }
     if (wanted) store_wanted(v, q8, q8_bytes, bf16, bf16_bytes, wanted, row, groups * width, first + i, in);
   }
+}
+
+constexpr int SCAN_STATE = 16, SCAN_TOKENS = 16;
+
+// Mamba's scan, a thread per column with its numbers in registers; b and c of some tokens are staged in shared memory.
+// A state holds blocks of 16 columns, [SCAN_STATE][16]. grid (segments, columns / 128)
+extern "C" __global__ void __launch_bounds__(128)
+layer_selective_scan(const i64* st, float* states, i64 state_cols, const float* x, const float* dt, const float* b, i64 b_cols,
+                     const float* c, i64 c_cols, const float* a, int a_row, const float* d, const float* dt_bias, float* out,
+                     int cols) {
+  IK_SHARED(float, taken, SCAN_TOKENS * SCAN_STATE)
+  IK_SHARED(float, read, SCAN_TOKENS * SCAN_STATE)
+  if ((i64)blockIdx.x >= st[ST_SEGMENTS]) return;
+  const i64* segment = step_segments(st) + (i64)blockIdx.x * SEG_WORDS;
+  const int column = blockIdx.y * blockDim.x + threadIdx.x, n = (int)segment[SEG_TOKENS];
+  const bool in = column < cols;  // all threads take part in barriers
+  const i64 start = segment[SEG_START];
+  float* state = state_row(st, blockIdx.x, states, state_cols) + (i64)(column >> 4) * SCAN_STATE * 16 + (column & 15);
+  x += start * cols + column;
+  dt += start * cols + column;
+  out += start * cols + column;
+  float h[SCAN_STATE], decay[SCAN_STATE];
+#pragma unroll
+  for (int i = 0; i < SCAN_STATE; i++) {
+    h[i] = in && segment[SEG_POS] ? state[i * 16] : 0.f;
+    decay[i] = in ? a[(i64)column * a_row + i] : 0.f;
+  }
+  const float bias = in ? dt_bias[column] : 0.f, through = in ? d[column] : 0.f;
+  for (int first = 0; first < n; first += SCAN_TOKENS) {
+    const int some = min(SCAN_TOKENS, n - first);
+    __syncthreads();
+    for (int i = threadIdx.x; i < some * SCAN_STATE; i += blockDim.x) {
+      const i64 token = start + first + i / SCAN_STATE;
+      taken[i] = b[token * b_cols + i % SCAN_STATE];
+      read[i] = c[token * c_cols + i % SCAN_STATE];
+    }
+    __syncthreads();
+    for (int t = 0; in && t < some; t++) {
+      const i64 at = (i64)(first + t) * cols;
+      const float raw = dt[at] + bias, step = fmaxf(raw, 0.f) + log1pf(expf(-fabsf(raw))), now = x[at];
+      float y = through * now;
+#pragma unroll
+      for (int i = 0; i < SCAN_STATE; i++) {
+        h[i] = fmaf(step * now, taken[t * SCAN_STATE + i], expf(step * decay[i]) * h[i]);
+        y = fmaf(h[i], read[t * SCAN_STATE + i], y);
+      }
+      out[at] = y;
+    }
+  }
+  if (in && n)
+#pragma unroll
+    for (int i = 0; i < SCAN_STATE; i++) state[i * 16] = h[i];
 }

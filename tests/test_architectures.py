@@ -26,7 +26,8 @@ from ikcli.errors import FormatError, IkError, UnsupportedError
 from ikcli.eval.kl_divergence import KlParams, run
 from ikcli.eval.kld_file import BaseReader
 from ikcli.gguf.constants import GGMLType
-from ikcli.graph.ops_rows import MulMat, MulMatHeads
+from ikcli.graph.ops_attention import FlashAttn
+from ikcli.graph.ops_rows import MulMat
 from ikcli.models import GraphConfig, HParams
 from ikcli.models.alibi import slopes
 
@@ -171,12 +172,15 @@ def test_limits_on_queries_keys_and_values_of_one_matrix_or_three() -> None:
 
 @pytest.mark.parametrize(("arch", "wanted"), [("glm4moe", 12), ("minimax-m2", 5), ("glm4", 0)])
 def test_products_before_the_first_choice_of_experts_are_exact(arch: str, wanted: int, tmp_path: Path) -> None:
-    """Attention and a dense layer, or attention alone, and the product that experts are chosen by."""
-    path = write_model(tiny(arch), tmp_path / "tiny.gguf")
-    with Session.open(RunConfig(model=path, n_ctx=64, warmup=False)) as session:
-        nodes = session.graphs["decode"][0].nodes
-    exact = [node.name for node in nodes if isinstance(node.op, MulMat | MulMatHeads) and node.op.exact]
-    assert len(exact) == wanted and exact[-1:] == [n.name for n in nodes if "ffn_moe_logits" in n.name][:1]
+    """Attention and a dense layer, or attention alone, and the product that experts are chosen by; of f16."""
+    for type_, n_exact, n_attention in ((GGMLType.F16, wanted, (wanted + 4) // 8), (GGMLType.BF16, 0, 0)):
+        path = write_model(tiny_model(arch, type_=type_, **TINY[arch]), tmp_path / "tiny.gguf")
+        with Session.open(RunConfig(model=path, n_ctx=64, warmup=False)) as session:
+            nodes = session.graphs["decode"][0].nodes
+        exact = [node.name for node in nodes if isinstance(node.op, MulMat) and node.op.exact]
+        first = [n.name for n in nodes if "ffn_moe_logits" in n.name][:1] if n_exact else []
+        assert len(exact) == n_exact and exact[-1:] == first
+        assert sum(node.op.wide for node in nodes if isinstance(node.op, FlashAttn)) == n_attention
 
 
 def test_gating_of_files_that_do_not_say() -> None:

@@ -65,8 +65,8 @@ class Attention(Op):
 
     `window`: a query at position p sees the positions > p - window (0: all). `chunk`: it sees those from p - p % chunk
     on (0: all). `sinks`: a logit per head that takes part in the soft-max and has no value. `softcap`: scores, scaled,
-    become softcap * tanh(score / softcap) (0: they stay). `wide`: columns of q and of k differ so much in size that
-    rows of them must not be rounded by one scale.
+    become softcap * tanh(score / softcap) (0: they stay). `wide`: rows of q and of k must not be rounded by one scale,
+    as their columns differ much in size, or as nothing is to be rounded here (`Graph.exact`).
     """
 
     q: tuple[HeadSlice, ...]

@@ -46,8 +46,8 @@ class Graph:
     """Recorder. Node names carry the layer (`ffn_out-3`); `nodes` is in execution order.
 
     `low_rank`: what is added to products with the weights of these names. `directions`: what is added to the outputs of
-    these layers. `exact`: whether matrix products are recorded as such, which the first choice of experts ends: what is
-    rounded before it may change a choice that is close to a tie, and with it all that follows.
+    these layers. `exact`: whether products and attention are recorded as such, which the first choice of experts ends:
+    what is rounded before it may change a choice that is close to a tie, and with it all that follows.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -230,7 +230,7 @@ class Graph:
 
         flash=False materialises K*Q, `heads_per_step` heads at a time (0 = all).
         """
-        settings = (tuple(q), tuple(k), v, n_head, n_head_kv, scale, window, chunk, sinks, softcap, wide)
+        settings = (tuple(q), tuple(k), v, n_head, n_head_kv, scale, window, chunk, sinks, softcap, wide or self.exact)
         return self.record(FlashAttn(*settings) if flash else Attn(*settings, heads_per_step), name)
 
     # --- mixture of experts -------------------------------------------------------------------------------------------

@@ -46,6 +46,15 @@ class Model:
     def source(self) -> str:
         return str(self.file.paths[0])
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether to round nothing before the first choice of experts (`Graph.exact`): in f16 files.
+
+        With other matrices in the first block, activations are rounded more than anything else.
+        """
+        first = (t for name, t in self.specs.items() if name.startswith("blk.0."))
+        return self.hp.n_expert > 0 and any(t.type is GGMLType.F16 and len(t.shape) > 1 for t in first)
+
     @classmethod
     def from_file(
         cls,

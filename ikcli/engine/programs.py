@@ -15,7 +15,6 @@ from ikcli.config import KV_TYPES, RunConfig
 from ikcli.engine.model import Model
 from ikcli.engine.sizes import window_cells
 from ikcli.errors import UnsupportedError, UsageError
-from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Graph, Node
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Outputs, Weights
 from ikcli.quant.formats import format_by_name, get_format
@@ -110,7 +109,7 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     graphs: dict[str, tuple[Graph, Node]] = {}
     for kind, kind_cfg in kinds.items():
         graph = model.adapters.graph()
-        graph.exact = hp.n_expert > 0 and _begins_with_f16(model)
+        graph.exact = model.is_exact
         whole[kind] = graph, model.module.build(graph, hp, weights, kind_cfg)
         hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None)
         if cfg.outputs.logits:
@@ -121,12 +120,6 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     if not graphs:
         raise UnsupportedError(f"{model.source}: embeddings of {hp.arch} models are not supported")
     return graphs
-
-
-def _begins_with_f16(model: Model) -> bool:
-    """Whether the first block has matrices of f16: with others activations are rounded more than anything else."""
-    first = (t for name, t in model.specs.items() if name.startswith("blk.0."))
-    return any(t.type is GGMLType.F16 and len(t.shape) > 1 for t in first)
 
 
 def step_tokens(n_step: int) -> int:

@@ -233,6 +233,12 @@ def test_rolling_restart() -> None:
     async def work() -> None:
         async with Bench(handler=handler, api_key="admin").running() as b:
             await b.ask("/lora-adapters", [], key="admin")
+            vectors: list[tuple[str, Any]] = [
+                ("load", {"path": "a"}), ("apply", [{"id": 0, "scale": 2}]), ("apply", [{"id": 0, "scale": 2}]),
+                ("load", {"path": "b"}), ("unload", {"id": 0}),
+            ]  # fmt: skip
+            for name, body in vectors:
+                await b.ask(f"/control-vectors/{name}", body, key="admin")
             running = Answer(b.app, "/completion", {"prompt": "wait", "id_slot": 0}, key="admin")
             await b.until(lambda: b.crew.replicas[0].n_running == 1)
             restarted = Answer(b.app, "/replicas/restart", {}, key="admin")
@@ -248,6 +254,8 @@ def test_rolling_restart() -> None:
             assert running.json() == pinned.json() == {"replica": 0} and restarted.json() == {"success": True}
             assert b.journal == ["+0", "+1", "-0", "+0", "-1", "+1"]
             assert ("POST /lora-adapters", b"[]") in b.process(0).asked, "settings of all are made again"
+            again = [path for path, _ in b.process(0).asked if "vectors" in path]
+            assert again == [f"POST /control-vectors/{name}" for name in ("load", "apply", "load", "unload")]
             shown = (await b.ask("/replicas", key="admin")).json()
             assert [(one["id"], one["state"], one["starts"], one["slots"]) for one in shown] == [
                 (0, "ready", 2, [0, 1]), (1, "ready", 2, [2, 3]),

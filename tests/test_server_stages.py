@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from adapter_files import write_control_vector
 from engine_client import Call, ask, request, serving, until
 from gguf_files import write_model
 from stage_threads import Threads
 from tiny_architectures import tiny
 
+from ikcli.config import default_model
 from ikcli.config_fleet import BatchConfig
+from ikcli.config_groups import AdapterConfig
 from ikcli.engine.stages import crew
 from ikcli.engine.stages.driver import StagedRunner
+from ikcli.gguf.reader import open_gguf
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.messages import Delta, Final, PromptProgress
 from ikcli.server.slots.staged_worker import StagedWorker
+from ikcli.server.slots.states import EngineError
+from ikcli.server.slots.vectors import VectorChange
 
 PROMPTS = ("import os\n", "The class " * 40, "def main(argv):\n    " * 20, "Return the value of ", "x = 1\n" * 60)
 
@@ -67,6 +74,25 @@ def test_slots_share_the_stages(wanted: list[Final]) -> None:
         assert progress == sorted(set(progress)) and progress[-1] == len(prompts[1])
         assert most >= 2
         until(lambda: all(s.state == "idle" for s in e.slots()))
+
+
+def test_control_vectors_of_stages(tmp_path: Path) -> None:
+    """Scales of those of the command line change in all stages; others cannot be loaded."""
+    width = open_gguf(default_model()).metadata["deepseek2.embedding_length"]
+    rng = np.random.default_rng(1)
+    path = write_control_vector(tmp_path / "v.gguf", {f"direction.{il}": rng.normal(0, 5, width) for il in (1, 5)})
+    adapters = AdapterConfig(control_vector=(path,), control_vector_path=tmp_path)
+    said = []
+    for more in ({"n_threads": 1, "n_threads_batch": 1}, staged(2)):
+        with serving(1, **({"n_ctx": 1024} | more | {"adapters": adapters})) as e:
+            found = []
+            for scale in (1.0, 0.0, -0.5):
+                e.vectors.apply([VectorChange(0, scale)])
+                found.append(ask(e, e.tokenizer.encode(PROMPTS[2]), 16).text)
+            said.append(found)
+    assert said[0] == said[1] and len(set(said[0])) == 3
+    with serving(1, **(staged(2) | {"adapters": adapters})) as e, pytest.raises(EngineError, match="only their scales"):
+        e.vectors.load("v.gguf", path, 1.0, None, None)
 
 
 def test_a_cached_prompt_is_used_and_a_saved_slot_comes_back(tmp_path: Path) -> None:

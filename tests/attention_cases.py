@@ -110,7 +110,9 @@ def expected(
             scores = q @ k.T
             if op.softcap:
                 scores = op.softcap * np.tanh(scores / op.softcap)
-            scores[(at > pos) | (at < first_seen)] = -np.inf
+            if op.slopes:
+                scores -= np.float64(np.float32(op.slopes[h])) * np.abs(at - pos)
+            scores[((at > pos) & (not op.both)) | (at < first_seen)] = -np.inf
             if op.sinks is not None:
                 sink = np.full((len(scores), 1), run.weights[op.sinks.name][h], np.float64)
                 scores = np.hstack([scores, sink])
@@ -184,6 +186,17 @@ def expanded(n_head: int, type_: GGMLType, *, tokens: int, cells: int, flash: bo
     return Built(run, node, {x: x.cols for x in (q, row, kv)}, {cache: row})
 
 
+def whole_texts(n_head: int, n_head_kv: int, width: int, *, tokens: int, v_width: int = 0, **settings: Any) -> Built:
+    """Both directions, without a cache: keys and values of the micro-batch."""
+    run, dv = Harness(tokens, tokens, RULES), v_width or width
+    run.graph.il = 0
+    q, k, v = run.input("q", n_head * width), run.input("k", n_head_kv * width), run.input("v", n_head_kv * dv)
+    node = run.graph.attention(
+        [HeadSlice(q, 0, width, width)], [HeadSlice(k, 0, width, width)], HeadSlice(v, 0, dv, dv), "kqv",
+        n_head=n_head, n_head_kv=n_head_kv, scale=width**-0.5, flash=True, both=True, **settings)  # fmt: skip
+    return Built(run, node, {x: x.cols for x in (q, k, v)})
+
+
 def has_kernel(built: Built, module: str) -> bool:
     return module in {key.module for key in built.run.program.kernels}
 
@@ -235,5 +248,6 @@ def how_rounded(built: Built) -> str:
     kernels = {key.module for key in built.run.program.kernels}
     if kernels & {"attention_pairs", "attention_few_pairs"}:
         return "integers"
-    q8_0 = built.node.op.k[0].source.type == Q8_0
+    source = built.node.op.k[0].source
+    q8_0 = isinstance(source, Cache) and source.type == Q8_0
     return "codes" if q8_0 and "attention_stream" in kernels and isa.current().name == "avx512" else ""

@@ -12,10 +12,10 @@ from cuda_graphs import GraphRun
 
 from ikcli.backends.cuda.layouts import half_row_bytes, q8_row_bytes
 from ikcli.backends.cuda.lower import Counts, GpuLowering, Ref, all_rules
-from ikcli.backends.cuda.rules_layers import FEW_TOKENS, activations
+from ikcli.backends.cuda.rules_layers import FEW_TOKENS, ON_GPU, activations
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, Rows
-from ikcli.graph.activations import GATED, UNARY, Glu
+from ikcli.graph.activations import UNARY, Glu
 from ikcli.graph.ops_alibi import Alibi
 
 pytestmark = needs_emulation
@@ -117,7 +117,7 @@ def test_swiglu_at_the_extremes(cols: int) -> None:
 
 
 @pytest.mark.parametrize("cols", [39, 64])
-@pytest.mark.parametrize("act", [Glu(kind) for kind in GATED] + [Glu("silu", 0.8), Glu("swiglu_oai", 1.2, 1.5)])
+@pytest.mark.parametrize("act", [Glu(kind) for kind in ON_GPU] + [Glu("silu", 0.8), Glu("swiglu_oai", 1.2, 1.5)])
 def test_activations(act: Glu, cols: int) -> None:
     run = graph()
     x, y = run.input("x", 3 * random(3, cols)), run.input("y", random(3, cols, seed=2))

@@ -30,7 +30,7 @@ from ikcli.quant.tool import ToolOptions, ToolPlan, plan_of
 if TYPE_CHECKING:
     from ikcli.quant.target import TargetOptions
 
-_UNREAD = r"\.indexer\.|^rope_f|_(k|v|kv)_b\.weight$|_gate_up_exps\.weight$|^output\.weight$"
+_UNREAD = r"\.indexer\.|^rope_f|_(k|v|kv)_b\.weight$|_gate_up_exps\.weight$|^output\.weight$|^cls\."
 """Tensors that are read elsewhere, or kept for other programs."""
 AUTO = {GGMLType.BF16: 32, GGMLType.F16: 1, GGMLType.F32: 1}  # file types; of float32 files f16 is made
 MXFP4 = 38

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.engine.encoders import longest_text, way_out
 from ikcli.engine.pooling import FloatRows, Pool, Pooling, RankHead, normalized
 from ikcli.engine.programs import EMBEDS
 from ikcli.engine.session import Session
@@ -98,12 +99,14 @@ class Embedder:
 
     def add(self, key: Any, tokens: Sequence[int] | Tokens) -> None:
         """A text to be embedded; UsageError if it is empty or too long."""
-        ids, most = np.ascontiguousarray(tokens, np.int32), self.session.n_ctx_seq
+        ids, most = np.ascontiguousarray(tokens, np.int32), longest_text(self.session)
         if not len(ids):
             raise UsageError("a text without tokens has no embedding")
         if len(ids) > most:
-            raise UsageError(f"the text ({len(ids)} tokens) exceeds the context of {most} tokens; raise -c")
-        self._waiting.append(_Text(key, ids, Pool(self.pooling, len(ids))))
+            causal = self.session.model.hp.causal
+            what = f"context of {most} tokens" if causal else f"{most} tokens that the model reads at once"
+            raise UsageError(f"the text ({len(ids)} tokens) exceeds the {what}; {way_out(self.session)}")
+        self._waiting.append(_Text(key, ids, Pool(self.pooling, len(ids), causal=self.session.model.hp.causal)))
 
     def drop(self, unwanted: Callable[[Any], bool]) -> None:
         """Forget texts by their keys."""

@@ -24,7 +24,7 @@ class Pooling(IntEnum):
     MEAN = 1
     CLS = 2  # the first token
     LAST = 3
-    RANK = 4  # the last token, through the classification head: a score
+    RANK = 4  # the last token (of encoders the first one), through the classification head: a score
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -52,8 +52,10 @@ def served_pooling(config: RunConfig, metadata: Mapping[str, Any], arch: str) ->
 class Pool:
     """Collects the states of one text, piece by piece."""
 
-    def __init__(self, pooling: Pooling, n_tokens: int) -> None:
-        self._pooling, self._n = pooling, n_tokens
+    def __init__(self, pooling: Pooling, n_tokens: int, *, causal: bool = True) -> None:
+        """`causal`: whether only the last token has seen all of them."""
+        first = pooling is Pooling.CLS or (pooling is Pooling.RANK and not causal)
+        self._pooling, self._n, self._at = pooling, n_tokens, 0 if first else n_tokens - 1
         self._seen = 0
         self._parts: list[FloatRows] = []
         self._sum: npt.NDArray[np.float64] | None = None
@@ -62,7 +64,7 @@ class Pool:
         """Which of the next n tokens' states are needed."""
         if self._pooling in (Pooling.NONE, Pooling.MEAN):
             return range(n)
-        at = (0 if self._pooling is Pooling.CLS else self._n - 1) - self._seen
+        at = self._at - self._seen
         return range(at, at + 1) if 0 <= at < n else range(0)
 
     def add(self, n: int, rows: FloatRows) -> None:
@@ -108,9 +110,10 @@ def similarities(rows: FloatRows) -> FloatRows:
 
 @dataclass(frozen=True, slots=True)
 class RankHead:
-    """The classification head of a model that ranks: an optional dense layer, then a row per label."""
+    """The classification head of a model that ranks: an optional dense layer with tanh, then a row per label, which
+    some models do not have."""
 
-    output: FloatRows
+    output: FloatRows | None
     output_bias: FloatRows | None
     dense: FloatRows | None
     dense_bias: FloatRows | None
@@ -119,7 +122,8 @@ class RankHead:
     @classmethod
     def of(cls, model: Model) -> RankHead:
         """UnsupportedError if the model has none."""
-        if "cls.output.weight" not in model.file.tensors:
+        names = [name for name in ("cls.weight", "cls.output.weight") if name in model.file.tensors]
+        if not names:
             raise UnsupportedError(
                 f"{model.source}: the model cannot rank, it has no classification head (cls.output.weight); use a "
                 "reranker, or another --pooling"
@@ -128,17 +132,23 @@ class RankHead:
         def values(name: str) -> FloatRows | None:
             return model.values(name) if name in model.file.tensors else None
 
-        output = model.values("cls.output.weight")
-        output = output.reshape(-1, model.file.tensors["cls.output.weight"].shape[0])
-        if output.shape[1] != model.hp.n_embd:
-            raise FormatError(f"{model.source}: cls.output.weight has rows of {output.shape[1]}, not {model.hp.n_embd}")
-        head = values("cls.output.bias"), values("cls.weight"), values("cls.bias")
-        return cls(output, *head, normalize=model.hp.arch.startswith("qwen3") and len(output) > 1)
+        matrices: dict[str, FloatRows] = {}
+        for name in names:
+            matrices[name] = model.values(name).reshape(-1, model.file.tensors[name].shape[0])
+            if matrices[name].shape[1] != model.hp.n_embd:
+                width = matrices[name].shape[1]
+                raise FormatError(f"{model.source}: {name} has rows of {width}, not {model.hp.n_embd}")
+        output, dense = matrices.get("cls.output.weight"), matrices.get("cls.weight")
+        several = output is not None and len(output) > 1
+        head = values("cls.output.bias"), dense, values("cls.bias")
+        return cls(output, *head, normalize=model.hp.arch.startswith("qwen3") and several)
 
     def __call__(self, rows: FloatRows) -> FloatRows:
         """(rows, labels): the first label is the score."""
         if self.dense is not None:
             rows = np.tanh(rows @ self.dense.T + (0 if self.dense_bias is None else self.dense_bias))
+        if self.output is None:
+            return rows.astype(np.float32)
         found = rows @ self.output.T + (0 if self.output_bias is None else self.output_bias)
         if self.normalize:
             found = np.exp(found - found.max(axis=-1, keepdims=True))

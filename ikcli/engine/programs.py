@@ -102,6 +102,8 @@ def check_cache_types(config: RunConfig, mla: int) -> None:
 def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     """The generation graph, and a prompt graph where the two differ."""
     hp = model.hp
+    if cfg.outputs.logits and not hp.causal:
+        raise no_next_token(model.source, hp.arch)
     kinds = {"decode": replace(cfg, expand=False)}
     if hp.kv_lora_rank and cfg.mla >= 2 and cfg.flash_attn and cfg.n_ubatch >= EXPAND_MIN_TOKENS:
         kinds["prefill"] = replace(cfg, expand=True)
@@ -110,8 +112,8 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     for kind, kind_cfg in kinds.items():
         graph = model.adapters.graph()
         graph.exact = model.is_exact
-        whole[kind] = graph, model.module.build(graph, hp, weights, kind_cfg)
-        hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None)
+        whole[kind] = graph, (last := model.module.build(graph, hp, weights, kind_cfg))
+        hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None) if hp.causal else last
         if cfg.outputs.logits:
             graphs[kind] = whole[kind]
         if cfg.outputs.embeddings and hidden is not None:
@@ -120,6 +122,13 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     if not graphs:
         raise UnsupportedError(f"{model.source}: embeddings of {hp.arch} models are not supported")
     return graphs
+
+
+def no_next_token(source: str, arch: str) -> UnsupportedError:
+    """What commands say that need the next token, of an encoder."""
+    return UnsupportedError(
+        f"{source}: {arch} models read texts in both directions and have no next token; use ik embed, or ik serve"
+    )
 
 
 def step_tokens(n_step: int) -> int:

@@ -55,7 +55,8 @@ def session_of(config: RunConfig) -> tuple[RunConfig, Sizes]:
         return config, Sizes(config.n_ctx, config.n_parallel, config.n_parallel, served_outputs(config))
     if config.command == "chat":
         return config, Sizes(config.n_ctx, 1, 1)
-    return config, Sizes(config.n_ctx)
+    outputs = Outputs.EMBEDDINGS if config.server.only_embeds else Outputs.LOGITS
+    return config, Sizes(config.n_ctx, outputs=outputs)
 
 
 def served_outputs(config: RunConfig) -> Outputs:

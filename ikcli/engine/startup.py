@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ikcli.config import RunConfig
+from ikcli.engine import encoders
 from ikcli.engine.devices import find_machine
 from ikcli.engine.missing_parts import assume_missing
 from ikcli.engine.planner import Planner
@@ -47,7 +48,11 @@ def prepare(config: RunConfig, given: Collection[str] = ()) -> Startup:
     if config.v_hadamard and config.mla:
         notices.append(f"-vhad has no effect with -mla {config.mla}, which keeps no V cache of heads; use -khad")
     notices += check_ser(config, hp.n_expert, hp.n_expert_used)
-    planner = planner.on(find_machine(config, exact=planning or config.fit))
+    machine = find_machine(config, exact=planning or config.fit)
+    if not hp.causal:
+        config, found = encoders.settle(config, hp, machine, given)
+        notices += found
+    planner = planner.on(machine)
     if config.fit:
         config, found = _fit(planner, config)
         notices += found

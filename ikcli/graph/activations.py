@@ -31,6 +31,12 @@ def gelu(x: Array) -> Array:
         return x * sigmoid(GELU_SLOPE * x * (1 + GELU_CUBE * x * x))
 
 
+def gelu_erf(x: Array) -> Array:
+    """GELU itself: x/2 * (1 + erf(x / sqrt(2)))."""
+    half = np.array([math.erfc(-v / math.sqrt(2)) / 2 for v in x.ravel().tolist()], x.dtype)
+    return x * half.reshape(x.shape)
+
+
 def gelu_quick(x: Array) -> Array:
     """x * sigmoid(1.702 x)."""
     return x * sigmoid(QUICK_SLOPE * x)
@@ -48,8 +54,9 @@ def relu_sqr(x: Array) -> Array:
 
 UNARY: dict[str, Callable[[Array], Array]] = {
     "silu": silu, "gelu": gelu, "gelu_quick": gelu_quick, "relu": relu, "relu_sqr": relu_sqr,
+    "gelu_erf": gelu_erf,
 }  # fmt: skip
-GATED = (*UNARY, "swiglu_oai")
+GATED = ("silu", "gelu", "gelu_quick", "relu", "relu_sqr", "swiglu_oai", "gelu_erf")
 """Kinds of `Glu`; the place in this list is their number in kernels."""
 
 

@@ -57,7 +57,7 @@ class KvRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class Attention(Op):
-    """Causal attention within each sequence: [rows, n_head*v.width].
+    """Attention within each sequence, causal unless `both`: [rows, n_head*v.width].
 
     Query head h uses key/value head h // (n_head // n_head_kv). The parts of q and of k are concatenated in order and
     have equal widths in total. Sources that are caches are read at the sequence's cells, sources that are nodes with
@@ -67,6 +67,9 @@ class Attention(Op):
     on (0: all). `sinks`: a logit per head that takes part in the soft-max and has no value. `softcap`: scores, scaled,
     become softcap * tanh(score / softcap) (0: they stay). `wide`: rows of q and of k must not be rounded by one scale,
     as their columns differ much in size, or as nothing is to be rounded here (`Graph.exact`).
+
+    `both`: queries see what is behind them, too. Sequences are then whole and begin in the micro-batch, so sources that
+    are nodes have a row per token. `slopes`: scores lose slope times distance, a slope per head (none: they do not).
     """
 
     q: tuple[HeadSlice, ...]
@@ -80,8 +83,12 @@ class Attention(Op):
     sinks: Weight | None = None
     softcap: float = 0.0
     wide: bool = False
+    both: bool = False
+    slopes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.slopes and (len(self.slopes) != self.n_head or self.window or self.chunk or self.softcap):
+            raise ValueError("slopes are one per head, without windows and soft caps")
         if self.sinks is not None and self.sinks.shape[0] != self.n_head:
             raise ValueError(f"{self.sinks.name}: {self.sinks.shape[0]} sinks for {self.n_head} heads")
         if sum(p.width for p in self.q) != sum(p.width for p in self.k):
@@ -108,7 +115,7 @@ class Attention(Op):
             pos = run.state.pos[tokens]
             first = np.array([self.first_seen(int(p)) for p in pos])
             at = np.arange(first.min(initial=s.n_kv), s.n_kv)
-            hidden = (at > pos[:, None]) | (at < first[:, None])
+            hidden = (at < first[:, None]) if self.both else (at > pos[:, None]) | (at < first[:, None])
             q = np.concatenate([head_columns(run.value(p.node)[tokens], p, self.n_head) for p in self.q], axis=2)
             k = np.concatenate([_positions(run, p, s, kv0, at, self.n_head_kv) for p in self.k], axis=2)
             v = _positions(run, self.v, s, kv0, at, self.n_head_kv)
@@ -116,6 +123,8 @@ class Attention(Op):
                 scores = (q[:, h] @ k[:, h // self.group].T) * run.dtype(self.scale)
                 if self.softcap:
                     scores = run.dtype(self.softcap) * np.tanh(scores / run.dtype(self.softcap))
+                if self.slopes:
+                    scores = scores - run.dtype(self.slopes[h]) * np.abs(at - pos[:, None])
                 scores = np.where(hidden, -np.inf, scores)
                 if self.sinks is not None:
                     sink = np.full((len(scores), 1), run.weight(self.sinks)[h], scores.dtype)

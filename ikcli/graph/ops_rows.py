@@ -34,6 +34,32 @@ class Embed(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class EmbedTypes(Op):
+    """Rows of an embedding for the part of its text that a token is in: row 0, and behind the first token `sep` of the
+    text row 1 (-1: there are no parts). Texts are whole.
+    """
+
+    name = "embed_types"
+    place = Place.WEIGHT
+    light = True
+
+    w: Weight
+    sep: int = -1
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return RowSpec(Rows.TOKENS), self.w.ne0
+
+    def compute(self, run: Run) -> Array:
+        types = np.zeros(len(run.state.tokens), np.int64)
+        for s in run.state.segments if self.sep >= 0 else ():
+            at = np.flatnonzero(run.state.tokens[s.start : s.start + s.n_tokens] == self.sep)[:1]
+            for first in at:
+                types[s.start + first + 1 : s.start + s.n_tokens] = 1
+        return run.weight(self.w).reshape(-1, self.w.ne0)[types]
+
+
+@dataclass(frozen=True, slots=True)
 class GetRows(Op):
     """The rows of x (one per token) whose logits were asked for."""
 

@@ -21,6 +21,7 @@ from ikcli.graph.ops_rows import (
     Concat,
     ConcatHeads,
     Embed,
+    EmbedTypes,
     GetRows,
     Hadamard,
     MulMat,
@@ -91,6 +92,10 @@ class Graph:
         """Rows of an embedding for the micro-batch's tokens, or for their positions."""
         return self.record(Embed(w, by_position), name)
 
+    def embed_types(self, w: Weight, sep: int, name: str = "type_embd") -> Node:
+        """Rows of an embedding for the parts of texts that tokens are in; see `EmbedTypes`."""
+        return self.record(EmbedTypes(w, sep), name)
+
     def rms_norm(self, x: Node, w: Weight, eps: float, name: str, *, offset: int = 0, cols: int = 0) -> Node:
         """RMS norm of columns [offset, offset+cols) in groups of w.ne0 columns (cols 0 = to the end of the row)."""
         return self.record(RmsNorm(x, w, eps, offset, cols or x.cols - offset), name)
@@ -125,7 +130,7 @@ class Graph:
         return self.record(SwiGlu(gate, up, act), name)
 
     def activate(self, x: Node, kind: str, name: str) -> Node:
-        """An activation function of every element: "silu", "gelu", "gelu_quick", "relu", "relu_sqr"."""
+        """An activation function of every element: "silu", "gelu", "gelu_erf", "gelu_quick", "relu", "relu_sqr"."""
         return self.record(Activate(x, kind), name)
 
     def norm(
@@ -225,12 +230,15 @@ class Graph:
         sinks: Weight | None = None,
         softcap: float = 0.0,
         wide: bool = False,
+        both: bool = False,
+        slopes: tuple[float, ...] = (),
     ) -> Node:
-        """Causal attention within each sequence: [rows, n_head*v.width]; see `Attention`.
+        """Attention within each sequence: [rows, n_head*v.width]; see `Attention`.
 
         flash=False materialises K*Q, `heads_per_step` heads at a time (0 = all).
         """
-        settings = (tuple(q), tuple(k), v, n_head, n_head_kv, scale, window, chunk, sinks, softcap, wide or self.exact)
+        wide = wide or self.exact
+        settings = (tuple(q), tuple(k), v, n_head, n_head_kv, scale, window, chunk, sinks, softcap, wide, both, slopes)
         return self.record(FlashAttn(*settings) if flash else Attn(*settings, heads_per_step), name)
 
     # --- mixture of experts -------------------------------------------------------------------------------------------

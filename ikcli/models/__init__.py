@@ -1,6 +1,7 @@
 """Model architectures: one module each, found by the architecture name of the file and imported on first use.
 
-Contract of a module: `tensor_shapes(hp) -> TensorSpecs` and `build(g, hp, w, cfg) -> Node` (the logits).
+Contract of a module: `tensor_shapes(hp) -> TensorSpecs` and `build(g, hp, w, cfg) -> Node` (the logits; of encoders the
+last states).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ ARCHITECTURES: dict[str, str] = {
     "baichuan": "ikcli.models.llama",
     "bailingmoe2": "ikcli.models.bailingmoe2",
     "bailingmoe3": "ikcli.models.kimi_linear",
+    "bert": "ikcli.models.bert",
     "bloom": "ikcli.models.gpt2",
     "chatglm": "ikcli.models.chatglm",
     "codeshell": "ikcli.models.gpt2",
@@ -52,6 +54,7 @@ ARCHITECTURES: dict[str, str] = {
     "granitemoe": "ikcli.models.granite",
     "hunyuan-moe": "ikcli.models.hunyuan_moe",
     "internlm2": "ikcli.models.llama",
+    "jina-bert-v2": "ikcli.models.bert",
     "kimi-linear": "ikcli.models.kimi_linear",
     "laguna": "ikcli.models.step35",
     "llama": "ikcli.models.llama",
@@ -67,6 +70,7 @@ ARCHITECTURES: dict[str, str] = {
     "mpt": "ikcli.models.gpt2",
     "nemotron": "ikcli.models.gpt2",
     "muse-glimmer": "ikcli.models.muse_glimmer",
+    "nomic-bert": "ikcli.models.bert",
     "olmo": "ikcli.models.olmo",
     "olmo2": "ikcli.models.olmo2",
     "orion": "ikcli.models.stablelm",
@@ -117,7 +121,7 @@ class ModelModule(Protocol):
         """Expected tensors of the file."""
 
     def build(self, g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-        """Record the graph; returns the logits of the output rows."""
+        """Record the graph; returns the logits of the output rows, of encoders (`hp.causal` is false) their states."""
 
 
 def find(arch: str, source: str = "the model") -> ModelModule:

@@ -188,8 +188,12 @@ def attend(
     """Attention of projected heads, with what the layer has of windows, sinks and a gate on x (or `gate`); the output
     projection.
 
-    k and v are stored first; without `kv` those that layer `kv_layer` stored are read.
+    k and v are stored first; without `kv` those that layer `kv_layer` stored are read. Encoders store nothing: their
+    texts are whole.
     """
+    if not hp.causal:
+        assert kv is not None
+        return linear(g, layer.attn_output, layer.get("attn_output_bias"), _attend_all(g, hp, q, *kv), "kqv_out")
     if cfg.k_hadamard:
         q = g.hadamard(q, hp.n_head, hp.head_dim_k, "Qcur_hadamard")
     scale, width = hp.attention_scale or 1.0 / math.sqrt(hp.head_dim_k), hp.head_dim_k
@@ -229,6 +233,23 @@ def attend(
     if gate is not None:
         kqv = g.gate(kqv, gate, "attn_gated", gating)
     return linear(g, layer.attn_output, layer.get("attn_output_bias"), kqv, "kqv_out")
+
+
+def _attend_all(g: Graph, hp: HParams, q: Node, k: Node, v: Node) -> Node:
+    """Attention in both directions, over the keys and values of the micro-batch."""
+    d, d_v = hp.head_dim_k, hp.head_dim_v
+    return g.attention(
+        [HeadSlice(q, 0, d, d)],
+        [HeadSlice(k, 0, d, d)],
+        HeadSlice(v, 0, d_v, d_v),
+        "kqv",
+        n_head=hp.n_head,
+        n_head_kv=hp.n_head_kv,
+        scale=1.0 / math.sqrt(d),
+        flash=True,  # it is exact, and nothing of it is kept
+        both=True,
+        slopes=alibi.slopes(hp.n_head, hp.max_alibi_bias) if hp.max_alibi_bias else (),
+    )
 
 
 def _query_and_gate(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> dict[str, Node]:

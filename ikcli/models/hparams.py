@@ -46,8 +46,10 @@ _NOT_NORMALISED = (
 _LAYER_NORM = (
     "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "mpt", "nemotron", "olmo",
     "orion",
-    "phi2", "stablelm", "starcoder", "starcoder2",
+    "phi2", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2", "nomic-bert",
 )  # fmt: skip
+ENCODERS = ("bert", "jina-bert-v2", "nomic-bert")
+"""Attention in both directions, no next token."""
 _RMS_KEY = "attention.layer_norm_rms_epsilon"
 _LAYER_KEY = "attention.layer_norm_epsilon"
 _WHERE_ROUTED = ("laguna", "mimo2", "step35")  # layers with a router are those with experts
@@ -115,6 +117,10 @@ class HParams:
     max_alibi_bias: float = 0.0  # attention is weakened by distance; 0: it is not
     clamp_kqv: float = 0.0  # q, k and v are held between this and its negative; 0: they are not
     parallel: bool = False  # attention and feed-forward part are side by side
+    causal: bool = True  # a token sees those before it only; False: encoders, which have no next token and no cache
+    n_positions: int = 0  # of encoders: positions that are embedded; 0: any number
+    n_token_types: int = 0  # parts of a text that have embeddings
+    separator: int = -1  # token between the parts, where a model tells them apart
     is_moe: bool = True  # has experts, where the model has any
     recurrent_layers: frozenset[int] = frozenset()
     ssm_d_conv: int = 0  # taps of the convolution
@@ -181,6 +187,8 @@ class HParams:
             values["n_ff_shexp"] = width * values["n_expert_shared"]
         if arch == "llama4":
             values |= _temperature(keys, values) | {"weighs_inputs": True, "n_ff_shexp": values["n_ff_exp"]}
+        if arch in ENCODERS:
+            values |= _encoder(keys, values, tensors)
         hp = cls(**_by_layer(values))
         _check(hp)
         return hp
@@ -354,6 +362,23 @@ def _of_older_models(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
             "clamp_kqv": keys.number("attention.clamp_kqv", 0.0, most=1e9),
         }
     return {}
+
+
+def _encoder(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
+    """Direction, positions, and parts of texts; models that rank tell query and document apart."""
+    if keys.raw("attention.causal", False):
+        raise UnsupportedError(f"{keys.source}: {keys.name('attention.causal')} is true; only encoders are supported")
+    types = tensors.get("token_types.weight")
+    n_types = 0 if types is None else types.shape[1] if len(types.shape) > 1 else 1
+    ranks = any(name.startswith("cls.") for name in tensors) and n_types > 1
+    sep = keys.metadata.get("tokenizer.ggml.seperator_token_id") if ranks else None
+    return {
+        "causal": False,
+        "n_positions": values["n_ctx_train"] if keys.arch == "bert" else 0,
+        "n_token_types": n_types,
+        "separator": -1 if sep is None else int(sep),
+        "max_alibi_bias": 8.0 if keys.arch == "jina-bert-v2" else 0.0,
+    }
 
 
 def _temperature(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:

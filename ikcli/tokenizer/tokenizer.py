@@ -74,13 +74,13 @@ class Tokenizer:
 
     @property
     def add_bos(self) -> bool:
-        """True if the model expects BOS before the text."""
-        return self.vocab.add_bos
+        """True if the model expects BOS before the text; WordPiece always does."""
+        return self.vocab.add_bos or self.kind == "wpm"
 
     @property
     def add_eos(self) -> bool:
-        """True if the model expects EOS after the text."""
-        return self.vocab.add_eos
+        """True if the model expects EOS after the text; WordPiece always does (SEP)."""
+        return self.vocab.add_eos or self.kind == "wpm"
 
     @cached_property
     def newline_id(self) -> int | None:
@@ -99,7 +99,7 @@ class Tokenizer:
         vocab = self.vocab
         model = self._model
         out: list[int] = []
-        if add_special and (vocab.add_bos or vocab.kind == "wpm"):
+        if add_special and self.add_bos:
             out.append(self._required("bos"))
         spm_prefix = vocab.kind == "spm" and vocab.add_space_prefix
         prefix = " " if spm_prefix else ""

@@ -17,6 +17,7 @@ from ikcli.backends.cpu.params_layers import (
     ConcatParams,
     EmbedParams,
     EmbedPositionsParams,
+    EmbedTypesParams,
     GateParams,
     GluParams,
     MapParams,
@@ -69,6 +70,7 @@ from ikcli.graph.ops_rows import (
     Concat,
     ConcatHeads,
     Embed,
+    EmbedTypes,
     GetRows,
     MulMat,
     MulMatHeads,
@@ -151,6 +153,15 @@ def _embed(low: CpuLowering, node: Node, op: Embed) -> None:
     else:
         params = EmbedParams(w=data, row_bytes=row, cols=w.ne0, out=out)
         low.emit(KernelKey("embed", "make_embed", (type_,)), node.rows, params, row_bytes=16 * w.ne0)
+
+
+@RULES.add(EmbedTypes, "w sep")
+def _embed_types(low: CpuLowering, node: Node, op: EmbedTypes) -> None:
+    w = op.w
+    params = EmbedTypesParams(w=low.weight(w), row_bytes=row_size(w.type, w.ne0), cols=w.ne0, out=low.out(node),
+                              sep=op.sep)  # fmt: skip
+    key = KernelKey("embed", "make_embed_types", (stored_name(w.type, w.name),))
+    low.emit(key, node.rows, params, row_bytes=16 * w.ne0)
 
 
 @RULES.add(RmsNorm, "x w eps offset n_cols")

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ikcli.backends.cpu.cell_places import CELLS, IN_CELLS, IN_ROWS, IN_WINDOW, WINDOW_CELLS
 from ikcli.backends.cpu.params_attention import (
     BLOCK_SPACE,
@@ -138,8 +140,7 @@ def _part(low: CpuLowering, x: HeadSlice | None) -> tuple[str, Part]:
     if x is None:
         return "", _ABSENT
     if isinstance(x.source, Node):
-        type_, at, row_bytes = "f32", low.out(x.source), 4 * x.source.cols
-        place = IN_ROWS if x.source.rows.symbol is Rows.KV else IN_CELLS
+        type_, at, row_bytes, place = "f32", low.out(x.source), 4 * x.source.cols, IN_ROWS
     else:
         cache = x.source
         if cache.transposed and cache.per is Per.WINDOW:
@@ -195,13 +196,13 @@ class _Sources:
         (_, q0), (_, q1), (t0, k0), (t1, k1), (v_type, v_part) = (
             _part(low, x) for x in (*q, *[None] * (2 - len(q)), *k, *[None] * (2 - len(k)), v)
         )
-        letters = {"w": op.window or op.chunk, "s": op.sinks, "c": op.softcap}
+        letters = {"w": op.window or op.chunk, "s": op.sinks, "c": op.softcap, "b": op.both, "d": op.slopes}
         if op.sinks is not None and op.sinks.type is not GGMLType.F32:
             raise UnsupportedError(f"{op.sinks.name}: sinks are of type f32, not {TYPES[op.sinks.type].name}")
         more = "".join(x for x, used in letters.items() if used)
         return cls("+".join(filter(None, (t0, t1))), v_type, more, (q0, q1), (k0, k1), v_part)
 
-    def key(self, module: str, factory: str, *args: int | str, letters: str = "wsc") -> KernelKey:
+    def key(self, module: str, factory: str, *args: int | str, letters: str = "wscbd") -> KernelKey:
         """A kernel, made for those of these letters that the node needs."""
         more = "".join(x for x in self.more if x in letters)
         return KernelKey(module, factory, (*args, more) if more else args)
@@ -254,7 +255,7 @@ def _regions(*sizes: int) -> tuple[list[int], int]:
 _FIELDS = "q k v n_head n_head_kv scale window chunk sinks softcap wide"
 
 
-@RULES.add(FlashAttn, _FIELDS)
+@RULES.add(FlashAttn, _FIELDS + " both slopes")
 def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     """Flash attention: one pass, then merging of the parts of split tasks."""
     k, v, n_head, group = op.k, op.v, op.n_head, op.group
@@ -294,12 +295,13 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     n_slots = SPLITS_PER_THREAD * low.n_threads * per_task
     slots = low.buffer(max(n_slots, units) * low.max_rows[Rows.TOKENS] * slot_bytes if low.independent
                        else n_slots * slot_bytes)  # fmt: skip
+    slopes = low.constant(np.asarray(op.slopes, np.float32).tobytes()) if op.slopes else 0
     params = FlashParams(
         out=low.out(node), out_stride=4 * node.cols, first_head=0, units=units, unit_heads=heads, group=group,
         block=block, tile=tile, scale=op.scale, k_chunks=k_chunks, v_cols=v.width, scratch=scratch,
         scratch_bytes=scratch_bytes, k_at=k_at, v_at=v_at, s_at=s_at, window=op.window or _NO_WINDOW,
-        chunk=op.chunk or _NO_WINDOW, sinks=low.weight(op.sinks) if op.sinks else 0, cap=op.softcap, q=sources.q,
-        k=sources.k, v=sources.v, v_chunk=max(view, 0), o_at=o_at, stats_at=stats_at, slots=slots,
+        chunk=op.chunk or _NO_WINDOW, sinks=low.weight(op.sinks) if op.sinks else 0, slopes=slopes, cap=op.softcap,
+        q=sources.q, k=sources.k, v=sources.v, v_chunk=max(view, 0), o_at=o_at, stats_at=stats_at, slots=slots,
         slot_bytes=slot_bytes, q_unit=q_unit, o_unit=o_unit, units_per_task=per_task, min_split=_MIN_SPLIT[few],
         independent=int(low.independent),
     )  # fmt: skip
@@ -317,7 +319,7 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     low.emit(key, node.rows, params)
     if low.n_threads > 1:
         # never left to one thread: it finds the parts by the number of threads
-        low.emit(sources.key("attention", "make_combine", letters="w"), node.rows, params)
+        low.emit(sources.key("attention", "make_combine", letters="wb"), node.rows, params)
 
 
 @RULES.add(Attn, _FIELDS + " heads_per_step")
@@ -348,8 +350,9 @@ def _attn_step(low: CpuLowering, node: Node, op: Attn, first: int, n_heads: int,
         out=low.out(node), out_stride=4 * node.cols, first_head=first, units=n_heads // heads, unit_heads=heads,
         group=group, block=block, tile=tile, scale=op.scale, k_chunks=k_chunks, v_cols=v.width, scratch=scratch,
         scratch_bytes=scratch_bytes, k_at=k_at, v_at=v_at, s_at=s_at, window=op.window or _NO_WINDOW,
-        chunk=op.chunk or _NO_WINDOW, sinks=low.weight(op.sinks) if op.sinks else 0, cap=op.softcap, q=sources.q,
-        k=sources.k, v=sources.v, score_rows=low.max_rows[Rows.TOKENS], scores=scores, score_bytes=4 * scores_cols,
+        chunk=op.chunk or _NO_WINDOW, sinks=low.weight(op.sinks) if op.sinks else 0, slopes=0, cap=op.softcap,
+        q=sources.q, k=sources.k, v=sources.v, score_rows=low.max_rows[Rows.TOKENS], scores=scores,
+        score_bytes=4 * scores_cols,
     )  # fmt: skip
     transposed = isinstance(v.source, Cache) and v.source.transposed
     for key in (

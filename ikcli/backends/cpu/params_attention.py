@@ -70,6 +70,7 @@ class AttentionParams(Params):
     window: int  # positions (many: no window)
     chunk: int
     sinks: Address  # f32 per head
+    slopes: Address  # likewise
     cap: F32
     q: tuple[Part, Part]
     k: tuple[Part, Part]

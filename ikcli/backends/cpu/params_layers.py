@@ -15,6 +15,14 @@ class EmbedParams(Params):
     out: Address
 
 
+class EmbedTypesParams(Params):
+    w: Address
+    row_bytes: int
+    cols: int
+    out: Address
+    sep: int  # token; -1: none
+
+
 class EmbedPositionsParams(EmbedParams):
     n_pos: int  # rows of w
 

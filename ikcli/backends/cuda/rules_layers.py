@@ -112,7 +112,12 @@ def _swiglu(low: GpuLowering, node: Node, op: SwiGlu) -> None:
 
 def glu_args(act: Glu) -> tuple[Arg, ...]:
     """What layer_glu is told of an activation; layer_swiglu needs nothing."""
+    if act.kind not in ON_GPU:
+        raise UnsupportedError(f"the CUDA backend has no activation {act.kind}; use -ngl 0")
     return () if act.plain else (_int(GATED.index(act.kind)), _f32(act.limit), _f32(act.alpha))
+
+
+ON_GPU = tuple(kind for kind in GATED if kind != "gelu_erf")
 
 
 @RULES.add(Clamp, "x limit")
@@ -121,7 +126,7 @@ def _clamp(low: GpuLowering, node: Node, op: Clamp) -> None:
              *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols), _f32(op.limit))  # fmt: skip
 
 
-@RULES.add(Activate, "x kind")
+@RULES.add(Activate, "x", kind=ON_GPU)
 def _activate(low: GpuLowering, node: Node, op: Activate) -> None:
     low.emit("layer_glu", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.x), 0, low.out(node), _int(node.cols), _int(GATED.index(op.kind)),

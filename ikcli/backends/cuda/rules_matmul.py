@@ -19,9 +19,10 @@ from ikcli.backends.cuda.layouts import max_tiles
 from ikcli.backends.cuda.lower import RULES, Arg, Counts, GpuLowering, Ref
 from ikcli.backends.cuda.rules_layers import glu_args, plan_layout, zero_dropped
 from ikcli.backends.cuda.upload import DeviceRowFormat, device_format, is_float, table_bytes, table_name
+from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.ops_experts import MoeUpGate, MulMatId, sort_of
-from ikcli.graph.ops_rows import Embed, MulMat, MulMatHeads
+from ikcli.graph.ops_rows import Embed, EmbedTypes, MulMat, MulMatHeads
 
 MV_THREADS = MM_THREADS = EMBED_THREADS = 128  # weights_matvec.cuh, weights_gemm.cuh
 MV_ROWS, MM_TILE = 8, 64
@@ -307,6 +308,11 @@ def _moe_up_gate(low: GpuLowering, node: Node, op: MoeUpGate) -> None:
 
 
 # --- embeddings -------------------------------------------------------------------------------------------------------
+@RULES.add(EmbedTypes, "w sep")
+def _embed_types(low: GpuLowering, node: Node, op: EmbedTypes) -> None:
+    raise UnsupportedError(f"{node.name}: the CUDA backend has no {op.name}; use -ngl 0")
+
+
 @RULES.add(Embed, "w")
 def _embed(low: GpuLowering, node: Node, op: Embed) -> None:
     m = matrices(op.w, 1)

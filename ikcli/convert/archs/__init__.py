@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ikcli.convert.archs import (
+    bert,
     deepseek,
     deltanet,
     dense,
@@ -29,7 +30,7 @@ ARCHITECTURES: tuple[Architecture, ...] = tuple(
     found
     for module in (
         *(llama, qwen, deltanet, gemma, glm, moe, deepseek, dense, layernorm, moe2, older, mixed),
-        *(hub_code, mixed2, mamba),
+        *(hub_code, mixed2, mamba, bert),
     )
     for found in module.ARCHITECTURES
 )

@@ -45,8 +45,9 @@ async def _prompt(state: ServerState, template: object, query: str, document: st
         before, placed, after = template.partition("{document}")
         text = before.replace("{query}", query) + (document if placed else "") + after.replace("{query}", query)
         return tuple(await encode(tokenizer, text, add_special=False))
-    ids, add_sep = tokenizer.special_ids, state.engine.model.metadata.get("tokenizer.ggml.add_sep_token", False)
-    end = ids.eos if ids.eos is not None else ids.sep
+    ids, words = tokenizer.special_ids, tokenizer.kind == "wpm"  # which always end with SEP
+    add_sep = not words and state.engine.model.metadata.get("tokenizer.ggml.add_sep_token", False)
+    end = ids.sep if words or ids.eos is None else ids.eos
     around = [x for x, there in ((ids.bos, tokenizer.add_bos), (end, tokenizer.add_eos), (ids.sep, add_sep)) if there]
     if None in around:
         raise unsupported("The model wants tokens around texts that its vocabulary does not name")

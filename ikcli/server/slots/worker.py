@@ -23,6 +23,7 @@ from ikcli.engine.adapters import Added
 from ikcli.engine.batch import Batch
 from ikcli.engine.control_vectors import VectorUse
 from ikcli.engine.devices import available_memory
+from ikcli.engine.encoders import longest_text
 from ikcli.engine.session import Session
 from ikcli.engine.stages.driver import StageLostError
 from ikcli.errors import NonFiniteError
@@ -73,7 +74,7 @@ class Worker:
         self.config = session.config.server
         self.tokenizer = session.tokenizer
         hp = session.model.hp
-        n_ctx = min(session.n_ctx_seq, hp.n_ctx_train)
+        n_ctx = min(longest_text(session), hp.n_ctx_train)
         self.slots = [Slot(i, n_ctx) for i in range(session.n_seq_max)]
         self.model: ModelInfo = model_info(session, n_ctx)
         draw_function()  # compiled now, and not when the first request comes
@@ -139,8 +140,7 @@ class Worker:
         if isinstance(request, EmbeddingRequest):
             return self._embeddings.check(request, n_ctx, self.model.n_vocab)
         if not self.model.generates:
-            flag = "--reranking" if self.config.reranking else "--embeddings"
-            text = f"This server generates nothing, it only embeds. Start it without `{flag}`"
+            text = f"This server generates nothing, it only embeds. {self._instead()}"
             return Failure(501, "not_supported_error", text)
         n = len(request.prompt)
         if not -1 <= request.id_slot < len(self.slots):
@@ -155,6 +155,12 @@ class Worker:
         if n and not 0 <= min(request.prompt) <= max(request.prompt) < self.model.n_vocab:
             return invalid(f"the prompt holds a token id outside the vocabulary of {self.model.n_vocab}")
         return None
+
+    def _instead(self) -> str:
+        hp = self.session.model.hp
+        if not hp.causal:
+            return f"Its model ({hp.arch}) has no next token; use another one"
+        return f"Start it without `{'--reranking' if self.config.reranking else '--embeddings'}`"
 
     def metrics(self, *, reset: bool) -> EngineMetrics:
         """Counters and gauges."""

@@ -17,6 +17,7 @@ from ikcli.backends.cpu.kernels.attention_sight import (
     make_is_masked,
     make_sees_none,
     make_start_rows,
+    make_weakened,
     make_where_seen,
 )
 from ikcli.backends.cpu.kernels.attention_tasks import (
@@ -27,6 +28,7 @@ from ikcli.backends.cpu.kernels.attention_tasks import (
     M,
     find_task,
     kv_head_of,
+    make_end_seen,
     make_first_seen,
     n_base_tasks,
     n_splits,
@@ -207,9 +209,9 @@ def make_weight(more):
 
 def make_find_top(more):
     """find_top(params, s, stride, n, tile, stats): the largest score of each row, or that of before; scores of n
-    positions become capped, and the lowest where a row does not see them."""
+    positions become capped or weakened, and the lowest where a row does not see them."""
     is_masked, where_seen, capped = make_is_masked(more), make_where_seen(more), make_capped(more)
-    is_capped = "c" in more
+    is_changed, weakened = "c" in more or "d" in more, make_weakened(more)
 
     @inline
     def find_top(params, s, stride, n, tile, stats):
@@ -217,14 +219,14 @@ def make_find_top(more):
         if is_masked(n, tile, stats):
             limit, first = limits(tile, stats)
             for t in range(n):
-                x = capped(load_f32x16(s + t * stride), cap)
+                x = weakened(capped(load_f32x16(s + t * stride), cap), t, tile, stats)
                 x = where_seen(splat_i32x16(t), limit, first, x, splat_f32x16(LOWEST))
                 store_f32x16(s + t * stride, x)
                 top = vmax_fast(x, top)
             return top
-        if is_capped:
+        if is_changed:
             for t in range(n):
-                x = capped(load_f32x16(s + t * stride), cap)
+                x = weakened(capped(load_f32x16(s + t * stride), cap), t, tile, stats)
                 store_f32x16(s + t * stride, x)
                 top = vmax_fast(x, top)
             return top
@@ -309,6 +311,7 @@ def make_flash(pack, stage, weigh, add, more):
     add(params, wide, v, s, stride, o, stats, x, n, ask), the output with them, while memory from `ask` on may be asked
     for."""
     first_seen, start_rows, sees_none = make_first_seen(more), make_start_rows(more), make_sees_none(more)
+    end_seen = make_end_seen(more)
 
     @merge
     def attend(params, q, k, v, s, o, stats, rows, n, tile, ask):
@@ -337,8 +340,8 @@ def make_flash(pack, stage, weigh, add, more):
             kv_head = kv_head_of(params, unit)
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             position = segment_word(segment, SEG_POS) + first
-            origin = first_seen(params, position)
-            n_positions = position + n_tokens - origin
+            origin, task_end = first_seen(params, position), end_seen(segment, position, n_tokens)
+            n_positions = task_end - origin
             length = split_length(params, n_positions, splits)
             begin = length * (task % splits)
             end = min(begin + length, n_positions)
@@ -347,7 +350,7 @@ def make_flash(pack, stage, weigh, add, more):
             stride = 64 * ((rows + 15) >> 4)
             o_bytes = stride * ((params.v_cols + 15) & ~15)
             pack(params, token, unit, rows, q, k)
-            start_rows(params, unit, rows, position, stats, o, o_bytes, begin == 0)
+            start_rows(params, unit, rows, position, task_end, stats, o, o_bytes, begin == 0)
             begin += origin
             end += origin
             for at in range(begin, end, tile):
@@ -407,7 +410,7 @@ def merge_chunk(slot, slot_bytes, parts, v, chunk, stride, sums, out):
 
 def make_combine(more=""):
     """Merges the parts of split tasks; nothing to do where flash_attn did not split. Same parameters."""
-    first_seen = make_first_seen(more)
+    first_seen, end_seen = make_first_seen(more), make_end_seen(more)
 
     @kernel(FlashParams)
     def combine(params, ith, nth):
@@ -422,7 +425,7 @@ def make_combine(more=""):
             task, chunk = item // v_chunks, item % v_chunks
             segment, first, n_tokens, unit = find_task(params, task)
             position = segment_word(segment, SEG_POS) + first
-            n_positions = position + n_tokens - first_seen(params, position)
+            n_positions = end_seen(segment, position, n_tokens) - first_seen(params, position)
             length = split_length(params, n_positions, splits)
             if length >= n_positions:
                 continue

@@ -12,7 +12,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.attention import make_stage_k, make_stage_v, stage_q
-from ikcli.backends.cpu.kernels.attention_sight import load_cap, make_capped, make_start_rows
+from ikcli.backends.cpu.kernels.attention_sight import load_cap, make_capped, make_start_rows, make_weakened_row
 from ikcli.backends.cpu.kernels.attention_tasks import (
     CORRECTION,
     FIRST,
@@ -22,6 +22,7 @@ from ikcli.backends.cpu.kernels.attention_tasks import (
     M,
     find_task,
     kv_head_of,
+    make_end_seen,
     make_first_seen,
     n_base_tasks,
     n_splits,
@@ -220,7 +221,8 @@ _add_rows, _add_one = make_add_values(ROWS, 1), make_add_values(1, 1)
 def make_soft_max_tile(more):
     """soft_max_tile(params, s, n, tile, stats), one row: scores of the n positions from `tile` on become
     e**(score - max), 0 where it does not see them; updates its statistics. NaN makes the sum NaN."""
-    capped, has_windows, is_capped = make_capped(more), "w" in more, "c" in more
+    capped, has_windows, is_changed = make_capped(more), "w" in more, "c" in more or "d" in more
+    weakened = make_weakened_row(more)
 
     @inline
     def soft_max_tile(params, s, n, tile, stats):
@@ -229,8 +231,8 @@ def make_soft_max_tile(more):
         seen, hidden = max(0, min(n, ld_i32(stats + LIMIT) - tile)), ld_i32(stats + FIRST) - tile
         top = old
         for i in range(0, seen, 16):
-            x = capped(load_f32x16(s + 4 * i), cap)
-            if is_capped:
+            x = weakened(capped(load_f32x16(s + 4 * i), cap), i, tile, stats)
+            if is_changed:
                 store_f32x16(s + 4 * i, x)
             x = select_less_i32(lane_index(), splat_i32x16(seen - i), x, lowest)
             if has_windows:
@@ -307,7 +309,7 @@ def make_flash_units(prepare, add_tile, more):
     """The kernel made of: prepare(params, token, unit, rows, q, tmp), the unit's Q (tmp is the place of K's tile);
     add_tile(params, segment, q, k, v, s, o, stats, rows, n, position, last), all units with n positions of the cache.
     """
-    first_seen, start_rows = make_first_seen(more), make_start_rows(more)
+    first_seen, end_seen, start_rows = make_first_seen(more), make_end_seen(more), make_start_rows(more)
 
     @kernel(FlashParams)
     def flash_units(params, ith, nth):
@@ -326,8 +328,8 @@ def make_flash_units(prepare, add_tile, more):
             segment, first, n_tokens, _ = find_task(params, base)
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             position = segment_word(segment, SEG_POS) + first
-            origin = first_seen(params, position)
-            n_positions = position + n_tokens - origin
+            origin, task_end = first_seen(params, position), end_seen(segment, position, n_tokens)
+            n_positions = task_end - origin
             length = split_length(params, n_positions, splits)
             begin = length * (task % splits)
             end = min(begin + length, n_positions)
@@ -336,7 +338,7 @@ def make_flash_units(prepare, add_tile, more):
             for u in range(units):
                 prepare(params, token, u, rows, q + u * q_unit, k)
                 unit_stats = stats + u * STATS_BYTES
-                start_rows(params, u, rows, position, unit_stats, o + u * o_unit, o_unit, begin == 0)
+                start_rows(params, u, rows, position, task_end, unit_stats, o + u * o_unit, o_unit, begin == 0)
             begin += origin
             end += origin
             for at in range(begin, end, tile):

@@ -1,4 +1,4 @@
-"""What rows of a task see, and what becomes of their scores: windows, sinks and soft caps of attention.
+"""What rows of a task see, and what becomes of their scores: windows, sinks, soft caps and distances of attention.
 
 `more`: see attention_tasks.py. A sink is a score that a row begins with, in the first part of a split task: it is the
 maximum so far, and the sum is 1, while the output is that of no positions.
@@ -6,13 +6,16 @@ maximum so far, and the sum is 1, while the output is that of no positions.
 
 import numpy as np
 
-from ikcli.backends.cpu.kernels.attention_tasks import FIRST, LIMIT, LOWEST, L, M, make_first_seen
+from ikcli.backends.cpu.kernels.attention_tasks import FIRST, LIMIT, LOWEST, PLACE, SLOPE, L, M, make_first_seen
 from ikcli.backends.cpu.params_attention import STAT_BYTES
 from ikcli.native.jit import inline
 from ikcli.native.simd.tanh import vtanh
 from ikcli.native.simd.vec import (
+    cvt_i32x16_f32,
+    lane_index,
     ld_f32,
     ld_i32,
+    load_f32x16,
     load_i32x16,
     select_less_i32,
     splat_f32x16,
@@ -20,6 +23,7 @@ from ikcli.native.simd.vec import (
     st_f32,
     st_i32,
     store_f32x16,
+    vabs,
     vmul,
     vsub,
     zero_f32x16,
@@ -29,18 +33,24 @@ _F1 = np.float32(1.0)
 
 
 def make_start_rows(more):
-    """start_rows(params, unit, rows, position, stats, out, out_bytes, is_first): statistics and output of no positions
-    at all; `position` is that of the first row's token, `is_first`: of the first part of the task."""
+    """start_rows(params, unit, rows, position, end, stats, out, out_bytes, is_first): statistics and output of no
+    positions at all; `position` is that of the first row's token, `end` that of what the task sees, `is_first`: of the
+    first part of the task."""
     has_windows, has_sinks, first_seen = "w" in more, "s" in more, make_first_seen(more)
+    sees_all, has_distance = "b" in more, "d" in more
 
     @inline
-    def start_rows(params, unit, rows, position, stats, out, out_bytes, is_first):
+    def start_rows(params, unit, rows, position, end, stats, out, out_bytes, is_first):
         heads = params.unit_heads
         for i in range(0, 16 * ((rows + 15) >> 4)):
             here = position + min(i, rows - 1) // heads
-            st_i32(stats + LIMIT + 4 * i, here + 1)
+            st_i32(stats + LIMIT + 4 * i, end if sees_all else here + 1)
             if has_windows:
                 st_i32(stats + FIRST + 4 * i, first_seen(params, here))
+            if has_distance:
+                slope = params.slopes + 4 * (params.first_head + unit * heads + min(i, rows - 1) % heads)
+                st_i32(stats + PLACE + 4 * i, here)
+                st_f32(stats + SLOPE + 4 * i, ld_f32(slope))
         for i in range(0, STAT_BYTES, 64):
             store_f32x16(stats + M + i, splat_f32x16(LOWEST))
             store_f32x16(stats + L + i, zero_f32x16())
@@ -77,6 +87,43 @@ def make_capped(more):
         return vmul(vtanh(vmul(x, cap[1])), cap[0])
 
     return capped
+
+
+def make_weakened(more):
+    """weakened(x, t, tile, stats): scores of one vector of rows with position t of the tile, after their distance."""
+    if "d" not in more:
+
+        @inline
+        def as_it_is(x, t, tile, stats):
+            return x
+
+        return as_it_is
+
+    @inline
+    def weakened(x, t, tile, stats):
+        distance = vabs(cvt_i32x16_f32(vsub(load_i32x16(stats + PLACE), splat_i32x16(tile + t))))
+        return vsub(x, vmul(load_f32x16(stats + SLOPE), distance))
+
+    return weakened
+
+
+def make_weakened_row(more):
+    """weakened_row(x, i, tile, stats): scores of one row with the 16 positions from i of the tile on, likewise."""
+    if "d" not in more:
+
+        @inline
+        def as_it_is(x, i, tile, stats):
+            return x
+
+        return as_it_is
+
+    @inline
+    def weakened_row(x, i, tile, stats):
+        first = splat_i32x16(ld_i32(stats + PLACE) - tile - i)
+        distance = vabs(cvt_i32x16_f32(vsub(first, lane_index())))
+        return vsub(x, vmul(splat_f32x16(ld_f32(stats + SLOPE)), distance))
+
+    return weakened_row
 
 
 # --- many rows: lanes are rows ---------------------------------------------------------------------------------------

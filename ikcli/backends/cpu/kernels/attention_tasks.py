@@ -1,13 +1,23 @@
 """What the kernels of attention share: statistics of rows, and how work is divided into tasks.
 
 Factories have an argument `more`: letters of what an op asks for beyond causal attention. w: windows or chunks;
-s: sinks; c: a soft cap of scores. Without a letter a kernel's code has nothing of it.
+s: sinks; c: a soft cap of scores; b: both directions; d: scores weakened by distance. Without a letter a kernel's code
+has nothing of it.
 """
 
 import numpy as np
 
 from ikcli.backends.cpu.cell_places import IN_ROWS, IN_WINDOW
-from ikcli.backends.cpu.kernels.common import N_SEG, SEG_CELL, SEG_KV_ROW, SEG_N_TOKENS, SEG_WORDS, SEGMENTS, state_word
+from ikcli.backends.cpu.kernels.common import (
+    N_SEG,
+    SEG_CELL,
+    SEG_KV_ROW,
+    SEG_N_KV,
+    SEG_N_TOKENS,
+    SEG_WORDS,
+    SEGMENTS,
+    state_word,
+)
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW
 from ikcli.backends.cpu.kernels.windows import window_cell
 from ikcli.backends.cpu.params_attention import SPLITS_PER_THREAD, STAT_BYTES
@@ -17,6 +27,7 @@ from ikcli.native.simd.vec import ld_i64
 
 # Statistics: UNIT is that of integer weights, FIRST the first position seen.
 M, L, CORRECTION, LIMIT, UNIT, FIRST = (STAT_BYTES * i for i in range(6))
+SLOPE, PLACE = UNIT, FIRST  # with "d": slope and position of a row; there are neither integers nor windows then
 
 LOWEST = np.float32(-3.0e38)
 
@@ -83,6 +94,23 @@ def make_first_seen(more):
         return max(position + 1 - params.window, position - position % params.chunk, 0)
 
     return first_seen
+
+
+def make_end_seen(more):
+    """end_seen(segment, position, n_tokens): the end of what n tokens from a position on see."""
+    if "b" not in more:
+
+        @inline
+        def behind_tokens(segment, position, n_tokens):
+            return position + n_tokens
+
+        return behind_tokens
+
+    @inline
+    def end_seen(segment, position, n_tokens):
+        return segment_word(segment, SEG_N_KV)
+
+    return end_seen
 
 
 @inline

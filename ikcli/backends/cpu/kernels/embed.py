@@ -6,7 +6,7 @@ from ikcli.backends.cpu.kernels.common import POS, TOKENS, n_rows, state_word
 from ikcli.backends.cpu.kernels.formats import is_float, weight_format
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.kernels.rowformat import dequantize_row
-from ikcli.backends.cpu.params_layers import EmbedParams, EmbedPositionsParams
+from ikcli.backends.cpu.params_layers import EmbedParams, EmbedPositionsParams, EmbedTypesParams
 from ikcli.native.jit import inline
 from ikcli.native.simd.half import ld_bf16, ld_f16
 from ikcli.native.simd.vec import ld_f32, ld_i32, st_f32
@@ -56,6 +56,27 @@ def make_embed_positions(type_name):
             else:
                 for i in range(cols):
                     st_f32(out + 4 * (row * cols + i), np.float32(np.nan))
+
+    return embed
+
+
+def make_embed_types(type_name):
+    """Of the part of its text that a token is in."""
+    dequantize = _dequantize(type_name)
+
+    @kernel(EmbedTypesParams)
+    def embed(params, ith, nth):
+        w, row_bytes, cols, out, sep = params.w, params.row_bytes, params.cols, params.out, params.sep
+        tokens, pos = state_word(params, TOKENS), state_word(params, POS)
+        rows = n_rows(params)
+        for row in range(rows * ith // nth, rows * (ith + 1) // nth):
+            part = 0
+            if sep >= 0:
+                for i in range(row - ld_i32(pos + 4 * row), row):
+                    if ld_i32(tokens + 4 * i) == sep:
+                        part = 1
+                        break
+            dequantize(w + part * row_bytes, out + 4 * row * cols, cols)
 
     return embed
 

@@ -1,0 +1,58 @@
+"""Runs of encoders: what they are for, where they are computed, and how long texts can be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ikcli.config import RunConfig
+from ikcli.engine.devices import Machine
+from ikcli.engine.programs import no_next_token
+from ikcli.errors import UnsupportedError
+from ikcli.models import HParams
+
+if TYPE_CHECKING:
+    from ikcli.engine.session import Session
+
+COMMANDS = ("embed", "imatrix", "plan", "serve", "warmup")
+"""That can do something with a model without a next token."""
+
+
+def settle(config: RunConfig, hp: HParams, machine: Machine, given: Collection[str]) -> tuple[RunConfig, list[str]]:
+    """The settings with which an encoder is run, and notices; UnsupportedError if it cannot.
+
+    A text is read at once, so without -ub a micro-batch is as large as a batch. A server only embeds, and one slot is
+    enough, as texts of all requests share micro-batches.
+    """
+    if config.command not in COMMANDS:
+        raise no_next_token(hp.source, hp.arch)
+    notices: list[str] = []
+    if machine.gpus:
+        if config.n_gpu_layers:
+            raise UnsupportedError(f"{hp.source}: {hp.arch} models are computed on the CPU; use -ngl 0")
+        if config.n_gpu_layers is None:
+            notices.append(f"{hp.arch} models are computed on the CPU")
+        if config.fit:
+            notices.append("--fit has no effect: nothing goes to a GPU")
+        config = replace(config, n_gpu_layers=0, fit=False)
+    if "n_ubatch" not in given:
+        config = replace(config, n_ubatch=max(config.n_ubatch, config.n_batch))
+    if config.n_parallel > 1:
+        notices.append(f"-np {config.n_parallel} has no effect: texts of all requests share micro-batches")
+    server = config.server if config.server.reranking else replace(config.server, embeddings=True)
+    return replace(config, server=server, n_parallel=1), notices
+
+
+def longest_text(session: Session) -> int:
+    """Most tokens of a text: encoders read it in one micro-batch, and know only so many positions."""
+    hp, most = session.model.hp, session.n_ctx_seq
+    return most if hp.causal else min(most, session.n_ubatch, hp.n_positions or most)
+
+
+def way_out(session: Session) -> str:
+    """What to do about a text that is longer."""
+    hp, most = session.model.hp, longest_text(session)
+    if hp.causal:
+        return "raise -c"
+    return "shorten it" if most == hp.n_positions else "shorten it, or raise -c and -ub"

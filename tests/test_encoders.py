@@ -1,0 +1,312 @@
+"""Encoders (BERT and its kind): vectors and scores that torch computes of small checkpoints, what runs and what not."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import write_checkpoint
+from factories import MemoryModel, tiny_model
+from gguf_files import write_model
+from tiny_architectures import LAYER_NORM
+
+from ikcli import main
+from ikcli.config import RunConfig
+from ikcli.config_groups import ServerConfig
+from ikcli.convert.tool import open_checkpoint, plan_convert
+from ikcli.engine import encoders
+from ikcli.engine.batch import Batch
+from ikcli.engine.devices import GpuFacts, Machine
+from ikcli.engine.embedder import Embedder, embed
+from ikcli.engine.planner import Planner
+from ikcli.engine.pooling import Pooling, RankHead
+from ikcli.engine.reference_session import ReferenceSession
+from ikcli.engine.session import Session
+from ikcli.errors import FormatError, NonFiniteError, UnsupportedError, UsageError
+from ikcli.gguf.reader import open_gguf
+from ikcli.models import GraphConfig, Outputs
+from ikcli.quant.quantizer import run
+from ikcli.quant.recipes import RecipeOptions
+from ikcli.quant.tool import ToolOptions
+
+ANSWERS: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "encoder_answers.json").read_text())
+MODELS = {model["name"]: model for model in ANSWERS["models"]}
+TOKENS: list[int] = ANSWERS["tokens"]
+ARCHITECTURES = ("bert", "jina-bert-v2", "nomic-bert")
+BERT_KEYS = LAYER_NORM | {"attention.head_count_kv": 4}
+
+
+def drawn(name: str, shape: Sequence[int]) -> np.ndarray:
+    """Values that depend on the name of the tensor alone; weights of norms are around 1."""
+    x = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(tuple(shape))
+    if len(shape) > 1:
+        return (x * 1.5 / np.sqrt(shape[-1])).astype(np.float32)
+    is_norm = any(part in name.lower() for part in ("norm", "emb_ln")) and not name.endswith("bias")
+    return (0.1 * x + is_norm).astype(np.float32)
+
+
+def checkpoint(name: str, directory: Path) -> Path:
+    model = MODELS[name]
+    return write_checkpoint(directory, model["config"], {n: drawn(n, s) for n, s in model["tensors"].items()})
+
+
+def converted(name: str, tmp_path: Path, file_type: int = 0) -> Path:
+    out = tmp_path / "out.gguf"
+    found = open_checkpoint(checkpoint(name, tmp_path / "checkpoint"))
+    run(plan_convert(found, out, RecipeOptions(file_type), ToolOptions(n_threads=1)).job)
+    return out
+
+
+def opened(path: Path, **changes: Any) -> Session:
+    settings: dict[str, Any] = {"command": "embed", "n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "warmup": False}
+    return Session.open(RunConfig(model=path, **(settings | changes)), outputs=Outputs.EMBEDDINGS)
+
+
+def stored(path: Path) -> dict[str, np.ndarray]:
+    """Tensors of a file of float32."""
+    file = open_gguf(path)
+    return {n: np.array(file.data(n)).view(np.float32).reshape(t.shape[::-1]) for n, t in file.tensors.items()}
+
+
+def tiny(arch: str, **keys: Any) -> MemoryModel:
+    return tiny_model(arch, optional=("attn_q.bias", "ffn_up.bias", "ffn_gate.weight"), **(BERT_KEYS | keys))
+
+
+# --- against torch ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", MODELS)
+def test_a_converted_checkpoint_gives_the_vectors_of_torch(name: str, tmp_path: Path) -> None:
+    pooling = Pooling.RANK if "reranker" in name else Pooling.MEAN
+    with opened(converted(name, tmp_path)) as session:
+        assert not session.cache_bytes() and session.memory()["CPU"]["KV"] == 0
+        found = embed(session, [TOKENS, TOKENS[:3], TOKENS[:5]], pooling)
+    columns = [0] if pooling is Pooling.RANK else ANSWERS["columns"]
+    for rows, wanted in zip((found[0], found[2]), MODELS[name]["answers"], strict=True):
+        np.testing.assert_allclose(rows[0, columns], wanted, atol=3e-6)
+
+
+@pytest.mark.parametrize("name", ["bert", "nomic-bert-hub", "jina-bert-v2-code"])
+def test_the_reference_computes_them_too(name: str, tmp_path: Path) -> None:
+    session = ReferenceSession(converted(name, tmp_path), GraphConfig(n_ctx=64, outputs=Outputs.EMBEDDINGS))
+    mean = session.decode(Batch.single(TOKENS, logits="all")).mean(axis=0)
+    got = (mean / np.linalg.norm(mean))[ANSWERS["columns"]]
+    np.testing.assert_allclose(got, MODELS[name]["answers"][0], atol=3e-6)
+
+
+def test_keys_and_names_are_those_of_other_converters(tmp_path: Path) -> None:
+    file = open_gguf(converted("bert", tmp_path))
+    assert file.metadata["bert.attention.causal"] is False and "bert.pooling_type" not in file.metadata
+    assert file.metadata["bert.attention.layer_norm_epsilon"] == pytest.approx(1e-12)
+    assert file.metadata["tokenizer.ggml.token_type_count"] == 2
+    blocks = "attn_q attn_k attn_v attn_output attn_output_norm ffn_up ffn_down layer_output_norm"
+    wanted = {f"blk.{i}.{name}" for i in range(2) for name in blocks.split()}
+    wanted |= {"token_embd", "token_embd_norm", "token_types", "position_embd"}
+    assert {name.rsplit(".", 1)[0] for name in file.tensors} == wanted
+    nomic = open_gguf(converted("nomic-bert", tmp_path / "nomic"))
+    assert nomic.metadata["nomic-bert.rope.freq_base"] == 1000
+    assert nomic.tensors["blk.1.attn_qkv.weight"].shape == (64, 192) and "blk.1.attn_q.weight" not in nomic.tensors
+    ranker = open_gguf(converted("bert-reranker", tmp_path / "ranker"))
+    assert ranker.metadata["bert.pooling_type"] == 4 and ranker.tensors["cls.output.weight"].shape == (64, 1)
+    hub = open_gguf(converted("nomic-bert-hub", tmp_path / "hub"))
+    assert hub.metadata["nomic-bert.context_length"] == 2048  # the checkpoint says 8192
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("bert", {"hidden_act": "relu"}, "hidden_act is"),
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type is"),
+        ("jina-bert-v2", {"feed_forward_type": "reglu"}, "feed_forward_type is"),
+        ("nomic-bert-hub", {"prenorm": True}, "prenorm is"),
+        ("nomic-bert-hub", {"rotary_emb_fraction": 0.5}, "rotary_emb_fraction is"),
+    ],
+)
+def test_checkpoints_of_another_kind_are_refused(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    directory = checkpoint(name, tmp_path / "checkpoint")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UnsupportedError, match=message):
+        open_checkpoint(directory)
+
+
+def test_matrices_of_gate_and_up_may_be_one(tmp_path: Path) -> None:
+    """As newer converters of other programs write them: gate, then up."""
+    path = converted("jina-bert-v2", tmp_path)
+    file = open_gguf(path)
+    model = MemoryModel(dict(file.metadata))
+    values = stored(path)
+    for il in range(2):
+        gate, up = values.pop(f"blk.{il}.ffn_gate.weight"), values.pop(f"blk.{il}.ffn_up.weight")
+        values[f"blk.{il}.ffn_up.weight"] = np.concatenate([gate, up])
+    for name, x in values.items():
+        model.set(name, x)
+    with opened(write_model(model, tmp_path / "one.gguf")) as session:
+        (found,) = embed(session, [TOKENS], Pooling.MEAN)
+    np.testing.assert_allclose(found[0, ANSWERS["columns"]], MODELS["jina-bert-v2"]["answers"][0], atol=3e-6)
+
+
+# --- texts --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_side_by_side_is_as_alone_and_as_the_reference(arch: str, tmp_path: Path) -> None:
+    path = write_model(tiny(arch), tmp_path / "tiny.gguf")
+    texts = [np.random.default_rng(n).integers(0, 96, n) for n in (3, 120, 1, 17, 60)]
+    reference = ReferenceSession(path, GraphConfig(n_ctx=128, outputs=Outputs.EMBEDDINGS))
+    with opened(path, n_ubatch=256) as session:
+        together = embed(session, texts, Pooling.NONE, -1)
+        alone = [embed(session, [t], Pooling.NONE, -1)[0] for t in texts]
+        first = embed(session, texts, Pooling.CLS, -1)
+        embedder = Embedder(session, Pooling.CLS)
+        for i, text in enumerate(texts):
+            embedder.add(i, text)
+        assert len(embedder.step()) == len(texts)  # in one micro-batch
+    for text, a, b, c in zip(texts, together, alone, first, strict=True):
+        wanted = reference.decode(Batch.single(text, logits="all"))
+        reference.clear()
+        assert np.abs(a - wanted).max() < 1e-4 * wanted.std() and np.abs(b - wanted).max() < 1e-4 * wanted.std()
+        np.testing.assert_allclose(c[0], wanted[0], atol=1e-4 * wanted.std())
+
+
+def test_later_tokens_change_earlier_states(tmp_path: Path) -> None:
+    with opened(write_model(tiny("bert"), tmp_path / "tiny.gguf")) as session:
+        a, b = embed(session, [[5, 6, 7], [5, 6, 8]], Pooling.NONE, -1)
+    assert np.abs(a[0] - b[0]).max() > 0.01
+
+
+def test_parts_of_texts_matter_to_rerankers_only(tmp_path: Path) -> None:
+    path = converted("bert-reranker", tmp_path)
+    with opened(path) as session:
+        hp = session.model.hp
+        assert hp.separator == 3 and hp.n_token_types == 2
+        behind = embed(session, [[5, 3, 6], [5, 4, 6]], Pooling.NONE, -1)
+    model = MemoryModel(dict(open_gguf(path).metadata) | {"tokenizer.ggml.seperator_token_id": 4})
+    for name, x in stored(path).items():
+        model.set(name, x)
+    with opened(write_model(model, tmp_path / "other.gguf")) as session:
+        other = embed(session, [[5, 3, 6], [5, 4, 6]], Pooling.NONE, -1)
+    assert np.abs(behind[0] - other[0]).max() > 0.01 and np.abs(behind[1] - other[1]).max() > 0.01
+    with opened(converted("bert", tmp_path / "bert")) as session:
+        assert session.model.hp.separator == -1
+
+
+def test_texts_that_are_too_long(tmp_path: Path) -> None:
+    """BERT has so many positions; of others -ub is the limit, and no text is computed in pieces."""
+    path = write_model(tiny("bert"), tmp_path / "bert.gguf")
+    with opened(path) as session:
+        assert encoders.longest_text(session) == 128
+        with pytest.raises(
+            UsageError, match=r"\(129 tokens\) exceeds the 128 tokens that the model reads at once; shorten it$"
+        ):
+            embed(session, [[1] * 129], Pooling.MEAN)
+    path = write_model(tiny("nomic-bert"), tmp_path / "nomic.gguf")
+    with opened(path, n_ubatch=32) as session:
+        with pytest.raises(UsageError, match=r"exceeds the 32 tokens .*; shorten it, or raise -c and -ub"):
+            embed(session, [[1] * 33], Pooling.MEAN)
+        assert np.isfinite(embed(session, [[1] * 32], Pooling.MEAN)[0]).all()
+
+
+def test_nan_is_traced(tmp_path: Path) -> None:
+    model = tiny("bert")
+    bad = model.values("blk.1.ffn_up.weight").copy()
+    bad[3] = np.nan
+    model.set("blk.1.ffn_up.weight", bad)
+    with opened(write_model(model, tmp_path / "tiny.gguf")) as session, pytest.raises(NonFiniteError, match="ffn_up"):
+        embed(session, [[1, 2, 3]], Pooling.MEAN)
+
+
+# --- heads --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("with_output", [True, False])
+def test_heads(with_output: bool, tmp_path: Path) -> None:
+    """tanh of the dense layer, then labels; some models have no labels. The first token counts."""
+    rng, model = np.random.default_rng(1), tiny("bert")
+    dense, output = rng.standard_normal((64 if with_output else 1, 64)) / 8, rng.standard_normal((2, 64)) / 8
+    model.set("cls.weight", dense)
+    model.set("cls.bias", np.full(len(dense), 0.1))
+    if with_output:
+        model.set("cls.output.weight", output)
+    with opened(write_model(model, tmp_path / "tiny.gguf")) as session:
+        (states,), (score,) = (embed(session, [[4, 5, 6]], p, -1) for p in (Pooling.NONE, Pooling.RANK))
+    wanted = np.tanh(states[0] @ dense.T + 0.1)
+    np.testing.assert_allclose(score[0], wanted @ output.T if with_output else wanted, atol=1e-5)
+
+
+def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
+    model = tiny("bert")
+    model.set("cls.weight", np.ones((1, 32)))
+    with (
+        opened(write_model(model, tmp_path / "tiny.gguf")) as session,
+        pytest.raises(FormatError, match=r"cls\.weight has"),
+    ):
+        RankHead.of(session.model)
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+def test_a_gate_that_is_missing_is_named(tmp_path: Path) -> None:
+    model = tiny("nomic-bert")
+    del model.tensors["blk.1.ffn_gate.weight"]
+    with pytest.raises(FormatError, match=r"'blk.1.ffn_gate.weight' is missing"):
+        opened(write_model(model, tmp_path / "tiny.gguf"))
+
+
+def test_a_causal_one_is_refused(tmp_path: Path) -> None:
+    model = tiny("bert")
+    model.metadata["bert.attention.causal"] = True
+    path = write_model(model, tmp_path / "tiny.gguf")
+    with pytest.raises(UnsupportedError, match=r"bert.attention.causal is true"):
+        Planner.of_file(RunConfig(model=path))
+
+
+@pytest.mark.parametrize(
+    "argv", [["perplexity", "-f", "x"], ["chat", "-p", "a"], ["bench"], ["sweep-bench"], ["batched-bench", "-npp", "1"]]
+)
+def test_commands_that_need_a_next_token_refuse(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_model(tiny("bert"), tmp_path / "tiny.gguf")
+    (tmp_path / "x").write_text("text")
+    argv = [str(tmp_path / "x") if a == "x" else a for a in argv]
+    assert main.main([argv[0], "-m", str(path), *argv[1:]]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.endswith("bert models read texts in both directions and have no next token; use ik embed, or ik serve")
+
+
+def test_a_session_with_logits_is_refused(tmp_path: Path) -> None:
+    path = write_model(tiny("bert"), tmp_path / "tiny.gguf")
+    with pytest.raises(UnsupportedError, match="no next token"):
+        Session.open(RunConfig(model=path, n_ctx=64))
+
+
+def settled(given: tuple[str, ...] = (), gpus: int = 0, **changes: Any) -> tuple[RunConfig, list[str]]:
+    hp = Planner.of_file(RunConfig(model=changes.pop("model"))).hp
+    machine = Machine(tuple(GpuFacts(f"CUDA{i}", 1 << 30, 1 << 30) for i in range(gpus)))
+    return encoders.settle(RunConfig(**changes), hp, machine, given)
+
+
+def test_settings(tmp_path: Path) -> None:
+    path = write_model(tiny("bert"), tmp_path / "tiny.gguf")
+    config, notices = settled(model=path, command="serve", n_parallel=4)
+    assert config.server.embeddings and config.n_parallel == 1 and config.n_ubatch == config.n_batch == 2048
+    assert "-np 4 has no effect" in notices[0]
+    config, _ = settled(("n_ubatch",), model=path, command="serve", n_ubatch=64, server=ServerConfig(reranking=True))
+    assert not config.server.embeddings and config.n_ubatch == 64
+
+
+def test_gpus_are_left_alone(tmp_path: Path) -> None:
+    path = write_model(tiny("bert"), tmp_path / "tiny.gguf")
+    config, notices = settled(gpus=1, model=path, command="embed", fit=True)
+    assert config.n_gpu_layers == 0 and not config.fit and "computed on the CPU" in notices[0]
+    with pytest.raises(UnsupportedError, match=r"bert models are computed on the CPU; use -ngl 0"):
+        settled(gpus=1, model=path, command="embed", n_gpu_layers=3)
+    assert settled(gpus=1, model=path, command="embed", n_gpu_layers=0)[1] == []
+
+
+@pytest.mark.parametrize("argv", [["plan"], ["warmup"], ["serve", "--dry-run"]])
+def test_plans(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_model(tiny("jina-bert-v2"), tmp_path / "tiny.gguf")
+    assert main.main([argv[0], "-m", str(path), "-t", "1", *argv[1:]]) == 0
+    assert "error" not in capsys.readouterr().err

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import numpy as np
 import pytest
 from checkpoints import write_checkpoint
-from factories import MemoryModel, tiny_model
+from encoder_models import CLS, SEP, encoder_file, tiny
+from engine_client import Call, request, serving
+from factories import MemoryModel
+from fake_engine import FakeEngine
 from gguf_files import write_model
-from tiny_architectures import LAYER_NORM
+from server_client import Client
 
 from ikcli import main
 from ikcli.config import RunConfig
@@ -33,12 +38,14 @@ from ikcli.models import GraphConfig, Outputs
 from ikcli.quant.quantizer import run
 from ikcli.quant.recipes import RecipeOptions
 from ikcli.quant.tool import ToolOptions
+from ikcli.server.slots.engine import Engine
+from ikcli.server.slots.messages import Embedded, EmbeddingRequest, Failure
+from ikcli.tokenizer import Tokenizer
 
 ANSWERS: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "encoder_answers.json").read_text())
 MODELS = {model["name"]: model for model in ANSWERS["models"]}
 TOKENS: list[int] = ANSWERS["tokens"]
 ARCHITECTURES = ("bert", "jina-bert-v2", "nomic-bert")
-BERT_KEYS = LAYER_NORM | {"attention.head_count_kv": 4}
 
 
 def drawn(name: str, shape: Sequence[int]) -> np.ndarray:
@@ -71,10 +78,6 @@ def stored(path: Path) -> dict[str, np.ndarray]:
     """Tensors of a file of float32."""
     file = open_gguf(path)
     return {n: np.array(file.data(n)).view(np.float32).reshape(t.shape[::-1]) for n, t in file.tensors.items()}
-
-
-def tiny(arch: str, **keys: Any) -> MemoryModel:
-    return tiny_model(arch, optional=("attn_q.bias", "ffn_up.bias", "ffn_gate.weight"), **(BERT_KEYS | keys))
 
 
 # --- against torch ------------------------------------------------------------------------------------------------
@@ -310,3 +313,33 @@ def test_plans(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[st
     path = write_model(tiny("jina-bert-v2"), tmp_path / "tiny.gguf")
     assert main.main([argv[0], "-m", str(path), "-t", "1", *argv[1:]]) == 0
     assert "error" not in capsys.readouterr().err
+
+
+# --- server -------------------------------------------------------------------------------------------------------
+def answers(engine: Engine, texts: Sequence[Sequence[int]]) -> Embedded | Failure:
+    found: Queue[Any] = Queue()
+    engine.submit(EmbeddingRequest(tuple(map(tuple, texts))), found.put)
+    return found.get(timeout=60)
+
+
+def test_a_server(tmp_path: Path) -> None:
+    with serving(1, model=encoder_file(tmp_path / "bert.gguf"), n_ctx=128, server={"embeddings": True}) as engine:
+        assert engine.model.pooling == "mean" and not engine.model.generates
+        ids = engine.tokenizer.encode("a castle")
+        assert ids == [CLS, 5, 6, SEP] and engine.tokenizer.add_eos
+        assert isinstance(answers(engine, [ids, ids]), Embedded)
+        refused = Call(engine, request([5])).failure
+        assert refused.status == 501 and refused.message.endswith("Its model (bert) has no next token; use another one")
+        long = answers(engine, [[5] * 129])
+        assert isinstance(long, Failure) and long.status == 400 and long.type == "exceed_context_size_error"
+
+
+def test_query_and_document_in_a_prompt(tmp_path: Path) -> None:
+    """[CLS] query [SEP] document [SEP], whatever the file says of what is added."""
+    for flags in ({}, {"add_eos_token": False, "add_bos_token": False, "add_sep_token": True}):
+        metadata = dict(open_gguf(encoder_file(tmp_path / "rank.gguf", ranks=True)).metadata)
+        metadata |= {f"tokenizer.ggml.{name}": value for name, value in flags.items()}
+        engine = FakeEngine(Tokenizer.from_metadata(metadata, "rank.gguf"))
+        engine.model = replace(engine.model, pooling="rank", metadata=metadata)
+        Client(engine=engine).post("/rerank", {"query": "a castle", "documents": ["dog"]})
+        assert engine.embedded[0].texts == ((CLS, 5, 6, SEP, 7, SEP),)

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from encoder_models import encoder_file
 from live_server import WAIT, Server, wait_for
 
 from ikcli.config import default_model
@@ -32,6 +34,11 @@ class Router(Server):
 
     def states(self) -> dict[str, str]:
         return {one["id"]: one["status"]["value"] for one in self.get("/v1/models").json()["data"]}
+
+    def states_of(self, key: str) -> dict[str, str]:
+        headers = {"Authorization": f"Bearer {key}"}
+        data = httpx.get(self.base + "/v1/models", headers=headers, timeout=WAIT).json()["data"]
+        return {one["id"]: one["status"]["value"] for one in data}
 
     def ask(self, model: str, **fields: Any) -> httpx.Response:
         return self.post("/v1/chat/completions", {"model": model, "messages": HI, "max_tokens": 3} | fields)
@@ -198,6 +205,76 @@ def test_users_of_several_models(tmp_path: Path) -> None:
     while (answer := ask("b", "m")).status_code == 200:
         assert answer.json()["usage"]["completion_tokens"] == 5
     assert answer.status_code == 429 and int(answer.headers["retry-after"]) > 0
+    assert router.stop() == 0
+    assert "Traceback" not in router.text(), router.text()
+
+
+def embedding_models(folder: Path) -> Path:
+    """Of three models one generates, one only embeds, one ranks."""
+    encoder_file(folder / "vec.gguf")
+    encoder_file(folder / "rank.gguf", ranks=True)
+    path = folder / "models.toml"
+    path.write_text(
+        f"""
+[defaults]
+threads = 1
+ctx-size = 128
+cache-ram = 8
+[models.talk]
+[models.vec]
+model = "{folder}/vec.gguf"
+aliases = ["text-embedding-3-small"]
+[models.rank]
+model = "{folder}/rank.gguf"
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+def test_embeddings_of_several_models(tmp_path: Path) -> None:
+    """Each request goes to the model that it names, and its tokens are counted for its user."""
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[anna]\nkey = "a"\n[ben]\nkey = "b"\nmodels = ["vec"]\ntokens-per-day = 8\n')
+    keys.chmod(0o600)
+    argv = ("--models", str(embedding_models(tmp_path)), "--metrics", "--keys", str(keys))
+    router = Router(*argv, log=tmp_path / "log")
+    router.wait_ready()
+
+    def post(path: str, body: dict[str, Any], key: str = "a") -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.post(router.base + path, json=body, headers=headers, timeout=WAIT)
+
+    def used(user: str) -> float:  # which is counted when the answer was sent
+        text = httpx.get(router.base + "/metrics", headers={"Authorization": "Bearer a"}, timeout=WAIT).text
+        return float(text.split(f'user_prompt_tokens_total{{user="{user}"}} ')[1].split("\n")[0])
+
+    found = post("/v1/embeddings", {"model": "text-embedding-3-small", "input": ["a castle", "dog"]}).json()
+    vectors = np.array([one["embedding"] for one in found["data"]])
+    assert vectors.shape == (2, 64) and np.linalg.norm(vectors[0]) == pytest.approx(1)
+    assert found["usage"]["prompt_tokens"] == 7
+    wait_for(lambda: used("anna") == 7)
+    ollama = post("/api/embed", {"model": "vec:latest", "input": "a castle"}).json()
+    assert ollama["embeddings"][0] == pytest.approx(vectors[0].tolist(), abs=1e-5)
+    wait_for(lambda: used("anna") == 11)
+    ranked = post("/rerank", {"model": "rank", "query": "where do kings live?", "documents": ["a castle", "a dog"]})
+    assert sorted(one["index"] for one in ranked.json()["results"]) == [0, 1]
+    wait_for(lambda: used("anna") == 31)
+    generated = post("/v1/embeddings", {"model": "talk", "input": "a castle"}).json()
+    assert len(generated["data"][0]["embedding"]) == 256
+    assert {name for name, pid in router.states_of("a").items() if pid == "loaded"} == {"talk", "vec", "rank"}
+    assert post("/v1/chat/completions", {"model": "vec", "messages": HI}).status_code == 501
+    assert post("/v1/embeddings", {"model": "rank", "input": "a"}).status_code == 501
+    assert post("/rerank", {"model": "vec", "query": "a", "documents": ["b"]}).status_code == 501
+    shown = post("/api/show", {"model": "vec"}).json()
+    assert shown["capabilities"] == ["embedding"] and shown["details"]["family"] == "bert"
+    post("/models/unload", {"model": "vec"})
+    assert post("/api/show", {"model": "vec"}).json()["capabilities"] == ["embedding"]
+    assert post("/v1/embeddings", {"model": "talk", "input": "a"}, "b").status_code == 403
+    for n in (4, 8):
+        assert post("/v1/embeddings", {"model": "vec", "input": "a castle"}, "b").status_code == 200
+        wait_for(lambda n=n: used("ben") == n)
+    assert post("/v1/embeddings", {"model": "vec", "input": "a castle"}, "b").status_code == 429
     assert router.stop() == 0
     assert "Traceback" not in router.text(), router.text()
 

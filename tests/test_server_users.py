@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fake_engine import Script
+from fake_engine import FakeEngine, Script, fake_tokenizer
 from server_client import Client
 
 from ikcli.errors import UsageError
@@ -149,6 +150,37 @@ def test_tokens_are_counted_and_limited(tmp_path: Path) -> None:
     assert f'llamacpp:user_tokens_predicted_total{{user="ben"}} {float(ben.n_predicted)}' in text
     assert 'llamacpp:user_requests_refused_total{user="ben"} 1.0' in text and "key" not in text.replace("# ", "")
     assert '"ben"' in client.log.getvalue() and "b-key" not in client.log.getvalue()
+
+
+EMBEDDINGS = [
+    ("/v1/embeddings", {"input": ["ab", [7, 8, 9]]}, "last"),
+    ("/embedding", {"content": [7, 8, 9]}, "last"),
+    ("/api/embed", {"model": "m", "input": ["ab", "abc"]}, "last"),
+    ("/api/embeddings", {"model": "m", "prompt": "ab"}, "last"),
+    ("/rerank", {"query": "q", "documents": ["ab", "c"]}, "rank"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "pooling"), EMBEDDINGS)
+def test_tokens_of_embeddings_are_counted_and_limited(
+    tmp_path: Path, path: str, body: dict[str, Any], pooling: str
+) -> None:
+    client = Shared(read_users(write(tmp_path)), engine=FakeEngine(fake_tokenizer(add_eos_token=True)))
+    client.engine.model = replace(client.engine.model, pooling=pooling)
+    assert client.post(path, body).status_code == 401
+    assert client.post(path, body, **bearer("b-key")).status_code == 200
+    (ben,) = (account for account in client.users.accounts if account.user.name == "ben")
+    n = sum(map(len, client.engine.embedded[0].texts))
+    assert n >= 3 and (ben.n_prompt, ben.n_predicted, ben.tokens_today()) == (n, 0, n)
+    assert (
+        f'llamacpp:user_prompt_tokens_total{{user="ben"}} {float(n)}' in client.get("/metrics", **bearer("b-key")).text
+    )
+    wrong = {name: 5 if name == "model" else [] for name in body}
+    assert client.post(path, wrong, **bearer("b-key")).status_code in (200, 400) and ben.n_prompt == n
+    ben.add(60 - n, 0)
+    refused = client.post(path, body, **bearer("b-key"))
+    assert refused.status_code == 429 and "60 tokens of ben" in refused.text
+    assert ben.n_refused == 1 and len(client.engine.embedded) == 1
 
 
 def test_answers_that_nobody_waits_for_count() -> None:

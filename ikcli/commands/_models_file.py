@@ -144,10 +144,9 @@ def _with_model(argv: list[str]) -> list[str]:
 
 def _need(parsed: Parsed) -> tuple[dict[str, int], ModelFacts]:
     """Bytes by device, as `ik plan` tells them, with the prompt cache and what a GPU takes beside its parts; facts."""
-    config = parsed.config
-    startup = prepare(config, parsed.given)
-    planner = startup.planner
-    memory = planner.plan(startup.config).memory
+    startup = prepare(parsed.config, parsed.given)
+    planner, config = startup.planner, startup.config
+    memory = planner.plan(config).memory
     need = {device: memory.total(device) + (0 if device == CPU else RESERVE_BYTES) for device in memory.parts}
     need[CPU] += max(config.server.cache_ram or 0, 0) << 20
     tensors, metadata = planner.file.tensors.values(), planner.file.metadata
@@ -161,6 +160,7 @@ def _need(parsed: Parsed) -> tuple[dict[str, int], ModelFacts]:
         file_type=file_type_label(int(ftype)) if ftype is not None else "",
         template=template if isinstance(template, str) else "",
         pooling=served_pooling(config, metadata, planner.hp.arch).name.lower(),
+        generates=not config.server.only_embeds,
     )
     return need, facts
 

@@ -21,6 +21,7 @@ class ModelFacts:
     file_type: str = ""
     template: str = ""
     pooling: str = "last"
+    generates: bool = True
 
 
 @dataclass(frozen=True, slots=True)

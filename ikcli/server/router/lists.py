@@ -57,7 +57,7 @@ def tag(one: Instance, started: int) -> dict[str, Any]:
 def shown(entry: ModelEntry, started: int) -> dict[str, Any]:
     """/api/show of a model that is not loaded."""
     facts = entry.facts
-    found = [] if entry.config.server.only_embeds else ["completion"]
+    found = ["completion"] if facts.generates else []
     with suppress(IkError):  # a template that nobody can read, which is no matter before the model is used
         format = ChatFormat.for_model(facts.template or None, jinja=entry.config.server.jinja)
         more = ["tools"] * format.capabilities.tools + ["thinking"] * format.supports_thinking

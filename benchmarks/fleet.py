@@ -31,6 +31,7 @@ from ikcli.fleet.ordered import in_order
 _TICK = 0.01  # seconds
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SIZES = (100, 1 << 20, 16 << 20)
+_COSTS = "costs"
 _PRESETS = ("IQ3_K", "IQ2_KT", "IQ4_K", "Q4_K_S", "IQ2_K", "IQ3_KT", "IQ5_K", "Q3_K_M", "IQ4_KS", "IQ4_KT", "Q6_K")
 _TYPES = "q4_K,iq2_k,iq3_k,iq4_k,iq5_k,iq6_k,iq4_ks,iq2_kt"
 
@@ -244,7 +245,8 @@ def _removed(path: Path) -> Iterator[None]:
 def main() -> None:
     """Measure and print two Markdown tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commands", nargs="*", metavar="COMMAND", help=f"of {', '.join(COMMANDS)}; default all")
+    known = f"of {', '.join(COMMANDS)}, or {_COSTS} alone; default all"
+    parser.add_argument("commands", nargs="*", metavar="COMMAND", help=known)
     parser.add_argument("--workers", default="1,2,4", help="how many")
     parser.add_argument("--share", type=float, default=0.5, help="of a core for each worker")
     parser.add_argument(
@@ -253,13 +255,15 @@ def main() -> None:
     parser.add_argument("--ray", help="cost of a task on Ray too: local, auto or an address")
     parser.add_argument("--tasks", type=int, default=50, help="tasks for each cost; 0: no costs")
     args = parser.parse_args()
-    unknown = [name for name in args.commands if name not in COMMANDS]
+    unknown = [name for name in args.commands if name not in {*COMMANDS, _COSTS}]
     if unknown:
         parser.error(f"{unknown[0]}: no such command")
     with tempfile.TemporaryDirectory() as name:
         room = Path(name)
-        print("| command | workers | units | seconds | ratio | steady |\n|:---|---:|---:|---:|---:|---:|")
-        for command in args.commands or COMMANDS:
+        commands = [command for command in args.commands or COMMANDS if command != _COSTS]
+        if commands:
+            print("| command | workers | units | seconds | ratio | steady |\n|:---|---:|---:|---:|---:|---:|")
+        for command in commands:
             words = COMMANDS[command](room, args.long)
             base: Measured | None = None
             for n in (int(n) for n in args.workers.split(",")):

@@ -23,7 +23,7 @@ from quant_models import write_model
 from ikcli.config import default_model, default_text
 from ikcli.errors import IkError
 from ikcli.eval import fleet_bench, fleet_calibrate, fleet_imatrix, fleet_quantize, fleet_stats, fleet_windows
-from ikcli.fleet import digest, files
+from ikcli.fleet import digest, files, ray_stages
 from ikcli.fleet.executor import ByKind, executor
 from ikcli.gguf.reader import open_gguf
 from ikcli.main import main
@@ -297,3 +297,57 @@ def test_bench_on_kinds_of_nodes(
     ]
     assert err.count("its unit is done again") == 1
     assert journal.read_bytes().count(b"\n") == 1 + 2 * 3
+
+
+def test_bench_goes_on_after_a_killed_command(nodes: Nodes, tmp_path: Path, capsys: Capture) -> None:
+    """What was measured is kept, sample by sample, and nothing is measured twice."""
+    journal = tmp_path / "j.jsonl"
+    words = ["bench", "-p", "64", "-n", "16", "-r", "3", "-t", "1", "-ub", "8,16,32,64", "-o", "jsonl"]
+    words += ["--ray", nodes.address, "--ray-node", "steady,shaky", "--journal", str(journal)]
+    driver = subprocess.Popen([sys.executable, "-m", "ikcli", *words], stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 2, 120)
+    finally:
+        driver.kill()
+        driver.wait()
+    known = [json.loads(line) for line in journal.read_bytes().splitlines(keepends=True)[1:] if line.endswith(b"\n")]
+    assert 2 <= len(known) < 8
+    capsys.readouterr()
+    assert main(words) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(r["node"], r["n_ubatch"], r["test"]) for r in rows] == [
+        (kind, n, test) for kind in KINDS for n in (8, 16, 32, 64) for test in ("pp64", "tg16")
+    ]
+    records = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
+    assert records[: len(known)] == known
+    assert len({r["key"] for r in records}) == len(records) == 8
+    samples = [test["samples_ns"] for r in records for test in r["tests"]]
+    assert sorted(samples) == sorted(r["samples_ns"] for r in rows)
+
+
+def test_a_model_in_stages_on_two_nodes(
+    nodes: Nodes, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node has one processor, so each has a stage; both fetch the model, which is not at the path of the command."""
+    source = tmp_path / "in.gguf"
+    shutil.copy(default_model(), source)
+    words = ["perplexity", "-m", str(source), *perplexity(tmp_path)[1:]]
+    assert main(words) == 0
+    alone = capsys.readouterr().out
+    plain = ray_stages.RayCrew._begin
+
+    def hidden(crew: Any, stages: Any) -> None:
+        other = tmp_path / "other-node" / "in.gguf"
+        monkeypatch.setattr(files, "parts_of", lambda path: (source,))
+        plain(crew, [files.moved(stage, {source: other}) for stage in stages])
+
+    monkeypatch.setattr(ray_stages.RayCrew, "_begin", hidden)
+    cached = cache_root().parent / "fleet" / digest.of_model(open_gguf(source))[:32]
+    try:
+        assert main([*words, "--stages", "2", "--ray", nodes.address]) == 0
+        out, err = capsys.readouterr()
+        assert out == alone and "stages: layers 0-" in err
+        assert (cached / "in.gguf").read_bytes() == source.read_bytes()
+    finally:
+        shutil.rmtree(cached, ignore_errors=True)
+        cached.with_suffix(".lock").unlink(missing_ok=True)

@@ -21,6 +21,7 @@ from tiny_architectures import TINY, tiny
 
 from ikcli.config import RunConfig
 from ikcli.engine.batch import Batch
+from ikcli.engine.devices import Machine
 from ikcli.engine.planner import Planner
 from ikcli.engine.session import Session
 from ikcli.engine.sizes import Sizes
@@ -164,6 +165,20 @@ def test_cuts_make_the_largest_share_small() -> None:
     assert best_cuts([10] * 3, 0, 0, (1, 1, 1), frozenset({1})) is None
 
 
+def test_stages_of_one_machine_share_its_memory(model_file) -> None:
+    """On machines of their own they do not; of a cluster the plan knows nothing."""
+    staged = replace(config(model_file("llama"), 2), command="plan")
+    planner = Planner.of_file(staged)
+    sizes = {name: sum(p.values()) for name, p in planner.plan(staged).memory.parts.items()}
+    both, large = sizes["stage 1"] + sizes["stage 2"], max(sizes.values())
+    assert planner.on(Machine((), both)).plan(staged).memory.fits()
+    assert not planner.on(Machine((), both - 1)).plan(staged).memory.fits()
+    assert planner.on(Machine((), large, described=True)).plan(staged).memory.fits()
+    assert not planner.on(Machine((), large - 1, described=True)).plan(staged).memory.fits()
+    cluster = replace(staged, fleet=replace(staged.fleet, ray="10.0.0.1:6379"))
+    assert planner.on(Machine((), large)).plan(cluster).memory.fits()
+
+
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 def test_processes_and_a_lost_one(model_file) -> None:
     """The real thing, killed in the middle: an error that names the stage; what is left ends."""
@@ -175,7 +190,7 @@ def test_processes_and_a_lost_one(model_file) -> None:
         np.testing.assert_array_equal(session.decode(Batch.single(ids, logits="all")), wanted)
         runner = session.runner
         assert isinstance(runner, StagedRunner) and isinstance(runner.crew, crew.LocalCrew)
-        pids = runner.crew.pids
+        pids = runner.pids
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(StageLostError, match=r"stage 2 \(layers 1-1\) was lost: its process was ended by signal 9"):
             for _ in range(100):

@@ -27,7 +27,7 @@ from ikcli.engine.run_device import RESERVE_BYTES, RunDevice, cache_bytes
 from ikcli.engine.runner import DividedProgram, Offload, Runner
 from ikcli.engine.sizes import Sizes, session_of
 from ikcli.engine.stages.driver import STAGE
-from ikcli.engine.stages.place import staged
+from ikcli.engine.stages.place import stage_memory, staged
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.graph import Cache
 from ikcli.models import GraphConfig, HParams, Weights
@@ -161,7 +161,7 @@ class Planner:
         programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step)
         parts = memory_of(runner, programs, model, output_bytes(cfg, self.hp, n_outputs))
         n_nodes = max(len(graph.nodes) for graph, _ in graphs.values())
-        memory = MemoryPlan(parts, cfg.n_ctx, self._free(parts))
+        memory = MemoryPlan(parts, cfg.n_ctx, self._free(parts) | stage_memory(config, self.machine, parts))
         n_splits = runner.n_turns(list(programs.values()))
         caches = {
             c: cache_bytes(c, runner.cache_rows(c)) for graph, _ in graphs.values() for c in graph.caches.values()
@@ -200,8 +200,6 @@ class Planner:
         free = dict(zip(self.machine.names, self.machine.free, strict=True))
         if self.machine.ram is not None:
             free[CPU] = self.machine.ram
-            if self.machine.described:  # every stage is on such a machine
-                free |= {name: self.machine.ram for name in devices if name.startswith(STAGE)}
         return {name: free[name] for name in devices if name in free}
 
     def warnings(self, config: RunConfig) -> tuple[str, ...]:

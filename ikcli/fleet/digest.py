@@ -18,6 +18,7 @@ def of_model(file: GGUFFile) -> str:
         data = file.data(name)
         hashed.update(data[:_PIECE].tobytes())
         hashed.update(data[-_PIECE:].tobytes())
+        file.release(name)  # a stage of a model looks at all tensors and uses only its own
     return hashed.hexdigest()
 
 

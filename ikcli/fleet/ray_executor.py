@@ -17,7 +17,9 @@ from ikcli.fleet import files
 from ikcli.fleet.executor import TRIES, Factory, Queue, Worker
 from ikcli.log import log, warn
 
-_PATIENCE, _KNOCK = 60, 10  # seconds
+PATIENCE = 60
+"""Seconds after which who waits for a place on a node is told why."""
+_KNOCK = 10  # seconds
 
 _SHARE = 0.001  # of a resource that only names a kind of node
 _PLAIN = ("CPU", "GPU", "memory", "object_store_memory")
@@ -26,7 +28,8 @@ LOCAL = "local"
 """The address that starts Ray on this machine for the time of a run."""
 
 
-def _ray() -> Any:
+def load_ray() -> Any:
+    """Ray, which is imported when it is asked for; UnsupportedError without it."""
     if importlib.util.find_spec("ray") is None:
         raise UnsupportedError('--ray needs Ray, which is not installed: pip install "ikcli[ray]"')
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -90,7 +93,7 @@ class RayExecutor:
         if not units:
             return
         with self.connected(), self._shared(factory) as factory:
-            yield from self._run(_ray(), factory, units, Queue(len(units), ahead))
+            yield from self._run(load_ray(), factory, units, Queue(len(units), ahead))
 
     @contextmanager
     def _shared(self, factory: Factory) -> Iterator[Factory]:
@@ -99,13 +102,13 @@ class RayExecutor:
         if self._address == LOCAL or not needed:
             yield factory
             return
-        with files.FileServer(_ray().util.get_node_ip_address(), needed) as server:
+        with files.FileServer(load_ray().util.get_node_ip_address(), needed) as server:
             yield files.Fetching(factory, tuple(needed), server.url, server.token)
 
     @contextmanager
     def connected(self) -> Iterator[None]:
         """Connected to the cluster, which it may be already."""
-        ray = _ray()
+        ray = load_ray()
         mine = not ray.is_initialized()
         if mine:
             self._connect(ray)
@@ -209,11 +212,11 @@ class _Crew:
 
     def wait(self) -> tuple[int | None, tuple[Any, str], str]:
         """The unit that ended (None: an actor has begun), its result or what is wrong, and of what its actor died."""
-        ready, _ = self._ray.wait(list(self._busy), num_returns=1, timeout=_PATIENCE)
+        ready, _ = self._ray.wait(list(self._busy), num_returns=1, timeout=PATIENCE)
         if not ready:
             if not self.idle and not self.at_work:
                 warn(
-                    f"no worker has begun in {_PATIENCE} seconds: no node of Ray has the processors for one (-t), "
+                    f"no worker has begun in {PATIENCE} seconds: no node of Ray has the processors for one (-t), "
                     "or they still load or fetch the model"
                 )
             ready, _ = self._ray.wait(list(self._busy), num_returns=1)
@@ -224,7 +227,7 @@ class _Crew:
         except self._died as error:
             self._kill(actor)  # where it is only out of reach, it would keep its place
             self.begin()
-            return i, (None, ""), _last_line(error)
+            return i, (None, ""), last_line(error)
         self.idle.append(actor)
         return i, found, ""
 
@@ -248,6 +251,7 @@ def _sentence(error: Exception) -> str:
     return str(error) if isinstance(error, IkError) else f"a worker failed: {error or type(error).__name__}"
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
+    """What is worth showing of an error of Ray's."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -34,11 +34,6 @@ class LocalCrew:
                 process.stdin.write(pickle.dumps(options))
                 process.stdin.flush()
 
-    @property
-    def pids(self) -> list[int]:
-        """Their numbers."""
-        return [process.pid for process in self._processes]
-
     def died(self, index: int) -> str:
         """See Crew."""
         code = self._processes[index].poll()

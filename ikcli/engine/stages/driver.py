@@ -85,6 +85,8 @@ class StagedRunner(Runner):
         """Where the stage (or, behind the last one, the driver) is reached that listens there: for proxies."""
         self._model: Model | None = None
         self.crew: _Crew | None = None
+        self.pids: list[int] = []
+        """Processes of the stages, each on its machine."""
         self._links: list[Link] = []
         self._onward: Link | None = None
         self._incoming: Link | None = None
@@ -172,15 +174,15 @@ class StagedRunner(Runner):
 
         self._model = model
         config = replace(self._config, model=model.file.paths[0].absolute())
-        secret = secrets.token_hex(16)
+        secret, digest = secrets.token_hex(16), _digest(model.file)
         crew_type: Any
         if config.fleet.ray is None:
             crew_type, host = crew.LocalCrew, "127.0.0.1"
         else:
             crew_type = references.load(_RAY)
-            host = crew_type.connect(config.fleet.ray, self._parts_bytes(programs))
+            n_threads = max(config.n_threads, config.n_threads_batch)
+            host = crew_type.connect(config.fleet.ray, self._parts_bytes(programs), n_threads)
         listener = Listener(host, secret)
-        digest = _digest(model.file)
         options = [
             StageOptions(config, self._sizes, self.cuts, i, digest, listener.address, secret, host)
             for i in range(len(self.stages))
@@ -206,6 +208,7 @@ class StagedRunner(Runner):
         n = len(self.stages)
         links: dict[int, Link] = {}
         addresses: dict[int, Address] = {}
+        pids: dict[int, int] = {}
         until = time.monotonic() + _LOADING
         while len(links) < n:
             found = listener.accept(1.0)
@@ -217,12 +220,13 @@ class StagedRunner(Runner):
                         "install the same version on all machines"
                     )
                 links[words["index"]], addresses[words["index"]] = link, (words["host"], words["port"])
+                pids[words["index"]] = words["pid"]
                 self._links.append(link)
             else:  # a stage that ended may have said why before
                 self._check_alive(i for i in range(n) if i not in links)
             if time.monotonic() > until:
                 raise IkError("not all stages have started")
-        self._links = [links[i] for i in range(n)]
+        self._links, self.pids = [links[i] for i in range(n)], [pids[i] for i in range(n)]
         for i, link in enumerate(self._links):
             try:
                 kind, words, _ = link.receive()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ikcli.config import RunConfig
 from ikcli.engine.cpu_device import CpuDevice
+from ikcli.engine.devices import Machine
 from ikcli.engine.model import Model
 from ikcli.engine.programs import Graphs
 from ikcli.engine.run_device import cache_bytes
 from ikcli.engine.runner import Runner
 from ikcli.engine.sizes import Sizes
 from ikcli.engine.stages.cuts import find_cuts
-from ikcli.engine.stages.driver import StagedRunner
+from ikcli.engine.stages.driver import STAGE, StagedRunner
 from ikcli.engine.stages.part import StageRunner
 from ikcli.models import GraphConfig
 
@@ -35,3 +37,13 @@ def staged(
         )
     cuts = find_cuts(config, model, graphs, lambda c: cache_bytes(c, c.rows(cfg.n_ctx, cfg.n_seq, cfg.n_window)))
     return StagedRunner(config, sizes, cuts), config
+
+
+def stage_memory(config: RunConfig, machine: Machine, parts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """RAM for each stage: of a described machine, or what the others leave of this one; not known of a cluster."""
+    sizes = {name: sum(p.values()) for name, p in parts.items() if name.startswith(STAGE)}
+    if machine.ram is None or not (machine.described or config.fleet.ray in (None, "local")):
+        return {}
+    if machine.described:
+        return dict.fromkeys(sizes, machine.ram)
+    return {name: max(0, machine.ram - sum(sizes.values()) + size) for name, size in sizes.items()}

@@ -102,6 +102,24 @@ def test_stages_give_the_same_bits(name, n_stages, changes, model_file, threads)
         np.testing.assert_array_equal(transcript(session, *lengths), wanted)
 
 
+def test_what_is_large_goes_beside_the_computation(model_file, threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, and the same end when the chain breaks while some of it is under way."""
+    monkeypatch.setattr("ikcli.engine.stages.process.LARGE", 1)
+    path = model_file("qwen35moe")
+    with Session.open(config(path)) as session:
+        wanted = transcript(session, 40, 150)
+    with Session.open(config(path, 4)) as session:
+        np.testing.assert_array_equal(transcript(session, 40, 150), wanted)
+        runner = session.runner
+        assert isinstance(runner, StagedRunner)
+        runner.cut()
+        with pytest.raises(StageLostError, match="the connection between two stages was lost"):
+            session.clear()
+            session.decode(Batch.single(tokens(150)))
+        session.restart()
+        np.testing.assert_array_equal(transcript(session, 40, 150), wanted)
+
+
 def test_sequences_are_saved_and_come_back(model_file, threads) -> None:
     """Rows of caches go through the chain, in order with micro-batches."""
     path = model_file("qwen35moe")

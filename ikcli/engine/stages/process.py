@@ -7,6 +7,7 @@ rows of caches that are read, written or moved, adapters. Whoever is not meant s
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,11 @@ from ikcli.graph import Cache, Node
 from ikcli.log import hushed
 
 DIGEST = "ikcli.fleet.digest:of_model"
+LARGE = 1 << 18
+"""Bytes of a micro-batch from which on it is sent and received beside the computation."""
 _LOADING = 24 * 3600.0  # seconds that neighbours may take
+
+Message = tuple[Kind, dict[str, Any], memoryview]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,8 @@ def work(options: StageOptions) -> None:
             control.send(Kind.READY, {})
             _, words, _ = control.receive()
             onward = connect((words["host"], words["port"]), {"secret": options.secret, "index": options.index})
-            with closing(onward), closing(_neighbour(listener)) as arriving:
-                stage.serve(arriving, onward)
+            with closing(onward):
+                stage.serve(_neighbour(listener), onward)
         except LostLinkError:
             control.send(Kind.FAILED, {"error": "a neighbour was lost"})  # not this one
         finally:
@@ -110,21 +115,38 @@ class _Stage:
         return list(self._session.programs.values())
 
     def serve(self, arriving: Link, onward: Link) -> None:
-        """Until STOP has been sent on."""
-        while True:
-            kind, words, data = arriving.receive()
-            try:
-                answer = self._answer(kind, words, data)
-            except IkError as error:
-                what = "NonFiniteError" if isinstance(error, NonFiniteError) else "IkError"
-                answer = Kind.ERROR, {"of": kind.value, "error": str(error), "class": what}, ()
-            except Exception as error:  # an error of ours, told to the driver rather than a lost stage
-                text = f"internal error in stage {self._runner.index + 1}: {type(error).__name__}: {error}"
-                answer = Kind.ERROR, {"of": kind.value, "error": text, "class": "IkError"}, ()
-            if answer is not None:
-                onward.send(*answer)
-            if kind is Kind.STOP:
-                return
+        """Until STOP has been sent on. While rows of a prompt are computed, the next ones arrive and the last ones go.
+
+        Small messages are received and sent by this thread, which is quicker.
+        """
+        coming: Future[Message] | None = None
+        going: Future[None] | None = None
+        with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer, closing(arriving), closing(onward):
+            while True:
+                kind, words, data = coming.result() if coming is not None else arriving.receive()
+                is_large = kind is Kind.RUN and len(data) >= LARGE
+                coming = reader.submit(arriving.receive, keep=True) if is_large else None
+                answer = self._answered(kind, words, data)
+                if going is not None:
+                    going.result()
+                    going = None
+                if answer is not None and is_large:
+                    going = writer.submit(onward.send, *answer[:2], [b"".join(answer[2])])
+                elif answer is not None:
+                    onward.send(*answer)
+                if kind is Kind.STOP:
+                    return
+
+    def _answered(self, kind: Kind, words: dict[str, Any], data: memoryview) -> Any:
+        """The message to send on, or None; errors are messages."""
+        try:
+            return self._answer(kind, words, data)
+        except IkError as error:
+            what = "NonFiniteError" if isinstance(error, NonFiniteError) else "IkError"
+            return Kind.ERROR, {"of": kind.value, "error": str(error), "class": what}, ()
+        except Exception as error:  # an error of ours, told to the driver rather than a lost stage
+            text = f"internal error in stage {self._runner.index + 1}: {type(error).__name__}: {error}"
+            return Kind.ERROR, {"of": kind.value, "error": text, "class": "IkError"}, ()
 
     def _answer(self, kind: Kind, words: dict[str, Any], data: memoryview) -> Any:
         """The message to send on, or None."""

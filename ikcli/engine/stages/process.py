@@ -131,7 +131,8 @@ class _Stage:
                     going.result()
                     going = None
                 if answer is not None and is_large:
-                    going = writer.submit(onward.send, *answer[:2], [b"".join(answer[2])])
+                    to, words, parts = answer
+                    going = writer.submit(onward.send, to, words, [b"".join(parts)])
                 elif answer is not None:
                     onward.send(*answer)
                 if kind is Kind.STOP:

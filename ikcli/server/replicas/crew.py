@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.replicas.counters import Counters
 from ikcli.server.replicas.prefixes import Blocks, Held
+from ikcli.server.router.changing import Changing
 from ikcli.server.router.child import LoadError
 from ikcli.server.router.upstream import Upstream, UpstreamError
 
@@ -93,7 +94,7 @@ def choose(replicas: Sequence[Replica], blocks: Blocks, least: float) -> Replica
     return min(replicas, key=lambda one: (one.n_running, -shared[one], one.used))
 
 
-class Crew:
+class Crew(Changing):
     """See the module. `make(index, n)` gives the process of a replica that is started for the n-th time.
 
     `least`: see `choose`. `patience`: seconds that a request waits for a replica, and requests get when theirs is to
@@ -111,16 +112,15 @@ class Crew:
         patience: float = 600.0,
         one_first: bool = True,
     ) -> None:
+        super().__init__(log, "replicas")
         self.replicas = [Replica(i, n_slots) for i in range(n)]
         self.opened = False
         self.failure = ""
         self.on_failure: Callable[[], None] = lambda: None
         self.settings: list[tuple[bytes, bytes]] = []
         """Paths and bodies, posted to every process that starts: what was set for all."""
-        self._make, self._log, self._least, self._patience = make, log, least, patience
+        self._make, self._least, self._patience = make, least, patience
         self._one_first = one_first
-        self._changed = asyncio.Condition()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._clock = itertools.count(1)
         self._closing = self._rolling = False
 
@@ -302,30 +302,10 @@ class Crew:
         """End all."""
         self._closing = True
         await self._notify()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._end_work()
 
     def kill(self) -> None:
         """End all processes at once."""
         for one in self.replicas:
             if one.process is not None and one.state != DOWN:
                 one.process.kill()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._log.error("replicas", "internal error", error=f"{type(error).__name__}: {error}")
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        async with self._changed:
-            await self._changed.wait_for(condition)
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()

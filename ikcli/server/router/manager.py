@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
+from ikcli.server.router.changing import Changing
 from ikcli.server.router.child import Child, LoadError
 from ikcli.server.router.entries import ModelEntry, ModelsFile
 
@@ -44,16 +44,15 @@ class Instance:
     n_loads: int = 0
 
 
-class Manager:
+class Manager(Changing):
     """See the module. `folder` is for the sockets."""
 
     def __init__(self, file: ModelsFile, make_child: ChildMaker, folder: Path, log: ServerLog) -> None:
         self.file = file
         self.instances = {name: Instance(entry) for name, entry in file.entries.items()}
-        self._make_child, self._folder, self._log = make_child, folder, log
-        self._changed = asyncio.Condition()
+        super().__init__(log, "router")
+        self._make_child, self._folder = make_child, folder
         self._room = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
     # --- use --------------------------------------------------------------------------------------------------------
@@ -220,9 +219,7 @@ class Manager:
     async def close(self) -> None:
         """End all processes."""
         self._closing = True
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._end_work()
         await asyncio.gather(*(self._stop(one) for one in self._running()))
 
     def kill(self) -> None:
@@ -237,19 +234,6 @@ class Manager:
     def _check_open(self) -> None:
         if self._closing:
             raise ApiError(503, "The server is shutting down")
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        async with self._changed:
-            await self._changed.wait_for(condition)
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
 
 
 def _any_changed(before: list[tuple[Instance, str]]) -> bool:

@@ -19,7 +19,7 @@ class FleetConfig:
     ray: str | None = opt(None, "--ray", "str", "work on Ray: local starts it on this machine, auto or an address joins a cluster, where every worker has the threads of -t", topic="fleet", commands="PISCWBDL", form="local|auto|ADDRESS", example="--ray auto", bench_list=False)
     ray_workers: int = opt(2, "--ray-workers", "int", "workers on Ray", topic="fleet", commands="PIB", form="N", example="--ray-workers 4", minimum=1, bench_list=False)
 
-    ray_node: str = opt("", "--ray-node", "str", "only nodes of Ray that offer this resource (ray start --resources '{\"TYPE\": 1}'); for bench several, which are compared", topic="fleet", commands="PIB", form="TYPE[,TYPE...]", example="--ray-node epyc", bench_list=False)
+    ray_node: str = opt("", "--ray-node", "str", "only nodes of Ray that offer this resource (ray start --resources '{\"TYPE\": 1}'); for bench several, which are compared", topic="fleet", commands="PISB", form="TYPE[,TYPE...]", example="--ray-node epyc", bench_list=False)
 
     @property
     def n_workers(self) -> int:

@@ -109,15 +109,18 @@ async def says_who(process: FakeProcess, method: str, path: str, body: bytes, wr
 
 
 class Bench:
-    """A front with fake replicas of two slots each; `handler` answers for all of them."""
+    """A front with fake replicas of two slots each, for which `handler` answers, or with those of `places`."""
 
-    def __init__(self, n: int = 2, handler: Handler = says_who, broken: tuple[int, ...] = (), **server: Any) -> None:
+    def __init__(
+        self, n: int = 2, handler: Handler = says_who, broken: tuple[int, ...] = (), places: Any = None, **server: Any
+    ) -> None:
         self.handler, self.broken, self.journal = handler, set(broken), list[str]()
         self._folder = ""  # of sockets, while it runs
         self.log = io.StringIO()
         config = RunConfig(command="serve", n_parallel=2, server=ServerConfig(**({"alias": "m"} | server)))
         log = ServerLog(out=self.log)
-        self.crew = Crew(n, 2, self._make, log, patience=float(config.server.timeout))
+        make, more = (places.make, {"renew": places.renew}) if places else (self._make, {})
+        self.crew = Crew(n, 2, make, log, patience=float(config.server.timeout), **more)
         keys = ("admin",) if server.get("api_key") else ()
         self.state = ReplicasState(config, self.crew, keys, log)
         self.app = build_app(self.state)

@@ -60,7 +60,7 @@ LIBRARIES = {
     "pydantic": ("server",),
     "prometheus_client": ("server",),
     "matplotlib": ("eval", "study"),
-    "ray": ("fleet.ray_executor",),
+    "ray": ("fleet.ray_cluster",),
     "huggingface_hub": ("hub",),
     "prompt_toolkit": ("console",),
 }

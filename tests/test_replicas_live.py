@@ -201,6 +201,9 @@ def test_users_and_keys(tmp_path: Path) -> None:
         (("--replicas", "2", "--host", "256.1.1.1"), 1, "--host 256.1.1.1"),
         (("--replicas", "2", "-m", "absent.gguf"), 1, "absent.gguf"),
         (("--replicas", "2", "--models", "m.toml"), 2, "--replicas cannot be used beside --models"),
+        (("--replicas", "2", "--ray-node", "fast"), 2, "--ray-node names nodes of Ray; add --ray ADDRESS"),
+        (("--ray", "auto", "--ray-node", "a,b"), 2, "--ray-node a,b: only ik bench takes several; name one"),
+        (("--replicas", "2", "--ray", "127.0.0.1:1"), 1, "--ray 127.0.0.1:1: no cluster answers there"),
     ],
 )
 def test_wrong_options(

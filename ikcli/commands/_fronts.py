@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from ikcli.commands._argv import canonical_name, read_tokens
 from ikcli.commands._environment import variables
 from ikcli.commands._options import Given, Scanner, all_options, names_of, takes_value
+from ikcli.config import RunConfig
+from ikcli.config_values import ScaledFile
 
 OF_THE_FRONT = frozenset(
     "server." + name
@@ -16,6 +20,17 @@ OF_THE_FRONT = frozenset(
                  "cors_origins")
 )  # fmt: skip
 """Fields that are about the port in front, not about the processes behind it."""
+_INPUTS = frozenset(
+    (
+        "model", "server.model_draft", "server.chat_template_file", "server.banned_string_file",
+        "sampling.grammar_file", "sampling.lookup_cache_static", "adapters.lora", "adapters.lora_scaled",
+        "adapters.control_vector", "adapters.control_vector_scaled",
+    )
+)  # fmt: skip
+PATHS = _INPUTS | {
+    "server.slot_save_path", "server.sessions", "sampling.lookup_cache_dynamic", "adapters.control_vector_path",
+}  # fmt: skip
+"""Fields with files that a server reads, and those with folders and files of its machine."""
 
 
 def passed_on(command: str, argv: Sequence[str], without: Callable[[str], bool]) -> list[str]:
@@ -34,6 +49,25 @@ def passed_on(command: str, argv: Sequence[str], without: Callable[[str], bool])
     lists = [given for given in line + files if given.bound.option.repeat]
     used = [one for one in single + lists if one.bound.option.used_by(command) and not without(one.bound.path)]
     return [token for given in used for token in _tokens(given, names)]
+
+
+def paths_passed_on(command: str, config: RunConfig) -> tuple[list[str], list[Path]]:
+    """The options with paths for a process in another folder, every path a word of its own; the files that are read."""
+    words: list[str] = []
+    inputs: list[Path] = []
+    for bound in all_options(command):
+        if bound.path not in PATHS:
+            continue
+        value: Any = config
+        for name in bound.path.split("."):
+            value = getattr(value, name)
+        for item in value if isinstance(value, tuple) else () if value is None else (value,):
+            scale = [repr(item.scale)] if isinstance(item, ScaledFile) else []
+            path = (item.path if isinstance(item, ScaledFile) else item).absolute()
+            words += [bound.option.primary, str(path), *scale]
+            if bound.path in _INPUTS:
+                inputs.append(path)
+    return words, inputs
 
 
 def _tokens(given: Given, names: Mapping[str, bool]) -> list[str]:

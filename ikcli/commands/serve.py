@@ -10,6 +10,8 @@ def run(run: ModelRun) -> int:
     """Serve; returns the exit code."""
     server = run.config.server
     fleet = run.config.fleet
+    if fleet.ray_node and fleet.ray is None:
+        raise UsageError("--ray-node names nodes of Ray; add --ray ADDRESS")
     if server.replicas > 1 or (fleet.ray is not None and fleet.stages == 1):
         return _run_replicas(run)
     if server.replica_gpus:
@@ -20,24 +22,24 @@ def run(run: ModelRun) -> int:
 
 
 def _run_replicas(run: ModelRun) -> int:
-    from ikcli.commands._fronts import OF_THE_FRONT, passed_on
+    from ikcli.commands._fronts import OF_THE_FRONT, PATHS, passed_on, paths_passed_on
     from ikcli.server.replicas.places import Recipe
     from ikcli.server.replicas.server import serve_replicas
 
     config = run.config
+    if "," in config.fleet.ray_node:
+        raise UsageError(f"--ray-node {config.fleet.ray_node}: only ik bench takes several; name one")
     if config.server.first_slot:
         raise UsageError("--first-slot cannot be used with --replicas, which number their slots themselves")
 
     def without(path: str) -> bool:
         """What the front does, and models, which are files by now."""
-        ours = OF_THE_FRONT | {"n_threads", "n_threads_batch", "model", "server.model_draft", "server.hf_repo_draft"}
+        ours = OF_THE_FRONT | PATHS | {"n_threads", "n_threads_batch", "server.hf_repo_draft"}
         return path in ours or path.startswith(("hub.", "fleet.", "server.replica"))
 
-    argv = passed_on("serve", run.argv, without)
-    argv.append(f"--model={config.model}")
-    if config.server.model_draft is not None:
-        argv.append(f"--model-draft={config.server.model_draft}")
-    return serve_replicas(Recipe(config, tuple(argv), run.given))
+    paths, inputs = paths_passed_on("serve", config)
+    argv = (*passed_on("serve", run.argv, without), *paths)
+    return serve_replicas(Recipe(config, argv, tuple(inputs), run.given))
 
 
 def run_models(parsed: Parsed) -> int:

@@ -6,7 +6,8 @@ import hashlib
 from pathlib import Path
 
 from ikcli.errors import IkError
-from ikcli.gguf.reader import GGUFFile
+from ikcli.gguf.constants import GGUF_MAGIC
+from ikcli.gguf.reader import GGUFFile, open_gguf
 
 _PIECE = 1 << 16
 
@@ -29,3 +30,17 @@ def of_file(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise IkError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def of_input(path: Path) -> str:
+    """Of what a server reads: a model with all that its header says, or any other file."""
+    try:
+        with path.open("rb") as file:
+            if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+                return of_file(path)
+            model = open_gguf(path)
+            file.seek(0)
+            header = file.read(model.data_start)
+    except OSError as error:
+        raise IkError(f"cannot read {path}: {error.strerror or error}") from None
+    return hashlib.sha256(header + of_model(model).encode()).hexdigest()

@@ -46,8 +46,13 @@ class Needed:
 
 def needed_by(factory: Any) -> list[Needed]:
     """What a factory says in `files`: pairs of a path and a digest."""
+    return needed_of(getattr(factory, "files", ()))
+
+
+def needed_of(found: Sequence[tuple[Path, str]]) -> list[Needed]:
+    """These files, of models all parts."""
     out = []
-    for path, digest in getattr(factory, "files", ()):
+    for path, digest in found:
         sources = parts_of(path)
         paths = tuple(path.with_name(source.name) for source in sources)
         out.append(Needed(paths, tuple(source.stat().st_size for source in sources), digest, sources))
@@ -67,11 +72,17 @@ class FileServer:
 
     def __init__(self, host: str, needed: Sequence[Needed]) -> None:
         self.token = secrets.token_urlsafe(32)
-        sources = [needed_file.sources for needed_file in needed]
-        handler = type("Handler", (_Handler,), {"token": self.token, "sources": sources})
+        self._sources = [needed_file.sources for needed_file in needed]
+        handler = type("Handler", (_Handler,), {"token": self.token, "sources": self._sources})
         self._server = ThreadingHTTPServer((host, 0), handler)
         self._server.daemon_threads = True
         self.url = f"http://{host}:{self._server.server_port}"
+
+    def add(self, needed: Sequence[Needed]) -> int:
+        """Hand out these files, too; the number of the first."""
+        first = len(self._sources)
+        self._sources += [one.sources for one in needed]
+        return first
 
     def __enter__(self) -> FileServer:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -121,19 +132,24 @@ class _Handler(BaseHTTPRequestHandler):
 # --- where a worker runs ----------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """Makes the workers of a factory, with the files of the node it is on."""
+    """Makes the workers of a factory, with the files of the node it is on.
+
+    `first`: the number of the first file at the server. `check`: makes the digests, if what was fetched is compared.
+    """
 
     factory: Callable[[], Any]
     needed: tuple[Needed, ...]
     url: str
     token: str
+    first: int = 0
+    check: Callable[[Path], str] | None = None
 
     def __call__(self) -> Any:
         """Fetch what is missing, make the worker."""
         places: dict[Path, Path] = {}
-        for index, file in enumerate(self.needed):
+        for index, file in enumerate(self.needed, self.first):
             if not all(path.is_file() for path in file.paths):
-                places.update(zip(file.paths, fetch(file, index, self.url, self.token), strict=True))
+                places.update(zip(file.paths, fetch(file, index, self.url, self.token, self.check), strict=True))
         return (moved(self.factory, places) if places else self.factory)()
 
 
@@ -153,15 +169,22 @@ def moved(value: Any, places: dict[Path, Path]) -> Any:
     return value
 
 
-def fetch(file: Needed, index: int, url: str, token: str) -> list[Path]:
-    """The files in the cache of this node; those that are not there yet are fetched, by one worker at a time."""
+def fetch(file: Needed, index: int, url: str, token: str, check: Callable[[Path], str] | None = None) -> list[Path]:
+    """The files in the cache of this node; those that are not there yet are fetched, by one worker at a time.
+
+    `check` makes the digest of what was fetched; IkError if it is another one.
+    """
     folder = cache_root().parent / "fleet" / file.digest[:32]
     found = [folder / path.name for path in file.paths]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_suffix(".lock")):
             if not folder.is_dir():
-                _fetch(file, index, url, token, folder)
+                begun = _fetch(file, index, url, token, folder)
+                if check is not None and check(begun / found[0].name) != file.digest:
+                    shutil.rmtree(begun)
+                    raise IkError(f"{found[0].name} changed while it was fetched, or before")
+                os.replace(begun, folder)
     except OSError as error:
         raise IkError(f"cannot keep {file.paths[0].name} in {folder}: {error.strerror or error}") from None
     return found
@@ -174,7 +197,8 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _fetch(file: Needed, index: int, url: str, token: str, folder: Path) -> None:
+def _fetch(file: Needed, index: int, url: str, token: str, folder: Path) -> Path:
+    """The folder with what was fetched, which becomes `folder`."""
     begun = folder.with_suffix(".part")
     begun.mkdir(exist_ok=True)
     free, total = shutil.disk_usage(begun).free, sum(file.sizes)
@@ -197,7 +221,7 @@ def _fetch(file: Needed, index: int, url: str, token: str, folder: Path) -> None
             if at != size:
                 out.truncate(0)
                 raise IkError(f"{path.name} changed while it was fetched")
-    os.replace(begun, folder)
+    return begun
 
 
 def _piece(url: str, token: str, path: str) -> bytes:

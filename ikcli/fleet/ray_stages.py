@@ -16,7 +16,7 @@ from typing import Any
 from ikcli.engine.stages.process import StageOptions, work
 from ikcli.errors import IkError
 from ikcli.fleet import files
-from ikcli.fleet.ray_executor import LOCAL, PATIENCE, RayExecutor, last_line, load_ray
+from ikcli.fleet.ray_cluster import LOCAL, PATIENCE, RayCluster, import_ray, last_line, this_address
 from ikcli.log import shown_size, warn
 
 _END = 5.0  # seconds that stages get to end by themselves
@@ -63,13 +63,13 @@ def place(parts: Sequence[float], nodes: Iterable[Node]) -> list[Node]:
 
 def shares(address: str, n: int) -> tuple[float, ...]:
     """Of the bytes of a model for n stages, as the nodes of the cluster have memory."""
-    with RayExecutor(address, n, 1).connected():
+    with RayCluster(address, n).connected():
         rooms = [room for room, _ in slots(_nodes(), n)]
     return tuple(round(room / sum(rooms), 4) for room in rooms)
 
 
 def _nodes() -> list[Node]:
-    ray = load_ray()
+    ray = import_ray()
     ours = ray.get_runtime_context().get_node_id()
     found = [
         Node(n["NodeID"], n["NodeManagerAddress"], float(n["Resources"]["memory"]), n["NodeID"] == ours)
@@ -118,9 +118,9 @@ class RayCrew:
     def connect(cls, address: str, parts: Sequence[int], n_threads: int) -> str:
         """Join the cluster and find places for stages of these bytes; the address at which the command listens."""
         with ExitStack() as stack:
-            stack.enter_context(RayExecutor(address, len(parts), n_threads).connected())
+            stack.enter_context(RayCluster(address, len(parts) * n_threads).connected())
             cls._places = place(parts, _nodes())
-            host = "127.0.0.1" if address == LOCAL else str(load_ray().util.get_node_ip_address())
+            host = "127.0.0.1" if address == LOCAL else this_address()
             cls._connected = stack.pop_all()
         for node in dict.fromkeys(cls._places):
             here = [i for i, other in enumerate(cls._places) if other == node]
@@ -133,7 +133,7 @@ class RayCrew:
         return host
 
     def __init__(self, stages: Sequence[StageOptions]) -> None:
-        self._ray, self._closing = load_ray(), self._connected.pop_all()
+        self._ray, self._closing = import_ray(), self._connected.pop_all()
         self._actors: list[Any] = []
         self._begun: list[Any] = []
         self._ends: list[Any] = []

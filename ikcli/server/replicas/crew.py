@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ikcli.errors import IkError
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.replicas.counters import Counters
@@ -98,7 +99,8 @@ class Crew(Changing):
     """See the module. `make(index, n)` gives the process of a replica that is started for the n-th time.
 
     `least`: see `choose`. `patience`: seconds that a request waits for a replica, and requests get when theirs is to
-    be restarted. `one_first`: the others start when the first has, so they find what it compiled.
+    be restarted. `one_first`: the others start when the first has, so they find what it compiled. `renew` is called
+    before all are restarted; see Places.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Crew(Changing):
         least: float = 0.5,
         patience: float = 600.0,
         one_first: bool = True,
+        renew: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(log, "replicas")
         self.replicas = [Replica(i, n_slots) for i in range(n)]
@@ -120,7 +123,7 @@ class Crew(Changing):
         self.settings: list[tuple[bytes, bytes]] = []
         """Paths and bodies, posted to every process that starts: what was set for all."""
         self._make, self._least, self._patience = make, least, patience
-        self._one_first = one_first
+        self._one_first, self._renew = one_first, renew
         self._clock = itertools.count(1)
         self._closing = self._rolling = False
 
@@ -270,8 +273,11 @@ class Crew(Changing):
             raise ApiError(409, "the replicas are being restarted already", "invalid_request_error")
         self._rolling = True
         try:
+            await asyncio.to_thread(self._renew)
             for one in self.replicas:
                 await self._restart(one)
+        except IkError as e:
+            raise ApiError(500, f"nothing was restarted: {e}") from None
         finally:
             self._rolling = False
 

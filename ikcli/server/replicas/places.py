@@ -13,24 +13,26 @@ from ikcli.config import RunConfig
 from ikcli.engine.devices import available_memory
 from ikcli.errors import UsageError
 from ikcli.hostinfo import shares
+from ikcli.server.http.logs import ServerLog
 from ikcli.server.replicas.crew import Process
 from ikcli.server.router.child import Child
 from ikcli.server.slots.prompt_cache import default_limit
 
-ENVIRONMENT = "LLAMA_ARG_"
-"""Begins variables with options, which replicas get as arguments."""
-_GPUS = "CUDA_VISIBLE_DEVICES"
+_ENVIRONMENT = "LLAMA_ARG_"
+GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How replicas are started. `argv`: the options of all; `config`: what they and those of the front mean.
 
-    `given`: the options that were given.
+    Paths in `argv` are absolute, and words of their own; `inputs` are those that are read. `given`: the options that
+    were given.
     """
 
     config: RunConfig
     argv: tuple[str, ...]
+    inputs: tuple[Path, ...] = ()
     given: frozenset[str] = frozenset()
 
     def options(self, index: int, n_threads: int, n_threads_batch: int) -> list[str]:
@@ -48,6 +50,14 @@ class Recipe:
             f"--shutdown-timeout={server.shutdown_timeout}",
         ]
 
+    def shared(self, index: int) -> list[str]:
+        """The options of one that shares this machine with the others: its threads and its part of the RAM."""
+        config, n = self.config, self.config.server.replicas
+        options = self.options(index, max(1, config.n_threads // n), max(1, config.n_threads_batch // n))
+        if "server.cache_ram" not in self.given:
+            options.append(f"--cache-ram={(default_limit(None, available_memory()) >> 20) // n}")
+        return options
+
 
 class Places(Protocol):
     """A way to run replicas."""
@@ -55,10 +65,13 @@ class Places(Protocol):
     one_first: bool
 
     def open(self) -> None:
-        """IkError if that cannot be."""
+        """IkError if that cannot be; UnsupportedError if it needs what is not installed."""
 
     def make(self, index: int, n: int) -> Process:
         """The process of a replica that is started for the n-th time."""
+
+    def renew(self) -> None:
+        """All are to be started anew, with the files as they are now; IkError if that cannot be."""
 
     def close(self) -> None:
         """When all processes have ended."""
@@ -71,13 +84,10 @@ class Here:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe, config = recipe, recipe.config
-        n = self._n = config.server.replicas
+        n = config.server.replicas
         self._cpus = shares(n) if hasattr(os, "sched_setaffinity") else [frozenset()] * n
-        self._threads = max(1, config.n_threads // n), max(1, config.n_threads_batch // n)
         self._gpus = gpu_shares(n, config.server.replica_gpus, os.environ)
-        self._more: list[str] = []
-        if "server.cache_ram" not in recipe.given:
-            self._more = [f"--cache-ram={(default_limit(None, available_memory()) >> 20) // n}"]
+        self._options = [recipe.shared(index) for index in range(n)]
 
     def open(self) -> None:
         """Make the folder of their sockets, which only this user can enter."""
@@ -86,36 +96,43 @@ class Here:
     def make(self, index: int, n: int) -> Child:
         """See Places."""
         server = self._recipe.config.server
-        options = self._recipe.options(index, *self._threads) + self._more
-        environment = {name: text for name, text in os.environ.items() if not name.startswith(ENVIRONMENT)}
+        environment = plain_environment()
         if self._gpus:
-            environment[_GPUS] = self._gpus[index]
+            environment[GPUS] = self._gpus[index]
         return Child(
-            f"replica {index}", options, Path(self._folder.name) / f"{index}-{n}.sock",
+            f"replica {index}", self._options[index], Path(self._folder.name) / f"{index}-{n}.sock",
             grace=float(server.shutdown_timeout), prefix=server.log_format != "json", cpus=self._cpus[index],
             environment=environment,
         )  # fmt: skip
+
+    def renew(self) -> None:
+        """Every process reads the files anew."""
 
     def close(self) -> None:
         """Remove the folder."""
         self._folder.cleanup()
 
 
+def plain_environment() -> dict[str, str]:
+    """That of this process without options, which replicas get as arguments."""
+    return {name: text for name, text in os.environ.items() if not name.startswith(_ENVIRONMENT)}
+
+
 def gpu_shares(n: int, each: int, environment: Mapping[str, str]) -> Sequence[str]:
     """Which GPUs every replica sees, none if they all see all; UsageError if there are not enough that are visible."""
     if not each:
         return ()
-    visible = environment.get(_GPUS)
+    visible = environment.get(GPUS)
     names = [str(i) for i in range(n * each)] if visible is None else [text for text in visible.split(",") if text]
     if len(names) < n * each:
-        raise UsageError(f"--replica-gpus {each} times {n} replicas are more GPUs than {_GPUS}={visible} has")
+        raise UsageError(f"--replica-gpus {each} times {n} replicas are more GPUs than {GPUS}={visible} has")
     return [",".join(names[i * each : (i + 1) * each]) for i in range(n)]
 
 
-def places_of(recipe: Recipe) -> Places:
-    """Where the options say. UnsupportedError if that is Ray, which is not installed."""
+def places_of(recipe: Recipe, log: ServerLog) -> Places:
+    """Where the options say."""
     if recipe.config.fleet.ray is not None:
         from ikcli.server.replicas.ray_places import RayPlaces
 
-        return RayPlaces(recipe)
+        return RayPlaces(recipe, log)
     return Here(recipe)

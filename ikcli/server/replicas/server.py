@@ -25,14 +25,14 @@ def serve_replicas(recipe: Recipe) -> int:
     check_options(config)
     if config.fleet.ray is None:
         check_folders(config)
-    places = places_of(recipe)
+    places = places_of(recipe, log)
     listener = listen(server.host, server.port)
     try:
         places.open()
         try:
             crew = Crew(
                 server.replicas, config.n_parallel, places.make, log, least=server.slot_prompt_similarity,
-                patience=float(server.timeout), one_first=places.one_first,
+                patience=float(server.timeout), one_first=places.one_first, renew=places.renew,
             )  # fmt: skip
             state = ReplicasState(config, crew, keys, log, users)
             runner = _Runner(settings_of(config, build_app(state), tls), crew)

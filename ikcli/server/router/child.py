@@ -15,15 +15,20 @@ import socket
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
 
 from ikcli.server.router.upstream import Upstream
 
 _POLL = 0.03  # seconds between two looks at a process that loads
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def print_line(line: str, error: bool) -> None:
+    """A line of the log of a process, where it would have written it."""
+    with contextlib.suppress(OSError):  # nobody reads the log: the process goes on nevertheless
+        print(line, file=sys.stderr if error else sys.stdout, flush=True)
 
 
 class LoadError(Exception):
@@ -44,16 +49,18 @@ class Child(Upstream):
         key: str = "",
         cpus: frozenset[int] = frozenset(),
         environment: Mapping[str, str] | None = None,
+        say: Callable[[str, bool], None] = print_line,
     ) -> None:
         """`at`: the path of its Unix socket, or the address of this machine where it listens on some port.
 
         `prefix`: lines of its log begin with the model's name. `key`: what its requests need. `cpus`: where it may
-        run, everywhere if none. `environment`: all of it, by default that of this program.
+        run, everywhere if none. `environment`: all of it, by default that of this program. `say` gets the lines of its
+        log, and whether they are from its stderr.
         """
         super().__init__(str(at) if isinstance(at, Path) else (at, 0), key)
         self._argv = [sys.executable, "-m", "ikcli", "serve", *argv]
         self._prefix = f"{name}: " if prefix else ""
-        self._grace, self._cpus, self._environment = grace, cpus, environment
+        self._grace, self._cpus, self._environment, self._say = grace, cpus, environment, say
         self._said: deque[str] = deque(maxlen=20)
         self._process: asyncio.subprocess.Process | None = None
         self._relays: list[asyncio.Task[None]] = []
@@ -80,7 +87,8 @@ class Child(Upstream):
             if isinstance(self.address, str):
                 await self._start([*argv, "--host", self.address])
             else:  # the process gets the socket, so nobody else can have the port before it listens
-                listener = stack.enter_context(socket.create_server((self.address[0], 0)))
+                family = socket.AF_INET6 if ":" in self.address[0] else socket.AF_INET
+                listener = stack.enter_context(socket.create_server((self.address[0], 0), family=family))
                 self.address = listener.getsockname()[:2]
                 await self._start([*argv, "--host", f"fd:{listener.fileno()}"], listener.fileno())
                 listener.close()
@@ -109,8 +117,8 @@ class Child(Upstream):
         )
         assert self._process.stdout is not None and self._process.stderr is not None
         self._relays = [
-            asyncio.ensure_future(self._relay(self._process.stdout, sys.stdout)),
-            asyncio.ensure_future(self._relay(self._process.stderr, sys.stderr, remember=True)),
+            asyncio.ensure_future(self._relay(self._process.stdout, False)),
+            asyncio.ensure_future(self._relay(self._process.stderr, True)),
         ]
 
     def _prepare(self) -> None:
@@ -168,14 +176,13 @@ class Child(Upstream):
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
-    async def _relay(self, stream: asyncio.StreamReader, out: TextIO, remember: bool = False) -> None:
+    async def _relay(self, stream: asyncio.StreamReader, error: bool) -> None:
         """Pass its lines on; they may have any length."""
         rest = b""
         while data := await stream.read(1 << 16):
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 text = line.decode("utf-8", "replace")
-                if remember:
+                if error:
                     self._said.append(text)
-                with contextlib.suppress(OSError):  # nobody reads the log: the process goes on nevertheless
-                    print(self._prefix + text, file=out, flush=True)
+                self._say(self._prefix + text, error)

@@ -1,0 +1,124 @@
+"""What runs on a node of Ray: `ik serve` as a process there, on the node's address, and the one who keeps it.
+
+The front asks the keeper to load, to tell what is new, and to stop; requests go to the process itself. Errors are
+values here: Ray would wrap them in its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ikcli import __version__
+from ikcli.errors import IkError
+from ikcli.fleet import digest
+from ikcli.fleet.ray_cluster import this_address
+from ikcli.server.replicas.places import GPUS, plain_environment
+from ikcli.server.router.child import Child, LoadError
+
+_PAUSE = 0.05  # seconds in which lines of the log gather
+_MOST_LINES = 10_000
+
+News = tuple[list[tuple[str, bool]], str | None]
+"""New lines of the log and whether each is of stderr, and why the process has ended, None while it has not."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStart:
+    """How the process of a replica is started. `inputs`: what it reads, with digests; `grace`: see Child.
+
+    `own_gpus`: it may use those alone that Ray gave it.
+    """
+
+    name: str
+    options: tuple[str, ...]
+    inputs: tuple[tuple[Path, str], ...]
+    key: str
+    grace: float
+    prefix: bool
+    own_gpus: bool
+
+    def __call__(self) -> NodeStart:
+        """Compare the files; IkError if one is another than when the front began, or began a rolling restart."""
+        for path, wanted in self.inputs:
+            if digest.of_input(path) != wanted:
+                raise IkError(
+                    f"{path} on node {this_address()} is another file than that of the server: to serve a new one "
+                    "restart all (SIGHUP, or POST /replicas/restart), else put the same file there or remove it"
+                )
+        return self
+
+    def child(self, say: Callable[[str, bool], None]) -> Child:
+        """The process, not started yet."""
+        environment = plain_environment()
+        if not self.own_gpus and environment.get(GPUS) == "":  # Ray hides them all from who reserves none
+            del environment[GPUS]
+        return Child(
+            self.name, self.options, this_address(), grace=self.grace, prefix=self.prefix, key=self.key,
+            environment=environment, say=say,
+        )  # fmt: skip
+
+
+class NodeServer:
+    """The actor that keeps the process. `start` gives a NodeStart, after fetching what the node lacks."""
+
+    def __init__(self, start: Callable[[], NodeStart]) -> None:
+        self._start = start
+        self._child: Child | None = None
+        self._watch: asyncio.Future[None] | None = None
+        self._lines: deque[tuple[str, bool]] = deque(maxlen=_MOST_LINES)
+        self._new = asyncio.Event()
+        self._ended: str | None = None
+
+    async def node(self) -> dict[str, str]:
+        """Its version and address."""
+        return {"version": __version__, "address": this_address()}
+
+    async def load(self) -> dict[str, Any]:
+        """Start the process and wait until its model is loaded: its address and number, or what is the problem."""
+        try:
+            start = await asyncio.to_thread(self._start)
+            self._child = start.child(self._say)
+            await self._child.load()
+        except (IkError, LoadError, OSError, MemoryError) as error:
+            return {"problem": str(error) or type(error).__name__}
+        self._watch = asyncio.ensure_future(self._until_ended(self._child))
+        return {"address": self._child.address, "pid": self._child.pid}
+
+    def _say(self, line: str, error: bool) -> None:
+        self._lines.append((line, error))
+        self._new.set()
+
+    async def _until_ended(self, child: Child) -> None:
+        await child.wait()
+        await child.stop()  # the rest of its log
+        self._ended = child.last_words()
+        self._new.set()
+
+    async def news(self) -> News:
+        """What is new, as soon as there is something."""
+        await self._new.wait()
+        if self._ended is None:
+            await asyncio.sleep(_PAUSE)
+        self._new.clear()
+        lines = list(self._lines)
+        self._lines.clear()
+        return lines, self._ended
+
+    async def stop(self) -> None:
+        """End the process: requests that run may finish within the grace time."""
+        if self._child is not None:
+            await self._child.stop()
+        if self._watch is not None:
+            await self._watch
+        self._ended = self._ended or "it did not begin"
+        self._new.set()
+
+    async def kill(self) -> None:
+        """End the process at once."""
+        if self._child is not None:
+            self._child.kill()

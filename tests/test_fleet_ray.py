@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_deaths import Around, Deadly, alive, change_workers, wait_until
+from fleet_deaths import Around, Deadly, change_workers, wait_until
 from quant_models import write_model
 
 from ikcli.config import default_model, default_text
@@ -30,7 +28,8 @@ from ikcli.main import main
 from ikcli.native.kernel_cache import cache_root
 
 ray = pytest.importorskip("ray")
-cluster_utils = pytest.importorskip("ray.cluster_utils")
+from ray_nodes import Nodes, cluster  # noqa: E402  (which needs it)
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.slow,  # three nodes on one machine: minutes
@@ -39,45 +38,10 @@ KINDS = ("steady", "shaky")
 Capture = pytest.CaptureFixture[str]
 
 
-class Nodes:
-    """A head without processors, and a node of each kind with one."""
-
-    def __init__(self) -> None:
-        head = {"num_cpus": 0, "include_dashboard": False}
-        self.cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
-        self.nodes: dict[str, Any] = {}
-        self.mend()
-
-    @property
-    def address(self) -> str:
-        return str(self.cluster.address)
-
-    def mend(self) -> None:
-        """New nodes for those that died."""
-        for kind in KINDS:
-            node = self.nodes.get(kind)
-            if node is not None and all(alive(info.process.pid) for info in node.all_processes["raylet"]):
-                continue
-            if node is not None:
-                self.cluster.remove_node(node, allow_graceful=False)
-            self.nodes[kind] = self.cluster.add_node(num_cpus=1, resources={kind: 1})
-
-
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    """One cluster at a time: several on one machine take each other's processors, and nodes fail to begin in time."""
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # actors unpickle from here
-    with (Path(tempfile.gettempdir()) / f"ik-test-ray-{os.getuid()}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        found = Nodes()
-        ray.init(address=found.address, logging_level="ERROR", log_to_driver=False)
-        try:
-            yield found
-        finally:
-            ray.shutdown()
-            found.cluster.shutdown()
+    with cluster(KINDS) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ values here: Ray would wrap them in its own.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from ikcli.server.router.child import Child, LoadError
 
 _PAUSE = 0.05  # seconds in which lines of the log gather
 _MOST_LINES = 10_000
+_CHECK = 1.0  # seconds
 
 News = tuple[list[tuple[str, bool]], str | None]
 """New lines of the log and whether each is of stderr, and why the process has ended, None while it has not."""
@@ -70,12 +72,14 @@ class NodeServer:
         self._start = start
         self._child: Child | None = None
         self._watch: asyncio.Future[None] | None = None
+        self._node_watch: asyncio.Future[None] | None = None
         self._lines: deque[tuple[str, bool]] = deque(maxlen=_MOST_LINES)
         self._new = asyncio.Event()
         self._ended: str | None = None
 
     async def node(self) -> dict[str, str]:
         """Its version and address."""
+        self._node_watch = self._node_watch or asyncio.ensure_future(self._end_with_node())
         return {"version": __version__, "address": this_address()}
 
     async def load(self) -> dict[str, Any]:
@@ -88,6 +92,14 @@ class NodeServer:
             return {"problem": str(error) or type(error).__name__}
         self._watch = asyncio.ensure_future(self._until_ended(self._child))
         return {"address": self._child.address, "pid": self._child.pid}
+
+    async def _end_with_node(self) -> None:
+        """End when the program does that is the node (our parent): Ray leaves actors behind that wait for something."""
+        parent = os.getppid()
+        while os.getppid() == parent:
+            await asyncio.sleep(_CHECK)
+        await self.stop()
+        os._exit(1)
 
     def _say(self, line: str, error: bool) -> None:
         self._lines.append((line, error))

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,25 @@ def test_a_raylet_dies(front: RayFront, nodes: Nodes) -> None:
     wait_for(lambda: front.replicas()[1]["starts"] > starts)
     front.wait_all()
     assert "its node is lost" in front.replicas()[1]["error"]
+    nodes.mend()
+
+
+def test_a_node_falls_silent(front: RayFront, nodes: Nodes) -> None:
+    """Its connections do not end, and nobody answers: what was asked there is answered by another one."""
+    victim, starts = front.pids()[0], front.replicas()[0]["starts"]
+    stopped = [*nodes.raylets(kind_of(nodes, victim)), *parents(victim)[:1], victim]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(front.complete, f"{i} silent") for i in range(4)]
+            assert all(one.result().status_code == 200 for one in asked)
+        wait_for(lambda: front.replicas()[0]["starts"] > starts)
+    finally:
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    front.wait_all()
     nodes.mend()
 
 

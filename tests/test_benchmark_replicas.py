@@ -1,0 +1,56 @@
+"""The script that measures a front with replicas: its figures, and a run of each part."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "replicas.py"
+SHORT = ["--requests", "4", "-r", "1", "-p", "8", "-n", "16", "--replicas", "1,2", "--share", "4"]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_replicas", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_figures(script: ModuleType) -> None:
+    answers = [
+        script.Answer(1.0, [1.010, 1.012, 1.016], 1.017, 3, 11.0),
+        script.Answer(2.0, [2.020], 2.020, 1, 20.0),
+        script.Answer(3.0, [3.030, 3.040], 3.041, 2, 21.0),
+    ]
+    assert script.figures(answers) == pytest.approx((3000, 20000, 2000))
+
+
+def rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: ModuleType, part: str) -> list:
+    monkeypatch.setattr(sys, "argv", ["replicas.py", part, *SHORT])
+    script.main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+
+
+def test_latency(script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = rows(monkeypatch, capsys, script, "latency")
+    assert [row[0] for row in found] == ["direct", "front", "added"]
+    assert all(int(cell) > 0 for row in found[:2] for cell in row[1:])
+    assert abs(int(found[1][2]) - int(found[0][2]) - int(found[2][2])) <= 1
+
+
+@pytest.mark.slow  # starts seven servers
+def test_throughput_and_a_death(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = rows(monkeypatch, capsys, script, "throughput")
+    assert [row[:2] for row in found] == [["1", "2"], ["2", "4"]] and found[0][3] == "1.00"
+    ((_, n, whole, before, after, _),) = rows(monkeypatch, capsys, script, "killed")
+    assert n == "12" and before == "0" and int(whole) + int(after) == 12

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from ikcli.commands._options import parse
 from ikcli.config import RunConfig
 from ikcli.config_fleet import BatchConfig
 from ikcli.config_groups import ServerConfig
-from ikcli.errors import IkError
+from ikcli.errors import IkError, UnsupportedError
 from ikcli.fleet import digest, files, ray_cluster
 from ikcli.gguf.reader import open_gguf
 from ikcli.server.http.logs import ServerLog
@@ -301,6 +302,12 @@ def test_places_that_are_too_small(cluster: Stub) -> None:
     one.ray.machines[0].kind = "slow"
     with pytest.raises(IkError, match="--ray-node fast: no node of Ray has this resource, they offer slow"):
         one.places.open()
+
+
+def test_ray_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
+    with pytest.raises(UnsupportedError, match=r'not installed: pip install "ikcli\[ray\]"'):
+        Cluster(tmp_path / "m", ()).places.open()
 
 
 def test_on_this_machine_they_share_its_threads(cluster: Stub) -> None:

@@ -2,8 +2,9 @@
 
     python benchmarks/replicas.py [latency] [throughput] [killed] [--ray local] [--share 0.5] [-m MODEL]
 
-latency: the same streams from one server asked directly and through a front with two replicas, in turns; `added` is
-what a token, the first token and a whole answer take longer. throughput: as many streaming clients as slots of all
+latency: the same streams from one server asked directly, which has the processors of one replica, and through a front
+with two replicas, here and with --ray on Ray too, in turns; `added` is what a token, the first token, and what lies
+around the computation take longer. throughput: as many streaming clients as slots of all
 replicas; each replica is kept to its share of a core by stopping it when it has used that, so that the ratios hold on a
 machine with few cores (one replica on this machine is a server without a front). killed: one of two replicas is killed
 with SIGKILL at a third of the requests; lost are answers that did not come whole, before and after their first token.
@@ -23,8 +24,8 @@ import time
 import urllib.error
 import urllib.request
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event, Thread
 
@@ -32,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from fleet import Governor, workers_of
 from serve import DEMO, Answer, Stream, load, make_requests, percentile, server
+
+from ikcli.hostinfo import shares
 
 _TICK = 0.005  # seconds
 _SLOTS = 2  # of a replica
@@ -57,15 +60,25 @@ def pids(port: int) -> list[int]:
 
 
 @contextmanager
-def serving(arguments: Namespace, n: int) -> Iterator[int]:
+def serving(arguments: Namespace, n: int, ray: str | None) -> Iterator[int]:
     """A front with n replicas of a thread each, or one server without a front (n = 0); gives the port."""
     each = Namespace(**vars(arguments))
-    ray = ["--ray", arguments.ray] if arguments.ray and n else []
-    each.threads = n if arguments.ray in (None, "local") and n else 1
-    each.extra = [*(["--replicas", str(n)] if n else []), *ray, "--temp", "0"]
+    each.threads = n if ray in (None, "local") and n else 1
+    each.extra = [*(["--replicas", str(n)] if n else []), *(["--ray", ray] if ray and n else []), "--temp", "0"]
     with server([sys.executable, "-m", "ikcli", "serve"], arguments.model, each, _SLOTS) as port:
         pids(port)
         yield port
+
+
+@contextmanager
+def on_processors(cpus: Collection[int]) -> Iterator[None]:
+    """What is begun now runs on these processors alone, if any."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 @contextmanager
@@ -98,20 +111,25 @@ def figures(answers: Sequence[Answer]) -> tuple[float, float, float]:
 
 
 def latency(arguments: Namespace) -> None:
-    """One client; both servers wait for it all the time."""
-    runs: dict[str, list[tuple[float, float, float]]] = {"direct": [], "front": []}
-    with serving(arguments, 0) as direct, serving(arguments, 2) as front:
+    """One client; all servers wait for it all the time."""
+    with ExitStack() as stack:
+        with on_processors(shares(2)[0]):
+            ports = {"direct": stack.enter_context(serving(arguments, 0, None))}
+        ports["front"] = stack.enter_context(serving(arguments, 2, None))
+        if arguments.ray:
+            ports["front, Ray"] = stack.enter_context(serving(arguments, 2, arguments.ray))
+        runs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ports}
         for i in range(-1, arguments.repetitions):  # the first time does not count
-            for name, port in (("direct", direct), ("front", front)):
+            for name, port in ports.items():
                 requests = make_requests(arguments.requests, arguments, seed=max(i, 0))
                 answers, _ = asyncio.run(load(port, requests, 1))
                 if i >= 0:
                     runs[name].append(figures(answers))
-    print(
-        "| one client | per token us | first token us | around the computation, per token us |\n|:---|---:|---:|---:|"
-    )
+    print("| one client | per token us | first token us | all around the computation, us per token |")
+    print("|:---|---:|---:|---:|")
     found = {name: [statistics.median(run[k] for run in values) for k in range(3)] for name, values in runs.items()}
-    found["added"] = [b - a for a, b in zip(found["direct"], found["front"], strict=True)]
+    for name in [*found][1:]:
+        found[f"added by {name}"] = [b - a for a, b in zip(found["direct"], found[name], strict=True)]
     for name, values in found.items():
         print(f"| {name} | {' | '.join(f'{value:.0f}' for value in values)} |", flush=True)
 
@@ -123,7 +141,7 @@ def throughput(arguments: Namespace) -> None:
     print("|---:|---:|---:|---:|---:|")
     base = 0.0
     for n in arguments.replicas:
-        with serving(arguments, n) as port:
+        with serving(arguments, n, arguments.ray) as port:
             clients = _SLOTS * n
             asyncio.run(load(port, make_requests(clients, arguments, 1000), clients))
             with governed(pids(port), arguments.share):
@@ -138,7 +156,7 @@ def throughput(arguments: Namespace) -> None:
 # --- one dies ---------------------------------------------------------------------------------------------------------
 def killed(arguments: Namespace) -> None:
     """Requests that are lost when a replica dies, and how long it is away."""
-    with serving(arguments, 2) as port:
+    with serving(arguments, 2, arguments.ray) as port:
         processes = pids(port)
         n = 3 * arguments.requests
         with governed(processes, arguments.share):

@@ -41,7 +41,7 @@ def rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sc
 
 def test_latency(script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(monkeypatch, capsys, script, "latency")
-    assert [row[0] for row in found] == ["direct", "front", "added"]
+    assert [row[0] for row in found] == ["direct", "front", "added by front"]
     assert all(int(cell) > 0 for row in found[:2] for cell in row[1:])
     assert abs(int(found[1][2]) - int(found[0][2]) - int(found[2][2])) <= 1
 

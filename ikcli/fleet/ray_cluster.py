@@ -76,7 +76,8 @@ class RayCluster:
             self._knock()
             if self.address == LOCAL:
                 offered = {self.node: 1} if self.node else None
-                ray.init(num_cpus=max(1, self._n_cpus), resources=offered, include_dashboard=False, **options)
+                options |= {"num_cpus": max(1, self._n_cpus), "resources": offered, "include_dashboard": False}
+                ray.init(address="local", **options)  # also where a cluster is known, which it would join
             else:
                 ray.init(address=self.address, **options)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:

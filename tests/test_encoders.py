@@ -35,6 +35,7 @@ from ikcli.engine.session import Session
 from ikcli.errors import FormatError, NonFiniteError, UnsupportedError, UsageError
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import GraphConfig, Outputs
+from ikcli.quant.imatrix_file import read_imatrix
 from ikcli.quant.quantizer import run
 from ikcli.quant.recipes import RecipeOptions
 from ikcli.quant.tool import ToolOptions
@@ -306,6 +307,28 @@ def test_gpus_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"bert models are computed on the CPU; use -ngl 0"):
         settled(gpus=1, model=path, command="embed", n_gpu_layers=3)
     assert settled(gpus=1, model=path, command="embed", n_gpu_layers=0)[1] == []
+
+
+def test_an_importance_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Windows are texts between [CLS] and [SEP]; what it says fits what the products got, and quantize takes it."""
+    path, text, out = encoder_file(tmp_path / "bert.gguf"), tmp_path / "text", tmp_path / "imatrix.gguf"
+    text.write_text("a castle where dog kings live ? " * 8)
+    argv = ["imatrix", "-m", str(path), "-f", str(text), "-o", str(out), "-t", "1", "-c", "16"]
+    assert main.main(argv) == 0
+    found = read_imatrix(out)
+    assert len(found.entries) == 2 * 6 and found.n_chunks == 3
+    seen: list[np.ndarray] = []
+    with opened(path) as session:
+        ids = session.tokenizer.encode(text.read_text())
+        windows = [[CLS, *ids[16 * i + 1 : 16 * i + 15], SEP] for i in range(3)]
+        session.observer = lambda node, value: seen.append(value.copy()) if node.name == "inp_norm" else None
+        embed(session, windows, Pooling.MEAN)
+    rows = np.concatenate(seen)[:48].astype(np.float64)
+    np.testing.assert_allclose(found.entries["blk.0.attn_q.weight"].sums.ravel(), (rows**2).sum(axis=0), rtol=1e-4)
+    quantized = str(tmp_path / "small.gguf")
+    assert main.main(["quantize", "--imatrix", str(out), str(path), quantized, "q8_0", "1"]) == 0
+    assert main.main([*argv[:-1], "200"]) == 2 and "the model reads 128 tokens at most" in capsys.readouterr().err
+    assert main.main([*argv, "--workers", "2"]) == 1 and "leave out --workers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["plan"], ["warmup"], ["serve", "--dry-run"]])

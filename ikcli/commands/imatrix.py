@@ -196,7 +196,7 @@ def _opened(config: RunConfig, planner: Planner) -> Session | HeaderSession:
     if config.fleet.wanted:
         return HeaderSession(planner)
     settings, sizes = imatrix_session(config)
-    return Session.open(settings, n_ctx=sizes.n_ctx, planner=planner)
+    return Session.open(settings, n_ctx=sizes.n_ctx, outputs=sizes.outputs, planner=planner)
 
 
 def _report_unseen(result: ImatrixResult) -> None:

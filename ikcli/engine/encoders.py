@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from ikcli.config import RunConfig
 from ikcli.engine.devices import Machine
 from ikcli.engine.programs import no_next_token
-from ikcli.errors import UnsupportedError
+from ikcli.engine.sizes import DEFAULT_WINDOW
+from ikcli.errors import UnsupportedError, UsageError
 from ikcli.models import HParams
 
 if TYPE_CHECKING:
@@ -23,10 +24,18 @@ def settle(config: RunConfig, hp: HParams, machine: Machine, given: Collection[s
     """The settings with which an encoder is run, and notices; UnsupportedError if it cannot.
 
     A text is read at once, so without -ub a micro-batch is as large as a batch. A server only embeds, and one slot is
-    enough, as texts of all requests share micro-batches.
+    enough, as texts of all requests share micro-batches. An importance matrix comes without perplexity.
     """
     if config.command not in COMMANDS:
         raise no_next_token(hp.source, hp.arch)
+    if config.fleet.stages > 1 or (config.command == "imatrix" and config.fleet.wanted):
+        options = "--stages" if config.fleet.stages > 1 else "--workers, --ray and --journal"
+        raise UnsupportedError(f"{hp.source}: {hp.arch} models are computed by one process; leave out {options}")
+    if config.command == "imatrix":
+        n_ctx = config.n_ctx or min(DEFAULT_WINDOW, hp.n_ctx_train)
+        if hp.n_positions and n_ctx > hp.n_positions:
+            raise UsageError(f"{hp.source}: -c {n_ctx}: the model reads {hp.n_positions} tokens at most")
+        config = replace(config, n_ctx=n_ctx, imatrix=replace(config.imatrix, ppl=False))
     notices: list[str] = []
     if machine.gpus:
         if config.n_gpu_layers:

@@ -55,8 +55,12 @@ def session_of(config: RunConfig) -> tuple[RunConfig, Sizes]:
         return config, Sizes(config.n_ctx, config.n_parallel, config.n_parallel, served_outputs(config))
     if config.command == "chat":
         return config, Sizes(config.n_ctx, 1, 1)
-    outputs = Outputs.EMBEDDINGS if config.server.only_embeds else Outputs.LOGITS
-    return config, Sizes(config.n_ctx, outputs=outputs)
+    return config, Sizes(config.n_ctx, outputs=one_of(config))
+
+
+def one_of(config: RunConfig) -> Outputs:
+    """Logits; embeddings of models that have no others (`encoders.settle`)."""
+    return Outputs.EMBEDDINGS if config.server.only_embeds else Outputs.LOGITS
 
 
 def served_outputs(config: RunConfig) -> Outputs:
@@ -94,4 +98,4 @@ def choices_session(config: RunConfig) -> tuple[RunConfig, Sizes]:
 def imatrix_session(config: RunConfig) -> tuple[RunConfig, Sizes]:
     """One window at a time; with MLA in the mode that multiplies with every matrix of the file."""
     n_ctx = config.n_ctx or DEFAULT_WINDOW
-    return replace(config, n_ctx=n_ctx, n_batch=min(config.n_batch, n_ctx), mla=1), Sizes(n_ctx)
+    return replace(config, n_ctx=n_ctx, n_batch=min(config.n_batch, n_ctx), mla=1), Sizes(n_ctx, outputs=one_of(config))

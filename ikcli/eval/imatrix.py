@@ -22,6 +22,7 @@ import numpy.typing as npt
 from ikcli.config import RunConfig
 from ikcli.engine.batch import Batch
 from ikcli.engine.devices import available_memory
+from ikcli.engine.embedder import states
 from ikcli.engine.sizes import DEFAULT_WINDOW
 from ikcli.errors import IkError, UsageError
 from ikcli.eval.covariance_collect import check_memory
@@ -172,7 +173,10 @@ class Measurer:
     def window(self, row: TokenIds) -> tuple[F64, float]:
         """Decode one window: its scores (none without ppl) and the seconds."""
         started = time.perf_counter()
-        nll = _pass(self._session, row, self._bos, self._params)
+        if self._session.outputs.logits:
+            nll = _pass(self._session, row, self._bos, self._params)
+        else:
+            nll = _read(self._session, row)
         return nll, time.perf_counter() - started
 
     def take(self) -> Sums:
@@ -214,6 +218,20 @@ def collect(
     finally:
         measurer.close()
     return replace(gathered.result(), moments=collector.moments())
+
+
+def _read(session: Session, row: TokenIds) -> F64:
+    """An encoder reads one window as a text, between the tokens that it expects around one; there are no scores."""
+    tokenizer, fed = session.tokenizer, row.copy()
+    ids = tokenizer.special_ids
+    if tokenizer.add_bos and ids.bos is not None:
+        fed[0] = ids.bos
+    end = ids.sep if tokenizer.kind == "wpm" else ids.eos
+    if tokenizer.add_eos and end is not None:
+        fed[-1] = end
+    session.clear()
+    states(session, 0, [fed], np.arange(len(fed)))
+    return np.empty(0)
 
 
 def _pass(session: SessionLike, row: TokenIds, bos: int | None, params: ImatrixParams) -> F64:

@@ -288,7 +288,8 @@ def test_a_session_with_logits_is_refused(tmp_path: Path) -> None:
 def settled(given: tuple[str, ...] = (), gpus: int = 0, **changes: Any) -> tuple[RunConfig, list[str]]:
     hp = Planner.of_file(RunConfig(model=changes.pop("model"))).hp
     machine = Machine(tuple(GpuFacts(f"CUDA{i}", 1 << 30, 1 << 30) for i in range(gpus)))
-    return encoders.settle(RunConfig(**changes), hp, machine, given)
+    notices: list[str] = []
+    return encoders.settle(RunConfig(**changes), hp, machine, given, notices), notices
 
 
 def test_settings(tmp_path: Path) -> None:

@@ -449,5 +449,5 @@ def test_segment_describes_compact_rows() -> None:
 
 
 def test_unknown_architecture_lists_the_known() -> None:
-    with pytest.raises(UnsupportedError, match=r"'mamba' is not supported; known: .*deepseek2, .*dots1"):
-        find("mamba")
+    with pytest.raises(UnsupportedError, match=r"'deci' is not supported; known: .*deepseek2, .*dots1"):
+        find("deci")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from ikcli.config import RunConfig
 from ikcli.engine.devices import Machine
-from ikcli.engine.programs import no_next_token
 from ikcli.engine.sizes import DEFAULT_WINDOW
 from ikcli.errors import UnsupportedError, UsageError
 from ikcli.models import HParams
@@ -20,14 +19,16 @@ COMMANDS = ("embed", "imatrix", "plan", "serve", "warmup")
 """That can do something with a model without a next token."""
 
 
-def settle(config: RunConfig, hp: HParams, machine: Machine, given: Collection[str]) -> tuple[RunConfig, list[str]]:
-    """The settings with which an encoder is run, and notices; UnsupportedError if it cannot.
+def settle(config: RunConfig, hp: HParams, machine: Machine, given: Collection[str], notices: list[str]) -> RunConfig:
+    """The settings with which a model is run if it is an encoder, and notices; UnsupportedError if it cannot.
 
     A text is read at once, so without -ub a micro-batch is as large as a batch. A server only embeds, and one slot is
     enough, as texts of all requests share micro-batches. An importance matrix comes without perplexity.
     """
+    if hp.causal:
+        return config
     if config.command not in COMMANDS:
-        raise no_next_token(hp.source, hp.arch)
+        raise hp.no_next_token()
     if config.fleet.stages > 1 or (config.command == "imatrix" and config.fleet.wanted):
         options = "--stages" if config.fleet.stages > 1 else "--workers, --ray and --journal"
         raise UnsupportedError(f"{hp.source}: {hp.arch} models are computed by one process; leave out {options}")
@@ -36,7 +37,6 @@ def settle(config: RunConfig, hp: HParams, machine: Machine, given: Collection[s
         if hp.n_positions and n_ctx > hp.n_positions:
             raise UsageError(f"{hp.source}: -c {n_ctx}: the model reads {hp.n_positions} tokens at most")
         config = replace(config, n_ctx=n_ctx, imatrix=replace(config.imatrix, ppl=False))
-    notices: list[str] = []
     if machine.gpus:
         if config.n_gpu_layers:
             raise UnsupportedError(f"{hp.source}: {hp.arch} models are computed on the CPU; use -ngl 0")
@@ -50,7 +50,7 @@ def settle(config: RunConfig, hp: HParams, machine: Machine, given: Collection[s
     if config.n_parallel > 1:
         notices.append(f"-np {config.n_parallel} has no effect: texts of all requests share micro-batches")
     server = config.server if config.server.reranking else replace(config.server, embeddings=True)
-    return replace(config, server=server, n_parallel=1), notices
+    return replace(config, server=server, n_parallel=1)
 
 
 def longest_text(session: Session) -> int:

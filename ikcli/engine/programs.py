@@ -102,8 +102,6 @@ def check_cache_types(config: RunConfig, mla: int) -> None:
 def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     """The generation graph, and a prompt graph where the two differ."""
     hp = model.hp
-    if cfg.outputs.logits and not hp.causal:
-        raise no_next_token(model.source, hp.arch)
     kinds = {"decode": replace(cfg, expand=False)}
     if hp.kv_lora_rank and cfg.mla >= 2 and cfg.flash_attn and cfg.n_ubatch >= EXPAND_MIN_TOKENS:
         kinds["prefill"] = replace(cfg, expand=True)
@@ -122,13 +120,6 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     if not graphs:
         raise UnsupportedError(f"{model.source}: embeddings of {hp.arch} models are not supported")
     return graphs
-
-
-def no_next_token(source: str, arch: str) -> UnsupportedError:
-    """What commands say that need the next token, of an encoder."""
-    return UnsupportedError(
-        f"{source}: {arch} models read texts in both directions and have no next token; use ik embed, or ik serve"
-    )
 
 
 def step_tokens(n_step: int) -> int:

@@ -52,20 +52,11 @@ def session_of(config: RunConfig) -> tuple[RunConfig, Sizes]:
     if config.command == "embed":
         return config, Sizes(config.n_ctx or config.n_ubatch, outputs=Outputs.EMBEDDINGS)
     if config.command == "serve" or (config.command in ("plan", "warmup") and config.n_parallel > 1):
-        return config, Sizes(config.n_ctx, config.n_parallel, config.n_parallel, served_outputs(config))
+        outputs = Outputs.EMBEDDINGS if config.server.only_embeds else Outputs.BOTH  # whoever generates embeds as well
+        return config, Sizes(config.n_ctx, config.n_parallel, config.n_parallel, outputs)
     if config.command == "chat":
         return config, Sizes(config.n_ctx, 1, 1)
-    return config, Sizes(config.n_ctx, outputs=one_of(config))
-
-
-def one_of(config: RunConfig) -> Outputs:
-    """Logits; embeddings of models that have no others (`encoders.settle`)."""
-    return Outputs.EMBEDDINGS if config.server.only_embeds else Outputs.LOGITS
-
-
-def served_outputs(config: RunConfig) -> Outputs:
-    """A server generates and embeds; one that only embeds needs no output matrix."""
-    return Outputs.EMBEDDINGS if config.server.only_embeds else Outputs.BOTH
+    return config, Sizes(config.n_ctx, outputs=Outputs.alone(config.server.only_embeds))
 
 
 def bench_session(config: RunConfig) -> tuple[RunConfig, Sizes]:
@@ -98,4 +89,5 @@ def choices_session(config: RunConfig) -> tuple[RunConfig, Sizes]:
 def imatrix_session(config: RunConfig) -> tuple[RunConfig, Sizes]:
     """One window at a time; with MLA in the mode that multiplies with every matrix of the file."""
     n_ctx = config.n_ctx or DEFAULT_WINDOW
-    return replace(config, n_ctx=n_ctx, n_batch=min(config.n_batch, n_ctx), mla=1), Sizes(n_ctx, outputs=one_of(config))
+    outputs = Outputs.alone(config.server.only_embeds)
+    return replace(config, n_ctx=n_ctx, n_batch=min(config.n_batch, n_ctx), mla=1), Sizes(n_ctx, outputs=outputs)

@@ -48,11 +48,8 @@ def prepare(config: RunConfig, given: Collection[str] = ()) -> Startup:
     if config.v_hadamard and config.mla:
         notices.append(f"-vhad has no effect with -mla {config.mla}, which keeps no V cache of heads; use -khad")
     notices += check_ser(config, hp.n_expert, hp.n_expert_used)
-    machine = find_machine(config, exact=planning or config.fit)
-    if not hp.causal:
-        config, found = encoders.settle(config, hp, machine, given)
-        notices += found
-    planner = planner.on(machine)
+    planner = planner.on(find_machine(config, exact=planning or config.fit))
+    config = encoders.settle(config, hp, planner.machine, given, notices)
     if config.fit:
         config, found = _fit(planner, config)
         notices += found

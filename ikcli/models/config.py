@@ -15,6 +15,11 @@ class Outputs(Enum):
     EMBEDDINGS = "embeddings"  # the last normed state; the output matrix is not even loaded
     BOTH = "both"
 
+    @classmethod
+    def alone(cls, embeddings: bool) -> Outputs:
+        """Embeddings, or logits."""
+        return cls.EMBEDDINGS if embeddings else cls.LOGITS
+
     @property
     def logits(self) -> bool:
         """Whether there are logits."""

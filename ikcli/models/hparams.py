@@ -208,6 +208,13 @@ class HParams:
             return self
         return replace(self, per_layer={}, **{name: values[il] for name, values in self.per_layer.items()})
 
+    def no_next_token(self) -> UnsupportedError:
+        """What is said of an encoder where a next token is needed."""
+        return UnsupportedError(
+            f"{self.source}: {self.arch} models read texts in both directions and have no next token; use ik embed, or "
+            "ik serve"
+        )
+
     @property
     def kv_row(self) -> int:
         """Width of an MLA cache row: rotated key values, then the latent."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import write_checkpoint
-from encoder_models import CLS, SEP, encoder_file, tiny
+from encoder_models import CLS, SEP, encoder_file, tiny, with_words
 from engine_client import Call, request, serving
 from factories import MemoryModel
 from fake_engine import FakeEngine
@@ -330,6 +330,24 @@ def test_an_importance_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main.main(["quantize", "--imatrix", str(out), str(path), quantized, "q8_0", "1"]) == 0
     assert main.main([*argv[:-1], "200"]) == 2 and "the model reads 128 tokens at most" in capsys.readouterr().err
     assert main.main([*argv, "--workers", "2"]) == 1 and "leave out --workers" in capsys.readouterr().err
+
+
+def test_embed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = encoder_file(tmp_path / "bert.gguf")
+    argv = ["embed", "-m", str(path), "-t", "1", "--json", "-p"]
+    assert main.main([*argv, "a castle\ndog"]) == 0
+    found = [one["embedding"] for one in json.loads(capsys.readouterr().out)["data"]]
+    with opened(path) as session:
+        wanted = embed(session, [session.tokenizer.encode("a castle"), [CLS, 7, SEP]], Pooling.MEAN)
+    np.testing.assert_allclose(found, np.concatenate(wanted), atol=1e-6)
+    capsys.readouterr()
+    assert main.main([*argv, "dog\n" + "dog " * 127]) == 2
+    assert "text 2 has 129 tokens, and the model reads 128 at most; shorten it" in capsys.readouterr().err
+    path = write_model(with_words(tiny("nomic-bert", context_length=4096)), tmp_path / "nomic.gguf")
+    argv[2] = str(path)
+    assert main.main([*argv, "dog " * 2100]) == 2
+    assert "shorten it, or raise -c and -ub" in capsys.readouterr().err
+    assert main.main([*argv, "dog " * 2100, "-ub", "2200"]) == 0
 
 
 @pytest.mark.parametrize("argv", [["plan"], ["warmup"], ["serve", "--dry-run"]])

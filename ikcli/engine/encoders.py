@@ -47,6 +47,7 @@ def settle(config: RunConfig, hp: HParams, machine: Machine, given: Collection[s
         config = replace(config, n_gpu_layers=0, fit=False)
     if "n_ubatch" not in given:
         config = replace(config, n_ubatch=max(config.n_ubatch, config.n_batch))
+    config = replace(config, n_batch=max(config.n_ubatch, config.n_batch))
     if config.n_parallel > 1:
         notices.append(f"-np {config.n_parallel} has no effect: texts of all requests share micro-batches")
     server = config.server if config.server.reranking else replace(config.server, embeddings=True)

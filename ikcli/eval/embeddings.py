@@ -60,6 +60,9 @@ def measure(config: RunConfig, texts: Sequence[str], planner: Planner) -> TextVe
             raise IkError(f"text {i + 1} of {len(texts)} has no tokens; the model adds none of its own")
         if config.n_ctx and len(ids) > config.n_ctx:
             raise UsageError(f"text {i + 1} has {len(ids)} tokens, more than -c {config.n_ctx}; raise -c")
+        if 0 < planner.hp.n_positions < len(ids):
+            most = planner.hp.n_positions
+            raise UsageError(f"text {i + 1} has {len(ids)} tokens, and the model reads {most} at most; shorten it")
     shared = min(config.n_ubatch, planner.hp.n_ctx_train)
     config = replace(config, n_ctx=config.n_ctx or max(shared, *map(len, tokens)))
     with Session.open(config, outputs=Outputs.EMBEDDINGS, planner=planner) as session:

@@ -27,12 +27,13 @@ from ikcli.convert.tool import open_checkpoint, plan_convert
 from ikcli.engine import encoders
 from ikcli.engine.batch import Batch
 from ikcli.engine.devices import GpuFacts, Machine
-from ikcli.engine.embedder import Embedder, embed
+from ikcli.engine.embedder import Embedder, embed, states
 from ikcli.engine.planner import Planner
 from ikcli.engine.pooling import Pooling, RankHead
 from ikcli.engine.reference_session import ReferenceSession
+from ikcli.engine.self_test import check
 from ikcli.engine.session import Session
-from ikcli.errors import FormatError, NonFiniteError, UnsupportedError, UsageError
+from ikcli.errors import FormatError, IkError, NonFiniteError, UnsupportedError, UsageError
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import GraphConfig, Outputs
 from ikcli.quant.imatrix_file import read_imatrix
@@ -308,6 +309,15 @@ def test_gpus_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"bert models are computed on the CPU; use -ngl 0"):
         settled(gpus=1, model=path, command="embed", n_gpu_layers=3)
     assert settled(gpus=1, model=path, command="embed", n_gpu_layers=0)[1] == []
+
+
+def test_the_self_test(tmp_path: Path) -> None:
+    for arch in ARCHITECTURES:
+        with opened(write_model(tiny(arch), tmp_path / "tiny.gguf")) as session:
+            families = {family.op: family for family in check(session)}
+            assert families["flash_attn"].nodes == 2 and all(family.ok for family in families.values())
+            with pytest.raises(IkError, match="reads a text at once"):
+                states(session, 0, [np.array([1], np.int32)], np.arange(1), 1)
 
 
 def test_an_importance_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,8 @@ def states(
     check_embeds(session)
     if len(texts) > 1 and not side_by_side(session):
         raise IkError("texts of a model with recurrent layers are computed one by one")
+    if n_done and not session.model.hp.causal:
+        raise IkError("an encoder reads a text at once")
     n = sum(map(len, texts))
     session.sequences.check_next(seq, n_done, n)
     window, cell = session.sequences.room(seq, n), seq * session.n_ctx_seq

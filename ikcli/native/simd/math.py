@@ -36,12 +36,10 @@ _L = tuple(_F(c) for c in (
 
 
 @inline
-def vexp(x):
-    """e**x; below -87.3 the smallest normal numbers, above 88.3 the largest. NaN gives NaN (Cephes expf polynomial)."""
-    nan = vmul(vsub(x, x), splat_f32x16(_ZERO))  # 0, or NaN for NaN and Inf
-    clamped = vmin(vmax(x, splat_f32x16(_LOWEST)), splat_f32x16(_HIGHEST))
-    n = vround_even(vmul(clamped, splat_f32x16(_LOG2E)))
-    r = vfma(n, splat_f32x16(-_LN2_HI), clamped)
+def _exp_parts(x):
+    """(p, 2**n) with e**x = p * 2**n, for x in [_LOWEST, _HIGHEST] (Cephes expf polynomial)."""
+    n = vround_even(vmul(x, splat_f32x16(_LOG2E)))
+    r = vfma(n, splat_f32x16(-_LN2_HI), x)
     r = vfma(n, splat_f32x16(-_LN2_LO), r)
     p = vfma(splat_f32x16(_C0), r, splat_f32x16(_C1))
     p = vfma(p, r, splat_f32x16(_C2))
@@ -49,24 +47,22 @@ def vexp(x):
     p = vfma(p, r, splat_f32x16(_C4))
     p = vfma(p, r, splat_f32x16(_C5))
     p = vfma(p, vmul(r, r), vadd(r, splat_f32x16(_ONE)))
-    two_n = bits_i32x16_f32(vshl(vadd(cvt_f32x16_i32(n), splat_i32x16(127)), 23))
+    return p, bits_i32x16_f32(vshl(vadd(cvt_f32x16_i32(n), splat_i32x16(127)), 23))
+
+
+@inline
+def vexp(x):
+    """e**x; below -87.3 the smallest normal numbers, above 88.3 the largest. NaN gives NaN."""
+    nan = vmul(vsub(x, x), splat_f32x16(_ZERO))  # 0, or NaN for NaN and Inf
+    p, two_n = _exp_parts(vmin(vmax(x, splat_f32x16(_LOWEST)), splat_f32x16(_HIGHEST)))
     return vfma(p, two_n, nan)
 
 
 @inline
 def vexp_fast(x):
     """vexp for x that is never NaN and never above 0 (soft-max): -inf gives a number below 1.2e-38."""
-    clamped = vmax_fast(x, splat_f32x16(_LOWEST))
-    n = vround_even(vmul(clamped, splat_f32x16(_LOG2E)))
-    r = vfma(n, splat_f32x16(-_LN2_HI), clamped)
-    r = vfma(n, splat_f32x16(-_LN2_LO), r)
-    p = vfma(splat_f32x16(_C0), r, splat_f32x16(_C1))
-    p = vfma(p, r, splat_f32x16(_C2))
-    p = vfma(p, r, splat_f32x16(_C3))
-    p = vfma(p, r, splat_f32x16(_C4))
-    p = vfma(p, r, splat_f32x16(_C5))
-    p = vfma(p, vmul(r, r), vadd(r, splat_f32x16(_ONE)))
-    return vmul(p, bits_i32x16_f32(vshl(vadd(cvt_f32x16_i32(n), splat_i32x16(127)), 23)))
+    p, two_n = _exp_parts(vmax_fast(x, splat_f32x16(_LOWEST)))
+    return vmul(p, two_n)
 
 
 @inline

@@ -23,7 +23,7 @@ from ikcli.backends.cpu.kernels.pair_tiles import (
     v_scales,
     v_tops,
 )
-from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, load_f32x16_at, loop, offset, sum_lanes
+from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, load_f32x16_at, loop, offset, rows_left, sum_lanes
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.dot import emit_dot
 from ikcli.native.simd.half import load_f16x16
@@ -82,10 +82,8 @@ def sum_squares(typingctx, row, stride, n_left, n_blocks, squares, squares_strid
 
     def codegen(context, builder, sig, args):
         row, stride, n_left, n_blocks, squares, squares_stride, dst = args
-        rows, all_squares = [row], [squares]
-        for j in range(1, 4):
-            here = builder.icmp_signed("<", ir.Constant(_I64, j), n_left)
-            rows.append(builder.add(rows[-1], builder.select(here, stride, ir.Constant(_I64, 0))))
+        rows, all_squares = rows_left(builder, row, stride, 4, n_left), [squares]
+        for _ in range(3):
             all_squares.append(builder.add(all_squares[-1], squares_stride))
 
         def block(state):

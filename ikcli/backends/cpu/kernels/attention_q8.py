@@ -12,7 +12,16 @@ import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, store_block, sum_lanes
+from ikcli.backends.cpu.kernels.sgemm import (
+    CHUNK_ROW,
+    fma_f32x16,
+    load_f32x16_at,
+    loop,
+    offset,
+    rows_left,
+    store_block,
+    sum_lanes,
+)
 from ikcli.native.jit import merge
 from ikcli.native.simd.control import emit_prefetch
 from ikcli.native.simd.dot import dot_u8_i8, emit_dot
@@ -118,10 +127,7 @@ def make_q8_scores(m, n, lines):
     def scores(typingctx, q, k, k_stride, n_left, n_chunks, s, s_stride, next_):
         def codegen(context, builder, sig, args):
             q, k, k_stride, n_left, n_chunks, s, s_stride, next_ = args
-            rows = [k]
-            for j in range(1, n):
-                here = builder.icmp_signed("<", ir.Constant(_I64, j), n_left)
-                rows.append(builder.add(rows[-1], builder.select(here, k_stride, ir.Constant(_I64, 0))))
+            rows = rows_left(builder, k, k_stride, n, n_left)
             it, ft = llvm_type(i32x16), llvm_type(f32x16)
             end = builder.mul(builder.udiv(n_chunks, ir.Constant(_I64, 2)), ir.Constant(_I64, _BLOCK))
 

@@ -15,7 +15,16 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.attention_few import load_q, make_flash_units, make_soft_max_tile
 from ikcli.backends.cpu.kernels.attention_q8 import make_q8_scores, make_quantize_q
 from ikcli.backends.cpu.kernels.attention_tasks import CORRECTION, part_row
-from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, fma_f32x16, load_f32x16_at, loop, offset, store_block, sum_lanes
+from ikcli.backends.cpu.kernels.sgemm import (
+    CHUNK_ROW,
+    fma_f32x16,
+    load_f32x16_at,
+    loop,
+    offset,
+    rows_left,
+    store_block,
+    sum_lanes,
+)
 from ikcli.backends.cpu.params_attention import STATS_BYTES
 from ikcli.native import isa
 from ikcli.native.jit import inline, merge
@@ -74,10 +83,7 @@ def make_scores(type_, m, n, q_rows, lines):
     def scores(typingctx, q, k, k_stride, n_left, n_chunks, s, s_stride, next_):
         def codegen(context, builder, sig, args):
             q, k, k_stride, n_left, n_chunks, s, s_stride, next_ = args
-            rows = [k]
-            for j in range(1, n):
-                here = builder.icmp_signed("<", ir.Constant(_I64, j), n_left)
-                rows.append(builder.add(rows[-1], builder.select(here, k_stride, ir.Constant(_I64, 0))))
+            rows = rows_left(builder, k, k_stride, n, n_left)
 
             def step(state):
                 qt, kt, at, *accs = state

@@ -8,7 +8,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.kv import LOAD16
-from ikcli.backends.cpu.kernels.sgemm import fold_lanes, loop, offset, sum_lanes
+from ikcli.backends.cpu.kernels.sgemm import fold_lanes, loop, offset, rows_left, sum_lanes
 from ikcli.native import isa
 from ikcli.native.jit import inline
 from ikcli.native.simd.dot import emit_dot_bf16
@@ -95,10 +95,7 @@ def _make_four_sizes(type_):
     def four_sizes(typingctx, x, stride, n_left, n, norms, tops):
         def codegen(context, builder, sig, args):
             x, stride, n_left, n, norms, tops = args
-            rows = [x]
-            for j in range(1, _ROWS):
-                here = builder.icmp_signed("<", ir.Constant(_I64, j), n_left)
-                rows.append(builder.add(rows[-1], builder.select(here, stride, ir.Constant(_I64, 0))))
+            rows = rows_left(builder, x, stride, _ROWS, n_left)
 
             def step(state):
                 at, *both = state

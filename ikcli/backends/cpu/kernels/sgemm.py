@@ -28,6 +28,15 @@ BLOCKS = ((8, 3), (8, 2), (16, 1)) if isa.current().name == "avx512" else ((4, 1
 MAX_VECTORS = BLOCKS[0][1]
 
 
+def rows_left(builder, first, stride, n, n_left):
+    """Addresses of n adjacent rows; of those behind n_left the last one that is left."""
+    rows = [first]
+    for j in range(1, n):
+        here = builder.icmp_signed("<", ir.Constant(_I64, j), n_left)
+        rows.append(builder.add(rows[-1], builder.select(here, stride, ir.Constant(_I64, 0))))
+    return rows
+
+
 def offset(builder, base, n_bytes):
     """LLVM value base + constant."""
     return builder.add(base, ir.Constant(_I64, n_bytes)) if n_bytes else base

@@ -5,19 +5,68 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tests run side by side; must be set before NumPy is imported
 # Without bytecode every program that a test starts compiles ikcli anew, and every worker rewrites all tests.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+import needed_kernels  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 from ikcli.native.compile_pool import keep_workers  # noqa: E402
 
-keep_workers()
 _SHARED = Path(__file__).resolve().parents[2] / "shared"
+_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+_asked: set[str] = set()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-kernels", action="store_true", help=f"write {needed_kernels.LIST.name} after a whole run")
+
+
+def _is_whole(config: pytest.Config) -> bool:
+    """Whether all default tests run, not some of them."""
+    option = config.option
+    some = option.keyword or option.collectonly or option.markexpr != "not slow"
+    return config.args_source is not pytest.Config.ArgsSource.ARGS and not some
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before any test, and before xdist starts its processes."""
+    needed_kernels.watch()
+    if not _WORKER and _is_whole(session.config):
+        reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+        needed_kernels.compile_listed(reporter.write_line if reporter else print)
+    keep_workers(1 if _WORKER else None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A process of xdist has ended."""
+    _asked.update(getattr(node, "workeroutput", {}).get("kernels", ()))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config = session.config
+    if _WORKER:
+        config.workeroutput["kernels"] = needed_kernels.asked()  # type: ignore[attr-defined]
+    elif config.option.write_kernels and _is_whole(config):
+        needed_kernels.write({*_asked, *needed_kernels.asked()})
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """A list that has grown old is said, for it costs only time."""
+    lines = needed_kernels.listed()
+    new = {*_asked, *needed_kernels.asked()} - {*lines}
+    if lines and new and _is_whole(config):
+        name = needed_kernels.LIST.name
+        terminalreporter.write_line(
+            f"kernels that tests waited for, since {name} lacks them: {len(new)}; pytest --write-kernels"
+        )
 
 
 @pytest.fixture

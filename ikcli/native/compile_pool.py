@@ -2,7 +2,8 @@
 
 Every kernel is compiled once, whoever asks: who compiles holds a lock on a byte of one file of the cache folder, chosen
 by the kernel's name, and the system gives it up when a process dies. Workers get the next kernel when they are done
-with one. They end with the call, unless `keep_workers` was called: importing Numba takes as long as compiling a kernel.
+with one, first those like it: what kernels share is compiled once by a worker. They end with the call, unless
+`keep_workers` was called: importing Numba takes as long as compiling a kernel.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,11 +34,16 @@ except ImportError:  # Windows: two processes may compile the same kernel
 Progress = Callable[[int, int], None]
 _POLL = 0.02  # seconds between looks at a kernel that another process compiles
 _kept: dict[tuple[str, ...], list[_Worker]] | None = None
+_most: int | None = None
 
 
-def keep_workers() -> None:
-    """From now on workers stay until this process ends; for programs that ask for kernels many times."""
-    global _kept
+def keep_workers(most: int | None = None) -> None:
+    """From now on workers stay until this process ends; for programs that ask for kernels many times.
+
+    `most`: how many there are, for one of several such programs; as many as CPUs without it.
+    """
+    global _kept, _most
+    _most = most
     if _kept is None:
         _kept = {}
         atexit.register(_end_kept)
@@ -106,7 +113,7 @@ class _Worker:
         """Have a kernel compiled; a line of output tells when."""
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(f"{key.module} {key.factory} {' '.join(repr(a) for a in key.args)}\n".encode())
+            self.process.stdin.write(f"{key.line}\n".encode())
         except BrokenPipeError:
             raise self.failure() from None
 
@@ -159,22 +166,31 @@ def _compile(directory: Path, keys: Sequence[KernelKey], finished: Callable[[], 
     if not keys:
         return
     n_cpu = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-    waiting = list(reversed(keys))
-    with _workers(directory, max(1, min(len(keys), n_cpu))) as workers, selectors.DefaultSelector() as selector:
-        for worker in workers:
+    n = max(1, min(len(keys), _most or n_cpu))
+    shares = _shares(keys, n)
+    with _workers(directory, n) as workers, selectors.DefaultSelector() as selector:
+        for worker, share in zip(workers, shares, strict=True):
             assert worker.process.stdout is not None
-            selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
-            worker.give(waiting.pop())
+            selector.register(worker.process.stdout, selectors.EVENT_READ, (worker, share))
+            worker.give(share.popleft())
         busy = len(workers)
         while busy:
             for event, _ in selector.select():
+                worker, share = event.data
                 if not event.fileobj.readline():  # type: ignore[union-attr]
-                    raise event.data.failure()
+                    raise worker.failure()
                 finished()
-                if waiting:
-                    event.data.give(waiting.pop())
+                longest = max(shares, key=len)
+                if longest:
+                    worker.give(share.popleft() if share else longest.pop())
                 else:
                     busy -= 1
+
+
+def _shares(keys: Sequence[KernelKey], n: int) -> list[deque[KernelKey]]:
+    """The kernels of n workers, like ones together."""
+    alike = sorted(keys, key=lambda key: key.line)
+    return [deque(alike[len(alike) * i // n : len(alike) * (i + 1) // n]) for i in range(n)]
 
 
 def _make_writable(directory: Path) -> None:

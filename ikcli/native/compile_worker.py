@@ -6,7 +6,6 @@ int32 status = f(retptr, excptr, int64 ...). Each finished kernel is announced b
 
 from __future__ import annotations
 
-import ast
 import importlib
 import os
 import sys
@@ -33,8 +32,7 @@ def _described(made: Any) -> tuple[Any, Any, bool]:
 def main() -> None:
     directory = Path(sys.argv[1])
     for line in sys.stdin:
-        module, factory, *args = line.split()
-        key = KernelKey(module, factory, tuple(ast.literal_eval(a) for a in args))
+        key = KernelKey.of_line(line)
         data = compile_one(key)
         temporary = directory / f".{key.file_name}.{os.getpid()}"
         temporary.write_bytes(data)

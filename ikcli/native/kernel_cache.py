@@ -15,6 +15,7 @@ code, and symbol; a file that does not fit its line is compiled again.
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib.util
@@ -53,6 +54,17 @@ class KernelKey:
     def text(self) -> str:
         """For people: of an argument that describes something, only its name."""
         return f"{self.module}.{self.factory}({','.join(_short(a) for a in self.args)})"
+
+    @property
+    def line(self) -> str:
+        """All of it, without a line break."""
+        return " ".join([self.module, self.factory, *(repr(a) for a in self.args)])
+
+    @classmethod
+    def of_line(cls, line: str) -> KernelKey:
+        """The key of which `line` was made; no argument has a space."""
+        module, factory, *args = line.split()
+        return cls(module, factory, tuple(ast.literal_eval(a) for a in args))
 
     @property
     def file_name(self) -> str:

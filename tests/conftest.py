@@ -19,7 +19,6 @@ import pytest  # noqa: E402
 from ikcli.native.compile_pool import keep_workers  # noqa: E402
 
 _SHARED = Path(__file__).resolve().parents[2] / "shared"
-_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 _asked: set[str] = set()
 
 
@@ -38,10 +37,10 @@ def _is_whole(config: pytest.Config) -> bool:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Before any test, and before xdist starts its processes."""
     needed_kernels.watch()
-    if not _WORKER and _is_whole(session.config):
+    if not hasattr(session.config, "workerinput") and _is_whole(session.config):
         reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
         needed_kernels.compile_listed(reporter.write_line if reporter else print)
-    keep_workers(1 if _WORKER else None)
+    keep_workers(1 if "PYTEST_XDIST_WORKER" in os.environ else None)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -52,8 +51,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
-    if _WORKER:
-        config.workeroutput["kernels"] = needed_kernels.asked()  # type: ignore[attr-defined]
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["kernels"] = needed_kernels.asked()
     elif config.option.write_kernels and _is_whole(config):
         needed_kernels.write({*_asked, *needed_kernels.asked()})
 

@@ -48,6 +48,18 @@ def test_words() -> None:
     assert words(" \u3000\n") == []
 
 
+def test_words_are_those_of_bert() -> None:
+    """Accents go, also those that stand alone; what else a character is made of stays."""
+    assert words("cafe\u0301 \u0301 naïve") == ["cafe", "naive"]
+    assert words("한") == ["\u1112\u1161\u11ab"]
+    assert words("हिन्दी") == ["हिनदी"]
+
+
+def test_very_long_words_are_unknown(wpm: Tokenizer) -> None:
+    assert texts(wpm, "a" * 100, add_special=False) == ["▁a", *["a"] * 99]
+    assert texts(wpm, "a" * 101 + " a", add_special=False) == ["[UNK]", "▁a"]
+
+
 def test_default_ids_outside_the_vocabulary_are_not_used() -> None:
     tokenizer = Tokenizer.from_metadata(metadata("bert", TOKENS), "test.gguf")
     assert tokenizer.encode("a", add_special=False) == [list(TOKENS).index("▁a")]

@@ -1,7 +1,8 @@
 """The three ways of cutting a text fragment into tokens: SPM merges by score, byte-level BPE by rank, WordPiece.
 
-Each model is exact with respect to src/llama-vocab.cpp and fast through one idea: a fragment falls apart into short
-pieces that cannot influence each other, and pieces repeat, so their ids are remembered.
+Each model is exact with respect to src/llama-vocab.cpp, WordPiece to BERT's own code where the two differ. They are
+fast through one idea: a fragment falls apart into short pieces that cannot influence each other, and pieces repeat, so
+their ids are remembered.
 BPE merges run in the `tokenizers` library (imported on first use). SPM merges by score need ties between equal scores
 and between different splits of one token decided by position, which merge ranks cannot express; they run here.
 """
@@ -20,6 +21,7 @@ from ikcli.tokenizer.vocab import Vocab
 _REMEMBERED_LENGTH = 48
 _REMEMBERED_PIECES = 1 << 17
 _ESCAPED_SPACE = "\u2581"
+_LONGEST_WORD = 1 + 100  # characters that BERT's own code cuts
 
 
 class FragmentModel(Protocol):
@@ -261,6 +263,8 @@ class WpmModel:
             out += ids
 
     def _word(self, word: str) -> list[int]:
+        if len(word) > _LONGEST_WORD:
+            return [_unknown(self._vocab, "some words")]
         ids, start = [], 0
         while start < len(word):
             for end in range(min(len(word), start + self._longest), start, -1):
@@ -306,8 +310,9 @@ class _Basic(dict[str, tuple[str, str]]):
     """Character -> (letter, single, space or drop; its base in lower case), filled as characters turn up."""
 
     def __missing__(self, char: str) -> tuple[str, str]:
-        base = uni.nfd_first(char)
-        found = self[char] = (self._kind(ord(base)), uni.lower(base))
+        base = uni.without_accents(char)
+        kind = self._kind(ord(base[0])) if base else "drop"
+        found = self[char] = (kind, "".join(map(uni.lower, base)))
         return found
 
     @staticmethod

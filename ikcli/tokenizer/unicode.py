@@ -73,9 +73,11 @@ def lower(char: str) -> str:
     return "i" if char == "\u0130" else char.lower()
 
 
-def nfd_first(char: str) -> str:
-    """First character of the canonical decomposition: the base letter without its accents."""
-    return char if char < "\u00c0" else unicodedata.normalize("NFD", char)[0]
+def without_accents(char: str) -> str:
+    """The canonical decomposition of a character without its accents (Mn): nothing of an accent itself."""
+    if char < "\u00c0":
+        return char
+    return "".join(c for c in unicodedata.normalize("NFD", char) if unicodedata.category(c) != "Mn")
 
 
 class _View(dict[int, str]):

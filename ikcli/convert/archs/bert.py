@@ -1,8 +1,8 @@
-"""Encoders of texts: BERT, nomic-bert, jina-bert-v2, and the rerankers made of them."""
+"""Encoders of texts: BERT (RoBERTa and DistilBERT, too), nomic-bert, jina-bert-v2, and the rerankers made of them."""
 
 from __future__ import annotations
 
-from ikcli.convert.build import Architecture, Build, Table, drop, split, to
+from ikcli.convert.build import Architecture, Build, Found, Table, drop, split, to
 from ikcli.convert.common import activation, layer_eps, sizes
 from ikcli.convert.rope import put_rope, read_rope
 
@@ -31,6 +31,34 @@ def _bert(m: Build) -> None:
     activation(m, "gelu")
     _encoder(m)
     m.config.expect("position_embedding_type", "absolute")
+
+
+def _roberta(m: Build) -> None:
+    """The first positions belong to padding."""
+    _bert(m)
+    m.key("context_length", m.config.integer("max_position_embeddings") - _padding(m))
+
+
+def _padding(m: Build) -> int:
+    return m.config.integer("pad_token_id", default=1) + 1
+
+
+def _behind_padding(m: Build, found: Found) -> None:
+    m.part(found, "position_embd.weight", _padding(m), found.shape[0])
+
+
+def _distilbert(m: Build) -> None:
+    c = m.config
+    activation(m, "gelu", keys=("activation",))
+    m.key("block_count", m.n_layer)
+    m.key("context_length", c.integer("max_position_embeddings"))
+    m.key("embedding_length", c.integer("dim", "hidden_size", least=1))
+    m.key("feed_forward_length", c.integer("hidden_dim", least=1))
+    m.key("attention.head_count", c.integer("n_heads", "num_attention_heads", least=1))
+    m.key("attention.layer_norm_epsilon", 1e-12)
+    m.key("attention.causal", False)
+    c.expect("sinusoidal_pos_embds", False)
+    c.get("vocab_size", "tie_word_embeddings", "tie_weights_")
 
 
 def _jina(m: Build) -> None:
@@ -105,6 +133,17 @@ BERT |= {
     if name.endswith("LayerNorm") and isinstance(place, str)
     for old, new in (("gamma", "weight"), ("beta", "bias"))
 }
+ROBERTA: Table = BERT | {"embeddings.position_embeddings": _behind_padding}
+DISTILBERT: Table = _EMBEDDINGS | {
+    "transformer.layer.*.attention.q_lin": "blk.*.attn_q",
+    "transformer.layer.*.attention.k_lin": "blk.*.attn_k",
+    "transformer.layer.*.attention.v_lin": "blk.*.attn_v",
+    "transformer.layer.*.attention.out_lin": "blk.*.attn_output",
+    "transformer.layer.*.sa_layer_norm": "blk.*.attn_output_norm",
+    "transformer.layer.*.ffn.lin1": "blk.*.ffn_up",
+    "transformer.layer.*.ffn.lin2": "blk.*.ffn_down",
+    "transformer.layer.*.output_layer_norm": "blk.*.layer_output_norm",
+}
 JINA: Table = _EMBEDDINGS | _ATTENTION | {
     "encoder.layer.*.attention.self.layer_norm_q": "blk.*.attn_q_norm",
     "encoder.layer.*.attention.self.layer_norm_k": "blk.*.attn_k_norm",
@@ -136,6 +175,7 @@ NOMIC: Table = _EMBEDDINGS | {
     "layers.*.post_mlp_layernorm": "blk.*.layer_output_norm",
 }
 _RANKING: Table = {"pooler.dense": "cls", "classifier": "cls.output"}
+_HEAD: Table = {"classifier.dense": "cls", "classifier.out_proj": "cls.output"}
 _MASKED = r"^cls\.(predictions|seq_relationship)\."  # of pre-training
 
 ARCHITECTURES = (
@@ -145,6 +185,18 @@ ARCHITECTURES = (
     ),
     Architecture(
         "bert", ("BertForSequenceClassification",), _bert, BERT | _RANKING, _ranks, harmless=_HARMLESS, strip="bert."
+    ),
+    Architecture(
+        "bert", ("RobertaModel", "RobertaForMaskedLM"), _roberta, ROBERTA, drop=r"^lm_head\.", harmless=_HARMLESS,
+        strip="roberta.",
+    ),
+    Architecture(
+        "bert", ("RobertaForSequenceClassification",), _roberta, ROBERTA | _HEAD, _ranks, harmless=_HARMLESS,
+        strip="roberta.",
+    ),
+    Architecture(
+        "bert", ("DistilBertModel", "DistilBertForMaskedLM"), _distilbert, DISTILBERT, drop=r"^vocab_",
+        harmless=_HARMLESS | {"qa_dropout", "seq_classif_dropout"}, strip="distilbert.",
     ),
     Architecture(
         "jina-bert-v2", ("JinaBertModel", "JinaBertForMaskedLM"), _jina, JINA, drop=_MASKED, harmless=_HARMLESS,

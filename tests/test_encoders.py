@@ -8,19 +8,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from attention_cases import whole_texts
 from checkpoints import write_checkpoint
 from encoder_models import CLS, SEP, encoder_file, tiny, with_words
 from engine_client import Call, request, serving
 from factories import MemoryModel
 from fake_engine import FakeEngine
 from gguf_files import write_model
+from leaves import leaf
 from server_client import Client
 
 from ikcli import main
+from ikcli.backends.cuda.lower import all_rules
 from ikcli.config import RunConfig
 from ikcli.config_groups import ServerConfig
 from ikcli.convert.tool import open_checkpoint, plan_convert
@@ -34,7 +37,9 @@ from ikcli.engine.reference_session import ReferenceSession
 from ikcli.engine.self_test import check
 from ikcli.engine.session import Session
 from ikcli.errors import FormatError, IkError, NonFiniteError, UnsupportedError, UsageError
+from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
+from ikcli.graph import Graph, Weight
 from ikcli.models import GraphConfig, Outputs
 from ikcli.quant.imatrix_file import read_imatrix
 from ikcli.quant.quantizer import run
@@ -358,6 +363,18 @@ def test_embed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([*argv, "dog " * 2100]) == 2
     assert "shorten it, or raise -c and -ub" in capsys.readouterr().err
     assert main.main([*argv, "dog " * 2100, "-ub", "2200"]) == 0
+
+
+def test_the_cuda_backend_says_what_it_cannot_do() -> None:
+    """Where rules or `-ot` send parts of an encoder to a GPU all the same."""
+    rules = all_rules()
+    with pytest.raises(UnsupportedError, match="cannot compute flash_attn with both True"):
+        rules.check([whole_texts(4, 4, 32, tokens=8).node])
+    g = Graph()
+    with pytest.raises(UnsupportedError, match="cannot compute unary with kind gelu_erf"):
+        rules.check([g.activate(leaf(g, "x", 32), "gelu_erf", "y")])
+    with pytest.raises(UnsupportedError, match="no embed_types; use -ngl 0"):
+        rules.lower(cast(Any, None), g.embed_types(Weight("token_types.weight", GGMLType.F32, (32, 2)), -1))
 
 
 @pytest.mark.parametrize("argv", [["plan"], ["warmup"], ["serve", "--dry-run"]])

@@ -401,6 +401,7 @@ def test_a_server(tmp_path: Path) -> None:
         assert refused.status == 501 and refused.message.endswith("Its model (bert) has no next token; use another one")
         long = answers(engine, [[5] * 129])
         assert isinstance(long, Failure) and long.status == 400 and long.type == "exceed_context_size_error"
+        assert long.message.endswith("(128 tokens); shorten it")
 
 
 def test_query_and_document_in_a_prompt(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ikcli.engine.adapters import Added
 from ikcli.engine.embedder import Embedder, check_embeds
+from ikcli.engine.encoders import way_out
 from ikcli.engine.pooling import Pooling, RankHead, served_pooling
 from ikcli.engine.session import Session
 from ikcli.errors import UnsupportedError
@@ -88,10 +89,9 @@ class Embeddings:
             return Failure(501, "not_supported_error", self.problem)
         for i, tokens in enumerate(request.texts):
             if len(tokens) > n_ctx:
-                text = (
-                    f"text {i} ({len(tokens)} tokens) exceeds the available context size ({n_ctx} tokens); shorten it "
-                    "or start again with a larger -c"
-                )
+                text = f"text {i} ({len(tokens)} tokens) exceeds the available context size ({n_ctx} tokens); "
+                causal = self._session.model.hp.causal
+                text += "shorten it or start again with a larger -c" if causal else way_out(self._session)
                 return Failure(400, "exceed_context_size_error", text, {"n_prompt_tokens": len(tokens), "n_ctx": n_ctx})
             if not tokens or not 0 <= min(tokens) <= max(tokens) < n_vocab:
                 what = f"holds a token id outside the vocabulary of {n_vocab}" if tokens else "has no tokens"

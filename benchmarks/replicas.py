@@ -87,9 +87,11 @@ def governed(processes: Sequence[int], share: float) -> Iterator[None]:
     done, governor = Event(), Governor(share)
 
     def work() -> None:
-        while not done.wait(_TICK):
-            governor.tick(processes)
-        governor.release()
+        try:
+            while not done.wait(_TICK):
+                governor.tick(processes)
+        finally:
+            governor.release()
 
     thread = Thread(target=work)
     thread.start()

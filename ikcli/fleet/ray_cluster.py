@@ -27,6 +27,7 @@ def import_ray() -> Any:
         raise UnsupportedError('--ray needs Ray, which is not installed: pip install "ikcli[ray]"')
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # of --ray local: work that is waited for, as without Ray
     import ray
     from ray._private import worker
 

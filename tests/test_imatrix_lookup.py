@@ -134,7 +134,7 @@ def test_every_matrix_of_every_architecture_is_watched(arch: str) -> None:
     tensors = [info(name, *t.shape, type=t.type) for name, t in model.tensors.items()]
     choices = weighted_choices(choose_types(tensors, model.metadata, RecipeOptions(file_type=7)))
     missing = [c.name for c in choices if not found.fits(c.name, c.shape)]
-    assert len(choices) > 6
+    assert len(choices) >= 6
     assert {why_missing(name, model.tensors, ()) for name in missing} <= {
         "output (collected with --process-output)",
         "embeddings (rows are looked up, not multiplied)",

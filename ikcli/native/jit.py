@@ -5,48 +5,27 @@ Only the compile worker imports this. `inline` marks device functions (used insi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 from numba import njit
 from numba.core import compiler, types
 from numba.core.registry import cpu_target
 
-_OPTIONS = {"boundscheck": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-_made: dict[Hashable, Any] = {}
-
 
 def inline(function: Callable[..., Any]) -> Any:
-    """A device function: compiled into every kernel that calls it. Equal functions are the same one."""
-    key = _identity(function)
-    if key is None or key not in _made:
-        made = njit(function, nogil=True, error_model="numpy", **_OPTIONS)
-        if key is None:
-            return made
-        _made[key] = made
-    return _made[key]
-
-
-def _identity(function: Callable[..., Any]) -> Hashable | None:
-    """What a function is made of; None where that cannot be compared."""
-    try:
-        captured = [cell.cell_contents for cell in function.__closure__ or ()]
-        described = [(type(x), repr(x), x) for x in captured]  # equal numbers of two types are not the same
-        key = (function.__module__, function.__code__, function.__defaults__, *described)
-        hash(key)
-    except (ValueError, TypeError):  # not bound yet, or without a hash
-        return None
-    return key
+    """A device function: compiled into every kernel that calls it."""
+    return njit(function, nogil=True, error_model="numpy", boundscheck=False, no_cpython_wrapper=True)
 
 
 def merge(function: Callable[..., Any]) -> Any:
     """A device function whose statements become part of every caller, so that LLVM sees them once.
 
     For large bodies called from one or two places: an `inline` function is optimized once by itself and again in each
-    function above it. That costs compile time and gives the fastest kernels: those whose functions were only linked,
-    and optimized once as a whole, took 4 % longer for a token of a small model.
+    function above it. That costs half of the compile time and makes faster kernels: functions that were only linked,
+    and optimized as a whole, made a token of a small model take 4 % longer.
     """
-    return njit(function, nogil=True, error_model="numpy", inline="always", **_OPTIONS)
+    return njit(function, nogil=True, error_model="numpy", boundscheck=False, inline="always")
 
 
 def compile_to_object(function: Any, args: int | tuple[types.Type, ...], returns: bool) -> tuple[str, bytes]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +115,10 @@ class Added:
 
     scales: tuple[float, ...] = ()
     vectors: tuple[VectorUse, ...] = ()
+
+    def of_request(self, scales: tuple[float, ...] | None) -> Added:
+        """The same with the scales of adapters that a request names, if it does."""
+        return self if scales is None else replace(self, scales=scales)
 
 
 NOTHING = Added()

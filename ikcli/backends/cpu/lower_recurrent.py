@@ -15,10 +15,8 @@ from ikcli.backends.cpu.params_layers import (
     ShortConvParams,
 )
 from ikcli.backends.cpu.program import CpuLowering, Ref
-from ikcli.errors import UnsupportedError
-from ikcli.gguf.constants import GGMLType
-from ikcli.gguf.types import TYPES
-from ikcli.graph import HeadSlice, Node, Weight
+from ikcli.backends.weight_checks import check_f32
+from ikcli.graph import HeadSlice, Node
 from ikcli.graph.ops_recurrent import STATE_BLOCK, Decay, DeltaNet, GatedNorm, L2Norm, SelectiveScan, ShortConv
 from ikcli.native.kernel_cache import KernelKey
 
@@ -37,7 +35,7 @@ def _short_conv(low: CpuLowering, node: Node, op: ShortConv) -> None:
     taps = low.buffer(scratch * low.n_threads)
     at = 0
     for i, (x, w) in enumerate(zip(op.parts, op.weights, strict=True)):
-        _check_f32(w, "weights of short convolutions")
+        check_f32(w, "weights of short convolutions")
         bias = low.weight(op.biases[i]) if op.biases else 0
         params = ShortConvParams(x=low.out(x), x_stride=4 * x.cols, w=low.weight(w), bias=bias,
                                  out=low.out(node) + 4 * at, out_stride=4 * node.cols, cols=x.cols,
@@ -81,7 +79,7 @@ def _delta_net(low: CpuLowering, node: Node, op: DeltaNet) -> None:
 
 @RULES.add(SelectiveScan, "state x dt b c a d dt_bias")
 def _selective_scan(low: CpuLowering, node: Node, op: SelectiveScan) -> None:
-    _check_f32(op.a, "decays of a selective scan")
+    check_f32(op.a, "decays of a selective scan")
     scratch = 4 * STATE_BLOCK * op.n_state
     b, c = (low.out(part.node) + 4 * part.offset for part in (op.b, op.c))
     params = SelectiveScanParams(states=Ref(op.state), state_bytes=4 * op.state.cols, n_state=op.n_state,
@@ -90,11 +88,6 @@ def _selective_scan(low: CpuLowering, node: Node, op: SelectiveScan) -> None:
                                  dt_bias=low.weight(op.dt_bias), out=low.out(node), cols=node.cols,
                                  scratch=low.buffer(scratch * low.n_threads), scratch_bytes=scratch)  # fmt: skip
     low.emit(KernelKey("selective_scan", "make_selective_scan"), node.rows, params)
-
-
-def _check_f32(w: Weight, what: str) -> None:
-    if w.type is not GGMLType.F32:
-        raise UnsupportedError(f"{w.name} is {TYPES[w.type].name}; {what} have to be f32")
 
 
 @RULES.add(GatedNorm, "x w gate eps activation")

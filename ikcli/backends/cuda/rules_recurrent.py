@@ -7,10 +7,9 @@ import numpy as np
 from ikcli.backends.cuda.activations import PER_BLOCK, THREADS, format_args, parts_of, row_grid
 from ikcli.backends.cuda.lower import RULES, Arg, Counts, GpuLowering, Grid
 from ikcli.backends.cuda.upload import device_row_bytes
+from ikcli.backends.weight_checks import check_f32
 from ikcli.errors import UnsupportedError
-from ikcli.gguf.constants import GGMLType
-from ikcli.gguf.types import TYPES
-from ikcli.graph import Node, Weight
+from ikcli.graph import Node
 from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, SelectiveScan, ShortConv
 
 CONV_TOKENS, MAX_TAPS, SCAN_STATE = 32, 16, 16  # layer_recurrent.cu
@@ -24,7 +23,7 @@ def _short_conv(low: GpuLowering, node: Node, op: ShortConv) -> None:
         raise UnsupportedError(f"{node.name}: {op.n_taps} taps are more than the GPU kernel takes ({MAX_TAPS})")
     at = 0
     for i, (x, w) in enumerate(zip(op.parts, op.weights, strict=True)):
-        _check_f32(w, "weights of short convolutions")
+        check_f32(w, "weights of short convolutions")
         bias: Arg = low.weight(op.biases[i]) if op.biases else 0
         low.emit("layer_short_conv", _conv_grid(x.cols), 128, 0, low.state, low.out(x),
                  np.int32(x.cols), low.weight(w), np.int32(device_row_bytes(w.type, w.ne0) // 4), np.int32(op.n_taps),
@@ -81,7 +80,7 @@ def _staged(most: int, by_column: bool) -> int:
 
 @RULES.add(SelectiveScan, "state x dt b c a d dt_bias")
 def _selective_scan(low: GpuLowering, node: Node, op: SelectiveScan) -> None:
-    _check_f32(op.a, "decays of a selective scan")
+    check_f32(op.a, "decays of a selective scan")
     if op.n_state != SCAN_STATE:
         raise UnsupportedError(
             f"{node.name}: the GPU kernel takes a state of {SCAN_STATE} numbers per column, not {op.n_state}; run this "
@@ -94,11 +93,6 @@ def _selective_scan(low: GpuLowering, node: Node, op: SelectiveScan) -> None:
              low.cache(op.state), op.state.cols, low.out(op.x), low.out(op.dt), *slices, low.weight(op.a),
              np.int32(device_row_bytes(op.a.type, op.a.ne0) // 4), low.weight(op.d), low.weight(op.dt_bias),
              low.out(node), np.int32(node.cols))  # fmt: skip
-
-
-def _check_f32(w: Weight, what: str) -> None:
-    if w.type is not GGMLType.F32:
-        raise UnsupportedError(f"{w.name} is {TYPES[w.type].name}; {what} have to be f32")
 
 
 @RULES.add(GatedNorm, "x w gate eps activation")

@@ -10,6 +10,7 @@ from ikcli.native.simd.vec import (
     select_less_i32,
     splat_f32x16,
     splat_i32x16,
+    vabs,
     vadd,
     vdiv,
     vfma,
@@ -77,6 +78,13 @@ def vsigmoid(x):
     """1 / (1 + e**-x)."""
     one = splat_f32x16(_ONE)
     return vdiv(one, vadd(one, vexp(vsub(splat_f32x16(_ZERO), x))))
+
+
+@inline
+def vsoftplus(x):
+    """log(1 + e**x)."""
+    zero = splat_f32x16(_ZERO)
+    return vadd(vmax(x, zero), vlog1p_unit(vexp(vsub(zero, vabs(x)))))
 
 
 @inline

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -128,18 +128,14 @@ class Embeddings:
         slot = min(free, key=lambda s: (s.n_past, s.t_used))
         self._reuse.replace(slot, 0)
         slot.n_past, slot.state, slot.id_task = 0, EMBEDDING, first.id
-        slot.added = self._added(first, added)
+        slot.added = added.of_request(first.request.lora)
         self._slot, self._embedder = slot, Embedder(self._session, self.pooling, slot.id, self._head)
         self._join(added)
-
-    @staticmethod
-    def _added(task: EmbeddingTask, added: Added) -> Added:
-        return added if task.request.lora is None else replace(added, scales=task.request.lora)
 
     def _join(self, added: Added) -> None:
         """Add the texts of waiting requests, as far as they want the same adapters."""
         assert self._slot is not None and self._embedder is not None
-        while self._waiting and self._added(self._waiting[0], added) == self._slot.added:
+        while self._waiting and added.of_request(self._waiting[0].request.lora) == self._slot.added:
             task = self._waiting.popleft()
             task.t_start = time.perf_counter()
             self._running.append(task)

@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.adapters import Added
 from ikcli.engine.batch import Batch
 from ikcli.engine.control_vectors import VectorUse
 from ikcli.engine.devices import available_memory
@@ -297,17 +296,12 @@ class Worker:
         slots = [self.slots[i] for i in sorted(free)]
         least = self.config.slot_prompt_similarity
         if least > 0 and task.request.cache_prompt:
-            added = self._added(task)
+            added = self.added.of_request(task.request.lora)
             alike = [s for s in slots if s.added == added]
             best = max(alike, key=lambda s: s.similarity(task.prompt), default=None)
             if best is not None and best.similarity(task.prompt) > least:
                 return best
         return min(slots, key=lambda s: s.t_used)
-
-    def _added(self, task: Task) -> Added:
-        """What is added to the model for a request."""
-        lora, added = task.request.lora, self.added
-        return added if lora is None else replace(added, scales=lora)
 
     def _begin(self, slot: Slot, task: Task) -> None:
         request = task.request
@@ -316,7 +310,7 @@ class Worker:
             self._send(task, generation.final(slot.n_past))
             return
         reuse = request.cache_prompt and not request.prompt_logprobs
-        added = self._added(task)
+        added = self.added.of_request(task.request.lora)
         n = self._reuse.fetch(slot, task.prompt, added) if reuse else self._reuse.replace(slot, 0)
         n = self.session.truncate(slot.id, n)
         slot.added = added

@@ -89,15 +89,15 @@ def make_capped(more):
     return capped
 
 
+@inline
+def _not_weakened(x, at, tile, stats):
+    return x
+
+
 def make_weakened(more):
     """weakened(x, t, tile, stats): scores of one vector of rows with position t of the tile, after their distance."""
     if "d" not in more:
-
-        @inline
-        def as_it_is(x, t, tile, stats):
-            return x
-
-        return as_it_is
+        return _not_weakened
 
     @inline
     def weakened(x, t, tile, stats):
@@ -110,12 +110,7 @@ def make_weakened(more):
 def make_weakened_row(more):
     """weakened_row(x, i, tile, stats): scores of one row with the 16 positions from i of the tile on, likewise."""
     if "d" not in more:
-
-        @inline
-        def as_it_is(x, i, tile, stats):
-            return x
-
-        return as_it_is
+        return _not_weakened
 
     @inline
     def weakened_row(x, i, tile, stats):

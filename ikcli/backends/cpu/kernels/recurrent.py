@@ -15,7 +15,7 @@ from ikcli.backends.cpu.kernels.sgemm import load_f32x16_at, offset
 from ikcli.backends.cpu.kernels.state_rows import begins, state_row
 from ikcli.backends.cpu.params_layers import CONV_BLOCK, DecayParams, GatedNormParams, L2NormParams, ShortConvParams
 from ikcli.native.jit import inline
-from ikcli.native.simd.math import vexp, vlog1p_unit, vsigmoid, vsilu
+from ikcli.native.simd.math import vexp, vsigmoid, vsilu, vsoftplus
 from ikcli.native.simd.vec import (
     ld_f32,
     ld_i64,
@@ -24,12 +24,9 @@ from ikcli.native.simd.vec import (
     splat_f32x16,
     st_f32,
     store_f32x16,
-    vabs,
     vadd,
     vfma,
-    vmax,
     vmul,
-    vsub,
     zero_f32x16,
 )
 
@@ -144,8 +141,7 @@ def make_decay(bounded):
     def many(x, a, bound):
         if bounded:
             return vexp(vmul(bound, vsigmoid(vmul(a, x))))
-        y = vexp(vsub(zero_f32x16(), vabs(x)))
-        return vexp(vmul(a, vadd(vmax(x, zero_f32x16()), vlog1p_unit(y))))
+        return vexp(vmul(a, vsoftplus(x)))
 
     @kernel(DecayParams)
     def decay(params, ith, nth):

@@ -12,28 +12,19 @@ from ikcli.backends.cpu.kernels.sgemm import transpose16
 from ikcli.backends.cpu.kernels.state_rows import begins, state_row
 from ikcli.backends.cpu.params_layers import SelectiveScanParams
 from ikcli.native.jit import inline
-from ikcli.native.simd.math import vexp, vlog1p_unit
+from ikcli.native.simd.math import vexp, vsoftplus
 from ikcli.native.simd.vec import (
     bcast_f32x16,
     ld_i64,
     load_f32x16,
     store_f32x16,
-    vabs,
     vadd,
     vfma,
-    vmax,
     vmul,
-    vsub,
     zero_f32x16,
 )
 
 _LINE = 64  # bytes of a row of 16 columns
-
-
-@inline
-def _softplus(x):
-    y = vexp(vsub(zero_f32x16(), vabs(x)))
-    return vadd(vmax(x, zero_f32x16()), vlog1p_unit(y))
 
 
 def make_selective_scan():
@@ -71,7 +62,7 @@ def make_selective_scan():
                         store_f32x16(h + _LINE * i, zero_f32x16())
                 for t in range(start, start + n):
                     at = 4 * (t * cols + c0)
-                    step, row = _softplus(vadd(load_f32x16(dt + at), bias)), load_f32x16(x + at)
+                    step, row = vsoftplus(vadd(load_f32x16(dt + at), bias)), load_f32x16(x + at)
                     y = one_token(h, decays, n_state, row, step, b + t * b_stride, c + t * c_stride, vmul(through, row))
                     store_f32x16(out + at, y)
 

@@ -11,8 +11,13 @@ from ikcli.engine.stages.process import StageOptions, work
 class Threads:
     """As `LocalCrew`."""
 
-    def __init__(self, stages: Sequence[StageOptions]) -> None:
-        self._threads = [threading.Thread(target=work, args=(o,), daemon=True) for o in stages]
+    host = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, stages: Sequence[StageOptions]) -> None:
+        self._threads += [threading.Thread(target=work, args=(o,), daemon=True) for o in stages]
         for thread in self._threads:
             thread.start()
 

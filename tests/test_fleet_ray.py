@@ -298,14 +298,14 @@ def test_a_model_in_stages_on_two_nodes(
     words = ["perplexity", "-m", str(source), *perplexity(tmp_path)[1:]]
     assert main(words) == 0
     alone = capsys.readouterr().out
-    plain = ray_stages.RayCrew._begin
+    plain = ray_stages.RayCrew.begin
 
     def hidden(crew: Any, stages: Any) -> None:
         other = tmp_path / "other-node" / "in.gguf"
         monkeypatch.setattr(files, "parts_of", lambda path: (source,))
         plain(crew, [files.moved(stage, {source: other}) for stage in stages])
 
-    monkeypatch.setattr(ray_stages.RayCrew, "_begin", hidden)
+    monkeypatch.setattr(ray_stages.RayCrew, "begin", hidden)
     cached = cache_root().parent / "fleet" / digest.of_model(open_gguf(source))[:32]
     try:
         assert main([*words, "--stages", "2", "--ray", nodes.address]) == 0

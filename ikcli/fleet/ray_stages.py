@@ -109,42 +109,31 @@ class _Stage:
 
 
 class RayCrew:
-    """See `Crew` in `ikcli/engine/stages/crew.py`. `connect` comes first; `close` ends what it began."""
+    """See `Crew` in `ikcli/engine/stages/crew.py`."""
 
-    _connected = ExitStack()
-    _places: Sequence[Node] = ()
-
-    @classmethod
-    def connect(cls, address: str, parts: Sequence[int], n_threads: int) -> str:
-        """Join the cluster and find places for stages of these bytes; the address at which the command listens."""
+    def __init__(self, address: str, parts: Sequence[int], n_threads: int) -> None:
+        """Join the cluster and find places for stages of these bytes."""
+        self._actors: list[Any] = []
+        self._begun: list[Any] = []
+        self._ends: list[Any] = []
         with ExitStack() as stack:
             stack.enter_context(RayCluster(address, len(parts) * n_threads).connected())
-            cls._places = place(parts, _nodes())
-            host = "127.0.0.1" if address == LOCAL else this_address()
-            cls._connected = stack.pop_all()
-        for node in dict.fromkeys(cls._places):
-            here = [i for i, other in enumerate(cls._places) if other == node]
+            self._ray, self._places = import_ray(), place(parts, _nodes())
+            self.host = "127.0.0.1" if address == LOCAL else this_address()
+            self._closing = stack.pop_all()
+        for node in dict.fromkeys(self._places):
+            here = [i for i, other in enumerate(self._places) if other == node]
             if (size := sum(parts[i] for i in here)) > node.memory:
                 names = " and ".join(str(i + 1) for i in here)
                 warn(
                     f"stage{'s' * (len(here) > 1)} {names} of {shown_size(size)} on {node.host}, where Ray has "
                     f"{shown_size(int(node.memory))}: what does not fit is read from disk for every token"
                 )
-        return host
+        self._warn_at = math.inf
 
-    def __init__(self, stages: Sequence[StageOptions]) -> None:
-        self._ray, self._closing = import_ray(), self._connected.pop_all()
-        self._actors: list[Any] = []
-        self._begun: list[Any] = []
-        self._ends: list[Any] = []
+    def begin(self, stages: Sequence[StageOptions]) -> None:
+        """See Crew."""
         self._warn_at = time.monotonic() + PATIENCE
-        try:
-            self._begin(stages)
-        except BaseException:
-            self.close()
-            raise
-
-    def _begin(self, stages: Sequence[StageOptions]) -> None:
         on_this_machine = stages[0].config.fleet.ray == LOCAL
         needed = [] if on_this_machine else files.needed_by(_Stage(stages[0]))
         if needed:

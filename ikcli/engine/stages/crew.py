@@ -13,7 +13,13 @@ from ikcli.engine.stages.process import StageOptions
 
 
 class Crew(Protocol):
-    """Stages that were started."""
+    """Stages of a model."""
+
+    host: str
+    """Where the command listens for them."""
+
+    def begin(self, stages: Sequence[StageOptions]) -> None:
+        """Start them; `close` is to be called whatever comes of it."""
 
     def died(self, index: int) -> str:
         """Why a stage has ended; empty while it is there."""
@@ -25,9 +31,15 @@ class Crew(Protocol):
 class LocalCrew:
     """Processes on this machine, which end with the one that made them: their stdin is then closed."""
 
-    def __init__(self, stages: Sequence[StageOptions]) -> None:
+    host = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def begin(self, stages: Sequence[StageOptions]) -> None:
+        """See Crew."""
         command = [sys.executable, "-m", "ikcli.engine.stages"]
-        self._processes = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in stages]
+        self._processes += [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in stages]
         for process, options in zip(self._processes, stages, strict=True):
             assert process.stdin is not None
             with suppress(OSError):  # then it has ended, which is seen later

@@ -12,9 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,9 @@ from ikcli.errors import IkError, NonFiniteError, UnsupportedError
 from ikcli.gguf.reader import GGUFFile
 from ikcli.graph import Cache, Graph, Node
 
+if TYPE_CHECKING:
+    from ikcli.engine.stages.crew import Crew
+
 STAGE = "stage "
 _RAY = "ikcli.fleet.ray_stages:RayCrew"
 _DIGEST = "ikcli.fleet.digest:of_model"
@@ -51,12 +54,6 @@ class StageLostError(IkError):
 def stage_name(index: int) -> str:
     """Name of a stage among the devices of a plan."""
     return f"{STAGE}{index + 1}"
-
-
-class _Crew(Protocol):
-    def died(self, index: int) -> str: ...
-
-    def close(self) -> None: ...
 
 
 def _digest(file: GGUFFile) -> str:
@@ -84,7 +81,7 @@ class StagedRunner(Runner):
         self.route: Callable[[int, Address], Address] = lambda index, address: address
         """Where the stage (or, behind the last one, the driver) is reached that listens there: for proxies."""
         self._model: Model | None = None
-        self.crew: _Crew | None = None
+        self.crew: Crew | None = None
         self.pids: list[int] = []
         """Processes of the stages, each on its machine."""
         self._links: list[Link] = []
@@ -175,27 +172,25 @@ class StagedRunner(Runner):
         self._model = model
         config = replace(self._config, model=model.file.paths[0].absolute())
         secret, digest = secrets.token_hex(16), _digest(model.file)
-        crew_type: Any
         if config.fleet.ray is None:
-            crew_type, host = crew.LocalCrew, "127.0.0.1"
+            found: Crew = crew.LocalCrew()
         else:
-            crew_type = references.load(_RAY)
             n_threads = max(config.n_threads, config.n_threads_batch)
-            host = crew_type.connect(config.fleet.ray, self._parts_bytes(programs), n_threads)
-        listener = Listener(host, secret)
-        options = [
-            StageOptions(config, self._sizes, self.cuts, i, digest, listener.address, secret, host)
-            for i in range(len(self.stages))
-        ]
+            found = references.load(_RAY)(config.fleet.ray, self._parts_bytes(programs), n_threads)
+        self.crew = found
         try:
-            self.crew = crew_type(options)
-            addresses = self._gather(listener)
-            self._connect(listener, addresses, secret)
+            with closing(Listener(found.host, secret)) as listener:
+                found.begin(
+                    [
+                        StageOptions(config, self._sizes, self.cuts, i, digest, listener.address, secret, found.host)
+                        for i in range(len(self.stages))
+                    ]
+                )
+                addresses = self._gather(listener)
+                self._connect(listener, addresses, secret)
         except BaseException:
             self._end()
             raise
-        finally:
-            listener.close()
         self._n_outputs = min(self._sizes.n_seq, self._config.n_ubatch)  # what stages plan for at first
         self._lost = ""
 

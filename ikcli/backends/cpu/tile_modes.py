@@ -18,6 +18,8 @@ MOST_TILES = 3  # multiplied together
 _CACHE = 768 << 10  # bytes of tiles that stay in the second level, with room for activations
 _SMALL_BIAS = 64  # with which no sum of two products leaves 16 bits
 MOST_WITH_MINIMUM = 31  # the largest code of a type with minima
+_SPACING_1 = 0x4B400000  # bits of 3 * 2^22 as float32; those of an integer n, |n| < 2^22, more are of n more
+FIRST_SUM_F32 = 3.0 * 2**22
 PAIRS_BLOCK = 128  # columns that share a scale where numbers become 16-bit integers
 PAIRS_PART = 512  # columns of activations whose scales lie together, before them
 
@@ -35,6 +37,15 @@ def most_code(fmt: Any, mode: str) -> int:
 def tile_bias(fmt: Any) -> int:
     """What is added to a value of a symmetric mode in a tile: little where products of small codes are cheaper."""
     return fmt.bias if isa.current().plain_avx2 and 0 < fmt.bias <= _SMALL_BIAS else 128
+
+
+def first_sum() -> int:
+    """What integer sums of a tile begin with, so that as float32 their bits are FIRST_SUM_F32 more than they are; or 0.
+
+    Then no conversion is needed: FIRST_SUM_F32 goes with the product by the scale. It pays where that is one
+    instruction of few ports, and where the start of a sum needs no other change.
+    """
+    return 0 if isa.current().plain_avx2 else _SPACING_1
 
 
 def tile_bytes(mode: str, k: int) -> int:

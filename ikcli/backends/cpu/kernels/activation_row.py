@@ -7,6 +7,7 @@ import functools
 
 import llvmlite.ir as ir
 
+from ikcli.backends.cpu.tile_modes import first_sum
 from ikcli.native.simd.emit import I32
 from ikcli.native.simd.vec import call_llvm, const_vector, f32x8, f32x16, i32x8, i32x16, llvm_type, pointer, splat_value
 
@@ -38,7 +39,9 @@ class ActivationRow:
 
 
 def without_bias(e, fmt, sums):
-    """-bias * sum and (shift - bias) * sum, from -128 * sum: what codes of zero add to a dot product, negated."""
+    """-bias * sum and (shift - bias) * sum, from the stored sums: what codes of zero add to a dot product, negated."""
+    if first_sum():
+        sums = e.b.sub(sums, const_vector(i32x16, [first_sum()] * 16))
 
     def times(n):
         """-n * sum, for a power of two."""

@@ -1,11 +1,11 @@
 """Activations as the weights' kernels want them.
 
 `q8`, for the integer kernels: int8 per 32 values, float32 scale, exact sums.
-A row of K values is stored as K int8 | d f32[K/32] | s f32[K/32] = d * sum(q) | -128*sum(q) i32[K/32] | the same per 16
-i32[K/16] | s per 16 f32[K/16], padded to 64 bytes | the int8 again, by quarters: of each 256 columns first columns 0..3
-of all 16 blocks of 16, then columns 4..7 and so on (`kernels/row_dot.py`); for plain AVX2 their magnitudes instead, in
-order, and after these s per 16 f32[16] of each 256 columns once more, those of every other block together
-(`kernels/row_dot_avx2.py`). No half-precision sums anywhere: those overflow in models with large activations.
+A row of K values is stored as K int8 | d f32[K/32] | s f32[K/32] = d * sum(q) | `first_sum()` - 128*sum(q) i32[K/32] |
+the same per 16 i32[K/16] | s per 16 f32[K/16], padded to 64 bytes | the int8 again, by quarters: of each 256 columns
+first columns 0..3 of all 16 blocks of 16, then columns 4..7 and so on (`kernels/row_dot.py`); for plain AVX2 their
+magnitudes instead, in order, and after these s per 16 f32[16] of each 256 columns once more, those of every other block
+together (`kernels/row_dot_avx2.py`). No half-precision sums anywhere: those overflow in models with large activations.
 `bf16`, for weights of bfloat16: rounded to nearest even. `f32`: as they are (only ever gathered).
 `i16`, for weights that become 16-bit integers if rows are many, and stay floats if they are few: f32[K'], K' = K in
 whole blocks of 128, then per 512 columns the blocks' scales (f32, 64 bytes) | i16[512].
@@ -20,7 +20,7 @@ from ikcli.backends.cpu.kernels.common import n_rows
 from ikcli.backends.cpu.kernels.pair_codes import NORM, TOP, rounded
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.params_products import ConvertParams, GatherParams
-from ikcli.backends.cpu.tile_modes import PAIRS_BLOCK, PAIRS_PART
+from ikcli.backends.cpu.tile_modes import PAIRS_BLOCK, PAIRS_PART, first_sum
 from ikcli.native import isa
 from ikcli.native.jit import inline
 from ikcli.native.simd.blocks import store_magnitudes, store_quarters
@@ -47,6 +47,7 @@ from ikcli.native.simd.vec import (
 )
 
 _F0, _F1, _F127 = np.float32(0.0), np.float32(1.0), np.float32(127.0)
+_FIRST = first_sum()
 _TINY = np.float32(1e-36)  # smaller maxima count as zero: 127 / them would overflow
 _TINY16 = np.float32(1e-33)  # ... TOP / them
 
@@ -104,9 +105,9 @@ def quantize_blocks(src, dst, k, lo, hi):
         sum0, sum1 = np.int64(f0), np.int64(f1)
         st_f32(d_at + 4 * ib, d)
         st_f32(s_at + 4 * ib, d * np.float32(sum0 + sum1))
-        st_i32(sum32_at + 4 * ib, -128 * (sum0 + sum1))
-        st_i32(sum16_at + 8 * ib, -128 * sum0)
-        st_i32(sum16_at + 8 * ib + 4, -128 * sum1)
+        st_i32(sum32_at + 4 * ib, _FIRST - 128 * (sum0 + sum1))
+        st_i32(sum16_at + 8 * ib, _FIRST - 128 * sum0)
+        st_i32(sum16_at + 8 * ib + 4, _FIRST - 128 * sum1)
         st_f32(s16_at + 8 * ib, d * f0)
         st_f32(s16_at + 8 * ib + 4, d * f1)
         _store_sums(second, k, ib, d * f0, d * f1)

@@ -16,22 +16,22 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.tile_modes import LAYOUT, MOST_WITH_MINIMUM, PAIRS_BLOCK
+from ikcli.backends.cpu.tile_modes import FIRST_SUM_F32, LAYOUT, MOST_WITH_MINIMUM, PAIRS_BLOCK, first_sum
 from ikcli.native import isa
 from ikcli.native.simd import vec
 from ikcli.native.simd.dot import emit_dot_bf16, emit_dot_i16, most_addends
 from ikcli.native.simd.emit import Emitter, transpose16
 from ikcli.native.simd.half import bf16_to_f32, half_to_f32
-from ikcli.native.simd.vec import f32x16, i8x64, i32x16
+from ikcli.native.simd.vec import const_vector, f32x16, i8x64, i32x16, llvm_type
 
 
 @functools.cache
 def quant_tile(mode, bias, nt, nv=1):
-    """micro(tiles, tile_stride, n_blocks, a, a_stride, scales_at, out, out_stride, n_lanes).
+    """micro(tiles, tile_stride, first, n_blocks, a, a_stride, k, out, out_stride, n_lanes).
 
-    out[t][0:n_lanes] = nv tiles, `tile_stride` bytes apart, times a[t], t < nt; n_lanes <= 16*nv. `scales_at` is the
-    byte offset of the scales in an activation row: d[nb], s[nb] (f32), -128*isum per 32 [nb] and per 16 [2 nb] (i32),
-    s per 16 [2 nb].
+    out[t][0:n_lanes] = blocks first .. first + n_blocks - 1 of nv tiles, `tile_stride` bytes apart, times those of
+    a[t], t < nt, rows of k columns (`kernels/activations.py`); added to what is there unless first is 0.
+    n_lanes <= 16*nv.
     """
     header, block_bytes = LAYOUT[mode]
     most = MOST_WITH_MINIMUM if mode[0] == "m" else 2 * bias - 1
@@ -39,6 +39,7 @@ def quant_tile(mode, bias, nt, nv=1):
     # codes without their 128, which is what the sums start from otherwise
     signed = not with_min and isa.current().plain_avx2 and bias == 128
     smaller = 7 - (bias.bit_length() - 1)
+    assert not (smaller and first_sum())
     groups = 8 // halves
     at_once = 1 if signed else min(2 * halves, 1 << (most_addends(most).bit_length() - 1))
     pairs = [(t, v) for t in range(nt) for v in range(nv)]
@@ -50,19 +51,23 @@ def quant_tile(mode, bias, nt, nv=1):
         return e.loop(e.opaque(e.int(groups // per_round))) if in_rounds else contextlib.nullcontext(e.int(0))
 
     @intrinsic
-    def micro(typingctx, tiles, tile_stride, n_blocks, a, a_stride, scales_at, out, out_stride, n_lanes):
+    def micro(typingctx, tiles, tile_stride, first, n_blocks, a, a_stride, k, out, out_stride, n_lanes):
         def codegen(context, builder, sig, args):
-            tiles, tile_stride, n_blocks, a, a_stride, scales_at, out, out_stride, n_lanes = args
+            tiles, tile_stride, first, n_blocks, a, a_stride, k, out, out_stride, n_lanes = args
             e = Emitter(builder)
+            a = e.offset(a, e.times(first, 32))
             rows = [e.opaque(e.offset(a, e.times(a_stride, t))) for t in range(nt)]
+            tiles = e.offset(tiles, e.times(first, block_bytes))
             tiles = [e.opaque(e.offset(tiles, e.times(tile_stride, v))) for v in range(nv)]
             acc = {tv: e.variable(e.zero(f32x16)) for tv in pairs}
             outs = {(t, v): e.offset(out, e.times(out_stride, t), 64 * v) for t, v in pairs}
             for at in outs.values():  # else stores of spilled registers queue up behind those that wait for memory
                 e.prefetch(at, write=True)
-            nb4 = e.times(n_blocks, 4)
+            nb4, scales_at = builder.lshr(k, e.int(3)), e.offset(k, e.times(first, -28))
             sums_at = e.offset(scales_at, nb4)
             starts_at = e.offset(sums_at, nb4) if halves == 1 else e.offset(sums_at, nb4, nb4)
+            if halves == 2:
+                starts_at = e.offset(starts_at, e.times(first, 4))
             s16_at = e.offset(starts_at, nb4, nb4)
             with e.loop(n_blocks) as ib:
                 blocks = [e.offset(tile, e.times(ib, block_bytes)) for tile in tiles]
@@ -85,26 +90,29 @@ def quant_tile(mode, bias, nt, nv=1):
                             dot = e.dot_signed(dot, codes[v][0], x[0]) if signed else e.dots(dot, codes[v], x, most)
                             builder.store(dot, dots[t, v])
 
-                parts = {}
                 for half in range(halves):
                     dots = {}
                     for t in range(nt):
-                        first = e.zero(i32x16)
+                        start = const_vector(i32x16, [first_sum()] * 16)
                         if not with_min and not signed:
-                            first = e.splat_i32(e.offset(rows[t], first_at, 4 * half))
+                            start = e.splat_i32(e.offset(rows[t], first_at, 4 * half))
                             if smaller:
-                                first = builder.ashr(first, ir.Constant(first.type, [smaller] * 16))
-                        dots.update({(t, v): e.variable(first) for v in range(nv)})
+                                start = builder.ashr(start, ir.Constant(start.type, [smaller] * 16))
+                        dots.update({(t, v): e.variable(start) for v in range(nv)})
                     with rounds(e) as i:
                         for j in range(groups * half, groups * half + per_round, at_once):
                             codes_at = [e.offset(p, e.times(i, 64 * per_round), header + 64 * j) for p in blocks]
                             multiply(dots, codes_at, e.offset(q, e.times(i, 4 * per_round), 4 * j))
-                    scale = floats(64 * half)
+                    # at once, for there are no registers to keep sums of one half
+                    scales, d = floats(64 * half), [e.splat_f32(e.offset(row, d_at)) for row in rows]
+                    surplus = [builder.fmul(s, const_vector(f32x16, [-FIRST_SUM_F32] * 16)) for s in scales]
                     for t, v in pairs:
-                        parts[t, v] = _plus(e, parts.get((t, v)), e.to_f32(builder.load(dots[t, v])), scale[v])
-                d = [e.splat_f32(e.offset(row, d_at)) for row in rows]
-                for t, v in pairs:
-                    builder.store(e.fma(parts[t, v], d[t], builder.load(acc[t, v])), acc[t, v])
+                        dot = builder.load(dots[t, v])
+                        if first_sum():
+                            part = e.fma(builder.bitcast(dot, llvm_type(f32x16)), scales[v], surplus[v])
+                        else:
+                            part = builder.fmul(e.to_f32(dot), scales[v])
+                        builder.store(e.fma(part, d[t], builder.load(acc[t, v])), acc[t, v])
                 if with_min:
                     s_at = sums_at if halves == 1 else s16_at
                     for half in range(halves):
@@ -112,18 +120,12 @@ def quant_tile(mode, bias, nt, nv=1):
                         sums = [e.splat_f32(e.offset(row, s_at, e.times(ib4, halves), 4 * half)) for row in rows]
                         for t, v in pairs:
                             builder.store(e.fma(minima[v], sums[t], builder.load(acc[t, v])), acc[t, v])
-            for t, v in pairs:
-                e.store_first(builder.load(acc[t, v]), outs[t, v], e.offset(n_lanes, -16 * v))
+            _add_or_store(e, acc, outs, n_lanes, first)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 9), codegen
+        return types.void(*[types.int64] * 10), codegen
 
     return micro
-
-
-def _plus(e, total, value, factor):
-    """total, if there is one yet, plus value * factor."""
-    return e.b.fmul(value, factor) if total is None else e.fma(value, factor, total)
 
 
 @functools.cache

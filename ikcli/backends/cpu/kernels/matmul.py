@@ -25,29 +25,44 @@ from ikcli.backends.cpu.tile_modes import (
 from ikcli.native.jit import inline
 from ikcli.native.simd.vec import ld_i64
 
+_FIRST_LEVEL = 31 << 10  # bytes of tiles that stay in that cache, beside activations
 _ITEMS_PER_THREAD = 4  # at least, so that threads end at about the same time
 
 
 def _make_multiply(fmt, n_tiles, most):
     """multiply(tiles, stride, n, k, a, a_stride, m, out, out_stride): n weight rows in tiles times m activation rows.
 
-    At most `most` activation rows, a power of two, at a time.
+    At most `most` activation rows, a power of two, at a time, and as many columns as keep the tiles in the first-level
+    cache while all activation rows pass.
     """
-    micro = quant_tile(fmt.mode, tile_bias(fmt), most, n_tiles)
-    rest = _make_multiply(fmt, n_tiles, most // 2) if most > 1 else _nothing
+    some = _make_some(fmt, n_tiles, most)
+    at_once = 8 * max(_FIRST_LEVEL // (n_tiles * tile_bytes_per_step(fmt.mode)), 1)
 
     @inline
     def multiply(tiles, stride, n, k, a, a_stride, m, out, out_stride):
-        while m >= most:
-            micro(tiles, stride, k // 32, a, a_stride, k, out, out_stride, n)
-            a, out, m = a + most * a_stride, out + most * out_stride, m - most
-        rest(tiles, stride, n, k, a, a_stride, m, out, out_stride)
+        for first in range(0, k // 32, at_once):
+            some(tiles, stride, first, min(at_once, k // 32 - first), n, k, a, a_stride, m, out, out_stride)
 
     return multiply
 
 
+def _make_some(fmt, n_tiles, most):
+    """As `_make_multiply`, of the blocks of 32 columns from `first` on."""
+    micro = quant_tile(fmt.mode, tile_bias(fmt), most, n_tiles)
+    rest = _make_some(fmt, n_tiles, most // 2) if most > 1 else _nothing
+
+    @inline
+    def some(tiles, stride, first, n_blocks, n, k, a, a_stride, m, out, out_stride):
+        while m >= most:
+            micro(tiles, stride, first, n_blocks, a, a_stride, k, out, out_stride, n)
+            a, out, m = a + most * a_stride, out + most * out_stride, m - most
+        rest(tiles, stride, first, n_blocks, n, k, a, a_stride, m, out, out_stride)
+
+    return some
+
+
 @inline
-def _nothing(tiles, stride, n, k, a, a_stride, m, out, out_stride):
+def _nothing(tiles, stride, first, n_blocks, n, k, a, a_stride, m, out, out_stride):
     return
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from ikcli.native import isa
 
 TILE_ROWS = 16
-MOST_TILES = 3  # multiplied together
+TILES_TOGETHER = 3  # multiplied with the same activations at a time
+MOST_TILES = 2 * TILES_TOGETHER  # that a thread unpacks at a time, to read the activations fewer times
 _CACHE = 768 << 10  # bytes of tiles that stay in the second level, with room for activations
 _SMALL_BIAS = 64  # with which no sum of two products leaves 16 bits
 MOST_WITH_MINIMUM = 31  # the largest code of a type with minima
@@ -80,4 +81,8 @@ def makes_integers() -> bool:
 
 def tiles_per_thread(mode: str, k: int) -> int:
     """How many tiles of k columns a thread unpacks at a time."""
-    return MOST_TILES if multiplies_tiles_together() and MOST_TILES * tile_bytes(mode, k) <= _CACHE else 1
+    if multiplies_tiles_together():
+        for n in (MOST_TILES, TILES_TOGETHER):
+            if n * tile_bytes(mode, k) <= _CACHE:
+                return n
+    return 1

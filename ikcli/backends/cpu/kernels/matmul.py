@@ -15,8 +15,8 @@ from ikcli.backends.cpu.kernels.glu import glu_span
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.params_products import ByExpertParams, MulMatParams, UpGateParams, UpGluParams
 from ikcli.backends.cpu.tile_modes import (
-    MOST_TILES,
     TILE_ROWS,
+    TILES_TOGETHER,
     multiplies_tiles_together,
     rows_at_once,
     tile_bias,
@@ -32,16 +32,20 @@ _ITEMS_PER_THREAD = 4  # at least, so that threads end at about the same time
 def _make_multiply(fmt, n_tiles, most):
     """multiply(tiles, stride, n, k, a, a_stride, m, out, out_stride): n weight rows in tiles times m activation rows.
 
-    At most `most` activation rows, a power of two, at a time, and as many columns as keep the tiles in the first-level
-    cache while all activation rows pass.
+    At most `most` activation rows, a power of two, at a time, and as many columns as keep the tiles in the
+    first-level cache while all activation rows pass; these columns of the rows are read once for all tiles.
     """
-    some = _make_some(fmt, n_tiles, most)
-    at_once = 8 * max(_FIRST_LEVEL // (n_tiles * tile_bytes_per_step(fmt.mode)), 1)
+    some, height = _make_some(fmt, n_tiles, most), n_tiles * TILE_ROWS
+    # the same for any n_tiles, on which no sum may depend
+    at_once = 8 * max(_FIRST_LEVEL // (TILES_TOGETHER * tile_bytes_per_step(fmt.mode)), 1)
 
     @inline
     def multiply(tiles, stride, n, k, a, a_stride, m, out, out_stride):
         for first in range(0, k // 32, at_once):
-            some(tiles, stride, first, min(at_once, k // 32 - first), n, k, a, a_stride, m, out, out_stride)
+            n_blocks = min(at_once, k // 32 - first)
+            for r in range(0, n, height):
+                tile = tiles + r // TILE_ROWS * stride
+                some(tile, stride, first, n_blocks, min(height, n - r), k, a, a_stride, m, out + 4 * r, out_stride)
 
     return multiply
 
@@ -72,19 +76,17 @@ def _tile_block(type_name):
     unpack, step_bytes = unpack_sixteen(fmt), tile_bytes_per_step(fmt.mode)
     one = _make_multiply(fmt, 1, rows_at_once())
     # an activation is loaded once for all tiles
-    together = _make_multiply(fmt, MOST_TILES, 4) if multiplies_tiles_together() else one
+    height = TILES_TOGETHER * TILE_ROWS if multiplies_tiles_together() else TILE_ROWS
+    together = _make_multiply(fmt, TILES_TOGETHER, 4) if multiplies_tiles_together() else one
 
     @inline
     def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles):
         stride = (k + 255) // 256 * step_bytes
         for r in range(0, n, TILE_ROWS):
             unpack(w + r * row_bytes, row_bytes, min(TILE_ROWS, n - r), tiles + r // TILE_ROWS * stride, k)
-        if n == MOST_TILES * TILE_ROWS:
-            together(tiles, stride, n, k, a, a_stride, m, out, out_stride)
-            return
-        for r in range(0, n, TILE_ROWS):
-            tile = tiles + r // TILE_ROWS * stride
-            one(tile, stride, min(TILE_ROWS, n - r), k, a, a_stride, m, out + 4 * r, out_stride)
+        whole = n // height * height
+        together(tiles, stride, whole, k, a, a_stride, m, out, out_stride)
+        one(tiles + whole // TILE_ROWS * stride, stride, n - whole, k, a, a_stride, m, out + 4 * whole, out_stride)
 
     return block
 
@@ -113,7 +115,11 @@ def _block(type_name, activations=""):
 @inline
 def item_rows(height, n_tiles, streaming, n_w, nth):
     """Weight rows of a work item: of all tiles if that leaves enough items."""
-    return height if streaming or n_w < _ITEMS_PER_THREAD * nth * n_tiles * height else n_tiles * height
+    if streaming:
+        return height
+    while n_tiles > 1 and n_w < _ITEMS_PER_THREAD * nth * n_tiles * height:
+        n_tiles = TILES_TOGETHER if n_tiles > TILES_TOGETHER else 1
+    return n_tiles * height
 
 
 def make_mul_mat(type_name, activations=""):

@@ -128,6 +128,14 @@ def quant_tile(mode, bias, nt, nv=1):
     return micro
 
 
+def tile_scale(builder, x):
+    """Scales as a tile holds them: of 22 bits, so that their products with FIRST_SUM_F32 are exact."""
+    if not first_sum():
+        return x
+    ints = ir.VectorType(ir.IntType(32), x.type.count)
+    return builder.bitcast(builder.and_(builder.bitcast(x, ints), ir.Constant(ints, [-4] * x.type.count)), x.type)
+
+
 @functools.cache
 def float_tile(nv, nt, pairs=False):
     """micro(tile, k, a, a_stride, out, out_stride, n_lanes, more): out[t] (+)= tile . a[t].

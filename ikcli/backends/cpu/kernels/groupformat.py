@@ -20,6 +20,7 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from ikcli.backends.cpu.kernels.gemm import tile_scale
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import WeightFormat, steps
 from ikcli.backends.cpu.tile_modes import LAYOUT, tile_bias
@@ -270,11 +271,11 @@ def unpack_group(fmt):
     halves = 2 if mode.endswith("16") else 1
     rows = fmt.rows
 
-    def put(e, parts, d, to):
+    def put(e, parts, d, to, made=lambda builder, x: x):
         """Scales or minima of 8 blocks."""
         for n, values in enumerate(parts):
             values = values if d is None else e.mul(values, e.repeated(d, 16 // rows))
-            for i, x in enumerate(e.split(values, rows)):
+            for i, x in enumerate(e.split(made(e.b, values), rows)):
                 block, half = divmod(16 // rows * n + i, halves)
                 e.store(x, e.offset(to, block * block_bytes + 64 * half))
 
@@ -287,7 +288,7 @@ def unpack_group(fmt):
             lane = e.offset(tile, e.times(r, 4))
             for i, at_w, _ in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 start = e.offset(lane, e.times(i, 8 * block_bytes))
-                put(e, fmt.scales(e, at_w, row), fmt.d(e, at_w, row), start)
+                put(e, fmt.scales(e, at_w, row), fmt.d(e, at_w, row), start, tile_scale)
                 if mode[0] == "m":
                     put(e, fmt.minima(e, at_w, row), fmt.dmin(e, at_w, row), e.offset(start, 64 * halves))
                 for u in range(8 // fmt.unit):

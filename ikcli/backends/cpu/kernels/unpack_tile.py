@@ -11,6 +11,7 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from ikcli.backends.cpu.kernels.gemm import tile_scale
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import copy_blocks
 from ikcli.backends.cpu.tile_modes import LAYOUT, tile_bias
@@ -64,7 +65,7 @@ def unpack_tile(fmt):
         for which, src in enumerate(floats):
             for c, column in enumerate(transpose(e, src, _VECTOR)[: 8 * halves]):
                 at = c // halves * block_bytes + _VECTOR * (which * halves + c % halves)
-                e.store(column, e.offset(to, at))
+                e.store(column if which else tile_scale(e.b, column), e.offset(to, at))
 
     @intrinsic
     def unpack(typingctx, w, row_bytes, n, tile, k):

@@ -232,6 +232,16 @@ def test_a_tied_output_is_written_once(tmp_path: Path) -> None:
         open_checkpoint(write_checkpoint(tmp_path / "untied", LLAMA, tensors))
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_where_text_part_and_whole_disagree_about_the_output_the_tensors_tell(tmp_path: Path, whole: bool) -> None:
+    config = {"architectures": LLAMA["architectures"], "tie_word_embeddings": whole}
+    config["text_config"] = LLAMA | {"tie_word_embeddings": not whole}
+    tensors = llama_tensors(LLAMA)
+    assert "output.weight" in open_checkpoint(write_checkpoint(tmp_path / "own", config, tensors)).file.tensors
+    del tensors["lm_head.weight"]
+    assert "output.weight" not in open_checkpoint(write_checkpoint(tmp_path / "tied", config, tensors)).file.tensors
+
+
 def change(**keys: Any) -> dict[str, Any]:
     return LLAMA | keys
 

@@ -412,3 +412,9 @@ def test_golden_checkpoints(shared_dir: Path) -> None:
         keys = read_vocabulary(path.parent, config, "llama")
         assert keys["tokenizer.ggml.pre"] == "gpt-2"
         same(keys, Fast.from_file(str(path)), [*NASTY, *PLAIN])
+
+
+def test_the_text_part_knows_how_many_tokens_there_are(tmp_path: Path) -> None:
+    config = {"vocab_size": 600, "text_config": {"vocab_size": 520}}
+    keys = read_vocabulary(save(tmp_path, byte_level(PUBLISHED["gpt-2"])), config, "llama")
+    assert len(keys["tokenizer.ggml.tokens"]) == 520

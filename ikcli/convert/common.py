@@ -129,7 +129,10 @@ def put_llama3(m: Build, n_rot: int) -> None:
 
 def tied(m: Build, default: bool = False) -> None:
     """Without a matrix for the output that of the embeddings is used, and only if the checkpoint says so."""
-    if m.config.flag("tie_word_embeddings", default=default):
+    says = m.config.flag("tie_word_embeddings", default=default)
+    if m.config.raw.get("tie_word_embeddings", says) != says:  # text part and whole disagree: as the tensors are
+        says = "output.weight" not in m.tensors
+    if says:
         if m.tensors.pop("output.weight", None) is not None:
             m.dropped.append("lm_head.weight")
     elif "output.weight" not in m.tensors and "token_embd.weight" in m.tensors:

@@ -66,7 +66,7 @@ class TokenizerFiles:
     def size(self) -> int | None:
         """Tokens that the model has embeddings for, by its config; None if it does not say."""
         text = self.config.get("text_config")
-        for config in (self.config, text if isinstance(text, dict) else {}):
+        for config in (text if isinstance(text, dict) else {}, self.config):
             for key in ("vocab_size", "padded_vocab_size"):
                 value = config.get(key)
                 if isinstance(value, int) and not isinstance(value, bool):

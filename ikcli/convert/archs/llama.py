@@ -56,9 +56,14 @@ def _mistral3(m: Build) -> None:
     no_window(m)
     found = read_rope(c)
     if found.type == "yarn":
-        if found.number("mscale", 1.0) != found.number("mscale_all_dim", 0.0):
-            raise c.fail("rope_parameters", "has mscale and mscale_all_dim that differ; known are equal ones")
-        m.key("rope.scaling.yarn_log_multiplier", found.number("mscale_all_dim"))
+        scale, whole = found.number("mscale", 0.0), found.number("mscale_all_dim", 0.0)
+        if scale and whole:  # what the file says is taken for mscale_all_dim beside an mscale of 1
+            if scale not in (1.0, whole):
+                raise c.fail(
+                    "rope_parameters",
+                    f"has mscale {scale} and mscale_all_dim {whole}; known are equal ones, and mscale 1",
+                )
+            m.key("rope.scaling.yarn_log_multiplier", 1.0 if scale == whole else whole)
     if "llama_4_scaling_beta" in found.values:
         m.key("attention.temperature_scale", found.number("llama_4_scaling_beta"))
 

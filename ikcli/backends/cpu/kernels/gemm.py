@@ -90,6 +90,10 @@ def quant_tile(mode, bias, nt, nv=1):
                             dot = e.dot_signed(dot, codes[v][0], x[0]) if signed else e.dots(dot, codes[v], x, most)
                             builder.store(dot, dots[t, v])
 
+                def add(x, y, slot):
+                    builder.store(e.fma(x, y, builder.load(slot)), slot)
+
+                parts = {}
                 for half in range(halves):
                     dots = {}
                     for t in range(nt):
@@ -103,29 +107,35 @@ def quant_tile(mode, bias, nt, nv=1):
                         for j in range(groups * half, groups * half + per_round, at_once):
                             codes_at = [e.offset(p, e.times(i, 64 * per_round), header + 64 * j) for p in blocks]
                             multiply(dots, codes_at, e.offset(q, e.times(i, 4 * per_round), 4 * j))
-                    # at once, for there are no registers to keep sums of one half
                     scales, d = floats(64 * half), [e.splat_f32(e.offset(row, d_at)) for row in rows]
                     surplus = [builder.fmul(s, const_vector(f32x16, [-FIRST_SUM_F32] * 16)) for s in scales]
                     for t, v in pairs:
                         dot = builder.load(dots[t, v])
-                        if first_sum():
+                        if first_sum():  # no registers are left to keep sums of a half
                             part = e.fma(builder.bitcast(dot, llvm_type(f32x16)), scales[v], surplus[v])
+                            add(part, d[t], acc[t, v])
                         else:
-                            part = builder.fmul(e.to_f32(dot), scales[v])
-                        builder.store(e.fma(part, d[t], builder.load(acc[t, v])), acc[t, v])
+                            parts[t, v] = _plus(e, parts.get((t, v)), e.to_f32(dot), scales[v])
+                for (t, v), part in parts.items():
+                    add(part, d[t], acc[t, v])
                 if with_min:
                     s_at = sums_at if halves == 1 else s16_at
                     for half in range(halves):
                         minima = floats(64 * (halves + half))
                         sums = [e.splat_f32(e.offset(row, s_at, e.times(ib4, halves), 4 * half)) for row in rows]
                         for t, v in pairs:
-                            builder.store(e.fma(minima[v], sums[t], builder.load(acc[t, v])), acc[t, v])
+                            add(minima[v], sums[t], acc[t, v])
             _add_or_store(e, acc, outs, n_lanes, first)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 10), codegen
 
     return micro
+
+
+def _plus(e, total, value, factor):
+    """total, if there is one yet, plus value * factor."""
+    return e.b.fmul(value, factor) if total is None else e.fma(value, factor, total)
 
 
 def tile_scale(builder, x):

@@ -26,6 +26,7 @@ from ikcli.native.jit import inline
 from ikcli.native.simd.vec import ld_i64
 
 _FIRST_LEVEL = 31 << 10  # bytes of tiles that stay in that cache, beside activations
+_ALL_BLOCKS = 1 << 30  # without products of 64 bytes, those take longer than tiles from the second level
 _ITEMS_PER_THREAD = 4  # at least, so that threads end at about the same time
 
 
@@ -37,7 +38,8 @@ def _make_multiply(fmt, n_tiles, most):
     """
     some, height = _make_some(fmt, n_tiles, most), n_tiles * TILE_ROWS
     # the same for any n_tiles, on which no sum may depend
-    at_once = 8 * max(_FIRST_LEVEL // (TILES_TOGETHER * tile_bytes_per_step(fmt.mode)), 1)
+    step_bytes = TILES_TOGETHER * tile_bytes_per_step(fmt.mode)
+    at_once = 8 * max(_FIRST_LEVEL // step_bytes, 1) if multiplies_tiles_together() else _ALL_BLOCKS
 
     @inline
     def multiply(tiles, stride, n, k, a, a_stride, m, out, out_stride):

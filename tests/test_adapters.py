@@ -14,6 +14,7 @@ from cuda_emulation import needs_emulation
 from cuda_sessions import Opener, transcript
 from factories import MemoryModel, tiny_deepseek2, tiny_model
 from gguf_files import write_model
+from tiers import some_architectures
 from tiny_architectures import OPTIONAL, TINY, WINDOWED
 
 from ikcli.commands._options import parse
@@ -83,7 +84,7 @@ def test_as_merged_weights(tmp_path: Path, name: str, fmoe: bool) -> None:
     assert_same(logits(base, config, fmoe=fmoe)[:40], transcript(reference, 40, 0), 5e-3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("arch", sorted(WINDOWED | TINY))
+@pytest.mark.parametrize("arch", some_architectures(sorted(WINDOWED | TINY)))
 def test_every_architecture(tmp_path: Path, arch: str) -> None:
     """All that is multiplied with goes through `Graph.mul_mat`, and all layers through `layer_out`."""
     model = tiny_model(arch, optional=("kv_b.weight", *OPTIONAL.get(arch, ())), **(WINDOWED | TINY)[arch])

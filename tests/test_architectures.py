@@ -14,6 +14,7 @@ from cuda_emulation import needs_emulation
 from cuda_sessions import Opener
 from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
+from tiers import some_architectures
 from tiny_architectures import TINY, WINDOWED, tiny
 
 from ikcli import models
@@ -91,7 +92,7 @@ def test_tiny_model_against_the_numpy_reference(arch: str, tmp_path: Path) -> No
     assert np.abs(found - wanted).max() < 1e-3 * wanted.std()
 
 
-@pytest.mark.parametrize("arch", [arch for arch in WINDOWED if arch not in ("grok", "llama4")])
+@pytest.mark.parametrize("arch", some_architectures(arch for arch in WINDOWED if arch not in ("grok", "llama4")))
 def test_caches_of_windows(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have room for less than the 20 positions."""
     monkeypatch.setattr(sizes, "SPARE", 4)
@@ -106,7 +107,7 @@ def test_caches_of_windows(arch: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @needs_emulation
-@pytest.mark.parametrize("arch", [*TINY, *WINDOWED])
+@pytest.mark.parametrize("arch", some_architectures())
 def test_tiny_model_on_an_emulated_gpu(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "open_devices", Opener())
     path, wanted = written(arch, tmp_path)

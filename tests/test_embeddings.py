@@ -15,7 +15,8 @@ from cuda_emulation import needs_emulation
 from cuda_sessions import Opener
 from factories import MemoryModel, tiny_deepseek2, tiny_model
 from gguf_files import write_model
-from tiny_architectures import TINY, WINDOWED, tiny
+from tiers import some_architectures
+from tiny_architectures import tiny
 
 from ikcli import main
 from ikcli.config import RunConfig
@@ -77,7 +78,7 @@ def reference(path: Path, tokens: Array) -> Array:
     return session.decode(Batch.single(tokens, logits="all"))
 
 
-@pytest.mark.parametrize("arch", [*TINY, *WINDOWED])
+@pytest.mark.parametrize("arch", some_architectures())
 def test_states_of_every_architecture(arch: str, tmp_path: Path) -> None:
     """Alone, side by side with others, and in pieces."""
     path = write_model(tiny(arch), tmp_path / "tiny.gguf")

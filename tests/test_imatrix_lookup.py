@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from factories import tiny_deepseek2, tiny_model
 from recipe_models import info
-from tiny_architectures import TINY, WINDOWED, tiny
+from tiers import some_architectures
+from tiny_architectures import tiny
 
 from ikcli.engine.reference_session import ReferenceSession
 from ikcli.errors import FormatError
@@ -125,7 +126,7 @@ def test_neighbours_share_a_node_in_the_graphs() -> None:
     assert {("attn_q", "attn_v"), ("attn_q_a", "attn_kv_a_mqa"), ("ffn_gate_inp", "ffn_up_shexp")} <= pairs
 
 
-@pytest.mark.parametrize("arch", TINY | WINDOWED)
+@pytest.mark.parametrize("arch", some_architectures())
 def test_every_matrix_of_every_architecture_is_watched(arch: str) -> None:
     """What `ik quantize` would quantize has importance data, or a reason to have none."""
     model = tiny(arch)

@@ -1,0 +1,50 @@
+"""Which members of a matrix run by default; the others are slow, which .ci/run adds.
+
+The default run says within minutes whether something is broken. So it takes one member per way through the code: a kind
+of attention, of layer, of scale or of code. The others repeat a check with other numbers, and cost seconds each of
+computing or of compiling kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+import pytest
+from tiny_architectures import TINY, WINDOWED
+
+from ikcli.gguf.constants import GGMLType as T
+
+# One per kind of attention, norm, positions and layer; all others have the same parts in another order.
+ARCHITECTURES = {
+    "bloom",  # slopes
+    "gpt2",  # embedded positions, layer norms
+    "gptneox",  # attention and feed forward side by side
+    "olmo2",  # norms behind layers
+    "glm4moe",  # shared experts, layers of prediction
+    "deepseek32",  # latent attention
+    "mamba", "qwen35moe", "kimi-linear",  # recurrent
+    "gemma2",  # windows and soft caps
+    "gemma4",  # layers that share caches
+    "gpt-oss",  # sinks
+    "laguna",  # a number of heads per layer
+}  # fmt: skip
+# The cache types of most runs. f32, bf16 and mixed pairs have the same kernels with other loads.
+CACHES = {T.F16, T.Q8_0}
+
+
+def some(values: Iterable[Any], default: Container[Any], name: Callable[[Any], str] | None = None) -> list[Any]:
+    """Parameters of a test; those not in `default` are slow. A value may be a tuple for several names."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            id=name(value) if name else None,
+            marks=() if value in default else pytest.mark.slow,
+        )
+        for value in values
+    ]
+
+
+def some_architectures(names: Iterable[str] = (*TINY, *WINDOWED)) -> list[Any]:
+    """Of architectures."""
+    return some(names, ARCHITECTURES)

@@ -26,6 +26,7 @@ from attention_cases import (
     how_rounded,
 )
 from kernel_harness import Harness, Segment
+from tiers import CACHES, SAME_CACHES, some
 
 from ikcli.backends.cpu.kernels import pair_sizes
 from ikcli.backends.cpu.lower_attention import RULES
@@ -33,6 +34,10 @@ from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import row_n_bytes
 from ikcli.native import isa
+
+
+def joined(types: tuple[GGMLType, ...]) -> str:
+    return "-".join(t.name for t in types)
 
 
 # --- kv_store, kv_rows -----------------------------------------------------------------------------------------------
@@ -95,8 +100,8 @@ LENGTHS = [1, 2, 3, 4, 5, 31, 32, 33, 255, 256, 257]
 
 
 @pytest.mark.parametrize("flash", [True, False])
-@pytest.mark.parametrize("types", [(F16, F16), (F32, F32), (BF16, BF16), (Q8_0, Q8_0), (Q8_0, F16)],
-                         ids=lambda t: "-".join(x.name for x in t))  # fmt: skip
+@pytest.mark.parametrize("types", some([(F16, F16), (F32, F32), (BF16, BF16), (Q8_0, Q8_0), (Q8_0, F16)],
+                                       [*SAME_CACHES, (F32, F32)]), ids=joined)  # fmt: skip
 def test_cache_types(types: tuple[GGMLType, GGMLType], flash: bool) -> None:
     check(gqa(4, 2, 64, types, tokens=40, cells=128, flash=flash), [Segment(40, 3, 70)], 2)
 
@@ -119,8 +124,8 @@ def test_one_token(n_kv: int, n_threads: int, flash: bool) -> None:
 STREAMED = [(1, 1, 64), (4, 4, 128), (12, 6, 80), (15, 5, 64), (16, 4, 128), (14, 2, 64), (5, 1, 96), (8, 1, 256)]
 
 
-@pytest.mark.parametrize("types", [(F16, F16), (F32, BF16), (BF16, F32), (Q8_0, F16), (F16, Q8_0), (Q8_0, Q8_0)],
-                         ids=lambda t: "-".join(x.name for x in t))  # fmt: skip
+@pytest.mark.parametrize("types", some([(F16, F16), (F32, BF16), (BF16, F32), (Q8_0, F16), (F16, Q8_0), (Q8_0, Q8_0)],
+                                       SAME_CACHES), ids=joined)  # fmt: skip
 @pytest.mark.parametrize(("n_head", "n_head_kv", "width"), STREAMED)
 def test_generation_of_several_sequences(
     n_head: int, n_head_kv: int, width: int, types: tuple[GGMLType, GGMLType]
@@ -135,7 +140,7 @@ def test_generation_of_several_sequences(
     assert has_kernel(built, "attention_stream")
 
 
-@pytest.mark.parametrize("type_", [F16, F32, Q8_0])
+@pytest.mark.parametrize("type_", some([F16, F32, Q8_0], CACHES))
 @pytest.mark.parametrize("n_head", [1, 2, 5, 8, 11, 16])
 def test_generation_with_a_latent_cache(n_head: int, type_: GGMLType) -> None:
     """V lies inside the rows of K."""
@@ -150,8 +155,8 @@ def test_generation_with_a_latent_cache(n_head: int, type_: GGMLType) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("types", [(F16, F16), (BF16, BF16), (Q8_0, Q8_0), (Q8_0, F16), (Q8_0, BF16)],
-                         ids=lambda t: "-".join(x.name for x in t))  # fmt: skip
+@pytest.mark.parametrize("types", some([(F16, F16), (BF16, BF16), (Q8_0, Q8_0), (Q8_0, F16), (Q8_0, BF16)],
+                                       SAME_CACHES), ids=joined)  # fmt: skip
 @pytest.mark.parametrize(
     ("n_head", "n_head_kv", "width", "v_width"), [(12, 1, 64, 64), (20, 2, 96, 32), (9, 3, 32, 96)]
 )
@@ -163,7 +168,7 @@ def test_few_rows_in_pairs(
     check(built, [Segment(tokens, 10, 258)], 2)
 
 
-@pytest.mark.parametrize("type_", [F16, BF16, F32])
+@pytest.mark.parametrize("type_", some([F16, BF16, F32], CACHES))
 @pytest.mark.parametrize("tokens", [1, 2, 20])
 @pytest.mark.parametrize(("n_head", "width", "v_width"), [(3, 20, 20), (12, 20, 40), (6, 40, 24)])
 def test_heads_that_fill_no_vector(n_head: int, width: int, v_width: int, tokens: int, type_: GGMLType) -> None:
@@ -254,7 +259,7 @@ def test_prompts_in_pairs(n_kv: int, type_: GGMLType) -> None:
 
 
 @integers_only
-@pytest.mark.parametrize("type_", [F16, BF16, Q8_0])
+@pytest.mark.parametrize("type_", some([F16, BF16, Q8_0], CACHES))
 @pytest.mark.parametrize(
     ("n_head", "n_head_kv", "width"), [(2, 2, 16), (12, 4, 48), (16, 16, 64), (20, 4, 80), (14, 2, 128), (3, 3, 256)]
 )
@@ -270,7 +275,10 @@ def test_head_shapes_in_pairs(n_head: int, n_head_kv: int, width: int, type_: GG
 @pytest.mark.parametrize("sharpness", [0.01, 1, 30])
 @pytest.mark.parametrize("view", [True, False])
 @pytest.mark.parametrize(("n_head", "tokens"), [(12, 1), (3, 2)])
-@pytest.mark.parametrize(("type_", "unevenness", "most"), [(F16, 1, 6), (BF16, 2, 0.5), (Q8_0, 3, 0.2)])
+@pytest.mark.parametrize(
+    ("type_", "unevenness", "most"),
+    some([(F16, 1, 6), (BF16, 2, 0.5), (Q8_0, 3, 0.2)], [(F16, 1, 6), (Q8_0, 3, 0.2)], unpack=True),
+)
 def test_uneven_rows_as_integers(
     type_: GGMLType, unevenness: float, most: float, n_head: int, tokens: int, view: bool, sharpness: float,
     rng: np.random.Generator,
@@ -306,7 +314,7 @@ def test_uneven_rows_as_integers(
 @integers_only
 @pytest.mark.parametrize("small_q", [False, True])
 @pytest.mark.parametrize(("n_head", "tokens"), [(12, 1), (3, 2), (16, 20)])
-@pytest.mark.parametrize(("type_", "most"), [(F16, 4), (BF16, 0.5)])
+@pytest.mark.parametrize(("type_", "most"), some([(F16, 4), (BF16, 0.5)], [(F16, 4)], unpack=True))
 def test_rotated_keys_much_larger_than_the_latent_part(
     type_: GGMLType, most: float, n_head: int, tokens: int, small_q: bool, rng: np.random.Generator
 ) -> None:
@@ -359,15 +367,15 @@ def test_sizes_of_rows(type_: GGMLType, n: int, rng: np.random.Generator) -> Non
 
 
 @integers_only
-def test_integers_need_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tokens", "type_"), some([(3, Q8_0), (2, Q8_0), (3, BF16)], [(2, Q8_0)], unpack=True))
+def test_integers_need_no_bfloat16(tokens: int, type_: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPUs with AVX-512 but without avx512bf16."""
     here = isa.current()
     lesser = replace(here, features=here.features - {"avx512bf16"})
     monkeypatch.setattr(isa, "current", lambda: lesser)
-    for tokens, type_ in ((3, Q8_0), (2, Q8_0), (3, BF16)):
-        built = gqa(6, 2, 64, (type_, type_), tokens=tokens, cells=80, flash=True)
-        check(built, [Segment(tokens, 1, 70)], 2)
-        assert has_kernel(built, "attention_pairs" if tokens == 3 else "attention_few_pairs")
+    built = gqa(6, 2, 64, (type_, type_), tokens=tokens, cells=80, flash=True)
+    check(built, [Segment(tokens, 1, 70)], 2)
+    assert has_kernel(built, "attention_pairs" if tokens == 3 else "attention_few_pairs")
 
 
 @integers_only
@@ -399,7 +407,7 @@ def test_large_scores() -> None:
 
 @pytest.mark.parametrize("flash", [True, False])
 @pytest.mark.parametrize("leaf", [0, 1, 2])
-@pytest.mark.parametrize("type_", [F16, BF16, Q8_0])
+@pytest.mark.parametrize("type_", some([F16, BF16, Q8_0], CACHES))
 def test_nan_is_not_hidden(type_: GGMLType, leaf: int, flash: bool, rng: np.random.Generator) -> None:
     """A NaN in a query or key reaches exactly the tokens that see it; one in a value at least those."""
     built = gqa(2, 2, 64, (type_, type_), tokens=40, cells=64, flash=flash)

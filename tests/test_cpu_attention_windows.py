@@ -27,6 +27,7 @@ from attention_cases import (
     random_sinks,
 )
 from kernel_harness import Harness, Segment
+from tiers import SAME_CACHES, some
 
 from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.errors import UnsupportedError
@@ -50,7 +51,8 @@ def asked(letters: str, n_head: int, window: int = 40) -> dict[str, Any]:
 
 LETTERS = ["w", "k", "s", "c", "wsc"]
 # All of them with one type, all at once with the others: kernels take long to compile.
-CASES = [*((x, (F16, F16)) for x in LETTERS), ("wsc", (F32, F32)), ("wsc", (Q8_0, Q8_0))]
+CASES = some([*((x, (F16, F16)) for x in LETTERS), ("wsc", (F32, F32)), ("wsc", (Q8_0, Q8_0))],
+             [(x, (F16, F16)) for x in ("w", "k", "wsc")], unpack=True)  # fmt: skip
 
 
 # --- functions -------------------------------------------------------------------------------------------------------
@@ -85,14 +87,16 @@ def test_prompts(letters: str, types: tuple[GGMLType, GGMLType], flash: bool) ->
 
 
 @pytest.mark.parametrize("flash", [True, False])
-@pytest.mark.parametrize("types", PAIRS_OF_TYPES, ids=lambda t: "-".join(x.name for x in t))
+@pytest.mark.parametrize("types", some(PAIRS_OF_TYPES, SAME_CACHES), ids=lambda t: "-".join(x.name for x in t))
 def test_cache_types(types: tuple[GGMLType, GGMLType], flash: bool) -> None:
     """A cache of windows that keeps only what is seen."""
     built = gqa(4, 2, 64, types, tokens=40, cells=90, flash=flash, per=Per.WINDOW, **asked("wsc", 4))
     check(built, [Segment(40, 0, 300, -255)], 2)
 
 
-@pytest.mark.parametrize(("flash", "type_"), [(True, F16), (True, F32), (False, F16)])
+@pytest.mark.parametrize(
+    ("flash", "type_"), some([(True, F16), (True, F32), (False, F16)], [(True, F16), (False, F16)], unpack=True)
+)
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 127, 128, 129, 200, 1000])
 def test_sizes_of_windows(window: int, flash: bool, type_: GGMLType) -> None:
     """Smaller and larger than tiles, blocks of tokens and the prompt."""
@@ -115,7 +119,9 @@ def test_window_and_chunk_together() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 33])
-@pytest.mark.parametrize(("n_head", "type_"), [*((n, F16) for n in (1, 2, 3, 5, 8, 12, 16)), (12, F32)])
+@pytest.mark.parametrize(
+    ("n_head", "type_"), [*((n, F16) for n in (1, 2, 3, 5, 8, 12, 16)), pytest.param(12, F32, marks=pytest.mark.slow)]
+)
 def test_groups_of_heads(n_head: int, tokens: int, type_: GGMLType) -> None:
     """Sinks belong to query heads, whatever the task."""
     built = gqa(2 * n_head, 2, 32, (type_, type_), tokens=tokens, cells=600, flash=True, **asked("wsc", 2 * n_head, 90))
@@ -148,7 +154,10 @@ def test_one_token(letters: str, types: tuple[GGMLType, GGMLType], n_threads: in
 
 
 @pytest.mark.parametrize("letters", ["k", "wsc"])
-@pytest.mark.parametrize(("n_head", "types"), [(12, (F16, F16)), (12, (Q8_0, Q8_0)), (4, (Q4_0, Q4_0))])
+@pytest.mark.parametrize(
+    ("n_head", "types"),
+    some([(12, (F16, F16)), (12, (Q8_0, Q8_0)), (4, (Q4_0, Q4_0))], [(12, (F16, F16))], unpack=True),
+)
 def test_one_token_otherwise(n_head: int, types: tuple[GGMLType, GGMLType], letters: str) -> None:
     """Kernels for groups and types that are not streamed."""
     built = gqa(n_head, 1, 64, types, tokens=1, cells=1100, flash=True, **asked(letters, n_head, 300))
@@ -156,14 +165,17 @@ def test_one_token_otherwise(n_head: int, types: tuple[GGMLType, GGMLType], lett
     assert not has_kernel(built, "attention_stream")
 
 
-@pytest.mark.parametrize("type_", [F16, Q8_0])
+@pytest.mark.parametrize("type_", some([F16, Q8_0], [F16]))
 def test_a_step_of_sequences_with_windows_of_cells(type_: GGMLType) -> None:
     built = gqa(16, 2, 64, (type_, type_), tokens=3, cells=400, flash=True, per=Per.WINDOW, **asked("wsc", 16, 128))
     built.run.independent = True
     check(built, [Segment(1, 0, 1000, -870), Segment(1, 0, 5, 140), Segment(1, 0, 128, 270)], 2)
 
 
-@pytest.mark.parametrize(("n_head", "n_head_kv", "type_"), [(16, 4, Q8_0), (12, 1, Q8_0), (16, 1, F16), (16, 2, F16)])
+@pytest.mark.parametrize(
+    ("n_head", "n_head_kv", "type_"),
+    some([(16, 4, Q8_0), (12, 1, Q8_0), (16, 1, F16), (16, 2, F16)], [(16, 1, F16), (16, 2, F16)], unpack=True),
+)
 def test_other_sequences_change_no_bits(n_head: int, n_head_kv: int, type_: GGMLType, rng: np.random.Generator) -> None:
     """A token of an independent program alone and next to others."""
     settings = asked("wsc", n_head, 150)
@@ -182,7 +194,7 @@ def test_other_sequences_change_no_bits(n_head: int, n_head_kv: int, type_: GGML
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
-@pytest.mark.parametrize("type_", [F16, Q8_0])
+@pytest.mark.parametrize("type_", some([F16, Q8_0], [F16]))
 def test_depth_changes_no_bits(tokens: int, type_: GGMLType, rng: np.random.Generator) -> None:
     """Behind its window a sequence may be as long as it likes: the same rows, the same work."""
     built = gqa(
@@ -199,7 +211,7 @@ def test_depth_changes_no_bits(tokens: int, type_: GGMLType, rng: np.random.Gene
 
 # --- what is not hidden, and what is refused -------------------------------------------------------------------------
 @pytest.mark.parametrize("flash", [True, False])
-@pytest.mark.parametrize("letters", ["w", "c", "wsc"])
+@pytest.mark.parametrize("letters", some(["w", "c", "wsc"], ["w", "wsc"]))
 def test_nan_reaches_those_that_see_it(letters: str, flash: bool, rng: np.random.Generator) -> None:
     """A NaN in a key reaches the tokens whose windows hold it, and no other."""
     built = gqa(2, 2, 64, (F16, F16), tokens=40, cells=64, flash=flash, **asked(letters, 2, 8))
@@ -212,7 +224,7 @@ def test_nan_reaches_those_that_see_it(letters: str, flash: bool, rng: np.random
 
 
 def test_a_sink_that_is_not_a_number_is_not_hidden(rng: np.random.Generator) -> None:
-    built = gqa(4, 2, 64, (F16, F16), tokens=1, cells=64, flash=True, **asked("s", 4))
+    built = gqa(4, 2, 64, (F16, F16), tokens=1, cells=64, flash=True, **asked("wsc", 4))
     run = built.run.compile(built.node, 2, {"attn_sinks": np.array([0, np.nan, 1, 2], np.float32)})
     values = {x: rng.standard_normal((1, cols), dtype=np.float32) for x, cols in built.leaves.items()}
     assert np.isnan(run([Segment(1)], values)).reshape(4, 64).all(axis=1).tolist() == [False, True, False, False]

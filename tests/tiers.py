@@ -7,7 +7,7 @@ computing or of compiling kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
@@ -30,17 +30,14 @@ ARCHITECTURES = {
     "laguna",  # a number of heads per layer
 }  # fmt: skip
 # The cache types of most runs. f32, bf16 and mixed pairs have the same kernels with other loads.
-CACHES = {T.F16, T.Q8_0}
+CACHES = [T.F16, T.Q8_0]
+SAME_CACHES = [(T.F16, T.F16), (T.Q8_0, T.Q8_0)]
 
 
-def some(values: Iterable[Any], default: Container[Any], name: Callable[[Any], str] | None = None) -> list[Any]:
-    """Parameters of a test; those not in `default` are slow. A value may be a tuple for several names."""
+def some(values: Iterable[Any], default: Container[Any], unpack: bool = False) -> list[Any]:
+    """Parameters of a test; those not in `default` are slow. `unpack`: a value is a tuple for several names."""
     return [
-        pytest.param(
-            *(value if isinstance(value, tuple) else (value,)),
-            id=name(value) if name else None,
-            marks=() if value in default else pytest.mark.slow,
-        )
+        pytest.param(*(value if unpack else (value,)), marks=() if value in default else pytest.mark.slow)
         for value in values
     ]
 

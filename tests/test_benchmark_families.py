@@ -35,6 +35,7 @@ def script() -> ModuleType:
     return module
 
 
+@pytest.mark.slow  # makes models
 def test_models_are_made_once_and_compared(
     script: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

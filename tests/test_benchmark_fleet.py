@@ -44,6 +44,7 @@ def test_a_share_of_a_core(script: ModuleType) -> None:
             busy.kill()
 
 
+@pytest.mark.slow  # a whole measurement, in processes
 def test_two_workers_and_costs(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

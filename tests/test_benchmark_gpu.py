@@ -43,6 +43,7 @@ def test_subjects_run_on_the_emulated_device(
 
 
 @needs_emulation
+@pytest.mark.slow  # seconds of emulation
 def test_attention_as_in_generation(gpu: ModuleType, tmp_path: Path) -> None:
     """The cache may be larger than what it holds; parts follow what it holds."""
     target, device = tmp_path / "result.json", EmulatedDevice()

@@ -39,6 +39,7 @@ def rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sc
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
 
 
+@pytest.mark.slow  # starts servers
 def test_latency(script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(monkeypatch, capsys, script, "latency")
     assert [row[0] for row in found] == ["direct", "front", "added by front"]

@@ -50,6 +50,7 @@ def test_a_proxy_delivers_all_in_order(script: ModuleType) -> None:
     assert found == data
 
 
+@pytest.mark.slow  # a whole measurement, in processes
 def test_one_and_two_processes(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "found.jsonl"
     words = ["-m", "demo", "--stages", "2", "--delay", "0.2", "-n", "2", "-p", "32", "-ub", "16", "-r", "1"]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from kernel_harness import Harness, Segment
-from weight_bytes import ALL_TYPES, QUANTIZED, fitting, good_blocks, params, stored
+from weight_bytes import ALL_TYPES, OF_EXPERTS, QUANTIZED, fitting, good_blocks, params, stored
 
 from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES, activation_kind
 from ikcli.backends.cpu.program import FEW_ROWS, INDEPENDENT_ROWS
@@ -347,7 +347,7 @@ def routed(g: Graph, logits: Node, n_used: int, ser: tuple[int, float] | None) -
     return g.moe_sort(route, N_EXPERT, "plan")
 
 
-@pytest.mark.parametrize("type_", ALL_TYPES)
+@pytest.mark.parametrize("type_", OF_EXPERTS)
 @pytest.mark.parametrize("ser", [None, (1, 0.7)])
 def test_experts(type_: GGMLType, ser: tuple[int, float] | None) -> None:
     k, n_rows, n_used = k_of(type_)[0], fitting(type_, 40), 3
@@ -385,7 +385,7 @@ def test_experts_do_not_depend_on_threads(type_: GGMLType) -> None:
             np.testing.assert_array_equal(results[0], other)
 
 
-@pytest.mark.parametrize("type_", ALL_TYPES)
+@pytest.mark.parametrize("type_", OF_EXPERTS)
 @pytest.mark.parametrize("ser", [None, (1, 0.9)])
 def test_experts_to_token_order(type_: GGMLType, ser: tuple[int, float] | None) -> None:
     """up, down, weighted sum: rows find their way back, dropped slots add nothing."""

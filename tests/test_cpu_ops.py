@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from kernel_harness import Harness, Segment
+from tiers import some
 from weight_bytes import ALL_TYPES, fitting, stored
 
 from ikcli.backends.cpu.lower import RULES
@@ -430,7 +431,10 @@ def test_add_id(ser: tuple[int, float] | None, cols: int) -> None:
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("act", GLUS[1:], ids=lambda a: f"{a.kind}-{a.limit}")
+# Each compiles a product of its own; by default one without and one with a limit.
+@pytest.mark.parametrize(
+    "act", some(GLUS[1:], [Glu("gelu"), Glu("swiglu_oai", 1.2, 1.5)]), ids=lambda a: f"{a.kind}-{a.limit}"
+)
 def test_moe_up_gate_of_other_activations(act: Glu) -> None:
     up, gate = random(5, 37, 32), random(5, 37, 32, seed=2)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import numpy as np
@@ -19,18 +19,20 @@ from ikcli.quant.repack import repack_rows
 
 Array = npt.NDArray[Any]
 QUANTIZED = [t.type for t in TYPES.values() if t.cpu]
-# Types tested by default: every tile mode with both kinds of rows; `-m slow` adds all others.
-_COMMON = ["f32", "f16", "bf16", "q8_0", "q4_0", "q5_0", "q4_K", "q5_K", "q6_K", "q2_K", "iq4_xs",
-           "q8_0_r8", "q4_k_r4", "q6_k_r4", "q2_k_r4"]  # fmt: skip
+# Types tested by default: every tile mode, and both kinds of rows; `-m slow` adds all others.
+_COMMON = ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_K", "q6_K", "q2_K", "q8_0_r8", "q4_k_r4"]
+# Products of experts find their rows and then go through the tiles of the plain products.
+_COMMON_OF_EXPERTS = ["f32", "f16", "q8_0", "q4_K", "q4_k_r4"]
 
 
-def params(types: Iterable[GGMLType]) -> list[Any]:
-    """Test parameters for types."""
+def params(types: Iterable[GGMLType], common: Container[str] = _COMMON) -> list[Any]:
+    """Test parameters for types; all but the common ones are slow."""
     names = {t: get_format(t).name for t in types}
-    return [pytest.param(t, id=n, marks=() if n in _COMMON else pytest.mark.slow) for t, n in names.items()]
+    return [pytest.param(t, id=n, marks=() if n in common else pytest.mark.slow) for t, n in names.items()]
 
 
 ALL_TYPES = params([*FLOAT_TYPES, *QUANTIZED])
+OF_EXPERTS = params([*FLOAT_TYPES, *QUANTIZED], _COMMON_OF_EXPERTS)
 
 
 @functools.cache

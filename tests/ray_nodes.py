@@ -8,18 +8,23 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import ray
+import pytest
 from fleet_deaths import alive
-from ray import cluster_utils
+
+# Ray itself takes a second to import, which every process of every run of the tests would pay.
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
 
 
 class Nodes:
     """A head without processors, and a node of each kind with one."""
 
     def __init__(self, kinds: Sequence[str]) -> None:
+        from ray import cluster_utils
+
         head = {"num_cpus": 0, "include_dashboard": False}
         self.kinds = kinds
         self.cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
@@ -48,6 +53,8 @@ class Nodes:
 @contextmanager
 def cluster(kinds: Sequence[str]) -> Iterator[Nodes]:
     """One at a time: several on one machine take each other's processors, and nodes fail to begin in time."""
+    import ray
+
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # actors unpickle from here

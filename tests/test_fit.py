@@ -108,6 +108,7 @@ def test_rules_and_ngl_are_kept(lite: Path) -> None:
     assert placed["output.weight"] == "CPU"
 
 
+@pytest.mark.slow  # places a model a dozen times
 def test_small_gpus_get_some_blocks_or_none(lite: Path) -> None:
     planner = planner_for(lite, "cuda:2304MiB")
     found = check(planner, fit(planner, BASE))
@@ -123,6 +124,7 @@ def test_without_cache_on_the_gpu_more_fits(lite: Path) -> None:
     assert fit(planner, replace(config, no_kv_offload=True)).config.n_cpu_moe < with_cache
 
 
+@pytest.mark.slow  # places a large model a dozen times
 def test_671b_on_one_card(tmp_path: Path) -> None:
     path = write_deepseek(tmp_path / "v3.gguf", V3, expert_types("iq2_k_r4", "iq3_k_r4"))
     planner = planner_for(path, "cuda:24GiB")
@@ -132,6 +134,7 @@ def test_671b_on_one_card(tmp_path: Path) -> None:
     assert found.options == "-ngl 99 --n-cpu-moe 60"
 
 
+@pytest.mark.slow  # places a large model a dozen times
 def test_qwen3_235b_on_four_cards(tmp_path: Path) -> None:
     path = write_header(tmp_path / "q.gguf", *qwen3_235b("q4_0"))
     planner = planner_for(path, "4*cuda:24GiB")

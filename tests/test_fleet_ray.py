@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from fleet_deaths import Around, Deadly, change_workers, wait_until
 from quant_models import write_model
+from ray_nodes import Nodes, cluster, needs_ray
 
 from ikcli.config import default_model, default_text
 from ikcli.errors import IkError
@@ -27,10 +28,8 @@ from ikcli.gguf.reader import open_gguf
 from ikcli.main import main
 from ikcli.native.kernel_cache import cache_root
 
-ray = pytest.importorskip("ray")
-from ray_nodes import Nodes, cluster  # noqa: E402  (which needs it)
-
 pytestmark = [
+    needs_ray,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.slow,  # three nodes on one machine: minutes
 ]
@@ -79,6 +78,8 @@ class Places:
         return self
 
     def do(self, unit: int) -> tuple[int, str]:
+        import ray
+
         if unit < 0:
             raise IkError(f"{unit} is negative")
         return unit * unit, ray.get_runtime_context().get_node_id()

@@ -16,13 +16,12 @@ import httpx
 import pytest
 from live_server import WAIT, wait_for
 from quant_models import write_model
+from ray_nodes import Nodes, cluster, needs_ray
 from test_replicas_live import Front
 from test_router_live import alive
 
-pytest.importorskip("ray")
-from ray_nodes import Nodes, cluster
-
 pytestmark = [
+    needs_ray,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.slow,  # four nodes on one machine: minutes
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc"),

@@ -33,6 +33,9 @@ ARCHITECTURES = {
 CACHES = [T.F16, T.Q8_0]
 SAME_CACHES = [(T.F16, T.F16), (T.Q8_0, T.Q8_0)]
 
+# Encoders whose search is compiled for one type, and is that of another type with other tables.
+OTHER_ENCODERS = {T.IQ5_K, T.IQ6_K, T.IQ3_KS, T.IQ5_KS, T.IQ2_KL, T.IQ1_KT, T.IQ3_KT, T.IQ4_KT}
+
 
 def some(values: Iterable[Any], default: Container[Any], unpack: bool = False) -> list[Any]:
     """Parameters of a test; those not in `default` are slow. `unpack`: a value is a tuple for several names."""
@@ -40,6 +43,12 @@ def some(values: Iterable[Any], default: Container[Any], unpack: bool = False) -
         pytest.param(*(value if unpack else (value,)), marks=() if value in default else pytest.mark.slow)
         for value in values
     ]
+
+
+def some_encoders(types: Iterable[T]) -> list[Any]:
+    """Of types that rows are encoded to."""
+    types = list(types)
+    return some(types, set(types) - OTHER_ENCODERS)
 
 
 def some_architectures(names: Iterable[str] = (*TINY, *WINDOWED)) -> list[Any]:

@@ -14,7 +14,7 @@ from cuda_emulation import needs_emulation
 from cuda_sessions import Opener, transcript
 from factories import MemoryModel, tiny_deepseek2, tiny_model
 from gguf_files import write_model
-from tiers import some_architectures
+from tiers import some, some_architectures
 from tiny_architectures import OPTIONAL, TINY, WINDOWED
 
 from ikcli.commands._options import parse
@@ -249,7 +249,12 @@ def opener(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
 
 @needs_emulation
 @pytest.mark.parametrize(
-    "changes", [{}, {"n_gpu_layers": 1}, {"cpu_moe": True}, {"cpu_moe": True, "offload_min_batch": 4}], ids=str
+    "changes",
+    some(
+        [{}, {"n_gpu_layers": 1}, {"cpu_moe": True}, {"cpu_moe": True, "offload_min_batch": 4}],
+        [{}, {"cpu_moe": True, "offload_min_batch": 4}],
+    ),
+    ids=str,
 )
 @pytest.mark.parametrize("name", ["llama", "qwen3moe"])
 def test_on_a_gpu(tmp_path: Path, opener: Opener, rng: np.random.Generator, name: str, changes: dict[str, Any]) -> None:

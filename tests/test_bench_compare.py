@@ -196,6 +196,7 @@ def test_command_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert problem in capsys.readouterr().err
 
 
+@pytest.mark.slow  # starts processes that load models
 def test_settings_of_this_program(capsys: pytest.CaptureFixture[str]) -> None:
     """Two runs of the bundled model for real."""
     argv = ["bench", "-p", "4", "-n", "2", "-r", "1", "-w", "0", "--compare", "-ub 8", "--rounds", "2", "-o", "json"]

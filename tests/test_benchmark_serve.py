@@ -80,6 +80,7 @@ def test_answers_that_break_off(script: ModuleType, capsys: pytest.CaptureFixtur
             asyncio.run(run())
 
 
+@pytest.mark.slow  # a whole measurement, with a server
 def test_a_run(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--ik", f"{sys.executable} -m ikcli", "-np", "2", "--clients", "1,3", "-p", "8", "-n", "4", "-r", "1"]
     assert script.main([*command, "--requests", "3", "--", "--no-webui"]) == 0

@@ -34,6 +34,11 @@ def inputs(rng: np.random.Generator, n: int = NE0, rank: int = 48) -> np.ndarray
     return x.astype(np.float32)
 
 
+@pytest.fixture(scope="module")
+def moments() -> np.ndarray:
+    return moments_of(inputs(np.random.default_rng(1234)))
+
+
 def moments_of(x: np.ndarray) -> np.ndarray:
     return (x.T.astype(np.float64) @ x / len(x)).astype(np.float32)
 
@@ -45,8 +50,8 @@ def product_error(w: np.ndarray, y: np.ndarray, h: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("type", some_encoders(FED_BACK), ids=lambda t: t.name)
-def test_products_are_better_than_without(rng: np.random.Generator, type: T) -> None:
-    h = moments_of(inputs(rng))
+def test_products_are_better_than_without(rng: np.random.Generator, moments: np.ndarray, type: T) -> None:
+    h = moments
     w = (rng.standard_normal((24, NE0)) * 0.02).astype(np.float32)
     plain = dequantize(quantize_rows(w, type, np.diagonal(h).copy()), type, (NE0, 24))
     ours = dequantize(encode_with_feedback(w, type, Metric(h)), type, (NE0, 24))

@@ -74,6 +74,7 @@ def test_fewest_experts_stay_in_ram(lite: Path) -> None:
     assert 0 <= margin < 3 * down and (half != ["CPU"] * 3 or margin < down)
 
 
+@pytest.mark.slow  # places a model many times
 def test_margin(lite: Path) -> None:
     planner = planner_for(lite, "cuda:6GiB")
     more = fit(planner, replace(BASE, fit_margin=0)).plan.on_gpus()
@@ -117,6 +118,7 @@ def test_small_gpus_get_some_blocks_or_none(lite: Path) -> None:
     assert check(nothing, fit(nothing, BASE)).options == "-ngl 0"
 
 
+@pytest.mark.slow  # places a model many times
 def test_without_cache_on_the_gpu_more_fits(lite: Path) -> None:
     planner = planner_for(lite, "cuda:6GiB")
     config = replace(BASE, n_ctx=65536)

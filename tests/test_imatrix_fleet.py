@@ -81,6 +81,7 @@ def test_experts_by_any_number_of_threads(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow  # shared by all commands: test_fleet.py, and with one of them test_perplexity_fleet.py
 def test_a_worker_that_dies(
     run: list[str], alone: bytes, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_a_worker_that_dies(
     assert capsys.readouterr().err.count("its unit is done again") == 1 and (tmp_path / "died").exists()
 
 
+@pytest.mark.slow  # shared by all commands: test_fleet.py, and with one of them test_perplexity_fleet.py
 def test_a_driver_that_is_killed(run: list[str], tmp_path: Path) -> None:
     journal = tmp_path / "j.jsonl"
     words = [*run, "--chunks", "-1"]

@@ -119,6 +119,7 @@ def test_a_matrix_of_quants(source: Path, imatrix: Path, tmp_path: Path) -> None
     assert last.read_bytes() == wanted[-1].read_bytes()
 
 
+@pytest.mark.slow  # shared by all commands: test_fleet.py, and with one of them test_perplexity_fleet.py
 def test_a_worker_that_dies(source: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     quantize(source, tmp_path / "alone.gguf", "Q5_K", 1)
     change_workers(monkeypatch, fleet_quantize, lambda f: Deadly(f, tmp_path))
@@ -128,6 +129,7 @@ def test_a_worker_that_dies(source: Path, tmp_path: Path, capsys: Capture, monke
     assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "alone.gguf").read_bytes()
 
 
+@pytest.mark.slow  # shared by all commands: test_fleet.py, and with one of them test_perplexity_fleet.py
 def test_a_driver_that_is_killed(tmp_path: Path) -> None:
     source, journal = default_model(), tmp_path / "j.jsonl"
     quantize(source, tmp_path / "alone.gguf", "IQ4_K", 1)

@@ -47,6 +47,7 @@ def test_workers_and_journals_print_the_same(run: list[str], tmp_path: Path, cap
     assert "rows is 0 there and 16 now" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # shared by all commands: test_fleet.py, and with one of them test_perplexity_fleet.py
 def test_a_worker_that_dies(run: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = printed(run, capsys)
     change_workers(monkeypatch, fleet_stats, lambda f: Deadly(f, tmp_path))
@@ -55,6 +56,7 @@ def test_a_worker_that_dies(run: list[str], tmp_path: Path, capsys: Capture, mon
     assert out == alone and err.count("its unit is done again") == 1
 
 
+@pytest.mark.slow  # shared by all commands: test_fleet.py, and with one of them test_perplexity_fleet.py
 def test_a_driver_that_is_killed(run: list[str], tmp_path: Path, capsys: Capture) -> None:
     journal = tmp_path / "j.jsonl"
     words = [*run, "--journal", str(journal)]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from live_server import Server, wait_for
 from pty_client import Terminal
+from tiers import some
 
 pytestmark = pytest.mark.skipif("sys.platform == 'win32'")
 SHORT = ("chat", "-t", "1", "-c", "512", "-n", "24", "--temp", "0")
@@ -74,7 +75,9 @@ def test_ctrl_c_stops_the_answer_and_twice_leaves(tmp_path: Path) -> None:
         assert "llama_print_timings:        eval time" in t.text
 
 
-@pytest.mark.parametrize("first_line_end", ["\x1b\r", "\\\r", "\n"], ids=["alt-enter", "backslash", "ctrl-j"])
+@pytest.mark.parametrize(
+    "first_line_end", some(["\x1b\r", "\\\r", "\n"], ["\x1b\r"]), ids=["alt-enter", "backslash", "ctrl-j"]
+)
 def test_several_lines_are_one_message(tmp_path: Path, first_line_end: str) -> None:
     file = tmp_path / "talk.json"
     with Terminal(*SHORT, home=tmp_path) as t:
@@ -88,6 +91,7 @@ def test_several_lines_are_one_message(tmp_path: Path, first_line_end: str) -> N
     assert json.loads(file.read_text())["messages"][0]["content"] == "one\ntwo"
 
 
+@pytest.mark.slow  # a program of its own in a terminal
 def test_edit_offers_the_last_message(tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     with Terminal(*SHORT, home=tmp_path) as t:
@@ -129,6 +133,7 @@ def test_simple_io_without_editor_and_markdown(tmp_path: Path) -> None:
         assert "\x1b[?2004h" not in t.raw
 
 
+@pytest.mark.slow  # a program of its own in a terminal
 def test_text_in_turns_with_a_reverse_prompt(tmp_path: Path) -> None:
     options = ("-i", "-p", "Return the value", "-r", "name", "--in-prefix", "[", "--in-suffix", "]", "-n", "40")
     with Terminal(*SHORT[:5], "--temp", "0", *options, home=tmp_path) as t:
@@ -142,6 +147,7 @@ def test_text_in_turns_with_a_reverse_prompt(tmp_path: Path) -> None:
         assert t.ended() == 0
 
 
+@pytest.mark.slow  # a program of its own in a terminal
 def test_ctrl_c_stops_an_answer_of_a_server(tmp_path: Path) -> None:
     server = Server("--slots", log=tmp_path / "log.txt")
     try:

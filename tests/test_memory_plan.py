@@ -155,6 +155,7 @@ def test_proposals_are_planned_before_they_are_made(lite: Path) -> None:
     assert not planner.plan(replace(BASE, n_cpu_moe=n - 1)).memory.fits()
 
 
+@pytest.mark.slow  # plans a model a dozen times
 def test_context_and_cache_type_are_proposed_where_the_cache_is_too_large(lite: Path) -> None:
     config = replace(BASE, n_ctx=131072, cpu_moe=True, no_kv_offload=False)
     spec = "cuda:4GiB,cpu:32GiB"
@@ -176,6 +177,7 @@ def test_nothing_helps(lite: Path) -> None:
     assert lines[-1].startswith("no change of options is enough")
 
 
+@pytest.mark.slow  # plans a model a dozen times
 def test_where_prompts_are_computed(lite: Path, tmp_path: Path) -> None:
     config = replace(BASE, cpu_moe=True, n_ubatch=256)
 

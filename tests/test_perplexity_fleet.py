@@ -71,6 +71,7 @@ def test_a_worker_that_dies(run: list[str], tmp_path: Path, capsys: Capture, mon
     assert out == alone and err.count("its unit is done again") == 1 and (tmp_path / "died").exists()
 
 
+@pytest.mark.slow  # starts processes for another kind of windows
 def test_divergence_of_workers_is_that_of_one_process(base: list[str], tmp_path: Path, capsys: Capture) -> None:
     alone = printed(base, capsys)
     assert "KlSummary(count=279" in alone and len(alone.splitlines()) == 13
@@ -80,6 +81,7 @@ def test_divergence_of_workers_is_that_of_one_process(base: list[str], tmp_path:
     assert printed([*base, "--journal", str(journal)], capsys) == alone
 
 
+@pytest.mark.slow  # starts processes for another kind of windows
 def test_strided_windows(run: list[str], capsys: Capture) -> None:
     words = [*run, "--ppl-stride", "32", "--chunks", "4"]
     assert printed([*words, "--workers", "2"], capsys) == printed(words, capsys)

@@ -92,6 +92,7 @@ def test_workers_write_the_same_bytes(source: Path, imatrix: Path, tmp_path: Pat
     assert "a journal of other work" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # starts processes for a mixture of what other tests do
 def test_split_results_and_repacking(source: Path, tmp_path: Path) -> None:
     quantize("--keep-split", source, tmp_path / "alone", "Q4_0", 1)
     quantize("--keep-split", "--workers", 2, source, tmp_path / "out", "Q4_0", 1)
@@ -102,6 +103,7 @@ def test_split_results_and_repacking(source: Path, tmp_path: Path) -> None:
         assert (tmp_path / f"out{name}").read_bytes() == (tmp_path / f"alone{name}").read_bytes()
 
 
+@pytest.mark.slow  # starts processes for a mixture of what other tests do
 def test_a_matrix_of_quants(source: Path, imatrix: Path, tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text(LIST.format(imatrix=imatrix))
     words = ["--matrix", tmp_path / "list.txt", "-t", 1, source]

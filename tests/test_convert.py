@@ -385,6 +385,7 @@ def test_a_value_that_is_no_number_is_named_and_nothing_is_left(tmp_path: Path) 
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+@pytest.mark.slow  # seconds of writing
 def test_memory_is_that_of_slabs(tmp_path: Path) -> None:
     """The largest tensors have 100 MB; what grows is a few slabs per thread."""
     config = change(hidden_size=1024, intermediate_size=1024, num_hidden_layers=1, vocab_size=51200)

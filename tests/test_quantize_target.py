@@ -234,6 +234,7 @@ def test_calibration_decides(model: Path) -> None:
     assert any("on the calibration text" in line for line in recipe_text(found.job.choices, found.target))
 
 
+@pytest.mark.slow  # measures many mixtures of a model
 def test_calibrated_recipe_beats_a_preset_of_its_size(tmp_path: Path) -> None:
     """On the bundled model, with the preset's own types, on text that the calibration has not seen."""
     from ikcli.eval.calibrate import Calibrator

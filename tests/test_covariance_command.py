@@ -49,6 +49,7 @@ def test_mean_squares_are_those_of_the_importance_matrix(files: tuple[Path, Path
         np.testing.assert_array_equal(ours.counts, theirs.counts, err_msg=name)
 
 
+@pytest.mark.slow  # runs the bundled model many times
 def test_the_model_changes_less(files: tuple[Path, Path], covariance: Covariance, tmp_path: Path) -> None:
     """On text that was not seen, with every matrix in one type; experts, latent attention and all."""
     unseen = tmp_path / "unseen.txt"
@@ -71,6 +72,7 @@ def test_the_command_writes_what_the_library_encodes(files: tuple[Path, Path], t
     np.testing.assert_array_equal(made.data(NAME).reshape(-1), ours)
 
 
+@pytest.mark.slow  # runs the bundled model many times
 def test_a_matrix_of_quants_feeds_back_as_separate_runs_do(files: tuple[Path, Path], tmp_path: Path) -> None:
     listing, model = tmp_path / "list.txt", str(default_model())
     lines = [f"IQ3_K --covariance {files[1]}", "IQ3_K plain", f"Q4_K mixed --imatrix {files[0]}"]

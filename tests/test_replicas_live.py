@@ -154,6 +154,7 @@ def test_departing_clients_free_their_slots(front: Front) -> None:
     wait_for(lambda: front.busy() == 0)
 
 
+@pytest.mark.slow  # starts servers of its own
 def test_users_and_keys(tmp_path: Path) -> None:
     """They are the front's; options from a file and the environment reach the replicas, keys do not."""
     keys, options = tmp_path / "keys.toml", tmp_path / "ik.toml"
@@ -220,6 +221,7 @@ def test_wrong_options(
     assert message in said and "Traceback" not in said
 
 
+@pytest.mark.slow  # starts servers of its own
 def test_a_model_that_no_process_can_load(tmp_path: Path) -> None:
     """What the front cannot know from headers: the server ends, and says what the process said."""
     broken = tmp_path / "draft.gguf"

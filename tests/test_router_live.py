@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from encoder_models import encoder_file
 from live_server import WAIT, Server, wait_for
+from tiers import some
 
 from ikcli.config import default_model
 
@@ -180,6 +181,7 @@ def test_departing_clients_free_their_slots(router: Router) -> None:
     wait_for(lambda: not any(slot["is_processing"] for slot in router.get("/slots?model=two").json()))
 
 
+@pytest.mark.slow  # starts servers of its own
 def test_users_of_several_models(tmp_path: Path) -> None:
     keys, models = tmp_path / "keys.toml", tmp_path / "models.toml"
     keys.write_text('[anna]\nkey = "a"\nmodels = ["b"]\n[ben]\nkey = "b"\ntokens-per-day = 40\n', encoding="utf-8")
@@ -232,6 +234,7 @@ model = "{folder}/rank.gguf"
     return path
 
 
+@pytest.mark.slow  # starts servers of its own
 def test_embeddings_of_several_models(tmp_path: Path) -> None:
     """Each request goes to the model that it names, and its tokens are counted for its user."""
     keys = tmp_path / "keys.toml"
@@ -279,7 +282,7 @@ def test_embeddings_of_several_models(tmp_path: Path) -> None:
     assert "Traceback" not in router.text(), router.text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_signals_end_all_processes(tmp_path: Path, number: signal.Signals) -> None:
     """While one model answers and another is loading; the second signal does not wait for either."""
     models = tmp_path / "models.toml"
@@ -305,6 +308,7 @@ def test_signals_end_all_processes(tmp_path: Path, number: signal.Signals) -> No
     assert "Traceback" not in router.text(), router.text()
 
 
+@pytest.mark.slow  # starts servers of its own
 def test_files_that_break_later_do_not_end_the_server(tmp_path: Path) -> None:
     """A model that was well when the server started; then no process outlives a server that is killed."""
     model = tmp_path / "m.gguf"

@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 from live_server import WAIT, Server, wait_for
+from tiers import some
 
 from ikcli.config import default_model
 
@@ -200,7 +201,7 @@ def test_first_signal_drains_second_stops(tmp_path: Path) -> None:
     thread.join()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_signals_until_the_end_change_nothing(tmp_path: Path, number: signal.Signals) -> None:
     server = Server(log=tmp_path / "log")
     server.wait_ready()

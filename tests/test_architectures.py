@@ -14,7 +14,7 @@ from cuda_emulation import needs_emulation
 from cuda_sessions import Opener
 from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
-from tiers import some_architectures
+from tiers import some, some_architectures
 from tiny_architectures import TINY, WINDOWED, tiny
 
 from ikcli import models
@@ -92,7 +92,8 @@ def test_tiny_model_against_the_numpy_reference(arch: str, tmp_path: Path) -> No
     assert np.abs(found - wanted).max() < 1e-3 * wanted.std()
 
 
-@pytest.mark.parametrize("arch", some_architectures(arch for arch in WINDOWED if arch not in ("grok", "llama4")))
+# Few tokens with sinks or soft caps have kernels of their own, which take long to compile.
+@pytest.mark.parametrize("arch", some([a for a in WINDOWED if a not in ("grok", "llama4")], ["gemma4", "laguna"]))
 def test_caches_of_windows(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have room for less than the 20 positions."""
     monkeypatch.setattr(sizes, "SPARE", 4)

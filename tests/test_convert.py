@@ -118,6 +118,7 @@ def test_custom_rules_and_importance_are_those_of_quantize(dense: Path, tmp_path
     assert open_gguf(direct).tensors["blk.0.attn_q.weight"].type == GGMLType.Q3_K
 
 
+@pytest.mark.slow  # encodes a model to a size
 def test_a_size_can_be_aimed_at(dense: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     assert ik("convert", dense, "--outfile", out, "--target-bpw", "5", "-t", 1) == 0

@@ -85,6 +85,7 @@ def recipe(words: list[str], path: Path) -> str:
     return path.read_text()
 
 
+@pytest.mark.slow  # measures a model in processes
 def test_calibration_by_workers(
     calibrate: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def test_squares_are_replaced_and_correlations_kept() -> None:
     assert not found[1, 3, :3].any() and not found[0, 5, :5].any() and np.isfinite(found).all()
 
 
+@pytest.mark.slow  # encodes the bundled model several times
 def test_the_model_changes_less_on_a_text_it_did_not_need(moments: Path, tmp_path: Path) -> None:
     seen, unseen, matrix = (tmp_path / name for name in ("seen.txt", "unseen.txt", "imatrix.dat"))
     text = default_text().read_text("utf-8")

@@ -17,17 +17,19 @@ TESTS = Path(__file__).parent
 # Each way of multiplying bytes: weights of full range, tables of signed bytes, codes with bias or minimum, signs apart.
 SOME = ["q8_0", "iq4_xs", "q6_K", "q4_K", "q2_K", "iq3_ks", "iq4_ks_r4", "iq3_k_r4", "iq2_xs", "iq2_xs_r4"]
 FLOATS = ["f16", "bf16", "bf16_r16"]
+FEW = ["q8_0", "q4_K"]  # by default: every type is compiled anew for another level
 ALL = [get_format(t).name for t in QUANTIZED]
 
 
 def _case(level: str, names: list[str]) -> object:
-    marks = () if (level, names) == ("avx2", SOME) else pytest.mark.slow
+    marks = () if (level, names) == ("avx2", FEW) else pytest.mark.slow
     return pytest.param(level, names, id=f"{level}-{len(names)}-from-{names[0]}", marks=marks)
 
 
 @pytest.mark.parametrize(
     ("level", "names"),
     [
+        _case("avx2", FEW),
         *(_case(level, SOME) for level in isa._FORCED),
         *(_case(level, ALL[first : first + 8]) for level in isa._FORCED for first in range(0, len(ALL), 8)),
     ],

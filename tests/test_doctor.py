@@ -283,6 +283,7 @@ def test_measuring_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_gcc
+@pytest.mark.slow  # seconds of emulation
 def test_gpus_are_measured() -> None:
     result = run_with_gpu(["-m", "ikcli", "doctor", "--json"], FAKE_CUDA_DEVICES=1)
     assert result.returncode == 0, result.stderr

@@ -72,6 +72,7 @@ def test_the_model_changes_less_on_a_text_it_did_not_need(moments: Path, tmp_pat
     assert without < 0.85 * plain  # with no text at all
 
 
+@pytest.mark.slow  # runs two commands with the bundled model
 def test_self_is_what_both_commands_do_in_turn(tmp_path: Path) -> None:
     one, two, moments = (tmp_path / name for name in ("one.gguf", "two.gguf", "moments.gguf"))
     assert main(["quantize", "--covariance", "self", "--covariance-tokens", "1024", MODEL, str(one), "IQ2_XXS"]) == 0

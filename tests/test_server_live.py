@@ -220,6 +220,7 @@ def test_models_that_cannot_load_end_the_server(tmp_path: Path) -> None:
     assert done.returncode == 1 and "error:" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow  # starts five servers
 def test_a_socket_of_whoever_starts_the_server(tmp_path: Path) -> None:
     """As service managers do: it listens before the server does."""
     listener = socket.create_server(("127.0.0.1", 0))

@@ -204,7 +204,12 @@ def test_users_and_keys(tmp_path: Path) -> None:
         (("--replicas", "2", "--models", "m.toml"), 2, "--replicas cannot be used beside --models"),
         (("--replicas", "2", "--ray-node", "fast"), 2, "--ray-node names nodes of Ray; add --ray ADDRESS"),
         (("--ray", "auto", "--ray-node", "a,b"), 2, "--ray-node a,b: only ik bench takes several; name one"),
-        (("--replicas", "2", "--ray", "127.0.0.1:1"), 1, "--ray 127.0.0.1:1: no cluster answers there"),
+        pytest.param(  # waits for Ray
+            ("--replicas", "2", "--ray", "127.0.0.1:1"),
+            1,
+            "--ray 127.0.0.1:1: no cluster answers there",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_wrong_options(

@@ -128,6 +128,7 @@ def test_ten_thousand_departing_clients_leave_nothing_behind(server: Server) -> 
     soak(server, 2500, 10_000, 0.02)
 
 
+@pytest.mark.slow  # kills servers of its own
 def test_killed_while_saving_leaves_the_old_file(tmp_path: Path) -> None:
     folder = tmp_path / "slots"
     folder.mkdir()

@@ -104,6 +104,7 @@ def test_tensors_that_the_model_does_not_use_are_named(
 
 
 # --- measurements -----------------------------------------------------------------------------------------------------
+@pytest.mark.slow  # starts processes; test_fleet.py has what they share
 def test_processes_and_journals_give_the_same(options: StudyOptions, tmp_path: Path) -> None:
     plain = run_study(options, Here())
     assert list(plain.found) == [u.key for u in plain.units] and len(plain.units) == 8

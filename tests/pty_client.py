@@ -88,6 +88,17 @@ class Terminal:
         self._seen = found[0].end()
         return found[0]
 
+    def interrupt(self, pattern: str) -> None:
+        """Press Ctrl-C until text matches: a signal that comes just before a read begins is noticed by the next one."""
+        end = time.monotonic() + WAIT
+        while not re.compile(pattern).search(self.text, self._seen):
+            assert time.monotonic() < end, f"no {pattern} in:\n{self.text[-2000:]}"
+            self.send("\x03")
+            again = time.monotonic() + 5
+            while time.monotonic() < again and not re.compile(pattern).search(self.text, self._seen):
+                self._read()
+        self.expect(pattern)
+
     def ended(self) -> int:
         """Its exit code, once it has ended."""
         end = time.monotonic() + WAIT

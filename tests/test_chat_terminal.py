@@ -126,8 +126,7 @@ def test_simple_io_without_editor_and_markdown(tmp_path: Path) -> None:
         t.send("Hello there\n")
         t.expect(r"Return the value of the string \*name\*")  # Markdown stays as the model wrote it
         t.expect("\n> ")
-        t.send("\x03")
-        t.expect("Ctrl-C once more")
+        t.interrupt("Ctrl-C once more")
         t.send("\x04")
         assert t.ended() == 0
         assert "\x1b[?2004h" not in t.raw

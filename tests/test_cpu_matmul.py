@@ -19,6 +19,7 @@ from weight_bytes import ALL_TYPES, OF_EXPERTS, QUANTIZED, fitting, good_blocks,
 from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES, activation_kind
 from ikcli.backends.cpu.program import FEW_ROWS, INDEPENDENT_ROWS
 from ikcli.backends.cpu.tile_modes import PAIRS_BLOCK, makes_integers
+from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
 from ikcli.graph import Graph, HeadSlice, Node, Rows, RowSpec, Weight
@@ -114,6 +115,13 @@ def test_mul_mat(type_: GGMLType) -> None:
             for n in N_TOKENS:
                 a = activations(n, k)
                 check(run([Segment(n)], {x: a}), values[0], a, type_, loss=n_rows * n > 30)
+
+
+def test_a_type_that_no_kernel_knows() -> None:
+    run = Harness(4, 64, RULES)
+    product = run.graph.mul_mat(Weight("odd", GGMLType.I16, (64, 8)), run.input("x", 64), "y")
+    with pytest.raises(UnsupportedError, match="odd is i16, which has no CPU kernel"):
+        run.compile(product, 1, {"odd": np.zeros(1024, np.uint8)})
 
 
 @pytest.mark.parametrize("k", [33, 1408])

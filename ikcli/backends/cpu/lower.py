@@ -328,7 +328,8 @@ def _matmul(factory: str, w: Weight, *kinds: int | str) -> KernelKey:
 
 
 def _product(low: CpuLowering, node: Node, w: Weight, at: Ref, a: InputRows) -> Product:
-    """What all products are told; UnsupportedError if the weight's rows, the first of them at `at`, cut a group."""
+    """What all products with rows from `at` on are told; UnsupportedError for a type without kernels or cut groups."""
+    stored_name(w.type, w.name)  # else an error
     t, rows = TYPES[w.type], TYPES[w.type].rows
     if w.row0 % rows or w.ne1 % rows:
         raise UnsupportedError(

@@ -77,26 +77,29 @@ class Terminal:
 
     def expect(self, pattern: str) -> re.Match[str]:
         """Wait for text that matches, behind what was found last."""
-        found: list[re.Match[str]] = []
+        self._until(lambda: self._find(pattern), pattern)
+        found = self._find(pattern)
+        assert found
+        self._seen = found.end()
+        return found
 
-        def look() -> bool:
-            match = re.compile(pattern).search(self.text, self._seen)
-            found[:] = [match] if match else []
-            return bool(found)
-
-        self._until(look, pattern)
-        self._seen = found[0].end()
-        return found[0]
+    def _find(self, pattern: str) -> re.Match[str] | None:
+        return re.compile(pattern).search(self.text, self._seen)
 
     def interrupt(self, pattern: str) -> None:
         """Press Ctrl-C until text matches: a signal that comes just before a read begins is noticed by the next one."""
-        end = time.monotonic() + WAIT
-        while not re.compile(pattern).search(self.text, self._seen):
-            assert time.monotonic() < end, f"no {pattern} in:\n{self.text[-2000:]}"
-            self.send("\x03")
-            again = time.monotonic() + 5
-            while time.monotonic() < again and not re.compile(pattern).search(self.text, self._seen):
-                self._read()
+        again = 0.0
+
+        def pressed() -> bool:
+            nonlocal again
+            if self._find(pattern):
+                return True
+            if time.monotonic() > again:
+                self.send("\x03")
+                again = time.monotonic() + 5
+            return False
+
+        self._until(pressed, pattern)
         self.expect(pattern)
 
     def ended(self) -> int:

@@ -64,13 +64,15 @@ def test_delta_net(n_head: int, n_head_k: int, dk: int, dv: int, by_column: bool
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])
-def test_delta_net_with_tiled_heads(n_threads: int) -> None:
-    compare(delta_case(Heads(6, 2, 64, 64, tiled=True)), ([70, 3], [1, 80]), n_threads)
+@pytest.mark.parametrize("dk", some([32, 64], [64]))
+def test_delta_net_with_tiled_heads(dk: int, n_threads: int) -> None:
+    compare(delta_case(Heads(6, 2, dk, 64, tiled=True)), ([70, 3], [1, 80]), n_threads)
 
 
-def test_delta_net_where_nothing_is_left() -> None:
+@pytest.mark.parametrize("size", some([32, 64], [64]))
+def test_delta_net_where_nothing_is_left(size: int) -> None:
     """Decays down to exp(-400): no factor overflows, and what follows is not affected."""
-    compare(delta_case(Heads(2, 2, 64, 64, by_column=True), strongest=6.0), ([200], [3], [40]))
+    compare(delta_case(Heads(2, 2, size, size, by_column=True), strongest=6.0), ([200], [3], [40]))
 
 
 def test_delta_net_gives_a_token_the_same_whatever_comes_with_it() -> None:

@@ -15,7 +15,9 @@ from ikcli.native import isa
 
 TILE_ROWS = 16
 TILES_TOGETHER = 3  # multiplied with the same activations at a time
-MOST_TILES = 2 * TILES_TOGETHER  # that a thread unpacks at a time, to read the activations fewer times
+# That a thread may unpack at a time: the more, the fewer times it reads the activations.
+TILE_COUNTS = (2 * TILES_TOGETHER, TILES_TOGETHER, 1)
+MOST_TILES = TILE_COUNTS[0]
 _CACHE = 768 << 10  # bytes of tiles that stay in the second level, with room for activations
 _SMALL_BIAS = 64  # with which no sum of two products leaves 16 bits
 MOST_WITH_MINIMUM = 31  # the largest code of a type with minima
@@ -60,7 +62,7 @@ def tile_bytes_per_step(mode: str) -> int:
 
 
 def multiplies_tiles_together() -> bool:
-    """Whether this machine has registers for MOST_TILES tiles at once."""
+    """Whether this machine has registers for TILES_TOGETHER tiles at once."""
     return "avx512vnni" in isa.current().features
 
 
@@ -81,8 +83,6 @@ def makes_integers() -> bool:
 
 def tiles_per_thread(mode: str, k: int) -> int:
     """How many tiles of k columns a thread unpacks at a time."""
-    if multiplies_tiles_together():
-        for n in (MOST_TILES, TILES_TOGETHER):
-            if n * tile_bytes(mode, k) <= _CACHE:
-                return n
-    return 1
+    if not multiplies_tiles_together():
+        return 1
+    return next(n for n in TILE_COUNTS if n == 1 or n * tile_bytes(mode, k) <= _CACHE)

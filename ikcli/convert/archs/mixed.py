@@ -106,7 +106,7 @@ def _laguna(m: Build) -> None:
     if per_layer is not None:
         m.key("attention.head_count", per_layer)
     is_window = windows(m, 4, 0)
-    window = c.integer("sliding_window", default=0)
+    window = c.integer("sliding_window", default=0)  # checkpoints without such layers have it, too
     m.key("attention.sliding_window", window if any(is_window) else 0)
     m.key("attention.sliding_window_pattern", is_window)
     full, own = read_rope(c), read_rope(c, "sliding_attention")
@@ -142,11 +142,9 @@ def _mimo2(m: Build) -> None:
     is_window = windows(m, 4, 0, kinds)
     m.key("attention.sliding_window", c.integer("sliding_window", "sliding_window_size", least=1))
     m.key("attention.sliding_window_pattern", is_window)
-    n_kv = (
-        c.integer("num_key_value_heads"),
-        c.integer("swa_num_key_value_heads", default=2 * c.integer("num_key_value_heads")),
-    )
-    m.key("attention.head_count_kv", [n_kv[w] for w in is_window])
+    n_kv = c.integer("num_key_value_heads")
+    of_windows = c.integer("swa_num_key_value_heads", default=2 * n_kv)
+    m.key("attention.head_count_kv", [of_windows if w else n_kv for w in is_window])
     k, v = c.integer("head_dim", least=1), c.integer("v_head_dim", least=1)
     m.key("attention.key_length", k)
     m.key("attention.value_length", v)

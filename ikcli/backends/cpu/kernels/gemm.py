@@ -65,9 +65,7 @@ def quant_tile(mode, bias, nt, nv=1):
                 e.prefetch(at, write=True)
             nb4, scales_at = builder.lshr(k, e.int(3)), e.offset(k, e.times(first, -28))
             sums_at = e.offset(scales_at, nb4)
-            starts_at = e.offset(sums_at, nb4) if halves == 1 else e.offset(sums_at, nb4, nb4)
-            if halves == 2:
-                starts_at = e.offset(starts_at, e.times(first, 4))
+            starts_at = e.offset(sums_at, nb4) if halves == 1 else e.offset(sums_at, nb4, nb4, e.times(first, 4))
             s16_at = e.offset(starts_at, nb4, nb4)
             with e.loop(n_blocks) as ib:
                 blocks = [e.offset(tile, e.times(ib, block_bytes)) for tile in tiles]

@@ -15,6 +15,7 @@ from ikcli.backends.cpu.kernels.glu import glu_span
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.params_products import ByExpertParams, MulMatParams, UpGateParams, UpGluParams
 from ikcli.backends.cpu.tile_modes import (
+    TILE_COUNTS,
     TILE_ROWS,
     TILES_TOGETHER,
     multiplies_tiles_together,
@@ -26,7 +27,7 @@ from ikcli.native.jit import inline
 from ikcli.native.simd.vec import ld_i64
 
 _FIRST_LEVEL = 31 << 10  # bytes of tiles that stay in that cache, beside activations
-_ALL_BLOCKS = 1 << 30  # without products of 64 bytes, those take longer than tiles from the second level
+_ALL_BLOCKS = 1 << 30  # where products of narrow vectors take longer than tiles from the second level
 _ITEMS_PER_THREAD = 4  # at least, so that threads end at about the same time
 
 
@@ -117,11 +118,11 @@ def _block(type_name, activations=""):
 @inline
 def item_rows(height, n_tiles, streaming, n_w, nth):
     """Weight rows of a work item: of all tiles if that leaves enough items."""
-    if streaming:
-        return height
-    while n_tiles > 1 and n_w < _ITEMS_PER_THREAD * nth * n_tiles * height:
-        n_tiles = TILES_TOGETHER if n_tiles > TILES_TOGETHER else 1
-    return n_tiles * height
+    if not streaming:
+        for n in TILE_COUNTS:
+            if n <= n_tiles and n_w >= _ITEMS_PER_THREAD * nth * n * height:
+                return n * height
+    return height
 
 
 def make_mul_mat(type_name, activations=""):

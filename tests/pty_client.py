@@ -17,8 +17,10 @@ from pathlib import Path
 
 WAIT = 120.0
 """Seconds to wait for what is sure to come, however busy the machine is."""
+# Tests that run in the background of a shell ignore Ctrl-C, and what they start would, too.
 _TAKE_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+    "signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 )
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[()][0-9A-B]|\x1b[=>78]|\x1b\][^\x07]*\x07|[\r\x07]")
 _ASKS = "\x1b[?2004h"

@@ -32,7 +32,7 @@ def _described(made: Any) -> tuple[Any, Any, bool]:
 
 def main() -> None:
     directory = Path(sys.argv[1])
-    # Most of what Numba makes stays while its functions are used: looking for garbage would take a twentieth of the time.
+    # Most of what Numba makes stays while its functions are used: to look for garbage is in vain.
     gc.set_threshold(100_000)
     for line in sys.stdin:
         key = KernelKey.of_line(line)

@@ -15,6 +15,7 @@ SHORT = ("chat", "-t", "1", "-c", "512", "-n", "24", "--temp", "0")
 ENDLESS = ("chat", "-t", "1", "-c", "512", "-n", "100000000", "--ignore-eos", "--temp", "0")
 
 
+@pytest.mark.slow  # a program of its own in a terminal
 def test_conversation_save_load_undo_and_history(tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     with Terminal(*SHORT, home=tmp_path) as t:

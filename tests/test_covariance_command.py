@@ -39,6 +39,7 @@ def covariance(files: tuple[Path, Path]) -> Covariance:
     return open_covariance(files[1])
 
 
+@pytest.mark.slow  # runs the bundled model many times
 def test_mean_squares_are_those_of_the_importance_matrix(files: tuple[Path, Path], covariance: Covariance) -> None:
     matrix, moments = read_imatrix(files[0]), covariance.imatrix()
     names = [n for n in matrix.entries if n in moments.entries]
@@ -61,6 +62,7 @@ def test_the_model_changes_less(files: tuple[Path, Path], covariance: Covariance
     assert better < 0.7 * plain
 
 
+@pytest.mark.slow  # runs the bundled model many times
 def test_the_command_writes_what_the_library_encodes(files: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     assert main(["quantize", "--covariance", str(files[1]), "--pure", str(default_model()), str(out), "IQ4_XS"]) == 0
@@ -106,6 +108,7 @@ def test_a_target_is_met_with_the_errors_of_products(covariance: Covariance, fil
     assert found.weighted2 < 0.6 * ((without @ h64) * without).sum()
 
 
+@pytest.mark.slow  # runs the bundled model many times
 def test_target_and_second_moments_on_one_command_line(
     files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -290,7 +290,7 @@ def test_get_rows(outputs: list[int]) -> None:
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("pos", [0, 4000, 163837, 1 << 24])
+@pytest.mark.parametrize("pos", [0, 4000, 163837, pytest.param(1 << 24, marks=pytest.mark.slow)])
 def test_rope_table(pos: int) -> None:
     """Angles in double precision: large positions lose nothing."""
     freqs = 10000.0 ** (-np.arange(9) / 9)

@@ -63,6 +63,7 @@ def test_workers_and_journals_print_the_same(run: list[str], tmp_path: Path, cap
     assert "--cache-type-k is None there and 'q8_0' now" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # starts programs of its own
 def test_a_worker_that_dies(run: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = printed(run, capsys)
     change_workers(monkeypatch, fleet_windows, lambda f: Deadly(f, tmp_path))
@@ -87,6 +88,7 @@ def test_strided_windows(run: list[str], capsys: Capture) -> None:
     assert printed([*words, "--workers", "2"], capsys) == printed(words, capsys)
 
 
+@pytest.mark.slow  # starts programs of its own
 def test_a_driver_that_is_killed_leaves_a_journal_and_no_process(
     run: list[str], tmp_path: Path, capsys: Capture
 ) -> None:

@@ -134,6 +134,7 @@ def test_no_request_is_lost_when_a_replica_dies(front: Front) -> None:
     assert 'llamacpp:replica_requests_unanswered_total{replica="0"}' in text
 
 
+@pytest.mark.slow  # starts servers of its own
 def test_hangup_restarts_all_while_requests_are_answered(front: Front) -> None:
     before, starts = front.pids(), [one["starts"] for one in front.replicas()]
     front.process.send_signal(signal.SIGHUP)

@@ -324,6 +324,7 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
+@pytest.mark.slow  # a page in a browser
 def test_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
     file = tmp_path / "page.html"
     file.write_text(page(everything(tmp_path), "Results"), encoding="utf-8")

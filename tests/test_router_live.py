@@ -135,6 +135,7 @@ def test_streams_and_errors_pass_through(router: Router) -> None:
     assert [one["name"] for one in router.get("/api/tags").json()["models"]] == ["one", "two"]
 
 
+@pytest.mark.slow  # starts servers of its own
 def test_loading_and_unloading_by_request(router: Router) -> None:
     router.ask("two")
     assert router.post("/models/load", {"model": "two"}).status_code == 400
@@ -282,6 +283,7 @@ def test_embeddings_of_several_models(tmp_path: Path) -> None:
     assert "Traceback" not in router.text(), router.text()
 
 
+@pytest.mark.slow  # starts servers of its own
 @pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_signals_end_all_processes(tmp_path: Path, number: signal.Signals) -> None:
     """While one model answers and another is loading; the second signal does not wait for either."""

@@ -201,6 +201,7 @@ def test_first_signal_drains_second_stops(tmp_path: Path) -> None:
     thread.join()
 
 
+@pytest.mark.slow  # starts servers of its own
 @pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_signals_until_the_end_change_nothing(tmp_path: Path, number: signal.Signals) -> None:
     server = Server(log=tmp_path / "log")

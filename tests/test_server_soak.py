@@ -117,6 +117,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 
 
+@pytest.mark.slow  # starts a server of its own
 @needs_proc
 def test_departing_clients_leave_nothing_behind(server: Server) -> None:
     soak(server, 100, 200, 0.10)  # allocators have not settled after so few requests

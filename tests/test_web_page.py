@@ -169,6 +169,7 @@ def test_answer_is_streamed(open_page: OpenPage) -> None:
     assert page.inner_text("#status") == "The answer is complete"
 
 
+@pytest.mark.slow  # a page in a browser
 def test_stop(open_page: OpenPage, slow: Slow) -> None:
     page = open_page({}, base=slow.base)
     for press in (lambda: page.keyboard.press("Escape"), lambda: page.click("#stop")):
@@ -197,6 +198,7 @@ def test_stop(open_page: OpenPage, slow: Slow) -> None:
     assert page.inner_text(".assistant .stats").startswith("stopped")
 
 
+@pytest.mark.slow  # a page in a browser
 def test_regenerate_edit_and_versions(open_page: OpenPage) -> None:
     page = open_page()
     bodies = answer_with(page, chunk(content="one"))
@@ -229,6 +231,7 @@ def test_regenerate_edit_and_versions(open_page: OpenPage) -> None:
     assert answers(page, 1) == ["two"]
 
 
+@pytest.mark.slow  # a page in a browser
 def test_conversations_are_kept(open_page: OpenPage, tmp_path: Path) -> None:
     from playwright.sync_api import expect
 
@@ -371,6 +374,7 @@ def test_markdown(open_page: OpenPage) -> None:
     assert page.evaluate(RENDER, [[whole], 7]) == page.evaluate(RENDER, [[whole], 0])
 
 
+@pytest.mark.slow  # a page in a browser
 def test_markdown_of_odd_texts_is_quick(open_page: OpenPage) -> None:
     """Text that makes a careless parser look ahead again and again, or go deeper and deeper."""
     page = open_page()
@@ -400,6 +404,7 @@ def test_markdown_of_odd_texts_is_quick(open_page: OpenPage) -> None:
     assert time.monotonic() - begun < WAIT
 
 
+@pytest.mark.slow  # a page in a browser
 def test_settings_are_sent(open_page: OpenPage) -> None:
     page = open_page({})
     bodies = answer_with(page, chunk(content="x"))
@@ -465,6 +470,7 @@ def test_reasoning_and_tool_calls(open_page: OpenPage) -> None:
     assert page.locator(".calls form").count() == 0
 
 
+@pytest.mark.slow  # a page in a browser
 def test_errors_are_shown(open_page: OpenPage) -> None:
     from playwright.sync_api import expect
 
@@ -496,6 +502,7 @@ def test_errors_are_shown(open_page: OpenPage) -> None:
     page.unroute("**/health")
 
 
+@pytest.mark.slow  # a page in a browser
 def test_key_is_asked_for(open_page: OpenPage) -> None:
     page = open_page(key="wrong")
     page.click("#banner button")
@@ -510,6 +517,7 @@ def test_key_is_asked_for(open_page: OpenPage) -> None:
     assert answers(page, 1)[0]
 
 
+@pytest.mark.slow  # a page in a browser
 def test_keyboard_only(open_page: OpenPage, slow: Slow) -> None:
     page = open_page({}, base=slow.base)
     focused = "() => document.activeElement.id || document.activeElement.getAttribute('aria-label')"
@@ -552,6 +560,7 @@ WIDE = (
 )
 
 
+@pytest.mark.slow  # a page in a browser
 def test_phone(open_page: OpenPage) -> None:
     page = open_page(viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True)
     answer_with(page, chunk(reasoning_content=WIDE), chunk(content=WIDE))
@@ -581,6 +590,7 @@ def test_phone(open_page: OpenPage) -> None:
     assert page.input_value("#input") == "a\n"
 
 
+@pytest.mark.slow  # a page in a browser
 def test_dark_and_light(open_page: OpenPage) -> None:
     page = open_page(color_scheme="dark")
     colours = "() => { const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]; }"

@@ -131,6 +131,10 @@ class Adapters:
     adapters: tuple[Adapter, ...] = ()
     scales: tuple[float, ...] = ()
     vectors: ControlVectors = field(default_factory=ControlVectors)
+    added: Added = field(init=False)  # now
+
+    def __post_init__(self) -> None:
+        self.added = Added(self.scales, self.vectors.use)
 
     @classmethod
     def open(cls, config: AdapterConfig, tensors: Mapping[str, TensorLike], hp: HParams) -> Adapters:
@@ -142,11 +146,6 @@ class Adapters:
 
     def __bool__(self) -> bool:
         return bool(self.adapters or self.vectors.layers)
-
-    @property
-    def added(self) -> Added:
-        """What is added now."""
-        return Added(self.scales, self.vectors.use)
 
     def specs(self) -> dict[str, Spec]:
         """Weights that graphs use besides those of the model."""
@@ -217,7 +216,7 @@ class Adapters:
             changed += [_part(target, "scale", i) for i, a in enumerate(self.adapters) for target in a.ranks]
         if added.vectors != self.vectors.use:
             changed += [_direction(il) for il in self.vectors.layers]
-        self.scales, self.vectors.use = added.scales, added.vectors
+        self.scales, self.vectors.use, self.added = added.scales, added.vectors, added
         return changed
 
 

@@ -211,7 +211,8 @@ class Worker:
                 self._actions.append(item)
         if any(t.cancelled for t in self._queue):
             self._queue = deque(t for t in self._queue if not t.cancelled)
-        self._embeddings.drop_cancelled()
+        if self._embeddings:
+            self._embeddings.drop_cancelled()
         for slot in self.slots:
             if slot.task is not None and slot.task.cancelled:
                 self._log("INFO", "update_slots", "slot released: request cancelled", _ids(slot))
@@ -325,8 +326,8 @@ class Worker:
         """A token of every generating slot, then at most one ubatch of prompts."""
         self._step_number += 1
         generating = [s for s in self.slots if s.state == GENERATION]
-        for added in dict.fromkeys(s.added for s in generating):
-            self._generate([s for s in generating if s.added == added])
+        for slots in _alike(generating):
+            self._generate(slots)
         prompts_wait = bool(generating) and not self.config.cont_batching
         waiting = (s for s in self.slots if s.state == PROMPT and not (s.in_prompt and prompts_wait))
         for piece in prompt_pieces(waiting, self.session.n_ubatch):
@@ -597,3 +598,10 @@ def check_finite(row: npt.NDArray[np.float32]) -> None:
 
 def _ids(slot: Slot) -> dict[str, object]:
     return {"id_slot": slot.id, "id_task": slot.id_task}
+
+
+def _alike(slots: Sequence[Slot]) -> list[Sequence[Slot]]:
+    """Slots in groups to which the same is added; mostly one group, which costs no comparison of what is added."""
+    if all(s.added is slots[0].added for s in slots):
+        return [slots] if slots else []
+    return [[s for s in slots if s.added == added] for added in dict.fromkeys(s.added for s in slots)]

@@ -218,6 +218,25 @@ def test_cancelled_and_left_requests() -> None:
         assert left.failure.status == 503 and call.failure.status == 503
 
 
+def test_a_request_under_way_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go, states, n_steps = threading.Event(), threading.Event(), embedder.states, [0]
+
+    def waiting(*args: Any) -> Any:
+        n_steps[0] += 1
+        began.set()
+        assert go.wait(60)
+        return states(*args)
+
+    with serving(1, n_ctx=128) as engine:
+        monkeypatch.setattr(embedder, "states", waiting)
+        left = Vectors(engine, [[5] * 100] * 40)
+        assert began.wait(60)
+        left.ticket.cancel()
+        go.set()
+        ask(engine, [5, 6], 1)  # in the slot that was lent
+        assert left.event is None and n_steps[0] <= 2
+
+
 def test_a_server_that_only_embeds() -> None:
     with serving(1, server={"embeddings": True}) as engine:
         assert not engine.model.generates

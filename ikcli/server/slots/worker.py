@@ -211,8 +211,7 @@ class Worker:
                 self._actions.append(item)
         if any(t.cancelled for t in self._queue):
             self._queue = deque(t for t in self._queue if not t.cancelled)
-        if self._embeddings:
-            self._embeddings.drop_cancelled()
+        self._embeddings.drop_cancelled()
         for slot in self.slots:
             if slot.task is not None and slot.task.cancelled:
                 self._log("INFO", "update_slots", "slot released: request cancelled", _ids(slot))

@@ -62,7 +62,6 @@ def test_the_model_changes_less(files: tuple[Path, Path], covariance: Covariance
     assert better < 0.7 * plain
 
 
-@pytest.mark.slow  # runs the bundled model many times
 def test_the_command_writes_what_the_library_encodes(files: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     assert main(["quantize", "--covariance", str(files[1]), "--pure", str(default_model()), str(out), "IQ4_XS"]) == 0

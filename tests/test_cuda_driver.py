@@ -82,7 +82,6 @@ def test_failed_kernel_is_named() -> None:
     assert lines[1] == "  util_fill grid (1, 1, 1) block 256 shared 0 args [0, 1, 1.0]" and len(lines) == 3
 
 
-@pytest.mark.slow  # sessions on an emulated device
 def test_sessions_run_through_driver_and_package() -> None:
     """Tests of sessions with IK_TEST_GPU: packaged kernels by name, arguments as PTX declares them, real graphs."""
     tests = str(TESTS / "test_cuda_exec_sessions.py")

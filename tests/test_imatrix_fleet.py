@@ -45,7 +45,6 @@ def written(words: list[str], path: Path) -> bytes:
     return path.read_bytes()
 
 
-@pytest.mark.slow  # starts programs of its own
 def test_workers_write_the_same_bytes(run: list[str], alone: bytes, tmp_path: Path, capsys: Capture) -> None:
     out, journal = tmp_path / "i.gguf", tmp_path / "j.jsonl"
     words = [*run, "--save-frequency", "6"]

@@ -74,7 +74,7 @@ def oid(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.slow  # waits for a hub
+@pytest.mark.slow  # publishes several times
 def test_the_folder_arrives_and_a_second_run_sends_nothing(
     hub: UploadHub, ik: Ik, command: list[str], tmp_path: Path
 ) -> None:
@@ -138,7 +138,7 @@ def test_a_commit_whose_answer_is_lost_is_not_made_twice(
     assert ik(*command)[0] == 0 and not hub.asked("/commit/|PUT")
 
 
-@pytest.mark.slow  # waits for a hub
+@pytest.mark.slow  # publishes several times
 def test_an_interrupt_leaves_a_folder_that_goes_on(
     hub: UploadHub, ik: Ik, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +156,7 @@ def test_an_interrupt_leaves_a_folder_that_goes_on(
     assert repo_files(hub, REPO) == in_folder(tmp_path / "out")
 
 
-@pytest.mark.slow  # waits for a hub
+@pytest.mark.slow  # publishes several times
 def test_branches_and_pull_requests(hub: UploadHub, ik: Ik, command: list[str], tmp_path: Path) -> None:
     hub.add("you/Tiny-GGUF", {"README.md": b"# yours"})
     to = [*command[:-1], "you/Tiny-GGUF"]
@@ -171,7 +171,7 @@ def test_branches_and_pull_requests(hub: UploadHub, ik: Ik, command: list[str], 
     assert not hub.asked("PUT") and repo_files(hub, "you/Tiny-GGUF@v2") == in_folder(tmp_path / "out")
 
 
-@pytest.mark.slow  # waits for a hub
+@pytest.mark.slow  # publishes several times
 def test_a_folder_of_other_models_is_not_taken(
     hub: UploadHub, ik: Ik, command: list[str], tmp_path: Path, models: list[Path]
 ) -> None:

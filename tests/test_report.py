@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from headless import chromium
 
 from ikcli.config import default_model
 from ikcli.errors import FormatError
@@ -314,14 +314,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if path is None:
-        pytest.skip("no Chromium found: the page was not tested in a browser")
-    with playwright.sync_playwright() as play:
-        found = play.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+    with chromium() as found:
         yield found
-        found.close()
 
 
 @pytest.mark.slow  # a page in a browser

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import socket
 import threading
 import time
@@ -15,12 +14,11 @@ from typing import Any
 import pytest
 import uvicorn
 from fake_engine import FakeEngine, Script, fake_tokenizer
+from headless import MS, chromium
 from server_client import Client
 from test_server_live import WAIT, Server, wait_for
 
 KEY = "key-of-the-test"
-MS = 60_000
-ARGS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--no-first-run")
 SHORT = {"max_tokens": "12", "seed": "1", "extra": '{"ignore_eos": true}'}
 
 
@@ -61,19 +59,8 @@ def slow(browser: Any) -> Iterator[Slow]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        pytest.skip("no Chromium found: the page was not tested in a browser")
-    with playwright.sync_playwright() as play:
-        playwright.expect.set_options(timeout=MS)
-        try:
-            found = play.chromium.launch(executable_path=path, args=list(ARGS), timeout=MS)
-        except playwright.Error as problem:
-            pytest.skip(f"{path} does not start, the page was not tested: {str(problem).splitlines()[0]}")
+    with chromium() as found:
         yield found
-        found.close()
 
 
 OpenPage = Callable[..., Any]

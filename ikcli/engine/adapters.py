@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.config_groups import AdapterConfig
-from ikcli.engine.control_vectors import ControlVectors, VectorUse
+from ikcli.engine.control_vectors import ControlVectors, VectorUse, in_use
 from ikcli.errors import FormatError, UnsupportedError, UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, open_gguf
@@ -126,15 +126,11 @@ NOTHING = Added()
 
 @dataclass(slots=True)
 class Adapters:
-    """All that is added to a model; `scales` are those of the adapters now."""
+    """All that can be added to a model, and what is `added` now."""
 
     adapters: tuple[Adapter, ...] = ()
-    scales: tuple[float, ...] = ()
     vectors: ControlVectors = field(default_factory=ControlVectors)
-    added: Added = field(init=False)  # now
-
-    def __post_init__(self) -> None:
-        self.added = Added(self.scales, self.vectors.use)
+    added: Added = NOTHING
 
     @classmethod
     def open(cls, config: AdapterConfig, tensors: Mapping[str, TensorLike], hp: HParams) -> Adapters:
@@ -142,7 +138,8 @@ class Adapters:
         given = [(path, 1.0) for path in config.lora] + [(s.path, s.scale) for s in config.lora_scaled]
         adapters = tuple(Adapter.open(path, tensors, hp) for path, _ in given)
         scales = tuple(0.0 if config.lora_init_without_apply else scale for _, scale in given)
-        return cls(adapters, scales, ControlVectors.open(config, hp))
+        vectors = ControlVectors.open(config, hp)
+        return cls(adapters, vectors, Added(scales, in_use(use for _, use in vectors.given)))
 
     def __bool__(self) -> bool:
         return bool(self.adapters or self.vectors.layers)
@@ -167,9 +164,9 @@ class Adapters:
     def make(self, name: str) -> npt.NDArray[np.generic]:
         """A weight of `specs`, as it is now."""
         if name.endswith(".direction"):
-            return self.vectors.direction(int(name.split(".")[1]))
+            return self.vectors.direction(int(name.split(".")[1]), self.added.vectors)
         target, part, number = name.rsplit(".", 2)
-        adapter, scale = self.adapters[int(number)], self.scales[int(number)]
+        adapter, scale = self.adapters[int(number)], self.added.scales[int(number)]
         rank = adapter.ranks[target]
         if part == "lora_scale":
             diagonal = np.zeros(rank + -rank % RANK_STEP, np.float32)
@@ -212,11 +209,11 @@ class Adapters:
         if len(added.scales) != len(self.adapters):
             raise UsageError(f"{len(added.scales)} scales for {len(self.adapters)} adapters")
         changed: list[str] = []
-        if added.scales != self.scales:
+        if added.scales != self.added.scales:
             changed += [_part(target, "scale", i) for i, a in enumerate(self.adapters) for target in a.ranks]
-        if added.vectors != self.vectors.use:
+        if added.vectors != self.added.vectors:
             changed += [_direction(il) for il in self.vectors.layers]
-        self.scales, self.vectors.use, self.added = added.scales, added.vectors, added
+        self.added = added
         return changed
 
 

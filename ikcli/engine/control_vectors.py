@@ -71,11 +71,10 @@ class ControlVector:
 
 @dataclass(slots=True)
 class ControlVectors:
-    """`known` vectors by digest, `given` on the command line, those in `use`, and the `layers` that can have any."""
+    """`known` vectors by digest, `given` on the command line, and the `layers` that can have any."""
 
     known: dict[str, ControlVector] = field(default_factory=dict)
     given: tuple[tuple[Path, VectorUse], ...] = ()
-    use: tuple[VectorUse, ...] = ()
     layers: tuple[int, ...] = ()
     n_embd: int = 0
 
@@ -93,12 +92,12 @@ class ControlVectors:
             uses.append((path, VectorUse(vector.digest, scale, first, last)))
         changed = {il for v in known.values() for il in v.directions if first <= il <= last}
         layers = range(1, hp.n_layer) if config.control_vector_path is not None else sorted(changed)
-        return cls(known, tuple(uses), in_use(use for _, use in uses), tuple(layers), hp.n_embd)
+        return cls(known, tuple(uses), tuple(layers), hp.n_embd)
 
-    def direction(self, il: int) -> F32:
-        """What is added to the output of a layer now."""
+    def direction(self, il: int, uses: Iterable[VectorUse]) -> F32:
+        """What these uses add to the output of a layer."""
         total = np.zeros(self.n_embd, np.float32)
-        for use in self.use:
+        for use in uses:
             direction = self.known[use.digest].directions.get(il)
             if direction is not None and use.first <= il <= use.last:
                 total += np.float32(use.scale) * direction

@@ -43,10 +43,11 @@ class DividedProgram:
     streamed: frozenset[str] = frozenset()  # weights in RAM that GPUs use in this program
     variants: list[tuple[int, DividedProgram]] = field(default_factory=list)  # for so many tokens and more
     chosen: DividedProgram | None = None  # the variant of the last step
-    alone: bool = field(init=False)  # the CPU computes all of it
 
-    def __post_init__(self) -> None:
-        self.alone = len(self.turns) == 1 and self.turns[0].device == CPU
+    @property
+    def alone(self) -> bool:
+        """Whether the CPU computes all of it."""
+        return len(self.turns) == 1 and self.turns[0].device == CPU
 
     def variant(self, n_tokens: int) -> DividedProgram:
         """The program for a micro-batch."""

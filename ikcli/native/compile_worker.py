@@ -6,7 +6,6 @@ int32 status = f(retptr, excptr, int64 ...). Each finished kernel is announced b
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import sys
@@ -32,8 +31,6 @@ def _described(made: Any) -> tuple[Any, Any, bool]:
 
 def main() -> None:
     directory = Path(sys.argv[1])
-    # Most of what Numba makes stays while its functions are used: to look for garbage is in vain.
-    gc.set_threshold(100_000)
     for line in sys.stdin:
         key = KernelKey.of_line(line)
         data = compile_one(key)

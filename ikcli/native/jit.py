@@ -49,7 +49,7 @@ class _Library(codegen.JITCodeLibrary):
 
 
 class _Codegen(codegen.JITCPUCodegen):
-    """Makes such libraries; has no engine to run them."""
+    """Makes such libraries, and gives them to no engine."""
 
     _library_class = _Library
 
@@ -74,7 +74,7 @@ def compile_to_object(function: Any, args: int | tuple[types.Type, ...], returns
     return_type = types.int64 if returns else types.void
     function = getattr(function, "py_func", function)
     arg_types = (types.int64,) * args if isinstance(args, int) else args
-    context = cpu_target.target_context
+    context = cpu_target.target_context  # of all of Numba in this process, so it gets its own one back
     usual, context._internal_codegen = context._internal_codegen, _codegen()
     try:
         library = _codegen().create_library(function.__name__)

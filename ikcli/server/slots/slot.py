@@ -143,3 +143,10 @@ class Slot:
             g.output.n_total, g.n_remain, busy and g.stop_type == "none", g.output.has_new_line, g.truncated,
             g.stop_type, g.output.stopping_word, self.last, g.timings(n_past),
         )  # fmt: skip
+
+
+def alike(slots: Sequence[Slot]) -> list[Sequence[Slot]]:
+    """Slots in groups to which the same is added; mostly one group, which costs no comparison of what is added."""
+    if all(s.added is slots[0].added for s in slots):
+        return [slots] if slots else []
+    return [[s for s in slots if s.added == added] for added in dict.fromkeys(s.added for s in slots)]

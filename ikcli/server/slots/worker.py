@@ -39,7 +39,7 @@ from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, Genera
 from ikcli.server.slots.prompt_cache import default_limit
 from ikcli.server.slots.reuse import Reuse
 from ikcli.server.slots.scheduler import Piece, prompt_pieces
-from ikcli.server.slots.slot import GENERATION, IDLE, PROMPT, Slot, Task
+from ikcli.server.slots.slot import GENERATION, IDLE, PROMPT, Slot, Task, alike
 from ikcli.server.slots.speculative import Speculator
 from ikcli.server.slots.states import (
     Counters,
@@ -297,8 +297,8 @@ class Worker:
         least = self.config.slot_prompt_similarity
         if least > 0 and task.request.cache_prompt:
             added = self.added.of_request(task.request.lora)
-            alike = [s for s in slots if s.added == added]
-            best = max(alike, key=lambda s: s.similarity(task.prompt), default=None)
+            same = [s for s in slots if s.added == added]
+            best = max(same, key=lambda s: s.similarity(task.prompt), default=None)
             if best is not None and best.similarity(task.prompt) > least:
                 return best
         return min(slots, key=lambda s: s.t_used)
@@ -325,7 +325,7 @@ class Worker:
         """A token of every generating slot, then at most one ubatch of prompts."""
         self._step_number += 1
         generating = [s for s in self.slots if s.state == GENERATION]
-        for slots in _alike(generating):
+        for slots in alike(generating):
             self._generate(slots)
         prompts_wait = bool(generating) and not self.config.cont_batching
         waiting = (s for s in self.slots if s.state == PROMPT and not (s.in_prompt and prompts_wait))
@@ -597,10 +597,3 @@ def check_finite(row: npt.NDArray[np.float32]) -> None:
 
 def _ids(slot: Slot) -> dict[str, object]:
     return {"id_slot": slot.id, "id_task": slot.id_task}
-
-
-def _alike(slots: Sequence[Slot]) -> list[Sequence[Slot]]:
-    """Slots in groups to which the same is added; mostly one group, which costs no comparison of what is added."""
-    if all(s.added is slots[0].added for s in slots):
-        return [slots] if slots else []
-    return [[s for s in slots if s.added == added] for added in dict.fromkeys(s.added for s in slots)]

@@ -47,7 +47,8 @@ class QuantizeConfig:
     ffn_gate_type: str | None = opt(None, "--ffn-gate-type", "str", "tensor type of ffn_gate, where the mix of TYPE decides", form="TYPE", example="--ffn-gate-type q8_0")
     ffn_down_type: str | None = opt(None, "--ffn-down-type", "str", "tensor type of ffn_down, where the mix of TYPE decides", form="TYPE", example="--ffn-down-type q8_0")
     ffn_up_type: str | None = opt(None, "--ffn-up-type", "str", "tensor type of ffn_up, where the mix of TYPE decides", form="TYPE", example="--ffn-up-type q8_0")
-    custom_q: tuple[str, ...] = opt((), "--custom-q", "custom", "type of tensors whose name matches, first match wins; @FILE reads rules from a file with # comments (repeatable)", form="RE=TYPE[,RE=TYPE...]", example='--custom-q "attn_k=q8_0,ffn_down=iq4_k"', parse=parse_text_item, repeat=True)
+    custom_q: tuple[str, ...] = opt((), "--custom-q --tensor-type", "custom", "type of tensors whose name matches, first match wins; @FILE reads rules from a file with # comments (repeatable)", form="RE=TYPE[,RE=TYPE...]", example='--custom-q "attn_k=q8_0,ffn_down=iq4_k"', parse=parse_text_item, repeat=True)
+    tensor_type_file: Path | None = opt(None, "--tensor-type-file", "path", "file of rules as those of --custom-q, separated by blanks or line ends; they follow those of --custom-q", form="FILE", example="--tensor-type-file types.txt")
 
     target_size: str | None = opt(None, "--target-size", "str", "choose the types so that all tensors together have at most SIZE (12GiB, 900M) and the damage is least; gpu=SIZE,cpu=SIZE gives both sides a budget of their own. TYPE may be missing; --custom-q rules and --*-type options still decide about their tensors", form="SIZE", example="--target-size 12GiB")
     target_bpw: str | None = opt(None, "--target-bpw", "str", "as --target-size, in bits per weight (3.6 or gpu=5.5,cpu=2.7)", form="F", example="--target-bpw 3.6")

@@ -17,6 +17,7 @@ OFFLOAD_OPS = {26: "MUL_MAT", 27: "MUL_MAT_ID", 28: "OUT_PROD", 29: "MOE_FUSED_U
 """Numbers users wrote into `-op` in 2025, and the names they meant then."""
 
 MAX_DEVICES = 64
+MAX_CPUS = 4096
 NUMA_MODES = ("distribute", "isolate", "numactl")
 OVERRIDE_TYPES = ("int", "float", "bool", "str")
 ON = frozenset({"on", "1", "true", "yes", "enabled"})
@@ -34,6 +35,69 @@ def parse_threads(text: str) -> int:
     if count < 1:
         raise ValueError("must be at least 1")
     return count
+
+
+def parse_parallel(text: str) -> int:
+    """A number of slots; -1 (as many as the program likes) is 1, which leaves it the whole context."""
+    count = 1 if text == "-1" else _whole(text)
+    if count < 1:
+        raise ValueError("is less than 1")
+    return count
+
+
+def parse_layers(text: str) -> int | None:
+    """A number of blocks; all is -1, auto is None."""
+    word = text.lower()
+    if word in ("auto", "all"):
+        return None if word == "auto" else -1
+    count = _whole(text)
+    if count < -1:
+        raise ValueError("is less than -1")
+    return count
+
+
+def parse_margin(text: str) -> int:
+    """MiB; one value for all GPUs, or one for each, of which the largest counts."""
+    margin = max(_whole(piece) for piece in text.split(","))
+    if margin < 0:
+        raise ValueError("is less than 0")
+    return margin
+
+
+def parse_devices(text: str) -> tuple[str, ...]:
+    """Names of devices, separated by commas or slashes; `none` alone is no GPU."""
+    names = tuple(name.strip() for name in re.split("[,/]", text) if name.strip())
+    return names
+
+
+def parse_cpu_mask(text: str) -> frozenset[int]:
+    """CPUs of a hexadecimal mask; none for 0."""
+    try:
+        mask = int(text, 16)
+    except ValueError:
+        raise ValueError("is not a hexadecimal number") from None
+    if not 0 <= mask < 1 << MAX_CPUS:
+        raise ValueError(f"is not a mask of at most {MAX_CPUS} CPUs")
+    return frozenset(i for i in range(mask.bit_length()) if mask >> i & 1)
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """CPUs of `0-3,8`."""
+    cpus: set[int] = set()
+    for piece in text.split(","):
+        first, dash, last = piece.strip().partition("-")
+        low, high = _whole(first), _whole(last if dash else first)
+        if not low <= high < MAX_CPUS:
+            raise ValueError(f"is not a range of CPUs from 0 to {MAX_CPUS - 1}")
+        cpus.update(range(low, high + 1))
+    return frozenset(cpus)
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("is not a whole number") from None
 
 
 def parse_numa(text: str) -> str:
@@ -92,8 +156,18 @@ def parse_rules(text: str) -> tuple[str, ...]:
     return rules
 
 
+_NEXT_KEY = re.compile(r",(?=[^=,\s]+=(?:int|float|bool|str):)")
+
+
 def parse_override_kv(text: str) -> tuple[str, ...]:
-    """`KEY=TYPE:VALUE`, checked for a known TYPE and a value that fits it."""
+    """`KEY=TYPE:VALUE[,KEY=TYPE:VALUE...]`, checked for a known TYPE and a value that fits it."""
+    pieces = _NEXT_KEY.split(text)
+    for piece in pieces:
+        _check_override(piece)
+    return tuple(pieces)
+
+
+def _check_override(text: str) -> None:
     key, equals, rest = text.partition("=")
     kind, colon, value = rest.partition(":")
     if not (key and equals and colon):
@@ -109,7 +183,6 @@ def parse_override_kv(text: str) -> tuple[str, ...]:
         raise ValueError(f"has the value {value}, which is not of type {kind}") from None
     if kind == "bool" and value.lower() not in ("true", "false"):
         raise ValueError(f"has the value {value}; a bool is true or false")
-    return (text,)
 
 
 def parse_offload_policy(text: str) -> tuple[tuple[str, bool], ...]:
@@ -219,12 +292,33 @@ def parse_thread_pairs(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(parse_pair(piece) for piece in text.split(";") if piece.strip())
 
 
+_RANGE = re.compile(r"(\d+)-(\d+)(?:([+*])(\d+))?")
+_MOST_IN_RANGE = 10_000
+
+
 def parse_int_list(text: str) -> tuple[int, ...]:
-    """Whole numbers separated by commas."""
-    try:
-        return tuple(int(piece) for piece in text.split(","))
-    except ValueError:
-        raise ValueError("is not a list of whole numbers") from None
+    """Whole numbers separated by commas; `1-4`, `0-8192+2048` and `512-8192*2` are ranges with both ends."""
+    numbers: list[int] = []
+    for piece in text.split(","):
+        found = _RANGE.fullmatch(piece.strip())
+        if found is None:
+            try:
+                numbers.append(int(piece))
+            except ValueError:
+                raise ValueError("is not a list of whole numbers") from None
+        else:
+            numbers += _range(int(found[1]), int(found[2]), found[3] or "+", int(found[4] or 1))
+    return tuple(numbers)
+
+
+def _range(first: int, last: int, operator: str, step: int) -> list[int]:
+    if step < 1 or (operator == "*" and (step < 2 or first < 1)):
+        raise ValueError("is a range that never ends")
+    numbers: list[int] = []
+    while first <= last and len(numbers) < _MOST_IN_RANGE:
+        numbers.append(first)
+        first = first + step if operator == "+" else first * step
+    return numbers
 
 
 def parse_text_item(text: str) -> tuple[str, ...]:
@@ -241,14 +335,24 @@ class ScaledFile:
 
 
 def parse_path_item(text: str) -> tuple[Path, ...]:
-    """One file of an option that may be repeated."""
-    if not text:
-        raise ValueError("is empty")
-    return (Path(text).expanduser(),)
+    """Files of an option that may be repeated, separated by commas; a file whose name has a comma is meant as it is."""
+    whole = Path(text).expanduser()
+    names = [text] if "," not in text or whole.exists() else text.split(",")
+    if not all(names):
+        raise ValueError("is empty" if not text else "has an empty name")
+    return tuple(Path(name).expanduser() for name in names)
+
+
+_NEXT_FILE = re.compile(r"(?<=:)([^:,]+),")
 
 
 def parse_scaled_file(text: str) -> tuple[ScaledFile, ...]:
-    """`FILE SCALE` (also `FILE:SCALE`) of an option that may be repeated."""
+    """`FILE SCALE`, or `FILE:SCALE[,FILE:SCALE...]`, of an option that may be repeated."""
+    pieces = _NEXT_FILE.sub("\\1\n", text).split("\n")
+    return tuple(_scaled_file(piece) for piece in pieces)
+
+
+def _scaled_file(text: str) -> ScaledFile:
     for separator in (" ", ":"):
         path, _, number = text.rpartition(separator)
         try:
@@ -256,7 +360,7 @@ def parse_scaled_file(text: str) -> tuple[ScaledFile, ...]:
         except ValueError:
             continue
         if path and math.isfinite(scale):
-            return (ScaledFile(Path(path).expanduser(), scale),)
+            return ScaledFile(Path(path).expanduser(), scale)
     raise ValueError("is not a file and a scale")
 
 
@@ -291,6 +395,21 @@ class SpecStage:
     min_hits: int | None = None
 
 
+NOT_DRAFTING = ("draft-mtp", "mtp", "draft-eagle3", "eagle3", "draft-dflash", "dflash", "draft-dspark")
+"""Types of other programs that draft with layers of the model or models of their own."""
+
+_SPEC_NAMES = {"draft-simple": "draft"}
+
+
+@dataclass(frozen=True, slots=True)
+class SpecSetting:
+    """One `--spec-set`: a field of the stages of a type (`ngram`: of all n-gram types) that do not set it."""
+
+    type: str
+    field: str
+    value: float
+
+
 _SPEC_KEYS = {
     "n_max": "n_max",
     "n_min": "n_min",
@@ -305,24 +424,48 @@ _SPEC_KEYS = {
 
 def parse_spec_type(text: str) -> tuple[SpecStage, ...]:
     """`TYPE[:key=value,...]`; several types may be joined by commas where no keys follow."""
-    names, _, keys = text.partition(":")
-    types = [t.strip().lower().replace("_", "-") for t in names.split(",")]
+    _, _, keys = text.partition(":")
+    types = [_SPEC_NAMES.get(t, t) for t in _spec_types(text) if t not in NOT_DRAFTING]
     unknown = [t for t in types if t not in SPEC_TYPES]
     if unknown:
         raise ValueError(f"names {unknown[0] or 'no type'}; use one of {', '.join(SPEC_TYPES)}")
     values: dict[str, float] = {}
     for item in filter(None, keys.split(",")):
-        key, _, value = item.partition("=")
-        if key.strip() not in _SPEC_KEYS:
-            raise ValueError(f"has the key {key.strip()}; use {', '.join(_SPEC_KEYS)}")
-        try:
-            number = float(value) if key.strip() == "p_min" else int(value)
-        except ValueError:
-            raise ValueError(f"has {key.strip()}={value}, which is not a number") from None
-        if number < 0 or not math.isfinite(number):
-            raise ValueError(f"has {key.strip()}={value}; it cannot be negative")
-        values[_SPEC_KEYS[key.strip()]] = number
+        field, number = _spec_key(item)
+        values[field] = number
     return tuple(SpecStage(t, **values) for t in types)  # type: ignore[arg-type]
+
+
+def not_drafting(text: str) -> list[str]:
+    """The types in a `--spec-type` that are left out, because only other programs have them."""
+    return [t for t in _spec_types(text) if t in NOT_DRAFTING]
+
+
+def _spec_types(text: str) -> list[str]:
+    return [t.strip().lower().replace("_", "-") for t in text.partition(":")[0].split(",")]
+
+
+def parse_spec_setting(text: str) -> tuple[SpecSetting, ...]:
+    """`TYPE:key=value[,key=value...]`."""
+    name, colon, keys = text.partition(":")
+    type = name.strip().lower()
+    if type not in (*SPEC_TYPES, "ngram") or not colon or not keys:
+        raise ValueError(f"is not of the form TYPE:KEY=VALUE with one of {', '.join(SPEC_TYPES)}, or ngram")
+    return tuple(SpecSetting(type, *_spec_key(item)) for item in keys.split(","))
+
+
+def _spec_key(item: str) -> tuple[str, float]:
+    """The field of a SpecStage and its value, from `key=value`."""
+    key, _, value = (piece.strip() for piece in item.partition("="))
+    if key not in _SPEC_KEYS:
+        raise ValueError(f"has the key {key}; use {', '.join(_SPEC_KEYS)}")
+    try:
+        number = float(value) if key == "p_min" else int(value)
+    except ValueError:
+        raise ValueError(f"has {key}={value}, which is not a number") from None
+    if number < 0 or not math.isfinite(number):
+        raise ValueError(f"has {key}={value}; it cannot be negative")
+    return _SPEC_KEYS[key], number
 
 
 def toml_table(path: Path) -> dict[str, Any]:

@@ -10,10 +10,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
+
+from ikcli.errors import UsageError
 
 _noticed: set[str] = set()
 _hushes: list[None] = []  # one for every reason to be quiet; threads may overlap
+_copies: list[TextIO] = []  # the file of --log-file
 
 
 def utf8_streams() -> None:
@@ -59,6 +63,26 @@ def outlive_reader(goes_on: bool) -> None:
 def _write(stream: TextIO, text: str) -> None:
     stream.write(text + "\n")
     stream.flush()
+    if stream is sys.stderr:
+        copy(text)
+
+
+def copy(text: str) -> None:
+    """A line for the log file, if there is one."""
+    for file in _copies:
+        file.write(text + "\n")
+        file.flush()
+
+
+def copy_to(path: Path | None) -> None:
+    """From now on append all messages to this file, too; to none without a path."""
+    while _copies:
+        _copies.pop().close()
+    if path is not None:
+        try:
+            _copies.append(path.open("a", encoding="utf-8", errors="replace"))
+        except OSError as problem:
+            raise UsageError(f"--log-file: cannot write {path}: {problem.strerror}") from problem
 
 
 def log(message: str = "") -> None:

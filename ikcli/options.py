@@ -38,7 +38,7 @@ class Option:
     `names` set the field (a switch to True), `negative` spellings take no value and set it to False.
     `form` is the text of the value in help and errors; `parse` converts a custom value and raises ValueError.
     `repeat` options collect their values in command-line order; `noop` says why an accepted option does nothing.
-    The value of a `text` option may begin with a dash. `env` names the environment variable that sets it, too.
+    The value of a `text` option may begin with a dash. `env` names environment variables that set it, too.
     `n_values` words make one value, joined by blanks.
     """
 
@@ -71,6 +71,11 @@ class Option:
         Commands without a letter have declarations of their own and act on all of them.
         """
         return COMMAND_LETTERS.get(command, "") in self.commands
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables that set it; the first that is set counts."""
+        return tuple(self.env.split())
 
     @property
     def primary(self) -> str:

@@ -99,6 +99,25 @@ def test_what_is_decoded() -> None:
     assert [n for kind, n, _ in fake.log if kind == "decode"] == [1, 1, 1, 1]
 
 
+def test_tests_at_a_depth() -> None:
+    made = bench_tests(parsed("-p", "16", "-n", "2", "-d", "0,32", "-gp", "8,4").config)
+    assert [t.label for t in made] == ["pp16", "tg2", "tg4@pp8", "pp16 @ d32", "tg2 @ d32", "tg4@pp8 @ d32"]
+    assert [t.n_cells for t in made] == [16, 2, 12, 48, 34, 44] and made[3].n_timed == 16
+    fake = FakeSession(np.zeros((8, 8), np.float32), n_ctx=64, n_batch=16)
+    assert len(measure(fake, made[3], 2, False, np.random.default_rng(1))) == 2
+    prefilled = [("rm", -1, 0), ("decode", 16, 0), ("decode", 16, 16)]
+    assert [step for step in fake.log if step[0] != "checkpoint"] == prefilled + [("rm", 0, 32), ("decode", 16, 32)] * 2
+    fields = values(result(test=made[3]))
+    assert (fields["n_depth"], fields["test"]) == (32, "pp16 @ d32")
+
+
+def test_lists_and_ranges() -> None:
+    assert parsed("-p", "1-3,7,0-8+4,512-4096*2").config.bench.n_prompt == (1, 2, 3, 7, 0, 4, 8, 512, 1024, 2048, 4096)
+    for wrong in ("0-8*2", "1-4+0", "4-", "a"):
+        with pytest.raises(UsageError, match="-p"):
+            parsed("-p", wrong)
+
+
 def test_only_generation_counts_after_a_prompt(monkeypatch) -> None:
     clock = iter([0, 100, 130])  # start, after the prompt, end
     monkeypatch.setattr(bench.time, "perf_counter_ns", lambda: next(clock))

@@ -87,11 +87,11 @@ def test_bad_value_names_the_variable(monkeypatch: pytest.MonkeyPatch, name: str
 
 
 def test_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLAMA_ARG_DRAFT_MAX", "8")
+    monkeypatch.setenv("LLAMA_ARG_MMPROJ", "eye.gguf")
     monkeypatch.setenv("LLAMA_ARG_PORT", "9000")
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "64")
     parsed = parse("perplexity", [])
-    assert parsed.unsupported == ("LLAMA_ARG_DRAFT_MAX",) and parsed.ignored == ()
+    assert parsed.unsupported == ("LLAMA_ARG_MMPROJ",) and parsed.ignored == ()
     assert parsed.config.n_ctx == 64 and parsed.config.server.port == 8080
     bench = parse("bench", [])
     assert bench.unsupported == () and bench.config.n_ctx == 0
@@ -100,5 +100,5 @@ def test_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_help_names_variables() -> None:
     assert "LLAMA_ARG_CTX_SIZE" in command_help(BY_NAME["serve"])
-    names = [bound.option.env for bound in all_options() if bound.option.env]
-    assert len(names) == len(set(names)) == 30
+    names = [name for bound in all_options() for name in bound.option.variables]
+    assert len(names) == len(set(names)) > 90

@@ -30,8 +30,9 @@ def test_parameters_name_every_spelling(parameters: str) -> None:
     for bound in (*all_options(), *(bound for command in TOOLS for bound in all_options(command))):
         for name in (*bound.option.names, *bound.option.negative):
             assert f"`{name}`" in parameters
-    model_runs, others = parameters.split("# Commands that run no model")
-    for text, n_bars in ((model_runs, 6), (others, 5)):
+    both, others = parameters.split("# Commands that run no model")
+    model_runs, elsewhere = both.split("## Other options of llama.cpp")
+    for text, n_bars in ((model_runs, 6), (elsewhere, 3), (others, 5)):
         for line in text.splitlines():
             if line.startswith("| `"):
                 assert len(re.findall(r"(?<!\\)\|", line)) == n_bars, line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from ikcli.engine.batch import Batch
 from ikcli.engine.host_memory import inner_pages, lock_weights, outer_pages, thp_state, use_huge_pages
 from ikcli.engine.numa import current_cpu, parse_cpulist, plan_threads, read_nodes, thread_cpus
 from ikcli.engine.session import Session
+from ikcli.errors import UsageError
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that lets programs choose CPUs")
 
@@ -84,14 +86,31 @@ def test_current_cpu(tmp_path) -> None:
 @linux
 def test_plan_for_a_machine(monkeypatch) -> None:
     monkeypatch.setattr(numa, "read_nodes", lambda: {0: NODES[0]})
-    assert plan_threads(None, 2) == (None, [])
-    assert plan_threads("distribute", 2) == (None, ["--numa distribute has no effect: this machine has one node"])
-    assert plan_threads("numactl", 2) == (None, [])
+    spread = RunConfig(numa="distribute")
+    assert plan_threads(RunConfig(), 2) == (None, [])
+    assert plan_threads(spread, 2) == (None, ["--numa distribute has no effect: this machine has one node"])
+    assert plan_threads(RunConfig(numa="numactl"), 2) == (None, [])
     monkeypatch.setattr(numa, "read_nodes", lambda: NODES)
     monkeypatch.setattr(numa, "visible_cpus", lambda: set(range(8)))
     monkeypatch.setattr(numa, "_balancing", lambda: True)
-    cpus, warnings = plan_threads("distribute", 2)
+    cpus, warnings = plan_threads(spread, 2)
     assert cpus == [NODES[0], NODES[1]] and "numa_balancing" in warnings[0]
+
+
+@linux
+def test_cpus_that_were_asked_for(monkeypatch) -> None:
+    monkeypatch.setattr(numa, "visible_cpus", lambda: set(range(8)))
+    monkeypatch.setattr(numa, "read_nodes", lambda: NODES)
+    monkeypatch.setattr(numa, "_balancing", lambda: False)
+    few = RunConfig(cpu_mask=frozenset((1, 2)), cpu_range=frozenset((5, 99)))
+    assert plan_threads(few, 2) == ([frozenset((1, 2, 5))] * 2, [])
+    strict = replace(few, cpu_strict=True)
+    assert plan_threads(strict, 4)[0] == [frozenset((cpu,)) for cpu in (1, 2, 5, 1)]
+    assert plan_threads(RunConfig(cpu_strict=True), 2)[0] == [frozenset((0,)), frozenset((1,))]
+    both = plan_threads(replace(few, numa="distribute"), 2)[0]
+    assert both == [NODES[0] & few.cpus, NODES[1] & few.cpus]
+    with pytest.raises(UsageError, match="none of the CPUs 99"):
+        plan_threads(RunConfig(cpu_range=frozenset((99,))), 2)
 
 
 @linux
@@ -153,7 +172,9 @@ def test_results_stay_the_same(mmap, monkeypatch) -> None:
     logits = []
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     if before is not None:
-        monkeypatch.setattr(numa, "plan_threads", lambda mode, n: ([frozenset(before)] * n if mode else None, []))
+        monkeypatch.setattr(
+            numa, "plan_threads", lambda config, n: ([frozenset(before)] * n if config.numa else None, [])
+        )
     for changes in ({}, {"numa": "distribute", "thp": True, "mlock": True}):
         config = RunConfig(model=default_model(), mmap=mmap, n_threads=2, n_threads_batch=2, n_ubatch=16, warmup=False,
                            **changes)  # fmt: skip

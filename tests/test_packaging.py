@@ -145,7 +145,11 @@ def test_container_files(name: str) -> None:
     from ikcli.options import iter_options
 
     config = importlib.import_module("ikcli.config").RunConfig
-    known = {bound.option.env for bound in iter_options(config)} | {"HF_HOME", "LLAMA_CACHE", "IK_CACHE_DIR"}
+    known = {name for bound in iter_options(config) for name in bound.option.variables} | {
+        "HF_HOME",
+        "LLAMA_CACHE",
+        "IK_CACHE_DIR",
+    }
     settings = {word.partition("=")[0] for line in lines if line.startswith("ENV") for word in line.split()[1:]}
     assert {s for s in settings if not s.startswith("NVIDIA_")} <= known
 

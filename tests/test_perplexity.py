@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,12 +14,14 @@ from fake_session import FakeSession, FakeTokenizer
 from ikcli.commands import perplexity as perplexity_command
 from ikcli.commands._chunk_lines import eta_text
 from ikcli.commands._options import ModelRun
-from ikcli.config import RunConfig
+from ikcli.config import RunConfig, default_model
 from ikcli.config_groups import PerplexityConfig, PromptConfig
 from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.eval.perplexity import PerplexityParams, run
 from ikcli.eval.stats import for_row_blocks, safe_exp, token_nll
-from ikcli.eval.text import unescape
+from ikcli.eval.text import tokenize, unescape
+from ikcli.gguf.reader import open_gguf
+from ikcli.tokenizer.tokenizer import Tokenizer
 
 N_VOCAB = 8
 
@@ -157,6 +159,14 @@ def test_eta_and_overflow() -> None:
     assert eta_text(14.916, 561, 4) == "14.92 seconds per pass - ETA 34.85 minutes"
     assert eta_text(14.916, 561, 2) == "14.92 seconds per pass - ETA 1 hours 9.72 minutes"
     assert safe_exp(1e4) == math.inf and math.isnan(safe_exp(math.nan))
+
+
+def test_names_of_control_tokens() -> None:
+    file = open_gguf(default_model())
+    session = SimpleNamespace(tokenizer=Tokenizer.from_metadata(file.metadata, "demo"))
+    plain, parsed = (list(tokenize(session, "a<|bos|>b", parse_special=special)) for special in (False, True))
+    bos = session.tokenizer.bos_id
+    assert len(parsed) == 4 < len(plain) and parsed[2] == bos and plain.count(bos) == 1
 
 
 def test_unescape() -> None:

@@ -11,7 +11,7 @@ from ikcli.config import RunConfig
 from ikcli.config_values import parse_rules
 from ikcli.engine import placement
 from ikcli.engine.placement import place, split_layers
-from ikcli.engine.tensor_rules import check_rules, expert_rules, layer_text, match_rules, parse_rule, rule_lines
+from ikcli.engine.tensor_rules import check_rules, cpu_rules, layer_text, match_rules, parse_rule, rule_lines
 from ikcli.errors import UsageError
 
 V3_NAMES = names(V3, "ik")
@@ -146,11 +146,11 @@ def test_bad_rules() -> None:
 
 
 def test_expert_options_follow_the_rules() -> None:
-    rules = [parse_rule(r"blk\.0\.=CUDA0"), *expert_rules(False, 5)]
+    rules = [parse_rule(r"blk\.0\.=CUDA0"), *cpu_rules(False, 5, 0)]
     uses = match_rules(rules, V3_NAMES).uses
     assert len(uses[1].matched) == 6 and layer_text(uses[1].matched) == "blocks 3-4"
-    assert len(match_rules(expert_rules(True, 0), V3_NAMES).uses[0].matched) == 174
-    assert expert_rules(False, 0) == []
+    assert len(match_rules(cpu_rules(True, 0, 0), V3_NAMES).uses[0].matched) == 174
+    assert cpu_rules(False, 0, 0) == []
 
 
 def test_place_on_gpus() -> None:

@@ -159,6 +159,18 @@ def test_rules_from_a_file_and_the_table(capsys, source: Path, tmp_path: Path) -
     )
 
 
+def test_rules_by_the_names_of_llama_cpp(capsys, source: Path, tmp_path: Path) -> None:
+    rules, out = tmp_path / "types.txt", tmp_path / "out.gguf"
+    rules.write_text("attn_k=q8_0 attn_v=f16\nexps=q4_0\n")
+    argv = ("--tensor-type", r"blk\.0\.attn_k=bf16", "--tensor-type-file", rules)
+    assert run(capsys, "quantize", *argv, source, out, "q8_0")[0] == 0
+    types = {n: t.type for n, t in open_gguf(out).tensors.items()}
+    assert (types["blk.0.attn_k.weight"], types["blk.0.attn_v.weight"]) == (T.BF16, T.F16)
+    assert types["blk.0.ffn_down_exps.weight"] == T.Q4_0
+    code, _, err = run(capsys, "quantize", "--tensor-type-file", tmp_path / "none", source, out, "q8_0")
+    assert code == 2 and "cannot read" in err
+
+
 def test_dry_run_prints_exact_sizes_and_writes_nothing(capsys, source: Path, tmp_path: Path) -> None:
     code, out, _ = run(
         capsys, "quantize", "--dry-run", "--custom-q", "attn_q=q8_0", source, tmp_path / "o.gguf", "iq4_ks"

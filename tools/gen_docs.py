@@ -8,6 +8,7 @@ from pathlib import Path
 from ikcli.commands._help import default_text
 from ikcli.commands._options import all_options, usage
 from ikcli.commands._table import TOPIC_TITLES
+from ikcli.commands._upstream import IGNORED, INSTEAD, OTHER_COMMANDS, REFUSED, Instead
 from ikcli.config_tools import TOOLS
 from ikcli.options import COMMAND_LETTERS, BoundOption
 
@@ -32,11 +33,36 @@ def page() -> str:
     for topic, title in TOPIC_TITLES:
         members = [bound for bound in all_options() if bound.option.topic == topic]
         lines += [f"## {title}", "", *_table("used by", [[*_cells(b)[:3], _used_by(b), _cells(b)[3]] for b in members])]
+    lines += _other_spellings()
     lines += ["# Commands that run no model", ""]
     for config in dict.fromkeys(TOOLS.values()):
         names = [name for name, other in TOOLS.items() if other is config]
         lines += [f"## `{usage(names[0])}`", "", *_table("", [_cells(bound) for bound in all_options(names[0])])]
     return "\n".join(lines)
+
+
+def _other_spellings() -> list[str]:
+    """What is written in another way here, refused, or ignored."""
+    meanings = {name: _instead(entry) for name, entry in INSTEAD.items()}
+    meanings |= {name: f"`ik {command}`" for name, command in OTHER_COMMANDS.items()}
+    meanings |= {name: f"an error: {why}" for name, why in REFUSED.items()}
+    names: dict[str, list[str]] = {}
+    for name, meaning in meanings.items():
+        names.setdefault(meaning, []).append(f"`{name}`")
+    ignored = " ".join(f"`{name}`" for name in IGNORED)
+    title = "## Other options of llama.cpp and ik_llama.cpp"
+    table = ["| you write | it means |", "|---|---|", *(f"| {' '.join(same)} | {m} |" for m, same in names.items())]
+    return [title, "", *table, "", "Accepted, with a notice that they are not supported:", "", ignored, ""]
+
+
+def _instead(entry: Instead) -> str:
+    if entry.by_value is not None:
+        return "; ".join(f"{value}: {_code(words)}" for value, words in entry.by_value.items())
+    return _code(entry.words)
+
+
+def _code(words: tuple[str, ...]) -> str:
+    return f"`{' '.join(words)}`".replace("{}", "VALUE") if words else "as it is anyway"
 
 
 def _table(extra: str, rows: list[list[str]]) -> list[str]:
@@ -57,7 +83,7 @@ def _cells(bound: BoundOption) -> list[str]:
     names = " ".join(f"`{name}`" for name in (*option.names, *option.negative))
     form = option.form or ("[on|off]" if option.kind == "optswitch" else "")
     meaning = option.help + (f" ({option.noop})" if option.noop else "")
-    meaning += f" (`{option.env}`)" if option.env else ""
+    meaning += f" ({', '.join(f'`{name}`' for name in option.variables)})" if option.env else ""
     return [names, form.replace("|", "\\|"), default_text(bound), meaning]
 
 

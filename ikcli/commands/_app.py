@@ -62,6 +62,9 @@ class DeclaredCommand(TyperCommand):
 
             print_version(getattr(parsed.config, "verbose", False))
             raise typer.Exit
+        if parsed.info:
+            raise typer.Exit(run([parsed.info]))
+        log.copy_to(getattr(parsed.config, "log_file", None))
         report(parsed)
         ctx.obj = parsed
         return []

@@ -32,8 +32,8 @@ FIELDS = (
     "type_k", "type_v", "n_gpu_layers", "split_mode", "main_gpu", "no_kv_offload", "flash_attn", "mla_attn",
     "attn_max_batch", "ser", "reuse", "tensor_split", "use_mmap", "embeddings", "repack", "mqkv", "muge",
     "defer_experts", "fused_moe", "grouped_er", "no_fused_up_gate", "use_thp", "no_ooae", "rcache", "sas", "max_gpu",
-    "cuda_params", "override_tensor", "n_prompt", "n_gen", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
-    "test",
+    "cuda_params", "override_tensor", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns",
+    "avg_ts", "stddev_ts", "test",
 )  # fmt: skip
 
 
@@ -68,8 +68,8 @@ def values(result: BenchResult) -> dict[str, Any]:
         "attn_max_batch": c.amb, "ser": _setting(c, "ser"), "tensor_split": _setting(c, "tensor_split"),
         "use_mmap": c.mmap, "repack": c.run_time_repack, "fused_moe": c.fmoe, "use_thp": c.thp, "max_gpu": 0,
         "cuda_params": "", "override_tensor": ",".join(c.override_tensor), "n_prompt": t.n_prompt, "n_gen": t.n_gen,
-        "test_time": result.started, "avg_ns": round(avg_ns), "stddev_ns": round(stddev_ns), "avg_ts": avg_ts,
-        "stddev_ts": stddev_ts, "test": t.label,
+        "n_depth": t.n_depth, "test_time": result.started, "avg_ns": round(avg_ns), "stddev_ns": round(stddev_ns),
+        "avg_ts": avg_ts, "stddev_ts": stddev_ts, "test": t.label,
     }  # fmt: skip
     known |= dict.fromkeys(_ABSENT, False) | {"cuda": bool(m.gpus)}
     return {name: known[name] for name in FIELDS} | ({"node": result.node} if result.node else {})

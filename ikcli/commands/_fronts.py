@@ -18,13 +18,13 @@ OF_THE_FRONT = frozenset(
     for name in ("host", "port", "api_key", "api_key_file", "keys", "timeout", "threads_http", "metrics", "path",
                  "log_format", "webui", "ui", "api_prefix", "ssl_key_file", "ssl_cert_file", "shutdown_timeout",
                  "cors_origins")
-)  # fmt: skip
+) | {"log_file"}  # fmt: skip
 """Fields that are about the port in front, not about the processes behind it."""
 _INPUTS = frozenset(
     (
         "model", "server.model_draft", "server.chat_template_file", "server.banned_string_file",
-        "sampling.grammar_file", "sampling.lookup_cache_static", "adapters.lora", "adapters.lora_scaled",
-        "adapters.control_vector", "adapters.control_vector_scaled",
+        "sampling.grammar_file", "sampling.json_schema_file", "sampling.lookup_cache_static", "adapters.lora",
+        "adapters.lora_scaled", "adapters.control_vector", "adapters.control_vector_scaled",
     )
 )  # fmt: skip
 PATHS = _INPUTS | {

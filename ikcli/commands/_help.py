@@ -128,7 +128,7 @@ def option_lines(bound: BoundOption) -> list[str]:
     if default:
         text += f" (default {default})"
     if option.env:
-        text += f" ({option.env})"
+        text += f" ({', '.join(option.variables)})"
     return _entry(head, text)
 
 

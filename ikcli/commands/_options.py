@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ikcli.commands._argv import canonical_name, looks_like_option, read_tokens
-from ikcli.commands._environment import unknown_variables, variables
+from ikcli.commands._environment import tokens_of_variables, unknown_variables, variables
 from ikcli.commands._suggest import nearest
 from ikcli.commands._table import BY_NAME
-from ikcli.commands._upstream import UPSTREAM_ARITY
-from ikcli.commands._values import convert, is_switch_value, missing_value
+from ikcli.commands._upstream import IGNORED, INSTEAD, OTHER_COMMANDS, REFUSED, words_instead
+from ikcli.commands._values import convert, is_switch_value, missing_value, value_warnings
 from ikcli.errors import UsageError
-from ikcli.hostinfo import physical_cores
+from ikcli.hostinfo import count_physical, physical_cores, visible_cpus
 from ikcli.options import BoundOption, Option, arguments_of, iter_options
 
 if TYPE_CHECKING:
@@ -31,8 +31,10 @@ HELP_NAMES = frozenset({"-h", "--help", "--usage"})
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Result of a parse: `config` is a RunConfig, or what TOOLS has for the command. `info` is "help" or "version" if
-    asked for; `alternatives` are the value lists of bench; `given` are the fields that the user set.
+    """Result of a parse: `config` is a RunConfig, or what TOOLS has for the command.
+
+    `info` is "help", "version" or another command if that is asked for; `alternatives` are the value lists of bench;
+    `given` are the fields that the user set.
     """
 
     config: Any
@@ -113,14 +115,12 @@ def names_of(command: str) -> dict[str, tuple[BoundOption, bool]]:
     return table
 
 
-def _upstream(command: str) -> dict[str, int]:
-    return UPSTREAM_ARITY if runs_model(command) else {}
-
-
 def takes_value(command: str, name: str) -> bool:
     """Whether the token after `name` belongs to it."""
     known = names_of(command).get(name)
-    return known[0].option.takes_value if known is not None else _upstream(command).get(name, 0) > 0
+    if known is not None or not runs_model(command):
+        return known is not None and known[0].option.takes_value
+    return (name in INSTEAD and INSTEAD[name].takes_value) or IGNORED.get(name, 0) > 0
 
 
 def parse(command: str, argv: Sequence[str]) -> Parsed:
@@ -128,9 +128,9 @@ def parse(command: str, argv: Sequence[str]) -> Parsed:
     names = {name: bound.option.text for name, (bound, _) in names_of(command).items()}
     tokens = read_tokens(argv, command, functools.partial(takes_value, command), names)
     line = Scanner(command, tokens.line)
-    files = Scanner(command, tokens.files)
-    if line.info == "help":
-        return Parsed(config_type(command)(), info="help")
+    files = Scanner(command, tokens_of_variables(command) * runs_model(command) + tokens.files)
+    if line.info not in ("", "version"):
+        return Parsed(config_type(command)(), info=line.info)
     environment = [Given(*found, negative=False) for found in variables(command, all_options(command))]
     values, alternatives = _collect(command, environment + files.given, line.given)
     used = [given for given in line.given + files.given if given.bound.option.used_by(command)]
@@ -152,7 +152,7 @@ def parse(command: str, argv: Sequence[str]) -> Parsed:
                 ]
             )
         ),
-        tuple(tokens.warnings + _value_warnings(used)),
+        tuple(tokens.warnings + value_warnings((g.bound, g.name, g.text or "") for g in used)),
         alternatives,
         line.info,
         frozenset(values),
@@ -166,7 +166,6 @@ class Scanner:
     def __init__(self, command: str, tokens: Sequence[str]) -> None:
         self.command = command
         self.names = names_of(command)
-        self.upstream = _upstream(command)
         self.args: list[str] = []
         self.rest = list(tokens)
         self.given: list[Given] = []
@@ -183,10 +182,15 @@ class Scanner:
             self.info = self.info or "version"
         elif name in self.names:
             self._take_known(name, attached)
-        elif name in self.upstream:
-            count = self.upstream[name] if attached is None else 0
-            del self.rest[:count]
+        elif runs_model(self.command) and name in INSTEAD:
+            self.rest = words_instead(name, attached, self.rest, lists=self.command == "bench")
+        elif runs_model(self.command) and name in IGNORED:
+            del self.rest[: IGNORED[name] if attached is None else 0]
             self.unsupported.append(name)
+        elif runs_model(self.command) and name in OTHER_COMMANDS:
+            self.info = self.info or OTHER_COMMANDS[name]
+        elif runs_model(self.command) and name in REFUSED:
+            raise UsageError(f"{name}: {REFUSED[name]}")
         elif looks_like_option(token):
             raise self._unknown(token.partition("=")[0])
         else:
@@ -297,7 +301,9 @@ def _build(config: Any, values: dict[str, Any]) -> Any:
 
 def _finish(command: str, config: RunConfig, values: dict[str, Any]) -> RunConfig:
     """Defaults that depend on the command or on other options, and combinations that cannot work."""
-    n_threads = config.n_threads or physical_cores()
+    if tuple(name.lower() for name in config.device) == ("none",):
+        config = replace(config, device=(), n_gpu_layers=0)
+    n_threads = config.n_threads or default_threads(config.cpus)
     n_batch_threads = values.get("n_threads_batch", n_threads) or n_threads
     n_ctx = 512 if command in ("perplexity", "imatrix") and "n_ctx" not in values else config.n_ctx
     if config.split_mode not in ("none", "layer"):
@@ -307,15 +313,6 @@ def _finish(command: str, config: RunConfig, values: dict[str, Any]) -> RunConfi
     return replace(config, command=command, n_threads=n_threads, n_threads_batch=n_batch_threads, n_ctx=n_ctx)
 
 
-def _value_warnings(given: list[Given]) -> list[str]:
-    warnings: list[str] = []
-    for item in given:
-        if item.text and " -" in item.text and not item.bound.option.text:
-            warnings.append(f'the value of {item.name} contains " -"; is a quote missing? ({_short(item.text)})')
-        if item.bound.path.startswith("sampling.lookup_cache") and item.text and "kv" in item.text.lower():
-            warnings.append(f"{item.name} is an n-gram cache, not a dump of the KV cache (see --slot-save-path)")
-    return warnings
-
-
-def _short(text: str, limit: int = 60) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+def default_threads(cpus: frozenset[int]) -> int:
+    """Physical cores of these CPUs; of all that this process may use without any."""
+    return min(physical_cores(), max(count_physical(visible_cpus() & cpus), 1)) if cpus else physical_cores()

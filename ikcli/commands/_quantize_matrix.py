@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OF_A_LINE = frozenset({
     "args", "imatrix", "covariance", "ignore_imatrix_rules", "include_weights", "exclude_weights", "hide_imatrix",
-    "custom_q", "pure", "leave_output_tensor", "output_tensor_type", "token_embedding_type",
+    "custom_q", "tensor_type_file", "pure", "leave_output_tensor", "output_tensor_type", "token_embedding_type",
     "per_layer_token_embedding_type", "ffn_gate_inp_type", "attn_q_type", "attn_k_type", "attn_v_type",
     "attn_qkv_type", "attn_output_type", "ffn_gate_type", "ffn_down_type", "ffn_up_type", "extra_output_tensor",
     "symmetric_q40", "least_squares", "slow_iq2ks", "force",

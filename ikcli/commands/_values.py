@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ikcli.commands._argv import read_lines
 from ikcli.commands._suggest import nearest
-from ikcli.config_values import OFF, ON
+from ikcli.config_values import OFF, ON, not_drafting
 from ikcli.errors import UsageError
 from ikcli.options import BoundOption, Option
 
@@ -124,3 +125,20 @@ def labelled_file(text: str) -> tuple[str, Path]:
     if not label.strip() or not name:
         raise UsageError(f'"{text}" is not of the form LABEL=FILE')
     return label.strip(), Path(name)
+
+
+def value_warnings(given: Iterable[tuple[BoundOption, str, str]]) -> list[str]:
+    """What looks like a mistake in values, of (option, name as typed, value)."""
+    warnings: list[str] = []
+    for bound, name, text in given:
+        if " -" in text and not bound.option.text:
+            warnings.append(f'the value of {name} contains " -"; is a quote missing? ({_short(text)})')
+        if bound.path == "server.spec_type" and (missing := not_drafting(text)):
+            warnings.append(f"{name} {','.join(missing)}: not supported, tokens are generated without these guesses")
+        if bound.path.startswith("sampling.lookup_cache") and "kv" in text.lower():
+            warnings.append(f"{name} is an n-gram cache, not a dump of the KV cache (see --slot-save-path)")
+    return warnings
+
+
+def _short(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

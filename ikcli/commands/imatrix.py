@@ -163,7 +163,7 @@ def _collect_text(config: RunConfig, earlier: Sequence[Path], planner: Planner) 
         if options.random_tokens:
             tokens = random_tokens(session.tokenizer, options.random_tokens)
         else:
-            tokens = tokenize(session, text, "imatrix")
+            tokens = tokenize(session, text, "imatrix", parse_special=config.prompt.parse_special)
         n_chunk = len(windows(tokens, params))
         n_batch = min(config.n_batch, params.n_ctx)
         log(f"imatrix: computing over {n_chunk} chunks, n_ctx={params.n_ctx}, batch_size={n_batch}")

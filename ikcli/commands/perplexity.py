@@ -50,7 +50,7 @@ def _run_on_text(run: ModelRun, params: PerplexityParams, text: str) -> None:
     with closing(_opened(run, params)) as session:
         if params.stride:
             params = replace(params, n_ctx=session.n_ctx)
-        tokens = tokenize(session, text)
+        tokens = tokenize(session, text, parse_special=config.prompt.parse_special)
         windows = _plan_named(config, tokens, params, bos_of(session))
         log(
             f"perplexity: calculating perplexity over {windows.n_chunk} chunks, n_ctx={params.n_ctx}, "

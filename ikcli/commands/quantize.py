@@ -179,6 +179,8 @@ def recipe_of(config: QuantizeConfig, number: int, name: str) -> RecipeOptions:
                 option = "extra-output-tensor" if field == "extra_output_type" else field.replace("_", "-")
                 raise UsageError(f"--{option}: {problem}") from None
     texts = ["\n".join(read_lines(Path(text[1:]))) if text.startswith("@") else text for text in config.custom_q]
+    if config.tensor_type_file is not None:
+        texts += [rule for line in read_lines(config.tensor_type_file) for rule in line.split()]
     return RecipeOptions(
         number,
         copy=name == "COPY",

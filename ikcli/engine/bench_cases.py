@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from ikcli.config import RunConfig, padded_ctx
@@ -11,17 +11,26 @@ from ikcli.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class BenchTest:
-    """n_prompt tokens at once, then n_gen single ones; with `after_prompt` only the latter are timed."""
+    """n_prompt tokens at once, then n_gen single ones; with `after_prompt` only the latter are timed.
+
+    `n_depth` tokens are in the cache before.
+    """
 
     n_prompt: int
     n_gen: int
     after_prompt: bool = False
+    n_depth: int = 0
 
     @property
     def label(self) -> str:
-        if self.after_prompt:
-            return f"tg{self.n_gen}@pp{self.n_prompt}"
-        return "+".join([f"pp{self.n_prompt}"] * bool(self.n_prompt) + [f"tg{self.n_gen}"] * bool(self.n_gen))
+        parts = [f"pp{self.n_prompt}"] * bool(self.n_prompt) + [f"tg{self.n_gen}"] * bool(self.n_gen)
+        label = f"tg{self.n_gen}@pp{self.n_prompt}" if self.after_prompt else "+".join(parts)
+        return f"{label} @ d{self.n_depth}" if self.n_depth else label
+
+    @property
+    def n_cells(self) -> int:
+        """Tokens in the cache at the end."""
+        return self.n_depth + self.n_prompt + self.n_gen
 
     @property
     def n_timed(self) -> int:
@@ -30,16 +39,16 @@ class BenchTest:
 
 
 def bench_tests(config: RunConfig) -> list[BenchTest]:
-    """The tests in the order prompt lengths, generation lengths, -pg, -gp; lengths of 0 are left out."""
+    """The tests by depth, then prompt lengths, generation lengths, -pg, -gp; lengths of 0 are left out."""
     b = config.bench
     pairs = [*b.pg, *b.gp]
-    if min((*b.n_prompt, *b.n_gen, *(n for pair in pairs for n in pair)), default=0) < 0:
-        raise UsageError("-p, -n, -pg and -gp take token counts of 0 or more, for example -p 512 -n 128")
+    if min((*b.n_prompt, *b.n_gen, *b.n_depth, *(n for pair in pairs for n in pair)), default=0) < 0:
+        raise UsageError("-p, -n, -pg, -gp and -d take token counts of 0 or more, for example -p 512 -n 128")
     if b.repetitions < 1:
         raise UsageError("-r takes a number of at least 1, for example -r 5")
     tests = [BenchTest(p, 0) for p in b.n_prompt] + [BenchTest(0, n) for n in b.n_gen]
     tests += [BenchTest(p, n) for p, n in b.pg] + [BenchTest(p, n, True) for p, n in b.gp]
-    tests = [t for t in tests if t.n_timed]
+    tests = [replace(t, n_depth=depth) for depth in b.n_depth for t in tests if t.n_timed]
     if not tests:
         raise UsageError("nothing to measure; name prompt lengths with -p or generation lengths with -n")
     return tests

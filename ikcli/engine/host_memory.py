@@ -130,7 +130,7 @@ def place(config: RunConfig, model: Model, runner: Runner, cpus: list[frozenset[
         in_ram, mapped = model.memory(runner.host_weights)
         empty = [(int(b.ctypes.data), b.nbytes) for b in buffers]
         notes += use_huge_pages(empty, in_ram, bool(mapped), thp_state())
-    if cpus is not None:
+    if config.numa is not None and cpus is not None:
         numa.touch(buffers, cpus)
     if config.mlock:
         in_ram, mapped = model.memory(runner.host_weights)

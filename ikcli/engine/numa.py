@@ -1,4 +1,4 @@
-"""`--numa`: which CPUs every thread of the team may use, and touching memory first where it will be used.
+"""`--numa` and `--cpu-range`: which CPUs a thread of the team may use; touching memory first where it will be used.
 
 Linux places a page on the node of the thread that touches it first. Nodes are read from /sys/devices/system/node;
 where there is one node, or the system has none, nothing is pinned and nothing is touched.
@@ -10,12 +10,15 @@ import ctypes
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.config import RunConfig
+from ikcli.errors import UsageError
 from ikcli.hostinfo import visible_cpus
 
 _NODE_ROOT = Path("/sys/devices/system/node")
@@ -76,20 +79,45 @@ def thread_cpus(
     return [home] * n_threads
 
 
-def plan_threads(mode: str | None, n_threads: int) -> tuple[list[Cpus] | None, list[str]]:
-    """`thread_cpus` for this machine, and what the user should know."""
-    if mode is None:
+def plan_threads(config: RunConfig, n_threads: int) -> tuple[list[Cpus] | None, list[str]]:
+    """CPUs for each thread on this machine, None to pin nothing; and what the user should know."""
+    mode, asked, strict = config.numa, config.cpus, config.cpu_strict
+    if mode is None and not asked and not strict:
         return None, []
+    if not hasattr(os, "sched_setaffinity"):
+        name = "--cpu-range" if mode is None else f"--numa {mode}"
+        return None, [f"{name} has no effect: this system does not let programs choose CPUs"]
+    allowed = frozenset(visible_cpus())
+    if asked and not asked & allowed:
+        few = ", ".join(map(str, sorted(asked)[:8]))
+        raise UsageError(f"--cpu-mask and --cpu-range: none of the CPUs {few} may be used by this process")
+    allowed = asked & allowed or allowed
+    cpus, warnings = (None, []) if mode is None else _by_node(mode, n_threads, allowed)
+    if cpus is None and (asked or strict):
+        cpus = [allowed] * n_threads
+    return (_one_each(cpus) if strict and cpus else cpus), warnings
+
+
+def _one_each(cpus: Sequence[Cpus]) -> list[Cpus]:
+    """One CPU of those of every thread, each used once before any is used twice."""
+    used: Counter[int] = Counter()
+    chosen = []
+    for own in cpus:
+        best = min(sorted(own), key=lambda cpu: used[cpu])
+        used[best] += 1
+        chosen.append(frozenset((best,)))
+    return chosen
+
+
+def _by_node(mode: str, n_threads: int, allowed: Cpus) -> tuple[list[Cpus] | None, list[str]]:
     nodes = read_nodes()
     warnings = []
-    if not hasattr(os, "sched_setaffinity"):
-        return None, [f"--numa {mode} has no effect: this system does not let programs choose CPUs"]
     if len(nodes) < 2 and mode != "numactl":
         warnings.append(f"--numa {mode} has no effect: this machine has one node")
     elif _balancing():
         warnings.append("the kernel moves memory between nodes by itself, which may be slow; "
                         "off: echo 0 > /proc/sys/kernel/numa_balancing")  # fmt: skip
-    return thread_cpus(mode, n_threads, nodes, visible_cpus(), current_cpu()), warnings
+    return thread_cpus(mode, n_threads, nodes, allowed, current_cpu()), warnings
 
 
 def _balancing(path: Path = _BALANCING) -> bool:

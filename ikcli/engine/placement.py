@@ -16,7 +16,7 @@ from ikcli.config import RunConfig
 from ikcli.engine.tensor_rules import (
     RuleMatches,
     check_rules,
-    expert_rules,
+    cpu_rules,
     match_rules,
     parse_rule,
     rule_lines,
@@ -124,7 +124,7 @@ def place(
     """
     present, free = usable_devices(config, devices, free_bytes)
     rules = [parse_rule(text, (CPU, *present) if present else None) for text in config.override_tensor]
-    rules += expert_rules(config.cpu_moe, min(config.n_cpu_moe, n_layer))
+    rules += cpu_rules(config.cpu_moe, min(config.n_cpu_moe, n_layer), min(config.n_cpu_ffn, n_layer))
     matches = match_rules(rules, names)
     warnings = check_rules(matches, names, config.strict)
     notices = [no_device_notice(config)] if not present and no_device_notice(config) else []

@@ -57,7 +57,7 @@ class Session:
         self.n_vocab, self.outputs = prepared.model.hp.n_vocab, plan.graph_config.outputs
         self.observer: Observer | None = None
         self.runner, self.graphs, self.programs = prepared.runner, prepared.graphs, prepared.programs
-        self._cpus, self._notes = numa.plan_threads(self.config.numa, self.runner.cpu.n_threads)
+        self._cpus, self._notes = numa.plan_threads(self.config, self.runner.cpu.n_threads)
         self.runner.cpu.cpus = self._cpus
         self._tokenizer: Tokenizer | None = None
         rotated = f"{int(self.graph_config.k_hadamard)}{int(self.graph_config.v_hadamard)}"

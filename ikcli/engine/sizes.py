@@ -61,7 +61,7 @@ def session_of(config: RunConfig) -> tuple[RunConfig, Sizes]:
 
 def bench_session(config: RunConfig) -> tuple[RunConfig, Sizes]:
     """For the longest test; every test warms up by itself."""
-    n_ctx = max(t.n_prompt + t.n_gen for t in bench_tests(config))
+    n_ctx = max(t.n_cells for t in bench_tests(config))
     return replace(config, n_ctx=n_ctx, warmup=False), Sizes(n_ctx)
 
 

@@ -15,6 +15,7 @@ from ikcli.errors import UsageError
 from ikcli.rules import compile_pattern, layer_text, near_misses, pattern_warnings
 
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\."
+DENSE = r"\.ffn_(up|down|gate)\."
 _CUDA = re.compile(r"CUDA\d+")
 
 
@@ -73,12 +74,13 @@ def is_buffer(text: str) -> bool:
     return text == "CPU" or _CUDA.fullmatch(text) is not None
 
 
-def expert_rules(cpu_moe: bool, n_cpu_moe: int) -> list[TensorRule]:
-    """The rules behind `--cpu-moe` and `--n-cpu-moe N` (experts of blocks 0..N-1); they follow all `-ot` rules."""
+def cpu_rules(cpu_moe: bool, n_cpu_moe: int, n_cpu_ffn: int) -> list[TensorRule]:
+    """The rules of `--cpu-moe`, `--n-cpu-moe N` and `--n-cpu-ffn N` (blocks 0..N-1), which follow all `-ot` rules."""
     rules: list[TensorRule] = []
-    if n_cpu_moe > 0:
-        blocks = "|".join(str(block) for block in range(n_cpu_moe))
-        rules.append(TensorRule(rf"^blk\.({blocks}){EXPERTS}", "CPU", "--n-cpu-moe"))
+    for n, weights, option in ((n_cpu_moe, EXPERTS, "--n-cpu-moe"), (n_cpu_ffn, DENSE, "--n-cpu-ffn")):
+        if n > 0:
+            blocks = "|".join(str(block) for block in range(n))
+            rules.append(TensorRule(rf"^blk\.({blocks}){weights}", "CPU", option))
     if cpu_moe:
         rules.append(TensorRule(EXPERTS, "CPU", "--cpu-moe"))
     return rules

@@ -1,7 +1,8 @@
 """bench: speed of given tests (ppP, tgN, ppP+tgN, tgN@ppP) for all combinations of settings, as llama-bench has it.
 
 Every option of the run may list alternatives; each combination gets a session of its own, sized for the largest test.
-A test is repeated `-r` times from an empty cache; results are mean and sample standard deviation of tokens per second.
+A test is repeated `-r` times from an empty cache or at a depth; results are mean and sample standard deviation of
+tokens per second.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ikcli.config import RunConfig
 from ikcli.engine.batch import Batch
@@ -109,27 +111,44 @@ def measure(
     session: SessionLike, test: BenchTest, repetitions: int, warmup: bool, rng: np.random.Generator
 ) -> list[int]:
     """Nanoseconds of every repetition."""
-    if warmup:
+    before = rng.integers(0, session.n_vocab, test.n_depth, dtype=np.int32)
+    if test.n_depth:
         session.clear()
+        _compute(session, before, 0)
+        session.checkpoint(0)
+    if warmup:
+        _back_to(session, before)
         n = min(test.n_prompt, session.n_ubatch)
-        _prompt(session, n, rng)
-        _generate(session, n, min(test.n_gen, 1), rng)
+        _prompt(session, test.n_depth, n, rng)
+        _generate(session, test.n_depth + n, min(test.n_gen, 1), rng)
     samples = []
     for _ in range(repetitions):
-        session.clear()
+        _back_to(session, before)
         started = time.perf_counter_ns()
-        _prompt(session, test.n_prompt, rng)
+        _prompt(session, test.n_depth, test.n_prompt, rng)
         if test.after_prompt:
             started = time.perf_counter_ns()
-        _generate(session, test.n_prompt, test.n_gen, rng)
+        _generate(session, test.n_depth + test.n_prompt, test.n_gen, rng)
         samples.append(time.perf_counter_ns() - started)
     return samples
 
 
-def _prompt(session: SessionLike, n: int, rng: np.random.Generator) -> None:
-    tokens = rng.integers(0, session.n_vocab, n, dtype=np.int32)
-    for start in range(0, n, session.n_batch):
-        session.decode(Batch.single(tokens[start : start + session.n_batch], start))
+def _back_to(session: SessionLike, before: npt.NDArray[np.int32]) -> None:
+    """The cache holds these tokens only; computed again where the sequence cannot be cut."""
+    if not len(before):
+        session.clear()
+        return
+    kept = session.truncate(0, len(before))
+    _compute(session, before[kept:], kept)
+
+
+def _prompt(session: SessionLike, pos: int, n: int, rng: np.random.Generator) -> None:
+    _compute(session, rng.integers(0, session.n_vocab, n, dtype=np.int32), pos)
+
+
+def _compute(session: SessionLike, tokens: npt.NDArray[np.int32], pos: int) -> None:
+    for start in range(0, len(tokens), session.n_batch):
+        session.decode(Batch.single(tokens[start : start + session.n_batch], pos + start))
 
 
 def _generate(session: SessionLike, pos: int, n: int, rng: np.random.Generator) -> None:

@@ -66,11 +66,14 @@ def text_name(config: RunConfig) -> str:
     return "the prompt" if config.prompt.prompt else "the bundled text"
 
 
-def tokenize(session: HasTokenizer, text: str, who: str = "perplexity") -> TokenIds:
-    """Token ids int32 of the text, begin-of-text included where the model wants it; logs the time taken."""
+def tokenize(session: HasTokenizer, text: str, who: str = "perplexity", *, parse_special: bool = False) -> TokenIds:
+    """Token ids int32 of the text, begin-of-text included where the model wants it; logs the time taken.
+
+    With `parse_special` names of control tokens in the text are these tokens.
+    """
     log(f"{who}: tokenizing the input ..")
     started = time.perf_counter()
-    tokens = np.asarray(session.tokenizer.encode(text, add_special=True), dtype=np.int32)
+    tokens = np.asarray(session.tokenizer.encode(text, add_special=True, parse_special=parse_special), dtype=np.int32)
     milliseconds = int((time.perf_counter() - started) * 1e6) * 1e-3
     log(f"{who}: tokenization took {milliseconds:g} ms")
     return tokens

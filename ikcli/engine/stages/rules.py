@@ -11,7 +11,7 @@ from ikcli.errors import UsageError
 
 _PLACEMENT = {
     "n_gpu_layers": "-ngl", "override_tensor": "-ot", "tensor_split": "-ts", "device": "-dev", "fit": "--fit",
-    "cpu_moe": "--cpu-moe", "n_cpu_moe": "--n-cpu-moe", "no_kv_offload": "-nkvo",
+    "cpu_moe": "--cpu-moe", "n_cpu_moe": "--n-cpu-moe", "n_cpu_ffn": "--n-cpu-ffn", "no_kv_offload": "-nkvo",
 }  # fmt: skip
 _UNITS = {
     "fleet.workers": "--workers", "fleet.ray_workers": "--ray-workers", "fleet.journal": "--journal",

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
+from ikcli.log import copy
 from ikcli.server.http.jsontext import dump
 
 
@@ -35,6 +36,7 @@ class ServerLog:
         out = self._out or sys.stdout
         out.write(line + "\n")
         out.flush()
+        copy(line)
 
     def info(self, function: str, message: str, **fields: object) -> None:
         """An INFO line."""

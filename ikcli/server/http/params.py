@@ -112,7 +112,7 @@ def defaults_of(config: RunConfig) -> Defaults:
         stop=config.prompt.reverse_prompt,
         bans=server_bans(config),
         grammar=option_text(config.sampling.grammar, config.sampling.grammar_file, "grammar"),
-        json_schema=_schema_option(given.json_schema),
+        json_schema=_schema_option(option_text(given.json_schema, given.json_schema_file, "JSON schema")),
     )
 
 

@@ -7,10 +7,11 @@ with and without. A micro-batch is kept so small that its results do not depend 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from ikcli.config_groups import ServerConfig
-from ikcli.config_values import SpecStage
+from ikcli.config_values import SpecSetting, SpecStage
 from ikcli.engine.session import Session
 from ikcli.errors import UsageError
 from ikcli.server.slots import ngrams
@@ -27,7 +28,7 @@ _SUFFIX_LEAST, _SUFFIX_MOST = 5, 64
 def stages(session: Session) -> tuple[SpecStage, ...]:
     """What the options ask for; `-md`, `-lcs` and `-lcd` imply their type."""
     config, sampling = session.config.server, session.config.sampling
-    given = [s for s in config.spec_type if s.type != "none"]
+    given = [_with_settings(s, config.spec_set) for s in config.spec_type if s.type != "none"]
     if config.spec_type and not given:
         return ()
     types = {s.type for s in given}
@@ -38,6 +39,14 @@ def stages(session: Session) -> tuple[SpecStage, ...]:
     if "draft" in types and not config.model_draft:
         raise UsageError("--spec-type draft needs a draft model; name one with -md FILE")
     return tuple(given)
+
+
+def _with_settings(stage: SpecStage, settings: Sequence[SpecSetting]) -> SpecStage:
+    """The stage with what `--spec-set` says of its type where it says nothing itself."""
+    for s in settings:
+        if (stage.type == s.type or stage.type.startswith(f"{s.type}-")) and getattr(stage, s.field) is None:
+            stage = replace(stage, **{s.field: s.value})  # type: ignore[arg-type]
+    return stage
 
 
 class Speculator:

@@ -151,6 +151,8 @@ def test_bench_in_all_its_forms(tmp_path: Path) -> None:
         assert [(r.label, r.test, r.speed, r.deviation) for r in found.bench] == [("q4", "pp512", 100.5, 2.5)] * count
         assert found.bench[0].environment.facts["machine"] == "EPYC"
         assert found.bench[0].environment.model_bytes == 3 * 2**30
+    at_depth = RECORD | {"n_prompt": 0, "n_gen": 32, "n_depth": 4096}
+    assert [r.test for r in read(tmp_path, json.dumps(at_depth)).bench] == ["tg32 @ d4096"]
     found = read(tmp_path, json.dumps(RECORD | {"avg_ts": None}) + "\nINSERT INTO test (a) VALUES ('1');\n" + quoted)
     assert [p.line for p in found.problems] == [1, 2]
 

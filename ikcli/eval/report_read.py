@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ikcli.engine.bench_cases import BenchTest
 from ikcli.errors import FormatError
 from ikcli.eval.report_results import (
     BenchRow,
@@ -211,9 +212,8 @@ class _Source:
     def _bench_record(self, at: int, record: Mapping[str, Any]) -> None:
         """A result as json, jsonl or CSV has it."""
         speed, deviation = _finite(record["avg_ts"]), float(record.get("stddev_ts") or 0)
-        n_prompt, n_gen = int(record.get("n_prompt") or 0), int(record.get("n_gen") or 0)
-        test = str(record.get("test") or (f"pp{n_prompt}" if not n_gen else f"tg{n_gen}" if not n_prompt
-                                          else f"pp{n_prompt}+tg{n_gen}"))  # fmt: skip
+        n_prompt, n_gen, n_depth = (int(record.get(key) or 0) for key in ("n_prompt", "n_gen", "n_depth"))
+        test = str(record.get("test") or BenchTest(n_prompt, n_gen, n_depth=n_depth).label)
         settings = _settings_text(record)
         facts = {
             "model": str(record.get("model_type") or record.get("model_filename") or ""),

@@ -85,8 +85,8 @@ class RunConfig:
     n_threads: int = opt(0, "-t --threads", "custom", "threads for generation; auto = physical cores visible to this process", topic="compute", form="N", example="-t 16", parse=parse_threads, factory=physical_cores, env="LLAMA_ARG_THREADS")
     n_threads_batch: int = opt(0, "-tb --threads-batch", "custom", "threads for prompts; default as -t", topic="compute", form="N", example="-tb 32", parse=parse_threads, factory=physical_cores)
     numa: str | None = opt(None, "--numa", "custom", "distribute: spread threads over the nodes; isolate: stay on the starting node; numactl: obey an outer numactl", topic="compute", form="distribute|isolate|numactl", example="--numa distribute", parse=parse_numa, env="LLAMA_ARG_NUMA")
-    cpu_mask: frozenset[int] = opt(frozenset(), "-C --cpu-mask", "custom", "CPUs that threads may use, as bits of a hexadecimal number; 0 = all", topic="compute", form="HEX", example="-C 0xff", parse=parse_cpu_mask, bench_list=False)
-    cpu_range: frozenset[int] = opt(frozenset(), "-Cr --cpu-range", "custom", "CPUs that threads may use, beside those of --cpu-mask", topic="compute", form="LO-HI[,...]", example="-Cr 0-7", parse=parse_cpu_list, bench_list=False)
+    cpu_mask: tuple[int, ...] = opt((), "-C --cpu-mask", "custom", "CPUs that threads may use, as bits of a hexadecimal number; 0 = all", topic="compute", form="HEX", example="-C 0xff", parse=parse_cpu_mask, bench_list=False)
+    cpu_range: tuple[int, ...] = opt((), "-Cr --cpu-range", "custom", "CPUs that threads may use, beside those of --cpu-mask", topic="compute", form="LO-HI[,...]", example="-Cr 0-7", parse=parse_cpu_list, bench_list=False)
     cpu_strict: bool = opt(False, "--cpu-strict", "optswitch", "one CPU for every thread, instead of any of those", topic="compute", example="--cpu-strict 1")
     flash_attn: bool = opt(True, "-fa --flash-attn", "optswitch", "flash attention", topic="compute", negative="-no-fa --no-fa --no-flash-attn", example="-fa on", env="LLAMA_ARG_FLASH_ATTN")
     mla: int = opt(3, "-mla --mla-use --mla-attn", "choice", "how multi-head latent attention is computed; 0 keeps the full K and V cache", topic="compute", form="0|1|2|3", example="-mla 3", choices=("0", "1", "2", "3"))
@@ -136,7 +136,7 @@ class RunConfig:
     @property
     def cpus(self) -> frozenset[int]:
         """CPUs that threads are to use; empty for any."""
-        return self.cpu_mask | self.cpu_range
+        return frozenset(self.cpu_mask + self.cpu_range)
 
 
 def default_model() -> Path:

@@ -70,7 +70,7 @@ def parse_devices(text: str) -> tuple[str, ...]:
     return names
 
 
-def parse_cpu_mask(text: str) -> frozenset[int]:
+def parse_cpu_mask(text: str) -> tuple[int, ...]:
     """CPUs of a hexadecimal mask; none for 0."""
     try:
         mask = int(text, 16)
@@ -78,10 +78,10 @@ def parse_cpu_mask(text: str) -> frozenset[int]:
         raise ValueError("is not a hexadecimal number") from None
     if not 0 <= mask < 1 << MAX_CPUS:
         raise ValueError(f"is not a mask of at most {MAX_CPUS} CPUs")
-    return frozenset(i for i in range(mask.bit_length()) if mask >> i & 1)
+    return tuple(i for i in range(mask.bit_length()) if mask >> i & 1)
 
 
-def parse_cpu_list(text: str) -> frozenset[int]:
+def parse_cpu_list(text: str) -> tuple[int, ...]:
     """CPUs of `0-3,8`."""
     cpus: set[int] = set()
     for piece in text.split(","):
@@ -90,7 +90,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
         if not low <= high < MAX_CPUS:
             raise ValueError(f"is not a range of CPUs from 0 to {MAX_CPUS - 1}")
         cpus.update(range(low, high + 1))
-    return frozenset(cpus)
+    return tuple(sorted(cpus))
 
 
 def _whole(text: str) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tests run side by side; must be set before NumPy is imported
+os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)  # no client of a test reads the authorities of the world
 # Without bytecode every program that a test starts compiles ikcli anew, and every worker rewrites all tests.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -102,7 +102,7 @@ def test_cpus_that_were_asked_for(monkeypatch) -> None:
     monkeypatch.setattr(numa, "visible_cpus", lambda: set(range(8)))
     monkeypatch.setattr(numa, "read_nodes", lambda: NODES)
     monkeypatch.setattr(numa, "_balancing", lambda: False)
-    few = RunConfig(cpu_mask=frozenset((1, 2)), cpu_range=frozenset((5, 99)))
+    few = RunConfig(cpu_mask=(1, 2), cpu_range=(5, 99))
     assert plan_threads(few, 2) == ([frozenset((1, 2, 5))] * 2, [])
     strict = replace(few, cpu_strict=True)
     assert plan_threads(strict, 4)[0] == [frozenset((cpu,)) for cpu in (1, 2, 5, 1)]
@@ -110,7 +110,7 @@ def test_cpus_that_were_asked_for(monkeypatch) -> None:
     both = plan_threads(replace(few, numa="distribute"), 2)[0]
     assert both == [NODES[0] & few.cpus, NODES[1] & few.cpus]
     with pytest.raises(UsageError, match="none of the CPUs 99"):
-        plan_threads(RunConfig(cpu_range=frozenset((99,))), 2)
+        plan_threads(RunConfig(cpu_range=(99,)), 2)
 
 
 @linux

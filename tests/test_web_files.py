@@ -11,7 +11,7 @@ FILES = tuple(resources.files("ikcli.server").joinpath("web").iterdir())
 
 
 def test_files_are_compressed_and_cached() -> None:
-    client = Client()
+    client = Client(ui=True)
     kinds = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
     for item in FILES:
         plain = client.get(f"/{item.name}", headers={"accept-encoding": "identity"})
@@ -28,7 +28,7 @@ def test_files_are_compressed_and_cached() -> None:
 
 
 def test_page_needs_no_key_and_no_other_host() -> None:
-    client = Client(api_key="key")
+    client = Client(api_key="key", ui=True)
     policy = client.get("/").headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
     for item in FILES:
@@ -39,13 +39,13 @@ def test_page_needs_no_key_and_no_other_host() -> None:
 
 
 def test_page_under_a_prefix() -> None:
-    client = Client(api_prefix="/llm/")
+    client = Client(api_prefix="/llm/", ui=True)
     page = client.get("/llm").text
     assert '<base href="/llm/">' in page and 'src="app.js"' in page
     assert client.get("/llm/app.js").status_code == 200
-    assert "<base" not in Client().get("/").text
+    assert "<base" not in Client(ui=True).get("/").text
 
 
 def test_no_page() -> None:
-    for client in (Client(ui=False), Client(webui="none")):
+    for client in (Client(ui=False), Client(ui=True, webui="none")):
         assert client.get("/app.js").status_code == client.get("/").status_code == 404

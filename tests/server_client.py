@@ -25,7 +25,8 @@ class Client:
     def __init__(self, *, config: RunConfig | None = None, engine: FakeEngine | None = None, **server: Any) -> None:
         self.engine = engine or FakeEngine(fake_tokenizer())
         config = config or RunConfig(command="serve")
-        self.config = replace(config, n_parallel=self.engine.n_slots, server=ServerConfig(**({"alias": "m", "ui": False} | server)))
+        settings = ServerConfig(**({"alias": "m", "ui": False} | server))
+        self.config = replace(config, n_parallel=self.engine.n_slots, server=settings)
         self.log = io.StringIO()
 
     def state(self) -> ServerState:

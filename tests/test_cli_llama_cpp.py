@@ -71,6 +71,7 @@ def test_how_a_file_is_read(argv: list[str], mmap: bool, mlock: bool) -> None:
         (["-ngl", "auto"], "n_gpu_layers", None),
         (["-dev", "none"], "n_gpu_layers", 0),
         (["-np", "-1"], "n_parallel", 1),
+        (["--top-k", "0.0"], "sampling.top_k", 0),
         (["-kvo"], "no_kv_offload", False),
         (["-nkvo", "--kv-offload"], "no_kv_offload", False),
         (["-fit", "on"], "fit", True),

@@ -93,7 +93,7 @@ def _int(text: str) -> int:
         number = float(text)
     except ValueError:
         raise ValueError("is not a whole number") from None
-    if not number.is_integer() or "e" not in text.lower():
+    if not number.is_integer():
         raise ValueError("is not a whole number")
     return int(number)
 

@@ -1,0 +1,119 @@
+"""Plain transformers: blocks of self-attention and a feed-forward part or experts, told apart by settings alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ikcli.graph import Graph, Node
+from ikcli.graph.activations import SILU, Glu
+from ikcli.models import blocks, expected
+from ikcli.models.config import GraphConfig
+from ikcli.models.gpt_oss import ACTIVATION
+from ikcli.models.hparams import HParams
+from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+
+More = Callable[[HParams, int], TensorSpecs]
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Settings of an architecture; what the metadata of a file say (heads, windows, experts, factors) is in `HParams`.
+
+    `bias`, `qk_norm`, `fused`, `ffn_norm`: see `expected.attention_specs`. `neox`, `norm_last`: see
+    `blocks.self_attention`. `act`: of all feed-forward parts. `one_up`: one matrix for gate and up. `still`: every so
+    many blocks one without rotation. `more`: further tensors of block il.
+    """
+
+    bias: bool | None = None
+    qk_norm: bool | None = False
+    fused: bool | None = None
+    ffn_norm: str = "ffn_norm"
+    neox: bool = True
+    norm_last: bool = False
+    act: Glu = SILU
+    one_up: bool = False
+    still: int = 0
+    more: More = lambda hp, il: {}
+
+
+def _sinks(hp: HParams, il: int) -> TensorSpecs:
+    return {f"blk.{il}.attn_sinks.weight": TensorSpec((hp.at(il).n_head,), required=False)}
+
+
+def _shared_gate(hp: HParams, il: int) -> TensorSpecs:
+    return {f"blk.{il}.ffn_gate_inp_shexp.weight": TensorSpec((hp.n_embd, 1))}
+
+
+def _norms_over_heads(hp: HParams, il: int) -> TensorSpecs:
+    heads = {"q": hp.n_head, "k": hp.n_head_kv}
+    return {f"blk.{il}.attn_{x}_norm.weight": TensorSpec((n * hp.head_dim_k,)) for x, n in heads.items()}
+
+
+def _qkv_bias(hp: HParams, il: int) -> TensorSpecs:
+    n = hp.n_head * hp.head_dim_k + hp.n_head_kv * (hp.head_dim_k + hp.head_dim_v)
+    return {f"blk.{il}.attn_qkv.bias": TensorSpec((n,))}
+
+
+def _long_rope(hp: HParams, il: int) -> TensorSpecs:
+    factors = TensorSpec((hp.n_rot // 2,), required=False)
+    return {"rope_factors_long.weight": factors, "rope_factors_short.weight": factors}
+
+
+_PAIRS = Plain(neox=False)  # rotates adjacent pairs, as llama does
+_NORMED = Plain(bias=False, qk_norm=True)
+
+TABLE: dict[str, Plain] = {
+    "bailingmoe2": Plain(qk_norm=True, fused=True),
+    "chatglm": Plain(fused=True, neox=False, one_up=True),
+    "dbrx": Plain(fused=True, ffn_norm="attn_output_norm"),
+    "deepseek": _PAIRS,
+    "dots1": _NORMED,
+    "ernie4_5": _PAIRS,
+    "ernie4_5-moe": _PAIRS,
+    "gemma": Plain(act=Glu("gelu")),
+    "glm4moe": Plain(qk_norm=None, ffn_norm="post_attention_norm"),
+    "granite": _PAIRS,
+    "granitemoe": _PAIRS,
+    "hunyuan-moe": Plain(bias=False, qk_norm=True, norm_last=True),
+    "mellum": Plain(qk_norm=True),
+    "mimo2": Plain(more=_sinks),
+    "minimax-m2": Plain(bias=False, more=_norms_over_heads),
+    "minimax-m3": Plain(qk_norm=True, act=ACTIVATION),  # attention is over all positions, the indexer is not used
+    "phi3": Plain(one_up=True, more=_long_rope),
+    "qwen": Plain(fused=True, more=_qkv_bias),
+    "qwen2": Plain(bias=True),
+    "qwen2moe": Plain(bias=True, more=_shared_gate),
+    "qwen2vl": Plain(bias=True),  # text: all sections of the rotation have one position
+    "qwen3": _NORMED,
+    "qwen3moe": _NORMED,
+    "qwen3vl": _NORMED,
+    "qwen3vlmoe": _NORMED,
+    "seed_oss": Plain(ffn_norm="post_attention_norm"),
+    "smollm3": Plain(neox=False, still=4),
+}
+"""By the architecture name of the file; what each is called elsewhere: docs/models.md."""
+
+
+def tensor_shapes(hp: HParams) -> TensorSpecs:
+    """Expected tensors of the file."""
+    p, specs = TABLE[hp.arch], expected.base_specs(hp)
+    for il in range(hp.n_layer):
+        specs |= expected.attention_specs(hp, il, bias=p.bias, qk_norm=p.qk_norm, ffn_norm=p.ffn_norm, fused=p.fused)
+        specs |= expected.fused_dense_specs(hp, il) if p.one_up else expected.feed_forward_specs(hp, il)
+        specs |= p.more(hp, il)
+    return specs
+
+
+def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+    """Record the graph; returns the logits of the output rows."""
+    p, tables = TABLE[hp.arch], blocks.rope_tables(g, hp, w, cfg)
+
+    def attn(x: Node, layer: LayerWeights) -> Node:
+        rotation = None if p.still and (layer.il + 1) % p.still == 0 else tables[layer.il]
+        return blocks.self_attention(g, hp, cfg, x, layer, rotation, neox=p.neox, norm_last=p.norm_last)
+
+    def ffn(x: Node, layer: LayerWeights) -> Node:
+        return blocks.fused_dense_ffn(g, hp, x, layer) if p.one_up else blocks.feed_forward(g, hp, cfg, x, layer, p.act)
+
+    return blocks.transformer(g, hp, w, attn, ffn, p.ffn_norm)

@@ -12,6 +12,7 @@ from ikcli.commands._fronts import passed_on
 from ikcli.commands._options import parse
 from ikcli.errors import UsageError
 from ikcli.hostinfo import shares
+from ikcli.server.http.metrics import PER_POSITION
 from ikcli.server.http.users import User, Users
 from ikcli.server.replicas.counters import Counters, metrics_text
 from ikcli.server.replicas.crew import READY, Replica, choose
@@ -142,6 +143,24 @@ def test_counters_go_on_when_a_replica_is_started_again() -> None:
     assert "llamacpp:tokens_predicted_total 13.0\n" in text and "llamacpp:requests_processing 2.0\n" in text
     asyncio.run(read(replicas[0], tokens_predicted_total=2))
     assert "llamacpp:tokens_predicted_total 15.0\n" in metrics_text(replicas, Users()).decode()
+
+
+def test_counters_of_drafts_by_position() -> None:
+    replicas = crew_of(0, 0)
+    for one, values in zip(replicas, ({0: 5, 1: 2}, {0: 1}), strict=True):
+        said = Said(spec_decode_num_drafts_total=6)
+        said.text += generate(values)
+        asyncio.run(one.counters.read(said))
+    replicas[0].counters.begin_anew()
+    text = metrics_text(replicas, Users()).decode()
+    assert 'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 6.0\n' in text
+    assert 'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 2.0\n' in text
+
+
+def generate(accepted: dict[int, float]) -> str:
+    """As a process tells it."""
+    lines = "".join(f'llamacpp:{PER_POSITION}_total{{position="{i}"}} {n}\n' for i, n in accepted.items())
+    return f"# TYPE llamacpp:{PER_POSITION}_total counter\n{lines}"
 
 
 def test_counters_of_a_process_that_says_nothing() -> None:

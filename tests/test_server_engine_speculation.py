@@ -61,6 +61,9 @@ def test_the_text_is_the_same(spec: str, plain: list[Final]) -> None:
     drafted, accepted = (sum(getattr(f.timings, n) for f in found) for n in ("draft_n", "draft_n_accepted"))
     assert 0 < accepted <= drafted
     assert (metrics.draft_tokens_total, metrics.draft_tokens_accepted_total) == (drafted, accepted)
+    by_position = metrics.accepted_by_position
+    assert sum(by_position.values()) == accepted and sorted(by_position) == list(range(len(by_position)))
+    assert by_position[0] <= metrics.drafts_total <= drafted
 
 
 def test_the_same_model_as_draft_is_always_right() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,7 +21,10 @@ _COUNTERS = (
     ("n_decode", "Number of computed batches.", "n_decode_total"),
     ("spec_decode_num_draft_tokens", "Drafted tokens.", "draft_tokens_total"),
     ("spec_decode_num_accepted_tokens", "Accepted drafted tokens.", "draft_tokens_accepted_total"),
+    ("spec_decode_num_drafts", "Drafts that were checked.", "drafts_total"),
 )
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+POSITION = "position"
 _GAUGES = (
     ("prompt_tokens_seconds", "Average prompt throughput in tokens/s.", "prompt_tokens_seconds"),
     ("predicted_tokens_seconds", "Average generation throughput in tokens/s.", "predicted_tokens_seconds"),
@@ -44,10 +47,20 @@ class _Collector:
         """All families."""
         for name, text, field in _COUNTERS:
             yield CounterMetricFamily(PREFIX + name, text, value=float(getattr(self._values, field)))
+        if self._values.accepted_by_position:
+            yield per_position(self._values.accepted_by_position)
         for name, text, field in _GAUGES:
             yield GaugeMetricFamily(PREFIX + name, text, value=float(getattr(self._values, field)))
         if self._users:
             yield from self._users.collect(PREFIX)
+
+
+def per_position(accepted: Mapping[int, float]) -> Metric:
+    """Accepted tokens by their place in the draft."""
+    family = CounterMetricFamily(PREFIX + PER_POSITION, "Accepted tokens by position in the draft.", labels=[POSITION])
+    for position, value in sorted(accepted.items()):
+        family.add_metric([str(position)], float(value))
+    return family
 
 
 def prometheus_text(values: EngineMetrics, users: Users) -> bytes:

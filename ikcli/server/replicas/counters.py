@@ -6,21 +6,23 @@ did together, as from one server; those with `replica_` what each did.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from ikcli.server.http.metrics import PREFIX
+from ikcli.server.http.metrics import POSITION, PREFIX, per_position
 from ikcli.server.http.users import Users
 from ikcli.server.router.upstream import UpstreamError
 
 if TYPE_CHECKING:
     from ikcli.server.replicas.crew import Replica
 
+Key = tuple[str, str]
 _MEAN = frozenset({"kv_cache_usage_ratio", "n_busy_slots_per_decode"})
 _MAX = frozenset({"n_tokens_max"})
 
@@ -33,27 +35,33 @@ class Asked(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A number with its name, without the prefix."""
+    """A number with its name, without the prefix; `position` in a draft, for those that are counted so."""
 
     name: str
     text: str
     counts: bool
     value: float
+    position: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells it from others."""
+        return self.name, self.position
 
 
 class Counters:
     """The numbers of a replica."""
 
     def __init__(self) -> None:
-        self._before: dict[str, float] = {}
-        self._now: dict[str, Value] = {}
+        self._before: dict[Key, float] = {}
+        self._now: dict[Key, Value] = {}
 
     async def read(self, process: Asked) -> None:
         """Ask the process; one that does not answer leaves what it said last."""
         try:
             status, body = await process.ask("GET", b"/metrics")
             if status == 200:
-                self._now = {value.name: value for value in _parse(body.decode("utf-8", "replace"))}
+                self._now = {value.key: value for value in _parse(body.decode("utf-8", "replace"))}
         except (UpstreamError, ValueError):
             return
 
@@ -61,25 +69,25 @@ class Counters:
         """Another process begins to count."""
         for value in self._now.values():
             if value.counts:
-                self._before[value.name] = self._before.get(value.name, 0.0) + value.value
-        self._now = {name: Value(name, value.text, True, 0.0) for name, value in self._now.items() if value.counts}
+                self._before[value.key] = self._before.get(value.key, 0.0) + value.value
+        self._now = {key: replace(value, value=0.0) for key, value in self._now.items() if value.counts}
 
-    def values(self) -> dict[str, Value]:
-        """The numbers by name; counters are those of all processes so far."""
+    def values(self) -> dict[Key, Value]:
+        """The numbers; counters are those of all processes so far."""
         before = self._before
         return {
-            name: Value(name, one.text, one.counts, one.value + (before.get(name, 0.0) if one.counts else 0.0))
-            for name, one in self._now.items()
+            key: replace(one, value=one.value + before.get(key, 0.0)) if one.counts else one
+            for key, one in self._now.items()
         }
 
 
 def _parse(text: str) -> Iterator[Value]:
-    """The numbers without labels; those of users are counted in front."""
+    """The numbers without labels but the position in a draft; those of users are counted in front."""
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if not sample.labels and family.type in ("counter", "gauge"):
-                name = family.name.removeprefix(PREFIX)
-                yield Value(name, family.documentation, family.type == "counter", sample.value)
+            if not sample.labels.keys() - {POSITION} and family.type in ("counter", "gauge"):
+                name, position = family.name.removeprefix(PREFIX), sample.labels.get(POSITION, "")
+                yield Value(name, family.documentation, family.type == "counter", sample.value, position)
 
 
 def metrics_text(replicas: Sequence[Replica], users: Users) -> bytes:
@@ -96,9 +104,12 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         """All families."""
         found = {one.index: one.counters.values() for one in self._replicas}
-        names = dict.fromkeys(name for values in found.values() for name in values)
-        for name in names:
-            each = {index: values[name] for index, values in found.items() if name in values}
+        keys = dict.fromkeys(key for values in found.values() for key in values)
+        yield from _by_position(found)
+        for name, position in keys:
+            if position:
+                continue
+            each = {index: values[name, ""] for index, values in found.items() if (name, "") in values}
             first = next(iter(each.values()))
             yield _family(first, {"": _together(name, [value.value for value in each.values()])})
             yield _family(first, {str(index): value.value for index, value in each.items()})
@@ -112,6 +123,17 @@ class _Collector:
             yield _family(Value(name, text, counts, 0.0), values)
         if self._users:
             yield from self._users.collect(PREFIX)
+
+
+def _by_position(found: Mapping[int, Mapping[Key, Value]]) -> Iterator[Metric]:
+    """What drafts have brought at each position, all replicas together."""
+    accepted: Counter[int] = Counter()
+    for values in found.values():
+        for (_, position), one in values.items():
+            if position:
+                accepted[int(position)] += int(one.value)
+    if accepted:
+        yield per_position(accepted)
 
 
 def _family(about: Value, values: dict[str, float]) -> Metric:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,7 +64,8 @@ class Generation:
         self.truncated = False
         self.stop_type: StopType = "none"
         self.n_cached = self.n_prompt_computed = 0
-        self.n_drafted = self.n_accepted = 0
+        self.n_drafts = self.n_drafted = self.n_accepted = 0
+        self.accepted_by_position: Counter[int] = Counter()
         self._bans: dict[int, set[int]] = {}  # index of a generated token -> tokens that led to a banned text
         self._n_rewinds = 0  # since the output last got further
         self._furthest = -1  # token at which a banned text began

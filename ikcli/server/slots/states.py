@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,6 +95,8 @@ class EngineMetrics:
     n_tokens_max: int = 0
     draft_tokens_total: int = 0
     draft_tokens_accepted_total: int = 0
+    drafts_total: int = 0
+    accepted_by_position: Mapping[int, int] = field(default_factory=dict)  # by their place in the draft
     prompt_tokens_seconds: float = 0.0
     predicted_tokens_seconds: float = 0.0
     requests_processing: int = 0
@@ -123,6 +126,8 @@ class Counters:
     n_tokens_max: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafts: int = 0
+    accepted_by_position: Counter[int] = field(default_factory=Counter)
     recent_prompt: tuple[int, float] = (0, 0.0)
     recent_predicted: tuple[int, float] = (0, 0.0)
     t_start: float = field(default_factory=time.time)

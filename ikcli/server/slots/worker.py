@@ -172,8 +172,8 @@ class Worker:
             c.reset_recent()
         return EngineMetrics(
             c.prompt_tokens, c.prompt_seconds, c.predicted_tokens, c.predicted_seconds, c.n_decode, c.n_busy_slots,
-            c.n_tokens_max, c.drafted, c.accepted, *rates, busy, n_waiting, len(self.slots) - busy, n_cached,
-            n_cached / session.n_ctx, prompts.n_bytes, len(prompts), c.t_start,
+            c.n_tokens_max, c.drafted, c.accepted, c.drafts, dict(c.accepted_by_position), *rates, busy, n_waiting,
+            len(self.slots) - busy, n_cached, n_cached / session.n_ctx, prompts.n_bytes, len(prompts), c.t_start,
         )  # fmt: skip
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -394,6 +394,7 @@ class Worker:
         draft = slot.draft
         slot.append(slot.last)
         g.n_drafted += len(draft)
+        g.n_drafts += bool(draft)
         for i in range(len(draft) + 1):
             if not math.isfinite(sums[i]):
                 check_finite(logits[i])
@@ -403,6 +404,7 @@ class Worker:
                 if draft[i] != slot.last:
                     break
                 g.n_accepted += 1
+                g.accepted_by_position[i] += 1
                 slot.append(slot.last)
         if draft:
             self._go_back(slot)
@@ -491,6 +493,8 @@ class Worker:
         self.counters.predicted(g.output.n_total, g.predicted_seconds)
         self.counters.drafted += g.n_drafted
         self.counters.accepted += g.n_accepted
+        self.counters.drafts += g.n_drafts
+        self.counters.accepted_by_position.update(g.accepted_by_position)
         ids, t = _ids(slot), g.timings(slot.n_past)
         self._send(slot.task, g.final(slot.n_past))
         slot.n_past = self.session.truncate(slot.id, slot.n_past)

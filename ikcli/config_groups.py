@@ -57,7 +57,7 @@ class ChatConfig:
     in_suffix: str = opt("", "--in-suffix", "str", "text put after every input of -i", topic="chat", commands="C", form="TEXT", example='--in-suffix "Bot:"', text=True)
     in_prefix_bos: bool = opt(False, "--in-prefix-bos", "switch", "begin every input of -i with the BOS token", topic="chat", commands="C", example="--in-prefix-bos")
     multiline: bool = opt(False, "-mli --multiline-input", "switch", "Enter begins a new line, Alt-Enter sends (without a line editor: a line that ends with / sends)", topic="chat", commands="C", example="-mli")
-    special: bool = opt(False, "-sp --special", "switch", "show control tokens", topic="chat", commands="C", example="-sp")
+    special: bool = opt(False, "-sp --special", "switch", "show control tokens in the text; a server sends them, too", topic="chat", commands="SC", example="-sp")
     display_prompt: bool = opt(True, "--display-prompt", "switch", "print the prompt before the text that continues it", topic="chat", commands="C", negative="--no-display-prompt", example="--no-display-prompt")
     verbose_prompt: bool = opt(False, "--verbose-prompt", "switch", "list the tokens of the prompt", topic="chat", commands="C", example="--verbose-prompt")
     color: bool | None = opt(None, "-co --color", "optswitch", "colours and Markdown. Default: in a terminal", topic="chat", commands="C", negative="--no-color", example="--color off")
@@ -141,8 +141,8 @@ class SamplingConfig:
 class ServerConfig:
     """The HTTP server."""
 
-    alias: str = opt("", "-a --alias", "str", "model name in the API; default the file name", topic="server", commands="S", form="NAME", example="-a my-model", env="LLAMA_ARG_MODEL_ALIAS LLAMA_ARG_ALIAS")
-    host: str = opt("127.0.0.1", "--host", "str", "address to listen on: a name or number, a path that ends in .sock, or fd:N, a listening socket that the program was started with", topic="server", commands="S", form="ADDR", example="--host 0.0.0.0", env="LLAMA_ARG_HOST")
+    alias: str = opt("", "-a --alias", "str", "model name in the API, or several, separated by commas; default the file name", topic="server", commands="S", form="NAME[,NAME...]", example="-a my-model", env="LLAMA_ARG_MODEL_ALIAS LLAMA_ARG_ALIAS")
+    host: str = opt("127.0.0.1", "--host", "str", "address to listen on: a name or number, a path that ends in .sock, or fd:N, a listening socket that the program was started with; several separated by commas (:: is then IPv6 alone)", topic="server", commands="S", form="ADDR[,ADDR...]", example="--host 0.0.0.0", env="LLAMA_ARG_HOST")
     port: int = opt(8080, "--port", "int", "port to listen on", topic="server", commands="S", form="N", example="--port 8080", minimum=0, env="LLAMA_ARG_PORT")
     api_key: str = opt("", "--api-key", "str", "key that requests must carry, several separated by commas; in chat the key that is sent to the server of --url", topic="server", commands="SC", form="KEY", example="--api-key secret", env="LLAMA_API_KEY")
     api_key_file: Path | None = opt(None, "--api-key-file", "path", "file with one key per line", topic="server", commands="S", form="FILE", example="--api-key-file keys.txt", env="LLAMA_ARG_API_KEY_FILE")
@@ -199,10 +199,22 @@ class ServerConfig:
     reasoning_format: str = opt("auto", "--reasoning-format", "choice", "where thoughts go: none leaves them in the text, deepseek puts them in reasoning_content, deepseek-legacy does both", topic="server", commands="SC", form="none|deepseek|deepseek-legacy|auto", example="--reasoning-format none", choices=("none", "deepseek", "deepseek-legacy", "auto"), env="LLAMA_ARG_THINK")
     reasoning: str = opt("auto", "-rea --reasoning", "choice", "let the model think: on, off, or as its template does", topic="server", commands="SC", form="on|off|auto", example="--reasoning off", choices=("on", "off", "auto"), env="LLAMA_ARG_REASONING")
     reasoning_budget: int = opt(-1, "--reasoning-budget --reasoning-tokens", "int", "tokens of thinking; 0 = none, -1 = unlimited", topic="server", commands="SC", form="N", example="--reasoning-budget 512", minimum=-1, env="LLAMA_ARG_THINK_BUDGET")
-    reasoning_budget_message: str = opt("", "--reasoning-budget-message", "str", "text put before the end of thinking when the budget is used up", topic="server", commands="SC", form="TEXT", example='--reasoning-budget-message "Time is up."')
+    reasoning_budget_message: str = opt("", "--reasoning-budget-message", "str", "text put before the end of thinking when the budget is used up", topic="server", commands="SC", form="TEXT", example='--reasoning-budget-message "Time is up."', env="LLAMA_ARG_THINK_BUDGET_MESSAGE")
     chat_template_kwargs: str = opt("", "--chat-template-kwargs", "str", "variables for the chat template, as a JSON object", topic="server", commands="SC", form="JSON", example="--chat-template-kwargs '{}'", env="LLAMA_ARG_CHAT_TEMPLATE_KWARGS")
-    prefill_assistant: bool = opt(True, "--prefill-assistant", "switch", "a last message of the assistant is continued instead of answered", topic="server", commands="SC", negative="--no-prefill-assistant", example="--no-prefill-assistant")
+    prefill_assistant: bool = opt(True, "--prefill-assistant", "switch", "a last message of the assistant is continued instead of answered", topic="server", commands="SC", negative="--no-prefill-assistant", example="--no-prefill-assistant", env="LLAMA_ARG_PREFILL_ASSISTANT")
     jinja: bool = opt(True, "--jinja", "optswitch", "use the Jinja template of the model", topic="server", commands="SC", negative="--no-jinja", example="--jinja")
+    skip_chat_parsing: bool = opt(False, "--skip-chat-parsing", "switch", "all that the model writes is content: thoughts and calls of tools are left in it", topic="server", commands="S", negative="--no-skip-chat-parsing", example="--skip-chat-parsing", env="LLAMA_ARG_SKIP_CHAT_PARSING")
+    reasoning_effort: str = opt("default", "--reasoning-effort", "str", "how much the model thinks: none, or a level that its template knows, such as low, medium or high; default = as its template says", topic="server", commands="SC", form="LEVEL", example="--reasoning-effort low", env="LLAMA_ARG_REASONING_EFFORT")
+    reasoning_preserve: bool | None = opt(None, "--reasoning-preserve", "switch", "keep thoughts of earlier turns in the prompt, or leave them out, where the template can. Default: as the template does", topic="server", commands="SC", negative="--no-reasoning-preserve", example="--reasoning-preserve", env="LLAMA_ARG_REASONING_PRESERVE")
+    tags: str = opt("", "--tags", "str", "tags of the model in /v1/models, separated by commas; they change nothing", topic="server", commands="S", form="LIST", example="--tags chat,small", env="LLAMA_ARG_TAGS")
+    spm_infill: bool = opt(False, "--spm-infill", "switch", "prompts of /infill begin with the suffix, as some models want it", topic="server", commands="S", example="--spm-infill")
+    log_prompts_dir: Path | None = opt(None, "--log-prompts-dir", "path", "write every prompt into a file of this folder, to look for mistakes; it is made for its owner alone", topic="server", commands="S", form="DIR", example="--log-prompts-dir prompts")
+    reuse_port: bool = opt(False, "--reuse-port", "switch", "several servers may listen on the port; the system shares connections out", topic="server", commands="S", example="--reuse-port", env="LLAMA_ARG_REUSE_PORT")
+    cors_methods: str = opt("GET, POST, DELETE, OPTIONS", "--cors-methods", "str", "methods that browsers may use from other origins", topic="server", commands="S", form="LIST", example='--cors-methods "GET, POST"', env="LLAMA_ARG_CORS_METHODS")
+    cors_headers: str = opt("*", "--cors-headers", "str", "headers that browsers may send from other origins; * = those that they ask for", topic="server", commands="S", form="LIST", example='--cors-headers "Content-Type, Authorization"', env="LLAMA_ARG_CORS_HEADERS")
+    cors_credentials: bool = opt(True, "--cors-credentials", "switch", "browsers may send credentials from other origins", topic="server", commands="S", negative="--no-cors-credentials", example="--no-cors-credentials", env="LLAMA_ARG_CORS_CREDENTIALS")
+    ui_config: str = opt("", "--ui-config --webui-config", "str", "settings that the web page begins with, as a JSON object (docs/serve.md)", topic="server", commands="S", form="JSON", example="--ui-config '{\"temperature\": 0.2}'", env="LLAMA_ARG_UI_CONFIG")
+    ui_config_file: Path | None = opt(None, "--ui-config-file --webui-config-file", "path", "file with the settings of --ui-config", topic="server", commands="S", form="FILE", example="--ui-config-file page.json", env="LLAMA_ARG_UI_CONFIG_FILE")
 
     @property
     def only_embeds(self) -> bool:

@@ -157,7 +157,9 @@ def test_prefill() -> None:
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"enable_thinking": "false"}}, "chat_template_kwargs.enable_thinking"),
         ({"reasoning_format": "odd"}, "reasoning_format"),
-        ({"reasoning_effort": "odd"}, "reasoning_effort"),
+        ({"reasoning_effort": "two words"}, "reasoning_effort"),
+        ({"reasoning_effort": 3}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"preserve_reasoning": 1}}, "chat_template_kwargs.preserve_reasoning"),
         ({"add_generation_prompt": 1}, "add_generation_prompt"),
     ],
 )

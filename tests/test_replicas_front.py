@@ -374,6 +374,7 @@ def test_lists_of_all_replicas() -> None:
             "/models": {"data": [i]},
             "/lora-adapters": {"success": True},
             "/openapi.json": {"paths": {}},
+            "/v1/chat/completions/control": {"success": i == 1},
         }
         if path == "/delete_prompt":
             here = (b'"c"' if i else b'"a"') in body
@@ -396,6 +397,7 @@ def test_lists_of_all_replicas() -> None:
             assert (await b.ask("/openapi.json")).json() == {"paths": {}}
             assert (await b.ask("/lora-adapters", [{"id": 0}])).json() == {"success": True}
             assert all(("POST /lora-adapters", b'[{"id": 0}]') in b.process(i).asked for i in range(2))
+            assert (await b.ask("/v1/chat/completions/control", {"id": "x"})).json() == {"success": True}
             assert (await b.ask("/nothing")).status == 404 and (await b.ask("/metrics")).status == 501
 
     run(work)

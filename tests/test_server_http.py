@@ -139,7 +139,7 @@ def test_cors_repeats_the_origin(origin: str) -> None:
     assert asked.status_code == 200 and asked.content == b""
     assert asked.headers["access-control-allow-origin"] == origin
     assert asked.headers["access-control-allow-credentials"] == "true"
-    assert asked.headers["access-control-allow-methods"] == "GET, POST"
+    assert asked.headers["access-control-allow-methods"] == "GET, POST, DELETE, OPTIONS"
     assert asked.headers["access-control-allow-headers"] == "*"
     for path in ("/health", "/nothing", "/v1/props"):
         response = client.get(path, headers={"Origin": origin})
@@ -236,7 +236,7 @@ def test_models_list() -> None:
     model = body["data"][0]
     assert model["id"] == "one" and model["aliases"] == ["one", "two"]
     assert model["object"] == "model" and model["owned_by"] == "llamacpp" and isinstance(model["created"], int)
-    assert set(model["meta"]) == {"vocab_type", "n_vocab", "n_ctx_train", "n_embd", "n_params", "size"}
+    assert set(model["meta"]) == {"vocab_type", "n_vocab", "n_ctx", "n_ctx_train", "n_embd", "n_params", "size"}
     assert model["max_model_len"] == 256
     assert body["models"][0]["slug"] == "one" and body["models"][0]["context_window"] == 256
 

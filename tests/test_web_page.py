@@ -430,6 +430,27 @@ def test_settings_are_sent(open_page: OpenPage) -> None:
     assert page.locator(".message .error:visible").count() == 0
 
 
+@pytest.mark.slow  # a page in a browser
+def test_settings_that_the_server_names(open_page: OpenPage) -> None:
+    """They are used and shown, the user's count more, and an empty field can take the place of one."""
+    page = open_page({"top_k": "3"})
+    preset = {"temperature": 0.5, "top_k": 9, "min_p": 0.1, "system": "Be brief.", "reasoning": "off"}
+    page.route("**/ui-config.json", lambda route: route.fulfill(json=preset))
+    reload(page)
+    page.wait_for_function("document.getElementById('system').value === 'Be brief.'")
+    bodies = answer_with(page, chunk(content="x"))
+    page.click("#settings-open")
+    assert [page.input_value(f"#set-{name}") for name in ("temperature", "top_k", "reasoning")] == ["0.5", "3", "off"]
+    page.fill("#set-min_p", "")
+    page.click("text=Save >> visible=true")
+    assert json.loads(page.evaluate("localStorage.getItem('ik.settings')")) == {"top_k": "3", "min_p": ""}
+    send(page, "a")
+    answers(page, 1)
+    assert bodies[0]["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert (bodies[0]["temperature"], bodies[0]["top_k"], "min_p" in bodies[0]) == (0.5, 3, False)
+    assert bodies[0]["chat_template_kwargs"] == {"enable_thinking": False}
+
+
 def test_reasoning_and_tool_calls(open_page: OpenPage) -> None:
     page = open_page()
     calls = [

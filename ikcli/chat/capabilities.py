@@ -20,6 +20,8 @@ _TOOL = {
     },
 }
 _USER = {"role": "user", "content": "probe question"}
+_KEEP = {"preserve_reasoning": True}
+_EFFORTS = ({"reasoning_effort": "low"}, {"reasoning_effort": "medium"}, {"reasoning_effort": "high"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,14 @@ class Capabilities:
     null_content: bool = False
     """True if the template writes calls only where the content is null."""
     preserve_reasoning: bool = False
+    """True if thoughts of earlier turns can be kept."""
+    reasoning_effort: bool = False
 
     def to_props(self) -> dict[str, bool]:
         """The names that `/props` uses."""
         names = (
             "string_content", "typed_content", "tools", "tool_calls", "parallel_tool_calls", "system_role",
-            "preserve_reasoning", "object_arguments",
+            "preserve_reasoning", "reasoning_effort", "object_arguments",
         )  # fmt: skip
         return {f"supports_{name}": getattr(self, name) for name in names}
 
@@ -50,9 +54,11 @@ class Capabilities:
 def probe(template: ChatTemplate, bos: str, eos: str) -> Capabilities:
     """Render the probes with `template`."""
 
-    def text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def text(
+        messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **more: Any
+    ) -> str:
         try:
-            return template.render(messages, tools=tools, bos_token=bos, eos_token=eos, enable_thinking=True)
+            return template.render(messages, tools=tools, bos_token=bos, eos_token=eos, enable_thinking=True, **more)
         except IkError:
             return ""
 
@@ -69,6 +75,7 @@ def probe(template: ChatTemplate, bos: str, eos: str) -> Capabilities:
     both = text(_with_call(arguments, calls=2, content=None if null_content else ""), [_TOOL])
     responses = text(_with_call(arguments, response=True), [_TOOL])
     thought = {"role": "assistant", "content": "probe answer", "reasoning_content": "probe thought"}
+    efforts = {text([_USER], None, **effort, **effort_variables(effort)) for effort in _EFFORTS}
     listed = text([_USER], [_TOOL]) or text([system, _USER], [_TOOL])
     return Capabilities(
         string_content="probe question" in text([_USER]) or "probe question" not in typed,
@@ -80,8 +87,24 @@ def probe(template: ChatTemplate, bos: str, eos: str) -> Capabilities:
         parallel_tool_calls="second_function" in both and _NAME in both,
         object_arguments=objects,
         null_content=null_content,
-        preserve_reasoning="probe thought" in text([_USER, thought, _USER]),
+        preserve_reasoning="probe thought" in text([_USER, thought, _USER], None, **preserve_variables(_KEEP)),
+        reasoning_effort=len(efforts) > 1,
     )
+
+
+def effort_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The other name that templates have for the effort of reasoning."""
+    effort = variables.get("reasoning_effort")
+    return {} if effort is None else {"reasoning_strength": effort}
+
+
+def preserve_variables(variables: Mapping[str, Any]) -> dict[str, bool]:
+    """What templates call it that thoughts of earlier turns stay, if `preserve_reasoning` says whether they do."""
+    keep = variables.get("preserve_reasoning")
+    if not isinstance(keep, bool):
+        return {}
+    dropped = ("clear_thinking", "truncate_history_thinking", "drop_thinking")
+    return {"preserve_thinking": keep} | dict.fromkeys(dropped, not keep)
 
 
 def _with_call(

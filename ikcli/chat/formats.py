@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from ikcli.chat import builtin
-from ikcli.chat.capabilities import Capabilities, call_shape, probe
+from ikcli.chat.capabilities import Capabilities, call_shape, effort_variables, preserve_variables, probe
 from ikcli.chat.families.base import Family
 from ikcli.chat.families.detect import family_by_shape, family_of, reasoning_of
 from ikcli.chat.families.generic import Generic, explain_tools, list_tools, written_out
@@ -132,6 +132,8 @@ class ChatFormat:
             prompt, thinking = self._continue(prompt, thinking, prefilled, family)
         grammar = answer_grammar(request, family, thinking)
         settings = parser_settings(request, family or self._wrappers(), thinking, live=grammar is not None)
+        if request.skip_parsing:
+            settings = replace(settings, family=None, tools=None, reasoning_format="none")
         preserved = (*(family.markers if family else ()), *self._thinking_tokens(thinking))
         return ChatPrompt(
             prompt=prompt,
@@ -179,6 +181,8 @@ class ChatFormat:
             messages = [replace(m, role="system") if m.role == "developer" else m for m in messages]
         if not can.system_role:
             messages = _without_system(messages)
+        if request.template_kwargs.get("preserve_reasoning") is False:
+            messages = _without_old_thoughts(messages)
         return [self._as_dict(m, can, i) for i, m in enumerate(messages)], tools
 
     def _as_dict(self, message: Message, can: Capabilities, index: int) -> dict[str, Any]:
@@ -233,7 +237,7 @@ class ChatFormat:
         if request.enable_thinking is not None and "enable_thinking" not in self.source:
             variables["thinking"] = request.enable_thinking  # what some templates call it
         variables |= {k: v for k, v in request.template_kwargs.items() if k not in ("messages", "tools", "self")}
-        variables |= more
+        variables = effort_variables(variables) | preserve_variables(variables) | variables | more
         for name, own in (("bos_token", self._bos), ("eos_token", self._eos)):
             variables.setdefault(name, own)
         try:
@@ -294,6 +298,12 @@ class ChatFormat:
         if thinking.open:
             return f"{prompt}{last.reasoning}{tags.close}{text}", Thinking(None, False, False)
         return prompt + text, Thinking(None, False, False)
+
+
+def _without_old_thoughts(messages: list[Message]) -> list[Message]:
+    """Without the thoughts before the last user turn; those behind it belong to the turn that goes on."""
+    last = max((i for i, message in enumerate(messages) if message.role == "user"), default=0)
+    return [replace(message, reasoning="") if i < last else message for i, message in enumerate(messages)]
 
 
 def _without_system(messages: list[Message]) -> list[Message]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,7 +11,10 @@ from ikcli.chat.messages import Message, RequestError, Tool, describe, parse_mes
 from ikcli.chat.parser import REASONING_FORMATS, ReasoningFormat
 
 ToolChoice = Literal["auto", "none", "required"]
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+EFFORT = re.compile(r"[A-Za-z0-9_.-]{1,32}")
+"""A level of reasoning: which there are only the template knows."""
+TEMPLATE_DEFAULT = "default"
+"""The effort that leaves it to the template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,7 @@ class ChatDefaults:
     enable_thinking: bool = True
     parallel_tool_calls: bool = False
     prefill_assistant: bool = True
+    skip_parsing: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -29,7 +34,8 @@ class ChatRequest:
     """A checked request. `function`: the only function to call (`tool_choice` is then "required").
 
     `json_schema`: what the answer has to be (None: text); `grammar`: the same as GBNF. `prefill`: the last message is
-    the beginning of the answer. `enable_thinking` None: the request does not say.
+    the beginning of the answer. `enable_thinking` None: the request does not say. `skip_parsing`: all of the answer is
+    content.
     """
 
     messages: tuple[Message, ...]
@@ -45,6 +51,7 @@ class ChatRequest:
     thinking_default: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning_format: ReasoningFormat = "auto"
+    skip_parsing: bool = False
 
     @property
     def thinking(self) -> bool:
@@ -88,6 +95,7 @@ def parse_request(body: Mapping[str, Any], defaults: ChatDefaults | None = None)
         thinking_default=defaults.enable_thinking,
         template_kwargs=kwargs,
         reasoning_format=_reasoning_format(body, defaults),
+        skip_parsing=defaults.skip_parsing,
     )
 
 
@@ -173,20 +181,24 @@ def _template_kwargs(body: Mapping[str, Any], defaults: ChatDefaults) -> tuple[d
     own = body.get("chat_template_kwargs")
     if own is not None and not isinstance(own, Mapping):
         raise RequestError("chat_template_kwargs", f"expected an object, got {describe(own)}")
-    kwargs = {**defaults.template_kwargs, **(own or {})}
+    own = dict(own or {})
+    kwargs = {**defaults.template_kwargs, **own}
     thinking = kwargs.pop("enable_thinking", None)
     if thinking is not None and not isinstance(thinking, bool):
         raise RequestError("chat_template_kwargs.enable_thinking", f"expected true or false, got {describe(thinking)}")
     if "enable_thinking" in body:
         thinking = _flag(body, "enable_thinking", True)
+    if not isinstance(kwargs.get("preserve_reasoning", True), bool):
+        raise RequestError("chat_template_kwargs.preserve_reasoning", "expected true or false")
     effort = _string(body, "reasoning_effort")
-    if effort:
-        if effort not in _EFFORTS:
-            raise RequestError("reasoning_effort", f"must be one of {', '.join(_EFFORTS)}")
-        if effort == "none":
-            thinking = False
-        else:
-            kwargs.setdefault("reasoning_effort", effort)
+    if effort and not EFFORT.fullmatch(effort):
+        raise RequestError("reasoning_effort", "expected a level such as none, low, medium or high")
+    if effort == "none":
+        thinking = False
+    elif effort and "reasoning_effort" not in own:
+        kwargs["reasoning_effort"] = effort
+    if kwargs.get("reasoning_effort") == TEMPLATE_DEFAULT:
+        del kwargs["reasoning_effort"]
     for key in ("reasoning_budget_tokens", "thinking_budget_tokens", "reasoning_budget"):
         if body.get(key) == 0 and not isinstance(body.get(key), bool):
             thinking = False

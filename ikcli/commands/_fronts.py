@@ -17,7 +17,8 @@ OF_THE_FRONT = frozenset(
     "server." + name
     for name in ("host", "port", "api_key", "api_key_file", "keys", "timeout", "threads_http", "metrics", "path",
                  "log_format", "webui", "ui", "api_prefix", "ssl_key_file", "ssl_cert_file", "shutdown_timeout",
-                 "cors_origins")
+                 "cors_origins", "reuse_port", "cors_methods", "cors_headers", "cors_credentials", "ui_config",
+                 "ui_config_file")
 ) | {"log_file"}  # fmt: skip
 """Fields that are about the port in front, not about the processes behind it."""
 _INPUTS = frozenset(
@@ -28,7 +29,8 @@ _INPUTS = frozenset(
     )
 )  # fmt: skip
 PATHS = _INPUTS | {
-    "server.slot_save_path", "server.sessions", "sampling.lookup_cache_dynamic", "adapters.control_vector_path",
+    "server.slot_save_path", "server.sessions", "server.log_prompts_dir", "sampling.lookup_cache_dynamic",
+    "adapters.control_vector_path",
 }  # fmt: skip
 """Fields with files that a server reads, and those with folders and files of its machine."""
 

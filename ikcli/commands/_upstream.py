@@ -18,8 +18,8 @@ _NO_VALUE = """
 --infill -dkvc --dump-kv-cache -dsa --dsa -fidx
 --fused-indexer-topk -mtp --multi-token-prediction -no-mtp --no-multi-token-prediction
 --defer-experts --prefetch-experts -smf16 --split-mode-f16 -smf32 --split-mode-f32 --perplexity
---all-logits --spm-infill --send-done --webui-mcp-proxy --no-webui-mcp-proxy
---ui-mcp-proxy --no-ui-mcp-proxy --peg --skip-chat-parsing -ptcall --parallel-tool-calls --adaptive-updt-w-cur --minilog
+--all-logits --send-done --webui-mcp-proxy --no-webui-mcp-proxy
+--ui-mcp-proxy --no-ui-mcp-proxy --peg -ptcall --parallel-tool-calls --adaptive-updt-w-cur --minilog
 --log-disable --log-enable --log-new --log-append --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps
 --perf --no-perf -dio --direct-io -ndio --no-direct-io -bs --backend-sampling
 -kvu --kv-unified -no-kvu --no-kv-unified --cache-idle-slots --no-cache-idle-slots -ag --agent -no-ag --no-agent

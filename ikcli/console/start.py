@@ -133,16 +133,19 @@ def request_fields(config: RunConfig, given: Collection[str]) -> dict[str, Any]:
         out["reasoning_budget_tokens"] = config.server.reasoning_budget
     if "server.reasoning_format" in given:
         out["reasoning_format"] = config.server.reasoning_format
-    if "server.chat_template_kwargs" in given:
+    if any(f"server.{option}" in given for option in _TEMPLATE_OPTIONS):
         out["chat_template_kwargs"] = dict(chat_defaults(config).template_kwargs)
+    if config.server.reasoning_effort == "none":
+        out["reasoning_effort"] = "none"
     if "server.cache_prompt" in given:
         out["cache_prompt"] = config.server.cache_prompt
     return out
 
 
+_TEMPLATE_OPTIONS = ("chat_template_kwargs", "reasoning_effort", "reasoning_preserve")
 _SENT = ("seed", "n_predict", "verbose", "verbosity")
 _SENT_OF_SERVER = ("api_key", "banned_string_file", "banned_n", "reasoning", "reasoning_budget", "reasoning_format",
-                   "chat_template_kwargs", "cache_prompt")  # fmt: skip
+                   "cache_prompt", *_TEMPLATE_OPTIONS)  # fmt: skip
 
 
 def unused_with_url(given: Collection[str]) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -43,15 +44,22 @@ async def answer(
     stream: bool,
     ping: int = -1,
     media_type: str = "text/event-stream",
+    at_end: Callable[[], None] | None = None,
 ) -> Response:
     """Run the generations and answer in `shape`; ApiError if one fails before anything was sent.
+
+    `at_end` is called when the request is over, however it ends.
 
     A stream begins with the first event, so that errors of the start have their HTTP status. Only streams of events
     have pings.
     """
     account = request.scope.get(ACCOUNT) or _noted(request, state)
     job = Job(state.bridge, stream=stream or account is not None, on_close=account.add if account is not None else None)
+    if at_end is not None:
+        job.at_end(at_end)
     try:
+        if state.prompt_files is not None:
+            await asyncio.to_thread(_write_prompts, state, generations)
         job.start(state.engine, generations, request.receive)
         if not stream:
             finals = await _collect(job, len(generations))
@@ -71,6 +79,13 @@ async def answer(
         job.close()
         raise
     return sse.EventStream(_chunks(job, shape, ready, keep_alive), job.close, state.timeout, media_type)
+
+
+def _write_prompts(state: ServerState, generations: Sequence[GenerationRequest]) -> None:
+    """A file per prompt, with its control tokens."""
+    assert state.prompt_files is not None
+    for prompt in dict.fromkeys(one.prompt for one in generations):
+        state.prompt_files.write(state.engine.tokenizer.decode(prompt))
 
 
 async def embedded(request: Request, state: ServerState, wanted: EmbeddingRequest) -> Embedded | None:

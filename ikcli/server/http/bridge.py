@@ -95,6 +95,11 @@ class Job:
         self._quiet = True
         self._timer: asyncio.TimerHandle | None = None
         self._timings: dict[int, RequestTimings] = {}
+        self._at_end: Callable[[], None] | None = None
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Call this when the request is over, however it ends."""
+        self._at_end = call
 
     @property
     def n_tokens(self) -> tuple[int, int]:
@@ -172,6 +177,9 @@ class Job:
         if self._on_close is not None:
             self._on_close(*self.n_tokens)
             self._on_close = None
+        if self._at_end is not None:
+            self._at_end()
+            self._at_end = None
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -16,14 +16,15 @@ from ikcli.chat.formats import ChatFormat
 from ikcli.chat.messages import Message
 from ikcli.chat.parser import ReasoningFormat
 from ikcli.chat.prompt import ChatPrompt
-from ikcli.chat.request import ChatDefaults, ChatRequest, parse_request
+from ikcli.chat.request import EFFORT, TEMPLATE_DEFAULT, ChatDefaults, ChatRequest, parse_request
 from ikcli.config import RunConfig
 from ikcli.errors import IkError, UsageError
 from ikcli.grammar.spec import GrammarSpec
 from ikcli.server.http import fields as f
-from ikcli.server.http.budget import ReasoningBudget
+from ikcli.server.http.budget import ReasoningBudget, ReasoningControl
 from ikcli.server.http.constraints import ConstraintMaker
 from ikcli.server.http.errors import bad_request
+from ikcli.server.http.page_settings import page_settings
 from ikcli.server.http.params import option_text
 from ikcli.server.http.prompts import encode
 from ikcli.server.http.shapes.message import ParserMaker
@@ -118,6 +119,7 @@ class ChatService:
 def check_options(config: RunConfig) -> None:
     """Raise what is wrong with the chat options of a command line, before a model is loaded."""
     chat_defaults(config)
+    page_settings(config.server)
     source = template_option(config)
     if source:
         ChatFormat.for_model(source, jinja=config.server.jinja)
@@ -139,10 +141,18 @@ def chat_defaults(config: RunConfig) -> ChatDefaults:
             raise UsageError(f"--chat-template-kwargs is not JSON: {e}") from None
         if not isinstance(kwargs, dict):
             raise UsageError("--chat-template-kwargs must be a JSON object")
+    effort = server.reasoning_effort
+    if not EFFORT.fullmatch(effort):
+        raise UsageError(f"--reasoning-effort {effort}: name a level such as none, low, medium or high, or default")
+    if effort not in (TEMPLATE_DEFAULT, "none"):
+        kwargs["reasoning_effort"] = effort
+    if server.reasoning_preserve is not None:
+        kwargs["preserve_reasoning"] = server.reasoning_preserve
     return ChatDefaults(
         reasoning_format=cast(ReasoningFormat, server.reasoning_format),
-        enable_thinking=server.reasoning != "off" and server.reasoning_budget != 0,
+        enable_thinking=server.reasoning != "off" and server.reasoning_budget != 0 and effort != "none",
         prefill_assistant=server.prefill_assistant,
+        skip_parsing=server.skip_chat_parsing,
         template_kwargs=kwargs,
     )
 
@@ -153,7 +163,7 @@ def _text(tokenizer: Tokenizer, token: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A conversation ready for the engine. `budget` tokens of thinking, -1 without limit.
+    """A conversation ready for the engine. `budget` tokens of thinking, -1 without limit; `control` ends it earlier.
 
     `turns`: how many tokens come before the first and the last user turn, for models that need checkpoints there.
     """
@@ -164,6 +174,7 @@ class PreparedChat:
     budget: int
     budget_message: str
     turns: tuple[int, ...] = ()
+    control: ReasoningControl | None = None
 
     @property
     def text(self) -> str:
@@ -188,7 +199,7 @@ class PreparedChat:
     def limited(self, tokenizer: Tokenizer, inner: ConstraintMaker | None) -> ConstraintMaker | None:
         """The constraint together with the budget for thinking."""
         tags = self.chat.settings.reasoning
-        if self.budget < 0 or tags is None or not tags.close:
+        if tags is None or not tags.close or (self.budget < 0 and self.control is None):
             return inner
         return lambda: self._budget(tokenizer, inner, tags)
 
@@ -201,6 +212,7 @@ class PreparedChat:
             budget=self.budget,
             opened=self.chat.thinking_forced_open,
             message=self.budget_message,
+            control=self.control,
         )
 
 
@@ -208,6 +220,7 @@ async def prepare(state: ServerState, body: Mapping[str, Any]) -> PreparedChat:
     """The prompt, constraint and parser of a conversation; ApiError 400 naming what is wrong."""
     budget = _budget(body, state.config.server.reasoning_budget)
     message = body.get("reasoning_budget_message")
+    controlled = body.get("reasoning_control") is not None and f.boolean(body["reasoning_control"], "reasoning_control")
     try:
         request, chat = await asyncio.to_thread(state.chat.read, body)
     except IkError as e:
@@ -222,7 +235,8 @@ async def prepare(state: ServerState, body: Mapping[str, Any]) -> PreparedChat:
     if message is not None:
         words = f.text(message, "reasoning_budget_message")
     turns = await _turns(state, request, tokens) if state.engine.model.needs_checkpoints else ()
-    return PreparedChat(chat, tokens, keep, budget, words, turns)
+    control = ReasoningControl() if controlled and chat.settings.reasoning is not None else None
+    return PreparedChat(chat, tokens, keep, budget, words, turns, control)
 
 
 async def _turns(state: ServerState, request: ChatRequest, tokens: Sequence[int]) -> tuple[int, ...]:

@@ -62,7 +62,7 @@ class Gateway:
         path = scope["path"]
         try:
             if scope["method"] == "OPTIONS":
-                await self._preflight(exchange)
+                await self._preflight(exchange, headers)
             else:
                 await self._serve(scope, receive, exchange, headers)
         except asyncio.CancelledError:  # the second signal, or a client that takes nothing: the connection is closed
@@ -142,11 +142,16 @@ class Gateway:
         host = origin.partition("://")[2].rpartition("]")[0].lstrip("[") or origin.partition("://")[2].partition(":")[0]
         return host in ("localhost", "127.0.0.1", "::1")
 
-    async def _preflight(self, exchange: _Exchange) -> None:
+    async def _preflight(self, exchange: _Exchange, headers: Headers) -> None:
+        """What browsers may send. Those that send credentials, or a key, take `*` for the name of a header."""
+        server = self._state.config.server
+        allowed = server.cors_headers
+        if allowed.strip() == "*":
+            allowed = headers.get("access-control-request-headers", "*")
         exchange.headers += [
-            (b"access-control-allow-credentials", b"true"),
-            (b"access-control-allow-methods", b"GET, POST"),
-            (b"access-control-allow-headers", b"*"),
+            (b"access-control-allow-credentials", b"true" if server.cors_credentials else b"false"),
+            (b"access-control-allow-methods", _header(server.cors_methods)),
+            (b"access-control-allow-headers", _header(allowed)),
         ]
         await exchange.respond(200, b"text/html", b"")
 
@@ -166,6 +171,11 @@ class Gateway:
             params=dict(parse_qsl(query, keep_blank_values=True)[:32]),
             **({"user": exchange.user} if exchange.user else {}),
         )
+
+
+def _header(text: str) -> bytes:
+    """The value of a header, whatever a command line or a client said."""
+    return "".join(c for c in text if c.isprintable()).encode("latin-1", "ignore")
 
 
 class _Exchange:

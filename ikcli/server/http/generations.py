@@ -38,6 +38,7 @@ def requests_of(
         "bans": options.bans,
         "lora": options.lora,
         "speculation": options.speculation,
+        "keep_special": options.keep_special,
         "report_progress": options.return_progress and options.stream,
     }
     samplings = [sampling]
@@ -64,7 +65,7 @@ async def generations_of(
     prompt = Prompt(prepared.tokens, prepared.text)
     more = {
         "constraint": prepared.limited(state.engine.tokenizer, constraint),
-        "keep_special": prepared.keep_special,
+        "keep_special": prepared.keep_special or options.keep_special,
         "turns": prepared.turns,
     }
     requests = requests_of([prompt], options.n_cmpl, sampling, replace(options, stop=stop), **more)

@@ -1,7 +1,8 @@
 """Fill-in-the-middle prompts from the special tokens of the vocabulary.
 
-`[BOS] [extra files] PRE prefix SUF suffix MID prompt`; models with repository tokens get the extra files as
-`REP name SEP file name text`. Prefix and suffix are cut so that the whole fits a batch, as in llama-server.
+`[BOS] [extra files] PRE prefix SUF suffix MID prompt`, with --spm-infill the suffix before the prefix; models with
+repository tokens get the extra files as `REP name SEP file name text`. Prefix and suffix are cut so that the whole fits
+a batch, as in llama-server.
 """
 
 from __future__ import annotations
@@ -35,16 +36,9 @@ async def prompt_of(state: ServerState, body: dict[str, Any]) -> Prompt:
     n_prefix = min(len(prefix_ids), 3 * (n_batch // 4) - 3)
     front = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     room = max(0, n_ctx - n_batch - 2 * max(state.defaults.n_predict, 0))
-    tokens = [
-        *front,
-        *extra[max(0, len(extra) - room) :],
-        ids.fim_pre,
-        *prefix_ids[len(prefix_ids) - n_prefix :],
-        ids.fim_suf,
-        *suffix_ids[:n_suffix],
-        ids.fim_mid,
-        *prompt,
-    ]
+    parts = [[ids.fim_pre, *prefix_ids[len(prefix_ids) - n_prefix :]], [ids.fim_suf, *suffix_ids[:n_suffix]]]
+    first, second = reversed(parts) if state.config.server.spm_infill else parts
+    tokens = [*front, *extra[max(0, len(extra) - room) :], *first, *second, ids.fim_mid, *prompt]
     return Prompt(tuple(tokens), tokenizer.decode(tokens))
 
 

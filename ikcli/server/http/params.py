@@ -39,6 +39,7 @@ class Defaults:
     bans: Bans = field(default_factory=Bans)
     grammar: str = ""
     json_schema: Any = None
+    keep_special: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Options:
     response_fields: tuple[str, ...] = ()
     sse_ping_interval: int = 30
     speculation: Speculation = field(default_factory=Speculation)
+    keep_special: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ def defaults_of(config: RunConfig) -> Defaults:
         bans=server_bans(config),
         grammar=option_text(config.sampling.grammar, config.sampling.grammar_file, "grammar"),
         json_schema=_schema_option(option_text(given.json_schema, given.json_schema_file, "JSON schema")),
+        keep_special=config.chat.special,
     )
 
 
@@ -272,6 +275,7 @@ def _options(values: dict[str, Any], defaults: Defaults, limits: Limits) -> Opti
         lora=lora,
         grammar=grammar,
         json_schema=schema,
+        keep_special=defaults.keep_special,
         speculation=Speculation(*(values.get(f"speculative.{name}") for name in ("n_max", "n_min", "p_min"))),
     )
 

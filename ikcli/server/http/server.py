@@ -25,11 +25,12 @@ from ikcli import __version__
 from ikcli.config import RunConfig
 from ikcli.errors import IkError, UsageError
 from ikcli.hostinfo import physical_cores
+from ikcli.server.http import prompt_files
 from ikcli.server.http.app import build_app
 from ikcli.server.http.auth import key_summary, private_file, read_keys
 from ikcli.server.http.chat import check_options
 from ikcli.server.http.logs import ServerLog
-from ikcli.server.http.state import PASSED, ServerState
+from ikcli.server.http.state import PASSED, ServerState, hosts_of
 from ikcli.server.http.users import Users, read_users
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.sessions import make_folder
@@ -50,8 +51,10 @@ def serve(config: RunConfig, planner: Planner | None = None) -> int:
     check_folders(config)
     if server.sessions is not None:
         make_folder(server.sessions)
+    if server.log_prompts_dir is not None:
+        prompt_files.make_folder(server.log_prompts_dir)
     tls = tls_of(config)
-    listener = listen(server.host, server.port)
+    listener = listen(server.host, server.port, shared=server.reuse_port)
     try:
         state.engine = Engine(config, n_slots=config.n_parallel, logger=log, planner=planner)
         app = build_app(state)
@@ -78,8 +81,43 @@ def tls_of(config: RunConfig) -> dict[str, Any]:
     return {} if key is None else {"ssl_keyfile": key, "ssl_certfile": cert}
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; `host` may be a path that ends in .sock, or fd:N. IkError if the address cannot be used."""
+class Listener(socket.socket):
+    """A listening socket; `others` are those of further addresses of --host."""
+
+    others: tuple[Listener, ...] = ()
+
+
+def sockets_of(listener: socket.socket) -> list[socket.socket]:
+    """All that `listen` made."""
+    return [listener, *(listener.others if isinstance(listener, Listener) else ())]
+
+
+def listen(host: str, port: int, *, shared: bool = False) -> Listener:
+    """The socket of an address, or of several that commas separate: names, paths that end in .sock, or fd:N.
+
+    `shared`: others may listen on the port, too. IkError if an address cannot be used.
+    """
+    hosts = hosts_of(host)
+    several = sum(not _is_local(one) for one in hosts) > 1
+    found: list[Listener] = []
+    try:
+        for one in hosts:
+            first = next((sock for sock in found if sock.family != socket.AF_UNIX), None)
+            number = first.getsockname()[1] if first is not None and not port else port
+            found.append(_listen_one(one, number, shared=shared, v6only=several))
+    except IkError:
+        for sock in found:
+            sock.close()
+        raise
+    found[0].others = tuple(found[1:])
+    return found[0]
+
+
+def _is_local(host: str) -> bool:
+    return host.endswith(".sock") or host.startswith(PASSED)
+
+
+def _listen_one(host: str, port: int, *, shared: bool, v6only: bool) -> Listener:
     if host.endswith(".sock"):
         return _listen_unix(host)
     if host.startswith(PASSED):
@@ -88,9 +126,13 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as e:
         raise IkError(f"--host {host}: {e.strerror or e}") from None
-    sock = socket.socket(family, kind, proto)
+    sock = Listener(family, kind, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            _share(sock)
+        if v6only and family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
         sock.listen(1024)
     except (OSError, OverflowError) as e:
@@ -100,8 +142,14 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _listen_unix(path: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _share(sock: socket.socket) -> None:
+    if not hasattr(socket, "SO_REUSEPORT"):
+        raise UsageError("--reuse-port: this system cannot share ports")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+
+def _listen_unix(path: str) -> Listener:
+    sock = Listener(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
         sock.bind(path)
@@ -112,9 +160,9 @@ def _listen_unix(path: str) -> socket.socket:
     return sock
 
 
-def _passed(host: str) -> socket.socket:
+def _passed(host: str) -> Listener:
     try:
-        sock = socket.socket(fileno=int(host.removeprefix(PASSED)))
+        sock = Listener(fileno=int(host.removeprefix(PASSED)))
         if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             sock.detach()
             raise ValueError
@@ -136,11 +184,13 @@ def _remove_stale(path: str) -> None:
 
 
 def close(listener: socket.socket, host: str) -> None:
-    """Close a socket of `listen` and remove its file, if it has one."""
-    listener.close()
-    if host.endswith(".sock"):
-        with contextlib.suppress(OSError):
-            os.unlink(host)
+    """Close what `listen` made, and remove the files of Unix sockets."""
+    for sock in sockets_of(listener):
+        sock.close()
+    for path in hosts_of(host):
+        if path.endswith(".sock"):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def _run(
@@ -223,6 +273,10 @@ class SignalServer(uvicorn.Server):
     def __init__(self, settings: uvicorn.Config) -> None:
         super().__init__(settings)
         self._signals = 0
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve on what `listen` made."""
+        await super().serve(sockets=[one for sock in sockets or () for one in sockets_of(sock)])
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -9,10 +9,14 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from ikcli.config import RunConfig
+from ikcli.errors import UsageError
 from ikcli.server.http.bridge import Bridge
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
+from ikcli.server.http.page_settings import page_settings
 from ikcli.server.http.params import Defaults, Limits, defaults_of
+from ikcli.server.http.prompt_files import PromptFiles
+from ikcli.server.http.running import Running
 from ikcli.server.http.usage import Ledger
 from ikcli.server.http.users import Users
 
@@ -47,6 +51,22 @@ class ServerState:
     log: ServerLog = field(default_factory=ServerLog)
     users: Users = field(default_factory=Users)
     started: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def page_settings(self) -> dict[str, Any]:
+        """What the web page begins with."""
+        return page_settings(self.config.server)[0]
+
+    @cached_property
+    def prompt_files(self) -> PromptFiles | None:
+        """Where prompts are written, if they are."""
+        folder = self.config.server.log_prompts_dir
+        return None if folder is None else PromptFiles(folder, self.log)
+
+    @cached_property
+    def running(self) -> Running:
+        """Conversations that are being answered."""
+        return Running()
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -114,7 +134,15 @@ class ServerState:
 
 def is_behind(config: RunConfig) -> bool:
     """Whether another server may be in front of this one: it listens on what only that one reaches, or made."""
-    return config.server.host.endswith(".sock") or config.server.host.startswith(PASSED)
+    return all(host.endswith(".sock") or host.startswith(PASSED) for host in hosts_of(config.server.host))
+
+
+def hosts_of(host: str) -> tuple[str, ...]:
+    """The addresses of --host; UsageError if there is none."""
+    found = tuple(dict.fromkeys(text for part in host.split(",") if (text := part.strip())))
+    if not found:
+        raise UsageError("--host names no address")
+    return found
 
 
 def names_of(config: RunConfig) -> tuple[str, ...]:

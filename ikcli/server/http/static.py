@@ -11,7 +11,10 @@ from starlette.responses import FileResponse, Response
 
 from ikcli.config_groups import ServerConfig
 from ikcli.errors import UsageError
+from ikcli.log import notice_once
 from ikcli.server.http.errors import ApiError
+from ikcli.server.http.jsontext import dump_bytes
+from ikcli.server.http.page_settings import FILE, page_settings
 from ikcli.server.http.routes.web import add_page
 
 
@@ -22,7 +25,21 @@ def add_routes(app: FastAPI, config: ServerConfig) -> frozenset[str]:
         return frozenset()
     if not config.ui or config.webui == "none":
         return frozenset()
+    _add_settings(app, config)
     return add_page(app, config.api_prefix)
+
+
+def _add_settings(app: FastAPI, config: ServerConfig) -> None:
+    """What the page begins with; it needs the key, as prompts may be among it."""
+    settings, unknown = page_settings(config)
+    if unknown:
+        notice_once(f"the web page has no setting {', '.join(unknown)}; --ui-config goes without")
+    content = dump_bytes(settings)
+
+    async def serve() -> Response:
+        return Response(content, media_type=media_type(FILE), headers={"cache-control": "no-cache"})
+
+    app.add_api_route(f"/{FILE}", serve, include_in_schema=False)
 
 
 def media_type(name: str) -> str:

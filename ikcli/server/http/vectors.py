@@ -52,7 +52,7 @@ def check_embeds(state: ServerState) -> None:
 
 def read_options(state: ServerState, body: Mapping[str, Any]) -> VectorOptions:
     """`dimensions` and `embd_normalize`; ApiError naming what is wrong."""
-    dimensions, normalize = 0, 2
+    dimensions, normalize = 0, state.config.embed.normalize
     n_embd = state.engine.model.n_embd
     if body.get("dimensions") is not None:
         dimensions = int(f.checked(body["dimensions"], "int", "dimensions", 1, n_embd))

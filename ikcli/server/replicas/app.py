@@ -112,6 +112,7 @@ class _Own:
             ("GET", ("/list",), self.saved),
             ("POST", ("/delete_prompt", "/rename_prompt"), self.change_saved),
             ("POST", ("/slots/{id_slot}",), self.slot_action),
+            ("POST", ("/chat/completions/control", "/v1/chat/completions/control"), self.control),
             ("POST", _FOR_ALL, self.set_for_all),
             ("GET", ("/props",), self.props),
             ("GET", ("/metrics",), self.metrics),
@@ -217,6 +218,13 @@ class _Own:
             raise ApiError(503, "no replica answers now")
         return Response(found[1], found[0], media_type=JSON)
 
+    async def control(self, request: Request) -> Response:
+        """Whoever writes the answer with this id."""
+        target, body = request.url.path.encode(), await read_body(request, self._state.timeout)
+        found = await self._ask_all("POST", target, body)
+        _, status, answer = next((one for one in found if _did_it(one[2])), found[0])
+        return Response(answer, status, media_type=JSON)
+
     async def set_for_all(self, request: Request) -> Response:
         """Every replica does it, and those that start later, too."""
         target, body = request.url.path.encode(), await read_body(request, self._state.timeout)
@@ -288,6 +296,10 @@ def _fields(body: bytes) -> Mapping[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _did_it(answer: bytes) -> bool:
+    return bool(_fields(answer).get("success"))
 
 
 def _about(one: Replica) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def serve_replicas(recipe: Recipe) -> int:
     if config.fleet.ray is None:
         check_folders(config)
     places = places_of(recipe, log)
-    listener = listen(server.host, server.port)
+    listener = listen(server.host, server.port, shared=server.reuse_port)
     try:
         places.open()
         try:

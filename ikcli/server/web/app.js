@@ -17,8 +17,11 @@ const state = {
   runs: new Map(), // conversation id -> { controller, node }
   views: new Map(), // message id -> MessageView
   server: {},
+  preset: {}, // settings that the server names (--ui-config)
   nCtx: 0,
 };
+
+const settings = () => ({ ...state.preset, ...store.readSettings() });
 
 const scroll = byId("scroll");
 const input = byId("input");
@@ -95,7 +98,7 @@ function open(conversation) {
 }
 
 function startNew() {
-  open(newConversation(store.readSettings().system || ""));
+  open(newConversation(settings().system || ""));
   input.focus();
 }
 
@@ -206,7 +209,7 @@ async function answer(conversation) {
   }
   try {
     const fixed = { messages, stream: true, stream_options: { include_usage: true }, timings_per_token: true, return_progress: true };
-    const body = { ...requestFields(store.readSettings()), ...fixed };
+    const body = { ...requestFields(settings()), ...fixed };
     for await (const chunk of streamChat(body, run.controller.signal)) {
       take(node, chunk, run);
       refresh(conversation, run);
@@ -298,6 +301,8 @@ async function readServer() {
     }
     return;
   }
+  state.preset = await getJson("ui-config.json").catch(() => ({}));
+  if (state.preset.system && !state.current.system) showSystem();
   state.nCtx = state.server.default_generation_settings?.n_ctx ?? 0;
   byId("model").textContent = state.server.model_alias || state.server.model_name || "";
   showBanner("");
@@ -318,11 +323,15 @@ function askForKey() {
   showBanner("The server wants an API key.", h("button", { type: "button", on: { click: () => dialog.open("set-key") } }, "Enter the key"));
 }
 
-const dialog = new SettingsDialog(() => state.server.default_generation_settings ?? {}, () => {
-  if (!state.current.leaf && !state.conversations.includes(state.current)) {
-    state.current.system = store.readSettings().system || "";
-    showAll();
-  }
+// A conversation that has not begun takes the system prompt of the settings.
+function showSystem() {
+  if (state.current.leaf || state.conversations.includes(state.current)) return;
+  state.current.system = settings().system || "";
+  showAll();
+}
+
+const dialog = new SettingsDialog(() => state.server.default_generation_settings ?? {}, () => state.preset, () => {
+  showSystem();
   readServer();
 });
 
@@ -432,7 +441,7 @@ async function start() {
     }
   }
   const last = state.conversations.find((item) => item.id === store.readText("current"));
-  open(last ?? newConversation(store.readSettings().system || ""));
+  open(last ?? newConversation(settings().system || ""));
   if (!(await store.kept())) byId("empty").textContent = "Ask something. This browser keeps no conversations: its storage is switched off.";
   if (!narrow.matches) input.focus();
   document.body.dataset.ready = "true";

@@ -84,10 +84,12 @@ function shown(name, value) {
   return String(Number.isInteger(value) ? value : Number(value.toPrecision(6)));
 }
 
-// Builds the dialog; `onSave` is called after changes, `defaults()` gives the server's settings.
+// Builds the dialog; `onSave` is called after changes. `defaults()` are the settings of the server, `preset()` what it
+// wants of the page: an empty field is kept only where it takes the place of such a wish.
 export class SettingsDialog {
-  constructor(defaults, onSave) {
+  constructor(defaults, preset, onSave) {
     this.defaults = defaults;
+    this.preset = preset;
     this.onSave = onSave;
     this.dialog = byId("settings");
     this.inputs = new Map();
@@ -134,10 +136,10 @@ export class SettingsDialog {
   }
 
   fill(settings) {
-    const defaults = this.defaults();
+    const [defaults, preset] = [this.defaults(), this.preset()];
     for (const { name, kind } of FIELDS) {
       const input = this.inputs.get(name);
-      input.value = settings[name] ?? "";
+      input.value = settings[name] ?? preset[name] ?? "";
       const value = defaults[name];
       if (kind === "number" && Number.isFinite(value)) input.placeholder = shown(name, value);
       if (name === "samplers" && Array.isArray(value)) input.placeholder = value.join(";");
@@ -146,7 +148,7 @@ export class SettingsDialog {
   }
 
   save() {
-    const settings = {};
+    const [settings, preset] = [{}, this.preset()];
     for (const field of FIELDS) {
       const input = this.inputs.get(field.name);
       const value = field.kind === "area" ? input.value : input.value.trim();
@@ -158,7 +160,7 @@ export class SettingsDialog {
         input.focus();
         return;
       }
-      if (value.trim() !== "") settings[field.name] = value;
+      if (value.trim() !== String(preset[field.name] ?? "").trim()) settings[field.name] = value.trim() && value;
     }
     writeSettings(settings);
     writeKey(this.key.value.trim(), this.remember.checked);

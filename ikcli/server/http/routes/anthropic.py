@@ -37,8 +37,12 @@ async def messages(request: Request) -> Response:
     options, prepared, requests, _ = await generations_of(state, convert.to_chat(body))
     if options.n_cmpl != 1:
         raise bad_request("n must be 1")
-    shape = AnthropicShape(naming(state.alias, body.get("model"), "msg_"), prepared.make_parser)
-    return await answer(request, state, requests, shape, stream=options.stream, ping=options.sse_ping_interval)
+    names = naming(state.alias, body.get("model"), "msg_")
+    shape = AnthropicShape(names, prepared.make_parser)
+    leave = state.running.enter(names.id, prepared.control)
+    return await answer(
+        request, state, requests, shape, stream=options.stream, ping=options.sse_ping_interval, at_end=leave
+    )
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=_BODY, summary="Tokens of a conversation (Anthropic)")

@@ -8,10 +8,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ikcli.server.http import fields as f
 from ikcli.server.http.answer import answer, json_response
 from ikcli.server.http.chat import PreparedChat, prepare
+from ikcli.server.http.errors import bad_request
 from ikcli.server.http.generations import generations_of, with_defaults
-from ikcli.server.http.openapi import generation_body
+from ikcli.server.http.openapi import generation_body, object_body
 from ikcli.server.http.params import parse
 from ikcli.server.http.routes.completion import probabilities
 from ikcli.server.http.routes.context import read_object, server
@@ -32,10 +34,19 @@ _BODY = generation_body(
         "reasoning_format": {"type": ["string", "null"]},
         "reasoning_effort": {"type": ["string", "null"]},
         "reasoning_budget_tokens": {"type": ["integer", "null"]},
+        "reasoning_control": {"type": ["boolean", "null"], "description": "thinking may be ended: .../control"},
         "add_generation_prompt": {"type": ["boolean", "null"]},
         "logprobs": {"type": ["boolean", "null"]},
         "top_logprobs": {"type": ["integer", "null"]},
     },
+)
+
+_CONTROL = object_body(
+    {
+        "type": "object",
+        "required": ["id", "action"],
+        "properties": {"id": {"type": "string"}, "action": {"type": "string", "enum": ["reasoning_end"]}},
+    }
 )
 
 
@@ -47,8 +58,27 @@ async def chat_completions(request: Request) -> Response:
     body = await read_object(request)
     options, prepared, requests, n_top = await generations_of(state, body)
     writer = probabilities(state, requests[0].sampling, n_top)
-    shape = ChatShape(naming(state.alias, body.get("model"), "chatcmpl-"), options, writer, prepared.make_parser)
-    return await answer(request, state, requests, shape, stream=options.stream, ping=options.sse_ping_interval)
+    names = naming(state.alias, body.get("model"), "chatcmpl-")
+    shape = ChatShape(names, options, writer, prepared.make_parser)
+    leave = state.running.enter(names.id, prepared.control)
+    return await answer(
+        request, state, requests, shape, stream=options.stream, ping=options.sse_ping_interval, at_end=leave
+    )
+
+
+@router.post("/v1/chat/completions/control", openapi_extra=_CONTROL, summary="End the thinking of a running answer")
+@router.post("/chat/completions/control", openapi_extra=_CONTROL, summary="End the thinking of a running answer")
+async def control(request: Request) -> Response:
+    """`{"success": true}`, or false and a `message` if there is nothing to end."""
+    state = server(request)
+    body = await read_object(request)
+    if not body.get("id"):
+        raise bad_request("id is required: the id that the events of the answer have")
+    id = f.text(body["id"], "id")
+    if body.get("action") != "reasoning_end":
+        raise bad_request(f"action must be reasoning_end, not {f.shown(body.get('action'))}")
+    problem = state.running.end_thinking(id)
+    return json_response({"success": False, "message": problem} if problem else {"success": True})
 
 
 @router.post("/apply-template", openapi_extra=_BODY, summary="The prompt of a conversation")

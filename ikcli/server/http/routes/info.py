@@ -52,7 +52,8 @@ def models_json(state: ServerState) -> dict[str, Any]:
         "object": "model",
         "created": state.started,
         "owned_by": "llamacpp",
-        "aliases": [text.strip() for text in state.config.server.alias.split(",") if text.strip()],
+        "aliases": _listed(state.config.server.alias),
+        "tags": _listed(state.config.server.tags),
         "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
         "meta": _meta(state) if state.ready else None,
         "max_model_len": n_ctx,
@@ -60,9 +61,15 @@ def models_json(state: ServerState) -> dict[str, Any]:
     return {"object": "list", "data": [entry], "models": [_catalogue_entry(state.alias, n_ctx)]}
 
 
+def _listed(text: str) -> list[str]:
+    """What commas separate, without repetitions."""
+    return list(dict.fromkeys(item for part in text.split(",") if (item := part.strip())))
+
+
 def _meta(state: ServerState) -> dict[str, Any]:
     names = ("vocab_type", "n_vocab", "n_ctx_train", "n_embd", "n_params", "size")
-    return {name: getattr(state.engine.model, name) for name in names}
+    model = state.engine.model
+    return {name: getattr(model, name) for name in names} | {"n_ctx": model.n_ctx_slot}
 
 
 def _catalogue_entry(name: str, n_ctx: int) -> dict[str, Any]:
@@ -141,13 +148,13 @@ async def props(request: Request) -> Response:
         "total_slots": state.config.n_parallel,
         "build_info": FINGERPRINT,
         "is_sleeping": False,
-        "media_marker": "<__media__>",
         "cors_proxy_enabled": False,
         "bos_token": _token(tokenizer, tokenizer.bos_id),
         "eos_token": _token(tokenizer, tokenizer.eos_id),
         "endpoint_slots": state.config.server.slots,
         "endpoint_props": state.config.server.props,
         "endpoint_metrics": state.config.server.metrics,
+        "ui_settings": state.page_settings,
     }
     return json_response(out | _simple(state) | state.chat.describe())
 

@@ -40,7 +40,10 @@ async def responses(request: Request) -> Response:
         raise bad_request("n must be 1")
     names = naming(state.alias, body.get("model"), "resp_")
     shape = ResponsesShape(names, options, convert.echoed(body), prepared.make_parser)
-    return await answer(request, state, requests, shape, stream=options.stream, ping=options.sse_ping_interval)
+    leave = state.running.enter(names.id, prepared.control)
+    return await answer(
+        request, state, requests, shape, stream=options.stream, ping=options.sse_ping_interval, at_end=leave
+    )
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=_BODY, summary="Tokens of a conversation")

@@ -1,0 +1,63 @@
+"""Settings that the web page begins with (`--ui-config`), by the names of our page and by those of llama-server's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ikcli.config_groups import ServerConfig
+from ikcli.errors import UsageError
+from ikcli.server.http.params import option_text
+
+_NUMBERS = (
+    "max_tokens", "reasoning_budget_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "seed",
+    "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base",
+    "dry_allowed_length", "top_n_sigma", "xtc_probability", "xtc_threshold", "dynatemp_range",
+)  # fmt: skip
+_TEXTS = ("system", "reasoning", "samplers", "stop", "extra")
+_SAME = {"systemMessage": "system", "typ_p": "typical_p", "custom": "extra", "customJson": "extra"}
+FILE = "ui-config.json"
+"""Where the page finds them."""
+
+
+def page_settings(server: ServerConfig) -> tuple[dict[str, Any], list[str]]:
+    """The settings by the page's names, and the keys that it does not have; UsageError if they cannot be read."""
+    option = "--ui-config" if server.ui_config_file is None else f"--ui-config-file {server.ui_config_file}"
+    text = option_text(server.ui_config, server.ui_config_file, "settings of the web page")
+    if not text.strip():
+        return {}, []
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise UsageError(f"{option} is not JSON: {e}") from None
+    if not isinstance(given, dict):
+        raise UsageError(f"{option} must be a JSON object")
+    found: dict[str, Any] = {}
+    unknown: list[str] = []
+    for key, value in given.items():
+        name = _SAME.get(key, key)
+        if name in (*_NUMBERS, *_TEXTS):
+            found[name] = _setting(option, key, value)
+        else:
+            unknown.append(key)
+    return found, unknown
+
+
+def _setting(option: str, key: str, value: Any) -> str | float:
+    """A value as the page keeps it; empty text stands for no setting."""
+    name = _SAME.get(key, key)
+    if name in _NUMBERS:
+        if value is None or value == "":
+            return ""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UsageError(f"{option}: {key} must be a number")
+        return value
+    if name == "samplers" and isinstance(value, list):
+        value = ";".join(map(str, value))
+    if name == "stop" and isinstance(value, list):
+        value = "\n".join(map(str, value))
+    if name == "extra" and isinstance(value, dict):
+        value = json.dumps(value)
+    if not isinstance(value, str):
+        raise UsageError(f"{option}: {key} must be a text")
+    return value

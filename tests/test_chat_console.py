@@ -13,11 +13,14 @@ import pytest
 from rich.console import Console
 
 from ikcli.chat.parser import ChatDelta
+from ikcli.config import RunConfig
+from ikcli.config_groups import ServerConfig
 from ikcli.console import slash
 from ikcli.console.answers import Answer, Body, Counts, Gather
 from ikcli.console.conversation import Conversation
 from ikcli.console.render import Fancy, Plain, call_line, finished_blocks
 from ikcli.console.repl import Repl
+from ikcli.console.start import request_fields
 from ikcli.errors import IkError
 
 CALL = [ChatDelta(index=0, id="a", name="weather"), ChatDelta(index=0, arguments='{"city": '),
@@ -326,3 +329,12 @@ def test_blocks() -> None:
     assert finished_blocks("a\n\n") == ("", "a\n\n")  # what follows may belong to it
     assert finished_blocks("```\na\n\nb\n") == ("", "```\na\n\nb\n")
     assert finished_blocks("- a\n\n- b\n\n  c\n\nd") == ("- a\n\n- b\n\n  c\n\n", "d")
+
+
+def test_options_of_the_template_are_sent_to_a_server() -> None:
+    config = RunConfig(server=ServerConfig(reasoning_effort="low", reasoning_preserve=False))
+    found = request_fields(config, {"server.reasoning_effort", "server.reasoning_preserve"})
+    assert found == {"chat_template_kwargs": {"reasoning_effort": "low", "preserve_reasoning": False}}
+    off = request_fields(RunConfig(server=ServerConfig(reasoning_effort="none")), {"server.reasoning_effort"})
+    assert off["reasoning_effort"] == "none"
+    assert request_fields(RunConfig(), ()) == {}

@@ -392,7 +392,7 @@ def test_lists_of_all_replicas() -> None:
             assert (await b.ask("/delete_prompt", {"filename": "c"})).json() == {"replica": 1}
             assert (await b.ask("/delete_prompt", {"filename": "x"})).status == 404
             props = (await b.ask("/props")).json()
-            assert props == {"total_slots": 4, "model_alias": "m", "replicas": 2}
+            assert props == {"total_slots": 4, "model_alias": "m", "replicas": 2, "ui_settings": {}}
             assert (await b.ask("/models")).json()["data"] in ([0], [1])
             assert (await b.ask("/openapi.json")).json() == {"paths": {}}
             assert (await b.ask("/lora-adapters", [{"id": 0}])).json() == {"success": True}

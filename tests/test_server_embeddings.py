@@ -16,6 +16,7 @@ from factories import MemoryModel, MemoryTensor
 from fake_engine import FakeEngine, fake_tokenizer
 from gguf_files import write_model
 from server_client import Client
+from test_server_http import error_of
 
 from ikcli import main
 from ikcli.config import RunConfig
@@ -52,6 +53,17 @@ def test_openai_form() -> None:
     for value in ("ab", [7, 8, 9], [[7, 8], [9]]):
         assert c.post("/v1/embeddings", {"input": value}).status_code == 200
     assert c.engine.embedded[2].texts == ((7, 8, 9),) and c.engine.embedded[3].texts == ((7, 8), (9,))
+
+
+def test_texts_in_parts() -> None:
+    c = client()
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for value in ({"content": parts}, [{"content": parts}, "ab"], [[7, 8], {"content": parts}]):
+        assert c.post("/v1/embeddings", {"input": value}).status_code == 200
+    plain = c.engine.embedded[1].texts
+    assert plain[0] == plain[1] == c.engine.embedded[0].texts[0] == c.engine.embedded[2].texts[1]
+    for wrong in ([{"type": "image_url"}], [7], [{"type": "text"}], [{"type": "text", "text": 5}]):
+        assert "input[0].content[0]" in error_of(c.post("/v1/embeddings", {"input": [{"content": wrong}]}), 400)
 
 
 def test_encodings_and_dimensions() -> None:

@@ -204,6 +204,11 @@ def test_effort_of_other_apis() -> None:
     assert sent("/v1/responses", {"input": "hi", "reasoning": {"effort": "none"}}) == "hi|||False"
     assert sent("/v1/messages", {"messages": HI, "output_config": {"effort": "max"}}) == "hi|max|max|True"
     assert sent("/v1/messages", {"messages": HI, "thinking": {"type": "disabled"}}) == "hi|||False"
+    own = {"messages": HI, "thinking": {"type": "disabled"}, "chat_template_kwargs": {"reasoning_effort": "x"}}
+    assert sent("/v1/messages", own) == "hi|x|x|False"
+    client = Client(chat_template=EFFORTS, reasoning="off")
+    assert sent("/v1/messages", {"messages": HI}) == "hi|||False"
+    assert sent("/v1/messages", {"messages": HI, "thinking": {"type": "enabled", "budget_tokens": 9}}) == "hi|||True"
 
 
 def test_thoughts_of_earlier_turns() -> None:

@@ -160,11 +160,11 @@ def _output(body: Mapping[str, Any]) -> dict[str, Any]:
 def _thinking(thinking: Mapping[str, Any]) -> dict[str, Any]:
     kind = thinking.get("type")
     if kind == "disabled":
-        return {"chat_template_kwargs": {"enable_thinking": False}}
+        return {"enable_thinking": False}
     if kind == "adaptive":
         return {}
     if kind != "enabled":
         raise bad_request(f"thinking.type must be enabled, adaptive or disabled, not {f.shown(kind)}")
     budget = thinking.get("budget_tokens")
     tokens = 10000 if budget is None else f.checked(budget, "int", "thinking.budget_tokens", 0)
-    return {"thinking_budget_tokens": tokens}
+    return {"enable_thinking": True, "thinking_budget_tokens": tokens}

@@ -63,8 +63,23 @@ def read_options(state: ServerState, body: Mapping[str, Any]) -> VectorOptions:
 
 async def read_texts(state: ServerState, value: Any, name: str) -> tuple[Texts, bool]:
     """Token ids of the texts of a request, and whether it gave a list of them."""
-    prompts, several = await read_prompts(value, state.limits, name, MAX_TEXTS)
+    several = isinstance(value, list)
+    plain = [_plain(item, f"{name}[{i}]") for i, item in enumerate(value)] if several else _plain(value, name)
+    prompts, several = await read_prompts(plain, state.limits, name, MAX_TEXTS)
     return tuple(p.tokens for p in prompts), several
+
+
+def _plain(value: Any, name: str) -> Any:
+    """The text of `{"content": [{"type": "text", "text": ...}]}`, which some clients send; others as they are."""
+    if not isinstance(value, dict) or not isinstance(value.get("content"), list):
+        return value
+    texts = []
+    for i, item in enumerate(value["content"]):
+        part, path = f.table(item, f"{name}.content[{i}]"), f"{name}.content[{i}]"
+        if part.get("type") != "text":
+            raise bad_request(f"{path}.type must be text, not {f.shown(part.get('type'))}: the model takes text only")
+        texts.append(f.text(part.get("text"), f"{path}.text"))
+    return "".join(texts)
 
 
 async def vectors(request: Request, state: ServerState, body: Mapping[str, Any], texts: Texts) -> Embedded | None:

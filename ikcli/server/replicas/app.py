@@ -28,6 +28,7 @@ from ikcli.server.http.errors import ApiError, bad_request, unsupported
 from ikcli.server.http.gateway import Gateway
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.metrics import CONTENT_TYPE
+from ikcli.server.http.page_settings import page_settings
 from ikcli.server.http.routes.info import models_json
 from ikcli.server.http.routes.ollama_models import entry
 from ikcli.server.http.state import ServerState, names_of
@@ -266,7 +267,8 @@ class _Own:
         if status != 200:
             return Response(body, status, media_type=JSON)
         replicas = self._crew.replicas
-        more = {"total_slots": sum(one.n_slots for one in replicas), "replicas": len(replicas)}
+        more: dict[str, Any] = {"total_slots": sum(one.n_slots for one in replicas), "replicas": len(replicas)}
+        more["ui_settings"] = page_settings(self._server)[0]
         return json_response(jsontext.parse(body) | more)
 
     async def metrics(self, request: Request) -> Response:

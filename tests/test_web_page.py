@@ -397,7 +397,7 @@ def test_settings_are_sent(open_page: OpenPage) -> None:
     bodies = answer_with(page, chunk(content="x"))
     send(page, "a")
     answers(page, 1)
-    flags = dict.fromkeys(("stream", "timings_per_token", "return_progress"), True)
+    flags = dict.fromkeys(("stream", "timings_per_token", "return_progress", "reasoning_control"), True)
     messages = [{"role": "user", "content": "a"}]
     assert bodies[0] == flags | {"messages": messages, "stream_options": {"include_usage": True}}
     page.click("#settings-open")
@@ -449,6 +449,25 @@ def test_settings_that_the_server_names(open_page: OpenPage) -> None:
     assert bodies[0]["messages"][0] == {"role": "system", "content": "Be brief."}
     assert (bodies[0]["temperature"], bodies[0]["top_k"], "min_p" in bodies[0]) == (0.5, 3, False)
     assert bodies[0]["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+@pytest.mark.slow  # a page in a browser
+def test_reasoning_is_cut_short(open_page: OpenPage) -> None:
+    server = Slow()
+    server.engine.script = Script(("<think>", "hm "), endless=True, delay=0.02)
+    try:
+        page = open_page({}, base=server.base)
+        send(page, "Think")
+        page.click("text=Answer now")
+        constraint = server.engine.requests[-1].constraint()
+        for token in server.engine.tokenizer.encode("<think>", add_special=False):
+            constraint.accept(token)
+        wait_for(lambda: constraint.mask() is not None)
+        page.click("#stop")
+        answers(page, 1)
+        assert not page.locator("text=Answer now").is_visible()
+    finally:
+        server.stop()
 
 
 def test_reasoning_and_tool_calls(open_page: OpenPage) -> None:

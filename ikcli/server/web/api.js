@@ -50,6 +50,7 @@ function explain(status, error) {
 }
 
 export const getJson = async (name) => (await request(name)).json();
+export const postJson = async (name, body) => (await request(name, { method: "POST", body: JSON.stringify(body) })).json();
 
 export async function isUp() {
   try {

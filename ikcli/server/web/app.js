@@ -1,6 +1,6 @@
 // The page: what is shown, and what happens when.
 
-import { getJson, isUp, ServerError, streamChat } from "./api.js";
+import { getJson, isUp, postJson, ServerError, streamChat } from "./api.js";
 import { byId, download, grow, h, icon } from "./dom.js";
 import { MessageView, speedText } from "./messages.js";
 import { requestFields, SettingsDialog } from "./settings.js";
@@ -164,6 +164,11 @@ const actions = {
     state.current.leaf = node.parent;
     answer(state.current);
   },
+  // The model is to end its reasoning; whether it did is seen in what comes.
+  answerNow() {
+    const run = state.runs.get(state.current.id);
+    if (run?.id) postJson("v1/chat/completions/control", { id: run.id, action: "reasoning_end" }).catch((error) => showBanner(error.message));
+  },
   edited(node, text) {
     const { current } = state;
     if (node.role === "user") {
@@ -208,7 +213,8 @@ async function answer(conversation) {
     if (document.activeElement === document.body && !touch.matches) input.focus();
   }
   try {
-    const fixed = { messages, stream: true, stream_options: { include_usage: true }, timings_per_token: true, return_progress: true };
+    const fixed = { messages, stream: true, stream_options: { include_usage: true }, timings_per_token: true, return_progress: true,
+      reasoning_control: true };
     const body = { ...requestFields(settings()), ...fixed };
     for await (const chunk of streamChat(body, run.controller.signal)) {
       take(node, chunk, run);
@@ -246,6 +252,7 @@ function take(node, chunk, run) {
   if (progress && progress.total > 0) {
     run.progress = `reading the prompt: ${Math.round((100 * progress.processed) / progress.total)} %`;
   }
+  if (chunk.id) run.id = chunk.id;
   if (chunk.timings) node.stats = chunk.timings;
   const choice = chunk.choices?.[0];
   if (!choice) return;

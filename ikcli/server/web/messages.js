@@ -57,10 +57,12 @@ export class MessageView {
       this.reasoningText = h("div", { class: "markdown" });
       this.reasoningTitle = h("summary");
       this.reasoning = h("details", { class: "reasoning" }, this.reasoningTitle, this.reasoningText);
-      this.body.prepend(this.reasoning);
+      this.now = h("button", { type: "button", class: "now", on: { click: () => this.actions.answerNow() } }, "Answer now");
+      this.body.prepend(this.reasoning, this.now);
     }
     const thinking = node.pending && !node.content && !node.toolCalls?.length;
     this.reasoningTitle.textContent = thinking ? "Reasoning …" : "Reasoning";
+    this.now.hidden = !thinking;
     renderMarkdown(this.reasoningText, node.reasoning);
   }
 

@@ -128,7 +128,7 @@ def test_settings_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     text = (
         '{"temperature": 0.2, "systemMessage": "Be brief.", "typ_p": 1, "samplers": ["top_k"], "theme": "dark", "x": 1}'
     )
-    client = Client(ui_config=text)
+    client = Client(ui_config=text, ui=True)
     expected = {"temperature": 0.2, "system": "Be brief.", "typical_p": 1, "samplers": "top_k"}
     assert client.get("/ui-config.json").json() == client.get("/props").json()["ui_settings"] == expected
     assert capsys.readouterr().err.count("the web page has no setting theme, x") == 1
@@ -136,8 +136,8 @@ def test_settings_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     file.write_text('{"stop": ["a", "b"], "custom": {"min_p": 0}, "top_k": null}', encoding="utf-8")
     found, unknown = page_settings(ServerConfig(ui_config_file=file))
     assert found == {"stop": "a\nb", "extra": '{"min_p": 0}', "top_k": ""} and not unknown
-    assert Client().get("/ui-config.json").json() == {} == Client().get("/props").json()["ui_settings"]
-    error_of(Client(api_key="key", ui_config=text).get("/ui-config.json"), 401, "authentication_error")
+    assert Client(ui=True).get("/ui-config.json").json() == {} == Client().get("/props").json()["ui_settings"]
+    error_of(Client(api_key="key", ui_config=text, ui=True).get("/ui-config.json"), 401, "authentication_error")
     assert Client(ui=False).get("/ui-config.json").status_code == 404
 
 

@@ -29,7 +29,7 @@ class Slow:
         self.engine = FakeEngine(fake_tokenizer())
         self.engine.script = Script(("slow ", "answer "), endless=True, delay=0.02)
         self._socket = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(Client(engine=self.engine).app, factory=True, lifespan="off", log_config=None)
+        config = uvicorn.Config(Client(engine=self.engine, ui=True).app, factory=True, lifespan="off", log_config=None)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
         self._thread.start()

@@ -68,7 +68,12 @@ def test_openai_client(server: Server) -> None:
 
 
 def test_anthropic_style(server: Server) -> None:
-    body = {"model": "demo", "max_tokens": 6, "messages": [{"role": "user", "content": "What is a list?"}]}
+    body = {
+        "model": "demo",
+        "max_tokens": 6,
+        "temperature": 0,
+        "messages": [{"role": "user", "content": "What is a list?"}],
+    }
     answer = server.post("/v1/messages", body).json()
     assert answer["content"][0]["type"] == "text" and answer["stop_reason"] == "max_tokens"
     with httpx.stream("POST", server.base + "/v1/messages", json=body | {"stream": True}, timeout=WAIT) as stream:

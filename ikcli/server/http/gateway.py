@@ -131,7 +131,7 @@ class Gateway:
     def _cors(self, origin: str) -> list[tuple[bytes, bytes]]:
         out = [(b"server", b"ik")]
         if origin and self._origin_allowed(origin):
-            out += [(b"access-control-allow-origin", origin.encode("latin-1", "ignore")), (b"vary", b"Origin")]
+            out += [(b"Access-Control-Allow-Origin", origin.encode("latin-1", "ignore")), (b"vary", b"Origin")]
         return out
 
     def _origin_allowed(self, origin: str) -> bool:
@@ -149,9 +149,9 @@ class Gateway:
         if allowed.strip() == "*":
             allowed = headers.get("access-control-request-headers", "*")
         exchange.headers += [
-            (b"access-control-allow-credentials", b"true" if server.cors_credentials else b"false"),
-            (b"access-control-allow-methods", _header(server.cors_methods)),
-            (b"access-control-allow-headers", _header(allowed)),
+            (b"Access-Control-Allow-Credentials", b"true" if server.cors_credentials else b"false"),
+            (b"Access-Control-Allow-Methods", _header(server.cors_methods)),
+            (b"Access-Control-Allow-Headers", _header(allowed)),
         ]
         await exchange.respond(200, b"text/html", b"")
 

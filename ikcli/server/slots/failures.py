@@ -1,8 +1,11 @@
-"""What clients are told of errors."""
+"""What clients are told of errors, and logits that are none."""
 
 from __future__ import annotations
 
-from ikcli.errors import IkError, UsageError
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.sampling.candidates import NoTokenError
 from ikcli.server.slots.messages import Failure
 from ikcli.server.slots.states import EngineError
@@ -24,3 +27,12 @@ def failure_of(error: Exception) -> Failure:
 def engine_error(error: Exception) -> EngineError:
     f = failure_of(error)
     return EngineError(f.status, f.type, f.message)
+
+
+def check_finite(row: npt.NDArray[np.float32]) -> None:
+    """The sum of a row may overflow by itself, so this looks at every logit."""
+    if not np.isfinite(row).all():
+        raise NonFiniteError(
+            "the model's output is not finite (NaN or Inf among the logits); --check-tensors tells whether the file "
+            "holds such values"
+        )

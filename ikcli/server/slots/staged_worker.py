@@ -21,10 +21,11 @@ from ikcli.engine.batch import Batch
 from ikcli.engine.session import Session
 from ikcli.engine.stages.driver import StagedRunner, StageLostError
 from ikcli.errors import IkError
+from ikcli.server.slots.failures import check_finite
 from ikcli.server.slots.log import Logger
 from ikcli.server.slots.scheduler import Piece, prompt_pieces
 from ikcli.server.slots.slot import GENERATION, IDLE, PROMPT, Slot, Task
-from ikcli.server.slots.worker import Worker, check_finite
+from ikcli.server.slots.worker import Worker
 
 FloatRows = npt.NDArray[np.float32]
 _TRIES = 3  # to load the model again

@@ -144,6 +144,13 @@ class Counters:
         self.predicted_seconds += seconds
         self.recent_predicted = (self.recent_predicted[0] + n, self.recent_predicted[1] + seconds)
 
+    def speculation(self, drafts: int, drafted: int, accepted_by_position: Counter[int]) -> None:
+        """Count the drafts of a finished generation."""
+        self.drafts += drafts
+        self.drafted += drafted
+        self.accepted += accepted_by_position.total()
+        self.accepted_by_position.update(accepted_by_position)
+
     def reset_recent(self) -> None:
         self.recent_prompt = self.recent_predicted = (0, 0.0)
 

@@ -25,14 +25,13 @@ from ikcli.engine.devices import available_memory
 from ikcli.engine.encoders import longest_text
 from ikcli.engine.session import Session
 from ikcli.engine.stages.driver import StageLostError
-from ikcli.errors import NonFiniteError
 from ikcli.sampling.sampler import token_logprobs
 from ikcli.sampling.short import draw_function
 from ikcli.sampling.vocab import SamplerVocab
 from ikcli.server.slots import slot_file
 from ikcli.server.slots.checkpoints import keeping, places
 from ikcli.server.slots.embeddings import Embeddings, EmbeddingTask
-from ikcli.server.slots.failures import engine_error, failure_of, invalid
+from ikcli.server.slots.failures import check_finite, engine_error, failure_of, invalid
 from ikcli.server.slots.generation import Generation, Setting, as_info
 from ikcli.server.slots.log import Logger
 from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
@@ -317,6 +316,8 @@ class Worker:
         needed = self.model.needs_checkpoints
         slot.begin(task, generation, n, places(self.config, n, len(task.prompt), request.turns) if needed else {})
         slot.t_served = self._step_number
+        if request.report_progress:
+            self._send(task, generation.progress(n))
         self._log("INFO", "launch_slot_with_task", "slot is processing task", _ids(slot))
         self._log("INFO", "update_slots", "kv cache rm [p0, end)", {**_ids(slot), "p0": n})
 
@@ -491,10 +492,7 @@ class Worker:
     def _finish(self, slot: Slot, g: Generation) -> None:
         assert slot.task is not None
         self.counters.predicted(g.output.n_total, g.predicted_seconds)
-        self.counters.drafted += g.n_drafted
-        self.counters.accepted += g.n_accepted
-        self.counters.drafts += g.n_drafts
-        self.counters.accepted_by_position.update(g.accepted_by_position)
+        self.counters.speculation(g.n_drafts, g.n_drafted, g.accepted_by_position)
         ids, t = _ids(slot), g.timings(slot.n_past)
         self._send(slot.task, g.final(slot.n_past))
         slot.n_past = self.session.truncate(slot.id, slot.n_past)
@@ -588,15 +586,6 @@ def _batch(slots: Sequence[Slot]) -> Batch:
         seq += [s.id] * n
     n = len(tokens)
     return Batch(np.array(tokens, np.int32), np.array(pos, np.int32), np.array(seq, np.int32), np.ones(n, np.bool_))
-
-
-def check_finite(row: npt.NDArray[np.float32]) -> None:
-    """The sum of a row may overflow by itself, so this looks at every logit."""
-    if not np.isfinite(row).all():
-        raise NonFiniteError(
-            "the model's output is not finite (NaN or Inf among the logits); --check-tensors tells whether the file "
-            "holds such values"
-        )
 
 
 def _ids(slot: Slot) -> dict[str, object]:

@@ -281,6 +281,8 @@ class ChatFormat:
         if is_open and not request.thinking:
             return prompt + tags.close, Thinking(tags, False, False)
         closed = prompt.rstrip().endswith(tags.close)
+        if tags.empty and not (request.thinking or closed or "enable_thinking" in self.source):
+            return prompt + (tags.open + tags.close) * request.add_generation_prompt, Thinking(tags, False, False)
         possible = self.supports_thinking and request.thinking and not is_open and not closed
         return prompt, Thinking(tags, is_open, possible)
 

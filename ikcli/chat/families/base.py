@@ -19,10 +19,11 @@ BLANK = Regex(" ?")
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The texts around a model's thinking."""
+    """The texts around a model's thinking; `empty`: models take an empty pair of them for "no thoughts"."""
 
     open: str
     close: str
+    empty: bool = False
 
 
 class CallSink(Protocol):

@@ -24,7 +24,7 @@ from ikcli.chat.families.xml_calls import (
 _COMMAND_R7B = Keys("tool_name", "parameters", "tool_call_id", "[0-9]{1,3}", id_first=True)
 
 _REASONING = (
-    Reasoning("<|START_THINKING|>", "<|END_THINKING|>"),
+    Reasoning("<|START_THINKING|>", "<|END_THINKING|>", empty=True),
     Reasoning("[THINK]", "[/THINK]"),
     Reasoning("<|channel>thought", "<channel|>"),
     Reasoning("<seed:think>", "</seed:think>"),

@@ -148,6 +148,12 @@ class ServerConfig:
     api_key_file: Path | None = opt(None, "--api-key-file", "path", "file with one key per line", topic="server", commands="S", form="FILE", example="--api-key-file keys.txt", env="LLAMA_ARG_API_KEY_FILE")
     keys: Path | None = opt(None, "--keys", "path", "TOML file of users with a key each, and their limits (docs/serve.md)", topic="server", commands="S", form="FILE", example="--keys keys.toml")
     models: Path | None = opt(None, "--models", "path", "serve the models of a TOML file behind one port; each is loaded when a request asks for it (docs/serve-models.md)", topic="server", commands="S", form="FILE", example="--models models.toml")
+    models_preset: Path | None = opt(None, "--models-preset", "path", "as --models, of a preset file of llama.cpp: INI, a section per model (docs/serve-models.md)", topic="server", commands="S", form="FILE", example="--models-preset presets.ini", env="LLAMA_ARG_MODELS_PRESET")
+    models_dir: Path | None = opt(None, "--models-dir", "path", "serve the GGUF files of a folder behind one port, each by its name without .gguf", topic="server", commands="S", form="DIR", example="--models-dir models", env="LLAMA_ARG_MODELS_DIR")
+    models_cache: bool | None = opt(None, "--models-cache", "switch", "serve the downloaded models of the hub's cache behind one port, each as user/repo:quant; with it POST /models downloads more. Default: with --models-dir and --models-preset", topic="server", commands="S", negative="--no-models-cache", example="--models-cache")
+    models_max: int | None = opt(None, "--models-max", "int", "models that are loaded at a time, the least recently used one goes; 0 = as many as fit into memory. Default: 4, with --models 0", topic="server", commands="S", form="N", example="--models-max 2", minimum=0, env="LLAMA_ARG_MODELS_MAX")
+    models_autoload: bool = opt(True, "--models-autoload", "switch", "load a model when a request asks for it; a request's ?autoload=true or false overrides it", topic="server", commands="S", negative="--no-models-autoload", example="--no-models-autoload", env="LLAMA_ARG_MODELS_AUTOLOAD")
+    sleep_idle_seconds: int = opt(-1, "--sleep-idle-seconds", "int", "give the memory of a model back after so many seconds without a request; the next one loads it again. -1 or 0 = never", topic="server", commands="S", form="S", example="--sleep-idle-seconds 600", minimum=-1)
     replicas: int = opt(1, "--replicas", "int", "serve the model by so many processes behind one port: on this machine, where they share processors and what -t says, or on Ray (--ray). A request goes where its beginning was computed (docs/fleet.md)", topic="server", commands="S", form="N", example="--replicas 4", minimum=1)
     replica_gpus: int = opt(0, "--replica-gpus", "int", "GPUs of each replica: dealt out on this machine, reserved on Ray; 0 = every replica sees all", topic="server", commands="S", form="N", example="--replica-gpus 1", minimum=0)
     timeout: int = opt(600, "-to --timeout", "int", "read and write timeout in seconds", topic="server", commands="S", form="S", example="--timeout 600", minimum=0, env="LLAMA_ARG_TIMEOUT")
@@ -210,7 +216,7 @@ class ServerConfig:
     spm_infill: bool = opt(False, "--spm-infill", "switch", "prompts of /infill begin with the suffix, as some models want it", topic="server", commands="S", example="--spm-infill")
     log_prompts_dir: Path | None = opt(None, "--log-prompts-dir", "path", "write every prompt into a file of this folder, to look for mistakes; it is made for its owner alone", topic="server", commands="S", form="DIR", example="--log-prompts-dir prompts")
     reuse_port: bool = opt(False, "--reuse-port", "switch", "several servers may listen on the port; the system shares connections out", topic="server", commands="S", example="--reuse-port", env="LLAMA_ARG_REUSE_PORT")
-    cors_methods: str = opt("GET, POST, DELETE, OPTIONS", "--cors-methods", "str", "methods that browsers may use from other origins", topic="server", commands="S", form="LIST", example='--cors-methods "GET, POST"', env="LLAMA_ARG_CORS_METHODS")
+    cors_methods: str = opt("", "--cors-methods", "str", "methods that browsers may use from other origins; default GET, POST, and with several models DELETE", topic="server", commands="S", form="LIST", example='--cors-methods "GET, POST"', env="LLAMA_ARG_CORS_METHODS")
     cors_headers: str = opt("*", "--cors-headers", "str", "headers that browsers may send from other origins; * = those that they ask for", topic="server", commands="S", form="LIST", example='--cors-headers "Content-Type, Authorization"', env="LLAMA_ARG_CORS_HEADERS")
     cors_credentials: bool = opt(True, "--cors-credentials", "switch", "browsers may send credentials from other origins", topic="server", commands="S", negative="--no-cors-credentials", example="--no-cors-credentials", env="LLAMA_ARG_CORS_CREDENTIALS")
     ui_config: str = opt("", "--ui-config --webui-config", "str", "settings that the web page begins with, as a JSON object (docs/serve.md)", topic="server", commands="S", form="JSON", example="--ui-config '{\"temperature\": 0.2}'", env="LLAMA_ARG_UI_CONFIG")
@@ -220,6 +226,11 @@ class ServerConfig:
     def only_embeds(self) -> bool:
         """Whether nothing is generated."""
         return self.embeddings or self.reranking
+
+    @property
+    def several_models(self) -> bool:
+        """Whether models are named by a file, a folder or the cache, and not by -m."""
+        return self.models is not None or self.models_preset is not None or self.models_dir is not None or bool(self.models_cache)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from ikcli.commands import _models_file
-from ikcli.commands._models_file import check_front, read_models
+from ikcli.commands import _model_entries
+from ikcli.commands._model_entries import check_front
+from ikcli.commands._models import Sources
 from ikcli.commands._options import parse
 from ikcli.config import default_model
 from ikcli.config_hub import HubConfig
 from ikcli.engine.planner import Planner
 from ikcli.errors import UsageError
+from ikcli.server.router.entries import ModelsFile
 
 MIB = 2**20
 
@@ -23,6 +25,10 @@ def write(folder: Path, text: str) -> Path:
     path = folder / "models.toml"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def read_models(path: Path, *line: str) -> ModelsFile:
+    return Sources(parse("serve", ["--models", str(path), *line])).read()
 
 
 def test_models_their_options_and_needs(tmp_path: Path) -> None:
@@ -68,21 +74,30 @@ members = ["small", "other/one"]
         ("memori = '1GiB'\n[models.a]", "unknown key memori; did you mean memory?"),
         ("memory = '1 parsec'\n[models.a]", "memory has the size"),
         ("memory = 5\n[models.a]", "memory has the size"),
+        ("max = true\n[models.a]", "max must be the number of models"),
+        ("max = -1\n[models.a]", "max must be the number of models"),
         ("ttl = -1\n[models.a]", "ttl must be a number of seconds"),
         ("[models.a]\nctx-sise = 5", "models.a.ctx-sise is no option of ik serve; did you mean ctx-size?"),
         ("[models.a]\nctx-size = 'many'", "models.a.ctx-size"),
         ("[models.a]\nctx-size = {}", "models.a.ctx-size"),
         ("[defaults]\nctx-size = 'many'\n[models.a]", "defaults.ctx-size"),
         ("[models.a]\nport = 5", "models.a.port is for all models together"),
+        ("[models.a]\nmodels-max = 5", "models.a.models-max is for all models together"),
         ("[models.a]\nalias = 'b'", "models.a.alias: use aliases"),
+        ("[models.a]\nsleep-idle-seconds = 5", "models.a.sleep-idle-seconds: use ttl"),
         ("[models.a]\naliases = 'b'", "models.a.aliases must be a list"),
         ("[models.a]\npreload = 1", "models.a.preload must be true or false"),
         ("[models.a]\nttl = 'x'", "models.a.ttl must be a number"),
         ("[models.a]\nmodel = 'absent.gguf'", "models.a: "),
         ("[models.a]\nmodel = '/'", "models.a: "),
+        ('[models.a]\nmodel = "\\u0000"', "models.a.model: "),
         ("[models.a]\n[models.b]\naliases = ['a']", "models.b: the name a is that of models.a already"),
         ("[models.'a,b']", "no commas"),
         ("memory = '20MiB'\n[models.a]", "models.a needs"),
+        (
+            "max = 1\n[models.a]\n[models.b]\n[groups.g]\nmembers = ['a', 'b']\ntogether = true",
+            "models.a with its group are 2 models, more than 1 at a time",
+        ),
         ("[models.a]\n[groups.g]\nmembers = ['a', 'c']", "there is no table [models.c]"),
         ("[models.a]\n[groups.g]\nmembers = ['a']", "groups.g.members must be a list of two"),
         ("[models.a]\n[models.b]\n[groups.g]\nmembers = ['a', 'b']\ntogether = 1", "groups.g.together"),
@@ -122,7 +137,7 @@ def test_models_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append((model, hub.repo, hub.token))
         return default_model()
 
-    monkeypatch.setattr(_models_file, "find_model", find)
+    monkeypatch.setattr(_model_entries, "find_model", find)
     text = "[defaults]\nhf-token = 'secret'\n[models.a]\nhf-repo = 'user/repo:Q4_K_M'\nctx-size = 512\n"
     (entry,) = read_models(write(tmp_path, text)).entries.values()
     assert asked == [(None, "user/repo:Q4_K_M", "secret")]
@@ -132,7 +147,36 @@ def test_models_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert entry.config.model == default_model() and not entry.config.hub.repo
 
 
-def test_options_of_models_belong_into_the_file() -> None:
-    check_front(parse("serve", ["--models", "m.toml", "--port", "1", "--api-key", "k", "--metrics", "-v"]))
-    with pytest.raises(UsageError, match="--ctx-size cannot be used beside --models"):
-        check_front(parse("serve", ["--models", "m.toml", "-c", "512"]))
+def test_options_of_the_command_line_are_those_of_all_models(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "max = 2\nttl = 9\n[defaults]\nctx-size = 512\nthreads = 1\n[models.a]\nthreads = 2\n[models.b]"
+    )
+    file = read_models(path)
+    assert file.max == 2 and [entry.ttl for entry in file.entries.values()] == [9, 9]
+    assert [(e.config.n_ctx, e.config.n_threads) for e in file.entries.values()] == [(512, 2), (512, 1)]
+    file = read_models(path, "-c", "1024", "-t", "3", "--models-max", "0", "--sleep-idle-seconds", "7", "--port", "1")
+    assert file.max == 0 and [(e.ttl, e.sleeps) for e in file.entries.values()] == [(7, True)] * 2
+    assert [(e.config.n_ctx, e.config.n_threads) for e in file.entries.values()] == [(1024, 3), (1024, 3)]
+    assert not any("port" in one or "sleep" in one or "models" in one for one in file.default.argv)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--replicas", "2"], "--replicas cannot be used with several models"),
+        (["-m", "x.gguf"], "--model cannot be used with several models"),
+        (["-hf", "a/b"], "--hf-repo cannot be used with several models"),
+        (["-a", "x"], "--alias cannot be used with several models"),
+        (["--models-dir", "d"], "--models-dir cannot be used beside --models"),
+    ],
+)
+def test_options_that_several_models_cannot_have(line: list[str], message: str) -> None:
+    check_front(parse("serve", ["--models", "m.toml", "--port", "1", "--api-key", "k", "--metrics", "-v", "-c", "512"]))
+    with pytest.raises(UsageError, match=message):
+        check_front(parse("serve", ["--models", "m.toml", *line]))
+
+
+def test_a_variable_that_names_a_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_ARG_MODEL", "x.gguf")
+    with pytest.raises(UsageError, match=r"--model \(LLAMA_ARG_MODEL\) cannot be used with several models"):
+        check_front(parse("serve", ["--models", "m.toml"]))

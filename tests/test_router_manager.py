@@ -4,64 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_child import FakeChild
 
 from ikcli.config import RunConfig
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
-from ikcli.server.router.child import LoadError
 from ikcli.server.router.entries import Group, ModelEntry, ModelsFile
-from ikcli.server.router.manager import LOADED, UNLOADED, Manager
-
-
-class FakeChild:
-    """`broken`: the names of models that cannot be loaded."""
-
-    broken: frozenset[str] = frozenset()
-
-    def __init__(self, entry: ModelEntry, journal: list[str]) -> None:
-        self.name, self.journal = entry.name, journal
-        self.exit_code: int | None = None
-        self.socket = ""
-        self._ended = asyncio.Event()
-
-    async def load(self) -> None:
-        self.journal.append(f"+{self.name}")
-        await asyncio.sleep(0.01)
-        if self.name in self.broken:
-            self.exit_code = 1
-            raise LoadError("the file is broken")
-
-    async def wait(self) -> None:
-        await self._ended.wait()
-
-    async def stop(self) -> None:
-        self.journal.append(f"-{self.name}")
-        self.exit_code = 0
-        self._ended.set()
-
-    def kill(self) -> None:
-        self.die()
-
-    def die(self) -> None:
-        self.exit_code = -9
-        self._ended.set()
-
-    def last_words(self) -> str:
-        return "its process ended by signal SIGKILL"
+from ikcli.server.router.events import Events
+from ikcli.server.router.manager import LOADED, SLEEPING, UNLOADED, UNLOADING, Manager
 
 
 class Bench:
     """A manager of models of 10 bytes each on one device; `journal` has loads and unloads in order."""
 
-    def __init__(self, names: str, budget: int, *groups: Group, broken: str = "", **entry: Any) -> None:
+    def __init__(self, names: str, budget: int, *groups: Group, broken: str = "", most: int = 0, **entry: Any) -> None:
         entries = {name: ModelEntry(name, (), RunConfig(), {"CPU": 10}, **entry) for name in names}
         self.journal: list[str] = []
-        self.file = ModelsFile(Path("models.toml"), entries, groups, {"CPU": budget})
+        self.file = ModelsFile(Path("models.toml"), entries, groups, {"CPU": budget}, most)
         FakeChild.broken = frozenset(broken)
         self.manager = Manager(self.file, self._child, Path(), ServerLog(out=io.StringIO()))  # type: ignore[arg-type]
 
@@ -72,6 +38,16 @@ class Bench:
         async with self.manager.lease(name):
             if until is not None:
                 await until
+
+    def listen(self) -> list[str]:
+        """What is told from now on, as `model event status`."""
+        told: list[str] = []
+
+        def send(model: str, event: str, data: Any = None) -> None:
+            told.append(" ".join((model, event, *([data["status"]] if data else []))))
+
+        self.manager.events.send = send  # type: ignore[method-assign]
+        return told
 
     def loaded(self) -> str:
         return "".join(name for name, one in self.manager.instances.items() if one.state == LOADED)
@@ -259,5 +235,179 @@ def test_a_model_larger_than_what_is_free_is_tried_alone() -> None:
         await b.use("b")
         assert b.journal == ["+a", "-a", "+b"]
         await b.manager.close()
+
+    run(work)
+
+
+def test_at_most_so_many_models_are_loaded() -> None:
+    async def work() -> None:
+        b = Bench("abc", 100, most=2)
+        for name in "abacb":
+            await b.use(name)
+        assert b.journal == ["+a", "+b", "-b", "+c", "-a", "+b"] and b.loaded() == "bc"
+        await b.manager.close()
+        b = Bench("abc", 100, Group("g", ("a", "b"), together=True), most=2)
+        await b.use("c")
+        await b.use("a")
+        assert b.loaded() == "ab" and b.journal[:2] == ["+c", "-c"]
+        await b.manager.close()
+
+    run(work)
+
+
+def test_models_that_are_not_loaded_by_themselves() -> None:
+    async def work() -> None:
+        b = Bench("ab", 100, ttl=0.01, sleeps=True)
+        with pytest.raises(ApiError, match="model a is not loaded; load it with POST /models/load") as found:
+            async with b.manager.lease("a", loads=False):
+                pass
+        assert found.value.status == 400 and b.journal == []
+        loading = asyncio.ensure_future(b.manager.load("a"))
+        await asyncio.sleep(0)
+        async with b.manager.lease("a", loads=False):  # what loads is waited for
+            pass
+        await loading
+        watcher = asyncio.ensure_future(b.manager.watch_ttl())
+        while b.manager.instances["a"].status != SLEEPING:
+            await asyncio.sleep(0.02)
+        watcher.cancel()
+        async with b.manager.lease("a", loads=False):  # and what sleeps is woken
+            pass
+        await b.manager.unload("a")
+        with pytest.raises(ApiError, match="is not loaded"):
+            async with b.manager.lease("a", loads=False):
+                pass
+        await b.manager.close()
+
+    run(work)
+
+
+def test_a_model_that_sleeps_keeps_what_it_said() -> None:
+    """Unlike one that was unloaded for another reason, its own time running out included if a request set that."""
+
+    async def work() -> None:
+        b = Bench("abc", 100, ttl=0.05, sleeps=True)
+        told = b.listen()
+        for name in "abc":
+            await b.manager.load(name)
+        b.manager.keep("b", 0)
+        b.manager.keep("c", -1)
+        watcher = asyncio.ensure_future(b.manager.watch_ttl())
+        while b.loaded() != "c":
+            await asyncio.sleep(0.02)
+        a, other, _ = b.manager.instances.values()
+        assert (a.status, other.status) == (SLEEPING, UNLOADED)
+        assert json.loads(a.kept[b"/props"][1]) == {"is_sleeping": False} and not other.kept
+        await b.use("a")
+        assert a.status == LOADED and not a.kept
+        assert [one for one in told if one[0] == "a"] == [
+            f"a model_status {status}" for status in ("loading", "loaded", "sleeping", "loading", "loaded")
+        ]
+        assert "b model_status unloaded" in told
+        watcher.cancel()
+        await b.manager.close()
+
+    run(work)
+
+
+def test_a_new_list_of_models() -> None:
+    """New ones appear, those that have gone or changed end when their requests are done, the others stay."""
+
+    async def work() -> None:
+        b = Bench("abc", 100)
+        for name in "abc":
+            await b.use(name)
+        gate = asyncio.Event()
+        busy = asyncio.ensure_future(b.use("b", gate.wait()))
+        await asyncio.sleep(0.02)
+        told = b.listen()
+        kept, gone, changed = b.file.entries.values()
+        entries = {
+            "a": replace(kept, ttl=9),
+            "c": replace(changed, argv=("--ctx-size=5",)),
+            "d": replace(gone, name="d"),
+        }
+        b.manager.update(replace(b.file, entries=entries))
+        assert list(b.manager.instances) == ["a", "c", "d"] and b.loaded() == "a"
+        assert b.manager.instances["a"].ttl == 9 and told == ["b model_remove", "* models_reload"]
+        with pytest.raises(ApiError, match="model 'b' is not served any more") as found:
+            await b.use("b")
+        assert found.value.status == 404
+        await b.use("c")
+        assert b.journal == ["+a", "+b", "+c", "-c", "+c"] and not busy.done(), "it is still answering"
+        gate.set()
+        await busy
+        while "-b" not in b.journal:
+            await asyncio.sleep(0.01)
+        assert b.loaded() == "ac"
+        await b.manager.remove("c")
+        assert b.journal[-1] == "-c" and list(b.manager.instances) == ["a", "d"] and told[-1] == "c model_remove"
+        await b.manager.close()
+
+    run(work)
+
+
+def test_models_that_leave_hold_their_memory_until_they_have_ended() -> None:
+    async def work() -> None:
+        b = Bench("ab", 15)
+        gate = asyncio.Event()
+        busy = asyncio.ensure_future(b.use("a", gate.wait()))
+        await asyncio.sleep(0.05)
+        b.manager.update(replace(b.file, entries={"b": b.file.entries["b"]}))
+        waiting = asyncio.ensure_future(b.use("b"))
+        await asyncio.sleep(0.05)
+        assert b.journal == ["+a"] and not waiting.done()
+        gate.set()
+        await asyncio.gather(busy, waiting)
+        assert b.journal == ["+a", "-a", "+b"]
+        await b.manager.close()
+
+    run(work)
+
+
+def test_requests_are_cut_when_the_time_to_stop_is_over() -> None:
+    async def work() -> None:
+        b = Bench("a", 100, stop_timeout=0.02)
+        gate = asyncio.Event()
+        busy = asyncio.ensure_future(b.use("a", gate.wait()))
+        await asyncio.sleep(0.02)
+        child: Any = b.manager.instances["a"].child
+        killed = []
+        child.kill = lambda: killed.append(b.manager.instances["a"].state)
+        await b.manager.unload("a")
+        assert killed == [UNLOADING] and not busy.done() and b.loaded() == ""
+        gate.set()
+        await busy
+        await b.manager.close()
+
+    run(work)
+
+
+def test_events_reach_all_listeners_and_end_with_them() -> None:
+    async def work() -> None:
+        events, gone = Events(), asyncio.Event()
+
+        async def receive() -> dict[str, str]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def never() -> dict[str, str]:
+            await asyncio.Event().wait()
+            return {}
+
+        first, second = events.listen(receive, 0), events.listen(never, 0.01)  # type: ignore[arg-type]
+        assert await anext(first) == await anext(second) == await anext(second) == b":\n\n"
+        events.send("a", "model_status", {"status": "loading"})
+        events.send("*", "models_reload")
+        chunks = [await anext(first), await anext(first)]
+        assert [json.loads(chunk.removeprefix(b"data: ")) for chunk in chunks] == [
+            {"model": "a", "event": "model_status", "data": {"status": "loading"}},
+            {"model": "*", "event": "models_reload"},
+        ]
+        gone.set()
+        assert [chunk async for chunk in first] == []
+        events.close()
+        assert [chunk async for chunk in second if chunk != b":\n\n"] == chunks
+        events.send("a", "model_remove")  # to nobody
 
     run(work)

@@ -141,7 +141,7 @@ def run_tool(ctx: typer.Context) -> int:
 def run_model(ctx: typer.Context) -> int:
     """Run a command that gets a checked run of a model, or print the plan of that run."""
     parsed: Parsed = ctx.obj
-    if parsed.config.command == "serve" and parsed.config.server.models is not None:
+    if parsed.config.command == "serve" and parsed.config.server.several_models:
         return int(_module(ctx).run_models(parsed))
     if parsed.config.chat.url:  # the model is somewhere else
         return int(_module(ctx).run_remote(parsed))

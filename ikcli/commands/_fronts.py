@@ -35,22 +35,43 @@ PATHS = _INPUTS | {
 """Fields with files that a server reads, and those with folders and files of its machine."""
 
 
-def passed_on(command: str, argv: Sequence[str], without: Callable[[str], bool]) -> list[str]:
+def passed_on(
+    command: str, argv: Sequence[str], without: Callable[[str], bool], *, environment: bool = True
+) -> list[str]:
     """The options of a command line, of the files that it names and of the environment, for another process.
 
-    `without` says of a field whether its option is left out; so are those that the command ignores.
+    `without` says of a field whether its option is left out; so are those that the command ignores. Without
+    `environment` what only a variable says is left to the process, which sees the same ones.
     """
-    names = {name: bound.option.text for name, (bound, _) in names_of(command).items()}
+    names = _texts(command)
     tokens = read_tokens(argv, command, functools.partial(takes_value, command), names)
     line, files = Scanner(command, tokens.line).given, Scanner(command, tokens.files).given
-    environment = [
-        Given(bound, bound.option.primary, text, negative=False)
-        for bound, _, text in variables(command, all_options(command))
-    ]
-    single = [given for given in environment + files + line if not given.bound.option.repeat]
+    found = variables(command, all_options(command)) if environment else ()
+    variable = [Given(bound, bound.option.primary, text, negative=False) for bound, _, text in found]
+    single = [given for given in variable + files + line if not given.bound.option.repeat]
     lists = [given for given in line + files if given.bound.option.repeat]
     used = [one for one in single + lists if one.bound.option.used_by(command) and not without(one.bound.path)]
     return [token for given in used for token in _tokens(given, names)]
+
+
+def layered(command: str, *sets: Sequence[str], without: Callable[[str], bool] = lambda path: False) -> list[str]:
+    """The options of several sets as one: what a set says of a field replaces what those before it say.
+
+    `without` says of a field whether it is left out.
+    """
+    names = _texts(command)
+    layers: list[list[str]] = []
+    said: set[str] = set()
+    for tokens in reversed(sets):
+        given = [one for one in Scanner(command, tokens).given if one.bound.path not in said]
+        said |= {one.bound.path for one in given}
+        layers.append([t for one in given if not without(one.bound.path) for t in _tokens(one, names)])
+    return [token for layer in reversed(layers) for token in layer]
+
+
+def _texts(command: str) -> dict[str, bool]:
+    """The names of options, and whether their value may be any text."""
+    return {name: bound.option.text for name, (bound, _) in names_of(command).items()}
 
 
 def paths_passed_on(command: str, config: RunConfig) -> tuple[list[str], list[Path]]:
@@ -73,8 +94,9 @@ def paths_passed_on(command: str, config: RunConfig) -> tuple[list[str], list[Pa
 
 
 def _tokens(given: Given, names: Mapping[str, bool]) -> list[str]:
+    name = given.name if given.negative else given.bound.option.primary
     if given.text is None:
-        return [given.name]
+        return [name]
     if given.bound.option.text and canonical_name(given.text) not in names:
-        return [given.name, given.text]  # separators in a text stay what they are
-    return [f"{given.name}={given.text}"]
+        return [name, given.text]  # separators in a text stay what they are
+    return [f"{name}={given.text}"]

@@ -1,56 +1,34 @@
 """The TOML file of `ik serve --models`: checked as a whole before anything is loaded, errors name file and key.
 
 `[models.NAME]` holds options of `ik serve` by their long names, and `aliases`, `preload` and `ttl`; `[defaults]` the
-same options for all models; `[groups.NAME]` members and `together`; `memory`, `gpu-memory` and `ttl` are at the top.
+same options for all models; `[groups.NAME]` members and `together`; `memory`, `gpu-memory`, `max` and `ttl` are at the
+top.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ikcli.commands._argv import canonical_name, toml_option
-from ikcli.commands._fronts import OF_THE_FRONT
-from ikcli.commands._model import find_model
-from ikcli.commands._options import Parsed, names_of, parse
+from ikcli.commands._model_entries import OF_ALL_MODELS, OF_REPLICAS, EntryMaker, Wish, clash, machine_budget
+from ikcli.commands._options import names_of, parse
 from ikcli.commands._suggest import nearest
-from ikcli.config import default_model
 from ikcli.config_values import parse_size, toml_table
 from ikcli.engine.devices import find_machine
 from ikcli.engine.placement import CPU
-from ikcli.engine.pooling import served_pooling
-from ikcli.engine.run_device import RESERVE_BYTES
-from ikcli.engine.startup import prepare
 from ikcli.errors import IkError, UsageError
-from ikcli.gguf.constants import file_type_label
-from ikcli.server.router.entries import Group, ModelEntry, ModelFacts, ModelsFile
+from ikcli.server.router.entries import Group, ModelEntry, ModelsFile
 
-_OF_THE_FRONT = OF_THE_FRONT | {"server.models", "verbose", "verbosity"}
-_OF_REPLICAS = frozenset(("server.replicas", "server.replica_gpus", "server.first_slot", "fleet.ray"))
-_TOP = ("memory", "gpu-memory", "ttl", "defaults", "models", "groups")
-_CACHE_RAM = 256
-"""MiB that a model's prompt cache takes unless the file says otherwise: a share of free memory fits one server only."""
-
-
-def check_front(parsed: Parsed) -> None:
-    """UsageError for options of models on the command line, where nobody could tell which model they are for."""
-    wrong = sorted(parsed.given & _OF_REPLICAS)
-    if wrong:
-        names = " ".join(_option_name(path) for path in wrong)
-        raise UsageError(f"{names} cannot be used beside --models, where every model has one process")
-    wrong = sorted(parsed.given - _OF_THE_FRONT)
-    if wrong:
-        names = " ".join(_option_name(path) for path in wrong)
-        raise UsageError(f"{names} cannot be used beside --models; write it into a model of the file, or [defaults]")
+_TOP = ("memory", "gpu-memory", "max", "ttl", "defaults", "models", "groups")
+_INSTEAD = {
+    "server.alias": 'use aliases = ["NAME"]; the model\'s own name is that of its table',
+    "server.sleep_idle_seconds": "use ttl = SECONDS",
+}
 
 
-def _option_name(path: str) -> str:
-    return next(bound.option.primary for bound, _ in names_of("serve").values() if bound.path == path)
-
-
-def read_models(path: Path) -> ModelsFile:
+def read_table(path: Path, maker: EntryMaker) -> ModelsFile:
     """The models of a file, checked against their files; UsageError naming the file and the key."""
     table = toml_table(path)
     _known(path, table, _TOP, "")
@@ -59,11 +37,16 @@ def read_models(path: Path) -> ModelsFile:
         raise UsageError(f"{path} names no model; it needs a table [models.NAME] with model = FILE")
     defaults = _options(path, "defaults", _table(path, table, "defaults"))
     ttl = _seconds(path, "ttl", table.get("ttl", 0))
-    entries = {name: _entry(path, name, value, defaults, ttl) for name, value in models.items()}
-    _check_names(path, entries)
-    file = ModelsFile(path, entries, _groups(path, table, entries), _budget(path, table, entries))
-    _check_room(path, table, file)
-    return file
+    entries = {name: _entry(path, name, value, defaults, ttl, maker) for name, value in models.items()}
+    if (twice := clash(entries.values())) is not None:
+        one, name, other = twice
+        raise UsageError(f"{path}: models.{one.name}: the name {name} is that of models.{other.name} already")
+    most = table.get("max", 0)
+    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+        raise UsageError(f"{path}: max must be the number of models that are loaded at a time, 0 for any")
+    groups = _groups(path, table, entries)
+    budget, limited = _budget(path, table, next(iter(entries.values())))
+    return ModelsFile(path, entries, groups, budget, most, limited)
 
 
 def _known(path: Path, table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
@@ -91,14 +74,12 @@ def _options(path: Path, where: str, table: Mapping[str, Any]) -> list[str]:
             near = nearest(f"--{key}", [name for name in names if name.startswith("--")])
             hint = f"did you mean {near.removeprefix('--')}?" if near else "see ik serve --help"
             raise UsageError(f"{path}: {where}.{key} is no option of ik serve; {hint}")
-        if found[0].path in _OF_THE_FRONT:
+        if found[0].path in OF_ALL_MODELS:
             raise UsageError(f"{path}: {where}.{key} is for all models together; give it on the command line")
-        if found[0].path in _OF_REPLICAS:
+        if found[0].path in OF_REPLICAS:
             raise UsageError(f"{path}: {where}.{key} cannot be used here; every model of a file has one process")
-        if found[0].path == "server.alias":
-            raise UsageError(
-                f'{path}: {where}.{key}: use aliases = ["NAME"]; the model\'s own name is that of its table'
-            )
+        if found[0].path in _INSTEAD:
+            raise UsageError(f"{path}: {where}.{key}: {_INSTEAD[found[0].path]}")
         try:
             one = toml_option(path, key, value)
             parse("serve", one)
@@ -108,78 +89,28 @@ def _options(path: Path, where: str, table: Mapping[str, Any]) -> list[str]:
     return tokens
 
 
-def _entry(path: Path, name: str, table: Any, defaults: list[str], ttl: float) -> ModelEntry:
+def _entry(path: Path, name: str, table: Any, defaults: list[str], ttl: float, maker: EntryMaker) -> ModelEntry:
     where = f"models.{name}"
     if not isinstance(table, dict):
         raise UsageError(f"{path}: {where} must be a table, [{where}]")
     own = {key: value for key, value in table.items() if key not in ("aliases", "preload", "ttl")}
-    argv = [*defaults, *_options(path, where, own)]
+    options = _options(path, where, own)
     aliases, preload = table.get("aliases", []), table.get("preload", False)
     if not isinstance(aliases, list) or not all(isinstance(alias, str) and alias for alias in aliases):
         raise UsageError(f"{path}: {where}.aliases must be a list of names")
     if not isinstance(preload, bool):
         raise UsageError(f"{path}: {where}.preload must be true or false")
-    if not name or any("," in text for text in (name, *aliases)):
-        raise UsageError(f"{path}: {where}: names of models must not be empty and have no commas")
+    own_ttl = _seconds(path, f"{where}.ttl", table["ttl"]) if "ttl" in table else ttl
     try:
-        argv = _with_model(argv)
-        parsed = parse("serve", argv)
-        if "server.cache_ram" not in parsed.given:
-            argv.append(f"--cache-ram={_CACHE_RAM}")
-            parsed = parse("serve", argv)
-        need, facts = _need(parsed)
+        return maker.entry(Wish(name, where, (defaults, options), aliases=tuple(aliases), preload=preload, ttl=own_ttl))
     except IkError as e:
         raise UsageError(f"{path}: {where}: {e}") from None
-    own_ttl = _seconds(path, f"{where}.ttl", table["ttl"]) if "ttl" in table else ttl
-    return ModelEntry(name, tuple(argv), parsed.config, need, tuple(aliases), preload, own_ttl, facts)
-
-
-def _with_model(argv: list[str]) -> list[str]:
-    """The options with the model's file instead of its name on a hub, which is downloaded; tokens of hubs end here."""
-    names, config = names_of("serve"), parse("serve", argv).config
-    model = find_model(config.model, config.hub) or default_model()
-    kept = [token for token in argv if not names[canonical_name(token)][0].path.startswith(("model", "hub."))]
-    return [*kept, f"--model={model}"]
-
-
-def _need(parsed: Parsed) -> tuple[dict[str, int], ModelFacts]:
-    """Bytes by device, as `ik plan` tells them, with the prompt cache and what a GPU takes beside its parts; facts."""
-    startup = prepare(parsed.config, parsed.given)
-    planner, config = startup.planner, startup.config
-    memory = planner.plan(config).memory
-    need = {device: memory.total(device) + (0 if device == CPU else RESERVE_BYTES) for device in memory.parts}
-    need[CPU] += max(config.server.cache_ram or 0, 0) << 20
-    tensors, metadata = planner.file.tensors.values(), planner.file.metadata
-    ftype, template = metadata.get("general.file_type"), metadata.get("tokenizer.chat_template")
-    facts = ModelFacts(
-        arch=planner.hp.arch,
-        n_params=sum(math.prod(t.shape) for t in tensors),
-        size=sum(t.n_bytes for t in tensors),
-        n_embd=planner.hp.n_embd,
-        n_ctx=min(memory.n_ctx // config.n_parallel, planner.hp.n_ctx_train),
-        file_type=file_type_label(int(ftype)) if ftype is not None else "",
-        template=template if isinstance(template, str) else "",
-        pooling=served_pooling(config, metadata, planner.hp.arch).name.lower(),
-        generates=not config.server.only_embeds,
-    )
-    return need, facts
 
 
 def _seconds(path: Path, key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
         raise UsageError(f"{path}: {key} must be a number of seconds, 0 for never")
     return float(value)
-
-
-def _check_names(path: Path, entries: Mapping[str, ModelEntry]) -> None:
-    owner: dict[str, str] = {}
-    for entry in entries.values():
-        for name in entry.names:
-            if name in owner:
-                raise UsageError(
-                    f"{path}: models.{entry.name}: the name {name} is that of models.{owner[name]} already"
-                )
-            owner[name] = entry.name
 
 
 def _groups(path: Path, table: Mapping[str, Any], entries: Mapping[str, ModelEntry]) -> tuple[Group, ...]:
@@ -206,13 +137,11 @@ def _groups(path: Path, table: Mapping[str, Any], entries: Mapping[str, ModelEnt
     return tuple(groups)
 
 
-def _budget(path: Path, table: Mapping[str, Any], entries: Mapping[str, ModelEntry]) -> dict[str, int]:
-    """What is given, else what the machine has."""
-    machine = find_machine(next(iter(entries.values())).config, exact=False)
-    budget = {gpu.name: gpu.free for gpu in machine.gpus}
-    if machine.ram is not None:
-        budget[CPU] = machine.ram
-    for key, devices in (("memory", (CPU,)), ("gpu-memory", machine.names)):
+def _budget(path: Path, table: Mapping[str, Any], first: ModelEntry) -> tuple[dict[str, int], dict[str, str]]:
+    """What is given, else what the machine has; the key by device that gives it."""
+    limited: dict[str, str] = {}
+    budget = machine_budget(first.config)
+    for key, devices in (("memory", (CPU,)), ("gpu-memory", find_machine(first.config, exact=False).names)):
         value = table.get(key, table.get(key.replace("-", "_")))
         if value is not None:
             try:
@@ -220,20 +149,23 @@ def _budget(path: Path, table: Mapping[str, Any], entries: Mapping[str, ModelEnt
             except ValueError as e:
                 raise UsageError(f"{path}: {key} {e}") from None
             budget |= dict.fromkeys(devices, size)
-    return budget
+            limited |= dict.fromkeys(devices, key)
+    return budget, limited
 
 
-def _check_room(path: Path, table: Mapping[str, Any], file: ModelsFile) -> None:
-    """A model, with those that are loaded together with it, must fit a budget that the file gives."""
-    given = {CPU: "memory" in table}
+def check_room(file: ModelsFile) -> None:
+    """UsageError for a model that, with those that are loaded together with it, can never have room."""
     for name, entry in file.entries.items():
         belonging = [entry, *(file.entries[one] for one in file.partners(name, together=True))]
-        for device, limit in file.budget.items():
-            need = sum(one.need.get(device, 0) for one in belonging)
-            if need > limit and given.get(device, "gpu-memory" in table or "gpu_memory" in table):
-                key = "memory" if device == CPU else "gpu-memory"
-                beside = " with its group" if len(belonging) > 1 else ""
+        beside = " with its group" if len(belonging) > 1 else ""
+        if 0 < file.max < len(belonging):
+            raise UsageError(
+                f"{file.path}: models.{name}{beside} are {len(belonging)} models, more than {file.max} at a time"
+            )
+        for device, key in file.limited.items():
+            need, limit = sum(one.need.get(device, 0) for one in belonging), file.budget[device]
+            if need > limit:
                 raise UsageError(
-                    f"{path}: models.{name}{beside} needs {need / 2**20:.0f} MiB on {device}, more than "
+                    f"{file.path}: models.{name}{beside} needs {need / 2**20:.0f} MiB on {device}, more than "
                     f"{key} = {limit / 2**20:.0f} MiB"
                 )

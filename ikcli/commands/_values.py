@@ -72,6 +72,8 @@ def _convert(bound: BoundOption, text: str) -> Any:
     if option.kind == "path":
         if not text:
             raise ValueError("is empty")
+        if "\0" in text:
+            raise ValueError("has a byte of zeros, which no file name has")
         try:
             return Path(text).expanduser()
         except RuntimeError:

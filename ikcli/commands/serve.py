@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from ikcli import log
 from ikcli.commands._options import ModelRun, Parsed
 from ikcli.errors import UsageError
+
+_OF_SEVERAL = frozenset(("server.models_max", "server.models_autoload"))
 
 
 def run(run: ModelRun) -> int:
@@ -13,9 +18,15 @@ def run(run: ModelRun) -> int:
     if fleet.ray_node and fleet.ray is None:
         raise UsageError("--ray-node names nodes of Ray; add --ray ADDRESS")
     if server.replicas > 1 or (fleet.ray is not None and fleet.stages == 1):
+        if server.sleep_idle_seconds > 0:
+            raise UsageError("--sleep-idle-seconds cannot be used with replicas, which are there all the time; drop it")
         return _run_replicas(run)
     if server.replica_gpus:
         raise UsageError("--replica-gpus is for --replicas; a single server uses what CUDA_VISIBLE_DEVICES names")
+    for path in sorted(run.given & _OF_SEVERAL):
+        log.notice_once(f"--{path.removeprefix('server.').replace('_', '-')} has no effect with one model")
+    if server.sleep_idle_seconds > 0:
+        return _run_sleeping(run)
     from ikcli.server.http.server import serve
 
     return serve(run.config, run.planner)
@@ -42,10 +53,36 @@ def _run_replicas(run: ModelRun) -> int:
     return serve_replicas(Recipe(config, argv, tuple(inputs), run.given))
 
 
-def run_models(parsed: Parsed) -> int:
-    """Serve the models of a file; returns the exit code."""
-    from ikcli.commands._models_file import check_front, read_models
+def _run_sleeping(run: ModelRun) -> int:
+    """One model in a process that ends when it is idle, behind a port that stays."""
+    from ikcli.commands._fronts import passed_on
+    from ikcli.commands._model_entries import OF_ALL_MODELS, EntryMaker, Wish
+    from ikcli.server.http.chat import check_options
+    from ikcli.server.http.params import defaults_of
+    from ikcli.server.http.server import check_folders
+    from ikcli.server.http.state import names_of
+    from ikcli.server.router.entries import ModelsFile
     from ikcli.server.router.server import serve_models
 
-    check_front(parsed)
-    return serve_models(parsed.config, read_models(parsed.config.server.models))
+    defaults_of(run.config)  # wrong options end the program before anything is loaded
+    check_options(run.config)
+    check_folders(run.config)
+
+    def without(path: str) -> bool:
+        """What the front does, and the model, which is a file by now."""
+        return path in OF_ALL_MODELS or path == "model" or path.startswith("hub.")
+
+    line = passed_on("serve", run.argv, without, environment=False)
+    name, *aliases = names_of(run.config)
+    wish = Wish(name, name, path=run.config.model, aliases=tuple(aliases), preload=True)
+    entry = EntryMaker(line, alone=True).entry(wish)
+    return serve_models(run.config, ModelsFile(entry.config.model or Path(), {name: entry}), single=True)
+
+
+def run_models(parsed: Parsed) -> int:
+    """Serve the models of a file, a folder or the cache; returns the exit code."""
+    from ikcli.commands._models import Sources
+    from ikcli.server.router.server import serve_models
+
+    sources = Sources(parsed)
+    return serve_models(parsed.config, sources.read(), sources.read)

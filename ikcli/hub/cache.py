@@ -107,10 +107,11 @@ def cached_files(repo: str, commit: str) -> Iterator[RemoteFile]:
 
 def list_models() -> list[CachedModel]:
     """All models that are there, those of the hub first."""
-    return [*_hub_models(), *_url_models()]
+    return [*hub_models(), *_url_models()]
 
 
-def _hub_models() -> Iterator[CachedModel]:
+def hub_models() -> Iterator[CachedModel]:
+    """The models of the hub's cache."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

@@ -82,8 +82,15 @@ def _in_cache(ref: Ref, otherwise: str) -> tuple[client.RepoInfo, Quant, str]:
 def pull(ref: Ref, access: Access, progress: Progress = no_progress) -> Pulled:
     """All files of a quant, those that are missing downloaded."""
     info, quant, notice = find(ref, access)
+    return pull_found(info, quant, access, progress, notice)
+
+
+def pull_found(
+    info: client.RepoInfo, quant: Quant, access: Access, progress: Progress = no_progress, notice: str = ""
+) -> Pulled:
+    """All files of a quant that `find` has found."""
     files, n_new = _fetch(info, quant.files, access, progress)
-    return Pulled(f"{ref.repo}:{quant.name}", files[0], files, quant.n_bytes, n_new, notice)
+    return Pulled(f"{info.repo}:{quant.name}", files[0], files, quant.n_bytes, n_new, notice)
 
 
 def pull_checkpoint(repo: str, access: Access, progress: Progress = no_progress) -> Pulled:
@@ -113,7 +120,7 @@ def _fetch(
     info: client.RepoInfo, files: Sequence[RemoteFile], access: Access, progress: Progress
 ) -> tuple[tuple[Path, ...], int]:
     """Download what is missing and give everything its name; the paths, and how many bytes came."""
-    missing = [f for f in files if not _is_there(info, f)]
+    missing = [f for f in files if not is_there(info, f)]
     kept = {f.path: min(kept_bytes(cache.blob_path(info.repo, f)), f.size) for f in missing}
     n_new = sum(f.size for f in missing) - sum(kept.values())
     if missing:
@@ -142,7 +149,8 @@ def _alone(lock: Path, what: str) -> Iterator[None]:
         yield
 
 
-def _is_there(info: client.RepoInfo, file: RemoteFile) -> bool:
+def is_there(info: client.RepoInfo, file: RemoteFile) -> bool:
+    """Whether a file of a repository is in the cache."""
     if cache.blob_path(info.repo, file).is_file():
         return True
     return cache.snapshot_path(info.repo, info.commit, file.path).is_file()
@@ -150,7 +158,7 @@ def _is_there(info: client.RepoInfo, file: RemoteFile) -> bool:
 
 def is_cached(info: client.RepoInfo, quant: Quant) -> bool:
     """Whether all parts of a quant are there."""
-    return all(_is_there(info, file) for file in quant.files)
+    return all(is_there(info, file) for file in quant.files)
 
 
 def ref_of_url(url: str) -> Ref | None:

@@ -41,8 +41,13 @@ class Gateway:
         log: ServerLog,
         static: frozenset[str],
         direct: Mapping[str, Endpoint] | None = None,
+        methods: bytes = b"GET, POST",
     ) -> None:
-        """`direct`: endpoints of POST requests that are called without the application around them."""
+        """`direct`: endpoints of POST requests that are called without the application around them.
+
+        `methods`: what pages of other origins may use.
+        """
+        self._methods = methods
         self._app = app
         self._direct = direct or {}
         self._state = state
@@ -83,7 +88,8 @@ class Gateway:
             return
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         inner = {**scope, "path": path, "raw_path": path.encode(), "method": method, "root_path": ""}
-        account = None if auth.is_public(path, self._static) else self._account(headers)
+        asks = method == "GET" and b"reload" not in scope.get("query_string", b"")  # and changes nothing
+        account = None if asks and auth.is_public(path, self._static) else self._account(headers)
         if account is None or method == "GET":
             await self._call(inner, receive, exchange)
             return
@@ -150,7 +156,7 @@ class Gateway:
             allowed = headers.get("access-control-request-headers", "*")
         exchange.headers += [
             (b"Access-Control-Allow-Credentials", b"true" if server.cors_credentials else b"false"),
-            (b"Access-Control-Allow-Methods", _header(server.cors_methods)),
+            (b"Access-Control-Allow-Methods", _header(server.cors_methods) or self._methods),
             (b"Access-Control-Allow-Headers", _header(allowed)),
         ]
         await exchange.respond(200, b"text/html", b"")

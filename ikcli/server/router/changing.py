@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from ikcli.server.http.logs import ServerLog
+
+T = TypeVar("T")
 
 
 class Changing:
@@ -43,3 +47,25 @@ class Changing:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """What it returns or raises; the program does not wait for it when it ends, as for threads of asyncio."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def work() -> None:
+        try:
+            result = call()
+        except Exception as e:
+            _on(loop, done, lambda e=e: done.set_exception(e))  # type: ignore[misc]
+        else:
+            _on(loop, done, lambda: done.set_result(result))
+
+    threading.Thread(target=work, daemon=True).start()
+    return await done
+
+
+def _on(loop: asyncio.AbstractEventLoop, done: asyncio.Future[T], call: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(lambda: None if done.done() else call())

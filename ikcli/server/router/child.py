@@ -17,7 +17,9 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from ikcli.server.http import jsontext
 from ikcli.server.router.upstream import Upstream
 
 _POLL = 0.03  # seconds between two looks at a process that loads
@@ -144,6 +146,14 @@ class Child(Upstream):
         code = self.exit_code
         ended = f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
         return f"its process ended {ended}"
+
+    async def described(self) -> dict[str, Any]:
+        """What it says of itself in /v1/models: `model` and, for agents that look for it, `catalogue`."""
+        status, body = await self.answer(b"/v1/models") or (0, b"")
+        if status != 200:
+            return {}
+        found = jsontext.parse(body)
+        return {"model": found["data"][0], "catalogue": found["models"]}
 
     async def wait(self) -> None:
         """Wait until the process has ended."""

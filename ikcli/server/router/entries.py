@@ -28,7 +28,9 @@ class ModelFacts:
 class ModelEntry:
     """One model. `argv` are the options of its `ik serve`, `config` what they mean, `need` the bytes by device.
 
-    `ttl`: seconds without a request after which it is unloaded, 0: never.
+    `ttl`: seconds without a request after which it is unloaded, 0: never; then it is said to sleep if it `sleeps`.
+    `source` says what named it: file, preset, folder or cache. `stop_timeout`: seconds that its requests get when it is
+    unloaded, None: all that they need. `stamp` is another one when its file is.
     """
 
     name: str
@@ -39,11 +41,20 @@ class ModelEntry:
     preload: bool = False
     ttl: float = 0
     facts: ModelFacts = ModelFacts()
+    source: str = "file"
+    tags: tuple[str, ...] = ()
+    stop_timeout: float | None = None
+    sleeps: bool = False
+    stamp: tuple[object, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """The name and the aliases."""
         return (self.name, *self.aliases)
+
+    def like(self, other: ModelEntry) -> bool:
+        """Whether a process of the one can go on as that of the other."""
+        return (self.names, self.argv, self.stamp) == (other.names, other.argv, other.stamp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +68,22 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ModelsFile:
-    """`budget`: bytes by device that all loaded models may need together, where a limit is known."""
+    """`budget`: bytes by device that all loaded models may need together, where a limit is known; `limited`: the key of
+    the file by device that gives it. `max`: how many models are loaded at a time, 0: any. `downloads`: whether more
+    models can be added to the cache."""
 
     path: Path
     entries: Mapping[str, ModelEntry]
     groups: tuple[Group, ...] = ()
     budget: Mapping[str, int] = field(default_factory=dict)
+    max: int = 0
+    limited: Mapping[str, str] = field(default_factory=dict)
+    downloads: bool = False
 
     @property
-    def default(self) -> ModelEntry:
-        """The model of requests that name none: the first of the file."""
-        return next(iter(self.entries.values()))
+    def default(self) -> ModelEntry | None:
+        """The model of requests that name none: the first one, if there are any."""
+        return next(iter(self.entries.values()), None)
 
     def find(self, name: str) -> ModelEntry | None:
         """The model with this name or alias; `NAME:latest` is NAME."""

@@ -51,7 +51,7 @@ class Forwarded(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._account = scope.get(ACCOUNT)
         work = asyncio.ensure_future(self._answer(send))
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if work.done() or self._ended:  # all is sent; then the use is counted
@@ -125,6 +125,7 @@ def add_routes(app: FastAPI, endpoint: Callable[[Request], Awaitable[Response]])
             app.add_api_route(route.path, endpoint, methods=[*(route.methods or ())], response_model=None)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass

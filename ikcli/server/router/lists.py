@@ -22,22 +22,45 @@ from ikcli.server.router.manager import LOADED, UNLOADING, Instance, Manager
 METRICS_TYPE = CONTENT_TYPE
 
 
+_TEXT = {"input_modalities": ["text"], "output_modalities": ["text"]}
+
+
 def entry(one: Instance, started: int) -> dict[str, Any]:
-    """An entry of /models: `status.value` is unloaded, loading, loaded or unloading."""
-    status: dict[str, Any] = {"value": one.state, "args": list(one.entry.argv), "preload": one.entry.preload}
+    """An entry of /models: `status.value` is unloaded, loading, loaded, unloading or sleeping.
+
+    With what the model itself has said, once it was loaded.
+    """
+    status: dict[str, Any] = {"value": one.status, "args": list(one.entry.argv), "preload": one.entry.preload}
     if one.failure is not None:
         status |= {"failed": True, "error": one.failure.message, "exit_code": one.exit_code}
-    return {
+    return one.info.get("model", {}) | {
         "id": one.entry.name,
         "object": "model",
         "created": started,
         "owned_by": "llamacpp",
         "aliases": list(one.entry.aliases),
-        "tags": [],
-        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "tags": list(one.entry.tags),
+        "path": str(one.entry.config.model),
+        "source": one.entry.source,
+        "architecture": one.info.get("model", {}).get("architecture", _TEXT),
         "status": status,
         "need": dict(one.entry.need),
         "requests_processing": one.n_running,
+    }
+
+
+def coming(name: str, progress: dict[str, dict[str, int]], started: int) -> dict[str, Any]:
+    """The entry of a model that is being downloaded."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": started,
+        "owned_by": "llamacpp",
+        "aliases": [],
+        "tags": [],
+        "source": "cache",
+        "architecture": _TEXT,
+        "status": {"value": "downloading", "progress": progress},
     }
 
 

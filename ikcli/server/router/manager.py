@@ -10,17 +10,22 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from ikcli.server.http.errors import ApiError
+from ikcli.server.http.errors import ApiError, bad_request
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.router.changing import Changing
 from ikcli.server.router.child import Child, LoadError
 from ikcli.server.router.entries import ModelEntry, ModelsFile
+from ikcli.server.router.events import Events
 
 UNLOADED, LOADING, LOADED, UNLOADING = "unloaded", "loading", "loaded", "unloading"
+SLEEPING = "sleeping"
+KEPT = (b"/props", b"/v1/props", b"/metrics")
+"""What a model that sleeps is asked for without waking it: the answers from before it fell asleep."""
 ChildMaker = Callable[[ModelEntry, Path], Child]
 
 
@@ -29,7 +34,8 @@ class Instance:
     """A model and its process, if it has one.
 
     `ttl`: seconds that it stays without a request, None: for ever. `holds_memory` from the moment that there is room.
-    `failure` is that of the last load.
+    `failure` is that of the last load. `asleep`: it is or is being unloaded, as it was not used for its time. `info` is
+    what it said of itself when it was loaded, `kept` what it answered before it fell asleep.
     """
 
     entry: ModelEntry
@@ -42,6 +48,14 @@ class Instance:
     failure: ApiError | None = None
     exit_code: int | None = None
     n_loads: int = 0
+    asleep: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+    kept: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)
+
+    @property
+    def status(self) -> str:
+        """The state as lists say it."""
+        return SLEEPING if self.asleep and self.state == UNLOADED else self.state
 
 
 class Manager(Changing):
@@ -50,20 +64,28 @@ class Manager(Changing):
     def __init__(self, file: ModelsFile, make_child: ChildMaker, folder: Path, log: ServerLog) -> None:
         self.file = file
         self.instances = {name: Instance(entry) for name, entry in file.entries.items()}
+        self.events = Events()
+        self._leaving: list[Instance] = []
         super().__init__(log, "router")
         self._make_child, self._folder = make_child, folder
         self._room = asyncio.Lock()
         self._closing = False
+        self._n_children = 0
 
     # --- use --------------------------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def lease(self, name: str, *, counts: bool = True) -> AsyncIterator[Child]:
+    async def lease(self, name: str, *, counts: bool = True, loads: bool = True) -> AsyncIterator[Child]:
         """The process of a model, loaded if it is not, that stays until the end of the block; ApiError if it fails.
 
-        `counts`: this is a use, so the model is not the one to unload next.
+        `counts`: this is a use, so the model is not the one to unload next. Without `loads` a model that is not there
+        is an error; one that sleeps counts as there.
         """
-        instance = self.instances[name]
-        while instance.state != LOADED:
+        while (instance := self.instance(name)).state != LOADED:
+            await self._until(lambda: instance.state != UNLOADING)
+            if not loads and instance.status == UNLOADED:
+                raise bad_request(
+                    f"model {name} is not loaded; load it with POST /models/load, or add ?autoload=true to the request"
+                )
             await self.load(name)
         assert instance.child is not None
         instance.n_running += 1
@@ -77,18 +99,25 @@ class Manager(Changing):
                 instance.used = time.monotonic()
             await self._notify()
 
+    def instance(self, name: str) -> Instance:
+        """A model by its name; ApiError 404 if it has gone."""
+        if name not in self.instances:
+            raise ApiError(404, f"model '{name[:100]}' is not served any more")
+        return self.instances[name]
+
     def keep(self, name: str, seconds: float) -> None:
         """How long a model stays from now on without a request, while it is loaded; below zero: for ever."""
-        self.instances[name].ttl = seconds if seconds >= 0 else None
+        self.instance(name).ttl = seconds if seconds >= 0 else None
 
     async def load(self, name: str) -> None:
         """Load a model and those that belong to it, if they are not; ApiError saying why that cannot be."""
-        instance = self.instances[name]
+        instance = self.instance(name)
         await self._until(lambda: instance.state != UNLOADING)
         self._check_open()
-        for one in self._with_partners(instance):
+        for one in self._with_partners(self.instance(name)):
             if one.state == UNLOADED:
                 one.state, one.failure = LOADING, None
+                self._tell(one)
                 self._spawn(self._load(one))
         await self._until(lambda: instance.state != LOADING)
         if instance.failure is not None:
@@ -96,11 +125,66 @@ class Manager(Changing):
 
     async def unload(self, name: str) -> None:
         """Unload a model and those that belong to it, when their requests are done."""
-        await asyncio.gather(*(self._unload(one) for one in self._with_partners(self.instances[name])))
+        instances = self._with_partners(self.instance(name))
+        await self._unload_all(instances)
+        for one in instances:
+            if one.status == SLEEPING:
+                one.asleep, one.kept = False, {}
+                self._tell(one)
+
+    async def _unload_all(self, instances: Iterable[Instance]) -> None:
+        await asyncio.gather(*map(self._unload, instances))
 
     def _with_partners(self, instance: Instance) -> list[Instance]:
         names = self.file.partners(instance.entry.name, together=True)
         return [instance, *(self.instances[name] for name in names)]
+
+    def _all(self) -> list[Instance]:
+        """Also those that have gone from the list and are still ending."""
+        return [*self.instances.values(), *self._leaving]
+
+    def _tell(self, instance: Instance, **more: Any) -> None:
+        """Tell who listens about a change of state."""
+        data: dict[str, Any] = {"status": instance.status, **more}
+        if instance.failure is not None:
+            data |= {"failed": True, "error": instance.failure.message, "exit_code": instance.exit_code}
+        self.events.send(instance.entry.name, "model_status", data)
+
+    # --- changes of the list ------------------------------------------------------------------------------------------
+    def update(self, file: ModelsFile) -> None:
+        """Take another list: what is new appears; what has gone or is another model now is unloaded."""
+        before, self.file = self.instances, file
+        self.instances = {}
+        for name, entry in file.entries.items():
+            old = before.get(name)
+            if old is not None and old.entry.like(entry):
+                old.ttl = (entry.ttl or None) if old.entry.ttl != entry.ttl else old.ttl
+                old.entry = entry
+                self.instances[name] = old
+            else:
+                self.instances[name] = Instance(entry)
+        for name, old in before.items():
+            if self.instances.get(name) is not old:
+                self._leaving.append(old)
+                self._spawn(self._leave(old))
+            if name not in self.instances:
+                self.events.send(name, "model_remove")
+        self.events.send("*", "models_reload")
+
+    async def remove(self, name: str) -> None:
+        """Take one model off the list; it has ended when this returns."""
+        one = self.instances[name]
+        self.file = replace(self.file, entries={key: e for key, e in self.file.entries.items() if key != name})
+        self.instances = {key: other for key, other in self.instances.items() if key != name}
+        self._leaving.append(one)
+        await self._leave(one)
+        self.events.send(name, "model_remove")
+
+    async def _leave(self, instance: Instance) -> None:
+        """Until it has ended it is one of all, so that nothing can leave its process behind."""
+        await self._unload(instance)
+        self._leaving.remove(instance)
+        await self._notify()
 
     # --- loading ----------------------------------------------------------------------------------------------------
     async def _load(self, instance: Instance) -> None:
@@ -112,9 +196,11 @@ class Manager(Changing):
                 instance.holds_memory = True
             self._check_open()
             instance.n_loads += 1
-            child = self._make_child(instance.entry, self._folder / f"{name_of_file(name)}-{instance.n_loads}.sock")
+            self._n_children += 1
+            child = self._make_child(instance.entry, self._folder / f"{name_of_file(name)}-{self._n_children}.sock")
             instance.child = child
             await child.load()
+            instance.info = await child.described()
         except (LoadError, OSError) as e:
             await self._failed(instance, ApiError(500, f"model {name} could not be loaded: {e}"))
             return
@@ -128,6 +214,8 @@ class Manager(Changing):
             await self._failed(instance, ApiError(503, "The server is shutting down"))
             raise
         instance.state, instance.used, instance.ttl = LOADED, time.monotonic(), instance.entry.ttl or None
+        woken, instance.asleep, instance.kept = instance.asleep, False, {}
+        self._tell(instance, **({} if woken or not instance.info else {"info": instance.info["model"]}))
         self._log.info("router", "model loaded", model=name)
         self._spawn(self._watch(instance, child))
         await self._notify()
@@ -135,6 +223,8 @@ class Manager(Changing):
     async def _failed(self, instance: Instance, error: ApiError) -> None:
         instance.exit_code = instance.child.exit_code if instance.child is not None else None
         instance.state, instance.child, instance.holds_memory, instance.failure = UNLOADED, None, False, error
+        instance.asleep, instance.kept = False, {}
+        self._tell(instance)
         self._log.error("router", "model not loaded", model=instance.entry.name, error=error.message)
         await self._notify()
 
@@ -145,13 +235,14 @@ class Manager(Changing):
             await self._failed(instance, ApiError(502, f"model {instance.entry.name}: {child.last_words()}"))
 
     async def _make_room(self, instance: Instance) -> None:
-        """Unload what excludes this model, then the least recently used ones until there is room."""
+        """Unload what excludes this model, then the least recently used ones until there is room and not too many."""
         excluded = {self.instances[name] for name in self.file.partners(instance.entry.name, together=False)}
         belonging = self._with_partners(instance)
         while True:
             self._check_open()
-            holding = [one for one in self.instances.values() if one.holds_memory and one not in belonging]
-            if not excluded.intersection(holding) and not self.short(instance):
+            holding = [one for one in self._all() if one.holds_memory and one not in belonging]
+            many = self.file.max and len(holding) + len(belonging) > self.file.max
+            if not excluded.intersection(holding) and not many and not self.short(instance):
                 return
             wanted = [one for one in holding if one in excluded] or holding
             if not wanted:
@@ -161,7 +252,7 @@ class Manager(Changing):
             loaded = [one for one in wanted if one.state == LOADED]
             if loaded:
                 oldest = min(loaded, key=lambda one: (one.n_running > 0, one.used))
-                await self.unload(oldest.entry.name)
+                await self._unload_all(self._with_partners(oldest))
             else:
                 await self._until(partial(_any_changed, [(one, one.state) for one in wanted]))
 
@@ -169,7 +260,7 @@ class Manager(Changing):
         """Bytes by device that are missing for a model beside those that are loaded."""
         found = {}
         for device, limit in self.file.budget.items():
-            taken = sum(one.entry.need.get(device, 0) for one in self.instances.values() if one.holds_memory)
+            taken = sum(one.entry.need.get(device, 0) for one in self._all() if one.holds_memory)
             missing = taken + instance.entry.need.get(device, 0) - limit
             if instance.entry.need.get(device, 0) and missing > 0:
                 found[device] = missing
@@ -177,10 +268,16 @@ class Manager(Changing):
 
     async def _unload(self, instance: Instance) -> None:
         await self._until(lambda: instance.state != LOADING)
-        if instance.state == LOADED:
+        child = instance.child
+        if instance.state == LOADED and child is not None:
             instance.state = UNLOADING
             self._log.info("router", "unloading model", model=instance.entry.name)
-            await self._until(lambda: not instance.n_running)
+            try:
+                async with asyncio.timeout(instance.entry.stop_timeout):
+                    await self._until(lambda: not instance.n_running)
+            except TimeoutError:
+                self._log.warn("router", "requests are cut off: stop-timeout", model=instance.entry.name)
+                child.kill()
             await self._stop(instance)
         await self._until(lambda: instance.state != UNLOADING)
 
@@ -189,6 +286,7 @@ class Manager(Changing):
         if child is not None:
             await child.stop()
         instance.state, instance.child, instance.holds_memory = UNLOADED, None, False
+        self._tell(instance)
         await self._notify()
 
     # --- the life of all ---------------------------------------------------------------------------------------------
@@ -206,9 +304,22 @@ class Manager(Changing):
         while True:
             await asyncio.sleep(0.25)
             for instance in self.instances.values():
-                if instance.state == LOADED and all(map(self._expired, self._with_partners(instance))):
-                    self._log.info("router", "model was not used for its ttl", model=instance.entry.name)
-                    await self.unload(instance.entry.name)
+                belonging = self._with_partners(instance)
+                if instance.state != LOADED or not all(map(self._expired, belonging)):
+                    continue
+                self._log.info("router", "model was not used for its ttl", model=instance.entry.name)
+                kept = [await self._last_answers(one) for one in belonging]
+                if all(map(self._expired, belonging)):  # still
+                    for one, answers in zip(belonging, kept, strict=True):
+                        one.asleep, one.kept = bool(answers), answers
+                    await self._unload_all(belonging)
+
+    async def _last_answers(self, instance: Instance) -> dict[bytes, tuple[int, bytes]]:
+        """What is kept of a model that is about to sleep; nothing of one that is only to be unloaded."""
+        child, entry = instance.child, instance.entry
+        if child is None or instance.state != LOADED or not entry.sleeps or instance.ttl != entry.ttl:
+            return {}
+        return {target: found for target in KEPT if (found := await child.answer(target))}
 
     def _expired(self, instance: Instance) -> bool:
         ttl = instance.ttl
@@ -229,7 +340,7 @@ class Manager(Changing):
             one.child.kill()
 
     def _running(self) -> list[Instance]:
-        return [one for one in self.instances.values() if one.child is not None]
+        return [one for one in self._all() if one.child is not None]
 
     def _check_open(self) -> None:
         if self._closing:
@@ -247,7 +358,7 @@ def name_of_file(name: str) -> str:
 
 def states(instances: Iterable[Instance]) -> dict[str, int]:
     """How many models are in which state."""
-    found = dict.fromkeys((UNLOADED, LOADING, LOADED, UNLOADING), 0)
+    found = dict.fromkeys((UNLOADED, LOADING, LOADED, UNLOADING, SLEEPING), 0)
     for one in instances:
-        found[one.state] += 1
+        found[one.status] += 1
     return found

@@ -39,6 +39,13 @@ class Upstream:
             return False
         return status == 200
 
+    async def answer(self, target: bytes) -> tuple[int, bytes] | None:
+        """Status and body of a GET; None if it does not answer."""
+        try:
+            return await self.ask("GET", target)
+        except UpstreamError:
+            return None
+
     def cut(self) -> None:
         """End what is open: on a machine that is gone nobody closes connections."""
         for exchange in list(self.open):

@@ -1,0 +1,51 @@
+"""INI files: sections of `key = value`; a comment begins with `;` or `#` at the start of a line or after a blank."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ikcli.errors import UsageError
+
+_COMMENT = re.compile(r"(^|\s)[;#].*")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One line. Quotes around a value are not part of it."""
+
+    name: str
+    value: str
+    line: int
+
+
+def read_ini(path: Path) -> dict[str, list[Key]]:
+    """Keys by section in the order of the file; "" has those before the first one. UsageError naming the line."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as problem:
+        raise UsageError(f"cannot read {path}: {problem.strerror}") from problem
+    except UnicodeDecodeError as problem:
+        raise UsageError(f"{path} is no INI file: {problem}") from problem
+    if "\0" in text:
+        raise UsageError(f"{path} is no INI file: it has bytes of zeros")
+    sections: dict[str, list[Key]] = {"": []}
+    keys = sections[""]
+    for number, raw in enumerate(text.split("\n"), 1):
+        line = _COMMENT.sub("", raw).strip()
+        if line.startswith("["):
+            name = line[1:-1].strip()
+            if not line.endswith("]") or not name:
+                raise UsageError(f"{path}: line {number}: a section is written [NAME]")
+            if name in sections:
+                raise UsageError(f"{path}: line {number}: there is a section [{name}] already")
+            keys = sections.setdefault(name, [])
+        elif line:
+            key, equals, value = (piece.strip() for piece in line.partition("="))
+            if not equals or not key:
+                raise UsageError(f"{path}: line {number}: this is neither [NAME] nor KEY = VALUE: {line[:60]}")
+            if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+                value = value[1:-1]
+            keys.append(Key(key, value, number))
+    return sections

@@ -1,0 +1,139 @@
+"""Which models there are: the list, loading and unloading, downloading and deleting, and events about all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ikcli.errors import IkError
+from ikcli.hub.cache import plan_removal, remove
+from ikcli.server.http import fields as f
+from ikcli.server.http import sse
+from ikcli.server.http.answer import json_response
+from ikcli.server.http.body import read_object
+from ikcli.server.http.errors import ApiError, bad_request
+from ikcli.server.http.users import ACCOUNT
+from ikcli.server.router import lists
+from ikcli.server.router.changing import in_thread
+from ikcli.server.router.downloads import Download
+from ikcli.server.router.entries import ModelEntry
+from ikcli.server.router.manager import LOADED, UNLOADED
+from ikcli.server.router.state import RouterState, check_user, find, flag
+
+_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class Admin:
+    """The endpoints."""
+
+    def __init__(self, state: RouterState) -> None:
+        self._state, self._manager = state, state.manager
+
+    def routes(self) -> list[tuple[str, tuple[str, ...], Callable[[Request], Awaitable[Response]]]]:
+        """Method, paths, endpoint."""
+        return [
+            ("GET", ("/models", "/v1/models"), self.models),
+            ("POST", ("/models",), self.download),
+            ("DELETE", ("/models",), self.delete),
+            ("GET", ("/models/sse",), self.events),
+            ("POST", ("/models/load",), self.load),
+            ("POST", ("/models/unload",), self.unload),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        """All models with their states; with ?reload=1 after a look at where they come from."""
+        if flag(request, "reload", False):
+            await self._state.refresh()
+        found = self._manager.instances
+        data = [lists.entry(one, self._state.started) for one in found.values()]
+        coming = [one for one in self._state.downloads.running.values() if one.name not in found]
+        data += [lists.coming(one.name, one.progress(), self._state.started) for one in coming]
+        out: dict[str, Any] = {"object": "list", "data": data}
+        if self._state.single:
+            out["models"] = [item for one in found.values() for item in one.info.get("catalogue", ())]
+        return json_response(out)
+
+    async def events(self, request: Request) -> Response:
+        """What happens to models, as it happens."""
+        ping = max(self._state.config.server.sse_ping_interval, 0)
+        events = self._manager.events.listen(request.receive, ping)
+        return sse.EventStream(events, lambda: None, self._state.config.server.timeout)
+
+    async def load(self, request: Request) -> Response:
+        """Load `model`, and answer when it is loaded."""
+        entry = self._known(request, await self._name(request))
+        if self._manager.instances[entry.name].state == LOADED:
+            raise bad_request(f"model {entry.name} is loaded already")
+        await self._manager.load(entry.name)
+        return json_response({"success": True})
+
+    async def unload(self, request: Request) -> Response:
+        """Unload `model` when its requests are done, and answer then; of one that is being downloaded, end that."""
+        name = await self._name(request)
+        coming = self._state.downloads.find(name)
+        if coming is not None:
+            self._cancel(request, coming)
+            return json_response({"success": True})
+        entry = self._known(request, name)
+        if self._manager.instances[entry.name].status == UNLOADED:
+            raise bad_request(f"model {entry.name} is not loaded")
+        await self._manager.unload(entry.name)
+        return json_response({"success": True})
+
+    async def download(self, request: Request) -> Response:
+        """Begin to download `model`, `user/repo:quant`."""
+        name = await self._name(request)
+        self._check_owner(request)
+        if self._manager.file.find(name) is not None:
+            raise bad_request(f"model {name} is there already")
+        await self._state.downloads.start(name)
+        return json_response({"success": True})
+
+    def _cancel(self, request: Request, coming: Download) -> None:
+        self._check_owner(request)
+        self._state.downloads.cancel(coming)
+
+    async def delete(self, request: Request) -> Response:
+        """Delete the model `?model=` from the cache; none from elsewhere."""
+        self._check_owner(request)
+        name = request.query_params.get("model")
+        if not name:
+            raise bad_request("?model=NAME is required")
+        entry = self._known(request, name)
+        if entry.source != "cache":
+            raise bad_request(f"model {entry.name} is not one of the cache, and only those can be deleted")
+        try:
+            removal = await in_thread(lambda: plan_removal(str(entry.config.model)))
+            await self._manager.remove(entry.name)
+            await in_thread(lambda: remove(removal))
+        except (IkError, OSError) as e:
+            await self._state.refresh()
+            raise ApiError(500, f"model {entry.name} could not be deleted: {e}") from None
+        await self._state.refresh()
+        self._state.log.info("router", "model deleted", model=entry.name)
+        return json_response({"success": True})
+
+    async def _name(self, request: Request) -> str:
+        body = await read_object(request, self._state.config.server.timeout)
+        if body.get("model") is None:
+            raise bad_request("model is required")
+        return f.text(body["model"], "model")
+
+    def _known(self, request: Request, name: str) -> ModelEntry:
+        entry = self._state.default() if self._state.single else find(self._state, name)
+        check_user(request, entry)
+        return entry
+
+    def _check_owner(self, request: Request) -> None:
+        """ApiError if this is not for the request to decide: for users with limits, and pages of who knows whom."""
+        if not self._manager.file.downloads:
+            raise bad_request("this server does not serve the models of the cache; start it with --models-cache")
+        if request.scope.get(ACCOUNT) is not None:
+            raise ApiError(403, "a user may not change which models there are; it takes a key of --api-key")
+        origin = urlsplit(request.headers.get("origin", "")).hostname
+        if origin and not self._state.keys and origin not in _LOCAL | {request.url.hostname}:
+            raise ApiError(403, f"web pages of {origin} may do this only if the server has an --api-key")

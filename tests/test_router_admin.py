@@ -144,14 +144,17 @@ def test_models_are_loaded_by_themselves_or_not(demo: FakeHub) -> None:
 
 
 def test_a_model_is_downloaded_served_and_deleted(demo: FakeHub) -> None:
+    Path("p.ini").write_text("[mine]\nhf-repo = user/repo:Q4_0\n")
     demo.add("user/parts", {f"p-Q4_0-{i:05d}-of-00003.gguf": data for i, data in enumerate(part_bytes(3), 1)})
 
     async def work() -> None:
-        front = Front()
+        front = Front("--models-preset", "p.ini")
+        assert "is that of mine, too" in await front.error(400, "DELETE", "/models?model=user/repo:Q4_0")
         assert (await front.ask("POST", "/models", {"model": "user/parts"})).json() == {"success": True}
         assert "is being downloaded" in await front.error(503, "POST", "/completion", {"model": "user/parts:Q4_0"})
         model, _, _ = await front.wait("download_finished")
         assert model == "user/parts:Q4_0" and (await front.list())[model] == "unloaded"
+        assert all(one["done"] == one["total"] for one in (await front.wait("download_progress"))[2].values())
         progress = [data for _, event, data in front.told if event == "download_progress"]
         files = progress[-1]
         assert len(files) == 3 and all(url.startswith(f"{demo.url}/user/parts/resolve/") for url in files)
@@ -164,7 +167,7 @@ def test_a_model_is_downloaded_served_and_deleted(demo: FakeHub) -> None:
         assert path is not None and path.is_file()
         assert "only those can be deleted" in await front.error(400, "DELETE", "/models?model=a")
         assert (await front.ask("DELETE", f"/models?model={model}")).json() == {"success": True}
-        assert await front.list() == {"a": "unloaded"} and not path.exists()
+        assert list(await front.list()) == ["mine", "a", "user/repo:Q4_0"] and not path.exists()
         assert front.journal == [f"+{model}", f"-{model}"] and (model, "model_remove", None) in front.told
         assert "not found" in await front.error(404, "DELETE", f"/models?model={model}")
         assert "?model=NAME is required" in await front.error(400, "DELETE", "/models")

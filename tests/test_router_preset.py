@@ -294,5 +294,12 @@ def test_sources_are_read_again(capsys: pytest.CaptureFixture[str]) -> None:
     second = found.read()
     assert list(first.entries) == ["a", "b"] and list(second.entries) == ["b", "c"]
     assert not second.entries["b"].like(first.entries["b"]) and second.budget == first.budget
+    with pytest.raises(
+        UsageError, match=r"\[n\]: user/absent is not in the cache; download it with ik pull user/absent"
+    ):
+        again = sources(preset="[m]\nmodel = models/b.gguf")
+        again.read()
+        put("p.ini", b"[m]\nmodel = models/b.gguf\n[n]\nhf-repo = user/absent")
+        again.read()
     third = found.read()
     assert all(third.entries[name].like(entry) for name, entry in second.entries.items())

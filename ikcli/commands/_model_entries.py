@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ikcli.commands._fronts import OF_THE_FRONT, layered
 from ikcli.commands._model import find_model
 from ikcli.commands._options import Parsed, names_of, parse
 from ikcli.config import RunConfig, default_model
+from ikcli.config_hub import HubConfig
 from ikcli.engine.devices import find_machine
 from ikcli.engine.placement import CPU
 from ikcli.engine.pooling import served_pooling
@@ -22,6 +23,7 @@ from ikcli.engine.run_device import RESERVE_BYTES
 from ikcli.engine.startup import prepare
 from ikcli.errors import UsageError
 from ikcli.gguf.constants import file_type_label
+from ikcli.hub.client import NetworkError
 from ikcli.hub.names import part_names
 from ikcli.server.router.entries import ModelEntry, ModelFacts
 
@@ -61,11 +63,13 @@ class Wish:
 class EntryMaker:
     """Makes entries, and reads a file again only when it has changed.
 
-    `line`: options of the command line that are for models. `alone`: there is one model.
+    `line`: options of the command line that are for models. `alone`: there is one model. `downloads`: models of a hub
+    that are not there are fetched.
     """
 
     line: Sequence[str] = ()
     alone: bool = False
+    downloads: bool = True
     _read: dict[object, tuple[RunConfig, dict[str, int], ModelFacts]] = field(default_factory=dict)
 
     def entry(self, wish: Wish) -> ModelEntry:
@@ -76,7 +80,7 @@ class EntryMaker:
         parsed = parse("serve", argv)
         idle = parsed.config.server.sleep_idle_seconds
         sleeps = "server.sleep_idle_seconds" in parsed.given
-        model = find_model(parsed.config.model or wish.path, parsed.config.hub) or default_model()
+        model = self._file(parsed.config.model or wish.path, parsed.config.hub)
         argv = [*layered("serve", argv, without=_is_done), f"--model={model}"]
         if "server.cache_ram" not in parsed.given and not self.alone:
             argv.append(f"--cache-ram={_CACHE_RAM}")
@@ -87,6 +91,15 @@ class EntryMaker:
             max(idle, 0) if sleeps else wish.ttl, facts, wish.source, wish.tags, wish.stop_timeout, sleeps and idle > 0,
             stamp,
         )  # fmt: skip
+
+    def _file(self, model: Path | None, hub: HubConfig) -> Path:
+        if self.downloads:
+            return find_model(model, hub) or default_model()
+        try:
+            return find_model(model, replace(hub, offline=True)) or default_model()
+        except NetworkError:
+            name = hub.repo or hub.url
+            raise UsageError(f"{name} is not in the cache; download it with ik pull {name} before") from None
 
     def _known(self, argv: list[str], stamp: tuple[object, ...]) -> tuple[RunConfig, dict[str, int], ModelFacts]:
         key = (tuple(argv), stamp)

@@ -41,6 +41,7 @@ class Sources:
         limit = self._server.models_max
         file = replace(file, budget=self._budget, max=file.max if limit is None else limit, downloads=self.with_cache)
         check_room(file)
+        self._maker.downloads = False  # whoever has the list read again is waiting for it
         return file
 
     def _of_table(self) -> ModelsFile:
@@ -64,6 +65,8 @@ class Sources:
             entry = self._of_section(preset, section, cached, folder)
             if entry is not None:
                 entries[section.name] = entry
+        if self.with_cache and any(section.repo for section in preset.sections.values()):
+            cached = self._cached()  # with what has been downloaded
         hidden = {self._hidden(preset, section, cached) for section in preset.sections.values()}
         hidden |= {alias for entry in entries.values() if entry.source == CACHE for alias in entry.aliases}
         for source, models in ((FOLDER, folder), (CACHE, cached)):

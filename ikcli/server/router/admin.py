@@ -106,6 +106,11 @@ class Admin:
         entry = self._known(request, name)
         if entry.source != "cache":
             raise bad_request(f"model {entry.name} is not one of the cache, and only those can be deleted")
+        for other in self._manager.file.entries.values():
+            if other.name != entry.name and other.config.model == entry.config.model:
+                raise bad_request(
+                    f"the file of {entry.name} is that of {other.name}, too, which is not one of the cache"
+                )
         try:
             removal = await in_thread(lambda: plan_removal(str(entry.config.model)))
             await self._manager.remove(entry.name)

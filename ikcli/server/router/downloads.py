@@ -131,6 +131,7 @@ class Downloads:
             except Exception as e:  # the model is there nevertheless, and the next look at the list finds it
                 self._log.error("router", "the list of models could not be read", error=str(e))
             self._log.info("router", "model downloaded", model=one.name)
+            self._events.send(one.name, "download_progress", one.progress())
             self._events.send(one.name, "download_finished")
             return
         self._log.error("router", "model not downloaded", model=one.name, error=error)

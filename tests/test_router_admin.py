@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -207,29 +208,32 @@ def test_a_download_is_cancelled(demo: FakeHub, monkeypatch: pytest.MonkeyPatch)
     from ikcli.hub import client, download
 
     monkeypatch.setattr(download, "_PIECE", 100_000)
-    stream, gate = client.stream, asyncio.Event()
+    stream, waits, goes_on = client.stream, threading.Event(), threading.Event()
 
     def slow(url: str, token: str, start: int = 0, *rest: Any) -> Any:
         if start:
-            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(30)
+            waits.set()
+            goes_on.wait(30)
         return stream(url, token, start, *rest)
 
     monkeypatch.setattr(client, "stream", slow)
-    loop: Any = None
 
     async def work() -> None:
-        nonlocal loop
-        loop = asyncio.get_running_loop()
         front = Front()
         name = {"model": "user/repo:Q4_0"}
         await front.ask("POST", "/models", name)
+        while not waits.is_set():
+            await asyncio.sleep(0.01)
         assert "is being downloaded already" in await front.error(400, "POST", "/models", name)
         data = (await front.ask("GET", "/models")).json()["data"]
         (progress,) = data[1]["status"]["progress"].values()
-        assert data[1]["status"]["value"] == "downloading" and progress["total"] == len(model_bytes())
+        assert data[1]["status"]["value"] == "downloading" and progress == {
+            "done": 100_000,
+            "total": len(model_bytes()),
+        }
         assert (await front.ask("POST", "/models/unload", name)).json() == {"success": True}
         assert "is being cancelled" in await front.error(400, "POST", "/models", name)
-        gate.set()
+        goes_on.set()
         assert (await front.wait("download_failed"))[2] == {"error": "it was cancelled"}
         assert await front.list() == {"a": "unloaded"} and list(Path("hub").rglob("*.incomplete"))
         await front.ask("POST", "/models", name)

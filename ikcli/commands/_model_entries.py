@@ -25,7 +25,7 @@ from ikcli.errors import UsageError
 from ikcli.gguf.constants import file_type_label
 from ikcli.hub.client import NetworkError
 from ikcli.hub.names import part_names
-from ikcli.server.router.entries import ModelEntry, ModelFacts
+from ikcli.server.router.entries import FILE, ModelEntry, ModelFacts
 
 OF_ALL_MODELS = OF_THE_FRONT | {"verbose", "verbosity"} | {
     "server." + name
@@ -56,7 +56,7 @@ class Wish:
     preload: bool = False
     ttl: float = 0
     stop_timeout: float | None = None
-    source: str = "file"
+    source: str = FILE
 
 
 @dataclass

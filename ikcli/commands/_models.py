@@ -15,11 +15,10 @@ from ikcli.commands._models_preset import ALL, Preset, Section, read_preset
 from ikcli.commands._options import Parsed
 from ikcli.errors import IkError, UsageError
 from ikcli.hub.names import DEFAULT_QUANT, parse_ref
-from ikcli.server.router.entries import ModelEntry, ModelsFile
+from ikcli.server.router.entries import CACHE, FOLDER, PRESET, ModelEntry, ModelsFile
 
 _MAX = 4
 """Models that are loaded at a time unless something says otherwise, as in llama.cpp."""
-FILE, PRESET, FOLDER, CACHE = "file", "preset", "folder", "cache"
 
 
 class Sources:
@@ -73,7 +72,7 @@ class Sources:
             wishes = {
                 name: self._wish(preset, Section(name), source, path)
                 for name, path in models.items()
-                if name not in entries and name not in hidden
+                if name not in entries and not (source == CACHE and name in hidden)
             }
             entries |= {entry.name: entry for entry in self._usable(wishes)}
         if (twice := clash(entries.values())) is not None:

@@ -20,7 +20,7 @@ from ikcli.server.http.users import ACCOUNT
 from ikcli.server.router import lists
 from ikcli.server.router.changing import in_thread
 from ikcli.server.router.downloads import Download
-from ikcli.server.router.entries import ModelEntry
+from ikcli.server.router.entries import CACHE, ModelEntry
 from ikcli.server.router.manager import LOADED, UNLOADED
 from ikcli.server.router.state import RouterState, check_user, find, flag
 
@@ -104,7 +104,7 @@ class Admin:
         if not name:
             raise bad_request("?model=NAME is required")
         entry = self._known(request, name)
-        if entry.source != "cache":
+        if entry.source != CACHE:
             raise bad_request(f"model {entry.name} is not one of the cache, and only those can be deleted")
         for other in self._manager.file.entries.values():
             if other.name != entry.name and other.config.model == entry.config.model:

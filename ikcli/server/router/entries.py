@@ -8,6 +8,9 @@ from pathlib import Path
 
 from ikcli.config import RunConfig
 
+FILE, PRESET, FOLDER, CACHE = "file", "preset", "folder", "cache"
+"""What names a model: a file of ours, a preset file, the folder that it is in, or the cache of the hub."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -29,7 +32,7 @@ class ModelEntry:
     """One model. `argv` are the options of its `ik serve`, `config` what they mean, `need` the bytes by device.
 
     `ttl`: seconds without a request after which it is unloaded, 0: never; then it is said to sleep if it `sleeps`.
-    `source` says what named it: file, preset, folder or cache. `stop_timeout`: seconds that its requests get when it is
+    `source` says what named it. `stop_timeout`: seconds that its requests get when it is
     unloaded, None: all that they need. `stamp` is another one when its file is.
     """
 
@@ -41,7 +44,7 @@ class ModelEntry:
     preload: bool = False
     ttl: float = 0
     facts: ModelFacts = ModelFacts()
-    source: str = "file"
+    source: str = FILE
     tags: tuple[str, ...] = ()
     stop_timeout: float | None = None
     sleeps: bool = False

@@ -16,7 +16,7 @@ from ikcli.errors import IkError
 from ikcli.server.http.metrics import CONTENT_TYPE, PREFIX
 from ikcli.server.http.routes.ollama_models import details, model_info
 from ikcli.server.http.users import Users
-from ikcli.server.router.entries import ModelEntry
+from ikcli.server.router.entries import CACHE, ModelEntry
 from ikcli.server.router.manager import LOADED, UNLOADING, Instance, Manager
 
 METRICS_TYPE = CONTENT_TYPE
@@ -58,7 +58,7 @@ def coming(name: str, progress: dict[str, dict[str, int]], started: int) -> dict
         "owned_by": "llamacpp",
         "aliases": [],
         "tags": [],
-        "source": "cache",
+        "source": CACHE,
         "architecture": _TEXT,
         "status": {"value": "downloading", "progress": progress},
     }

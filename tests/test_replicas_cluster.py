@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
+from live_router import alive
 from live_server import WAIT, wait_for
 from quant_models import write_model
 from ray_nodes import Nodes, cluster, needs_ray
 from test_replicas_live import Front
-from test_router_live import alive
 
 pytestmark = [
     needs_ray,

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
+from live_router import alive, children_of
 from live_server import WAIT, Server, wait_for
-from test_router_live import alive, children_of
 
 from ikcli.main import main
 
@@ -202,7 +202,7 @@ def test_users_and_keys(tmp_path: Path) -> None:
         (("--replicas", "2", "--slot-save-path", "nowhere"), 2, "nowhere is no folder"),
         (("--replicas", "2", "--host", "256.1.1.1"), 1, "--host 256.1.1.1"),
         (("--replicas", "2", "-m", "absent.gguf"), 1, "absent.gguf"),
-        (("--replicas", "2", "--models", "m.toml"), 2, "--replicas cannot be used beside --models"),
+        (("--replicas", "2", "--models", "m.toml"), 2, "--replicas cannot be used with several models"),
         (("--replicas", "2", "--ray-node", "fast"), 2, "--ray-node names nodes of Ray; add --ray ADDRESS"),
         (("--ray", "auto", "--ray-node", "a,b"), 2, "--ray-node a,b: only ik bench takes several; name one"),
         pytest.param(  # waits for Ray

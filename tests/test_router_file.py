@@ -164,6 +164,7 @@ def test_options_of_the_command_line_are_those_of_all_models(tmp_path: Path) -> 
     ("line", "message"),
     [
         (["--replicas", "2"], "--replicas cannot be used with several models"),
+        (["--dry-run"], "--dry-run cannot be used with several models"),
         (["-m", "x.gguf"], "--model cannot be used with several models"),
         (["-hf", "a/b"], "--hf-repo cannot be used with several models"),
         (["-a", "x"], "--alias cannot be used with several models"),

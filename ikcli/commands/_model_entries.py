@@ -182,6 +182,8 @@ def check_front(parsed: Parsed) -> None:
     beside = [name for name, value in others.items() if value is not None]
     if server.models is not None and beside:
         raise UsageError(f"{beside[0]} cannot be used beside --models, whose file names all models; drop one of them")
+    if parsed.config.dry_run:
+        raise UsageError("--dry-run cannot be used with several models; ik plan -m FILE tells what one needs")
     if wrong := sorted(parsed.given & OF_REPLICAS):
         names = " ".join(map(option_name, wrong))
         raise UsageError(f"{names} cannot be used with several models, each of which has one process")

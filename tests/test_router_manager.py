@@ -18,7 +18,8 @@ from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.router.entries import Group, ModelEntry, ModelsFile
 from ikcli.server.router.events import Events
-from ikcli.server.router.manager import LOADED, SLEEPING, UNLOADED, UNLOADING, Manager
+from ikcli.server.router.instance import LOADED, SLEEPING, UNLOADED, UNLOADING
+from ikcli.server.router.manager import Manager
 
 
 class Bench:

@@ -201,6 +201,15 @@ def test_what_has_no_meaning_here_is_said_once(capsys: pytest.CaptureFixture[str
     assert not any("mmproj" in word or "1.2.3.4" in word for word in entry.argv)
 
 
+def test_models_that_cannot_all_be_loaded_at_the_start() -> None:
+    put("d.gguf")
+    preset = "[*]\nload-on-startup = true\n[m]\nmodel = d.gguf\n[n]\nmodel = d.gguf"
+    assert all(entry.preload for entry in read(preset=preset).entries.values())
+    with pytest.raises(UsageError, match=r"2 models are to be loaded at the start \(m, n\), and only 1 may be"):
+        read("--models-max", "1", preset=preset)
+    assert len(read("--models-max", "0", preset=preset).entries) == 2
+
+
 def test_models_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     put("models/a.gguf")
     put("models/mmproj-a.gguf", b"x")

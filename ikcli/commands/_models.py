@@ -40,8 +40,18 @@ class Sources:
         limit = self._server.models_max
         file = replace(file, budget=self._budget, max=file.max if limit is None else limit, downloads=self.with_cache)
         check_room(file)
+        if self._maker.downloads:
+            self._check_start(file)
         self._maker.downloads = False  # whoever has the list read again is waiting for it
         return file
+
+    def _check_start(self, file: ModelsFile) -> None:
+        first = [entry.name for entry in file.entries.values() if entry.preload]
+        if 0 < file.max < len(first):
+            raise UsageError(
+                f"{len(first)} models are to be loaded at the start ({', '.join(first)}), and only {file.max} may be "
+                "loaded at a time: raise --models-max"
+            )
 
     def _of_table(self) -> ModelsFile:
         assert self._server.models is not None

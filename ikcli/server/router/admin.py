@@ -21,7 +21,7 @@ from ikcli.server.router import lists
 from ikcli.server.router.changing import in_thread
 from ikcli.server.router.downloads import Download
 from ikcli.server.router.entries import CACHE, ModelEntry
-from ikcli.server.router.manager import LOADED, UNLOADED
+from ikcli.server.router.instance import LOADED, UNLOADED
 from ikcli.server.router.state import RouterState, check_user, find, flag
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})

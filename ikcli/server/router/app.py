@@ -28,7 +28,7 @@ from ikcli.server.router import lists
 from ikcli.server.router.admin import Admin
 from ikcli.server.router.entries import ModelEntry
 from ikcli.server.router.forward import Forwarded, add_routes
-from ikcli.server.router.manager import LOADED, LOADING, UNLOADED, UNLOADING, Instance, states
+from ikcli.server.router.instance import LOADED, LOADING, UNLOADED, UNLOADING, Instance, states
 from ikcli.server.router.state import RouterState, check_user, find, flag
 from ikcli.server.router.upstream import Upstream
 

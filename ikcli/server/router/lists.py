@@ -17,7 +17,8 @@ from ikcli.server.http.metrics import CONTENT_TYPE, PREFIX
 from ikcli.server.http.routes.ollama_models import details, model_info
 from ikcli.server.http.users import Users
 from ikcli.server.router.entries import CACHE, ModelEntry
-from ikcli.server.router.manager import LOADED, UNLOADING, Instance, Manager
+from ikcli.server.router.instance import LOADED, UNLOADING, Instance
+from ikcli.server.router.manager import Manager
 
 METRICS_TYPE = CONTENT_TYPE
 

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,41 +21,9 @@ from ikcli.server.router.changing import Changing
 from ikcli.server.router.child import Child, LoadError
 from ikcli.server.router.entries import ModelEntry, ModelsFile
 from ikcli.server.router.events import Events
+from ikcli.server.router.instance import KEPT, LOADED, LOADING, SLEEPING, UNLOADED, UNLOADING, Instance
 
-UNLOADED, LOADING, LOADED, UNLOADING = "unloaded", "loading", "loaded", "unloading"
-SLEEPING = "sleeping"
-KEPT = (b"/props", b"/v1/props", b"/metrics")
-"""What a model that sleeps is asked for without waking it: the answers from before it fell asleep."""
 ChildMaker = Callable[[ModelEntry, Path], Child]
-
-
-@dataclass(eq=False)
-class Instance:
-    """A model and its process, if it has one.
-
-    `ttl`: seconds that it stays without a request, None: for ever. `holds_memory` from the moment that there is room.
-    `failure` is that of the last load. `asleep`: it is or is being unloaded, as it was not used for its time. `info` is
-    what it said of itself when it was loaded, `kept` what it answered before it fell asleep.
-    """
-
-    entry: ModelEntry
-    state: str = UNLOADED
-    child: Child | None = None
-    holds_memory: bool = False
-    n_running: int = 0
-    used: float = 0.0
-    ttl: float | None = None
-    failure: ApiError | None = None
-    exit_code: int | None = None
-    n_loads: int = 0
-    asleep: bool = False
-    info: dict[str, Any] = field(default_factory=dict)
-    kept: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)
-
-    @property
-    def status(self) -> str:
-        """The state as lists say it."""
-        return SLEEPING if self.asleep and self.state == UNLOADED else self.state
 
 
 class Manager(Changing):
@@ -354,11 +322,3 @@ def _any_changed(before: list[tuple[Instance, str]]) -> bool:
 def name_of_file(name: str) -> str:
     """A short plain name for files of a model."""
     return "".join(c if c.isascii() and c.isalnum() else "-" for c in name)[:20]
-
-
-def states(instances: Iterable[Instance]) -> dict[str, int]:
-    """How many models are in which state."""
-    found = dict.fromkeys((UNLOADED, LOADING, LOADED, UNLOADING, SLEEPING), 0)
-    for one in instances:
-        found[one.status] += 1
-    return found

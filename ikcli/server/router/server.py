@@ -56,7 +56,7 @@ def serve_models(
 def _child(config: RunConfig, entry: ModelEntry, socket: Path) -> Child:
     """The process of a model. What the front does is switched off there."""
     server = config.server
-    front = ["-a", ",".join(entry.names), "--log-format", server.log_format, "--no-webui", "--metrics"]
+    front = [f"--alias={','.join(entry.names)}", "--log-format", server.log_format, "--no-webui", "--metrics"]
     front += ["--timeout", str(server.timeout), "--shutdown-timeout", str(server.shutdown_timeout)]
     grace = float(server.shutdown_timeout)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_SEVERAL)}

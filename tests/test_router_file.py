@@ -165,9 +165,9 @@ def test_options_of_the_command_line_are_those_of_all_models(tmp_path: Path) -> 
     [
         (["--replicas", "2"], "--replicas cannot be used with several models"),
         (["--dry-run"], "--dry-run cannot be used with several models"),
-        (["-m", "x.gguf"], "--model cannot be used with several models"),
-        (["-hf", "a/b"], "--hf-repo cannot be used with several models"),
-        (["-a", "x"], "--alias cannot be used with several models"),
+        (["-m", "x.gguf"], "--model is for one model, and --models for several; drop one of them"),
+        (["-hf", "a/b"], "--hf-repo is for one model"),
+        (["-a", "x"], "--alias is for one model"),
         (["--models-dir", "d"], "--models-dir cannot be used beside --models"),
     ],
 )
@@ -179,5 +179,9 @@ def test_options_that_several_models_cannot_have(line: list[str], message: str) 
 
 def test_a_variable_that_names_a_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_ARG_MODEL", "x.gguf")
-    with pytest.raises(UsageError, match=r"--model \(LLAMA_ARG_MODEL\) cannot be used with several models"):
+    with pytest.raises(UsageError, match=r"--model \(LLAMA_ARG_MODEL\) is for one model, and --models for several"):
         check_front(parse("serve", ["--models", "m.toml"]))
+    monkeypatch.delenv("LLAMA_ARG_MODEL")
+    monkeypatch.setenv("LLAMA_ARG_MODELS_DIR", "models")
+    with pytest.raises(UsageError, match=r"--model is for one model, and --models-dir \(LLAMA_ARG_MODELS_DIR\) for"):
+        check_front(parse("serve", ["-m", "x.gguf"]))

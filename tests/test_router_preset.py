@@ -10,6 +10,7 @@ from hub_models import model_bytes, part_bytes
 
 from ikcli import log
 from ikcli.commands._models import Sources
+from ikcli.commands._models_preset import read_preset
 from ikcli.commands._options import parse
 from ikcli.config import default_model
 from ikcli.errors import UsageError
@@ -117,6 +118,15 @@ tags = big
     assert (two.preload, two.stop_timeout, two.ttl, two.sleeps, two.tags) == (False, None, 0, False, ("big",))
     assert one.source == "preset" and file.max == 4 and file.downloads and parse("serve", one.argv).config == one.config
     assert not any("sleep" in word or "alias" in word for word in one.argv)
+
+
+def test_the_example_of_the_manual() -> None:
+    text = (Path(__file__).resolve().parents[1] / "docs" / "serve-models.md").read_text(encoding="utf-8")
+    Path("p.ini").write_text(text.split("```ini\n")[1].split("```")[0], encoding="utf-8")
+    preset = read_preset(Path("p.ini"))
+    assert list(preset.sections) == ["coder", "user/repo:Q4_K_M"]
+    assert preset.defaults.options == ["--ctx-size=8192", "--cache-type-k=q8_0"]
+    assert preset.sections["coder"].aliases == ("gpt-4",) and preset.sections["coder"].preload
 
 
 def test_the_command_line_wins_over_the_section_and_that_over_all() -> None:

@@ -7,13 +7,14 @@ what earlier sets say of the same field.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ikcli.commands._environment import variables
 from ikcli.commands._fronts import OF_THE_FRONT, layered
 from ikcli.commands._model import find_model
-from ikcli.commands._options import Parsed, names_of, parse
+from ikcli.commands._options import Parsed, all_options, names_of, parse
 from ikcli.config import RunConfig, default_model
 from ikcli.config_hub import HubConfig
 from ikcli.engine.devices import find_machine
@@ -34,6 +35,7 @@ OF_ALL_MODELS = OF_THE_FRONT | {"verbose", "verbosity"} | {
 """Fields that only the command line sets."""
 OF_REPLICAS = frozenset(("server.replicas", "server.replica_gpus", "server.first_slot", "fleet.ray"))
 NAMES_A_MODEL = frozenset(("model", "hub.repo", "hub.file", "hub.url"))
+_SEVERAL = frozenset(("server.models", "server.models_preset", "server.models_dir", "server.models_cache"))
 _ENDS_HERE = frozenset(("server.alias", "server.sleep_idle_seconds"))
 _CACHE_RAM = 256
 """MiB that the prompt cache of one of several models takes unless its options say otherwise: a share of free memory
@@ -174,9 +176,6 @@ def option_name(path: str) -> str:
 
 def check_front(parsed: Parsed) -> None:
     """UsageError for options of the command line that cannot be those of several models."""
-    from ikcli.commands._environment import variables
-    from ikcli.commands._options import all_options
-
     server = parsed.config.server
     others = {"--models-preset": server.models_preset, "--models-dir": server.models_dir}
     beside = [name for name, value in others.items() if value is not None]
@@ -185,9 +184,13 @@ def check_front(parsed: Parsed) -> None:
     if parsed.config.dry_run:
         raise UsageError("--dry-run cannot be used with several models; ik plan -m FILE tells what one needs")
     if wrong := sorted(parsed.given & OF_REPLICAS):
-        names = " ".join(map(option_name, wrong))
-        raise UsageError(f"{names} cannot be used with several models, each of which has one process")
-    set_by: Mapping[str, str] = {bound.path: name for bound, name, _ in variables("serve", all_options("serve"))}
+        raise UsageError(f"{_named(wrong)} cannot be used with several models, each of which has one process")
     if wrong := sorted(parsed.given & (NAMES_A_MODEL | {"server.alias"})):
-        names = " ".join(option_name(path) + (f" ({set_by[path]})" if path in set_by else "") for path in wrong)
-        raise UsageError(f"{names} cannot be used with several models, which have names of their own; drop it")
+        by = _named(sorted(parsed.given & _SEVERAL))
+        raise UsageError(f"{_named(wrong)} is for one model, and {by} for several; drop one of them")
+
+
+def _named(paths: Sequence[str]) -> str:
+    """Options by their spelling, and the variable that sets one."""
+    set_by = {bound.path: name for bound, name, _ in variables("serve", all_options("serve"))}
+    return " ".join(option_name(path) + (f" ({set_by[path]})" if path in set_by else "") for path in paths)

@@ -100,6 +100,7 @@ sleep-idle-seconds = 60
 m = "my models/demo.gguf"
 LLAMA_ARG_CACHE_RAM = 0
 LLAMA_ARG_NO_MMAP = false
+kv-offload = off
 flash-attn = off
 tags = big
 """,
@@ -115,6 +116,7 @@ tags = big
         True,
         False,
     )
+    assert two.config.no_kv_offload and not one.config.no_kv_offload
     assert (two.preload, two.stop_timeout, two.ttl, two.sleeps, two.tags) == (False, None, 0, False, ("big",))
     assert one.source == "preset" and file.max == 4 and file.downloads and parse("serve", one.argv).config == one.config
     assert not any("sleep" in word or "alias" in word for word in one.argv)
@@ -168,6 +170,7 @@ override-kv = x.c=int:1
         ("[m]\nmodel = d.gguf\nc = 5\nctx-size = 6", "[m] ctx-size: c says the same already"),
         ("[m]\nmodel = d.gguf\nctx-sise = 5", "[m] ctx-sise is no option of ik serve; did you mean ctx-size?"),
         ("[m]\nLLAMA_ARG_CTX_SISE = 5", "LLAMA_ARG_CTX_SISE is no option of ik serve; did you mean LLAMA_ARG_CTX_S"),
+        ("[m]\nkv-offload = perhaps", "[m] kv-offload must be true or false"),
         ("[m]\nload-on-startup = perhaps", "[m] load-on-startup must be true or false"),
         ("[m]\nstop-timeout = soon", "[m] stop-timeout must be a whole number of seconds"),
         ("[*]\nmodel = d.gguf", "[*] model is about one model"),

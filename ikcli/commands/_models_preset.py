@@ -108,19 +108,16 @@ class _Reader:
             if not key.value.isdecimal() or len(key.value) > 9:
                 raise UsageError(f"{where} must be a whole number of seconds, not {key.value}")
             section.stop_timeout = float(key.value)
+        elif key.name == "load-on-startup":
+            section.preload = _state(where, key.value)
         else:
-            try:
-                state = switch_state(key.value, None)
-            except ValueError:
-                raise UsageError(f"{where} must be true or false, not {key.value}") from None
-            if key.name == "load-on-startup":
-                section.preload = state
-            else:
-                section.dedup = state
+            section.dedup = _state(where, key.value)
 
     def _option(self, section: Section, where: str, key: Key) -> str:
         """Take an option; the field that it sets, empty if it is ignored."""
-        name = self._name(where, key)
+        name, value = self._name(where, key), key.value
+        if name in self._opposites(key):
+            value = {True: "off", False: "on"}[_state(where, value)]
         if not name:
             self.without.append(key.name)
             return ""
@@ -138,7 +135,7 @@ class _Reader:
         if bound.path == "server.alias":
             section.aliases = _list(key.value)
             return bound.path
-        token = f"{name if negative else bound.option.primary}={key.value}"
+        token = f"{name if negative else bound.option.primary}={value}"
         try:
             parse("serve", [token])
         except UsageError as e:
@@ -148,17 +145,23 @@ class _Reader:
         section.repo = key.value if bound.path == "hub.repo" else section.repo
         return bound.path
 
-    def _name(self, where: str, key: Key) -> str:
-        """The spelling that the parser knows; empty for an option of other programs that is ignored."""
-        tried = [canonical_name(f"--{key.name}"), f"-{key.name}"]
+    def _spellings(self, key: Key) -> list[str]:
         if key.name.startswith(PREFIX):
             plain = key.name.removeprefix(PREFIX).lower()
-            tried = [self._variables.get(key.name, ""), canonical_name(f"--{plain}")]
+            return [self._variables.get(key.name, ""), canonical_name(f"--{plain}")]
+        return [canonical_name(f"--{key.name}"), f"-{key.name}"]
+
+    def _opposites(self, key: Key) -> list[str]:
+        """What says the opposite where there is no other word for it: --no-kv-offload of kv-offload."""
+        return [f"--no-{name[2:]}" for name in self._spellings(key) if name.startswith("--")]
+
+    def _name(self, where: str, key: Key) -> str:
+        """The spelling that the parser knows; empty for an option of other programs that is ignored."""
+        tried = [*self._spellings(key), *self._opposites(key)]
         for name in tried:
             if name in self._names:
                 return name
-        opposite = [f"--no-{name[2:]}" for name in tried if name.startswith("--")]
-        if any(name in UPSTREAM_ARITY for name in (*tried, *opposite)):
+        if any(name in UPSTREAM_ARITY for name in tried):
             return ""
         names = [name.lstrip("-") for name in self._names] + [*_OWN]
         if key.name.startswith(PREFIX):
@@ -166,6 +169,13 @@ class _Reader:
         near = nearest(key.name, names)
         hint = f"did you mean {near}?" if near else "see ik serve --help"
         raise UsageError(f"{where} is no option of ik serve; {hint}")
+
+
+def _state(where: str, text: str) -> bool:
+    try:
+        return switch_state(text, None)
+    except ValueError:
+        raise UsageError(f"{where} must be true or false, not {text}") from None
 
 
 def _list(text: str) -> tuple[str, ...]:

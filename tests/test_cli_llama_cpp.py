@@ -55,7 +55,7 @@ def test_tables_do_not_contradict_each_other() -> None:
         (["--load-mode", "MLOCK"], False, True),
         (["--load-mode=none"], False, False),
         (["-lm", "dio"], False, False),
-        (["--no-mmap", "-lm", "mmap"], True, False),
+        (["--no-mmap", "--mlock", "-lm", "mmap"], True, False),
         (["--no-mmap", "-lm", "auto"], False, False),
     ],
 )

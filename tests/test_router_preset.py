@@ -131,6 +131,26 @@ def test_the_example_of_the_manual() -> None:
     assert preset.sections["coder"].aliases == ("gpt-4",) and preset.sections["coder"].preload
 
 
+def test_options_that_have_other_names_here() -> None:
+    put("d.gguf")
+    preset = """
+[*]
+load-mode = mlock
+spec-default = true
+kv-unified = true
+[m]
+model = d.gguf
+lm = mmap
+LLAMA_ARG_KV_OFFLOAD = false
+swa-checkpoints = 3
+spec-ngram-mod-n-max = 9
+"""
+    config = read(preset=preset).entries["m"].config
+    assert (config.mmap, config.mlock, config.no_kv_offload) == (True, False, True)
+    assert (config.server.ctx_checkpoints, [s.type for s in config.server.spec_type]) == (3, ["ngram-mod"])
+    assert config.server.spec_set[0].value == 9
+
+
 def test_the_command_line_wins_over_the_section_and_that_over_all() -> None:
     put("d.gguf")
     preset = """
@@ -170,7 +190,9 @@ override-kv = x.c=int:1
         ("[m]\nmodel = d.gguf\nc = 5\nctx-size = 6", "[m] ctx-size: c says the same already"),
         ("[m]\nmodel = d.gguf\nctx-sise = 5", "[m] ctx-sise is no option of ik serve; did you mean ctx-size?"),
         ("[m]\nLLAMA_ARG_CTX_SISE = 5", "LLAMA_ARG_CTX_SISE is no option of ik serve; did you mean LLAMA_ARG_CTX_S"),
-        ("[m]\nkv-offload = perhaps", "[m] kv-offload must be true or false"),
+        ("[m]\nkv-offload = perhaps", "[m] kv-offload"),
+        ("[m]\nload-mode = fast", "[m] load-mode: --load-mode: \"fast\" is unknown; it is one of auto"),
+        ("[m]\ndocker-repo = gemma3", "[m] docker-repo: models of Docker Hub cannot be downloaded"),
         ("[m]\nload-on-startup = perhaps", "[m] load-on-startup must be true or false"),
         ("[m]\nstop-timeout = soon", "[m] stop-timeout must be a whole number of seconds"),
         ("[*]\nmodel = d.gguf", "[*] model is about one model"),

@@ -17,7 +17,7 @@ from ikcli.commands._ini import Key, read_ini
 from ikcli.commands._model_entries import NAMES_A_MODEL, OF_ALL_MODELS, OF_REPLICAS
 from ikcli.commands._options import all_options, names_of, parse
 from ikcli.commands._suggest import nearest
-from ikcli.commands._upstream import UPSTREAM_ARITY
+from ikcli.commands._upstream import IGNORED, INSTEAD, REFUSED, VARIABLES, words_instead
 from ikcli.commands._values import switch_state
 from ikcli.errors import UsageError
 
@@ -76,7 +76,7 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._names = names_of("serve")
-        self._variables = {b.option.env: b.option.primary for b in all_options("serve") if b.option.env}
+        self._variables = {v: b.option.primary for b in all_options("serve") for v in b.option.variables} | VARIABLES
         self.of_front: list[str] = []
         self.without: list[str] = []
 
@@ -121,6 +121,15 @@ class _Reader:
         if not name:
             self.without.append(key.name)
             return ""
+        if name in REFUSED:
+            raise UsageError(f"{where}: {REFUSED[name]}")
+        if name in INSTEAD:
+            try:
+                words = words_instead(name, value, (), lists=False)
+            except UsageError as e:
+                raise UsageError(f"{where}: {e}") from None
+            section.options += _checked(where, words)
+            return name
         bound, negative = self._names[name]
         if bound.path in OF_REPLICAS:
             raise UsageError(f"{where} cannot be used here; every model has one process")
@@ -135,12 +144,7 @@ class _Reader:
         if bound.path == "server.alias":
             section.aliases = _list(key.value)
             return bound.path
-        token = f"{name if negative else bound.option.primary}={value}"
-        try:
-            parse("serve", [token])
-        except UsageError as e:
-            raise UsageError(f"{where}: {e}") from None
-        section.options.append(token)
+        section.options += _checked(where, [f"{name if negative else bound.option.primary}={value}"])
         section.names_model |= bound.path in NAMES_A_MODEL
         section.repo = key.value if bound.path == "hub.repo" else section.repo
         return bound.path
@@ -159,9 +163,9 @@ class _Reader:
         """The spelling that the parser knows; empty for an option of other programs that is ignored."""
         tried = [*self._spellings(key), *self._opposites(key)]
         for name in tried:
-            if name in self._names:
+            if name in self._names or name in INSTEAD or name in REFUSED:
                 return name
-        if any(name in UPSTREAM_ARITY for name in tried):
+        if any(name in IGNORED for name in tried):
             return ""
         names = [name.lstrip("-") for name in self._names] + [*_OWN]
         if key.name.startswith(PREFIX):
@@ -169,6 +173,15 @@ class _Reader:
         near = nearest(key.name, names)
         hint = f"did you mean {near}?" if near else "see ik serve --help"
         raise UsageError(f"{where} is no option of ik serve; {hint}")
+
+
+def _checked(where: str, tokens: list[str]) -> list[str]:
+    """Tokens that `ik serve` takes."""
+    try:
+        parse("serve", tokens)
+    except UsageError as e:
+        raise UsageError(f"{where}: {e}") from None
+    return tokens
 
 
 def _state(where: str, text: str) -> bool:

@@ -89,11 +89,11 @@ _LOOKUP = {"size-n": "ngram_size_n", "size-m": "ngram_size_m", "min-hits": "ngra
 _LOAD = Instead(
     by_value={
         "auto": (),
-        "none": ("--no-mmap",),
-        "mmap": ("--mmap",),
+        "none": ("--no-mmap", "--mlock=off"),
+        "mmap": ("--mmap", "--mlock=off"),
         "mlock": ("--no-mmap", "--mlock"),
         "mmap+mlock": ("--mmap", "--mlock"),
-        "dio": ("--no-mmap",),
+        "dio": ("--no-mmap", "--mlock=off"),
     }
 )
 _LEVEL = Instead(by_value={**dict.fromkeys("0123", ()), **dict.fromkeys("456789", ("-v",))})

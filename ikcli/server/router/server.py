@@ -38,7 +38,7 @@ def serve_models(
     server = config.server
     log = ServerLog(json=server.log_format == "json", verbose=config.verbose or config.verbosity > 0)
     keys, users, tls = read_keys(server), read_users(server.keys), tls_of(config)
-    listener = listen(server.host, server.port)
+    listener = listen(server.host, server.port, shared=server.reuse_port)
     try:
         with tempfile.TemporaryDirectory(prefix="ik-") as folder:
             manager = Manager(file, lambda entry, socket: _child(config, entry, socket), Path(folder), log)

@@ -118,6 +118,7 @@ class ConvertConfig:
     n_threads: str | None = opt(None, "-t --threads", "str", "threads; auto = physical cores", form="N", example="-t 8")
     json: bool = opt(False, "--json", "switch", "print files, types and sizes as JSON")
     verbose: bool = opt(False, "-v --verbose", "switch", "also print which rule decided, and which tensors were left out")
+    print_supported_models: bool = opt(False, "--print-supported-models", "switch", "list the classes of models that can be converted, with the architecture of their files, and stop")
     remote: bool = opt(False, "--remote", "switch", "not here: ik pull fetches a model first")
     no_lazy: bool = opt(False, "--no-lazy", "switch", "accepted; tensors are always read piece by piece")
     use_temp_file: bool = opt(False, "--use-temp-file", "switch", "accepted; memory is bounded anyway")

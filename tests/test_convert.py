@@ -347,6 +347,12 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
         SafetensorsSource(tmp_path)
 
 
+def test_supported_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ik("convert", "--print-supported-models") == 0
+    listed = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert listed["Qwen3MoeForCausalLM"] == "qwen3moe" and len(listed) > 100
+
+
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [

@@ -37,6 +37,8 @@ def run(config: ConvertConfig) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if config.remote:
         raise UsageError("--remote: ik convert reads directories; ik pull NAME fetches a model from the hub first")
+    if config.print_supported_models:
+        return _print_classes()
     if not config.args:
         raise UsageError(f"the directory is missing; usage: {usage('convert')}")
     directory = Path(config.args[0])
@@ -53,6 +55,14 @@ def run(config: ConvertConfig) -> int:
     )
     _report_checkpoint(config, found)
     return _vocabulary(config, found) if config.vocab_only else _model(config, found)
+
+
+def _print_classes() -> int:
+    from ikcli.convert.archs import by_class
+
+    for name, arch in sorted(by_class().items()):
+        print(f"{name:44} {arch.name}")
+    return 0
 
 
 def _keeps_mxfp4(config: ConvertConfig) -> bool:

@@ -19,6 +19,20 @@ from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.state import ServerState
 
 
+def _as_uvicorn(app: Any) -> Any:
+    """Names of headers are bytes only, as they leave a socket."""
+
+    async def wrapped(scope: Any, receive: Any, send: Any) -> None:
+        async def plain(message: Any) -> None:
+            if "headers" in message:
+                message = {**message, "headers": [(bytes(name), value) for name, value in message["headers"]]}
+            await send(message)
+
+        await app(scope, receive, plain)
+
+    return wrapped
+
+
 class Client:
     """Requests to an application; every call has an event loop of its own, as the state is made anew for it."""
 
@@ -34,7 +48,7 @@ class Client:
         return ServerState(self.config, self.engine, read_keys(self.config.server), log)
 
     def app(self) -> Any:
-        return build_app(self.state())
+        return _as_uvicorn(build_app(self.state()))
 
     def __call__(self, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
         import asyncio

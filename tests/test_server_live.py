@@ -95,6 +95,15 @@ def test_raw_request_and_stream(server: Server) -> None:
     connection.close()
 
 
+def test_names_of_headers_that_pages_look_for(server: Server) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT)
+    connection.request("OPTIONS", "/completion", headers={"Origin": "http://a.example"})
+    sent = dict(connection.getresponse().getheaders())
+    connection.close()
+    assert sent["Access-Control-Allow-Origin"] == "http://a.example"
+    assert sent["Access-Control-Allow-Methods"] == "GET, POST" and sent["Access-Control-Allow-Headers"] == "*"
+
+
 def test_greedy_answers_do_not_depend_on_company(server: Server) -> None:
     body = {"prompt": "The following", "n_predict": 24, "temperature": 0, "cache_prompt": False}
     alone = server.post("/completion", body).json()["content"]

@@ -31,6 +31,13 @@ _LOADING_PAGE = (
 )
 
 
+class _Cased(bytes):
+    """The name of a header that is sent as it is written, as some clients look for it; uvicorn lowers all names."""
+
+    def lower(self) -> bytes:
+        return self
+
+
 class Gateway:
     """Wraps the application; see the module."""
 
@@ -137,7 +144,7 @@ class Gateway:
     def _cors(self, origin: str) -> list[tuple[bytes, bytes]]:
         out = [(b"server", b"ik")]
         if origin and self._origin_allowed(origin):
-            out += [(b"Access-Control-Allow-Origin", origin.encode("latin-1", "ignore")), (b"vary", b"Origin")]
+            out += [(_Cased(b"Access-Control-Allow-Origin"), origin.encode("latin-1", "ignore")), (b"vary", b"Origin")]
         return out
 
     def _origin_allowed(self, origin: str) -> bool:
@@ -155,9 +162,9 @@ class Gateway:
         if allowed.strip() == "*":
             allowed = headers.get("access-control-request-headers", "*")
         exchange.headers += [
-            (b"Access-Control-Allow-Credentials", b"true" if server.cors_credentials else b"false"),
-            (b"Access-Control-Allow-Methods", _header(server.cors_methods) or self._methods),
-            (b"Access-Control-Allow-Headers", _header(allowed)),
+            (_Cased(b"Access-Control-Allow-Credentials"), b"true" if server.cors_credentials else b"false"),
+            (_Cased(b"Access-Control-Allow-Methods"), _header(server.cors_methods) or self._methods),
+            (_Cased(b"Access-Control-Allow-Headers"), _header(allowed)),
         ]
         await exchange.respond(200, b"text/html", b"")
 

@@ -10,7 +10,7 @@ from cuda_graphs import LIMITS, GraphRun
 from weight_bytes import fitting, stored
 
 from ikcli.backends.cuda import rules_matmul
-from ikcli.backends.cuda.lower import GpuLowering, all_rules
+from ikcli.backends.cuda.lower import DeviceLimits, GpuLowering, all_rules
 from ikcli.backends.cuda.upload import convert, device_bytes, is_float
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
@@ -30,11 +30,11 @@ def device_rows(data: Array, w: Weight) -> Array:
 class ProductRun(GraphRun):
     """A graph with weights of any type."""
 
-    def __init__(self, *, spare: int = 3, independent: bool = False) -> None:
+    def __init__(self, *, spare: int = 3, independent: bool = False, limits: DeviceLimits = LIMITS) -> None:
         super().__init__(all_rules(), spare=spare)
         self.tensors: dict[str, Weight] = {}
         self.bytes: dict[str, Array] = {}
-        self.independent = independent
+        self.independent, self.limits = independent, limits
 
     def tensor(self, name: str, type_: GGMLType, shape: tuple[int, ...], seed: int = 1) -> Weight:
         """A random weight of GGUF shape (ne0, ne1, ...)."""
@@ -49,7 +49,7 @@ class ProductRun(GraphRun):
 
     def lowering(self, n_tokens: int, n_outputs: int) -> GpuLowering:
         most = {Rows.TOKENS: n_tokens + self.spare, Rows.OUTPUTS: max(n_outputs, 1), Rows.KV: n_tokens + self.spare}
-        return GpuLowering(most, n_tokens + self.spare, LIMITS, independent=self.independent)
+        return GpuLowering(most, n_tokens + self.spare, self.limits, independent=self.independent)
 
 
 def rounded(x: Array) -> Array:
@@ -84,9 +84,11 @@ def activations(rows: int, cols: int, seed: int = 3) -> Array:
     return np.random.default_rng([seed, rows, cols]).standard_normal((rows, cols)).astype(np.float32)
 
 
-def product(type_: GGMLType, k: int, n_rows: int, n: int, seed: int = 1) -> tuple[Array, Array, Array]:
+def product(
+    type_: GGMLType, k: int, n_rows: int, n: int, seed: int = 1, limits: DeviceLimits = LIMITS
+) -> tuple[Array, Array, Array]:
     """(result, weights, activations) of a mul_mat of n rows."""
-    run = ProductRun()
+    run = ProductRun(limits=limits)
     w = run.tensor("w", type_, (k, fitting(type_, n_rows)))
     x = activations(n, k)
     node = run.graph.mul_mat(w, run.input("x", x), "y")

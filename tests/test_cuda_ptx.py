@@ -60,7 +60,8 @@ def test_kernels_fit_every_target(package: Package) -> None:
     wrong = []
     for kernel in package.kernels.values():
         assert set(kernel.registers) == set(tool.TARGETS)
-        wrong += [f"{kernel.name} spills {n} bytes on {target}" for target, n in kernel.spills.items()]
+        limit = tool.spill_limit(kernel.name)
+        wrong += [f"{kernel.name} spills {n} bytes on {target}" for target, n in kernel.spills.items() if n > limit]
         for target, registers in kernel.registers.items():
             if -(-registers // 8) * 8 * kernel.max_threads > 65536:
                 wrong.append(f"{kernel.name}: {registers} registers x {kernel.max_threads} threads on {target}")

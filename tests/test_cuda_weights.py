@@ -7,6 +7,7 @@ with float64 sums over decoded weights and quantized activations. Work memory st
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cuda_emulation import EmulatedDevice, emulation_only, needs_emulation, run_kernel
+from cuda_graphs import LIMITS
 from cuda_weights import ProductRun, activations, check, device_rows, product
 from weight_bytes import fitting, stored
 
 from ikcli.backends.cuda.device import Launch
 from ikcli.backends.cuda.lower import Counts
+from ikcli.backends.cuda.matmul_tiles import tiles_of
 from ikcli.backends.cuda.rules_matmul import MV_ROWS
 from ikcli.backends.cuda.upload import (
     device_bytes,
@@ -40,6 +43,8 @@ Array = npt.NDArray[Any]
 T = GGMLType
 WITH_KERNELS = [t.type for t in TYPES.values() if t.cuda]
 REGROUPED = [t.type for t in TYPES.values() if t.base is not None]
+TWO_SMS = replace(LIMITS, n_sm=2)
+SMALL_SHARED = replace(LIMITS, max_shared=101376, shared_per_sm=102400)
 # Compared with the matrix products of every arithmetic by default; `-m slow` adds all other types.
 _COMMON = {T.Q8_0, T.Q4_K, T.Q6_K, T.Q2_K, T.IQ4_XS, T.IQ3_S, T.F16, T.F32}
 
@@ -156,6 +161,30 @@ def test_mul_mat(type_: T, n: int) -> None:
         for n_rows in (1, 5, 67):
             found, w, x = product(type_, k, n_rows, n)
             check(found, w, x, type_)
+
+
+@pytest.mark.parametrize("type_", names([t for t in WITH_KERNELS if not is_float(t)], _COMMON))
+def test_mul_mat_of_wide_tiles(type_: T) -> None:
+    """More rows than a narrow tile has, on a device that wide tiles fill: whole tiles and parts of them."""
+    for k, n_rows, n in ((k_of(type_)[-1], 130, 200), (k_of(type_)[0], 67, 129)):
+        _, wide = tiles_of(TWO_SMS, device_format(device_type(type_)))
+        assert wide is not None and wide.count(n_rows, n) >= TWO_SMS.n_sm and n > wide.tokens
+        found, w, x = product(type_, k, n_rows, n, limits=TWO_SMS)
+        check(found, w, x, type_)
+
+
+def test_tiles_come_in_full_waves() -> None:
+    """Parts that leave no wave nearly empty, and none where a product fills the device often."""
+    narrow, wide = tiles_of(LIMITS, device_format(T.Q8_0))
+    assert wide is not None and (narrow.on_sm, wide.on_sm) == (2, 1)
+    assert tiles_of(SMALL_SHARED, device_format(T.Q2_K))[0].on_sm == 1
+    for n_rows, k, n in ((18432, 7168, 16), (1536, 7168, 512), (7168, 2048, 32)):
+        tiles = narrow.count(n_rows, n)
+        parts = narrow.parts(LIMITS.n_sm, k, tiles, 4 * n * n_rows)
+        waves = tiles * parts / (narrow.on_sm * LIMITS.n_sm)
+        assert parts > 1 and waves / math.ceil(waves) > 0.7
+    assert wide.parts(LIMITS.n_sm, 7168, wide.count(18432, 2048), 4 * 2048 * 18432) == 1
+    assert not narrow.divisible(LIMITS.n_sm, 7168, narrow.count(152064, 9))
 
 
 @pytest.mark.parametrize("n", range(1, 10))
@@ -294,13 +323,13 @@ def test_few_tiles_are_divided_by_columns(type_: T) -> None:
     w = run.tensor("w", T.Q8_0, (64, 64 * 20))
     run.run(run.graph.mul_mat(w, run.input("x", activations(10, 64)), "y"))
     launches = {r.kernel: r for r in run.program.launches(Counts(3000, 1, 3000))}
-    assert launches["mm_q8_0"].grid == (20, 47, 1) and "weights_add_parts" not in launches
+    assert launches["mm_q8_0_n128"].grid == (10, 24, 1) and "weights_add_parts" not in launches
 
 
 @emulation_only
 @pytest.mark.parametrize("grid", [(1, 1), (7, 1), (5, 16), (288, 32), (3, 37)])
 def test_tiles_of_products_are_visited_in_groups(grid: tuple[int, int], tmp_path: Path) -> None:
-    """Every tile once; blocks that run together (three on each of 132 SMs) share weight rows and activation rows."""
+    """Every tile once; blocks that run together (two on each of 132 SMs) share weight rows and activation rows."""
     source = tmp_path / "order.cu"
     source.write_text(
         '#include "weights_gemm.cuh"\nextern "C" __global__ void __launch_bounds__(32) order(int* out) {\n'
@@ -311,6 +340,6 @@ def test_tiles_of_products_are_visited_in_groups(grid: tuple[int, int], tmp_path
     run_kernel("order", grid, 32, order, source=source)
     assert len({tuple(x) for x in order.tolist()}) == len(order)
     assert (order >= 0).all() and (order < grid).all()
-    reads = sum(len(set(order[i : i + 396, 0].tolist())) for i in range(0, len(order), 396))
-    waves = math.ceil(len(order) / 396)
+    reads = sum(len(set(order[i : i + 264, 0].tolist())) for i in range(0, len(order), 264))
+    waves = math.ceil(len(order) / 264)
     assert reads <= grid[0] * math.ceil(grid[1] / 16) + 2 * waves

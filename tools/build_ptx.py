@@ -2,8 +2,8 @@
 
 NVRTC turns every file into PTX for compute capability 8.0; its `.version` line is lowered so that older drivers take
 it. ptxas then assembles exactly that text for every GPU generation, as a driver would, and the build fails on spilled
-registers, on more registers than a block can have, or on a kernel without __launch_bounds__. Files whose sources did
-not change are kept.
+registers (but see `spill_limit`), on more registers than a block can have, or on a kernel without __launch_bounds__.
+Files whose sources did not change are kept.
 
     python tools/build_ptx.py              write what changed
     python tools/build_ptx.py --check F..  compile and assemble only, print registers by target (all files if none)
@@ -200,12 +200,21 @@ def assemble(ptx: str, target: str) -> dict[str, Usage]:
     return usage
 
 
+def spill_limit(kernel: str) -> int:
+    """Bytes of registers that a kernel may store and load again.
+
+    What an `mm_*` keeps in registers is a balance: a few bytes per step of a tile cost less than fewer blocks on an SM
+    or codes that are read late (both were tried on a GPU).
+    """
+    return 256 if kernel.startswith("mm_") else 0
+
+
 def faults(bounds: dict[str, tuple[str, int]], usage: dict[str, Usage], target: str) -> list[str]:
     """What keeps kernels from being shipped."""
     found = []
     for name, used in usage.items():
         threads = bounds[name][1]
-        if used.spills:
+        if used.spills > spill_limit(name):
             found.append(f"{name} spills {used.spills} bytes of registers on {target} ({used.registers} registers)")
         if -(-used.registers // 8) * 8 * threads > 65536:
             found.append(f"{name} needs {used.registers} registers x {threads} threads on {target}")

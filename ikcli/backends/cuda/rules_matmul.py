@@ -1,10 +1,10 @@
 """Lowering rules of matrix products and embeddings; kernels in `kernels/weights_*.cu`.
 
 Two kernels per weight type: `mv_*` reads a matrix once for up to 8 activation rows, with results that do not depend on
-how many there are; `mm_*` works on tiles of 64 by 64. Both take one matrix, one per head, or (with the tiles of a
-`moe_sort` plan) one per expert; activation rows of experts are found through the plan, not gathered. Which one runs is
-decided per bucket. Quantized types take activations of int8 per 32 values, float types float32 as they are: all their
-products are `exact`.
+how many there are; `mm_*` works on tiles (`matmul_tiles.py`). Both take one matrix, one per head, or (with the tiles of
+a `moe_sort` plan) one per expert; activation rows of experts are found through the plan, not gathered. Which one runs
+is decided per bucket. Quantized types take activations of int8 per 32 values, float types float32 as they are: all
+their products are `exact`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from ikcli.backends.cuda.activations import activations, format_args
 from ikcli.backends.cuda.layouts import max_tiles
 from ikcli.backends.cuda.lower import RULES, Arg, Counts, GpuLowering, Ref
+from ikcli.backends.cuda.matmul_tiles import PART_BYTES, PART_COLUMNS, Tile, tiles_of
 from ikcli.backends.cuda.rules_layers import glu_args, plan_layout, zero_dropped
 from ikcli.backends.cuda.upload import DeviceRowFormat, device_format, is_float, table_bytes, table_name
 from ikcli.errors import UnsupportedError
@@ -24,14 +25,10 @@ from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.ops_experts import MoeUpGate, MulMatId, sort_of
 from ikcli.graph.ops_rows import Embed, EmbedTypes, MulMat, MulMatHeads
 
-MV_THREADS = MM_THREADS = EMBED_THREADS = 128  # weights_matvec.cuh, weights_gemm.cuh
-MV_ROWS, MM_TILE = 8, 64
-MM_CODES = 4 * MM_TILE * 144  # bytes of two stages of both tiles of codes
-MM_FLOAT = 4 * 4 * MM_TILE * 36  # weights_float.cu
+MV_THREADS = EMBED_THREADS = 128  # weights_matvec.cuh
+MV_ROWS = 8
 FEW_PER_EXPERT = 4  # rows per expert up to which `mv_*` reads fewer bytes per result than `mm_*` needs time
 WARPS_PER_SM = 16  # that should have work in a product of one row
-BLOCKS_PER_SM = 3  # of `mm_*` fit on an SM
-PART_COLUMNS, PART_BYTES = 256, 4 << 20  # fewest columns of a part of `mm_*`, most memory for the sums of parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +69,6 @@ class Matrices:
 def matrices(w: Weight, count: int) -> Matrices:
     """UnsupportedError for types without kernels."""
     return Matrices(w, device_format(w.type, w.name), count)
-
-
-def shared_bytes(fmt: DeviceRowFormat) -> int:
-    """Dynamic shared memory of `mm_*`."""
-    if fmt.columns == 1:
-        return MM_FLOAT
-    halves, minima = fmt.tile.endswith("16"), fmt.tile.startswith("m")
-    kinds = (2 if halves else 1) * (2 if minima else 1)
-    return MM_CODES + 2 * 4 * 4 * MM_TILE * (kinds + 1 + minima)
 
 
 def table(low: GpuLowering, w: Weight) -> Arg:
@@ -137,27 +125,35 @@ def _dense(low: GpuLowering, node: Node, w: Weight, x: HeadSlice, heads: int) ->
 
 def _tiles(low: GpuLowering, node: Node, m: Matrices, args: tuple[Arg, ...]) -> None:
     """`mm_*` of all rows, and the sum of parts where the tiles alone would not fill the device."""
-    rows, row_tiles = node.rows, -(-m.w.ne1 // MM_TILE)
-    most, per_row = BLOCKS_PER_SM * low.device.n_sm, 4 * node.cols
+    rows, n_sm, k, per_row = node.rows, low.device.n_sm, m.w.ne0, 4 * node.cols
+    narrow, wide = tiles_of(low.device, m.fmt)
+
+    def tile(c: Counts) -> Tile:
+        n = c.rows(rows)
+        fills = wide is not None and n > wide.tokens and wide.count(m.w.ne1, n) * m.count >= n_sm
+        return wide if wide is not None and fills else narrow
 
     def parts(c: Counts) -> int:
-        n = max(c.rows(rows), 1)
-        tiles, fitting = row_tiles * -(-n // MM_TILE) * m.count, PART_BYTES // (n * per_row)
-        return max(1, min(m.w.ne0 // PART_COLUMNS, most // tiles, fitting))
+        t, n = tile(c), max(c.rows(rows), 1)
+        return t.parts(n_sm, k, t.count(m.w.ne1, n) * m.count, n * per_row) if can_divide else 1
 
-    def divided(c: Counts) -> bool:
-        return not Few(rows)(c) and parts(c) > 1
-
-    can_divide = 2 * row_tiles * m.count <= most and m.w.ne0 >= 2 * PART_COLUMNS
-    n_bytes = min(PART_BYTES, m.w.ne0 // PART_COLUMNS * low.rows(rows) * per_row)
+    can_divide = narrow.divisible(n_sm, k, narrow.count(m.w.ne1, 1) * m.count)
+    n_bytes = min(PART_BYTES, k // PART_COLUMNS * low.rows(rows) * per_row)
     sums: Arg = low.buffer(n_bytes) if can_divide else 0
-    low.emit(f"mm_{m.fmt.name}", lambda c: (row_tiles, -(-c.rows(rows) // MM_TILE), m.count * parts(c)), MM_THREADS,
-             shared_bytes(m.fmt), low.state, *low.row_args(rows), *m.args(low), *args, lambda c: np.int32(parts(c)),
-             sums, lambda c: c.rows(rows) * node.cols, when=_not(Few(rows)))  # fmt: skip
+
+    def emit(t: Tile) -> None:
+        low.emit(t.kernel, lambda c: (-(-m.w.ne1 // t.rows), -(-c.rows(rows) // t.tokens), m.count * parts(c)),
+                 t.threads, t.shared, low.state, *low.row_args(rows), *m.args(low), *args, lambda c: np.int32(parts(c)),
+                 sums, lambda c: c.rows(rows) * node.cols,
+                 when=lambda c: not Few(rows)(c) and tile(c) is t)  # fmt: skip
+
+    emit(narrow)
+    if wide is not None and low.rows(rows) > wide.tokens:
+        emit(wide)
     if can_divide:
         low.emit("weights_add_parts", lambda c: (c.rows(rows), -(-node.cols // 256), 1), 256, 0, low.state,
                  *low.row_args(rows), sums, lambda c: np.int32(parts(c)), lambda c: c.rows(rows) * node.cols,
-                 low.out(node), np.int32(node.cols), when=divided)  # fmt: skip
+                 low.out(node), np.int32(node.cols), when=lambda c: not Few(rows)(c) and parts(c) > 1)  # fmt: skip
 
 
 def pairs_of(n_rows: int) -> int:
@@ -270,9 +266,10 @@ class ByExpert:
     def gemm(self, w: Weight, a: Input, out: Ref) -> None:
         """`mm_*`: w . a for many rows."""
         low, m, rows = self.low, matrices(w, 1), self.plan.rows
+        tile, _ = tiles_of(low.device, m.fmt)
         if self.has_many:
-            low.emit(f"mm_{m.fmt.name}", lambda c: (-(-w.ne1 // MM_TILE), max_tiles(c.rows(rows), self.n_expert, 1), 1),
-                     MM_THREADS, shared_bytes(m.fmt), low.state, *low.row_args(rows), *m.args(low),
+            low.emit(tile.kernel, lambda c: (-(-w.ne1 // tile.rows), max_tiles(c.rows(rows), self.n_expert, 1), 1),
+                     tile.threads, tile.shared, low.state, *low.row_args(rows), *m.args(low),
                      *self._tail(a, w, out, 1), np.int32(1), 0, 0, when=_not(self.few))  # fmt: skip
 
 

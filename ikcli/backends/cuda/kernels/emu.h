@@ -594,13 +594,17 @@ DI void mma16832(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   emu::warp_op(130, emu_mma16832);
   memcpy(c, mine.out, 16);
 }
-DI void mma16816i(int (&c)[4], u32 a0, u32 a1, u32 b) {
+DI void mma16832(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, const int4& zero) {
+  memcpy(c, &zero, 16);
+  mma16832(c, a, b0, b1);
+}
+DI void mma16816i(int (&c)[4], u32 a0, u32 a1, u32 b, const int4& zero) {
   auto& mine = emu::slots[emu::warp()][emu::lane()];
   mine.in[0] = a0;
   mine.in[1] = a1;
   mine.in[2] = mine.in[3] = mine.in[5] = 0;
   mine.in[4] = b;
-  memcpy(&mine.in[6], c, 16);
+  memcpy(&mine.in[6], &zero, 16);
   emu::warp_op(131, emu_mma16832);
   memcpy(c, mine.out, 16);
 }
@@ -734,6 +738,7 @@ DI u32 vsub4(u32 a, u32 b) {
   return r;
 }
 DI void pin(u32&) {}
+DI void pin(int4&) {}
 DI void pin(float&) {}
 DI uint4 ldg16(const void* p) {
   emu::check_global(p, 16);

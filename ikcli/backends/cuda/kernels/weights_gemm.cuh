@@ -1,13 +1,19 @@
-// Many activation rows times a matrix: tiles of 64 weight rows by 64 activation rows, 128 columns per step.
-// Weights are decoded once per tile into int8 in shared memory (two stages: the raw bytes of the next step are on the way
-// while tensor cores work), activations come by cp.async. Integer products of 32 (or 16) columns are exact and scaled in
-// f32, the arithmetic of the matrix-vector kernels. Warps: 2 x 2, each 32 weight rows by 32 activation rows. Parts of 16
-// activation rows that a tile does not have are skipped. 36.9 KB of codes, 4..12 KB of scales.
+// Many activation rows times a matrix: tiles of 128 weight rows by 128 or 64 activation rows, 128 columns per step.
+// Weights are decoded once per tile into int8 in shared memory, half of a tile while tensor cores work on the first two
+// blocks of 32 columns of the step before, the other half on the last two; activations come by cp.async. Integer products of
+// 32 (or 16) columns are exact and scaled in f32, the arithmetic of the matrix-vector kernels: 12 to 34 f32 operations per
+// lane for a tensor core product of 16 x 8 x 32, which is what binds. Warps: 4 x 2, each 32 weight rows by every other group
+// of 16 activation rows. Nothing in the loop branches: what lies outside of the matrix is read from its last row or block, and
+// has scales of 0 where it would be added.
 #pragma once
 #include "weights_matvec.cuh"
 
-constexpr int MM_THREADS = 128, MM_M = 64, MM_N = 64, MM_KB = 4, MM_STRIDE = 32 * MM_KB + 16;
-constexpr int MM_CODES = MM_M * MM_STRIDE, MM_SCALES = MM_KB * MM_M;  // bytes, floats
+constexpr int MM_THREADS = 256, MM_M = 128, MM_KB = 4, MM_ROW = 32 * MM_KB;  // bytes of a row of codes
+constexpr int MM_CODES = MM_M * MM_ROW, MM_STRIDE = MM_M + 8, MM_SCALES = MM_KB * MM_STRIDE;  // bytes; floats
+static_assert(MM_KB == 4 && MM_THREADS == 2 * MM_M, "a thread fetches two blocks of 32 weights per step");
+
+// Chunk of 16 bytes of a row of codes: neighbouring rows differ in banks, so that reading matrices needs no padding.
+DI int mm_chunk(int row, int chunk) { return row * MM_ROW + ((chunk ^ (row & 7)) << 4); }
 
 // Sums that start here are floats in disguise: an addition converts them, which is faster than a conversion. |sum| < 2^22.
 constexpr int MM_ZERO = 0x4b400000;
@@ -37,182 +43,226 @@ DI Place place_of() {
   return {(int)(in / n), (int)(first + in % n)};
 }
 
-template <class W> struct GemmShared {
+// Shared memory of a tile of 32 * NG activation rows: two stages of each of
+//   codes of weights [MM_M][MM_ROW], of activations [N][MM_ROW]; f32 scales of weights [KINDS][MM_KB][MM_STRIDE], of
+//   activations [1 + MORE][MM_KB][N]
+template <class W, int NG> struct GemmTile {
+  static constexpr int N = 32 * NG, X_CODES = N * MM_ROW, X_SCALES = MM_KB * N;
   static constexpr int KINDS = (W::HALVES ? 2 : 1) * (W::MINIMA ? 2 : 1);  // s0 [s1] [m0 [m1]] of a weight row
   static constexpr int MORE = W::MINIMA ? 1 : 0;                            // beside d: s, or sums of halves
-  static constexpr int BYTES = 4 * MM_CODES + 2 * 4 * MM_SCALES * (KINDS + 1 + MORE);
 };
 
-template <class W>
+// acc += 32 weight rows times 16 activation rows, 32 columns: codes a and b, scales of weights and of activations.
+template <class W, int NG>
+DI void gemm_multiply(float (&acc)[2][2 * NG][4], int np, const u32 (&a)[2][4], const u32 (&b)[4],
+                      const float (&ws)[GemmTile<W, NG>::KINDS][2][2], const float2 (&xs)[1 + GemmTile<W, NG>::MORE][2],
+                      const int4& zero) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float2 d = xs[0][h];
+    float2 s0 = make_float2(0.f, 0.f), s1 = s0;
+    if constexpr (W::MINIMA) {
+      s0 = xs[1][h];
+      if constexpr (W::HALVES) {
+        const u32 lo = __float_as_uint(s0.x), hi = __float_as_uint(s0.y);  // two sums of 16 columns each
+        s0 = make_float2(d.x * (float)(short)(lo & 0xffffu), d.y * (float)(short)(hi & 0xffffu));
+        s1 = make_float2(d.x * (float)((int)lo >> 16), d.y * (float)((int)hi >> 16));
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      float(&c)[4] = acc[m][2 * np + h];
+      int first[4];
+      if constexpr (W::HALVES) {
+        int last[4];
+        mma16816i(first, a[m][0], a[m][1], b[2 * h], zero);
+        mma16816i(last, a[m][2], a[m][3], b[2 * h + 1], zero);
+#pragma unroll
+        for (int e = 0; e < 4; e++) c[e] = fmaf(ws[1][m][e >> 1] * (e & 1 ? d.y : d.x), sum_of(last[e]), c[e]);
+      } else {
+        mma16832(first, a[m], b[2 * h], b[2 * h + 1], zero);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        c[e] = fmaf(ws[0][m][e >> 1] * (e & 1 ? d.y : d.x), sum_of(first[e]), c[e]);
+        if constexpr (W::MINIMA) c[e] = fmaf(ws[W::HALVES ? 2 : 1][m][e >> 1], e & 1 ? s0.y : s0.x, c[e]);
+        if constexpr (W::HALVES && W::MINIMA) c[e] = fmaf(ws[3][m][e >> 1], e & 1 ? s1.y : s1.x, c[e]);
+      }
+    }
+  }
+}
+
+// NG: groups of 32 activation rows in a tile. AHEAD: a warp reads its next 32 columns while it multiplies, which takes more
+// registers than half an SM has.
+template <class W, int NG, bool AHEAD>
 DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, i64 matrix_bytes, int n_rows, int nb,
              const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles, const int* n_tiles,
              const int* order, int divisor, const u8* table, const Parts& parts) {
   SMEM_DECL
-  using S = GemmShared<W>;
+  using T = GemmTile<W, NG>;
   const Share share = share_of(parts, (nb + MM_KB - 1) / MM_KB);
   const Place place = place_of();
-  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MM_N, place.tokens, share.head);
+  const Span span = span_of(st, symbol, factor, tiles, n_tiles, T::N, place.tokens, share.head);
   if (!span.rows) return;
-  u8* const w_codes = smem_raw;                                     // [2][MM_M][MM_STRIDE]
-  u8* const x_codes = smem_raw + 2 * MM_CODES;                      // [2][MM_N][MM_STRIDE]
-  float* const w_scales = (float*)(smem_raw + 4 * MM_CODES);        // [2][KINDS][MM_KB][MM_M]
-  float* const x_scales = w_scales + 2 * S::KINDS * MM_SCALES;      // [2][1 + MORE][MM_KB][MM_N]
+  u8* const w_codes = smem_raw;
+  u8* const x_codes = w_codes + 2 * MM_CODES;
+  float* const w_scales = (float*)(x_codes + 2 * T::X_CODES);
+  float* const x_scales = w_scales + 2 * T::KINDS * MM_SCALES;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   x += share.head * x_head;
 
-  // What this thread fetches: weight blocks 2 * (tid & 1) + {0, 1} of row tid / 2; 16 bytes of four activation rows; scales.
-  const int my_row = place.weights * MM_M + (tid >> 1), my_block = 2 * (tid & 1);
-  const u8* const w_row = w + span.matrix * matrix_bytes + min(my_row, n_rows - 1) * row_bytes;
-  const u8* x_at[4];
+  // What this thread fetches: weight block tid & 3 of rows tid / 4 and 64 more.
+  const int block = tid & 3, w_row = tid >> 2, row0 = place.weights * MM_M + w_row;
+  const u8* const w_at = w + span.matrix * matrix_bytes + min(row0, n_rows - 1) * row_bytes;
+  const u32 half_bytes = max(0, min(MM_M / 2, n_rows - 1 - row0)) * (u32)row_bytes;
+  const u32 w_to = mm_chunk(w_row, 2 * block), ws_to = block * MM_STRIDE + w_row;
+  // 16 bytes of activation rows tid / 8 and every 32 more.
+  u32 x_at[NG];  // in units of 16 bytes
+  const u32 x_to = mm_chunk(tid >> 3, tid & 7);
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int t = (tid >> 3) + 16 * i;
-    x_at[i] = t < span.rows ? x + source_row(order, divisor, span.first + t) * x_row : nullptr;
+  for (int i = 0; i < NG; i++) {
+    const int t = (tid >> 3) + 32 * i;
+    x_at[i] = t < span.rows ? (u32)(source_row(order, divisor, span.first + t) * (x_row >> 4)) : 0;
   }
-  const int scale_token = tid & 63;
-  const u8* const d_at =
-      scale_token < span.rows ? x + source_row(order, divisor, span.first + scale_token) * x_row + 32 * nb : nullptr;
-  u32 raw[2][W::N];
+  // Four scales, or what goes with them, of one activation row.
+  const int kind = tid / T::N, scale_row = tid & (T::N - 1);
+  const bool scaling = kind <= T::MORE && scale_row < span.rows;
+  const u32 scales_at =  // in floats
+      (u32)((scaling ? source_row(order, divisor, span.first + scale_row) : 0) * (x_row >> 2)) + (kind ? W::HALVES ? 10 : 9 : 8) * nb;
+  u32 raw[W::N];
+  uint4 scales;
 
   auto fetch_activations = [&](int step, int stage) {
-    u8* const codes = x_codes + stage * MM_CODES;
+    const u8* const from = x + 32 * min(MM_KB * step + (tid >> 1 & 3), nb - 1) + 16 * (tid & 1);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int chunk = tid & 7;
-      const bool there = x_at[i] && MM_KB * step + (chunk >> 1) < nb;
-      cp16(codes + ((tid >> 3) + 16 * i) * MM_STRIDE + 16 * chunk, there ? x_at[i] + 128 * step + 16 * chunk : x, there);
-    }
-    float* const scales = x_scales + stage * (1 + S::MORE) * MM_SCALES;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int kb = (tid >> 6) + 2 * i, b = MM_KB * step + kb;
-      const bool there = d_at && b < nb;
-      cp4(scales + kb * MM_N + scale_token, there ? d_at + 4 * b : x, there);
-      if constexpr (W::MINIMA)
-        cp4(scales + MM_SCALES + kb * MM_N + scale_token, there ? d_at + (W::HALVES ? 8 : 4) * nb + 4 * b : x, there);
-    }
+    for (int i = 0; i < NG; i++)
+      if ((tid >> 3) + 32 * i < span.rows)
+        cp16(x_codes + stage * T::X_CODES + x_to + 32 * i * MM_ROW, from + 16 * (i64)x_at[i], true);
     cp_commit();
-  };
-  auto fetch_weights = [&](int step) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int b = MM_KB * step + my_block + i;
-      if (my_row < n_rows && b < nb) W::load(raw[i], w_row, nb, b, table);
+    if (!scaling) return;
+    const u32* const at = (const u32*)x + scales_at + MM_KB * step;
+    if (nb & 3) {
+      const int left = nb - MM_KB * step;
+      scales = make_uint4(at[0], left > 1 ? at[1] : 0, left > 2 ? at[2] : 0, left > 3 ? at[3] : 0);
+    } else {
+      scales = *(const uint4*)at;
     }
   };
-  auto store_weights = [&](int step, int stage) {
-    float* const scales = w_scales + stage * S::KINDS * MM_SCALES;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int b = MM_KB * step + my_block + i;
-      Block o;
-      if (my_row < n_rows && b < nb) {
-        W::decode(o, raw[i], b, table);
-      } else {
-#pragma unroll
-        for (int j = 0; j < 8; j++) o.q[j] = 0;
-        o.s0 = o.s1 = o.m0 = o.m1 = 0.f;
-      }
-      uint4* const to = (uint4*)(w_codes + stage * MM_CODES + (tid >> 1) * MM_STRIDE + 32 * (my_block + i));
-      to[0] = make_uint4(o.q[0], o.q[1], o.q[2], o.q[3]);
-      to[1] = make_uint4(o.q[4], o.q[5], o.q[6], o.q[7]);
-      float* const at = scales + (my_block + i) * MM_M + (tid >> 1);
-      at[0] = o.s0;
-      if constexpr (W::HALVES) at[MM_SCALES] = o.s1;
-      if constexpr (W::MINIMA) at[(W::HALVES ? 2 : 1) * MM_SCALES] = o.m0;
-      if constexpr (W::HALVES && W::MINIMA) at[3 * MM_SCALES] = o.m1;
-    }
+  auto store_scales = [&](int stage) {
+    if (!scaling) return;
+    u32* const to = (u32*)x_scales + (stage * (1 + T::MORE) + kind) * T::X_SCALES + scale_row;
+    to[0] = scales.x, to[T::N] = scales.y, to[2 * T::N] = scales.z, to[3 * T::N] = scales.w;
+  };
+  auto fetch_weights = [&](int half, int step) {
+    W::load(raw, w_at + (half ? half_bytes : 0), nb, min(MM_KB * step + block, nb - 1), table);
+  };
+  auto store_weights = [&](int half, int step, int stage) {
+    Block o;
+    W::decode(o, raw, min(MM_KB * step + block, nb - 1), table);
+    u8* const codes = w_codes + stage * MM_CODES + half * (MM_CODES / 2);
+    *(uint4*)(codes + w_to) = make_uint4(o.q[0], o.q[1], o.q[2], o.q[3]);
+    *(uint4*)(codes + (w_to ^ 16)) = make_uint4(o.q[4], o.q[5], o.q[6], o.q[7]);
+    float* const to = w_scales + stage * T::KINDS * MM_SCALES + half * (MM_M / 2) + ws_to;
+    to[0] = o.s0;
+    if constexpr (W::HALVES) to[MM_SCALES] = o.s1;
+    if constexpr (W::MINIMA) to[(W::HALVES ? 2 : 1) * MM_SCALES] = o.m0;
+    if constexpr (W::HALVES && W::MINIMA) to[3 * MM_SCALES] = o.m1;
   };
 
-  float acc[2][4][4];
+  // What this warp multiplies: weight rows m0 .. m0 + 31 by groups n0, n0 + 32, ... of 16 activation rows.
+  const int m0 = 32 * (warp & 3), n0 = 16 * (warp >> 2), g = lane >> 2, pair = 2 * (lane & 3);
+  const u32 a_at = mm_chunk(m0 + (lane & 15), lane >> 4), b_at = mm_chunk(n0 + (lane & 7) + 8 * (lane >> 4), lane >> 3 & 1);
+  const u32 ws_at = m0 + g, xs_at = n0 + pair;
+  int4 zero = make_int4(MM_ZERO, MM_ZERO, MM_ZERO, MM_ZERO);
+  pin(zero);
+  auto read_weights = [&](u32 (&a)[2][4], int stage, int kb) {
+#pragma unroll
+    for (int m = 0; m < 2; m++) ldsm4(a[m], w_codes + stage * MM_CODES + (a_at ^ 32 * kb) + 16 * m * MM_ROW);
+  };
+  auto read_activations = [&](u32 (&b)[4], int stage, int kb, int np) {
+    ldsm4(b, x_codes + stage * T::X_CODES + (b_at ^ 32 * kb) + 32 * np * MM_ROW);
+  };
+
+  float acc[2][2 * NG][4];
 #pragma unroll
   for (int m = 0; m < 2; m++)
 #pragma unroll
-    for (int n = 0; n < 4; n++)
+    for (int n = 0; n < 2 * NG; n++)
 #pragma unroll
       for (int e = 0; e < 4; e++) acc[m][n][e] = 0.f;
-  const int m0 = 32 * (warp & 1), n0 = 32 * (warp >> 1), g = lane >> 2, pair = 2 * (lane & 3);
-
-  auto multiply = [&](int stage) {
-    const u8* const a_at = w_codes + stage * MM_CODES + (m0 + (lane & 15)) * MM_STRIDE + 16 * (lane >> 4);
-    const u8* const b_at = x_codes + stage * MM_CODES + (n0 + (lane & 7) + 8 * (lane >> 4)) * MM_STRIDE + 16 * (lane >> 3 & 1);
-    const float* const ws = w_scales + stage * S::KINDS * MM_SCALES + m0 + g;
-    const float* const xs = x_scales + stage * (1 + S::MORE) * MM_SCALES + n0 + pair;
-#pragma unroll
-    for (int kb = 0; kb < MM_KB; kb++) {
-      u32 a[2][4];
-#pragma unroll
-      for (int m = 0; m < 2; m++) ldsm4(a[m], a_at + 16 * m * MM_STRIDE + 32 * kb);
-#pragma unroll
-      for (int np = 0; np < 2; np++) {
-        if (n0 + 16 * np >= span.rows) continue;  // the same for all lanes
-        u32 b[4];
-        ldsm4(b, b_at + 16 * np * MM_STRIDE + 32 * kb);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const int n = 2 * np + h;
-          const float2 d = *(const float2*)(xs + kb * MM_N + 8 * n);
-          float2 s = make_float2(0.f, 0.f), s1 = s;
-          if constexpr (W::MINIMA) {
-            const float* const more = xs + MM_SCALES + kb * MM_N + 8 * n;
-            if constexpr (W::HALVES) {
-              const uint2 sums = *(const uint2*)more;
-              s = make_float2(d.x * (float)(short)(sums.x & 0xffffu), d.y * (float)(short)(sums.y & 0xffffu));
-              s1 = make_float2(d.x * (float)((int)sums.x >> 16), d.y * (float)((int)sums.y >> 16));
-            } else {
-              s = *(const float2*)more;
-            }
-          }
-#pragma unroll
-          for (int m = 0; m < 2; m++) {
-            const float* const row = ws + kb * MM_M + 16 * m;
-            float(&c)[4] = acc[m][n];
-            int first[4] = {MM_ZERO, MM_ZERO, MM_ZERO, MM_ZERO};
-            if constexpr (W::HALVES) {
-              int last[4] = {MM_ZERO, MM_ZERO, MM_ZERO, MM_ZERO};
-              mma16816i(first, a[m][0], a[m][1], b[2 * h]);
-              mma16816i(last, a[m][2], a[m][3], b[2 * h + 1]);
-#pragma unroll
-              for (int e = 0; e < 4; e++)
-                c[e] = fmaf(row[MM_SCALES + 8 * (e >> 1)] * (e & 1 ? d.y : d.x), sum_of(last[e]), c[e]);
-            } else {
-              mma16832(first, a[m], b[2 * h], b[2 * h + 1]);
-            }
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-              c[e] = fmaf(row[8 * (e >> 1)] * (e & 1 ? d.y : d.x), sum_of(first[e]), c[e]);
-              if constexpr (W::MINIMA) c[e] = fmaf(row[(W::HALVES ? 2 : 1) * MM_SCALES + 8 * (e >> 1)], e & 1 ? s.y : s.x, c[e]);
-              if constexpr (W::HALVES && W::MINIMA) c[e] = fmaf(row[3 * MM_SCALES + 8 * (e >> 1)], e & 1 ? s1.y : s1.x, c[e]);
-            }
-          }
-        }
-      }
-    }
-  };
 
   fetch_activations(share.from, 0);
-  fetch_weights(share.from);
-  store_weights(share.from, 0);
+  fetch_weights(0, share.from);
+  store_scales(0);
+  store_weights(0, share.from, 0);
+  fetch_weights(1, share.from);
+  store_weights(1, share.from, 0);
+  fetch_weights(0, min(share.from + 1, share.to - 1));
+  cp_wait<0>();
+  __syncthreads();
+  u32 a[2][2][4], b[2][4];
+  if (AHEAD) read_weights(a[0], 0, 0), read_activations(b[0], 0, 0, 0);
+  int stage = 0;
   for (int step = share.from; step < share.to; step++) {
-    const int stage = step - share.from & 1;
-    cp_wait<0>();
-    __syncthreads();  // this stage is there; nobody reads the other one any more
-    if (step + 1 < share.to) {
-      fetch_activations(step + 1, stage ^ 1);
-      fetch_weights(step + 1);
+    const int next = min(step + 1, share.to - 1), after = min(step + 2, share.to - 1);  // the last step is fetched again
+#pragma unroll
+    for (int kb = 0; kb < MM_KB; kb++) {
+      float ws[T::KINDS][2][2];
+#pragma unroll
+      for (int i = 0; i < T::KINDS; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          ws[i][j >> 1][j & 1] = w_scales[(stage * T::KINDS + i) * MM_SCALES + kb * MM_STRIDE + ws_at + 8 * j];
+      if (!AHEAD) read_weights(a[kb & 1], stage, kb), read_activations(b[kb * NG & 1], stage, kb, 0);
+      if (kb == 0) fetch_activations(next, stage ^ 1);
+#pragma unroll
+      for (int np = 0; np < NG; np++) {
+        const int at = kb * NG + np & 1;
+        if (!AHEAD && n0 + 32 * np >= span.rows) break;
+        float2 xs[1 + T::MORE][2];
+#pragma unroll
+        for (int i = 0; i <= T::MORE; i++)
+#pragma unroll
+          for (int h = 0; h < 2; h++)
+            xs[i][h] = *(const float2*)(x_scales + (stage * (1 + T::MORE) + i) * T::X_SCALES + kb * T::N + xs_at + 32 * np + 8 * h);
+        if (np < NG - 1) {
+          read_activations(b[at ^ 1], stage, kb, np + 1);
+        } else if (AHEAD) {
+          if (kb == MM_KB - 1) {  // the next stage is there; nobody reads this one any more
+            cp_wait<0>();
+            __syncthreads();
+          }
+          read_weights(a[kb + 1 & 1], kb == MM_KB - 1 ? stage ^ 1 : stage, (kb + 1) % MM_KB);
+          read_activations(b[at ^ 1], kb == MM_KB - 1 ? stage ^ 1 : stage, (kb + 1) % MM_KB, 0);
+        }
+        gemm_multiply<W, NG>(acc, np, a[kb & 1], b[at], ws, xs, zero);
+      }
+      if (kb == 0) {
+        store_weights(0, next, stage ^ 1);
+        fetch_weights(1, next);
+      } else if (kb == 1) {
+        store_scales(stage ^ 1);
+      } else if (kb == 2) {
+        store_weights(1, next, stage ^ 1);
+        fetch_weights(0, after);
+      }
     }
-    multiply(stage);
-    if (step + 1 < share.to) store_weights(step + 1, stage ^ 1);
+    if (!AHEAD) {
+      cp_wait<0>();
+      __syncthreads();
+    }
+    stage ^= 1;
   }
 
   float* const out = share.out(parts, y) + (i64)span.first * y_row + share.head * y_head;
 #pragma unroll
   for (int m = 0; m < 2; m++)
 #pragma unroll
-    for (int n = 0; n < 4; n++)
+    for (int n = 0; n < 2 * NG; n++)
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        const int row = place.weights * MM_M + m0 + 16 * m + g + 8 * (e >> 1), t = n0 + 8 * n + pair + (e & 1);
+        const int row = place.weights * MM_M + m0 + 16 * m + g + 8 * (e >> 1);
+        const int t = n0 + 32 * (n >> 1) + 8 * (n & 1) + pair + (e & 1);
         if (row < n_rows && t < span.rows) out[t * y_row + row] = acc[m][n][e];
       }
 }
@@ -230,13 +280,20 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
 #define IK_EMBED_PARAMETERS const i64 *st, const u8 *w, i64 row_bytes, int nb, float *y, const u8 *table
 #define IK_KERNEL(BLOCKS) extern "C" __global__ void __launch_bounds__(128, BLOCKS)  // blocks per SM: limits registers
 
+
+#define IK_MM_KERNEL(BLOCKS) extern "C" __global__ void __launch_bounds__(MM_THREADS, BLOCKS)
+
 #define IK_WEIGHT_KERNELS(NAME, FORMAT)                                                                                       \
   IK_KERNEL(FORMAT::N > 12 ? 3 : 4) mv_##NAME(IK_MV_PARAMETERS) {                                                             \
     matvec<FORMAT>(st, symbol, factor, w, gate, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head,      \
                    tiles, n_tiles, order, divisor, table, split, {w1, n_rows1, y1, y1_row}, {w2, n_rows2, y2, y2_row});       \
   }                                                                                                                           \
-  IK_KERNEL(3) mm_##NAME(IK_MM_PARAMETERS) {                                                                                  \
-    gemm<FORMAT>(st, symbol, factor, w, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head, tiles,       \
-                 n_tiles, order, divisor, table, {n_parts, parts, part_stride});                                              \
+  IK_MM_KERNEL(2) mm_##NAME(IK_MM_PARAMETERS) {                                                                               \
+    gemm<FORMAT, 2, false>(st, symbol, factor, w, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head,    \
+                           tiles, n_tiles, order, divisor, table, {n_parts, parts, part_stride});                             \
+  }                                                                                                                           \
+  IK_MM_KERNEL(1) mm_##NAME##_n128(IK_MM_PARAMETERS) {                                                                        \
+    gemm<FORMAT, 4, true>(st, symbol, factor, w, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head,     \
+                          tiles, n_tiles, order, divisor, table, {n_parts, parts, part_stride});                              \
   }                                                                                                                           \
   IK_KERNEL(8) embed_##NAME(IK_EMBED_PARAMETERS) { embed_row<FORMAT>(st, w, row_bytes, nb, y, table); }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ikcli.backends.cuda.layouts import half_row_bytes, q8_row_bytes
+from ikcli.backends.cuda.layouts import half_row_bytes, q8_row_bytes, scaled_row_bytes, split_row_bytes
 from ikcli.backends.cuda.lower import Arg, Counts, GpuLaunch, GpuLowering, Grid, Ref
 from ikcli.backends.cuda.parameters import places
 from ikcli.errors import UnsupportedError
@@ -90,9 +90,15 @@ def producer(low: GpuLowering, node: Node, first: int = 0) -> int:
     return -1
 
 
+_ROW_BYTES: dict[str, Callable[[int], int]] = {
+    "q8": q8_row_bytes, "bf16": half_row_bytes, "f16": half_row_bytes,
+    "scaled": scaled_row_bytes, "split": split_row_bytes,
+}  # fmt: skip
+
+
 def kind_row_bytes(kind: str, k: int) -> int:
-    """Bytes of an activation row of k values: "q8", "bf16" or "f16"."""
-    return q8_row_bytes(k) if kind == "q8" else half_row_bytes(k)
+    """Bytes of an activation row of k values, by kind."""
+    return _ROW_BYTES[kind](k)
 
 
 def activations(low: GpuLowering, x: HeadSlice, heads: int, kind: str, when: When | None = None) -> Activations:
@@ -122,7 +128,8 @@ def _convert(low: GpuLowering, x: HeadSlice, heads: int, kind: str, out: Ref, ro
     src = x.node
     values = x.width if kind == "q8" else -(-x.width // 8) * 8
     per_block = PER_BLOCK if kind == "q8" else 2 * PER_BLOCK
-    low.emit(f"layer_to_{kind}", row_grid(src.rows, parts_of(heads * values, per_block)), THREADS, 0, low.state,
+    blocks = heads if kind == "scaled" else parts_of(heads * values, per_block)
+    low.emit(f"layer_to_{kind}", row_grid(src.rows, blocks), THREADS, 0, low.state,
              *low.row_args(src.rows), low.out(src) + 4 * x.offset, src.cols, np.int32(heads), x.head_stride,
              np.int32(x.width), out, row, when=Wanted([when]))  # fmt: skip
 
@@ -130,7 +137,7 @@ def _convert(low: GpuLowering, x: HeadSlice, heads: int, kind: str, out: Ref, ro
 def _by_producer(low: GpuLowering, x: HeadSlice, heads: int, kind: str, out: Ref, row: int, when: When | None) -> bool:
     """Let the launch that computes the value write the rows too."""
     at = producer(low, x.node)
-    if at < 0 or kind == "f16" or x.width % 32 or low.ops[at].when is not None:
+    if at < 0 or kind not in ("q8", "bf16") or x.width % 32 or low.ops[at].when is not None:
         return False
     op = low.ops[at]
     formats = formats_of(op)

@@ -4,6 +4,9 @@ Activation rows (`kernels/layer_convert.cu` writes them, matrix products read th
     q8    int8 q[k] | f32 d[k/32] | f32 s[k/32] = d * (sum of the 32 q) | i16 (sum of q[0:16], sum of q[16:32])[k/32]
           k a multiple of 32; x = d * q. d is NaN where a value of the block is NaN or Inf (int8 cannot say so).
     bf16, f16   k values rounded to nearest even, zeros up to the end of the row
+    scaled      f16 of x / s, zeros up to 16 bytes | f32 s, a power of two, NaN if one of x is NaN or Inf | 12
+                bytes unused
+    split       two bf16 rows: x rounded, and the rounded rest
 Plan of `moe_sort` (`kernels/layer_moe.cu`), int32, sections 16-byte aligned; pair = row * n_used + slot:
     order     (pair, expert) per sorted row: by expert, then by pair; slots dropped by `-ser` last, with expert -1
     position  sorted row of each pair; -1 for dropped slots
@@ -34,6 +37,16 @@ def q8_row_bytes(k: int) -> int:
 def half_row_bytes(k: int) -> int:
     """Bytes of a bf16 or f16 row of k values."""
     return _aligned(2 * k)
+
+
+def scaled_row_bytes(k: int) -> int:
+    """Bytes of a row of k f16 with a scale."""
+    return half_row_bytes(k) + 16
+
+
+def split_row_bytes(k: int) -> int:
+    """Bytes of a row of k values in two bf16 each."""
+    return 2 * half_row_bytes(k)
 
 
 @dataclass(frozen=True, slots=True)

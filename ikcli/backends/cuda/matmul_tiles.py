@@ -51,10 +51,13 @@ class Tile:
 
 
 def tiles_of(device: DeviceLimits, fmt: DeviceRowFormat) -> tuple[Tile, Tile | None]:
-    """The tile of 64 activation rows, and a wider one if there is one (weights_gemm.cuh, weights_float.cu)."""
+    """The tile of 64 activation rows, and a wider one if there is one (weights_gemm.cuh, weights_half.cuh)."""
     name = f"mm_{fmt.name}"
-    if fmt.columns == 1:
+    if name == "mm_f32":
         return Tile(name, 64, 64, 32, 128, 4 * 4 * 64 * 36, 3), None
+    if fmt.columns == 1:  # two to four stages in 96 KiB
+        on_sm = min(2, device.shared_per_sm // ((96 << 10) + 1024))
+        return Tile(name, 128, 64, 64, 256, 96 << 10, on_sm), Tile(f"{name}_n128", 128, 128, 64, 256, 96 << 10, on_sm)
     halves, minima = fmt.tile.endswith("16"), fmt.tile.startswith("m")
     kinds = (2 if halves else 1) * (2 if minima else 1)
 

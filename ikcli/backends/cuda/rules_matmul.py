@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ikcli.backends.cuda.activations import activations, format_args
+from ikcli.backends.cuda.activations import When, activations, format_args
 from ikcli.backends.cuda.layouts import max_tiles
 from ikcli.backends.cuda.lower import RULES, Arg, Counts, GpuLowering, Ref
 from ikcli.backends.cuda.matmul_tiles import PART_BYTES, PART_COLUMNS, Tile, tiles_of
@@ -90,11 +90,17 @@ def split_of(low: GpuLowering, m: Matrices, items: int) -> int:
     return bits
 
 
-def _input(low: GpuLowering, w: Weight, x: HeadSlice, heads: int) -> Input:
-    src = x.node
+_MANY = {"f16": "scaled", "bf16": "split"}  # activations of `mm_*` by the weights' format; else those of `mv_*`
+
+
+def _input(low: GpuLowering, w: Weight, x: HeadSlice, heads: int, many: When | None = None) -> Input:
+    """Activations of `mv_*`, or with `many`, the condition under which it runs, of `mm_*`."""
+    src, kind = x.node, "q8"
     if is_float(w.type):
-        return Input(low.out(src) + 4 * x.offset, 4 * src.cols, 4 * x.head_stride)
-    a = activations(low, x, heads, "q8")
+        kind = _MANY.get(device_format(w.type).name, "") if many else ""
+        if not kind:
+            return Input(low.out(src) + 4 * x.offset, 4 * src.cols, 4 * x.head_stride)
+    a = activations(low, x, heads, kind, many if kind != "q8" else None)
     return Input(a.at, a.row_bytes, a.head_bytes)
 
 
@@ -120,6 +126,7 @@ def _dense(low: GpuLowering, node: Node, w: Weight, x: HeadSlice, heads: int) ->
                  *m.args(low, 0), a.at, a.row, a.head, *out, *tail, np.int32(bits), *_NO_MORE * 2,
                  when=Few(rows))  # fmt: skip
     if many:
+        a = _input(low, w, x, heads, _not(Few(rows)))
         _tiles(low, node, m, (a.at, a.row, a.head, *out, *tail))
 
 
@@ -239,10 +246,10 @@ class ByExpert:
     def _few(self, pairs: int) -> bool:
         return pairs <= MV_ROWS * sort_of(self.plan).n_used or pairs <= FEW_PER_EXPERT * self.n_expert
 
-    def input(self, w: Weight, x: Node, sorted_in: bool) -> Input:
-        """Rows of x for products with w, found through the plan unless they are sorted."""
+    def input(self, w: Weight, x: Node, sorted_in: bool, many: bool = False) -> Input:
+        """Rows of x for `mv_*` or `mm_*` with w, found through the plan unless they are sorted."""
         low, plan = self.low, self.plan
-        a = _input(low, w, HeadSlice(x, 0, x.cols, 0), 1)
+        a = _input(low, w, HeadSlice(x, 0, x.cols, 0), 1, _not(self.few) if many else None)
         if sorted_in:
             return a
         return Input(a.at, a.row, 0, low.out(plan) + plan_layout(low, plan).order, sort_of(plan).n_used)
@@ -263,11 +270,12 @@ class ByExpert:
                  low.state, *low.row_args(rows), *m.args(low, 0 if gate is None else low.weight(gate, m.row_bytes)),
                  *self._tail(a, w, out, 0), np.int32(bits), *_NO_MORE * 2, when=self.few)  # fmt: skip
 
-    def gemm(self, w: Weight, a: Input, out: Ref) -> None:
-        """`mm_*`: w . a for many rows."""
+    def gemm(self, w: Weight, x: Node, sorted_in: bool, out: Ref) -> None:
+        """`mm_*`: w . x for many rows."""
         low, m, rows = self.low, matrices(w, 1), self.plan.rows
         tile, _ = tiles_of(low.device, m.fmt)
         if self.has_many:
+            a = self.input(w, x, sorted_in, many=True)
             low.emit(tile.kernel, lambda c: (-(-w.ne1 // tile.rows), max_tiles(c.rows(rows), self.n_expert, 1), 1),
                      tile.threads, tile.shared, low.state, *low.row_args(rows), *m.args(low),
                      *self._tail(a, w, out, 1), np.int32(1), 0, 0, when=_not(self.few))  # fmt: skip
@@ -278,7 +286,7 @@ def _mul_mat_id(low: GpuLowering, node: Node, op: MulMatId) -> None:
     run = ByExpert(low, op.plan)
     a = run.input(op.w, op.x, op.sorted_in)
     run.matvec(op.w, None, a, low.out(node))
-    run.gemm(op.w, a, low.out(node))
+    run.gemm(op.w, op.x, op.sorted_in, low.out(node))
     zero_dropped(low, node, op.plan)
 
 
@@ -291,12 +299,12 @@ def _moe_up_gate(low: GpuLowering, node: Node, op: MoeUpGate) -> None:
     if fused:
         run.matvec(up, gate, a, out)
     if run.has_many or not fused:
-        b, other = run.input(gate, x, False), low.buffer(low.rows(node.rows) * node.cols * 4)
+        other = low.buffer(low.rows(node.rows) * node.cols * 4)
         if not fused:
             run.matvec(up, None, a, out)
-            run.matvec(gate, None, b, other)
-        run.gemm(up, a, out)
-        run.gemm(gate, b, other)
+            run.matvec(gate, None, run.input(gate, x, False), other)
+        run.gemm(up, x, False, out)
+        run.gemm(gate, x, False, other)
         low.emit("layer_swiglu" if op.act.plain else "layer_glu",
                  lambda c: (c.rows(node.rows), -(-node.cols // 1024), 1), 256, 0, low.state, *low.row_args(node.rows),
                  other, out, out, np.int32(node.cols), *glu_args(op.act), *format_args(),

@@ -114,3 +114,58 @@ layer_to_f16(const i64* st, int symbol, int factor, const float* x, i64 x_cols, 
              i64 out_bytes) {
   to_half<false>(st, symbol, factor, x, x_cols, heads, head_stride, k, out, out_bytes);
 }
+// Likewise as two bf16 rows, each as long as one: the rounded values, and what they leave rounded again.
+extern "C" __global__ void __launch_bounds__(256)
+layer_to_split(const i64* st, int symbol, int factor, const float* x, i64 x_cols, int heads, i64 head_stride, int k, u8* out,
+               i64 out_bytes) {
+  const i64 row = blockIdx.x;
+  const int padded = (k + 7) & ~7;
+  const i64 item = ((i64)blockIdx.y * blockDim.x + threadIdx.x) * 8;
+  if (row >= step_rows(st, symbol, factor) || item >= (i64)heads * padded) return;
+  const int h = (int)(item / padded), i = (int)(item - (i64)h * padded);
+  const float* src = x + row * x_cols + h * head_stride;
+  u32 high[4], low[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const int c = i + 2 * j;
+    const float2 v = make_float2(c < k ? src[c] : 0.f, c + 1 < k ? src[c + 1] : 0.f);
+    high[j] = pack2<true>(v.x, v.y);
+    const float2 rounded = unpack_bf16(high[j]);
+    low[j] = pack2<true>(v.x - rounded.x, v.y - rounded.y);  // NaN for Inf: Inf * w + NaN is NaN, as it should show
+  }
+  u8* const to = out + (row * heads + h) * out_bytes + 2 * (i64)i;
+  *(uint4*)to = make_uint4(high[0], high[1], high[2], high[3]);
+  *(uint4*)(to + 2 * (i64)padded) = make_uint4(low[0], low[1], low[2], low[3]);
+}
+// Likewise as f16 times a power of two that brings the largest value of a row to 2^13 .. 2^14; its inverse, f32, follows the
+// values (NaN where one of them is NaN or Inf). grid (rows, heads)
+extern "C" __global__ void __launch_bounds__(256)
+layer_to_scaled(const i64* st, int symbol, int factor, const float* x, i64 x_cols, int heads, i64 head_stride, int k, u8* out,
+                i64 out_bytes) {
+  IK_SHARED(u32, tops, 8)
+  const i64 row = blockIdx.x;
+  if (row >= step_rows(st, symbol, factor)) return;
+  const float* const src = x + row * x_cols + blockIdx.y * head_stride;
+  u8* const to = out + (row * heads + blockIdx.y) * out_bytes;
+  u32 top = 0;  // the bits of magnitudes are ordered as the magnitudes are, Inf and NaN above all
+  for (int c = threadIdx.x; c < k; c += blockDim.x) top = max(top, __float_as_uint(src[c]) & 0x7fffffffu);
+#pragma unroll
+  for (int d = 16; d; d >>= 1) top = max(top, shx_u32(top, d));
+  if (!(threadIdx.x & 31)) tops[threadIdx.x >> 5] = top;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 8; i++) top = max(top, tops[i]);
+  const u32 exponent = max(top >> 23, 14u);
+  const float scale = __uint_as_float((exponent < 255 ? min(267 - exponent, 254u) : 127u) << 23);
+  const int padded = (k + 7) & ~7;
+  for (int i = 8 * threadIdx.x; i < padded; i += 8 * blockDim.x) {
+    u32 r[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int c = i + 2 * j;
+      r[j] = pack2<false>(c < k ? src[c] * scale : 0.f, c + 1 < k ? src[c + 1] * scale : 0.f);
+    }
+    *(uint4*)(to + 2 * (i64)i) = make_uint4(r[0], r[1], r[2], r[3]);
+  }
+  if (!threadIdx.x) *(float*)(to + 2 * (i64)padded) = exponent < 255 ? 1.f / scale : __uint_as_float(0x7fc00000u);
+}

@@ -1,20 +1,17 @@
 // Products of float weights with f32 activations, and embeddings: F32, F16, BF16. Any number of columns: rows of weights
 // end with zeros up to 16 bytes.
-// mv_*: as weights_matvec.cuh, f32 throughout. mm_*: tf32 tensor cores, f32 sums: f16 and bf16 weights are exact in tf32,
-// activations are rounded to its 11 bits without any limit of range; for f32 weights both sides are split in two parts
-// and three products are added, which leaves errors near those of f32.
-#include "weights_gemm.cuh"
+// mv_*: as weights_matvec.cuh, f32 throughout. mm_f16, mm_bf16: weights_half.cuh. mm_f32: tf32 tensor cores, f32 sums; both
+// sides are split in two parts and three products are added, which leaves errors near those of f32.
+#include "weights_half.cuh"
 
 struct F32 {
   static constexpr int N = 4;  // columns in 16 bytes
-  static constexpr bool SPLIT = true;
   SI void values(float* v, const uint4& w) {
     v[0] = __uint_as_float(w.x), v[1] = __uint_as_float(w.y), v[2] = __uint_as_float(w.z), v[3] = __uint_as_float(w.w);
   }
 };
 template <bool BF> struct Half {
   static constexpr int N = 8;
-  static constexpr bool SPLIT = false;
   SI void values(float* v, const uint4& w) {
     const u32 words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
@@ -114,7 +111,6 @@ DI void split_tf32(u32 (&v)[4], u32 (&low)[4]) {
   }
 }
 
-template <class W>
 DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, i64 matrix_bytes, int n_rows, int k,
                    const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles, const int* n_tiles,
                    const int* order, int divisor, const Parts& parts) {
@@ -137,10 +133,9 @@ DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_b
   auto fetch = [&](int step) {
     const int c = 32 * step + half;
 #pragma unroll
-    for (int i = 0; i < 16; i += W::N) {
-      const int chunk = (c + i) / W::N;
+    for (int i = 0; i < 16; i += F32::N) {
       const bool there = w_at && c + i < k;
-      W::values(w_next + i, there ? ldg16(w_at + 16 * chunk) : make_uint4(0, 0, 0, 0));
+      F32::values(w_next + i, there ? ldg16(w_at + 4 * (c + i)) : make_uint4(0, 0, 0, 0));
     }
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
@@ -152,14 +147,8 @@ DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_b
     const int at = stage * FM_TILE + row * FM_STRIDE + half;
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
-      u32 a[4], b[4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        a[j] = __float_as_uint(w_next[i + j]);
-        b[j] = W::SPLIT ? __float_as_uint(x_next[i + j]) : tf32(x_next[i + j]);
-      }
-      *(uint4*)(w_tile + at + i) = make_uint4(a[0], a[1], a[2], a[3]);
-      *(uint4*)(x_tile + at + i) = make_uint4(b[0], b[1], b[2], b[3]);
+      *(float4*)(w_tile + at + i) = make_float4(w_next[i], w_next[i + 1], w_next[i + 2], w_next[i + 3]);
+      *(float4*)(x_tile + at + i) = make_float4(x_next[i], x_next[i + 1], x_next[i + 2], x_next[i + 3]);
     }
   };
 
@@ -181,23 +170,21 @@ DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_b
 #pragma unroll
       for (int m = 0; m < 2; m++) {
         ldsm4(a[m], a_at + 16 * m * FM_STRIDE + c);
-        if constexpr (W::SPLIT) split_tf32(a[m], a_low[m]);
+        split_tf32(a[m], a_low[m]);
       }
 #pragma unroll
       for (int np = 0; np < 2; np++) {
         if (n0 + 16 * np >= span.rows) continue;
         u32 b[4], b_low[4];
         ldsm4(b, b_at + 16 * np * FM_STRIDE + c);
-        if constexpr (W::SPLIT) split_tf32(b, b_low);
+        split_tf32(b, b_low);
 #pragma unroll
         for (int h = 0; h < 2; h++)
 #pragma unroll
           for (int m = 0; m < 2; m++) {
             float(&to)[4] = acc[m][2 * np + h];
-            if constexpr (W::SPLIT) {
-              mma1688(to, a_low[m], b[2 * h], b[2 * h + 1]);
-              mma1688(to, a[m], b_low[2 * h], b_low[2 * h + 1]);
-            }
+            mma1688(to, a_low[m], b[2 * h], b[2 * h + 1]);
+            mma1688(to, a[m], b_low[2 * h], b_low[2 * h + 1]);
             mma1688(to, a[m], b[2 * h], b[2 * h + 1]);
           }
       }
@@ -231,15 +218,25 @@ DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_b
                          y_head, tiles, n_tiles, order, divisor, split, {w1, n_rows1, y1, y1_row},                            \
                          {w2, n_rows2, y2, y2_row});                                                                          \
   }                                                                                                                           \
-  IK_KERNEL(4) mm_##NAME(IK_MM_PARAMETERS) {                                                                                  \
-    float_gemm<FORMAT>(st, symbol, factor, w, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head, tiles, \
-                       n_tiles, order, divisor, {n_parts, parts, part_stride});                                               \
-  }                                                                                                                           \
   IK_KERNEL(8) embed_##NAME(IK_EMBED_PARAMETERS) { float_embed<FORMAT>(st, w, row_bytes, nb, y); }
 
 IK_FLOAT_KERNELS(f32, F32)
 IK_FLOAT_KERNELS(f16, Half<false>)
 IK_FLOAT_KERNELS(bf16, Half<true>)
+
+IK_KERNEL(4) mm_f32(IK_MM_PARAMETERS) {
+  float_gemm(st, symbol, factor, w, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head, tiles, n_tiles, order,
+             divisor, {n_parts, parts, part_stride});
+}
+#define IK_HALF_KERNEL(NAME, BF, NG, BLOCKS)                                                                                  \
+  IK_MM_KERNEL(BLOCKS) mm_##NAME(IK_MM_PARAMETERS) {                                                                          \
+    half_gemm<BF, NG>(st, symbol, factor, w, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head, tiles,  \
+                      n_tiles, order, divisor, {n_parts, parts, part_stride});                                                \
+  }
+IK_HALF_KERNEL(f16, false, 2, 2)
+IK_HALF_KERNEL(f16_n128, false, 4, 2)
+IK_HALF_KERNEL(bf16, true, 2, 2)
+IK_HALF_KERNEL(bf16_n128, true, 4, 2)
 
 // y[row][c] = sum over parts of parts[.][row][c], in order: what several blocks of one tile left. grid (rows, columns / 256)
 extern "C" __global__ void __launch_bounds__(256)

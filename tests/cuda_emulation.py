@@ -439,9 +439,17 @@ class EmulatedDevice:
         if self._capturing is not None:
             raise KernelError(f"cannot {what} while a graph is captured")
 
+    def _check_host(self, array: npt.NDArray[Any]) -> None:
+        """Drivers refuse copies of host memory that is pinned in part."""
+        at, end = array.ctypes.data, array.ctypes.data + array.nbytes
+        for start, stop in self.registered.items():
+            if start < end and at < stop and not (start <= at and end <= stop):
+                raise KernelError(f"{array.nbytes} bytes of the host at {at:#x} are pinned in part")
+
     def upload(self, stream: _Queue, address: int, array: npt.NDArray[Any]) -> None:
         if not array.flags.c_contiguous:
             raise KernelError("upload of an array that is not contiguous")
+        self._check_host(array)
         source = array.reshape(-1).view(np.uint8)
         target = self._range(address, len(source))
         self._queue(stream, lambda: np.copyto(target, source))
@@ -449,6 +457,7 @@ class EmulatedDevice:
     def download(self, stream: _Queue, array: npt.NDArray[Any], address: int) -> None:
         if not array.flags.c_contiguous or not array.flags.writeable:
             raise KernelError("download into an array that is not contiguous and writeable")
+        self._check_host(array)
         target = array.reshape(-1).view(np.uint8)
         source = self._range(address, len(target))
         if self._capturing is None:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from bisect import bisect_right
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -71,24 +73,37 @@ class Transfer:
         device.prepare({"upload_rows": 0})
 
     def pin(self, arrays: Iterable[Bytes]) -> None:
-        """Pin memory that stays where it is until `close`, as far as allowed; not more than half of the machine's."""
-        page = mmap.PAGESIZE
-        ends = sorted((a.ctypes.data // page, -(-(a.ctypes.data + a.nbytes) // page)) for a in arrays if a.nbytes)
-        ranges: list[tuple[int, int]] = []  # pages; tensors share those at their ends
-        for start, stop in ends:
-            if ranges and start <= ranges[-1][1]:
-                ranges[-1] = ranges[-1][0], max(stop, ranges[-1][1])
+        """Pin memory that stays where it is until `close`, as far as allowed; not more than half of the machine's.
+
+        Only pages that lie inside of an array: whoever has the rest of a page could not copy what crosses its end, as
+        drivers refuse to copy memory that is pinned in part.
+        """
+        page, ends = mmap.PAGESIZE, list[tuple[int, int]]()
+        for start, stop in sorted((a.ctypes.data, a.ctypes.data + a.nbytes) for a in arrays):
+            if ends and start <= ends[-1][1]:
+                ends[-1] = ends[-1][0], max(stop, ends[-1][1])
             else:
-                ranges.append((start, stop))
-        if 2 * sum(stop - start for start, stop in ranges) > os.sysconf("SC_PHYS_PAGES"):
+                ends.append((start, stop))
+        ranges = [(-(-start // page), stop // page) for start, stop in ends]
+        if 2 * sum(max(stop - start, 0) for start, stop in ranges) > os.sysconf("SC_PHYS_PAGES"):
             return
         for start, stop in ranges:
-            if self._device.register(start * page, (stop - start) * page):
+            if start < stop and self._device.register(start * page, (stop - start) * page):
                 self._registered.append((start * page, stop * page))
 
-    def _is_pinned(self, data: Bytes) -> bool:
-        at, end = data.ctypes.data, data.ctypes.data + data.nbytes
-        return any(start <= at and end <= stop for start, stop in self._registered)
+    def _pinned_ends(self, data: Bytes) -> list[int]:
+        """Where in an array pinned memory begins and ends; nothing if none of it is pinned."""
+        i = bisect_right(self._registered, data.ctypes.data, key=lambda r: r[1])
+        if i == len(self._registered) or self._registered[i][0] >= data.ctypes.data + data.nbytes:
+            return []
+        return [min(max(end - data.ctypes.data, 0), data.nbytes) for end in self._registered[i]]
+
+    def _upload_in_place(self, part: Bytes) -> None:
+        """Queue the copy of an array to the raw buffer: what is pinned on its own."""
+        data = part.reshape(-1)
+        for a, b in pairwise([0, *self._pinned_ends(data), len(data)]):
+            if a < b:
+                self._device.upload(self.stream, self._raw.address + a, data[a:b])
 
     @staticmethod
     def device_bytes(largest: int) -> int:
@@ -101,11 +116,11 @@ class Transfer:
         stored, row = row_size(w.type, w.ne0), upload.device_row_bytes(w.type, w.ne0)
         rows = data.reshape(-1, stored)
         step = chunk_rows(w, self._chunk)
-        direct = plain and self._is_pinned(data)
+        direct = plain and bool(self._pinned_ends(data))
         for i in range(0, len(rows), step):
             part = rows[i : i + step]
             if direct:
-                device.upload(self.stream, self._raw.address, part)
+                self._upload_in_place(part)
                 device.launch(self.stream, rows_launch(w, self._raw.address, address + i * row, len(part)))
                 continue
             target = self._buffer(len(part) * (stored if plain else row))

@@ -91,17 +91,19 @@ ONE = [Segment(1, 3, 99)]
 @pytest.mark.parametrize(
     ("n_head", "type_", "segments", "kernel"),
     [
-        (16, T.F16, ONE, "f16_r16"),
-        (16, T.F16, [Segment(1, 0, 0)], "f16_r16"),
-        (5, T.F16, [Segment(4, 1, 28)], "f16_r32"),
-        (11, T.F16, [Segment(3, 2, 60), Segment(2, 180, 31)], "f16_r32"),
-        (12, T.Q8_0, [Segment(1, 5, 299)], "q8s4_r16"),
-        (20, T.Q8_0, [Segment(2, 2, 64)], "q8s4_r32"),
-        (128, T.F16, [Segment(1, 0, 32)], "f16_r64"),
-        (16, T.BF16, [Segment(1, 3, 150)], "bf16_r16"),
-        (20, T.BF16, [Segment(4, 3, 20), Segment(1, 100, 0)], "bf16_r32"),
-        (128, T.BF16, [Segment(1, 0, 40)], "bf16_r64"),
-        (16, T.F32, [Segment(1, 3, 40), Segment(1, 100, 5)], "f16_r16"),
+        (16, T.F16, ONE, "f16s_r16"),
+        (16, T.F16, [Segment(1, 0, 0)], "f16s_r16"),
+        (5, T.F16, [Segment(4, 1, 28)], "f16s_r32"),
+        (11, T.F16, [Segment(3, 2, 60), Segment(2, 180, 31)], "f16s_r32"),
+        (12, T.Q8_0, [Segment(1, 5, 299)], "q8_r16"),
+        (20, T.Q8_0, [Segment(2, 2, 64)], "q8_r32"),
+        (128, T.F16, [Segment(1, 0, 32)], "f16s_r32"),
+        (128, T.F16, [Segment(1, 0, 299)], "f16s_r32"),
+        (20, T.Q8_0, [Segment(4, 2, 200)], "q8_r32"),
+        (16, T.BF16, [Segment(1, 3, 150)], "bf16s_r16"),
+        (20, T.BF16, [Segment(4, 3, 20), Segment(1, 100, 0)], "bf16s_r32"),
+        (128, T.BF16, [Segment(1, 0, 40)], "bf16s_r32"),
+        (16, T.F32, [Segment(1, 3, 40), Segment(1, 100, 5)], "f16s_r16"),
         *((12, t, [Segment(1, 3, 97), Segment(1, 160, 6)], "any_r16")
           for t in (T.Q8_KV, T.Q6_0, T.Q5_1, T.Q5_0, T.Q4_1, T.Q4_0, T.IQ4_NL)),
         (11, T.Q4_0, [Segment(3, 3, 67)], "any_r32"),
@@ -116,12 +118,15 @@ def test_absorbed(n_head: int, type_: T, segments: list[Segment], kernel: str) -
 @pytest.mark.parametrize(("n_head", "type_"), [(16, T.F16), (20, T.Q8_0), (11, T.Q4_0), (128, T.F16)])
 def test_absorbed_in_one_part(n_head: int, type_: T) -> None:
     """Without attn_combine."""
-    run = Run(1, 96)
-    check(run, absorbed(run, n_head, type_), [Segment(1, 3, 76)])
+    run = Run(1, 64)
+    check(run, absorbed(run, n_head, type_), [Segment(1, 3, 58)])
     assert len(run.kernels()) == 1
 
 
-@pytest.mark.parametrize(("type_", "kernel"), [(T.F16, "f16_r32"), (T.Q8_0, "q8_r32"), (T.Q8_0, "q8_r16")])
+@pytest.mark.parametrize(
+    ("type_", "kernel"),
+    [(T.F16, "f16_r32"), (T.F16, "f16_r16"), (T.BF16, "bf16_r32"), (T.Q8_0, "q8_r32"), (T.Q8_0, "q8_r16")],
+)
 def test_absorbed_on_a_small_gpu(type_: T, kernel: str) -> None:
     run = Run(16, 64, SMALL)
     tokens = (13, 3) if kernel.endswith("32") else (1, 1)
@@ -197,20 +202,31 @@ def test_decode_and_prefill_bf16(width: int, v_width: int) -> None:
 @pytest.mark.parametrize(
     ("heads", "width", "v_width", "types", "segments", "kernels"),
     [
-        ((6, 2), 128, 128, F16, [Segment(40, 3, 99)], ["128_f16_r128"]),
+        ((6, 2), 128, 128, F16, [Segment(40, 3, 99)], ["128_f16_r128w", "128_f16_r64"]),
         ((2, 2), 128, 128, F16, [Segment(13, 3, 0), Segment(20, 150, 77)], ["128_f16_r64"]),
-        ((6, 2), 64, 64, (T.Q8_0, T.F16), [Segment(30, 3, 99), Segment(20, 150, 1)], ["64_f16_r128"]),
-        ((2, 1), 80, 80, F16, [Segment(33, 0, 64)], ["80_f16_r128"]),
+        ((6, 2), 64, 64, (T.Q8_0, T.F16), [Segment(30, 3, 99), Segment(20, 150, 1)], ["64_f16_r128w", "64_f16_r64"]),
+        ((2, 1), 80, 80, F16, [Segment(65, 0, 64)], ["80_f16_r128w", "80_f16_r64"]),
         ((2, 1), 96, 96, (T.F32, T.Q4_0), [Segment(20, 0, 3)], ["96_f16_r64"]),
-        ((2, 2), 192, 128, F16, [Segment(65, 0, 0)], ["192_f16_r128"]),
+        ((2, 2), 192, 128, F16, [Segment(65, 0, 0)], ["192_f16_r128w", "192_f16_r64"]),
         ((1, 1), 256, 256, F16, [Segment(40, 3, 90), Segment(20, 150, 1)], ["256_f16_r64"]),
     ],
 )
 def test_prefill(heads: tuple[int, int], width: int, v_width: int, types: tuple[T, T], segments: list[Segment],
                  kernels: list[str]) -> None:  # fmt: skip
-    run = Run(72, 256)
-    check(run, grouped(run, *heads, width, types, v_width=v_width), segments)
-    assert f"attn_prefill_{kernels[0]}" in run.kernels()
+    """On a GPU that tiles of 128 rows fill, and on one that they leave idle."""
+    for kernel, sms in zip(kernels, (1, 132), strict=False):
+        run = Run(72, 256, DeviceLimits((9, 0), sms, 232448, 233472, 1 << 20, "some SMs"))
+        check(run, grouped(run, *heads, width, types, v_width=v_width), segments)
+        assert f"attn_prefill_{kernel}" in run.kernels()
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_prefill_on_a_small_gpu(width: int) -> None:
+    run = Run(72, 256, replace(SMALL, n_sm=1))
+    check(run, grouped(run, 6, 2, width, F16), [Segment(50, 3, 99)])
+    wide = "w" if width == 64 else ""
+    assert f"attn_prefill_{width}_f16_r128{wide}" in run.kernels()
+    assert all(x.shared <= SMALL.max_shared for x in run.launched)
 
 
 @pytest.mark.parametrize("type_", [T.F16, T.Q8_0, T.Q4_0, pytest.param(T.BF16, marks=pytest.mark.slow)])
@@ -251,7 +267,7 @@ def test_transposed_values(type_: T) -> None:
 def test_transposed_copy_of_the_same_values_is_not_read() -> None:
     run, segments = Run(4, 64), [Segment(4, 3, 0)]
     check(run, turned(run, T.F16, T.F16), segments)
-    assert run.kernels()[0] == "attn_mla_f16_r16"
+    assert run.kernels()[0] == "attn_mla_f16s_r16"
 
 
 # --- parts, independence, repetition ----------------------------------------------------------------------------------
@@ -280,14 +296,14 @@ def test_parts_follow_what_the_cache_holds() -> None:
         launches = program.launches(Counts(1, 1, n_kv, 1, n_kv).bucket(most))
         attn = next(x for x in launches if x.kernel.startswith(("attn_mla", "attn_decode")))
         fixed = int(attn.args[-2] if "mla" in attn.kernel else attn.args[-6])
-        size = max(4, math.ceil(math.ceil(n_kv / block) / fixed))
+        size = max(2, math.ceil(math.ceil(n_kv / block) / fixed))
         assert (attn.grid[1] if "mla" in attn.kernel else attn.grid[2]) * size * block >= n_kv
         return size
 
     for n_cells in (32768, 131072):
-        assert longest_part(lambda r: absorbed(r, 128, T.F16), 32, 32768, n_cells) == 16
+        assert longest_part(lambda r: absorbed(r, 128, T.F16), 32, 32768, n_cells) == 32
         assert longest_part(lambda r: grouped(r, 32, 8, 128, F16), 64, 32768, n_cells) == 11
-        assert longest_part(lambda r: absorbed(r, 16, T.F16), 32, 4096, n_cells) == 4
+        assert longest_part(lambda r: absorbed(r, 16, T.F16), 32, 4096, n_cells) == 2
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
@@ -297,7 +313,7 @@ def test_parts_of_equal_size(parts: int) -> None:
         run = Run(2, 1100, limits)
         check(run, build(run), [Segment(1, 3, 1030)])
         attn = next(x for x in run.launched if x.kernel.startswith(("attn_mla", "attn_decode")))
-        assert attn.grid[1] * attn.grid[2] == (parts if "mla" in attn.kernel else min(5, 2 * parts))
+        assert attn.grid[1] * attn.grid[2] == (parts if "mla" in attn.kernel else min(9, 2 * parts))
 
 
 @pytest.mark.parametrize("which", ["mla", "grouped", "window"])
@@ -364,8 +380,8 @@ VIEWS = [
         ("decode_64_f16", F16, [Segment(1, 3, 255)], 132),
         ("decode_64_f16", F16, [Segment(3, 3, 62), Segment(1, 300, 129), Segment(4, 500, 0)], 2),
         ("decode_64_q8", Q8_0, [Segment(3, 3, 126)], 1),
-        ("prefill_64_f16_r128", F16, [Segment(40, 3, 200)], 132),
-        ("prefill_64_f16_r128", F16, [Segment(70, 3, 63), Segment(33, 300, 128)], 1),
+        ("prefill_64_f16_r64", F16, [Segment(40, 3, 200)], 132),
+        ("prefill_64_f16_r128w", F16, [Segment(70, 3, 63), Segment(33, 300, 128)], 1),
         ("any", F16, [Segment(5, 3, 100), Segment(2, 300, 0)], 132),
     ],
 )

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from ikcli.backends.cuda.attention_parts import Parts
+from ikcli.backends.cuda.attention_parts import Parts, count_tiles
 from ikcli.backends.cuda.kv_layout import FLOATS, KERNEL_TYPES, kernel_type
 from ikcli.backends.cuda.lower import N_EXACT, RULES, Arg, Counts, GpuLowering, Ref
 from ikcli.errors import UnsupportedError
@@ -29,6 +29,7 @@ from ikcli.graph.ops_rows import Hadamard
 
 MLA_K, MLA_V, MLA_ROPE = 576, 512, 64
 MLA_BLOCK, DECODE_BLOCK = 32, 64  # positions per step of the kernels
+PREFILL_LEAST = 1024  # positions of a part of prefill kernels, because of what merging costs
 HEADS: dict[tuple[int, int], tuple[int, int]] = {
     (64, 64): (64, 0), (80, 80): (80, 0), (96, 96): (96, 0), (128, 128): (128, 0), (192, 128): (64, 128),
     (256, 256): (256, 0),
@@ -221,34 +222,24 @@ _MLA_KINDS = {GGMLType.F32: "f16", GGMLType.F16: "f16", GGMLType.BF16: "bf16", G
 
 def mla_shared(kind: str, rows: int) -> int:
     """Shared memory of `attn_mla_<kind>_r<rows>`: MlaLayout of kernels/attn_mla.cuh."""
-    tile = MLA_BLOCK * MLA_K * 2
-    q8 = kind.startswith("q8")
-    stages = {"any": 1, "q8s4": 4}.get(kind, 2)
-    stage = MLA_BLOCK * (MLA_K + 18 * 2) if q8 else tile
-    at = _up(stages * stage, 128) * 128 + (tile if q8 else 0)
-    at += 4 * rows * (MLA_BLOCK + 4) * 4 + rows * (MLA_BLOCK + 8) * 2
-    return _up(at + rows * 4, 128) * 128 + rows * MLA_K * 2 if rows > 32 else at + rows * 4
+    stages = {"any": 1, "q8": 4, "f16": 2, "bf16": 2}.get(kind, 4 if rows == 16 else 3)
+    at = stages * MLA_BLOCK * (MLA_K + 18 * 2 if kind == "q8" else MLA_K * 2)
+    return at + 4 * rows * MLA_BLOCK * 4 + rows * (MLA_BLOCK + 8) * 2 + rows * 4 + 16
 
 
 def _mla(low: GpuLowering, node: Node, op: Attention) -> None:
     cache, heads = op.k[0].source, op.n_head
     assert isinstance(cache, Cache)
     kind = _MLA_KINDS.get(cache.type, "any")
-    if kind == "q8" and mla_shared("q8s4", 32) <= low.device.max_shared:
-        kind = "q8s4"
-    sizes = [16, 32]
-    if kind in ("f16", "bf16") and mla_shared(kind, 64) <= low.device.max_shared:
-        sizes.append(64)
+    if kind in ("f16", "bf16") and mla_shared(kind + "s", 16) <= low.device.max_shared:
+        kind += "s"  # three stages and more
 
     def rows_of(c: Counts) -> int:
-        """Rows of a tile: as many as a segment has on average, 32 rather than 64 below that."""
-        rows = _up(c.n_tokens * heads, max(1, min(c.n_segments, c.n_tokens)))
-        return next((n for n in reversed(sizes) if rows > n // 2 and (n < 64 or rows >= n)), 16)
+        """Rows of a tile: 32 if a segment has more than 16 on average."""
+        return 32 if _up(c.n_tokens * heads, max(1, min(c.n_segments, c.n_tokens))) > 16 else 16
 
-    def shapes(c: Counts) -> tuple[int, int, int]:
-        rows = rows_of(c)
-        two = rows == 16 and kind != "any" and 2 * (mla_shared(kind, rows) + 1024) <= low.device.shared_per_sm
-        return rows, MLA_BLOCK, 2 if two and kind in ("f16", "bf16") else 1
+    def shapes(c: Counts) -> tuple[int, ...]:
+        return rows_of(c), MLA_BLOCK, 1
 
     data, place = low.cache(cache), IN_CELLS
     if cache.type == GGMLType.F32:
@@ -256,7 +247,7 @@ def _mla(low: GpuLowering, node: Node, op: Attention) -> None:
     cut = _cut(op.q, MLA_ROPE)
     assert cut is not None
     parts = Parts.of(low, node, op, shapes)
-    for rows in sizes:
+    for rows in (16, 32):
         low.emit(f"attn_mla_{kind}_r{rows}", partial(_mla_grid, parts, rows), _THREADS, mla_shared(kind, rows),
                  low.state, *_query(low, cut[0]), *_query(low, cut[1]), data, low.n_cells,
                  np.int32(kernel_type(cache.type)), np.int32(place), *parts.refs, np.int32(heads), *parts.args,
@@ -307,9 +298,9 @@ def decode_shared(k_width: int, v_width: int) -> int:
     return (80 * (k_width + 8) + 64 * (v_width + 8)) * 2
 
 
-def prefill_block(k_width: int) -> int:
-    """Positions per step of prefill kernels."""
-    return 32 if k_width == 256 else 64
+def prefill_block(k_width: int, wide: bool = False) -> int:
+    """Positions per step of prefill kernels; `wide` ones have two tiles in shared memory."""
+    return 32 if wide or k_width == 256 else 64
 
 
 def prefill_shared(rows: int, k_width: int, v_width: int) -> int:
@@ -326,22 +317,28 @@ def _heads(low: GpuLowering, node: Node, op: Attention, tiled: _Tiled) -> None:
         """Whether decode kernels do it: at most one tile of 16 rows per segment on average, or few tokens."""
         return tiled.direct and (c.n_tokens <= N_EXACT or c.n_tokens * group <= 16 * min(c.n_segments, c.n_tokens))
 
-    def rows_of(c: Counts) -> int:
-        return 64 if _up(c.n_tokens * group, max(1, min(c.n_segments, c.n_tokens))) <= 64 else 128
+    wide = tiled.k_width < 256 and 2 * (prefill_shared(128, tiled.k_width, v.width) + 1024) <= on_sm
 
-    def shapes(c: Counts) -> tuple[int, int, int]:
+    def rows_of(c: Counts) -> int:
+        """Rows of a tile of prefill kernels: half as many where that fills more of the GPU."""
+        per_segment = _up(c.n_tokens * group, max(1, min(c.n_segments, c.n_tokens)))
+        return 64 if per_segment <= 64 or op.n_head_kv * count_tiles(c, group, 128) <= low.device.n_sm else 128
+
+    def shapes(c: Counts) -> tuple[int, ...]:
         if few(c):
             by_registers = 2 if tiled.k_width > 128 or _decode_kind(op) in ("any", "q8") else 3
             return 16, DECODE_BLOCK, min(by_registers, max(1, on_sm // (decode_shared(tiled.k_width, v.width) + 1024)))
         rows, shared = rows_of(c), prefill_shared(rows_of(c), tiled.k_width, v.width)
-        return rows, prefill_block(tiled.k_width), min(2 if rows == 64 else 1, max(1, on_sm // (shared + 1024)))
+        blocks = min(2 if rows == 64 or wide else 1, max(1, on_sm // (shared + 1024)))
+        block = prefill_block(tiled.k_width, wide and rows == 128)
+        return rows, block, blocks, PREFILL_LEAST // block
 
     parts = Parts.of(low, node, op, shapes)
     if tiled.direct:
         _decode(low, op, tiled, parts, few if most > N_EXACT else None)
     if not tiled.direct or most > N_EXACT:
         for rows in (64, 128):
-            _prefill(low, op, tiled, parts, rows, partial(_many, few, rows_of, rows), few)
+            _prefill(low, op, tiled, parts, rows, wide and rows == 128, partial(_many, few, rows_of, rows), few)
     parts.combine(low, _sinks(low, op))
 
 
@@ -377,7 +374,10 @@ def _rows_of_any(low: GpuLowering, part: HeadSlice) -> tuple[Arg, ...]:
     return at, *numbers, _place(source), low.cells(source) if isinstance(source, Cache) else low.n_cells
 
 
-def _prefill(low: GpuLowering, op: Attention, tiled: _Tiled, parts: Parts, rows: int, when: When, few: When) -> None:
+def _prefill(
+    low: GpuLowering, op: Attention, tiled: _Tiled, parts: Parts, rows: int, wide: bool, when: When, few: When
+) -> None:
+    """`wide`: 32 rows per warp instead of 16."""
     v, n_head, n_head_kv = op.v, op.n_head, op.n_head_kv
     slices = [*(p for p in tiled.k if p is not None), v]
     bf16 = any(isinstance(p.source, Cache) and p.source.type == GGMLType.BF16 for p in slices)
@@ -385,8 +385,8 @@ def _prefill(low: GpuLowering, op: Attention, tiled: _Tiled, parts: Parts, rows:
     k = [rows_16.args(p if p is not None else tiled.k[0]) for p in tiled.k]
     q = [_query(low, p if p is not None else tiled.q[0]) for p in tiled.q]
     low.emit(
-        f"attn_prefill_{tiled.k_width}_{'bf16' if bf16 else 'f16'}_r{rows}",
-        lambda c: (parts.tiles(c, rows), n_head_kv, parts.count(c)), 2 * rows,
+        f"attn_prefill_{tiled.k_width}_{'bf16' if bf16 else 'f16'}_r{rows}{'w' if wide else ''}",
+        lambda c: (n_head_kv, parts.tiles(c, rows), parts.count(c)), rows if wide else 2 * rows,
         prefill_shared(rows, tiled.k_width, v.width), low.state, *q[0], *q[1], *k[0], *k[1], *rows_16.args(v),
         *parts.refs, np.int32(n_head), np.int32(n_head_kv), *parts.args, _scale(op), *_view(low, op), when=when,
     )  # fmt: skip

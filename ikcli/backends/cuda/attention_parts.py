@@ -15,7 +15,7 @@ from ikcli.backends.cuda.lower import N_EXACT, Arg, Counts, GpuLowering, Ref
 from ikcli.graph import Node, Rows
 from ikcli.graph.ops_attention import Attention
 
-PART_LEAST = 4  # blocks of a part (attn_tiles.cuh)
+PART_LEAST = 2  # blocks of a part (attn_tiles.cuh)
 
 
 def _up(n: int, by: int) -> int:
@@ -48,15 +48,16 @@ class SplitPlan:
     most_rows: int  # rows of partial results that there is memory for
 
     @classmethod
-    def of(cls, low: GpuLowering, op: Attention, shapes: Callable[[Counts], tuple[int, int, int]]) -> SplitPlan:
-        """`shapes`: (rows of a tile, positions of a block, blocks an SM can hold) of the kernel for these counts."""
+    def of(cls, low: GpuLowering, op: Attention, shapes: Callable[[Counts], tuple[int, ...]]) -> SplitPlan:
+        """`shapes` of the kernel for these counts: rows of a tile, positions of a block, blocks an SM can hold, the
+        least blocks of a part unless parts are fixed."""
         longest, most = low.max_rows[Rows.KV], low.max_rows[Rows.TOKENS]
         limits = [n for n in (op.window, op.chunk) if n]
         plan = cls(op.n_head, op.n_head_kv, op.v.width, low.device.n_sm, longest, min([*limits, longest]),
                    bool(limits), 0, 1 << 62)  # fmt: skip
         if low.independent:
             one = Counts(1, 1, longest, 1, longest)
-            plan = replace(plan, most=max(1, plan._filling(one, *shapes(one))))
+            plan = replace(plan, most=max(1, plan._filling(one, shapes(one)[0], shapes(one)[2])))
         rows = 0
         for tokens in _token_buckets(most):
             for segments in {1, tokens}:
@@ -69,12 +70,12 @@ class SplitPlan:
         """The most parts whose sizes depend on positions alone, 0 for parts of equal size."""
         return self.most if c.n_tokens <= N_EXACT else 0
 
-    def _filling(self, c: Counts, rows: int, block: int, per_sm: int) -> int:
+    def _filling(self, c: Counts, rows: int, per_sm: int) -> int:
         """Parts that fill the GPU once."""
         blocks = self.n_head_kv * count_tiles(c, self.n_head // self.n_head_kv, rows)
         return self.n_sm * per_sm // max(blocks, 1)
 
-    def parts(self, c: Counts, rows: int, block: int, per_sm: int) -> int:
+    def parts(self, c: Counts, rows: int, block: int, per_sm: int, least: int = PART_LEAST) -> int:
         """Parts for these counts. Fixed ones of moving windows: the same number always, two more for their ends."""
         longest = min(c.longest or c.n_kv, self.n_cells)
         if fixed := self.fixed(c):
@@ -83,7 +84,7 @@ class SplitPlan:
             seen = self.seen if self.moves else min(longest, self.seen)
             return min(fixed, _up(_up(seen, block), PART_LEAST)) + (2 if self.moves else 0)
         positions = min(longest, self.seen + rows + block)
-        n = min(self._filling(c, rows, block, per_sm), _up(_up(positions, block), PART_LEAST))
+        n = min(self._filling(c, rows, per_sm), _up(_up(positions, block), least))
         return max(1, min(n, self.most_rows // max(1, c.n_tokens * self.n_head)))
 
 
@@ -101,13 +102,13 @@ class Parts:
     """The results of parts, and what attention kernels are told about them (`args`: out, parts, stats)."""
 
     plan: SplitPlan
-    shapes: Callable[[Counts], tuple[int, int, int]]
+    shapes: Callable[[Counts], tuple[int, ...]]
     out: Ref
     sums: Ref
     stats: Ref
 
     @classmethod
-    def of(cls, low: GpuLowering, node: Node, op: Attention, shapes: Callable[[Counts], tuple[int, int, int]]) -> Parts:
+    def of(cls, low: GpuLowering, node: Node, op: Attention, shapes: Callable[[Counts], tuple[int, ...]]) -> Parts:
         plan = SplitPlan.of(low, op, shapes)
         sums, stats = low.buffer(4 * plan.most_rows * plan.width), low.buffer(8 * plan.most_rows)
         return cls(plan, shapes, low.out(node), sums, stats)
@@ -133,6 +134,6 @@ class Parts:
         """Merge the parts, if there are several."""
         if self.plan.most_rows:
             heads, width = self.plan.n_head, self.plan.width
-            low.emit("attn_combine", lambda c: (c.n_tokens * heads, _up(width, 128), 1), 256, 0, low.state, self.sums,
+            low.emit("attn_combine", lambda c: (c.n_tokens * heads, _up(width, 64), 1), 256, 0, low.state, self.sums,
                      self.stats, self.out, np.int32(heads), self.args[0], np.int32(width), sinks,
                      when=lambda c: self.count(c) > 1)  # fmt: skip

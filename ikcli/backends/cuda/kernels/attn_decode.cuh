@@ -44,7 +44,7 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
   u16* sq = (u16*)smem_raw;
   u16* sk = sq + L::at_k + w * L::k_tile;
   u16* sv = sq + L::at_v + w * L::v_tile;
-  const i64 k_base = row_base(t, k_place), v_base = row_base(t, v_place);
+  const i64 k_base = row_base(st, t, k_place), v_base = row_base(st, t, v_place);
   const int k_col = k_first + kv_head * k_head, v_col = v_first + kv_head * v_head;
   const KvTensor kt = kv_tensor(k, k_cells, k_blocks, FORMAT == KT_ANY ? k_type : FORMAT);
   const KvTensor vt = kv_tensor(v, v_cells, v_blocks, FORMAT == KT_ANY ? v_type : FORMAT);
@@ -55,30 +55,32 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
   Raw16 raw[RAW ? (NK > NV ? NK : NV) : 1];
 
   const int first = start + w * 16;
-  if constexpr (RAW) fetch_rows<DK, ANY>(raw, kt, k_base, k_col, first, lo, hi);
-  else {
-    copy_rows<DK, 16, tile_row<DK>(), 32>(sk, k_rows, k_row, first, lo, hi, lane);
-    cp_commit();
-  }
   load_queries<BF, 16, DK, DECODE_THREADS / 32>(
       t, group, kv_head * group, scale,
       [&](i64 token, int head, int c) { return q + token * q_row + (i64)head * q_head + c; },
-      [&](int r, int c, uint2 x) { *(uint2*)(sq + r * tile_row<DK>() + c) = x; });
+      [&](int r, int c, uint2 x) { *(uint2*)(sq + r * tile_row<DK>() + c) = x; },
+      [&] {
+        if constexpr (RAW) fetch_rows<DK, ANY>(raw, kt, k_base, k_col, first, lo, hi);
+        else {
+          copy_rows<DK, 16, tile_row<DK>(), 32>(sk, k_rows, k_row, first, lo, hi, lane);
+          cp_commit();
+        }
+      });
   __syncthreads();
 
   const int r0 = lane / 4;
   const Sight sight[2] = {row_sight(t, view, t.row0 + r0, group), row_sight(t, view, t.row0 + r0 + 8, group)};
   const Cap cap = cap_of(softcap * LOG2E);
   SoftMax m = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
-  float o[DV / 8][4];
+  float o[1][DV / 8][4];
 #pragma unroll
   for (int n = 0; n < DV / 8; n++)
 #pragma unroll
-    for (int e = 0; e < 4; e++) o[n][e] = 0.f;
+    for (int e = 0; e < 4; e++) o[0][n][e] = 0.f;
 
   for (int pos = first; pos < hi; pos += DECODE_STEP) {
-    float s[2][4];
-    u32 p[1][4];
+    float s[1][2][4];
+    u32 p[1][1][4];
     if constexpr (RAW) {
       unpack_rows<DK, ANY>(sk, raw, kt, k_base, k_col, pos, lo, hi);
       fetch_rows<DV, ANY>(raw, vt, v_base, v_col, pos, lo, hi);
@@ -88,7 +90,7 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
       cp_wait<1>();
     }
     warp_sync();  // K is there
-    scores<BF, DK, 2>(s, sq, sk);
+    scores<BF, DK>(s, sq, sk);
     warp_sync();  // every lane has read K
     if constexpr (RAW) {
       unpack_rows<DV, ANY>(sv, raw, vt, v_base, v_col, pos, lo, hi);
@@ -97,10 +99,10 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
       copy_rows<DK, 16, tile_row<DK>(), 32>(sk, k_rows, k_row, pos + DECODE_STEP, lo, hi, lane);
       cp_commit();
     }
-    soft_max_step<BF, 2, DV / 8>(s, m, o, p, true, pos, sight, cap);
+    soft_max_step<BF>(s[0], m, o[0], p[0], true, pos, [&](int r) { return sight[r]; }, cap);
     if constexpr (!RAW) cp_wait<1>();
     warp_sync();  // V is there
-    add_values<BF, DV, 1>(o, p, sv);
+    add_values<BF, DV>(o, p, sv);
     warp_sync();
   }
   soft_max_end(m);
@@ -112,8 +114,8 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
 #pragma unroll
   for (int n = 0; n < DV / 8; n++) {
     float* to = so + (w * 16 + r0) * DV + n * 8 + (lane & 3) * 2;
-    *(float2*)to = make_float2(o[n][0], o[n][1]);
-    *(float2*)(to + 8 * DV) = make_float2(o[n][2], o[n][3]);
+    *(float2*)to = make_float2(o[0][n][0], o[0][n][1]);
+    *(float2*)(to + 8 * DV) = make_float2(o[0][n][2], o[0][n][3]);
   }
   if ((lane & 3) == 0) {
     *(float2*)(sm + (w * 16 + r0) * 2) = make_float2(m.top[0], m.sum[0]);

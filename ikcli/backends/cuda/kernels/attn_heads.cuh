@@ -12,10 +12,23 @@ template <int WIDTH> DI constexpr int tile_row() { return WIDTH + 8; }
 template <int W, int ROWS, int STRIDE, int THREADS>
 DI void copy_rows(u16* tile, const u8* data, i64 row_bytes, int pos, int lo, int hi, int thread) {
   constexpr int CHUNKS = W / 8;
-  for (int i = thread; i < ROWS * CHUNKS; i += THREADS) {
-    const int r = i / CHUNKS, c = i % CHUNKS;
-    const bool ok = pos + r >= lo && pos + r < hi;
-    cp16(tile + r * STRIDE + c * 8, data + (ok ? pos + r : lo) * row_bytes + c * 16, ok);
+  if constexpr (THREADS % CHUNKS == 0 && ROWS % (THREADS / CHUNKS) == 0) {  // a column per thread
+    constexpr int STEP = THREADS / CHUNKS;
+    const int c = thread % CHUNKS;
+    pos += thread / CHUNKS;
+    tile += thread / CHUNKS * STRIDE + c * 8;
+    const u8* from = data + pos * row_bytes + c * 16;
+#pragma unroll
+    for (int r = 0; r < ROWS; r += STEP, from += STEP * row_bytes) {
+      const bool ok = pos + r >= lo && pos + r < hi;
+      cp16(tile + r * STRIDE, ok ? from : data + c * 16 + lo * row_bytes, ok);
+    }
+  } else {
+    for (int i = thread; i < ROWS * CHUNKS; i += THREADS) {
+      const int r = i / CHUNKS, c = i % CHUNKS;
+      const bool ok = pos + r >= lo && pos + r < hi;
+      cp16(tile + r * STRIDE + c * 8, data + (ok ? pos + r : lo) * row_bytes + c * 16, ok);
+    }
   }
 }
 // 16 rows of any type through the registers of a warp: 16 columns per lane and turn, turns FROM..TO-1 of (W + 31) / 32.
@@ -68,10 +81,11 @@ struct SoftMax {
   float top[2], sum[2];
 };
 // Scores s[n] of positions pos + 8n + 2(lane&3).. -> 2^(s - maximum), in place, and their 16-bit pairs as the A operand
-// of P*V; `o` is rescaled. With `masked`, positions that rows do not see are -inf.
-template <bool BF, int N8, int NO>
+// of P*V; `o` is rescaled. With `masked`, positions that rows do not see are -inf; `sight` (0 or 1): what the rows lane/4
+// and lane/4 + 8 see.
+template <bool BF, int N8, int NO, class Seen>
 DI void soft_max_step(float (&s)[N8][4], SoftMax& m, float (&o)[NO][4], u32 (&p)[N8 / 2][4], bool masked, int pos,
-                      const Sight (&sight)[2], const Cap& cap) {
+                      Seen sight, const Cap& cap) {
   const int col = (threadIdx.x & 3) * 2;
   if (cap.cap > 0.f) {
 #pragma unroll
@@ -81,11 +95,15 @@ DI void soft_max_step(float (&s)[N8][4], SoftMax& m, float (&o)[NO][4], u32 (&p)
   }
   if (masked) {
 #pragma unroll
-    for (int n = 0; n < N8; n++)
+    for (int r = 0; r < 2; r++) {
+      const Sight seen = sight(r);
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        if (sight[e >> 1].hides(pos + n * 8 + col + (e & 1))) s[n][e] = -INFINITY;
-      }
+      for (int n = 0; n < N8; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          if (seen.hides(pos + n * 8 + col + e)) s[n][2 * r + e] = -INFINITY;
+        }
+    }
   }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -101,8 +119,10 @@ DI void soft_max_step(float (&s)[N8][4], SoftMax& m, float (&o)[NO][4], u32 (&p)
       add += s[n][2 * r] + s[n][2 * r + 1];
     }
     m.top[r] = peak, m.sum[r] = m.sum[r] * alpha + add;
+    if (ballot(alpha != 1.f)) {
 #pragma unroll
-    for (int n = 0; n < NO; n++) o[n][2 * r] *= alpha, o[n][2 * r + 1] *= alpha;
+      for (int n = 0; n < NO; n++) o[n][2 * r] *= alpha, o[n][2 * r + 1] *= alpha;
+    }
   }
 #pragma unroll
   for (int k = 0; k < N8 / 2; k++) {
@@ -114,28 +134,35 @@ DI void soft_max_end(SoftMax& m) {
 #pragma unroll
   for (int r = 0; r < 2; r++) m.sum[r] += shx(m.sum[r], 1), m.sum[r] += shx(m.sum[r], 2);
 }
-// s = Q K^T for 16 rows of Q and 8*N8 rows of K; q and k point at the first row of tiles.
-template <bool BF, int DK, int N8> DI void scores(float (&s)[N8][4], const u16* q, const u16* k) {
+// s = Q K^T for 16*M rows of Q and 8*N8 rows of K; q and k point at the first row of tiles.
+template <bool BF, int DK, int M, int N8> DI void scores(float (&s)[M][N8][4], const u16* q, const u16* k) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
-  for (int n = 0; n < N8; n++)
+  for (int m = 0; m < M; m++)
 #pragma unroll
-    for (int e = 0; e < 4; e++) s[n][e] = 0.f;
+    for (int n = 0; n < N8; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) s[m][n][e] = 0.f;
 #pragma unroll
   for (int c = 0; c < DK / 16; c++) {
-    u32 a[4];
-    ldsm4(a, q + (lane & 15) * tile_row<DK>() + c * 16 + (lane >> 4) * 8);
+    u32 a[M][4];
+#pragma unroll
+    for (int m = 0; m < M; m++) ldsm4(a[m], q + (m * 16 + (lane & 15)) * tile_row<DK>() + c * 16 + (lane >> 4) * 8);
 #pragma unroll
     for (int n = 0; n < N8 / 2; n++) {
       u32 b[4];
       ldsm4(b, k + (n * 16 + (lane & 7) + ((lane >> 4) << 3)) * tile_row<DK>() + c * 16 + ((lane >> 3) & 1) * 8);
-      mma16816<BF>(s[2 * n], a, b[0], b[1]);
-      mma16816<BF>(s[2 * n + 1], a, b[2], b[3]);
+#pragma unroll
+      for (int m = 0; m < M; m++) {
+        mma16816<BF>(s[m][2 * n], a[m], b[0], b[1]);
+        mma16816<BF>(s[m][2 * n + 1], a[m], b[2], b[3]);
+      }
     }
   }
 }
-// o += P V for 16*NK positions.
-template <bool BF, int DV, int NK> DI void add_values(float (&o)[DV / 8][4], const u32 (&p)[NK][4], const u16* v) {
+// o += P V for 16*NK positions and 16*M rows.
+template <bool BF, int DV, int M, int NK>
+DI void add_values(float (&o)[M][DV / 8][4], const u32 (&p)[M][NK][4], const u16* v) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int k = 0; k < NK; k++)
@@ -143,7 +170,10 @@ template <bool BF, int DV, int NK> DI void add_values(float (&o)[DV / 8][4], con
     for (int n = 0; n < DV / 16; n++) {
       u32 b[4];
       ldsm4t(b, v + (k * 16 + (lane & 7) + (((lane >> 3) & 1) << 3)) * tile_row<DV>() + n * 16 + (lane >> 4) * 8);
-      mma16816<BF>(o[2 * n], p[k], b[0], b[1]);
-      mma16816<BF>(o[2 * n + 1], p[k], b[2], b[3]);
+#pragma unroll
+      for (int m = 0; m < M; m++) {
+        mma16816<BF>(o[m][2 * n], p[m][k], b[0], b[1]);
+        mma16816<BF>(o[m][2 * n + 1], p[m][k], b[2], b[3]);
+      }
     }
 }

@@ -26,7 +26,7 @@ DI int most_seen(const View& view) {
 struct Split {
   int n_split, fixed, block;
 };
-constexpr int PART_LEAST = 4;
+constexpr int PART_LEAST = 2;
 DI int part_size(const Split& s, const View& view, int pos) {
   const int blocks = (min(pos + 1, most_seen(view)) + s.block - 1) / s.block;
   return max(PART_LEAST, (blocks + s.fixed - 1) / s.fixed) * s.block;
@@ -41,7 +41,8 @@ DI int same_parts(const Split& s, const View& view, int pos, int tokens) {
 struct Tile {
   int row0, n_rows;            // first row of the tile inside the segment, end of the rows it may have
   i64 token0;                  // first token of the segment in the micro-batch
-  i64 cell, kv_row, window;    // row of position 0: in caches, in compact rows, in caches of windows
+  i64 cell, kv_row;            // row of position 0: in caches, in compact rows
+  int segment;
   int pos;                     // position of the first token
   int kv_first, kv_end;        // positions that rows of the tile may see
 };
@@ -73,7 +74,7 @@ DI bool find_tile(const i64* st, int index, int tile_rows, int group, const View
     t.row0 = index < mine ? index * tile_rows : heads + (index - mine) * tile_rows;
     const int all_rows = (int)shfl_u32((u32)tokens, at) * group;
     t.n_rows = index < mine ? heads : all_rows;
-    t.token0 = p[SEG_START], t.cell = p[SEG_CELL], t.kv_row = p[SEG_KV_START], t.window = step_windows(st)[first + at];
+    t.token0 = p[SEG_START], t.cell = p[SEG_CELL], t.kv_row = p[SEG_KV_START], t.segment = first + at;
     t.pos = (int)shfl_u32((u32)pos, at);
     t.kv_first = first_seen(view, t.pos + t.row0 / group);
     t.kv_end = t.pos + (min(t.row0 + tile_rows, t.n_rows) - 1) / group + 1;
@@ -82,7 +83,10 @@ DI bool find_tile(const i64* st, int index, int tile_rows, int group, const View
   return false;
 }
 // Where rows of a tensor are: at cells, compact rows, or cells of windows (attention.py: PLACES).
-DI i64 row_base(const Tile& t, int place) { return place == 0 ? t.cell : place == 1 ? t.kv_row : t.window; }
+DI i64 row_base(const i64* st, const Tile& t, int place) {
+  if (place == 2) return step_windows(st)[t.segment];
+  return place ? t.kv_row : t.cell;
+}
 // Position of a row, -1 beyond the segment: positions up to it are visible.
 DI int row_pos(const Tile& t, int row, int group) { return row < t.n_rows ? t.pos + row / group : -1; }
 // The positions that a row sees: from .. from + more; none beyond the segment.
@@ -137,26 +141,39 @@ DI float row_factor(float top, float sum, const float* sinks, int head) {
 }
 
 // The queries of a tile as ROWS rows of WIDTH values, a row (two short ones) per warp and turn: `at` (token, head, column)
-// is where four values are, `put` (row, column, two pairs of 16 bits) where they go. Scaled in f32.
-template <bool BF, int ROWS, int WIDTH, int WARPS, class At, class Put>
-DI void load_queries(const Tile& t, int group, int first_head, float scale, At at, Put put) {
+// is where four values are, `put` (row, column, two pairs of 16 bits) where they go. Scaled in f32. Up to
+// MOST rows of a warp are on their way at once; `then` is called behind the first of these reads, because those of it would
+// delay them.
+template <bool BF, int ROWS, int WIDTH, int WARPS, class At, class Put, class Then>
+DI void load_queries(const Tile& t, int group, int first_head, float scale, At at, Put put, Then then) {
   constexpr int LANES = WIDTH <= 64 ? 16 : 32, PER = 32 / LANES, TURNS = (WIDTH / 4 + LANES - 1) / LANES;
-  const int lane = threadIdx.x & 31, w = threadIdx.x >> 5;
-#pragma unroll 2
-  for (int r = w * PER + lane / LANES; r < ROWS; r += WARPS * PER) {
-    const int row = t.row0 + r, head = first_head + row % group;
-    const i64 token = t.token0 + row / group;
-    float4 v[TURNS];
+  constexpr int ALL = (ROWS + WARPS * PER - 1) / (WARPS * PER), MOST = TURNS > 2 ? 4 : 8;
+  constexpr int AT_ONCE = ALL < MOST ? ALL : MOST;
+  const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * PER + lane / LANES;
+#pragma unroll 1
+  for (int turn = 0; turn < ALL; turn += AT_ONCE) {
+    float4 v[AT_ONCE][TURNS];
 #pragma unroll
-    for (int i = 0; i < TURNS; i++) {
-      const int c = (lane % LANES + i * LANES) * 4;
-      v[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (row < t.n_rows && c < WIDTH) v[i] = *(const float4*)at(token, head, c);
+    for (int x = 0; x < AT_ONCE; x++) {
+      const int row = t.row0 + first + (turn + x) * WARPS * PER, head = first_head + row % group;
+      const i64 token = t.token0 + row / group;
+#pragma unroll
+      for (int i = 0; i < TURNS; i++) {
+        const int c = (lane % LANES + i * LANES) * 4;
+        v[x][i] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (row < t.n_rows && c < WIDTH) v[x][i] = *(const float4*)at(token, head, c);
+      }
     }
+    if (turn == 0) then();
 #pragma unroll
-    for (int i = 0; i < TURNS; i++) {
-      const int c = (lane % LANES + i * LANES) * 4;
-      if (c < WIDTH) put(r, c, make_uint2(pack2<BF>(v[i].x * scale, v[i].y * scale), pack2<BF>(v[i].z * scale, v[i].w * scale)));
+    for (int x = 0; x < AT_ONCE; x++) {
+      const int r = first + (turn + x) * WARPS * PER;
+#pragma unroll
+      for (int i = 0; i < TURNS; i++) {
+        const int c = (lane % LANES + i * LANES) * 4;
+        const float4 q = v[x][i];
+        if (r < ROWS && c < WIDTH) put(r, c, make_uint2(pack2<BF>(q.x * scale, q.y * scale), pack2<BF>(q.z * scale, q.w * scale)));
+      }
     }
   }
 }

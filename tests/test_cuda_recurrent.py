@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from ikcli.graph.micro_batch import Segment
 pytestmark = needs_emulation
 Array = npt.NDArray[Any]
 LENGTHS = ([1], [2, 1, 8], [33], [31, 1], [32, 3, 17], [1, 1, 1, 1], [5, 0, 65])
+CHUNKS = ([64], [70, 3, 130], [1, 200], [63, 65])  # a delta net goes by chunks of 64
 
 
 class Device:
@@ -108,7 +110,27 @@ def compare(case: Case, lengths: Any = LENGTHS, tolerance: float = 1e-5) -> None
     [(4, 2, 64, 64, True), (1, 1, 128, 128, False), (6, 3, 16, 48, False), (2, 2, 144, 16, False)],
 )
 def test_delta_net(n_head: int, n_head_k: int, dk: int, dv: int, tiled: bool, by_column: bool) -> None:
-    compare(delta_case(Heads(n_head, n_head_k, dk, dv, by_column, tiled)))
+    compare(delta_case(Heads(n_head, n_head_k, dk, dv, by_column, tiled)), (*LENGTHS, *CHUNKS))
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+def test_delta_net_in_turns(by_column: bool) -> None:
+    """More chunks than there is memory for at once; decays that leave nothing."""
+    compare(delta_case(Heads(2, 1, 32, 48, by_column), strongest=6.0), ([20, 3], [150, 700, 1, 300]), 2e-5)
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+def test_values_of_any_size_in_chunks(by_column: bool) -> None:
+    """What depends on values is scaled before products of 16-bit numbers."""
+    case = delta_case(Heads(1, 1, 64, 64, by_column))
+    for factor in (1e-30, 1e20):
+
+        def make(rng: np.random.Generator, n: int, factor: float = factor) -> dict[str, Array]:
+            values = dict(case.make(rng, n))
+            values["qkv"][:, 128:] *= factor
+            return values
+
+        compare(replace(case, make=make), ([10], [130]))
 
 
 @pytest.mark.parametrize("widths", [(16,), (80, 16, 208), (256, 64)])

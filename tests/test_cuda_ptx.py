@@ -79,7 +79,7 @@ def test_weights_are_decoded_once_for_all_rows(package: Package) -> None:
     large = {"mv_iq5_k": 1000, "mv_iq6_k": 1300, "mv_iq5_ks": 900, "mv_iq2_kl": 800, "mv_iq3_kt": 850, "mv_iq4_kt": 850}
     loops = {k.name: k.loop for k in package.kernels.values() if k.name.startswith("mv_")}
     assert len(loops) > 40 and all(n > 100 for n in loops.values())
-    assert not {name: n for name, n in loops.items() if n > large.get(name, 700)}
+    assert not {name: n for name, n in loops.items() if n > large.get(name.removesuffix("_one"), 700)}
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -23,6 +23,7 @@ from recurrent_cases import (
     scan_case,
 )
 
+from ikcli.backends.cuda import rules_recurrent
 from ikcli.backends.cuda.lower import Counts, GpuLowering, GpuProgram, all_rules, lower
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Graph, Node, Rows
@@ -114,8 +115,10 @@ def test_delta_net(n_head: int, n_head_k: int, dk: int, dv: int, tiled: bool, by
 
 
 @pytest.mark.parametrize("by_column", [False, True])
-def test_delta_net_in_turns(by_column: bool) -> None:
-    """More chunks than there is memory for at once; decays that leave nothing."""
+@pytest.mark.parametrize("scan", range(len(rules_recurrent.SCANS)))
+def test_delta_net_in_turns(scan: int, by_column: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More chunks than there is memory for at once; decays that leave nothing; all sizes of shared memory."""
+    monkeypatch.setattr(rules_recurrent, "SCANS", rules_recurrent.SCANS[scan:])
     compare(delta_case(Heads(2, 1, 32, 48, by_column), strongest=6.0), ([20, 3], [150, 700, 1, 300]), 2e-5)
 
 

@@ -302,7 +302,7 @@ def test_kernels_by_bucket() -> None:
     run.run(node)
     for n in (1, 8, 9, 512):
         products = [r for r in run.program.launches(Counts(n, 1, n)) if r.kernel[:3] in ("mv_", "mm_")]
-        assert [r.kernel for r in products] == ["mv_q4_K" if n <= MV_ROWS else "mm_q4_K"]
+        assert [r.kernel for r in products] == ["mv_q4_K_one" if n == 1 else "mv_q4_K" if n <= MV_ROWS else "mm_q4_K"]
         assert products[0].grid[1] == (1 if n <= MV_ROWS else -(-n // 64))
 
 

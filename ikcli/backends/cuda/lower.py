@@ -93,7 +93,8 @@ Shared = int | Callable[[Counts], int]
 class GpuLaunch:
     """One launch: left out where `when` is false for the counts or the grid is empty.
 
-    `node` is the (first) node it computes, `also` are more nodes that it completes.
+    `node` is the (first) node it computes, `also` are more nodes that it completes. `instead`: another kernel with the
+    same parameters, and the counts that it is for.
     """
 
     kernel: str
@@ -104,6 +105,11 @@ class GpuLaunch:
     node: Node
     when: Callable[[Counts], bool] | None = None
     also: tuple[Node, ...] = ()
+    instead: tuple[str, Callable[[Counts], bool]] | None = None
+
+    def kernel_for(self, counts: Counts) -> str:
+        """The kernel that runs."""
+        return self.instead[0] if self.instead is not None and self.instead[1](counts) else self.kernel
 
     def __post_init__(self) -> None:
         names = places(self.kernel)
@@ -196,10 +202,11 @@ class GpuLowering(Buffers):
         shared: Shared,
         *args: Arg,
         when: Callable[[Counts], bool] | None = None,
+        instead: tuple[str, Callable[[Counts], bool]] | None = None,
     ) -> None:
         """Append a launch. Grids are upper bounds: blocks beyond the rows of the step block return."""
         assert self._current is not None
-        self.ops.append(GpuLaunch(kernel, grid, block, shared, args, self._current, when))
+        self.ops.append(GpuLaunch(kernel, grid, block, shared, args, self._current, when, instead=instead))
 
 
 class GpuProgram:
@@ -219,7 +226,7 @@ class GpuProgram:
     @property
     def kernels(self) -> list[str]:
         """Every kernel the program may launch."""
-        return list(dict.fromkeys(op.kernel for op in self.ops))
+        return list(dict.fromkeys(k for op in self.ops for k in (op.kernel, *(op.instead or ())[:1])))
 
     @property
     def constants(self) -> Mapping[int, bytes]:
@@ -276,7 +283,7 @@ class GpuProgram:
                 continue
             shared = op.shared(counts) if callable(op.shared) else op.shared
             args = tuple(self._scalar(arg, counts) for arg in op.args)
-            yield Launch(op.kernel, grid, op.block, shared, args)
+            yield Launch(op.kernel_for(counts), grid, op.block, shared, args)
 
     def _scalar(self, arg: Arg, counts: Counts) -> Scalar:
         if isinstance(arg, Ref):

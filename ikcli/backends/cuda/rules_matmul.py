@@ -109,9 +109,10 @@ class Few:
     """Whether a value has few rows."""
 
     rows: RowSpec
+    most: int = MV_ROWS
 
     def __call__(self, c: Counts) -> bool:
-        return c.rows(self.rows) <= MV_ROWS
+        return c.rows(self.rows) <= self.most
 
 
 def _dense(low: GpuLowering, node: Node, w: Weight, x: HeadSlice, heads: int) -> None:
@@ -124,7 +125,7 @@ def _dense(low: GpuLowering, node: Node, w: Weight, x: HeadSlice, heads: int) ->
         bits = split_of(low, m, items * heads)
         low.emit(f"mv_{m.fmt.name}", (_blocks(items, bits), 1, heads), MV_THREADS, 0, low.state, *low.row_args(rows),
                  *m.args(low, 0), a.at, a.row, a.head, *out, *tail, np.int32(bits), *_NO_MORE * 2,
-                 when=Few(rows))  # fmt: skip
+                 when=Few(rows), instead=(f"mv_{m.fmt.name}_one", Few(rows, 1)))  # fmt: skip
     if many:
         a = _input(low, w, x, heads, _not(Few(rows)))
         _tiles(low, node, m, (a.at, a.row, a.head, *out, *tail))
@@ -243,6 +244,10 @@ class ByExpert:
         """Few rows per expert, or few tokens, whose results must not depend on how many they are: `mv_*`."""
         return self._few(c.rows(self.plan.rows))
 
+    def one(self, c: Counts) -> bool:
+        """One token, which no expert has twice."""
+        return c.rows(self.plan.rows) <= sort_of(self.plan).n_used
+
     def _few(self, pairs: int) -> bool:
         return pairs <= MV_ROWS * sort_of(self.plan).n_used or pairs <= FEW_PER_EXPERT * self.n_expert
 
@@ -268,7 +273,8 @@ class ByExpert:
         blocks = _blocks(items, bits)
         low.emit(f"mv_{m.fmt.name}", lambda c: (blocks, max_tiles(c.rows(rows), self.n_expert, 0), 1), MV_THREADS, 0,
                  low.state, *low.row_args(rows), *m.args(low, 0 if gate is None else low.weight(gate, m.row_bytes)),
-                 *self._tail(a, w, out, 0), np.int32(bits), *_NO_MORE * 2, when=self.few)  # fmt: skip
+                 *self._tail(a, w, out, 0), np.int32(bits), *_NO_MORE * 2, when=self.few,
+                 instead=(f"mv_{m.fmt.name}_one", self.one))  # fmt: skip
 
     def gemm(self, w: Weight, x: Node, sorted_in: bool, out: Ref) -> None:
         """`mm_*`: w . x for many rows."""

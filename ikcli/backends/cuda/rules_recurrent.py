@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -20,9 +21,11 @@ V_COLUMNS = 32  # of a block of one, and of delta_scan.cu
 CHUNK, CHUNK_COLUMNS = 64, 128  # tokens of a chunk, most columns of keys and values (delta_chunks.cuh)
 CHUNK_TERMS, CHUNK_KEYS, CHUNK_FACTORS = 49152, 65536, 1024  # bytes of a chunk and head
 CHUNK_SHARED = 98304 + 2432  # delta_chunks.cu
-CHUNKS_FROM = 40  # tokens of a segment, on average, from which on chunks are faster
-TURN_SLOTS = 8  # chunks that there is memory for: what is written then stays in L2 until it is read
-SCAN_STAGES = (2, 4)  # kernels of delta_scan.cu
+# Tokens of a segment, on average, from which on chunks are faster: with a decay per head, per column.
+CHUNKS_FROM = (40, 80)
+TURN_SLOTS = 16  # chunks that there is memory for: what is written then stays in L2 until it is read
+# Kernels of delta_scan.cu and their bytes of shared memory, the fastest first; the last one fits every GPU.
+SCANS = (("delta_scan_w2", 217088), ("delta_scan_w1", 150528), ("delta_scan", 2 * 32768 + 33 * 1024))
 
 
 @RULES.add(ShortConv, "state parts weights biases")
@@ -73,70 +76,61 @@ def _delta_net(low: GpuLowering, node: Node, op: DeltaNet) -> None:
     slices: list[Arg] = []
     for part in (op.q, op.k, op.v):
         slices += [low.out(part.node) + 4 * part.offset, part.node.cols, np.int32(part.head_stride)]
-    in_chunks = _fits_chunks(op) and low.max_rows[Rows.TOKENS] >= CHUNKS_FROM
+    least = CHUNKS_FROM[op.by_column]
+    in_chunks = _fits_chunks(op) and low.max_rows[Rows.TOKENS] >= least
     kernel = f"delta_net_{most}" + "_columns" * op.by_column
     low.emit(kernel, lambda c: (c.n_segments, op.n_head, parts_of(dv, V_COLUMNS)), 128, _staged(most, op.by_column),
              low.state, low.cache(op.state),
              op.state.cols, *slices, low.out(op.decay), low.out(op.beta), low.out(node), np.int32(op.n_head),
              np.int32(op.n_head_k), np.int32(dk), np.int32(dv), np.float32(op.scale), np.int32(op.tiled),
-             when=_by_token if in_chunks else None)  # fmt: skip
+             when=partial(_by_token, least) if in_chunks else None)  # fmt: skip
     if in_chunks:
-        _delta_chunks(low, node, op, slices)
+        _delta_chunks(low, node, op, slices, least)
 
 
 def _fits_chunks(op: DeltaNet) -> bool:
     """Whether the kernels for chunks take the op: they read four columns at once."""
-    aligned = all((s.offset | s.head_stride | s.node.cols) % 4 == 0 for s in (op.q, op.k, op.v))
+    aligned = all((s.offset | s.head_stride | s.node.cols | s.width) % 4 == 0 for s in (op.q, op.k, op.v))
     return aligned and max(op.k.width, op.v.width) <= CHUNK_COLUMNS
 
 
-def _by_token(c: Counts) -> bool:
-    return c.n_tokens < CHUNKS_FROM * c.n_segments
+def _by_token(least: int, c: Counts) -> bool:
+    return c.n_tokens < least * c.n_segments
 
 
-def _slots(c: Counts) -> int:
+def _slots(least: int, c: Counts) -> int:
     """Chunks of all segments, at most; segments begin anywhere."""
-    return 0 if _by_token(c) else (c.n_tokens - 1) // CHUNK + c.n_segments
+    return 0 if _by_token(least, c) else (c.n_tokens - 1) // CHUNK + c.n_segments
 
 
-def _delta_chunks(low: GpuLowering, node: Node, op: DeltaNet, slices: list[Arg]) -> None:
+def _delta_chunks(low: GpuLowering, node: Node, op: DeltaNet, slices: list[Arg], least: int) -> None:
     """By chunks, in turns of as many as there is memory for: what does not read the state, then the states."""
     n, dv, by_column, most = op.n_head, op.v.width, op.by_column, low.max_rows[Rows.TOKENS]
-    most_slots = (most - 1) // CHUNK + most // CHUNKS_FROM
+    most_slots = (most - 1) // CHUNK + most // least
     turn = min(TURN_SLOTS, most_slots)
     key_heads = n if by_column else op.n_head_k
     work = [low.buffer(turn * heads * n_bytes) for heads, n_bytes in
             ((n, CHUNK_TERMS), (key_heads, CHUNK_KEYS), (n, 4 * dv * CHUNK), (n, CHUNK_FACTORS))]  # fmt: skip
     sizes = np.int32(n), np.int32(op.n_head_k), np.int32(op.k.width), np.int32(dv)
     slices_of_v = parts_of(dv, V_COLUMNS)
+    scan, shared = next(s for s in SCANS if s[1] <= low.device.max_shared or s is SCANS[-1])
     for slot in range(0, most_slots, turn):
 
         def some(c: Counts, slot: int = slot) -> int:
-            return max(0, min(turn, _slots(c) - slot))
+            return max(0, min(turn, _slots(least, c) - slot))
 
-        low.emit("delta_chunks" + "_columns" * by_column, lambda c, some=some: (some(c), n, 1), 256, CHUNK_SHARED,
+        def grid(c: Counts, some: Callable[[Counts], int] = some) -> tuple[int, int, int]:
+            return some(c), n, 1
+
+        def when(c: Counts, some: Callable[[Counts], int] = some) -> bool:
+            return some(c) > 0
+
+        low.emit("delta_chunks" + "_columns" * by_column, grid, 256, CHUNK_SHARED,
                  low.state, *work, np.int32(slot), *slices, low.out(op.decay), low.out(op.beta), *sizes,
-                 np.int32(op.tiled), when=lambda c, some=some: some(c) > 0)  # fmt: skip
-        for stages, chosen in _scan_stages(low, lambda c: c.n_segments * n * slices_of_v):
-            low.emit(f"delta_scan_s{stages}" + "_columns" * by_column, lambda c: (c.n_segments, n, slices_of_v), 256,
-                     _scan_shared(stages), low.state, low.cache(op.state), op.state.cols, *work, np.int32(slot),
-                     np.int32(turn), low.out(node), *sizes, np.float32(op.scale), np.int32(op.tiled),
-                     when=lambda c, some=some, chosen=chosen: some(c) > 0 and chosen(c))  # fmt: skip
-
-
-def _scan_stages(
-    low: GpuLowering, blocks: Callable[[Counts], int]
-) -> list[tuple[int, Callable[[Counts], bool]]]:
-    """(buffers for operands, when that kernel runs): few where two blocks of an SM find more to do than one."""
-    few, many = SCAN_STAGES
-    if _scan_shared(many) > low.device.max_shared:
-        return [(few, lambda c: True)]
-    return [(few, lambda c: blocks(c) > low.device.n_sm), (many, lambda c: blocks(c) <= low.device.n_sm)]
-
-
-def _scan_shared(stages: int) -> int:
-    """Bytes of shared memory: operands, those that warps make for each other, largest numbers."""
-    return stages * 32768 + 32 * 1024 + 1024
+                 np.int32(op.tiled), when=when)  # fmt: skip
+        low.emit(scan + "_columns" * by_column, lambda c: (c.n_segments, n, slices_of_v), 256, shared, low.state,
+                 low.cache(op.state), op.state.cols, *work, np.int32(slot), np.int32(turn), low.out(node), *sizes,
+                 np.float32(op.scale), np.int32(op.tiled), when=when)  # fmt: skip
 
 
 def _staged(most: int, by_column: bool) -> int:

@@ -105,6 +105,36 @@ DI float sums16(float (&v)[16]) {
   return v[0] + shx(v[0], 1);
 }
 
+// With decays by column, products inside of blocks of 16 tokens: keys decay on from token to token. A warp has every other key
+// of a block; lanes 4 i + 0 and + 1 get those of keys with key 2 i + (warp & 1), lanes 4 i + 2 and + 3 of queries with it.
+DI void products_inside(float (&inside)[8], const float* k, const float* q, const float* decay, int n, int dk) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, block = warp >> 1, odd = warp & 1, col = 4 * lane;
+  float4 key[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) key[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+  for (int t = 0; t < 16; t++) {
+    const int row = 16 * block + t;
+    const float4 now = ld_f4(k + row * DK + col), query = ld_f4(q + row * DK + col);
+    const float4 a = row < n && col < dk ? ld_f4(decay + row * DK + col) : make_float4(1.f, 1.f, 1.f, 1.f);
+    float sums[16];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int from = 2 * i + odd;
+      sums[2 * i] = sums[2 * i + 1] = 0.f;
+      if (from > t) continue;
+      float4& x = key[i];
+      if (from == t) x = now;
+      else x = make_float4(x.x * a.x, x.y * a.y, x.z * a.z, x.w * a.w);
+      sums[2 * i] = (x.x * now.x + x.y * now.y) + (x.z * now.z + x.w * now.w);
+      sums[2 * i + 1] = (x.x * query.x + x.y * query.y) + (x.z * query.z + x.w * query.w);
+    }
+    const float sum = sums16(sums);
+#pragma unroll
+    for (int j = 0; j < 8; j++) inside[j] = t == 2 * j + (lane & 1) ? sum : inside[j];
+  }
+}
+
 template <bool BY_COLUMN>
 DI void chunk_terms(const i64* st, Work work, Rows q, Rows k, Rows v, const float* decay, const float* beta_rows, int n_head,
                      int n_head_k, int dk, int dv, int tiled) {
@@ -141,29 +171,51 @@ DI void chunk_terms(const i64* st, Work work, Rows q, Rows k, Rows v, const floa
     beta[t] = t < n ? 1.f / (1.f + expf(-beta_rows[(start + t) * n_head + head])) : 0.f;
     if (!BY_COLUMN) decays[t] = t < n ? decay[t * decay_row] : 1.f;
   }
+  float inside[8];  // products inside of blocks, by column: of tokens 2 j + (lane & 1)
   if (BY_COLUMN) {
+    const float *raw_k = (const float*)s_k, *raw_q = (const float*)s_q, *raw_a = (const float*)s_x;
+    for (int i = threadIdx.x; i < CHUNK * 32; i += THREADS) {
+      const int row = i >> 5, col = 4 * (i & 31);
+      const bool there = row < n && col < dk;
+      cp16(s_k + 16 * i, there ? k.at + row * k.row + col : k.at, there);
+      cp16(s_q + 16 * i, there ? q.at + row * q.row + col : q.at, there);
+      cp16(s_x + 16 * i, there ? decay + row * decay_row + col : decay, there);
+    }
+    cp_commit();
+    cp_wait<0>();
+    __syncthreads();
+    products_inside(inside, raw_k, raw_q, raw_a, n, dk);
     const int col = 2 * (threadIdx.x & 63), block = threadIdx.x >> 6, at0 = (col >> 6) * TILE;
-    auto pair_of = [&](const float* from, i64 stride, int row, float none) {
-      return row < n && col < dk ? *(const float2*)(from + row * stride + col) : make_float2(none, none);
-    };
-    float2 kept = make_float2(1.f, 1.f);
-#pragma unroll 4
+    float2 kept = make_float2(1.f, 1.f), x[16], a[16];
+#pragma unroll
     for (int t = 0; t < 16; t++) {
-      const int row = 16 * block + t, at = at0 + pair_place(row, col & 63);
-      const float2 a = pair_of(decay, decay_row, row, 1.f), key = pair_of(k.at, k.row, row, 0.f);
-      const float2 query = pair_of(q.at, q.row, row, 0.f);
-      kept.x *= a.x, kept.y *= a.y;
-      split2(key.x * kept.x, key.y * kept.y, *(u32*)(s_k + at), *(u32*)(s_k + at + PLANE));
-      split2(query.x * kept.x, query.y * kept.y, *(u32*)(s_q + at), *(u32*)(s_q + at + PLANE));
+      const int row = 16 * block + t;
+      x[t] = *(const float2*)(raw_q + row * DK + col);
+      a[t] = row < n && col < dk ? *(const float2*)(raw_a + row * DK + col) : make_float2(1.f, 1.f);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int t = 0; t < 16; t++) {
+      const int at = at0 + pair_place(16 * block + t, col & 63);
+      kept.x *= a[t].x, kept.y *= a[t].y;
+      split2(x[t].x * kept.x, x[t].y * kept.y, *(u32*)(s_q + at), *(u32*)(s_q + at + PLANE));
+      x[t] = *(const float2*)(raw_k + (16 * block + t) * DK + col);
     }
     *(float2*)(blocks + block * DK + col) = kept;
+    __syncthreads();
     kept = make_float2(1.f, 1.f);
-#pragma unroll 4
+#pragma unroll
+    for (int t = 0; t < 16; t++) {
+      const int at = at0 + pair_place(16 * block + t, col & 63);
+      kept.x *= a[t].x, kept.y *= a[t].y;
+      split2(x[t].x * kept.x, x[t].y * kept.y, *(u32*)(s_k + at), *(u32*)(s_k + at + PLANE));
+    }
+    kept = make_float2(1.f, 1.f);
+#pragma unroll
     for (int t = 15; t >= 0; t--) {
-      const int row = 16 * block + t, at = at0 + pair_place(row, col & 63);
-      const float2 a = pair_of(decay, decay_row, row, 1.f), key = pair_of(k.at, k.row, row, 0.f);
-      split2(key.x * kept.x, key.y * kept.y, *(u32*)(s_x + at), *(u32*)(s_x + at + PLANE));
-      kept.x *= a.x, kept.y *= a.y;
+      const int at = at0 + pair_place(16 * block + t, col & 63);
+      split2(x[t].x * kept.x, x[t].y * kept.y, *(u32*)(s_x + at), *(u32*)(s_x + at + PLANE));
+      kept.x *= a[t].x, kept.y *= a[t].y;
     }
   } else {
 #pragma unroll
@@ -174,8 +226,8 @@ DI void chunk_terms(const i64* st, Work work, Rows q, Rows k, Rows v, const floa
   }
   __syncthreads();
   float* between = (float*)s_x;  // D(i, t) as [t][i], where decays are per head
-  if (!BY_COLUMN && threadIdx.x < CHUNK) {
-    const int i = threadIdx.x;
+  if (!BY_COLUMN && threadIdx.x >= CHUNK && threadIdx.x < 2 * CHUNK) {  // warps with one pair below
+    const int i = threadIdx.x - CHUNK;
     float d = 1.f;
 #pragma unroll 8
     for (int t = 0; t < CHUNK; t++) {
@@ -271,36 +323,14 @@ DI void chunk_terms(const i64* st, Work work, Rows q, Rows k, Rows v, const floa
       if (!BY_COLUMN) store16(terms + 2 * TILE, 16 * i, 16 * j, pairs[turn][1]);
     }
   }
-  if (BY_COLUMN) {  // inside of blocks: keys decay on from token to token; a warp has every other key of a block
-    const int block = warp >> 1, odd = warp & 1, col = 4 * lane;
-    float4 key[8];
+  if (BY_COLUMN) {
+    const int block = warp >> 1, number = lane >> 1;
 #pragma unroll
-    for (int i = 0; i < 8; i++) key[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 1
-    for (int t = 0; t < 16; t++) {
-      const int row = 16 * block + t;
-      const bool there = row < n && col < dk;
-      const float4 now = four_of(k, row, n, dk), query = four_of(q, row, n, dk);
-      const float4 a = there ? ld_f4(decay + row * decay_row + col) : make_float4(1.f, 1.f, 1.f, 1.f);
-      float sums[16];
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const int from = 2 * i + odd;
-        sums[2 * i] = sums[2 * i + 1] = 0.f;
-        if (from > t) continue;
-        float4& x = key[i];
-        if (from == t) x = now;
-        else x = make_float4(x.x * a.x, x.y * a.y, x.z * a.z, x.w * a.w);
-        sums[2 * i] = (x.x * now.x + x.y * now.y) + (x.z * now.z + x.w * now.w);
-        sums[2 * i + 1] = (x.x * query.x + x.y * query.y) + (x.z * query.z + x.w * query.w);
-      }
-      const float sum = sums16(sums);
-      const int number = lane >> 1;
-      if ((lane & 1) == 0) {
-        u8* to = (number & 1 ? terms + 2 * TILE : s_m) + pair_place(row, 16 * block + (number & ~1) + odd);
-        const u16 hi = f2h(sum);
-        *(u16*)to = hi, *(u16*)(to + PLANE) = f2h(sum - f16f(hi));
-      }
+    for (int j = 0; j < 8; j++) {
+      const int row = 16 * block + 2 * j + (lane & 1), col = 16 * block + (number & ~1) + (warp & 1);
+      u8* to = (number & 1 ? terms + 2 * TILE : s_m) + pair_place(row, col);
+      const u16 hi = f2h(inside[j]);
+      *(u16*)to = hi, *(u16*)(to + PLANE) = f2h(inside[j] - f16f(hi));
     }
   }
   if (BY_COLUMN) load_values();

@@ -41,8 +41,8 @@ DI void read_most(const float* most, float (&power)[2], float (&inverse)[2]) {
 }
 
 template <bool BY_COLUMN, int STAGES>
-DI void delta_scan(const i64* st, float* states, i64 state_cols, Work work, float* out, int n_head, int n_head_k, int dk, int dv,
-                   float scale, int tiled) {
+DI void delta_scan_steps(const i64* st, float* states, i64 state_cols, Work work, float* out, int n_head, int n_head_k, int dk,
+                         int dv, float scale, int tiled) {
   SMEM_DECL
   u8 *s_state = smem_raw + STAGES * UNIT, *s_u = s_state + 16 * OPERAND, *s_left = s_u + 8 * OPERAND;
   float *most_u = (float*)(s_left + 8 * OPERAND), *most_s = most_u + 128;
@@ -126,7 +126,8 @@ DI void delta_scan(const i64* st, float* states, i64 state_cols, Work work, floa
 
   for (int chunk = first; chunk < last; chunk++) {
     const i64 item = (i64)(slot + chunk) * n_head + head;
-    const float *wanted = work.wanted + (item * dv + row + (lane >> 2)) * CHUNK + 16 * g + pair, *factors = work.factors + item * FACTORS;
+    const float* wanted = work.wanted + (item * dv + row + (lane >> 2)) * CHUNK + 16 * g + pair;
+    const float* factors = work.factors + item * FACTORS;
     const u8* tiles = next();
     float u[2][4], o[2][4], kept[2][2][2], since[2][2], left[2][2], u_power[2], u_inverse[2];
     Sums c;
@@ -223,15 +224,221 @@ DI void delta_scan(const i64* st, float* states, i64 state_cols, Work work, floa
   }
 }
 
+// The same where shared memory is large: two steps per chunk, W and q at once, then k and P, with all operands of a chunk
+// there, and those of the next on their way; AHEAD: W and q of two chunks. Every warp scales what it shares by itself.
+template <bool BY_COLUMN, int AHEAD>
+DI void delta_scan_wide(const i64* st, float* states, i64 state_cols, Work work, float* out, int n_head, int n_head_k, int dk,
+                        int dv, float scale, int tiled) {
+  SMEM_DECL
+  u8 *s_key = smem_raw + AHEAD * 2 * UNIT, *s_state = s_key + UNIT + TILE, *s_u = s_state + 16 * OPERAND;
+  u8* s_left = s_u + 8 * OPERAND;
+  float *inverse_u = (float*)(s_left + 8 * OPERAND), *inverse_s = inverse_u + 128, *s_factors = inverse_s + 128;
+  if ((i64)blockIdx.x >= st[ST_SEGMENTS]) return;
+  const i64* segment = step_segments(st) + (i64)blockIdx.x * SEG_WORDS;
+  const int n = (int)segment[SEG_TOKENS], slot = (int)first_slot(segment, blockIdx.x) - work.slot0;
+  const int first = max(0, -slot), last = min((n + CHUNK - 1) / CHUNK, work.n_slots - slot);
+  if (first >= last) return;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, m = warp >> 2, g = warp & 3, head = blockIdx.y;
+  const int row = blockIdx.z * SLICE + 16 * m, pair = 2 * (lane & 3), mine = lane >> 2;
+  const bool in = row < dv;  // of whole warps, all of which take part in barriers
+  const int k_head = BY_COLUMN ? head : tiled ? head % n_head_k : head / (n_head / n_head_k);
+  const int key_heads = BY_COLUMN ? n_head : n_head_k;
+  u8 *my_state = s_state + m * 8 * OPERAND, *my_u = s_u + m * 4 * OPERAND, *my_left = s_left + m * 4 * OPERAND;
+  float *my_inverse_u = inverse_u + m * 64, *my_inverse_s = inverse_s + m * 64;  // [row][warp]
+
+  auto fetch = [&](u8* to, const u8* from, int size) {
+    for (int i = threadIdx.x * 16; i < size; i += THREADS * 16) cp16(to + i, from + i, true);
+  };
+  auto terms_of = [&](int chunk) { return work.terms + ((i64)(slot + chunk) * n_head + head) * TERMS; };
+  auto keys_of = [&](int chunk) { return work.keys + ((i64)(slot + chunk) * key_heads + k_head) * KEYS; };
+  auto fetch_queries = [&](int chunk) {
+    if (chunk < last) {
+      u8* to = smem_raw + (chunk % AHEAD) * 2 * UNIT;
+      const float* factors = work.factors + ((i64)(slot + chunk) * n_head + head) * FACTORS;
+      fetch(to, terms_of(chunk), UNIT);
+      fetch(to + UNIT, keys_of(chunk), UNIT);
+      fetch((u8*)(s_factors + chunk % (AHEAD + 1) * FACTORS), (const u8*)factors, 4 * FACTORS);
+    }
+    cp_commit();
+  };
+  auto fetch_keys = [&](int chunk) {
+    if (chunk < last) {
+      fetch(s_key, keys_of(chunk) + UNIT, UNIT);
+      fetch(s_key + UNIT, terms_of(chunk) + 2 * TILE, TILE);
+    }
+    cp_commit();
+  };
+  fetch_queries(first);
+  if (AHEAD == 2) fetch_queries(first + 1);
+
+  // state[h][x]: columns of k from 64 h + 16 g + 8 x on, as accumulators have them
+  float* s = state_row(st, blockIdx.x, states, state_cols) + (i64)head * dk * dv + (i64)row * dk + mine;
+  const bool begins = first == 0 && segment[SEG_POS] == 0;
+  float state[2][2][4], u[2][4];
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    const int col = 64 * (i >> 3) + 16 * g + 8 * (i >> 2 & 1) + pair + (i & 1);
+    state[i >> 3][i >> 2 & 1][i & 3] = in && col < dk && !begins ? s[(i64)col * 16 + 8 * (i >> 1 & 1)] : 0.f;
+  }
+  auto load_wanted = [&](int chunk) {
+    const float* wanted = work.wanted + (((i64)(slot + chunk) * n_head + head) * dv + row + mine) * CHUNK + 16 * g + pair;
+#pragma unroll
+    for (int i = 0; i < 4; i++) *(float2*)&u[i >> 1][2 * (i & 1)] = *(const float2*)(wanted + 8 * (i & 1) * CHUNK + 8 * (i >> 1));
+  };
+  // Powers for rows `mine` and `mine` + 8, whose largest numbers in this warp are a and b; their inverses go to all.
+  auto powers = [&](float (&power)[2], float a, float b, float* inverse) {
+    a = fmaxf(a, shx(a, 1)), b = fmaxf(b, shx(b, 1));
+    const float2 x = power_for(fmaxf(a, shx(a, 2))), y = power_for(fmaxf(b, shx(b, 2)));
+    power[0] = x.x, power[1] = y.x;
+    if ((lane & 3) == 0) inverse[4 * mine + g] = x.y, inverse[4 * (mine + 8) + g] = y.y;
+  };
+  auto share_state = [&]() {
+    float a = 0.f, b = 0.f, power[2];
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const float v = fabsf(state[i >> 3][i >> 2 & 1][i & 3]);
+      if (i & 2) b = fmaxf(b, v);
+      else a = fmaxf(a, v);
+    }
+    powers(power, a, b, my_inverse_s);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float c[2][4];
+#pragma unroll
+      for (int i = 0; i < 8; i++) c[i >> 2][i & 3] = state[h][i >> 2][i & 3] * power[i >> 1 & 1];
+      Split4 f;
+      as_a(f, c);
+      put(my_state + (4 * h + g) * OPERAND, f);
+    }
+  };
+  auto inverses = [&](float (&to)[2][4], const float* inverse) {
+    *(float4*)to[0] = *(const float4*)(inverse + 4 * mine), *(float4*)to[1] = *(const float4*)(inverse + 4 * (mine + 8));
+  };
+  if (in) load_wanted(first);
+  share_state();
+
+  for (int chunk = first; chunk < last; chunk++) {
+    const float* factors = s_factors + chunk % (AHEAD + 1) * FACTORS;
+    const u8 *w = smem_raw + (chunk % AHEAD) * 2 * UNIT, *q = w + UNIT;
+    float o[2][4], inverse[2][4];
+    cp_wait<AHEAD - 1>();
+    __syncthreads();
+    fetch_keys(chunk);
+    if (in) {
+      inverses(inverse, my_inverse_s);
+#pragma unroll
+      for (int i = 0; i < 8; i++) o[i >> 2][i & 3] = 0.f;
+#pragma unroll
+      for (int part = 0; part < 4; part++) {
+        Sums c, d;
+        clear(c), clear(d);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          Split4 a, b;
+          get(a, my_state + (4 * h + part) * OPERAND);
+          load_b(b, w + h * TILE, 16 * g, 2 * part);
+          multiply(c, a, b);
+          load_b(b, q + h * TILE, 16 * g, 2 * part);
+          multiply(d, a, b);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          float &x = u[i >> 2][i & 3], &y = o[i >> 2][i & 3];
+          x = fmaf(total(c, i >> 2, i & 3), inverse[i >> 1 & 1][part], x);
+          y = fmaf(total(d, i >> 2, i & 3), inverse[i >> 1 & 1][part], y);
+        }
+      }
+      float a = 0.f, b = 0.f, power[2];
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const float v = fabsf(u[i >> 2][i & 3]);
+        if (i & 2) b = fmaxf(b, v);
+        else a = fmaxf(a, v);
+      }
+      powers(power, a, b, my_inverse_u);
+#pragma unroll
+      for (int i = 0; i < 8; i++) u[i >> 2][i & 3] *= power[i >> 1 & 1];
+      Split4 f;
+      as_a(f, u);
+      put(my_u + g * OPERAND, f);
+      if (!BY_COLUMN) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const float* at = factors + DK + 16 * g + 8 * (i >> 2) + pair + (i & 1);
+          u[i >> 2][i & 3] *= at[CHUNK], o[i >> 2][i & 3] *= at[0];
+        }
+        as_a(f, u);
+        put(my_left + g * OPERAND, f);
+      }
+    }
+    cp_wait<0>();
+    __syncthreads();
+    fetch_queries(chunk + AHEAD);
+    if (in) {
+      if (chunk + 1 < last) load_wanted(chunk + 1);
+      inverses(inverse, my_inverse_u);
+#pragma unroll
+      for (int i = 0; i < 16; i++)
+        state[i >> 3][i >> 2 & 1][i & 3] *= factors[64 * (i >> 3) + 16 * g + 8 * (i >> 2 & 1) + pair + (i & 1)];
+#pragma unroll
+      for (int part = 0; part < 4; part++) {
+        Split4 a, b;
+        get(a, (BY_COLUMN ? my_u : my_left) + part * OPERAND);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          Sums c;
+          clear(c);
+          load_bt(b, s_key + h * TILE, 16 * part, 2 * g);
+          multiply(c, a, b);
+#pragma unroll
+          for (int i = 0; i < 8; i++) {
+            float& v = state[h][i >> 2][i & 3];
+            v = fmaf(total(c, i >> 2, i & 3), inverse[i >> 1 & 1][part], v);
+          }
+        }
+      }
+      share_state();
+#pragma unroll
+      for (int part = 0; part < 4; part++)
+        if (part <= g) {
+          Sums c;
+          Split4 a, b;
+          clear(c);
+          get(a, my_u + part * OPERAND);
+          load_b(b, s_key + UNIT, 16 * g, 2 * part);
+          multiply(c, a, b);
+#pragma unroll
+          for (int i = 0; i < 8; i++) {
+            float& y = o[i >> 2][i & 3];
+            y = fmaf(total(c, i >> 2, i & 3), inverse[i >> 1 & 1][part], y);
+          }
+        }
+      float* to = out + ((segment[SEG_START] + (i64)chunk * CHUNK) * n_head + head) * dv + row + mine;
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const int token = 16 * g + 8 * (i >> 2) + pair + (i & 1);
+        if (chunk * CHUNK + token < n) to[(i64)token * n_head * dv + 8 * (i >> 1 & 1)] = o[i >> 2][i & 3] * scale;
+      }
+    }
+  }
+  cp_wait<0>();
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    const int col = 64 * (i >> 3) + 16 * g + 8 * (i >> 2 & 1) + pair + (i & 1);
+    if (in && col < dk) s[(i64)col * 16 + 8 * (i >> 1 & 1)] = state[i >> 3][i >> 2 & 1][i & 3];
+  }
+}
+
 // grid (segments, heads, parts of 32 columns of v)
-#define DELTA_SCAN(NAME, BY_COLUMN, STAGES)                                                                                   \
+#define DELTA_SCAN(NAME, SCAN)                                                                                                \
   extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                    \
   NAME(const i64* st, float* states, i64 state_cols, u8* terms, u8* keys, float* wanted, float* factors, int slot0,           \
        int n_slots, float* out, int n_head, int n_head_k, int dk, int dv, float scale, int tiled) {                           \
-    delta_scan<BY_COLUMN, STAGES>(st, states, state_cols, {terms, keys, wanted, factors, slot0, n_slots}, out, n_head,        \
-                                  n_head_k, dk, dv, scale, tiled);                                                            \
+    SCAN(st, states, state_cols, {terms, keys, wanted, factors, slot0, n_slots}, out, n_head, n_head_k, dk, dv, scale, tiled); \
   }
-DELTA_SCAN(delta_scan_s2, false, 2)
-DELTA_SCAN(delta_scan_s4, false, 4)
-DELTA_SCAN(delta_scan_s2_columns, true, 2)
-DELTA_SCAN(delta_scan_s4_columns, true, 4)
+DELTA_SCAN(delta_scan, (delta_scan_steps<false, 2>))
+DELTA_SCAN(delta_scan_columns, (delta_scan_steps<true, 2>))
+DELTA_SCAN(delta_scan_w1, (delta_scan_wide<false, 1>))
+DELTA_SCAN(delta_scan_w1_columns, (delta_scan_wide<true, 1>))
+DELTA_SCAN(delta_scan_w2, (delta_scan_wide<false, 2>))
+DELTA_SCAN(delta_scan_w2_columns, (delta_scan_wide<true, 2>))

@@ -29,12 +29,12 @@ DI float4 columns4(const float* x, int c, int k, bool whole) {
 }
 DI bool whole_rows(const u8* x, i64 x_row, i64 x_head, int k) { return !(((i64)x | x_row | x_head) & 15) && !(k & 3); }
 
-template <class W>
+template <class W, int ROWS>
 DI void float_matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gate, i64 row_bytes, i64 matrix_bytes,
                      int n_rows, int k, const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles,
                      const int* n_tiles, const int* order, int divisor, int split, const More& one, const More& two) {
-  IK_SHARED(float, sums, MV_SUMS)
-  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MV_ROWS, blockIdx.y, blockIdx.z);
+  IK_SHARED(float, sums, MV_SUMS * ROWS)
+  const Span span = span_of(st, symbol, factor, tiles, n_tiles, ROWS, blockIdx.y, blockIdx.z);
   if (!span.rows) return;
   const Team team = team_of(pick_matrix(one, two, 2 - split, w, n_rows, y, y_row), split);
   const int item = team.item;
@@ -43,10 +43,10 @@ DI void float_matvec(const i64* st, int symbol, int factor, const u8* w, const u
   const u8* a = w + span.matrix * matrix_bytes + row_a * row_bytes;
   const u8* b = (gate ? gate : w) + span.matrix * matrix_bytes + row_b * row_bytes;
   x += blockIdx.z * x_head;
-  int from[MV_ROWS];
-  float acc_a[MV_ROWS], acc_b[MV_ROWS];
+  int from[ROWS];
+  float acc_a[ROWS], acc_b[ROWS];
 #pragma unroll
-  for (int t = 0; t < MV_ROWS; t++) {
+  for (int t = 0; t < ROWS; t++) {
     from[t] = t < span.rows ? source_row(order, divisor, span.first + t) : 0;
     acc_a[t] = acc_b[t] = 0.f;
   }
@@ -67,7 +67,7 @@ DI void float_matvec(const i64* st, int symbol, int factor, const u8* w, const u
         raw_b = ldg16(b + 16 * (i + step));
       }
 #pragma unroll
-      for (int t = 0; t < MV_ROWS; t++)
+      for (int t = 0; t < ROWS; t++)
         if (t < span.rows) {
           const float* row = (const float*)(x + from[t] * x_row);
 #pragma unroll
@@ -212,12 +212,15 @@ DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_b
       }
 }
 
+#define IK_FLOAT_MV(NAME, FORMAT, ROWS)                                                                                       \
+  mv_##NAME(IK_MV_PARAMETERS) {                                                                                               \
+    float_matvec<FORMAT, ROWS>(st, symbol, factor, w, gate, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row,  \
+                               y_head, tiles, n_tiles, order, divisor, split, {w1, n_rows1, y1, y1_row},                      \
+                               {w2, n_rows2, y2, y2_row});                                                                    \
+  }
 #define IK_FLOAT_KERNELS(NAME, FORMAT)                                                                                        \
-  IK_KERNEL(4) mv_##NAME(IK_MV_PARAMETERS) {                                                                                  \
-    float_matvec<FORMAT>(st, symbol, factor, w, gate, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row,        \
-                         y_head, tiles, n_tiles, order, divisor, split, {w1, n_rows1, y1, y1_row},                            \
-                         {w2, n_rows2, y2, y2_row});                                                                          \
-  }                                                                                                                           \
+  IK_KERNEL(4) IK_FLOAT_MV(NAME, FORMAT, MV_ROWS)                                                                             \
+  IK_KERNEL(8) IK_FLOAT_MV(NAME##_one, FORMAT, 1)                                                                        \
   IK_KERNEL(8) embed_##NAME(IK_EMBED_PARAMETERS) { float_embed<FORMAT>(st, w, row_bytes, nb, y); }
 
 IK_FLOAT_KERNELS(f32, F32)

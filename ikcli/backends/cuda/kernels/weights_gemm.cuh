@@ -279,15 +279,18 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
       int divisor, const u8 *table, int n_parts, float *parts, i64 part_stride
 #define IK_EMBED_PARAMETERS const i64 *st, const u8 *w, i64 row_bytes, int nb, float *y, const u8 *table
 #define IK_KERNEL(BLOCKS) extern "C" __global__ void __launch_bounds__(128, BLOCKS)  // blocks per SM: limits registers
-
-
 #define IK_MM_KERNEL(BLOCKS) extern "C" __global__ void __launch_bounds__(MM_THREADS, BLOCKS)
 
+#define IK_MV(NAME, FORMAT, ROWS)                                                                                             \
+  mv_##NAME(IK_MV_PARAMETERS) {                                                                                               \
+    matvec<FORMAT, ROWS>(st, symbol, factor, w, gate, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row,        \
+                         y_head, tiles, n_tiles, order, divisor, table, split, {w1, n_rows1, y1, y1_row},                     \
+                         {w2, n_rows2, y2, y2_row});                                                                          \
+  }
+
 #define IK_WEIGHT_KERNELS(NAME, FORMAT)                                                                                       \
-  IK_KERNEL(FORMAT::N > 12 ? 3 : 4) mv_##NAME(IK_MV_PARAMETERS) {                                                             \
-    matvec<FORMAT>(st, symbol, factor, w, gate, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head,      \
-                   tiles, n_tiles, order, divisor, table, split, {w1, n_rows1, y1, y1_row}, {w2, n_rows2, y2, y2_row});       \
-  }                                                                                                                           \
+  IK_KERNEL(FORMAT::N > 12 ? 3 : 4) IK_MV(NAME, FORMAT, MV_ROWS)                                                              \
+  IK_KERNEL(ONE_BLOCKS<FORMAT>) IK_MV(NAME##_one, FORMAT, 1)                                                                  \
   IK_MM_KERNEL(2) mm_##NAME(IK_MM_PARAMETERS) {                                                                               \
     gemm<FORMAT, 2, false>(st, symbol, factor, w, row_bytes, matrix_bytes, n_rows, nb, x, x_row, x_head, y, y_row, y_head,    \
                            tiles, n_tiles, order, divisor, table, {n_parts, parts, part_stride});                             \

@@ -1,5 +1,6 @@
 // Few activation rows times a matrix: a warp per two weight rows (`split` > 0: 2^split warps; < 0: a part of a warp, for
-// short rows), up to 8 activation rows.
+// short rows), up to 8 activation rows. One row has kernels of its own: with fewer registers, up to twice as many warps are on
+// an SM, and as many loads on their way.
 // Every lane decodes one block of 32 columns of both rows, then meets all activation rows, so weights are read once. Each
 // activation row has its own sums in an order that depends on the shape only: results do not change with their number.
 // Reads row_bytes * n_rows per matrix; at 4.5 bits and one row 60..90 instructions per block of 32, memory-bound.
@@ -8,6 +9,9 @@
 
 constexpr int MV_THREADS = 128, MV_ROWS = 8;
 static_assert(MV_THREADS / 32 == 4, "shifts by 2 - split");
+
+// Blocks per SM of the kernels for one row: as many as fit in registers without spills.
+template <class W> constexpr int ONE_BLOCKS = W::N > 12 ? 5 : W::N > 6 ? 6 : 8;
 
 // Where the work of a block lies: rows of activations (or of a tile of the plan of `moe_sort`), and which matrix.
 struct Span { int first, rows, matrix; };
@@ -37,25 +41,26 @@ DI float team_sum(float v, int width) {
     if (d < width) v += shx(v, d);
   return v;
 }
-constexpr int MV_SUMS = MV_THREADS / 4 * 2 * MV_ROWS;  // floats: teams of 4 lanes at least
+constexpr int MV_SUMS = MV_THREADS / 4 * 2;  // floats per activation row: teams of 4 lanes at least
 
 // Adds the sums of a team's lanes and warps and writes them: y[.][row_a], y[.][row_b], or with `fused` silu(b) * a at row_a.
-DI void store_sums(float* sums, const Span& span, const float (&acc_a)[MV_ROWS], const float (&acc_b)[MV_ROWS], const Team& team,
+template <int ROWS>
+DI void store_sums(float* sums, const Span& span, const float (&acc_a)[ROWS], const float (&acc_b)[ROWS], const Team& team,
                    int split, bool active, int row_a, int row_b, bool fused, float* y, i64 y_row) {
-  float* const mine = sums + team.slot * 2 * MV_ROWS;
+  float* const mine = sums + team.slot * 2 * ROWS;
 #pragma unroll
-  for (int t = 0; t < MV_ROWS; t++)
+  for (int t = 0; t < ROWS; t++)
     if (t < span.rows) {
       const float sum_a = team_sum(acc_a[t], team.width), sum_b = team_sum(acc_b[t], team.width);
-      if (team.lane == 0) mine[t] = sum_a, mine[MV_ROWS + t] = sum_b;
+      if (team.lane == 0) mine[t] = sum_a, mine[ROWS + t] = sum_b;
     }
   __syncthreads();
   if (!active || team.part) return;
   for (int t = team.lane; t < span.rows; t += team.width) {
-    float total_a = mine[t], total_b = mine[MV_ROWS + t];
+    float total_a = mine[t], total_b = mine[ROWS + t];
     for (int p = 1; p < 1 << max(split, 0); p++) {
-      total_a += mine[p * 2 * MV_ROWS + t];
-      total_b += mine[p * 2 * MV_ROWS + MV_ROWS + t];
+      total_a += mine[p * 2 * ROWS + t];
+      total_b += mine[p * 2 * ROWS + ROWS + t];
     }
     float* out = y + (i64)(span.first + t) * y_row;
     if (fused) {
@@ -111,12 +116,12 @@ DI int pick_matrix(const More& one, const More& two, int shift, const u8*& w, in
 }
 
 // y[row][r] = silu(gate[r] . x) * (w[r] . x) with `gate`, else w[r] . x; `one`, `two`: further matrices (not with a gate).
-template <class W>
+template <class W, int ROWS>
 DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gate, i64 row_bytes, i64 matrix_bytes, int n_rows,
                int nb, const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles,
                const int* n_tiles, const int* order, int divisor, const u8* table, int split, const More& one, const More& two) {
-  IK_SHARED(float, sums, MV_SUMS)
-  const Span span = span_of(st, symbol, factor, tiles, n_tiles, MV_ROWS, blockIdx.y, blockIdx.z);
+  IK_SHARED(float, sums, MV_SUMS * ROWS)
+  const Span span = span_of(st, symbol, factor, tiles, n_tiles, ROWS, blockIdx.y, blockIdx.z);
   if (!span.rows) return;
   const Team team = team_of(pick_matrix(one, two, 2 - split, w, n_rows, y, y_row), split);
   const int item = team.item;
@@ -125,10 +130,10 @@ DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gat
   const u8* a = w + span.matrix * matrix_bytes + row_a * row_bytes;
   const u8* b = (gate ? gate : w) + span.matrix * matrix_bytes + row_b * row_bytes;
   x += blockIdx.z * x_head;
-  u32 at[MV_ROWS];  // activation rows, in units of 16 bytes
-  float acc_a[MV_ROWS], acc_b[MV_ROWS];
+  u32 at[ROWS];  // activation rows, in units of 16 bytes
+  float acc_a[ROWS], acc_b[ROWS];
 #pragma unroll
-  for (int t = 0; t < MV_ROWS; t++) {
+  for (int t = 0; t < ROWS; t++) {
     at[t] = t < span.rows ? (u32)(source_row(order, divisor, span.first + t) * (x_row >> 4)) : 0;
     acc_a[t] = acc_b[t] = 0.f;
   }
@@ -151,7 +156,7 @@ DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gat
         W::load(raw_b, b, nb, i + step, table);
       }
 #pragma unroll
-      for (int t = 0; t < MV_ROWS; t++)
+      for (int t = 0; t < ROWS; t++)
         if (t < span.rows) {
           const u8* row = x + 16 * (i64)at[t];
           const uint4 lo = *(const uint4*)(row + 32 * i), hi = *(const uint4*)(row + 32 * i + 16);

@@ -435,7 +435,7 @@ def delta_rule(b: Bench) -> None:
     """Recurrent layers: 32 heads of 128 x 128, with a decay per head and per key column; a token, and prompts."""
     n_head, d = (2, 32) if b.tiny else (32, 128)
     for by_column in (False, True):
-        for n_tokens in (1, 33) if b.tiny else (1, 512, 2048):
+        for n_tokens in (1, 130) if b.tiny else (1, 512, 2048):
             with subject(b):
                 case = Case(b, n_tokens, n_tokens + 1)  # a position is cached, so states are read
                 qkv, beta = case.input("qkv", 3 * n_head * d), case.input("beta", n_head)

@@ -34,14 +34,25 @@ DI void float_matvec(const i64* st, int symbol, int factor, const u8* w, const u
                      int n_rows, int k, const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles,
                      const int* n_tiles, const int* order, int divisor, int split, const More& one, const More& two) {
   IK_SHARED(float, sums, MV_SUMS * ROWS)
-  const Span span = span_of(st, symbol, factor, tiles, n_tiles, ROWS, blockIdx.y, blockIdx.z);
-  if (!span.rows) return;
   const Team team = team_of(pick_matrix(one, two, 2 - split, w, n_rows, y, y_row), split);
   const int item = team.item;
   const bool active = item < (gate ? n_rows : (n_rows + 1) >> 1), whole = whole_rows(x, x_row, x_head, k);
   const int row_a = gate ? item : 2 * item, row_b = gate ? item : min(2 * item + 1, n_rows - 1);
-  const u8* a = w + span.matrix * matrix_bytes + row_a * row_bytes;
-  const u8* b = (gate ? gate : w) + span.matrix * matrix_bytes + row_b * row_bytes;
+  const u8* a = w + row_a * row_bytes;
+  const u8* b = (gate ? gate : w) + row_b * row_bytes;
+  const int n = (k + W::N - 1) / W::N;
+  const int first = team.part * 32 + team.lane, step = split > 0 ? 32 << split : team.width;
+  uint4 raw_a = make_uint4(0, 0, 0, 0), raw_b = raw_a;
+  if (!tiles) {  // weights are on their way before it is known how many activation rows there are
+    a += blockIdx.z * matrix_bytes, b += blockIdx.z * matrix_bytes;
+    if (active && first < n) raw_a = ldg16(a + 16 * first), raw_b = ldg16(b + 16 * first);
+  }
+  const Span span = span_of(st, symbol, factor, tiles, n_tiles, ROWS, blockIdx.y, blockIdx.z);
+  if (!span.rows) return;
+  if (tiles) {
+    a += span.matrix * matrix_bytes, b += span.matrix * matrix_bytes;
+    if (active && first < n) raw_a = ldg16(a + 16 * first), raw_b = ldg16(b + 16 * first);
+  }
   x += blockIdx.z * x_head;
   int from[ROWS];
   float acc_a[ROWS], acc_b[ROWS];
@@ -50,14 +61,7 @@ DI void float_matvec(const i64* st, int symbol, int factor, const u8* w, const u
     from[t] = t < span.rows ? source_row(order, divisor, span.first + t) : 0;
     acc_a[t] = acc_b[t] = 0.f;
   }
-  const int n = (k + W::N - 1) / W::N;
-  const int first = team.part * 32 + team.lane, step = split > 0 ? 32 << split : team.width;
   if (active) {
-    uint4 raw_a = make_uint4(0, 0, 0, 0), raw_b = raw_a;
-    if (first < n) {
-      raw_a = ldg16(a + 16 * first);
-      raw_b = ldg16(b + 16 * first);
-    }
     for (int i = first; i < n; i += step) {
       float va[W::N], vb[W::N];
       W::values(va, raw_a);

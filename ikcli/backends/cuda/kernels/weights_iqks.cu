@@ -2,7 +2,6 @@
 #include "weights_gemm.cuh"
 #include "weights_iqk.cuh"
 
-template <> constexpr int ONE_BLOCKS<IQ4_KS> = 7;
 IK_WEIGHT_KERNELS(iq2_ks, IQ2_KS)
 IK_WEIGHT_KERNELS(iq3_ks, IQ3_KS)
 IK_WEIGHT_KERNELS(iq4_ks, IQ4_KS)

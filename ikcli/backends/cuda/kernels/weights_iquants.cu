@@ -2,7 +2,7 @@
 #include "weights_gemm.cuh"
 #include "weights_iquants.cuh"
 
-template <> constexpr int ONE_BLOCKS<IQ1_M_R> = 7;
+template <> constexpr int ONE_BLOCKS<IQ3_S> = 7;
 IK_WEIGHT_KERNELS(iq1_s, IQ1_S)
 IK_WEIGHT_KERNELS(iq1_m, IQ1_M)
 IK_WEIGHT_KERNELS(iq1_s_r, IQ1_S_R)

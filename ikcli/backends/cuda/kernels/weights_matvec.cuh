@@ -121,14 +121,30 @@ DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gat
                int nb, const u8* x, i64 x_row, i64 x_head, float* y, i64 y_row, i64 y_head, const int* tiles,
                const int* n_tiles, const int* order, int divisor, const u8* table, int split, const More& one, const More& two) {
   IK_SHARED(float, sums, MV_SUMS * ROWS)
-  const Span span = span_of(st, symbol, factor, tiles, n_tiles, ROWS, blockIdx.y, blockIdx.z);
-  if (!span.rows) return;
   const Team team = team_of(pick_matrix(one, two, 2 - split, w, n_rows, y, y_row), split);
-  const int item = team.item;
+  const int item = team.item, step = split > 0 ? 32 << split : team.width;
   const bool active = item < (gate ? n_rows : (n_rows + 1) >> 1);
   const int row_a = gate ? item : 2 * item, row_b = gate ? item : min(2 * item + 1, n_rows - 1);
-  const u8* a = w + span.matrix * matrix_bytes + row_a * row_bytes;
-  const u8* b = (gate ? gate : w) + span.matrix * matrix_bytes + row_b * row_bytes;
+  const u8* a = w + row_a * row_bytes;
+  const u8* b = (gate ? gate : w) + row_b * row_bytes;
+  u32 raw_a[W::N], raw_b[W::N];
+  int i = team.part * 32 + team.lane;
+  if (!tiles) {  // weights are on their way before it is known how many activation rows there are
+    a += blockIdx.z * matrix_bytes, b += blockIdx.z * matrix_bytes;
+    if (active && i < nb) {
+      W::load(raw_a, a, nb, i, table);
+      W::load(raw_b, b, nb, i, table);
+    }
+  }
+  const Span span = span_of(st, symbol, factor, tiles, n_tiles, ROWS, blockIdx.y, blockIdx.z);
+  if (!span.rows) return;
+  if (tiles) {
+    a += span.matrix * matrix_bytes, b += span.matrix * matrix_bytes;
+    if (active && i < nb) {
+      W::load(raw_a, a, nb, i, table);
+      W::load(raw_b, b, nb, i, table);
+    }
+  }
   x += blockIdx.z * x_head;
   u32 at[ROWS];  // activation rows, in units of 16 bytes
   float acc_a[ROWS], acc_b[ROWS];
@@ -138,13 +154,6 @@ DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gat
     acc_a[t] = acc_b[t] = 0.f;
   }
   if (active) {
-    const int step = split > 0 ? 32 << split : team.width;
-    u32 raw_a[W::N], raw_b[W::N];
-    int i = team.part * 32 + team.lane;
-    if (i < nb) {
-      W::load(raw_a, a, nb, i, table);
-      W::load(raw_b, b, nb, i, table);
-    }
     for (; i < nb; i += step) {
       Block block_a, block_b;
       W::decode(block_a, raw_a, i, table);

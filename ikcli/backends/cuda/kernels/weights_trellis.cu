@@ -3,7 +3,6 @@
 #include "weights_trellis.cuh"
 
 template <> constexpr int ONE_BLOCKS<IQ3_KT> = 5;
-template <> constexpr int ONE_BLOCKS<IQ4_KT> = 7;
 IK_WEIGHT_KERNELS(iq1_kt, IQ1_KT)
 IK_WEIGHT_KERNELS(iq2_kt, IQ2_KT)
 IK_WEIGHT_KERNELS(iq3_kt, IQ3_KT)

@@ -136,6 +136,20 @@ def test_values_of_any_size_in_chunks(by_column: bool) -> None:
         compare(replace(case, make=make), ([10], [130]))
 
 
+@pytest.mark.parametrize("by_column", [False, True])
+def test_keys_that_are_alike_in_chunks(by_column: bool) -> None:
+    """Hardly any decay, and every token replaces what the one before wrote: the inverse is far from diagonal."""
+    case = delta_case(Heads(1, 1, 64, 32, by_column))
+
+    def make(rng: np.random.Generator, n: int) -> dict[str, Array]:
+        values = dict(case.make(rng, n))
+        keys = rng.standard_normal((1, 64)) + 0.1 * rng.standard_normal((n, 64))
+        values["qkv"][:, 64:128] = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+        return values | {"beta": np.full((n, 1), 9.0), "decay": np.full_like(values["decay"], 1 - 1e-4)}
+
+    compare(replace(case, make=make), ([200], [100]))
+
+
 @pytest.mark.parametrize("widths", [(16,), (80, 16, 208), (256, 64)])
 @pytest.mark.parametrize("taps", [2, 4, 5])
 def test_short_conv(widths: tuple[int, ...], taps: int) -> None:

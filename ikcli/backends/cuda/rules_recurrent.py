@@ -25,7 +25,7 @@ CHUNK_SHARED = 98304 + 2432  # delta_chunks.cu
 CHUNKS_FROM = (40, 80)
 TURN_SLOTS = 16  # chunks that there is memory for: what is written then stays in L2 until it is read
 # Kernels of delta_scan.cu and their bytes of shared memory, the fastest first; the last one fits every GPU.
-SCANS = (("delta_scan_w2", 217088), ("delta_scan_w1", 150528), ("delta_scan", 2 * 32768 + 33 * 1024))
+SCANS = (("delta_scan_s4", 4 * 32768 + 33 * 1024), ("delta_scan", 2 * 32768 + 33 * 1024))
 
 
 @RULES.add(ShortConv, "state parts weights biases")

@@ -16,6 +16,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import needed_kernels  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+import tiers  # noqa: E402
 
 from ikcli.native.compile_pool import keep_workers  # noqa: E402
 
@@ -32,6 +33,13 @@ def _is_whole(config: pytest.Config) -> bool:
     option = config.option
     some = option.keyword or option.collectonly or option.markexpr != "not slow"
     return config.args_source is not pytest.Config.ArgsSource.ARGS and not some
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    stale = tiers.mark_listed(items)
+    if stale and config.args_source is not pytest.Config.ArgsSource.ARGS:
+        raise pytest.UsageError(f"{tiers.LIST.name} names tests that there are not: {', '.join(sorted(stale))}")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,12 +2,13 @@
 
 The default run says within minutes whether something is broken. So it takes one member per way through the code: a kind
 of attention, of layer, of scale or of code. The others repeat a check with other numbers, and cost seconds each of
-computing or of compiling kernels.
+computing or of compiling kernels. So do the tests of `data/slow.txt`, some of them the only ones of their kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,21 @@ SAME_CACHES = [(T.F16, T.F16), (T.Q8_0, T.Q8_0)]
 
 # Encoders whose search is compiled for one type, and is that of another type with other tables.
 OTHER_ENCODERS = {T.IQ5_K, T.IQ6_K, T.IQ3_KS, T.IQ5_KS, T.IQ2_KL, T.IQ1_KT, T.IQ3_KT, T.IQ4_KT}
+
+
+LIST = Path(__file__).parent / "data" / "slow.txt"
+
+
+def mark_listed(items: Iterable[pytest.Item]) -> set[str]:
+    """Mark tests of the list as slow, and give back the lines that name none of them."""
+    names = {line for line in LIST.read_text().splitlines() if not line.startswith("#")}
+    left = set(names)
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        for known in {name, name.partition("[")[0]} & names:
+            left.discard(known)
+            item.add_marker(pytest.mark.slow)
+    return left
 
 
 def some(values: Iterable[Any], default: Collection[Any], unpack: bool = False) -> list[Any]:

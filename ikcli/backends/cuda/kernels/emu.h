@@ -132,7 +132,8 @@ static int warp_waiting[kMaxWarps];
 static int ready[kMaxThreads + 1], ready_head, ready_tail;  // ring of runnable threads
 static int n_threads, n_done, n_barrier, current, barrier_line;
 static int named_count[16], named_wait[kMaxThreads];
-static u8* stacks;
+static u8* stacks;  // the first n_stacks can be used: every one is two of the mappings that a process may have
+static int n_stacks;
 static std::vector<u8*> free_stacks;
 static u8 *shared_map, *shared, *statics;
 static size_t shared_bytes;
@@ -311,7 +312,6 @@ inline void set_up() {
   if (stacks) return;
   size_t step = kStack + kPage;
   stacks = (u8*)mmap(nullptr, step * kMaxThreads, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  for (int i = 0; i < kMaxThreads; i++) mprotect(stacks + step * i + kPage, kStack, PROT_READ | PROT_WRITE);
   shared_map = (u8*)mmap(nullptr, kMaxShared + 6 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   mprotect(shared_map + kPage, kMaxShared + 4 * kPage, PROT_READ | PROT_WRITE);
   poison(shared_map + kPage, kMaxShared + 4 * kPage);
@@ -325,9 +325,14 @@ inline void run_block(int threads_per_block) {
   memset(warp_waiting, 0, sizeof warp_waiting);
   memset(named_count, 0, sizeof named_count);
   size_t step = kStack + kPage;
-  if ((int)free_stacks.size() != kMaxThreads) {
+  if ((int)free_stacks.size() != n_stacks) {
     free_stacks.clear();
-    for (int i = kMaxThreads; i--;) free_stacks.push_back(stacks + step * i + kPage);
+    for (int i = n_stacks; i--;) free_stacks.push_back(stacks + step * i + kPage);
+  }
+  for (; n_stacks < n_threads; n_stacks++) {
+    u8* stack = stacks + step * n_stacks + kPage;
+    if (mprotect(stack, kStack, PROT_READ | PROT_WRITE)) fail("no memory for the stacks of %d threads", n_threads);
+    free_stacks.push_back(stack);
   }
   if (shared_bytes) poison(shared, shared_bytes);
   if (static_used) poison(statics, static_used);

@@ -36,10 +36,8 @@ def _is_whole(config: pytest.Config) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    stale = tiers.mark_listed(items)
-    if stale and config.args_source is not pytest.Config.ArgsSource.ARGS:
-        raise pytest.UsageError(f"{tiers.LIST.name} names tests that there are not: {', '.join(sorted(stale))}")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tiers.mark_listed(items)
 
 
 @pytest.hookimpl(tryfirst=True)

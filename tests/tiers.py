@@ -42,16 +42,18 @@ OTHER_ENCODERS = {T.IQ5_K, T.IQ6_K, T.IQ3_KS, T.IQ5_KS, T.IQ2_KL, T.IQ1_KT, T.IQ
 LIST = Path(__file__).parent / "data" / "slow.txt"
 
 
-def mark_listed(items: Iterable[pytest.Item]) -> set[str]:
-    """Mark tests of the list as slow, and give back the lines that name none of them."""
-    names = {line for line in LIST.read_text().splitlines() if not line.startswith("#")}
-    left = set(names)
+def listed() -> set[str]:
+    """Names of the list: file::function, with or without parameters."""
+    return {line for line in LIST.read_text().splitlines() if not line.startswith("#")}
+
+
+def mark_listed(items: Iterable[pytest.Item]) -> None:
+    """Mark tests of the list as slow."""
+    names = listed()
     for item in items:
         name = item.nodeid.removeprefix("tests/")
-        for known in {name, name.partition("[")[0]} & names:
-            left.discard(known)
+        if name in names or name.partition("[")[0] in names:
             item.add_marker(pytest.mark.slow)
-    return left
 
 
 def some(values: Iterable[Any], default: Collection[Any], unpack: bool = False) -> list[Any]:

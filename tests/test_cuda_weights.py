@@ -21,7 +21,7 @@ from weight_bytes import fitting, stored
 
 from ikcli.backends.cuda.device import Launch
 from ikcli.backends.cuda.lower import Counts
-from ikcli.backends.cuda.matmul_tiles import tiles_of
+from ikcli.backends.cuda.matmul_tiles import parts_of, tiles_of
 from ikcli.backends.cuda.rules_matmul import MV_ROWS
 from ikcli.backends.cuda.upload import (
     device_bytes,
@@ -180,10 +180,10 @@ def test_tiles_come_in_full_waves() -> None:
     assert tiles_of(SMALL_SHARED, device_format(T.Q2_K))[0].on_sm == 1
     for n_rows, k, n in ((18432, 7168, 16), (1536, 7168, 512), (7168, 2048, 32)):
         tiles = narrow.count(n_rows, n)
-        parts = narrow.parts(LIMITS.n_sm, k, tiles, 4 * n * n_rows)
+        parts = parts_of(narrow, LIMITS.n_sm, k, tiles, 4 * n * n_rows)
         waves = tiles * parts / (narrow.on_sm * LIMITS.n_sm)
         assert parts > 1 and waves / math.ceil(waves) > 0.7
-    assert wide.parts(LIMITS.n_sm, 7168, wide.count(18432, 2048), 4 * 2048 * 18432) == 1
+    assert parts_of(wide, LIMITS.n_sm, 7168, wide.count(18432, 2048), 4 * 2048 * 18432) == 1
     assert not narrow.divisible(LIMITS.n_sm, 7168, narrow.count(152064, 9))
 
 

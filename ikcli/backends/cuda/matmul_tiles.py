@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from ikcli.backends.cuda.lower import DeviceLimits
 from ikcli.backends.cuda.upload import DeviceRowFormat
@@ -30,24 +31,26 @@ class Tile:
         """Tiles of a product."""
         return -(-n_rows // self.rows) * -(-n_tokens // self.tokens)
 
-    def parts(self, n_sm: int, k: int, tiles: int, sum_bytes: int) -> int:
-        """Into how many parts of the k columns `tiles` tiles are divided, so that blocks come in few and full waves.
-
-        `sum_bytes`: what the results of one part take. 1: undivided.
-        """
-        steps, slots = -(-k // self.step), self.on_sm * n_sm
-
-        def time(n: int) -> float:
-            waves = -(-tiles * n // slots)
-            adding = ADD_STEPS + 2 * n * sum_bytes / (STEP_BYTES * n_sm) if n > 1 else 0
-            return waves * (-(-steps // n) + START_STEPS) + adding
-
-        most = max(1, min(k // PART_COLUMNS, PART_BYTES // max(sum_bytes, 1)))
-        return min(range(1, most + 1), key=time)
-
     def divisible(self, n_sm: int, k: int, tiles: int) -> bool:
-        """Whether `parts` may be more than 1 for that many tiles or more."""
+        """Whether `parts_of` may give more than 1 for that many tiles or more."""
         return k >= 2 * PART_COLUMNS and tiles < 4 * self.on_sm * n_sm
+
+
+@cache  # all layers of a model ask the same, several times for every new bucket
+def parts_of(tile: Tile, n_sm: int, k: int, tiles: int, sum_bytes: int) -> int:
+    """Into how many parts of the k columns `tiles` tiles are divided, so that blocks come in few and full waves.
+
+    `sum_bytes`: what the results of one part take. 1: undivided.
+    """
+    steps, slots = -(-k // tile.step), tile.on_sm * n_sm
+
+    def time(n: int) -> float:
+        waves = -(-tiles * n // slots)
+        adding = ADD_STEPS + 2 * n * sum_bytes / (STEP_BYTES * n_sm) if n > 1 else 0
+        return waves * (-(-steps // n) + START_STEPS) + adding
+
+    most = max(1, min(k // PART_COLUMNS, PART_BYTES // max(sum_bytes, 1)))
+    return min(range(1, most + 1), key=time)
 
 
 def tiles_of(device: DeviceLimits, fmt: DeviceRowFormat) -> tuple[Tile, Tile | None]:

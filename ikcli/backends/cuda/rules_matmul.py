@@ -17,7 +17,7 @@ import numpy as np
 from ikcli.backends.cuda.activations import When, activations, format_args
 from ikcli.backends.cuda.layouts import max_tiles
 from ikcli.backends.cuda.lower import RULES, Arg, Counts, GpuLowering, Ref
-from ikcli.backends.cuda.matmul_tiles import PART_BYTES, PART_COLUMNS, Tile, tiles_of
+from ikcli.backends.cuda.matmul_tiles import PART_BYTES, PART_COLUMNS, Tile, parts_of, tiles_of
 from ikcli.backends.cuda.rules_layers import glu_args, plan_layout, zero_dropped
 from ikcli.backends.cuda.upload import DeviceRowFormat, device_format, is_float, table_bytes, table_name
 from ikcli.errors import UnsupportedError
@@ -143,7 +143,7 @@ def _tiles(low: GpuLowering, node: Node, m: Matrices, args: tuple[Arg, ...]) -> 
 
     def parts(c: Counts) -> int:
         t, n = tile(c), max(c.rows(rows), 1)
-        return t.parts(n_sm, k, t.count(m.w.ne1, n) * m.count, n * per_row) if can_divide else 1
+        return parts_of(t, n_sm, k, t.count(m.w.ne1, n) * m.count, n * per_row) if can_divide else 1
 
     can_divide = narrow.divisible(n_sm, k, narrow.count(m.w.ne1, 1) * m.count)
     n_bytes = min(PART_BYTES, k // PART_COLUMNS * low.rows(rows) * per_row)

@@ -439,38 +439,33 @@ class EmulatedDevice:
         if self._capturing is not None:
             raise KernelError(f"cannot {what} while a graph is captured")
 
-    def _check_host(self, array: npt.NDArray[Any]) -> None:
-        """Drivers refuse copies of host memory that is pinned in part."""
+    def _host_bytes(self, array: npt.NDArray[Any], usable: bool, otherwise: str) -> npt.NDArray[np.uint8]:
         at, end = array.ctypes.data, array.ctypes.data + array.nbytes
-        for start, stop in self.registered.items():
-            if start < end and at < stop and not (start <= at and end <= stop):
-                raise KernelError(f"{array.nbytes} bytes of the host at {at:#x} are pinned in part")
+        if not usable:
+            raise KernelError(otherwise)
+        if any(start < end and at < stop and (at < start or stop < end) for start, stop in self.registered.items()):
+            raise KernelError(
+                f"drivers refuse to copy host memory that is pinned in part: {array.nbytes} bytes at {at:#x}"
+            )
+        return array.reshape(-1).view(np.uint8)
 
     def upload(self, stream: _Queue, address: int, array: npt.NDArray[Any]) -> None:
-        if not array.flags.c_contiguous:
-            raise KernelError("upload of an array that is not contiguous")
-        self._check_host(array)
-        source = array.reshape(-1).view(np.uint8)
-        target = self._range(address, len(source))
-        self._queue(stream, lambda: np.copyto(target, source))
+        source = self._host_bytes(array, array.flags.c_contiguous, "upload of an array that is not contiguous")
+        self._queue(stream, functools.partial(np.copyto, self._range(address, len(source)), source))
 
     def download(self, stream: _Queue, array: npt.NDArray[Any], address: int) -> None:
-        if not array.flags.c_contiguous or not array.flags.writeable:
-            raise KernelError("download into an array that is not contiguous and writeable")
-        self._check_host(array)
-        target = array.reshape(-1).view(np.uint8)
+        usable = array.flags.c_contiguous and array.flags.writeable
+        target = self._host_bytes(array, usable, "download into an array that is not contiguous and writeable")
         source = self._range(address, len(target))
         if self._capturing is None:
             poison(target)
         self._queue(stream, lambda: np.copyto(target, source))
 
     def copy(self, stream: _Queue, target: int, source: int, n_bytes: int) -> None:
-        a, b = self._range(target, n_bytes), self._range(source, n_bytes)
-        self._queue(stream, lambda: np.copyto(a, b))
+        self._queue(stream, functools.partial(np.copyto, self._range(target, n_bytes), self._range(source, n_bytes)))
 
     def fill(self, stream: _Queue, address: int, value: int, n_bytes: int) -> None:
-        a = self._range(address, n_bytes)
-        self._queue(stream, lambda: a.fill(value))
+        self._queue(stream, functools.partial(self._range(address, n_bytes).fill, value))
 
     def launch(self, stream: _Queue, launch: Launch) -> None:
         entry = kernel(launch.kernel)

@@ -9,7 +9,7 @@ import pytest
 from cuda_attention import Run, Segment, random_rows
 from cuda_emulation import needs_emulation
 
-from ikcli.backends.cuda.attention_parts import PART_LEAST, SplitPlan, count_tiles
+from ikcli.backends.cuda.attention_parts import PART_LEAST, Shape, SplitPlan, count_tiles
 from ikcli.backends.cuda.kv_layout import KERNEL_TYPES, cache_bytes, from_device, planes, to_device
 from ikcli.backends.cuda.lower import Counts, DeviceLimits, GpuLowering
 from ikcli.backends.reference_kv import through_blocks
@@ -144,10 +144,11 @@ def test_fixed_parts_are_enough(n_sm: int, view: dict[str, int]) -> None:
                                flash=True, **view)  # fmt: skip
     assert isinstance(node.op, FlashAttn)
     low = GpuLowering({Rows.TOKENS: 8, Rows.OUTPUTS: 1, Rows.KV: 5000}, 5000, run.limits, 0, True)
-    plan = SplitPlan.of(low, node.op, lambda c: (16, 64, 3))
+    shape = Shape(16, 64, 3)
+    plan = SplitPlan.of(low, node.op, lambda c: shape)
     for pos in (0, 63, 64, 255, 256, 700, 1023, 1024, 4000, 4999):
         counts = Counts(1, 1, pos + 1, 1, pos + 1).bucket(low.max_rows)
-        n, fixed = plan.parts(counts, 16, 64, 3), plan.fixed(counts)
+        n, fixed = plan.parts(counts, shape), plan.fixed(counts)
         seen = min([pos + 1, *view.values()])
         size = 64 * max(PART_LEAST, math.ceil(math.ceil(seen / 64) / fixed))
         first = node.op.first_seen(pos)

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from ikcli.backends.cuda.attention_parts import Parts, count_tiles
+from ikcli.backends.cuda.attention_parts import Parts, Shape, count_tiles
 from ikcli.backends.cuda.kv_layout import FLOATS, KERNEL_TYPES, kernel_type
 from ikcli.backends.cuda.lower import N_EXACT, RULES, Arg, Counts, GpuLowering, Ref
 from ikcli.errors import UnsupportedError
@@ -238,8 +238,8 @@ def _mla(low: GpuLowering, node: Node, op: Attention) -> None:
         """Rows of a tile: 32 if a segment has more than 16 on average."""
         return 32 if _up(c.n_tokens * heads, max(1, min(c.n_segments, c.n_tokens))) > 16 else 16
 
-    def shapes(c: Counts) -> tuple[int, ...]:
-        return rows_of(c), MLA_BLOCK, 1
+    def shapes(c: Counts) -> Shape:
+        return Shape(rows_of(c), MLA_BLOCK, 1)
 
     data, place = low.cache(cache), IN_CELLS
     if cache.type == GGMLType.F32:
@@ -324,14 +324,16 @@ def _heads(low: GpuLowering, node: Node, op: Attention, tiled: _Tiled) -> None:
         per_segment = _up(c.n_tokens * group, max(1, min(c.n_segments, c.n_tokens)))
         return 64 if per_segment <= 64 or op.n_head_kv * count_tiles(c, group, 128) <= low.device.n_sm else 128
 
-    def shapes(c: Counts) -> tuple[int, ...]:
+    def shapes(c: Counts) -> Shape:
         if few(c):
             by_registers = 2 if tiled.k_width > 128 or _decode_kind(op) in ("any", "q8") else 3
-            return 16, DECODE_BLOCK, min(by_registers, max(1, on_sm // (decode_shared(tiled.k_width, v.width) + 1024)))
+            return Shape(
+                16, DECODE_BLOCK, min(by_registers, max(1, on_sm // (decode_shared(tiled.k_width, v.width) + 1024)))
+            )
         rows, shared = rows_of(c), prefill_shared(rows_of(c), tiled.k_width, v.width)
         blocks = min(2 if rows == 64 or wide else 1, max(1, on_sm // (shared + 1024)))
         block = prefill_block(tiled.k_width, wide and rows == 128)
-        return rows, block, blocks, PREFILL_LEAST // block
+        return Shape(rows, block, blocks, PREFILL_LEAST // block)
 
     parts = Parts.of(low, node, op, shapes)
     if tiled.direct:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,17 @@ def count_tiles(c: Counts, group: int, rows: int, of_segment: int = 1) -> int:
     """Upper bound of the tiles of `rows` (token, head) rows; a tile holds rows of one segment, or of one of 2."""
     segments = min(of_segment * max(c.n_segments, 1), c.n_tokens)
     return min(c.n_tokens * _up(group, rows), (c.n_tokens * group + segments * (rows - 1)) // rows)
+
+
+class Shape(NamedTuple):
+    """Of a kernel: rows of a tile, positions of a block, blocks an SM can hold, and the least blocks of a part unless
+    parts are fixed.
+    """
+
+    rows: int
+    block: int
+    per_sm: int
+    least: int = PART_LEAST
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +60,20 @@ class SplitPlan:
     most_rows: int  # rows of partial results that there is memory for
 
     @classmethod
-    def of(cls, low: GpuLowering, op: Attention, shapes: Callable[[Counts], tuple[int, ...]]) -> SplitPlan:
-        """`shapes` of the kernel for these counts: rows of a tile, positions of a block, blocks an SM can hold, the
-        least blocks of a part unless parts are fixed."""
+    def of(cls, low: GpuLowering, op: Attention, shapes: Callable[[Counts], Shape]) -> SplitPlan:
+        """`shapes`: that of the kernel for these counts."""
         longest, most = low.max_rows[Rows.KV], low.max_rows[Rows.TOKENS]
         limits = [n for n in (op.window, op.chunk) if n]
         plan = cls(op.n_head, op.n_head_kv, op.v.width, low.device.n_sm, longest, min([*limits, longest]),
                    bool(limits), 0, 1 << 62)  # fmt: skip
         if low.independent:
             one = Counts(1, 1, longest, 1, longest)
-            plan = replace(plan, most=max(1, plan._filling(one, shapes(one)[0], shapes(one)[2])))
+            plan = replace(plan, most=max(1, plan._filling(one, shapes(one))))
         rows = 0
         for tokens in _token_buckets(most):
             for segments in {1, tokens}:
                 c = Counts(tokens, 1, longest, segments, longest)
-                n = plan.parts(c, *shapes(c))
+                n = plan.parts(c, shapes(c))
                 rows = max(rows, n * tokens * op.n_head if n > 1 else 0)
         return replace(plan, most_rows=rows)
 
@@ -70,21 +81,21 @@ class SplitPlan:
         """The most parts whose sizes depend on positions alone, 0 for parts of equal size."""
         return self.most if c.n_tokens <= N_EXACT else 0
 
-    def _filling(self, c: Counts, rows: int, per_sm: int) -> int:
+    def _filling(self, c: Counts, shape: Shape) -> int:
         """Parts that fill the GPU once."""
-        blocks = self.n_head_kv * count_tiles(c, self.n_head // self.n_head_kv, rows)
-        return self.n_sm * per_sm // max(blocks, 1)
+        blocks = self.n_head_kv * count_tiles(c, self.n_head // self.n_head_kv, shape.rows)
+        return self.n_sm * shape.per_sm // max(blocks, 1)
 
-    def parts(self, c: Counts, rows: int, block: int, per_sm: int, least: int = PART_LEAST) -> int:
+    def parts(self, c: Counts, shape: Shape) -> int:
         """Parts for these counts. Fixed ones of moving windows: the same number always, two more for their ends."""
         longest = min(c.longest or c.n_kv, self.n_cells)
         if fixed := self.fixed(c):
             if fixed == 1:
                 return 1
             seen = self.seen if self.moves else min(longest, self.seen)
-            return min(fixed, _up(_up(seen, block), PART_LEAST)) + (2 if self.moves else 0)
-        positions = min(longest, self.seen + rows + block)
-        n = min(self._filling(c, rows, per_sm), _up(_up(positions, block), least))
+            return min(fixed, _up(_up(seen, shape.block), PART_LEAST)) + (2 if self.moves else 0)
+        positions = min(longest, self.seen + shape.rows + shape.block)
+        n = min(self._filling(c, shape), _up(_up(positions, shape.block), shape.least))
         return max(1, min(n, self.most_rows // max(1, c.n_tokens * self.n_head)))
 
 
@@ -102,13 +113,13 @@ class Parts:
     """The results of parts, and what attention kernels are told about them (`args`: out, parts, stats)."""
 
     plan: SplitPlan
-    shapes: Callable[[Counts], tuple[int, ...]]
+    shapes: Callable[[Counts], Shape]
     out: Ref
     sums: Ref
     stats: Ref
 
     @classmethod
-    def of(cls, low: GpuLowering, node: Node, op: Attention, shapes: Callable[[Counts], tuple[int, ...]]) -> Parts:
+    def of(cls, low: GpuLowering, node: Node, op: Attention, shapes: Callable[[Counts], Shape]) -> Parts:
         plan = SplitPlan.of(low, op, shapes)
         sums, stats = low.buffer(4 * plan.most_rows * plan.width), low.buffer(8 * plan.most_rows)
         return cls(plan, shapes, low.out(node), sums, stats)
@@ -123,7 +134,7 @@ class Parts:
 
     def count(self, c: Counts) -> int:
         """Parts for these counts."""
-        return self.plan.parts(c, *self.shapes(c))
+        return self.plan.parts(c, self.shapes(c))
 
     @property
     def args(self) -> tuple[Arg, Arg]:

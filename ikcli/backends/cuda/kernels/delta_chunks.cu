@@ -369,9 +369,7 @@ DI void chunk_terms(const i64* st, Work work, Rows q, Rows k, Rows v, const floa
     }
   }
   warp_sync();
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    Sums c;
+  auto row_of_t = [&](Sums& c, int i) {  // rows 16 i .. 16 i + 15 of the inverse, times b
     clear(c);
 #pragma unroll
     for (int j = 0; j <= i; j++) {
@@ -379,6 +377,11 @@ DI void chunk_terms(const i64* st, Work work, Rows q, Rows k, Rows v, const floa
       load_a(a, s_t, 16 * i, 2 * j);
       multiply(c, a, b[j]);
     }
+  };
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    Sums c;
+    row_of_t(c, i);
     float x[2][4];
 #pragma unroll
     for (int e = 0; e < 8; e++) x[e >> 2][e & 3] = total(c, e >> 2, e & 3);
@@ -391,13 +394,7 @@ DI void chunk_terms(const i64* st, Work work, Rows q, Rows k, Rows v, const floa
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       Sums c;
-      clear(c);
-#pragma unroll
-      for (int j = 0; j <= i; j++) {
-        Split4 a;
-        load_a(a, s_t, 16 * i, 2 * j);
-        multiply(c, a, b[j]);
-      }
+      row_of_t(c, i);
 #pragma unroll
       for (int e = 0; e < 8; e++)
         to[(8 * (e >> 2) + (e & 1)) * CHUNK + 16 * i + 8 * (e >> 1 & 1)] = total(c, e >> 2, e & 3) * power.y;

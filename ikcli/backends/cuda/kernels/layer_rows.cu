@@ -86,7 +86,8 @@ layer_to_q8(const i64* st, int symbol, int factor, const float* x, i64 x_cols, i
   store_q8(v, out + (row * heads + h) * out_bytes, k, i, in);
 }
 
-template <bool BF>
+// REST: a second row follows, of what rounding the first one left.
+template <bool BF, bool REST>
 DI void to_half(const i64* st, int symbol, int factor, const float* x, i64 x_cols, int heads, i64 head_stride, int k, u8* out,
                 i64 out_bytes) {
   const i64 row = blockIdx.x;
@@ -95,48 +96,29 @@ DI void to_half(const i64* st, int symbol, int factor, const float* x, i64 x_col
   if (row >= step_rows(st, symbol, factor) || item >= (i64)heads * padded) return;
   const int h = (int)(item / padded), i = (int)(item - (i64)h * padded);
   const float* src = x + row * x_cols + h * head_stride;
-  u32 r[4];
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    const int c = i + 2 * j;
-    r[j] = pack2<BF>(c < k ? src[c] : 0.f, c + 1 < k ? src[c + 1] : 0.f);
-  }
-  *(uint4*)(out + (row * heads + h) * out_bytes + 2 * (i64)i) = make_uint4(r[0], r[1], r[2], r[3]);
-}
-// Likewise with 16-bit values, 8 per thread; zeros fill the row up to a multiple of 8.
-extern "C" __global__ void __launch_bounds__(256)
-layer_to_bf16(const i64* st, int symbol, int factor, const float* x, i64 x_cols, int heads, i64 head_stride, int k, u8* out,
-              i64 out_bytes) {
-  to_half<true>(st, symbol, factor, x, x_cols, heads, head_stride, k, out, out_bytes);
-}
-extern "C" __global__ void __launch_bounds__(256)
-layer_to_f16(const i64* st, int symbol, int factor, const float* x, i64 x_cols, int heads, i64 head_stride, int k, u8* out,
-             i64 out_bytes) {
-  to_half<false>(st, symbol, factor, x, x_cols, heads, head_stride, k, out, out_bytes);
-}
-// Likewise as two bf16 rows, each as long as one: the rounded values, and what they leave rounded again.
-extern "C" __global__ void __launch_bounds__(256)
-layer_to_split(const i64* st, int symbol, int factor, const float* x, i64 x_cols, int heads, i64 head_stride, int k, u8* out,
-               i64 out_bytes) {
-  const i64 row = blockIdx.x;
-  const int padded = (k + 7) & ~7;
-  const i64 item = ((i64)blockIdx.y * blockDim.x + threadIdx.x) * 8;
-  if (row >= step_rows(st, symbol, factor) || item >= (i64)heads * padded) return;
-  const int h = (int)(item / padded), i = (int)(item - (i64)h * padded);
-  const float* src = x + row * x_cols + h * head_stride;
-  u32 high[4], low[4];
+  u32 r[4], rest[4];
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     const int c = i + 2 * j;
     const float2 v = make_float2(c < k ? src[c] : 0.f, c + 1 < k ? src[c + 1] : 0.f);
-    high[j] = pack2<true>(v.x, v.y);
-    const float2 rounded = unpack_bf16(high[j]);
-    low[j] = pack2<true>(v.x - rounded.x, v.y - rounded.y);  // NaN for Inf: Inf * w + NaN is NaN, as it should show
+    r[j] = pack2<BF>(v.x, v.y);
+    const float2 rounded = BF ? unpack_bf16(r[j]) : unpack_f16(r[j]);
+    rest[j] = pack2<BF>(v.x - rounded.x, v.y - rounded.y);  // NaN for Inf: Inf * w + NaN is NaN, as it should show
   }
   u8* const to = out + (row * heads + h) * out_bytes + 2 * (i64)i;
-  *(uint4*)to = make_uint4(high[0], high[1], high[2], high[3]);
-  *(uint4*)(to + 2 * (i64)padded) = make_uint4(low[0], low[1], low[2], low[3]);
+  *(uint4*)to = make_uint4(r[0], r[1], r[2], r[3]);
+  if constexpr (REST) *(uint4*)(to + 2 * (i64)padded) = make_uint4(rest[0], rest[1], rest[2], rest[3]);
 }
+// Likewise with 16-bit values, 8 per thread; zeros fill the row up to a multiple of 8.
+#define IK_TO_HALF(NAME, BF, REST)                                                                                           \
+  extern "C" __global__ void __launch_bounds__(256)                                                                          \
+  layer_to_##NAME(const i64* st, int symbol, int factor, const float* x, i64 x_cols, int heads, i64 head_stride, int k,      \
+                  u8* out, i64 out_bytes) {                                                                                  \
+    to_half<BF, REST>(st, symbol, factor, x, x_cols, heads, head_stride, k, out, out_bytes);                                 \
+  }
+IK_TO_HALF(bf16, true, false)
+IK_TO_HALF(f16, false, false)
+IK_TO_HALF(split, true, true)
 // Likewise as f16 times a power of two that brings the largest value of a row to 2^13 .. 2^14; its inverse, f32, follows the
 // values (NaN where one of them is NaN or Inf). grid (rows, heads)
 extern "C" __global__ void __launch_bounds__(256)

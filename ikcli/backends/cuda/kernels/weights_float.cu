@@ -103,7 +103,6 @@ template <class W> DI void float_embed(const i64* st, const u8* w, i64 row_bytes
 // Tiles of 64 weight rows by 64 activation rows, 32 columns per step, as 32-bit words; the next step is loaded into registers
 // while this one is multiplied. Warps: 2 x 2, each 32 x 32.
 constexpr int FM_STRIDE = 32 + 4, FM_TILE = 64 * FM_STRIDE;  // words
-constexpr int FM_BYTES = 4 * 2 * 2 * FM_TILE;
 
 // v -> its rounding to tf32 and that of the rest.
 DI void split_tf32(u32 (&v)[4], u32 (&low)[4]) {
@@ -157,12 +156,7 @@ DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_b
   };
 
   float acc[2][4][4];
-#pragma unroll
-  for (int m = 0; m < 2; m++)
-#pragma unroll
-    for (int n = 0; n < 4; n++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) acc[m][n][e] = 0.f;
+  clear_sums(acc);
   const int m0 = 32 * (warp & 1), n0 = 32 * (warp >> 1), g = lane >> 2, pair = 2 * (lane & 3);
 
   auto multiply = [&](int stage) {
@@ -224,7 +218,7 @@ DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_b
   }
 #define IK_FLOAT_KERNELS(NAME, FORMAT)                                                                                        \
   IK_KERNEL(4) IK_FLOAT_MV(NAME, FORMAT, MV_ROWS)                                                                             \
-  IK_KERNEL(8) IK_FLOAT_MV(NAME##_one, FORMAT, 1)                                                                        \
+  IK_KERNEL(8) IK_FLOAT_MV(NAME##_one, FORMAT, 1)                                                                             \
   IK_KERNEL(8) embed_##NAME(IK_EMBED_PARAMETERS) { float_embed<FORMAT>(st, w, row_bytes, nb, y); }
 
 IK_FLOAT_KERNELS(f32, F32)

@@ -15,6 +15,15 @@ static_assert(MM_KB == 4 && MM_THREADS == 2 * MM_M, "a thread fetches two blocks
 // Chunk of 16 bytes of a row of codes: neighbouring rows differ in banks, so that reading matrices needs no padding.
 DI int mm_chunk(int row, int chunk) { return row * MM_ROW + ((chunk ^ (row & 7)) << 4); }
 
+template <int N> DI void clear_sums(float (&acc)[2][N][4]) {
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) acc[m][n][e] = 0.f;
+}
+
 // Sums that start here are floats in disguise: an addition converts them, which is faster than a conversion. |sum| < 2^22.
 constexpr int MM_ZERO = 0x4b400000;
 DI float sum_of(int disguised) { return __int_as_float(disguised) - 12582912.f; }
@@ -120,10 +129,7 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
   u32 x_at[NG];  // in units of 16 bytes
   const u32 x_to = mm_chunk(tid >> 3, tid & 7);
 #pragma unroll
-  for (int i = 0; i < NG; i++) {
-    const int t = (tid >> 3) + 32 * i;
-    x_at[i] = t < span.rows ? (u32)(source_row(order, divisor, span.first + t) * (x_row >> 4)) : 0;
-  }
+  for (int i = 0; i < NG; i++) x_at[i] = source_at(span, order, divisor, x_row, (tid >> 3) + 32 * i);
   // Four scales, or what goes with them, of one activation row.
   const int kind = tid / T::N, scale_row = tid & (T::N - 1);
   const bool scaling = kind <= T::MORE && scale_row < span.rows;
@@ -169,7 +175,8 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
     if constexpr (W::HALVES && W::MINIMA) to[3 * MM_SCALES] = o.m1;
   };
 
-  // What this warp multiplies: weight rows m0 .. m0 + 31 by groups n0, n0 + 32, ... of 16 activation rows.
+  // What this warp multiplies: weight rows m0 .. m0 + 31 by groups n0, n0 + 32, ... of 16 activation rows. Plain numbers: as
+  // members of a struct they cost registers (weights_half.cuh has the same).
   const int m0 = 32 * (warp & 3), n0 = 16 * (warp >> 2), g = lane >> 2, pair = 2 * (lane & 3);
   const u32 a_at = mm_chunk(m0 + (lane & 15), lane >> 4), b_at = mm_chunk(n0 + (lane & 7) + 8 * (lane >> 4), lane >> 3 & 1);
   const u32 ws_at = m0 + g, xs_at = n0 + pair;
@@ -184,12 +191,7 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
   };
 
   float acc[2][2 * NG][4];
-#pragma unroll
-  for (int m = 0; m < 2; m++)
-#pragma unroll
-    for (int n = 0; n < 2 * NG; n++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) acc[m][n][e] = 0.f;
+  clear_sums(acc);
 
   fetch_activations(share.from, 0);
   fetch_weights(0, share.from);

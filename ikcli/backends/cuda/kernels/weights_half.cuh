@@ -33,8 +33,7 @@ DI void half_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_by
 #pragma unroll
   for (int i = 0; i < 4; i++) w_at[i] = (u32)(min(place.weights * MM_M + row + 32 * i, n_rows - 1) * (row_bytes >> 4));
 #pragma unroll
-  for (int i = 0; i < NG; i++)
-    x_at[i] = row + 32 * i < span.rows ? (u32)(source_row(order, divisor, span.first + row + 32 * i) * (x_row >> 4)) : 0;
+  for (int i = 0; i < NG; i++) x_at[i] = source_at(span, order, divisor, x_row, row + 32 * i);
   auto fetch = [&](int step, int stage) {
     const int chunk = 8 * step + (tid & 7);
     const bool there = chunk < chunks;
@@ -50,12 +49,7 @@ DI void half_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_by
   };
 
   float acc[2][2 * NG][4];
-#pragma unroll
-  for (int m = 0; m < 2; m++)
-#pragma unroll
-    for (int n = 0; n < 2 * NG; n++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) acc[m][n][e] = 0.f;
+  clear_sums(acc);
   const int m0 = 32 * (warp & 3), n0 = 16 * (warp >> 2), g = lane >> 2, pair = 2 * (lane & 3);
   const u32 a_at = mm_chunk(m0 + (lane & 15), lane >> 4), b_at = mm_chunk(n0 + (lane & 7) + 8 * (lane >> 4), lane >> 3 & 1);
 

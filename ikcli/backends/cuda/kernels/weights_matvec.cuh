@@ -26,6 +26,10 @@ DI Span span_of(const i64* st, int symbol, int factor, const int* tiles, const i
 }
 // Activation row of result row p: with `order` (pairs of the plan) that of the token, else p itself.
 DI int source_row(const int* order, int divisor, int p) { return order ? order[2 * p] / divisor : p; }
+// Where row t of a span begins, in units of 16 bytes; 0 if there is no such row.
+DI u32 source_at(const Span& span, const int* order, int divisor, i64 x_row, int t) {
+  return t < span.rows ? (u32)(source_row(order, divisor, span.first + t) * (x_row >> 4)) : 0;
+}
 
 // The lanes that share an item (two weight rows): a part of a warp, a warp, or several warps of which this is number `part`.
 struct Team { int item, part, lane, width, slot; };
@@ -150,7 +154,7 @@ DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gat
   float acc_a[ROWS], acc_b[ROWS];
 #pragma unroll
   for (int t = 0; t < ROWS; t++) {
-    at[t] = t < span.rows ? (u32)(source_row(order, divisor, span.first + t) * (x_row >> 4)) : 0;
+    at[t] = source_at(span, order, divisor, x_row, t);
     acc_a[t] = acc_b[t] = 0.f;
   }
   if (active) {

@@ -83,14 +83,16 @@ class Buffers:
         first, last = [len(ops)] * len(self.sizes), [-1] * len(self.sizes)
         for i, words in enumerate(ops):
             for w in words:
-                if isinstance(w, Ref) and isinstance(w.target, int) and w.target >= 0:
-                    first[w.target] = min(first[w.target], i)
-                    last[w.target] = max(last[w.target], i)
+                if type(w) is Ref and type(b := w.target) is int and b >= 0:
+                    if last[b] < 0:
+                        first[b] = i
+                    last[b] = i
         for b, (a, z) in kept.items():
             first[b], last[b] = min(first[b], a), max(last[b], z)
+        none = Lifetime(0, 0, 0)
         return assign_offsets(
             [
-                Lifetime(0, 0, 0) if last[b] < 0 or b in elsewhere else Lifetime(size, first[b], last[b])
+                none if last[b] < 0 or b in elsewhere else Lifetime(size, first[b], last[b])
                 for b, size in enumerate(self.sizes)
             ]
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 from ikcli.errors import UnsupportedError
@@ -70,15 +71,19 @@ class Rules(Generic[L]):
             rule = self._rules.get(type(node.op))
             if rule is None:
                 raise UnsupportedError(f"{node.name}: {self.device} has no {node.op.name}; {self.way_out}")
-            for f in fields(node.op):
-                value = getattr(node.op, f.name)
-                default = f.default_factory() if f.default_factory is not MISSING else f.default
-                if value not in rule.values.get(f.name, (value,)) or (f.name not in rule.known and value != default):
+            for name, default in _defaults(type(node.op)):
+                value = getattr(node.op, name)
+                if value not in rule.values.get(name, (value,)) or (name not in rule.known and value != default):
                     raise UnsupportedError(
-                        f"{node.name}: {self.device} cannot compute {node.op.name} with {f.name} {value}; "
-                        f"{self.way_out}"
+                        f"{node.name}: {self.device} cannot compute {node.op.name} with {name} {value}; {self.way_out}"
                     )
 
     def lower(self, lowering: L, node: Node) -> None:
         """Lower one node, which was checked."""
         self._rules[type(node.op)].lower(lowering, node, node.op)
+
+
+@cache
+def _defaults(op: type[Op]) -> list[tuple[str, Any]]:
+    """Names of an op's fields with their defaults (MISSING where there is none)."""
+    return [(f.name, f.default_factory() if f.default_factory is not MISSING else f.default) for f in fields(op)]

@@ -24,30 +24,23 @@ def assign_offsets(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
     Greedy by size, lowest free gap first: the same strategy as most inference runtimes' static planners.
     """
     offsets = [0] * len(lifetimes)
-    alive: dict[int, list[int]] = {}  # buffers placed so far, by spans of steps in which they live
+    # Placed so far, by spans of steps in which they live: first and last step, first byte and end.
+    alive: dict[int, list[tuple[int, int, int, int]]] = {}
     total = 0
     for i in sorted(range(len(lifetimes)), key=lambda i: (-lifetimes[i].n_bytes, lifetimes[i].first)):
-        me = lifetimes[i]
-        size = _size(me)
+        first, last = lifetimes[i].first, lifetimes[i].last
+        size = -(-lifetimes[i].n_bytes // ALIGN) * ALIGN
         if not size:
-            continue
-        spans = range(me.first // _SPAN, me.last // _SPAN + 1)
-        busy = sorted(
-            (offsets[j], offsets[j] + _size(lifetimes[j]))
-            for j in {j for span in spans for j in alive.get(span, ())}
-            if lifetimes[j].first <= me.last and me.first <= lifetimes[j].last
-        )
+            break
+        spans = range(first // _SPAN, last // _SPAN + 1)
+        busy = {(lo, hi) for span in spans for a, z, lo, hi in alive.get(span, ()) if a <= last and first <= z}
         at = 0
-        for lo, hi in busy:
+        for lo, hi in sorted(busy):
             if at + size <= lo:
                 break
             at = max(at, hi)
         offsets[i] = at
         for span in spans:
-            alive.setdefault(span, []).append(i)
+            alive.setdefault(span, []).append((first, last, at, at + size))
         total = max(total, at + size)
     return offsets, total
-
-
-def _size(lifetime: Lifetime) -> int:
-    return -(-lifetime.n_bytes // ALIGN) * ALIGN

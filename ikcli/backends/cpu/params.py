@@ -54,13 +54,16 @@ class Record:
         _RECORDS[cls.__name__] = cls
 
     def __init__(self, **values: Any) -> None:
-        names = [name for name, field in self.fields.items() if name not in HEAD]
-        if wrong := sorted(values.keys() ^ set(names)):
+        given = {name: field.kind for name, field in self.fields.items() if name not in HEAD}
+        if wrong := sorted(values.keys() ^ given.keys()):
             what = "has no parameter" if wrong[0] in values else "lacks the parameter"
-            raise TypeError(f"{type(self).__name__} {what} {wrong[0]!r}; it has {', '.join(names)}")
+            raise TypeError(f"{type(self).__name__} {what} {wrong[0]!r}; it has {', '.join(given)}")
         self.words: list[Word] = []
-        for name in names:
-            self.words += _stored(values[name], self.fields[name].kind)
+        for name, kind in given.items():
+            if kind == "i64":
+                self.words.append(values[name])
+            else:
+                self.words += _stored(values[name], kind)
 
 
 HEAD = {"state": Field(0, "i64"), "row_count": Field(1, "i64"), "row_factor": Field(2, "i64")}

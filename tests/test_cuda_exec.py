@@ -46,7 +46,10 @@ def modes() -> Iterator[Any]:
     yield "llama", 9, {"flash_attn": False, **EXACT}
     for mla in range(4):
         for fa in (True, False):
-            yield "deepseek2", 9, {"mla": mla, "flash_attn": fa, **EXACT}
+            marks = (
+                () if mla in (1, 3) else pytest.mark.slow
+            )  # with and without expanded prompts; the others repeat that
+            yield pytest.param("deepseek2", 9, {"mla": mla, "flash_attn": fa, **EXACT}, marks=marks)
     for type_ in ("f16", "q8_0"):
         yield "deepseek2", 9, {"type_k": type_}
     # the CPU compiles attention of its own for these

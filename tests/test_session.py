@@ -165,7 +165,7 @@ def marks(name: str, changes: dict[str, Any]) -> Any:
     stored_otherwise = name.startswith("deepseek2-") or (name == "deepseek3" and "fmoe" not in changes)
     return (
         pytest.mark.slow
-        if len(types) > 1 or "bf16" in types or stored_otherwise and changes.get("mla") in (0, 2)
+        if len(types) > 1 or "bf16" in types or (stored_otherwise and changes.get("mla") in (0, 2))
         else ()
     )
 

@@ -6,7 +6,7 @@ Only the compile worker imports this. `inline` marks device functions (used insi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from numba import njit
@@ -44,16 +44,30 @@ class _Library(codegen.JITCodeLibrary):
 
     def finalize(self) -> None:
         if self.is_kernel:
-            self._linking_libraries = list(dict.fromkeys(self._called()))
+            self._linking_libraries = self._called()
             super().finalize()
         else:
             self._finalized = True
 
-    def _called(self) -> Iterator[_Library]:
-        """Libraries of all functions that it calls, and that these call."""
-        for library in self._linking_libraries:
-            yield library
-            yield from library._called()
+    def _called(self) -> list[_Library]:
+        """Libraries of all that it calls, directly or not, every caller before what it calls: LLVM leaves out a function
+        that nothing has named yet."""
+        seen: set[_Library] = set()
+        callees_first: list[_Library] = []
+
+        def visit(library: _Library) -> None:
+            seen.add(library)
+            for called in reversed(library._linking_libraries):
+                if called not in seen:
+                    visit(called)
+            callees_first.append(library)
+
+        visit(self)
+        return callees_first[-2::-1]
+
+    def _verify_declare_only_symbols(self) -> None:
+        missing = [f.name for f in self._final_module.functions if f.is_declaration and f.name.startswith("_ZN")]
+        assert not missing, f"functions that were not linked: {missing}"
 
     def _finalize_specific(self) -> None:
         pass

@@ -46,7 +46,10 @@ class EmbeddingTask:
 
 
 class Embeddings:
-    """See the module; used by the engine's thread only, but for `check`."""
+    """See the module; used by the engine's thread only, but for `check`.
+
+    `waiting`: requests that wait. `slot`: whose room is used, as long as there is a micro-batch to compute.
+    """
 
     def __init__(
         self,
@@ -69,14 +72,10 @@ class Embeddings:
                 raise
             self.problem = str(e)
             log("WARN", "init", "no embeddings", {"reason": self.problem})
-        self._waiting: deque[EmbeddingTask] = deque()
+        self.waiting: deque[EmbeddingTask] = deque()
         self._running: list[EmbeddingTask] = []
         self._embedder: Embedder | None = None
-        self._slot: Slot | None = None
-
-    def __len__(self) -> int:
-        """Requests that wait."""
-        return len(self._waiting)
+        self.slot: Slot | None = None
 
     @property
     def name(self) -> str:
@@ -100,12 +99,12 @@ class Embeddings:
 
     def add(self, task: EmbeddingTask) -> None:
         """Queue a request."""
-        self._waiting.append(task)
+        self.waiting.append(task)
 
     def drop_cancelled(self) -> None:
         """Forget requests that nobody waits for any more."""
-        if any(t.cancelled for t in self._waiting):
-            self._waiting = deque(t for t in self._waiting if not t.cancelled)
+        if any(t.cancelled for t in self.waiting):
+            self.waiting = deque(t for t in self.waiting if not t.cancelled)
         for task in [t for t in self._running if t.cancelled]:
             self._leave(task)
 
@@ -120,41 +119,36 @@ class Embeddings:
 
         `added`: for requests that name no scales of adapters.
         """
-        if not self._waiting or self._slot is not None or not free:
+        if not self.waiting or self.slot is not None or not free:
             return
-        first = self._waiting[0]
+        first = self.waiting[0]
         if len(free) == 1 and before is not None and before < first.id:
             return
         slot = min(free, key=lambda s: (s.n_past, s.t_used))
         self._reuse.replace(slot, 0)
         slot.n_past, slot.state, slot.id_task = 0, EMBEDDING, first.id
         slot.added = added.of_request(first.request.lora)
-        self._slot, self._embedder = slot, Embedder(self._session, self.pooling, slot.id, self._head)
+        self.slot, self._embedder = slot, Embedder(self._session, self.pooling, slot.id, self._head)
         self._join(added)
 
     def _join(self, added: Added) -> None:
         """Add the texts of waiting requests, as far as they want the same adapters."""
-        assert self._slot is not None and self._embedder is not None
-        while self._waiting and added.of_request(self._waiting[0].request.lora) == self._slot.added:
-            task = self._waiting.popleft()
+        assert self.slot is not None and self._embedder is not None
+        while self.waiting and added.of_request(self.waiting[0].request.lora) == self.slot.added:
+            task = self.waiting.popleft()
             task.t_start = time.perf_counter()
             self._running.append(task)
             for i, tokens in enumerate(task.request.texts):
                 self._embedder.add((task, i), tokens)
 
-    @property
-    def active(self) -> bool:
-        """Whether there is a micro-batch to be computed."""
-        return self._slot is not None
-
     def step(self, added: Added, *, join: bool) -> None:
         """Compute a micro-batch; `join`: requests that came since `launch` take part."""
-        assert self._slot is not None and self._embedder is not None
+        assert self.slot is not None and self._embedder is not None
         if join:
             self._join(added)
         start, before = time.perf_counter(), self._embedder.n_tokens
         try:
-            self._session.apply(self._slot.added)
+            self._session.apply(self.slot.added)
             finished = self._embedder.step()
         except Exception as e:
             self._fail(failure_of(e))
@@ -165,9 +159,9 @@ class Embeddings:
                 if len(task.rows) == len(task.request.texts):
                     self._done(task)
         if not len(self._embedder):
-            self._session.truncate(self._slot.id, 0)
-            self._slot.release()
-            self._slot = self._embedder = None
+            self._session.truncate(self.slot.id, 0)
+            self.slot.release()
+            self.slot = self._embedder = None
 
     def _done(self, task: EmbeddingTask) -> None:
         self._running.remove(task)
@@ -188,9 +182,9 @@ class Embeddings:
 
     def close(self, failure: Failure) -> None:
         """Answer everything that is still open."""
-        for task in (*self._running, *self._waiting):
+        for task in (*self._running, *self.waiting):
             self._send(task, failure)
         self._running.clear()
-        self._waiting.clear()
-        if self._slot is not None:
-            self._slot.release()
+        self.waiting.clear()
+        if self.slot is not None:
+            self.slot.release()

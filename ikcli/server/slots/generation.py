@@ -66,6 +66,7 @@ class Generation:
         self.n_cached = self.n_prompt_computed = 0
         self.n_drafts = self.n_drafted = self.n_accepted = 0
         self.accepted_by_position: Counter[int] = Counter()
+        self.bans_texts = bool(request.bans)
         self._bans: dict[int, set[int]] = {}  # index of a generated token -> tokens that led to a banned text
         self._n_rewinds = 0  # since the output last got further
         self._furthest = -1  # token at which a banned text began
@@ -76,7 +77,9 @@ class Generation:
     # --- choosing ---------------------------------------------------------------------------------------------------
     def choose(self, logits: FloatRow) -> TokenInfo:
         """The next token."""
-        banned = self._bans.get(len(self.output.tokens), ()) if self._bans else ()
+        if not self._bans and self.constraint is None:
+            return as_info(self.sampler.sample(logits))
+        banned = self._bans.get(len(self.output.tokens), ())
         mask = self.constraint.mask() if self.constraint is not None else None
         return as_info(self.sampler.sample(logits, mask, banned, self.request.bans.bias))
 

@@ -26,6 +26,7 @@ class Output:
         self._n_texts = len(tokenizer.vocab.tokens)  # a model's output may be wider than its vocabulary
         self._stop = tuple(s for s in stop if s)
         self._bans, self._banned = bans, tuple(_fold(b) for b in bans.strings if b)
+        self._holds = bool(self._stop or bans)  # whether text may have to wait
         self._allowed = 0  # position up to which banned texts are let through
         self._sent: list[str] = []  # text given out, in pieces
         self._held = ""  # text after that
@@ -114,7 +115,7 @@ class Output:
         if everything:
             n, n_tokens = len(self._held), len(self.tokens)
         else:
-            n = len(self._held) - self._n_uncertain()
+            n = len(self._held) - self._n_uncertain() if self._holds else len(self._held)
             if n <= 0:
                 return "", ()
             n_tokens = len(self.tokens) if n == len(self._held) else bisect_left(self.starts, self._n_sent + n)
@@ -133,8 +134,6 @@ class Output:
     def _n_uncertain(self) -> int:
         """Characters at the end that could begin a stop text or a banned text."""
         held = self._held
-        if not (self._stop or self._bans):
-            return 0
         n = max((_n_partial(held, s) for s in self._stop), default=0)
         if self._banned:
             held = _fold(held)

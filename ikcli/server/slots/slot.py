@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from ikcli.server.slots.states import SlotState
 
 Tokens = npt.NDArray[np.int32]
 IDLE, PROMPT, GENERATION, EMBEDDING = "idle", "prompt", "generation", "embedding"
+_ADDED = attrgetter("added")
 _LEAST_ROOM = 4  # tokens of a slot that n_keep cannot claim
 
 
@@ -65,10 +67,15 @@ class Slot:
         """Tokens in the cache."""
         return self._cached[: self.n_past]
 
-    def append(self, tokens: Tokens | int, n: int = 1) -> None:
+    def append(self, tokens: Tokens) -> None:
         """Note tokens that were just computed."""
-        self._cached[self.n_past : self.n_past + n] = tokens
-        self.n_past += n
+        self._cached[self.n_past : self.n_past + len(tokens)] = tokens
+        self.n_past += len(tokens)
+
+    def push(self, token: int) -> None:
+        """Note one."""
+        self._cached[self.n_past] = token
+        self.n_past += 1
 
     def adopt(self, tokens: Tokens) -> None:
         """The cache holds these tokens now."""
@@ -147,6 +154,6 @@ class Slot:
 
 def alike(slots: Sequence[Slot]) -> list[Sequence[Slot]]:
     """Slots in groups to which the same is added; mostly one group, which costs no comparison of what is added."""
-    if all(s.added is slots[0].added for s in slots):
-        return [slots] if slots else []
+    if len(set(map(id, map(_ADDED, slots)))) == 1:
+        return [slots]
     return [[s for s in slots if s.added == added] for added in dict.fromkeys(s.added for s in slots)]

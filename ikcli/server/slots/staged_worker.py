@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -87,7 +86,7 @@ class StagedWorker(Worker):
         pieces = prompt_pieces(waiting, self.session.n_ubatch)
         if pieces and (self._prompt_next or not ready):
             self._prompt_next = False
-            self._guarded(pieces[0].slot, partial(self._launch_piece, pieces[0]))
+            self._guarded(pieces[0].slot, self._launch_piece, pieces[0])
             return True
         if not ready:
             return False
@@ -121,7 +120,7 @@ class StagedWorker(Worker):
             for i, (s, task) in enumerate(tasks):
                 if s.task is task:
                     self._waiting.discard(s.id)
-                    self._guarded(s, partial(self._advance, s, logits[i : i + 1], sums[i : i + 1]))
+                    self._guarded(s, self._advance, s, logits, sums, i)
 
         self._flights.append(_Flight(tasks, land))
 
@@ -142,7 +141,7 @@ class StagedWorker(Worker):
         self._deliver()
         self.session.apply(slot.added)
         self.session.launch(Batch.single(tokens, first, slot.id, logits=wanted))
-        slot.append(tokens, n)
+        slot.append(tokens)
         slot.t_served = self._step_number
         if is_last:
             self._waiting.add(slot.id)
@@ -153,7 +152,7 @@ class StagedWorker(Worker):
                 return
             if is_last:
                 self._waiting.discard(slot.id)
-            self._guarded(slot, partial(arrive, logits))
+            self._guarded(slot, arrive, logits)
 
         def arrive(logits: FloatRows) -> None:
             if wanted == "all":

@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
+from operator import attrgetter
 from pathlib import Path
+from typing import TypeVarTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,7 @@ from ikcli.server.slots.log import Logger
 from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
 from ikcli.server.slots.prompt_cache import default_limit
 from ikcli.server.slots.reuse import Reuse
-from ikcli.server.slots.scheduler import Piece, prompt_pieces
+from ikcli.server.slots.scheduler import prompt_pieces
 from ikcli.server.slots.slot import GENERATION, IDLE, PROMPT, Slot, Task, alike
 from ikcli.server.slots.speculative import Speculator
 from ikcli.server.slots.states import (
@@ -52,6 +53,8 @@ from ikcli.server.slots.states import (
 from ikcli.server.slots.vectors import ServedVectors
 
 FloatRows = npt.NDArray[np.float32]
+Arguments = TypeVarTuple("Arguments")
+_N_PAST = attrgetter("n_past")
 
 
 @dataclass(slots=True, eq=False)
@@ -164,7 +167,7 @@ class Worker:
         """Counters and gauges."""
         c, session, prompts = self.counters, self.session, self._reuse.prompts
         busy = sum(s.state != IDLE for s in self.slots)
-        n_waiting = len(self._queue) + len(self._embeddings)
+        n_waiting = len(self._queue) + len(self._embeddings.waiting)
         n_cached = sum(s.n_past for s in self.slots)
         rates = per_second(c.recent_prompt), per_second(c.recent_predicted)
         if reset:
@@ -179,8 +182,9 @@ class Worker:
     def run(self) -> None:
         """Serve until stopped."""
         while True:
-            self._awake.clear()
-            self._receive()
+            if self._awake.is_set() or self._actions:  # whoever posts, cancels or stops sets it
+                self._awake.clear()
+                self._receive()
             if self._stopping == "now":
                 break
             self._launch()
@@ -193,7 +197,7 @@ class Worker:
             if self._was_busy:
                 self._log("INFO", "update_slots", "all slots are idle", {})
                 self._was_busy = False
-            if self._stopping and not self._inbox and not self._queue and not self._embeddings:
+            if self._stopping and not self._inbox and not self._queue and not self._embeddings.waiting:
                 break
             self._awake.wait(quiet)
         self._close()
@@ -254,13 +258,14 @@ class Worker:
                 task.on_event(event)
             except Exception as e:
                 task.cancelled = True
+                self._awake.set()
                 self._log("WARN", "send", "listener failed", {"id_task": task.id, "error": f"{type(e).__name__}: {e}"})
         self._outbox.clear()
 
     # --- giving requests to slots -----------------------------------------------------------------------------------
     def _launch(self) -> None:
         """Start queued requests in order of arrival; one that waits for a certain slot lets others pass."""
-        if not self._queue and not self._embeddings:
+        if not self._queue and not self._embeddings.waiting:
             return
         waiting: deque[Task] = deque()
         free = {s.id for s in self.slots if s.state == IDLE} - {a.id_slot for a in self._actions}
@@ -329,28 +334,27 @@ class Worker:
         for slots in alike(generating):
             self._generate(slots)
         prompts_wait = bool(generating) and not self.config.cont_batching
-        waiting = (s for s in self.slots if s.state == PROMPT and not (s.in_prompt and prompts_wait))
-        for piece in prompt_pieces(waiting, self.session.n_ubatch):
-            self._compute_piece(piece)
-        if self._embeddings.active:
+        waiting = [s for s in self.slots if s.state == PROMPT and not (s.in_prompt and prompts_wait)]
+        for piece in prompt_pieces(waiting, self.session.n_ubatch) if waiting else ():
+            self._guarded(piece.slot, self._advance_prompt, piece.slot, piece.n_tokens)
+        if self._embeddings.slot is not None:
             self._deliver()
             self._embeddings.step(self.added, join=not self._queue)
 
     def _generate(self, slots: Sequence[Slot]) -> None:
         """A token of each of these slots, to which the same is added."""
-        ready = []
-        for s in slots:
-            if s.n_past >= s.n_ctx:
-                self._shift(s)
-            else:
-                ready.append(s)
+        full = [s for s in slots if s.n_past >= s.n_ctx]
+        for s in full:
+            self._shift(s)
+        ready = [s for s in slots if s not in full] if full else slots
         if not ready:
             return
+        drafted: Sequence[Slot] = ()
         if self._speculator:
             self._speculator.propose(ready)
+            drafted = [s for s in ready if s.draft]
         self.session.apply(ready[0].added)
         try:
-            drafted = [s for s in ready if s.draft]
             if drafted:
                 for s in drafted:
                     self.session.sequences.checkpoint(s.id, passing=True)
@@ -368,9 +372,9 @@ class Worker:
         sums = np.add.reduce(logits, axis=1).tolist()
         at = 0
         for s in ready:
-            stop = at + 1 + len(s.draft)
-            self._guarded(s, partial(self._advance, s, logits[at:stop], sums[at:stop]))
-            at = stop
+            n = 1 + len(s.draft)
+            self._guarded(s, self._advance, s, logits, sums, at)
+            at += n
 
     def _compute_alone(self, slots: Sequence[Slot], error: Exception) -> None:
         """After a failure: every slot by itself, so that only the guilty one suffers."""
@@ -388,25 +392,25 @@ class Worker:
             slot.repeat_from(kept, slot.text_tokens())
         return kept == slot.n_past
 
-    def _advance(self, slot: Slot, logits: FloatRows, sums: Sequence[float]) -> None:
-        """Take tokens from the logits of `last` and of the draft, as long as the draft is right."""
+    def _advance(self, slot: Slot, logits: FloatRows, sums: Sequence[float], at: int) -> None:
+        """Take tokens from the logits of `last` (row `at`) and of the draft, as long as the draft is right."""
         g = slot.generation
         assert g is not None
         draft = slot.draft
-        slot.append(slot.last)
-        g.n_drafted += len(draft)
-        g.n_drafts += bool(draft)
-        for i in range(len(draft) + 1):
-            if not math.isfinite(sums[i]):
-                check_finite(logits[i])
-            if not self._take(slot, g, logits[i]):
+        slot.push(slot.last)
+        if draft:
+            g.n_drafted += len(draft)
+            g.n_drafts += 1
+        for i, guess in enumerate((*draft, -1)):
+            if not math.isfinite(sums[at + i]):
+                check_finite(logits[at + i])
+            if not self._take(slot, g, logits[at + i]):
                 return
-            if i < len(draft):
-                if draft[i] != slot.last:
-                    break
-                g.n_accepted += 1
-                g.accepted_by_position[i] += 1
-                slot.append(slot.last)
+            if guess != slot.last:
+                break
+            g.n_accepted += 1
+            g.accepted_by_position[i] += 1
+            slot.push(slot.last)
         if draft:
             self._go_back(slot)
 
@@ -415,17 +419,17 @@ class Worker:
         token = g.choose(logits)
         goes_on = g.push(token)
         slot.last = token.id
-        if g.request.bans and (n_removed := g.rewind_banned()):
+        if g.bans_texts and (n_removed := g.rewind_banned()):
             self._rewind(slot, n_removed)
             return False
-        if goes_on and not g.may_shift and slot.n_past + 1 >= slot.n_ctx:
+        if goes_on and slot.n_past + 1 >= slot.n_ctx and not g.may_shift:
             g.stop_for_context()
             goes_on = False
         assert slot.task is not None
         if not goes_on:
             self._finish(slot, g)
             return False
-        if slot.task.request.deltas:
+        if g.request.deltas:
             delta = g.delta(slot.n_past)
             if delta is not None:
                 self._send(slot.task, delta)
@@ -446,9 +450,6 @@ class Worker:
             "INFO", "update_slots", "slot context shift", {**_ids(slot), "n_keep": slot.n_past, "n_ctx": slot.n_ctx}
         )
 
-    def _compute_piece(self, piece: Piece[Slot]) -> None:
-        self._guarded(piece.slot, partial(self._advance_prompt, piece.slot, piece.n_tokens))
-
     def _advance_prompt(self, slot: Slot, n: int) -> None:
         g = slot.generation
         assert g is not None and slot.task is not None
@@ -464,7 +465,7 @@ class Worker:
         slot.t_served = self._step_number
         if wanted == "all":
             self._prompt_logprobs(slot, g, logits, slot.n_past)
-        slot.append(tokens, n)
+        slot.append(tokens)
         if slot.in_prompt and g.request.report_progress:
             self._send(slot.task, g.progress(slot.n_past))
         if is_last:
@@ -514,13 +515,13 @@ class Worker:
         c = self.counters
         c.n_decode += 1
         c.n_busy_slots += n_busy
-        c.n_tokens_max = max(c.n_tokens_max, *(s.n_past for s in self.slots))
+        c.n_tokens_max = max(c.n_tokens_max, *map(_N_PAST, self.slots))
 
     # --- failures ---------------------------------------------------------------------------------------------------
-    def _guarded(self, slot: Slot, work: Callable[[], None]) -> None:
+    def _guarded(self, slot: Slot, work: Callable[[*Arguments], None], *args: *Arguments) -> None:
         """Run the work of one slot; a failure ends its request only."""
         try:
-            work()
+            work(*args)
         except StageLostError:
             raise
         except Exception as e:

@@ -53,8 +53,16 @@ class StepBlock:
                   self._window_cells, self._windows)  # fmt: skip
         self._words[4:13] = [a.ctypes.data for a in arrays]
         self.address: int = self._words.ctypes.data
-        self.rows: dict[Rows, int] = {}
+        self._rows: dict[Rows, int] | None = None
         self.n_segments = 0
+
+    @property
+    def rows(self) -> dict[Rows, int]:
+        """Numbers of rows; made when they are asked for, which the CPU alone never does."""
+        if self._rows is None:
+            n, n_outputs, n_kv = self._words[:3].tolist()
+            self._rows = {Rows.TOKENS: n, Rows.OUTPUTS: n_outputs, Rows.KV: n_kv}
+        return self._rows
 
     def set(
         self,
@@ -76,7 +84,7 @@ class StepBlock:
             n_kv += s.n_kv
         self._words[:4] = n, len(out_ids), n_kv, len(segments)
         self.n_segments = len(segments)
-        self.rows = {Rows.TOKENS: n, Rows.OUTPUTS: len(out_ids), Rows.KV: n_kv}
+        self._rows = None
 
     def set_step(
         self,
@@ -106,10 +114,10 @@ class StepBlock:
             longs(self._windows, 0, *windows)
             longs(self._window_cells, 0, *map(add, windows, pos))
         segments(self._segments, 0, *words)
-        self._out_ids[:n_outputs] = self._count[:n_outputs]
+        longs(self._out_ids, 0, *range(n))
         _pack_counts(self._words, 0, n, n_outputs, n_kv, n)
         self.n_segments = n
-        self.rows = {Rows.TOKENS: n, Rows.OUTPUTS: n_outputs, Rows.KV: n_kv}
+        self._rows = None
 
     def packed(self) -> list[npt.NDArray[np.generic]]:
         """What `unpack` of another block makes the same micro-batch of; views, without the cells of all positions."""
@@ -122,7 +130,7 @@ class StepBlock:
         n, n_out, n_kv, n_segments = (int(x) for x in np.frombuffer(data, np.int64, 4))
         self._words[:4] = n, n_out, n_kv, n_segments
         self.n_segments = n_segments
-        self.rows = {Rows.TOKENS: n, Rows.OUTPUTS: n_out, Rows.KV: n_kv}
+        self._rows = None
         at = 32
         _, *arrays = self.arrays()
         for i, array in enumerate(arrays):

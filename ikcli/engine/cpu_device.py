@@ -60,6 +60,7 @@ class CpuDevice:
         self._few = True
         self.arena: Bytes = aligned_zeros(0)
         self.caches: dict[Cache, Bytes] = {}
+        self._results: dict[tuple[CpuProgram, int], npt.NDArray[np.float32]] = {}  # views of the arena, by rows
 
     # --- planning -----------------------------------------------------------------------------------------------------
     def plan(
@@ -150,6 +151,7 @@ class CpuDevice:
         n_bytes = self.compute_bytes(programs)
         if len(self.arena) < n_bytes:
             self.arena = aligned_zeros(n_bytes)
+        self._results.clear()
         for p, places in zip(programs, handover, strict=True):
             p.program.bind(self._library, state.address, self.arena, weights, caches, places)
 
@@ -181,7 +183,11 @@ class CpuDevice:
 
     def result(self, program: CpuTurns, node: Node, n_rows: int) -> npt.NDArray[np.float32]:
         """The value that was planned to stay, in work memory that the next step writes again."""
-        return program.program.view(self.arena, node, n_rows)
+        key = program.program, n_rows
+        found = self._results.get(key)
+        if found is None:
+            found = self._results[key] = program.program.view(self.arena, node, n_rows)
+        return found
 
     def values(
         self, program: CpuTurns, turn: int, n_threads: int, state: StepBlock
@@ -227,6 +233,7 @@ class CpuDevice:
             self._team.close()
             self._team = None
         self.arena = aligned_zeros(0)
+        self._results.clear()
         self.caches.clear()
 
 

@@ -43,11 +43,10 @@ class DividedProgram:
     streamed: frozenset[str] = frozenset()  # weights in RAM that GPUs use in this program
     variants: list[tuple[int, DividedProgram]] = field(default_factory=list)  # for so many tokens and more
     chosen: DividedProgram | None = None  # the variant of the last step
+    alone: bool = field(init=False)  # the CPU computes all of it
 
-    @property
-    def alone(self) -> bool:
-        """Whether the CPU computes all of it."""
-        return len(self.turns) == 1 and self.turns[0].device == CPU
+    def __post_init__(self) -> None:
+        self.alone = len(self.turns) == 1 and self.turns[0].device == CPU
 
     def variant(self, n_tokens: int) -> DividedProgram:
         """The program for a micro-batch."""
@@ -297,7 +296,8 @@ class Runner:
     def run(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
         """Execute a bound program; when it returns, all devices are done."""
         parts = self.parts
-        program = self._choose(program, state)
+        if program.variants:
+            program = self._choose(program, state)
         if program.alone:
             whole = program.parts[CPU].program
             self.cpu.run_ops(whole, 0, len(whole.ops), n_threads)

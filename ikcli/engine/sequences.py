@@ -66,6 +66,7 @@ class Sequences:
         self._cells = [c for c in ordered if c.per is Per.CELL]
         self._windows = [c for c in ordered if c.per is Per.WINDOW]
         self._states = [c for c in ordered if c.per is Per.SEQUENCE]
+        self.has_windows = bool(self._windows)  # `make_room` has to be called before positions are added
         self.kind = Kind(bool(self._states), window if self._windows else 0)
         self._n_window = n_window
         self.keeping = Keeping()
@@ -101,12 +102,16 @@ class Sequences:
         if pos + n > self.n_ctx:
             raise IkError(f"sequence {seq}: {pos + n} tokens do not fit its context of {self.n_ctx}; raise -c")
 
-    # --- windows ----------------------------------------------------------------------------------------------------
-    @property
-    def has_windows(self) -> bool:
-        """Whether `make_room` has to be called before positions are added."""
-        return bool(self._windows)
+    def check_each(self, seqs: Sequence[int], pos: Sequence[int]) -> None:
+        """`check_next` for one token of each of these sequences, at once where nothing is wrong."""
+        n_past = self.n_past
+        good = min(seqs) >= 0 and max(seqs) < self.n_seq and max(pos) < self.n_ctx
+        if good and [n_past[seq] for seq in seqs] == list(pos):
+            return
+        for seq, p in zip(seqs, pos, strict=True):
+            self.check_next(seq, p, 1)
 
+    # --- windows ----------------------------------------------------------------------------------------------------
     def window_cell(self, seq: int) -> int:
         """The cell of position 0 of a sequence in tensors of windows; below zero, or of another, once it is gone."""
         return seq * self._n_window - self._first[seq]

@@ -276,13 +276,13 @@ class Session:
         beside: Callable[[], None] | None = None,
     ) -> None:
         """Launch one token of each of these sequences by the program for generation."""
-        n_past = self.sequences.n_past
         if not 0 <= min(tokens) <= max(tokens) < self.n_vocab:
             raise IkError(f"a token id is outside the vocabulary of {self.n_vocab}")
-        for seq, p in zip(seqs, pos, strict=True):
-            self.sequences.check_next(seq, p, 1)
-        windows = [self.sequences.room(seq, 1) for seq in seqs] if self.sequences.has_windows else ()
-        self.step_block.set_step(tokens, pos, seqs, self.sequences.n_ctx, n_outputs, windows)
+        sequences = self.sequences
+        sequences.check_each(seqs, pos)
+        windows = [sequences.room(seq, 1) for seq in seqs] if sequences.has_windows else ()
+        self.step_block.set_step(tokens, pos, seqs, sequences.n_ctx, n_outputs, windows)
+        n_past = sequences.n_past
         for seq in seqs:
             n_past[seq] += 1
         if beside is not None:
@@ -419,7 +419,8 @@ class Session:
 
     def apply(self, added: Added) -> None:
         """Add adapters with these scales, and these control vectors, from now on."""
-        if added != self.model.adapters.added:
+        present = self.model.adapters.added
+        if added is not present and added != present:
             self.runner.update_weights(self.model, self.model.apply(added))
 
     def truncate(self, seq: int, n: int) -> int:

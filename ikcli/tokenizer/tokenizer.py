@@ -6,8 +6,8 @@ detokenize). Text is `str`; bytes that are not UTF-8 come in as surrogate escape
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable, Iterator, Mapping
+from encodings import utf_8
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,7 @@ class Tokenizer:
     def __init__(self, vocab: Vocab) -> None:
         self.vocab = vocab
         self._pieces: dict[int, bytes] = {}
+        self.whole: tuple[dict[int, str], dict[int, str]] = {}, {}  # of `StreamDecoder`; second: special tokens, too
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], source: str) -> Tokenizer:
@@ -258,15 +259,22 @@ class StreamDecoder:
         self._tokenizer = tokenizer
         self._special = not skip_special
         self._strip = strip_prefix and tokenizer.vocab.add_space_prefix
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._whole = tokenizer.whole[self._special]  # texts of tokens that are whole characters
+        self._utf8 = utf_8.IncrementalDecoder("replace")
 
     def feed(self, token: int) -> str:
         """Text completed by `token`, perhaps empty."""
+        begins = not self._utf8.buffer and not self._strip
+        if begins and (known := self._whole.get(token)) is not None:
+            return known
         piece = self._tokenizer.token_bytes(token, special=self._special)
         if self._strip and piece:
             piece = piece[1:] if piece.startswith(b" ") else piece
             self._strip = False
-        return self._utf8.decode(piece)
+        text = self._utf8.decode(piece)
+        if begins and not self._utf8.buffer:
+            self._whole[token] = text
+        return text
 
     def flush(self) -> str:
         """What is left at the end: an incomplete character becomes U+FFFD. The decoder can be used again."""

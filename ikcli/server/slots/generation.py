@@ -170,10 +170,11 @@ class Generation:
 
     def timings(self, n_past: int) -> RequestTimings:
         """Counts and times so far."""
-        end = self.t_prompt_done or time.perf_counter()
+        done = self.t_prompt_done
+        end, seconds = (done, self._t_now - done) if done else (time.perf_counter(), 0.0)
         return RequestTimings(
             self.n_cached, self.n_prompt_computed, 1e3 * (end - self.t_start), self.output.n_total,
-            1e3 * self.predicted_seconds, self.n_drafted, self.n_accepted, n_past, self._setting.n_ctx,
+            1e3 * seconds, self.n_drafted, self.n_accepted, n_past, self._setting.n_ctx,
         )  # fmt: skip
 
     def progress(self, n_processed: int) -> PromptProgress:

@@ -112,14 +112,15 @@ class Output:
     # --- giving out -------------------------------------------------------------------------------------------------
     def take(self, *, everything: bool = False) -> tuple[str, tuple[TokenInfo, ...]]:
         """Text that is certain, and its tokens; at the end of the generation all of it."""
-        if everything:
-            n, n_tokens = len(self._held), len(self.tokens)
-        else:
-            n = len(self._held) - self._n_uncertain() if self._holds else len(self._held)
+        held, n_tokens = self._held, len(self.tokens)
+        n = len(held)
+        if not everything:
+            if self._holds and (n_uncertain := self._n_uncertain()):
+                n -= n_uncertain
+                n_tokens = bisect_left(self.starts, self._n_sent + n)
             if n <= 0:
                 return "", ()
-            n_tokens = len(self.tokens) if n == len(self._held) else bisect_left(self.starts, self._n_sent + n)
-        text, self._held = self._held[:n], self._held[n:]
+        text, self._held = held[:n], held[n:]
         tokens = tuple(self.tokens[self._n_sent_tokens : n_tokens])
         self._n_sent_tokens = max(n_tokens, self._n_sent_tokens)
         self._sent.append(text)

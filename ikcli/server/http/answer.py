@@ -128,11 +128,14 @@ async def _chunks(job: Job, shape: Shape, ready: list[tuple[int, Event]], ping: 
         out = [shape.begin()]
         while True:
             for index, event in ready:
-                if isinstance(event, Failure):
+                if isinstance(event, Delta):
+                    out.append(shape.delta(index, event))
+                elif isinstance(event, Failure):
                     yield b"".join([*out, shape.failure(ApiError.of(event))])
                     return
-                assert not isinstance(event, Embedded)
-                out.append(_shaped(shape, index, event))
+                else:
+                    assert not isinstance(event, Embedded)
+                    out.append(_shaped(shape, index, event))
             if job.finished:
                 yield b"".join([*out, shape.end()])
                 return
@@ -144,9 +147,7 @@ async def _chunks(job: Job, shape: Shape, ready: list[tuple[int, Event]], ping: 
         return
 
 
-def _shaped(shape: Shape, index: int, event: Delta | Final | PromptProgress) -> bytes:
-    if isinstance(event, Delta):
-        return shape.delta(index, event)
+def _shaped(shape: Shape, index: int, event: Final | PromptProgress) -> bytes:
     if isinstance(event, Final):
         return shape.final(index, event)
     return shape.progress(index, event)

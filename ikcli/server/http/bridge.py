@@ -27,6 +27,9 @@ from ikcli.server.slots.messages import (
 )
 
 EngineRequest = GenerationRequest | EmbeddingRequest
+# Tuples: a union would be made anew for every event.
+_ENDS = (Final, Embedded, Failure)
+_COUNTED = (Delta, Final, Embedded)
 
 
 class TicketLike(Protocol):
@@ -67,7 +70,7 @@ class Bridge:
 
     def push_end(self, job: Job, index: int, event: Event) -> None:
         """As `push`, for jobs that only want to know the ends."""
-        if isinstance(event, Final | Embedded | Failure):
+        if isinstance(event, _ENDS):
             self.push(job, index, event)
 
     def _hand_over(self) -> None:
@@ -94,7 +97,7 @@ class Job:
         self._gone = False
         self._quiet = True
         self._timer: asyncio.TimerHandle | None = None
-        self._timings: dict[int, RequestTimings] = {}
+        self._timings: dict[int, RequestTimings] = {}  # for `on_close`
         self._at_end: Callable[[], None] | None = None
 
     def at_end(self, call: Callable[[], None]) -> None:
@@ -103,7 +106,7 @@ class Job:
 
     @property
     def n_tokens(self) -> tuple[int, int]:
-        """Tokens of the prompts, and generated ones, of all generations so far."""
+        """Tokens of the prompts, and generated ones, of all generations so far, if there is an `on_close`."""
         timings = self._timings.values()
         return sum(t.cache_n + t.prompt_n for t in timings), sum(t.predicted_n for t in timings)
 
@@ -122,10 +125,10 @@ class Job:
 
     def deliver(self, index: int, event: Event) -> None:
         """An event for this job (on the loop)."""
-        if isinstance(event, Final | Embedded | Failure):
+        if isinstance(event, _ENDS):
             self._open -= 1
         self._quiet = False
-        if isinstance(event, Delta | Final | Embedded):
+        if self._on_close is not None and isinstance(event, _COUNTED):
             self._timings[index] = event.timings
         self._ready.append((index, event))
         self._wake()

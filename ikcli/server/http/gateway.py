@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -97,14 +98,20 @@ class Gateway:
         inner = {**scope, "path": path, "raw_path": path.encode(), "method": method, "root_path": ""}
         asks = method == "GET" and b"reload" not in scope.get("query_string", b"")  # and changes nothing
         account = None if asks and auth.is_public(path, self._static) else self._account(headers)
-        if account is None or method == "GET":
-            await self._call(inner, receive, exchange)
-            return
-        exchange.user = account.user.name
-        account.check_model(self._state.names or account.user.models)
-        inner[ACCOUNT] = account
-        with account.request():
-            await self._call(inner, receive, exchange)
+        counted: AbstractContextManager[None] = nullcontext()
+        if account is not None and method != "GET":
+            exchange.user = account.user.name
+            account.check_model(self._state.names or account.user.models)
+            inner[ACCOUNT] = account
+            counted = account.request()
+        endpoint = self._direct.get(path) if method == "POST" else None
+        with counted:
+            if endpoint is None:
+                await self._app(inner, receive, exchange.send)
+                return
+            inner["app"] = self._app
+            response = await endpoint(Request(inner, receive))
+            await response(inner, receive, exchange.send)
 
     def _account(self, headers: Headers) -> Account | None:
         """Whom the request is counted for, if for anybody; ApiError 401 if it needs a key and has none."""
@@ -113,16 +120,6 @@ class Gateway:
         if account is None and (keys or users) and not (keys and auth.allowed(keys, headers)):
             raise ApiError(401, "Invalid API Key")
         return account
-
-    async def _call(self, inner: Scope, receive: Receive, exchange: _Exchange) -> None:
-        path, method = inner["path"], inner["method"]
-        endpoint = self._direct.get(path) if method == "POST" else None
-        if endpoint is None:
-            await self._app(inner, receive, exchange.send)
-            return
-        inner["app"] = self._app
-        response = await endpoint(Request(inner, receive))
-        await response(inner, receive, exchange.send)
 
     def _inner_path(self, path: str) -> str:
         if not self._prefix:

@@ -98,3 +98,15 @@ def test_whole_vocabulary_is_drawn_from_like_candidates() -> None:
         for _ in range(30):
             logits = rng.normal(size=900).astype(np.float32) * 4
             assert plain.sample(logits).id == other.sample(logits).id
+
+
+@pytest.mark.parametrize("writeable", [True, False])
+def test_biases_leave_the_logits_as_they_were(writeable: bool) -> None:
+    params = SamplerParams(seed=4, ignore_eos=True, logit_bias=((7, 3.0), (9, 0.1)))
+    sampler, other = (Sampler(params, SamplerVocab(500, eog=frozenset({3}))) for _ in range(2))
+    logits = np.random.default_rng(6).normal(size=500).astype(np.float32)
+    before = logits.copy()
+    logits.flags.writeable = writeable
+    drawn = [sampler.sample(logits).id for _ in range(20)]
+    assert logits.tobytes() == before.tobytes()
+    assert drawn == [other.sample(before).id for _ in range(20)]

@@ -339,6 +339,13 @@ def test_step_of_one_token_each(model_file: Callable[[str], Path]) -> None:
         np.testing.assert_array_equal(found[0], found[1])
         with pytest.raises(IkError, match="sequence 1: position 13 does not follow the 14 cached"):
             session.step_each([1], [13], [1])
+        for pos, seqs, message in [
+            ([6, 13], [0, 1], "sequence 1: position 13 does not follow the 14 cached"),
+            ([6, 0], [0, 3], "sequence 3 does not exist"),
+            ([6, 24], [0, -1], "sequence -1 does not exist"),
+        ]:
+            with pytest.raises(IkError, match=message):
+                session.step_each([1, 2], pos, seqs)
         with pytest.raises(IkError, match="outside the vocabulary"):
             session.step_each([1, 96], [6, 14], [0, 1])
         assert session.sequences.n_past[0] == 6

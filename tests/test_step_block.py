@@ -52,6 +52,27 @@ def test_a_step_is_the_same_as_a_batch() -> None:
         np.testing.assert_array_equal(x, y)
 
 
+def test_a_step_does_not_depend_on_what_came_before() -> None:
+    """What is the same as in the last step is not written again, unless something else was between."""
+    other = StepBlock(8, 64)
+    other.set(np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), np.array([2]), [Segment(0, 3, 8, 0, 4, 0)])
+    packed = memoryview(b"".join(part.tobytes() for part in other.packed()))
+    used = StepBlock(8, 64)
+    for n_ctx, seqs in ((32, [0, 1]), (32, [0, 1]), (16, [0, 1]), (16, [1, 0]), (16, [3]), (16, [3]), (16, [3, 0, 1])):
+        for between in ("nothing", "batch", "arrived"):
+            if between == "batch":
+                pos = np.arange(2, dtype=np.int32)
+                used.set(pos, pos, np.array([1]), [Segment(0, 2, 40, 0, 5, 0)])
+            elif between == "arrived":
+                used.unpack(packed, compact=False)
+            fresh = StepBlock(8, 64)
+            for block in (used, fresh):
+                block.set_step(list(range(len(seqs))), [5 + i for i in seqs], seqs, n_ctx, len(seqs))
+            assert used.rows == fresh.rows
+            for i in (1, 2, 3, 4, 5, 7):
+                np.testing.assert_array_equal(used.arrays()[i], fresh.arrays()[i])
+
+
 def test_gpu_kernels_use_the_same_numbers() -> None:
     source = (Path(ikcli.__file__).parent / "backends" / "cuda" / "kernels" / "common.cuh").read_text(encoding="utf-8")
     found = {name: int(number) for name, number in re.findall(r"(SEG_\w+) = (\d+)", source)}

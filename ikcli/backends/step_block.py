@@ -54,6 +54,8 @@ class StepBlock:
         self._words[4:13] = [a.ctypes.data for a in arrays]
         self.address: int = self._words.ctypes.data
         self._rows: dict[Rows, int] | None = None
+        self._step_of: tuple[Sequence[int], int] = (), 0  # sequences and their cells of the last step
+        self._step_cells: list[int] = []
         self.n_segments = 0
 
     @property
@@ -84,7 +86,7 @@ class StepBlock:
             n_kv += s.n_kv
         self._words[:4] = n, len(out_ids), n_kv, len(segments)
         self.n_segments = len(segments)
-        self._rows = None
+        self._rows, self._step_of = None, ((), 0)
 
     def set_step(
         self,
@@ -100,21 +102,23 @@ class StepBlock:
         For programs for generation: those never read the cache as compact rows, so `kv_cells` stays as it is.
         """
         n, n_kv = len(tokens), 0
-        words: list[int] = []
-        cells = [n_ctx * seq for seq in seqs]
-        for i, (cell, p) in enumerate(zip(cells, pos, strict=True)):
-            words += (i, 1, cell, p, n_kv, p + 1)
-            n_kv += p + 1
         ints, longs, segments = _packers(n)
+        if self._step_of != (seqs, n_ctx):
+            self._step_of, self._step_cells = ([*seqs], n_ctx), [n_ctx * seq for seq in seqs]
+            longs(self._seqs, 0, *seqs)
+            longs(self._out_ids, 0, *range(n))
+        cells = self._step_cells
+        words: list[int] = []
+        for i, p in enumerate(pos):
+            words += (i, 1, cells[i], p, n_kv, p + 1)
+            n_kv += p + 1
         ints(self._tokens, 0, *tokens)
         ints(self._pos, 0, *pos)
         longs(self._cells, 0, *map(add, cells, pos))
-        longs(self._seqs, 0, *seqs)
         if windows:
             longs(self._windows, 0, *windows)
             longs(self._window_cells, 0, *map(add, windows, pos))
         segments(self._segments, 0, *words)
-        longs(self._out_ids, 0, *range(n))
         _pack_counts(self._words, 0, n, n_outputs, n_kv, n)
         self.n_segments = n
         self._rows = None
@@ -130,7 +134,7 @@ class StepBlock:
         n, n_out, n_kv, n_segments = (int(x) for x in np.frombuffer(data, np.int64, 4))
         self._words[:4] = n, n_out, n_kv, n_segments
         self.n_segments = n_segments
-        self._rows = None
+        self._rows, self._step_of = None, ((), 0)
         at = 32
         _, *arrays = self.arrays()
         for i, array in enumerate(arrays):

@@ -295,13 +295,13 @@ class Runner:
 
     def run(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
         """Execute a bound program; when it returns, all devices are done."""
-        parts = self.parts
         if program.variants:
             program = self._choose(program, state)
         if program.alone:
             whole = program.parts[CPU].program
             self.cpu.run_ops(whole, 0, len(whole.ops), n_threads)
             return
+        parts = self.parts
         for name, part in program.parts.items():
             parts[name].begin(part, state)
         for turn, number in zip(program.turns, program.numbers, strict=True):
@@ -360,10 +360,11 @@ class Runner:
 
     def result(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
         """The program's value, in memory that the next run writes again."""
-        n, cols, ran = n_rows, program.result.cols, program.chosen or program
+        ran = program.chosen or program
         if ran.alone:
             return self.cpu.result(ran.parts[CPU], ran.result, n_rows)
-        return ran.memory[ran.result][: 4 * n * cols].view(np.float32).reshape(n, cols)
+        cols = program.result.cols
+        return ran.memory[ran.result][: 4 * n_rows * cols].view(np.float32).reshape(n_rows, cols)
 
     def close(self) -> None:
         """Release everything."""

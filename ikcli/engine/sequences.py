@@ -104,6 +104,9 @@ class Sequences:
 
     def check_each(self, seqs: Sequence[int], pos: Sequence[int]) -> None:
         """`check_next` for one token of each of these sequences, at once where nothing is wrong."""
+        if len(seqs) == 1:
+            self.check_next(seqs[0], pos[0], 1)
+            return
         n_past = self.n_past
         good = min(seqs) >= 0 and max(seqs) < self.n_seq and max(pos) < self.n_ctx
         if good and [n_past[seq] for seq in seqs] == list(pos):

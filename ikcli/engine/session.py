@@ -6,6 +6,7 @@ fills the step block.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -243,7 +244,7 @@ class Session:
 
     def _checked(self, logits: FloatRows) -> FloatRows:
         # A sum is not finite if a term is not; it can overflow by itself, so look closer before complaining.
-        if not np.isfinite(logits.sum(dtype=np.float64)) and not np.isfinite(logits).all():
+        if not math.isfinite(np.add.reduce(logits, axis=None)) and not np.isfinite(logits).all():
             self._explain_non_finite(*self._last)
         return logits
 

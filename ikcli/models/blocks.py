@@ -172,6 +172,17 @@ def self_attention(
     return attend(g, hp, cfg, q, (k, v), x, layer, gating=gating, gate=fused.get("gate"))
 
 
+def attention_block(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, *, neox: bool, rotates: bool = True) -> Block:
+    """`self_attention` of any layer, rotated as `hp` says of the layer, or not at all."""
+    tables = rope_tables(g, hp, w, cfg) if rotates else (None,) * hp.n_layer
+    return lambda x, layer: self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=neox)
+
+
+def normed_after(g: Graph, block: Block, which: str, eps: float, name: str) -> Block:
+    """A block and behind it an RMS norm of the layer, with the weights `which`."""
+    return lambda x, layer: g.rms_norm(block(x, layer), getattr(layer, which), eps, name)
+
+
 def attend(
     g: Graph,
     hp: HParams,

@@ -24,10 +24,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    tables = blocks.rope_tables(g, hp, w, cfg)
-
-    def attn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=False)
+    attn = blocks.attention_block(g, hp, w, cfg, neox=False)
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
         out = blocks.feed_forward(g, hp, cfg, x, layer)

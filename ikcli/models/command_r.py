@@ -5,11 +5,13 @@ PLaMo 13B: the same with RMS norms.
 
 from __future__ import annotations
 
+from functools import partial
+
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
-from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+from ikcli.models.tensors import TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
@@ -18,21 +20,13 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None)
         del specs[f"blk.{il}.ffn_norm.weight"]
-        own = hp.at(il)
-        for which, n_head in (("q", own.n_head), ("k", own.n_head_kv)):
-            specs[f"blk.{il}.attn_{which}_norm.weight"] = TensorSpec((own.head_dim_k, n_head), required=False)
-        specs |= expected.dense_specs(hp, il, own.n_ff)
+        specs |= expected.norms_of_all_heads(hp, il, each=True, required=False)
+        specs |= expected.dense_specs(hp, il, hp.at(il).n_ff)
     return specs
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    tables = blocks.rope_tables(g, hp, w, cfg)
-
-    def attn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=False)
-
-    def ffn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.dense_ffn(g, x, layer)
-
+    attn = blocks.attention_block(g, hp, w, cfg, neox=False)
+    ffn = partial(blocks.dense_ffn, g)
     return blocks.parallel_transformer(g, hp, w, attn, ffn)

@@ -53,6 +53,20 @@ def attention_specs(
     return in_block(il, specs)
 
 
+def post_norm_specs(hp: HParams, il: int) -> TensorSpecs:
+    """Norms behind attention and feed-forward part."""
+    norm = TensorSpec((hp.n_embd,))
+    return in_block(il, {"post_attention_norm.weight": norm, "post_ffw_norm.weight": norm})
+
+
+def norms_of_all_heads(hp: HParams, il: int, *, each: bool = False, required: bool = True) -> TensorSpecs:
+    """Norms of q and k with weights for all heads: of all columns together or, `each`, of every head by itself."""
+    hp = hp.at(il)
+    heads, d = {"q": hp.n_head, "k": hp.n_head_kv}, hp.head_dim_k
+    shapes = {f"attn_{x}_norm.weight": (d, n) if each else (n * d,) for x, n in heads.items()}
+    return in_block(il, {name: TensorSpec(shape, required) for name, shape in shapes.items()})
+
+
 def feed_forward_specs(hp: HParams, il: int) -> TensorSpecs:
     """What `feed_forward` needs."""
     hp = hp.at(il)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ikcli.graph import Graph, Node
 from ikcli.graph.activations import Glu
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
-from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+from ikcli.models.tensors import TensorSpecs, Weights
 
 GELU = Glu("gelu")
 
@@ -18,20 +20,13 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None, qk_norm=hp.arch == "gemma3")
         specs |= expected.dense_specs(hp, il, hp.at(il).n_ff)
-        for name in ("post_attention_norm", "post_ffw_norm"):
-            specs[f"blk.{il}.{name}.weight"] = TensorSpec((hp.n_embd,))
+        specs |= expected.post_norm_specs(hp, il)
     return specs
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    tables = blocks.rope_tables(g, hp, w, cfg)
-
-    def attn(x: Node, layer: LayerWeights) -> Node:
-        cur = blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True)
-        return g.rms_norm(cur, layer.post_attention_norm, hp.eps, "post_attn_norm")
-
-    def ffn(x: Node, layer: LayerWeights) -> Node:
-        return g.rms_norm(blocks.dense_ffn(g, x, layer, act=GELU), layer.post_ffw_norm, hp.eps, "post_ffw_norm")
-
+    attn = blocks.attention_block(g, hp, w, cfg, neox=True)
+    attn = blocks.normed_after(g, attn, "post_attention_norm", hp.eps, "post_attn_norm")
+    ffn = blocks.normed_after(g, partial(blocks.dense_ffn, g, act=GELU), "post_ffw_norm", hp.eps, "post_ffw_norm")
     return blocks.transformer(g, hp, w, attn, ffn)

@@ -7,12 +7,14 @@ distance; StarCoder (one key head), StarCoder2 (rotation, in some sizes a window
 
 from __future__ import annotations
 
+from functools import partial
+
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
-from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
 POSITIONS = ("gpt2", "starcoder")  # embedded, not rotated
 ROTATED = ("codeshell", "nemotron", "starcoder2")
@@ -29,9 +31,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
         specs |= expected.attention_specs(hp, il, bias=None, fused=True if hp.arch in FUSED else None)
         specs |= expected.mlp_specs(hp, il)
         if hp.arch == "mpt":
-            own = hp.at(il)
-            for which, n_head in (("q", own.n_head), ("k", own.n_head_kv)):
-                specs[f"blk.{il}.attn_{which}_norm.weight"] = TensorSpec((n_head * own.head_dim_k,), required=False)
+            specs |= expected.norms_of_all_heads(hp, il, required=False)
     if hp.arch == "mpt":  # with positions in place of ALiBi, or with no biases at all
         specs["position_embd.weight"] = TensorSpec((hp.n_embd, hp.n_ctx_train), required=False)
     if hp.arch == "bloom":
@@ -48,13 +48,6 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
         raise UnsupportedError(
             f"{hp.source}: the model knows {hp.n_ctx_train} positions; use -c {hp.n_ctx_train} per sequence at most"
         )
-    tables = blocks.rope_tables(g, hp, w, cfg) if hp.arch in ROTATED else (None,) * hp.n_layer
-    kind = "relu_sqr" if hp.arch == "nemotron" else "gelu"
-
-    def attn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True)
-
-    def ffn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.mlp(g, x, layer, kind)
-
+    attn = blocks.attention_block(g, hp, w, cfg, neox=True, rotates=hp.arch in ROTATED)
+    ffn = partial(blocks.mlp, g, kind="relu_sqr" if hp.arch == "nemotron" else "gelu")
     return blocks.transformer(g, hp, w, attn, ffn)

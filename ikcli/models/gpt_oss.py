@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ikcli.graph import Graph, Node
 from ikcli.graph.activations import Glu
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
-from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
 ACTIVATION = Glu("swiglu_oai", limit=7.0)
 
@@ -24,12 +26,6 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    tables = blocks.rope_tables(g, hp, w, cfg)
-
-    def attn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True)
-
-    def ffn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.feed_forward(g, hp, cfg, x, layer, ACTIVATION)
-
+    attn = blocks.attention_block(g, hp, w, cfg, neox=True)
+    ffn = partial(blocks.feed_forward, g, hp, cfg, act=ACTIVATION)
     return blocks.transformer(g, hp, w, attn, ffn, "post_attention_norm")

@@ -31,11 +31,8 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    tables = blocks.rope_tables(g, hp, w, cfg)
-
-    def attn(x: Node, layer: LayerWeights) -> Node:
-        cur = blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True)
-        return g.rms_norm(cur, layer.attn_output_norm, hp.eps, "attn_out_norm")
+    attn = blocks.attention_block(g, hp, w, cfg, neox=True)
+    attn = blocks.normed_after(g, attn, "attn_output_norm", hp.eps, "attn_out_norm")
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
         cur = blocks.moe_ffn(g, hp, cfg, x, layer, act=GELU)

@@ -7,11 +7,13 @@ Also InternLM 2, XVERSE, Baichuan and Refact (with ALiBi in place of a rotation:
 
 from __future__ import annotations
 
+from functools import partial
+
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
-from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
@@ -29,12 +31,6 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    tables = (None,) * hp.n_layer if hp.max_alibi_bias else blocks.rope_tables(g, hp, w, cfg)
-
-    def attn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=hp.arch == "exaone")
-
-    def ffn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.moe_ffn(g, hp, cfg, x, layer) if hp.n_expert else blocks.dense_ffn(g, x, layer)
-
+    attn = blocks.attention_block(g, hp, w, cfg, neox=hp.arch == "exaone", rotates=not hp.max_alibi_bias)
+    ffn = partial(blocks.moe_ffn, g, hp, cfg) if hp.n_expert else partial(blocks.dense_ffn, g)
     return blocks.transformer(g, hp, w, attn, ffn)

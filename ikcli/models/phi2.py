@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
-from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
+from ikcli.models.tensors import TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
@@ -23,12 +25,6 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    tables = blocks.rope_tables(g, hp, w, cfg)
-
-    def attn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True)
-
-    def ffn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.mlp(g, x, layer)
-
+    attn = blocks.attention_block(g, hp, w, cfg, neox=True)
+    ffn = partial(blocks.mlp, g)
     return blocks.parallel_transformer(g, hp, w, attn, ffn)

@@ -45,11 +45,6 @@ def _shared_gate(hp: HParams, il: int) -> TensorSpecs:
     return {f"blk.{il}.ffn_gate_inp_shexp.weight": TensorSpec((hp.n_embd, 1))}
 
 
-def _norms_over_heads(hp: HParams, il: int) -> TensorSpecs:
-    heads = {"q": hp.n_head, "k": hp.n_head_kv}
-    return {f"blk.{il}.attn_{x}_norm.weight": TensorSpec((n * hp.head_dim_k,)) for x, n in heads.items()}
-
-
 def _qkv_bias(hp: HParams, il: int) -> TensorSpecs:
     n = hp.n_head * hp.head_dim_k + hp.n_head_kv * (hp.head_dim_k + hp.head_dim_v)
     return {f"blk.{il}.attn_qkv.bias": TensorSpec((n,))}
@@ -78,7 +73,7 @@ TABLE: dict[str, Plain] = {
     "hunyuan-moe": Plain(bias=False, qk_norm=True, norm_last=True),
     "mellum": Plain(qk_norm=True),
     "mimo2": Plain(more=_sinks),
-    "minimax-m2": Plain(bias=False, more=_norms_over_heads),
+    "minimax-m2": Plain(bias=False, more=expected.norms_of_all_heads),
     "minimax-m3": Plain(qk_norm=True, act=ACTIVATION),  # attention is over all positions, the indexer is not used
     "phi3": Plain(one_up=True, more=_long_rope),
     "qwen": Plain(fused=True, more=_qkv_bias),

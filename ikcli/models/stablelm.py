@@ -3,11 +3,13 @@ the second, norms of heads (12B). Orion: rotated pairs (2i, 2i+1)."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
-from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
+from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
@@ -15,11 +17,9 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None)
-        own = hp.at(il)
         specs[f"blk.{il}.ffn_norm.weight"] = TensorSpec((hp.n_embd,), required=False)
-        for which, n_head in (("q", own.n_head), ("k", own.n_head_kv)):
-            specs[f"blk.{il}.attn_{which}_norm.weight"] = TensorSpec((own.head_dim_k, n_head), required=False)
-        specs |= expected.dense_specs(hp, il, own.n_ff)
+        specs |= expected.norms_of_all_heads(hp, il, each=True, required=False)
+        specs |= expected.dense_specs(hp, il, hp.at(il).n_ff)
     specs |= expected.bias_specs(specs, "output_norm attn_norm") | expected.bias_specs(
         specs, "ffn_norm", required=False
     )
@@ -28,14 +28,8 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph; returns the logits of the output rows."""
-    tables = blocks.rope_tables(g, hp, w, cfg)
-
-    def attn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=hp.arch == "stablelm")
-
-    def ffn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.dense_ffn(g, x, layer)
-
+    attn = blocks.attention_block(g, hp, w, cfg, neox=hp.arch == "stablelm")
+    ffn = partial(blocks.dense_ffn, g)
     if "blk.0.ffn_norm.weight" not in w:
         return blocks.parallel_transformer(g, hp, w, attn, ffn)
     return blocks.transformer(g, hp, w, attn, ffn)

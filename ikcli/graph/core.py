@@ -137,6 +137,17 @@ class Op:
             yield from _operands(getattr(self, f.name))
 
 
+class SameSize(Op):
+    """An op whose value has the rows and columns of `x`."""
+
+    __slots__ = ()
+    x: Node
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.rows, self.x.cols
+
+
 def _operands(value: object) -> Iterator[Node | Weight | Cache]:
     if isinstance(value, Node | Weight | Cache):
         yield value

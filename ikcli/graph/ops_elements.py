@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ikcli.graph.activations import UNARY, sigmoid
-from ikcli.graph.core import Array, Node, Op, Place, RowSpec, Run, Weight
+from ikcli.graph.core import Array, Node, Place, Run, SameSize, Weight
 
 
 @dataclass(frozen=True, slots=True)
-class Scale(Op):
+class Scale(SameSize):
     """x times a number."""
 
     name = "scale"
@@ -20,27 +20,19 @@ class Scale(Op):
     x: Node
     factor: float
 
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
-
     def compute(self, run: Run) -> Array:
         out: Array = run.value(self.x) * run.dtype(self.factor)
         return out
 
 
 @dataclass(frozen=True, slots=True)
-class SoftCap(Op):
+class SoftCap(SameSize):
     """cap * tanh(x / cap)."""
 
     name = "softcap"
 
     x: Node
     cap: float
-
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
 
     def compute(self, run: Run) -> Array:
         cap = run.dtype(self.cap)
@@ -49,7 +41,7 @@ class SoftCap(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Gate(Op):
+class Gate(SameSize):
     """x times sigmoid(gate), whose columns are for equal parts of a row: one for all, one per head, one each.
 
     `kind` "softplus": times ln(1 + exp(gate)).
@@ -67,10 +59,6 @@ class Gate(Op):
         if self.x.cols % self.gate.cols:
             raise ValueError("the columns of a gate do not divide those of the value")
 
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
-
     def compute(self, run: Run) -> Array:
         x, gate = run.value(self.x), run.value(self.gate)
         gate = sigmoid(gate) if self.kind == "sigmoid" else np.logaddexp(gate, 0)
@@ -79,7 +67,7 @@ class Gate(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class PosScale(Op):
+class PosScale(SameSize):
     """x times 1 + scale * ln(1 + floor((position + shift) / length)), position by position (Llama 4, Mistral 3)."""
 
     name = "pos_scale"
@@ -90,10 +78,6 @@ class PosScale(Op):
     length: int
     shift: int = 0
 
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
-
     def compute(self, run: Run) -> Array:
         steps = (run.state.pos.astype(np.int64) + self.shift) // self.length
         factors: Array = (1 + np.float64(self.scale) * np.log1p(steps)).astype(run.dtype)
@@ -102,7 +86,7 @@ class PosScale(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Clamp(Op):
+class Clamp(SameSize):
     """x held between -limit and limit."""
 
     name = "clamp"
@@ -111,17 +95,13 @@ class Clamp(Op):
     x: Node
     limit: float
 
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
-
     def compute(self, run: Run) -> Array:
         out: Array = np.clip(run.value(self.x), -self.limit, self.limit)
         return out
 
 
 @dataclass(frozen=True, slots=True)
-class Activate(Op):
+class Activate(SameSize):
     """An activation function of every element (`activations.UNARY`)."""
 
     name = "unary"
@@ -133,16 +113,12 @@ class Activate(Op):
         if self.kind not in UNARY:
             raise ValueError(f"activation {self.kind} is none of {', '.join(UNARY)}")
 
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
-
     def compute(self, run: Run) -> Array:
         return UNARY[self.kind](run.value(self.x))
 
 
 @dataclass(frozen=True, slots=True)
-class Norm(Op):
+class Norm(SameSize):
     """Norm of groups of `width` columns of x, times w, plus b (each absent, of one group, or of all of a row).
 
     "layer": deviation from the mean over the standard deviation; "rms": over the root mean square; "l2": over the root
@@ -167,10 +143,6 @@ class Norm(Op):
         for w in (self.w, self.b):
             if w is not None and w.ne0 * w.ne1 not in (self.width, self.x.cols):
                 raise ValueError(f"{w.name}: {w.ne0 * w.ne1} values for {self.x.cols} columns normed by {self.width}")
-
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
 
     def compute(self, run: Run) -> Array:
         x = run.value(self.x)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ikcli.graph.activations import SILU, Glu, sigmoid
-from ikcli.graph.core import Array, Node, Op, Place, RowSpec, Run, Weight
-from ikcli.graph.ops_rows import Product, softmax
+from ikcli.graph.core import Array, Node, Op, Place, RowSpec, Run, SameSize, Weight
+from ikcli.graph.ops_rows import OneMatrix, Product, softmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +119,6 @@ class Planned:
         return sort_of(self.plan)
 
 
-class OfSortedRows(Planned, Op):
-    """An op that makes of every sorted row another one."""
-
-    __slots__ = ()
-    x: Node
-
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
-
-
 class ExpertProduct(Planned, Product):
     """A product of rows with the matrices of their experts, in the order of the plan; rows of dropped slots are 0."""
 
@@ -144,7 +133,7 @@ class ExpertProduct(Planned, Product):
 
 
 @dataclass(frozen=True, slots=True)
-class MulMatId(ExpertProduct):
+class MulMatId(ExpertProduct, OneMatrix):
     """x @ w[expert].T for every sorted position: x is per token, or `sorted_in` [rows*n_used, ne0]."""
 
     name = "mul_mat_id"
@@ -155,21 +144,9 @@ class MulMatId(ExpertProduct):
     plan: Node
     sorted_in: bool
 
-    def __post_init__(self) -> None:
-        if self.w.ne0 != self.x.cols:
-            raise ValueError(f"{self.w.name} has rows of {self.w.ne0}, its input has {self.x.cols} columns")
-
     @property
     def shape(self) -> tuple[RowSpec, int]:
         return self.plan.rows, self.w.ne1
-
-    @property
-    def matrices(self) -> tuple[Weight, ...]:
-        return (self.w,)
-
-    @property
-    def source(self) -> Node:
-        return self.x
 
     def compute(self, run: Run) -> Array:
         w, x, plan = run.weight(self.w), run.value(self.x), run.value(self.plan)
@@ -213,7 +190,7 @@ class MoeUpGate(ExpertProduct):
 
 
 @dataclass(frozen=True, slots=True)
-class AddId(OfSortedRows):
+class AddId(Planned, SameSize):
     """Every sorted row plus the row of w (cols, n_expert) that is its expert's; dropped slots get none."""
 
     name = "add_id"
@@ -233,7 +210,7 @@ class AddId(OfSortedRows):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleId(OfSortedRows):
+class ScaleId(Planned, SameSize):
     """Every sorted row times a number: `by` is a weight with a number per expert, or what chose the experts (a route).
 
     Rows of dropped slots stay as they are.

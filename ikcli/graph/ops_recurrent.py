@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ikcli.graph.activations import sigmoid, silu
-from ikcli.graph.core import Array, Cache, HeadSlice, Node, Op, Place, RowSpec, Run, Weight
+from ikcli.graph.core import Array, Cache, HeadSlice, Node, Op, Place, RowSpec, Run, SameSize, Weight
 from ikcli.graph.ops_rows import head_columns
 
 STATE_BLOCK = 16  # adjacent columns (of v) in a state of the delta rule and of the selective scan
@@ -97,7 +97,7 @@ class L2Norm(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Decay(Op):
+class Decay(SameSize):
     """What is left of a state after a token, between 0 and 1: exp(a * softplus(x + dt)), with `a` (below 0) per head.
 
     With a lower bound (below 0; the "safe gate" of KDA): exp(bound * sigmoid(a * (x + dt))), with `a` above 0.
@@ -118,10 +118,6 @@ class Decay(Op):
     @property
     def n_head(self) -> int:
         return int(np.prod(self.a.shape))
-
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
 
     def compute(self, run: Run) -> Array:
         x = run.value(self.x) + run.weight(self.dt)
@@ -197,7 +193,7 @@ class DeltaNet(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class SelectiveScan(Op):
+class SelectiveScan(SameSize):
     """Mamba's scan: every column of x has `n_state` numbers h that decay, take in x, and are read.
 
         step = softplus(dt + dt_bias);  h = exp(step * a) * h + step * x * b;  y = h . c + d * x
@@ -229,10 +225,6 @@ class SelectiveScan(Op):
     def n_state(self) -> int:
         return self.a.ne0
 
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
-
     def compute(self, run: Run) -> Array:
         x, n, cols = run.value(self.x), self.n_state, self.x.cols
         raw = run.value(self.dt) + run.weight(self.dt_bias)
@@ -252,7 +244,7 @@ class SelectiveScan(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class GatedNorm(Op):
+class GatedNorm(SameSize):
     """RMS norm of x in groups of as many columns as w has, times `activation` ("silu", "sigmoid") of the gate."""
 
     name = "gated_norm"
@@ -269,10 +261,6 @@ class GatedNorm(Op):
             raise ValueError(f"{self.w.name} or the gate does not fit {self.x.cols} columns")
         if self.activation not in ("silu", "sigmoid"):
             raise ValueError(f"no activation {self.activation}")
-
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
 
     def compute(self, run: Run) -> Array:
         x, gate = run.value(self.x), run.value(self.gate)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ikcli.graph.activations import SILU, Glu
-from ikcli.graph.core import Array, HeadSlice, Node, Op, Place, Rows, RowSpec, Run, Weight
+from ikcli.graph.core import Array, HeadSlice, Node, Op, Place, Rows, RowSpec, Run, SameSize, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,28 @@ class Product(Op):
         return 1
 
 
+class OneMatrix(Product):
+    """A product of the rows of x with w."""
+
+    __slots__ = ()
+    w: Weight
+    x: Node
+
+    def __post_init__(self) -> None:
+        if self.w.ne0 != self.x.cols:
+            raise ValueError(f"{self.w.name} has rows of {self.w.ne0}, its input has {self.x.cols} columns")
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        return (self.w,)
+
+    @property
+    def source(self) -> Node:
+        return self.x
+
+
 @dataclass(frozen=True, slots=True)
-class MulMat(Product):
+class MulMat(OneMatrix):
     """x @ w.T: [rows, ne0] -> [rows, ne1].
 
     `exact`: with a float w as float32 computes it, however many the rows; see `Graph.exact`.
@@ -147,21 +167,9 @@ class MulMat(Product):
     x: Node
     exact: bool = False
 
-    def __post_init__(self) -> None:
-        if self.w.ne0 != self.x.cols:
-            raise ValueError(f"{self.w.name} has rows of {self.w.ne0}, its input has {self.x.cols} columns")
-
     @property
     def shape(self) -> tuple[RowSpec, int]:
         return self.x.rows, self.w.ne1
-
-    @property
-    def matrices(self) -> tuple[Weight, ...]:
-        return (self.w,)
-
-    @property
-    def source(self) -> Node:
-        return self.x
 
     def compute(self, run: Run) -> Array:
         return run.value(self.x) @ run.weight(self.w).T
@@ -205,17 +213,13 @@ class MulMatHeads(Product):
 
 
 @dataclass(frozen=True, slots=True)
-class Add(Op):
+class Add(SameSize):
     """Element-wise sum; a weight (bias) is added to every row."""
 
     name = "add"
 
     x: Node
     y: Node | Weight
-
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
 
     def compute(self, run: Run) -> Array:
         y = run.weight(self.y) if isinstance(self.y, Weight) else run.value(self.y)
@@ -296,7 +300,7 @@ class RopeTable(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Rope(Op):
+class Rope(SameSize):
     """Rotate as many columns of every head as the table has, from `offset` on; the other columns are copied.
 
     Pairs are (2i, 2i+1), or (i, i + n_rot/2) for neox.
@@ -314,10 +318,6 @@ class Rope(Op):
     def __post_init__(self) -> None:
         if self.x.cols != self.n_head * self.head_dim:
             raise ValueError(f"{self.x.cols} columns are not {self.n_head} heads of {self.head_dim}")
-
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
 
     @property
     def n_rot(self) -> int:
@@ -338,7 +338,7 @@ class Rope(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Hadamard(Op):
+class Hadamard(SameSize):
     """Orthonormal Walsh-Hadamard transform of every head, its own inverse, in blocks of powers of two.
 
     The blocks start at column `offset` of a head; other columns are copied.
@@ -356,10 +356,6 @@ class Hadamard(Op):
         wrong = any(b < 1 or b & (b - 1) for b in self.blocks)
         if wrong or self.x.cols != self.n_head * self.head_dim or self.offset + sum(self.blocks) > self.head_dim:
             raise ValueError(f"blocks {self.blocks} from column {self.offset} do not fit heads of {self.head_dim}")
-
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
 
     def compute(self, run: Run) -> Array:
         x = run.value(self.x)

@@ -12,7 +12,18 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.native.jit import inline
-from ikcli.native.simd.vec import f32x16, ld_f32, ld_f64, ld_i64, llvm_type, pointer, splat_value, st_f32, st_i64
+from ikcli.native.simd.vec import (
+    f32x16,
+    ld_f32,
+    ld_f64,
+    ld_i64,
+    llvm_type,
+    pointer,
+    splat_value,
+    st_f32,
+    st_f64,
+    st_i64,
+)
 
 _GROUP = 64
 
@@ -36,17 +47,6 @@ def _any_above(typingctx, address, bound):
         return builder.zext(any_, ir.IntType(64))
 
     return types.int64(types.intp, types.float32), codegen
-
-
-@intrinsic
-def st_f64(typingctx, address, value):
-    """Store a double."""
-
-    def codegen(context, builder, sig, args):
-        builder.store(args[1], pointer(builder, args[0], ir.DoubleType()), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.float64), codegen
 
 
 @inline

@@ -159,6 +159,7 @@ def make_scalar_store(nb_type, elt, convert=None):
 
 
 st_f32 = make_scalar_store(types.float32, "f32")
+st_f64 = make_scalar_store(types.float64, "f64")
 st_i64 = make_scalar_store(types.int64, "i64")
 st_i32 = make_scalar_store(types.int64, "i32", lambda b, x: b.trunc(x, _I32))
 st_i8 = make_scalar_store(types.int64, "i8", lambda b, x: b.trunc(x, ir.IntType(8)))

@@ -24,7 +24,8 @@ from ikcli.native.simd.vec import (
 )
 from ikcli.quant.encoders.feedback_kernels import pass_on
 from ikcli.quant.encoders.iquants_kernels import EVEN, build_a4, build_a8, build_b, flip_cheapest, products
-from ikcli.quant.encoders.iquants_simd import choose_less, lesser
+from ikcli.quant.encoders.iquants_simd import lesser
+from ikcli.quant.encoders.lane_kernels import where_less
 
 _F0, _HUGE, _M2 = np.float32(0.0), np.float32(3e38), np.float32(-2.0)
 _SHIFT = np.float32(0.125)
@@ -37,7 +38,7 @@ def lowest(a, b, n, s, scratch):
     best, where, t = splat_f32x16(_HUGE), zero_i32x16(), splat_f32x16(s)
     for v in range(0, 4 * n, 64):
         cost = vfma(load_f32x16(b + v), t, load_f32x16(a + v))
-        where = choose_less(cost, best, splat_i32x16(v // 4), where)
+        where = where_less(cost, best, splat_i32x16(v // 4), where)
         best = lesser(cost, best)
     store_f32x16(scratch, best)
     store_i32x16(scratch + 64, where)

@@ -24,8 +24,9 @@ from ikcli.native.simd.vec import (
     zero_f32x16,
 )
 from ikcli.quant.encoders.iqk_kernels import inverse, make_driver, make_nearest
-from ikcli.quant.encoders.iqk_simd import lookup_f32, lookup_i32, make_nearest_pair, select_less, select_less_int
+from ikcli.quant.encoders.iqk_simd import lookup_f32, lookup_i32, make_nearest_pair
 from ikcli.quant.encoders.iqk_tables import SHAPES
+from ikcli.quant.encoders.lane_kernels import where_less
 from ikcli.quant.tables import IQ2_KL_VALUES
 
 _F0, _F1, _HALF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
@@ -54,15 +55,15 @@ def _make_parity():
         """Gaps with the least one negated in lanes where an odd number of them is negative."""
         one, minus_one, zero = splat_f32x16(_F1), splat_f32x16(-_F1), zero_f32x16()
         parity = vmul(
-            vmul(select_less(g0, zero, minus_one, one), select_less(g1, zero, minus_one, one)),
-            vmul(select_less(g2, zero, minus_one, one), select_less(g3, zero, minus_one, one)),
+            vmul(where_less(g0, zero, minus_one, one), where_less(g1, zero, minus_one, one)),
+            vmul(where_less(g2, zero, minus_one, one), where_less(g3, zero, minus_one, one)),
         )
         a0, a1, a2, a3 = vabs(g0), vabs(g1), vabs(g2), vabs(g3)
         low, high = vmin(a0, a1), vmin(a2, a3)
         # +1 where this element gives way, by elimination, so that it is exactly one
-        in_high = select_less(high, low, one, zero)
-        in_1 = vmul(vsub(one, in_high), select_less(a1, a0, one, zero))
-        in_3 = vmul(in_high, select_less(a3, a2, one, zero))
+        in_high = where_less(high, low, one, zero)
+        in_1 = vmul(vsub(one, in_high), where_less(a1, a0, one, zero))
+        in_3 = vmul(in_high, where_less(a3, a2, one, zero))
         in_0, in_2 = vsub(vsub(one, in_high), in_1), vsub(in_high, in_3)
         return (
             side(g0, in_0, parity), side(g1, in_1, parity), side(g2, in_2, parity), side(g3, in_3, parity)
@@ -72,8 +73,8 @@ def _make_parity():
     def side(gap, gives_way, parity):
         """-1 for the odd entry, 1 for the even one."""
         one, minus_one, zero = splat_f32x16(_F1), splat_f32x16(-_F1), zero_f32x16()
-        own = select_less(gap, zero, minus_one, one)
-        flipped = select_less(parity, zero, select_less(splat_f32x16(_HALF), gives_way, minus_one, one), one)
+        own = where_less(gap, zero, minus_one, one)
+        flipped = where_less(parity, zero, where_less(splat_f32x16(_HALF), gives_way, minus_one, one), one)
         return vmul(own, flipped)
 
     @inline
@@ -97,16 +98,16 @@ def _make_parity():
             _, _, e2, o2, g2 = sides(x2, w2, s, inv, shift, table)
             _, _, e3, o3, g3 = sides(x3, w3, s, inv, shift, table)
             p0, p1, p2, p3 = settle(g0, g1, g2, g3)
-            error, slope, curve = add(x0, w0, s, select_less(p0, zero, o0, e0), error, slope, curve)
-            error, slope, curve = add(x1, w1, s, select_less(p1, zero, o1, e1), error, slope, curve)
-            error, slope, curve = add(x2, w2, s, select_less(p2, zero, o2, e2), error, slope, curve)
-            error, slope, curve = add(x3, w3, s, select_less(p3, zero, o3, e3), error, slope, curve)
+            error, slope, curve = add(x0, w0, s, where_less(p0, zero, o0, e0), error, slope, curve)
+            error, slope, curve = add(x1, w1, s, where_less(p1, zero, o1, e1), error, slope, curve)
+            error, slope, curve = add(x2, w2, s, where_less(p2, zero, o2, e2), error, slope, curve)
+            error, slope, curve = add(x3, w3, s, where_less(p3, zero, o3, e3), error, slope, curve)
         return error, slope, curve
 
     @inline
     def write(code_even, code_odd, p, j, table, out, scratch, n_valid):
         even_code, odd_code = look_code(table + codes_at, code_even), look_code(table + codes_at + 64, code_odd)
-        store_i32x16(scratch, select_less_int(p, zero_f32x16(), odd_code, even_code))
+        store_i32x16(scratch, where_less(p, zero_f32x16(), odd_code, even_code))
         for lane in range(n_valid):
             st_i8(out + 32 * lane + j, ld_i32(scratch + 4 * lane))
 

@@ -38,8 +38,9 @@ from ikcli.native.simd.vec import (
     vsub,
     zero_f32x16,
 )
-from ikcli.quant.encoders.iqk_simd import count_reached, lookup_f32, lookup_i32, select_less, vfloor
+from ikcli.quant.encoders.iqk_simd import count_reached, lookup_f32, lookup_i32, vfloor
 from ikcli.quant.encoders.iqk_tables import SHAPES, STATE_BYTES
+from ikcli.quant.encoders.lane_kernels import where_less
 
 # Slots of the parameters.
 X, WEIGHTS, N_UNITS, UNITS_PER_ROW, UNIT, TABLE, SCRATCH, OUT_CODES, OUT_M, OUT_T, OUT_D = range(11)
@@ -64,7 +65,7 @@ def slot(params, i):
 def inverse(s):
     """1/s, 0 where s is 0."""
     one = splat_f32x16(_F1)
-    safe = select_less(vabs(s), splat_f32x16(_TINY), splat_f32x16(_HUGE), s)
+    safe = where_less(vabs(s), splat_f32x16(_TINY), splat_f32x16(_HUGE), s)
     return vdiv(one, safe)
 
 
@@ -172,8 +173,8 @@ def swap_if_better(state, a, b):
     ea, eb = load_f32x16(state + _ERROR + 64 * a), load_f32x16(state + _ERROR + 64 * b)
     for row in (_SCALE, _SHIFT, _CURVE):
         va, vb = load_f32x16(state + row + 64 * a), load_f32x16(state + row + 64 * b)
-        store_f32x16(state + row + 64 * a, select_less(eb, ea, vb, va))
-        store_f32x16(state + row + 64 * b, select_less(eb, ea, va, vb))
+        store_f32x16(state + row + 64 * a, where_less(eb, ea, vb, va))
+        store_f32x16(state + row + 64 * b, where_less(eb, ea, va, vb))
     store_f32x16(state + _ERROR + 64 * a, vmin(ea, eb))
     store_f32x16(state + _ERROR + 64 * b, vmax(ea, eb))
 
@@ -204,15 +205,15 @@ def make_real_scales(evaluate, n, shift_step, n_rows):
                     s = vmul(top, splat_f32x16(sign * ld_f32(grid + 4 * i)))
                     s, error, curve = refit(x, w, s, shift, table)
                     best_s, best_curve = (
-                        select_less(error, best, s, best_s),
-                        select_less(error, best, curve, best_curve),
+                        where_less(error, best, s, best_s),
+                        where_less(error, best, curve, best_curve),
                     )
                     best = vmin(error, best)
                 for _ in range(n_refine):
                     s, error, curve = refit(x, w, best_s, shift, table)
                     best_s, best_curve = (
-                        select_less(error, best, s, best_s),
-                        select_less(error, best, curve, best_curve),
+                        where_less(error, best, s, best_s),
+                        where_less(error, best, curve, best_curve),
                     )
                     best = vmin(error, best)
             store_f32x16(state + _SCALE + 64 * option, best_s)
@@ -258,9 +259,9 @@ def make_choose(evaluate, multiplier, n, step):
                 for k in range(-span, span + 1):
                     m = multiplier(vadd(centre, splat_f32x16(np.float32(k) * step)))
                     error, slope, curve = evaluate(x, w, vmul(d_all, m), shift, table)
-                    best_m, best_t = select_less(error, best, m, best_m), select_less(error, best, shift, best_t)
-                    best_slope = select_less(error, best, vmul(m, slope), best_slope)
-                    best_curve = select_less(error, best, vmul(vmul(m, m), curve), best_curve)
+                    best_m, best_t = where_less(error, best, m, best_m), where_less(error, best, shift, best_t)
+                    best_slope = where_less(error, best, vmul(m, slope), best_slope)
+                    best_curve = where_less(error, best, vmul(vmul(m, m), curve), best_curve)
                     best = vmin(error, best)
             store_f32x16(state + _M, best_m)
             store_f32x16(state + _T, best_t)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Vector intrinsics of the IQ*_K encoders: choices by comparison and lookups in short tables.
+"""Vector intrinsics of the IQ*_K encoders: counts by comparison and lookups in short tables.
 
 Tables lie in memory, one 32-bit entry each. AVX-512 looks 32 of them up in one instruction, AVX2 eight; elsewhere every
 lane is loaded by itself.
@@ -13,26 +13,6 @@ from ikcli.native import isa
 from ikcli.native.simd.vec import call_llvm, const_vector, f32x16, i32x8, i32x16, llvm_type, pointer
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
-
-
-@intrinsic
-def select_less(typingctx, a, b, x, y):
-    """x where a < b, else y (all f32x16)."""
-
-    def codegen(context, builder, sig, args):
-        return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[2], args[3])
-
-    return f32x16(f32x16, f32x16, f32x16, f32x16), codegen
-
-
-@intrinsic
-def select_less_int(typingctx, a, b, x, y):
-    """x where a < b (f32x16), else y (x, y i32x16)."""
-
-    def codegen(context, builder, sig, args):
-        return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[2], args[3])
-
-    return i32x16(f32x16, f32x16, i32x16, i32x16), codegen
 
 
 @intrinsic

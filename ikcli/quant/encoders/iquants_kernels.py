@@ -37,7 +37,8 @@ from ikcli.native.simd.vec import (
     zero_f32x16,
     zero_i32x16,
 )
-from ikcli.quant.encoders.iquants_simd import choose_less, first_equal, lesser
+from ikcli.quant.encoders.iquants_simd import first_equal, lesser
+from ikcli.quant.encoders.lane_kernels import where_less
 
 LIST_BYTES = 208
 _A, _B, _POINT = 4, 72, 140
@@ -104,7 +105,7 @@ def _sweep(a, b, n, t, best_at, chunk_at):
         low = vfma(bcast_f32x16(b + c), t, bcast_f32x16(a + c))
         for j in range(4, 64, 4):
             low = lesser(vfma(bcast_f32x16(b + c + j), t, bcast_f32x16(a + c + j)), low)
-        chunk = choose_less(low, best, splat_i32x16(c), chunk)
+        chunk = where_less(low, best, splat_i32x16(c), chunk)
         best = lesser(low, best)
     store_f32x16(best_at, best)
     store_i32x16(chunk_at, chunk)

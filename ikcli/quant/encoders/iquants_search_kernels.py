@@ -21,6 +21,7 @@ from ikcli.native.simd.vec import (
     reduce_max,
     splat_f32x16,
     st_f32,
+    st_f64,
     st_i8,
     st_i32,
     store_f32x16,
@@ -31,7 +32,7 @@ from ikcli.native.simd.vec import (
     zero_f32x16,
 )
 from ikcli.quant.encoders.iquants_kernels import _A, _B, _POINT, LIST_BYTES
-from ikcli.quant.encoders.iquants_simd import lesser, st_f64
+from ikcli.quant.encoders.iquants_simd import lesser
 
 # How the lists of a sub-block combine: one per group; pairs of groups of which one has a sign flipped (second list),
 # unless that list is empty; a second list per group, chosen for the whole sub-block; chosen for each group.

@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-"""Vector intrinsics of the grid quants: minimum of two vectors, choice by comparison, position of a value."""
+"""Vector intrinsics of the grid quants: minimum of two vectors, position of a value."""
 
 import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.native.simd.vec import call_llvm, f32x16, i32x16, pointer
+from ikcli.native.simd.vec import call_llvm, f32x16
 
 _I64 = ir.IntType(64)
 
@@ -21,16 +21,6 @@ def lesser(typingctx, a, b):
 
 
 @intrinsic
-def choose_less(typingctx, a, b, x, y):
-    """x where a < b, else y (i32x16)."""
-
-    def codegen(context, builder, sig, args):
-        return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[2], args[3])
-
-    return i32x16(f32x16, f32x16, i32x16, i32x16), codegen
-
-
-@intrinsic
 def first_equal(typingctx, a, b):
     """Number of the first lane where a == b (16 if there is none)."""
 
@@ -40,12 +30,3 @@ def first_equal(typingctx, a, b):
         return call_llvm(builder, "llvm.cttz.i64", _I64, [guarded, ir.Constant(ir.IntType(1), 1)])
 
     return types.int64(f32x16, f32x16), codegen
-
-
-@intrinsic
-def st_f64(typingctx, ptr, value):
-    def codegen(context, builder, sig, args):
-        builder.store(args[1], pointer(builder, args[0], ir.DoubleType()), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.float64), codegen

@@ -30,32 +30,25 @@ from ikcli.quant.encoders.lane_kernels import (
     swap_lanes,
     where_less,
 )
-from ikcli.quant.encoders.legacy_search_kernels import make_nearest
+from ikcli.quant.encoders.legacy_search_kernels import make_nearest, make_sums
 
 _SMALLEST_F16 = np.float32(2.0**-24)
 _HUGE = np.float32(3e38)
 _STRETCHES, _STEPS, _ROUNDS = 3, 16, 2
 
 
-def make_unit_reduce(n_lanes):
-    """Device functions: sum, and largest, over the lanes of a super-block, in all its lanes."""
+def make_unit_reduce(op, n_lanes):
+    """Device function: `op` of all lanes of a super-block, in all its lanes."""
     whole = n_lanes == 16
 
     @inline
-    def total(v):
-        v = vec.vadd(v, swap_lanes(v, 1))
-        v = vec.vadd(v, swap_lanes(v, 2))
-        v = vec.vadd(v, swap_lanes(v, 4))
-        return vec.vadd(v, swap_lanes(v, 8)) if whole else v
+    def over_lanes(v):
+        v = op(v, swap_lanes(v, 1))
+        v = op(v, swap_lanes(v, 2))
+        v = op(v, swap_lanes(v, 4))
+        return op(v, swap_lanes(v, 8)) if whole else v
 
-    @inline
-    def largest(v):
-        v = vec.vmax(v, swap_lanes(v, 1))
-        v = vec.vmax(v, swap_lanes(v, 2))
-        v = vec.vmax(v, swap_lanes(v, 4))
-        return vec.vmax(v, swap_lanes(v, 8)) if whole else v
-
-    return total, largest
+    return over_lanes
 
 
 @inline
@@ -91,21 +84,11 @@ def make_scale_only(kind):
     n_lanes = 256 // size
     per_group = LANES // n_lanes
     nearest, code_of = make_nearest(n_bits, nonlinear)
-    total, largest = make_unit_reduce(n_lanes)
+    sums = make_sums(nearest, size, XS, WS)
+    total, largest = make_unit_reduce(vec.vadd, n_lanes), make_unit_reduce(vec.vmax, n_lanes)
     pack, n_bytes = make_pack(kind)
     lowest, highest = np.float32(l_min), np.float32(l_max)
     first_ratio, step = np.float32(l_min * 1.02), np.float32(-l_min * 0.4 / (_STRETCHES * _STEPS))
-
-    @inline
-    def sums(s, inverse_scale):
-        """sum(w x l) and sum(w l^2) of the levels nearest to x * inverse_scale."""
-        wxl, wll = vec.zero_f32x16(), vec.zero_f32x16()
-        for i in range(size):
-            v = vec.load_f32x16(s + XS + 64 * i)
-            level = nearest(vec.vmul(v, inverse_scale))
-            wl = vec.vmul(vec.load_f32x16(s + WS + 64 * i), level)
-            wxl, wll = vec.vfma(wl, v, wxl), vec.vfma(wl, level, wll)
-        return wxl, wll
 
     @inline
     def error_sums(s, scale):

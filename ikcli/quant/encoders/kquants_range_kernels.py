@@ -42,7 +42,7 @@ def make_range(kind):
     n_bits, size, top = {"Q2_K": (2, 16, 15), "Q4_K": (4, 32, 63), "Q5_K": (5, 32, 63)}[kind]
     n_lanes = 256 // size
     per_group = LANES // n_lanes
-    total, largest = make_unit_reduce(n_lanes)
+    total, largest = make_unit_reduce(vadd, n_lanes), make_unit_reduce(vmax, n_lanes)
     pack, n_bytes = make_pack(kind)
     code_max, whole_max, f0 = np.float32((1 << n_bits) - 1), np.float32(top), np.float32(0.0)
 

@@ -57,8 +57,35 @@ def make_nearest(n_bits, nonlinear):
     return nearest, code_of
 
 
-def make_store(n_bits, size):
-    """Device function: one block of packed codes of `size` bytes from 32 bytes of codes that are 16 apart."""
+def make_sums(nearest, size, xs, ws):
+    """Device function: sum(w x l) and sum(w l^2) of the levels nearest to x * inverse_scale."""
+
+    @inline
+    def sums(s, inverse_scale):
+        wxl, wll = vec.zero_f32x16(), vec.zero_f32x16()
+        for i in range(size):
+            v = vec.load_f32x16(s + xs + 64 * i)
+            level = nearest(vec.vmul(v, inverse_scale))
+            wl = vec.vmul(vec.load_f32x16(s + ws + 64 * i), level)
+            wxl, wll = vec.vfma(wl, v, wxl), vec.vfma(wl, level, wll)
+        return wxl, wll
+
+    return sums
+
+
+def _search(encode_group, n_bytes):
+    """The kernel: all groups of blocks."""
+
+    def search(x, weights, n_blocks, ne0, out, s, candidates, n_candidates):
+        fill_ones(s + WS, 32)
+        for first in range(0, n_blocks, LANES):
+            encode_group(x, weights, first, n_blocks, ne0, out + first * n_bytes, s, candidates, n_candidates)
+
+    return search
+
+
+def make_store(n_bits):
+    """Device function: one block of packed codes from 32 bytes of codes that are 16 apart."""
 
     @inline
     def store(out, codes):
@@ -86,19 +113,9 @@ def make_scale_search(n_bits, nonlinear):
     Candidates: levels of the largest value, followed by N_EXACT inverse levels to be tried with scales as stored.
     """
     nearest, code_of = make_nearest(n_bits, nonlinear)
+    sums = make_sums(nearest, 32, XS, WS)
     n_bytes = {4: 18, 5: 22, 6: 26}[n_bits]
-    store = make_store(n_bits, n_bytes)
-
-    @inline
-    def sums(s, inverse_scale):
-        """sum(w x l) and sum(w l^2) of the levels nearest to x * inverse_scale."""
-        wxl, wll = vec.zero_f32x16(), vec.zero_f32x16()
-        for i in range(32):
-            v = vec.load_f32x16(s + XS + 64 * i)
-            level = nearest(vec.vmul(v, inverse_scale))
-            wl = vec.vmul(vec.load_f32x16(s + WS + 64 * i), level)
-            wxl, wll = vec.vfma(wl, v, wxl), vec.vfma(wl, level, wll)
-        return wxl, wll
+    store = make_store(n_bits)
 
     @inline
     def best_scale(s, anchors, candidates, n_candidates):
@@ -159,19 +176,14 @@ def make_scale_search(n_bits, nonlinear):
             store(out + 2, s + QS + lane)
             out += n_bytes
 
-    def scale_search(x, weights, n_blocks, ne0, out, s, candidates, n_candidates):
-        fill_ones(s + WS, 32)
-        for first in range(0, n_blocks, LANES):
-            encode_group(x, weights, first, n_blocks, ne0, out + first * n_bytes, s, candidates, n_candidates)
-
-    return scale_search, 8, False
+    return _search(encode_group, n_bytes), 8, False
 
 
 def make_range_search(n_bits):
     """x = d * code + m: Q4_1 and Q5_1. Candidates: pairs of codes given to the smallest and the largest value."""
     highest = np.float32((1 << n_bits) - 1)
     n_bytes = {4: 20, 5: 24}[n_bits]
-    store = make_store(n_bits, n_bytes)
+    store = make_store(n_bits)
 
     @inline
     def code(y):
@@ -248,9 +260,4 @@ def make_range_search(n_bits):
             store(out + 4, s + QS + lane)
             out += n_bytes
 
-    def range_search(x, weights, n_blocks, ne0, out, s, candidates, n_candidates):
-        fill_ones(s + WS, 32)
-        for first in range(0, n_blocks, LANES):
-            encode_group(x, weights, first, n_blocks, ne0, out + first * n_bytes, s, candidates, n_candidates)
-
-    return range_search, 8, False
+    return _search(encode_group, n_bytes), 8, False

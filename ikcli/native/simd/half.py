@@ -102,15 +102,37 @@ st_f16 = make_scalar_store(types.float32, "i16", f32_to_half)
 st_bf16 = make_scalar_store(types.float32, "i16", f32_to_bf16_bits)
 
 
-@intrinsic
-def load_f16x16(typingctx, ptr):
-    """16 half floats as f32x16."""
+def _make_load(convert):
+    """Intrinsic: 16 floats of 16 bits as f32x16."""
 
-    def codegen(context, builder, sig, args):
-        bits = builder.load(pointer(builder, args[0], ir.VectorType(ir.IntType(16), 16)), align=1)
-        return half_to_f32(builder, bits)
+    @intrinsic
+    def load(typingctx, ptr):
+        def codegen(context, builder, sig, args):
+            bits = builder.load(pointer(builder, args[0], ir.VectorType(ir.IntType(16), 16)), align=1)
+            return convert(builder, bits)
 
-    return f32x16(types.intp), codegen
+        return f32x16(types.intp), codegen
+
+    return load
+
+
+def _make_store(convert):
+    """Intrinsic: f32x16 rounded to nearest even floats of 16 bits."""
+
+    @intrinsic
+    def store(typingctx, ptr, value):
+        def codegen(context, builder, sig, args):
+            bits = convert(builder, args[1])
+            builder.store(bits, pointer(builder, args[0], bits.type), align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, f32x16), codegen
+
+    return store
+
+
+load_f16x16, load_bf16x16 = _make_load(half_to_f32), _make_load(bf16_to_f32)
+store_f16x16, store_bf16x16 = _make_store(f32_to_half), _make_store(f32_to_bf16_bits)
 
 
 @intrinsic
@@ -122,38 +144,3 @@ def bcast_f16x16(typingctx, ptr):
         return half_to_f32(builder, splat_value(builder, i16x16, bits))
 
     return f32x16(types.intp), codegen
-
-
-@intrinsic
-def load_bf16x16(typingctx, ptr):
-    """16 bfloat16 as f32x16."""
-
-    def codegen(context, builder, sig, args):
-        bits = builder.load(pointer(builder, args[0], ir.VectorType(ir.IntType(16), 16)), align=1)
-        return bf16_to_f32(builder, bits)
-
-    return f32x16(types.intp), codegen
-
-
-@intrinsic
-def store_f16x16(typingctx, ptr, value):
-    """f32x16 rounded to nearest even half floats."""
-
-    def codegen(context, builder, sig, args):
-        bits = f32_to_half(builder, args[1])
-        builder.store(bits, pointer(builder, args[0], bits.type), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, f32x16), codegen
-
-
-@intrinsic
-def store_bf16x16(typingctx, ptr, value):
-    """f32x16 rounded to nearest even bfloat16; NaN stays NaN."""
-
-    def codegen(context, builder, sig, args):
-        half = f32_to_bf16_bits(builder, args[1])
-        builder.store(half, pointer(builder, args[0], half.type), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, f32x16), codegen

@@ -23,7 +23,7 @@ from ikcli.backends.cpu.kernels.pair_tiles import (
     v_scales,
     v_tops,
 )
-from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, load_f32x16_at, loop, offset, rows_left, sum_lanes
+from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, load_f32x16_at, loop, offset, rows_left, strided, sum_lanes
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.dot import emit_dot
 from ikcli.native.simd.half import load_f16x16
@@ -82,9 +82,8 @@ def sum_squares(typingctx, row, stride, n_left, n_blocks, squares, squares_strid
 
     def codegen(context, builder, sig, args):
         row, stride, n_left, n_blocks, squares, squares_stride, dst = args
-        rows, all_squares = rows_left(builder, row, stride, 4, n_left), [squares]
-        for _ in range(3):
-            all_squares.append(builder.add(all_squares[-1], squares_stride))
+        rows = rows_left(builder, row, stride, 4, n_left)
+        all_squares = strided(builder, squares, squares_stride, 4)
 
         def block(state):
             at, four, *accs = state

@@ -40,6 +40,7 @@ from ikcli.backends.cpu.kernels.sgemm import (
     loop,
     offset,
     store_block,
+    strided,
     sum_lanes,
     transpose16,
 )
@@ -124,13 +125,8 @@ def make_values_block(m, n, kind="f32", unit=0):
     def values_block(typingctx, p, p_stride, v, v_chunk, n_positions, o, o_stride, scale):
         def codegen(context, builder, sig, args):
             p, p_stride, v, v_chunk, n_positions, o, o_stride, scale = args
-            chunks = [v]
-            for _ in range(1, n):
-                chunks.append(builder.add(chunks[-1], v_chunk))
-            rows, outs = [p], [o]
-            for _ in range(1, m):
-                rows.append(builder.add(rows[-1], p_stride))
-                outs.append(builder.add(outs[-1], o_stride))
+            chunks = strided(builder, v, v_chunk, n)
+            rows, outs = strided(builder, p, p_stride, m), strided(builder, o, o_stride, m)
 
             def of_row(i, at):
                 return splat_value(builder, f32x16, load_f32x16_at(builder, offset(builder, scale, 4 * i + at), _F32))

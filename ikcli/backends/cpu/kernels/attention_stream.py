@@ -23,6 +23,7 @@ from ikcli.backends.cpu.kernels.sgemm import (
     offset,
     rows_left,
     store_block,
+    strided,
     sum_lanes,
 )
 from ikcli.backends.cpu.params_attention import STATS_BYTES
@@ -118,10 +119,7 @@ def make_values(type_, m, steps, lines):
     def values(typingctx, p, p_stride, v, v_stride, n, o, o_stride, scale, next_):
         def codegen(context, builder, sig, args):
             p, p_stride, v, v_stride, n, o, o_stride, scale, next_ = args
-            rows, outs, accs = [p], [o], []
-            for _ in range(1, m):
-                rows.append(builder.add(rows[-1], p_stride))
-                outs.append(builder.add(outs[-1], o_stride))
+            rows, outs, accs = strided(builder, p, p_stride, m), strided(builder, o, o_stride, m), []
             for i in range(m):
                 factor = splat_value(builder, f32x16, load_f32x16_at(builder, offset(builder, scale, 4 * i), _F32))
                 accs += [builder.fmul(load_f32x16_at(builder, offset(builder, outs[i], 64 * j)), factor)

@@ -19,7 +19,7 @@ from ikcli.backends.cpu.params_layers import (
     RopeTableParams,
     SwiGluParams,
 )
-from ikcli.native.jit import inline
+from ikcli.native.jit import inline, merge
 from ikcli.native.simd.math import vsilu
 from ikcli.native.simd.vec import (
     ld_f32,
@@ -116,6 +116,15 @@ def add_span(out, x, y, lo, hi):
         store_f32x16(out + 4 * i, vadd(load_f32x16(x + 4 * i), load_f32x16(y + 4 * i)))
     for i in range(full, hi):
         st_f32(out + 4 * i, ld_f32(x + 4 * i) + ld_f32(y + 4 * i))
+
+
+@merge
+def scale_span(out, x, factor, lo, hi):
+    full, v = lo + ((hi - lo) & ~15), splat_f32x16(factor)
+    for i in range(lo, full, 16):
+        store_f32x16(out + 4 * i, vmul(load_f32x16(x + 4 * i), v))
+    for i in range(full, hi):
+        st_f32(out + 4 * i, ld_f32(x + 4 * i) * factor)
 
 
 @inline

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from ikcli.backends.cpu.kernels.basic import span
+from ikcli.backends.cpu.kernels.basic import scale_span, span
 from ikcli.backends.cpu.kernels.common import POS, n_rows, state_word
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.params_layers import AlibiParams, GateParams, PosScaleParams, ScaleParams, SoftCapParams
@@ -32,11 +32,7 @@ def make_scale():
     def scale(params, ith, nth):
         x, out, factor = params.x, params.out, params.factor
         lo, hi = span(n_rows(params) * params.cols, ith, nth)
-        full, v = lo + ((hi - lo) & ~15), splat_f32x16(factor)
-        for i in range(lo, full, 16):
-            store_f32x16(out + 4 * i, vmul(load_f32x16(x + 4 * i), v))
-        for i in range(full, hi):
-            st_f32(out + 4 * i, ld_f32(x + 4 * i) * factor)
+        scale_span(out, x, factor, lo, hi)
 
     return scale
 
@@ -86,12 +82,7 @@ def make_gate(kind):
         items = n_rows(params) * parts
         for item in range(items * ith // nth, items * (ith + 1) // nth):
             g = value(ld_f32(gates + 4 * item))
-            src, dst, v = x + 4 * item * width, out + 4 * item * width, splat_f32x16(g)
-            full = width & ~15
-            for i in range(0, full, 16):
-                store_f32x16(dst + 4 * i, vmul(load_f32x16(src + 4 * i), v))
-            for i in range(full, width):
-                st_f32(dst + 4 * i, ld_f32(src + 4 * i) * g)
+            scale_span(out + 4 * item * width, x + 4 * item * width, g, 0, width)
 
     return gate
 
@@ -114,15 +105,11 @@ def make_pos_scale():
     def pos_scale(params, ith, nth):
         x, out, cols, length, shift = params.x, params.out, params.cols, params.length, params.shift
         scale, pos = params.scale, state_word(params, POS)
-        rows, full = n_rows(params), cols & ~15
+        rows = n_rows(params)
         for row in range(rows * ith // nth, rows * (ith + 1) // nth):
             steps = (np.int64(ld_i32(pos + 4 * row)) + shift) // length
             factor = np.float32(1.0 + scale * math.log1p(np.float64(steps)))
-            src, dst, v = x + 4 * row * cols, out + 4 * row * cols, splat_f32x16(factor)
-            for i in range(0, full, 16):
-                store_f32x16(dst + 4 * i, vmul(load_f32x16(src + 4 * i), v))
-            for i in range(full, cols):
-                st_f32(dst + 4 * i, ld_f32(src + 4 * i) * factor)
+            scale_span(out + 4 * row * cols, x + 4 * row * cols, factor, 0, cols)
 
     return pos_scale
 

@@ -56,27 +56,68 @@ class _Base(RowFormat):
         return e.single(w) if self.header_bytes == 4 else None
 
 
+# --- codes, which begin `codes_at` bytes behind the start of a block --------------------------------------------------
+class _TwoBits(_Base):
+    bias, shift = 32, 5
+
+    def dot_codes(self, e, w, j):
+        return two_bit_entry(e, biased(IQ2_VALUES[0], self.bias), e.offset(w, self.codes_at), j)
+
+    def quarters(self, e, w):
+        return e.codes_of(e.two_bit_quarters(e.offset(w, self.codes_at)), 2, biased(IQ2_VALUES[0], self.bias))
+
+
+class _ThreeBits(_Base):
+    bias, shift = 64, 4
+
+    def dot_codes(self, e, w, j):
+        low, third = e.offset(w, self.codes_at), e.offset(w, self.codes_at + 64)
+        return three_bit_entry(e, biased(IQ3_VALUES[0], self.bias), low, third, j)
+
+    def quarters(self, e, w):
+        low, third = e.offset(w, self.codes_at), e.offset(w, self.codes_at + 64)
+        q = e.with_upper(e.two_bit_quarters(low), e.bit_quarters(third, 2), 2)
+        return e.codes_of(q, 3, biased(IQ3_VALUES[0], self.bias))
+
+
+class _FourBits(_Base):
+    shift = 4
+
+    def dot_codes(self, e, w, j):
+        return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, e.raw_nibble_pair(w, j, 16, self.codes_at))
+
+    def quarters(self, e, w):
+        return e.codes_of(e.nibble_quarters(e.offset(w, self.codes_at)), 4, biased(IQ4_VALUES[0], self.bias))
+
+
+class _FiveBits(_Base):
+    shift = 2
+
+    def dot_codes(self, e, w, j):
+        low, fifth = e.offset(w, self.codes_at), e.offset(w, self.codes_at + 128)
+        return five_bit_entry(e, biased(IQ5_VALUES[0], self.bias), low, fifth, j)
+
+    def quarters(self, e, w):
+        low, fifth = e.offset(w, self.codes_at), e.offset(w, self.codes_at + 128)
+        q = e.with_upper(e.nibble_quarters(low, 32), e.bit_quarters(fifth, 4), 4)
+        return e.codes_of(q, 5, biased(IQ5_VALUES[0], self.bias))
+
+
 # --- scale per 256 columns --------------------------------------------------------------------------------------------
-class IQ2_K(_Base):
+class IQ2_K(_TwoBits):
     """d f16, extra u16, scales[8], qs[64]."""
 
-    bias, shift = 32, 5
+    codes_at = 12
 
     def scales(self, e, w, row):
         m = e.b.sub(e.nibbles16(e.offset(w, 4)), e.constants([8] * 16, 8))
         return e.mul(e.bytes_to_f32(m), e.splat(e.half(w), f32x16))
 
-    def dot_codes(self, e, w, j):
-        return two_bit_entry(e, biased(IQ2_VALUES[0], self.bias), e.offset(w, 12), j)
 
-    def quarters(self, e, w):
-        return e.codes_of(e.two_bit_quarters(e.offset(w, 12)), 2, biased(IQ2_VALUES[0], self.bias))
-
-
-class IQ3_K(_Base):
+class IQ3_K(_ThreeBits):
     """d f16, extra u16, scales_h u16 (signs), scales_l[8], qs[64], qh[32]."""
 
-    bias, shift = 64, 4
+    codes_at = 14
 
     def scales(self, e, w, row):
         nibbles = e.nibbles16(e.offset(w, 6))
@@ -85,13 +126,6 @@ class IQ3_K(_Base):
         minus = e.bits_set(signs, [n % 8 for n in e.scale_order])
         signed = e.b.select(minus, e.b.neg(odd), odd)
         return e.mul(e.bytes_to_f32(signed), e.splat(e.half(w), f32x16))
-
-    def dot_codes(self, e, w, j):
-        return three_bit_entry(e, biased(IQ3_VALUES[0], self.bias), e.offset(w, 14), e.offset(w, 78), j)
-
-    def quarters(self, e, w):
-        q = e.with_upper(e.two_bit_quarters(e.offset(w, 14)), e.bit_quarters(e.offset(w, 78), 2), 2)
-        return e.codes_of(q, 3, biased(IQ3_VALUES[0], self.bias))
 
 
 class _SixBitScales(_Base):
@@ -103,25 +137,12 @@ class _SixBitScales(_Base):
         return e.mul(e.bytes_to_f32(m), e.splat(e.half(w), f32x16))
 
 
-class IQ4_K(_SixBitScales):
-    shift = 4
-
-    def dot_codes(self, e, w, j):
-        return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, e.raw_nibble_pair(w, j, 16, 16))
-
-    def quarters(self, e, w):
-        return e.codes_of(e.nibble_quarters(e.offset(w, 16)), 4, biased(IQ4_VALUES[0], self.bias))
+class IQ4_K(_FourBits, _SixBitScales):
+    codes_at = 16
 
 
-class IQ5_K(_SixBitScales):
-    shift = 2
-
-    def dot_codes(self, e, w, j):
-        return five_bit_entry(e, biased(IQ5_VALUES[0], self.bias), e.offset(w, 16), e.offset(w, 144), j)
-
-    def quarters(self, e, w):
-        q = e.with_upper(e.nibble_quarters(e.offset(w, 16), 32), e.bit_quarters(e.offset(w, 144), 4), 4)
-        return e.codes_of(q, 5, biased(IQ5_VALUES[0], self.bias))
+class IQ5_K(_FiveBits, _SixBitScales):
+    codes_at = 16
 
 
 class IQ6_K(_Base):
@@ -142,10 +163,10 @@ class IQ6_K(_Base):
 
 
 # --- scale per row ----------------------------------------------------------------------------------------------------
-class IQ2_KS(_Base):
+class IQ2_KS(_TwoBits):
     """extra u16, scales[4], qs[64]."""
 
-    bias, shift = 32, 5
+    codes_at = 6
 
     def scales(self, e, w, row):
         low = e.fields_at(e.offset(w, 2), range(0, 32, 4), 4)
@@ -156,17 +177,11 @@ class IQ2_KS(_Base):
     def table_bits(self, e, w):
         return e.b.load(pointer(e.b, w, ir.IntType(8)), align=1)
 
-    def dot_codes(self, e, w, j):
-        return two_bit_entry(e, biased(IQ2_VALUES[0], self.bias), e.offset(w, 6), j)
 
-    def quarters(self, e, w):
-        return e.codes_of(e.two_bit_quarters(e.offset(w, 6)), 2, biased(IQ2_VALUES[0], self.bias))
-
-
-class IQ3_KS(_Base):
+class IQ3_KS(_ThreeBits):
     """extra u16, scales[4], qs[64], qh[32]; nibble i of 8 is scale (i % 2)*4 + i // 2."""
 
-    bias, shift = 64, 4
+    codes_at = 6
 
     def scales(self, e, w, row):
         low = e.fields_at(e.offset(w, 2), CROSSED_NIBBLES, 4)
@@ -176,13 +191,6 @@ class IQ3_KS(_Base):
 
     def table_bits(self, e, w):
         return e.b.load(pointer(e.b, e.offset(w, 1), ir.IntType(8)), align=1)
-
-    def dot_codes(self, e, w, j):
-        return three_bit_entry(e, biased(IQ3_VALUES[0], self.bias), e.offset(w, 6), e.offset(w, 70), j)
-
-    def quarters(self, e, w):
-        q = e.with_upper(e.two_bit_quarters(e.offset(w, 6)), e.bit_quarters(e.offset(w, 70), 2), 2)
-        return e.codes_of(q, 3, biased(IQ3_VALUES[0], self.bias))
 
 
 class _ByteScales(_Base):
@@ -199,25 +207,12 @@ class _ByteScales(_Base):
         return e.b.trunc(self.scale_bytes(e, w), ir.VectorType(ir.IntType(1), 8))
 
 
-class IQ4_KS(_ByteScales):
-    shift = 4
-
-    def dot_codes(self, e, w, j):
-        return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, e.raw_nibble_pair(w, j, 16, 8))
-
-    def quarters(self, e, w):
-        return e.codes_of(e.nibble_quarters(e.offset(w, 8)), 4, biased(IQ4_VALUES[0], self.bias))
+class IQ4_KS(_FourBits, _ByteScales):
+    codes_at = 8
 
 
-class IQ5_KS(_ByteScales):
-    shift = 2
-
-    def dot_codes(self, e, w, j):
-        return five_bit_entry(e, biased(IQ5_VALUES[0], self.bias), e.offset(w, 8), e.offset(w, 136), j)
-
-    def quarters(self, e, w):
-        q = e.with_upper(e.nibble_quarters(e.offset(w, 8), 32), e.bit_quarters(e.offset(w, 136), 4), 4)
-        return e.codes_of(q, 5, biased(IQ5_VALUES[0], self.bias))
+class IQ5_KS(_FiveBits, _ByteScales):
+    codes_at = 8
 
 
 class IQ4_KSS(_ByteScales):

@@ -26,38 +26,19 @@ from ikcli.native.simd.vec import ld_f32, ld_i64, load_f32x16, st_f32, store_f32
 
 
 # --- 16 elements, one element ----------------------------------------------------------------------------------------
-@inline
-def _load16_f32(row, i):
-    return load_f32x16(row + 4 * i)
+def _make_at(load, size):
+    """at(row, i): what begins with element i."""
+
+    @inline
+    def at(row, i):
+        return load(row + size * i)
+
+    return at
 
 
-@inline
-def _load16_f16(row, i):
-    return load_f16x16(row + 2 * i)
-
-
-@inline
-def _load16_bf16(row, i):
-    return load_bf16x16(row + 2 * i)
-
-
-@inline
-def _load1_f32(row, i):
-    return ld_f32(row + 4 * i)
-
-
-@inline
-def _load1_f16(row, i):
-    return ld_f16(row + 2 * i)
-
-
-@inline
-def _load1_bf16(row, i):
-    return ld_bf16(row + 2 * i)
-
-
-LOAD16 = {"f32": _load16_f32, "f16": _load16_f16, "bf16": _load16_bf16, **kv_blocks.LOAD16}
-_LOAD1 = {"f32": _load1_f32, "f16": _load1_f16, "bf16": _load1_bf16}
+_FLOATS = {"f32": (load_f32x16, ld_f32, 4), "f16": (load_f16x16, ld_f16, 2), "bf16": (load_bf16x16, ld_bf16, 2)}
+LOAD16 = {name: _make_at(load, size) for name, (load, _, size) in _FLOATS.items()} | kv_blocks.LOAD16
+_LOAD1 = {name: _make_at(load, size) for name, (_, load, size) in _FLOATS.items()}
 _GEOMETRY = {"f32": (0, 1, 4), "f16": (0, 1, 2), "bf16": (0, 1, 2), **kv_blocks.GEOMETRY}
 
 

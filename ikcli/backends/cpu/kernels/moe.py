@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from ikcli.backends.cpu.kernels.basic import add_span, copy_f32
+from ikcli.backends.cpu.kernels.basic import add_span, copy_f32, scale_span
 from ikcli.backends.cpu.kernels.common import n_rows
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.params_products import (
@@ -32,7 +32,6 @@ from ikcli.native.simd.vec import (
     st_i64,
     store_f32x16,
     vfma,
-    vmul,
     zero_f32x16,
 )
 
@@ -216,13 +215,7 @@ def make_scale_id(by_route):
                 if by_route:
                     pair = ld_i64(order + 8 * row)
                     at = pair + pair // n_used * n_used
-                factor = ld_f32(by + 4 * at)
-                src, dst, v = x + 4 * row * cols, out + 4 * row * cols, splat_f32x16(factor)
-                full = cols & ~15
-                for i in range(0, full, 16):
-                    store_f32x16(dst + 4 * i, vmul(load_f32x16(src + 4 * i), v))
-                for i in range(full, cols):
-                    st_f32(dst + 4 * i, ld_f32(src + 4 * i) * factor)
+                scale_span(out + 4 * row * cols, x + 4 * row * cols, ld_f32(by + 4 * at), 0, cols)
         for row in range(max(lo, ld_i64(plan)), hi):
             copy_f32(out + 4 * row * cols, x + 4 * row * cols, cols)
 

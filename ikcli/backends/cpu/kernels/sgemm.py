@@ -37,6 +37,14 @@ def rows_left(builder, first, stride, n, n_left):
     return rows
 
 
+def strided(builder, first, stride, n):
+    """n addresses that are `stride` bytes apart."""
+    found = [first]
+    for _ in range(1, n):
+        found.append(builder.add(found[-1], stride))
+    return found
+
+
 def offset(builder, base, n_bytes):
     """LLVM value base + constant."""
     return builder.add(base, ir.Constant(_I64, n_bytes)) if n_bytes else base

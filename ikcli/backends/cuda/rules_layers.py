@@ -52,6 +52,12 @@ def _warps(spec: RowSpec, per_row: int, per_block: int) -> Grid:
     return lambda c: parts_of(c.rows(spec) * per_row, per_block)
 
 
+def _emit_spans(low: GpuLowering, node: Node, kernel: str, *args: Arg) -> None:
+    """A kernel whose blocks compute PER_BLOCK columns of a row each."""
+    grid = row_grid(node.rows, parts_of(node.cols, PER_BLOCK))
+    low.emit(kernel, grid, THREADS, 0, low.state, *low.row_args(node.rows), *args)
+
+
 # --- rows and elements ------------------------------------------------------------------------------------------------
 @RULES.add(RmsNorm, "x w eps offset n_cols")
 def _rms_norm(low: GpuLowering, node: Node, op: RmsNorm) -> None:
@@ -72,42 +78,36 @@ def _rms_norm(low: GpuLowering, node: Node, op: RmsNorm) -> None:
 def _add(low: GpuLowering, node: Node, op: Add) -> None:
     x, y = op.x, op.y
     other, y_cols = (low.weight(y), 0) if isinstance(y, Weight) else (low.out(y), node.cols)
-    low.emit("layer_add", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(x), other, y_cols, low.out(node), _int(node.cols))  # fmt: skip
+    _emit_spans(low, node, "layer_add", low.out(x), other, y_cols, low.out(node), _int(node.cols))
 
 
 @RULES.add(Scale, "x factor")
 def _scale(low: GpuLowering, node: Node, op: Scale) -> None:
-    low.emit("layer_scale", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols), _f32(op.factor))  # fmt: skip
+    _emit_spans(low, node, "layer_scale", low.out(op.x), low.out(node), _int(node.cols), _f32(op.factor))
 
 
 @RULES.add(PosScale, "x scale length shift")
 def _pos_scale(low: GpuLowering, node: Node, op: PosScale) -> None:
-    low.emit("layer_pos_scale", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols), _f32(op.scale), _int(op.length),
-             _int(op.shift))  # fmt: skip
+    _emit_spans(low, node, "layer_pos_scale", low.out(op.x), low.out(node), _int(node.cols), _f32(op.scale),
+                _int(op.length), _int(op.shift))  # fmt: skip
 
 
 @RULES.add(SoftCap, "x cap")
 def _softcap(low: GpuLowering, node: Node, op: SoftCap) -> None:
-    low.emit("layer_softcap", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols), _f32(op.cap))  # fmt: skip
+    _emit_spans(low, node, "layer_softcap", low.out(op.x), low.out(node), _int(node.cols), _f32(op.cap))
 
 
 @RULES.add(Gate, "x gate kind")
 def _gate(low: GpuLowering, node: Node, op: Gate) -> None:
-    low.emit("layer_gate", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(op.x), low.out(op.gate), low.out(node), _int(node.cols),
-             _int(node.cols // op.gate.cols), _int(op.kind == "softplus"))  # fmt: skip
+    _emit_spans(low, node, "layer_gate", low.out(op.x), low.out(op.gate), low.out(node), _int(node.cols),
+                _int(node.cols // op.gate.cols), _int(op.kind == "softplus"))  # fmt: skip
 
 
 @RULES.add(SwiGlu, "gate up act")
 def _swiglu(low: GpuLowering, node: Node, op: SwiGlu) -> None:
     kernel = "layer_swiglu" if op.act.plain else "layer_glu"
-    low.emit(kernel, row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(op.gate), low.out(op.up), low.out(node), _int(node.cols),
-             *glu_args(op.act), *format_args())  # fmt: skip
+    _emit_spans(low, node, kernel, low.out(op.gate), low.out(op.up), low.out(node), _int(node.cols),
+                *glu_args(op.act), *format_args())  # fmt: skip
 
 
 def glu_args(act: Glu) -> tuple[Arg, ...]:
@@ -122,15 +122,13 @@ ON_GPU = tuple(kind for kind in GATED if kind != "gelu_erf")
 
 @RULES.add(Clamp, "x limit")
 def _clamp(low: GpuLowering, node: Node, op: Clamp) -> None:
-    low.emit("layer_clamp", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols), _f32(op.limit))  # fmt: skip
+    _emit_spans(low, node, "layer_clamp", low.out(op.x), low.out(node), _int(node.cols), _f32(op.limit))
 
 
 @RULES.add(Activate, "x", kind=ON_GPU)
 def _activate(low: GpuLowering, node: Node, op: Activate) -> None:
-    low.emit("layer_glu", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(op.x), 0, low.out(node), _int(node.cols), _int(GATED.index(op.kind)),
-             _f32(0), _f32(0), *format_args())  # fmt: skip
+    _emit_spans(low, node, "layer_glu", low.out(op.x), 0, low.out(node), _int(node.cols), _int(GATED.index(op.kind)),
+                _f32(0), _f32(0), *format_args())  # fmt: skip
 
 
 def _row_floats(w: Weight) -> int:
@@ -189,8 +187,7 @@ def _concat_slices(low: GpuLowering, node: Node, parts: list[HeadSlice], heads: 
 
 @RULES.add(GetRows, "x")
 def _get_rows(low: GpuLowering, node: Node, op: GetRows) -> None:
-    low.emit("layer_get_rows", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(op.x), low.out(node), _int(node.cols))  # fmt: skip
+    _emit_spans(low, node, "layer_get_rows", low.out(op.x), low.out(node), _int(node.cols))
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
@@ -292,25 +289,21 @@ def _sort_bytes(n_expert: int, warps: int) -> int:
 def _scale_id(low: GpuLowering, node: Node, op: ScaleId) -> None:
     order = low.out(op.plan) + plan_layout(low, op.plan).order
     by, n_used = (low.weight(op.by), 0) if isinstance(op.by, Weight) else (low.out(op.by), op.sort.n_used)
-    low.emit("layer_scale_id", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(op.x), by, order, low.out(node), _int(node.cols),
-             _int(n_used))  # fmt: skip
+    _emit_spans(low, node, "layer_scale_id", low.out(op.x), by, order, low.out(node), _int(node.cols), _int(n_used))
 
 
 @RULES.add(MoeSum, "y route plan weighted")
 def _moe_sum(low: GpuLowering, node: Node, op: MoeSum) -> None:
-    low.emit("layer_moe_sum", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(op.y), low.out(op.route) if op.weighted else 0,
-             low.out(op.plan) + plan_layout(low, op.plan).position, low.out(node), _int(node.cols),
-             _int(op.sort.n_used))  # fmt: skip
+    _emit_spans(low, node, "layer_moe_sum", low.out(op.y), low.out(op.route) if op.weighted else 0,
+                low.out(op.plan) + plan_layout(low, op.plan).position, low.out(node), _int(node.cols),
+                _int(op.sort.n_used))  # fmt: skip
 
 
 @RULES.add(AddId, "x w plan")
 def _add_id(low: GpuLowering, node: Node, op: AddId) -> None:
     order = low.out(op.plan) + plan_layout(low, op.plan).order
-    low.emit("layer_add_id", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(op.x), low.weight(op.w), _row_floats(op.w), order, low.out(node),
-             _int(node.cols))  # fmt: skip
+    _emit_spans(low, node, "layer_add_id", low.out(op.x), low.weight(op.w), _row_floats(op.w), order, low.out(node),
+                _int(node.cols))  # fmt: skip
 
 
 def zero_dropped(low: GpuLowering, node: Node, plan: Node) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,19 +49,14 @@ class SweepPrinter:
         """What precedes the rows; `config` tells what jsonl-full records, by default the settings."""
         if self._format == "jsonl-full":
             recorded = config() if config is not None else settings_dict(self._config)
-            _write(json.dumps({"config": {**recorded, **self._settings}}))
+            write_line(json.dumps({"config": {**recorded, **self._settings}}))
         if self._format.startswith("jsonl"):
             return
-        columns = _COLUMNS + (_MEMORY_COLUMNS if self._memory else ())
-        _write("")
-        _write("main: " + ", ".join(f"{name} = {value}" for name, value in self._settings.items()))
-        _write("")
-        _write("|" + " | ".join(f"{name:>{width}}" for name, width in columns) + " |")
-        _write("|" + "-|-".join("-" * width for _, width in columns) + "-|")
+        write_head(self._settings, _COLUMNS + (_MEMORY_COLUMNS if self._memory else ()))
 
     def row(self, row: SweepRow) -> None:
         """One measured depth."""
-        _write(self._json(row) if self._format.startswith("jsonl") else self._table(row))
+        write_line(self._json(row) if self._format.startswith("jsonl") else self._table(row))
 
     def _table(self, row: SweepRow) -> str:
         line = (
@@ -83,7 +78,17 @@ class SweepPrinter:
         return "{" + ", ".join(fields) + " }"
 
 
-def _write(line: str) -> None:
+def write_head(settings: Mapping[str, Any], columns: Sequence[tuple[str, int]]) -> None:
+    """Settings, and names of columns with their widths."""
+    write_line("")
+    write_line("main: " + ", ".join(f"{name} = {value}" for name, value in settings.items()))
+    write_line("")
+    write_line("|" + " | ".join(f"{name:>{width}}" for name, width in columns) + " |")
+    write_line("|" + "-|-".join("-" * width for _, width in columns) + "-|")
+
+
+def write_line(line: str) -> None:
+    """At once, as whoever reads stdout may be waiting."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
 
 from ikcli.commands._options import ModelRun
-from ikcli.commands._sweep_table import settings_dict
+from ikcli.commands._sweep_table import settings_dict, write_head, write_line
 from ikcli.config import RunConfig
 from ikcli.engine.bench_cases import batched_tests
 from ikcli.engine.session import Session
@@ -62,20 +61,16 @@ class BatchedPrinter:
     def header(self, config: Callable[[], Mapping[str, Any]] = dict) -> None:
         """What precedes the rows: names of columns, or with jsonl-full what `config` tells."""
         if self._full:
-            _write(json.dumps({"config": config()}))
+            write_line(json.dumps({"config": config()}))
         if self._json:
             return
-        _write("")
-        _write("main: " + ", ".join(f"{name} = {value}" for name, value in self._settings.items()))
-        _write("")
-        _write("|" + " | ".join(f"{name:>{width}}" for name, width in _COLUMNS) + " |")
-        _write("|" + "-|-".join("-" * width for _, width in _COLUMNS) + "-|")
+        write_head(self._settings, _COLUMNS)
 
     def row(self, row: BatchedRow) -> None:
         """One measured test."""
         t = row.test
         if not self._json:
-            _write(
+            write_line(
                 f"|{t.pp:6d} | {t.tg:6d} | {t.pl:4d} | {t.n_kv:6d} | {row.t_pp:8.3f} | {row.speed_pp:8.2f} | "
                 f"{row.t_tg:8.3f} | {row.speed_tg:8.2f} | {row.t:8.3f} | {row.speed:8.2f} |"
             )
@@ -84,9 +79,4 @@ class BatchedPrinter:
         values = {"t_pp": row.t_pp, "speed_pp": row.speed_pp, "t_tg": row.t_tg, "speed_tg": row.speed_tg, "t": row.t,
                   "speed": row.speed}  # fmt: skip
         fields = [f'"{k}": {v}' for k, v in counts.items()] + [f'"{k}": {v:f}' for k, v in values.items()]
-        _write("{" + ", ".join(fields) + " }")
-
-
-def _write(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+        write_line("{" + ", ".join(fields) + " }")

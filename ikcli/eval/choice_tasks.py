@@ -12,12 +12,14 @@ import csv
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from ikcli.errors import FormatError
 from ikcli.eval.protocol import TokenIds
 
+T = TypeVar("T")
 Encode = Callable[[str], Sequence[int]]
 MOST_ANSWERS = 100
 MIN_TRAILING = 3  # Winogrande: with more tokens behind the choice, the choice itself is not scored
@@ -106,7 +108,8 @@ def _winogrande(row: list[str], source: str, line: int) -> Question:
     return Question(begin, (row[2], row[3]), frozenset({int(row[4]) - 1}), end)
 
 
-def _subset(found: list[Question], n_tasks: int) -> list[Question]:
+def _subset(found: list[T], n_tasks: int) -> list[T]:
+    """n_tasks (above 0) in random order, or all as they are."""
     if not 0 < n_tasks < len(found):
         return found
     random, chosen = _Random(), []
@@ -128,13 +131,7 @@ def read_multiple_choice(data: bytes, source: str, n_tasks: int) -> list[Questio
     if len(positions) < n:
         raise FormatError(f"{source}: the file is cut off, or no file of multiple-choice tasks")
     if 0 < n_tasks < n:
-        random, order = _Random(), []
-        for _ in range(n_tasks):
-            at = random.scaled(len(positions))
-            order.append(positions[at])
-            positions[at] = positions[-1]
-            positions.pop()
-        return [_Bytes(data, source, at).task() for at in order]
+        return [_Bytes(data, source, at).task() for at in _subset(positions, n_tasks)]
     return [reader.task() for _ in range(n)]
 
 

@@ -84,6 +84,7 @@ _PATTERNS = {
 """Formats whose text could go on for ever (fractions of seconds)."""
 _OPENING = frozenset({"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"})
 _COUNTS = frozenset({"minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"})
+_NOTHING = object()  # at a place that a schema does not have
 
 
 def prepare_schema(schema: Any, *, lenient: bool = False) -> str:
@@ -120,7 +121,7 @@ class _Preparer:
                 continue
             done.add(path)
             target = self._resolve(path)
-            if not _present(result, path):
+            if _at(result, path) is _NOTHING:
                 _put(result, path, self._root, self._schema(target, path, len(path)))
         return result
 
@@ -260,14 +261,9 @@ class _Preparer:
         return value
 
     def _resolve(self, path: tuple[str, ...], where: tuple[str, ...] = (), written: str = "") -> Any:
-        found: Any = self._root
-        for part in path:
-            if isinstance(found, Mapping) and part in found:
-                found = found[part]
-            elif isinstance(found, list) and part.isdigit() and int(part) < len(found):
-                found = found[int(part)]
-            else:
-                raise self._error(where, f"{_short(written)} refers to something that is not in the schema")
+        found = _at(self._root, path)
+        if found is _NOTHING:
+            raise self._error(where, f"{_short(written)} refers to something that is not in the schema")
         return found
 
     def _error(self, path: tuple[str, ...], message: str) -> GrammarError:
@@ -333,15 +329,16 @@ def _says_something(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
     return not (key.startswith("unevaluated") and value is True)
 
 
-def _present(schema: Any, path: tuple[str, ...]) -> bool:
+def _at(schema: Any, path: tuple[str, ...]) -> Any:
+    """The part of a schema at a path, or _NOTHING."""
     for part in path:
-        if isinstance(schema, dict) and part in schema:
+        if isinstance(schema, Mapping) and part in schema:
             schema = schema[part]
         elif isinstance(schema, list) and part.isdigit() and int(part) < len(schema):
             schema = schema[int(part)]
         else:
-            return False
-    return True
+            return _NOTHING
+    return schema
 
 
 def _put(result: Any, path: tuple[str, ...], original: Any, schema: Any) -> None:

@@ -10,8 +10,10 @@ from starlette.responses import Response
 
 from ikcli.server.http import sse
 from ikcli.server.http.bridge import Disconnected, Job
+from ikcli.server.http.budget import ReasoningControl
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.jsontext import dump_bytes
+from ikcli.server.http.params import Options
 from ikcli.server.http.shapes.common import Shape
 from ikcli.server.http.state import ServerState, is_behind
 from ikcli.server.http.usage import REQUEST_ID, Entry
@@ -79,6 +81,22 @@ async def answer(
         job.close()
         raise
     return sse.EventStream(_chunks(job, shape, ready, keep_alive), job.close, state.timeout, media_type)
+
+
+async def answer_chat(
+    request: Request,
+    state: ServerState,
+    generations: Sequence[GenerationRequest],
+    shape: Shape,
+    options: Options,
+    id: str,
+    control: ReasoningControl | None,
+) -> Response:
+    """`answer` to a conversation, whose thinking can be ended from elsewhere by its `id`."""
+    leave = state.running.enter(id, control)
+    return await answer(
+        request, state, generations, shape, stream=options.stream, ping=options.sse_ping_interval, at_end=leave
+    )
 
 
 def _write_prompts(state: ServerState, generations: Sequence[GenerationRequest]) -> None:

@@ -72,6 +72,16 @@ async def generations_of(
     return options, prepared, requests, n_top
 
 
+async def one_generation_of(
+    state: ServerState, body: dict[str, Any]
+) -> tuple[Options, PreparedChat, list[GenerationRequest]]:
+    """`generations_of` for an API whose requests have one answer."""
+    options, prepared, requests, _ = await generations_of(state, body)
+    if options.n_cmpl != 1:
+        raise bad_request("n must be 1")
+    return options, prepared, requests
+
+
 def top_logprobs(body: dict[str, Any]) -> int | None:
     """How many tokens `logprobs` and `top_logprobs` ask for besides the chosen one; None if not asked."""
     wanted, top = body.get("logprobs"), body.get("top_logprobs")

@@ -9,7 +9,7 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ from ikcli.server.http.users import ACCOUNT, Users
 from ikcli.server.replicas.counters import metrics_text
 from ikcli.server.replicas.crew import Ask, Crew, Replica
 from ikcli.server.replicas.prefixes import blocks_of
-from ikcli.server.router.forward import Forwarded, add_routes
+from ikcli.server.router.forward import Forwarded, Route, add_routes
 from ikcli.server.router.upstream import UpstreamError
 
 _TRIES = 3  # replicas that a request is given to: one that ends them all must not go on for ever
@@ -89,10 +89,7 @@ def build_app(state: ReplicasState) -> ASGIApp:
     """The application of a server with replicas."""
     app = new_app()
     own = _Own(state)
-    for method, paths, endpoint in own.routes():
-        for path in paths:
-            app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    add_routes(app, own.forward)
+    add_routes(app, own.routes(), own.forward)
     files = static.add_routes(app, state.config.server)
     return Gateway(app, state, state.log, files)
 
@@ -103,8 +100,8 @@ class _Own:
     def __init__(self, state: ReplicasState) -> None:
         self._state, self._crew, self._server = state, state.crew, state.config.server
 
-    def routes(self) -> list[tuple[str, tuple[str, ...], Callable[[Request], Awaitable[Response]]]]:
-        """Method, paths, endpoint."""
+    def routes(self) -> list[Route]:
+        """What it answers itself."""
         return [
             ("GET", ("/health", "/v1/health"), self.health),
             ("GET", ("/models", "/v1/models", "/api/tags"), self.models),

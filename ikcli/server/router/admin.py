@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +20,7 @@ from ikcli.server.router import lists
 from ikcli.server.router.changing import in_thread
 from ikcli.server.router.downloads import Download
 from ikcli.server.router.entries import CACHE, ModelEntry
+from ikcli.server.router.forward import Route
 from ikcli.server.router.instance import LOADED, UNLOADED
 from ikcli.server.router.state import RouterState, check_user, find, flag
 
@@ -33,8 +33,8 @@ class Admin:
     def __init__(self, state: RouterState) -> None:
         self._state, self._manager = state, state.manager
 
-    def routes(self) -> list[tuple[str, tuple[str, ...], Callable[[Request], Awaitable[Response]]]]:
-        """Method, paths, endpoint."""
+    def routes(self) -> list[Route]:
+        """What it answers itself."""
         return [
             ("GET", ("/models", "/v1/models"), self.models),
             ("POST", ("/models",), self.download),

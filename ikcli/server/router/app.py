@@ -7,7 +7,7 @@ it is idle is asked whatever requests name.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from ikcli.server.http.shapes.common import FINGERPRINT
 from ikcli.server.router import lists
 from ikcli.server.router.admin import Admin
 from ikcli.server.router.entries import ModelEntry
-from ikcli.server.router.forward import Forwarded, add_routes
+from ikcli.server.router.forward import Endpoint, Forwarded, Route, add_routes
 from ikcli.server.router.instance import LOADED, LOADING, UNLOADED, UNLOADING, Instance, states
 from ikcli.server.router.state import RouterState, check_user, find, flag
 from ikcli.server.router.upstream import Upstream
@@ -36,10 +36,7 @@ from ikcli.server.router.upstream import Upstream
 def build_app(state: RouterState) -> ASGIApp:
     """The application of a server with several models."""
     app = new_app()
-    for method, paths, endpoint in (*_Own(state).routes(), *Admin(state).routes()):
-        for path in paths:
-            app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    add_routes(app, _forwarding(state))
+    add_routes(app, (*_Own(state).routes(), *Admin(state).routes()), _forwarding(state))
     files = static.add_routes(app, state.config.server)
     return Gateway(app, state, state.log, files, methods=b"GET, POST, DELETE")
 
@@ -50,8 +47,8 @@ class _Own:
     def __init__(self, state: RouterState) -> None:
         self._state, self._manager = state, state.manager
 
-    def routes(self) -> list[tuple[str, tuple[str, ...], Callable[[Request], Awaitable[Response]]]]:
-        """Method, paths, endpoint."""
+    def routes(self) -> list[Route]:
+        """What it answers itself."""
         return [
             ("GET", ("/health", "/v1/health"), self.health),
             ("GET", ("/api/tags",), self.tags),
@@ -94,7 +91,7 @@ class _Own:
         return json_response({"version": __version__, "build_info": FINGERPRINT})
 
 
-def _forwarding(state: RouterState) -> Callable[[Request], Awaitable[Response]]:
+def _forwarding(state: RouterState) -> Endpoint:
     async def forward(request: Request) -> Response:
         path = request.url.path
         if path == "/metrics" and not state.config.server.metrics:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 
 from fastapi import FastAPI
@@ -30,6 +30,9 @@ _NOT_PASSED = frozenset({b"authorization", b"x-api-key", b"origin", b"accept-enc
 _NOT_RETURNED = frozenset({b"server", b"date", b"vary"})
 _ASK = 20  # times that the use of a request is asked for, which may have been none
 
+Endpoint = Callable[[Request], Awaitable[Response]]
+Route = tuple[str, tuple[str, ...], Endpoint]
+"""Method, paths, endpoint."""
 Lease = Callable[[], AbstractAsyncContextManager[Upstream]]
 """The process that a request is given to now, which stays until the end of the block."""
 
@@ -118,8 +121,14 @@ class Forwarded(Response):
             await asyncio.sleep(0.02)
 
 
-def add_routes(app: FastAPI, endpoint: Callable[[Request], Awaitable[Response]]) -> None:
-    """All endpoints of a server of one model; what nobody knows, as the icon of a page, is not asked for."""
+def add_routes(app: FastAPI, own: Iterable[Route], endpoint: Endpoint) -> None:
+    """The front's own endpoints and, for those of a server of one model, `endpoint`.
+
+    What nobody knows, as the icon of a page, is not asked for.
+    """
+    for method, paths, answers in own:
+        for path in paths:
+            app.add_api_route(path, answers, methods=[method], response_model=None)
     for route in (route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)):
         if route.include_in_schema:
             app.add_api_route(route.path, endpoint, methods=[*(route.methods or ())], response_model=None)

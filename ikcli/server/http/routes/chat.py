@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ikcli.server.http import fields as f
-from ikcli.server.http.answer import answer, json_response
+from ikcli.server.http.answer import answer_chat, json_response
 from ikcli.server.http.chat import PreparedChat, prepare
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.generations import generations_of, with_defaults
@@ -60,10 +60,7 @@ async def chat_completions(request: Request) -> Response:
     writer = probabilities(state, requests[0].sampling, n_top)
     names = naming(state.alias, body.get("model"), "chatcmpl-")
     shape = ChatShape(names, options, writer, prepared.make_parser)
-    leave = state.running.enter(names.id, prepared.control)
-    return await answer(
-        request, state, requests, shape, stream=options.stream, ping=options.sse_ping_interval, at_end=leave
-    )
+    return await answer_chat(request, state, requests, shape, options, names.id, prepared.control)
 
 
 @router.post("/v1/chat/completions/control", openapi_extra=_CONTROL, summary="End the thinking of a running answer")

@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ikcli.server.http import convert_responses as convert
-from ikcli.server.http.answer import answer, json_response
-from ikcli.server.http.errors import bad_request
-from ikcli.server.http.generations import generations_of
+from ikcli.server.http.answer import answer_chat, json_response
+from ikcli.server.http.generations import generations_of, one_generation_of
 from ikcli.server.http.openapi import generation_body
 from ikcli.server.http.routes.context import read_object, server
 from ikcli.server.http.shapes.common import naming
@@ -35,15 +34,10 @@ async def responses(request: Request) -> Response:
     """OpenAI's Responses API with its events."""
     state = server(request)
     body = await read_object(request)
-    options, prepared, requests, _ = await generations_of(state, convert.to_chat(body))
-    if options.n_cmpl != 1:
-        raise bad_request("n must be 1")
+    options, prepared, requests = await one_generation_of(state, convert.to_chat(body))
     names = naming(state.alias, body.get("model"), "resp_")
     shape = ResponsesShape(names, options, convert.echoed(body), prepared.make_parser)
-    leave = state.running.enter(names.id, prepared.control)
-    return await answer(
-        request, state, requests, shape, stream=options.stream, ping=options.sse_ping_interval, at_end=leave
-    )
+    return await answer_chat(request, state, requests, shape, options, names.id, prepared.control)
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=_BODY, summary="Tokens of a conversation")

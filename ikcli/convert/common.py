@@ -145,8 +145,7 @@ def no_window(m: Build) -> None:
     kinds: Any = c.items("layer_types")
     if c.flag("use_sliding_window") or (kinds and set(kinds) - {"full_attention"}):
         raise c.refuse("layer_types" if kinds else "use_sliding_window", "full_attention in all layers")
-    for key in ("sliding_window", "max_window_layers"):
-        c.given(key)
+    c.ignore("sliding_window", "max_window_layers")
 
 
 def windows(m: Build, period: int, usual: int | None = None, kinds: list[Any] | None = None) -> list[bool]:

@@ -97,6 +97,10 @@ class Config:
             found = next((self.defaults[key] for key in keys if self.defaults.get(key) is not None), None)
         return default if found is None else found
 
+    def ignore(self, *keys: str) -> None:
+        """Keys that are understood, and that nothing needs to know."""
+        self.used.update(keys)
+
     def given(self, key: str) -> Any:
         """The value in the file itself, or None."""
         self.used.add(key)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ikcli.convert.build import Architecture, Build, Found, Table, drop, split, to
-from ikcli.convert.common import activation, layer_eps, sizes
-from ikcli.convert.rope import put_rope, read_rope
+from ikcli.convert.common import activation, layer_eps, rope, sizes
 
 _RANK = 4  # of pooling types
 _TRAINED = 2048  # positions of nomic-bert, whatever the checkpoint says
@@ -24,7 +23,7 @@ def _encoder(m: Build) -> None:
     layer_eps(m, 1e-12)
     m.key("attention.causal", False)
     m.metadata["tokenizer.ggml.token_type_count"] = m.config.integer("type_vocab_size", default=2)
-    m.config.get("vocab_size", "tie_word_embeddings")
+    m.config.ignore("vocab_size", "tie_word_embeddings")
 
 
 def _bert(m: Build) -> None:
@@ -58,7 +57,7 @@ def _distilbert(m: Build) -> None:
     m.key("attention.layer_norm_epsilon", 1e-12)
     m.key("attention.causal", False)
     c.expect("sinusoidal_pos_embds", False)
-    c.get("vocab_size", "tie_word_embeddings", "tie_weights_")
+    c.ignore("vocab_size", "tie_word_embeddings", "tie_weights_")
 
 
 def _jina(m: Build) -> None:
@@ -84,8 +83,8 @@ def _nomic(m: Build) -> None:
     if "rotary_emb_base" in c:
         m.key("rope.freq_base", c.number("rotary_emb_base"))
     else:
-        put_rope(m, read_rope(c))
-    c.get("head_dim")
+        rope(m)
+    c.ignore("head_dim")
     for key in ("max_trained_positions", "rotary_scaling_factor"):  # beyond the positions it was trained with
         c.given(key)
 

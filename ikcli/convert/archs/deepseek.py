@@ -77,8 +77,7 @@ def mla_keys(m: Build) -> None:
     m.key("attention.key_length_mla", c.integer("qk_nope_head_dim", least=1) + rotated)
     m.key("attention.value_length_mla", c.integer("v_head_dim", least=1))
     m.key("rope.dimension_count", rotated)
-    for key in ("qk_head_dim", "head_dim", "num_key_value_heads", "vocab_size", "attention_bias"):
-        c.get(key)
+    c.ignore("qk_head_dim", "head_dim", "num_key_value_heads", "vocab_size", "attention_bias")
 
 
 def scaled_rope(m: Build) -> Rope:
@@ -147,8 +146,7 @@ def _indexer(m: Build) -> None:
     m.key("attention.indexer.head_count", c.integer("index_n_heads", least=1))
     m.key("attention.indexer.key_length", c.integer("index_head_dim", least=1))
     m.key("attention.indexer.top_k", c.integer("index_topk", least=1))
-    for key in ("layer_types", "indexer_rope_interleave", "indexer_types"):
-        c.given(key)
+    c.ignore("layer_types", "indexer_rope_interleave", "indexer_types")
     m.notes.append(f"attention of {m.arch} is over all positions; the indexer is kept, and not used")
 
 
@@ -163,7 +161,7 @@ def _mistral4(m: Build) -> None:
     c.expect("rope_interleave", True)
     m.key("vocab_size", c.integer("vocab_size"))
     m.key("attention.temperature_scale", found.number("llama_4_scaling_beta", 0.0))
-    c.given("sliding_window")
+    c.ignore("sliding_window")
     no_window(m)
 
 

@@ -25,7 +25,7 @@ from ikcli.convert.common import (
     tied,
     windows,
 )
-from ikcli.convert.rope import put_rope, read_rope
+from ikcli.convert.rope import read_rope
 from ikcli.errors import UnsupportedError
 
 PHI3: Table = LLAMA | {
@@ -53,8 +53,7 @@ ERNIE_MOE: Table = LLAMA | expert_names() | shared_expert_names() | {
 
 
 def _biases(m: Build) -> None:
-    for key in ("attention_bias", "mlp_bias", "use_bias", "attention_out_bias", "vocab_size"):
-        m.config.get(key)
+    m.config.ignore("attention_bias", "mlp_bias", "use_bias", "attention_out_bias", "vocab_size")
 
 
 def _phi3(m: Build) -> None:
@@ -100,7 +99,7 @@ def _olmo2(m: Build) -> None:
     activation(m, *SILU)
     sizes(m)
     rms_eps(m)
-    put_rope(m, read_rope(c))
+    rope(m)
     head_dim(m)
     if c.model_type == "olmo3":
         own = read_rope(c, "sliding_attention")
@@ -159,7 +158,7 @@ def _exaone4(m: Build) -> None:
         windows(m, period, 4)
     elif c.items("layer_types") and set(c.items("layer_types") or ()) != {"full_attention"}:
         raise c.refuse("layer_types", "full_attention without sliding_window")
-    c.given("sliding_window_pattern")
+    c.ignore("sliding_window_pattern")
     _biases(m)
 
 
@@ -210,8 +209,7 @@ def _erniemoe(m: Build) -> None:
     end = c.given("moe_layer_end_index")
     if end not in (None, -1, m.n_layer - 1):
         raise c.refuse("moe_layer_end_index", f"{m.n_layer - 1}")
-    c.given("moe_norm_min")
-    c.given("moe_capacity")
+    c.ignore("moe_norm_min", "moe_capacity")
     c.expect("moe_use_aux_free", True)
     c.expect("moe_gate", "topk", "top2_fused")
 

@@ -15,11 +15,12 @@ from ikcli.convert.common import (
     activation,
     head_dim,
     rms_eps,
+    rope,
     sizes,
     tied,
     windows,
 )
-from ikcli.convert.rope import put_rope, read_rope
+from ikcli.convert.rope import read_rope
 
 _EARLY_NORMS: dict[str, str | Rule] = {
     "norm": to("output_norm", value=plus_one),
@@ -64,14 +65,13 @@ def _base(m: Build) -> None:
     sizes(m)
     rms_eps(m)
     head_dim(m)
-    for key in ("attention_bias", "vocab_size", "use_bidirectional_attention"):
-        m.config.get(key)
+    m.config.ignore("attention_bias", "vocab_size", "use_bidirectional_attention")
     m.config.expect("use_bidirectional_attention", False, "vision")
 
 
 def _gemma(m: Build) -> None:
     _base(m)
-    put_rope(m, read_rope(m.config))
+    rope(m)
 
 
 def _scale(m: Build) -> None:
@@ -87,7 +87,7 @@ def _scale(m: Build) -> None:
 def _gemma2(m: Build) -> None:
     _base(m)
     c = m.config
-    put_rope(m, read_rope(c))
+    rope(m)
     m.key("attn_logit_softcapping", c.number("attn_logit_softcapping", default=0.0))
     m.key("final_logit_softcapping", c.number("final_logit_softcapping", default=0.0))
     m.key("attention.sliding_window", c.integer("sliding_window", least=1))
@@ -99,7 +99,7 @@ def _gemma2(m: Build) -> None:
 def _gemma3(m: Build) -> None:
     _base(m)
     c = m.config
-    put_rope(m, read_rope(c))
+    rope(m)
     m.key("rope.freq_base_swa", _local_base(m))
     if c.get("final_logit_softcapping") is not None:
         m.key("final_logit_softcapping", c.number("final_logit_softcapping"))
@@ -141,8 +141,7 @@ def _gemma4(m: Build) -> None:
     activation(m, *GELU_TANH)
     sizes(m)
     rms_eps(m)
-    for key in ("attention_bias", "vocab_size", "vocab_size_per_layer_input", "attention_k_eq_v", "enable_moe_block"):
-        c.get(key)
+    c.ignore("attention_bias", "vocab_size", "vocab_size_per_layer_input", "attention_k_eq_v", "enable_moe_block")
     c.expect("use_bidirectional_attention", False, "vision")
     special, local = _special(m), c.integer("head_dim", least=1)
     full = special["head_dim"]

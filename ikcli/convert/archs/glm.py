@@ -56,8 +56,7 @@ def _glm4(m: Build) -> None:
     sizes(m)
     rms_eps(m)
     _rotation(m)
-    for key in ("attention_bias", "vocab_size"):
-        m.config.get(key)
+    m.config.ignore("attention_bias", "vocab_size")
 
 
 def _glm4moe(m: Build) -> None:
@@ -77,8 +76,7 @@ def _glm4moe(m: Build) -> None:
     m.key("expert_weights_scale", c.number("routed_scaling_factor"))
     m.key("expert_weights_norm", c.flag("norm_topk_prob"))
     m.key("nextn_predict_layers", further)
-    for key in ("attention_bias", "vocab_size", "use_qk_norm"):
-        c.get(key)
+    c.ignore("attention_bias", "vocab_size", "use_qk_norm")
 
 
 ARCHITECTURES = (

@@ -19,6 +19,7 @@ from ikcli.convert.common import (
     layer_eps,
     no_window,
     rms_eps,
+    rope,
     sizes,
     tied,
 )
@@ -52,8 +53,7 @@ def _dbrx(m: Build) -> None:
     m.key("attention.layer_norm_epsilon", 1e-5)
     m.key("expert_count", c.inner_integer("ffn_config", "moe_num_experts", 4))
     m.key("expert_used_count", c.inner_integer("ffn_config", "moe_top_k", 1))
-    for key in ("vocab_size", "num_key_value_heads", "emb_pdrop", "resid_pdrop"):
-        c.get(key)
+    c.ignore("vocab_size", "num_key_value_heads", "emb_pdrop", "resid_pdrop")
 
 
 def _experts_in_rows(name: str, turned: bool = False) -> Rule:
@@ -150,7 +150,7 @@ def _grok(m: Build) -> None:
     activation(m, *GELU_TANH)
     sizes(m)
     rms_eps(m)
-    put_rope(m, read_rope(c))
+    rope(m)
     experts(m, "num_local_experts", "num_experts", width=False)
     m.key("expert_weights_norm", False)
     width = c.integer("hidden_size") // c.integer("num_attention_heads")
@@ -158,7 +158,7 @@ def _grok(m: Build) -> None:
     m.key("attention.output_scale", c.number("attn_output_multiplier", default=width**-0.5))
     m.key("embedding_scale", c.number("embedding_multiplier_scale"))
     m.key("logit_scale", c.number("output_multiplier_scale"))
-    c.get("vocab_size")
+    c.ignore("vocab_size")
 
 
 CODESHELL: Table = STARCODER | {"h.*.attn.rotary_emb.inv_freq": drop}
@@ -171,7 +171,7 @@ def _codeshell(m: Build) -> None:
         raise c.refuse("group_query_attention", "true")
     old_sizes(m, c.integer("n_inner", default=4 * c.integer("n_embd")), c.integer("num_query_groups", least=1))
     layer_eps(m, 1e-5)
-    put_rope(m, read_rope(c))
+    rope(m)
     c.expect("position_embedding_type", "rope")
     c.expect("scale_attn_weights", True)
 
@@ -183,7 +183,7 @@ def _own_output(m: Build) -> None:
             raise m.config.fail("tie_word_embeddings", "is false, and the checkpoint has no lm_head.weight")
         embedding = m.tensors["token_embd.weight"]
         m.add("output.weight", embedding.pieces)
-    m.config.get("tie_word_embeddings")
+    m.config.ignore("tie_word_embeddings")
 
 
 def _plamo_heads(m: Build) -> tuple[int, int]:
@@ -241,7 +241,7 @@ def _plamo(m: Build) -> None:
     n_head, n_kv = _plamo_heads(m)
     m.key("attention.head_count", n_head)
     m.key("attention.head_count_kv", n_kv)
-    put_rope(m, read_rope(c))
+    rope(m)
     rms_eps(m, 1e-6)
     for key in ("vocab_size", "num_key_value_heads"):  # the latter counts query heads
         c.given(key)
@@ -273,8 +273,7 @@ def _refact(m: Build) -> None:
     m.key("attention.layer_norm_rms_epsilon", c.number("layer_norm_epsilon", default=1e-5))
     layer_eps(m, 1e-5)
     c.expect("multi_query", True)
-    for key in ("attention_bias_in_fp32", "activation_function", "scale_attn_weights"):
-        c.given(key)
+    c.ignore("attention_bias_in_fp32", "activation_function", "scale_attn_weights")
     m.notes.append("norms of Refact are around the mean; other programs leave the mean where it is")
 
 

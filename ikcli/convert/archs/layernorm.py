@@ -14,17 +14,15 @@ from ikcli.convert.common import (
     activation,
     head_dim,
     layer_eps,
+    rope,
     sizes,
     tied,
     windows,
 )
-from ikcli.convert.rope import put_rope, read_rope
 
 
 def _partial(m: Build, width: int) -> None:
-    found = read_rope(m.config)
-    put_rope(m, found)
-    m.key("rope.dimension_count", int(width * found.partial))
+    m.key("rope.dimension_count", int(width * rope(m).partial))
 
 
 def _width(m: Build) -> int:
@@ -35,19 +33,12 @@ def _cohere(m: Build) -> None:
     c = m.config
     activation(m, *SILU)
     sizes(m)
-    put_rope(m, read_rope(c))
+    rope(m)
     layer_eps(m)
     m.key("logit_scale", c.number("logit_scale"))
     head_dim(m)
-    for key in (
-        "attention_bias",
-        "vocab_size",
-        "use_qk_norm",
-        "use_parallel_block",
-        "use_gated_activation",
-        "use_embedding_sharing",
-    ):
-        c.get(key)
+    c.ignore("attention_bias", "vocab_size", "use_qk_norm", "use_parallel_block", "use_gated_activation")
+    c.ignore("use_embedding_sharing")
     c.expect("use_parallel_block", True)
     c.expect("use_gated_activation", True)
 
@@ -66,26 +57,25 @@ def _cohere2(m: Build) -> None:
     windows(m, period, 4)
     c.expect("use_qk_norm", False)
     m.key("rope.dimension_count", int(c.number("rotary_pct", default=1.0) * c.integer("head_dim", default=_width(m))))
-    for key in ("order_of_interleaved_layers", "position_embedding_type", "layer_switch"):
-        c.given(key)
+    c.ignore("order_of_interleaved_layers", "position_embedding_type", "layer_switch")
     c.expect("position_embedding_type", "rope_gptj")
     c.expect("order_of_interleaved_layers", "local_attn_first")
     c.expect("layer_switch", 4)
-    c.given("rotary_pct")
+    c.ignore("rotary_pct")
 
 
 def _starcoder2(m: Build) -> None:
     c = m.config
     activation(m, *GELU_TANH)
     sizes(m)
-    put_rope(m, read_rope(c))
+    rope(m)
     layer_eps(m)
     if c.get("sliding_window"):
         m.key("attention.sliding_window", c.integer("sliding_window"))
-    c.get("use_bias")
+    c.ignore("use_bias")
     c.expect("norm_type", "layer_norm")
     c.expect("mlp_type", "default")
-    c.get("vocab_size")
+    c.ignore("vocab_size")
 
 
 def _stablelm(m: Build) -> None:
@@ -95,10 +85,9 @@ def _stablelm(m: Build) -> None:
     _partial(m, _width(m))
     layer_eps(m)
     m.key("use_parallel_residual", c.flag("use_parallel_residual"))
-    for key in ("vocab_size", "use_qkv_bias", "qk_layernorm"):
-        c.get(key)
+    c.ignore("vocab_size", "use_qkv_bias", "qk_layernorm")
     c.expect("use_norm_bias", True)
-    c.given("rope_pct")
+    c.ignore("rope_pct")
 
 
 def _phi2(m: Build) -> None:
@@ -108,7 +97,7 @@ def _phi2(m: Build) -> None:
     _partial(m, _width(m))
     layer_eps(m)
     c.expect("qk_layernorm", False)
-    c.get("vocab_size")
+    c.ignore("vocab_size")
 
 
 def _nemotron(m: Build) -> None:
@@ -122,8 +111,7 @@ def _nemotron(m: Build) -> None:
         m.key("attention.key_length", width)
         m.key("attention.value_length", width)
     _partial(m, width)
-    c.get("attention_bias", "mlp_bias")
-    c.given("kv_channels")
+    c.ignore("attention_bias", "mlp_bias", "kv_channels")
 
 
 def _gptneox(m: Build) -> None:
@@ -134,8 +122,7 @@ def _gptneox(m: Build) -> None:
     layer_eps(m)
     m.key("attention.head_count_kv", c.integer("num_attention_heads"))
     m.key("use_parallel_residual", c.flag("use_parallel_residual", default=True))
-    for key in ("vocab_size", "attention_bias"):
-        c.get(key)
+    c.ignore("vocab_size", "attention_bias")
 
 
 def head_by_head(m: Build, found: Found) -> None:

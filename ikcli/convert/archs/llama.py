@@ -45,8 +45,7 @@ def _keys(m: Build) -> None:
     if c.get("num_local_experts"):
         experts(m, "num_local_experts", width=False)
     no_window(m)
-    for key in ("attention_bias", "mlp_bias"):
-        c.get(key)
+    c.ignore("attention_bias", "mlp_bias")
 
 
 def _mistral3(m: Build) -> None:

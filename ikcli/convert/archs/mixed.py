@@ -128,8 +128,7 @@ def _laguna(m: Build) -> None:
     c.expect("moe_apply_router_weight_on_input", False)
     c.expect("moe_router_logit_softcapping", 0.0, 0)
     c.expect("gating", True, "per-head", "per-element")
-    for key in ("vocab_size", "attention_bias", "qkv_bias"):
-        c.given(key)
+    c.ignore("vocab_size", "attention_bias", "qkv_bias")
 
 
 def _mimo2(m: Build) -> None:
@@ -176,14 +175,13 @@ def _mimo2(m: Build) -> None:
     c.expect("attention_bias", False)
     c.expect("add_full_attention_sink_bias", False)
     c.expect("add_swa_attention_sink_bias", True)
-    for key in ("vocab_size", "topk_group", "topk_method", "attention_chunk_size", "hybrid_block_size"):
-        c.get(key)
+    c.ignore("vocab_size", "topk_group", "topk_method", "attention_chunk_size", "hybrid_block_size")
 
 
 def _kimi_linear(m: Build) -> None:
     c = m.config
     activation(m, *SILU)
-    c.get("model_max_length")
+    c.ignore("model_max_length")
     sizes(m)
     m.key("context_length", c.integer("model_max_length", "max_position_embeddings"))
     rms_eps(m)
@@ -216,8 +214,7 @@ def _kimi_linear(m: Build) -> None:
     c.expect("num_expert_group", 1)
     c.expect("mla_use_nope", True)
     c.expect("moe_layer_freq", 1)
-    for key in ("topk_group", "use_grouped_topk", "topk_method", "num_nextn_predict_layers"):
-        c.get(key)
+    c.ignore("topk_group", "use_grouped_topk", "topk_method", "num_nextn_predict_layers")
     m.key("vocab_size", c.integer("vocab_size"))
 
 
@@ -243,10 +240,8 @@ def _minimax_m3(m: Build) -> None:
     m.key("expert_gating_func", 2)
     c.expect("swiglu_limit", 7.0)
     c.expect("swiglu_alpha", 1.702)
-    for key in ("vocab_size", "layer_types", "index_block_size", "index_head_dim", "index_local_blocks"):
-        c.get(key)
-    for key in ("index_n_heads", "index_topk_blocks"):
-        c.get(key)
+    c.ignore("vocab_size", "layer_types", "index_block_size", "index_head_dim", "index_local_blocks", "index_n_heads")
+    c.ignore("index_topk_blocks")
     if m.has("index"):
         m.notes.append("attention of minimax-m3 is over all positions; the indexer is left out")
 

@@ -21,12 +21,13 @@ from ikcli.convert.common import (
     experts,
     head_dim,
     rms_eps,
+    rope,
     shared_expert_names,
     sizes,
     tied,
     windows,
 )
-from ikcli.convert.rope import Rope, llama3_factors, put_rope, read_rope
+from ikcli.convert.rope import Rope, llama3_factors, read_rope
 from ikcli.errors import UnsupportedError
 
 Kinds = list[Any]
@@ -79,7 +80,7 @@ def _ling3(m: Build) -> None:
     c.expect("kda_safe_gate", True)
     m.key("kda.safe_gate", True)
     m.key("kda.gate_lower_bound", c.number("kda_lower_bound"))
-    put_rope(m, read_rope(c))
+    rope(m)
     m.key("leading_dense_block_count", dense_lead(m))
     experts(m, "num_experts", "num_local_experts")
     width = c.integer("moe_intermediate_size")
@@ -101,8 +102,7 @@ def _ling3(m: Build) -> None:
     for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
         if any(c.items(key) or ()):
             raise c.refuse(key, "null")
-    for key in ("vocab_size", "partial_rotary_factor", "rope_theta", "num_nextn_predict_layers", "max_window_layers"):
-        c.get(key)
+    c.ignore("vocab_size", "partial_rotary_factor", "rope_theta", "num_nextn_predict_layers", "max_window_layers")
 
 
 def _kda_width(m: Build) -> int:
@@ -126,8 +126,7 @@ def _muse(m: Build) -> None:
     sizes(m)
     rms_eps(m)
     m.key("rope.dimension_count", head_dim(m))
-    found = read_rope(c)
-    put_rope(m, found)
+    found = rope(m)
     n = m.n_layer
     kinds: Kinds = ["sliding_attention" if (n - 1 - i) % 4 else "full_attention" for i in range(n)]
     is_window = windows(m, 4, 0, c.items("layer_types") or kinds)
@@ -140,8 +139,7 @@ def _muse(m: Build) -> None:
     m.key("final_logit_softcapping", c.number("final_logit_softcapping"))
     c.expect("post_norm_eps", 1e-8)
     c.expect("attention_bias", False)
-    for key in ("vocab_size", "layer_types"):
-        c.get(key)
+    c.ignore("vocab_size", "layer_types")
 
 
 def _finish_muse(m: Build) -> None:
@@ -252,10 +250,8 @@ def _step35(m: Build) -> None:
         ("attention_bias", False), ("mlp_bias", False), ("use_moe", True),
     ):  # fmt: skip
         c.expect(key, known)
-    for key in ("vocab_size", "per_layer_config", "need_fp32_gate", "max_seq_len", "num_nextn_predict_layers"):
-        c.get(key)
-    for key in ("mtp_layer_types", "mtp_mlp_layer_types", "use_rope_layers", "yarn_only_types"):
-        c.get(key)
+    c.ignore("vocab_size", "per_layer_config", "need_fp32_gate", "max_seq_len", "num_nextn_predict_layers")
+    c.ignore("mtp_layer_types", "mtp_mlp_layer_types", "use_rope_layers", "yarn_only_types")
     if c.items("use_rope_layers"):
         raise c.refuse("use_rope_layers", "[]")
 

@@ -24,7 +24,7 @@ from ikcli.convert.common import (
     tied,
     windows,
 )
-from ikcli.convert.rope import put_rope, put_yarn, read_rope
+from ikcli.convert.rope import put_yarn, read_rope
 from ikcli.errors import UnsupportedError
 
 DOTS1: Table = LLAMA | HEAD_NORMS | expert_names() | shared_expert_names() | {
@@ -69,8 +69,7 @@ def _base(m: Build) -> None:
     sizes(m)
     rms_eps(m)
     head_dim(m)
-    for key in ("attention_bias", "mlp_bias", "vocab_size"):
-        m.config.get(key)
+    m.config.ignore("attention_bias", "mlp_bias", "vocab_size")
 
 
 def _dots1(m: Build) -> None:
@@ -80,7 +79,7 @@ def _dots1(m: Build) -> None:
     kinds = c.items("layer_types")
     if kinds and set(kinds) != {"full_attention"}:
         raise c.refuse("layer_types", "full_attention in all layers")
-    c.given("sliding_window")
+    c.ignore("sliding_window")
     m.key("leading_dense_block_count", c.integer("first_k_dense_replace", default=0))
     experts(m, "n_routed_experts")
     m.key("expert_shared_count", c.integer("n_shared_experts", default=0))
@@ -93,8 +92,7 @@ def _dots1(m: Build) -> None:
         m.key("expert_group_used_count", used)
     c.expect("scoring_func", "noaux_tc", "sigmoid")
     c.expect("moe_layer_freq", 1)
-    for key in ("topk_method", "max_window_layers", "use_sliding_window"):
-        c.given(key)
+    c.ignore("topk_method", "max_window_layers", "use_sliding_window")
 
 
 def _one(m: Build, key: str, default: int | None = None) -> int:
@@ -130,8 +128,7 @@ def _hunyuan(m: Build) -> None:
     c.expect("use_mixed_mlp_moe", True)
     c.expect("norm_topk_prob", True)
     c.expect("use_cla", False)
-    for key in ("cla_share_factor", "attention_head_dim", "moe_drop_tokens", "moe_random_routing_dropped_token"):
-        c.given(key)
+    c.ignore("cla_share_factor", "attention_head_dim", "moe_drop_tokens", "moe_random_routing_dropped_token")
 
 
 def _llama4(m: Build) -> None:
@@ -160,8 +157,7 @@ def _llama4(m: Build) -> None:
     m.key("attention.temperature_length", c.integer("floor_scale"))
     c.expect("attn_temperature_tuning", True, 4)
     c.expect("use_qk_norm", c.integer("num_local_experts") != 128)
-    for key in ("layer_types", "no_rope_layer_interval", "attention_bias", "for_llm_compressor"):
-        c.given(key)
+    c.ignore("layer_types", "no_rope_layer_interval", "attention_bias", "for_llm_compressor")
 
 
 def _finish_llama4(m: Build) -> None:
@@ -187,12 +183,11 @@ def _mellum(m: Build) -> None:
         m.key("rope.freq_base_swa", own.theta)
     elif "mellum.attention.sliding_window_pattern" in m.metadata:
         del m.metadata["mellum.attention.sliding_window_pattern"]
-        c.given("sliding_window")
+        c.ignore("sliding_window")
     if set(c.items("mlp_layer_types") or ["sparse"]) != {"sparse"}:
         raise c.refuse("mlp_layer_types", "sparse in all layers")
     c.expect("decoder_sparse_step", 1)
-    for key in ("use_sliding_window", "max_window_layers", "mlp_only_layers"):
-        c.given(key)
+    c.ignore("use_sliding_window", "max_window_layers", "mlp_only_layers")
 
 
 def _cohere2moe(m: Build) -> None:
@@ -205,7 +200,7 @@ def _cohere2moe(m: Build) -> None:
         rms_eps(m)
     else:
         layer_eps(m)
-    put_rope(m, read_rope(c))
+    rope(m)
     m.key("vocab_size", c.integer("vocab_size"))
     m.key("logit_scale", c.number("logit_scale"))
     m.key("rope.dimension_count", c.integer("head_dim"))
@@ -221,12 +216,11 @@ def _cohere2moe(m: Build) -> None:
         m.key("expert_shared_count", n_shared)
         m.key("expert_shared_feed_forward_length", n_shared * width)
         c.expect("shared_expert_combination_strategy", "average")
-    c.get("shared_expert_combination_strategy")
+    c.ignore("shared_expert_combination_strategy")
     m.key("expert_weights_norm", c.flag("norm_topk_prob"))
     c.expect("expert_selection_fn", "sigmoid", "softmax")
     m.key("expert_gating_func", 2 if c.get("expert_selection_fn") == "sigmoid" else 1)
-    for key in ("prefix_dense_sliding_window_pattern", "attention_bias", "use_qk_norm", "use_parallel_block"):
-        c.get(key)
+    c.ignore("prefix_dense_sliding_window_pattern", "attention_bias", "use_qk_norm", "use_parallel_block")
     c.expect("use_qk_norm", False)
     c.expect("use_parallel_block", True)
 
@@ -258,8 +252,7 @@ def _ling2(m: Build) -> None:
     c.expect("use_qk_norm", True)
     c.expect("moe_router_enable_expert_bias", True)
     no_window(m)
-    for key in ("use_qkv_bias", "use_bias", "use_rmsnorm", "partial_rotary_factor", "num_mtp_layers"):
-        c.given(key)
+    c.ignore("use_qkv_bias", "use_bias", "use_rmsnorm", "partial_rotary_factor", "num_mtp_layers")
 
 
 ARCHITECTURES = (

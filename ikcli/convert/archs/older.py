@@ -24,7 +24,6 @@ from ikcli.convert.common import (
     tied,
 )
 from ikcli.convert.pieces import Matrix, Order, Rows, turn
-from ikcli.convert.rope import put_rope, read_rope
 from ikcli.errors import FormatError
 
 ACTIVATION_KEYS = ("activation_function", "hidden_act", "activation")
@@ -199,7 +198,7 @@ def old_sizes(m: Build, n_ff: int, n_kv: int | None = None) -> None:
     m.key("feed_forward_length", n_ff)
     m.key("attention.head_count", n_head)
     m.key("attention.head_count_kv", n_kv or n_head)
-    c.get("vocab_size")
+    c.ignore("vocab_size")
 
 
 def _gpt2(m: Build) -> None:
@@ -209,8 +208,7 @@ def _gpt2(m: Build) -> None:
     layer_eps(m)
     c.expect("scale_attn_weights", True)
     c.expect("scale_attn_by_inverse_layer_idx", False)
-    for key in ("reorder_and_upcast_attn", "n_ctx"):
-        c.given(key)
+    c.ignore("reorder_and_upcast_attn", "n_ctx")
 
 
 def _starcoder(m: Build) -> None:
@@ -227,10 +225,8 @@ def _bloom(m: Build) -> None:
     old_sizes(m, 4 * _embd(m))
     layer_eps(m)
     c.expect("apply_residual_connection_post_layernorm", False)
-    for key in ("slow_but_exact", "masked_softmax_fusion", "bias_dropout_fusion", "skip_bias_add", "skip_bias_add_qkv"):
-        c.given(key)
-    for key in ("unk_token_id", "attention_softmax_in_fp32", "offset_alibi", "n_inner"):
-        c.given(key)
+    c.ignore("slow_but_exact", "masked_softmax_fusion", "bias_dropout_fusion", "skip_bias_add", "skip_bias_add_qkv")
+    c.ignore("unk_token_id", "attention_softmax_in_fp32", "offset_alibi", "n_inner")
 
 
 def _mpt(m: Build) -> None:
@@ -248,16 +244,7 @@ def _mpt(m: Build) -> None:
     m.key("attention.max_alibi_bias", float(attn.get("alibi_bias_max") or 8))
     c.expect("logit_scale", None)
     c.expect("norm_type", "low_precision_layernorm", "layernorm")
-    for key in (
-        "no_bias",
-        "learned_pos_emb",
-        "embedding_fraction",
-        "init_config",
-        "verbose",
-        "ffn_config",
-        "attn_pdrop",
-    ):
-        c.get(key)
+    c.ignore("no_bias", "learned_pos_emb", "embedding_fraction", "init_config", "verbose", "ffn_config", "attn_pdrop")
     c.expect("embedding_fraction", 1.0)
 
 
@@ -285,18 +272,10 @@ def _falcon(m: Build) -> None:
     old_sizes(m, c.integer("ffn_hidden_size", default=4 * _embd(m)), _falcon_kv(m))
     activation(m, *GELU_TANH, keys=("activation",))
     layer_eps(m)
-    put_rope(m, read_rope(c))
+    rope(m)
     c.expect("parallel_attn", True)
     c.expect("alibi", False)
-    for key in (
-        "bias",
-        "num_ln_in_parallel_attn",
-        "num_kv_heads",
-        "n_head_kv",
-        "multi_query",
-        "max_position_embeddings",
-    ):
-        c.get(key)
+    c.ignore("bias", "num_ln_in_parallel_attn", "num_kv_heads", "n_head_kv", "multi_query", "max_position_embeddings")
 
 
 def _finish_falcon(m: Build) -> None:
@@ -319,8 +298,7 @@ def _exaone(m: Build) -> None:
     rope(m)
     m.key("attention.layer_norm_rms_epsilon", c.number("layer_norm_epsilon", "rms_norm_eps"))
     head_dim(m)
-    for key in ("attention_bias", "mlp_bias", "vocab_size"):
-        c.get(key)
+    c.ignore("attention_bias", "mlp_bias", "vocab_size")
 
 
 def _finish_exaone(m: Build) -> None:
@@ -333,10 +311,10 @@ def _internlm2(m: Build) -> None:
     c = m.config
     activation(m, *SILU)
     sizes(m)
-    put_rope(m, read_rope(c))
+    rope(m)
     rms_eps(m)
     c.expect("bias", False)
-    c.get("vocab_size")
+    c.ignore("vocab_size")
 
 
 def _baichuan(m: Build) -> None:
@@ -345,10 +323,9 @@ def _baichuan(m: Build) -> None:
     sizes(m)
     rms_eps(m)
     if m.n_layer != 40:  # the larger one has ALiBi
-        put_rope(m, read_rope(c))
+        rope(m)
     m.key("rope.dimension_count", _embd(m) // c.integer("num_attention_heads"))
-    for key in ("model_max_length", "z_loss_weight", "vocab_size"):
-        c.given(key)
+    c.ignore("model_max_length", "z_loss_weight", "vocab_size")
 
 
 def _minicpm(m: Build) -> None:
@@ -357,35 +334,31 @@ def _minicpm(m: Build) -> None:
     m.key("embedding_scale", c.number("scale_emb", default=1.0))
     m.key("residual_scale", c.number("scale_depth", default=1.0) / math.sqrt(m.n_layer))
     m.key("logit_scale", _embd(m) / c.number("dim_model_base", default=1.0))
-    for key in ("attention_bias", "rope_interleaved"):
-        c.given(key)
+    c.ignore("attention_bias", "rope_interleaved")
 
 
 def _xverse(m: Build) -> None:
     llama_keys(m)
-    for key in ("max_tokenizer_truncation", "model_max_length"):
-        m.config.given(key)
+    m.config.ignore("max_tokenizer_truncation", "model_max_length")
 
 
 def _orion(m: Build) -> None:
     c = m.config
     activation(m, *SILU)
     sizes(m)
-    put_rope(m, read_rope(c))
+    rope(m)
     m.key("attention.layer_norm_epsilon", c.number("rms_norm_eps"))
-    c.get("vocab_size", "attention_bias")
+    c.ignore("vocab_size", "attention_bias")
 
 
 def _qwen(m: Build) -> None:
     c = m.config
     sizes(m)
-    put_rope(m, read_rope(c))
+    rope(m)
     m.key("attention.layer_norm_rms_epsilon", c.number("layer_norm_epsilon"))
     m.key("rope.dimension_count", _embd(m) // c.integer("num_attention_heads"))
-    for key in ("seq_length", "use_dynamic_ntk", "use_logn_attn", "kv_channels", "no_bias", "scale_attn_weights"):
-        c.given(key)
-    for key in ("vocab_size", "use_cache_quantization", "use_cache_kernel", "softmax_in_fp32", "rotary_pct"):
-        c.given(key)
+    c.ignore("seq_length", "use_dynamic_ntk", "use_logn_attn", "kv_channels", "no_bias", "scale_attn_weights")
+    c.ignore("vocab_size", "use_cache_quantization", "use_cache_kernel", "softmax_in_fp32", "rotary_pct")
     c.expect("rotary_pct", 1.0)
 
 
@@ -407,12 +380,9 @@ def _chatglm(m: Build) -> None:
     c.expect("apply_residual_connection_post_layernorm", False)
     c.expect("post_layer_norm", True)
     c.expect("original_rope", True)
-    for key in ("add_bias_linear", "add_qkv_bias", "padded_vocab_size", "vocab_size", "multi_query_group_num"):
-        c.given(key)
-    for key in ("bias_dropout_fusion", "fp32_residual_connection", "apply_query_key_layer_scaling", "pre_seq_len"):
-        c.given(key)
-    c.given("prefix_projection")
-    c.given("quantization_bit")
+    c.ignore("add_bias_linear", "add_qkv_bias", "padded_vocab_size", "vocab_size", "multi_query_group_num")
+    c.ignore("bias_dropout_fusion", "fp32_residual_connection", "apply_query_key_layer_scaling", "pre_seq_len")
+    c.ignore("prefix_projection", "quantization_bit")
 
 
 _TRANSFORMER = "transformer."

@@ -34,8 +34,7 @@ def base_keys(m: Build, *, n_ff: bool = True) -> None:
     rope(m)
     rms_eps(m)
     head_dim(m)
-    m.config.get("attention_bias", "qkv_bias", "vocab_size")
-    m.config.given("qkv_bias")
+    m.config.ignore("attention_bias", "qkv_bias", "vocab_size")
 
 
 def _dense(m: Build) -> None:
@@ -87,7 +86,7 @@ def _qwen3vlmoe(m: Build) -> None:
     every_layer(m)
     experts(m)
     sections(m)
-    m.config.get("norm_topk_prob")
+    m.config.ignore("norm_topk_prob")
     m.key("n_deepstack_layers", _deepstack(m))
 
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ikcli.config_groups import SamplingConfig
 from ikcli.errors import NonFiniteError, UsageError
 from ikcli.sampling import (
     NoTokenError,
@@ -18,7 +17,6 @@ from ikcli.sampling import (
     SamplerParams,
     SamplerVocab,
     check_params,
-    params_from_config,
     sampler_names,
     token_logprobs,
 )
@@ -429,17 +427,3 @@ def test_names_and_letters() -> None:
 def test_senseless_parameters_are_refused(change: dict) -> None:
     with pytest.raises(UsageError):
         check_params(replace(SamplerParams(), **change))
-
-
-def test_params_from_options() -> None:
-    assert params_from_config(SamplingConfig()) == SamplerParams()
-    config = SamplingConfig(
-        temp=0.1, samplers="top_k; temp", logit_bias=("15+1.5", "2-inf"), dry_sequence_breakers=("none",), mirostat=1
-    )
-    params = params_from_config(config, seed=4)
-    assert params.temperature == 0.1 and params.samplers == ("top_k", "temperature") and params.seed == 4
-    assert params.logit_bias == ((15, 1.5), (2, -math.inf)) and params.dry_sequence_breakers == ()
-    assert params_from_config(SamplingConfig(sampler_seq="kt")).samplers == ("top_k", "temperature")
-    for bad in ("x+1", "1+", "1+-"):
-        with pytest.raises(UsageError, match="15043"):
-            params_from_config(SamplingConfig(logit_bias=(bad,)))

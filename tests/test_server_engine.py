@@ -316,8 +316,8 @@ def test_non_finite_logits_fail_one_request_only(engine: Engine) -> None:
     good = Call(engine, request(good_prompt, 300, id_slot=0, cache_prompt=False))
     assert running.wait(30)
     session = worker.session
-    for cache in session.runner.host_caches:  # f16 NaN in the first cells of slot 1
-        session.runner.host_caches[cache].reshape(session.n_ctx, -1)[session.n_ctx_seq + 1] = 0xFF
+    for rows in session.runner.cpu.caches.values():  # f16 NaN in the first cells of slot 1
+        rows.reshape(session.n_ctx, -1)[session.n_ctx_seq + 1] = 0xFF
     failure = bad.failure
     assert failure.status == 500 and "not finite" in failure.message
     assert good.final.text == wanted

@@ -90,12 +90,12 @@ def test_roles_by_text() -> None:
     extra = dict.fromkeys(("<|im_end|>", "<|endoftext|>", "<|fim_prefix|>", "<|fim_pad|>", "<|file_sep|>"), NORMAL)
     tokenizer = load(bpe_metadata([], "qwen2", extra))
     find = tokenizer.vocab.token_to_id
-    assert tokenizer.eot_id == find["<|im_end|>"]
+    assert tokenizer.special_ids.eot == find["<|im_end|>"]
     assert tokenizer.special_ids.fim_pre == find["<|fim_prefix|>"]
     ends = {find[t] for t in ("<|im_end|>", "<|endoftext|>", "<|fim_pad|>", "<|file_sep|>")}
     assert tokenizer.eog_ids == ends | {tokenizer.eos_id}
     assert tokenizer.is_control(find["<|im_end|>"])
-    assert tokenizer.is_eog(find["<|im_end|>"])
+    assert find["<|im_end|>"] in tokenizer.eog_ids
     assert tokenizer.encode("<|im_end|>") == [find["<|im_end|>"]]
 
 
@@ -103,8 +103,8 @@ def test_harmony_end_is_not_the_end() -> None:
     extra = dict.fromkeys(("<|return|>", "<|call|>", "<|end|>", "<|channel|>"), CONTROL)
     tokenizer = load(bpe_metadata([], "gpt-4o", extra))
     find = tokenizer.vocab.token_to_id
-    assert not tokenizer.is_eog(find["<|end|>"])
-    assert tokenizer.is_eog(find["<|call|>"])
+    assert find["<|end|>"] not in tokenizer.eog_ids
+    assert find["<|call|>"] in tokenizer.eog_ids
     assert tokenizer.token_bytes(find["<|channel|>"], special=False) == b"<|channel|>"
 
 

@@ -140,6 +140,3 @@ def call_shape(template: ChatTemplate, bos: str, eos: str, *, objects: bool) -> 
         return template.render(plain, **options), template.render(messages, **options)
     except IkError:
         return None
-
-
-PROBE_NAME, PROBE_KEY, PROBE_VALUE = _NAME, _KEY, _VALUE

@@ -126,7 +126,6 @@ class ChatFormat:
             family = None
         messages, tools = self._prepare(request, family)
         prompt = self._text(request, messages, tools)
-        opening = self._generation_prompt(request, messages, tools, prompt)
         prompt, thinking = self._thinking(request, prompt)
         if prefilled is not None:
             prompt, thinking = self._continue(prompt, thinking, prefilled, family)
@@ -137,7 +136,6 @@ class ChatFormat:
         preserved = (*(family.markers if family else ()), *self._thinking_tokens(thinking))
         return ChatPrompt(
             prompt=prompt,
-            generation_prompt=opening,
             format=family.name if family and request.calls_tools else "Content-only",
             settings=settings,
             grammar=grammar,
@@ -225,7 +223,7 @@ class ChatFormat:
         except (ValueError, RecursionError) as e:
             raise RequestError(f"{path}.function.arguments", f"is not valid JSON: {e}") from None
 
-    def _text(self, request: ChatRequest, messages: list[dict[str, Any]], tools: list[Any] | None, **more: Any) -> str:
+    def _text(self, request: ChatRequest, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
         template = self._tool_template if tools else self._template
         now = datetime.now()
         variables: dict[str, Any] = {
@@ -237,7 +235,7 @@ class ChatFormat:
         if request.enable_thinking is not None and "enable_thinking" not in self.source:
             variables["thinking"] = request.enable_thinking  # what some templates call it
         variables |= {k: v for k, v in request.template_kwargs.items() if k not in ("messages", "tools", "self")}
-        variables = effort_variables(variables) | preserve_variables(variables) | variables | more
+        variables = effort_variables(variables) | preserve_variables(variables) | variables
         for name, own in (("bos_token", self._bos), ("eos_token", self._eos)):
             variables.setdefault(name, own)
         try:
@@ -251,24 +249,6 @@ class ChatFormat:
         if self._add_eos and self._eos and text.endswith(self._eos):
             text = text[: -len(self._eos)]
         return text
-
-    def _generation_prompt(
-        self, request: ChatRequest, messages: list[Any], tools: list[Any] | None, prompt: str
-    ) -> str:
-        if not request.add_generation_prompt:
-            return ""
-        try:
-            without = self._text(request, messages, tools, add_generation_prompt=False)
-        except IkError:
-            return ""
-        n = 0
-        limit = min(len(without), len(prompt))
-        if prompt.startswith(without):
-            n = len(without)
-        else:
-            while n < limit and prompt[n] == without[n]:
-                n += 1
-        return prompt[n:]
 
     # thinking
 

@@ -17,12 +17,11 @@ from ikcli.grammar.spec import GrammarKind, GrammarSpec
 class ChatPrompt:
     """A rendered request.
 
-    `generation_prompt` is the part of the prompt that opens the answer; `stops` end the answer beside the request's
-    own; `preserved_tokens` are control tokens whose text the parser has to see.
+    `stops` end the answer beside the request's own; `preserved_tokens` are control tokens whose text the parser has to
+    see.
     """
 
     prompt: str
-    generation_prompt: str
     format: str
     settings: ParserSettings
     grammar: GrammarSpec | None = None

@@ -90,11 +90,6 @@ class _Shapes:
         return self.read(name)
 
 
-def is_adapter(directory: Path) -> bool:
-    """True if a directory holds an adapter of PEFT."""
-    return (directory / CONFIG).is_file()
-
-
 def open_adapter(directory: Path, base: Path | None = None) -> Adapter:
     """Read an adapter; `base` is the directory of its base model, or its config.json.
 

@@ -33,7 +33,6 @@ from ikcli.graph import Cache
 from ikcli.models import GraphConfig, HParams, Weights
 
 MIB = 2**20
-PARTS = ("weights", "KV", "compute", "output")
 
 
 @dataclass(frozen=True, slots=True)

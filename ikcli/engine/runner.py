@@ -242,11 +242,6 @@ class Runner:
         return self._weights.get(CPU, {})
 
     @property
-    def host_caches(self) -> Mapping[Cache, Bytes]:
-        """Cache tensors in RAM."""
-        return self.cpu.caches
-
-    @property
     def host_buffers(self) -> list[Bytes]:
         """Memory in RAM that nothing has used yet when it is bound."""
         return [*self.cpu.caches.values(), self.cpu.arena]

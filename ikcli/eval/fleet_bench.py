@@ -115,10 +115,6 @@ def run(
             yield from _results(kind, unit.config, tests, record)
 
 
-def _absolute(config: RunConfig) -> RunConfig:
-    return replace(config, model=(config.model or default_model()).absolute())
-
-
 def _name(kind: str, unit: BenchUnit, model_digest: str) -> str:
     """By all settings."""
     settings = hashlib.sha256(f"{unit.config!r} {model_digest} {unit.own_threads}".encode()).hexdigest()

@@ -87,11 +87,6 @@ class GrammarConstraint:
         """True if nothing but the end of generation may follow."""
         return self._matcher.is_stopped()
 
-    @property
-    def accepting(self) -> bool:
-        """True if the text is complete as it is."""
-        return self._matcher.is_accepting()
-
     def rollback(self, n: int) -> None:
         """Take back the last `n` tokens."""
         if n > 0 and not self._matcher.rollback(n):

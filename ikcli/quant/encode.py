@@ -24,11 +24,6 @@ Encoder = Callable[[Floats], Bytes]
 _CHUNK_ELEMENTS = 1 << 20
 
 
-def encodable_types() -> frozenset[GGMLType]:
-    """Types that `quantize` can encode."""
-    return frozenset(t.type for t in TYPES.values() if t.encode_numpy)
-
-
 def quantize(values: npt.NDArray[np.float32], type: GGMLType) -> Bytes:
     """Encode (..., ne0) float32 into the 1-D bytes of a tensor; UnsupportedError for a type without encoder."""
     fmt = TYPES[type]

@@ -142,7 +142,7 @@ class _BlockTables(_Tables):
     def __init__(self, values: Floats, type: GGMLType) -> None:
         space, (n_rows, ne0) = code_space(type), values.shape
         assert space is not None
-        self._type, self._ne0 = type, ne0
+        self._type = type
         self._kernel = ("make_tables", (space.group,))
         self.unit = max(TYPES[type].block_size, 2 * _SUB)
         self._rows = np.empty((n_rows, row_size(type, ne0)), np.uint8)

@@ -249,7 +249,7 @@ def _choose(t: TensorInfo, model: _Model, options: RecipeOptions, imatrix: Imatr
         rule = next((i for i, r in enumerate(options.custom) if re.search(r.pattern, t.name)), None)
         if rule is not None:
             new, reason = options.custom[rule].type, f"rule {rule + 1}"
-    fitting = _fit_rows(new, t, reason)
+    fitting = _fit_rows(new, t)
     fallback = fitting != new
     if fallback:
         reason += f", fallback of {TYPES[new].name}"
@@ -298,7 +298,7 @@ def _apply(part: TensorKind, t: TensorInfo, default: GGMLType, model: _Model, op
     return found.result(s) if found is not None else default
 
 
-def _fit_rows(type: GGMLType, t: TensorInfo, reason: str) -> GGMLType:
+def _fit_rows(type: GGMLType, t: TensorInfo) -> GGMLType:
     """The type, or what stands in for it when the rows are not a multiple of its blocks."""
     ne0 = t.shape[0]
     if TYPES[type].kind == "ternary" and ne0 % 64:

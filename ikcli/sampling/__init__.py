@@ -1,7 +1,7 @@
 """Choosing the next token from logits: parameters, samplers and their order, penalties, probabilities."""
 
 from ikcli.sampling.candidates import NoTokenError
-from ikcli.sampling.params import DEFAULT_SAMPLERS, SamplerParams, check_params, params_from_config, sampler_names
+from ikcli.sampling.params import DEFAULT_SAMPLERS, SamplerParams, check_params, sampler_names
 from ikcli.sampling.sampler import Sampled, Sampler, token_logprobs
 from ikcli.sampling.vocab import SamplerVocab
 
@@ -13,7 +13,6 @@ __all__ = [
     "SamplerParams",
     "SamplerVocab",
     "check_params",
-    "params_from_config",
     "sampler_names",
     "token_logprobs",
 ]

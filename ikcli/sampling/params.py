@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 from ikcli.errors import UsageError
-
-if TYPE_CHECKING:
-    from ikcli.config_groups import SamplingConfig
 
 DEFAULT_SAMPLERS = (
     "penalties",
@@ -140,33 +135,6 @@ def sampler_names(names: str | Iterable[str]) -> tuple[str, ...]:
             raise UsageError(f"unknown sampler {name!r}; known are {known}")
         found.append(plain)
     return tuple(found)
-
-
-def params_from_config(config: SamplingConfig, seed: int = -1) -> SamplerParams:
-    """The defaults that the options set; UsageError for sampler names, biases or numbers that make no sense."""
-    names = SamplerParams().samplers
-    if config.samplers:
-        names = sampler_names(name for name in re.split("[;,]", config.samplers) if name.strip())
-    elif config.sampler_seq:
-        names = sampler_names(config.sampler_seq)
-    breakers = config.dry_sequence_breakers or SamplerParams().dry_sequence_breakers
-    renamed = {"temperature": config.temp, "tfs_z": config.tfs, "typical_p": config.typical, "samplers": names}
-    renamed |= {"logit_bias": tuple(_bias(text) for text in config.logit_bias), "mirostat": int(config.mirostat)}
-    renamed |= {"dry_sequence_breakers": tuple(text for text in breakers if text != "none"), "seed": seed}
-    same = {field.name: getattr(config, field.name) for field in fields(SamplerParams) if hasattr(config, field.name)}
-    params = SamplerParams(**(same | renamed))
-    check_params(params)
-    return params
-
-
-def _bias(text: str) -> tuple[int, float]:
-    match = re.fullmatch(r"\s*(\d+)\s*([+-])\s*(inf|[0-9.eE+-]+)\s*", text)
-    try:
-        if match is not None:
-            return int(match[1]), float(match[2] + match[3])
-    except ValueError:
-        pass
-    raise UsageError(f"--logit-bias {text!r} is not a token id with + or - and a number, as in 15043+1")
 
 
 def _from_letters(letters: str) -> tuple[str, ...]:

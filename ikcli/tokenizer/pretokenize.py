@@ -240,10 +240,8 @@ class PreTokenizer:
 
     name: str
     rule: str
-    clean_spaces: bool = True
     ignore_merges: bool = False  # a word that is a token is taken whole
     add_bos: bool = False
-    add_sep: bool = False
     no_bos: bool = False  # no default BOS id
 
 
@@ -259,36 +257,31 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         ignore_merges=True,
         add_bos=True,
     ),
-    **_named("deepseek-llm", "deepseek-llm", clean_spaces=False),
-    **_named("deepseek-coder", "deepseek-coder", clean_spaces=False),
-    **_named("deepseek-v3 hunyuan-dense joyai-llm", "deepseek-v3", clean_spaces=False),
-    **_named("youtu", "youtu", clean_spaces=False, ignore_merges=True),
+    **_named("deepseek-llm", "deepseek-llm"),
+    **_named("deepseek-coder", "deepseek-coder"),
+    **_named("deepseek-v3 hunyuan-dense joyai-llm", "deepseek-v3"),
+    **_named("youtu", "youtu", ignore_merges=True),
     **_named("falcon", "falcon"),
     **_named("mpt gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert", "gpt-2"),
-    **_named("olmo jais exaone4", "gpt-2"),
-    **_named("jina-v1-en jina-v2-code roberta-bpe", "gpt-2", add_sep=True),
-    **_named("trillion granite-docling", "gpt-2", clean_spaces=False),
-    **_named("starcoder refact codeshell exaone minerva-7b mellum2", "starcoder"),
-    **_named("command-r cohere2_moe smollm", "starcoder", clean_spaces=False),
+    **_named("olmo jais exaone4 jina-v1-en jina-v2-code roberta-bpe trillion granite-docling", "gpt-2"),
+    **_named("starcoder refact codeshell exaone minerva-7b mellum2 command-r cohere2_moe smollm", "starcoder"),
     **_named("jais-2", "jais-2"),
     **_named("gemma4", "gemma4"),
-    **_named("qwen2 deepseek-r1-qwen kormo openpangu f2llmv2 hunyuan grok-2 solar-open", "qwen2", clean_spaces=False),
-    **_named("stablelm2 megrez", "qwen2"),
-    **_named("qwen35", "qwen35", clean_spaces=False),
+    **_named("qwen2 deepseek-r1-qwen kormo openpangu f2llmv2 hunyuan grok-2 solar-open stablelm2 megrez", "qwen2"),
+    **_named("qwen35", "qwen35"),
     **_named("dbrx smaug-bpe", "llama3"),
-    **_named("poro-chat", "bloom", clean_spaces=False),
-    **_named("bloom gpt3-finnish", "bloom"),
+    **_named("poro-chat bloom gpt3-finnish", "bloom"),
     **_named("glm4 chatglm-bpe", "llama3", no_bos=True),
-    **_named("viking", "viking", clean_spaces=False),
-    **_named("tekken", "tekken", clean_spaces=False, ignore_merges=True, add_bos=True),
+    **_named("viking", "viking"),
+    **_named("tekken", "tekken", ignore_merges=True, add_bos=True),
     **_named("exaone-moe", "exaone-moe"),
-    **_named("chameleon", "chameleon", clean_spaces=False, add_bos=True),
-    **_named("gpt-4o llama4 kanana2 minimax-m2", "gpt-4o", clean_spaces=False),
-    **_named("tiny_aya", "tiny_aya", clean_spaces=False),
-    **_named("superbpe", "superbpe", clean_spaces=False),
-    **_named("bailingmoe bailingmoe2 llada-moe", "bailingmoe", clean_spaces=False),
-    **_named("seed-coder", "seed-coder", clean_spaces=False),
-    **_named("kimi-k2", "kimi-k2", clean_spaces=False),
-    **_named("afmoe", "afmoe", clean_spaces=False),
+    **_named("chameleon", "chameleon", add_bos=True),
+    **_named("gpt-4o llama4 kanana2 minimax-m2", "gpt-4o"),
+    **_named("tiny_aya", "tiny_aya"),
+    **_named("superbpe", "superbpe"),
+    **_named("bailingmoe bailingmoe2 llada-moe", "bailingmoe"),
+    **_named("seed-coder", "seed-coder"),
+    **_named("kimi-k2", "kimi-k2"),
+    **_named("afmoe", "afmoe"),
 }
 """Every known value of `tokenizer.ggml.pre`."""

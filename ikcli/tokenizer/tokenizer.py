@@ -64,11 +64,6 @@ class Tokenizer:
         return self.vocab.ids.eos
 
     @property
-    def eot_id(self) -> int | None:
-        """End-of-turn token."""
-        return self.vocab.ids.eot
-
-    @property
     def eog_ids(self) -> frozenset[int]:
         """All tokens that end a generation."""
         return self.vocab.eog_ids
@@ -150,10 +145,6 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """A token as shown to people: its piece, broken UTF-8 as U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
-
-    def is_eog(self, token: int) -> bool:
-        """True if the token ends a generation."""
-        return token in self.vocab.eog_ids
 
     def is_control(self, token: int) -> bool:
         """True if the token is a control token."""

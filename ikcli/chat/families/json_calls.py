@@ -58,16 +58,13 @@ class JsonCalls(Family):
         array: bool = False,
         keys: Keys | None = None,
         also: tuple[str, ...] = (),
-        between: str = "\n",
-        lead: str = "\n",
     ) -> None:
-        """`also` are other openings that are understood; `lead` the usual white space inside the markers."""
+        """`also` are other openings that are understood."""
         self.name = name
         self.openings = (open, *also)
         self.markers = tuple(m for m in (open, close, *also) if m)
         self._open, self._close, self._array = open, close, array
         self._keys = keys or Keys()
-        self._between, self._lead = between, lead
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
         """Calls with arguments that each tool's schema accepts."""

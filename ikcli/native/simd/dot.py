@@ -17,11 +17,8 @@ from ikcli.native import isa
 from ikcli.native.simd.vec import (
     call_llvm,
     f32x16,
-    i8x32,
     i8x64,
-    i32x8,
     i32x16,
-    llvm_type,
     magnitude,
     pointer,
     with_sign,
@@ -188,41 +185,19 @@ def store_i16x32(typingctx, ptr, low, high):
     return types.void(types.intp, i32x16, i32x16), codegen
 
 
-def _make_dot(acc_type, byte_type):
-    @intrinsic
-    def dot(typingctx, acc, u, s):
-        def codegen(context, builder, sig, args):
-            return emit_dot(builder, *args, acc_type.n)
-
-        return acc_type(acc_type, byte_type, byte_type), codegen
-
-    return dot
-
-
-dot_u8_i8 = _make_dot(i32x16, i8x64)
-dot_u8_i8_half = _make_dot(i32x8, i8x32)
-
-
 @intrinsic
-def dot_u8_bcast(typingctx, acc, u, ptr):
-    """dot_u8_i8 with the four signed bytes at ptr repeated in every lane (one instruction with VNNI)."""
+def dot_u8_i8(typingctx, acc, u, s):
+    """See the module."""
 
     def codegen(context, builder, sig, args):
-        word = builder.load(pointer(builder, args[2], _I32), align=1)
-        vt = llvm_type(i32x16)
-        undef = ir.Constant(vt, ir.Undefined)
-        v = builder.insert_element(undef, word, ir.Constant(_I32, 0))
-        v = builder.shuffle_vector(v, undef, ir.Constant(ir.VectorType(_I32, 16), [0] * 16))
-        return emit_dot(builder, args[0], args[1], builder.bitcast(v, llvm_type(i8x64)), 16)
+        return emit_dot(builder, *args, 16)
 
-    return i32x16(i32x16, i8x64, types.intp), codegen
+    return i32x16(i32x16, i8x64, i8x64), codegen
 
 
 __all__ = [
     "dot_bf16",
-    "dot_u8_bcast",
     "dot_u8_i8",
-    "dot_u8_i8_half",
     "emit_dot",
     "emit_dot_bf16",
     "emit_dot_i16",

@@ -130,11 +130,6 @@ class Job:
             self._tickets.append(engine.submit(request, partial(push, self, index)))
         self._watcher = asyncio.ensure_future(self._watch(receive))
 
-    @property
-    def id_tasks(self) -> list[int]:
-        """The engine's numbers of the generations."""
-        return [ticket.id_task for ticket in self._tickets]
-
     def deliver(self, index: int, event: Event) -> None:
         """An event for this job (on the loop)."""
         if isinstance(event, _ENDS):

@@ -72,7 +72,6 @@ class Generation:
         self._furthest = -1  # token at which a banned text began
         self.t_start = self._t_now = time.perf_counter()
         self.t_prompt_done = 0.0
-        self._t_line = 0.0
 
     # --- choosing ---------------------------------------------------------------------------------------------------
     def choose(self, logits: FloatRow) -> TokenInfo:

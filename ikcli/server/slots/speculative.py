@@ -102,7 +102,7 @@ class Speculator:
             p_min = _first(asked.p_min, stage.p_min, self._config.draft_p_min)
             draft = self._by_model(slot, n_max, p_min)
         else:
-            drafter = self._drafter(slot, index, stage)
+            drafter = self._drafter(slot, index)
             draft = drafter.draft(g.history, n_max)[:n_max] if drafter else []
         return draft if len(draft) >= min(n_min, n_max) else []
 
@@ -112,7 +112,7 @@ class Speculator:
         self._model.draft([wanted])
         return wanted.found
 
-    def _drafter(self, slot: Slot, index: int, stage: SpecStage) -> ngrams.Drafter | None:
+    def _drafter(self, slot: Slot, index: int) -> ngrams.Drafter | None:
         """The drafter of a stage, made anew for every generation."""
         owner, drafters = self._drafters.get(slot.id, (None, []))
         if owner is not slot.generation:

@@ -156,7 +156,7 @@ class StagedWorker(Worker):
 
         def arrive(logits: FloatRows) -> None:
             if wanted == "all":
-                self._prompt_logprobs(slot, g, logits, first)
+                self._prompt_logprobs(g, logits, first)
             if in_prompt and g.request.report_progress:
                 self._send(task, g.progress(first + n))
             if is_last:

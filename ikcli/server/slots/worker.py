@@ -464,7 +464,7 @@ class Worker:
         self._count(1)
         slot.t_served = self._step_number
         if wanted == "all":
-            self._prompt_logprobs(slot, g, logits, slot.n_past)
+            self._prompt_logprobs(g, logits, slot.n_past)
         slot.append(tokens)
         if slot.in_prompt and g.request.report_progress:
             self._send(slot.task, g.progress(slot.n_past))
@@ -472,7 +472,7 @@ class Worker:
             check_finite(logits[-1])
             self._prompt_done(slot, g, logits[-1])
 
-    def _prompt_logprobs(self, slot: Slot, g: Generation, logits: FloatRows, first: int) -> None:
+    def _prompt_logprobs(self, g: Generation, logits: FloatRows, first: int) -> None:
         """Log-probabilities of the tokens after the positions from `first` on."""
         n_top = g.request.sampling.n_probs
         for i, row in enumerate(logits, first + 1):

@@ -212,6 +212,15 @@ class Reader:
         yield from self.json_string(parts.append)
         return "".join(parts)
 
+    def key(self) -> Generator[None, None, str]:
+        """A JSON string and the colon behind it, with all white space around them."""
+        yield from self.spaces()
+        found = yield from self.string()
+        yield from self.spaces()
+        yield from self.literal(":")
+        yield from self.spaces()
+        return found
+
     def _json_string(self, sink: Callable[[str, str], None]) -> Wait:
         self.pos += 1
         sink('"', "")

@@ -377,6 +377,13 @@ def feed_forward(
     return g.add(moe_out, shared, "ffn_out")
 
 
+def limited_feed_forward(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights) -> Node:
+    """`feed_forward` with the limits that the layer has for its experts and for what is beside them."""
+    own = hp.at(layer.il)
+    limits = own.swiglu_limit, own.swiglu_limit_shared
+    return feed_forward(g, hp, cfg, x, layer, *(Glu(limit=limit) for limit in limits))
+
+
 def dense_ffn(g: Graph, x: Node, layer: LayerWeights, name: str = "ffn_out", suffix: str = "", act: Glu = SILU) -> Node:
     """down(silu(gate x) * up x), or what `act` says; suffix "_shexp" for the shared expert."""
     up = linear(g, getattr(layer, f"ffn_up{suffix}"), layer.get(f"ffn_up{suffix}_bias"), x, f"ffn_up{suffix}")

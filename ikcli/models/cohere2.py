@@ -16,8 +16,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= expected.attention_specs(hp, il, bias=None)
-        del specs[f"blk.{il}.ffn_norm.weight"]
+        specs |= expected.attention_specs(hp, il, bias=None, ffn_norm=None)
         specs |= expected.feed_forward_specs(hp, il)
     return specs
 

@@ -21,7 +21,7 @@ def attention_specs(
     *,
     bias: bool | None,
     qk_norm: bool | None = False,
-    ffn_norm: str = "ffn_norm",
+    ffn_norm: str | None = "ffn_norm",
     fused: bool | None = None,
 ) -> TensorSpecs:
     """Norms and projections of one block; bias, qk_norm None = they are optional.
@@ -34,8 +34,9 @@ def attention_specs(
         "attn_norm.weight": TensorSpec((hp.n_embd,)),
         "attn_output.weight": TensorSpec((hp.n_head * hp.head_dim_v, hp.n_embd)),
         "attn_output.bias": TensorSpec((hp.n_embd,), required=False),
-        f"{ffn_norm}.weight": TensorSpec((hp.n_embd,)),
     }
+    if ffn_norm is not None:
+        specs[f"{ffn_norm}.weight"] = TensorSpec((hp.n_embd,))
     one = f"blk.{il}.attn_qkv.weight" if fused is None else ""
     if fused is not False:
         specs["attn_qkv.weight"] = TensorSpec((hp.n_embd, q + k + v), required=not one)

@@ -15,8 +15,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= expected.attention_specs(hp, il, bias=None, fused=True)
-        del specs[f"blk.{il}.ffn_norm.weight"]
+        specs |= expected.attention_specs(hp, il, bias=None, fused=True, ffn_norm=None)
         specs[f"blk.{il}.attn_norm_2.weight"] = TensorSpec((hp.n_embd,), required=False)
         specs |= expected.mlp_specs(hp, il)
     specs |= expected.bias_specs(specs, "output_norm attn_norm attn_norm_2")

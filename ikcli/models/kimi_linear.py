@@ -5,8 +5,9 @@ Kimi does not rotate; Ling rotates, and gates the result of attention per head. 
 
 from __future__ import annotations
 
+from functools import partial
+
 from ikcli.graph import Graph, Node
-from ikcli.graph.activations import Glu
 from ikcli.models import blocks, deepseek2, delta_net, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
@@ -42,9 +43,4 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
             kqv = g.gate(kqv, g.mul_mat(gate, x, "attn_gate"), "kqv_gated")
         return g.mul_mat(layer.attn_output, kqv, "kqv_out")
 
-    def ffn(x: Node, layer: LayerWeights) -> Node:
-        own = hp.at(layer.il)
-        limits = own.swiglu_limit, own.swiglu_limit_shared
-        return blocks.feed_forward(g, hp, cfg, x, layer, *(Glu(limit=limit) for limit in limits))
-
-    return blocks.transformer(g, hp, w, attn, ffn)
+    return blocks.transformer(g, hp, w, attn, partial(blocks.limited_feed_forward, g, hp, cfg))

@@ -15,8 +15,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= expected.attention_specs(hp, il, bias=None)
-        del specs[f"blk.{il}.ffn_norm.weight"]
+        specs |= expected.attention_specs(hp, il, bias=None, ffn_norm=None)
         specs |= expected.mlp_specs(hp, il)
     names = "output output_norm attn_norm attn_qkv attn_output ffn_up ffn_down"
     specs |= expected.bias_specs(specs, names)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ikcli.graph import Graph, Node
-from ikcli.graph.activations import Glu
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
@@ -31,9 +32,4 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     def attn(x: Node, layer: LayerWeights) -> Node:
         return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True, gating=gating)
 
-    def ffn(x: Node, layer: LayerWeights) -> Node:
-        own = hp.at(layer.il)
-        limits = own.swiglu_limit, own.swiglu_limit_shared
-        return blocks.feed_forward(g, hp, cfg, x, layer, *(Glu(limit=limit) for limit in limits))
-
-    return blocks.transformer(g, hp, w, attn, ffn)
+    return blocks.transformer(g, hp, w, attn, partial(blocks.limited_feed_forward, g, hp, cfg))

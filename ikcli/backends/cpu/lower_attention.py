@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ikcli.backends.cache_checks import check_columns, check_store
 from ikcli.backends.cpu.cell_places import CELLS, IN_CELLS, IN_ROWS, IN_WINDOW, WINDOW_CELLS
 from ikcli.backends.cpu.params_attention import (
     BLOCK_SPACE,
@@ -54,35 +55,6 @@ def _type_name(type_: GGMLType) -> str:
     return name
 
 
-def _check_blocks(cache: Cache, *columns: int) -> None:
-    """Block types are addressed in halves of a block of 32."""
-    if TYPES[cache.type].block_size > 1 and any(c % 16 for c in columns):
-        raise UnsupportedError(
-            f"a {_what(cache)} cache of type {_type_name(cache.type)} needs head sizes that are multiples of 16; use "
-            f"{_option(cache)} f16"
-        )
-
-
-def _what(cache: Cache) -> str:
-    return {"k": "K", "v": "V"}.get(cache.kind, "KV")
-
-
-def _option(cache: Cache) -> str:
-    return "-ctv" if cache.kind in ("v", "kv_t") else "-ctk"
-
-
-def _check_store(cache: Cache, cols: int, cache_offset: int) -> None:
-    """Whole blocks are written, and the whole row where it has one scale."""
-    traits = TYPES[cache.type]
-    if cols % traits.block_size or cache_offset % traits.block_size or cache.cols % traits.block_size:
-        raise UnsupportedError(
-            f"a {_what(cache)} cache of type {traits.name} needs rows that are multiples of {traits.block_size}, not "
-            f"{cache.cols}; use {_option(cache)} f16"
-        )
-    if traits.row_meta_size and (cols, cache_offset) != (cache.cols, 0):
-        raise UnsupportedError(f"rows of a {traits.name} cache have one scale and must be written at once")
-
-
 @RULES.add(Hadamard, "x n_head head_dim offset blocks")
 def lower_hadamard(low: CpuLowering, node: Node, op: Hadamard) -> None:
     """Rotation of heads in power-of-two blocks."""
@@ -108,7 +80,7 @@ def lower_kv_store(low: CpuLowering, node: Node, op: KvStore) -> None:
                                              n_cells=low.n_cells)  # fmt: skip
         low.emit(key, node.rows, transposed)
         return
-    _check_store(cache, cols, cache_offset)
+    check_store(cache, cols, cache_offset)
     row_bytes = row_n_bytes(cache.type, cache.cols)
     key = KernelKey("kv", "make_kv_store", (type_,))
     # making blocks takes longer than moving bytes
@@ -125,7 +97,7 @@ def lower_kv_rows(low: CpuLowering, node: Node, op: KvRows) -> None:
     cache = op.cache
     if cache.per is Per.WINDOW:
         raise UnsupportedError(f"{node.name}: the CPU backend reads windows of a cache in attention only")
-    _check_blocks(cache, op.offset, node.cols)
+    check_columns(cache, op.offset, node.cols)
     key = KernelKey("kv", "make_kv_rows", (_type_name(cache.type),))
     row_bytes = row_n_bytes(cache.type, cache.cols)
     params = KvRowsParams(cache=Ref(cache), row_bytes=row_bytes, first=op.offset, cols=node.cols, out=low.out(node))
@@ -145,7 +117,7 @@ def _part(low: CpuLowering, x: HeadSlice | None) -> tuple[str, Part]:
         cache = x.source
         if cache.transposed and cache.per is Per.WINDOW:
             raise UnsupportedError("transposed caches keep all positions; use flash attention (-fa)")
-        _check_blocks(cache, x.offset, x.width, x.head_stride)
+        check_columns(cache, x.offset, x.width, x.head_stride)
         type_, at = _type_name(cache.type), Ref(cache)
         row_bytes = row_n_bytes(cache.type, low.n_cells if cache.transposed else cache.cols)
         place = IN_WINDOW if cache.per is Per.WINDOW else IN_CELLS

@@ -17,6 +17,7 @@ from functools import partial
 
 import numpy as np
 
+from ikcli.backends.cache_checks import check_columns, check_store
 from ikcli.backends.cuda.attention_parts import Parts, Shape, count_tiles
 from ikcli.backends.cuda.kv_layout import FLOATS, KERNEL_TYPES, kernel_type
 from ikcli.backends.cuda.lower import N_EXACT, RULES, Arg, Counts, GpuLowering, Ref
@@ -50,14 +51,6 @@ def _is_block_type(type_: GGMLType) -> bool:
     return type_ not in FLOATS
 
 
-def _what(cache: Cache) -> str:
-    return {"k": "K", "v": "V"}.get(cache.kind, "KV")
-
-
-def _option(cache: Cache) -> str:
-    return "-ctv" if cache.kind in ("v", "kv_t") else "-ctk"
-
-
 IN_CELLS, IN_ROWS, IN_WINDOW = range(3)  # where rows are (attn_tiles.cuh: row_base)
 
 
@@ -85,14 +78,8 @@ def kv_store(low: GpuLowering, node: Node, op: KvStore) -> None:
         raise UnsupportedError(
             f"a transposed V cache cannot be of type {traits.name}; use f16 or flash attention (-fa)"
         )
-    if cols % 32 or cache_offset % 32 or cache.cols % 32:
-        raise UnsupportedError(
-            f"a {_what(cache)} cache of type {traits.name} needs rows that are multiples of 32, not {cache.cols}; use "
-            f"{_option(cache)} f16"
-        )
+    check_store(cache, cols, cache_offset)
     if cache.type == GGMLType.Q8_KV:
-        if (cols, cache_offset) != (cache.cols, 0):
-            raise UnsupportedError(f"rows of a {traits.name} cache have one scale and must be written at once")
         low.emit("kv_store_rows", lambda c: _up(c.n_tokens, 8), _THREADS, 0, low.state, source, x.cols, np.int32(cols),
                  low.cache(cache), low.cells(cache), _place(cache))  # fmt: skip
         return
@@ -105,19 +92,10 @@ def kv_store(low: GpuLowering, node: Node, op: KvStore) -> None:
 @RULES.add(KvRows, "cache offset n_cols")
 def kv_rows(low: GpuLowering, node: Node, op: KvRows) -> None:
     """Cached columns as compact f32 rows."""
-    _check_blocks(op.cache, op.offset, node.cols)
+    check_columns(op.cache, op.offset, node.cols)
     if op.cache.per is Per.WINDOW:
         raise UnsupportedError(f"{node.name}: a cache of windows does not have all positions; add --swa-full")
     _emit_rows(low, op.cache, op.offset, node.cols, "f32", low.out(node), None, _ALL)
-
-
-def _check_blocks(cache: Cache, *columns: int) -> None:
-    """Block types are addressed in halves of a block of 32."""
-    if _is_block_type(cache.type) and any(c % 16 for c in columns):
-        raise UnsupportedError(
-            f"a {_what(cache)} cache of type {TYPES[cache.type].name} needs head sizes that are multiples of 16; "
-            f"use {_option(cache)} f16"
-        )
 
 
 def _emit_rows(
@@ -145,7 +123,7 @@ def attention(low: GpuLowering, node: Node, op: Attention) -> None:
     """Causal attention within each segment."""
     for part in (*op.k, op.v):
         if isinstance(part.source, Cache):
-            _check_blocks(part.source, part.offset, part.width, part.head_stride)
+            check_columns(part.source, part.offset, part.width, part.head_stride)
     if op.sinks is not None and op.sinks.type != GGMLType.F32:
         raise UnsupportedError(f"{op.sinks.name}: sinks of attention must be f32 numbers")
     if _is_absorbed(op):

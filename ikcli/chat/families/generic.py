@@ -46,11 +46,7 @@ class Generic(Family):
 
     def calls(self, out: CallSink, reader: Reader, opening: str) -> Wait:
         """Read what follows the opening brace."""
-        yield from reader.spaces()
-        key = yield from reader.string()
-        yield from reader.spaces()
-        yield from reader.literal(":")
-        yield from reader.spaces()
+        key = yield from reader.key()
         if key == "response":
             out.mark()
             if (yield from reader.peek()) == '"':

@@ -113,11 +113,7 @@ class NameKeyCalls(Family):
         while mark == ",":
             yield from reader.spaces()
             yield from reader.literal("{")
-            yield from reader.spaces()
-            out.begin_call((yield from reader.string()))
-            yield from reader.spaces()
-            yield from reader.literal(":")
-            yield from reader.spaces()
+            out.begin_call((yield from reader.key()))
             yield from read_arguments(out.arguments, reader)
             yield from reader.spaces()
             yield from reader.literal("}")
@@ -230,11 +226,7 @@ def read_object(out: CallSink, reader: Reader, *, known_only: bool = False) -> W
     name, id, early = "", "", ""
     begun = False
     while True:
-        yield from reader.spaces()
-        key = yield from reader.string()
-        yield from reader.spaces()
-        yield from reader.literal(":")
-        yield from reader.spaces()
+        key = yield from reader.key()
         if not name and (key in _NAMES or (key == "function" and (yield from reader.peek()) == '"')):
             name = yield from reader.string()
             if not name or (known_only and name not in out.tools):

@@ -5,7 +5,7 @@ Layouts: ggml-common.h. All but the `_1` types are symmetric; iq4_nl and mxfp4 l
 
 import llvmlite.ir as ir
 
-from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
+from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased, exponent_scales
 from ikcli.native.simd.emit import I64
 from ikcli.native.simd.vec import i8x32, i8x64
 from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES
@@ -101,10 +101,7 @@ class MXFP4(_Blocks32):
         v = e.ints([0] * 8)
         for i, x in enumerate(exponents):
             v = e.b.insert_element(v, x, e.index(i))
-        normal = e.b.shl(e.b.sub(v, e.ints([1] * 8)), e.ints([23] * 8))
-        tiny = e.b.shl(e.ints([0x00200000] * 8), e.b.and_(v, e.ints([1] * 8)))
-        bits = e.b.select(e.b.icmp_signed("<", v, e.ints([2] * 8)), tiny, normal)
-        return e.b.bitcast(bits, e.zero8().type)
+        return exponent_scales(e, v)
 
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(MXFP4_VALUES, self.bias), 4, e.raw_nibble_pair(w, j, 17, 1))

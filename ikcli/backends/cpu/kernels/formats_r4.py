@@ -5,7 +5,7 @@ keep the bytes of the plain type in runs of four columns.
 """
 
 from ikcli.backends.cpu.kernels.groupformat import PAIR4, GroupFormat
-from ikcli.backends.cpu.kernels.rowformat import biased
+from ikcli.backends.cpu.kernels.rowformat import biased, exponent_scales
 from ikcli.native.simd.vec import i8x64
 from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES
 
@@ -75,10 +75,7 @@ class MXFP4(_EightRows):
 
     def block_scales(self, e, w):
         v = e.load_bytes(w, 8)
-        normal = e.b.shl(e.b.sub(v, e.ints([1] * 8)), e.ints([23] * 8))
-        tiny = e.b.shl(e.ints([0x00200000] * 8), e.b.and_(v, e.ints([1] * 8)))
-        bits = e.b.select(e.b.icmp_signed("<", v, e.ints([2] * 8)), tiny, normal)
-        return e.b.bitcast(bits, e.zero8().type)
+        return exponent_scales(e, v)
 
     def block_codes(self, e, w, v):
         return e.lookup(biased(MXFP4_VALUES, self.bias), self.nibble_pair(e, w, v))

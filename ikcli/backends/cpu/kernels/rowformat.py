@@ -31,6 +31,14 @@ _SPARSE_BYTES = 256  # one line per so many bytes
 _I8 = ir.IntType(8)
 
 
+def exponent_scales(e, v):
+    """2**(x - 128) for 8 exponents of 8 bits, those below 2 as numbers below the normal ones."""
+    normal = e.b.shl(e.b.sub(v, e.ints([1] * 8)), e.ints([23] * 8))
+    tiny = e.b.shl(e.ints([0x00200000] * 8), e.b.and_(v, e.ints([1] * 8)))
+    bits = e.b.select(e.b.icmp_signed("<", v, e.ints([2] * 8)), tiny, normal)
+    return e.b.bitcast(bits, e.zero8().type)
+
+
 def biased(table, bias):
     """Table values as codes."""
     return [int(v) + bias for v in table]

@@ -89,10 +89,9 @@ class Buffers:
                     last[b] = i
         for b, (a, z) in kept.items():
             first[b], last[b] = min(first[b], a), max(last[b], z)
-        none = Lifetime(0, 0, 0)
         return assign_offsets(
             [
-                none if last[b] < 0 or b in elsewhere else Lifetime(size, first[b], last[b])
+                Lifetime(0, 0, 0) if last[b] < 0 or b in elsewhere else Lifetime(size, first[b], last[b])
                 for b, size in enumerate(self.sizes)
             ]
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
 from typing import Any, Generic, TypeVar
 
 from ikcli.errors import UnsupportedError
@@ -21,11 +20,13 @@ RuleFunction = Callable[[L, Node, Any], None]
 
 @dataclass(frozen=True, slots=True)
 class LoweringRule(Generic[L]):
-    """How an op is lowered: `lower(lowering, node, op)`, the fields it knows, the values of those it knows in part."""
+    """How an op is lowered: `lower(lowering, node, op)`, the fields it knows, the values of those it knows in part, and
+    what all fields are if nothing is said."""
 
     lower: RuleFunction[L]
     known: frozenset[str]
     values: Mapping[str, Collection[Any]]
+    defaults: list[tuple[str, Any]]
 
 
 class Rules(Generic[L]):
@@ -49,7 +50,7 @@ class Rules(Generic[L]):
             raise ValueError(f"rule of {op.name}: no fields {sorted(unknown)}, or {sorted(needed - names)} forgotten")
 
         def register(function: RuleFunction[L]) -> RuleFunction[L]:
-            self._rules[op] = LoweringRule(function, names, values)
+            self._rules[op] = LoweringRule(function, names, values, _defaults(op))
             return function
 
         return register
@@ -59,7 +60,7 @@ class Rules(Generic[L]):
         copy: Rules[L] = Rules(self.device, self.way_out)
         copy._rules = dict(self._rules)
         for op, function in rules.items():
-            copy._rules[op] = LoweringRule(function, frozenset(f.name for f in fields(op)), {})
+            copy._rules[op] = LoweringRule(function, frozenset(f.name for f in fields(op)), {}, _defaults(op))
         return copy
 
     def __contains__(self, op: type[Op]) -> bool:
@@ -71,7 +72,7 @@ class Rules(Generic[L]):
             rule = self._rules.get(type(node.op))
             if rule is None:
                 raise UnsupportedError(f"{node.name}: {self.device} has no {node.op.name}; {self.way_out}")
-            for name, default in _defaults(type(node.op)):
+            for name, default in rule.defaults:
                 value = getattr(node.op, name)
                 if value not in rule.values.get(name, (value,)) or (name not in rule.known and value != default):
                     raise UnsupportedError(
@@ -83,7 +84,6 @@ class Rules(Generic[L]):
         self._rules[type(node.op)].lower(lowering, node, node.op)
 
 
-@cache
 def _defaults(op: type[Op]) -> list[tuple[str, Any]]:
     """Names of an op's fields with their defaults (MISSING where there is none)."""
     return [(f.name, f.default_factory() if f.default_factory is not MISSING else f.default) for f in fields(op)]

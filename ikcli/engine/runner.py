@@ -227,15 +227,6 @@ class Runner:
         """Turns of the program with most."""
         return max(len(p.turns) for p in programs)
 
-    def notes(self, programs: Sequence[DividedProgram], model: Model) -> list[str]:
-        """From how many tokens on which weights in RAM are used on GPUs."""
-        found = {least: p.streamed for program in programs for least, p in program.variants}
-        return [
-            f"offload: from {least} tokens on {len(names)} weights in RAM ({model.n_bytes(names) / 2**20:.2f} MiB) are "
-            "copied to the GPU for every micro-batch"
-            for least, names in sorted(found.items())
-        ]
-
     @property
     def host_weights(self) -> Mapping[str, int]:
         """Addresses of the weights in RAM."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from ikcli.engine.adapters import Added
 from ikcli.engine.batch import Batch
 from ikcli.engine.devices import Machine, opened_gpus
 from ikcli.engine.planner import Planner, PreparedRun, memory_of, plan_programs
+from ikcli.engine.profile import Profile
 from ikcli.engine.programs import EMBEDS, output_bytes, record_graphs, step_tokens
 from ikcli.engine.run_device import Observer, look_for_non_finite
 from ikcli.engine.runner import DividedProgram, Runner
@@ -39,9 +40,6 @@ from ikcli.log import log, progress, warn
 from ikcli.models import EXPAND_MIN_TOKENS, Outputs
 from ikcli.quant.validate import check_finite
 from ikcli.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from ikcli.engine.profile import Profile
 
 FloatRows = npt.NDArray[np.float32]
 
@@ -67,7 +65,7 @@ class Session:
         window, n_window = prepared.model.hp.window, plan.graph_config.n_window
         self.sequences = Sequences(self.runner, plan.caches, self.n_ctx, plan.sizes.n_seq, rotated, window, n_window)
         self.timings = Timings()
-        self.profile = _new_profile() if self.config.profile else None
+        self.profile = Profile() if self.config.profile else None
         self._n_outputs = min(plan.sizes.n_seq, self.n_ubatch)
         self._flights: deque[tuple[DividedProgram, int, int]] = deque()  # program, threads, outputs
         self._last: tuple[DividedProgram, int]  # program and threads of the last micro-batch
@@ -444,9 +442,3 @@ class Session:
 
     def __exit__(self, *exc: Any) -> None:
         self.close()
-
-
-def _new_profile() -> Profile:
-    from ikcli.engine.profile import Profile
-
-    return Profile()

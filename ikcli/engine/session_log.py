@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from ikcli.log import log
 
 if TYPE_CHECKING:
     from ikcli.engine.model import Model
+    from ikcli.engine.runner import DividedProgram
     from ikcli.engine.session import Session
     from ikcli.gguf.reader import GGUFFile
     from ikcli.graph import Cache
@@ -88,8 +89,18 @@ def context_lines(session: Session) -> None:
     n_turns = session.runner.n_turns(programs)
     for line in buffer_lines(session.config, session.cache_bytes(), session.n_ctx, parts, n_nodes, n_turns):
         log(line)
-    for line in session.runner.notes(programs, session.model):
+    for line in streamed_lines(programs, session.model):
         log(line)
+
+
+def streamed_lines(programs: Sequence[DividedProgram], model: Model) -> list[str]:
+    """From how many tokens on which weights in RAM are used on GPUs."""
+    found = {least: p.streamed for program in programs for least, p in program.variants}
+    return [
+        f"offload: from {least} tokens on {len(names)} weights in RAM ({model.n_bytes(names) / 2**20:.2f} MiB) are "
+        "copied to the GPU for every micro-batch"
+        for least, names in sorted(found.items())
+    ]
 
 
 def setup_lines(config: RunConfig, model: Model, cfg: GraphConfig, n_batch: int) -> list[str]:

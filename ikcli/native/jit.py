@@ -50,8 +50,8 @@ class _Library(codegen.JITCodeLibrary):
             self._finalized = True
 
     def _called(self) -> list[_Library]:
-        """Libraries of all that it calls, directly or not, every caller before what it calls: LLVM leaves out a function
-        that nothing has named yet."""
+        """Libraries of all that it calls, directly or not, every caller before what it calls: LLVM leaves out what
+        nothing has named yet."""
         seen: set[_Library] = set()
         callees_first: list[_Library] = []
 

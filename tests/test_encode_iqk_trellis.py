@@ -15,7 +15,6 @@ from encode_checks import (
     golden_errors,
     rel_rmse,
 )
-from tiers import some_encoders
 
 from ikcli.gguf.constants import GGMLType
 
@@ -41,34 +40,34 @@ CEILINGS: dict[GGMLType, tuple[float, float, float]] = {
 TYPES = sorted(CEILINGS, key=lambda t: t.name)
 
 
-@pytest.mark.parametrize("type", some_encoders(TYPES), ids=lambda t: t.name)
+@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
 def test_error_of_gaussian_rows(type: GGMLType, rng: np.random.Generator) -> None:
     assert rel_rmse(rng.standard_normal((8, 1024)), type) < CEILINGS[type][0]
 
 
-@pytest.mark.parametrize("type", some_encoders(TYPES), ids=lambda t: t.name)
+@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
 @pytest.mark.parametrize("mode", ["plain", "imatrix"])
 def test_error_is_below_the_reference(type: GGMLType, mode: str, shared_dir: Path) -> None:
     for ours, reference in golden_errors(shared_dir / "golden" / "quant", type, mode):
         assert ours <= CEILINGS[type][1 if mode == "plain" else 2] * reference
 
 
-@pytest.mark.parametrize("type", some_encoders(TYPES), ids=lambda t: t.name)
+@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
 def test_bytes_do_not_depend_on_threads_or_neighbours(type: GGMLType, rng: np.random.Generator) -> None:
     assert_rows_independent(rng, type, 768)
 
 
-@pytest.mark.parametrize("type", some_encoders(TYPES), ids=lambda t: t.name)
+@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
 def test_hostile_input(type: GGMLType, rng: np.random.Generator) -> None:
     assert_survives(rng, type, overshoot=5 if type in TRELLIS else 2.1)
     assert_no_worse_than_zeros(rng, type)
 
 
-@pytest.mark.parametrize("type", some_encoders(TYPES), ids=lambda t: t.name)
+@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
 def test_important_columns_are_more_exact(type: GGMLType, rng: np.random.Generator) -> None:
     assert_important_columns_gain(rng, type)
 
 
-@pytest.mark.parametrize("type", some_encoders(TYPES), ids=lambda t: t.name)
+@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
 def test_decoded_rows_are_found_again(type: GGMLType, rng: np.random.Generator) -> None:
     assert_found_again(rng, type)

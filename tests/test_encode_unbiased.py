@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from encode_checks import LEAST_SQUARES, roundtrip
-from tiers import some_encoders
 
 from ikcli.gguf.constants import GGMLType as T
 from ikcli.gguf.types import TYPES
@@ -31,7 +30,7 @@ def gains(x: np.ndarray, y: np.ndarray, w: np.ndarray | None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("weighted", [True, False], ids=["imatrix", "plain"])
-@pytest.mark.parametrize("type", some_encoders(SCALED), ids=lambda t: t.name)
+@pytest.mark.parametrize("type", SCALED, ids=lambda t: t.name)
 def test_rows_keep_their_length(rng: np.random.Generator, type: T, weighted: bool) -> None:
     if type in CLOSED_WITHOUT_WEIGHTS and not weighted:
         pytest.skip("bytes of the reference")
@@ -59,7 +58,7 @@ def test_codes_are_those_of_least_squares(rng: np.random.Generator, type: T) -> 
     np.testing.assert_array_equal(new, data)
 
 
-@pytest.mark.parametrize("type", some_encoders(SCALED), ids=lambda t: t.name)
+@pytest.mark.parametrize("type", SCALED, ids=lambda t: t.name)
 def test_fields_are_written_where_they_are_read(rng: np.random.Generator, type: T) -> None:
     x, w = rows_of(rng, 512)
     data = quantize_rows(x, type, w).reshape(8, -1)

@@ -17,6 +17,11 @@ from ikcli.server.replicas.crew import DOWN, READY, Replica
 from ikcli.server.router.upstream import Exchange, UpstreamError
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew_module, "_LONGEST_PAUSE", 0.05)
+
+
 def test_conversations_stay_where_they_began() -> None:
     async def work() -> None:
         async with Bench().running() as b:

@@ -159,15 +159,12 @@ def modes() -> Iterator[Any]:
 
 
 def marks(name: str, changes: dict[str, Any]) -> Any:
-    """Caches whose kernels those of other types stand for are slow: bf16, and K and V of different types. So are half
-    of the modes of models that differ from `deepseek2` in how its tensors are stored."""
+    """Slow are caches whose kernels those of other types stand for (bf16, and K and V of different types), and half of
+    the modes of MLA, but of one model with an exact cache: the others differ from it in what the tensors hold."""
     types = {changes.get(key, "f16") for key in EXACT_CACHE}
-    stored_otherwise = name.startswith("deepseek2-") or (name == "deepseek3" and "fmoe" not in changes)
-    return (
-        pytest.mark.slow
-        if len(types) > 1 or "bf16" in types or (stored_otherwise and changes.get("mla") in (0, 2))
-        else ()
-    )
+    one_of_all = name == "deepseek2" and types == {"f32"}
+    half = name.startswith("deepseek") and changes.get("mla") in (0, 2) and not one_of_all
+    return pytest.mark.slow if len(types) > 1 or "bf16" in types or half else ()
 
 
 @pytest.mark.parametrize(

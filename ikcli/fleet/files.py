@@ -85,7 +85,7 @@ class FileServer:
         return first
 
     def __enter__(self) -> FileServer:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:

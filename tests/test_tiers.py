@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiers
+
+from ikcli.gguf.constants import GGMLType as T
 
 
 def test_listed_tests_are_there() -> None:
@@ -16,12 +19,12 @@ def test_listed_tests_are_there() -> None:
 
 
 def test_listed_tests_are_slow(request: pytest.FixtureRequest) -> None:
-    """By name, and with any parameters."""
+    """By name, and with any parameters; and encoders that are like another one."""
     marked: list[str] = []
 
     class Item:
-        def __init__(self, nodeid: str) -> None:
-            self.nodeid = nodeid
+        def __init__(self, nodeid: str, **params: object) -> None:
+            self.nodeid, self.callspec = nodeid, SimpleNamespace(params=params)
 
         def add_marker(self, mark: object) -> None:
             assert mark == pytest.mark.slow
@@ -32,4 +35,8 @@ def test_listed_tests_are_slow(request: pytest.FixtureRequest) -> None:
     names = [f"tests/{n}" for n in (one, whole, f"{whole}[1-2]", one.partition("[")[0], "test_tiers.py::test_x")]
     tiers.mark_listed([Item(n) for n in names])  # type: ignore[misc]
     assert marked == names[:3]
+    marked.clear()
+    for file, type in (("encode_x", T.IQ6_K), ("encode_x", T.IQ4_K), ("quant_decode", T.IQ6_K)):
+        tiers.mark_listed([Item(f"tests/test_{file}.py::test_x[{type}]", type=type)])  # type: ignore[list-item]
+    assert marked == [f"tests/test_encode_x.py::test_x[{T.IQ6_K}]"]
     assert request.node.get_closest_marker("slow") is None

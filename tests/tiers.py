@@ -37,7 +37,8 @@ SAME_CACHES = [(T.F16, T.F16), (T.Q8_0, T.Q8_0)]
 
 # Encoders whose search is compiled for one type, and is that of another type with other tables.
 OTHER_ENCODERS = {T.IQ3_K, T.IQ5_K, T.IQ6_K, T.IQ2_KS, T.IQ3_KS, T.IQ5_KS, T.IQ2_KL, T.IQ1_KT, T.IQ3_KT, T.IQ4_KT,
-                  T.IQ1_M, T.IQ1_M_R4, T.IQ2_XS, T.IQ2_S, T.IQ3_XXS, T.Q3_K, T.Q5_K, T.Q4_1, T.Q5_0, T.Q6_0}  # fmt: skip
+                  T.IQ1_M, T.IQ1_M_R4, T.IQ2_XS, T.IQ2_S, T.IQ3_XXS, T.Q3_K, T.Q5_K, T.Q4_1, T.Q5_0,
+                  T.Q6_0}  # fmt: skip
 
 
 LIST = Path(__file__).parent / "data" / "slow.txt"
@@ -53,13 +54,10 @@ def mark_listed(items: Iterable[pytest.Item]) -> None:
     names = listed()
     for item in items:
         name = item.nodeid.removeprefix("tests/")
-        if name in names or name.partition("[")[0] in names or _encodes_otherwise(item):
+        encodes = name.startswith(("test_encode_", "test_feedback")) and hasattr(item, "callspec")
+        other = encodes and item.callspec.params.get("type") in OTHER_ENCODERS
+        if other or name in names or name.partition("[")[0] in names:
             item.add_marker(pytest.mark.slow)
-
-
-def _encodes_otherwise(item: pytest.Item) -> bool:
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return item.path.stem.startswith(("test_encode_", "test_feedback")) and parameters.get("type") in OTHER_ENCODERS
 
 
 def some(values: Iterable[Any], default: Collection[Any], unpack: bool = False) -> list[Any]:

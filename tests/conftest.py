@@ -16,6 +16,7 @@ os.environ.pop("SSL_CERT_FILE", None)
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+import cuda_emulation  # noqa: E402
 import needed_kernels  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -56,7 +57,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     needed_kernels.watch()
     if not hasattr(session.config, "workerinput") and _is_whole(session.config):
         reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
-        needed_kernels.compile_listed(reporter.write_line if reporter else print)
+        say = reporter.write_line if reporter else print
+        needed_kernels.compile_listed(say)
+        if cuda_emulation.compiler_missing() is None:
+            cuda_emulation.compile_all(say)
     keep_workers(1 if "PYTEST_XDIST_WORKER" in os.environ else None)
 
 

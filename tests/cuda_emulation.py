@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,9 +143,25 @@ def _scan(source: Path, folder: Path) -> list[tuple[str, str]]:
     return [(name, (a or b or "1024").split(",")[0]) for a, b, name in _ENTRY.findall(text)]
 
 
-@functools.cache
-def _load(source: Path, digest: str) -> dict[str, Entry]:
-    folder = cache_root() / "cuda-emulation" / f"{source.stem}-{digest}"
+def _folder(source: Path, digest: str) -> Path:
+    return cache_root() / "cuda-emulation" / f"{source.stem}-{digest}"
+
+
+def compile_all(say: Callable[[str], object]) -> None:
+    """Compile all files of kernels that the cache lacks, on all cores."""
+    sources = sorted(KERNELS.glob("*.cu"), reverse=True)  # those of weights take longest
+    missing = [s for s in sources if not (_folder(s, source_digest(s)) / "lib.so").is_file()]
+    if missing:
+        say(f"files of GPU kernels that are compiled for the emulation first: {len(missing)}")
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for outcome in [pool.submit(_library, s, source_digest(s)) for s in missing]:
+                if error := outcome.exception():
+                    say(str(error))
+
+
+def _library(source: Path, digest: str) -> Path:
+    """The compiled kernels of a file."""
+    folder = _folder(source, digest)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / "lib.so"
     if not target.is_file():
@@ -155,7 +172,12 @@ def _load(source: Path, digest: str) -> dict[str, Entry]:
                 rows = ", ".join(f"IK_EMU_ENTRY({name}, {bound})" for name, bound in entries)
                 main.write_text(_MAIN.format(file=source, entries=rows))
                 _compile([*_COMMAND, *_FLAGS, f"-I{KERNELS}", str(main)], target, source)
-    library = ctypes.CDLL(str(target))
+    return target
+
+
+@functools.cache
+def _load(source: Path, digest: str) -> dict[str, Entry]:
+    library = ctypes.CDLL(str(_library(source, digest)))
     for name in ("ik_name", "ik_types", "ik_message"):
         getattr(library, name).restype = ctypes.c_char_p
     library.ik_launch.argtypes = (
@@ -184,7 +206,7 @@ def _file_of() -> dict[str, Path]:
     """Kernel name -> source file, over all of kernels/."""
     names: dict[str, Path] = {}
     for source in sorted(KERNELS.glob("*.cu")):
-        folder = cache_root() / "cuda-emulation" / f"{source.stem}-{source_digest(source)}"
+        folder = _folder(source, source_digest(source))
         folder.mkdir(parents=True, exist_ok=True)
         for name, _ in _scan(source, folder):
             if name in names:

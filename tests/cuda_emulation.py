@@ -143,26 +143,15 @@ def _scan(source: Path, folder: Path) -> list[tuple[str, str]]:
     return [(name, (a or b or "1024").split(",")[0]) for a, b, name in _ENTRY.findall(text)]
 
 
-def _folder(source: Path, digest: str) -> Path:
-    return cache_root() / "cuda-emulation" / f"{source.stem}-{digest}"
-
-
-def compile_all(say: Callable[[str], object]) -> None:
-    """Compile all files of kernels that the cache lacks, on all cores."""
-    sources = sorted(KERNELS.glob("*.cu"), reverse=True)  # those of weights take longest
-    missing = [s for s in sources if not (_folder(s, source_digest(s)) / "lib.so").is_file()]
-    if missing:
-        say(f"files of GPU kernels that are compiled for the emulation first: {len(missing)}")
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for outcome in [pool.submit(_library, s, source_digest(s)) for s in missing]:
-                if error := outcome.exception():
-                    say(str(error))
-
-
-def _library(source: Path, digest: str) -> Path:
-    """The compiled kernels of a file."""
-    folder = _folder(source, digest)
+def _folder(source: Path) -> Path:
+    folder = cache_root() / "cuda-emulation" / f"{source.stem}-{source_digest(source)}"
     folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _library(source: Path) -> Path:
+    """The compiled kernels of a file."""
+    folder = _folder(source)
     target = folder / "lib.so"
     if not target.is_file():
         entries = _scan(source, folder)
@@ -175,19 +164,24 @@ def _library(source: Path, digest: str) -> Path:
     return target
 
 
+def compile_all(say: Callable[[str], object]) -> None:
+    """Compile all files of kernels that the cache lacks, on all cores."""
+    sources = sorted(KERNELS.glob("*.cu"), reverse=True)  # those of weights take longest
+    if missing := [s for s in sources if not (_folder(s) / "lib.so").is_file()]:
+        say(f"files of GPU kernels that are compiled for the emulation first: {len(missing)}")
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for error in [done.exception() for done in [pool.submit(_library, s) for s in missing]]:
+                if error:
+                    say(str(error))
+
+
 @functools.cache
 def _load(source: Path, digest: str) -> dict[str, Entry]:
-    library = ctypes.CDLL(str(_library(source, digest)))
+    library = ctypes.CDLL(str(_library(source)))
     for name in ("ik_name", "ik_types", "ik_message"):
         getattr(library, name).restype = ctypes.c_char_p
-    library.ik_launch.argtypes = (
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-        ctypes.c_uint64,
-    )
+    library.ik_launch.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p,
+                                  ctypes.c_uint64)  # fmt: skip
     found = [
         Entry(library, i, library.ik_name(i).decode(), library.ik_types(i).decode(), library.ik_max_threads(i))
         for i in range(library.ik_count())
@@ -206,9 +200,7 @@ def _file_of() -> dict[str, Path]:
     """Kernel name -> source file, over all of kernels/."""
     names: dict[str, Path] = {}
     for source in sorted(KERNELS.glob("*.cu")):
-        folder = _folder(source, source_digest(source))
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, _ in _scan(source, folder):
+        for name, _ in _scan(source, _folder(source)):
             if name in names:
                 raise KernelError(f"kernel {name} is defined in {names[name].name} and {source.name}")
             names[name] = source

@@ -60,7 +60,7 @@ class CpuDevice:
         self._few = True
         self.arena: Bytes = aligned_zeros(0)
         self.caches: dict[Cache, Bytes] = {}
-        self._results: dict[tuple[CpuProgram, int], npt.NDArray[np.float32]] = {}  # views of the arena, by rows
+        self._results: dict[tuple[CpuProgram, Node, int], npt.NDArray[np.float32]] = {}  # views of the arena, by rows
 
     # --- planning -----------------------------------------------------------------------------------------------------
     def plan(
@@ -183,7 +183,7 @@ class CpuDevice:
 
     def result(self, program: CpuTurns, node: Node, n_rows: int) -> npt.NDArray[np.float32]:
         """The value that was planned to stay, in work memory that the next step writes again."""
-        key = program.program, n_rows
+        key = program.program, node, n_rows
         found = self._results.get(key)
         if found is None:
             found = self._results[key] = program.program.view(self.arena, node, n_rows)

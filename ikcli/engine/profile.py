@@ -1,9 +1,9 @@
 """`--profile`: where the time goes. Programs are run op by op under a clock, and a table is made of it at the end.
 
-Without the option the executor is the same. With it every op is a job of its own, so a token takes a few microseconds
-per op longer. Per group of ops (phase, place in the layer, kernel): calls, seconds, bytes of weights read, and
-multiplications and additions of matrix products. Bytes are those a kernel has to touch: of experts only the ones that
-were chosen.
+Without the option nothing of this is imported and the executor is the same. With it every op is a job of its own, so
+a token takes a few microseconds per op longer. Per group of ops (phase, place in the layer, kernel): calls, seconds,
+bytes of weights read, and multiplications and additions of matrix products. Bytes are those a kernel has to touch: of
+experts only the ones that were chosen.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from ikcli.engine.adapters import Added
 from ikcli.engine.batch import Batch
 from ikcli.engine.devices import Machine, opened_gpus
 from ikcli.engine.planner import Planner, PreparedRun, memory_of, plan_programs
-from ikcli.engine.profile import Profile
 from ikcli.engine.programs import EMBEDS, output_bytes, record_graphs, step_tokens
 from ikcli.engine.run_device import Observer, look_for_non_finite
 from ikcli.engine.runner import DividedProgram, Runner
@@ -65,7 +64,7 @@ class Session:
         window, n_window = prepared.model.hp.window, plan.graph_config.n_window
         self.sequences = Sequences(self.runner, plan.caches, self.n_ctx, plan.sizes.n_seq, rotated, window, n_window)
         self.timings = Timings()
-        self.profile = Profile() if self.config.profile else None
+        self.profile = session_log.new_profile() if self.config.profile else None
         self._n_outputs = min(plan.sizes.n_seq, self.n_ubatch)
         self._flights: deque[tuple[DividedProgram, int, int]] = deque()  # program, threads, outputs
         self._last: tuple[DividedProgram, int]  # program and threads of the last micro-batch

@@ -15,6 +15,7 @@ from ikcli.log import log
 
 if TYPE_CHECKING:
     from ikcli.engine.model import Model
+    from ikcli.engine.profile import Profile
     from ikcli.engine.runner import DividedProgram
     from ikcli.engine.session import Session
     from ikcli.gguf.reader import GGUFFile
@@ -91,6 +92,13 @@ def context_lines(session: Session) -> None:
         log(line)
     for line in streamed_lines(programs, session.model):
         log(line)
+
+
+def new_profile() -> Profile:
+    """What fills the table of `--profile`; without the option nothing of it is imported."""
+    from ikcli.engine.profile import Profile
+
+    return Profile()
 
 
 def streamed_lines(programs: Sequence[DividedProgram], model: Model) -> list[str]:

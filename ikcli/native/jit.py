@@ -67,7 +67,8 @@ class _Library(codegen.JITCodeLibrary):
 
     def _verify_declare_only_symbols(self) -> None:
         missing = [f.name for f in self._final_module.functions if f.is_declaration and f.name.startswith("_ZN")]
-        assert not missing, f"functions that were not linked: {missing}"
+        if missing:
+            raise AssertionError(f"functions that were not linked: {missing}")
 
     def _finalize_specific(self) -> None:
         pass

@@ -121,12 +121,13 @@ def test_what_is_large_goes_beside_the_computation(model_file, threads, monkeypa
         np.testing.assert_array_equal(transcript(session, 40, 150), wanted)
 
 
-def test_sequences_are_saved_and_come_back(model_file, threads) -> None:
-    """Rows of caches go through the chain, in order with micro-batches."""
+def test_sequences_are_saved_and_come_back(model_file, threads, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of caches go through the chain, in order with micro-batches. The log says where the layers are."""
     path = model_file("qwen35moe")
     ids = tokens(70)
     for n_stages in (1, 2):
         with Session.open(config(path, n_stages), n_seq_max=2, n_ctx=512) as session:
+            assert ("stages: layers 0-" in capsys.readouterr().err) == (n_stages == 2)
             session.decode(Batch.single(ids))
             saved = session.sequences.save(0, 70)
             assert session.sequences.load(1, saved) == 70

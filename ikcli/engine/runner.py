@@ -227,6 +227,10 @@ class Runner:
         """Turns of the program with most."""
         return max(len(p.turns) for p in programs)
 
+    def notes(self, programs: Sequence[DividedProgram]) -> list[str]:
+        """What the log says of where the model is."""
+        return []
+
     @property
     def host_weights(self) -> Mapping[str, int]:
         """Addresses of the weights in RAM."""

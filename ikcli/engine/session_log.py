@@ -90,7 +90,7 @@ def context_lines(session: Session) -> None:
     n_turns = session.runner.n_turns(programs)
     for line in buffer_lines(session.config, session.cache_bytes(), session.n_ctx, parts, n_nodes, n_turns):
         log(line)
-    for line in streamed_lines(programs, session.model):
+    for line in [*streamed_lines(programs, session.model), *session.runner.notes(programs)]:
         log(line)
 
 

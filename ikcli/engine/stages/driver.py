@@ -139,7 +139,7 @@ class StagedRunner(Runner):
             for stage in self.stages[:-1]
         ]
 
-    def notes(self, programs: Sequence[DividedProgram], model: Model) -> list[str]:
+    def notes(self, programs: Sequence[DividedProgram]) -> list[str]:
         """What is where, and what goes between."""
         where = [f"layers {a}-{b - 1}" for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
         sizes = self.crossing_bytes(programs)

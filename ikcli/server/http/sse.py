@@ -33,7 +33,7 @@ def named(value: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends the chunks of an iterator as they come; `cleanup` runs at the end, however it comes.
+    """Sends the chunks of an iterator as they come; `cleanup` runs before the client sees the end, however it comes.
 
     A client that takes nothing for `timeout` seconds (0: for ever) is dropped.
     """
@@ -67,6 +67,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 self._sending = False
                 self._sent += 1
+            self._cleanup()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             if self._timer is not None:

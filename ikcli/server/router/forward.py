@@ -28,7 +28,7 @@ from ikcli.server.router.upstream import Exchange, Upstream, UpstreamError
 
 _NOT_PASSED = frozenset({b"authorization", b"x-api-key", b"origin", b"accept-encoding", REQUEST_ID})
 _NOT_RETURNED = frozenset({b"server", b"date", b"vary"})
-_ASK = 20  # times that the use of a request is asked for, which may have been none
+_ASK = 20  # times that the use of a request is asked for whose client is gone
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Route = tuple[str, tuple[str, ...], Endpoint]
@@ -85,20 +85,25 @@ class Forwarded(Response):
         headers = [(name, value) for name, value in request.headers.raw if name not in _NOT_PASSED]
         if self._account is not None:
             headers.append((REQUEST_ID, self._id.encode()))
+        left = b""
         try:
             async with Exchange(upstream, request.method, target, headers, self._body) as answer:
                 if answer.status == 503 and not last:
                     raise UpstreamError("it has no answer (status 503)")
                 self._ok = answer.status == 200
-                async for chunk in answer.chunks():
-                    await self._start(answer, send)
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                await self._start(answer, send)
+                if answer.is_stream:
+                    async for chunk in answer.chunks():
+                        await self._start(answer, send)
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                else:
+                    left = await answer.body()
             self._ended = True
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._count(upstream)  # before the client can ask for it
+            await self._start(answer, send)
+            await send({"type": "http.response.body", "body": left, "more_body": False})
         finally:
-            if self._account is not None and self._ok:
-                await self._count(upstream, self._account)
+            if not self._ended:
+                await self._count(upstream)
 
     async def _start(self, answer: Exchange, send: Send) -> None:
         """Send the head when there is something behind it: until then another process can answer."""
@@ -107,16 +112,18 @@ class Forwarded(Response):
             kept = [(name, value) for name, value in answer.headers if name not in _NOT_RETURNED]
             await send({"type": "http.response.start", "status": answer.status, "headers": kept})
 
-    async def _count(self, upstream: Upstream, account: Account) -> None:
-        """Ask the process what the request took; it may not have seen yet that a client is gone."""
-        for _ in range(_ASK):
+    async def _count(self, upstream: Upstream) -> None:
+        """Ask the process what the request took, which it knows at the end; not yet, if a client is gone."""
+        if self._account is None or not self._ok:
+            return
+        for _ in range(1 if self._ended else _ASK):
             try:
                 status, found = await upstream.ask("GET", b"/usage?id=" + self._id.encode())
             except UpstreamError:
                 return
             if status == 200:
                 used = jsontext.parse(found)
-                account.add(used["prompt_tokens"], used["completion_tokens"])
+                self._account.add(used["prompt_tokens"], used["completion_tokens"])
                 return
             await asyncio.sleep(0.02)
 

@@ -85,6 +85,11 @@ class Exchange:
     def status(self) -> int:
         return int(self._parser.get_status_code())
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether the answer comes as it is made."""
+        return not any(name == b"content-length" for name, _ in self.headers)
+
     async def __aenter__(self) -> Exchange:
         self._to.open.add(self)
         try:

@@ -127,6 +127,7 @@ def test_kernels_of_other_packages_are_known_by_their_source(tmp_path: Path, mon
         kernel_cache.source_digest.cache_clear()
         kernel_cache._source.cache_clear()
         code_digest._module.cache_clear()
+        code_digest._source.cache_clear()
         names.append([(key.file_name, key.code_name) for key in keys])
     for before, after in zip(*names, strict=True):
         assert before[0] != after[0] and before[1] != after[1]

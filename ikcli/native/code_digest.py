@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -45,19 +45,16 @@ class _Module:
 
 def code_digest(module: str, name: str, source_of: SourceOf) -> str:
     """Digest of everything that the definition `name` of a module is made of; `source_of` finds modules' files."""
-    packages = {module.split(".")[0], "ikcli"}
-
-    def source(other: str) -> _Module | None:
-        path = source_of(other) if other.split(".")[0] in packages else None
-        return _module(path) if path is not None and path.is_file() else None
-
+    packages = frozenset({module.split(".")[0], "ikcli"})
     todo, seen, texts = [(module, name)], set[tuple[str, str]](), set[str]()
     while todo:
         item = todo.pop()
-        found = source(item[0])
-        if item in seen or found is None:
+        if item in seen:
             continue
         seen.add(item)
+        found = _source(item[0], packages, source_of)
+        if found is None:
+            continue
         if item[1] in found.imported:
             todo.append(found.imported[item[1]])
             continue
@@ -68,31 +65,50 @@ def code_digest(module: str, name: str, source_of: SourceOf) -> str:
         elif not chosen:
             todo.append((f"{item[0]}.{item[1]}", _ALL))  # a module of a package
         for statement in (*chosen, *found.always):
-            texts.add(f"{item[0]} {ast.dump(statement)}")
-            todo += _reached(statement, item[0], found, source)
+            texts.add(_dumped(statement, item[0]))
+            todo += _reached(statement, item[0], packages, source_of)
     return hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()
 
 
+# Kernels share most of what they are made of, so what is found out about a statement is kept.
+
+
+@cache
+def _source(module: str, packages: frozenset[str], source_of: SourceOf) -> _Module | None:
+    """A module of one of the packages."""
+    path = source_of(module) if module.split(".")[0] in packages else None
+    return _module(path) if path is not None and path.is_file() else None
+
+
+@cache
+def _dumped(statement: ast.stmt, module: str) -> str:
+    return f"{module} {ast.dump(statement)}"
+
+
+@cache
 def _reached(
-    statement: ast.stmt, module: str, found: _Module, source: Callable[[str], _Module | None]
-) -> Iterator[tuple[str, str]]:
-    """(module, name) of all that a statement mentions."""
-    qualified = set()
+    statement: ast.stmt, module: str, packages: frozenset[str], source_of: SourceOf
+) -> frozenset[tuple[str, str]]:
+    """(module, name) of all that a statement of a module mentions."""
+    found = _source(module, packages, source_of)
+    assert found is not None
+    reached, qualified = set[tuple[str, str]](), set[int]()
     for node in ast.walk(statement):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from _imports(node).values()
+            reached.update(_imports(node).values())
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in found.imported:
             package, inner = found.imported[node.value.id]
             whole = package if inner == _ALL else f"{package}.{inner}"
-            if source(whole) is not None:  # one thing of an imported module
+            if _source(whole, packages, source_of) is not None:  # one thing of an imported module
                 qualified.add(id(node.value))
-                yield whole, node.attr
+                reached.add((whole, node.attr))
     for node in ast.walk(statement):
         if isinstance(node, ast.Name) and id(node) not in qualified:
             if node.id in found.defined:
-                yield module, node.id
+                reached.add((module, node.id))
             elif node.id in found.imported:
-                yield found.imported[node.id]
+                reached.add(found.imported[node.id])
+    return frozenset(reached)
 
 
 @cache

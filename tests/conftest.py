@@ -16,7 +16,6 @@ os.environ.pop("SSL_CERT_FILE", None)
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-import cuda_emulation  # noqa: E402
 import needed_kernels  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -59,8 +58,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
         say = reporter.write_line if reporter else print
         needed_kernels.compile_listed(say)
-        if cuda_emulation.compiler_missing() is None:
-            cuda_emulation.compile_all(say)
     keep_workers(1 if "PYTEST_XDIST_WORKER" in os.environ else None)
 
 
@@ -73,16 +70,15 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
     if hasattr(config, "workeroutput"):
-        config.workeroutput["kernels"] = needed_kernels.asked()
+        config.workeroutput["kernels"] = sorted(needed_kernels.asked())
     elif config.option.write_kernels and _is_whole(config):
-        needed_kernels.write({*_asked, *needed_kernels.asked()})
+        needed_kernels.write(_asked | needed_kernels.asked())
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """A list that has grown old is said, for it costs only time."""
-    lines = needed_kernels.listed()
-    new = {*_asked, *needed_kernels.asked()} - {*lines}
-    if lines and new and _is_whole(config):
+    new = needed_kernels.lacking(_asked | needed_kernels.asked())
+    if new and _is_whole(config):
         name = needed_kernels.LIST.name
         terminalreporter.write_line(
             f"kernels that tests waited for, since {name} lacks them: {len(new)}; pytest --write-kernels"

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ from ikcli.backends.cuda.device import ALIGNMENT, Argument, DeviceInfo, Launch, 
 from ikcli.native.kernel_cache import cache_root
 
 KERNELS = Path(ikcli.backends.cuda.__file__).parent / "kernels"
+used: set[str] = set()  # names of the files that this process has run kernels of
 _COMMAND = ("g++", "-std=c++17", "-x", "c++", "-DIK_EMU")
 _FLAGS = ("-O2", "-g1", "-shared", "-fPIC", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv",
           "-fno-gnu-unique", "-fno-threadsafe-statics", "-fno-exceptions", "-fvisibility=hidden",
@@ -164,9 +165,11 @@ def _library(source: Path) -> Path:
     return target
 
 
-def compile_all(say: Callable[[str], object]) -> None:
-    """Compile all files of kernels that the cache lacks, on all cores."""
-    sources = sorted(KERNELS.glob("*.cu"), reverse=True)  # those of weights take longest
+def compile_files(names: Iterable[str], say: Callable[[str], object]) -> None:
+    """Compile files of kernels that the cache lacks, on all cores."""
+    sources = [
+        path for name in sorted(names, reverse=True) if (path := KERNELS / name).is_file()
+    ]  # weights take longest
     if missing := [s for s in sources if not (_folder(s) / "lib.so").is_file()]:
         say(f"files of GPU kernels that are compiled for the emulation first: {len(missing)}")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -178,6 +181,8 @@ def compile_all(say: Callable[[str], object]) -> None:
 @functools.cache
 def _load(source: Path, digest: str) -> dict[str, Entry]:
     library = ctypes.CDLL(str(_library(source)))
+    if source.parent == KERNELS:
+        used.add(source.name)
     for name in ("ik_name", "ik_types", "ik_message"):
         getattr(library, name).restype = ctypes.c_char_p
     library.ik_launch.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p,

@@ -1,13 +1,17 @@
 """The kernels that the default tests need: a whole run compiles them beforehand, on all cores, like ones together.
 
-`data/kernels.txt` names them, with the instruction set for which they are chosen; `pytest --write-kernels` writes it.
-What it lacks is compiled when a test asks for it, as on machines of another instruction set.
+`data/kernels.txt` names them, with the instruction set for which they are chosen, and then files of GPU kernels, which
+are emulated; `pytest --write-kernels` writes it. What it lacks is compiled when a test asks for it, as kernels are on
+machines of another instruction set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import cuda_emulation
 
 from ikcli.errors import IkError
 from ikcli.native import isa
@@ -37,24 +41,43 @@ def _is_ours(key: KernelKey) -> bool:
     return all(module.startswith("ikcli.") for module in (key.full_module, *named))
 
 
-def asked() -> list[str]:
-    """Lines of the kernels asked for in this process."""
-    return sorted(_asked)
+def asked() -> set[str]:
+    """Lines of what was asked for in this process."""
+    return _asked | cuda_emulation.used
 
 
-def listed() -> list[str]:
-    """Lines of the list, none on a machine of another instruction set."""
+def lacking(asked: set[str]) -> set[str]:
+    """What was asked for and is not in the list, if it is one for machines like this."""
     head, *lines = LIST.read_text().splitlines()
-    return lines if head == isa.current().name else []
+    return asked.difference(lines) if head == isa.current().name else set()
+
+
+def listed() -> set[str]:
+    """Lines of the list that are of use on this machine."""
+    head, *lines = LIST.read_text().splitlines()
+    return {line for line in lines if head == isa.current().name or _is_file(line)}
+
+
+def _is_file(line: str) -> bool:
+    return line.endswith(".cu")
 
 
 def write(lines: Iterable[str]) -> None:
-    LIST.write_text("\n".join([isa.current().name, *sorted(lines)]) + "\n")
+    LIST.write_text("\n".join([isa.current().name, *sorted(lines, key=lambda line: (_is_file(line), line))]) + "\n")
 
 
 def compile_listed(say: Callable[[str], object]) -> None:
     """Compile what is missing; what is done, or cannot be, is said."""
-    missing = [key for key in map(KernelKey.of_line, listed()) if not is_cached(key)]
+    lines = listed()
+    files = {line for line in lines if _is_file(line)} if cuda_emulation.compiler_missing() is None else set[str]()
+    with ThreadPoolExecutor(1) as beside:
+        done = beside.submit(cuda_emulation.compile_files, files, say)
+        _compile_kernels([KernelKey.of_line(line) for line in sorted(lines) if not _is_file(line)], say)
+        done.result()
+
+
+def _compile_kernels(keys: Iterable[KernelKey], say: Callable[[str], object]) -> None:
+    missing = [key for key in keys if not is_cached(key)]
     if not missing:
         return
     say(f"kernels that are compiled first: {len(missing)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import cuda_emulation
 import needed_kernels
 import pytest
 
@@ -20,23 +21,29 @@ def test_a_line_is_a_key(key: KernelKey) -> None:
     assert KernelKey.of_line(key.line) == key and "\n" not in key.line
 
 
-def test_every_line_names_a_factory() -> None:
+def test_every_line_names_what_is_there() -> None:
     """Also on machines where the list is not used."""
     _, *lines = needed_kernels.LIST.read_text().splitlines()
-    assert lines == sorted(set(lines)) and len(lines) > 100
+    files = [line for line in lines if line.endswith(".cu")]
+    kernels = lines[: -len(files)]
+    assert lines == [*sorted(set(kernels)), *sorted(set(files))] and len(kernels) > 100
     root = Path(needed_kernels.__file__).parents[1]
-    for key in map(KernelKey.of_line, lines):
+    for key in map(KernelKey.of_line, kernels):
         source = root.joinpath(*key.full_module.split(".")).with_suffix(".py").read_text()
         assert f"def {key.factory}(" in source, key.line
+    assert {*files} < {path.name for path in cuda_emulation.KERNELS.iterdir()}
 
 
 def test_lists_of_other_machines_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for files of GPU kernels, which are the same."""
     monkeypatch.setattr(needed_kernels, "LIST", tmp_path / "kernels.txt")
-    needed_kernels.write(["b c", "a c"])
-    assert needed_kernels.listed() == ["a c", "b c"]
+    needed_kernels.write(["b c", "d.cu", "a c"])
+    assert needed_kernels.LIST.read_text().splitlines()[1:] == ["a c", "b c", "d.cu"]
+    assert needed_kernels.listed() == {"a c", "b c", "d.cu"}
+    assert needed_kernels.lacking({"b c", "e.cu"}) == {"e.cu"}
     lesser = isa.ISA("lesser", "generic", "", frozenset())
     monkeypatch.setattr(isa, "current", lambda: lesser)
-    assert needed_kernels.listed() == []
+    assert needed_kernels.listed() == {"d.cu"} and needed_kernels.lacking({"e.cu"}) == set()
     said: list[str] = []
     needed_kernels.compile_listed(said.append)
     assert said == []

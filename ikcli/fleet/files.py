@@ -97,6 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
     """GET /FILE/PART/OFFSET: a piece from there on."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # head and piece are two writes; the second would wait for the first to arrive
     token = ""
     sources: Sequence[Sequence[Path]] = ()
 

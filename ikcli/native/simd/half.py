@@ -5,14 +5,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.native import isa
-from ikcli.native.simd.vec import (
-    f32x16,
-    i16x16,
-    make_scalar_load,
-    make_scalar_store,
-    pointer,
-    splat_value,
-)
+from ikcli.native.simd.vec import f32x16, i16x16, make_load, make_store, pointer, splat_value
 
 _I32 = ir.IntType(32)
 
@@ -96,43 +89,10 @@ def f32_to_bf16_bits(builder, x):
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
-ld_f16 = make_scalar_load(types.float32, "i16", half_to_f32)
-ld_bf16 = make_scalar_load(types.float32, "i16", bf16_to_f32)
-st_f16 = make_scalar_store(types.float32, "i16", f32_to_half)
-st_bf16 = make_scalar_store(types.float32, "i16", f32_to_bf16_bits)
-
-
-def _make_load(convert):
-    """Intrinsic: 16 floats of 16 bits as f32x16."""
-
-    @intrinsic
-    def load(typingctx, ptr):
-        def codegen(context, builder, sig, args):
-            bits = builder.load(pointer(builder, args[0], ir.VectorType(ir.IntType(16), 16)), align=1)
-            return convert(builder, bits)
-
-        return f32x16(types.intp), codegen
-
-    return load
-
-
-def _make_store(convert):
-    """Intrinsic: f32x16 rounded to nearest even floats of 16 bits."""
-
-    @intrinsic
-    def store(typingctx, ptr, value):
-        def codegen(context, builder, sig, args):
-            bits = convert(builder, args[1])
-            builder.store(bits, pointer(builder, args[0], bits.type), align=1)
-            return context.get_dummy_value()
-
-        return types.void(types.intp, f32x16), codegen
-
-    return store
-
-
-load_f16x16, load_bf16x16 = _make_load(half_to_f32), _make_load(bf16_to_f32)
-store_f16x16, store_bf16x16 = _make_store(f32_to_half), _make_store(f32_to_bf16_bits)
+ld_f16, ld_bf16 = make_load(types.float32, "i16", half_to_f32), make_load(types.float32, "i16", bf16_to_f32)
+st_f16, st_bf16 = make_store(types.float32, f32_to_half), make_store(types.float32, f32_to_bf16_bits)
+load_f16x16, load_bf16x16 = make_load(f32x16, i16x16, half_to_f32), make_load(f32x16, i16x16, bf16_to_f32)
+store_f16x16, store_bf16x16 = make_store(f32x16, f32_to_half), make_store(f32x16, f32_to_bf16_bits)
 
 
 @intrinsic

@@ -90,79 +90,51 @@ def splat_value(builder, v, scalar):
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
-def _make_load(v):
-    @intrinsic
-    def load(typingctx, ptr):
-        def codegen(context, builder, sig, args):
-            return builder.load(pointer(builder, args[0], llvm_type(v)), align=1)
-
-        return v(types.intp), codegen
-
-    return load
-
-
-def _make_store(v):
-    @intrinsic
-    def store(typingctx, ptr, value):
-        def codegen(context, builder, sig, args):
-            builder.store(args[1], pointer(builder, args[0], llvm_type(v)), align=1)
-            return context.get_dummy_value()
-
-        return types.void(types.intp, v), codegen
-
-    return store
-
-
-load_f32x16 = _make_load(f32x16)
-load_i32x16, load_i32x8 = _make_load(i32x16), _make_load(i32x8)
-load_i8x64, load_i8x32, load_i8x16 = _make_load(i8x64), _make_load(i8x32), _make_load(i8x16)
-store_f32x16 = _make_store(f32x16)
-store_i32x16, store_i32x8 = _make_store(i32x16), _make_store(i32x8)
-store_i8x64, store_i8x32, store_i8x16 = _make_store(i8x64), _make_store(i8x32), _make_store(i8x16)
-
-
-def make_scalar_load(nb_type, elt, convert=None):
-    """load(address): a number of LLVM's `elt`; convert(builder, x) makes it one of Numba's `nb_type`."""
+def make_load(value, stored, convert=None):
+    """load(address): a `stored` (Vec, or name of an element), of which convert(builder, x) makes a `value`."""
+    stored = llvm_type(stored) if isinstance(stored, Vec) else _ELEMENT[stored]
 
     @intrinsic
     def load(typingctx, ptr):
         def codegen(context, builder, sig, args):
-            x = builder.load(pointer(builder, args[0], _ELEMENT[elt]), align=1)
+            x = builder.load(pointer(builder, args[0], stored), align=1)
             return convert(builder, x) if convert else x
 
-        return nb_type(types.intp), codegen
+        return value(types.intp), codegen
 
     return load
 
 
-ld_f32 = make_scalar_load(types.float32, "f32")
-ld_f64 = make_scalar_load(types.float64, "f64")
-ld_i64 = make_scalar_load(types.int64, "i64")
-ld_i32 = make_scalar_load(types.int64, "i32", lambda b, x: b.sext(x, ir.IntType(64)))
-ld_u8 = make_scalar_load(types.int64, "i8", lambda b, x: b.zext(x, ir.IntType(64)))
-ld_i8 = make_scalar_load(types.int64, "i8", lambda b, x: b.sext(x, ir.IntType(64)))
-
-
-def make_scalar_store(nb_type, elt, convert=None):
-    """store(address, value): the reverse of make_scalar_load."""
+def make_store(value, convert=None):
+    """store(address, x): a `value`, or what convert(builder, x) makes of it."""
 
     @intrinsic
-    def store(typingctx, ptr, value):
+    def store(typingctx, ptr, x):
         def codegen(context, builder, sig, args):
             x = convert(builder, args[1]) if convert else args[1]
-            builder.store(x, pointer(builder, args[0], _ELEMENT[elt]), align=1)
+            builder.store(x, pointer(builder, args[0], x.type), align=1)
             return context.get_dummy_value()
 
-        return types.void(types.intp, nb_type), codegen
+        return types.void(types.intp, value), codegen
 
     return store
 
 
-st_f32 = make_scalar_store(types.float32, "f32")
-st_f64 = make_scalar_store(types.float64, "f64")
-st_i64 = make_scalar_store(types.int64, "i64")
-st_i32 = make_scalar_store(types.int64, "i32", lambda b, x: b.trunc(x, _I32))
-st_i8 = make_scalar_store(types.int64, "i8", lambda b, x: b.trunc(x, ir.IntType(8)))
+load_f32x16, store_f32x16 = make_load(f32x16, f32x16), make_store(f32x16)
+load_i32x16, store_i32x16 = make_load(i32x16, i32x16), make_store(i32x16)
+load_i32x8, store_i32x8 = make_load(i32x8, i32x8), make_store(i32x8)
+load_i8x64, store_i8x64 = make_load(i8x64, i8x64), make_store(i8x64)
+load_i8x32, store_i8x32 = make_load(i8x32, i8x32), make_store(i8x32)
+load_i8x16, store_i8x16 = make_load(i8x16, i8x16), make_store(i8x16)
+
+ld_f32, st_f32 = make_load(types.float32, "f32"), make_store(types.float32)
+ld_f64, st_f64 = make_load(types.float64, "f64"), make_store(types.float64)
+ld_i64, st_i64 = make_load(types.int64, "i64"), make_store(types.int64)
+ld_i32 = make_load(types.int64, "i32", lambda b, x: b.sext(x, ir.IntType(64)))
+st_i32 = make_store(types.int64, lambda b, x: b.trunc(x, _I32))
+ld_u8 = make_load(types.int64, "i8", lambda b, x: b.zext(x, ir.IntType(64)))
+ld_i8 = make_load(types.int64, "i8", lambda b, x: b.sext(x, ir.IntType(64)))
+st_i8 = make_store(types.int64, lambda b, x: b.trunc(x, ir.IntType(8)))
 
 
 @intrinsic

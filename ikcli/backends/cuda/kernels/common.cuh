@@ -24,7 +24,6 @@ DI const int* step_pos(const i64* st) { return (const int*)st[ST_P_POS]; }
 DI const i64* step_cells(const i64* st) { return (const i64*)st[ST_P_CELLS]; }
 DI const i64* step_out_ids(const i64* st) { return (const i64*)st[ST_P_OUT_IDS]; }
 DI const i64* step_segments(const i64* st) { return (const i64*)st[ST_P_SEGMENTS]; }
-DI const i64* step_kv_cells(const i64* st) { return (const i64*)st[ST_P_KV_CELLS]; }
 DI const i64* step_window_cells(const i64* st) { return (const i64*)st[ST_P_WINDOW_CELLS]; }
 DI const i64* step_windows(const i64* st) { return (const i64*)st[ST_P_WINDOWS]; }
 // Rows of a value: a count of the step block times a constant.
@@ -33,7 +32,6 @@ DI i64 step_rows(const i64* st, int symbol, int factor) { return st[symbol] * fa
 constexpr float LOG2E = 1.44269504088896340736f;
 
 DI float silu(float x) { return x / (1.f + expf(-x)); }
-DI float gelu(float x) { return 0.5f * x * (1.f + tanhf(0.79788456080286535588f * x * (1.f + 0.044715f * x * x))); }
 
 DI float warp_sum(float v) {
 #pragma unroll

@@ -18,7 +18,6 @@ constexpr int PLANE = 8192, TILE = 2 * PLANE;
 constexpr int TERMS = 3 * TILE;            // of a chunk and head: -W (two tiles), P
 constexpr int KEYS = 4 * TILE;             // of a chunk and head (of keys, where decays are per head): q, k
 constexpr int FACTORS = 256;               // floats: decays of the chunk by column; D(0, t) and D(t, 64) by token
-constexpr float SPLIT_LEAST = 1.17549435e-38f;
 
 struct Work {
   u8 *terms, *keys;  // [slot][head]

@@ -59,7 +59,8 @@ class Launcher:
     """Lets the stand-in run kernels by emulation; keeps what was launched and the first failure."""
 
     def __init__(self) -> None:
-        from cuda_emulation import Launch, kernel, launch_now
+        from cuda_emulation import Launch, launch_now
+        from emulated_kernels import kernel
 
         self.library = ctypes.CDLL("libcuda.so.1")
         self.library.fake_count.restype = ctypes.c_long

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import cuda_emulation
+import emulated_kernels
 
 from ikcli.errors import IkError
 from ikcli.native import isa
@@ -43,7 +43,7 @@ def _is_ours(key: KernelKey) -> bool:
 
 def asked() -> set[str]:
     """Lines of what was asked for in this process."""
-    return _asked | cuda_emulation.used
+    return _asked | emulated_kernels.used
 
 
 def lacking(asked: set[str]) -> set[str]:
@@ -69,9 +69,9 @@ def write(lines: Iterable[str]) -> None:
 def compile_listed(say: Callable[[str], object]) -> None:
     """Compile what is missing; what is done, or cannot be, is said."""
     lines = listed()
-    files = {line for line in lines if _is_file(line)} if cuda_emulation.compiler_missing() is None else set[str]()
+    files = {line for line in lines if _is_file(line)} if emulated_kernels.compiler_missing() is None else set[str]()
     with ThreadPoolExecutor(1) as beside:
-        done = beside.submit(cuda_emulation.compile_files, files, say)
+        done = beside.submit(emulated_kernels.compile_files, files, say)
         _compile_kernels([KernelKey.of_line(line) for line in sorted(lines) if not _is_file(line)], say)
         done.result()
 

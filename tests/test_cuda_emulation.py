@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_emulation import EmulatedDevice, KernelError, emulation_only, needs_emulation, run_kernel
+from cuda_emulation import EmulatedDevice, emulation_only, needs_emulation, run_kernel
+from emulated_kernels import KernelError
 
 from ikcli.backends.cuda.device import Launch
 

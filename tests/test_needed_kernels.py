@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import cuda_emulation
+import emulated_kernels
 import needed_kernels
 import pytest
 
@@ -31,7 +31,7 @@ def test_every_line_names_what_is_there() -> None:
     for key in map(KernelKey.of_line, kernels):
         source = root.joinpath(*key.full_module.split(".")).with_suffix(".py").read_text()
         assert f"def {key.factory}(" in source, key.line
-    assert {*files} < {path.name for path in cuda_emulation.KERNELS.iterdir()}
+    assert {*files} < {path.name for path in emulated_kernels.KERNELS.iterdir()}
 
 
 def test_lists_of_other_machines_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

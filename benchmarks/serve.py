@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Load test of `ik serve`, if wanted next to the llama-server of ik_llama.cpp, as a Markdown table.
+"""Load test of `ik serve`, if wanted next to the llama-server of ik_llama.cpp or another ik, as a Markdown table.
 
 Clients stream `/completion` from a server on loopback, each the next request as soon as its last one is done; prompts
-are random token ids, so that no cache helps. Both servers get the same options and run in turns; medians are compared.
+are random token ids, so that no cache helps. Both servers get the same options and run in turns; the ratio is the
+median of those of the runs. With `--before`, both run at the same time and take every load in turns, within seconds.
 TTFT: first event after sending; ITL: time between events of an answer; `around`: wall clock of a request beyond the
 prompt and generation times that the server reports, per token (with as many clients as slots or fewer); `client`: the
 processor time of this program per token. Options after `--` are given to both servers.
@@ -244,11 +245,16 @@ def medians(results: Sequence[Result]) -> Result:
     return Result(*(statistics.median(getattr(r, name) for r in results) for name in Result.__dataclass_fields__))
 
 
-def table_row(name: str, n_slots: int, n_clients: int, r: Result, reference: Result | None) -> str:
-    """One line of the table; the ratio is of throughput."""
-    ratio = f"{r.tokens_per_second / reference.tokens_per_second:.2f}" if reference else ""
+def throughput_ratio(results: Sequence[Result], others: Sequence[Result]) -> float:
+    """Median over runs that were made beside each other."""
+    pairs = zip(results, others, strict=True)
+    return statistics.median(a.tokens_per_second / b.tokens_per_second for a, b in pairs)
+
+
+def table_row(name: str, n_slots: int, n_clients: int, r: Result, ratio: float | None) -> str:
+    """One line of the table."""
     around = f"{r.around:.0f}" if n_clients <= n_slots else ""
-    cells = [name, str(n_slots), str(n_clients), f"{r.tokens_per_second:.0f}", ratio]
+    cells = [name, str(n_slots), str(n_clients), f"{r.tokens_per_second:.0f}", "" if ratio is None else f"{ratio:.2f}"]
     cells += [f"{x:.1f}" for x in (r.ttft_p50, r.ttft_p95)] + [f"{x:.2f}" for x in (r.itl_p50, r.itl_p95)]
     return "| " + " | ".join([*cells, around, f"{r.client:.0f}"]) + " |"
 
@@ -269,7 +275,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         argv, extra = argv[:split], argv[split + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", type=Path, default=DEMO, help="GGUF file (default: the demo model)")
-    parser.add_argument("--reference", type=Path, help=f"folder with {PROGRAM}")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--reference", type=Path, help=f"folder with {PROGRAM}")
+    other.add_argument("--before", help="how to start another ik, as --ik")
     parser.add_argument("--ik", default="ik", help="how to start ik, with absolute paths (default: %(default)s)")
     parser.add_argument("-np", "--parallel", type=numbers, default=[1, 4, 16], help="slots (default: 1,4,16)")
     parser.add_argument("--clients", type=numbers, default=[1, 4, 16, 64], help="at once (default: 1,4,16,64)")
@@ -290,6 +298,8 @@ def main(argv: list[str]) -> int:
     """Run everything and print the table; progress goes to stderr."""
     arguments = parse_arguments(argv)
     programs = {"ik": [*shlex.split(arguments.ik), "serve"]}
+    if arguments.before:
+        programs["before"] = [*shlex.split(arguments.before), "serve"]
     if arguments.reference:
         programs["reference"] = [str((arguments.reference / PROGRAM).resolve())]
     options = f"-t {arguments.threads} -p {arguments.n_prompt} -n {arguments.n_gen}"
@@ -301,16 +311,24 @@ def main(argv: list[str]) -> int:
     for n_slots in arguments.parallel:
         runs: dict[tuple[str, int], list[Result]] = defaultdict(list)
         for repetition in range(arguments.repetitions):
-            for name, command in programs.items():
-                print(f"-np {n_slots}: {name}, run {repetition + 1} of {arguments.repetitions}", file=sys.stderr)
-                with server(command, arguments.model, arguments, n_slots) as port:
+            names = list(programs) if repetition % 2 else list(reversed(programs))
+            for together in [names] if arguments.before else [[name] for name in names]:
+                what = " and ".join(together)
+                print(f"-np {n_slots}: {what}, run {repetition + 1} of {arguments.repetitions}", file=sys.stderr)
+                with contextlib.ExitStack() as running:
+                    ports = [
+                        running.enter_context(server(programs[name], arguments.model, arguments, n_slots))
+                        for name in together
+                    ]
                     for n_clients in arguments.clients:
-                        runs[name, n_clients].append(measure(port, arguments, n_clients, repetition))
+                        for name, port in zip(together, ports, strict=True):
+                            runs[name, n_clients].append(measure(port, arguments, n_clients, repetition))
         for n_clients in arguments.clients:
-            found = {name: medians(runs[name, n_clients]) for name in programs}
-            for name, result in found.items():
-                other = found.get("reference") if name == "ik" else None
-                print(table_row(name, n_slots, n_clients, result, other), flush=True)
+            for name in programs:
+                others = [runs[other, n_clients] for other in programs if other != "ik" and name == "ik"]
+                found = runs[name, n_clients]
+                ratio = throughput_ratio(found, others[0]) if others else None
+                print(table_row(name, n_slots, n_clients, medians(found), ratio), flush=True)
     return 0
 
 

@@ -48,7 +48,9 @@ def test_figures(script: ModuleType) -> None:
     assert (r.ttft_p50, r.ttft_p95, r.itl_p50, r.itl_p95) == pytest.approx((10, 20, 2, 4))
     assert r.around == pytest.approx((2000 + 0) / 2)
     assert script.percentile(range(1, 101), 95) == 95
-    row = script.table_row("ik", 1, 4, r, script.Result(4, *[1.0] * 6))
+    other = script.Result(4, *[1.0] * 6)
+    assert script.throughput_ratio([r, r, other], [other, r, other]) == 1
+    row = script.table_row("ik", 1, 4, r, script.throughput_ratio([r], [other]))
     assert row.startswith("| ik | 1 | 4 | 8 | 2.00 |") and "|  | 250 |" in row
 
 
@@ -82,7 +84,12 @@ def test_answers_that_break_off(script: ModuleType, capsys: pytest.CaptureFixtur
 
 @pytest.mark.slow  # a whole measurement, with a server
 def test_a_run(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["--ik", f"{sys.executable} -m ikcli", "-np", "2", "--clients", "1,3", "-p", "8", "-n", "4", "-r", "1"]
-    assert script.main([*command, "--requests", "3", "--", "--no-webui"]) == 0
+    ik = f"{sys.executable} -m ikcli"
+    command = ["--ik", ik, "-np", "2", "--clients", "1,3", "-p", "8", "-n", "4", "-r", "1", "--requests", "3"]
+    assert script.main([*command, "--", "--no-webui"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].startswith("| ik | 2 | 1 |") and lines[-1].startswith("| ik | 2 | 3 |")
+    assert script.main([*command, "--before", ik]) == 0
+    rows = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()[-4:]]
+    assert [row[1:4] for row in rows] == [[name, "2", n] for n in ("1", "3") for name in ("ik", "before")]
+    assert [bool(row[5]) for row in rows] == [True, False] * 2

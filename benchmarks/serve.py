@@ -240,6 +240,27 @@ def measure(port: int, arguments: argparse.Namespace, n_clients: int, seed: int)
     return summary(answers, seconds, time.process_time() - before)
 
 
+def run_all(
+    programs: dict[str, list[str]], arguments: argparse.Namespace, n_slots: int
+) -> dict[tuple[str, int], list[Result]]:
+    """Results of every program and number of clients, one per repetition; each begins with new servers."""
+    runs: dict[tuple[str, int], list[Result]] = defaultdict(list)
+    for repetition in range(arguments.repetitions):
+        names = list(programs) if repetition % 2 else list(reversed(programs))
+        for together in [names] if arguments.before else [[name] for name in names]:
+            what = " and ".join(together)
+            print(f"-np {n_slots}: {what}, run {repetition + 1} of {arguments.repetitions}", file=sys.stderr)
+            with contextlib.ExitStack() as running:
+                ports = {
+                    name: running.enter_context(server(programs[name], arguments.model, arguments, n_slots))
+                    for name in together
+                }
+                for n_clients in arguments.clients:
+                    for name, port in ports.items():
+                        runs[name, n_clients].append(measure(port, arguments, n_clients, repetition))
+    return runs
+
+
 def medians(results: Sequence[Result]) -> Result:
     """Median of every figure."""
     return Result(*(statistics.median(getattr(r, name) for r in results) for name in Result.__dataclass_fields__))
@@ -302,6 +323,7 @@ def main(argv: list[str]) -> int:
         programs["before"] = [*shlex.split(arguments.before), "serve"]
     if arguments.reference:
         programs["reference"] = [str((arguments.reference / PROGRAM).resolve())]
+    other = next((name for name in programs if name != "ik"), None)
     options = f"-t {arguments.threads} -p {arguments.n_prompt} -n {arguments.n_gen}"
     options += f" --temp {arguments.temp}" if arguments.temp is not None else ""
     options += " " + shlex.join(arguments.extra) if arguments.extra else ""
@@ -309,25 +331,11 @@ def main(argv: list[str]) -> int:
     print("| server | np | clients | t/s | ratio | TTFT p50 ms | p95 | ITL p50 ms | p95 | around us | client us |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
     for n_slots in arguments.parallel:
-        runs: dict[tuple[str, int], list[Result]] = defaultdict(list)
-        for repetition in range(arguments.repetitions):
-            names = list(programs) if repetition % 2 else list(reversed(programs))
-            for together in [names] if arguments.before else [[name] for name in names]:
-                what = " and ".join(together)
-                print(f"-np {n_slots}: {what}, run {repetition + 1} of {arguments.repetitions}", file=sys.stderr)
-                with contextlib.ExitStack() as running:
-                    ports = [
-                        running.enter_context(server(programs[name], arguments.model, arguments, n_slots))
-                        for name in together
-                    ]
-                    for n_clients in arguments.clients:
-                        for name, port in zip(together, ports, strict=True):
-                            runs[name, n_clients].append(measure(port, arguments, n_clients, repetition))
+        runs = run_all(programs, arguments, n_slots)
         for n_clients in arguments.clients:
             for name in programs:
-                others = [runs[other, n_clients] for other in programs if other != "ik" and name == "ik"]
                 found = runs[name, n_clients]
-                ratio = throughput_ratio(found, others[0]) if others else None
+                ratio = throughput_ratio(found, runs[other, n_clients]) if other and name == "ik" else None
                 print(table_row(name, n_slots, n_clients, medians(found), ratio), flush=True)
     return 0
 

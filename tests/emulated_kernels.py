@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import ikcli.backends.cuda
+from build_ptx import KERNELS, sources
+
 from ikcli.native.kernel_cache import cache_root
 
-KERNELS = Path(ikcli.backends.cuda.__file__).parent / "kernels"
 used: set[str] = set()  # names of the files that this process has run kernels of
 _COMMAND = ("g++", "-std=c++17", "-x", "c++", "-DIK_EMU")
 _FLAGS = ("-O2", "-g1", "-shared", "-fPIC", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv",
@@ -75,24 +75,10 @@ def _host() -> str:
     return version + cpu
 
 
-def _sources(source: Path) -> list[Path]:
-    """A kernel file and everything it includes, directly or not."""
-    found: dict[Path, None] = {}
-    todo = [source]
-    while todo:
-        path = todo.pop()
-        if path in found:
-            continue
-        found[path] = None
-        for name in re.findall(r'^\s*#include "([^"]+)"', path.read_text(), re.M):
-            todo.append(path.parent / name if (path.parent / name).is_file() else KERNELS / name)
-    return sorted(found)
-
-
 def source_digest(source: Path) -> str:
     """Digest of a kernel file, of what it includes, and of the compiler."""
     h = hashlib.sha256("".join([_host(), _MAIN, *_COMMAND, *_FLAGS]).encode())
-    for path in _sources(source):
+    for path in (*sources(source), KERNELS / "emu.h"):
         h.update(path.name.encode() + b"\0" + path.read_bytes())
     return h.hexdigest()[:24]
 
@@ -151,13 +137,11 @@ def _library(source: Path) -> Path:
 
 def compile_files(names: Iterable[str], say: Callable[[str], object]) -> None:
     """Compile files of kernels that the cache lacks, on all cores."""
-    sources = [
-        path for name in sorted(names, reverse=True) if (path := KERNELS / name).is_file()
-    ]  # weights take longest
-    if missing := [s for s in sources if not (_folder(s) / "lib.so").is_file()]:
+    paths = [KERNELS / name for name in sorted(names, reverse=True)]  # those of weights take longest
+    if missing := [p for p in paths if p.is_file() and not (_folder(p) / "lib.so").is_file()]:
         say(f"files of GPU kernels that are compiled for the emulation first: {len(missing)}")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for error in [done.exception() for done in [pool.submit(_library, s) for s in missing]]:
+            for error in [done.exception() for done in [pool.submit(_library, p) for p in missing]]:
                 if error:
                     say(str(error))
 

@@ -41,7 +41,8 @@ def library_folder() -> Path:
 def run(arguments: list[str], **environment: object) -> subprocess.CompletedProcess[str]:
     """Run `python arguments`, with FAKE_CUDA_* and other variables set."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA_", "IK_CUDA", "FAKE_CUDA"))}
-    env |= {"LD_LIBRARY_PATH": str(library_folder()), "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+    path = os.pathsep.join(str(folder) for folder in (TESTS, TESTS.parent, TESTS.parent / "tools"))
+    env |= {"LD_LIBRARY_PATH": str(library_folder()), "PYTHONPATH": path}
     env |= {k: str(v) for k, v in environment.items()}
     return subprocess.run(
         [sys.executable, *arguments], env=env, capture_output=True, text=True, check=False, timeout=120

@@ -46,16 +46,22 @@ def asked() -> set[str]:
     return _asked | emulated_kernels.used
 
 
-def lacking(asked: set[str]) -> set[str]:
-    """What was asked for and is not in the list, if it is one for machines like this."""
+def _read() -> tuple[bool, set[str]]:
+    """Whether the list is one for machines like this, and its lines."""
     head, *lines = LIST.read_text().splitlines()
-    return asked.difference(lines) if head == isa.current().name else set()
+    return head == isa.current().name, set(lines)
+
+
+def lacking(asked: set[str]) -> set[str]:
+    """What was asked for and is not in the list, if that is of use on this machine."""
+    is_ours, lines = _read()
+    return asked - lines if is_ours else set()
 
 
 def listed() -> set[str]:
     """Lines of the list that are of use on this machine."""
-    head, *lines = LIST.read_text().splitlines()
-    return {line for line in lines if head == isa.current().name or _is_file(line)}
+    is_ours, lines = _read()
+    return {line for line in lines if is_ours or _is_file(line)}
 
 
 def _is_file(line: str) -> bool:

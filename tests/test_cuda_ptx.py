@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
-from types import ModuleType
 
+import build_ptx as tool
 import pytest
+from build_ptx import KERNELS
 
 from ikcli.backends.cuda.modules import FOLDER, Package
 
-ROOT = Path(__file__).resolve().parents[1]
-KERNELS = ROOT / "ikcli" / "backends" / "cuda" / "kernels"
 FILES = sorted(path.stem for path in KERNELS.glob("*.cu"))
 LARGEST = 400_000  # bytes of PTX that assemble in a second or two
-
-
-def _tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_ptx", ROOT / "tools" / "build_ptx.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["build_ptx"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = _tool()
 
 
 def _missing() -> str | None:

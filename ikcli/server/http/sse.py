@@ -61,18 +61,19 @@ class EventStream(Response):
         if self._timeout and task is not None:
             self._watch(task, -1, 0)
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for chunk in self._chunks:
-                self._sending = True
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                self._sending = False
-                self._sent += 1
-            self._cleanup()
+            try:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for chunk in self._chunks:
+                    self._sending = True
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    self._sending = False
+                    self._sent += 1
+            finally:
+                self._cleanup()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            self._cleanup()
 
     def _watch(self, task: asyncio.Task[Any], sent: int, stuck: int) -> None:
         """Cancel the task if it was found in the same send at every look during the timeout."""

@@ -116,7 +116,9 @@ class Forwarded(Response):
         """Ask the process what the request took, which it knows at the end; not yet, if a client is gone."""
         if self._account is None or not self._ok:
             return
-        for _ in range(1 if self._ended else _ASK):
+        for attempt in range(1 if self._ended else _ASK):
+            if attempt:
+                await asyncio.sleep(0.02)
             try:
                 status, found = await upstream.ask("GET", b"/usage?id=" + self._id.encode())
             except UpstreamError:
@@ -125,7 +127,6 @@ class Forwarded(Response):
                 used = jsontext.parse(found)
                 self._account.add(used["prompt_tokens"], used["completion_tokens"])
                 return
-            await asyncio.sleep(0.02)
 
 
 def add_routes(app: FastAPI, own: Iterable[Route], endpoint: Endpoint) -> None:

@@ -16,7 +16,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from ikcli.eval.sweep_read import read_text
+from ikcli.bench.sweep_read import read_text
 
 Row = tuple[float, float]
 """Prompt and generation speed in tokens per second."""

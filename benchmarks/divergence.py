@@ -24,8 +24,8 @@ from divergence_bench import PROGRAM, Bench, Failed, Judge, Programs, file_type,
 from divergence_report import HEADER, MODES, SUMMARY_HEADER, Record, line, read, row, summary
 from model_divergence import Settings, halves
 
-from ikcli.config import default_model, default_text
 from ikcli.hostinfo import physical_cores
+from ikcli.settings.run import default_model, default_text
 
 TYPES = [
     "IQ1_S", "IQ1_M", "IQ1_KT", "IQ2_XXS", "IQ2_KT", "IQ2_KS", "IQ2_XS", "IQ2_K", "IQ2_S", "Q2_K", "IQ2_KL", "IQ3_XXS",

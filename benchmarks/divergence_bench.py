@@ -17,12 +17,12 @@ import numpy.typing as npt
 from divergence_report import COVARIANCE, IMATRIX, NOTHING, SELF, Record, Side, ratio_of_means
 from model_divergence import Settings, compare, importance, store_base
 
-from ikcli.eval.imatrix import save
-from ikcli.eval.kld_file import BaseReader
-from ikcli.eval.random_tokens import write_self_covariance
 from ikcli.gguf.constants import FILE_TYPES
 from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.imatrix.matrix import save
+from ikcli.imatrix.random_tokens import write_self_covariance
 from ikcli.main import main as ik
+from ikcli.measure.kld_file import BaseReader
 from ikcli.quant.covariance_file import write_covariance
 from ikcli.quant.formats import tensor_size
 

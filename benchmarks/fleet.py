@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ikcli.config import default_model, default_text
 from ikcli.fleet.executor import Executor, Here, Processes, executor
 from ikcli.fleet.journal import Journal
 from ikcli.fleet.ordered import in_order
+from ikcli.settings.run import default_model, default_text
 
 _TICK = 0.01  # seconds
 _TICKS = os.sysconf("SC_CLK_TCK")

@@ -40,13 +40,13 @@ from typing import Any
 
 import numpy as np
 
-from ikcli.config import RunConfig, default_model
-from ikcli.engine.batch import Batch
-from ikcli.engine.planner import Planner
-from ikcli.engine.session import Session
-from ikcli.engine.stages.driver import StagedRunner
-from ikcli.engine.stages.wire import Kind, Listener, LostLinkError, connect
+from ikcli.engine.pipeline.driver import StagedRunner
+from ikcli.engine.pipeline.wire import Kind, Listener, LostLinkError, connect
+from ikcli.engine.plan.planner import Planner
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.session import Session
 from ikcli.log import hushed
+from ikcli.settings.run import RunConfig, default_model
 
 ONE, SEVERAL, PROMPT = "one sequence", "sequences", "prompt"
 _PERIOD = 0.002

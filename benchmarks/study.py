@@ -23,12 +23,12 @@ from divergence_bench import Failed, quiet
 from divergence_report import ratio_of_means
 from model_divergence import Settings, compare, importance, store_base
 
-from ikcli.config import default_model, default_text
-from ikcli.eval.imatrix import save
-from ikcli.eval.kld_file import BaseReader
 from ikcli.gguf.reader import open_gguf
 from ikcli.hostinfo import physical_cores
+from ikcli.imatrix.matrix import save
 from ikcli.main import main as ik
+from ikcli.measure.kld_file import BaseReader
+from ikcli.settings.run import default_model, default_text
 
 PRESETS = "Q2_K,IQ3_M,Q3_K_M,Q4_K_S,Q4_K_M"
 WAYS = ("preset", "estimate", "study", "calibrated")

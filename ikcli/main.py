@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _is_run(argv: list[str]) -> bool:
     """Whether this runs a model, which ends with whoever reads. The rest is short, or not done for what it prints."""
-    from ikcli.commands._table import BY_NAME
+    from ikcli.cli.table import BY_NAME
 
     info = BY_NAME.get(argv[0]) if argv else None
     asks = {"--help", "-h", "--usage", "--dry-run"} & set(argv)
@@ -71,12 +71,12 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0:1] == ["help"] and len(argv) > 1 and _has_options_only(argv[1]):
         argv = [argv[1], "--help"]
     if not argv or argv[0] in _HELP:
-        from ikcli.commands._help import main_help
+        from ikcli.cli.help import main_help
 
         print(main_help())
         return 0 if argv else 2
     if argv[0] in _COMPLETION_OPTIONS:
-        from ikcli.commands._completion import run
+        from ikcli.cli.completion import run
 
         return run(argv)
     if "--version" in argv[:2]:
@@ -89,7 +89,7 @@ def _dispatch(argv: list[str]) -> int:
 
 def _has_options_only(name: str) -> bool:
     """Whether this is a command without a page in the manual."""
-    from ikcli.commands._table import BY_NAME
+    from ikcli.cli.table import BY_NAME
     from ikcli.manual import pages
 
     return name in BY_NAME and name not in pages()
@@ -98,7 +98,7 @@ def _has_options_only(name: str) -> bool:
 def _run_typer(argv: list[str]) -> int:
     import typer
 
-    from ikcli.commands._app import run
+    from ikcli.cli.app import run
 
     try:
         return run(argv, completion=COMPLETION in os.environ)

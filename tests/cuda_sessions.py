@@ -11,10 +11,10 @@ from cuda_emulation import EmulatedDevice
 from factories import MemoryModel, tiny_deepseek2, tiny_model
 from gguf_files import write_model
 
-from ikcli.config import RunConfig
-from ikcli.engine.batch import Batch
-from ikcli.engine.session import Session
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.session import Session
 from ikcli.gguf.constants import GGMLType
+from ikcli.settings.run import RunConfig
 
 EXPERTS = {"expert_count": 8, "expert_used_count": 3}
 MODELS: dict[str, Callable[[], MemoryModel]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ikcli.engine.report import TensorRow
+from ikcli.engine.run.log_lines import TensorRow
 from ikcli.gguf.types import TYPES, tensor_n_bytes
 
 TYPES = {traits.name: type for type, traits in TYPES.items()}

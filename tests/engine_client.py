@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ikcli.config import RunConfig
-from ikcli.config_groups import ServerConfig
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots.engine import Engine, Ticket
 from ikcli.server.slots.messages import Delta, Event, Failure, Final, GenerationRequest
+from ikcli.settings.groups import ServerConfig
+from ikcli.settings.run import RunConfig
 
 GREEDY = SamplerParams(temperature=0)
 WAIT = 60  # seconds until a test gives up

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ikcli.engine.control_vectors import ControlVectors, VectorUse
+from ikcli.engine.run.control_vectors import ControlVectors, VectorUse
 from ikcli.server.slots.messages import (
     Candidate,
     Delta,

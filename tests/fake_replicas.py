@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from ikcli.config import RunConfig
-from ikcli.config_groups import ServerConfig
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.replicas.app import ReplicasState, build_app
 from ikcli.server.replicas.crew import Crew
 from ikcli.server.router.child import LoadError
 from ikcli.server.router.upstream import Upstream
+from ikcli.settings.groups import ServerConfig
+from ikcli.settings.run import RunConfig
 
 WAIT = 20.0
 Handler = Callable[["FakeProcess", str, str, bytes, asyncio.StreamWriter], Awaitable[None]]

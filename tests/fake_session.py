@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.batch import Batch
+from ikcli.engine.run.batch import Batch
 from ikcli.errors import NonFiniteError
 
 

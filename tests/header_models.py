@@ -8,7 +8,7 @@ from typing import Any
 
 from deepseek_shapes import LITE, TYPES, V3, V25, Dims, rows
 
-from ikcli.engine.report import TensorRow
+from ikcli.engine.run.log_lines import TensorRow
 from ikcli.gguf.types import tensor_n_bytes
 from ikcli.gguf.writer import GGUFWriter, NewTensor
 

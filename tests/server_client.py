@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 from fake_engine import FakeEngine, fake_tokenizer
 
-from ikcli.config import RunConfig
-from ikcli.config_groups import ServerConfig
 from ikcli.server.http.app import build_app
 from ikcli.server.http.auth import read_keys
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.state import ServerState
+from ikcli.settings.groups import ServerConfig
+from ikcli.settings.run import RunConfig
 
 
 def _as_uvicorn(app: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from ikcli.engine.stages.process import StageOptions, work
+from ikcli.engine.pipeline.process import StageOptions, work
 
 
 class Threads:

@@ -17,21 +17,21 @@ from gguf_files import write_model
 from tiers import some, some_architectures
 from tiny_architectures import OPTIONAL, TINY, WINDOWED
 
-from ikcli.commands._options import parse
-from ikcli.config import RunConfig
-from ikcli.config_groups import AdapterConfig
-from ikcli.config_values import ScaledFile
-from ikcli.engine import gpus
-from ikcli.engine.adapters import Added
-from ikcli.engine.control_vectors import ControlVector, VectorUse, in_use
-from ikcli.engine.planner import Planner
-from ikcli.engine.reference_session import ReferenceSession
-from ikcli.engine.session import Session
+from ikcli.cli.parser import parse
+from ikcli.engine.plan.planner import Planner
+from ikcli.engine.run import gpus
+from ikcli.engine.run.adapters import Added
+from ikcli.engine.run.control_vectors import ControlVector, VectorUse, in_use
+from ikcli.engine.run.reference_session import ReferenceSession
+from ikcli.engine.run.session import Session
 from ikcli.errors import FormatError, IkError, UnsupportedError, UsageError
-from ikcli.eval.imatrix_collect import watch
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph.ops_rows import Product
+from ikcli.imatrix.collect import watch
 from ikcli.models import GraphConfig
+from ikcli.settings.groups import AdapterConfig
+from ikcli.settings.run import RunConfig
+from ikcli.settings.values import ScaledFile
 
 EXPERTS = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 64}
 MODELS: dict[str, Callable[[], MemoryModel]] = {

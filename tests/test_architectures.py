@@ -18,19 +18,20 @@ from tiers import some, some_architectures
 from tiny_architectures import TINY, WINDOWED, tiny
 
 from ikcli import models
-from ikcli.config import RunConfig
-from ikcli.engine import gpus, sequences, sizes
-from ikcli.engine.batch import Batch
-from ikcli.engine.reference_session import ReferenceSession
-from ikcli.engine.session import Session
+from ikcli.engine.plan import sizes
+from ikcli.engine.run import gpus, sequences
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.reference_session import ReferenceSession
+from ikcli.engine.run.session import Session
 from ikcli.errors import FormatError, IkError, UnsupportedError
-from ikcli.eval.kl_divergence import KlParams, run
-from ikcli.eval.kld_file import BaseReader
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph.ops_attention import FlashAttn
 from ikcli.graph.ops_rows import MulMat
+from ikcli.measure.kl_divergence import KlParams, run
+from ikcli.measure.kld_file import BaseReader
 from ikcli.models import GraphConfig, HParams
 from ikcli.models.alibi import slopes
+from ikcli.settings.run import RunConfig
 
 GOLDEN = (
     "bailingmoe3", "command-r", "dots1", "ernie4_5", "ernie4_5-moe", "falcon", "gemma", "glm-dsa", "glm4", "glm4moe",

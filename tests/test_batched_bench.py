@@ -8,17 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ikcli.commands._options import parse
+from ikcli.bench import batched as batched_bench
+from ikcli.bench.batched import BatchedRow, run
+from ikcli.bench.sweep_read import read_text
+from ikcli.cli.parser import parse
 from ikcli.commands.batched_bench import BatchedPrinter
-from ikcli.config import RunConfig, default_model
-from ikcli.engine.batch import Batch
-from ikcli.engine.bench_cases import BatchedTest, batched_tests
-from ikcli.engine.session import Session
+from ikcli.engine.plan.bench_cases import BatchedTest, batched_tests
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, UsageError
-from ikcli.eval import batched_bench
-from ikcli.eval.batched_bench import BatchedRow, run
-from ikcli.eval.sweep_read import read_text
 from ikcli.main import main
+from ikcli.settings.run import RunConfig, default_model
 
 HEAD = "|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |"
 RULE = "|-------|--------|------|--------|----------|----------|----------|----------|----------|----------|"

@@ -12,12 +12,8 @@ import numpy as np
 import pytest
 from fake_session import FakeSession
 
-from ikcli.commands._bench_output import FIELDS, make_writer, values
-from ikcli.commands._options import parse
-from ikcli.config import RunConfig
-from ikcli.errors import UsageError
-from ikcli.eval import bench
-from ikcli.eval.bench import (
+from ikcli.bench import tests as bench
+from ikcli.bench.tests import (
     BenchModel,
     BenchResult,
     BenchTest,
@@ -27,7 +23,11 @@ from ikcli.eval.bench import (
     measure,
     params_label,
 )
+from ikcli.cli.parser import parse
+from ikcli.commands._bench_output import FIELDS, make_writer, values
+from ikcli.errors import UsageError
 from ikcli.main import main
+from ikcli.settings.run import RunConfig
 
 MODEL = BenchModel("m's.gguf", 'deepseek2 16B "IQ4_NL"', 7 * 2**30 + 2**28, 15_706_000_000)
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from ikcli.bench.compare import Side, SideRun, compare, interval, parse_sides, run_side, speeds_of
+from ikcli.bench.disturbance import Disturbance, Watch, warnings_of
 from ikcli.commands._bench_compare import common_options
 from ikcli.errors import IkError, UsageError
-from ikcli.eval.bench_compare import Side, SideRun, compare, interval, parse_sides, run_side, speeds_of
-from ikcli.eval.disturbance import Disturbance, Watch, warnings_of
-from ikcli.eval.report_page import page
-from ikcli.eval.report_read import read_output, read_results
 from ikcli.main import main
+from ikcli.report.page import page
+from ikcli.report.read import read_output, read_results
 
 A, B = Side("a", ("a",)), Side("b", ("b",))
 

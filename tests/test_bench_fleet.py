@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from ikcli.bench import fleet as fleet_bench
 from ikcli.errors import IkError
-from ikcli.eval import fleet_bench
 from ikcli.fleet.executor import ByKind, Here
 from ikcli.main import main
 

@@ -156,9 +156,9 @@ def test_resuming_measures_what_is_missing(
 
 
 def test_files_are_compared_by_types_and_data(scripts: Scripts) -> None:
-    from ikcli.config import default_model
     from ikcli.gguf.constants import GGMLType
     from ikcli.gguf.reader import open_gguf
+    from ikcli.settings.run import default_model
 
     a, b = open_gguf(default_model(), ()), open_gguf(default_model(), ())
     assert scripts.bench.different_types(a, b) == [] and scripts.bench.same_data(a, b)

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from ikcli.config import default_model
+from ikcli.settings.run import default_model
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 

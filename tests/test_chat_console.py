@@ -13,8 +13,6 @@ import pytest
 from rich.console import Console
 
 from ikcli.chat.parser import ChatDelta
-from ikcli.config import RunConfig
-from ikcli.config_groups import ServerConfig
 from ikcli.console import slash
 from ikcli.console.answers import Answer, Body, Counts, Gather
 from ikcli.console.conversation import Conversation
@@ -22,6 +20,8 @@ from ikcli.console.render import Fancy, Plain, call_line, finished_blocks
 from ikcli.console.repl import Repl
 from ikcli.console.start import request_fields
 from ikcli.errors import IkError
+from ikcli.settings.groups import ServerConfig
+from ikcli.settings.run import RunConfig
 
 CALL = [ChatDelta(index=0, id="a", name="weather"), ChatDelta(index=0, arguments='{"city": '),
         ChatDelta(index=0, arguments='"Paris"}')]  # fmt: skip

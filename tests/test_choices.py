@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 from fake_session import FakeSession, FakeTokenizer
 
+from ikcli.cli.parser import ModelRun
 from ikcli.commands import perplexity
-from ikcli.commands._options import ModelRun
-from ikcli.config import RunConfig, default_model
-from ikcli.config_groups import PerplexityConfig, PromptConfig
 from ikcli.errors import FormatError, IkError, NonFiniteError, UsageError
-from ikcli.eval import choices
-from ikcli.eval.choice_tasks import (
+from ikcli.measure import choices
+from ikcli.measure.choice_tasks import (
     Question,
     _Random,
     read_hellaswag,
@@ -25,6 +23,8 @@ from ikcli.eval.choice_tasks import (
     read_winogrande,
     tokenized,
 )
+from ikcli.settings.groups import PerplexityConfig, PromptConfig
+from ikcli.settings.run import RunConfig, default_model
 
 N_VOCAB = 8
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ikcli.commands._help import command_help
-from ikcli.commands._options import all_options, parse
-from ikcli.commands._table import BY_NAME
+from ikcli.cli.help import command_help
+from ikcli.cli.parser import all_options, parse
+from ikcli.cli.table import BY_NAME
 from ikcli.errors import UsageError
 
 

@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from ikcli.commands._options import Parsed, parse
+from ikcli.cli.parser import Parsed, parse
 from ikcli.hostinfo import physical_cores
 
 LINES = {

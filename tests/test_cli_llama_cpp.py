@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from ikcli.commands._options import parse
-from ikcli.commands._upstream import IGNORED, INSTEAD, OTHER_COMMANDS, REFUSED
-from ikcli.config_values import ScaledFile, SpecSetting, SpecStage
-from ikcli.engine.tensor_rules import cpu_rules, match_rules
+from ikcli.cli.parser import parse
+from ikcli.cli.upstream import IGNORED, INSTEAD, OTHER_COMMANDS, REFUSED
+from ikcli.engine.plan.tensor_rules import cpu_rules, match_rules
 from ikcli.errors import UsageError
 from ikcli.main import main
 from ikcli.server.slots.speculative import stages
+from ikcli.settings.values import ScaledFile, SpecSetting, SpecStage
 
 OPTIONS = Path(__file__).parent / "data" / "llama_server_options.txt"
 
@@ -41,7 +41,7 @@ def test_every_option_of_the_server_is_known() -> None:
 
 
 def test_tables_do_not_contradict_each_other() -> None:
-    from ikcli.commands._options import names_of
+    from ikcli.cli.parser import names_of
 
     tables = [IGNORED.keys(), INSTEAD.keys(), REFUSED.keys(), OTHER_COMMANDS.keys(), names_of("serve").keys()]
     names = [name for table in tables for name in table]

@@ -12,12 +12,12 @@ import pytest
 from tiers import some
 
 from ikcli import log, main
-from ikcli.commands import _help
-from ikcli.commands._options import all_options, parse
-from ikcli.commands._table import BY_NAME, COMMANDS
-from ikcli.config_tools import TOOLS
-from ikcli.engine import devices
+from ikcli.cli import help as _help
+from ikcli.cli.parser import all_options, parse
+from ikcli.cli.table import BY_NAME, COMMANDS
+from ikcli.engine.plan import devices
 from ikcli.errors import IkError, UnsupportedError
+from ikcli.settings.tools import TOOLS
 
 RUN_COMMANDS = [info.name for info in COMMANDS if info.runs_model]
 
@@ -252,7 +252,7 @@ TOOLS_LOADED = """
 import sys
 from ikcli.main import main
 main(sys.argv[1:])
-print("loaded:", sorted({"ikcli.config", "ikcli.options"} & set(sys.modules)))
+print("loaded:", sorted({"ikcli.settings.run", "ikcli.settings.option"} & set(sys.modules)))
 """
 
 

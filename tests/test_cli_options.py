@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ikcli.commands._options import all_options, parse
-from ikcli.commands._suggest import edit_distance, nearest
-from ikcli.config import KV_TYPES
-from ikcli.config_tools import TOOLS
+from ikcli.cli.parser import all_options, parse
+from ikcli.cli.suggest import edit_distance, nearest
 from ikcli.errors import UsageError
-from ikcli.options import iter_options
+from ikcli.settings.option import iter_options
+from ikcli.settings.run import KV_TYPES
+from ikcli.settings.tools import TOOLS
 
 
 def config(*argv: str, command: str = "sweep-bench"):
@@ -242,7 +242,7 @@ def test_any_arguments_parse_or_give_a_usage_error(command: str, argv: list[str]
 
 
 def test_declarations_are_consistent() -> None:
-    from ikcli.config import RunConfig
+    from ikcli.settings.run import RunConfig
 
     seen: dict[tuple[str, str], str] = {}
     for bound in iter_options(RunConfig):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from ikcli import main, manual
-from ikcli.commands import _completion
-from ikcli.commands._app import completions
-from ikcli.commands._table import BY_NAME, COMMANDS
+from ikcli.cli import completion as _completion
+from ikcli.cli.app import completions
+from ikcli.cli.table import BY_NAME, COMMANDS
 
 CASES = [
     ("ik sw", {"sweep-bench", "sweep-bench-plot"}),

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ikcli import config as config_module
 from ikcli import hostinfo
-from ikcli.config import RunConfig, padded_ctx, resolve, sequences_per_batch
-from ikcli.engine.startup import check_cache_types, check_ser
+from ikcli.engine.plan.startup import check_cache_types, check_ser
 from ikcli.errors import UsageError
+from ikcli.settings import run as config_module
+from ikcli.settings.run import RunConfig, padded_ctx, resolve, sequences_per_batch
 
 BASE = RunConfig(command="sweep-bench", n_threads=1, n_threads_batch=1)
 

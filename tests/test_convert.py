@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 from checkpoints import LLAMA, MOE, N_VOCAB, as_bf16, bf16, llama_tensors, write_checkpoint, write_safetensors
 
-from ikcli.config import RunConfig
 from ikcli.convert.source import SafetensorsSource
 from ikcli.convert.tool import CheckpointOptions, open_checkpoint, plan_convert
-from ikcli.engine.session import Session
+from ikcli.engine.run.session import Session
 from ikcli.errors import FormatError, IkError, UnsupportedError
-from ikcli.eval.kl_divergence import KlParams
-from ikcli.eval.kl_divergence import run as run_kl
-from ikcli.eval.kld_file import BaseReader
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.main import main
+from ikcli.measure.kl_divergence import KlParams
+from ikcli.measure.kl_divergence import run as run_kl
+from ikcli.measure.kld_file import BaseReader
 from ikcli.quant.decode import dequantize
 from ikcli.quant.recipes import RecipeOptions
 from ikcli.quant.tool import ToolOptions
+from ikcli.settings.run import RunConfig
 
 GOLDEN = (
     *("gemma3", "gemma4", "glm4", "glm4moe", "gpt-oss", "llama-rope3", "minimax-m2", "qwen2moe", "qwen35"),

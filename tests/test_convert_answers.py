@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from checkpoints import drawn, write_checkpoint
 
-from ikcli.config import RunConfig
 from ikcli.convert.tool import open_checkpoint, plan_convert
-from ikcli.engine.batch import Batch
-from ikcli.engine.session import Session
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.session import Session
 from ikcli.quant.quantizer import run
 from ikcli.quant.recipes import RecipeOptions
 from ikcli.quant.tool import ToolOptions
+from ikcli.settings.run import RunConfig
 
 ANSWERS: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "convert_answers.json").read_text())
 

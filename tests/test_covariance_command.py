@@ -8,9 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ikcli.config import default_model, default_text
-from ikcli.eval.calibrate import Calibrator
-from ikcli.eval.resident import ResidentOptions
 from ikcli.gguf.constants import GGMLType as T
 from ikcli.gguf.reader import open_gguf
 from ikcli.main import main
@@ -19,6 +16,9 @@ from ikcli.quant.decode import dequantize
 from ikcli.quant.encoding import Encoding
 from ikcli.quant.imatrix_file import read_imatrix
 from ikcli.quant.measure import measure_piece, sample_tensor
+from ikcli.settings.run import default_model, default_text
+from ikcli.study.calibrate import Calibrator
+from ikcli.study.resident import ResidentOptions
 
 NAME = "blk.1.attn_output.weight"
 

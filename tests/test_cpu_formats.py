@@ -20,10 +20,9 @@ from weight_bytes import QUANTIZED, fitting, params, stored
 
 from ikcli.backends.cpu.lower import RULES
 from ikcli.backends.cpu.program import INDEPENDENT_ROWS
-from ikcli.config import RunConfig
-from ikcli.engine import repacking
-from ikcli.engine.batch import Batch
-from ikcli.engine.session import Session
+from ikcli.engine.run import repacking
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.session import Session
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
@@ -31,6 +30,7 @@ from ikcli.graph import Weight
 from ikcli.quant import repack
 from ikcli.quant.decode import dequantize
 from ikcli.quant.formats import get_format, row_size, tensor_size
+from ikcli.settings.run import RunConfig
 
 Array = npt.NDArray[Any]
 N_TOKENS = (1, 2, 4, 13)

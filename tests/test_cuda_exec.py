@@ -11,11 +11,11 @@ import pytest
 from cuda_emulation import needs_emulation
 from cuda_sessions import Opener, assert_close, config, transcript, written
 
-from ikcli.engine import gpus
-from ikcli.engine.session import Session
-from ikcli.eval.kl_divergence import KlParams
-from ikcli.eval.kl_divergence import run as run_kl
-from ikcli.eval.kld_file import BaseReader
+from ikcli.engine.run import gpus
+from ikcli.engine.run.session import Session
+from ikcli.measure.kl_divergence import KlParams
+from ikcli.measure.kl_divergence import run as run_kl
+from ikcli.measure.kld_file import BaseReader
 
 pytestmark = needs_emulation
 EXACT = {"type_k": "f32", "type_v": "f32"}

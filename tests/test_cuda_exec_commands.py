@@ -10,9 +10,9 @@ import pytest
 from cuda_emulation import needs_emulation
 from cuda_sessions import Opener, config, tokens, written
 
-from ikcli.engine import gpus
-from ikcli.engine.session import Session
-from ikcli.eval.imatrix import ImatrixParams, collect
+from ikcli.engine.run import gpus
+from ikcli.engine.run.session import Session
+from ikcli.imatrix.matrix import ImatrixParams, collect
 from ikcli.main import main
 
 pytestmark = needs_emulation

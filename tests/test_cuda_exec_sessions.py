@@ -15,10 +15,10 @@ from factories import tiny_model
 from gguf_files import write_model
 
 from ikcli.backends.cuda.device import CudaError, NoGraphMemory
-from ikcli.engine import gpus
-from ikcli.engine.batch import Batch
-from ikcli.engine.run_device import RESERVE_BYTES
-from ikcli.engine.session import Session
+from ikcli.engine.run import gpus
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.run_device import RESERVE_BYTES
+from ikcli.engine.run.session import Session
 from ikcli.errors import NonFiniteError
 
 pytestmark = needs_emulation

@@ -20,8 +20,8 @@ from leaves import Leaf, leaf
 
 from ikcli.backends.cuda.activations import activations
 from ikcli.backends.cuda.lower import Counts, GpuLowering, GpuProgram, Ref, all_rules, lower
-from ikcli.engine.batch import Batch
-from ikcli.engine.reference_session import ReferenceSession
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Graph, HeadSlice, Node, Op, Rows, Weight
 from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore

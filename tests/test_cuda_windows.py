@@ -14,12 +14,12 @@ from cuda_sessions import Opener, assert_close, config, tokens
 from factories import tiny_model
 from gguf_files import write_model
 
-from ikcli.engine import gpus
-from ikcli.engine.batch import Batch
-from ikcli.engine.session import Session
-from ikcli.eval.kl_divergence import KlParams, run
-from ikcli.eval.kld_file import BaseReader
+from ikcli.engine.run import gpus
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.session import Session
 from ikcli.graph import Per
+from ikcli.measure.kl_divergence import KlParams, run
+from ikcli.measure.kld_file import BaseReader
 
 pytestmark = needs_emulation
 EXPERTS = {"expert_count": 8, "expert_used_count": 3}

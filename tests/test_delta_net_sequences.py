@@ -14,14 +14,14 @@ from factories import tiny_model
 from gguf_files import write_model
 from tiny_architectures import OPTIONAL, TINY
 
-from ikcli.config import RunConfig
-from ikcli.engine import gpus
-from ikcli.engine.batch import Batch
-from ikcli.engine.reference_session import ReferenceSession
-from ikcli.engine.session import Session
+from ikcli.engine.run import gpus
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.reference_session import ReferenceSession
+from ikcli.engine.run.session import Session
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Per
 from ikcli.models import GraphConfig
+from ikcli.settings.run import RunConfig
 
 ARCHS = ("qwen3next", "kimi-linear", "mamba")
 IDS = np.random.default_rng(1).integers(1, 96, 100).astype(np.int32)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ikcli.commands._options import all_options
-from ikcli.commands._table import BY_NAME, COMMANDS
-from ikcli.config_tools import TOOLS
+from ikcli.cli.parser import all_options
+from ikcli.cli.table import BY_NAME, COMMANDS
+from ikcli.settings.tools import TOOLS
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -12,16 +12,17 @@ import pytest
 from fake_cuda import needs_gcc
 from fake_cuda import run as run_with_gpu
 
-from ikcli.config import RunConfig, default_model
-from ikcli.engine.startup import prepare
-from ikcli.eval import doctor_machine, doctor_measure
-from ikcli.eval.doctor_advice import machine_advice, model_advice
-from ikcli.eval.doctor_machine import KernelCache, Memory, Node, Processor, Roots, kernel_cache, kernel_choice
-from ikcli.eval.doctor_measure import GpuRoof, Roofs
-from ikcli.eval.doctor_model import ModelReport, TokenCost, model_report, speeds, token_cost
+from ikcli.doctor import machine as doctor_machine
+from ikcli.doctor import roofline as doctor_measure
+from ikcli.doctor.advice import machine_advice, model_advice
+from ikcli.doctor.machine import KernelCache, Memory, Node, Processor, Roots, kernel_cache, kernel_choice
+from ikcli.doctor.model import ModelReport, TokenCost, model_report, speeds, token_cost
+from ikcli.doctor.roofline import GpuRoof, Roofs
+from ikcli.engine.plan.startup import prepare
 from ikcli.gguf.reader import open_gguf
 from ikcli.main import main
 from ikcli.native import kernel_cache as native_cache
+from ikcli.settings.run import RunConfig, default_model
 
 GIB = 2**30
 CPU = Processor("x", "avx512", (), (), 16, 16, 16, None, 16, ("performance",), "acpi-cpufreq")
@@ -231,7 +232,7 @@ def test_advice_about_a_model() -> None:
 
 def test_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     measured = replace(ROOFS, read_nodes={0: 50e9}, problems=("these are too low: x",))
-    monkeypatch.setattr("ikcli.eval.doctor.measure", lambda threads: replace(measured, threads=threads))
+    monkeypatch.setattr("ikcli.doctor.examination.measure", lambda threads: replace(measured, threads=threads))
     assert main(["doctor", "-m", str(default_model()), "-c", "512", "-t", "3"]) == 0
     text = capsys.readouterr().out
     for part in ("processor ", "cores ", "quantized weights: ", "huge pages ", "GPU ", "kernel cache ", "i8 4.00 T",
@@ -241,7 +242,7 @@ def test_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 
 def test_json_without_measuring(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("ikcli.eval.doctor.measure", lambda threads: pytest.fail("it was told not to measure"))
+    monkeypatch.setattr("ikcli.doctor.examination.measure", lambda threads: pytest.fail("it was told not to measure"))
     assert main(["doctor", "--quick", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["roofs"], found["model"]) == (None, None)
@@ -251,7 +252,7 @@ def test_json_without_measuring(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("ikcli.engine.devices.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("ikcli.engine.plan.devices.available_memory", lambda: 1 << 20)
     assert main(["doctor", "--quick", "-m", str(default_model())]) == 1
     text = capsys.readouterr().out
     assert "DOES NOT FIT" in text

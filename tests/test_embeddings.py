@@ -19,19 +19,20 @@ from tiers import some, some_architectures
 from tiny_architectures import tiny
 
 from ikcli import main
-from ikcli.config import RunConfig
 from ikcli.convert.sentence import pooling_type
-from ikcli.engine import gpus, sequences, sizes
-from ikcli.engine.batch import Batch
-from ikcli.engine.embedder import Embedder, embed, side_by_side, states
-from ikcli.engine.pooling import Pooling, RankHead, normalized, pooling_of, similarities
-from ikcli.engine.programs import HIDDEN
-from ikcli.engine.reference_session import ReferenceSession
-from ikcli.engine.session import Session
+from ikcli.engine.plan import sizes
+from ikcli.engine.plan.programs import HIDDEN
+from ikcli.engine.run import gpus, sequences
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.embedder import Embedder, embed, side_by_side, states
+from ikcli.engine.run.pooling import Pooling, RankHead, normalized, pooling_of, similarities
+from ikcli.engine.run.reference_session import ReferenceSession
+from ikcli.engine.run.session import Session
 from ikcli.errors import FormatError, IkError, UnsupportedError, UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import GraphConfig, Outputs
+from ikcli.settings.run import RunConfig
 
 Array = npt.NDArray[Any]
 F32 = {"type_k": "f32", "type_v": "f32"}

@@ -24,18 +24,16 @@ from server_client import Client
 
 from ikcli import main
 from ikcli.backends.cuda.lower import all_rules
-from ikcli.config import RunConfig
-from ikcli.config_groups import ServerConfig
 from ikcli.convert.tool import open_checkpoint, plan_convert
-from ikcli.engine import encoders
-from ikcli.engine.batch import Batch
-from ikcli.engine.devices import GpuFacts, Machine
-from ikcli.engine.embedder import Embedder, embed, states
-from ikcli.engine.planner import Planner
-from ikcli.engine.pooling import Pooling, RankHead
-from ikcli.engine.reference_session import ReferenceSession
-from ikcli.engine.self_test import check
-from ikcli.engine.session import Session
+from ikcli.engine.plan.devices import GpuFacts, Machine
+from ikcli.engine.plan.planner import Planner
+from ikcli.engine.run import encoders
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.embedder import Embedder, embed, states
+from ikcli.engine.run.pooling import Pooling, RankHead
+from ikcli.engine.run.reference_session import ReferenceSession
+from ikcli.engine.run.self_test import check
+from ikcli.engine.run.session import Session
 from ikcli.errors import FormatError, IkError, NonFiniteError, UnsupportedError, UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
@@ -47,6 +45,8 @@ from ikcli.quant.recipes import RecipeOptions
 from ikcli.quant.tool import ToolOptions
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.messages import Embedded, EmbeddingRequest, Failure
+from ikcli.settings.groups import ServerConfig
+from ikcli.settings.run import RunConfig
 from ikcli.tokenizer import Tokenizer
 
 ANSWERS: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "encoder_answers.json").read_text())

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ikcli.errors import FormatError, UsageError
-from ikcli.eval.covariance_collect import Products, block_size, check_memory
 from ikcli.gguf.constants import GGMLType as T
 from ikcli.gguf.types import TYPES
+from ikcli.imatrix.covariance import Products, block_size, check_memory
 from ikcli.main import main
 from ikcli.quant import feedback_search
 from ikcli.quant.code_fields import is_replaceable, read_fields, replace_codes

@@ -11,14 +11,14 @@ from deepseek_shapes import LITE, V3, expert_types
 from header_models import qwen3_235b, write_deepseek, write_header
 
 from ikcli import log, main
-from ikcli.commands._options import parse
-from ikcli.config import RunConfig
-from ikcli.config_values import parse_device_spec
-from ikcli.engine.devices import described_machine
-from ikcli.engine.fit import Fit, fit
-from ikcli.engine.planner import Planner
+from ikcli.cli.parser import parse
+from ikcli.engine.plan.devices import described_machine
+from ikcli.engine.plan.fit import Fit, fit
+from ikcli.engine.plan.planner import Planner
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import HParams
+from ikcli.settings.run import RunConfig
+from ikcli.settings.values import parse_device_spec
 
 MIB = 2**20
 BASE = replace(RunConfig(command="plan"), n_threads=1, n_threads_batch=1, n_ctx=4096, n_ubatch=64, fit=True)

@@ -19,14 +19,17 @@ from fleet_deaths import Around, Deadly, change_workers, wait_until
 from quant_models import write_model
 from ray_nodes import Nodes, cluster, needs_ray
 
-from ikcli.config import default_model, default_text
+from ikcli.bench import fleet as fleet_bench
 from ikcli.errors import IkError
-from ikcli.eval import fleet_bench, fleet_calibrate, fleet_imatrix, fleet_quantize, fleet_stats, fleet_windows
 from ikcli.fleet import digest, files, ray_stages
 from ikcli.fleet.executor import ByKind, executor
 from ikcli.gguf.reader import open_gguf
+from ikcli.imatrix import fleet as fleet_imatrix
 from ikcli.main import main
+from ikcli.measure import fleet_windows
 from ikcli.native.kernel_cache import cache_root
+from ikcli.settings.run import default_model, default_text
+from ikcli.study import fleet_calibrate, fleet_quantize, fleet_stats
 
 pytestmark = [
     needs_ray,

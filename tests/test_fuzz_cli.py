@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ikcli.config import RunConfig
+from ikcli.settings.run import RunConfig
 
 TESTS = Path(__file__).resolve().parent
 LARGEST = 1 << 26  # bytes of a mutated file: a changed shape can make a tensor of gigabytes
@@ -163,8 +163,8 @@ def run_config(path: Path, n_ctx: int) -> RunConfig:
 
 def attempt(path: Path, n_ctx: int) -> str:
     """Open, and compute two tokens if the kernels are there: "" or what went wrong beyond an error for the user."""
-    from ikcli.engine.batch import Batch
-    from ikcli.engine.session import Session
+    from ikcli.engine.run.batch import Batch
+    from ikcli.engine.run.session import Session
     from ikcli.errors import IkError
 
     for settings in SETTINGS:
@@ -205,7 +205,7 @@ def child(kind: str, start: int, stop: int, folder: str) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The unharmed models run, and the children find their kernels."""
-    from ikcli.engine.session import Session
+    from ikcli.engine.run.session import Session
 
     path = tmp_path_factory.mktemp("unharmed") / "model.gguf"
     for model in base_models().values():

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from ikcli.commands.inspect import run as inspect
-from ikcli.config_tools import InspectConfig
 from ikcli.errors import FormatError, UsageError
 from ikcli.gguf.constants import GGMLType, GGUFValueType
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import GGUFWriter, NewTensor, plan_splits
+from ikcli.settings.tools import InspectConfig
 
 V = GGUFValueType
 METADATA: dict[str, Any] = {

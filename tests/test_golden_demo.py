@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ikcli.config import RunConfig, default_model
-from ikcli.engine.batch import Batch
-from ikcli.engine.reference_session import ReferenceSession
-from ikcli.engine.session import Session
-from ikcli.eval.kl_divergence import KlParams, run
-from ikcli.eval.kld_file import BaseReader, split_rows
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.reference_session import ReferenceSession
+from ikcli.engine.run.session import Session
 from ikcli.gguf.reader import open_gguf
+from ikcli.measure.kl_divergence import KlParams, run
+from ikcli.measure.kld_file import BaseReader, split_rows
 from ikcli.models import GraphConfig
+from ikcli.settings.run import RunConfig, default_model
 
 BASE = Path(__file__).parent / "data" / "demo.kld"
 MODES = [(mla, flash) for mla in range(4) for flash in (True, False)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ikcli import main, manual
-from ikcli.commands._table import COMMANDS
+from ikcli.cli.table import COMMANDS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

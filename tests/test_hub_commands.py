@@ -13,12 +13,12 @@ from fake_hub import FakeHub
 from hub_fixtures import Ik, hub, ik, server
 from hub_models import model_bytes, part_bytes
 
-from ikcli.commands._app import checked
-from ikcli.commands._options import parse
+from ikcli.cli.app import checked
+from ikcli.cli.parser import parse
 from ikcli.commands._sweep_table import settings_dict
-from ikcli.config import default_model
 from ikcli.gguf.constants import GGMLType
 from ikcli.hub import cache
+from ikcli.settings.run import default_model
 
 __all__ = ["hub", "ik", "server"]
 
@@ -178,8 +178,8 @@ def test_list_of_quants(repo: FakeHub, ik: Ik) -> None:
 
 
 def test_list_says_what_does_not_fit(repo: FakeHub, ik: Ik, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ikcli.engine import startup
-    from ikcli.engine.devices import Machine
+    from ikcli.engine.plan import startup
+    from ikcli.engine.plan.devices import Machine
 
     monkeypatch.setattr(startup, "find_machine", lambda *a, **k: Machine((), 1 << 19))
     code, out, _ = ik("pull", REPO, "--list")

@@ -12,23 +12,23 @@ from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
 from leaves import leaf
 
+from ikcli.cli.parser import ModelRun
 from ikcli.commands import imatrix as imatrix_command
-from ikcli.commands._options import ModelRun
-from ikcli.config import ImatrixConfig, PerplexityConfig, PromptConfig, RunConfig, default_model, default_text
-from ikcli.engine.batch import Batch
-from ikcli.engine.reference_session import ReferenceSession
-from ikcli.engine.session import Session
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.reference_session import ReferenceSession
+from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, UsageError
-from ikcli.eval.imatrix import ImatrixParams, ImatrixResult, collect, in_calls, load, save, windows
-from ikcli.eval.imatrix_collect import Stream, watch
-from ikcli.eval.imatrix_stats import LayerSimilarity, statistics
-from ikcli.eval.perplexity import bos_of
-from ikcli.eval.text import load_text, tokenize
 from ikcli.gguf.constants import GGMLType as T
 from ikcli.graph import Graph, HeadSlice, Node, Weight
+from ikcli.imatrix.collect import Stream, watch
+from ikcli.imatrix.matrix import ImatrixParams, ImatrixResult, collect, in_calls, load, save, windows
+from ikcli.imatrix.statistics import LayerSimilarity, statistics
 from ikcli.main import main
+from ikcli.measure.perplexity import bos_of
+from ikcli.measure.text import load_text, tokenize
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, read_imatrix
+from ikcli.settings.run import ImatrixConfig, PerplexityConfig, PromptConfig, RunConfig, default_model, default_text
 
 N_CTX = 64
 EXPERTS: dict[str, Any] = {"expert_count": 8, "expert_used_count": 3}

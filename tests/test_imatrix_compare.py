@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ikcli.eval.imatrix import save
-from ikcli.eval.imatrix_compare import compare, comparison_lines
+from ikcli.imatrix.compare import compare, comparison_lines
+from ikcli.imatrix.matrix import save
 from ikcli.main import main
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
 

@@ -12,15 +12,15 @@ from factories import tiny_model
 from fleet_deaths import Deadly, change_workers, kill_driver
 from gguf_files import write_model
 
-from ikcli.config import RunConfig, default_text
 from ikcli.errors import FormatError
-from ikcli.eval import fleet_imatrix
-from ikcli.eval.fleet_imatrix import ImatrixWorkerOptions
-from ikcli.eval.imatrix import ImatrixParams, groups
-from ikcli.eval.imatrix_sums import StreamSums, Sums
 from ikcli.fleet import digest
 from ikcli.gguf.reader import open_gguf
+from ikcli.imatrix import fleet as fleet_imatrix
+from ikcli.imatrix.fleet import ImatrixWorkerOptions
+from ikcli.imatrix.matrix import ImatrixParams, groups
+from ikcli.imatrix.sums import StreamSums, Sums
 from ikcli.main import main
+from ikcli.settings.run import RunConfig, default_text
 
 Capture = pytest.CaptureFixture[str]
 

@@ -13,10 +13,10 @@ from recipe_models import info
 from tiers import some_architectures
 from tiny_architectures import tiny
 
-from ikcli.engine.reference_session import ReferenceSession
+from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.errors import FormatError
-from ikcli.eval.imatrix import load, save
-from ikcli.eval.imatrix_collect import watch
+from ikcli.imatrix.collect import watch
+from ikcli.imatrix.matrix import load, save
 from ikcli.models import GraphConfig
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, merge, read_imatrix
 from ikcli.quant.imatrix_lookup import DRAW, count_experts, reference_relatives, relatives

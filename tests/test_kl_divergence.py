@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from fake_session import FakeSession, FakeTokenizer
 
+from ikcli.cli.parser import ModelRun
 from ikcli.commands import perplexity as command
 from ikcli.commands._kl_divergence import CHUNK_HEADER, chunk_line, statistics
-from ikcli.commands._options import ModelRun
-from ikcli.config import RunConfig
-from ikcli.config_groups import PerplexityConfig
-from ikcli.engine.batch import Batch
+from ikcli.engine.run.batch import Batch
 from ikcli.errors import FormatError, IkError, NonFiniteError, UsageError
-from ikcli.eval.kl_divergence import KlChunk, KlParams, Positions, compare_rows, run, summarise
-from ikcli.eval.kld_file import BaseReader, BaseWriter, encode_rows, row_width, rows_per_chunk, split_rows
-from ikcli.eval.perplexity import PerplexityParams
-from ikcli.eval.perplexity import run as run_perplexity
+from ikcli.measure.kl_divergence import KlChunk, KlParams, Positions, compare_rows, run, summarise
+from ikcli.measure.kld_file import BaseReader, BaseWriter, encode_rows, row_width, rows_per_chunk, split_rows
+from ikcli.measure.perplexity import PerplexityParams
+from ikcli.measure.perplexity import run as run_perplexity
+from ikcli.settings.groups import PerplexityConfig
+from ikcli.settings.run import RunConfig
 
 GOLDEN = [
     "stories260K-d256.f32",
@@ -286,9 +286,9 @@ def opened(table: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> list[FakeSessi
             sessions.append(FakeSession(table, n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=config.n_batch))
             return sessions[-1]
 
-    module = ModuleType("ikcli.engine.session")
+    module = ModuleType("ikcli.engine.run.session")
     module.Session = Opener  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ikcli.engine.session", module)
+    monkeypatch.setitem(sys.modules, "ikcli.engine.run.session", module)
     return sessions
 
 

@@ -18,21 +18,21 @@ from test_cpu_attention import Built, absorbed, expected, gqa, how_rounded
 
 from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.backends.reference_kv import through_blocks
-from ikcli.config import DATA_DIR, KV_TYPES, RunConfig
-from ikcli.engine.batch import Batch
-from ikcli.engine.reference_session import ReferenceSession
-from ikcli.engine.session import Session
-from ikcli.engine.startup import prepare
+from ikcli.engine.plan.startup import prepare
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.reference_session import ReferenceSession
+from ikcli.engine.run.session import Session
 from ikcli.errors import UnsupportedError, UsageError
-from ikcli.eval.perplexity import PerplexityParams
-from ikcli.eval.perplexity import run as run_perplexity
-from ikcli.eval.text import tokenize
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, Graph, power_of_two_parts
 from ikcli.graph.ops_rows import walsh
+from ikcli.measure.perplexity import PerplexityParams
+from ikcli.measure.perplexity import run as run_perplexity
+from ikcli.measure.text import tokenize
 from ikcli.models import GraphConfig
 from ikcli.quant.decode import dequantize
+from ikcli.settings.run import DATA_DIR, KV_TYPES, RunConfig
 
 Array = npt.NDArray[Any]
 T = GGMLType

@@ -11,15 +11,15 @@ from deepseek_shapes import LITE, expert_types
 from header_models import write_deepseek
 
 from ikcli import log, main
-from ikcli.commands._options import parse
-from ikcli.config import RunConfig
-from ikcli.config_values import parse_device_spec
-from ikcli.engine import devices, memory_plan
-from ikcli.engine.devices import CONTEXT_BYTES, available_memory, described_machine
-from ikcli.engine.planner import MemoryPlan, Planner
-from ikcli.engine.run_device import RESERVE_BYTES
+from ikcli.cli.parser import parse
+from ikcli.engine.plan import devices, memory_plan
+from ikcli.engine.plan.devices import CONTEXT_BYTES, available_memory, described_machine
+from ikcli.engine.plan.planner import MemoryPlan, Planner
+from ikcli.engine.run.run_device import RESERVE_BYTES
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import HParams
+from ikcli.settings.run import RunConfig
+from ikcli.settings.values import parse_device_spec
 
 MIB = 2**20
 GIB = 2**30

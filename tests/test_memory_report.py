@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from deepseek_shapes import LITE, V3, V25, expert_types, rows, shapes
 
-from ikcli.engine import report
-from ikcli.engine.report import KVSize, kv_size
-from ikcli.engine.run_device import cache_bytes
+from ikcli.engine.run import log_lines as report
+from ikcli.engine.run.log_lines import KVSize, kv_size
+from ikcli.engine.run.run_device import cache_bytes
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Cache, Per
 from ikcli.quant.formats import format_by_name

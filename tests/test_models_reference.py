@@ -13,8 +13,8 @@ from leaves import leaf, route_leaf
 from tiers import some
 
 from ikcli.backends.reference import CacheStore, Executor, through_type
-from ikcli.engine.batch import Batch
-from ikcli.engine.reference_session import ReferenceSession
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.errors import FormatError, IkError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf

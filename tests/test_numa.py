@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from ikcli.backends.memory import aligned_zeros
-from ikcli.config import RunConfig, default_model
-from ikcli.engine import host_memory, numa
-from ikcli.engine.batch import Batch
-from ikcli.engine.host_memory import inner_pages, lock_weights, outer_pages, thp_state, use_huge_pages
-from ikcli.engine.numa import current_cpu, parse_cpulist, plan_threads, read_nodes, thread_cpus
-from ikcli.engine.session import Session
+from ikcli.engine.run import host_memory, numa
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.host_memory import inner_pages, lock_weights, outer_pages, thp_state, use_huge_pages
+from ikcli.engine.run.numa import current_cpu, parse_cpulist, plan_threads, read_nodes, thread_cpus
+from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
+from ikcli.settings.run import RunConfig, default_model
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that lets programs choose CPUs")
 

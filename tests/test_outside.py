@@ -11,10 +11,9 @@ from factories import MemoryTensor, tiny_model
 from gguf_files import write_model
 
 from ikcli import models
-from ikcli.config import RunConfig
-from ikcli.engine.batch import Batch
-from ikcli.engine.reference_session import ReferenceSession
-from ikcli.engine.session import Session
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.reference_session import ReferenceSession
+from ikcli.engine.run.session import Session
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
@@ -24,6 +23,7 @@ from ikcli.models import GraphConfig
 from ikcli.native import code_digest, kernel_cache
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.quant.decode import dequantize
+from ikcli.settings.run import RunConfig
 
 
 @pytest.fixture

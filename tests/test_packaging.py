@@ -63,7 +63,7 @@ def ik(bin_dir: Path, folder: Path, *argv: str) -> str:
 @pytest.mark.parametrize("kind", ["sdist", "wheel"])
 def test_installed(built: tuple[Path, Path], kind: str, tmp_path: Path) -> None:
     bin_dir = install(built[kind == "wheel"], tmp_path / "env")
-    where = "import ikcli, ikcli.config; print(ikcli.__file__)"
+    where = "import ikcli, ikcli.settings.run; print(ikcli.__file__)"
     found = subprocess.run([str(bin_dir / "python"), "-c", where], cwd=tmp_path, capture_output=True, text=True)
     assert Path(found.stdout.strip()).is_relative_to(tmp_path), found.stderr
     assert ik(bin_dir, tmp_path, "version").startswith(f"ik {ikcli.__version__}")
@@ -142,9 +142,9 @@ def test_container_files(name: str) -> None:
     assert "ik" in project["project"]["scripts"]
     minor = {int(found) for found in re.findall(r"^FROM python:3\.(\d+)", "\n".join(lines), re.M)}
     assert min(minor) >= int(project["project"]["requires-python"].rpartition(".")[2])
-    from ikcli.options import iter_options
+    from ikcli.settings.option import iter_options
 
-    config = importlib.import_module("ikcli.config").RunConfig
+    config = importlib.import_module("ikcli.settings.run").RunConfig
     known = {name for bound in iter_options(config) for name in bound.option.variables} | {
         "HF_HOME",
         "LLAMA_CACHE",

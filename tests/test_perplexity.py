@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from fake_session import FakeSession, FakeTokenizer
 
+from ikcli.cli.parser import ModelRun
 from ikcli.commands import perplexity as perplexity_command
 from ikcli.commands._chunk_lines import eta_text
-from ikcli.commands._options import ModelRun
-from ikcli.config import RunConfig, default_model
-from ikcli.config_groups import PerplexityConfig, PromptConfig
 from ikcli.errors import IkError, NonFiniteError, UsageError
-from ikcli.eval.perplexity import PerplexityParams, run
-from ikcli.eval.stats import for_row_blocks, safe_exp, token_nll
-from ikcli.eval.text import tokenize, unescape
 from ikcli.gguf.reader import open_gguf
+from ikcli.measure.perplexity import PerplexityParams, run
+from ikcli.measure.stats import for_row_blocks, safe_exp, token_nll
+from ikcli.measure.text import tokenize, unescape
+from ikcli.settings.groups import PerplexityConfig, PromptConfig
+from ikcli.settings.run import RunConfig, default_model
 from ikcli.tokenizer.tokenizer import Tokenizer
 
 N_VOCAB = 8
@@ -191,9 +191,9 @@ class Opener:
 @pytest.fixture
 def opener(table: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> Opener:
     fake = Opener(table)
-    module = ModuleType("ikcli.engine.session")
+    module = ModuleType("ikcli.engine.run.session")
     module.Session = fake  # type: ignore[attr-defined]
-    monkeypatch.setitem(__import__("sys").modules, "ikcli.engine.session", module)
+    monkeypatch.setitem(__import__("sys").modules, "ikcli.engine.run.session", module)
     return fake
 
 

@@ -10,9 +10,9 @@ from fleet_deaths import Deadly, change_workers, kill_driver
 
 from ikcli.commands import _kl_divergence
 from ikcli.commands import perplexity as perplexity_command
-from ikcli.config import default_text
-from ikcli.eval import fleet_windows
 from ikcli.main import main
+from ikcli.measure import fleet_windows
+from ikcli.settings.run import default_text
 
 
 @pytest.fixture(scope="module")

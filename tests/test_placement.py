@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from deepseek_shapes import V3, names
 
-from ikcli.config import RunConfig
-from ikcli.config_values import parse_rules
-from ikcli.engine import placement
-from ikcli.engine.placement import place, split_layers
-from ikcli.engine.tensor_rules import check_rules, cpu_rules, layer_text, match_rules, parse_rule, rule_lines
+from ikcli.engine.plan import placement
+from ikcli.engine.plan.placement import place, split_layers
+from ikcli.engine.plan.tensor_rules import check_rules, cpu_rules, layer_text, match_rules, parse_rule, rule_lines
 from ikcli.errors import UsageError
+from ikcli.settings.run import RunConfig
+from ikcli.settings.values import parse_rules
 
 V3_NAMES = names(V3, "ik")
 GPUS = [f"CUDA{i}" for i in range(15)]

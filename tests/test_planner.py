@@ -11,20 +11,20 @@ import pytest
 from deepseek_shapes import LITE, V3, V25, Dims, expert_types
 from header_models import qwen3_235b, qwen3next_80b, write_deepseek, write_header
 
-from ikcli.config import RunConfig
-from ikcli.config_values import parse_device_spec
-from ikcli.engine import gpus
-from ikcli.engine.device_plan import _PaperDevice, described_info, planning_device
-from ikcli.engine.devices import GpuFacts, Machine, described_machine
-from ikcli.engine.missing_parts import assume_missing
-from ikcli.engine.planner import Planner
-from ikcli.engine.report import TensorRow
-from ikcli.engine.session import Session
-from ikcli.engine.sizes import session_of
-from ikcli.engine.startup import prepare
+from ikcli.engine.plan.device_plan import _PaperDevice, described_info, planning_device
+from ikcli.engine.plan.devices import GpuFacts, Machine, described_machine
+from ikcli.engine.plan.missing_parts import assume_missing
+from ikcli.engine.plan.planner import Planner
+from ikcli.engine.plan.sizes import session_of
+from ikcli.engine.plan.startup import prepare
+from ikcli.engine.run import gpus
+from ikcli.engine.run.log_lines import TensorRow
+from ikcli.engine.run.session import Session
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import HParams
+from ikcli.settings.run import RunConfig
+from ikcli.settings.values import parse_device_spec
 
 MIB = 2**20
 BASE = replace(RunConfig(command="plan"), n_threads=1, n_threads_batch=1, n_ctx=4096, n_ubatch=64, n_gpu_layers=99)

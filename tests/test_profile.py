@@ -7,13 +7,13 @@ import re
 import numpy as np
 import pytest
 
-from ikcli.config import RunConfig, default_model
-from ikcli.engine.batch import Batch
-from ikcli.engine.profile import OpSums, Phase, Profile
-from ikcli.engine.session import Session
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.profile import OpSums, Phase, Profile
+from ikcli.engine.run.session import Session
 from ikcli.graph import Weight
 from ikcli.main import main
 from ikcli.quant.formats import row_size
+from ikcli.settings.run import RunConfig, default_model
 
 TOKENS = [5, 9, 11, 300, 7, 8, 2]
 

@@ -16,7 +16,7 @@ from fake_hub_uploads import UploadHub, repo_files
 from hub_fixtures import Ik, hub, ik
 from quant_models import write_model
 
-from ikcli.eval.folder_sums import MADE_OF, current_sums
+from ikcli.publish.checksums import MADE_OF, current_sums
 
 __all__ = ["hub", "ik"]
 

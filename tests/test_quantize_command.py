@@ -11,7 +11,7 @@ import pytest
 from quant_models import SHAPES, write_model
 
 from ikcli import log, main
-from ikcli.commands._options import parse
+from ikcli.cli.parser import parse
 from ikcli.commands.quantize import Request, request_of
 from ikcli.errors import UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType

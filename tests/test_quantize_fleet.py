@@ -12,13 +12,13 @@ from fleet_deaths import Deadly, change_workers, kill_driver
 from quant_models import SHAPES, write_model
 
 from ikcli import log
-from ikcli.config import default_model
-from ikcli.eval import fleet_quantize
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.placed import PlacedFile
 from ikcli.gguf.reader import open_gguf
 from ikcli.main import main
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, write_gguf
+from ikcli.settings.run import default_model
+from ikcli.study import fleet_quantize
 
 Capture = pytest.CaptureFixture[str]
 RULES = ["--custom-q", "attn_k=q8_0,ffn_down=bf16", "--extra-output-tensor", "q4_0"]

@@ -10,9 +10,6 @@ import pytest
 import quant_models
 
 from ikcli.errors import NonFiniteError
-from ikcli.eval import quantize_stats
-from ikcli.eval.code_use import as_json, bars, count_codes, folded
-from ikcli.eval.quantize_stats import StatsParams, all_types, measure_model, measured_tensors, notes, row_runs
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.types import TYPES
@@ -23,6 +20,9 @@ from ikcli.quant.encoders import quantize_rows
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
 from ikcli.quant.measure import measure, sample_tensor
 from ikcli.quant.validate import block_scale_offsets
+from ikcli.study import quantize_stats
+from ikcli.study.code_use import as_json, bars, count_codes, folded
+from ikcli.study.quantize_stats import StatsParams, all_types, measure_model, measured_tensors, notes, row_runs
 
 T = GGMLType
 UP = "blk.0.ffn_up_exps.weight"

@@ -11,10 +11,10 @@ import pytest
 import quant_models
 from fleet_deaths import Deadly, change_workers, kill_driver
 
-from ikcli.config import default_model, default_text
-from ikcli.eval import fleet_calibrate, fleet_stats
 from ikcli.main import main
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, write_gguf
+from ikcli.settings.run import default_model, default_text
+from ikcli.study import fleet_calibrate, fleet_stats
 
 Capture = pytest.CaptureFixture[str]
 UP = "blk.0.ffn_up_exps.weight"

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import quant_models
 
-from ikcli.config import default_model, default_text
 from ikcli.errors import UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
@@ -24,6 +23,7 @@ from ikcli.quant.sensitivity import KEY_FACTOR, sensitivities, shares
 from ikcli.quant.target import CpuShare, SizeBudget, TargetOptions, candidates_for, parse_size
 from ikcli.quant.target_report import recipe_rules, recipe_text
 from ikcli.quant.tool import ToolOptions, ToolPlan, plan_quantize
+from ikcli.settings.run import default_model, default_text
 
 T = GGMLType
 
@@ -237,9 +237,9 @@ def test_calibration_decides(model: Path) -> None:
 @pytest.mark.slow  # measures many mixtures of a model
 def test_calibrated_recipe_beats_a_preset_of_its_size(tmp_path: Path) -> None:
     """On the bundled model, with the preset's own types, on text that the calibration has not seen."""
-    from ikcli.eval.calibrate import Calibrator
-    from ikcli.eval.resident import ResidentOptions
     from ikcli.quant.encoding import Encoding
+    from ikcli.study.calibrate import Calibrator
+    from ikcli.study.resident import ResidentOptions
 
     path, text = default_model(), default_text().read_text("utf-8")
     seen, unseen = tmp_path / "seen.txt", tmp_path / "unseen.txt"

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ikcli.config import RunConfig, default_text
-from ikcli.engine.batch import Batch
-from ikcli.engine.planner import Planner
-from ikcli.engine.session import Session
-from ikcli.engine.stages.driver import StagedRunner, StageLostError
+from ikcli.engine.pipeline.driver import StagedRunner, StageLostError
+from ikcli.engine.plan.planner import Planner
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.session import Session
 from ikcli.fleet.ray_stages import Node, place, slots
+from ikcli.settings.run import RunConfig, default_text
 
 HERE, BIG, SMALL = Node("a", "10.0.0.1", 64, True), Node("b", "10.0.0.2", 100, False), Node("c", "10.0.0.3", 30, False)
 

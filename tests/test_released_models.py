@@ -10,15 +10,15 @@ import pytest
 from header_models import write_header
 from real_models import REAL
 
-from ikcli.config import RunConfig
-from ikcli.config_values import parse_device_spec
-from ikcli.engine.devices import described_machine
-from ikcli.engine.planner import Planner
-from ikcli.engine.report import TensorRow
+from ikcli.engine.plan.devices import described_machine
+from ikcli.engine.plan.planner import Planner
+from ikcli.engine.run.log_lines import TensorRow
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.types import TYPES, tensor_n_bytes
 from ikcli.models import HParams
+from ikcli.settings.run import RunConfig
+from ikcli.settings.values import parse_device_spec
 
 N_CTX, N_UBATCH, MIB = 32768, 64, 2**20
 CONFIG = replace(

@@ -10,10 +10,10 @@ import pytest
 from gguf_files import write_model
 from tiny_architectures import tiny
 
-from ikcli.config import RunConfig
-from ikcli.engine.batch import Batch
-from ikcli.engine.replay import ReplayRunner
-from ikcli.engine.session import Session
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.replay import ReplayRunner
+from ikcli.engine.run.session import Session
+from ikcli.settings.run import RunConfig
 
 N = 12
 CASES = [

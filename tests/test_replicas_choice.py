@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ikcli.commands._fronts import passed_on
-from ikcli.commands._options import parse
+from ikcli.cli.front_options import passed_on
+from ikcli.cli.parser import parse
 from ikcli.errors import UsageError
 from ikcli.hostinfo import shares
 from ikcli.server.http.metrics import PER_POSITION

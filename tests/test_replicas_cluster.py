@@ -65,7 +65,7 @@ def front(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ra
 
 
 def write_copy(path: Path) -> Path:
-    from ikcli.config import default_model
+    from ikcli.settings.run import default_model
 
     shutil.copy(default_model(), path)
     return path

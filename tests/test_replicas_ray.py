@@ -16,11 +16,8 @@ from fake_ray import FakeRay, Node, RayError
 from fake_replicas import Answer, Bench, run
 from quant_models import write_model
 
-from ikcli.commands._fronts import paths_passed_on
-from ikcli.commands._options import parse
-from ikcli.config import RunConfig
-from ikcli.config_fleet import BatchConfig
-from ikcli.config_groups import ServerConfig
+from ikcli.cli.front_options import paths_passed_on
+from ikcli.cli.parser import parse
 from ikcli.errors import IkError, UnsupportedError
 from ikcli.fleet import digest, files, ray_cluster
 from ikcli.gguf.reader import open_gguf
@@ -31,6 +28,9 @@ from ikcli.server.replicas import ray_process
 from ikcli.server.replicas.node import NodeStart
 from ikcli.server.replicas.places import Recipe
 from ikcli.server.replicas.ray_places import RayPlaces
+from ikcli.settings.fleet import BatchConfig
+from ikcli.settings.groups import ServerConfig
+from ikcli.settings.run import RunConfig
 
 STUB = Path(__file__).with_name("stub_server.py")
 Stub = Callable[..., "Cluster"]

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from headless import chromium
 
-from ikcli.config import default_model
 from ikcli.errors import FormatError
-from ikcli.eval.report_page import distinct_names, page, pareto
-from ikcli.eval.report_plot import Curve, Dot, log_ticks, nice_ticks, plot
-from ikcli.eval.report_read import read_results
-from ikcli.eval.report_results import Results
 from ikcli.main import main
+from ikcli.report.page import distinct_names, page, pareto
+from ikcli.report.read import read_results
+from ikcli.report.results import Results
+from ikcli.report.svg import Curve, Dot, log_ticks, nice_ticks, plot
+from ikcli.settings.run import default_model
 
 SWEEP = """\
 llama_model_loader: loaded meta data with 30 key-value pairs and 27 tensors from models/b-Q8_0.gguf (version GGUF V3 (latest))

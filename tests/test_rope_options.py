@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from factories import base_metadata, tiny_deepseek2
 
-from ikcli.commands._options import parse
+from ikcli.cli.parser import parse
 from ikcli.errors import UsageError
-from ikcli.eval.perplexity import open_session, params_of, run
-from ikcli.eval.text import load_text, tokenize
+from ikcli.measure.perplexity import open_session, params_of, run
+from ikcli.measure.text import load_text, tokenize
 from ikcli.models import HParams, RopeParams
 from ikcli.models.deepseek2 import attention_scale
 from ikcli.models.rope import inverse_frequencies, magnitude

@@ -16,15 +16,15 @@ from fake_hub import FakeHub
 from hub_fixtures import hub, server  # noqa: F401  (fixtures)
 from hub_models import model_bytes, part_bytes
 
-from ikcli.commands._models import Sources
-from ikcli.commands._options import parse
-from ikcli.config import default_model
+from ikcli.cli.model_list import Sources
+from ikcli.cli.parser import parse
 from ikcli.server.http.auth import read_keys
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.users import read_users
 from ikcli.server.router.app import build_app
 from ikcli.server.router.manager import Manager
 from ikcli.server.router.state import RouterState
+from ikcli.settings.run import default_model
 
 USERS = '[anna]\nkey = "a"\n'
 

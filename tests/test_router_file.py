@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from ikcli.commands import _model_entries
-from ikcli.commands._model_entries import check_front
-from ikcli.commands._models import Sources
-from ikcli.commands._options import parse
-from ikcli.config import default_model
-from ikcli.config_hub import HubConfig
-from ikcli.engine.planner import Planner
+from ikcli.cli import model_entries as _model_entries
+from ikcli.cli.model_entries import check_front
+from ikcli.cli.model_list import Sources
+from ikcli.cli.parser import parse
+from ikcli.engine.plan.planner import Planner
 from ikcli.errors import UsageError
 from ikcli.server.router.entries import ModelsFile
+from ikcli.settings.hub import HubConfig
+from ikcli.settings.run import default_model
 
 MIB = 2**20
 

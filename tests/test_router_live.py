@@ -21,7 +21,7 @@ from live_router import HI, Router, alive
 from live_server import WAIT, wait_for
 from tiers import some
 
-from ikcli.config import default_model
+from ikcli.settings.run import default_model
 
 
 def models_file(folder: Path) -> Path:

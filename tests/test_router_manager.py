@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from fake_child import FakeChild
 
-from ikcli.config import RunConfig
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.router.entries import Group, ModelEntry, ModelsFile
 from ikcli.server.router.events import Events
 from ikcli.server.router.instance import LOADED, SLEEPING, UNLOADED, UNLOADING
 from ikcli.server.router.manager import Manager
+from ikcli.settings.run import RunConfig
 
 
 class Bench:

@@ -9,13 +9,13 @@ import pytest
 from hub_models import model_bytes, part_bytes
 
 from ikcli import log
-from ikcli.commands._models import Sources
-from ikcli.commands._models_preset import read_preset
-from ikcli.commands._options import parse
-from ikcli.config import default_model
+from ikcli.cli.model_list import Sources
+from ikcli.cli.models_preset import read_preset
+from ikcli.cli.parser import parse
 from ikcli.errors import UsageError
 from ikcli.hub.names import RemoteFile
 from ikcli.server.router.entries import ModelEntry, ModelsFile
+from ikcli.settings.run import default_model
 
 COMMIT = "0" * 40
 
@@ -315,7 +315,7 @@ def test_the_cache_alone_and_beside_a_table() -> None:
 
 
 def test_a_cached_model_that_a_preset_has_is_hidden_if_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ikcli.commands import _model_entries
+    from ikcli.cli import model_entries as _model_entries
 
     path = cache("user/repo", "x-Q8_0.gguf")
     monkeypatch.setattr(_model_entries, "find_model", lambda model, hub: model or path)

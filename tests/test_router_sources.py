@@ -17,7 +17,7 @@ from hub_fixtures import server  # noqa: F401  (fixture)
 from live_router import HI, Router
 from live_server import WAIT, wait_for
 
-from ikcli.config import default_model
+from ikcli.settings.run import default_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
 

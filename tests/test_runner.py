@@ -15,16 +15,16 @@ from factories import MemoryModel, tiny_deepseek2, tiny_model
 from gguf_files import write_model
 from tiny_architectures import tiny
 
-from ikcli.config import RunConfig
-from ikcli.engine import planner
-from ikcli.engine.batch import Batch
-from ikcli.engine.cpu_device import CpuDevice
-from ikcli.engine.run_device import CPU
-from ikcli.engine.runner import Runner
-from ikcli.engine.session import Session
+from ikcli.engine.plan import planner
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.cpu_device import CpuDevice
+from ikcli.engine.run.run_device import CPU
+from ikcli.engine.run.runner import Runner
+from ikcli.engine.run.session import Session
 from ikcli.errors import NonFiniteError
 from ikcli.graph import Cache, Graph, Node, Rows
 from ikcli.graph.split import Places, assign, schedule
+from ikcli.settings.run import RunConfig
 
 EXPERTS = {"expert_count": 8, "expert_used_count": 3}
 MODELS: dict[str, Callable[[], MemoryModel]] = {

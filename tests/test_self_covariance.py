@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ikcli.config import default_model, default_text
-from ikcli.eval.calibrate import Calibrator
-from ikcli.eval.random_tokens import random_tokens
-from ikcli.eval.resident import ResidentOptions
 from ikcli.gguf.constants import GGMLType as T
 from ikcli.gguf.reader import open_gguf
+from ikcli.imatrix.random_tokens import random_tokens
 from ikcli.main import main
 from ikcli.quant.covariance_file import open_covariance, with_squares
 from ikcli.quant.encoding import Encoding
 from ikcli.quant.imatrix_file import read_imatrix
+from ikcli.settings.run import default_model, default_text
+from ikcli.study.calibrate import Calibrator
+from ikcli.study.resident import ResidentOptions
 from ikcli.tokenizer import Tokenizer
 from ikcli.tokenizer.vocab import Attr
 

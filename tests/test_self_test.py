@@ -13,9 +13,9 @@ from cuda_sessions import Opener, config, written
 
 from ikcli.backends.cuda.backend import CudaBackend, CudaProgram, Span
 from ikcli.backends.cuda.device import Launch
-from ikcli.engine import gpus
-from ikcli.engine.self_test import SelfTestError
-from ikcli.engine.session import Session
+from ikcli.engine.run import gpus
+from ikcli.engine.run.self_test import SelfTestError
+from ikcli.engine.run.session import Session
 
 pytestmark = [needs_emulation, emulation_only]
 

@@ -13,16 +13,16 @@ from factories import tiny_model
 from gguf_files import write_model
 
 from ikcli import models
-from ikcli.config import RunConfig
-from ikcli.config_values import parse_spec_type
-from ikcli.engine.batch import Batch
-from ikcli.engine.reference_session import ReferenceSession
-from ikcli.engine.saved_sequence import Checkpoint, Kind
-from ikcli.engine.sequences import Keeping
-from ikcli.engine.session import Session
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.reference_session import ReferenceSession
+from ikcli.engine.run.saved_sequence import Checkpoint, Kind
+from ikcli.engine.run.sequences import Keeping
+from ikcli.engine.run.session import Session
 from ikcli.errors import IkError
 from ikcli.gguf.constants import GGMLType
 from ikcli.models import GraphConfig
+from ikcli.settings.run import RunConfig
+from ikcli.settings.values import parse_spec_type
 
 IDS = np.random.default_rng(1).integers(1, 96, 60).astype(np.int32)
 

@@ -14,12 +14,12 @@ from fake_engine import FakeEngine, fake_tokenizer
 from server_client import Client
 from test_server_http import error_of
 
-from ikcli.config import default_model
-from ikcli.config_groups import AdapterConfig
-from ikcli.config_values import ScaledFile
 from ikcli.gguf.reader import open_gguf
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.states import EngineError
+from ikcli.settings.groups import AdapterConfig
+from ikcli.settings.run import default_model
+from ikcli.settings.values import ScaledFile
 
 PROMPT = "def parse(text):\n    return"
 

@@ -14,9 +14,7 @@ from server_client import Client
 from test_server_http import error_of
 
 from ikcli.chat.parser import ChatParser, ParserSettings
-from ikcli.commands._options import parse
-from ikcli.config import RunConfig
-from ikcli.config_groups import SamplingConfig
+from ikcli.cli.parser import parse
 from ikcli.errors import UsageError
 from ikcli.sampling.params import DEFAULT_SAMPLERS, SamplerParams
 from ikcli.server.http.bans import bans_of
@@ -25,6 +23,8 @@ from ikcli.server.http.shapes.chat import ChatShape
 from ikcli.server.http.shapes.common import Naming
 from ikcli.server.http.shapes.native import NativeShape
 from ikcli.server.slots.messages import Bans, Delta, Failure, GenerationRequest, RequestTimings, TokenInfo
+from ikcli.settings.groups import SamplingConfig
+from ikcli.settings.run import RunConfig
 
 TEXT = "Hello, wörld!"
 

@@ -19,14 +19,14 @@ from server_client import Client
 from test_server_http import error_of
 
 from ikcli import main
-from ikcli.config import RunConfig
-from ikcli.config_embed import EmbedConfig
-from ikcli.engine import embedder
-from ikcli.engine.pooling import Pooling
+from ikcli.engine.run import embedder
+from ikcli.engine.run.pooling import Pooling
 from ikcli.errors import NonFiniteError
 from ikcli.gguf.reader import open_gguf
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.messages import Embedded, EmbeddingRequest, Event, Failure
+from ikcli.settings.embed import EmbedConfig
+from ikcli.settings.run import RunConfig
 
 
 # --- forms --------------------------------------------------------------------------------------------------------

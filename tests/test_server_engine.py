@@ -16,14 +16,14 @@ from engine_client import GREEDY, Call, ask, request, serving, until
 from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
 
-from ikcli.config import RunConfig
-from ikcli.engine.session import Session
+from ikcli.engine.run.session import Session
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.messages import Bans, Delta, Event, Failure, Final, PromptProgress, TokenInfo
 from ikcli.server.slots.output import Output
 from ikcli.server.slots.patterns import Pattern
 from ikcli.server.slots.states import EngineError
+from ikcli.settings.run import RunConfig
 
 PROMPTS = ("import os\n", "The class ", "def main(argv):\n    ", "Return the value of ")
 
@@ -226,7 +226,7 @@ def test_prompt_logprobs_are_those_of_the_model(engine: Engine) -> None:
     assert len(prompt) > 70
     final = ask(engine, prompt, 1, prompt_logprobs=True)
     with Session.open(RunConfig(command="serve", n_ctx=512, n_threads=2, n_threads_batch=2, warmup=False)) as session:
-        from ikcli.engine.batch import Batch
+        from ikcli.engine.run.batch import Batch
 
         rows = session.decode(Batch.single(prompt, logits="all")).astype(np.float64)
     wanted = [r[t] - np.log(np.exp(r - r.max()).sum()) - r.max() for r, t in zip(rows, prompt[1:], strict=False)]

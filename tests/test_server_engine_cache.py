@@ -14,14 +14,14 @@ from engine_client import Call, ask, request, serving, until
 from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
 
-from ikcli.config import RunConfig
-from ikcli.engine.batch import Batch
-from ikcli.engine.saved_sequence import SavedSequence
-from ikcli.engine.session import Session
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.saved_sequence import SavedSequence
+from ikcli.engine.run.session import Session
 from ikcli.errors import IkError
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.prompt_cache import Entry, PromptCache, common_prefix, default_limit
 from ikcli.server.slots.states import EngineError
+from ikcli.settings.run import RunConfig
 
 LONG = "import os\nimport sys\n\n\ndef main(argv):\n    parser = argparse.ArgumentParser()\n"
 

@@ -10,9 +10,9 @@ import pytest
 from fake_engine import FakeEngine, fake_tokenizer
 from server_client import Client
 
-from ikcli.config import RunConfig
 from ikcli.errors import UsageError
 from ikcli.server.http import body, jsontext
+from ikcli.settings.run import RunConfig
 
 
 def error_of(response: Any, status: int, type: str = "invalid_request_error") -> str:

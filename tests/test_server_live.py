@@ -20,7 +20,7 @@ import pytest
 from live_server import WAIT, Server, wait_for
 from tiers import some
 
-from ikcli.config import default_model
+from ikcli.settings.run import default_model
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,6 @@ from fake_engine import FakeEngine, fake_tokenizer
 from server_client import Client
 from test_server_http import error_of
 
-from ikcli.config import RunConfig
-from ikcli.config_embed import EmbedConfig
-from ikcli.config_groups import ChatConfig, ServerConfig
 from ikcli.errors import IkError, UsageError
 from ikcli.log import forget_notices
 from ikcli.server.http import prompt_files
@@ -26,6 +23,9 @@ from ikcli.server.http.page_settings import page_settings
 from ikcli.server.http.server import Connection, SignalServer, close, listen
 from ikcli.server.http.state import is_behind
 from ikcli.server.slots.states import EngineMetrics
+from ikcli.settings.embed import EmbedConfig
+from ikcli.settings.groups import ChatConfig, ServerConfig
+from ikcli.settings.run import RunConfig
 
 ORIGIN = "https://a.example"
 

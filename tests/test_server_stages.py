@@ -13,17 +13,17 @@ from gguf_files import write_model
 from stage_threads import Threads
 from tiny_architectures import tiny
 
-from ikcli.config import default_model
-from ikcli.config_fleet import BatchConfig
-from ikcli.config_groups import AdapterConfig
-from ikcli.engine.stages import crew
-from ikcli.engine.stages.driver import StagedRunner
+from ikcli.engine.pipeline import crew
+from ikcli.engine.pipeline.driver import StagedRunner
 from ikcli.gguf.reader import open_gguf
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.messages import Delta, Final, PromptProgress
 from ikcli.server.slots.staged_worker import StagedWorker
 from ikcli.server.slots.states import EngineError
 from ikcli.server.slots.vectors import VectorChange
+from ikcli.settings.fleet import BatchConfig
+from ikcli.settings.groups import AdapterConfig
+from ikcli.settings.run import default_model
 
 PROMPTS = ("import os\n", "The class " * 40, "def main(argv):\n    " * 20, "Return the value of ", "x = 1\n" * 60)
 
@@ -137,7 +137,7 @@ def test_a_stage_that_does_not_come_back_ends_the_engine(monkeypatch: pytest.Mon
         assert isinstance(runner, StagedRunner)
         call = Call(e, request(e.tokenizer.encode(PROMPTS[0]), 900, cache_prompt=False))
         call.wait_for(lambda events: len(events) > 3)
-        monkeypatch.setattr("ikcli.engine.stages.driver._digest", lambda file: "changed meanwhile")
+        monkeypatch.setattr("ikcli.engine.pipeline.driver._digest", lambda file: "changed meanwhile")
         runner.cut()
         assert call.failure.status == 503
         until(lambda: e.state == "failed")

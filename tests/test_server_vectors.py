@@ -13,14 +13,14 @@ from engine_client import Call, ask, request, serving
 from server_client import Client
 from test_server_http import error_of
 
-from ikcli.config import RunConfig, default_model
-from ikcli.config_groups import AdapterConfig
-from ikcli.config_values import ScaledFile
 from ikcli.gguf.reader import open_gguf
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.messages import Delta
 from ikcli.server.slots.states import EngineError
 from ikcli.server.slots.vectors import VectorChange
+from ikcli.settings.groups import AdapterConfig
+from ikcli.settings.run import RunConfig, default_model
+from ikcli.settings.values import ScaledFile
 
 PROMPT = "def parse(text):\n    return"
 

@@ -18,20 +18,20 @@ from factories import MemoryModel, tiny_deepseek2, tiny_model
 from gguf_files import write_model
 
 from ikcli.backends.cpu.tile_modes import makes_integers
-from ikcli.config import PerplexityConfig, RunConfig
-from ikcli.engine.batch import Batch
-from ikcli.engine.reference_session import ReferenceSession
-from ikcli.engine.session import Session
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.reference_session import ReferenceSession
+from ikcli.engine.run.session import Session
 from ikcli.errors import FormatError, IkError, NonFiniteError, UnsupportedError, UsageError
-from ikcli.eval.kl_divergence import KlParams
-from ikcli.eval.kl_divergence import run as run_kl
-from ikcli.eval.kld_file import BaseReader
-from ikcli.eval.perplexity import PerplexityParams
-from ikcli.eval.perplexity import run as run_perplexity
-from ikcli.eval.text import tokenize
 from ikcli.gguf.constants import GGMLType
+from ikcli.measure.kl_divergence import KlParams
+from ikcli.measure.kl_divergence import run as run_kl
+from ikcli.measure.kld_file import BaseReader
+from ikcli.measure.perplexity import PerplexityParams
+from ikcli.measure.perplexity import run as run_perplexity
+from ikcli.measure.text import tokenize
 from ikcli.models import GraphConfig
 from ikcli.native import isa
+from ikcli.settings.run import PerplexityConfig, RunConfig
 
 Array = npt.NDArray[Any]
 EXPERTS = {"expert_count": 8, "expert_used_count": 3}

@@ -20,18 +20,18 @@ from stage_threads import Threads
 from tiers import some_architectures
 from tiny_architectures import TINY, tiny
 
-from ikcli.config import RunConfig
-from ikcli.engine.batch import Batch
-from ikcli.engine.devices import Machine
-from ikcli.engine.planner import Planner
-from ikcli.engine.session import Session
-from ikcli.engine.sizes import Sizes
-from ikcli.engine.stages import crew
-from ikcli.engine.stages.driver import StagedRunner, StageLostError
-from ikcli.engine.stages.wire import Kind, Listener, LostLinkError, connect
+from ikcli.engine.pipeline import crew
+from ikcli.engine.pipeline.driver import StagedRunner, StageLostError
+from ikcli.engine.pipeline.wire import Kind, Listener, LostLinkError, connect
+from ikcli.engine.plan.devices import Machine
+from ikcli.engine.plan.planner import Planner
+from ikcli.engine.plan.sizes import Sizes
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, NonFiniteError, UnsupportedError, UsageError
 from ikcli.graph.stages import LayerGraph, best_cuts
 from ikcli.main import main
+from ikcli.settings.run import RunConfig
 
 MODELS: dict[str, Callable[[], MemoryModel]] = {
     "llama": lambda: tiny_model("llama", tied=True),
@@ -105,7 +105,7 @@ def test_stages_give_the_same_bits(name, n_stages, changes, model_file, threads)
 
 def test_what_is_large_goes_beside_the_computation(model_file, threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits, and the same end when the chain breaks while some of it is under way."""
-    monkeypatch.setattr("ikcli.engine.stages.process.LARGE", 1)
+    monkeypatch.setattr("ikcli.engine.pipeline.process.LARGE", 1)
     path = model_file("qwen35moe")
     with Session.open(config(path)) as session:
         wanted = transcript(session, 40, 150)
@@ -240,7 +240,7 @@ def test_nan_is_traced_through_stages(tmp_path: Path, threads) -> None:
 
 
 def test_a_stage_that_cannot_load_says_why(model_file, threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ikcli.engine.stages.driver._digest", lambda file: "other")
+    monkeypatch.setattr("ikcli.engine.pipeline.driver._digest", lambda file: "other")
     with pytest.raises(IkError, match=r"stage 1 \(layers 0-0\): .*llama.gguf on this node is another file"):
         Session.open(config(model_file("llama"), 2))
 

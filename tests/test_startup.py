@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ikcli.engine import planner as planner_module
-from ikcli.engine.session import Session
+from ikcli.engine.plan import planner as planner_module
+from ikcli.engine.run.session import Session
 from ikcli.main import main
 
 TEXT = "import os\nimport sys\n" * 160

@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ikcli.config import default_model, default_text
 from ikcli.errors import IkError, UsageError
-from ikcli.eval.resident import Resident, ResidentOptions, used_tensors
 from ikcli.fleet.executor import Here, Processes
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
@@ -19,6 +17,8 @@ from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.main import main
 from ikcli.quant.calibration import MeasuredGroup, from_study
 from ikcli.quant.encoding import Encoding
+from ikcli.settings.run import default_model, default_text
+from ikcli.study.resident import Resident, ResidentOptions, used_tensors
 from ikcli.study.study import Plan, StudyOptions, read_study, run_study, table_lines
 from ikcli.study.units import Unit, make_units, work_of
 from ikcli.study.worker import StudyWorkerOptions, digests
@@ -161,11 +161,11 @@ def test_a_trial_is_the_divergence_of_the_file_that_it_stands_for(text: Path, tm
     base = tmp_path / "base.kld"
     run = ["-c", "128", "-f", str(text), "--chunks", "6", "--kl-divergence-base", str(base)]
     assert main(["perplexity", "-m", str(default_model()), *run]) == 0
-    from ikcli.config import RunConfig
-    from ikcli.engine.session import Session
-    from ikcli.eval.kl_divergence import KlParams
-    from ikcli.eval.kl_divergence import run as run_kl
-    from ikcli.eval.kld_file import BaseReader
+    from ikcli.engine.run.session import Session
+    from ikcli.measure.kl_divergence import KlParams
+    from ikcli.measure.kl_divergence import run as run_kl
+    from ikcli.measure.kld_file import BaseReader
+    from ikcli.settings.run import RunConfig
 
     config = RunConfig(model=made, command="perplexity", n_ctx=128, n_batch=128, warmup=False, n_threads=1)
     with Session.open(config) as session:

@@ -12,16 +12,17 @@ import pytest
 from fake_session import FakeSession
 
 import ikcli
+from ikcli.bench import environment, memory
+from ikcli.bench import sweep as sweep_bench
+from ikcli.bench.sweep import SweepParams, SweepRow, depths, run
+from ikcli.cli.parser import ModelRun, parse
 from ikcli.commands import sweep_bench as command
-from ikcli.commands._options import ModelRun, parse
 from ikcli.commands._sweep_table import RunInfo, SweepPrinter
-from ikcli.config import RunConfig, default_model
-from ikcli.config_groups import SweepConfig
 from ikcli.errors import UsageError
-from ikcli.eval import environment, memory, sweep_bench
-from ikcli.eval.sweep_bench import SweepParams, SweepRow, depths, run
 from ikcli.gguf.reader import open_gguf
 from ikcli.native import isa
+from ikcli.settings.groups import SweepConfig
+from ikcli.settings.run import RunConfig, default_model
 
 PARAMS = SweepParams(pp=16, tg=4, step=16, warmup=False)
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from ikcli.bench.sweep import SweepRow
+from ikcli.bench.sweep_plot import MAX_TICKS, Point, draw, group, ticks
+from ikcli.bench.sweep_read import SpeedRow, SpeedTable, read_file, read_text
 from ikcli.commands._sweep_table import RunInfo, SweepPrinter
-from ikcli.config import RunConfig
-from ikcli.config_groups import SweepConfig
 from ikcli.errors import FormatError, UnsupportedError, UsageError
-from ikcli.eval.sweep_bench import SweepRow
-from ikcli.eval.sweep_plot import MAX_TICKS, Point, draw, group, ticks
-from ikcli.eval.sweep_read import SpeedRow, SpeedTable, read_file, read_text
 from ikcli.main import main
+from ikcli.settings.groups import SweepConfig
+from ikcli.settings.run import RunConfig
 
 MAIN = (
     "main: n_kv_max = 8192, n_batch = 2048, n_ubatch = 512, flash_attn = 1, n_gpu_layers = -1, "
@@ -202,7 +202,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The labels of every figure that is drawn."""
-    from ikcli.eval import sweep_plot
+    from ikcli.bench import sweep_plot
 
     seen: list[list[str]] = []
 
@@ -279,7 +279,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_error_of_a_file_without_rows_names_it(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from ikcli.commands.sweep_bench_plot import run
-    from ikcli.config_tools import SweepPlotConfig
+    from ikcli.settings.tools import SweepPlotConfig
 
     (tmp_path / "x.md").write_text("| a |\n")
     with pytest.raises(FormatError, match=r"x\.md: no rows"):

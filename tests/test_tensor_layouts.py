@@ -9,8 +9,8 @@ import pytest
 from factories import MemoryModel, tiny_model
 from tiny_architectures import LAYER_NORM, SHARED, WINDOWED
 
-from ikcli.engine.batch import Batch
-from ikcli.engine.reference_session import ReferenceSession
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.gguf.constants import GGMLType
 from ikcli.models import GraphConfig
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ikcli.commands._options import parse
+from ikcli.cli.parser import parse
 from ikcli.commands.tokenize import run as tokenize
 from ikcli.errors import IkError, UsageError
 from ikcli.gguf.reader import open_gguf

@@ -12,15 +12,15 @@ from engine_client import ask, serving
 from factories import tiny_model
 from gguf_files import write_model
 
-from ikcli.config import RunConfig
-from ikcli.config_values import parse_spec_type
-from ikcli.engine.batch import Batch
-from ikcli.engine.reference_session import ReferenceSession
-from ikcli.engine.session import Session
-from ikcli.engine.sizes import SPARE, window_cells
+from ikcli.engine.plan.sizes import SPARE, window_cells
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.reference_session import ReferenceSession
+from ikcli.engine.run.session import Session
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Per
 from ikcli.models import GraphConfig
+from ikcli.settings.run import RunConfig
+from ikcli.settings.values import parse_spec_type
 
 WINDOW, N_CTX, UBATCH = 40, 4096, 16
 CELLS = window_cells(WINDOW, UBATCH, N_CTX)

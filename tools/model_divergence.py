@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ikcli.config import RunConfig
-from ikcli.engine.session import Session
-from ikcli.eval import imatrix as imatrix_eval
-from ikcli.eval import kl_divergence, perplexity
-from ikcli.eval.kld_file import BaseReader, BaseWriter
-from ikcli.eval.protocol import SessionLike, TokenIds
+from ikcli.engine.run.session import Session
+from ikcli.imatrix import matrix as imatrix_eval
+from ikcli.measure import kl_divergence, perplexity
+from ikcli.measure.kld_file import BaseReader, BaseWriter
+from ikcli.measure.protocol import SessionLike, TokenIds
+from ikcli.settings.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

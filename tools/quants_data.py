@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ikcli.eval.quantize_stats import all_types
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
 from ikcli.gguf.types import TYPES
 from ikcli.quant.decode import decodable_types
 from ikcli.quant.encoders import available_types
 from ikcli.quant.formats import interleaved_type, tensor_size
+from ikcli.study.quantize_stats import all_types
 
 Record = dict[str, Any]
 T = GGMLType

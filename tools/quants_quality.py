@@ -20,17 +20,17 @@ from model_divergence import Settings, compare, halves, importance, store_base
 from quants_data import Record, bpw, presets, rounded, table_types
 
 import ikcli
-from ikcli.config import default_model, default_text
-from ikcli.eval.environment import hardware
-from ikcli.eval.kld_file import BaseReader
+from ikcli.bench.environment import hardware
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.gguf.types import TYPES
 from ikcli.hostinfo import physical_cores
+from ikcli.measure.kld_file import BaseReader
 from ikcli.quant.decode import dequantize
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.quantizer import QuantizeJob, output_metadata, run
 from ikcli.quant.recipes import CustomRule, RecipeOptions, TypeChoice, choose_types
+from ikcli.settings.run import default_model, default_text
 
 N_CTX = 512
 _Q8_0 = 7  # file type of rules: any quantized one does

@@ -22,12 +22,11 @@ import numpy as np
 from quants_data import Record, read_records, record_key, rounded, speed_types, table_types
 
 import ikcli
-from ikcli.config import RunConfig, default_model
-from ikcli.engine.session import Session
+from ikcli.bench.environment import hardware
+from ikcli.bench.sweep import SweepParams, SweepRow
+from ikcli.bench.sweep import run as sweep
+from ikcli.engine.run.session import Session
 from ikcli.errors import IkError
-from ikcli.eval.environment import hardware
-from ikcli.eval.sweep_bench import SweepParams, SweepRow
-from ikcli.eval.sweep_bench import run as sweep
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from ikcli.gguf.types import TYPES
@@ -37,6 +36,7 @@ from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import quantize_rows
 from ikcli.quant.formats import format_by_name
 from ikcli.quant.recipes import plain_twin
+from ikcli.settings.run import RunConfig, default_model
 
 T = GGMLType
 PP = 512

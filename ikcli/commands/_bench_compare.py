@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ikcli import log
-from ikcli.commands._argv import canonical_name
+from ikcli.bench.compare import Comparison, Ratio, Side, compare, n_cpus, parse_sides
+from ikcli.bench.disturbance import warnings_of
+from ikcli.bench.environment import cpu_name
+from ikcli.cli.argv import canonical_name
+from ikcli.cli.parser import ModelRun, names_of
 from ikcli.commands._bench_output import build
-from ikcli.commands._options import ModelRun, names_of
 from ikcli.errors import UsageError
-from ikcli.eval.bench_compare import Comparison, Ratio, Side, compare, n_cpus, parse_sides
-from ikcli.eval.disturbance import warnings_of
-from ikcli.eval.environment import cpu_name
 
 _OWN = {f"bench.{name}" for name in ("compare", "rounds", "precision", "output", "output_err")}
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 import ikcli
-from ikcli.config import RunConfig
-from ikcli.eval.bench import BenchResult, mean_and_deviation
-from ikcli.eval.environment import cpu_name
+from ikcli.bench.environment import cpu_name
+from ikcli.bench.tests import BenchResult, mean_and_deviation
 from ikcli.log import shown_size
+from ikcli.settings.run import RunConfig
 
 # field of RunConfig -> (heading, width; negative: left-aligned), in the order of the columns
 _SETTINGS: dict[str, tuple[str, int]] = {

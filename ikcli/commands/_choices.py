@@ -6,15 +6,15 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
-from ikcli.commands._options import ModelRun
-from ikcli.config import RunConfig
+from ikcli.cli.parser import ModelRun
 from ikcli.errors import IkError, UsageError
-from ikcli.eval import choices
-from ikcli.eval.choice_tasks import Question, Task, read_hellaswag, read_multiple_choice, read_winogrande, tokenized
-from ikcli.eval.choices import TaskScore
-from ikcli.eval.protocol import SessionLike
-from ikcli.eval.text import load_text, raw_text, text_name
 from ikcli.log import log
+from ikcli.measure import choices
+from ikcli.measure.choice_tasks import Question, Task, read_hellaswag, read_multiple_choice, read_winogrande, tokenized
+from ikcli.measure.choices import TaskScore
+from ikcli.measure.protocol import SessionLike
+from ikcli.measure.text import load_text, raw_text, text_name
+from ikcli.settings.run import RunConfig
 
 MIN_COUNT_FOR_FINAL = 100  # tasks from which Winogrande has a final line
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ikcli.eval.perplexity import PerplexityResult
+from ikcli.measure.perplexity import PerplexityResult
 
 
 def eta_text(pass_seconds: float, n_chunk: int, n_seq: int) -> str:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ikcli import log
-from ikcli.commands._argv import read_lines
-from ikcli.commands._columns import MAX_ITEMS, format_size, json_scalar, print_table, printable, short
+from ikcli.cli.argv import read_lines
+from ikcli.cli.columns import MAX_ITEMS, format_size, json_scalar, print_table, printable, short
 from ikcli.commands.inspect import TypeCount, count_types
-from ikcli.config_tools import InspectConfig
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from ikcli.gguf.types import TYPES
 from ikcli.gguf.values import Typed
+from ikcli.settings.tools import InspectConfig
 
 _MOST = 20
 _MIB = 2**20
@@ -105,7 +105,7 @@ def _json_count(count: TypeCount | None) -> dict[str, int] | None:
 
 def match(config: InspectConfig, paths: list[Path]) -> int:
     """`ik inspect --match RULE`."""
-    from ikcli.engine.rule_match import TYPES_OF, match_report
+    from ikcli.engine.plan.rule_match import TYPES_OF, match_report
 
     file = open_gguf(paths[0])
     texts = ["\n".join(read_lines(Path(t[1:]))) if t.startswith("@") else t for t in config.match]

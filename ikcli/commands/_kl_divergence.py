@@ -8,16 +8,16 @@ from contextlib import closing
 
 import numpy as np
 
+from ikcli.cli.parser import ModelRun
 from ikcli.commands._chunk_lines import eta_text
-from ikcli.commands._options import ModelRun
 from ikcli.errors import FormatError, UsageError
-from ikcli.eval import fleet_windows, kl_divergence
-from ikcli.eval.fleet_model import HeaderSession
-from ikcli.eval.kl_divergence import KlChunk, KlParams, KlResult, windows_of
-from ikcli.eval.kld_file import BaseReader
-from ikcli.eval.perplexity import bos_of, open_session
-from ikcli.eval.stats import F64, safe_exp
+from ikcli.fleet.model import HeaderSession
 from ikcli.log import log, warn
+from ikcli.measure import fleet_windows, kl_divergence
+from ikcli.measure.kl_divergence import KlChunk, KlParams, KlResult, windows_of
+from ikcli.measure.kld_file import BaseReader
+from ikcli.measure.perplexity import bos_of, open_session
+from ikcli.measure.stats import F64, safe_exp
 
 MIN_COUNT_FOR_STATISTICS = 100
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ikcli import log
-from ikcli.commands._options import parse, usage
+from ikcli.cli.parser import parse, usage
 from ikcli.commands._self_covariance import with_moments
 from ikcli.commands.quantize import recipe_of, report_plan_notes, threads, tool_options
-from ikcli.config_fleet import BatchConfig
-from ikcli.config_tools import QuantizeConfig
 from ikcli.errors import IkError, UsageError
+from ikcli.settings.fleet import BatchConfig
+from ikcli.settings.tools import QuantizeConfig
 
 if TYPE_CHECKING:
     from ikcli.gguf.reader import GGUFFile
@@ -183,9 +183,9 @@ def _data_key(config: QuantizeConfig) -> tuple[object, ...]:
 
 
 def _write(jobs: list[MatrixJob], source: str, options: list[ToolOptions], fleet: BatchConfig) -> None:
-    from ikcli.eval import fleet_quantize
     from ikcli.quant.matrix import run_matrix
     from ikcli.quant.quantizer import Progress
+    from ikcli.study import fleet_quantize
 
     file = jobs[0].job.file
     total = len(file.tensors)

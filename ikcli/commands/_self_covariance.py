@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ikcli.config_fleet import BatchConfig
 from ikcli.errors import IkError, UsageError
+from ikcli.settings.fleet import BatchConfig
 
 if TYPE_CHECKING:
     from ikcli.quant.imatrix_file import Imatrix
@@ -44,7 +44,7 @@ def with_moments(
             "--covariance self makes its file on this machine only; for workers on others make it with ik imatrix "
             "--random-tokens 16384 --covariance FILE, and copy it to all of them"
         )
-    from ikcli.eval.random_tokens import write_self_covariance
+    from ikcli.imatrix.random_tokens import write_self_covariance
 
     folder = Path(output).absolute().parent
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ def _way_out() -> Iterator[None]:
 
 def planned_data(source: str, n_tokens: int, overrides: tuple[str, ...]) -> tuple[str, Imatrix]:
     """For --preflight and --dry-run: that the model can be run, and the data there will be; reads no weights."""
-    from ikcli.eval.random_tokens import planned
+    from ikcli.imatrix.random_tokens import planned
 
     with _way_out():
         n_bytes, imatrix = planned(Path(source), overrides)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ikcli.config import RunConfig
+from ikcli.settings.run import RunConfig
 
 if TYPE_CHECKING:
-    from ikcli.eval.sweep_bench import SweepRow
+    from ikcli.bench.sweep import SweepRow
 
 _COLUMNS = (("PP", 6), ("TG", 6), ("N_KV", 6), ("T_PP s", 8), ("S_PP t/s", 8), ("T_TG s", 8), ("S_TG t/s", 8))
 _MEMORY_COLUMNS = (("RSS HWM", 10), ("VRAM delta", 10))

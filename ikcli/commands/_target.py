@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ikcli.config_tools import CPU_TENSORS, QuantizeConfig
 from ikcli.errors import UsageError
-from ikcli.options import iter_options
+from ikcli.settings.option import iter_options
+from ikcli.settings.tools import CPU_TENSORS, QuantizeConfig
 
 if TYPE_CHECKING:
     from ikcli.quant.calibration import Measure, Studied
@@ -136,7 +136,7 @@ def _amount(option: str, text: str) -> SizeBudget:
 
 def _placement(config: QuantizeConfig, budgets: set[str]) -> CpuShare:
     """Which tensors stay on the CPU: rules of -ot, or --gpu-tensors before --cpu-tensors."""
-    from ikcli.engine.tensor_rules import parse_rule
+    from ikcli.engine.plan.tensor_rules import parse_rule
     from ikcli.quant.target import CPU, GPU, CpuShare
     from ikcli.rules import compile_pattern
 
@@ -163,7 +163,7 @@ def _placement(config: QuantizeConfig, budgets: set[str]) -> CpuShare:
 
 
 def _rules(text: str) -> tuple[str, ...]:
-    from ikcli.config_values import parse_rules
+    from ikcli.settings.values import parse_rules
 
     try:
         return parse_rules(text)

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
 
-from ikcli.commands._options import ModelRun
+from ikcli.bench import batched as batched_bench
+from ikcli.bench.batched import BatchedRow
+from ikcli.bench.environment import describe
+from ikcli.cli.parser import ModelRun
 from ikcli.commands._sweep_table import settings_dict, write_head, write_line
-from ikcli.config import RunConfig
-from ikcli.engine.bench_cases import batched_tests
-from ikcli.engine.session import Session
-from ikcli.engine.sizes import batched_session
-from ikcli.eval import batched_bench
-from ikcli.eval.batched_bench import BatchedRow
-from ikcli.eval.environment import describe
+from ikcli.engine.plan.bench_cases import batched_tests
+from ikcli.engine.plan.sizes import batched_session
+from ikcli.engine.run.session import Session
 from ikcli.log import warn
+from ikcli.settings.run import RunConfig
 
 _COLUMNS = (("PP", 6), ("TG", 6), ("B", 4), ("N_KV", 6), ("T_PP s", 8), ("S_PP t/s", 8), ("T_TG s", 8),
             ("S_TG t/s", 8), ("T s", 8), ("S t/s", 8))  # fmt: skip

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from ikcli.bench import tests as bench
+from ikcli.bench.tests import BenchResult
+from ikcli.cli.parser import ModelRun
 from ikcli.commands._bench_output import make_writer
-from ikcli.commands._options import ModelRun
-from ikcli.engine.bench_cases import bench_tests
+from ikcli.engine.plan.bench_cases import bench_tests
 from ikcli.errors import UsageError
-from ikcli.eval import bench
-from ikcli.eval.bench import BenchResult
 
 
 def run(run: ModelRun) -> int:
@@ -52,6 +52,6 @@ def _results(run: ModelRun) -> Iterator[BenchResult]:
     """Measured here, or on nodes of Ray."""
     if run.config.fleet.ray is None or run.config.fleet.stages > 1:
         return bench.run(run.config, run.alternatives, run.given, run.planner)
-    from ikcli.eval import fleet_bench
+    from ikcli.bench import fleet as fleet_bench
 
     return fleet_bench.run(run.config, run.alternatives, run.given)

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Collection
 from contextlib import ExitStack
 
-from ikcli.commands._options import ModelRun, Parsed
-from ikcli.config import RunConfig
+from ikcli.cli.parser import ModelRun, Parsed
 from ikcli.console import start
 from ikcli.console.answers import Counts, PromptCache, Source
 from ikcli.console.continuation import Continuation, Turns
@@ -18,9 +17,10 @@ from ikcli.console.render import Fancy, Plain, Renderer, end_note
 from ikcli.console.repl import Repl
 from ikcli.console.slash import completions
 from ikcli.console.terminal import Complete, Input, LineEditor, PlainInput, interruptible
-from ikcli.engine.session_log import Timings, timing_lines
+from ikcli.engine.run.session_log import Timings, timing_lines
 from ikcli.errors import UsageError
 from ikcli.log import hushed, log
+from ikcli.settings.run import RunConfig
 
 
 def run(run: ModelRun) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from json import dumps
 
-from ikcli.commands._model import find_model
-from ikcli.config import RunConfig
-from ikcli.config_tools import DevicesConfig
-from ikcli.eval.inventory import Inventory, take_inventory
+from ikcli.cli.model import find_model
+from ikcli.doctor.inventory import Inventory, take_inventory
 from ikcli.log import shown_size
+from ikcli.settings.run import RunConfig
+from ikcli.settings.tools import DevicesConfig
 
 _CELLS = 256  # of the session of a self-test
 
@@ -24,8 +24,8 @@ def run(config: DevicesConfig) -> int:
 
 
 def _self_test(config: DevicesConfig) -> int:
-    from ikcli.engine.self_test import check
-    from ikcli.engine.session import Session
+    from ikcli.engine.run.self_test import check
+    from ikcli.engine.run.session import Session
 
     model = find_model(config.model, config.hub)
     with Session.open(RunConfig(command="bench", model=model, n_ctx=_CELLS, warmup=False)) as session:

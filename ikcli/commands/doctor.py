@@ -8,13 +8,13 @@ from json import dumps
 from textwrap import wrap
 
 from ikcli import log
-from ikcli.commands._model import find_model
-from ikcli.config_tools import DoctorConfig
+from ikcli.bench.tests import params_label
+from ikcli.cli.model import find_model
+from ikcli.doctor.examination import Examination, examine
+from ikcli.doctor.model import ModelReport
 from ikcli.errors import UsageError
-from ikcli.eval.bench import params_label
-from ikcli.eval.doctor import Examination, examine
-from ikcli.eval.doctor_model import ModelReport
 from ikcli.log import shown_size
+from ikcli.settings.tools import DoctorConfig
 
 _MIB = 2.0**20
 _WIDTH = 100  # of reasons

@@ -6,12 +6,12 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
-from ikcli.commands._options import ModelRun
-from ikcli.engine.pooling import Pooling, similarities
+from ikcli.cli.parser import ModelRun
+from ikcli.engine.run.pooling import Pooling, similarities
 from ikcli.errors import UsageError
-from ikcli.eval.embeddings import FloatRows, TextVectors, measure, split_texts
-from ikcli.eval.text import load_text, unescape
 from ikcli.log import log
+from ikcli.measure.embeddings import FloatRows, TextVectors, measure, split_texts
+from ikcli.measure.text import load_text, unescape
 
 _FEW, _ENDS = 16, 3  # numbers that are shown of one vector among several, and at both ends of a token's row
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ikcli import log
-from ikcli.commands._options import usage
-from ikcli.config_tools import GgufSplitConfig
+from ikcli.cli.parser import usage
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.split import merge, parse_size, split
+from ikcli.settings.tools import GgufSplitConfig
 
 _MAX_TENSORS = 128
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from ikcli.commands._help import main_help
-from ikcli.commands._suggest import nearest
-from ikcli.commands._table import BY_NAME
-from ikcli.config_tools import HelpConfig
+from ikcli.cli.help import main_help
+from ikcli.cli.suggest import nearest
+from ikcli.cli.table import BY_NAME
 from ikcli.errors import IkError, UsageError
 from ikcli.log import log
 from ikcli.manual import pages, title
+from ikcli.settings.tools import HelpConfig
 
 
 def run(config: HelpConfig) -> int:

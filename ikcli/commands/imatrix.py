@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ikcli.cli.parser import ModelRun
 from ikcli.commands._chunk_lines import eta_text, final_line
-from ikcli.commands._options import ModelRun
-from ikcli.config import RunConfig
-from ikcli.engine.session import Session
-from ikcli.engine.sizes import DEFAULT_WINDOW, imatrix_session
+from ikcli.engine.plan.sizes import DEFAULT_WINDOW, imatrix_session
+from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
-from ikcli.eval import fleet_imatrix
-from ikcli.eval.fleet_model import HeaderSession
-from ikcli.eval.imatrix import (
+from ikcli.fleet.model import HeaderSession
+from ikcli.imatrix import fleet as fleet_imatrix
+from ikcli.imatrix.compare import comparison_lines
+from ikcli.imatrix.matrix import (
     ChunkDone,
     ImatrixResult,
     collect,
@@ -30,12 +30,11 @@ from ikcli.eval.imatrix import (
     save,
     windows,
 )
-from ikcli.eval.imatrix_compare import comparison_lines
-from ikcli.eval.imatrix_stats import LayerSimilarity, statistics_lines
-from ikcli.eval.imatrix_sums import Sums
-from ikcli.eval.random_tokens import random_tokens
-from ikcli.eval.text import load_text, text_name, tokenize
+from ikcli.imatrix.random_tokens import random_tokens
+from ikcli.imatrix.statistics import LayerSimilarity, statistics_lines
+from ikcli.imatrix.sums import Sums
 from ikcli.log import log, warn
+from ikcli.measure.text import load_text, text_name, tokenize
 from ikcli.quant.covariance_file import (
     RANDOM_TOKENS,
     is_covariance,
@@ -44,9 +43,10 @@ from ikcli.quant.covariance_file import (
     write_covariance,
 )
 from ikcli.quant.imatrix_file import Imatrix, merge, read_imatrix
+from ikcli.settings.run import RunConfig
 
 if TYPE_CHECKING:
-    from ikcli.engine.planner import Planner
+    from ikcli.engine.plan.planner import Planner
 
 _MOST_EXPERTS_NAMED = 8
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ikcli.commands._columns import MAX_ITEMS, format_size, json_scalar, print_table, printable, short
-from ikcli.commands._model import find_model
-from ikcli.config import default_model
-from ikcli.config_tools import InspectConfig
+from ikcli.cli.columns import MAX_ITEMS, format_size, json_scalar, print_table, printable, short
+from ikcli.cli.model import find_model
 from ikcli.errors import UsageError
 from ikcli.gguf.constants import GGMLType, GGUFValueType, file_type_label
 from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from ikcli.gguf.types import TYPES
+from ikcli.settings.run import default_model
+from ikcli.settings.tools import InspectConfig
 
 _MIB = 2**20
 

@@ -6,9 +6,9 @@ import json
 from datetime import datetime
 
 from ikcli import log
-from ikcli.config_tools import ListConfig
 from ikcli.hub.cache import CachedModel, hub_dir, list_models, url_dir
 from ikcli.log import shown_size
+from ikcli.settings.tools import ListConfig
 
 
 def run(config: ListConfig) -> int:

@@ -6,19 +6,19 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 
+from ikcli.cli.parser import ModelRun
 from ikcli.commands import _choices, _kl_divergence
 from ikcli.commands._chunk_lines import eta_text, final_line
-from ikcli.commands._options import ModelRun
-from ikcli.config import RunConfig
 from ikcli.errors import IkError, NonFiniteError, UsageError
-from ikcli.eval import fleet_windows, perplexity
-from ikcli.eval.chunks import Windows
-from ikcli.eval.fleet_model import HeaderSession
-from ikcli.eval.kld_file import BaseWriter
-from ikcli.eval.perplexity import ChunkScore, PerplexityParams, PerplexityResult, bos_of, open_session, params_of
-from ikcli.eval.protocol import SessionLike, TokenIds
-from ikcli.eval.text import load_text, text_name, tokenize
+from ikcli.fleet.model import HeaderSession
 from ikcli.log import log, warn
+from ikcli.measure import fleet_windows, perplexity
+from ikcli.measure.chunks import Windows
+from ikcli.measure.kld_file import BaseWriter
+from ikcli.measure.perplexity import ChunkScore, PerplexityParams, PerplexityResult, bos_of, open_session, params_of
+from ikcli.measure.protocol import SessionLike, TokenIds
+from ikcli.measure.text import load_text, text_name, tokenize
+from ikcli.settings.run import RunConfig
 
 
 def run(run: ModelRun) -> int:

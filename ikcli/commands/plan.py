@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from ikcli.commands._options import ModelRun
-from ikcli.engine.memory_plan import plan_lines, verdict_lines
-from ikcli.engine.session_log import model_lines
+from ikcli.cli.parser import ModelRun
+from ikcli.engine.plan.memory_plan import plan_lines, verdict_lines
+from ikcli.engine.run.session_log import model_lines
 from ikcli.log import warn
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ikcli import log
-from ikcli.commands._options import usage
-from ikcli.commands._values import labelled_file
-from ikcli.config_tools import PublishConfig
+from ikcli.cli.parser import usage
+from ikcli.cli.values import labelled_file
 from ikcli.errors import UsageError
+from ikcli.settings.tools import PublishConfig
 
 if TYPE_CHECKING:
-    from ikcli.eval.publish import Published
     from ikcli.hub.upload import Uploaded, UploadOptions
+    from ikcli.publish.folder import Published
 
 _WORTH_A_LINE = 10 << 20  # bytes; smaller files go with the commit
 
@@ -45,8 +45,8 @@ def run(config: PublishConfig) -> int:
 
 def _make(config: PublishConfig) -> Published:
     """The folder, made or found."""
-    from ikcli.eval.publish import PublishOptions, plan_publish, publish
     from ikcli.gguf.split import parse_size
+    from ikcli.publish.folder import PublishOptions, plan_publish, publish
 
     assert config.out is not None
     plan = plan_publish(
@@ -99,8 +99,8 @@ def _target(config: PublishConfig) -> UploadOptions | None:
 
 
 def _send(folder: Path, target: UploadOptions) -> Uploaded:
-    from ikcli.eval.folder_sums import current_sums
     from ikcli.hub.upload import upload
+    from ikcli.publish.checksums import current_sums
 
     digests = current_sums(folder)
     with log.progress("upload", sum((folder / name).stat().st_size for name in digests), in_bytes=True) as advance:

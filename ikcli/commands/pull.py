@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ikcli import log
-from ikcli.commands._model import bar, finish
-from ikcli.config_tools import PullConfig
-from ikcli.engine.verdict import Verdict, judge
+from ikcli.cli.model import bar, finish
+from ikcli.engine.plan.verdict import Verdict, judge
 from ikcli.errors import UsageError
 from ikcli.hub.choices import Offer, offers
 from ikcli.hub.names import Ref, parse_ref
 from ikcli.hub.pull import Access, Pulled, pull, pull_checkpoint, pull_url
 from ikcli.log import shown_size
+from ikcli.settings.tools import PullConfig
 
 
 def run(config: PullConfig) -> int:

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ikcli import log
-from ikcli.commands._argv import read_lines
-from ikcli.commands._options import usage
+from ikcli.cli.argv import read_lines
+from ikcli.cli.parser import usage
+from ikcli.cli.suggest import nearest
 from ikcli.commands._self_covariance import SELF, planned_data, with_moments
-from ikcli.commands._suggest import nearest
 from ikcli.commands._target import check_sides, has_target, target_options
-from ikcli.config_fleet import BatchConfig
-from ikcli.config_tools import QuantizeConfig
 from ikcli.errors import IkError, UsageError
+from ikcli.settings.fleet import BatchConfig
+from ikcli.settings.tools import QuantizeConfig
 
 if TYPE_CHECKING:
     from ikcli.quant.calibration import Measure
@@ -94,12 +94,12 @@ def _target(config: QuantizeConfig, mode: str, name: str, source: str, n_threads
     """The size to choose types for; UsageError for options that need one or exclude it."""
 
     def measure(text: Path, chunks: int) -> Measure:
-        from ikcli.eval.calibrate import Calibrator
-        from ikcli.eval.resident import ResidentOptions
+        from ikcli.study.calibrate import Calibrator
+        from ikcli.study.resident import ResidentOptions
 
         options = ResidentOptions(Path(source), text, chunks, n_threads=n_threads, overrides=config.override_kv)
         if config.fleet.wanted:
-            from ikcli.eval.fleet_calibrate import FleetCalibrator
+            from ikcli.study.fleet_calibrate import FleetCalibrator
 
             return FleetCalibrator(options, tool_options(config, n_threads), config.fleet).measure
         return Calibrator(options).measure
@@ -279,7 +279,7 @@ def would_gain(plan: ToolPlan) -> bool:
 
 def _preflight(request: Request) -> int:
     """Print the report; 1 if the run would fail."""
-    from ikcli.engine.devices import available_memory
+    from ikcli.engine.plan.devices import available_memory
     from ikcli.quant.preflight import PlannedJob, preflight
 
     r = request
@@ -436,8 +436,8 @@ def write(request: Request, plan: ToolPlan) -> None:
         with log.progress(request.mode, plan.old_bytes, in_bytes=True) as advance:
             hooks = Progress(tensor, skipped, advance, resumed, discarded)
             if request.fleet.wanted:
-                from ikcli.eval import fleet_quantize
                 from ikcli.quant.matrix import MatrixJob
+                from ikcli.study import fleet_quantize
 
                 paths = fleet_quantize.run([MatrixJob(job)], [request.options], request.fleet, hooks)
             else:

@@ -1,14 +1,20 @@
-"""`ik quantize-stats`: the error table of ikcli.eval.quantize_stats."""
+"""`ik quantize-stats`: the error table of ikcli.study.quantize_stats."""
 
 from __future__ import annotations
 
 from ikcli import log
-from ikcli.commands._model import find_model
-from ikcli.config import default_model
-from ikcli.config_tools import QuantizeStatsConfig
+from ikcli.cli.model import find_model
 from ikcli.errors import UsageError
-from ikcli.eval import fleet_stats
-from ikcli.eval.quantize_stats import (
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.reader import open_gguf
+from ikcli.hostinfo import physical_cores
+from ikcli.quant.encoders import available_types
+from ikcli.quant.formats import format_by_name
+from ikcli.quant.imatrix_file import read_imatrix
+from ikcli.settings.run import default_model
+from ikcli.settings.tools import QuantizeStatsConfig
+from ikcli.study import fleet_stats
+from ikcli.study.quantize_stats import (
     HEADER,
     StatsParams,
     all_types,
@@ -18,12 +24,6 @@ from ikcli.eval.quantize_stats import (
     measured_tensors,
     notes,
 )
-from ikcli.gguf.constants import GGMLType
-from ikcli.gguf.reader import open_gguf
-from ikcli.hostinfo import physical_cores
-from ikcli.quant.encoders import available_types
-from ikcli.quant.formats import format_by_name
-from ikcli.quant.imatrix_file import read_imatrix
 
 
 def run(config: QuantizeStatsConfig) -> int:

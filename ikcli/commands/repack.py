@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ikcli.commands import quantize
-from ikcli.config_tools import QuantizeConfig
+from ikcli.settings.tools import QuantizeConfig
 
 
 def run(config: QuantizeConfig) -> int:

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ikcli import log
-from ikcli.commands._columns import json_scalar, printable
-from ikcli.commands._options import usage
-from ikcli.commands._values import labelled_file
-from ikcli.config_tools import ReportConfig
+from ikcli.cli.columns import json_scalar, printable
+from ikcli.cli.parser import usage
+from ikcli.cli.values import labelled_file
 from ikcli.errors import FormatError, UsageError
-from ikcli.eval.report_page import page
-from ikcli.eval.report_read import read_results
-from ikcli.eval.report_results import Results
+from ikcli.report.page import page
+from ikcli.report.read import read_results
+from ikcli.report.results import Results
+from ikcli.settings.tools import ReportConfig
 
 _SIZE = re.compile(r"([\d.]+)\s*([KMGT]i?B?)", re.I)
 _POWERS = "kmgt"

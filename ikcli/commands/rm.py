@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 from ikcli import log
-from ikcli.config_tools import RemoveConfig
 from ikcli.errors import UsageError
 from ikcli.hub.cache import Removal, plan_removal, remove
 from ikcli.log import shown_size
+from ikcli.settings.tools import RemoveConfig
 
 
 def run(config: RemoveConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ikcli import log
-from ikcli.commands._options import ModelRun, Parsed
+from ikcli.cli.parser import ModelRun, Parsed
 from ikcli.errors import UsageError
 
 _OF_SEVERAL = frozenset(("server.models_max", "server.models_autoload"))
@@ -33,7 +33,7 @@ def run(run: ModelRun) -> int:
 
 
 def _run_replicas(run: ModelRun) -> int:
-    from ikcli.commands._fronts import OF_THE_FRONT, PATHS, passed_on, paths_passed_on
+    from ikcli.cli.front_options import OF_THE_FRONT, PATHS, passed_on, paths_passed_on
     from ikcli.server.replicas.places import Recipe
     from ikcli.server.replicas.server import serve_replicas
 
@@ -55,8 +55,8 @@ def _run_replicas(run: ModelRun) -> int:
 
 def _run_sleeping(run: ModelRun) -> int:
     """One model in a process that ends when it is idle, behind a port that stays."""
-    from ikcli.commands._fronts import passed_on
-    from ikcli.commands._model_entries import OF_ALL_MODELS, EntryMaker, Wish
+    from ikcli.cli.front_options import passed_on
+    from ikcli.cli.model_entries import OF_ALL_MODELS, EntryMaker, Wish
     from ikcli.server.http.chat import check_options
     from ikcli.server.http.params import defaults_of
     from ikcli.server.http.server import check_folders
@@ -81,7 +81,7 @@ def _run_sleeping(run: ModelRun) -> int:
 
 def run_models(parsed: Parsed) -> int:
     """Serve the models of a file, a folder or the cache; returns the exit code."""
-    from ikcli.commands._models import Sources
+    from ikcli.cli.model_list import Sources
     from ikcli.server.router.server import serve_models
 
     sources = Sources(parsed)

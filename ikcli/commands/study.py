@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from ikcli import log
-from ikcli.commands._model import find_model
-from ikcli.config import default_model, default_text
-from ikcli.config_tools import StudyConfig
+from ikcli.bench.sweep_plot import check_output
+from ikcli.cli.model import find_model
 from ikcli.errors import UsageError
-from ikcli.eval.resident import ResidentOptions
-from ikcli.eval.sweep_plot import check_output
 from ikcli.fleet.executor import executor_of, threads_each
 from ikcli.gguf.types import TYPES
 from ikcli.hostinfo import physical_cores
 from ikcli.quant.encoders import available_types
+from ikcli.settings.run import default_model, default_text
+from ikcli.settings.tools import StudyConfig
 from ikcli.study.plot import draw
+from ikcli.study.resident import ResidentOptions
 from ikcli.study.study import Plan, Progress, StudyOptions, json_text, read_study, run_study, table_lines, types_named
 
 _DEFAULT_TYPES = ("iq2_k,iq3_k,iq4_k,iq6_k",)

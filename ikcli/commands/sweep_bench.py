@@ -5,17 +5,18 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from ikcli.commands._options import ModelRun
+from ikcli.bench import memory, sweep_plot
+from ikcli.bench import sweep as sweep_bench
+from ikcli.bench.environment import describe
+from ikcli.bench.sweep import SweepRow, depths, params_of
+from ikcli.bench.sweep_read import SpeedRow
+from ikcli.cli.parser import ModelRun
 from ikcli.commands._sweep_table import RunInfo, SweepPrinter, settings_dict
-from ikcli.config import RunConfig
-from ikcli.engine.session import Session
+from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
-from ikcli.eval import memory, sweep_bench, sweep_plot
-from ikcli.eval.environment import describe
-from ikcli.eval.protocol import SessionLike
-from ikcli.eval.sweep_bench import SweepRow, depths, params_of
-from ikcli.eval.sweep_read import SpeedRow
 from ikcli.log import log, warn
+from ikcli.measure.protocol import SessionLike
+from ikcli.settings.run import RunConfig
 
 
 def run(run: ModelRun) -> int:

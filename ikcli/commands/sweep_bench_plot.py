@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ikcli import log
-from ikcli.commands._options import usage
-from ikcli.config_tools import SweepPlotConfig
+from ikcli.bench import sweep_plot
+from ikcli.bench.sweep_read import SpeedTable, read_file
+from ikcli.cli.parser import usage
 from ikcli.errors import FormatError, UsageError
-from ikcli.eval import sweep_plot
-from ikcli.eval.sweep_read import SpeedTable, read_file
+from ikcli.settings.tools import SweepPlotConfig
 
 
 def run(config: SweepPlotConfig) -> int:

@@ -11,11 +11,11 @@ import io
 import sys
 from pathlib import Path
 
-from ikcli.commands._model import find_model
-from ikcli.config import default_model
-from ikcli.config_tools import TokenizeConfig
+from ikcli.cli.model import find_model
 from ikcli.errors import IkError, UsageError
 from ikcli.gguf.reader import open_gguf
+from ikcli.settings.run import default_model
+from ikcli.settings.tools import TokenizeConfig
 from ikcli.tokenizer import Tokenizer
 
 

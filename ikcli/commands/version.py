@@ -6,9 +6,9 @@ import platform
 import sys
 from importlib import metadata
 
-from ikcli.commands._help import version_line
-from ikcli.config_tools import VersionConfig
+from ikcli.cli.help import version_line
 from ikcli.hostinfo import cpu_flags, physical_cores, visible_cpus
+from ikcli.settings.tools import VersionConfig
 
 _PACKAGES = ("numpy", "numba", "llvmlite", "gguf", "tokenizers", "typer", "rich", "jinja2")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ikcli.commands._options import ModelRun
-from ikcli.engine.session import Session
-from ikcli.engine.sizes import session_of
+from ikcli.cli.parser import ModelRun
+from ikcli.engine.plan.sizes import session_of
+from ikcli.engine.run.session import Session
 from ikcli.sampling.short import draw_function
 
 

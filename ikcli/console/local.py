@@ -11,7 +11,6 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from ikcli.chat.parser import ChatDelta, ChatParser
-from ikcli.config import RunConfig
 from ikcli.console.answers import Answer, Body, Counts, Gather
 from ikcli.errors import IkError
 from ikcli.server.http.chat import check_options
@@ -25,9 +24,10 @@ from ikcli.server.http.state import ServerState
 from ikcli.server.slots.engine import Engine, Ticket
 from ikcli.server.slots.messages import Delta, Event, Failure, Final, GenerationRequest, RequestTimings
 from ikcli.server.slots.states import EngineError
+from ikcli.settings.run import RunConfig
 
 if TYPE_CHECKING:
-    from ikcli.engine.planner import Planner
+    from ikcli.engine.plan.planner import Planner
 
 _TEMPLATE = "tokenizer.chat_template"
 

@@ -8,14 +8,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from ikcli.config import RunConfig
 from ikcli.console.answers import Source, cache_path_problem
 from ikcli.errors import IkError, UsageError
-from ikcli.eval.text import unescape
-from ikcli.options import iter_options
+from ikcli.measure.text import unescape
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.http.chat import chat_defaults
 from ikcli.server.http.params import defaults_of
+from ikcli.settings.option import iter_options
+from ikcli.settings.run import RunConfig
 
 
 def unescaped(config: RunConfig) -> RunConfig:

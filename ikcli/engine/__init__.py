@@ -1,1 +1,1 @@
-"""Placement, loading, KV cache and sessions."""
+"""Plan a run of a model, and run it."""

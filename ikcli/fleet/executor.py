@@ -17,9 +17,9 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait as wait_for
 from typing import Any, Protocol
 
-from ikcli.config_fleet import FleetConfig
 from ikcli.errors import IkError, UsageError
 from ikcli.log import warn
+from ikcli.settings.fleet import FleetConfig
 
 TRIES = 3
 """How often a unit is begun whose worker dies."""

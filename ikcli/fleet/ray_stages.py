@@ -1,6 +1,6 @@
 """Stages of a model in Ray actors: each on a node that has room for it, the last one where the command is if it fits.
 
-Ray starts and watches the processes; activations go over the connections of `ikcli/engine/stages`, never through Ray.
+Ray starts and watches the processes; activations go over the connections of `ikcli/engine/pipeline`, never through Ray.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ikcli.engine.stages.process import StageOptions, work
+from ikcli.engine.pipeline.process import StageOptions, work
 from ikcli.errors import IkError
 from ikcli.fleet import files
 from ikcli.fleet.ray_cluster import LOCAL, PATIENCE, RayCluster, import_ray, last_line, this_address
@@ -109,7 +109,7 @@ class _Stage:
 
 
 class RayCrew:
-    """See `Crew` in `ikcli/engine/stages/crew.py`."""
+    """See `Crew` in `ikcli/engine/pipeline/crew.py`."""
 
     def __init__(self, address: str, parts: Sequence[int], n_threads: int) -> None:
         """Join the cluster and find places for stages of these bytes."""

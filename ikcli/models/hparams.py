@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ikcli.config_groups import RopeConfig
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.models.keys import HasShape, Keys, by_layer
 from ikcli.models.recurrent import KDA, SCAN, read_recurrent
 from ikcli.models.rope import RopeParams, read_rope
 from ikcli.models.rope_options import overrides
 from ikcli.models.windows import read_windows
+from ikcli.settings.groups import RopeConfig
 
 MAX_LAYERS = 512
 MAX_EXPERTS = 1024

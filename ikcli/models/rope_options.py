@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ikcli.config_groups import RopeConfig
 from ikcli.errors import UsageError
+from ikcli.settings.groups import RopeConfig
 
 
 def overrides(rope: RopeConfig) -> Mapping[str, Any]:

@@ -1,1 +1,1 @@
-"""`ik study`: what each tensor of a model costs in each type, measured on the resident model."""
+"""What types cost the tensors of a model: error tables, calibration, studies of the resident model."""

@@ -9,7 +9,7 @@ from ikcli.study.study import Study
 
 
 def draw(study: Study, path: Path) -> None:
-    """Write the plot; the suffix says in which form. See `ikcli.eval.sweep_plot.check_output` for errors."""
+    """Write the plot; the suffix says in which form. See `ikcli.bench.sweep_plot.check_output` for errors."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import ikcli
 from ikcli.errors import FormatError
-from ikcli.eval.resident import ResidentOptions, used_tensors
 from ikcli.fleet.executor import Executor
 from ikcli.fleet.journal import Journal, read
 from ikcli.gguf.constants import GGMLType
@@ -19,6 +18,7 @@ from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.types import TYPES
 from ikcli.quant.formats import format_by_name
 from ikcli.quant.imatrix_file import read_imatrix
+from ikcli.study.resident import ResidentOptions, used_tensors
 from ikcli.study.units import Left, Unit, Work, is_matrix, make_units, work_of
 from ikcli.study.worker import Measured, StudyWorkerOptions, digests
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from ikcli.errors import IkError
-from ikcli.eval.resident import Resident, ResidentOptions
 from ikcli.fleet import digest
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.quant.encoding import Encoding
 from ikcli.quant.imatrix_file import read_imatrix
+from ikcli.study.resident import Resident, ResidentOptions
 from ikcli.study.units import Unit
 
 _LEAST_CHUNKS = 2

@@ -30,7 +30,6 @@ from ikcli.backends.cpu.params_attention import (
 from ikcli.backends.cpu.params_layers import HadamardParams
 from ikcli.backends.cpu.program import CpuLowering, Ref
 from ikcli.backends.rules import Rules
-from ikcli.config import KV_TYPES
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, row_n_bytes
@@ -39,6 +38,7 @@ from ikcli.graph.ops_attention import Attention, Attn, FlashAttn, KvRows, KvStor
 from ikcli.graph.ops_rows import Hadamard
 from ikcli.native import isa
 from ikcli.native.kernel_cache import KernelKey
+from ikcli.settings.run import KV_TYPES
 
 FEW_ROWS = 8  # largest task of kernels/attention_few.py
 MOST_FEW_ROWS = 16  # ... of attention_stream.py with 512-bit vectors

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.config import KV_TYPES
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache
 from ikcli.quant.formats import format_by_name
+from ikcli.settings.run import KV_TYPES
 
 Bytes = npt.NDArray[np.uint8]
 FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from starlette.datastructures import Headers
 
-from ikcli.config_groups import ServerConfig
 from ikcli.errors import UsageError
 from ikcli.server.http.users import offered_keys
+from ikcli.settings.groups import ServerConfig
 
 PUBLIC = frozenset({"/", "/health", "/v1/health", "/models", "/v1/models", "/api/tags", "/index.html", "/favicon.ico"})
 """Paths that need no key."""

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ikcli.config import RunConfig
 from ikcli.errors import UsageError
 from ikcli.server.http.errors import bad_request
 from ikcli.server.slots.messages import Bans
 from ikcli.server.slots.patterns import Pattern, PatternError
+from ikcli.settings.run import RunConfig
 
 NEVER = -999.0  # a bias that stands for minus infinity
 _PATTERNS = {"banned_regex": False, "banned_regex_case_insensitive": True}

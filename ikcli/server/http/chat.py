@@ -17,7 +17,6 @@ from ikcli.chat.messages import Message
 from ikcli.chat.parser import ReasoningFormat
 from ikcli.chat.prompt import ChatPrompt
 from ikcli.chat.request import EFFORT, TEMPLATE_DEFAULT, ChatDefaults, ChatRequest, parse_request
-from ikcli.config import RunConfig
 from ikcli.errors import IkError, UsageError
 from ikcli.grammar.spec import GrammarSpec
 from ikcli.server.http import fields as f
@@ -31,6 +30,7 @@ from ikcli.server.http.shapes.message import ParserMaker
 from ikcli.server.http.state import ServerState
 from ikcli.server.slots.messages import Constraint
 from ikcli.server.slots.prompt_cache import common_prefix
+from ikcli.settings.run import RunConfig
 from ikcli.tokenizer import Tokenizer
 
 _TEMPLATE = "tokenizer.chat_template"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ikcli.config_groups import ServerConfig
 from ikcli.errors import UsageError
 from ikcli.server.http.params import option_text
+from ikcli.settings.groups import ServerConfig
 
 _NUMBERS = (
     "max_tokens", "reasoning_budget_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "seed",

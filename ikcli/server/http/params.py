@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ikcli.config import RunConfig
 from ikcli.errors import UsageError
 from ikcli.sampling.params import SamplerParams, check_params, sampler_names
 from ikcli.server.http import fields as f
@@ -20,6 +19,7 @@ from ikcli.server.http.adapters import scales_json, scales_of
 from ikcli.server.http.bans import bans_of, server_bans
 from ikcli.server.http.errors import bad_request
 from ikcli.server.slots.messages import Bans, Speculation
+from ikcli.settings.run import RunConfig
 from ikcli.tokenizer import Tokenizer
 
 MAX_STOPS = 1024

@@ -22,7 +22,6 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ikcli import __version__
-from ikcli.config import RunConfig
 from ikcli.errors import IkError, UsageError
 from ikcli.hostinfo import physical_cores
 from ikcli.server.http import prompt_files
@@ -34,9 +33,10 @@ from ikcli.server.http.state import PASSED, ServerState, hosts_of
 from ikcli.server.http.users import Users, read_users
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.sessions import make_folder
+from ikcli.settings.run import RunConfig
 
 if TYPE_CHECKING:
-    from ikcli.engine.planner import Planner
+    from ikcli.engine.plan.planner import Planner
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from ikcli.config import RunConfig
 from ikcli.errors import UsageError
 from ikcli.server.http.bridge import Bridge
 from ikcli.server.http.errors import ApiError
@@ -19,6 +18,7 @@ from ikcli.server.http.prompt_files import PromptFiles
 from ikcli.server.http.running import Running
 from ikcli.server.http.usage import Ledger
 from ikcli.server.http.users import Users
+from ikcli.settings.run import RunConfig
 
 PASSED = "fd:"
 """Begins the `host` that is a listening socket of whoever started this program, by its number."""

@@ -9,13 +9,13 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from ikcli.config_groups import ServerConfig
 from ikcli.errors import UsageError
 from ikcli.log import notice_once
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.jsontext import dump_bytes
 from ikcli.server.http.page_settings import FILE, page_settings
 from ikcli.server.http.routes.web import add_page
+from ikcli.settings.groups import ServerConfig
 
 
 def add_routes(app: FastAPI, config: ServerConfig) -> frozenset[str]:

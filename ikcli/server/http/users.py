@@ -21,10 +21,10 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.datastructures import Headers
 
-from ikcli.config_values import toml_table
 from ikcli.errors import UsageError
 from ikcli.log import warn
 from ikcli.server.http.errors import ApiError
+from ikcli.settings.values import toml_table
 
 ACCOUNT = "ik.account"
 """Where the scope of a request has the account that it is counted for."""

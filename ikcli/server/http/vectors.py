@@ -14,7 +14,7 @@ import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ikcli.engine.pooling import normalized
+from ikcli.engine.run.pooling import normalized
 from ikcli.server.http import fields as f
 from ikcli.server.http.adapters import scales_of
 from ikcli.server.http.answer import embedded

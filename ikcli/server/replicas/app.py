@@ -19,7 +19,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from ikcli.config import RunConfig
 from ikcli.server.http import jsontext, static
 from ikcli.server.http.answer import json_response
 from ikcli.server.http.app import JSON, new_app
@@ -38,6 +37,7 @@ from ikcli.server.replicas.crew import Ask, Crew, Replica
 from ikcli.server.replicas.prefixes import blocks_of
 from ikcli.server.router.forward import Forwarded, Route, add_routes
 from ikcli.server.router.upstream import UpstreamError
+from ikcli.settings.run import RunConfig
 
 _TRIES = 3  # replicas that a request is given to: one that ends them all must not go on for ever
 _GENERATING = frozenset(

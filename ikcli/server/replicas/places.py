@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ikcli.config import RunConfig
-from ikcli.engine.devices import available_memory
+from ikcli.engine.plan.devices import available_memory
 from ikcli.errors import UsageError
 from ikcli.hostinfo import shares
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.replicas.crew import Process
 from ikcli.server.router.child import Child
 from ikcli.server.slots.prompt_cache import default_limit
+from ikcli.settings.run import RunConfig
 
 _ENVIRONMENT = "LLAMA_ARG_"
 GPUS = "CUDA_VISIBLE_DEVICES"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ikcli.config import RunConfig
+from ikcli.settings.run import RunConfig
 
 FILE, PRESET, FOLDER, CACHE = "file", "preset", "folder", "cache"
 """What names a model: a file of ours, a preset file, the folder that it is in, or the cache of the hub."""

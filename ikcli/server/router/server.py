@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from ikcli.config import RunConfig
 from ikcli.server.http.auth import read_keys
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
@@ -23,6 +22,7 @@ from ikcli.server.router.child import Child
 from ikcli.server.router.entries import ModelEntry, ModelsFile
 from ikcli.server.router.manager import Manager
 from ikcli.server.router.state import RouterState
+from ikcli.settings.run import RunConfig
 
 _OF_SEVERAL = "LLAMA_ARG_MODELS_"
 """Begins the variables by which a process would be a server of several models itself."""

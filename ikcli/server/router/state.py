@@ -10,8 +10,6 @@ from functools import cached_property
 
 from starlette.requests import Request
 
-from ikcli.config import RunConfig
-from ikcli.config_values import OFF, ON
 from ikcli.errors import IkError
 from ikcli.hub.pull import Access
 from ikcli.server.http.errors import ApiError, bad_request
@@ -21,6 +19,8 @@ from ikcli.server.router.changing import in_thread
 from ikcli.server.router.downloads import Downloads
 from ikcli.server.router.entries import ModelEntry, ModelsFile
 from ikcli.server.router.manager import Manager
+from ikcli.settings.run import RunConfig
+from ikcli.settings.values import OFF, ON
 
 
 @dataclass

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ikcli.config_groups import ServerConfig
-from ikcli.engine.sequences import Keeping
+from ikcli.engine.run.sequences import Keeping
+from ikcli.settings.groups import ServerConfig
 
 
 def keeping(config: ServerConfig, n_bytes: int) -> Keeping:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.config import RunConfig
-from ikcli.config_fleet import BatchConfig
-from ikcli.config_groups import AdapterConfig, RopeConfig
-from ikcli.engine.batch import Batch
-from ikcli.engine.session import Session
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
 from ikcli.server.slots.prompt_cache import common_prefix
+from ikcli.settings.fleet import BatchConfig
+from ikcli.settings.groups import AdapterConfig, RopeConfig
+from ikcli.settings.run import RunConfig
 
 Tokens = npt.NDArray[np.int32]
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.adapters import Added
-from ikcli.engine.embedder import Embedder, check_embeds
-from ikcli.engine.encoders import way_out
-from ikcli.engine.pooling import Pooling, RankHead, served_pooling
-from ikcli.engine.session import Session
+from ikcli.engine.run.adapters import Added
+from ikcli.engine.run.embedder import Embedder, check_embeds
+from ikcli.engine.run.encoders import way_out
+from ikcli.engine.run.pooling import Pooling, RankHead, served_pooling
+from ikcli.engine.run.session import Session
 from ikcli.errors import UnsupportedError
 from ikcli.server.slots.failures import failure_of
 from ikcli.server.slots.log import Logger

@@ -12,9 +12,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ikcli.config import RunConfig
-from ikcli.engine.session import Session
-from ikcli.engine.sizes import session_of
+from ikcli.engine.plan.sizes import session_of
+from ikcli.engine.run.session import Session
 from ikcli.errors import IkError
 from ikcli.server.slots.embeddings import EmbeddingTask
 from ikcli.server.slots.log import Logger, silent
@@ -24,10 +23,11 @@ from ikcli.server.slots.staged_worker import worker_of
 from ikcli.server.slots.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
 from ikcli.server.slots.vectors import ServedVectors
 from ikcli.server.slots.worker import Action, Worker
+from ikcli.settings.run import RunConfig
 from ikcli.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from ikcli.engine.planner import Planner
+    from ikcli.engine.plan.planner import Planner
 
 
 class Ticket:

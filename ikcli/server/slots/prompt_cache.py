@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.adapters import NOTHING, Added
-from ikcli.engine.saved_sequence import SavedSequence
+from ikcli.engine.run.adapters import NOTHING, Added
+from ikcli.engine.run.saved_sequence import SavedSequence
 
 Tokens = npt.NDArray[np.int32]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ikcli.engine.adapters import Added
-from ikcli.engine.devices import available_memory
-from ikcli.engine.session import Session
+from ikcli.engine.plan.devices import available_memory
+from ikcli.engine.run.adapters import Added
+from ikcli.engine.run.session import Session
 from ikcli.server.slots.log import Logger
 from ikcli.server.slots.prompt_cache import Entry, PromptCache, Tokens, common_prefix, default_limit
 from ikcli.server.slots.sessions import Sessions

@@ -17,9 +17,9 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from ikcli.engine.adapters import Added
-from ikcli.engine.saved_sequence import Checkpoint, SavedSequence
-from ikcli.engine.session import Session
+from ikcli.engine.run.adapters import Added
+from ikcli.engine.run.saved_sequence import Checkpoint, SavedSequence
+from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
 from ikcli.server.slots import slot_file
 from ikcli.server.slots.log import Logger

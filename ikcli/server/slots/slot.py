@@ -15,7 +15,7 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.adapters import NOTHING
+from ikcli.engine.run.adapters import NOTHING
 from ikcli.server.slots.generation import Generation
 from ikcli.server.slots.messages import Event, GenerationRequest, RequestTimings
 from ikcli.server.slots.prompt_cache import common_prefix

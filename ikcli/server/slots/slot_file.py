@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.adapters import NOTHING, Added
-from ikcli.engine.control_vectors import VectorUse
-from ikcli.engine.saved_sequence import Checkpoint, SavedSequence
-from ikcli.engine.session import Session
+from ikcli.engine.run.adapters import NOTHING, Added
+from ikcli.engine.run.control_vectors import VectorUse
+from ikcli.engine.run.saved_sequence import Checkpoint, SavedSequence
+from ikcli.engine.run.session import Session
 from ikcli.server.slots.states import EngineError
 
 MAGIC, VERSION = b"ik-slot\n", 1

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ikcli.config_groups import ServerConfig
-from ikcli.config_values import SpecSetting, SpecStage
-from ikcli.engine.session import Session
+from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
 from ikcli.server.slots import ngrams
 from ikcli.server.slots.draft_model import Continuation, DraftModel
 from ikcli.server.slots.log import Logger
 from ikcli.server.slots.ngram_cache import Counts, NgramCache, merge, read_counts, write_counts
 from ikcli.server.slots.slot import Slot
+from ikcli.settings.groups import ServerConfig
+from ikcli.settings.values import SpecSetting, SpecStage
 
 T = TypeVar("T", int, float)
 _SIZE_N, _SIZE_M, _MIN_HITS = 12, 48, 1

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.batch import Batch
-from ikcli.engine.session import Session
-from ikcli.engine.stages.driver import StagedRunner, StageLostError
+from ikcli.engine.pipeline.driver import StagedRunner, StageLostError
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.session import Session
 from ikcli.errors import IkError
 from ikcli.server.slots.failures import check_finite
 from ikcli.server.slots.log import Logger

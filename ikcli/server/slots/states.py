@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ikcli.engine.placement import CPU
-from ikcli.engine.session import Session
+from ikcli.engine.plan.placement import CPU
+from ikcli.engine.run.session import Session
 from ikcli.gguf.constants import file_type_label
 from ikcli.server.slots.messages import GenerationRequest, RequestTimings, StopType
 

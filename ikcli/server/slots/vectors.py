@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ikcli.engine.control_vectors import ControlVector, ControlVectors, VectorUse, in_use
+from ikcli.engine.run.control_vectors import ControlVector, ControlVectors, VectorUse, in_use
 from ikcli.errors import IkError
 from ikcli.models import HParams
 from ikcli.server.slots.states import EngineError

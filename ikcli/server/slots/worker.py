@@ -20,12 +20,12 @@ from typing import TypeVarTuple
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.batch import Batch
-from ikcli.engine.control_vectors import VectorUse
-from ikcli.engine.devices import available_memory
-from ikcli.engine.encoders import longest_text
-from ikcli.engine.session import Session
-from ikcli.engine.stages.driver import StageLostError
+from ikcli.engine.pipeline.driver import StageLostError
+from ikcli.engine.plan.devices import available_memory
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.control_vectors import VectorUse
+from ikcli.engine.run.encoders import longest_text
+from ikcli.engine.run.session import Session
 from ikcli.sampling.sampler import token_logprobs
 from ikcli.sampling.short import draw_function
 from ikcli.sampling.vocab import SamplerVocab

@@ -1,0 +1,130 @@
+"""`ik bench` on the nodes of a cluster: a unit is a combination of settings on a kind of node.
+
+A worker of a kind takes one whole unit of the resource that names it, so a node that offers one measures one thing at a
+time. What is measured once stays in the journal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import ikcli
+from ikcli.bench.environment import cpu_name
+from ikcli.bench.tests import BenchModel, BenchResult, combinations, measured
+from ikcli.engine.plan.bench_cases import BenchTest, bench_tests
+from ikcli.fleet import digest
+from ikcli.fleet.executor import ByKind
+from ikcli.fleet.journal import Journal
+from ikcli.fleet.model import check_model
+from ikcli.fleet.ordered import in_order
+from ikcli.fleet.ray_executor import RayExecutor
+from ikcli.gguf.reader import open_gguf
+from ikcli.hostinfo import physical_cores
+from ikcli.log import hushed
+from ikcli.settings.run import RunConfig, default_model
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class BenchUnit:
+    """Settings to measure, with the model `model` of the worker; `own_threads`: as many as the node has processors."""
+
+    config: RunConfig
+    model: int
+    own_threads: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BenchWorker:
+    """Makes a session for every unit. It is its own factory; `files` are models with their digests."""
+
+    files: tuple[tuple[Path, str], ...]
+
+    def __call__(self) -> BenchWorker:
+        """Nothing is shared by units."""
+        return self
+
+    def do(self, unit: BenchUnit) -> dict[str, Any]:
+        """Measure all tests of a combination."""
+        model, model_digest = self.files[unit.model]
+        config = replace(unit.config, model=model)
+        check_model(config, model_digest)
+        if unit.own_threads:
+            config = replace(config, n_threads=physical_cores(), n_threads_batch=physical_cores())
+        with hushed():
+            results = list(measured(config, bench_tests(config), None))
+        return {
+            "model": asdict(results[0].model),
+            "cpu": cpu_name() or "",
+            "settings": _changed(config, results[0].config),
+            "tests": [{"started": r.started, "samples_ns": list(r.samples_ns)} for r in results],
+        }
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _changed(asked: RunConfig, found: RunConfig) -> dict[str, Any]:
+    """Settings that the session decided, as JSON has them."""
+    out = {}
+    for f in fields(RunConfig):
+        value = getattr(found, f.name)
+        plain = isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value))
+        if value != getattr(asked, f.name) and plain:
+            out[f.name] = list(value) if isinstance(value, tuple) else value
+    return out
+
+
+def run(
+    config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]], given: Collection[str]
+) -> Iterator[BenchResult]:
+    """Every test of every combination on every kind of node, in this order."""
+    fleet, tests = config.fleet, bench_tests(config)
+    assert fleet.ray is not None
+    kinds = [name.strip() for name in fleet.ray_node.split(",") if name.strip()] or [""]
+    own_threads = not {"n_threads", "n_threads_batch"} & set(given) and not config.bench.threads_gen_batch
+    chosen = [
+        replace(c, model=(c.model or default_model()).absolute()) for c in combinations(config, alternatives, given)
+    ]
+    models = list(dict.fromkeys((c.model or default_model(), c.override_kv) for c in chosen))
+    files = tuple((path, digest.of_model(open_gguf(path, overrides))) for path, overrides in models)
+    order = [models.index((c.model or default_model(), c.override_kv)) for c in chosen]
+    cpus = 1 if own_threads else max(max(c.n_threads, c.n_threads_batch) for c in chosen)
+    works = {kind: RayExecutor(fleet.ray, fleet.ray_workers, cpus, kind, share=1) for kind in kinds}
+    units = [(kind, BenchUnit(c, i, own_threads)) for kind in kinds for c, i in zip(chosen, order, strict=True)]
+    head = {
+        "kind": "ik bench",
+        "version": ikcli.__version__,
+        "tests": [test.label for test in tests],
+        "repetitions": config.bench.repetitions,
+        "warmup": config.bench.warmup,
+    }
+    with ExitStack() as stack:
+        journal = stack.enter_context(closing(Journal(Path(fleet.journal) if fleet.journal else None, head)))
+        stack.enter_context(works[kinds[0]].connected())
+        named = [(_name(kind, unit, files[unit.model][1]), (kind, unit)) for kind, unit in units]
+        for (kind, unit), record in zip(
+            units, in_order(ByKind(works), BenchWorker(files), named, journal), strict=True
+        ):
+            yield from _results(kind, unit.config, tests, record)
+
+
+def _name(kind: str, unit: BenchUnit, model_digest: str) -> str:
+    """By all settings."""
+    settings = hashlib.sha256(f"{unit.config!r} {model_digest} {unit.own_threads}".encode()).hexdigest()
+    return f"{kind} {settings[:32]}"
+
+
+def _results(kind: str, asked: RunConfig, tests: list[BenchTest], record: Mapping[str, Any]) -> Iterator[BenchResult]:
+    changed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record["settings"].items()}
+    config = replace(asked, **changed)
+    model = BenchModel(**{**record["model"], "gpus": tuple(record["model"]["gpus"])})
+    for test, found in zip(tests, record["tests"], strict=True):
+        samples = tuple(found["samples_ns"])
+        yield BenchResult(test, config, model, found["started"], samples, node=kind, cpu=record["cpu"])

@@ -1,0 +1,183 @@
+"""bench: speed of given tests (ppP, tgN, ppP+tgN, tgN@ppP) for all combinations of settings, as llama-bench has it.
+
+Every option of the run may list alternatives; each combination gets a session of its own, sized for the largest test.
+A test is repeated `-r` times from an empty cache or at a depth; results are mean and sample standard deviation of
+tokens per second.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.engine.plan.bench_cases import BenchTest, bench_tests
+from ikcli.engine.plan.sizes import bench_session
+from ikcli.engine.run.batch import Batch
+from ikcli.gguf.constants import file_type_label
+from ikcli.measure.protocol import SessionLike
+from ikcli.settings.run import RunConfig
+
+if TYPE_CHECKING:
+    from ikcli.engine.plan.planner import Planner
+    from ikcli.engine.run.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class BenchModel:
+    """What a result says about its model: path, name like `deepseek2 16B IQ4_NL`, bytes and number of weights.
+
+    `gpus`: names of the GPUs it was on.
+    """
+
+    filename: str
+    name: str
+    n_bytes: int
+    n_params: int
+    gpus: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: Model, gpus: tuple[str, ...] = ()) -> BenchModel:
+        """From an opened model."""
+        file = model.file
+        ftype = file.get("general.file_type")
+        kind = file_type_label(int(ftype)) if ftype is not None else "unknown type"
+        name = f"{model.hp.arch} {params_label(file.n_elements)} {kind}"
+        return cls(model.source, name, file.n_bytes, file.n_elements, gpus)
+
+
+def params_label(n: int) -> str:
+    """Number of weights as models are called: `16B`, `6.7B`, `492M`."""
+    for scale, unit in ((1e9, "B"), (1e6, "M")):
+        if n >= scale:
+            x = n / scale
+            return f"{x:.1f}".removesuffix(".0") + unit if x < 10 else f"{x:.0f}{unit}"
+    return f"{n / 1e3:.0f}K"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """Nanoseconds of every repetition of a test under these settings; on which kind of node and CPU, if not here."""
+
+    test: BenchTest
+    config: RunConfig
+    model: BenchModel
+    started: str
+    samples_ns: tuple[int, ...]
+    node: str = ""
+    cpu: str = ""
+
+    @property
+    def samples_ts(self) -> tuple[float, ...]:
+        """Tokens per second of every repetition."""
+        return tuple(1e9 * self.test.n_timed / max(1, ns) for ns in self.samples_ns)
+
+
+def mean_and_deviation(values: Collection[float]) -> tuple[float, float]:
+    """Mean, and the standard deviation of a sample (0 for a single value)."""
+    n = len(values)
+    mean = sum(values) / n
+    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1)) if n > 1 else 0.0
+
+
+def combinations(
+    config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]], given: Collection[str]
+) -> Iterator[RunConfig]:
+    """One config per combination of the listed values, threads varying fastest; -t alone is for prompts too."""
+    listed = {f.name: alternatives[f.name] for f in fields(config) if f.name in alternatives}
+    threads = {name: listed.pop(name) for name in ("n_threads", "n_threads_batch") if name in listed}
+    for values in product(*listed.values()):
+        base = replace(config, **dict(zip(listed, values, strict=True)))
+        if config.bench.threads_gen_batch:
+            for n, n_batch in config.bench.threads_gen_batch:
+                yield replace(base, n_threads=n, n_threads_batch=n_batch)
+            continue
+        for counts in product(*threads.values()):
+            chosen = dict(zip(threads, counts, strict=True))
+            if "n_threads" in chosen and "n_threads_batch" not in given:
+                chosen["n_threads_batch"] = chosen["n_threads"]
+            yield replace(base, **chosen)
+
+
+def measure(
+    session: SessionLike, test: BenchTest, repetitions: int, warmup: bool, rng: np.random.Generator
+) -> list[int]:
+    """Nanoseconds of every repetition."""
+    before = rng.integers(0, session.n_vocab, test.n_depth, dtype=np.int32)
+    if test.n_depth:
+        session.clear()
+        _compute(session, before, 0)
+        session.checkpoint(0)
+    if warmup:
+        _back_to(session, before)
+        n = min(test.n_prompt, session.n_ubatch)
+        _prompt(session, test.n_depth, n, rng)
+        _generate(session, test.n_depth + n, min(test.n_gen, 1), rng)
+    samples = []
+    for _ in range(repetitions):
+        _back_to(session, before)
+        started = time.perf_counter_ns()
+        _prompt(session, test.n_depth, test.n_prompt, rng)
+        if test.after_prompt:
+            started = time.perf_counter_ns()
+        _generate(session, test.n_depth + test.n_prompt, test.n_gen, rng)
+        samples.append(time.perf_counter_ns() - started)
+    return samples
+
+
+def _back_to(session: SessionLike, before: npt.NDArray[np.int32]) -> None:
+    """The cache holds these tokens only; computed again where the sequence cannot be cut."""
+    if not len(before):
+        session.clear()
+        return
+    kept = session.truncate(0, len(before))
+    _compute(session, before[kept:], kept)
+
+
+def _prompt(session: SessionLike, pos: int, n: int, rng: np.random.Generator) -> None:
+    _compute(session, rng.integers(0, session.n_vocab, n, dtype=np.int32), pos)
+
+
+def _compute(session: SessionLike, tokens: npt.NDArray[np.int32], pos: int) -> None:
+    for start in range(0, len(tokens), session.n_batch):
+        session.decode(Batch.single(tokens[start : start + session.n_batch], pos + start))
+
+
+def _generate(session: SessionLike, pos: int, n: int, rng: np.random.Generator) -> None:
+    for i, token in enumerate(rng.integers(0, session.n_vocab, n, dtype=np.int32)):
+        session.decode(Batch.single([token], pos + i))
+
+
+def run(
+    config: RunConfig,
+    alternatives: Mapping[str, tuple[Any, ...]],
+    given: Collection[str],
+    planner: Planner | None = None,
+) -> Iterator[BenchResult]:
+    """Every test of every combination, as soon as it is measured; `given` are the fields that the user set."""
+    tests = bench_tests(config)
+    for chosen in combinations(config, alternatives, given):
+        same = (chosen.model, chosen.override_kv) == (config.model, config.override_kv)
+        yield from measured(chosen, tests, planner if same else None)
+
+
+def measured(config: RunConfig, tests: list[BenchTest], planner: Planner | None) -> Iterator[BenchResult]:
+    """Measure the tests in one session."""
+    from ikcli.engine.run.session import Session
+
+    settings, sizes = bench_session(config)
+    with closing(Session.open(settings, n_ctx=sizes.n_ctx, planner=planner)) as session:
+        model = BenchModel.of(session.model, session.gpus)
+        rng = np.random.default_rng(max(1, config.seed))
+        for test in tests:
+            started = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            samples = measure(session, test, config.bench.repetitions, config.bench.warmup, rng)
+            yield BenchResult(test, session.config, model, started, tuple(samples))

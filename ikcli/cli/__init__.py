@@ -1,0 +1,1 @@
+"""The command line: arguments, parser, help, suggestions, completion, environment, preset files of other programs."""

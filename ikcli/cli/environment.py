@@ -1,0 +1,35 @@
+"""`LLAMA_ARG_*` variables: settings of containers and service files, below those of option files and command lines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+from ikcli.cli.upstream import VARIABLES
+from ikcli.settings.option import BoundOption
+
+PREFIX = "LLAMA_ARG_"
+_NOT_READ = frozenset({"bench"})  # its options are lists of tests, the variables are those of one run
+
+
+def variables(command: str, options: Iterable[BoundOption]) -> Iterator[tuple[BoundOption, str, str]]:
+    """(option, variable, value) of every variable that is set, not empty, and about an option of the command."""
+    for bound in options:
+        name = next((name for name in bound.option.variables if os.environ.get(name)), "")
+        if name and bound.option.used_by(command) and command not in _NOT_READ:
+            yield bound, name, os.environ[name]
+
+
+def tokens_of_variables(command: str) -> list[str]:
+    """Those whose option is written in another way here, as tokens of a command line."""
+    if command in _NOT_READ:
+        return []
+    return [f"{option}={os.environ[name]}" for name, option in VARIABLES.items() if os.environ.get(name)]
+
+
+def unknown_variables(command: str, options: Iterable[BoundOption]) -> list[str]:
+    """Names that begin like a setting and are none."""
+    known = {name for bound in options for name in bound.option.variables} | VARIABLES.keys()
+    if command in _NOT_READ:
+        return []
+    return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known and os.environ[name])

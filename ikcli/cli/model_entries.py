@@ -1,0 +1,196 @@
+"""What `ik serve` keeps of each of several models, made of its options whatever source names it.
+
+Options come in sets: those of all models of a file, of one model, of the command line. One of a later set replaces
+what earlier sets say of the same field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ikcli.cli.environment import variables
+from ikcli.cli.front_options import OF_THE_FRONT, layered
+from ikcli.cli.model import find_model
+from ikcli.cli.parser import Parsed, all_options, names_of, parse
+from ikcli.engine.plan.devices import find_machine
+from ikcli.engine.plan.placement import CPU
+from ikcli.engine.plan.startup import prepare
+from ikcli.engine.run.pooling import served_pooling
+from ikcli.engine.run.run_device import RESERVE_BYTES
+from ikcli.errors import UsageError
+from ikcli.gguf.constants import file_type_label
+from ikcli.hub.client import NetworkError
+from ikcli.hub.names import part_names
+from ikcli.server.router.entries import FILE, ModelEntry, ModelFacts
+from ikcli.settings.hub import HubConfig
+from ikcli.settings.run import RunConfig, default_model
+
+OF_ALL_MODELS = OF_THE_FRONT | {"verbose", "verbosity"} | {
+    "server." + name
+    for name in ("models", "models_preset", "models_dir", "models_cache", "models_max", "models_autoload")
+}  # fmt: skip
+"""Fields that only the command line sets."""
+OF_REPLICAS = frozenset(("server.replicas", "server.replica_gpus", "server.first_slot", "fleet.ray"))
+NAMES_A_MODEL = frozenset(("model", "hub.repo", "hub.file", "hub.url"))
+_SEVERAL = frozenset(("server.models", "server.models_preset", "server.models_dir", "server.models_cache"))
+_ENDS_HERE = frozenset(("server.alias", "server.sleep_idle_seconds"))
+_CACHE_RAM = 256
+"""MiB that the prompt cache of one of several models takes unless its options say otherwise: a share of free memory
+fits one server only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A model as its source names it: `where` is that place in messages, `options` its sets of options.
+
+    `path`: its file where the options name none. `ttl`: seconds without a request, if they do not say so either.
+    """
+
+    name: str
+    where: str
+    options: Sequence[Sequence[str]] = ()
+    path: Path | None = None
+    aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    preload: bool = False
+    ttl: float = 0
+    stop_timeout: float | None = None
+    source: str = FILE
+
+
+@dataclass
+class EntryMaker:
+    """Makes entries, and reads a file again only when it has changed.
+
+    `line`: options of the command line that are for models. `alone`: there is one model. `downloads`: models of a hub
+    that are not there are fetched.
+    """
+
+    line: Sequence[str] = ()
+    alone: bool = False
+    downloads: bool = True
+    _read: dict[object, tuple[RunConfig, dict[str, int], ModelFacts]] = field(default_factory=dict)
+
+    def entry(self, wish: Wish) -> ModelEntry:
+        """The entry of a model; IkError saying what is wrong with its options or its file."""
+        if not wish.name or any("," in text for text in (wish.name, *wish.aliases)):
+            raise UsageError("names of models must not be empty and have no commas")
+        argv = layered("serve", *wish.options, self.line)
+        parsed = parse("serve", argv)
+        idle = parsed.config.server.sleep_idle_seconds
+        sleeps = "server.sleep_idle_seconds" in parsed.given
+        model = self._file(parsed.config.model or wish.path, parsed.config.hub)
+        argv = [*layered("serve", argv, without=_is_done), f"--model={model}"]
+        if "server.cache_ram" not in parsed.given and not self.alone:
+            argv.append(f"--cache-ram={_CACHE_RAM}")
+        stamp = stamp_of(model)
+        config, need, facts = self._known(argv, stamp)
+        return ModelEntry(
+            wish.name, tuple(argv), config, need, wish.aliases, wish.preload,
+            max(idle, 0) if sleeps else wish.ttl, facts, wish.source, wish.tags, wish.stop_timeout, sleeps and idle > 0,
+            stamp,
+        )  # fmt: skip
+
+    def _file(self, model: Path | None, hub: HubConfig) -> Path:
+        if self.downloads:
+            return find_model(model, hub) or default_model()
+        try:
+            return find_model(model, replace(hub, offline=True)) or default_model()
+        except NetworkError:
+            name = hub.repo or hub.url
+            raise UsageError(f"{name} is not in the cache; download it with ik pull {name} before") from None
+
+    def _known(self, argv: list[str], stamp: tuple[object, ...]) -> tuple[RunConfig, dict[str, int], ModelFacts]:
+        key = (tuple(argv), stamp)
+        if key not in self._read:
+            parsed = parse("serve", argv)
+            self._read[key] = (parsed.config, *_need(parsed))
+        return self._read[key]
+
+
+def _is_done(path: str) -> bool:
+    """Whether an option has done its work when the process of a model starts; tokens of hubs end here, too."""
+    return path in _ENDS_HERE or path in NAMES_A_MODEL or path.startswith("hub.")
+
+
+def stamp_of(model: Path) -> tuple[object, ...]:
+    """By what a file that was replaced is known, all its parts included."""
+    found: list[object] = []
+    for name in part_names(str(model)):
+        try:
+            stat = Path(name).stat()
+        except OSError:  # whoever opens it says so
+            continue
+        found.append((name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(found)
+
+
+def _need(parsed: Parsed) -> tuple[dict[str, int], ModelFacts]:
+    """Bytes by device, as `ik plan` tells them, with the prompt cache and what a GPU takes beside its parts; facts."""
+    startup = prepare(parsed.config, parsed.given)
+    planner, config = startup.planner, startup.config
+    memory = planner.plan(config).memory
+    need = {device: memory.total(device) + (0 if device == CPU else RESERVE_BYTES) for device in memory.parts}
+    need[CPU] += max(config.server.cache_ram or 0, 0) << 20
+    tensors, metadata = planner.file.tensors.values(), planner.file.metadata
+    ftype, template = metadata.get("general.file_type"), metadata.get("tokenizer.chat_template")
+    facts = ModelFacts(
+        arch=planner.hp.arch,
+        n_params=sum(math.prod(t.shape) for t in tensors),
+        size=sum(t.n_bytes for t in tensors),
+        n_embd=planner.hp.n_embd,
+        n_ctx=min(memory.n_ctx // config.n_parallel, planner.hp.n_ctx_train),
+        file_type=file_type_label(int(ftype)) if ftype is not None else "",
+        template=template if isinstance(template, str) else "",
+        pooling=served_pooling(config, metadata, planner.hp.arch).name.lower(),
+        generates=not config.server.only_embeds,
+    )
+    return need, facts
+
+
+def machine_budget(config: RunConfig) -> dict[str, int]:
+    """Bytes by device that this machine has for all models together, where it says so."""
+    machine = find_machine(config, exact=False)
+    budget = {gpu.name: gpu.free for gpu in machine.gpus}
+    return budget if machine.ram is None else budget | {CPU: machine.ram}
+
+
+def clash(entries: Iterable[ModelEntry]) -> tuple[ModelEntry, str, ModelEntry] | None:
+    """The first model that has a name which is another one's already: (it, the name, the other)."""
+    owner: dict[str, ModelEntry] = {}
+    for entry in entries:
+        for name in entry.names:
+            if name in owner:
+                return entry, name, owner[name]
+            owner[name] = entry
+    return None
+
+
+def option_name(path: str) -> str:
+    """The spelling of the option of a field."""
+    return next(bound.option.primary for bound, _ in names_of("serve").values() if bound.path == path)
+
+
+def check_front(parsed: Parsed) -> None:
+    """UsageError for options of the command line that cannot be those of several models."""
+    server = parsed.config.server
+    others = {"--models-preset": server.models_preset, "--models-dir": server.models_dir}
+    beside = [name for name, value in others.items() if value is not None]
+    if server.models is not None and beside:
+        raise UsageError(f"{beside[0]} cannot be used beside --models, whose file names all models; drop one of them")
+    if parsed.config.dry_run:
+        raise UsageError("--dry-run cannot be used with several models; ik plan -m FILE tells what one needs")
+    if wrong := sorted(parsed.given & OF_REPLICAS):
+        raise UsageError(f"{_named(wrong)} cannot be used with several models, each of which has one process")
+    if wrong := sorted(parsed.given & (NAMES_A_MODEL | {"server.alias"})):
+        by = _named(sorted(parsed.given & _SEVERAL))
+        raise UsageError(f"{_named(wrong)} is for one model, and {by} for several; drop one of them")
+
+
+def _named(paths: Sequence[str]) -> str:
+    """Options by their spelling, and the variable that sets one."""
+    set_by = {bound.path: name for bound, name, _ in variables("serve", all_options("serve"))}
+    return " ".join(option_name(path) + (f" ({set_by[path]})" if path in set_by else "") for path in paths)

@@ -1,0 +1,1 @@
+"""`ik doctor` and `ik devices`: facts about a machine, its measured roofline, and advice."""

@@ -1,0 +1,122 @@
+"""Roofs of this machine, measured in a few seconds: products per second, bandwidth of memory, of nodes, of GPUs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from ikcli.backends.cpu.peaks import OPS, product_peak, read_peak
+from ikcli.backends.cuda import driver
+from ikcli.backends.cuda.device import CudaError, Device
+from ikcli.bench.disturbance import Watch, warnings_of
+from ikcli.doctor.machine import l3_bytes
+from ikcli.engine.plan.devices import available_memory
+from ikcli.engine.run.numa import read_nodes
+from ikcli.hostinfo import visible_cpus
+
+_PRODUCT_RUNS, _READ_RUNS = 6, 3
+_LEAST, _MOST = 128 << 20, 1 << 30
+_GPU_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRoof:
+    """Bytes per second: reads and writes together of a copy in its memory, and what PCIe brings in."""
+
+    name: str
+    memory: float
+    pcie: float
+
+
+@dataclass(frozen=True, slots=True)
+class Roofs:
+    """Per second: products (multiplications and additions) by kind, bytes read by one thread, by all, and by all the
+    threads of a node from its memory. `problems`: what could not be measured."""
+
+    threads: int
+    products: dict[str, float]
+    read_one: float
+    read_all: float
+    read_nodes: dict[int, float]
+    gpus: tuple[GpuRoof, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def measure(threads: int) -> Roofs:
+    """All of it; `threads`: how many compute."""
+    size = _buffer_bytes()
+    with Watch() as watch:
+        roofs = _processor_roofs(threads, size)
+    gpus, problems = _gpus()
+    disturbed = [f"these are too low: {text}" for text in warnings_of([watch.found], os.cpu_count() or 1)]
+    return replace(roofs, gpus=gpus, problems=(*disturbed, *problems))
+
+
+def _processor_roofs(threads: int, size: int) -> Roofs:
+    products = {kind: product_peak(kind, threads, repeat=_PRODUCT_RUNS) for kind in OPS}
+    one = read_peak(1, size, repeat=_READ_RUNS)
+    everything = read_peak(threads, size, repeat=_READ_RUNS) if threads > 1 else one
+    return Roofs(threads, products, one, max(one, everything), _per_node(size))
+
+
+def _buffer_bytes() -> int:
+    """More than caches hold, less than what would disturb."""
+    available = available_memory() or 1 << 33
+    return max(min(4 * l3_bytes(), _MOST, available // 4), _LEAST)
+
+
+def _per_node(size: int) -> dict[int, float]:
+    visible = frozenset(visible_cpus())
+    nodes = {number: cpus & visible for number, cpus in read_nodes().items() if cpus & visible}
+    if len(nodes) < 2:
+        return {}
+    return {n: read_peak(len(cpus), size, [cpus] * len(cpus), repeat=_READ_RUNS) for n, cpus in nodes.items()}
+
+
+def _gpus() -> tuple[tuple[GpuRoof, ...], tuple[str, ...]]:
+    try:
+        infos = [info for info in driver.devices() if info.cc >= driver.MIN_CC]
+    except CudaError:
+        return (), ()  # the inventory says why
+    roofs: list[GpuRoof] = []
+    problems: list[str] = []
+    for info in infos:
+        name = f"CUDA{info.index}"
+        try:
+            device = driver.open_device(info.index)
+            try:
+                roofs.append(measure_gpu(name, device))
+            finally:
+                device.close()
+        except CudaError as problem:
+            problems.append(f"{name}: not measured: {problem}")
+    return tuple(roofs), tuple(problems)
+
+
+def measure_gpu(name: str, device: Device) -> GpuRoof:
+    """Copies within a GPU's memory, and from pinned memory of the host."""
+    free, _ = device.memory()
+    n = min(_GPU_BYTES, free // 4) // 256 * 256
+    source, target, host = device.alloc(n, "doctor"), device.alloc(n, "doctor"), device.pinned(n, "doctor")
+    stream = device.stream()
+    start, stop = device.event(timing=True), device.event(timing=True)
+    try:
+        best = {"copy": float("inf"), "upload": float("inf")}
+        for _ in range(4):
+            for what in best:
+                device.record(stream, start)
+                if what == "copy":
+                    device.copy(stream, target.address, source.address, n)
+                else:
+                    device.upload(stream, target.address, host.array)
+                device.record(stream, stop)
+                device.synchronize(stream)
+                best[what] = min(best[what], device.elapsed(start, stop) / 1e3)
+        return GpuRoof(name, 2 * n / max(best["copy"], 1e-9), n / max(best["upload"], 1e-9))
+    finally:
+        for event in (start, stop):
+            device.free_event(event)
+        device.free_stream(stream)
+        device.free_pinned(host)
+        for memory in (source, target):
+            device.free(memory)

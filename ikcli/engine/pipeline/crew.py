@@ -1,0 +1,66 @@
+"""The processes of stages on this machine; on a cluster they are Ray actors (`ikcli/fleet`), with the same methods."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from ikcli.engine.pipeline.process import StageOptions
+
+
+class Crew(Protocol):
+    """Stages of a model."""
+
+    host: str
+    """Where the command listens for them."""
+
+    def begin(self, stages: Sequence[StageOptions]) -> None:
+        """Start them; `close` is to be called whatever comes of it."""
+
+    def died(self, index: int) -> str:
+        """Why a stage has ended; empty while it is there."""
+
+    def close(self) -> None:
+        """End all, those that do not by themselves after some seconds."""
+
+
+class LocalCrew:
+    """Processes on this machine, which end with the one that made them: their stdin is then closed."""
+
+    host = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def begin(self, stages: Sequence[StageOptions]) -> None:
+        """See Crew."""
+        command = [sys.executable, "-m", "ikcli.engine.pipeline"]
+        self._processes += [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in stages]
+        for process, options in zip(self._processes, stages, strict=True):
+            assert process.stdin is not None
+            with suppress(OSError):  # then it has ended, which is seen later
+                process.stdin.write(pickle.dumps(options))
+                process.stdin.flush()
+
+    def died(self, index: int) -> str:
+        """See Crew."""
+        code = self._processes[index].poll()
+        if code is None:
+            return ""
+        return f"its process was ended by signal {-code}" if code < 0 else f"its process ended with code {code}"
+
+    def close(self) -> None:
+        """See Crew."""
+        for process in self._processes:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdin is not None
+            with suppress(OSError):
+                process.stdin.close()

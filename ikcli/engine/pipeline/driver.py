@@ -1,0 +1,429 @@
+"""The runner of a session whose model is in stages: plans them, starts them, feeds the chain and takes its results.
+
+The driver holds no weights and no cache. Results come back in the order in which micro-batches were begun, so that as
+many can be under way as keep all stages busy.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+import ikcli
+from ikcli import references
+from ikcli.backends.step_block import StepBlock
+from ikcli.engine.pipeline.part import StageRunner
+from ikcli.engine.pipeline.wire import Kind, Link, Listener, LostLinkError
+from ikcli.engine.plan.sizes import Sizes
+from ikcli.engine.run.cpu_device import CpuDevice
+from ikcli.engine.run.model import Model
+from ikcli.engine.run.run_device import CPU, Bytes, Observer
+from ikcli.engine.run.runner import DividedProgram, Runner
+from ikcli.engine.run.timed_ops import TimedOp
+from ikcli.errors import IkError, NonFiniteError, UnsupportedError
+from ikcli.gguf.reader import GGUFFile
+from ikcli.graph import Cache, Graph, Node
+from ikcli.settings.run import RunConfig
+
+if TYPE_CHECKING:
+    from ikcli.engine.pipeline.crew import Crew
+
+STAGE = "stage "
+_RAY = "ikcli.fleet.ray_stages:RayCrew"
+_DIGEST = "ikcli.fleet.digest:of_model"
+_LOADING = 24 * 3600.0
+_PATIENCE = 15.0  # seconds in which a stage that lost its neighbour says so
+
+Address = tuple[str, int]
+
+
+class StageLostError(IkError):
+    """A stage ended; the session can be started again, and then has nothing cached."""
+
+
+def stage_name(index: int) -> str:
+    """Name of a stage among the devices of a plan."""
+    return f"{STAGE}{index + 1}"
+
+
+def _digest(file: GGUFFile) -> str:
+    return str(references.load(_DIGEST)(file))
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A micro-batch under way, which can be computed again node by node."""
+
+    program: int
+    threads: int
+    outputs: int
+    block: bytes
+
+
+class StagedRunner(Runner):
+    """See the module."""
+
+    def __init__(self, config: RunConfig, sizes: Sizes, cuts: Sequence[int]) -> None:
+        n_threads = max(config.n_threads, config.n_threads_batch)
+        super().__init__(CpuDevice(n_threads))
+        self._config, self._sizes, self.cuts = config, sizes, tuple(cuts)
+        self.stages = [StageRunner(CpuDevice(n_threads), cuts, i) for i in range(len(cuts) - 1)]
+        self.route: Callable[[int, Address], Address] = lambda index, address: address
+        """Where the stage (or, behind the last one, the driver) is reached that listens there: for proxies."""
+        self._model: Model | None = None
+        self.crew: Crew | None = None
+        self.pids: list[int] = []
+        """Processes of the stages, each on its machine."""
+        self._links: list[Link] = []
+        self._onward: Link | None = None
+        self._incoming: Link | None = None
+        self._receiver: threading.Thread | None = None
+        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._cells: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._flights: deque[_Flight] = deque()
+        self._landed: _Flight | None = None
+        self._lost = ""
+        self._numbers: dict[int, int] = {}  # id of a program -> its number in every stage
+        self._n_outputs = self._n_planned = 0
+
+    # --- plans --------------------------------------------------------------------------------------------------------
+    def plan(
+        self,
+        graph: Graph,
+        result: Node,
+        n_tokens: int,
+        n_outputs: int,
+        n_cells: int,
+        n_seq: int = 1,
+        n_window: int = 0,
+        *,
+        independent: bool = False,
+        offload: bool = True,
+    ) -> DividedProgram:
+        """The programs of all stages, planned as they plan them."""
+        self._n_cells, self._n_seq, self._n_window = n_cells, n_seq, n_window
+        if not independent:
+            self._n_planned = max(self._n_planned, n_outputs)
+        planned = [
+            stage.plan(
+                graph, result, n_tokens, n_outputs, n_cells, n_seq, n_window, independent=independent, offload=offload
+            )
+            for stage in self.stages
+        ]
+        turns = [p.turns[0] for p in planned]
+        parts = {stage_name(i): p for i, p in enumerate(planned)}
+        return DividedProgram(graph, result, turns, [0] * len(turns), parts, {}, 0)
+
+    def memory(self, programs: Sequence[DividedProgram], model: Model) -> dict[str, dict[str, int]]:
+        """Bytes by stage and part."""
+        found = {CPU: {"weights": 0, "KV": 0, "compute": 0}}
+        for i, stage in enumerate(self.stages):
+            found[stage_name(i)] = stage.memory([p.parts[stage_name(i)] for p in programs], model)[CPU]
+        return found
+
+    def crossing_bytes(self, programs: Sequence[DividedProgram]) -> list[int]:
+        """Bytes per token that every stage but the last sends on, in the program with most."""
+        graphs = {id(p.graph): p.graph for p in programs}.values()
+        return [
+            max(sum(4 * n.cols * n.rows.factor for n in stage.part(graph).leaving) for graph in graphs)
+            for stage in self.stages[:-1]
+        ]
+
+    def notes(self, programs: Sequence[DividedProgram]) -> list[str]:
+        """What is where, and what goes between."""
+        where = [f"layers {a}-{b - 1}" for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
+        sizes = self.crossing_bytes(programs)
+        return [f"stages: {', '.join(where)}; {'/'.join(map(str, sizes))} bytes per token between them"]
+
+    def weight_names(self, programs: Sequence[DividedProgram]) -> dict[str, list[str]]:
+        """The driver needs none."""
+        return {}
+
+    def n_missing(self, programs: Sequence[DividedProgram]) -> int:
+        """Kernels to compile for the stages of this machine; other machines have caches of their own."""
+        return self.cpu.n_missing(self._lowered(programs))
+
+    def prepare(self, programs: Sequence[DividedProgram], progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile once what all stages of this machine use."""
+        if self._lowered(programs):
+            self.cpu.prepare(self._lowered(programs), progress)
+
+    def _lowered(self, programs: Sequence[DividedProgram]) -> list[Any]:
+        if self._config.fleet.ray not in (None, "local"):
+            return []
+        return [part.parts[CPU] for p in programs for part in p.parts.values()]
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+    def load(self, programs: Sequence[DividedProgram], model: Model, mmap: bool) -> None:
+        """Start the stages and wait until all of them have loaded their layers."""
+        from ikcli.engine.pipeline import crew
+        from ikcli.engine.pipeline.process import StageOptions
+
+        self._model = model
+        config = replace(self._config, model=model.file.paths[0].absolute())
+        secret, digest = secrets.token_hex(16), _digest(model.file)
+        if config.fleet.ray is None:
+            found: Crew = crew.LocalCrew()
+        else:
+            n_threads = max(config.n_threads, config.n_threads_batch)
+            found = references.load(_RAY)(config.fleet.ray, self._parts_bytes(programs), n_threads)
+        self.crew = found
+        try:
+            with closing(Listener(found.host, secret)) as listener:
+                found.begin(
+                    [
+                        StageOptions(config, self._sizes, self.cuts, i, digest, listener.address, secret, found.host)
+                        for i in range(len(self.stages))
+                    ]
+                )
+                addresses = self._gather(listener)
+                self._connect(listener, addresses, secret)
+        except BaseException:
+            self._end()
+            raise
+        self._n_outputs = min(self._sizes.n_seq, self._config.n_ubatch)  # what stages plan for at first
+        self._lost = ""
+
+    def _parts_bytes(self, programs: Sequence[DividedProgram]) -> list[int]:
+        assert self._model is not None
+        return [sum(p.values()) for name, p in self.memory(programs, self._model).items() if name != CPU]
+
+    def _gather(self, listener: Listener) -> list[Address]:
+        """Links to all stages, and where they listen, when all have loaded."""
+        n = len(self.stages)
+        links: dict[int, Link] = {}
+        addresses: dict[int, Address] = {}
+        pids: dict[int, int] = {}
+        until = time.monotonic() + _LOADING
+        while len(links) < n:
+            found = listener.accept(1.0)
+            if found is not None:
+                link, words = found
+                if words.get("version") != ikcli.__version__:
+                    raise IkError(
+                        f"stage {words['index'] + 1} runs ik {words.get('version')}, and this is {ikcli.__version__}; "
+                        "install the same version on all machines"
+                    )
+                links[words["index"]], addresses[words["index"]] = link, (words["host"], words["port"])
+                pids[words["index"]] = words["pid"]
+                self._links.append(link)
+            else:  # a stage that ended may have said why before
+                self._check_alive(i for i in range(n) if i not in links)
+            if time.monotonic() > until:
+                raise IkError("not all stages have started")
+        self._links, self.pids = [links[i] for i in range(n)], [pids[i] for i in range(n)]
+        for i, link in enumerate(self._links):
+            try:
+                kind, words, _ = link.receive()
+            except LostLinkError:
+                raise IkError(f"{self._describe(i)} ended while it was loading: {self._why(i)}") from None
+            if kind is Kind.FAILED:
+                raise IkError(f"{self._describe(i)}: {words['error']}")
+        return [addresses[i] for i in range(n)]
+
+    def _check_alive(self, stages: Iterator[int]) -> None:
+        assert self.crew is not None
+        for i in stages:
+            why = self.crew.died(i)
+            if why:
+                raise IkError(f"{self._describe(i)} did not start: {why}")
+
+    def _connect(self, listener: Listener, addresses: list[Address], secret: str) -> None:
+        """Close the chain."""
+        from ikcli.engine.pipeline.wire import connect
+
+        after = [*addresses[1:], listener.address]
+        for i, link in enumerate(self._links):
+            host, port = self.route(i + 1, after[i])
+            link.send(Kind.NEXT, {"host": host, "port": port})
+        self._onward = connect(self.route(0, addresses[0]), {"secret": secret})
+        while True:
+            found = listener.accept(10.0)
+            if found is not None and found[1].get("index") == len(self.stages) - 1:
+                break
+            for i in range(len(self.stages)):
+                self._check_alive(iter([i]))
+        self._incoming = found[0]
+        arguments = found[0], self._results, self._cells
+        self._receiver = threading.Thread(target=self._receive, args=arguments, daemon=True)
+        self._receiver.start()
+
+    @staticmethod
+    def _receive(link: Link, results: queue.SimpleQueue[Any], cells: queue.SimpleQueue[Any]) -> None:
+        """Sort what comes out of the chain; None: it is broken."""
+        try:
+            while True:
+                kind, words, data = link.receive(keep=True)
+                if kind is Kind.STOP:
+                    break
+                is_cells = kind in (Kind.CELLS, Kind.READ) or words.get("of") == Kind.READ
+                (cells if is_cells else results).put((kind, words, data))
+        except LostLinkError:
+            pass
+        results.put(None)
+        cells.put(None)
+        link.close()
+
+    def _describe(self, index: int) -> str:
+        return f"stage {index + 1} (layers {self.cuts[index]}-{self.cuts[index + 1] - 1})"
+
+    def _why(self, index: int) -> str:
+        assert self.crew is not None
+        for _ in range(20):
+            if why := self.crew.died(index):
+                return why
+            time.sleep(0.05)
+        return "its machine or the network to it does not answer"
+
+    def _broken(self) -> StageLostError:
+        """What is known of a chain that broke: a stage that lost a neighbour says so before it ends."""
+        if not self._lost:
+            silent = []
+            self.cut()  # those that wait for work see that the chain has ended
+            for i, link in enumerate(self._links):
+                try:
+                    link.receive(timeout=_PATIENCE)
+                except LostLinkError:
+                    silent.append(i)
+            names = [f"{self._describe(i)} was lost: {self._why(i)}" for i in silent]
+            self._lost = "; ".join(names) or "the connection between two stages was lost"
+            self._end()
+        return StageLostError(self._lost)
+
+    def close(self) -> None:
+        """Stop all stages."""
+        if self._onward is not None and not self._lost:
+            with suppress(LostLinkError):
+                self._onward.send(Kind.STOP, {})
+        self._end()
+        super().close()
+
+    def cut(self) -> None:
+        """End the chain as a lost network would."""
+        if self._onward is not None:
+            self._onward.close()
+
+    def _end(self) -> None:
+        for link in [*self._links, *([self._onward] if self._onward else [])]:
+            link.close()
+        self._links, self._onward = [], None
+        if self.crew is not None:
+            self.crew.close()
+            self.crew = None
+        if self._receiver is not None:
+            assert self._incoming is not None
+            self._incoming.close()
+            self._receiver.join()
+            self._receiver = None
+        self._flights.clear()
+        self._results, self._cells = queue.SimpleQueue(), queue.SimpleQueue()
+
+    # --- memory of stages ---------------------------------------------------------------------------------------------
+    def make_caches(self, programs: Sequence[DividedProgram]) -> None:
+        """Stages have made theirs."""
+
+    def bind(self, programs: Sequence[DividedProgram], state: StepBlock) -> None:
+        """Number the programs; have stages plan for more logits if that was done here."""
+        self._numbers = {id(p): i for i, p in enumerate(programs)}
+        if self._n_planned > self._n_outputs:
+            self._n_outputs = self._n_planned
+            self._send(Kind.OUTPUTS, {"n": self._n_outputs})
+
+    def update_weights(self, model: Model, names: Sequence[str]) -> None:
+        """Other scales of adapters, and of control vectors that all stages know."""
+        added = model.adapters.added
+        self._send(Kind.SCALES, {"scales": list(added.scales), "vectors": [list(use) for use in added.vectors]})
+
+    def read_cells(self, cache: Cache, first: int, n: int) -> Bytes:
+        """Rows of a cache tensor, from the stage that holds it."""
+        self._send(Kind.READ, {"kind": cache.kind, "il": cache.il, "first": first, "n": n})
+        kind, words, data = self._take(self._cells)
+        if kind is not Kind.CELLS:
+            raise IkError(f"internal error: no stage holds the cache {cache.kind}-{cache.il}")
+        return np.frombuffer(data, np.uint8).reshape(words["shape"])
+
+    def write_cells(self, cache: Cache, first: int, rows: Bytes) -> None:
+        """See `Runner.write_cells`."""
+        words = {"kind": cache.kind, "il": cache.il, "first": first, "shape": rows.shape}
+        self._send(Kind.WRITE, words, [np.ascontiguousarray(rows)])
+
+    def move_cells(self, cache: Cache, source: int, first: int, n: int) -> None:
+        """Where they are; only this request goes over the network."""
+        self._send(Kind.MOVE, {"kind": cache.kind, "il": cache.il, "source": source, "first": first, "n": n})
+
+    # --- running ------------------------------------------------------------------------------------------------------
+    @property
+    def depth(self) -> int:
+        """One micro-batch in every stage, and one on its way."""
+        return len(self.stages) + 1
+
+    def _send(self, kind: Kind, words: dict[str, Any], payload: Sequence[Any] = ()) -> None:
+        if self._onward is None:
+            raise StageLostError(self._lost or "the stages are not running")
+        try:
+            self._onward.send(kind, words, payload)
+        except LostLinkError:
+            raise self._broken() from None
+
+    def _take(self, source: queue.SimpleQueue[Any]) -> tuple[Kind, dict[str, Any], memoryview]:
+        if self._onward is None:
+            raise StageLostError(self._lost or "the stages are not running")
+        found = source.get()
+        if found is None:
+            raise self._broken()
+        kind, words, data = found
+        if kind is Kind.ERROR:
+            raise (NonFiniteError if words["class"] == "NonFiniteError" else IkError)(words["error"])
+        return kind, words, data
+
+    def run(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
+        """Send a micro-batch into the chain; the step block may be filled anew when this returns."""
+        from ikcli.graph import Rows
+
+        outputs = state.rows[Rows.OUTPUTS]
+        block = b"".join(a.tobytes() for a in state.packed())
+        flight = _Flight(self._numbers[id(program)], n_threads, outputs, block)
+        self._begin(flight, look=False)
+        self._flights.append(flight)
+
+    def _begin(self, flight: _Flight, *, look: bool) -> None:
+        words = {
+            "program": flight.program, "threads": flight.threads, "outputs": flight.outputs,
+            "compact": flight.program < len(self._numbers) - 1, "look": look,
+        }  # fmt: skip
+        self._send(Kind.RUN, words, [flight.block])
+
+    def result(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
+        """Wait for the oldest one."""
+        if not self._flights:
+            raise StageLostError(self._lost)
+        self._landed = self._flights.popleft()
+        _, _, data = self._take(self._results)
+        return np.frombuffer(data, np.float32).reshape(n_rows, program.result.cols)
+
+    def explain(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
+        """Have it computed again by the stages, which look for what is not finite themselves."""
+        assert self._landed is not None
+        self._begin(self._landed, look=True)
+        while self._flights:  # those that were begun after it
+            self._flights.popleft()
+            self._take(self._results)
+        self._take(self._results)
+
+    def run_observed(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
+        """Values of nodes stay where they are."""
+        raise UnsupportedError("values inside of a model are not seen with --stages; leave it out")
+
+    def timed(self, program: DividedProgram, n_threads: int, state: StepBlock, show: bool) -> Iterator[TimedOp]:
+        """Stages are not timed op by op."""
+        raise UnsupportedError("--profile cannot be used with --stages; leave one of them out")

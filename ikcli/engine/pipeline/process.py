@@ -1,0 +1,206 @@
+"""A stage at work: loads its layers, then computes what arrives and sends on what leaves, until it is told to stop.
+
+Stages form a chain that begins and ends at the driver. All that has to happen in order goes along it: micro-batches,
+rows of caches that are read, written or moved, adapters. Whoever is not meant sends a message on.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import ikcli
+from ikcli import references
+from ikcli.engine.pipeline.part import StageRunner
+from ikcli.engine.pipeline.wire import Buffer, Kind, Link, Listener, LostLinkError, connect
+from ikcli.engine.plan.planner import Planner
+from ikcli.engine.plan.sizes import Sizes
+from ikcli.engine.run.adapters import Added
+from ikcli.engine.run.control_vectors import VectorUse
+from ikcli.engine.run.run_device import look_for_non_finite
+from ikcli.engine.run.runner import DividedProgram
+from ikcli.engine.run.session import Session
+from ikcli.errors import IkError, NonFiniteError
+from ikcli.graph import Cache, Node
+from ikcli.log import hushed
+from ikcli.settings.run import RunConfig
+
+DIGEST = "ikcli.fleet.digest:of_model"
+LARGE = 1 << 18
+"""Bytes of a micro-batch from which on it is sent and received beside the computation."""
+_LOADING = 24 * 3600.0  # seconds that neighbours may take
+
+Message = tuple[Kind, dict[str, Any], memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class StageOptions:
+    """A stage: the settings of the run and its place in it, where the driver listens, and the secret of the run."""
+
+    config: RunConfig
+    sizes: Sizes
+    cuts: tuple[int, ...]
+    index: int
+    digest: str
+    driver: tuple[str, int]
+    secret: str
+    host: str  # where it listens itself
+
+
+def work(options: StageOptions) -> None:
+    """Be a stage until the chain ends. Errors while loading are told to the driver."""
+    listener = Listener(options.host, options.secret)
+    host, port = listener.address
+    hello = {"secret": options.secret, "index": options.index, "version": ikcli.__version__}
+    control = connect(options.driver, hello | {"host": host, "port": port, "pid": os.getpid()})
+    try:
+        try:
+            stage = _Stage(options)
+        except IkError as error:
+            control.send(Kind.FAILED, {"error": str(error)})
+            return
+        except Exception as error:
+            control.send(Kind.FAILED, {"error": f"internal error: {type(error).__name__}: {error}"})
+            return
+        try:
+            control.send(Kind.READY, {})
+            _, words, _ = control.receive()
+            onward = connect((words["host"], words["port"]), {"secret": options.secret, "index": options.index})
+            with closing(onward):
+                stage.serve(_neighbour(listener), onward)
+        except LostLinkError:
+            control.send(Kind.FAILED, {"error": "a neighbour was lost"})  # not this one
+        finally:
+            stage.close()
+    except LostLinkError:
+        pass  # the driver is gone
+    finally:
+        control.close()
+        listener.close()
+
+
+def _neighbour(listener: Listener) -> Link:
+    while True:
+        found = listener.accept(_LOADING)
+        if found is not None:
+            return found[0]
+
+
+class _Stage:
+    """A loaded stage."""
+
+    def __init__(self, options: StageOptions) -> None:
+        config = options.config
+        assert config.model is not None
+        with hushed(True):
+            planner = Planner.of_file(config)
+            if references.load(DIGEST)(planner.file) != options.digest:
+                raise IkError(f"{config.model} on this node is another file than that of the command")
+            self._session = Session(planner.prepare(config, options.sizes, stage=(options.cuts, options.index)))
+            self._session.load()
+        assert isinstance(self._session.runner, StageRunner)
+        self._runner: StageRunner = self._session.runner
+        self._state = self._session.step_block
+        self._caches: dict[tuple[str, int], Cache] = {(c.kind, c.il): c for c in self._runner.own_caches}
+        self._values: dict[Node, npt.NDArray[np.uint8]] = {}
+
+    @property
+    def _programs(self) -> list[DividedProgram]:
+        return list(self._session.programs.values())
+
+    def serve(self, arriving: Link, onward: Link) -> None:
+        """Until STOP has been sent on. While rows of a prompt are computed, the next ones arrive and the last ones go.
+
+        Small messages are received and sent by this thread, which is quicker.
+        """
+        coming: Future[Message] | None = None
+        going: Future[None] | None = None
+        with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer, closing(arriving), closing(onward):
+            while True:
+                kind, words, data = coming.result() if coming is not None else arriving.receive()
+                is_large = kind is Kind.RUN and len(data) >= LARGE
+                coming = reader.submit(arriving.receive, keep=True) if is_large else None
+                answer = self._answered(kind, words, data)
+                if going is not None:
+                    going.result()
+                    going = None
+                if answer is not None and is_large:
+                    to, words, parts = answer
+                    going = writer.submit(onward.send, to, words, [b"".join(parts)])
+                elif answer is not None:
+                    onward.send(*answer)
+                if kind is Kind.STOP:
+                    return
+
+    def _answered(self, kind: Kind, words: dict[str, Any], data: memoryview) -> Any:
+        """The message to send on, or None; errors are messages."""
+        try:
+            return self._answer(kind, words, data)
+        except IkError as error:
+            what = "NonFiniteError" if isinstance(error, NonFiniteError) else "IkError"
+            return Kind.ERROR, {"of": kind.value, "error": str(error), "class": what}, ()
+        except Exception as error:  # an error of ours, told to the driver rather than a lost stage
+            text = f"internal error in stage {self._runner.index + 1}: {type(error).__name__}: {error}"
+            return Kind.ERROR, {"of": kind.value, "error": text, "class": "IkError"}, ()
+
+    def _answer(self, kind: Kind, words: dict[str, Any], data: memoryview) -> Any:
+        """The message to send on, or None."""
+        onward = (kind, words, (data,))
+        if kind is Kind.RUN:
+            return self._run(words, data)
+        if kind in (Kind.READ, Kind.WRITE, Kind.MOVE):
+            cache = self._caches.get((words["kind"], words["il"]))
+            if cache is None:
+                return onward
+            if kind is Kind.READ:
+                rows = np.ascontiguousarray(self._runner.read_cells(cache, words["first"], words["n"]))
+                return Kind.CELLS, {"shape": rows.shape}, (rows,)
+            if kind is Kind.WRITE:
+                rows = np.frombuffer(data, np.uint8).reshape(words["shape"])
+                self._runner.write_cells(cache, words["first"], rows)
+            else:
+                self._runner.move_cells(cache, words["source"], words["first"], words["n"])
+            return None
+        if kind is Kind.OUTPUTS:
+            self._session.plan_outputs(words["n"])
+        elif kind is Kind.SCALES:
+            self._session.apply(Added(tuple(words["scales"]), tuple(VectorUse(*use) for use in words["vectors"])))
+        if self._runner.is_last and kind in (Kind.OUTPUTS, Kind.SCALES):
+            return None
+        return onward
+
+    def _run(self, words: dict[str, Any], data: memoryview) -> tuple[Kind, dict[str, Any], list[Buffer]]:
+        program = self._programs[words["program"]]
+        at = self._state.unpack(data, compact=words["compact"])
+        part = self._runner.part(program.graph)
+        arrived: dict[Node, memoryview] = {}
+        for node in part.arriving:
+            size = self._size(node)
+            arrived[node] = data[at : at + size]
+            at += size
+            if node in program.memory:
+                program.memory[node][:size] = np.frombuffer(arrived[node], np.uint8)
+        if words["look"]:
+            self._runner.run_observed(
+                program, words["threads"], self._state, look_for_non_finite(self._session.model.source)
+            )
+        else:
+            self._runner.run(program, words["threads"], self._state)
+        if self._runner.is_last:
+            return Kind.RESULT, {}, [self._runner.result(program, words["outputs"])]
+        leaving: list[Buffer] = [*self._state.packed()]
+        leaving += [arrived[n] if n in arrived else program.memory[n][: self._size(n)] for n in part.leaving]
+        return Kind.RUN, words, leaving
+
+    def _size(self, node: Node) -> int:
+        return self._state.rows[node.rows.symbol] * node.rows.factor * node.cols * 4
+
+    def close(self) -> None:
+        with hushed(True):
+            self._session.close()

@@ -1,0 +1,119 @@
+"""The memory a run can use: GPUs and RAM of this machine, or those that `--device-spec` describes.
+
+`free` is what buffers of the run may take. A described GPU loses `CONTEXT_BYTES` for the driver's context and our
+kernels; on a real one the driver says what is free once the context exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ikcli.backends.cuda.device import CudaError, DeviceInfo
+from ikcli.backends.cuda.device import Device as CudaDevice
+from ikcli.settings.run import RunConfig
+from ikcli.settings.values import DeviceSpec
+
+CONTEXT_BYTES = 512 * 2**20
+"""CUDA context, loaded kernels and their local memory. An estimate: drivers take 300 to 600 MiB."""
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """A GPU: `CUDA<i>`, bytes in all and free; `info` of a real one, compute capability of a described one if given."""
+
+    name: str
+    total: int
+    free: int
+    capability: tuple[int, int] | None = None
+    info: DeviceInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """GPUs in order and the RAM that programs can get (None where the system does not say)."""
+
+    gpus: tuple[GpuFacts, ...] = ()
+    ram: int | None = None
+    described: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(gpu.name for gpu in self.gpus)
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        return tuple(gpu.free for gpu in self.gpus)
+
+
+def find_machine(config: RunConfig, *, exact: bool) -> Machine:
+    """The machine to plan for: the one `--device-spec` describes, else this one.
+
+    `exact`: ask what is free on GPUs, for which each has to be opened; otherwise take all of their memory as free.
+    """
+    if config.device_spec:
+        return described_machine(config.device_spec, available_memory())
+    from ikcli.engine.run import gpus
+
+    if not gpus.wanted(config):
+        return Machine((), available_memory())
+    return Machine(_opened(config) if exact else _listed(config), available_memory())
+
+
+def _opened(config: RunConfig) -> tuple[GpuFacts, ...]:
+    from ikcli.engine.run import gpus
+
+    devices = gpus.open_devices(config)
+    found = opened_gpus(devices)
+    for device in devices.values():
+        device.close()
+    return found
+
+
+def opened_gpus(devices: Mapping[str, CudaDevice]) -> tuple[GpuFacts, ...]:
+    """What opened GPUs say of their memory."""
+    found = []
+    for name, device in devices.items():
+        free, total = device.memory()
+        found.append(GpuFacts(name, total, free, device.info.cc, device.info))
+    return tuple(found)
+
+
+def _listed(config: RunConfig) -> tuple[GpuFacts, ...]:
+    from ikcli.backends.cuda import driver
+    from ikcli.engine.run import gpus
+
+    if not gpus.driver_present():
+        return ()
+    try:
+        infos = [info for info in driver.devices() if info.cc >= driver.MIN_CC]
+    except CudaError:
+        return ()
+    found = [GpuFacts(f"CUDA{i.index}", i.total_bytes, i.total_bytes, i.cc, i) for i in infos]
+    return tuple(device for device in found if not config.device or device.name in config.device)
+
+
+def described_machine(specs: tuple[DeviceSpec, ...], ram: int | None) -> Machine:
+    """The machine of a `--device-spec`; `ram` is used where it does not name the host memory."""
+    gpus = [spec for spec in specs if spec.kind == "cuda"]
+    host = [spec.n_bytes for spec in specs if spec.kind == "cpu"]
+    devices = tuple(
+        GpuFacts(f"CUDA{i}", spec.n_bytes, max(spec.n_bytes - CONTEXT_BYTES, 0), spec.capability)
+        for i, spec in enumerate(gpus)
+    )
+    return Machine(devices, host[0] if host else ram, True)
+
+
+def available_memory(path: Path = _MEMINFO) -> int | None:
+    """Bytes of RAM available to new programs, or None where the system does not say."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,57 @@
+"""Where nodes are computed: by the placement of tensors, and by `-op` for products with weights in RAM."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ikcli.backends.cuda.transfer import is_plain
+from ikcli.engine.plan.placement import CPU, Placement, offload_threshold
+from ikcli.engine.run.model import Model
+from ikcli.engine.run.runner import Offload
+from ikcli.gguf.types import TYPES
+from ikcli.graph import Node, Rows, Weight
+from ikcli.graph.ops_experts import MoeUpGate, MulMatId
+from ikcli.graph.ops_rows import MulMat, MulMatHeads
+from ikcli.graph.split import Places
+from ikcli.settings.run import RunConfig
+
+_POLICIES = {op.policy: op.by_expert for op in (MulMat, MulMatHeads, MulMatId, MoeUpGate)}
+OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
+
+
+def offload_of(config: RunConfig, model: Model, placement: Placement) -> Offload | None:
+    """From how many tokens on products with weights of blocks in RAM are computed on a GPU (`-op`)."""
+    hp, allowed = model.hp, dict.fromkeys(_POLICIES, True)
+    for name, on in config.offload_policy:
+        allowed |= dict.fromkeys(allowed, on) if name == "ALL" else {name: on}
+    dense = config.offload_min_batch
+    by_expert = math.ceil(offload_threshold(dense, hp.n_expert, hp.n_expert_used))
+    least = {name: by_expert if experts else dense for name, experts in _POLICIES.items() if allowed[name]}
+    first = placement.devices[0]
+
+    def device(node: Node, w: Weight, n_tokens: int) -> str | None:
+        if n_tokens < least.get(node.op.policy, n_tokens + 1) or node.rows.symbol is Rows.OUTPUTS or not _streamable(w):
+            return None
+        home = placement.home[node.il] if node.il >= 0 else CPU
+        return first if home == CPU else home
+
+    return Offload(tuple(sorted({*least.values()} - {0, 1})), device) if least else None
+
+
+def _streamable(w: Weight) -> bool:
+    """Whether rows of this type are rearranged on the device: on the CPU that would take longer than the product."""
+    return bool(TYPES[w.type].cuda) and is_plain(w)
+
+
+def places_of(placement: Placement) -> Places:
+    """Devices of nodes. A model without an output matrix multiplies with its embeddings where the output would be."""
+    places = placement.places()
+    output = placement.split.output
+
+    def weight(node: Node, w: Weight) -> str:
+        if w.name == EMBEDDING and isinstance(node.op, MulMat):
+            return CPU if output < 0 else placement.devices[output]
+        return places.weight(node, w)
+
+    return replace(places, weight=weight)

@@ -1,0 +1,319 @@
+"""Plans of one model on one machine for any settings: placement, bytes per device and part, from the header alone.
+
+`prepare` records the graphs, divides them between the devices and lowers them; a session loads and runs what it
+returns, so weights, cache and work buffers of a plan are those that are allocated. For plans alone GPUs need not be
+there: a planner that is given no devices describes them by the facts known about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli import models
+from ikcli.engine.pipeline.driver import STAGE
+from ikcli.engine.pipeline.place import stage_memory, staged
+from ikcli.engine.plan.device_plan import planning_device
+from ikcli.engine.plan.devices import Machine
+from ikcli.engine.plan.offload import offload_of, places_of
+from ikcli.engine.plan.placement import CPU, Placement, place
+from ikcli.engine.plan.programs import (
+    Graphs,
+    check_caches,
+    graph_config,
+    output_bytes,
+    record_graphs,
+    runs,
+    step_tokens,
+)
+from ikcli.engine.plan.sizes import Sizes, session_of
+from ikcli.engine.run.adapters import Adapters
+from ikcli.engine.run.cpu_device import CpuDevice
+from ikcli.engine.run.model import Model
+from ikcli.engine.run.run_device import RESERVE_BYTES, RunDevice, cache_bytes
+from ikcli.engine.run.runner import DividedProgram, Offload, Runner
+from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.graph import Cache
+from ikcli.models import GraphConfig, HParams, Weights
+from ikcli.settings.run import RunConfig, default_model, resolve
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by device and part; `free` has the bytes each device can give, where they are known.
+
+    `n_ctx` is the context the cache is made for.
+    """
+
+    parts: dict[str, dict[str, int]]
+    n_ctx: int
+    free: dict[str, int]
+
+    def total(self, device: str) -> int:
+        """All bytes on a device."""
+        return sum(self.parts[device].values())
+
+    def short(self, device: str, margin: int = 0) -> int:
+        """Bytes a device lacks (0 if it has enough, or if nobody knows what it has).
+
+        What a GPU needs beside all parts, for kernels and captured graphs, is within its margin.
+        """
+        if device not in self.free:
+            return 0
+        if device != CPU and not device.startswith(STAGE):
+            margin = max(margin, RESERVE_BYTES)
+        return max(self.total(device) + margin - self.free[device], 0)
+
+    def fits(self, margin: int = 0) -> bool:
+        """Whether every device has enough, and every GPU `margin` bytes more."""
+        return not any(self.short(device, margin if device != CPU else 0) for device in self.parts)
+
+    def gpus_fit(self, margin: int = 0) -> bool:
+        """As `fits`, without the CPU."""
+        return not any(self.short(device, margin) for device in self.parts if device != CPU)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """A planned run: the settings it has, where its tensors go, and what it needs."""
+
+    config: RunConfig
+    sizes: Sizes
+    warnings: tuple[str, ...]
+    graph_config: GraphConfig
+    placement: Placement
+    memory: MemoryPlan
+    caches: Mapping[Cache, int]  # bytes in the layout of RAM
+    n_nodes: int
+    n_splits: int
+
+    def on_gpus(self) -> int:
+        """Bytes of weights in GPU memory."""
+        devices = self.placement.devices
+        return sum(parts["weights"] for device, parts in self.memory.parts.items() if device in devices)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """A planned run with all that a session needs to load it."""
+
+    plan: RunPlan
+    model: Model
+    graphs: Graphs
+    runner: Runner
+    programs: dict[str, DividedProgram]
+
+
+class Planner:
+    """See the module. `file` may lack tensor data; `devices`: the GPUs themselves, opened."""
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        hp: HParams,
+        machine: Machine,
+        devices: Mapping[str, RunDevice] | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        self.file, self.hp, self.machine, self.adapters = file, hp, machine, adapters or Adapters()
+        self._graphs: dict[tuple[GraphConfig, int], Graphs] = {}
+        self._models: dict[tuple[object, ...], Model] = {}
+        self._plans: dict[RunConfig, RunPlan] = {}
+        self._gpus: Mapping[str, RunDevice] = (
+            devices if devices is not None else {gpu.name: planning_device(gpu) for gpu in machine.gpus}
+        )
+
+    @classmethod
+    def of_file(cls, config: RunConfig, *, header_only: bool = False) -> Planner:
+        """For the model of `config`, without devices besides the CPU; `header_only`: its data may be missing."""
+        file = open_gguf(config.model or default_model(), config.override_kv, header_only=header_only)
+        models.find(file.arch, str(file.paths[0]))  # before keys, which unknown ones may lack
+        hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]), config.rope)
+        return cls(file, hp, Machine(()), None, Adapters.open(config.adapters, file.tensors, hp))
+
+    def on(self, machine: Machine, devices: Mapping[str, RunDevice] | None = None) -> Planner:
+        """For the same model with other devices."""
+        return Planner(self.file, self.hp, machine, devices, self.adapters)
+
+    def plan(self, config: RunConfig) -> RunPlan:
+        """The plan of the session that a command opens; nothing is printed."""
+        if config not in self._plans:
+            self._plans[config] = self.prepare(*session_of(config)).plan
+        return self._plans[config]
+
+    def prepare(self, config: RunConfig, sizes: Sizes, stage: tuple[tuple[int, ...], int] | None = None) -> PreparedRun:
+        """The plan of a session, with the graphs and programs it is made of. -c 0 is the context of the model.
+
+        `stage`: that of the process that has this stage (cuts, index) of the model.
+        """
+        config, warnings = resolve(config, self.hp.n_ctx_train)
+        sizes = sizes if sizes.n_ctx else replace(sizes, n_ctx=config.n_ctx)
+        cfg, placement = self._graph_config(config, sizes), self.place(config)
+        model = self.model(config, placement)
+        check_caches(cfg, config, model)
+        graphs = self._record(cfg, model)
+        offload = offload_of(config, model, placement) if placement.devices else None
+        used = {*placement.buffer_of.values(), *placement.cache}
+        gpus = {name: gpu for name, gpu in self._gpus.items() if name in used}
+        if config.fleet.stages > 1:
+            runner, config = staged(config, sizes, cfg, model, graphs, stage)
+        else:
+            runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload)
+        n_outputs = min(sizes.n_seq, cfg.n_ubatch)
+        programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step)
+        parts = memory_of(runner, programs, model, output_bytes(cfg, self.hp, n_outputs))
+        n_nodes = max(len(graph.nodes) for graph, _ in graphs.values())
+        memory = MemoryPlan(parts, cfg.n_ctx, self._free(parts) | stage_memory(config, self.machine, parts))
+        n_splits = runner.n_turns(list(programs.values()))
+        caches = {
+            c: cache_bytes(c, runner.cache_rows(c)) for graph, _ in graphs.values() for c in graph.caches.values()
+        }
+        plan = RunPlan(config, sizes, tuple(warnings), cfg, placement, memory, caches, n_nodes, n_splits)
+        return PreparedRun(plan, model, graphs, runner, programs)
+
+    def fits(self, config: RunConfig) -> bool:
+        """Whether a run fits all devices; quick where weights and cache alone are too large."""
+        return self.may_fit(config) and self.plan(config).memory.fits()
+
+    def may_fit(self, config: RunConfig, margin: int = 0, *, gpus_only: bool = False) -> bool:
+        """Whether at least weights and cache fit, with a margin on GPUs."""
+        parts = self.static_bytes(config)
+        free = self._free(parts)
+        return not any(
+            n_bytes + (0 if device == CPU else margin) > free[device]
+            for device, n_bytes in parts.items()
+            if device in free and not (gpus_only and device == CPU)
+        )
+
+    def static_bytes(self, config: RunConfig) -> dict[str, int]:
+        """Bytes of weights and cache by device."""
+        placement = self.place(config)
+        model = self.model(config, placement)
+        parts = dict.fromkeys((CPU, *placement.devices), 0)
+        on_gpu = self.gpu_weights(config)
+        for name, n_bytes in on_gpu.items():
+            buffer = placement.buffer_of[name]
+            parts[buffer] += model.n_bytes([name]) if buffer == CPU else n_bytes
+        for il, n_bytes in self.gpu_cache(config).items():
+            parts[placement.cache[il]] += n_bytes
+        return parts
+
+    def _free(self, devices: Iterable[str]) -> dict[str, int]:
+        free = dict(zip(self.machine.names, self.machine.free, strict=True))
+        if self.machine.ram is not None:
+            free[CPU] = self.machine.ram
+        return {name: free[name] for name in devices if name in free}
+
+    def warnings(self, config: RunConfig) -> tuple[str, ...]:
+        """What a session would warn about."""
+        return self.plan(config).warnings
+
+    def model(self, config: RunConfig, placement: Placement | None = None) -> Model:
+        """The model as these settings use it; with a placement, `-rtr` leaves alone what is on GPUs."""
+        cfg = graph_config(config, 512)
+        repack, n_threads = config.run_time_repack, max(config.n_threads, config.n_threads_batch)
+        buffers = placement.buffer_of if placement is not None and repack else {}
+        plain = frozenset(name for name, buffer in buffers.items() if buffer != CPU)
+        key = (cfg.mla, cfg.flash_attn, repack, n_threads, plain)
+        if key not in self._models:
+            self._models[key] = Model.from_file(
+                self.file, cfg, hp=self.hp, adapters=self.adapters, repack=repack, n_threads=n_threads
+            )
+            self._models[key].keep_plain(plain)
+        return self._models[key]
+
+    def place(self, config: RunConfig) -> Placement:
+        """Where the tensors go, derived ones included."""
+        model = self.model(config)
+        names = list(model.specs)
+        return place(
+            names,
+            self.hp.n_layer,
+            config,
+            self.machine.names,
+            self.machine.free,
+            {name: model.n_bytes([name]) for name in names},
+            model.derived_from(),
+        )
+
+    def gpu_weights(self, config: RunConfig) -> dict[str, int]:
+        """Bytes on a GPU of every weight the run uses."""
+        config, cfg = self._shape(config)
+        model = self.model(config)
+        names = {name for graph, _ in self._record(cfg, model).values() for name in graph.weights}
+        gpu = next(iter(self._gpus.values()), None)
+        return {name: gpu.weight_bytes(model, [name]) if gpu else model.n_bytes([name]) for name in names}
+
+    def gpu_cache(self, config: RunConfig) -> dict[int, int]:
+        """Bytes on a GPU of the cache of every block."""
+        config, cfg = self._shape(config)
+        graphs = self._record(cfg, self.model(config)).values()
+        sizes: dict[int, int] = {}
+        gpu = next(iter(self._gpus.values()), None)
+        for cache in {c for graph, _ in graphs for c in graph.caches.values()}:
+            n_bytes = (gpu.cache_bytes if gpu else cache_bytes)(cache, cache.rows(cfg.n_ctx, cfg.n_seq, cfg.n_window))
+            sizes[cache.il] = sizes.get(cache.il, 0) + n_bytes
+        return sizes
+
+    def _shape(self, config: RunConfig) -> tuple[RunConfig, GraphConfig]:
+        """Settings of the session that the command opens, and of its graphs."""
+        config, sizes = session_of(config)
+        config, _ = resolve(config, self.hp.n_ctx_train)
+        sizes = sizes if sizes.n_ctx else replace(sizes, n_ctx=config.n_ctx)
+        return config, self._graph_config(config, sizes)
+
+    def _graph_config(self, config: RunConfig, sizes: Sizes) -> GraphConfig:
+        return graph_config(config, sizes.cells(config.flash_attn), sizes.n_seq, self.hp.window, sizes.outputs)
+
+    def _record(self, cfg: GraphConfig, model: Model) -> Graphs:
+        key = (cfg, id(model))
+        if key not in self._graphs:
+            weights = Weights(model.specs, model.source, lambda name: _values(model, name))
+            self._graphs[key] = record_graphs(model, weights, cfg)
+        return self._graphs[key]
+
+
+def make_runner(n_threads: int, gpus: Mapping[str, RunDevice], placement: Placement, offload: Offload | None) -> Runner:
+    """The CPU, and the GPUs that hold anything."""
+    cpu = CpuDevice(n_threads)
+    return Runner(cpu, gpus, places_of(placement), offload) if gpus else Runner(cpu)
+
+
+def plan_programs(
+    runner: Runner, graphs: Graphs, cfg: GraphConfig, n_outputs: int, n_step: int
+) -> dict[str, DividedProgram]:
+    """The programs of a session by name; nothing is allocated."""
+    return {
+        name: runner.plan(
+            *graphs[run.kind],
+            run.n_tokens,
+            run.n_outputs,
+            cfg.n_ctx,
+            cfg.n_seq,
+            cfg.n_window,
+            independent=run.independent,
+            offload=run.offload,
+        )
+        for name, run in runs(graphs, cfg.n_ubatch, n_outputs, step_tokens(n_step)).items()
+    }
+
+
+def memory_of(
+    runner: Runner, programs: Mapping[str, DividedProgram], model: Model, n_output_bytes: int
+) -> dict[str, dict[str, int]]:
+    """Bytes by device (CPU first) and part."""
+    sizes = runner.memory(list(programs.values()), model)
+    output = {CPU: n_output_bytes}
+    return {device: parts | {"output": output.get(device, 0)} for device, parts in sizes.items()}
+
+
+def _values(model: Model, name: str) -> npt.NDArray[np.float32]:
+    """Values of a tensor; ones where the file has only its header, as no size depends on them."""
+    if model.file.has_data(name):
+        return model.values(name)
+    return np.ones(model.file.tensors[name].shape[::-1], np.float32)

@@ -1,0 +1,151 @@
+"""The graphs of a session and the programs made of them, from settings alone: what sessions run and plans weigh.
+
+There is a graph for generation and, where the two differ (MLA), one for prompts. Every graph becomes a program, that of
+generation also a second one for a few tokens of several sequences, whose results do not depend on each other. For
+embeddings graphs end at the last norm, before the output matrix; their programs can give a row for every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ikcli.backends.cpu.program import INDEPENDENT_ROWS
+from ikcli.engine.plan.sizes import window_cells
+from ikcli.engine.run.model import Model
+from ikcli.errors import UnsupportedError, UsageError
+from ikcli.graph import Graph, Node
+from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Outputs, Weights
+from ikcli.quant.formats import format_by_name, get_format
+from ikcli.settings.run import KV_TYPES, RunConfig
+
+FLOAT_TYPES = ("f32", "f16", "bf16")
+CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
+
+Graphs = Mapping[str, tuple[Graph, Node]]
+"""Graph and result by kind: decode, perhaps prefill, and these with `EMBEDS` behind."""
+
+EMBEDS = "-embd"
+HIDDEN = "result_norm"  # the node whose rows are embeddings
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSpec:
+    """One program: the kind of its graph, most tokens and outputs; `offload`: with variants that use weights in RAM on
+    GPUs."""
+
+    kind: str
+    n_tokens: int
+    n_outputs: int
+    independent: bool = False
+    offload: bool = True
+
+
+def graph_config(
+    config: RunConfig, n_cells: int, n_seq: int = 1, window: int = 0, outputs: Outputs = Outputs.LOGITS
+) -> GraphConfig:
+    """What the graphs of a model depend on; a micro-batch has no more tokens than the cache has cells.
+
+    `window`: positions that its window layers see.
+    """
+    n_ubatch = min(config.n_ubatch, n_cells)
+    return GraphConfig(
+        mla=config.mla,
+        flash_attn=config.flash_attn,
+        amb=config.amb,
+        fmoe=config.fmoe,
+        ser=config.ser,
+        type_k=format_by_name(config.type_k).type,
+        type_v=format_by_name(config.type_v).type,
+        k_hadamard=_rotates_k(config),
+        v_hadamard=config.v_hadamard,
+        n_ctx=n_cells,
+        n_seq=n_seq,
+        n_ubatch=n_ubatch,
+        n_window=0 if config.swa_full else window_cells(window, n_ubatch, n_cells // n_seq),
+        outputs=outputs,
+    )
+
+
+def _rotates_k(config: RunConfig) -> bool:
+    """-khad, by default on where a block of keys has few levels: outliers of some columns would take them all."""
+    if config.k_hadamard is not None:
+        return config.k_hadamard
+    return format_by_name(config.type_k).bpw < 8
+
+
+def check_caches(cfg: GraphConfig, config: RunConfig, model: Model) -> None:
+    """Refuse cache types that cannot work before anything is loaded."""
+    latent = bool(model.hp.kv_lora_rank) and cfg.mla > 0
+    used = {"-ctk": cfg.type_k}
+    if not latent or (cfg.mla == 1 and not cfg.flash_attn):
+        used["-ctv"] = cfg.type_v
+    for option, type_ in used.items():
+        if type_ not in CACHE_TYPES:
+            name = get_format(type_).name
+            raise UnsupportedError(f"{option} {name} cannot be the type of a cache; use one of {', '.join(KV_TYPES)}")
+    check_cache_types(config, cfg.mla if latent else 0)
+
+
+def check_cache_types(config: RunConfig, mla: int) -> None:
+    """UsageError for cache types that the attention mode cannot use; `mla` is 0 for models without MLA."""
+    if config.flash_attn or config.type_v in FLOAT_TYPES or mla >= 2:
+        return
+    if mla == 1:
+        raise UsageError(
+            f"-ctv {config.type_v} with -mla 1 and without flash attention is not possible, because this cache is "
+            "transposed; use -ctv f16, or add -fa"
+        )
+    raise UsageError(f"-ctv {config.type_v} needs flash attention; add -fa, or use -ctv f16")
+
+
+def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
+    """The generation graph, and a prompt graph where the two differ."""
+    hp = model.hp
+    kinds = {"decode": replace(cfg, expand=False)}
+    if hp.kv_lora_rank and cfg.mla >= 2 and cfg.flash_attn and cfg.n_ubatch >= EXPAND_MIN_TOKENS:
+        kinds["prefill"] = replace(cfg, expand=True)
+    whole: dict[str, tuple[Graph, Node]] = {}
+    graphs: dict[str, tuple[Graph, Node]] = {}
+    for kind, kind_cfg in kinds.items():
+        graph = model.adapters.graph()
+        graph.exact = model.is_exact
+        whole[kind] = graph, (last := model.module.build(graph, hp, weights, kind_cfg))
+        hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None) if hp.causal else last
+        if cfg.outputs.logits:
+            graphs[kind] = whole[kind]
+        if cfg.outputs.embeddings and hidden is not None:
+            graphs[kind + EMBEDS] = graph.until(hidden), hidden
+    model.adapters.check_used(graph for graph, _ in whole.values())
+    if not graphs:
+        raise UnsupportedError(f"{model.source}: embeddings of {hp.arch} models are not supported")
+    return graphs
+
+
+def step_tokens(n_step: int) -> int:
+    """Tokens of the program for single tokens, where `n_step` of them come at once (0: one)."""
+    return max(n_step, INDEPENDENT_ROWS) if n_step else 1
+
+
+def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str, ProgramSpec]:
+    """The programs by name; `n_step`: tokens of that for single tokens.
+
+    Beside logits embeddings have no variants: each takes seconds to plan for large models.
+    """
+    found = {}
+    for kind in graphs:
+        few = kind.replace("decode", "prefill") in graphs and kind.startswith("decode")
+        n_tokens = min(n_ubatch, EXPAND_MIN_TOKENS - 1) if few else n_ubatch
+        if kind.endswith(EMBEDS):
+            found[kind] = ProgramSpec(kind, n_tokens, n_tokens, offload="decode" not in graphs)
+        else:
+            found[kind] = ProgramSpec(kind, n_tokens, min(n_outputs, n_tokens))
+    if "decode" in graphs:
+        found["step"] = ProgramSpec("decode", n_step, n_step, independent=True)
+    return found
+
+
+def output_bytes(cfg: GraphConfig, hp: HParams, n_outputs: int) -> int:
+    """What is kept for the caller: logits of so many tokens, embeddings of a micro-batch."""
+    n = n_outputs * hp.n_vocab if cfg.outputs.logits else 0
+    return 4 * (n + cfg.n_ubatch * hp.n_embd if cfg.outputs.embeddings else n)

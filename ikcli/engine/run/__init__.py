@@ -1,0 +1,1 @@
+"""A planned run: devices, runner, session, sequences, embeddings."""

@@ -1,0 +1,196 @@
+"""A model in host memory: the opened file, its hyper-parameters, and the address of every weight.
+
+With mmap, weights are used where the file is mapped; without, they are copied into RAM. Small tensors that kernels want
+in float32 (norms, biases) are converted, and tensors that the attention mode needs but the file lacks are derived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli import models
+from ikcli.engine.run.adapters import Adapters, Added
+from ikcli.engine.run.repacking import Repacked, repack_tensors, repacked_specs
+from ikcli.errors import FormatError, IkError
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.reader import GGUFFile
+from ikcli.gguf.types import tensor_n_bytes
+from ikcli.log import progress
+from ikcli.models import GraphConfig, HParams, ModelModule, Weights, check_tensors
+from ikcli.models.mla import DerivedSpec, derive_one, derived_specs
+from ikcli.models.tensors import TensorLike
+from ikcli.quant.decode import dequantize
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class Model:
+    """An opened model; `load` makes its weights addressable."""
+
+    file: GGUFFile
+    hp: HParams
+    module: ModelModule
+    specs: dict[str, TensorLike]  # what graphs see: tensors of the file, as used, and derived ones
+    derived: dict[str, DerivedSpec]
+    repacked: dict[str, Repacked] = field(default_factory=dict)  # -rtr: regrouped by `load`
+    n_threads: int = 1  # of repacking
+    adapters: Adapters = field(default_factory=Adapters)
+    _held: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        return str(self.file.paths[0])
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether to round nothing before the first choice of experts (`Graph.exact`): in f16 files.
+
+        With other matrices in the first block, activations are rounded more than anything else.
+        """
+        first = (t for name, t in self.specs.items() if name.startswith("blk.0."))
+        return self.hp.n_expert > 0 and any(t.type is GGMLType.F16 and len(t.shape) > 1 for t in first)
+
+    @classmethod
+    def from_file(
+        cls,
+        file: GGUFFile,
+        graph_config: GraphConfig,
+        *,
+        hp: HParams | None = None,
+        adapters: Adapters | None = None,
+        repack: bool = False,
+        n_threads: int = 1,
+    ) -> Model:
+        """Check the tensors of an opened file; no weight is touched.
+
+        `hp`: instead of those of the file. `adapters`: what is added.
+        """
+        source = str(file.paths[0])
+        if "general.architecture" not in file.metadata:
+            raise FormatError(f"{source}: no general.architecture; this is not a model file")
+        module = models.find(file.arch, source)
+        hp = hp or HParams.from_gguf(file.metadata, file.tensors, source)
+        check_tensors(module.tensor_shapes(hp), file.tensors, source)
+        derived = derived_specs(file.tensors, hp, graph_config)
+        specs: dict[str, TensorLike] = {name: _as_used(t) for name, t in file.tensors.items()}
+        repacked = repacked_specs(file.tensors, hp) if repack else {}
+        adapters = adapters or Adapters()
+        specs = specs | repacked | derived | adapters.specs()
+        return cls(file, hp, module, specs, derived, repacked, n_threads, adapters)
+
+    def keep_plain(self, names: Iterable[str]) -> None:
+        """Use these tensors as the file has them, whatever `-rtr` says; before graphs are recorded."""
+        for name in self.repacked.keys() & set(names):
+            del self.repacked[name]
+            self.specs[name] = _as_used(self.file.tensors[name])
+
+    def derived_from(self) -> dict[str, str]:
+        """The tensor of the file that each derived one is made of (k_b and v_b of kv_b, kv_b of k_b) or added to."""
+        sources = self.adapters.sources()
+        for name in self.derived:
+            block, _, part = name.rpartition(".attn_")
+            sources[name] = f"{block}.attn_{'k_b' if part == 'kv_b.weight' else 'kv_b'}.weight"
+        return sources
+
+    def bytes_of(self, name: str) -> Bytes:
+        """Bytes of a tensor as used: mapped from the file where they are there, else made."""
+        if name in self._held:
+            return self._held[name].reshape(-1).view(np.uint8)
+        return self.file.data(name) if self._is_mapped(name, True) else self._make(name).reshape(-1).view(np.uint8)
+
+    def weights(self) -> Weights:
+        """Weights for recording graphs."""
+        return Weights(self.specs, self.source, self.values)
+
+    def values(self, name: str) -> npt.NDArray[np.float32]:
+        """A tensor of the file as float32."""
+        t = self.file.tensors[name]
+        return dequantize(self.file.data(name), t.type, tuple(t.shape))
+
+    def n_bytes(self, names: Iterable[str]) -> int:
+        """Bytes of these tensors, as used."""
+        return sum(tensor_n_bytes(self.specs[n].type, self.specs[n].shape) for n in names)
+
+    def load(self, names: Iterable[str], *, mmap: bool) -> dict[str, int]:
+        """Addresses of the named weights; copies and derives what has to be."""
+        wanted = list(names)
+        copied = [n for n in wanted if not self._is_mapped(n, mmap)]
+        with progress("loading", self.n_bytes(copied)) as advance:
+            self._held |= self._repack([n for n in copied if n in self.repacked and n not in self._held], advance)
+            for name in copied:
+                if name not in self._held:
+                    self._held[name] = self._make(name)
+                    advance(self._held[name].nbytes)
+        return {n: self._address(n) for n in wanted}
+
+    def apply(self, added: Added) -> list[str]:
+        """Change adapters and control vectors, in memory too; returns the names of the changed weights."""
+        names = self.adapters.apply(added)
+        for name in names:
+            if name in self._held:
+                self._held[name][...] = self.adapters.make(name)
+        return names
+
+    def memory(self, addresses: Mapping[str, int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(address, bytes) of loaded weights: those in memory of our own, those mapped from the file."""
+        held: list[tuple[int, int]] = []
+        mapped: list[tuple[int, int]] = []
+        for name, address in addresses.items():
+            (held if name in self._held else mapped).append((address, self.n_bytes([name])))
+        return held, mapped
+
+    def _is_mapped(self, name: str, mmap: bool) -> bool:
+        return (
+            mmap
+            and name in self.file.tensors
+            and name not in self.derived
+            and self.specs[name].type == self.file.tensors[name].type
+        )
+
+    def _repack(self, names: list[str], advance: Callable[[float], None]) -> dict[str, Bytes]:
+        if not names:
+            return {}
+        try:
+            return repack_tensors(self.file, {n: self.repacked[n] for n in names}, self.n_threads, advance)
+        except MemoryError:
+            size = self.n_bytes(names) / 2**20
+            raise IkError(f"out of memory: {size:.0f} MiB wanted for repacked weights; run without -rtr") from None
+
+    def _make(self, name: str) -> npt.NDArray[np.generic]:
+        try:
+            if name in self.derived:
+                return np.ascontiguousarray(derive_one(self.file, self.hp, name, self.derived[name]))
+            if name not in self.file.tensors:
+                return self.adapters.make(name)
+            if self.specs[name].type != self.file.tensors[name].type:
+                return np.ascontiguousarray(self.values(name))
+            return np.array(self.file.data(name))
+        except MemoryError:
+            size = self.n_bytes([name]) / 2**20
+            raise IkError(
+                f"out of memory: {size:.0f} MiB wanted for {name}; without --no-mmap the file is mapped"
+            ) from None
+
+    def _address(self, name: str) -> int:
+        array = self._held[name] if name in self._held else self.file.data(name)
+        return int(array.ctypes.data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """Type and shape of a tensor as the graph uses it."""
+
+    type: GGMLType
+    shape: tuple[int, ...]
+
+
+def _as_used(t: TensorLike) -> TensorLike:
+    """Vectors (norms, biases) are used as float32."""
+    if len(t.shape) == 1 and t.type != GGMLType.F32:
+        return _Used(GGMLType.F32, t.shape)
+    return t

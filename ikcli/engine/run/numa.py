@@ -1,0 +1,145 @@
+"""`--numa` and `--cpu-range`: which CPUs a thread of the team may use; touching memory first where it will be used.
+
+Linux places a page on the node of the thread that touches it first. Nodes are read from /sys/devices/system/node;
+where there is one node, or the system has none, nothing is pinned and nothing is touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.errors import UsageError
+from ikcli.hostinfo import visible_cpus
+from ikcli.settings.run import RunConfig
+
+_NODE_ROOT = Path("/sys/devices/system/node")
+_BALANCING = Path("/proc/sys/kernel/numa_balancing")
+_STAT = Path("/proc/self/stat")
+_PROCESSOR_FIELD = 36  # of /proc/self/stat, counted after the name in parentheses
+_STRIPE = 2**21  # bytes that one thread touches at a time
+
+Cpus = frozenset[int]
+
+
+def parse_cpulist(text: str) -> Cpus:
+    """CPUs of a list like `0-3,8,10-11`; ValueError if it is none."""
+    cpus: set[int] = set()
+    for piece in filter(None, text.strip().split(",")):
+        first, dash, last = piece.partition("-")
+        cpus.update(range(int(first), int(last if dash else first) + 1))
+    return frozenset(cpus)
+
+
+def read_nodes(root: Path = _NODE_ROOT) -> dict[int, Cpus]:
+    """Node number -> its CPUs; nodes without CPUs (memory only) are left out; empty where the system tells nothing."""
+    nodes: dict[int, Cpus] = {}
+    for path in root.glob("node[0-9]*") if root.is_dir() else ():
+        if re.fullmatch(r"node\d+", path.name):
+            try:
+                cpus = parse_cpulist((path / "cpulist").read_text())
+            except (OSError, ValueError):
+                continue
+            if cpus:
+                nodes[int(path.name[4:])] = cpus
+    return dict(sorted(nodes.items()))
+
+
+def current_cpu(stat: Path = _STAT) -> int | None:
+    """The CPU this process last ran on."""
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[_PROCESSOR_FIELD])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def thread_cpus(
+    mode: str, n_threads: int, nodes: Mapping[int, Cpus], allowed: Iterable[int], here: int | None
+) -> list[Cpus] | None:
+    """CPUs for each thread, None to pin nothing.
+
+    distribute: threads take turns over the nodes; isolate: all on the node of CPU `here`; numactl: as the process is.
+    Only CPUs of `allowed` are used, and nodes without any do not count.
+    """
+    visible = frozenset(allowed)
+    usable = [cpus & visible for cpus in nodes.values() if cpus & visible]
+    if mode == "numactl" or len(usable) < 2:
+        return None
+    if mode == "distribute":
+        return [usable[i % len(usable)] for i in range(n_threads)]
+    home = next((cpus for cpus in usable if here in cpus), usable[0])
+    return [home] * n_threads
+
+
+def plan_threads(config: RunConfig, n_threads: int) -> tuple[list[Cpus] | None, list[str]]:
+    """CPUs for each thread on this machine, None to pin nothing; and what the user should know."""
+    mode, asked, strict = config.numa, config.cpus, config.cpu_strict
+    if mode is None and not asked and not strict:
+        return None, []
+    if not hasattr(os, "sched_setaffinity"):
+        name = "--cpu-range" if mode is None else f"--numa {mode}"
+        return None, [f"{name} has no effect: this system does not let programs choose CPUs"]
+    allowed = frozenset(visible_cpus())
+    if asked and not asked & allowed:
+        few = ", ".join(map(str, sorted(asked)[:8]))
+        raise UsageError(f"--cpu-mask and --cpu-range: none of the CPUs {few} may be used by this process")
+    allowed = asked & allowed or allowed
+    cpus, warnings = (None, []) if mode is None else _by_node(mode, n_threads, allowed)
+    if cpus is None and (asked or strict):
+        cpus = [allowed] * n_threads
+    return (_one_each(cpus) if strict and cpus else cpus), warnings
+
+
+def _one_each(cpus: Sequence[Cpus]) -> list[Cpus]:
+    """One CPU of those of every thread, each used once before any is used twice."""
+    used: Counter[int] = Counter()
+    chosen = []
+    for own in cpus:
+        best = min(sorted(own), key=lambda cpu: used[cpu])
+        used[best] += 1
+        chosen.append(frozenset((best,)))
+    return chosen
+
+
+def _by_node(mode: str, n_threads: int, allowed: Cpus) -> tuple[list[Cpus] | None, list[str]]:
+    nodes = read_nodes()
+    warnings = []
+    if len(nodes) < 2 and mode != "numactl":
+        warnings.append(f"--numa {mode} has no effect: this machine has one node")
+    elif _balancing():
+        warnings.append("the kernel moves memory between nodes by itself, which may be slow; "
+                        "off: echo 0 > /proc/sys/kernel/numa_balancing")  # fmt: skip
+    return thread_cpus(mode, n_threads, nodes, allowed, current_cpu()), warnings
+
+
+def _balancing(path: Path = _BALANCING) -> bool:
+    try:
+        return path.read_text().strip() not in ("", "0")
+    except OSError:
+        return False
+
+
+def touch(buffers: Sequence[npt.NDArray[np.uint8]], cpus: Sequence[Cpus]) -> None:
+    """Write zeros to every buffer, stripes of 2 MiB in turn by a thread per entry of `cpus`, each on its CPUs."""
+    n = len(cpus)
+
+    def work(ith: int) -> None:
+        os.sched_setaffinity(0, cpus[ith])
+        for buffer in buffers:
+            address = buffer.ctypes.data
+            for start in range(ith * _STRIPE, buffer.nbytes, n * _STRIPE):
+                ctypes.memset(address + start, 0, min(_STRIPE, buffer.nbytes - start))
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(n)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()

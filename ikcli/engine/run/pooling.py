@@ -1,0 +1,156 @@
+"""From the states of tokens to the vector of a text: pooling, norms, and the head of models that rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.engine.run.model import Model
+from ikcli.errors import FormatError, UnsupportedError
+from ikcli.settings.run import RunConfig
+
+FloatRows = npt.NDArray[np.float32]
+
+
+class Pooling(IntEnum):
+    """How the states of a text become one vector; numbers are those of `{arch}.pooling_type`."""
+
+    NONE = 0  # they do not: a row per token
+    MEAN = 1
+    CLS = 2  # the first token
+    LAST = 3
+    RANK = 4  # the last token (of encoders the first one), through the classification head: a score
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """As `--pooling` has them."""
+        return tuple(p.name.lower() for p in cls)
+
+
+def pooling_of(name: str, metadata: Mapping[str, Any], arch: str, otherwise: Pooling) -> Pooling:
+    """What `--pooling` says (empty: nothing), else the model file, else `otherwise`."""
+    if name:
+        return Pooling[name.upper()]
+    stored = metadata.get(f"{arch}.pooling_type")
+    if stored is None or stored == -1:
+        return otherwise
+    if stored not in list(Pooling):
+        raise FormatError(f"{arch}.pooling_type is {stored}, which is none of 0 to 4; choose one with --pooling")
+    return Pooling(int(stored))
+
+
+def served_pooling(config: RunConfig, metadata: Mapping[str, Any], arch: str) -> Pooling:
+    """How a server makes vectors of texts: where neither options nor the model say, by the last token."""
+    return pooling_of("rank" if config.server.reranking else config.embed.pooling, metadata, arch, Pooling.LAST)
+
+
+class Pool:
+    """Collects the states of one text, piece by piece."""
+
+    def __init__(self, pooling: Pooling, n_tokens: int, *, causal: bool = True) -> None:
+        """`causal`: whether only the last token has seen all of them."""
+        first = pooling is Pooling.CLS or (pooling is Pooling.RANK and not causal)
+        self._pooling, self._n, self._at = pooling, n_tokens, 0 if first else n_tokens - 1
+        self._seen = 0
+        self._parts: list[FloatRows] = []
+        self._sum: npt.NDArray[np.float64] | None = None
+
+    def wanted(self, n: int) -> range:
+        """Which of the next n tokens' states are needed."""
+        if self._pooling in (Pooling.NONE, Pooling.MEAN):
+            return range(n)
+        at = self._at - self._seen
+        return range(at, at + 1) if 0 <= at < n else range(0)
+
+    def add(self, n: int, rows: FloatRows) -> None:
+        """The states of those tokens of the next n that were wanted."""
+        self._seen += n
+        if self._pooling is Pooling.MEAN:
+            total = rows.sum(axis=0, dtype=np.float64)
+            self._sum = total if self._sum is None else self._sum + total
+        elif len(rows):
+            self._parts.append(rows.copy())
+
+    @property
+    def done(self) -> bool:
+        """Whether all tokens were seen."""
+        return self._seen >= self._n
+
+    def result(self) -> FloatRows:
+        """Rows of the text: one, without pooling one per token."""
+        if self._sum is not None:
+            return (self._sum / self._n).astype(np.float32)[None]
+        return np.concatenate(self._parts)
+
+
+def normalized(rows: FloatRows, kind: int) -> FloatRows:
+    """Every row divided by its norm, `--embd-normalize`: -1 nothing, 0 largest value to 32760, p the p-norm."""
+    if kind < 0:
+        return rows
+    size = np.abs(rows.astype(np.float64))
+    if kind == 0:
+        norm = size.max(axis=-1, keepdims=True) / 32760
+    else:  # scaled, so that high powers do not overflow
+        largest = np.maximum(size.max(axis=-1, keepdims=True), np.finfo(np.float64).tiny)
+        norm = largest * ((size / largest) ** kind).sum(axis=-1, keepdims=True) ** (1 / kind)
+    return np.where(norm > 0, rows / np.where(norm > 0, norm, 1), 0).astype(np.float32)
+
+
+def similarities(rows: FloatRows) -> FloatRows:
+    """Cosine of every two rows; of two rows of zeros 1, of one 0."""
+    unit = normalized(rows, 2).astype(np.float64)
+    empty = ~rows.any(axis=-1)
+    return (unit @ unit.T + np.outer(empty, empty)).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class RankHead:
+    """The classification head of a model that ranks: an optional dense layer with tanh, then a row per label, which
+    some models do not have."""
+
+    output: FloatRows | None
+    output_bias: FloatRows | None
+    dense: FloatRows | None
+    dense_bias: FloatRows | None
+    normalize: bool  # labels are answers ("yes", "no") that share a probability of 1
+
+    @classmethod
+    def of(cls, model: Model) -> RankHead:
+        """UnsupportedError if the model has none."""
+        names = [name for name in ("cls.weight", "cls.output.weight") if name in model.file.tensors]
+        if not names:
+            raise UnsupportedError(
+                f"{model.source}: the model cannot rank, it has no classification head (cls.output.weight); use a "
+                "reranker, or another --pooling"
+            )
+
+        def values(name: str) -> FloatRows | None:
+            return model.values(name) if name in model.file.tensors else None
+
+        matrices: dict[str, FloatRows] = {}
+        for name in names:
+            matrices[name] = model.values(name).reshape(-1, model.file.tensors[name].shape[0])
+            if matrices[name].shape[1] != model.hp.n_embd:
+                width = matrices[name].shape[1]
+                raise FormatError(f"{model.source}: {name} has rows of {width}, not {model.hp.n_embd}")
+        output, dense = matrices.get("cls.output.weight"), matrices.get("cls.weight")
+        several = output is not None and len(output) > 1
+        head = values("cls.output.bias"), dense, values("cls.bias")
+        return cls(output, *head, normalize=model.hp.arch.startswith("qwen3") and several)
+
+    def __call__(self, rows: FloatRows) -> FloatRows:
+        """(rows, labels): the first label is the score."""
+        if self.dense is not None:
+            rows = np.tanh(rows @ self.dense.T + (0 if self.dense_bias is None else self.dense_bias))
+        if self.output is None:
+            return rows.astype(np.float32)
+        found = rows @ self.output.T + (0 if self.output_bias is None else self.output_bias)
+        if self.normalize:
+            found = np.exp(found - found.max(axis=-1, keepdims=True))
+            found /= found.sum(axis=-1, keepdims=True)
+        return found.astype(np.float32)

@@ -1,0 +1,321 @@
+"""What a session holds of its sequences: cached positions and states, and how to go back, take out, put in and copy.
+
+Cache tensors are of three kinds. Cells, one per position: sequence s owns cells s*n_ctx .. (s+1)*n_ctx-1, and it can be
+cut at any position. Windows: a sequence has room for n_window positions, the last ones; when it is full, those that are
+still seen move to its front, so that the position of a row always tells its place (`window_cell`). States, one row per
+sequence (recurrent layers): there is only that of the last position. With windows or states a sequence can go back as
+far as its windows reach, to its checkpoints, or to its beginning, where states are zero whatever is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ikcli.engine.run.runner import Runner
+from ikcli.engine.run.saved_sequence import Bytes, Checkpoint, Kind, SavedSequence
+from ikcli.errors import IkError
+from ikcli.gguf.types import TYPES, row_n_bytes
+from ikcli.graph import Cache, Per
+
+_LIKELY = 8
+SPARE = 64  # positions before a window that stay, so that rejected drafts and the like cost nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Which checkpoints of a sequence are kept: at most so many, of so many bytes (but always the last one).
+
+    Where one has to go, that is the oldest, or with `spread` the one whose neighbours are closest to each other; those
+    from which a text is likely to go on are worth a gap several times as wide.
+    """
+
+    most: int = 8
+    n_bytes: int = 1 << 62
+    spread: bool = False
+
+    def trim(self, known: list[Checkpoint]) -> None:
+        """Drop what is too much."""
+        while len(known) > 1 and (len(known) > self.most or sum(c.n_bytes for c in known) > self.n_bytes):
+            del known[self._least(known)]
+
+    def _least(self, known: Sequence[Checkpoint]) -> int:
+        if not self.spread:
+            return 0
+        at = [0, *(c.n_tokens for c in known)]
+        return min(range(len(known) - 1), key=lambda i: (at[i + 2] - at[i]) * (_LIKELY if known[i].likely else 1))
+
+
+class Sequences:
+    """See the module. `n_past`: cached positions of each sequence; the session that computes moves them on."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        caches: Iterable[Cache],
+        n_cells: int,
+        n_seq: int,
+        rotated: str,
+        window: int = 0,
+        n_window: int = 0,
+    ) -> None:
+        """`rotated`: what is done to rows before they are stored, part of the layout. `window`: positions that a query
+        sees in window layers, `n_window`: cells of a sequence there."""
+        ordered = sorted(caches, key=lambda c: (c.il, c.kind))
+        self._runner, self._n_cells, self._n_rows, self._rotated = runner, n_cells, n_seq, rotated
+        self._cells = [c for c in ordered if c.per is Per.CELL]
+        self._windows = [c for c in ordered if c.per is Per.WINDOW]
+        self._states = [c for c in ordered if c.per is Per.SEQUENCE]
+        self.has_windows = bool(self._windows)  # `make_room` has to be called before positions are added
+        self.kind = Kind(bool(self._states), window if self._windows else 0)
+        self._n_window = n_window
+        self.keeping = Keeping()
+        self.n_past: list[int] = []
+        self._first: list[int] = []  # position in the first cell of windows
+        self._checkpoints: list[list[Checkpoint]] = []
+        self._passing: list[int] = []
+        self.divide(n_seq)
+
+    # --- how many, how long -----------------------------------------------------------------------------------------
+    def divide(self, n_seq: int) -> None:
+        """Forget everything and divide the cache evenly between n_seq sequences from now on."""
+        most = self._n_cells if self.kind.is_free else self._n_rows
+        if not 1 <= n_seq <= most:
+            what = "cache of" if self.kind.is_free else "states and windows are for"
+            raise IkError(f"a {self._n_cells}-token cache cannot be divided between {n_seq} sequences: {what} {most}")
+        self.n_seq, self.n_ctx = n_seq, self._n_cells // n_seq
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.n_past = [0] * self.n_seq
+        self._first = [0] * self.n_seq
+        self._checkpoints = [[] for _ in range(self.n_seq)]
+        self._passing = [-1] * self.n_seq
+
+    def check_next(self, seq: int, pos: int, n: int, *, follow: bool = True) -> None:
+        """IkError unless n tokens (which `follow` one another) can be added to a sequence at this position."""
+        if not 0 <= seq < self.n_seq:
+            raise IkError(f"sequence {seq} does not exist; the session was made for {self.n_seq}")
+        if pos != self.n_past[seq] or not follow:
+            raise IkError(f"sequence {seq}: position {pos} does not follow the {self.n_past[seq]} cached ones")
+        if pos + n > self.n_ctx:
+            raise IkError(f"sequence {seq}: {pos + n} tokens do not fit its context of {self.n_ctx}; raise -c")
+
+    def check_each(self, seqs: Sequence[int], pos: Sequence[int]) -> None:
+        """`check_next` for one token of each of these sequences, at once where nothing is wrong."""
+        if len(seqs) == 1:
+            self.check_next(seqs[0], pos[0], 1)
+            return
+        n_past = self.n_past
+        good = min(seqs) >= 0 and max(seqs) < self.n_seq and max(pos) < self.n_ctx
+        if good and [n_past[seq] for seq in seqs] == list(pos):
+            return
+        for seq, p in zip(seqs, pos, strict=True):
+            self.check_next(seq, p, 1)
+
+    # --- windows ----------------------------------------------------------------------------------------------------
+    def window_cell(self, seq: int) -> int:
+        """The cell of position 0 of a sequence in tensors of windows; below zero, or of another, once it is gone."""
+        return seq * self._n_window - self._first[seq]
+
+    def room(self, seq: int, n: int) -> int:
+        """`make_room` where there are windows; where position 0 is in them, 0 without."""
+        if not self._windows:
+            return 0
+        self.make_room(seq, n)
+        return self.window_cell(seq)
+
+    def make_room(self, seq: int, n: int) -> None:
+        """Before n positions are added: move what windows still see to the front, if there is no room behind it."""
+        past, first = self.n_past[seq], self._first[seq]
+        if past + n - first <= self._n_window:
+            return
+        kept = max(min(self.kind.first_needed(past) - SPARE, past), 0)
+        kept = max(kept, first)
+        for cache in self._windows:
+            at = seq * self._n_window
+            self._runner.move_cells(cache, at + kept - first, at, past - kept)
+        self._first[seq] = kept
+
+    # --- going back -------------------------------------------------------------------------------------------------
+    def reach(self, seq: int, n: int) -> int:
+        """The most positions, up to n, that `truncate` can keep."""
+        self._check(seq)
+        if n >= self.n_past[seq]:
+            return self.n_past[seq]
+        return self.kind.reach(n, self._first[seq], self._checkpoints[seq])
+
+    def truncate(self, seq: int, n: int) -> int:
+        """Forget positions from n on; returns how many are left.
+
+        That is n where a sequence can be cut there, else the nearest checkpoint before: the caller computes what is
+        between again.
+        """
+        kept = self.reach(seq, n)
+        if kept < self.n_past[seq]:
+            self._checkpoints[seq] = [c for c in self._checkpoints[seq] if c.n_tokens <= kept]
+            self._continue_at(seq, kept)
+        return kept
+
+    def checkpoint(self, seq: int, *, passing: bool = False, likely: bool = False) -> Checkpoint:
+        """Remember where a sequence is, so that `truncate` can return there.
+
+        Costs nothing where a sequence can be cut anywhere. `keeping` says which ones stay; a `passing` one (before a
+        guess, say) is replaced by the next passing one. `likely`: see `Checkpoint`.
+        """
+        self._check(seq)
+        n, known = self.n_past[seq], self._checkpoints[seq]
+        if self.kind.is_free or (passing and not self._states):  # windows keep more than they see
+            return Checkpoint(n)
+        if passing and self._passing[seq] != n:
+            known[:] = [c for c in known if c.n_tokens != self._passing[seq]]
+        if not known or known[-1].n_tokens != n:
+            known.append(self._present(seq, likely))
+            self._passing[seq] = n if passing else self._passing[seq]
+        elif not passing and self._passing[seq] == n:
+            self._passing[seq] = -1  # it stays
+        self.keeping.trim(known)
+        return known[-1]
+
+    def restore(self, seq: int, checkpoint: Checkpoint) -> None:
+        """Bring a sequence back to where it was; IkError if it was shorter since then."""
+        if self.reach(seq, checkpoint.n_tokens) != checkpoint.n_tokens:
+            raise IkError(f"sequence {seq} cannot go back to {checkpoint.n_tokens} positions: this part was forgotten")
+        self.truncate(seq, checkpoint.n_tokens)
+
+    # --- elsewhere --------------------------------------------------------------------------------------------------
+    def layout(self) -> list[str]:
+        """One line per tensor: equal lists mean that saved sequences can be exchanged."""
+        cells = [
+            f"{c.kind}-{c.il} {c.cols} {TYPES[c.type].name} {'transposed' if c.transposed else 'rows'} {self._rotated}"
+            for c in self._cells
+        ]
+        cells += [
+            f"{c.kind}-{c.il} {c.cols} {TYPES[c.type].name} window {self.kind.window} {self._rotated}"
+            for c in self._windows
+        ]
+        return cells + [f"{c.kind}-{c.il} {c.cols} {TYPES[c.type].name} state" for c in self._states]
+
+    def shapes(self, n_tokens: int, first: int = 0) -> list[tuple[int, int]]:
+        """Shapes of the parts of n positions, those of windows from `first` on."""
+        cells = [
+            (c.cols, n_tokens * _element(c)) if c.transposed else (n_tokens, row_n_bytes(c.type, c.cols))
+            for c in self._cells
+        ]
+        return cells + self._window_shapes(n_tokens - first)
+
+    def checkpoint_shapes(self, n_tokens: int, first: int) -> list[tuple[int, int]]:
+        """Shapes of the parts of a checkpoint."""
+        states = [(1, row_n_bytes(c.type, c.cols)) for c in self._states]
+        return self._window_shapes(n_tokens - first) + states
+
+    def _window_shapes(self, n: int) -> list[tuple[int, int]]:
+        return [(n, row_n_bytes(c.type, c.cols)) for c in self._windows]
+
+    def save(self, seq: int, n_tokens: int) -> SavedSequence:
+        """A copy of the first n_tokens positions of a sequence."""
+        self._check(seq, n_tokens)
+        first = min(self._first[seq], n_tokens)
+        parts = [self._read(c, seq, 0, n_tokens).copy() for c in self._cells]
+        parts += self._window_rows(seq, first, n_tokens)
+        return SavedSequence(n_tokens, tuple(parts), self._known(seq, n_tokens), self.kind, first)
+
+    def load(self, seq: int, saved: SavedSequence, n_tokens: int | None = None) -> int:
+        """Replace a sequence by the first n_tokens (default all) of a saved one; returns how many it then has."""
+        n = saved.n_tokens if n_tokens is None else n_tokens
+        self._check(seq)
+        if not 0 <= n <= min(saved.n_tokens, self.n_ctx):
+            raise IkError(f"{n} cached tokens do not fit sequence {seq}, whose context is {self.n_ctx}; raise -c")
+        fits = [p.shape for p in saved.parts] == self.shapes(saved.n_tokens, saved.first) and saved.kind == self.kind
+        shapes = [(c, self.checkpoint_shapes(c.n_tokens, c.first)) for c in saved.checkpoints]
+        if not fits or any([p.shape for p in c.parts] != wanted for c, wanted in shapes):
+            raise IkError("cache rows of another model or cache type cannot be used")
+        for cache, part in zip(self._cells, saved.parts, strict=False):
+            self._write(cache, seq, 0, part[:, : n * _element(cache)] if cache.transposed else part[:n])
+        rows = [part[: max(n - saved.first, 0)] for part in saved.parts[len(self._cells) :]]
+        return self._arrive(seq, n, saved.checkpoints, rows, saved.first)
+
+    def copy(self, src: int, dst: int, first: int, n_tokens: int) -> int:
+        """Give `dst` the positions of `src` up to n_tokens; returns how many it then has.
+
+        What comes before `first` must be equal in both already.
+        """
+        self._check(src, n_tokens)
+        known, own = self._known(src, n_tokens), self.reach(dst, first)
+        if not self.kind.is_free and own >= self.kind.reach(n_tokens, self._first[src], known):
+            return self.truncate(dst, own)
+        for cache in self._cells:
+            self._write(cache, dst, first, self._read(cache, src, first, n_tokens - first))
+        begin = min(self._first[src], n_tokens)
+        return self._arrive(dst, n_tokens, known, self._window_rows(src, begin, n_tokens), begin)
+
+    def _known(self, seq: int, n: int) -> tuple[Checkpoint, ...]:
+        """Checkpoints among the first n positions, with states that of the present too."""
+        known = [c for c in self._checkpoints[seq] if c.n_tokens <= n]
+        if self._states and n and n == self.n_past[seq] and (not known or known[-1].n_tokens < n):
+            known.append(self._present(seq))
+        return tuple(known)
+
+    def _arrive(self, seq: int, n: int, known: Sequence[Checkpoint], rows: Sequence[Bytes], first: int) -> int:
+        """A sequence now has n cells, these checkpoints, and these rows of windows from position `first` on."""
+        self._checkpoints[seq] = [c for c in known if c.n_tokens <= n]
+        self.keeping.trim(self._checkpoints[seq])
+        self._passing[seq] = -1
+        self.n_past[seq] = n
+        self._put_windows(seq, rows, first)
+        kept = self.kind.reach(n, first, self._checkpoints[seq])
+        self._continue_at(seq, kept)
+        return kept
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+    def _present(self, seq: int, likely: bool = False) -> Checkpoint:
+        """A checkpoint of where a sequence is."""
+        n = self.n_past[seq]
+        first = max(self.kind.first_needed(n), self._first[seq]) if self._windows else 0
+        states = [self._runner.read_cells(c, seq, 1).copy() for c in self._states]
+        return Checkpoint(n, (*self._window_rows(seq, first, n), *states), first, likely)
+
+    def _continue_at(self, seq: int, n: int) -> None:
+        """Make n, which is in reach, the length of a sequence."""
+        if n and (self._states or not self._first[seq] <= self.kind.first_needed(n)):
+            found = next(c for c in reversed(self._checkpoints[seq]) if c.n_tokens == n)
+            windows = found.parts[: len(self._windows)]
+            self._put_windows(seq, windows, found.first)
+            for cache, part in zip(self._states, found.parts[len(windows) :], strict=True):
+                self._runner.write_cells(cache, seq, part)
+        if not n:
+            self._first[seq] = 0
+        self.n_past[seq] = n
+
+    def _window_rows(self, seq: int, first: int, end: int) -> list[Bytes]:
+        """A copy of the positions first..end-1 in all tensors of windows."""
+        at = self.window_cell(seq) + first
+        return [self._runner.read_cells(c, at, end - first).copy() for c in self._windows]
+
+    def _put_windows(self, seq: int, rows: Sequence[Bytes], first: int) -> None:
+        """Let the windows of a sequence be these rows, from position `first` on; as many of the last ones as fit."""
+        if not self._windows:
+            return
+        skip = max(len(rows[0]) - self._n_window, 0)
+        for cache, part in zip(self._windows, rows, strict=True):
+            self._runner.write_cells(cache, seq * self._n_window, part[skip:])
+        self._first[seq] = first + skip
+
+    def _read(self, cache: Cache, seq: int, first: int, n: int) -> Bytes:
+        """Positions of a sequence, only to be read before the next computation."""
+        return self._runner.read_cells(cache, seq * self.n_ctx + first, n)
+
+    def _write(self, cache: Cache, seq: int, first: int, rows: Bytes) -> None:
+        self._runner.write_cells(cache, seq * self.n_ctx + first, rows)
+
+    def _check(self, seq: int, n: int = 0) -> None:
+        """IkError unless the sequence exists and has n positions."""
+        if not 0 <= seq < self.n_seq:
+            raise IkError(f"sequence {seq} does not exist; the session was made for {self.n_seq}")
+        if not 0 <= n <= self.n_past[seq]:
+            raise IkError(f"sequence {seq} has {self.n_past[seq]} cached positions, not {n}")
+
+
+def _element(cache: Cache) -> int:
+    return TYPES[cache.type].type_size

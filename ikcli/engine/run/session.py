@@ -1,0 +1,443 @@
+"""A session: one model, one KV cache, programs for prompts and for generation; tokens in, logits or embeddings out.
+
+What is cached of which sequence, and how to go back, is in `sequences`. Programs are recorded once; a micro-batch only
+fills the step block.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.backends.cpu.program import INDEPENDENT_ROWS
+from ikcli.backends.step_block import StepBlock
+from ikcli.engine.plan.devices import Machine, opened_gpus
+from ikcli.engine.plan.planner import Planner, PreparedRun, memory_of, plan_programs
+from ikcli.engine.plan.programs import EMBEDS, output_bytes, record_graphs, step_tokens
+from ikcli.engine.plan.sizes import Sizes
+from ikcli.engine.run import gpus, host_memory, numa, session_log
+from ikcli.engine.run.adapters import Added
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.run_device import Observer, look_for_non_finite
+from ikcli.engine.run.runner import DividedProgram, Runner
+from ikcli.engine.run.sequences import Sequences
+from ikcli.engine.run.session_log import Timings
+from ikcli.errors import IkError, NonFiniteError
+from ikcli.graph import Cache
+from ikcli.graph.micro_batch import Segment
+from ikcli.log import log, progress, warn
+from ikcli.models import EXPAND_MIN_TOKENS, Outputs
+from ikcli.quant.validate import check_finite
+from ikcli.settings.groups import RopeConfig
+from ikcli.settings.run import RunConfig
+from ikcli.tokenizer import Tokenizer
+
+FloatRows = npt.NDArray[np.float32]
+
+
+class Session:
+    """See the module; made by `open`."""
+
+    def __init__(self, prepared: PreparedRun) -> None:
+        plan = self.run_plan = prepared.plan
+        self.config, self.model, self.graph_config = plan.config, prepared.model, plan.graph_config
+        self.n_step = step_tokens(plan.sizes.n_step)
+        self.n_ctx = plan.graph_config.n_ctx
+        self.n_batch, self.n_ubatch = plan.config.n_batch, plan.graph_config.n_ubatch
+        self.n_vocab, self.outputs = prepared.model.hp.n_vocab, plan.graph_config.outputs
+        self.observer: Observer | None = None
+        self.runner, self.graphs, self.programs = prepared.runner, prepared.graphs, prepared.programs
+        self._cpus, self._notes = numa.plan_threads(self.config, self.runner.cpu.n_threads)
+        self.runner.cpu.cpus = self._cpus
+        self._tokenizer: Tokenizer | None = None
+        rotated = f"{int(self.graph_config.k_hadamard)}{int(self.graph_config.v_hadamard)}"
+        if plan.config.rope != RopeConfig():
+            rotated += f" {prepared.model.hp.rope}"
+        window, n_window = prepared.model.hp.window, plan.graph_config.n_window
+        self.sequences = Sequences(self.runner, plan.caches, self.n_ctx, plan.sizes.n_seq, rotated, window, n_window)
+        self.timings = Timings()
+        self.profile = session_log.new_profile() if self.config.profile else None
+        self._n_outputs = min(plan.sizes.n_seq, self.n_ubatch)
+        self._flights: deque[tuple[DividedProgram, int, int]] = deque()  # program, threads, outputs
+        self._last: tuple[DividedProgram, int]  # program and threads of the last micro-batch
+
+    # --- making -----------------------------------------------------------------------------------------------------
+    @classmethod
+    def open(
+        cls,
+        config: RunConfig,
+        *,
+        n_ctx: int | None = None,
+        n_seq_max: int = 1,
+        n_step: int = 0,
+        outputs: Outputs = Outputs.LOGITS,
+        planner: Planner | None = None,
+    ) -> Session:
+        """Load the model of `config` and print the load and context logs; n_ctx overrides the context size.
+
+        `n_step` tokens are given to one call of `step` at most (0: one). `outputs`: whether for embeddings.
+        `planner`: of the same model, already opened.
+        """
+        session = cls.plan(config, n_ctx=n_ctx, n_seq_max=n_seq_max, n_step=n_step, outputs=outputs, planner=planner)
+        session.load()
+        if config.warmup:
+            session.warm_up()
+        if config.self_test:
+            from ikcli.engine.run.self_test import check_session
+
+            check_session(session)
+        return session
+
+    @classmethod
+    def plan(
+        cls,
+        config: RunConfig,
+        *,
+        n_ctx: int | None = None,
+        n_seq_max: int = 1,
+        n_step: int = 0,
+        outputs: Outputs = Outputs.LOGITS,
+        planner: Planner | None = None,
+    ) -> Session:
+        """Everything up to reading weights: sizes are known, nothing is allocated. Prints the logs."""
+        planner = planner or Planner.of_file(config)
+        devices = gpus.open_devices(config) if gpus.wanted(config) else {}
+        if devices or planner.machine.gpus:
+            run_devices = {name: gpus.run_device(device) for name, device in devices.items()}
+            planner = planner.on(Machine(opened_gpus(devices)), run_devices)
+        session_log.model_lines(planner.file, planner.hp, config)
+        prepared = planner.prepare(config, Sizes(n_ctx or config.n_ctx, n_seq_max, n_step, outputs))
+        gpus.hand_over(prepared.runner, devices)
+        for text in prepared.plan.warnings:
+            warn(text)
+        session = cls(prepared)
+        session_log.context_lines(session)
+        return session
+
+    def again(self, runner: Runner) -> Session:
+        """A second session of the model with the same settings, which computes with `runner`."""
+        model = self.model
+        graphs = record_graphs(model, model.weights(), self.graph_config)
+        programs = plan_programs(runner, graphs, self.graph_config, self._n_outputs, self.run_plan.sizes.n_step)
+        return Session(PreparedRun(self.run_plan, model, graphs, runner, programs))
+
+    def load(self) -> None:
+        """Compile kernels, map or read weights, allocate the cache and buffers."""
+        start = time.perf_counter()
+        self.compile()
+        programs = list(self.programs.values())
+        if self.config.check_tensors:
+            check_finite(self.model.file, {w for names in self.runner.weight_names(programs).values() for w in names})
+        self.runner.load(programs, self.model, self.config.mmap)
+        try:
+            self.step_block = StepBlock(max(self.n_ubatch, self.n_step), self.n_ctx)
+            self.runner.make_caches(programs)
+            self.runner.bind(programs, self.step_block)
+            for text in [*self._notes, *host_memory.place(self.config, self.model, self.runner, self._cpus)]:
+                warn(text)
+        except MemoryError:
+            need = (sum(self.cache_bytes().values()) + self.compute_bytes) / 2**20
+            raise IkError(
+                f"out of memory: CPU wants {need:.0f} MiB for the KV cache and compute buffers; "
+                "lower -c or -ub, or use -ctk q8_0"
+            ) from None
+        self.timings.t_load = time.perf_counter() - start
+
+    def restart(self) -> None:
+        """Load the model again where its memory was lost (a stage of it); nothing is cached then."""
+        self._flights.clear()
+        self.sequences.clear()
+        self.runner.load(list(self.programs.values()), self.model, self.config.mmap)
+        self.runner.bind(list(self.programs.values()), self.step_block)
+
+    def compile(self) -> None:
+        """Get the kernels; compiles what the cache lacks, with a progress bar."""
+        programs = list(self.programs.values())
+        with progress("compiling kernels", self.runner.n_missing(programs)) as advance:
+            self.runner.prepare(programs, lambda done, total: advance(1))
+
+    def cache_bytes(self) -> Mapping[Cache, int]:
+        """Bytes of every cache tensor, as in RAM."""
+        return self.run_plan.caches
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes by device (CPU first) and part: weights, KV, compute, output."""
+        return memory_of(self.runner, self.programs, self.model, self.output_bytes)
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Names of the GPUs in use."""
+        return self.runner.gpus
+
+    @property
+    def output_bytes(self) -> int:
+        """Logits and embeddings kept for the caller."""
+        return output_bytes(self.graph_config, self.model.hp, self._n_outputs)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Work buffers in RAM, shared by the programs."""
+        return max(p.arena_bytes for p in self.programs.values())
+
+    # --- use --------------------------------------------------------------------------------------------------------
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model, made on first use."""
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_metadata(self.model.file.metadata, self.model.source)
+        return self._tokenizer
+
+    def warm_up(self) -> None:
+        """One token, then an empty cache: pages weights in and wakes the threads."""
+        bos = self.model.file.get("tokenizer.ggml.bos_token_id", 0)
+        first = Batch.single([bos if 0 <= int(bos) < self.n_vocab else 0])
+        if self.outputs.logits:
+            self.decode(first)
+        else:
+            self.run_segments("decode" + EMBEDS, first.tokens, np.zeros(1, np.int64), [Segment(0, 1, 0, 0)])
+        self.clear()
+        self.timings = Timings(self.timings.t_load)
+        if self.profile is not None:
+            self.profile.clear()
+
+    def decode(self, batch: Batch) -> FloatRows:
+        """Logits (n_outputs, n_vocab) of the wanted tokens in batch order; valid until the next call."""
+        start = time.perf_counter()
+        if len(batch) == 1:
+            self.launch(batch)
+            parts = [self._checked(self.land())]  # in the work memory itself, which the next micro-batch writes again
+        else:
+            parts = self._decode_all(batch)
+        self.timings.add(len(batch), time.perf_counter() - start)
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty((0, self.n_vocab), np.float32), *parts])
+
+    def _decode_all(self, batch: Batch) -> list[FloatRows]:
+        """Micro-batch after micro-batch, as many under way at once as the runner can have."""
+        parts: list[FloatRows] = []
+        try:
+            for i in range(0, len(batch), self.n_ubatch):
+                if self.under_way == self.runner.depth:
+                    parts.append(self._checked(self.land()).copy())
+                self.launch(batch.slice(i, i + self.n_ubatch))
+            while self.under_way:
+                parts.append(self._checked(self.land()).copy())
+        finally:
+            self.abandon()
+        return parts
+
+    def abandon(self) -> None:
+        """Wait for all micro-batches under way, and forget their logits."""
+        while self._flights:
+            with suppress(IkError):
+                self.land()
+
+    def _checked(self, logits: FloatRows) -> FloatRows:
+        # A sum is not finite if a term is not; it can overflow by itself, so look closer before complaining.
+        if not math.isfinite(np.add.reduce(logits, axis=None)) and not np.isfinite(logits).all():
+            self._explain_non_finite(*self._last)
+        return logits
+
+    @property
+    def under_way(self) -> int:
+        """Micro-batches that were launched and have not landed; there can be `runner.depth`."""
+        return len(self._flights)
+
+    def launch(self, batch: Batch) -> None:
+        """Begin a micro-batch; `land` gives its logits, those of the oldest one first."""
+        if not self.outputs.logits:
+            raise IkError("the session was opened for embeddings and has no logits")
+        n = len(batch)
+        if n == 1:
+            self._next(batch.tokens.tolist(), batch.pos.tolist(), batch.seq.tolist(), int(batch.logits[0]))
+            return
+        out_ids = np.flatnonzero(batch.logits)
+        if len(out_ids) > self._n_outputs:
+            self.plan_outputs(min(self.n_ubatch, 1 << (len(out_ids) - 1).bit_length()))
+        self.step_block.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
+        kind = "prefill" if n >= EXPAND_MIN_TOKENS and "prefill" in self.programs else "decode"
+        self._start(self.programs[kind], self.config.n_threads_batch, len(out_ids))
+
+    def _next(
+        self,
+        tokens: Sequence[int],
+        pos: Sequence[int],
+        seqs: Sequence[int],
+        n_outputs: int,
+        beside: Callable[[], None] | None = None,
+    ) -> None:
+        """Launch one token of each of these sequences by the program for generation."""
+        if not 0 <= min(tokens) <= max(tokens) < self.n_vocab:
+            raise IkError(f"a token id is outside the vocabulary of {self.n_vocab}")
+        sequences = self.sequences
+        sequences.check_each(seqs, pos)
+        windows = [sequences.room(seq, 1) for seq in seqs] if sequences.has_windows else ()
+        self.step_block.set_step(tokens, pos, seqs, sequences.n_ctx, n_outputs, windows)
+        n_past = sequences.n_past
+        for seq in seqs:
+            n_past[seq] += 1
+        if beside is not None:
+            beside()
+        self._start(self.programs["step"], self.config.n_threads, n_outputs)
+
+    def _start(self, program: DividedProgram, n_threads: int, n_outputs: int) -> None:
+        if self.profile is not None:
+            self.profile.run(self.runner, program, n_threads, self.step_block, self.observer)
+        elif self.observer is None:
+            self.runner.run(program, n_threads, self.step_block)
+        else:
+            self.runner.run_observed(program, n_threads, self.step_block, self.observer)
+        self._flights.append((program, n_threads, n_outputs))
+
+    def land(self) -> FloatRows:
+        """Logits of the oldest micro-batch under way; they are overwritten by the next one."""
+        program, n_threads, n_outputs = self._flights.popleft()
+        self._last = program, n_threads
+        return self.runner.result(program, n_outputs)
+
+    def run_segments(
+        self, kind: str, tokens: npt.NDArray[np.int32], out_ids: npt.NDArray[np.int64], segments: Sequence[Segment]
+    ) -> FloatRows:
+        """The program `kind` for a micro-batch that is laid out already; rows are overwritten by the next one."""
+        start = time.perf_counter()
+        self._check_ids(tokens)
+        pos = np.concatenate([np.arange(s.pos, s.n_kv, dtype=np.int32) for s in segments])
+        self.step_block.set(tokens, pos, out_ids, segments)
+        self._start(self.programs[kind], self.config.n_threads_batch, len(out_ids))
+        found = self.land()
+        self.timings.add(len(tokens), time.perf_counter() - start)
+        return self._checked(found)
+
+    def _check_ids(self, tokens: npt.NDArray[np.int32]) -> None:
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.n_vocab:
+            raise IkError(f"a token id is outside the vocabulary of {self.n_vocab}")
+
+    def _segments(self, batch: Batch) -> list[Segment]:
+        self._check_ids(batch.tokens)
+        seq = batch.seq.tolist()
+        starts = [0, *(i for i in range(1, len(seq)) if seq[i] != seq[i - 1]), len(seq)]
+        segments = [self._segment(batch, a, b) for a, b in pairwise(starts)]
+        for s, a in zip(segments, starts, strict=False):
+            self.sequences.n_past[seq[a]] = s.n_kv
+        return segments
+
+    def _segment(self, batch: Batch, start: int, stop: int) -> Segment:
+        seq, pos, n = int(batch.seq[start]), int(batch.pos[start]), stop - start
+        follow = n == 1 or bool((np.diff(batch.pos[start:stop]) == 1).all())
+        self.sequences.check_next(seq, pos, n, follow=follow)
+        window = self.sequences.room(seq, n)
+        return Segment(start, n, seq * self.n_ctx_seq, pos, seq, window)
+
+    def plan_outputs(self, n: int) -> None:
+        """Plan and bind the programs again, for n logits per micro-batch."""
+        n_step = self.run_plan.sizes.n_step
+        self._n_outputs = n
+        self.programs = plan_programs(self.runner, self.graphs, self.graph_config, self._n_outputs, n_step)
+        self.runner.bind(list(self.programs.values()), self.step_block)
+
+    def _explain_non_finite(self, program: DividedProgram, n_threads: int) -> None:
+        """Run the micro-batch once more, node by node, and name the first one that is not finite."""
+        self.runner.explain(program, n_threads, self.step_block, look_for_non_finite(self.model.source))
+        raise NonFiniteError(f"{self.model.source}: the result is NaN or Inf, but not when computed again node by node")
+
+    def compute(self, batch: Batch) -> FloatRows:
+        """Logits of one micro-batch, which the caller checks for NaN; they are overwritten by the next one."""
+        start = time.perf_counter()
+        self.launch(batch)
+        logits = self.land()
+        self.timings.add(len(batch), time.perf_counter() - start)
+        return logits
+
+    def step(self, batch: Batch) -> FloatRows:
+        """As `compute`, for generation: logits of all (at most n_step) tokens.
+
+        Up to `n_exact` tokens, those of a token do not depend on what else is in the batch, to the last bit.
+        """
+        start = time.perf_counter()
+        out_ids = np.arange(len(batch))
+        self.step_block.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
+        self._start(self.programs["step"], self.config.n_threads, len(batch))
+        logits = self.land()
+        self.timings.add(1, time.perf_counter() - start)
+        return logits
+
+    def step_each(
+        self,
+        tokens: Sequence[int],
+        pos: Sequence[int],
+        seqs: Sequence[int],
+        beside: Callable[[], None] | None = None,
+    ) -> FloatRows:
+        """As `step` for one token of each of these sequences (each named once), with less to describe.
+
+        `beside` is called when all is ready to be computed: what it wakes runs beside the computation.
+        """
+        start = time.perf_counter()
+        self._next(tokens, pos, seqs, len(tokens), beside)
+        logits = self.land()
+        self.timings.add(1, time.perf_counter() - start)
+        return logits
+
+    def launch_each(self, tokens: Sequence[int], pos: Sequence[int], seqs: Sequence[int]) -> None:
+        """As `step_each`, to be followed by `land`."""
+        self._next(tokens, pos, seqs, len(tokens))
+
+    def generate(self, batch: Batch) -> FloatRows:
+        """Logits of all tokens of a batch with one token per sequence.
+
+        By the program for generation where it is large enough: measured from 1 to 32 sequences, it is never slower.
+        """
+        return self.step(batch) if len(batch) <= self.n_step else self.decode(batch)
+
+    @property
+    def n_exact(self) -> int:
+        """Tokens of a `step` up to which results do not depend on their number."""
+        return INDEPENDENT_ROWS
+
+    @property
+    def n_seq_max(self) -> int:
+        """Sequences that share the cache."""
+        return self.sequences.n_seq
+
+    @property
+    def n_ctx_seq(self) -> int:
+        """Positions a sequence has room for."""
+        return self.sequences.n_ctx
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        self.sequences.clear()
+
+    def apply(self, added: Added) -> None:
+        """Add adapters with these scales, and these control vectors, from now on."""
+        present = self.model.adapters.added
+        if added is not present and added != present:
+            self.runner.update_weights(self.model, self.model.apply(added))
+
+    def truncate(self, seq: int, n: int) -> int:
+        """Forget positions from n on as far as possible; returns how many are left. See `Sequences.truncate`."""
+        return self.sequences.truncate(seq, n)
+
+    def checkpoint(self, seq: int, *, likely: bool = False) -> None:
+        """Remember where a sequence is, to return there. See `Sequences.checkpoint`."""
+        self.sequences.checkpoint(seq, likely=likely)
+
+    def close(self) -> None:
+        """Stop the threads and release memory; logs what was computed in which time."""
+        for line in [*session_log.timing_lines(self.timings), *(self.profile.lines() if self.profile else [])]:
+            log(line)
+        self.timings, self.profile = Timings(), None
+        self.runner.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()

@@ -1,1 +1,0 @@
-"""Measurements: perplexity, KL divergence, sweep-bench."""

@@ -1,0 +1,318 @@
+"""Importance matrix of a model on a text: mean squared input of every weight column (`ik imatrix`).
+
+Consecutive windows of -c tokens (default 512) go through the model one by one; all rows count, also in the last layer.
+Models with latent attention run in the absorbed form (-mla 1), where both attn_k_b and attn_v_b are multiplied with.
+Files and running values answer to examples/imatrix of ik_llama.cpp.
+"""
+
+from __future__ import annotations
+
+import codecs
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.engine.plan.devices import available_memory
+from ikcli.engine.plan.sizes import DEFAULT_WINDOW
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.embedder import states
+from ikcli.errors import IkError, UsageError
+from ikcli.gguf.constants import GGUF_MAGIC
+from ikcli.graph import Node
+from ikcli.imatrix.collect import watch
+from ikcli.imatrix.covariance import check_memory
+from ikcli.imatrix.statistics import LayerSimilarity
+from ikcli.imatrix.sums import Sums
+from ikcli.log import log
+from ikcli.measure.perplexity import PerplexityResult, bos_of
+from ikcli.measure.protocol import SessionLike, TokenIds
+from ikcli.measure.stats import F64, RunningNll, token_nll
+from ikcli.quant.covariance_file import Moments
+from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, read_imatrix, split_matrices, write_gguf, write_legacy
+from ikcli.settings.run import RunConfig
+
+if TYPE_CHECKING:
+    from ikcli.engine.run.session import Session
+
+_TEXT_PROBE = 1 << 16  # bytes
+_GROUP = 4  # windows; less would be more to send, more would leave less to divide
+
+
+@dataclass(frozen=True, slots=True)
+class ImatrixParams:
+    """Sizes in tokens; chunks -1 = all from `first_chunk` on; without `ppl` nothing is scored."""
+
+    n_ctx: int = DEFAULT_WINDOW
+    chunks: int = -1
+    first_chunk: int = 0
+    ppl: bool = True
+    output_name: str | None = None
+    n_threads: int = 1
+    covariance_limit: int = 0  # bytes per input; 0: no second moments
+    similarity: bool = False
+    stops: tuple[int, ...] = ()  # sums are known after every multiple of these, for files in between
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDone:
+    """After window `index` (from 0): running perplexity (NaN without ppl) and the seconds of its decode."""
+
+    index: int
+    ppl: float
+    pass_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ImatrixResult:
+    """The collected matrix (counts in rows), the perplexity if asked for, and experts no token chose, by weight."""
+
+    imatrix: Imatrix
+    perplexity: PerplexityResult | None
+    unseen: dict[str, list[int]]
+    similarity: dict[tuple[str, int], tuple[float, int]]
+    moments: list[tuple[list[str], Moments]] = field(default_factory=list)
+
+
+def params_of(config: RunConfig) -> ImatrixParams:
+    """What the options say; without -c the window has 512 tokens."""
+    options = config.imatrix
+    return ImatrixParams(
+        n_ctx=config.n_ctx or DEFAULT_WINDOW,
+        chunks=config.perplexity.chunks,
+        first_chunk=options.from_chunk,
+        ppl=options.ppl,
+        output_name=options.output_tensor_name if options.process_output else None,
+        n_threads=max(1, config.n_threads_batch),
+        covariance_limit=options.covariance_limit << 20 if options.covariance is not None else 0,
+        similarity=options.layer_similarity,
+        stops=tuple(n for n in (options.output_frequency, options.save_frequency) if n > 0),
+    )
+
+
+def windows(tokens: TokenIds, params: ImatrixParams) -> TokenIds:
+    """Tokens (n_chunk, n_ctx) of the windows to use; IkError if the text is too short for one."""
+    if params.n_ctx < 4:
+        raise UsageError(f"-c {params.n_ctx} is too small; give at least 4 tokens, for example -c 512")
+    if params.chunks == 0:
+        raise UsageError("--chunks 0 leaves nothing to evaluate; give a number above 0, or -1 for all")
+    rest = tokens[params.first_chunk * params.n_ctx :]
+    n_chunk = len(rest) // params.n_ctx
+    if n_chunk == 0:
+        after = f" after {params.first_chunk} chunks are left out" if params.first_chunk else ""
+        raise IkError(
+            f"the text has {len(rest)} tokens{after}, but a chunk needs {params.n_ctx}; use a longer text, a smaller "
+            "-c or a smaller --from-chunk"
+        )
+    if params.chunks >= 0:
+        n_chunk = min(n_chunk, params.chunks)
+    return np.ascontiguousarray(rest[: n_chunk * params.n_ctx]).reshape(n_chunk, params.n_ctx)
+
+
+def groups(n_chunk: int, params: ImatrixParams) -> list[range]:
+    """Windows that are summed together: those of one process and those of a worker, so that all sums are the same."""
+    ends = {n_chunk, *range(_GROUP, n_chunk, _GROUP), *(n for stop in params.stops for n in range(stop, n_chunk, stop))}
+    return [range(a, b) for a, b in pairwise([0, *sorted(ends)])]
+
+
+class Gathered:
+    """What is known of the windows so far, told in the order of the text."""
+
+    def __init__(
+        self,
+        params: ImatrixParams,
+        on_chunk: Callable[[ChunkDone], None] | None = None,
+        on_sums: Callable[[int, Sums], None] | None = None,
+    ) -> None:
+        self._params, self._on_chunk, self._on_sums = params, on_chunk, on_sums
+        self._running, self._total, self._n = RunningNll(), Sums(), 0
+
+    def window(self, nll: F64, pass_seconds: float) -> None:
+        """The next window and its scores (none without ppl)."""
+        if self._params.ppl:
+            self._running.add(nll)
+        self._n += 1
+        if self._on_chunk is not None:
+            ppl = self._running.ppl if self._params.ppl else math.nan
+            self._on_chunk(ChunkDone(self._n - 1, ppl, pass_seconds))
+
+    def sums(self, found: Sums) -> None:
+        """Those of a group whose windows were told."""
+        self._total.add(found)
+        if self._on_sums is not None:
+            self._on_sums(self._n, self._total)
+
+    def result(self) -> ImatrixResult:
+        """When all are told."""
+        n_ctx, r = self._params.n_ctx, self._running
+        ppl = PerplexityResult(r.ppl, r.ppl * r.mean_error, r.mean, self._n, n_ctx, r.count, ())
+        total = self._total
+        imatrix = total.imatrix(self._n, n_ctx)
+        return ImatrixResult(imatrix, ppl if self._params.ppl else None, total.unseen_experts(), total.similarity)
+
+
+class Measurer:
+    """Collects in a session, window by window; NonFiniteError names the input of a weight that is not finite."""
+
+    def __init__(self, session: Session, params: ImatrixParams, bos: int | None) -> None:
+        self._session, self._params, self._bos = session, params, bos
+        self.collector = watch([graph for graph, _ in session.graphs.values()], output_name=params.output_name)
+        self._similarity = LayerSimilarity()
+        session.observer = self._observe if params.similarity else self.collector
+
+    def _observe(self, node: Node, value: npt.NDArray[np.generic]) -> None:
+        self.collector(node, value)
+        self._similarity(node, value)
+
+    def window(self, row: TokenIds) -> tuple[F64, float]:
+        """Decode one window: its scores (none without ppl) and the seconds."""
+        started = time.perf_counter()
+        if self._session.outputs.logits:
+            nll = _pass(self._session, row, self._bos, self._params)
+        else:
+            nll = _read(self._session, row)
+        return nll, time.perf_counter() - started
+
+    def take(self) -> Sums:
+        """Sums since the last call."""
+        found = self.collector.take()
+        found.similarity, self._similarity.sums = self._similarity.sums, {}
+        return found
+
+    def close(self) -> None:
+        """Leave the session alone."""
+        self._session.observer = None
+
+
+def collect(
+    session: Session,
+    tokens: TokenIds,
+    params: ImatrixParams,
+    *,
+    on_chunk: Callable[[ChunkDone], None] | None = None,
+    on_sums: Callable[[int, Sums], None] | None = None,
+) -> ImatrixResult:
+    """Importance matrix of int32 tokens; on_chunk is called after every window, on_sums where sums of all are known.
+
+    NonFiniteError names the input of a weight that is not finite.
+    """
+    table = windows(tokens, params)
+    measurer, gathered = Measurer(session, params, bos_of(session)), Gathered(params, on_chunk, on_sums)
+    collector = measurer.collector
+    try:
+        if params.covariance_limit:
+            sizes = collector.product_sizes(params.covariance_limit)
+            total = check_memory(sizes, available_memory())
+            log(f"imatrix: second moments of {len(sizes)} inputs, {total / 2**20:.0f} MiB of RAM")
+            collector.measure_products(params.covariance_limit)
+        for group in groups(len(table), params):
+            for i in group:
+                gathered.window(*measurer.window(table[i]))
+            gathered.sums(measurer.take())
+    finally:
+        measurer.close()
+    return replace(gathered.result(), moments=collector.moments())
+
+
+def _read(session: Session, row: TokenIds) -> F64:
+    """An encoder reads one window as a text, between the tokens that it expects around one; there are no scores."""
+    tokenizer, fed = session.tokenizer, row.copy()
+    ids = tokenizer.special_ids
+    if tokenizer.add_bos and ids.bos is not None:
+        fed[0] = ids.bos
+    end = ids.sep if tokenizer.kind == "wpm" else ids.eos
+    if tokenizer.add_eos and end is not None:
+        fed[-1] = end
+    session.clear()
+    states(session, 0, [fed], np.arange(len(fed)))
+    return np.empty(0)
+
+
+def _pass(session: SessionLike, row: TokenIds, bos: int | None, params: ImatrixParams) -> F64:
+    """Decode one window with logits for all rows, so that the last layer sees them all; score its second half."""
+    session.clear()
+    fed = row.copy()
+    if bos is not None:
+        fed[0] = bos
+    n_ctx, first = len(row), len(row) // 2
+    step = min(n_ctx, session.n_batch)
+    found: list[F64] = [np.empty(0)]
+    for p0 in range(0, n_ctx, step):
+        p1 = min(p0 + step, n_ctx)
+        pos = np.arange(p0, p1, dtype=np.int32)
+        logits = session.decode(Batch(fed[p0:p1], pos, np.zeros_like(pos), np.ones(p1 - p0, bool)))
+        low, high = max(p0, first), min(p1, n_ctx - 1)
+        if params.ppl and high > low:
+            found.append(token_nll(logits[low - p0 : high - p0], row[low + 1 : high + 1], params.n_threads))
+    return np.concatenate(found)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+def is_gguf_name(path: Path, output_format: str = "auto") -> bool:
+    """Whether a matrix written to `path` is GGUF: by option (`dat`, `gguf`), else by suffix."""
+    return path.suffix.lower() == ".gguf" if output_format == "auto" else output_format == "gguf"
+
+
+def save(imatrix: Imatrix, path: Path, *, as_gguf: bool) -> None:
+    """Write the matrix; `.dat` has one count for all matrices of an entry, the number of chunks."""
+    if as_gguf:
+        write_gguf(imatrix, path)
+    else:
+        write_legacy(in_calls(imatrix), path)
+
+
+def in_calls(imatrix: Imatrix) -> Imatrix:
+    """The same means with the number of chunks as count everywhere, as the `.dat` format means it."""
+    calls = max(1, imatrix.n_chunks)
+    entries = {
+        name: ImatrixEntry(
+            e.values.reshape(e.sums.shape) * np.float32(calls), np.full(len(e.sums), calls, dtype=np.float32)
+        )
+        for name, e in imatrix.entries.items()
+    }
+    return replace(imatrix, entries=entries)
+
+
+def load(path: Path, like: Imatrix | None = None) -> Imatrix:
+    """Read a matrix with counts in rows; those of a `.dat` are estimated from its chunks (see `in_rows`)."""
+    found = read_imatrix(path)
+    return in_rows(found, like) if is_legacy(path) else found
+
+
+def is_legacy(path: Path) -> bool:
+    """Whether a matrix is in the `.dat` format."""
+    with path.open("rb") as f:
+        return f.read(4) != GGUF_MAGIC
+
+
+def in_rows(found: Imatrix, like: Imatrix | None = None) -> Imatrix:
+    """A matrix of a `.dat` file, which counts chunks, with counts in rows.
+
+    `like` is a matrix of the same model that tells how many rows a chunk brings to each entry (experts see few).
+    """
+    entries = {}
+    for name, e in found.entries.items():
+        per_chunk = float(found.chunk_size)
+        known = like.entries.get(name) if like is not None else None
+        if known is not None and like is not None and known.sums.size == e.sums.size:
+            per_chunk, e = float(known.counts.mean()) / max(1, like.n_chunks), split_matrices(e, len(known.sums))
+        scale = np.float32(per_chunk)
+        entries[name] = ImatrixEntry(e.sums * scale, e.counts * scale)
+    return replace(found, entries=entries)
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file begins like text: UTF-8 without NUL, which binary formats are full of."""
+    with path.open("rb") as f:
+        head = f.read(_TEXT_PROBE)
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in head

@@ -1,0 +1,1 @@
+"""Quality of a model: perplexity, KL divergence, choice tasks, embeddings."""

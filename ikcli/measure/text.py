@@ -1,0 +1,79 @@
+"""The text of a measurement: from a file, from the command line, or the bundled one; escapes as in llama.cpp tools."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ikcli.errors import IkError
+from ikcli.log import log
+from ikcli.measure.protocol import HasTokenizer, TokenIds
+from ikcli.settings.run import RunConfig, default_text
+
+_SIMPLE = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\": b"\\"}
+_ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[nrt'\"\\])")
+
+
+def unescape(text: bytes) -> bytes:
+    """Replace \\n \\r \\t \\' \\" \\\\ and \\xHH; other backslashes stay."""
+
+    def value(match: re.Match[bytes]) -> bytes:
+        code = match.group(1)
+        return bytes([int(code[1:], 16)]) if code[:1] == b"x" else _SIMPLE[code]
+
+    return _ESCAPE.sub(value, text)
+
+
+def load_text(config: RunConfig) -> str:
+    """The text named by -bf or -f or given by -p, else the bundled one; one final newline of a file is dropped.
+
+    Bytes that are not UTF-8 become surrogate escapes, which the tokenizer reads as bytes.
+    """
+    prompt = config.prompt
+    if prompt.binary_file is not None:
+        return raw_text(config).decode("utf-8", errors="surrogateescape")
+    if prompt.file is None and prompt.prompt:
+        raw = prompt.prompt.encode("utf-8", errors="surrogateescape")
+    else:
+        raw = _read(prompt.file or default_text()).removesuffix(b"\n")
+    if prompt.escape:
+        raw = unescape(raw)
+    return raw.decode("utf-8", errors="surrogateescape")
+
+
+def raw_text(config: RunConfig) -> bytes:
+    """The bytes of the file named by -bf or -f, as they are."""
+    return _read(config.prompt.binary_file or config.prompt.file or default_text())
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise IkError(
+            f"cannot read the text file {path}: {error.strerror or error}; name a readable file with -f"
+        ) from error
+
+
+def text_name(config: RunConfig) -> str:
+    """What messages call the text: the file or the prompt."""
+    file = config.prompt.binary_file or config.prompt.file
+    if file is not None:
+        return str(file)
+    return "the prompt" if config.prompt.prompt else "the bundled text"
+
+
+def tokenize(session: HasTokenizer, text: str, who: str = "perplexity", *, parse_special: bool = False) -> TokenIds:
+    """Token ids int32 of the text, begin-of-text included where the model wants it; logs the time taken.
+
+    With `parse_special` names of control tokens in the text are these tokens.
+    """
+    log(f"{who}: tokenizing the input ..")
+    started = time.perf_counter()
+    tokens = np.asarray(session.tokenizer.encode(text, add_special=True, parse_special=parse_special), dtype=np.int32)
+    milliseconds = int((time.perf_counter() - started) * 1e6) * 1e-3
+    log(f"{who}: tokenization took {milliseconds:g} ms")
+    return tokens

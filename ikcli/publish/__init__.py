@@ -1,0 +1,1 @@
+"""Folders for a hub: files, checksums, a model card."""

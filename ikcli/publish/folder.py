@@ -1,0 +1,322 @@
+"""A folder for a hub out of quants of one model: files named and split, digests, recipes, results, a model card.
+
+Everything is checked and measured first; the folder is made under a temporary name and renamed when it is whole.
+What it was made of is kept in it as a digest, so that a run that goes on knows the folder of the one before.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ikcli import log
+from ikcli.errors import IkError, UsageError
+from ikcli.gguf.constants import FILE_TYPE_GUESSED, FILE_TYPES
+from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.gguf.split import copy_tensors, split, tensor_specs
+from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, plan_splits
+from ikcli.publish.checksums import MADE_OF, digest_of, write_sums
+from ikcli.publish.model_card import card, quality_plot
+from ikcli.quant.output_check import check_room, existing_folder
+from ikcli.quant.recipes import RecipeOptions, choose_types
+from ikcli.quant.target_report import recipe_rules
+from ikcli.report.read import read_results
+
+_F16 = 1
+_FLOATS = re.compile(r"[-._](f16|bf16|f32|fp16|fp32)$", re.I)
+_FACTS = ("PPL", "Mean KLD")
+
+
+@dataclass(frozen=True, slots=True)
+class PublishOptions:
+    """What the user says about the models: `models` and `results` are (label or "", file).
+
+    `reuse`: a folder that is there already is taken if the same files and options made it.
+    """
+
+    models: Sequence[tuple[str, Path]]
+    out: Path
+    name: str = ""
+    base_model: str = ""
+    license: str = ""
+    max_bytes: int = 0
+    imatrix: Path | None = None
+    results: Sequence[tuple[str, Path]] = ()
+    notes: Sequence[str] = ()
+    sources: Sequence[Path] = ()
+    link: bool = False
+    reuse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedQuant:
+    """A quant: its label, its files in the folder, type, sizes, and what was measured as name -> (value, error)."""
+
+    label: str
+    paths: tuple[str, ...]
+    type: str
+    n_bytes: int
+    bpw: float
+    recipe: str
+    quality: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The folder, or what it would be; `sources` are (name, SHA-256) of the files the quants were made of."""
+
+    out: Path
+    name: str
+    base_model: str
+    license: str
+    tags: tuple[str, ...]
+    languages: tuple[str, ...]
+    imatrix: str
+    notes: tuple[str, ...]
+    sources: tuple[tuple[str, str], ...]
+    quants: tuple[PublishedQuant, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishPlan:
+    """A folder that can be made: the models, and the tensors of each part of them; or one that `is_made`."""
+
+    options: PublishOptions
+    files: Sequence[GGUFFile]
+    splits: Sequence[list[int]]
+    made: Published
+    is_made: bool = False
+
+
+def plan_publish(options: PublishOptions) -> PublishPlan:
+    """What the folder will hold; IkError for models that do not belong together, names that clash, unusable files."""
+    out = options.out
+    is_made = options.reuse and _is_made(options)
+    if not is_made and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        way = "; without models it is uploaded as it is" if options.reuse and out.is_dir() else ""
+        raise UsageError(
+            f"--out {out} is there already{way and ', made of other files or options'}; name a new or empty folder{way}"
+        )
+    if out.absolute().resolve() == Path.cwd().resolve():  # it is replaced, and a shell would stay in the old one
+        raise UsageError(f"--out {out} is the current folder; name another one")
+    if not os.access(existing_folder(out), os.W_OK | os.X_OK) or not existing_folder(out).is_dir():
+        raise UsageError(f"--out {out}: {existing_folder(out)} takes no files; choose another folder")
+    for path in (options.imatrix, *options.sources):
+        if path is not None and not path.is_file():
+            raise UsageError(f"{path} is no file")
+    files = [open_gguf(path) for _, path in options.models]
+    first = files[0]
+    for file in files[1:]:
+        if file.arch != first.arch or _shapes(file) != _shapes(first):
+            raise UsageError(f"{file.paths[0]} is not of the same model as {first.paths[0]}: other tensors")
+    name = _file_name(options.name or str(first.get("general.name") or ""))
+    stems = [re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) for _, path in options.models]
+    name = name or _common_name(stems[0], _type_of(first))
+    labels = [
+        given or _label(stem, name, file) for (given, _), stem, file in zip(options.models, stems, files, strict=True)
+    ]
+    for i, label in enumerate(labels):
+        if not re.fullmatch(r"[\w.+-]+", label):
+            raise UsageError(f'"{label}" is no label for a file name; use letters, digits, - and _')
+        if label in labels[:i]:
+            raise UsageError(
+                f"{options.models[labels.index(label)][1]} and {options.models[i][1]} are both called {label}; "
+                "give one a name: LABEL=FILE"
+            )
+    splits = [plan_splits(tensor_specs(file), max_bytes=options.max_bytes) for file in files]
+    qualities = _qualities(options, name, labels, stems)
+    quants = [
+        PublishedQuant(
+            label, _paths(f"{name}-{label}", len(parts)), _type_of(file), file.n_bytes,
+            8 * file.n_bytes / file.n_elements, f"recipes/{name}-{label}.txt", found,
+        )
+        for label, parts, file, found in zip(labels, splits, files, qualities, strict=True)
+    ]  # fmt: skip
+    imatrix = f"{name}-imatrix{options.imatrix.suffix}" if options.imatrix is not None else ""
+    made = Published(
+        out, name, options.base_model or _base_model(first), options.license or str(first.get("general.license") or ""),
+        _texts(first, "general.tags"), _texts(first, "general.languages"), imatrix, tuple(options.notes), (),
+        tuple(quants),
+    )  # fmt: skip
+    return PublishPlan(options, files, splits, made, is_made)
+
+
+def publish(plan: PublishPlan, advance: Callable[[float], None] = lambda n_bytes: None) -> Published:
+    """Make the folder; `advance` gets the bytes of models as they are copied. Nothing is left of a run that fails."""
+    options, out = plan.options, plan.options.out.absolute()
+    if plan.is_made:
+        return plan.made
+    copied = [f.n_bytes for f, parts in zip(plan.files, plan.splits, strict=True) if not _as_it_is(plan, f, parts)]
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        check_room(out.parent, sum(copied))
+        sources = tuple((path.name, digest_of(path)) for path in options.sources)
+        made = replace(plan.made, sources=sources)
+        temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+        temporary.mkdir()
+        try:
+            _fill(temporary, plan, made, advance)
+            temporary.replace(out)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    except OSError as problem:
+        raise IkError(f"{out}: cannot be written ({problem.strerror or problem})") from None
+    return made
+
+
+def _as_it_is(plan: PublishPlan, file: GGUFFile, parts: Sequence[int]) -> bool:
+    return plan.options.link and len(parts) == 1 and len(file.paths) == 1
+
+
+def _fill(folder: Path, plan: PublishPlan, made: Published, advance: Callable[[float], None]) -> None:
+    options = plan.options
+    (folder / "recipes").mkdir()
+    for file, parts, quant in zip(plan.files, plan.splits, made.quants, strict=True):
+        target = folder / quant.paths[0]
+        target.parent.mkdir(exist_ok=True)
+        if len(parts) > 1:
+            split(str(file.paths[0]), str(target.parent / f"{made.name}-{quant.label}"), max_bytes=options.max_bytes,
+                  advance=advance)  # fmt: skip
+        elif len(file.paths) > 1:
+            keys = {k: v for k, v in file.typed_metadata().items() if k not in SPLIT_KEYS}
+            with GGUFWriter(target, keys, tensor_specs(file), alignment=file.alignment) as writer:
+                copy_tensors(file, writer, advance)
+        else:
+            _place(file.paths[0], target, options.link)
+            advance(file.n_bytes)
+        text = "\n".join(recipe_of_file(file)) + "\n"
+        (folder / quant.recipe).write_text(text, encoding="utf-8")
+    if options.imatrix is not None:
+        shutil.copyfile(options.imatrix, folder / made.imatrix)
+    plot = quality_plot(made.quants)
+    if plot:
+        (folder / "quality.svg").write_text(plot, encoding="utf-8")
+    (folder / "README.md").write_text(card(made, "quality.svg" if plot else ""), encoding="utf-8")
+    write_sums(folder)
+    (folder / MADE_OF).write_text(_fingerprint(options) + "\n", encoding="utf-8")
+
+
+def _is_made(options: PublishOptions) -> bool:
+    """Whether the folder is whole and was made by these options of these files, as they are now."""
+    try:
+        return (options.out / MADE_OF).read_text(encoding="utf-8").strip() == _fingerprint(options)
+    except OSError:
+        return False
+
+
+def _fingerprint(options: PublishOptions) -> str:
+    """Digest of the options, and of names, sizes and times of the files."""
+    files = [*(p for _, p in options.models), *(p for _, p in options.results), *options.sources]
+    files += [options.imatrix] if options.imatrix is not None else []
+    parts = [part for path in files for part in _parts_of(path)]
+    known = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in parts if p.is_file()]
+    said = (options.name, options.base_model, options.license, options.max_bytes, list(options.notes), options.link)
+    labels = [label for label, _ in (*options.models, *options.results)]
+    return hashlib.sha256(repr((said, labels, known)).encode()).hexdigest()
+
+
+def _parts_of(path: Path) -> list[Path]:
+    """All parts of a split model, else the file itself."""
+    found = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\.gguf)", path.name)
+    return sorted(path.parent.glob(f"{glob.escape(found[1])}?????{found[2]}")) if found else [path]
+
+
+def _place(source: Path, target: Path, link: bool) -> None:
+    if link:
+        try:
+            os.link(source.resolve(), target)
+            return
+        except OSError as problem:
+            raise IkError(f"{source}: no hard link of it can be made ({problem.strerror}); drop --link") from None
+    shutil.copyfile(source, target)
+
+
+def recipe_of_file(file: GGUFFile) -> list[str]:
+    """Rules for `--custom-q @FILE` that give every tensor of a model the type it has in this file."""
+    plain = RecipeOptions(_F16, ignore_imatrix_rules=True)
+    choices = choose_types(list(file.tensors.values()), file.metadata, plain)
+    types = {c.name: file.tensors[c.name].type for c in choices if not c.reason.startswith("kept")}
+    bpw = 8 * file.n_bytes / file.n_elements
+    return [f"# {_type_of(file)}: {file.n_bytes} bytes, {bpw:.4f} bits per weight", *recipe_rules(types)]
+
+
+def _qualities(
+    options: PublishOptions, name: str, labels: Sequence[str], stems: Sequence[str]
+) -> list[dict[str, tuple[float, float | None]]]:
+    """What was measured of each quant, found by its label or the name of its file; the last of several counts."""
+    found: list[dict[str, tuple[float, float | None]]] = [{} for _ in labels]
+    if not options.results:
+        return found
+    results = read_results([(label, path) for label, path in options.results])
+    for p in results.problems:
+        log.warn(f"{p.source}:{p.line}: {p.reason}: {p.text[:100]}")
+    for q in results.qualities:
+        mine = [i for i, label in enumerate(labels) if q.label in (label, f"{name}-{label}", stems[i])]
+        if not mine:
+            log.warn(f"{q.source}:{q.line}: results of {q.label}, which is none of the quants; LABEL=FILE says which")
+        for i in mine:
+            found[i].update({key: q.values[key] for key in _FACTS if key in q.values})
+    return found
+
+
+def _shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
+    return {t.name: t.shape for t in file.tensors.values() if t.name != "output_extra.weight"}
+
+
+def _type_of(file: GGUFFile) -> str:
+    """Name of the file type; of a file without one the type that most weights have."""
+    number = file.get("general.file_type")
+    if isinstance(number, int):
+        known = FILE_TYPES.get(number & ~FILE_TYPE_GUESSED)
+        if known is not None and known.names:
+            return known.names[0]
+    sizes: dict[str, int] = {}
+    for t in file.tensors.values():
+        sizes[t.type.name] = sizes.get(t.type.name, 0) + t.n_elements
+    return max(sizes, key=lambda key: sizes[key])
+
+
+def _file_name(text: str) -> str:
+    """`My Model 7B` as `My-Model-7B`."""
+    return re.sub(r"[^\w.+]+", "-", text).strip("-.")
+
+
+def _common_name(stem: str, type: str) -> str:
+    bare = stem[: -len(type) - 1] if stem.lower().endswith(("-" + type.lower(), "." + type.lower())) else stem
+    return _file_name(_FLOATS.sub("", bare)) or "model"
+
+
+def _label(stem: str, name: str, file: GGUFFile) -> str:
+    """What the file name has after the name of the model, or from its file type on; else the file type."""
+    if stem.lower().startswith(name.lower() + "-"):
+        return stem[len(name) + 1 :]
+    type = _type_of(file)
+    found = re.search(rf"[-._]({re.escape(type)}(?:[-._].*)?)$", stem, re.I)
+    return found[1] if found else type
+
+
+def _paths(stem: str, n_parts: int) -> tuple[str, ...]:
+    if n_parts == 1:
+        return (f"{stem}.gguf",)
+    return tuple(f"{stem}/{stem}-{i + 1:05d}-of-{n_parts:05d}.gguf" for i in range(n_parts))
+
+
+def _base_model(file: GGUFFile) -> str:
+    """`user/repo` of the model itself, where metadata tell it; `general.base_model` is what that was made of."""
+    for key in ("general.source.huggingface.repository", "general.repo_url", "general.source.repo_url"):
+        m = re.fullmatch(r"(?:https?://huggingface\.co/)?([\w.-]+/[\w.-]+?)/?", str(file.get(key) or ""))
+        if m:
+            return m[1]
+    return ""
+
+
+def _texts(file: GGUFFile, key: str) -> tuple[str, ...]:
+    value = file.get(key)
+    return tuple(str(v) for v in value) if isinstance(value, list) else ()

@@ -1,0 +1,1 @@
+"""Results and logs of many runs, read and drawn on one page of HTML."""

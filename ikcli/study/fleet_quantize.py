@@ -1,0 +1,335 @@
+"""Quantizing by several processes or machines: rows are encoded anywhere and written to their place by one process.
+
+A unit is a run of rows of one tensor, for all results that change it; which rows go together does not change a byte.
+Tensors that stay as they are are copied here. With a journal, what is encoded stays in the unfinished file of a result,
+and the journal says which units are there, with checksums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ikcli
+from ikcli.errors import UsageError
+from ikcli.fleet.executor import executor_of, threads_each
+from ikcli.fleet.journal import Journal
+from ikcli.fleet.model import absolute, check_files, digests, files_of
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.placed import PlacedFile
+from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.log import log
+from ikcli.quant.formats import row_size
+from ikcli.quant.matrix import MatrixJob, check_rooms
+from ikcli.quant.output_check import check_output
+from ikcli.quant.quantizer import (
+    Bytes,
+    OutputPart,
+    Progress,
+    QuantizeJob,
+    Readers,
+    Target,
+    Worker,
+    check,
+    copied,
+    output_parts,
+    part_is_done,
+    prepare_folder,
+)
+from ikcli.quant.recipes import TypeChoice
+from ikcli.quant.tool import ToolOptions, encoding_of
+from ikcli.settings.fleet import BatchConfig
+
+_UNIT = 1 << 24  # weights; seconds of work for a thread
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Rows first..stop (of one matrix) of the tensor `name`: what becomes of it, each with the index of its data.
+
+    Without choices the tensor is copied where it stays as it is.
+    """
+
+    name: str
+    source: str
+    matrix: int
+    first: int
+    stop: int
+    choices: tuple[tuple[int, TypeChoice], ...]
+
+    @property
+    def key(self) -> str:
+        """For the journal."""
+        return f"{self.name} {self.first}-{self.stop}" if self.choices else f"{self.name} copied"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeWorkerOptions:
+    """`data`: options that say how tensors are encoded; `digests` of the model and their files are compared."""
+
+    source: Path
+    data: tuple[ToolOptions, ...]
+    n_threads: int
+    digests: tuple[str, ...]
+
+    @property
+    def files(self) -> list[tuple[Path, str]]:
+        """What a node must have."""
+        return files_of(self.source, self.data, self.digests)
+
+    def __call__(self) -> QuantizeWorker:
+        """Make the worker."""
+        return QuantizeWorker(self)
+
+
+class QuantizeWorker:
+    """Encodes rows of a model that it maps from its own disk."""
+
+    def __init__(self, options: QuantizeWorkerOptions) -> None:
+        """Open the files; IkError if one is another than that of the command."""
+        self._file = open_gguf(options.source, options.data[0].overrides)
+        check_files(self._file, options.data, options.digests)
+        self._jobs = [_job(self._file, o) for o in options.data]
+        self._n_threads, self._readers = options.n_threads, Readers()
+        self._pool = ThreadPoolExecutor(options.n_threads)
+        self._choices: tuple[tuple[int, TypeChoice], ...] = ()
+        self._targets: list[Target] = []
+
+    def do(self, unit: Unit) -> list[Bytes]:
+        """New bytes of the rows for every choice."""
+        if unit.choices != self._choices:  # those of a tensor are kept, as factoring second moments takes a while
+            self._targets = [Target(self._jobs[data], choice) for data, choice in unit.choices]
+            self._choices = unit.choices
+        work = Worker(self._file, self._targets, self._n_threads, self._readers)
+        if work.info.type == GGMLType.I2_S:  # one scale for the whole tensor
+            pieces, start = work.pieces(), 0
+        else:
+            pieces = work.pieces_of(unit.matrix, unit.first, unit.stop)
+            start = unit.first * row_size(work.info.type, work.info.shape[0])
+        found = list(work.run(self._pool, lambda n_bytes: None, pieces, start))
+        return [np.concatenate([piece[i] for piece in found]) for i in range(len(unit.choices))]
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+
+def _job(file: GGUFFile, options: ToolOptions) -> QuantizeJob:
+    """Of no tensor: what `Target` reads of a job."""
+    found = encoding_of(file, options)
+    return QuantizeJob(file, Path(), (), {}, found.imatrix, found.covariance, encode_options=found.options)
+
+
+@dataclass(slots=True)
+class _Output:
+    """A file to be written, and the index of its data. `known`: the file that an earlier run left or finished."""
+
+    part: OutputPart
+    data: int
+    file: PlacedFile
+    known: Path | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether an earlier run finished it."""
+        return self.known == self.part.path
+
+
+def run(
+    jobs: Sequence[MatrixJob],
+    options: Sequence[ToolOptions],
+    fleet: BatchConfig,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Write the files of all jobs, which are of one model, and return the paths of those that were not skipped.
+
+    `options[i]` are those that job i was planned with. IkError as from `quantizer.run`; with a journal the unfinished
+    files stay, and the same call goes on.
+    """
+    hooks, model = progress or Progress(), jobs[0].job.file
+    data: dict[Hashable, int] = {}
+    kinds: list[ToolOptions] = []
+    outputs: list[_Output] = []
+    for j, o in zip(jobs, options, strict=True):
+        check(j.job)
+        if j.data not in data:
+            data[j.data] = len(kinds)
+            kinds.append(o)
+        for part in output_parts(j.job):
+            check_output([part.path], model.paths)
+            if j.job.skip_existing and part_is_done(part):
+                hooks.skipped(part.path)
+                continue
+            file = PlacedFile(part.path, part.metadata, part.specs(), model.alignment, keep=fleet.journal is not None)
+            outputs.append(_Output(part, data[j.data], file))
+    paths = [o.part.path for o in outputs]
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise UsageError("two results have the same file name")
+    if not outputs:
+        return []
+    for path in paths:
+        prepare_folder([path])
+    kinds = [absolute(o) for o in kinds]
+    sums = digests(model, kinds)
+    with closing(
+        Journal(Path(fleet.journal) if fleet.journal else None, _head(model, outputs, kinds, sums))
+    ) as journal:
+        _Run(model, outputs, journal, hooks).run(kinds, sums, fleet)
+    return paths
+
+
+def _head(
+    model: GGUFFile, outputs: Sequence[_Output], kinds: Sequence[ToolOptions], sums: Sequence[str]
+) -> dict[str, Any]:
+    """What must be the same for a run to go on; the header of a file says all about its tensors."""
+    return {
+        "kind": "ik quantize",
+        "version": ikcli.__version__,
+        "model": model.paths[0].name,
+        "digests": list(sums),
+        "encode": [repr((o.include_weights, o.exclude_weights, o.encode)) for o in kinds],
+        "files": {str(o.part.path): hashlib.sha256(o.file.header).hexdigest() for o in outputs},
+    }
+
+
+class _Run:
+    """One call of `run` whose outputs are known."""
+
+    def __init__(self, model: GGUFFile, outputs: Sequence[_Output], journal: Journal, hooks: Progress) -> None:
+        self._model, self._outputs, self._journal, self._hooks = model, outputs, journal, hooks
+        self._choices = [{c.name: c for c in o.part.choices} for o in outputs]
+        largest = max(self._choices, key=len)
+        self._names = list(dict.fromkeys(name for choices in (largest, *self._choices) for name in choices))
+
+    def run(self, kinds: Sequence[ToolOptions], sums: tuple[str, ...], fleet: BatchConfig) -> None:
+        """Do what is not done."""
+        n_threads = threads_each(kinds[0].n_threads, fleet)
+        units = [unit for name in self._names for unit in self._units(name)]
+        for o in self._outputs:
+            self._find_known(o, units)
+        todo = [u for u in units if not self._is_done(u)]
+        if len(todo) < len(units):
+            log(f"quantize: {len(units) - len(todo)} of {len(units)} pieces are there already")
+        for u in units if len(todo) < len(units) else []:
+            self._hooks.advance(0 if u in todo else self._n_bytes(u))
+        writing = [o for o in self._outputs if not o.finished]
+        check_rooms([(o.part.path, o.file.size) for o in writing if o.known is None])
+        source, work = self._model.paths[0].absolute(), executor_of(fleet, n_threads)
+        factory = QuantizeWorkerOptions(source, tuple(kinds), n_threads, sums)
+        left = Counter(u.name for u in todo)
+        with ExitStack() as stack:
+            for o in writing:
+                stack.callback(o.file.close)
+                o.file.begin()
+            for u in todo:
+                if not u.choices:
+                    self._copy(u)
+                    self._told(u, left)
+            encoded = [u for u in todo if u.choices]
+            for i, found in work.run(factory, encoded):
+                self._place(encoded[i], found)
+                self._told(encoded[i], left)
+            for o in writing:
+                o.file.finish()
+
+    def _told(self, unit: Unit, left: Counter[str]) -> None:
+        left[unit.name] -= 1
+        if not left[unit.name]:
+            choice = next(choices[unit.name] for choices in self._choices if unit.name in choices)
+            self._hooks.tensor(self._names.index(unit.name) + 1, choice)
+        self._hooks.advance(self._n_bytes(unit))
+
+    def _n_bytes(self, unit: Unit) -> int:
+        """Bytes of the input that are done with a unit; a copy beside other results is done with those."""
+        t = self._model.tensors[unit.source]
+        if unit.choices:
+            return (unit.stop - unit.first) * row_size(t.type, t.shape[0])
+        return 0 if any(unit.name in c and c[unit.name].changes for c in self._choices) else t.n_bytes
+
+    def _units(self, name: str) -> Iterator[Unit]:
+        found = [(o.data, c[name]) for o, c in zip(self._outputs, self._choices, strict=True) if name in c]
+        source = found[0][1].source or name
+        n_rows = math.prod(found[0][1].shape[1:])
+        if any(not c.changes for _, c in found):
+            yield Unit(name, source, 0, 0, n_rows, ())
+        changing = {(data, c.new): (data, c) for data, c in found if c.changes}
+        if not changing:
+            return
+        choices = tuple(changing.values())
+        jobs = QuantizeJob(self._model, Path(), (), {})
+        work = Worker(self._model, [Target(jobs, c) for _, c in choices], 1, Readers())
+        ne1 = work.info.shape[1] if len(work.info.shape) > 1 else 1
+        if work.info.type == GGMLType.I2_S:
+            yield Unit(name, source, 0, 0, n_rows, choices)
+            return
+        for m in range(n_rows // ne1):
+            for matrix, first, stop in work.pieces_of(m, m * ne1, (m + 1) * ne1, _UNIT):
+                yield Unit(name, source, matrix, first, stop, choices)
+
+    def _places(self, unit: Unit) -> Iterator[tuple[_Output, int, int, int]]:
+        """(output, index of the choice or 0, first byte, bytes) wherever the result of a unit goes."""
+        kinds = [(data, c.new) for data, c in unit.choices]
+        for o, choices in zip(self._outputs, self._choices, strict=True):
+            c = choices.get(unit.name)
+            if c is None or c.changes != bool(unit.choices):
+                continue
+            size = row_size(c.new, c.shape[0])
+            place = kinds.index((o.data, c.new)) if c.changes else 0
+            yield o, place, unit.first * size, (unit.stop - unit.first) * size
+
+    def _find_known(self, o: _Output, units: Sequence[Unit]) -> None:
+        if not self._journal.records:
+            return
+        if o.file.holds(o.file.partial):
+            o.known = o.file.partial
+        elif o.file.holds(o.part.path):
+            o.known = o.part.path
+            mine = [u for u in units if any(place[0] is o for place in self._places(u))]
+            if not all(self._is_there(u, o) for u in mine):
+                o.known = None
+
+    def _is_there(self, unit: Unit, output: _Output) -> bool:
+        record = self._journal.records.get(unit.key)
+        if record is None or output.known is None:
+            return False
+        return all(
+            o.file.crc32(output.known, unit.name, start, n) == record["crc32"][i]
+            for o, i, start, n in self._places(unit)
+            if o is output
+        )
+
+    def _is_done(self, unit: Unit) -> bool:
+        return all(o.finished or self._is_there(unit, o) for o, *_ in self._places(unit))
+
+    def _copy(self, unit: Unit) -> None:
+        crc, at = 0, 0
+        places = [o.file for o, *_ in self._places(unit) if not o.finished]
+        for piece in copied(self._model, unit.source, lambda n_bytes: None):
+            crc = zlib.crc32(piece.data, crc)
+            for file in places:
+                file.write(unit.name, at, piece)
+            at += len(piece)
+        self._keep(unit, [crc], places)
+
+    def _place(self, unit: Unit, found: Sequence[Bytes]) -> None:
+        places = [(o.file, i, start) for o, i, start, _ in self._places(unit) if not o.finished]
+        for file, i, start in places:
+            file.write(unit.name, start, found[i])
+        self._keep(unit, [zlib.crc32(np.ascontiguousarray(data).data) for data in found], [file for file, *_ in places])
+
+    def _keep(self, unit: Unit, crc32: list[int], files: Sequence[PlacedFile]) -> None:
+        """The journal says that a unit is there when it is on the disk."""
+        if self._journal.path is not None:
+            for file in files:
+                file.sync()
+            self._journal.add(unit.key, {"crc32": crc32})

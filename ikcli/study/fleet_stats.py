@@ -1,0 +1,152 @@
+"""The error table of types by several processes or machines; a unit is a tensor in a type.
+
+Sums over the rows of a tensor are added in the order of the rows, so every number is that of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import astuple, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ikcli
+from ikcli.fleet.executor import executor_of, threads_each
+from ikcli.fleet.journal import Journal
+from ikcli.fleet.model import check_files, digests, files_of
+from ikcli.fleet.ordered import in_order
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.gguf.types import TYPES
+from ikcli.log import progress
+from ikcli.quant.code_fields import code_space
+from ikcli.quant.imatrix_file import read_imatrix
+from ikcli.quant.measure import Errors
+from ikcli.quant.tool import ToolOptions
+from ikcli.settings.fleet import BatchConfig
+from ikcli.study.code_use import CodeUse
+from ikcli.study.quantize_stats import (
+    StatsParams,
+    StatsRow,
+    added,
+    fits,
+    measure_piece,
+    measured_tensors,
+    pieces,
+    stats_row,
+    totals,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StatsWorkerOptions:
+    """`digests` of the model and the importance matrix are compared where the worker runs."""
+
+    model: Path
+    imatrix: str | None
+    rows: int
+    n_threads: int
+    digests: tuple[str, ...]
+
+    @property
+    def files(self) -> list[tuple[Path, str]]:
+        """What a node must have."""
+        return files_of(self.model, [ToolOptions(imatrix=self.imatrix)], self.digests)
+
+    def __call__(self) -> StatsWorker:
+        """Make the worker."""
+        return StatsWorker(self)
+
+
+class StatsWorker:
+    """Measures tensors of a model that it maps from its own disk."""
+
+    def __init__(self, options: StatsWorkerOptions) -> None:
+        """Open the files; IkError if one is another than that of the command."""
+        self._file, self._options = open_gguf(options.model), options
+        check_files(self._file, [ToolOptions(imatrix=options.imatrix)], options.digests)
+        self._imatrix = read_imatrix(options.imatrix) if options.imatrix else None
+        self._pool = ThreadPoolExecutor(options.n_threads)
+
+    def do(self, unit: tuple[str, GGMLType]) -> dict[str, Any]:
+        """Errors and counts of a tensor in a type."""
+        name, type = unit
+        t = self._file.tensors[name]
+        weights = self._imatrix.weights(name, t.shape) if self._imatrix is not None else None
+        errors, use, n_measured = Errors(), None, 0
+        todo = pieces(self._file, t, weights, self._options.rows)
+        while some := list(islice(todo, self._options.n_threads)):
+            n_measured += sum(len(piece.values) for piece in some)
+            for more, its_use in self._pool.map(lambda piece: measure_piece(piece, type), some):
+                errors, use = errors + more, added(use, its_use)
+        return {
+            "n_measured": n_measured,
+            "errors": astuple(errors),
+            "use": _use_record(use),
+            "weights": bool(weights is not None),
+        }
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+
+def measure_model(file: GGUFFile, params: StatsParams, imatrix: str | None, fleet: BatchConfig) -> Iterator[StatsRow]:
+    """As `quantize_stats.measure_model`, by the workers of the options; what the journal holds is taken from there."""
+    tensors = measured_tensors(file, params)
+    units = [(t, type) for t in tensors for type in params.types if fits(type, t.shape)]
+    sums = digests(file, [ToolOptions(imatrix=imatrix)])
+    imatrix = str(Path(imatrix).absolute()) if imatrix else None
+    n_threads = threads_each(params.n_threads, fleet)
+    factory = StatsWorkerOptions(file.paths[0].absolute(), imatrix, params.rows, n_threads, sums)
+    head = {
+        "kind": "ik quantize-stats",
+        "version": ikcli.__version__,
+        "model": file.paths[0].name,
+        "digests": list(sums),
+        "rows": params.rows,
+    }
+    named = [(f"{t.name} {TYPES[type].name}", (t.name, type)) for t, type in units]
+    rows: list[StatsRow] = []
+    with (
+        closing(Journal(Path(fleet.journal) if fleet.journal else None, head)) as journal,
+        progress("measuring", len(units)) as advance,
+    ):
+        for (t, type), record in zip(
+            units, in_order(executor_of(fleet, n_threads), factory, named, journal), strict=True
+        ):
+            use = _use_of(record["use"], type)
+            rows.append(stats_row(t, type, record["n_measured"], Errors(*record["errors"]), use, record["weights"]))
+            advance(1)
+            yield rows[-1]
+    yield from totals(rows, params)
+
+
+def _use_record(use: CodeUse | None) -> dict[str, Any] | None:
+    if use is None:
+        return None
+    return {
+        "codes": use.codes.tolist(),
+        "multipliers": use.multipliers.tolist() if use.multipliers is not None else None,
+        "minimums": use.minimums.tolist() if use.minimums is not None else None,
+        "exponents": use.exponents.tolist(),
+        "others": [use.shifted, use.n_choices, use.zero_scales, use.subnormal_scales],
+    }
+
+
+def _use_of(record: Mapping[str, Any] | None, type: GGMLType) -> CodeUse | None:
+    space = code_space(TYPES[type].base or type)
+    if record is None or space is None:
+        return None
+    codes, multipliers, minimums, exponents = (
+        np.array(record[key], np.int64) if record[key] is not None else None
+        for key in ("codes", "multipliers", "minimums", "exponents")
+    )
+    assert codes is not None and exponents is not None
+    shifted, n_choices, zero, subnormal = record["others"]
+    return CodeUse(space, codes, multipliers, minimums, shifted, n_choices, exponents, zero, subnormal)

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ikcli.fleet.executor import Executor, Here, Processes, executor
+from ikcli.fleet.choose import executor
+from ikcli.fleet.executor import Executor, Here, Processes
 from ikcli.fleet.journal import Journal
 from ikcli.fleet.ordered import in_order
 from ikcli.settings.run import default_model, default_text

@@ -13,7 +13,8 @@ import pytest
 
 from ikcli.errors import FormatError, IkError, UnsupportedError, UsageError
 from ikcli.fleet import executor as executors
-from ikcli.fleet.executor import Executor, Here, Processes, executor
+from ikcli.fleet.choose import executor
+from ikcli.fleet.executor import Executor, Here, Processes
 from ikcli.fleet.journal import Journal, read
 
 HEAD = {"kind": "test", "n": 3}

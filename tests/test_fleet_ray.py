@@ -22,7 +22,8 @@ from ray_nodes import Nodes, cluster, needs_ray
 from ikcli.bench import fleet as fleet_bench
 from ikcli.errors import IkError
 from ikcli.fleet import digest, files, ray_stages
-from ikcli.fleet.executor import ByKind, executor
+from ikcli.fleet.choose import executor
+from ikcli.fleet.executor import ByKind
 from ikcli.gguf.reader import open_gguf
 from ikcli.imatrix import fleet as fleet_imatrix
 from ikcli.main import main

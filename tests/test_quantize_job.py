@@ -22,7 +22,8 @@ from ikcli.quant import encoding, quantizer
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import EncodeOptions, quantize_rows
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
-from ikcli.quant.quantizer import Progress, run
+from ikcli.quant.job import Progress
+from ikcli.quant.quantizer import run
 from ikcli.quant.recipes import RecipeOptions
 from ikcli.quant.tool import ToolOptions, ToolPlan, plan_quantize, plan_repack
 

@@ -28,7 +28,8 @@ from ikcli.hostinfo import physical_cores
 from ikcli.measure.kld_file import BaseReader
 from ikcli.quant.decode import dequantize
 from ikcli.quant.imatrix_file import Imatrix
-from ikcli.quant.quantizer import QuantizeJob, output_metadata, run
+from ikcli.quant.job import QuantizeJob
+from ikcli.quant.quantizer import output_metadata, run
 from ikcli.quant.recipes import CustomRule, RecipeOptions, TypeChoice, choose_types
 from ikcli.settings.run import default_model, default_text
 

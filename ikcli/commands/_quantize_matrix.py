@@ -183,8 +183,8 @@ def _data_key(config: QuantizeConfig) -> tuple[object, ...]:
 
 
 def _write(jobs: list[MatrixJob], source: str, options: list[ToolOptions], fleet: BatchConfig) -> None:
+    from ikcli.quant.job import Progress
     from ikcli.quant.matrix import run_matrix
-    from ikcli.quant.quantizer import Progress
     from ikcli.study import fleet_quantize
 
     file = jobs[0].job.file

@@ -15,7 +15,7 @@ from ikcli.settings.tools import PublishConfig
 
 if TYPE_CHECKING:
     from ikcli.hub.upload import Uploaded, UploadOptions
-    from ikcli.publish.folder import Published
+    from ikcli.publish.records import Published
 
 _WORTH_A_LINE = 10 << 20  # bytes; smaller files go with the commit
 
@@ -46,7 +46,8 @@ def run(config: PublishConfig) -> int:
 def _make(config: PublishConfig) -> Published:
     """The folder, made or found."""
     from ikcli.gguf.split import parse_size
-    from ikcli.publish.folder import PublishOptions, plan_publish, publish
+    from ikcli.publish.folder import plan_publish, publish
+    from ikcli.publish.records import PublishOptions
 
     assert config.out is not None
     plan = plan_publish(

@@ -405,7 +405,7 @@ def totals(plan: ToolPlan) -> str:
 
 
 def write(request: Request, plan: ToolPlan) -> None:
-    from ikcli.quant.quantizer import Progress
+    from ikcli.quant.job import Progress
     from ikcli.quant.quantizer import run as run_job
 
     job, total = plan.job, len(plan.job.choices)

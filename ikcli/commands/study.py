@@ -8,7 +8,7 @@ from ikcli import log
 from ikcli.bench.sweep_plot import check_output
 from ikcli.cli.model import find_model
 from ikcli.errors import UsageError
-from ikcli.fleet.executor import executor_of, threads_each
+from ikcli.fleet.choose import executor_of, threads_each
 from ikcli.gguf.types import TYPES
 from ikcli.hostinfo import physical_cores
 from ikcli.quant.encoders import available_types

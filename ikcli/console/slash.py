@@ -6,16 +6,14 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ikcli.chat.messages import parse_tools
 from ikcli.console import transcript
+from ikcli.console.dialogue import Dialogue
 from ikcli.console.render import FOLDED, SHOWN
 from ikcli.errors import IkError
 from ikcli.server.http.fields import FIELDS
-
-if TYPE_CHECKING:
-    from ikcli.console.repl import Repl
 
 
 class Leave(Exception):
@@ -27,7 +25,7 @@ class Command:
     """`form` is what may follow the name; `files`: it is a file."""
 
     name: str
-    run: Callable[[Repl, str], None]
+    run: Callable[[Dialogue, str], None]
     form: str = ""
     files: bool = False
 
@@ -47,14 +45,14 @@ _ALIASES = {"/quit": "/exit", "/bye": "/exit", "/?": "/help", "/retry": "/regen"
 
 
 def _command(name: str, form: str = "", *, files: bool = False) -> Callable[[Any], Any]:
-    def add(run: Callable[[Repl, str], None]) -> Callable[[Repl, str], None]:
+    def add(run: Callable[[Dialogue, str], None]) -> Callable[[Dialogue, str], None]:
         COMMANDS[name] = Command(name, run, form, files)
         return run
 
     return add
 
 
-def run(repl: Repl, line: str) -> None:
+def run(dialogue: Dialogue, line: str) -> None:
     """Carry out a line that begins with /; IkError if it is none or fails."""
     from difflib import get_close_matches
 
@@ -63,10 +61,10 @@ def run(repl: Repl, line: str) -> None:
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, 1)
         raise IkError(f"there is no command {name}; {f'did you mean {near[0]}?' if near else '/help lists them'}")
-    COMMANDS[name].run(repl, rest.strip())
+    COMMANDS[name].run(dialogue, rest.strip())
 
 
-def completions(repl: Repl, before: str) -> Iterator[tuple[str, int, str]]:
+def completions(dialogue: Dialogue, before: str) -> Iterator[tuple[str, int, str]]:
     """What can follow the text before the cursor: commands, names of settings, files."""
     if not before.startswith("/") or "\n" in before:
         return
@@ -106,74 +104,74 @@ def _file(text: str, command: str) -> Path:
 
 
 @_command("/help")
-def _help(repl: Repl, rest: str) -> None:
+def _help(dialogue: Dialogue, rest: str) -> None:
     """list the commands"""
     for command in COMMANDS.values():
-        repl.note(f"  {f'{command.name} {command.form}'.rstrip():<28} {command.help}")
-    repl.note(
+        dialogue.note(f"  {f'{command.name} {command.form}'.rstrip():<28} {command.help}")
+    dialogue.note(
         "Ctrl-C stops an answer; Ctrl-D, or Ctrl-C twice, leaves. Alt-Enter, or \\ at the end, begins a new line."
     )
 
 
 @_command("/regen")
-def _regen(repl: Repl, rest: str) -> None:
+def _regen(dialogue: Dialogue, rest: str) -> None:
     """answer the last message again"""
-    before, undone = list(repl.conversation.messages), repl.conversation.undone
-    if not repl.conversation.drop_answer():
+    before, undone = list(dialogue.conversation.messages), dialogue.conversation.undone
+    if not dialogue.conversation.drop_answer():
         raise IkError("there is no message to answer yet")
-    if not repl.answer():
-        repl.conversation.messages, repl.conversation.undone = before, undone
+    if not dialogue.answer():
+        dialogue.conversation.messages, dialogue.conversation.undone = before, undone
 
 
 @_command("/edit", "[TEXT]")
-def _edit(repl: Repl, rest: str) -> None:
+def _edit(dialogue: Dialogue, rest: str) -> None:
     """change the last message, or put TEXT in its place, and answer that"""
-    if not rest and not repl.edits:
+    if not rest and not dialogue.edits:
         raise IkError("/edit needs the new text here")
-    before = repl.conversation.undo()
+    before = dialogue.conversation.undo()
     if before is None:
         raise IkError("there is no message to change yet")
     if rest:
-        repl.say(rest)
+        dialogue.say(rest)
     else:
-        repl.offer(before)
+        dialogue.offer(before)
 
 
 @_command("/undo")
-def _undo(repl: Repl, rest: str) -> None:
+def _undo(dialogue: Dialogue, rest: str) -> None:
     """forget the last message and its answer"""
-    if repl.conversation.undo() is None:
+    if dialogue.conversation.undo() is None:
         raise IkError("there is nothing to forget")
-    n = len(repl.conversation.messages)
-    repl.note(f"forgotten; {n} message{'' if n == 1 else 's'} left")
+    n = len(dialogue.conversation.messages)
+    dialogue.note(f"forgotten; {n} message{'' if n == 1 else 's'} left")
 
 
 @_command("/clear")
-def _clear(repl: Repl, rest: str) -> None:
+def _clear(dialogue: Dialogue, rest: str) -> None:
     """begin a new conversation; system prompt, settings and tools stay"""
-    repl.conversation.clear()
-    repl.note("a new conversation")
+    dialogue.conversation.clear()
+    dialogue.note("a new conversation")
 
 
 @_command("/system", "[TEXT|off]")
-def _system(repl: Repl, rest: str) -> None:
+def _system(dialogue: Dialogue, rest: str) -> None:
     """show, set or remove the system prompt"""
     if rest:
-        repl.conversation.system = "" if rest == "off" else rest
-    repl.note(f"system prompt: {repl.conversation.system or 'none'}")
+        dialogue.conversation.system = "" if rest == "off" else rest
+    dialogue.note(f"system prompt: {dialogue.conversation.system or 'none'}")
 
 
 @_command("/settings", "[NAME [VALUE]|save FILE|load FILE]")
-def _settings(repl: Repl, rest: str) -> None:
+def _settings(dialogue: Dialogue, rest: str) -> None:
     """show or set fields of requests (temperature, top_k, seed, n_predict, ...); default takes one back"""
     name, _, text = rest.partition(" ")
     if name in ("save", "load"):
         path = _file(text.strip(), f"/settings {name}")
-        (_save_settings if name == "save" else _load_settings)(repl, path)
+        (_save_settings if name == "save" else _load_settings)(dialogue, path)
         return
     name, _, text = rest.replace("=", " ", 1).partition(" ")
     name, text = {"temp": "temperature"}.get(name, name), text.strip()
-    fields = repl.conversation.fields
+    fields = dialogue.conversation.fields
     if text == "default":
         fields.pop(name, None)
     elif text:
@@ -181,32 +179,32 @@ def _settings(repl: Repl, rest: str) -> None:
             hint = "it is set with -c when the program starts" if name == "n_ctx" else "/settings lists them"
             raise IkError(f"there is no setting {name} to change; {hint}")
         new = {name: _value(text)}
-        repl.conversation.source.check(new)
+        dialogue.conversation.source.check(new)
         fields.update(new)
-    for key, value in sorted(repl.settings().items()):
+    for key, value in sorted(dialogue.settings().items()):
         if key == name or (not name and key in (*SETTINGS, "n_ctx")):
-            repl.note(f"  {key:<24} {json.dumps(value, ensure_ascii=False)}{' *' if key in fields else ''}")
-    if name and not text and name not in repl.settings():
+            dialogue.note(f"  {key:<24} {json.dumps(value, ensure_ascii=False)}{' *' if key in fields else ''}")
+    if name and not text and name not in dialogue.settings():
         if name not in SETTINGS:
             raise IkError(f"there is no setting {name}; /settings lists them")
-        repl.note(f"  {name} is not set")
+        dialogue.note(f"  {name} is not set")
 
 
-def _save_settings(repl: Repl, path: Path) -> None:
+def _save_settings(dialogue: Dialogue, path: Path) -> None:
     """All that applies: what was set, and the defaults of the model where conversations do not have others."""
-    fields = repl.conversation.fields
+    fields = dialogue.conversation.fields
     image = {
         name: value
-        for name, value in sorted(repl.settings().items())
+        for name, value in sorted(dialogue.settings().items())
         if name in fields or (name in SETTINGS and name not in _OF_CHATS and value is not None)
     }
-    transcript.save_settings(image, repl.conversation.source.name, path)
-    repl.note(f"saved {len(image)} settings to {path}")
+    transcript.save_settings(image, dialogue.conversation.source.name, path)
+    dialogue.note(f"saved {len(image)} settings to {path}")
 
 
-def _load_settings(repl: Repl, path: Path) -> None:
-    repl.conversation.fields = transcript.load_settings(repl.conversation, path, SETTINGS)
-    repl.note(f"loaded {len(repl.conversation.fields)} settings from {path}")
+def _load_settings(dialogue: Dialogue, path: Path) -> None:
+    dialogue.conversation.fields = transcript.load_settings(dialogue.conversation, path, SETTINGS)
+    dialogue.note(f"loaded {len(dialogue.conversation.fields)} settings from {path}")
 
 
 def _value(text: str) -> Any:
@@ -218,22 +216,22 @@ def _value(text: str) -> Any:
 
 
 @_command("/stats")
-def _stats(repl: Repl, rest: str) -> None:
+def _stats(dialogue: Dialogue, rest: str) -> None:
     """tokens and speed of the last answer and of all, and how full the context is"""
-    for title, counts in (("last answer", repl.conversation.last and repl.conversation.last.counts),
-                          ("all answers", repl.conversation.total)):  # fmt: skip
+    for title, counts in (("last answer", dialogue.conversation.last and dialogue.conversation.last.counts),
+                          ("all answers", dialogue.conversation.total)):  # fmt: skip
         if counts:
             prompt = _rate(counts.n_prompt, counts.prompt_ms)
-            repl.note(
+            dialogue.note(
                 f"{title}: prompt {counts.n_prompt} tokens{prompt} and {counts.n_cached} cached, "
                 f"answer {counts.n_predicted} tokens{_rate(counts.n_predicted, counts.predicted_ms)}"
                 + (f", {counts.n_accepted} of {counts.n_drafted} guessed tokens right" if counts.n_drafted else "")
             )
-    total = repl.conversation.total
+    total = dialogue.conversation.total
     if total.n_ctx:
-        repl.note(f"context: {total.n_past} of {total.n_ctx} tokens ({100 * total.n_past / total.n_ctx:.0f} %)")
-    n = len(repl.conversation.messages)
-    repl.note(f"conversation: {n} message{'' if n == 1 else 's'} with {repl.conversation.source.name}")
+        dialogue.note(f"context: {total.n_past} of {total.n_ctx} tokens ({100 * total.n_past / total.n_ctx:.0f} %)")
+    n = len(dialogue.conversation.messages)
+    dialogue.note(f"conversation: {n} message{'' if n == 1 else 's'} with {dialogue.conversation.source.name}")
 
 
 def _rate(n: int, ms: float) -> str:
@@ -241,24 +239,24 @@ def _rate(n: int, ms: float) -> str:
 
 
 @_command("/think", "[on|off]")
-def _think(repl: Repl, rest: str) -> None:
+def _think(dialogue: Dialogue, rest: str) -> None:
     """show what the model thought last; on shows thoughts from now on, off folds them"""
     if rest in ("on", "off"):
-        repl.renderer.thinking = SHOWN if rest == "on" else FOLDED
-        repl.note(f"thoughts are {repl.renderer.thinking}")
+        dialogue.renderer.thinking = SHOWN if rest == "on" else FOLDED
+        dialogue.note(f"thoughts are {dialogue.renderer.thinking}")
     elif rest:
         raise IkError("/think is followed by on, off or nothing")
     else:
-        thoughts = repl.conversation.thoughts
+        thoughts = dialogue.conversation.thoughts
         if not thoughts:
             raise IkError("the last answer came without thoughts")
-        repl.renderer.dim(thoughts)
+        dialogue.renderer.dim(thoughts)
 
 
 @_command("/grammar", "[FILE|off]", files=True)
-def _grammar(repl: Repl, rest: str) -> None:
+def _grammar(dialogue: Dialogue, rest: str) -> None:
     """let answers follow a GBNF grammar (FILE), or a JSON schema (FILE.json)"""
-    fields = repl.conversation.fields
+    fields = dialogue.conversation.fields
     if rest and rest != "off":
         path = _file(rest, "/grammar")
         if path.suffix == ".json":
@@ -268,22 +266,22 @@ def _grammar(repl: Repl, rest: str) -> None:
                 new = {"grammar": path.read_text(encoding="utf-8")}
             except (OSError, UnicodeDecodeError) as e:
                 raise IkError(f"cannot read {path}: {getattr(e, 'strerror', None) or e}") from None
-        if repl.conversation.tools and "grammar" in new:
+        if dialogue.conversation.tools and "grammar" in new:
             raise IkError("a grammar and tools exclude each other; /tools off first")
-        repl.conversation.source.check(new)
+        dialogue.conversation.source.check(new)
     if rest:
         for name in ("grammar", "json_schema"):
             fields.pop(name, None)
         fields.update({} if rest == "off" else new)
     kind = "GBNF" if fields.get("grammar") else "a JSON schema" if "json_schema" in fields else "none"
-    repl.note(f"grammar: {kind}")
+    dialogue.note(f"grammar: {kind}")
 
 
 @_command("/tools", "[FILE.json|off]", files=True)
-def _tools(repl: Repl, rest: str) -> None:
+def _tools(dialogue: Dialogue, rest: str) -> None:
     """show, set or remove the functions that the model may call (a list as OpenAI's API takes it)"""
     if rest == "off":
-        repl.conversation.tools = []
+        dialogue.conversation.tools = []
     elif rest:
         path = _file(rest, "/tools")
         found = transcript.read_json(path)
@@ -293,30 +291,30 @@ def _tools(repl: Repl, rest: str) -> None:
             parse_tools(tools)
         except IkError as e:
             raise IkError(f"{path}: {e}") from None
-        if repl.conversation.fields.get("grammar"):
+        if dialogue.conversation.fields.get("grammar"):
             raise IkError("a grammar and tools exclude each other; /grammar off first")
-        repl.conversation.tools = list(tools or ())
-    names = [tool.name for tool in parse_tools(repl.conversation.tools or None)]
-    repl.note(f"tools: {', '.join(names) or 'none'}")
+        dialogue.conversation.tools = list(tools or ())
+    names = [tool.name for tool in parse_tools(dialogue.conversation.tools or None)]
+    dialogue.note(f"tools: {', '.join(names) or 'none'}")
 
 
 @_command("/save", "FILE", files=True)
-def _save(repl: Repl, rest: str) -> None:
+def _save(dialogue: Dialogue, rest: str) -> None:
     """write the conversation to FILE (JSON)"""
     path = _file(rest, "/save")
-    transcript.save(repl.conversation, path)
-    repl.note(f"saved {len(repl.conversation.messages)} messages to {path}")
+    transcript.save(dialogue.conversation, path)
+    dialogue.note(f"saved {len(dialogue.conversation.messages)} messages to {path}")
 
 
 @_command("/load", "FILE", files=True)
-def _load(repl: Repl, rest: str) -> None:
+def _load(dialogue: Dialogue, rest: str) -> None:
     """go on with the conversation in FILE"""
     path = _file(rest, "/load")
-    transcript.load(repl.conversation, path)
-    repl.note(f"loaded {len(repl.conversation.messages)} messages from {path}")
+    transcript.load(dialogue.conversation, path)
+    dialogue.note(f"loaded {len(dialogue.conversation.messages)} messages from {path}")
 
 
 @_command("/exit")
-def _exit(repl: Repl, rest: str) -> None:
+def _exit(dialogue: Dialogue, rest: str) -> None:
     """leave (also /quit, Ctrl-D)"""
     raise Leave

@@ -12,7 +12,7 @@ import ikcli
 from ikcli.engine.plan.planner import Planner
 from ikcli.errors import IkError
 from ikcli.fleet import digest
-from ikcli.fleet.executor import threads_each
+from ikcli.fleet.choose import threads_each
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.quant.tool import ToolOptions
 from ikcli.settings.option import iter_options

@@ -20,7 +20,8 @@ from ikcli.engine.plan.sizes import imatrix_session
 from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
 from ikcli.fleet import digest
-from ikcli.fleet.executor import Here, executor_of
+from ikcli.fleet.choose import executor_of
+from ikcli.fleet.executor import Here
 from ikcli.fleet.journal import Journal
 from ikcli.fleet.model import HeaderSession, check_model, config_each, of_model, settings
 from ikcli.fleet.ordered import in_order

@@ -16,6 +16,7 @@ import numpy as np
 from ikcli.engine.run.batch import Batch
 from ikcli.errors import NonFiniteError
 from ikcli.measure.protocol import FloatRows, SessionLike, TokenIds
+from ikcli.measure.stats import F64
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +146,13 @@ def _hand_over(windows: Windows, group: range, pos0: int, pos1: int, logits: Flo
     for i, chunk in enumerate(group):
         rows = logits[i * n_rows : (i + 1) * n_rows]
         scorer.score(chunk, low - windows.first, rows, windows.tokens[chunk, low + 1 : high + 2])
+
+
+@dataclass(frozen=True, slots=True)
+class WindowValues:
+    """Values (n, n_scored) of a window, or why there are none."""
+
+    chunk: int
+    pass_seconds: float
+    values: F64 | None
+    problem: str = ""

@@ -19,28 +19,19 @@ import numpy as np
 from ikcli.engine.plan.sizes import DEFAULT_WINDOW
 from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.fleet import digest
-from ikcli.fleet.executor import Here, executor_of
+from ikcli.fleet.choose import executor_of
+from ikcli.fleet.executor import Here
 from ikcli.fleet.journal import Journal
 from ikcli.fleet.model import HeaderSession, check_model, config_each, of_model, settings
 from ikcli.fleet.ordered import in_order
 from ikcli.log import hushed
-from ikcli.measure.chunks import Windows, evaluate
+from ikcli.measure.chunks import Windows, WindowValues, evaluate
 from ikcli.measure.kl_divergence import compare_rows
 from ikcli.measure.kld_file import BaseReader
 from ikcli.measure.perplexity import open_session
 from ikcli.measure.protocol import FloatRows, TokenIds
 from ikcli.measure.stats import F64, token_nll
 from ikcli.settings.run import RunConfig
-
-
-@dataclass(frozen=True, slots=True)
-class WindowValues:
-    """Values (n, n_scored) of a window, or why there are none."""
-
-    chunk: int
-    pass_seconds: float
-    values: F64 | None
-    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from ikcli.measure.stats import (
 )
 
 if TYPE_CHECKING:
-    from ikcli.measure.fleet_windows import WindowValues
+    from ikcli.measure.chunks import WindowValues
 
 MIN_LOG_PROB = np.float32(-16.0)
 """Tokens the base model finds less likely than this are left out of the divergence."""

@@ -22,7 +22,7 @@ from ikcli.settings.run import RunConfig
 
 if TYPE_CHECKING:
     from ikcli.engine.plan.planner import Planner
-    from ikcli.measure.fleet_windows import WindowValues
+    from ikcli.measure.chunks import WindowValues
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ikcli import log
@@ -23,6 +23,7 @@ from ikcli.gguf.split import copy_tensors, split, tensor_specs
 from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, plan_splits
 from ikcli.publish.checksums import MADE_OF, digest_of, write_sums
 from ikcli.publish.model_card import card, quality_plot
+from ikcli.publish.records import Published, PublishedQuant, PublishOptions, PublishPlan
 from ikcli.quant.output_check import check_room, existing_folder
 from ikcli.quant.recipes import RecipeOptions, choose_types
 from ikcli.quant.target_report import recipe_rules
@@ -31,67 +32,6 @@ from ikcli.report.read import read_results
 _F16 = 1
 _FLOATS = re.compile(r"[-._](f16|bf16|f32|fp16|fp32)$", re.I)
 _FACTS = ("PPL", "Mean KLD")
-
-
-@dataclass(frozen=True, slots=True)
-class PublishOptions:
-    """What the user says about the models: `models` and `results` are (label or "", file).
-
-    `reuse`: a folder that is there already is taken if the same files and options made it.
-    """
-
-    models: Sequence[tuple[str, Path]]
-    out: Path
-    name: str = ""
-    base_model: str = ""
-    license: str = ""
-    max_bytes: int = 0
-    imatrix: Path | None = None
-    results: Sequence[tuple[str, Path]] = ()
-    notes: Sequence[str] = ()
-    sources: Sequence[Path] = ()
-    link: bool = False
-    reuse: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedQuant:
-    """A quant: its label, its files in the folder, type, sizes, and what was measured as name -> (value, error)."""
-
-    label: str
-    paths: tuple[str, ...]
-    type: str
-    n_bytes: int
-    bpw: float
-    recipe: str
-    quality: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """The folder, or what it would be; `sources` are (name, SHA-256) of the files the quants were made of."""
-
-    out: Path
-    name: str
-    base_model: str
-    license: str
-    tags: tuple[str, ...]
-    languages: tuple[str, ...]
-    imatrix: str
-    notes: tuple[str, ...]
-    sources: tuple[tuple[str, str], ...]
-    quants: tuple[PublishedQuant, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PublishPlan:
-    """A folder that can be made: the models, and the tensors of each part of them; or one that `is_made`."""
-
-    options: PublishOptions
-    files: Sequence[GGUFFile]
-    splits: Sequence[list[int]]
-    made: Published
-    is_made: bool = False
 
 
 def plan_publish(options: PublishOptions) -> PublishPlan:

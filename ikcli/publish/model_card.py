@@ -16,7 +16,7 @@ from ikcli.report.page import pareto
 from ikcli.report.svg import Curve, Dot, plot
 
 if TYPE_CHECKING:
-    from ikcli.publish.folder import Published, PublishedQuant
+    from ikcli.publish.records import Published, PublishedQuant
 
 _GIB = 2**30
 _STYLE = """<style>text { font: 11.5px system-ui, sans-serif; fill: #4a5563; } .name { fill: #1b2430; }

@@ -15,12 +15,10 @@ from pathlib import Path
 from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.writer import GGUFWriter
+from ikcli.quant.job import OutputPart, Progress, QuantizeJob
 from ikcli.quant.output_check import check_output, check_room, existing_folder
 from ikcli.quant.quantizer import (
     Bytes,
-    OutputPart,
-    Progress,
-    QuantizeJob,
     Readers,
     Target,
     Worker,

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,14 @@ from ikcli.gguf.constants import GGMLType, GGUFValueType
 from ikcli.gguf.reader import GGUFFile, TensorInfo, read_part
 from ikcli.gguf.types import TYPES
 from ikcli.gguf.values import Typed
-from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, NewTensor
-from ikcli.quant.covariance_file import Covariance
+from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter
 from ikcli.quant.decode import decodable_types, dequantize
-from ikcli.quant.encoders import EncodeOptions, available_types
+from ikcli.quant.encoders import available_types
 from ikcli.quant.encoders.floats import RowReader
 from ikcli.quant.encoding import Encoding
 from ikcli.quant.formats import row_size
 from ikcli.quant.imatrix_file import Imatrix
+from ikcli.quant.job import OutputPart, Progress, QuantizeJob
 from ikcli.quant.output_check import check_output, check_room, output_paths
 from ikcli.quant.recipes import TypeChoice
 from ikcli.quant.run_key import left_bytes, run_key
@@ -50,55 +49,6 @@ _MIN_PIECE, _MAX_PIECE, _IN_WORK = 1 << 16, 1 << 19, 1 << 23  # elements per pie
 _IN_CACHE = 1 << 18  # elements read and encoded at a time; smaller parts cost more in turns of the GIL than they gain
 _TERNARY_ROWS = 16
 _MAX_KEY_TEXT = 127
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizeJob:
-    """What to write where; `output` is a file, or with `keep_split` the name before `-00001-of-0000N.gguf`."""
-
-    file: GGUFFile
-    output: Path
-    choices: Sequence[TypeChoice]
-    metadata: dict[str, Typed]
-    imatrix: Imatrix | None = None
-    covariance: Covariance | None = None
-    n_threads: int = 1
-    encode_options: EncodeOptions = field(default_factory=EncodeOptions)
-    keep_split: bool = False
-    skip_existing: bool = False
-    allow_requantize: bool = False
-    force: bool = False
-    splits: tuple[int, ...] = ()  # tensors of each file of the result, if it is not one file or split as the input is
-
-
-@dataclass(frozen=True, slots=True)
-class OutputPart:
-    """One file to be written."""
-
-    path: Path
-    metadata: dict[str, Typed]
-    choices: tuple[TypeChoice, ...]
-
-    def specs(self) -> list[NewTensor]:
-        return [NewTensor(c.name, c.shape, c.new) for c in self.choices]
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(c.n_bytes for c in self.choices)
-
-
-@dataclass(slots=True)
-class Progress:
-    """Hooks of a running job: `tensor(number, choice)` before each tensor, `skipped(path)`, `advance(input bytes)`.
-
-    `resumed(path, n)`: n tensors are there already; `discarded(path)`: what is there was to become another result.
-    """
-
-    tensor: Callable[[int, TypeChoice], None] = lambda number, choice: None
-    skipped: Callable[[Path], None] = lambda path: None
-    advance: Callable[[float], None] = lambda n_bytes: None
-    resumed: Callable[[Path, int], None] = lambda path, n: None
-    discarded: Callable[[Path], None] = lambda path: None
 
 
 def output_metadata(

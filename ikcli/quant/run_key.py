@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ikcli.gguf.unfinished import part_path
 
 if TYPE_CHECKING:
-    from ikcli.quant.quantizer import QuantizeJob
+    from ikcli.quant.job import QuantizeJob
 
 _CODE = ("convert", "quant")
 

@@ -23,7 +23,8 @@ from ikcli.quant.encoding import Encoding
 from ikcli.quant.feedback import supports
 from ikcli.quant.imatrix_file import Imatrix, read_imatrix
 from ikcli.quant.imatrix_use import ExpertData, borrowed_lines, check_sizes, expert_data, with_borrowed
-from ikcli.quant.quantizer import QuantizeJob, check_requantize, output_metadata
+from ikcli.quant.job import QuantizeJob
+from ikcli.quant.quantizer import check_requantize, output_metadata
 from ikcli.quant.recipes import EXTRA_OUTPUT, RecipeOptions, TypeChoice, check_file_type, choose_types
 from ikcli.rules import compile_pattern, near_misses, pattern_warnings
 

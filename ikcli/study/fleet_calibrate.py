@@ -12,7 +12,7 @@ from typing import Any
 import ikcli
 from ikcli.errors import IkError
 from ikcli.fleet import digest
-from ikcli.fleet.executor import executor_of, threads_each
+from ikcli.fleet.choose import executor_of, threads_each
 from ikcli.fleet.journal import Journal
 from ikcli.fleet.model import absolute, check_files, digests, files_of
 from ikcli.fleet.ordered import in_order

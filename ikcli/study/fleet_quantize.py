@@ -22,7 +22,7 @@ import numpy as np
 
 import ikcli
 from ikcli.errors import UsageError
-from ikcli.fleet.executor import executor_of, threads_each
+from ikcli.fleet.choose import executor_of, threads_each
 from ikcli.fleet.journal import Journal
 from ikcli.fleet.model import absolute, check_files, digests, files_of
 from ikcli.gguf.constants import GGMLType
@@ -30,13 +30,11 @@ from ikcli.gguf.placed import PlacedFile
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.log import log
 from ikcli.quant.formats import row_size
+from ikcli.quant.job import OutputPart, Progress, QuantizeJob
 from ikcli.quant.matrix import MatrixJob, check_rooms
 from ikcli.quant.output_check import check_output
 from ikcli.quant.quantizer import (
     Bytes,
-    OutputPart,
-    Progress,
-    QuantizeJob,
     Readers,
     Target,
     Worker,

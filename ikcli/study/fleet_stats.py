@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import ikcli
-from ikcli.fleet.executor import executor_of, threads_each
+from ikcli.fleet.choose import executor_of, threads_each
 from ikcli.fleet.journal import Journal
 from ikcli.fleet.model import check_files, digests, files_of
 from ikcli.fleet.ordered import in_order

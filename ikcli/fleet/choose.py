@@ -1,0 +1,36 @@
+"""Pick the executor for a command: this process, several on this machine, or Ray actors."""
+
+from __future__ import annotations
+
+import os
+
+from ikcli.errors import UsageError
+from ikcli.fleet.executor import Executor, Here, Processes
+from ikcli.settings.fleet import FleetConfig
+
+
+def executor(n_workers: int, ray: str | None, n_threads: int, node: str = "") -> Executor:
+    """The executor of `--workers N`, `--ray ADDRESS` and `--ray-node TYPE`; workers have `n_threads` threads each.
+
+    UnsupportedError if Ray is asked for and is not installed.
+    """
+    if ray is not None:
+        from ikcli.fleet.ray_executor import RayExecutor
+
+        return RayExecutor(ray, n_workers, n_threads, node)
+    if node:
+        raise UsageError("--ray-node names nodes of Ray; add --ray ADDRESS")
+    return Processes(n_workers) if n_workers > 1 else Here()
+
+
+def executor_of(fleet: FleetConfig, n_threads: int) -> Executor:
+    """The executor that the options ask for; a worker has `n_threads` threads."""
+    if "," in fleet.ray_node:
+        raise UsageError(f"--ray-node {fleet.ray_node}: only ik bench takes several; name one")
+    return executor(fleet.n_workers, fleet.ray, n_threads, fleet.ray_node)
+
+
+def threads_each(n_threads: int, fleet: FleetConfig) -> int:
+    """Threads of a worker: those of this machine are shared, those of the nodes of a cluster are not."""
+    n_workers = fleet.n_workers if fleet.ray in (None, "local") else 1
+    return max(1, (n_threads or os.cpu_count() or 1) // n_workers)

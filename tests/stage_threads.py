@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from ikcli.engine.pipeline.process import StageOptions, work
+from ikcli.engine.pipeline.options import StageOptions
+from ikcli.engine.pipeline.process import work
 
 
 class Threads:
-    """As `LocalCrew`."""
+    """As `LocalSupervisor`."""
 
     host = "127.0.0.1"
 

@@ -208,7 +208,7 @@ def test_texts_that_are_too_long(tmp_path: Path) -> None:
     """BERT has so many positions; of others -ub is the limit, and no text is computed in pieces."""
     path = write_model(tiny("bert"), tmp_path / "bert.gguf")
     with opened(path) as session:
-        assert encoders.longest_text(session) == 128
+        assert session.longest_text == 128
         with pytest.raises(
             UsageError, match=r"\(129 tokens\) exceeds the 128 tokens that the model reads at once; shorten it$"
         ):

@@ -21,9 +21,10 @@ from ray_nodes import Nodes, cluster, needs_ray
 
 from ikcli.bench import fleet as fleet_bench
 from ikcli.errors import IkError
-from ikcli.fleet import digest, files, ray_stages
+from ikcli.fleet import files, ray_stages
 from ikcli.fleet.choose import executor
 from ikcli.fleet.executor import ByKind
+from ikcli.gguf import digests as digest
 from ikcli.gguf.reader import open_gguf
 from ikcli.imatrix import fleet as fleet_imatrix
 from ikcli.main import main
@@ -303,14 +304,14 @@ def test_a_model_in_stages_on_two_nodes(
     words = ["perplexity", "-m", str(source), *perplexity(tmp_path)[1:]]
     assert main(words) == 0
     alone = capsys.readouterr().out
-    plain = ray_stages.RayCrew.begin
+    plain = ray_stages.RaySupervisor.begin
 
-    def hidden(crew: Any, stages: Any) -> None:
+    def hidden(self: Any, stages: Any) -> None:
         other = tmp_path / "other-node" / "in.gguf"
         monkeypatch.setattr(files, "parts_of", lambda path: (source,))
-        plain(crew, [files.moved(stage, {source: other}) for stage in stages])
+        plain(self, [files.moved(stage, {source: other}) for stage in stages])
 
-    monkeypatch.setattr(ray_stages.RayCrew, "begin", hidden)
+    monkeypatch.setattr(ray_stages.RaySupervisor, "begin", hidden)
     cached = cache_root().parent / "fleet" / digest.of_model(open_gguf(source))[:32]
     try:
         assert main([*words, "--stages", "2", "--ray", nodes.address]) == 0

@@ -13,7 +13,7 @@ from fleet_deaths import Deadly, change_workers, kill_driver
 from gguf_files import write_model
 
 from ikcli.errors import FormatError
-from ikcli.fleet import digest
+from ikcli.gguf import digests as digest
 from ikcli.gguf.reader import open_gguf
 from ikcli.imatrix import fleet as fleet_imatrix
 from ikcli.imatrix.fleet import ImatrixWorkerOptions

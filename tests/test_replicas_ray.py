@@ -19,7 +19,8 @@ from quant_models import write_model
 from ikcli.cli.front_options import paths_passed_on
 from ikcli.cli.parser import parse
 from ikcli.errors import IkError, UnsupportedError
-from ikcli.fleet import digest, files, ray_cluster
+from ikcli.fleet import files, ray_cluster
+from ikcli.gguf import digests as digest
 from ikcli.gguf.reader import open_gguf
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.replicas import crew as crew_module

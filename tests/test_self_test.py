@@ -14,8 +14,8 @@ from cuda_sessions import Opener, config, written
 from ikcli.backends.cuda.backend import CudaBackend, CudaProgram, Span
 from ikcli.backends.cuda.device import Launch
 from ikcli.engine.run import gpus
+from ikcli.engine.run.opening import open_session
 from ikcli.engine.run.self_test import SelfTestError
-from ikcli.engine.run.session import Session
 
 pytestmark = [needs_emulation, emulation_only]
 
@@ -33,7 +33,7 @@ def opener(monkeypatch: pytest.MonkeyPatch) -> Opener:
 
 
 def open_tested(path: Path, **changes: Any) -> None:
-    Session.open(config(path, self_test=True, **changes)).close()
+    open_session(config(path, self_test=True, **changes)).close()
 
 
 @pytest.mark.parametrize(

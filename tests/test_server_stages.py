@@ -13,7 +13,7 @@ from gguf_files import write_model
 from stage_threads import Threads
 from tiny_architectures import tiny
 
-from ikcli.engine.pipeline import crew
+from ikcli.engine.pipeline import supervisor
 from ikcli.engine.pipeline.driver import StagedRunner
 from ikcli.gguf.reader import open_gguf
 from ikcli.server.slots.engine import Engine
@@ -30,7 +30,7 @@ PROMPTS = ("import os\n", "The class " * 40, "def main(argv):\n    " * 20, "Retu
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "LocalCrew", Threads)
+    monkeypatch.setattr(supervisor, "LocalSupervisor", Threads)
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +118,13 @@ def test_a_lost_stage_is_a_pause(wanted: list[Final]) -> None:
     with serving(5, **staged()) as e:
         runner = worker(e).session.runner
         assert isinstance(runner, StagedRunner)
-        crews = [runner.crew]
+        supervisors = [runner.supervisor]
         calls = [Call(e, request(e.tokenizer.encode(p), 24, cache_prompt=False)) for p in PROMPTS]
         calls[0].wait_for(lambda events: len(events) > 3)
         known = [event for event in calls[0].events if isinstance(event, Delta)]
         runner.cut()
         ends = [c.final for c in calls]
-        until(lambda: runner.crew not in (None, *crews))
+        until(lambda: runner.supervisor not in (None, *supervisors))
         assert [len(f.tokens) for f in ends] == [24] * 5
         n = sum(len(d.tokens) for d in known)  # from there on computed in larger pieces, so perhaps other last bits
         assert n >= 2 and texts(ends[:1])[0][:n] == texts(wanted[:1])[0][:n]
@@ -137,7 +137,7 @@ def test_a_stage_that_does_not_come_back_ends_the_engine(monkeypatch: pytest.Mon
         assert isinstance(runner, StagedRunner)
         call = Call(e, request(e.tokenizer.encode(PROMPTS[0]), 900, cache_prompt=False))
         call.wait_for(lambda events: len(events) > 3)
-        monkeypatch.setattr("ikcli.engine.pipeline.driver._digest", lambda file: "changed meanwhile")
+        monkeypatch.setattr("ikcli.engine.pipeline.driver.of_model", lambda file: "changed meanwhile")
         runner.cut()
         assert call.failure.status == 503
         until(lambda: e.state == "failed")

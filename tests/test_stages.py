@@ -20,7 +20,7 @@ from stage_threads import Threads
 from tiers import some_architectures
 from tiny_architectures import TINY, tiny
 
-from ikcli.engine.pipeline import crew
+from ikcli.engine.pipeline import supervisor
 from ikcli.engine.pipeline.driver import StagedRunner, StageLostError
 from ikcli.engine.pipeline.wire import Kind, Listener, LostLinkError, connect
 from ikcli.engine.plan.devices import Machine
@@ -52,7 +52,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "LocalCrew", Threads)
+    monkeypatch.setattr(supervisor, "LocalSupervisor", Threads)
 
 
 def config(path: Path, n_stages: int = 1, **changes: Any) -> RunConfig:
@@ -209,7 +209,7 @@ def test_processes_and_a_lost_one(model_file) -> None:
     with Session.open(config(path, 2)) as session:
         np.testing.assert_array_equal(session.decode(Batch.single(ids, logits="all")), wanted)
         runner = session.runner
-        assert isinstance(runner, StagedRunner) and isinstance(runner.crew, crew.LocalCrew)
+        assert isinstance(runner, StagedRunner) and isinstance(runner.supervisor, supervisor.LocalSupervisor)
         pids = runner.pids
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(StageLostError, match=r"stage 2 \(layers 1-1\) was lost: its process was ended by signal 9"):
@@ -240,7 +240,7 @@ def test_nan_is_traced_through_stages(tmp_path: Path, threads) -> None:
 
 
 def test_a_stage_that_cannot_load_says_why(model_file, threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ikcli.engine.pipeline.driver._digest", lambda file: "other")
+    monkeypatch.setattr("ikcli.engine.pipeline.driver.of_model", lambda file: "other")
     with pytest.raises(IkError, match=r"stage 1 \(layers 0-0\): .*llama.gguf on this node is another file"):
         Session.open(config(model_file("llama"), 2))
 

@@ -17,12 +17,12 @@ import ikcli
 from ikcli.bench.environment import cpu_name
 from ikcli.bench.tests import BenchModel, BenchResult, combinations, measured
 from ikcli.engine.plan.bench_cases import BenchTest, bench_tests
-from ikcli.fleet import digest
 from ikcli.fleet.executor import ByKind
 from ikcli.fleet.journal import Journal
 from ikcli.fleet.model import check_model
 from ikcli.fleet.ordered import in_order
 from ikcli.fleet.ray_executor import RayExecutor
+from ikcli.gguf import digests as digest
 from ikcli.gguf.reader import open_gguf
 from ikcli.hostinfo import physical_cores
 from ikcli.log import hushed

@@ -171,10 +171,10 @@ def run(
 
 def measured(config: RunConfig, tests: list[BenchTest], planner: Planner | None) -> Iterator[BenchResult]:
     """Measure the tests in one session."""
-    from ikcli.engine.run.session import Session
+    from ikcli.engine.run.opening import open_session
 
     settings, sizes = bench_session(config)
-    with closing(Session.open(settings, n_ctx=sizes.n_ctx, planner=planner)) as session:
+    with closing(open_session(settings, n_ctx=sizes.n_ctx, planner=planner)) as session:
         model = BenchModel.of(session.model, session.gpus)
         rng = np.random.default_rng(max(1, config.seed))
         for test in tests:

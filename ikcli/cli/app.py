@@ -24,7 +24,9 @@ from ikcli.cli.table import BY_NAME, CommandInfo
 from ikcli.errors import UsageError
 
 if TYPE_CHECKING:
+    from ikcli.engine.pipeline.place import Pipeline
     from ikcli.engine.plan.startup import Startup
+    from ikcli.settings.run import RunConfig
 
 
 class Commands(TyperGroup):
@@ -125,12 +127,23 @@ def checked(parsed: Parsed) -> Startup:
     config = find_draft(config)
     # the token has done its work, and settings are printed with results
     config = replace(config, model=model or default_model(), hub=replace(config.hub, token=""))
-    startup = prepare(config, parsed.given)
+    startup = prepare(config, parsed.given, _pipeline(config))
     for notice in startup.notices:
         log.notice_once(notice)
     for warning in startup.warnings:
         log.warn(warning)
     return startup
+
+
+def _pipeline(config: RunConfig) -> Pipeline:
+    """Return what starts the stages of a run: Ray on a cluster, otherwise processes of this machine."""
+    if config.fleet.stages > 1 and config.fleet.ray is not None:
+        from ikcli.fleet.ray_stages import RAY_PIPELINE
+
+        return RAY_PIPELINE
+    from ikcli.engine.pipeline.place import LOCAL
+
+    return LOCAL
 
 
 def run_tool(ctx: typer.Context) -> int:

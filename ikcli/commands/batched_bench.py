@@ -14,7 +14,7 @@ from ikcli.cli.parser import ModelRun
 from ikcli.commands._sweep_table import settings_dict, write_head, write_line
 from ikcli.engine.plan.bench_cases import batched_tests
 from ikcli.engine.plan.sizes import batched_session
-from ikcli.engine.run.session import Session
+from ikcli.engine.run.opening import open_session
 from ikcli.log import warn
 from ikcli.settings.run import RunConfig
 
@@ -28,7 +28,7 @@ def run(run: ModelRun) -> int:
     for t in tests.left_out:
         warn(f"PP {t.pp}, TG {t.tg}, B {t.pl} needs {t.n_kv} tokens, -c has {tests.n_kv_max}: left out")
     config, sizes = batched_session(run.config)
-    opened = Session.open(config, n_ctx=sizes.n_ctx, n_seq_max=sizes.n_seq, n_step=sizes.n_step, planner=run.planner)
+    opened = open_session(config, n_ctx=sizes.n_ctx, n_seq_max=sizes.n_seq, n_step=sizes.n_step, planner=run.planner)
     try:
         with closing(opened) as session:
             if config.warmup:

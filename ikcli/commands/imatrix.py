@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ikcli.cli.parser import ModelRun
 from ikcli.commands._chunk_lines import eta_text, final_line
 from ikcli.engine.plan.sizes import DEFAULT_WINDOW, imatrix_session
+from ikcli.engine.run.opening import open_session
 from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
 from ikcli.fleet.model import HeaderSession
@@ -196,7 +197,7 @@ def _opened(config: RunConfig, planner: Planner) -> Session | HeaderSession:
     if config.fleet.wanted:
         return HeaderSession(planner)
     settings, sizes = imatrix_session(config)
-    return Session.open(settings, n_ctx=sizes.n_ctx, outputs=sizes.outputs, planner=planner)
+    return open_session(settings, n_ctx=sizes.n_ctx, outputs=sizes.outputs, planner=planner)
 
 
 def _report_unseen(result: ImatrixResult) -> None:

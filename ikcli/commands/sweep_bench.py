@@ -12,7 +12,7 @@ from ikcli.bench.sweep import SweepRow, depths, params_of
 from ikcli.bench.sweep_read import SpeedRow
 from ikcli.cli.parser import ModelRun
 from ikcli.commands._sweep_table import RunInfo, SweepPrinter, settings_dict
-from ikcli.engine.run.session import Session
+from ikcli.engine.run.opening import open_session
 from ikcli.errors import UsageError
 from ikcli.log import log, warn
 from ikcli.measure.protocol import SessionLike
@@ -29,7 +29,7 @@ def run(run: ModelRun) -> int:
     rows: list[SweepRow] = []
     code = 0
     try:
-        with closing(Session.open(config, planner=run.planner)) as session:
+        with closing(open_session(config, planner=run.planner)) as session:
             _measure(session, config, rows)
     except KeyboardInterrupt:
         code = 130

@@ -11,8 +11,8 @@ from typing import Any
 import ikcli
 from ikcli.engine.plan.planner import Planner
 from ikcli.errors import IkError
-from ikcli.fleet import digest
 from ikcli.fleet.choose import threads_each
+from ikcli.gguf import digests as digest
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.quant.tool import ToolOptions
 from ikcli.settings.option import iter_options

@@ -13,11 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ikcli.engine.pipeline.process import StageOptions, work
+from ikcli.engine.pipeline.options import StageOptions
+from ikcli.engine.pipeline.place import Pipeline
+from ikcli.engine.pipeline.process import work
 from ikcli.errors import IkError
 from ikcli.fleet import files
 from ikcli.fleet.ray_cluster import LOCAL, PATIENCE, RayCluster, import_ray, last_line, this_address
 from ikcli.log import shown_size, warn
+from ikcli.settings.fleet import BatchConfig
+from ikcli.settings.run import RunConfig
 
 _END = 5.0  # seconds that stages get to end by themselves
 
@@ -61,10 +65,11 @@ def place(parts: Sequence[float], nodes: Iterable[Node]) -> list[Node]:
     return [places[i][1] for i in range(len(parts))]
 
 
-def shares(address: str, n: int) -> tuple[float, ...]:
-    """Of the bytes of a model for n stages, as the nodes of the cluster have memory."""
-    with RayCluster(address, n).connected():
-        rooms = [room for room, _ in slots(_nodes(), n)]
+def shares(fleet: BatchConfig) -> tuple[float, ...]:
+    """Return the share of the model that each stage gets, in proportion to the memory of the nodes."""
+    assert fleet.ray is not None
+    with RayCluster(fleet.ray, fleet.stages).connected():
+        rooms = [room for room, _ in slots(_nodes(), fleet.stages)]
     return tuple(round(room / sum(rooms), 4) for room in rooms)
 
 
@@ -108,8 +113,8 @@ class _Stage:
         work(self.options)
 
 
-class RayCrew:
-    """See `Crew` in `ikcli/engine/pipeline/crew.py`."""
+class RaySupervisor:
+    """See `ikcli.engine.pipeline.supervisor.Supervisor`."""
 
     def __init__(self, address: str, parts: Sequence[int], n_threads: int) -> None:
         """Join the cluster and find places for stages of these bytes."""
@@ -132,7 +137,7 @@ class RayCrew:
         self._warn_at = math.inf
 
     def begin(self, stages: Sequence[StageOptions]) -> None:
-        """See Crew."""
+        """See Supervisor."""
         self._warn_at = time.monotonic() + PATIENCE
         on_this_machine = stages[0].config.fleet.ray == LOCAL
         needed = [] if on_this_machine else files.needed_by(_Stage(stages[0]))
@@ -151,7 +156,7 @@ class RayCrew:
             self._ends.append(actor.work.remote(make))
 
     def died(self, index: int) -> str:
-        """See Crew."""
+        """See Supervisor."""
         if time.monotonic() > self._warn_at:
             self._warn_at = math.inf
             _, waiting = self._ray.wait(self._begun, num_returns=len(self._begun), timeout=0)
@@ -167,10 +172,19 @@ class RayCrew:
         return "its process ended"
 
     def close(self) -> None:
-        """See Crew."""
+        """See Supervisor."""
         if self._ends:
             self._ray.wait(self._ends, num_returns=len(self._ends), timeout=_END)
         for actor in self._actors:
             with suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor)
         self._closing.close()
+
+
+def supervise(config: RunConfig, n_bytes: Sequence[int]) -> RaySupervisor:
+    """Return the supervisor of stages of `n_bytes` each, as actors of the cluster that `--ray` names."""
+    assert config.fleet.ray is not None
+    return RaySupervisor(config.fleet.ray, n_bytes, max(config.n_threads, config.n_threads_batch))
+
+
+RAY_PIPELINE = Pipeline(supervise, shares)

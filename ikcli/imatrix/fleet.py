@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from ikcli.engine.plan.sizes import imatrix_session
-from ikcli.engine.run.session import Session
+from ikcli.engine.run.opening import open_session
 from ikcli.errors import UsageError
-from ikcli.fleet import digest
 from ikcli.fleet.choose import executor_of
 from ikcli.fleet.executor import Here
 from ikcli.fleet.journal import Journal
 from ikcli.fleet.model import HeaderSession, check_model, config_each, of_model, settings
 from ikcli.fleet.ordered import in_order
+from ikcli.gguf import digests as digest
 from ikcli.imatrix.matrix import ChunkDone, Gathered, ImatrixParams, ImatrixResult, Measurer, groups, windows
 from ikcli.imatrix.sums import Sums
 from ikcli.log import hushed
@@ -64,7 +64,7 @@ class ImatrixWorker:
         check_model(options.config, options.model_digest)
         config, sizes = imatrix_session(options.config)
         with hushed(options.quiet):
-            self._session = Session.open(config, n_ctx=sizes.n_ctx)
+            self._session = open_session(config, n_ctx=sizes.n_ctx)
         self._measurer = Measurer(self._session, options.params, options.bos)
 
     def do(self, rows: TokenIds) -> dict[str, Any]:

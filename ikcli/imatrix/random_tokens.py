@@ -17,7 +17,7 @@ import numpy as np
 from ikcli.engine.plan.placement import CPU
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.plan.sizes import DEFAULT_WINDOW, imatrix_session
-from ikcli.engine.run.session import Session
+from ikcli.engine.run.opening import open_session
 from ikcli.errors import IkError
 from ikcli.imatrix.collect import watch
 from ikcli.imatrix.matrix import ChunkDone, collect, params_of
@@ -78,7 +78,7 @@ def write_self_covariance(model: Path, out: Path, n_tokens: int, n_threads: int,
     settings, sizes = imatrix_session(config)
     n_chunk = -(-n_tokens // DEFAULT_WINDOW)
     started = time.monotonic()
-    with closing(Session.open(settings, n_ctx=sizes.n_ctx)) as session:
+    with closing(open_session(settings, n_ctx=sizes.n_ctx)) as session:
         tokens = random_tokens(session.tokenizer, n_chunk * DEFAULT_WINDOW)
         with progress("second moments of random tokens", n_chunk) as advance:
 

@@ -116,8 +116,8 @@ def _score(session: SessionLike, group: Sequence[Choice], n_threads: int) -> lis
 
 def open_session(config: RunConfig, planner: Planner | None = None) -> SessionLike:
     """A session for texts of at most -c tokens."""
-    from ikcli.engine.run.session import Session
+    from ikcli.engine.run.opening import open_session
 
     settings, sizes = choices_session(config)
-    session: SessionLike = Session.open(settings, n_ctx=sizes.n_ctx, n_seq_max=sizes.n_seq, planner=planner)
+    session: SessionLike = open_session(settings, n_ctx=sizes.n_ctx, n_seq_max=sizes.n_seq, planner=planner)
     return session

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run.embedder import embed
+from ikcli.engine.run.opening import open_session
 from ikcli.engine.run.pooling import Pooling, pooling_of
-from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, UsageError
 from ikcli.models import Outputs
 from ikcli.settings.run import RunConfig
@@ -65,7 +65,7 @@ def measure(config: RunConfig, texts: Sequence[str], planner: Planner) -> TextVe
             raise UsageError(f"text {i + 1} has {len(ids)} tokens, and the model reads {most} at most; shorten it")
     shared = min(config.n_ubatch, planner.hp.n_ctx_train)
     config = replace(config, n_ctx=config.n_ctx or max(shared, *map(len, tokens)))
-    with Session.open(config, outputs=Outputs.EMBEDDINGS, planner=planner) as session:
+    with open_session(config, outputs=Outputs.EMBEDDINGS, planner=planner) as session:
         start = time.perf_counter()
         rows = embed(session, tokens, pooling, config.embed.normalize)
         seconds = time.perf_counter() - start

@@ -18,12 +18,12 @@ import numpy as np
 
 from ikcli.engine.plan.sizes import DEFAULT_WINDOW
 from ikcli.errors import IkError, NonFiniteError, UsageError
-from ikcli.fleet import digest
 from ikcli.fleet.choose import executor_of
 from ikcli.fleet.executor import Here
 from ikcli.fleet.journal import Journal
 from ikcli.fleet.model import HeaderSession, check_model, config_each, of_model, settings
 from ikcli.fleet.ordered import in_order
+from ikcli.gguf import digests as digest
 from ikcli.log import hushed
 from ikcli.measure.chunks import Windows, WindowValues, evaluate
 from ikcli.measure.kl_divergence import compare_rows

@@ -219,8 +219,8 @@ def open_session(
     config: RunConfig, n_ctx: int, n_batch: int, *, stride: int = 0, planner: Planner | None = None
 ) -> SessionLike:
     """A session for max(1, n_batch // n_ctx) windows side by side; with a stride one sequence gets all the cells."""
-    from ikcli.engine.run.session import Session
+    from ikcli.engine.run.opening import open_session
 
     settings, sizes = windows_session(replace(config, n_batch=n_batch), n_ctx, stride)
-    session: SessionLike = Session.open(settings, n_ctx=sizes.n_ctx, n_seq_max=sizes.n_seq, planner=planner)
+    session: SessionLike = open_session(settings, n_ctx=sizes.n_ctx, n_seq_max=sizes.n_seq, planner=planner)
     return session

@@ -11,11 +11,11 @@ from typing import Any
 
 import ikcli
 from ikcli.errors import IkError
-from ikcli.fleet import digest
 from ikcli.fleet.choose import executor_of, threads_each
 from ikcli.fleet.journal import Journal
 from ikcli.fleet.model import absolute, check_files, digests, files_of
 from ikcli.fleet.ordered import in_order
+from ikcli.gguf import digests as digest
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.types import TYPES

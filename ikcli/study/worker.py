@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ikcli.errors import IkError
-from ikcli.fleet import digest
+from ikcli.gguf import digests as digest
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.quant.encoding import Encoding
 from ikcli.quant.imatrix_file import read_imatrix

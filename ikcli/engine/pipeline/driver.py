@@ -14,15 +14,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import ikcli
-from ikcli import references
 from ikcli.backends.step_block import StepBlock
+from ikcli.engine.pipeline.options import StageOptions
 from ikcli.engine.pipeline.part import StageRunner
+from ikcli.engine.pipeline.supervisor import Supervisor
 from ikcli.engine.pipeline.wire import Kind, Link, Listener, LostLinkError
 from ikcli.engine.plan.sizes import Sizes
 from ikcli.engine.run.cpu_device import CpuDevice
@@ -31,20 +32,16 @@ from ikcli.engine.run.run_device import CPU, Bytes, Observer
 from ikcli.engine.run.runner import DividedProgram, Runner
 from ikcli.engine.run.timed_ops import TimedOp
 from ikcli.errors import IkError, NonFiniteError, UnsupportedError
-from ikcli.gguf.reader import GGUFFile
+from ikcli.gguf.digests import of_model
 from ikcli.graph import Cache, Graph, Node
 from ikcli.settings.run import RunConfig
 
-if TYPE_CHECKING:
-    from ikcli.engine.pipeline.crew import Crew
-
 STAGE = "stage "
-_RAY = "ikcli.fleet.ray_stages:RayCrew"
-_DIGEST = "ikcli.fleet.digest:of_model"
 _LOADING = 24 * 3600.0
 _PATIENCE = 15.0  # seconds in which a stage that lost its neighbour says so
 
 Address = tuple[str, int]
+Supervise = Callable[[RunConfig, Sequence[int]], Supervisor]
 
 
 class StageLostError(IkError):
@@ -54,10 +51,6 @@ class StageLostError(IkError):
 def stage_name(index: int) -> str:
     """Name of a stage among the devices of a plan."""
     return f"{STAGE}{index + 1}"
-
-
-def _digest(file: GGUFFile) -> str:
-    return str(references.load(_DIGEST)(file))
 
 
 @dataclass(slots=True)
@@ -73,15 +66,15 @@ class _Flight:
 class StagedRunner(Runner):
     """See the module."""
 
-    def __init__(self, config: RunConfig, sizes: Sizes, cuts: Sequence[int]) -> None:
+    def __init__(self, config: RunConfig, sizes: Sizes, cuts: Sequence[int], supervise: Supervise) -> None:
         n_threads = max(config.n_threads, config.n_threads_batch)
         super().__init__(CpuDevice(n_threads))
-        self._config, self._sizes, self.cuts = config, sizes, tuple(cuts)
+        self._config, self._sizes, self.cuts, self._supervise = config, sizes, tuple(cuts), supervise
         self.stages = [StageRunner(CpuDevice(n_threads), cuts, i) for i in range(len(cuts) - 1)]
         self.route: Callable[[int, Address], Address] = lambda index, address: address
         """Where the stage (or, behind the last one, the driver) is reached that listens there: for proxies."""
         self._model: Model | None = None
-        self.crew: Crew | None = None
+        self.supervisor: Supervisor | None = None
         self.pids: list[int] = []
         """Processes of the stages, each on its machine."""
         self._links: list[Link] = []
@@ -166,18 +159,10 @@ class StagedRunner(Runner):
     # --- life ---------------------------------------------------------------------------------------------------------
     def load(self, programs: Sequence[DividedProgram], model: Model, mmap: bool) -> None:
         """Start the stages and wait until all of them have loaded their layers."""
-        from ikcli.engine.pipeline import crew
-        from ikcli.engine.pipeline.process import StageOptions
-
         self._model = model
         config = replace(self._config, model=model.file.paths[0].absolute())
-        secret, digest = secrets.token_hex(16), _digest(model.file)
-        if config.fleet.ray is None:
-            found: Crew = crew.LocalCrew()
-        else:
-            n_threads = max(config.n_threads, config.n_threads_batch)
-            found = references.load(_RAY)(config.fleet.ray, self._parts_bytes(programs), n_threads)
-        self.crew = found
+        secret, digest = secrets.token_hex(16), of_model(model.file)
+        found = self.supervisor = self._supervise(config, self._parts_bytes(programs))
         try:
             with closing(Listener(found.host, secret)) as listener:
                 found.begin(
@@ -232,9 +217,9 @@ class StagedRunner(Runner):
         return [addresses[i] for i in range(n)]
 
     def _check_alive(self, stages: Iterator[int]) -> None:
-        assert self.crew is not None
+        assert self.supervisor is not None
         for i in stages:
-            why = self.crew.died(i)
+            why = self.supervisor.died(i)
             if why:
                 raise IkError(f"{self._describe(i)} did not start: {why}")
 
@@ -278,9 +263,9 @@ class StagedRunner(Runner):
         return f"stage {index + 1} (layers {self.cuts[index]}-{self.cuts[index + 1] - 1})"
 
     def _why(self, index: int) -> str:
-        assert self.crew is not None
+        assert self.supervisor is not None
         for _ in range(20):
-            if why := self.crew.died(index):
+            if why := self.supervisor.died(index):
                 return why
             time.sleep(0.05)
         return "its machine or the network to it does not answer"
@@ -317,9 +302,9 @@ class StagedRunner(Runner):
         for link in [*self._links, *([self._onward] if self._onward else [])]:
             link.close()
         self._links, self._onward = [], None
-        if self.crew is not None:
-            self.crew.close()
-            self.crew = None
+        if self.supervisor is not None:
+            self.supervisor.close()
+            self.supervisor = None
         if self._receiver is not None:
             assert self._incoming is not None
             self._incoming.close()

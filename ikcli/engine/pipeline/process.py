@@ -9,48 +9,30 @@ from __future__ import annotations
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import ikcli
-from ikcli import references
+from ikcli.engine.pipeline.options import LARGE, StageOptions
 from ikcli.engine.pipeline.part import StageRunner
+from ikcli.engine.pipeline.place import Pipeline
 from ikcli.engine.pipeline.wire import Buffer, Kind, Link, Listener, LostLinkError, connect
 from ikcli.engine.plan.planner import Planner
-from ikcli.engine.plan.sizes import Sizes
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.control_vectors import VectorUse
 from ikcli.engine.run.run_device import look_for_non_finite
 from ikcli.engine.run.runner import DividedProgram
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, NonFiniteError
+from ikcli.gguf.digests import of_model
 from ikcli.graph import Cache, Node
 from ikcli.log import hushed
-from ikcli.settings.run import RunConfig
 
-DIGEST = "ikcli.fleet.digest:of_model"
-LARGE = 1 << 18
-"""Bytes of a micro-batch from which on it is sent and received beside the computation."""
 _LOADING = 24 * 3600.0  # seconds that neighbours may take
 
 Message = tuple[Kind, dict[str, Any], memoryview]
-
-
-@dataclass(frozen=True, slots=True)
-class StageOptions:
-    """A stage: the settings of the run and its place in it, where the driver listens, and the secret of the run."""
-
-    config: RunConfig
-    sizes: Sizes
-    cuts: tuple[int, ...]
-    index: int
-    digest: str
-    driver: tuple[str, int]
-    secret: str
-    host: str  # where it listens itself
 
 
 def work(options: StageOptions) -> None:
@@ -99,10 +81,10 @@ class _Stage:
         config = options.config
         assert config.model is not None
         with hushed(True):
-            planner = Planner.of_file(config)
-            if references.load(DIGEST)(planner.file) != options.digest:
+            planner = Planner.of_file(config, pipeline=Pipeline(stage=(options.cuts, options.index)))
+            if of_model(planner.file) != options.digest:
                 raise IkError(f"{config.model} on this node is another file than that of the command")
-            self._session = Session(planner.prepare(config, options.sizes, stage=(options.cuts, options.index)))
+            self._session = Session(planner.prepare(config, options.sizes))
             self._session.load()
         assert isinstance(self._session.runner, StageRunner)
         self._runner: StageRunner = self._session.runner

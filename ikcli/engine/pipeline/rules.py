@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from ikcli import references
+from ikcli.engine.pipeline.place import LOCAL, Pipeline
 from ikcli.errors import UsageError
 from ikcli.settings.run import RunConfig
 
@@ -21,7 +21,7 @@ _WHOLE = ("sweep-bench", "batched-bench", "chat", "plan", "warmup")  # work that
 _COMMANDS = ("perplexity", "sweep-bench", "bench", "batched-bench", "chat", "serve", "plan", "warmup")
 
 
-def check_stages(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
+def check_stages(config: RunConfig, given: Collection[str] = (), pipeline: Pipeline = LOCAL) -> RunConfig:
     """Settings of a run in stages, which computes on CPUs; UsageError for what cannot be done so."""
     fleet = config.fleet
     if fleet.stages == 1:
@@ -42,6 +42,5 @@ def check_stages(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
     if wrong:
         raise UsageError(f"{wrong[0]} cannot be used with --stages, which compute on CPUs; leave one of them out")
     if fleet.ray not in (None, "local") and not fleet.stage_split:
-        shares = references.load("ikcli.fleet.ray_stages:shares")(fleet.ray, fleet.stages)
-        fleet = replace(fleet, stage_split=shares)
+        fleet = replace(fleet, stage_split=pipeline.shares(fleet))
     return replace(config, n_gpu_layers=0, fleet=fleet)

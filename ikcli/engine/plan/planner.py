@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ikcli import models
 from ikcli.engine.pipeline.driver import STAGE
-from ikcli.engine.pipeline.place import stage_memory, staged
+from ikcli.engine.pipeline.place import LOCAL, Pipeline, stage_memory
 from ikcli.engine.plan.device_plan import planning_device
 from ikcli.engine.plan.devices import Machine
 from ikcli.engine.plan.offload import offload_of, places_of
@@ -119,8 +119,10 @@ class Planner:
         machine: Machine,
         devices: Mapping[str, RunDevice] | None = None,
         adapters: Adapters | None = None,
+        pipeline: Pipeline = LOCAL,
     ) -> None:
         self.file, self.hp, self.machine, self.adapters = file, hp, machine, adapters or Adapters()
+        self.pipeline = pipeline
         self._graphs: dict[tuple[GraphConfig, int], Graphs] = {}
         self._models: dict[tuple[object, ...], Model] = {}
         self._plans: dict[RunConfig, RunPlan] = {}
@@ -129,16 +131,16 @@ class Planner:
         )
 
     @classmethod
-    def of_file(cls, config: RunConfig, *, header_only: bool = False) -> Planner:
-        """For the model of `config`, without devices besides the CPU; `header_only`: its data may be missing."""
+    def of_file(cls, config: RunConfig, *, header_only: bool = False, pipeline: Pipeline = LOCAL) -> Planner:
+        """Open the model of `config`, for the CPU alone; with `header_only` its tensor data may be missing."""
         file = open_gguf(config.model or default_model(), config.override_kv, header_only=header_only)
         models.find(file.arch, str(file.paths[0]))  # before keys, which unknown ones may lack
         hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]), config.rope)
-        return cls(file, hp, Machine(()), None, Adapters.open(config.adapters, file.tensors, hp))
+        return cls(file, hp, Machine(()), None, Adapters.open(config.adapters, file.tensors, hp), pipeline)
 
     def on(self, machine: Machine, devices: Mapping[str, RunDevice] | None = None) -> Planner:
         """For the same model with other devices."""
-        return Planner(self.file, self.hp, machine, devices, self.adapters)
+        return Planner(self.file, self.hp, machine, devices, self.adapters, self.pipeline)
 
     def plan(self, config: RunConfig) -> RunPlan:
         """The plan of the session that a command opens; nothing is printed."""
@@ -146,11 +148,8 @@ class Planner:
             self._plans[config] = self.prepare(*session_of(config)).plan
         return self._plans[config]
 
-    def prepare(self, config: RunConfig, sizes: Sizes, stage: tuple[tuple[int, ...], int] | None = None) -> PreparedRun:
-        """The plan of a session, with the graphs and programs it is made of. -c 0 is the context of the model.
-
-        `stage`: that of the process that has this stage (cuts, index) of the model.
-        """
+    def prepare(self, config: RunConfig, sizes: Sizes) -> PreparedRun:
+        """Plan a session: its memory, and the graphs and programs it runs. -c 0 is the context of the model."""
         config, warnings = resolve(config, self.hp.n_ctx_train)
         sizes = sizes if sizes.n_ctx else replace(sizes, n_ctx=config.n_ctx)
         cfg, placement = self._graph_config(config, sizes), self.place(config)
@@ -161,7 +160,7 @@ class Planner:
         used = {*placement.buffer_of.values(), *placement.cache}
         gpus = {name: gpu for name, gpu in self._gpus.items() if name in used}
         if config.fleet.stages > 1:
-            runner, config = staged(config, sizes, cfg, model, graphs, stage)
+            runner, config = self.pipeline.runner(config, sizes, cfg, model, graphs)
         else:
             runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload)
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)

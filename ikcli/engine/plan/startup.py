@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from ikcli.engine.pipeline.place import LOCAL, Pipeline
 from ikcli.engine.pipeline.rules import check_stages
 from ikcli.engine.plan.devices import find_machine
 from ikcli.engine.plan.missing_parts import assume_missing
@@ -32,14 +33,17 @@ class Startup:
     warnings: tuple[str, ...]
 
 
-def prepare(config: RunConfig, given: Collection[str] = ()) -> Startup:
-    """Check `config` against its model; `given` are the options (field paths) the user wrote."""
+def prepare(config: RunConfig, given: Collection[str] = (), pipeline: Pipeline = LOCAL) -> Startup:
+    """Check `config` against its model.
+
+    `given` are the options (field paths) the user wrote; `pipeline` starts the stages of `--stages`.
+    """
     assert config.model is not None
     planning = config.dry_run or config.command == "plan"
     if config.device_spec and not planning:
         raise UsageError("--device-spec describes devices for planning; add --dry-run, or use ik plan")
-    config = check_stages(config, given)
-    planner = Planner.of_file(config, header_only=planning)
+    config = check_stages(config, given, pipeline)
+    planner = Planner.of_file(config, header_only=planning, pipeline=pipeline)
     file, hp = planner.file, planner.hp
     notices = assume_missing(file, hp) + _missing_data(file)
     notices += [] if hp.kv_lora_rank else _without_mla(config, hp.arch, given)

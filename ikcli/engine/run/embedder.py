@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.engine.plan.programs import EMBEDS
-from ikcli.engine.run.encoders import longest_text, way_out
+from ikcli.engine.run.encoders import way_out
 from ikcli.engine.run.pooling import FloatRows, Pool, Pooling, RankHead, normalized
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, UnsupportedError, UsageError
@@ -101,13 +101,14 @@ class Embedder:
 
     def add(self, key: Any, tokens: Sequence[int] | Tokens) -> None:
         """A text to be embedded; UsageError if it is empty or too long."""
-        ids, most = np.ascontiguousarray(tokens, np.int32), longest_text(self.session)
+        ids, most = np.ascontiguousarray(tokens, np.int32), self.session.longest_text
         if not len(ids):
             raise UsageError("a text without tokens has no embedding")
         if len(ids) > most:
-            causal = self.session.model.hp.causal
-            what = f"context of {most} tokens" if causal else f"{most} tokens that the model reads at once"
-            raise UsageError(f"the text ({len(ids)} tokens) exceeds the {what}; {way_out(self.session)}")
+            hp = self.session.model.hp
+            what = f"context of {most} tokens" if hp.causal else f"{most} tokens that the model reads at once"
+            way = way_out(hp, self.session.n_ctx_seq, self.session.n_ubatch)
+            raise UsageError(f"the text ({len(ids)} tokens) exceeds the {what}; {way}")
         self._waiting.append(_Text(key, ids, Pool(self.pooling, len(ids), causal=self.session.model.hp.causal)))
 
     def drop(self, unwanted: Callable[[Any], bool]) -> None:

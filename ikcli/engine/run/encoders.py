@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ikcli.engine.plan.devices import Machine
 from ikcli.engine.plan.sizes import DEFAULT_WINDOW
 from ikcli.errors import UnsupportedError, UsageError
 from ikcli.models import HParams
 from ikcli.settings.run import RunConfig
-
-if TYPE_CHECKING:
-    from ikcli.engine.run.session import Session
 
 COMMANDS = ("embed", "imatrix", "plan", "serve", "warmup")
 """That can do something with a model without a next token."""
@@ -54,15 +50,13 @@ def settle(config: RunConfig, hp: HParams, machine: Machine, given: Collection[s
     return replace(config, server=server, n_parallel=1)
 
 
-def longest_text(session: Session) -> int:
-    """Most tokens of a text: encoders read it in one micro-batch, and know only so many positions."""
-    hp, most = session.model.hp, session.n_ctx_seq
-    return most if hp.causal else min(most, session.n_ubatch, hp.n_positions or most)
+def longest_text(hp: HParams, n_ctx: int, n_ubatch: int) -> int:
+    """Return the most tokens of a text: encoders read it in one micro-batch, and know only so many positions."""
+    return n_ctx if hp.causal else min(n_ctx, n_ubatch, hp.n_positions or n_ctx)
 
 
-def way_out(session: Session) -> str:
-    """What to do about a text that is longer."""
-    hp, most = session.model.hp, longest_text(session)
+def way_out(hp: HParams, n_ctx: int, n_ubatch: int) -> str:
+    """Return what to do about a text that is longer."""
     if hp.causal:
         return "raise -c"
-    return "shorten it" if most == hp.n_positions else "shorten it, or raise -c and -ub"
+    return "shorten it" if longest_text(hp, n_ctx, n_ubatch) == hp.n_positions else "shorten it, or raise -c and -ub"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +17,14 @@ import numpy.typing as npt
 from ikcli.backends.reference import CacheStore, Executor
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.embedder import states
+from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, NonFiniteError
 from ikcli.graph import Graph, Node
 from ikcli.graph.micro_batch import MicroBatch, Segment
 from ikcli.graph.ops_attention import Attention
 from ikcli.graph.ops_experts import MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import MulMat, MulMatHeads
-from ikcli.log import log
 from ikcli.quant.decode import dequantize
-
-if TYPE_CHECKING:
-    from ikcli.engine.run.session import Session
 
 Array = npt.NDArray[np.generic]
 N_TOKENS, N_LAYERS = 12, 3
@@ -174,13 +170,3 @@ def check(session: Session) -> list[Family]:
             f"most {wrong.bound:.0e} is right); compute it elsewhere with -ot or a smaller -ngl"
         )
     return families
-
-
-def check_session(session: Session) -> None:
-    """Log what devices make of the ops of the first layers; SelfTestError, and a closed session, if one is wrong."""
-    try:
-        for family in check(session):
-            log(f"self-test: {family}")
-    except BaseException:
-        session.close()
-        raise

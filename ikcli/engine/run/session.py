@@ -26,6 +26,7 @@ from ikcli.engine.plan.sizes import Sizes
 from ikcli.engine.run import gpus, host_memory, numa, session_log
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.encoders import longest_text
 from ikcli.engine.run.run_device import Observer, look_for_non_finite
 from ikcli.engine.run.runner import DividedProgram, Runner
 from ikcli.engine.run.sequences import Sequences
@@ -90,10 +91,6 @@ class Session:
         session.load()
         if config.warmup:
             session.warm_up()
-        if config.self_test:
-            from ikcli.engine.run.self_test import check_session
-
-            check_session(session)
         return session
 
     @classmethod
@@ -119,7 +116,7 @@ class Session:
         for text in prepared.plan.warnings:
             warn(text)
         session = cls(prepared)
-        session_log.context_lines(session)
+        session_log.context_lines(prepared)
         return session
 
     def again(self, runner: Runner) -> Session:
@@ -171,6 +168,11 @@ class Session:
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes by device (CPU first) and part: weights, KV, compute, output."""
         return memory_of(self.runner, self.programs, self.model, self.output_bytes)
+
+    @property
+    def longest_text(self) -> int:
+        """Most tokens of a text to embed."""
+        return longest_text(self.model.hp, self.n_ctx_seq, self.n_ubatch)
 
     @property
     def gpus(self) -> tuple[str, ...]:

@@ -14,10 +14,10 @@ from ikcli.log import log
 from ikcli.settings.run import RunConfig
 
 if TYPE_CHECKING:
+    from ikcli.engine.plan.planner import PreparedRun
     from ikcli.engine.run.model import Model
     from ikcli.engine.run.profile import Profile
     from ikcli.engine.run.runner import DividedProgram
-    from ikcli.engine.run.session import Session
     from ikcli.gguf.reader import GGUFFile
     from ikcli.graph import Cache
     from ikcli.models import GraphConfig, HParams
@@ -76,21 +76,16 @@ def _pair(file: GGUFFile, key: str) -> tuple[str, str]:
     return names.get(value_type.name, value_type.name.lower()), str(value)
 
 
-def context_lines(session: Session) -> None:
-    """Context lines: settings, cache, buffers, totals."""
-    parts = session.memory()
-    n_nodes = max(len(g.nodes) for g, _ in session.graphs.values())
-    for line in setup_lines(session.config, session.model, session.graph_config, session.n_batch):
-        log(line)
-    if session.gpus:
-        ngl = -1 if session.config.n_gpu_layers is None else session.config.n_gpu_layers
-        for line in offload_lines(session.model.hp.n_layer, ngl):
-            log(line)
-    programs = list(session.programs.values())
-    n_turns = session.runner.n_turns(programs)
-    for line in buffer_lines(session.config, session.cache_bytes(), session.n_ctx, parts, n_nodes, n_turns):
-        log(line)
-    for line in [*streamed_lines(programs, session.model), *session.runner.notes(programs)]:
+def context_lines(prepared: PreparedRun) -> None:
+    """Log the context of a run: settings, cache, buffers, totals."""
+    plan, model, runner = prepared.plan, prepared.model, prepared.runner
+    lines = setup_lines(plan.config, model, plan.graph_config, plan.config.n_batch)
+    if runner.gpus:
+        lines += offload_lines(model.hp.n_layer, -1 if plan.config.n_gpu_layers is None else plan.config.n_gpu_layers)
+    n_ctx = plan.graph_config.n_ctx
+    lines += buffer_lines(plan.config, plan.caches, n_ctx, plan.memory.parts, plan.n_nodes, plan.n_splits)
+    programs = list(prepared.programs.values())
+    for line in [*lines, *streamed_lines(programs, model), *runner.notes(programs)]:
         log(line)
 
 

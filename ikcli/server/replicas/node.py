@@ -16,8 +16,8 @@ from typing import Any
 
 from ikcli import __version__
 from ikcli.errors import IkError
-from ikcli.fleet import digest
 from ikcli.fleet.ray_cluster import this_address
+from ikcli.gguf import digests as digest
 from ikcli.server.replicas.places import GPUS, plain_environment
 from ikcli.server.router.child import Child, LoadError
 

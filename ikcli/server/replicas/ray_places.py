@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ikcli.errors import IkError
-from ikcli.fleet import digest
 from ikcli.fleet.files import Fetching, FileServer, Needed, needed_of
 from ikcli.fleet.ray_cluster import LOCAL, SHARE, RayCluster, this_address
+from ikcli.gguf import digests as digest
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.replicas.node import NodeServer, NodeStart
 from ikcli.server.replicas.places import Recipe

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.opening import open_session
 from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
 from ikcli.server.slots.prompt_cache import common_prefix
@@ -46,7 +47,7 @@ class DraftModel:
         changed = replace(
             changed, override_kv=(), rope=RopeConfig(), adapters=AdapterConfig(), fleet=BatchConfig()
         )  # those are about the other file
-        session = Session.open(changed, n_ctx=n_ctx, n_seq_max=target.n_seq_max, n_step=target.n_seq_max)
+        session = open_session(changed, n_ctx=n_ctx, n_seq_max=target.n_seq_max, n_step=target.n_seq_max)
         tokens, theirs = (x.model.file.get("tokenizer.ggml.tokens") for x in (session, target))
         if session.n_vocab != target.n_vocab or list(tokens or ()) != list(theirs or ()):
             session.close()

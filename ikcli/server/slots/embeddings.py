@@ -89,8 +89,9 @@ class Embeddings:
         for i, tokens in enumerate(request.texts):
             if len(tokens) > n_ctx:
                 text = f"text {i} ({len(tokens)} tokens) exceeds the available context size ({n_ctx} tokens); "
-                causal = self._session.model.hp.causal
-                text += "shorten it or start again with a larger -c" if causal else way_out(self._session)
+                session, hp = self._session, self._session.model.hp
+                way = way_out(hp, session.n_ctx_seq, session.n_ubatch)
+                text += "shorten it or start again with a larger -c" if hp.causal else way
                 return Failure(400, "exceed_context_size_error", text, {"n_prompt_tokens": len(tokens), "n_ctx": n_ctx})
             if not tokens or not 0 <= min(tokens) <= max(tokens) < n_vocab:
                 what = f"holds a token id outside the vocabulary of {n_vocab}" if tokens else "has no tokens"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ikcli.engine.plan.sizes import session_of
-from ikcli.engine.run.session import Session
+from ikcli.engine.run.opening import open_session
 from ikcli.errors import IkError
 from ikcli.server.slots.embeddings import EmbeddingTask
 from ikcli.server.slots.log import Logger, silent
@@ -76,7 +76,7 @@ class Engine:
     def _run(self) -> None:
         try:
             n, outputs = self.n_slots, session_of(self.config)[1].outputs
-            opened = Session.open(self.config, n_seq_max=n, n_step=n, outputs=outputs, planner=self._planner)
+            opened = open_session(self.config, n_seq_max=n, n_step=n, outputs=outputs, planner=self._planner)
             with opened as session:
                 self._worker = worker_of(session, self._log)
                 self.state = "ready"

@@ -24,7 +24,6 @@ from ikcli.engine.pipeline.driver import StageLostError
 from ikcli.engine.plan.devices import available_memory
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.control_vectors import VectorUse
-from ikcli.engine.run.encoders import longest_text
 from ikcli.engine.run.session import Session
 from ikcli.sampling.sampler import token_logprobs
 from ikcli.sampling.short import draw_function
@@ -75,7 +74,7 @@ class Worker:
         self.config = session.config.server
         self.tokenizer = session.tokenizer
         hp = session.model.hp
-        n_ctx = min(longest_text(session), hp.n_ctx_train)
+        n_ctx = min(session.longest_text, hp.n_ctx_train)
         self.slots = [Slot(i, n_ctx) for i in range(session.n_seq_max)]
         self.model: ModelInfo = model_info(session, n_ctx)
         draw_function()  # compiled now, and not when the first request comes

@@ -1,4 +1,4 @@
-"""The processes of stages on this machine; on a cluster they are Ray actors (`ikcli/fleet`), with the same methods."""
+"""Start and watch the processes of a pipeline on this machine; on a cluster `ikcli.fleet.ray_stages` does it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from ikcli.engine.pipeline.process import StageOptions
+from ikcli.engine.pipeline.options import StageOptions
+from ikcli.settings.run import RunConfig
 
 
-class Crew(Protocol):
-    """Stages of a model."""
+class Supervisor(Protocol):
+    """Starts the stages of a model, and knows why one ended."""
 
     host: str
     """Where the command listens for them."""
@@ -28,8 +29,8 @@ class Crew(Protocol):
         """End all, those that do not by themselves after some seconds."""
 
 
-class LocalCrew:
-    """Processes on this machine, which end with the one that made them: their stdin is then closed."""
+class LocalSupervisor:
+    """Processes on this machine. They end with the process that made them, which closes their stdin."""
 
     host = "127.0.0.1"
 
@@ -37,7 +38,7 @@ class LocalCrew:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def begin(self, stages: Sequence[StageOptions]) -> None:
-        """See Crew."""
+        """See Supervisor."""
         command = [sys.executable, "-m", "ikcli.engine.pipeline"]
         self._processes += [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in stages]
         for process, options in zip(self._processes, stages, strict=True):
@@ -47,14 +48,14 @@ class LocalCrew:
                 process.stdin.flush()
 
     def died(self, index: int) -> str:
-        """See Crew."""
+        """See Supervisor."""
         code = self._processes[index].poll()
         if code is None:
             return ""
         return f"its process was ended by signal {-code}" if code < 0 else f"its process ended with code {code}"
 
     def close(self) -> None:
-        """See Crew."""
+        """See Supervisor."""
         for process in self._processes:
             try:
                 process.wait(5)
@@ -64,3 +65,9 @@ class LocalCrew:
             assert process.stdin is not None
             with suppress(OSError):
                 process.stdin.close()
+
+
+def supervise_here(config: RunConfig, n_bytes: Sequence[int]) -> Supervisor:
+    """Return the supervisor of stages of `n_bytes` each, as processes of this machine."""
+    assert config.fleet.ray is None, "stages on a cluster need the supervisor of ikcli.fleet.ray_stages"
+    return LocalSupervisor()

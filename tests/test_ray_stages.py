@@ -16,7 +16,7 @@ from ikcli.engine.pipeline.driver import StagedRunner, StageLostError
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.session import Session
-from ikcli.fleet.ray_stages import Node, place, slots
+from ikcli.fleet.ray_stages import RAY_PIPELINE, Node, place, slots
 from ikcli.settings.run import RunConfig, default_text
 
 HERE, BIG, SMALL = Node("a", "10.0.0.1", 64, True), Node("b", "10.0.0.2", 100, False), Node("c", "10.0.0.3", 30, False)
@@ -46,7 +46,7 @@ def test_actors_give_the_same_bits_and_come_back() -> None:
     with Session.open(replace(config, n_threads=1, n_threads_batch=1)) as session:
         wanted = np.array(session.decode(Batch.single(ids, logits="all")))
     staged = replace(config, fleet=replace(config.fleet, stages=2, ray="local"))
-    with Session.open(staged) as session:
+    with Session.open(staged, planner=Planner.of_file(staged, pipeline=RAY_PIPELINE)) as session:
         np.testing.assert_array_equal(session.decode(Batch.single(ids, logits="all")), wanted)
         runner = session.runner
         assert isinstance(runner, StagedRunner)
